@@ -1,4 +1,4 @@
-"""Calls to caches: keys are read as far as the lengths reach, and appended where they end."""
+"""Attention to key-value caches: append new keys, then attend to the filled part of each cache."""
 
 import torch
 from torch import Tensor

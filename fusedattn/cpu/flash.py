@@ -1,13 +1,14 @@
 """Attention of a Call by PyTorch's fused kernel for CPUs, forward and backward, a rectangle of scores at a time.
 
 Source of the kernel: FlashAttention-2, arXiv:2307.08691; in PyTorch aten/src/ATen/native/cpu/FlashAttentionKernel.cpp.
-It is held to the rule of `testing.tolerance`, which needs three things more. Gradients of the scores of a row add up to
-that of its lse, 0 without one, and what rounding adds to them is multiplied by what keys or values have in common. So
-outputs of bfloat16, which are rounded before the backward takes them, are kept less what the values have in common. The
-kernel's exponentials of float32 are right to 2**-20 only, which few keys do not average, so gradients of few keys are
-computed by the formula; and it rounds lse, an error that all weights of a row share, so scores are computed less an
-offset that leaves it near 0. And both passes compute a score in the same way, in products of as many columns, or its
-weight would differ.
+Alone, the kernel's gradients miss the tolerance of `testing.tolerance`. Four measures mend that:
+
+- bfloat16 rounds the output that the backward reads, and a mean shared by all values multiplies that error. So the
+  forward saves the output of the values less their mean (`value_mean`).
+- float32 exponentials have an error of 2**-20, which does not average out over few keys. Their gradients come from the
+  exact formula (`small_k`).
+- All weights of a row share the rounding error of its lse. An offset, subtracted from the scores, keeps the lse near 0.
+- Both passes pad to the same number of columns. Otherwise they would round the same score differently.
 """
 
 import math
@@ -38,7 +39,7 @@ class Result(NamedTuple):
 
     out: Tensor
     lse: Tensor
-    kept: Tensor  # in the dtype that is computed in; of bfloat16 less the centre, which rounding it would cost
+    kept: Tensor  # in the dtype of the computation; in bfloat16 the output less the mean of the values
     less: float = 0.0  # the offset
 
 
@@ -53,12 +54,12 @@ def in_rows(x: Tensor) -> bool:
 
 def _in_columns(x: Tensor, columns: int) -> Tensor:
     """Return a tensor that the kernel can read, padded with zeros to a number of columns."""
-    x = x if x.shape[-1] == columns else pad(x, (0, columns - x.shape[-1]))  # which keeps the order of dimensions
+    x = x if x.shape[-1] == columns else pad(x, (0, columns - x.shape[-1]))  # keeps the order of dimensions
     return x if in_rows(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 def _hidden(mask: Tensor | None) -> Tensor:
-    """Return what a key_mask or query_mask hides, (1 or B, 1, S, 1)."""
+    """Return the complement of a key_mask or query_mask, (1 or B, 1, S, 1)."""
     assert mask is not None
     return ~mask[:, None, :, None]
 
@@ -68,7 +69,7 @@ def _columns(call: Call) -> int:
 
 
 def _inputs(part: Part, columns: int) -> list[Tensor]:
-    """Return [query, key, value] of a part as the kernel takes them, zero where a mask hides them."""
+    """Return [query, key, value] of a part in the kernel's layout, zero where key_mask or query_mask hides them."""
     call = part.call
     query, key, value = (_in_columns(x, columns) for x in call[:3])
     if has_holes(part):
@@ -98,9 +99,9 @@ def _wide(call: Call) -> Call:
 
 
 def offset(call: Call) -> float:
-    """Return the offset subtracted from scores: the lse of scores of variance 1.
+    """Return the offset subtracted from scores: the expected lse of scores of variance 1.
 
-    It is the same for a call, for its `_wide`, and for the one call that vmap makes of many.
+    It is the same for a call, for its `_wide` form, and under vmap.
     """
     seen = longest = call.key.shape[2]
     if call.cu_seqlens_k is not None:
@@ -112,7 +113,7 @@ def offset(call: Call) -> float:
         return 0.0
     if call.left is not None and call.right is not None:
         seen = min(seen, call.left + call.right + 1)
-    return float(round(math.log(max(1, seen)) + 0.5))  # a whole number, which large scores are rounded less by
+    return float(round(math.log(max(1, seen)) + 0.5))  # subtracting a whole number rounds large scores least
 
 
 def mask(call: Call, where: Rectangle, less: float | Tensor) -> Tensor | None:
@@ -131,7 +132,7 @@ def _is_exact(where: Rectangle, query: Tensor) -> bool:
 
 
 def _are_alone(call: Call, some: list[Rectangle]) -> bool:
-    """Return whether each rectangle holds everything that its rows see."""
+    """Return whether each rectangle holds all visible keys of its rows."""
     rows_of = [(where.first, where.last) for where in some]
     return call.sinks is None and not call.partial and len(set(rows_of)) == len(rows_of)
 
@@ -143,9 +144,9 @@ def _scores(call: Call, where: Rectangle, less: float | Tensor, query: Tensor, k
 def _attend(
     call: Call, where: Rectangle, tensors: Sequence[Tensor], less: float | Tensor, alone: bool
 ) -> tuple[Tensor, Tensor]:
-    """(output, lse less the offset) of a rectangle; lse is (B, H, S), of any strides.
+    """Return (output, lse less the offset) of a rectangle; lse is (B, H, S) with any strides.
 
-    alone: its rows see nothing else, so no gradient is computed from the lse.
+    alone: the rows see no other keys, so no gradient is computed from the lse.
     """
     query, key, value = _of(where, tensors)
     if _is_exact(where, query) and not alone:
@@ -154,7 +155,7 @@ def _attend(
         return product(weights, value), lse_of(scores, weights)
     added = mask(call, where, less)
     out, lse = attend(query, key, value, where.causal, added, call.scale)
-    if where.masked and not lse.all():  # what the kernel says of a row that sees nothing, and of others
+    if where.masked and not lse.all():  # the kernel returns 0 for a row that sees nothing
         assert added is not None
         lse = lse.masked_fill((added == -INFINITE).all(-1), -INFINITE)
     return out, lse
@@ -164,7 +165,7 @@ def _in_blocks(where: Rectangle, call: Call) -> list[Rectangle]:
     """Cut a rectangle along its rows, so that the scores of a block take at most SCORES bytes."""
     batch, heads, _, _ = call.query.shape
     step = max(1, SCORES // (batch * heads * (where.end - where.begin) * call.query.element_size()))
-    if where.causal:  # its rows depend on where it begins
+    if where.causal:  # a later row would start at another key
         return [where]
     return [
         where._replace(first=first, last=min(first + step, where.last))
@@ -181,8 +182,7 @@ def _differentiate(call: Call, where: Rectangle, less: float, tensors, grad_out,
 
 
 def _differentiate_exactly(call, where, less, tensors, grad_out, out, lse, of_bias) -> Sequence[Tensor]:
-    """Return the same by the formula. lse is None if the rows see nothing else; out is None if it may be recomputed."""
-
+    """Return the same by the formula. lse is None if the rows see no other keys; out is None to recompute it."""
     scores = _scores(call, where, less, *tensors[:2])
     weights = weights_of(scores, where.masked)
     if lse is not None:
@@ -197,7 +197,7 @@ def _of_sink(call: Call, dtype: torch.dtype, less: float) -> Tensor:
 
 
 def _forward(part: Part, save: bool, less: float) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return (output, lse less the offset, output less the centre, the centre or None) of a part."""
+    """Return (output, lse less the offset, output less the mean value, the mean value or None) of a part."""
     call, columns = part.call, part.call.value.shape[3]
     query, key, value = _inputs(part, _columns(call))
     out, lse = _of_all_rows(part, (query, key, value), less)
@@ -205,7 +205,7 @@ def _forward(part: Part, save: bool, less: float) -> tuple[Tensor, Tensor, Tenso
     if common is None:
         return out, lse, out, None
     kept, _ = _of_all_rows(part, (query, key, value - common), less)
-    if call.query_mask is not None:  # what hidden rows have says nothing of the others
+    if call.query_mask is not None:  # hidden rows must not influence the others
         hidden = _hidden(call.query_mask)
         out, lse = out.masked_fill(hidden, 0.0), lse.masked_fill(hidden[..., 0], -INFINITE)
     kept, common = with_centre(out, kept, lse, common[..., :columns])
@@ -244,7 +244,7 @@ def _finished(call: Call, less: float, out: Tensor, lse: Tensor, kept: Tensor, c
     if call.sinks is not None:
         shares, total = shares_of((lse, _of_sink(call, torch.float64, less)))
         factor, total = shares[0, ..., None].to(wide_of(out)), total.to(wide_of(out))
-        # As of the centre, so that what is kept is still the output less that; without one it is the output.
+        # Scale the whole output, then subtract the mean again.
         kept = kept if common is None else (kept + common.to(factor.dtype)) * factor - common
         out, lse = out * factor, total
     return Result(out, lse, kept if call.query.dtype == torch.bfloat16 and common is not None else out, less)
@@ -271,9 +271,9 @@ def at_once(call: Call) -> bool | None:
 
 
 def forward(call: Call, save: bool) -> Result:
-    """Output in the dtype and dimension order of query, lse, less the offset, in float32 or float64.
+    """Return output in the dtype and dimension order of query, and lse less the offset in float32 or float64.
 
-    save: whether a backward follows; it changes no bit of output and lse.
+    save: a backward follows. This changes no bit of output and lse.
     """
     causal = at_once(call)
     if causal is not None and not (save and call.value.dtype == torch.bfloat16):
@@ -330,7 +330,7 @@ def weights(call: Call, columns: int) -> Tensor:
     split, wide = parts(call), wide_dtype(call)
     if len(split) == 1 and split[0].call is call and call.query_mask is None:
         some = list(rectangles(split[0]))
-        if len(some) == 1 and some[0][:4] == (0, call.query.shape[2], 0, columns):  # nothing to fill with zeros
+        if len(some) == 1 and some[0][:4] == (0, call.query.shape[2], 0, columns):  # no zeros to fill in
             tensors = [x.to(wide) for x in _inputs(split[0], call.query.shape[3])]
             return _weights_of_rows(split[0], some, tensors)[0].to(call.query.dtype)
     whole = call.query.new_zeros(*call.query.shape[:3], columns)
@@ -362,7 +362,7 @@ def _backward(part: Part, less: float, rows: Incoming, of_bias: Tensor | None) -
     common = None if grad_out is None else centre(tensors[2][:, :, part.begin : part.end])
     if common is not None:
         same = in_groups(kept == out.to(kept.dtype), common.shape[1]).all(3, keepdim=True).all(2, keepdim=True)
-        tensors[2] = tensors[2] - common.masked_fill(same, 0.0)  # of such a head the output was kept, not less a centre
+        tensors[2] = tensors[2] - common.masked_fill(same, 0.0)  # for these heads the whole output was saved
     some = list(rectangles(part))
     alone = _are_alone(call, some)
     if of_bias is not None:
@@ -390,8 +390,8 @@ def _backward(part: Part, less: float, rows: Incoming, of_bias: Tensor | None) -
     if grad_out is not None:
         add(grad_out, kept, tensors, 3, not alone)
     if grad_lse is not None:
-        # The gradient of a score is its weight times (grad_out * value - sum(grad_out * out) + grad_lse), so what comes
-        # of grad_lse is as if values were 0, and sum(grad_out * out) were -grad_lse.
+        # A score's gradient is weight * (grad_out @ value - sum(grad_out * out) + grad_lse). The term of grad_lse
+        # equals a second call with values 0 and sum(grad_out * out) = -grad_lse.
         one = pad(torch.ones_like(kept[..., :1]), (0, columns - 1))
         add(one, one * -grad_lse[..., None].to(one.dtype), [*tensors[:2], torch.zeros_like(tensors[2])], 2, True)
         if grad_out is None:
@@ -418,13 +418,14 @@ def backward(
     lse: Tensor,
     need_bias: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Gradients of query, key, value, bias and sinks, each in its dtype, without gaps; None of bias unless needed.
+    """Return the gradients of query, key, value, bias and sinks, each in its dtype and contiguous.
 
-    Rectangles add up: the gradients of one, by the output and the lse of whole rows, are its share of all.
+    The gradients of the rectangles, each from the output and lse of its whole rows, are added.
 
     Args:
-        grad_out, grad_lse: either may be None. out, kept, lse: as `forward` gave them.
-        need_bias: only of a call that `small_k.has_bias_gradient`.
+        grad_out, grad_lse: either may be None.
+        out, kept, lse: results of `forward`.
+        need_bias: compute the bias gradient; `small_k.has_bias_gradient` must hold. Otherwise it is None.
     """
     causal = at_once(call) if grad_lse is None and call.value.dtype != torch.bfloat16 else None
     if causal is not None and grad_out is not None:
@@ -436,12 +437,12 @@ def backward(
     of_bias = None if call.bias is None or not need_bias else torch.zeros_like(call.bias, dtype=lse.dtype)
     inputs, call = call[:3], _wide(call)
     grad_out = None if grad_out is None else grad_out.to(kept.dtype)
-    empty = lse == -INFINITE  # rows without a weight but 0, and without a gradient
+    empty = lse == -INFINITE  # all weights are 0, so there is no gradient
     if call.query_mask is not None:
         hidden = _hidden(call.query_mask)
         grad_out = None if grad_out is None else grad_out.masked_fill(hidden, 0.0)
         grad_lse = None if grad_lse is None else grad_lse.masked_fill(hidden[..., 0], 0.0)
-        empty = empty | hidden[..., 0]  # whose lse is the sink's, of which a score may be any distance
+        empty = empty | hidden[..., 0]  # their lse is the sink's, so exp(score - lse) may overflow
     grad_lse = None if grad_lse is None else grad_lse.masked_fill(empty, 0.0)
     rows = Incoming(grad_out, grad_lse, out, kept, lse.masked_fill(empty, INFINITE))
     split, less = parts(call), offset(call)

@@ -8,14 +8,13 @@ from torch import Tensor
 from ..call.options import Call
 from .value_mean import INFINITE
 
-# From where on the rounding of an lse to float32 shows in what it says that sets of keys weigh; 16 of other dtypes.
-LARGE = {torch.bfloat16: 2.0**13}
+LARGE = {torch.bfloat16: 2.0**13}  # an lse above this is too inaccurate in float32 to merge by; 16 for other dtypes
 
 
 def exact(call: Call, lse: Tensor, less: float, again: Callable[[Tensor], Tensor]) -> Tensor:
-    """An lse less the offset, in float64 where its rounding would show in the shares of sets of keys.
+    """Return an lse less the offset, in float64 if its rounding error would be visible in the merged result.
 
-    again: function of an offset of each row, which gives the lse less that: near 0, it is hardly rounded.
+    again: computes the lse less a given offset for each row. Near 0 its rounding error is small.
     """
     large = LARGE.get(call.query.dtype, 16.0)
     if lse.dtype == torch.float64 or not bool(((lse.abs() > large) & lse.isfinite()).any()):
@@ -25,7 +24,7 @@ def exact(call: Call, lse: Tensor, less: float, again: Callable[[Tensor], Tensor
 
 
 def merged(found: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Return (output, lse) over several sets of keys from those of each."""
+    """Return (output, lse) over several sets of keys, from (output, lse) over each."""
     shares, total = shares_of([lse for _, lse in found])
     terms = [out * share[..., None].to(wide_of(out)) for (out, _), share in zip(found, shares, strict=True)]
     return torch.stack(terms).sum(0), total
@@ -36,9 +35,9 @@ def wide_of(x: Tensor) -> torch.dtype:
 
 
 def shares_of(lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """What sets of keys and sinks have of the weight of all, which adds up to 1 however large lses are, and their lse.
+    """Return (shares, lse): the total weight of each set of keys or sink, and the lse over all sets.
 
-    The shares are (sets, ...), 0 where no set has a weight.
+    Shares, (sets, ...), add up to 1 for lses of any size; they are 0 where every lse is -inf.
     """
     every = torch.stack(torch.broadcast_tensors(*lses))
     total = every.logsumexp(0)

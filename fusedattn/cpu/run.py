@@ -1,4 +1,4 @@
-"""Limits of the backend "cpu", and its results in the form that operators return."""
+"""Limits of the backend "cpu", and its results as the operators return them."""
 
 from collections.abc import Sequence
 
@@ -13,15 +13,14 @@ from . import flash
 from .small_k import FEW, has_bias_gradient
 from .tiling import is_widened
 
-# A narrower query or key makes scores of long tails, for which the kernel's exponentials of float32 are too coarse.
+# Fewer columns of query and key give scores with long tails, for which the kernel's exponentials are too inaccurate.
 NARROW = 16
-# The kernel computes a score of its backward in another order than in its forward: of larger ones the weights would be
-# wrong by more than 1e-5 of them, and infinite where the rounding of a score passes 88.
+# The kernel's backward sums a score in another order than its forward. Above this lse, weights would have an error of
+# more than 1e-5, and overflow once the rounding error of a score exceeds 88.
 LARGEST_LSE = 128.0
 
-
 _DIFFERENTIATED = "query", "key", "value", "bias", "sinks"  # inputs whose gradients `flash.backward` returns
-# Options that may be None and that the backend computes, or that `limits` names in another way. It lacks all others.
+# Options with the default None that the backend supports, or that `limits` names itself. It lacks all others.
 _KNOWN = {"bias", "alibi_slopes", "sinks", "mask", "key_mask", "query_mask", "block_mask", "left", "right", "origin"}
 _KNOWN |= {"seed", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"}
 _LACKS = tuple(name for name, default in Call._field_defaults.items() if default is None and name not in _KNOWN)
@@ -31,16 +30,16 @@ def limits(call: Call) -> list[str]:
     """Return why the backend cannot take a call; empty if it can."""
     lacks = []
     if flash_attention_for_cpu is None or flash_attention_for_cpu_backward is None:
-        lacks.append("this version of PyTorch has not its kernel")
+        lacks.append("this version of PyTorch does not have its kernel")
     if (device := device_of(call.query)).type != "cpu":
         lacks.append(f"the tensors are on {device.type}, not on a CPU")
     if call.seed is not None:
-        lacks.append("it knows no dropout")
-    return lacks + [f"it knows no {name}" for name in _LACKS if getattr(call, name) is not None]
+        lacks.append("it does not support dropout")
+    return lacks + [f"it does not support {name}" for name in _LACKS if getattr(call, name) is not None]
 
 
 def is_narrow(call: Call) -> bool:
-    """Return whether the kernel's gradients are too coarse for this head dimension."""
+    """Return whether the kernel's gradients are too inaccurate for this head dimension."""
     return call.query.dtype == torch.float32 and call.query.shape[3] < NARROW and call.key.shape[2] > FEW
 
 
@@ -53,39 +52,39 @@ def has_gradients(call: Call, grad_weights: Tensor | None, need: Sequence[bool])
 
 
 def stats_columns(dtype: torch.dtype, width: int) -> int:
-    """Return how many numbers a row the forward saves: the lse, and the output of a 16-bit call in more bits."""
+    """Return the count of float32 numbers saved for a row: the lse, and for 16-bit dtypes a more exact output."""
     return 1 + (width if is_widened(dtype) else -(-width // 2) if dtype == torch.bfloat16 else 0)
 
 
 def stats(result: flash.Result) -> Tensor:
-    """Return what the backward needs besides the output, (B, Hq, Sq, columns of `stats_columns`)."""
+    """Return the tensor saved for the backward besides the output, (B, Hq, Sq, stats_columns)."""
     lse, dtype = result.lse[..., None], result.out.dtype
     if dtype.itemsize != 2:
         return lse.contiguous()
     kept = result.kept
-    if not is_widened(dtype):  # bfloat16, two numbers in one
+    if not is_widened(dtype):  # two bfloat16 numbers in one float32
         kept = pad(kept, (0, kept.shape[-1] % 2)).clone(memory_format=torch.contiguous_format).view(torch.float32)
     return torch.cat([lse, kept], -1)
 
 
 def _kept(out: Tensor, stats: Tensor) -> Tensor:
-    """Return the output that `stats` holds."""
+    """Return the output saved in `stats`."""
     if out.dtype.itemsize != 2:
         return out
-    kept = stats.contiguous()[..., 1:]  # hooks may have given it back with other strides
+    kept = stats.contiguous()[..., 1:]  # saved-tensor hooks may have changed its strides
     return kept if is_widened(out.dtype) else kept.view(torch.bfloat16)[..., : out.shape[-1]]
 
 
 @without_autocast
 def forward(call: Call, need_lse: bool, need_weights: bool, save: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return (output, lse, weights, stats); those not needed are empty."""
+    """Return (output, lse, weights, stats); a result that is not needed is empty."""
     result = flash.forward(call, save)
     out, lse = result.out, result.lse + result.less if result.less else result.lse
     columns = call.key.shape[2] if call.cu_seqlens_q is None else call.max_seqlen_k
     weights = flash.weights(call, columns or 0) if need_weights else out.new_empty(0)
     kept = stats(result) if save else lse.new_empty(0)
     lse = lse.contiguous() if need_lse else lse.new_empty(0)
-    # No two results share memory.
+    # Results must not share memory.
     return out, lse, weights, kept.clone() if need_lse and save and out.dtype.itemsize != 2 else kept
 
 
@@ -93,14 +92,15 @@ def too_large(lse: Tensor) -> bool:
     """Return whether the kernel's backward is inaccurate for scores of this size."""
     if not lse.numel() or lse.abs().amax().item() <= LARGEST_LSE:
         return False
-    return bool(lse.masked_fill(lse.isinf(), 0.0).abs().gt(LARGEST_LSE).any())  # rows may see nothing
+    return bool(lse.masked_fill(lse.isinf(), 0.0).abs().gt(LARGEST_LSE).any())  # -inf: a row that sees nothing
 
 
 @without_autocast
 def backward(call: Call, incoming: Sequence[Tensor | None], out: Tensor, stats: Tensor, need: Sequence[bool]) -> tuple:
-    """Gradients of the first fields of a call, from those of output and lse; empty where they are not needed.
+    """Return the gradients of INPUTS, empty where not needed. `has_gradients` must hold.
 
-    Only where it `has_gradients`.
+    Args:
+        incoming: gradients of output, lse and weights, or None.
     """
     grad_out, grad_lse, _ = incoming
     needed = dict(zip(INPUTS, need, strict=True))

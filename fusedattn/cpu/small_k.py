@@ -1,4 +1,4 @@
-"""Attention of few keys by the formula: the fused kernel's exponentials are too coarse for gradients of these."""
+"""Gradients of attention to few keys, from the formula: the fused kernel's exponentials are too inaccurate for them."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,19 +10,19 @@ from ..call.private import softmax_backward
 from .tiling import Rectangle, additive, is_nothing, is_widened
 from .value_mean import INFINITE, in_groups
 
-FEW = 64  # keys of float32 whose gradients are computed by the formula
-ROWS = 128  # that are summed at a time
+FEW = 64  # most keys whose float32 gradients the formula computes
+ROWS = 128  # rows summed at a time
 
 
 def is_few(call: Call) -> bool:
-    """Return whether there are so few keys that gradients are computed by the formula."""
+    """Return whether the formula computes the gradients of a call."""
     return call.query.dtype == torch.float32 and call.key.shape[2] <= FEW
 
 
 def has_bias_gradient(call: Call) -> bool:
-    """Return whether the formula computes a bias gradient: of one part that is not computed in bfloat16."""
+    """Return whether the formula can compute the bias gradient: one part, not computed in bfloat16."""
     wide = is_widened(call.query.dtype) or call.query.dtype != torch.bfloat16
-    if call.partial:  # its parts are added up unrounded
+    if call.partial:  # the bias gradient of a partial call must not be rounded
         return False
     return wide and call.cu_seqlens_q is call.key_mask is call.query_mask is None
 
@@ -33,7 +33,7 @@ def product(weights: Tensor, keys: Tensor) -> Tensor:
 
 
 def over_rows(a: Tensor, b: Tensor) -> Tensor:
-    """Return a.mT @ b as a sum of partial sums: the order in which MKL sums many rows may lose digits."""
+    """Return a.mT @ b as a sum of partial sums. MKL's order of summing many rows may lose digits."""
     rows = a.shape[-2]
     if rows < 2 * ROWS:
         return a.mT @ b
@@ -64,10 +64,9 @@ def weights_of(scores: Tensor, masked: bool) -> Tensor:
 
 
 def weights_in_place(scores: Callable[[], Tensor], masked: bool) -> Tensor:
-    """Return `weights_of` scores in their memory: to get new memory takes longer than a softmax.
+    """Return `weights_of` scores in the memory of the scores: an allocation takes longer than a softmax.
 
-    Args:
-        scores: computes them; once more where a row is NaN.
+    scores: computes the scores. It is called again if a row is NaN.
     """
     made = scores()
     weights = torch.softmax(made, -1, out=made)
@@ -75,12 +74,12 @@ def weights_in_place(scores: Callable[[], Tensor], masked: bool) -> Tensor:
 
 
 def _has_nan(weights: Tensor) -> bool:
-    """Return whether a row is NaN. One column is enough, and faster than a fill."""
+    """Return whether a row is NaN. In the softmax of a row all columns are NaN, so the first is enough."""
     return bool(weights[..., 0].isnan().any())
 
 
 def lse_of(scores: Tensor, weights: Tensor) -> Tensor:
-    """Return the log-sum-exp of scores from their softmax. torch.logsumexp takes as long as all the rest."""
+    """Return the log-sum-exp of scores from their softmax. torch.logsumexp takes as long as the whole formula."""
     largest = scores.amax(-1)
     return torch.where(largest.isinf(), largest, largest - weights.amax(-1).log_())
 
@@ -96,12 +95,12 @@ def by_weights(
     """Return gradients of query, key and value from the weights.
 
     Args:
-        out: the output of whole rows; None where these weights are all that their rows have.
-        of_bias: gets the gradient of scores added, summed to its shape.
+        out: the output of whole rows; None if these weights are all of their rows.
+        of_bias: accumulates the gradient of scores, summed to its shape.
     """
     query, key, value = tensors
     of_scores = product(grad_out, value.mT)
-    if out is None:  # rounded as it is here, the mean makes gradients of scores that add up to 0
+    if out is None:  # softmax_backward rounds so that the gradients of a row's scores add up to 0
         of_scores = softmax_backward(of_scores, weights)
     else:
         of_scores = of_scores.sub_((grad_out * out).sum(-1, keepdim=True)).mul_(weights)

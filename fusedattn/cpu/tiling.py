@@ -1,4 +1,4 @@
-"""Splits a call into dense parts, and a part into rectangles of scores, so that what is hidden is not computed."""
+"""Splits a call into dense parts, and a part into rectangles of scores, to skip hidden scores."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -14,13 +14,13 @@ from ..naive.blocks import Block
 from ..naive.decode import alike
 from ..naive.varlen import runs
 
-CACHE = 2**22  # bytes of an additive mask that are made at a time
-ROWS = 32  # the fewest rows of a rectangle that are worth a call of the kernel; it takes 32, 64 or 256 at a time
-BAND = 64, 256  # the fewest and the most rows of a rectangle along a window
-WASTE = 1  # how much more than the scores of its sequences those of one part may be
-CALL = 2**12  # scores of one head that take as long as a call of the kernel does
-FEWEST = 128  # keys of a rectangle that a mask cuts: of few the gradients in float32 are computed otherwise, and slower
-PART = 2**17  # scores that take as long as a part of its own does, with its copies
+CACHE = 2**22  # bytes of an additive mask built at a time
+ROWS = 32  # fewest rows of a rectangle; the kernel works on 32, 64 or 256 at a time
+BAND = 64, 256  # fewest and most rows of a rectangle along a window
+WASTE = 1  # a part may compute this many times its visible scores in vain
+CALL = 2**12  # scores of one head that take as long as one call of the kernel
+FEWEST = 128  # fewest keys of a rectangle cut by a mask: float32 gradients of few keys are slower
+PART = 2**17  # scores that take as long as one more part, with its copies
 
 
 def is_widened(dtype: torch.dtype) -> bool:
@@ -29,10 +29,10 @@ def is_widened(dtype: torch.dtype) -> bool:
 
 
 class Part(NamedTuple):
-    """A dense call, its rows first .. last - 1 and its keys begin .. end - 1: all that it sees. The rest is empty.
+    """A dense call. Only its rows first .. last - 1 and keys begin .. end - 1 are visible.
 
-    In the whole call it is these batches, rows and keys; or so many packed sequences of one length, which are there one
-    behind the other, and here a batch.
+    batches, rows and keys locate it in the whole call. If sequences is not 0, that many consecutive packed sequences of
+    equal length are the batch of this part.
     """
 
     call: Call
@@ -59,10 +59,9 @@ class Part(NamedTuple):
 
 
 class Rectangle(NamedTuple):
-    """Scores that one call of the kernel computes: of rows first .. last - 1 and keys begin .. end - 1 of a part.
+    """Scores of one kernel call: rows first .. last - 1 and keys begin .. end - 1 of a part.
 
-    causal: row first + i sees keys up to begin + i. masked: what a row sees of the keys is not all of them, or scores
-    are added to: by `additive`.
+    causal: row first + i sees keys up to begin + i. masked: the kernel adds the tensor from `additive`.
     """
 
     first: int
@@ -74,7 +73,7 @@ class Rectangle(NamedTuple):
 
 
 def parts(call: Call) -> list[Part]:
-    """Split a call into its parts. Empty ones are left out: the kernel would end the process."""
+    """Split a call into its parts. Empty parts are left out, because they crash the kernel."""
     if 0 in (*call.query.shape[:3], call.key.shape[2]):
         return []
     if call.cu_seqlens_q is not None:
@@ -85,7 +84,7 @@ def parts(call: Call) -> list[Part]:
 
 
 def _ranges(mask: Tensor | None, batch: int, length: int) -> list[tuple[int, int]]:
-    """Return (first, last + 1) of the visible positions of each batch; (0, 0) if there are none."""
+    """Return (first, last + 1) of the visible positions of each batch; (0, 0) if all are hidden."""
     if mask is None:
         return [(0, length)] * batch
     seen = mask.to(torch.uint8)
@@ -95,7 +94,7 @@ def _ranges(mask: Tensor | None, batch: int, length: int) -> list[tuple[int, int
 
 
 def _of_batches(call: Call) -> list[Part]:
-    """Group consecutive batches with the same visible rows and keys, or nearly the same except in bfloat16."""
+    """Group consecutive batches with equal visible ranges; outside bfloat16, similar ranges are enough."""
     batch, heads, rows, _ = call.query.shape
     of_rows, of_keys = _ranges(call.query_mask, batch, rows), _ranges(call.key_mask, batch, call.key.shape[2])
     lengths = [(last - first, end - begin) for (first, last), (begin, end) in zip(of_rows, of_keys, strict=True)]
@@ -129,8 +128,8 @@ def _of_sequences(call: Call) -> list[Part]:
     """Make one part of consecutive sequences of equal lengths."""
     assert call.cu_seqlens_q is not None and call.cu_seqlens_k is not None
     rows, keys = call.cu_seqlens_q, call.cu_seqlens_k
-    # Nobody may have checked them: as much as lies inside, and no sequence is longer than the longest.
-    inside = (x.clamp(0, n).tolist() for x, n in zip((rows, keys), _shape(call), strict=True))
+    # The offsets may be unchecked, so clamp them to the tensors, and lengths to the maximum lengths.
+    inside = rows.clamp(0, call.query.shape[2]).tolist(), keys.clamp(0, call.key.shape[2]).tolist()
     starts = list(zip(*inside, strict=True))
     most = call.max_seqlen_q, call.max_seqlen_k
     lengths = [
@@ -152,12 +151,8 @@ def _of_sequences(call: Call) -> list[Part]:
     return made
 
 
-def _shape(call: Call) -> tuple[int, int]:
-    return call.query.shape[2], call.key.shape[2]
-
-
 def _alike(call: Call, place: tuple[int, int], start: int, stop: int, rows: int, keys: int) -> Part:
-    """Return packed sequences start .. stop - 1, all of the same lengths, as a dense call."""
+    """Return packed sequences start .. stop - 1, all of equal lengths, as one part."""
     (first, begin), count = place, stop - start
     where = slice(first, first + count * rows), slice(begin, begin + count * keys)
     part = Part(call, 0, rows, 0, keys, slice(None), *where, count if count > 1 else 0)
@@ -187,16 +182,14 @@ def rectangles(part: Part) -> Iterator[Rectangle]:
     call, first, last, begin, end = part[:5]
     if not (first < last and begin < end):
         return
-    # Row i sees keys i + low .. i + high; None where the keys of this part are all within.
+    # Row i sees keys i + low .. i + high; None if the bound hides no key of this part.
     level = diagonal(call)
     low = None if call.left is None or last - 1 + level - call.left <= begin else level - call.left
     high = None if call.right is None or first + level + call.right >= end - 1 else level + call.right
     dense = call.mask is call.bias is call.alibi_slopes is None and not has_holes(part)
     if dense and low is None and high is None:
         yield Rectangle(first, last, begin, end)
-    elif (
-        dense and low is None and high is not None and call.scale > 0
-    ):  # the kernel scales what it has hidden: -inf * -1
+    elif dense and low is None and high is not None and call.scale > 0:  # the kernel multiplies -inf by the scale
         yield from _staircase(first, last, begin, end, high)
     elif low is None and high is None and is_additive(call):
         yield Rectangle(first, last, begin, end, masked=True)
@@ -211,6 +204,7 @@ def has_holes(part: Part) -> bool:
 
 
 def is_additive(call: Call) -> bool:
+    """Return whether the kernel can add the bias itself, and nothing else is masked or added."""
     own, wide = call.query.dtype, torch.promote_types(call.query.dtype, torch.float32)
     dtypes = wide, wide if is_widened(own) else own
     others = call.mask is call.alibi_slopes is call.key_mask is None
@@ -218,7 +212,7 @@ def is_additive(call: Call) -> bool:
 
 
 def _staircase(first: int, last: int, begin: int, end: int, high: int) -> Iterator[Rectangle]:
-    """Yield rectangles of a causal edge: first full blocks, then one key more for each row."""
+    """Yield the rectangles of a causal edge: full blocks, and squares below a diagonal."""
     first = max(first, begin - high)
     top = min(last, end - high)  # the first row that sees all keys
     if first < top:
@@ -257,7 +251,7 @@ def _steps(call, first, last, begin, end, low, high, dense) -> Iterator[Rectangl
 
 
 def _worth(call: Call, whole: list[Block], less: Callable[[], list[Block]]) -> list[Block]:
-    """What `less` gives, or the whole where it saves less than the calls take that it adds."""
+    """Return less(), or `whole` if the additional kernel calls take longer than the scores saved."""
     planes = call.query.shape[0] * call.query.shape[1]
     size = sum(map(_size, whole))
     if size * planes <= PART:
@@ -272,14 +266,14 @@ def _size(block: Block) -> int:
 
 
 def _seen(mask: Tensor, of: Block, most: int) -> list[Block]:
-    """Blocks of rows, and the keys between the first and the last that a mask leaves any of these.
+    """Return blocks of rows with the range of keys that a mask leaves visible.
 
-    Neighbours are one block, of up to `most` rows, where that has few more scores than they have.
+    Neighbouring blocks are joined, up to `most` rows, if that adds few scores.
     """
     height, rows, keys = min(BAND[0], most), of.last - of.first, of.end - of.begin
     seen = pairs.cut(mask, of).view(torch.uint8).expand(-1, -1, -1, keys)
     for dim in (0, 1):
-        if seen.stride(dim) == 0:  # the same for all batches, or heads
+        if seen.stride(dim) == 0:  # broadcast over batches or heads
             seen = seen.narrow(dim, 0, 1)
     if seen.shape[2] == 1:
         ranges = _ranges(seen.amax((0, 1)), 1, keys) * -(-rows // height)
@@ -312,9 +306,10 @@ def is_nothing(less: float | Tensor) -> bool:
 
 
 def additive(call: Call, where: Rectangle, less: float | Tensor = 0.0) -> Tensor:
-    """What is added to the scores of a rectangle, -inf where a row does not see a key; broadcasts to them.
+    """Return the tensor to add to the scores of a rectangle: -inf where hidden; broadcasts to the scores.
 
-    less: what is taken off them besides, of all or, (B, Hq, rows, 1), of those of a row.
+    Args:
+        less: subtracted from the scores: a number, or (B, Hq, rows, 1).
     """
     block = Block(*where[:4])
     if is_additive(call) and call.left is call.right is None and is_nothing(less):

@@ -1,26 +1,26 @@
 """Subtracts a common mean from the values, so that bfloat16 outputs keep their differences.
 
-Gradients of scores are differences of products of the values, and what all values share adds nothing to these but its
-rounding. So a forward with a backward also computes the output less that, which is the centre, and keeps it so.
+The gradient of a score is a difference of products with the values. A mean shared by all values cancels there, but its
+rounding error stays. So a forward with a backward also computes and saves the output less that mean, the centre.
 """
 
 import torch
 from torch import Tensor
 
 INFINITE = float("inf")
-SAMPLE = 64  # keys whose values are looked at before all are
-OFF_CENTRE = 0.5  # values whose mean is more than this share of their size are centred
+SAMPLE = 64  # keys read for a first guess
+OFF_CENTRE = 0.5  # values are centred if mean / root mean square exceeds this
 
 
 def centre(value: Tensor) -> Tensor | None:
-    """(B, Hkv, 1, Dv): what values of bfloat16 have in common, 0 where that is little; None if it is everywhere.
+    """Return the mean over keys of bfloat16 values, (B, Hkv, 1, Dv), 0 where small; None if small everywhere.
 
-    That of a head depends on its values alone, so that forward and backward, which vmap may hand other batches, agree.
+    A head's mean depends on its values alone: under vmap, forward and backward may get different batches.
     """
     if value.dtype != torch.bfloat16:
         return None
     value = value.detach()
-    # Enough to see that there is nothing in common. In a short call each operator takes twenty microseconds.
+    # A sample can show that the mean is small. In a short call each operator takes 20 microseconds.
     some = value if value.shape[2] <= 4 * SAMPLE else value[:, :, :SAMPLE]
     keys, columns = some.shape[2:]
     sums, share = some.sum(2, keepdim=True), OFF_CENTRE * (keys / max(1, columns)) ** 0.5
@@ -30,7 +30,7 @@ def centre(value: Tensor) -> Tensor | None:
         return None
     mean = value.mean(2, keepdim=True, dtype=torch.float32)
     size = torch.linalg.vector_norm(value, dim=2, keepdim=True, dtype=torch.float32) / value.shape[2] ** 0.5
-    # Not what a few large values make of a mean: less that, all others would be rounded like them.
+    # Not if a few large values dominate the mean: subtracting it would round all others like these.
     common = (most > share * norm)[..., None, None] & (mean.abs() > OFF_CENTRE * size) & mean.isfinite()
     return mean.to(value.dtype).masked_fill_(~common, 0.0)
 
@@ -46,10 +46,11 @@ def in_groups(x: Tensor, kv_heads: int) -> Tensor:
 
 
 def with_centre(out: Tensor, kept: Tensor, lse: Tensor, common: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (what a backward takes of an output, the centre).
+    """Return (the output to save, the centre) of each head.
 
-    kept is the output of values less the centre. An output that is much smaller than the centre loses its digits there:
-    so it is in rows that see few keys, with small values. If most rows of a head are such, the head's centre is 0.
+    Args:
+        kept: the output less the centre. Outputs much smaller than the centre lose digits there, as in rows that see
+            few keys with small values. If most rows of a head do, save `out`, and make the head's centre 0.
     """
     small = _mostly_small(out, lse != -INFINITE, common)
     return torch.where(to_heads(small, out.shape[1]), out, kept), common.masked_fill(small, 0.0)

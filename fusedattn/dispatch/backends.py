@@ -1,4 +1,4 @@
-"""Chooses the backend of a call: in order of preference, with a reason for each one that cannot take it."""
+"""Chooses the backend of a call, in order of preference, and lists why the others cannot take it."""
 
 import functools
 import re
@@ -30,8 +30,8 @@ from ..launch.failures import cause, warn_once
 from ..naive import formula
 from ..operators import attention, decode as cached
 
-OLDEST_TRITON = (3, 6)  # that kernels are written for, as pyproject.toml has it
-MOST_POSITIONS = 2**31 - 1024  # rows and keys are counted in 32 bits, up to the end of the last tile, and so is shift
+OLDEST_TRITON = (3, 6)  # as in pyproject.toml
+MOST_POSITIONS = 2**31 - 1024  # kernels count rows, keys and shift in 32 bits, up to the end of the last tile
 
 INTERPRETED = " (for developers: TRITON_INTERPRET=1, set before Triton is imported, interprets them)"
 
@@ -48,21 +48,21 @@ def _dotted(capability: int) -> str:
 def _find_machine_reasons(device: Device) -> tuple[str, ...]:
     try:
         import triton
-    except Exception as error:  # whatever an installation that is broken raises is why there are no kernels
-        absent = isinstance(error, ImportError) and error.name in (None, "triton")  # else it lacks something: NumPy
+    except Exception as error:  # a broken installation may raise anything
+        absent = isinstance(error, ImportError) and error.name in (None, "triton")  # not one of its dependencies
         why = str(error) if isinstance(error, ImportError) else cause(error)
         return (f"Triton {'is not installed' if absent else 'cannot be imported'} ({why})",)
-    version = getattr(triton, "__version__", "")  # which a folder of that name has not
+    version = getattr(triton, "__version__", "")  # a folder named triton has none
     numbers = re.match(r"(\d+)\.(\d+)", version)
     if numbers is None or tuple(map(int, numbers.groups())) < OLDEST_TRITON:
-        return (f"Triton is {version or 'without a version'}, older than {'.'.join(map(str, OLDEST_TRITON))}",)
+        return (f"Triton is {version or 'of unknown version'}, older than {'.'.join(map(str, OLDEST_TRITON))}",)
     if device.type == "cpu" and not triton.knobs.runtime.interpret:
-        return (f"the tensors are on the CPU, and its kernels run on an NVIDIA GPU{INTERPRETED}",)
+        return (f"the tensors are on the CPU, its kernels need an NVIDIA GPU{INTERPRETED}",)
     if device.type not in ("cpu", "cuda"):
         return (f"the tensors are on {device.type}, not on an NVIDIA GPU",)
     try:
         from ..launch import run as launch
-    except Exception as error:  # a Triton of the future may lack what kernels are written with
+    except Exception as error:  # a later Triton may lack a function that the kernels use
         return (f"its kernels cannot be imported with Triton {triton.__version__} ({cause(error)})",)
     if isinstance(device, AssumedGPU):
         return _too_old(device.capability)
@@ -87,12 +87,12 @@ def _kernel_reasons(call: Call) -> list[str]:
     device, dtype = device_of(call.query), call.query.dtype
     reasons = list(machine_reasons(device))
     if dtype == torch.float64 and device.type == "cuda":
-        reasons.append("float64 is for the naive path")
+        reasons.append("only the naive path computes float64")
     for name, dim in (("query", call.query.shape[3]), ("value", call.value.shape[3])):
         if dim > 256:
             reasons.append(f"the head dimension of {name} is {dim}, more than 256")
     if holds(call.query.shape[2] + call.key.shape[2] > MOST_POSITIONS, False):
-        reasons.append("rows and keys together would pass 2**31")
+        reasons.append("rows and keys together exceed 2**31")
     return reasons
 
 
@@ -116,11 +116,11 @@ def _grid_reasons(call: Call) -> list[str]:
     batch, heads, rows, _ = call.query.shape
     blocks = batch * -(-max(rows, call.key.shape[2]) // 16)  # no tile has fewer than 16 rows or keys
     if call.cu_seqlens_q is not None:
-        blocks += call.cu_seqlens_q.shape[0]  # each sequence begins with a block of its own
+        blocks += call.cu_seqlens_q.shape[0]  # each sequence starts a block
     if holds(blocks * heads >= 2**31, False):
-        reasons.append("the grid would pass 2**31 programs")
+        reasons.append("the grid would exceed 2**31 programs")
     if holds(_marked_blocks(call) >= 2**31, False):
-        reasons.append("its block mask would pass 2**31 blocks")
+        reasons.append("its block mask would exceed 2**31 blocks")
     return reasons
 
 
@@ -130,14 +130,14 @@ def hopper_reasons(device: Device) -> tuple[str, ...]:
     from ..launch import run as launch
 
     if (number := launch.capability(device)) is None:
-        return ("Gluon, the language of its kernel, has no interpreter",)
+        return ("Gluon, the language of its kernels, has no interpreter",)
     return () if number == 90 else (f"the GPU has compute capability {_dotted(number)}, not 9.0",)
 
 
 def _hopper_reasons(call: Call, need_weights: bool) -> list[str]:
     """Return why the Hopper kernel cannot take a call; empty if it can."""
     if reasons := _grid_reasons(call):
-        return [reason.removesuffix(INTERPRETED) for reason in reasons]  # nothing interprets it
+        return [reason.removesuffix(INTERPRETED) for reason in reasons]
     from ..launch import hopper
 
     reasons = [*hopper_reasons(device_of(call.query)), *hopper.reasons(call)]
@@ -145,9 +145,10 @@ def _hopper_reasons(call: Call, need_weights: bool) -> list[str]:
 
 
 class Backend(NamedTuple):
-    """reasons(call, need_weights) lists why it cannot; run(call, need_lse, need_weights) gives (output, lse, weights).
+    """A way to compute a call.
 
-    What is not needed may be None. waits(call) says why it takes a call only where it is named, if so.
+    reasons(call, need_weights): why it cannot take the call. run(call, need_lse, need_weights): (output, lse, weights),
+    None for a result that is not needed. waits(call): why it takes the call only when named, or None.
     """
 
     name: str
@@ -176,11 +177,11 @@ def _decode_reasons(decode: Decode, need_weights: bool) -> list[str]:
     reasons = _kernel_reasons(decode.call) + cached.unmappable(decode)
     batch, heads, rows, _ = decode.call.query.shape
     if holds(batch * heads * max(rows, decode.added) >= 2**31, False):
-        reasons.append("the grid would pass 2**31 programs")
+        reasons.append("the grid would exceed 2**31 programs")
     return reasons or cached.failed(decode)
 
 
-# The same of calls of `attention_decode`: reasons and run take a Decode.
+# Backends of `attention_decode`: their reasons and run take a Decode.
 DECODERS = {
     "hopper": Backend("hopper", lambda decode, need_weights: ["it has no kernel for caches"], cached.run_triton),
     "triton": Backend("triton", _decode_reasons, cached.run_triton),
@@ -195,7 +196,10 @@ def check_name(name: str | None) -> None:
 
 
 def use_backend(name: str | None) -> AbstractContextManager[None]:
-    """Name the backend of every call made by this thread inside the `with`; `backend=` on a call wins over it.
+    """Name the backend of all calls that this thread makes inside the `with`. `backend=` of a call takes precedence.
+
+    torch.utils.checkpoint recomputes a forward where its backward runs: keep the backward inside, too. On a GPU,
+    autograd runs backwards in a thread of its own, which this function does not reach: pass `backend=` instead.
 
     Examples:
         >>> query = key = value = torch.randn(2, 8, 128, 64)
@@ -203,25 +207,23 @@ def use_backend(name: str | None) -> AbstractContextManager[None]:
         ...     out = fusedattn.attention(query, key, value)
 
     Args:
-        name: "hopper", "triton", "cpu" or "naive"; None gives the choice back.
+        name: "hopper", "triton", "cpu" or "naive". None: choose by default again.
 
     Raises:
-        ValueError: for another name, at once.
-        NotImplementedError: in a call inside that the backend cannot take.
-    What torch.utils.checkpoint computes again is computed where the backward is: keep that inside too. For tensors on a
-    GPU autograd does so in a thread of its own, for which this names nothing: name the backend in the call.
+        ValueError: name is none of these.
+        NotImplementedError: raised by a call inside, if the backend cannot take it.
     """
     check_name(name)
     return override(backend=name)
 
 
 def named(name: str | None) -> str | None:
-    """Return the backend named by the call or by `use_backend`, unchecked; None if none is."""
+    """Return the backend that the call or `use_backend` names, unchecked, or None."""
     return name if name is not None else thread_overrides.backend
 
 
 def _on_gpu(call: Call | Decode) -> bool:
-    """Return whether kernels are chosen by default. In Triton's interpreter they run only when named."""
+    """Return whether kernels are chosen by default. Triton's interpreter is used only when named."""
     return device_of((call.call if isinstance(call, Decode) else call).query).type == "cuda"
 
 
@@ -239,18 +241,18 @@ def choose(call: Call | Decode, need_weights: bool, name: str | None = None) -> 
     taken = next(
         name for name, known in among.items() if known.waits(call) is None and not known.reasons(call, need_weights)
     )
-    if taken == "naive" and not torch.compiler.is_compiling():  # it cannot trace a warning
+    if taken == "naive" and not torch.compiler.is_compiling():  # the compiler cannot trace a warning
         for reason in among["triton"].reasons(call, need_weights):
             warn_once(reason, f"the naive one, since {reason}", stacklevel=3)
     return among[taken]
 
 
 class Explanation(NamedTuple):
-    """Result of `explain`; str() of it reads well.
+    """Result of `explain`. Print it to read it.
 
-    backend: the one the call takes, None if it would raise. tiles: {kernel: Tile, Pipeline or Backward}, of kernels.
-    reasons: {backend: [sentence, ...]} for each one it does not take. backward: on a Hopper GPU, why the gradients of
-    query, key and value are not by its own kernel, whoever computed the output; empty if they are.
+    backend: the backend that the call takes; None if it would raise. tiles: {kernel: Tile, Pipeline or Backward}.
+    reasons: {backend: [sentence, ...]} for each other backend. backward: on a Hopper GPU, why the Hopper kernels do not
+    compute the gradients of query, key and value; empty if they do.
     """
 
     backend: str | None
@@ -282,25 +284,23 @@ def explain(
     capability: tuple[int, int] | None = None,
     **options: Any,
 ) -> Explanation:
-    """Say which backend `fusedattn.attention` takes for these arguments, and why not the others. Computes nothing.
+    """Return which backend `fusedattn.attention` takes for these arguments, and why not the others. Computes nothing.
 
     Examples:
         >>> query = key = value = torch.randn(2, 8, 128, 64)
-        >>> fusedattn.explain(query, key, value).backend  # print all of it to see why
+        >>> fusedattn.explain(query, key, value).backend  # print the result to see why
         'cpu'
         >>> half = query.bfloat16()
         >>> fusedattn.explain(half, half, half, capability=(9, 0)).backend  # on an H100 or H200
         'hopper'
 
     Args:
-        capability: compute capability of an NVIDIA GPU, (9, 0) for an H100 or H200. The answer is for such a GPU,
-            without a tuning file, wherever the tensors are; it needs Triton. By default it is for the device of the
-            tensors.
+        capability: explain for an NVIDIA GPU of this compute capability, such as (9, 0) for an H100 or H200, without a
+            tuning file, wherever the tensors are; needs Triton. None: for the device of the tensors.
         **options: as in `fusedattn.attention`.
 
     Raises:
-        TypeError: for wrong arguments, as `fusedattn.attention`.
-        ValueError: for wrong arguments, and for a capability that is no pair of two small numbers.
+        TypeError, ValueError: for wrong arguments, as `fusedattn.attention` raises; for a wrong capability.
     """
     check_flags(return_lse=return_lse, return_weights=return_weights)
     check_names("explain", options, Arguments._fields)
@@ -312,7 +312,7 @@ def explain(
 
 
 def _assumed(capability: Any) -> AssumedGPU | None:
-    """Return the GPU that `explain` is asked about, or None for the device of the tensors."""
+    """Return the GPU that `explain` assumes, or None for the device of the tensors."""
     if capability is None:
         return None
     fits = isinstance(capability, (tuple, list)) and len(capability) == 2 and all(type(x) is int for x in capability)
@@ -328,7 +328,7 @@ def _explained(call: Call, chosen: str | None, return_weights: bool) -> Explanat
         if name != chosen and (on_gpu or not reasons[name]) and (why := known.waits(call)) is not None:
             reasons[name].append(why)
     if chosen is not None:
-        taken, why = (None if reasons[chosen] else chosen), f"{chosen!r} is named, and what is named does not fall back"
+        taken, why = (None if reasons[chosen] else chosen), f"{chosen!r} is named, and a named backend never falls back"
     elif not on_gpu:
         taken, why = "naive" if reasons["cpu"] else "cpu", "the tensors are not on a GPU and no backend is named"
         if taken == "cpu":

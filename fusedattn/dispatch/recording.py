@@ -1,7 +1,7 @@
-"""Records the kernel launches of a call once, on meta tensors, and replays them with other addresses.
+"""Records the kernel launches of a call on meta tensors, and replays them with other addresses.
 
-A call with the same shapes, strides, dtypes, device and numbers, and addresses that are multiples of 16, launches the
-same kernels on the same grids with the same arguments, except for the addresses: a replay puts the new ones in place.
+Calls with the same shapes, strides, dtypes, device and numbers, and with addresses that are multiples of 16, launch the
+same kernels on the same grids. Only the addresses differ; a replay puts the new ones in place.
 """
 
 import contextlib
@@ -28,9 +28,9 @@ class New(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One launch, with what of its arguments depends on the tensors: (index of the argument, what to put there).
+    """One launch, and the arguments that depend on the tensors.
 
-    views: the number of a tensor, and its strides. others: a function of all tensors.
+    views: (argument index, tensor number, strides). others: (argument index, function of all tensors).
     """
 
     launch: Callable
@@ -77,24 +77,24 @@ class Recording(NamedTuple):
 def _interpreted(kernel, options, views):
     def launched(programs, stream, arguments):
         for index, *_ in views:
-            arguments[index] = View(*arguments[index])  # what is compiled takes any tuple for one
+            arguments[index] = View(*arguments[index])  # compiled kernels accept a plain tuple
         kernel[(programs,)](*arguments, **options)
 
     return launched
 
 
 class Recorder:
-    """Keeps the launches on tensors without data, as `launch.recording` hands them over, as a Recording.
+    """Collects launches on meta tensors, which `launch.recording` passes to `add`, for a Recording.
 
-    Tensors are known by their storage, and lie at its beginning: those that were `given`, `made` ones, and whatever
-    else is met, which becomes a made one.
+    A tensor is identified by its storage, and starts at its beginning. It is either `given` by the caller or `made`,
+    which a replay allocates; unknown ones become made.
     """
 
     def __init__(self, device: torch.device, given: Sequence):
         self.device = device
         self.made: list[New] = []
         self.steps: list[Step] = []
-        self.tensors = list(given)  # kept, so that no storage is used again
+        self.tensors = list(given)  # keeps every storage alive, so that none is reused
         self.numbers = {storage(x): number for number, x in enumerate(given) if x is not None}
 
     def __enter__(self):
@@ -160,8 +160,8 @@ class Recorder:
         self.steps.append(Step(run, programs, values, tuple(views), tuple(others)))
 
     def _number(self, tensor):
-        """Return the index of an argument's tensor; an unknown one is a buffer that each replay allocates."""
-        assert tensor.storage_offset() == 0, "a place in a recording is the beginning of a tensor"
+        """Return the index of an argument's tensor; an unknown one becomes a made one."""
+        assert tensor.storage_offset() == 0, "a recording addresses tensors by the beginning of their storage"
         if storage(tensor) not in self.numbers:
             self.make(tensor if tensor._base is None else tensor._base)
         return self.numbers[storage(tensor)]
@@ -172,7 +172,7 @@ class Recorder:
             number = self._number(value)
             if self.tensors[number].dtype == value.dtype or not launch.interpreting():
                 return itemgetter(number)
-            return lambda tensors: tensors[number].view(value.dtype)  # what is compiled takes an address for what it is
+            return lambda tensors: tensors[number].view(value.dtype)  # only the interpreter looks at the dtype
         places = [self._place(x) for x in value] if isinstance(value, tuple) else []
         if not any(places):
             return None

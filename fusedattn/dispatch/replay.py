@@ -1,7 +1,7 @@
 """Finds the recording of an earlier call with the same signature, and replays it on new tensors.
 
-Two calls have the same signature if only the addresses and the contents of their tensors differ. A call whose signature
-cannot be read cheaply (under autocast, inside torch.compile, with tensor subclasses) is checked and prepared each time.
+Two calls have the same signature if only the addresses and the contents of their tensors differ. Calls under autocast,
+inside torch.compile or with tensor subclasses have no signature: they are checked and prepared each time.
 """
 
 from collections.abc import Sequence
@@ -37,15 +37,15 @@ from ..launch.failures import KernelUnavailable
 from ..operators import attention, backward, dtensors, schema
 from . import backends
 
-MAX_KEPT = 1024  # signatures, before all are forgotten; of one signature, RECENT backwards
-RECORD_AFTER = 2  # calls of a signature: recording costs as much again as the call, and many never come back
-RECENT = 8  # signatures that differ in their facts alone: compared in C++ before the others are looked up
+MAX_KEPT = 1024  # signatures, before all are forgotten
+RECORD_AFTER = 2  # calls of a signature: recording costs as much as a first call, and many signatures never return
+RECENT = 8  # signatures with equal options that TensorGuards compare in C++; also the most backwards of a signature
 
 RECORDED = attention.run_triton, attention.run_hopper
 _CLASSES = frozenset((Tensor, Parameter))
 _NUMBERS = frozenset((int, float, bool, str, type(None)))
 _PLACES = {name: place for place, name in enumerate(TENSORS)}
-# Of the fields of an Arguments: the tensors, in the order of TENSORS, and all else.
+# The tensors of an Arguments, in the order of TENSORS, and its other fields.
 _WRITTEN = [name for name in TENSORS if name in Arguments._fields]
 _take_tensors = itemgetter(*map(Arguments._fields.index, _WRITTEN))
 _take_numbers = itemgetter(*(place for place, name in enumerate(Arguments._fields) if name not in TENSORS))
@@ -56,11 +56,11 @@ _ARE_LEARNED = [name not in _ATTENDED for name in INPUTS]
 
 
 class Signature(NamedTuple):
-    """What calls that are alike share: numbers, how float32 is rounded, which tensors there are, facts of each.
+    """Everything that equal calls share.
 
-    numbers, as the caller gave them: all that are no tensors, and last return_lse, return_weights, the backend that is
-    named, and whether torch records what is computed. kinds: their types, for True is 1 is 1.0 to a dictionary.
-    deterministic as a Call has it.
+    numbers: the arguments that are no tensors, then return_lse, return_weights, the named backend and whether autograd
+    records. kinds: their types, because True, 1 and 1.0 are equal. precision: of float32 products. there: the types of
+    all tensors, None if only query, key and value are present. facts: shape, strides, dtype, ... of each tensor.
     """
 
     numbers: tuple
@@ -72,9 +72,9 @@ class Signature(NamedTuple):
 
 
 _known: dict[Signature, "Replay"] = {}
-_met: dict[Signature, int] = {}  # how often signatures were met that are not recorded yet
-_kinds: set[tuple] = set()  # types of numbers that `_usual` let pass, without a window
-_recent: dict[tuple, list] = {}  # {a Signature but for its facts: [(TensorGuards of the tensors, Replay)]}
+_met: dict[Signature, int] = {}  # calls of signatures that are not recorded yet
+_kinds: set[tuple] = set()  # types of numbers that passed `_usual`, without a window
+_recent: dict[tuple, list] = {}  # {a Signature without its facts: [(TensorGuards of the tensors, Replay)]}
 
 
 def forget() -> None:
@@ -117,7 +117,7 @@ def _of_plan(arguments: Arguments) -> tuple:
 
 
 def _usual(numbers: tuple) -> bool:
-    """Return whether numbers are of Python's own types: a tensor or an array may change."""
+    """Return whether numbers have Python's own types: the contents of a tensor or array may change."""
     for x in numbers:
         if type(x) not in _NUMBERS and not (type(x) is tuple and all(side is None or type(side) is int for side in x)):
             return False
@@ -162,10 +162,7 @@ def _split(tensors: tuple, numbers: tuple) -> tuple[tuple, tuple] | None:
 
 
 def _is_seen() -> bool:
-    """Return whether a mode or a tangent must see a call, which TensorGuards may not tell.
-
-    They pass over some modes of dispatch, such as those of selective checkpoints.
-    """
+    """Return whether a mode or a tangent must see a call. TensorGuards miss some modes, as selective checkpoints."""
     return dispatch_modes() != 0 or forward_level() >= 0
 
 
@@ -180,19 +177,14 @@ def _signature(present: tuple, most: tuple) -> Signature | None:
 
 def _remember(present: tuple, most: tuple, replay: Any) -> None:
     if TensorGuards is None or len(set(map(id, present))) < len(present):
-        return  # guards want each tensor to be another
-    # Guards compare what dispatches too: autocast, a transform, a mode, and what wraps or negates a tensor make it
-    # another.
+        return  # guards need distinct tensors
+    # Guards also compare dispatch keys, so autocast, transforms, modes, wrappers and negated views never match.
     guards = TensorGuards(*present, dynamic_dims_sizes=None, dynamic_dims_strides=None)
     _recent[most] = [(guards, replay), *_recent.get(most, [])[: RECENT - 1]]
 
 
 def find(tensors: tuple, numbers: tuple) -> "Replay | None":
-    """The Replay of a call that is like an earlier one.
-
-    Args:
-        tensors: as the caller gave them, in the order of TENSORS; the seed may be an int.
-    """
+    """Return the Replay for a call, or None. tensors: the caller's, in the order of TENSORS; the seed may be an int."""
     if _is_seen() or not _known:
         return None
     split = _split(tensors, numbers)
@@ -210,9 +202,9 @@ def find(tensors: tuple, numbers: tuple) -> "Replay | None":
 
 
 def learn(tensors: tuple, numbers: tuple, call: Call, chosen: backends.Backend) -> "Replay | None":
-    """The Replay of a call that a backend would run, from its checked form.
+    """Count a checked call; record and return its Replay when it came RECORD_AFTER times.
 
-    None if it has no signature, or one that was met less than RECORD_AFTER times; and where there is nothing to repeat.
+    Return None before that, if it has no signature, or if its backend launches no kernels.
     """
     if chosen.run not in RECORDED:
         return None
@@ -228,11 +220,11 @@ def learn(tensors: tuple, numbers: tuple, call: Call, chosen: backends.Backend) 
     _met[signature] = _met.get(signature, 0) + 1
     if _met[signature] < RECORD_AFTER:
         return None
-    _met.pop(signature, None)  # another thread may have learnt it, or forgotten all
+    _met.pop(signature, None)  # another thread may have removed it
     try:
         replay = Replay(tensors, call, numbers, chosen.run is attention.run_hopper)
     except KernelUnavailable:
-        return None  # the long way says so, and takes another
+        return None  # the unrecorded call warns, and takes another backend
     _known[signature] = replay
     _remember(present, most, replay)
     return replay
@@ -288,7 +280,7 @@ class Replay:
         if self.drops:
             tensors = *tensors[:_SEED], seed_tensor(tensors[_SEED], self.device), *tensors[_SEED + 1 :]
         if self.save:
-            if self.short:  # autograd keeps what it keeps of a call that is no replay, as a checkpoint asks
+            if self.short:  # save the same tensors as a first call: checkpoints compare them
                 given = list(tensors)
                 for place, name in self.short:
                     given[place] = in_full(name, given[place])
@@ -300,14 +292,15 @@ class Replay:
         """Return the Call of tensors as the caller gave them."""
         given = [in_full(name, x) for name, x in zip(TENSORS, tensors, strict=True)]
         if not self.drops:
-            given[_SEED] = None  # it may be an int
+            given[_SEED] = None  # may be an int
         return with_tensors(self.call, given)
 
     def differentiate(self, kept: dict, incoming: list, need: tuple) -> Sequence:
-        """Gradients of the INPUTS of a Call, None where there is no need.
+        """Return the gradients of INPUTS, None where not needed.
 
         Args:
-            kept: what the forward has saved, by its number. incoming: gradients of output, lse and weights, or None.
+            kept: the saved tensors, by number.
+            incoming: gradients of output, lse and weights, or None.
         """
         tensors = [kept.get(self.block_mask if name == "block_mask" else _PLACES[name]) for name in TENSORS]
         out, weights, stats = kept[self.out], kept.get(self.weights), kept[self.stats]
@@ -320,7 +313,7 @@ class Replay:
         there = tuple(x for x in given if x is not None)
         if not in_memory(there) or not _aligned(there):
             return self._differentiate_slowly(kept, tensors, incoming, out, weights, stats, need)
-        # What was saved may come back otherwise: hooks may have had it on another device meanwhile.
+        # Saved-tensor hooks may have changed strides or device.
         facts = tuple(None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in given)
         wanted = need, _precision(out), torch.are_deterministic_algorithms_enabled(), facts
         recorded = self.backwards.get(wanted)
@@ -331,14 +324,14 @@ class Replay:
             try:
                 recorded = self.backwards[wanted] = self._backward(given, need)
             except KernelUnavailable:
-                forget()  # the next forward is better computed as its backward has to be
+                forget()  # let the next forward choose the backend that the backward now takes
                 return self._differentiate_slowly(kept, tensors, incoming, out, weights, stats, need)
         recording, places = recorded
         made = recording.run(given)
         return [None if place is None else made[place] for place in places]
 
     def _backward(self, given, need):
-        """Return (Recording of a backward, where its gradients are)."""
+        """Return (Recording of a backward, the numbers of its gradients)."""
         from ..launch.backward import launch_backward
         from .recording import Recorder
 
@@ -390,5 +383,5 @@ class _Differentiable(torch.autograd.Function):
         return None, *[grad for name, grad in gradients.items() if _PLACES[name] in needed]
 
 
-# `apply` of the C++ class: Python's, in between, looks for wrappers that functorch left, of which none comes this far.
+# The C++ `apply`. Python's `apply` also looks for functorch's wrappers, which never reach a replay.
 _differentiable = super(torch.autograd.Function, _Differentiable).apply

@@ -55,7 +55,7 @@ def test_sizes_of_zero(sizes, options):
 def test_without_the_kernel_the_naive_path_is_taken(monkeypatch):
     monkeypatch.setattr("fusedattn.cpu.run.flash_attention_for_cpu", None)
     found = fa.explain(*draw(1, 2, 9, 8))
-    assert found.backend == "naive" and found.reasons["cpu"] == ["this version of PyTorch has not its kernel"]
+    assert found.backend == "naive" and found.reasons["cpu"] == ["this version of PyTorch does not have its kernel"]
 
 
 @pytest.mark.parametrize("scale", [100.0, -1e5, 1e10, 1e20, 1e30], ids=str)

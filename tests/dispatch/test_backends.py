@@ -38,7 +38,7 @@ def test_what_cpu_does_not_take_naive_does(options, lacks):
     assert str(said).startswith("takes naive\n") and f"\nnot cpu: {reason}" in str(said)
     named = fa.explain(*inputs, **options, backend="cpu")
     assert named.backend is None and named.reasons["cpu"] == [reason]
-    assert named.reasons["naive"] == ["'cpu' is named, and what is named does not fall back"]
+    assert named.reasons["naive"] == ["'cpu' is named, and a named backend never falls back"]
     with pytest.raises(NotImplementedError, match=f"'cpu' cannot take this call: {reason}"):
         fa.attention(*inputs, **options, backend="cpu")
     assert torch.equal(*(fa.attention(*inputs, **options, backend=name) for name in (None, "naive")))

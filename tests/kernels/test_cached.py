@@ -137,7 +137,7 @@ def test_what_kernels_do_not_take_is_said(device):
         attend(arguments)
     call = _checked(Cached("many", lengths=(1,)).draw(device))
     tall = call._replace(call=call.call._replace(query=torch.empty(2**16, 2**10, 2**6, 16, device="meta")))
-    assert backends.DECODERS["triton"].reasons(tall, False)[-1] == "the grid would pass 2**31 programs"
+    assert backends.DECODERS["triton"].reasons(tall, False)[-1] == "the grid would exceed 2**31 programs"
 
 
 def test_run_twice_it_gives_the_same_bits(device):
