@@ -32,7 +32,7 @@ LEARNED = torch.zeros(2, 4, requires_grad=True)
 
 @pytest.mark.parametrize("options, lacks", [(dict(softcap=2.0), "softcap"), (dict(dropout_p=0.5, seed=1), "dropout")])
 def test_what_cpu_does_not_take_naive_does(options, lacks):
-    inputs, reason = draw(), f"it knows no {lacks}"
+    inputs, reason = draw(), f"it does not support {lacks}"
     said = fa.explain(*inputs, **options)
     assert said.backend == "naive" and said.reasons["cpu"] == [reason]
     assert str(said).startswith("takes naive\n") and f"\nnot cpu: {reason}" in str(said)
@@ -65,7 +65,7 @@ def test_a_cache_on_the_cpu_takes_cpu(monkeypatch):
     for options in ({}, dict(softcap=2.0)):
         fa.attention_decode(query, *caches, **given, **options)
     assert taken == ["cpu", "naive"]
-    with pytest.raises(NotImplementedError, match="'cpu' cannot take this call: it knows no softcap"):
+    with pytest.raises(NotImplementedError, match="'cpu' cannot take this call: it does not support softcap"):
         fa.attention_decode(query, *caches, **given, softcap=2.0, backend="cpu")
 
 
@@ -252,7 +252,7 @@ def test_without_the_interpreter_a_cpu_tensor_is_refused(device):
     said = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, env={"PATH": "/usr/bin:/bin"}
     ).stdout
-    why = "the tensors are on the CPU, and its kernels run on an NVIDIA GPU"
+    why = "the tensors are on the CPU, its kernels need an NVIDIA GPU"
     first, second = said.splitlines()
     assert f"{why} (for developers: TRITON_INTERPRET=1" in first and second == why  # nothing interprets Hopper's
 
