@@ -10,23 +10,7 @@ import pytest
 from fusedattn.bench.cases import QUESTIONS
 
 ROOT = Path(__file__).parents[2]
-STEPS = [
-    "info",
-    "first",
-    "forward",
-    "backward",
-    "decode",
-    "kernels",
-    "hopper",
-    "others",
-    "matrix",
-    "tune",
-    "options",
-    "packed",
-    "module",
-    "flex",
-    "check",
-]
+STEPS = "info first forward backward decode kernels hopper others matrix tune options packed module flex check".split()
 pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 PYTHON = r"""#!/usr/bin/env bash
 here=$(dirname "$0")

@@ -86,21 +86,6 @@ def test_rows_are_appended_and_drawn(tmp_path, capsys):
     assert answer(capsys, *none_runs)[1]["picture"] is None and not picture.exists()
 
 
-def test_a_disk_that_is_full_after_some_rows(monkeypatch, capsys, tmp_path):
-    append, path = rows.Writer._append, tmp_path / "rows.csv"
-
-    def full(self, values):
-        if len(self.rows) == 2:
-            raise OSError(28, "No space left on device")
-        append(self, values)
-
-    monkeypatch.setattr(rows.Writer, "_append", full)
-    assert cli.main([*SQUARE, "--csv", str(path)]) == 2
-    shown = capsys.readouterr()
-    assert shown.err.startswith("fusedattn bench: csv: ") and "No space left on device" in shown.err
-    assert "2 of 4 rows" in shown.out and len(rows.read(path)) == 1
-
-
 def chosen(*arguments, device="cpu"):
     return bench.choose(cli._parser().parse_args(["bench", *arguments]), device)
 

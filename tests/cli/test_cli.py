@@ -49,13 +49,6 @@ def raising(*call):
     raise RuntimeError("out of registers")
 
 
-@pytest.mark.parametrize("command", ["info", "check", "bench", "tune", "warmup"])
-def test_it_says_how_it_is_used(command, capsys):
-    with pytest.raises(SystemExit) as ended:
-        cli.main([command, "--help"])
-    assert ended.value.code == 0 and f"usage: fusedattn {command}" in capsys.readouterr().out
-
-
 def test_info_says_what_takes_a_call_and_why_no_other_does(capsys):
     status, found = answer(capsys, "info")
     assert status == 0 and found["versions"]["torch"] == torch.__version__
@@ -180,13 +173,6 @@ def test_a_mistake_is_one_line(command, said, capsys):
     assert sorted(os.listdir()) == ["file", "folder"] and not os.listdir("folder")
 
 
-def test_without_matplotlib_one_line_says_what_to_install(monkeypatch, capsys):
-    find = cli.bench.importlib.util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "matplotlib" else find(name))
-    assert cli.main([*ONE, "--plot"]) == 2
-    assert "pip install 'fusedattn[bench]'" in capsys.readouterr().err
-
-
 def start(*arguments, **options):
     command = [sys.executable, "-m", "fusedattn", *arguments]
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **options)
@@ -207,11 +193,6 @@ def test_a_reader_that_has_gone():
     command = start("info", stdout=write)
     os.close(write)
     assert command.communicate(timeout=120)[1] == "" and command.returncode == 141
-
-
-def test_a_caller_may_have_closed_the_output():
-    command = f"{sys.executable} -m fusedattn info --json >&-"
-    assert subprocess.run(command, shell=True, stderr=subprocess.PIPE).returncode == 0
 
 
 def test_an_interrupt():

@@ -83,15 +83,3 @@ def test_the_command_writes_a_file_that_launches_read(options, dtype, widths, lo
     forms = found.right["forward", dtype, 64, "plain"]
     assert [form.rows for form in forms] == sorted(form.rows for form in table.candidates("forward", 90, 2, 64))
     assert [*gpu.parent.iterdir()] == [gpu], "no part of a file is left"
-
-
-def test_an_interrupt_keeps_what_was_measured(gpu, capsys, monkeypatch):
-    results = iter([tune.measured] * 20)  # then the iterator ends: Ctrl-C
-    monkeypatch.setattr(tune, "measured", lambda *given: next(results, signal)(*given))
-    assert cli.main(["tune"]) == 0 and "Stopped" in capsys.readouterr().out
-    fa.tuning.forget()
-    assert sum(map(len, tuned.of(GPU).right.values())) == 10
-
-
-def signal(*given):
-    raise KeyboardInterrupt

@@ -13,7 +13,6 @@ from fusedattn.bench.cases import Case
 import fusedattn as fa
 from fusedattn import cli
 from fusedattn.cli import machine, warmup
-from fusedattn.launch import failures, run
 
 from ..inside import compiled, only_interpreted, passes_compiled
 
@@ -53,34 +52,6 @@ def test_calls_of_other_sizes_compile_nothing_more(what, tmp_path):
             if what == "backward":
                 torch.autograd.grad(out, (query, key, value), torch.zeros_like(out))
     assert len(kernels(tmp_path)) == len(names) + (what == "backward"), "with a backward goes a forward"
-
-
-@compiled
-@pytest.mark.parametrize("capability", [80, 120])
-def test_other_gpus_have_no_kernels_for_hopper(capability, tmp_path):
-    from ..offline import absent
-
-    with absent.gpu(
-        capability, stages=None, folder=str(tmp_path)
-    ):  # to the machine's code, where others end the process
-        done = warmup.compile_pass(CASE._replace(Sq=64, Sk=64), "inference", torch.device("cpu"))
-    assert done.why == "" and done.kernels == 1 and kernels(tmp_path) == ["forward.json"]
-
-
-@compiled
-def test_what_does_not_compile_is_said(monkeypatch):
-    from ..offline import absent
-
-    def fails(*arguments, **options):
-        raise ValueError("no such instruction")
-
-    monkeypatch.setattr(run.launcher, "load", fails)
-    try:
-        with absent.gpu(90):
-            done = warmup.compile_pass(CASE, "inference", torch.device("cpu"))
-    finally:
-        failures.forget()
-    assert "no such instruction" in done.why and done.kernels == 0
 
 
 @pytest.fixture

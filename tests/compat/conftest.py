@@ -1,4 +1,4 @@
-"""What the tests of transformers' models share: the warnings of ours, and our calls."""
+"""Fixtures of tests of transformers' models."""
 
 import warnings
 
@@ -10,7 +10,7 @@ from fusedattn.compat import transformers as compat
 
 @pytest.fixture
 def told():
-    """Returns the warnings of ours until now: each test is the first to see a model."""
+    """Return our warnings so far. Each test is the first to see a model."""
     judge = pytest.importorskip("fusedattn.compat._hf")
     before = set(judge._warned)
     judge._warned.clear()
@@ -23,7 +23,7 @@ def told():
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The keywords of each call of `fusedattn.attention` by way of transformers."""
+    """Record the keywords of each call of `fusedattn.attention` by transformers."""
     seen = []
 
     def attention(*args, **options):

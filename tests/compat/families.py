@@ -60,9 +60,8 @@ FAMILIES = [
     Family("GPT-OSS", "GptOssForCausalLM", dict(HEADS, **WINDOWS, num_local_experts=2, num_experts_per_tok=1)),
     Family("DeepSeek-V3", "DeepseekV3ForCausalLM", TINY | LATENT),
 ]
-TROCR = dict(SIDES, cross_attention_hidden_size=32)
 XGLM = dict(SIDES, ffn_dim=40, num_layers=2, attention_heads=4)
-# Whose attention is code of their own, in transformers 4 and 5.
+# Models with attention code of their own, in transformers 4 and 5.
 SILENT = [
     Family("Bloom", "BloomForCausalLM", dict(vocab_size=64, hidden_size=32, n_layer=2, n_head=4)),
     Family("XGLM", "XGLMForCausalLM", XGLM),
@@ -73,7 +72,7 @@ BY_NAME = {family.name: family for family in FAMILIES + SILENT}
 
 
 def drawn(family, **options):
-    """A model of the family with weights large enough for attention to be far from uniform."""
+    """Return a model whose weights are large enough for attention to be far from uniform."""
     config = getattr(transformers, family.config or family.model.partition("For")[0] + "Config")(**family.options)
     return weighted(getattr(transformers, family.model)._from_config(config, **options))
 
@@ -96,7 +95,7 @@ def images(batch):
 
 
 def padding(length):
-    """(3, length): one sample padded on the left, one on the right, one not at all."""
+    """Return a mask (3, length): one sample padded on the left, one on the right, one not at all."""
     mask = torch.ones(3, length, dtype=torch.long)
     mask[0, :3] = mask[1, -2:] = 0
     return mask

@@ -1,4 +1,4 @@
-"""Errors of drop-ins name the arguments of torch and flash-attn, and are of the classes that these raise."""
+"""Errors of drop-ins use the argument names and error classes of torch and flash-attn."""
 
 import math
 import pickle
@@ -16,7 +16,7 @@ NOT_THEIRS = re.compile(r"(?<!new )\b(query|key|value|key_cache|value_cache|new_
 
 
 def assert_names(error, name):
-    """An error is one line, begins with the name of the argument, and knows no name that flash-attn does not."""
+    """Assert that an error is one line that begins with the argument and uses flash-attn's names only."""
     assert str(error).startswith(f"{name}: expected ") and "\n" not in str(error)
     assert not NOT_THEIRS.search(str(error)), error
 
@@ -117,10 +117,7 @@ CAUGHT = [
     (ValueError, lambda: for_torch.MultiheadAttention(0, 3)),
     (AssertionError, lambda: layer(X[0, :, :, :4], X[0], X[0])),
     (RuntimeError, lambda: layer(X[0], X[0], X[0], attn_mask=torch.zeros(3, 3))),
-    (
-        AssertionError,
-        lambda: layer(X[0], X[0], X[0], attn_mask=torch.zeros(4, 4).int()),
-    ),
+    (AssertionError, lambda: layer(X[0], X[0], X[0], attn_mask=torch.zeros(4, 4).int())),
     (RuntimeError, lambda: layer(X[0], X[0], X[0], is_causal=True)),
     (RuntimeError, lambda: flash.flash_attn_with_kvcache(X, X, X.double())),
 ]

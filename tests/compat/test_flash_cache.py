@@ -1,4 +1,4 @@
-"""flash_attn_with_kvcache: a loop over the sequences says what it returns, and what it writes, which is all it does."""
+"""flash_attn_with_kvcache against a loop over the sequences: results, and what it writes."""
 
 import math
 from typing import NamedTuple
@@ -19,7 +19,7 @@ BASE = dict(Hq=4, Hkv=HKV, D=D, Dv=DV, C=C, lengths=(0, 5, 9))
 
 
 class Case(NamedTuple):
-    """A call of attention_decode, and how flash-attn is told of it."""
+    """A call of attention_decode, and the same call for flash-attn."""
 
     name: str
     cached: Cached
@@ -30,7 +30,7 @@ class Case(NamedTuple):
     said: str = "each"  # how long the caches are: a number for "each", one for "all", or "nothing": the whole
 
     def draw(self, device="cpu"):
-        """(arguments of attention_decode, of flash_attn_with_kvcache); they share the caches."""
+        """Return arguments of attention_decode and of flash_attn_with_kvcache; both share the caches."""
         a = self.cached.draw(device)
         lengths, length = a["cache_seqlens"], self.cached.lengths[0]
         window = tuple(-1 if side is None else side for side in a.get("window") or (None, None))
@@ -148,7 +148,6 @@ def check(case, device, backend):
 
 
 def test_what_changes_no_result():
-    """Splits, no new keys, and caches that are chosen more than once."""
     q, k, v = torch.randn(3, 1, 4, 8), torch.randn(3, 7, 2, 8), torch.randn(3, 7, 2, 8)
     k[2], v[2] = k[1], v[1]
     want = flash_attn_with_kvcache(q, k, v, cache_seqlens=5)

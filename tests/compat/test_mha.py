@@ -1,4 +1,4 @@
-"""MultiheadAttention of fusedattn.compat.torch: against torch's own, and where torch's is wrong."""
+"""MultiheadAttention of fusedattn.compat.torch against torch's own, and cases that torch gets wrong."""
 
 import inspect
 import math
@@ -16,13 +16,12 @@ from ..inside import same
 hypothesis = pytest.importorskip("hypothesis")
 from ..fuzz import modules  # noqa: E402
 
-LOWEST = torch.finfo(torch.float32).min
 WIDTHS = [{}, dict(kdim=6, vdim=10), dict(bias=False), dict(kdim=6, bias=False), dict(add_bias_kv=True)]
 EXTRAS = [dict(add_zero_attn=True), dict(add_bias_kv=True, add_zero_attn=True, vdim=3)]
 
 
 def pair(num_heads=2, dtype=torch.float32, **options):
-    """torch's module and ours with the same parameters, biases included."""
+    """Return torch's module and ours with the same parameters."""
     theirs = nn.MultiheadAttention(8, num_heads, dtype=dtype, **options)
     ours = compat.MultiheadAttention(8, num_heads, dtype=dtype, **options)
     with torch.no_grad():
@@ -33,7 +32,7 @@ def pair(num_heads=2, dtype=torch.float32, **options):
 
 
 def draw_inputs(layer, batch, rows, keys, dtype=torch.float32):
-    """query, key and value in the layer's layout; without a batch where it is None."""
+    """Return query, key and value in the layer's layout, unbatched if batch is None."""
     sizes = ((rows, layer.embed_dim), (keys, layer.kdim), (keys, layer.vdim))
     if batch is not None:
         sizes = (((batch, n, e) if layer.batch_first else (n, batch, e)) for n, e in sizes)
@@ -41,7 +40,7 @@ def draw_inputs(layer, batch, rows, keys, dtype=torch.float32):
 
 
 def results(layer, inputs, *masks, **options):
-    """Output, weights and gradients of inputs, parameters and float masks."""
+    """Return output, weights and gradients of inputs, parameters and float masks."""
     out, weights = layer(*inputs, **options)
     loss = (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device).view(out.shape)).sum()
     wanted = [*dict.fromkeys(inputs), *layer.parameters(), *(x for x in masks if x is not None and x.requires_grad)]
@@ -184,7 +183,10 @@ def test_two_masks_of_the_lowest_number_are_still_the_mean():
     inputs = draw_inputs(layer, 2, 3, 4)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         lowest = torch.finfo(dtype).min
-        masks = dict(attn_mask=torch.full((3, 4), lowest, dtype=dtype), key_padding_mask=torch.full((2, 4), LOWEST))
+        masks = dict(
+            attn_mask=torch.full((3, 4), lowest, dtype=dtype),
+            key_padding_mask=torch.full((2, 4), torch.finfo(torch.float32).min),
+        )
         masks["key_padding_mask"][0, 1] = -math.inf
         weights = layer(*inputs, **masks)[1]
         want = torch.tensor([[1 / 3, 0, 1 / 3, 1 / 3], [0.25] * 4]).double()

@@ -1,4 +1,4 @@
-"""register and sdpa_provider of fusedattn.compat.torch: torch's own attention by our kernels."""
+"""`register` and `sdpa_provider` of fusedattn.compat.torch: torch's own attention by our kernels."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from ..close import assert_like
 
 @pytest.fixture
 def registry():
-    """torch's table of implementations, as it was."""
+    """Restore torch's table of implementations after a test."""
     from torch.nn.attention import _registry
 
     before = dict(_registry._FLASH_ATTENTION_IMPLS)
@@ -49,7 +49,7 @@ def test_the_provider_names_cuda_where_there_is_none(registry):
 
 
 class Original:
-    """Stands for the kernel that torch has on CUDA."""
+    """A stand-in for torch's kernel on CUDA."""
 
     def __init__(self, name):
         self.name = name
@@ -60,7 +60,7 @@ class Original:
 
 @pytest.fixture
 def override(monkeypatch, device):
-    """Our operators in the place where torch, on a CPU, has none."""
+    """Register our operators for CPU tensors, for which torch has none."""
     if device != "cpu":
         pytest.skip("on a GPU the provider itself is tested")
     monkeypatch.setattr(torch.library, "get_kernel", lambda name, key: Original(name))

@@ -1,4 +1,4 @@
-"""Processes that talk over gloo: started once for each number of them, and given one test after the other."""
+"""Pools of processes that talk over gloo; each pool starts once and runs one test after another."""
 
 import datetime
 import functools
@@ -42,7 +42,7 @@ def _serve(rank, size, port, pipe):
 
 
 class Pool:
-    """`size` processes."""
+    """Processes that run tests together."""
 
     def __init__(self, size):
         self.size = size
@@ -70,14 +70,14 @@ class Pool:
                     pytest.fail(f"rank {rank}: {error}")
 
     def stop(self):
-        """End the processes, at once: leaving a group in order takes seconds."""
+        """Kill the processes. Leaving a group in order takes seconds."""
         for process in self.processes:
             process.kill()
 
 
 @pytest.fixture(scope="session")
 def pool_of():
-    """A function of a number of processes that gives their Pool."""
+    """Return a function that returns the Pool of so many processes."""
     pools = {}
 
     def pool_of(size):
@@ -91,7 +91,7 @@ def pool_of():
 
 
 def on_ranks(size):
-    """Make a test of a function of rank, size and parameters: each of `size` processes runs it."""
+    """Run a test, a function of rank, size and parameters, in each of `size` processes."""
 
     def decorate(function):
         @functools.wraps(function)

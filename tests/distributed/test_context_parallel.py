@@ -1,4 +1,4 @@
-"""torch's own context_parallel: its ring calls operators of flash attention, ours where the provider replaces them."""
+"""torch's own context_parallel: its ring calls our operators if the provider replaces torch's."""
 
 import os
 from unittest import mock
@@ -19,7 +19,7 @@ from .conftest import on_ranks
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="on the CPU kernels need TRITON_INTERPRET=1")
 @on_ranks(2)
 def test_the_operators_of_the_provider_run_inside_torchs_ring(rank, size):
-    """Hold results and gradients by the operators that the provider replaces to those of one process.
+    """Compare results and gradients of the replaced operators with one process.
 
     On a CPU torch has none of them, and its attention never asks for them: here they are called by name.
     """

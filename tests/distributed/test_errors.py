@@ -1,4 +1,4 @@
-"""Ranks that disagree raise on all; one that does not come, or ends, is named; nobody waits for ever."""
+"""If ranks disagree, all raise. A missing rank is named, and nobody waits for ever."""
 
 import datetime
 import multiprocessing
@@ -18,7 +18,7 @@ def inputs(rows=8, heads=4, dtype=torch.float32, columns=8, batch=1):
     return [torch.randn(batch, heads, rows, columns, dtype=dtype) for _ in range(3)]
 
 
-# What the last rank does otherwise: (arguments of `inputs`, options, the argument that the others' message names).
+# {what the last rank changes: (arguments of `inputs`, options, the message of the others)}
 DISAGREE = {
     "dtype": (dict(dtype=torch.float64), {}, "^query: .*rank 1"),
     "columns": (dict(columns=4), {}, "^query: .*rank 1"),
@@ -126,8 +126,8 @@ def test_wrong_arguments_of_one_process(call, error, message):
         call()
 
 
-# Processes of their own: they end.
-LIMIT = datetime.timedelta(seconds=2)
+# These processes end, so they are not those of a Pool.
+LIMIT = datetime.timedelta(seconds=1)
 
 
 def _missing(rank, port, queue):
@@ -169,10 +169,12 @@ def _answers(target, ranks):
     return answers.values()
 
 
+@pytest.mark.matrix
 def test_a_rank_that_does_not_come_is_named():
     for message in _answers(_missing, (0, 1)):
         assert "ring_attention: rank 2 of the group" in message
 
 
+@pytest.mark.matrix
 def test_a_rank_that_is_killed_ends_the_others():
     assert all(seconds < 60 for seconds in _answers(_killed, (0, 2)))

@@ -1,4 +1,4 @@
-"""Every method on 4 processes equals one process, for every option and covering pairs of them."""
+"""Every method on 4 processes equals one process, for covering pairs of options."""
 
 import pytest
 import torch
@@ -42,10 +42,10 @@ PLANS = {
 
 
 def cases_of(method, features):
-    """Each pair of features that a method takes, in calls of several, and some alone."""
+    """Return cases with each pair of features that a method takes, and some features alone."""
     names = RING if method == "ring_attention" else [name for name in DISTINCT if name != "weights"]
     names = DISTINCT if method == "ulysses_attention" else names
-    every = covering(6, names) + SHORT + [Case(name)._replace(**FEATURES[name]) for name in features]
+    every = covering(8, names) + SHORT + [Case(name)._replace(**FEATURES[name]) for name in features]
     heads = [case if case.Hq == 12 else case._replace(Hq=4, Hkv=4 * case.Hkv // case.Hq) for case in every]
     if method == "ring_attention":
         heads = [case._replace(align="bottom_right") for case in heads]
@@ -53,10 +53,10 @@ def cases_of(method, features):
     return [case._replace(dtype=torch.float64) for case in heads]
 
 
-def check_methods(plan, features):
+def check_methods(plan, features, step=1):
     method, balance = PLANS[plan]
     wrong = {}
-    for case in cases_of(method, features):
+    for case in cases_of(method, features)[::step]:
         tensors, options = case.draw()
         wanted = with_gradients(fa.attention, tensors, options, case.grads, backend="naive")
         found = summed_gradients(by_shards(method, **balance), tensors, options, case.grads)
@@ -69,7 +69,7 @@ def check_methods(plan, features):
 @on_ranks(4)
 @pytest.mark.parametrize("plan", PLANS)
 def test_four_processes_equal_one(rank, size, plan):
-    check_methods(plan, SINGLE)
+    check_methods(plan, SINGLE, {"ring": 3, "gather": 3, "gather, zigzag": 2}.get(plan, 1))
 
 
 @on_ranks(2)
@@ -120,7 +120,7 @@ def test_documents_may_be_cut_anywhere(rank, size, balance, case):
 @on_ranks(4)
 @pytest.mark.parametrize("method", METHODS)
 def test_16_bits_are_as_exact_as_in_one_process(rank, size, method):
-    """No partial result is rounded: the gradient of a key head that four ranks share among them."""
+    """No partial result is rounded, such as the gradient of a key head that four ranks share."""
     balance = {} if method == "ulysses_attention" else dict(balance="zigzag")
     for Hkv in (1, 4):
         case = Case("16 bits", B=2, Hq=8, Hkv=Hkv, Sq=128, Sk=128, D=32, Dv=32, causal=True, dtype=torch.bfloat16)

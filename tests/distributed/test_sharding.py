@@ -1,25 +1,22 @@
-"""DTensors that are sharded on batch or heads: each rank computes its part, nothing is sent, and no answer is wrong."""
+"""DTensors sharded on batch or heads: each rank computes its part, and nothing is sent."""
 
-import itertools
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import fusedattn as fa
-from fusedattn.call.options import Call
 from fusedattn.distributed import register_sharding
-from fusedattn.operators.namespace import OPERATORS
 
+from ..inside import fields
 from .conftest import on_ranks
 
+OPERATORS = torch.ops.fusedattn
 B, SQ, SK, D = 3, 9, 7, 16  # of batches rank 0 has two of three
 TOLERANCE = 1e-12
 BATCH, HEADS, SAME = "Shard(0)", "Shard(1)", "Replicate()"
-# {option: (shape, its placement where batches are sharded, and where heads are)}
+# {option: (shape, placement if batches are sharded, placement if heads are)}
 OPTIONS = dict(
     bias=((B, 4, SQ, SK), BATCH, HEADS),
     shared_bias=((1, 1, SQ, SK), SAME, SAME),
@@ -37,10 +34,8 @@ CASES = {
     "dropout": ((), dict(dropout_p=0.4, seed=7, causal=True)),
     "weights": ((), dict(causal=True, return_weights=True)),
 }
-OLDEST = torch.__version__ < (
-    2,
-    11,
-)  # gathers gradients of uneven shards, whose strides it takes for those of even ones
+# Torch 2.10 gathers gradients of uneven shards, and takes their strides for those of even ones.
+OLDEST = torch.__version__ < (2, 11)
 interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="kernels need TRITON_INTERPRET=1")
 
 
@@ -59,7 +54,7 @@ def distributed(x, *names, mesh=None):
 
 
 def drawn(heads, key_heads, options=()):
-    """{name: a tensor of all ranks}, in float64 with a gradient, or bool."""
+    """Return {name: whole tensor}, float64 with a gradient, or bool."""
     generator = torch.Generator().manual_seed(0)
     shapes = dict(query=(B, heads, SQ, D), key=(B, key_heads, SK, D), value=(B, key_heads, SK, D))
     shapes |= {name: OPTIONS[name][0] for name in options}
@@ -68,7 +63,7 @@ def drawn(heads, key_heads, options=()):
 
 
 def assert_same(found, wanted):
-    """DTensors are equal to tensors of one process."""
+    """Assert that DTensors equal tensors of one process."""
     for mine, one in zip(found, wanted, strict=True):
         torch.testing.assert_close(mine.full_tensor(), one, rtol=0, atol=TOLERANCE, equal_nan=False)
 
@@ -78,7 +73,7 @@ def called(tensors, options):
 
 
 def check(tensors, places, options, function=called, compiled=False, sends=0, mesh=None):
-    """Results and gradients are those of one process, and so much is sent meanwhile."""
+    """Compare results and gradients with one process, and count what is sent."""
     from torch.distributed.tensor.debug import CommDebugMode
 
     wanted = function(tensors, options)
@@ -164,31 +159,6 @@ def test_second_derivatives(rank, size):
     assert_same(of({name: distributed(x, HEADS) for name, x in tensors.items()}), of(tensors))
 
 
-class Nothing(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return None
-
-
-@on_ranks(2)
-def test_gradients_that_do_not_come_leave_nothing_and_are_none(rank, size):
-    from torch.distributed.tensor import distribute_tensor
-
-    mesh = init_device_mesh("cpu", (size,))
-    tensors = [torch.randn(1, 2, 4, 8, requires_grad=True) for _ in range(3)]
-    inputs = [distribute_tensor(x, mesh, [placement(HEADS)]) for x in tensors]
-    with torch.no_grad():
-        fa.attention(*inputs)
-        assert not any(x.to_local()._backward_hooks for x in inputs)
-    leaves = [distributed(x, HEADS) for x in tensors]
-    found = torch.autograd.grad(Nothing.apply(fa.attention(*leaves)).sum(), leaves, allow_unused=True)
-    assert all(x is None or not x.to_local().any() for x in found)
-
-
 ALL = dict(query=HEADS, key=HEADS, value=HEADS)
 REFUSED = [
     (ValueError, "query: .*2", 4, 2, dict.fromkeys(ALL, "Shard(2)")),
@@ -232,7 +202,7 @@ def test_functions_that_take_none(rank, size):
 
 
 def operators(tensors, options):
-    call = Call(**tensors | dict(sinks=tensors["sinks"][None]), right=0, scale=0.25)
+    call = fields(**tensors | dict(sinks=tensors["sinks"][None]), right=0)
     return OPERATORS.forward(*call, True, False, True, "cpu")[:2]
 
 
@@ -242,7 +212,7 @@ def operators(tensors, options):
     [(2, BATCH, BATCH, 0), (2, HEADS, HEADS, 0), (1, HEADS, SAME, 0), (2, SAME, SAME, 0), (2, *["Shard(2)"] * 2, 1)],
 )
 def test_the_operators_by_name(rank, size, key_heads, where, key_where, sends):
-    """What they cannot compute as it is sharded, DTensor gathers."""
+    """DTensor gathers shards that an operator cannot use as they are."""
     register_sharding()
     register_sharding()
     tensors = drawn(4, key_heads, ("sinks", "key_mask"))
@@ -250,19 +220,6 @@ def test_the_operators_by_name(rank, size, key_heads, where, key_where, sends):
     places = dict(query=where, key=key_where, value=key_where, sinks=BATCH if where == HEADS else SAME)
     places |= dict(key_mask=BATCH if where == BATCH else SAME)
     check(tensors | two, {name: (x,) for name, x in places.items()}, {}, operators, sends=sends)
-
-
-@on_ranks(2)
-def test_the_operators_are_not_taken_for_others_with_other_flags(rank, size):
-    register_sharding()
-    x = drawn(4, 4)["query"].detach()
-    ours, call = distributed(x, HEADS), Call(x, x, x)
-    for flags in itertools.product((False, True), repeat=3):
-        wanted = OPERATORS.forward(*call, *flags, "cpu")
-        found = OPERATORS.forward(*call._replace(query=ours, key=ours, value=ours), *flags, "cpu")
-        assert [y.shape for y in found] == [y.shape for y in wanted]
-        pairs = [(y, z) for y, z in zip(found, wanted, strict=True) if z.numel()]
-        assert_same(*zip(*pairs, strict=True))
 
 
 def check_mesh(shape):
@@ -279,19 +236,6 @@ def test_a_mesh_of_two_dimensions(rank, size, shape):
 
 
 @on_ranks(4)
+@pytest.mark.matrix
 def test_a_mesh_of_two_by_two(rank, size):
     check_mesh((2, 2))
-
-
-@on_ranks(2)
-def test_the_output_has_the_order_of_dimensions_of_the_query(rank, size):
-    query, key, value = (torch.randn(2, n, 4, D, dtype=torch.float64).transpose(1, 2) for n in (SQ, SK, SK))
-    found = fa.attention(*(distributed(x, HEADS) for x in (query, key, value)))
-    assert found.stride() == fa.attention(query, key, value).stride()
-    packed = distributed(query[:, 0], BATCH)  # of rank 3, one head
-    assert fa.attention(packed, packed, packed).shape == packed.shape
-
-
-def test_who_has_no_dtensor_does_not_import_them():
-    code = "import sys, torch, fusedattn; x = torch.ones(1, 1, 4, 16); fusedattn.attention(x, x, x, causal=True)"
-    subprocess.run([sys.executable, "-c", f"{code}; sys.exit('torch.distributed.tensor' in sys.modules)"], check=True)

@@ -1,4 +1,4 @@
-"""torch's parallelize_module cuts the heads of our modules over two processes: the answers are those of one process."""
+"""torch's parallelize_module splits the heads of our modules over two processes, with the answers of one."""
 
 import copy
 
@@ -22,7 +22,7 @@ MODULES = dict(
 
 
 def parallel(module, size, local=True):
-    """A copy of a module as people cut a transformer's."""
+    """Return a copy of a module, split as is usual for a transformer."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     columns, rows = ("q_proj", "k_proj", "v_proj", "linear_1"), ("out_proj", "linear_2")

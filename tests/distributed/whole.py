@@ -1,4 +1,4 @@
-"""Methods of `distributed` as functions of a whole sequence: it is cut, and the results are put together."""
+"""Methods of `distributed` as functions of a whole sequence."""
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,7 @@ ROWS = dict(query=-2, key=-2, value=-2, mask=-2, bias=-2, key_mask=-1, query_mas
 
 
 def by_shards(method, group=None, **balance):
-    """A function like `attention`; each rank gets the gradients of its own rows."""
+    """Return a function like `attention` that shards its inputs; each rank gets the gradients of its rows."""
 
     def attend(query, key, value, **options):
         lacks = dict(ring_attention=("align", "return_weights"), gather_attention=("return_weights",)).get(method, ())
@@ -27,14 +27,14 @@ def by_shards(method, group=None, **balance):
 
 
 def put_together(x, dim, group=None, **balance):
-    """`unshard`, whose gradient is that of the losses of all ranks, which are the same here, as that of one of them."""
+    """Unshard. All ranks compute the same loss here, so divide its gradient by their number."""
     if x.requires_grad:
         x.register_hook(lambda grad: None if grad is None else grad / dist.get_world_size(group))
     return distributed.unshard(x, dim, group=group, **balance)
 
 
 def summed_gradients(function, tensors, options, grads="out and lse", group=None):
-    """`with_gradients` of a function that is `by_shards`: gradients of all rows."""
+    """Return `with_gradients` of a function of `by_shards`, with gradients summed over ranks."""
     found = with_gradients(function, tensors, options, grads)
     for name in ("query", "key", "value", "bias"):
         if name in found:
@@ -43,7 +43,7 @@ def summed_gradients(function, tensors, options, grads="out and lse", group=None
 
 
 def largest(found, wanted):
-    """The largest difference of tensors: 0 of two that are NaN or infinite, NaN if one is."""
+    """Return the largest difference of tensors. Equal NaN or infinities differ by 0; a single NaN gives NaN."""
     differences = [0.0]
     for x, y in zip(found, wanted, strict=True):
         assert x.shape == y.shape and x.dtype == y.dtype

@@ -1,4 +1,4 @@
-"""The pages about other libraries name every argument of theirs, and what replaces it does the same."""
+"""The migration pages name every argument of other libraries, and its replacement does the same."""
 
 import inspect
 import re

@@ -31,7 +31,7 @@ def text(page):
 
 @pytest.fixture
 def alone(tmp_path, monkeypatch):
-    """What a page writes or installs is gone after it."""
+    """Remove what a page writes or installs."""
     monkeypatch.chdir(tmp_path)
     before = set(sys.modules)
     yield
@@ -43,7 +43,7 @@ def alone(tmp_path, monkeypatch):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("page", [pytest.param(page, id=name(page)) for page in PAGES])
 def test_its_code_runs(page, alone, monkeypatch):
-    # Compilers import the module that a function is of, and that of torch 2.10 keeps what it has imported by name.
+    # Compilers import a function's module by name, and torch 2.10 caches it.
     module = types.ModuleType("page_" + re.sub(r"\W", "_", name(page)))
     monkeypatch.setitem(sys.modules, module.__name__, module)
     for language, _, code in FENCE.findall(text(page)):
@@ -69,7 +69,7 @@ def test_tables_are_made_from_rows():
 
 
 def public():
-    """Every public name: (how it is written, the object)."""
+    """Return {public name: object}."""
     modules = {"fusedattn": fa, "fusedattn.compat.torch": fa.compat.torch, "fusedattn.distributed": fa.distributed}
     modules |= {"fusedattn.tuning": fa.tuning, "fusedattn.compat": fa.compat}
     found = {f"{module}.{name}": getattr(own, name) for module, own in modules.items() for name in own.__all__}
@@ -88,7 +88,7 @@ def test_the_reference_has_every_public_name():
     assert not set(public()) - entries
 
 
-# Without an example: what other functions return, what transformers calls, and functions whose docstring names another.
+# These have no example: results of functions, a callback, and functions that refer to another docstring.
 BARE = {"fusedattn.Plan", "fusedattn.Explanation", "fusedattn.compat.transformers.fusedattn_forward"}
 BARE |= {f"fusedattn.reference.{name}" for name in ("attention", "attention_varlen", "attention_decode")}
 PUBLIC = {name: x for name, x in public().items() if not inspect.ismodule(x)} | {

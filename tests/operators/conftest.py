@@ -1,4 +1,4 @@
-"""What tests of operators inside torch.compile need."""
+"""Fixtures of tests of operators."""
 
 import pytest
 import torch
@@ -6,7 +6,14 @@ import torch
 
 @pytest.fixture
 def fresh():
-    """No graph of another test."""
+    """Remove the graphs that other tests have compiled."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture(params=["triton", "cpu"])
+def backend(request, device):
+    if request.param == "cpu" != device:
+        pytest.skip("about CPU tensors")
+    return request.param

@@ -1,6 +1,5 @@
-"""A model compiled ahead of time: by AOTInductor, into a package of machine code that calls the operators."""
+"""A model compiled ahead of time by AOTInductor, into a package that calls the operators."""
 
-import copy
 import functools
 import shutil
 
@@ -18,7 +17,7 @@ BACKENDS = "triton", None  # in one package, as compiling one takes most of the 
 
 
 class Model(torch.nn.Module):
-    """Dense and packed attention between projections, by each of the backends."""
+    """Dense and packed attention between projections, by each backend."""
 
     def __init__(self, device):
         super().__init__()
@@ -62,25 +61,3 @@ def test_a_package_gives_the_same_for_any_batch_and_length(device, tmp_path):
         for sizes in ((2, 10), (2, 17), (5, 12)):
             inputs = draw(*sizes)
             same(loaded(*inputs), model(*inputs))
-
-
-class Step(torch.nn.Module):
-    """A token of each sequence, by a cache for each of the backends."""
-
-    def forward(self, query, lengths, new_key, new_value, caches):
-        new = dict(cache_seqlens=lengths, new_key=new_key, new_value=new_value)
-        return [fa.attention_decode(query, *cache, **new, backend=x) for cache, x in zip(caches, BACKENDS, strict=True)]
-
-
-def test_a_package_appends_to_a_cache(device, tmp_path):
-    def draw():
-        new = [torch.randn(2, heads, 1, 16, device=device) for heads in (4, 2, 2)]
-        caches = [[torch.randn(2, 2, 8, 16, device=device) for _ in range(2)] for _ in BACKENDS]
-        return new[0], torch.tensor([1, 5], dtype=torch.int32, device=device), *new[1:], caches
-
-    with torch.no_grad():
-        loaded, inputs = packaged(torch.export.export(Step(), draw()), tmp_path), draw()
-        others = copy.deepcopy(inputs)
-        same(loaded(*inputs), Step()(*others))
-        for cache, other in zip(inputs[-1], others[-1], strict=True):
-            same(cache, other)

@@ -1,4 +1,4 @@
-"""Checkpoints: recomputed calls save the same tensors, and an operator that is kept by name is not recomputed."""
+"""Recomputed calls save the same tensors. An operator that a checkpoint keeps by name is not recomputed."""
 
 import functools
 
@@ -15,7 +15,7 @@ from ..inside import HQ, SK, SQ, by, draw, same
 
 pytestmark = pytest.mark.usefixtures("deterministic")
 
-# Options with fewer dimensions than the backends take them in.
+# Options with fewer dimensions than the backends use.
 LESS = {
     "key_mask": lambda: dict(key_mask=torch.arange(SK) < SK - 2),
     "query_mask": lambda: dict(query_mask=torch.arange(SQ) > 0),
@@ -32,7 +32,7 @@ def attend(backend, options, query, key, value):
 
 @pytest.mark.parametrize("name", LESS)
 def test_a_call_saves_the_same_whether_replayed_or_not(name, device, monkeypatch):
-    """A checkpoint refuses what is not: the first call and the second, of which one is replayed, and later ones."""
+    """A checkpoint raises otherwise. One of its two calls is replayed."""
     monkeypatch.setattr(replay, "RECORD_AFTER", 2)
     options = {key: x.to(device) for key, x in LESS[name]().items()}
     inputs = draw(device, requires_grad=True)
@@ -44,7 +44,7 @@ def test_a_call_saves_the_same_whether_replayed_or_not(name, device, monkeypatch
 
 @pytest.fixture
 def computed(monkeypatch):
-    """A list with an element for each forward that the operator computes."""
+    """Record each forward that the operator computes."""
     calls = []
 
     def counted(function):
@@ -56,7 +56,7 @@ def computed(monkeypatch):
 
 
 def kept_by_name(step):
-    """The same by a checkpoint that keeps what the operator returns, and computes everything else again."""
+    """Wrap a step in a checkpoint that keeps the operator's results and recomputes everything else."""
     keep = functools.partial(create_selective_checkpoint_contexts, [torch.ops.fusedattn.forward.default])
     return lambda *inputs: checkpoint(step, *inputs, use_reentrant=False, context_fn=keep)
 
@@ -70,7 +70,7 @@ def graded(step, inputs):
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name, backend", [*((name, "triton") for name in KEPT), ("plain", "cpu"), ("masks", "cpu")])
 def test_what_is_kept_by_name_is_not_computed_again(name, backend, compiled, device, computed):
-    """Also of a call that would be replayed, which has no operator to see."""
+    """This includes a call that would be replayed, without an operator."""
     if backend == "cpu" != device:
         pytest.skip("about CPU tensors")
     if compiled and name != "plain":

@@ -61,7 +61,7 @@ def test_vmap_over_masks(device):
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_gradient_penalty_is_right(name, device):
-    """Second derivatives, of a loss of output, lse and weights, in every input."""
+    """Compare second derivatives of a loss of output, lse and weights, by every input."""
     options = OPTIONS[name](SQ, SK, device)
     inputs = [*draw(device, requires_grad=True), *learned(options)]
 

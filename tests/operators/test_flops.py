@@ -11,10 +11,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import flop_counter
 
 import fusedattn as fa
-from fusedattn.operators.namespace import OPERATORS
 
 from ..sequences import offsets
 
+OPERATORS = torch.ops.fusedattn
 SHAPES = {  # of query, key and value
     "groups": ((2, 4, 5, 8), (2, 2, 5, 8), (2, 2, 5, 8)),
     "lengths": ((2, 4, 5, 8), (2, 2, 7, 8), (2, 2, 7, 8)),
@@ -23,15 +23,8 @@ SHAPES = {  # of query, key and value
 ROWS, KEYS = (3, 0, 2), (4, 2, 1)
 
 
-@pytest.fixture(params=["triton", "cpu"])
-def backend(request, device):
-    if request.param == "cpu" != device:
-        pytest.skip("about CPU tensors")
-    return request.param
-
-
 def counted(function):
-    """({operator: what is counted of it}, what a function returns)."""
+    """Return ({operator: FLOPs}, the function's result)."""
     with flop_counter.FlopCounterMode(display=False) as counter:
         result = function()
     return counter.get_flop_counts().get("Global", {}), result
@@ -42,7 +35,7 @@ def both(forward, backward):
 
 
 def of_torch(shapes):
-    """What is counted of a forward and a backward of one of torch's kernels for GPUs, of tensors without data."""
+    """Return the counts of a forward and a backward of torch's own kernel for GPUs."""
     query, key, value = (torch.empty(shape, device="meta", dtype=torch.float16) for shape in shapes)
     key, value = (x.repeat_interleave(2, 1) for x in (key, value))
     aten = torch.ops.aten
@@ -65,7 +58,7 @@ def test_a_forward_and_a_backward_count_as_torchs(name, backend, device):
 
 
 def of_packed(tensors, cu_seqlens, backend):
-    """What is counted of a forward and a backward of packed sequences; what torch's formulas for its own say of it."""
+    """Return the counts of packed sequences, and those of torch's own formulas."""
     query, key, value = tensors
     longest = max(ROWS), max(KEYS)
     options = dict(max_seqlen_q=longest[0], max_seqlen_k=longest[1], backend=backend)
@@ -88,23 +81,19 @@ def test_each_packed_sequence_counts_with_its_own_length(backend, device):
     assert got == want and got[OPERATORS.forward] == 2 * sum(a * b for a, b in zip(ROWS, KEYS, strict=True)) * 4 * 16
 
 
-def test_a_packed_sequence_whose_length_nobody_knows_counts_with_the_longest(device):
-    with FakeTensorMode():
-        got, want = of_packed(*draw_packed(device), "triton")
-    assert got == want and got[OPERATORS.forward] == 2 * 3 * max(ROWS) * max(KEYS) * 4 * 16
-
-
-def test_packed_sequences_without_a_longest_count_all_pairs(device):
+def test_packed_sequences_of_unknown_lengths_count_with_the_longest_or_all_pairs(device):
     with FakeTensorMode():
         tensors, cu_seqlens = draw_packed(device)
-        got, _ = counted(lambda: fa.attention_varlen(*tensors, *cu_seqlens, backend="triton"))
-    assert got == {OPERATORS.forward: 2 * sum(ROWS) * sum(KEYS) * 4 * 16}
+        got, want = of_packed(tensors, cu_seqlens, "triton")
+        every, _ = counted(lambda: fa.attention_varlen(*tensors, *cu_seqlens, backend="triton"))
+    assert got == want and got[OPERATORS.forward] == 2 * 3 * max(ROWS) * max(KEYS) * 4 * 16
+    assert every == {OPERATORS.forward: 2 * sum(ROWS) * sum(KEYS) * 4 * 16}
 
 
 @pytest.mark.parametrize("page", [None, 2], ids=["dense", "pages"])
 @pytest.mark.parametrize("known", [True, False])
 def test_each_row_of_a_cache_counts_with_its_own_length(known, page, backend, device):
-    """With what is appended; where nobody knows the lengths, with all there is room for."""
+    """New keys count. If lengths are unknown, the capacity counts."""
     with torch.enable_grad() if known else FakeTensorMode():
         query, new = torch.randn(2, 4, 1, 8, device=device), torch.randn(2, 2, 1, 8, device=device)
         shape = (2, 2, 6, 8) if page is None else (6, 2, page, 8)
@@ -118,7 +107,7 @@ def test_each_row_of_a_cache_counts_with_its_own_length(known, page, backend, de
 
 @pytest.fixture
 def late_counter(monkeypatch):
-    """torch's counter, imported after the package and after all other calls."""
+    """Import torch's counter again, after the package and other calls."""
     monkeypatch.delitem(sys.modules, "torch.utils.flop_counter")
     monkeypatch.setattr(torch.utils, "flop_counter", None)
     module = importlib.import_module("torch.utils.flop_counter")
@@ -126,37 +115,37 @@ def late_counter(monkeypatch):
     return module.FlopCounterMode(display=False)
 
 
-@pytest.mark.parametrize("backward_alone", [False, True])
-def test_a_counter_that_is_imported_later_counts_a_backward(backward_alone, late_counter, backend, device):
-    inputs = [torch.randn(1, 2, 4, 8, device=device, requires_grad=True) for _ in range(3)]
+class Model(torch.nn.Module):
+    def forward(self, *inputs):
+        return fa.attention(*inputs, backend="cpu")
+
+
+@pytest.mark.parametrize("what", ["forward and backward", "backward", "decode", "an exported program"])
+def test_a_counter_that_is_imported_later_counts(what, late_counter, backend, device):
+    inputs = [torch.randn(1, 2, 4, 8, device=device, requires_grad=what != "decode") for _ in range(3)]
+    lengths = torch.tensor([3], device=device).int()
     attend = functools.partial(fa.attention, *inputs, backend=backend)
-    before = attend() if backward_alone else None
-    with late_counter:
-        (before if backward_alone else attend()).sum().backward()
-    counts = both(2 * 2 * 2 * 4 * 4 * 8, 5 * 2 * 2 * 4 * 4 * 8)
-    if backward_alone:
-        del counts[OPERATORS.forward]
-    assert late_counter.get_flop_counts()["Global"] == counts
-
-
-@pytest.mark.parametrize("grad", [torch.no_grad, torch.inference_mode])
-def test_a_counter_that_is_imported_later_counts_a_decode(grad, late_counter, backend, device):
-    query, *caches = (torch.randn(1, 2, length, 8, device=device) for length in (1, 6, 6))
-    with grad(), late_counter:
-        fa.attention_decode(query, *caches, cache_seqlens=torch.tensor([3], device=device).int(), backend=backend)
-    assert late_counter.get_flop_counts()["Global"] == {OPERATORS.decode: 2 * 2 * 2 * 3 * 8}
-
-
-def test_a_counter_that_is_imported_later_counts_an_exported_program(late_counter):
-    class Model(torch.nn.Module):
-        def forward(self, query):
-            return fa.attention(query, query, query, backend="cpu")
-
-    query = torch.randn(1, 2, 4, 8)
-    program = torch.export.export(Model(), (query,)).module()
-    with torch.no_grad(), late_counter:
-        program(query)
-    assert late_counter.get_flop_counts()["Global"] == {OPERATORS.forward: 2 * 2 * 2 * 4 * 4 * 8}
+    products = 2 * 2 * 2 * 4 * 4 * 8
+    want = both(products, 5 * products // 2)
+    if what == "an exported program":
+        program = torch.export.export(Model(), tuple(x.cpu() for x in inputs)).module()
+        with torch.no_grad(), late_counter:
+            program(*(x.cpu() for x in inputs))
+        del want[OPERATORS.backward]
+    elif what == "decode":
+        for grad in (torch.no_grad, torch.inference_mode):
+            with grad(), late_counter:
+                fa.attention_decode(*inputs, cache_seqlens=lengths, backend=backend)
+            want = {OPERATORS.decode: 2 * 2 * 2 * 4 * 3 * 8}
+    elif what == "backward":
+        out = attend()
+        with late_counter:
+            out.sum().backward()
+        del want[OPERATORS.forward]
+    else:
+        with late_counter:
+            attend().sum().backward()
+    assert late_counter.get_flop_counts()["Global"] == want
 
 
 def test_a_formula_of_the_users_own_is_kept(device):
@@ -167,7 +156,9 @@ def test_a_formula_of_the_users_own_is_kept(device):
     assert counter.get_total_flops() == 7
 
 
-def test_importing_the_package_imports_neither_the_counter_nor_a_finder():
-    program = "import sys; before = [*sys.meta_path]; import fusedattn; assert sys.meta_path == before"
-    program += "; assert not {'torch.utils.flop_counter', 'triton'} & {*sys.modules}"
+def test_the_package_imports_no_more_than_it_needs():
+    """The counter, an import hook and Triton do not come with the package, nor DTensors with a call."""
+    program = "import sys, torch; before = [*sys.meta_path]; import fusedattn; assert sys.meta_path == before"
+    program += "; assert not {'torch.utils.flop_counter', 'triton'} & {*sys.modules}; x = torch.ones(1, 1, 4, 16)"
+    program += "; fusedattn.attention(x, x, x); assert 'torch.distributed.tensor' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)

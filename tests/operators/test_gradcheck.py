@@ -1,4 +1,4 @@
-"""Derivatives of the kernels against finite differences, in float64 in the interpreter: each option, each pair."""
+"""Derivatives of the kernels against finite differences, in float64: each option and each pair."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ CASES = sample.named(FEW) + sample.matrix(*sample.named(ALONE))
 
 
 def small(case):
-    """The case on few rows and keys, with what is narrow enough to hide some of them."""
+    """Return the case with few rows and keys, and a window narrow enough to hide some."""
     window = case.window and tuple(None if side is None else side % 3 for side in case.window)
     sizes = {name: size for name, size in SMALL.items() if getattr(case, name) == getattr(cases.Case(""), name)}
     sizes |= {name: min(getattr(case, name), 7) for name in SMALL if name not in sizes}
@@ -28,7 +28,7 @@ STRICT = dict(fast_mode=True, check_undefined_grad=False, rtol=1e-6, atol=1e-6)
 
 
 def _function(case, device):
-    """A function of steps along a direction of each input, for finite differences, and the steps of no length."""
+    """Return a function of a step along a direction of each input, and steps of length 0."""
     if device != "cpu":
         pytest.skip("float64 is for the interpreter")
     case = small(case)
@@ -42,7 +42,7 @@ def _function(case, device):
     directions = [torch.randn_like(x) for x in inputs]
 
     def compute(steps):
-        """A number made of all results, after a step along the direction of each input."""
+        """Return a weighted sum of all results after a step along the direction of each input."""
         query, key, value, *given = (x + t * u for x, t, u in zip(inputs, steps, directions, strict=True))
         given = dict(zip(learned, given, strict=True))
         if "bias" in given:

@@ -1,4 +1,4 @@
-"""Tensor subclasses, modes and default devices: the same numbers, in the same class."""
+"""Tensor subclasses, modes and default devices give the same numbers in the same class."""
 
 import contextlib
 from typing import NamedTuple
@@ -26,7 +26,7 @@ class Passing(TorchFunctionMode):
 
 
 class Kind(NamedTuple):
-    """A context of a call, what is made of its tensors, and of its results again."""
+    """A context, a wrapper of inputs, an unwrapper of results, and the class of the results."""
 
     context: object = contextlib.nullcontext
     wrap: object = lambda x: x
@@ -82,7 +82,7 @@ def cached(device, backend):
 
 
 def computed(kind, inputs, attend):
-    """What a call returns, and the gradients of its inputs if there are any."""
+    """Return the results of a call, and the gradients of its inputs if there are any."""
     inputs = [kind.wrap(x.detach().clone()).requires_grad_() for x in inputs]
     torch.manual_seed(3)
     with kind.context():
@@ -98,7 +98,7 @@ def computed(kind, inputs, attend):
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.one_in(3)
 def test_the_numbers_are_those_of_plain_tensors(name, call, backend, device):
-    """Also of a call that would be replayed."""
+    """This includes a call that would be replayed."""
     if backend == "cpu" and (device != "cpu" or call is dropped):
         pytest.skip("the backend is for CPU tensors, and knows no dropout")
     inputs, attend = call(device, backend)

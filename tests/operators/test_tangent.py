@@ -1,4 +1,4 @@
-"""Forward mode: tangents of output, lse and weights, of every option, by every backend."""
+"""Tangents of output, lse and weights in forward mode, for every option and backend."""
 
 import pytest
 import torch
@@ -6,12 +6,11 @@ from torch.autograd import forward_ad
 
 import fusedattn as fa
 from fusedattn import reference
-from fusedattn.operators.namespace import OPERATORS
 
 from .. import cases
 from ..cases import Case
 from ..close import assert_like
-from ..inside import by, fields
+from ..inside import by
 from ..kernels.test_packed import PACKED_FEW, PACKED_TOGETHER, draw as draw_packed
 from ..sample import matrix, named
 from ..sequences import attention_varlen, by_sequence, offsets
@@ -30,7 +29,7 @@ def _held(found):
 
 
 def _on(device, case):
-    """A case in a dtype that kernels take on a device."""
+    """Return the case in a dtype that kernels take on a device."""
     return case._replace(dtype=torch.float16) if (case.dtype, device) == (torch.float64, "cuda") else case
 
 
@@ -46,7 +45,7 @@ CASES = [*named(cases.COVERING), *matrix(*named([*cases.SHAPES, *ALONE]))]
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_tangents_by_kernels(case, device):
     _hold(case, "triton", device=device)
 
@@ -56,7 +55,7 @@ def test_tangents_by_kernels(case, device):
     "case", [*named(cases.COVERING), *matrix(*named([*cases.SHAPES, *cases.SINGLE, *cases.OPTION_PAIRS]))]
 )
 def test_tangents_on_a_cpu(case, weights):
-    """By "cpu" where it takes the call, which it does without weights alone, else by the formula."""
+    """The backend is "cpu" if it takes the call, else "naive"."""
     _hold(case, None, weights=weights)
 
 
@@ -73,7 +72,7 @@ def test_tangents_on_a_cpu(case, weights):
         ("sinks", 0.3),
     ],
 )
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 def test_tangents_of_one_input(name, dropout, backend, device):
     _hold(EVERYTHING._replace(name=name, dropout=dropout), backend, [name], device=device)
 
@@ -86,7 +85,7 @@ def _hold_packed(case, number, device, backend):
 
 
 @pytest.mark.parametrize(("number", "case"), PACKED_FEW + matrix(*PACKED_TOGETHER[::18]))
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(12)
 def test_tangents_of_packed_sequences(number, case, device):
     _hold_packed(_on(device, case), number, device, "triton")
 
@@ -99,7 +98,7 @@ def test_tangents_of_packed_sequences_on_a_cpu(number, case):
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("backend", ["triton", "naive", None])
 def test_a_bias_of_minus_infinity_may_have_any_tangent(backend, dropout, device):
-    """As the log of a gate has that is shut: 1 / 0."""
+    """The log of a closed gate has the tangent 1 / 0."""
     query, key, value = torch.randn(3, 1, 2, 40, 16, device=device)
     gate = torch.rand(40, device=device).masked_fill(torch.arange(40, device=device) % 3 == 0, 0.0)
 
@@ -118,7 +117,7 @@ def test_a_bias_of_minus_infinity_may_have_any_tangent(backend, dropout, device)
 
 @pytest.mark.parametrize("backend", ["triton", "naive"])
 def test_a_hidden_key_may_be_huge(backend, device):
-    """Its product is infinite, and its weight 0."""
+    """Its score is infinite, and its weight is 0."""
     query, key, value = torch.randn(3, 1, 1, 20, 16, device=device)
     key[..., -1, :] = 3e38
     mask = torch.arange(20, device=device).expand(20, 20) < 19
@@ -135,7 +134,7 @@ def test_a_hidden_key_may_be_huge(backend, device):
 
 @pytest.mark.parametrize("backend, options", [("cpu", {}), ("naive", dict(sinks=torch.zeros(1), return_weights=True))])
 def test_a_row_whose_results_are_parts_of_more(backend, options):
-    """torch holds a tangent to the layout of its result, and one row of a wider tensor is contiguous."""
+    """torch wants a tangent in the layout of its result; one row of a wider tensor is contiguous."""
     query, key, value = torch.randn(1, 64), torch.randn(3, 64), torch.randn(3, 32)
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(query, torch.ones_like(query))
@@ -148,13 +147,6 @@ def test_a_row_whose_results_are_parts_of_more(backend, options):
         return torch.func.jvp(attend, (query,), (torch.ones_like(query),))[1]
 
     assert_like(got, of_eager, query)
-
-
-def test_what_a_forward_on_a_cpu_kept_is_checked():
-    x = torch.randn(1, 1, 100, 16)
-    for stats in (torch.empty(0), torch.zeros(1, 1, 7, 1), torch.zeros(1, 1, 100, 1, dtype=torch.float64)):
-        with pytest.raises((ValueError, TypeError), match="stats"):
-            OPERATORS.tangent(x, *[None] * 5, x, stats, *fields(x, x, x), False, "cpu")
 
 
 OPEN = {
@@ -174,7 +166,7 @@ PACKED = {"packed": {}, "packed causal": dict(causal=True), "packed sinks": OPEN
 @pytest.mark.parametrize("backend", ["naive", None], ids=str)
 @pytest.mark.parametrize("name", [*OPEN, *PACKED])
 def test_gradients_of_a_tangent_while_its_level_is_open(name, backend):
-    """Gradients of the tangents of output, lse and weights are those of torch.func and the formula."""
+    """Gradients of tangents equal those of torch.func and the formula."""
     packed = name in PACKED
     options = (PACKED if packed else OPEN)[name] | dict(return_lse=True, return_weights=not packed)
     learned = [each for each in ("bias", "alibi_slopes", "sinks") if each in options]

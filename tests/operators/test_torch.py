@@ -10,11 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fusedattn as fa
-from fusedattn.naive import dropout
-from fusedattn.operators import attention, decode
 
 from ..close import assert_like
-from ..inside import BACKENDS, DV, HQ, OPTIONS, SK, SQ, D, by, draw, learned, loss, same
+from ..inside import BACKENDS, HQ, OPTIONS, SK, SQ, D, by, draw, learned, loss, same
 
 pytestmark = pytest.mark.usefixtures("deterministic")
 
@@ -26,14 +24,14 @@ def backend(request, device):
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_compile_whole_graph_forward_and_backward(name, device, backend, fresh):
     def step(query, key, value, options, backend=backend):
         return by(backend)(query, key, value, return_lse=True, return_weights=True, **options)
 
     inputs, options = draw(device, requires_grad=True), OPTIONS[name](SQ, SK, device)
     # Inductor takes half a minute for each naive graph on a CPU; one will do, the rest is capture and autograd.
-    compiler = "inductor" if name == "plain" or backend == "triton" else "aot_eager"
+    compiler = "inductor" if name == "causal" or backend == "triton" else "aot_eager"
     got = torch.compile(step, fullgraph=True, backend=compiler)(*inputs, options)
     assert [x.stride() for x in got] == [x.stride() for x in step(*inputs, options)]
 
@@ -45,20 +43,19 @@ def test_compile_whole_graph_forward_and_backward(name, device, backend, fresh):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.one_in(2)
-def test_compile_does_not_recompile_for_each_length(device, backend, fresh):
+def test_compile_does_not_recompile_for_each_length(device, fresh):
     torch._dynamo.utils.counters.clear()
     step = torch.compile(
-        lambda *x: fa.attention(*x, causal=True, backend=backend), fullgraph=True, dynamic=True, backend="aot_eager"
+        lambda *x: fa.attention(*x, causal=True, backend="triton"), fullgraph=True, dynamic=True, backend="aot_eager"
     )
-    for sq, sk in ((8, 9), (13, 20), (21, 33), (40, 41)):
+    for sq, sk in ((8, 9), (13, 20), (17, 5)):
         inputs = draw(device, sq=sq, sk=sk)
         assert_like(step(*inputs), functools.partial(fa.reference.eager, causal=True), *inputs)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
 
 
 def test_compiled_dropout_knows_no_lengths(fresh):
-    """Nor how often 16 goes into them, which the rows that are drawn come in."""
+    """Nor multiples of 16, the block in which dropout draws rows."""
     torch._dynamo.utils.counters.clear()
     step = torch.compile(lambda x: fa.attention(x, x, x, dropout_p=0.3), fullgraph=True, backend="eager")
     for length in (16, 32, 48, 64, 96, 128, 176, 33, 47, 5):
@@ -75,29 +72,16 @@ def test_an_export_of_weights_of_grouped_heads_takes_any_length(options):
     exported = torch.export.export(
         layer, (torch.randn(3, 7, 16),), dict(need_weights=True), dynamic_shapes=dict(query=OPEN, need_weights=None)
     ).module()
-    for batch, length in ((2, 2), (5, 300), (3, 7)):
+    for batch, length in ((2, 2), (4, 33), (3, 7)):
         x = torch.randn(batch, length, 16)
         got = exported(x, need_weights=True)
         with fa.use_backend("naive"):
             assert_like(got, lambda layer: layer(x, need_weights=True), layer)  # noqa: B023
 
 
-class Sloped(torch.nn.Module):
-    def forward(self, query, alibi_slopes):
-        return fa.attention(query, query, query, alibi_slopes=alibi_slopes)
-
-
-def test_an_export_takes_as_many_batches_as_heads():
-    inputs, batch = (torch.randn(3, 4, 7, 16), torch.rand(3, 4)), {0: OPEN[0]}
-    exported = torch.export.export(Sloped(), inputs, dynamic_shapes=(batch, batch)).module()
-    for count in (4, 5):
-        inputs = torch.randn(count, 4, 7, 16), torch.rand(count, 4)
-        same([exported(*inputs)], [Sloped()(*inputs)])
-
-
 @pytest.mark.parametrize("backend, dropout_p", [(None, 0.0), (None, 0.3), ("naive", 0.0)])
 def test_a_checkpoint_may_keep_products(backend, dropout_p):
-    """What it keeps may not be written to."""
+    """Kept tensors may not be written to."""
     keep = [torch.ops.aten.mm.default, torch.ops.aten.bmm.default]
     contexts = functools.partial(checkpoints.create_selective_checkpoint_contexts, keep)
     inputs = draw("cpu", sq=33, sk=33, requires_grad=True)
@@ -145,18 +129,6 @@ def test_a_gradient_penalty_of_a_compiled_call_raises_or_is_right(compiler, devi
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_one_tensor_in_several_places_compiles(device, backend, fresh):
-    x = torch.randn(2, HQ, SQ, D, device=device, requires_grad=True)
-    real = torch.arange(SQ, device=device)[None] < 7
-
-    def step(x, backend=backend):
-        return by(backend)(x, x, x, key_mask=real, query_mask=real).square().sum()
-
-    got = torch.autograd.grad(torch.compile(step, fullgraph=True, backend="aot_eager")(x), x)
-    assert_like(got, lambda: torch.autograd.grad(step(x, "eager"), x))
-
-
-@pytest.mark.filterwarnings("ignore")
 def test_what_eager_calls_have_learned_compiles_nothing_anew(device, fresh):
     inputs = draw(device)
     graphs = []
@@ -179,17 +151,6 @@ def test_a_scale_that_varies_compiles(device, backend, fresh):
     )
     for scale in (0.5, 0.25, 0.125):
         assert_like(step(scale), functools.partial(fa.reference.eager, scale=scale), *inputs)
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("backend", [*BACKENDS, "cpu"])
-def test_checkpointing_gives_the_same_bits(backend, reentrant, device):
-    if backend == "cpu" != device:
-        pytest.skip("about CPU tensors")
-    inputs = draw(device, requires_grad=True)
-    plain = torch.autograd.grad(loss(backend)(*inputs), inputs)
-    checkpoint(loss(backend), *inputs, use_reentrant=reentrant).backward()
-    assert all(torch.equal(x.grad, want) for x, want in zip(inputs, plain, strict=True))
 
 
 def test_autocast_casts_as_sdpa_does_and_no_further(device, backend):
@@ -227,12 +188,8 @@ def test_fake_tensors_have_the_strides_of_the_real(device, backend):
                 assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
 
 
-def test_meta_tensors_have_a_shape():
-    assert fa.attention(*draw("meta")).shape == (2, HQ, SQ, DV)
-
-
 class Seen(TorchDispatchMode):
-    """Names of the operators of torch that are called."""
+    """Records the names of operators that are called."""
 
     def __init__(self):
         super().__init__()
@@ -244,8 +201,7 @@ class Seen(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("backend", ["triton", "cpu"])
-def test_an_operator_is_computed_at_once_unless_something_must_see_it(backend, device, monkeypatch):
-    """A mode sees the operators of forward, backward and decode; a view that negates is what it says."""
+def test_a_mode_sees_each_operator_and_a_negated_view_is_read_as_such(backend, device):
     if backend == "cpu" != device:
         pytest.skip("about CPU tensors")
     inputs = draw(device, requires_grad=True)
@@ -263,15 +219,11 @@ def test_an_operator_is_computed_at_once_unless_something_must_see_it(backend, d
     names = {f"fusedattn.{name}.default" for name in ("forward", "backward", "decode")}
     assert names <= seen.names
     same(both(negated), want)
-    if backend == "triton":
-        for module in (attention, decode):
-            monkeypatch.setattr(module, "OPERATORS", None)
-        same(both(inputs), want)
 
 
 @pytest.mark.parametrize("kind", ["packed", "rank 2", "rank 3"])
 def test_a_backward_does_not_copy_what_is_viewed(kind, device):
-    """A gradient through a view by an index is a copy among zeros: a packed backward took an eighth more memory."""
+    """The gradient of an indexed view copies into zeros, which took an eighth more memory."""
     shape = {"packed": (SQ + SK, HQ, D), "rank 3": (2, SK, D), "rank 2": (SK, D)}[kind]
     query, key, value = (torch.randn(shape, device=device, requires_grad=True) for _ in range(3))
     if kind == "packed":
@@ -287,20 +239,14 @@ def test_a_backward_does_not_copy_what_is_viewed(kind, device):
 
 
 @pytest.mark.matrix
-def test_compiled_words_of_dropout_are_the_same(device):
-    """By the compiler's default backend, for a CPU C++: it takes it that no product of integers overflows."""
+def test_a_compiler_drops_the_same(device):
+    """Inductor's C++ assumes that no product of integers overflows."""
     if device == "cpu" and shutil.which("g++") is None and shutil.which("clang++") is None:
         pytest.skip("needs a C++ compiler")
 
-    words = torch.tensor([0, 1, 2**31 - 1, 2**31, 2**32 - 1], device=device)[:, None].expand(5, 24)
-    other = torch.arange(24, device=device)
+    x = torch.randn(1, 2, 40, 16, device=device)
 
-    def product(words, other):
-        low, high = dropout._multiplied(words.clone(), dropout.MULTIPLIERS[1])
-        _, upper = dropout._multiplied(low & dropout.WORD, dropout.MULTIPLIERS[0])
-        return [upper & dropout.WORD ^ other], high & dropout.WORD
+    def visible(x):
+        return fa.attention(x, x, x, dropout_p=0.4, seed=2**62 + 12345, backend="naive", return_weights=True)[1] > 0
 
-    (got, high), (want, same_high) = torch.compile(product)(words, other), product(words, other)
-    assert all(map(torch.equal, (*got, high), (*want, same_high)))
-    whole = [int(word) * dropout.MULTIPLIERS[1] for word in words[:, 0]]
-    assert high[:, 0].tolist() == [x >> 32 for x in whole]
+    assert torch.equal(torch.compile(visible)(x), visible(x))

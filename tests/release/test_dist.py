@@ -1,4 +1,4 @@
-"""The source archive and the wheel: the same bytes whenever and wherever they are built, and nothing forgotten."""
+"""The source archive and the wheel: reproducible and complete."""
 
 import re
 import runpy
@@ -20,7 +20,7 @@ def dist():
 
 @pytest.fixture(scope="module")
 def made(dist, tmp_path_factory):
-    """([sdist, wheel], the same built elsewhere)."""
+    """Return ([sdist, wheel], the same built elsewhere)."""
     return dist["twice"](tmp_path_factory.mktemp("dist"), EPOCH)
 
 
@@ -40,7 +40,6 @@ def test_the_source_archive_has_all_that_the_repository_has(dist, made):
 
 
 def test_a_module_that_git_does_not_know_is_not_forgotten(dist, monkeypatch, tmp_path):
-    """What imports it is in the wheel."""
     said = {"status": "", "ls-files": "fusedattn/new.py\n"}
     monkeypatch.setitem(dist["main"].__globals__, "git", lambda command, *options: said[command])
     monkeypatch.setattr("sys.argv", ["dist.py", "--into", str(tmp_path)])
@@ -49,7 +48,7 @@ def test_a_module_that_git_does_not_know_is_not_forgotten(dist, monkeypatch, tmp
 
 
 def test_the_changelog_knows_the_version():
-    """A version that is not in development has a section with a date, below what is not released."""
+    """A released version has a dated section below Unreleased."""
     version = re.search(r'^__version__ = "(.*)"$', (ROOT / "fusedattn" / "__init__.py").read_text(), re.M)[1]
     sections = re.findall(r"^## \[(.*?)\](?: - (\d{4}-\d\d-\d\d))?$", (ROOT / "CHANGELOG.md").read_text(), re.M)
     assert sections[0] == ("Unreleased", "")

@@ -1,4 +1,4 @@
-"""The build for Hugging Face's kernels: what is in it, and that their package loads it beside pip's copy."""
+"""The build for Hugging Face's kernels: its contents, and loading it beside pip's copy."""
 
 import importlib.metadata
 import json
@@ -48,7 +48,7 @@ def test_imports_by_name_are_refused(hub):
 
 
 def test_kernels_loads_it_beside_the_installed_copy(folder, tmp_path):
-    """Both give the same bits, close to float64; operators are apart; no other copy and no network is needed."""
+    """Its benchmarks are right, its operators are apart, and it needs no other copy and no network."""
     pytest.importorskip("triton", reason="one of the backends is Triton's")
     if not KERNELS.exists():
         try:

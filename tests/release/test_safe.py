@@ -1,4 +1,4 @@
-"""Nothing is unpickled, evaluated, handed to a shell or sent anywhere: in no line of the package, and in no call."""
+"""The package unpickles nothing, evaluates nothing, runs no shell and opens no connection."""
 
 import ast
 import os
@@ -12,11 +12,11 @@ MODULES = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "code
 MODULES |= {"socket", "ssl", "http", "urllib", "urllib3", "requests", "httpx", "aiohttp", "ftplib", "smtplib", "xmlrpc"}
 MODULES |= {"socketserver", "webbrowser", "huggingface_hub", "wandb"}
 CALLS = {"eval", "exec", "compile", "__import__"}  # by these names; re.compile and torch.compile are others
-# Functions of modules that have others, by how their names end where they are written out.
+# Functions of other modules, by the end of their full names.
 METHODS = {"os.system", "os.popen", "torch.load", "torch.package", "torch.hub", "np.load", "numpy.load", "yaml.load"}
 METHODS |= {"cpp_extension.load", "cpp_extension.load_inline", "load_state_dict_from_url", "runpy.run_path"}
 METHODS |= {f"os.{kind}{how}" for kind in ("exec", "spawn") for how in ("l", "le", "lp", "lpe", "v", "ve", "vp", "vpe")}
-# What is right in one place: other programs and libraries, by file, with what for.
+# {(file, what it uses): the reason}
 NAMED = {
     ("fusedattn/launch/failures.py", "subprocess"): "knows the error of a C compiler that Triton calls",
     ("bench/rows.py", "subprocess"): "asks git for the commit of a row, and nvidia-smi for the driver",
@@ -30,7 +30,7 @@ def sources():
 
 
 def found(tree):
-    """(line, what) of all that needs a reason."""
+    """Yield (line, what) of everything that needs a reason."""
     for node in ast.walk(tree):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []

@@ -92,15 +92,6 @@ def test_the_oldest_versions_are_tested():
     assert pairs[0] == tuple(f"{version}.0" for version in oldest)
 
 
-def test_what_they_call_is_there():
-    makefile = (ROOT / "Makefile").read_text()
-    for where, step in steps():
-        for target in re.findall(r"\bmake ([\w.-]+)", step.get("run", "")):
-            assert target == "docs" or re.search(rf"^{re.escape(target)}:", makefile, re.M), (where, target)
-        for file in re.findall(r"\.ci/[\w.]+|constraints\.txt", step.get("run", "")):
-            assert (ROOT / file).is_file(), (where, file)
-
-
 def test_the_script_for_wrong_numbers_runs(capsys):
     form = yaml.safe_load((GITHUB / "ISSUE_TEMPLATE" / "numbers.yml").read_text())
     (script,) = [field["attributes"]["value"] for field in form["body"] if field.get("id") == "script"]
