@@ -179,7 +179,7 @@ MACHINES = {
     "no NumPy": ("sys.modules['numpy'] = None; os.environ['TRITON_INTERPRET'] = '1'", "Triton cannot be imported ("),
     "a CPU": (
         "os.environ.pop('TRITON_INTERPRET', None)",
-        "the tensors are on the CPU, and its kernels run on an NVIDIA GPU",
+        "the tensors are on the CPU, its kernels need an NVIDIA GPU",
     ),
 }
 
