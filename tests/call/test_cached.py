@@ -11,21 +11,31 @@ from ..close import assert_like
 from ..mistakes import assert_named, wrong
 from .test_rules import CACHED, FROZEN, HKV, HQ, NEITHER, ints, new
 
+ALL, FIRST = slice(None), slice(6)
+PLACES = {  # rows and columns of each of two caches in one tensor
+    **{f"{n} columns apart": ((ALL, FIRST), (ALL, slice(n, n + 6))) for n in (0, 3, 6, 9, 12)},
+    "rows": ((slice(4), FIRST), (slice(4, 8), FIRST)),
+    "rows that meet": ((slice(5), FIRST), (slice(3, 8), FIRST)),
+    "every second row": ((slice(0, 8, 2), FIRST), (slice(1, 8, 2), FIRST)),
+    "every second column": ((ALL, slice(0, 12, 2)), (ALL, slice(1, 12, 2))),
+}
 
-@pytest.mark.parametrize("apart", [0, 3, 6, 9, 12])
-def test_caches_share_no_memory_where_something_is_written(apart):
-    """One tensor of twelve columns or of rows; a call that is replayed is looked at as well."""
-    both = torch.zeros(1, 1, 8, 24)
-    for key_cache, value_cache in ((both[..., :6], both[..., apart : apart + 6]), (both[..., :6], both[..., 6:12])):
-        inputs = torch.randn(1, 1, 1, 6), key_cache, value_cache
-        more = dict(cache_seqlens=torch.tensor([2], dtype=torch.int32), new_key=torch.randn(1, 1, 1, 6))
-        for _ in range(2):
-            if abs(key_cache.storage_offset() - value_cache.storage_offset()) < 6:
-                with pytest.raises(ValueError, match="^value_cache: expected "):
-                    fa.attention_decode(*inputs, **more, new_value=torch.randn(1, 1, 1, 6))
-            else:
-                fa.attention_decode(*inputs, **more, new_value=torch.randn(1, 1, 1, 6))
-        fa.attention_decode(*inputs, cache_seqlens=more["cache_seqlens"])  # what is only read may be
+
+@pytest.mark.parametrize("name", PLACES)
+def test_caches_share_no_memory_where_something_is_written(name):
+    """A call that is replayed is looked at as well."""
+    both, places = torch.zeros(1, 1, 8, 24), torch.arange(8 * 24).view(8, 24)
+    caches = [both[0, 0][where][None, None] for where in PLACES[name]]
+    shared = set.intersection(*({*places[where].flatten().tolist()} for where in PLACES[name]))
+    given = dict(cache_seqlens=ints(2), new_key=torch.randn(1, 1, 1, 6), new_value=torch.randn(1, 1, 1, 6))
+    query = torch.randn(1, 1, 1, 6)
+    for _ in range(2):
+        if shared:
+            with pytest.raises(ValueError, match="^value_cache: expected "):
+                fa.attention_decode(query, *caches, **given)
+        else:
+            fa.attention_decode(query, *caches, **given)
+    fa.attention_decode(query, *caches, cache_seqlens=ints(2))  # what is only read may be
 
 
 INDUCTOR = pytest.mark.matrix, pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
@@ -79,6 +89,7 @@ SEEN_BY = {
     "seen_by", [name if name != "inductor" else pytest.param(name, marks=INDUCTOR) for name in SEEN_BY]
 )
 @pytest.mark.parametrize("backend", [None, "naive"])
+@pytest.mark.one_in(2)
 def test_what_is_new_may_lie_in_a_cache_whoever_sees_the_call(seen_by, backend):
     if seen_by == "functionalize" and backend is None:
         pytest.skip("torch.func.functionalize takes no operators of others that write, and says so")

@@ -1,11 +1,9 @@
-"""What options mean whatever backend takes the call: ranks, windows, alignment, seeds and autocast."""
+"""Ranks, windows, alignment, seeds and autocast, whichever backend takes the call."""
 
 import pytest
 import torch
 
 import fusedattn as fa
-from fusedattn.call import numbers
-from fusedattn.call.options import Call
 
 from ..close import assert_like
 
@@ -76,9 +74,3 @@ def test_autocast_casts_query_key_and_value_alone():
             fa.attention(QUERY, KEY.double(), VALUE)
         with torch.autocast("cpu", enabled=False):
             assert fa.attention(QUERY, KEY, VALUE).dtype == torch.float32
-
-
-def test_the_compiler_of_torch_2_10_can_trace_it():
-    """It traces no isinstance of a union of types, and no property of a NamedTuple."""
-    assert {type(kinds) for kinds in (numbers._INTS, numbers._NUMBERS)} == {tuple}
-    assert not [name for name, x in vars(Call).items() if isinstance(x, property)]

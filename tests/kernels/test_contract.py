@@ -34,7 +34,7 @@ def same_bits(a, b):
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("kind", ["key_mask", "query_mask"])
 def test_what_a_token_mask_hides_changes_no_bit(kind, device, backend):
-    case = Case("hidden", B=2, Hq=4, Hkv=2, causal=True, grads="out, lse and weights", **{kind: "own"})
+    case = Case("hidden", B=2, Sq=33, Sk=33, causal=True, grads="out, lse and weights", **{kind: "own"})
     tensors, options = case.draw(device)
     plain = {name: x.nan_to_num(0.5, 0.5, 0.5) for name, x in tensors.items()}
     wild, tame = results(case, device, backend), results(case, device, backend, plain, options)
@@ -61,20 +61,14 @@ def test_what_is_not_a_number_is_not_hidden(name, value, options, device, backen
         assert torch.equal(out.isnan().any(-1), reached)
 
 
-def test_a_row_that_sees_nothing_is_zero_and_has_zero_gradient(device, backend):
+def test_a_row_that_sees_nothing_is_zero_and_has_zero_gradient_whatever_comes_in(device, backend):
     case = Case("empty rows", Sq=40, Sk=10, causal=True)  # rows before the first key
-    got = results(case, device, backend)
-    assert (got["out"][:, :, :30] == 0).all() and (got["query"][:, :, :30] == 0).all()
-    assert (got["lse"][:, :, :30] == float("-inf")).all()
-    assert all(x[:, :, 30:].isfinite().all() for x in (got["out"], got["lse"], got["query"]))
-
-
-def test_the_gradient_of_an_empty_row_is_zero_whatever_comes_in(device, backend):
-    case = Case("empty rows", Sq=40, Sk=10, causal=True)
     tensors, options = case.draw(device)
     tensors["lse"][:, :, :30] = float("inf")  # as the derivative of lse ** 2 is
     got = results(case, device, backend, tensors, options)
-    assert all(got[name].isfinite().all() for name in INPUTS)
+    assert (got["out"][:, :, :30] == 0).all() and (got["query"][:, :, :30] == 0).all()
+    assert (got["lse"][:, :, :30] == float("-inf")).all() and got["lse"][:, :, 30:].isfinite().all()
+    assert all(got[name].isfinite().all() for name in ("out", *INPUTS))
 
 
 @pytest.mark.usefixtures("deterministic")
@@ -143,7 +137,7 @@ def test_sizes_of_zero(sizes, options, device, backend, poison):
 @pytest.mark.parametrize("scale", [0.25, -0.25])
 def test_equal_scores_of_any_size_share_their_weight(scale, device, backend):
     """Ties are exact: the weights of n equal keys are 1 / n at 1e6, where float32 cannot hold score + log(n)."""
-    for size in (1e2, 1e3, 1e4, 3e5, 1.2e7):
+    for size in (1e2, 1e4, 3e5, 1.2e7):
         tensors, options = Case("ties", Sq=20, Sk=24, scale=scale).draw(device)
         tensors["query"], tensors["key"] = torch.full_like(tensors["query"], size), torch.full_like(tensors["key"], 1.0)
         got = results(Case("ties"), device, backend, tensors, options)
@@ -165,15 +159,6 @@ def test_scores_up_to_a_million_meet_the_tolerance(dtype, device, backend):
     assert_close(got, tensors, options, case.grads)
 
 
-@pytest.mark.parametrize("lowest", [torch.float32, torch.float64], ids=str)
-def test_a_bias_of_the_lowest_finite_number_hides_nothing(lowest, device, backend):
-    """Of float64 too, which in float32 would be -inf: a row of it is the mean, whole blocks of it are computed."""
-    tensors, _ = Case("lowest", Sq=70, Sk=140, Hq=1, Hkv=1).draw(device)
-    bias = torch.full((70, 140), torch.finfo(lowest).min, dtype=lowest, device=device)
-    got = fa.attention(tensors["query"], tensors["key"], tensors["value"], bias=bias, backend=backend)
-    assert_like(got, lambda: tensors["value"].mean(2, keepdim=True).expand_as(got))
-
-
 @pytest.mark.parametrize("size, sign", sample.one_in(3, sample.product([1e5, 133120.0, 1e10, 1e15, 4e18], [1, -1])))
 def test_larger_scores_are_finite(size, sign, device, backend):
     tensors, _ = Case("huge", Sq=20, Sk=24).draw(device)
@@ -190,7 +175,7 @@ def test_larger_scores_are_finite(size, sign, device, backend):
 
 @pytest.mark.usefixtures("deterministic")
 def test_run_twice_gives_the_same_bits(device, backend):
-    case = Case("twice", B=2, Hq=4, Hkv=2, causal=True, mask="pairs")
+    case = Case("twice", B=1, Hq=4, Hkv=2, causal=True, mask="pairs")
     assert same_bits(results(case, device, backend), results(case, device, backend))
 
 
@@ -247,23 +232,11 @@ def test_lower_ranks_are_one_head_and_one_batch(device, backend):
     same([out, lse], [want[1, 0], want_lse[1, 0]])
 
 
-def test_the_window_is_inclusive_and_counts_neighbours(device, backend):
-    """Position by position: with value = identity the output row is the row of weights."""
-    query, key = torch.zeros(1, 1, 5, 16, device=device), torch.zeros(1, 1, 7, 16, device=device)
-    value = torch.eye(7, device=device)[None, None]
-    for align, shift in (("bottom_right", 2), ("top_left", 0)):
-        for window in ((1, 2), (0, 0), (None, 0), (2, None)):
-            out = fa.attention(query, key, value, window=window, align=align, backend=backend)
-            left, right = (7 if side is None else side for side in window)
-            want = [[float(i + shift - left <= j <= i + shift + right) for j in range(7)] for i in range(5)]
-            assert ((out[0, 0] > 0) == torch.tensor(want, device=device).bool()).all(), (align, window)
-
-
 @pytest.mark.usefixtures("deterministic")
-@pytest.mark.parametrize("side", sample.one_in(3, sample.product([2**31 - 1, 2**31, sys.maxsize, 2**70])))
+@pytest.mark.parametrize("side", sample.one_in(3, sample.product([2**31, 2**31 - 1, 2**70])))
 def test_a_window_wider_than_any_tensor_is_unbounded(side, device, backend):
     tensors, _ = Case("wide", Sq=40, Sk=20).draw(device)
-    for window, like in (((side, side), None), ((None, side), None), ((side, 0), (None, 0)), ((side, None), None)):
+    for window, like in (((side, side), None), ((side, 0), (None, 0)), ((None, side), None)):
         got = results(Case("wide"), device, backend, tensors, dict(window=window))
         assert same_bits(got, results(Case("wide"), device, backend, tensors, dict(window=like)))
 
@@ -291,7 +264,7 @@ def test_addresses_beyond_two_to_the_31(device, overflow):
         pytest.skip("test_gpu has its own, on real memory")
     program = """
 import torch, fusedattn as fa
-tensors = [torch.randn(2, 1, 20, 16).half() for _ in range(4)]
+tensors = [torch.randn(2, 1, 4, 16).half() for _ in range(4)]
 buffer = torch.empty(2**31 + 4096, dtype=torch.float16)  # virtual memory: only what is touched becomes real
 def run(query, key, value, grad):
     inputs = [x.detach().requires_grad_() for x in (query, key, value)]
@@ -300,7 +273,7 @@ def run(query, key, value, grad):
 want = run(*tensors)
 for number in range(4):
     far = list(tensors)
-    far[number] = buffer.as_strided((2, 1, 20, 16), (2**31, 0, 16, 1)).copy_(tensors[number])
+    far[number] = buffer.as_strided((2, 1, 4, 16), (2**31, 0, 16, 1)).copy_(tensors[number])
     assert all(torch.equal(a, b) for a, b in zip(run(*far), want))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

@@ -6,22 +6,20 @@ import torch
 pytest.importorskip("triton", reason="kernels need Triton")
 
 import fusedattn as fa  # noqa: E402
-from fusedattn.dispatch import replay  # noqa: E402
-from fusedattn.launch import arguments, tile_table  # noqa: E402
+from fusedattn.launch import arguments  # noqa: E402
 from fusedattn.testing.compare import with_gradients  # noqa: E402
 
 from ..cases import Case  # noqa: E402
 from ..sample import one_in  # noqa: E402
 from ..sequences import draw_packed, leaves, offsets  # noqa: E402
 
-KERNELS = ("forward", "dq", "dkdv", "one_pass")
-BASE = Case("described", B=2, Hq=4, Hkv=2, Sq=37, Sk=51, D=16, Dv=16, dtype=torch.float16)
+BASE = Case("described", B=1, Hq=2, Hkv=1, Sq=35, Sk=51, D=16, Dv=16, dtype=torch.float16)
 # {name: (fields of the case, whether keys and values are loaded by descriptor, whether queries and gradients are)}
 CALLS = {
     "plain": ({}, True, True),
     "causal, narrow heads": (dict(causal=True, D=24, Dv=8), True, True),
     "window, options": (dict(window=(9, 3), softcap=2.0, alibi="own", dropout=0.2), True, True),
-    "a mask of pairs": (dict(mask="pairs"), True, True),
+    "a mask of pairs": (dict(B=2, mask="pairs"), True, True),
     "hidden keys": (dict(key_mask="own"), False, True),
     "hidden rows": (dict(query_mask="own"), True, False),
     "few bytes a row": (dict(D=5), False, False),
@@ -30,35 +28,34 @@ CALLS = {
 
 
 @pytest.fixture
-def made(monkeypatch, device):
-    """All tiles of the interpreter load by descriptor; the rows of the blocks of each descriptor that was made."""
+def made(monkeypatch, device, tiles):
+    """A list of (shape, rows of a block) of the descriptors that are made."""
     if device == "cuda":
         pytest.skip("fusedattn tune checks these tiles on GPUs that have a copy engine")
-    for name in KERNELS:
-        changed = tuple(tile._replace(tma=True) for tile in tile_table.INTERPRETED[name])
-        monkeypatch.setitem(tile_table.INTERPRETED, name, changed)
-    monkeypatch.setattr(tile_table, "fitting", {})
-    replay.forget()
     rows, descriptor = [], arguments.descriptor
     monkeypatch.setattr(arguments, "descriptor", lambda x, n: rows.append((tuple(x.shape), n)) or descriptor(x, n))
-    yield rows
-    replay.forget()
+    return rows
 
 
-def by_threads(call):
-    """What a call gives where no tile loads by descriptor."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(arguments, "described", lambda *of, **tensors: {})
-        replay.forget()
-        return call()
+@pytest.fixture
+def by_threads(tiles, made):
+    """by_threads(call) computes a call by pointers; after it all tiles of the interpreter load by descriptor."""
+
+    def compute(call):
+        found = call()
+        assert not made
+        tiles.change("forward", "dq", "dkdv", "one_pass", tma=True)
+        return found
+
+    return compute
 
 
 @pytest.mark.parametrize(
     "name, two_passes", one_in(2, [pytest.param(name, number % 4 == 2) for number, name in enumerate(CALLS)])
 )
 @pytest.mark.one_in(2)
-def test_a_descriptor_loads_what_pointers_load(name, two_passes, made, device, poison, monkeypatch):
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: two_passes)
+def test_a_descriptor_loads_what_pointers_load(name, two_passes, made, by_threads, device, poison, passes):
+    passes(1 + two_passes)
     fields, of_keys, of_rows = CALLS[name]
     tensors, options = BASE._replace(**fields).draw(device)
 
@@ -66,9 +63,7 @@ def test_a_descriptor_loads_what_pointers_load(name, two_passes, made, device, p
         return with_gradients(fa.attention, tensors, options, backend="triton")
 
     want = by_threads(call)
-    assert not made
-    replay.forget()
-    for _ in range(3):  # the last is a repeated call
+    for _ in range(2):  # the last is a repeated call
         got = call()
         assert all(torch.equal(got[x], want[x]) for x in want)
     rows, keys = tensors["query"].shape[2], tensors["key"].shape[2]
@@ -76,7 +71,7 @@ def test_a_descriptor_loads_what_pointers_load(name, two_passes, made, device, p
     assert (keys in walked) == of_keys and (rows in walked) == of_rows
 
 
-def test_a_packed_sequence_does_not_see_its_neighbours(made, device):
+def test_a_packed_sequence_does_not_see_its_neighbours(made, by_threads, device):
     rows, keys = (20, 33, 9), (7, 40, 16)
     query, key, value, grad = draw_packed(rows, keys, device, dtype=torch.float16, dims=(16, 16))
     where = offsets(rows, device), offsets(keys, device)
@@ -96,8 +91,9 @@ def test_a_packed_sequence_does_not_see_its_neighbours(made, device):
 
 
 @pytest.mark.parametrize("two_passes", [False, True])
-def test_no_keys_are_no_descriptor(two_passes, made, device, monkeypatch):
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: two_passes)
+def test_no_keys_are_no_descriptor(two_passes, tiles, device, passes):
+    passes(1 + two_passes)
+    tiles.change("forward", "dq", "dkdv", "one_pass", tma=True)
     query, key = (torch.randn(1, 2, n, 16, device=device).half().requires_grad_() for n in (33, 0))
     lengths = torch.tensor([0, 33], device=device, dtype=torch.int32), torch.zeros(2, device=device, dtype=torch.int32)
     packed = (x[0].transpose(0, 1) for x in (query, key, key))
@@ -109,10 +105,10 @@ def test_no_keys_are_no_descriptor(two_passes, made, device, monkeypatch):
         assert not any(x.any() for x in torch.autograd.grad(out.sum(), (query, key)))
 
 
-def test_tensors_that_lie_where_the_copy_engine_cannot_read_are_loaded_by_threads(made, device):
+def test_tensors_that_lie_where_the_copy_engine_cannot_read_are_loaded_by_threads(made, by_threads, device):
     query, key, value = (torch.randn(1, 2, 33, 16, device=device).half() for _ in range(3))
-    want = fa.attention(query, key, value, backend="triton")
-    count = len(made)
+    want = by_threads(lambda: fa.attention(query, key, value, backend="triton"))
+    assert torch.equal(fa.attention(query, key, value, backend="triton"), want) and made
+    made.clear()
     moved = torch.empty(key.numel() + 1, dtype=key.dtype, device=device)[1:].view_as(key).copy_(key)
-    replay.forget()
-    assert count and torch.equal(fa.attention(query, moved, value, backend="triton"), want) and len(made) == count
+    assert torch.equal(fa.attention(query, moved, value, backend="triton"), want) and not made

@@ -4,8 +4,6 @@ gpu.sh runs these in a process of their own: a kernel whose barriers are wrong w
 then times are those whose name stands in no test that failed.
 """
 
-import sys
-
 import pytest
 import torch
 
@@ -14,8 +12,6 @@ pytest.importorskip("triton", reason="kernels need Triton")
 from fusedattn.bench import cases as timed
 
 import fusedattn as fa
-from fusedattn.dispatch import replay
-from fusedattn.launch import hopper, run, tile_table
 from fusedattn.launch.tile_table import HOPPER
 from fusedattn.testing.compare import INPUTS, in_float64, with_gradients
 from fusedattn.testing.tolerance import verdicts
@@ -23,6 +19,7 @@ from fusedattn.testing.tolerance import verdicts
 from .. import cases, sample
 from ..cases import Case
 from ..close import assert_close
+from ..conftest import INTERPRETED
 from .test_gpu import HALF, LENGTHS, PLANES, captured, of_lengths, reaches_far, waits_for_its_stream
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
@@ -34,19 +31,17 @@ PIPELINES = [(width, taken) for width, some in HOPPER.items() for taken in some]
 @pytest.fixture
 def cuda():
     """The GPU, if the kernel is for it."""
-    if run.interpreting() or not torch.cuda.is_available():
+    if INTERPRETED or not torch.cuda.is_available():
         pytest.skip("needs a GPU, and TRITON_INTERPRET unset")
     if (found := torch.cuda.get_device_capability()) != (9, 0):
         pytest.skip(f"needs compute capability 9.0, not {found[0]}.{found[1]}")
-    if hopper.missing is not None:
-        pytest.skip(hopper.missing)
     return "cuda"
 
 
-def take(taken, monkeypatch):
-    """From now on calls take this pipeline."""
-    monkeypatch.setitem(tile_table.ON_HOPPER, "hopper", dict.fromkeys(HOPPER, (taken,)))
-    replay.forget()
+@pytest.fixture
+def take(tiles):
+    """take(pipeline): from now on calls take this one."""
+    return lambda taken: tiles("ON_HOPPER", tiles.table.ON_HOPPER | {"hopper": dict.fromkeys(HOPPER, (taken,))})
 
 
 def attend(*inputs, **options):
@@ -105,22 +100,21 @@ def check_forward(case, device):
 
 @pytest.mark.parametrize("width, taken", PIPELINES, ids=str)
 @pytest.mark.parametrize("band", [{}, dict(causal=True), dict(window=(128, 33))], ids=["full", "causal", "window"])
-def test_every_pipeline_at_a_ragged_shape(band, width, taken, cuda, monkeypatch, poison):
+def test_every_pipeline_at_a_ragged_shape(band, width, taken, take, cuda, tiles, poison):
     """More blocks of rows than there are multiprocessors, and all of them by one and by seven programs."""
-    take(taken, monkeypatch)
+    take(taken)
     sizes = dict(B=30, Hq=4, Hkv=2, Sq=300, Sk=421, D=width, Dv=width)
     check(Case("pipelines", **sizes, dtype=HALF[len(band)], **band), cuda)
     for count in (1, 7):
-        monkeypatch.setattr(run, "multiprocessors", lambda device, count=count: count)
-        replay.forget()
+        tiles.multiprocessors(count)
         check(Case("pipelines", **sizes | dict(B=2), dtype=HALF[len(band)], **band), cuda)
 
 
 @pytest.mark.parametrize("width, taken", PIPELINES, ids=str)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_every_pipeline_gives_the_same_bits(causal, width, taken, cuda, monkeypatch):
+def test_every_pipeline_gives_the_same_bits(causal, width, taken, take, cuda):
     """Where p is overwritten while it is multiplied they differ; that many heads, and no lse, is what is timed."""
-    take(taken, monkeypatch)
+    take(taken)
     heads = timed.WIDTH // width
     inputs = inputs_of(cuda, 8, heads, heads, 1000, 1111, width)
     first = attend(*inputs, causal=causal)
@@ -138,56 +132,48 @@ def backward(inputs, given, backend="hopper", **options):
 
 
 @pytest.fixture
-def launched(monkeypatch):
-    """The names of the kernels that were launched; no call is a repeated one."""
-    names, run_kernel = [], run.run_kernel
-    monkeypatch.setattr(run, "run_kernel", lambda name, *x, **y: (names.append(name), run_kernel(name, *x, **y)))
-    monkeypatch.setattr(replay, "RECORD_AFTER", sys.maxsize)
-    return names
-
-
-def in_any_order(monkeypatch):
-    """From now on dq is added in whatever order programs come."""
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
-    replay.forget()
+def names(launched, record_after):
+    """names() of the kernels that were launched; no call is a repeated one."""
+    record_after(None)
+    return lambda: {name for name, _ in launched}
 
 
 @pytest.mark.parametrize("width", HOPPER)
 @pytest.mark.parametrize("band", [{}, dict(causal=True), dict(window=(128, 33))], ids=["full", "causal", "window"])
-def test_each_backward_at_a_ragged_shape(band, width, cuda, monkeypatch, poison, launched):
+def test_each_backward_at_a_ragged_shape(band, width, cuda, tiles, passes, poison, names):
     """In turns, as this file asks for, and in whatever order dq is added; more programs than there is room for.
 
     Of products a program makes several blocks, which seven then have to, of a few heads at a time.
     """
-    monkeypatch.setattr(tile_table, "SECTION_BYTES", 2 << 20)
-    monkeypatch.setattr(tile_table, "SCORES_BYTES", 8 << 20)  # of some heads of key at a time
-    monkeypatch.setattr(run, "multiprocessors", lambda device: 7)
+    tiles("SECTION_BYTES", 2 << 20)
+    tiles("SCORES_BYTES", 8 << 20)  # of some heads of key at a time
+    tiles.multiprocessors(7)
     case = Case("backward", B=30, Hq=4, Hkv=2, Sq=300, Sk=421, D=width, Dv=width, grads="out and lse", **band)
     check(case._replace(dtype=HALF[len(band)]), cuda)
-    assert ("hopper_bwd_deterministic" if width <= tile_table.ONE_PASS else "hopper_bwd_ds") in launched
-    in_any_order(monkeypatch)
+    assert ("hopper_bwd_deterministic" if width <= 128 else "hopper_bwd_ds") in names()
+    passes(1)
     check(case._replace(dtype=HALF[len(band)]), cuda)
-    assert ("hopper_bwd" if width <= tile_table.ONE_PASS else "hopper_bwd_ds") in launched
+    assert ("hopper_bwd" if width <= 128 else "hopper_bwd_ds") in names()
 
 
 @pytest.mark.parametrize("number", range(len(DIMS)), ids=lambda n: "D {} Dv {}".format(*DIMS[n]))
 @pytest.mark.parametrize(
     "options", [dict(causal=True, align="top_left"), dict(window=(40, 9))], ids=["causal", "window"]
 )
-def test_backwards_of_head_dimensions(options, number, cuda, monkeypatch, poison, launched):
+def test_backwards_of_head_dimensions(options, number, cuda, passes, poison, names):
     """With keys that nobody sees, and rows that see none."""
     dims = dict(zip(("D", "Dv"), DIMS[number], strict=True))
     case = Case("dims", B=2, Hq=4, Hkv=2, Sq=190, Sk=331, dtype=HALF[number % 2], **options, **dims)
-    in_any_order(monkeypatch)
+    passes(1)
     check(case, cuda)
-    assert ("hopper_bwd" if max(DIMS[number]) <= tile_table.ONE_PASS else "hopper_bwd_ds") in launched
+    assert ("hopper_bwd" if max(DIMS[number]) <= 128 else "hopper_bwd_ds") in names()
 
 
 @pytest.mark.parametrize("width", HOPPER)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_a_backward_gives_the_same_bits(causal, width, cuda, monkeypatch, launched):
+def test_a_backward_gives_the_same_bits(causal, width, cuda, tiles, names):
     """Of wide heads, with the gradients of scores of some heads at a time."""
-    monkeypatch.setattr(tile_table, "SCORES_BYTES", 12 << 20)
+    tiles("SCORES_BYTES", 12 << 20)
     heads = timed.WIDTH // width
     inputs = inputs_of(cuda, 4, heads, heads, 1000, 1111, width)
     given = torch.randn_like(inputs[0])
@@ -195,7 +181,7 @@ def test_a_backward_gives_the_same_bits(causal, width, cuda, monkeypatch, launch
     for _ in range(100):
         for again, before in zip(backward(inputs, given, causal=causal), first, strict=True):
             wrong += (again != before).count_nonzero()
-    assert wrong.item() == 0 and {*tile_table.REPEATABLE} & {*launched}
+    assert wrong.item() == 0 and {"hopper_bwd_deterministic", "hopper_bwd_ds"} & names()
     for one, other in zip(first, backward(inputs, given, "triton", causal=causal), strict=True):
         torch.testing.assert_close(one, other, rtol=5e-2, atol=2e-2)
 
@@ -265,9 +251,9 @@ def test_columns_that_are_no_multiple_of_eight(cuda):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_planes_in_several_sections(causal, cuda, monkeypatch, poison):
+def test_planes_in_several_sections(causal, cuda, tiles, poison):
     """As of keys and values that do not all stay in L2; the last section is not full."""
-    monkeypatch.setattr(tile_table, "L2_BYTES", 3 * 2 * 421 * (128 + 128))
+    tiles("L2_BYTES", 3 * 2 * 421 * (128 + 128))
     check(Case("sections", B=4, Hq=22, Hkv=11, Sq=300, Sk=421, D=128, Dv=128, dtype=HALF[0], causal=causal), cuda)
 
 
@@ -279,16 +265,14 @@ def test_tensors_beyond_two_to_the_31(cuda):
     reaches_far(cuda, "hopper")
 
 
-def test_a_repeated_call_finds_its_tensors_wherever_they_lie(cuda, monkeypatch):
+def test_a_repeated_call_finds_its_tensors_wherever_they_lie(cuda, record_after):
     """What the driver makes of a descriptor is kept by its address: of fewer than are met here."""
     batches = [inputs_of(cuda, batch=1) for _ in range(300)]
-    monkeypatch.setattr(replay, "RECORD_AFTER", sys.maxsize)
+    record_after(None)
     want = [attend(*inputs, causal=True) for inputs in batches]
-    assert not replay._known
-    monkeypatch.setattr(replay, "RECORD_AFTER", 1)
+    record_after(1)
     for _ in range(2):
         assert all(torch.equal(attend(*x, causal=True), out) for x, out in zip(batches, want, strict=True))
-    assert len(replay._known) == 1
     for x, other in zip(batches[0], batches[1], strict=True):
         x.copy_(other)  # other values, where a descriptor is known of
     assert torch.equal(attend(*batches[0], causal=True), want[1])

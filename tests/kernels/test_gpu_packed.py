@@ -45,19 +45,6 @@ def test_options_in_many_tiles(name, dim, cuda, poison):
     assert_close(got, tensors, options, case.grads, **of)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dim", [64, 128, 256])
-def test_equal_lengths_are_a_batch_bit_for_bit(causal, dim, cuda, two_passes):
-    query, key, value, grad, cu, _ = draw((513,) * 4, (513,) * 4, cuda, dim=dim)
-    out = fa.attention_varlen(query, key, value, cu, cu, causal=causal, backend="triton")
-    batch = [x.detach().unflatten(0, (4, 513)).transpose(1, 2).requires_grad_() for x in (query, key, value)]
-    want = fa.attention(*batch, causal=causal, backend="triton")
-    grads = torch.autograd.grad(out, (query, key, value), grad)
-    whole = torch.autograd.grad(want, batch, grad.unflatten(0, (4, 513)).transpose(1, 2))
-    for a, b in zip((out, *grads), (want, *whole), strict=True):
-        assert torch.equal(a, b.transpose(1, 2).flatten(0, 1))
-
-
 def test_eighty_thousand_sequences(cuda):
     """As many as no axis of a grid but the first could count."""
     lengths = (16,) * 80_000
@@ -73,9 +60,9 @@ def test_eighty_thousand_sequences(cuda):
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_the_same_bits_each_time(deterministic, cuda, monkeypatch):
+def test_the_same_bits_each_time(deterministic, cuda, passes):
     """Turns are taken by whichever program comes first, and what they give does not depend on it, but for dq."""
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
+    passes(1 + deterministic)
     generator = random.Random(3)
     lengths = [generator.randint(1, 700) for _ in range(40)]
     query, key, value, grad, cu, _ = draw(lengths, lengths, cuda, dim=128)

@@ -1,7 +1,5 @@
-"""First calls from several threads, and from several processes, at the same time."""
+"""First calls from several threads at the same time."""
 
-import json
-import multiprocessing
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,19 +9,11 @@ import torch
 pytest.importorskip("triton", reason="kernels need Triton")
 
 import fusedattn as fa
-from fusedattn.dispatch import replay
-from fusedattn.launch import tile_table
 
-from ..inside import compiled, draw, leaves, only_interpreted, passes_compiled
+from ..inside import compiled, draw, leaves
 from ..offline import absent
 
 AT_ONCE = 8
-
-
-@pytest.mark.matrix
-@only_interpreted
-def test_this_file_without_the_interpreter():
-    passes_compiled(__file__)
 
 
 def at_once(function):
@@ -39,14 +29,9 @@ def at_once(function):
 
 
 @pytest.fixture
-def small_tiles(monkeypatch):
-    """What kernels compile to is no matter here, so it is what compiles soonest."""
-    tiles = tile_table.tiles_for
-
-    def small(*key, **more):
-        return tuple(tile._replace(rows=16, keys=tile.keys and 16, stages=1) for tile in tiles(*key, **more)[-1:])
-
-    monkeypatch.setattr(tile_table, "tiles_for", small)
+def small_tiles(tiles):
+    """Tiles that compile soonest."""
+    tiles.choose(lambda found: tuple(x._replace(rows=16, keys=x.keys and 16, stages=1) for x in found[-1:]))
 
 
 def step_of(inputs):
@@ -57,9 +42,10 @@ def step_of(inputs):
 
 
 @compiled
-def test_threads_launch_the_same_kernels(small_tiles, monkeypatch):
+@pytest.mark.matrix
+def test_threads_launch_the_same_kernels(small_tiles, record_after):
     """Compiled for a GPU that is not there."""
-    monkeypatch.setattr(replay, "RECORD_AFTER", 2)
+    record_after(2)
     launched = threading.local()
 
     def load(kernel):
@@ -75,30 +61,3 @@ def test_threads_launch_the_same_kernels(small_tiles, monkeypatch):
     with absent.gpu(90, load):
         first, *others = at_once(step)
         assert first and all(other == first for other in others)
-
-
-def _compile(folder, inputs):
-    with absent.gpu(90, folder=folder):
-        step_of(inputs)
-
-
-@compiled
-def test_processes_share_an_empty_cache(small_tiles, tmp_path):
-    """As ranks of a new machine do: each compiles or finds what another has compiled, and nothing is left half done."""
-    torch.set_num_threads(1)
-    inputs = draw("cpu", dtype=torch.float16)
-    context = multiprocessing.get_context("fork")  # what importing takes is no part of it
-    folders = [str(tmp_path / name) for name in ("alone", "shared")]
-    processes = [context.Process(target=_compile, args=(folders[0], inputs))]
-    processes += [context.Process(target=_compile, args=(folders[1], inputs)) for _ in range(AT_ONCE)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    assert [process.exitcode for process in processes] == [0] * len(processes)
-    alone, shared = (
-        {x.relative_to(f) for x in (tmp_path / f).rglob("*")} for f in (tmp_path / "alone", tmp_path / "shared")
-    )
-    assert alone and shared == alone
-    for file in (tmp_path / "shared").rglob("*.json"):
-        assert json.loads(file.read_text())

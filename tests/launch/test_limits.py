@@ -12,18 +12,12 @@ from triton.runtime.jit import JITFunction
 
 import fusedattn as fa
 from fusedattn.dispatch import backends
-from fusedattn.launch import failures, tile_table as table
 
-from ..inside import compiled, fields, only_interpreted, passes_compiled
+from ..inside import compiled, fields
 from ..offline import absent
 from ..sample import one_in, product
 
 MANY = 70_000  # programs along y or z of a grid are at most 65,535
-
-
-@only_interpreted
-def test_this_file_without_the_interpreter():
-    passes_compiled(__file__)
 
 
 def huge(*shape):
@@ -73,14 +67,13 @@ def test_a_named_backend_raises_for_a_grid_that_is_too_large(device):
 
 
 @pytest.fixture
-def launched(monkeypatch):
+def launched(monkeypatch, tiles):
     """launched(limit): a GPU that is not there; what is launched, and how much shared memory its tiles were given.
 
     A tile takes what its copies take: of rows once, of keys and values in each stage.
     """
     monkeypatch.setattr(backends, "_on_gpu", lambda call: True)
-    monkeypatch.setattr(table, "fitting", {})
-    failures.forget()
+    tiles.choose(tuple)
     compile_one, grids = JITFunction._do_compile, []
 
     def gpu(limit=None, itemsize=2):
@@ -107,9 +100,9 @@ def _inputs(*sizes, dtype=torch.float16, D=16):
 
 @compiled
 @pytest.mark.parametrize("two_passes", [False, True], ids=["one pass", "two passes"])
-def test_grids_have_one_dimension(two_passes, launched, monkeypatch):
+def test_grids_have_one_dimension(two_passes, launched, passes):
     gpu, grids = launched
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: two_passes)
+    passes(1 + two_passes)
     inputs = _inputs(MANY // 4, 4, 1)
     mask = torch.ones(MANY // 4, 1, 1, 1, dtype=torch.bool)
     with gpu():
