@@ -113,27 +113,18 @@ def test_no_import_goes_in_a_circle():
     assert list(graphlib.TopologicalSorter(graph).static_order())
 
 
-def test_triton_is_imported_in_two_rooms():
+def test_triton_is_imported_late_and_in_two_rooms():
     late = ["triton", "fusedattn.kernels"]
-    wrong = [
-        f"{module} imports {name}"
-        for module, path in sources("fusedattn")
-        if module.removeprefix("fusedattn.") not in KNOWS_TRITON | ASKS_FOR_TRITON
-        for name in imported(module, path)
-        if any(within(name, package) for package in late)
-    ]
-    assert not wrong
-
-
-def test_triton_is_imported_late():
-    late = ["triton", "fusedattn.kernels", *(f"fusedattn.{name}" for name in KNOWS_TRITON)]
-    wrong = [
-        f"{module} imports {name}"
-        for module, path in sources("fusedattn")
-        if module.removeprefix("fusedattn.") not in KNOWS_TRITON
-        for name in imported(module, path, on_import=True)
-        if any(within(name, package) for package in late)
-    ]
+    launches = [f"fusedattn.{name}" for name in KNOWS_TRITON]
+    wrong = []
+    for module, path in sources("fusedattn"):
+        room = module.removeprefix("fusedattn.")
+        if room in KNOWS_TRITON:
+            continue
+        ever, first = list(imported(module, path)), list(imported(module, path, on_import=True))
+        if room not in ASKS_FOR_TRITON:
+            wrong += [(module, name) for name in ever if any(within(name, package) for package in late)]
+        wrong += [(module, name) for name in first if any(within(name, package) for package in (*late, *launches))]
     assert not wrong
 
 
@@ -156,9 +147,12 @@ print(json.dumps(dict(seconds=seconds, added=sorted({name.split(".")[0] for name
 
 
 def test_importing_adds_little_to_torch(tmp_path):
-    runs = [json.loads(run(IMPORT, tmp_path)) for _ in range(3)]
-    assert not {"triton", "numpy", "rich", "matplotlib"} & set(runs[0]["added"])
-    assert min(each["seconds"] for each in runs) <= 0.3  # a busy machine only adds
+    for _ in range(3):  # a busy machine only adds
+        found = json.loads(run(IMPORT, tmp_path))
+        assert not {"triton", "numpy", "rich", "matplotlib"} & set(found["added"])
+        if found["seconds"] <= 0.3:
+            return
+    pytest.fail(f"{found['seconds']} s")
 
 
 WITHOUT_TRITON = """

@@ -81,6 +81,7 @@ def without(names, backend):
 
 
 @pytest.mark.parametrize("group", ["FORBIDDING", "SLOWING"])
+@pytest.mark.one_in(2)
 def test_names_that_are_gone_cost_time_and_nothing_else(group):
     interpreted = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
     backend = "triton" if interpreted else None

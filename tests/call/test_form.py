@@ -43,13 +43,6 @@ def test_a_band_is_a_mask(options, left, right, shift, backend):
     assert_like(found, lambda: fa.reference.eager(QUERY, KEY, VALUE, mask=mask))
 
 
-def test_slopes_count_from_the_alignment():
-    slopes, distance = torch.rand(4), (torch.arange(5) - torch.arange(3)[:, None]).abs()
-    found = fa.attention(QUERY, KEY, VALUE, alibi_slopes=slopes, align="top_left")
-    bias = -slopes[:, None, None] * distance
-    assert_like(found, lambda: fa.reference.eager(QUERY, KEY, VALUE, bias=bias[None]))
-
-
 def test_seeds():
     def draw(seed):
         return fa.attention(QUERY, KEY, VALUE, dropout_p=0.5, seed=seed)

@@ -39,18 +39,3 @@ def test_they_do_in_drop_ins():
         *given, numpy.int64(5), numpy.int64(5), softmax_scale=numpy.float32(0.5), window_size=(numpy.int32(1), -1)
     )
     assert torch.equal(left, flash_attn.flash_attn_varlen_func(*given, 5, 5, softmax_scale=0.5, window_size=(1, -1)))
-
-
-@pytest.mark.filterwarnings("error")
-def test_small_ones_are_compared_without_a_warning():
-    """NumPy would cast the largest float64 to their own dtype."""
-    x = torch.randn(1, 2, 8, 16)
-    for kind in (numpy.float16, numpy.float32, numpy.float64):
-        fa.attention(x, x, x, scale=kind(0.5), softcap=kind(3))
-        fa.MultiHeadAttention(16, 2, scale=kind(0.5), softcap=kind(3))
-
-
-def test_of_a_bool_an_error_says_whose_it_is():
-    x = torch.randn(1, 2, 8, 16)
-    with pytest.raises(TypeError, match="need_weights: expected a bool, got numpy.bool"):
-        for_torch.MultiheadAttention(16, 2)(x[0], x[0], x[0], need_weights=numpy.bool_(True))

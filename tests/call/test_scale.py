@@ -76,13 +76,6 @@ def test_derivatives_of_it_are_refused_and_not_dropped():
     assert torch.func.grad(lambda x: fa.attention(x, X, X, scale=one).sum())(X).shape == X.shape
 
 
-def test_transformers_function_takes_one():
-    pytest.importorskip("transformers")
-    forward = fa.compat.transformers.fusedattn_forward
-    found, wanted = (forward(None, X, X, X, scaling=x)[0] for x in (torch.tensor(0.3), torch.tensor(0.3).item()))
-    assert torch.equal(found, wanted)
-
-
 def test_a_call_sees_the_number_that_a_tensor_holds_now():
     scale = torch.tensor(0.3)
     for _ in range(4):

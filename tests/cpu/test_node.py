@@ -77,6 +77,7 @@ def test_a_graph_that_is_kept_or_not():
         torch.autograd.grad(out.square().sum(), leaves)
 
 
+@pytest.mark.matrix
 def test_a_compiled_backward():
     leaves = draw()
     want = torch.autograd.grad(attend(leaves).sum(), leaves)

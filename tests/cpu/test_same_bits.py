@@ -30,13 +30,13 @@ def options():
 
 
 def outputs(query, key, value, more):
-    """The output of a call with each combination of what may be returned and required, three times each."""
+    """The output of a call with each combination of what may be returned and required, twice each."""
     for requires in (False, True):
         inputs = [x.detach().requires_grad_(requires) for x in (query, key, value)]
         given = {name: x.detach().requires_grad_(requires) if name in LEARNED else x for name, x in more.items()}
         for lse in (False, True):
             for weights in (False, True):
-                for _ in range(3):
+                for _ in range(2):
                     found = fa.attention(*inputs, **given, return_lse=lse, return_weights=weights)
                     yield found[0] if lse or weights else found
 
@@ -44,6 +44,7 @@ def outputs(query, key, value, more):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", options())
 @pytest.mark.parametrize("dim, keys, common", [(8, KEYS, 0.0), (32, 40, 0.0), (32, KEYS, 4.0)])
+@pytest.mark.one_in(5)
 def test_an_output_has_the_same_bits(dtype, name, dim, keys, common):
     more = options()[name]
     cut = {key: x[..., :keys] for key, x in more.items() if key in ("mask", "bias", "key_mask")}

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 
 import fusedattn as fa
-from fusedattn.dispatch import backends, replay
 
 from ..close import assert_like
 from ..inside import by, same
@@ -34,23 +33,11 @@ OPTIONS = {
 }
 
 
-@pytest.fixture
-def taken(monkeypatch):
-    """How many calls the backend has computed."""
-    calls, known = [], backends.BACKENDS["cpu"]
-
-    def run(call, *rest):
-        calls.append(call)
-        return known.run(call, *rest)
-
-    monkeypatch.setitem(backends.BACKENDS, "cpu", known._replace(run=run))
-    return calls
-
-
 @pytest.mark.parametrize("name", OPTIONS)
-def test_a_compiled_graph_has_the_same_bits(name, taken):
+@pytest.mark.one_in(3)
+def test_a_compiled_graph_has_the_same_bits(name):
     def step(query, key, value):
-        return fa.attention(query, key, value, return_lse=True, **OPTIONS[name])
+        return fa.attention(query, key, value, return_lse=True, backend="cpu", **OPTIONS[name])
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     inputs = draw(1, 2, 90, 16, requires_grad=True)
@@ -58,11 +45,12 @@ def test_a_compiled_graph_has_the_same_bits(name, taken):
         got, want = compiled(*tensors), step(*tensors)
         assert all(map(torch.equal, got, want))
     grads = [torch.autograd.grad(function(*inputs)[0].square().sum(), inputs) for function in (compiled, step)]
-    assert all(map(torch.equal, *grads)) and taken
+    assert all(map(torch.equal, *grads))
 
 
 @pytest.mark.parametrize("heads", [1, 2], ids=["wide", "narrow"])
 @pytest.mark.parametrize("gradients", [True, False])
+@pytest.mark.one_in(2)
 def test_a_program_takes_any_length(gradients, heads):
     """Gradients of narrow heads depend on how many keys there are: a graph asks not."""
     layer, length = fa.MultiHeadAttention(16, heads), torch.export.Dim("length", min=2, max=4096)
@@ -89,9 +77,9 @@ def test_many_gradients_at_once_and_tensors_that_were_elsewhere():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("common", [0.0, 4.0])
-def test_a_first_call_that_is_computed_again(dtype, common, monkeypatch):
+def test_a_first_call_that_is_computed_again(dtype, common, record_after):
     """What it saves is what the second saves."""
-    monkeypatch.setattr(replay, "RECORD_AFTER", 2)
+    record_after(2)
     leaves = [(x + common).to(dtype).requires_grad_() for x in draw(1, 2, 90, 16)]
     torch.utils.checkpoint.checkpoint(fa.attention, *leaves, use_reentrant=False).sum().backward()
     want = torch.autograd.grad(fa.attention(*leaves, backend="cpu").sum(), leaves)
@@ -168,15 +156,6 @@ def test_gradients_of_an_lse_that_vmap_folds(dtype):
     assert_like(torch.func.jacrev(lse)(x, x, "cpu"), torch.func.jacrev(lse), x, x, "naive")
 
 
-@pytest.mark.parametrize("keys", [9, 90])
-def test_no_two_results_of_the_operator_share_memory(keys):
-    inputs = draw(1, 2, keys, 16, requires_grad=True)
-    call = backends.checked(backends.Arguments(*inputs))
-    results = torch.ops.fusedattn.forward(*call, True, False, True, "cpu")
-    places = [x.untyped_storage().data_ptr() for x in results if x.numel()]
-    assert len(set(places)) == len(places) == 3
-
-
 @pytest.mark.parametrize("packed", [False, True])
 def test_autocast(packed):
     inputs = draw(1, 2, 90, 16, requires_grad=True)
@@ -222,35 +201,18 @@ def step(seed):
     fa.attention(x, x, x, causal=True).sum().backward()
     return x.grad.sum().item()
 
-class Data(torch.utils.data.Dataset):
-    def __len__(self):
-        return 4
-    def __getitem__(self, seed):
-        return step(seed)
-
 if __name__ == "__main__":
     torch.set_num_threads(2)
     want = [step(seed) for seed in range(4)]  # threads of OpenMP are there before the fork
     with multiprocessing.get_context("fork").Pool(2, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         forked = pool.map(step, range(4))
-    loaded = torch.cat(list(torch.utils.data.DataLoader(Data(), batch_size=2, num_workers=2))).tolist()
-    for got in (forked, loaded):
-        assert got == want
+    assert forked == want
     print("same")
 """
 
 
-def test_processes_that_were_forked_and_workers_of_a_data_loader(tmp_path):
+def test_processes_that_were_forked(tmp_path):
     file = tmp_path / "in_processes.py"
     file.write_text(IN_PROCESSES)
     ran = subprocess.run([sys.executable, file], capture_output=True, text=True, timeout=300)
     assert ran.stdout == "same\n", ran.stderr
-
-
-@pytest.mark.parametrize("threads", [1, 2])
-def test_threads_are_torchs(threads, one_thread):
-    torch.set_num_threads(threads)
-    inputs = draw(2, 4, 300, 16)
-    got = fa.attention(*inputs, causal=True, backend="cpu")
-    assert_like(got, lambda: fa.reference.eager(*inputs, causal=True))
-    assert torch.get_num_threads() == threads

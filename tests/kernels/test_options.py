@@ -290,19 +290,6 @@ def test_dropout_of_everything_and_of_nothing(device, backend):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_dropout_draws_anew_from_torchs_generator(device, backend):
-    tensors = on(device, torch.float32)
-    torch.manual_seed(5)
-    first, second = (fa.attention(*tensors, dropout_p=0.5) for _ in range(2))
-    torch.manual_seed(5)
-    assert torch.equal(fa.attention(*tensors, dropout_p=0.5), first) and not torch.equal(first, second)
-    same = [
-        fa.attention(*tensors, dropout_p=0.5, seed=seed)
-        for seed in (7, torch.tensor(7, device=device), torch.tensor([7], device=device))
-    ]
-    assert torch.equal(same[0], same[1]) and torch.equal(same[0], same[2])
-
-
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_dropout_inside_checkpoint(reentrant, device, backend, deterministic):
     tensors = on(device, torch.float32, requires_grad=True)

@@ -104,18 +104,6 @@ def test_blocks_fit_a_cache(computed, shape, options, budget):
     assert max(x["shape"].numel() for x in computed) * 4 <= 2**19
 
 
-def test_no_pass_looks_for_empty_rows_where_there_are_none(computed):
-    query, key, value = draw(1, 2, 512, 8)
-    fa.attention(query, key, value, causal=True, backend="naive")
-    fa.attention(query, key, value, mask=torch.ones(512, 512, dtype=torch.bool).tril(), backend="naive")
-    assert all(x.get("empty") is None and x.get("visible") is None for x in computed)
-    # Only where the diagonal is are keys hidden.
-    causal = [x for x in computed if x["shape"][3] < 512 or len(x["limits"]) != 1]
-    assert all(limits.shape[-1] < 128 for x in causal for _, limits in x["limits"])
-    fa.attention(query, key[:, :, :500], value[:, :, :500], causal=True, backend="naive")
-    assert computed[-1].get("empty") is None and any(x.get("empty") is not None for x in computed)
-
-
 def saved(function, *tensors):
     """Bytes of the storages that autograd saves."""
     sizes = {}
