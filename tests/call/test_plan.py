@@ -161,21 +161,6 @@ def test_a_bias_gradient_leaves_out_no_block_that_another_plane_sees(shape, devi
     assert_close(got, tensors, options)
 
 
-@pytest.mark.parametrize("given", ["mask", "key_mask", "query_mask"])
-@pytest.mark.one_in(2)
-def test_marks_of_what_was_expanded_are_those_of_what_it_was_expanded_from(given, device):
-    shape, whole = {
-        "mask": ((1, 1, 40, 50), (2, 3, 40, 50)),
-        "key_mask": ((1, 50), (2, 50)),
-        "query_mask": ((1, 40), (2, 40)),
-    }[given]
-    mask = torch.rand(shape, device=device) < 0.5
-    assert torch.equal(fa.plan(**{given: mask.expand(whole)}).block_mask, fa.plan(**{given: mask}).block_mask)
-    query, key = torch.randn(2, 3, 40, 16, device=device), torch.randn(2, 3, 50, 16, device=device)
-    one, two = (fa.attention(query, key, key, backend="triton", **{given: x}) for x in (mask, mask.expand(whole)))
-    assert torch.equal(one, two)
-
-
 def test_a_plan_is_looked_at_once(device, launched):
     marked = lambda: [name for name, _ in launched].count("block_mask")  # noqa: E731
     query = torch.randn(1, 1, 20, 16, device=device, requires_grad=True)

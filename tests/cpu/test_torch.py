@@ -77,17 +77,6 @@ def test_many_gradients_at_once_and_tensors_that_were_elsewhere():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("common", [0.0, 4.0])
-def test_a_first_call_that_is_computed_again(dtype, common, record_after):
-    """What it saves is what the second saves."""
-    record_after(2)
-    leaves = [(x + common).to(dtype).requires_grad_() for x in draw(1, 2, 90, 16)]
-    torch.utils.checkpoint.checkpoint(fa.attention, *leaves, use_reentrant=False).sum().backward()
-    want = torch.autograd.grad(fa.attention(*leaves, backend="cpu").sum(), leaves)
-    assert all(map(torch.equal, (leaf.grad for leaf in leaves), want))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("common", [0.0, 4.0])
 def test_tensors_that_come_back_with_other_strides(dtype, common):
     leaves = [(x + common).to(dtype).requires_grad_() for x in draw(1, 2, 90, 16)]
     for _ in range(3):

@@ -90,21 +90,6 @@ def test_a_packed_sequence_does_not_see_its_neighbours(made, by_threads, device)
         assert torch.equal(a[:end], b[:end])
 
 
-@pytest.mark.parametrize("two_passes", [False, True])
-def test_no_keys_are_no_descriptor(two_passes, tiles, device, passes):
-    passes(1 + two_passes)
-    tiles.change("forward", "dq", "dkdv", "one_pass", tma=True)
-    query, key = (torch.randn(1, 2, n, 16, device=device).half().requires_grad_() for n in (33, 0))
-    lengths = torch.tensor([0, 33], device=device, dtype=torch.int32), torch.zeros(2, device=device, dtype=torch.int32)
-    packed = (x[0].transpose(0, 1) for x in (query, key, key))
-    for out, lse in (
-        fa.attention(query, key, key, return_lse=True, backend="triton"),
-        fa.attention_varlen(*packed, *lengths, return_lse=True, backend="triton"),
-    ):
-        assert not out.any() and (lse == -float("inf")).all()
-        assert not any(x.any() for x in torch.autograd.grad(out.sum(), (query, key)))
-
-
 def test_tensors_that_lie_where_the_copy_engine_cannot_read_are_loaded_by_threads(made, by_threads, device):
     query, key, value = (torch.randn(1, 2, 33, 16, device=device).half() for _ in range(3))
     want = by_threads(lambda: fa.attention(query, key, value, backend="triton"))

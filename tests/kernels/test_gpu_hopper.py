@@ -244,20 +244,6 @@ def test_it_waits_for_the_stream_it_is_called_on(cuda):
     waits_for_its_stream(cuda, "hopper")
 
 
-def test_two_streams_at_once(cuda):
-    """Programs of two launches share multiprocessors."""
-    several = [inputs_of(cuda, batch=4, rows=700 + 100 * number) for number in range(2)]
-    want = [attend(*inputs) for inputs in several]
-    streams, results = [torch.cuda.Stream() for _ in several], []
-    torch.cuda.synchronize()
-    for _ in range(50):
-        for stream, inputs, out in zip(streams, several, want, strict=True):
-            with torch.cuda.stream(stream):
-                results.append((attend(*inputs) != out).any())
-    torch.cuda.synchronize()
-    assert not any(results)
-
-
 def test_a_misaligned_view_is_refused_or_copied(cuda):
     inputs = inputs_of(cuda)
     odd = [torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape) for x in inputs]

@@ -1,7 +1,5 @@
 """Packed sequences: what each would be in a call of its own, and nothing of what its neighbours are."""
 
-import random
-
 import pytest
 import torch
 
@@ -71,17 +69,6 @@ def test_options_together(number, case, device, poison):
 @pytest.mark.parametrize("number", range(1, len(TOGETHER), 9), ids=lambda number: TOGETHER[number].name)
 def test_options_together_naively(number):
     run(TOGETHER[number]._replace(dtype=torch.float32), number, "cpu", "naive")
-
-
-@pytest.mark.parametrize("seed", sample.one_in(3, [pytest.param(n) for n in range(6)]))
-def test_random_lengths(seed, device, poison):
-    generator = random.Random(seed)
-    count = generator.randint(1, 6)
-    rows, keys = ([generator.choice((0, 1, generator.randint(2, 70))) for _ in range(count)] for _ in range(2))
-    case = Case("", Hq=4, Hkv=2, causal=bool(seed % 2), dropout=0.2 * (seed % 3), bias="heads" if seed > 3 else None)
-    tensors, options = case._replace(B=count, Sq=max(1, *rows), Sk=max(1, *keys)).draw(device, seed)
-    got = with_gradients(attention_varlen(rows, keys, "triton"), tensors, options)
-    assert_close(got, tensors, options, apply=lambda f: by_sequence(f, rows, keys), lengths=(rows, keys))
 
 
 @pytest.mark.parametrize("options", [{}, dict(causal=True), dict(window=(5, 3), dropout_p=0.3, seed=3)], ids=str)

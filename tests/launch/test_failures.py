@@ -9,7 +9,6 @@ import torch
 
 pytest.importorskip("triton", reason="kernels need Triton")
 
-from triton.compiler import compiler
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 from triton.runtime.jit import JITFunction
@@ -249,28 +248,3 @@ def test_weights_that_cannot_be_had(failing):
         tried.clear()
         same(fa.attention(*inputs, return_weights=True), fa.reference.attention(*inputs, return_weights=True))
         assert tried == []
-
-
-@compiled
-def test_a_kernel_that_did_not_load_once_is_loaded_the_next_time(monkeypatch):
-    """By Triton's own loading, which has what runs a kernel before there is a kernel; the driver is a stand-in."""
-    trouble, functions = [RuntimeError("Triton Error [CUDA]: out of memory")], []
-
-    def load_binary(*binary):
-        if trouble:
-            raise trouble.pop()
-        return None, 4711, 32, 0, 1024  # no module: Triton would unload it
-
-    class Launcher(absent.Run):
-        def __init__(self, source, metadata):
-            super().__init__(lambda x, y, z, stream, function, *rest: functions.append(function))
-
-    monkeypatch.setattr(absent._Utils, "load_binary", staticmethod(load_binary), raising=False)
-    monkeypatch.setattr(absent.Driver, "launcher_cls", Launcher, raising=False)
-    monkeypatch.setattr(compiler, "max_shared_mem", lambda device: 10**9)
-    with absent.gpu(load=compiler.CompiledKernel._init_handles):
-        with pytest.raises(RuntimeError, match="out of memory"):
-            fa.attention(*draw("cpu"), backend="triton")
-        assert functions == []
-        fa.attention(*draw("cpu"), backend="triton")
-    assert functions == [4711]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fusedattn as fa
-from fusedattn.naive import decode, dropout, formula, varlen
+from fusedattn.naive import formula, varlen
 from fusedattn.testing.compare import with_gradients
 
 from .. import cases
@@ -165,14 +165,6 @@ def test_under_torch_func_blocks_are_right_too(budget):
     assert_like(grad(fa.reference.attention, query), grad, fa.reference.eager, query)
 
 
-def test_weights_need_no_second_draw(monkeypatch):
-    drawn, keep = [], dropout.keep
-    monkeypatch.setattr(dropout, "keep", lambda *more: drawn.append(more) or keep(*more))
-    query, key, value = torch.randn(3, 2, 4, 60, 32)
-    fa.attention(query, key, value, dropout_p=0.5, seed=1, return_weights=True)
-    assert len(drawn) == 1
-
-
 @pytest.mark.parametrize("name", ["causal", "bias", "weights"])
 def test_one_long_sequence_does_not_make_all_as_long(name, computed, monkeypatch):
     rows, keys = (3, 40, 0, 5, 37, 2), (4, 45, 3, 6, 45, 1)
@@ -184,26 +176,3 @@ def test_one_long_sequence_does_not_make_all_as_long(name, computed, monkeypatch
     assert sum(x["shape"].numel() for x in computed) < 0.7 * 6 * 2 * 40 * 45
     of = dict(apply=lambda function: by_sequence(function, rows, keys), lengths=(rows, keys))
     assert_close(got, tensors, options, case.grads, **of)
-
-
-@pytest.mark.parametrize("page", [None, 8], ids=["rows", "pages"])
-def test_decode_reads_no_further_than_the_lengths(computed, page, monkeypatch):
-    capacity, lengths = 64, torch.tensor([5, 5, 33, 0], dtype=torch.int32)
-    query, key, value = torch.randn(4, 4, 2, 8), torch.randn(4, 2, capacity, 8), torch.randn(4, 2, capacity, 8)
-    tables = {}
-    if page is not None:
-        key, value = (x.unflatten(2, (-1, page)).transpose(1, 2).flatten(0, 1) for x in (key, value))
-        tables = dict(block_table=torch.arange(4 * capacity // page, dtype=torch.int32).view(4, -1))
-    gathered, gather = [], decode._gathered
-    monkeypatch.setattr(decode, "WORTH", 0)
-    monkeypatch.setattr(decode, "_gathered", lambda *x: gathered.append(gather(*x).shape) or gather(*x))
-    options = dict(cache_seqlens=lengths, causal=True, return_lse=True, return_weights=True, **tables)
-    got = fa.attention_decode(query, key, value, **options, backend="naive")
-    # Three runs of like lengths, each for the output and its weights together.
-    assert [x["shape"][3] for x in computed] == [5, 33, 0]
-    assert all(x.get("visible") is None for x in computed)
-    assert page is None or [shape[2] for shape in gathered[::2]] == [8, 40, 0]
-    computed.clear()
-    monkeypatch.setattr(decode, "WORTH", 2**20)
-    assert_like(got, lambda: fa.attention_decode(query, key, value, **options, backend="naive"))
-    assert {x["shape"][3] for x in computed} == {capacity}
