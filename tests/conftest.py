@@ -1,4 +1,4 @@
-"""Where kernels run: in Triton's interpreter on the CPU, or on the GPU; and NaN in whatever they are to fill."""
+"""Fixtures: devices, NaN in new memory, tiles and replays, and a faster interpreter."""
 
 import collections
 import gc
@@ -319,7 +319,7 @@ def one_thread():
 
 @pytest.fixture
 def at_once(monkeypatch):
-    """Where it is not asked how long a step takes."""
+    """Replace timing by fixed numbers."""
     from fusedattn.bench import measure
 
     monkeypatch.setattr(measure, "times", lambda steps, *_: dict.fromkeys(steps, (1.0, 2.0, 3.0)))

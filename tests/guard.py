@@ -10,7 +10,7 @@ MARGIN = 192  # elements on each side; of no dtype is that less than the 16 byte
 
 
 class Fill(NamedTuple):
-    """What canaries are: of floats NaN, which spoils all it meets, or a number; of others what might be a value."""
+    """Values of canaries: NaN or a number for floats, plausible values for other dtypes."""
 
     floats: float
     bools: bool

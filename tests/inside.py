@@ -1,4 +1,4 @@
-"""What tests of how attention behaves inside PyTorch draw, ask for and compare."""
+"""Inputs, options and comparisons for tests of attention inside PyTorch."""
 
 import functools
 import os

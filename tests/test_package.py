@@ -129,7 +129,7 @@ def test_triton_is_imported_late_and_in_two_rooms():
 
 
 def run(code, cwd, *arguments):
-    """What a fresh Python in `cwd` prints for `code`. It looks for packages there first."""
+    """Return the output of `code` in a fresh Python in `cwd`, where it looks for packages first."""
     done = subprocess.run([sys.executable, "-c", code, *arguments], cwd=cwd, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -33,7 +33,7 @@ ASKED = {"_current_level"}  # at each call, not at import; torch's compiler need
 
 
 def _attend(fa, backend, put_back):
-    """As many equal calls as it takes to replay one, its gradients, a vmap and a graph; each as by the naive path."""
+    """Make equal calls until one is replayed, its gradients, a vmap and a graph; hold each to the naive path."""
     from .close import assert_as_good, exactly  # which import the package
 
     inputs = [torch.randn(1, 1, 5, 16, requires_grad=True) for _ in range(3)]
@@ -96,7 +96,7 @@ DOCUMENTED = r"_base|_modules|_parameters"  # of a tensor and of a module
 
 
 def test_the_list_has_every_name_that_is_used():
-    """And no other file reaches into torch past its public names."""
+    """No other file uses torch's private names."""
     root = pathlib.Path(__file__).parent.parent / "fusedattn"
     reached = re.compile(rf"(?<!self)(?<!cls)\.(?!(?:{OURS}|{DOCUMENTED})\b)_[a-zA-Z]\w*|_dynamo_marked|torch\._(?!_)")
     for path in sorted(root.rglob("*.py")):

@@ -138,18 +138,6 @@ def test_a_traced_module_computes_the_same(make):
     assert all(a is b is None or torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-def test_a_module_is_traced_alone():
-    embeddings = layers.Embeddings(7, 16, 9)
-    traced = fx.symbolic_trace(embeddings)
-    assert all(torch.equal(traced(ids), embeddings(ids)) for ids in (IDS, IDS[:1, :2]))  # of any length
-    layer, mask = fa.MultiHeadAttention(16, 4), torch.rand(2, 5, 5) < 0.7
-    traced = fx.symbolic_trace(layer, concrete_args=dict(key=None, value=None))
-    for got, want in zip(traced(X, mask=mask, need_weights=True), layer(X, mask=mask, need_weights=True), strict=True):
-        assert torch.equal(got, want)
-    one = fa.SelfAttention(16)
-    assert torch.equal(fx.symbolic_trace(one)(X)[0], one(X)[0])
-
-
 class Seen(torch.Tensor):
     """Logs the functions of its tensors, and has torch compute them."""
 

@@ -44,7 +44,7 @@ INDUCTOR = pytest.mark.matrix, pytest.mark.skipif(shutil.which("g++") is None, r
 @pytest.mark.parametrize("pages", [False, True])
 @pytest.mark.parametrize("backend", [None, "naive", "triton"])
 def test_what_is_new_may_lie_in_a_cache(backend, pages):
-    """As where rows are moved that others were appended before: what is read is what was there; replayed as well."""
+    """New rows are read before they are overwritten, in replays too."""
     interpreted = pytest.importorskip("triton").knobs.runtime.interpret
     if backend == "triton" and not interpreted:
         pytest.skip("on a CPU kernels are interpreted")
@@ -118,7 +118,7 @@ def test_a_cache_is_mapped_where_what_is_written_there_is(name):
 
 @pytest.mark.parametrize("backend", [None, "naive"])
 def test_values_may_be_the_first_columns_of_keys(backend):
-    """As where both are made of one latent vector: new keys and values must be alike, and not rotated."""
+    """Keys and values made of one latent vector: new ones must be alike, and not rotated."""
     cache, apart, new = torch.zeros(1, 1, 8, 16), torch.zeros(1, 1, 8, 12), torch.randn(1, 1, 1, 16)
     query, lengths = torch.randn(1, 2, 1, 16), torch.tensor([0], dtype=torch.int32)
     options = dict(cache_seqlens=lengths, new_key=new, backend=backend)

@@ -61,7 +61,7 @@ print(torch.backends.cpu.get_cpu_capability(), times[0] / times[1])
 @pytest.mark.matrix
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="about x86")
 def test_training_takes_half_of_pytorchs_time():
-    """In a process that is told to do without the units that this CPU may have."""
+    """Measured in a process that does not use bfloat16 units."""
     told = dict(ATEN_CPU_CAPABILITY="avx2", ONEDNN_MAX_CPU_ISA="AVX2", MKL_ENABLE_INSTRUCTIONS="AVX2")
     done = subprocess.run([sys.executable, "-c", _TIMES], env=os.environ | told, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -95,7 +95,7 @@ STRIDED = {
 
 @pytest.mark.parametrize("options", [{}, dict(causal=True), dict(window=(100, 40)), dict(key_mask=True)], ids=str)
 def test_gradients_that_are_summed_over_keys(options):
-    """As the bias of a projection's is: the kernel's rounded lse is an error that all weights of a row share.
+    """The gradient of a projection's bias is one. The kernel's rounded lse is an error that all weights of a row share.
 
     With sinks the value's is 1.2 times what the rule allows on average, for 600 keys: the error of the kernel's sums.
     """
@@ -118,7 +118,7 @@ def test_gradients_that_are_summed_over_keys(options):
 
 @pytest.mark.parametrize("inputs", [(2, 1, 90, 16), (1, 90, 1, 16), (1, 1, 1, 16), (2, 90, 4, 1)], ids=str)
 def test_sizes_of_one_have_any_stride(inputs):
-    """What is kept of bfloat16 is seen as float32, which wants strides of 1 or even ones."""
+    """Saved bfloat16 tensors are viewed as float32, which needs strides of 1 or even ones."""
     order = 0, 3, 1, 2
     leaves = [torch.randn(inputs).bfloat16().permute(order).mT.detach().requires_grad_() for _ in range(3)]
     for _ in range(2):
@@ -167,7 +167,7 @@ def test_large_scores_that_are_exact(saves, dtype, options, size):
 
 @pytest.mark.parametrize("keys", [9, 90])
 def test_a_row_that_sees_nothing_has_no_gradient(keys):
-    """Not even where that of its lse, -inf, is infinite."""
+    """The gradient of its lse, -inf, may be infinite."""
     mask = torch.ones(9, keys, dtype=torch.bool)
     mask[5] = False
     leaves = draw(1, 2, 9, 16, requires_grad=True)[:1] + [x.requires_grad_() for x in draw(1, 2, keys, 16)[:2]]
@@ -234,7 +234,7 @@ def test_an_lse_of_0_is_no_row_that_sees_nothing():
 @pytest.mark.parametrize("differentiated", [False, True])
 @pytest.mark.one_in(4)
 def test_nan_that_a_row_sees_makes_it_nan(dtype, keys, differentiated):
-    """Of fewer scores than a vector register holds, all of them NaN, the kernel says that the row sees nothing."""
+    """The kernel returns an empty row if a vector register is not full and all its scores are NaN."""
     query, key, value = draw(2, 2, keys, 16, dtype=dtype)
     query[0, 1, 0], key[1, 0] = float("nan"), float("nan")
     bad = torch.zeros(2, 2, keys, dtype=torch.bool)
@@ -273,7 +273,7 @@ DOCUMENTS = torch.arange(512) // 128
 
 
 def scores_of(call):
-    """How many scores of one head the kernel computes for a call, the causal half of a square as half."""
+    """Count the scores of one head that the kernel computes for a call; a causal square counts half."""
     total = 0
     for part in tiling.parts(call):
         for where in tiling.rectangles(part):

@@ -29,7 +29,7 @@ def draw():
 
 
 def operators(function):
-    """How often each operator of torch is run."""
+    """Count the calls of each operator of torch."""
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         function()
     return Counter({event.key: event.count for event in seen.key_averages()})

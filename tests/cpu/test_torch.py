@@ -87,7 +87,7 @@ def test_tensors_that_come_back_with_other_strides(dtype, common):
 
 
 def test_tensors_that_come_back_smaller():
-    """How many there are depends on the CPU: without units for bfloat16 the call is computed in float32."""
+    """Their number depends on the CPU: without bfloat16 units the call is computed in float32."""
     leaves = [(x + 4.0).bfloat16().requires_grad_() for x in draw(1, 2, 90, 16)]
 
     def differentiated(smaller):
@@ -123,7 +123,7 @@ def test_vmap_with_sinks_and_padding_of_each_batch(sinks):
 
 @pytest.mark.parametrize("lengths", [(40, 15, 1), (40, 39, 5), (200, 150, 200)], ids=str)
 def test_many_gradients_of_values_with_much_in_common(lengths):
-    """What is taken off the values is that of the forward, whatever other batches are beside them."""
+    """The mean that is taken off the values is that of the forward, whatever other batches are beside them."""
     leaves = [(x + 3.0).bfloat16() for x in draw(3, 2, max(lengths), 16)]
     key_mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
     out, pull = torch.func.vjp(lambda *x: fa.attention(*x, key_mask=key_mask, backend="cpu"), *leaves)
@@ -145,22 +145,6 @@ def test_gradients_of_an_lse_that_vmap_folds(dtype):
     assert_like(torch.func.jacrev(lse)(x, x, "cpu"), torch.func.jacrev(lse), x, x, "naive")
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_autocast(packed):
-    inputs = draw(1, 2, 90, 16, requires_grad=True)
-    with torch.autocast("cpu", torch.bfloat16):
-        if packed:
-            cu = torch.tensor([0, 40, 90], dtype=torch.int32)
-            out = fa.attention_varlen(*(x[0].transpose(0, 1) for x in inputs), cu, cu, backend="cpu")
-        else:
-            out, weights = fa.attention(*(x.detach() for x in inputs), return_weights=True, backend="cpu")
-            assert weights.dtype == torch.bfloat16
-            out = fa.attention(*inputs, backend="cpu")
-    assert out.dtype == torch.bfloat16
-    grads = torch.autograd.grad(out.float().sum(), inputs)
-    assert all(x.dtype == torch.float32 for x in grads)
-
-
 @pytest.mark.parametrize("keys", [64, 65])
 def test_autocast_around_a_backward_rounds_nothing(keys):
     for _ in range(3):  # the last is a repeated call
@@ -169,15 +153,6 @@ def test_autocast_around_a_backward_rounds_nothing(keys):
         want = torch.autograd.grad(out, inputs, grad, retain_graph=True)
         with torch.autocast("cpu", torch.bfloat16):
             same(torch.autograd.grad(out, inputs, grad), want)
-
-
-def test_inference_mode():
-    with torch.inference_mode():
-        inputs = draw(1, 2, 90, 16)
-        for _ in range(3):
-            out = fa.attention(*inputs, backend="cpu")
-        out, inputs = out.clone(), [x.clone() for x in inputs]
-    assert_like(out, fa.reference.eager, *inputs)
 
 
 IN_PROCESSES = """

@@ -103,7 +103,7 @@ WRONG = {
 
 @pytest.mark.parametrize("wrong, page", sample.checkered(WRONG, [None, 16, 12]))
 def test_what_nobody_checked_is_read_and_written_inside(wrong, page, device, unchecked):
-    """As on a GPU, where lengths and pages are not fetched: kernels and the naive path do the same, and stay inside."""
+    """Lengths and pages on a GPU are not fetched; kernels and the naive path clamp them alike."""
     if "table" in WRONG[wrong] and page is None:
         pytest.skip("there are no pages")
     case = Cached("wrong", Hq=2, lengths=(0, 17, 44), page=page, new=4, Sq=2, causal=True, half=3, strided=True)
@@ -208,7 +208,7 @@ def test_compiled_whole_it_never_compiles_again_for_a_length(backend, device):
 
 
 def test_caches_may_be_fake(device):
-    """What has no values is not looked at."""
+    """Values of fake tensors are not looked at."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     arguments = PACKED.draw(device)

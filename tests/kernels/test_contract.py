@@ -74,7 +74,7 @@ def test_a_row_that_sees_nothing_is_zero_and_has_zero_gradient_whatever_comes_in
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 def test_what_comes_back_to_rows_that_query_mask_hides_is_ignored_whole(packed, device, backend):
-    """Not even the sink learns from the lse of such a row, which is the sink's own."""
+    """The lse of a hidden row is the sink's, but no gradient reaches the sink from it."""
     inputs = [torch.randn(2, 2, 7, 4, device=device) for _ in range(3)]
     real = torch.rand(2, 7, device=device) < 0.5
     learned = dict(sinks=torch.randn(2, device=device), alibi_slopes=torch.rand(2, device=device))

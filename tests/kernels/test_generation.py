@@ -59,7 +59,7 @@ def test_a_naive_call_is_as_good_as_eager(case, device):
 @pytest.mark.matrix
 @pytest.mark.parametrize("case", caches.PAIRS, ids=lambda case: case.name)
 def test_pairs_of_options(case, device, backend, poison, tiles):
-    """By one program for all keys of a sequence: by several it is in the tests of each option alone."""
+    """One program reads all keys of a sequence; tests of single options have several."""
     tiles.splits(1)
     check(case, device, backend)
 
@@ -171,7 +171,7 @@ def test_autocast_casts_the_query_alone(device, backend):
 @pytest.mark.parametrize("page", [None, 12])
 @pytest.mark.one_in(3)
 def test_a_cache_that_was_written_to_is_another_one_to_autograd(page, device, backend):
-    """What an earlier call has kept of it for its gradients is not what it holds now."""
+    """An earlier call saved the cache for its gradients."""
     arguments = Cached("written", new=1, page=page).draw(device)
     cache = arguments["key_cache"]
     grows = torch.randn(1, device=device, requires_grad=True)

@@ -1,4 +1,4 @@
-"""What only a GPU can show: real sizes, every tile of the table, races, graphs, streams, memory."""
+"""Tests that need a GPU: real sizes, every tile of the table, races, graphs, streams, memory."""
 
 import pytest
 import torch
@@ -209,7 +209,7 @@ def test_dropout_is_drawn_anew_by_each_replay_of_a_graph(cuda):
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("passed", [1, 2])
 def test_many_runs_give_the_same_bits(passed, dim, options, cuda, passes, launched):
-    """In two passes all of them; in one all but those of dq, whose error stays what the rule allows."""
+    """Two passes give equal bits. In one pass dq differs, within the rule."""
     passes(passed)
     sizes = dict(B=30, Hq=4, Hkv=2, Sq=455, Sk=523, D=dim, Dv=dim, dtype=torch.bfloat16, causal=True)
     tensors, options = Case("races")._replace(**sizes, **options).draw(cuda)
@@ -246,7 +246,7 @@ def test_a_graph_replays_on_new_values(passed, cuda, passes):
 
 
 def test_the_backward_of_a_graph_drops_what_its_forward_dropped(cuda):
-    """Of each replay other weights: the gradient of value is by those that came with the output."""
+    """Each replay drops other weights, and the gradient of value is by these."""
     inputs = [torch.randn(2, 4, 100, 64, device=cuda, dtype=torch.float16, requires_grad=True) for _ in range(3)]
     grad = torch.randn_like(inputs[0])
 
@@ -292,7 +292,7 @@ def test_float32_products_follow_torchs_setting(cuda):
 
 @pytest.mark.parametrize("passed", [1, 2])
 def test_memory_is_linear_in_the_sequence(passed, cuda, passes):
-    """In one pass dq is added up in float32, which is twice its size, and nothing else is there."""
+    """One pass adds up dq in float32, which is twice its size."""
     passes(passed)
     peaks = []
     for length in (4096, 8192):

@@ -1,4 +1,4 @@
-"""What only a GPU can show of attention to a cache: real sizes, every tile, graphs, nothing fetched, memory far out."""
+"""Tests of caches that need a GPU: real sizes, every tile, graphs, no synchronisation, far addresses."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What only a Hopper GPU can show of its kernel: each pipeline, races, descriptors, graphs, streams.
+"""Tests of Hopper's kernels on a GPU: each pipeline, races, descriptors, graphs, streams.
 
 gpu.sh runs these in a process of their own: a kernel whose barriers are wrong waits for ever. The pipelines that it
 then times are those whose name stands in no test that failed.
@@ -98,7 +98,7 @@ def test_every_pipeline_at_a_ragged_shape(band, width, taken, take, cuda, tiles,
 @pytest.mark.parametrize("width, taken", PIPELINES, ids=str)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_every_pipeline_gives_the_same_bits(causal, width, taken, take, cuda):
-    """Where p is overwritten while it is multiplied they differ; that many heads, and no lse, is what is timed."""
+    """They differ if p is overwritten while it is multiplied. The sizes are those that are timed."""
     take(taken)
     heads = timed.WIDTH // width
     inputs = inputs_of(cuda, 8, heads, heads, 1000, 1111, width)
@@ -126,7 +126,7 @@ def names(launched, record_after):
 @pytest.mark.parametrize("width", HOPPER)
 @pytest.mark.parametrize("band", [{}, dict(causal=True), dict(window=(128, 33))], ids=["full", "causal", "window"])
 def test_each_backward_at_a_ragged_shape(band, width, cuda, tiles, passes, poison, names):
-    """In turns, as this file asks for, and in whatever order dq is added; more programs than there is room for.
+    """Both orders of dq are tested, with more programs than there is room for.
 
     Of products a program makes several blocks, which seven then have to, of a few heads at a time.
     """
@@ -157,7 +157,7 @@ def test_backwards_of_head_dimensions(options, number, cuda, passes, poison, nam
 @pytest.mark.parametrize("width", HOPPER)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_a_backward_gives_the_same_bits(causal, width, cuda, tiles, names):
-    """Of wide heads, with the gradients of scores of some heads at a time."""
+    """Wide heads store the gradients of scores of a few heads at a time."""
     tiles("SCORES_BYTES", 12 << 20)
     heads = timed.WIDTH // width
     inputs = inputs_of(cuda, 4, heads, heads, 1000, 1111, width)
@@ -195,7 +195,7 @@ def test_strided_inputs(dim, cuda):
 
 
 def test_columns_that_are_no_multiple_of_eight(cuda):
-    """Of query and key, whose rows lie far enough apart."""
+    """Rows of query and key lie far enough apart."""
     query, key, value = inputs_of(cuda)
     got = attend(query[..., :59], key[..., :59], value)
     for x in (query, key):
@@ -205,7 +205,7 @@ def test_columns_that_are_no_multiple_of_eight(cuda):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_planes_in_several_sections(causal, cuda, tiles, poison):
-    """As of keys and values that do not all stay in L2; the last section is not full."""
+    """Keys and values do not all stay in L2; the last section is not full."""
     tiles("L2_BYTES", 3 * 2 * 421 * (128 + 128))
     check(Case("sections", B=4, Hq=22, Hkv=11, Sq=300, Sk=421, D=128, Dv=128, dtype=HALF[0], causal=causal), cuda)
 
@@ -219,7 +219,7 @@ def test_tensors_beyond_two_to_the_31(cuda):
 
 
 def test_a_repeated_call_finds_its_tensors_wherever_they_lie(cuda, record_after):
-    """What the driver makes of a descriptor is kept by its address: of fewer than are met here."""
+    """Descriptors are kept by address; there are more addresses here than places."""
     batches = [inputs_of(cuda, batch=1) for _ in range(300)]
     record_after(None)
     want = [attend(*inputs, causal=True) for inputs in batches]

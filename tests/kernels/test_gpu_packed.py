@@ -46,7 +46,7 @@ def test_options_in_many_tiles(name, dim, cuda, poison):
 
 
 def test_eighty_thousand_sequences(cuda):
-    """As many as no axis of a grid but the first could count."""
+    """Only the first axis of a grid counts as far."""
     lengths = (16,) * 80_000
     query, key, value, grad, cu, _ = draw(lengths, lengths, cuda, (2, 1), 32)
     for most in (None, 16):

@@ -1,4 +1,4 @@
-"""What chooses and prepares launches for Hopper. `tests/ptx` executes the kernels themselves."""
+"""Launches of Hopper's kernels are chosen and prepared. `tests/ptx` executes the kernels themselves."""
 
 import importlib
 import importlib.util
@@ -49,7 +49,7 @@ def test_each_block_of_rows_is_taken_once(paired, device):
 
 
 def test_heads_have_their_gradients_of_scores_stored_a_few_at_a_time(tiles):
-    """As many as fit, and two where one of them fills it."""
+    """At least two heads are stored, even if one fills the memory."""
     query, key = (torch.empty(9, n, 128, 136, dtype=torch.bfloat16, device="meta") for n in (1, 1))
     for room, some in ((100, 9), (9, 9), (8, 8), (3, 3), (1, 2)):
         tiles("SCORES_BYTES", room * 128 * 128 * 2)

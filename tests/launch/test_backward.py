@@ -132,7 +132,7 @@ ORDERED = [  # at least three blocks of keys add to a row: two give the same sum
 @pytest.mark.parametrize("passed", [1, 2])
 @pytest.mark.one_in(4)
 def test_in_which_order_programs_run_is_seen_in_dq_alone(passed, case, shuffled, device, passes):
-    """And there by its rounding, unless torch wants the same bits each time."""
+    """Only dq's rounding depends on it, and nothing if torch wants the same bits each time."""
     if device == "cuda":
         pytest.skip("a GPU has orders of its own: test_gpu")
     passes(passed)

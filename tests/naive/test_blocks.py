@@ -118,15 +118,6 @@ def saved(function, *tensors):
     return sum(sizes.values())
 
 
-def test_grouped_heads_copy_no_key_and_no_value():
-    query = torch.randn(2, 8, 16, 64, requires_grad=True)
-    key, value = (torch.randn(2, 2, 16, 64, requires_grad=True) for _ in range(2))
-    weights = 2 * 8 * 16 * 16
-    for causal in (False, True):
-        bytes_kept = saved(lambda *x: fa.attention(*x, causal=causal, backend="naive"), query, key, value)  # noqa: B023
-        assert bytes_kept == 4 * (query.numel() + key.numel() + value.numel() + weights)
-
-
 def test_weights_are_kept_for_the_backward_within_the_budget(monkeypatch, budget):
     computed, run = [], formula.of_block
     monkeypatch.setattr(formula, "of_block", lambda *x: computed.append(x[1]) or run(*x))
