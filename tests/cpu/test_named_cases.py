@@ -60,9 +60,9 @@ def run(case, backend):
         assert_close(got, tensors, options, case.grads)
 
 
-@pytest.mark.parametrize("case", sample.named(cases.SINGLE + cases.SHAPES))
 @EITHER
-@pytest.mark.one_in(3)
+@pytest.mark.parametrize("case", sample.named(cases.SINGLE + cases.SHAPES))
+@pytest.mark.one_in(2)
 def test_an_option_alone(case, backend, poison):
     run(case, backend)
 

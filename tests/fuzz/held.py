@@ -128,7 +128,7 @@ class Truth:
 
     @property
     def lonely(self):
-        """Return whether dropout leaves a row of half precision one key: its gradient, 0 by the formula, is rounding."""
+        """Return whether dropout leaves a row of half precision one key: its gradient is rounding, not 0."""
         if self.case.dtype.itemsize != 2 or not self.case.dropout:
             return False
         tensors, options = self.case.draw(self.more)

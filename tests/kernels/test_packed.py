@@ -89,7 +89,7 @@ def test_equal_lengths_are_a_batch_bit_for_bit(options, device, two_passes):
 
 @pytest.mark.parametrize("way", ["two passes", "one pass", "copy engine", "naive"])
 def test_a_sequence_does_not_see_its_neighbours(way, device, passes, tiles):
-    """In one pass dq is added up tile by tile: rows past the end of a sequence are the next one's."""
+    """One pass adds up dq tile by tile: rows past the end of a sequence are the next one's."""
     backend = "naive" if way == "naive" else "triton"
     passes(1 + (way == "two passes"))
     if way == "copy engine" and device == "cpu":
