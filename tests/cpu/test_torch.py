@@ -11,7 +11,7 @@ import torch.utils.checkpoint
 import fusedattn as fa
 
 from ..close import assert_like
-from ..inside import by, same
+from ..inside import same
 
 
 def draw(*shape, **more):
@@ -109,18 +109,6 @@ def test_tensors_that_come_back_smaller():
             differentiated(place)
 
 
-@pytest.mark.parametrize("sinks", [torch.randn(2), torch.randn(3, 2)], ids=["shared", "own"])
-def test_vmap_with_sinks_and_padding_of_each_batch(sinks):
-    inputs = draw(3, 2, 2, 200, 16)
-    key_mask = torch.arange(200) < torch.tensor([[200], [30]])
-
-    def step(query, key, value, sinks, backend):
-        return by(backend)(query, key, value, key_mask=key_mask, sinks=sinks)
-
-    mapped = torch.vmap(step, (0, 0, 0, 0 if sinks.dim() == 2 else None, None))
-    assert_like(mapped(*inputs, sinks, "cpu"), mapped, *inputs, sinks, "eager")
-
-
 @pytest.mark.parametrize("lengths", [(40, 15, 1), (40, 39, 5), (200, 150, 200)], ids=str)
 def test_many_gradients_of_values_with_much_in_common(lengths):
     """The mean that is taken off the values is that of the forward, whatever other batches are beside them."""
@@ -131,18 +119,6 @@ def test_many_gradients_of_values_with_much_in_common(lengths):
     grads = torch.vmap(pull)(incoming)
     for number, one in enumerate(incoming):
         same([grad[number] for grad in grads], pull(one))
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-def test_gradients_of_an_lse_that_vmap_folds(dtype):
-    """The sequences of the folded call are as short, though together they have more keys than the few."""
-    x, cu = torch.randn(20, 1, 16, dtype=dtype), torch.tensor([0, 8, 20], dtype=torch.int32)
-
-    def lse(query, x, backend):
-        options = dict(max_seqlen_q=12, max_seqlen_k=12, return_lse=True, backend=backend)
-        return fa.attention_varlen(query, x, x, cu, cu, **options)[1].sum(0)
-
-    assert_like(torch.func.jacrev(lse)(x, x, "cpu"), torch.func.jacrev(lse), x, x, "naive")
 
 
 @pytest.mark.parametrize("keys", [64, 65])
