@@ -140,6 +140,7 @@ def test_without_matplotlib_it_says_what_to_install(draw, monkeypatch):
         draw(weights(2, 2))
 
 
+@pytest.mark.matrix
 def test_pyplot_is_left_alone_and_matplotlib_is_late():
     program = """
 import sys, torch

@@ -80,8 +80,8 @@ def without(names, backend):
     assert not repeat._recent and bool(repeat._known) == (backend is not None and names is SLOWING)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("group", ["FORBIDDING", "SLOWING"])
-@pytest.mark.one_in(2)
 def test_names_that_are_gone_cost_time_and_nothing_else(group):
     interpreted = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
     backend = "triton" if interpreted else None

@@ -122,7 +122,6 @@ def packed(case, number, backend):
 @pytest.mark.parametrize(
     "options", [{}, dict(causal=True), dict(window=(9, 4)), dict(key_mask="own", sinks=True)], ids=str
 )
-@pytest.mark.one_in(3)
 def test_packed(options, number, backend):
     packed(Case("packed", **options), number, backend)
 

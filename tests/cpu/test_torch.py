@@ -34,7 +34,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_a_compiled_graph_has_the_same_bits(name):
     def step(query, key, value):
         return fa.attention(query, key, value, return_lse=True, backend="cpu", **OPTIONS[name])
@@ -151,6 +151,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.matrix
 def test_processes_that_were_forked(tmp_path):
     file = tmp_path / "in_processes.py"
     file.write_text(IN_PROCESSES)

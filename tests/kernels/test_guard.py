@@ -119,7 +119,7 @@ PACKED = {
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", one_in(4, [pytest.param(name, id=name) for name in PACKED]))
+@pytest.mark.parametrize("name", one_in(5, [pytest.param(name, id=name) for name in PACKED]))
 def test_packed_sequences(name, backend, monkeypatch, passes):
     options = dict(PACKED[name])
     query, key, value, grad = draw_packed(ROWS, KEYS, dtype=options.pop("dtype", torch.float32))
