@@ -236,7 +236,7 @@ import runpy, sys
 sys.meta_path = [finder for finder in sys.meta_path if "editable" not in str(finder)]
 del sys.argv[0]
 import fusedattn, fusedattn.kernels
-print(*fusedattn.__path__, *fusedattn.kernels.__path__, sep="\n", file=sys.stderr)
+print(*fusedattn.__path__, *fusedattn.kernels.__path__, sep="\\n", file=sys.stderr)
 runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 """
 
