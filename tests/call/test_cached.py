@@ -16,6 +16,9 @@ PLACES = {  # rows and columns of each of two caches in one tensor
     **{f"{n} columns apart": ((ALL, FIRST), (ALL, slice(n, n + 6))) for n in (0, 3, 6, 9, 12)},
     "rows": ((slice(4), FIRST), (slice(4, 8), FIRST)),
     "rows that meet": ((slice(5), FIRST), (slice(3, 8), FIRST)),
+    "a corner": ((slice(4), slice(12, 18)), (slice(1, 5), slice(9, 15))),
+    "narrow values before keys": ((ALL, slice(6, 12)), (ALL, slice(1, 4))),
+    "narrow values that meet keys": ((ALL, slice(6, 12)), (ALL, slice(4, 7))),
     "every second row": ((slice(0, 8, 2), FIRST), (slice(1, 8, 2), FIRST)),
     "every second column": ((ALL, slice(0, 12, 2)), (ALL, slice(1, 12, 2))),
 }
@@ -27,7 +30,8 @@ def test_caches_share_no_memory_where_something_is_written(name):
     both, places = torch.zeros(1, 1, 8, 24), torch.arange(8 * 24).view(8, 24)
     caches = [both[0, 0][where][None, None] for where in PLACES[name]]
     shared = set.intersection(*({*places[where].flatten().tolist()} for where in PLACES[name]))
-    given = dict(cache_seqlens=ints(2), new_key=torch.randn(1, 1, 1, 6), new_value=torch.randn(1, 1, 1, 6))
+    new = [torch.randn(1, 1, 1, cache.shape[3]) for cache in caches]
+    given = dict(cache_seqlens=ints(2), new_key=new[0], new_value=new[1])
     query = torch.randn(1, 1, 1, 6)
     for _ in range(2):
         if shared:

@@ -193,22 +193,23 @@ def test_blocks_that_are_all_seen_or_not_at_all(tokens, planned, device, two_pas
     assert_like(found("triton"), found, "naive")
 
 
-WRONG = [(0, 30, 10, 40), (5, 10, 20, 30), (-9, 50, 70, 2**31 - 1), (0, 0, 90, 20), (40, 30, 20, 0), (0, 40, 0, 40)]
+# The first name more blocks than there are rows for.
+WRONG = [(0, 80, 0, 80), (0, 30, 10, 80), (5, 10, 20, 30), (-9, 50, 90, 2**31 - 1), (0, 0, 90, 20), (80, 30, 20, 0)]
 
 
-@pytest.mark.parametrize("wrong, most", sample.one_in(5, sample.product(WRONG, [(17, 19), (0, 19), (17, 0), None])))
+@pytest.mark.parametrize("wrong, most", sample.one_in(5, sample.product(WRONG, [None, (17, 19), (0, 19), (17, 0)])))
 def test_wrong_offsets_write_nothing_outside(wrong, most, device, unchecked, monkeypatch):
     """Offsets on a GPU are not looked at: here those on a CPU are not either."""
     if device == "cuda":
         pytest.skip("test_gpu_packed has its own")
-    rows = keys = (20, 20)
+    rows = keys = (40, 40)
     guard = Guard(PLAUSIBLE)
     query, key, value, grad = (guard.inside(x) for x in draw_packed(rows, keys))
     cu = torch.tensor(wrong, dtype=torch.int32)
     options = dict(alibi_slopes=torch.rand(3, 4), sinks=torch.rand(4)) if most is None else {}
-    options |= dict(causal=True, return_lse=True, query_mask=torch.rand(40) < 0.9, backend="triton")
+    options |= dict(causal=True, return_lse=True, query_mask=torch.rand(80) < 0.9, backend="triton")
     if most is not None:
-        options |= dict(mask=torch.rand(3, 1, *most) < 0.5, bias=torch.rand(1, 4, *most), key_mask=torch.rand(40) < 0.9)
+        options |= dict(mask=torch.rand(3, 1, *most) < 0.5, bias=torch.rand(1, 4, *most), key_mask=torch.rand(80) < 0.9)
         options |= dict(max_seqlen_q=most[0], max_seqlen_k=most[1], return_weights=True)
     learned = [query, key, value, *(options[x] for x in ("bias", "alibi_slopes", "sinks") if x in options)]
     learned = [x.requires_grad_() for x in learned]

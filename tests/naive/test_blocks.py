@@ -4,11 +4,12 @@ import pytest
 import torch
 
 import fusedattn as fa
-from fusedattn.naive import formula, varlen
+from fusedattn.naive import decode, formula, varlen
 from fusedattn.testing.compare import with_gradients
 
 from .. import cases
-from ..close import assert_close, assert_like
+from ..caches import Cached, in_float64, one_by_one
+from ..close import assert_as_good, assert_close, assert_like
 from ..sequences import attention_varlen, by_sequence
 
 
@@ -160,3 +161,15 @@ def test_one_long_sequence_does_not_make_all_as_long(name, computed, monkeypatch
     assert sum(x["shape"].numel() for x in computed) < 0.7 * 6 * 2 * 40 * 45
     of = dict(apply=lambda function: by_sequence(function, rows, keys), lengths=(rows, keys))
     assert_close(got, tensors, options, case.grads, **of)
+
+
+@pytest.mark.parametrize("page", [None, 8], ids=["rows", "pages"])
+def test_decode_reads_no_further_than_the_lengths(page, computed, monkeypatch):
+    monkeypatch.setattr(decode, "WORTH", 0)
+    arguments = Cached("lengths", page=page, lengths=(5, 5, 33, 0), causal=True, Sq=2).draw()
+    got = fa.attention_decode(**arguments, return_lse=True, return_weights=True, backend="naive")
+    # Three runs of equal lengths.
+    assert [x["shape"][3] for x in computed] == [5, 33, 0]
+    eager, oracle = (one_by_one(fa.reference.eager, x)[0].values() for x in (arguments, in_float64(arguments)))
+    for each in zip(got, eager, oracle, strict=True):
+        assert_as_good(*each)
