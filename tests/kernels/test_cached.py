@@ -90,7 +90,7 @@ def test_what_kernels_do_not_take_is_said(device):
         attend(arguments)
     tall, cache = (torch.empty(1, device=device).half().expand(2**15, heads, 1, 16) for heads in (2**16, 1))
     lengths = torch.ones(2**15, dtype=torch.int32, device=device)
-    with pytest.raises(NotImplementedError, match=r"the grid would pass 2\*\*31 programs"):
+    with pytest.raises(NotImplementedError, match=r"2\*\*31 programs"):
         fa.attention_decode(tall, cache, cache, cache_seqlens=lengths, backend="triton")
 
 

@@ -41,7 +41,7 @@ def packed(sequences, longest=1):
 SQUARE = dict(Hq=64, Sq=2**16, Sk=2**16)
 PER_BATCH, PER_HEAD = torch.ones(1, dtype=torch.bool).expand(64, 1, 2**16, 1), torch.zeros(1, 64, 1, 2**16)
 PACKED = dict(Sq=2**15, Sk=2**15, **packed(2**14, 2**15), key_mask=torch.ones(1, 2**15, dtype=torch.bool))
-GRID, POSITIONS, BLOCKS = "the grid would", "rows and keys together would", "its block mask would"
+GRID, POSITIONS, BLOCKS = "2**31 programs", "rows and keys", "2**31 blocks"
 PAST_A_LIMIT = {  # a call that is refused, the reason, and a call that is just small enough
     "programs": (dict(B=2**27, Hq=16), GRID, dict(B=2**27 - 1, Hq=16)),
     "sequences": (dict(Hq=16, **packed(2**27 - 1)), GRID, dict(Hq=16, **packed(2**27 - 3))),
@@ -56,13 +56,13 @@ PAST_A_LIMIT = {  # a call that is refused, the reason, and a call that is just 
 @pytest.mark.parametrize("name", PAST_A_LIMIT)
 def test_what_passes_32_bits_is_refused(name, device):
     past, why, fits = PAST_A_LIMIT[name]
-    assert any(reason.startswith(f"{why} pass 2**31") for reason in reasons(call_of(**past)))
+    assert any(why in reason and "2**31" in reason for reason in reasons(call_of(**past)))
     assert not reasons(call_of(**fits))
 
 
 def test_a_named_backend_raises_for_a_grid_that_is_too_large(device):
     inputs = huge(2**27, 16, 16, 8), huge(2**27, 1, 16, 8), huge(2**27, 1, 16, 8)
-    with pytest.raises(NotImplementedError, match=r"'triton' cannot take this call: .*pass 2\*\*31 programs"):
+    with pytest.raises(NotImplementedError, match=r"'triton' cannot take this call: .*2\*\*31 programs"):
         fa.attention(*inputs, backend="triton")
 
 
