@@ -320,17 +320,6 @@ def test_names_of_the_state(make, names):
     assert sorted(name for name, _ in first.named_parameters()) == sorted(names)
 
 
-def test_compiled_without_a_break():
-    model = nn.Sequential(
-        layers.Embeddings(9, 8, 12),
-        layers.SinusoidalPositionalEncoding(8, 12),
-        layers.TransformerEncoderLayer(8, 2, 16),
-    )
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
-    ids = torch.randint(9, (2, 12))
-    assert torch.equal(compiled(ids), model(ids))
-
-
 def config(**changed):
     sizes = dict(vocab_size=40, hidden_size=8, max_position_embeddings=12, num_hidden_layers=2, num_attention_heads=2)
     return SimpleNamespace(**sizes | dict(intermediate_size=16, hidden_dropout_prob=0.25) | changed)
