@@ -122,7 +122,7 @@ class Case(NamedTuple):
 
 
 def replayed(case):
-    """Whether the calls of a case are recorded and replayed at once: of half of the cases, whatever else is run."""
+    """Return whether calls of a case are recorded and replayed at once: half of the cases, by their names."""
     return zlib.crc32(case.name.encode()) % 2 == 0
 
 

@@ -1,9 +1,10 @@
-"""Where kernels run: in Triton's interpreter on the CPU, or on the GPU; and NaN in whatever they are to fill."""
+"""Fixtures: devices, NaN in new memory, tiles and replays, and a faster interpreter."""
 
 import collections
 import gc
 import importlib.util
 import os
+import sys
 from dataclasses import replace
 
 import pytest
@@ -182,39 +183,122 @@ def pytest_runtest_logfinish():
             os._exit(1)
 
 
+def wrap_allocations(monkeypatch, wrap, names=("new_empty", "new_empty_strided")):
+    """Replace each function by which the package allocates by `wrap(function, its name)`."""
+    from fusedattn.call import private
+
+    for name in names:
+        monkeypatch.setattr(torch.Tensor, name, wrap(getattr(torch.Tensor, name), name))
+    for name, make in private.EMPTY.items():
+        monkeypatch.setitem(private.EMPTY, name, wrap(make, "scratch"))
+
+
 @pytest.fixture
 def poison(monkeypatch):
-    """Whatever the package allocates is NaN: an element that no kernel writes then fails every comparison."""
+    """Fill what the package allocates with NaN: an element that no kernel writes then fails every comparison."""
 
-    def poisoned(make):
+    def poisoned(make, _):
         def new_nan(*shape, **options):
             made = make(*shape, **options)
             return made.fill_(float("nan")) if made.dtype.is_floating_point else made
 
         return new_nan
 
-    for name in ("new_empty", "new_empty_strided"):
-        monkeypatch.setattr(torch.Tensor, name, poisoned(getattr(torch.Tensor, name)))
-    from fusedattn.call import private
-
-    for name, make in private.EMPTY.items():
-        monkeypatch.setitem(private.EMPTY, name, poisoned(make))
+    wrap_allocations(monkeypatch, poisoned)
 
 
 @pytest.fixture
-def two_passes():
-    """The backward that torch gets when it wants the same bits each time; where others have none, they only warn."""
+def passes():
+    """passes(2): torch wants the same bits each time, so the universal backward takes two passes; passes(1): one."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
+    yield lambda number: torch.use_deterministic_algorithms(number == 2, warn_only=True)
     torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 @pytest.fixture
-def deterministic(request):
-    """Where bits are compared: on a GPU dq has the same ones each time where they are asked for."""
+def two_passes(passes):
+    passes(2)
+
+
+@pytest.fixture
+def deterministic(passes):
+    """Compare bits: on a GPU dq has the same bits each time only if torch asks for them."""
     if not INTERPRETED:
-        request.getfixturevalue("two_passes")
+        passes(2)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """A list of (name, arguments) of the kernels that are launched, less those of replays."""
+    from fusedattn.launch import run
+
+    seen, run_kernel = [], run.run_kernel
+
+    def spy(name, programs, arguments, *rest, **options):
+        seen.append((name, arguments))
+        return run_kernel(name, programs, arguments, *rest, **options)
+
+    monkeypatch.setattr(run, "run_kernel", spy)
+    return seen
+
+
+@pytest.fixture
+def tiles(monkeypatch):
+    """The tile table, changed for one test: tiles(name, value) replaces one of its tables or functions.
+
+    tiles.change(*kernels, **fields) changes all tiles of some kernels in the interpreter.
+    tiles.choose(function) has calls take `function(their tiles)`.
+    tiles.splits(n) has n programs share the keys of a sequence in a cache.
+    tiles.multiprocessors(n) has a GPU of n multiprocessors.
+    """
+    from fusedattn.dispatch import replay
+    from fusedattn.launch import run, tile_table
+
+    class Tiles:
+        table = tile_table
+
+        def __call__(self, name, value):
+            monkeypatch.setattr(tile_table, name, value)
+            monkeypatch.setattr(tile_table, "fitting", {})
+            replay.forget()
+
+        def change(self, *kernels, **fields):
+            old = tile_table.INTERPRETED
+            self("INTERPRETED", old | {name: tuple(x._replace(**fields) for x in old[name]) for name in kernels})
+
+        def choose(self, function, capability=None):
+            find = tile_table.tiles_for
+            self("tiles_for", lambda kernel, gpu, *a, **b: function(find(kernel, capability or gpu, *a, **b)))
+
+        def splits(self, n):
+            self("splits", lambda *_: n)
+
+        def multiprocessors(self, n):
+            monkeypatch.setattr(run, "multiprocessors", lambda device: n)
+            replay.forget()
+
+    return Tiles()
+
+
+@pytest.fixture
+def record_after(monkeypatch):
+    """record_after(n): the n-th equal call is recorded; none is for None."""
+    from fusedattn.dispatch import replay
+
+    def set_count(n):
+        monkeypatch.setattr(replay, "RECORD_AFTER", sys.maxsize if n is None else n)
+        replay.forget()
+
+    return set_count
+
+
+@pytest.fixture
+def unchecked(monkeypatch):
+    """Offsets, lengths and pages on a CPU are not checked, as those on a GPU are not."""
+    from fusedattn.call import decode, varlen
+
+    monkeypatch.setattr(decode, "is_known", lambda x: False)
+    monkeypatch.setattr(varlen, "check_values", lambda packed: None)
 
 
 @pytest.fixture
@@ -235,7 +319,7 @@ def one_thread():
 
 @pytest.fixture
 def at_once(monkeypatch):
-    """Where it is not asked how long a step takes."""
+    """Replace timing by fixed numbers."""
     from fusedattn.bench import measure
 
     monkeypatch.setattr(measure, "times", lambda steps, *_: dict.fromkeys(steps, (1.0, 2.0, 3.0)))

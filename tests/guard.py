@@ -4,13 +4,13 @@ from typing import NamedTuple
 
 import torch
 
-from fusedattn.call import private
+from .conftest import wrap_allocations
 
 MARGIN = 192  # elements on each side; of no dtype is that less than the 16 bytes that aligned tensors lie at
 
 
 class Fill(NamedTuple):
-    """What canaries are: of floats NaN, which spoils all it meets, or a number; of others what might be a value."""
+    """Values of canaries: NaN or a number for floats, plausible values for other dtypes."""
 
     floats: float
     bools: bool
@@ -56,17 +56,11 @@ class Guard:
 
     def allocates(self, monkeypatch):
         """Have whatever the package allocates lie among canaries; what is not filled at once is one."""
-        for name, filled in (
-            ("new_empty", False),
-            ("new_empty_strided", False),
-            ("new_zeros", True),
-            ("new_full", True),
-        ):
-            monkeypatch.setattr(torch.Tensor, name, self._guarded(getattr(torch.Tensor, name), filled, name))
-        for device, make in private.EMPTY.items():
-            monkeypatch.setitem(private.EMPTY, device, self._guarded(make, False, "scratch"))
+        wrap_allocations(monkeypatch, self._guarded, ("new_empty", "new_empty_strided", "new_zeros", "new_full"))
 
-    def _guarded(self, make, filled, name):
+    def _guarded(self, make, name):
+        filled = name in ("new_zeros", "new_full")
+
         def guarded(*shape, **options):
             made = make(*shape, **options)
             if type(made) is not torch.Tensor or made.device.type != "cpu" or not made.numel():

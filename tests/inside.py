@@ -1,4 +1,4 @@
-"""What tests of how attention behaves inside PyTorch draw, ask for and compare."""
+"""Inputs, options and comparisons for tests of attention inside PyTorch."""
 
 import functools
 import os
@@ -10,7 +10,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 import fusedattn as fa
-from fusedattn.call.options import Call
+from fusedattn.call import decode, rules
+from fusedattn.call.options import Arguments, Call
 
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 compiled = pytest.mark.skipif(_INTERPRETED, reason="runs in a process of its own, without TRITON_INTERPRET")
@@ -34,6 +35,18 @@ def fields(query, key, value, **options):
     """A Call, whose fields are the operators' arguments."""
     plain = dict.fromkeys(Call._fields) | dict(top_left=False, scale=0.25, dropout_p=0.0, deterministic=False)
     return Call(**plain | dict(query=query, key=key, value=value) | options)
+
+
+def call_of(query, key, value, **options):
+    """Return the Call of `attention`'s arguments."""
+    return rules.checked(Arguments(query, key, value, **options))
+
+
+def cache_call(arguments):
+    """Return the checked call of `attention_decode`'s arguments."""
+    given = {name: x for name, x in arguments.items() if name in decode.CacheArguments._fields}
+    options = {name: x for name, x in arguments.items() if name not in given}
+    return decode.checked(decode.CacheArguments(**given), Arguments(None, None, None, **options))
 
 
 def leaves_of(arguments):
@@ -87,9 +100,9 @@ def loss(backend):
     return compute
 
 
-def passes_compiled(file):
-    """The tests of a file that are `compiled`, where kernels are not interpreted."""
+def passes_compiled(*files, marks=""):
+    """Run the tests of some files that are `compiled`, in a process that does not interpret kernels."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", marks, *map(str, files)]
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout

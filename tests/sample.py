@@ -1,4 +1,4 @@
-"""Which of a test's parameters `make test` runs; `make test-all` runs all of them."""
+"""Samples of parameters for `make test`; `make test-all` runs all of them."""
 
 import itertools
 

@@ -37,7 +37,7 @@ def draw_packed(rows, keys, device="cpu", heads=(4, 2), dims=(16, 8), dtype=torc
 
 
 def _sliced(option, axes, b, rows, keys):
-    """What broadcasts to a batch of sequences, for one of them."""
+    """Return one sequence of an option that broadcasts to a batch."""
     if option.dim() == 2 and axes == (2, 3):
         option = option[None, None]
     if option.dim() == 1:

@@ -39,7 +39,7 @@ MODULES = {
 
 
 def saved(thing, **options):
-    """What torch.load reads of what torch.save writes."""
+    """Return `thing` after torch.save and torch.load."""
     file = io.BytesIO()
     torch.save(thing, file)
     file.seek(0)
@@ -119,7 +119,7 @@ WRAPPED = {
 
 
 def by_hand(*projected):
-    """What the last projection of a MultiHeadAttention of two heads is given, by what the others return."""
+    """Return the input of the last projection of a MultiHeadAttention of two heads, by the results of the others."""
     query, key, value = (x.unflatten(-1, (2, -1)).transpose(1, 2) for x in projected)
     weights = (query @ key.mT / query.shape[-1] ** 0.5).softmax(-1)
     return (weights @ value).transpose(1, 2).flatten(2)

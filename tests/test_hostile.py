@@ -213,7 +213,7 @@ def test_what_is_taken_gives_what_the_formula_gives(backend, device):
 
 @pytest.mark.parametrize("name", ["attention", "varlen", "decode"])
 def test_nothing_wrong_is_taken_where_a_call_is_like_an_earlier_one(name):
-    """What compares a call with those before it gets what nobody has checked."""
+    """Calls are compared with earlier ones before they are checked."""
     function, arguments, values = CALLS[name]
     for _ in range(3):
         function(**arguments)
@@ -314,7 +314,7 @@ def test_flash_attns_functions():
 
 
 def test_flash_attns_padding():
-    """In the place of a mask there may be any of 0 and 1."""
+    """A mask may be of any dtype that holds 0 and 1."""
     x, mask = ones(2, 4, 3), torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0]])
     real = {"int32", "int64", "uint8", "bool", "half", "double"}
     masks = dict(attention_mask=(mask, real), unused_mask=(1 - mask, real | {"None"}))

@@ -172,26 +172,6 @@ def test_pairs_of_rank_3_beside_nested_inputs(name):
         layer(nested, **{name: pairs[:, :2, :2]})
 
 
-X = torch.ones(1, 3, 8)
-# tests/test_hostile.py has every kind of value for each argument.
-WRONG = [
-    ("dtype", TypeError, dict(dtype=torch.int32), ()),
-    ("num_heads", ValueError, dict(num_heads=3), ()),
-    ("num_kv_heads", ValueError, dict(num_heads=4, num_kv_heads=3), ()),
-    ("window", ValueError, dict(window=(-1, 0)), ()),
-    ("query", ValueError, {}, (torch.ones(2, 3, 9),)),
-    ("value", ValueError, {}, (X, X, X[:, :2])),
-    ("value", ValueError, dict(vdim=5), (X, X)),
-    ("mask", ValueError, {}, (X, None, None, torch.ones(2, 3, 3).bool())),
-]
-
-
-@pytest.mark.parametrize("name, error, options, inputs", WRONG)
-def test_a_wrong_argument_is_named(name, error, options, inputs):
-    with pytest.raises(error, match=f"^{name}: "):
-        fa.MultiHeadAttention(**(dict(embed_dim=8, num_heads=2) | options))(*inputs or (X,))
-
-
 def test_it_is_printed_with_its_options():
     layer = fa.MultiHeadAttention(8, 2, causal=True, window=(3, 0), scale=0.0, backend="naive")
     assert "num_heads=2, num_kv_heads=2, causal=True, window=(3, 0), scale=0.0, backend='naive'" in repr(layer)

@@ -113,32 +113,23 @@ def test_no_import_goes_in_a_circle():
     assert list(graphlib.TopologicalSorter(graph).static_order())
 
 
-def test_triton_is_imported_in_two_rooms():
+def test_triton_is_imported_late_and_in_two_rooms():
     late = ["triton", "fusedattn.kernels"]
-    wrong = [
-        f"{module} imports {name}"
-        for module, path in sources("fusedattn")
-        if module.removeprefix("fusedattn.") not in KNOWS_TRITON | ASKS_FOR_TRITON
-        for name in imported(module, path)
-        if any(within(name, package) for package in late)
-    ]
-    assert not wrong
-
-
-def test_triton_is_imported_late():
-    late = ["triton", "fusedattn.kernels", *(f"fusedattn.{name}" for name in KNOWS_TRITON)]
-    wrong = [
-        f"{module} imports {name}"
-        for module, path in sources("fusedattn")
-        if module.removeprefix("fusedattn.") not in KNOWS_TRITON
-        for name in imported(module, path, on_import=True)
-        if any(within(name, package) for package in late)
-    ]
+    launches = [f"fusedattn.{name}" for name in KNOWS_TRITON]
+    wrong = []
+    for module, path in sources("fusedattn"):
+        room = module.removeprefix("fusedattn.")
+        if room in KNOWS_TRITON:
+            continue
+        ever, first = list(imported(module, path)), list(imported(module, path, on_import=True))
+        if room not in ASKS_FOR_TRITON:
+            wrong += [(module, name) for name in ever if any(within(name, package) for package in late)]
+        wrong += [(module, name) for name in first if any(within(name, package) for package in (*late, *launches))]
     assert not wrong
 
 
 def run(code, cwd, *arguments):
-    """What a fresh Python in `cwd` prints for `code`. It looks for packages there first."""
+    """Return the output of `code` in a fresh Python in `cwd`, where it looks for packages first."""
     done = subprocess.run([sys.executable, "-c", code, *arguments], cwd=cwd, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -156,9 +147,12 @@ print(json.dumps(dict(seconds=seconds, added=sorted({name.split(".")[0] for name
 
 
 def test_importing_adds_little_to_torch(tmp_path):
-    runs = [json.loads(run(IMPORT, tmp_path)) for _ in range(3)]
-    assert not {"triton", "numpy", "rich", "matplotlib"} & set(runs[0]["added"])
-    assert min(each["seconds"] for each in runs) <= 0.3  # a busy machine only adds
+    for _ in range(3):  # a busy machine only adds
+        found = json.loads(run(IMPORT, tmp_path))
+        assert not {"triton", "numpy", "rich", "matplotlib"} & set(found["added"])
+        if found["seconds"] <= 0.3:
+            return
+    pytest.fail(f"{found['seconds']} s")
 
 
 WITHOUT_TRITON = """
@@ -241,20 +235,23 @@ ALONE = """
 import runpy, sys
 sys.meta_path = [finder for finder in sys.meta_path if "editable" not in str(finder)]
 del sys.argv[0]
+import fusedattn, fusedattn.kernels
+print(*fusedattn.__path__, *fusedattn.kernels.__path__, sep="\\n", file=sys.stderr)
 runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 """
 
 
 def test_the_wheel_works_where_there_is_no_repository(wheel, tmp_path):
     zipfile.ZipFile(wheel).extractall(tmp_path)
-    where = run("import fusedattn as a, fusedattn.kernels as k; print(*a.__path__, *k.__path__, sep='\\n')", tmp_path)
-    assert where.splitlines() == [str(tmp_path / "fusedattn"), str(tmp_path / "fusedattn" / "kernels")]
     done = subprocess.run(
         [sys.executable, "-c", ALONE, "fusedattn", "bench", "--help"], cwd=tmp_path, capture_output=True, text=True
     )
     assert done.returncode == 0 and "QUESTION" in done.stdout, done.stderr
+    where = [str(tmp_path / "fusedattn"), str(tmp_path / "fusedattn" / "kernels")]
+    assert done.stderr.splitlines()[-2:] == where
 
 
+@pytest.mark.matrix
 def test_launching_kernels_needs_no_numpy():
     """Only the interpreter does; NumPy is not a dependency of ours, nor of torch."""
     pytest.importorskip("triton")

@@ -33,7 +33,7 @@ ASKED = {"_current_level"}  # at each call, not at import; torch's compiler need
 
 
 def _attend(fa, backend, put_back):
-    """As many equal calls as it takes to replay one, its gradients, a vmap and a graph; each as by the naive path."""
+    """Make equal calls until one is replayed, its gradients, a vmap and a graph; hold each to the naive path."""
     from .close import assert_as_good, exactly  # which import the package
 
     inputs = [torch.randn(1, 1, 5, 16, requires_grad=True) for _ in range(3)]
@@ -80,6 +80,7 @@ def without(names, backend):
     assert not repeat._recent and bool(repeat._known) == (backend is not None and names is SLOWING)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("group", ["FORBIDDING", "SLOWING"])
 def test_names_that_are_gone_cost_time_and_nothing_else(group):
     interpreted = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
@@ -95,7 +96,7 @@ DOCUMENTED = r"_base|_modules|_parameters"  # of a tensor and of a module
 
 
 def test_the_list_has_every_name_that_is_used():
-    """And no other file reaches into torch past its public names."""
+    """No other file uses torch's private names."""
     root = pathlib.Path(__file__).parent.parent / "fusedattn"
     reached = re.compile(rf"(?<!self)(?<!cls)\.(?!(?:{OURS}|{DOCUMENTED})\b)_[a-zA-Z]\w*|_dynamo_marked|torch\._(?!_)")
     for path in sorted(root.rglob("*.py")):

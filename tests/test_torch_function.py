@@ -1,7 +1,6 @@
 """Public functions and modules under torch.fx, tensor classes and modes that have a __torch_function__."""
 
 import copy
-import inspect
 import pickle
 
 import pytest
@@ -139,18 +138,6 @@ def test_a_traced_module_computes_the_same(make):
     assert all(a is b is None or torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-def test_a_module_is_traced_alone():
-    embeddings = layers.Embeddings(7, 16, 9)
-    traced = fx.symbolic_trace(embeddings)
-    assert all(torch.equal(traced(ids), embeddings(ids)) for ids in (IDS, IDS[:1, :2]))  # of any length
-    layer, mask = fa.MultiHeadAttention(16, 4), torch.rand(2, 5, 5) < 0.7
-    traced = fx.symbolic_trace(layer, concrete_args=dict(key=None, value=None))
-    for got, want in zip(traced(X, mask=mask, need_weights=True), layer(X, mask=mask, need_weights=True), strict=True):
-        assert torch.equal(got, want)
-    one = fa.SelfAttention(16)
-    assert torch.equal(fx.symbolic_trace(one)(X)[0], one(X)[0])
-
-
 class Seen(torch.Tensor):
     """Logs the functions of its tensors, and has torch compute them."""
 
@@ -227,33 +214,3 @@ def test_a_class_is_compiled_whole(kind):
     inputs = Q.as_subclass(kind), K, V
     got = torch.compile(fa.attention, fullgraph=True, backend="eager")(*inputs)
     assert type(got) is kind and torch.equal(got.as_subclass(torch.Tensor), fa.attention(Q, K, V))
-
-
-def test_signatures_stay():
-    names = list(inspect.signature(fa.attention).parameters)
-    assert names[:4] == ["query", "key", "value", "mask"] and fa.attention.__doc__.startswith("softmax(")
-    with pytest.raises(TypeError, match=r"attention\(\) got an unexpected keyword argument 'mesk'"):
-        fa.attention(Q, K, V, mesk=None)
-
-
-def test_compiling_one_function_often_leaves_the_others_their_recompilations():
-    torch._dynamo.reset()
-    query = torch.randn(1, 2, 5, 8)
-    limit = torch._dynamo.config.recompile_limit
-    for number in range(limit - 1):
-        torch.compile(fa.attention, backend="eager", fullgraph=True, dynamic=False)(*[query[..., : number + 1, :]] * 3)
-    merge = torch.compile(fa.merge, backend="eager", fullgraph=True, dynamic=False)
-    for length in range(1, 5):
-        parts = [x for seed in range(2) for x in (torch.randn(1, 2, length, 8), torch.randn(1, 2, length))]
-        torch.testing.assert_close(merge(*parts), fa.merge(*parts), rtol=0, atol=0)
-
-
-class Recurses(torch.Tensor):
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
-
-
-def test_a_class_that_calls_itself_is_no_endless_loop():
-    with pytest.raises(RecursionError):
-        fa.attention(Q.as_subclass(Recurses), K, V)

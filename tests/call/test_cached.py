@@ -11,21 +11,35 @@ from ..close import assert_like
 from ..mistakes import assert_named, wrong
 from .test_rules import CACHED, FROZEN, HKV, HQ, NEITHER, ints, new
 
+ALL, FIRST = slice(None), slice(6)
+PLACES = {  # rows and columns of each of two caches in one tensor
+    **{f"{n} columns apart": ((ALL, FIRST), (ALL, slice(n, n + 6))) for n in (0, 3, 6, 9, 12)},
+    "rows": ((slice(4), FIRST), (slice(4, 8), FIRST)),
+    "rows that meet": ((slice(5), FIRST), (slice(3, 8), FIRST)),
+    "a corner": ((slice(4), slice(12, 18)), (slice(1, 5), slice(9, 15))),
+    "narrow values before keys": ((ALL, slice(6, 12)), (ALL, slice(1, 4))),
+    "narrow values that meet keys": ((ALL, slice(6, 12)), (ALL, slice(4, 7))),
+    "every second row": ((slice(0, 8, 2), FIRST), (slice(1, 8, 2), FIRST)),
+    "every second column": ((ALL, slice(0, 12, 2)), (ALL, slice(1, 12, 2))),
+}
 
-@pytest.mark.parametrize("apart", [0, 3, 6, 9, 12])
-def test_caches_share_no_memory_where_something_is_written(apart):
-    """One tensor of twelve columns or of rows; a call that is replayed is looked at as well."""
-    both = torch.zeros(1, 1, 8, 24)
-    for key_cache, value_cache in ((both[..., :6], both[..., apart : apart + 6]), (both[..., :6], both[..., 6:12])):
-        inputs = torch.randn(1, 1, 1, 6), key_cache, value_cache
-        more = dict(cache_seqlens=torch.tensor([2], dtype=torch.int32), new_key=torch.randn(1, 1, 1, 6))
-        for _ in range(2):
-            if abs(key_cache.storage_offset() - value_cache.storage_offset()) < 6:
-                with pytest.raises(ValueError, match="^value_cache: expected "):
-                    fa.attention_decode(*inputs, **more, new_value=torch.randn(1, 1, 1, 6))
-            else:
-                fa.attention_decode(*inputs, **more, new_value=torch.randn(1, 1, 1, 6))
-        fa.attention_decode(*inputs, cache_seqlens=more["cache_seqlens"])  # what is only read may be
+
+@pytest.mark.parametrize("name", PLACES)
+def test_caches_share_no_memory_where_something_is_written(name):
+    """A call that is replayed is looked at as well."""
+    both, places = torch.zeros(1, 1, 8, 24), torch.arange(8 * 24).view(8, 24)
+    caches = [both[0, 0][where][None, None] for where in PLACES[name]]
+    shared = set.intersection(*({*places[where].flatten().tolist()} for where in PLACES[name]))
+    new = [torch.randn(1, 1, 1, cache.shape[3]) for cache in caches]
+    given = dict(cache_seqlens=ints(2), new_key=new[0], new_value=new[1])
+    query = torch.randn(1, 1, 1, 6)
+    for _ in range(2):
+        if shared:
+            with pytest.raises(ValueError, match="^value_cache: expected "):
+                fa.attention_decode(query, *caches, **given)
+        else:
+            fa.attention_decode(query, *caches, **given)
+    fa.attention_decode(query, *caches, cache_seqlens=ints(2))  # what is only read may be
 
 
 INDUCTOR = pytest.mark.matrix, pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
@@ -34,7 +48,7 @@ INDUCTOR = pytest.mark.matrix, pytest.mark.skipif(shutil.which("g++") is None, r
 @pytest.mark.parametrize("pages", [False, True])
 @pytest.mark.parametrize("backend", [None, "naive", "triton"])
 def test_what_is_new_may_lie_in_a_cache(backend, pages):
-    """As where rows are moved that others were appended before: what is read is what was there; replayed as well."""
+    """New rows are read before they are overwritten, in replays too."""
     interpreted = pytest.importorskip("triton").knobs.runtime.interpret
     if backend == "triton" and not interpreted:
         pytest.skip("on a CPU kernels are interpreted")
@@ -79,6 +93,7 @@ SEEN_BY = {
     "seen_by", [name if name != "inductor" else pytest.param(name, marks=INDUCTOR) for name in SEEN_BY]
 )
 @pytest.mark.parametrize("backend", [None, "naive"])
+@pytest.mark.one_in(2)
 def test_what_is_new_may_lie_in_a_cache_whoever_sees_the_call(seen_by, backend):
     if seen_by == "functionalize" and backend is None:
         pytest.skip("torch.func.functionalize takes no operators of others that write, and says so")
@@ -107,7 +122,7 @@ def test_a_cache_is_mapped_where_what_is_written_there_is(name):
 
 @pytest.mark.parametrize("backend", [None, "naive"])
 def test_values_may_be_the_first_columns_of_keys(backend):
-    """As where both are made of one latent vector: new keys and values must be alike, and not rotated."""
+    """Keys and values made of one latent vector: new ones must be alike, and not rotated."""
     cache, apart, new = torch.zeros(1, 1, 8, 16), torch.zeros(1, 1, 8, 12), torch.randn(1, 1, 1, 16)
     query, lengths = torch.randn(1, 2, 1, 16), torch.tensor([0], dtype=torch.int32)
     options = dict(cache_seqlens=lengths, new_key=new, backend=backend)
@@ -163,17 +178,3 @@ def test_the_default_device_is_not_where_pages_are_looked_for():
     want = fa.attention_decode(new, **caches, new_key=new, new_value=new)
     with torch.device("meta"):
         assert torch.equal(fa.attention_decode(new, **caches, new_key=new, new_value=new), want)
-
-
-@pytest.mark.parametrize("backend", ["naive", "triton"])
-def test_who_saved_a_cache_for_a_backward_hears_that_it_was_written_to(backend):
-    if backend == "triton":
-        pytest.importorskip("triton", reason="kernels need Triton")
-    key_cache, value_cache = caches = [torch.zeros(1, 2, 4, 8) for _ in range(2)]
-    new, weight = torch.ones(1, 2, 1, 8), torch.ones(8, requires_grad=True)
-    saved = [(weight * x).sum() for x in caches]
-    lengths = torch.tensor([3], dtype=torch.int32)
-    fa.attention_decode(new, *caches, cache_seqlens=lengths, new_key=new, new_value=new, backend=backend)
-    for loss in saved:
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss.backward()

@@ -1,11 +1,9 @@
-"""What options mean whatever backend takes the call: ranks, windows, alignment, seeds and autocast."""
+"""Ranks, windows, alignment, seeds and autocast, whichever backend takes the call."""
 
 import pytest
 import torch
 
 import fusedattn as fa
-from fusedattn.call import numbers
-from fusedattn.call.options import Call
 
 from ..close import assert_like
 
@@ -45,13 +43,6 @@ def test_a_band_is_a_mask(options, left, right, shift, backend):
     assert_like(found, lambda: fa.reference.eager(QUERY, KEY, VALUE, mask=mask))
 
 
-def test_slopes_count_from_the_alignment():
-    slopes, distance = torch.rand(4), (torch.arange(5) - torch.arange(3)[:, None]).abs()
-    found = fa.attention(QUERY, KEY, VALUE, alibi_slopes=slopes, align="top_left")
-    bias = -slopes[:, None, None] * distance
-    assert_like(found, lambda: fa.reference.eager(QUERY, KEY, VALUE, bias=bias[None]))
-
-
 def test_seeds():
     def draw(seed):
         return fa.attention(QUERY, KEY, VALUE, dropout_p=0.5, seed=seed)
@@ -76,9 +67,3 @@ def test_autocast_casts_query_key_and_value_alone():
             fa.attention(QUERY, KEY.double(), VALUE)
         with torch.autocast("cpu", enabled=False):
             assert fa.attention(QUERY, KEY, VALUE).dtype == torch.float32
-
-
-def test_the_compiler_of_torch_2_10_can_trace_it():
-    """It traces no isinstance of a union of types, and no property of a NamedTuple."""
-    assert {type(kinds) for kinds in (numbers._INTS, numbers._NUMBERS)} == {tuple}
-    assert not [name for name, x in vars(Call).items() if isinstance(x, property)]

@@ -81,20 +81,6 @@ def test_rows_with_holes():
         assert_like(out.unbind()[b], lambda one=one: fa.reference.eager(one, one, one)[0])
 
 
-def test_a_bfloat16_batch_under_the_kernels(device):
-    tensors = [x.detach().to(device, torch.bfloat16) for x in draw()]
-    offsets = OFFSETS_Q.to(device), OFFSETS_K.to(device)
-    pairs = list(zip(tensors, (offsets[0], offsets[1], offsets[1]), strict=True))
-    out = fa.attention(*(nested(x, each).transpose(1, 2) for x, each in pairs), causal=True, backend="triton")
-
-    def want():
-        parts = zip(*(x.tensor_split(each[1:-1].cpu()) for x, each in pairs), strict=True)
-        outs = [fa.reference.eager(*(x.transpose(0, 1)[None] for x in part), causal=True) for part in parts]
-        return torch.cat([out[0].transpose(0, 1) for out in outs])
-
-    assert_like(out.transpose(1, 2).values(), want)
-
-
 def test_wrong_arguments_are_named():
     query, key, value = jagged(*draw())
     given = dict(query=query, key=key, value=value)
@@ -120,7 +106,8 @@ def test_wrong_arguments_are_named():
             fa.attention(**given | changed)
 
 
-@pytest.mark.parametrize("options", [{}, dict(causal=True, softcap=2.0)], ids=str)
+@pytest.mark.parametrize("options", [dict(causal=True, softcap=2.0), {}], ids=str)
+@pytest.mark.one_in(2)
 def test_a_compiled_module_finds_the_longest_length_of_nested_tensors(options):
     torch._dynamo.reset()
     layer, x = fa.MultiHeadAttention(32, 2, backend="naive", **options), torch.randn(10, 32, requires_grad=True)
@@ -165,7 +152,7 @@ MODULES = dict(
     ("module", "name"),
     one_in(4, product(["attention"], OF_MODULES) + product(["layer"], ["plain", "mask", "key_mask"])),
 )
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 def test_compiled_modules_take_nested_tensors(module, name, backend):
     """Also where the program catches errors: a graph that breaks raises none."""
     torch._dynamo.reset()

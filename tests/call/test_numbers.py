@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fusedattn as fa
-from fusedattn.compat import flash_attn, torch as for_torch
+from fusedattn.compat import torch as for_torch
 
 numpy = pytest.importorskip("numpy")
 
@@ -27,30 +27,3 @@ def test_they_do_as_sizes(layer):
     made = layer(numpy.int64(16), numpy.int32(2), dropout=numpy.float32(0.5), kdim=numpy.int64(4))
     assert {type(x) for x in (made.embed_dim, made.num_heads, made.kdim, made.head_dim)} == {int}
     assert type(made.dropout) is float
-
-
-def test_they_do_in_drop_ins():
-    x = torch.randn(1, 2, 8, 16)
-    ours = for_torch.scaled_dot_product_attention
-    assert torch.equal(ours(x, x, x, scale=numpy.float32(0.5), dropout_p=numpy.int64(0)), ours(x, x, x, scale=0.5))
-    rows, offsets = torch.randn(8, 2, 16), torch.tensor([0, 5, 8], dtype=torch.int32)
-    given = rows, rows, rows, offsets, offsets
-    left = flash_attn.flash_attn_varlen_func(
-        *given, numpy.int64(5), numpy.int64(5), softmax_scale=numpy.float32(0.5), window_size=(numpy.int32(1), -1)
-    )
-    assert torch.equal(left, flash_attn.flash_attn_varlen_func(*given, 5, 5, softmax_scale=0.5, window_size=(1, -1)))
-
-
-@pytest.mark.filterwarnings("error")
-def test_small_ones_are_compared_without_a_warning():
-    """NumPy would cast the largest float64 to their own dtype."""
-    x = torch.randn(1, 2, 8, 16)
-    for kind in (numpy.float16, numpy.float32, numpy.float64):
-        fa.attention(x, x, x, scale=kind(0.5), softcap=kind(3))
-        fa.MultiHeadAttention(16, 2, scale=kind(0.5), softcap=kind(3))
-
-
-def test_of_a_bool_an_error_says_whose_it_is():
-    x = torch.randn(1, 2, 8, 16)
-    with pytest.raises(TypeError, match="need_weights: expected a bool, got numpy.bool"):
-        for_torch.MultiheadAttention(16, 2)(x[0], x[0], x[0], need_weights=numpy.bool_(True))

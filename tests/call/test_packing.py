@@ -37,27 +37,18 @@ APART = {
 
 @pytest.mark.parametrize("name", PACKED | APART)
 @pytest.mark.one_in(3)
-def test_heads_that_share_keys_share_a_tile(name, device, monkeypatch, poison):
-    from fusedattn.launch import run as launch
-
-    heads, run = [], launch.run_kernel
-
-    def seen(kernel, programs, arguments, *rest, **options):
-        if kernel == "forward":
-            heads.append(arguments["heads"])
-        run(kernel, programs, arguments, *rest, **options)
-
-    monkeypatch.setattr(launch, "run_kernel", seen)
-    monkeypatch.setattr(launch, "multiprocessors", lambda device: 2)
+def test_heads_that_share_keys_share_a_tile(name, device, tiles, launched, poison):
+    tiles.multiprocessors(2)
     case = (PACKED | APART)[name]
     tensors, options = case.draw(device)
     got = with_gradients(fa.attention, tensors, options, backend="triton")
     assert_close(got, tensors, options)
-    heads.clear()
-    given = [tensors[name] for name in ("query", "key", "value")]
-    out, lse = fa.attention(*given, **options, return_lse=True, backend="triton")
+    launched.clear()
+    inputs = [tensors[name] for name in ("query", "key", "value")]
+    out, lse = fa.attention(*inputs, **options, return_lse=True, backend="triton")
+    heads = [given["heads"] for kernel, given in launched if kernel == "forward"]
     assert heads == [case.Hkv if name in PACKED else case.Hq]
-    assert_like([out, lse], lambda: fa.reference.eager(*given, **options, return_lse=True))
+    assert_like([out, lse], lambda: fa.reference.eager(*inputs, **options, return_lse=True))
 
 
 def test_a_mask_of_keys_is_packed(device):
@@ -68,10 +59,9 @@ def test_a_mask_of_keys_is_packed(device):
         assert_like(attend("triton"), attend, "eager")
 
 
-def test_heads_stay_apart_where_multiprocessors_would_be_idle(device, monkeypatch):
-    from fusedattn.launch import arguments as kernel_arguments, run as launch
-
-    monkeypatch.setattr(launch, "multiprocessors", lambda device: 5)
-    monkeypatch.setattr(kernel_arguments, "pack_gqa", lambda *_: pytest.fail("4 programs for 5 multiprocessors"))
+def test_heads_stay_apart_where_multiprocessors_would_be_idle(device, tiles, launched):
+    """Four programs for five multiprocessors."""
+    tiles.multiprocessors(5)
     tensors, options = DECODE.draw(device)
     fa.attention(tensors["query"], tensors["key"], tensors["value"], backend="triton")
+    assert launched[0][1]["heads"] == DECODE.Hq

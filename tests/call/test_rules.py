@@ -57,19 +57,11 @@ CACHED |= dict(key_cache=ones(B, HKV, 8, D), value_cache=ones(B, HKV, 8, DV))
 with torch.inference_mode():
     FROZEN = {name: CACHED[name].clone() for name in ("key_cache", "value_cache")}
 
-COMMON = of_values(
-    dict(
-        causal=[1, None], window=[3, (1, 2, 3), (1.5, 2), (True, 2)], scale=["1", True, ones(1)], softcap=["5", False],
-        bias=[ones(1, 1).to(FLOAT8)], return_lse=[1, "yes"], return_weights=[None, ones(2, 2)],
-    ),
-    TypeError,
-) + of_values(
-    dict(
-        window=[(-1, 0), (None, -1)], align=["left", None, 1], scale=[math.nan, math.inf, -math.inf, 10**400, 1e39],
-        softcap=[0, -1.0, math.nan, math.inf, 1e39],
-    )
-)  # fmt: skip
-NOISE = of_values(dict(dropout_p=[True, "0.5"], seed=[1.0, True, ints(1), longs(1).to_sparse()]), TypeError)
+# tests/test_hostile.py has every kind of value of another type for each argument.
+COMMON = of_values(dict(bias=[ones(1, 1).to(FLOAT8)], window=[(1.5, 2), (True, 2)]), TypeError) + of_values(
+    dict(window=[(-1, 0), (None, -1)], align=["left"], scale=[math.nan, 1e39], softcap=[0, -1.0, 1e39])
+)
+NOISE = of_values(dict(seed=[longs(1).to_sparse()]), TypeError)
 NOISE += of_values(dict(dropout_p=[1.5, -0.1, math.nan], seed=[2**63, longs(1, 2), longs(1).to("meta")]))
 OF_DENSE = COMMON + NOISE + of_types(DENSE) + of_shapes(
     DENSE,
@@ -97,7 +89,7 @@ OF_PACKED = COMMON + NOISE + of_types(PACKED) + of_shapes(
         bias=[(TQ, TK), (2, 1, 4, 4)], key_mask=[(1, TK), (TK - 1,)], query_mask=[(1, TQ), (TK,)],
         alibi_slopes=[(2, HQ)], sinks=[(3, HQ)],
     ),
-) + of_values(dict(max_seqlen_q=[4.0, True], max_seqlen_k=["9"]), TypeError) + of_values(
+) + of_values(
     dict(
         cu_seqlens_q=[ints(1, 2, 3, TQ), ints(0, 3, 2, TQ), ints(0, 3, 3, 6), ints(0, 3, 3, 8)],
         cu_seqlens_k=[ints(1, 2, 3, TK), ints(0, 3, 2, TK), ints(0, 3, 3, 6), ints(0, TK)],
@@ -126,7 +118,7 @@ OF_CACHED = COMMON + of_values({name: [x] for name, x in FROZEN.items()}) + of_t
         key_cache=[ones(B, 1, 8, D).expand(-1, HKV, -1, -1), torch._neg_view(CACHED["key_cache"])],
         value_cache=[ones(1, 2, 8, DV).expand(B, -1, -1, -1), torch._neg_view(CACHED["value_cache"])],
     )
-) + of_values(dict(rotary_interleaved=[1, None]), TypeError) + [
+) + [
     wrong("query", query=ones(B, HQ, SQ, 0), key_cache=ones(B, HKV, 8, 0)),
     wrong("key_cache", key_cache=ones(B, 3, 8, D), value_cache=ones(B, 3, 8, DV)),
     wrong("key_cache", key_cache=ones(3, HKV, 8, D), value_cache=ones(3, HKV, 8, DV)),
@@ -214,14 +206,6 @@ def test_the_right_neighbours_of_mistakes_are_taken(name):
         for changed in ({}, *RIGHT[name]):
             given = arguments | changed
             function(**{key: x.clone() if key.endswith("cache") else x for key, x in given.items()})
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_a_backend_is_named(name):
-    functions, arguments, _ = CALLS[name]
-    for function in functions[:-1]:
-        for backend in ("cuda", ["naive"], 1):
-            assert_named(function, arguments, wrong("backend", backend=backend))
 
 
 @pytest.mark.parametrize("shape", [(B, SQ, SK), (SQ, SK)], ids=["rank 3", "rank 2"])

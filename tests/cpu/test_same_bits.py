@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import fusedattn as fa
-from fusedattn.compat.torch import MultiheadAttention
 
 ROWS, KEYS = 20, 90
 DTYPES = torch.float32, torch.bfloat16, torch.float16, torch.float64
@@ -30,13 +29,13 @@ def options():
 
 
 def outputs(query, key, value, more):
-    """The output of a call with each combination of what may be returned and required, three times each."""
+    """The output of a call with each combination of what may be returned and required, twice each."""
     for requires in (False, True):
         inputs = [x.detach().requires_grad_(requires) for x in (query, key, value)]
         given = {name: x.detach().requires_grad_(requires) if name in LEARNED else x for name, x in more.items()}
         for lse in (False, True):
             for weights in (False, True):
-                for _ in range(3):
+                for _ in range(2):
                     found = fa.attention(*inputs, **given, return_lse=lse, return_weights=weights)
                     yield found[0] if lse or weights else found
 
@@ -44,23 +43,10 @@ def outputs(query, key, value, more):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", options())
 @pytest.mark.parametrize("dim, keys, common", [(8, KEYS, 0.0), (32, 40, 0.0), (32, KEYS, 4.0)])
+@pytest.mark.one_in(5)
 def test_an_output_has_the_same_bits(dtype, name, dim, keys, common):
     more = options()[name]
     cut = {key: x[..., :keys] for key, x in more.items() if key in ("mask", "bias", "key_mask")}
     query, key, value = (torch.randn(2, heads, rows, dim) for heads, rows in ((4, ROWS), (2, keys), (2, keys)))
     first, *others = outputs(query.to(dtype), key.to(dtype), (value + common).to(dtype), more | cut)
     assert all(torch.equal(first, x) for x in others)
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize("make", [MultiheadAttention, fa.MultiHeadAttention])
-def test_a_module_has_the_same_bits_with_weights(make, dropout):
-    layer, found = make(64, 4, dropout=dropout), []
-    x = torch.randn(3, 80, 64)
-    for need_weights in (False, True):
-        for enabled in (False, True):
-            for _ in range(3):
-                torch.manual_seed(1)
-                with torch.set_grad_enabled(enabled):
-                    found.append(layer(x, x, x, need_weights=need_weights)[0])
-    assert all(torch.equal(found[0], y) for y in found)

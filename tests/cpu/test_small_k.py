@@ -29,7 +29,7 @@ def draw():
 
 
 def operators(function):
-    """How often each operator of torch is run."""
+    """Count the calls of each operator of torch."""
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         function()
     return Counter({event.key: event.count for event in seen.key_averages()})
@@ -43,14 +43,6 @@ def test_a_forward_is_one_call_of_torchs_kernel(name, requires):
     found = operators(lambda: fa.attention(*inputs, **OPTIONS[name], backend="cpu"))
     assert found[KERNEL] == 1
     assert not found["aten::_softmax"] + found["aten::bmm"] + found["aten::baddbmm"]
-
-
-@pytest.mark.parametrize("name", ["bias", "bias of windows", "a row sees nothing"])
-def test_a_backward_makes_the_gradient_of_the_bias_from_one_softmax(name):
-    inputs = [x.requires_grad_() for x in (*draw(), OPTIONS[name]["bias"].clone())]
-    out = fa.attention(*inputs[:3], bias=inputs[3], backend="cpu")
-    found = operators(lambda: torch.autograd.grad(out.sum(), inputs))
-    assert found["aten::_softmax"] == found["aten::baddbmm"] == 1 and found["aten::bmm"] == 4
 
 
 BESIDE = {
@@ -80,6 +72,7 @@ def test_the_gradient_of_a_bias_is_as_good_as_eagers(name):
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("dim, keys", [(1, 5), (4, 17), (8, 17), (8, 64), (64, 33)])
+@pytest.mark.one_in(3)
 def test_gradients_of_few_keys_are_as_good_as_eagers(dim, keys, seed):
     """The order of a sum over rows depends on the CPU; ours is a sum of sums on each."""
     torch.manual_seed(seed)

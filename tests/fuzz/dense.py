@@ -153,7 +153,7 @@ class Dense(NamedTuple):
         return tensors, options
 
     def _spoil(self, tensors, name, real):
-        """What is hidden holds anything, incoming gradients of hidden rows included, where no other place shares it."""
+        """Fill hidden places, incoming gradients too, with NaN and infinities, unless they share memory with others."""
         names = ("key", "value") if name == "key_mask" else ("query", "out", "lse", "weights")
         for each in names:
             x = tensors[each]

@@ -21,7 +21,7 @@ OTHERS = 7  # draws of values that are put together where one misses the rule by
 
 
 class Wrong(AssertionError):
-    """What is not as it must be."""
+    """A result that is not as it must be."""
 
 
 def of_backend(function, case, backend):
@@ -76,7 +76,7 @@ def peak(tensors, options, case):
 
 
 class Truth:
-    """What eager PyTorch and float64 say of one case and one draw of its values."""
+    """Results of eager PyTorch and of float64 for one case and one draw of its values."""
 
     def __init__(self, case, more=0):
         self.case, self.more = case, more
@@ -128,7 +128,7 @@ class Truth:
 
     @property
     def lonely(self):
-        """Whether dropout leaves a row of half precision one key: its gradient is rounding, where the formula has 0."""
+        """Return whether dropout leaves a row of half precision one key: its gradient is rounding, not 0."""
         if self.case.dtype.itemsize != 2 or not self.case.dropout:
             return False
         tensors, options = self.case.draw(self.more)
@@ -154,7 +154,7 @@ def judged(found, truths):
 
 
 def run(case, backend, more=0):
-    """What a backend makes of a case. Raises: Wrong where it changes what it was given, or gives other dtypes."""
+    """Compute a case by a backend. Raises: Wrong if inputs change, or for other dtypes."""
     tensors, options = case.draw(more)
     given = {**tensors, **{name: x for name, x in options.items() if isinstance(x, torch.Tensor)}}
     before = {name: memory(x) for name, x in given.items()}
@@ -170,14 +170,14 @@ def run(case, backend, more=0):
 
 
 def _finite(found, backend):
-    """Where scores are too large for the rule, results are finite, and no gradient is NaN."""
+    """Raise Wrong unless results are finite and no gradient is NaN: scores are too large for the rule."""
     for name, x in found.items():
         if x.isnan().any() or name in ("out", "weights") and not x.isfinite().all():
             raise Wrong(f"{backend}: {name} is not finite")
 
 
 def is_coarse(case, truth):
-    """Whether the gradients are those of PyTorch's kernel, and coarser than the rule allows: known of "cpu"."""
+    """Return whether the gradients are those of PyTorch's kernel, which are coarser than the rule allows."""
     if case.softcap is not None or case.dropout or case.dtype == torch.float64:
         return False
     if case.dtype == torch.bfloat16:

@@ -1,4 +1,4 @@
-"""Where a tensor lies in memory: in any order, at any offset and steps, among NaN, expanded, or over itself."""
+"""Layouts of tensors in memory: any order, offset and steps, among NaN, expanded, or overlapping."""
 
 import itertools
 from typing import NamedTuple
@@ -26,7 +26,7 @@ class Layout(NamedTuple):
 
     @property
     def shared(self):
-        """Whether places share memory, so that what one of them holds another one holds."""
+        """Return whether places share memory."""
         return bool(self.expanded) or self.overlapping
 
 
@@ -58,7 +58,7 @@ def lay(tensor, layout):
 
 
 def _padding(like, size):
-    """What lies around: NaN, True or the largest number."""
+    """Return the surrounding memory: NaN, True or the largest number."""
     if like.dtype == torch.bool:
         return like.new_ones(size)
     return like.new_full((size,), float("nan") if like.is_floating_point() else torch.iinfo(like.dtype).max)

@@ -71,7 +71,7 @@ class Module(NamedTuple):
         return {name: x.detach() for name, x in found.items()} | dict(zip(leaves, grads, strict=True))
 
     def oracle(self):
-        """In float64: torch's own where that has an answer, else ours by the naive path."""
+        """Return float64 results: torch's own if it has an answer, else ours by the naive path."""
         if self.kind == "MultiheadAttention" and not (self.training and self.made["dropout"]):
             found = self.results(torch.float64, None, "torch's")
             if not any(x.isnan().any() for x in found.values()):

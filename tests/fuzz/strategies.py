@@ -1,4 +1,4 @@
-"""What hypothesis draws: a Dense for every route. What stands first in a list is the simplest, and shrunk to."""
+"""Strategies of hypothesis: a Dense for each route. The first of a list is the simplest."""
 
 import torch
 from hypothesis import strategies as st
@@ -16,7 +16,7 @@ SEEDS = st.one_of(st.integers(0, 9), st.integers(-(2**63), 2**63 - 1))
 
 
 def rarely(draw, strategy, otherwise=None, one_in=4):
-    """What a strategy draws, one time in so many."""
+    """Draw from a strategy one time in `one_in`."""
     return draw(strategy) if draw(st.integers(0, one_in - 1)) == one_in - 1 else otherwise
 
 

@@ -34,7 +34,7 @@ def same_bits(a, b):
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("kind", ["key_mask", "query_mask"])
 def test_what_a_token_mask_hides_changes_no_bit(kind, device, backend):
-    case = Case("hidden", B=2, Hq=4, Hkv=2, causal=True, grads="out, lse and weights", **{kind: "own"})
+    case = Case("hidden", B=2, Sq=33, Sk=33, causal=True, grads="out, lse and weights", **{kind: "own"})
     tensors, options = case.draw(device)
     plain = {name: x.nan_to_num(0.5, 0.5, 0.5) for name, x in tensors.items()}
     wild, tame = results(case, device, backend), results(case, device, backend, plain, options)
@@ -61,26 +61,20 @@ def test_what_is_not_a_number_is_not_hidden(name, value, options, device, backen
         assert torch.equal(out.isnan().any(-1), reached)
 
 
-def test_a_row_that_sees_nothing_is_zero_and_has_zero_gradient(device, backend):
+def test_a_row_that_sees_nothing_is_zero_and_has_zero_gradient_whatever_comes_in(device, backend):
     case = Case("empty rows", Sq=40, Sk=10, causal=True)  # rows before the first key
-    got = results(case, device, backend)
-    assert (got["out"][:, :, :30] == 0).all() and (got["query"][:, :, :30] == 0).all()
-    assert (got["lse"][:, :, :30] == float("-inf")).all()
-    assert all(x[:, :, 30:].isfinite().all() for x in (got["out"], got["lse"], got["query"]))
-
-
-def test_the_gradient_of_an_empty_row_is_zero_whatever_comes_in(device, backend):
-    case = Case("empty rows", Sq=40, Sk=10, causal=True)
     tensors, options = case.draw(device)
     tensors["lse"][:, :, :30] = float("inf")  # as the derivative of lse ** 2 is
     got = results(case, device, backend, tensors, options)
-    assert all(got[name].isfinite().all() for name in INPUTS)
+    assert (got["out"][:, :, :30] == 0).all() and (got["query"][:, :, :30] == 0).all()
+    assert (got["lse"][:, :, :30] == float("-inf")).all() and got["lse"][:, :, 30:].isfinite().all()
+    assert all(got[name].isfinite().all() for name in ("out", *INPUTS))
 
 
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 def test_what_comes_back_to_rows_that_query_mask_hides_is_ignored_whole(packed, device, backend):
-    """Not even the sink learns from the lse of such a row, which is the sink's own."""
+    """The lse of a hidden row is the sink's, but no gradient reaches the sink from it."""
     inputs = [torch.randn(2, 2, 7, 4, device=device) for _ in range(3)]
     real = torch.rand(2, 7, device=device) < 0.5
     learned = dict(sinks=torch.randn(2, device=device), alibi_slopes=torch.rand(2, device=device))
@@ -143,7 +137,7 @@ def test_sizes_of_zero(sizes, options, device, backend, poison):
 @pytest.mark.parametrize("scale", [0.25, -0.25])
 def test_equal_scores_of_any_size_share_their_weight(scale, device, backend):
     """Ties are exact: the weights of n equal keys are 1 / n at 1e6, where float32 cannot hold score + log(n)."""
-    for size in (1e2, 1e3, 1e4, 3e5, 1.2e7):
+    for size in (1e2, 1e4, 3e5, 1.2e7):
         tensors, options = Case("ties", Sq=20, Sk=24, scale=scale).draw(device)
         tensors["query"], tensors["key"] = torch.full_like(tensors["query"], size), torch.full_like(tensors["key"], 1.0)
         got = results(Case("ties"), device, backend, tensors, options)
@@ -165,15 +159,6 @@ def test_scores_up_to_a_million_meet_the_tolerance(dtype, device, backend):
     assert_close(got, tensors, options, case.grads)
 
 
-@pytest.mark.parametrize("lowest", [torch.float32, torch.float64], ids=str)
-def test_a_bias_of_the_lowest_finite_number_hides_nothing(lowest, device, backend):
-    """Of float64 too, which in float32 would be -inf: a row of it is the mean, whole blocks of it are computed."""
-    tensors, _ = Case("lowest", Sq=70, Sk=140, Hq=1, Hkv=1).draw(device)
-    bias = torch.full((70, 140), torch.finfo(lowest).min, dtype=lowest, device=device)
-    got = fa.attention(tensors["query"], tensors["key"], tensors["value"], bias=bias, backend=backend)
-    assert_like(got, lambda: tensors["value"].mean(2, keepdim=True).expand_as(got))
-
-
 @pytest.mark.parametrize("size, sign", sample.one_in(3, sample.product([1e5, 133120.0, 1e10, 1e15, 4e18], [1, -1])))
 def test_larger_scores_are_finite(size, sign, device, backend):
     tensors, _ = Case("huge", Sq=20, Sk=24).draw(device)
@@ -190,7 +175,7 @@ def test_larger_scores_are_finite(size, sign, device, backend):
 
 @pytest.mark.usefixtures("deterministic")
 def test_run_twice_gives_the_same_bits(device, backend):
-    case = Case("twice", B=2, Hq=4, Hkv=2, causal=True, mask="pairs")
+    case = Case("twice", B=1, Hq=4, Hkv=2, causal=True, mask="pairs")
     assert same_bits(results(case, device, backend), results(case, device, backend))
 
 
@@ -208,19 +193,6 @@ def test_results_lie_in_memory_as_their_inputs_do(dims, device, backend):
     for result in (out, *grads):
         in_memory = [result.shape[axis] for axis in axes]
         assert result.stride() == torch.empty(in_memory).permute(back).stride()
-
-
-def test_an_output_never_shares_memory_with_an_input_and_neighbours_stay_untouched(device):
-    case = Case("neighbours", strided=True, Sq=33, Sk=17)
-    tensors, options = case.draw(device)
-    before = {name: x.clone() for name, x in tensors.items()}
-    fences = {
-        name: x.as_strided((x.storage_offset(),), (1,), 0).clone() for name, x in tensors.items() if name != "lse"
-    }
-    results(case, device, "triton", tensors, options)
-    for name, fence in fences.items():
-        assert torch.equal(tensors[name], before[name])
-        assert fence.isnan().all() and tensors[name].as_strided(fence.shape, (1,), 0).isnan().all()
 
 
 def test_a_dimension_of_one_element_has_no_place_in_the_order(device, backend):
@@ -247,23 +219,11 @@ def test_lower_ranks_are_one_head_and_one_batch(device, backend):
     same([out, lse], [want[1, 0], want_lse[1, 0]])
 
 
-def test_the_window_is_inclusive_and_counts_neighbours(device, backend):
-    """Position by position: with value = identity the output row is the row of weights."""
-    query, key = torch.zeros(1, 1, 5, 16, device=device), torch.zeros(1, 1, 7, 16, device=device)
-    value = torch.eye(7, device=device)[None, None]
-    for align, shift in (("bottom_right", 2), ("top_left", 0)):
-        for window in ((1, 2), (0, 0), (None, 0), (2, None)):
-            out = fa.attention(query, key, value, window=window, align=align, backend=backend)
-            left, right = (7 if side is None else side for side in window)
-            want = [[float(i + shift - left <= j <= i + shift + right) for j in range(7)] for i in range(5)]
-            assert ((out[0, 0] > 0) == torch.tensor(want, device=device).bool()).all(), (align, window)
-
-
 @pytest.mark.usefixtures("deterministic")
-@pytest.mark.parametrize("side", sample.one_in(3, sample.product([2**31 - 1, 2**31, sys.maxsize, 2**70])))
+@pytest.mark.parametrize("side", sample.one_in(3, sample.product([2**31, 2**31 - 1, 2**70])))
 def test_a_window_wider_than_any_tensor_is_unbounded(side, device, backend):
     tensors, _ = Case("wide", Sq=40, Sk=20).draw(device)
-    for window, like in (((side, side), None), ((None, side), None), ((side, 0), (None, 0)), ((side, None), None)):
+    for window, like in (((side, side), None), ((side, 0), (None, 0)), ((None, side), None)):
         got = results(Case("wide"), device, backend, tensors, dict(window=window))
         assert same_bits(got, results(Case("wide"), device, backend, tensors, dict(window=like)))
 
@@ -276,22 +236,13 @@ def test_scales_at_the_ends_of_float32(scale, device, backend):
     assert all(x.isfinite().all() for x in got.values())
 
 
-def test_query_head_h_reads_kv_head_h_over_group(device, backend):
-    query = torch.randn(1, 6, 3, 16, device=device)
-    key, value = torch.randn(1, 2, 4, 16, device=device), torch.randn(1, 2, 4, 16, device=device)
-    out = fa.attention(query, key, value, backend=backend)
-    for head in range(6):
-        alone = query[:, [head]], key[:, [head // 3]], value[:, [head // 3]]
-        assert_like(out[:, [head]], fa.reference.eager, *alone)
-
-
 def test_addresses_beyond_two_to_the_31(device, overflow):
     """A view whose second batch lies 2**31 elements on. In a process of its own: 32-bit arithmetic would end it."""
     if device != "cpu":
         pytest.skip("test_gpu has its own, on real memory")
     program = """
 import torch, fusedattn as fa
-tensors = [torch.randn(2, 1, 20, 16).half() for _ in range(4)]
+tensors = [torch.randn(2, 1, 4, 16).half() for _ in range(4)]
 buffer = torch.empty(2**31 + 4096, dtype=torch.float16)  # virtual memory: only what is touched becomes real
 def run(query, key, value, grad):
     inputs = [x.detach().requires_grad_() for x in (query, key, value)]
@@ -300,7 +251,7 @@ def run(query, key, value, grad):
 want = run(*tensors)
 for number in range(4):
     far = list(tensors)
-    far[number] = buffer.as_strided((2, 1, 20, 16), (2**31, 0, 16, 1)).copy_(tensors[number])
+    far[number] = buffer.as_strided((2, 1, 4, 16), (2**31, 0, 16, 1)).copy_(tensors[number])
     assert all(torch.equal(a, b) for a, b in zip(run(*far), want))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import fusedattn as fa
-from fusedattn.launch import tile_table
 from fusedattn.testing.tolerance import verdicts
 
 from .. import caches, sample
@@ -47,6 +46,7 @@ CASES = sample.named([*caches.SINGLE, *caches.EDGES, caches.EVERYTHING])
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.one_in(2)
 def test_a_call_is_as_good_as_eager(case, device, poison):
     check(case, device, "triton")
 
@@ -58,13 +58,14 @@ def test_a_naive_call_is_as_good_as_eager(case, device):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("case", caches.PAIRS, ids=lambda case: case.name)
-def test_pairs_of_options(case, device, backend, poison, monkeypatch):
-    """By one program for all keys of a sequence: by several it is in the tests of each option alone."""
-    monkeypatch.setattr(tile_table, "splits", lambda *_: 1)
+def test_pairs_of_options(case, device, backend, poison, tiles):
+    """One program reads all keys of a sequence; tests of single options have several."""
+    tiles.splits(1)
     check(case, device, backend)
 
 
-@pytest.mark.parametrize("page, half", [(None, 0), (16, 3), (5, 3)])
+@pytest.mark.parametrize("page, half", [(16, 3), (None, 0), (5, 3)])
+@pytest.mark.one_in(2)
 def test_a_generation_is_the_slices_of_one_causal_call(page, half, device, backend):
     """Token by token, and now and then several at once, from prompts of different lengths, one of them empty."""
     prompts, steps, dim = (0, 14), (1, 1, 3, 1, 2, 1), 8
@@ -119,8 +120,8 @@ def test_what_lies_beyond_a_length_changes_no_bit(page, device, backend):
     assert all(x.isfinite().all() for x in got)
 
 
-def test_results_lie_as_the_query_does(device, backend, monkeypatch):
-    monkeypatch.setattr(tile_table, "splits", lambda *_: 1)
+def test_results_lie_as_the_query_does(device, backend, tiles):
+    tiles.splits(1)
     arguments = Cached("order", Sq=2, lengths=(5, 20)).draw(device)
     for axes in ((0, 1, 2, 3), (0, 2, 1, 3), (1, 2, 0, 3)):
         query = arguments["query"].permute(axes).contiguous().permute([axes.index(axis) for axis in range(4)])
@@ -168,8 +169,9 @@ def test_autocast_casts_the_query_alone(device, backend):
 
 
 @pytest.mark.parametrize("page", [None, 12])
+@pytest.mark.one_in(3)
 def test_a_cache_that_was_written_to_is_another_one_to_autograd(page, device, backend):
-    """What an earlier call has kept of it for its gradients is not what it holds now."""
+    """An earlier call saved the cache for its gradients."""
     arguments = Cached("written", new=1, page=page).draw(device)
     cache = arguments["key_cache"]
     grows = torch.randn(1, device=device, requires_grad=True)
@@ -190,10 +192,7 @@ def test_a_row_that_is_hidden_may_stand_before_every_key(device, backend):
     assert out.isfinite().all() and not out[0, :, 0].any()
 
 
-def test_a_table_without_pages_takes_nothing(device, backend, monkeypatch):
-    from fusedattn.call import decode
-
-    monkeypatch.setattr(decode, "is_known", lambda x: False)
+def test_a_table_without_pages_takes_nothing(device, backend, unchecked):
     arguments = Cached("no pages", new=2, page=12).draw(device)
     before = bits(arguments["key_cache"]).clone()
     arguments["block_table"] = arguments["block_table"][:, :0]

@@ -1,14 +1,9 @@
-"""What only a GPU can show: real sizes, every tile of the table, races, graphs, streams, memory."""
-
-import os
-import subprocess
-import sys
+"""Tests that need a GPU: real sizes, every tile of the table, races, graphs, streams, memory."""
 
 import pytest
 import torch
 
 import fusedattn as fa
-from fusedattn.launch import tile_table
 from fusedattn.testing.compare import INPUTS, with_gradients
 
 from .. import sample
@@ -30,11 +25,11 @@ def check(case, device):
     assert_close(got, tensors, options, case.grads)
 
 
-def captured(step):
-    """(a CUDA graph of a step, after one outside of it; what the step returned inside)"""
+def captured(step, warm=True):
+    """Return a CUDA graph of a step, and its results; warm: run the step once before, outside of the graph."""
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
-        step()
+        step() if warm else None
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -56,6 +51,27 @@ def waits_for_its_stream(cuda, backend):
         out = fa.attention(*inputs, backend=backend)
     side.synchronize()
     assert torch.equal(out, fa.attention(*new, backend=backend))
+
+
+def replays_on_new_values(cuda, backend, passes=2):
+    """Check a graph of forward and backward on new values. In one pass only dq's rounding may change."""
+    inputs = [torch.randn(2, 4, 100, 64, device=cuda, dtype=torch.float16, requires_grad=True) for _ in range(3)]
+    grad = torch.randn_like(inputs[0])
+
+    def step():
+        out = fa.attention(*inputs, causal=True, backend=backend)
+        return (out, *torch.autograd.grad(out, inputs, grad))
+
+    step()
+    graph, results = captured(step)
+    for _ in range(3):  # what is added to is zeroed by each
+        with torch.no_grad():
+            for x in inputs:
+                x.normal_()
+        graph.replay()
+        out, dq, *others = zip(results, step(), strict=True)
+        assert all(torch.equal(*both) for both in (out, *others, *([dq] if passes == 2 else [])))
+        torch.testing.assert_close(*dq)
 
 
 def reaches_far(cuda, backend):
@@ -88,13 +104,11 @@ PLANES = Case("planes", B=70000, Hq=1, Hkv=1, Sq=3, Sk=5, dtype=torch.float16)  
 @pytest.mark.parametrize("dim", [64, 128])
 def test_first_contact(dim, cuda, poison):
     """A forward and a backward in one pass, in which the copy engine adds dq where there is one."""
-    from fusedattn.launch import run as launch
-
     case = Case("first", B=2, Hq=4, Hkv=2, Sq=500, Sk=700, D=dim, Dv=dim, dtype=torch.bfloat16, causal=True)
     check(case, cuda)
     query, key, value = (case.draw(cuda)[0][name].requires_grad_() for name in INPUTS)
     tile = fa.explain(query, key, value, causal=True, backend="triton").tiles["one_pass"]
-    assert tile.bulk == (launch.capability(query.device) >= 90)
+    assert tile.bulk == (torch.cuda.get_device_capability() >= (9, 0))
 
 
 @pytest.mark.parametrize("dim, causal", sample.checkered(DIMS, [False, True]))
@@ -114,35 +128,30 @@ def test_lengths(lengths, dim, cuda, poison):
 
 # Of this GPU, and of one that has little shared memory: by their kernels' place in a row of the table.
 CAPABILITIES = [pytest.param(None, id="its own"), *sample.matrix(pytest.param(80, id="8.0"))]
-PLACES = range(max(map(len, tile_table.TABLE.values())))
+PLACES = range(4)
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("passed", [1, 2])
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_every_tile_of_the_table(dtype, dim, capability, passes, place, cuda, monkeypatch):
+def test_every_tile_of_the_table(dtype, dim, capability, passed, place, cuda, passes, tiles):
     """A tile that only smaller GPUs would take is tested on this one, alone."""
-    from fusedattn.launch import run as launch
-
-    if capability is None:
-        capability = launch.capability(torch.device(cuda, torch.cuda.current_device()))
-    if passes == 1 and dim > tile_table.ONE_PASS:
+    if passed == 1 and dim > 128:
         pytest.skip("there is no backward in one pass")
-    choose, kernels = tile_table.tiles_for, ("forward", "one_pass") if passes == 1 else ("forward", "dq", "dkdv")
-    if place >= max(len(choose(x, capability, dtype.itemsize, dim, y)) for x in kernels for y in ("plain", "rich")):
-        pytest.skip("no kernel has that many")
+    most = []
 
-    def one(kernel, _, *of):
-        tiles = choose(kernel, capability, *of)
-        return tiles[min(place, len(tiles) - 1) :]
+    def one(found):
+        most.append(len(found))
+        return found[min(place, len(found) - 1) :]
 
-    monkeypatch.setattr(tile_table, "tiles_for", one)
-    monkeypatch.setattr(tile_table, "fitting", {})
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: passes == 2)
+    tiles.choose(one, capability)
+    passes(passed)
     case = Case("tiles", B=1, Hq=4, Hkv=2, Sq=300, Sk=421, D=dim, Dv=dim, dtype=dtype, causal=True)
     check(case, cuda)
+    if place and place >= max(most):
+        pytest.skip("no kernel has that many")
     check(case._replace(B=2, mask="batch", bias="heads", softcap=5.0, dropout=0.2, grads="out, lse and weights"), cuda)
 
 
@@ -183,50 +192,29 @@ def test_a_document_mask_with_a_plan(cuda, two_passes):
     assert all(torch.equal(got[name], want[name]) for name in got)
 
 
-def test_dropout_is_drawn_anew_by_each_replay_of_a_graph(cuda):
-    query, key, value = (torch.randn(2, 4, 200, 64, device=cuda, dtype=torch.float16) for _ in range(3))
-    key.zero_(), value.copy_(torch.eye(64, device=cuda).repeat(4, 1)[:200])
-    options = dict(dropout_p=0.5, return_weights=True, backend="triton")
-    graph, (out, weights) = captured(lambda: fa.attention(query, key, value, **options))
-    kept = []
-    for _ in range(2):
-        graph.replay()
-        kept.append(weights > 0)
-        torch.testing.assert_close(out, weights @ value, rtol=0, atol=2e-3)
-    assert not torch.equal(*kept) and all(abs(x.float().mean().item() - 0.5) < 0.01 for x in kept)
-
-
 @pytest.mark.parametrize("options", [{}, dict(mask="batch", bias="heads", dropout=0.2)], ids=["plain", "rich"])
 @pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("passes", [1, 2])
-def test_many_runs_give_the_same_bits(passes, dim, options, cuda, monkeypatch):
-    """In two passes all of them; in one all but those of dq, whose error stays what the rule allows."""
-    from fusedattn.dispatch import replay
-    from fusedattn.launch import run as launch
-
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: passes == 2)
+@pytest.mark.parametrize("passed", [1, 2])
+def test_many_runs_give_the_same_bits(passed, dim, options, cuda, passes, launched):
+    """Two passes give equal bits. In one pass dq differs, within the rule."""
+    passes(passed)
     sizes = dict(B=30, Hq=4, Hkv=2, Sq=455, Sk=523, D=dim, Dv=dim, dtype=torch.bfloat16, causal=True)
     tensors, options = Case("races")._replace(**sizes, **options).draw(cuda)
     first = with_gradients(fa.attention, tensors, options, backend="triton")
-    names, run = [], launch.run_kernel
-    monkeypatch.setattr(
-        launch, "run_kernel", lambda name, *rest, **more: (names.append(name), run(name, *rest, **more))
-    )
-    replay.forget()
-    with_gradients(fa.attention, tensors, options, backend="triton")
-    assert ("one_pass" in names) == (passes == 1) != ("dq" in names)
+    names = {name for name, _ in launched}
+    assert ("one_pass" in names) == (passed == 1) != ("dq" in names)
     largest, rounding = dict(first), 2**-6 * first["query"].abs().max()
     for _ in range(200):
         again = with_gradients(fa.attention, tensors, options, backend="triton")
         differ = {name for name in first if not torch.equal(first[name], again[name])}
-        assert differ <= ({"query"} if passes == 1 else set())
+        assert differ <= ({"query"} if passed == 1 else set())
         assert (again["query"] - first["query"]).abs().max() <= rounding
         if differ and (again["query"] - first["query"]).abs().max() > (largest["query"] - first["query"]).abs().max():
             largest = again
     one = slice(0, 1)  # the rule asks for float64, of one batch
-    options = {name: x[one] if name == "mask" else x for name, x in options.items()}
-    tensors = {name: x[one] for name, x in tensors.items()}
     if "bias" not in options:  # whose gradient is of all batches
+        options = {name: x[one] if name == "mask" else x for name, x in options.items()}
+        tensors = {name: x[one] for name, x in tensors.items()}
         assert_close({name: x[one] for name, x in largest.items()}, tensors, options)
 
 
@@ -238,29 +226,14 @@ def test_tensors_beyond_two_to_the_31(cuda):
     reaches_far(cuda, "triton")
 
 
-@pytest.mark.parametrize("passes", [1, 2])
-def test_a_graph_replays_on_new_values(passes, cuda, monkeypatch):
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: passes == 2)
-    inputs = [torch.randn(2, 4, 100, 64, device=cuda, dtype=torch.float16, requires_grad=True) for _ in range(3)]
-    grad = torch.randn_like(inputs[0])
-
-    def step():
-        out = fa.attention(*inputs, causal=True, backend="triton")
-        return (out, *torch.autograd.grad(out, inputs, grad))
-
-    graph, results = captured(step)
-    with torch.no_grad():
-        for x in inputs:
-            x.normal_()
-    for _ in range(3):  # what is added to is zeroed by each
-        graph.replay()
-        out, dq, *others = zip(results, step(), strict=True)
-        assert all(torch.equal(*both) for both in (out, *others, *([dq] if passes == 2 else [])))
-        torch.testing.assert_close(*dq)
+@pytest.mark.parametrize("passed", [1, 2])
+def test_a_graph_replays_on_new_values(passed, cuda, passes):
+    passes(passed)
+    replays_on_new_values(cuda, "triton", passed)
 
 
 def test_the_backward_of_a_graph_drops_what_its_forward_dropped(cuda):
-    """Of each replay other weights: the gradient of value is by those that came with the output."""
+    """Each replay drops other weights, and the gradient of value is by these."""
     inputs = [torch.randn(2, 4, 100, 64, device=cuda, dtype=torch.float16, requires_grad=True) for _ in range(3)]
     grad = torch.randn_like(inputs[0])
 
@@ -275,44 +248,6 @@ def test_the_backward_of_a_graph_drops_what_its_forward_dropped(cuda):
         dropped.append(weights == 0)
         torch.testing.assert_close(of_value, weights.mT @ grad, rtol=0, atol=2e-2)
     assert not torch.equal(*dropped)
-
-
-FIRST_CALLS = """
-import hashlib, threading
-from concurrent.futures import ThreadPoolExecutor
-import torch
-import fusedattn as fa
-
-torch.use_deterministic_algorithms(True)
-torch.manual_seed(0)
-inputs = [torch.randn(2, 4, 100, 64).half().cuda() for _ in range(3)]
-ready = threading.Barrier(8)
-
-def step(_):
-    ready.wait()
-    each, results = [x.clone().requires_grad_() for x in inputs], []
-    for _ in range(3):
-        out = fa.attention(*each, causal=True, backend="triton")
-        results += [out, *torch.autograd.grad(out.float().square().sum(), each)]
-    torch.cuda.synchronize()
-    held = torch.cat([x.detach().flatten().view(torch.uint8) for x in results])
-    return hashlib.sha256(bytes(held.tolist())).hexdigest()
-
-with ThreadPoolExecutor(8) as pool:
-    print(*set(pool.map(step, range(8))))
-"""
-
-
-@pytest.mark.matrix
-def test_first_calls_of_eight_threads_of_each_of_eight_processes(cuda, tmp_path):
-    """Nothing is compiled yet, and all of them give the same bits."""
-    environment = os.environ | dict(TRITON_CACHE_DIR=str(tmp_path), CUBLAS_WORKSPACE_CONFIG=":4096:8")
-    command = [sys.executable, "-c", FIRST_CALLS]
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    processes = [subprocess.Popen(command, env=environment, **pipes) for _ in range(8)]
-    said = [process.communicate() for process in processes]
-    assert all(process.returncode == 0 for process in processes), said
-    assert len({out for out, _ in said}) == 1 and len(said[0][0].split()) == 1
 
 
 def test_it_waits_for_the_stream_it_is_called_on(cuda):
@@ -342,10 +277,10 @@ def test_float32_products_follow_torchs_setting(cuda):
     assert errors["ieee"] < 2e-5 < errors["tf32"] < 2e-2
 
 
-@pytest.mark.parametrize("passes", [1, 2])
-def test_memory_is_linear_in_the_sequence(passes, cuda, monkeypatch):
-    """In one pass dq is added up in float32, which is twice its size, and nothing else is there."""
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: passes == 2)
+@pytest.mark.parametrize("passed", [1, 2])
+def test_memory_is_linear_in_the_sequence(passed, cuda, passes):
+    """One pass adds up dq in float32, which is twice its size."""
+    passes(passed)
     peaks = []
     for length in (4096, 8192):
         inputs = [torch.randn(1, 8, length, 64, device=cuda, dtype=torch.float16, requires_grad=True) for _ in range(3)]
@@ -358,6 +293,6 @@ def test_memory_is_linear_in_the_sequence(passes, cuda, monkeypatch):
         peaks.append(torch.cuda.max_memory_allocated() - before)
         ideal = 4 * out.nbytes + lse.nbytes  # output, lse and three gradients
         held = 3 * out.nbytes
-        sums = 2 * out.nbytes if passes == 1 else 0
+        sums = 2 * out.nbytes if passed == 1 else 0
         assert held + peaks[-1] <= 1.2 * (held + ideal) + sums
     assert peaks[1] <= 2.1 * peaks[0]

@@ -1,4 +1,4 @@
-"""What only a GPU can show of attention to a cache: real sizes, every tile, graphs, nothing fetched, memory far out."""
+"""Tests of caches that need a GPU: real sizes, every tile, graphs, no synchronisation, far addresses."""
 
 import pytest
 import torch
@@ -6,13 +6,12 @@ import torch
 pytest.importorskip("triton", reason="kernels need Triton")
 
 import fusedattn as fa
-from fusedattn.launch import run, tile_table
 from fusedattn.testing.compare import in_float64
 from fusedattn.testing.tolerance import verdicts
 
 from ..caches import EVERYTHING, Cached
 from .test_generation import check
-from .test_gpu import CAPABILITIES
+from .test_gpu import CAPABILITIES, captured
 
 pytestmark = pytest.mark.gpu
 DIMS = (16, 40, 64, 80, 128, 160, 256)
@@ -66,20 +65,11 @@ def test_rows_and_groups(rows, kv_heads, cuda, poison):
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("dim", [64, 128, 256])
-def test_every_tile_of_the_table(dim, dtype, capability, place, cuda, monkeypatch):
-    choose, own = tile_table.tiles_for, capability is None
-    if own:
-        capability = run.capability(torch.device(cuda, torch.cuda.current_device()))
-
-    def one(kernel, _, *of):
-        tiles = choose(kernel, capability, *of)
-        return tiles[min(place, len(tiles) - 1) :]
-
-    monkeypatch.setattr(tile_table, "tiles_for", one)
-    monkeypatch.setattr(tile_table, "fitting", {})
+def test_every_tile_of_the_table(dim, dtype, capability, place, cuda, tiles):
+    tiles.choose(lambda found: found[min(place, len(found) - 1) :], capability)
     for rows in (2, 7, 16):
         judged(*filled(cuda, rows=rows, dim=dim, dtype=dtype, page=64), causal=True)
-    if own:
+    if capability is None:
         check(EVERYTHING._replace(D=dim, Dv=dim, dtype=dtype), cuda, "triton")
 
 
@@ -87,25 +77,20 @@ def test_every_tile_of_the_table(dim, dtype, capability, place, cuda, monkeypatc
 def test_a_graph_replays_with_other_lengths(page, cuda):
     """Appended to, turned and read: by its lengths alone, as many tokens as there is room for."""
     case = Cached("graph", page=page, new=1, half=4, causal=True, lengths=(0, 3, 20), sinks=True, dtype=torch.float16)
-    captured, eager = case.draw(cuda), case.draw(cuda)
+    held, eager = case.draw(cuda), case.draw(cuda)
     angles = torch.rand(2, 48, 4, device=cuda)
-    for arguments in (captured, eager):
+    for arguments in (held, eager):
         arguments |= dict(rotary_cos=angles[0], rotary_sin=angles[1])
         if page:
             arguments["block_table"].copy_(torch.arange(9, device=cuda).view(3, 3))
         for name in ("key_cache", "value_cache"):
             arguments[name].copy_(arguments[name].nan_to_num(1.0))
-    warm = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in captured.items()}
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        fa.attention_decode(**warm, backend="triton")
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, lse = fa.attention_decode(**captured, return_lse=True, backend="triton")
+    with torch.cuda.stream(torch.cuda.Stream()):
+        fa.attention_decode(**{k: x.clone() if torch.is_tensor(x) else x for k, x in held.items()}, backend="triton")
+    graph, (out, lse) = captured(lambda: fa.attention_decode(**held, return_lse=True, backend="triton"), warm=False)
     for _ in range(30):  # the last two have no place for all
         new = torch.randn(case.Hkv * 2 + case.Hq, 3, 16, device=cuda, dtype=torch.float16)
-        for arguments in (captured, eager):
+        for arguments in (held, eager):
             arguments["query"].copy_(new[: case.Hq].transpose(0, 1)[:, :, None])
             arguments["new_key"].copy_(new[case.Hq : case.Hq + case.Hkv].transpose(0, 1)[:, :, None])
             arguments["new_value"].copy_(new[case.Hq + case.Hkv :].transpose(0, 1)[:, :, None])
@@ -113,10 +98,10 @@ def test_a_graph_replays_with_other_lengths(page, cuda):
         want = fa.attention_decode(**eager, return_lse=True, backend="triton")
         assert torch.equal(out, want[0]) and torch.equal(lse, want[1])
         for name in ("key_cache", "value_cache"):
-            assert torch.equal(captured[name], eager[name])
-        for arguments in (captured, eager):
+            assert torch.equal(held[name], eager[name])
+        for arguments in (held, eager):
             arguments["cache_seqlens"] += 1
-    assert captured["cache_seqlens"].tolist() == [30, 33, 50]
+    assert held["cache_seqlens"].tolist() == [30, 33, 50]
 
 
 def test_nothing_is_fetched(cuda):

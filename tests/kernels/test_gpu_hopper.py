@@ -1,10 +1,8 @@
-"""What only a Hopper GPU can show of its kernel: each pipeline, races, descriptors, graphs, streams.
+"""Tests of Hopper's kernels on a GPU: each pipeline, races, descriptors, graphs, streams.
 
 gpu.sh runs these in a process of their own: a kernel whose barriers are wrong waits for ever. The pipelines that it
 then times are those whose name stands in no test that failed.
 """
-
-import sys
 
 import pytest
 import torch
@@ -14,16 +12,14 @@ pytest.importorskip("triton", reason="kernels need Triton")
 from fusedattn.bench import cases as timed
 
 import fusedattn as fa
-from fusedattn.dispatch import replay
-from fusedattn.launch import hopper, run, tile_table
 from fusedattn.launch.tile_table import HOPPER
-from fusedattn.testing.compare import INPUTS, in_float64, with_gradients
-from fusedattn.testing.tolerance import verdicts
+from fusedattn.testing.compare import INPUTS, with_gradients
 
 from .. import cases, sample
 from ..cases import Case
 from ..close import assert_close
-from .test_gpu import HALF, LENGTHS, PLANES, captured, of_lengths, reaches_far, waits_for_its_stream
+from ..conftest import INTERPRETED
+from .test_gpu import HALF, LENGTHS, PLANES, of_lengths, reaches_far, replays_on_new_values, waits_for_its_stream
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 DIMS = ((8, 8), (16, 16), (24, 48), (40, 32), (64, 64), (72, 64), (80, 80), (96, 128), (128, 64), (64, 128))
@@ -34,19 +30,17 @@ PIPELINES = [(width, taken) for width, some in HOPPER.items() for taken in some]
 @pytest.fixture
 def cuda():
     """The GPU, if the kernel is for it."""
-    if run.interpreting() or not torch.cuda.is_available():
+    if INTERPRETED or not torch.cuda.is_available():
         pytest.skip("needs a GPU, and TRITON_INTERPRET unset")
     if (found := torch.cuda.get_device_capability()) != (9, 0):
         pytest.skip(f"needs compute capability 9.0, not {found[0]}.{found[1]}")
-    if hopper.missing is not None:
-        pytest.skip(hopper.missing)
     return "cuda"
 
 
-def take(taken, monkeypatch):
-    """From now on calls take this pipeline."""
-    monkeypatch.setitem(tile_table.ON_HOPPER, "hopper", dict.fromkeys(HOPPER, (taken,)))
-    replay.forget()
+@pytest.fixture
+def take(tiles):
+    """take(pipeline): from now on calls take this one."""
+    return lambda taken: tiles("ON_HOPPER", tiles.table.ON_HOPPER | {"hopper": dict.fromkeys(HOPPER, (taken,))})
 
 
 def attend(*inputs, **options):
@@ -89,38 +83,23 @@ def inputs_of(device, batch=2, heads=4, kv_heads=2, rows=300, keys=421, dim=64):
     return [normal(device, batch, count, length, dim) for count, length in ((heads, rows), *((kv_heads, keys),) * 2)]
 
 
-def check_forward(case, device):
-    """`check` without the backward, which is that of every GPU and takes long to compile."""
-    tensors, options = case.draw(device)
-    given = {name: tensors[name] for name in INPUTS}
-    wide = in_float64(given)
-    with torch.no_grad():
-        got, eager, oracle = (
-            dict(zip(("out", "lse"), function(**x, **options, return_lse=True), strict=True))
-            for function, x in ((attend, given), (fa.reference.eager, given), (fa.reference.attention, wide))
-        )
-    wrong = {name: verdict.why for name, verdict in verdicts(got, eager, oracle).items() if not verdict.ok}
-    assert not wrong, wrong
-
-
 @pytest.mark.parametrize("width, taken", PIPELINES, ids=str)
 @pytest.mark.parametrize("band", [{}, dict(causal=True), dict(window=(128, 33))], ids=["full", "causal", "window"])
-def test_every_pipeline_at_a_ragged_shape(band, width, taken, cuda, monkeypatch, poison):
+def test_every_pipeline_at_a_ragged_shape(band, width, taken, take, cuda, tiles, poison):
     """More blocks of rows than there are multiprocessors, and all of them by one and by seven programs."""
-    take(taken, monkeypatch)
+    take(taken)
     sizes = dict(B=30, Hq=4, Hkv=2, Sq=300, Sk=421, D=width, Dv=width)
     check(Case("pipelines", **sizes, dtype=HALF[len(band)], **band), cuda)
     for count in (1, 7):
-        monkeypatch.setattr(run, "multiprocessors", lambda device, count=count: count)
-        replay.forget()
+        tiles.multiprocessors(count)
         check(Case("pipelines", **sizes | dict(B=2), dtype=HALF[len(band)], **band), cuda)
 
 
 @pytest.mark.parametrize("width, taken", PIPELINES, ids=str)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_every_pipeline_gives_the_same_bits(causal, width, taken, cuda, monkeypatch):
-    """Where p is overwritten while it is multiplied they differ; that many heads, and no lse, is what is timed."""
-    take(taken, monkeypatch)
+def test_every_pipeline_gives_the_same_bits(causal, width, taken, take, cuda):
+    """They differ if p is overwritten while it is multiplied. The sizes are those that are timed."""
+    take(taken)
     heads = timed.WIDTH // width
     inputs = inputs_of(cuda, 8, heads, heads, 1000, 1111, width)
     first = attend(*inputs, causal=causal)
@@ -138,56 +117,48 @@ def backward(inputs, given, backend="hopper", **options):
 
 
 @pytest.fixture
-def launched(monkeypatch):
-    """The names of the kernels that were launched; no call is a repeated one."""
-    names, run_kernel = [], run.run_kernel
-    monkeypatch.setattr(run, "run_kernel", lambda name, *x, **y: (names.append(name), run_kernel(name, *x, **y)))
-    monkeypatch.setattr(replay, "RECORD_AFTER", sys.maxsize)
-    return names
-
-
-def in_any_order(monkeypatch):
-    """From now on dq is added in whatever order programs come."""
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
-    replay.forget()
+def names(launched, record_after):
+    """names() of the kernels that were launched; no call is a repeated one."""
+    record_after(None)
+    return lambda: {name for name, _ in launched}
 
 
 @pytest.mark.parametrize("width", HOPPER)
 @pytest.mark.parametrize("band", [{}, dict(causal=True), dict(window=(128, 33))], ids=["full", "causal", "window"])
-def test_each_backward_at_a_ragged_shape(band, width, cuda, monkeypatch, poison, launched):
-    """In turns, as this file asks for, and in whatever order dq is added; more programs than there is room for.
+def test_each_backward_at_a_ragged_shape(band, width, cuda, tiles, passes, poison, names):
+    """Both orders of dq are tested, with more programs than there is room for.
 
     Of products a program makes several blocks, which seven then have to, of a few heads at a time.
     """
-    monkeypatch.setattr(tile_table, "SECTION_BYTES", 2 << 20)
-    monkeypatch.setattr(tile_table, "SCORES_BYTES", 8 << 20)  # of some heads of key at a time
-    monkeypatch.setattr(run, "multiprocessors", lambda device: 7)
+    tiles("SECTION_BYTES", 2 << 20)
+    tiles("SCORES_BYTES", 8 << 20)  # of some heads of key at a time
+    tiles.multiprocessors(7)
     case = Case("backward", B=30, Hq=4, Hkv=2, Sq=300, Sk=421, D=width, Dv=width, grads="out and lse", **band)
     check(case._replace(dtype=HALF[len(band)]), cuda)
-    assert ("hopper_bwd_deterministic" if width <= tile_table.ONE_PASS else "hopper_bwd_ds") in launched
-    in_any_order(monkeypatch)
+    assert ("hopper_bwd_deterministic" if width <= 128 else "hopper_bwd_ds") in names()
+    passes(1)
     check(case._replace(dtype=HALF[len(band)]), cuda)
-    assert ("hopper_bwd" if width <= tile_table.ONE_PASS else "hopper_bwd_ds") in launched
+    assert ("hopper_bwd" if width <= 128 else "hopper_bwd_ds") in names()
 
 
 @pytest.mark.parametrize("number", range(len(DIMS)), ids=lambda n: "D {} Dv {}".format(*DIMS[n]))
 @pytest.mark.parametrize(
     "options", [dict(causal=True, align="top_left"), dict(window=(40, 9))], ids=["causal", "window"]
 )
-def test_backwards_of_head_dimensions(options, number, cuda, monkeypatch, poison, launched):
+def test_backwards_of_head_dimensions(options, number, cuda, passes, poison, names):
     """With keys that nobody sees, and rows that see none."""
     dims = dict(zip(("D", "Dv"), DIMS[number], strict=True))
     case = Case("dims", B=2, Hq=4, Hkv=2, Sq=190, Sk=331, dtype=HALF[number % 2], **options, **dims)
-    in_any_order(monkeypatch)
+    passes(1)
     check(case, cuda)
-    assert ("hopper_bwd" if max(DIMS[number]) <= tile_table.ONE_PASS else "hopper_bwd_ds") in launched
+    assert ("hopper_bwd" if max(DIMS[number]) <= 128 else "hopper_bwd_ds") in names()
 
 
 @pytest.mark.parametrize("width", HOPPER)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_a_backward_gives_the_same_bits(causal, width, cuda, monkeypatch, launched):
-    """Of wide heads, with the gradients of scores of some heads at a time."""
-    monkeypatch.setattr(tile_table, "SCORES_BYTES", 12 << 20)
+def test_a_backward_gives_the_same_bits(causal, width, cuda, tiles, names):
+    """Wide heads store the gradients of scores of a few heads at a time."""
+    tiles("SCORES_BYTES", 12 << 20)
     heads = timed.WIDTH // width
     inputs = inputs_of(cuda, 4, heads, heads, 1000, 1111, width)
     given = torch.randn_like(inputs[0])
@@ -195,47 +166,15 @@ def test_a_backward_gives_the_same_bits(causal, width, cuda, monkeypatch, launch
     for _ in range(100):
         for again, before in zip(backward(inputs, given, causal=causal), first, strict=True):
             wrong += (again != before).count_nonzero()
-    assert wrong.item() == 0 and {*tile_table.REPEATABLE} & {*launched}
+    assert wrong.item() == 0 and {"hopper_bwd_deterministic", "hopper_bwd_ds"} & names()
     for one, other in zip(first, backward(inputs, given, "triton", causal=causal), strict=True):
         torch.testing.assert_close(one, other, rtol=5e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("number", range(len(DIMS)), ids=lambda n: "D {} Dv {}".format(*DIMS[n]))
-@pytest.mark.parametrize("causal", [False, True])
-def test_head_dimensions(causal, number, cuda, poison):
-    dims = dict(zip(("D", "Dv"), DIMS[number], strict=True))
-    check_forward(Case("dims", B=2, Hq=4, Hkv=2, Sq=257, Sk=331, dtype=HALF[number % 2], causal=causal, **dims), cuda)
-
-
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-@pytest.mark.parametrize("dim", [64, 128])
-def test_lengths(lengths, dim, cuda, poison):
-    for case in of_lengths(lengths, dim):
-        check_forward(case, cuda)
-
-
-OPTIONS = {
-    "one kv head": dict(Hkv=1),
-    "as many kv heads": dict(Hkv=4, causal=True),
-    "more queries than keys": dict(Sq=571, Sk=203, causal=True),
-    "top left": dict(align="top_left", window=(200, 1)),
-    "top left, more queries than keys": dict(Sq=571, Sk=203, causal=True, align="top_left"),
-    "left window": dict(window=(200, None)),
-    "right window": dict(window=(None, 130)),
-    "window of itself": dict(window=(0, 0)),
-    "scale 1": dict(scale=1.0, spread=0.3),
-    "peaked": dict(spread=4.0),
-    "weights": dict(grads="out, lse and weights", causal=True),
-    "lse alone": dict(grads="lse"),
-    "out alone": dict(grads="out"),
-}
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("dim", [64, 128])
-def test_options(name, dim, cuda, poison):
-    sizes = dict(B=2, Hq=4, Hkv=2, Sq=457, Sk=571, D=dim, Dv=dim, dtype=HALF[0])
-    check(Case(name)._replace(**sizes | OPTIONS[name]), cuda)
+def test_lengths(lengths, cuda, poison):
+    for case in of_lengths(lengths, (64, 128)[sum(lengths) % 2]):
+        check(case, cuda)
 
 
 @pytest.mark.parametrize("dim", [56, 64, 128])
@@ -256,7 +195,7 @@ def test_strided_inputs(dim, cuda):
 
 
 def test_columns_that_are_no_multiple_of_eight(cuda):
-    """Of query and key, whose rows lie far enough apart."""
+    """Rows of query and key lie far enough apart."""
     query, key, value = inputs_of(cuda)
     got = attend(query[..., :59], key[..., :59], value)
     for x in (query, key):
@@ -265,9 +204,9 @@ def test_columns_that_are_no_multiple_of_eight(cuda):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_planes_in_several_sections(causal, cuda, monkeypatch, poison):
-    """As of keys and values that do not all stay in L2; the last section is not full."""
-    monkeypatch.setattr(tile_table, "L2_BYTES", 3 * 2 * 421 * (128 + 128))
+def test_planes_in_several_sections(causal, cuda, tiles, poison):
+    """Keys and values do not all stay in L2; the last section is not full."""
+    tiles("L2_BYTES", 3 * 2 * 421 * (128 + 128))
     check(Case("sections", B=4, Hq=22, Hkv=11, Sq=300, Sk=421, D=128, Dv=128, dtype=HALF[0], causal=causal), cuda)
 
 
@@ -279,16 +218,14 @@ def test_tensors_beyond_two_to_the_31(cuda):
     reaches_far(cuda, "hopper")
 
 
-def test_a_repeated_call_finds_its_tensors_wherever_they_lie(cuda, monkeypatch):
-    """What the driver makes of a descriptor is kept by its address: of fewer than are met here."""
+def test_a_repeated_call_finds_its_tensors_wherever_they_lie(cuda, record_after):
+    """Descriptors are kept by address; there are more addresses here than places."""
     batches = [inputs_of(cuda, batch=1) for _ in range(300)]
-    monkeypatch.setattr(replay, "RECORD_AFTER", sys.maxsize)
+    record_after(None)
     want = [attend(*inputs, causal=True) for inputs in batches]
-    assert not replay._known
-    monkeypatch.setattr(replay, "RECORD_AFTER", 1)
+    record_after(1)
     for _ in range(2):
         assert all(torch.equal(attend(*x, causal=True), out) for x, out in zip(batches, want, strict=True))
-    assert len(replay._known) == 1
     for x, other in zip(batches[0], batches[1], strict=True):
         x.copy_(other)  # other values, where a descriptor is known of
     assert torch.equal(attend(*batches[0], causal=True), want[1])
@@ -300,52 +237,11 @@ def test_a_repeated_call_finds_its_tensors_wherever_they_lie(cuda, monkeypatch):
 
 
 def test_a_graph_replays_on_new_values(cuda):
-    inputs = [x.requires_grad_() for x in inputs_of(cuda)]
-    grad = torch.randn_like(inputs[0])
-
-    def step():
-        out = attend(*inputs, causal=True)
-        return (out, *torch.autograd.grad(out, inputs, grad))
-
-    step()
-    graph, results = captured(step)  # of a repeated call
-    for _ in range(3):
-        with torch.no_grad():
-            for x in inputs:
-                x.normal_()
-        graph.replay()
-        assert all(torch.equal(a, b) for a, b in zip(results, step(), strict=True))
+    replays_on_new_values(cuda, "hopper")
 
 
 def test_it_waits_for_the_stream_it_is_called_on(cuda):
     waits_for_its_stream(cuda, "hopper")
-
-
-def test_two_streams_at_once(cuda):
-    """Programs of two launches share multiprocessors."""
-    several = [inputs_of(cuda, batch=4, rows=700 + 100 * number) for number in range(2)]
-    want = [attend(*inputs) for inputs in several]
-    streams, results = [torch.cuda.Stream() for _ in several], []
-    torch.cuda.synchronize()
-    for _ in range(50):
-        for stream, inputs, out in zip(streams, several, want, strict=True):
-            with torch.cuda.stream(stream):
-                results.append((attend(*inputs) != out).any())
-    torch.cuda.synchronize()
-    assert not any(results)
-
-
-def test_it_compiles_whole(cuda):
-    inputs = [x.requires_grad_() for x in inputs_of(cuda)]
-    grad = torch.randn_like(inputs[0])
-
-    def step(*inputs):
-        return attend(*inputs, causal=True, return_lse=True)
-
-    out, lse = torch.compile(step, fullgraph=True, backend="eager")(*inputs)
-    got = out, lse, *torch.autograd.grad(out, inputs, grad)
-    out, lse = step(*inputs)
-    assert all(torch.equal(a, b) for a, b in zip(got, (out, lse, *torch.autograd.grad(out, inputs, grad)), strict=True))
 
 
 def test_a_misaligned_view_is_refused_or_copied(cuda):

@@ -55,8 +55,9 @@ def alike(got, want, backend):
             torch.testing.assert_close(a, b, rtol=0, atol=tolerance, equal_nan=True)
 
 
-def held(attend, arguments, incoming, backend, monkeypatch):
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: backend == "triton")
+def held(attend, arguments, incoming, backend, monkeypatch, passes):
+    if backend == "triton":
+        passes(2)
     want = computed(attend, arguments, incoming, backend)
     assert all(x.numel() == 0 or not x.isnan().all() for x in want)
     for fill, gap in GUARDS:
@@ -81,7 +82,7 @@ DENSE = one_in(9, named([DENSE[3], *DENSE[4:12], DENSE[2], DENSE[0], DENSE[1], *
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", DENSE)
-def test_a_dense_call(case, backend, monkeypatch):
+def test_a_dense_call(case, backend, monkeypatch, passes):
     tensors, options = case.draw()
     tensors |= {name: tensors[name].clone(memory_format=torch.contiguous_format) for name in ("query", "key", "value")}
     incoming = {name: tensors.pop(name) for name in ("out", "lse", "weights")}
@@ -90,10 +91,10 @@ def test_a_dense_call(case, backend, monkeypatch):
     def attend(**given):
         return fa.attention(**given, return_lse=True, return_weights="weights" in case.grads)
 
-    held(attend, tensors | options, incoming, backend, monkeypatch)
+    held(attend, tensors | options, incoming, backend, monkeypatch, passes)
 
 
-ROWS, KEYS = (7, 0, 33, 2), (17, 5, 20, 0)
+ROWS, KEYS = (7, 0, 33), (17, 5, 0)
 MOST = max(ROWS), max(KEYS)
 
 
@@ -111,15 +112,15 @@ PACKED = {
     "causal": dict(causal=True, max_seqlen_q=MOST[0], max_seqlen_k=MOST[1]),
     "window": dict(window=(5, 3), dtype=torch.float16),
     "tokens": _drawn(key_mask=(sum(KEYS),), query_mask=(sum(ROWS),)),
-    "pairs": _drawn(mask=(4, 1, *MOST), bias=(1, 4, *MOST)),
-    "scores": _drawn(alibi_slopes=(4, 4), sinks=(4,)) | dict(softcap=2.0),
+    "pairs": _drawn(mask=(3, 1, *MOST), bias=(1, 4, *MOST)),
+    "scores": _drawn(alibi_slopes=(3, 4), sinks=(4,)) | dict(softcap=2.0),
     "dropout": dict(dropout_p=0.3, seed=3),
 }
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", one_in(4, [pytest.param(name, id=name) for name in PACKED]))
-def test_packed_sequences(name, backend, monkeypatch):
+@pytest.mark.parametrize("name", one_in(5, [pytest.param(name, id=name) for name in PACKED]))
+def test_packed_sequences(name, backend, monkeypatch, passes):
     options = dict(PACKED[name])
     query, key, value, grad = draw_packed(ROWS, KEYS, dtype=options.pop("dtype", torch.float32))
     lengths = dict(cu_seqlens_q=offsets(ROWS), cu_seqlens_k=offsets(KEYS))
@@ -128,13 +129,13 @@ def test_packed_sequences(name, backend, monkeypatch):
     def attend(**given):
         return fa.attention_varlen(**given, return_lse=True)
 
-    held(attend, dict(query=query, key=key, value=value) | lengths | options, incoming, backend, monkeypatch)
+    held(attend, dict(query=query, key=key, value=value) | lengths | options, incoming, backend, monkeypatch, passes)
 
 
 CACHED = [
     *caches.SINGLE[1:6],
     caches.EVERYTHING._replace(strided=False),
-    Cached("splits", lengths=(400, 3), C=410, dtype=torch.float16),
+    Cached("splits", lengths=(200, 3), C=210, dtype=torch.float16),
     *caches.EDGES[:3],
 ]
 
@@ -158,43 +159,3 @@ def test_caches(case, backend, monkeypatch):
             guard.check(**new)
             for name, x in mine.items():
                 assert torch.equal(x.nan_to_num(7.0), arguments[name].nan_to_num(7.0)), name
-
-
-def _at(tensor, offset):
-    """One number beside a tensor, or in it, that autograd does not see being written."""
-    new = torch.empty(0, dtype=tensor.dtype)
-    return new.set_(tensor.untyped_storage(), tensor.storage_offset() + offset, (1,), (1,))
-
-
-PLANTED = {
-    "a number behind an input": lambda query, out: _at(query, query.numel()),
-    "a number before an input": lambda query, out: _at(query, -1),
-    "a number behind a result": lambda query, out: _at(out, out.numel()),
-    "an input": lambda query, out: _at(query, 0),
-}
-
-
-@interpreted
-@pytest.mark.parametrize("what", PLANTED)
-def test_what_is_written_is_seen(what, monkeypatch):
-    def attend(query, backend, **given):
-        out, lse = fa.attention(query, **given, backend=backend, return_lse=True)
-        PLANTED[what](query.detach(), out.detach()).fill_(0.0)
-        return out, lse
-
-    tensors, options = Case("planted", Sq=5, Sk=7).draw()
-    arguments = {name: tensors[name] for name in ("query", "key", "value")} | options
-    with pytest.raises(AssertionError, match="bytes changed"):
-        guarded(attend, arguments, dict(out=tensors["out"]), "triton", monkeypatch, PLAUSIBLE, 0)
-
-
-def test_what_is_read_is_seen(monkeypatch):
-    def attend(query, backend, **given):
-        found = fa.attention(query, **given, backend=backend, return_lse=True)
-        behind = _at(query.detach(), query.numel() if query.storage_offset() else 0)
-        return tuple(x + behind for x in found)
-
-    tensors, options = Case("planted").draw()
-    arguments = {name: tensors[name] for name in ("query", "key", "value")} | options
-    with pytest.raises(AssertionError):
-        held(attend, arguments, dict(out=tensors["out"]), "naive", monkeypatch)

@@ -1,4 +1,4 @@
-"""Bias, softcap, ALiBi, sinks, dropout and weights: by the definition, and the facts that a tolerance cannot state."""
+"""Options against the definition, one pair at a time in Python floats, and facts that a tolerance cannot state."""
 
 import itertools
 import math
@@ -9,7 +9,6 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import fusedattn as fa
-from fusedattn.naive import dropout, formula
 
 from .. import sample
 from ..close import assert_like
@@ -44,13 +43,20 @@ OPTIONS = {
     "sinks": lambda: dict(sinks=torch.randn(HQ, dtype=torch.float64)),
     "dropout": lambda: dict(dropout_p=0.3, seed=1234567890123),
     "causal": lambda: dict(causal=True),
-    "masks": lambda: dict(mask=torch.rand(B, 1, SQ, SK) < 0.7, query_mask=torch.rand(B, SQ) < 0.8),
+    "window": lambda: dict(window=(2, 1)),
+    "left window, top left": lambda: dict(window=(1, None), align="top_left"),
+    "negative scale": lambda: dict(scale=-0.3),
+    "masks": lambda: dict(
+        mask=torch.rand(B, 1, SQ, SK) < 0.7, query_mask=torch.rand(B, SQ) < 0.8, key_mask=torch.rand(B, SK) < 0.8
+    ),
 }
 
 
 def by_the_definition(query, key, value, o):
     """(out, lse, weights), one pair at a time, in Python floats, as DESIGN has it."""
     shift = 0 if o.get("align") == "top_left" else SK - SQ
+    left, right = (SK + SQ if side is None else side for side in o.get("window", (None, None)))
+    right = min(right, 0) if o.get("causal") else right
     lse = torch.full((B, HQ, SQ), float("-inf"), dtype=torch.float64)
     weights = torch.zeros(B, HQ, SQ, SK, dtype=torch.float64)
     whole = torch.broadcast_to(o.get("bias", torch.zeros(1, 1)), (B, HQ, SQ, SK)).tolist()
@@ -59,12 +65,12 @@ def by_the_definition(query, key, value, o):
     for b, h, i in itertools.product(range(B), range(HQ), range(SQ)):
         scores = {}
         for j in range(SK):
-            s = D**-0.5 * float(query[b, h, i] @ key[b, h // (HQ // HKV), j])
+            s = o.get("scale", D**-0.5) * float(query[b, h, i] @ key[b, h // (HQ // HKV), j])
             if "softcap" in o:
                 s = o["softcap"] * math.tanh(s / o["softcap"])
             s = s - slopes[b][h] * abs(i + shift - j) + whole[b][h][i][j]
-            seen = mask[b, h, i, j] and s > float("-inf") and ("query_mask" not in o or o["query_mask"][b, i])
-            if seen and not (o.get("causal") and j > i + shift):
+            seen = mask[b, h, i, j] and s > float("-inf") and i + shift - left <= j <= i + shift + right
+            if seen and all(name not in o or o[name][b, at] for name, at in (("query_mask", i), ("key_mask", j))):
                 scores[j] = s
         total = sum(map(math.exp, scores.values())) + (math.exp(o["sinks"][h]) if "sinks" in o else 0.0)
         if total:
@@ -108,10 +114,12 @@ def pairs(n):
 def test_the_definition_pair_by_pair(names):
     tensors, options = draw(), joined(names)
     got = fa.attention(*tensors, **options, return_lse=True, return_weights=True)
+    assert torch.equal(got[0], fa.attention(*tensors, **options))
     assert_like(got, by_the_definition(*tensors, options))
 
 
 @pytest.mark.parametrize("names", pairs(30))
+@pytest.mark.one_in(5)
 def test_gradients_against_finite_differences(names):
     tensors, options = draw(requires_grad=True), joined(names)
     learned = [name for name in ("bias", "alibi_slopes", "sinks") if name in options]
@@ -147,6 +155,7 @@ def on(device, dtype, requires_grad=False):
 
 
 @pytest.mark.parametrize("shape", [(1, HQ, 1, SK), (B, HQ, SQ, SK), (SQ, SK), (B, 1, 1, 1)], ids=str)
+@pytest.mark.one_in(2)
 def test_bias_alone_requires_grad(shape, device, backend):
     given = torch.randn(shape, device=device, requires_grad=True)
     tensors = on(device, torch.float32)
@@ -175,7 +184,8 @@ def test_a_bias_of_any_strides_is_read_where_it_lies(device, backend):
         assert torch.equal(fa.attention(*tensors, bias=given), fa.attention(*tensors, bias=same))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.one_in(4)
 def test_a_row_of_the_lowest_number_is_not_empty(dtype, device, backend):
     tensors = on(device, torch.float32, requires_grad=True)
     lowest = torch.zeros(SQ, SK, dtype=dtype, device=device)
@@ -241,17 +251,24 @@ def test_a_sink_of_minus_infinity_is_none(device, backend):
     assert (out == 0).all() and (lse == float("-inf")).all()
 
 
-@pytest.mark.parametrize("cap", [1e-30, 1e-3, 1e30, 3e38])
+@pytest.mark.parametrize("cap", [1e-3, 1e-30, 3e38])
 def test_caps_of_any_size(cap, device, backend):
     tensors = on(device, torch.float32, requires_grad=True)
     out = fa.attention(*tensors, softcap=cap)
     assert_like(out, lambda: fa.reference.eager(*tensors, softcap=cap))
     assert all(grad.isfinite().all() for grad in torch.autograd.grad(out.sum(), tensors))
+    # The derivative of a score of 0 is 1, however small the cap is.
+    query = torch.zeros_like(tensors[0], requires_grad=True)
+
+    def grad(**options):
+        return torch.autograd.grad(fa.attention(query, *tensors[1:], **options)[..., 0].sum(), query)[0]
+
+    assert_like(grad(softcap=cap), grad)
 
 
 def test_dropout_keeps_the_same_weights_on_every_path(device):
     """Forward, backward and weights, in tiles of either orientation, against the words that NumPy draws."""
-    rows, keys, seed = 45, 70, 2**63 - 25
+    rows, keys, seed = 33, 50, 2**63 - 25
     query, key, value = (
         torch.randn(B, HQ, length, 16, device=device, requires_grad=True) for length in (rows, keys, keys)
     )
@@ -264,19 +281,6 @@ def test_dropout_keeps_the_same_weights_on_every_path(device):
     assert_like((out, grad), lambda: (weights @ value, weights.mT @ torch.ones_like(out)))
 
 
-def test_dropout_depends_on_seed_head_and_place_alone():
-    seed = torch.tensor([2**62 + 12345])
-    planes = torch.tensor([3, 2**33 + 1])
-    for first, last, keys in ((0, 40, 37), (5, 33, 70), (16, 17, 16), (0, 1, 1)):
-        got = dropout.words(seed, planes, first, last, keys)
-        for number, plane in enumerate(planes.tolist()):
-            assert torch.equal(got[number], by_numpy(int(seed), plane, last, keys)[first:])
-    negative = dropout.words(torch.tensor([-5]), planes[:1], 0, 20, 20)[0]
-    assert torch.equal(negative, by_numpy(2**64 - 5, 3, 20, 20))
-    kept = dropout.keep(seed, torch.arange(4), 0, 300, 300, 0.17).float().mean()
-    assert abs(float(kept) - 0.83) < 0.01
-
-
 def test_dropout_of_everything_and_of_nothing(device, backend):
     tensors = on(device, torch.float32, requires_grad=True)
     out = fa.attention(*tensors, dropout_p=1.0)
@@ -284,19 +288,6 @@ def test_dropout_of_everything_and_of_nothing(device, backend):
     state = torch.get_rng_state()
     assert torch.equal(fa.attention(*tensors, dropout_p=0.0, seed=3), fa.attention(*tensors))
     assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_dropout_draws_anew_from_torchs_generator(device, backend):
-    tensors = on(device, torch.float32)
-    torch.manual_seed(5)
-    first, second = (fa.attention(*tensors, dropout_p=0.5) for _ in range(2))
-    torch.manual_seed(5)
-    assert torch.equal(fa.attention(*tensors, dropout_p=0.5), first) and not torch.equal(first, second)
-    same = [
-        fa.attention(*tensors, dropout_p=0.5, seed=seed)
-        for seed in (7, torch.tensor(7, device=device), torch.tensor([7], device=device))
-    ]
-    assert torch.equal(same[0], same[1]) and torch.equal(same[0], same[2])
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -327,21 +318,6 @@ def test_compiled_calls_drop_what_eager_calls_drop(device, backend):
     assert torch.equal(compiled(*tensors, seed), step(*tensors, seed))
     free = torch.compile(lambda *x: fa.attention(*x, dropout_p=0.5), fullgraph=True, backend="aot_eager")
     assert not torch.equal(free(*tensors), free(*tensors))
-
-
-def test_blocks_of_queries_change_nothing_but_rounding(monkeypatch):
-    learned = dict(bias=bias(B, 1, SQ, SK), alibi_slopes=torch.rand(HQ).double(), sinks=torch.randn(HQ).double())
-    learned = {name: x.requires_grad_() for name, x in learned.items()}
-    tensors, options = draw(requires_grad=True), dict(softcap=2.0, dropout_p=0.4, seed=3, **learned)
-    inputs = (*tensors, *learned.values())
-
-    def both():
-        out, lse = fa.attention(*tensors, **options, return_lse=True)
-        return out, lse, *torch.autograd.grad(out.square().sum() + lse.square().sum(), inputs)
-
-    whole = both()
-    monkeypatch.setattr(formula, "BUDGET", 8 * B * HQ * SK * 2)
-    assert_like(both(), whole)
 
 
 def test_weights_come_in_the_dtype_and_rank_of_the_query(device, backend):

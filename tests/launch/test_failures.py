@@ -9,17 +9,16 @@ import torch
 
 pytest.importorskip("triton", reason="kernels need Triton")
 
-from triton.compiler import compiler
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 from triton.runtime.jit import JITFunction
 
 import fusedattn as fa
 from fusedattn.dispatch import backends
-from fusedattn.launch import failures, forward, tile_table
+from fusedattn.launch import failures, forward
 
 from ..close import assert_like
-from ..inside import OPTIONS, compiled, draw, learned, leaves, only_interpreted, passes_compiled, same
+from ..inside import OPTIONS, compiled, draw, learned, leaves, same
 from ..offline import absent
 
 FORWARD, BACKWARD = {"forward"}, {"preprocess", "one_pass", "dkdv", "dq"}
@@ -38,23 +37,13 @@ STAGES = {
 }
 
 
-@only_interpreted
-def test_this_file_without_the_interpreter():
-    passes_compiled(__file__)
-
-
 @pytest.fixture
-def failing(monkeypatch):
+def failing(monkeypatch, tiles):
     """failing(stage, error, names): a GPU that is not there, on which Triton fails for these kernels."""
     monkeypatch.setattr(backends, "_on_gpu", lambda call: True)
     for table in (backends.BACKENDS, backends.DECODERS):
         monkeypatch.setitem(table, "cpu", table["cpu"]._replace(reasons=lambda *_: ["it is for CPUs"]))
-    monkeypatch.setattr(tile_table, "fitting", {})
-    tiles = tile_table.tiles_for
-    small = tile_table.Tile(16, 16, 4, 1)
-    monkeypatch.setattr(
-        tile_table, "tiles_for", lambda *a, **b: tuple(small._replace(keys=x.keys and 16) for x in tiles(*a, **b)[:1])
-    )
+    tiles.choose(lambda found: tuple(tiles.table.Tile(16, x.keys and 16, 4, 1) for x in found[:1]))
     compile_one, tried = JITFunction._do_compile, []
 
     def fail(stage, error, names):
@@ -83,6 +72,7 @@ def once(caught):
 
 @compiled
 @pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.one_in(3)
 def test_the_naive_path_takes_the_call_and_all_of_its_kind(stage, failing):
     when, error = STAGES[stage]
     gpu, tried = failing(when, error, FORWARD)
@@ -104,10 +94,8 @@ def test_the_naive_path_takes_the_call_and_all_of_its_kind(stage, failing):
             assert type(error).__name__ in str(raised.value) and "\n" not in str(raised.value)
     said = once(caught)
     assert why in said and type(error).__name__ in why
-    assert ("no such product" in why) == (stage == "the language")
     assert ("install a C compiler" in said) == (stage in ("no compiler", "no header"))
     assert ("empty Triton's cache" in said) == (stage == "the launcher")
-    assert ("the file or folder that is named" in said) == (stage in ("no ptxas", "no cache"))
 
 
 @compiled
@@ -127,6 +115,7 @@ def test_a_named_backend_that_fails_raises_each_time(kernels, failing):
 
 @compiled
 @pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.one_in(3)
 def test_a_backward_that_fails_is_computed_by_the_naive_path(name, failing, monkeypatch):
     """The forward's results are those of a kernel that computes nothing here; gradients do not need them."""
     gpu, _ = failing("compile", PTXASError("ptxas fatal"), BACKWARD)
@@ -259,28 +248,3 @@ def test_weights_that_cannot_be_had(failing):
         tried.clear()
         same(fa.attention(*inputs, return_weights=True), fa.reference.attention(*inputs, return_weights=True))
         assert tried == []
-
-
-@compiled
-def test_a_kernel_that_did_not_load_once_is_loaded_the_next_time(monkeypatch):
-    """By Triton's own loading, which has what runs a kernel before there is a kernel; the driver is a stand-in."""
-    trouble, functions = [RuntimeError("Triton Error [CUDA]: out of memory")], []
-
-    def load_binary(*binary):
-        if trouble:
-            raise trouble.pop()
-        return None, 4711, 32, 0, 1024  # no module: Triton would unload it
-
-    class Launcher(absent.Run):
-        def __init__(self, source, metadata):
-            super().__init__(lambda x, y, z, stream, function, *rest: functions.append(function))
-
-    monkeypatch.setattr(absent._Utils, "load_binary", staticmethod(load_binary), raising=False)
-    monkeypatch.setattr(absent.Driver, "launcher_cls", Launcher, raising=False)
-    monkeypatch.setattr(compiler, "max_shared_mem", lambda device: 10**9)
-    with absent.gpu(load=compiler.CompiledKernel._init_handles):
-        with pytest.raises(RuntimeError, match="out of memory"):
-            fa.attention(*draw("cpu"), backend="triton")
-        assert functions == []
-        fa.attention(*draw("cpu"), backend="triton")
-    assert functions == [4711]

@@ -3,7 +3,6 @@
 import multiprocessing
 import sys
 import threading
-import time
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ import torch
 pytest.importorskip("triton", reason="kernels need Triton")
 
 import fusedattn as fa
-from fusedattn.launch import run
 
 from ..close import assert_like
 from ..conftest import INTERPRETED
@@ -54,24 +52,23 @@ def test_threads_take_turns(impatient, one_thread):
     assert not wrong
 
 
-def _interpret():
-    with run.surroundings(torch.device("cpu")):
-        pass
+def _attend():
+    fa.attention(*torch.randn(3, 1, 1, 5, 16), backend="triton")
 
 
 def test_a_process_is_forked_between_turns():
-    taken = threading.Event()
+    _attend()
+    stop = threading.Event()
 
-    def other():
-        with run.surroundings(torch.device("cpu")):
-            taken.set()
-            time.sleep(0.2)
+    def others():
+        while not stop.is_set():
+            _attend()
 
-    thread = threading.Thread(target=other)
+    thread = threading.Thread(target=others)
     thread.start()
-    taken.wait()
-    process = multiprocessing.get_context("fork").Process(target=_interpret, daemon=True)
+    process = multiprocessing.get_context("fork").Process(target=_attend, daemon=True)
     process.start()
     process.join(20)
+    stop.set()
     thread.join()
     assert process.exitcode == 0

@@ -12,18 +12,12 @@ from triton.runtime.jit import JITFunction
 
 import fusedattn as fa
 from fusedattn.dispatch import backends
-from fusedattn.launch import failures, tile_table as table
 
-from ..inside import compiled, fields, only_interpreted, passes_compiled
+from ..inside import compiled, fields
 from ..offline import absent
 from ..sample import one_in, product
 
 MANY = 70_000  # programs along y or z of a grid are at most 65,535
-
-
-@only_interpreted
-def test_this_file_without_the_interpreter():
-    passes_compiled(__file__)
 
 
 def huge(*shape):
@@ -47,7 +41,7 @@ def packed(sequences, longest=1):
 SQUARE = dict(Hq=64, Sq=2**16, Sk=2**16)
 PER_BATCH, PER_HEAD = torch.ones(1, dtype=torch.bool).expand(64, 1, 2**16, 1), torch.zeros(1, 64, 1, 2**16)
 PACKED = dict(Sq=2**15, Sk=2**15, **packed(2**14, 2**15), key_mask=torch.ones(1, 2**15, dtype=torch.bool))
-GRID, POSITIONS, BLOCKS = "the grid would", "rows and keys together would", "its block mask would"
+GRID, POSITIONS, BLOCKS = "2**31 programs", "rows and keys", "2**31 blocks"
 PAST_A_LIMIT = {  # a call that is refused, the reason, and a call that is just small enough
     "programs": (dict(B=2**27, Hq=16), GRID, dict(B=2**27 - 1, Hq=16)),
     "sequences": (dict(Hq=16, **packed(2**27 - 1)), GRID, dict(Hq=16, **packed(2**27 - 3))),
@@ -62,25 +56,24 @@ PAST_A_LIMIT = {  # a call that is refused, the reason, and a call that is just 
 @pytest.mark.parametrize("name", PAST_A_LIMIT)
 def test_what_passes_32_bits_is_refused(name, device):
     past, why, fits = PAST_A_LIMIT[name]
-    assert any(reason.startswith(f"{why} pass 2**31") for reason in reasons(call_of(**past)))
+    assert any(why in reason and "2**31" in reason for reason in reasons(call_of(**past)))
     assert not reasons(call_of(**fits))
 
 
 def test_a_named_backend_raises_for_a_grid_that_is_too_large(device):
     inputs = huge(2**27, 16, 16, 8), huge(2**27, 1, 16, 8), huge(2**27, 1, 16, 8)
-    with pytest.raises(NotImplementedError, match=r"'triton' cannot take this call: .*pass 2\*\*31 programs"):
+    with pytest.raises(NotImplementedError, match=r"'triton' cannot take this call: .*2\*\*31 programs"):
         fa.attention(*inputs, backend="triton")
 
 
 @pytest.fixture
-def launched(monkeypatch):
+def launched(monkeypatch, tiles):
     """launched(limit): a GPU that is not there; what is launched, and how much shared memory its tiles were given.
 
     A tile takes what its copies take: of rows once, of keys and values in each stage.
     """
     monkeypatch.setattr(backends, "_on_gpu", lambda call: True)
-    monkeypatch.setattr(table, "fitting", {})
-    failures.forget()
+    tiles.choose(tuple)
     compile_one, grids = JITFunction._do_compile, []
 
     def gpu(limit=None, itemsize=2):
@@ -107,9 +100,10 @@ def _inputs(*sizes, dtype=torch.float16, D=16):
 
 @compiled
 @pytest.mark.parametrize("two_passes", [False, True], ids=["one pass", "two passes"])
-def test_grids_have_one_dimension(two_passes, launched, monkeypatch):
+@pytest.mark.one_in(2)
+def test_grids_have_one_dimension(two_passes, launched, passes):
     gpu, grids = launched
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: two_passes)
+    passes(1 + two_passes)
     inputs = _inputs(MANY // 4, 4, 1)
     mask = torch.ones(MANY // 4, 1, 1, 1, dtype=torch.bool)
     with gpu():

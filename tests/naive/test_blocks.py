@@ -4,18 +4,30 @@ import pytest
 import torch
 
 import fusedattn as fa
-from fusedattn.call.options import Arguments
-from fusedattn.call.rules import checked
-from fusedattn.naive import blocks, decode, formula, pairs
+from fusedattn.naive import decode, formula, varlen
 from fusedattn.testing.compare import with_gradients
 
 from .. import cases
-from ..close import assert_close, assert_like
+from ..caches import Cached, in_float64, one_by_one
+from ..close import assert_as_good, assert_close, assert_like
+from ..sequences import attention_varlen, by_sequence
+
+
+@pytest.fixture
+def budget(monkeypatch):
+    """budget(cache, scores): bytes of scores that a block may have, and that are kept in all."""
+
+    def limit(cache, scores=formula.BUDGET):
+        monkeypatch.setattr(formula, "CACHE", cache)
+        monkeypatch.setattr(formula, "BUDGET", max(scores, cache))
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+
+    return limit
 
 
 @pytest.fixture
 def computed(monkeypatch):
-    """What each softmax was given, by name, and the shape of its scores."""
+    """Arguments of each softmax, and the shape of its scores."""
     seen, softmax = [], formula.softmax
 
     def record(scores, need_lse, **more):
@@ -36,27 +48,29 @@ CASES = [
     cases.Case("masks", B=2, mask="pairs", key_mask="own", query_mask="own", causal=True),
     cases.Case("grouped", Hq=4, Hkv=2, window=(9, 3), mask="keys"),
     cases.Case("half", dtype=torch.float16, causal=True),
-    cases.Case("causal", B=2, Hq=4, Hkv=2, causal=True),
     cases.Case("window", B=2, Hq=4, Hkv=1, window=(4, 2)),
+    cases.Case("fewer rows", Sq=9, Sk=45, causal=True, window=(3, None)),
+    cases.Case("fewer keys", Sq=45, Sk=9, window=(2, 1), align="top_left"),
     cases.Case("window from the left", B=2, window=(None, 2), align="top_left"),
     cases.Case("window of the past", B=2, window=(3, None)),
 ]
 
 
-@pytest.mark.parametrize("cache", [1, 4 * 45 * 10, 4 * 45 * 80], ids=["rows", "ten rows", "planes"])
+@pytest.mark.parametrize("cache", [4 * 45 * 10, 4 * 45 * 80, 1], ids=["ten rows", "planes", "rows"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_blocks_change_nothing_but_rounding(case, cache, monkeypatch):
+@pytest.mark.one_in(2)
+def test_blocks_change_nothing_but_rounding(case, cache, budget):
     tensors, options = case.draw()
-    monkeypatch.setattr(formula, "CACHE", cache)
-    for budget in (formula.BUDGET, 1):
-        monkeypatch.setattr(formula, "BUDGET", max(budget, cache))
+    for scores in (formula.BUDGET, 1):
+        budget(cache, scores)
         assert_close(with_gradients(fa.reference.attention, tensors, options), tensors, options)
 
 
-@pytest.mark.parametrize("cache", [1, 2**11, 2**13])
+@pytest.mark.parametrize("cache", [2**10, 2**12, 1])
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("window", [None, (None, 0), (5, 3)], ids=str)
-def test_every_option_is_cut_as_the_scores_are(cache, window, monkeypatch):
-    batch, heads, rows, keys = 3, 4, 37, 45
+def test_every_option_is_cut_as_the_scores_are(cache, window, budget):
+    batch, heads, rows, keys = 2, 4, 20, 25
     query, key, value = (torch.randn(batch, h, s, 8).double() for h, s in ((heads, rows), (2, keys), (2, keys)))
     learned = dict(
         bias=torch.randn(1, heads, rows, keys), alibi_slopes=torch.rand(batch, heads), sinks=torch.randn(heads)
@@ -71,31 +85,8 @@ def test_every_option_is_cut_as_the_scores_are(cache, window, monkeypatch):
         return *results, *torch.autograd.grad(sum(x.square().sum() for x in results), inputs)
 
     whole = both()
-    monkeypatch.setattr(formula, "CACHE", cache)
+    budget(cache)
     assert_like(both(), whole)
-
-
-@pytest.mark.parametrize("align", ["bottom_right", "top_left"])
-@pytest.mark.parametrize("window", [(None, 0), (0, None), (2, 1), (0, 0), (7, 9)], ids=str)
-@pytest.mark.parametrize("sizes", [(6, 6), (5, 9), (9, 5)], ids=str)
-def test_a_block_has_all_that_its_rows_see(sizes, window, align):
-    rows, keys = sizes
-    query, key = torch.zeros(1, 1, rows, 4), torch.zeros(1, 1, keys, 4)
-    call = checked(Arguments(query, key, key, window=window, align=align))
-    every = pairs.visible(call, blocks.uncut(call).blocks[0])
-    for first in range(rows):
-        for last in range(first + 1, rows + 1):
-            block = blocks.block(call, first, last)
-            inside = every[first:last, block.begin : block.end]
-            assert inside.sum() == every[first:last].sum()
-            assert torch.equal(pairs.visible(call, block), inside)
-            assert pairs.only_edges(call, block) == bool(every[first:last].any(1).all())
-            if pairs.only_edges(call, block):
-                seen = torch.ones(inside.shape, dtype=torch.bool)
-                for columns, hidden in pairs.edges(call, block):
-                    assert hidden.any()
-                    seen[:, columns] &= ~hidden
-                assert torch.equal(seen, inside)
 
 
 @pytest.mark.parametrize(
@@ -107,23 +98,11 @@ def test_no_score_is_computed_that_no_row_of_a_block_sees(computed, options, par
 
 
 @pytest.mark.parametrize("options", [{}, dict(causal=True), dict(window=(64, 0))], ids=str)
-@pytest.mark.parametrize("shape", [(1, 1, 600, 8), (3, 2, 200, 8), (2, 40, 300, 8)], ids=str)
-def test_blocks_fit_a_cache(computed, shape, options, monkeypatch):
-    monkeypatch.setattr(formula, "CACHE", 2**19)
+@pytest.mark.parametrize("shape", [(1, 1, 600, 8), (3, 2, 200, 8), (2, 10, 300, 8)], ids=str)
+def test_blocks_fit_a_cache(computed, shape, options, budget):
+    budget(2**19)
     fa.attention(*draw(*shape), backend="naive", **options)
     assert max(x["shape"].numel() for x in computed) * 4 <= 2**19
-
-
-def test_no_pass_looks_for_empty_rows_where_there_are_none(computed):
-    query, key, value = draw(1, 2, 512, 8)
-    fa.attention(query, key, value, causal=True, backend="naive")
-    fa.attention(query, key, value, mask=torch.ones(512, 512, dtype=torch.bool).tril(), backend="naive")
-    assert all(x.get("empty") is None and x.get("visible") is None for x in computed)
-    # Only where the diagonal is are keys hidden.
-    causal = [x for x in computed if x["shape"][3] < 512 or len(x["limits"]) != 1]
-    assert all(limits.shape[-1] < 128 for x in causal for _, limits in x["limits"])
-    fa.attention(query, key[:, :, :500], value[:, :, :500], causal=True, backend="naive")
-    assert computed[-1].get("empty") is None and any(x.get("empty") is not None for x in computed)
 
 
 def saved(function, *tensors):
@@ -140,20 +119,10 @@ def saved(function, *tensors):
     return sum(sizes.values())
 
 
-def test_grouped_heads_copy_no_key_and_no_value():
-    query = torch.randn(2, 8, 16, 64, requires_grad=True)
-    key, value = (torch.randn(2, 2, 16, 64, requires_grad=True) for _ in range(2))
-    weights = 2 * 8 * 16 * 16
-    for causal in (False, True):
-        bytes_kept = saved(lambda *x: fa.attention(*x, causal=causal, backend="naive"), query, key, value)  # noqa: B023
-        assert bytes_kept == 4 * (query.numel() + key.numel() + value.numel() + weights)
-
-
-def test_weights_are_kept_for_the_backward_within_the_budget(monkeypatch):
+def test_weights_are_kept_for_the_backward_within_the_budget(monkeypatch, budget):
     computed, run = [], formula.of_block
     monkeypatch.setattr(formula, "of_block", lambda *x: computed.append(x[1]) or run(*x))
-    monkeypatch.setattr(formula, "CACHE", 2**16)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    budget(2**16)
     tensors = draw(1, 2, 256, 8, requires_grad=True)
 
     def passes():
@@ -165,40 +134,42 @@ def test_weights_are_kept_for_the_backward_within_the_budget(monkeypatch):
 
     assert passes() == (8, 8)
     kept = saved(lambda *x: fa.attention(*x, backend="naive"), *tensors)
-    monkeypatch.setattr(formula, "BUDGET", 4 * 2 * 256 * 256 - 1)
+    budget(2**16, 4 * 2 * 256 * 256 - 1)
     monkeypatch.setattr(formula, "AGAIN", 2**17)
     assert passes() == (4, 8)  # of twice the size
     assert saved(lambda *x: fa.attention(*x, backend="naive"), *tensors) < kept / 2
 
 
-def test_half_precision_is_converted_once(monkeypatch):
-    converted, make = [], formula.prepared
-    monkeypatch.setattr(formula, "prepared", lambda *x: converted.append(make(*x)) or converted[-1])
-    monkeypatch.setattr(formula, "CACHE", 2**16)
-    tensors = draw(1, 2, 256, 8, dtype=torch.bfloat16, requires_grad=True)
-    kept = saved(lambda *x: fa.attention(*x, causal=True, backend="naive"), *tensors)
-    assert len(converted) == 1
-    assert kept <= 4 * 3 * 2 * 256 * 8 + 4 * 2 * 256 * 256
+def test_under_torch_func_blocks_are_right_too(budget):
+    query, key, value = (torch.randn(1, 2, 33, 8) for _ in range(3))
+
+    def grad(attend, query):
+        return torch.func.grad(lambda q: attend(q, key, value).square().sum())(query)
+
+    budget(4 * 33 * 10)
+    assert_like(grad(fa.reference.attention, query), grad, fa.reference.eager, query)
+
+
+@pytest.mark.parametrize("name", ["causal", "bias", "weights"])
+def test_one_long_sequence_does_not_make_all_as_long(name, computed, monkeypatch):
+    rows, keys = (3, 40, 0, 5, 37, 2), (4, 45, 3, 6, 45, 1)
+    monkeypatch.setattr(varlen, "SLACK", 0)
+    options = {"causal": dict(causal=True), "bias": dict(bias="batch"), "weights": dict(grads="weights")}[name]
+    case = cases.Case(name, B=6, Sq=40, Sk=45)._replace(**options)
+    tensors, options = case.draw()
+    got = with_gradients(attention_varlen(rows, keys, "naive"), tensors, options, case.grads)
+    assert sum(x["shape"].numel() for x in computed) < 0.7 * 6 * 2 * 40 * 45
+    of = dict(apply=lambda function: by_sequence(function, rows, keys), lengths=(rows, keys))
+    assert_close(got, tensors, options, case.grads, **of)
 
 
 @pytest.mark.parametrize("page", [None, 8], ids=["rows", "pages"])
-def test_decode_reads_no_further_than_the_lengths(computed, page, monkeypatch):
-    capacity, lengths = 64, torch.tensor([5, 5, 33, 0], dtype=torch.int32)
-    query, key, value = torch.randn(4, 4, 2, 8), torch.randn(4, 2, capacity, 8), torch.randn(4, 2, capacity, 8)
-    tables = {}
-    if page is not None:
-        key, value = (x.unflatten(2, (-1, page)).transpose(1, 2).flatten(0, 1) for x in (key, value))
-        tables = dict(block_table=torch.arange(4 * capacity // page, dtype=torch.int32).view(4, -1))
-    gathered, gather = [], decode._gathered
+def test_decode_reads_no_further_than_the_lengths(page, computed, monkeypatch):
     monkeypatch.setattr(decode, "WORTH", 0)
-    monkeypatch.setattr(decode, "_gathered", lambda *x: gathered.append(gather(*x).shape) or gather(*x))
-    options = dict(cache_seqlens=lengths, causal=True, return_lse=True, return_weights=True, **tables)
-    got = fa.attention_decode(query, key, value, **options, backend="naive")
-    # Three runs of like lengths, each for the output and its weights together.
+    arguments = Cached("lengths", page=page, lengths=(5, 5, 33, 0), causal=True, Sq=2).draw()
+    got = fa.attention_decode(**arguments, return_lse=True, return_weights=True, backend="naive")
+    # Three runs of equal lengths.
     assert [x["shape"][3] for x in computed] == [5, 33, 0]
-    assert all(x.get("visible") is None for x in computed)
-    assert page is None or [shape[2] for shape in gathered[::2]] == [8, 40, 0]
-    computed.clear()
-    monkeypatch.setattr(decode, "WORTH", 2**20)
-    assert_like(got, lambda: fa.attention_decode(query, key, value, **options, backend="naive"))
-    assert {x["shape"][3] for x in computed} == {capacity}
+    eager, oracle = (one_by_one(fa.reference.eager, x)[0].values() for x in (arguments, in_float64(arguments)))
+    for each in zip(got, eager, oracle, strict=True):
+        assert_as_good(*each)
