@@ -13,7 +13,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def overridable(function: _Function) -> _Function:
-    """Return a public function that asks modes and classes with a __torch_function__ first, as torch's own do."""
+    """Have a public function ask modes and classes with a __torch_function__ first, as torch's functions do."""
 
     @functools.wraps(function)
     def public(*args: Any, **kwargs: Any) -> Any:
@@ -26,6 +26,7 @@ def overridable(function: _Function) -> _Function:
         return function(*args, **kwargs)
 
     made: Any = public
-    # A code object of its own: the compiler has one limit of recompilations for all functions that share one.
+    # torch.compile counts recompilations per code object. With one shared by all public functions, 8 lengths of
+    # `attention` would leave `merge` none (tests/test_torch_function.py).
     made.__code__ = made.__code__.replace(co_name=function.__name__)
     return made  # type: ignore[no-any-return]

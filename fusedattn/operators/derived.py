@@ -1,7 +1,7 @@
-"""Formulas as single operations: each derivative of one, and what torch.vmap makes of it, is one operation more.
+"""Formulas as single autograd nodes: a derivative of one, or its torch.vmap, is again one node.
 
-torch runs the `jvp` of a Function with forward mode off, so plain operations in it have no tangent for a jvp around: it
-would be zero, in silence. And a formula that torch maps over by itself knows nothing of planes of dropout.
+torch runs the `jvp` of a Function with forward mode off: plain operations in it would have a zero tangent in an outer
+jvp, in silence. And torch.vmap of plain operations would not count the planes of dropout.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,68 +22,62 @@ _TANGENTS = *(f"tangent_{name}" for name in INPUTS), *(f"moved_{name}" for name 
 
 
 class Formula(NamedTuple):
-    """A function of tensors and of what torch takes no derivative of, as `vmap_rule` wants it described.
+    """A function that returns a tuple of tensors, with the names of its arguments and results for `vmap_rule`.
 
-    compute: returns a tuple of tensors. names: of its arguments, those of a Call among them. results: of what it
-    returns. Both are None of a function of each element, which torch maps over by itself.
+    The names include the fields of a Call. An elementwise function has none: torch maps over it by itself.
     """
 
     compute: Callable[..., tuple[Tensor, ...]]
-    names: tuple[str, ...] | None = None
-    results: tuple[str, ...] | None = None
+    names: tuple[str, ...] = ()
+    results: tuple[str, ...] = ()
 
     def linear(self, transform: Callable, more: Sequence[str], results: Sequence[str]) -> "Formula":
         """Return a derivative of the formula: `transform`, whose arguments begin with those named in `more`."""
-        if self.names is None or self.results is None:
+        if not self.names:
             return Formula(transform)
         # A number tells a tangent of a tangent from a tangent.
         named = tuple(f"{len(self.names)}:{name}" for name in more)
         return Formula(transform, (*named, *self.names), tuple(results))
 
 
-def _replaced(arguments: Sequence[Any], places: Sequence[int], tensors: Sequence[Tensor]) -> list:
-    made = list(arguments)
-    for place, x in zip(places, tensors, strict=True):
-        made[place] = x
-    return made
+def _at(names: Sequence[str], places: Sequence[int]) -> list[str]:
+    return [names[place] for place in places] if names else []
 
 
-def _names_at(names: tuple[str, ...] | None, places: Sequence[int]) -> list[str]:
-    return [] if names is None else [names[place] for place in places]
+def _function_of(formula: Formula, places: Sequence[int], arguments: Sequence[Any]) -> tuple[Callable, list[Any]]:
+    """Return a formula as a function of arguments[places] alone, and these arguments."""
+
+    def some(*x):
+        replaced = dict(zip(places, x, strict=True))
+        return formula.compute(*(replaced.get(place, own) for place, own in enumerate(arguments)))
+
+    return some, [arguments[place] for place in places]
 
 
 def _jvp_of(formula: Formula, places: Sequence[int]) -> Formula:
     """Return the JVP of a formula: tangents of its results from those of arguments[places]."""
 
     def compute(*arguments):
-        moved, arguments = arguments[: len(places)], arguments[len(places) :]
-        primals = tuple(arguments[place] for place in places)
-
-        def some(*x):
-            return formula.compute(*_replaced(arguments, places, x))
-
+        moved = arguments[: len(places)]
+        some, primals = _function_of(formula, places, arguments[len(places) :])
         if forward_level() < 0 or transforms_active():
-            return torch.func.jvp(some, primals, moved)[1]
+            return torch.func.jvp(some, tuple(primals), moved)[1]
         # torch nests no forward mode in an open dual_level, so this is the VJP of the VJP, which is linear in `grads`.
         zeros = [torch.zeros_like(x) for x in some(*primals)]
         return torch.func.vjp(lambda *grads: torch.func.vjp(some, *primals)[1](grads), *zeros)[1](moved)
 
-    return formula.linear(compute, _names_at(formula.names, places), formula.results or ())
+    return formula.linear(compute, _at(formula.names, places), formula.results)
 
 
 def _vjp_of(formula: Formula, present: Sequence[int], places: Sequence[int]) -> Formula:
     """Return the VJP of a formula: gradients of arguments[places] from those of results[present]."""
 
     def compute(*arguments):
-        grads, arguments = arguments[: len(present)], arguments[len(present) :]
+        some, primals = _function_of(formula, places, arguments[len(present) :])
+        pull = torch.func.vjp(lambda *x: tuple(_at(some(*x), present)), *primals)[1]
+        return pull(arguments[: len(present)])
 
-        def some(*x):
-            results = formula.compute(*_replaced(arguments, places, x))
-            return tuple(results[n] for n in present)
-
-        return torch.func.vjp(some, *(arguments[place] for place in places))[1](grads)
-
-    return formula.linear(compute, _names_at(formula.results, present), _names_at(formula.names, places))
+    return formula.linear(compute, _at(formula.results, present), _at(formula.names, places))
 
 
 class _Derived(torch.autograd.Function):
@@ -123,7 +117,7 @@ class _Derived(torch.autograd.Function):
 
     @staticmethod
     def vmap(info, in_dims, formula, *arguments):
-        if formula.names is None:
+        if not formula.names:
             made = torch.vmap(formula.compute, in_dims[1:], randomness=info.randomness)(*arguments)
             return made, (0,) * len(made)
 
@@ -143,7 +137,7 @@ _PLUS = Formula(lambda a, b: (a + b,))
 
 
 def plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    """Return a + b; None stands for zero."""
+    """Return a + b, recorded for any derivative; None stands for zero."""
     return b if a is None else a if b is None else derived(_PLUS, a, b)[0]
 
 
@@ -161,8 +155,7 @@ def double_backward(call: Call, incoming: Sequence[Any], grad_grads: Sequence[An
 
     made: list[Tensor | None] = [None] * len(_GRADS)
     if places:
-        names = *_GRADS, *Call._fields
-        formula = Formula(compute, names, tuple((*RESULTS, *INPUTS)[n] for n in places))
+        formula = Formula(compute, (*_GRADS, *Call._fields), tuple(_at((*RESULTS, *INPUTS), places)))
         for n, x in zip(places, derived(formula, *incoming, *grad_grads, *call), strict=True):
             made[n] = x
     return made

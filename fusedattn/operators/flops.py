@@ -1,8 +1,7 @@
-"""How many floating point operations the operators take, for `torch.utils.flop_counter.FlopCounterMode`.
+"""FLOP counts of the operators, for `torch.utils.flop_counter.FlopCounterMode`.
 
-As torch counts them for its own attention: 2 * m * n * k for each product of matrices, with what masks hide, and no
-more. Packed sequences and those in a cache count with their own lengths, where these can be read; where not, as those
-of fake tensors, with the longest that they may have.
+As torch counts its own attention: 2 * m * n * k for each matrix product, hidden pairs included. Packed sequences and
+caches count with their lengths, or with the maximum lengths if these cannot be read, as of fake tensors.
 """
 
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from ..call.decode import CacheArguments, capacity
 from ..call.options import in_memory
 from ..call.private import argument_names, flop_formulas
 
-# Products that each pair of a query and a key has a part in: so many as wide as a query, and as a value.
+# Matrix products with all pairs of a query and a key: (as wide as a query, as wide as a value).
 PRODUCTS = dict(forward=(1, 1), backward=(3, 2), tangent=(3, 2), decode=(1, 1))
 
 
@@ -55,11 +54,10 @@ def _formula(operator: Any) -> Callable[..., Any]:
 def offer(operator: Any) -> None:
     """Give torch's counters the formula of an operator. Call it before an operator that a counter may see.
 
-    A counter copies the formulas when it is made. At import it is too early: torch's module may not be there, and
-    importing it imports Triton.
+    A counter copies the formulas when it is made. Import is too early: importing torch's module imports Triton.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or operator.__name__ not in PRODUCTS:
         return
-    for formulas in flop_formulas() if operator.__name__ in PRODUCTS else ():
+    for formulas in flop_formulas():
         if operator not in formulas:
             formulas[operator] = _formula(operator)

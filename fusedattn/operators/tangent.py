@@ -1,7 +1,7 @@
-"""The operator tangent of torch.library: the derivative of the forward in one direction, and its own derivatives.
+"""The operator tangent of torch.library, the JVP of the forward, and its own derivatives.
 
-It is linear in the tangents of the inputs. So its gradient with regard to these is the backward; and with regard to the
-inputs it is what the derivative of the backward is: both are products with the same second derivative.
+It is linear in the tangents of the inputs, so its gradient with respect to them is the backward. Its gradient with
+respect to the inputs is a product with the second derivative, as is the derivative of the backward.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from ..call.options import INPUTS, Call, wide_dtype
 from ..cpu import flash, small_k
 from ..launch.failures import KernelUnavailable, fall_back
 from ..naive import tangent as naive
-from . import rules
+from . import fallback, rules
 from .backward import gradients
 from .derived import double_backward, double_tangent, plus
 from .namespace import OPERATORS, register, register_derivative
@@ -28,9 +28,8 @@ def _new(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     _, call, (need_weights, _) = TANGENT.split(arguments)
     query, rows = call.query, call.query.shape[:3]
     columns: Any = call.key.shape[2] if call.cu_seqlens_q is None else call.max_seqlen_k
-    out = dense(query, (*rows, call.value.shape[3]))
-    lse = query.new_empty(rows, dtype=wide_dtype(call))
-    return out, lse, query.new_empty((*rows, columns) if need_weights else (0,))
+    weights = query.new_empty((*rows, columns) if need_weights else (0,))
+    return dense(query, (*rows, call.value.shape[3])), query.new_empty(rows, dtype=wide_dtype(call)), weights
 
 
 def _by_formula(
@@ -43,7 +42,7 @@ def _by_formula(
 def _tangent(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     (*given, out, stats), call, (need_weights, backend) = TANGENT.split(arguments)
     if backend in ("cpu", "naive"):
-        # The kernel's lse of few keys is too coarse for a tangent.
+        # For few keys, the lse of PyTorch's kernel is too coarse for a tangent.
         is_known = backend == "cpu" and not small_k.is_few(call)
         known = naive.Known(stats[..., 0], flash.offset(call), out) if is_known else naive.NOTHING
         return _by_formula(call, given, need_weights, known)
@@ -64,8 +63,7 @@ def _tangent(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         )
     except KernelUnavailable as why:
         fall_back(why, call.named)
-        for target, x in zip(results, _by_formula(call, given, need_weights), strict=True):
-            target.copy_(x)
+        fallback.fill(results, _by_formula(call, given, need_weights))
     return results
 
 
