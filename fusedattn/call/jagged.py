@@ -42,7 +42,7 @@ def _tokens(name: str, mask: Any, like: Tensor) -> Tensor | None:
     return mask.contiguous().values()
 
 
-def attend(function: Callable[..., Any], arguments: Arguments, **more: Any) -> Tensor | Any:
+def attend_nested(function: Callable[..., Any], arguments: Arguments, **more: Any) -> Tensor | Any:
     """Compute `attention` of nested tensors by a function like `attention_varlen`. Results are nested.
 
     Args:
@@ -59,21 +59,12 @@ def attend(function: Callable[..., Any], arguments: Arguments, **more: Any) -> T
     if needed and torch.compiler.is_compiling() and (longest(query) is None or longest(key) is None):
         # Not an error: the caller's code might catch it.
         return _attend_eagerly(function, arguments, **more)
-    tokens = dict(key_mask=_tokens("key_mask", key_mask, key), query_mask=_tokens("query_mask", query_mask, query))
+    more |= dict(key_mask=_tokens("key_mask", key_mask, key), query_mask=_tokens("query_mask", query_mask, query))
     query, key, value = (x.transpose(1, 2).contiguous() for x in (query, key, value))  # (B, ragged, H, D)
     offsets = query.offsets()
-    results = function(
-        query.values(),
-        key.values(),
-        value.values(),
-        offsets.int(),
-        key.offsets().int(),
-        max_seqlen_q=longest(query),
-        max_seqlen_k=longest(key),
-        **tokens,
-        **options,
-        **more,
-    )
+    more |= dict(max_seqlen_q=longest(query), max_seqlen_k=longest(key))
+    packed = query.values(), key.values(), value.values(), offsets.int(), key.offsets().int()
+    results = function(*packed, **options, **more)
 
     def nested(packed: Tensor) -> Tensor:
         return torch.nested.nested_tensor_from_jagged(packed, offsets).transpose(1, 2)
@@ -85,6 +76,6 @@ def attend(function: Callable[..., Any], arguments: Arguments, **more: Any) -> T
 
 
 _attend_eagerly = eager(
-    attend,
+    attend_nested,
     "a whole graph with masks, bias or return_weights needs nested tensors made with min_seqlen and max_seqlen",
 )

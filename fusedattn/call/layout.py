@@ -110,8 +110,8 @@ def dense(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) 
     if is_contiguous(like):
         return like.new_empty(shape, dtype=dtype)
     axes = order(like)
-    made = like.new_empty([shape[axis] for axis in axes], dtype=dtype)
-    return made.permute([axes.index(axis) for axis in range(len(axes))])
+    empty = like.new_empty([shape[axis] for axis in axes], dtype=dtype)
+    return empty.permute([axes.index(axis) for axis in range(len(axes))])
 
 
 def arrange(tensor: Tensor, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -138,9 +138,7 @@ def _reaches(distance: int, dims: list[tuple[int, int, int]]) -> bool:
     if not dims:
         return distance == 0
     (stride, size, other), *rest = dims
-    steps = (
-        (distance // stride, distance // stride + 1) if stride else (0,)
-    )  # the rest reaches less than a stride
+    steps = (distance // stride, distance // stride + 1) if stride else (0,)  # the rest reaches less than a stride
     return any(-other < n < size and _reaches(distance - n * stride, rest) for n in steps)
 
 

@@ -175,7 +175,7 @@ def in_full(name: str, x: Any) -> Any:
 
 def with_dims(letters: str) -> list[str]:
     """Return the names of the fields that have all of these dimensions."""
-    return [name for name, own in DIMS.items() if set(letters) <= set(own)]
+    return [name for name, dims in DIMS.items() if set(letters) <= set(dims)]
 
 
 def sliced(name: str, x: Any, **slices: slice) -> Any:
@@ -385,10 +385,4 @@ def results(rank: int, *results: Tensor | None) -> Tensor | Any:
     wanted = [x for x in results if x is not None]
     if rank < 4:
         wanted = [x.squeeze(1) if rank == 3 else x.squeeze((0, 1)) for x in wanted]
-    return tuple(wanted) if len(wanted) > 1 else wanted[0]
-
-
-def packed_results(out: Tensor, lse: Tensor | None, weights: Tensor | None) -> Tensor | Any:
-    """Return the results of packed sequences, (T, Hq, Dv), (Hq, T) and (Hq, T, longest), without None."""
-    wanted = [out.squeeze(0).transpose(0, 1), *(x.squeeze(0) for x in (lse, weights) if x is not None)]
     return tuple(wanted) if len(wanted) > 1 else wanted[0]

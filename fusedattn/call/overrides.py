@@ -19,10 +19,10 @@ def overridable(function: _Function) -> _Function:
     def public(*args: Any, **kwargs: Any) -> Any:
         if has_torch_function(args) or has_torch_function(tuple(kwargs.values())):
             # Classes of nested tensors and causal biases do not know our functions. None stands for all modes.
-            asked = None, *[x for x in (*args, *kwargs.values()) if type(x).__module__ not in TENSORS_OF_TORCH]
+            overriding = None, *[x for x in (*args, *kwargs.values()) if type(x).__module__ not in TENSORS_OF_TORCH]
             # The compiler's has_torch_function ignores that a class has disabled its answers.
-            if (torch_function_enabled() or not is_compiling()) and has_torch_function(asked):
-                return handle_torch_function(public, asked, *args, **kwargs)
+            if (torch_function_enabled() or not is_compiling()) and has_torch_function(overriding):
+                return handle_torch_function(public, overriding, *args, **kwargs)
         return function(*args, **kwargs)
 
     made: Any = public

@@ -78,20 +78,15 @@ def check_tensors(**tensors: Any) -> None:
 
 
 def check_strided(**tensors: Any) -> None:
+    check_tensors(**tensors)
     for name, tensor in tensors.items():
-        check_tensor(name, tensor)
-
-
-def check_tensor(name: str, x: Any) -> None:
-    if not isinstance(x, Tensor):
-        fail(TypeError, name, "a tensor", type_name(x))
-    if (got := irregular(x)) is not None:
-        fail(TypeError, name, "a strided tensor", got)
+        if (got := irregular(tensor)) is not None:
+            fail(TypeError, name, "a strided tensor", got)
 
 
 def check_place(name: str, x: Tensor, device: torch.device | None, of: str = "query") -> None:
     """Raise for a tensor without strides, or not on the device `of` another argument; None allows any device."""
-    check_tensor(name, x)
+    check_strided(**{name: x})
     if device is not None and x.device != device:
         fail(ValueError, name, f"the device of {of}, {device}", x.device)
 
@@ -141,9 +136,7 @@ def check_query_key_value(
 
     layout: their dimensions, heads second; the batch size of key is then free. Without it, rank 2, 3 or 4 is expected.
     """
-    check_tensor("query", query)
-    check_tensor(key_name, key)
-    check_tensor(value_name, value)
+    check_strided(**{"query": query, key_name: key, value_name: value})
     dtype, device, rank = query.dtype, query.device, query.dim()
     if dtype not in FLOATING:
         fail(TypeError, "query", "a floating dtype", unfit(query))

@@ -75,7 +75,7 @@ def checked_varlen(packed: VarlenArguments, options: dict[str, Any], need_weight
         options: those of `attention`, without key_mask and query_mask; mask may be a plan of a mask.
         named: the caller named the backend.
     """
-    query, key, value, *_ = autocast(Arguments(*packed[:3]))
+    query, key, value, *_ = autocast(Arguments(packed.query, packed.key, packed.value))
     packed, block_mask = packed._replace(query=query, key=key, value=value), None
     arguments = Arguments(query, key, value, **options)
     if isinstance(plan := arguments.mask, Plan):

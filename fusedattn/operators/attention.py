@@ -52,16 +52,16 @@ def _forward(*arguments):
     _, call, (need_lse, need_weights, save, backend) = FORWARD.split(arguments)
     if backend in ("cpu", "naive"):
         forward_of = cpu.forward if backend == "cpu" else fallback.results
-        found = forward_of(call, need_lse, need_weights, save)
-        return tuple(map(own_storage, found)) if save else found  # there may be tangents
+        results = forward_of(call, need_lse, need_weights, save)
+        return tuple(map(own_storage, results)) if save else results  # there may be tangents
     out, *rest = results = _new(call, need_lse, need_weights, save, backend)
     if out.numel():
         # The first call imports Triton, nothing before it does.
-        from ..launch import forward, run as launch
+        from ..launch import forward, run
 
         filled = [x if x.numel() else None for x in rest]
         # A graph does not know whether there are keys.
-        special = backend == "hopper" and launch.has_hopper(out) and call.key.shape[2] > 0
+        special = backend == "hopper" and run.has_hopper(out) and call.key.shape[2] > 0
         for on_hopper in (True, False) if special else (False,):
             try:
                 forward.launch_forward(out, *filled, call, on_hopper)
@@ -89,13 +89,8 @@ def _of_masks(function, mask, key_mask, query_mask, bias, *lengths):
     return getattr(blocks, function)(mask, key_mask, query_mask, bias, packed, blocks.block_mask_size())
 
 
-register(
-    f"forward({FORWARD.schema}) -> (Tensor out, Tensor lse, Tensor weights, Tensor stats)",
-    _forward,
-    new_forward,
-    rules.check_forward,
-    _decompose,
-)
+_FORWARD = f"forward({FORWARD.schema}) -> (Tensor out, Tensor lse, Tensor weights, Tensor stats)"
+register(_FORWARD, _forward, new_forward, rules.check_forward, _decompose)
 register(
     "block_mask(Tensor? mask, Tensor? key_mask, Tensor? query_mask, Tensor? bias, Tensor? cu_seqlens_q, "
     "Tensor? cu_seqlens_k, SymInt rows, SymInt keys, SymInt? max_seqlen_q, SymInt? max_seqlen_k) -> Tensor",
@@ -138,8 +133,8 @@ class _Attention(torch.autograd.Function):
         arguments, (out, _, stats) = saved(ctx)
         _, call, (*_, backend) = FORWARD.split(arguments)
         moved = dict(zip(FORWARD.names, tangents, strict=True))
-        given, stats = [moved[name] for name in INPUTS], kept_stats(stats, call, backend)
-        out, lse, weights = Tangent.apply(*given, out, stats, *call, ctx.has_weights, backend)
+        directions, stats = [moved[name] for name in INPUTS], kept_stats(stats, call, backend)
+        out, lse, weights = Tangent.apply(*directions, out, stats, *call, ctx.has_weights, backend)
         # torch takes no None: an absent result has an empty tangent.
         return out, lse if ctx.has_lse else lse.new_zeros(0), weights if ctx.has_weights else out.new_zeros(0), None
 
@@ -233,14 +228,14 @@ def failed(call: Call, need_weights: bool, on_hopper: bool) -> list[str]:
     """Return why a kernel of a call is known to fail on this machine; empty if none is."""
     if torch.compiler.is_compiling() or not any_failed(call):
         return []
-    from ..launch import run as launch
+    from ..launch import run
     from ..launch.backward import passes
 
     need = [isinstance(x, Tensor) and x.requires_grad for x in inputs_of(call)]
     backend = "hopper" if on_hopper else "triton"
     backward = passes(call, need, backend) if torch.is_grad_enabled() and any(need) else ()
     names = ["hopper" if on_hopper else "forward", *(["weights"] if need_weights else []), *backward]
-    return [str(why)] if (why := launch.failed(call, names)) is not None else []
+    return [str(why)] if (why := run.failed(call, names)) is not None else []
 
 
 def _explained(call):
@@ -251,11 +246,11 @@ def _explained(call):
 
 def tiles(call: Call, need_weights: bool, on_hopper: bool) -> dict:
     """Return {kernel: Tile, Pipeline or Backward} of a call and its backward."""
-    from ..launch import run as launch
+    from ..launch import run
     from ..launch.backward import passes
 
     backward = passes(call, _explained(call), "hopper" if on_hopper else "triton")
-    return launch.tiles(call, need_weights, on_hopper, backward)
+    return run.tiles(call, need_weights, on_hopper, backward)
 
 
 def backward_reasons(call: Call, on_hopper: bool) -> list[str]:

@@ -45,7 +45,7 @@ def _backward(*arguments):
     if backend in ("cpu", "naive"):
         fallback.gradients(grads, incoming, call)
         return grads
-    from ..launch import run as launch
+    from ..launch import run
     from ..launch.backward import launch_backward
 
     if grad_out is None:
@@ -55,16 +55,16 @@ def _backward(*arguments):
     wanted = [grad if grad.numel() else None for grad in grads]
     try:
         names = ["forward", *["weights"] * (weights.dim() == 4)]
-        if any_failed(call) and (why := launch.failed(call, names)) is not None:
+        if any_failed(call) and (why := run.failed(call, names)) is not None:
             raise why  # the forward was computed by the naive path, and there are no stats
-        given = grad_out, grad_lse, grad_weights, out, weights, stats, call, backend
+        launched = grad_out, grad_lse, grad_weights, out, weights, stats, call, backend
         try:
-            launch_backward(wanted, *given)
+            launch_backward(wanted, *launched)
         except KernelUnavailable as why:
-            if call.named or not launch.any_on_hopper_failed(call):
+            if call.named or not run.any_on_hopper_failed(call):
                 raise
             failures.fall_back(why, call.named)
-            launch_backward(wanted, *given)  # by the universal kernels, as Hopper's is now known to fail
+            launch_backward(wanted, *launched)  # by the universal kernels, as Hopper's is now known to fail
     except KernelUnavailable as why:
         failures.fall_back(why, call.named)
         fallback.gradients(grads, incoming, call)
@@ -78,12 +78,8 @@ def _arranged_backward(*arguments):
     return tuple([arrange(grad, x, grad.dtype) if needed else grad for grad, x, needed in triples])
 
 
-register(
-    f"backward({BACKWARD.schema}) -> ({', '.join(f'Tensor grad_{name}' for name in INPUTS)})",
-    _arranged_backward,
-    new_backward,
-    rules.check_backward,
-)
+_SCHEMA = f"backward({BACKWARD.schema}) -> ({', '.join(f'Tensor grad_{name}' for name in INPUTS)})"
+register(_SCHEMA, _arranged_backward, new_backward, rules.check_backward)
 
 
 def kept_stats(stats, call, backend):
@@ -101,8 +97,10 @@ def gradients(incoming, out, weights, stats, call, backend, need):
     """
     stats = kept_stats(stats, call, backend)
     if weights is None and incoming[2] is not None:
-        again = Formula(lambda *x: (OPERATORS.forward(*x, False, True, False, backend)[2],), Call._fields, ("weights",))
-        (weights,) = derived(again, *(x.detach() if isinstance(x, Tensor) else x for x in call))
+        formula = Formula(
+            lambda *x: (OPERATORS.forward(*x, False, True, False, backend)[2],), Call._fields, ("weights",)
+        )
+        (weights,) = derived(formula, *(x.detach() if isinstance(x, Tensor) else x for x in call))
     weights = out.new_empty(0) if weights is None else weights
     grads = backward(*incoming, out, weights, stats, *call, backend, need)
     return [grad if needed else None for grad, needed in zip(grads, need, strict=True)]
@@ -143,13 +141,12 @@ class Backward(torch.autograd.Function):
         if any(x is not None for x in moved):
             curved = double_backward(call, incoming, moved)[len(RESULTS) :]
             total = [plus(*pair) if needed else None for *pair, needed in zip(total, curved, need, strict=True)]
-        made = []
+        results = []
         for x, field, needed in zip(total, inputs_of(call), need, strict=True):
-            if needed:
-                made.append(arrange(torch.zeros_like(field), field) if x is None else x)
-            else:
-                made.append(out.new_zeros(0))
-        return tuple(made)
+            if not needed:
+                x = out.new_zeros(0)
+            results.append(arrange(torch.zeros_like(field), field) if x is None else x)
+        return tuple(results)
 
     @staticmethod
     def vmap(info, in_dims, *arguments):

@@ -10,10 +10,10 @@ from ..call.layout import dense
 from ..call.options import Call, plain
 from ..call.private import argument_names, below_autograd, unmapped
 from ..call.rules import fail
-from ..cpu import decode as cpu
+from ..cpu import decode as cpu_decode
 from ..launch import failures
 from ..launch.failures import KernelUnavailable, fall_back
-from ..naive import decode as cached, formula
+from ..naive import decode as naive_decode, formula
 from . import fallback, flops, rules
 from .namespace import OPERATORS, register, register_derivative
 from .schema import DECODE, ROTARY
@@ -21,15 +21,15 @@ from .schema import DECODE, ROTARY
 
 def _append(decode: Decode, backend: str) -> None:
     if backend == "cpu":
-        cpu.append(decode)
+        cpu_decode.append(decode)
         return
-    from ..launch import decode as launch
+    from ..launch.decode import launch_append
 
     try:
-        launch.launch_append(decode)
+        launch_append(decode)
     except KernelUnavailable as why:
         fall_back(why, decode.call.named)
-        cached.append(decode)
+        naive_decode.append(decode)
 
 
 def _append_operator(key_cache, value_cache, lengths, table, new_key, new_value, cos, sin, interleaved, named, backend):
@@ -47,21 +47,21 @@ def _new(query: Tensor, value_cache: Tensor, need_lse: bool) -> tuple[Tensor, Te
 def _attend(decode: Decode, need_lse: bool, backend: str) -> tuple[Tensor, Tensor]:
     """Return (output, lse) after the append."""
     if backend == "cpu":
-        out, lse = cpu.attend(decode)
+        out, lse = cpu_decode.attend(decode)
         return out, lse.contiguous() if need_lse else lse.new_empty(0)
     out, lse = results = _new(decode.call.query, decode.value_cache, need_lse)
     if out.numel():
-        from ..launch import decode as launch
+        from ..launch.decode import launch_decode
 
         try:
-            launch.launch_decode(out, lse, decode)
+            launch_decode(out, lse, decode)
         except KernelUnavailable as why:
             fall_back(why, decode.call.named)
-            fallback.fill(results, formula.run_naive(cached.dense(decode), need_lse, False))
+            fallback.fill(results, formula.run_naive(naive_decode.dense(decode), need_lse, False))
     return out, lse
 
 
-def _decode(*arguments) -> tuple[Decode, bool, str]:
+def _decode(*arguments):
     """Return (Decode, need_lse, backend) from the arguments of the operator."""
     (query, *caches, added, cos, sin, interleaved), options, (need_lse, backend) = DECODE.parts(arguments)
     key_cache, value_cache, _, table = caches
@@ -82,7 +82,7 @@ def _new_decode(*arguments):
 def _decompose(*arguments):
     """Compute `decode` with torch's own operators."""
     decode, need_lse, _ = _decode(*arguments)
-    return fallback.results(cached.dense(decode), need_lse, False, False)[:2]
+    return fallback.results(naive_decode.dense(decode), need_lse, False, False)[:2]
 
 
 def _check_decode(*arguments):
@@ -103,13 +103,8 @@ register(
     lambda *_: None,
     rules.check_append,
 )
-register(
-    f"decode({DECODE.schema}) -> (Tensor out, Tensor lse)",
-    _decode_operator,
-    _new_decode,
-    _check_decode,
-    _decompose,
-)
+_SCHEMA = f"decode({DECODE.schema}) -> (Tensor out, Tensor lse)"
+register(_SCHEMA, _decode_operator, _new_decode, _check_decode, _decompose)
 
 
 def _refuse(name):
@@ -145,7 +140,7 @@ def _run(decode: Decode, need_lse: bool, need_weights: bool, backend: str):
         out, lse = _run_operators(decode, need_lse, backend)
     if decode.new_key is not None and not torch.compiler.is_compiling():  # to a compiler the operator's schema says so
         torch.autograd.graph.increment_version((decode.key_cache, decode.value_cache))
-    weights = formula.run_naive(cached.dense(decode), False, True)[2] if need_weights else None
+    weights = formula.run_naive(naive_decode.dense(decode), False, True)[2] if need_weights else None
     return out, lse if need_lse else None, weights
 
 
@@ -170,6 +165,6 @@ def failed(decode: Decode) -> list[str]:
     """Return why a kernel of a call is known to fail on this machine; empty if none is."""
     if not failures.failed_kernels or torch.compiler.is_compiling():
         return []
-    from ..launch import decode as launch
+    from ..launch import decode as launch_decode
 
-    return [str(why)] if (why := launch.failed(decode)) is not None else []
+    return [str(why)] if (why := launch_decode.failed(decode)) is not None else []

@@ -14,7 +14,7 @@ from ..call.layout import arrange
 from ..call.options import INPUTS, Call, inputs as inputs_of
 from ..call.private import forward_level, transforms_active
 from ..naive.second import second_derivative, second_tangent
-from .schema import RESULTS
+from .schema import RESULTS, save, saved
 from .vmap_rule import vmap_rule
 
 _GRADS = *(f"grad_{name}" for name in RESULTS), *(f"tangent_{name}" for name in INPUTS)
@@ -49,7 +49,7 @@ def _function_of(formula: Formula, places: Sequence[int], arguments: Sequence[An
 
     def some(*x):
         replaced = dict(zip(places, x, strict=True))
-        return formula.compute(*(replaced.get(place, own) for place, own in enumerate(arguments)))
+        return formula.compute(*(replaced.get(place, x) for place, x in enumerate(arguments)))
 
     return some, [arguments[place] for place in places]
 
@@ -85,41 +85,37 @@ class _Derived(torch.autograd.Function):
 
     @staticmethod
     def forward(formula, *arguments):
-        made = formula.compute(*arguments)
-        return tuple(x.clone() if any(x is given for given in arguments) else x for x in made)
+        results = formula.compute(*arguments)
+        return tuple(x.clone() if any(x is argument for argument in arguments) else x for x in results)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         ctx.formula, *arguments = inputs
-        tensors = [x if isinstance(x, Tensor) else None for x in arguments]
-        ctx.save_for_backward(*tensors)
-        ctx.save_for_forward(*tensors)
-        ctx.others = [None if isinstance(x, Tensor) else x for x in arguments]
-        ctx.set_materialize_grads(False)
+        save(ctx, arguments)
 
     @staticmethod
     def backward(ctx, *grads):
-        arguments = [b if a is None else a for a, b in zip(ctx.saved_tensors, ctx.others, strict=True)]
+        arguments, _ = saved(ctx)
         places = [place for place, needed in enumerate(ctx.needs_input_grad[1:]) if needed]
         present = [n for n, grad in enumerate(grads) if grad is not None]
-        made: list[Tensor | None] = [None] * (1 + len(arguments))
+        grads_of_arguments: list[Tensor | None] = [None] * (1 + len(arguments))
         if places and present:
-            found = derived(_vjp_of(ctx.formula, present, places), *(grads[n] for n in present), *arguments)
-            for place, x in zip(places, found, strict=True):
-                made[1 + place] = x
-        return tuple(made)
+            gradients = derived(_vjp_of(ctx.formula, present, places), *(grads[n] for n in present), *arguments)
+            for place, x in zip(places, gradients, strict=True):
+                grads_of_arguments[1 + place] = x
+        return tuple(grads_of_arguments)
 
     @staticmethod
     def jvp(ctx, _, *tangents):
-        arguments = [b if a is None else a for a, b in zip(ctx.saved_tensors, ctx.others, strict=True)]
+        arguments, _ = saved(ctx)
         places = [place for place, x in enumerate(tangents) if x is not None]
         return derived(_jvp_of(ctx.formula, places), *(tangents[place] for place in places), *arguments)
 
     @staticmethod
     def vmap(info, in_dims, formula, *arguments):
         if not formula.names:
-            made = torch.vmap(formula.compute, in_dims[1:], randomness=info.randomness)(*arguments)
-            return made, (0,) * len(made)
+            results = torch.vmap(formula.compute, in_dims[1:], randomness=info.randomness)(*arguments)
+            return results, (0,) * len(results)
 
         def apply(*x):
             return derived(formula, *x)
@@ -129,8 +125,7 @@ class _Derived(torch.autograd.Function):
 
 def derived(formula: Formula, *arguments: Any) -> tuple[Tensor, ...]:
     """Compute a Formula, recorded for any derivative."""
-    made: tuple[Tensor, ...] = _Derived.apply(formula, *arguments)
-    return made
+    return _Derived.apply(formula, *arguments)
 
 
 _PLUS = Formula(lambda a, b: (a + b,))
@@ -150,26 +145,26 @@ def double_backward(call: Call, incoming: Sequence[Any], grad_grads: Sequence[An
     def compute(*arguments):
         incoming, moved, fields = arguments[:3], arguments[3 : len(_GRADS)], arguments[len(_GRADS) :]
         call = Call(*fields)
-        found, like = second_derivative(call, incoming, moved), (*incoming, *inputs_of(call))
-        return tuple(arrange(found[n], like[n]) for n in places)
+        grads, like = second_derivative(call, incoming, moved), (*incoming, *inputs_of(call))
+        return tuple(arrange(grads[n], like[n]) for n in places)
 
-    made: list[Tensor | None] = [None] * len(_GRADS)
+    grads: list[Tensor | None] = [None] * len(_GRADS)
     if places:
         formula = Formula(compute, (*_GRADS, *Call._fields), tuple(_at((*RESULTS, *INPUTS), places)))
         for n, x in zip(places, derived(formula, *incoming, *grad_grads, *call), strict=True):
-            made[n] = x
-    return made
+            grads[n] = x
+    return grads
 
 
-def double_tangent(call: Call, given: Sequence[Any], moved: Sequence[Any], need_weights: bool) -> list:
+def double_tangent(call: Call, tangents: Sequence[Any], moved: Sequence[Any], need_weights: bool) -> list:
     """Return `second_tangent`, recorded for any derivative."""
 
     def compute(*arguments):
-        given, moved = arguments[: len(INPUTS)], arguments[len(INPUTS) : len(_TANGENTS)]
+        tangents, moved = arguments[: len(INPUTS)], arguments[len(INPUTS) : len(_TANGENTS)]
         call = Call(*arguments[len(_TANGENTS) :])
-        out, *rest = second_tangent(call, given, moved, need_weights)
+        out, *rest = second_tangent(call, tangents, moved, need_weights)
         return arrange(out, call.query), *(x.contiguous() for x in rest if x is not None)
 
     formula = Formula(compute, (*_TANGENTS, *Call._fields), RESULTS[: 2 + need_weights])
-    made = derived(formula, *given, *moved, *call)
-    return [*made, *[None] * (3 - len(made))]
+    results = derived(formula, *tangents, *moved, *call)
+    return [*results, *[None] * (3 - len(results))]

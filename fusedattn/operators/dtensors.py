@@ -58,8 +58,7 @@ class LocalCall(NamedTuple):
         for axis in reversed(order(self.query) if like_query else range(x.dim())):
             strides[axis], step = step, step * max(shape[axis], 1)
         facts: dict[str, Any] = dict(shape=torch.Size(shape), stride=tuple(strides))
-        made: Tensor = DTensor.from_local(x, self.mesh, self.placements, run_check=False, **facts)
-        return made
+        return DTensor.from_local(x, self.mesh, self.placements, run_check=False, **facts)
 
 
 def _laid_out(axes: Sequence[int], gradient: Tensor | None) -> Tensor | None:
@@ -194,20 +193,20 @@ def _span(
     None if any rank lacks some, or if its key heads serve unequal numbers of query heads. wanted, had: the dimensions
     of the mesh that cut the query and this tensor.
     """
-    found = None
+    span = None
     for other in {coordinate, *itertools.product(*map(range, shape))}:
         first, count = _place(of_query, shape, other, wanted)
-        start, there = _place(size, shape, other, had)
+        start, size_there = _place(size, shape, other, had)
         share = max(of_query // max(size, 1), 1)  # heads of the query for each
         begin, end = first // share, -(-(first + count) // share)
         even = end - begin <= 1 or (first % share == 0 and count % share == 0)
         if count == 0:
             begin = end = start
-        if not (even and start <= begin and end <= start + there):
+        if not (even and start <= begin and end <= start + size_there):
             return None
         if other == coordinate:
-            found = begin - start, end - begin
-    return found
+            span = begin - start, end - begin
+    return span
 
 
 _kept_span = functools.lru_cache(maxsize=1024)(_span)  # the compiler warns of such a cache

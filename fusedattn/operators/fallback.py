@@ -34,8 +34,8 @@ def gradients(grads: Sequence[Tensor], incoming: Sequence[Tensor | None], call: 
         leaves = {name: getattr(call, name).detach().requires_grad_() for name in wanted}
         of_lse, of_weights = (grad is not None for grad in incoming[1:])
         outcome = formula.run_naive(call._replace(**leaves), of_lse, of_weights)
-        came = [(x, grad) for x, grad in zip(outcome, incoming, strict=True) if grad is not None]
-        pairs = [(x, grad.to(x.dtype)) for x, grad in came if x.requires_grad]  # lse does not depend on value
+        pairs = [(x, grad) for x, grad in zip(outcome, incoming, strict=True) if grad is not None]
+        pairs = [(x, grad.to(x.dtype)) for x, grad in pairs if x.requires_grad]  # lse does not depend on value
         inputs = list(leaves.values())
         if not inputs:  # all gradients are empty
             return

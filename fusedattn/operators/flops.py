@@ -17,19 +17,19 @@ from ..call.private import argument_names, flop_formulas
 PRODUCTS = dict(forward=(1, 1), backward=(3, 2), tangent=(3, 2), decode=(1, 1))
 
 
-def _pairs(given: dict[str, Any]) -> Any:
+def _pairs(values: dict[str, Any]) -> Any:
     """Return the number of (query, key) pairs of a head, after an append to a cache."""
-    query = given["query"]
+    query = values["query"]
     batch, _, rows, _ = query.shape
-    if "key_cache" in given:
+    if "key_cache" in values:
         names = "key_cache", "value_cache", "cache_seqlens", "block_table"
-        caches = CacheArguments(query, *(given[name] for name in names))
-        room = capacity(caches)
+        caches = CacheArguments(query, *(values[name] for name in names))
+        most = capacity(caches)
         if not in_memory([caches.cache_seqlens]):
-            return batch * rows * room
-        return rows * sum(min(length + given["added"], room) for length in caches.cache_seqlens.tolist())
-    keys = given["key"].shape[2]
-    cu_seqlens, longest = ((given[f"{name}_q"], given[f"{name}_k"]) for name in ("cu_seqlens", "max_seqlen"))
+            return batch * rows * most
+        return rows * sum(min(length + values["added"], most) for length in caches.cache_seqlens.tolist())
+    keys = values["key"].shape[2]
+    cu_seqlens, longest = ((values[f"{name}_q"], values[f"{name}_k"]) for name in ("cu_seqlens", "max_seqlen"))
     if cu_seqlens[0] is None:
         return batch * rows * keys
     if in_memory(cu_seqlens):
@@ -43,10 +43,10 @@ def _formula(operator: Any) -> Callable[..., Any]:
     named, (like_query, like_value) = argument_names(operator.default), PRODUCTS[operator.__name__]
 
     def flops(*arguments: Any, out_val: Any = None, **more: Any) -> Any:
-        given = dict(zip(named, arguments, strict=False)) | more
-        query, value = given["query"], given["value_cache" if "value_cache" in given else "value"]
+        values = dict(zip(named, arguments, strict=False)) | more
+        query, value = values["query"], values["value_cache" if "value_cache" in values else "value"]
         width = like_query * query.shape[3] + like_value * value.shape[3]
-        return 2 * _pairs(given) * query.shape[1] * width
+        return 2 * _pairs(values) * query.shape[1] * width
 
     return flops
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ..call.options import Call, wide_dtype
-from ..cpu import flash as cpu, small_k
+from ..cpu import flash, small_k
 from ..cpu.run import has_gradients, is_narrow
-from ..naive import partial as naive
+from ..naive import partial
 from ..naive.partial import LN2
 from . import flops
 from .attention import OPERATORS
@@ -40,9 +40,9 @@ def forward(call: Call, backend: str) -> tuple[Tensor, Tensor]:
         return out, stats
     call = widened(call)
     if backend == "naive" or small_k.is_few(call) or is_narrow(call):
-        return naive.forward(call)
+        return partial.forward(call)
     out, _, _, kept = OPERATORS.forward(*call, False, False, True, backend)
-    less, offset = kept[..., 0], cpu.offset(call)  # the lse minus the offset is near 0, so it is exact
+    less, offset = kept[..., 0], flash.offset(call)  # the lse minus the offset is near 0, so it is exact
     lse = less + offset
     rounded = ((offset - lse) + less) / LN2  # the rounding error of that sum
     return out, torch.stack([lse, rounded.masked_fill_(lse == -INFINITE, INFINITE)], -1)
@@ -67,10 +67,10 @@ def backward(
     if backend not in KERNELS:
         call = widened(call)
         if backend == "naive" or small_k.is_few(call) or not has_gradients(call, None, need):
-            return naive.backward(call, grad_out, grad_lse, out, stats, need)
+            return partial.backward(call, grad_out, grad_lse, out, stats, need)
         grad_out = grad_out.to(call.query.dtype)
         largest, log2_sum = stats.unbind(-1)
-        lse = torch.where(log2_sum == INFINITE, -INFINITE, (largest - cpu.offset(call)) + log2_sum * LN2)
+        lse = torch.where(log2_sum == INFINITE, -INFINITE, (largest - flash.offset(call)) + log2_sum * LN2)
         stats = lse[..., None]
     grads = OPERATORS.backward(grad_out, grad_lse, None, out, grad_out.new_empty(0), stats, *call, backend, need)
     return [grad if wanted else None for grad, wanted in zip(grads, need, strict=True)]
@@ -143,8 +143,8 @@ def of_sinks(call: Call, rows: RowStats, grad_out: Tensor, grad_lse: Tensor | No
     assert sinks is not None
     exponent = (sinks.to(rows.largest.dtype)[:, :, None] / rows.unit - rows.largest) * (rows.unit / LN2) - rows.log2_sum
     weights = exponent.exp2().masked_fill(rows.log2_sum == INFINITE, 0.0)
-    found = -(grad_out.to(rows.out.dtype) * rows.out).sum(-1)
-    found = found if grad_lse is None else found + grad_lse
+    grad = -(grad_out.to(rows.out.dtype) * rows.out).sum(-1)
+    grad = grad if grad_lse is None else grad + grad_lse
     if call.query_mask is not None:
-        found = found.masked_fill(~call.query_mask[:, None], 0.0)
-    return (weights * found).sum(2).sum_to_size(sinks.shape)
+        grad = grad.masked_fill(~call.query_mask[:, None], 0.0)
+    return (weights * grad).sum(2).sum_to_size(sinks.shape)

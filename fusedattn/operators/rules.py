@@ -130,8 +130,10 @@ def check_backend(call: Call, backend: str, also: tuple[str, ...] = ("naive",)) 
         fail(ValueError, "backend", f"another, because {lacks[0]}", repr(backend))
 
 
-def _check_result(name: str, x: Tensor, call: Call, dtype: torch.dtype | None, shape: tuple) -> None:
-    """Raise for a result of a forward, or its gradient or tangent, with another dtype, shape or device."""
+def _check_result(name: str, x: Tensor | None, call: Call, dtype: torch.dtype | None, shape: tuple) -> None:
+    """Raise for a result of a forward, a gradient or a tangent with another dtype, shape or device."""
+    if x is None:
+        return
     if x.dtype != dtype if dtype else x.dtype not in FLOATING:
         fail(TypeError, name, dtype or "a floating tensor", x.dtype)
     if not layout.is_shape(x.shape, shape):
@@ -150,13 +152,10 @@ def check_backward(*arguments: Any) -> None:
     # Kernels also take stats without the rounding error of the output.
     rounded = backend == "cpu" or stats.dim() != 4 or stats.shape[3] != 2
     kept = stats_columns(stored, width, backend) if rounded else 2
-    if grad_out is not None:
-        _check_result("grad_out", grad_out, call, dtype, (*rows, width))
-    if grad_lse is not None:
-        _check_result("grad_lse", grad_lse, call, None, rows)
-    if grad_weights is not None:
-        _check_result("grad_weights", grad_weights, call, dtype, (*rows, columns))
-        _check_result("weights", weights, call, dtype, (*rows, columns))
+    _check_result("grad_out", grad_out, call, dtype, (*rows, width))
+    _check_result("grad_lse", grad_lse, call, None, rows)
+    _check_result("grad_weights", grad_weights, call, dtype, (*rows, columns))
+    _check_result("weights", None if grad_weights is None else weights, call, dtype, (*rows, columns))
     _check_result("out", out, call, stored, (*rows, width))
     _check_result("stats", stats, call, wide_dtype(call), (*rows, kept))
     if len(need) != len(INPUTS):
@@ -167,7 +166,7 @@ def check_backward(*arguments: Any) -> None:
 
 
 def check_tangent(*arguments: Any) -> None:
-    (*given, out, stats), call, (need_weights, backend) = TANGENT.split(arguments)
+    (*tangents, out, stats), call, (need_weights, backend) = TANGENT.split(arguments)
     check_call(call, need_weights)
     check_backend(call, backend)
     if call.partial:
@@ -177,7 +176,7 @@ def check_tangent(*arguments: Any) -> None:
     if backend != "naive":
         _check_result("stats", stats, call, wide_dtype(call), (*rows, stats_columns(dtype, width, backend)))
     field: Any
-    for name, tangent, field in zip(INPUTS, given, inputs(call), strict=True):
+    for name, tangent, field in zip(INPUTS, tangents, inputs(call), strict=True):
         if tangent is not None and field is None:
             fail(ValueError, f"tangent_{name}", f"None, because {name} is None", "a tensor")
         if tangent is not None:

@@ -126,7 +126,7 @@ def facts(tensors) -> list:
 
 def check_saved(before: list, after: list) -> None:
     """Raise if saved tensors came back from hooks with another shape or dtype."""
-    for saved, came in zip(before, after, strict=True):
-        if saved != came:
+    for saved, returned in zip(before, after, strict=True):
+        if saved != returned:
             expected = f"a tensor of {saved[1]} and shape {tuple(saved[0])} back, as it was saved"
-            fail(ValueError, "saved_tensors_hooks", expected, f"{came[1]} and shape {tuple(came[0])}")
+            fail(ValueError, "saved_tensors_hooks", expected, f"{returned[1]} and shape {tuple(returned[0])}")

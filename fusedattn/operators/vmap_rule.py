@@ -5,6 +5,7 @@ that must drop the same weights are made one by one: with randomness="same", for
 mapped itself, and for mapped seeds.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,11 +22,8 @@ _AXES |= dict.fromkeys(("out", "lse", "weights", "stats"), 2)
 
 
 def _kind(name: str) -> str:
-    """Return a name without grad_, tangent_ or moved_."""
-    name = name.rpartition(":")[2]
-    for prefix in ("grad_", "tangent_", "moved_"):
-        name = name.removeprefix(prefix)
-    return name
+    """Return a name without its number and its prefix."""
+    return re.sub("^(.*:)?(grad_|tangent_|moved_)?", "", name)
 
 
 class _Folded:
@@ -84,27 +82,27 @@ def vmap_rule(
         results: names of its results. Gradients may have the names of their inputs.
         info, in_dims, arguments: as torch passes them to `vmap`.
     """
-    given, fields = dict(zip(names, arguments, strict=True)), Call._fields
+    values, fields = dict(zip(names, arguments, strict=True)), Call._fields
     # For a list torch passes a list of dimensions. Our lists hold no tensors.
-    dims = {name: dim if isinstance(given[name], Tensor) else None for name, dim in zip(names, in_dims, strict=True)}
-    own = any(dims[name] is not None for name in fields if name != "seed")
-    one_by_one = given["seed"] is not None and (dims["seed"] is not None or not own or info.randomness == "same")
-    packed_sinks = not (given["cu_seqlens_q"] is None or given["sinks"] is None)
+    dims = {name: dim if isinstance(values[name], Tensor) else None for name, dim in zip(names, in_dims, strict=True)}
+    is_mapped = any(dims[name] is not None for name in fields if name != "seed")
+    one_by_one = values["seed"] is not None and (dims["seed"] is not None or not is_mapped or info.randomness == "same")
+    packed_sinks = not (values["cu_seqlens_q"] is None or values["sinks"] is None)
     # The backend "cpu" takes no sinks that differ between sequences.
-    if (one_by_one or (packed_sinks and given.get("backend") == "cpu")) and info.batch_size:
+    if (one_by_one or (packed_sinks and values.get("backend") == "cpu")) and info.batch_size:
         calls = [
-            apply(*(x if dims[name] is None else x.select(dims[name], n) for name, x in given.items()))
+            apply(*(x if dims[name] is None else x.select(dims[name], n) for name, x in values.items()))
             for n in range(info.batch_size)
         ]
-        made = [torch.stack(each) for each in zip(*calls, strict=True)]
+        stacked = [torch.stack(each) for each in zip(*calls, strict=True)]
     else:
-        folded = _Folded(info.batch_size, {name: given[name] for name in fields}, dims)
-        folded_in = [folded.fold(name, x, dims[name]) for name, x in given.items()]
-        made = [folded.unfold(name, x) for name, x in zip(results, apply(*folded_in), strict=True)]
+        folded = _Folded(info.batch_size, {name: values[name] for name in fields}, dims)
+        folded_in = [folded.fold(name, x, dims[name]) for name, x in values.items()]
+        stacked = [folded.unfold(name, x) for name, x in zip(results, apply(*folded_in), strict=True)]
         # Sum the gradients of tensors that a call broadcasts over its batch.
         shared = folded.shared - (set(_AXES) if folded.packed else set())
-        made = [
+        stacked = [
             x.sum(1, keepdim=True) if x.numel() and _kind(name) in shared else x
-            for name, x in zip(results, made, strict=True)
+            for name, x in zip(results, stacked, strict=True)
         ]
-    return tuple(made), (0,) * len(made)
+    return tuple(stacked), (0,) * len(stacked)
