@@ -287,7 +287,6 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
 
 
 def _check_merge(**tensors: Any) -> None:
-    """Raise for tensors that do not fit out_a."""
     check_strided(**tensors)
     out = tensors["out_a"]
     if out.dtype not in FLOATING:

@@ -294,7 +294,6 @@ def plain(arguments: Iterable[Any]) -> bool:
 
 
 def check_names(function: str, options: Iterable[str], known: Iterable[str]) -> None:
-    """Raise for an unknown keyword, as Python does."""
     for name in options:
         if name not in known:
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")

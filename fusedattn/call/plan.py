@@ -10,7 +10,6 @@ from .rules import check_bool, check_floating, fail
 
 
 def check_plan(plan: Plan) -> None:
-    """Raise for masks that no call could take together."""
     masks = {name: x for name, x in plan._asdict().items() if x is not None}
     if not masks:
         fail(ValueError, "mask", "a mask, a key_mask or a query_mask", "none of them")

@@ -220,7 +220,6 @@ def function_modes() -> list[Any]:
 
 
 def replace_function_modes(modes: list[Any]) -> None:
-    """Set the TorchFunctionModes of this thread."""
     if _pop_mode is None or _push_mode is None:
         return
     for _ in function_modes():
@@ -229,13 +228,12 @@ def replace_function_modes(modes: list[Any]) -> None:
         _push_mode(mode)
 
 
+# The longest sequence and the ragged dimension of a jagged tensor. Without them: unknown, and 2.
 def longest(nested: Tensor) -> int | None:
-    """Return the longest sequence length of a jagged tensor, None if unknown."""
     return getattr(nested, "_maybe_max_seqlen", None)
 
 
 def ragged_dim(nested: Tensor) -> int:
-    """Return the ragged dimension of a jagged tensor, 2 if unknown."""
     return getattr(nested, "_ragged_idx", 2)
 
 

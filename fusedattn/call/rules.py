@@ -78,15 +78,20 @@ def check_tensors(**tensors: Any) -> None:
 
 
 def check_strided(**tensors: Any) -> None:
-    check_tensors(**tensors)
-    for name, tensor in tensors.items():
-        if (got := irregular(tensor)) is not None:
-            fail(TypeError, name, "a strided tensor", got)
+    for name, x in tensors.items():
+        check_tensor(name, x)
+
+
+def check_tensor(name: str, x: Any) -> None:
+    if not isinstance(x, Tensor):
+        fail(TypeError, name, "a tensor", type_name(x))
+    if (got := irregular(x)) is not None:
+        fail(TypeError, name, "a strided tensor", got)
 
 
 def check_place(name: str, x: Tensor, device: torch.device | None, of: str = "query") -> None:
     """Raise for a tensor without strides, or not on the device `of` another argument; None allows any device."""
-    check_strided(**{name: x})
+    check_tensor(name, x)
     if device is not None and x.device != device:
         fail(ValueError, name, f"the device of {of}, {device}", x.device)
 
@@ -136,7 +141,9 @@ def check_query_key_value(
 
     layout: their dimensions, heads second; the batch size of key is then free. Without it, rank 2, 3 or 4 is expected.
     """
-    check_strided(**{"query": query, key_name: key, value_name: value})
+    check_tensor("query", query)
+    check_tensor(key_name, key)
+    check_tensor(value_name, value)
     dtype, device, rank = query.dtype, query.device, query.dim()
     if dtype not in FLOATING:
         fail(TypeError, "query", "a floating dtype", unfit(query))
@@ -187,7 +194,6 @@ def check_pairs(name: str, x: Any, s: Sizes) -> None:
 
 
 def check_tokens(name: str, x: Any, s: Sizes) -> None:
-    """Raise for a key_mask or query_mask that is not (S,), (1, S) or (B, S)."""
     check_bool(name, x, s.device)
     size = s.Sk if name == "key_mask" else s.Sq
     if x.dim() not in (1, 2) or not is_size(x.shape[-1], size) or not broadcasts(x, (s.B, size)):
@@ -216,9 +222,10 @@ def check_number(
     if not is_number(x):
         fail(TypeError, name, "a number", type_name(x))
     # Not math.isfinite: the compiler cannot trace it on a number that varies.
-    if not least <= as_python(x) <= most:
+    number = as_python(x)
+    if not least <= number <= most:
         fail(ValueError, name, expected, value(x))
-    if dtype not in (None, torch.float64) and abs(as_python(x)) > LARGEST_SINGLE:
+    if dtype is not None and dtype != torch.float64 and abs(number) > LARGEST_SINGLE:
         fail(ValueError, name, "a number that float32 can hold", value(x))
 
 

@@ -103,7 +103,6 @@ def _by_head(name: str, pairs: Any, scores: tuple[int | None, ...] | None) -> An
 
 @fx.wrap
 def attend(q: Tensor, k: Tensor, v: Tensor, need_weights: bool, **options: Any) -> tuple[Tensor, Tensor | None]:
-    """Return (output, weights or None) of `attention`."""
     check_flags(need_weights=need_weights)
     results: Any = attention(q, k, v, return_weights=need_weights, **options)
     return results if need_weights else (results, None)

@@ -28,10 +28,7 @@ _KERNELS = "hopper", "triton"
 
 
 def _new(call, need_lse, need_weights, save, backend):
-    """Return uninitialised (out, lse, weights, stats).
-
-    lse (B, Hq, Sq), weights (B, Hq, Sq, Sk) and stats (B, Hq, Sq, `stats_columns`) are empty unless needed.
-    """
+    """Return uninitialised (out, lse, weights, stats); all but out are empty unless needed."""
     query, rows, width = call.query, call.query.shape[:3], call.value.shape[3]
     wide = wide_dtype(call)
     lse = query.new_empty(rows if need_lse else (0,), dtype=wide)
@@ -75,7 +72,6 @@ def _forward(*arguments):
 
 
 def _decompose(*arguments):
-    """Compute the forward with torch's own operators."""
     _, call, (*needs, _) = FORWARD.split(arguments)
     if call.partial:
         fail(ValueError, "partial", "False: parts cannot be exported", True)

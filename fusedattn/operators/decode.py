@@ -45,7 +45,6 @@ def _new(query: Tensor, value_cache: Tensor, need_lse: bool) -> tuple[Tensor, Te
 
 
 def _attend(decode: Decode, need_lse: bool, backend: str) -> tuple[Tensor, Tensor]:
-    """Return (output, lse) after the append."""
     if backend == "cpu":
         out, lse = cpu_decode.attend(decode)
         return out, lse.contiguous() if need_lse else lse.new_empty(0)
@@ -80,7 +79,6 @@ def _new_decode(*arguments):
 
 
 def _decompose(*arguments):
-    """Compute `decode` with torch's own operators."""
     decode, need_lse, _ = _decode(*arguments)
     return fallback.results(naive_decode.dense(decode), need_lse, False, False)[:2]
 
@@ -118,7 +116,6 @@ _refuse("decode")
 
 
 def _run_operators(decode: Decode, need_lse: bool, backend: str) -> tuple[Tensor, Tensor]:
-    """Append and attend through torch's dispatcher."""
     call, caches = decode.call, (decode.key_cache, decode.value_cache, decode.lengths, decode.table)
     rotary = decode.cos, decode.sin, decode.interleaved
     options = [getattr(call, name) for name in DECODE.fields]

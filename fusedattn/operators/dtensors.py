@@ -124,7 +124,6 @@ def local_call(call: Call, seed: Any) -> LocalCall | None:
 
 
 def _mesh(tensors: Mapping[str, Any]) -> Any:
-    """Return the mesh of all DTensors of a call."""
     named = next(name for name, x in tensors.items() if is_dtensor(x))
     mesh = tensors[named].device_mesh
     for name, x in tensors.items():

@@ -116,7 +116,6 @@ def check_forward(*arguments: Any) -> None:
 
 
 def check_backend(call: Call, backend: str, also: tuple[str, ...] = ("naive",)) -> None:
-    """Raise for an unknown backend, or one that cannot take a call."""
     if backend not in (known := ("hopper", "triton", "cpu", *also)):
         fail(ValueError, "backend", f"one of {', '.join(map(repr, known))}", repr(backend))
     lacks = []

@@ -35,7 +35,6 @@ class Signature:
         self.first, self.last = before.count(",") + bool(before), -(after.count(",") + 1)
 
     def parts(self, arguments: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
-        """Return (arguments before, the fields, arguments after)."""
         return arguments[: self.first], arguments[self.first : self.last], arguments[self.last :]
 
     def split(self, arguments: Sequence[Any]) -> tuple[Sequence[Any], Call, Sequence[Any]]:

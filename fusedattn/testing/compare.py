@@ -37,10 +37,8 @@ def with_gradients(
     outputs = dict(zip(("out", "lse", "weights"), function(**{**options, **inputs}, **call), strict=False))
     loss = {name: outputs[name] for name in outputs if name in grads}
     incoming = [tensors[name].to(outputs[name].dtype) for name in loss]
-    # If the loss is made of lse alone, it does not depend on value.
-    gradients = torch.autograd.grad(
-        list(loss.values()), list(inputs.values()), incoming, allow_unused=True, materialize_grads=True
-    )
+    # A loss of lse alone does not depend on value, whose gradient is then 0.
+    gradients = torch.autograd.grad([*loss.values()], [*inputs.values()], incoming, materialize_grads=True)
     return {name: x.detach() for name, x in outputs.items()} | dict(zip(inputs, gradients, strict=True))
 
 
