@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call import decode, layout
-from ..call.decode import CacheArguments
-from ..call.options import INPUTS, Call, Lengths, Origin, inputs, wide_dtype
+from ..call.decode import CacheArguments, check_sizes
+from ..call.layout import broadcasts, is_shape
+from ..call.options import INPUTS, Call, Origin, inputs, wide_dtype
 from ..call.plan import check_fit, check_masks, pairs_of
 from ..call.private import holds
 from ..call.rules import (
@@ -33,8 +33,6 @@ from ..call.rules import (
 from ..call.varlen import VarlenArguments, check_lengths
 from ..cpu import run as cpu
 from .schema import BACKWARD, FORWARD, TANGENT, stats_columns
-
-_MASKS = "mask", "key_mask", "query_mask", "bias"  # of `block_mask`, in the order of its arguments
 
 
 def check_call(call: Call, need_weights: bool = False, keys: int | None = None) -> None:
@@ -105,7 +103,7 @@ def _check_blocks(block_mask: Tensor, s: Sizes) -> None:
     size = blocks.block_mask_size()
     shape = s.B, s.Hq, -(-s.Sq // size), -(-s.Sk // size)
     check_dtype("block_mask", block_mask, torch.uint8, s.device)
-    if block_mask.dim() != 4 or not layout.broadcasts(block_mask, shape):
+    if block_mask.dim() != 4 or not broadcasts(block_mask, shape):
         fail(ValueError, "block_mask", f"rank 4, broadcastable to {shape}", tuple(block_mask.shape))
 
 
@@ -135,7 +133,7 @@ def _check_result(name: str, x: Tensor | None, call: Call, dtype: torch.dtype | 
         return
     if x.dtype != dtype if dtype else x.dtype not in FLOATING:
         fail(TypeError, name, dtype or "a floating tensor", x.dtype)
-    if not layout.is_shape(x.shape, shape):
+    if not is_shape(x.shape, shape):
         fail(ValueError, name, f"shape {shape}", tuple(x.shape))
     if x.device != call.query.device:
         fail(ValueError, name, f"the device of query, {call.query.device}", x.device)
@@ -174,33 +172,30 @@ def check_tangent(*arguments: Any) -> None:
     _check_result("out", out, call, dtype, (*rows, width))
     if backend != "naive":
         _check_result("stats", stats, call, wide_dtype(call), (*rows, stats_columns(dtype, width, backend)))
-    field: Any
     for name, tangent, field in zip(INPUTS, tangents, inputs(call), strict=True):
-        if tangent is not None and field is None:
-            fail(ValueError, f"tangent_{name}", f"None, because {name} is None", "a tensor")
-        if tangent is not None:
+        if field is not None:
             _check_result(f"tangent_{name}", tangent, call, field.dtype, tuple(field.shape))
+        elif tangent is not None:
+            fail(ValueError, f"tangent_{name}", f"None, because {name} is None", "a tensor")
 
 
-def check_block_mask(*arguments: Any) -> None:
-    masks = {name: x for name, x in zip(_MASKS, arguments, strict=False) if x is not None}
-    lengths = Lengths(*arguments[len(_MASKS) :])
+def check_block_mask(mask, key_mask, query_mask, bias, *lengths) -> None:
+    masks = dict(mask=mask, key_mask=key_mask, query_mask=query_mask, bias=bias)
+    masks = {name: x for name, x in masks.items() if x is not None}
     check_masks(masks, dict(mask=(4,), key_mask=(2,), query_mask=(2,), bias=(4,)))
     shapes = {name: pairs_of(name, x) for name, x in masks.items()}
-    if lengths.cu_seqlens_q is not None or lengths.cu_seqlens_k is not None:
-        shapes |= _tokens_of_packed(masks, lengths)
+    if not lengths[0] is lengths[1] is None:
+        shapes |= _tokens_of_packed(masks, *lengths)
     check_fit(shapes)
 
 
-def _tokens_of_packed(masks: dict[str, Tensor], lengths: Lengths) -> dict[str, tuple]:
+def _tokens_of_packed(masks, cu_seqlens_q, cu_seqlens_k, rows, keys, max_seqlen_q, max_seqlen_k) -> dict[str, tuple]:
     """Return the shapes, among the pairs of scores, of the key_mask and query_mask of packed sequences."""
-    cu_seqlens_q, cu_seqlens_k, rows, keys, max_seqlen_q, max_seqlen_k = lengths
     for name, length in (("rows", rows), ("keys", keys)):
         if holds(length < 0, False):
             fail(ValueError, name, "0 or more", length)
     query, key = (next(iter(masks.values())).new_empty(()).expand(length, 1, 1) for length in (rows, keys))
     check_lengths(VarlenArguments(query, key, key, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k))
-    assert cu_seqlens_q is not None
     count = cu_seqlens_q.shape[0] - 1
     shapes: dict[str, tuple] = dict(key_mask=(count, 1, 1, max_seqlen_k), query_mask=(count, 1, max_seqlen_q, 1))
     shapes = {name: shape for name, shape in shapes.items() if name in masks}
@@ -221,6 +216,5 @@ def check_append(
         fail(ValueError, "key_cache", "a head dimension of 1 or more", 0)
     # The shared checks want a query: one without rows.
     query = key_cache.new_empty(()).expand(lengths.shape[0], key_cache.shape[1], 0, key_cache.shape[3])
-    decode.check_sizes(
-        CacheArguments(query, key_cache, value_cache, lengths, table, new_key, new_value, cos, sin, interleaved)
-    )
+    caches = query, key_cache, value_cache, lengths, table
+    check_sizes(CacheArguments(*caches, new_key, new_value, cos, sin, interleaved))
