@@ -17,7 +17,7 @@ from ..cpu import run as cpu
 from ..launch.failures import KernelUnavailable, fall_back
 from ..naive import formula
 from . import fallback, rules
-from .backward import any_failed, gradients, kept_stats
+from .backward import any_failed, gradients, saved_stats
 from .namespace import OPERATORS, register, register_derivative
 from .schema import FORWARD, RESULTS, apply, run_operator, save as save_arguments, saved, stats_columns
 from .tangent import Tangent
@@ -35,9 +35,9 @@ def _new(call, need_lse, need_weights, save, backend):
     columns = call.key.shape[2] if call.cu_seqlens_q is None else call.max_seqlen_k
     weights = query.new_empty((*rows, columns) if need_weights else (0,))
     out = dense(query, (*rows, width), wide if call.partial else None)
-    kept = stats_columns(out.dtype, width, backend)
+    columns = stats_columns(out.dtype, width, backend)
     save = save or (need_weights and backend in _KERNELS)  # kernels compute weights from stats
-    return out, lse, weights, lse.new_empty((*rows, kept) if save else (0,))
+    return out, lse, weights, lse.new_empty((*rows, columns) if save else (0,))
 
 
 def new_forward(*arguments):
@@ -129,7 +129,7 @@ class _Attention(torch.autograd.Function):
         arguments, (out, _, stats) = saved(ctx)
         _, call, (*_, backend) = FORWARD.split(arguments)
         moved = dict(zip(FORWARD.names, tangents, strict=True))
-        directions, stats = [moved[name] for name in INPUTS], kept_stats(stats, call, backend)
+        directions, stats = [moved[name] for name in INPUTS], saved_stats(stats, call, backend)
         out, lse, weights = Tangent.apply(*directions, out, stats, *call, ctx.has_weights, backend)
         # torch takes no None: an absent result has an empty tangent.
         return out, lse if ctx.has_lse else lse.new_zeros(0), weights if ctx.has_weights else out.new_zeros(0), None
@@ -240,7 +240,7 @@ def _explained(call):
     return [name in ("query", "key", "value") or (x is not None and x.requires_grad) for name, x in pairs]
 
 
-def tiles(call: Call, need_weights: bool, on_hopper: bool) -> dict:
+def tiles_for(call: Call, need_weights: bool, on_hopper: bool) -> dict:
     """Return {kernel: Tile, Pipeline or Backward} of a call and its backward."""
     from ..launch import run
     from ..launch.backward import passes

@@ -82,7 +82,7 @@ _SCHEMA = f"backward({BACKWARD.schema}) -> ({', '.join(f'Tensor grad_{name}' for
 register(_SCHEMA, _arranged_backward, new_backward, rules.check_backward)
 
 
-def kept_stats(stats, call, backend):
+def saved_stats(stats, call, backend):
     """Return the saved stats; compute them if the forward was recorded without gradients."""
     if stats.dim() == 4:
         return stats
@@ -95,7 +95,7 @@ def gradients(incoming, out, weights, stats, call, backend, need):
 
     weights: None if the forward returned none.
     """
-    stats = kept_stats(stats, call, backend)
+    stats = saved_stats(stats, call, backend)
     if weights is None and incoming[2] is not None:
         formula = Formula(
             lambda *x: (OPERATORS.forward(*x, False, True, False, backend)[2],), Call._fields, ("weights",)

@@ -148,13 +148,13 @@ def check_backward(*arguments: Any) -> None:
     columns = call.key.shape[2] if call.cu_seqlens_q is None else call.max_seqlen_k
     # Kernels also take stats without the rounding error of the output.
     rounded = backend == "cpu" or stats.dim() != 4 or stats.shape[3] != 2
-    kept = stats_columns(stored, width, backend) if rounded else 2
+    saved = stats_columns(stored, width, backend) if rounded else 2
     _check_result("grad_out", grad_out, call, dtype, (*rows, width))
     _check_result("grad_lse", grad_lse, call, None, rows)
     _check_result("grad_weights", grad_weights, call, dtype, (*rows, columns))
     _check_result("weights", None if grad_weights is None else weights, call, dtype, (*rows, columns))
     _check_result("out", out, call, stored, (*rows, width))
-    _check_result("stats", stats, call, wide_dtype(call), (*rows, kept))
+    _check_result("stats", stats, call, wide_dtype(call), (*rows, saved))
     if len(need) != len(INPUTS):
         fail(ValueError, "need", f"{len(INPUTS)} bools", need)
     for name, x, needed in zip(INPUTS, inputs(call), need, strict=True):
