@@ -274,4 +274,5 @@ class SelfAttention(nn.Module):
         for name, projected in (("q_proj", q), ("k_proj", k), ("v_proj", v)):
             if not isinstance(projected, fx.Proxy) and projected.shape[-1] != self.embed_dim:
                 fail(ValueError, name, f"{self.embed_dim} columns, since one head is not shared", projected.shape[-1])
-        return attend(q, k, v, need_weights, mask=mask, key_mask=key_mask, **options)
+        out, weights = attend(q, k, v, need_weights, mask=mask, key_mask=key_mask, **options)
+        return out, weights  # a pair for torch.fx, too
