@@ -1,23 +1,21 @@
 """Draws attention weights and positional encodings with matplotlib, without touching pyplot."""
 
 import math
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from .call.numbers import is_number
-from .call.rules import check_strided, fail, kind, type_name
+from .call.rules import SMALLEST, check_number, check_strided, fail, kind
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-SIGNS = str.maketrans({" ": "\u00b7", "\n": "\u21b5", "\t": "\u2192"})  # characters that show white space
+SIGNS = str.maketrans({" ": "\u00b7", "\n": "\u21b5", "\t": "\u2192"})  # white space made visible
 INK, HIDDEN, FRAME = "#333333", "#f0f0f0", "#cccccc"
-SMALLEST, LARGEST = 5.0, 9.0  # font sizes of names, in points
-LETTER = 0.6 * LARGEST / 72  # the width of a letter, in inches
+SMALL, LARGE = 5.0, 9.0  # font sizes of names, in points
+LETTER = 0.6 * LARGE / 72  # the width of a letter, in inches
 
 
 def attention_map(
@@ -25,7 +23,7 @@ def attention_map(
     mask: Tensor | None = None, titles: Sequence[str] | None = None, label: str = "attention weight",
     top: float | None = None, figure: Any = None,
 ) -> "Figure":  # fmt: skip
-    """A figure with a panel for each head, a row for each query, a column for each key, and one scale of colours.
+    """Draw a panel for each head, with a row for each query and a column for each key, in one colour scale.
 
     Examples:
         >>> layer, x = fusedattn.MultiHeadAttention(64, 4), torch.randn(1, 4, 64)
@@ -35,13 +33,13 @@ def attention_map(
     Args:
         weights: (Sq, Sk), (H, Sq, Sk) or (1, H, Sq, Sk), real, 0 or more. NaN is drawn as hidden.
         tokens: Sq names of the rows; a string names each by a letter.
-        key_tokens: Sk names of the columns, by default `tokens` where Sk = Sq. Rows and columns without names are
-            numbered; names that do not fit are left out.
-        mask: bool, broadcastable to weights, True = may attend. Hidden pairs are grey, which a weight of 0 is not.
-        titles: one for each head; "head 1" and so on by default, none for one head.
-        label: that of the colours.
+        key_tokens: Sk names of the columns, by default `tokens` if Sk = Sq. Rows and columns without names are
+            numbered. Names that do not fit are left out.
+        mask: bool, broadcastable to weights, True = may attend. Hidden pairs are grey; a weight of 0 is white.
+        titles: one for each head, by default "head 1" and so on, and none for one head.
+        label: of the colour bar.
         top: the weight of the darkest colour, by default the largest. A quarter of it is half as dark.
-        figure: a matplotlib Figure or SubFigure to draw in; a new one by default.
+        figure: a matplotlib Figure or SubFigure to draw in, by default a new one.
 
     Raises:
         ImportError: without matplotlib.
@@ -59,12 +57,8 @@ def attention_map(
         fail(ValueError, "titles", f"{heads}, one for each head", len(titles))
     if not isinstance(label, str):
         fail(TypeError, "label", "a string", type(label).__name__)
-    if top is None:
-        top = maps.nan_to_num(0.0).max().item() or 1.0
-    if not is_number(top):
-        fail(TypeError, "top", "a number", type_name(top))
-    if not 0 < top <= sys.float_info.max:
-        fail(ValueError, "top", "a finite number above 0", top)
+    top = maps.nan_to_num(0.0).max().item() or 1.0 if top is None else top
+    check_number("top", top, "a finite number above 0", least=SMALLEST)
     matplotlib = _matplotlib(figure)
 
     across = math.ceil(math.sqrt(heads))
@@ -93,7 +87,7 @@ def attention_map(
 
 
 def positional_encoding(pe: Tensor, *, figure: Any = None) -> "Figure":
-    """A figure with a row for each position and a column for each dimension.
+    """Draw a positional encoding, with a row for each position and a column for each dimension.
 
     Examples:
         >>> layer = fusedattn.layers.SinusoidalPositionalEncoding(64, 100)
@@ -101,13 +95,14 @@ def positional_encoding(pe: Tensor, *, figure: Any = None) -> "Figure":
 
     Args:
         pe: (S, E) or (1, S, E), real and finite.
-        figure: a matplotlib Figure or SubFigure to draw in; a new one by default.
+        figure: a matplotlib Figure or SubFigure to draw in, by default a new one.
 
     Raises:
         ImportError: without matplotlib.
         ValueError, TypeError: for another pe.
     """
-    table = _numbers("pe", pe, 2)
+    table = _values("pe", pe).detach().to(torch.float64)
+    table = table[0] if table.dim() == 3 and len(table) == 1 else table
     if table.dim() != 2 or not table.numel():
         fail(ValueError, "pe", "shape (S, E) or (1, S, E), none of them 0", tuple(table.shape))
     if not table.isfinite().all():
@@ -135,21 +130,21 @@ def _matplotlib(figure: Any) -> Any:
     return matplotlib
 
 
-def _numbers(name: str, tensor: Tensor, rank: int) -> Tensor:
+def _values(name: str, tensor: Tensor) -> Tensor:
+    """Return a real tensor on the CPU."""
     check_strided(**{name: tensor})
     if tensor.is_complex() or tensor.is_quantized:
         fail(TypeError, name, "real numbers", tensor.dtype)
     if tensor.is_meta:
         fail(ValueError, name, "a tensor with values", "one on meta")
-    numbers = tensor.detach().to("cpu", torch.float64)
-    return numbers[0] if numbers.dim() == rank + 1 and len(numbers) == 1 else numbers
+    return tensor.cpu()
 
 
 def _maps(weights: Tensor) -> Tensor:
-    maps = _numbers("weights", weights, 3)
-    maps = maps[None] if maps.dim() == 2 else maps
+    maps = _values("weights", weights).detach().to(torch.float64)
+    maps = maps[None] if maps.dim() == 2 else maps[0] if maps.dim() == 4 and len(maps) == 1 else maps
     if maps.dim() != 3:
-        expected = "shape (Sq, Sk), (H, Sq, Sk) or (1, H, Sq, Sk); weights[0] are those of the first of a batch"
+        expected = "shape (Sq, Sk), (H, Sq, Sk) or (1, H, Sq, Sk): pass weights[0] of a batch"
         fail(ValueError, "weights", expected, tuple(weights.shape))
     if not maps.numel():
         fail(ValueError, "weights", "a query, a key and a head at least", tuple(weights.shape))
@@ -162,11 +157,9 @@ def _maps(weights: Tensor) -> Tensor:
 def _masked(maps: Tensor, mask: Tensor) -> Tensor:
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         fail(TypeError, "mask", "a bool tensor, True = may attend", kind(mask))
-    check_strided(mask=mask)
-    if mask.is_meta:
-        fail(ValueError, "mask", "a tensor with values", "one on meta")
+    seen = _values("mask", mask)
     try:
-        return maps.masked_fill(~mask.cpu(), math.nan).view_as(maps)
+        return maps.masked_fill(~seen, math.nan).view_as(maps)
     except RuntimeError:
         fail(ValueError, "mask", f"broadcastable to {tuple(maps.shape)}", tuple(mask.shape))
 
@@ -187,13 +180,13 @@ def _write(axis: Any, names: list[str] | None, cell: float, rotation: int = 0) -
     """Write labels along an axis with `cell` inches each."""
     if names is None:
         axis.get_major_locator().set_params(integer=True)
-        axis.set_tick_params(labelsize=LARGEST, labelcolor=INK, length=2, color=INK)
+        axis.set_tick_params(labelsize=LARGE, labelcolor=INK, length=2, color=INK)
         return
-    room = max(cell * 72, 0.1)  # points
-    every = math.ceil(SMALLEST / room)
-    # Two dollars in a token are no formula.
+    points = max(cell * 72, 0.1)
+    every = math.ceil(SMALL / points)
+    # matplotlib would read two dollar signs in a token as a formula.
     style: dict[str, Any] = dict(fontfamily="monospace", color=INK, parse_math=False, rotation=rotation)
-    style["fontsize"] = min(max(room, SMALLEST), LARGEST)
+    style["fontsize"] = min(max(points, SMALL), LARGE)
     axis.set_ticks(range(0, len(names), every), names[::every], **style)
     axis.set_tick_params(length=0, pad=2)
 

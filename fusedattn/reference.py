@@ -1,4 +1,4 @@
-"""The functions of the package by the naive path, in any floating dtype, on any device; and eager attention."""
+"""The functions of the package by the naive path, on any device and in any floating dtype, and eager attention."""
 
 import functools
 import inspect
@@ -15,7 +15,7 @@ from .naive import formula
 
 
 def _naive(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of api with backend="naive", which it then is not asked for."""
+    """Return a function of api with backend="naive", and without the argument backend."""
 
     @functools.wraps(function)
     def naive(*arguments: Any, **options: Any) -> Any:
@@ -26,13 +26,13 @@ def _naive(function: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(function)
     parameters = [x for x in signature.parameters.values() if x.name != "backend"]
     vars(naive)["__signature__"] = signature.replace(parameters=parameters)
-    naive.__doc__ = f"`fusedattn.{function.__name__}`, computed naively: same arguments, same answers, any device."
+    naive.__doc__ = f"`fusedattn.{function.__name__}` by the naive path: same arguments, same answers, any device."
     return naive
 
 
-# Scores are taken in blocks that fit a cache, and computed again in the backward where they would pass
-# `naive.formula.BUDGET` bytes; in code that is compiled all are taken at once, and torch.func computes no block again.
-# Packed sequences are padded to the longest of those of like lengths, and caches in pages are copied.
+# Scores are computed in blocks that fit a cache. If all of them would pass `naive.formula.BUDGET` bytes, the backward
+# computes them again. Compiled code computes all at once, and torch.func computes no block again. Packed sequences of
+# similar lengths are padded, and caches in pages are copied.
 attention = _naive(api.attention)
 attention_varlen = _naive(api.attention_varlen)
 attention_decode = _naive(api.attention_decode)
@@ -42,14 +42,14 @@ attention_decode = _naive(api.attention_decode)
 def eager(
     query: Tensor, key: Tensor, value: Tensor, *, return_lse: bool = False, return_weights: bool = False, **options: Any
 ) -> Tensor | Any:
-    """`attention` with every step in the dtype of the inputs, and for all rows at once: what people write by hand.
+    """`attention` as people write it by hand: every step in the dtype of the inputs, all rows at once.
 
     Examples:
         >>> query = key = value = torch.randn(2, 8, 128, 64, dtype=torch.bfloat16)
         >>> fusedattn.reference.eager(query, key, value, causal=True).dtype
         torch.bfloat16
 
-    Its error is the unit that errors are measured in, and its time what `naive` means in a benchmark.
+    Errors are measured in units of its error, and its time is `naive` in the benchmarks.
     """
     check_flags(return_lse=return_lse, return_weights=return_weights)
     check_names("eager", options, Arguments._fields)

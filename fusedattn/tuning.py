@@ -1,4 +1,4 @@
-"""Tuning files, in which `fusedattn tune` keeps what it found out about a GPU, for other machines just like it."""
+"""Tuning files, which `fusedattn tune` writes for a GPU. Other machines with the same GPU can load them."""
 
 import os
 from pathlib import Path
@@ -12,21 +12,20 @@ __all__ = ["forget", "load"]
 
 
 def load(file: str | os.PathLike[str]) -> None:
-    """Have calls on GPUs that a tuning file is about take the tiles, the backward and the backend that it chooses.
+    """Have calls take the tiles, backward and backend that a tuning file chooses for the GPUs here.
 
     Examples:
         >>> fusedattn.tuning.load("h100.json")  # doctest: +SKIP
 
-    It counts until `forget`, in this process, before any file in the user's cache folder. Without a GPU nothing
-    changes.
+    It holds in this process until `forget`, before any file in the user's cache folder.
 
     Args:
-        file: what `fusedattn tune` wrote for the same GPU, driver, torch, Triton and version of this package.
+        file: written by `fusedattn tune` for the same GPU, driver, torch, Triton and version of this package.
 
     Raises:
         OSError: if it cannot be read.
-        ValueError: if it is damaged, or about none of the GPUs here.
-        TypeError: for what is no path.
+        ValueError: if it is damaged, or for none of the GPUs here.
+        TypeError: if `file` is no path.
     """
     if not isinstance(file, str | os.PathLike):
         raise TypeError(f"file: expected a path, got {type(file).__name__}")
@@ -38,7 +37,7 @@ def load(file: str | os.PathLike[str]) -> None:
 
 
 def forget() -> None:
-    """Undo every `load`, and have the files in the user's cache folder read again at the next call.
+    """Undo every `load`, and read the files in the user's cache folder again at the next call.
 
     Examples:
         >>> fusedattn.tuning.forget()

@@ -1,4 +1,4 @@
-"""Checks a call of `attention_decode`, and brings it into the form that every backend takes: Decode."""
+"""Checks a call of `attention_decode` and makes its Decode, which every backend takes."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ from .rules import (
 
 
 class CacheArguments(NamedTuple):
-    """Arguments of a call to a cache as written, unchecked, without the options that `attention` has as well."""
+    """Arguments of a call to a cache as the caller wrote them, unchecked, without the options of `attention`."""
 
     query: Any
     key_cache: Any
@@ -38,12 +38,12 @@ class CacheArguments(NamedTuple):
 
 
 class Decode(NamedTuple):
-    """The same call, checked and in one form.
+    """A checked call to a cache.
 
-    call is one of `attention` to (B, Hkv, capacity, D) keys, by lengths that are not in it: its key and value are the
-    caches, or, with a table, tensors of that shape that hold nothing. key_cache and value_cache (pages, Hkv, page, D or
-    Dv) are one page for each batch without a table (B, n) that names them. lengths (B,) count the keys before the
-    `added` new ones, (B, Hkv, added, D or Dv). cos and sin are (positions, half), or None.
+    call: the call of `attention` to (B, Hkv, capacity, D) keys, without the lengths. Its key and value are the caches;
+    with a table they are uninitialised and have that shape only. key_cache and value_cache: (pages, Hkv, page, D or
+    Dv), with one page for each batch if there is no table (B, n). lengths: (B,), without the `added` new keys, (B, Hkv,
+    added, D or Dv). cos and sin: (positions, half), or None.
     """
 
     call: Call
@@ -60,9 +60,9 @@ class Decode(NamedTuple):
 
 
 def apart(decode: Decode) -> list[Tensor]:
-    """New keys and values, as copies where they may lie in a cache: in what order that is written is not said.
+    """Return the new keys and values, as copies if they may lie in a cache: writes have no order.
 
-    It is for those that write, at the time that they do: a compiler sees no addresses, and takes out copies.
+    Call it when writing. A compiler knows no addresses, and removes copies.
     """
     caches = span(decode.key_cache), span(decode.value_cache)
     rows = []
@@ -76,18 +76,17 @@ def apart(decode: Decode) -> list[Tensor]:
 
 # Not properties: the compiler of torch 2.10 does not trace those of a NamedTuple.
 def capacity_of(decode: Decode) -> int:
-    """The most keys that a sequence may have; unchecked lengths on a device are clamped to it."""
+    """Return the capacity of a sequence, to which unchecked lengths on a GPU are clamped; 0 without pages."""
     return decode.call.key.shape[2] if holds(decode.key_cache.shape[0] != 0, True) else 0
 
 
 def capacity(arguments: CacheArguments) -> int:
     page, table = arguments.key_cache.shape[2], arguments.block_table
-    size: int = page if table is None else page * table.shape[1]
-    return size
+    return page if table is None else page * table.shape[1]  # type: ignore[no-any-return]
 
 
 def stand_in(cache: Tensor, table: Tensor | None) -> Tensor:
-    """The cache, or for pages a tensor of shape alone."""
+    """Return the cache, or for pages an uninitialised tensor (B, Hkv, capacity, D)."""
     if table is None:
         return cache
     batch, (_, heads, page, dim) = table.shape[0], cache.shape
@@ -95,14 +94,14 @@ def stand_in(cache: Tensor, table: Tensor | None) -> Tensor:
 
 
 def check_inputs(a: CacheArguments) -> None:
-    """Raise for query, caches and lengths that do not fit together. Caches may be pages, or more than queries."""
+    """Raise for query, caches and lengths that do not fit together. Caches may have any first dimension."""
     check_query_key_value(a.query, a.key_cache, a.value_cache, "key_cache", "value_cache", "(B, H, S, D)")
     check_dtype("cache_seqlens", a.cache_seqlens, torch.int32, a.query.device)
     check_shape("cache_seqlens", a.cache_seqlens, (a.query.shape[0],))
 
 
 def check_sizes(a: CacheArguments) -> None:
-    """Raise for wrong arguments, without reading tensors' values."""
+    """Raise for wrong types and sizes, without reading values."""
     check_inputs(a)
     batch = a.query.shape[0]
     if a.block_table is not None:
@@ -111,22 +110,16 @@ def check_sizes(a: CacheArguments) -> None:
             fail(ValueError, "block_table", f"shape ({batch}, pages of a sequence)", tuple(a.block_table.shape))
     elif not is_size(a.key_cache.shape[0], batch):
         fail(ValueError, "key_cache", f"the batch size of query, {batch}, or a block_table", tuple(a.key_cache.shape))
-    if not a.new_key is a.new_value is None:
-        _check_new(a)
-    if not a.rotary_cos is a.rotary_sin is None:
-        _check_rotary(a)
+    for first, second, check in (("new_key", "new_value", _check_new), ("rotary_cos", "rotary_sin", _check_rotary)):
+        absent = [name for name in (first, second) if getattr(a, name) is None]
+        if len(absent) == 1:
+            fail(ValueError, absent[0], f"a tensor beside {first if absent[0] == second else second}", None)
+        if not absent:
+            check(a)
     check_flags(rotary_interleaved=a.rotary_interleaved)
 
 
-def _check_both(**pair: Any) -> None:
-    first, second = pair
-    for name, other in ((first, second), (second, first)):
-        if pair[name] is None:
-            fail(ValueError, name, f"a tensor beside {other}", None)
-
-
 def _check_new(a: CacheArguments) -> None:
-    _check_both(new_key=a.new_key, new_value=a.new_value)
     batch, heads, columns = a.query.shape[0], a.key_cache.shape[1], a.key_cache.shape[3]
     for name, new in (("new_key", a.new_key), ("new_value", a.new_value)):
         check_dtype(name, new, a.query.dtype, a.query.device)
@@ -146,14 +139,13 @@ def _check_writable(name: str, cache: Tensor) -> None:
         return
     if cache.is_neg():
         fail(ValueError, name, "a cache that is not a negated view beside new_key (see resolve_neg)", "a negated view")
-    # Kernels write to it all the same, on a GPU.
+    # On a GPU, kernels can write to an inference tensor.
     if cache.is_inference() and not torch.is_inference_mode_enabled() and cache.device.type != "cuda":
         fail(ValueError, name, "a cache made outside of torch.inference_mode() beside new_key", "an inference tensor")
 
 
 def _check_rotary(a: CacheArguments) -> None:
     cos, sin = a.rotary_cos, a.rotary_sin
-    _check_both(rotary_cos=cos, rotary_sin=sin)
     for name, angles in (("rotary_cos", cos), ("rotary_sin", sin)):
         check_floating(name, angles, a.query.device)
     most = a.query.shape[3]
@@ -164,47 +156,39 @@ def _check_rotary(a: CacheArguments) -> None:
 
 
 def check_gradients(arguments: Mapping[str, Any]) -> None:
-    """Raise for a tensor that somebody may want a gradient of."""
-    if not differentiated(arguments.values()):
-        return
-    for name, x in arguments.items():
+    """Raise for a tensor whose gradient may be wanted."""
+    for name, x in arguments.items() if differentiated(arguments.values()) else ():
         if differentiated((x,)):
-            expected = "a tensor without a gradient, because attention_decode has none (see torch.no_grad)"
-            fail(ValueError, name, expected, "one that requires it")
+            expected = "a tensor without gradient, because attention_decode has none (use torch.no_grad)"
+            fail(ValueError, name, expected, "one that requires grad")
 
 
-def check_values(a: CacheArguments, options: Arguments) -> list[int]:
-    """The lengths, where they are known; empty otherwise.
-
-    Raises: ValueError for lengths, pages and positions on the CPU that lie outside of what they count, and for caches
-        that would be written over by each other.
-    """
+def check_values(a: CacheArguments, options: Arguments) -> None:
+    """Raise for lengths, pages and positions on a CPU that are out of range, and for caches that overlap."""
     if a.new_key is not None and not is_compiling():
         _check_apart(a)
     if not is_known(a.cache_seqlens) or not a.cache_seqlens.numel():
-        return []
-    room = capacity(a)
-    lengths: list[int] = a.cache_seqlens.tolist()
+        return
+    most_keys, lengths = capacity(a), a.cache_seqlens.tolist()
     new = 0 if a.new_key is None else a.new_key.shape[2]
     least, most = min(lengths), max(lengths)
-    if least < 0 or most > room:
-        fail(ValueError, "cache_seqlens", f"lengths from 0 to the capacity, {room}", least if least < 0 else most)
-    if most + new > room:
-        fail(ValueError, "new_key", f"at most {room - most} rows after the {most} of a sequence of {room}", f"{new}")
+    if least < 0 or most > most_keys:
+        fail(ValueError, "cache_seqlens", f"lengths from 0 to the capacity, {most_keys}", least if least < 0 else most)
+    if most + new > most_keys:
+        fail(ValueError, "new_key", f"at most {most_keys - most} rows, as a sequence holds {most} of {most_keys}", new)
     if a.block_table is not None:
         _check_pages(a, a.cache_seqlens.long(), new)
     if a.rotary_cos is not None:
         _check_positions(a, options, a.cache_seqlens.long() + new, a.query.shape[2], new)
-    return lengths
 
 
 def _check_apart(a: CacheArguments) -> None:
-    """Raise for caches of which one would be written over by the other.
+    """Raise if an append to one cache would overwrite the other.
 
-    Values may be the first columns of keys, where what is new is as well, and is not turned.
+    Values may be the first columns of keys, if the new ones are too and no rotary embedding changes the keys.
     """
     pairs = (a.key_cache, a.value_cache), (a.new_key, a.new_value)
-    if not in_memory(a[1:3]) or not share(*pairs[0]):
+    if not in_memory(pairs[0]) or not share(*pairs[0]):
         return
     alike = in_memory(pairs[1]) and all(x.data_ptr() == y.data_ptr() and x.stride() == y.stride() for x, y in pairs)
     if not alike or a.rotary_cos is not None:
@@ -226,17 +210,17 @@ def _check_pages(a: CacheArguments, before: Tensor, new: int) -> None:
     if new:
         position = before[:, None] + torch.arange(new, device=before.device)
         written, place = number.gather(1, position // page), position % page
-        own = "a different place for each new key"
+        expected = "a position of its own for each new key"
         if len((written * page + place).unique()) < place.numel():
-            fail(ValueError, "block_table", own, "a place that two keys are written to")
-        old = before[:, None] - torch.arange(number.shape[1], device=before.device) * page  # in a page and behind it
+            fail(ValueError, "block_table", expected, "a position that two keys are written to")
+        old = before[:, None] - torch.arange(number.shape[1], device=before.device) * page  # keys from each page on
         most = before.new_zeros(pages).scatter_reduce_(0, number[old > 0], old[old > 0], "amax")
         if bool((place < most[written]).any()):
-            fail(ValueError, "block_table", own, "a place that already holds a key")
+            fail(ValueError, "block_table", expected, "a position that already holds a key")
 
 
 def _check_positions(a: CacheArguments, options: Arguments, after: Tensor, rows: int, new: int) -> None:
-    """Raise for too few angles, and queries before position 0 that see keys."""
+    """Raise for too few angles, and for queries before position 0 that see keys."""
     bottom_right, most = options.align == "bottom_right", int(after.max())
     needed = max(most if new or (rows and bottom_right) else 0, 0 if bottom_right else rows)
     if needed > a.rotary_cos.shape[0]:
@@ -244,19 +228,20 @@ def _check_positions(a: CacheArguments, options: Arguments, after: Tensor, rows:
         fail(ValueError, "rotary_cos", expected, f"{a.rotary_cos.shape[0]} rows")
     right = 0 if options.causal else (options.window or (None, None))[1]
     early = (after > 0) & (after < rows)
-    # What a query_mask hides sees nothing either; it may lie on a GPU.
+    # A query_mask may hide these queries; on a GPU it is not read.
     if bottom_right and options.query_mask is None and bool(early.any()) and (right is None or right > 0):
         expected = "at most as many rows as keys, unless causal or a query_mask hides all keys from the first rows"
         fail(ValueError, "query", expected, f"{rows} rows for {int(after[early][0])} keys")
 
 
 def checked(arguments: CacheArguments, options: Arguments, named: bool = False) -> Decode:
-    """The Decode of arguments as the caller wrote them; options hold those that `attention` has too, and no tensors.
+    """Apply autocast, check the arguments, and return their Decode. named: the caller named the backend.
 
-    named: whether the caller names a backend.
+    options: those of `attention`, without query, key and value.
 
-    Raises: ValueError or TypeError, in one line, for the first thing that is wrong, before anything is written. Values
-        are looked at where they lie on the CPU: in code that is compiled they are taken as they are on a GPU.
+    Raises:
+        ValueError, TypeError: for the first argument that is wrong, before anything is written. Values on a GPU, and
+            in compiled code, are not read.
     """
     a = arguments
     if isinstance(a.query, Tensor):
@@ -269,7 +254,9 @@ def checked(arguments: CacheArguments, options: Arguments, named: bool = False) 
     check_values(a, options)
     key, value = (stand_in(cache, a.block_table) for cache in (a.key_cache, a.value_cache))
     options = options._replace(query=query, key=key, value=value)
-    # An angle depends on the alignment in any case.
-    level = dict(top_left=options.align == "top_left") if a.rotary_cos is not None else {}
-    call = normalise(options, named=named, **level)
-    return Decode(call, *a[1:5], 0 if a.new_key is None else a.new_key.shape[2], *a[5:])
+    # Rotary positions depend on the alignment, also without a band.
+    alignment = dict(top_left=options.align == "top_left") if a.rotary_cos is not None else {}
+    call = normalise(options, named=named, **alignment)
+    caches = a.key_cache, a.value_cache, a.cache_seqlens, a.block_table
+    new = 0 if a.new_key is None else a.new_key.shape[2], a.new_key, a.new_value
+    return Decode(call, *caches, *new, a.rotary_cos, a.rotary_sin, a.rotary_interleaved)

@@ -1,4 +1,4 @@
-"""Turns nested tensors of torch.jagged into packed sequences, and results back into nested tensors."""
+"""Turns nested tensors of torch.jagged into packed sequences, and the results back."""
 
 from collections.abc import Callable
 from typing import Any
@@ -30,7 +30,7 @@ def _check(query: Any, key: Any, value: Any) -> None:
 
 
 def _tokens(name: str, mask: Any, like: Tensor) -> Tensor | None:
-    """A jagged (B, ragged) mask of the rows of (B, H, ragged, D), packed."""
+    """Return a jagged mask (B, ragged) as packed (T,), after checks against `like`, (B, H, ragged, D)."""
     if mask is None:
         return None
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
@@ -42,13 +42,14 @@ def _tokens(name: str, mask: Any, like: Tensor) -> Tensor | None:
     return mask.contiguous().values()
 
 
-def attend(function: Callable[..., Any], arguments: Arguments, **more: Any) -> Tensor | Any:
-    """What `attention` returns of nested tensors, from a function like `attention_varlen`: nested tensors.
+def attend_nested(function: Callable[..., Any], arguments: Arguments, **more: Any) -> Tensor | Any:
+    """Compute `attention` of nested tensors by a function like `attention_varlen`. Results are nested.
 
     Args:
         arguments: query, key and value of torch.jagged, (B, Hq, ragged, D), (B, Hkv, ragged, D), (B, Hkv, ragged, Dv),
-            transposed from (B, ragged, H, D). key and value are made from the same offsets; those of query may be
-            others. key_mask and query_mask are nested bool (B, ragged), or None. more: what else the function takes.
+            transposed from (B, ragged, H, D). key and value share their offsets. key_mask and query_mask are nested
+            bool (B, ragged), or None.
+        more: further arguments of the function.
     """
     query, key, value, *_ = arguments
     options = {name: x for name, x in arguments._asdict().items() if name not in ("query", "key", "value")}
@@ -56,23 +57,14 @@ def attend(function: Callable[..., Any], arguments: Arguments, **more: Any) -> T
     _check(query, key, value)
     needed = more.get("return_weights") or any(x is not None for x in (options["mask"], options["bias"], key_mask))
     if needed and torch.compiler.is_compiling() and (longest(query) is None or longest(key) is None):
-        # Not an error, which the caller's code might catch.
+        # Not an error: the caller's code might catch it.
         return _attend_eagerly(function, arguments, **more)
-    tokens = dict(key_mask=_tokens("key_mask", key_mask, key), query_mask=_tokens("query_mask", query_mask, query))
-    query, key, value = (x.transpose(1, 2).contiguous() for x in (query, key, value))  # (B, ragged, H, D), no holes
+    more |= dict(key_mask=_tokens("key_mask", key_mask, key), query_mask=_tokens("query_mask", query_mask, query))
+    query, key, value = (x.transpose(1, 2).contiguous() for x in (query, key, value))  # (B, ragged, H, D)
     offsets = query.offsets()
-    results = function(
-        query.values(),
-        key.values(),
-        value.values(),
-        offsets.int(),
-        key.offsets().int(),
-        max_seqlen_q=longest(query),
-        max_seqlen_k=longest(key),
-        **tokens,
-        **options,
-        **more,
-    )
+    more |= dict(max_seqlen_q=longest(query), max_seqlen_k=longest(key))
+    packed = query.values(), key.values(), value.values(), offsets.int(), key.offsets().int()
+    results = function(*packed, **options, **more)
 
     def nested(packed: Tensor) -> Tensor:
         return torch.nested.nested_tensor_from_jagged(packed, offsets).transpose(1, 2)
@@ -84,6 +76,6 @@ def attend(function: Callable[..., Any], arguments: Arguments, **more: Any) -> T
 
 
 _attend_eagerly = eager(
-    attend,
+    attend_nested,
     "a whole graph with masks, bias or return_weights needs nested tensors made with min_seqlen and max_seqlen",
 )

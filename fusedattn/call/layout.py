@@ -1,4 +1,4 @@
-"""Reads how sizes fit together and how a tensor lies in memory, and makes tensors in the order of another."""
+"""Shapes and strides: checks of sizes, the order of dimensions in memory, and tensors in the order of another."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from .private import assert_at_run_time, holds
 
 
 def irregular(x: Any) -> Any:
-    """Return what a message says of a tensor without strides or sizes; None for anything else."""
+    """Return the kind of a tensor without strides or sizes, for a message; None for anything else."""
     if not isinstance(x, Tensor):
         return None
     if x.is_nested:
@@ -27,7 +27,7 @@ def divides(heads: int, kv_heads: int) -> bool:
 
 
 def broadcasts(tensor: Tensor, shape: tuple[int, ...]) -> bool:
-    """Return whether a tensor broadcasts to a shape, and not the shape to it."""
+    """Return whether a tensor broadcasts to a shape without enlarging the shape."""
     first = len(shape) - tensor.dim()
     if first < 0:
         return False
@@ -38,9 +38,9 @@ def broadcasts(tensor: Tensor, shape: tuple[int, ...]) -> bool:
 
 
 def is_size(size: Any, *allowed: Any) -> bool:
-    """Return whether a size is an allowed one: a question for checks, not for branches.
+    """Return whether a size is an allowed one. For checks, not for branches.
 
-    A size that depends on data is taken to be the last of `allowed`; a compiled program checks that when it runs.
+    A size that depends on data is assumed to be the last of `allowed`; the compiled program asserts that.
     """
     for one in allowed:  # loops, not any() or all(): a compiler traces them in a third of the steps
         if holds(size == one, False):
@@ -52,8 +52,8 @@ def is_size(size: Any, *allowed: Any) -> bool:
 
 
 def is_shape(shape: Sequence[Any], *allowed: Sequence[Any]) -> bool:
-    """Return whether a shape is an allowed one; allowed shapes of one rank differ in one dimension at most."""
-    # Sizes of another rank are not compared: an exported graph would guard on them.
+    """Return whether a shape is an allowed one. Allowed shapes of one rank differ in one dimension at most."""
+    # An exported graph would guard on sizes of another rank, if they were compared.
     same_rank = [one for one in allowed if len(one) == len(shape)]
     if not same_rank:  # by a branch: torch 2.11 compiles no bool() of a list
         return False
@@ -64,7 +64,7 @@ def is_shape(shape: Sequence[Any], *allowed: Sequence[Any]) -> bool:
 
 
 def is_contiguous(tensor: Tensor) -> bool:
-    """Return whether a tensor is contiguous; False if that depends on data that a compiler does not know."""
+    """Return whether a tensor is contiguous; False if a compiler cannot know."""
     if not (torch.compiler.is_compiling() or isinstance(tensor.numel(), torch.SymInt)):
         return tensor.is_contiguous()
     step: Any = 1
@@ -76,7 +76,7 @@ def is_contiguous(tensor: Tensor) -> bool:
 
 
 def _is_smaller(stride: Any, other: Any) -> bool:
-    """Return whether a stride is smaller than another. If that depends on data: whether it divides the other."""
+    """Return whether a stride is smaller than another. If a compiler cannot know: whether it divides the other."""
     if holds(stride < other, False):
         return True
     return holds(stride < other, True) and holds(other % stride == 0, False)
@@ -84,32 +84,34 @@ def _is_smaller(stride: Any, other: Any) -> bool:
 
 def order(tensor: Tensor) -> tuple[int, ...]:
     """Return dimensions from the slowest to the fastest in memory; row-major if one is expanded."""
-    if is_contiguous(tensor):
-        return tuple(range(tensor.dim()))
-    strides = tensor.stride()
-    if any(
-        holds(stride == 0, False) and holds(size > 1, True) for stride, size in zip(strides, tensor.shape, strict=True)
-    ):
-        return tuple(range(tensor.dim()))
-    # Dimensions of one element keep their place, whatever stride they carry. No sort(): strides may be symbolic.
-    places = [axis for axis in range(tensor.dim()) if holds(tensor.shape[axis] > 1, True)]
+    axes, strides = list(range(tensor.dim())), tensor.stride()
+    # Dimensions of one element keep their place, whatever stride they carry.
+    places = [] if is_contiguous(tensor) else [axis for axis in axes if holds(tensor.shape[axis] > 1, True)]
+    if any(holds(strides[axis] == 0, False) for axis in places):
+        return tuple(axes)
     sorted_axes: list[int] = []
-    for axis in places:
+    for axis in places:  # no sort(): strides may be symbolic
         place = len(sorted_axes)
         while place and _is_smaller(strides[sorted_axes[place - 1]], strides[axis]):
             place -= 1
         sorted_axes.insert(place, axis)
-    axes = list(range(tensor.dim()))
     for place, axis in zip(places, sorted_axes, strict=True):
         axes[place] = axis
     return tuple(axes)
 
 
+def in_order(tensor: Tensor, axes: Sequence[int]) -> Tensor:
+    """Return a tensor whose dimensions have this order in memory, a copy if needed."""
+    return tensor.permute(*axes).contiguous().permute([axes.index(axis) for axis in range(len(axes))])
+
+
 def dense(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
     """Return a dense uninitialised tensor of `shape` in the dtype (or another), device and order of `like`."""
+    if is_contiguous(like):
+        return like.new_empty(shape, dtype=dtype)
     axes = order(like)
-    made = like.new_empty([shape[axis] for axis in axes], dtype=dtype)
-    return made.permute([axes.index(axis) for axis in range(len(axes))])
+    empty = like.new_empty([shape[axis] for axis in axes], dtype=dtype)
+    return empty.permute([axes.index(axis) for axis in range(len(axes))])
 
 
 def arrange(tensor: Tensor, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -117,15 +119,12 @@ def arrange(tensor: Tensor, like: Tensor, dtype: torch.dtype | None = None) -> T
     dtype = like.dtype if dtype is None else dtype
     if tensor.dtype == dtype and is_contiguous(like) and is_contiguous(tensor):
         return tensor
-    axes = order(like)
-    tensor = tensor.to(dtype)
-    if axes == tuple(range(tensor.dim())):
-        return tensor.contiguous()
-    return tensor.permute(axes).contiguous().permute([axes.index(axis) for axis in range(len(axes))])
+    axes, tensor = order(like), tensor.to(dtype)
+    return tensor.contiguous() if axes == tuple(range(tensor.dim())) else in_order(tensor, axes)
 
 
 def share(a: Tensor, b: Tensor) -> bool:
-    """Return whether tensors share memory; if their strides differ, whether they begin at one place."""
+    """Return whether two tensors share an element; if their strides differ, whether they begin at one place."""
     if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr() or not (a.numel() and b.numel()):
         return False
     distance = b.storage_offset() - a.storage_offset()
@@ -135,7 +134,7 @@ def share(a: Tensor, b: Tensor) -> bool:
 
 
 def _reaches(distance: int, dims: list[tuple[int, int, int]]) -> bool:
-    """Return whether two elements lie `distance` apart; dims: (stride, size, other size)."""
+    """Return whether an element of each lies `distance` apart; dims: (stride, size, other size)."""
     if not dims:
         return distance == 0
     (stride, size, other), *rest = dims
@@ -144,7 +143,7 @@ def _reaches(distance: int, dims: list[tuple[int, int, int]]) -> bool:
 
 
 def span(tensor: Tensor) -> tuple[int, int]:
-    """Return the addresses of a tensor's first byte and behind its last; equal if it is empty."""
+    """Return the addresses of a tensor's first byte and of the byte after its last; equal if it is empty."""
     first, elements = tensor.data_ptr(), 0
     if tensor.numel():
         elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -152,10 +151,10 @@ def span(tensor: Tensor) -> tuple[int, int]:
 
 
 def own_storage(tensor: Tensor) -> Tensor:
-    """Return `tensor`, or a copy that fills its memory as its tangent does: torch wants one layout for both."""
+    """Return `tensor`, or a copy that fills its storage: torch wants the same layout for it and its tangent."""
     return tensor if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize else tensor.clone()
 
 
 def row_major(tensor: Tensor) -> Tensor:
-    """Return `tensor` with the strides of a new one of its shape. An empty one is contiguous whatever its strides."""
+    """Return `tensor` with row-major strides. An empty one is contiguous whatever its strides."""
     return tensor.contiguous() if holds(tensor.numel() != 0, True) else tensor.new_empty(tensor.shape)

@@ -1,9 +1,13 @@
-"""Numbers of NumPy, which torch takes where it takes Python's."""
+"""Numbers of NumPy, accepted wherever torch accepts Python's."""
 
 import numbers
 from typing import Any
 
 import torch
+
+# Asked first: a compiler knows them. Not a union of types, of which torch.compile of torch 2.10 traces no isinstance.
+_INTS = (int, torch.SymInt)
+_NUMBERS = (*_INTS, float, torch.SymFloat)
 
 
 def is_number(x: Any) -> bool:
@@ -15,12 +19,7 @@ def is_int(x: Any) -> bool:
 
 
 def as_python(x: Any) -> Any:
-    """Return a number of NumPy as Python's, anything else as it is."""
+    """Return a number of NumPy as Python's, anything else unchanged."""
     if type(x).__module__ != "numpy" or not isinstance(x, numbers.Real):
         return x
     return int(x) if isinstance(x, numbers.Integral) else float(x)
-
-
-# Asked first: a compiler knows them. Not a union of types, of which torch.compile of torch 2.10 traces no isinstance.
-_INTS = (int, torch.SymInt)
-_NUMBERS = (*_INTS, float, torch.SymFloat)

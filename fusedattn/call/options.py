@@ -1,4 +1,4 @@
-"""The two forms of a call: Arguments, as the caller wrote it, and Call, checked, as every backend takes it."""
+"""The two forms of a call: Arguments, as the caller wrote it, and Call, checked, which every backend takes."""
 
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from .numbers import as_python
 from .private import dispatch_modes, forward_level, has_storage, tracing, transforms_active, unmapped
 
-UNBOUNDED = 2**31  # a side of the window that no tensor is long enough for; larger ones would overflow
+UNBOUNDED = 2**31  # larger sides of a window are cut to this: no tensor is as long, and they would overflow
 
 
 class Arguments(NamedTuple):
@@ -39,11 +39,11 @@ class Arguments(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Masks, and which blocks of pairs they leave: what `fusedattn.plan` makes, to be passed as mask= again and again.
+    """Masks with their block mask, made once by `fusedattn.plan` and passed as mask= to many calls.
 
-    mask, key_mask and query_mask are what it was made of: while a plan is in use they must not change. block_mask has
-    a byte for 64 x 64 pairs each, (1 or B, 1 or Hq, blocks of queries, blocks of keys): 0 where none is seen, 3 where
-    all are; None where no kernel could read them.
+    mask, key_mask and query_mask are the tensors it was made of; they must not change while the plan is in use.
+    block_mask (1 or B, 1 or Hq, blocks of queries, blocks of keys) has a byte for each 64 x 64 pairs: 0 if none is
+    visible, 3 if all are. It is None on a machine where no kernel could read it.
     """
 
     mask: Tensor | None
@@ -53,7 +53,7 @@ class Plan(NamedTuple):
 
 
 class Lengths(NamedTuple):
-    """Layout of packed sequences, as a Call has it: offsets, rows and keys in all, maximum lengths."""
+    """Layout of packed sequences: offsets, total rows and keys, maximum lengths."""
 
     cu_seqlens_q: Tensor | None
     cu_seqlens_k: Tensor | None
@@ -63,13 +63,13 @@ class Lengths(NamedTuple):
     max_seqlen_k: int | None
 
 
-WHOLE = Lengths(None, None, 0, 0, None, None)  # of what is not packed
+WHOLE = Lengths(None, None, 0, 0, None, None)  # of a call that is not packed
 
 
 class Origin(NamedTuple):
-    """Where a call lies in a larger one, of which it has some rows, keys and heads.
+    """Place of a call in a larger one, of which it has some rows, keys and heads.
 
-    Row i is level with key diagonal + shift + i, in causal, window and alibi_slopes. Dropout counts row i as row + i,
+    In causal, window and alibi_slopes, row i is level with key diagonal + shift + i. Dropout counts row i as row + i,
     key j as key + j, and head h of batch b as plane + b * heads + h.
     """
 
@@ -83,34 +83,37 @@ class Origin(NamedTuple):
 class Dims(NamedTuple):
     """Dimensions of a tensor of a Call, one letter each, and whether it may have a gradient.
 
-    B batches, H query heads, G key heads, Q rows, K keys, D columns. All tensors but query, key and value may have a
-    size of 1 instead, which is broadcast.
+    B batches, H query heads, G key heads, Q rows, K keys, D columns. Any dimension may be 1 and broadcast, except those
+    of query, key and value.
     """
 
     letters: str
     differentiable: bool = False
 
 
+NOT_CACHED = "not of a call to a cache"  # marks fields that the operators of `attention_decode` do not take
+
+
 class Call(NamedTuple):
     """A checked call, in the one form that backends and operators take: the table of all options.
 
-    An option is declared here, once: its name, its type, its default, and for a tensor its Dims. The schemas of
-    operators, what they save, how a call is cut, and what a backend lacks follow from that.
+    An option is declared here, once: its name, its type, its default, and for a tensor its Dims. Operator schemas,
+    saved tensors, cuts by batch and head, and what a backend lacks follow from that.
 
-    seed is a tensor of one int64 where dropout_p is not 0, otherwise None. block_mask is that of a Plan. Row i sees
-    keys diagonal + i - left .. diagonal + i + right; None is unbounded; diagonal is 0 if top_left, otherwise Sk - Sq.
+    seed is one int64 if dropout_p is not 0, otherwise None. block_mask comes from a Plan. Row i sees the keys
+    diagonal + i - left to diagonal + i + right; None is unbounded. diagonal is 0 if top_left, otherwise Sk - Sq.
 
-    With cu_seqlens, int32 (n + 1,), it is n calls at once: B is 1, and sequence b has rows cu_seqlens_q[b] up to
-    cu_seqlens_q[b + 1] of query and query_mask, and such keys. Nobody has checked that they lie inside. bias and mask
-    broadcast to (n, Hq, max_seqlen_q, max_seqlen_k). They count from the start of each sequence, as rows and keys do in
-    all that is said above. max_seqlen is None where nobody needs it.
+    With cu_seqlens_q and cu_seqlens_k, int32 (n + 1,), the call holds n packed sequences and B is 1. Sequence b has the
+    rows cu_seqlens_q[b] to cu_seqlens_q[b + 1]; its keys likewise. The offsets may point outside of the tensors. Rows
+    and keys count from the start of their sequence; bias and mask broadcast to (n, Hq, max_seqlen_q, max_seqlen_k).
+    max_seqlen is None in a call that does not need it.
 
-    deterministic: gradients have the same bits each time, also where torch is not told to want that of all. named: the
-    caller named the backend, and no other may take it.
+    deterministic: gradients have the same bits in each run, whatever torch's own setting. named: the caller named the
+    backend, so no other may take the call.
 
-    origin: the fields of an Origin, or None of a call that is all there is. partial: its keys are some of those that
-    its rows see. Then the output, and the gradients of query, key and value, are float32 (float64) and not rounded, and
-    the stats that a backward takes may be those of all keys.
+    origin: the fields of an Origin, or None if the call is not part of a larger one. partial: rows see more keys than
+    these. Output and gradients of query, key and value are then float32 (float64), unrounded, and the backward may get
+    the stats of all keys.
     """
 
     query: Annotated[Tensor, Dims("BHQD", True)]
@@ -122,33 +125,31 @@ class Call(NamedTuple):
     mask: Annotated[Tensor | None, Dims("BHQK")] = None
     key_mask: Annotated[Tensor | None, Dims("BK")] = None
     query_mask: Annotated[Tensor | None, Dims("BQ")] = None
-    seed: Annotated[Tensor | None, Dims("")] = None
-    block_mask: Annotated[Tensor | None, Dims("")] = None
-    cu_seqlens_q: Annotated[Tensor | None, Dims("")] = None
-    cu_seqlens_k: Annotated[Tensor | None, Dims("")] = None
+    seed: Annotated[Tensor | None, Dims(""), NOT_CACHED] = None
+    block_mask: Annotated[Tensor | None, Dims(""), NOT_CACHED] = None
+    cu_seqlens_q: Annotated[Tensor | None, Dims(""), NOT_CACHED] = None
+    cu_seqlens_k: Annotated[Tensor | None, Dims(""), NOT_CACHED] = None
     left: int | None = None
     right: int | None = None
     top_left: bool = False
     scale: float = 1.0
     softcap: float | None = None
-    dropout_p: float = 0.0
-    max_seqlen_q: int | None = None
-    max_seqlen_k: int | None = None
-    deterministic: bool = False
+    dropout_p: Annotated[float, NOT_CACHED] = 0.0
+    max_seqlen_q: Annotated[int | None, NOT_CACHED] = None
+    max_seqlen_k: Annotated[int | None, NOT_CACHED] = None
+    deterministic: Annotated[bool, NOT_CACHED] = False
     named: bool = False
-    origin: Sequence[int] | None = None
-    partial: bool = False
+    origin: Annotated[Sequence[int] | None, NOT_CACHED] = None
+    partial: Annotated[bool, NOT_CACHED] = False
 
 
 TYPES: dict[str, Any] = get_type_hints(Call)
-_DIMS = {
-    name: hint.__metadata__[0]
-    for name, hint in get_type_hints(Call, include_extras=True).items()
-    if hasattr(hint, "__metadata__")
-}
+_NOTES = {name: getattr(x, "__metadata__", ()) for name, x in get_type_hints(Call, include_extras=True).items()}
+_DIMS = {name: note for name, notes in _NOTES.items() for note in notes if isinstance(note, Dims)}
 TENSORS = tuple(_DIMS)
 INPUTS = tuple(name for name, dims in _DIMS.items() if dims.differentiable)
 DIMS = {name: dims.letters for name, dims in _DIMS.items()}
+CACHED = tuple(name for name, notes in _NOTES.items() if NOT_CACHED not in notes)
 # Tensors that callers may write with fewer dimensions than a Call has.
 _SHORT = tuple(name for name, letters in DIMS.items() if letters)
 
@@ -167,27 +168,27 @@ def with_tensors(call: Call, tensors: Sequence[Tensor | None]) -> Call:
 
 
 def in_full(name: str, x: Any) -> Any:
-    """Return a tensor option as a Call has it, with the dimensions that the caller may leave out."""
+    """Return a tensor option with the dimensions that the caller may leave out."""
     rank = len(DIMS[name])
     return add_head_dim(x) if rank == 4 else add_batch_dim(x) if rank == 2 else x
 
 
 def with_dims(letters: str) -> list[str]:
     """Return the names of the fields that have all of these dimensions."""
-    return [name for name, own in DIMS.items() if set(letters) <= set(own)]
+    return [name for name, dims in DIMS.items() if set(letters) <= set(dims)]
 
 
 def sliced(name: str, x: Any, **slices: slice) -> Any:
-    """Return slices of a field, or of a tensor of its shape, by dimension: B=slice(2, 4). A broadcast one stays."""
+    """Return slices of a field, or of a tensor of its shape: B=slice(2, 4). Broadcast dimensions stay."""
     letters = DIMS[name]
     for axis, letter in enumerate(letters if x is not None else ""):
-        # Of rows and keys only those of pairs are broadcast; a single key is as good a key as any.
+        # Rows and keys broadcast in masks and biases of pairs only: elsewhere a size of 1 is a single row or key.
         if letter in slices and (x.shape[axis] != 1 or (letter in "QK" and letters != "BHQK")):
             x = x[(slice(None),) * axis + (slices[letter],)]
     return x
 
 
-# Functions, not properties: the compiler of torch 2.10 does not trace those of a NamedTuple.
+# Functions, not properties: the compiler of torch 2.10 does not trace properties of a NamedTuple.
 def lengths_of(call: Call) -> Lengths | None:
     if call.cu_seqlens_q is None or call.cu_seqlens_k is None:
         return None
@@ -196,22 +197,20 @@ def lengths_of(call: Call) -> Lengths | None:
 
 
 def hiding(call: Call) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """mask, key_mask, query_mask and bias, as a block mask is made from them.
+    """Return the mask, key_mask, query_mask and bias that the block mask of a call is made from.
 
-    Of packed sequences without query_mask: with it, the block mask of each sequence would have the square of the
-    longest length, and rows that query_mask hides give nothing without it as well.
+    The query_mask of packed sequences is left out: with it, each sequence would have a block mask of the longest
+    length squared. The rows that it hides give nothing either way.
     """
     return call.mask, call.key_mask, call.query_mask if call.cu_seqlens_q is None else None, call.bias
 
 
-# Not a property: the compiler of torch 2.10 does not trace those of a NamedTuple.
 def diagonal(call: Call) -> int:
     """Return the offset of the diagonal: row i is level with key i + offset."""
     return (0 if call.top_left else call.key.shape[2] - call.query.shape[2]) + shift(call)
 
 
 def shift(call: Call) -> int:
-    """Return what the Origin of a call adds to its diagonal."""
     return 0 if call.origin is None else call.origin[0]
 
 
@@ -221,7 +220,7 @@ def wide_dtype(call: Call) -> torch.dtype:
 
 
 class AssumedGPU(NamedTuple):
-    """A GPU that need not be there, by its compute capability, 90 for (9, 0): `explain` says what calls take on it."""
+    """A GPU for `explain`, given by its compute capability: 90 for (9, 0). This machine need not have it."""
 
     capability: int
     type: str = "cuda"
@@ -238,7 +237,7 @@ class _ThreadOverrides(threading.local):
 
     gpu: AssumedGPU | None
 
-    def __init__(self) -> None:  # not attributes of the class: those the compiler of torch 2.10 would see
+    def __init__(self) -> None:  # the compiler of torch 2.10 would read attributes of the class
         self.deterministic, self.backend, self.gpu = False, None, None
 
 
@@ -272,9 +271,9 @@ _CLASSES = frozenset((Tensor, Parameter))
 
 
 def in_memory(tensors: Iterable[Any]) -> bool:
-    """Return whether all tensors are of torch's own class and lie at their addresses.
+    """Return whether all tensors have torch's own class and an address, and hold what lies there.
 
-    Wrappers of other tensors, negated views and tensors without an address do not. Other arguments are passed over.
+    Wrappers of other tensors and negated views do not. Arguments that are no tensors are skipped.
     """
     for x in tensors:
         if isinstance(x, Tensor) and (
@@ -290,24 +289,23 @@ def in_memory(tensors: Iterable[Any]) -> bool:
 
 
 def plain(arguments: Iterable[Any]) -> bool:
-    """Return whether an operator of arguments may be computed without telling torch."""
+    """Return whether an operator may be computed without torch's dispatcher."""
     return not must_dispatch() and in_memory(arguments)
 
 
 def check_names(function: str, options: Iterable[str], known: Iterable[str]) -> None:
-    """Raise for the name of an option that a function does not have, as Python would."""
     for name in options:
         if name not in known:
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
 
 
 def is_known(x: Tensor) -> bool:
-    """Return whether values can be read without waiting: on a CPU, not compiled, not mapped, no wrapper."""
+    """Return whether values can be read at once: a CPU tensor, not compiled, mapped or wrapped."""
     return type(x) is Tensor and x.device.type == "cpu" and not is_compiling() and has_storage(x)
 
 
 def differentiated(arguments: Iterable[Any]) -> bool:
-    """Return whether a derivative may be wanted with regard to one of the arguments."""
+    """Return whether a gradient or tangent of one of the arguments may be wanted."""
     tensors = [x for x in arguments if isinstance(x, Tensor)]
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return True
@@ -316,23 +314,21 @@ def differentiated(arguments: Iterable[Any]) -> bool:
 
 
 def autocasting(tensor: Tensor) -> bool:
-    """Return whether autocast is enabled on the device of a tensor; meta and some others have none."""
     kind = tensor.device.type
-    # Both of these know it, and asking costs more than the answer.
+    # Meta and some other devices have no autocast. CPUs and GPUs do, and asking takes longer than the answer.
     return (kind in ("cpu", "cuda") or torch.amp.is_autocast_available(kind)) and torch.is_autocast_enabled(kind)
 
 
-CAST = (torch.float16, torch.bfloat16, torch.float32)  # what autocast casts
+CAST = (torch.float16, torch.bfloat16, torch.float32)  # dtypes that autocast casts
 
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype:
-    """Return the dtype that autocast, if enabled, gives a tensor, as in torch's SDPA; float64 stays."""
+    """Return the dtype of a tensor after autocast, as in torch's SDPA; float64 stays."""
     cast = tensor.dtype in CAST and autocasting(tensor)
     return torch.get_autocast_dtype(tensor.device.type) if cast else tensor.dtype
 
 
 def autocast(arguments: Arguments) -> Arguments:
-    """Return the arguments with query, key and value in autocast's dtype, if it is enabled."""
     query = arguments.query
     if not isinstance(query, Tensor) or not autocasting(query):
         return arguments
@@ -341,19 +337,18 @@ def autocast(arguments: Arguments) -> Arguments:
 
 
 def add_head_dim(pairs: Any) -> Any:
-    """Return a tensor of rank 2 or 3 with rank 4: heads come after the batch."""
+    """Return (Sq, Sk) or (B, Sq, Sk) with rank 4."""
     if pairs is None or pairs.dim() == 4:
         return pairs
     return pairs[None, None] if pairs.dim() == 2 else pairs.unsqueeze(1)
 
 
 def add_batch_dim(tensor: Any) -> Any:
-    """Return (n,) as (1, n), which the batch shares."""
     return tensor[None] if tensor is not None and tensor.dim() == 1 else tensor
 
 
 def seed_tensor(seed: Any, device: torch.device) -> Tensor:
-    """Return one int64 on the device; without a seed it is drawn from torch's generator and never fetched."""
+    """Return one int64 on the device; without a seed, drawn from torch's generator without a host sync."""
     if seed is None:
         return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=device)
     return seed.reshape(1) if isinstance(seed, Tensor) else torch.full((1,), seed, dtype=torch.int64, device=device)
@@ -365,7 +360,7 @@ def _default_scale(columns: Any) -> float:
 
 
 def normalise(arguments: Arguments, **more: Any) -> Call:
-    """Return the Call of checked arguments; more are fields that do not follow from these."""
+    """Return the Call of checked arguments. more: fields of it that the arguments do not set."""
     a = arguments
     left, right = (None, None) if a.window is None else map(as_python, a.window)
     fields: dict[str, Any] = {name: in_full(name, x) for name in _SHORT if (x := getattr(a, name)) is not None}
@@ -373,7 +368,7 @@ def normalise(arguments: Arguments, **more: Any) -> Call:
         seed=seed_tensor(a.seed, a.query.device) if a.dropout_p else None,
         left=None if left is None else min(left, UNBOUNDED),
         right=0 if a.causal else None if right is None else min(right, UNBOUNDED),
-        # Where nothing is bounded and no distance counts, alignment means nothing: one kernel for both.
+        # Without a band and slopes the alignment changes nothing: one kernel serves both.
         top_left=a.align == "top_left"
         and (left is not None or right is not None or a.causal or a.alibi_slopes is not None),
         scale=_default_scale(a.query.shape[-1]) if a.scale is None else float(a.scale),
@@ -385,14 +380,8 @@ def normalise(arguments: Arguments, **more: Any) -> Call:
 
 
 def results(rank: int, *results: Tensor | None) -> Tensor | Any:
-    """Return (out, lse, weights) as the caller gets them: in the rank of query, without None."""
+    """Return the results that are not None, in the rank of query; a single one without a tuple."""
     wanted = [x for x in results if x is not None]
     if rank < 4:
         wanted = [x.squeeze(1) if rank == 3 else x.squeeze((0, 1)) for x in wanted]
-    return tuple(wanted) if len(wanted) > 1 else wanted[0]
-
-
-def packed_results(out: Tensor, lse: Tensor | None, weights: Tensor | None) -> Tensor | Any:
-    """Return the results of packed sequences: (T, Hq, Dv), (Hq, T) and (Hq, T, longest)."""
-    wanted = [out.squeeze(0).transpose(0, 1), *(x.squeeze(0) for x in (lse, weights) if x is not None)]
     return tuple(wanted) if len(wanted) > 1 else wanted[0]

@@ -13,19 +13,20 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def overridable(function: _Function) -> _Function:
-    """Return a public function that asks modes and classes with a __torch_function__ first, as torch's own do."""
+    """Have a public function ask modes and classes with a __torch_function__ first, as torch's functions do."""
 
     @functools.wraps(function)
     def public(*args: Any, **kwargs: Any) -> Any:
         if has_torch_function(args) or has_torch_function(tuple(kwargs.values())):
             # Classes of nested tensors and causal biases do not know our functions. None stands for all modes.
-            asked = None, *[x for x in (*args, *kwargs.values()) if type(x).__module__ not in TENSORS_OF_TORCH]
+            overriding = None, *[x for x in (*args, *kwargs.values()) if type(x).__module__ not in TENSORS_OF_TORCH]
             # The compiler's has_torch_function ignores that a class has disabled its answers.
-            if (torch_function_enabled() or not is_compiling()) and has_torch_function(asked):
-                return handle_torch_function(public, asked, *args, **kwargs)
+            if (torch_function_enabled() or not is_compiling()) and has_torch_function(overriding):
+                return handle_torch_function(public, overriding, *args, **kwargs)
         return function(*args, **kwargs)
 
     made: Any = public
-    # A code object of its own: the compiler has one limit of recompilations for all functions that share one.
+    # torch.compile counts recompilations per code object. With one shared by all public functions, 8 lengths of
+    # `attention` would leave `merge` none (tests/test_torch_function.py).
     made.__code__ = made.__code__.replace(co_name=function.__name__)
     return made  # type: ignore[no-any-return]

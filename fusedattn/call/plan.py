@@ -1,4 +1,4 @@
-"""Checks masks that `plan` gets before there is a call: dtypes, ranks, and shapes that broadcast together."""
+"""Checks the masks of a plan: dtypes, ranks, and shapes that broadcast together."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +10,6 @@ from .rules import check_bool, check_floating, fail
 
 
 def check_plan(plan: Plan) -> None:
-    """Raise for masks that no call could take together. Whether they fit a call, the call checks."""
     masks = {name: x for name, x in plan._asdict().items() if x is not None}
     if not masks:
         fail(ValueError, "mask", "a mask, a key_mask or a query_mask", "none of them")
@@ -19,7 +18,7 @@ def check_plan(plan: Plan) -> None:
 
 
 def check_masks(masks: Mapping[str, Any], ranks: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise for masks, or a bias, of other dtypes or ranks, or on several devices."""
+    """Raise for masks, or a bias, of wrong dtypes or ranks, or on several devices."""
     device = None
     for name, mask in masks.items():
         check = check_floating if name == "bias" else check_bool
@@ -30,7 +29,7 @@ def check_masks(masks: Mapping[str, Any], ranks: Mapping[str, tuple[int, ...]]) 
 
 
 def pairs_of(name: str, mask: Tensor) -> tuple[int, ...]:
-    """Return the shape among pairs of a mask or bias of rank 4, or of a key_mask or query_mask of rank 2."""
+    """Return the shape in (B, Hq, Sq, Sk) of a mask or bias of rank 4, or a key_mask or query_mask of rank 2."""
     if name in ("mask", "bias"):
         return tuple(mask.shape)
     batch, length = mask.shape
@@ -38,10 +37,10 @@ def pairs_of(name: str, mask: Tensor) -> tuple[int, ...]:
 
 
 def check_fit(shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise for shapes of rank 4, by the names of what has them, that do not broadcast together."""
+    """Raise if shapes of rank 4, {name: shape}, do not broadcast together."""
     whole: tuple[int, ...] = (1, 1, 1, 1)
     for name, shape in shapes.items():
         if any(1 != size != other != 1 for size, other in zip(shape, whole, strict=True)):
-            got = {"key_mask": shape[::3], "query_mask": shape[::2]}.get(name, shape)  # as it was given
+            got = {"key_mask": shape[::3], "query_mask": shape[::2]}.get(name, shape)  # as the caller wrote it
             fail(ValueError, name, f"a shape that fits the other masks, {whole}", got)
         whole = tuple(other if size == 1 else size for size, other in zip(shape, whole, strict=True))

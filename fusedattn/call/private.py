@@ -1,8 +1,8 @@
-"""Every name of torch that is not public and that this package uses, each with what happens in a torch without it.
+"""Every private name of torch that this package uses, each with its fallback for a torch without it.
 
-Nothing breaks where a name is missing: a call takes longer, or torch.compile stops at it. "No replay" means that each
-call is made as if it were the first of its kind, which takes 40 us to 200 us longer; "no whole graph", that
-torch.compile refuses a call with fullgraph=True, and breaks the graph without. No other file names what is not public.
+A missing name breaks nothing: calls take longer, or torch.compile stops at them. "No replay" means that each call runs
+like the first of its kind, 40 us to 200 us slower. "No whole graph" means that torch.compile breaks the graph at a
+call, or refuses it with fullgraph=True. No other file uses private names of torch.
 """
 
 import contextlib
@@ -29,9 +29,9 @@ def _find(path: str, otherwise: Any = None) -> Any:
 
 
 def constant(function: _Function) -> _Function:
-    """Mark a function as a constant for the compiler. A torch that ignores it traces the function, maybe with a break.
+    """Mark a function as a constant for the compiler. A torch that ignores the mark traces the function.
 
-    `torch.compiler.assume_constant_result` sets the same attribute, and imports the compiler for it.
+    `torch.compiler.assume_constant_result` sets the same attribute, but imports the compiler.
     """
     marked: Any = function
     marked._dynamo_marked_constant = True
@@ -40,15 +40,14 @@ def constant(function: _Function) -> _Function:
 
 @constant
 def is_exporting() -> bool:
-    """Return whether torch.export is tracing. Some versions of the compiler take torch's own function for True."""
+    """Return whether torch.export is tracing. Some compilers replace torch's own function by True."""
     return torch.compiler.is_exporting()
 
 
 def eager(function: _Function, reason: str | None = None) -> _Function:
-    """Return a function at which torch.compile breaks the graph; without a compiler it computes the same.
+    """Have torch.compile break the graph at a function.
 
-    reason: what the compiler says where it may not break the graph. A torch that ignores the mark names
-    torch.compiler.disable.
+    reason: the error of the compiler with fullgraph=True. A torch that ignores the mark names torch.compiler.disable.
     """
 
     @functools.wraps(function)
@@ -65,7 +64,7 @@ def eager(function: _Function, reason: str | None = None) -> _Function:
 
 def holds(condition: Any, otherwise: bool) -> bool:
     """Return a condition on sizes; `otherwise` if it depends on data that a compiler does not know."""
-    if condition is True or condition is False:  # of numbers, which this is asked of some thirty times a call
+    if condition is True or condition is False:  # eager code, which asks some thirty times a call
         return condition
     if not (torch.compiler.is_compiling() or isinstance(condition, torch.SymBool)):
         return bool(condition)
@@ -81,27 +80,27 @@ def multiplies_bfloat16() -> bool:
     if platform.machine() not in ("x86_64", "AMD64"):
         return True
     has_units = any(_find(f"cpu._is_{name}_supported", bool)() for name in ("amx_tile", "avx512_bf16"))
-    # ATEN_CPU_CAPABILITY, with which torch is told to use less.
+    # ATEN_CPU_CAPABILITY may tell torch to use less.
     return has_units and torch.backends.cpu.get_cpu_capability() not in ("DEFAULT", "AVX2")
 
 
-# Has torch assert a condition on sizes at run time, if a compiler does not know it. Without it nothing is asserted.
+# Asserts a condition on sizes at run time, if a compiler does not know it. Without it nothing is asserted.
 assert_at_run_time: Callable[[Any], None] = _find("_check", lambda condition: None)
 
 
-# What watches a call: a transform of torch.func, forward mode (level 0 or more), a TorchDispatchMode, torch.jit.
-# Without these a call is taken for watched: no replay, and without the first two no whole graph.
 @constant
 def _in_transform() -> bool:
-    peek = _find("_C._functorch.peek_interpreter_stack")  # for a torch without the next name
+    peek = _find("_C._functorch.peek_interpreter_stack")
     return peek is None or peek() is not None
 
 
+# Observers of a call: a transform of torch.func, forward mode (level 0 or more), a TorchDispatchMode, torch.jit.
+# Without these a call counts as observed: no replay, and without the first two no whole graph.
 transforms_active: Callable[[], bool] = _find("_C._are_functorch_transforms_active", _in_transform)
 forward_level: Callable[[], int] = functools.partial(getattr, forward_ad, "_current_level", 0)
 dispatch_modes: Callable[[], int] = _find("_C._len_torch_dispatch_stack", lambda: 1)
 tracing: Callable[[], Any] = _find("_C._get_tracing_state", lambda: True)
-# The TorchDispatchModes of this thread. Without it a counter of operations that is at work does not count ours.
+# The TorchDispatchModes of this thread. Without it, an active FlopCounterMode does not count our operators.
 _dispatch_modes: Callable[[], list[Any]] = _find("utils._python_dispatch._get_current_dispatch_mode_stack", list)
 # Whether autocast is on for any device. Without it: no replay.
 any_autocast: Callable[[], bool] = _find("_C._is_any_autocast_enabled", lambda: True)
@@ -118,7 +117,7 @@ def flop_formulas() -> list[dict[Any, Callable[..., Any]]]:
 
 
 def unmapped(tensor: Tensor) -> Tensor:
-    """Return a tensor without its mapped dimensions, since torch cannot ask a mapped tensor for its tangent."""
+    """Return a tensor without its vmap wrappers, whose tangent torch cannot read."""
     is_mapped, below = _find("_C._functorch.is_batchedtensor"), _find("_C._functorch.get_unwrapped")
     while is_mapped is not None and below is not None and is_mapped(tensor):
         tensor = below(tensor)
@@ -133,33 +132,29 @@ def _has_storage(tensor: Tensor) -> bool:
     return True
 
 
-# Whether a tensor is in memory, not a wrapper of another; a number for each storage. Without the latter: no replay.
+# Whether a tensor has memory of its own; a number for each storage. Without the latter: no replay.
 has_storage: Callable[[Tensor], bool] = _find("_C._has_storage", _has_storage)
 can_replay = hasattr(torch.UntypedStorage, "_cdata")
 
 
 def storage(tensor: Tensor) -> int:
-    """Return a number that identifies the storage of a tensor. Requires `can_replay`."""
     number: int = tensor.untyped_storage()._cdata
     return number
 
 
-# Compares tensors in C++; None where a dictionary does.
+# Compares tensors in C++. Without it a dictionary does.
 TensorGuards: Any = _find("_C._dynamo.guards.TensorGuards")
 
 
 def can_guard(tensors: Iterable[Any]) -> bool:
-    """Return whether `check` of TensorGuards accepts these objects.
-
-    It ends the process where it meets a nested tensor that is not of torch.jagged.
-    """
+    """Return whether TensorGuards takes these objects: a nested tensor that is not of torch.jagged crashes it."""
     try:
         return not any(x.is_nested for x in tensors)
     except AttributeError:
         return False  # no tensor
 
 
-# Whether a tensor wants a gradient; the current GPU. Without them the public functions are called.
+# Whether any tensor requires a gradient; the current GPU. Without them: public functions.
 any_requires_grad: Callable[..., bool] = _find(
     "_C._any_requires_grad", lambda *x: any(isinstance(one, Tensor) and one.requires_grad for one in x)
 )
@@ -170,19 +165,19 @@ def _empty_on(device: str) -> _Empty:
     return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
-# (shape, strides, dtype) -> a tensor on the current device, in half the time of torch.empty_strided, the fallback.
+# Makes a tensor on the current device, in half the time of torch.empty_strided, the fallback.
 EMPTY: dict[str, _Empty] = {
     "cpu": _find("_C._dynamo.guards._empty_strided_cpu", _empty_on("cpu")),
     "cuda": _find("_C._dynamo.guards._empty_strided_cuda", _empty_on("cuda")),
 }
 
-# A context without autograd, for operators whose derivative nobody wants. Without it autograd looks at each.
+# A context without autograd, for operators without derivatives. Without it autograd looks at each.
 below_autograd: Callable[[], Any] = _find("_C._AutoDispatchBelowAutograd", contextlib.nullcontext)
 
 
 def redispatch(operator: Any, keyset: Any, arguments: tuple[Any, ...]) -> Any:
     """Call an operator below autograd, from its own autograd kernel."""
-    # Without this the operator is called again from the start.
+    # Without it: a call from the start.
     after = _find("_C._after_autograd_keyset")
     with below_autograd():
         return operator(*arguments) if after is None else operator.redispatch(keyset & after, *arguments)
@@ -190,7 +185,7 @@ def redispatch(operator: Any, keyset: Any, arguments: tuple[Any, ...]) -> Any:
 
 def autograd_inside(device: torch.device) -> Any:
     """Return a context in which autograd records inside an operator."""
-    # Without these the backward raises where a kernel does not compile.
+    # Without these a backward raises if its kernel does not compile.
     names = "_ForceDispatchKeyGuard", "_dispatch_tls_local_include_set", "_dispatch_tls_local_exclude_set"
     guard, included, excluded, keys, key = (_find(f"_C.{name}") for name in (*names, "DispatchKeySet", "DispatchKey"))
     if None in (guard, included, excluded, keys, key):
@@ -199,23 +194,23 @@ def autograd_inside(device: torch.device) -> Any:
     return guard(included(), below - keys(key.ADInplaceOrView))
 
 
-# For `compat.torch.sdpa`: a context in which no mode answers for torch, and whether it is active (without it: never).
+# For `compat.torch.sdpa`: a context that disables modes, and whether one is active (without it: never).
 as_torch_has_it: Callable[[], Any] = _find("_C.DisableTorchFunction", contextlib.nullcontext)
 is_as_torch_has_it: Callable[[], bool] = _find("_C._is_torch_function_all_disabled", lambda: False)
-# The __torch_function__ of a class that answers no call; without it such a class is taken to answer.
+# The __torch_function__ of a class that overrides no call. Without it such a class counts as overriding all.
 disabled_torch_function = _find("_C._disabled_torch_function_impl")
-# Without it torch.compile does not take tensors of classes with a __torch_function__.
+# Without it torch.compile takes no tensors of classes with a __torch_function__.
 torch_function_enabled: Callable[[], bool] = _find("_C._is_torch_function_enabled", lambda: True)
-# Modules of classes whose __torch_function__ is not asked: causal biases and jagged tensors, which we take, and
-# parameters without sizes, where our own error is clearer. Any other class answers itself.
+# Modules of classes whose __torch_function__ is ignored: causal biases and jagged tensors, which we accept, and
+# parameters without sizes, for which our error is clearer.
 TENSORS_OF_TORCH = ("torch.nn.attention.bias", "torch.nested._internal.nested_tensor", "torch.nn.parameter")
-# The mode of set_default_device. Without it that mode may not stay first.
+# The mode of set_default_device, which torch asserts to be the first.
 DeviceContext: Any
 try:
     from torch.utils._device import DeviceContext
 except ImportError:
     DeviceContext = ()
-# The TorchFunctionModes of a thread. Without them `enable_sdpa` has none, and replaces the operator alone.
+# The TorchFunctionModes of a thread. Without them `enable_sdpa` replaces the operator alone.
 _MODES = "_get_current_function_mode_stack", "_pop_mode", "_push_mode"
 _all_modes, _pop_mode, _push_mode = (_find(f"overrides.{name}") for name in _MODES)
 
@@ -225,7 +220,6 @@ def function_modes() -> list[Any]:
 
 
 def replace_function_modes(modes: list[Any]) -> None:
-    """Set the TorchFunctionModes of this thread; that of set_default_device goes first, as it asserts."""
     if _pop_mode is None or _push_mode is None:
         return
     for _ in function_modes():
@@ -234,13 +228,12 @@ def replace_function_modes(modes: list[Any]) -> None:
         _push_mode(mode)
 
 
+# The longest sequence and the ragged dimension of a jagged tensor. Without them: unknown, and 2.
 def longest(nested: Tensor) -> int | None:
-    """Return the longest sequence length of a jagged tensor, or None if it is not known."""
     return getattr(nested, "_maybe_max_seqlen", None)
 
 
 def ragged_dim(nested: Tensor) -> int:
-    """Return the ragged dimension of a jagged tensor; 2 if it is not known."""
     return getattr(nested, "_ragged_idx", 2)
 
 
@@ -250,11 +243,11 @@ def argument_names(operator: Any) -> list[str]:
 
 
 def in_onnx_export() -> bool:
-    """Return whether torch.onnx.export is at work. Nobody pays for the question before torch.onnx is imported."""
+    """Return whether torch.onnx.export is running, without importing torch.onnx."""
     return "torch.onnx" in sys.modules and torch.onnx.is_in_onnx_export()
 
 
-# PyTorch's fused attention for CPUs and its backward. Without them the naive path is taken.
+# PyTorch's fused attention for CPUs and its backward. Without them: the naive path.
 flash_attention_for_cpu: Any = _find("_scaled_dot_product_flash_attention_for_cpu")  # 2 us less than by torch.ops
 flash_attention_for_cpu_backward: Any = _find("ops.aten._scaled_dot_product_flash_attention_for_cpu_backward")
 
@@ -262,15 +255,14 @@ _softmax_backward: Any = _find("_softmax_backward_data")
 
 
 def softmax_backward(grad: Tensor, weights: Tensor) -> Tensor:
-    """Return the gradient of scores from that of their softmax. Without torch's own: in three passes."""
+    """Return the gradient of scores from that of their softmax. Without torch's own function: in three passes."""
     if _softmax_backward is None:
         return (grad - (grad * weights).sum(-1, keepdim=True)).mul_(weights)
-    made: Tensor = _softmax_backward(grad, weights, -1, weights.dtype)
-    return made
+    return _softmax_backward(grad, weights, -1, weights.dtype)  # type: ignore[no-any-return]
 
 
-# How long the operations of a process group may take. Without it: torch's default, which a message then says.
 def group_timeout(group: Any) -> timedelta:
+    """Return the time limit of operations of a process group; torch's default if unknown."""
     backends = getattr(group, "_get_backend", None)
     for kind in getattr(group, "_device_types", ()):
         options = getattr(backends(kind), "options", None) if backends is not None else None
@@ -280,8 +272,8 @@ def group_timeout(group: Any) -> timedelta:
     return timedelta(minutes=30)
 
 
-# The store of the default group, where a rank writes what it can no longer send. Without it a message names the rank
-# that was waited for.
+# The store of the default group, for messages of a rank that can no longer send. Without it errors name the rank that
+# was waited for.
 _store: Callable[[], Any] = _find("distributed.distributed_c10d._get_default_store", lambda: None)
 
 
@@ -291,11 +283,11 @@ def write_store(key: str, value: str) -> None:
 
 
 def read_store(key: str, limit: timedelta) -> str | None:
-    """Return what another process writes within a time limit; None if it does not."""
+    """Return the value that another process writes within a time limit, or None."""
     if (store := _store()) is None:
         return None
     try:
         store.wait([key], limit)
-    except RuntimeError:  # torch.distributed's errors derive from it: nothing was written, or the store has ended
+    except RuntimeError:  # the base of torch.distributed's errors: a timeout, or the store is closed
         return None
     return str(store.get(key).decode())

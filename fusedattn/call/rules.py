@@ -12,6 +12,7 @@ from .options import Arguments, Call, Plan, autocast, differentiated, normalise
 from .private import unmapped
 
 LARGEST, LARGEST_SINGLE = torch.finfo(torch.float64).max, torch.finfo(torch.float32).max
+SMALLEST = 5e-324  # the smallest number above 0
 ALIGNMENTS = ("bottom_right", "top_left")
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -28,7 +29,7 @@ class Sizes(NamedTuple):
     rank: int = 4
 
 
-# torch and flash-attn raise RuntimeError or AssertionError for the same mistakes: who catches those catches these.
+# Also the classes that torch and flash-attn raise for the same mistakes, so that code that catches those still works.
 class ArgumentValueError(ValueError, RuntimeError, AssertionError):
     """A ValueError about an argument."""
 
@@ -38,16 +39,13 @@ class ArgumentTypeError(TypeError, RuntimeError, AssertionError):
 
 
 def fail(error: type[Exception], argument: str, expected: Any, got: Any) -> NoReturn:
-    """Raise in the one form that every error about an argument has."""
-    if error is ValueError:
-        error = ArgumentValueError
-    elif error is TypeError:
-        error = ArgumentTypeError
+    """Raise "argument: expected X, got Y", the form of every error about an argument."""
+    error = {ValueError: ArgumentValueError, TypeError: ArgumentTypeError}.get(error, error)
     raise error(f"{argument}: expected {expected}, got {got}")
 
 
 def type_name(x: Any) -> str:
-    """Return the type of x with its library: a bool of NumPy is not Python's."""
+    """Return the name of the type of x, with its library: numpy.bool is not Python's."""
     library, name = type(x).__module__.partition(".")[0], type(x).__name__
     return name if library in ("builtins", "torch") else f"{library}.{name}"
 
@@ -57,13 +55,13 @@ def kind(x: Any) -> Any:
 
 
 def unfit(x: Any) -> Any:
-    """Return the `kind` of x, which has no floating dtype that we support."""
+    """Return the text of an error for x, which has none of the dtypes FLOATING."""
     strange = isinstance(x, Tensor) and x.dtype.is_floating_point
     return f"{x.dtype}, which is none of float16, bfloat16, float32 and float64" if strange else kind(x)
 
 
 def value(x: Any) -> str:
-    """Return the value in one line; that of a tensor would take many."""
+    """Return repr(x); a tensor's would take many lines."""
     return "a tensor" if isinstance(x, Tensor) else repr(x)
 
 
@@ -80,8 +78,8 @@ def check_tensors(**tensors: Any) -> None:
 
 
 def check_strided(**tensors: Any) -> None:
-    for name, tensor in tensors.items():
-        check_tensor(name, tensor)
+    for name, x in tensors.items():
+        check_tensor(name, x)
 
 
 def check_tensor(name: str, x: Any) -> None:
@@ -92,7 +90,7 @@ def check_tensor(name: str, x: Any) -> None:
 
 
 def check_place(name: str, x: Tensor, device: torch.device | None, of: str = "query") -> None:
-    """Raise for a tensor without strides, or on another device than that `of` others; None allows any device."""
+    """Raise for a tensor without strides, or not on the device `of` another argument; None allows any device."""
     check_tensor(name, x)
     if device is not None and x.device != device:
         fail(ValueError, name, f"the device of {of}, {device}", x.device)
@@ -105,7 +103,7 @@ def check_bool(name: str, x: Any, device: torch.device | None, of: str = "query"
 
 
 def expected_of_mask(x: Any) -> str:
-    """Return the text for an x that is not a bool tensor."""
+    """Return what a mask should be, in an error for x, which is no bool tensor."""
     if not isinstance(x, Tensor):
         return "a bool tensor, True = may attend"
     hint = "added to scores, it is a bias" if x.dtype.is_floating_point else "say .bool()"
@@ -125,7 +123,7 @@ def check_dtype(name: str, x: Any, dtype: torch.dtype, device: torch.device) -> 
 
 
 def check_rank(name: str, x: Tensor, layout: str) -> None:
-    """Raise for a tensor with another number of dimensions than its layout, such as "(B, S)"."""
+    """Raise unless a tensor has as many dimensions as a layout such as "(B, S)"."""
     rank = layout.count(",") + 1
     if x.dim() != rank:
         fail(ValueError, name, f"rank {rank}, {layout}", tuple(x.shape))
@@ -141,7 +139,7 @@ def check_query_key_value(
 ) -> None:
     """Raise for query, key and value that do not fit together.
 
-    layout: of all three, with heads second; key may then have another batch size. Without it they have rank 2, 3 or 4.
+    layout: their dimensions, heads second; the batch size of key is then free. Without it, rank 2, 3 or 4 is expected.
     """
     check_tensor("query", query)
     check_tensor(key_name, key)
@@ -176,11 +174,9 @@ def check_query_key_value(
 
 
 def _tokens_hint(mask: Tensor, s: Sizes) -> str:
-    """Return how to pass a mask of tokens that was passed as mask; nothing for any other."""
-    lengths = {"key_mask": (s.Sk, "of keys"), "query_mask": (s.Sq, "of queries")}
-    hints = [
-        f"one {of} is passed as {name}" for name, (n, of) in lengths.items() if tuple(mask.shape) in ((n,), (s.B, n))
-    ]
+    """Return advice for a mask that has the shape of a key_mask or query_mask."""
+    lengths = {"key_mask": (s.Sk, "keys"), "query_mask": (s.Sq, "queries")}
+    hints = [f"a mask of {of} is {name}" for name, (n, of) in lengths.items() if tuple(mask.shape) in ((n,), (s.B, n))]
     return f" ({', '.join(hints)})" if hints else ""
 
 
@@ -198,7 +194,6 @@ def check_pairs(name: str, x: Any, s: Sizes) -> None:
 
 
 def check_tokens(name: str, x: Any, s: Sizes) -> None:
-    """Raise for a key_mask or query_mask that is not (S,), (1, S) or (B, S)."""
     check_bool(name, x, s.device)
     size = s.Sk if name == "key_mask" else s.Sq
     if x.dim() not in (1, 2) or not is_size(x.shape[-1], size) or not broadcasts(x, (s.B, size)):
@@ -220,36 +215,30 @@ def check_window(window: Any) -> None:
             fail(ValueError, "window", "sides of 0 or more; None is unbounded", value(window))
 
 
-def check_number(name: str, x: Any) -> None:
+def check_number(
+    name: str, x: Any, expected: str, least: float = -LARGEST, most: float = LARGEST, dtype: torch.dtype | None = None
+) -> None:
+    """Raise for a number outside of least .. most, or too large for float32 beside a query of `dtype`."""
     if not is_number(x):
         fail(TypeError, name, "a number", type_name(x))
-
-
-def _check_single(name: str, x: Any, dtype: torch.dtype | None) -> None:
-    """Raise for a number that would overflow beside a query of `dtype`; None allows any."""
-    if dtype not in (None, torch.float64) and abs(as_python(x)) > LARGEST_SINGLE:
+    # Not math.isfinite: the compiler cannot trace it on a number that varies.
+    number = as_python(x)
+    if not least <= number <= most:
+        fail(ValueError, name, expected, value(x))
+    if dtype is not None and dtype != torch.float64 and abs(number) > LARGEST_SINGLE:
         fail(ValueError, name, "a number that float32 can hold", value(x))
 
 
 def check_scale(scale: Any, dtype: torch.dtype | None = None) -> None:
-    check_number("scale", scale)
-    # Not math.isfinite: the compiler cannot trace it on a number that varies.
-    if not -LARGEST <= as_python(scale) <= LARGEST:
-        fail(ValueError, "scale", "a finite number", value(scale))
-    _check_single("scale", scale, dtype)
+    check_number("scale", scale, "a finite number", dtype=dtype)
 
 
 def check_softcap(softcap: Any, dtype: torch.dtype | None = None) -> None:
-    check_number("softcap", softcap)
-    if not 0 < as_python(softcap) <= LARGEST:
-        fail(ValueError, "softcap", "a finite number above 0", value(softcap))
-    _check_single("softcap", softcap, dtype)
+    check_number("softcap", softcap, "a finite number above 0", least=SMALLEST, dtype=dtype)
 
 
 def check_dropout(dropout_p: Any) -> None:
-    check_number("dropout_p", dropout_p)
-    if not 0 <= dropout_p <= 1:
-        fail(ValueError, "dropout_p", "a number from 0 to 1", value(dropout_p))
+    check_number("dropout_p", dropout_p, "a number from 0 to 1", 0, 1)
 
 
 def check_seed(seed: Any, device: torch.device) -> None:
@@ -266,7 +255,7 @@ def check_seed(seed: Any, device: torch.device) -> None:
 
 
 def _number_of(scale: Tensor) -> Any:
-    """Return the number in a tensor of rank 0, and any other tensor unchanged."""
+    """Return the number that a tensor of rank 0 holds, any other tensor unchanged."""
     if irregular(scale) is not None or scale.dim() or scale.dtype == torch.bool or scale.is_complex():
         return scale
     if scale.requires_grad or differentiated((scale,)):
@@ -280,7 +269,7 @@ def _number_of(scale: Tensor) -> Any:
 def check_options(arguments: Arguments, sizes: Sizes | None = None) -> Arguments:
     """Return the arguments with scale as a number. Raise for the first option that is wrong.
 
-    Without sizes, as for a module, no option but scale may be a tensor.
+    Without sizes (a module's options) only scale may be a tensor.
     """
     a, s = arguments, sizes
     if s is not None:
@@ -312,9 +301,10 @@ def check_options(arguments: Arguments, sizes: Sizes | None = None) -> Arguments
 
 
 def checked(arguments: Arguments, named: bool = False) -> Call:
-    """Return the Call of arguments as the caller wrote them, autocast and plans included; named: whether a backend is.
+    """Apply autocast and a plan, check the arguments, and return their Call. named: the caller named a backend.
 
-    Raises: ValueError or TypeError, in one line, for the first thing that is wrong, before anything is computed.
+    Raises:
+        ValueError, TypeError: for the first argument that is wrong, before anything is computed.
     """
     arguments, block_mask = autocast(arguments), None
     if isinstance(arguments.mask, Plan):

@@ -1,4 +1,4 @@
-"""Checks a call of `attention_varlen`, and brings it into the form that every backend takes."""
+"""Checks a call of `attention_varlen` and makes its Call."""
 
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from .rules import Sizes, check_bool, check_dtype, check_options, check_query_ke
 
 
 class VarlenArguments(NamedTuple):
-    """Arguments of packed sequences as the caller wrote them, unchecked."""
+    """Arguments of packed sequences as the caller wrote them, unchecked, and the masks of packed tokens."""
 
     query: Any
     key: Any
@@ -31,7 +31,7 @@ _SIDES = (("cu_seqlens_q", "max_seqlen_q", "query"), ("cu_seqlens_k", "max_seqle
 
 
 def check_lengths(packed: VarlenArguments) -> None:
-    """Raise for offsets and maximum lengths of wrong types and sizes, whatever the offsets hold."""
+    """Raise for offsets and maximum lengths of wrong types and sizes, without reading the offsets."""
     for name, longest_name, tensor in _SIDES:
         offsets, rows, most = getattr(packed, name), getattr(packed, tensor).shape[0], getattr(packed, longest_name)
         check_dtype(name, offsets, torch.int32, packed.query.device)
@@ -39,19 +39,19 @@ def check_lengths(packed: VarlenArguments) -> None:
             fail(ValueError, name, "shape (n + 1,), of n sequences", tuple(offsets.shape))
         if holds(offsets.shape[0] == 1, False) and holds(rows != 0, False):
             fail(ValueError, name, f"one sequence or more, because {tensor} has {rows} rows", "offsets of none")
-        if most is not None and not is_int(most):
+        if most is None:
+            continue
+        if not is_int(most):
             fail(TypeError, longest_name, "an int or None", type_name(most))
-        if most is not None and holds(most < 0, False):
-            fail(ValueError, longest_name, "a length of 0 or more", most)
-        if most is not None and holds(most >= 2**31, False):
-            fail(ValueError, longest_name, "a length below 2**31, because offsets are int32", most)
+        if holds(most < 0, False) or holds(most >= 2**31, False):
+            fail(ValueError, longest_name, "a length of 0 or more, below 2**31", most)
     count = packed.cu_seqlens_q.shape[0]
     if not is_size(packed.cu_seqlens_k.shape[0], count):
         fail(ValueError, "cu_seqlens_k", f"as many offsets as cu_seqlens_q, {count}", packed.cu_seqlens_k.shape[0])
 
 
 def check_values(packed: VarlenArguments) -> None:
-    """Raise for what offsets on a CPU hold. Everything else has been checked."""
+    """Raise for wrong values of offsets on a CPU, of arguments that `check_lengths` passed."""
     for name, longest_name, tensor in _SIDES:
         offsets, rows, most = getattr(packed, name), getattr(packed, tensor).shape[0], getattr(packed, longest_name)
         if not is_known(offsets):
@@ -69,20 +69,20 @@ def check_values(packed: VarlenArguments) -> None:
 
 
 def checked_varlen(packed: VarlenArguments, options: dict[str, Any], need_weights: bool, named: bool = False) -> Call:
-    """Return the Call of packed sequences as the caller wrote them, autocast and plans included.
+    """Apply autocast and a plan, check the arguments, and return their Call.
 
     Args:
-        options: those of `attention` but key_mask and query_mask; mask may be a plan of a mask.
-        named: whether the caller names a backend.
+        options: those of `attention`, without key_mask and query_mask; mask may be a plan of a mask.
+        named: the caller named the backend.
     """
-    query, key, value, *_ = autocast(Arguments(*packed[:3]))
+    query, key, value, *_ = autocast(Arguments(packed.query, packed.key, packed.value))
     packed, block_mask = packed._replace(query=query, key=key, value=value), None
     arguments = Arguments(query, key, value, **options)
     if isinstance(plan := arguments.mask, Plan):
         for name in ("key_mask", "query_mask"):
             if getattr(plan, name) is not None:
                 fail(ValueError, "mask", f"a plan without {name}: pass {name} to attention_varlen", f"one with {name}")
-        # Its blocks that are all seen may hold keys that key_mask hides.
+        # Blocks that the plan marks as fully visible may hold keys that key_mask hides.
         arguments, block_mask = arguments._replace(mask=plan.mask), plan.block_mask if packed.key_mask is None else None
     check_query_key_value(query, key, value, layout="(T, H, D)")
     check_lengths(packed)
@@ -95,13 +95,14 @@ def checked_varlen(packed: VarlenArguments, options: dict[str, Any], need_weight
     if need_weights or not arguments.mask is arguments.bias is packed.key_mask is None:
         max_seqlen_q = longest(packed.cu_seqlens_q, "max_seqlen_q") if max_seqlen_q is None else max_seqlen_q
         max_seqlen_k = longest(packed.cu_seqlens_k, "max_seqlen_k") if max_seqlen_k is None else max_seqlen_k
-    # What is asked of every sequence is asked of a batch of the longest.
+    # Options are checked as those of a batch of sequences of the maximum lengths.
     most_q = query.shape[0] if max_seqlen_q is None else max_seqlen_q
     most_k = key.shape[0] if max_seqlen_k is None else max_seqlen_k
     batch, heads = packed.cu_seqlens_q.shape[0] - 1, query.shape[1]
     arguments = check_options(arguments, Sizes(query.device, query.dtype, batch, heads, most_q, most_k))
     query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
-    tensors = dict(query=query, key=key, value=value, key_mask=packed.key_mask, query_mask=packed.query_mask)
+    arguments = arguments._replace(query=query, key=key, value=value)
+    arguments = arguments._replace(key_mask=packed.key_mask, query_mask=packed.query_mask)
     lengths = dict(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
     lengths |= dict(cu_seqlens_q=packed.cu_seqlens_q, cu_seqlens_k=packed.cu_seqlens_k)
-    return normalise(arguments._replace(**tensors), block_mask=block_mask, named=named, **lengths)
+    return normalise(arguments, block_mask=block_mask, named=named, **lengths)

@@ -1,6 +1,6 @@
-"""Layers of textbook transformers, and a textbook decoder, around `fusedattn.MultiHeadAttention`.
+"""Layers of textbook transformers, and a recurrent decoder, around `fusedattn.MultiHeadAttention`.
 
-With `backend="naive"` each computes by the textbook's formula, on the same parameters. True in a mask = may attend.
+With `backend="naive"` each computes by the textbook's formula, with the same parameters. True in a mask = may attend.
 """
 
 import inspect
@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.types import Device
 
-from ..call.numbers import as_python, is_number
+from ..call.numbers import as_python
 from ..call.options import check_names
-from ..call.rules import FLOATING, LARGEST, check_strided, check_tensors, fail, type_name, unfit
-from .attention import MultiHeadAttention, check_beside, check_dtype, check_fits, check_input, check_shares, check_sizes
+from ..call.rules import FLOATING, check_number, check_strided, fail, unfit
+from .attention import MultiHeadAttention, check_dtype, check_fits, check_input, check_shares, check_sizes
 
 
 def _check_ids(name: str, ids: Tensor, shape: tuple[str, ...], table: nn.Embedding) -> None:
@@ -23,32 +23,25 @@ def _check_ids(name: str, ids: Tensor, shape: tuple[str, ...], table: nn.Embeddi
     check_input(name, ids, shape)
     if ids.dtype not in (torch.int32, torch.int64):
         fail(TypeError, name, "int32 or int64", ids.dtype)
-    check_beside(name, ids, table)
-
-
-def _check_eps(eps: Any) -> None:
-    if not is_number(eps):
-        fail(TypeError, "layer_norm_eps", "a number", type_name(eps))
-    if not 0 <= eps <= LARGEST:
-        fail(ValueError, "layer_norm_eps", "a finite number of 0 or more", eps)
+    check_fits(name, ids, table, same_dtype=False)
 
 
 def _look_up(table: nn.Embedding, name: str, ids: Tensor) -> Tensor:
-    """Return rows of an nn.Embedding. Ids outside of it raise; on a GPU torch stops the program by an assert."""
+    """Return rows of an nn.Embedding. Ids outside of it raise; on a GPU torch's assert ends the program."""
     try:
         return table(ids)  # type: ignore[no-any-return]
     except IndexError:
         fail(ValueError, name, f"ids from 0 to {table.num_embeddings - 1}", f"{ids.min()} to {ids.max()}")
 
 
-# Attributes of a config: which value the layers implement, and which option of a layer another name stands for.
+# {attribute of a config: the only value that layers implement}, {attribute of a config: option of a layer}
 IMPLEMENTED = dict(hidden_act="gelu", position_embedding_type="absolute", is_decoder=False, add_cross_attention=False)
 OPTIONS = dict(hidden_dropout_prob="dropout", attention_probs_dropout_prob="attention_dropout")
 _Layer = TypeVar("_Layer", bound="_Configurable")
 
 
 class _Configurable(nn.Module):
-    """Module that reads options from a config: attributes it needs, may have, and supports one value of."""
+    """Module with options from a config: attributes that it needs, may have, and supports one value of."""
 
     NEEDS: tuple[str, ...]
     MAY_HAVE: tuple[str, ...] = ()
@@ -63,8 +56,8 @@ class _Configurable(nn.Module):
             >>> config = SimpleNamespace(hidden_size=64, intermediate_size=256, hidden_dropout_prob=0.1)
             >>> layer = fusedattn.layers.FeedForward.from_config(config)
 
-        options of the module override config. Raises: ValueError where config asks for what this module lacks,
-        TypeError for an attribute that config lacks.
+        options override config. Raises ValueError for a config that needs more than this module implements, TypeError
+        for an attribute that config lacks.
         """
         for name in cls.IMPLEMENTS:
             if getattr(config, name, IMPLEMENTED[name]) != IMPLEMENTED[name]:
@@ -88,19 +81,15 @@ def _add_positions(x: Tensor, pe: Tensor) -> Tensor:
 
 
 class SinusoidalPositionalEncoding(nn.Module):
-    """x (B, S, E) -> x + P[:S], where P[i, 2j] = sin(i / 10000^(2j/E)) and P[i, 2j+1] is the cos of the same.
+    """x (B, S, E) -> x + P[:S], with P[i, 2j] = sin(i / 10000^(2j/E)) and P[i, 2j+1] = cos(i / 10000^(2j/E)).
 
     Examples:
         >>> layer = fusedattn.layers.SinusoidalPositionalEncoding(512, 1000)
         >>> layer(torch.zeros(2, 100, 512)).shape
         torch.Size([2, 100, 512])
 
-    P is the buffer `pe` (max_len, E), float64 unless dtype or `.to()` says otherwise; x's dtype is kept. It is not in
-    the state dict, so weights load whatever max_len is, and needs `reset_parameters` after `to_empty`.
-
-    Args:
-        embed_dim: E, odd or even.
-        max_len: the most positions x may have.
+    P is the buffer `pe` (max_len, E), float64 unless dtype or `.to()` says otherwise; the output has x's dtype. It is
+    not in the state dict, so weights load for any max_len, and needs `reset_parameters` after `to_empty`.
 
     Source: Attention is all you need, arXiv:1706.03762, section 3.5.
     """
@@ -116,7 +105,7 @@ class SinusoidalPositionalEncoding(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Compute P again, in the dtype and on the device that it has."""
+        """Compute P again, in its dtype and on its device."""
         powers = torch.arange(0, self.embed_dim, 2, device=self.pe.device).double() / self.embed_dim
         positions = torch.arange(self.max_len, device=self.pe.device).double()
         angles = positions[:, None] / 10000.0**powers  # (max_len, ceil(E / 2))
@@ -124,7 +113,7 @@ class SinusoidalPositionalEncoding(nn.Module):
         self.pe[:, 1::2] = angles[:, : self.embed_dim // 2].cos()
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (B, S, E), floating, S <= max_len -> the same shape and dtype. Raises: ValueError, TypeError otherwise."""
+        """x (B, S, E), floating, S <= max_len -> the same shape and dtype. Raises ValueError or TypeError otherwise."""
         check_input("x", x, ("batch", "length", self.embed_dim))
         return _add_positions(x, self.pe)
 
@@ -148,12 +137,8 @@ class Embeddings(_Configurable):
         >>> layer(torch.randint(1000, (2, 100))).shape
         torch.Size([2, 100, 64])
 
-    Args:
-        vocab_size, max_position_embeddings: the number of ids, and the most positions.
-        hidden_size: the output's width.
-        dropout: the share of the output dropped while training.
-        layer_norm_eps: what the norm adds to the variance.
-        factory: the device and dtype of the parameters.
+    dropout is the share of the output dropped while training, layer_norm_eps the number added to the variance, factory
+    the device and dtype of the parameters.
 
     Source: BERT, arXiv:1810.04805, section 3, without its token types.
     """
@@ -169,7 +154,7 @@ class Embeddings(_Configurable):
         super().__init__()
         check_sizes(vocab_size=vocab_size, hidden_size=hidden_size, max_position_embeddings=max_position_embeddings)
         check_shares(dropout=dropout)
-        _check_eps(layer_norm_eps)
+        check_number("layer_norm_eps", layer_norm_eps, "a finite number of 0 or more", 0)
         check_dtype(factory.get("dtype"))
         self.token_embeddings = nn.Embedding(vocab_size, hidden_size, **factory)
         self.position_embeddings = nn.Embedding(max_position_embeddings, hidden_size, **factory)
@@ -177,7 +162,7 @@ class Embeddings(_Configurable):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """input_ids (B, S), int32 or int64 -> (B, S, hidden). Raises: ValueError, TypeError for others."""
+        """input_ids (B, S), int32 or int64 -> (B, S, hidden). Raises ValueError or TypeError otherwise."""
         _check_ids("input_ids", input_ids, ("batch", "length"), self.token_embeddings)
         positions = self.position_embeddings(_positions(input_ids, self.position_embeddings.num_embeddings))
         tokens = _look_up(self.token_embeddings, "input_ids", input_ids)
@@ -186,7 +171,7 @@ class Embeddings(_Configurable):
 
 
 class FeedForward(_Configurable):
-    """x (..., hidden) -> (..., hidden): dropout(linear_2(gelu(linear_1(x)))), the exact gelu.
+    """x (..., hidden) -> (..., hidden): dropout(linear_2(gelu(linear_1(x)))), with the exact gelu.
 
     Examples:
         >>> layer = fusedattn.layers.FeedForward(64, 256)
@@ -210,10 +195,9 @@ class FeedForward(_Configurable):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (..., hidden), any leading dimensions -> the same shape. Raises: ValueError for another width."""
+        """x (..., hidden) -> the same shape. Raises ValueError for another width."""
         if not isinstance(x, fx.Proxy):
-            check_tensors(x=x)
-            if x.layout != torch.jagged:
+            if getattr(x, "layout", None) != torch.jagged:
                 check_strided(x=x)
             if x.shape[-1:] != (self.hidden_size,):
                 fail(ValueError, "x", f"shape (..., {self.hidden_size})", tuple(x.shape))
@@ -222,7 +206,7 @@ class FeedForward(_Configurable):
         return out
 
 
-# Keys and values of a self-attention are as wide as its queries.
+# In a self-attention keys and values are as wide as queries.
 _OPTIONS = set(inspect.signature(MultiHeadAttention).parameters) - {"embed_dim", "num_heads", "kdim", "vdim", "dropout"}
 
 
@@ -234,15 +218,14 @@ class TransformerEncoderLayer(_Configurable):
         >>> layer(torch.randn(2, 100, 512)).shape
         torch.Size([2, 100, 512])
 
-    Its weights: `layer.attention(layer.layer_norm_1(x), need_weights=True)[1]`, (B, H, S, S).
+    The attention weights are `layer.attention(layer.layer_norm_1(x), need_weights=True)[1]`, (B, H, S, S).
 
     Args:
         hidden_size, num_attention_heads, intermediate_size: E, H, and the width inside `feed_forward`.
-        dropout: of `feed_forward`.
-        attention_dropout: the share of attention weights dropped while training.
-        layer_norm_eps: what the norms add to the variance.
-        options: of the `fusedattn.MultiHeadAttention`: head_dim, value_head_dim, scale, causal, backend and so on;
-            scale=hidden_size**-0.5 divides scores by sqrt(E).
+        dropout, attention_dropout: the shares of `feed_forward`'s output and of attention weights dropped in training.
+        layer_norm_eps: added to the variance by the norms.
+        options: of `fusedattn.MultiHeadAttention`: head_dim, scale, causal, backend and so on; scale=hidden_size**-0.5
+            divides scores by sqrt(E).
 
     Source: On layer normalization in the transformer architecture, arXiv:2002.04745, figure 1 (b).
     """
@@ -262,7 +245,7 @@ class TransformerEncoderLayer(_Configurable):
         if options.get("head_dim") is None and hidden_size % num_attention_heads:
             fail(ValueError, "num_attention_heads", f"a divisor of hidden_size, {hidden_size}", num_attention_heads)
         check_shares(attention_dropout=attention_dropout)
-        _check_eps(layer_norm_eps)
+        check_number("layer_norm_eps", layer_norm_eps, "a finite number of 0 or more", 0)
         check_dtype(dtype)
         factory: dict[str, Any] = dict(device=device, dtype=dtype)
         self.layer_norm_1 = nn.LayerNorm(hidden_size, eps=layer_norm_eps, **factory)
@@ -272,7 +255,7 @@ class TransformerEncoderLayer(_Configurable):
         self.feed_forward = FeedForward(hidden_size, intermediate_size, dropout, **factory)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, *, key_mask: Tensor | None = None) -> Tensor:
-        """x (B, S, E) -> (B, S, E); mask and key_mask as in `fusedattn.MultiHeadAttention`, of S queries and keys."""
+        """x (B, S, E) -> (B, S, E); mask and key_mask as in `fusedattn.MultiHeadAttention`."""
         check_input("x", x, ("batch", "length", self.attention.embed_dim), self.layer_norm_1, jagged=True)
         x = x + self.attention(self.layer_norm_1(x), mask=mask, key_mask=key_mask)[0]
         out: Tensor = x + self.feed_forward(self.layer_norm_2(x))
@@ -280,7 +263,7 @@ class TransformerEncoderLayer(_Configurable):
 
 
 class TransformerEncoder(_Configurable):
-    """`layers`: num_hidden_layers times a `TransformerEncoderLayer`, and no norm after the last.
+    """A stack of num_hidden_layers `TransformerEncoderLayer`, `layers`, without a norm after the last.
 
     Examples:
         >>> encoder = fusedattn.layers.TransformerEncoder(2, 64, 4, 256)
@@ -300,17 +283,17 @@ class TransformerEncoder(_Configurable):
         self.layers = nn.ModuleList(TransformerEncoderLayer(*sizes, **options) for _ in range(num_hidden_layers))
 
     def forward(self, x: Tensor, mask: Tensor | None = None, *, key_mask: Tensor | None = None) -> Tensor:
-        """x (B, S, E) -> (B, S, E); every layer takes the same masks, those of `TransformerEncoderLayer`."""
+        """x (B, S, E) -> (B, S, E); every layer takes the same mask and key_mask."""
         for layer in self.layers:
             x = layer(x, mask, key_mask=key_mask)
         return x
 
 
 class AttentionDecoder(nn.Module):
-    """One step of a recurrent sequence-to-sequence decoder, whose attentions read the encoder's outputs.
+    """One step of a recurrent sequence-to-sequence decoder with attention to the encoder's outputs.
 
-    Each of `attentions` has the hidden state for its query; `fc_attn` maps their outputs to one context. The GRU `rnn`
-    takes the embedded token and the context, `fc` maps its output, the context and the embedded token to logits.
+    The hidden state is the query of each of `attentions`; `fc_attn` maps their outputs to one context. The GRU `rnn`
+    takes the embedded token and the context. `fc` maps its output, the context and the embedded token to logits.
 
     Examples:
         >>> decoder, hidden = fusedattn.layers.AttentionDecoder(1000, 64, 128, 256), torch.zeros(2, 128)
@@ -319,16 +302,13 @@ class AttentionDecoder(nn.Module):
         ...     logits, hidden, _ = decoder(tokens, hidden, encoder_outputs)
 
     Args:
-        vocab_size: the number of tokens.
-        embed_size: the width of their embeddings.
-        hidden_size: the width of the state.
-        encoder_size: that of encoder_outputs and of the context.
-        num_attentions, num_heads: how many attentions, and heads of each.
+        vocab_size, embed_size, hidden_size: the number of tokens, and the widths of their embeddings and of the state.
+        encoder_size: the width of encoder_outputs and of the context.
+        num_attentions, num_heads: the number of attentions, and of heads of each.
         dropout, scale, backend: as in `fusedattn.MultiHeadAttention`.
-        factory: device and dtype of the parameters.
+        factory: the device and dtype of the parameters.
 
-    Source: Neural machine translation by jointly learning to align and translate, arXiv:1409.0473, with the attention
-    of arXiv:1706.03762 in place of its own.
+    Source: arXiv:1409.0473, with the attention of arXiv:1706.03762 in place of its own.
     """
 
     def __init__(
@@ -358,9 +338,8 @@ class AttentionDecoder(nn.Module):
         """Compute one step.
 
         Args:
-            input: (B,) ids of the tokens before, int32 or int64.
-            hidden: (B, hidden_size), the state.
-            encoder_outputs: (B, S, encoder_size).
+            input: (B,) ids of the previous tokens, int32 or int64.
+            hidden, encoder_outputs: the state (B, hidden_size), and (B, S, encoder_size).
             key_mask: bool (B, S), True = a real token of the source.
             need_weights: also return the weights, after dropout.
 
@@ -379,7 +358,7 @@ class AttentionDecoder(nn.Module):
         options = dict(key_mask=key_mask, need_weights=need_weights)
         attended = [attention(hidden[:, None], encoder_outputs, **options) for attention in self.attentions]
         context = self.fc_attn(torch.cat([out[:, 0] for out, _ in attended], -1))  # (B, encoder_size)
-        # cuDNN asks for a state that is contiguous.
+        # cuDNN takes contiguous states only.
         outputs, state = self.rnn(torch.cat([embedded, context], -1)[:, None], hidden[None].contiguous())
         logits = self.fc(torch.cat([outputs[:, 0], context, embedded], -1))
         weights = torch.stack([weight[:, :, 0] for _, weight in attended], 1) if need_weights else None

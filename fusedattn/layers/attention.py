@@ -8,9 +8,9 @@ from torch.types import Device
 
 from ..api import attention
 from ..call.layout import broadcasts, irregular, is_shape
-from ..call.numbers import as_python, is_int, is_number
+from ..call.numbers import as_python, is_int
 from ..call.options import Arguments, Plan, autocasting
-from ..call.rules import FLOATING, check_flags, check_options, check_strided, check_tensors, fail, type_name
+from ..call.rules import FLOATING, check_flags, check_number, check_options, check_strided, fail, type_name
 from ..dispatch.backends import check_name
 from ..distributed.parallel import ContextParallel, attend as attend_in_parallel, by_heads, check_parallel
 
@@ -27,14 +27,10 @@ def check_sizes(**sizes: Any) -> None:
 
 def check_shares(**shares: Any) -> None:
     for name, share in shares.items():
-        if not is_number(share):
-            fail(TypeError, name, "a number", type_name(share))
-        if not 0 <= share <= 1:
-            fail(ValueError, name, "a number from 0 to 1", share)
+        check_number(name, share, "a number from 0 to 1", 0, 1)
 
 
 def check_dtype(dtype: Any) -> None:
-    """Raise for a dtype that parameters cannot have."""
     if dtype is not None and dtype not in FLOATING:
         fail(TypeError, "dtype", "a floating dtype, float16 to float64", dtype)
 
@@ -42,14 +38,13 @@ def check_dtype(dtype: Any) -> None:
 def check_input(
     name: str, tensor: Tensor, shape: tuple[int | str, ...], layer: nn.Module | None = None, jagged: bool = False
 ) -> None:
-    """Raise unless a tensor has this shape, in which a name stands for any size, and a layer can take it.
+    """Raise unless a tensor has this shape, in which a name stands for any size, and fits a layer.
 
-    jagged: whether it may be a nested one of torch.jagged. A Proxy of torch.fx passes.
+    jagged: a nested tensor of torch.jagged passes too. A Proxy of torch.fx always passes.
     """
     if isinstance(tensor, fx.Proxy):
         return
-    check_tensors(**{name: tensor})
-    if not (jagged and tensor.layout == torch.jagged):
+    if not (jagged and getattr(tensor, "layout", None) == torch.jagged):
         check_strided(**{name: tensor})
     sizes = [size if isinstance(want, str) else want for want, size in zip(shape, tensor.shape, strict=False)]
     if tensor.dim() != len(shape) or not is_shape(tensor.shape, sizes):
@@ -58,34 +53,26 @@ def check_input(
 
 
 def _size(tensor: Tensor, dim: int, name: str) -> int | str:
-    """What `check_input` is to find beside a tensor: a size, or any where sequences have their own."""
+    """Return the size that other inputs must share; `name`, for any size, if it is unknown or ragged."""
     return name if isinstance(tensor, fx.Proxy) or tensor.layout == torch.jagged else tensor.shape[dim]
 
 
-def check_fits(name: str, tensor: Tensor, layer: nn.Module | None) -> None:
-    """Raise unless a tensor has the dtype and the device of a layer's weight.
+def check_fits(name: str, tensor: Tensor, layer: nn.Module | None, same_dtype: bool = True) -> None:
+    """Raise unless a tensor has the device, and the dtype, of a layer's weight.
 
     A layer whose weight is wrapped, computed, quantized or not yet loaded checks its input itself.
     """
     weight = _weight(layer)
-    if weight is not None and tensor.dtype != weight.dtype and not (tensor.is_floating_point() and autocasting(tensor)):
+    if weight is None:
+        return
+    if same_dtype and tensor.dtype != weight.dtype and not (tensor.is_floating_point() and autocasting(tensor)):
         fail(TypeError, name, f"the dtype of the parameters, {weight.dtype}", tensor.dtype)
-    _check_beside(name, tensor, weight)
-
-
-def check_beside(name: str, tensor: Tensor, layer: nn.Module) -> None:
-    """Raise unless a tensor is on the device of a layer's weight."""
-    _check_beside(name, tensor, _weight(layer))
-
-
-def _check_beside(name: str, tensor: Tensor, weight: Tensor | None) -> None:
-    if weight is not None and tensor.device != weight.device:
+    if tensor.device != weight.device:
         fail(ValueError, name, f"the device of the parameters, {weight.device}", tensor.device)
 
 
 def _weight(layer: nn.Module | None) -> Tensor | None:
-    """The weight of a layer, if an input has to be like it."""
-    # Not layer.weight: one that is computed, as by torch.nn.utils.parametrize, would be computed for this alone.
+    # Not layer.weight: torch.nn.utils.parametrize would compute it for this check alone.
     weight = None if layer is None else layer._parameters.get("weight")
     return None if weight is None or not weight.is_floating_point() or weight.is_meta else weight
 
@@ -99,16 +86,16 @@ def _linear(inputs: int, outputs: int, bias: bool, **factory: Any) -> nn.Linear:
 
 
 def _by_head(name: str, pairs: Any, scores: tuple[int | None, ...] | None) -> Any:
-    """A mask, plan or bias: one of rank 3, (B, Sq, Sk), as one for all heads; scores: the sizes of these, if known.
+    """Return a mask, plan or bias with one of rank 3, (B, Sq, Sk), as (B, 1, Sq, Sk).
 
-    A size is None where sequences are nested.
+    scores: the sizes that one of rank 3 must broadcast to, if known; None for a ragged dimension.
     """
     if isinstance(pairs, Plan):
         return pairs._replace(mask=_by_head(name, pairs.mask, scores))
     if not (isinstance(pairs, Tensor) and irregular(pairs) is None and pairs.dim() == 3):
         return pairs
     if scores is not None:
-        sizes = tuple(own if size is None else size for size, own in zip(scores, pairs.shape, strict=True))
+        sizes = tuple(length if size is None else size for size, length in zip(scores, pairs.shape, strict=True))
         if not broadcasts(pairs, sizes):
             fail(ValueError, name, f"one of rank 3 to broadcast to (B, Sq, Sk), {sizes}", tuple(pairs.shape))
     return pairs.unsqueeze(1)
@@ -116,7 +103,6 @@ def _by_head(name: str, pairs: Any, scores: tuple[int | None, ...] | None) -> An
 
 @fx.wrap
 def attend(q: Tensor, k: Tensor, v: Tensor, need_weights: bool, **options: Any) -> tuple[Tensor, Tensor | None]:
-    """(output, weights or None) of `attention`; the output is the same with weights and without."""
     check_flags(need_weights=need_weights)
     results: Any = attention(q, k, v, return_weights=need_weights, **options)
     return results if need_weights else (results, None)
@@ -127,7 +113,10 @@ def _attend_by_heads(
     query: Tensor, key: Tensor, value: Tensor, heads: tuple[int, int], widths: tuple[int, int],
     parallel: ContextParallel | None, need_weights: bool, *, mask: Any, bias: Any, **options: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """(output (B, Sq, H * Dv), weights or None) of projections (B, S, H * D); heads of query and key, D and Dv."""
+    """Return (output (B, Sq, H * Dv), weights or None) of projections (B, S, H * D).
+
+    heads: of query, and of key and value. widths: D and Dv.
+    """
     (num_heads, num_kv_heads), (head_dim, value_head_dim) = heads, widths
     q = by_heads(query, "num_heads", num_heads, head_dim)
     k = by_heads(key, "num_kv_heads", num_kv_heads, head_dim)
@@ -146,7 +135,7 @@ def _attend_by_heads(
 
 
 class MultiHeadAttention(nn.Module):
-    """Multi-head attention with input and output projections, one fused call between them.
+    """Multi-head attention: input projections, one fused call, an output projection.
 
     Examples:
         >>> layer = fusedattn.MultiHeadAttention(512, 8, causal=True)
@@ -154,20 +143,18 @@ class MultiHeadAttention(nn.Module):
 
     Args:
         embed_dim: E, the width of query and output.
-        kdim, vdim: widths of key and value; embed_dim by default.
         num_heads: H.
-        num_kv_heads: heads of key and value, a divisor of H; H by default.
-        head_dim: D; embed_dim // num_heads by default.
-        value_head_dim: Dv; head_dim by default.
+        kdim, vdim: widths of key and value, embed_dim by default.
+        num_kv_heads: heads of key and value, a divisor of H, by default H.
+        head_dim, value_head_dim: D, embed_dim // num_heads by default; Dv, head_dim by default.
         dropout: the share of attention weights dropped while training.
-        bias: whether projections have one.
+        bias: give the projections a bias.
         causal, window, scale, softcap, backend: as in `fusedattn.attention`; "naive" is the reference module.
-        context_parallel: a `fusedattn.distributed.ContextParallel`, where inputs are shards of a sequence: the output
-            is the shard of this rank, and masks and bias are as its method takes them. An attribute of the same name
-            may be set later.
+        context_parallel: a `fusedattn.distributed.ContextParallel`, for inputs that are shards of a sequence. The
+            output is this rank's shard; masks and bias are those of its method. The attribute may be set later.
 
-    Tensor parallelism: `parallelize_module` of torch with ColwiseParallel for q_proj, k_proj and v_proj and
-    RowwiseParallel for out_proj. Each process has num_heads / size heads; so do masks, bias and weights.
+    Tensor parallelism: torch's `parallelize_module` with ColwiseParallel for q_proj, k_proj and v_proj, and
+    RowwiseParallel for out_proj. Each process has num_heads / size heads, in masks, bias and weights too.
 
     Raises:
         ValueError, TypeError: for sizes and options that do not fit.
@@ -223,17 +210,15 @@ class MultiHeadAttention(nn.Module):
         """Attend from query to key and value.
 
         Args:
-            query: (B, Sq, E).
-            key: (B, Sk, kdim), query by default.
-            value: (B, Sk, vdim), key by default.
-            mask: bool, True = may attend: (Sq, Sk), (B, Sq, Sk) or (B, 1 or H, Sq, Sk); or a `fusedattn.plan` of one.
-            bias: floating, added to the scores, of the shapes a mask may have.
-            key_mask, query_mask: bool (B, Sk) and (B, Sq), True = a real token. What they hide changes no output, but
-                must be finite for the gradients of the projections, which are linear in it.
-            need_weights: also return the weights, after dropout; they need memory for all pairs.
+            query, key, value: (B, Sq, E), (B, Sk, kdim), (B, Sk, vdim). By default key is query, and value is key.
+            mask: bool, True = may attend: (Sq, Sk), (B, Sq, Sk) or (B, 1 or H, Sq, Sk); or a `fusedattn.plan`.
+            bias: floating, added to the scores; shapes as of mask.
+            key_mask, query_mask: bool (B, Sk) and (B, Sq), True = a real token. Hidden tokens change no output, but
+                must be finite for the gradients of the projections.
+            need_weights: also return the weights, after dropout; they take memory for all pairs.
 
         Returns:
-            (output (B, Sq, E), weights (B, H, Sq, Sk) or None). A row that sees nothing: out_proj's bias, and 0.
+            (output (B, Sq, E), weights (B, H, Sq, Sk) or None). For a row that sees nothing: out_proj's bias, and 0.
         """
         key = query if key is None else key
         value = key if value is None else value
@@ -250,14 +235,10 @@ class MultiHeadAttention(nn.Module):
         return self.out_proj(out), weights
 
     def extra_repr(self) -> str:
-        """Sizes, and what is not the default."""
-        sizes = dict(embed_dim=self.embed_dim, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads)
-        options: dict[str, Any] = dict(
-            dropout=self.dropout or None, causal=self.causal or None, window=self.window, scale=self.scale
-        )
-        options |= dict(softcap=self.softcap, backend=self.backend, context_parallel=self.context_parallel)
-        shown = sizes | {name: x for name, x in options.items() if x is not None}
-        return ", ".join(f"{name}={x!r}" for name, x in shown.items())
+        shown: dict[str, Any] = {name: getattr(self, name) for name in ("embed_dim", "num_heads", "num_kv_heads")}
+        shown |= dict(dropout=self.dropout or None, causal=self.causal or None, window=self.window, scale=self.scale)
+        shown |= dict(softcap=self.softcap, backend=self.backend, context_parallel=self.context_parallel)
+        return ", ".join(f"{name}={x!r}" for name, x in shown.items() if x is not None)
 
 
 class SelfAttention(nn.Module):
@@ -271,14 +252,9 @@ class SelfAttention(nn.Module):
     """
 
     def __init__(
-        self,
-        embed_dim: int,
-        *,
-        dropout: float = 0.0,
-        bias: bool = True,
-        scale: float | None = None,
+        self, embed_dim: int, *, dropout: float = 0.0, bias: bool = True, scale: float | None = None,
         backend: str | None = None,
-    ):
+    ):  # fmt: skip
         super().__init__()
         check_sizes(embed_dim=embed_dim)
         scale = check_options(Arguments(None, None, None, scale=scale)).scale
@@ -291,7 +267,7 @@ class SelfAttention(nn.Module):
     def forward(
         self, x: Tensor, mask: Tensor | None = None, *, key_mask: Tensor | None = None, need_weights: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """x (B, S, E), mask (S, S) or (B, S, S), key_mask (B, S), both bool -> (B, S, E), weights (B, S, S) or None."""
+        """x (B, S, E), mask (S, S) or (B, S, S), key_mask (B, S) -> (output (B, S, E), weights (B, S, S) or None)."""
         check_input("x", x, ("batch", "length", self.embed_dim), self.q_proj)
         options = dict(dropout_p=self.dropout if self.training else 0.0, scale=self.scale, backend=self.backend)
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
@@ -299,4 +275,4 @@ class SelfAttention(nn.Module):
             if not isinstance(projected, fx.Proxy) and projected.shape[-1] != self.embed_dim:
                 fail(ValueError, name, f"{self.embed_dim} columns, since one head is not shared", projected.shape[-1])
         out, weights = attend(q, k, v, need_weights, mask=mask, key_mask=key_mask, **options)
-        return out, weights
+        return out, weights  # a pair for torch.fx, too

@@ -1,5 +1,1 @@
 """The operators of torch.ops.fusedattn: schemas, checks, derivatives and implementations."""
-
-from . import attention, decode
-
-__all__ = ["attention", "decode"]

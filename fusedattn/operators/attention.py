@@ -1,7 +1,7 @@
 """The operators forward and block_mask of torch.library, and the derivatives of the forward.
 
 Operators are opaque to the compiler: a schema, an implementation for CUDA and for CPU (Triton's interpreter), and a
-fake one that makes tensors of the same shapes, dtypes and strides. Autograd sits above them, in a Function.
+fake that makes tensors of the same shapes, dtypes and strides. Autograd sits above them, in a Function.
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..call.layout import own_storage
+from ..call.layout import dense, own_storage
 from ..call.options import INPUTS, WHOLE, Call, Lengths, hiding, inputs as inputs_of, lengths_of, wide_dtype
 from ..call.private import constant, forward_level, is_exporting, transforms_active
 from ..call.rules import fail
@@ -17,39 +17,27 @@ from ..cpu import run as cpu
 from ..launch.failures import KernelUnavailable, fall_back
 from ..naive import formula
 from . import fallback, rules
-from .backward import any_failed, gradients, kept_stats, like_dense
+from .backward import any_failed, gradients, saved_stats
 from .namespace import OPERATORS, register, register_derivative
-from .schema import (
-    FORWARD,
-    RESULTS,
-    apply,
-    run_operator,
-    save as save_arguments,
-    saved,
-    stats_columns,
-)
+from .schema import FORWARD, RESULTS, apply, run_operator, save as save_arguments, saved, stats_columns
 from .tangent import Tangent
 from .vmap_rule import vmap_rule
 
 _RESULTS = *RESULTS, "stats"
-_MASKS = 4  # how many arguments of block_mask come before the lengths
+_KERNELS = "hopper", "triton"
 
 
 def _new(call, need_lse, need_weights, save, backend):
-    """Uninitialised (out, lse, weights, stats).
-
-    lse (B, Hq, Sq) and weights (B, Hq, Sq, Sk) are empty unless needed; stats (B, Hq, Sq, columns of `stats_columns`),
-    what recomputes weights and the mean of their gradients, if nothing will.
-    """
+    """Return uninitialised (out, lse, weights, stats); all but out are empty unless needed."""
     query, rows, width = call.query, call.query.shape[:3], call.value.shape[3]
     wide = wide_dtype(call)
     lse = query.new_empty(rows if need_lse else (0,), dtype=wide)
     columns = call.key.shape[2] if call.cu_seqlens_q is None else call.max_seqlen_k
     weights = query.new_empty((*rows, columns) if need_weights else (0,))
-    out = like_dense(query, (*rows, width), wide if call.partial else None)
-    kept = stats_columns(out.dtype, width, backend)
-    save = save or (need_weights and backend in ("hopper", "triton"))  # kernels make weights of stats
-    return out, lse, weights, lse.new_empty((*rows, kept) if save else (0,))
+    out = dense(query, (*rows, width), wide if call.partial else None)
+    columns = stats_columns(out.dtype, width, backend)
+    save = save or (need_weights and backend in _KERNELS)  # kernels compute weights from stats
+    return out, lse, weights, lse.new_empty((*rows, columns) if save else (0,))
 
 
 def new_forward(*arguments):
@@ -61,90 +49,51 @@ def _forward(*arguments):
     _, call, (need_lse, need_weights, save, backend) = FORWARD.split(arguments)
     if backend in ("cpu", "naive"):
         forward_of = cpu.forward if backend == "cpu" else fallback.results
-        found = forward_of(call, need_lse, need_weights, save)
-        return tuple(map(own_storage, found)) if save else found  # there may be tangents
+        results = forward_of(call, need_lse, need_weights, save)
+        return tuple(map(own_storage, results)) if save else results  # there may be tangents
     out, *rest = results = _new(call, need_lse, need_weights, save, backend)
     if out.numel():
         # The first call imports Triton, nothing before it does.
-        from ..launch import forward, run as launch
+        from ..launch import forward, run
 
         filled = [x if x.numel() else None for x in rest]
         # A graph does not know whether there are keys.
-        special = backend == "hopper" and launch.has_hopper(out) and call.key.shape[2] > 0
+        special = backend == "hopper" and run.has_hopper(out) and call.key.shape[2] > 0
         for on_hopper in (True, False) if special else (False,):
             try:
                 forward.launch_forward(out, *filled, call, on_hopper)
                 break
             except KernelUnavailable as why:
-                if on_hopper:
-                    fall_back(why, call.named)
-                else:
-                    fallback.forward(results, call, why)
+                fall_back(why, call.named)
+                if not on_hopper:
+                    fallback.fill(results, formula.run_naive(call, need_lse, need_weights))
+                    results[3].fill_(float("nan"))  # the backward is the naive path's, which reads no stats
     return results
 
 
 def _decompose(*arguments):
-    """Compute the forward with torch's own operators."""
     _, call, (*needs, _) = FORWARD.split(arguments)
     if call.partial:
         fail(ValueError, "partial", "False: parts cannot be exported", True)
     return fallback.results(call, *needs)
 
 
-def _of_masks(function, arguments):
+def _of_masks(function, mask, key_mask, query_mask, bias, *lengths):
     from ..launch import blocks
 
-    masks, lengths = arguments[:_MASKS], Lengths(*arguments[_MASKS:])
-    lengths = None if lengths.cu_seqlens_q is None else lengths
-    return getattr(blocks, function)(*masks, lengths, blocks.block_mask_size())
+    packed = None if lengths[0] is None else Lengths(*lengths)
+    return getattr(blocks, function)(mask, key_mask, query_mask, bias, packed, blocks.block_mask_size())
 
 
-register(
-    f"forward({FORWARD.schema}) -> (Tensor out, Tensor lse, Tensor weights, Tensor stats)",
-    _forward,
-    new_forward,
-    rules.check_forward,
-    _decompose,
-)
+_FORWARD = f"forward({FORWARD.schema}) -> (Tensor out, Tensor lse, Tensor weights, Tensor stats)"
+register(_FORWARD, _forward, new_forward, rules.check_forward, _decompose)
 register(
     "block_mask(Tensor? mask, Tensor? key_mask, Tensor? query_mask, Tensor? bias, Tensor? cu_seqlens_q, "
     "Tensor? cu_seqlens_k, SymInt rows, SymInt keys, SymInt? max_seqlen_q, SymInt? max_seqlen_k) -> Tensor",
-    lambda *arguments: _of_masks("block_mask", arguments),
-    lambda *arguments: _of_masks("new_block_mask", arguments)[0],
+    lambda *arguments: _of_masks("block_mask", *arguments),
+    lambda *arguments: _of_masks("new_block_mask", *arguments)[0],
     rules.check_block_mask,
 )
-
-
-def _keep(ctx, inputs, output):
-    out, lse, weights, stats = output
-    # As `replay` keeps them: what is computed again for a checkpoint may take the other way.
-    kept = out, None if weights.dim() == 1 else weights, stats
-    save_arguments(ctx, inputs, *kept)
-    ctx.of_results = lse.dim() > 1, weights.dim() > 1
-    ctx.mark_non_differentiable(stats)
-
-
-def _differentiate(ctx, grad_out, grad_lse, grad_weights):
-    # A graph makes zeros of what did not come, of what there was none as well.
-    grad_lse, grad_weights = (None if x is None or x.dim() == 1 else x for x in (grad_lse, grad_weights))
-    incoming = grad_out, grad_lse, grad_weights
-    if all(grad is None for grad in incoming):
-        return FORWARD.named({})
-    arguments, (out, weights, stats) = saved(ctx)
-    _, call, (*_, backend) = FORWARD.split(arguments)
-    needed = dict(zip(FORWARD.names, ctx.needs_input_grad, strict=True))
-    grads = gradients(incoming, out, weights, stats, call, backend, [needed[name] for name in INPUTS])
-    return FORWARD.named(dict(zip(INPUTS, grads, strict=True)))
-
-
-def _move(ctx, *tangents):
-    arguments, (out, _, stats) = saved(ctx)
-    _, call, (*_, backend) = FORWARD.split(arguments)
-    moved, (has_lse, has_weights) = dict(zip(FORWARD.names, tangents, strict=True)), ctx.of_results
-    given, stats = [moved[name] for name in INPUTS], kept_stats(stats, call, backend)
-    out, lse, weights = Tangent.apply(*given, out, stats, *call, has_weights, backend)
-    # Of what was not needed a tangent as empty as that; torch takes no None.
-    return out, lse if has_lse else lse.new_zeros(0), weights if has_weights else out.new_zeros(0), None
 
 
 class _Attention(torch.autograd.Function):
@@ -154,19 +103,43 @@ class _Attention(torch.autograd.Function):
     def forward(*arguments):
         return run_operator(OPERATORS.forward, _forward, arguments)
 
-    setup_context = staticmethod(_keep)
-    jvp = staticmethod(_move)
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        out, lse, weights, stats = output
+        # As `replay` saves them: a checkpoint may compute the call again by a replay.
+        save_arguments(ctx, inputs, out, None if weights.dim() == 1 else weights, stats)
+        ctx.has_lse, ctx.has_weights = lse.dim() > 1, weights.dim() > 1
+        ctx.mark_non_differentiable(stats)
 
     @staticmethod
-    def backward(ctx, *incoming):
-        return _differentiate(ctx, *incoming[:3])
+    def backward(ctx, grad_out, grad_lse, grad_weights, _):
+        # A graph passes zeros for absent gradients, also for those of absent results.
+        grad_lse, grad_weights = (None if x is None or x.dim() == 1 else x for x in (grad_lse, grad_weights))
+        incoming = grad_out, grad_lse, grad_weights
+        if all(grad is None for grad in incoming):
+            return FORWARD.named({})
+        arguments, (out, weights, stats) = saved(ctx)
+        _, call, (*_, backend) = FORWARD.split(arguments)
+        needed = dict(zip(FORWARD.names, ctx.needs_input_grad, strict=True))
+        grads = gradients(incoming, out, weights, stats, call, backend, [needed[name] for name in INPUTS])
+        return FORWARD.named(dict(zip(INPUTS, grads, strict=True)))
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        arguments, (out, _, stats) = saved(ctx)
+        _, call, (*_, backend) = FORWARD.split(arguments)
+        moved = dict(zip(FORWARD.names, tangents, strict=True))
+        directions, stats = [moved[name] for name in INPUTS], saved_stats(stats, call, backend)
+        out, lse, weights = Tangent.apply(*directions, out, stats, *call, ctx.has_weights, backend)
+        # torch takes no None: an absent result has an empty tangent.
+        return out, lse if ctx.has_lse else lse.new_zeros(0), weights if ctx.has_weights else out.new_zeros(0), None
 
     @staticmethod
     def vmap(info, in_dims, *arguments):
         return vmap_rule(_Attention.apply, FORWARD.names, _RESULTS, info, in_dims, arguments)
 
 
-# For graphs that are compiled or exported, and for who calls operators by name.
+# For compiled and exported graphs, and for callers of operators by name.
 register_derivative("forward", _Attention.apply)
 
 
@@ -177,7 +150,7 @@ def _transformed(*arguments):
 
 @constant
 def allow_in_graph() -> None:
-    """Register `_transformed` with the compiler. Called while compiling, so that nobody imports it before."""
+    """Register `_transformed` with the compiler. Called while compiling: at import it would import the compiler."""
     torch.compiler.allow_in_graph(_transformed)
 
 
@@ -194,10 +167,10 @@ def _attend(
     elif torch.compiler.is_compiling():
         out, lse, weights, _ = OPERATORS.forward(*call, need_lse, need_weights, save, backend)
     elif save or transformed:
-        # Once for forward and backward. A graph would have to know how many blocks there are, vmap how to fold them.
-        masked = not call.mask is call.key_mask is call.query_mask is call.bias is None
-        if masked and backend in ("hopper", "triton") and not transformed:
-            call = _with_block_mask(call)
+        # One block mask for forward and backward. Graphs and vmap make it inside of each: they do not know its size.
+        masked = backend in _KERNELS and not transformed and any(x is not None for x in hiding(call))
+        if masked and call.block_mask is None:
+            call = call._replace(block_mask=block_mask_or_none(hiding(call), lengths_of(call)))
         out, lse, weights, _ = apply(_Attention, (*call, need_lse, need_weights, True, backend))
     else:
         arguments = *call, need_lse, need_weights, False, backend
@@ -214,11 +187,11 @@ def run_hopper(call: Call, need_lse: bool, need_weights: bool):
 
 
 def run_naive(call: Call, need_lse: bool, need_weights: bool):
-    """The backend "naive". Derivatives see through it, with four exceptions.
+    """Run the formula, which autograd sees through. In some cases it is one operator instead.
 
-    Under vmap dropout has the bits that kernels have, and lengths of sequences may be mapped. A gradient of a
-    tangent outside of torch.func is ours, for torch 2.13 writes over what its own softmax has kept for it.
-    In a graph for a CPU dropout makes it one operator, which compiles twice as fast as the formula.
+    Under vmap, for dropout that has the bits of the kernels, and for mapped offsets. For the gradient of a tangent
+    outside of torch.func: torch 2.13 overwrites what its own softmax has saved for it. In a graph for a CPU with
+    dropout, which compiles twice as fast. In a graph that does not know the longest sequence.
     """
     transformed = transforms_active()
     if torch.compiler.is_compiling():
@@ -237,45 +210,28 @@ def run_cpu(call: Call, need_lse: bool, need_weights: bool):
     return _attend(call, need_lse, need_weights, "cpu")
 
 
-def block_mask(
-    mask: Tensor | None,
-    key_mask: Tensor | None,
-    query_mask: Tensor | None,
-    bias: Tensor | None = None,
-    lengths: Lengths | None = None,
-) -> Tensor:
-    """Return the block mask of masks in the form that a Call has; a bias of -inf hides too."""
-    bias = None if bias is None else bias.detach()
-    return OPERATORS.block_mask(mask, key_mask, query_mask, bias, *(WHOLE if lengths is None else lengths))
-
-
 def block_mask_or_none(masks: Sequence[Tensor | None], lengths: Lengths | None = None) -> Tensor | None:
-    """Return the block mask, or None if its kernel does not run on this machine."""
+    """Return the block mask of (mask, key_mask, query_mask, bias) of a Call; None if its kernel does not run here."""
+    mask, key_mask, query_mask, bias = masks
+    bias = None if bias is None else bias.detach()
     try:
-        mask, key_mask, query_mask, bias = masks
-        return block_mask(mask, key_mask, query_mask, bias, lengths)
+        return OPERATORS.block_mask(mask, key_mask, query_mask, bias, *(WHOLE if lengths is None else lengths))
     except KernelUnavailable:
         return None
 
 
-def _with_block_mask(call: Call) -> Call:
-    if call.block_mask is not None or all(x is None for x in hiding(call)):
-        return call
-    return call._replace(block_mask=block_mask_or_none(hiding(call), lengths_of(call)))
-
-
 def failed(call: Call, need_weights: bool, on_hopper: bool) -> list[str]:
-    """Return which kernel of a call is known to fail on this machine."""
+    """Return why a kernel of a call is known to fail on this machine; empty if none is."""
     if torch.compiler.is_compiling() or not any_failed(call):
         return []
-    from ..launch import run as launch
+    from ..launch import run
     from ..launch.backward import passes
 
     need = [isinstance(x, Tensor) and x.requires_grad for x in inputs_of(call)]
     backend = "hopper" if on_hopper else "triton"
     backward = passes(call, need, backend) if torch.is_grad_enabled() and any(need) else ()
     names = ["hopper" if on_hopper else "forward", *(["weights"] if need_weights else []), *backward]
-    return [str(why)] if (why := launch.failed(call, names)) is not None else []
+    return [str(why)] if (why := run.failed(call, names)) is not None else []
 
 
 def _explained(call):
@@ -284,13 +240,13 @@ def _explained(call):
     return [name in ("query", "key", "value") or (x is not None and x.requires_grad) for name, x in pairs]
 
 
-def tiles(call: Call, need_weights: bool, on_hopper: bool) -> dict:
+def tiles_for(call: Call, need_weights: bool, on_hopper: bool) -> dict:
     """Return {kernel: Tile, Pipeline or Backward} of a call and its backward."""
-    from ..launch import run as launch
+    from ..launch import run
     from ..launch.backward import passes
 
     backward = passes(call, _explained(call), "hopper" if on_hopper else "triton")
-    return launch.tiles(call, need_weights, on_hopper, backward)
+    return run.tiles(call, need_weights, on_hopper, backward)
 
 
 def backward_reasons(call: Call, on_hopper: bool) -> list[str]:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..call.layout import arrange, dense, is_contiguous
+from ..call.layout import arrange, dense
 from ..call.options import INPUTS, Call, device_of, inputs as inputs_of, plain, wide_dtype
 from ..call.private import has_storage, transforms_active
 from ..cpu import run as cpu
@@ -16,17 +16,13 @@ from .schema import BACKWARD, RESULTS, run_operator, save, saved
 from .vmap_rule import vmap_rule
 
 
-def like_dense(like: Tensor, shape, dtype: torch.dtype | None = None) -> Tensor:
-    return like.new_empty(shape, dtype=dtype) if is_contiguous(like) else dense(like, shape, dtype)
-
-
 def new_backward(*arguments):
     """Return uninitialised gradients, each with the strides of its input; empty if not needed."""
     _, call, (_, need) = BACKWARD.split(arguments)
     grads = []
     for name, x, needed in zip(INPUTS, inputs_of(call), need, strict=True):
         wide = wide_dtype(call) if call.partial and name in ("query", "key", "value") else None
-        grads.append(like_dense(x, x.shape, wide) if needed else call.query.new_empty(0))
+        grads.append(dense(x, x.shape, wide) if needed else call.query.new_empty(0))
     return tuple(grads)
 
 
@@ -36,19 +32,20 @@ def any_failed(call):
 
 
 def _backward(*arguments):
-    (grad_out, grad_lse, grad_weights, out, weights, stats), call, (backend, need) = BACKWARD.split(arguments)
+    (*incoming, out, weights, stats), call, (backend, need) = BACKWARD.split(arguments)
+    grad_out, grad_lse, grad_weights = incoming
     fused = backend == "cpu" and cpu.has_gradients(call, grad_weights, need)
     if fused and (call.partial or not cpu.too_large(stats[..., 0])):
-        return cpu.backward(call, (grad_out, grad_lse, grad_weights), out, stats, need)
+        return cpu.backward(call, incoming, out, stats, need)
     grads = new_backward(*arguments)
     if not out.numel():
         for grad in grads:
             grad.zero_()
         return grads
     if backend in ("cpu", "naive"):
-        fallback.gradients(grads, (grad_out, grad_lse, grad_weights), call)
+        fallback.gradients(grads, incoming, call)
         return grads
-    from ..launch import run as launch
+    from ..launch import run
     from ..launch.backward import launch_backward
 
     if grad_out is None:
@@ -58,18 +55,19 @@ def _backward(*arguments):
     wanted = [grad if grad.numel() else None for grad in grads]
     try:
         names = ["forward", *["weights"] * (weights.dim() == 4)]
-        if any_failed(call) and (why := launch.failed(call, names)) is not None:
+        if any_failed(call) and (why := run.failed(call, names)) is not None:
             raise why  # the forward was computed by the naive path, and there are no stats
-        given = grad_out, grad_lse, grad_weights, out, weights, stats, call, backend
+        launched = grad_out, grad_lse, grad_weights, out, weights, stats, call, backend
         try:
-            launch_backward(wanted, *given)
+            launch_backward(wanted, *launched)
         except KernelUnavailable as why:
-            if call.named or not launch.any_on_hopper_failed(call):
+            if call.named or not run.any_on_hopper_failed(call):
                 raise
             failures.fall_back(why, call.named)
-            launch_backward(wanted, *given)  # the universal kernels: the one for Hopper is known to fail now
+            launch_backward(wanted, *launched)  # by the universal kernels, as Hopper's is now known to fail
     except KernelUnavailable as why:
-        fallback.backward(grads, (grad_out, grad_lse, grad_weights), call, why)
+        failures.fall_back(why, call.named)
+        fallback.gradients(grads, incoming, call)
     return grads
 
 
@@ -80,15 +78,11 @@ def _arranged_backward(*arguments):
     return tuple([arrange(grad, x, grad.dtype) if needed else grad for grad, x, needed in triples])
 
 
-register(
-    f"backward({BACKWARD.schema}) -> ({', '.join(f'Tensor grad_{name}' for name in INPUTS)})",
-    _arranged_backward,
-    new_backward,
-    rules.check_backward,
-)
+_SCHEMA = f"backward({BACKWARD.schema}) -> ({', '.join(f'Tensor grad_{name}' for name in INPUTS)})"
+register(_SCHEMA, _arranged_backward, new_backward, rules.check_backward)
 
 
-def kept_stats(stats, call, backend):
+def saved_stats(stats, call, backend):
     """Return the saved stats; compute them if the forward was recorded without gradients."""
     if stats.dim() == 4:
         return stats
@@ -97,50 +91,19 @@ def kept_stats(stats, call, backend):
 
 
 def gradients(incoming, out, weights, stats, call, backend, need):
-    """Gradients of the inputs of a Call, from those of its results; None where they are not needed.
+    """Return gradients of the inputs of a Call from those of its results; None if not needed.
 
-    weights: None, where the forward made none.
+    weights: None if the forward returned none.
     """
-    stats = kept_stats(stats, call, backend)
+    stats = saved_stats(stats, call, backend)
     if weights is None and incoming[2] is not None:
-        again = Formula(lambda *x: (OPERATORS.forward(*x, False, True, False, backend)[2],), Call._fields, ("weights",))
-        (weights,) = derived(again, *(x.detach() if isinstance(x, Tensor) else x for x in call))
+        formula = Formula(
+            lambda *x: (OPERATORS.forward(*x, False, True, False, backend)[2],), Call._fields, ("weights",)
+        )
+        (weights,) = derived(formula, *(x.detach() if isinstance(x, Tensor) else x for x in call))
     weights = out.new_empty(0) if weights is None else weights
     grads = backward(*incoming, out, weights, stats, *call, backend, need)
     return [grad if needed else None for grad, needed in zip(grads, need, strict=True)]
-
-
-def _differentiate_again(ctx, *grad_grads):
-    incoming, call, (_, need) = BACKWARD.split(saved(ctx)[0])
-    # A graph makes zeros of what did not come, of what nobody needed as well.
-    grad_grads = [x if needed else None for x, needed in zip(grad_grads, need, strict=True)]
-    grads = double_backward(call, incoming[: len(RESULTS)], grad_grads)
-    return BACKWARD.named(dict(zip((*BACKWARD.names[: len(RESULTS)], *INPUTS), grads, strict=True)))
-
-
-def _move_again(ctx, *tangents):
-    """Tangents of the gradients: what the tangents of incoming gradients give, and the second derivative of the fields.
-
-    That is symmetric, so it is the one that `_differentiate_again` has.
-    """
-    (*incoming, out, weights, stats), call, (backend, need) = BACKWARD.split(saved(ctx)[0])
-    of_arguments = dict(zip(BACKWARD.names, tangents, strict=True))
-    moved = [of_arguments[name] for name in INPUTS]
-    total = [None] * len(INPUTS)
-    if any(x is not None for x in tangents[: len(RESULTS)]):
-        weights = None if weights.dim() == 1 else weights
-        total = gradients(tangents[: len(RESULTS)], out, weights, stats, call, backend, need)
-    if any(x is not None for x in moved):
-        curved = double_backward(call, incoming, moved)[len(RESULTS) :]
-        curved = [x if needed else None for x, needed in zip(curved, need, strict=True)]
-        total = [plus(*pair) for pair in zip(total, curved, strict=True)]
-    made = []
-    for x, field, needed in zip(total, inputs_of(call), need, strict=True):
-        if needed:
-            made.append(arrange(torch.zeros_like(field), field) if x is None else x)
-        else:
-            made.append(out.new_zeros(0))
-    return tuple(made)
 
 
 class Backward(torch.autograd.Function):
@@ -154,8 +117,36 @@ class Backward(torch.autograd.Function):
     def setup_context(ctx, inputs, output):
         save(ctx, inputs)
 
-    backward = staticmethod(_differentiate_again)
-    jvp = staticmethod(_move_again)
+    @staticmethod
+    def backward(ctx, *grad_grads):
+        incoming, call, (_, need) = BACKWARD.split(saved(ctx)[0])
+        # A graph passes zeros for absent gradients, also for those of gradients that were not needed.
+        grad_grads = [x if needed else None for x, needed in zip(grad_grads, need, strict=True)]
+        grads = double_backward(call, incoming[: len(RESULTS)], grad_grads)
+        return BACKWARD.named(dict(zip((*BACKWARD.names[: len(RESULTS)], *INPUTS), grads, strict=True)))
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        """Add the tangents of the incoming gradients, and the second derivative along the tangents of the inputs.
+
+        The second derivative is symmetric, so it is the same as in `backward`.
+        """
+        (*incoming, out, weights, stats), call, (backend, need) = BACKWARD.split(saved(ctx)[0])
+        of_arguments = dict(zip(BACKWARD.names, tangents, strict=True))
+        moved = [of_arguments[name] for name in INPUTS]
+        total = [None] * len(INPUTS)
+        if any(x is not None for x in tangents[: len(RESULTS)]):
+            weights = None if weights.dim() == 1 else weights
+            total = gradients(tangents[: len(RESULTS)], out, weights, stats, call, backend, need)
+        if any(x is not None for x in moved):
+            curved = double_backward(call, incoming, moved)[len(RESULTS) :]
+            total = [plus(*pair) if needed else None for *pair, needed in zip(total, curved, need, strict=True)]
+        results = []
+        for x, field, needed in zip(total, inputs_of(call), need, strict=True):
+            if not needed:
+                x = out.new_zeros(0)
+            results.append(arrange(torch.zeros_like(field), field) if x is None else x)
+        return tuple(results)
 
     @staticmethod
     def vmap(info, in_dims, *arguments):

@@ -1,7 +1,7 @@
-"""Formulas as single operations: each derivative of one, and what torch.vmap makes of it, is one operation more.
+"""Formulas as single autograd nodes: a derivative of one, or its torch.vmap, is again one node.
 
-torch runs the `jvp` of a Function with forward mode off, so plain operations in it have no tangent for a jvp around: it
-would be zero, in silence. And a formula that torch maps over by itself knows nothing of planes of dropout.
+torch runs the `jvp` of a Function with forward mode off: plain operations in it would have a zero tangent in an outer
+jvp, in silence. And torch.vmap of plain operations would not count the planes of dropout.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from ..call.layout import arrange
 from ..call.options import INPUTS, Call, inputs as inputs_of
 from ..call.private import forward_level, transforms_active
 from ..naive.second import second_derivative, second_tangent
-from .schema import RESULTS
+from .schema import RESULTS, save, saved
 from .vmap_rule import vmap_rule
 
 _GRADS = *(f"grad_{name}" for name in RESULTS), *(f"tangent_{name}" for name in INPUTS)
@@ -22,68 +22,62 @@ _TANGENTS = *(f"tangent_{name}" for name in INPUTS), *(f"moved_{name}" for name 
 
 
 class Formula(NamedTuple):
-    """A function of tensors and of what torch takes no derivative of, as `vmap_rule` wants it described.
+    """A function that returns a tuple of tensors, with the names of its arguments and results for `vmap_rule`.
 
-    compute: returns a tuple of tensors. names: of its arguments, those of a Call among them. results: of what it
-    returns. Both are None of a function of each element, which torch maps over by itself.
+    The names include the fields of a Call. An elementwise function has none: torch maps over it by itself.
     """
 
     compute: Callable[..., tuple[Tensor, ...]]
-    names: tuple[str, ...] | None = None
-    results: tuple[str, ...] | None = None
+    names: tuple[str, ...] = ()
+    results: tuple[str, ...] = ()
 
     def linear(self, transform: Callable, more: Sequence[str], results: Sequence[str]) -> "Formula":
         """Return a derivative of the formula: `transform`, whose arguments begin with those named in `more`."""
-        if self.names is None or self.results is None:
+        if not self.names:
             return Formula(transform)
         # A number tells a tangent of a tangent from a tangent.
         named = tuple(f"{len(self.names)}:{name}" for name in more)
         return Formula(transform, (*named, *self.names), tuple(results))
 
 
-def _replaced(arguments: Sequence[Any], places: Sequence[int], tensors: Sequence[Tensor]) -> list:
-    made = list(arguments)
-    for place, x in zip(places, tensors, strict=True):
-        made[place] = x
-    return made
+def _at(names: Sequence[str], places: Sequence[int]) -> list[str]:
+    return [names[place] for place in places] if names else []
 
 
-def _names_at(names: tuple[str, ...] | None, places: Sequence[int]) -> list[str]:
-    return [] if names is None else [names[place] for place in places]
+def _function_of(formula: Formula, places: Sequence[int], arguments: Sequence[Any]) -> tuple[Callable, list[Any]]:
+    """Return a formula as a function of arguments[places] alone, and these arguments."""
+
+    def some(*x):
+        replaced = dict(zip(places, x, strict=True))
+        return formula.compute(*(replaced.get(place, x) for place, x in enumerate(arguments)))
+
+    return some, [arguments[place] for place in places]
 
 
 def _jvp_of(formula: Formula, places: Sequence[int]) -> Formula:
     """Return the JVP of a formula: tangents of its results from those of arguments[places]."""
 
     def compute(*arguments):
-        moved, arguments = arguments[: len(places)], arguments[len(places) :]
-        primals = tuple(arguments[place] for place in places)
-
-        def some(*x):
-            return formula.compute(*_replaced(arguments, places, x))
-
+        moved = arguments[: len(places)]
+        some, primals = _function_of(formula, places, arguments[len(places) :])
         if forward_level() < 0 or transforms_active():
-            return torch.func.jvp(some, primals, moved)[1]
+            return torch.func.jvp(some, tuple(primals), moved)[1]
         # torch nests no forward mode in an open dual_level, so this is the VJP of the VJP, which is linear in `grads`.
         zeros = [torch.zeros_like(x) for x in some(*primals)]
         return torch.func.vjp(lambda *grads: torch.func.vjp(some, *primals)[1](grads), *zeros)[1](moved)
 
-    return formula.linear(compute, _names_at(formula.names, places), formula.results or ())
+    return formula.linear(compute, _at(formula.names, places), formula.results)
 
 
 def _vjp_of(formula: Formula, present: Sequence[int], places: Sequence[int]) -> Formula:
     """Return the VJP of a formula: gradients of arguments[places] from those of results[present]."""
 
     def compute(*arguments):
-        grads, arguments = arguments[: len(present)], arguments[len(present) :]
+        some, primals = _function_of(formula, places, arguments[len(present) :])
+        pull = torch.func.vjp(lambda *x: tuple(_at(some(*x), present)), *primals)[1]
+        return pull(arguments[: len(present)])
 
-        def some(*x):
-            results = formula.compute(*_replaced(arguments, places, x))
-            return tuple(results[n] for n in present)
-
-        return torch.func.vjp(some, *(arguments[place] for place in places))[1](grads)
-
-    return formula.linear(compute, _names_at(formula.results, present), _names_at(formula.names, places))
+    return formula.linear(compute, _at(formula.results, present), _at(formula.names, places))
 
 
 class _Derived(torch.autograd.Function):
@@ -91,41 +85,37 @@ class _Derived(torch.autograd.Function):
 
     @staticmethod
     def forward(formula, *arguments):
-        made = formula.compute(*arguments)
-        return tuple(x.clone() if any(x is given for given in arguments) else x for x in made)
+        results = formula.compute(*arguments)
+        return tuple(x.clone() if any(x is argument for argument in arguments) else x for x in results)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         ctx.formula, *arguments = inputs
-        tensors = [x if isinstance(x, Tensor) else None for x in arguments]
-        ctx.save_for_backward(*tensors)
-        ctx.save_for_forward(*tensors)
-        ctx.others = [None if isinstance(x, Tensor) else x for x in arguments]
-        ctx.set_materialize_grads(False)
+        save(ctx, arguments)
 
     @staticmethod
     def backward(ctx, *grads):
-        arguments = [b if a is None else a for a, b in zip(ctx.saved_tensors, ctx.others, strict=True)]
+        arguments, _ = saved(ctx)
         places = [place for place, needed in enumerate(ctx.needs_input_grad[1:]) if needed]
         present = [n for n, grad in enumerate(grads) if grad is not None]
-        made: list[Tensor | None] = [None] * (1 + len(arguments))
+        grads_of_arguments: list[Tensor | None] = [None] * (1 + len(arguments))
         if places and present:
-            found = derived(_vjp_of(ctx.formula, present, places), *(grads[n] for n in present), *arguments)
-            for place, x in zip(places, found, strict=True):
-                made[1 + place] = x
-        return tuple(made)
+            gradients = derived(_vjp_of(ctx.formula, present, places), *(grads[n] for n in present), *arguments)
+            for place, x in zip(places, gradients, strict=True):
+                grads_of_arguments[1 + place] = x
+        return tuple(grads_of_arguments)
 
     @staticmethod
     def jvp(ctx, _, *tangents):
-        arguments = [b if a is None else a for a, b in zip(ctx.saved_tensors, ctx.others, strict=True)]
+        arguments, _ = saved(ctx)
         places = [place for place, x in enumerate(tangents) if x is not None]
         return derived(_jvp_of(ctx.formula, places), *(tangents[place] for place in places), *arguments)
 
     @staticmethod
     def vmap(info, in_dims, formula, *arguments):
-        if formula.names is None:
-            made = torch.vmap(formula.compute, in_dims[1:], randomness=info.randomness)(*arguments)
-            return made, (0,) * len(made)
+        if not formula.names:
+            results = torch.vmap(formula.compute, in_dims[1:], randomness=info.randomness)(*arguments)
+            return results, (0,) * len(results)
 
         def apply(*x):
             return derived(formula, *x)
@@ -135,15 +125,14 @@ class _Derived(torch.autograd.Function):
 
 def derived(formula: Formula, *arguments: Any) -> tuple[Tensor, ...]:
     """Compute a Formula, recorded for any derivative."""
-    made: tuple[Tensor, ...] = _Derived.apply(formula, *arguments)
-    return made
+    return _Derived.apply(formula, *arguments)
 
 
 _PLUS = Formula(lambda a, b: (a + b,))
 
 
 def plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    """Return a + b; None stands for zero."""
+    """Return a + b, recorded for any derivative; None stands for zero."""
     return b if a is None else a if b is None else derived(_PLUS, a, b)[0]
 
 
@@ -156,27 +145,26 @@ def double_backward(call: Call, incoming: Sequence[Any], grad_grads: Sequence[An
     def compute(*arguments):
         incoming, moved, fields = arguments[:3], arguments[3 : len(_GRADS)], arguments[len(_GRADS) :]
         call = Call(*fields)
-        found, like = second_derivative(call, incoming, moved), (*incoming, *inputs_of(call))
-        return tuple(arrange(found[n], like[n]) for n in places)
+        grads, like = second_derivative(call, incoming, moved), (*incoming, *inputs_of(call))
+        return tuple(arrange(grads[n], like[n]) for n in places)
 
-    made: list[Tensor | None] = [None] * len(_GRADS)
+    grads: list[Tensor | None] = [None] * len(_GRADS)
     if places:
-        names = *_GRADS, *Call._fields
-        formula = Formula(compute, names, tuple((*RESULTS, *INPUTS)[n] for n in places))
+        formula = Formula(compute, (*_GRADS, *Call._fields), tuple(_at((*RESULTS, *INPUTS), places)))
         for n, x in zip(places, derived(formula, *incoming, *grad_grads, *call), strict=True):
-            made[n] = x
-    return made
+            grads[n] = x
+    return grads
 
 
-def double_tangent(call: Call, given: Sequence[Any], moved: Sequence[Any], need_weights: bool) -> list:
+def double_tangent(call: Call, tangents: Sequence[Any], moved: Sequence[Any], need_weights: bool) -> list:
     """Return `second_tangent`, recorded for any derivative."""
 
     def compute(*arguments):
-        given, moved = arguments[: len(INPUTS)], arguments[len(INPUTS) : len(_TANGENTS)]
+        tangents, moved = arguments[: len(INPUTS)], arguments[len(INPUTS) : len(_TANGENTS)]
         call = Call(*arguments[len(_TANGENTS) :])
-        out, *rest = second_tangent(call, given, moved, need_weights)
+        out, *rest = second_tangent(call, tangents, moved, need_weights)
         return arrange(out, call.query), *(x.contiguous() for x in rest if x is not None)
 
     formula = Formula(compute, (*_TANGENTS, *Call._fields), RESULTS[: 2 + need_weights])
-    made = derived(formula, *given, *moved, *call)
-    return [*made, *[None] * (3 - len(made))]
+    results = derived(formula, *tangents, *moved, *call)
+    return [*results, *[None] * (3 - len(results))]

@@ -1,6 +1,6 @@
-"""DTensors: each rank computes its own batches and heads, and nothing is sent.
+"""DTensors: each rank computes its own batches and heads, without communication.
 
-Backends get a rank's plain tensors; their results become DTensors that are sharded as the query is.
+Backends get the plain tensors of a rank. Their results become DTensors, sharded as the query.
 """
 
 import functools
@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 
-from ..call.layout import order
+from ..call.layout import in_order, order
 from ..call.options import DIMS as LETTERS, INPUTS, TENSORS, Call, Origin, tensors as tensors_of
 from ..call.rules import fail
 
 _CLASSES = frozenset((Tensor, Parameter, type(None)))
-BATCH, HEADS = 0, 1  # dimensions of a query that may be cut
-# Which of them the fields of a Call have.
+BATCH, HEADS = 0, 1  # dimensions of a query that may be sharded
+# {field of a Call: those of them that it has}
 DIMS: dict[str, tuple[int, ...]] = {
     name: (BATCH, HEADS) if {"H", "G"} & set(letters) else (BATCH,) for name, letters in LETTERS.items() if letters
 }
@@ -40,10 +40,7 @@ def refuse(function: str, tensors: Mapping[str, Any]) -> None:
 
 
 class LocalCall(NamedTuple):
-    """A rank's part of a call of DTensors: call, with its batches and heads, and the placements of its results.
-
-    query: the DTensor.
-    """
+    """This rank's part of a call of DTensors, and the mesh, placements and global query that its results need."""
 
     call: Call
     mesh: Any
@@ -61,32 +58,27 @@ class LocalCall(NamedTuple):
         for axis in reversed(order(self.query) if like_query else range(x.dim())):
             strides[axis], step = step, step * max(shape[axis], 1)
         facts: dict[str, Any] = dict(shape=torch.Size(shape), stride=tuple(strides))
-        made: Tensor = DTensor.from_local(x, self.mesh, self.placements, run_check=False, **facts)
-        return made
+        return DTensor.from_local(x, self.mesh, self.placements, run_check=False, **facts)
 
 
 def _laid_out(axes: Sequence[int], gradient: Tensor | None) -> Tensor | None:
-    """Return a gradient with its dimensions in this order in memory, or None."""
-    if gradient is None:
-        return None
-    back = [0] * len(axes)
-    for place, axis in enumerate(axes):
-        back[axis] = place
-    return gradient.permute(*axes).contiguous().permute(*back)
+    return None if gradient is None else in_order(gradient, axes)
 
 
 def local_call(call: Call, seed: Any) -> LocalCall | None:
     """Return this rank's part of a checked call; None if no tensor of it is a DTensor.
 
-    A replicated tensor beside sharded ones is cut here: its gradient is Partial. Options that are no DTensors are those
-    of all ranks.
+    A replicated tensor beside sharded ones is cut here, and its gradient is Partial. Options that are no DTensors are
+    the same on all ranks.
 
     Args:
-        seed: as the caller gave it.
-    Raises: TypeError, ValueError, NotImplementedError, on all ranks, for what a rank cannot compute alone.
+        seed: the argument of the caller.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: on all ranks, for a call that needs communication.
     """
     tensors: dict[str, Any] = dict(zip(TENSORS, tensors_of(call), strict=True))
-    if not [x for x in tensors.values() if x is not None and is_dtensor(x)]:
+    if not [x for x in tensors.values() if is_dtensor(x)]:
         return None
     from torch.distributed.tensor import Partial, Replicate, Shard
 
@@ -99,7 +91,7 @@ def local_call(call: Call, seed: Any) -> LocalCall | None:
     # The compiler of torch 2.10 takes no tuple of mesh.shape.
     place = tuple([mesh.size(number) for number in range(mesh.ndim)]), tuple(coordinate)
     of_query = _by_dim(cut)
-    fields: dict[str, Any] = dict(block_mask=None)  # it is of the whole, and made again
+    fields: dict[str, Any] = dict(block_mask=None)  # it is that of all ranks; the part makes its own
     for name, x in tensors.items():
         if name not in DIMS or x is None:
             continue
@@ -110,7 +102,7 @@ def local_call(call: Call, seed: Any) -> LocalCall | None:
             grads = [Partial() if p.is_replicate() and dim is not None else p for p, dim in pairs]
             local = x.to_local(grad_placements=grads)
             if not is_compiling() and local.grad_fn is not None:
-                # Else autograd copies a gradient to the layout of x, for which torch 2.10 gathers that of all ranks.
+                # Otherwise autograd copies the gradient to the layout of x, for which torch 2.10 gathers x.
                 local.register_hook(functools.partial(_laid_out, order(local)))
         for dim in DIMS[name]:
             whole, size = query.shape[dim], x.shape[dim]
@@ -132,14 +124,13 @@ def local_call(call: Call, seed: Any) -> LocalCall | None:
 
 
 def _mesh(tensors: Mapping[str, Any]) -> Any:
-    """Return the mesh of all DTensors of a call."""
     named = next(name for name, x in tensors.items() if is_dtensor(x))
     mesh = tensors[named].device_mesh
     for name, x in tensors.items():
         if x is None:
             continue
         if not is_dtensor(x):
-            # Each rank would have its own gradient of what is the same for all.
+            # Each rank would have another gradient of the same tensor.
             if name in ("query", "key", "value") or (name in INPUTS and x.requires_grad):
                 fail(TypeError, name, f"a DTensor, as {named} is", "a tensor")
         elif x.device_mesh != mesh:
@@ -196,25 +187,25 @@ def _span(
     of_query: int, size: int, shape: tuple[int, ...], coordinate: tuple[int, ...],
     wanted: tuple[int, ...], had: tuple[int, ...],
 ) -> tuple[int, int] | None:  # fmt: skip
-    """Return (first, count) of a rank's elements that belong to its part of the query.
+    """Return (first, count) of a rank's elements that its part of the query needs.
 
-    None if a rank lacks some, or if its key heads do not serve equally many query heads each. wanted, had: the
-    dimensions of the mesh that cut the query, and this tensor.
+    None if any rank lacks some, or if its key heads serve unequal numbers of query heads. wanted, had: the dimensions
+    of the mesh that cut the query and this tensor.
     """
-    found = None
+    span = None
     for other in {coordinate, *itertools.product(*map(range, shape))}:
         first, count = _place(of_query, shape, other, wanted)
-        start, there = _place(size, shape, other, had)
+        start, size_there = _place(size, shape, other, had)
         share = max(of_query // max(size, 1), 1)  # heads of the query for each
         begin, end = first // share, -(-(first + count) // share)
         even = end - begin <= 1 or (first % share == 0 and count % share == 0)
         if count == 0:
             begin = end = start
-        if not (even and start <= begin and end <= start + there):
+        if not (even and start <= begin and end <= start + size_there):
             return None
         if other == coordinate:
-            found = begin - start, end - begin
-    return found
+            span = begin - start, end - begin
+    return span
 
 
-_kept_span = functools.lru_cache(maxsize=1024)(_span)  # which the compiler would warn of
+_kept_span = functools.lru_cache(maxsize=1024)(_span)  # the compiler warns of such a cache

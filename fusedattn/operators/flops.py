@@ -1,8 +1,7 @@
-"""How many floating point operations the operators take, for `torch.utils.flop_counter.FlopCounterMode`.
+"""FLOP counts of the operators, for `torch.utils.flop_counter.FlopCounterMode`.
 
-As torch counts them for its own attention: 2 * m * n * k for each product of matrices, with what masks hide, and no
-more. Packed sequences and those in a cache count with their own lengths, where these can be read; where not, as those
-of fake tensors, with the longest that they may have.
+As torch counts its own attention: 2 * m * n * k for each matrix product, hidden pairs included. Packed sequences and
+caches count with their lengths, or with the maximum lengths if these cannot be read, as of fake tensors.
 """
 
 from collections.abc import Callable
@@ -14,23 +13,23 @@ from ..call.decode import CacheArguments, capacity
 from ..call.options import in_memory
 from ..call.private import argument_names, flop_formulas
 
-# Products that each pair of a query and a key has a part in: so many as wide as a query, and as a value.
+# Matrix products with all pairs of a query and a key: (as wide as a query, as wide as a value).
 PRODUCTS = dict(forward=(1, 1), backward=(3, 2), tangent=(3, 2), decode=(1, 1))
 
 
-def _pairs(given: dict[str, Any]) -> Any:
+def _pairs(values: dict[str, Any]) -> Any:
     """Return the number of (query, key) pairs of a head, after an append to a cache."""
-    query = given["query"]
+    query = values["query"]
     batch, _, rows, _ = query.shape
-    if "key_cache" in given:
+    if "key_cache" in values:
         names = "key_cache", "value_cache", "cache_seqlens", "block_table"
-        caches = CacheArguments(query, *(given[name] for name in names))
-        room = capacity(caches)
+        caches = CacheArguments(query, *(values[name] for name in names))
+        most = capacity(caches)
         if not in_memory([caches.cache_seqlens]):
-            return batch * rows * room
-        return rows * sum(min(length + given["added"], room) for length in caches.cache_seqlens.tolist())
-    keys = given["key"].shape[2]
-    cu_seqlens, longest = ((given[f"{name}_q"], given[f"{name}_k"]) for name in ("cu_seqlens", "max_seqlen"))
+            return batch * rows * most
+        return rows * sum(min(length + values["added"], most) for length in caches.cache_seqlens.tolist())
+    keys = values["key"].shape[2]
+    cu_seqlens, longest = ((values[f"{name}_q"], values[f"{name}_k"]) for name in ("cu_seqlens", "max_seqlen"))
     if cu_seqlens[0] is None:
         return batch * rows * keys
     if in_memory(cu_seqlens):
@@ -44,10 +43,10 @@ def _formula(operator: Any) -> Callable[..., Any]:
     named, (like_query, like_value) = argument_names(operator.default), PRODUCTS[operator.__name__]
 
     def flops(*arguments: Any, out_val: Any = None, **more: Any) -> Any:
-        given = dict(zip(named, arguments, strict=False)) | more
-        query, value = given["query"], given["value_cache" if "value_cache" in given else "value"]
+        values = dict(zip(named, arguments, strict=False)) | more
+        query, value = values["query"], values["value_cache" if "value_cache" in values else "value"]
         width = like_query * query.shape[3] + like_value * value.shape[3]
-        return 2 * _pairs(given) * query.shape[1] * width
+        return 2 * _pairs(values) * query.shape[1] * width
 
     return flops
 
@@ -55,11 +54,10 @@ def _formula(operator: Any) -> Callable[..., Any]:
 def offer(operator: Any) -> None:
     """Give torch's counters the formula of an operator. Call it before an operator that a counter may see.
 
-    A counter copies the formulas when it is made. At import it is too early: torch's module may not be there, and
-    importing it imports Triton.
+    A counter copies the formulas when it is made. Import is too early: importing torch's module imports Triton.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or operator.__name__ not in PRODUCTS:
         return
-    for formulas in flop_formulas() if operator.__name__ in PRODUCTS else ():
+    for formulas in flop_formulas():
         if operator not in formulas:
             formulas[operator] = _formula(operator)

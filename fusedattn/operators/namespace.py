@@ -1,7 +1,7 @@
 """Registers operators with torch, in a namespace named after the package.
 
-The namespace is the package's own name, torch.ops.fusedattn as installed. A copy in another package, such as
-mypkg._vendor.fusedattn, has torch.ops.mypkg__vendor_fusedattn: so both live in one process.
+The namespace is torch.ops.fusedattn as installed. A copy in another package, such as mypkg._vendor.fusedattn, has
+torch.ops.mypkg__vendor_fusedattn, so that both can live in one process.
 """
 
 from collections.abc import Callable
@@ -16,48 +16,34 @@ from . import flops
 NAME = __name__.rpartition(".operators.")[0].replace(".", "_")  # of the package
 LIBRARY = torch.library.Library(NAME, "FRAGMENT")  # at module level: operators live as long as it does
 OPERATORS = getattr(torch.ops, NAME)
-MOST = 1024  # facts of arguments that are remembered as right, before all are forgotten
+MOST = 1024  # facts of checked arguments that are remembered, before all are forgotten
 
-
-_checks: dict[str, Callable] = {}  # of arguments, by the name of an operator
-_decompositions: dict[str, Callable] = {}  # into torch's own operators, by the name of an operator
+_checks: dict[str, Callable] = {}  # {operator: check of its arguments}
+_decompositions: dict[str, Callable] = {}  # {operator: the same with torch's own operators}
 
 
 def _facts(x):
-    """Return what a check may look at, as a hashable value."""
+    """Return the parts of an argument that checks look at, as a hashable value."""
     if isinstance(x, torch.Tensor):
         return x.shape, x.stride(), x.dtype, x.device
     return (*x,) if isinstance(x, list) else x
-
-
-def _once(check: Callable) -> Callable:
-    """Return `check`, skipped for arguments with the same facts as earlier ones that passed."""
-    known: set[tuple] = set()
-
-    def checked(*arguments):
-        facts = tuple(map(_facts, arguments))
-        if facts not in known:
-            check(*arguments)
-            if len(known) >= MOST:
-                known.clear()
-            known.add(facts)
-
-    return checked
 
 
 def register(schema: str, run: Callable, new: Callable, check: Callable, decompose: Callable | None = None) -> None:
     """Define an operator that runs on CUDA tensors, and on CPU tensors in Triton's interpreter.
 
     Args:
-        run: computes it. new: makes results of the same shapes, dtypes and strides, for tensors without data.
-        check: raises for shapes, strides, dtypes, devices and numbers that `run` cannot take. It does not look at what
-            tensors hold. Both are called after it.
-        decompose: computes the same with torch's own operators, for ONNX; without branches on sizes.
+        run: computes it.
+        new: returns results of the same shapes, dtypes and strides for tensors without data.
+        check: raises for shapes, strides, dtypes, devices and numbers that `run` cannot take. It reads no values of
+            tensors. It runs before `run` and `new`.
+        decompose: computes the same with torch's own operators, for ONNX, without branches on sizes.
     """
     name, _, declared = schema.partition("(")
     types = [part.split(" ")[:2] for part in declared.partition(") -> ")[0].split(", ")]
     # torch passes None for a tensor that a schema requires.
     required = [(n, field) for n, (kind, field) in enumerate(types) if kind.startswith("Tensor") and "?" not in kind]
+    passed: set[tuple] = set()  # facts of arguments that passed the checks
 
     def check_all(*arguments):
         for n, field in required:
@@ -65,18 +51,21 @@ def register(schema: str, run: Callable, new: Callable, check: Callable, decompo
                 fail(TypeError, field, "a tensor", "NoneType")
         check(*arguments)
 
-    _checks[name] = check_all
-    known = _once(check_all)
-
-    @eager  # somebody's graph may break inside of it, and the compiler then take it for the next one
+    @eager  # a graph of the caller may break in here, and the compiler would trace the rest of this function
     def checked_run(*arguments):
-        known(*arguments)
+        facts = tuple(map(_facts, arguments))
+        if facts not in passed:
+            check_all(*arguments)
+            if len(passed) >= MOST:
+                passed.clear()
+            passed.add(facts)
         return run(*arguments)
 
     def checked_new(*arguments):
         check_all(*arguments)
         return new(*arguments)
 
+    _checks[name] = check_all
     LIBRARY.define(schema)
     for key in ("CUDA", "CPU"):
         LIBRARY.impl(name, checked_run, key)
@@ -86,7 +75,7 @@ def register(schema: str, run: Callable, new: Callable, check: Callable, decompo
 
 
 def register_derivative(name: str, differentiate: Callable) -> None:
-    """Have `differentiate` take the calls of an operator that somebody may want a derivative of.
+    """Have `differentiate` take the calls of an operator that may need a derivative.
 
     torch's own register_autograd drops tangents in silence.
     """
@@ -94,14 +83,14 @@ def register_derivative(name: str, differentiate: Callable) -> None:
 
     def run(keyset, *arguments):
         flops.offer(operator)
-        # Not in torch's table of decompositions: where the environment sets CI, Inductor raises for what is in there.
+        # Not in torch's table of decompositions: Inductor raises for entries of it if the environment sets CI.
         if decompose is not None and in_onnx_export():
             return decompose(*arguments)
         recorded = torch.is_grad_enabled() and any_requires_grad(*arguments)
         if recorded or (forward_level() >= 0 and differentiated(arguments)):
             if transforms_active():
                 raise NotImplementedError(f"{NAME}::{name}: torch.func takes the function, not its operator")
-            _checks[name](*arguments)  # before Functions, which compute at once, and keep what they are given
+            _checks[name](*arguments)  # before a Function, which computes at once and saves its arguments
             return differentiate(*arguments)
         return redispatch(operator.default, keyset, arguments)
 

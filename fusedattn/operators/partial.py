@@ -1,8 +1,8 @@
 """Attention over keys that come in parts: each part by a backend, and one softmax over all of them.
 
-Between parts everything is float32 (float64), and of each row two numbers are kept, as the kernels do: its largest
-score and the binary logarithm of the sum of exp(score - largest). Their sum, the log-sum-exp, would lose the smaller of
-both. Source of the sum: Online normalizer calculation for softmax, arXiv:1805.02867, section 3.1.
+Between parts everything is float32 (float64). Each row keeps two numbers, as in the kernels: its largest score and
+log2(sum of exp(score - largest)). One number, the log-sum-exp, would lose digits of the smaller term.
+Source: Online normalizer calculation for softmax, arXiv:1805.02867, section 3.1.
 """
 
 from collections.abc import Sequence
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ..call.options import Call, wide_dtype
-from ..cpu import flash as cpu, small_k
+from ..cpu import flash, small_k
 from ..cpu.run import has_gradients, is_narrow
-from ..naive import partial as naive
+from ..naive import partial
 from ..naive.partial import LN2
 from . import flops
 from .attention import OPERATORS
@@ -24,16 +24,15 @@ KERNELS = "triton", "hopper"
 
 
 def widened(call: Call) -> Call:
-    """Return a call with query, key and value in float32 (float64)."""
     dtype = wide_dtype(call)
-    query, key, value = (x.to(dtype) for x in call[:3])
-    return call._replace(query=query, key=key, value=value)
+    return call._replace(query=call.query.to(dtype), key=call.key.to(dtype), value=call.value.to(dtype))
 
 
 def forward(call: Call, backend: str) -> tuple[Tensor, Tensor]:
-    """(output, stats) of a partial call without sinks; stats (B, Hq, Sq, 2), -inf and inf of a row that sees nothing.
+    """Return (output, stats) of a partial call without sinks.
 
-    A largest score is worth `unit`.
+    stats (B, Hq, Sq, 2) are the largest score, divided by `unit`, and the log2 of the sum; -inf and inf for a row that
+    sees nothing.
     """
     flops.offer(OPERATORS.forward)
     if backend in KERNELS:
@@ -41,11 +40,11 @@ def forward(call: Call, backend: str) -> tuple[Tensor, Tensor]:
         return out, stats
     call = widened(call)
     if backend == "naive" or small_k.is_few(call) or is_narrow(call):
-        return naive.forward(call)
+        return partial.forward(call)
     out, _, _, kept = OPERATORS.forward(*call, False, False, True, backend)
-    less, offset = kept[..., 0], cpu.offset(call)  # the lse less the offset, which leaves it near 0: so it is exact
+    less, offset = kept[..., 0], flash.offset(call)  # the lse minus the offset is near 0, so it is exact
     lse = less + offset
-    rounded = ((offset - lse) + less) / LN2  # what that has cost
+    rounded = ((offset - lse) + less) / LN2  # the rounding error of that sum
     return out, torch.stack([lse, rounded.masked_fill_(lse == -INFINITE, INFINITE)], -1)
 
 
@@ -58,29 +57,27 @@ def backward(
     stats: Tensor,
     need: Sequence[bool],
 ) -> list[Tensor | None]:
-    """Gradients of the first fields of a partial call, None where they are not needed.
+    """Return gradients of the INPUTS of a partial call, None if not needed.
 
     Args:
-        grad_out: in the dtype of query. grad_lse: or None. out, stats: of all keys that the rows see, not of these.
+        grad_out: in the dtype of query.
+        out, stats: of all keys that the rows see, not of this part.
     """
     stats, grad_lse = stats.contiguous(), None if grad_lse is None else grad_lse.contiguous()
-    nothing = grad_out.new_empty(0)
-    if backend in KERNELS:
-        grads = OPERATORS.backward(grad_out, grad_lse, None, out, nothing, stats, *call, backend, need)
-    else:
+    if backend not in KERNELS:
         call = widened(call)
         if backend == "naive" or small_k.is_few(call) or not has_gradients(call, None, need):
-            return naive.backward(call, grad_out, grad_lse, out, stats, need)
+            return partial.backward(call, grad_out, grad_lse, out, stats, need)
         grad_out = grad_out.to(call.query.dtype)
         largest, log2_sum = stats.unbind(-1)
-        lse = torch.where(log2_sum == INFINITE, -INFINITE, (largest - cpu.offset(call)) + log2_sum * LN2)
+        lse = torch.where(log2_sum == INFINITE, -INFINITE, (largest - flash.offset(call)) + log2_sum * LN2)
         stats = lse[..., None]
-        grads = OPERATORS.backward(grad_out, grad_lse, None, out, nothing, stats, *call, backend, need)
+    grads = OPERATORS.backward(grad_out, grad_lse, None, out, grad_out.new_empty(0), stats, *call, backend, need)
     return [grad if wanted else None for grad, wanted in zip(grads, need, strict=True)]
 
 
 def unit(call: Call, backend: str) -> float:
-    """Return what a largest score of `forward` is worth. Kernels keep unscaled products where they can."""
+    """Return the unit of the largest scores of `forward`. Kernels keep unscaled products if they can."""
     if backend not in KERNELS:
         return 1.0
     from ..launch import arguments
@@ -116,7 +113,7 @@ def start(call: Call, unit: float) -> RowStats:
 
 
 def add(rows: RowStats, here: slice, out: Tensor | None, largest: Tensor, log2_sum: Tensor) -> None:
-    """Add a part to some rows. out is None for a part without values."""
+    """Add a part to the rows `here`. out is None for a part without values."""
     before = rows.largest[:, :, here], rows.log2_sum[:, :, here]
     most = torch.maximum(before[0], largest)
     pivot = most.masked_fill(most == -INFINITE, 0.0)
@@ -146,8 +143,8 @@ def of_sinks(call: Call, rows: RowStats, grad_out: Tensor, grad_lse: Tensor | No
     assert sinks is not None
     exponent = (sinks.to(rows.largest.dtype)[:, :, None] / rows.unit - rows.largest) * (rows.unit / LN2) - rows.log2_sum
     weights = exponent.exp2().masked_fill(rows.log2_sum == INFINITE, 0.0)
-    found = -(grad_out.to(rows.out.dtype) * rows.out).sum(-1)
-    found = found if grad_lse is None else found + grad_lse
+    grad = -(grad_out.to(rows.out.dtype) * rows.out).sum(-1)
+    grad = grad if grad_lse is None else grad + grad_lse
     if call.query_mask is not None:
-        found = found.masked_fill(~call.query_mask[:, None], 0.0)
-    return (weights * found).sum(2).sum_to_size(sinks.shape)
+        grad = grad.masked_fill(~call.query_mask[:, None], 0.0)
+    return (weights * grad).sum(2).sum_to_size(sinks.shape)

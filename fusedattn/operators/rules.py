@@ -1,7 +1,6 @@
 """Checks the arguments of operators that are called by name, with the checks of `call`.
 
-Sizes, dtypes, devices and numbers are checked. What offsets, lengths, pages and block masks hold is not: kernels stay
-inside the tensors whatever that is.
+Values of offsets, lengths, pages and block masks are not checked: kernels stay inside the tensors whatever they are.
 """
 
 from typing import Any
@@ -9,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call import decode, layout
-from ..call.decode import CacheArguments
-from ..call.options import INPUTS, Call, Lengths, Origin, inputs, wide_dtype
+from ..call.decode import CacheArguments, check_sizes
+from ..call.layout import broadcasts, is_shape
+from ..call.options import INPUTS, Call, Origin, inputs, wide_dtype
 from ..call.plan import check_fit, check_masks, pairs_of
 from ..call.private import holds
 from ..call.rules import (
@@ -26,6 +25,7 @@ from ..call.rules import (
     check_rank,
     check_scale,
     check_seed,
+    check_shape,
     check_softcap,
     check_tokens,
     fail,
@@ -34,14 +34,11 @@ from ..call.varlen import VarlenArguments, check_lengths
 from ..cpu import run as cpu
 from .schema import BACKWARD, FORWARD, TANGENT, stats_columns
 
-_MASKS = "mask", "key_mask", "query_mask", "bias"  # of `block_mask`, in the order of its arguments
-_PAIRS, _TOKENS = "(B, H, Sq, Sk)", "(B, S)"
-
 
 def check_call(call: Call, need_weights: bool = False, keys: int | None = None) -> None:
     """Raise for fields of a Call that the kernels cannot take.
 
-    keys: the capacity, for a call whose key and value are caches that have been checked.
+    keys: the capacity, if key and value are caches that have been checked.
     """
     query = call.query
     if keys is None:
@@ -54,8 +51,8 @@ def check_call(call: Call, need_weights: bool = False, keys: int | None = None) 
         sizes = sizes._replace(B=_check_packed(call, need_weights))
         sizes = sizes if call.max_seqlen_q is None else sizes._replace(Sq=call.max_seqlen_q)
         sizes = sizes if call.max_seqlen_k is None else sizes._replace(Sk=call.max_seqlen_k)
-    for name, side in (("left", call.left), ("right", call.right)):
-        if side is not None and side < 0:
+    for name in ("left", "right"):
+        if (side := getattr(call, name)) is not None and side < 0:
             fail(ValueError, name, "0 or more; None is unbounded", side)
     if call.origin is not None and (len(call.origin) != len(Origin._fields) or min(call.origin[1:]) < 0):
         fail(ValueError, "origin", "shift, and row, key, plane and heads of 0 or more", call.origin)
@@ -67,24 +64,22 @@ def check_call(call: Call, need_weights: bool = False, keys: int | None = None) 
         fail(ValueError, "seed", "a tensor beside dropout_p", None)
     if call.softcap is not None:
         check_softcap(call.softcap, query.dtype)
-    # These two are as long as all packed rows; the others know sequences.
-    for name, mask in (("key_mask", call.key_mask), ("query_mask", call.query_mask)):
-        if mask is not None:
-            check_tokens(name, mask, tokens)
-            check_rank(name, mask, _TOKENS)
-    for name, pairs in (("mask", call.mask), ("bias", call.bias)):
-        if pairs is not None:
-            check_pairs(name, pairs, sizes)
-            check_rank(name, pairs, _PAIRS)
-    for name, numbers in (("alibi_slopes", call.alibi_slopes), ("sinks", call.sinks)):
-        if numbers is not None:
-            check_heads(name, numbers, query.device, (1, heads), (sizes.B, heads))
+    # key_mask and query_mask cover all packed tokens, mask and bias the longest sequence.
+    checks = dict(mask=(check_pairs, sizes, "(B, H, Sq, Sk)"), key_mask=(check_tokens, tokens, "(B, S)"))
+    checks |= dict(bias=checks["mask"], query_mask=checks["key_mask"])
+    for name, (check, of, layout_of) in checks.items():
+        if (x := getattr(call, name)) is not None:
+            check(name, x, of)
+            check_rank(name, x, layout_of)
+    for name in ("alibi_slopes", "sinks"):
+        if (x := getattr(call, name)) is not None:
+            check_heads(name, x, query.device, (1, heads), (sizes.B, heads))
     if call.block_mask is not None:
         _check_blocks(call.block_mask, sizes)
 
 
 def _check_packed(call: Call, need_weights: bool) -> int:
-    """Raise for offsets and lengths that do not fit the packed tensors of a Call; return the number of sequences."""
+    """Check offsets and maximum lengths against the packed tensors of a Call. Return the number of sequences."""
     if call.query.shape[0] != 1:
         fail(ValueError, "query", "a batch of 1 beside cu_seqlens_q", tuple(call.query.shape))
     query, key, value = (x[0].transpose(0, 1) for x in (call.query, call.key, call.value))
@@ -108,7 +103,7 @@ def _check_blocks(block_mask: Tensor, s: Sizes) -> None:
     size = blocks.block_mask_size()
     shape = s.B, s.Hq, -(-s.Sq // size), -(-s.Sk // size)
     check_dtype("block_mask", block_mask, torch.uint8, s.device)
-    if block_mask.dim() != 4 or not layout.broadcasts(block_mask, shape):
+    if block_mask.dim() != 4 or not broadcasts(block_mask, shape):
         fail(ValueError, "block_mask", f"rank 4, broadcastable to {shape}", tuple(block_mask.shape))
 
 
@@ -119,7 +114,6 @@ def check_forward(*arguments: Any) -> None:
 
 
 def check_backend(call: Call, backend: str, also: tuple[str, ...] = ("naive",)) -> None:
-    """Raise for a backend that no kernel has, or that cannot take a call."""
     if backend not in (known := ("hopper", "triton", "cpu", *also)):
         fail(ValueError, "backend", f"one of {', '.join(map(repr, known))}", repr(backend))
     lacks = []
@@ -133,11 +127,13 @@ def check_backend(call: Call, backend: str, also: tuple[str, ...] = ("naive",)) 
         fail(ValueError, "backend", f"another, because {lacks[0]}", repr(backend))
 
 
-def _check_result(name: str, x: Tensor, call: Call, dtype: torch.dtype | None, shape: tuple) -> None:
-    """Raise for a result of a forward, or its gradient or tangent, with another dtype, shape or device."""
+def _check_result(name: str, x: Tensor | None, call: Call, dtype: torch.dtype | None, shape: tuple) -> None:
+    """Raise for a result of a forward, a gradient or a tangent with another dtype, shape or device."""
+    if x is None:
+        return
     if x.dtype != dtype if dtype else x.dtype not in FLOATING:
         fail(TypeError, name, dtype or "a floating tensor", x.dtype)
-    if not layout.is_shape(x.shape, shape):
+    if not is_shape(x.shape, shape):
         fail(ValueError, name, f"shape {shape}", tuple(x.shape))
     if x.device != call.query.device:
         fail(ValueError, name, f"the device of query, {call.query.device}", x.device)
@@ -150,18 +146,15 @@ def check_backward(*arguments: Any) -> None:
     rows, dtype, width = tuple(call.query.shape[:3]), call.query.dtype, call.value.shape[3]
     stored = wide_dtype(call) if call.partial else dtype
     columns = call.key.shape[2] if call.cu_seqlens_q is None else call.max_seqlen_k
-    # Kernels can do without what rounding took from the output.
+    # Kernels also take stats without the rounding error of the output.
     rounded = backend == "cpu" or stats.dim() != 4 or stats.shape[3] != 2
-    kept = stats_columns(stored, width, backend) if rounded else 2
-    if grad_out is not None:
-        _check_result("grad_out", grad_out, call, dtype, (*rows, width))
-    if grad_lse is not None:
-        _check_result("grad_lse", grad_lse, call, None, rows)
-    if grad_weights is not None:
-        _check_result("grad_weights", grad_weights, call, dtype, (*rows, columns))
-        _check_result("weights", weights, call, dtype, (*rows, columns))
+    saved = stats_columns(stored, width, backend) if rounded else 2
+    _check_result("grad_out", grad_out, call, dtype, (*rows, width))
+    _check_result("grad_lse", grad_lse, call, None, rows)
+    _check_result("grad_weights", grad_weights, call, dtype, (*rows, columns))
+    _check_result("weights", None if grad_weights is None else weights, call, dtype, (*rows, columns))
     _check_result("out", out, call, stored, (*rows, width))
-    _check_result("stats", stats, call, wide_dtype(call), (*rows, kept))
+    _check_result("stats", stats, call, wide_dtype(call), (*rows, saved))
     if len(need) != len(INPUTS):
         fail(ValueError, "need", f"{len(INPUTS)} bools", need)
     for name, x, needed in zip(INPUTS, inputs(call), need, strict=True):
@@ -170,7 +163,7 @@ def check_backward(*arguments: Any) -> None:
 
 
 def check_tangent(*arguments: Any) -> None:
-    (*given, out, stats), call, (need_weights, backend) = TANGENT.split(arguments)
+    (*tangents, out, stats), call, (need_weights, backend) = TANGENT.split(arguments)
     check_call(call, need_weights)
     check_backend(call, backend)
     if call.partial:
@@ -179,44 +172,36 @@ def check_tangent(*arguments: Any) -> None:
     _check_result("out", out, call, dtype, (*rows, width))
     if backend != "naive":
         _check_result("stats", stats, call, wide_dtype(call), (*rows, stats_columns(dtype, width, backend)))
-    field: Any
-    for name, tangent, field in zip(INPUTS, given, inputs(call), strict=True):
-        if tangent is not None and field is None:
-            fail(ValueError, f"tangent_{name}", f"None, because {name} is None", "a tensor")
-        if tangent is not None:
+    for name, tangent, field in zip(INPUTS, tangents, inputs(call), strict=True):
+        if field is not None:
             _check_result(f"tangent_{name}", tangent, call, field.dtype, tuple(field.shape))
+        elif tangent is not None:
+            fail(ValueError, f"tangent_{name}", f"None, because {name} is None", "a tensor")
 
 
-def check_block_mask(*arguments: Any) -> None:
-    masks = {name: x for name, x in zip(_MASKS, arguments, strict=False) if x is not None}
-    lengths = Lengths(*arguments[len(_MASKS) :])
+def check_block_mask(mask, key_mask, query_mask, bias, *lengths) -> None:
+    masks = dict(mask=mask, key_mask=key_mask, query_mask=query_mask, bias=bias)
+    masks = {name: x for name, x in masks.items() if x is not None}
     check_masks(masks, dict(mask=(4,), key_mask=(2,), query_mask=(2,), bias=(4,)))
     shapes = {name: pairs_of(name, x) for name, x in masks.items()}
-    if lengths.cu_seqlens_q is not None or lengths.cu_seqlens_k is not None:
-        shapes |= _tokens_of_packed(masks, lengths)
+    if not lengths[0] is lengths[1] is None:
+        shapes |= _tokens_of_packed(masks, *lengths)
     check_fit(shapes)
 
 
-def _tokens_of_packed(masks: dict[str, Tensor], lengths: Lengths) -> dict[str, tuple]:
-    """Return the shapes among the pairs that masks of packed rows and keys have."""
-    cu_seqlens_q, cu_seqlens_k, rows, keys, max_seqlen_q, max_seqlen_k = lengths
+def _tokens_of_packed(masks, cu_seqlens_q, cu_seqlens_k, rows, keys, max_seqlen_q, max_seqlen_k) -> dict[str, tuple]:
+    """Return the shapes, among the pairs of scores, of the key_mask and query_mask of packed sequences."""
     for name, length in (("rows", rows), ("keys", keys)):
         if holds(length < 0, False):
             fail(ValueError, name, "0 or more", length)
     query, key = (next(iter(masks.values())).new_empty(()).expand(length, 1, 1) for length in (rows, keys))
     check_lengths(VarlenArguments(query, key, key, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k))
-    assert cu_seqlens_q is not None
     count = cu_seqlens_q.shape[0] - 1
-    shapes = {}
-    for name, length, shape in (
-        ("key_mask", keys, (count, 1, 1, max_seqlen_k)),
-        ("query_mask", rows, (count, 1, max_seqlen_q, 1)),
-    ):
-        if name in masks:
-            if not layout.is_shape(masks[name].shape, (1, length)):
-                fail(ValueError, name, f"shape {(1, length)}, of all packed rows", tuple(masks[name].shape))
-            _check_longest(max_seqlen_q, max_seqlen_k, name)
-            shapes[name] = shape
+    shapes: dict[str, tuple] = dict(key_mask=(count, 1, 1, max_seqlen_k), query_mask=(count, 1, max_seqlen_q, 1))
+    shapes = {name: shape for name, shape in shapes.items() if name in masks}
+    for name in shapes:
+        check_shape(name, masks[name], (1, keys if name == "key_mask" else rows))
+        _check_longest(max_seqlen_q, max_seqlen_k, name)
     return shapes
 
 
@@ -229,15 +214,7 @@ def check_append(
     check_rank("cache_seqlens", lengths, "(B)")
     if key_cache.shape[3] == 0:
         fail(ValueError, "key_cache", "a head dimension of 1 or more", 0)
-    # A query that there might be.
+    # The shared checks want a query: one without rows.
     query = key_cache.new_empty(()).expand(lengths.shape[0], key_cache.shape[1], 0, key_cache.shape[3])
-    decode.check_sizes(
-        CacheArguments(query, key_cache, value_cache, lengths, table, new_key, new_value, cos, sin, interleaved)
-    )
-
-
-def check_caches(arguments: CacheArguments, added: int) -> None:
-    """Check arguments of `decode` other than the fields of a Call."""
-    decode.check_sizes(arguments)
-    if added < 0:
-        fail(ValueError, "added", "0 or more", added)
+    caches = query, key_cache, value_cache, lengths, table
+    check_sizes(CacheArguments(*caches, new_key, new_value, cos, sin, interleaved))

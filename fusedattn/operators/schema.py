@@ -1,18 +1,18 @@
-"""Signatures of the operators, and how an operator is computed."""
+"""Signatures of the operators, and how an operator is run."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..call.options import INPUTS, TYPES, Call, plain
+from ..call.options import CACHED, INPUTS, TYPES, Call, plain
 from ..call.private import below_autograd
 from ..call.rules import fail
 from ..cpu import run as cpu
 from . import flops
 
-RESULTS = "out", "lse", "weights"  # that derivatives are taken of
+RESULTS = "out", "lse", "weights"  # results with derivatives
 _TYPES = {
     Tensor: "Tensor",
     Tensor | None: "Tensor?",
@@ -24,25 +24,26 @@ _TYPES = {
 }
 
 
-def declared(fields: Iterable[str]) -> str:
-    """Return the schema of fields of a Call, in the syntax of torch.library."""
-    return ", ".join(f"{_TYPES[TYPES[name]]} {name}" for name in fields)
-
-
 class Signature:
-    """Arguments of an operator: some of its own, the fields of a Call, and more of its own."""
+    """Arguments of an operator: some of its own, then fields of a Call, then more of its own."""
 
-    def __init__(self, before: str, after: str):
-        self.schema = ", ".join(filter(None, (before, declared(Call._fields), after)))
+    def __init__(self, before: str, after: str, fields: Sequence[str] = Call._fields):
+        declared = ", ".join(f"{_TYPES[TYPES[name]]} {name}" for name in fields)
+        self.fields = fields
+        self.schema = ", ".join(filter(None, (before, declared, after)))  # in the syntax of torch.library
         self.names = tuple(one.split()[1] for one in self.schema.split(", "))
         self.first, self.last = before.count(",") + bool(before), -(after.count(",") + 1)
 
+    def parts(self, arguments: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
+        return arguments[: self.first], arguments[self.first : self.last], arguments[self.last :]
+
     def split(self, arguments: Sequence[Any]) -> tuple[Sequence[Any], Call, Sequence[Any]]:
         """Return (arguments before, the Call, arguments after)."""
-        return arguments[: self.first], Call(*arguments[self.first : self.last]), arguments[self.last :]
+        before, fields, after = self.parts(arguments)
+        return before, Call(*fields), after
 
     def named(self, values: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Return one value an argument, None where none is given."""
+        """Return a value for each argument, None for those without one."""
         return tuple([values.get(name) for name in self.names])
 
 
@@ -54,6 +55,13 @@ BACKWARD = Signature(
 TANGENT = Signature(
     f"{', '.join(f'Tensor? tangent_{name}' for name in INPUTS)}, Tensor out, Tensor stats",
     "bool need_weights, str backend",
+)
+ROTARY = "Tensor? rotary_cos, Tensor? rotary_sin, bool rotary_interleaved"
+DECODE = Signature(
+    "Tensor query, Tensor key_cache, Tensor value_cache, Tensor cache_seqlens, Tensor? block_table, SymInt added, "
+    + ROTARY,
+    "bool need_lse, str backend",
+    [name for name in CACHED if name not in ("query", "key", "value")],
 )
 
 
@@ -68,10 +76,7 @@ def save(ctx: Any, arguments: Sequence[Any], *results: Tensor | None) -> None:
 
 
 def saved(ctx: Any) -> tuple[list[Any], list[Tensor | None]]:
-    """Return (arguments, results) saved by `save`.
-
-    Raises: ValueError for a tensor that came back from hooks with another shape or dtype.
-    """
+    """Return (arguments, results) saved by `save`. Raise for tensors that hooks changed."""
     tensors, others = ctx.saved_tensors, ctx.others
     check_saved(ctx.facts, facts(tensors))
     arguments = [b if a is None else a for a, b in zip(tensors, others, strict=False)]
@@ -79,9 +84,9 @@ def saved(ctx: Any) -> tuple[list[Any], list[Tensor | None]]:
 
 
 def run_operator(operator, implementation, arguments):
-    """Compute an operator: through the dispatcher if something must see it, otherwise at once.
+    """Run an operator on checked arguments: its implementation, or torch's dispatcher if something must see it.
 
-    The dispatcher also materialises tensors that are not what lies in memory. What comes this way has been checked.
+    The dispatcher also materialises negated views and wrappers.
     """
     if plain(arguments):
         return implementation(*arguments)
@@ -93,8 +98,8 @@ def run_operator(operator, implementation, arguments):
 def apply(function, arguments):
     """Apply an autograd Function.
 
-    Python's `apply` reads the signature of `forward` in each call and looks for tensors that torch.func has left
-    behind, which takes 70 us; a plain call goes to that of C++ at once.
+    Python's `apply` reads the signature of `forward` in each call and looks for wrappers that torch.func left behind,
+    which takes 70 us. Plain tensors go to the `apply` of C++ at once.
     """
     if plain(arguments):
         return super(torch.autograd.Function, function).apply(*arguments)
@@ -102,9 +107,10 @@ def apply(function, arguments):
 
 
 def stats_columns(dtype: torch.dtype, width: int, backend: str = "triton") -> int:
-    """How many numbers a row has in the stats that a forward keeps for its backward, as `kernels` and `cpu` have them.
+    """Return how many numbers a row has in the stats that a forward saves for its backward.
 
-    Kernels: two of the softmax, and of 16-bit outputs, so many columns wide, what rounding took, a byte an element.
+    Kernels save two of the softmax. For outputs of 16 bits and `width` columns they add the rounding error, one byte an
+    element.
     """
     if backend == "cpu":
         return cpu.stats_columns(dtype, width)
@@ -119,7 +125,7 @@ def facts(tensors) -> list:
 
 def check_saved(before: list, after: list) -> None:
     """Raise if saved tensors came back from hooks with another shape or dtype."""
-    for saved, came in zip(before, after, strict=True):
-        if saved != came:
+    for saved, returned in zip(before, after, strict=True):
+        if saved != returned:
             expected = f"a tensor of {saved[1]} and shape {tuple(saved[0])} back, as it was saved"
-            fail(ValueError, "saved_tensors_hooks", expected, f"{came[1]} and shape {tuple(came[0])}")
+            fail(ValueError, "saved_tensors_hooks", expected, f"{returned[1]} and shape {tuple(returned[0])}")

@@ -1,7 +1,7 @@
-"""The operator tangent of torch.library: the derivative of the forward in one direction, and its own derivatives.
+"""The operator tangent of torch.library, the JVP of the forward, and its own derivatives.
 
-It is linear in the tangents of the inputs. So its gradient with regard to these is the backward; and with regard to the
-inputs it is what the derivative of the backward is: both are products with the same second derivative.
+It is linear in the tangents of the inputs, so its gradient with respect to them is the backward. Its gradient with
+respect to the inputs is a product with the second derivative, as is the derivative of the backward.
 """
 
 from collections.abc import Sequence
@@ -14,8 +14,8 @@ from ..call.layout import arrange, dense, row_major
 from ..call.options import INPUTS, Call, wide_dtype
 from ..cpu import flash, small_k
 from ..launch.failures import KernelUnavailable, fall_back
-from ..naive import tangent as naive
-from . import rules
+from ..naive.tangent import NOTHING, Known, tangent as naive_tangent
+from . import fallback, rules
 from .backward import gradients
 from .derived import double_backward, double_tangent, plus
 from .namespace import OPERATORS, register, register_derivative
@@ -28,44 +28,40 @@ def _new(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     _, call, (need_weights, _) = TANGENT.split(arguments)
     query, rows = call.query, call.query.shape[:3]
     columns: Any = call.key.shape[2] if call.cu_seqlens_q is None else call.max_seqlen_k
-    out = dense(query, (*rows, call.value.shape[3]))
-    lse = query.new_empty(rows, dtype=wide_dtype(call))
-    return out, lse, query.new_empty((*rows, columns) if need_weights else (0,))
+    weights = query.new_empty((*rows, columns) if need_weights else (0,))
+    return dense(query, (*rows, call.value.shape[3])), query.new_empty(rows, dtype=wide_dtype(call)), weights
 
 
 def _by_formula(
-    call: Call, given: Sequence[Tensor | None], need_weights: bool, known: naive.Known = naive.NOTHING
+    call: Call, directions: Sequence[Tensor | None], need_weights: bool, known: Known = NOTHING
 ) -> tuple[Tensor, Tensor, Tensor]:
-    out, lse, weights = naive.tangent(call, given, need_weights, known)
+    out, lse, weights = naive_tangent(call, directions, need_weights, known)
     return out, row_major(lse), call.query.new_empty(0) if weights is None else row_major(weights)
 
 
 def _tangent(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    (*given, out, stats), call, (need_weights, backend) = TANGENT.split(arguments)
+    (*directions, out, stats), call, (need_weights, backend) = TANGENT.split(arguments)
     if backend in ("cpu", "naive"):
-        # The kernel's lse of few keys is too coarse for a tangent.
+        # For few keys, the lse of PyTorch's kernel is too coarse for a tangent.
         is_known = backend == "cpu" and not small_k.is_few(call)
-        known = naive.Known(stats[..., 0], flash.offset(call), out) if is_known else naive.NOTHING
-        return _by_formula(call, given, need_weights, known)
+        known = Known(stats[..., 0], flash.offset(call), out) if is_known else NOTHING
+        return _by_formula(call, directions, need_weights, known)
     results = _new(*arguments)
     if not out.numel():
         for x in results:
             x.zero_()
         return results
-    from ..launch import run as launch
+    from ..launch import run
     from ..launch.tangent import launch_tangent
 
     try:
-        if (why := launch.failed(call, ["forward"])) is not None:
+        if (why := run.failed(call, ["forward"])) is not None:
             raise why  # the forward was computed by the naive path, and there are no stats
-        tangent_out, tangent_lse, tangent_weights = results
-        launch_tangent(
-            tangent_out, tangent_lse, tangent_weights if need_weights else None, given, out, stats.contiguous(), call
-        )
+        filled = *results[:2], results[2] if need_weights else None
+        launch_tangent(*filled, directions, out, stats.contiguous(), call)
     except KernelUnavailable as why:
         fall_back(why, call.named)
-        for target, x in zip(results, _by_formula(call, given, need_weights), strict=True):
-            target.copy_(x)
+        fallback.fill(results, _by_formula(call, directions, need_weights))
     return results
 
 
@@ -74,12 +70,8 @@ def _arranged(*arguments: Any) -> tuple[Tensor, ...]:
     return arrange(out, TANGENT.split(arguments)[1].query), *rest
 
 
-register(
-    f"tangent({TANGENT.schema}) -> (Tensor tangent_out, Tensor tangent_lse, Tensor tangent_weights)",
-    _arranged,
-    _new,
-    rules.check_tangent,
-)
+_SCHEMA = f"tangent({TANGENT.schema}) -> (Tensor tangent_out, Tensor tangent_lse, Tensor tangent_weights)"
+register(_SCHEMA, _arranged, _new, rules.check_tangent)
 
 
 class Tangent(torch.autograd.Function):
@@ -95,7 +87,7 @@ class Tangent(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *incoming):
-        (*given, out, stats), call, (_, backend) = TANGENT.split(saved(ctx)[0])
+        (*directions, out, stats), call, (_, backend) = TANGENT.split(saved(ctx)[0])
         incoming = [None if x is None or x.dim() == 1 else x for x in incoming]
         if all(x is None for x in incoming):
             return TANGENT.named({})
@@ -106,20 +98,20 @@ class Tangent(torch.autograd.Function):
             first = gradients(incoming, out, None, stats, call, backend, of_tangents)
             grads |= {f"tangent_{name}": x for name, x in zip(INPUTS, first, strict=True)}
         if any(of_inputs):
-            second = double_backward(call, incoming, given)[len(RESULTS) :]
+            second = double_backward(call, incoming, directions)[len(RESULTS) :]
             grads |= {name: x for name, x, wanted in zip(INPUTS, second, of_inputs, strict=True) if wanted}
         return TANGENT.named(grads)
 
     @staticmethod
     def jvp(ctx, *tangents):
-        (*given, out, stats), call, (need_weights, backend) = TANGENT.split(saved(ctx)[0])
+        (*directions, out, stats), call, (need_weights, backend) = TANGENT.split(saved(ctx)[0])
         of_arguments = dict(zip(TANGENT.names, tangents, strict=True))
         others, moved = ([of_arguments[f"{prefix}{name}"] for name in INPUTS] for prefix in ("tangent_", ""))
         total = [None] * len(RESULTS)
         if any(x is not None for x in others):
             total = list(Tangent.apply(*others, out, stats, *call, need_weights, backend))
         if any(x is not None for x in moved):
-            curved = double_tangent(call, given, moved, need_weights)
+            curved = double_tangent(call, directions, moved, need_weights)
             total = [plus(*pair) for pair in zip(total, curved, strict=True)]
         return tuple(total) if need_weights else (*total[:2], out.new_zeros(0))
 

@@ -1,10 +1,11 @@
-"""torch.vmap of the operators: mapped calls become one call, or are made one by one.
+"""torch.vmap of the operators: mapped calls are folded into one call, or made one by one.
 
-Mapped calls are folded into the batch, packed sequences into one call with all sequences. So each call has planes of
-its own, and drops other weights than the next. Calls are made one by one where they must drop the same: with
-randomness="same", for derivatives of a call that was not mapped itself, and where seeds are mapped.
+Dense calls fold into the batch, packed ones into one call with all sequences, so each drops different weights. Calls
+that must drop the same weights are made one by one: with randomness="same", for derivatives of a call that was not
+mapped itself, and for mapped seeds.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from ..call.options import DIMS, Call
 
-# What lies by row or key: of packed sequences, in which axis of a call. The rest has a batch, or is (1, ..).
+# {tensor with an element for each packed row or key: the axis of these}. Other tensors have a batch, or are (1, ..).
 _AXES = {
     name: letters.index(letters.strip("BHGD")) for name, letters in DIMS.items() if len(letters.strip("BHGD")) == 1
 }
@@ -21,11 +22,8 @@ _AXES |= dict.fromkeys(("out", "lse", "weights", "stats"), 2)
 
 
 def _kind(name: str) -> str:
-    """Return a name without grad_, tangent_ or moved_."""
-    name = name.rpartition(":")[2]
-    for prefix in ("grad_", "tangent_", "moved_"):
-        name = name.removeprefix(prefix)
-    return name
+    """Return a name without its number and its prefix."""
+    return re.sub("^(.*:)?(grad_|tangent_|moved_)?", "", name)
 
 
 class _Folded:
@@ -51,11 +49,11 @@ class _Folded:
             starts = x[:, :-1] + total * torch.arange(self.size, dtype=x.dtype, device=x.device)[:, None]
             return torch.cat([starts.flatten(), x.new_full((1,), self.size * total)])
         if x.dim() == 2:
-            return x[:1].flatten()  # lse, weights or stats that nobody asked for
+            return x[:1].flatten()  # an empty lse, weights or stats
         axis = _AXES.get(_kind(name))
         if self.packed and axis is not None:
             return x.movedim(0, axis).flatten(axis, axis + 1)
-        # What is broadcast over the batch may differ between calls, and then no longer can be.
+        # A tensor that broadcasts over the batch may differ between calls.
         return x.expand(self.size, self.batch, *x.shape[2:]).flatten(0, 1)
 
     def unfold(self, name: str, x: Tensor) -> Tensor:
@@ -75,35 +73,36 @@ def vmap_rule(
     in_dims: Sequence[int | None],
     arguments: Sequence[Any],
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """Return (results, their dimensions) of a Function under torch.vmap.
+    """Return (results, their mapped dimensions) of a Function under torch.vmap.
 
     Args:
-        apply: computes it. names: of its arguments, the fields of a Call among them; derivatives may have a prefix,
-            grad_, tangent_ or moved_, and a number and a colon before it. results: the names of what it returns;
-            gradients may have the names of their inputs.
-        info, in_dims, arguments: as torch hands them to `vmap`.
+        apply: computes the Function.
+        names: of its arguments, with all fields of a Call. Derivatives have a prefix, grad_, tangent_ or moved_, maybe
+            behind a number and a colon.
+        results: names of its results. Gradients may have the names of their inputs.
+        info, in_dims, arguments: as torch passes them to `vmap`.
     """
-    given, fields = dict(zip(names, arguments, strict=True)), Call._fields
-    # Of a list torch has a list of dimensions; none of ours has tensors.
-    dims = {name: dim if isinstance(given[name], Tensor) else None for name, dim in zip(names, in_dims, strict=True)}
-    own = any(dims[name] is not None for name in fields if name != "seed")
-    one_by_one = given["seed"] is not None and (dims["seed"] is not None or not own or info.randomness == "same")
-    packed_sinks = not (given["cu_seqlens_q"] is None or given["sinks"] is None)
-    # "cpu" takes no sinks of each sequence.
-    if (one_by_one or (packed_sinks and given.get("backend") == "cpu")) and info.batch_size:
+    values, fields = dict(zip(names, arguments, strict=True)), Call._fields
+    # For a list torch passes a list of dimensions. Our lists hold no tensors.
+    dims = {name: dim if isinstance(values[name], Tensor) else None for name, dim in zip(names, in_dims, strict=True)}
+    is_mapped = any(dims[name] is not None for name in fields if name != "seed")
+    one_by_one = values["seed"] is not None and (dims["seed"] is not None or not is_mapped or info.randomness == "same")
+    packed_sinks = not (values["cu_seqlens_q"] is None or values["sinks"] is None)
+    # The backend "cpu" takes no sinks that differ between sequences.
+    if (one_by_one or (packed_sinks and values.get("backend") == "cpu")) and info.batch_size:
         calls = [
-            apply(*(x if dims[name] is None else x.select(dims[name], n) for name, x in given.items()))
+            apply(*(x if dims[name] is None else x.select(dims[name], n) for name, x in values.items()))
             for n in range(info.batch_size)
         ]
-        made = [torch.stack(each) for each in zip(*calls, strict=True)]
+        stacked = [torch.stack(each) for each in zip(*calls, strict=True)]
     else:
-        folded = _Folded(info.batch_size, {name: given[name] for name in fields}, dims)
-        folded_in = [folded.fold(name, x, dims[name]) for name, x in given.items()]
-        made = [folded.unfold(name, x) for name, x in zip(results, apply(*folded_in), strict=True)]
-        # Gradients of what calls share with all of their batches.
+        folded = _Folded(info.batch_size, {name: values[name] for name in fields}, dims)
+        folded_in = [folded.fold(name, x, dims[name]) for name, x in values.items()]
+        stacked = [folded.unfold(name, x) for name, x in zip(results, apply(*folded_in), strict=True)]
+        # Sum the gradients of tensors that a call broadcasts over its batch.
         shared = folded.shared - (set(_AXES) if folded.packed else set())
-        made = [
+        stacked = [
             x.sum(1, keepdim=True) if x.numel() and _kind(name) in shared else x
-            for name, x in zip(results, made, strict=True)
+            for name, x in zip(results, stacked, strict=True)
         ]
-    return tuple(made), (0,) * len(made)
+    return tuple(stacked), (0,) * len(stacked)

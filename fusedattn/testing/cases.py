@@ -1,4 +1,4 @@
-"""Named cases of attention, each computed three times: by a backend, by eager PyTorch in its dtype, and in float64."""
+"""Named cases of attention, each computed by a backend, by eager PyTorch in its dtype, and in float64."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -11,9 +11,9 @@ from .tolerance import Verdict
 
 
 class Case(NamedTuple):
-    """A call: sizes that suit an interpreter, and options."""
+    """A call: options, and sizes that suit Triton's interpreter."""
 
-    name: str  # without a comma: a list of them has those
+    name: str  # without a comma, which separates names on the command line
     batch: int = 1
     heads: int = 1
     kv_heads: int = 1
@@ -22,19 +22,17 @@ class Case(NamedTuple):
     dim: int = 16
     value_dim: int = 16
     options: dict = {}
-    drawn: tuple[str, ...] = ()  # masks and other tensors among the options, drawn at random
-    views: bool = False  # no tensor lies in memory as it is indexed
-    grads: str = "out and lse"  # what the loss is made of
+    drawn: tuple[str, ...] = ()  # options that are random tensors
+    views: bool = False  # no tensor is contiguous
+    grads: str = "out and lse"  # results that the loss depends on
 
     def grown(self) -> "Case":
-        """Return the case in sizes that suit a GPU; odd sizes stay odd."""
-        more = {name: 3 * getattr(self, name) for name in ("batch", "heads", "kv_heads")}
-        more |= {name: 11 * getattr(self, name) for name in ("rows", "keys")}
-        more |= {name: 4 * getattr(self, name) for name in ("dim", "value_dim")}
-        return Case(**{**self._asdict(), **more})
+        """Return the case in sizes that suit a GPU; odd lengths stay odd."""
+        factors = dict(batch=3, heads=3, kv_heads=3, rows=11, keys=11, dim=4, value_dim=4)
+        return self._replace(**{name: factor * getattr(self, name) for name, factor in factors.items()})
 
     def draw(self, device: str, dtype: torch.dtype) -> tuple[dict, dict]:
-        """Return (query, key, value and the gradients of out, lse and weights; options). Hidden elements are NaN."""
+        """Return (query, key, value and gradients of out, lse and weights; options). Hidden elements are NaN."""
         dice = torch.Generator().manual_seed(sum(map(ord, self.name)))
         wide = torch.promote_types(dtype, torch.float32)
         batch, heads, rows, keys = self.batch, self.heads, self.rows, self.keys
@@ -45,23 +43,20 @@ class Case(NamedTuple):
         shapes = dict(mask=(batch, 1, rows, keys), key_mask=(batch, keys), query_mask=(batch, rows))
         seen = {name: torch.rand(shapes[name], generator=dice) < 0.7 for name in self.drawn if name in shapes}
         shapes = dict(bias=(1, heads, rows, keys), alibi_slopes=(heads,), sinks=(heads,))
-        given = {name: torch.randn(shapes[name], generator=dice) for name in self.drawn if name in shapes}
-        nan = float("nan")
-        if "key_mask" in seen:
-            hidden = ~seen["key_mask"][:, None, :, None]
-            drawn |= {name: drawn[name].masked_fill(hidden, nan) for name in ("key", "value")}
-        if "query_mask" in seen:
-            hidden = ~seen["query_mask"][:, None, :, None]
-            drawn |= {name: drawn[name].masked_fill(hidden, nan) for name in ("query", "weights")}
+        learned = {name: torch.randn(shapes[name], generator=dice) for name in self.drawn if name in shapes}
+        for mask, names in (("key_mask", ("key", "value")), ("query_mask", ("query", "weights"))):
+            if mask in seen:
+                hidden = ~seen[mask][:, None, :, None]
+                drawn |= {name: drawn[name].masked_fill(hidden, float("nan")) for name in names}
         tensors = {name: x.to(device, wide if name == "lse" else dtype) for name, x in drawn.items()}
         if self.views:
             tensors = tensors | {name: layout(tensors[name]) for name, layout in _LAYOUTS.items()}
         options = {name: x.to(device) for name, x in seen.items()}
-        return tensors, self.options | options | {name: x.to(device, dtype) for name, x in given.items()}
+        return tensors, self.options | options | {name: x.to(device, dtype) for name, x in learned.items()}
 
 
 _LAYOUTS: dict[str, Callable] = {
-    "query": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),  # as projections leave it
+    "query": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),  # the order of a projection's output
     "key": lambda x: torch.stack((x, x), -1)[..., 0],  # every second element
     "value": lambda x: torch.cat((x, x, x), 2)[:, :, x.shape[2] : 2 * x.shape[2]],  # a slice, at an offset
     "out": lambda x: x.mT.contiguous().mT,  # rows next to each other

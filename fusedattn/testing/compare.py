@@ -20,28 +20,26 @@ def with_gradients(
     learned: Collection[str] = LEARNED,
     **call,
 ) -> dict[str, Tensor]:
-    """Results of a function with the arguments of `attention`, and the gradients of a loss that is made of them.
+    """Return the results of a function like `attention`, and the gradients of a loss.
 
     Args:
-        tensors: {"query", "key", "value", "out", "lse", "weights": tensor}, the last three gradients of the loss.
-        options: of the call. grads: names what the loss is made of; only if it names weights are they computed.
-        learned: which of LEARNED have gradients, where they are there.
-    Returns: {"out", "lse", "weights": result} and {name: gradient} of query, key, value, bias, alibi_slopes and sinks,
-        as far as they are there.
+        tensors: query, key and value, and as "out", "lse" and "weights" the gradients of the loss.
+        options: of the call.
+        grads: names of the results that the loss depends on. Weights are computed only if it names them.
+        learned: names from LEARNED whose gradients are wanted, if present.
+
+    Returns:
+        {"out", "lse", "weights": result} and {name: gradient} of inputs and learned options.
     """
     inputs = {name: tensors[name].detach().requires_grad_() for name in INPUTS}
     inputs |= {name: options[name].detach().requires_grad_() for name in learned if name in options}
     call |= dict(return_lse=True, return_weights="weights" in grads)
     outputs = dict(zip(("out", "lse", "weights"), function(**{**options, **inputs}, **call), strict=False))
     loss = {name: outputs[name] for name in outputs if name in grads}
-    given = [tensors[name].to(outputs[name].dtype) for name in loss]
-    grads_of_inputs = torch.autograd.grad(list(loss.values()), list(inputs.values()), given, allow_unused=True)
-    # What the loss does not depend on has gradient 0: value, if the loss is made of lse alone.
-    gradients = {
-        name: torch.zeros_like(x) if grad is None else grad
-        for (name, x), grad in zip(inputs.items(), grads_of_inputs, strict=True)
-    }
-    return {**{name: x.detach() for name, x in outputs.items()}, **gradients}
+    incoming = [tensors[name].to(outputs[name].dtype) for name in loss]
+    # A loss of lse alone does not depend on value, whose gradient is then 0.
+    gradients = torch.autograd.grad([*loss.values()], [*inputs.values()], incoming, materialize_grads=True)
+    return {name: x.detach() for name, x in outputs.items()} | dict(zip(inputs, gradients, strict=True))
 
 
 def in_float64(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -49,7 +47,7 @@ def in_float64(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _sizes_of_terms(tensors, options, grads, apply, lengths):
-    """{name: the root of the sum of squares of the terms that the gradient of an option sums up, the largest}."""
+    """Return {learned option: largest root of the sum of squares of the terms that its gradient sums up}."""
     if not any(name in options for name in LEARNED):
         return {}
     rows, keys = tensors["query"].shape[2], tensors["key"].shape[2]
@@ -62,7 +60,7 @@ def _sizes_of_terms(tensors, options, grads, apply, lengths):
     if lengths is not None and options.get("align") != "top_left":
         own_rows, own_keys = (torch.tensor(each, device=ds.device) for each in lengths)
         shift = (own_keys - own_rows)[:, None, None, None]
-    # What is added to all scores of a row, the sink's with them, changes its lse alone.
+    # A number added to all scores of a row, the sink's included, changes its lse alone.
     dlse = tensors["lse"].double().nan_to_num(0, 0, 0) if "lse" in grads else ds.new_zeros(())
     terms = {"bias": ds, "alibi_slopes": ds * (i + shift - j).abs(), "sinks": (dlse - ds.sum(3))[..., None]}
     shapes = {name: (whole[1], 1, 1) if name != "bias" else options[name].shape for name in LEARNED if name in options}
@@ -77,11 +75,11 @@ def compare(
     apply: Callable = lambda function: function,
     lengths: tuple | None = None,
 ) -> dict[str, Verdict]:
-    """Hold what `with_gradients` gave to the rule of `tolerance`.
+    """Hold the results of `with_gradients` to the rule of `tolerance`.
 
     Args:
-        apply: makes of a function like `attention` what `got` is held to. lengths: (of rows, of keys) of each batch,
-            where not all of them are as long as the tensors.
+        apply: turns `reference.attention` and `reference.eager` into the function that `got` came from.
+        lengths: (rows, keys) of each batch, if some are shorter than the tensors.
     """
     learned = [name for name in LEARNED if name in got]
     eager = with_gradients(apply(reference.eager), tensors, options, grads, learned)
