@@ -256,7 +256,7 @@ def reported(row):
 def few(rows, some=False):
     """The first of each kernel for each GPU; some: of each kernel with every option, each variant and dtype as well."""
     seen = set()
-    for row in sorted(rows, key=lambda row: (row.place[0] > 0, row.variant != "full")):
+    for row in sorted(rows, key=lambda row: (row.place[0] > 0, row.variant != "full", row.variant == "packed all")):
         found = {(row.kernel, row.capability)}
         if some:
             found |= {row.variant, row.dtype, (row.kernel, row.variant == "everything")}

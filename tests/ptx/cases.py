@@ -101,6 +101,7 @@ _BANDS = dense(
 )
 _OPTIONS = dense(
     ("key mask", dict(key_mask="own", B=2)),
+    ("dropout under a key mask", dict(key_mask="own", dropout=0.3, B=2)),
     ("query mask", dict(query_mask="own", B=2)),
     ("mask of pairs", dict(mask="pairs")),
     ("mask of pairs D256", dict(mask="pairs", D=256, **SHORT)),
@@ -237,8 +238,9 @@ ENTRIES = {
 }
 # `make test` runs these: both backwards, each kernel, and each kind of instruction.
 FEW = (
-    *("plain D64", "window, two passes", "key mask", "dropout", "bias over batch (dbias)", "packed causal"),
-    *("decode: new keys in pages", "hopper causal", "hopper D128", "hopper causal D256"),
+    *("plain D64", "window, two passes", "dropout under a key mask", "bias over batch (dbias)", "packed causal"),
+    *("decode: new keys in pages", "decode: cache, split and merged"),
+    *("hopper causal", "hopper D128", "hopper causal D256"),
 )
 
 # `make test-all` runs each named call on one GPU, and these on this one too: so each first tile is taken there.

@@ -1,7 +1,6 @@
 """What arithmetic instructions compute, on arrays with one element a lane; any operand may be a scalar.
 
-What differs from the hardware: ex2, lg2, tanh and their like are NumPy's and `div.full` is exact, where a GPU
-approximates; `fma` rounds twice.
+What differs from the hardware: ex2 is NumPy's and `div.full` is exact, where a GPU approximates; `fma` rounds twice.
 """
 
 import numpy as np
@@ -123,24 +122,12 @@ def shf_l_wrap(low, high, n):
     return _funnel(low, high, 32 - (n & U32(31)))
 
 
-def shf_r_wrap(low, high, n):
-    """The lower half of (high, low) >> (n mod 32)."""
-    return _funnel(low, high, n & U32(31))
-
-
 def bfe(x, position, length):
     """Bits [position, position + length) of x; if it is signed, so is the field, its sign copied above it."""
     wide = x.astype(S64 if x.dtype.kind == "i" else U64)
     position = np.minimum(position & U32(255), 63).astype(wide.dtype)
     above = (64 - np.clip(length & U32(255), 1, 64)).astype(wide.dtype)
     return where(length & U32(255), (wide >> position) << above >> above, wide.dtype.type(0)).astype(x.dtype)
-
-
-def bfi(a, b, position, length):
-    """b, with bits [position, position + length) replaced by the lowest of a."""
-    position, length = (np.minimum(n & U32(255), 32).astype(U64) for n in (position, length))
-    mask = ((U64(1) << length) - U64(1)) << position
-    return ((b.astype(U64) & ~mask) | ((a.astype(U64) << position) & mask)).astype(U32)
 
 
 def prmt(a, b, selector):
@@ -153,25 +140,3 @@ def prmt(a, b, selector):
         byte = where(pick & U32(8), where(byte & U32(128), U32(255), U32(0)), byte)
         result = result | (byte << U32(8 * i))
     return result
-
-
-def lop3(a, b, c, table):
-    """Any logical operation on three operands: bit 4 a + 2 b + c of the table is its result."""
-    result = a ^ a
-    for i in range(8):
-        if table >> i & 1:
-            result = result | ((a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c))
-    return result
-
-
-def popc(x):
-    return np.bitwise_count(x).astype(U32)
-
-
-def clz(x):
-    """Leading zeros of 32 bits: float64 holds them, and its exponent counts the others."""
-    return (32 - np.frexp(x.astype(F64))[1]).astype(U32)
-
-
-def brev(x):
-    return np.packbits(np.unpackbits(x.view(U8), bitorder="little")).view(">u4").astype(U32)

@@ -22,7 +22,7 @@ def test_a_call_by_its_compiled_kernels(entry, capability, tile):
 
 
 def test_what_make_test_executes():
-    """Each kernel of the universal path but the weights', the lists' and the merge of splits, and the Hopper one."""
+    """Each kernel of the universal path but those of weights and tangents, and Hopper's."""
     assert len(FEW) == 10 and set(FEW) <= set(ENTRIES)
     assert any(ENTRIES[name].backend == "hopper" for name in FEW)
     assert any(ENTRIES[name].two_passes for name in FEW)

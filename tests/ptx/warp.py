@@ -1,4 +1,4 @@
-"""Instructions of a whole warp: shuffle, vote, redux, elect, and the loads, stores and products of small matrices."""
+"""Instructions of a whole warp: shuffle, redux, elect, and the loads, stores and products of small matrices."""
 
 import numpy as np
 
@@ -6,8 +6,7 @@ from .ops import F16, F32, S64, U16, U32
 from .report import Fault
 from .shared import SharedMemory
 
-REDUCTIONS = dict(min=np.minimum, max=np.maximum, add=np.add, xor=np.bitwise_xor)
-REDUCTIONS |= {"or": np.bitwise_or, "and": np.bitwise_and}
+REDUCTIONS = dict(min=np.minimum, max=np.maximum, add=np.add)
 
 
 def ballot(votes):
@@ -70,14 +69,6 @@ class Warp(SharedMemory):
             if chosen.any():
                 values[:] = REDUCTIONS[how].reduce(values[chosen], dtype=x.dtype)
         return result.reshape(-1)
-
-    def vote(self, m, how, p):
-        """vote.sync: of the active lanes."""
-        active = np.True_ if m is None else m
-        votes = (p & active).reshape(-1, 32)
-        if how == "all":
-            votes = ~(~p & active).reshape(-1, 32)
-        return np.repeat(dict(any=votes.any(1), all=votes.all(1), ballot=ballot(votes))[how], 32)
 
     def elect(self, m, line):
         """elect.sync: (the lane of the warp that is elected, whether it is this one)."""

@@ -39,11 +39,7 @@ FLOATING = {  # types, modifiers, formula
     "min": (_ALL, "NaN ftz", "smallest({}, {}, {nan})"),
     "max": (_ALL, "NaN ftz", "largest({}, {}, {nan})"),
     "div": ("f32 f64", "rn full approx ftz", "{} / {}"),
-    "rcp": ("f32 f64", "rn approx ftz", "1 / {}"),
-    "sqrt": ("f32 f64", "rn approx ftz", "np.sqrt({})"),
     "ex2": ("f32", "approx ftz", "np.exp2({})"),
-    "lg2": ("f32", "approx ftz", "np.log2({})"),
-    "tanh": ("f32", "approx", "np.tanh({})"),
 }
 SIGNED = {
     "div": "truncated_div({}, {})",
@@ -51,7 +47,6 @@ SIGNED = {
     "min": "np.minimum({}, {})",
     "max": "np.maximum({}, {})",
     "min.relu": "np.maximum(np.minimum({}, {}), 0)",
-    "max.relu": "np.maximum(np.maximum({}, {}), 0)",
     "neg": "-{}",
     "abs": "np.abs({})",
     "mul.hi": "mul_hi({}, {})",
@@ -98,12 +93,6 @@ for _name, (_types, _modifiers, _) in FLOATING.items():
     instruction(_name, _types, _modifiers)(floating)
 
 
-@instruction("add.rn.f32 sub.rn.f32", "f16 bf16")
-def mixed(e, op, d, a, b):
-    """A sum of float32 whose first operand is of half the width."""
-    e.write(d, f"{unpack(e, op, [a])[0]} {'+' if op.name.startswith('add') else '-'} {e.read(b, F32)}", F32)
-
-
 @instruction(" ".join(SIGNED), INTEGERS)
 def signed(e, op, d, *operands):
     e.write(d, fill(SIGNED[op.name], e.read_all(operands, TYPES[op.kind])), TYPES[op.kind])
@@ -116,7 +105,7 @@ def signless(e, op, d, *operands):
     e.write(d, fill((SIGNLESS | LOGIC)[op.name], e.read_all(operands, dtype)), dtype)
 
 
-@instruction("bfi brev clz lop3 popc prmt shf.l.wrap shf.r.wrap", "b32")
+@instruction("prmt shf.l.wrap", "b32")
 @instruction("bfe", "s32 s64 u32")
 def field(e, op, d, a, *operands):
     """Calls the function in ops of the same name."""

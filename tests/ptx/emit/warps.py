@@ -1,4 +1,4 @@
-"""What the lanes of a warp exchange, reduce and vote on."""
+"""What the lanes of a warp exchange and reduce."""
 
 import numpy as np
 
@@ -20,17 +20,10 @@ def shuffle(e, op, d, a, b, clamp, members):
     e.write_all(registers, e.call("shuffle", repr(how), a, b, literal(clamp)), None, vote=False)
 
 
-@instruction("redux.sync", "s32 u32 b32", "add min max and or xor")
+@instruction("redux.sync", "s32 u32 b32", "add min max")
 def redux(e, op, d, a, members):
     dtype = e.integer(d, op.kind) if op.kind == "b32" else TYPES[op.kind]
     e.write(d, e.call("redux", repr(op.words[0]), e.read(a, dtype), e.read(members, U32)), dtype)
-
-
-@instruction("vote.sync", "pred b32", "any all ballot")
-def vote(e, op, d, p, members):
-    all_lanes(e, members)
-    dtype = U32 if op.kind == "b32" else np.bool_
-    e.write(d, f"S.vote({e.mask()}, {op.words[0]!r}, {e.read(p, np.bool_)})", dtype)
 
 
 @instruction("elect.sync")
