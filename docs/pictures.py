@@ -1,4 +1,4 @@
-"""Draws who sees whom, by asking `fusedattn.attention`: a cell is coloured where its weight is not 0."""
+"""Draws the visible pairs of masks, by asking `fusedattn.attention`: a cell is coloured if its weight is not 0."""
 
 import itertools
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ import fusedattn as fa
 from fusedattn.distributed import shards
 
 CELL, GAP, TITLE, AXIS, LETTER = 22, 34, 22, 34, 8  # pixels
-SEEN, HIDDEN, LINE, INK = "#4051b5", "#e8e8ee", "#ffffff", "#777777"  # ink that reads on white and on black
+SEEN, HIDDEN, LINE, INK = "#4051b5", "#e8e8ee", "#ffffff", "#777777"  # INK is legible on white and on black
 
 
 class Panel(NamedTuple):
@@ -23,14 +23,14 @@ class Panel(NamedTuple):
 
 
 def weights(rows: int, keys: int, **options: Any) -> torch.Tensor:
-    """(rows, keys): how far the weight of each pair is from the largest, when all products are equal."""
+    """Return (rows, keys): the weight of each pair over the largest, for equal products."""
     query, key = torch.zeros(1, 1, rows, 1), torch.zeros(1, 1, keys, 1)
     _, found = fa.attention(query, key, key, **options, return_weights=True, backend="naive")
     return found[0, 0] / found.max()
 
 
 def seen(rows: int, keys: int, **options: Any) -> torch.Tensor:
-    """(rows, keys): 1.0 where a pair has a weight."""
+    """Return (rows, keys): 1.0 for visible pairs."""
     return (weights(rows, keys, **options) > 0).float()
 
 
@@ -123,7 +123,7 @@ def _packed() -> str:
 
 
 def _cache() -> str:
-    """Queries against a cache of 8 places of which 6 are filled."""
+    """Draw queries against a cache with 6 of 8 slots filled."""
     cache, filled, panels = torch.zeros(1, 1, 8, 1), torch.tensor([6], dtype=torch.int32), []
     options = dict(cache_seqlens=filled, causal=True, return_weights=True, backend="naive")
     for title, rows in (("1 query", 1), ("3 queries", 3)):
@@ -133,7 +133,7 @@ def _cache() -> str:
 
 
 def _heads() -> str:
-    """Which key head each of 8 query heads reads: its value is what comes out."""
+    """Draw the key head that each of 8 query heads reads; its value is the output."""
     panels = []
     for title, groups in (("8 key heads", 8), ("2 key heads", 2), ("1 key head", 1)):
         value = torch.eye(groups)[None, :, None, :]  # (1, Hkv, 1, Dv)
@@ -143,7 +143,7 @@ def _heads() -> str:
 
 
 def _shards() -> str:
-    """Which of 4 ranks has which of 16 rows."""
+    """Draw the rank, of 4, that holds each of 16 rows."""
     panels = []
     for title, balance in (("balance=None", None), ('balance="zigzag"', "zigzag")):
         shades = torch.zeros(4, 16)

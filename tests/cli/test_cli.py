@@ -144,7 +144,7 @@ MISTAKES = [  # a command, and a part of the one line that it prints
     (["bench", "--mode", ""], "mode: there is no ''"),
     ([*ONE, "--csv", "folder"], "csv: cannot append to folder"),
     ([*ONE, "--csv", "file"], "csv: cannot append to file: file: expected the columns"),
-    ([*ONE, "--csv", ""], "csv: cannot append to it"),
+    ([*ONE, "--csv", ""], "csv: cannot append to"),
     ([*ONE, "--csv", "nowhere/a.csv"], "csv: cannot append to nowhere/a.csv"),
     ([*ONE, "--csv", "/dev/full"], "csv: cannot append to /dev/full"),
     ([*ONE, "--plot", "a.csv"], "plot: expected a name that ends in .png, got a.csv"),
