@@ -1,5 +1,6 @@
 """Draws the visible pairs of masks, by asking `fusedattn.attention`: a cell is coloured if its weight is not 0."""
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -72,37 +73,6 @@ def _text(x: float, y: float, text: object) -> str:
     return f'<text x="{x:g}" y="{y:g}" text-anchor="middle">{text}</text>'
 
 
-def _causal() -> str:
-    return svg([Panel("no mask", seen(5, 5)), Panel("causal=True", seen(5, 5, causal=True))])
-
-
-def _align() -> str:
-    sizes = itertools.product(((3, 6), (6, 3)), ("bottom_right", "top_left"))
-    return svg([Panel(f'align="{align}"', seen(*size, causal=True, align=align)) for size, align in sizes])
-
-
-def _window() -> str:
-    windows = ((1, 1), (2, 0), (None, 1), (1, None))
-    return svg([Panel(f"window={window}", seen(6, 6, window=window)) for window in windows])
-
-
-def _window_causal() -> str:
-    rows = {"causal=True, window=(2, None)": 6, "the same, 3 rows": 3}
-    return svg([Panel(title, seen(n, 6, causal=True, window=(2, None))) for title, n in rows.items()])
-
-
-def _masks() -> str:
-    real, eye = torch.tensor([True] * 3 + [False] * 2), torch.eye(5, dtype=torch.bool)
-    pairs = eye | eye.flip(1)
-    options = {
-        "key_mask": dict(key_mask=real),
-        "query_mask": dict(query_mask=real),
-        "mask": dict(mask=pairs),
-        "mask and causal": dict(mask=pairs, causal=True),
-    }
-    return svg([Panel(title, seen(5, 5, **own)) for title, own in options.items()])
-
-
 def _bias() -> str:
     far = torch.zeros(1, 1, 5, 5)
     far[..., 0], far[..., 4] = -1.0, float("-inf")
@@ -154,7 +124,31 @@ def _shards() -> str:
     return svg(panels)
 
 
-PICTURES = dict(
-    causal=_causal, align=_align, window=_window, window_causal=_window_causal, masks=_masks, bias=_bias,
-    packed=_packed, cache=_cache, heads=_heads, shards=_shards,
-)  # fmt: skip
+def _visible(panels: dict[str, tuple]) -> str:
+    """Draw {title: (rows, keys, options of attention)}."""
+    return svg([Panel(title, seen(rows, keys, **options)) for title, (rows, keys, options) in panels.items()])
+
+
+_REAL, _DIAGONALS = torch.tensor([True] * 3 + [False] * 2), torch.eye(5, dtype=torch.bool)
+_DIAGONALS = _DIAGONALS | _DIAGONALS.flip(1)
+_VISIBLE = {
+    "causal": {"no mask": (5, 5, {}), "causal=True": (5, 5, dict(causal=True))},
+    "align": {
+        f'align="{align}", {rows} x {keys}': (rows, keys, dict(causal=True, align=align))
+        for rows, keys in ((3, 6), (6, 3))
+        for align in ("bottom_right", "top_left")
+    },
+    "window": {f"window={window}": (6, 6, dict(window=window)) for window in ((1, 1), (2, 0), (None, 1), (1, None))},
+    "window_causal": {
+        "causal=True, window=(2, None)": (6, 6, dict(causal=True, window=(2, None))),
+        "the same, 3 rows": (3, 6, dict(causal=True, window=(2, None))),
+    },
+    "masks": {
+        "key_mask": (5, 5, dict(key_mask=_REAL)),
+        "query_mask": (5, 5, dict(query_mask=_REAL)),
+        "mask": (5, 5, dict(mask=_DIAGONALS)),
+        "mask and causal": (5, 5, dict(mask=_DIAGONALS, causal=True)),
+    },
+}
+PICTURES = {name: functools.partial(_visible, panels) for name, panels in _VISIBLE.items()}
+PICTURES |= dict(bias=_bias, packed=_packed, cache=_cache, heads=_heads, shards=_shards)

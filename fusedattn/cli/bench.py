@@ -11,7 +11,7 @@ import torch
 from ..bench import measure, plot, report, rows
 from ..bench.cases import QUESTIONS, Case
 from ..bench.providers import PROVIDERS
-from .output import Output, Problem
+from .output import Output, Problem, check_names
 
 BUDGET_MS = {"cpu": 300.0, "cuda": 100.0}  # for each provider
 MODULES = QUESTIONS["module"].providers
@@ -129,7 +129,7 @@ def choose(arguments, device: str) -> list[Work]:
 
 
 def _list(option, texts, known):
+    """Return the names in comma lists, each once."""
     named = list(dict.fromkeys(name.strip() for text in texts or () for name in text.split(",")))
-    if unknown := [name for name in named if name not in known]:
-        raise Problem(f"{option}: there is no {', '.join(map(repr, unknown))}; expected one of {', '.join(known)}")
+    check_names(option, named, known)
     return named

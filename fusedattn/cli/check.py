@@ -1,6 +1,5 @@
 """fusedattn check: compares every backend of this machine with float64, beside eager PyTorch."""
 
-import difflib
 import itertools
 import time
 
@@ -12,7 +11,7 @@ from ..dispatch.backends import BACKENDS
 from ..testing.cases import CASES, RESULTS, Case, compare
 from ..testing.tolerance import Verdict
 from . import DTYPES, machine
-from .output import Output, Problem
+from .output import Output, Problem, check_names
 
 
 def run(arguments) -> int:
@@ -21,8 +20,10 @@ def run(arguments) -> int:
         raise Problem("device: expected cpu, got cuda: torch finds no GPU")
     here = machine.device()  # makes Triton interpret kernels if there is no GPU
     devices = [arguments.device] if arguments.device else list(dict.fromkeys((here, "cpu")))
-    cases = _named(arguments.case, {case.name: case for case in CASES}, "case")
-    backends = _named(arguments.backend, {name: name for name in BACKENDS}, "backend")
+    check_names("case", arguments.case or [], [case.name for case in CASES])
+    check_names("backend", arguments.backend or [], BACKENDS)
+    cases = [case for case in CASES if not arguments.case or case.name in arguments.case]
+    backends = arguments.backend or BACKENDS
     parts: list[dict[str, str]] = []
     left_out: list[dict] = []
     for device, backend, dtype in itertools.product(devices, backends, arguments.dtype or DTYPES):
@@ -61,16 +62,6 @@ def run(arguments) -> int:
     output.say(f"{summary} ({seconds} s).")
     output.finish(dict(ok=ok, seconds=seconds, versions=rows.versions(), results=results, left_out=left_out))
     return 0 if ok else 1
-
-
-def _named(names, known, what):
-    """Return {name: x}'s values of some names, or all; raise a Problem for an unknown name."""
-    for name in names or ():
-        if name not in known:
-            near = difflib.get_close_matches(name, known, 1, 0.7)
-            hint = f": did you mean {near[0]}?" if near else ""
-            raise Problem(f"{what}: expected one of {', '.join(known)}, got {name}{hint}")
-    return [known[name] for name in names or known]
 
 
 def _check(case: Case, backend: str, device: str, dtype: str) -> tuple[dict[str, Verdict], str]:

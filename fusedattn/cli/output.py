@@ -1,15 +1,25 @@
 """Output of the commands: text and tables, or one JSON object, and a progress bar if rich is installed."""
 
 import contextlib
+import difflib
 import importlib.util
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 
 class Problem(Exception):
     """A command cannot run; the message is one line."""
+
+
+def check_names(option: str, names: Sequence[str], known: Collection[str]) -> None:
+    """Raise a Problem for the first unknown name, with the nearest known one."""
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1, 0.7)
+            hint = f": did you mean {near[0]}?" if near else ""
+            raise Problem(f"{option}: expected one of {', '.join(known)}, got {name}{hint}")
 
 
 class Output:
