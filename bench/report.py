@@ -99,11 +99,11 @@ class Standing(NamedTuple):
 
     @property
     def text(self) -> str:
-        about, speed = self.answer(), words(statistics.median(self.ratios), 2 * sum(self.clear) > len(self.clear))
-        text = (
-            f"{self.mode}: {self.ours} is {speed} beside {self.other}, by the median of {count(about['cases'], 'case')}"
-        )
-        return text + f" (clearly faster in {about['faster']}, within noise in {about['within_noise']})"
+        speed = words(statistics.median(self.ratios), 2 * sum(self.clear) > len(self.clear))
+        speed += {"within noise": " of", "as fast": " as"}.get(speed, " than")
+        counts = "median of {cases} cases, clearly faster in {faster}, within noise in {within_noise}"
+        counts = f" ({counts.format_map(self.answer())})" * (len(self.ratios) > 1)
+        return f"{self.mode}: {self.ours} is {speed} {self.other}{counts}"
 
     def answer(self) -> dict:
         """Return the fields of a JSON object."""
@@ -171,7 +171,9 @@ def sentences(rows: Sequence[Row]) -> list[str]:
     """Return the verdict in words."""
     best, each = standings(rows)
     said = [one.text for one in each]
-    said += [one._replace(other=f"the fastest other of each case ({one.other})").text for one in best]
+    # If one provider is the fastest in all cases, its own sentence says the same.
+    several = [one for one in best if ", " in one.other]
+    said += [one._replace(other=f"the fastest other of each case ({one.other})").text for one in several]
     for mode in dict.fromkeys(row.mode for row in rows):
         if all(one.mode != mode for one in best):
             said.append(f"{mode}: no comparison: no case has both a right result of fusedattn and another's time")
