@@ -1,8 +1,7 @@
-"""Builds the source archive and the wheel, twice, and keeps them if they are the same: python .ci/dist.py [--into dist]
+"""Builds the source archive and the wheel twice, and keeps them if they are equal: python .ci/dist.py [--into dist]
 
-What depends on when, where and by whom they are built is made canonical: times (SOURCE_DATE_EPOCH, or else that of the
-commit), order, owners, permissions. What stays is the version of zlib, and of setuptools, which stands in the wheel:
-releases are built with that of .ci/setuptools.txt.
+Times (SOURCE_DATE_EPOCH, or that of the commit), order, owners and permissions are made canonical. The bytes still
+depend on the versions of zlib and setuptools; releases use the setuptools of .ci/setuptools.txt.
 """
 
 import argparse
@@ -22,7 +21,7 @@ import time
 import zipfile
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-# torch is out of reach: to build a wheel without it is what pip does, and what a stranger has.
+# Hide torch: pip builds the wheel without it.
 BUILD = """
 import sys
 sys.modules["torch"] = None
@@ -30,31 +29,29 @@ from setuptools import build_meta
 getattr(build_meta, "build_" + sys.argv[1])(sys.argv[2])
 """
 UMASK, OTHER_UMASK = 0o022, 0o077
-OTHER = dict(TZ="Pacific/Kiritimati", LC_ALL="C", PYTHONHASHSEED="7", HOME="/")  # another machine, as far as it goes
+OTHER = dict(TZ="Pacific/Kiritimati", LC_ALL="C", PYTHONHASHSEED="7", HOME="/")  # stands for another machine
 
 
 def git(*arguments):
-    """What git says of the repository, or None where there is none, as in an unpacked source archive."""
+    """Return the output of git, or None outside a repository, as in an unpacked source archive."""
     if not (ROOT / ".git").exists():
         return None
     return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
 def sources():
-    """The files of the repository, or those that the source archive says it has, by names relative to ROOT."""
+    """Return the names of the repository's files, or those that the source archive lists."""
     tracked = git("ls-files", "-z")
-    if tracked is not None:
-        names = tracked.split("\0")
-    else:
-        names = (ROOT / "fusedattn.egg-info" / "SOURCES.txt").read_text().splitlines()
-        names = [name for name in names if not name.startswith("fusedattn.egg-info/")]
-    return sorted(name for name in names if name and (ROOT / name).is_file())
+    listed = ROOT / "fusedattn.egg-info" / "SOURCES.txt"
+    names = listed.read_text().splitlines() if tracked is None else tracked.split("\0")
+    names = [name for name in names if name and not name.startswith("fusedattn.egg-info/")]
+    return sorted(name for name in names if (ROOT / name).is_file())
 
 
 def epoch():
-    """Seconds since 1970, for all files: as told, or of the commit, or of the source archive that was unpacked here."""
-    told = os.environ.get("SOURCE_DATE_EPOCH") or git("log", "-1", "--format=%ct")
-    return int(told or (ROOT / "PKG-INFO").stat().st_mtime)
+    """Return the time for all files, in seconds: from the environment, the commit or the source archive."""
+    known = os.environ.get("SOURCE_DATE_EPOCH") or git("log", "-1", "--format=%ct")
+    return int(known or (ROOT / "PKG-INFO").stat().st_mtime)
 
 
 def copy(names, into, mtime=None):
@@ -67,7 +64,7 @@ def copy(names, into, mtime=None):
 
 
 def build(kind, source, into, seconds, umask=UMASK, **environment):
-    """The sdist or wheel that setuptools makes of a folder, as pip would have it made, in canonical form."""
+    """Build the sdist or wheel of a folder as pip does, and make it canonical."""
     into.mkdir()
     environment = os.environ | environment | {"SOURCE_DATE_EPOCH": str(seconds)}
     command = [sys.executable, "-c", BUILD, kind, str(into)]
@@ -80,7 +77,7 @@ def build(kind, source, into, seconds, umask=UMASK, **environment):
 
 
 def canonical_sdist(path, seconds):
-    """Writes the files of a tar.gz again: sorted, of nobody, of one time, executable or not."""
+    """Rewrite a tar.gz: files sorted, without owners, with one time and one of two modes."""
     with tarfile.open(path) as archive:
         files = {entry.name: (entry.mode, archive.extractfile(entry).read()) for entry in archive if entry.isfile()}
     with path.open("wb") as raw, gzip.GzipFile("", "wb", mtime=seconds, fileobj=raw) as packed:
@@ -93,10 +90,10 @@ def canonical_sdist(path, seconds):
 
 
 def canonical_wheel(path, seconds):
-    """Writes the files of a wheel again: sorted, its RECORD last, of one time, readable by all."""
+    """Rewrite a wheel: files sorted, RECORD last, with one time and one mode."""
     with zipfile.ZipFile(path) as archive:
         files = {entry.filename: archive.read(entry) for entry in archive.infolist()}
-    when = time.gmtime(max(seconds, 315532800))[:6]  # a zip knows nothing before 1980
+    when = time.gmtime(max(seconds, 315532800))[:6]  # zip files cannot store earlier times
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, content in sorted(files.items(), key=lambda item: (item[0].endswith("/RECORD"), item[0])):
             entry = zipfile.ZipInfo(name, when)
@@ -106,9 +103,9 @@ def canonical_wheel(path, seconds):
 
 
 def twice(scratch, seconds):
-    """[sdist, wheel], and the same built elsewhere, later, in another order, and with other permissions.
+    """Return [sdist, wheel] twice. The second is built elsewhere, later, in another order, with other permissions.
 
-    The wheel comes once from the unpacked sdist and once from the repository, so that they cannot differ.
+    The first wheel is built from the unpacked sdist, the second from the repository.
     """
     names = sources()
     first, second = scratch / "first", scratch / "somewhere" / "else"
@@ -128,11 +125,11 @@ def twice(scratch, seconds):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--into", type=pathlib.Path, default=ROOT / "dist", help="a folder, which is emptied first")
+    parser.add_argument("--into", type=pathlib.Path, default=ROOT / "dist", help="folder for the files; emptied first")
     into = parser.parse_args().into.resolve()
     changed = git("status", "--porcelain", "--untracked-files=no")
     if forgotten := git("ls-files", "--others", "--exclude-standard", "fusedattn", "kernels", "bench"):
-        sys.exit(f"dist: git does not know {forgotten.split()[0]}, which would stay out; add or remove it")
+        sys.exit(f"dist: git does not know {forgotten.split()[0]}: add or remove it")
     with tempfile.TemporaryDirectory() as scratch:
         made, again = twice(pathlib.Path(scratch), epoch())
         for one, other in zip(made, again, strict=True):
@@ -140,18 +137,18 @@ def main():
                 kept = pathlib.Path(tempfile.mkdtemp(prefix="fusedattn-dist-"))
                 shutil.copy(one, kept / f"1-{one.name}")
                 shutil.copy(other, kept / f"2-{other.name}")
-                sys.exit(f"dist: {one.name} built twice is not the same; both are in {kept}")
+                sys.exit(f"dist: two builds of {one.name} differ; both are in {kept}")
         shutil.rmtree(into, ignore_errors=True)
         into.mkdir(parents=True)
         for one in made:
             shutil.copy(one, into)
             print(f"{hashlib.sha256(one.read_bytes()).hexdigest()}  {one.name}  {one.stat().st_size} bytes")
-    print("built twice, each time the same bytes; the wheel once from the source archive and once from the repository")
+    print("Both builds have the same bytes.")
     if changed:
-        print("dist: note that there are changes which are not committed")
+        print("dist: warning: there are uncommitted changes")
     has = importlib.metadata.version("setuptools")
     if f"setuptools=={has} " not in (ROOT / ".ci" / "setuptools.txt").read_text():
-        print(f"dist: note that this is setuptools {has}, with which releases are not built")
+        print(f"dist: warning: releases are built with another setuptools than {has}; see .ci/setuptools.txt")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Writes the package as a repository of Hugging Face's kernels: python .ci/hub.py [--into out/hub]
+"""Writes the package as a repository for Hugging Face's kernels: python .ci/hub.py [--into out/hub]
 
     README.md  LICENSE  benchmarks/benchmark.py  build/torch-cpu/  build/torch-cuda/
 
-Each folder of build/ is the package as installed, without its commands, under a name that no other kernel has. With
-`pip install kernels`, `kernels.get_local_kernel(Path("out/hub"))` loads the one for this machine, and
-`kernels benchmark ./out/hub` times it beside PyTorch.
+Each folder of build/ is the installed package without its commands, under a unique name. With `pip install kernels`,
+`kernels.get_local_kernel(Path("out/hub"))` loads the one for this machine, and `kernels benchmark ./out/hub` times it
+beside PyTorch.
 """
 
 import argparse
@@ -18,11 +18,11 @@ import shutil
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 NAME = "fusedattn"
-LEFT_OUT = ("cli", "testing", "__main__.py")  # the commands, and what they alone need
-# Of compute capability 8.0 or newer, for which Triton compiles when a kernel is first launched.
+LEFT_OUT = ("cli", "testing", "__main__.py")  # the commands and their helpers
+# Triton compiles at the first launch, for any compute capability from 8.0 on.
 BACKENDS = {"cpu": {"type": "cpu"}, "cuda": {"type": "cuda", "archs": ["8.0+PTX"]}}
-MINIMUM = "0.17.0"  # of kernels, by which this layout was tested
-# What the benchmarks of kernels, and transformers, call by these names.
+MINIMUM = "0.17.0"  # the version of kernels that this layout was tested with
+# Names that transformers and the benchmarks of kernels call.
 MORE = """
 from .compat.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache  # noqa: E402
 
@@ -31,7 +31,7 @@ __all__ += ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcach
 
 
 def package():
-    """{path in the package: content}, as it is installed."""
+    """Return {path in the installed package: content}."""
     files = {}
     for folder, inside in ((ROOT / "fusedattn", ""), (ROOT / "kernels", "kernels/")):
         for path in sorted(folder.rglob("*")):
@@ -44,13 +44,13 @@ def package():
 
 
 def check_imports(files):
-    """Nothing of the package is imported by the name that it has from pip: that may be another version, or absent."""
+    """Raise for absolute imports of the package: the installed one may be another version, or absent."""
     for name, content in files.items():
         for node in ast.walk(ast.parse(content)) if name.endswith(".py") else ():
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
             if any(imported.split(".")[0] == NAME for imported in names):
-                raise SystemExit(f"hub: {name}:{node.lineno} imports {NAME} by its name, and not relative to itself")
+                raise SystemExit(f"hub: {name}:{node.lineno} imports {NAME} by its name; use a relative import")
 
 
 def version():
@@ -58,7 +58,7 @@ def version():
 
 
 def metadata(files, backend):
-    """What metadata.json says; `id` is the name of the module and of torch.ops, and follows from what is in it."""
+    """Return the content of metadata.json; `id` names the module and torch.ops, and is a hash of the files."""
     digests = {name: hashlib.sha256(content).digest() for name, content in sorted(files.items())}
     unique = hashlib.sha256(repr(sorted(digests.items())).encode()).hexdigest()[:12]
     return {
@@ -77,7 +77,6 @@ def metadata(files, backend):
 
 
 def write(into):
-    """Writes all of it into a folder that is emptied first."""
     files = package()
     check_imports(files)
     shutil.rmtree(into, ignore_errors=True)
@@ -96,7 +95,9 @@ def write(into):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--into", type=pathlib.Path, default=ROOT / "out" / "hub", help="a folder, emptied first")
+    parser.add_argument(
+        "--into", type=pathlib.Path, default=ROOT / "out" / "hub", help="folder for the files; emptied first"
+    )
     into = parser.parse_args().into.resolve()
     write(into)
     for path in sorted(into.glob("build/*/metadata.json")):

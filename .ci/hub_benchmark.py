@@ -1,11 +1,11 @@
-"""What `kernels benchmark` runs: the suite's own workloads of attention, and what the package has beyond those."""
+"""Benchmarks for `kernels benchmark`: the suite's attention workloads, and features beyond them."""
 
 import torch
 import torch.nn.functional as F
 from kernels.benchmark import Benchmark
 from kernels.benchmarks import FlashAttentionBenchmark, FlashAttentionCausalBenchmark, FlashAttentionVarlenBenchmark
 
-if torch.cuda.is_available():  # their tensors are on a GPU, whatever the kernel is for
+if torch.cuda.is_available():  # these workloads always put their tensors on a GPU
 
     class FlashAttention(FlashAttentionBenchmark):
         """flash_attn_func."""
@@ -18,7 +18,7 @@ if torch.cuda.is_available():  # their tensors are on a GPU, whatever the kernel
 
 
 class Attention(Benchmark):
-    """`attention`, each workload beside F.scaled_dot_product_attention or, where that has it not, the formula."""
+    """`attention` beside F.scaled_dot_product_attention, or beside the formula where that lacks the option."""
 
     seed = 42
 
@@ -34,7 +34,7 @@ class Attention(Benchmark):
         self.real = self.places < lengths[:, None]  # (B, Sk): up to half of a sequence is padding
 
     def visible(self, window):
-        """(Sq, Sk): the last `window` keys of each query, and none after it."""
+        """Return a causal mask (Sq, Sk) of the last `window` keys of each query."""
         rows, columns = self.places[:, None], self.places
         return (columns <= rows) & (columns > rows - window)
 
@@ -69,7 +69,7 @@ class Attention(Benchmark):
         return scores.softmax(-1).to(value.dtype) @ value
 
     def gradients(self, function, **options):
-        """Of query, of a sum of the output weighted by itself: forward and backward."""
+        """Return the gradient of query, with the output as incoming gradient."""
         query = self.q.detach().requires_grad_()
         out = function(query, self.k, self.v, **options)
         return torch.autograd.grad(out, query, out.detach())[0]

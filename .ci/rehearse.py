@@ -1,8 +1,8 @@
-"""Installs from an index as a stranger does, and works with what came: python .ci/rehearse.py [--dist dist]
+"""Installs the built package from a local index, and uses it: python .ci/rehearse.py [--dist dist]
 
-The index is a folder, as PEP 503 has it, of what `make dist` built. Once pip takes the wheel, and once the source
-archive, which is then unpacked and tests itself by its own Makefile. Both begin in a venv without fusedattn that sees
-the torch, and all other packages, of this Python, so that nothing is downloaded.
+The index is a folder (PEP 503) with the files of `make dist`. pip installs the wheel, then the source archive, which is
+also unpacked and runs its own tests. Both use a new venv that sees all packages of this Python but fusedattn, so
+nothing is downloaded.
 """
 
 import argparse
@@ -18,14 +18,14 @@ import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 OWN = re.compile(r"fusedattn|__editable__")
-# Of the source archive: links lead somewhere, rooms import one way, real kernels are right.
+# Tests of the source archive: links, imports, one kernel.
 SELF_TESTS = "tests/test_readme.py tests/kernels/test_merge.py tests/test_package.py"
 SELF_TESTS += " -k 'not wheel and not numpy and not without_triton and not importing_adds'"
-OURS = "PYTHONPATH", "TRITON_INTERPRET"  # of the environment: a stranger has none
+OURS = "PYTHONPATH", "TRITON_INTERPRET"  # environment variables that users do not have
 
 
 def index(dist, into):
-    """A simple index with one project; each file with its digest, which pip checks."""
+    """Make an index with one project and return its URL. pip checks the digests of the files."""
     project = into / "simple" / "fusedattn"
     project.mkdir(parents=True)
     links = []
@@ -39,7 +39,7 @@ def index(dist, into):
 
 
 def packages(into):
-    """A folder with links to all packages that this Python sees, but for fusedattn."""
+    """Make a folder with links to all packages of this Python but fusedattn."""
     into.mkdir()
     for folder in (pathlib.Path(name) for name in sys.path if name.endswith("-packages")):
         for entry in folder.iterdir():
@@ -50,7 +50,7 @@ def packages(into):
 
 
 def venv(folder, others):
-    """The Python of a new venv that sees those packages behind its own."""
+    """Make a venv that also sees the packages in `others`, and return its Python."""
     call(sys.executable, "-m", "venv", "--without-pip", folder)
     python = folder / "bin" / "python"
     code = "import site; print(site.getsitepackages()[0])"
@@ -60,7 +60,7 @@ def venv(folder, others):
 
 
 def call(*command, what=None, cwd=ROOT):
-    """Returns what a command prints, and says how long it took, or fails with what it printed."""
+    """Return the output of a command, and print its time; exit with its output if it fails."""
     began = time.monotonic()
     environment = {name: value for name, value in os.environ.items() if name not in OURS}
     done = subprocess.run([*map(str, command)], cwd=cwd, env=environment, capture_output=True, text=True)
@@ -72,7 +72,6 @@ def call(*command, what=None, cwd=ROOT):
 
 
 def install(python, url, *options):
-    """pip's way: resolve, take from the index, install with what it needs."""
     pip = [python, "-m", "pip", "--isolated", "--disable-pip-version-check", "install", "-q", "--no-cache-dir"]
     call(*pip, "--index-url", url, *options, "fusedattn", what=" ".join(["pip install", *options, "fusedattn"]))
 
@@ -86,7 +85,7 @@ def wheel_works(scratch, others, url):
     call(command, "info", cwd=empty, what="fusedattn info")
     where = call(python, "-c", "import fusedattn, fusedattn.kernels as k; print(k.__file__)", cwd=empty).strip()
     if not pathlib.Path(where).is_relative_to(scratch):
-        sys.exit(f"rehearse: the kernels came from {where}")
+        sys.exit(f"rehearse: expected kernels from {scratch}, got {where}")
     check = "check", "--device", "cpu", "--case", "causal"
     call(command, *check, cwd=empty, what=" ".join(("fusedattn", *check)))
     (snippet,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
@@ -102,7 +101,7 @@ def source_works(scratch, others, url, dist):
     (archive,) = dist.glob("fusedattn-*.tar.gz")
     shutil.unpack_archive(archive, scratch / "unpacked")
     (folder,) = (scratch / "unpacked").iterdir()
-    bare = venv(scratch / "bare", others)  # the Makefile makes a .venv of it, as it does of any Python with a torch
+    bare = venv(scratch / "bare", others)  # the Makefile makes .venv from it
     what = "make interpreter in the unpacked archive"
     printed = call("make", "interpreter", f"PYTHON={bare}", f"ARGS=-q {SELF_TESTS}", cwd=folder, what=what)
     print(printed.strip().splitlines()[-1].strip("= "))
@@ -110,7 +109,7 @@ def source_works(scratch, others, url, dist):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dist", type=pathlib.Path, default=ROOT / "dist", help="the folder with sdist and wheel")
+    parser.add_argument("--dist", type=pathlib.Path, default=ROOT / "dist", help="folder with sdist and wheel")
     dist = parser.parse_args().dist.resolve()
     with tempfile.TemporaryDirectory() as name:
         scratch = pathlib.Path(name).resolve()

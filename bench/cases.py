@@ -1,4 +1,4 @@
-"""The cases of the six questions: sizes and options, the most important first."""
+"""The cases of the six questions, the most important first."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ from torch import Tensor
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 SEED = 0  # of inputs, and of our dropout
 TOKENS, WIDTH = 16384, 2048  # B * S and Hq * D, as in the FlashAttention papers
-PASSES = {"forward": 1.0, "graph": 1.0, "backward": 2.5, "forward_backward": 3.5}  # matrix products over the forward's
+PASSES = {"forward": 1.0, "graph": 1.0, "backward": 2.5, "forward_backward": 3.5}  # matrix products, in forwards
 
 
 class Tensors(NamedTuple):
@@ -23,16 +23,16 @@ class Tensors(NamedTuple):
 
     @property
     def inputs(self) -> tuple:
-        """The tensors that have a gradient: query, key, value and, if there is one, the bias."""
+        """query, key, value and, if there is one, the bias."""
         return self[:3] if self.bias is None else (*self[:3], self.bias)
 
 
 class Case(NamedTuple):
     """Sizes, as in the columns of the CSV; dtype is the name of a torch dtype.
 
-    options are words: bias (1, Hq, Sq, Sk); documents=N, a mask of N documents in a row; keys=SHARE of keys that are no
-    padding; lengths=KIND of packed sequences, one of LENGTHS; filled=SHARE of a cache; window=LEFT,RIGHT; softcap=CAP;
-    dropout=P; weights, which are returned too; module, attention inside of a module with projections.
+    options are words: bias (1, Hq, Sq, Sk); documents=N, a mask for N documents in a row; keys=SHARE, the share of keys
+    that are not padding; lengths=KIND, packed sequences with lengths from LENGTHS; filled=SHARE of a cache;
+    window=LEFT,RIGHT; softcap=CAP; dropout=P; weights, also returned; module, attention with its projections.
     """
 
     B: int
@@ -48,7 +48,7 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Sizes as `fusedattn bench --shape` takes them, then everything else."""
+        """Sizes as `fusedattn bench --shape` takes them, then the rest."""
         words = [f"Dv {self.Dv}"] * (self.D != self.Dv) + ["causal"] * self.causal
         return " ".join([",".join(map(str, self[:6])), *words, DTYPES.get(self.dtype, self.dtype), *self.words])
 
@@ -57,7 +57,7 @@ class Case(NamedTuple):
         return self.options.split()
 
     def option(self, name: str) -> str | None:
-        """Return the value of an option: "" if it has none, None if the case lacks the option."""
+        """Return the value of an option: "" if it takes none, None if the case lacks it."""
         return dict(word.partition("=")[::2] for word in self.words).get(name)
 
     @property
@@ -67,26 +67,22 @@ class Case(NamedTuple):
         return None if left < 0 else left, 0 if self.causal else None if right < 0 else right
 
     def draw(self, device) -> Tensors:
-        """Return normal random tensors, the same ones each time. A GPU would be faster on zeros."""
-        generator = torch.Generator(device).manual_seed(SEED)
-        shapes = [
-            (self.B, self.Hq, self.Sq, self.D),
-            (self.B, self.Hkv, self.Sk, self.D),
-            (self.B, self.Hkv, self.Sk, self.Dv),
-            (self.B, self.Hq, self.Sq, self.Dv),
-        ] + [(1, self.Hq, self.Sq, self.Sk)] * ("bias" in self.words)
-        dtype = getattr(torch, self.dtype)
+        """Return normal random tensors, the same each time. Zeros would run faster on a GPU."""
+        generator, dtype = torch.Generator(device).manual_seed(SEED), getattr(torch, self.dtype)
+        queries, keys = (self.B, self.Hq, self.Sq), (self.B, self.Hkv, self.Sk)
+        shapes = [(*queries, self.D), (*keys, self.D), (*keys, self.Dv), (*queries, self.Dv)]
+        shapes += [(1, self.Hq, self.Sq, self.Sk)] * ("bias" in self.words)
         tensors = [torch.randn(shape, device=device, generator=generator).to(dtype) for shape in shapes]
         return Tensors(*tensors)._replace(masks=self.masks(device))
 
     def documents(self, device) -> Tensor:
-        """Return (S,): the number of each token's document."""
+        """Return (S,): the index of each token's document."""
         generator = torch.Generator().manual_seed(SEED)
         ends = torch.randperm(self.Sk - 1, generator=generator)[: int(self.option("documents")) - 1] + 1
         return torch.searchsorted(ends.sort().values, torch.arange(self.Sk), right=True).to(device)
 
     def lengths(self, device) -> Tensor:
-        """Return (B,): the number of real tokens, or of filled slots of a cache, of each sequence."""
+        """Return (B,): real tokens of each sequence, or filled slots of its cache."""
         generator = torch.Generator().manual_seed(SEED)
         if share := self.option("keys"):
             half = torch.rand(self.B // 2, generator=generator)
@@ -100,7 +96,6 @@ class Case(NamedTuple):
         return lengths.round().long().clamp(1, self.Sk).to(device)
 
     def masks(self, device) -> dict:
-        """Return the masks of the options, as keyword arguments of `attention`."""
         masks = {}
         if "documents" in self.options:
             owner = self.documents(device)
@@ -112,7 +107,7 @@ class Case(NamedTuple):
         return masks
 
     def arguments(self, masks) -> dict:
-        """Return the keyword arguments of `attention`, all but the bias and `return_weights`."""
+        """Return the keyword arguments of `attention`, without bias and return_weights."""
         options = dict(causal=self.causal) | masks
         if "window" in self.options:
             options["window"] = self.sides
@@ -123,21 +118,20 @@ class Case(NamedTuple):
         return options
 
     def visible(self, masks) -> Tensor:
-        """Return which pairs are visible, as a bool mask (1 or B, 1, Sq, Sk)."""
+        """Return the visible pairs as a bool mask (1 or B, 1, Sq, Sk)."""
         device = next(iter(masks.values())).device if masks else None
         distance = torch.arange(self.Sk, device=device) - torch.arange(self.Sq, device=device)[:, None]
         distance, (left, right) = distance - (self.Sk - self.Sq), self.sides
-        seen = torch.ones_like(distance, dtype=torch.bool)[None, None]
-        seen = seen if left is None else seen & (distance >= -left)
+        seen = (distance >= (-self.Sk if left is None else -left))[None, None]
         seen = seen if right is None else seen & (distance <= right)
         seen = seen & masks.get("mask", seen)
         return seen & masks["key_mask"][:, None, None] if "key_mask" in masks else seen
 
     def flops(self, mode: str) -> float:
-        """Return the operations of the matrix products; a causal mask halves them, another mask does not."""
+        """Return the operations of the matrix products. Of masks only causal counts: it halves them."""
         pairs = int(self.lengths("cpu").square().sum()) if "lengths" in self.options else self.B * self.Sq * self.Sk
         operations = 2 * self.Hq * pairs * (self.D + self.Dv) / (2 if self.causal else 1)
-        if "module" in self.words:  # four projections, whose backward is twice their forward
+        if "module" in self.words:  # four projections; their backward is twice their forward
             passes = 1 if mode == "forward" else 3
             operations += passes * 8 * self.B * self.Sq * (self.Hq * self.D) ** 2 / PASSES[mode]
         return operations * PASSES[mode]
@@ -149,7 +143,7 @@ class Case(NamedTuple):
 
 
 def _uniform(count, longest):
-    """Return random lengths whose mean is half of the longest."""
+    """Return random lengths with a mean of half the longest."""
     half = torch.rand(count // 2, generator=torch.Generator().manual_seed(SEED))
     lengths = torch.cat([half, 1 - half, torch.full((count % 2,), 0.5)]).mul(longest)
     lengths[lengths.argmax()] = longest
@@ -160,7 +154,7 @@ def _uniform(count, longest):
 LENGTHS = {
     "uniform": _uniform,
     "one-long": lambda count, longest: torch.tensor([longest] + [longest // 16] * (count - 1)),
-    "zipf": lambda count, longest: longest / torch.arange(1, count + 1),  # the nth has an nth of the longest
+    "zipf": lambda count, longest: longest / torch.arange(1, count + 1),
 }
 
 
@@ -187,15 +181,11 @@ OPTIONS = [
     *(_paper(4096, 64, False, options=x) for x in ("bias", "documents=8", "dropout=0.1")),
     *(_paper(16384, 128, False, options=x) for x in ("documents=8", "window=1024,0")),
 ]
-PACKED = [  # about 32k tokens; equal lengths need no option
-    Case(count, WIDTH // dim, WIDTH // dim, longest, longest, dim, dim, causal, "bfloat16", kind)
+_PACKS = (8, 4096, ""), (31, 8192, "lengths=zipf"), (16, 4096, "lengths=uniform"), (113, 4096, "lengths=one-long")
+PACKED = [  # about 32k tokens; no option where all lengths are equal
+    _paper(longest, dim, causal, options=kind)._replace(B=count)
     for dim in (128, 64)
-    for count, longest, kind in (
-        (8, 4096, ""),
-        (31, 8192, "lengths=zipf"),
-        (16, 4096, "lengths=uniform"),
-        (113, 4096, "lengths=one-long"),
-    )
+    for count, longest, kind in _PACKS
     for causal in _BOTH
 ]
 DECODE = [
@@ -218,7 +208,7 @@ CPU_PAPER = [
     for dtype, lengths in (("float32", (128, 512, 1024, 2048, 4096)), ("bfloat16", (128, 512, 2048)))
     for causal in _BOTH
     for length in lengths
-] + [Case(1, 1, 1, 1, 1, 8, 8, False, "float32")]  # next to nothing: the host's time
+] + [Case(1, 1, 1, 1, 1, 8, 8, False, "float32")]  # the host's time
 CPU_OPTIONS = [_CPU._replace(options=x) for x in ("bias", "documents=4", "keys=0.5", "window=64,0")]
 CPU_OPTIONS += [_CPU._replace(Hkv=2)]
 CPU_PACKED = [_CPU._replace(B=8, causal=causal, options="lengths=uniform") for causal in _BOTH]
@@ -230,9 +220,8 @@ CPU_MODULE = [_CPU._replace(Sq=length, Sk=length, options="module") for length i
 
 
 class Question(NamedTuple):
-    """A question: its modes, and its cases and providers on a GPU and on a CPU."""
+    """Modes, and cases and providers on a GPU and on a CPU."""
 
-    asks: str
     modes: tuple
     on_gpu: list[Case]
     providers: tuple
@@ -247,38 +236,16 @@ class Question(NamedTuple):
         return self.on_cpu, self.cpu_providers, tuple("forward_backward" if x == "backward" else x for x in modes)
 
 
-_SDPA = "sdpa:cudnn", "sdpa:flash", "sdpa:efficient"
-_PEERS = "fusedattn", *_SDPA, "flash-attn", "flex", "naive"
+_PEERS = "fusedattn", "sdpa:cudnn", "sdpa:flash", "sdpa:efficient", "flash-attn", "flex", "naive"
 _PACKED = "fusedattn+packed", "fusedattn", "torch:varlen", "flash-attn+packed", "flex+packed"
 _DECODE = "fusedattn:cache", "sdpa:flash", "sdpa:cudnn", "flash-attn", "fusedattn:pages=256", "fusedattn:pages=16"
-_BACK, _CPU_PEERS, _CPU_DECODE = (
-    ("forward", "backward"),
-    ("fusedattn", "sdpa", "naive"),
-    ("fusedattn:cache", "sdpa+slice"),
-)
 _MODULE = "fusedattn", "fusedattn.compat", "torch.nn"
+_ON_CPU, _BOTH_PASSES = ("fusedattn", "sdpa"), ("forward", "backward")
 QUESTIONS = {
-    "forward": Question(
-        "Does the forward keep up with its peers?", ("forward",), PAPER + MORE, _PEERS, CPU_PAPER, _CPU_PEERS
-    ),
-    "backward": Question(
-        "Does the backward keep up with its peers?", ("backward",), PAPER + MORE, _PEERS, CPU_PAPER, _CPU_PEERS[:2]
-    ),
-    "options": Question(
-        "What does an option cost, and which peer has it?", _BACK, OPTIONS, _PEERS, CPU_OPTIONS, _CPU_PEERS[:2]
-    ),
-    "packed": Question(
-        "Are packed sequences faster than padded ones?",
-        _BACK,
-        PACKED,
-        _PACKED,
-        CPU_PACKED,
-        ("fusedattn+packed", "sdpa"),
-    ),
-    "decode": Question(
-        "How long does one token take after a cache?", ("forward", "graph"), DECODE, _DECODE, CPU_DECODE, _CPU_DECODE
-    ),
-    "module": Question(
-        "Is our module faster than torch.nn's?", ("forward", "forward_backward"), MODULE, _MODULE, CPU_MODULE, _MODULE
-    ),
+    "forward": Question(("forward",), PAPER + MORE, _PEERS, CPU_PAPER, (*_ON_CPU, "naive")),
+    "backward": Question(("backward",), PAPER + MORE, _PEERS, CPU_PAPER, _ON_CPU),
+    "options": Question(_BOTH_PASSES, OPTIONS, _PEERS, CPU_OPTIONS, _ON_CPU),
+    "packed": Question(_BOTH_PASSES, PACKED, _PACKED, CPU_PACKED, ("fusedattn+packed", "sdpa")),
+    "decode": Question(("forward", "graph"), DECODE, _DECODE, CPU_DECODE, ("fusedattn:cache", "sdpa+slice")),
+    "module": Question(("forward", "forward_backward"), MODULE, _MODULE, CPU_MODULE, _MODULE),
 }

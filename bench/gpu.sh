@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one command: bash bench/gpu.sh [COMMIT [STEP ...]]
+# Runs everything that needs a GPU: bash bench/gpu.sh [COMMIT [STEP ...]]
 #
 # It needs a python3 (or PYTHON) with torch, triton and pytest, better with pytest-xdist; no network, no installation.
-# Steps have time limits, and none needs an earlier one. All take half an hour; in slots of ten minutes:
+# Steps have time limits and are independent. All take half an hour; in slots of ten minutes:
 #     info first forward backward decode | kernels hopper | others matrix | tune options packed module | flex check
-# Logs, CSV files and the file of `fusedattn tune` go into results.tgz in the folder OUT (default: out), beside those of
-# earlier runs. COMMIT is what the rows name where there is no git. Exit status 1 if a step failed or did not finish.
-# Without a GPU it is a rehearsal.
+# Logs, CSV files and the file of `fusedattn tune` go into results.tgz in the folder OUT (default: out), and are added to
+# those of earlier runs. COMMIT is written into the rows if there is no git. The exit status is 1 if a step failed or did
+# not finish. Without a GPU it is a rehearsal.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 commit=${1:-$(git -c safe.directory='*' rev-parse --short=12 HEAD 2>/dev/null || echo unknown)}
@@ -22,14 +22,14 @@ ran=" "
 [ ! -f "$archive" ] || tar -C "$results" -xzf "$archive"
 trap 'pack; rm -rf "$tree" "$results"' EXIT
 
-pack() { # a file may grow meanwhile, which is status 1
+pack() { # tar has status 1 if a file grows meanwhile
     tar -C "$results" -czf "$archive.part" .
     [ $? -le 1 ] && mv "$archive.part" "$archive"
 }
 say() {
     printf '== %4d s  %s\n' "$SECONDS" "$*" | tee -a "$results/steps.txt"
 }
-step() { # NAME SECONDS LINES COMMAND...: show the last LINES of its log. INT, so that it prints what it has.
+step() { # NAME SECONDS LINES COMMAND...: run it, show the last LINES of its log. INT lets it print what it has.
     local name=$1 seconds=$2 lines=$3 status
     [[ $steps = "  " || $steps = *" $name "* ]] || return
     shift 3
@@ -55,13 +55,13 @@ tests() { # NAME SECONDS MARKERS ARGUMENT...
         -o faulthandler_timeout=60 "${@:4}"
 }
 
-# An importable copy: kernels/ and bench/ lie inside the package, and once more beside it for tests that read them.
+# An importable copy, with kernels/ and bench/ inside the package. Tests read them beside it, too.
 cp -r fusedattn kernels bench docs tests pyproject.toml setup.py README.md LICENSE "$tree"
 cp -r kernels bench "$tree/fusedattn"
 find "$tree" -name __pycache__ -prune -exec rm -rf {} +
 cd "$tree" || exit 1
 unset TRITON_INTERPRET
-export PYTHONPATH=$tree PYTHONUNBUFFERED=1 XDG_CACHE_HOME=$tree/cache # an earlier tuning file does not count
+export PYTHONPATH=$tree PYTHONUNBUFFERED=1 XDG_CACHE_HOME=$tree/cache # ignore earlier tuning files
 
 workers=$("$python" -c "import xdist" 2>/dev/null && echo "-n $(nproc) --maxprocesses 16 --dist worksteal")
 ends=$("$python" -c "import pytest; print('-o faulthandler_exit_on_timeout=true' * (pytest.version_tuple >= (9, 0)))")

@@ -1,9 +1,10 @@
-"""Rows of cases, providers and modes: each result is held to float64 by the tolerance of the tests, then timed."""
+"""Measures cases, providers and modes: compares each result with float64 by the tests' tolerance, then times it."""
 
 import contextlib
 import copy
 import functools
 import gc
+import itertools
 import time
 
 import torch
@@ -17,19 +18,20 @@ from .cases import SEED
 from .providers import PROVIDERS, Call, Unsupported
 
 MODES = ("forward", "backward", "forward_backward")
-REPEATED = 3  # calls before a backward is timed alone, as in training: a call that repeats takes less time
+REPEATED = 3  # calls before a backward is timed alone: from then on calls are replayed, as in training
 NAMES = ("query", "key", "value", "bias")
 TURN_MS = 5.0  # on a CPU a turn of a quick step is as many calls as fit
 
 
 class Attention:
-    """Attention of a case as it is drawn. One head is held to float64: the last, where a wrong stride shows most."""
+    """Attention of a case. One head is compared with float64: the last, where a wrong stride shows most."""
 
     def __init__(self, case, device):
         self.case, self.tensors = case, case.draw(device)
+        self.inputs, self.grad_out = self.tensors.inputs, self.tensors.grad_out
 
     def label(self, name):
-        """Return the provider of a row: ours with the backend that takes the case."""
+        """Return the provider of a row; ours names the backend that takes the case."""
         return f"{name}:{providers.explain(self.case, self.tensors).backend}" if name == "fusedattn" else name
 
     def setup(self, name):
@@ -38,24 +40,25 @@ class Attention:
 
     @contextlib.contextmanager
     def step(self, mode, call):
-        """Yield the function that is timed: it returns the output, or the gradients of all inputs."""
+        """Yield the function that is timed. It returns the output, or the gradients of all inputs and parameters."""
         with call.inside(), torch.set_grad_enabled(mode in MODES[1:]):
-            inputs = call.pack(self.tensors.inputs)
+            inputs = call.pack(self.inputs)
             if not torch.is_grad_enabled():
                 yield lambda: call.attend(*inputs)
                 return
-            leaves = [x.detach().requires_grad_() for x in inputs]
+            inputs = [x.detach().requires_grad_() for x in inputs]
+            leaves = [*inputs, *call.parameters]
 
             def output():
-                out = call.attend(*leaves)
-                return out[0] if isinstance(out, tuple) else out  # the loss is of the output alone
+                out = call.attend(*inputs)
+                return out[0] if isinstance(out, tuple) else out  # the loss depends on the output alone
 
             out = None
             for _ in range(REPEATED if mode == "backward" else 1):
                 out = None  # one graph at a time
                 out = output()
-            # With the strides of the output, so that nobody has to copy it.
-            grad_out = torch.empty_like(out).copy_(call.pack([self.tensors.grad_out])[0])
+            # With the strides of the output, so that no provider has to copy it.
+            grad_out = torch.empty_like(out).copy_(call.pack([self.grad_out])[0])
             if mode == "backward":
                 yield lambda: torch.autograd.grad(out, leaves, grad_out, retain_graph=True)
             else:
@@ -63,13 +66,11 @@ class Attention:
                 yield lambda: torch.autograd.grad(output(), leaves, grad_out)
 
     def results(self, mode, call, result):
-        """Return {name: tensor} of a step's result, of the head that is compared."""
+        """Return {name: tensor} of a step's result, for the compared head."""
         names = NAMES if mode in MODES[1:] else ("out", "weights")
-        result = result if isinstance(result, tuple) else (result,)
-        unpacked = [
-            x if name in ("weights", "bias") else call.unpack(x) for name, x in zip(names, result, strict=False)
-        ]
-        return {name: of_head(self.case, x) for name, x in zip(names, unpacked, strict=False)}
+        result = dict(zip(names, result if isinstance(result, tuple) else (result,), strict=False))
+        unpacked = {name: x if name in ("weights", "bias") else call.unpack(x) for name, x in result.items()}
+        return {name: of_head(self.case, x) for name, x in unpacked.items()}
 
     @functools.cached_property
     def truth(self):
@@ -82,21 +83,78 @@ class Attention:
         return compare(self.results(mode, call, result), *self.truth)
 
 
+class Module(Attention):
+    """Self-attention with projections: torch's module, our replacement, and our own module, with the same weights."""
+
+    def __init__(self, case, device):
+        self.case, width, dtype = case, case.Hq * case.D, getattr(torch, case.dtype)
+        torch.manual_seed(SEED)
+        self.torch_nn = torch.nn.MultiheadAttention(width, case.Hq, batch_first=True, device=device, dtype=dtype)
+        x, self.grad_out = torch.randn(2, case.B, case.Sq, width, device=device).to(dtype)
+        self.inputs = (x,)
+
+    def label(self, name):
+        return name
+
+    def setup(self, name):
+        if name == "fusedattn":
+            return self.call(self.ours())
+        if name == "fusedattn.compat":
+            return self.call(fa.compat.torch.convert(copy.deepcopy(self.torch_nn)))
+        if name == "torch.nn":
+            return self.call(self.torch_nn)
+        raise Unsupported("it is no module")
+
+    def ours(self):
+        """Return our module with the weights of torch's."""
+        (x,), theirs = self.inputs, self.torch_nn
+        like = dict(causal=self.case.causal, device=x.device, dtype=x.dtype)
+        layer = fa.MultiHeadAttention(x.shape[2], self.case.Hq, **like)
+        projections = layer.q_proj, layer.k_proj, layer.v_proj
+        weights, biases = theirs.in_proj_weight.chunk(3), theirs.in_proj_bias.chunk(3)
+        for projection, weight, bias in zip(projections, weights, biases, strict=True):
+            projection.load_state_dict(dict(weight=weight, bias=bias))
+        layer.out_proj.load_state_dict(theirs.out_proj.state_dict())
+        return layer
+
+    def call(self, layer):
+        options = dict(need_weights=False)
+        if self.case.causal and not isinstance(layer, fa.MultiHeadAttention):
+            hidden = torch.ones(self.case.Sq, self.case.Sq, dtype=torch.bool, device=self.grad_out.device).triu(1)
+            options |= dict(attn_mask=hidden, is_causal=True)
+        layer.eval()  # torch's module takes its fast path only here, and without gradients
+        return Call(lambda x: layer(x, x, x, **options)[0], parameters=tuple(layer.parameters()))
+
+    def results(self, mode, call, result):
+        return {"x": result[0]} if isinstance(result, tuple) else {"out": result}
+
+    @functools.cached_property
+    @torch.enable_grad()
+    def truth(self):
+        def compute(layer, x, grad_out):
+            x = x.detach().requires_grad_()
+            out = self.call(layer).attend(x)
+            return dict(out=out.detach(), x=torch.autograd.grad(out, x, grad_out)[0])
+
+        tensors, exact = (*self.inputs, self.grad_out), copy.deepcopy(self.torch_nn).double()
+        return compute(exact, *(x.double() for x in tensors)), compute(self.torch_nn, *tensors)
+
+
 class Unchecked(Exception):
-    """The tolerance does not apply to a provider's result; the text says why."""
+    """The tolerance does not apply to a result; the text says why."""
 
 
 def of_head(case, x):
-    """Return the part of a tensor (B or 1, heads, ...), or of its gradient, that belongs to the compared head."""
+    """Return the compared head of a tensor (B or 1, heads, ...) or of its gradient."""
     count = case.Hq // case.Hkv if x.shape[1] == case.Hq else 1
-    if "dropout" in case.options:  # its bits depend on the number of a head, which only the first keeps in a slice
+    if "dropout" in case.options:  # its bits depend on the index of the head, and a slice begins at 0
         return x[:1, :count]
-    return x[:, -count:] if "bias" in case.words else x[-1:, -count:]  # a bias's gradient is a sum over batches
+    return x[:, -count:] if "bias" in case.words else x[-1:, -count:]  # the bias's gradient sums over the batch
 
 
 @torch.enable_grad()
 def truth(case, tensors):
-    """Return ({name: result or gradient} by float64, the same by eager PyTorch) of the compared head."""
+    """Return {name: result or gradient} of the compared head by float64, and by eager PyTorch."""
     sliced = {name: of_head(case, x) for name, x in zip(NAMES, tensors.inputs, strict=False)}
     sliced["out"] = of_head(case, tensors.grad_out)
     masks = {name: of_head(case, x[:, None])[:, 0] if x.dim() == 2 else x for name, x in tensors.masks.items()}
@@ -115,79 +173,17 @@ def truth(case, tensors):
 
 
 def compare(results, oracle, eager):
-    """Return (error, eager PyTorch's error, what is wrong or "") of {name: tensor}: the errors of the worst one."""
+    """Return (error, eager PyTorch's error, what is wrong or "") of the worst of {name: tensor}."""
     judged = verdicts(results, eager, {name: oracle[name] for name in results})
     worst = max(judged.values(), key=lambda one: (not one.ok, one.max_error / one.max_allowed))
     why = "; ".join(f"{name}: {one.why}" for name, one in judged.items() if not one.ok)
     return worst.max_error, worst.max_eager, why
 
 
-class Module:
-    """Self-attention with its projections: torch's module, our replacement and our own module, with the same weights.
-
-    forward is in evaluation mode; forward_backward has the gradients of the input and of every parameter.
-    """
-
-    def __init__(self, case, device):
-        self.case, width, dtype = case, case.Hq * case.D, getattr(torch, case.dtype)
-        torch.manual_seed(SEED)
-        self.torch_nn = torch.nn.MultiheadAttention(width, case.Hq, batch_first=True, device=device, dtype=dtype)
-        self.x, self.grad = torch.randn(2, case.B, case.Sq, width, device=device).to(dtype)
-        self.truths = {}  # by mode
-
-    def label(self, name):
-        return name
-
-    def setup(self, name):
-        if name == "fusedattn":
-            like, case = dict(device=self.x.device, dtype=self.x.dtype), self.case
-            layer = fa.MultiHeadAttention(self.x.shape[2], case.Hq, causal=case.causal, **like)
-            theirs = self.torch_nn
-            weights, biases = theirs.in_proj_weight.chunk(3), theirs.in_proj_bias.chunk(3)
-            for part, weight, bias in zip((layer.q_proj, layer.k_proj, layer.v_proj), weights, biases, strict=True):
-                part.load_state_dict(dict(weight=weight, bias=bias))
-            layer.out_proj.load_state_dict(theirs.out_proj.state_dict())
-            return layer
-        if name == "fusedattn.compat":
-            return fa.compat.torch.convert(copy.deepcopy(self.torch_nn))
-        if name == "torch.nn":
-            return copy.deepcopy(self.torch_nn)
-        raise Unsupported("it is no module")
-
-    @contextlib.contextmanager
-    def step(self, mode, layer):
-        options = {}
-        if self.case.causal and not isinstance(layer, fa.MultiHeadAttention):
-            hidden = torch.ones(self.case.Sq, self.case.Sq, dtype=torch.bool, device=self.x.device).triu(1)
-            options = dict(attn_mask=hidden, is_causal=True)
-        x = self.x.detach().to(next(layer.parameters()).dtype)
-        with torch.set_grad_enabled(mode != "forward"):
-            if mode == "forward":
-                layer.eval()
-                yield lambda: layer(x, x, x, need_weights=False, **options)[0]
-            else:
-                leaves = [x.requires_grad_(), *layer.train().parameters()]
-                grad = self.grad.to(x.dtype)
-                output = lambda: layer(x, x, x, need_weights=False, **options)[0]  # noqa: E731
-                yield lambda: torch.autograd.grad(output(), leaves, grad)
-
-    def results(self, result):
-        """Return the output, or the gradient of the input."""
-        return {"input's gradient": result[0]} if isinstance(result, tuple) else {"out": result}
-
-    def judge(self, name, mode, layer, result):
-        if mode not in self.truths:
-            found = self.truths[mode] = []
-            for exact in (copy.deepcopy(self.torch_nn).double(), self.torch_nn):
-                with self.step(mode, exact) as step:
-                    found.append(self.results(step()))
-        return compare(self.results(result), *self.truths[mode])
-
-
 def measure(machine, cases, names, modes, device, budget_ms=100.0):
     """Yield (row, what is wrong or "") of each case, mode and provider. A row says why it could not be measured.
 
-    On a CPU one thread computes, and the providers take turns: both make ratios steady while other work runs.
+    On a CPU one thread computes and the providers take turns, so that ratios are steady while other programs run.
     """
     on_gpu, threads = torch.device(device).type == "cuda", torch.get_num_threads()
     torch.set_num_threads(threads if on_gpu else 1)
@@ -198,23 +194,22 @@ def measure(machine, cases, names, modes, device, budget_ms=100.0):
                 workload = (Module if "module" in case.words else Attention)(case, device)
             except Exception as error:
                 refused = status(error)
-            for mode in modes:
-                for some in [[name] for name in names] if on_gpu else [names]:
-                    if refused:
-                        found = [(name, dict(status=refused), "") for name in some]
-                    else:
-                        found = _measure(workload, mode, some, setups, device, budget_ms)
-                    for label, measured, why in found:
-                        yield rows.row(machine, mode, label, case, **measured), why
-                    gc.collect()
-                    if on_gpu:
-                        torch.cuda.empty_cache()
+            for mode, some in itertools.product(modes, [[name] for name in names] if on_gpu else [names]):
+                if refused:
+                    found = [(name, dict(status=refused), "") for name in some]
+                else:
+                    found = _measure(workload, mode, some, setups, device, budget_ms)
+                for label, measured, why in found:
+                    yield rows.row(machine, mode, label, case, **measured), why
+                gc.collect()
+                if on_gpu:
+                    torch.cuda.empty_cache()
     finally:
         torch.set_num_threads(threads)
 
 
 def _measure(workload, mode, names, setups, device, budget_ms):
-    """Return [(label, columns, what is wrong or "")] of providers; setups: {name: provider} so far."""
+    """Return [(label, columns, what is wrong or "")] of providers; setups: {name: Call} so far."""
     found, steps = {}, {}
     with contextlib.ExitStack() as inside:
         for name in names:
@@ -234,7 +229,7 @@ def _measure(workload, mode, names, setups, device, budget_ms):
                     columns["status"] = f"unchecked: {unchecked}"
                 del result
                 found[name], steps[name] = (label, columns, why), step
-            except Exception as error:  # what a provider cannot do is a row
+            except Exception as error:  # a provider that cannot run is a row
                 found[name] = label, dict(status=status(error)), ""
         try:
             timed = times(steps, mode, device, budget_ms)
@@ -248,10 +243,10 @@ def _measure(workload, mode, names, setups, device, budget_ms):
 
 
 def _peak(step, device):
-    """Return (the result of a step, the MiB that it adds to a GPU's memory at its peak, or "")."""
+    """Return (result of a step, its peak of additional GPU memory in MiB, or "" on a CPU)."""
     if torch.device(device).type != "cuda":
         return step(), ""
-    step()  # its compilation is no part of the peak
+    step()  # compiles first
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -263,8 +258,8 @@ def _peak(step, device):
 def times(steps, mode, device, budget_ms):
     """Return {name: (20%, 50% and 80% quantiles)} of milliseconds.
 
-    On a GPU it is Triton's timer: the device's time with cold caches, or a call's share of a CUDA graph. Where the host
-    needs longer for a step than the GPU needs to overwrite 256 MB, some 60 us on an H200, the host's time is in it.
+    On a GPU it is Triton's timer: the device's time with cold caches, or a call's share of a CUDA graph. The timer
+    overwrites 256 MB between calls, some 60 us on an H200: a step whose launch takes longer includes host time.
     """
     quantiles = (0.2, 0.5, 0.8)
     if torch.device(device).type != "cuda":
@@ -277,7 +272,7 @@ def times(steps, mode, device, budget_ms):
 
 
 def in_turns(steps, budget_ms, fewest=5):
-    """Return the quantiles of the CPU time of {name: step}, a turn of each again and again."""
+    """Return the quantiles of the CPU time of {name: step}; the steps take turns."""
 
     def turn(step, calls):
         began = time.process_time()
@@ -290,14 +285,14 @@ def in_turns(steps, budget_ms, fewest=5):
     ends = time.perf_counter() + budget_ms * len(steps) / 1e3
     while steps and (len(samples[next(iter(steps))]) < fewest or time.perf_counter() < ends):
         for name, step in steps.items():
-            step()  # the other steps have displaced it from the caches
+            step()  # brings its data back into the caches
             samples[name].append(turn(step, calls[name]))
     shares = torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
     return {x: tuple(torch.tensor(each, dtype=torch.float64).quantile(shares).tolist()) for x, each in samples.items()}
 
 
 def status(error):
-    """Return the status of a row that an error kept from being measured."""
+    """Return the status of a row that failed with an error."""
     if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):  # the latter on a CPU
         return "oom"
     text = str(error) if isinstance(error, Unsupported) else f"{type(error).__name__}: {error}"
@@ -305,5 +300,5 @@ def status(error):
 
 
 def broke(status):
-    """Return whether a GPU broke down. A machine without a driver did not."""
+    """Return whether the GPU can no longer be used; a missing driver does not count."""
     return ("CUDA error" in status and "driver version" not in status) or "Triton Error [CUDA]" in status

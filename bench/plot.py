@@ -1,4 +1,7 @@
-"""Speed over length, from the rows of a CSV: python -m fusedattn.bench.plot FILE.csv FILE.png. It needs matplotlib."""
+"""Draws speed over length from the rows of a CSV: python -m fusedattn.bench.plot FILE.csv FILE.png [PROVIDER ...].
+
+With providers named, it draws the papers' cases, each from the last run that timed all of them. It needs matplotlib.
+"""
 
 import collections
 import math
@@ -8,16 +11,17 @@ import textwrap
 from . import rows
 from .cases import DTYPES
 from .providers import PROVIDERS
-from .report import is_ours, kind, unit
+from .report import is_ours, kind, last_runs, unit
 
 OURS = "#d1371f"
 OTHERS = ("#0072b2", "#009e73", "#e69f00", "#56b4e9", "#7f7f7f", "#cc79a7", "#5a3d8a", "#8c6d31", "#222222")
 LINES, MARKERS = ("-", "--", ":", "-."), "s^DvP<X>"
-ACROSS, WIDTH, HEIGHT = 4, 3.3, 2.6  # panels beside each other at most, and the inches of one
+LABELS = {"sdpa:cudnn": "cuDNN (sdpa:cudnn)", "sdpa:flash": "FlashAttention-2 (sdpa:flash)"}
+ACROSS, WIDTH, HEIGHT = 3, 3.2, 2.1  # panels in a row at most, and the inches of one
 
 
 def drawable(written):
-    """Return the rows that have a speed; ours only if they are right."""
+    """Return the rows that have a speed, without our wrong ones."""
     return [row for row in written if row.tflops != "" and not (is_ours(row) and row.status == "wrong")]
 
 
@@ -27,54 +31,50 @@ def figure(written):
 
     timed = drawable(written)
     if not timed:
-        raise ValueError("there is no row with a speed to draw")
+        raise ValueError("no row has a speed to draw")
     panels, styles, (name, factor) = collections.defaultdict(list), _styles(timed), unit(timed)
-    for row in timed:
+    for row in sorted(timed, key=lambda row: (row.mode != "forward", row.mode, row.causal, row.D)):
         panels[row.mode, kind(row.case)].append(row)
     panels = {key: some for key, some in panels.items() if len({row.Sk for row in some}) > 1} or panels
     across = min(ACROSS, len(panels))
     down = math.ceil(len(panels) / across)
     size = max(7.0, WIDTH * across), HEIGHT * down + 0.9
-    drawn = Figure(figsize=size, dpi=100, facecolor="white", layout="constrained")
+    drawn = Figure(figsize=size, dpi=150, facecolor="white", layout="constrained")
     axes = [*drawn.subplots(down, across, squeeze=False).flat]
     for ax, ((mode, case), some) in zip(axes, panels.items(), strict=False):
         for provider, style in styles.items():
             points = sorted((row.Sk, factor * row.tflops) for row in some if row.provider == provider)
             if points:
-                ax.plot(*zip(*points, strict=True), **style, label=provider)
+                ax.plot(*zip(*points, strict=True), **style, label=LABELS.get(provider, provider))
         lengths = sorted({row.Sk for row in some})
         ax.set_xscale("log", base=2)
         ax.set_xticks(lengths, [f"{x // 1024}k" if x % 1024 == 0 else f"{x}" for x in lengths])
         ax.set_xticks([], minor=True)
         ax.set(xlim=(lengths[0] / 1.3, lengths[-1] * 1.3), ylim=(0, 1.1 * factor * max(row.tflops for row in some)))
-        ax.set(xlabel="sequence length", ylabel=name)
+        ax.set(xlabel="sequence length (tokens)", ylabel=name)
         ax.set_title(_title(mode, case), fontsize=10)
         ax.grid(color="#e6e6e6", linewidth=0.8)
-        ax.tick_params(length=0, labelsize=8)
+        ax.tick_params(length=0, labelsize=9)
         ax.spines[["top", "right", "left"]].set_visible(False)
     for ax in axes[len(panels) :]:
         ax.remove()
-    first = timed[0]
-    drawn.suptitle(f"Attention on {first.gpu}, torch {first.torch}, {first.date[:10]}", fontsize=11)
+    last = timed[-1]
+    drawn.suptitle(f"Attention on {last.gpu}, torch {last.torch}, {last.date[:10]}", fontsize=12)
     lines = {line.get_label(): line for ax in drawn.axes for line in ax.lines}
-    lines = {name: lines[name] for name in styles if name in lines}
-    columns = max(1, int(size[0] / 1.7))  # an entry is 1.7 inches wide
-    drawn.legend(lines.values(), lines, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
+    columns = max(1, int(size[0] / 1.5 / max(1, max(map(len, lines)) / 14)))  # 14 letters take 1.5 inches
+    drawn.legend(lines.values(), lines, loc="outside lower center", ncols=columns, frameon=False, fontsize=10)
     return drawn
 
 
 def _styles(timed):
-    """Return {provider: style of its line}; ours first, on top. A provider has the same colour in each picture."""
+    """Return {provider: style of its line}, ours first. A provider has the same colour in all pictures."""
     names = dict.fromkeys(row.provider for row in timed)
-    mine = [name for name in names if name.startswith("fusedattn")]
-    known = [name for name in PROVIDERS | names if not name.startswith("fusedattn")]
-    styles = {
-        x: dict(color=OURS, linestyle=LINES[i % 4], marker="o", linewidth=2.4, zorder=4) for i, x in enumerate(mine)
-    }
-    for i, name in enumerate(known):
-        styles[name] = dict(
-            color=OTHERS[i % len(OTHERS)], marker=MARKERS[i % len(MARKERS)], linewidth=1.4, markersize=5
-        )
+    styles = {}
+    for i, name in enumerate(name for name in names if name.startswith("fusedattn")):
+        styles[name] = dict(color=OURS, linestyle=LINES[i % 4], marker="o", linewidth=2.4, zorder=4)
+    for i, name in enumerate(name for name in PROVIDERS | names if not name.startswith("fusedattn")):
+        look = dict(color=OTHERS[i % len(OTHERS)], marker=MARKERS[i % len(MARKERS)])
+        styles[name] = look | dict(linewidth=1.4, markersize=5)
     return {name: style for name, style in styles.items() if name in names}
 
 
@@ -83,10 +83,14 @@ def _title(mode, case):
     words += [f"D {case.D}" if case.D == case.Dv else f"D {case.D}, Dv {case.Dv}", "causal" if case.causal else "full"]
     words += [f"{case.Hq // case.Hkv} heads share keys"] * (case.Hq != case.Hkv)
     words += [f"{case.Sq} queries"] * (case.Sq > 0) + case.words
-    return textwrap.fill(", ".join(words), 40)  # letters that fit over a panel
+    return textwrap.fill(", ".join(words), 40)  # characters that fit over a panel
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 3:
-        sys.exit("python -m fusedattn.bench.plot FILE.csv FILE.png")
-    figure(rows.read(sys.argv[1])).savefig(sys.argv[2], format="png")
+    if len(sys.argv) < 3:
+        sys.exit("python -m fusedattn.bench.plot FILE.csv FILE.png [PROVIDER ...]")
+    _, source, target, *names = sys.argv
+    written = rows.read(source)
+    if names:
+        written = [row for some in last_runs(written, names).values() for row in some]
+    figure(written).savefig(target, format="png")

@@ -1,7 +1,7 @@
 """Providers of attention, by name: ours, the eager formula, and the peers.
 
-A provider is setup(case, tensors) -> function of query, key, value and the bias if there is one, or a Call where the
-layout differs. It raises Unsupported(why) if it cannot take the case.
+A provider is setup(case, tensors) -> function of query, key, value and, if there is one, the bias; or a Call, if the
+layout differs. It raises Unsupported(why) for a case that it cannot take.
 """
 
 import contextlib
@@ -24,6 +24,7 @@ from fusedattn.dispatch.backends import BACKENDS
 from .cases import SEED
 
 COMPILERS = ("g++", "clang++", "cl")  # torch.compile needs one of them on a CPU
+_NOT_WITH_A_CACHE = "bias", "documents", "keys", "lengths", "window", "softcap", "dropout", "weights"
 
 
 class Unsupported(Exception):
@@ -33,17 +34,18 @@ class Unsupported(Exception):
 class Call(NamedTuple):
     """A function of query, key, value and bias, and the layout of its tensors.
 
-    by_token: (B, S, H, D). real: (B, S), the tokens that are left when sequences are packed; (T, H, D) by token, else
-    (1, H, T, D). inside: makes the context to call it in.
+    by_token: (B, S, H, D). real: (B, S), the tokens of packed sequences; then tensors are (T, H, D) by token, otherwise
+    (1, H, T, D). inside: makes the context to call it in. parameters: more tensors that need gradients.
     """
 
     attend: Callable
     by_token: bool = False
     real: torch.Tensor | None = None
     inside: Callable = contextlib.nullcontext
+    parameters: tuple = ()
 
     def pack(self, tensors):
-        """Return tensors (B, H, S, D) in the layout of the call; a fourth one, the bias, as it is."""
+        """Return tensors (B, H, S, D) in the layout of the call, and the bias, if there is one, unchanged."""
         return (*map(self._pack, tensors[:3]), *tensors[3:])
 
     def _pack(self, x):
@@ -63,7 +65,6 @@ class Call(NamedTuple):
 
 
 def _refuse(case, *names):
-    """Refuse a case that has one of these options."""
     for name in names:
         if case.option(name) is not None:
             raise Unsupported(f"it has no {name}")
@@ -74,7 +75,7 @@ def _number(case, name):
 
 
 def _window(case):
-    return tuple(-1 if side is None else side for side in case.sides)  # flash-attn's -1 is no limit
+    return tuple(-1 if side is None else side for side in case.sides)  # -1 is no limit
 
 
 def _with_bias(function, options):
@@ -97,14 +98,14 @@ def fusedattn(case, tensors, backend=None):
 
 
 def cached(page, case, tensors):
-    """Decode from a cache in one piece, or in shuffled pages of a number of keys."""
-    _refuse(case, "bias", "documents", "keys", "lengths", "window", "softcap", "dropout", "weights")
+    """Decode from a contiguous cache, or from shuffled pages of `page` keys."""
+    _refuse(case, *_NOT_WITH_A_CACHE)
     device = tensors.query.device
     options = dict(cache_seqlens=case.lengths(device).int(), causal=case.causal)
     if page is None:
         return lambda query, key, value: fa.attention_decode(query, key, value, **options)
     if case.Sk % page:
-        raise Unsupported(f"its keys are no multiple of the page, {page}")
+        raise Unsupported(f"{case.Sk} keys are no multiple of the page, {page}")
     table = torch.randperm(case.B * case.Sk // page, generator=torch.Generator().manual_seed(SEED))
     table, pool = table.view(case.B, -1).to(device, torch.int32), []
     for whole in (tensors.key, tensors.value):
@@ -115,25 +116,25 @@ def cached(page, case, tensors):
 
 
 def naive(case, tensors):
-    """The formula as eager PyTorch computes it in the dtype of its inputs."""
+    """The formula in eager PyTorch, in the dtype of its inputs."""
     return _with_bias(fa.reference.eager, _arguments(case, tensors.masks))
 
 
 def _real(case, tensors):
-    """Return (B, S): the tokens of packed sequences."""
+    """Return (B, S): True for the tokens of packed sequences."""
     _refuse(case, "bias", "documents", "keys", "filled", "weights")
     if case.Sq != case.Sk:
-        raise Unsupported("it packs as many keys as queries")
+        raise Unsupported("packing needs as many keys as queries")
     return tensors.masks.get("key_mask", torch.ones(case.B, case.Sk, dtype=torch.bool, device=tensors.query.device))
 
 
 def packed(function, arguments, case, tensors):
-    """A function of packed sequences (T, H, D) and flash-attn's four offsets; arguments(case): its other options."""
+    """A function of packed sequences (T, H, D), their offsets and longest lengths; arguments(case): its options."""
     options, real = arguments(case), _real(case, tensors)
     lengths = real.sum(1)
     offsets, longest = F.pad(lengths.cumsum(0), (1, 0)).int(), int(lengths.max())
-    given = offsets, offsets, longest, longest
-    return Call(lambda *inputs: function(*inputs, *given, **options), by_token=True, real=real)
+    layout = offsets, offsets, longest, longest
+    return Call(lambda *inputs: function(*inputs, *layout, **options), by_token=True, real=real)
 
 
 def _attend_varlen(query, key, value, cu_q, cu_k, longest_q, longest_k, **options):
@@ -141,7 +142,7 @@ def _attend_varlen(query, key, value, cu_q, cu_k, longest_q, longest_k, **option
 
 
 def torch_varlen(case, tensors):
-    """torch's function of packed sequences, which is FlashAttention-2."""
+    """torch's function for packed sequences: FlashAttention-2."""
     from torch.nn.attention.varlen import varlen_attn
 
     def arguments(case):
@@ -164,7 +165,7 @@ def sdpa(backend, case, tensors):
 
     def attend(query, key, value, bias=None):
         mask = visible if bias is None else bias.masked_fill(~visible, float("-inf"))
-        causal = case.causal and not masked  # it takes no causal mask beside another
+        causal = case.causal and not masked  # it takes either is_causal or a mask
         return F.scaled_dot_product_attention(query, key, value, mask, is_causal=causal, **options)
 
     with torch.no_grad(), sdpa_kernel(backend), warnings.catch_warnings(record=True) as caught:
@@ -173,7 +174,7 @@ def sdpa(backend, case, tensors):
             attend(*tensors.inputs)
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError as error:  # torch warns of what each backend misses, then raises "No available kernel"
+        except RuntimeError as error:  # torch warns why each backend refuses, then raises "No available kernel"
             texts = [str(one.message).partition(" (Triggered")[0].strip() for one in caught]
             texts = [text for text in texts if not text.endswith(("not used because:", "runtime disabled."))]
             raise Unsupported("; ".join([*texts, str(error).partition("\n")[0]])) from error
@@ -181,8 +182,8 @@ def sdpa(backend, case, tensors):
 
 
 def sliced(case, tensors):
-    """torch's SDPA of a cache, sliced by hand to its filled part."""
-    _refuse(case, "bias", "documents", "keys", "lengths", "window", "softcap", "dropout", "weights")
+    """torch's SDPA on the filled part of a cache, sliced by hand."""
+    _refuse(case, *_NOT_WITH_A_CACHE)
     length, grouped = int(case.lengths("cpu").max()), case.Hq != case.Hkv
 
     def attend(query, key, value):
@@ -192,7 +193,7 @@ def sliced(case, tensors):
 
 
 def flex_function(case):
-    """Return the function that `flex` compiles: FlexAttention with the options of a case."""
+    """Return FlexAttention with the options of a case, not compiled yet."""
     from torch.nn.attention.flex_attention import flex_attention
 
     _refuse(case, "dropout", "weights")
@@ -211,7 +212,7 @@ def flex_function(case):
 
 
 def block_mask(case, device, real=None):
-    """Return FlexAttention's mask of a case as its users would write it, or None; real: (B, S), to pack sequences."""
+    """Return a case's block mask as FlexAttention's users would write it, or None; real: (B, S), to pack sequences."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     batch, shape, (left, right) = None, (case.Sq, case.Sk), case.sides
@@ -239,25 +240,24 @@ def block_mask(case, device, real=None):
 
 
 def flex(case, tensors, real=None):
-    """FlexAttention as its users run it: compiled for the shape, with a block mask where something is hidden."""
+    """FlexAttention as its users run it: compiled for the shape, with a block mask if anything is hidden."""
     attend, device = flex_function(case), tensors.query.device
     if real is None:
         _refuse(case, "lengths", "filled")
     if device.type == "cpu" and not any(map(shutil.which, COMPILERS)):
-        raise Unsupported(f"there is no C++ compiler here to compile it with: {', '.join(COMPILERS)}")
-    torch._dynamo.reset()  # it compiles eight shapes and then no more
-    torch._functorch.config.donated_buffer = False  # the backward is timed again and again on one graph
+        raise Unsupported(f"torch.compile needs a C++ compiler: {', '.join(COMPILERS)}")
+    torch._dynamo.reset()  # it stops compiling after eight shapes
+    torch._functorch.config.donated_buffer = False  # the backward runs many times on one graph
     compiled = torch.compile(attend, dynamic=False)
     return Call(functools.partial(compiled, block_mask=block_mask(case, device, real)), real=real)
 
 
 def flex_packed(case, tensors):
-    """FlexAttention on packed sequences, as documents of one sequence."""
+    """FlexAttention on packed sequences, as documents in one sequence."""
     return flex(case, tensors, _real(case, tensors))
 
 
 def flash(case, tensors):
-    """FlashAttention-2, the package flash-attn."""
     _refuse(case, "lengths", "filled", "keys")
     return Call(functools.partial(_flash_attn("flash_attn_func"), **_flash_options(case)), by_token=True)
 
@@ -276,7 +276,7 @@ def _flash_attn(name):
 def _flash_options(case):
     _refuse(case, "bias", "documents", "weights")
     if case.Dv != case.D:
-        raise Unsupported("it wants a value as wide as its key")
+        raise Unsupported("it needs Dv = D")
     options = dict(dropout_p=_number(case, "dropout"), softcap=_number(case, "softcap"))
     return options | dict(causal=case.causal, window_size=_window(case))
 

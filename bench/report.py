@@ -1,6 +1,6 @@
 """Rows as text: a table, ratios within a run, and the verdict in words.
 
-A wrong row of ours is in no ratio. A peer whose error is over our rule is a peer all the same.
+Ratios leave out our wrong results. They keep peers whose error exceeds our tolerance.
 """
 
 import collections
@@ -9,10 +9,10 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from .cases import Case
+from .cases import PAPER, Case
 from .rows import Row
 
-ON_A_CPU = "This is fusedattn on a CPU: this says nothing about its kernels, which need an NVIDIA GPU."
+ON_A_CPU = "These times are of a CPU. They say nothing about the kernels, which need an NVIDIA GPU."
 RATIO, MORE_US = 1.10, 100.0  # on a CPU: a call takes at most RATIO of PyTorch's time, or MORE_US more
 
 
@@ -26,38 +26,49 @@ def is_ours(row: Row) -> bool:
 
 
 def fastest(rows: Sequence[Row], ours: bool) -> Row | None:
-    """Return the fastest timed row of ours, of right results alone, or of the others."""
+    """Return the fastest timed row of ours whose result is right, or of the others."""
     usable = (row for row in rows if row.ms_p50 != "" and is_ours(row) == ours and not (ours and row.status == "wrong"))
     return min(usable, key=lambda row: row.ms_p50, default=None)
 
 
 def kind(case: Case) -> Case:
-    """Return a case without batch and length: what the points of one line of a plot share."""
+    """Return a case without batch and length: the same for all points of a line in a plot."""
     return case._replace(B=0, Sq=0 if case.Sq == case.Sk else case.Sq, Sk=0)
 
 
 def unit(rows: Sequence[Row]) -> tuple[str, float]:
-    """Return (the unit of speed that fits the rows, how many of it are a TFLOP/s)."""
+    """Return (unit of speed that fits the rows, its number in a TFLOP/s)."""
     most = max((row.tflops for row in rows if row.tflops != ""), default=1.0)
     return ("TFLOP/s", 1.0) if most >= 1.0 else ("GFLOP/s", 1e3)
 
 
 def groups(rows: Sequence[Row]) -> dict[tuple[str, Case], list[Row]]:
-    """Return {(mode, case): its rows}, by mode, then by kind, then from short to long."""
+    """Return {(mode, case): its rows}, sorted by mode, kind and length."""
     grouped = collections.defaultdict(list)
     for row in rows:
         grouped[row.mode, row.case].append(row)
-    order = {name: place for place, name in enumerate(dict.fromkeys(x for m, c in grouped for x in (m, kind(c))))}
-    return dict(sorted(grouped.items(), key=lambda one: (order[one[0][0]], order[kind(one[0][1])], one[0][1].Sk)))
+    order = list(dict.fromkeys(x for mode, case in grouped for x in (mode, kind(case))))
+    place = lambda mode, case: (order.index(mode), order.index(kind(case)), case.Sk)  # noqa: E731
+    return {key: grouped[key] for key in sorted(grouped, key=lambda key: place(*key))}
+
+
+def last_runs(rows: Sequence[Row], providers: Sequence[str]) -> dict[tuple[str, Case], list[Row]]:
+    """Return {(mode, case): rows of the providers} for the papers' cases, of the last run that has all of them."""
+    runs = collections.defaultdict(dict)
+    for row in rows:
+        if row.status == "ok" and row.provider in providers and row.case in PAPER:
+            runs[row.date, row.mode, row.case][row.provider] = row
+    complete = sorted((key, run) for key, run in runs.items() if len(run) == len(providers))
+    return {(mode, case): [run[name] for name in providers] for (_, mode, case), run in complete}
 
 
 def differ(one: Row, other: Row) -> bool:
-    """Return whether the ranges in which two times vary do not overlap."""
+    """Return whether the ranges of two times do not overlap."""
     return one.ms_p80 < other.ms_p20 or other.ms_p80 < one.ms_p20
 
 
 def words(ratio: float, clear: bool = True) -> str:
-    """Return the time of a peer over ours in words, without a number where the difference is not clear."""
+    """Return a peer's time over ours in words, as "1.20x faster"."""
     if not clear:
         return "within noise"
     if f"{ratio:.2f}" == "1.00":
@@ -66,7 +77,7 @@ def words(ratio: float, clear: bool = True) -> str:
 
 
 def error(number: float) -> str:
-    """Return an error in few letters: 3.6e-4."""
+    """Return an error as in 3.6e-4."""
     if not math.isfinite(number) or number == 0.0:
         return f"{number:.0f}"
     digits, exponent = f"{number:.1e}".split("e")
@@ -78,17 +89,21 @@ def count(number: int, of: str) -> str:
 
 
 class Standing(NamedTuple):
-    """Ours beside another provider in one mode: its time over ours, in the cases that both ran."""
+    """Our times beside another provider's, in one mode, for the cases that both ran."""
 
     mode: str
     ours: str
-    other: str  # or several: the fastest other of each case, most often first
-    ratios: list[float]
-    clear: list[bool]  # whether the two times of a ratio `differ`
+    other: str
+    ratios: list[float]  # the other's time over ours
+    clear: list[bool]  # whether the two times `differ`
 
     @property
     def text(self) -> str:
-        return words(statistics.median(self.ratios), 2 * sum(self.clear) > len(self.clear))
+        speed = words(statistics.median(self.ratios), 2 * sum(self.clear) > len(self.clear))
+        speed += {"within noise": " of", "as fast": " as"}.get(speed, " than")
+        counts = "median of {cases} cases, clearly faster in {faster}, within noise in {within_noise}"
+        counts = f" ({counts.format_map(self.answer())})" * (len(self.ratios) > 1)
+        return f"{self.mode}: {self.ours} is {speed} {self.other}{counts}"
 
     def answer(self) -> dict:
         """Return the fields of a JSON object."""
@@ -101,7 +116,7 @@ class Standing(NamedTuple):
 
 
 def standings(rows: Sequence[Row]) -> tuple[list[Standing], list[Standing]]:
-    """Return (a Standing a mode beside the fastest other of each case, a Standing a mode and other provider)."""
+    """Return Standings beside the fastest other of each case, one a mode, and beside each other provider."""
     best, each = collections.defaultdict(list), collections.defaultdict(list)
     for (mode, _), some in groups(rows).items():
         mine, other = fastest(some, ours=True), fastest(some, ours=False)
@@ -121,78 +136,67 @@ def _standing(pairs):
 
 
 def lines(rows: Sequence[Row], whys: Sequence[str] = ()) -> Iterator[str]:
-    """Yield the text of a run: a line a row, by mode and case, ratios, what is wrong, and the verdict."""
-    wide, (speed, factor), last = max((len(row.provider) for row in rows), default=0), unit(rows), ""
+    """Yield the text of a run: a line a row, by mode and case, errors, and the verdict."""
+    width, (speed, factor), last = max((len(row.provider) for row in rows), default=0), unit(rows), ""
     for (mode, case), some in groups(rows).items():
         if mode != last:
             heads = "".join(f"{head:>10}" for head in ("ms", speed, "GB/s", "MiB"))
-            yield f"\n{mode.upper().replace('_', ' + '):<{wide + 2}}{heads}{'fusedattn is':>16}{'error':>9}"
+            yield f"\n{mode.upper().replace('_', ' + '):<{width + 2}}{heads}{'fusedattn is':>16}{'error':>9}"
             last = mode
         yield case.name
         mine = fastest(some, ours=True)
         for row in some:
             if row.ms_p50 == "":
-                yield f"  {row.provider:<{wide}}   {reason(row)}"
+                yield f"  {row.provider:<{width}}   {reason(row)}"
                 continue
             numbers = row.ms_p50, factor * row.tflops, row.gbps, row.peak_mib
             cells = "".join(f"{'' if x == '' else format(x, '.4g'):>10}" for x in numbers)
             beside = "" if mine is None or is_ours(row) else words(row.ms_p50 / mine.ms_p50, differ(row, mine))
-            right = {"wrong": "FAIL"}.get(row.status, reason(row))
+            right = "FAIL" if row.status == "wrong" else reason(row)
             found = "" if row.err_max == "" else error(row.err_max)
-            yield f"  {row.provider:<{wide}}{cells}{beside:>16}{found:>9} {right}"
-    yield "\nCases are B,Hq,Hkv,Sq,Sk,D; ms is the median; error the largest, from float64.\n"
-    best, each = standings(rows)
-    for one in each:
-        cases = count(len(one.ratios), "case")
-        yield f"{one.mode}: beside {one.other} {one.ours} is {one.text}, by the median of {cases}"
+            yield f"  {row.provider:<{width}}{cells}{beside:>16}{found:>9} {right}"
+    yield "\nCases are B,Hq,Hkv,Sq,Sk,D; ms is the median; error is the largest, against float64.\n"
     for row, why in zip(rows, whys, strict=False):
         if why:
             yield f"FAIL {row.provider}, {row.mode}, {row.case.name}: {why}"
-    yield from sentences(rows, best)
+    yield from sentences(rows)
 
 
 def wrong(rows: Sequence[Row]) -> list[Row]:
-    """Return our rows whose result is not within the tolerance."""
+    """Return our rows that fail the tolerance."""
     return [row for row in rows if row.status == "wrong" and is_ours(row)]
 
 
-def sentences(rows: Sequence[Row], best: Sequence[Standing]) -> list[str]:
-    """Return the verdict in plain words."""
-    said = []
+def sentences(rows: Sequence[Row]) -> list[str]:
+    """Return the verdict in words."""
+    best, each = standings(rows)
+    said = [one.text for one in each]
+    # If one provider is the fastest in all cases, its own sentence says the same.
+    several = [one for one in best if ", " in one.other]
+    said += [one._replace(other=f"the fastest other of each case ({one.other})").text for one in several]
     for mode in dict.fromkeys(row.mode for row in rows):
-        one = next((one for one in best if one.mode == mode), None)
-        if one is None:
-            said.append(f"{mode}: nothing to compare: no case has both a right result of fusedattn and another's time.")
-        else:
-            about, cases = one.answer(), count(len(one.ratios), "case")
-            said.append(f"{mode}: {one.ours} is {one.text} beside the fastest other of each case ({one.other}).")
-            if len(one.ratios) > 1:
-                said[-1] += f" Clearly faster in {about['faster']} of {cases}, within noise in {about['within_noise']}."
+        if all(one.mode != mode for one in best):
+            said.append(f"{mode}: no comparison: no case has both a right result of fusedattn and another's time")
     held = [row for row in rows if row.status in ("ok", "wrong")]
     ours, bad = sum(map(is_ours, held)), len(wrong(rows))
+    others, others_bad = len(held) - ours, sum(row.status == "wrong" for row in held) - bad
     if ours:
-        right = f"{ours - bad} of {count(ours, 'result')}"
-        said.append(
-            f"fusedattn: {right} right, by the rule of its tests against float64{f'; {bad} WRONG' * bool(bad)}."
-        )
-    others = sum(row.status == "wrong" for row in held) - bad
-    said += [f"Others: {others} of {count(len(held) - ours, 'result')} not right by that rule."] * bool(others)
+        said.append(f"fusedattn: {ours - bad} of {count(ours, 'result')} right by the tests' rule against float64")
+        said[-1] += f"; {bad} WRONG" * bool(bad)
+    said += [f"Others: {others_bad} of {count(others, 'result')} not right by that rule"] * bool(others_bad)
     missing = sum(row.ms_p50 == "" for row in rows)
-    said += [f"{missing} of {count(len(rows), 'row')} could not be measured; their lines say why."] * bool(missing)
-    if any(row.gpu == "cpu" and is_ours(row) for row in rows):
-        said.append(ON_A_CPU)
-    return said
+    said += [f"{missing} of {count(len(rows), 'row')} could not be measured; their lines say why"] * bool(missing)
+    return said + [ON_A_CPU] * any(row.gpu == "cpu" and is_ours(row) for row in rows)
 
 
 def over_promise(rows: Sequence[Row]) -> list[str]:
-    """Return the CPU calls that take longer than they may."""
+    """Return the CPU calls that are slower than the README allows."""
     over = []
     for (mode, case), some in groups(rows).items():
         mine, other = fastest(some, ours=True), fastest([x for x in some if x.provider != "naive"], ours=False)
         if mine and other:
             allowed = max(RATIO * other.ms_p50, other.ms_p50 + MORE_US / 1e3)
             if mine.ms_p50 > allowed:
-                over.append(
-                    f"{case.name} {mode}: {mine.ms_p50:.3f} ms beside {other.ms_p50:.3f} ms of {other.provider}"
-                )
+                times = f"{mine.ms_p50:.3f} ms beside {other.ms_p50:.3f} ms of {other.provider}"
+                over.append(f"{case.name} {mode}: {times}")
     return over

@@ -1,4 +1,4 @@
-"""The CSV of all benchmarks: one row a case, provider and mode. Also the versions that a row depends on."""
+"""The CSV of all benchmarks, one row a case, provider and mode; and the versions that a row depends on."""
 
 import collections
 import csv
@@ -20,7 +20,7 @@ _COUNTS = "B Hq Hkv Sq Sk D Dv causal".split()
 
 
 class Row(collections.namedtuple("Row", COLUMNS)):
-    """A row: numbers, or "" for what was not measured."""
+    """A row; "" stands for a missing number."""
 
     @property
     def case(self) -> Case:
@@ -36,20 +36,20 @@ def _output(*command):
 
 
 def commit() -> str:
-    """Return the commit of this checkout, with a + where files differ from it; "unknown" outside of a checkout."""
+    """Return the commit of this checkout, with a + if files were changed, or "unknown" outside a checkout."""
     here = pathlib.Path(__file__).resolve()
     git = ("git", "-c", "safe.directory=*", "-C", str(here.parent))
-    if not _output(*git, "ls-files", here.name):  # an installed copy may lie inside somebody else's repository
+    if not _output(*git, "ls-files", here.name):  # an installed copy inside another repository
         return "unknown"
     changed = _output(*git, "status", "--porcelain", "--untracked-files=no")
     return _output(*git, "rev-parse", "--short=12", "HEAD") + ("+" if changed else "")
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of everything that an answer may depend on; None is missing."""
+    """Return the versions that results depend on; None if something is missing."""
     try:
         import triton
-    except Exception:  # a broken one raises anything; `fusedattn info` says what, among the reasons
+    except Exception:  # a broken installation raises anything; `fusedattn info` lists the reason
         triton = None
     driver = ""
     if torch.cuda.is_available():
@@ -66,7 +66,7 @@ def versions() -> dict[str, str | None]:
 
 
 def machine(device: str, commit_name: str | None = None) -> dict[str, str]:
-    """Return the first columns of every row of a run."""
+    """Return the first columns of all rows of a run."""
     about: dict = {name: version or "" for name, version in versions().items()}
     date = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
     gpu = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else "cpu"
@@ -83,32 +83,30 @@ def _text(value):
     return f"{value:.5g}" if isinstance(value, float) else str(value)
 
 
-class Writer:
-    """Appends rows to a CSV file, each on disk before the next one is measured. Without a path it only keeps them."""
+def create(path) -> None:
+    """Create a CSV file, or check that an existing one has our columns.
 
-    def __init__(self, path=None):
-        self.path, self.rows = None if path is None else pathlib.Path(path), []
-        if self.path and self.path.exists() and not self.path.is_file():
-            raise ValueError(f"{path or 'an empty name'} is no file")  # a device may have no end
-        if self.path and not self.path.parent.is_dir():
-            raise ValueError(f"there is no folder {self.path.parent}")
-        if self.path and self.path.exists():
-            read(self.path)
-        elif self.path:
-            self._append(COLUMNS)
+    Raises:
+        ValueError: for other columns, a device, or a missing folder.
+    """
+    path = pathlib.Path(path)
+    if path.exists() and not path.is_file():
+        raise ValueError(f"expected a file, got {path}")  # reading a device might never end
+    if not path.parent.is_dir():
+        raise ValueError(f"there is no folder {path.parent}")
+    if path.exists():
+        read(path)
+    else:
+        append(path, COLUMNS)
 
-    def _append(self, values):
-        with open(self.path, "a", newline="") as file:
-            csv.writer(file, lineterminator="\n").writerow(map(_text, values))
 
-    def write(self, row):
-        self.rows.append(row)
-        if self.path:
-            self._append(row)
+def append(path, row) -> None:
+    with open(path, "a", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerow(map(_text, row))
 
 
 def read(path) -> list[Row]:
-    """Return the rows of a CSV file. A last line that was cut off is left out."""
+    """Return the rows of a CSV file, without a last line that was cut off."""
     with open(path, newline="") as file:
         reader = csv.reader(file)
         header = tuple(next(reader, ()))

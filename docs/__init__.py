@@ -1,1 +1,1 @@
-"""The site: pages, and the code that draws its pictures, writes its tables and reads the docstrings. `make docs`."""
+"""The site: pages, and the code for their pictures and tables. `make docs` builds it."""

@@ -1,6 +1,6 @@
-"""Fills in what a page leaves to code: tables of CSV files, and files of the repository that are shown as they are.
+"""Expands comments in pages: tables made from CSV files, and Markdown files of the repository.
 
-<!-- table: NAME -->       what a function of `tables` makes
+<!-- table: NAME -->       the result of `tables.TABLES[NAME]`
 <!-- include: PATH -->     a Markdown file of the repository, without its title
 """
 
@@ -19,7 +19,7 @@ def expanded(page: str) -> str:
 
 
 def _included(path: str) -> str:
-    """A file without its title. Its links lead into the repository, where the site does not: paths take their place."""
+    """Return a file without its title. Links into the repository become paths, as the site lacks the files."""
     text = (ROOT / path).read_text().partition("\n")[2].strip()
 
     def name(match):

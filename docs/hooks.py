@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: pictures are drawn, tables made and files included while the site is built."""
+"""Hooks of mkdocs that draw pictures, make tables and include files when the site is built."""
 
 from mkdocs.structure.files import File
 

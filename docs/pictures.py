@@ -1,5 +1,6 @@
-"""Draws who sees whom, by asking `fusedattn.attention`: a cell is coloured where its weight is not 0."""
+"""Draws the visible pairs of masks, by asking `fusedattn.attention`: a cell is coloured if its weight is not 0."""
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ import fusedattn as fa
 from fusedattn.distributed import shards
 
 CELL, GAP, TITLE, AXIS, LETTER = 22, 34, 22, 34, 8  # pixels
-SEEN, HIDDEN, LINE, INK = "#4051b5", "#e8e8ee", "#ffffff", "#777777"  # ink that reads on white and on black
+SEEN, HIDDEN, LINE, INK = "#4051b5", "#e8e8ee", "#ffffff", "#777777"  # INK is legible on white and on black
 
 
 class Panel(NamedTuple):
@@ -23,14 +24,14 @@ class Panel(NamedTuple):
 
 
 def weights(rows: int, keys: int, **options: Any) -> torch.Tensor:
-    """(rows, keys): how far the weight of each pair is from the largest, when all products are equal."""
+    """Return (rows, keys): the weight of each pair over the largest, for equal products."""
     query, key = torch.zeros(1, 1, rows, 1), torch.zeros(1, 1, keys, 1)
     _, found = fa.attention(query, key, key, **options, return_weights=True, backend="naive")
     return found[0, 0] / found.max()
 
 
 def seen(rows: int, keys: int, **options: Any) -> torch.Tensor:
-    """(rows, keys): 1.0 where a pair has a weight."""
+    """Return (rows, keys): 1.0 for visible pairs."""
     return (weights(rows, keys, **options) > 0).float()
 
 
@@ -72,37 +73,6 @@ def _text(x: float, y: float, text: object) -> str:
     return f'<text x="{x:g}" y="{y:g}" text-anchor="middle">{text}</text>'
 
 
-def _causal() -> str:
-    return svg([Panel("no mask", seen(5, 5)), Panel("causal=True", seen(5, 5, causal=True))])
-
-
-def _align() -> str:
-    sizes = itertools.product(((3, 6), (6, 3)), ("bottom_right", "top_left"))
-    return svg([Panel(f'align="{align}"', seen(*size, causal=True, align=align)) for size, align in sizes])
-
-
-def _window() -> str:
-    windows = ((1, 1), (2, 0), (None, 1), (1, None))
-    return svg([Panel(f"window={window}", seen(6, 6, window=window)) for window in windows])
-
-
-def _window_causal() -> str:
-    rows = {"causal=True, window=(2, None)": 6, "the same, 3 rows": 3}
-    return svg([Panel(title, seen(n, 6, causal=True, window=(2, None))) for title, n in rows.items()])
-
-
-def _masks() -> str:
-    real, eye = torch.tensor([True] * 3 + [False] * 2), torch.eye(5, dtype=torch.bool)
-    pairs = eye | eye.flip(1)
-    options = {
-        "key_mask": dict(key_mask=real),
-        "query_mask": dict(query_mask=real),
-        "mask": dict(mask=pairs),
-        "mask and causal": dict(mask=pairs, causal=True),
-    }
-    return svg([Panel(title, seen(5, 5, **own)) for title, own in options.items()])
-
-
 def _bias() -> str:
     far = torch.zeros(1, 1, 5, 5)
     far[..., 0], far[..., 4] = -1.0, float("-inf")
@@ -123,7 +93,7 @@ def _packed() -> str:
 
 
 def _cache() -> str:
-    """Queries against a cache of 8 places of which 6 are filled."""
+    """Draw queries against a cache with 6 of 8 slots filled."""
     cache, filled, panels = torch.zeros(1, 1, 8, 1), torch.tensor([6], dtype=torch.int32), []
     options = dict(cache_seqlens=filled, causal=True, return_weights=True, backend="naive")
     for title, rows in (("1 query", 1), ("3 queries", 3)):
@@ -133,7 +103,7 @@ def _cache() -> str:
 
 
 def _heads() -> str:
-    """Which key head each of 8 query heads reads: its value is what comes out."""
+    """Draw the key head that each of 8 query heads reads; its value is the output."""
     panels = []
     for title, groups in (("8 key heads", 8), ("2 key heads", 2), ("1 key head", 1)):
         value = torch.eye(groups)[None, :, None, :]  # (1, Hkv, 1, Dv)
@@ -143,7 +113,7 @@ def _heads() -> str:
 
 
 def _shards() -> str:
-    """Which of 4 ranks has which of 16 rows."""
+    """Draw the rank, of 4, that holds each of 16 rows."""
     panels = []
     for title, balance in (("balance=None", None), ('balance="zigzag"', "zigzag")):
         shades = torch.zeros(4, 16)
@@ -154,7 +124,31 @@ def _shards() -> str:
     return svg(panels)
 
 
-PICTURES = dict(
-    causal=_causal, align=_align, window=_window, window_causal=_window_causal, masks=_masks, bias=_bias,
-    packed=_packed, cache=_cache, heads=_heads, shards=_shards,
-)  # fmt: skip
+def _visible(panels: dict[str, tuple]) -> str:
+    """Draw {title: (rows, keys, options of attention)}."""
+    return svg([Panel(title, seen(rows, keys, **options)) for title, (rows, keys, options) in panels.items()])
+
+
+_REAL, _DIAGONALS = torch.tensor([True] * 3 + [False] * 2), torch.eye(5, dtype=torch.bool)
+_DIAGONALS = _DIAGONALS | _DIAGONALS.flip(1)
+_VISIBLE = {
+    "causal": {"no mask": (5, 5, {}), "causal=True": (5, 5, dict(causal=True))},
+    "align": {
+        f'align="{align}", {rows} x {keys}': (rows, keys, dict(causal=True, align=align))
+        for rows, keys in ((3, 6), (6, 3))
+        for align in ("bottom_right", "top_left")
+    },
+    "window": {f"window={window}": (6, 6, dict(window=window)) for window in ((1, 1), (2, 0), (None, 1), (1, None))},
+    "window_causal": {
+        "causal=True, window=(2, None)": (6, 6, dict(causal=True, window=(2, None))),
+        "the same, 3 rows": (3, 6, dict(causal=True, window=(2, None))),
+    },
+    "masks": {
+        "key_mask": (5, 5, dict(key_mask=_REAL)),
+        "query_mask": (5, 5, dict(query_mask=_REAL)),
+        "mask": (5, 5, dict(mask=_DIAGONALS)),
+        "mask and causal": (5, 5, dict(mask=_DIAGONALS, causal=True)),
+    },
+}
+PICTURES = {name: functools.partial(_visible, panels) for name, panels in _VISIBLE.items()}
+PICTURES |= dict(bias=_bias, packed=_packed, cache=_cache, heads=_heads, shards=_shards)

@@ -1,4 +1,4 @@
-"""Tables of the pages, made from the CSV files of bench/results."""
+"""Makes the tables of the pages from the CSV files in bench/results."""
 
 import itertools
 import pathlib
@@ -11,7 +11,7 @@ from fusedattn.bench import cases, report, rows
 import fusedattn
 
 RESULTS = pathlib.Path(__file__).parent.parent / "bench" / "results"
-SAID = {  # options of a row; others stand as the CSV has them
+SAID = {  # {options of a row: text}; other options are shown as the CSV has them
     "keys=0.5": "half of the keys are padding (`key_mask`)",
     "window=64,0": "`window=(64, 0)`",
     "window=1024,0": "`window=(1024, 0)`",
@@ -41,7 +41,7 @@ def table(head: Sequence[str], body: Iterable[Sequence[object]]) -> str:
 
 
 def cpu() -> str:
-    """Return every call of cpu.csv beside PyTorch's own."""
+    """Return each call of cpu.csv beside PyTorch's own."""
     lines = []
     for (mode, case), some in report.groups(_right("cpu.csv")).items():
         ours = report.fastest(some, ours=True)
@@ -55,25 +55,22 @@ def cpu() -> str:
 
 
 def gpu_speeds() -> str:
-    """Return full and causal calls on an H200 beside cuDNN: of each case the last run that has both."""
+    """Return full and causal calls on an H200 beside cuDNN: for each case the last run that has both."""
     found = {}
-    for run in _runs("h200.csv"):
-        for (mode, case), some in report.groups(run).items():
-            named = {row.provider: row for row in some}
-            ours, theirs = named.get("fusedattn:hopper"), named.get("sdpa:cudnn")
-            if ours and theirs and case in cases.PAPER:
-                speeds = f"{ours.tflops:.0f}", f"{theirs.tflops:.0f}", f"{ours.tflops / theirs.tflops:.2f}"
-                found[mode != "forward", case.D, case.causal, case.Sq] = _MODES[mode], *_sizes(case), *speeds
+    written = rows.read(RESULTS / "h200.csv")
+    for (mode, case), (ours, theirs) in report.last_runs(written, ("fusedattn:hopper", "sdpa:cudnn")).items():
+        speeds = f"{ours.tflops:.0f}", f"{theirs.tflops:.0f}", f"{ours.tflops / theirs.tflops:.2f}"
+        found[mode != "forward", case.D, case.causal, case.Sq] = _MODES[mode], *_sizes(case), *speeds
     head = "computed", *_SIZES, "fusedattn TFLOP/s", "cuDNN TFLOP/s", "fusedattn over cuDNN"
     return table(head, [found[place] for place in sorted(found)])
 
 
 def gpu_others() -> str:
-    """Return caches, packed sequences and options on an H200 beside the fastest of PyTorch's ways in the same run."""
-    lines = []
-    for run in _runs("h200.csv"):
-        for (mode, case), some in report.groups(run).items():
-            some = [row for row in some if "/" not in row.provider]  # the slash names a tile, of an earlier benchmark
+    """Return caches, packed sequences and options on an H200 beside PyTorch's fastest way in the same run."""
+    written, lines = _right("h200.csv"), []
+    for date in dict.fromkeys(row.date for row in written):
+        for (mode, case), some in report.groups([row for row in written if row.date == date]).items():
+            some = [row for row in some if "/" not in row.provider]  # a slash names a tile of an earlier benchmark
             ours, theirs = report.fastest(some, ours=True), report.fastest(some, ours=False)
             if not (ours and theirs):
                 continue
@@ -87,7 +84,7 @@ def gpu_others() -> str:
 
 
 def choices() -> str:
-    """Return the kernels that a call takes on each kind of GPU, as `fusedattn.explain` says."""
+    """Return the kernels that calls take on each kind of GPU, as `fusedattn.explain` says."""
     lines = []
     for (what, options), (gpu, capability) in itertools.product(CALLS.items(), GPUS.items()):
         inputs = [torch.empty(1, 8, 4096, options.get("D", 128), dtype=torch.bfloat16, device="meta")] * 3
@@ -109,12 +106,6 @@ def _machine(name: str) -> str:
 
 def _right(name: str) -> list[rows.Row]:
     return [row for row in rows.read(RESULTS / name) if row.status == "ok"]
-
-
-def _runs(name: str) -> list[list[rows.Row]]:
-    """Return the rows of each run: ratios are within one."""
-    written = _right(name)
-    return [[row for row in written if row.date == date] for date in dict.fromkeys(row.date for row in written)]
 
 
 _MODES = dict(forward="output", backward="gradients", forward_backward="output and gradients", graph="output")

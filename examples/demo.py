@@ -1,8 +1,8 @@
-"""A small language model learns a text, and its attention is as good as float64 says.    python examples/demo.py
+"""A small language model learns a text, and its attention is checked against float64.    python examples/demo.py
 
-It reads bytes and predicts the next one. The program trains it on the GPU, or else on the CPU; holds outputs and
-gradients of fused attention to a float64 reference; writes text with a cache; times fused attention beside the formula
-and PyTorch's; and draws what the model attends to. The exit status is 1 if a check fails. --help lists the options.
+The model predicts the next byte. The program trains it, on the GPU or otherwise on the CPU; compares outputs and
+gradients of fused attention with float64; writes text with a cache; times fused attention beside the formula and
+PyTorch's; and plots the attention. The exit status is 1 if a check fails. --help lists the options.
 """
 
 import argparse
@@ -25,12 +25,12 @@ from fusedattn.testing.compare import compare, with_gradients
 from fusedattn.testing.tolerance import verdict, verdicts
 
 CONTEXT, WIDTH, HEADS, LAYERS, DROPOUT = 64, 128, 4, 2, 0.1
-BATCH, RATE, SHORTEST = 12, 1.5e-3, 1000  # bytes of text
-DTYPES = torch.float32, torch.float16, torch.bfloat16  # of the checks of the kernels alone
+BATCH, RATE, SHORTEST = 12, 1.5e-3, 1000  # SHORTEST: bytes of text
+DTYPES = torch.float32, torch.float16, torch.bfloat16  # for checks of the kernels
 
 
 def by(function, **options):
-    """Return causal attention by a function, in the form that `Model` calls."""
+    """Return causal attention by a function, as `Model` calls it."""
     return lambda layer, query, key, value: function(query, key, value, causal=True, **options)
 
 
@@ -50,7 +50,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """tokens (B, S) at positions from `first` on -> logits (B, S, 256) of the byte after each."""
+    """tokens (B, S) at positions from `first` on -> logits (B, S, 256) of the next byte."""
 
     def __init__(self):
         super().__init__()
@@ -66,7 +66,7 @@ class Model(nn.Module):
 
 
 def loss_of(model, windows):
-    """Return the mean cross entropy, in bits, of the bytes of windows (B, S + 1) after the first."""
+    """Return the mean cross entropy in bits for windows (B, S + 1)."""
     logits = model(windows[:, :-1], by(fa.attention))
     return F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten()) / math.log(2)
 
@@ -92,9 +92,9 @@ def train(model, windows, held_out, steps):
 
 @torch.no_grad()
 def write(model, prompt, count, cached):
-    """Return (tokens (1, S + count), logits (1, count, 256)): a prompt and new bytes, drawn from their logits.
+    """Return (tokens (1, S + count), logits (1, count, 256)): the prompt with new bytes, and their logits.
 
-    A cache holds the keys and values of the tokens read so far, so that each step computes the new tokens alone.
+    With a cache of keys and values, each step computes the new tokens alone.
     """
     caches = torch.empty(LAYERS, 2, 1, HEADS, CONTEXT, WIDTH // HEADS, device=prompt.device)
     tokens, logits, read = prompt, [], 0
@@ -113,11 +113,11 @@ def write(model, prompt, count, cached):
 
 
 def results(model, windows, attend):
-    """Return {"logits": logits, MODULE: the gradients of its parameters, as one vector}."""
+    """Return {"logits": logits, MODULE: the gradients of its parameters as one vector}."""
     model.zero_grad()
     logits = model(windows[:, :-1], attend)
     F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten(), reduction="sum").backward()
-    # A bias goes with its weight: the bias of keys has gradient 0, so its own gradient would be rounding alone.
+    # One vector per module: the bias of the keys has gradient 0, so alone it would be pure rounding.
     gradients = {name: [x.grad.flatten() for x in one.parameters(recurse=False)] for name, one in model.named_modules()}
     return {"logits": logits} | {name: torch.cat(parts) for name, parts in gradients.items() if parts}
 
@@ -134,7 +134,7 @@ def inputs_of(model, tokens):
 
 
 def checks(model, windows, prompt, on_kernels):
-    """Yield (name, {result: verdict}): the model, the Triton kernels on its activations, generation with a cache."""
+    """Yield (name, {result: verdict}) of the model, of the kernels on its activations, and of generation."""
     exact = copy.deepcopy(model).double()
     wanted = results(exact, windows, by(fa.reference.attention))
     eager = results(model, windows, by(fa.reference.eager))
@@ -178,7 +178,7 @@ def time_attention(device):
 
 
 def draw(path, points, model, prompt):
-    """Save a picture of the losses, and of what the heads of the last layer attend to."""
+    """Save a plot of the losses, and of the attention in the last layer."""
     from matplotlib.figure import Figure
 
     _, weights = fa.attention(*inputs_of(model, prompt)[-1], causal=True, return_weights=True)  # (1, H, S, S)
@@ -195,16 +195,16 @@ def draw(path, points, model, prompt):
 
 
 def text_of(tokens):
-    """Return the text of tokens (1, S), with a question mark for each byte that a terminal may not show."""
+    """Return the text of tokens (1, S), with ? for unprintable bytes."""
     return "".join(chr(byte) if 32 <= byte < 127 or byte == 10 else "?" for byte in tokens[0].tolist())
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(description="Train a small language model on a text, check it, time it, draw it.")
+    parser = argparse.ArgumentParser(description="Train a small language model on a text, check, time and plot it.")
     readme = pathlib.Path(__file__).parent.parent / "README.md"
-    parser.add_argument("--text", type=pathlib.Path, metavar="FILE", default=readme, help="what to learn (the README)")
-    parser.add_argument("--steps", type=int, default=300, help="of training (%(default)s)")
-    parser.add_argument("--out", metavar="PNG", default="demo.png", help="the picture (%(default)s)")
+    parser.add_argument("--text", type=pathlib.Path, metavar="FILE", default=readme, help="text to learn (the README)")
+    parser.add_argument("--steps", type=int, default=300, help="training steps (%(default)s)")
+    parser.add_argument("--out", metavar="PNG", default="demo.png", help="file for the plot (%(default)s)")
     options = parser.parse_args(arguments)
     content = options.text.read_bytes() if options.text.is_file() else b""
     if len(content) < SHORTEST:
@@ -212,7 +212,7 @@ def main(arguments=None):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"  # Triton, imported later, then runs the kernels on CPU tensors
-        torch.set_num_threads(max(1, torch.get_num_threads() // 2))  # steps this small wait for the slowest thread
+        torch.set_num_threads(max(1, torch.get_num_threads() // 2))  # small steps wait for the slowest thread
     torch.manual_seed(0)
     data, model = torch.tensor(list(content), device=device), Model().to(device)
     learnt, kept = data.tensor_split([len(data) * 9 // 10])
@@ -242,8 +242,8 @@ def main(arguments=None):
     print(f"\nAsked to go on from {text_of(prompt)!r}, it writes:\n{text}\n")
     if importlib.util.find_spec("matplotlib"):
         draw(options.out, points, model, prompt)
-        print(f"{options.out} is drawn")
-    print(f"{sum(right)} of {len(right)} checks hold")
+        print(f"Plot: {options.out}")
+    print(f"{sum(right)} of {len(right)} checks passed")
     return 0 if all(right) else 1
 
 

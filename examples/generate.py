@@ -1,7 +1,7 @@
-"""Generation with a cache of keys and values gives the logits of generation without.    python examples/generate.py
+"""Generation with a cache gives the same logits as generation without.    python examples/generate.py
 
-`fa.attention_decode` appends the keys and values of new tokens to the cache in place, and attends to all that the cache
-then holds: a step computes one token of each text, and not the whole text again.
+`fa.attention_decode` appends keys and values of the new tokens to the cache in place, and attends to the whole cache. A
+step computes one token of each text instead of the whole text.
 """
 
 import torch
@@ -14,7 +14,7 @@ BATCH, PROMPT, STEPS, CAPACITY = 3, 10, 40, 64
 
 
 class Model(nn.Module):
-    """tokens (B, S) -> logits (B, S, VOCABULARY). With a cache, the tokens follow the `length` that it holds."""
+    """tokens (B, S) -> logits (B, S, VOCABULARY). With a cache, the tokens follow the first `length`."""
 
     def __init__(self):
         super().__init__()
@@ -41,8 +41,8 @@ torch.manual_seed(0)
 device = "cuda" if torch.cuda.is_available() else "cpu"
 model, differences = Model().to(device), []
 text = torch.randint(VOCABULARY, (BATCH, PROMPT), device=device)
-shape = LAYERS, 2, BATCH, HEADS, CAPACITY, WIDTH // HEADS  # of each layer keys and values, (B, H, CAPACITY, D)
-cache = torch.empty(shape, device=device)  # what no token has filled yet may hold anything
+shape = LAYERS, 2, BATCH, HEADS, CAPACITY, WIDTH // HEADS  # keys and values of each layer
+cache = torch.empty(shape, device=device)  # unused slots may hold anything
 logits = model(text, cache)  # the whole prompt in one call
 for length in range(PROMPT, PROMPT + STEPS):
     token = logits[:, -1:].argmax(-1)

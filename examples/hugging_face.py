@@ -1,7 +1,7 @@
-"""A Hugging Face model computes with this attention what it computes with "eager".    python examples/hugging_face.py
+"""A Hugging Face model gives the same results with "fusedattn" as with "eager".    python examples/hugging_face.py
 
-After `fa.compat.transformers.register()`, "fusedattn" is one more attn_implementation of transformers' models, beside
-"eager" and "sdpa". The model here is tiny and made from a config, so nothing is downloaded.
+`fa.compat.transformers.register()` adds "fusedattn" to the attn_implementations "eager" and "sdpa" of transformers. The
+model here is tiny and made from a config, so nothing is downloaded.
 """
 
 import torch
@@ -10,15 +10,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import fusedattn as fa
 
 VOCABULARY, PROMPT, NEW, PADDING = 100, 12, 20, 0
-# Two query heads share a head of keys and values, and scores are far from 0, so that attention matters.
+# Two query heads share a key head. A large initializer_range gives scores far from 0, so that attention matters.
 SIZES = dict(vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
 TOKENS = dict(pad_token_id=PADDING, eos_token_id=None)
 CONFIG = LlamaConfig(**SIZES, **TOKENS, num_key_value_heads=2, initializer_range=0.2)
 
 
 def results(model, tokens, real):
-    """Logits of the real tokens, the gradient of the embeddings, and what the model generates: (B, NEW) tokens."""
-    logits = model(tokens, attention_mask=real).logits[real]  # of padding they mean nothing
+    """Return logits of the real tokens, the gradient of the embeddings, and generated tokens (B, NEW)."""
+    logits = model(tokens, attention_mask=real).logits[real]  # those of padding mean nothing
     loss = logits.logsumexp(-1).mean()  # any loss will do
     (gradient,) = torch.autograd.grad(loss, [model.get_input_embeddings().weight])
     generated = model.generate(tokens, attention_mask=real, max_new_tokens=NEW, do_sample=False)

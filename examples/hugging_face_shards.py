@@ -1,7 +1,7 @@
-"""A Hugging Face model trains on a sequence that no process holds.    python examples/hugging_face_shards.py
+"""A Hugging Face model trains on a sequence split over processes.    python examples/hugging_face_shards.py
 
-Two processes have half of the tokens each: what is of one token, such as norms and losses, needs no other, and where
-attention needs all keys, `ring_attention` passes them on. The model is tiny and made from a config.
+Two processes hold half of the tokens each. Norms and losses work on single tokens; attention needs all keys, which
+`ring_attention` passes around. The model is tiny and made from a config.
 """
 
 import tempfile
@@ -14,19 +14,19 @@ from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 from fusedattn import distributed
 
 PROCESSES, VOCABULARY, LENGTH = 2, 100, 50
-SHARDS = dict(balance="zigzag")  # of the first and the last tokens, so that causal attention is equal work for all
+SHARDS = dict(balance="zigzag")  # equal work in causal attention: each process gets early and late tokens
 SIZES = dict(vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
 CONFIG = LlamaConfig(**SIZES, num_key_value_heads=2, initializer_range=0.2)
 
 
 def ring(module, query, key, value, mask, scaling=None, dropout=0.0, **others):
-    """Attention as transformers calls it, of the rows of this process to all keys before them."""
+    """Attention as transformers calls it: rows of this process, keys of all."""
     out = distributed.ring_attention(query, key, value, causal=True, scale=scaling, dropout_p=dropout, **SHARDS)
     return out.transpose(1, 2), None
 
 
 def loss_and_gradients(model, tokens, following, positions):
-    """The share of some tokens in the mean loss of all of them, and gradients of the parameters."""
+    """Return the part of these tokens in the mean loss, and its gradients of the parameters."""
     more = dict(labels=following, shift_labels=following, num_items_in_batch=LENGTH - 1)
     loss = model(tokens, position_ids=positions, use_cache=False, **more).loss
     return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]

@@ -1,8 +1,8 @@
-"""A flow model that draws in one step learns from derivatives in forward mode.    python examples/mean_flow.py
+"""A one-step flow model trains with forward-mode derivatives.    python examples/mean_flow.py
 
-A drawing is the corners of an octagon turned by any angle: each must know of the others, which only attention sees.
-u(z, r, t), the mean velocity from time r to t between data (time 0) and noise (1), learns v - (t - r) du/dt; du/dt is
-one `torch.func.jvp` through attention, on a GPU by a kernel. Source: Mean Flows, arXiv:2505.13447, algorithms 1 and 2.
+The data are the corners of an octagon at a random angle; only attention relates the corners. u(z, r, t) is the mean
+velocity from time r to t between data (time 0) and noise (time 1). It learns v - (t - r) du/dt, and du/dt is one
+`torch.func.jvp` through attention. Source: Mean Flows, arXiv:2505.13447, algorithms 1 and 2.
 """
 
 import math
@@ -27,7 +27,7 @@ class MeanVelocity(nn.Module):
         return self.write(x + self.attention(x)[0])
 
 
-def distance(drawings):  # of a corner from that of the octagon which fits its drawing best
+def distance(drawings):  # mean distance of the corners from the best-fitting octagon
     corners, octagon = torch.view_as_complex(drawings.contiguous()), torch.polar(torch.ones_like(angles), angles)
     return (corners - (corners * octagon.conj()).mean(1, keepdim=True).sgn() * octagon).abs().mean().item()
 

@@ -1,8 +1,7 @@
-"""Packed sequences give the numbers of a padded batch, with fewer scores.    python examples/packed_sequences.py
+"""Packed sequences give the results of a padded batch, with fewer scores.    python examples/packed_sequences.py
 
-Sequences of different lengths go through attention in two ways. A padded batch makes each as long as the longest, and
-a mask hides the padding. A packed one lays them one behind the other, and offsets say where each begins: a kernel of
-`fa.attention_varlen` computes no score of padding. (The naive path on a CPU pads sequences of similar lengths.)
+A padded batch makes each sequence as long as the longest, and a mask hides the padding. A packed batch concatenates the
+sequences, and offsets mark where each begins: the kernels of `fa.attention_varlen` compute no scores of padding.
 """
 
 import torch

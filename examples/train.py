@@ -1,7 +1,7 @@
-"""A small causal transformer learns to copy what it has read, and its loss falls.    python examples/train.py
+"""A small causal transformer learns to copy its input.    python examples/train.py
 
-Each row of the data is random symbols, and then the same symbols again. Nobody can predict the first half. The second
-half is easy for a model that looks back by half a row, and only attention looks back.
+Each row of the data is random symbols, followed by the same symbols again. The first half cannot be predicted. The
+second half is easy for a model that looks back by half a row, and only attention looks back.
 """
 
 import math
@@ -25,7 +25,7 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
 
     def forward(self, x):  # (B, S, WIDTH)
-        attended, _ = self.attention(self.attention_norm(x))  # the second result is the weights, if we ask for them
+        attended, _ = self.attention(self.attention_norm(x))  # the second result: weights, with need_weights=True
         x = x + attended
         return x + self.mlp(self.mlp_norm(x))
 

@@ -1,7 +1,7 @@
-"""One attention by PyTorch's calls, and by what replaces them.    python examples/what_replaces_what.py
+"""Causal self-attention by PyTorch's calls, and by their replacements.    python examples/what_replaces_what.py
 
-Every call computes the same causal self-attention, from arguments of its own: mind the order of the dimensions, and
-whether True in a mask shows or hides. Each result is compared with the plain formula in float64.
+The calls differ in the order of dimensions, and in the meaning of True in a mask. Each result is compared with the
+plain formula in float64.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""Parses the command line `fusedattn` and runs the command. Each command is a module, imported when it is used."""
+"""Parses the command line `fusedattn` and runs a command. Each command is a module, imported on use."""
 
 import argparse
 import contextlib
@@ -17,14 +17,16 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong, and where help is."""
+    """Prints errors in one line, with a hint at --help."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="fusedattn", description="Fused multi-head attention: look at it, check it, see it.")
+    parser = _Parser(
+        prog="fusedattn", description="Inspect, check and time fused multi-head attention on this machine."
+    )
     parser.add_argument("--version", action="version", version=f"fusedattn {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
@@ -38,15 +40,16 @@ def _parser() -> argparse.ArgumentParser:
 
     command(
         "info",
-        "versions, GPUs, and which backend takes what here",
-        "Versions, GPUs and CPU cores; for each device and dtype the backend that takes a call, and why no other does.",
+        "versions, GPUs, and the backend of each kind of call",
+        "Print versions, GPUs and CPU cores, and for each device and dtype the backend that takes a call, with the "
+        "reasons why the others do not.",
     )
     check = command(
         "check",
-        "hold every backend of this machine to float64",
-        "Compute named cases with every backend that runs here, on the GPU or else in Triton's interpreter; compare "
-        "outputs, lse and gradients with float64, beside eager PyTorch in that dtype. Exit status 1 if any is wrong, "
-        "or if nothing ran.",
+        "compare every backend of this machine with float64",
+        "Compute named cases with every backend that runs here, on the GPU or otherwise in Triton's interpreter. "
+        "Outputs, lse and gradients may differ from float64 by at most twice the error of eager PyTorch. Exit status 1 "
+        "if a result is wrong, or if nothing ran.",
     )
     option(check, "backend", "only this backend", metavar="NAME")
     option(check, "dtype", "only this dtype", choices=DTYPES)
@@ -54,9 +57,9 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--device", choices=("cpu", "cuda"), help="only on this device")
     bench = command(
         "bench",
-        "time attention against its peers here, and hold each to float64",
-        "Time attention by fusedattn, by PyTorch's own and by the plain formula on this machine, the GPU or else the "
-        "CPU; say how much faster ours is than each, and whether every result is right. Exit status 1 if ours is not.",
+        "time attention against its peers, and check the results",
+        "Time fusedattn, PyTorch's attention and the plain formula on the GPU, or otherwise on the CPU. Print speeds, "
+        "ratios, and errors against float64. Exit status 1 if a result of fusedattn is wrong.",
     )
     bench.add_argument(
         "questions", nargs="*", metavar="QUESTION", help="forward, backward, options, packed, decode or module, in full"
@@ -65,41 +68,41 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--preset",
         choices=("quick", "paper", "full"),
-        help="quick, the default, takes minutes; paper: forward and backward in full; full: every question",
+        help="quick (default): some sizes, in minutes; paper: forward and backward; full: every question",
     )
     option(what, "shape", "this size instead", metavar=SIZES, type=_sizes)
     option(bench, "dtype", "in this dtype", choices=DTYPES)
-    bench.add_argument("--causal", action="store_true", help="--shape with a causal mask; of a preset the causal cases")
-    option(bench, "mode", "some of forward,backward,forward_backward,graph", metavar="LIST")
-    option(bench, "providers", "these, as fusedattn,sdpa,sdpa:flash,naive", metavar="LIST")
-    bench.add_argument("--csv", metavar="FILE", help="append every row to this file as soon as it is measured")
-    bench.add_argument("--commit", help="the commit that the rows name, where git cannot tell")
+    bench.add_argument("--causal", action="store_true", help="a causal mask for --shape; only causal cases of a preset")
+    option(bench, "mode", "of forward,backward,forward_backward,graph", metavar="LIST")
+    option(bench, "providers", "only these, for example fusedattn,sdpa,sdpa:flash,naive", metavar="LIST")
+    bench.add_argument("--csv", metavar="FILE", help="append each row to this file when it is measured")
+    bench.add_argument("--commit", help="the commit to write into the rows, if git cannot tell")
     bench.add_argument("--device", choices=("cpu", "cuda"), help="on this device")
     bench.add_argument("--plot", nargs="?", const="bench.png", metavar="PNG", help="draw speeds (bench.png)")
     tune = command(
         "tune",
-        "measure the kernels on this GPU, and have calls take the fastest",
-        "Hold each tile and pipeline of the kernels to float64 on this GPU, time those that are right, print a table, "
-        "and write a file to the user's cache folder, over an earlier one. Calls on the same GPU, driver, torch, "
-        "Triton and version of fusedattn take the fastest by it, and none that was wrong.",
+        "time the kernels' tile sizes on this GPU, and use the fastest",
+        "Check each tile size of the kernels against float64 on this GPU, time those that pass, print a table, and "
+        "write a file to the user's cache folder, replacing an earlier one. Later calls with the same GPU, driver, "
+        "torch, Triton and fusedattn use the fastest that passed.",
     )
     option(tune, "shape", "this size", metavar=SIZES, type=_sizes)
     option(tune, "dtype", "bfloat16, or these", choices=DTYPES[:3])
     warmup = command(
         "warmup",
-        "compile the kernels of given shapes ahead, several at a time",
-        "Compile the kernels that calls of given shapes take on this GPU, forward and backward, so that the first call "
-        "of a program, or one in a CUDA graph, need not; Triton keeps them on disk. They serve any batch and length of "
-        "the same head_dim, dtype and Hq / Hkv. Kernels for Hopper also need the same Hq, and depend on the length: "
-        "name the shortest and the longest. Exit status 1 if one fails.",
+        "compile the kernels of given shapes ahead of time",
+        "Compile the forward and backward kernels for given shapes on this GPU, in parallel, so that the first "
+        "call of a program does not wait for them. Triton keeps them on disk. They serve any batch and length with the "
+        "same head_dim, dtype and Hq / Hkv. Hopper's kernels also need the same Hq and depend on the length: name the "
+        "shortest and the longest. Exit status 1 if one fails to compile.",
     )
     option(warmup, "shape", "of a call", metavar=SIZES, type=_sizes, required=True)
     option(warmup, "dtype", "bfloat16, or these", choices=DTYPES[:3])
     warmup.add_argument(
-        "--causal", action=argparse.BooleanOptionalAction, help="only calls that are causal, or that are not"
+        "--causal", action=argparse.BooleanOptionalAction, help="only causal calls, or only others (default: both)"
     )
-    warmup.add_argument("--inference", action="store_true", help="only forwards of which no gradient is asked")
-    warmup.add_argument("--jobs", type=_positive, metavar="N", help="processes (as many as there are cores)")
+    warmup.add_argument("--inference", action="store_true", help="only forwards without gradients")
+    warmup.add_argument("--jobs", type=_positive, metavar="N", help="processes (default: one for each core)")
     return parser
 
 
@@ -119,11 +122,11 @@ def _positive(text: str) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status.
 
-    0; 1 if a check failed; 2 if it could not be run; 130 if it was interrupted; 141 if nobody reads its output.
+    It is 0, 1 if a check failed, 2 if the command could not run, 130 after an interrupt, 141 after a broken pipe.
     """
     command = "fusedattn"
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal may lack letters of a user's text
+        sys.stdout.reconfigure(errors="replace")  # a terminal may lack characters
     try:
         options = _parser().parse_args(arguments)
         command += f" {options.command}"
@@ -132,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return status
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # who reads has seen enough
+    except BrokenPipeError:  # the reader has closed the pipe
         _drop_output()
         return 141
     except Problem as problem:
@@ -144,6 +147,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _drop_output() -> None:
-    """Keep Python from writing once more, when it ends, what could not be written."""
+    """Keep Python from writing the rest at exit, which would fail again."""
     with contextlib.suppress(OSError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

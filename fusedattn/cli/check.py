@@ -1,6 +1,5 @@
-"""fusedattn check: holds every backend of this machine to float64, beside eager PyTorch."""
+"""fusedattn check: compares every backend of this machine with float64, beside eager PyTorch."""
 
-import difflib
 import itertools
 import time
 
@@ -12,17 +11,19 @@ from ..dispatch.backends import BACKENDS
 from ..testing.cases import CASES, RESULTS, Case, compare
 from ..testing.tolerance import Verdict
 from . import DTYPES, machine
-from .output import Output, Problem
+from .output import Output, Problem, check_names
 
 
 def run(arguments) -> int:
     output, began = Output(arguments.json), time.monotonic()
     if arguments.device == "cuda" and not torch.cuda.is_available():
-        raise Problem("device: torch finds no GPU")
-    here = machine.device()  # has Triton interpret kernels where there is no GPU, whatever device is named
+        raise Problem("device: expected cpu, got cuda: torch finds no GPU")
+    here = machine.device()  # makes Triton interpret kernels if there is no GPU
     devices = [arguments.device] if arguments.device else list(dict.fromkeys((here, "cpu")))
-    cases = _named(arguments.case, {case.name: case for case in CASES}, "case")
-    backends = _named(arguments.backend, {name: name for name in BACKENDS}, "backend")
+    check_names("case", arguments.case or [], [case.name for case in CASES])
+    check_names("backend", arguments.backend or [], BACKENDS)
+    cases = [case for case in CASES if not arguments.case or case.name in arguments.case]
+    backends = arguments.backend or BACKENDS
     parts: list[dict[str, str]] = []
     left_out: list[dict] = []
     for device, backend, dtype in itertools.product(devices, backends, arguments.dtype or DTYPES):
@@ -63,30 +64,20 @@ def run(arguments) -> int:
     return 0 if ok else 1
 
 
-def _named(names, known, what):
-    """Return what is known by these names, everything if there are none; raise a Problem for an unknown name."""
-    for name in names or ():
-        if name not in known:
-            near = difflib.get_close_matches(name, known, 1, 0.7)
-            hint = f": did you mean {near[0]}?" if near else ""
-            raise Problem(f"{what}: expected one of {', '.join(known)}, got {name}{hint}")
-    return [known[name] for name in names or known]
-
-
 def _check(case: Case, backend: str, device: str, dtype: str) -> tuple[dict[str, Verdict], str]:
-    """Return ({result: verdict}, ""), or ({}, why) where the backend refuses the case."""
+    """Return ({result: verdict}, ""), or ({}, why) if the backend refuses the case."""
     try:
         verdicts = compare(case.grown() if device == "cuda" else case, backend, device, getattr(torch, dtype))
     except NotImplementedError as refused:
         return {}, str(refused).partition("this call: ")[2] or str(refused)
-    except Exception as raised:  # whatever a kernel raises on somebody's machine is what is wrong with it
+    except Exception as raised:  # a kernel may raise anything; the result is reported as wrong
         nan, why = float("nan"), f"{type(raised).__name__}: {raised}"
         verdicts = {"out": Verdict(False, nan, nan, nan, nan, nan, why)}
     return {RESULTS[name]: verdict for name, verdict in verdicts.items()}, ""
 
 
 def _left_out(parts):
-    """Return one line for the dtypes, and the cases, that a backend leaves out for the same reasons."""
+    """Return a line for all dtypes that a backend leaves out for the same reasons."""
     alike: dict[tuple, dict[str, None]] = {}
     for part in parts:
         cases = f", {part['case']}" if "case" in part else ""

@@ -1,4 +1,4 @@
-"""This machine: its GPUs and cores, and how Triton can run on it."""
+"""GPUs and cores of this machine, and the device that kernels run on."""
 
 import os
 import sys
@@ -10,12 +10,12 @@ from .output import Problem
 
 
 def device() -> str:
-    """Return "cuda" where kernels run on a GPU, else "cpu".
+    """Return "cuda" if kernels run on a GPU, otherwise "cpu".
 
-    Without a GPU Triton is told to interpret kernels, if it is not imported yet.
+    Without a GPU it makes Triton interpret kernels, unless Triton is already imported.
     """
-    asked = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
-    if torch.cuda.is_available() and not asked:
+    interpreted = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
+    if torch.cuda.is_available() and not interpreted:
         return "cuda"
     if "triton" not in sys.modules:
         os.environ["TRITON_INTERPRET"] = "1"
@@ -23,26 +23,28 @@ def device() -> str:
 
 
 def need_gpu(why: str) -> None:
-    """Raise a Problem where kernels do not run on a GPU."""
+    """Raise a Problem if kernels do not run on a GPU."""
     if not torch.cuda.is_available():
-        raise Problem(f"it {why} an NVIDIA GPU, and torch finds none")
+        raise Problem(f"it {why} an NVIDIA GPU, but torch finds none")
     if device() != "cuda":
-        raise Problem(f"it {why} an NVIDIA GPU, and TRITON_INTERPRET has kernels run on the CPU; unset it")
+        raise Problem(f"it {why} an NVIDIA GPU, but TRITON_INTERPRET makes kernels run on the CPU; unset it")
 
 
 def explained(device: str, dtype: str, backend: str | None = None) -> Explanation:
-    """Explain which backend takes a small call."""
+    """Explain a small call."""
     small = (torch.zeros(1, 1, 16, 64, device=device, dtype=getattr(torch, dtype)),) * 3
     return explain(*small, backend=backend)
 
 
 def gpus() -> list[dict]:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    found = []
-    for one in map(torch.cuda.get_device_properties, range(count)):
-        about = dict(name=one.name, capability=f"{one.major}.{one.minor}", gib=round(one.total_memory / 2**30, 1))
-        found.append(about | dict(multiprocessors=one.multi_processor_count))
-    return found
+    return [
+        dict(
+            name=gpu.name, capability=f"{gpu.major}.{gpu.minor}",
+            gib=round(gpu.total_memory / 2**30, 1), multiprocessors=gpu.multi_processor_count,
+        )
+        for gpu in map(torch.cuda.get_device_properties, range(count))
+    ]  # fmt: skip
 
 
 def cores() -> int:

@@ -1,19 +1,29 @@
-"""Output of the commands: plain text tables, one JSON object, and a progress bar if rich is installed."""
+"""Output of the commands: text and tables, or one JSON object, and a progress bar if rich is installed."""
 
 import contextlib
+import difflib
 import importlib.util
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 
 class Problem(Exception):
-    """A command cannot run; the message is one line for the user."""
+    """A command cannot run; the message is one line."""
+
+
+def check_names(option: str, names: Sequence[str], known: Collection[str]) -> None:
+    """Raise a Problem for the first unknown name, with the nearest known one."""
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1, 0.7)
+            hint = f": did you mean {near[0]}?" if near else ""
+            raise Problem(f"{option}: expected one of {', '.join(known)}, got {name}{hint}")
 
 
 class Output:
-    """The output of one command. With `only_json` everything but `finish` is silent."""
+    """Output of one command. With `only_json`, only `finish` prints."""
 
     def __init__(self, only_json: bool):
         self.only_json = only_json
@@ -31,7 +41,7 @@ class Output:
 
     @contextlib.contextmanager
     def progress(self, title: str, total: int) -> Iterator[Callable[[str], None]]:
-        """Yield advance(note), which moves a bar on stderr; without a terminal or rich there is no bar."""
+        """Yield advance(note), which moves a bar on stderr, if that is a terminal and rich is installed."""
         if importlib.util.find_spec("rich") is None or not sys.stderr.isatty():
             yield lambda note: None
             return
@@ -43,6 +53,6 @@ class Output:
             yield lambda note: bar.update(task, advance=1, description=note.replace("[", r"\["))
 
     def finish(self, answer: dict[str, Any]) -> None:
-        """Print the JSON object, if it was asked for. NaN and infinity are null."""
+        """Print the JSON object with `only_json`. NaN and infinity become null."""
         if self.only_json:
             print(json.dumps(json.loads(json.dumps(answer), parse_constant=lambda _: None), indent=2))

@@ -1,4 +1,4 @@
-"""fusedattn tune: holds the forms of the kernels to float64 on this GPU, times them, and writes its tuning file."""
+"""fusedattn tune: checks each kernel configuration on this GPU against float64, times it, and writes a tuning file."""
 
 import contextlib
 import functools
@@ -18,11 +18,11 @@ from . import machine
 from .output import Output, Problem
 
 OPTIONS = {"plain": "", "masked": "documents=8", "rich": "dropout=0.1"}  # {load: options of its cases}
-# What a kernel is judged by and timed on; a backward by all three gradients.
+# Results that a kernel is checked and timed by; those not named, by all three gradients.
 RESULTS = {"forward": ("out", "lse"), "hopper": ("out", "lse"), "dq": ("query",), "dkdv": ("key", "value")}
 GRADIENTS = "query", "key", "value"
-REPEATABLE = ("dq", "dkdv", "two_passes", *tile_table.REPEATABLE)  # kernels with the same bits each time
-LENGTH, CHECKED = 4096, 611  # of usual calls, and of those that are held to float64: no multiple of a tile
+REPEATABLE = ("dq", "dkdv", "two_passes", *tile_table.REPEATABLE)  # deterministic kernels
+LENGTH, CHECKED = 4096, 611  # tokens of timed and of checked calls; 611 is no multiple of a tile
 BUDGET_MS, REPEATS = 60.0, 5
 truth = functools.lru_cache(maxsize=2)(lambda case, device: timer.truth(case, case.draw(device)))
 
@@ -42,7 +42,7 @@ def run(arguments) -> int:
                 measure(rows, case._replace(options=OPTIONS[load]), load, device, int(about["capability"]))
                 advance(case.name)
     except KeyboardInterrupt:
-        output.say("Stopped: the rows until now follow.")
+        output.say("Stopped. Rows so far:")
     found = sorted(
         rows.values(), key=lambda row: (row[1:4], tile_table.MEASURED.index(row.kernel), sum(row.ms.values()))
     )
@@ -50,12 +50,12 @@ def run(arguments) -> int:
     content = dict(about=about, forms=[row._asdict() | dict(form=row.form and row.form._asdict()) for row in found])
     if found:
         file.parent.mkdir(parents=True, exist_ok=True)
-        part = file.with_suffix(".part")  # who reads meanwhile sees a whole file
+        part = file.with_suffix(".part")  # readers never see half a file
         part.write_text(json.dumps(content, indent=1), encoding="utf-8")
         part.replace(file)
     cells = [[*row[:4], named(row.form), " ".join(f"{x:.3f}" for x in row.ms.values()), row.why] for row in found]
     output.table("Each form", ["kernel", "dtype", "width", "calls", "form", "full, causal: ms", "wrong"], cells)
-    output.say(f"{file}: calls on this GPU take the fastest right forms." if found else "No form was measured.")
+    output.say(f"{file}: calls on this GPU now use the fastest that passed." if found else "Nothing was measured.")
     output.finish(dict(file=str(file)) | content)
     return 0 if found else 1
 
@@ -65,7 +65,7 @@ def named(form) -> str:
 
 
 def measure(rows: dict, case: Case, load: str, device, capability: int | None) -> None:
-    """Check and time the forms of each kernel on full and causal calls of a size; rows: {(place, form): Row} so far."""
+    """Check and time all forms of each kernel on full and causal calls of a size; rows: {(place, form): Row} so far."""
     width = tile_table.row_width(max(case.D, case.Dv))
     for kernel in tile_table.MEASURED:
         for form in tile_table.candidates(kernel, capability, getattr(torch, case.dtype).itemsize, width, load):
@@ -75,7 +75,7 @@ def measure(rows: dict, case: Case, load: str, device, capability: int | None) -
                 with taking(row, rows.values(), capability):
                     for causal in (False, True):
                         row = row if row.why else measured(row, case._replace(causal=causal), device)
-            except Exception as error:  # whatever a form raises on somebody's GPU is what is wrong with it
+            except Exception as error:  # a kernel may raise anything; the row reports it
                 why = timer.status(error)
                 if timer.broke(why):
                     raise Problem(f"{kernel} {named(form)} broke the GPU: {why}") from error
@@ -87,11 +87,11 @@ def measure(rows: dict, case: Case, load: str, device, capability: int | None) -
 
 @contextlib.contextmanager
 def taking(row: Row, rows, capability: int | None):
-    """Inside, calls of the row's kind take its form, and other kernels their best form so far."""
+    """Make calls take the form of a row, and the best forms so far of other kernels."""
     itemsize = getattr(torch, row.dtype).itemsize
     forms = tile_table.candidates(row.kernel, capability, itemsize, row.width, row.load)
     others = [row._replace(form=x, ms={}, why="another is measured") for x in forms if x != row.form]
-    failures.forget()  # of the form before
+    failures.forget()  # those of the previous form
     replay.forget()
     tuned.ask(tuned.choose([row, *others, *(x for x in rows if x.kernel != row.kernel)]))
     try:
@@ -103,7 +103,7 @@ def taking(row: Row, rows, capability: int | None):
 
 
 def measured(row: Row, case: Case, device) -> Row:
-    """Return a row with its time for a case, or with what is wrong; unchanged if the call does not take the form."""
+    """Return a row with its time for a case or its error; unchanged if the call does not take the form."""
     small = case._replace(Sq=min(case.Sq, CHECKED), Sk=min(case.Sk, CHECKED))
     check, step = step_of(row, small, device), step_of(row, case, device)
     if check is None or step is None:
@@ -112,7 +112,7 @@ def measured(row: Row, case: Case, device) -> Row:
     got = zip(RESULTS.get(row.kernel, GRADIENTS), first, strict=True)
     *_, why = timer.compare({name: timer.of_head(small, x) for name, x in got}, *truth(small, device))
     if not all(torch.equal(*pair) for other in others for pair in zip(first, other, strict=True)):
-        why = "it has not the same bits each time"
+        why = "results differ from run to run"
     if why:
         return row._replace(why=f"{small.name}, {why}")
     return row._replace(ms={**row.ms, case.name: milliseconds(step, device)})
@@ -123,7 +123,7 @@ def milliseconds(step, device) -> float:
 
 
 def step_of(row: Row, case: Case, device):
-    """Return the function that computes RESULTS of a case; None if the call does not take the form of a row."""
+    """Return a function that computes RESULTS of a case, or None if the call does not take the form of a row."""
     names, tensors = RESULTS.get(row.kernel, GRADIENTS), case.draw(device)
     inputs = {x: getattr(tensors, x).requires_grad_(x in names or names[0] == "out") for x in GRADIENTS}
     call = case.arguments(tensors.masks) | inputs

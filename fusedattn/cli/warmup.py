@@ -1,4 +1,4 @@
-"""fusedattn warmup: compiles the kernels of given shapes, several at a time; Triton keeps them on disk."""
+"""fusedattn warmup: compiles the kernels of given shapes in parallel, into Triton's cache on disk."""
 
 import itertools
 import multiprocessing
@@ -15,11 +15,11 @@ from ..call.rules import checked
 from . import machine
 from .output import Output, Problem
 
-PASSES = ("backward", "training", "inference")  # the longest first; training is the forward that saves for a backward
+PASSES = ("backward", "training", "inference")  # the slowest first; training is a forward that saves for a backward
 
 
 class Compiled(NamedTuple):
-    """The kernels of one pass of a case, the seconds that they took, and why it failed, or ""."""
+    """Number of kernels compiled for a pass of a case, seconds, and why it failed, or ""."""
 
     case: Case
     what: str
@@ -29,7 +29,7 @@ class Compiled(NamedTuple):
 
 
 class _Counting:
-    """Counts launches where a Recorder would record them: they are compiled, and no more."""
+    """Stands in for a Recorder: launches are compiled and counted, not run."""
 
     def __init__(self, device: torch.device):
         self.device, self.kernels = device, 0
@@ -45,7 +45,7 @@ class _Counting:
 
 
 def compile_pass(case: Case, what: str, device: torch.device) -> Compiled:
-    """Compile what one of PASSES launches for a case on a device, without a launch and without memory."""
+    """Compile the kernels of one of PASSES for a case, without launching them or allocating memory."""
     from ..launch import forward, hopper, run
     from ..launch.backward import launch_backward
     from ..operators import attention, backward
@@ -56,7 +56,7 @@ def compile_pass(case: Case, what: str, device: torch.device) -> Compiled:
     began, counting = time.monotonic(), _Counting(device)
     try:
         if max(case.D, case.Dv) > 256:
-            raise NotImplementedError("no kernel takes heads of over 256")
+            raise NotImplementedError(f"expected D and Dv of at most 256, got {max(case.D, case.Dv)}")
         keys = case.B, case.Hkv, case.Sk
         arguments = Arguments(tensor(case.B, case.Hq, case.Sq, case.D), tensor(*keys, case.D), tensor(*keys, case.Dv))
         call = checked(arguments._replace(causal=case.causal))
@@ -72,7 +72,7 @@ def compile_pass(case: Case, what: str, device: torch.device) -> Compiled:
                 on_hopper = run.is_default("hopper", call, device) and not hopper.reasons(call)
                 forward.launch_forward(out, None, None, stats if stats.numel() else None, call, on_hopper)
         why = ""
-    except Exception as error:  # whatever a compiler raises is what the command says of this pass
+    except Exception as error:  # a compiler may raise anything; the command reports it
         why = f"{type(error).__name__}: {error}".partition("\n")[0][:300]
     return Compiled(case, what, counting.kernels, time.monotonic() - began, why)
 
@@ -95,12 +95,12 @@ def run(arguments) -> int:
                 done.append(one.result())
                 advance(f"{done[-1].case.name}, {done[-1].what}")
         except BrokenProcessPool:
-            raise Problem("a process that compiles was ended from outside; try fewer --jobs") from None
+            raise Problem("a compiling process was killed, perhaps for its memory; try fewer --jobs") from None
     done.sort(key=lambda one: (cases.index(one.case), passes.index(one.what)))
     rows = [[one.case.name, one.what, one.kernels, f"{one.seconds:.1f}", one.why or "ok"] for one in done]
     seconds = time.monotonic() - began
     output.table("Compiled kernels", ["shape", "pass", "kernels", "seconds", ""], rows)
-    output.say(f"{sum(one.kernels for one in done)} kernels in {seconds:.1f} s, by {jobs} processes.")
+    output.say(f"{sum(one.kernels for one in done)} kernels in {seconds:.1f} s with {jobs} processes.")
     failed = [one for one in done if one.why]
     entries = [one._asdict() | dict(case=one.case.name) for one in done]
     output.finish(dict(seconds=seconds, jobs=jobs, failed=len(failed), passes=entries))

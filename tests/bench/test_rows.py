@@ -23,8 +23,12 @@ def made(case, provider, ms=1.0, mode="forward", status="ok", spread=0.0, **colu
 
 def test_rows_survive_the_file(tmp_path):
     path = tmp_path / "a.csv"
-    rows.Writer(path).write(made(CASE, "naive", 0.125, status="unsupported: it said:\n  no, never"))
-    rows.Writer(path).write(made(CASE._replace(options="window=3,0"), "naive", None))
+    for row in (
+        made(CASE, "naive", 0.125, status="unsupported: it said:\n  no, never"),
+        made(CASE._replace(options="window=3,0"), "naive", None),
+    ):
+        rows.create(path)
+        rows.append(path, row)
     with open(path, "a") as file:
         file.write("abc,def")  # killed while it wrote
     first, second = rows.read(path)
@@ -32,7 +36,7 @@ def test_rows_survive_the_file(tmp_path):
     assert first == made(CASE, "naive", 0.125, status="unsupported: it said: no, never")
     assert second.case == CASE._replace(options="window=3,0") and second.ms_p50 == "" and second.status == "ok"
     path.write_text("commit,date\n")
-    for read in (rows.read, rows.Writer):
+    for read in (rows.read, rows.create):
         with pytest.raises(ValueError, match="expected the columns"):
             read(path)
 

@@ -70,7 +70,7 @@ def test_rows_before_the_end_of_a_run_are_shown(error, status, capsys, monkeypat
     monkeypatch.setitem(providers.PROVIDERS, "naive", ends)
     found, shown = cli.main([*SQUARE, "--shape", "1,2,2,16,16,8", "--json"]), capsys.readouterr()
     assert found == status and not json.loads(shown.out)["complete"] and len(json.loads(shown.out)["rows"]) < 8
-    assert ("the GPU broke down" in shown.err) == (status == 2)
+    assert ("the GPU stopped working" in shown.err) == (status == 2)
 
 
 def test_rows_are_appended_and_drawn(tmp_path, capsys):
