@@ -1,4 +1,4 @@
-"""Finds the blocks of pairs that the caller's masks leave: a block mask once, then lists of tiles for each kernel."""
+"""Block masks (which blocks of pairs the caller's masks leave visible), and the lists of tiles that kernels walk."""
 
 import triton
 import triton.language as tl
@@ -8,12 +8,12 @@ from .vocabulary import masks as masking, memory, span, walk
 
 @triton.jit(do_not_specialize=["heads", "rows", "keys"])
 def block_mask(BlockMask, extents, masks, bias, heads, rows, keys, BLOCK_MASK_SIZE: tl.constexpr):
-    """BlockMask (B, H, blocks of rows, blocks of keys): a byte for each square block of pairs, contiguous.
+    """Fill BlockMask (B, H, row blocks, key blocks), contiguous: one byte and one program a square block.
 
-    One program a block. Sizes are those along which masks, and bias (None, or a View: -inf hides), differ; the others
-    are 1. A row that masks.rows hides sees nothing, and does not keep a block from being all seen: nobody reads what
-    becomes of it. With extents, of `sequences`, sizes are those of the longest, and what is past the end of one is not
-    there.
+    Sizes along which masks and bias do not differ are 1; a bias (View or None) of -inf hides. A row hidden by
+    masks.rows sees nothing, yet does not stop a block from counting as fully visible: its output is overwritten. With
+    the extents of `sequences`, sizes are those of the longest sequence, and pairs past the end of a sequence do not
+    count.
     """
     down, right, plane = span.place_tile(tl.program_id(0), rows, keys, heads, BLOCK_MASK_SIZE, BLOCK_MASK_SIZE)
     r = down * BLOCK_MASK_SIZE + tl.arange(0, BLOCK_MASK_SIZE)[:, None]
@@ -40,13 +40,12 @@ def tile_lists(
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TOP_LEFT: tl.constexpr,
     BLOCK_MASK_SIZE: tl.constexpr, BY_KEYS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Lists (B, H, blocks, 2, 1 + most + 1) of int64, contiguous: for each block of rows the tiles to compute.
+    """Fill Lists (B, H, blocks, 2, 1 + most + 1), int64, contiguous: the tiles to compute for each block of rows.
 
-    [count, tile 0, tile 1, ..., 0], once for the tiles that take a mask and once for those that take none; a loop reads
-    the 0 ahead, and does not use it. Blocks are of rows and tiles of keys; BY_KEYS the other way round, for the rows of
-    each of GROUP query heads, and H counts kv heads. block_mask is a View of what the kernel of that name wrote; the
-    band counts as a mask. There are `tile_count` tiles to a head. With sequences B is 1, and their slots are the
-    blocks.
+    A list is [count, tile 0, tile 1, ..., 0]; a loop reads the last 0 ahead and ignores it. The first list has the
+    tiles that need a mask, the second the others. block_mask is a View; the band counts as a mask. BY_KEYS: blocks of
+    keys, tiles of rows for each of GROUP query heads, and H counts kv heads. A head has `tile_count` tiles. With
+    sequences, B is 1 and blocks are their slots.
     """
     pid, programs = tl.program_id(0), tl.num_programs(0)
     BLOCK: tl.constexpr = BLOCK_N if BY_KEYS else BLOCK_M

@@ -13,11 +13,10 @@ def dbias(
     heads, bias_heads, q_len, k_len, max_seqlen_q, max_seqlen_k, left, right, batches,
     spec: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """GradBias, a View of (1 or B, bias_heads, max_seqlen_q, max_seqlen_k): a program sums a tile of it over planes.
+    """Fill GradBias, a View of (1 or B, bias_heads, max_seqlen_q, max_seqlen_k); a program sums one tile over planes.
 
-    They are `batches` batches, 1 or all of them, and as many heads as one of bias_heads stands for. block_mask, a View
-    with the planes of GradBias, has what any of those has that GradBias is summed over. max_seqlen are q_len and k_len,
-    or, with extents, of `sequences`, those of the longest.
+    batches is how many batches share the bias: 1 or all. block_mask, a View with the planes of GradBias, marks a block
+    that any of the summed planes sees. Without extents the maximum lengths are q_len and k_len.
     """
     if extents is None:
         max_seqlen_q, max_seqlen_k = q_len, k_len  # else sm_90 takes up to 58 registers more, by Triton 3.7.1

@@ -1,6 +1,6 @@
 """Attention of few queries to a cache: one program per split of the keys of one block of rows of one kv head.
 
-The rows of a block are those of all query heads that read the kv head, head by head for each query.
+A block has rows of all query heads that read the kv head: for each query, one row a head.
 Source: Flash-Decoding, pytorch.org/blog/flash-decoding; PagedAttention, arXiv:2309.06180.
 """
 
@@ -22,7 +22,7 @@ from .vocabulary.attend import attend
 
 @triton.constexpr_function
 def spanned(BLOCK, GROUP):
-    """How many queries, at most, a block of rows has rows of."""
+    """Return the maximum number of queries whose rows lie in one block."""
     if BLOCK % GROUP == 0:
         return BLOCK // GROUP
     return 1 if GROUP % BLOCK == 0 else (BLOCK + GROUP - 2) // GROUP + 1
@@ -33,7 +33,6 @@ def _walk(
     out, state, q, cache, rows, band, rules, kv, plane, begin, end, capacity, pages,
     spec: tl.constexpr, BLOCK_N: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
-    """Fold key blocks [begin, end) into the running softmax."""
     page = paging.of_block(cache, kv, begin, capacity, spec.PAGE, BLOCK_N)
     for j in tl.range(begin, end):
         cols = j * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -54,9 +53,9 @@ def decode(
     partials, cache, rotary, rules, heads, q_len, capacity, added, pages, positions, splits, left, right,
     spec: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Out (B, Hq, Sq, DV) and, unless None, Lse (B, Hq, Sq); or, unless None, the partials of them for `combine`.
+    """Write Out, a View of (B, Hq, Sq, DV), and Lse (B, Hq, Sq) unless None; or the partials for `combine`.
 
-    Q and Out are Views, Lse is contiguous. `added` keys of each sequence are more than its length in the cache says.
+    `added` is how many keys each sequence has beyond its cached length.
     """
     # ids
     split = tl.program_id(0) % splits

@@ -16,14 +16,13 @@ def _walk_rows(
     cols, band, rules, kv, tile_list, begin, end,
     spec: tl.constexpr, BLOCK_M: tl.constexpr, CHECK: tl.constexpr, WALK: tl.constexpr,
 ):  # fmt: skip
-    """Add to dk and dv what row blocks [begin, end) of GROUP query heads give. Tiles are [keys, rows].
+    """Add the contribution of row blocks [begin, end) of GROUP query heads to dk and dv. Tiles are [keys, rows].
 
-    What will not be stored in grads.k or grads.v, since they are None, stays as it is. Unless they are None, GradQ gets
-    added what they give to dq; grads.bias gets the gradient of the scores; grads.bias_sums (B, Hq, Sk, 3) gets its sums
-    by key, for each head in turn, in the column of this WALK.
+    If grads.k or grads.v is None, dk or dv stays as it is. GradQ, unless None, accumulates dq. grads.bias gets the
+    gradient of the scores; grads.bias_sums (B, Hq, Sk, 3) gets its sums by key and head, in the column of this WALK.
 
-    One flat loop: nested loops keep alive what they hoist, and spill over 1 KB at D = 128. It counts, for a division by
-    a length is 50 instructions; and dv comes before dp, for x and dp alive at once spill as well.
+    One flat loop: nested loops keep alive what they hoist, and spill over 1 KB at D = 128. Blocks are counted, because
+    a division by a length takes 50 instructions. dv comes before dp, because x and dp alive together spill as well.
     """
     following = walk.first(tile_list, begin)
     member, block = begin * 0, begin
@@ -85,12 +84,12 @@ def dkdv(
     grads, sequences, tile_lists, heads, q_len, k_len, left, right, rules,
     spec: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """k (B, Hkv, Sk, D) and v (B, Hkv, Sk, DV) of grads: the sum over the query heads that share a kv head.
+    """Write grads.k (B, Hkv, Sk, D) and grads.v (B, Hkv, Sk, DV), summed over the query heads of a kv head.
 
-    Q and GradOut are Views, or both descriptors. GradQ, unless None a View or descriptor of (B, Hq, Sq, D) in the dtype
-    of sums, gets added the gradient of q less what `scores.grad` does: the backward in one pass, with five products a
-    tile instead of seven. Of grads, bias is a View of (B, Hq, Sq, Sk) that is 0 where nothing is seen; bias_sums
-    (B, Hq, Sk, 3), zeros before, has columns that add up to the sums by key of the gradient of the scores.
+    Q and GradOut are Views, or both descriptors. GradQ (None, View or descriptor of (B, Hq, Sq, D) in float32)
+    accumulates dq, not yet scaled: a backward in one pass, with five products a tile instead of seven. grads.bias is a
+    View of (B, Hq, Sq, Sk) filled with 0; grads.bias_sums (B, Hq, Sk, 3), zeros, gets columns that sum to the gradient
+    by key.
     """
     # ids
     pid, programs = tl.program_id(0), tl.num_programs(0)

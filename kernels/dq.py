@@ -1,6 +1,6 @@
-"""Gradient of the queries, a block of rows a program; weights are recomputed.
+"""Gradient of the queries: one program per block of rows; weights are recomputed.
 
-Source: FlashAttention-2, arXiv:2307.08691, algorithm 2, the half of it that a block of rows can do without atomics.
+Source: FlashAttention-2, arXiv:2307.08691, algorithm 2; the half that a block of rows computes without atomics.
 """
 
 import triton
@@ -27,10 +27,10 @@ def _walk_keys(
     grads, row, rows, band, rules, plane, tile_list, begin, end,
     spec: tl.constexpr, BLOCK_N: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
-    """Add to dq and to the sums by row what key blocks [begin, end) give.
+    """Add the contribution of key blocks [begin, end) to dq and to the sums by row.
 
-    What will not be stored, since GradQ or all of the sums of grads are None, stays as it is. grads.bias, unless None,
-    gets the gradient of the scores.
+    dq stays as it is if GradQ is None, and the sums if grads has none. grads.bias, unless None, gets the gradient of
+    the scores.
     """
     following = walk.first(tile_list, begin)
     for n in tl.range(begin, end):
@@ -66,10 +66,10 @@ def dq(
     grads, sequences, tile_lists, heads, q_len, k_len, left, right, rules,
     spec: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """GradQ (B, Hq, Sq, D), or None, from GradOut and the Rows that `preprocess` made.
+    """Write GradQ (B, Hq, Sq, D), unless None, and the sums of grads along keys.
 
-    K and V are Views, or both descriptors. Of grads, what is summed along keys: bias, a View of (B, Hq, Sq, Sk) that is
-    0 where nothing is seen, and the sums by row, (B, Hq, Sq).
+    K and V are Views, or both descriptors. Rows comes from `preprocess`. grads.bias is a View of (B, Hq, Sq, Sk) filled
+    with 0; sums by row are (B, Hq, Sq).
     """
     # ids
     pid, programs = tl.program_id(0), tl.num_programs(0)

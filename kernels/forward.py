@@ -15,7 +15,7 @@ def _walk(
     out, state, q, k, v, rows, band, rules, plane, tile_list, begin, end,
     spec: tl.constexpr, BLOCK_N: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
-    """Fold key blocks [begin, end), or as many entries of an tile_list, into the running softmax."""
+    """Fold key blocks [begin, end), or that many entries of tile_list, into the running softmax."""
     following = walk.first(tile_list, begin)
     for n in tl.range(begin, end):
         j, member, following = walk.step(tile_list, n, following)
@@ -34,10 +34,10 @@ def forward(
     sequences, tile_lists, heads, q_len, k_len, left, right, rules,
     spec: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Out (B, Hq, Sq, DV) and, unless None, Lse (B, Hq, Sq) and Stats (B, Hq, Sq, columns of `saved_stats`).
+    """Write Out (B, Hq, Sq, DV) and, unless None, Lse (B, Hq, Sq) and Stats (B, Hq, Sq, `saved_stats.columns`).
 
-    Q, K, V and Out are Views, or K and V descriptors; Lse and Stats contiguous. tile_lists, of `block_mask`, is None if
-    a band alone hides. With sequences, of `span`, B is 1, and they have q_len rows and k_len keys together.
+    Q, K, V and Out are Views, or K and V descriptors; Lse and Stats are contiguous. tile_lists is None if a band alone
+    hides pairs. With sequences B is 1, and q_len and k_len are total rows and keys.
     """
     # ids
     pid, programs = tl.program_id(0), tl.num_programs(0)

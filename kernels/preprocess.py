@@ -1,4 +1,4 @@
-"""Kernels before and after the passes of the backward: preprocess computes delta, postprocess casts dq."""
+"""Kernels around the passes of the backward: preprocess computes delta and zeroes buffers, postprocess casts dq."""
 
 import triton
 import triton.language as tl
@@ -10,7 +10,7 @@ LARGEST = tl.constexpr(3.3895313892515355e38)  # of bfloat16
 
 @triton.jit
 def _terms(x):
-    """Three numbers of 8 bits each whose sum is x; of what is not finite, that and two zeros."""
+    """Split x into a sum of three bfloat16 numbers; inf and NaN become themselves and two zeros."""
     # What would be rounded to infinity is not: the second term takes the rest.
     near = tl.where(tl.abs(x) < float("inf"), tl.minimum(tl.maximum(x, -LARGEST), LARGEST), x)
     first = near.to(tl.bfloat16).to(tl.float32)
@@ -21,7 +21,7 @@ def _terms(x):
 
 @triton.jit
 def _put_terms(x, columns, at: tl.constexpr, tile):
-    """A tile [rows, columns] with the `_terms` of x in three columns."""
+    """Return the tile [rows, columns] with the `_terms` of x in three columns."""
     first, second, third = _terms(x)
     tile = tl.where(columns == at, first[:, None], tile)
     tile = tl.where(columns == at + 1, second[:, None], tile)
@@ -30,7 +30,7 @@ def _put_terms(x, columns, at: tl.constexpr, tile):
 
 @triton.jit
 def _store_added(Rows, plane, rows, n, row, delta, scale):
-    """Rows as products add them, (B, 2 Hq, Sq, 16): for a head a table for scores and one for dp."""
+    """Store row statistics as products add them, (B, 2 Hq, Sq, 16): per head a table for scores and one for dp."""
     r, c = rows[:, None], tl.arange(0, 16)[None, :]
     zeros = tl.zeros([rows.shape[0], 16], tl.float32)
     # Where nothing was seen: far below 0, but finite, for a product multiplies it by 0 as well.
@@ -47,16 +47,14 @@ def preprocess(
     heads, q_len, k_len, pitch, scale,
     spec: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Rows (B, Hq, Sq, 4: pivot and neg_log2_sum of the softmax, delta, the gradient of lse), contiguous.
+    """Write Rows (B, Hq, Sq, 4: pivot and neg_log2_sum of the softmax, delta, gradient of lse), contiguous.
 
-    For the backwards for Hopper they lie as (B, Hq, 4, pitch), each of the four along the rows, or, where Rows is of
-    bfloat16, as `_store_added` writes them; scale is needed there. pitch is None otherwise.
-    Stats and GradLse, or None, are contiguous too. Stats has COLUMNS: those of `saved_stats`, or row_max and log2_sum
-    alone, where what rounding took from Out is not known.
-    A row that saw nothing has delta 0 whatever its incoming gradients hold. Weights and GradWeights are Views of
-    (B, Hq, Sq, Sk), or None. Out is None where no gradient of scores is wanted: there is no delta then. GradQ, unless
-    None, is what will be added to: it gets zeros. So does Turns, int32, a number and two for each row. With UNIT, GradQ
-    is what `postprocess` then reads, (B, Hq, Sq to a multiple of UNIT, WIDTH).
+    Hopper's backwards want other layouts: (B, Hq, 4, pitch), or, if Rows is bfloat16, `_store_added`, which needs
+    scale; pitch is None otherwise. Stats has COLUMNS as in `saved_stats`, or only row_max and log2_sum. Stats and
+    GradLse (or None) are contiguous; Weights and GradWeights are Views of (B, Hq, Sq, Sk), or None. A row that saw
+    nothing has delta 0, whatever its incoming gradients hold. Out is None if no gradient of scores is wanted: then
+    delta is 0. GradQ, unless None, is zeroed for later sums. With UNIT it is the buffer that `postprocess` reads, (B,
+    Hq, Sq rounded up to UNIT, WIDTH). Turns, int32, one number and two for each row, is zeroed too.
     """
     block, plane = span.place(tl.program_id(0), q_len, heads, BLOCK_M)
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -117,7 +115,7 @@ def preprocess(
 
 @triton.jit
 def _ordered(m, first, n, ROWS: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr):
-    """[ROWS, columns] of a matrix from a row on, where the `lines` of the backwards for Hopper lie in it."""
+    """Return [ROWS, WIDTH] of a matrix from row `first` on, reordered from the `lines` of Hopper's backwards."""
     line = tl.arange(0, ROWS * WIDTH // 32)[:, None]
     at = first.to(tl.int64) * WIDTH + line * 32 + tl.arange(0, 32)[None, :]
     total = tl.load(m.base + at, mask=at < tl.cast(n, tl.int64) * WIDTH, other=0.0)
@@ -130,9 +128,9 @@ def postprocess(
     Sums, GradQ, heads, q_len, score,
     D: tl.constexpr, BLOCK_M: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """GradQ (B, Hq, Sq, D), from what was added up in Sums, another such View or the same.
+    """Write GradQ (B, Hq, Sq, D) from Sums, another such View or the same.
 
-    With UNIT, Sums has the `lines` of the backwards for Hopper, those of UNIT rows and WIDTH columns together.
+    With UNIT, Sums has the `lines` of Hopper's backwards, UNIT rows and WIDTH columns together.
     """
     block, plane = span.place(tl.program_id(0), q_len, heads, BLOCK_M)
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)

@@ -1,4 +1,4 @@
-"""Lays out packed sequences: the extent of each, and the order in which programs take their blocks."""
+"""Layout of packed sequences: the extent of each, and the order in which programs take their blocks."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def _extent(offsets, i, exists, total, most):
-    """(start, length) of sequences i: of offsets that nobody has checked, as much as lies inside."""
+    """Return (start, length) of sequences i; offsets are unchecked, so clamp them to the total."""
     start = tl.minimum(tl.maximum(tl.load(offsets + i, mask=exists, other=0), 0), total)
     end = tl.minimum(tl.maximum(tl.load(offsets + i + 1, mask=exists, other=0), 0), total)
     return start, tl.minimum(tl.maximum(end - start, 0), most)
@@ -18,7 +18,7 @@ def _fill(
     own, rows, keys, n, q_len, k_len, max_seqlen_q, max_seqlen_k, size,
     BLOCK: tl.constexpr, BY_KEYS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Write the slots of sequence `own`, which come after those of all sequences with more to do."""
+    """Write the slots of one sequence, after those of all sequences with more work."""
     walk = rows if BY_KEYS else keys
     before = own.to(tl.int64) * 0  # offsets that fall may name more rows than 32 bits count
     for start in tl.range(0, n, CHUNK):
@@ -44,11 +44,10 @@ def fill_slots(
     n, q_len, k_len, max_seqlen_q, max_seqlen_k, size,
     BLOCK: tl.constexpr, BY_KEYS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Extents (n, 4: first row, rows, first key, keys) and Slots (size, 2: sequence, block) of int32.
+    """Write Extents (n, 4: first row, rows, first key, keys) and, unless None, Slots (size, 2: sequence, block), int32.
 
-    Slots may be None. Offsets are those of a Call, of sequences in q_len rows and k_len keys. Blocks are of BLOCK rows,
-    or keys; those with most to do come first, so that none is begun when all others are done. Slots that nobody takes
-    stay as they are. One program a sequence, each of which looks at all others.
+    Blocks of BLOCK rows (or keys) with most work come first, so that no long one starts last. Unused slots stay as they
+    are. One program a sequence; each looks at all others.
     """
     own = tl.program_id(0)
     row, rows = _extent(OffsetsQ, own, True, q_len, max_seqlen_q)

@@ -1,9 +1,8 @@
-"""The derivative of attention in one direction, forward mode: one more pass over the tiles that the forward visited.
+"""Forward-mode derivative of attention: one more pass over the tiles that the forward visited.
 
-With tangents t_q, t_k, ... of the inputs, weights p and the scores' tangents
-t_s = scale (t_q k + q t_k) cap' + t_bias - t_slope distance, those of the results are
-t_lse = sum p t_s, t_p = p (t_s - t_lse) and t_out = sum t_p v + p t_v = sum p (t_s v + t_v) - t_lse out:
-the last form needs no sum before the walk.
+With tangents t_q, t_k, ... of the inputs, weights p and tangents of the scores t_s = scale (t_q k + q t_k) cap' +
+t_bias - t_slope distance, the tangents of the results are t_lse = sum p t_s, t_p = p (t_s - t_lse) and t_out = sum t_p
+v + p t_v = sum p (t_s v + t_v) - t_lse out. The last form needs no sum before the walk.
 Source: the derivative of softmax, FlashAttention-2, arXiv:2307.08691, section 2.2, applied to a direction.
 """
 
@@ -27,7 +26,7 @@ from .vocabulary import (
 
 
 class Tangents(NamedTuple):
-    """Tangents of the inputs, each like what it is the tangent of: Views, None where it is zero."""
+    """Tangents of the inputs: Views of the inputs' shapes, None for zero."""
 
     q: memory.View
     k: memory.View
@@ -39,7 +38,7 @@ class Tangents(NamedTuple):
 
 @triton.jit
 def _of_products(q, t_q, k, t_k, like, spec: tl.constexpr):
-    """Tangents of the products q @ k.T, from tiles and their tangents; 0 where there are none."""
+    """Return the tangents of q @ k.T from tiles and their tangents; 0 if both are None."""
     dtype: tl.constexpr = like.dtype
     t_x = tl.zeros(like.shape, dtype)
     if t_q is not None:
@@ -55,7 +54,7 @@ def _walk(
     out, total, q, t_q, k, v, t_k, t_v, tangents, row, rows, band, rules, plane, tile_list, begin, end,
     spec: tl.constexpr, BLOCK_N: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
-    """Add to the sums over keys, out of p (t_s v + t_v) and total of p t_s, what key blocks [begin, end) give."""
+    """Add the contribution of key blocks [begin, end): p (t_s v + t_v) to out, p t_s to total."""
     following = walk.first(tile_list, begin)
     for n in tl.range(begin, end):
         j, member, following = walk.step(tile_list, n, following)
@@ -98,10 +97,7 @@ def tangent(
     tangents, sequences, tile_lists, heads, q_len, k_len, left, right, rules,
     spec: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """TangentOut (B, Hq, Sq, DV), a View, and TangentLse (B, Hq, Sq), contiguous, unless None.
-
-    From Tangents, and from the Out and the Stats of the forward. The other arguments are the forward's.
-    """
+    """Write TangentOut, a View of (B, Hq, Sq, DV), and, unless None, TangentLse (B, Hq, Sq), contiguous."""
     # ids
     pid, programs = tl.program_id(0), tl.num_programs(0)
     block, plane, q_len, k_len = span.locate(sequences, pid, programs, q_len, k_len, heads, BLOCK_M, BY_KEYS=False)
@@ -158,9 +154,9 @@ def tangent_weights(
     tangents, sequences, heads, q_len, k_len, columns, left, right, rules,
     spec: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """TangentWeights, a View of (B, Hq, Sq, columns), after dropout: a program a tile, as `weights` has it.
+    """Write TangentWeights, a View of (B, Hq, Sq, columns), after dropout: one program a tile, as in `weights`.
 
-    From the Stats of the forward, the Tangents and the TangentLse that `tangent` wrote.
+    TangentLse comes from `tangent`.
     """
     across = tl.cdiv(columns, BLOCK_N)
     pid, tile, programs = tl.program_id(0) // across, tl.program_id(0) % across, tl.num_programs(0) // across

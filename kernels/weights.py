@@ -1,4 +1,4 @@
-"""Writes the attention weights: one program per tile, from the row statistics of the forward."""
+"""Attention weights from the row statistics of the forward: one program per tile."""
 
 import triton
 import triton.language as tl
@@ -12,9 +12,9 @@ def weights(
     sequences, heads, q_len, k_len, columns, left, right, rules,
     spec: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Weights, a View of (B, Hq, Sq, columns), after dropout, from the Stats of the forward.
+    """Write Weights, a View of (B, Hq, Sq, columns), after dropout.
 
-    There are as many columns as keys, or, with sequences, as the longest has: the others get zeros.
+    columns is the number of keys; with sequences that of the longest one, and the rest are zeros.
     """
     across = tl.cdiv(columns, BLOCK_N)
     pid, tile, programs = tl.program_id(0) // across, tl.program_id(0) % across, tl.num_programs(0) // across

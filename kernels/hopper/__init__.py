@@ -1,4 +1,4 @@
-"""Gluon kernels for compute capability 9.0 alone; importing them fails where Triton has no Gluon.
+"""Gluon kernels for compute capability 9.0; importing them fails if Triton has no Gluon.
 
-They are made of the same vocabulary as the kernels for every GPU, and mean the same.
+They use the vocabulary of the universal kernels, and give the same results.
 """

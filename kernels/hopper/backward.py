@@ -1,8 +1,7 @@
-"""Backward attention for Hopper: warps that copy, one in and two out, and two warpgroups of 64 keys each that multiply.
+"""Backward attention for Hopper: one warp copies in, two copy out, two warpgroups of 64 keys each multiply.
 
-A program has a block of keys. A warpgroup keeps the gradients of its keys and values in registers, and computes scores
-transposed, [keys, rows], so that weights and gradients of scores go from registers straight into the products that take
-them. What its keys give to dq the copy engine adds in memory, at the word of a warp that waits for it.
+A program has a block of keys. A warpgroup keeps dk and dv in registers and computes scores transposed, [keys, rows], so
+that weights and gradients of scores go from registers straight into the next products. TMA adds dq in memory.
 Source: FlashAttention-3, arXiv:2407.08608, appendix B.1; FlashAttention-2, arXiv:2307.08691, algorithm 2.
 """
 
@@ -35,11 +34,11 @@ from .steps import (
 
 
 class Shared(NamedTuple):
-    """What lies in shared memory: k, a tile a warpgroup, and with it v; q in a ring, and with it `GradOut` and `Rows`.
+    """Shared memory. k and v: a tile a warpgroup. q, do (`GradOut`) and rows: one ring.
 
-    ds are gradients of scores, [step and warpgroup, keys, rows], of two steps. dq are `steps.lines` of what they give
-    to dq, in float32: a warpgroup has half of it, from the keys of both, who meet at a barrier; with heads of up to 64,
-    half of the rows, else half of the columns. one are `steps.ones`. out tells that dk and dv lie in k and v.
+    ds: gradients of scores, [step and warpgroup, keys, rows], of two steps. dq: `steps.lines` of its float32
+    contributions. A warpgroup computes half of dq from the keys of both, who meet at a barrier: half the rows for heads
+    up to 64, else half the columns. one: `steps.ones`. out signals that dk and dv lie in k and v.
     """
 
     k: ring.Ring
@@ -55,7 +54,7 @@ class Shared(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Descriptors: Sums is of dq's lines, in float32. Turns are whose turn it is to add to it, or None."""
+    """Descriptors; Sums has the lines of dq in float32. Turns are the counters that order additions to it, or None."""
 
     Sums: tensor_descriptor
     GradK: tensor_descriptor
@@ -65,7 +64,7 @@ class Results(NamedTuple):
 
 @gluon.jit
 def _turn(g: gl.constexpr, results, plane, block, first, band, KEYS: gl.constexpr, BLOCK_M: gl.constexpr):
-    """(the counter of warpgroup g's half of a tile of dq, how many add to it before): the last keys of its rows first.
+    """Return (counter of warpgroup g's half of a tile of dq, number of additions before this one), last keys first.
 
     Under a causal band the programs of the last keys have the fewest rows: in this order none waits for a longer one.
     """
@@ -76,7 +75,7 @@ def _turn(g: gl.constexpr, results, plane, block, first, band, KEYS: gl.constexp
 
 @gluon.jit
 def _produce(shared, Q, K, V, GradOut, Rows, kv, first, band, GROUP: gl.constexpr):
-    """The warp that copies."""
+    """Copy tiles in: the work of one warp."""
     GROUPS: gl.constexpr = shared.k.tiles.shape[0]
     KEYS: gl.constexpr = shared.k.tiles.shape[3]
     BLOCK_M: gl.constexpr = shared.q.tiles.shape[3]
@@ -99,7 +98,7 @@ def _produce(shared, Q, K, V, GradOut, Rows, kv, first, band, GROUP: gl.constexp
 
 @gluon.jit
 def _give(g: gl.constexpr, shared, results, kv, first, band, GROUP: gl.constexpr):
-    """A warp that adds to dq what a warpgroup has for it, and stores the gradients of its keys and values."""
+    """Add a warpgroup's dq to memory, and store its dk and dv: the work of one warp."""
     GROUPS: gl.constexpr = shared.k.tiles.shape[0]
     KEYS: gl.constexpr = shared.k.tiles.shape[3]
     BLOCK_M: gl.constexpr = shared.q.tiles.shape[3]
@@ -128,9 +127,9 @@ def _give(g: gl.constexpr, shared, results, kv, first, band, GROUP: gl.constexpr
 
 @gluon.jit
 def _consume_whole(g: gl.constexpr, shared, first, band, scale, GROUP: gl.constexpr):
-    """A warpgroup with heads wider than 64: keys first + g * 64 .. first + g * 64 + 63.
+    """Compute dk and dv of 64 keys with heads wider than 64: the work of one warpgroup.
 
-    The weights of the next step are computed while what a step gives to dq is multiplied.
+    The weights of the next step are computed while dq is multiplied.
     """
     GROUPS: gl.constexpr = shared.k.tiles.shape[0]
     KEYS: gl.constexpr = shared.k.tiles.shape[3]
@@ -199,7 +198,6 @@ def _consume_whole(g: gl.constexpr, shared, first, band, scale, GROUP: gl.conste
 
 @gluon.jit
 def _consume(g: gl.constexpr, shared, first, band, scale, GROUP: gl.constexpr):
-    """A warpgroup. With heads of up to 64 it has half of the rows of dq."""
     if shared.k.tiles.shape[4] <= 64:
         halves.consume(g, shared, first, band, scale, GROUP)
     else:
@@ -213,14 +211,13 @@ def backward(
     GROUP: gl.constexpr, TOP_LEFT: gl.constexpr, STAGES: gl.constexpr,
     REGISTERS: gl.constexpr, COPYING_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """GradK (B, Hkv, Sk, D) and GradV (B, Hkv, Sk, Dv); what dq is, less its scale, is added to Sums.
+    """Write GradK (B, Hkv, Sk, D) and GradV (B, Hkv, Sk, Dv), and add dq, not yet scaled, to Sums.
 
-    All are descriptors of (B, H, S, D) with blocks of [1, 1, rows, width(D)], or 128 columns for keys where Dv is over
-    64; those of keys and values have the 64 rows of a warpgroup. Sums is (B, Hq, lines, 32), in float32, in blocks of
-    the `steps.lines` of a warpgroup. Rows is what `preprocess` wrote, (B, 2 Hq, Sq, 16), in blocks of both tables of a
-    head and as many rows as Q. heads is Hkv.
-    Turns, if not None, are zeros, int32, one and then two for each row of each query head; with them Sums has the same
-    bits each time.
+    All are descriptors of (B, H, S, D) with blocks of [1, 1, rows, width(D)], or 128 columns for keys if Dv > 64; keys
+    and values have the 64 rows of a warpgroup. Sums is (B, Hq, lines, 32) float32, in blocks of a warpgroup's
+    `steps.lines`. Rows, from `preprocess`, is (B, 2 Hq, Sq, 16), in blocks of both tables of a head and as many rows as
+    Q. heads is Hkv. Turns, if not None, is int32 zeros, one and then two for each row of each query head: it makes Sums
+    deterministic.
     """
     KEYS: gl.constexpr = K.block_type.shape[2]
     BLOCK_M: gl.constexpr = Q.block_type.shape[2]

@@ -25,9 +25,9 @@ COLUMNS = gl.constexpr(8)  # whose sums threads keep: four that are neighbours h
 
 
 class Shared(NamedTuple):
-    """What lies in shared memory: q, k and v in rings, and a tile of the output a warpgroup, or that of its q.
+    """Shared memory: rings of q, k and v, and an output tile a warpgroup, which may share that of q.
 
-    ping_pong, unless it is None, has a barrier for each of two warpgroups that take turns to multiply.
+    ping_pong, unless None, has a barrier for each of two warpgroups that take turns to multiply.
     """
 
     q: ring.Ring
@@ -38,9 +38,9 @@ class Shared(NamedTuple):
 
 
 class Form(NamedTuple):
-    """How the kernel is built: GROUPS warpgroups multiply, K and V have STAGES tiles each in shared memory.
+    """Compile-time form: GROUPS warpgroups multiply; K and V have STAGES tiles each in shared memory.
 
-    REGISTERS: of a thread that multiplies, PRODUCER_REGISTERS: of one that copies.
+    REGISTERS: of a multiplying thread, PRODUCER_REGISTERS: of a copying one.
     """
 
     GROUPS: int
@@ -51,7 +51,7 @@ class Form(NamedTuple):
 
 
 class Results(NamedTuple):
-    """The outputs: Out, a descriptor, or else Wide, a View of float32; Lse and Stats are as in the universal kernel."""
+    """Outputs: Out, a descriptor, or else Wide, a View of float32; Lse and Stats as in the universal kernel."""
 
     Out: tensor_descriptor
     Wide: memory.View
@@ -61,7 +61,7 @@ class Results(NamedTuple):
 
 @gluon.jit
 def _extent(band, first, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
-    """(last block of keys that some of the rows see, how many before and with it): one where none is seen."""
+    """Return (last visible block of keys, number of visible blocks), at least one."""
     begin, full, full_end, end = span.blocks(band, first, ROWS, BLOCK_N)
     count = gl.maximum(end - begin, 1)
     return begin + count - 1, count
@@ -69,7 +69,7 @@ def _extent(band, first, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def _produce(shared, Q, K, V, order, band, HEADS: gl.constexpr, GROUP: gl.constexpr):
-    """The warp that copies: keys from right to left, so that the tail and the diagonal come first."""
+    """Copy tiles in: the work of one warp. Keys go from right to left, so that the tail and the diagonal come first."""
     GROUPS: gl.constexpr = 3 if shared.q.tiles.shape[0] > 4 else 2
     ROWS: gl.constexpr = shared.q.tiles.shape[3]
     BLOCK_N: gl.constexpr = shared.k.tiles.shape[3]
@@ -92,7 +92,7 @@ def _produce(shared, Q, K, V, order, band, HEADS: gl.constexpr, GROUP: gl.conste
 
 @gluon.jit
 def _largest(s, LAYOUT: gl.constexpr):
-    """The largest of each row, by halves: of `gl.max` alone ptxas makes a chain, a step for each column of a thread."""
+    """Return the row max, by halves: of `gl.max` alone ptxas makes a chain of all columns of a thread."""
     for _ in gl.static_range(4):
         if s.shape[1] > COLUMNS:
             s = gl.max(s.reshape([s.shape[0], 2, s.shape[1] // 2]), 1)
@@ -101,7 +101,7 @@ def _largest(s, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _step(state, s, scale):
-    """`softmax.step`; row_sum may be of COLUMNS columns, whose sums then stay with the threads that have them."""
+    """Do a `softmax.step`; row_sum may have COLUMNS columns, whose sums stay with their threads."""
     ROWS: gl.constexpr = s.shape[0]
     ROW: gl.constexpr = state.row_max.type.layout
     largest = _largest(s, ROW)
@@ -118,7 +118,7 @@ def _step(state, s, scale):
 
 @gluon.jit
 def _weights(s, state, masked, scale, band, rows, block, LAYOUT: gl.constexpr, dtype: gl.constexpr):
-    """p in the registers that p @ v reads, the factor for what was summed before, the new State."""
+    """Return p in the registers that p @ v reads, the factor of earlier sums, and the new State."""
     if masked:  # a branch: p would have to be packed again between the loops of masked and other blocks
         cols = block * s.shape[1] + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))
         s = gl.where(span.inside(band, rows[:, None], cols[None, :]), s, float("-inf"))
@@ -128,7 +128,7 @@ def _weights(s, state, masked, scale, band, rows, block, LAYOUT: gl.constexpr, d
 
 @gluon.jit
 def _await_ping_pong(ping_pong, g: gl.constexpr, step):
-    """Multiply when the other warpgroup has begun to: then one's softmax is under the other's products."""
+    """Wait until the other warpgroup has begun to multiply: one's softmax runs under the other's products."""
     if ping_pong is not None:
         # Of the first the other knows nothing yet, so it begins.
         mbarrier.wait(ping_pong.index(g), (step + g + 1) & 1)
@@ -144,7 +144,7 @@ def _pass_ping_pong(ping_pong, g: gl.constexpr):
 def _consume(
     g: gl.constexpr, shared, results, order, band, scale, HEADS: gl.constexpr, DV: gl.constexpr, SHARE: gl.constexpr
 ):  # fmt: skip
-    """A warpgroup: rows g * 64 .. g * 64 + 63 of each block of rows."""
+    """Compute rows g * 64 .. g * 64 + 63 of each block of rows: the work of one warpgroup."""
     GROUPS: gl.constexpr = 3 if shared.q.tiles.shape[0] > 4 else 2
     ROWS: gl.constexpr = shared.q.tiles.shape[3]
     BLOCK_N: gl.constexpr = shared.k.tiles.shape[3]
@@ -248,12 +248,11 @@ def forward(
     q_len, k_len, left, right, scale, planes, section,
     HEADS: gl.constexpr, GROUP: gl.constexpr, DV: gl.constexpr, TOP_LEFT: gl.constexpr, form: gl.constexpr,
 ):  # fmt: skip
-    """Out, Lse and Stats as those of the universal kernel, of any number of programs that share the blocks of rows.
+    """Write Out (or Wide), Lse and Stats as the universal kernel does; programs may share the blocks of rows.
 
-    Either Out or Wide is None: a View of float32 (B, H, Sq, DV). Q, K, V and Out are descriptors of (B, H, S, D) with
-    blocks of [1, 1, rows, width(D)]; those of Q and Out have 64 rows. form is a Form. planes is
-    B * Hq; section, how many of them are worked on together. Programs that share the blocks under a causal
-    mask take them in pairs: then planes is even.
+    Out or Wide, a View of float32 (B, H, Sq, DV), is None. Q, K, V and Out are descriptors of (B, H, S, D) with blocks
+    of [1, 1, rows, width(D)]; those of Q and Out have 64 rows. form is a Form. planes is B * Hq; `section` planes are
+    scheduled together. Programs that share blocks under a causal mask take them in pairs: then planes is even.
     """
     GROUPS: gl.constexpr = form.GROUPS
     STAGES: gl.constexpr = form.STAGES

@@ -1,6 +1,6 @@
-"""A warpgroup of the backward for Hopper, with heads of up to 64: 128 rows at a time, half after half.
+"""A warpgroup of Hopper's backward for heads up to 64: 128 rows at a time, half after half.
 
-A half is worked on while the products of the other run, and the first one of the next step while those of dq do.
+One half is computed while products of the other run, and the first half of the next step while those of dq run.
 Source: as `backward`.
 """
 
@@ -20,20 +20,20 @@ from .steps import OPERANDS_STAY, WARPS, begin_dp, begin_scores, extent, followi
 
 @gluon.jit
 def _half(tile, number: gl.constexpr):
-    """Half of the rows of a tile in shared memory."""
+    """Return half of the rows of a tile in shared memory."""
     ROWS: gl.constexpr = tile.shape[0] // 2
     return tile.slice(number * ROWS, ROWS, dim=0)
 
 
 @gluon.jit
 def _columns(tile, number: gl.constexpr):
-    """Half of the rows of a tile in shared memory, as columns of a right operand."""
+    """Return half of the rows of a tile as columns of a right operand."""
     return _half(tile, number).permute((1, 0))
 
 
 @gluon.jit
 def _differ(p, dp, half: gl.constexpr, tile):
-    """ds of half of a step, which it leaves in its columns of a tile [keys, rows]."""
+    """Return ds of half a step, also stored in its columns of a tile [keys, rows]."""
     ROWS: gl.constexpr = dp.shape[1]
     ds = (p * dp).to(tile.dtype)
     tile.slice(half * ROWS, ROWS, dim=1).store(ds)
@@ -42,7 +42,7 @@ def _differ(p, dp, half: gl.constexpr, tile):
 
 @gluon.jit
 def consume(g: gl.constexpr, shared, first, band, scale, GROUP: gl.constexpr):
-    """A warpgroup: keys first + g * 64 .. first + g * 64 + 63."""
+    """Compute dk and dv of keys first + g * 64 .. first + g * 64 + 63: the work of one warpgroup."""
     GROUPS: gl.constexpr = shared.k.tiles.shape[0]
     KEYS: gl.constexpr = shared.k.tiles.shape[3]
     BLOCK_M: gl.constexpr = shared.q.tiles.shape[3]

@@ -1,7 +1,6 @@
-"""A ring of tiles in shared memory: the producer waits until a tile is free, consumers until it is filled.
+"""Ring of tiles in shared memory: the producer waits until a tile is free, consumers until it is filled.
 
-A step is a number that only grows: step i of a ring of n tiles is use i // n of tile i % n, and the phase of its
-barriers is the parity of that.
+Step i of a ring of n tiles is use i // n of tile i % n; the phase of its barriers is the parity of the use.
 """
 
 from typing import NamedTuple
@@ -14,7 +13,7 @@ from .copies import async_load
 
 
 class Ring(NamedTuple):
-    """The tiles of (B, H, S, D) tensors, [step, 1, 1, rows, columns], and two barriers for each."""
+    """Tiles of (B, H, S, D) tensors, [step, 1, 1, rows, columns], and two barriers for each."""
 
     tiles: gl.shared_memory_descriptor
     ready: gl.shared_memory_descriptor
@@ -35,14 +34,13 @@ def ring(desc, TILES: gl.constexpr, READERS: gl.constexpr):
 
 @gluon.jit
 def claim(ring, step):
-    """Wait until the tile of a step is free."""
     TILES: gl.constexpr = ring.tiles.shape[0]
     mbarrier.wait(ring.free.index(step % TILES), step // TILES & 1 ^ 1)
 
 
 @gluon.jit
 def put(ring, step, value):
-    """Fill a tile from registers once it is free, for a reader that is asynchronous."""
+    """Store registers into a tile once it is free, for an asynchronous reader."""
     TILES: gl.constexpr = ring.tiles.shape[0]
     claim(ring, step)
     tile(ring, step).store(value)
@@ -52,7 +50,7 @@ def put(ring, step, value):
 
 @gluon.jit
 def reserve(ring, step, nbytes: gl.constexpr):
-    """`claim` a tile, and expect so many bytes: its own, and of tiles that come with it."""
+    """Wait until a tile is free, and expect nbytes for it and the tiles that share its barrier."""
     TILES: gl.constexpr = ring.tiles.shape[0]
     claim(ring, step)
     mbarrier.expect(ring.ready.index(step % TILES), nbytes)
@@ -60,7 +58,7 @@ def reserve(ring, step, nbytes: gl.constexpr):
 
 @gluon.jit
 def copy(ring, tiles, step, desc, plane, row, column=0):
-    """Begin to copy what lies from there on of one head of one batch into tiles of the ring, or that come with it."""
+    """Begin to copy a block of one head from (row, column) into tiles that use the ring's barriers."""
     TILES: gl.constexpr = ring.tiles.shape[0]
     place = [plane.batch, plane.head, row, column]
     async_load(desc, place, ring.ready.index(step % TILES), tiles.index(step % TILES))
@@ -68,32 +66,31 @@ def copy(ring, tiles, step, desc, plane, row, column=0):
 
 @gluon.jit
 def fill(ring, step, desc, plane, row, column=0):
-    """Begin to copy what lies from there on of one head of one batch, once its tile is free."""
+    """Begin to copy a block of one head from (row, column), once its tile is free."""
     reserve(ring, step, desc.block_type.nbytes)
     copy(ring, ring.tiles, step, desc, plane, row, column)
 
 
 @gluon.jit
 def wait(ring, step, pred=True):
-    """Wait until a tile is there."""
+    """Wait until a tile is filled."""
     TILES: gl.constexpr = ring.tiles.shape[0]
     mbarrier.wait(ring.ready.index(step % TILES), step // TILES & 1, pred=pred)
 
 
 @gluon.jit
 def at(tiles, step):
-    """The tile of a step, among those of a ring or that come with them, as a matrix in shared memory."""
+    """Return the tile of a step as a matrix in shared memory."""
     return tiles.index(step % tiles.shape[0]).reshape([tiles.shape[3], tiles.shape[4]])
 
 
 @gluon.jit
 def tile(ring, step):
-    """The tile of a step, as a matrix in shared memory."""
     return at(ring.tiles, step)
 
 
 @gluon.jit
 def release(ring, step, pred=True):
-    """A reader is done with a tile."""
+    """Mark a tile as read by one reader."""
     TILES: gl.constexpr = ring.tiles.shape[0]
     mbarrier.arrive(ring.free.index(step % TILES), count=1, pred=pred)

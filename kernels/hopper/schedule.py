@@ -11,9 +11,9 @@ from ..vocabulary import span
 class Schedule(NamedTuple):
     """The order of blocks of rows: the longest first.
 
-    blocks: how many a plane has. planes: how many there are. section: planes whose keys and values stay in L2 together;
-    one section is done before the next. paired: 1 if two blocks are dealt together, a long one of a plane and a short
-    one of the next; then planes is even, and under a causal mask with as many keys as rows all pairs are equally long.
+    blocks: of a plane. planes: in all. section: planes whose keys and values stay in L2 together; one section is done
+    before the next. paired: 1 if blocks are dealt in pairs, a long one of a plane and a short one of the next; then
+    planes is even, and under a causal mask with as many keys as rows all pairs are equally long.
     """
 
     blocks: tl.tensor

@@ -1,8 +1,8 @@
-"""What the backwards for Hopper have in common: the blocks of rows that they walk, and the numbers of each row.
+"""Helpers of Hopper's backwards: the blocks of rows that they walk, and the statistics of each row.
 
-The numbers of a row, which scores and dp want subtracted, a product adds: a row has them in three terms of 8 bits each
-in a table of 16 columns (`preprocess` writes it), and the left operand is ones. It costs products of K = 16, two for
-scores and one for dp, no loads and no arithmetic.
+Scores and dp need numbers subtracted per row; a product adds them. A table of 16 columns has them in three terms of 8
+bits each (`preprocess` writes it), and the left operand is ones. It costs products of K = 16, two for scores and one
+for dp, but no loads and no arithmetic.
 """
 
 import triton
@@ -21,14 +21,14 @@ OPERANDS_STAY = gl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) 
 
 @gluon.jit
 def extent(band, first, KEYS: gl.constexpr, BLOCK_M: gl.constexpr):
-    """(begin, full, full_end, end) of the blocks of rows that see some of the keys; between the middle two all do."""
+    """Return (begin, full, full_end, end) of the blocks of rows that see some of the keys; all do in the middle."""
     ranges = span.blocks(span.flip(band), first, KEYS, BLOCK_M)
     return span.masked_past(ranges, first + KEYS, band.keys)
 
 
 @gluon.jit
 def following(block, member, begin, end, GROUP: gl.constexpr):
-    """The block of rows and the query head that come next: all blocks of one head, then those of the next."""
+    """Return the next block of rows and query head: all blocks of one head, then those of the next."""
     if GROUP == 1:
         return block + 1, member
     else:
@@ -38,23 +38,22 @@ def following(block, member, begin, end, GROUP: gl.constexpr):
 
 @gluon.jit
 def half(tile, h: gl.constexpr):
-    """Half of the columns of a tile in shared memory."""
     HALF: gl.constexpr = tile.shape[1] // 2
     return tile.slice(h * HALF, HALF, dim=1)
 
 
 @gluon.jit
 def only(ring, none):
-    """The tile of a ring of one, at an index that is 0, which no compiler knows.
+    """Return the tile of a one-tile ring, at `none`, an index that is 0 but unknown to the compiler.
 
-    Where the parts of a tile lie whose index it knows it keeps in registers, and there are none left: it spills others.
+    With a known index ptxas keeps the tile's addresses in registers and spills others.
     """
     return ring.tiles.index(none).reshape([ring.tiles.shape[3], ring.tiles.shape[4]])
 
 
 @gluon.jit
 def ones(KEYS: gl.constexpr):
-    """Left operands, in shared memory, twice [keys, 16]: one adds up columns 0 to 7 of a table, the other 8 to 15."""
+    """Return left operands, twice [keys, 16]: one adds up columns 0 to 7 of a table, the other 8 to 15."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [WARPS, 1], [1, 0])
     SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([2 * KEYS, 16], gl.bfloat16)
     which = gl.arange(0, 2 * KEYS, layout=gl.SliceLayout(1, LAYOUT))[:, None] // KEYS
@@ -65,14 +64,13 @@ def ones(KEYS: gl.constexpr):
 
 @gluon.jit
 def _of(one, which: gl.constexpr):
-    """One of the `ones`."""
     KEYS: gl.constexpr = one.shape[0] // 2
     return one.slice(which * KEYS, KEYS, dim=0)
 
 
 @gluon.jit
 def _numbers(rows, step, which: gl.constexpr, part: gl.constexpr = 0, PARTS: gl.constexpr = 1):
-    """[16, rows]: one of the two tables of a head, of one part of the rows."""
+    """Return [16, rows]: one of the two tables of a head, for one part of the rows."""
     ROWS: gl.constexpr = rows.shape[3]
     COUNT: gl.constexpr = ROWS // PARTS
     tables = rows.index(step % rows.shape[0]).reshape([2 * ROWS, 16])
@@ -81,9 +79,9 @@ def _numbers(rows, step, which: gl.constexpr, part: gl.constexpr = 0, PARTS: gl.
 
 @gluon.jit
 def begin_scores(k, q, shared, step, zero, part: gl.constexpr = 0, PARTS: gl.constexpr = 1):
-    """Scores, [keys, rows], less the pivots of their rows, and what makes them exponents of weights, begun.
+    """Begin scores, [keys, rows], less the pivots of their rows, plus the terms of their exponents.
 
-    The pivot goes first, alone: where scores are large, their sum with the logarithm would lose it.
+    The pivot goes first, alone: if scores are large, its sum with the logarithm would lose the latter.
     """
     table = _numbers(shared.rows, step, 0, part, PARTS)
     s = warpgroup_mma(k, q, zero, use_acc=False, is_async=True)
@@ -93,16 +91,16 @@ def begin_scores(k, q, shared, step, zero, part: gl.constexpr = 0, PARTS: gl.con
 
 @gluon.jit
 def begin_dp(v, do, shared, step, zero, part: gl.constexpr = 0, PARTS: gl.constexpr = 1):
-    """What ds divided by p is, dp - delta, [keys, rows], begun."""
+    """Begin dp - delta, [keys, rows]: ds divided by p."""
     dp = warpgroup_mma(v, do, zero, use_acc=False, is_async=True)
     return warpgroup_mma(_of(shared.one, 0), _numbers(shared.rows, step, 1, part, PARTS), dp, is_async=True)
 
 
 @gluon.jit
 def hide(p, first, earliest, band):
-    """p, [keys, rows from `first` on], 0 where the band hides a key; earliest is, for each, `span.first_to_see`.
+    """Zero p, [keys, rows from `first` on], where the band hides a key; earliest is `span.first_to_see`.
 
-    Of a band in which no row sees a key it hides none: there p is 0.
+    If no row of the band sees a key nothing is hidden: there p is 0.
     """
     r = first + gl.arange(0, p.shape[1], layout=gl.SliceLayout(0, p.type.layout))[None, :]
     # What has an effect: what has none would be computed in each step, without a branch.
@@ -113,7 +111,7 @@ def hide(p, first, earliest, band):
 
 @gluon.jit
 def weights(s, shared, block, full, full_end, earliest, band, scale, part: gl.constexpr = 0):
-    """p of a block of rows, or of one part of it, from what `begin_scores` gives."""
+    """Return p of a block of rows, or of one part of it, from the scores of `begin_scores`."""
     p = softmax.powers(s, scale)
     if (block < full) | (block >= full_end):
         p = hide(p, block * shared.q.tiles.shape[3] + part * p.shape[1], earliest, band)
@@ -122,13 +120,13 @@ def weights(s, shared, block, full, full_end, earliest, band, scale, part: gl.co
 
 @gluon.jit
 def across(rows, step, column: gl.constexpr, LAYOUT: gl.constexpr):
-    """[1, rows]: one of the numbers of each row, of tiles [step, 1, 1, 4, rows]."""
+    """Load [1, rows], one of the numbers of each row, from tiles [step, 1, 1, 4, rows]."""
     return ring.at(rows, step).slice(column, 1, dim=0).load(LAYOUT)
 
 
 @gluon.jit
 def weights_of_rows(s, rows, step, block, full, full_end, earliest, band, scale):
-    """p of a block of rows, from scores, [keys, rows], and tiles of the numbers of rows."""
+    """Return p of a block of rows from scores, [keys, rows], and tiles of row statistics."""
     LAYOUT: gl.constexpr = s.type.layout
     row = softmax.Row(across(rows, step, 0, LAYOUT), across(rows, step, 1, LAYOUT))
     p = softmax.weights(s, row, scale)
@@ -139,10 +137,10 @@ def weights_of_rows(s, rows, step, block, full, full_end, earliest, band, scale)
 
 @gluon.jit
 def lines(dq):
-    """[rows, columns] of dq in another order, [lines, 32]: what a thread has of 8 columns lies side by side.
+    """Reorder dq [rows, columns] to [lines, 32]: a thread's share of 8 columns lies side by side.
 
-    So it is stored 16 bytes at a time, from registers as they are, and no two threads in one bank. A line has 8 columns
-    of 4 rows: two neighbours, and those 8 below. `_ordered` of `preprocess` has the way back.
+    So it is stored 16 bytes at a time, straight from registers, without bank conflicts. A line has 8 columns of 4 rows:
+    two neighbours, and the two 8 below. `_ordered` of `preprocess` is the inverse.
     """
     ROWS: gl.constexpr = dq.shape[0]
     EIGHTS: gl.constexpr = dq.shape[1] // 8
@@ -152,7 +150,7 @@ def lines(dq):
 
 @gluon.jit
 def leave(g: gl.constexpr, shared, dk, dv, steps):
-    """Leave the gradients of keys and values where these lie, when the other warpgroup has read them, too."""
+    """Store dk and dv over k and v in shared memory, once the other warpgroup has read them."""
     dtype: gl.constexpr = shared.q.tiles.dtype
     mbarrier.arrive(shared.met, count=1)
     mbarrier.wait(shared.met, steps & 1)

@@ -1,9 +1,9 @@
-"""Backward attention for Hopper, of heads wider than 128: gradients of scores are stored, then others made of them.
+"""Backward attention for Hopper with heads wider than 128, from stored gradients of scores.
 
-The gradient of values of 128 keys fills the registers of two warpgroups, so that of keys has no place beside it. A
-first kernel makes the gradients of values, and those of scores, ds, which it stores, transposed and 16 bits each, for
-some heads at a time. A second one multiplies these, by keys for dq and by queries for dk. That is five products, as in
-one pass, but nothing is added in memory: dq has the same bits each time.
+The gradient of values of 128 keys fills the registers of two warpgroups, so that of keys does not fit beside it. A
+first kernel computes gradients of values and stores those of scores, ds, transposed, 16 bits each, for some heads at a
+time. A second kernel multiplies ds by keys for dq and by queries for dk. That is five products, as in one pass, but
+without additions in memory: dq is deterministic.
 Source: FlashAttention-2, arXiv:2307.08691, algorithm 2, whose loop this divides.
 """
 
@@ -26,9 +26,9 @@ from .steps import OPERANDS_STAY, WARPS, across, extent, following, half, only, 
 
 
 class Shared(NamedTuple):
-    """What lies in shared memory: k, a tile a warpgroup, and with it v; q; do, in a ring of halves of its columns.
+    """Shared memory. k and v: a tile a warpgroup; q; do: a ring of halves of its columns; rows: row statistics.
 
-    rows are `preprocess`'s numbers of each row. ds is a tile a warpgroup, [keys, rows]. out tells that dv lies in v.
+    ds: a tile a warpgroup, [keys, rows]. out signals that dv lies in v.
     """
 
     k: ring.Ring
@@ -42,10 +42,10 @@ class Shared(NamedTuple):
 
 @gluon.jit
 def _met(band, first, TILE: gl.constexpr):
-    """[begin, end) of the blocks of TILE keys with which rows first .. first + TILE - 1 make a tile that is stored.
+    """Return [begin, end) of the blocks of TILE keys whose ds tiles with rows first .. first + TILE - 1 are stored.
 
-    Those that the band meets, as if there were rows and keys to the end of the last block: so a tile is among those of
-    its rows just if it is among those of its keys, for which the band is flipped.
+    Rows and keys count to the end of the last block: a tile is then among those of its rows exactly if it is among
+    those of its keys, for which the band is flipped.
     """
     rows, keys = gl.cdiv(band.rows, TILE) * TILE, gl.cdiv(band.keys, TILE) * TILE
     begin, full, full_end, end = span.blocks(
@@ -56,7 +56,7 @@ def _met(band, first, TILE: gl.constexpr):
 
 @gluon.jit
 def _rows_met(shared, first, band):
-    """[begin, end) of the blocks of rows that a program of the first kernel walks."""
+    """Return [begin, end) of the blocks of rows that a program of the first kernel walks."""
     BLOCK_M: gl.constexpr = shared.q.tiles.shape[3]
     TILE: gl.constexpr = shared.k.tiles.shape[0] * shared.k.tiles.shape[3]
     begin, end = _met(span.flip(band), first, TILE)
@@ -65,7 +65,7 @@ def _rows_met(shared, first, band):
 
 @gluon.jit
 def _take(order, n, heads, before, TILE: gl.constexpr, OF_K: gl.constexpr):
-    """(first row, or, if OF_K, key, Plane) of the n-th block that a program makes, of planes from `before` on."""
+    """Return (first row, or key if OF_K, Plane) of a program's n-th block, of planes from `before` on."""
     first, plane = schedule.take(order, n, gl.program_id(0), gl.num_programs(0), heads, TILE, before)
     if OF_K:  # under a causal band the first keys have the most rows
         first = (order.blocks - 1) * TILE - first
@@ -74,7 +74,7 @@ def _take(order, n, heads, before, TILE: gl.constexpr, OF_K: gl.constexpr):
 
 @gluon.jit
 def _produce(shared, Q, K, V, GradOut, Rows, kv, first, band, GROUP: gl.constexpr):
-    """The warp that copies."""
+    """Copy tiles in: the work of one warp."""
     KEYS: gl.constexpr = shared.k.tiles.shape[3]
     BLOCK_M: gl.constexpr = shared.q.tiles.shape[3]
     for g in gl.static_range(2):
@@ -94,7 +94,7 @@ def _produce(shared, Q, K, V, GradOut, Rows, kv, first, band, GROUP: gl.constexp
 
 @gluon.jit
 def _store(g: gl.constexpr, shared, GradScores, GradV, kv, before, first, band, GROUP: gl.constexpr):
-    """A warp that stores what a warpgroup has made."""
+    """Store a warpgroup's ds and dv: the work of one warp."""
     KEYS: gl.constexpr = shared.k.tiles.shape[3]
     BLOCK_M: gl.constexpr = shared.q.tiles.shape[3]
     begin, end = _rows_met(shared, first, band)
@@ -113,7 +113,7 @@ def _store(g: gl.constexpr, shared, GradScores, GradV, kv, before, first, band, 
 
 @gluon.jit
 def _begin_scores(g: gl.constexpr, shared, step, there, none, zero):
-    """Scores of the rows of a step, [keys, rows], begun; there: whether there are such rows, to wait for."""
+    """Begin scores, [keys, rows], of a step; there: whether that step exists."""
     ring.wait(shared.q, step, pred=there)
     q = only(shared.q, none).permute((1, 0))
     return warpgroup_mma(ring.tile(shared.k, g + none), q, zero, use_acc=False, is_async=True)
@@ -121,7 +121,7 @@ def _begin_scores(g: gl.constexpr, shared, step, there, none, zero):
 
 @gluon.jit
 def _begin_dp(v, shared, step, there, zero):
-    """dp of the rows of a step, begun: one half of the columns is multiplied while the other comes."""
+    """Begin dp of a step: one half of the columns is multiplied while the other arrives."""
     ring.wait(shared.do, 2 * step, pred=there)
     one = ring.tile(shared.do, 2 * step).permute((1, 0))
     dp = warpgroup_mma(half(v, 0), one, zero, use_acc=False, is_async=True)
@@ -132,7 +132,7 @@ def _begin_dp(v, shared, step, there, zero):
 
 @gluon.jit
 def _begin_dv(shared, step, p, dv0, dv1):
-    """(both halves of the gradients of values, to which the rows of a step begin to give, the operand of that)"""
+    """Return (both halves of dv with the products of a step begun, the left operand)."""
     LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dv0.type.layout, k_width=2)
     w = gl.convert_layout(p.to(shared.q.tiles.dtype), LAYOUT)
     dv0 = warpgroup_mma(w, ring.tile(shared.do, 2 * step), dv0, is_async=True)
@@ -141,7 +141,7 @@ def _begin_dv(shared, step, p, dv0, dv1):
 
 @gluon.jit
 def _give_ds(g: gl.constexpr, shared, step, p, dp):
-    """Give the warp that stores them the gradients of the scores of a step."""
+    """Store the gradients of the scores of a step in shared memory."""
     LAYOUT: gl.constexpr = dp.type.layout
     ds = p * (dp - across(shared.rows.tiles, step, 2, LAYOUT))
     ring.put(shared.ds, 2 * step + g, ds.to(shared.q.tiles.dtype))
@@ -150,9 +150,9 @@ def _give_ds(g: gl.constexpr, shared, step, p, dp):
 
 @gluon.jit
 def _consume(g: gl.constexpr, shared, first, band, scale, GROUP: gl.constexpr):
-    """A warpgroup: keys first + g * 64 .. first + g * 64 + 63.
+    """Compute dv and ds of keys first + g * 64 .. first + g * 64 + 63: the work of one warpgroup.
 
-    ds are computed while p is multiplied by do, and the next p while do is by v.
+    ds is computed during p @ do, and the next p during do @ v.
     """
     KEYS: gl.constexpr = shared.k.tiles.shape[3]
     BLOCK_M: gl.constexpr = shared.q.tiles.shape[3]
@@ -213,12 +213,11 @@ def stored_backward(
     q_len, k_len, left, right, scale, heads, planes, section, before,
     GROUP: gl.constexpr, TOP_LEFT: gl.constexpr, REGISTERS: gl.constexpr, COPYING_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """GradV (B, Hkv, Sk, Dv), and GradScores (heads, 1, Sk, Sq), of `planes` kv heads, from `before` on.
+    """Write GradV (B, Hkv, Sk, Dv) and GradScores (heads, 1, Sk, Sq) of `planes` kv heads, from `before` on.
 
-    There is a program for each two blocks of keys of them, first those of `section` planes, then of as many others.
-    heads is Hkv. All are descriptors, with blocks of 64 keys, the rows of a block of Q, and at least 128 columns, or
-    half as many for GradOut. Rows is (B, Hq, 4, Sq), in blocks of as many rows as Q. Of scores,
-    only what lies in the tiles of `_met` is written.
+    One program for each two blocks of keys; a `section` of planes is done before the next. heads is Hkv. All are
+    descriptors with blocks of 64 keys, the rows of a block of Q, and at least 128 columns, or half as many for GradOut.
+    Rows is (B, Hq, 4, Sq), in blocks of as many rows as Q. Only the tiles of `_met` are written to GradScores.
     """
     KEYS: gl.constexpr = K.block_type.shape[2]
     order = schedule.Schedule(gl.cdiv(k_len, 2 * KEYS), planes, section, 0)
@@ -246,10 +245,7 @@ def stored_backward(
 
 
 class Factors(NamedTuple):
-    """What lies in shared memory of the second kernel: ds in a ring, and with them keys, or queries; what they make.
-
-    product is a tile a warpgroup.
-    """
+    """Shared memory of the second kernel: ds in a ring, keys or queries with it; product: a tile a warpgroup."""
 
     ds: ring.Ring
     others: gl.shared_memory_descriptor
@@ -257,7 +253,7 @@ class Factors(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What programs of the second kernel share: blocks of planes from `before` on, and how many heads a batch has."""
+    """Blocks of the second kernel: their order, from plane `before` on, heads of a batch, and the band."""
 
     order: schedule.Schedule
     before: gl.tensor
@@ -267,13 +263,12 @@ class Work(NamedTuple):
 
 @gluon.jit
 def _share(work):
-    """How many blocks a program makes."""
     return schedule.share(work.order, gl.program_id(0), gl.num_programs(0))
 
 
 @gluon.jit
 def _factors_of(work, n, factors, OF_K: gl.constexpr):
-    """(first row, Plane, [begin, end) of the blocks that are multiplied) of the n-th block that a program makes."""
+    """Return (first row, Plane, [begin, end) of the factors) of a program's n-th block."""
     TILE: gl.constexpr = factors.product.tiles.shape[0] * factors.product.tiles.shape[3]
     PARTS: gl.constexpr = TILE // factors.others.shape[3]
     first, plane = _take(work.order, n, work.heads, work.before, TILE, OF_K)
@@ -283,7 +278,7 @@ def _factors_of(work, n, factors, OF_K: gl.constexpr):
 
 @gluon.jit
 def _load(factors, GradScores, Others, work, before, GROUP: gl.constexpr, OF_K: gl.constexpr):
-    """The warp that copies. For dk they are ds and queries of all heads that share a kv head."""
+    """Copy tiles in: the work of one warp. For dk, ds and queries of all heads of a kv head."""
     DEPTH: gl.constexpr = Others.block_type.shape[2]
     MEMBERS: gl.constexpr = GROUP if OF_K else 1
     step = 0
@@ -307,7 +302,7 @@ def _load(factors, GradScores, Others, work, before, GROUP: gl.constexpr, OF_K: 
 
 @gluon.jit
 def _store_product(g: gl.constexpr, factors, Product, work, OF_K: gl.constexpr):
-    """A warp that stores what a warpgroup has made, while that makes its part of the next block."""
+    """Store a warpgroup's product while it computes the next: the work of one warp."""
     ROWS: gl.constexpr = Product.block_type.shape[2]
     for n in range(_share(work)):
         first, plane, _, _ = _factors_of(work, n, factors, OF_K)
@@ -319,7 +314,7 @@ def _store_product(g: gl.constexpr, factors, Product, work, OF_K: gl.constexpr):
 
 @gluon.jit
 def _multiply(g: gl.constexpr, factors, work, scale, MEMBERS: gl.constexpr, OF_K: gl.constexpr):
-    """A warpgroup: half of the rows of each block of dq, or of the keys of each of dk."""
+    """Compute half of the rows of each block of dq or dk: the work of one warpgroup."""
     ROWS: gl.constexpr = factors.product.tiles.shape[3]
     WIDTH: gl.constexpr = factors.product.tiles.shape[4]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, WIDTH, 16])
@@ -350,11 +345,10 @@ def grad_product(
     GROUP: gl.constexpr, OF_K: gl.constexpr, TOP_LEFT: gl.constexpr, STAGES: gl.constexpr,
     REGISTERS: gl.constexpr, COPYING_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Product: dq, of Others K, or, if OF_K, dk, of Others Q; heads, planes and section are those of it.
+    """Write Product: dq, with Others K, or dk if OF_K, with Others Q; heads, planes and section are Product's.
 
-    `stored_backward` has the rest; before is of kv heads. Programs, of which there may be fewer, make two blocks of
-    Product at a time. Blocks have 64 rows, but that of GradScores 128 rows of what is made: its columns, or, if OF_K,
-    its rows.
+    before counts kv heads; the rest is as in `stored_backward`. Programs may share blocks, two blocks of Product at a
+    time. Blocks have 64 rows, that of GradScores 128 rows of Product: its columns, or its rows if OF_K.
     """
     TILE: gl.constexpr = 2 * Product.block_type.shape[2]
     MEMBERS: gl.constexpr = GROUP if OF_K else 1

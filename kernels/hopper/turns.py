@@ -1,6 +1,6 @@
-"""Turns: programs that add to one tile in memory do so one after the other, in an order that is the same each time.
+"""Turns: programs add to one tile in memory in a fixed order.
 
-Source: FlashAttention-3, https://github.com/Dao-AILab/flash-attention, whose deterministic backward does so.
+Source: the deterministic backward of FlashAttention-3, https://github.com/Dao-AILab/flash-attention.
 """
 
 from triton.experimental import gluon
@@ -9,13 +9,13 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def number(numbers):
-    """The next number of all programs: those with smaller ones have begun, in whatever order a GPU starts them."""
+    """Return the next program number: smaller ones have begun, in whatever order a GPU starts programs."""
     return gl.atomic_add(numbers, 1)
 
 
 @gluon.jit
 def wait(counter, turn):
-    """Wait until so many have had their turn, and see what they have written."""
+    """Wait until `turn` programs have had their turn, and see what they have written."""
     now = gl.load(counter, volatile=True)
     while now != turn:
         now = gl.load(counter, volatile=True)
@@ -24,7 +24,7 @@ def wait(counter, turn):
 
 @gluon.jit
 def end(counter, turn):
-    """Give the turn to the next, once what the copy engine was to write for any thread of this warp is written."""
+    """Pass the turn on, once the TMA writes of all threads of this warp are done."""
     _execute("cp.async.bulk.wait_group 0; fence.proxy.async.global; bar.warp.sync -1;", turn)
     gl.atomic_add(counter, 1, sem="release", scope="gpu")
 

@@ -10,11 +10,11 @@ from . import copies, dropout as dropping, masks as masking, memory, scores, sof
 def attend(
     out, state, q, k, v, first, k_rows, exists, r, c, band, rules, plane, kv, spec: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
-    """(out, State) after the keys in rows k_rows of the matrices k and v, of which those that exist are loaded.
+    """Return (out, State) after one more tile of keys: rows k_rows of the matrices k and v, if they exist.
 
-    first is the first of k_rows, which matrices that are Described are asked by. r [rows, 1] and c [1, keys] count rows
-    and keys from the start of their sequence, for masks, scores and dropout. plane is that of the query heads, of one
-    or of each row; kv one whose batch the masks of keys are those of. Without CHECK every row sees every key.
+    first is the first of k_rows, for Described matrices. r [rows, 1] and c [1, keys] count from the start of the
+    sequence. plane is of the query heads, one or one for each row; kv of the batch that masks of keys belong to.
+    Without CHECK every row sees every key.
     """
     k_tile = memory.load(k, k_rows, exists, spec.D, first)  # [keys, D]
     shown = masking.shown(rules.masks, band, plane, r, c, CHECK)

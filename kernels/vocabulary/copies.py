@@ -1,4 +1,4 @@
-"""Has asynchronous products see what asynchronous copies wrote to shared memory, where the compiler does not."""
+"""Fences between asynchronous copies to shared memory and asynchronous products, where the compiler lacks them."""
 
 import triton
 import triton.language as tl
@@ -21,7 +21,7 @@ def _fence():
 
 @triton.jit
 def fence():
-    """To stand between loads in a loop and the first product that takes them: wgmma reads by another proxy.
+    """Order the loads of a loop before its first product: wgmma reads shared memory by another proxy.
 
     PTX ISA, "Async proxy": https://docs.nvidia.com/cuda/parallel-thread-execution/#async-proxy
     """
@@ -31,10 +31,10 @@ def fence():
 
 @triton.jit
 def fence_later(BY_THREADS: tl.constexpr):
-    """To stand before each later product of a loop, right behind the load that it takes, if threads load some tiles.
+    """Order a load before a later product of the loop, if threads load some tiles. Call it right behind the load.
 
-    The compiler then waits for the copies of a later tile there, and not with all others before the first product; its
-    fence, which stands before that one, comes too early.
+    The compiler then waits for a later tile's copies there, not before the first product, so its own fence is too
+    early.
     """
     if BY_THREADS and LATER_UNFENCED and cuda_capability_geq(9, 0):
         _fence()

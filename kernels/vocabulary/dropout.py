@@ -1,4 +1,4 @@
-"""Drops weights: which ones (Philox), and the scale of the others.
+"""Dropout of weights: Philox bits, and the scale of kept weights.
 
 Philox4x32 of seven rounds, keyed by the seed and counted by place, so that the bits depend on nothing else.
 Source: Parallel random numbers: as easy as 1, 2, 3, doi:10.1145/2063384.2063405.
@@ -11,10 +11,10 @@ import triton.language as tl
 
 
 class Dropout(NamedTuple):
-    """A call's dropout; `of` makes one. seed points to one int64, so that a graph can be replayed with a new one.
+    """Dropout of a call, made by `of`. seed points to one int64, so that a replayed graph can get a new one.
 
-    Pairs whose word is below the threshold are dropped, the weights of the others multiplied by scale. origin, or (),
-    says where they lie in a larger call. Not None: Triton 3.6 does not compare a tuple that holds one.
+    Pairs whose word is below the threshold are dropped; other weights are multiplied by scale. origin is the place of
+    this call in a larger one, or (). Not None: Triton 3.6 does not compare a tuple that holds None.
     """
 
     seed: tl.tensor
@@ -24,9 +24,9 @@ class Dropout(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """What is counted from: row 0, key 0 and the first plane, each of so many heads a batch.
+    """Start of the counters: first row, first key, first plane, and heads in a batch.
 
-    Rows and keys that are multiples of 16 are `aligned`, the others `unaligned`; either is ().
+    Row and key are `aligned` if both are multiples of 16, else `unaligned`; the other field is ().
     """
 
     aligned: tuple
@@ -36,7 +36,7 @@ class Origin(NamedTuple):
 
 
 def of(seed, dropout_p, origin=None):
-    """The Dropout of a call. Where all is dropped the threshold wraps to 0, but then the scale is 0."""
+    """Return the Dropout of a call. If all is dropped the threshold wraps to 0, but then the scale is 0."""
     place = ()
     if origin is not None:
         _, row, key, plane, heads = origin
@@ -47,7 +47,7 @@ def of(seed, dropout_p, origin=None):
 
 @triton.jit
 def _counters(x, SIZE: tl.constexpr):
-    """One counter for each two indices that differ in bit 3 alone; x is consecutive from a multiple of 16."""
+    """Return one counter for each two indices that differ in bit 3 alone; x is consecutive from a multiple of 16."""
     x, other = tl.split(tl.permute(tl.reshape(x, [SIZE // 16, 2, 8]), [0, 2, 1]))
     x = tl.reshape(x, [SIZE // 2])
     return (x >> 4) * 8 + (x & 7)
@@ -55,7 +55,7 @@ def _counters(x, SIZE: tl.constexpr):
 
 @triton.jit
 def _plane(dropout, plane):
-    """The number of a plane, of all of them."""
+    """Return the number of a plane in the whole call."""
     origin = dropout.origin
     if len(origin) == 0:
         return plane.index
@@ -65,7 +65,7 @@ def _plane(dropout, plane):
 
 @triton.jit
 def _word(dropout, plane, i, j):
-    """The word of each pair (i, j), one call of Philox for each: for pairs of which four that share one do not meet."""
+    """Return the word of each pair (i, j) by one Philox call a pair, for unaligned origins."""
     r, c = tl.broadcast(i, j)
     low, high = (r >> 4) * 8 + (r & 7), (c >> 4) * 8 + (c & 7)
     zero = tl.full(r.shape, 0, tl.int32)
@@ -76,7 +76,6 @@ def _word(dropout, plane, i, j):
 
 @triton.jit
 def _kept(dropout, plane, r, c):
-    """Which pairs (r, c) are kept; r and c come already broadcast, either way round."""
     threshold = tl.cast(dropout.threshold, tl.uint32)
     if len(dropout.origin) == 0:
         return _four(dropout, plane, r, c) >= threshold
@@ -89,10 +88,10 @@ def _kept(dropout, plane, r, c):
 
 @triton.jit
 def _four(dropout, plane, r, c):
-    """The word of each pair (r, c).
+    """Return the word of each pair (r, c) by one Philox call for four pairs.
 
-    The four words of a call of Philox go to rows i, i + 8 and keys j, j + 8: a thread that holds one of these elements
-    of a product of matrices holds all four, so putting the words in their places moves nothing between threads.
+    The four words go to rows i, i + 8 and keys j, j + 8. A thread that holds one of these elements of a product holds
+    all four, so no data moves between threads.
     """
     ROWS: tl.constexpr = r.shape[0] * r.shape[1]
     KEYS: tl.constexpr = c.shape[0] * c.shape[1]
@@ -117,7 +116,6 @@ def _four(dropout, plane, r, c):
 
 @triton.jit
 def drop(dropout, p, plane, r, c):
-    """Apply dropout to the weights p of pairs (r, c)."""
     if dropout is None:
         return p
     else:
@@ -126,7 +124,7 @@ def drop(dropout, p, plane, r, c):
 
 @triton.jit
 def sign_dropped(dropout, p, plane, r, c):
-    """The weights p, negated where they are dropped: the backward needs both, and has no registers for both."""
+    """Return the weights, negated where dropped: the backward needs both, and has no registers for both."""
     if dropout is None:
         return p
     else:
@@ -135,17 +133,17 @@ def sign_dropped(dropout, p, plane, r, c):
 
 @triton.jit
 def before(dropout, signed):
-    """The weights as they were before dropout."""
+    """Return the weights before dropout."""
     return signed if dropout is None else tl.abs(signed)
 
 
 @triton.jit
 def after(dropout, signed):
-    """The weights that dropout leaves."""
+    """Return the weights after dropout."""
     return signed if dropout is None else tl.maximum(signed, 0.0) * dropout.scale
 
 
 @triton.jit
 def grad(dropout, signed, dp):
-    """Gradient of the weights before dropout, from that of the weights after it."""
+    """Return the gradient of the weights before dropout."""
     return dp if dropout is None else tl.where(signed > 0, dp * dropout.scale, 0.0)

@@ -1,4 +1,4 @@
-"""Recomputes a tile of weights in the backward, and computes the gradient of its scores."""
+"""A tile of the backward: recomputed weights, and the gradient of its scores."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from . import dropout as dropping, masks as masking, memory, scores, softmax
 
 
 class Row(NamedTuple):
-    """What the backward knows of a row: its softmax; delta, the mean gradient of its weights, less dlse; and dlse."""
+    """Row statistics of the backward: softmax, delta (mean gradient of the row's weights, less dlse), and dlse."""
 
     softmax: softmax.Row
     delta: tl.tensor
@@ -17,11 +17,10 @@ class Row(NamedTuple):
 
 
 class Grads(NamedTuple):
-    """Where the gradients of a pass go, each None where nobody wants it; that of q is an argument of its own.
+    """Outputs of a pass, None if not wanted; the gradient of q is a separate argument.
 
-    k, v and bias are Views, bias that of the scores (B, Hq, Sq, Sk). The sums are contiguous tables: of the gradient of
-    the scores, by row or by key, and by row of those of slopes and sinks. partial, None or 1: rows see more keys than
-    there are here.
+    k, v and bias are Views, bias the gradient of the scores (B, Hq, Sq, Sk). Sums are contiguous tables: bias_sums by
+    row or by key, slope_sums and sink_sums by row. partial is 1 if rows see more keys than this call has, else None.
     """
 
     k: memory.View
@@ -34,7 +33,7 @@ class Grads(NamedTuple):
 
 
 class Incoming(NamedTuple):
-    """Gradients of the output and of the weights, Views (weights' may be None), and the rows of `preprocess`."""
+    """Gradients of the output and of the weights, Views (the latter may be None), and Rows from `preprocess`."""
 
     grad_out: memory.View
     grad_weights: memory.View
@@ -43,31 +42,27 @@ class Incoming(NamedTuple):
 
 @triton.jit
 def load(Rows, plane, rows, n):
-    """The Row of each of some rows, from what `preprocess` wrote."""
     pivot, neg_log2_sum, delta, dlse = memory.load_quad(memory.table(Rows, plane, n, 4), rows, n)
     return Row(softmax.Row(pivot, neg_log2_sum), delta, dlse)
 
 
 @triton.jit
 def down(row):
-    """The Row shaped [rows, 1]."""
+    """Return the Row shaped [rows, 1]."""
     s = row.softmax
     return Row(softmax.Row(s.pivot[:, None], s.neg_log2_sum[:, None]), row.delta[:, None], row.dlse[:, None])
 
 
 @triton.jit
 def across(row):
-    """The Row shaped [1, rows]."""
+    """Return the Row shaped [1, rows]."""
     s = row.softmax
     return Row(softmax.Row(s.pivot[None, :], s.neg_log2_sum[None, :]), row.delta[None, :], row.dlse[None, :])
 
 
 @triton.jit
 def weights(x, shown, bias, row, r, c, band, rules, plane, CHECK: tl.constexpr):
-    """(weights, negative where dropout drops them; the derivative of the cap) of one tile of products x = q @ k.T.
-
-    row, r and c come already broadcast, either way round.
-    """
+    """Return (weights, negative if dropped; derivative of the cap) of a tile of products x. row is broadcast."""
     s, dcap = scores.apply(rules.score, x, bias, band, plane, r, c)
     p = softmax.weights(s, row.softmax, rules.score.softmax_scale)
     if CHECK:
@@ -80,7 +75,7 @@ def weights(x, shown, bias, row, r, c, band, rules, plane, CHECK: tl.constexpr):
 
 @triton.jit
 def of_scores(signed, dp, row, r, c, band, rules, plane, GradWeights):
-    """Gradient of the scores of one tile, from what `weights` gave and dp = dout @ v.T."""
+    """Return the gradient of the scores of a tile, from `weights` and dp = dout @ v.T."""
     if GradWeights is not None:
         # Incoming gradients may be anything where a row or a key is hidden.
         exists = masking.real_rows(rules.masks, plane, r, band.rows) & masking.real_keys(

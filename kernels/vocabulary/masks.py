@@ -1,4 +1,4 @@
-"""Applies the caller's masks: which rows, keys and pairs are visible."""
+"""The caller's masks: visible rows, keys and pairs."""
 
 from typing import NamedTuple
 
@@ -9,10 +9,10 @@ from . import memory, span
 
 
 class Masks(NamedTuple):
-    """Views of 8-bit tensors, nonzero = may be seen; None is absent.
+    """Views of 8-bit tensors, nonzero = visible; None is absent.
 
-    pairs is (B, H, Sq, Sk), and what it hides is finite. keys is (B, 1, Sk, 1) and rows (B, 1, Sq, 1): what they hide
-    may be NaN, so it is never loaded.
+    pairs is (B, H, Sq, Sk); what it hides is finite. keys is (B, 1, Sk, 1), rows (B, 1, Sq, 1): what they hide may be
+    NaN, so it is never loaded.
     """
 
     pairs: memory.View
@@ -22,7 +22,7 @@ class Masks(NamedTuple):
 
 @triton.jit
 def real_keys(masks, plane, c, n):
-    """Which of the keys c exist; c of any shape."""
+    """Return which keys c exist; c of any shape."""
     exists = c < n
     if masks.keys is not None:
         seen = tl.load(memory.pointers(memory.of_keys(masks.keys, plane), c, c * 0), mask=exists, other=0)
@@ -32,7 +32,7 @@ def real_keys(masks, plane, c, n):
 
 @triton.jit
 def real_rows(masks, plane, r, n):
-    """Which of the rows r exist; r of any shape."""
+    """Return which rows r exist; r of any shape."""
     exists = r < n
     if masks.rows is not None:
         seen = tl.load(memory.pointers(memory.of_rows(masks.rows, plane), r, r * 0), mask=exists, other=0)
@@ -42,9 +42,9 @@ def real_rows(masks, plane, r, n):
 
 @triton.jit
 def shown(masks, band, plane, r, c, CHECK: tl.constexpr):
-    """What masks.pairs says of pairs (r, c), for `visible`; 1 without it or without CHECK.
+    """Return masks.pairs at (r, c) for `visible`; 1 if absent or without CHECK.
 
-    To be loaded before the product that it hides some of: a load in between keeps wgmma from running asynchronously.
+    Load it before the product: a load in between keeps wgmma from running asynchronously.
     """
     if CHECK and masks.pairs is not None:
         return memory.load_pairs(memory.matrix(masks.pairs, plane), r, c, band.rows, band.keys, CHECK=True)
@@ -54,9 +54,9 @@ def shown(masks, band, plane, r, c, CHECK: tl.constexpr):
 
 @triton.jit
 def visible(masks, shown, band, plane, r, c):
-    """Pairs that the softmax may see; r and c come already broadcast, either way round.
+    """Return the pairs that the softmax may see; r and c are broadcast, either way round.
 
-    Rows that masks.rows hides are not asked for: what the softmax keeps of a row says that it saw nothing.
+    masks.rows is not needed here: the saved softmax of a hidden row says that it saw nothing.
     """
     seen = span.inside(band, r, c)
     if masks.keys is not None:

@@ -1,4 +1,4 @@
-"""Loads and stores tiles of strided tensors."""
+"""Loads and stores of tiles of strided tensors."""
 
 from typing import NamedTuple
 
@@ -17,9 +17,9 @@ class View(NamedTuple):
 
 
 class Described(NamedTuple):
-    """A (row, column) matrix that the copy engine reads: one head of a descriptor of (B, H, S, D), from `row` on.
+    """A (row, column) matrix read by TMA: one head of a descriptor of (B, H, S, D), from `row` on.
 
-    packed is that of a Plane: behind the last row of a packed sequence lies the next one, elsewhere zeros are read.
+    packed is the Plane's: past a packed sequence lies the next one; otherwise zeros are read.
     """
 
     base: tl.tensor_descriptor
@@ -31,13 +31,12 @@ class Described(NamedTuple):
 
 @triton.constexpr_function
 def width(D):
-    """Columns of a tile that holds D: a power of two, and at least the 16 a tensor core needs."""
+    """Return the columns of a tile that holds D: a power of two, at least the 16 that a tensor core needs."""
     return max(16, triton.next_power_of_2(D))
 
 
 @triton.constexpr_function
 def wide(dtype):
-    """The accumulator dtype for `dtype`."""
     return tl.float64 if dtype == tl.float64 else tl.float32
 
 
@@ -48,11 +47,11 @@ def _same(x):
 
 @triton.jit
 def opaque(x):
-    """x, of which the compiler does not see what it was computed from; in machine code it is nothing.
+    """Return x, hiding from the compiler what it was computed from; in machine code it is nothing.
 
-    Before Triton's #11691 an operand of mma.sync is ordered in registers for the narrowest load that is seen behind it,
-    a byte of a mask, and for half of that behind a tl.join: at best a detour through shared memory, and wrong numbers
-    where a product of K = 16 is ordered by 8. What is computed under masks or with random bits goes through here.
+    Before Triton's #11691 an operand of mma.sync is ordered in registers for the narrowest load behind it, a byte of a
+    mask, and for half of that behind a tl.join: at best a detour through shared memory, at worst wrong numbers, if a
+    product of K = 16 is ordered by 8. Values computed under masks or with random bits go through here.
     """
     if INTERPRETED:
         return x
@@ -62,7 +61,6 @@ def opaque(x):
 
 @triton.jit
 def matrix(view, plane):
-    """One head of one batch as a matrix."""
     # int64 before each product: a tensor may pass 2**31 elements.
     batch, head = tl.cast(plane.batch, tl.int64), tl.cast(plane.head, tl.int64)
     return View(view.base + batch * view.strides[0] + head * view.strides[1], (view.strides[2], view.strides[3]))
@@ -70,7 +68,6 @@ def matrix(view, plane):
 
 @triton.jit
 def pointers(m, r, c):
-    """Addresses of elements (r, c), already broadcast."""
     # int64 an element: 1% (forward) to 8% (dk/dv) more code in the loop than int32 within a tile, in 30 registers less.
     return m.base + r.to(tl.int64) * m.strides[0] + c.to(tl.int64) * m.strides[1]
 
@@ -83,7 +80,7 @@ def _described(descriptor, plane, row):
 
 @triton.jit
 def of_rows(view, plane):
-    """`matrix` of what has a row for each query: of those of all packed sequences, the plane's own."""
+    """Return the `matrix` of a tensor with one row per query; a packed sequence starts at its own row."""
     if isinstance(view, tl.tensor_descriptor):
         return _described(view, plane, 0 if len(plane.packed) == 0 else plane.packed.row)
     else:
@@ -93,7 +90,7 @@ def of_rows(view, plane):
 
 @triton.jit
 def of_keys(view, plane):
-    """`matrix` of what has a row for each key."""
+    """Return the `matrix` of a tensor with one row per key."""
     if isinstance(view, tl.tensor_descriptor):
         return _described(view, plane, 0 if len(plane.packed) == 0 else plane.packed.key)
     else:
@@ -103,9 +100,9 @@ def of_keys(view, plane):
 
 @triton.jit
 def table(base, plane, n, COLUMNS: tl.constexpr, BY_KEYS: tl.constexpr = False):
-    """The (n, COLUMNS) matrix of a plane in a buffer of our own, contiguous (planes, n, COLUMNS), a row a query or key.
+    """Return the (n, COLUMNS) matrix of a plane in a contiguous buffer (planes, n, COLUMNS), a row a query or key.
 
-    Packed sequences share one of (heads, all rows or keys, COLUMNS).
+    Packed sequences share one buffer (heads, total rows or keys, COLUMNS).
     """
     if len(plane.packed) == 0:
         first = tl.cast(plane.index, tl.int64) * n
@@ -118,9 +115,9 @@ def table(base, plane, n, COLUMNS: tl.constexpr, BY_KEYS: tl.constexpr = False):
 
 @triton.jit
 def load(m, rows, exists, D: tl.constexpr, first=0):
-    """[rows, width(D)] tile, zero past column D and in rows that do not exist; exists None is all of them.
+    """Load a [rows, width(D)] tile, zero past column D and in rows that do not exist; exists None: all do.
 
-    Of a Described matrix the rows are those from `first` on, and what does not exist lies past its end.
+    A Described matrix is read from row `first` on; its missing rows lie past the end.
     """
     r, c = rows[:, None], tl.arange(0, width(D))[None, :]
     if isinstance(m.base, tl.tensor_descriptor):
@@ -140,24 +137,24 @@ def load(m, rows, exists, D: tl.constexpr, first=0):
 
 @triton.jit
 def store(m, rows, n, tile, D: tl.constexpr):
-    """Write the part of a tile that lies before row n and column D, in the dtype of the matrix."""
+    """Store a tile before row n and column D, in the dtype of the matrix."""
     r, c = rows[:, None], tl.arange(0, width(D))[None, :]
     tl.store(pointers(m, r, c), tile.to(m.base.dtype.scalar.element_ty), mask=(r < n) & (c < D))
 
 
 @triton.jit
 def store_rows(m, rows, exists, tile, D: tl.constexpr):
-    """Write the rows of a tile that exist, before column D, in any order: each row may lie in a matrix of its own."""
+    """Store the rows of a tile that exist, before column D; each row may lie in a matrix of its own."""
     r, c = rows[:, None], tl.arange(0, width(D))[None, :]
     tl.store(pointers(m, r, c), tile, mask=exists[:, None] & (c < D))
 
 
 @triton.jit
 def add(sums, plane, rows, first, n, tile, D: tl.constexpr):
-    """Add a tile of `rows`, from `first` on, to those of one head of a tensor that lie before n, while others do too.
+    """Add a tile atomically to rows `first` on of one head, before row n.
 
-    sums is a View, or a descriptor of a (B, H, S, D) tensor: the copy engine then adds the tile while the program goes
-    on, and the threads need neither addresses nor masks.
+    sums is a View, or a descriptor of (B, H, S, D): then TMA adds the tile asynchronously, and threads need no
+    addresses.
     """
     if isinstance(sums, tl.tensor_descriptor):
         place = [plane.batch, plane.head, first, 0]
@@ -174,9 +171,9 @@ def add(sums, plane, rows, first, n, tile, D: tl.constexpr):
 
 @triton.jit
 def load_pairs(m, r, c, rows, keys, CHECK: tl.constexpr):
-    """Elements (r, c) of a (rows, keys) matrix, r and c already broadcast either way round; zero past the end.
+    """Load elements (r, c) of a (rows, keys) matrix, r and c broadcast either way round; zero past the end.
 
-    Without CHECK no tile passes the end of the axis that it is walked along, the second one of the tile.
+    Without CHECK no tile passes the end along its second axis.
     """
     if CHECK:
         exists = (r < rows) & (c < keys)
@@ -188,19 +185,19 @@ def load_pairs(m, r, c, rows, keys, CHECK: tl.constexpr):
 
 @triton.jit
 def store_pairs(m, r, c, rows, keys, tile):
-    """Write the part of a tile that lies within a (rows, keys) matrix, in its dtype; r and c as for `load_pairs`."""
+    """Store the part of a tile within a (rows, keys) matrix, in its dtype."""
     tl.store(pointers(m, r, c), tile.to(m.base.dtype.scalar.element_ty), mask=(r < rows) & (c < keys))
 
 
 @triton.jit
 def scalar(view, plane):
-    """The one number that a (batch, head, 1, 1) tensor has for a plane."""
+    """Load the number of a plane from a (batch, head, 1, 1) tensor."""
     return tl.load(matrix(view, plane).base)
 
 
 @triton.jit
 def cast(x, dtype: tl.constexpr):
-    """x in a wider or narrower dtype, where what is finite stays so: float64's lowest number is not -inf."""
+    """Convert x so that finite numbers stay finite: float64's lowest number does not become -inf."""
     if x.dtype == tl.float64 and dtype != tl.float64:
         x = tl.where(x == float("-inf"), x, tl.maximum(x, -3.4028234663852886e38))
     return x.to(dtype)
@@ -208,7 +205,6 @@ def cast(x, dtype: tl.constexpr):
 
 @triton.jit
 def load_column(m, rows, n, i):
-    """Column i of a matrix, zero past row n."""
     return tl.load(pointers(m, rows, rows * 0 + i), mask=rows < n, other=0.0)
 
 
@@ -219,10 +215,10 @@ def store_column(m, rows, n, i, x):
 
 @triton.jit
 def load_quad(m, rows, n):
-    """The columns of a (row, 4) matrix as four vectors, zero past row n, in one load.
+    """Load a (row, 4) matrix as four vectors, zero past row n, in one load.
 
     Triton 3.6 gives a load of fewer than 32 * num_warps elements the layout of its user: up to 16 copies of each. Three
-    vector loads instead of this one made the dk/dv loop half as long again.
+    vector loads made the dk/dv loop half as long again.
     """
     r, c = rows[:, None], tl.arange(0, 4)[None, :]
     even, odd = tl.split(tl.reshape(tl.load(pointers(m, r, c), mask=r < n, other=0.0), [rows.shape[0], 2, 2]))

@@ -1,4 +1,4 @@
-"""Finds the keys of a sequence in a cache: in one piece, or in pages of a pool."""
+"""The keys of a sequence in a cache: contiguous, or in pages of a pool."""
 
 from typing import NamedTuple
 
@@ -9,10 +9,10 @@ from . import memory, span
 
 
 class Cache(NamedTuple):
-    """Views of K and V (pages, kv heads, rows, columns), of lengths (B,), and of a table (B, n) of pages.
+    """Views of K and V (pages, Hkv, rows, columns), lengths (B,), and a table (B, n) of page numbers.
 
-    Without a table the pages are the sequences. Pages have PAGE rows; it is None where a sequence has one page, by a
-    table or without: how long caches are is then no part of what is compiled.
+    Without a table page b is sequence b. PAGE, the rows of a page, is None if a sequence has only one: the capacity is
+    then not compiled in.
     """
 
     K: memory.View
@@ -23,20 +23,20 @@ class Cache(NamedTuple):
 
 @triton.constexpr_function
 def _several(PAGE, BLOCK):
-    """Whether a block of keys may lie in several pages."""
+    """Return whether a block of keys may span several pages."""
     return PAGE is not None and PAGE % BLOCK != 0
 
 
 @triton.jit
 def length(cache, plane, capacity):
-    """How many keys the sequence of a plane has; what nobody could check lies between 0 and the capacity."""
+    """Return the cached length of a plane's sequence, clamped to the capacity."""
     n = tl.load(cache.lengths.base + tl.cast(plane.batch, tl.int64) * cache.lengths.strides[0])
     return tl.minimum(tl.maximum(n, 0), capacity)
 
 
 @triton.jit
 def number(cache, plane, at, exists, PAGE: tl.constexpr):
-    """The page of each position of a sequence, as the table has it; 0 where they do not exist."""
+    """Return the page number of each position; 0 if it does not exist."""
     if cache.table is None:
         return plane.batch + at * 0
     else:
@@ -47,9 +47,9 @@ def number(cache, plane, at, exists, PAGE: tl.constexpr):
 
 @triton.jit
 def of_block(cache, plane, j, capacity, PAGE: tl.constexpr, BLOCK: tl.constexpr):
-    """The page that block j of a sequence lies in, or one of each of its positions, [BLOCK, 1], if it may be several.
+    """Return the page of block j, or [BLOCK, 1] pages if the block may span several.
 
-    To be read a step ahead, past the last one too, so that loads of tiles can start early.
+    Read it a step ahead, past the last block too, so that loads of tiles start early.
     """
     if cache.table is None:
         return plane.batch
@@ -62,13 +62,12 @@ def of_block(cache, plane, j, capacity, PAGE: tl.constexpr, BLOCK: tl.constexpr)
 
 @triton.jit
 def rows(at, PAGE: tl.constexpr):
-    """Where in their pages positions lie."""
+    """Return the rows of positions within their pages."""
     return at if PAGE is None else at % PAGE
 
 
 @triton.jit
 def rows_of_block(j, PAGE: tl.constexpr, BLOCK: tl.constexpr):
-    """`rows` of the positions of block j."""
     if _several(PAGE, BLOCK):
         return rows(j * BLOCK + tl.arange(0, BLOCK), PAGE)
     else:
@@ -77,5 +76,5 @@ def rows_of_block(j, PAGE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def matrix(view, plane, page, pages):
-    """One head of a page, or of a page for each row; page numbers are clamped to the pool."""
+    """Return the matrix of one head of a page, or of one page a row; page numbers are clamped to the pool."""
     return memory.matrix(view, span.on_page(plane, tl.minimum(tl.maximum(page, 0), pages - 1)))

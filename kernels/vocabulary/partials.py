@@ -1,4 +1,4 @@
-"""Stores and loads the partial results of programs that split the keys, which `combine` merges."""
+"""Partial results of programs that split the keys, which `combine` merges."""
 
 from typing import NamedTuple
 
@@ -9,9 +9,9 @@ from . import memory, softmax
 
 
 class Partials(NamedTuple):
-    """Sums of weights times values (B, H, rows, splits, DV), and states of the softmax (B, H, rows, splits, 2).
+    """Unnormalised outputs (B, H, rows, splits, DV) and softmax States (B, H, rows, splits, 2), contiguous.
 
-    Both contiguous. A part whose row_sum is 0 has a state alone.
+    A part with row_sum 0 has no sums.
     """
 
     sums: tl.tensor
@@ -20,7 +20,7 @@ class Partials(NamedTuple):
 
 @triton.jit
 def states(partials, plane, at, last, n):
-    """The States of the partials at `at` of the n of a head; those past the last saw nothing."""
+    """Load the States at `at` of the n of a head; those from `last` on saw nothing."""
     m = memory.table(partials.states, plane, n, 2)
     row_max, row_sum = memory.load_column(m, at, last, 0), memory.load_column(m, at, last, 1)
     return softmax.State(tl.where(row_sum > 0, row_max, float("-inf")), row_sum)

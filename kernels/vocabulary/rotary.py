@@ -12,7 +12,7 @@ from . import memory
 
 
 class Rotary(NamedTuple):
-    """Views of (positions, ROTARY_DIM / 2): what the first ROTARY_DIM columns of a row are turned by."""
+    """Views of (positions, ROTARY_DIM / 2): cosines and sines for the first ROTARY_DIM columns."""
 
     cos: memory.View
     sin: memory.View
@@ -20,10 +20,10 @@ class Rotary(NamedTuple):
 
 @triton.jit
 def load(m, rows, exists, rotary, position, positions, spec: tl.constexpr):
-    """`memory.load`, rotated by the angles of each row's position, or of the nearest that there is; rotary may be None.
+    """Load as `memory.load`, rotated by the angles of each row's position, clamped; rotary may be None.
 
-    A pair is columns 2n and 2n + 1 if INTERLEAVED, otherwise n and n + ROTARY_DIM / 2. Its other half is loaded again:
-    a tile cannot be permuted along its columns.
+    A pair is columns 2n and 2n + 1 if INTERLEAVED, otherwise n and n + ROTARY_DIM / 2. The other half of a pair is
+    loaded again: a tile cannot be permuted along its columns.
     """
     x = memory.load(m, rows, exists, spec.D)
     if rotary is None:

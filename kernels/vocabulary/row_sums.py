@@ -7,7 +7,7 @@ import triton.language as tl
 
 
 class Sums(NamedTuple):
-    """Sums over the keys of a row: of its weights and of the gradients of its scores, each also times the distance."""
+    """Sums over the keys of a row: of weights and of gradients of scores, plain and times the distance."""
 
     p: tl.tensor
     ds: tl.tensor
@@ -17,10 +17,10 @@ class Sums(NamedTuple):
 
 @triton.jit
 def total(x):
-    """Sums along axis 1: one number in all lanes that hold it.
+    """Sum along axis 1, to the same number in all lanes that hold it.
 
-    A product that is not yet rounded would be fused with the first addition of two lanes, in each with its own, and
-    they would come to two numbers. Of x * y + 0 LLVM makes one instruction, which rounds.
+    An unrounded product would be fused with the first addition of two lanes, differently in each, and their sums would
+    differ. LLVM makes one rounding instruction of x * y + 0.
     """
     return tl.sum(x + 0.0, 1)
 
@@ -37,9 +37,9 @@ def add(sums, p, ds, far):
 
 @triton.jit
 def mend(sums, delta, dlse):
-    """(sums, delta) corrected by a delta from this pass's products: `preprocess` had it from the rounded output.
+    """Return (sums, delta) with delta corrected by this pass's products; `preprocess` used the rounded output.
 
-    One such error is common to a row. Spread by its weights it is small; summed over them, by distance, it is not.
+    That error is common to a row. Spread by its weights it is small; summed over them, by distance, it is not.
     """
     error = tl.where(sums.p == 0, 0.0, sums.ds + (sums.p - 1) * delta - dlse)
     return Sums(sums.p, sums.ds - error * sums.p, sums.p_far, sums.ds_far - error * sums.p_far), delta + error

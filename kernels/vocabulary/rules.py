@@ -1,4 +1,4 @@
-"""What kernels over pairs of rows and keys know of a call, besides its tensors and lengths."""
+"""Options of a call as kernels take them, besides tensors and lengths."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ from . import dropout, masks, scores
 
 
 class Rules(NamedTuple):
-    """How pairs are masked, scored and dropped; dropout is None without dropout_p."""
+    """Masks, scores and dropout; dropout is None without dropout_p."""
 
     masks: masks.Masks
     score: scores.Score
@@ -14,10 +14,10 @@ class Rules(NamedTuple):
 
 
 class Spec(NamedTuple):
-    """Numbers that a kernel is compiled for, one constexpr argument. A kernel reads those that it needs.
+    """Compile-time numbers, in one constexpr argument; a kernel reads those that it needs.
 
-    GROUP query heads share a kv head; D and DV are the head dimensions of keys and values. BY_THREADS: keys are not
-    copied. ROTARY_DIM, INTERLEAVED and PAGE, rows of a page, are those of caches; BLOCK_MASK_SIZE that of block masks.
+    GROUP query heads share a kv head; D and DV are the head dimensions of keys and values. BY_THREADS: keys are loaded
+    synchronously. ROTARY_DIM, INTERLEAVED and PAGE (rows of a page) belong to caches.
     """
 
     GROUP: int

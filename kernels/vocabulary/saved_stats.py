@@ -1,9 +1,8 @@
-"""Stores and loads a row's softmax statistics, and the rounding error of 16-bit outputs, for the backward.
+"""Row statistics saved for the backward: the softmax, and the rounding error of 16-bit outputs.
 
-From the gradient of each weight the backward subtracts the mean of its row, the product of the output and its gradient.
-An output of 16 bits has the mean wrong by as much for all keys of a row. Values that have much in common make that
-error large, keys that have multiply it: eager PyTorch, whose sums are of what it subtracts from, has no such error.
-With eight more bits of the output there is next to none here.
+The backward subtracts delta, the product of the output and its gradient, from the gradient of each weight. Rounding the
+output to 16 bits shifts delta for all keys of a row. Values with a large common part make that error large, and keys
+with a common part multiply it; eager PyTorch has no such error. Eight more bits of the output almost remove it.
 """
 
 import triton
@@ -14,38 +13,36 @@ from . import memory
 
 @triton.constexpr_function
 def columns(dtype, DV):
-    """How many numbers of float32, or float64, are kept of a row: its row_max, log2_sum, and the bytes."""
+    """Return the numbers saved for a row: row_max, log2_sum, and the bytes of the rounding error."""
     return 2 + (triton.cdiv(DV, 4) if dtype.primitive_bitwidth == 16 else 0)
 
 
 @triton.constexpr_function
 def _shift(dtype):
-    """The bits of float32 below a byte that is below the last bit of a 16-bit number."""
+    """Return the bits of float32 below a byte that continues a 16-bit number."""
     return 5 if dtype == tl.float16 else 8
 
 
 @triton.jit
 def table(Kept, plane, n, dtype: tl.constexpr, DV: tl.constexpr):
-    """The matrix of a plane: a row is row_max, log2_sum, and the tail of DV columns of an output of a dtype."""
     return memory.table(Kept, plane, n, columns(dtype, DV))
 
 
 @triton.jit
 def _bytes(m):
-    """The bytes of rows of a `table`, a matrix like the output."""
+    """Return the rounding errors of a `table` as a matrix like the output."""
     return memory.View(tl.cast(m.base + 2, tl.pointer_type(tl.int8), bitcast=True), (m.strides[0] * 4, 1))
 
 
 @triton.jit
 def store(m, rows, n, row_max, log2_sum):
-    """Write the softmax of rows."""
     memory.store_column(m, rows, n, 0, row_max)
     memory.store_column(m, rows, n, 1, log2_sum)
 
 
 @triton.jit
 def store_tail(m, rows, n, out, c, DV: tl.constexpr, dtype: tl.constexpr):
-    """Write what rounding to a dtype takes from a tile (rows, c) of the output, a byte each element, if it has 16 bits.
+    """Store the rounding error of a tile (rows, c) of the output, a byte an element, if dtype has 16 bits.
 
     Best before the output itself, which then is rounded and takes half the registers.
     """
@@ -62,7 +59,7 @@ def store_tail(m, rows, n, out, c, DV: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def lost(m, rows, n, out, DV: tl.constexpr):
-    """What rounding took from a tile of the output, as it was read; zero past the end."""
+    """Return the rounding error of a loaded tile of the output; zero past the end."""
     left: tl.constexpr = _shift(out.dtype)
     rounded = out.to(tl.float32)
     steps = memory.load(_bytes(m), rows, rows < n, DV).to(tl.int32)

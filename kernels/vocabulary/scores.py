@@ -1,4 +1,4 @@
-"""Turns products q @ k.T into scores: scale, softcap, bias, ALiBi, sinks; and their derivative."""
+"""Scores from products q @ k.T: scale, softcap, bias, ALiBi, sinks; and their derivative."""
 
 from typing import NamedTuple
 
@@ -9,11 +9,11 @@ from . import memory, span
 
 
 class Score(NamedTuple):
-    """What turns products into scores; None is absent. `score` makes one.
+    """Options of scores, made by `score`; None is absent.
 
     Products are multiplied by scale here, or by softmax_scale inside the softmax; with a cap, by slope_at_zero inside
-    the tanh. Views of (B, H, Sq, Sk): bias; slopes and sinks have one number a head. shift is what a row's own position
-    lies further right than the band has it, or None.
+    the tanh. bias is a View of (B, H, Sq, Sk); slopes and sinks have one number a head. shift is how many keys further
+    right than the band a row's own position is, or None.
     """
 
     scale: tl.tensor
@@ -27,9 +27,9 @@ class Score(NamedTuple):
 
 
 def score(scale, cap=None, slopes=None, bias=None, sinks=None, shift=0):
-    """The Score of a call: the scale waits for the softmax where nothing else needs scaled scores.
+    """Return the Score of a call. If nothing else needs scaled scores, the softmax scales them.
 
-    There it costs no instruction. It must be positive, for the softmax looks for the largest score before it scales,
+    There it costs no instruction. The scale must be positive, because the softmax takes the maximum before it scales,
     and leave room in float32 for a factor of a few, both ways.
     """
     if cap is not None and cap > 2.0**60:
@@ -42,7 +42,7 @@ def score(scale, cap=None, slopes=None, bias=None, sinks=None, shift=0):
 
 @triton.jit
 def _tanh(x):
-    """tanh to 2 units in the last place. Coefficients of the float32 polynomial: Cephes, tanhf.c."""
+    """Return tanh to 2 units in the last place. Coefficients of the float32 polynomial: Cephes, tanhf.c."""
     size = tl.abs(x)
     far = 1 - 2 / (tl.exp(2 * size) + 1)
     far = tl.where(x < 0, -far, far)
@@ -58,10 +58,9 @@ def _tanh(x):
 
 @triton.jit
 def _multiply_add(x, factor, added):
-    """x * factor + added, rounded once, even where nothing is added.
+    """Return x * factor + added, rounded once, even if added is 0.
 
-    The compiler would fuse a bare product with the softmax's subtraction of the largest, which is rounded, and the two
-    would not cancel.
+    The compiler would fuse a bare product with the softmax's subtraction of the rounded maximum; they would not cancel.
     """
     return tl.fma(x, tl.full([], factor, x.dtype), added)
 
@@ -77,7 +76,10 @@ def bias(score, band, plane, r, c, CHECK: tl.constexpr):
 
 @triton.jit
 def pairs(view, band, plane, r, c, CHECK: tl.constexpr):
-    """Elements (r, c) of a View of (B, H, Sq, Sk), as `bias` has them; 0 of None."""
+    """Load elements (r, c), broadcast either way round, of a View of (B, H, Sq, Sk); 0 for None.
+
+    Load a bias before its product: a load in between keeps wgmma from running asynchronously.
+    """
     if view is not None:
         return memory.load_pairs(memory.matrix(view, plane), r, c, band.rows, band.keys, CHECK)
     else:
@@ -86,13 +88,13 @@ def pairs(view, band, plane, r, c, CHECK: tl.constexpr):
 
 @triton.jit
 def distance(score, band, r, c):
-    """How far key c stands from where row r is level; r and c come already broadcast, either way round."""
+    """Return how far key c is from the position of row r; r and c are broadcast, either way round."""
     return span.distance(band, r, c if score.shift is None else c - score.shift)
 
 
 @triton.jit
 def apply(score, x, bias, band, plane, r, c):
-    """(scores, dcap of the cap there) of the products x of pairs (r, c)."""
+    """Return (scores, derivative of the cap) of products x of pairs (r, c)."""
     dcap = 1.0
     if score.scale is not None:
         added = tl.zeros([], x.dtype) if score.bias is None else memory.cast(bias, x.dtype)
@@ -110,25 +112,25 @@ def apply(score, x, bias, band, plane, r, c):
 
 @triton.jit
 def sink(score, plane, dtype: tl.constexpr):
-    """The score of a head's sink."""
+    """Return the score of a head's sink."""
     return memory.cast(memory.scalar(score.sinks, plane), dtype)
 
 
 @triton.jit
 def apply_dcap(score, dcap, ds):
-    """What the cap leaves of the gradient of the scores; `grad` does the rest."""
+    """Multiply gradients of scores by the derivative of the cap; `grad` applies the scale."""
     return ds if score.cap is None else ds * dcap
 
 
 @triton.jit
 def grad(score, total):
-    """Gradient of q or k, from the sum over tiles of (what `apply_dcap` gave) @ (k or q)."""
+    """Scale the gradient of q or k, the sum over tiles of `apply_dcap(ds)` @ (k or q)."""
     return total * (score.softmax_scale if score.scale is None else score.scale)
 
 
 @triton.jit
 def tangent(score, t_x, dcap, t_bias, t_slopes, band, plane, r, c):
-    """Tangents of the scores of pairs (r, c), from those of products and biases, and a View of those of slopes."""
+    """Return the tangents of scores from those of products, biases and slopes (a View)."""
     t_s = apply_dcap(score, dcap, grad(score, t_x)) + memory.cast(t_bias, t_x.dtype)
     if t_slopes is not None:
         t_s -= memory.cast(memory.scalar(t_slopes, plane), t_x.dtype) * distance(score, band, r, c).to(t_x.dtype)

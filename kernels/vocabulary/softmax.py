@@ -1,7 +1,7 @@
 """The running softmax of a block of rows. Natural log outside, base 2 inside.
 
-A score is worth `scale`, a positive number; None is 1. Nothing is assumed about the size of scores, for a row's largest
-is subtracted before anything is scaled: the difference of two scores is exact where it matters, a product is not.
+Scores are multiplied by `scale`, a positive number; None is 1. A row's largest score is subtracted before scaling, so
+scores may have any size: a difference of two scores is exact where it matters, a product is not.
 Source: Online normalizer calculation for softmax, arXiv:1805.02867, section 3.
 """
 
@@ -15,14 +15,14 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 class State(NamedTuple):
-    """A row's running largest score, and the sum of its weights relative to that."""
+    """Running maximum of a row's scores, and the sum of its weights relative to it."""
 
     row_max: tl.tensor
     row_sum: tl.tensor
 
 
 class Row(NamedTuple):
-    """What gives the weights of a row back: a pivot to subtract from a score, and what to add to its exponent."""
+    """Final softmax of a row: a pivot to subtract from scores, and a term to add to exponents."""
 
     pivot: tl.tensor
     neg_log2_sum: tl.tensor
@@ -30,7 +30,7 @@ class Row(NamedTuple):
 
 @triton.jit
 def start(sink, ROWS: tl.constexpr, dtype: tl.constexpr):
-    """Rows that have seen nothing, or nothing but a sink: a score, where scale is None."""
+    """Return the State of rows that have seen nothing, or only a sink: a score, if scale is None."""
     if sink is None:
         return State(tl.full([ROWS], float("-inf"), dtype), tl.zeros([ROWS], dtype))
     else:
@@ -40,26 +40,25 @@ def start(sink, ROWS: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def _pivot(row_max):
-    """What to subtract: 0 for a row that has seen no key, for -inf - -inf is NaN."""
+    """Return the row max, or 0 for a row that has seen nothing, because -inf - -inf is NaN."""
     return tl.where(row_max == float("-inf"), 0.0, row_max)
 
 
 @triton.jit
 def _log2(difference, scale):
-    """A score difference as an exponent of base 2."""
     return difference * (LOG2E if scale is None else scale * LOG2E)
 
 
 @triton.jit
 def relative(s, row_max, before, scale):
-    """(weights of scores relative to the largest of their rows, the factor for sums relative to `before`)."""
+    """Return (weights relative to row_max, factor that rescales sums relative to `before`)."""
     pivot = _pivot(row_max)
     return tl.math.exp2(_log2(s - pivot[:, None], scale)), tl.math.exp2(_log2(before - pivot, scale))
 
 
 @triton.jit
 def absorb(state, s, largest, scale):
-    """`step`, where the largest score of each row of the tile is known."""
+    """Do a `step` with the known row max of the tile."""
     row_max = tl.maximum(state.row_max, largest)
     p, decay = relative(s, row_max, state.row_max, scale)
     return p, decay, State(row_max, state.row_sum * decay + tl.sum(p, 1))
@@ -67,13 +66,13 @@ def absorb(state, s, largest, scale):
 
 @triton.jit
 def step(state, s, scale):
-    """Weights of one tile of scores, the factor that rescales what was summed before, and the new State."""
+    """Return the weights of one tile of scores, the factor that rescales earlier sums, and the new State."""
     return absorb(state, s, tl.max(s, 1), scale)
 
 
 @triton.jit
 def share(state, whole, scale):
-    """The factor that rescales sums of a State to `whole`, a State of its keys and more."""
+    """Return the factor that rescales sums of a State to `whole`, a State of its keys and more."""
     return tl.math.exp2(_log2(state.row_max - _pivot(whole.row_max), scale))
 
 
@@ -86,7 +85,7 @@ def join(states, scale):
 
 @triton.jit
 def finish(out, state, scale):
-    """(normalised output, lse, log2_sum, which `row` needs). A row that saw nothing has 0, -inf and log2_sum +inf."""
+    """Return (normalised output, lse, log2_sum for `row`). A row that saw nothing has 0, -inf and +inf."""
     seen = state.row_sum != 0  # of what is not a number, too
     log2_sum = tl.math.log2(tl.where(seen, state.row_sum, 1.0))
     row_max = state.row_max if scale is None else state.row_max * scale
@@ -96,21 +95,21 @@ def finish(out, state, scale):
 
 @triton.jit
 def row(row_max, log2_sum):
-    """The Row of what `finish` left.
+    """Return the Row from row_max and the log2_sum of `finish`.
 
-    The log of the sum stays apart from the largest score: where that is large their float32 sum would lose it, and each
-    of n equal keys would weigh 1, not 1 / n.
+    They stay apart: if row_max is large, a float32 sum would lose the logarithm, and each of n equal keys would weigh 1
+    instead of 1 / n.
     """
     return Row(_pivot(row_max), -log2_sum)
 
 
 @triton.jit
 def weights(s, row, scale):
-    """The weights again, from scores and their rows, which come already broadcast. Rows that saw nothing weigh 0."""
+    """Recompute weights from scores and their broadcast Row. Rows that saw nothing weigh 0."""
     return tl.math.exp2(_log2(s - row.pivot, scale) + row.neg_log2_sum)
 
 
 @triton.jit
 def powers(s, scale):
-    """The weights again, from scores less the pivots of their rows that hold the logarithm of the sum as well."""
+    """Recompute weights from scores less pivots that include the logarithm of the sum."""
     return tl.math.exp2(_log2(s, scale))

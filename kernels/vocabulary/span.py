@@ -1,4 +1,4 @@
-"""Finds the rows, keys and blocks that a program works on, and the band of pairs that it may see."""
+"""Rows, keys and blocks of a program, and the band of pairs that it may see."""
 
 from typing import NamedTuple
 
@@ -7,17 +7,14 @@ import triton.language as tl
 
 
 class Sequences(NamedTuple):
-    """Packed sequences, each a batch of its own: the Slots and Extents of `sequences.fill_slots`."""
+    """Packed sequences, each a batch: the Slots and Extents of `sequences.fill_slots`."""
 
     slots: tl.tensor
     extents: tl.tensor
 
 
 class Packed(NamedTuple):
-    """Where a packed sequence begins: its first row and its first key, of so many of all sequences together.
-
-    slot is the one that a program has, or ().
-    """
+    """First row and first key of a packed sequence, and total rows and keys; slot is the program's, or ()."""
 
     row: tl.tensor
     key: tl.tensor
@@ -27,7 +24,7 @@ class Packed(NamedTuple):
 
 
 class Plane(NamedTuple):
-    """One head of one batch, and its place in the stack of all (batch, head) planes; packed is () if it is not.
+    """One head of one batch, and its index among all (batch, head) planes; packed is () if not packed.
 
     Not None: Triton 3.6 makes tensors of the constants that a function returns.
     """
@@ -39,7 +36,7 @@ class Plane(NamedTuple):
 
 
 class Band(NamedTuple):
-    """A grid of rows x keys in which row r sees keys r + low .. r + high, and is level with key r + diagonal."""
+    """A rows x keys grid in which row r sees keys r + low .. r + high; its own position is key r + diagonal."""
 
     rows: tl.tensor
     keys: tl.tensor
@@ -50,7 +47,7 @@ class Band(NamedTuple):
 
 @triton.jit
 def place(pid, length, heads, BLOCK: tl.constexpr):
-    """(block of rows, Plane) of one program of a one-dimensional grid, the only kind without a limit of 65,535."""
+    """Return (block of rows, Plane) of a program; only one-dimensional grids have no limit of 65,535."""
     blocks = tl.cdiv(length, BLOCK)
     index = pid // blocks
     return pid % blocks, Plane(index // heads, index % heads, index, ())
@@ -58,7 +55,7 @@ def place(pid, length, heads, BLOCK: tl.constexpr):
 
 @triton.jit
 def within(extents, plane, q_len, k_len, slot):
-    """(the plane, its rows, its keys), with q_len rows and k_len keys in each, or, with Extents, in all sequences."""
+    """Return (plane, rows, keys) of a sequence from its extents, or with q_len and k_len if extents is None."""
     if extents is None:
         return plane, q_len, k_len
     else:
@@ -69,10 +66,10 @@ def within(extents, plane, q_len, k_len, slot):
 
 @triton.jit
 def locate(sequences, pid, programs, q_len, k_len, heads, BLOCK: tl.constexpr, BY_KEYS: tl.constexpr):
-    """(block of rows, or keys, its Plane, rows and keys there) of one of the programs of a one-dimensional grid.
+    """Return (block of rows or keys, Plane, its rows, its keys) of a program.
 
-    With sequences each head has all of their slots, so that what works at the same time reads the same keys. A program
-    without a slot has no rows and no keys; its block of rows is -1, the first one when counted from the end.
+    With sequences each head has all slots, so that concurrent programs read the same keys. A program without a slot has
+    no rows and no keys; its block of rows is -1, the first one when counted from the end.
     """
     if sequences is None:
         block, plane = place(pid, k_len if BY_KEYS else q_len, heads, BLOCK)
@@ -92,7 +89,7 @@ def locate(sequences, pid, programs, q_len, k_len, heads, BLOCK: tl.constexpr, B
 
 @triton.jit
 def place_tile(pid, rows, keys, heads, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(block of rows, block of keys, Plane) of one program of a grid that has one for each tile."""
+    """Return (block of rows, block of keys, Plane) of a program in a grid with one for each tile."""
     across = tl.cdiv(keys, BLOCK_N)
     block, plane = place(pid // across, rows, heads, BLOCK_M)
     return block, pid % across, plane
@@ -100,31 +97,30 @@ def place_tile(pid, rows, keys, heads, BLOCK_M: tl.constexpr, BLOCK_N: tl.conste
 
 @triton.jit
 def latest_first(block, length, BLOCK: tl.constexpr):
-    """First row of a block counted from the end: under a causal band the longest programs then start first."""
+    """Return the first row of a block counted from the end: under a causal band the longest start first."""
     return (tl.cdiv(length, BLOCK) - 1 - block) * BLOCK
 
 
 @triton.jit
 def query_head(plane, i, GROUP: tl.constexpr):
-    """The Plane of query head i of the GROUP that share the kv head of `plane`."""
+    """Return the Plane of query head i of the GROUP that share a kv head."""
     return Plane(plane.batch, plane.head * GROUP + i, plane.index * GROUP + i, plane.packed)
 
 
 @triton.jit
 def on_page(plane, batch):
-    """The Plane of the same head of another batch: a page of a cache stands where a batch would."""
+    """Return the Plane of the same head of another batch: caches have pages in the place of batches."""
     return Plane(batch, plane.head, plane.index, ())
 
 
 @triton.jit
 def kv_head(plane, GROUP: tl.constexpr):
-    """The Plane of the kv head that the query head of `plane` reads."""
     return Plane(plane.batch, plane.head // GROUP, plane.index // GROUP, plane.packed)
 
 
 @triton.jit
 def band(rows, keys, left, right, TOP_LEFT: tl.constexpr):
-    """The Band of a window: left and right keys seen; None is unbounded, causal is right = 0.
+    """Return the Band of a window: left and right keys seen; None is unbounded, causal is right = 0.
 
     Row 0 is level with key 0 if TOP_LEFT, otherwise the last row is level with the last key.
     """
@@ -136,28 +132,28 @@ def band(rows, keys, left, right, TOP_LEFT: tl.constexpr):
 
 @triton.jit
 def flip(b):
-    """The same band seen from the keys: key c is seen by rows c + low .. c + high."""
+    """Return the same band seen from the keys: key c is seen by rows c + low .. c + high."""
     return Band(b.keys, b.rows, -b.high, -b.low, -b.diagonal)
 
 
 @triton.jit
 def distance(b, r, c):
-    """How far key c stands from where row r is level; r and c come already broadcast, either way round."""
+    """Return |position of row r - c|; r and c are broadcast, either way round."""
     return tl.abs(r + b.diagonal - c)
 
 
 @triton.jit
 def inside(b, r, c):
-    """Pairs within the band; r and c come already broadcast, either way round.
+    """Return the pairs within the band; r and c are broadcast, either way round.
 
-    Rows past the end need no test: they load as zeros, give nothing and are not stored.
+    Rows past the end need no test: they load as zeros, contribute nothing and are not stored.
     """
     return (c >= r + b.low) & (c <= tl.minimum(r + b.high, b.keys - 1))
 
 
 @triton.jit
 def first_to_see(b, c):
-    """The first row that sees a key, as the next high - low do; of a key that is not there it is after all rows."""
+    """Return the first row that sees a key (the next high - low do too); past all rows for a missing key."""
     return tl.where(c < b.keys, c - b.high, 0x7FFFFFFF)
 
 
@@ -183,9 +179,9 @@ def blocks(b, first, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def masked_past(ranges, n, length):
-    """The ranges of `blocks`, all of them masked if rows before n are not before `length` as well.
+    """Return the ranges of `blocks`, all of them masked unless rows before n are before `length` as well.
 
-    Keys past the end are zeros, and what they weigh is exp(-lse): it may be inf, and inf * 0 would reach dq.
+    Keys past the end are zeros and weigh exp(-lse): that may be inf, and inf * 0 would reach dq.
     """
     begin, full, full_end, end = ranges
     return begin, full, tl.where(n <= length, full_end, full), end

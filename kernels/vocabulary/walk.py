@@ -1,4 +1,4 @@
-"""Walks the blocks of a kernel's loop: a range of them, or a list of those that masks leave."""
+"""The blocks that a kernel's loop visits: a range, or a list of those that masks leave visible."""
 
 import triton
 import triton.language as tl
@@ -14,7 +14,7 @@ def covered(
     block_mask, plane, i, j, rows, keys, live,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_MASK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """(some pair is seen, none is hidden) of the tiles (i, j) that are live, by the block mask under them."""
+    """Return (some pair is visible, all are) for the live tiles (i, j), from the block mask."""
     view = memory.matrix(block_mask, plane)
     some, every = live & False, live | True
     for a in tl.static_range(max(1, BLOCK_M // BLOCK_MASK_SIZE)):
@@ -29,17 +29,14 @@ def covered(
 
 @triton.jit
 def tile_list(tile_lists, plane, block, N: tl.constexpr):
-    """The list of tiles that walk N visits for a block of a plane: 0 those that take a mask, 1 those that take none."""
+    """Return the tile list of walk N of a block: 0 has the tiles that need a mask, 1 the others."""
     place = block if len(plane.packed) == 0 else plane.packed.slot
     return memory.pointers(memory.matrix(tile_lists, plane), place * 2 + N, place * 0) + 1
 
 
 @triton.jit
 def extent(ranges, tile_list, N: tl.constexpr):
-    """(begin, end) of walk N: of a list, or, where that is None, of the three `ranges` of `span.blocks`.
-
-    Walk 1 alone takes no mask.
-    """
+    """Return (begin, end) of walk N, of a list or of the `ranges` of `span.blocks`. Walk 1 takes no mask."""
     if tile_list is None:
         return ranges[N], ranges[N + 1]
     else:
@@ -48,15 +45,15 @@ def extent(ranges, tile_list, N: tl.constexpr):
 
 @triton.jit
 def first(tile_list, begin):
-    """What the first step of a loop visits; without a list a range that starts with begin."""
+    """Return the entry that the first step visits."""
     return begin if tile_list is None else tl.load(tile_list)
 
 
 @triton.jit
 def step(tile_list, n, following):
-    """(tile, member of the group) that step n visits, and the entry of the next one.
+    """Return (tile, member of the group) of step n, and the next entry.
 
-    It is read a step ahead, so that loads of tiles can start early. In a range the members are the caller's to count.
+    The entry is read a step ahead, so that loads of tiles start early. In a range the caller counts members.
     """
     if tile_list is None:
         return n, 0, following
