@@ -248,11 +248,11 @@ def tiles(monkeypatch):
 
     tiles.change(*kernels, **fields) changes all tiles of some kernels in the interpreter.
     tiles.choose(function) has calls take `function(their tiles)`.
-    tiles.splits(n) has n programs share the keys of a sequence in a cache.
+    tiles.splits(n) has n programs share the keys of a sequence in a cache; n may be a function in place of `splits`.
     tiles.multiprocessors(n) has a GPU of n multiprocessors.
     """
     from fusedattn.dispatch import replay
-    from fusedattn.launch import run, tile_table
+    from fusedattn.launch import decode, run, tile_table
 
     class Tiles:
         table = tile_table
@@ -271,7 +271,8 @@ def tiles(monkeypatch):
             self("tiles_for", lambda kernel, gpu, *a, **b: function(find(kernel, capability or gpu, *a, **b)))
 
         def splits(self, n):
-            self("splits", lambda *_: n)
+            monkeypatch.setattr(decode, "splits", n if callable(n) else lambda *_: n)
+            replay.forget()
 
         def multiprocessors(self, n):
             monkeypatch.setattr(run, "multiprocessors", lambda device: n)

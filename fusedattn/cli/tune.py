@@ -89,7 +89,7 @@ def measure(rows: dict, case: Case, load: str, device, capability: int | None) -
 def taking(row: Row, rows, capability: int | None):
     """Make calls take the form of a row, and the best forms so far of other kernels."""
     itemsize = getattr(torch, row.dtype).itemsize
-    forms = tile_table.candidates(row.kernel, capability, itemsize, row.width, row.load)
+    forms = tile_table.candidates(row.kernel, capability, itemsize, row.width, row.pressure)
     others = [row._replace(form=x, ms={}, why="another is measured") for x in forms if x != row.form]
     failures.forget()  # those of the previous form
     replay.forget()

@@ -1,1 +1,1 @@
-"""Launches kernels: chooses tiles, makes arguments. Triton is imported here and in replay.recording."""
+"""Launches of kernels: tiles, arguments, failures. Triton is imported here and in dispatch.recording."""

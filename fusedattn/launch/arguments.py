@@ -1,4 +1,4 @@
-"""Makes the arguments of kernels from a Call: Views of tensors, NamedTuples of options, numbers."""
+"""Kernel arguments from a Call: Views of tensors, NamedTuples of options, numbers."""
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from ..kernels.vocabulary.rules import Rules, Spec
 from ..kernels.vocabulary.scores import score
 from . import tile_table
 
-COPIED_BYTES = 16  # addresses and strides that the copy engine knows are multiples of them
+TMA_BYTES = 16  # TMA needs addresses and strides that are multiples of 16 bytes
 
 
 def precision(dtype):
@@ -28,47 +28,44 @@ def of(tensor):
     """Return the View of a tensor, or None."""
     if tensor is None:
         return None
-    # The stride of a single element means nothing; left in, it would only make another kernel.
-    return View(
-        tensor, tuple(0 if size == 1 else step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    )
+    # The stride of an axis of size 1 is arbitrary: 0 avoids compiling another kernel.
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return View(tensor, tuple(0 if size == 1 else step for size, step in sizes))
 
 
 def strided(tensor: Tensor) -> bool:
-    """Return whether the copy engine can read a (B, H, S, D) tensor with these strides."""
-    *strides, last = tensor.stride()
-    *shape, columns = tensor.shape
-    pairs = zip(strides, shape, strict=True)
+    """Return whether TMA can read a (B, H, S, D) tensor with these strides."""
+    pairs = zip(tensor.stride()[:3], tensor.shape[:3], strict=True)
     steps = [step * tensor.element_size() for step, size in pairs if holds(size != 1, True)]
-    copied = all(holds(step > 0, True) and holds(step % COPIED_BYTES == 0, False) for step in steps)
-    return (last == 1 or columns == 1) and copied
+    readable = all(holds(step > 0, True) and holds(step % TMA_BYTES == 0, False) for step in steps)
+    return (tensor.stride(3) == 1 or tensor.shape[3] == 1) and readable
 
 
 def aligned(tensor: Tensor) -> bool:
-    """Return whether the copy engine can address a tensor; True for one without an address yet.
+    """Return whether TMA can address a tensor.
 
-    That is inside the compiler, under functorch's transforms, of fake tensors. The operator looks again.
+    True for one without an address (compiler, functorch, fake tensors): the operator checks again.
     """
     if torch.compiler.is_compiling() or type(tensor) not in (Tensor, Parameter) or not has_storage(tensor):
         return True
-    return tensor.data_ptr() % COPIED_BYTES == 0
+    return tensor.data_ptr() % TMA_BYTES == 0
 
 
 def by_threads(tensor: Tensor) -> bool:
-    """Return whether threads may load a (B, H, S, D) tensor one element at a time: Triton copies wider pieces.
+    """Return whether threads may load a (B, H, S, D) tensor one element at a time, not by asynchronous copies.
 
-    It knows an address by whether it is a multiple of 16 bytes, and a stride by whether it is one of 16 elements.
+    Triton specialises on addresses that are multiples of 16 bytes, and on strides that are multiples of 16 elements.
     """
     *strides, last = of(tensor).strides
-    known = not torch.compiler.is_compiling() and has_storage(tensor)
-    astray = known and tensor.data_ptr() % COPIED_BYTES != 0
-    return last != 1 or tensor.shape[3] % 2 != 0 or any(step % 16 for step in strides) or astray
+    if last != 1 or tensor.shape[3] % 2 != 0 or any(step % 16 for step in strides):
+        return True
+    return not torch.compiler.is_compiling() and has_storage(tensor) and tensor.data_ptr() % TMA_BYTES != 0
 
 
 def block(tensor: Tensor, rows: int) -> tuple[list, list, list]:
     """Return (shape, strides, block shape) of a descriptor that copies some rows of one head."""
-    # The stride of a single element means nothing, and may not be what the copy engine wants.
-    least = COPIED_BYTES // tensor.element_size()
+    # The stride of an axis of size 1 is arbitrary, and may not suit TMA.
+    least = TMA_BYTES // tensor.element_size()
     strides = [least if size == 1 else step for size, step in zip(tensor.shape[:3], tensor.stride()[:3], strict=True)]
     return list(tensor.shape), [*strides, 1], [1, 1, rows, width.fn(tensor.shape[3])]
 
@@ -79,11 +76,9 @@ def descriptor(tensor: Tensor, rows: int) -> TensorDescriptor:
 
 
 def described(rows: int, hiding: Tensor | None, **tensors: Tensor) -> dict[str, TensorDescriptor]:
-    """The `descriptor` of each tensor, in place of its View, if the copy engine can read all of them; else nothing.
+    """Return the `descriptor` of each tensor if TMA can read all of them, else {}: their Views stay.
 
-    It cannot where there is none, as with no keys.
-
-    hiding: the mask of their rows, if there is one. What it hides may be NaN, and only threads can leave that out.
+    hiding: the mask of their rows, or None. Masked rows may be NaN, and only threads can skip them.
     """
     if hiding is not None or not all(x.numel() and strided(x) and aligned(x) for x in tensors.values()):
         return {}
@@ -91,7 +86,6 @@ def described(rows: int, hiding: Tensor | None, **tensors: Tensor) -> dict[str, 
 
 
 def _bytes(mask, *shape):
-    """Return a View of a bool tensor as bytes, or None."""
     return None if mask is None else of(mask.view(torch.uint8).expand(shape))
 
 
@@ -107,13 +101,7 @@ def masks(mask, key_mask, query_mask, batch, heads, rows, keys, packed=False):
 
 
 def each_head(tensor, batch, heads):
-    """Return the View of a (1 or B, Hq) tensor."""
     return None if tensor is None else of(tensor[:, :, None, None].expand(batch, heads, 1, 1))
-
-
-def _side(side, shift, rows, keys):
-    """Return one side of the window in 32 bits; larger distances are clamped."""
-    return None if side is None else max(-(rows + keys), min(side + shift, rows + keys))
 
 
 def sizes(call):
@@ -122,9 +110,8 @@ def sizes(call):
     keys = call.key.shape[2]
     if call.cu_seqlens_q is None:
         return batch, heads, rows, keys
-    max_seqlen_q, max_seqlen_k = (
-        given if most is None else most for most, given in ((call.max_seqlen_q, rows), (call.max_seqlen_k, keys))
-    )
+    max_seqlen_q = rows if call.max_seqlen_q is None else call.max_seqlen_q
+    max_seqlen_k = keys if call.max_seqlen_k is None else call.max_seqlen_k
     return call.cu_seqlens_q.shape[0] - 1, heads, max_seqlen_q, max_seqlen_k
 
 
@@ -139,38 +126,32 @@ def scored(call):
     return score(call.scale, call.softcap, slopes, bias, sinks, shift(call))
 
 
-def hides(call):
-    """Return whether masks or a bias may hide whole blocks of pairs."""
-    return not (call.mask is call.key_mask is call.query_mask is call.bias is call.block_mask is None)
-
-
 def bounded(call):
     """Return a call without window bounds that hide nothing."""
-    rows, keys, level = call.query.shape[2], call.key.shape[2], diagonal(call)
-    left = None if call.left is None or call.left >= level + rows - 1 else call.left
-    right = None if call.right is None or call.right + level >= keys - 1 else call.right
+    rows, keys, first = call.query.shape[2], call.key.shape[2], diagonal(call)
+    left = None if call.left is None or call.left >= first + rows - 1 else call.left
+    right = None if call.right is None or call.right + first >= keys - 1 else call.right
     return call._replace(left=left, right=right)
 
 
 def band(call):
-    """Return the lengths and window of a call as kernels take them."""
-    rows, keys = call.query.shape[2], call.key.shape[2]
-    left, right = (_side(side, by, rows, keys) for side, by in ((call.left, -shift(call)), (call.right, shift(call))))
+    """Return the lengths and window of a call as kernels take them, the window clamped to 32 bits."""
+    rows, keys, by = call.query.shape[2], call.key.shape[2], shift(call)
+    most = rows + keys
+    left = None if call.left is None else max(-most, min(call.left - by, most))
+    right = None if call.right is None else max(-most, min(call.right + by, most))
     return dict(q_len=rows, k_len=keys, left=left, right=right)
 
 
 def common(call):
     """Return the arguments that all kernels over pairs share."""
     query, key, value = call.query, call.key, call.value
+    drop = None if call.seed is None else dropout.of(call.seed, call.dropout_p, call.origin)
     return dict(
         Q=of(query),
         K=of(key),
         V=of(value),
-        rules=Rules(
-            masks_of(call),
-            scored(call),
-            None if call.seed is None else dropout.of(call.seed, call.dropout_p, call.origin),
-        ),
+        rules=Rules(masks_of(call), scored(call), drop),
         heads=query.shape[1],
         spec=Spec(
             GROUP=query.shape[1] // key.shape[1],
@@ -184,7 +165,6 @@ def common(call):
 
 
 def _merges(tensor):
-    """Return whether the rows of consecutive heads are equally far apart in memory."""
     return tensor.shape[2] == 1 or tensor.stride(1) == tensor.shape[2] * tensor.stride(2)
 
 

@@ -1,29 +1,26 @@
-"""Launches the backward: chooses its kernels, and launches each pass with what it needs."""
+"""Launches the backward: chooses its kernels, and launches each pass."""
 
 from typing import Any, NamedTuple
 
 import torch
 from triton import cdiv
 
-from ..call.options import Call, lengths_of
+from ..call.options import INPUTS, Call, lengths_of
 from ..call.padding import padding
 from ..kernels.vocabulary.gradient import Grads, Incoming
 from . import arguments, blocks, failures, hopper, run, tile_table, tuned
-from .tuned import SLOWER
 
 
 class _Pass(NamedTuple):
-    """Values that all passes over a call share: kernel arguments, the block mask and its size, sizes.
+    """Values that all passes over a call share. batch, heads, rows and keys are `arguments.sizes`.
 
-    batch, heads, rows and keys are `arguments.sizes`; `batches` of `length` rows are what lies in memory: of packed
-    sequences one batch of all their rows.
+    Tensors have `batches` of `length` rows: packed sequences are one batch of all rows.
     """
 
     call: Call
     grad_out: torch.Tensor
     launched: dict[str, Any]
-    block_mask: Any
-    mask_size: int | None
+    block_mask: torch.Tensor | None
     batch: int
     heads: int
     rows: int
@@ -54,9 +51,8 @@ def _is_deterministic(call):
 
 
 def _lacks_on_hopper(call, need, kernel):
-    """Return why a Hopper backward cannot take a call."""
     lacks = hopper.backward_limits(call) + hopper.unreachable(call)
-    if not all(need[:3]):
+    if not (need["query"] and need["key"] and need["value"]):
         lacks.append("it makes the gradients of query, key and value together, not some of them")
     return lacks + (hopper.stored_limits(call) if kernel == "hopper_bwd_ds" else [])
 
@@ -64,7 +60,7 @@ def _lacks_on_hopper(call, need, kernel):
 def reasons_not_on_hopper(call: Call, need, backend: str) -> list[str]:
     """Return why a Hopper GPU does not run the backward by its own kernel; empty if it does."""
     kernel = run.backward_on_hopper(call, _is_deterministic(call))
-    lacks = _lacks_on_hopper(call, need, kernel)
+    lacks = _lacks_on_hopper(call, dict(zip(INPUTS, need, strict=True)), kernel)
     if lacks or run.is_to_take(kernel, call, backend):
         return lacks
     device = run.device_of(call.query)
@@ -73,31 +69,30 @@ def reasons_not_on_hopper(call: Call, need, backend: str) -> list[str]:
     if (why := failures.known((kernel, device))) is not None:
         return [str(why)]
     if not tuned.prefers_hopper(kernel, call, device):
-        return [SLOWER]
+        return [tuned.SLOWER]
     return [str(run.none_is_right(kernel, device))]
 
 
 def passes(call: Call, need, backend: str = "triton", reachable: bool = True) -> tuple[str, ...]:
-    """The kernels that make the gradients of those of the first fields of a Call that need them, in their order.
+    """Return the kernels of a backward, in order; need has a bool for each of INPUTS.
 
-    A kernel for Hopper has the place of one pass, or of both, where it is to take a call that it knows and can reach.
-
-    One pass over the pairs where dq may be summed in any order, and nothing else is summed over whole rows. Otherwise
-    one by rows and one by keys, whichever is needed: they give the same bits each time, as the call or torch may want.
+    A Hopper kernel runs if it covers the call and is wanted. One pass over the pairs requires that dq may be summed in
+    any order and that nothing else is summed over whole rows. Otherwise dq and dkdv run, if needed: they are
+    deterministic.
     """
-    query, key, value, bias, slopes, sinks = need
-    where = _bias_sum(call) if bias else None
-    by_rows, by_keys = where == "rows" or slopes or sinks, key or value or where == "keys"
+    needed = dict(zip(INPUTS, need, strict=True))
+    where = _bias_sum(call) if needed["bias"] else None
+    by_rows = where == "rows" or needed["alibi_slopes"] or needed["sinks"]
+    by_keys = needed["key"] or needed["value"] or where == "keys"
     deterministic = _is_deterministic(call)
-    in_one = query and by_keys and not by_rows and run.widest(call) <= tile_table.ONE_PASS and not deterministic
+    narrow = run.widest(call) <= tile_table.ONE_PASS
     special = run.backward_on_hopper(call, deterministic)
-    taken = reachable and run.is_to_take(special, call, backend)
-    if taken and not _lacks_on_hopper(call, need, special):
+    if reachable and run.is_to_take(special, call, backend) and not _lacks_on_hopper(call, needed, special):
         names = ["preprocess", special, *["postprocess"] * (special != "hopper_bwd_ds")]
-    elif in_one and not run.prefers_two_passes(call):
+    elif needed["query"] and by_keys and not by_rows and narrow and not (deterministic or run.prefers_two_passes(call)):
         names = ["preprocess", "one_pass", "postprocess"]
     else:
-        by_rows = query or by_rows or (where == "pairs" and not by_keys)
+        by_rows = needed["query"] or by_rows or (where == "pairs" and not by_keys)
         names = ["preprocess", *["dq"] * bool(by_rows), *["dkdv"] * bool(by_keys)]
     return (*names, *["dbias"] * (where == "planes"))
 
@@ -113,39 +108,40 @@ def _totals(sums, offsets, batch):
     """Sum over rows: return (B, H), or (n, H) for packed sequences."""
     if offsets is None or batch == 1:
         return sums.sum((2, 3))
-    # Offsets that fall name nothing that they have passed. A scatter would sum in any order.
+    # Decreasing offsets are clamped: they describe empty sequences. A scatter would sum in any order.
     offsets = offsets.long().clamp(0, sums.shape[2]).cummax(0).values
     return torch.segment_reduce(sums[0, :, :, 0].T.contiguous(), "sum", lengths=offsets.diff(), unsafe=True)
 
 
-def _together(p, taken):
-    return dict(zip(("UNIT", "WIDTH"), (None, None) if taken is None else hopper.unit(p.call, taken), strict=True))
+def _unit(p, form):
+    """Return the UNIT and WIDTH of the sums that a Hopper backward stores; None for universal kernels."""
+    return dict(zip(("UNIT", "WIDTH"), (None, None) if form is None else hopper.unit(p.call, form), strict=True))
 
 
-def _preprocess(p, out, grad_lse, weights, stats, query_sums, turns, taken):
-    """Rows for every pass: softmax statistics, delta and gradient of lse. Zeroes query_sums and turns, if any.
+def _preprocess(p, out, grad_lse, weights, stats, query_sums, turns, form):
+    """Return the row statistics of all passes. Zeroes query_sums and turns, if any.
 
-    taken: the form of the backward for Hopper that reads them, or None.
+    form: of the Hopper backward that reads the statistics, or None.
     """
-    made, pitch = (p.table(stats, 4), None) if taken is None else hopper.new_rows(p.call, stats)
+    rows, pitch = (p.table(stats, 4), None) if form is None else hopper.new_rows(p.call, stats)
     names = "GradOut", "GradWeights", "heads", "q_len"
     launched = {name: p.launched[name] for name in names} | dict(
-        spec=p.launched["spec"]._replace(GROUP=1, TOP_LEFT=False),  # one compiled kernel, whatever it does not read
+        spec=p.launched["spec"]._replace(GROUP=1, TOP_LEFT=False),  # unread: fixed, so that one kernel is compiled
         Out=arguments.of(out),
         GradLse=grad_lse,
         Weights=arguments.of(weights),
         Stats=stats,
         COLUMNS=stats.shape[3],
-        Rows=made,
+        Rows=rows,
         pitch=pitch,
-        scale=None if taken is None else arguments.scored(p.call).softmax_scale,
-        **_together(p, taken),
+        scale=None if form is None else arguments.scored(p.call).softmax_scale,
         GradQ=arguments.of(query_sums),
         Turns=turns,
         k_len=p.keys,
+        **_unit(p, form),
     )
     run.run_tiled("preprocess", p.call, p.blocks_of_rows, launched)
-    return made
+    return rows
 
 
 def _dq(p, grad_query, grads):
@@ -154,7 +150,7 @@ def _dq(p, grad_query, grads):
 
     def more(tile):
         described = arguments.described(tile.keys, call.key_mask, K=call.key, V=call.value) if tile.tma else {}
-        return described | blocks.walks(call, p.block_mask, p.mask_size, tile)
+        return described | blocks.walks(call, p.block_mask, tile)
 
     run.run_tiled("dq", call, lambda tile: blocks.slots(call, tile.rows) * p.heads, launched, more)
 
@@ -168,81 +164,85 @@ def _dkdv(name, p, query_sums, grads):
         return blocks_of_keys * call.key.shape[1]
 
     def more(tile):
-        added = arguments.descriptor(query_sums, tile.rows) if tile.bulk else arguments.of(query_sums)
         rows = dict(Q=call.query, GradOut=p.grad_out)
-        described = arguments.described(tile.rows, call.query_mask, **rows) if tile.tma else {}
-        described["GradQ"] = added
+        made = arguments.described(tile.rows, call.query_mask, **rows) if tile.tma else {}
+        made["GradQ"] = arguments.descriptor(query_sums, tile.rows) if tile.bulk else arguments.of(query_sums)
         if p.block_mask is None and not packed:
-            return described | dict(sequences=None, tile_lists=None)
-        return described | blocks.walks(call, p.block_mask, p.mask_size, tile, by_keys=True)
+            return made | dict(sequences=None, tile_lists=None)
+        return made | blocks.walks(call, p.block_mask, tile, by_keys=True)
 
     run.run_tiled(name, call, programs, p.launched | dict(grads=grads), more)
 
 
-def _on_hopper(name, p, query_sums, turns, grads, taken):
+def _add_on_hopper(name, p, query_sums, turns, grads, form):
     """Compute the gradients of keys and values, and the sum that becomes dq, by a Hopper kernel."""
     call, device = p.call, run.device_of(p.call.query)
-    rows = p.launched["Rows"]
-    launched = hopper.backward_arguments(call, p.grad_out, rows, query_sums, turns, grads[1:3], taken)
-    registers, *_ = tile_table.REGISTERS[2]
+    grads = grads["key"], grads["value"]
+    launched = hopper.backward_arguments(call, p.grad_out, p.launched["Rows"], query_sums, turns, grads, form)
     with run.surroundings(device):
-        programs = cdiv(p.keys, taken.keys) * p.batch * call.key.shape[1]
-        run.run_kernel(name, programs, launched, device, num_warps=4, maxnreg=registers)
+        programs = cdiv(p.keys, form.keys) * p.batch * call.key.shape[1]
+        run.run_kernel(name, programs, launched, device, num_warps=4, maxnreg=tile_table.REGISTERS[2][0])
 
 
-def _stored_on_hopper(name, p, grads, taken):
+def _store_on_hopper(name, p, grads, form):
     """Compute all three gradients from stored gradients of scores, some heads at a time."""
     call, device = p.call, run.device_of(p.call.query)
-    registers, *_ = tile_table.REGISTERS[2]
-    scores = hopper.new_scores(call)
-    multiprocessors = run.multiprocessors(device)
-    first = hopper.stored_arguments(call, p.grad_out, p.launched["Rows"], scores, grads[2], taken, multiprocessors)
-    of_query = hopper.product_arguments(call, scores, grads[0], False, taken, multiprocessors)
-    of_key = hopper.product_arguments(call, scores, grads[1], True, taken, multiprocessors)
-    heads, group, at_a_time = p.batch * call.key.shape[1], first["GROUP"], hopper.heads_at_a_time(call)
-    launches = (name, first, 1, p.keys), ("hopper_dk", of_key, 1, p.keys), ("hopper_dq", of_query, group, p.rows)
-    options = dict(device=device, kind=(name, device), num_warps=4, maxnreg=registers)
+    scores, multiprocessors, rows = hopper.new_scores(call), run.multiprocessors(device), p.launched["Rows"]
+    first = hopper.stored_arguments(call, p.grad_out, rows, scores, grads["value"], form, multiprocessors)
+    of_query = hopper.product_arguments(call, scores, grads["query"], False, form, multiprocessors)
+    of_key = hopper.product_arguments(call, scores, grads["key"], True, form, multiprocessors)
+    heads, at_a_time = p.batch * call.key.shape[1], hopper.heads_at_a_time(call)
+    launches = (
+        (name, first, 1, p.keys),
+        ("hopper_dk", of_key, 1, p.keys),
+        ("hopper_dq", of_query, first["GROUP"], p.rows),
+    )
+    options = dict(device=device, kind=(name, device), num_warps=4, maxnreg=tile_table.REGISTERS[2][0])
     with run.surroundings(device):
         for before in range(0, heads, at_a_time):
-            some = min(at_a_time, heads - before)
             for kernel, launched, members, length in launches:
-                planes = some * members
-                programs = cdiv(length, taken.keys) * planes
+                planes = min(at_a_time, heads - before) * members
+                programs = cdiv(length, form.keys) * planes
                 if kernel != name:
                     programs = hopper.product_programs(call, programs, multiprocessors)
                 section = min(planes, launched["section"])
-                launched = launched | dict(planes=planes, section=section, before=before)
-                run.run_kernel(kernel, programs, launched, **options)
+                run.run_kernel(
+                    kernel, programs, launched | dict(planes=planes, section=section, before=before), **options
+                )
 
 
-def _postprocess(p, query_sums, grad_query, taken):
+def _postprocess(p, query_sums, grad_query, form):
     """Convert the summed dq to the gradient of queries."""
-    launched = {name: p.launched[name] for name in ("heads", "q_len")}
-    launched |= dict(
+    launched = dict(
+        heads=p.launched["heads"],
+        q_len=p.launched["q_len"],
         score=p.launched["rules"].score,
         D=p.launched["spec"].D,
         Sums=arguments.of(query_sums),
         GradQ=arguments.of(grad_query),
+        **_unit(p, form),
     )
-    launched |= _together(p, taken)
     run.run_tiled("postprocess", p.call, p.blocks_of_rows, launched)
 
 
 def _dbias(p, grad_bias):
     """Compute the gradient of a bias that batches or heads share."""
-    batch, heads = grad_bias.shape[:2]
+    (batch, heads), size = grad_bias.shape[:2], blocks.block_mask_size()
     some = p.block_mask & 1
     some = some if batch == p.batch else some.amax(0, keepdim=True)
     some = some if heads == p.heads else some.amax(1, keepdim=True)
-    some = some.expand(batch, heads, cdiv(p.rows, p.mask_size), cdiv(p.keys, p.mask_size))
+    some = some.expand(batch, heads, cdiv(p.rows, size), cdiv(p.keys, size))
     launched = dict(p.launched)
     launched |= dict(
+        batches=p.batch // batch,
+        bias_heads=heads,
+        max_seqlen_q=p.rows,
+        max_seqlen_k=p.keys,
         incoming=Incoming(*(launched.pop(name) for name in ("GradOut", "GradWeights", "Rows"))),
         GradBias=arguments.of(grad_bias),
         block_mask=arguments.of(some),
-        spec=p.launched["spec"]._replace(BLOCK_MASK_SIZE=p.mask_size),
+        spec=p.launched["spec"]._replace(BLOCK_MASK_SIZE=size),
     )
-    launched |= dict(batches=p.batch // batch, bias_heads=heads, max_seqlen_q=p.rows, max_seqlen_k=p.keys)
     run.run_tiled(
         "dbias",
         p.call,
@@ -252,71 +252,68 @@ def _dbias(p, grad_bias):
     )
 
 
-def _add_up(p, grads, grad_bias, grad_slopes, grad_sinks):
-    """The gradients that are sums of sums by row or by key.
+def _add_up(p, bias_sums, slope_sums, sink_sums, grads):
+    """Compute the gradients of options from sums by row or by key.
 
-    In float64: it costs nothing here, and a sum over all rows of a head would else be as rough as their number.
+    In float64, which costs nothing here: otherwise the error would grow with the number of rows.
     """
-    if grads.bias_sums is not None and grads.bias_sums.shape[3] == 1:
-        total = _spread(grads.bias_sums.double(), p.call.cu_seqlens_q, p.rows)
-        grad_bias.copy_(total.sum_to_size(grad_bias.shape))
-    elif grads.bias_sums is not None:
-        total = _spread(grads.bias_sums.double().sum(3, keepdim=True), p.call.cu_seqlens_k, p.keys)
-        grad_bias.copy_(total.mT.sum_to_size(grad_bias.shape))
-    for sums, grad in ((grads.sink_sums, grad_sinks), (grads.slope_sums, grad_slopes)):
+    if bias_sums is not None:
+        by_row = bias_sums.shape[3] == 1
+        offsets, most = (p.call.cu_seqlens_q, p.rows) if by_row else (p.call.cu_seqlens_k, p.keys)
+        total = _spread(bias_sums.double().sum(3, keepdim=True), offsets, most)
+        grads["bias"].copy_((total if by_row else total.mT).sum_to_size(grads["bias"].shape))
+    for sums, grad in ((sink_sums, grads["sinks"]), (slope_sums, grads["alibi_slopes"])):
         if sums is not None:
             grad.copy_(_totals(sums.double(), p.call.cu_seqlens_q, grad.shape[0]).sum_to_size(grad.shape))
 
 
 def launch_backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats, call: Call, backend: str):
     """Fill the gradients of the INPUTS of a Call; None for those not needed."""
-    grad_query, grad_key, grad_value, grad_bias, grad_slopes, grad_sinks = grads
-    gradients = [grad_out, *(x for x in grads[:3] if x is not None)]
+    grads = dict(zip(INPUTS, grads, strict=True))
+    gradients = [grad_out, *(grads[name] for name in ("query", "key", "value") if grads[name] is not None)]
     reachable = grad_weights is None and hopper.reachable(*gradients)
-    names = passes(call, [x is not None for x in grads], backend, reachable)
+    names = passes(call, [x is not None for x in grads.values()], backend, reachable)
     special = next((name for name in names if name in tile_table.ON_HOPPER), None)
     call = call if special is None else arguments.bounded(call)
-    block_mask, mask_size = blocks.block_mask_of(call) if arguments.hides(call) else (None, None)
     launched = arguments.common(call) | dict(GradOut=arguments.of(grad_out), GradWeights=arguments.of(grad_weights))
     (batch, heads, rows, keys), (batches, _, length, _) = arguments.sizes(call), call.query.shape
-    p = _Pass(call, grad_out, launched, block_mask, mask_size, batch, heads, rows, keys, batches, length)
+    p = _Pass(call, grad_out, launched, blocks.block_mask_of(call), batch, heads, rows, keys, batches, length)
 
-    where = None if grad_bias is None else _bias_sum(call)
-    of_scores = arguments.of(grad_bias.zero_()) if where == "pairs" else None
-    summed = where == "rows", grad_slopes is not None, grad_sinks is not None
+    where = None if grads["bias"] is None else _bias_sum(call)
+    of_scores = arguments.of(grads["bias"].zero_()) if where == "pairs" else None
+    summed = where == "rows", grads["alibi_slopes"] is not None, grads["sinks"] is not None
     by_row = [p.table(stats, 1) if wanted else None for wanted in summed]
     by_key = stats.new_zeros((p.batches, p.heads, call.key.shape[2], 3)) if where == "keys" else None
     query_sums = None
-    taken = None if special is None else run.form_on_hopper(special, call)
-    if "postprocess" in names and taken is not None:
-        query_sums = hopper.new_sums(call, stats, taken)
+    form = None if special is None else run.form_on_hopper(special, call)
+    if "postprocess" in names and form is not None:
+        query_sums = hopper.new_sums(call, stats, form)
     elif "postprocess" in names:
-        # In the dtype of sums: what the caller gets, where that is the same, and lies as the copy engine wants it.
+        # Sum into the gradient itself if its dtype is that of sums and threads add; TMA needs aligned rows.
         width = call.query.shape[3]
         bulk = any(tile.bulk for tile in run.candidates("one_pass", call))
-        alike = grad_query.dtype == stats.dtype and not bulk
-        query_sums = grad_query if alike else p.table(stats, cdiv(width, 4) * 4)[..., :width]
+        in_place = grads["query"].dtype == stats.dtype and not bulk
+        query_sums = grads["query"] if in_place else p.table(stats, cdiv(width, 4) * 4)[..., :width]
 
-    only_value = all(x is None for x in (grad_query, grad_key, *grads[3:]))
-    lost = None if only_value else out  # then no gradient of scores is wanted, and there is no delta
+    only_value = all(grad is None for name, grad in grads.items() if name != "value")
     turns = hopper.new_turns(call) if special == "hopper_bwd_deterministic" else None
-    given = None if grad_weights is None else weights
-    launched["Rows"] = _preprocess(p, lost, grad_lse, given, stats, query_sums, turns, taken)
+    saved = None if only_value else out  # without gradients of scores there is no delta
+    used_weights = None if grad_weights is None else weights
+    launched["Rows"] = _preprocess(p, saved, grad_lse, used_weights, stats, query_sums, turns, form)
     partial = 1 if call.partial else None
-    of_rows = Grads(None, None, of_scores, *by_row, partial)
-    grad_key, grad_value = map(arguments.of, (grad_key, grad_value))
-    of_keys = Grads(grad_key, grad_value, None if "dq" in names else of_scores, by_key, None, None, partial)
     if "dq" in names:
-        _dq(p, grad_query, of_rows)
+        _dq(p, grads["query"], Grads(None, None, of_scores, *by_row, partial))
+        of_scores = None
     if special == "hopper_bwd_ds":
-        _stored_on_hopper(special, p, grads, taken)
+        _store_on_hopper(special, p, grads, form)
     elif special:
-        _on_hopper(special, p, query_sums, turns, grads, taken)
+        _add_on_hopper(special, p, query_sums, turns, grads, form)
     elif "dkdv" in names or "one_pass" in names:
+        of_keys = Grads(*map(arguments.of, (grads["key"], grads["value"])), of_scores, by_key, None, None, partial)
         _dkdv("one_pass" if "one_pass" in names else "dkdv", p, query_sums, of_keys)
     if query_sums is not None:
-        _postprocess(p, query_sums, grad_query, taken)
+        _postprocess(p, query_sums, grads["query"], form)
     if "dbias" in names:
-        _dbias(p, grad_bias)
-    _add_up(p, of_rows, grad_bias, grad_slopes, grad_sinks)
-    _add_up(p, of_keys, grad_bias, None, None)
+        _dbias(p, grads["bias"])
+    bias_sums, slope_sums, sink_sums = by_row
+    _add_up(p, by_key if bias_sums is None else bias_sums, slope_sums, sink_sums, grads)

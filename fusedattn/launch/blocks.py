@@ -1,4 +1,4 @@
-"""Launches the kernels that make block masks, lists of tiles to compute, and the layout of packed sequences."""
+"""Launches the kernels of block masks, tile lists, and the layout of packed sequences."""
 
 import torch
 from triton import cdiv
@@ -22,10 +22,9 @@ def _narrowed(mask, key_mask, query_mask, bias, lengths):
 
 
 def new_block_mask(mask, key_mask, query_mask, bias, lengths, mask_size):
-    """(an uninitialised block mask of mask_size x mask_size pairs a byte, (rows, keys) of its pairs).
+    """Return (an uninitialised block mask, one byte for mask_size x mask_size pairs, (rows, keys) of its pairs).
 
-    The masks, the bias and the lengths are those of a Call; any may be None, but not all of the first four. Sizes along
-    which none differs are 1.
+    Masks, bias and lengths are a Call's; not all of the first four are None. Sizes along which none differs are 1.
     """
     mask, key_mask, query_mask, bias = masks = _narrowed(mask, key_mask, query_mask, bias, lengths)
     shapes = [x.shape for x in (mask, bias) if x is not None]
@@ -37,8 +36,8 @@ def new_block_mask(mask, key_mask, query_mask, bias, lengths, mask_size):
         shapes += [] if key_mask is None else [(count, 1, 1, lengths.max_seqlen_k)]
         shapes += [] if query_mask is None else [(count, 1, lengths.max_seqlen_q, 1)]
     batch, heads, rows, keys = torch.broadcast_shapes(*shapes)
-    given = next(x for x in masks if x is not None)
-    block_mask = given.new_empty((batch, heads, -(-rows // mask_size), -(-keys // mask_size)), dtype=torch.uint8)
+    first = next(x for x in masks if x is not None)
+    block_mask = first.new_empty((batch, heads, -(-rows // mask_size), -(-keys // mask_size)), dtype=torch.uint8)
     return block_mask, (rows, keys)
 
 
@@ -48,7 +47,7 @@ def block_mask(mask, key_mask, query_mask, bias, lengths, mask_size):
     mask, key_mask, query_mask, bias = _narrowed(mask, key_mask, query_mask, bias, lengths)
     batch, heads = block_mask.shape[:2]
     if block_mask.numel():
-        # What hides pairs alone, of one batch maybe, need not know that there are sequences.
+        # A mask of pairs, or a bias, may be broadcast over sequences: then their lengths do not matter.
         packed = lengths is not None and not (key_mask is query_mask is None)
         launched = dict(
             BlockMask=block_mask,
@@ -60,7 +59,7 @@ def block_mask(mask, key_mask, query_mask, bias, lengths, mask_size):
             BLOCK_MASK_SIZE=mask_size,
         )
         with run.surroundings(run.device_of(block_mask)):
-            launched |= dict(extents=extents(lengths) if packed else None)
+            launched["extents"] = extents(lengths) if packed else None
             run.run_kernel("block_mask", block_mask.numel(), launched, run.device_of(block_mask), num_warps=4)
     return block_mask
 
@@ -143,25 +142,18 @@ def tile_lists(call, block_mask, mask_size, tile, by_keys=False, sequences=None)
 
 
 def block_mask_of(call):
-    """Return (block mask, mask_size) of a call; None if only a band hides pairs."""
-    if not arguments.hides(call):
-        return None, None
-    size = block_mask_size()
-    if call.block_mask is not None:
-        return call.block_mask, size
-    if all(x is None for x in hiding(call)):
-        return None, None
-    return block_mask(*hiding(call), lengths_of(call), size), size
+    """Return the block mask of a call; None if only a band hides pairs."""
+    if call.block_mask is not None or all(x is None for x in hiding(call)):
+        return call.block_mask
+    return block_mask(*hiding(call), lengths_of(call), block_mask_size())
 
 
-def walks(call, block_mask, mask_size, tile, by_keys=False):
+def walks(call, block_mask, tile, by_keys=False):
     """Return the `sequences` and `tile_lists` arguments of a kernel."""
-    block = tile.keys if by_keys else tile.rows
-    sequences = sequences_of(call, block, by_keys)
-    return dict(
-        sequences=sequences,
-        tile_lists=None if block_mask is None else tile_lists(call, block_mask, mask_size, tile, by_keys, sequences),
-    )
+    sequences, lists = sequences_of(call, tile.keys if by_keys else tile.rows, by_keys), None
+    if block_mask is not None:
+        lists = tile_lists(call, block_mask, block_mask_size(), tile, by_keys, sequences)
+    return dict(sequences=sequences, tile_lists=lists)
 
 
 def block_mask_size():

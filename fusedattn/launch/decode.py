@@ -1,5 +1,6 @@
 """Launches `attention_decode`: append, attention split over programs, and the kernel that combines the splits."""
 
+import functools
 from typing import Any
 
 from triton import cdiv
@@ -15,7 +16,7 @@ from . import arguments, run, tile_table
 
 def _common(decode: Decode):
     capacity, cos, sin = capacity_of(decode), decode.cos, decode.sin
-    table = decode.table if capacity else None  # without room nothing is read
+    table = decode.table if capacity else None  # without capacity nothing is read
     return dict(
         cache=Cache(*map(arguments.of, (decode.key_cache, decode.value_cache, decode.lengths, table))),
         rotary=None if cos is None or sin is None else Rotary(arguments.of(cos), arguments.of(sin)),
@@ -42,7 +43,7 @@ def launch_append(decode: Decode):
     key, value = apart(decode)
     batch, heads, added, _ = key.shape
     launched = _common(decode) | dict(K=arguments.of(key), V=arguments.of(value))
-    # One compiled kernel, whatever it does not read.
+    # Unread fields are fixed, so that one kernel is compiled.
     launched["spec"] = launched["spec"]._replace(GROUP=1, TOP_LEFT=False, PRECISION="ieee")
     if batch * heads * added * launched["capacity"]:
         run.run_tiled("append", decode.call, lambda tile: cdiv(added, tile.rows) * batch * heads, launched)
@@ -59,9 +60,39 @@ def _rows_of_a_tile(decode: Decode) -> int:
     return decode.call.query.shape[2] * (decode.call.query.shape[1] // decode.key_cache.shape[1])
 
 
+def decoder(rows):
+    """Return the decode kernel for a number of rows that read one key head."""
+    return next((name for name, most in tile_table.DECODE.items() if rows <= most), "decode_64")
+
+
+@functools.lru_cache(maxsize=1024)  # caches grow: each length is asked for once more
+def splits(programs, blocks, multiprocessors):
+    """Return how many programs share the keys of a sequence, so that the GPU is full and the merge is worth it.
+
+    Args:
+        programs: grid size before splitting. blocks: key blocks of the longest possible sequence.
+        multiprocessors: of the GPU; None is Triton's interpreter, which splits only to test the merge.
+    Source: the rule of FlashAttention-2, which counts each multiprocessor twice.
+    """
+    if multiprocessors is None:
+        return max(1, min(2, blocks))
+    places = 2 * multiprocessors
+    if programs >= 0.8 * places or blocks <= 4:
+        return 1
+    # More splits with as many blocks each finish no earlier.
+    most = min(tile_table.MOST_SPLITS, places, blocks)
+    useful = [n for n in range(1, most + 1) if n == 1 or -(-blocks // n) < -(-blocks // (n - 1))]
+
+    def efficiency(n):
+        return programs * n / (places * -(-programs * n // places))
+
+    enough = 0.85 * max(map(efficiency, useful))
+    return next(n for n in useful if efficiency(n) >= enough)
+
+
 def failed(decode: Decode):
     """Return why a kernel of this call is known to fail, or None."""
-    reading = tile_table.decoder(_rows_of_a_tile(decode)), "combine"
+    reading = decoder(_rows_of_a_tile(decode)), "combine"
     return run.failed(decode.call, reading if decode.new_key is None else (*reading, "append"))
 
 
@@ -74,17 +105,16 @@ def launch_decode(out, lse, decode: Decode):
     launched["spec"] = launched["spec"]._replace(BY_THREADS=arguments.by_threads(decode.key_cache))
     del launched["k_len"]
     results = dict(Out=arguments.of(out), Lse=lse if lse.numel() else None)
-    keys, kernel = visible_keys(call, launched["capacity"]), tile_table.decoder(rows)
+    keys, kernel = visible_keys(call, launched["capacity"]), decoder(rows)
     multiprocessors = None if run.interpreting() else run.multiprocessors(run.device_of(call.query))
     partials: dict[str, Any] = {}
 
     def programs(tile):
-        """Return the grid size without splits."""
         return cdiv(rows, tile.rows) * batch * kv_heads
 
     def targets(tile):
-        n = tile_table.splits(programs(tile), cdiv(keys, tile.keys), multiprocessors)
-        partials.clear()  # what a larger tile, which did not fit, has left
+        n = splits(programs(tile), cdiv(keys, tile.keys), multiprocessors)
+        partials.clear()  # of a larger tile that did not fit
         partials["splits"] = n
         if n == 1:
             return dict(**results, partials=None, splits=1)

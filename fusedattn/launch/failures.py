@@ -1,21 +1,21 @@
-"""Remembers kernels that do not compile or load on this machine, why, and what the user can do about it.
+"""Kernels that do not compile or load on this machine, with the reason and advice.
 
-Triton compiles a kernel when it is first called, so a compiler that is missing, or a kernel that it rejects, shows only
-then. What was found is kept: calls of the same kind take another backend from then on.
+Triton compiles a kernel at its first call, so a missing compiler or a rejected kernel shows only then. Later calls of
+the same kind use another backend.
 """
 
 import errno
 import subprocess
 import warnings
 
-# What may be otherwise the next time: a disk that is full, too many files.
+# Errors that may pass: a full disk, too many files.
 _PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.EINTR)
-failed_kernels: dict[tuple, str] = {}  # {what calls share whose kernel fails where one does: why}
+failed_kernels: dict[tuple, str] = {}  # {key of calls that fail together: why}
 _warned: set[str] = set()
 
 
 class KernelUnavailable(Exception):
-    """A kernel cannot run here; the message says which, why, and what to do."""
+    """A kernel cannot run here. The message says which, why, and what to do."""
 
 
 def forget() -> None:
@@ -67,12 +67,12 @@ def _judge(name: str, error: Exception) -> tuple[bool, str, str]:
         advice = "install a C compiler and Python's headers (apt install gcc python3-dev)"
         return True, "Triton cannot build what launches kernels", advice
     if isinstance(error, ImportError):
-        advice = "see that NVIDIA's driver is installed, and empty Triton's cache, ~/.triton/cache"
+        advice = "check that NVIDIA's driver is installed, and empty Triton's cache, ~/.triton/cache"
         return True, "Triton cannot load what launches kernels", advice
     if isinstance(error, OSError):
-        advice = "give Triton the file or folder that is named; TRITON_CACHE_DIR is where it writes"
+        advice = "give Triton access to the file or folder that is named; TRITON_CACHE_DIR is where it writes"
         return True, "Triton cannot compile kernels", advice
     what = f"the kernel {name!r} does not compile or load"
     if type(error).__name__ == "OutOfResources":
-        return False, what, "this GPU has too little of that for every tile of it: leave backend unset"
-    return False, what, "leave backend unset, and report this with what `fusedattn info` prints"
+        return False, what, "no tile fits this GPU: leave backend unset"
+    return False, what, "leave backend unset, and report this with the output of `fusedattn info`"

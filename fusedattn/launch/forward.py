@@ -1,4 +1,4 @@
-"""Launches the forward, by the kernel for Hopper or the one for every GPU, and the kernel of weights."""
+"""Launches the forward, by the Hopper or the universal kernel, and the kernel of weights."""
 
 from triton import cdiv
 
@@ -7,7 +7,7 @@ from . import arguments, blocks, hopper, run, tile_table
 
 
 def _forward_on_hopper(out, lse, stats, call):
-    """Run the Hopper kernel. Tensors that the copy engine cannot read are copied first."""
+    """Run the Hopper kernel. Tensors that TMA cannot read are copied first."""
     call = arguments.bounded(call)
     call = call._replace(**{name: hopper.readable(getattr(call, name)) for name in ("query", "key", "value")})
     pipeline, device = run.form_on_hopper("hopper", call), run.device_of(call.query)
@@ -16,7 +16,7 @@ def _forward_on_hopper(out, lse, stats, call):
     if pipeline is None:
         raise run.none_is_right("hopper", device)
     launched = hopper.arguments(call, target, pipeline) | dict(Lse=lse, Stats=stats)
-    registers, *_ = tile_table.REGISTERS[pipeline.warpgroups]
+    registers = tile_table.REGISTERS[pipeline.warpgroups][0]
     with run.surroundings(device):
         programs = hopper.programs(call, pipeline, run.multiprocessors(device))
         run.run_kernel("hopper", programs, launched, device, num_warps=4, maxnreg=registers)
@@ -37,21 +37,20 @@ def _forward(out, lse, stats, call):
         Out=arguments.of(out), Lse=lse, Stats=stats, sequences=None, tile_lists=None
     )
     launched["spec"] = launched["spec"]._replace(BY_THREADS=arguments.by_threads(call.key))
-    if call.cu_seqlens_q is None and not arguments.hides(call):
+    block_mask = blocks.block_mask_of(call)
+    if call.cu_seqlens_q is None and block_mask is None:
         run.run_tiled("forward", call, lambda tile: cdiv(rows, tile.rows) * batch * heads, launched, described)
         return
-    block_mask = blocks.block_mask_of(call)
     run.run_tiled(
         "forward",
         call,
         lambda tile: blocks.slots(call, tile.rows) * heads,
         launched,
-        lambda tile: described(tile) | blocks.walks(call, *block_mask, tile),
+        lambda tile: described(tile) | blocks.walks(call, block_mask, tile),
     )
 
 
 def _weights(weights, stats, call):
-    """Fill weights from the stats of the forward."""
     launched, columns = arguments.common(call), weights.shape[3]
     launched.pop("V")
     run.run_tiled(

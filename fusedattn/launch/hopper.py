@@ -1,4 +1,4 @@
-"""Says which calls the kernel for Hopper takes, and makes its arguments: descriptors for the copy engine."""
+"""Limits of the Hopper kernels, and their arguments: descriptors for TMA."""
 
 import math
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ except (ImportError, AttributeError) as error:  # Gluon is experimental: names c
     kernel, _why = None, str(error)
 
 missing = None if kernel is not None else f"this version of Triton lacks what its kernel is written in ({_why})"
-# Options that may be None and that its kernels take, or that `limits` names in another way. It lacks all others.
+# Optional fields of a Call that the kernels take, or that `limits` reports in other words. They lack all others.
 _KNOWN = ("left", "right", "origin", "seed", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 _LACKS = tuple(name for name, default in Call._field_defaults.items() if default is None and name not in _KNOWN)
 _DESCRIPTORS = (
@@ -46,10 +46,8 @@ def limits(call: Call) -> list[str]:
         lacks.append("it knows no dropout_p")
     if call.query.dtype not in (torch.float16, torch.bfloat16):
         lacks.append(f"it multiplies float16 and bfloat16, not {call.query.dtype}")
-    if (
-        kernel_arguments.scored(call._replace(softcap=None, bias=None, alibi_slopes=None, sinks=None)).softmax_scale
-        is None
-    ):
+    bare = call._replace(softcap=None, bias=None, alibi_slopes=None, sinks=None)
+    if kernel_arguments.scored(bare).softmax_scale is None:
         lacks.append(f"it takes a scale between 2**-100 and 2**100, not {call.scale}")
     if holds(call.key.shape[2] == 0, False):  # the operator looks again
         lacks.append("there are no keys")
@@ -60,13 +58,11 @@ def limits(call: Call) -> list[str]:
 
 def reasons(call: Call) -> list[str]:
     """Return why the forward cannot take a call on any machine; empty if it can."""
-    if missing is not None:
-        return [missing]
-    return limits(call) + unreachable(call)
+    return limits(call) + unreachable(call) if missing is None else [missing]
 
 
 def unreachable(call: Call) -> list[str]:
-    """Return which of query, key and value the copy engine cannot read."""
+    """Return which of query, key and value TMA cannot read."""
     lacks = []
     for name in ("query", "key", "value"):
         tensor = getattr(call, name)
@@ -78,7 +74,7 @@ def unreachable(call: Call) -> list[str]:
 
 
 def readable(tensor: Tensor) -> Tensor:
-    """Return the tensor, or a copy that the copy engine can read."""
+    """Return the tensor, or a copy that TMA can read."""
     if reachable(tensor):
         return tensor
     *shape, columns = tensor.shape
@@ -91,9 +87,9 @@ def _layout(rows, columns, dtype):
 
 
 def descriptor(tensor: Tensor, rows: int, columns: int | None = None) -> "TensorDescriptor":
-    """A (B, H, S, D) tensor, copied by so many rows of one head, zero past the last row and column.
+    """Return a descriptor that copies some rows of one head of a (B, H, S, D) tensor, zero past its end.
 
-    columns: of a tile, a power of two; by default those that a product needs.
+    columns: of a tile, a power of two; by default at least 16.
     """
     shape, strides, block = kernel_arguments.block(tensor, rows)
     block[3] = block[3] if columns is None else columns
@@ -110,16 +106,14 @@ def band_of(call: Call) -> str:
     return ("full", "causal", "window")[(call.left is not None) + (call.right is not None)]
 
 
-def programs(call: Call, taken: Pipeline, multiprocessors: int) -> int:
-    """Return the grid size. Programs take several blocks if there are fewer of them than blocks."""
+def programs(call: Call, pipeline: Pipeline, multiprocessors: int) -> int:
+    """Return the grid size. If it is less than the number of blocks, programs take several."""
     batch, heads, rows, _ = kernel_arguments.sizes(call)
-    blocks, band, keys = cdiv(rows, taken.rows) * batch * heads, band_of(call), call.key.shape[2]
+    blocks, band, keys = cdiv(rows, pipeline.rows) * batch * heads, band_of(call), call.key.shape[2]
     if call.left is not None and call.right is not None:
         keys = min(keys, call.left + call.right + 1)
     most = tile_table.SHARED_KEYS if band == "full" else tile_table.SHARED_KEYS_OF_BANDS
-    if not taken.persistent or keys > most.get(
-        tile_table.row_width(max(call.query.shape[3], call.value.shape[3])), keys
-    ):
+    if not pipeline.persistent or keys > most.get(_row_width(call), keys):
         return blocks
     if band != "causal":
         return min(blocks, multiprocessors)
@@ -130,17 +124,17 @@ def programs(call: Call, taken: Pipeline, multiprocessors: int) -> int:
     return min(pairs, multiprocessors)
 
 
-def arguments(call: Call, out: Tensor, taken: Pipeline) -> dict:
+def arguments(call: Call, out: Tensor, pipeline: Pipeline) -> dict:
     """Return the kernel's arguments without Lse and Stats."""
     query, key, value = call.query, call.key, call.value
     batch, heads = query.shape[:2]
     group, each = heads // key.shape[1], tile_table.WARPGROUP_ROWS
     together = tile_table.L2_BYTES // (2 * key.shape[2] * (query.shape[3] + value.shape[3]))
-    _, registers, fewer = tile_table.REGISTERS[taken.warpgroups]
+    _, registers, fewer = tile_table.REGISTERS[pipeline.warpgroups]
     return dict(
         Q=descriptor(query, each),
-        K=descriptor(key, taken.keys),
-        V=descriptor(value, taken.keys),
+        K=descriptor(key, pipeline.keys),
+        V=descriptor(value, pipeline.keys),
         Out=descriptor(out, each) if out.dtype == query.dtype else None,
         Wide=None if out.dtype == query.dtype else kernel_arguments.of(out),
         scale=kernel_arguments.scored(call).softmax_scale,
@@ -149,7 +143,7 @@ def arguments(call: Call, out: Tensor, taken: Pipeline) -> dict:
         HEADS=heads,
         GROUP=group,
         DV=value.shape[3],
-        form=Form(taken.warpgroups, taken.stages, taken.ping_pong, registers, fewer),
+        form=Form(pipeline.warpgroups, pipeline.stages, pipeline.ping_pong, registers, fewer),
         TOP_LEFT=call.top_left,
         **kernel_arguments.band(call),
     )
@@ -159,14 +153,14 @@ def backward_limits(call: Call) -> list[str]:
     """Return which options of a call the backward does not know."""
     lacks = limits(call)
     if call.partial:
-        lacks.append("it knows no keys of which there are more elsewhere")
+        lacks.append("it knows no keys in several parts")
     if call.query.shape[3] % 8:
         lacks.append(f"the head dimension of query is {call.query.shape[3]}, not a multiple of 8")
     return lacks
 
 
 def reachable(*tensors: Tensor) -> bool:
-    """Return whether the copy engine can access all of these tensors."""
+    """Return whether TMA can access all of these tensors."""
     return all(kernel_arguments.strided(x) and kernel_arguments.aligned(x) for x in tensors)
 
 
@@ -176,36 +170,32 @@ def _widths(call: Call) -> tuple[int, int]:
     For dq a warpgroup multiplies half of the columns of keys, with heads of up to 64 all of them by half of the rows.
     """
     width_k, width_v = (width.fn(x.shape[3]) for x in (call.key, call.value))
-    return (width_k if _by_rows(call) else max(width_k, 128)), max(width_v, 128 if _is_wide(call) else 16)
+    return (width_k if _row_width(call) == 64 else max(width_k, 128)), max(
+        width_v, 128 if _row_width(call) > tile_table.ONE_PASS else 16
+    )
 
 
-def _by_rows(call):
-    """Return whether a warpgroup has half the rows of dq, rather than half its columns."""
-    return tile_table.row_width(max(call.key.shape[3], call.value.shape[3])) == 64
+def _row_width(call):
+    return tile_table.row_width(max(call.query.shape[3], call.value.shape[3]))
 
 
-def _is_wide(call):
-    """Return whether heads are wider than 128."""
-    return max(call.key.shape[3], call.value.shape[3]) > tile_table.ONE_PASS
-
-
-def unit(call: Call, taken: Backward) -> tuple[int, int]:
+def unit(call: Call, form: Backward) -> tuple[int, int]:
     """Return the rows and columns of dq whose sums are stored together."""
-    return taken.rows // 2 if _by_rows(call) else taken.rows, _widths(call)[0]
+    return form.rows // 2 if _row_width(call) == 64 else form.rows, _widths(call)[0]
 
 
 def new_rows(call: Call, stats: Tensor) -> tuple[Tensor, int | None]:
     """Return the buffer of row statistics that `preprocess` fills, and its pitch."""
     batch, heads, length, _ = call.query.shape
-    if not _is_wide(call):
+    if _row_width(call) <= tile_table.ONE_PASS:
         return stats.new_empty((batch, 2 * heads, length, 16), dtype=torch.bfloat16), None
-    pitch = cdiv(length, 4) * 4  # the copy engine reads 16 bytes at a time
+    pitch = cdiv(length, 4) * 4  # TMA reads 16 bytes at a time
     return stats.new_empty((batch, heads, 4, pitch)), pitch
 
 
-def new_sums(call: Call, stats: Tensor, taken: Backward) -> Tensor:
+def new_sums(call: Call, stats: Tensor, form: Backward) -> Tensor:
     """Return the buffer in which dq is summed."""
-    (batch, heads, length, _), (rows, columns) = call.query.shape, unit(call, taken)
+    (batch, heads, length, _), (rows, columns) = call.query.shape, unit(call, form)
     return stats.new_empty((batch, heads, cdiv(length, rows) * rows, columns))
 
 
@@ -221,29 +211,26 @@ def backward_arguments(
     sums: Tensor,
     turns: Tensor | None,
     grads: Sequence[Tensor],
-    taken: Backward,
+    form: Backward,
 ) -> dict:
-    """The arguments of the kernel's backward.
-
-    rows are those of `preprocess`, sums of dq, turns of `new_turns` or None, grads of key and value.
-    """
+    """Return the arguments of the backward that adds dq; grads are those of key and value."""
     each = tile_table.WARPGROUP_ROWS
     width_k, width_v = _widths(call)
-    at_once = width_k if _by_rows(call) else width_k // 2  # columns of dq
+    at_once = width_k if _row_width(call) == 64 else width_k // 2  # columns of dq
     lines = sums.view(*sums.shape[:2], -1, 32)
-    shape, strides, block = kernel_arguments.block(rows, taken.rows)
+    shape, strides, block = kernel_arguments.block(rows, form.rows)
     block[1] = 2  # tables of a head
     return dict(
-        Q=descriptor(call.query, taken.rows, width_k),
+        Q=descriptor(call.query, form.rows, width_k),
         K=descriptor(call.key, each, width_k),
         V=descriptor(call.value, each, width_v),
-        GradOut=descriptor(grad_out, taken.rows, width_v),
-        Rows=TensorDescriptor(rows, shape, strides, block, _layout(2 * taken.rows, 16, rows.dtype)),
-        Sums=descriptor(lines, unit(call, taken)[0] // 2 * at_once // 16),
+        GradOut=descriptor(grad_out, form.rows, width_v),
+        Rows=TensorDescriptor(rows, shape, strides, block, _layout(2 * form.rows, 16, rows.dtype)),
+        Sums=descriptor(lines, unit(call, form)[0] // 2 * at_once // 16),
         Turns=turns,
         GradK=descriptor(grads[0], each, width_k),
         GradV=descriptor(grads[1], each, width_v),
-        STAGES=taken.stages,
+        STAGES=form.stages,
         **_common(call),
     )
 
@@ -265,7 +252,7 @@ def _common(call):
 def _scores_of_a_head(call):
     """Return (shape, bytes) of the stored gradients of scores of one key head."""
     group = call.query.shape[1] // call.key.shape[1]
-    shape = group, 1, call.key.shape[2], cdiv(call.query.shape[2], 64) * 64  # rows begin with a line of L2
+    shape = group, 1, call.key.shape[2], cdiv(call.query.shape[2], 64) * 64  # rows start at an L2 line
     return shape, math.prod(shape) * call.query.element_size()
 
 
@@ -291,13 +278,12 @@ def new_scores(call: Call) -> Tensor:
 
 
 def _section(call, fits, size, blocks, multiprocessors):
-    """How many kv heads are worked on together, of those at a time: what all of their blocks read fits into L2.
+    """Return how many kv heads are scheduled together, so that their blocks read from L2.
 
     Args:
-        fits: bytes for which there is room.
-        size: bytes of a head that its blocks read, one after the other.
-        blocks: of a head. With a band they are unequal, and the shortest of a section are too few to fill a GPU: so
-            there are three to two multiprocessors at least, and sections are nearly equal.
+        fits: bytes of L2 to use. size: bytes of a head that its blocks read.
+        blocks: of a head. With a band they are unequal, and the shortest of a section cannot fill a GPU: a section
+            then has at least 1.5 blocks per multiprocessor, and sections are nearly equal.
     """
     heads, most = heads_at_a_time(call), max(1, fits // size)
     if call.left is None and call.right is None:
@@ -312,22 +298,22 @@ def stored_arguments(
     rows: Tensor,
     grad_scores: Tensor,
     grad_value: Tensor,
-    taken: Backward,
+    form: Backward,
     multiprocessors: int,
 ) -> dict:
     """Return the arguments of the kernel for gradients of scores and values, less `planes` and `before`."""
     each, length = tile_table.WARPGROUP_ROWS, call.query.shape[2]
     width_k, width_v = _widths(call)
-    common, blocks = _common(call), cdiv(call.key.shape[2], taken.keys)
+    common, blocks = _common(call), cdiv(call.key.shape[2], form.keys)
     size = 2 * common["GROUP"] * length * (call.query.shape[3] + call.value.shape[3])
     return common | dict(
         section=_section(call, tile_table.SECTION_BYTES, size, blocks, multiprocessors),
-        Q=descriptor(call.query, taken.rows, width_k),
+        Q=descriptor(call.query, form.rows, width_k),
         K=descriptor(call.key, each, width_k),
         V=descriptor(call.value, each, width_v),
-        GradOut=descriptor(grad_out, taken.rows, width_v // 2),
-        Rows=descriptor(rows[..., :length], 4, taken.rows),
-        GradScores=descriptor(grad_scores[..., :length], each, taken.rows),
+        GradOut=descriptor(grad_out, form.rows, width_v // 2),
+        Rows=descriptor(rows[..., :length], 4, form.rows),
+        GradScores=descriptor(grad_scores[..., :length], each, form.rows),
         GradV=descriptor(grad_value, each, width_v),
     )
 
@@ -338,13 +324,13 @@ def product_programs(call: Call, blocks: int, multiprocessors: int) -> int:
 
 
 def product_arguments(
-    call: Call, grad_scores: Tensor, grad: Tensor, of_key: bool, taken: Backward, multiprocessors: int
+    call: Call, grad_scores: Tensor, grad: Tensor, of_key: bool, form: Backward, multiprocessors: int
 ) -> dict:
     """Return the arguments of the kernel for the gradient of key, or of query, less `planes` and `before`."""
     each, (width_k, _), others = tile_table.WARPGROUP_ROWS, _widths(call), call.query if of_key else call.key
     block = (2 * each, each) if of_key else (each, 2 * each)
     common = _common(call)
-    group, blocks = common["GROUP"], cdiv(grad.shape[2], taken.keys)
+    group, blocks = common["GROUP"], cdiv(grad.shape[2], form.keys)
     size = 2 * others.shape[2] * others.shape[3] * (group if of_key else 1)
     blocks = blocks if of_key else blocks * group
     section = _section(call, tile_table.SECTION_BYTES // 2, size, blocks, multiprocessors)
@@ -355,5 +341,5 @@ def product_arguments(
         Product=descriptor(grad, each, width_k),
         heads=grad.shape[1],
         OF_K=of_key,
-        STAGES=taken.stages,
+        STAGES=form.stages,
     )

@@ -1,11 +1,9 @@
-"""Triton's interpreter, made right for bfloat16, which it multiplies and sums as integers and truncates in casts.
+"""Fixes for Triton's interpreter. It needs NumPy, so only interpreting processes import it.
 
-And made to multiply alike on every machine: BLAS sums a product of matrices in an order that depends on the processor
-and on the shapes, where hardware's goes with the inner dimension alone. Kernels rely on that: delta cancels with dp.
-
-And made safe for threads, which take turns: it has one place for the number of the program that runs, and one for what
-it puts in place of the language's functions meanwhile. It needs NumPy, as nothing else does: only what interprets
-imports this.
+bfloat16: upstream multiplies and sums its bits as integers, and truncates in casts.
+Products: BLAS sums in an order that depends on processor and shapes; on GPUs it depends on the inner dimension alone,
+and kernels rely on that: delta cancels with dp.
+Threads: upstream keeps the running program and its patches of the language in globals, so threads take turns.
 """
 
 import contextlib
@@ -19,7 +17,7 @@ from triton.runtime import interpreter as upstream
 
 
 def _wide(handle):
-    """A bfloat16 handle as float32, anything else as it is. Bits of bfloat16 are the upper half of a float32."""
+    """Convert bfloat16 to float32, whose upper half its bits are; return other handles unchanged."""
     if handle.dtype.scalar != tl.bfloat16:
         return handle
     bits = handle.data.view(numpy.uint16).astype(numpy.uint32) << 16
@@ -27,7 +25,7 @@ def _wide(handle):
 
 
 def _narrow(handle):
-    """A handle of float32, or float64, as bfloat16, rounded to nearest even."""
+    """Round a float32 or float64 handle to bfloat16, to nearest even."""
     bits = handle.data.astype(numpy.float32).view(numpy.uint32)
     rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
     nan = numpy.uint32(0x7FC0)
@@ -35,21 +33,18 @@ def _narrow(handle):
 
 
 def repair():
-    """Patch the interpreter's product and cast, once, and lend it a sum by descriptor; kernels stay as they are.
-
-    And lend it the lock by which threads take turns: it is one for all copies of this package.
-    """
+    """Patch the interpreter once: product, cast, additions by descriptor, and a lock for all copies of this package."""
     builder = upstream.InterpreterBuilder
     if not hasattr(builder, "turn"):
         builder.turn = turn = threading.RLock()
-        # A process that is forked in another thread's turn would wait for it for ever.
+        # Otherwise a process forked during another thread's turn would wait for ever.
         os.register_at_fork(before=turn.acquire, after_in_parent=turn.release, after_in_child=turn.release)
     if getattr(builder, "knows_bfloat16", False):
         return
     cast = builder.cast_impl
 
     def create_dot(self, a, b, d, *options):
-        # In float64 the order is lost below the rounding to float32.
+        # In float64, differences by order vanish in the rounding to float32.
         product = numpy.matmul(_wide(a).data.astype(numpy.float64), _wide(b).data.astype(numpy.float64))
         return upstream.TensorHandle(product.astype(d.data.dtype) + d.data, d.dtype.scalar)
 
@@ -70,6 +65,6 @@ def repair():
 
 @contextlib.contextmanager
 def turn():
-    """Inside, this thread alone interprets kernels, without the warnings that NumPy has of every infinity."""
+    """Hold the interpreter's lock, without NumPy's warnings about infinities."""
     with upstream.InterpreterBuilder.turn, numpy.errstate(all="ignore"):
         yield

@@ -1,7 +1,7 @@
-"""Loads a compiled kernel, and launches it by the shortest way that this version of Triton allows.
+"""Loads compiled kernels, and launches them as directly as this version of Triton allows.
 
-All that we know of Triton below `kernel[grid](...)` is in this file, and each piece is probed before it is used. Where
-one is not as we know it, Triton's own launch of a compiled kernel, `compiled[grid](...)`, takes its place.
+All knowledge of Triton below `kernel[grid](...)` is in this file, and each piece is probed before use. If one differs,
+Triton's own `compiled[grid](...)` launches.
 """
 
 import copy
@@ -18,7 +18,7 @@ from triton import knobs
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime import JITFunction
 
-# Parameters of what runs a loaded kernel, in 3.6, and those that came in 3.7; the kernel's own follow.
+# Parameters of `compiled.run` in 3.6, and those added in 3.7; the kernel's own follow.
 _RUN = ("gridX", "gridY", "gridZ", "stream", "function")
 _RUN_NOW = (*_RUN, "kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook")
 _hashing = threading.Lock()
@@ -26,10 +26,10 @@ _hashed: set[int] = set()  # the id of each function that `_hash` has seen
 
 
 def _hash(function: object) -> None:
-    """Have Triton hash a function, of which it makes keys of its cache on disk, after all functions that it calls.
+    """Have Triton hash a function for its disk cache, after all functions that it calls.
 
-    Before 3.9 the hash has the constants of only those that were hashed before (triton-lang/triton#10494): a process
-    that began with another call would not find what this one has compiled.
+    Before 3.9 a hash includes constants of only those callees that were hashed earlier (triton-lang/triton#10494), so
+    processes with different first calls would not share the cache.
     """
     if not isinstance(function, JITFunction) or id(function) in _hashed:
         return
@@ -47,20 +47,20 @@ def load(kernel, programs: int, arguments: dict, options: dict):
         _hash(kernel)
     compiled = kernel.warmup(grid=(programs,), **arguments, **options)
     try:
-        run = compiled.run  # a property: the first time, it loads the kernel and builds what launches it
+        run = compiled.run  # a property: at first use it loads the kernel and builds the launcher
     except Exception:
-        compiled._run = None  # else it is taken for loaded the next time
+        compiled._run = None  # otherwise it counts as loaded the next time
         raise
     if isinstance(run, functools.partial):
-        run()  # raises what that first time has raised
+        run()  # raises the error of the first time
     return compiled
 
 
 @functools.lru_cache(maxsize=4096)  # looking at a signature takes longer than a launch
 def launched(compiled, encodes: bool = True) -> Callable:
-    """launch(programs, stream, arguments) of a loaded kernel; hooks, such as a profiler's, are called.
+    """Return launch(programs, stream, arguments) of a loaded kernel; it calls hooks, such as a profiler's.
 
-    encodes: whether descriptors are among the arguments; otherwise, what `encoders` make of them.
+    encodes: whether arguments contain descriptors; if False, the results of `encoders`.
     """
     run = _run_of(compiled)
     if run is None:
@@ -125,15 +125,15 @@ class Encoded:
 
 
 def encoders(compiled, descriptors: Sequence, device: torch.device) -> list[Encoded] | None:
-    """What stands for each descriptor among the arguments of a kernel, followed by its shape and strides.
+    """Return an encoder for each descriptor argument, which shape and strides follow.
 
-    None where it is not known how this version of Triton encodes them. It is tried once, on a tensor of the device.
+    None if this version of Triton encodes them in another way. Tried once, on a tensor of the device.
     """
     run, kinds = _run_of(compiled), getattr(compiled.metadata, "tensordesc_meta", None)
     if run is None or _launcher_of(run) is None or not kinds or len(kinds) != len(descriptors) or None in kinds:
         return None
     make = getattr(nvidia, "make_tensordesc_arg", None)
-    unused = 0 if make is None else len(inspect.signature(make).parameters) - 2  # since 3.8 one more, of other vendors
+    unused = 0 if make is None else len(inspect.signature(make).parameters) - 2  # since 3.8 one more, for other vendors
     if make is None or unused not in (0, 1):
         return None
     encoded = []

@@ -1,7 +1,4 @@
-"""Runs a kernel with the first of its tiles that fits the device, or has the launch recorded.
-
-Sizes of 0 do not get here: the operators answer for them.
-"""
+"""Runs a kernel with the first tile that fits the device, or records the launch. Operators handle empty tensors."""
 
 import contextlib
 import functools
@@ -29,6 +26,7 @@ from ..kernels import (
 )
 from ..kernels.vocabulary.memory import width
 from . import failures, hopper, launcher, tile_table, tuned
+from .tile_table import row_width
 
 
 def interpreting() -> bool:
@@ -42,7 +40,7 @@ if interpreting():
     interpreter.repair()
 
 
-_local = threading.local()  # .recorder: what keeps the launches of this thread instead of running them
+_local = threading.local()  # .recorder keeps the launches of this thread instead of running them
 
 
 @contextlib.contextmanager
@@ -69,8 +67,8 @@ def run_kernel(name, programs, arguments, device, kind=None, last=True, **option
     """Run one kernel, or have it recorded.
 
     Args:
-        kind: what calls share whose kernel fails where this one does; by default all on the device do.
-        last: whether there is no smaller tile to try.
+        kind: a key of calls that fail together; by default all calls of the kernel on the device.
+        last: whether this is the last tile to try.
     Raises: KernelUnavailable if it does not compile or load; OutOfResources for a tile that is not the last.
     """
     kernel, recorder, compiled = KERNELS[name], current_recorder(), None
@@ -81,10 +79,10 @@ def run_kernel(name, programs, arguments, device, kind=None, last=True, **option
         options["enable_fp_fusion"] = True  # kernels are written for it, and from 3.10 on it is not the default
         try:
             compiled = launcher.load(kernel, programs, arguments, options)
-        except Exception as error:  # whatever Triton raises here is why the kernel is not to be had
-            passing = any(words in str(error) for words in ("out of memory", "captur"))  # as a graph is captured
+        except Exception as error:  # whatever Triton raises here, the kernel is unavailable
+            passing = any(words in str(error) for words in ("out of memory", "captur"))  # during a graph capture
             if passing or (isinstance(error, OutOfResources) and not last):
-                raise  # which may be otherwise another time, or for another tile
+                raise  # another call, or another tile, may succeed
             raise failures.remember(kind, error) from error
     if recorder is not None:
         recorder.add(kernel, compiled, programs, arguments, options)
@@ -138,7 +136,7 @@ KERNELS = {
     )
 }
 KERNELS |= dict.fromkeys(tile_table.DECODE, decode.decode)
-KERNELS["one_pass"] = dkdv.dkdv  # with dq, which takes room: its tiles are others
+KERNELS["one_pass"] = dkdv.dkdv  # also accumulates dq, with tiles of its own
 if hopper.kernel is not None:
     KERNELS["hopper"] = hopper.kernel
     KERNELS |= dict.fromkeys(("hopper_bwd", "hopper_bwd_deterministic"), hopper.backward_kernel)
@@ -152,7 +150,7 @@ def widest(call):
 
 
 def pressure_of(call):
-    """Return the load per pair, as `tile_table` names it: "plain", "masked" or "rich"."""
+    """Return the register pressure of a call, as in `tile_table`: "plain", "masked" or "rich"."""
     if not (call.bias is call.alibi_slopes is call.softcap is call.seed is None):
         return "rich"
     return "plain" if call.mask is None else "masked"
@@ -174,9 +172,9 @@ def candidates(name, call):
     kind = kind_of(name, call)
     fitting = tile_table.fitting.get(kind)
     if fitting is None:
-        _, device, dtype, most, load, small = kind
-        table = tile_table.tiles_for(name, capability(device), dtype.itemsize, most, load)
-        fitting = tuned.of(device).tiles(tuned.place(name, dtype, most, load), table)
+        _, device, dtype, most, pressure, small = kind
+        table = tile_table.tiles_for(name, capability(device), dtype.itemsize, most, pressure)
+        fitting = tuned.of(device).tiles(tuned.place(name, dtype, most, pressure), table)
         fitting = tile_table.fitting[kind] = tile_table.small_enough(fitting) if small else fitting
     return fitting
 
@@ -188,18 +186,14 @@ def backward_on_hopper(call, ordered):
     return "hopper_bwd_ds"
 
 
-def _right_form(name, call, device):
-    where = tuned.place(name, call.query.dtype, widest(call))
-    length = min(call.query.shape[2], call.key.shape[2])
-    choices = tuned.of(device)
-    ranked, wrong = choices.right.get(where, ()), choices.wrong.get(where, ())
-    forms = tile_table.forms_on_hopper(name, where[2], length, hopper.band_of(call), ranked)
-    return next((form for form in forms if form not in wrong), None)
-
-
 def form_on_hopper(name, call):
     """Return the pipeline of a Hopper kernel for a call; None if a tuning file found all of them wrong."""
-    return _right_form(name, call, device_of(call.query))
+    place = tuned.place(name, call.query.dtype, widest(call))
+    length = min(call.query.shape[2], call.key.shape[2])
+    choices = tuned.of(device_of(call.query))
+    ranked, wrong = choices.right.get(place, ()), choices.wrong.get(place, ())
+    forms = tile_table.forms_on_hopper(name, row_width(widest(call)), length, hopper.band_of(call), ranked)
+    return next((form for form in forms if form not in wrong), None)
 
 
 def is_default(name, call, device):
@@ -231,16 +225,13 @@ def form_of(name, call):
 
 
 def none_is_right(name, device):
-    """Return the error for a kernel whose every form is wrong by a tuning file."""
     return failures.KernelUnavailable(f"`fusedattn tune` found no {name!r} that gives right numbers on {device}")
 
 
 def prefers_two_passes(call):
     """Return whether a tuning file prefers the backward in two passes."""
-    device = device_of(call.query)
-    return not candidates("one_pass", call) or tuned.is_faster(
-        "two_passes", "one_pass", call, device, pressure_of(call)
-    )
+    faster = "two_passes", "one_pass", call, device_of(call.query), pressure_of(call)
+    return not candidates("one_pass", call) or tuned.is_faster(*faster)
 
 
 def surroundings(device):
@@ -254,7 +245,7 @@ def run_tiled(name, call, programs, arguments, more=None):
     """Run a kernel with the first of its tiles that fits the device.
 
     Args:
-        programs: of a tile, how many there are to run. more: of a tile, what arguments there are besides.
+        programs: the grid size for a tile. more: further arguments for a tile.
     """
     kind, device, recorder = kind_of(name, call), device_of(call.query), current_recorder()
     tiles = candidates(name, call)
@@ -274,8 +265,8 @@ def run_tiled(name, call, programs, arguments, more=None):
                 if last:
                     raise
                 if recorder is not None:
-                    recorder.back(before)  # the lists of this tile
-                # Another thread may have come further meanwhile.
+                    recorder.back(before)  # drop the lists of this tile
+                # Another thread may already have found a smaller one.
                 smaller = tiles[tiles.index(tile) + 1 :]
                 tile_table.fitting[kind] = min(smaller, tile_table.fitting.get(kind, smaller), key=len)
 

@@ -1,18 +1,21 @@
-"""Launches the derivative in one direction: the kernel of its output and lse, and that of its weights."""
+"""Launches the kernels of forward-mode derivatives: output and lse, then weights."""
 
 from triton import cdiv
 
-from ..call.options import Call
+from ..call.options import INPUTS, Call
 from ..kernels.tangent import Tangents
 from . import arguments, blocks, run
 
 
-def _tangents(call, given):
-    query, key, value, bias, slopes, sinks = given
+def _views(call, tangents):
     batch, heads, rows, keys = arguments.sizes(call)
-    bias = None if bias is None else bias.expand(batch, heads, rows, keys)
-    each_head = (arguments.each_head(x, batch, heads) for x in (slopes, sinks))
-    return Tangents(*map(arguments.of, (query, key, value, bias)), *each_head)
+    bias = tangents["bias"]
+    return Tangents(
+        **{name[0]: arguments.of(tangents[name]) for name in ("query", "key", "value")},
+        bias=None if bias is None else arguments.of(bias.expand(batch, heads, rows, keys)),
+        slopes=arguments.each_head(tangents["alibi_slopes"], batch, heads),
+        sinks=arguments.each_head(tangents["sinks"], batch, heads),
+    )
 
 
 def passes(need_weights: bool) -> tuple[str, ...]:
@@ -20,12 +23,15 @@ def passes(need_weights: bool) -> tuple[str, ...]:
     return ("tangent", *["tangent_weights"] * need_weights)
 
 
-def launch_tangent(tangent_out, tangent_lse, tangent_weights, given, out, stats, call: Call):
+def launch_tangent(tangent_out, tangent_lse, tangent_weights, tangents, out, stats, call: Call):
     """Fill the tangents of output, lse and, unless None, weights, from those of the INPUTS of a call."""
-    block_mask, mask_size = blocks.block_mask_of(call)
-    shared = arguments.common(call) | dict(Stats=stats, TangentLse=tangent_lse, tangents=_tangents(call, given))
-    heads, columns = call.query.shape[1], None if tangent_weights is None else tangent_weights.shape[3]
-    loaded = call.key, call.value, given[1], given[2]
+    tangents, block_mask, heads = (
+        dict(zip(INPUTS, tangents, strict=True)),
+        blocks.block_mask_of(call),
+        call.query.shape[1],
+    )
+    shared = arguments.common(call) | dict(Stats=stats, TangentLse=tangent_lse, tangents=_views(call, tangents))
+    loaded = call.key, call.value, tangents["key"], tangents["value"]
     by_threads = any(arguments.by_threads(x) for x in loaded if x is not None)
     run.run_tiled(
         "tangent",
@@ -34,10 +40,11 @@ def launch_tangent(tangent_out, tangent_lse, tangent_weights, given, out, stats,
         shared
         | dict(Out=arguments.of(out), TangentOut=arguments.of(tangent_out))
         | dict(spec=shared["spec"]._replace(BY_THREADS=by_threads)),
-        lambda tile: blocks.walks(call, block_mask, mask_size, tile),
+        lambda tile: blocks.walks(call, block_mask, tile),
     )
     if tangent_weights is None:
         return
+    columns = tangent_weights.shape[3]
     shared.pop("V")
     run.run_tiled(
         "tangent_weights",

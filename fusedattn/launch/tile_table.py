@@ -1,20 +1,17 @@
-"""The table of tile sizes by kernel and GPU, and the functions that look them up.
+"""Tile sizes by kernel and GPU, and the functions that look them up.
 
-Rows were chosen offline, by registers and spills in compiled code (`make compile`). One that has been timed says so,
-with its GPU and number (`fusedattn tune`).
+Rows were chosen offline, by registers and spills in compiled code (`make compile`). A timed row names its GPU and time.
 """
 
-import functools
 import math
 from typing import NamedTuple
 
 
 class Tile(NamedTuple):
-    """What one program works on, and the bytes it may spill: more is an error of `make compile`. keys may be None.
+    """Block size of one program, its warps and stages, and the bytes it may spill: more fails `make compile`.
 
-    What the copy engine does, which there is from 9.0 on, or else the threads do, bulk: add tiles of dq in memory;
-    tma: load what a loop walks, keys and values, or queries and the gradient of the output, where `arguments.described`
-    has them so.
+    From 9.0 on, TMA can replace threads: bulk adds tiles of dq by TMA; tma loads the tiles that a loop walks, if
+    `arguments.described` allows it.
     """
 
     rows: int
@@ -27,12 +24,11 @@ class Tile(NamedTuple):
 
 
 class Pipeline(NamedTuple):
-    """How the kernel for Hopper works on a block of rows: no row of its table may spill.
+    """Form of the Hopper forward. No row of its table may spill.
 
-    warpgroups: those that multiply, WARPGROUP_ROWS rows each. stages: how many blocks of keys, and of values, are there
-    at once. persistent: whether as many programs as there are multiprocessors share the blocks of rows where no band
-    makes these unequal, or each has one; a fixed deal of unequal ones was 19 % slower (an H200, D 128, causal, S 4096).
-    ping_pong: whether two warpgroups take turns to multiply.
+    warpgroups: how many multiply, WARPGROUP_ROWS rows each. stages: blocks of keys, and of values, in shared memory.
+    persistent: one program a multiprocessor, several blocks each, unless a band makes blocks unequal: dealing out
+    unequal ones was 19 % slower (an H200, D 128, causal, S 4096). ping_pong: two warpgroups take turns to multiply.
     """
 
     warpgroups: int
@@ -47,10 +43,10 @@ class Pipeline(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """How the backward for Hopper works on a block of keys, WARPGROUP_ROWS for each of two warpgroups.
+    """Form of a Hopper backward: two warpgroups multiply, WARPGROUP_ROWS keys each.
 
-    rows: of the blocks that it walks. stages: how many of these are there at once, or, where gradients of scores are
-    stored, of the blocks that the kernels after it walk.
+    rows: of the blocks that it walks. stages: blocks in shared memory; with stored gradients of scores, blocks of the
+    product kernels.
     """
 
     rows: int
@@ -72,24 +68,21 @@ def same(form):
 
 WARPGROUP_ROWS = 64
 MULTIPROCESSORS = 132  # of an H100 or H200, which `explain` assumes for compute capability 9.0
-# By how many warpgroups multiply: registers of a thread when it starts, then of those that multiply, and of the one
-# that copies. What is asked for then, over all, must not pass what there was: it would wait for ever.
+# By number of multiplying warpgroups: registers a thread at launch, then while multiplying, and while copying. A larger
+# total than at launch would make setmaxnreg wait for ever.
 REGISTERS = {2: (168, 240, 24), 3: (128, 160, 24)}
-FEW_ROWS = 64  # no more than these take no larger tile; as many of several heads may share one
-L2_BYTES = 32 << 20  # keys and values that stay there while the blocks of their planes are worked on
-
-# The same of queries and incoming gradients, beside gradients of scores, which come and go; of products half of it. On
-# an H200 the backward takes 1.25 times as long without at 1024 tokens, 1.17 times at 2048.
+FEW_ROWS = 64  # calls of at most so many rows use tiles of at most 64 x 64; so do packed query heads
+L2_BYTES = 32 << 20  # keys and values of the planes that are scheduled together
+# Queries and incoming gradients of the heads that are scheduled together, half of it for products. Without it, on an
+# H200, the backward takes 1.25 times as long at 1024 tokens, 1.17 times at 2048.
 SECTION_BYTES = 16 << 20
-
-# By width: programs take several blocks of rows each if a row sees at most so many keys, in full calls and with a band.
+# By width: programs take several blocks of rows if a row sees at most so many keys, in full calls and with a band.
 # With more keys, one block a program was as fast or faster on an H200, by 0.98 to 1.04 (bench/NOTES.md).
 SHARED_KEYS = {128: 16384}
 SHARED_KEYS_OF_BANDS = {64: 4096, 128: 16384, 256: 2048}
-# Programs take pairs of blocks if at least this share of them has a pair in the last round.
-SHARED_PAIRS = 0.9
+SHARED_PAIRS = 0.9  # programs take pairs of blocks if at least this share of them has a pair in the last round
 
-# By width: the first is taken, the others are candidates of `fusedattn tune`. bench/results/h200.csv has their times.
+# By width: the first is used, the others are candidates of `fusedattn tune`. bench/results/h200.csv has their times.
 HOPPER = {
     64: (
         Pipeline(2, 128, 3),
@@ -106,53 +99,43 @@ HOPPER = {
     256: (Pipeline(2, 64, 2), Pipeline(2, 64, 2, ping_pong=True), Pipeline(2, 64, 2, persistent=False)),
 }
 
-# By width: the pipeline that comes first in full calls, and in causal ones, of at least so many rows and keys. At D 64
-# three warpgroups are 1.03 to 1.12 times as fast as two there (an H200, bench/NOTES.md).
+# By width: the first pipeline of full and of causal calls with at least so many rows and keys. At D 64 three warpgroups
+# are 1.03 to 1.12 times as fast as two there (an H200, bench/NOTES.md).
 HOPPER_LONG = {64: (dict(full=2048, causal=8192), Pipeline(3, 128, 2))}
 
-# The backwards for Hopper, by width as HOPPER: those that add to dq, one of them in turns. With wide heads that would
-# spill; there one stores gradients of scores.
+# Hopper's backwards, by width as in HOPPER. Two add dq in memory, one of them in a fixed order. With wide heads that
+# would spill; there the gradients of scores are stored.
 BACKWARDS: dict[str, dict[int, tuple]] = {
     **dict.fromkeys(("hopper_bwd", "hopper_bwd_deterministic"), {64: (Backward(128, 2),), 128: (Backward(64, 2),)}),
     "hopper_bwd_ds": {256: (Backward(64, 3),)},
 }
-REPEATABLE = "hopper_bwd_deterministic", "hopper_bwd_ds"  # of BACKWARDS: with the same bits each time
-PRODUCTS = "hopper_dk", "hopper_dq"  # kernels that go on from what "hopper_bwd_ds" has stored
-SCORES_BYTES = 2**29  # of gradients of scores that are stored at a time; of two heads it may be twice that
+REPEATABLE = "hopper_bwd_deterministic", "hopper_bwd_ds"  # deterministic BACKWARDS
+PRODUCTS = "hopper_dk", "hopper_dq"  # kernels that read the scores' gradients stored by "hopper_bwd_ds"
+SCORES_BYTES = 2**29  # of gradients of scores stored at a time; two heads may take twice that
 ON_HOPPER: dict[str, dict[int, tuple]] = {"hopper": HOPPER} | BACKWARDS
-
-# Kernels of which `fusedattn tune` measures each form, in that order. two_passes is dq and dkdv, each by its best form.
+# Kernels whose forms `fusedattn tune` measures, in order. two_passes is dq and dkdv, each in its best form.
 MEASURED = ("forward", "hopper", "dq", "dkdv", "one_pass", *BACKWARDS, "two_passes")
-
-# The widest heads whose universal backward may be one pass: with wider ones there is no room for a tile of dq.
-ONE_PASS = 128
-
-# By how many rows there are to share a tile, the kernel that reads caches: each has tiles of its own.
-DECODE = {"decode_16": 16, "decode_32": 32, "decode_64": 64}
+ONE_PASS = 128  # the widest heads of the universal one-pass backward: wider ones leave no registers for a tile of dq
+DECODE = {"decode_16": 16, "decode_32": 32, "decode_64": 64}  # decode kernels, by the most rows that share a tile
 ON_CACHES = (*DECODE, "combine", "append")
 MOST_SPLITS = 128  # programs that share the keys of a sequence
 
-# Small, so that tiny shapes have blocks of every kind; never 8 rows or keys: no tensor core is that small.
+# Small tiles, so that tiny shapes have blocks of every kind; at least 16 rows and keys, as tensor cores need.
 INTERPRETED = dict.fromkeys(("forward", "dq", "dbias", "tangent", "decode_32", "decode_64"), (Tile(32, 16, 4, 1),))
 INTERPRETED |= dict.fromkeys(("weights", "tangent_weights", "dkdv", "one_pass"), (Tile(16, 32, 4, 1),))
 INTERPRETED |= dict.fromkeys(("preprocess", "postprocess"), (Tile(32, None, 4, 1),))
 INTERPRETED |= dict(decode_16=(Tile(16, 16, 4, 1),), combine=(Tile(2, None, 4, 1),), append=(Tile(4, None, 4, 1),))
 
-# (pass, architecture, bytes of an element, width): from the best to what fits anywhere. The width is that of the wider
-# of D and Dv, a power of two; a narrower one takes the row of 64.
-# On 9.0 three stages come first: with two a loop waits at its head for the copies that its last step began at its end,
-# which then overlap nothing; with three for those of the step before. So it stands in machine code.
+# (kernel, architecture, bytes of an element, `row_width` of D and Dv): tiles from the best to one that fits anywhere.
+# On 9.0 three stages come first. With two, a loop waits for copies that the last step began at its end, so they overlap
+# nothing; with three, for copies of the step before. Seen in machine code.
 TABLE = {
     ("forward", 80, 2, 64): (Tile(128, 64, 4, 3), Tile(64, 64, 4, 2)),
     ("forward", 80, 2, 128): (Tile(128, 64, 8, 2, spills=12), Tile(64, 32, 4, 2)),  # at D = 80
     ("forward", 80, 2, 256): (Tile(64, 64, 8, 2), Tile(64, 32, 8, 2), Tile(32, 32, 4, 2)),
     ("forward", 86, 2, 256): (Tile(64, 32, 8, 2), Tile(32, 32, 4, 2)),
     ("forward", 90, 2, 64): (Tile(128, 128, 8, 3), Tile(128, 64, 4, 2), Tile(64, 64, 4, 2)),
-    ("forward", 90, 2, 128): (
-        Tile(128, 128, 8, 3, spills=40),  # at D = 80
-        Tile(128, 64, 8, 3),
-        Tile(64, 64, 4, 2),
-    ),
+    ("forward", 90, 2, 128): (Tile(128, 128, 8, 3, spills=40), Tile(128, 64, 8, 3), Tile(64, 64, 4, 2)),  # at D = 80
     ("forward", 90, 2, 256): (Tile(128, 32, 8, 3), Tile(64, 32, 8, 2)),
     ("forward", 80, 4, 64): (Tile(64, 32, 8, 2), Tile(32, 32, 8, 2)),
     ("forward", 80, 4, 128): (Tile(32, 16, 8, 2),),
@@ -172,28 +155,28 @@ TABLE = {
     ("dkdv", 80, 2, 256): (Tile(32, 64, 8, 2), Tile(32, 32, 8, 2), Tile(16, 32, 4, 2)),
     ("dkdv", 86, 2, 256): (Tile(32, 32, 8, 2), Tile(16, 32, 4, 2)),
     ("dkdv", 90, 2, 64): (Tile(64, 128, 8, 3), Tile(64, 64, 4, 2)),
-    # dk and dv alone are half of the registers. 32 x 128 does not spill, and takes 30% more instructions a row.
+    # dk and dv take half of the registers. 32 x 128 does not spill, but takes 30% more instructions a row.
     ("dkdv", 90, 2, 128): (Tile(64, 128, 8, 3, spills=192), Tile(32, 64, 4, 2)),
     ("dkdv", 90, 2, 256): (Tile(32, 64, 8, 3, spills=184), Tile(16, 32, 4, 2)),
     ("dkdv", 80, 4, 64): (Tile(32, 32, 8, 2), Tile(16, 16, 8, 2)),
     ("dkdv", 80, 4, 128): (Tile(16, 32, 8, 2), Tile(16, 16, 8, 2)),
     ("dkdv", 80, 4, 256): (Tile(16, 16, 8, 2), Tile(16, 16, 8, 1)),
-    # dkdv and dq in one. A tile of dq takes registers, and where threads add it so do its addresses.
+    # dkdv that also adds dq. A tile of dq takes registers, and its addresses do too if threads add it.
     ("one_pass", 80, 2, 64): (Tile(64, 128, 8, 2, spills=40), Tile(64, 64, 4, 2, spills=40)),
     ("one_pass", 80, 2, 128): (Tile(64, 64, 8, 2), Tile(32, 64, 8, 2)),
     ("one_pass", 90, 2, 64): (Tile(64, 128, 8, 3, bulk=True), Tile(64, 64, 4, 2, bulk=True)),
     ("one_pass", 90, 2, 128): (
         Tile(64, 128, 8, 3, spills=208, bulk=True),  # at D = 80
-        # With 8 warps it hardly spills, and takes 35 instructions a pair for 19.
+        # With 8 warps it hardly spills, but takes 35 instructions a pair instead of 19.
         Tile(64, 64, 4, 1, spills=576, bulk=True),
     ),
     ("one_pass", 80, 4, 64): (Tile(32, 32, 8, 2), Tile(16, 16, 8, 2)),
     ("one_pass", 80, 4, 128): (Tile(16, 32, 8, 2), Tile(16, 16, 8, 2)),
-    # Memory bound: as many rows as keep every thread busy.
+    # Memory bound: enough rows to keep every thread busy.
     ("preprocess", 80, 2, 64): (Tile(64, None, 4, 1),),
     ("preprocess", 80, 2, 128): (Tile(32, None, 4, 1),),
     ("preprocess", 80, 2, 256): (Tile(16, None, 4, 1),),
-    # The rows that wgmma multiplies at once: delta is then summed as dp is.
+    # 64 rows, as in wgmma: delta is then summed in the order of dp.
     ("preprocess", 90, 2, 128): (Tile(64, None, 4, 1),),
     ("preprocess", 90, 2, 256): (Tile(64, None, 8, 1),),
     ("postprocess", 90, 2, 128): (Tile(64, None, 8, 1),),
@@ -214,7 +197,7 @@ TABLE = {
     ("dbias", 80, 4, 64): (Tile(32, 32, 8, 1),),
     ("dbias", 80, 4, 128): (Tile(16, 32, 8, 1),),
     ("dbias", 80, 4, 256): (Tile(16, 16, 8, 1, spills=104),),
-    # Five products, where dq has three: of q and k with each other and with each other's tangents, and with values.
+    # Five products, where dq has three.
     ("tangent", 80, 2, 64): (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
     ("tangent", 80, 2, 128): (Tile(64, 32, 8, 2, spills=144), Tile(32, 32, 4, 2)),
     ("tangent", 80, 2, 256): (Tile(32, 32, 8, 2, spills=64), Tile(16, 16, 4, 2)),
@@ -230,7 +213,7 @@ TABLE = {
     ("tangent_weights", 80, 4, 64): (Tile(32, 32, 8, 1),),
     ("tangent_weights", 80, 4, 128): (Tile(16, 32, 8, 1, spills=84),),
     ("tangent_weights", 80, 4, 256): (Tile(16, 16, 8, 1, spills=132),),
-    # Memory bound: as many keys in flight as fit, in tiles of as few rows as there are.
+    # Memory bound: as many keys in flight as fit, in tiles of few rows.
     ("decode_16", 80, 2, 64): (Tile(16, 128, 4, 3), Tile(16, 64, 4, 3)),
     ("decode_16", 80, 2, 128): (Tile(16, 64, 4, 3), Tile(16, 32, 4, 3)),
     ("decode_16", 80, 2, 256): (Tile(16, 64, 4, 2), Tile(16, 32, 4, 2)),
@@ -260,8 +243,7 @@ TABLE = {
     ("append", 80, 2, 256): (Tile(16, None, 4, 1),),
 }
 
-# What calls take that would spill in the rows above, or take more shared memory than there is: those with a mask of
-# pairs, which is copied by stages too, and those with more than that.
+# Tiles for more register pressure: with a mask of pairs, which is also copied in stages, and with more options.
 MASKED = {
     ("forward", 90, 2, 128): (Tile(128, 64, 8, 3), Tile(64, 64, 4, 2)),
     ("dq", 90, 2, 256): (Tile(128, 32, 8, 2), Tile(64, 32, 8, 2), Tile(32, 16, 4, 2)),
@@ -288,14 +270,14 @@ RICH = {
     ("dkdv", 90, 2, 256): (Tile(16, 64, 8, 2, spills=252), Tile(16, 32, 4, 2)),
     ("one_pass", 80, 2, 64): (Tile(32, 64, 8, 2), Tile(32, 32, 4, 2)),
     ("one_pass", 80, 2, 128): (Tile(64, 64, 8, 2, spills=32), Tile(32, 64, 8, 2)),
-    # Half as many keys hardly spill, and take twice as many instructions a pair. With two stages ptxas has each product
-    # of a call with dropout wait for the one before.
+    # Half as many keys hardly spill, but take twice as many instructions a pair. With two stages and dropout, ptxas
+    # makes each product wait for the one before.
     ("one_pass", 90, 2, 128): (Tile(64, 128, 8, 3, spills=440, bulk=True), Tile(64, 64, 4, 1, spills=432, bulk=True)),
 }
 
-# What plain calls take only where `fusedattn tune` found it faster: fewer stages in less shared memory; two
-# programs of four warps that share a multiprocessor, so that one multiplies under the other's softmax; and loads by the
-# copy engine, which take fewer instructions and registers in the forward and in dq, and more spills in dk/dv at D 128.
+# Further tiles of plain calls, used only if `fusedattn tune` found them faster: fewer stages in less shared memory; two
+# programs of four warps on a multiprocessor, so that one multiplies under the other's softmax; and loads by TMA, which
+# take fewer instructions and registers in the forward and in dq, but spill more in dk/dv at D 128.
 CANDIDATES = {
     ("forward", 90, 2, 64): (
         Tile(128, 128, 8, 3, tma=True),
@@ -334,12 +316,12 @@ CANDIDATES = {
     ),
 }
 
-# What kernels were given so far, less what the device was found not to hold: {kind, as `run.kind_of` has it: tiles}.
+# Tiles to try by `run.kind_of`, without those that did not fit the device.
 fitting: dict[tuple, tuple[Tile, ...]] = {}
 
 
 def architecture(capability):
-    """Return the architecture whose rows a GPU takes first: 86, 89 and 120 have little shared memory."""
+    """Return the architecture whose rows a GPU uses first: 86, 89 and 120 have little shared memory."""
     return 90 if 90 <= capability < 120 else 80 if capability in (80, 87) else 86
 
 
@@ -358,94 +340,59 @@ def small_enough(tiles):
 
 
 def narrow(left, right):
-    """Return whether a band with these sides (None: unbounded) takes tiles of at most 64 rows and 64 keys.
+    """Return whether a band, None for unbounded sides, should use tiles of at most 64 x 64.
 
-    A tile of n rows meets n - 1 keys more than one row does: with 128 rows that is over a tenth of such a band.
+    A tile of n rows visits n - 1 keys more than one row: with 128 rows over a tenth of such a band.
     """
     return left is not None and right is not None and left + 1 + right < 10 * 127
 
 
-def tiles_for(kernel, capability, itemsize, width, load="plain", narrow=False):
-    """Tiles to try, best first, for one kernel on one GPU; capability None is Triton's interpreter.
+def tiles_for(kernel, capability, itemsize, width, pressure="plain", narrow=False):
+    """Return the tiles to try, best first, for one kernel on one GPU.
 
     Args:
-        kernel: "forward", "weights", "preprocess", "dq", "dkdv", "one_pass", "postprocess", "dbias", "tangent",
-            "tangent_weights", "append", "combine" or one of DECODE.
-        capability: compute capability, 90 for (9, 0). One without rows of its own takes those of the last that has.
-        itemsize: bytes of an element of query.
-        width: the wider of D and Dv.
-        load: what else needs registers: "plain" nothing, "masked" a mask of pairs, "rich" a bias, slopes, a cap or
-            dropout.
-        narrow: whether the band of the call is, as the function of that name has it, or its rows are few.
+        kernel: a key of INTERPRETED.
+        capability: 90 for (9, 0); None is Triton's interpreter. Without rows of its own a GPU uses those of 80.
+        itemsize: bytes of an element of query. width: the wider of D and Dv.
+        pressure: on registers: "plain", "masked" by a mask of pairs, or "rich" (bias, slopes, cap or dropout).
+        narrow: whether the band is narrow, or rows are few.
     """
     if capability is None:
         return INTERPRETED[kernel]
     if narrow:
-        return small_enough(tiles_for(kernel, capability, itemsize, width, load))
+        return small_enough(tiles_for(kernel, capability, itemsize, width, pressure))
     width = row_width(width)
     for place in ((architecture(capability), itemsize), (80, itemsize), (80, 2)):
-        for table in {"plain": (TABLE,), "masked": (MASKED, TABLE), "rich": (RICH, TABLE)}[load]:
+        for table in {"plain": (TABLE,), "masked": (MASKED, TABLE), "rich": (RICH, TABLE)}[pressure]:
             key = (kernel, *place, width)
             if key in table:
                 return table[key]
     raise KeyError(f"no tiles for {kernel}, sm_{capability}, {itemsize} bytes, width {width}")
 
 
-def candidates(kernel, capability, itemsize, width, load="plain"):
+def candidates(kernel, capability, itemsize, width, pressure="plain"):
     """Return the forms that `fusedattn tune` measures."""
     if kernel == "two_passes":
         return (None,)
     if kernel in ON_HOPPER:
-        return ON_HOPPER[kernel].get(width, ()) if (capability, itemsize, load) == (90, 2, "plain") else ()
+        return ON_HOPPER[kernel].get(width, ()) if (capability, itemsize, pressure) == (90, 2, "plain") else ()
     if kernel == "one_pass" and width > ONE_PASS:
         return ()
-    known = tiles_for(kernel, capability, itemsize, width, load)
-    if capability is not None and load == "plain":
+    known = tiles_for(kernel, capability, itemsize, width, pressure)
+    if capability is not None and pressure == "plain":
         known += CANDIDATES.get((kernel, architecture(capability), itemsize, row_width(width)), ())
     return tuple(map(same, known))
 
 
 def forms_on_hopper(kernel, width, length, band, ranked=()):
-    """Return the forms of a kernel for Hopper, best first.
+    """Return the forms of a Hopper kernel, best first.
 
     Args:
-        width: the wider of D and Dv, as `row_width` has it. length: the fewer of rows and keys.
-        band: what a call is, "full", "causal" (one side is bounded) or "window".
-        ranked: those of a tuning file, the fastest first. `fusedattn tune` times long calls, so the form of long calls
-            comes last in others.
+        width: `row_width` of D and Dv. length: the fewer of rows and keys. band: "full", "causal" or "window".
+        ranked: forms of a tuning file, the fastest first. Tuning times long calls, so their form comes last in others.
     """
     forms = ON_HOPPER[kernel].get(width, ())
     least, long = HOPPER_LONG.get(width, ({}, None))
     is_long = length >= least.get(band, math.inf)
     first = [form for form in forms if form == long and is_long]
     return sorted(dict.fromkeys((*ranked, *first, *forms)), key=lambda form: form == long and not is_long)
-
-
-def decoder(rows):
-    """Return the decode kernel for a number of rows that read one key head."""
-    return next((name for name, most in DECODE.items() if rows <= most), "decode_64")
-
-
-@functools.lru_cache(maxsize=1024)  # caches grow: of each length it is asked once more
-def splits(programs, blocks, multiprocessors):
-    """How many shares the keys of each sequence are divided into, so that the GPU is full and the merge is worth it.
-
-    Args:
-        programs: that there are without. blocks: of keys, of the longest sequence that there may be.
-        multiprocessors: of the GPU; None is Triton's interpreter, which takes as many as make a difference.
-    Source: the rule of FlashAttention-2, which counts each multiprocessor twice.
-    """
-    if multiprocessors is None:
-        return max(1, min(2, blocks))
-    places = 2 * multiprocessors
-    if programs >= 0.8 * places or blocks <= 4:
-        return 1
-    # More shares of the same number of blocks finish no earlier.
-    most = min(MOST_SPLITS, places, blocks)
-    useful = [n for n in range(1, most + 1) if n == 1 or -(-blocks // n) < -(-blocks // (n - 1))]
-
-    def efficiency(n):
-        return programs * n / (places * -(-programs * n // places))
-
-    enough = 0.85 * max(map(efficiency, useful))
-    return next(n for n in useful if efficiency(n) >= enough)

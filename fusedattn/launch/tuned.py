@@ -1,7 +1,7 @@
-"""Choices of forms by measurement: the file that `fusedattn tune` writes for a GPU, and what calls take of it.
+"""Tuning files: the measured forms that `fusedattn tune` writes for a GPU, read once, at the first call.
 
-A file counts only with the GPU, driver, torch, Triton and version of this package that it was written with. It is read
-once, at the first call. Without it the tables of `launch.tile_table` count.
+A file is valid only with the GPU, driver, torch, Triton and package version that wrote it. Without one the tables of
+`launch.tile_table` decide.
 """
 
 import functools
@@ -23,30 +23,30 @@ from . import tile_table
 from .tile_table import row_width, same
 
 SLOWER = "the tuning file of this GPU found it slower, so it runs only when named"
-RIVALS = {"hopper": ("forward",)} | {  # of a kernel for Hopper: the universal kernels that it replaces
+RIVALS = {"hopper": ("forward",)} | {  # the universal kernels that a Hopper kernel replaces
     name: ("two_passes",) if name in tile_table.REPEATABLE else ("one_pass", "two_passes")
     for name in tile_table.BACKWARDS
 }
 
 
 class Row(NamedTuple):
-    """One form of a kernel, its times, and what is wrong with it.
+    """One form of a kernel, with its times and faults.
 
-    width: 64, 128 or 256. load: of a call, as in `tile_table.tiles_for`. form: None for two_passes. ms: {case:
-    milliseconds}; causal cases are named so. why: "" for a right form; a wrong one is never launched.
+    width: 64, 128 or 256. pressure: as in `tile_table.tiles_for`. form: None for two_passes. ms: {case: milliseconds};
+    causal cases are named so. why: "" for a correct form; others are never launched.
     """
 
     kernel: str
     dtype: str
     width: int
-    load: str
+    pressure: str
     form: Any
     ms: Mapping[str, float] = {}
     why: str = ""
 
 
 class Choices(NamedTuple):
-    """Measured forms by (kernel, dtype, width, load), fastest first."""
+    """Measured forms by (kernel, dtype, width, pressure), fastest first."""
 
     right: Mapping[tuple, tuple]
     wrong: Mapping[tuple, tuple]
@@ -77,9 +77,8 @@ def choose(rows: Iterable[Row]) -> Choices:
     return Choices(right, wrong, best)
 
 
-def place(kernel: str, dtype: torch.dtype, width: int, load: str = "plain") -> tuple[str, str, int, str]:
-    """Return the place of a call's kernel."""
-    return kernel, str(dtype).removeprefix("torch."), row_width(width), load
+def place(kernel: str, dtype: torch.dtype, width: int, pressure: str = "plain") -> tuple[str, str, int, str]:
+    return kernel, str(dtype).removeprefix("torch."), row_width(width), pressure
 
 
 def about(device: torch.device) -> dict[str, str]:
@@ -105,26 +104,27 @@ def read(file: Path, here: Collection[dict[str, str]]) -> tuple[str, Choices]:
         content = json.loads(file.read_text(encoding="utf-8"))
         was = dict(content["about"])
         if here and was not in here:
-            raise ValueError(f"it is about {was}, and here is {[*here][0]}")
+            raise ValueError(f"expected a file about {[*here][0]}, got one about {was}")
         return str(was["gpu"]), choose([_row(entry, int(was["capability"])) for entry in content["forms"]])
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(f"{file} is of another machine or version, or damaged: {error!r}"[:700]) from error
 
 
 def _row(entry, capability):
-    kernel, dtype, width, load, form, ms, why = (entry[name] for name in Row._fields)
-    for known in tile_table.candidates(kernel, capability, getattr(torch, dtype).itemsize, width, load):
-        if form == (known and known._asdict()):
-            return Row(kernel, dtype, width, load, known, {case: float(ms[case]) for case in ms}, str(why))
-    raise ValueError(f"there is no {form} of {kernel} for {dtype}, width {width} and {load} calls")
+    row = Row(**{name: entry[name] for name in Row._fields})
+    itemsize = getattr(torch, row.dtype).itemsize
+    for known in tile_table.candidates(row.kernel, capability, itemsize, row.width, row.pressure):
+        if row.form == (known and known._asdict()):
+            return row._replace(form=known, ms={case: float(row.ms[case]) for case in row.ms}, why=str(row.why))
+    raise ValueError(f"there is no {row.form} of {row.kernel} for {row.dtype}, width {row.width}, {row.pressure} calls")
 
 
 loaded: dict[str, Choices] = {}  # {name of a GPU: Choices} of `fusedattn.tuning.load`
-_asked: Choices | None = None
+_override: Choices | None = None
 
 
 @functools.cache
-def _found(device):
+def _of_files(device):
     if not (loaded or os.path.isdir(path("").parent)):
         return NOTHING
     name = torch.cuda.get_device_name(device)
@@ -138,17 +138,17 @@ def _found(device):
 
 
 def of(device: Device) -> Choices:
-    """Return the Choices of a device: none for a CPU or an assumed GPU, unless `ask` has set some."""
-    if _asked is not None:
-        return _asked
-    return _found(device) if device.type == "cuda" and isinstance(device, torch.device) else NOTHING
+    """Return the Choices of a device; NOTHING for a CPU or an assumed GPU, unless `ask` has set some."""
+    if _override is not None:
+        return _override
+    return _of_files(device) if device.type == "cuda" and isinstance(device, torch.device) else NOTHING
 
 
 def ask(choices: Choices | None) -> None:
     """Use these choices in this process, on any device; None goes back to files."""
-    global _asked
-    _asked = choices
-    _found.cache_clear()
+    global _override
+    _override = choices
+    _of_files.cache_clear()
     tile_table.fitting.clear()
 
 
@@ -159,9 +159,9 @@ def _is_faster(device: Device, one: str, other: str, where: tuple, banded: bool)
     return sum(first[case] for case in cases) < sum(second[case] for case in cases)
 
 
-def is_faster(one: str, other: str, call: Call, device: Device, load: str = "plain") -> bool:
+def is_faster(one: str, other: str, call: Call, device: Device, pressure: str = "plain") -> bool:
     """Return whether one kernel's best form was faster than another's."""
-    _, *where = place(one, call.query.dtype, max(call.query.shape[3], call.value.shape[3]), load)
+    _, *where = place(one, call.query.dtype, max(call.query.shape[3], call.value.shape[3]), pressure)
     return _is_faster(device, one, other, (*where,), call.left is not None or call.right is not None)
 
 

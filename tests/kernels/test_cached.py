@@ -78,7 +78,7 @@ def test_a_tile_that_does_not_fit_leaves_nothing_behind(device, tiles, monkeypat
     monkeypatch.setattr(run, "run_kernel", small)
     for first, second in ((2, 1), (1, 2)):
         # 48 keys are two blocks of the first tile, and three of the second.
-        tiles("splits", lambda _, blocks, __, of={2: first, 3: second}: of[blocks])
+        tiles.splits(lambda _, blocks, __, of={2: first, 3: second}: of[blocks])
         names.clear()
         assert_like(attend(case.draw(device)), naively, case.draw(device))
         assert names == ["append", "decode_16", *(["combine"] if second > 1 else [])]

@@ -9,6 +9,7 @@ pytest.importorskip("triton", reason="kernels need Triton")
 
 import fusedattn as fa
 from fusedattn.launch import tile_table as table
+from fusedattn.launch.decode import splits
 
 GPUS = ((8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1))
 OPTIONS = {"plain": {}, "masked": dict(key_mask=True), "rich": dict(softcap=2.0, bias=True)}
@@ -54,11 +55,11 @@ def test_a_pipeline_asks_for_no_more_registers_than_there_are():
 
 def test_shares_of_keys_fill_the_gpu_and_none_is_empty():
     for programs, blocks, places in itertools.product((1, 8, 64, 211, 500), (1, 4, 5, 33, 1000), (1, 46, 132)):
-        n = table.splits(programs, blocks, places)
+        n = splits(programs, blocks, places)
         assert 1 <= n <= min(table.MOST_SPLITS, blocks), (programs, blocks, places, n)
         assert -(-blocks // n) * (n - 1) < blocks, (programs, blocks, places, n)
         if programs >= 2 * places or blocks <= 4:
             assert n == 1, (programs, blocks, places, n)
     # One more than fits would be a second wave: 1055 of 1056 places are taken.
-    assert [table.splits(*x, 132) for x in ((211, 1000), (8, 128), (1, 1000), (132, 64))] == [5, 32, 112, 2]
-    assert [table.splits(9, blocks, None) for blocks in (0, 1, 2, 9)] == [1, 1, 2, 2]
+    assert [splits(*x, 132) for x in ((211, 1000), (8, 128), (1, 1000), (132, 64))] == [5, 32, 112, 2]
+    assert [splits(9, blocks, None) for blocks in (0, 1, 2, 9)] == [1, 1, 2, 2]

@@ -87,7 +87,7 @@ IGNORED |= {
     "a list": ([], "list indices"),
     "no forms": (dict(about=ABOUT), "KeyError('forms')"),
     "a tile of none": (content() | dict(forms=[FORMS[0] | dict(form=dict(rows=64, warps=3))]), "there is no"),
-    "a load of none": (content() | dict(forms=[FORMS[0] | dict(load="heavy")]), "heavy"),
+    "a load of none": (content() | dict(forms=[FORMS[0] | dict(pressure="heavy")]), "heavy"),
     "a time of none": (content() | dict(forms=[FORMS[0] | dict(ms=dict(full="long"))]), "could not convert"),
 }
 
