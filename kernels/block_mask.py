@@ -18,11 +18,11 @@ def block_mask(BlockMask, extents, masks, bias, heads, rows, keys, BLOCK_MASK_SI
     down, right, plane = span.place_tile(tl.program_id(0), rows, keys, heads, BLOCK_MASK_SIZE, BLOCK_MASK_SIZE)
     r = down * BLOCK_MASK_SIZE + tl.arange(0, BLOCK_MASK_SIZE)[:, None]
     c = right * BLOCK_MASK_SIZE + tl.arange(0, BLOCK_MASK_SIZE)[None, :]
-    plane, own_rows, own_keys = span.within(extents, plane, rows, keys, ())
-    own_rows, own_keys = tl.minimum(own_rows, rows), tl.minimum(own_keys, keys)
-    exists = (r < own_rows) & (c < own_keys)
-    real = masking.real_rows(masks, plane, r, own_rows)
-    seen = exists & masking.real_keys(masks, plane, c, own_keys)
+    plane, seq_rows, seq_keys = span.within(extents, plane, rows, keys, ())
+    seq_rows, seq_keys = tl.minimum(seq_rows, rows), tl.minimum(seq_keys, keys)
+    exists = (r < seq_rows) & (c < seq_keys)
+    real = masking.real_rows(masks, plane, r, seq_rows)
+    seen = exists & masking.real_keys(masks, plane, c, seq_keys)
     if masks.pairs is not None:
         seen &= memory.load_pairs(memory.matrix(masks.pairs, plane), r, c, rows, keys, CHECK=True) != 0
     every = tl.min(tl.min((seen | ~exists | ~real).to(tl.int32), 1), 0)
@@ -51,7 +51,7 @@ def tile_lists(
     BLOCK: tl.constexpr = BLOCK_N if BY_KEYS else BLOCK_M
     block, plane, q_len, k_len = span.locate(sequences, pid, programs, q_len, k_len, heads, BLOCK, BY_KEYS)
     if sequences is not None and not BY_KEYS:
-        block = span.latest_first(block, q_len, BLOCK_M) // BLOCK_M  # that is how slots are filled
+        block = span.latest_first(block, q_len, BLOCK_M) // BLOCK_M  # slots count from the end
     band = span.band(q_len, k_len, left, right, TOP_LEFT)
     if BY_KEYS:
         ranges = span.blocks(span.flip(band), block * BLOCK_N, BLOCK_N, BLOCK_M)
@@ -59,9 +59,9 @@ def tile_lists(
     else:
         begin, full, full_end, end = span.blocks(band, block * BLOCK_M, BLOCK_M, BLOCK_N)
     most = tile_count * GROUP
-    partly = Lists + tl.program_id(0).to(tl.int64) * 2 * (most + 2)
-    fully = partly + most + 2
-    masked, bare = begin * 0, begin * 0
+    partial_list = Lists + tl.program_id(0).to(tl.int64) * 2 * (most + 2)
+    full_list = partial_list + most + 2
+    partial_count, full_count = begin * 0, begin * 0
     for start in tl.range(0, most, CHUNK):
         n = start + tl.arange(0, CHUNK)
         tile, member = n % tile_count, n // tile_count
@@ -71,12 +71,12 @@ def tile_lists(
         some, every = walk.covered(block_mask, head, i, j, q_len, k_len, live, BLOCK_M, BLOCK_N, BLOCK_MASK_SIZE)
         every &= (tile >= full) & (tile < full_end)
         entry = (member.to(tl.int64) << 32) | tile
-        takes, bears = (some & ~every).to(tl.int32), (some & every).to(tl.int32)
-        tl.store(partly + masked + tl.cumsum(takes, 0), entry, mask=takes != 0)
-        tl.store(fully + bare + tl.cumsum(bears, 0), entry, mask=bears != 0)
-        masked += tl.sum(takes, 0)
-        bare += tl.sum(bears, 0)
-    tl.store(partly, masked.to(tl.int64))
-    tl.store(fully, bare.to(tl.int64))
-    tl.store(partly + masked + 1, 0)
-    tl.store(fully + bare + 1, 0)
+        partial, full_tiles = (some & ~every).to(tl.int32), (some & every).to(tl.int32)
+        tl.store(partial_list + partial_count + tl.cumsum(partial, 0), entry, mask=partial != 0)
+        tl.store(full_list + full_count + tl.cumsum(full_tiles, 0), entry, mask=full_tiles != 0)
+        partial_count += tl.sum(partial, 0)
+        full_count += tl.sum(full_tiles, 0)
+    tl.store(partial_list, partial_count.to(tl.int64))
+    tl.store(full_list, full_count.to(tl.int64))
+    tl.store(partial_list + partial_count + 1, 0)
+    tl.store(full_list + full_count + 1, 0)

@@ -19,40 +19,42 @@ def dbias(
     that any of the summed planes sees. Without extents the maximum lengths are q_len and k_len.
     """
     if extents is None:
-        max_seqlen_q, max_seqlen_k = q_len, k_len  # else sm_90 takes up to 58 registers more, by Triton 3.7.1
-    block, tile, own = span.place_tile(tl.program_id(0), max_seqlen_q, max_seqlen_k, bias_heads, BLOCK_M, BLOCK_N)
+        max_seqlen_q, max_seqlen_k = q_len, k_len  # saves up to 58 registers on sm_90 (Triton 3.7.1)
+    block, tile, bias_plane = span.place_tile(
+        tl.program_id(0), max_seqlen_q, max_seqlen_k, bias_heads, BLOCK_M, BLOCK_N
+    )
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     r, c = rows[:, None], cols[None, :]
     grad = tl.zeros([BLOCK_M, BLOCK_N], memory.wide(Q.base.dtype.element_ty))
     together = heads // bias_heads
-    met, own_rows, own_keys = tile >= 0, q_len, k_len
+    visible, seq_rows, seq_keys = tile >= 0, q_len, k_len
     band = span.band(q_len, k_len, left, right, spec.TOP_LEFT)
     if extents is None:
         begin, full, full_end, end = span.blocks(band, block * BLOCK_M, BLOCK_M, BLOCK_N)
-        met = (tile >= begin) & (tile < end)
-    met, every = walk.covered(
-        block_mask, own, block, tile, max_seqlen_q, max_seqlen_k, met, BLOCK_M, BLOCK_N, spec.BLOCK_MASK_SIZE
+        visible = (tile >= begin) & (tile < end)
+    visible, every = walk.covered(
+        block_mask, bias_plane, block, tile, max_seqlen_q, max_seqlen_k, visible, BLOCK_M, BLOCK_N, spec.BLOCK_MASK_SIZE
     )
-    for n in tl.range(0, tl.where(met, batches * together, 0)):
-        batch, head = own.batch + n // together, own.head + n % together
+    for n in tl.range(0, tl.where(visible, batches * together, 0)):
+        batch, head = bias_plane.batch + n // together, bias_plane.head + n % together
         plane = span.Plane(batch, head, batch * heads + head, ())
         if extents is not None:
-            plane, own_rows, own_keys = span.within(extents, plane, q_len, k_len, ())
-            band = span.band(own_rows, own_keys, left, right, spec.TOP_LEFT)
+            plane, seq_rows, seq_keys = span.within(extents, plane, q_len, k_len, ())
+            band = span.band(seq_rows, seq_keys, left, right, spec.TOP_LEFT)
         kv = span.kv_head(plane, spec.GROUP)
-        real_rows = masking.real_rows(rules.masks, plane, rows, own_rows)
-        real_keys = masking.real_keys(rules.masks, plane, cols, own_keys)
+        real_rows = masking.real_rows(rules.masks, plane, rows, seq_rows)
+        real_keys = masking.real_keys(rules.masks, plane, cols, seq_keys)
         q = memory.load(memory.of_rows(Q, plane), rows, real_rows, spec.D)
         do = memory.load(memory.of_rows(incoming.grad_out, plane), rows, real_rows, spec.DV)
         k = memory.load(memory.of_keys(K, kv), cols, real_keys, spec.D)
         v = memory.load(memory.of_keys(V, kv), cols, real_keys, spec.DV)
-        row = gradient.down(gradient.load(incoming.rows, plane, rows, own_rows))
+        row = gradient.down(gradient.load(incoming.rows, plane, rows, seq_rows))
         shown = masking.shown(rules.masks, band, plane, r, c, CHECK=True)
-        bias = scores.bias(rules.score, band, plane, r, c, CHECK=True)
+        bias = scores.pairs(rules.score.bias, band, plane, r, c, CHECK=True)
         copies.fence()
         x = tl.dot(q, k.T, input_precision=spec.PRECISION, out_dtype=grad.dtype)
         p, dcap = gradient.weights(x, shown, bias, row, r, c, band, rules, plane, CHECK=True)
         dp = tl.dot(do, v.T, input_precision=spec.PRECISION, out_dtype=grad.dtype)
         grad += gradient.of_scores(p, dp, row, r, c, band, rules, plane, incoming.grad_weights)
-    memory.store_pairs(memory.matrix(GradBias, own), r, c, max_seqlen_q, max_seqlen_k, grad)
+    memory.store_pairs(memory.matrix(GradBias, bias_plane), r, c, max_seqlen_q, max_seqlen_k, grad)

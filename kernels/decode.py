@@ -7,16 +7,7 @@ Source: Flash-Decoding, pytorch.org/blog/flash-decoding; PagedAttention, arXiv:2
 import triton
 import triton.language as tl
 
-from .vocabulary import (
-    masks as masking,
-    memory,
-    pages as paging,
-    partials as splitting,
-    rotary as turning,
-    scores,
-    softmax,
-    span,
-)
+from .vocabulary import masks, memory, pages as paging, partials as splitting, rotary as turning, scores, softmax, span
 from .vocabulary.attend import attend
 
 
@@ -36,14 +27,12 @@ def _walk(
     page = paging.of_block(cache, kv, begin, capacity, spec.PAGE, BLOCK_N)
     for j in tl.range(begin, end):
         cols = j * BLOCK_N + tl.arange(0, BLOCK_N)
-        exists = masking.real_keys(rules.masks, kv, cols, band.keys) if CHECK else None
+        exists = masks.real_keys(rules.masks, kv, cols, band.keys) if CHECK else None
         r, c = rows[:, None], cols[None, :]
         k_rows = paging.rows_of_block(j, spec.PAGE, BLOCK_N)
         k, v = paging.matrix(cache.K, kv, page, pages), paging.matrix(cache.V, kv, page, pages)
         page = paging.of_block(cache, kv, j + 1, capacity, spec.PAGE, BLOCK_N)
-        out, state = attend(
-            out, state, q, k, v, 0, k_rows, exists, r, c, band, rules, plane, kv, spec, CHECK
-        )  # fmt: skip
+        out, state = attend(out, state, q, k, v, 0, k_rows, exists, r, c, band, rules, plane, kv, spec, CHECK)
     return out, state
 
 
@@ -68,25 +57,22 @@ def decode(
     # what it sees
     before = paging.length(cache, kv, capacity)
     band = span.band(q_len, before + tl.minimum(added, capacity - before), left, right, spec.TOP_LEFT)
-    real = masking.real_rows(rules.masks, kv, rows, q_len)
-    q = turning.load(
-        memory.matrix(Q, plane), rows, real, rotary, rows + band.diagonal, positions, spec
-    )  # fmt: skip
+    real = masks.real_rows(rules.masks, kv, rows, q_len)
+    q = turning.load(memory.matrix(Q, plane), rows, real, rotary, rows + band.diagonal, positions, spec)
 
     ranges = span.blocks(band, first // spec.GROUP, spanned(BLOCK_M, spec.GROUP), BLOCK_N)
-    # Of all blocks that some row sees, one share: a sequence is divided by its own length, whatever that is.
+    # One split of the blocks that some row sees: a sequence is divided by its own length.
     each = ranges[3] - ranges[0]
     start, stop = ranges[0] + split * each // splits, ranges[0] + (split + 1) * each // splits
     # walk it
     out = tl.zeros([BLOCK_M, memory.width(spec.DV)], memory.wide(Q.base.dtype.element_ty))
-    # A sink is seen once.
-    nothing = None
+    nothing = None  # of all splits, one sees the sink
     if rules.score.sinks is not None:
         nothing = tl.where(split == 0, scores.sink(rules.score, head, out.dtype), float("-inf"))
     state = softmax.start(nothing, BLOCK_M, out.dtype)
     MASKED: tl.constexpr = rules.masks.pairs is not None or rules.masks.keys is not None
     for n in tl.static_range(1 if MASKED else 3):
-        # The caller's masks hide pairs of any block; a band that is unbounded on the left none of those before `full`.
+        # Masks may hide pairs of any block; without a left bound the band hides none before `full`.
         if MASKED or n > 0 or left is not None:
             begin = start if MASKED else tl.maximum(ranges[n], start)
             end = stop if MASKED else tl.minimum(ranges[n + 1], stop)

@@ -41,7 +41,7 @@ def _walk_rows(
         do = memory.load(memory.of_rows(incoming.grad_out, plane), rows, exists, spec.DV, first)
         row = gradient.across(gradient.load(incoming.rows, plane, rows, band.rows))
         shown = masking.shown(rules.masks, band, plane, r, c, CHECK)
-        bias = scores.bias(rules.score, band, plane, r, c, CHECK)
+        bias = scores.pairs(rules.score.bias, band, plane, r, c, CHECK)
         copies.fence()
         x = tl.dot(k, q.T, input_precision=spec.PRECISION, out_dtype=row.delta.dtype)
         p, dcap = gradient.weights(x, shown, bias, row, r, c, band, rules, plane, CHECK)
@@ -55,7 +55,7 @@ def _walk_rows(
             if tile_list is None:
                 done = block + 1 == end
             else:
-                # Read once more: what tells loads where to go ahead, and stores when, fails to compile by stages.
+                # Read again: a value used for both prefetched loads and stores cannot be pipelined.
                 done = (n + 1 == end) | ((tl.load(tile_list + n + 1, volatile=True) >> 32) != member)
             table = memory.table(grads.bias_sums, plane, band.keys, 3, BY_KEYS=True)
             tl.store(memory.pointers(table, cols, cols * 0 + WALK), sums, mask=cols < band.keys * done)
@@ -112,7 +112,7 @@ def dkdv(
         ranges = span.masked_past(ranges, first + BLOCK_N, k_len)
     # walk it
     incoming = gradient.Incoming(GradOut, GradWeights, Rows)
-    # Of a band that is unbounded on the right walk 0 has no blocks: without its code there are fewer spills.
+    # Without a right bound walk 0 has no blocks: leaving out its code saves spills.
     FIRST: tl.constexpr = 1 if tile_lists is None and right is None else 0
     for n in tl.static_range(FIRST, 3 if tile_lists is None else 2):
         tile_list = None if tile_lists is None else walk.tile_list(tile_lists, kv, block, n)

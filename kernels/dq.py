@@ -6,18 +6,7 @@ Source: FlashAttention-2, arXiv:2307.08691, algorithm 2; the half that a block o
 import triton
 import triton.language as tl
 
-from .vocabulary import (
-    copies,
-    dropout as dropping,
-    gradient,
-    masks as masking,
-    memory,
-    row_sums,
-    scores,
-    softmax,
-    span,
-    walk,
-)
+from .vocabulary import copies, dropout, gradient, masks as masking, memory, row_sums, scores, softmax, span, walk
 
 
 @triton.jit
@@ -41,7 +30,7 @@ def _walk_keys(
         first = j * BLOCK_N
         k_tile, v_tile = memory.load(k, cols, exists, spec.D, first), memory.load(v, cols, exists, spec.DV, first)
         shown = masking.shown(rules.masks, band, plane, r, c, CHECK)
-        bias = scores.bias(rules.score, band, plane, r, c, CHECK)
+        bias = scores.pairs(rules.score.bias, band, plane, r, c, CHECK)
         copies.fence()
         x = tl.dot(q, k_tile.T, input_precision=spec.PRECISION, out_dtype=row.delta.dtype)
         known = gradient.down(row)
@@ -52,7 +41,7 @@ def _walk_keys(
             memory.store_pairs(memory.matrix(grads.bias, plane), r, c, band.rows, band.keys, ds)
         if grads.bias_sums is not None or grads.slope_sums is not None or grads.sink_sums is not None:
             sums = row_sums.add(
-                sums, dropping.before(rules.dropout, p), ds, scores.distance(rules.score, band, r, c).to(ds.dtype)
+                sums, dropout.before(rules.dropout, p), ds, scores.distance(rules.score, band, r, c).to(ds.dtype)
             )
         if GradQ is not None:
             ds = scores.apply_dcap(rules.score, dcap, ds).to(k_tile.dtype)
@@ -91,7 +80,7 @@ def dq(
     grad = tl.zeros([BLOCK_M, memory.width(spec.D)], wide)
     zero = tl.zeros([BLOCK_M], wide)
     sums = row_sums.Sums(zero, zero, zero, zero)
-    # Of a band that is unbounded on the left walk 0 has no blocks: without its code there are fewer spills.
+    # Without a left bound walk 0 has no blocks: leaving out its code saves spills.
     FIRST: tl.constexpr = 1 if tile_lists is None and left is None else 0
     for n in tl.static_range(FIRST, 3 if tile_lists is None else 2):
         tile_list = None if tile_lists is None else walk.tile_list(tile_lists, plane, first // BLOCK_M, n)

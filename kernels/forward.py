@@ -56,7 +56,7 @@ def forward(
     out = tl.zeros([BLOCK_M, memory.width(spec.DV)], memory.wide(Q.base.dtype.element_ty))
     nothing = None if rules.score.sinks is None else scores.sink(rules.score, plane, out.dtype)
     state = softmax.start(nothing, BLOCK_M, out.dtype)
-    # Of a band that is unbounded on the left walk 0 has no blocks: without its code there are fewer spills.
+    # Without a left bound walk 0 has no blocks: leaving out its code saves spills.
     FIRST: tl.constexpr = 1 if tile_lists is None and left is None else 0
     for n in tl.static_range(FIRST, 3 if tile_lists is None else 2):
         tile_list = None if tile_lists is None else walk.tile_list(tile_lists, plane, first // BLOCK_M, n)

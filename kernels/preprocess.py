@@ -11,7 +11,7 @@ LARGEST = tl.constexpr(3.3895313892515355e38)  # of bfloat16
 @triton.jit
 def _terms(x):
     """Split x into a sum of three bfloat16 numbers; inf and NaN become themselves and two zeros."""
-    # What would be rounded to infinity is not: the second term takes the rest.
+    # Clamp what would round to infinity: the second term holds the rest.
     near = tl.where(tl.abs(x) < float("inf"), tl.minimum(tl.maximum(x, -LARGEST), LARGEST), x)
     first = near.to(tl.bfloat16).to(tl.float32)
     rest = tl.where(tl.abs(x) < float("inf"), x - first, 0.0)
@@ -33,7 +33,7 @@ def _store_added(Rows, plane, rows, n, row, delta, scale):
     """Store row statistics as products add them, (B, 2 Hq, Sq, 16): per head a table for scores and one for dp."""
     r, c = rows[:, None], tl.arange(0, 16)[None, :]
     zeros = tl.zeros([rows.shape[0], 16], tl.float32)
-    # Where nothing was seen: far below 0, but finite, for a product multiplies it by 0 as well.
+    # For a row that saw nothing: far below 0, but finite, because a product multiplies it by 0 as well.
     log2_sum = tl.where(row.neg_log2_sum == float("-inf"), -1.7e38, row.neg_log2_sum / (scale * softmax.LOG2E))
     of_scores = _put_terms(log2_sum, c, 8, _put_terms(-row.pivot, c, 0, zeros))
     table = Rows + (2 * tl.cast(plane.index, tl.int64) * n + r) * 16 + c
@@ -83,7 +83,7 @@ def preprocess(
         out = memory.load(memory.matrix(Out, plane), rows, rows < q_len, spec.DV)
         grad_out = memory.load(memory.matrix(GradOut, plane), rows, rows < q_len, spec.DV)
         if out.dtype == grad_out.dtype:
-            # The diagonal of a product of matrices: summed as `dp` is, it cancels where one key has all the weight.
+            # The diagonal of a matrix product: summed as `dp` is, it cancels if one key has all the weight.
             products = tl.dot(out, grad_out.T, input_precision=spec.PRECISION, out_dtype=log2_sum.dtype)
             line = tl.arange(0, BLOCK_M)
             delta = tl.sum(tl.where(line[:, None] == line[None, :], products, 0.0), 1)
@@ -98,7 +98,7 @@ def preprocess(
                 c = start + tl.arange(0, 64)[None, :]
                 p_tile = memory.load_pairs(p, r, c, q_len, k_len, CHECK=True).to(log2_sum.dtype)
                 dp_tile = memory.load_pairs(dp, r, c, q_len, k_len, CHECK=True).to(log2_sum.dtype)
-                delta += tl.sum(tl.where(p_tile == 0, 0.0, p_tile * dp_tile), 1)  # what is hidden may come back as NaN
+                delta += tl.sum(tl.where(p_tile == 0, 0.0, p_tile * dp_tile), 1)  # gradients of hidden pairs may be NaN
         delta = tl.where(log2_sum == float("inf"), 0.0, delta - dlse)
     if Rows.dtype.element_ty == tl.bfloat16:
         _store_added(Rows, plane, rows, q_len, row, delta, scale)

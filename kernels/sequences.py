@@ -12,32 +12,6 @@ def _extent(offsets, i, exists, total, most):
     return start, tl.minimum(tl.maximum(end - start, 0), most)
 
 
-@triton.jit
-def _fill(
-    Slots, OffsetsQ, OffsetsK,
-    own, rows, keys, n, q_len, k_len, max_seqlen_q, max_seqlen_k, size,
-    BLOCK: tl.constexpr, BY_KEYS: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """Write the slots of one sequence, after those of all sequences with more work."""
-    walk = rows if BY_KEYS else keys
-    before = own.to(tl.int64) * 0  # offsets that fall may name more rows than 32 bits count
-    for start in tl.range(0, n, CHUNK):
-        i = start + tl.arange(0, CHUNK)
-        exists = i < n
-        _, other_rows = _extent(OffsetsQ, i, exists, q_len, max_seqlen_q)
-        _, other_keys = _extent(OffsetsK, i, exists, k_len, max_seqlen_k)
-        longer = other_rows if BY_KEYS else other_keys
-        count = tl.cdiv(other_keys if BY_KEYS else other_rows, BLOCK)
-        before += tl.sum(tl.where(exists & ((longer > walk) | ((longer == walk) & (i < own))), count, 0))
-    count = tl.cdiv(keys if BY_KEYS else rows, BLOCK)
-    for start in tl.range(0, count, CHUNK):
-        block = start + tl.arange(0, CHUNK)
-        slot = Slots + (before + block) * 2
-        exists = (block < count) & (before + block < size)
-        tl.store(slot, block * 0 + own, mask=exists)
-        tl.store(slot + 1, block, mask=exists)
-
-
 @triton.jit(do_not_specialize=["n", "q_len", "k_len", "max_seqlen_q", "max_seqlen_k", "size"])
 def fill_slots(
     Slots, Extents, OffsetsQ, OffsetsK,
@@ -49,15 +23,28 @@ def fill_slots(
     Blocks of BLOCK rows (or keys) with most work come first, so that no long one starts last. Unused slots stay as they
     are. One program a sequence; each looks at all others.
     """
-    own = tl.program_id(0)
-    row, rows = _extent(OffsetsQ, own, True, q_len, max_seqlen_q)
-    key, keys = _extent(OffsetsK, own, True, k_len, max_seqlen_k)
-    tl.store(Extents + own * 4, row)
-    tl.store(Extents + own * 4 + 1, rows)
-    tl.store(Extents + own * 4 + 2, key)
-    tl.store(Extents + own * 4 + 3, keys)
+    number = tl.program_id(0)
+    row, rows = _extent(OffsetsQ, number, True, q_len, max_seqlen_q)
+    key, keys = _extent(OffsetsK, number, True, k_len, max_seqlen_k)
+    tl.store(Extents + number * 4, row)
+    tl.store(Extents + number * 4 + 1, rows)
+    tl.store(Extents + number * 4 + 2, key)
+    tl.store(Extents + number * 4 + 3, keys)
     if Slots is not None:
-        _fill(
-            Slots, OffsetsQ, OffsetsK, own, rows, keys, n, q_len, k_len, max_seqlen_q, max_seqlen_k, size,
-            BLOCK, BY_KEYS, CHUNK,
-        )  # fmt: skip
+        length = rows if BY_KEYS else keys
+        before = number.to(tl.int64) * 0  # decreasing offsets may describe more rows than 32 bits count
+        for start in tl.range(0, n, CHUNK):
+            i = start + tl.arange(0, CHUNK)
+            exists = i < n
+            _, other_rows = _extent(OffsetsQ, i, exists, q_len, max_seqlen_q)
+            _, other_keys = _extent(OffsetsK, i, exists, k_len, max_seqlen_k)
+            longer = other_rows if BY_KEYS else other_keys
+            count = tl.cdiv(other_keys if BY_KEYS else other_rows, BLOCK)
+            before += tl.sum(tl.where(exists & ((longer > length) | ((longer == length) & (i < number))), count, 0))
+        blocks = tl.cdiv(keys if BY_KEYS else rows, BLOCK)
+        for start in tl.range(0, blocks, CHUNK):
+            block = start + tl.arange(0, CHUNK)
+            slot = Slots + (before + block) * 2
+            exists = (block < blocks) & (before + block < size)
+            tl.store(slot, block * 0 + number, mask=exists)
+            tl.store(slot + 1, block, mask=exists)

@@ -11,18 +11,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .vocabulary import (
-    copies,
-    dropout as dropping,
-    masks as masking,
-    memory,
-    row_sums,
-    saved_stats,
-    scores,
-    softmax,
-    span,
-    walk,
-)
+from .vocabulary import copies, dropout, masks, memory, row_sums, saved_stats, scores, softmax, span, walk
 
 
 class Tangents(NamedTuple):
@@ -59,12 +48,12 @@ def _walk(
     for n in tl.range(begin, end):
         j, member, following = walk.step(tile_list, n, following)
         cols = j * BLOCK_N + tl.arange(0, BLOCK_N)
-        exists = masking.real_keys(rules.masks, plane, cols, band.keys) if CHECK else None
+        exists = masks.real_keys(rules.masks, plane, cols, band.keys) if CHECK else None
         r, c = rows[:, None], cols[None, :]
         k_tile = memory.load(k, cols, exists, spec.D)
         t_k_tile = None if t_k is None else memory.load(t_k, cols, exists, spec.D)
-        shown = masking.shown(rules.masks, band, plane, r, c, CHECK)
-        bias = scores.bias(rules.score, band, plane, r, c, CHECK)
+        shown = masks.shown(rules.masks, band, plane, r, c, CHECK)
+        bias = scores.pairs(rules.score.bias, band, plane, r, c, CHECK)
         t_bias = scores.pairs(tangents.bias, band, plane, r, c, CHECK)
         copies.fence()
         x = tl.dot(q, k_tile.T, input_precision=spec.PRECISION, out_dtype=out.dtype)
@@ -73,14 +62,14 @@ def _walk(
         t_x = _of_products(q, t_q, k_tile, t_k_tile, x, spec)
         t_s = scores.tangent(rules.score, t_x, dcap, t_bias, tangents.slopes, band, plane, r, c)
         if CHECK:
-            seen = masking.visible(rules.masks, shown, band, plane, r, c)
+            seen = masks.visible(rules.masks, shown, band, plane, r, c)
             p, t_s = tl.where(seen, p, 0.0), tl.where(seen, t_s, 0.0)
-        if tangents.bias is not None:  # that of -inf, as the log of a shut gate has it, is not finite
+        if tangents.bias is not None:  # the tangent of a bias of -inf may not be finite
             t_s = tl.where(p > 0, t_s, 0.0)
         total += row_sums.total(p * t_s)
         v_tile = memory.load(v, cols, exists, spec.DV)
         copies.fence_later(spec.BY_THREADS)
-        p = dropping.drop(rules.dropout, p, plane, r, c)
+        p = dropout.drop(rules.dropout, p, plane, r, c)
         t_p = memory.opaque(p * t_s).to(v_tile.dtype)
         out = tl.dot(t_p, v_tile, out, input_precision=spec.PRECISION, out_dtype=out.dtype)
         if t_v is not None:
@@ -103,13 +92,13 @@ def tangent(
     block, plane, q_len, k_len = span.locate(sequences, pid, programs, q_len, k_len, heads, BLOCK_M, BY_KEYS=False)
     first = span.latest_first(block, q_len, BLOCK_M)
     rows = first + tl.arange(0, BLOCK_M)
-    real = masking.real_rows(rules.masks, plane, rows, q_len)
+    real = masks.real_rows(rules.masks, plane, rows, q_len)
     q = memory.load(memory.of_rows(Q, plane), rows, real, spec.D)
     t_q = None if tangents.q is None else memory.load(memory.of_rows(tangents.q, plane), rows, real, spec.D)
     dtype: tl.constexpr = Out.base.dtype.element_ty
     stats = saved_stats.table(Stats, plane, q_len, dtype, spec.DV)
-    row = softmax.row(memory.load_column(stats, rows, q_len, 0), memory.load_column(stats, rows, q_len, 1))
-    known = softmax.Row(row.pivot[:, None], row.neg_log2_sum[:, None])
+    row = saved_stats.load(stats, rows, q_len)
+    known = softmax.down(row)
     kv = span.kv_head(plane, spec.GROUP)
     k, v = memory.of_keys(K, kv), memory.of_keys(V, kv)
     t_k = None if tangents.k is None else memory.of_keys(tangents.k, kv)
@@ -171,26 +160,25 @@ def tangent_weights(
     dtype: tl.constexpr = Q.base.dtype.element_ty
     t_p = tl.zeros([BLOCK_M, BLOCK_N], memory.wide(dtype))
     if (tile >= begin) & (tile < end):
-        real = masking.real_rows(rules.masks, plane, rows, q_len)
-        exists = masking.real_keys(rules.masks, plane, cols, k_len)
+        real = masks.real_rows(rules.masks, plane, rows, q_len)
+        exists = masks.real_keys(rules.masks, plane, cols, k_len)
         q = memory.load(memory.of_rows(Q, plane), rows, real, spec.D)
         t_q = None if tangents.q is None else memory.load(memory.of_rows(tangents.q, plane), rows, real, spec.D)
         kv = span.kv_head(plane, spec.GROUP)
         k = memory.load(memory.of_keys(K, kv), cols, exists, spec.D)
         t_k = None if tangents.k is None else memory.load(memory.of_keys(tangents.k, kv), cols, exists, spec.D)
         stats = saved_stats.table(Stats, plane, q_len, dtype, spec.DV)
-        row = softmax.row(memory.load_column(stats, rows, q_len, 0), memory.load_column(stats, rows, q_len, 1))
-        row = softmax.Row(row.pivot[:, None], row.neg_log2_sum[:, None])
+        row = softmax.down(saved_stats.load(stats, rows, q_len))
         x = tl.dot(q, k.T, input_precision=spec.PRECISION, out_dtype=t_p.dtype)
-        shown = masking.shown(rules.masks, band, plane, r, c, CHECK=True)
-        bias = scores.bias(rules.score, band, plane, r, c, CHECK=True)
+        shown = masks.shown(rules.masks, band, plane, r, c, CHECK=True)
+        bias = scores.pairs(rules.score.bias, band, plane, r, c, CHECK=True)
         t_bias = scores.pairs(tangents.bias, band, plane, r, c, CHECK=True)
         s, dcap = scores.apply(rules.score, x, bias, band, plane, r, c)
-        p = dropping.drop(rules.dropout, softmax.weights(s, row, rules.score.softmax_scale), plane, r, c)
+        p = dropout.drop(rules.dropout, softmax.weights(s, row, rules.score.softmax_scale), plane, r, c)
         t_x = _of_products(q, t_q, k, t_k, x, spec)
         t_s = scores.tangent(rules.score, t_x, dcap, t_bias, tangents.slopes, band, plane, r, c)
         if tangents.bias is not None:
             t_s = tl.where(p > 0, t_s, 0.0)
         mean = memory.load_column(memory.table(TangentLse, plane, q_len, 1), rows, q_len, 0)
-        t_p = tl.where(masking.visible(rules.masks, shown, band, plane, r, c), p * (t_s - mean[:, None]), 0.0)
+        t_p = tl.where(masks.visible(rules.masks, shown, band, plane, r, c), p * (t_s - mean[:, None]), 0.0)
     memory.store_pairs(memory.of_rows(TangentWeights, plane), r, c, q_len, columns, t_p)

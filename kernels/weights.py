@@ -32,11 +32,10 @@ def weights(
         kv = memory.of_keys(K, span.kv_head(plane, spec.GROUP))
         k = memory.load(kv, cols, masking.real_keys(rules.masks, plane, cols, k_len), spec.D)
         stats = saved_stats.table(Stats, plane, q_len, Q.base.dtype.element_ty, spec.DV)
-        row = softmax.row(memory.load_column(stats, rows, q_len, 0), memory.load_column(stats, rows, q_len, 1))
-        row = softmax.Row(row.pivot[:, None], row.neg_log2_sum[:, None])
+        row = softmax.down(saved_stats.load(stats, rows, q_len))
         x = tl.dot(q, k.T, input_precision=spec.PRECISION, out_dtype=p.dtype)
         shown = masking.shown(rules.masks, band, plane, r, c, CHECK=True)
-        bias = scores.bias(rules.score, band, plane, r, c, CHECK=True)
+        bias = scores.pairs(rules.score.bias, band, plane, r, c, CHECK=True)
         s, dcap = scores.apply(rules.score, x, bias, band, plane, r, c)
         p = tl.where(
             masking.visible(rules.masks, shown, band, plane, r, c),

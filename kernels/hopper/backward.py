@@ -20,17 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper.tma import store_wait, ten
 from ..vocabulary import memory, span
 from . import halves, ring, turns
 from .copies import async_add, async_store
-from .steps import (
-    WARPS,
-    begin_dp,
-    begin_scores,
-    extent,
-    following,
-    leave,
-    lines,
-    ones,
-    weights,
-)
+from .steps import WARPS, begin_dp, begin_scores, extent, following, leave, lines, ones, weights
 
 
 class Shared(NamedTuple):
@@ -161,7 +151,7 @@ def _consume_whole(g: gl.constexpr, shared, first, band, scale, GROUP: gl.conste
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
     p = weights(s, shared, block, full, full_end, earliest, band, scale)
     for step in range(steps):
-        none = (block < begin).to(gl.int32)  # 0: where parts of a tile lie whose number is known fills registers
+        none = (block < begin).to(gl.int32)  # 0, hidden from ptxas: known addresses fill registers
         k, v = ring.tile(shared.k, g + none), ring.at(shared.v, g + none)
         q, do = ring.tile(shared.q, step), ring.at(shared.do, step)
         dp = begin_dp(v, do.permute((1, 0)), shared, step, zero)
@@ -175,10 +165,10 @@ def _consume_whole(g: gl.constexpr, shared, first, band, scale, GROUP: gl.conste
         ds = gl.convert_layout(ds, OF_DK)
         dk = warpgroup_mma(ds, q, dk, is_async=True)
         mbarrier.arrive(shared.met, count=1)
-        # Of the last block, what lies there, which nobody reads.
+        # After the last block this reads old data; the result is unused.
         ring.wait(shared.q, step + 1, pred=step + 1 < steps)
         next_q = ring.tile(shared.q, step + 1).permute((1, 0))
-        dv, w = warpgroup_mma_wait(num_outstanding=1, deps=(dv, w))  # to have the registers of w
+        dv, w = warpgroup_mma_wait(num_outstanding=1, deps=(dv, w))  # frees the registers of w
         next_s = begin_scores(k, next_q, shared, step + 1, zero)
         mbarrier.wait(shared.met, step & 1)
         dq = no_dq

@@ -21,7 +21,7 @@ from . import ring, schedule
 from .copies import async_store
 
 WARPS = gl.constexpr(4)  # of a warpgroup
-COLUMNS = gl.constexpr(8)  # whose sums threads keep: four that are neighbours have two each
+COLUMNS = gl.constexpr(8)  # of partial row sums, kept in registers: four neighbouring threads have two each
 
 
 class Shared(NamedTuple):
@@ -79,7 +79,7 @@ def _produce(shared, Q, K, V, order, band, HEADS: gl.constexpr, GROUP: gl.conste
         first, plane = schedule.take(order, n, program, programs, HEADS, GROUPS * ROWS)
         kv = span.kv_head(plane, GROUP)
         last, count = _extent(band, first, GROUPS * ROWS, BLOCK_N)
-        ring.fill(shared.k, step, K, kv, last * BLOCK_N)  # its tile is free before that of q
+        ring.fill(shared.k, step, K, kv, last * BLOCK_N)  # free before the tile of q
         for g in gl.static_range(GROUPS):
             ring.fill(shared.q, n * GROUPS + g, Q, plane, first + g * ROWS)
         ring.fill(shared.v, step, V, kv, last * BLOCK_N)
@@ -106,7 +106,7 @@ def _step(state, s, scale):
     ROW: gl.constexpr = state.row_max.type.layout
     largest = _largest(s, ROW)
     if len(state.row_sum.shape) == 1:
-        return softmax.absorb(state, s, largest, scale)
+        return softmax.step(state, s, largest, scale)
     else:
         LAYOUT: gl.constexpr = state.row_sum.type.layout
         row_max = gl.maximum(state.row_max, largest)
@@ -119,7 +119,7 @@ def _step(state, s, scale):
 @gluon.jit
 def _weights(s, state, masked, scale, band, rows, block, LAYOUT: gl.constexpr, dtype: gl.constexpr):
     """Return p in the registers that p @ v reads, the factor of earlier sums, and the new State."""
-    if masked:  # a branch: p would have to be packed again between the loops of masked and other blocks
+    if masked:  # a branch: two loops, of masked and other blocks, would repack p between them
         cols = block * s.shape[1] + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))
         s = gl.where(span.inside(band, rows[:, None], cols[None, :]), s, float("-inf"))
     p, decay, state = _step(state, s, scale)
@@ -130,7 +130,7 @@ def _weights(s, state, masked, scale, band, rows, block, LAYOUT: gl.constexpr, d
 def _await_ping_pong(ping_pong, g: gl.constexpr, step):
     """Wait until the other warpgroup has begun to multiply: one's softmax runs under the other's products."""
     if ping_pong is not None:
-        # Of the first the other knows nothing yet, so it begins.
+        # The first step of warpgroup 0 does not wait.
         mbarrier.wait(ping_pong.index(g), (step + g + 1) & 1)
 
 
@@ -168,7 +168,7 @@ def _consume(
         lowest = gl.full([ROWS], float("-inf"), gl.float32, S_ROWS)
         if GROUPS == 2:
             row_sum = gl.zeros([ROWS, COLUMNS], gl.float32, SUMS)
-        else:  # whose threads have no registers for so many sums
+        else:  # too few registers for partial sums
             row_sum = gl.zeros([ROWS], gl.float32, S_ROWS)
         state = softmax.State(lowest, row_sum)
 
@@ -181,7 +181,7 @@ def _consume(
         s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
         ring.release(shared.k, step)
         if shared.q.tiles.shape[0] > GROUPS:
-            store_wait(0)  # of the output of the block before, under the product
+            store_wait(0)  # of the previous block's output, under the product
             if SHARE:
                 ring.release(shared.q, (n - 1) * GROUPS + g, pred=n > 0)
         p, decay, state = _weights(s, state, True, scale, band, rows, last, P_LAYOUT, dtype)
@@ -198,10 +198,10 @@ def _consume(
             block = last - i
             masked = (block < full) | (block >= full_end)
             next_p, decay, state = _weights(s, state, masked, scale, band, rows, block, P_LAYOUT, dtype)
-            # ptxas moves the wait for p @ v up over the exponentials, and the two no longer overlap. It moves nothing
-            # over the end of a basic block, and waiting on a barrier is a loop: so the wait for the next k stands here.
+            # ptxas moves the wait for p @ v up over the exponentials, and they no longer overlap. It moves nothing over
+            # the end of a basic block, and a barrier's wait is a loop: so the wait for the next k is here.
             ring.wait(shared.k, step + 1, pred=i + 1 < count)
-            out, p = warpgroup_mma_wait(num_outstanding=0, deps=(next_out, p))  # which reads p where it is
+            out, p = warpgroup_mma_wait(num_outstanding=0, deps=(next_out, p))  # p is read in place
             ring.release(shared.v, step - 1)
             out = out * gl.convert_layout(decay, O_ROWS)[:, None]
             p = next_p
@@ -263,9 +263,9 @@ def forward(
     if (left is None) != (right is None):
         paired = (gl.num_programs(0) < blocks * planes).to(gl.int32)
     order = schedule.Schedule(blocks, planes, section, paired)
-    # Where the widths are the same a warpgroup leaves its output where its q was.
+    # With equal widths a warpgroup's output overwrites its q.
     SHARE: gl.constexpr = Wide is None and Q.block_type.shape[3] == Out.block_type.shape[3]
-    # Two tiles a warpgroup, so that the next q is there when a block ends; for two of the widest there is no room.
+    # Two tiles a warpgroup, so that the next q is loaded when a block ends; two of the widest do not fit.
     q = ring.ring(Q, GROUPS if Q.block_type.shape[3] > 128 else 2 * GROUPS, 1)
     k, v = ring.ring(K, STAGES, GROUPS), ring.ring(V, STAGES, GROUPS)
     if SHARE or Wide is not None:

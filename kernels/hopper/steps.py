@@ -14,8 +14,7 @@ from ..vocabulary import softmax, span
 from . import ring
 
 WARPS = gl.constexpr(4)  # of a warpgroup
-# Whether left operands stay where they are in registers: from 3.9 on Triton copies them for each product, for which
-# there may be no room.
+# From 3.9 on Triton copies left operands in registers for each product; there may be too few registers for that.
 OPERANDS_STAY = gl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9))
 
 
@@ -40,15 +39,6 @@ def following(block, member, begin, end, GROUP: gl.constexpr):
 def half(tile, h: gl.constexpr):
     HALF: gl.constexpr = tile.shape[1] // 2
     return tile.slice(h * HALF, HALF, dim=1)
-
-
-@gluon.jit
-def only(ring, none):
-    """Return the tile of a one-tile ring, at `none`, an index that is 0 but unknown to the compiler.
-
-    With a known index ptxas keeps the tile's addresses in registers and spills others.
-    """
-    return ring.tiles.index(none).reshape([ring.tiles.shape[3], ring.tiles.shape[4]])
 
 
 @gluon.jit
@@ -103,7 +93,7 @@ def hide(p, first, earliest, band):
     If no row of the band sees a key nothing is hidden: there p is 0.
     """
     r = first + gl.arange(0, p.shape[1], layout=gl.SliceLayout(0, p.type.layout))[None, :]
-    # What has an effect: what has none would be computed in each step, without a branch.
+    # An impure instruction keeps the branch: without one this would be computed in each step.
     r = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [r], dtype=gl.int32, is_pure=False, pack=1)
     seen = (r - earliest).to(gl.uint32) <= (band.high - band.low).to(gl.uint32)  # an earlier one is huge
     return gl.where(seen, p, 0.0)

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper.tma import store_wait
 from ..vocabulary import span
 from . import ring, schedule
 from .copies import async_store
-from .steps import OPERANDS_STAY, WARPS, across, extent, following, half, only, weights_of_rows
+from .steps import OPERANDS_STAY, WARPS, across, extent, following, half, weights_of_rows
 
 
 class Shared(NamedTuple):
@@ -41,7 +41,7 @@ class Shared(NamedTuple):
 
 
 @gluon.jit
-def _met(band, first, TILE: gl.constexpr):
+def _stored_blocks(band, first, TILE: gl.constexpr):
     """Return [begin, end) of the blocks of TILE keys whose ds tiles with rows first .. first + TILE - 1 are stored.
 
     Rows and keys count to the end of the last block: a tile is then among those of its rows exactly if it is among
@@ -55,11 +55,11 @@ def _met(band, first, TILE: gl.constexpr):
 
 
 @gluon.jit
-def _rows_met(shared, first, band):
+def _row_blocks(shared, first, band):
     """Return [begin, end) of the blocks of rows that a program of the first kernel walks."""
     BLOCK_M: gl.constexpr = shared.q.tiles.shape[3]
     TILE: gl.constexpr = shared.k.tiles.shape[0] * shared.k.tiles.shape[3]
-    begin, end = _met(span.flip(band), first, TILE)
+    begin, end = _stored_blocks(span.flip(band), first, TILE)
     return begin * (TILE // BLOCK_M), end * (TILE // BLOCK_M)
 
 
@@ -81,7 +81,7 @@ def _produce(shared, Q, K, V, GradOut, Rows, kv, first, band, GROUP: gl.constexp
         ring.reserve(shared.k, g, K.block_type.nbytes + V.block_type.nbytes)
         ring.copy(shared.k, shared.k.tiles, g, K, kv, first + g * KEYS)
         ring.copy(shared.k, shared.v, g, V, kv, first + g * KEYS)
-    begin, end = _rows_met(shared, first, band)
+    begin, end = _row_blocks(shared, first, band)
     block, member = begin, begin * 0
     for step in range((end - begin) * GROUP):
         plane = span.query_head(kv, member, GROUP)
@@ -97,7 +97,7 @@ def _store(g: gl.constexpr, shared, GradScores, GradV, kv, before, first, band, 
     """Store a warpgroup's ds and dv: the work of one warp."""
     KEYS: gl.constexpr = shared.k.tiles.shape[3]
     BLOCK_M: gl.constexpr = shared.q.tiles.shape[3]
-    begin, end = _rows_met(shared, first, band)
+    begin, end = _row_blocks(shared, first, band)
     block, member = begin, begin * 0
     for step in range((end - begin) * GROUP):
         here = span.query_head(kv, member, GROUP).index - before * GROUP
@@ -112,20 +112,21 @@ def _store(g: gl.constexpr, shared, GradScores, GradV, kv, before, first, band, 
 
 
 @gluon.jit
-def _begin_scores(g: gl.constexpr, shared, step, there, none, zero):
-    """Begin scores, [keys, rows], of a step; there: whether that step exists."""
-    ring.wait(shared.q, step, pred=there)
-    q = only(shared.q, none).permute((1, 0))
+def _begin_scores(g: gl.constexpr, shared, step, exists, none, zero):
+    """Begin scores, [keys, rows], of a step; exists: whether that step exists."""
+    ring.wait(shared.q, step, pred=exists)
+    # If ptxas knows the index of a tile, it keeps the tile's addresses in registers and spills others.
+    q = shared.q.tiles.index(none).reshape([shared.q.tiles.shape[3], shared.q.tiles.shape[4]]).permute((1, 0))
     return warpgroup_mma(ring.tile(shared.k, g + none), q, zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _begin_dp(v, shared, step, there, zero):
+def _begin_dp(v, shared, step, exists, zero):
     """Begin dp of a step: one half of the columns is multiplied while the other arrives."""
-    ring.wait(shared.do, 2 * step, pred=there)
+    ring.wait(shared.do, 2 * step, pred=exists)
     one = ring.tile(shared.do, 2 * step).permute((1, 0))
     dp = warpgroup_mma(half(v, 0), one, zero, use_acc=False, is_async=True)
-    ring.wait(shared.do, 2 * step + 1, pred=there)
+    ring.wait(shared.do, 2 * step + 1, pred=exists)
     other = ring.tile(shared.do, 2 * step + 1).permute((1, 0))
     return warpgroup_mma(half(v, 1), other, dp, is_async=True)
 
@@ -166,7 +167,7 @@ def _consume(g: gl.constexpr, shared, first, band, scale, GROUP: gl.constexpr):
     dv0 = gl.zeros([KEYS, HALF], gl.float32, V_LAYOUT)
     dv1 = gl.zeros([KEYS, HALF], gl.float32, V_LAYOUT)
     _, full, full_end, _ = extent(band, first, 2 * KEYS, BLOCK_M)
-    begin, end = _rows_met(shared, first, band)
+    begin, end = _row_blocks(shared, first, band)
     block, member = begin, begin * 0
     steps = (end - begin) * GROUP
     ring.wait(shared.k, g)
@@ -179,14 +180,14 @@ def _consume(g: gl.constexpr, shared, first, band, scale, GROUP: gl.constexpr):
     p = weights_of_rows(s, shared.rows.tiles, 0, block, full, full_end, earliest, band, scale)
     dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp,))
     for step in range(steps):
-        none = (block < begin).to(gl.int32)  # 0: where parts of a tile lie whose number is known fills registers
+        none = (block < begin).to(gl.int32)  # 0, hidden from ptxas: known addresses fill registers
         if OPERANDS_STAY:
             dv0, dv1, w = _begin_dv(shared, step, p, dv0, dv1)
             _give_ds(g, shared, step, p, dp)
-        else:  # no room for ds beside copies of w
+        else:  # ds does not fit beside copies of w
             _give_ds(g, shared, step, p, dp)
             dv0, dv1, w = _begin_dv(shared, step, p, dv0, dv1)
-        # Of what comes after the last step, what lies there, which nobody reads.
+        # After the last step this reads old data; the result is unused.
         more = step + 1 < steps
         s = _begin_scores(g, shared, step + 1, more, none, zero)
         dv0, w = warpgroup_mma_wait(num_outstanding=2, deps=(dv0, w))
@@ -217,7 +218,7 @@ def stored_backward(
 
     One program for each two blocks of keys; a `section` of planes is done before the next. heads is Hkv. All are
     descriptors with blocks of 64 keys, the rows of a block of Q, and at least 128 columns, or half as many for GradOut.
-    Rows is (B, Hq, 4, Sq), in blocks of as many rows as Q. Only the tiles of `_met` are written to GradScores.
+    Rows is (B, Hq, 4, Sq), in blocks of as many rows as Q. Of GradScores only the `_stored_blocks` are written.
     """
     KEYS: gl.constexpr = K.block_type.shape[2]
     order = schedule.Schedule(gl.cdiv(k_len, 2 * KEYS), planes, section, 0)
@@ -272,7 +273,7 @@ def _factors_of(work, n, factors, OF_K: gl.constexpr):
     TILE: gl.constexpr = factors.product.tiles.shape[0] * factors.product.tiles.shape[3]
     PARTS: gl.constexpr = TILE // factors.others.shape[3]
     first, plane = _take(work.order, n, work.heads, work.before, TILE, OF_K)
-    begin, end = _met(work.band, first, TILE)
+    begin, end = _stored_blocks(work.band, first, TILE)
     return first, plane, begin * PARTS, end * PARTS
 
 

@@ -18,13 +18,13 @@ def attend(
     """
     k_tile = memory.load(k, k_rows, exists, spec.D, first)  # [keys, D]
     shown = masking.shown(rules.masks, band, plane, r, c, CHECK)
-    bias = scores.bias(rules.score, band, plane, r, c, CHECK)
+    bias = scores.pairs(rules.score.bias, band, plane, r, c, CHECK)
     copies.fence()
     x = tl.dot(q, k_tile.T, input_precision=spec.PRECISION, out_dtype=out.dtype)  # [rows, keys]
     s, dcap = scores.apply(rules.score, x, bias, band, plane, r, c)
     if CHECK:
         s = tl.where(masking.visible(rules.masks, shown, band, kv, r, c), s, float("-inf"))
-    p, decay, state = softmax.step(state, s, rules.score.softmax_scale)
+    p, decay, state = softmax.step(state, s, tl.max(s, 1), rules.score.softmax_scale)
     v_tile = memory.load(v, k_rows, exists, spec.DV, first)  # [keys, DV]
     copies.fence_later(spec.BY_THREADS)
     p = memory.opaque(dropping.drop(rules.dropout, p, plane, r, c)).to(v_tile.dtype)

@@ -5,7 +5,7 @@ import triton.language as tl
 from triton import knobs
 from triton.language.target_info import cuda_capability_geq
 
-# Triton 3.6.0 puts its fence before the wait for a copy, where it orders nothing; 3.7.1 puts it behind, as here:
+# Triton 3.6.0 puts its fence before the wait for a copy, where it orders nothing; 3.7.1 puts it behind, as we do:
 # triton-lang/triton#9610, #10537.
 _MAJOR, _MINOR, _PATCH = triton.__version__.split(".")[:3]
 _VERSION = int(_MAJOR), int(_MINOR), int(_PATCH[0])

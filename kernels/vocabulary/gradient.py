@@ -49,8 +49,7 @@ def load(Rows, plane, rows, n):
 @triton.jit
 def down(row):
     """Return the Row shaped [rows, 1]."""
-    s = row.softmax
-    return Row(softmax.Row(s.pivot[:, None], s.neg_log2_sum[:, None]), row.delta[:, None], row.dlse[:, None])
+    return Row(softmax.down(row.softmax), row.delta[:, None], row.dlse[:, None])
 
 
 @triton.jit
@@ -68,7 +67,7 @@ def weights(x, shown, bias, row, r, c, band, rules, plane, CHECK: tl.constexpr):
     if CHECK:
         seen = masking.visible(rules.masks, shown, band, plane, r, c)
         if rules.score.slopes is not None:
-            seen &= r < band.rows  # all else of a row past the end is 0, and gives nothing; its distances are not
+            seen &= r < band.rows  # distances past the last row are not 0; all else there is
         p = tl.where(seen, p, 0.0)
     return memory.opaque(dropping.sign_dropped(rules.dropout, p, plane, r, c)), dcap
 
@@ -77,7 +76,7 @@ def weights(x, shown, bias, row, r, c, band, rules, plane, CHECK: tl.constexpr):
 def of_scores(signed, dp, row, r, c, band, rules, plane, GradWeights):
     """Return the gradient of the scores of a tile, from `weights` and dp = dout @ v.T."""
     if GradWeights is not None:
-        # Incoming gradients may be anything where a row or a key is hidden.
+        # Incoming gradients of hidden rows and keys may be NaN.
         exists = masking.real_rows(rules.masks, plane, r, band.rows) & masking.real_keys(
             rules.masks, plane, c, band.keys
         )

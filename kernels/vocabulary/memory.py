@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-INTERPRETED = tl.constexpr(knobs.runtime.interpret)  # it has no map_elementwise
+INTERPRETED = tl.constexpr(knobs.runtime.interpret)  # the interpreter has no map_elementwise
 
 
 class View(NamedTuple):
@@ -68,34 +68,30 @@ def matrix(view, plane):
 
 @triton.jit
 def pointers(m, r, c):
-    # int64 an element: 1% (forward) to 8% (dk/dv) more code in the loop than int32 within a tile, in 30 registers less.
+    # int64: 1% (forward) to 8% (dk/dv) more code in the loop than int32 within a tile, but 30 registers less.
     return m.base + r.to(tl.int64) * m.strides[0] + c.to(tl.int64) * m.strides[1]
 
 
 @triton.jit
-def _described(descriptor, plane, row):
-    batch = plane.batch if len(plane.packed) == 0 else plane.batch * 0
-    return Described(descriptor, batch, plane.head, row, plane.packed)
+def _of(view, plane, first):
+    if isinstance(view, tl.tensor_descriptor):
+        batch = plane.batch if len(plane.packed) == 0 else plane.batch * 0
+        return Described(view, batch, plane.head, first, plane.packed)
+    else:
+        m = matrix(view, plane)
+        return m if len(plane.packed) == 0 else View(pointers(m, first, first * 0), m.strides)
 
 
 @triton.jit
 def of_rows(view, plane):
     """Return the `matrix` of a tensor with one row per query; a packed sequence starts at its own row."""
-    if isinstance(view, tl.tensor_descriptor):
-        return _described(view, plane, 0 if len(plane.packed) == 0 else plane.packed.row)
-    else:
-        m = matrix(view, plane)
-        return m if len(plane.packed) == 0 else View(pointers(m, plane.packed.row, plane.packed.row * 0), m.strides)
+    return _of(view, plane, 0 if len(plane.packed) == 0 else plane.packed.row)
 
 
 @triton.jit
 def of_keys(view, plane):
     """Return the `matrix` of a tensor with one row per key."""
-    if isinstance(view, tl.tensor_descriptor):
-        return _described(view, plane, 0 if len(plane.packed) == 0 else plane.packed.key)
-    else:
-        m = matrix(view, plane)
-        return m if len(plane.packed) == 0 else View(pointers(m, plane.packed.key, plane.packed.key * 0), m.strides)
+    return _of(view, plane, 0 if len(plane.packed) == 0 else plane.packed.key)
 
 
 @triton.jit
@@ -123,16 +119,14 @@ def load(m, rows, exists, D: tl.constexpr, first=0):
     if isinstance(m.base, tl.tensor_descriptor):
         tile = m.base.load([m.batch, m.head, m.row + first, 0]).reshape([rows.shape[0], width(D)])
         return tile if exists is None or len(m.packed) == 0 else tl.where(exists[:, None], tile, 0.0)
+    elif exists is None and width(D) == D:
+        return tl.load(pointers(m, r, c))
     elif exists is None:
-        if width(D) == D:
-            return tl.load(pointers(m, r, c))
-        else:
-            return tl.load(pointers(m, r, c), mask=c < D, other=0.0)
+        return tl.load(pointers(m, r, c), mask=c < D, other=0.0)
     else:
-        if width(D) == D:
-            return tl.load(pointers(m, r, c), mask=exists[:, None], other=0.0)
-        else:
-            return tl.load(pointers(m, r, c), mask=exists[:, None] & (c < D), other=0.0)
+        return tl.load(
+            pointers(m, r, c), mask=exists[:, None] if width(D) == D else exists[:, None] & (c < D), other=0.0
+        )
 
 
 @triton.jit
@@ -159,7 +153,7 @@ def add(sums, plane, rows, first, n, tile, D: tl.constexpr):
     if isinstance(sums, tl.tensor_descriptor):
         place = [plane.batch, plane.head, first, 0]
         if len(plane.packed) > 0:
-            # Rows past the end of a sequence are the next one's. What they would get is 0 times what may be NaN here.
+            # Rows past the end belong to the next sequence; their contribution, 0 times a value, may be NaN.
             place = [plane.batch * 0, plane.head, first + plane.packed.row, 0]
             tile = tl.where(rows[:, None] < n, tile, 0.0)
         sums.atomic_add(place, tile.reshape(sums.block_shape))
@@ -178,7 +172,7 @@ def load_pairs(m, r, c, rows, keys, CHECK: tl.constexpr):
     if CHECK:
         exists = (r < rows) & (c < keys)
     else:
-        # Alone the bound on the first axis leaves the second one, which lies together in memory, to wide loads.
+        # Without a bound on the second axis, which is contiguous, loads can be wide.
         exists = r < rows if r.shape[1] == 1 else c < keys
     return tl.load(pointers(m, r, c), mask=exists, other=0)
 

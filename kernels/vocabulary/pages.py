@@ -77,4 +77,5 @@ def rows_of_block(j, PAGE: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def matrix(view, plane, page, pages):
     """Return the matrix of one head of a page, or of one page a row; page numbers are clamped to the pool."""
-    return memory.matrix(view, span.on_page(plane, tl.minimum(tl.maximum(page, 0), pages - 1)))
+    page = tl.minimum(tl.maximum(page, 0), pages - 1)
+    return memory.matrix(view, span.Plane(page, plane.head, plane.index, ()))

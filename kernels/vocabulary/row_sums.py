@@ -28,7 +28,7 @@ def total(x):
 @triton.jit
 def add(sums, p, ds, far):
     return Sums(
-        sums.p + tl.sum(p, 1),  # of powers of 2: there is no product
+        sums.p + tl.sum(p, 1),  # p comes from exp2, so there is no product to fuse
         sums.ds + total(ds),
         sums.p_far + total(p * far),
         sums.ds_far + total(ds * far),

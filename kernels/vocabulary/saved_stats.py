@@ -8,7 +8,7 @@ with a common part multiply it; eager PyTorch has no such error. Eight more bits
 import triton
 import triton.language as tl
 
-from . import memory
+from . import memory, softmax
 
 
 @triton.constexpr_function
@@ -26,6 +26,12 @@ def _shift(dtype):
 @triton.jit
 def table(Kept, plane, n, dtype: tl.constexpr, DV: tl.constexpr):
     return memory.table(Kept, plane, n, columns(dtype, DV))
+
+
+@triton.jit
+def load(m, rows, n):
+    """Return the softmax.Row of rows."""
+    return softmax.row(memory.load_column(m, rows, n, 0), memory.load_column(m, rows, n, 1))
 
 
 @triton.jit
@@ -51,7 +57,7 @@ def store_tail(m, rows, n, out, c, DV: tl.constexpr, dtype: tl.constexpr):
         rounded = out.to(dtype).to(tl.float32)
         bits = out.to(tl.int32, bitcast=True) - rounded.to(tl.int32, bitcast=True)
         steps = (bits + (1 << (left - 1))) >> left
-        # What overflows, or is subnormal, is further off than a byte can tell.
+        # After overflow, or near subnormals, the error does not fit in a byte.
         tail = tl.where(tl.abs(steps) <= 128, tl.minimum(steps, 127), 0).to(tl.int8)
         r = rows[:, None]
         tl.store(memory.pointers(_bytes(m), r, c), tail, mask=(r < n) & (c < DV))

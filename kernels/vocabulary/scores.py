@@ -33,7 +33,7 @@ def score(scale, cap=None, slopes=None, bias=None, sinks=None, shift=0):
     and leave room in float32 for a factor of a few, both ways.
     """
     if cap is not None and cap > 2.0**60:
-        cap = None  # below 2**20 no score feels it, and scale / cap may be too small for float32
+        cap = None  # it changes no score below 2**20, and scale / cap may underflow in float32
     if cap is None and slopes is None and bias is None and sinks is None and 2.0**-100 < scale < 2.0**100:
         return Score(None, scale, None, None, None, None, None, None)
     slope_at_zero = None if cap is None else max(-3e38, min(scale / cap, 3e38))
@@ -47,9 +47,9 @@ def _tanh(x):
     far = 1 - 2 / (tl.exp(2 * size) + 1)
     far = tl.where(x < 0, -far, far)
     if x.dtype == tl.float64:
-        return far  # in float64, for finite differences, its absolute error near 0 is small enough
+        return far  # in float64 its absolute error near 0 is small enough for finite differences
     else:
-        # Near 0 the other form knows x only to the last place of 1: times a cap of 50 an error of 3e-6.
+        # Near 0 the other form has an absolute error of one place of 1: with a cap of 50, 3e-6.
         z = x * x
         near = tl.fma(tl.fma(tl.fma(z, -5.70498872745e-3, 2.06390887954e-2), z, -5.37397155531e-2), z, 1.33314422036e-1)
         near = tl.fma(tl.fma(near, z, -3.33332819422e-1) * z, x, x)
@@ -63,15 +63,6 @@ def _multiply_add(x, factor, added):
     The compiler would fuse a bare product with the softmax's subtraction of the rounded maximum; they would not cancel.
     """
     return tl.fma(x, tl.full([], factor, x.dtype), added)
-
-
-@triton.jit
-def bias(score, band, plane, r, c, CHECK: tl.constexpr):
-    """The bias of pairs (r, c), already broadcast, either way round, as `apply` wants it; 0 if there is none.
-
-    To be loaded before the product that it is added to: a load in between keeps wgmma from running asynchronously.
-    """
-    return pairs(score.bias, band, plane, r, c, CHECK)
 
 
 @triton.jit

@@ -57,17 +57,11 @@ def relative(s, row_max, before, scale):
 
 
 @triton.jit
-def absorb(state, s, largest, scale):
-    """Do a `step` with the known row max of the tile."""
+def step(state, s, largest, scale):
+    """Return the weights of a tile of scores with row max `largest`, the factor of earlier sums, and the new State."""
     row_max = tl.maximum(state.row_max, largest)
     p, decay = relative(s, row_max, state.row_max, scale)
     return p, decay, State(row_max, state.row_sum * decay + tl.sum(p, 1))
-
-
-@triton.jit
-def step(state, s, scale):
-    """Return the weights of one tile of scores, the factor that rescales earlier sums, and the new State."""
-    return absorb(state, s, tl.max(s, 1), scale)
 
 
 @triton.jit
@@ -86,7 +80,7 @@ def join(states, scale):
 @triton.jit
 def finish(out, state, scale):
     """Return (normalised output, lse, log2_sum for `row`). A row that saw nothing has 0, -inf and +inf."""
-    seen = state.row_sum != 0  # of what is not a number, too
+    seen = state.row_sum != 0  # true for NaN too
     log2_sum = tl.math.log2(tl.where(seen, state.row_sum, 1.0))
     row_max = state.row_max if scale is None else state.row_max * scale
     out = tl.where(seen[:, None], out * (1 / state.row_sum)[:, None], 0.0)
@@ -101,6 +95,12 @@ def row(row_max, log2_sum):
     instead of 1 / n.
     """
     return Row(_pivot(row_max), -log2_sum)
+
+
+@triton.jit
+def down(row):
+    """Return the Row shaped [rows, 1]."""
+    return Row(row.pivot[:, None], row.neg_log2_sum[:, None])
 
 
 @triton.jit

@@ -108,12 +108,6 @@ def query_head(plane, i, GROUP: tl.constexpr):
 
 
 @triton.jit
-def on_page(plane, batch):
-    """Return the Plane of the same head of another batch: caches have pages in the place of batches."""
-    return Plane(batch, plane.head, plane.index, ())
-
-
-@triton.jit
 def kv_head(plane, GROUP: tl.constexpr):
     return Plane(plane.batch, plane.head // GROUP, plane.index // GROUP, plane.packed)
 

@@ -5,8 +5,8 @@ import triton.language as tl
 
 from . import memory
 
-SOME = tl.constexpr(1)  # bits of a byte of a block mask: some pair of the block is seen
-ALL = tl.constexpr(2)  # no pair of it is hidden
+SOME = tl.constexpr(1)  # bits of a block mask's byte: some pair of the block is visible
+ALL = tl.constexpr(2)  # all are
 
 
 @triton.jit
