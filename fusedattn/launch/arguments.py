@@ -71,7 +71,6 @@ def block(tensor: Tensor, rows: int) -> tuple[list, list, list]:
 
 
 def descriptor(tensor: Tensor, rows: int) -> TensorDescriptor:
-    """Return a descriptor that copies some rows of one head of a (B, H, S, D) tensor."""
     return TensorDescriptor(tensor, *block(tensor, rows))
 
 
@@ -144,7 +143,6 @@ def band(call):
 
 
 def common(call):
-    """Return the arguments that all kernels over pairs share."""
     query, key, value = call.query, call.key, call.value
     drop = None if call.seed is None else dropout.of(call.seed, call.dropout_p, call.origin)
     return dict(

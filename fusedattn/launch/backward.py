@@ -145,7 +145,6 @@ def _preprocess(p, out, grad_lse, weights, stats, query_sums, turns, form):
 
 
 def _dq(p, grad_query, grads):
-    """Compute the gradient of queries, and the sums by row."""
     call, launched = p.call, p.launched | dict(GradQ=arguments.of(grad_query), grads=grads)
 
     def more(tile):
@@ -212,7 +211,6 @@ def _store_on_hopper(name, p, grads, form):
 
 
 def _postprocess(p, query_sums, grad_query, form):
-    """Convert the summed dq to the gradient of queries."""
     launched = dict(
         heads=p.launched["heads"],
         q_len=p.launched["q_len"],
@@ -226,7 +224,6 @@ def _postprocess(p, query_sums, grad_query, form):
 
 
 def _dbias(p, grad_bias):
-    """Compute the gradient of a bias that batches or heads share."""
     (batch, heads), size = grad_bias.shape[:2], blocks.block_mask_size()
     some = p.block_mask & 1
     some = some if batch == p.batch else some.amax(0, keepdim=True)

@@ -16,7 +16,6 @@ def _narrow(tensor):
 
 
 def _narrowed(mask, key_mask, query_mask, bias, lengths):
-    """Return masks and a bias without expanded dimensions; packed rows keep theirs."""
     tokens = (key_mask, query_mask) if lengths is not None else map(_narrow, (key_mask, query_mask))
     return _narrow(mask), *tokens, _narrow(bias)
 
@@ -42,7 +41,6 @@ def new_block_mask(mask, key_mask, query_mask, bias, lengths, mask_size):
 
 
 def block_mask(mask, key_mask, query_mask, bias, lengths, mask_size):
-    """Return a block mask with one byte for mask_size x mask_size pairs."""
     block_mask, (rows, keys) = new_block_mask(mask, key_mask, query_mask, bias, lengths, mask_size)
     mask, key_mask, query_mask, bias = _narrowed(mask, key_mask, query_mask, bias, lengths)
     batch, heads = block_mask.shape[:2]
@@ -73,7 +71,6 @@ def slots(call, block, by_keys=False):
 
 
 def packed_sequences(lengths, block, by_keys=False, count=0):
-    """Return the Sequences of Lengths, or None."""
     if lengths is None:
         return None
     batch, new = lengths.cu_seqlens_q.shape[0] - 1, lengths.cu_seqlens_q.new_full
@@ -99,19 +96,16 @@ def packed_sequences(lengths, block, by_keys=False, count=0):
 
 
 def sequences_of(call, block, by_keys=False):
-    """Return the Sequences of a call, or None if it is not packed."""
     if call.cu_seqlens_q is None:
         return None
     return packed_sequences(lengths_of(call), block, by_keys, slots(call, block, by_keys))
 
 
 def extents(lengths):
-    """Return the Extents of packed sequences, or None."""
     return None if lengths is None else packed_sequences(lengths, 1).extents
 
 
 def tile_lists(call, block_mask, mask_size, tile, by_keys=False, sequences=None):
-    """Return the tile lists for a walk over keys or over rows."""
     batch, heads, rows, keys = arguments.sizes(call)
     group = heads // call.key.shape[1]
     planes, length, across = block_mask.shape[1], cdiv(rows, tile.rows), cdiv(keys, tile.keys)

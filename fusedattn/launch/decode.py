@@ -39,7 +39,6 @@ def _common(decode: Decode):
 
 
 def launch_append(decode: Decode):
-    """Write the new keys and values into the caches."""
     key, value = apart(decode)
     batch, heads, added, _ = key.shape
     launched = _common(decode) | dict(K=arguments.of(key), V=arguments.of(value))
@@ -56,12 +55,10 @@ def visible_keys(call: Call, capacity: int) -> int:
 
 
 def _rows_of_a_tile(decode: Decode) -> int:
-    """Return the number of rows that read one key head."""
     return decode.call.query.shape[2] * (decode.call.query.shape[1] // decode.key_cache.shape[1])
 
 
 def decoder(rows):
-    """Return the decode kernel for a number of rows that read one key head."""
     return next((name for name, most in tile_table.DECODE.items() if rows <= most), "decode_64")
 
 
@@ -91,7 +88,6 @@ def splits(programs, blocks, multiprocessors):
 
 
 def failed(decode: Decode):
-    """Return why a kernel of this call is known to fail, or None."""
     reading = decoder(_rows_of_a_tile(decode)), "combine"
     return run.failed(decode.call, reading if decode.new_key is None else (*reading, "append"))
 

@@ -19,7 +19,6 @@ class KernelUnavailable(Exception):
 
 
 def forget() -> None:
-    """Try every kernel again."""
     failed_kernels.clear()
     _warned.clear()
 

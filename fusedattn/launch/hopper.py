@@ -101,7 +101,6 @@ def is_descriptor(value) -> bool:
 
 
 def band_of(call: Call) -> str:
-    """Return the kind of band: "full", "causal" if one side is bounded, or "window"."""
     call = kernel_arguments.bounded(call)
     return ("full", "causal", "window")[(call.left is not None) + (call.right is not None)]
 
@@ -165,14 +164,13 @@ def reachable(*tensors: Tensor) -> bool:
 
 
 def _widths(call: Call) -> tuple[int, int]:
-    """Columns of tiles of keys, and of values.
+    """Return the columns of tiles of keys, and of values.
 
-    For dq a warpgroup multiplies half of the columns of keys, with heads of up to 64 all of them by half of the rows.
+    For dq a warpgroup multiplies half of the columns of keys; with heads up to 64 all columns by half of the rows.
     """
-    width_k, width_v = (width.fn(x.shape[3]) for x in (call.key, call.value))
-    return (width_k if _row_width(call) == 64 else max(width_k, 128)), max(
-        width_v, 128 if _row_width(call) > tile_table.ONE_PASS else 16
-    )
+    width_k, width_v = width.fn(call.key.shape[3]), width.fn(call.value.shape[3])
+    is_wide = _row_width(call) > tile_table.ONE_PASS
+    return (width_k if _row_width(call) == 64 else max(width_k, 128)), (max(width_v, 128) if is_wide else width_v)
 
 
 def _row_width(call):
@@ -200,7 +198,7 @@ def new_sums(call: Call, stats: Tensor, form: Backward) -> Tensor:
 
 
 def new_turns(call: Call) -> Tensor:
-    """Return the counters that order the additions to dq."""
+    """Return counters that order the additions to dq."""
     return call.query.new_empty(1 + 2 * call.query.shape[:3].numel(), dtype=torch.int32)
 
 
@@ -236,7 +234,6 @@ def backward_arguments(
 
 
 def _common(call):
-    """Return the arguments that all backward kernels share."""
     _, registers, fewer = tile_table.REGISTERS[2]
     return dict(
         scale=kernel_arguments.scored(call).softmax_scale,
@@ -257,7 +254,6 @@ def _scores_of_a_head(call):
 
 
 def stored_limits(call: Call) -> list[str]:
-    """Return why the backward that stores gradients of scores cannot take a call."""
     _, size = _scores_of_a_head(call)
     if size <= tile_table.SCORES_BYTES:
         return []
@@ -266,7 +262,7 @@ def stored_limits(call: Call) -> list[str]:
 
 
 def heads_at_a_time(call: Call) -> int:
-    """Return how many key heads have their gradients of scores stored at a time."""
+    """Return how many key heads store their gradients of scores at a time."""
     _, size = _scores_of_a_head(call)
     return min(call.key.shape[0] * call.key.shape[1], max(2, tile_table.SCORES_BYTES // size))
 
@@ -319,7 +315,6 @@ def stored_arguments(
 
 
 def product_programs(call: Call, blocks: int, multiprocessors: int) -> int:
-    """Return the grid size of the kernel for the gradient of key, or of query."""
     return min(blocks, multiprocessors) if call.left is None and call.right is None else blocks
 
 

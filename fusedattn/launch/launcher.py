@@ -84,7 +84,6 @@ def launched(compiled, encodes: bool = True) -> Callable:
 
 
 def _run_of(compiled) -> Any:
-    """Return the `run` of a compiled kernel, or None if its signature is not known."""
     if not all(hasattr(compiled, name) for name in ("function", "packed_metadata", "launch_metadata")):
         return None
     *named, rest = inspect.signature(compiled.run).parameters.values()
@@ -100,7 +99,6 @@ def _launcher_of(run) -> Any:
 
 
 def rebased(descriptor, tensor: Tensor):
-    """Return a descriptor with another base tensor."""
     return dataclasses.replace(descriptor, base=tensor)
 
 

@@ -30,7 +30,6 @@ from .tile_table import row_width
 
 
 def interpreting() -> bool:
-    """Return whether kernels run in Triton's interpreter."""
     return knobs.runtime.interpret
 
 
@@ -180,7 +179,6 @@ def candidates(name, call):
 
 
 def backward_on_hopper(call, ordered):
-    """Return the Hopper backward for this head dimension."""
     if widest(call) <= tile_table.ONE_PASS:
         return "hopper_bwd_deterministic" if ordered else "hopper_bwd"
     return "hopper_bwd_ds"
@@ -197,7 +195,6 @@ def form_on_hopper(name, call):
 
 
 def is_default(name, call, device):
-    """Return whether Hopper kernels are chosen by default on a device."""
     return capability(device) == 90 and tuned.prefers_hopper(name, call, device)
 
 
@@ -212,7 +209,6 @@ def is_to_take(name, call, backend):
 
 
 def any_on_hopper_failed(call):
-    """Return whether a Hopper backward is known to fail on the device of a call."""
     device = device_of(call.query)
     return any(failures.known((name, device)) is not None for name in tile_table.BACKWARDS)
 

@@ -92,7 +92,7 @@ def about(device: torch.device) -> dict[str, str]:
 
 
 def path(gpu: str) -> Path:
-    """Return the file of a GPU by its name, in the user's cache folder (XDG Base Directory Specification)."""
+    """Return the tuning file of a GPU, in the user's cache folder (XDG Base Directory Specification)."""
     named = os.environ.get("XDG_CACHE_HOME", "")
     cache = named if os.path.isabs(named) else os.path.expanduser("~/.cache")
     return Path(cache) / "fusedattn" / "tuning" / (re.sub(r"\W+", "-", gpu).strip("-").lower() + ".json")
