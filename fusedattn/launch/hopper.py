@@ -39,11 +39,11 @@ _LAYOUTS = {} if kernel is None else {torch.bfloat16: bfloat16, torch.float16: f
 
 def limits(call: Call) -> list[str]:
     """Return which options of a call the forward does not know."""
-    lacks = [f"it knows no {name}" for name in _LACKS if getattr(call, name) is not None]
+    lacks = [f"it does not support {name}" for name in _LACKS if getattr(call, name) is not None]
     if call.cu_seqlens_q is not None:
-        lacks.append("it knows no packed sequences")
+        lacks.append("it does not support packed sequences")
     if call.seed is not None:
-        lacks.append("it knows no dropout_p")
+        lacks.append("it does not support dropout_p")
     if call.query.dtype not in (torch.float16, torch.bfloat16):
         lacks.append(f"it multiplies float16 and bfloat16, not {call.query.dtype}")
     bare = call._replace(softcap=None, bias=None, alibi_slopes=None, sinks=None)
@@ -152,7 +152,7 @@ def backward_limits(call: Call) -> list[str]:
     """Return which options of a call the backward does not know."""
     lacks = limits(call)
     if call.partial:
-        lacks.append("it knows no keys in several parts")
+        lacks.append("it does not support keys in several parts")
     if call.query.shape[3] % 8:
         lacks.append(f"the head dimension of query is {call.query.shape[3]}, not a multiple of 8")
     return lacks

@@ -71,9 +71,9 @@ def test_where_torch_wants_the_same_bits_the_backward_is_one_that_has_them(dim, 
 
 EXPANDED = [draw(64, heads=(8, 1))[0], *(x.expand(-1, 8, -1, -1) for x in draw(64, heads=(8, 1))[1:])]
 OTHERS = {  # tensors, options, who takes the call, and what is said of the other one
-    "softcap": (draw(128), dict(softcap=3.0), "triton", "it knows no softcap"),
-    "dropout": (draw(128), dict(dropout_p=0.1, seed=1), "triton", "it knows no dropout_p"),
-    "bias": (draw(128), dict(bias=torch.empty(300, 300, device="meta")), "triton", "it knows no bias"),
+    "softcap": (draw(128), dict(softcap=3.0), "triton", "it does not support softcap"),
+    "dropout": (draw(128), dict(dropout_p=0.1, seed=1), "triton", "it does not support dropout_p"),
+    "bias": (draw(128), dict(bias=torch.empty(300, 300, device="meta")), "triton", "it does not support bias"),
     "scale": (draw(128), dict(scale=0.0), "triton", "a scale between"),
     "strides": (EXPANDED, {}, "triton", "strides of key"),  # which the copy engine cannot read
     "float32": (draw(64, dtype=torch.float32), {}, "triton", "float32"),
