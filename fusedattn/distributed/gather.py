@@ -92,8 +92,8 @@ class _Keys:
         key_mask = None if call.key_mask is None else gathered(call.key_mask, 1, ranks, keys)
         yield ranks.rank, call._replace(key=key, value=value, key_mask=key_mask), self.pieces
 
-    def wanted(self, owner: int) -> tuple[bool, bool]:
-        return self.whole.wanted(1), self.whole.wanted(2)
+    def wanted(self, owner: int) -> set[str]:
+        return {name for name in ("key", "value") if self.whole.wanted(name)}
 
     def give_back(self, owner: int, key: Tensor | None, value: Tensor | None) -> None:
         self.totals = [key, value]

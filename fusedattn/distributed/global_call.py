@@ -1,6 +1,6 @@
 """The call of all ranks, which they agree on before anything is sent: each has some of its rows and keys."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +10,7 @@ from torch.autograd import forward_ad
 
 from ..api import attention
 from ..call.options import (
+    DIMS,
     INPUTS,
     TENSORS,
     Arguments,
@@ -30,8 +31,10 @@ from .shards import Chunk, check_balance, chunks, rows_of
 
 ABSENT = -1  # the size of what is not there
 # The dimensions in which the tensors of all ranks have the same sizes.
-ALIKE = dict(query=(0, 1, 3), key=(1,), value=(3,)) | dict.fromkeys(("key_mask", "query_mask"), (0,))
-ALIKE |= dict.fromkeys(("mask", "bias", "alibi_slopes", "sinks"), (0, 1))
+ALIKE = {
+    name: tuple(n for n, letter in enumerate(letters) if letter in "BH") for name, letters in DIMS.items() if letters
+}
+ALIKE |= dict(query=(0, 1, 3), key=(1,), value=(3,))
 
 
 class Piece(NamedTuple):
@@ -63,11 +66,11 @@ class GlobalCall(NamedTuple):
     rows: list[list[Chunk]]
     keys: list[list[Chunk]]
     shift: int
-    needs: list[list[bool]]
+    needs: list[set[str]]
 
-    def wanted(self, number: int) -> bool:
+    def wanted(self, name: str) -> bool:
         """Return whether any rank wants the gradient of an input."""
-        return any(need[number] for need in self.needs)
+        return any(name in need for need in self.needs)
 
     def with_tensors(self, tensors: Sequence[Tensor | None] = (None,) * len(TENSORS)) -> "GlobalCall":
         """Return the same with these tensors of the call, which autograd keeps; by default without any."""
@@ -85,7 +88,7 @@ class GlobalCall(NamedTuple):
     @property
     def differentiated(self) -> bool:
         """Return whether any rank wants any gradient."""
-        return any(any(need) for need in self.needs)
+        return any(self.needs)
 
     def sides(self) -> tuple[float, float]:
         """Return (low, high): row i sees keys i + low .. i + high."""
@@ -172,7 +175,7 @@ def agreed(
         check_flags(return_lse=return_lse, return_weights=return_weights)
         call, more = prepare(_checked(arguments, balance, backend), ranks)
         if backends.named(backend) is not None:  # which may raise; the choice among all does not
-            _backend(call, [False] * len(INPUTS), return_weights, backend)
+            _backend(call, (), return_weights, backend)
         more |= dict(balance=balance, return_lse=return_lse, return_weights=return_weights)
         options = _alike(call, arguments) | more | dict(backend=backends.named(backend))
         own |= _own(call)
@@ -188,8 +191,8 @@ def agreed(
         for rank, entry in enumerate(table):
             if entry[name] not in (ABSENT, 1, sum(keys)):
                 fail(ValueError, name, f"all keys, {sum(keys)}, or 1 as its last size", f"{entry[name]} on rank {rank}")
-    needs = [[bool(entry["needs"] >> n & 1) for n in range(len(INPUTS))] for entry in table]
-    taken = _backend(call, [any(each) for each in zip(*needs, strict=True)], return_weights, backend)
+    needs = [{name for n, name in enumerate(INPUTS) if entry["needs"] >> n & 1} for entry in table]
+    taken = _backend(call, set().union(*needs), return_weights, backend)
     # The diagonal ends, or begins, where all rows and keys of the whole do.
     shift = 0 if call.top_left else sum(keys) - sum(rows)
     call = call._replace(seed=_common_seed(ranks, call, arguments, table), top_left=True)
@@ -275,13 +278,12 @@ def attend_alone(arguments: Arguments, **more: Any) -> Any:
     return attention(options.pop("query"), options.pop("key"), options.pop("value"), **options)
 
 
-def _backend(call: Call, needs: Sequence[bool], need_weights: bool, backend: Any) -> str:
+def _backend(call: Call, needs: Collection[str], need_weights: bool, backend: Any) -> str:
     """Return the name of the backend that computes the parts of a call, of which any rank needs these gradients."""
     call, named = call._replace(partial=True, sinks=None), backends.named(backend)
-    if any(needs):
-        pairs: Any = zip(inputs_of(call), needs, strict=True)
-        wanted: Any = (None if x is None else x.detach().requires_grad_(needed) for x, needed in pairs)
-        call = call._replace(**dict(zip(INPUTS, wanted, strict=True)))
+    if needs:
+        present: Any = {name: x for name, x in zip(INPUTS, inputs_of(call), strict=True) if x is not None}
+        call = call._replace(**{name: x.detach().requires_grad_(name in needs) for name, x in present.items()})
     if call.query.device.type == "cpu" and named not in partial.KERNELS:
         call = partial.widened(call)
     return backends.choose(call, need_weights, named).name

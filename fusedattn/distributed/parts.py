@@ -1,13 +1,23 @@
 """Attention of a rank's rows, Piece by Piece: each by a backend, and one softmax over all of them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ..call.layout import arrange
-from ..call.options import INPUTS, TENSORS, Call, inputs as inputs_of, tensors as tensors_of, wide_dtype, with_tensors
+from ..call.options import (
+    DIMS,
+    INPUTS,
+    TENSORS,
+    Call,
+    inputs as inputs_of,
+    sliced,
+    tensors as tensors_of,
+    wide_dtype,
+    with_tensors,
+)
 from ..naive.formula import without_autocast
 from ..operators import partial
 from . import ranks as ranks_of
@@ -20,8 +30,8 @@ class Keys(Protocol):
     def __iter__(self) -> Iterator[tuple[int, Call, list[Piece]]]:
         """Yield (owner, the call with the owner's keys and values, this rank's Pieces of it)."""
 
-    def wanted(self, owner: int) -> tuple[bool, bool]:
-        """Return whether the gradients of the owner's keys and values are wanted."""
+    def wanted(self, owner: int) -> Collection[str]:
+        """Return "key" and "value" if the gradients of the owner's are wanted."""
 
     def give_back(self, owner: int, key: Tensor | None, value: Tensor | None) -> None:
         """Take this rank's gradients of the owner's keys and values."""
@@ -31,19 +41,15 @@ class Keys(Protocol):
 
 
 def part_of(call: Call, piece: Piece) -> Call:
-    """Return the partial call of a Piece: views of the tensors of a call, any of which may be None."""
-    every, rows, keys, batch = slice(None), piece.rows, piece.keys, piece.batch
-    pairs = batch, every, piece.pair_rows or rows, piece.pair_keys or keys
-    cuts: dict[str, Any] = dict(query=(every, every, rows), key=(every, every, keys), value=(every, every, keys))
-    cuts |= dict(key_mask=(every, keys), query_mask=(every, rows))
-    broadcast = dict(bias=pairs, mask=pairs, alibi_slopes=(batch,))  # where a dimension of 1 stays
-    tensors: Any = dict(sinks=None)
-    for name, slices in (cuts | broadcast).items():
-        x = getattr(call, name)
-        if x is not None and name in broadcast:
-            slices = tuple(every if size == 1 else part for size, part in zip(x.shape, slices, strict=False))
-        tensors[name] = None if x is None else x[slices]
-    return call._replace(**tensors, partial=True, **piece.fields)
+    """Return the partial call of a Piece: views of the tensors of a call, without sinks."""
+    tokens = dict(Q=piece.rows, K=piece.keys)
+    pairs = dict(B=piece.batch, Q=piece.pair_rows or piece.rows, K=piece.pair_keys or piece.keys)
+    tensors: dict[str, Any] = {
+        name: sliced(name, getattr(call, name), **(tokens if ("Q" in letters) != ("K" in letters) else pairs))
+        for name, letters in DIMS.items()
+        if letters
+    }
+    return call._replace(**tensors | dict(sinks=None), partial=True, **piece.fields)
 
 
 Method = Callable[[GlobalCall], Keys]
@@ -73,14 +79,13 @@ def _forward(whole: GlobalCall, bring: Method) -> tuple[Tensor, partial.RowStats
     return arrange(rows.out, call.query), rows
 
 
-def _zeros(call: Call, wanted: list[bool]) -> Call:
+def _zeros(call: Call, wanted: Collection[str]) -> Call:
     """Return totals of the wanted gradients, float32 (float64), in place of the tensors of a call."""
-    totals: Any = [
-        x.new_zeros(x.shape, dtype=wide_dtype(call)) if needed and x is not None else None
-        for x, needed in zip(inputs_of(call), wanted, strict=True)
-    ]
-    bare: Any = with_tensors(call, [None] * len(TENSORS))
-    return bare._replace(**dict(zip(INPUTS, totals, strict=True)))
+    totals: dict[str, Any] = {
+        name: x.new_zeros(x.shape, dtype=wide_dtype(call)) if name in wanted and x is not None else None
+        for name, x in zip(INPUTS, inputs_of(call), strict=True)
+    }
+    return with_tensors(call, [None] * len(TENSORS))._replace(**totals)
 
 
 @without_autocast
@@ -91,32 +96,34 @@ def _backward(
     out_grad: Tensor,
     lse_grad: Tensor | None,
 ) -> list[Tensor | None]:
-    """Return the gradients of the first fields of a call, None where nobody wants them."""
-    call, need, keys = whole.call, whole.needs[whole.ranks.rank], bring(whole)
-    if call.query_mask is not None:  # what comes to hidden rows may be NaN
+    """Return the gradients of the INPUTS of a call, None where no rank wants them."""
+    call, keys = whole.call, bring(whole)
+    shared = [name for name in INPUTS if DIMS[name] == "BH"]  # equal on all ranks, and so are their gradients
+    needed = {name for name in shared if whole.wanted(name)} | whole.needs[whole.ranks.rank]
+    if call.query_mask is not None:  # incoming gradients of hidden rows may be NaN
         hidden = ~call.query_mask[:, None]
         out_grad = out_grad.masked_fill(hidden[..., None], 0.0)
         lse_grad = None if lse_grad is None else lse_grad.masked_fill(hidden, 0.0)
-    own = _zeros(call, [need[0], False, False, need[3], whole.wanted(4), False])
+    own = _zeros(call, needed - {"key", "value", "sinks"})
     for owner, shown, pieces in keys:
-        totals = _zeros(shown, [False, *keys.wanted(owner), False, False, False])
-        totals = totals._replace(query=own.query, bias=own.bias, alibi_slopes=own.alibi_slopes)
+        travelling = _zeros(shown, keys.wanted(owner))
+        totals = own._replace(key=travelling.key, value=travelling.value)
         wanted = [x is not None for x in inputs_of(totals)]
         for piece in pieces if any(wanted) else ():
-            here = piece.rows
-            incoming = out_grad[:, :, here], None if lse_grad is None else lse_grad[:, :, here]
-            saved = rows.out[:, :, here], rows.stats[:, :, here]
-            grads = partial.backward(part_of(shown, piece), whole.backend, *incoming, *saved, wanted)
-            for total, grad in zip(inputs_of(part_of(totals, piece)), grads, strict=True):
+            at = piece.rows
+            incoming = out_grad[:, :, at], None if lse_grad is None else lse_grad[:, :, at]
+            saved = rows.out[:, :, at], rows.stats[:, :, at]
+            made = partial.backward(part_of(shown, piece), whole.backend, *incoming, *saved, wanted)
+            for total, grad in zip(inputs_of(part_of(totals, piece)), made, strict=True):
                 if total is not None and grad is not None:
                     total += grad
         keys.give_back(owner, totals.key, totals.value)
-    key, value = keys.gradients()
-    sinks = None
-    if call.sinks is not None and whole.wanted(5):
-        sinks = partial.of_sinks(call, rows, out_grad, lse_grad)
-    slopes, sinks = (None if x is None else ranks_of.sum_of(whole.ranks, x) for x in (own.alibi_slopes, sinks))
-    return in_dtypes_of(inputs_of(call), (own.query, key, value, own.bias, slopes, sinks))
+    grads = dict(zip(INPUTS, inputs_of(own), strict=True))
+    grads["key"], grads["value"] = keys.gradients()
+    if call.sinks is not None and "sinks" in needed:
+        grads["sinks"] = partial.of_sinks(call, rows, out_grad, lse_grad)
+    grads |= {name: ranks_of.sum_of(whole.ranks, x) for name in shared if (x := grads[name]) is not None}
+    return in_dtypes_of(inputs_of(call), list(grads.values()))
 
 
 class _Attend(torch.autograd.Function):

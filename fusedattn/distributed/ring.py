@@ -80,8 +80,9 @@ class _Keys:
     def totals(self) -> list[Tensor | None]:
         """The gradients of own keys and values so far."""
         call = self.whole.call
-        pairs = zip(call[1:3], self.wanted(self.whole.ranks.rank), strict=True)
-        return [x.new_zeros(x.shape, dtype=wide_dtype(call)) if needed else None for x, needed in pairs]
+        needs = self.wanted(self.whole.ranks.rank)
+        pairs = dict(key=call.key, value=call.value).items()
+        return [x.new_zeros(x.shape, dtype=wide_dtype(call)) if name in needs else None for name, x in pairs]
 
     def _begin(self, step: int) -> Transfer | None:
         whole, (_, rank, size) = self.whole, self.whole.ranks
@@ -107,8 +108,8 @@ class _Keys:
             if coming is not None:
                 tensors, owner = list(coming.wait()), (rank - step - 1) % size
 
-    def wanted(self, owner: int) -> tuple[bool, bool]:
-        return self.whole.needs[owner][1], self.whole.needs[owner][2]
+    def wanted(self, owner: int) -> set[str]:
+        return self.whole.needs[owner]
 
     def give_back(self, owner: int, key: Tensor | None, value: Tensor | None) -> None:
         """Add this rank's own gradients, or send the owner's, which are None if no row here sees its keys."""

@@ -12,12 +12,14 @@ from torch import Tensor
 
 from ..call.layout import arrange
 from ..call.options import (
+    DIMS,
     INPUTS,
     TENSORS,
     Call,
     Origin,
     inputs as inputs_of,
     results as results_of,
+    sliced,
     tensors as tensors_of,
     wide_dtype,
     with_tensors,
@@ -165,9 +167,8 @@ def _local(whole: GlobalCall, exchange: _Exchange) -> Call:
         mask=pairs(call.mask),
         key_mask=tokens(call.key_mask, keys),
         query_mask=tokens(call.query_mask, rows),
-        alibi_slopes=None if call.alibi_slopes is None else call.alibi_slopes[:, own],
-        sinks=None if call.sinks is None else call.sinks[:, own],
         origin=list(Origin(whole.shift, 0, 0, own.start, exchange.total)),
+        **{name: sliced(name, getattr(call, name), H=own) for name, letters in DIMS.items() if letters == "BH"},
     )
 
 
@@ -199,33 +200,27 @@ def _backward(
     out, weights, stats = saved
     given = [None if x is None else exchange.to_heads(x, heads.queries, rows) for x in incoming]
     given = [x if x is None or n == 1 else x.to(call.query.dtype) for n, x in enumerate(given)]  # 1: of lse
-    need = [whole.wanted(n) and x is not None for n, x in enumerate(inputs_of(call))]
-    found = gradients(given, out, weights if weights.dim() == 4 else None, stats, tuple(call), whole.backend, need)
-    query, key, value, bias, slopes, sinks = found
-    dtype, size = whole.call.query.dtype, whole.ranks.size
-    if query is not None:
-        query = exchange.to_rows(query.to(dtype), heads.queries, total, rows)
-    key_heads = whole.call.key.shape[1]
-    key, value = (x if x is None or heads.repeated else x.to(dtype) for x in (key, value))
-    key, value = (None if x is None else exchange.to_rows(x, heads.keys, key_heads, keys) for x in (key, value))
-    if bias is not None and whole.call.bias is not None:
-        shared = whole.call.bias.shape[1] == 1
-        bias = bias.to(wide_dtype(call))
-        bias = (
-            exchange.to_rows(bias, [[0]] * size, 1, rows)
-            if shared
-            else exchange.to_rows(bias, heads.queries, total, rows)
-        )
-        bias = bias.sum_to_size(whole.call.bias.shape)
-
-    def of_all(grad: Tensor | None) -> Tensor | None:
+    need = [whole.wanted(name) and x is not None for name, x in zip(INPUTS, inputs_of(call), strict=True)]
+    saved_weights = weights if weights.dim() == 4 else None
+    made = gradients(given, out, saved_weights, stats, tuple(call), whole.backend, need)
+    grads: dict[str, Any] = dict(zip(INPUTS, made, strict=True))
+    dtype, key_heads = whole.call.query.dtype, whole.call.key.shape[1]
+    for name, grad in grads.items():
         if grad is None:
-            return None
-        every = grad.new_zeros((grad.shape[0], total), dtype=wide_dtype(call))
-        every[:, exchange.own] = grad.to(every.dtype)
-        return ranks_of.sum_of(whole.ranks, every)
-
-    return in_dtypes_of(inputs_of(whole.call), (query, key, value, bias, of_all(slopes), of_all(sinks)))
+            continue
+        if name == "query":
+            grads[name] = exchange.to_rows(grad.to(dtype), heads.queries, total, rows)
+        elif name in ("key", "value"):
+            grads[name] = exchange.to_rows(grad if heads.repeated else grad.to(dtype), heads.keys, key_heads, keys)
+        elif DIMS[name] == "BH":
+            every = grad.new_zeros((grad.shape[0], total), dtype=wide_dtype(call))
+            every[:, exchange.own] = grad.to(every.dtype)
+            grads[name] = ranks_of.sum_of(whole.ranks, every)
+        else:
+            like = getattr(whole.call, name)
+            owners, count = ([[0]] * whole.ranks.size, 1) if like.shape[1] == 1 else (heads.queries, total)
+            grads[name] = exchange.to_rows(grad.to(wide_dtype(call)), owners, count, rows).sum_to_size(like.shape)
+    return in_dtypes_of(inputs_of(whole.call), list(grads.values()))
 
 
 class _Ulysses(torch.autograd.Function):
