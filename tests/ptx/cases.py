@@ -240,7 +240,7 @@ ENTRIES = {
 FEW = (
     *("plain D64", "window, two passes", "dropout under a key mask", "bias over batch (dbias)", "packed causal"),
     *("decode: new keys in pages", "decode: cache, split and merged"),
-    *("hopper causal", "hopper D128", "hopper causal D256"),
+    *("hopper window", "hopper D128", "hopper causal D256"),
 )
 
 # `make test-all` runs each named call on one GPU, and these on this one too: so each first tile is taken there.
