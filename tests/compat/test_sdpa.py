@@ -50,9 +50,8 @@ def calls(draw):
         mine = [draw(st.sampled_from([n, n, 1])) for n in lead] if draw(st.booleans()) else list(lead)
         shapes.append([*mine, *last])
     if gqa:
-        kv_heads = draw(st.sampled_from([1, 2]))
-        shapes[0][-3] = kv_heads * draw(st.integers(1, 3))
-        shapes[1][-3] = shapes[2][-3] = kv_heads
+        shapes[1][-3], shapes[2][-3] = draw(st.sampled_from([(1, 1), (2, 2), (2, 3)]))
+        shapes[0][-3] = math.lcm(shapes[1][-3], shapes[2][-3]) * draw(st.integers(1, 2))
     whole = torch.broadcast_shapes(*(s[: -3 if gqa else -2] for s in shapes))
     scores = (*whole, *(shapes[0][-3:-2] if gqa else ()), rows, keys)
     # An empty result of torch's has the shape of query, whatever that broadcasts to.
