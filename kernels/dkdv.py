@@ -19,7 +19,7 @@ def _walk_rows(
     """Add the contribution of row blocks [begin, end) of GROUP query heads to dk and dv. Tiles are [keys, rows].
 
     If grads.k or grads.v is None, dk or dv stays as it is. GradQ, unless None, accumulates dq. grads.bias gets the
-    gradient of the scores; grads.bias_sums (B, Hq, Sk, 3) gets its sums by key and head, in the column of this WALK.
+    gradient of the scores; grads.key_sums (B, Hq, Sk, 3) gets its sums by key and head, in the column of this WALK.
 
     One flat loop: nested loops keep alive what they hoist, and spill over 1 KB at D = 128. Blocks are counted, because
     a division by a length takes 50 instructions. dv comes before dp, because x and dp alive together spill as well.
@@ -50,14 +50,14 @@ def _walk_rows(
             dv = tl.dot(w, do, dv, input_precision=spec.PRECISION, out_dtype=dv.dtype)
         dp = tl.dot(v, do.T, input_precision=spec.PRECISION, out_dtype=row.delta.dtype)
         ds = gradient.of_scores(p, dp, row, r, c, band, rules, plane, incoming.grad_weights)
-        if grads.bias_sums is not None:
+        if grads.key_sums is not None:
             sums += row_sums.total(ds)
             if tile_list is None:
                 done = block + 1 == end
             else:
                 # Read again: a value used for both prefetched loads and stores cannot be pipelined.
                 done = (n + 1 == end) | ((tl.load(tile_list + n + 1, volatile=True) >> 32) != member)
-            table = memory.table(grads.bias_sums, plane, band.keys, 3, BY_KEYS=True)
+            table = memory.table(grads.key_sums, plane, band.keys, 3, BY_KEYS=True)
             tl.store(memory.pointers(table, cols, cols * 0 + WALK), sums, mask=cols < band.keys * done)
             sums = tl.where(done, 0.0, sums)
         if grads.bias is not None:
@@ -88,7 +88,7 @@ def dkdv(
 
     Q and GradOut are Views, or both descriptors. GradQ (None, View or descriptor of (B, Hq, Sq, D) in float32)
     accumulates dq, not yet scaled: a backward in one pass, with five products a tile instead of seven. grads.bias is a
-    View of (B, Hq, Sq, Sk) filled with 0; grads.bias_sums (B, Hq, Sk, 3), zeros, gets columns that sum to the gradient
+    View of (B, Hq, Sq, Sk) filled with 0; grads.key_sums (B, Hq, Sk, 3), zeros, gets columns that sum to the gradient
     by key.
     """
     # ids

@@ -6,7 +6,7 @@ Source: FlashAttention-2, arXiv:2307.08691, algorithm 2; the half that a block o
 import triton
 import triton.language as tl
 
-from .vocabulary import copies, dropout, gradient, masks as masking, memory, row_sums, scores, softmax, span, walk
+from .vocabulary import copies, dropout, gradient, masks as masking, memory, row_sums, scores, span, walk
 
 
 @triton.jit
@@ -18,8 +18,8 @@ def _walk_keys(
 ):  # fmt: skip
     """Add the contribution of key blocks [begin, end) to dq and to the sums by row.
 
-    dq stays as it is if GradQ is None, and the sums if grads has none. grads.bias, unless None, gets the gradient of
-    the scores.
+    dq stays as it is if GradQ is None, and the sums if grads.rows is None. grads.bias, unless None, gets the gradient
+    of the scores.
     """
     following = walk.first(tile_list, begin)
     for n in tl.range(begin, end):
@@ -39,7 +39,7 @@ def _walk_keys(
         ds = gradient.of_scores(p, dp, known, r, c, band, rules, plane, GradWeights)
         if grads.bias is not None:
             memory.store_pairs(memory.matrix(grads.bias, plane), r, c, band.rows, band.keys, ds)
-        if grads.bias_sums is not None or grads.slope_sums is not None or grads.sink_sums is not None:
+        if grads.rows is not None:
             sums = row_sums.add(
                 sums, dropout.before(rules.dropout, p), ds, scores.distance(rules.score, band, r, c).to(ds.dtype)
             )
@@ -55,10 +55,10 @@ def dq(
     grads, sequences, tile_lists, heads, q_len, k_len, left, right, rules,
     spec: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Write GradQ (B, Hq, Sq, D), unless None, and the sums of grads along keys.
+    """Write GradQ (B, Hq, Sq, D), unless None, and grads.rows.
 
     K and V are Views, or both descriptors. Rows comes from `preprocess`. grads.bias is a View of (B, Hq, Sq, Sk) filled
-    with 0; sums by row are (B, Hq, Sq).
+    with 0.
     """
     # ids
     pid, programs = tl.program_id(0), tl.num_programs(0)
@@ -92,14 +92,5 @@ def dq(
     # store it
     if GradQ is not None:
         memory.store(memory.of_rows(GradQ, plane), rows, q_len, scores.grad(rules.score, grad), spec.D)
-    delta = row.delta
-    if grads.partial is None:
-        if grads.bias_sums is not None or grads.slope_sums is not None or grads.sink_sums is not None:
-            sums, delta = row_sums.mend(sums, row.delta, row.dlse)
-    if grads.bias_sums is not None:
-        memory.store_column(memory.table(grads.bias_sums, plane, q_len, 1), rows, q_len, 0, sums.ds)
-    if grads.slope_sums is not None:
-        memory.store_column(memory.table(grads.slope_sums, plane, q_len, 1), rows, q_len, 0, -sums.ds_far)
-    if grads.sink_sums is not None:
-        p = softmax.weights(scores.sink(rules.score, plane, wide), row.softmax, rules.score.softmax_scale)
-        memory.store_column(memory.table(grads.sink_sums, plane, q_len, 1), rows, q_len, 0, -p * delta)
+    if grads.rows is not None:
+        row_sums.store(grads.rows, sums, row, rules.score, plane, rows, q_len, grads.partial is not None)

@@ -6,23 +6,10 @@ v + p t_v = sum p (t_s v + t_v) - t_lse out. The last form needs no sum before t
 Source: the derivative of softmax, FlashAttention-2, arXiv:2307.08691, section 2.2, applied to a direction.
 """
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 
 from .vocabulary import copies, dropout, masks, memory, row_sums, saved_stats, scores, softmax, span, walk
-
-
-class Tangents(NamedTuple):
-    """Tangents of the inputs: Views of the inputs' shapes, None for zero."""
-
-    q: memory.View
-    k: memory.View
-    v: memory.View
-    bias: memory.View
-    slopes: memory.View
-    sinks: memory.View
 
 
 @triton.jit
@@ -60,7 +47,7 @@ def _walk(
         s, dcap = scores.apply(rules.score, x, bias, band, plane, r, c)
         p = softmax.weights(s, row, rules.score.softmax_scale)
         t_x = _of_products(q, t_q, k_tile, t_k_tile, x, spec)
-        t_s = scores.tangent(rules.score, t_x, dcap, t_bias, tangents.slopes, band, plane, r, c)
+        t_s = scores.tangent(rules.score, t_x, dcap, t_bias, tangents, band, plane, r, c)
         if CHECK:
             seen = masks.visible(rules.masks, shown, band, plane, r, c)
             p, t_s = tl.where(seen, p, 0.0), tl.where(seen, t_s, 0.0)
@@ -176,7 +163,7 @@ def tangent_weights(
         s, dcap = scores.apply(rules.score, x, bias, band, plane, r, c)
         p = dropout.drop(rules.dropout, softmax.weights(s, row, rules.score.softmax_scale), plane, r, c)
         t_x = _of_products(q, t_q, k, t_k, x, spec)
-        t_s = scores.tangent(rules.score, t_x, dcap, t_bias, tangents.slopes, band, plane, r, c)
+        t_s = scores.tangent(rules.score, t_x, dcap, t_bias, tangents, band, plane, r, c)
         if tangents.bias is not None:
             t_s = tl.where(p > 0, t_s, 0.0)
         mean = memory.load_column(memory.table(TangentLse, plane, q_len, 1), rows, q_len, 0)

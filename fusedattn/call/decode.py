@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from .layout import is_shape, is_size, share, span
-from .options import Arguments, Call, autocast_dtype, differentiated, in_memory, is_known, normalise
+from .options import INPUTS, Arguments, Call, autocast_dtype, differentiated, in_memory, is_known, normalise
 from .private import holds
 from .rules import (
     Sizes,
@@ -249,7 +249,7 @@ def checked(arguments: CacheArguments, options: Arguments, named: bool = False) 
     check_sizes(a)
     query, (batch, heads, rows, _) = a.query, a.query.shape
     options = check_options(options, Sizes(query.device, query.dtype, batch, heads, rows, capacity(a)))
-    learned = dict(bias=options.bias, alibi_slopes=options.alibi_slopes, sinks=options.sinks)
+    learned = {name: getattr(options, name) for name in INPUTS if name not in arguments._fields}
     check_gradients({**arguments._asdict(), **learned})
     check_values(a, options)
     key, value = (stand_in(cache, a.block_table) for cache in (a.key_cache, a.value_cache))

@@ -149,6 +149,7 @@ _DIMS = {name: note for name, notes in _NOTES.items() for note in notes if isins
 TENSORS = tuple(_DIMS)
 INPUTS = tuple(name for name, dims in _DIMS.items() if dims.differentiable)
 DIMS = {name: dims.letters for name, dims in _DIMS.items()}
+BY_HEAD = tuple(name for name in INPUTS if DIMS[name] == "BH")
 CACHED = tuple(name for name, notes in _NOTES.items() if NOT_CACHED not in notes)
 # Tensors that callers may write with fewer dimensions than a Call has.
 _SHORT = tuple(name for name, letters in DIMS.items() if letters)

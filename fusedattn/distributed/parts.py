@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..call.layout import arrange
 from ..call.options import (
+    BY_HEAD,
     DIMS,
     INPUTS,
     TENSORS,
@@ -98,8 +99,8 @@ def _backward(
 ) -> list[Tensor | None]:
     """Return the gradients of the INPUTS of a call, None where no rank wants them."""
     call, keys = whole.call, bring(whole)
-    shared = [name for name in INPUTS if DIMS[name] == "BH"]  # equal on all ranks, and so are their gradients
-    needed = {name for name in shared if whole.wanted(name)} | whole.needs[whole.ranks.rank]
+    # Options by head are equal on all ranks, and so are their gradients.
+    needed = {name for name in BY_HEAD if whole.wanted(name)} | whole.needs[whole.ranks.rank]
     if call.query_mask is not None:  # incoming gradients of hidden rows may be NaN
         hidden = ~call.query_mask[:, None]
         out_grad = out_grad.masked_fill(hidden[..., None], 0.0)
@@ -122,7 +123,7 @@ def _backward(
     grads["key"], grads["value"] = keys.gradients()
     if call.sinks is not None and "sinks" in needed:
         grads["sinks"] = partial.of_sinks(call, rows, out_grad, lse_grad)
-    grads |= {name: ranks_of.sum_of(whole.ranks, x) for name in shared if (x := grads[name]) is not None}
+    grads |= {name: ranks_of.sum_of(whole.ranks, x) for name in BY_HEAD if (x := grads[name]) is not None}
     return in_dtypes_of(inputs_of(call), list(grads.values()))
 
 

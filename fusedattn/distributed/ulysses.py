@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..call.layout import arrange
 from ..call.options import (
-    DIMS,
+    BY_HEAD,
     INPUTS,
     TENSORS,
     Call,
@@ -168,7 +168,7 @@ def _local(whole: GlobalCall, exchange: _Exchange) -> Call:
         key_mask=tokens(call.key_mask, keys),
         query_mask=tokens(call.query_mask, rows),
         origin=list(Origin(whole.shift, 0, 0, own.start, exchange.total)),
-        **{name: sliced(name, getattr(call, name), H=own) for name, letters in DIMS.items() if letters == "BH"},
+        **{name: sliced(name, getattr(call, name), H=own) for name in BY_HEAD},
     )
 
 
@@ -212,7 +212,7 @@ def _backward(
             grads[name] = exchange.to_rows(grad.to(dtype), heads.queries, total, rows)
         elif name in ("key", "value"):
             grads[name] = exchange.to_rows(grad if heads.repeated else grad.to(dtype), heads.keys, key_heads, keys)
-        elif DIMS[name] == "BH":
+        elif name in BY_HEAD:
             every = grad.new_zeros((grad.shape[0], total), dtype=wide_dtype(call))
             every[:, exchange.own] = grad.to(every.dtype)
             grads[name] = ranks_of.sum_of(whole.ranks, every)

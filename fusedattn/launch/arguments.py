@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..call.options import diagonal, shift
+from ..call.options import BY_HEAD, diagonal, shift
 from ..call.private import has_storage, holds
 from ..kernels.vocabulary import dropout
 from ..kernels.vocabulary.masks import Masks
@@ -121,8 +121,8 @@ def masks_of(call):
 def scored(call):
     batch, heads, rows, keys = sizes(call)
     bias = None if call.bias is None else of(call.bias.expand(batch, heads, rows, keys))
-    slopes, sinks = (each_head(x, batch, heads) for x in (call.alibi_slopes, call.sinks))
-    return score(call.scale, call.softcap, slopes, bias, sinks, shift(call))
+    by_head = {name: each_head(getattr(call, name), batch, heads) for name in BY_HEAD}
+    return score(call.scale, call.softcap, bias, shift(call), **by_head)
 
 
 def bounded(call):
@@ -169,12 +169,12 @@ def _merges(tensor):
 def can_pack_gqa(call, out):
     """Return whether the query heads of a key head can be packed into one head's rows."""
     (_, heads, rows, _), kv_heads, within = sizes(call), call.key.shape[1], bounded(call)
-    each_head = call.alibi_slopes, call.sinks, call.seed, call.query_mask, call.block_mask, call.cu_seqlens_q
+    others = *(getattr(call, name) for name in BY_HEAD), call.seed, call.query_mask, call.block_mask, call.cu_seqlens_q
     pairs = [x for x in (call.mask, call.bias) if x is not None]
     return (
         kv_heads < heads
         and rows * (heads // kv_heads) <= tile_table.FEW_ROWS
-        and all(x is None for x in each_head)
+        and all(x is None for x in others)
         and all(x.shape[1] == x.shape[2] == 1 for x in pairs)
         and within.left is within.right is None
         and _merges(call.query)

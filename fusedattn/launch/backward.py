@@ -8,6 +8,7 @@ from triton import cdiv
 from ..call.options import INPUTS, Call, lengths_of
 from ..call.padding import padding
 from ..kernels.vocabulary.gradient import Grads, Incoming
+from ..kernels.vocabulary.row_sums import ByRow
 from . import arguments, blocks, failures, hopper, run, tile_table, tuned
 
 
@@ -46,6 +47,11 @@ def _bias_sum(call):
     return "pairs" if call.bias.shape[:2] == (batch, heads) else "planes"
 
 
+def _by_row(needed, where):
+    """Return which gradients of options the dq kernel sums by row. where: as in `_bias_sum`, None without a bias."""
+    return {name: where == "rows" if name == "bias" else needed[name] for name in ByRow._fields}
+
+
 def _is_deterministic(call):
     return call.deterministic or torch.are_deterministic_algorithms_enabled()
 
@@ -82,7 +88,7 @@ def passes(call: Call, need, backend: str = "triton", reachable: bool = True) ->
     """
     needed = dict(zip(INPUTS, need, strict=True))
     where = _bias_sum(call) if needed["bias"] else None
-    by_rows = where == "rows" or needed["alibi_slopes"] or needed["sinks"]
+    by_rows = any(_by_row(needed, where).values())
     by_keys = needed["key"] or needed["value"] or where == "keys"
     deterministic = _is_deterministic(call)
     narrow = run.widest(call) <= tile_table.ONE_PASS
@@ -249,19 +255,21 @@ def _dbias(p, grad_bias):
     )
 
 
-def _add_up(p, bias_sums, slope_sums, sink_sums, grads):
+def _add_up(p, by_row, by_key, grads):
     """Compute the gradients of options from sums by row or by key.
 
     In float64, which costs nothing here: otherwise the error would grow with the number of rows.
     """
-    if bias_sums is not None:
-        by_row = bias_sums.shape[3] == 1
-        offsets, most = (p.call.cu_seqlens_q, p.rows) if by_row else (p.call.cu_seqlens_k, p.keys)
-        total = _spread(bias_sums.double().sum(3, keepdim=True), offsets, most)
-        grads["bias"].copy_((total if by_row else total.mT).sum_to_size(grads["bias"].shape))
-    for sums, grad in ((sink_sums, grads["sinks"]), (slope_sums, grads["alibi_slopes"])):
-        if sums is not None:
-            grad.copy_(_totals(sums.double(), p.call.cu_seqlens_q, grad.shape[0]).sum_to_size(grad.shape))
+    call = p.call
+    sums = {name: x.double() for name, x in by_row.items() if x is not None}
+    if "bias" in sums:
+        total = _spread(sums.pop("bias"), call.cu_seqlens_q, p.rows)
+        grads["bias"].copy_(total.sum_to_size(grads["bias"].shape))
+    if by_key is not None:
+        total = _spread(by_key.double().sum(3, keepdim=True), call.cu_seqlens_k, p.keys).mT
+        grads["bias"].copy_(total.sum_to_size(grads["bias"].shape))
+    for name, x in sums.items():
+        grads[name].copy_(_totals(x, call.cu_seqlens_q, grads[name].shape[0]).sum_to_size(grads[name].shape))
 
 
 def launch_backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats, call: Call, backend: str):
@@ -278,8 +286,8 @@ def launch_backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats
 
     where = None if grads["bias"] is None else _bias_sum(call)
     of_scores = arguments.of(grads["bias"].zero_()) if where == "pairs" else None
-    summed = where == "rows", grads["alibi_slopes"] is not None, grads["sinks"] is not None
-    by_row = [p.table(stats, 1) if wanted else None for wanted in summed]
+    summed = _by_row({name: grad is not None for name, grad in grads.items()}, where)
+    by_row = {name: p.table(stats, 1) if wanted else None for name, wanted in summed.items()}
     by_key = stats.new_zeros((p.batches, p.heads, call.key.shape[2], 3)) if where == "keys" else None
     query_sums = None
     form = None if special is None else run.form_on_hopper(special, call)
@@ -299,18 +307,18 @@ def launch_backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats
     launched["Rows"] = _preprocess(p, saved, grad_lse, used_weights, stats, query_sums, turns, form)
     partial = 1 if call.partial else None
     if "dq" in names:
-        _dq(p, grads["query"], Grads(None, None, of_scores, *by_row, partial))
+        rows_of = ByRow(**by_row) if any(summed.values()) else None
+        _dq(p, grads["query"], Grads(None, None, of_scores, None, rows_of, partial))
         of_scores = None
     if special == "hopper_bwd_ds":
         _store_on_hopper(special, p, grads, form)
     elif special:
         _add_on_hopper(special, p, query_sums, turns, grads, form)
     elif "dkdv" in names or "one_pass" in names:
-        of_keys = Grads(*map(arguments.of, (grads["key"], grads["value"])), of_scores, by_key, None, None, partial)
+        of_keys = Grads(*map(arguments.of, (grads["key"], grads["value"])), of_scores, by_key, None, partial)
         _dkdv("one_pass" if "one_pass" in names else "dkdv", p, query_sums, of_keys)
     if query_sums is not None:
         _postprocess(p, query_sums, grads["query"], form)
     if "dbias" in names:
         _dbias(p, grads["bias"])
-    bias_sums, slope_sums, sink_sums = by_row
-    _add_up(p, by_key if bias_sums is None else bias_sums, slope_sums, sink_sums, grads)
+    _add_up(p, by_row, by_key, grads)

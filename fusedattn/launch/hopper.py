@@ -1,6 +1,7 @@
 """Limits of the Hopper kernels, and their arguments: descriptors for TMA."""
 
 import math
+from typing import Any
 from collections.abc import Sequence
 from functools import cache
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 from triton import cdiv
 
-from ..call.options import Call
+from ..call.options import BY_HEAD, Call
 from ..call.private import holds
 from ..kernels.vocabulary.memory import width
 from . import arguments as kernel_arguments, tile_table
@@ -46,7 +47,8 @@ def limits(call: Call) -> list[str]:
         lacks.append("it does not support dropout_p")
     if call.query.dtype not in (torch.float16, torch.bfloat16):
         lacks.append(f"it multiplies float16 and bfloat16, not {call.query.dtype}")
-    bare = call._replace(softcap=None, bias=None, alibi_slopes=None, sinks=None)
+    changes: dict[str, Any] = dict(softcap=None, bias=None) | dict.fromkeys(BY_HEAD)
+    bare = call._replace(**changes)
     if kernel_arguments.scored(bare).softmax_scale is None:
         lacks.append(f"it takes a scale between 2**-100 and 2**100, not {call.scale}")
     if holds(call.key.shape[2] == 0, False):  # the operator looks again

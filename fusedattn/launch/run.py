@@ -9,7 +9,7 @@ from triton import knobs
 from triton.runtime.driver import driver
 from triton.runtime.errors import OutOfResources
 
-from ..call.options import AssumedGPU, Call, device_of as device_of_tensor, hiding, lengths_of
+from ..call.options import BY_HEAD, AssumedGPU, Call, device_of as device_of_tensor, hiding, lengths_of
 from ..kernels import (
     append,
     block_mask,
@@ -150,7 +150,8 @@ def widest(call):
 
 def pressure_of(call):
     """Return the register pressure of a call, as in `tile_table`: "plain", "masked" or "rich"."""
-    if not (call.bias is call.alibi_slopes is call.softcap is call.seed is None):
+    added = [getattr(call, name) for name in BY_HEAD if name != "sinks"]
+    if any(x is not None for x in (call.bias, call.softcap, call.seed, *added)):
         return "rich"
     return "plain" if call.mask is None else "masked"
 

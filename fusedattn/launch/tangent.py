@@ -2,8 +2,8 @@
 
 from triton import cdiv
 
-from ..call.options import INPUTS, Call
-from ..kernels.tangent import Tangents
+from ..call.options import BY_HEAD, INPUTS, Call
+from ..kernels.vocabulary.scores import Tangents
 from . import arguments, blocks, run
 
 
@@ -13,8 +13,7 @@ def _views(call, tangents):
     return Tangents(
         **{name[0]: arguments.of(tangents[name]) for name in ("query", "key", "value")},
         bias=None if bias is None else arguments.of(bias.expand(batch, heads, rows, keys)),
-        slopes=arguments.each_head(tangents["alibi_slopes"], batch, heads),
-        sinks=arguments.each_head(tangents["sinks"], batch, heads),
+        **{name: arguments.each_head(tangents[name], batch, heads) for name in BY_HEAD},
     )
 
 
@@ -25,11 +24,8 @@ def passes(need_weights: bool) -> tuple[str, ...]:
 
 def launch_tangent(tangent_out, tangent_lse, tangent_weights, tangents, out, stats, call: Call):
     """Fill the tangents of output, lse and, unless None, weights, from those of the INPUTS of a call."""
-    tangents, block_mask, heads = (
-        dict(zip(INPUTS, tangents, strict=True)),
-        blocks.block_mask_of(call),
-        call.query.shape[1],
-    )
+    tangents = dict(zip(INPUTS, tangents, strict=True))
+    block_mask, heads = blocks.block_mask_of(call), call.query.shape[1]
     shared = arguments.common(call) | dict(Stats=stats, TangentLse=tangent_lse, tangents=_views(call, tangents))
     loaded = call.key, call.value, tangents["key"], tangents["value"]
     by_threads = any(arguments.by_threads(x) for x in loaded if x is not None)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..call.decode import CacheArguments, check_sizes
 from ..call.layout import broadcasts, is_shape
-from ..call.options import INPUTS, Call, Origin, inputs, wide_dtype
+from ..call.options import BY_HEAD, INPUTS, Call, Origin, inputs, wide_dtype
 from ..call.plan import check_fit, check_masks, pairs_of
 from ..call.private import holds
 from ..call.rules import (
@@ -71,7 +71,7 @@ def check_call(call: Call, need_weights: bool = False, keys: int | None = None) 
         if (x := getattr(call, name)) is not None:
             check(name, x, of)
             check_rank(name, x, layout_of)
-    for name in ("alibi_slopes", "sinks"):
+    for name in BY_HEAD:
         if (x := getattr(call, name)) is not None:
             check_heads(name, x, query.device, (1, heads), (sizes.B, heads))
     if call.block_mask is not None:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from . import dropout as dropping, masks as masking, memory, scores, softmax
+from . import dropout as dropping, masks as masking, memory, row_sums, scores, softmax
 
 
 class Row(NamedTuple):
@@ -19,16 +19,15 @@ class Row(NamedTuple):
 class Grads(NamedTuple):
     """Outputs of a pass, None if not wanted; the gradient of q is a separate argument.
 
-    k, v and bias are Views, bias the gradient of the scores (B, Hq, Sq, Sk). Sums are contiguous tables: bias_sums by
-    row or by key, slope_sums and sink_sums by row. partial is 1 if rows see more keys than this call has, else None.
+    k, v and bias are Views, bias the gradient of the scores (B, Hq, Sq, Sk). key_sums is a contiguous table of sums of
+    the latter by key. rows is a `row_sums.ByRow`. partial is 1 if rows see more keys than this call has, else None.
     """
 
     k: memory.View
     v: memory.View
     bias: memory.View
-    bias_sums: tl.tensor
-    slope_sums: tl.tensor
-    sink_sums: tl.tensor
+    key_sums: tl.tensor
+    rows: row_sums.ByRow
     partial: tl.tensor
 
 

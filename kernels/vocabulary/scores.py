@@ -26,7 +26,18 @@ class Score(NamedTuple):
     shift: tl.tensor
 
 
-def score(scale, cap=None, slopes=None, bias=None, sinks=None, shift=0):
+class Tangents(NamedTuple):
+    """Tangents of the inputs: Views of the inputs' shapes, None for zero. Those of options by head have their names."""
+
+    q: memory.View
+    k: memory.View
+    v: memory.View
+    bias: memory.View
+    alibi_slopes: memory.View
+    sinks: memory.View
+
+
+def score(scale, cap=None, bias=None, shift=0, alibi_slopes=None, sinks=None):
     """Return the Score of a call. If nothing else needs scaled scores, the softmax scales them.
 
     There it costs no instruction. The scale must be positive, because the softmax takes the maximum before it scales,
@@ -34,10 +45,11 @@ def score(scale, cap=None, slopes=None, bias=None, sinks=None, shift=0):
     """
     if cap is not None and cap > 2.0**60:
         cap = None  # it changes no score below 2**20, and scale / cap may underflow in float32
-    if cap is None and slopes is None and bias is None and sinks is None and 2.0**-100 < scale < 2.0**100:
+    if cap is bias is alibi_slopes is sinks is None and 2.0**-100 < scale < 2.0**100:
         return Score(None, scale, None, None, None, None, None, None)
     slope_at_zero = None if cap is None else max(-3e38, min(scale / cap, 3e38))
-    return Score(scale, None, cap, slope_at_zero, slopes, bias, sinks, None if slopes is None else shift or None)
+    shift = None if alibi_slopes is None else shift or None
+    return Score(scale, None, cap, slope_at_zero, alibi_slopes, bias, sinks, shift)
 
 
 @triton.jit
@@ -120,9 +132,10 @@ def grad(score, total):
 
 
 @triton.jit
-def tangent(score, t_x, dcap, t_bias, t_slopes, band, plane, r, c):
-    """Return the tangents of scores from those of products, biases and slopes (a View)."""
+def tangent(score, t_x, dcap, t_bias, tangents, band, plane, r, c):
+    """Return the tangents of scores from those of products and biases, and from Tangents."""
     t_s = apply_dcap(score, dcap, grad(score, t_x)) + memory.cast(t_bias, t_x.dtype)
-    if t_slopes is not None:
-        t_s -= memory.cast(memory.scalar(t_slopes, plane), t_x.dtype) * distance(score, band, r, c).to(t_x.dtype)
+    if tangents.alibi_slopes is not None:
+        t_slope = memory.cast(memory.scalar(tangents.alibi_slopes, plane), t_x.dtype)
+        t_s -= t_slope * distance(score, band, r, c).to(t_x.dtype)
     return t_s

@@ -76,7 +76,9 @@ def calls(draw):
 
 @settings(derandomize=True, deadline=None, max_examples=80)
 @given(calls())
-@hypothesis.example((torch.randn(2, 6, 4, 5), torch.randn(2, 2, 6, 5), torch.randn(2, 3, 6, 5), None, dict(enable_gqa=True)))
+@hypothesis.example(
+    (torch.randn(2, 6, 4, 5), torch.randn(2, 2, 6, 5), torch.randn(2, 3, 6, 5), None, dict(enable_gqa=True))
+)
 def test_values_and_gradients_are_torchs(call):
     query, key, value, mask, options = call
     assert_equals_torch(query, key, value, mask, **options)
