@@ -1,9 +1,9 @@
 """Limits of the Hopper kernels, and their arguments: descriptors for TMA."""
 
 import math
-from typing import Any
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
