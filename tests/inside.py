@@ -4,6 +4,7 @@ import functools
 import os
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 import fusedattn as fa
 from fusedattn.call import decode, rules
 from fusedattn.call.options import Arguments, Call
+from fusedattn.compat import _override, _provider
 
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 compiled = pytest.mark.skipif(_INTERPRETED, reason="runs in a process of its own, without TRITON_INTERPRET")
@@ -106,3 +108,9 @@ def passes_compiled(*files, marks=""):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", marks, *map(str, files)]
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout
+
+
+def provider_on_cpu(get_kernel):
+    """Register the provider's operators for CPU tensors, for which torch has none, until `.remove()`."""
+    with mock.patch.object(torch.library, "get_kernel", get_kernel):
+        return _override.Override(_provider.REPLACED, "CPU")

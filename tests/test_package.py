@@ -138,11 +138,16 @@ def run(code, cwd, *arguments):
 IMPORT = """
 import json, sys, time
 import torch
-before = set(sys.modules)
+before, finders = set(sys.modules), [*sys.meta_path]
 start = time.perf_counter()
 import fusedattn
 seconds = time.perf_counter() - start
-print(json.dumps(dict(seconds=seconds, added=sorted({name.split(".")[0] for name in set(sys.modules) - before}))))
+assert sys.meta_path == finders and "torch.utils.flop_counter" not in sys.modules
+added = sorted({name.split(".")[0] for name in set(sys.modules) - before})
+x = torch.ones(1, 1, 4, 16)
+fusedattn.attention(x, x, x)
+assert "torch.distributed.tensor" not in sys.modules
+print(json.dumps(dict(seconds=seconds, added=added)))
 """
 
 
@@ -208,7 +213,7 @@ def wheel(tmp_path_factory):
     return build("wheel", source, made)
 
 
-def test_the_wheel_is_small_and_holds_the_packages_alone(wheel):
+def test_the_wheel_is_small_and_holds_the_packages_alone_and_asks_for_torch_and_triton(wheel):
     assert wheel.name.endswith("-py3-none-any.whl") and wheel.stat().st_size < 1_000_000
     names = set(zipfile.ZipFile(wheel).namelist())
     info = wheel.name.replace("-py3-none-any.whl", ".dist-info")
@@ -221,10 +226,6 @@ def test_the_wheel_is_small_and_holds_the_packages_alone(wheel):
     assert {name for name in names if name.endswith(".py")} == modules
     assert "fusedattn/py.typed" in names, "without it a type checker takes the package for untyped"
     assert f"{info}/licenses/LICENSE" in names and f"{info}/entry_points.txt" in names
-
-
-def test_the_wheel_asks_for_torch_and_triton_alone(wheel):
-    info = wheel.name.replace("-py3-none-any.whl", ".dist-info")
     lines = zipfile.ZipFile(wheel).read(f"{info}/METADATA").decode().splitlines()
     needed = {line for line in lines if line.startswith("Requires-Dist") and "extra" not in line}
     assert needed == {"Requires-Dist: torch>=2.10", 'Requires-Dist: triton>=3.6; sys_platform == "linux"'}
