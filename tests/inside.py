@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import fusedattn as fa
@@ -68,6 +69,18 @@ def same(got, want):
     """Asserts equal bits."""
     for a, b in zip(tree_leaves(got), tree_leaves(want), strict=True):
         assert torch.equal(a, b)
+
+
+class Seen(TorchDispatchMode):
+    """Records the names of operators that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, operator, types, arguments=(), options=None):
+        self.names.add(str(operator))
+        return operator(*arguments, **(options or {}))
 
 
 OPTIONS = {

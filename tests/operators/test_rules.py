@@ -10,23 +10,11 @@ from torch.autograd import forward_ad
 import fusedattn as fa
 
 from ..inside import fields, leaves, leaves_of, same
-from ..mistakes import assert_named, of_shapes, of_types, of_values, wrong
+from ..mistakes import assert_named, bools, ints, of_shapes, of_types, of_values, ones, wrong
 from ..sequences import offsets
 
 OPERATORS = torch.ops.fusedattn
 B, HQ, HKV, SQ, SK, D, DV, TQ, TK = 2, 4, 2, 3, 5, 8, 6, 7, 9
-
-
-def bools(*shape):
-    return torch.ones(shape, dtype=torch.bool)
-
-
-def ones(*shape):
-    return torch.ones(shape)
-
-
-def ints(*values):
-    return torch.tensor(values, dtype=torch.int32)
 
 
 WHOLE = dict(cu_seqlens_q=None, cu_seqlens_k=None, rows=0, keys=0, max_seqlen_q=None, max_seqlen_k=None)

@@ -6,13 +6,12 @@ import shutil
 import pytest
 import torch
 from torch.utils import checkpoint as checkpoints
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fusedattn as fa
 
 from ..close import assert_like
-from ..inside import BACKENDS, HQ, OPTIONS, SK, SQ, D, by, draw, learned, loss, same
+from ..inside import BACKENDS, HQ, OPTIONS, SK, SQ, D, Seen, by, draw, learned, loss, same
 
 pytestmark = pytest.mark.usefixtures("deterministic")
 
@@ -186,18 +185,6 @@ def test_fake_tensors_have_the_strides_of_the_real(device, backend):
                 )
             for a, b in zip(real, fake, strict=True):
                 assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
-
-
-class Seen(TorchDispatchMode):
-    """Records the names of operators that are called."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = set()
-
-    def __torch_dispatch__(self, operator, types, arguments=(), options=None):
-        self.names.add(str(operator))
-        return operator(*arguments, **(options or {}))
 
 
 @pytest.mark.parametrize("backend", ["triton", "cpu"])
