@@ -208,23 +208,6 @@ def test_a_mode_sees_each_operator_and_a_negated_view_is_read_as_such(backend, d
     same(both(negated), want)
 
 
-@pytest.mark.parametrize("kind", ["packed", "rank 2", "rank 3"])
-def test_a_backward_does_not_copy_what_is_viewed(kind, device):
-    """The gradient of an indexed view copies into zeros, which took an eighth more memory."""
-    shape = {"packed": (SQ + SK, HQ, D), "rank 3": (2, SK, D), "rank 2": (SK, D)}[kind]
-    query, key, value = (torch.randn(shape, device=device, requires_grad=True) for _ in range(3))
-    if kind == "packed":
-        lengths = torch.tensor([0, SQ, SQ + SK], dtype=torch.int32, device=device)
-        out, lse = fa.attention_varlen(query, key, value, lengths, lengths, return_lse=True, backend="triton")
-    else:
-        out, lse = fa.attention(query, key, value, return_lse=True, backend="triton")
-    grads = torch.ones_like(out), torch.ones_like(lse)
-    with Seen() as seen:
-        torch.autograd.grad((out, lse), (query, key, value), grads)
-    free = ("detach.default", "new_empty.default", "squeeze.dim", "squeeze.dims", "transpose.int", "unsqueeze.default")
-    assert seen.names <= {"fusedattn.backward.default", *(f"aten.{name}" for name in free)}
-
-
 @pytest.mark.matrix
 def test_a_compiler_drops_the_same(device):
     """Inductor's C++ assumes that no product of integers overflows."""
