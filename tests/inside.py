@@ -4,14 +4,17 @@ import functools
 import os
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import fusedattn as fa
 from fusedattn.call import decode, rules
 from fusedattn.call.options import Arguments, Call
+from fusedattn.compat import _override, _provider
 
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 compiled = pytest.mark.skipif(_INTERPRETED, reason="runs in a process of its own, without TRITON_INTERPRET")
@@ -68,6 +71,18 @@ def same(got, want):
         assert torch.equal(a, b)
 
 
+class Seen(TorchDispatchMode):
+    """Records the names of operators that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, operator, types, arguments=(), options=None):
+        self.names.add(str(operator))
+        return operator(*arguments, **(options or {}))
+
+
 OPTIONS = {
     "plain": lambda sq, sk, device: {},
     "causal": lambda sq, sk, device: dict(causal=True),
@@ -106,3 +121,9 @@ def passes_compiled(*files, marks=""):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", marks, *map(str, files)]
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout
+
+
+def provider_on_cpu(get_kernel):
+    """Register the provider's operators for CPU tensors, for which torch has none, until `.remove()`."""
+    with mock.patch.object(torch.library, "get_kernel", get_kernel):
+        return _override.Override(_provider.REPLACED, "CPU")

@@ -6,6 +6,22 @@ import torch
 _WRONG_DTYPES = {torch.bool: torch.float32, torch.int32: torch.int64, torch.int64: torch.int32}
 
 
+def bools(*shape):
+    return torch.ones(shape, dtype=torch.bool)
+
+
+def ones(*shape):
+    return torch.ones(shape)
+
+
+def ints(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def longs(*values):
+    return torch.tensor(values)
+
+
 def wrong(name, error=ValueError, **changed):
     return name, error, changed
 

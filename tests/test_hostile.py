@@ -16,8 +16,9 @@ import fusedattn as fa
 from fusedattn import distributed, layers, plot
 from fusedattn.compat import _bert_padding, flash_attn, torch as for_torch
 
-from .call.test_rules import CACHED, DENSE, PACKED, PAGED, bools, ones
+from .call.test_rules import CACHED, DENSE, PACKED, PAGED
 from .close import assert_like
+from .mistakes import bools, ones
 
 SCALARS = {
     "str": "1",

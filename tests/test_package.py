@@ -1,13 +1,11 @@
-"""The package: who imports whom, what `import fusedattn` costs, and what the wheel holds."""
+"""The package: who imports whom, and what `import fusedattn` costs."""
 
 import ast
 import graphlib
 import json
 import os
-import shutil
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -138,11 +136,16 @@ def run(code, cwd, *arguments):
 IMPORT = """
 import json, sys, time
 import torch
-before = set(sys.modules)
+before, finders = set(sys.modules), [*sys.meta_path]
 start = time.perf_counter()
 import fusedattn
 seconds = time.perf_counter() - start
-print(json.dumps(dict(seconds=seconds, added=sorted({name.split(".")[0] for name in set(sys.modules) - before}))))
+assert sys.meta_path == finders and "torch.utils.flop_counter" not in sys.modules
+added = sorted({name.split(".")[0] for name in set(sys.modules) - before})
+x = torch.ones(1, 1, 4, 16)
+fusedattn.attention(x, x, x)
+assert "torch.distributed.tensor" not in sys.modules
+print(json.dumps(dict(seconds=seconds, added=added)))
 """
 
 
@@ -175,80 +178,6 @@ except NotImplementedError as error:
 def test_a_cpu_works_without_triton(tmp_path):
     got = json.loads(run(WITHOUT_TRITON, tmp_path))
     assert got["same"] and "Triton is not installed" in got["error"]
-
-
-BUILD = """
-import sys
-sys.modules["torch"] = None
-from setuptools import build_meta
-getattr(build_meta, "build_" + sys.argv[1])(sys.argv[2])
-"""
-
-
-def build(kind, source, into):
-    """Run the build backend as pip does, without a network and with torch out of reach; the one file it made."""
-    run(BUILD, source, kind, str(into))
-    (made,) = into.iterdir()
-    return made
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """The wheel, built from the source archive, so that one cannot lack what the other needs."""
-    pytest.importorskip("setuptools", minversion="77")
-    checkout, archive, unpacked, made = (
-        tmp_path_factory.mktemp(name) for name in ("checkout", "sdist", "source", "wheel")
-    )
-    for name in ("fusedattn", "kernels", "bench", "tests"):
-        shutil.copytree(ROOT / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, checkout)
-    shutil.unpack_archive(build("sdist", checkout, archive), unpacked)
-    (source,) = unpacked.iterdir()
-    return build("wheel", source, made)
-
-
-def test_the_wheel_is_small_and_holds_the_packages_alone(wheel):
-    assert wheel.name.endswith("-py3-none-any.whl") and wheel.stat().st_size < 1_000_000
-    names = set(zipfile.ZipFile(wheel).namelist())
-    info = wheel.name.replace("-py3-none-any.whl", ".dist-info")
-    assert {name.split("/")[0] for name in names} == {"fusedattn", info}
-    modules = {
-        ("" if folder == "fusedattn" else "fusedattn/") + path.relative_to(ROOT).as_posix()
-        for folder in ("fusedattn", "kernels", "bench")
-        for path in (ROOT / folder).rglob("*.py")
-    }
-    assert {name for name in names if name.endswith(".py")} == modules
-    assert "fusedattn/py.typed" in names, "without it a type checker takes the package for untyped"
-    assert f"{info}/licenses/LICENSE" in names and f"{info}/entry_points.txt" in names
-
-
-def test_the_wheel_asks_for_torch_and_triton_alone(wheel):
-    info = wheel.name.replace("-py3-none-any.whl", ".dist-info")
-    lines = zipfile.ZipFile(wheel).read(f"{info}/METADATA").decode().splitlines()
-    needed = {line for line in lines if line.startswith("Requires-Dist") and "extra" not in line}
-    assert needed == {"Requires-Dist: torch>=2.10", 'Requires-Dist: triton>=3.6; sys_platform == "linux"'}
-
-
-# Runs a module, without what an editable installation would find.
-ALONE = """
-import runpy, sys
-sys.meta_path = [finder for finder in sys.meta_path if "editable" not in str(finder)]
-del sys.argv[0]
-import fusedattn, fusedattn.kernels
-print(*fusedattn.__path__, *fusedattn.kernels.__path__, sep="\\n", file=sys.stderr)
-runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-"""
-
-
-def test_the_wheel_works_where_there_is_no_repository(wheel, tmp_path):
-    zipfile.ZipFile(wheel).extractall(tmp_path)
-    done = subprocess.run(
-        [sys.executable, "-c", ALONE, "fusedattn", "bench", "--help"], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert done.returncode == 0 and "QUESTION" in done.stdout, done.stderr
-    where = [str(tmp_path / "fusedattn"), str(tmp_path / "fusedattn" / "kernels")]
-    assert done.stderr.splitlines()[-2:] == where
 
 
 @pytest.mark.matrix

@@ -16,8 +16,6 @@ pytest.importorskip("triton", reason="kernels need Triton")
 
 from hypothesis import Phase, given, seed, settings
 
-from fusedattn.dispatch import replay
-
 from .conftest import INTERPRETED
 from .fuzz.__main__ import QUIET
 from .fuzz.kinds import KINDS
@@ -35,9 +33,9 @@ def drawn(kind):
     return calls
 
 
-def measured():
+def measured(record_after):
     """Return memory in MiB, Python's objects, open files and threads, without what replays keep."""
-    replay.forget()
+    record_after(1)
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     with open("/proc/self/statm") as statm:
@@ -60,7 +58,7 @@ def work(number, calls, until, wrong):
 @pytest.mark.skipif(not INTERPRETED, reason="on the CPU kernels need TRITON_INTERPRET=1")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.usefixtures("one_thread")
-def test_nothing_grows():
+def test_nothing_grows(record_after):
     wrong, rows = [], []
     calls = [x for kind in ("attention", "attention_varlen", "decode") for x in drawn(kind)]
     for number in range(ROUNDS):
@@ -71,7 +69,7 @@ def test_nothing_grows():
         for worker in workers:
             worker.join()
         assert not wrong, wrong[0]
-        rows.append(measured())
+        rows.append(measured(record_after))
     third = ROUNDS // 3
     for name, most in MOST.items():
         before, after = (statistics.median(row[name] for row in part) for part in (rows[third:-third], rows[-third:]))

@@ -8,8 +8,8 @@ import torch
 import fusedattn as fa
 
 from ..close import assert_like
-from ..mistakes import assert_named, wrong
-from .test_rules import CACHED, FROZEN, HKV, HQ, NEITHER, ints, new
+from ..mistakes import assert_named, ints, wrong
+from .test_rules import CACHED, FROZEN, HKV, HQ, NEITHER, new
 
 ALL, FIRST = slice(None), slice(6)
 PLACES = {  # rows and columns of each of two caches in one tensor

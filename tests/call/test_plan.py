@@ -6,12 +6,10 @@ import torch
 pytest.importorskip("triton", reason="kernels need Triton")
 
 import fusedattn as fa
-from fusedattn.launch import blocks, tile_table
 from fusedattn.testing.compare import with_gradients
 
 from ..cases import Case
 from ..close import assert_close, assert_like
-from ..inside import call_of
 from ..sample import one_in, product
 
 pytestmark = pytest.mark.usefixtures("deterministic")
@@ -20,8 +18,9 @@ NONE, SOME, ALL = 0, 1, 3
 
 
 @pytest.fixture
-def grain():
-    return blocks.block_mask_size()
+def grain(device):
+    """Rows and keys of a block of a block mask."""
+    return 512 // fa.plan(torch.ones(1, 512, dtype=torch.bool, device=device)).block_mask.shape[-1]
 
 
 def by_hand(mask, grain):
@@ -59,62 +58,6 @@ def test_marks_of_all_masks_together(device, grain):
     assert torch.equal(block_mask[want > 0] == ALL, others[want > 0] == ALL)
     assert fa.plan(key_mask=key_mask).block_mask.shape == (1, 1, 1, -(-70 // grain))
     assert fa.plan(query_mask=query_mask[0]).block_mask.shape == (1, 1, -(-50 // grain), 1)
-
-
-def tiles_of(lists, planes):
-    """{(plane, block): (entries that take a mask, entries that take none)} of a View of lists."""
-    table = lists.base.reshape(-1, *lists.base.shape[2:]).cpu()
-    return {
-        (plane, block): tuple(
-            table[plane, 2 * block + kind, 1 : 1 + int(table[plane, 2 * block + kind, 0])].tolist() for kind in (0, 1)
-        )
-        for plane in range(planes)
-        for block in range(table.shape[1] // 2)
-    }
-
-
-BANDS, TILES = [{}, dict(causal=True), dict(window=(30, 5))], [(32, 16), (16, 32), (64, 64)]
-LISTED = [
-    *(((2, 4, 70, 90), tile, options) for tile in TILES for options in BANDS),
-    *(
-        (shape, *pair)
-        for shape, *pair in zip([(1, 1, 70, 90), (2, 1, 1, 90), (1, 4, 70, 1)], TILES, BANDS, strict=True)
-    ),
-]
-
-
-@pytest.mark.parametrize(("shape", "tile", "options"), LISTED, ids=str)
-@pytest.mark.one_in(4)
-def test_lists_name_each_tile_that_is_seen_once(options, shape, tile, device, grain):
-    mask = blocky(*shape, device=device, grain=grain)
-    query, key = torch.zeros(2, 4, 70, 16, device=device), torch.zeros(2, 2, 90, 16, device=device)
-    call = call_of(query, key, key, mask=fa.plan(mask), **options)
-    seen = mask.expand(2, 4, 70, 90).cpu()
-    i, j = torch.arange(70)[:, None] + 20, torch.arange(90)[None, :]
-    left, right = options.get("window", (90, 0 if options else 90))
-    seen = seen & (j >= i - left) & (j <= i + right)
-    size = tile_table.Tile(*tile, 4, 1)
-    for by_keys in (False, True):
-        listed = blocks.tile_lists(call, call.block_mask, grain, size, by_keys)
-        found = tiles_of(listed, 4 if by_keys else 8)
-        got = torch.zeros(8, -(-70 // tile[0]), -(-90 // tile[1]), dtype=torch.long)
-        for (plane, block), (partly, fully) in found.items():
-            for kind, entries in ((1, partly), (2, fully)):
-                assert entries == sorted(set(entries))
-                for entry in entries:
-                    member, other = entry >> 32, entry & 0xFFFFFFFF
-                    place = (plane * 2 + member, other, block) if by_keys else (plane, block, other)
-                    assert got[place] == 0
-                    got[place] = kind
-        for plane, a, b in torch.cartesian_prod(*(torch.arange(n) for n in got.shape)).tolist():
-            part = seen.flatten(0, 1)[plane, a * tile[0] : (a + 1) * tile[0], b * tile[1] : (b + 1) * tile[1]]
-            kind = int(got[plane, a, b])
-            if kind == 0:  # never loaded: nothing in it is seen
-                assert not part.any()
-            if kind == 2:  # takes no mask: all of it is seen
-                assert part.all()
-            if tile[0] >= grain and tile[1] >= grain and not options:
-                assert (kind > 0) == bool(part.any())
 
 
 @pytest.mark.parametrize(("kind", "options"), [("plan", {}), ("mask", dict(causal=True)), ("bias", {})], ids=str)
@@ -187,14 +130,3 @@ def test_a_plan_in_modules_compiled_code_and_torch_func(device):
     many, square = torch.randn(3, 2, 4, 20, 16, device=device), fa.plan(mask[0])
     got = torch.vmap(lambda q: fa.attention(q, q, q, mask=square, backend="triton"))(many)
     assert_like(got, lambda: torch.stack([fa.reference.eager(q, q, q, mask=mask[0]) for q in many]))
-
-
-def test_without_kernels_a_plan_holds_its_masks(monkeypatch):
-    from fusedattn.dispatch import backends
-
-    monkeypatch.setattr(backends, "machine_reasons", lambda device: ["no Triton"])
-    mask = torch.rand(4, 5) < 0.5
-    plan = fa.plan(mask)
-    assert plan.block_mask is None and plan.mask is mask
-    x = torch.randn(1, 1, 5, 8)
-    assert torch.equal(fa.attention(x[:, :, :4], x, x, mask=plan), fa.attention(x[:, :, :4], x, x, mask=mask))

@@ -7,27 +7,11 @@ import torch
 
 import fusedattn as fa
 
-from ..mistakes import assert_named, of_shapes, of_types, of_values, wrong
+from ..mistakes import assert_named, bools, ints, longs, of_shapes, of_types, of_values, ones, wrong
 from ..sequences import offsets
 
 B, HQ, HKV, SQ, SK, D, DV, PAGES, PAGE = 2, 4, 2, 3, 5, 8, 6, 5, 4
 TQ, TK = 7, 9
-
-
-def bools(*shape):
-    return torch.ones(shape, dtype=torch.bool)
-
-
-def ints(*values):
-    return torch.tensor(values, dtype=torch.int32)
-
-
-def longs(*values):
-    return torch.tensor(values)
-
-
-def ones(*shape):
-    return torch.ones(shape)
 
 
 def options(batch, rows, keys):

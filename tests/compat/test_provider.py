@@ -6,10 +6,9 @@ from torch import nn
 
 import fusedattn as fa
 import fusedattn.compat.torch as compat
-from fusedattn.compat import _provider
-from fusedattn.compat._override import Override
 
 from ..close import assert_like
+from ..inside import provider_on_cpu
 
 
 @pytest.fixture
@@ -59,12 +58,11 @@ class Original:
 
 
 @pytest.fixture
-def override(monkeypatch, device):
+def override(device):
     """Register our operators for CPU tensors, for which torch has none."""
     if device != "cpu":
         pytest.skip("on a GPU the provider itself is tested")
-    monkeypatch.setattr(torch.library, "get_kernel", lambda name, key: Original(name))
-    made = Override(_provider.REPLACED, "CPU")
+    made = provider_on_cpu(lambda name, key: Original(name))
     operator = torch.ops.aten._scaled_dot_product_flash_attention
     yield operator
     made.remove()

@@ -7,28 +7,15 @@ import threading
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fusedattn as fa
 from fusedattn.dispatch import replay
 
 from ..close import assert_like
-from ..inside import BACKENDS, OPTIONS, SK, SQ, by, draw, learned, same
+from ..inside import BACKENDS, OPTIONS, SK, SQ, Seen, by, draw, learned, same
 
 pytestmark = pytest.mark.usefixtures("deterministic")
-
-
-class Seen(TorchDispatchMode):
-    """Records the names of operators that run."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.names.append(str(function))
-        return function(*args, **(kwargs or {}))
 
 
 class Whole(int):

@@ -14,6 +14,9 @@ import torch
 import torch.distributed as dist
 
 LIMIT = datetime.timedelta(seconds=120)  # that a rank waits for another
+# Ranks are forks of a process that has imported what their first tests need, and has computed nothing.
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["tests.conftest", "tests.distributed.test_calls", "torch._dynamo"])
 
 
 def free_port():
@@ -49,11 +52,11 @@ class Pool:
         self.start()
 
     def start(self):
-        context, port, self.pipes, self.processes = multiprocessing.get_context("spawn"), free_port(), [], []
+        port, self.pipes, self.processes = free_port(), [], []
         for rank in range(self.size):
-            here, there = context.Pipe()
+            here, there = FORKS.Pipe()
             self.pipes.append(here)
-            self.processes.append(context.Process(target=_serve, args=(rank, self.size, port, there), daemon=True))
+            self.processes.append(FORKS.Process(target=_serve, args=(rank, self.size, port, there), daemon=True))
             self.processes[-1].start()
 
     def run(self, module, name, arguments):

@@ -1,7 +1,6 @@
 """torch's own context_parallel: its ring calls our operators if the provider replaces torch's."""
 
 import os
-from unittest import mock
 
 import pytest
 import torch
@@ -9,10 +8,9 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
 import fusedattn as fa
-from fusedattn.compat import _provider
-from fusedattn.compat._override import Override
 
 from ..close import assert_like
+from ..inside import provider_on_cpu
 from .conftest import on_ranks
 
 
@@ -26,8 +24,7 @@ def test_the_operators_of_the_provider_run_inside_torchs_ring(rank, size):
     from torch.distributed.tensor import DTensor, Shard
     from torch.distributed.tensor.experimental import context_parallel
 
-    with mock.patch.object(torch.library, "get_kernel", lambda name, key: None):
-        ours = Override(_provider.REPLACED, "CPU")
+    ours = provider_on_cpu(lambda name, key: None)
     mesh = init_device_mesh("cpu", (size,))
     whole = [torch.randn(1, heads, 8 * size, 16).half() for heads in (2, 2, 2, 2)]
     *inputs, given = (x.clone() for x in whole)

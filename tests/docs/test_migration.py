@@ -27,20 +27,6 @@ def test_every_argument_has_an_answer(page):
     assert not [name for name in names if not re.search(rf"\b{name}\b", text)]
 
 
-def test_masks_and_scores_of_flex_attention():
-    same = {
-        lambda b, h, i, j: i >= j: dict(causal=True, align="top_left"),
-        lambda b, h, i, j: i + 3 >= j: dict(causal=True),
-        lambda b, h, i, j: (i - j).abs() <= 2: dict(window=(2, 2), align="top_left"),
-        lambda b, h, i, j: (i >= j) & (i - j <= 2): dict(causal=True, window=(2, None), align="top_left"),
-    }
-    for mask_mod, options in same.items():
-        assert torch.equal(_seen(5, 8, **options), flex.create_mask(mask_mod, None, None, 5, 8, device="cpu")[0, 0])
-    table, distance = torch.randn(2, 12), torch.arange(5)[:, None] - torch.arange(8)
-    bias = table[None, :, distance + 7]
-    assert bias.shape == (1, 2, 5, 8) and bias[0, 1, 4, 0] == table[1, 11]
-
-
 def test_float_padding_of_the_module():
     theirs, ours = torch.nn.MultiheadAttention(16, 2, batch_first=True), fa.MultiHeadAttention(16, 2)
     for part, weight in zip((ours.q_proj, ours.k_proj, ours.v_proj), theirs.in_proj_weight.chunk(3), strict=True):
@@ -50,8 +36,3 @@ def test_float_padding_of_the_module():
     hides = padding > 1
     assert_like(ours(x, bias=padding[:, None, None])[0], lambda: theirs(x, x, x, key_padding_mask=padding)[0])
     assert_like(ours(x, key_mask=~hides)[0], lambda: theirs(x, x, x, key_padding_mask=hides)[0])
-
-
-def _seen(rows, keys, **options):
-    query, key = torch.zeros(rows, 1), torch.zeros(keys, 1)
-    return fa.attention(query, key, key, **options, return_weights=True, backend="naive")[1] > 0

@@ -1,4 +1,4 @@
-"""The tests of this folder that need compiled kernels, in one process without Triton's interpreter."""
+"""Tests of this folder and of replays that need compiled kernels, in one process without Triton's interpreter."""
 
 from pathlib import Path
 
@@ -7,4 +7,6 @@ from ..inside import only_interpreted, passes_compiled
 
 @only_interpreted
 def test_without_the_interpreter(request):
-    passes_compiled(Path(__file__).parent, marks=request.config.option.markexpr)
+    folder = Path(__file__).parent
+    replays = folder.parent / "dispatch" / "test_launch_path.py"
+    passes_compiled(folder, replays, marks=request.config.option.markexpr)

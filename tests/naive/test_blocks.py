@@ -105,41 +105,6 @@ def test_blocks_fit_a_cache(computed, shape, options, budget):
     assert max(x["shape"].numel() for x in computed) * 4 <= 2**19
 
 
-def saved(function, *tensors):
-    """Bytes of the storages that autograd saves."""
-    sizes = {}
-
-    def keep(x):
-        sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        out = function(*tensors)
-    del out
-    return sum(sizes.values())
-
-
-def test_weights_are_kept_for_the_backward_within_the_budget(monkeypatch, budget):
-    computed, run = [], formula.of_block
-    monkeypatch.setattr(formula, "of_block", lambda *x: computed.append(x[1]) or run(*x))
-    budget(2**16)
-    tensors = draw(1, 2, 256, 8, requires_grad=True)
-
-    def passes():
-        computed.clear()
-        out = fa.attention(*tensors, backend="naive")
-        forward = len(computed)
-        out.sum().backward()
-        return forward, len(computed)
-
-    assert passes() == (8, 8)
-    kept = saved(lambda *x: fa.attention(*x, backend="naive"), *tensors)
-    budget(2**16, 4 * 2 * 256 * 256 - 1)
-    monkeypatch.setattr(formula, "AGAIN", 2**17)
-    assert passes() == (4, 8)  # of twice the size
-    assert saved(lambda *x: fa.attention(*x, backend="naive"), *tensors) < kept / 2
-
-
 def test_under_torch_func_blocks_are_right_too(budget):
     query, key, value = (torch.randn(1, 2, 33, 8) for _ in range(3))
 

@@ -6,10 +6,6 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from fusedattn.dispatch import replay
-from fusedattn.launch import forward
-from fusedattn.operators import attention
-
 from ..close import assert_like
 from ..inside import HQ, SK, SQ, by, draw, same
 
@@ -31,28 +27,15 @@ def attend(backend, options, query, key, value):
 
 
 @pytest.mark.parametrize("name", LESS)
-def test_a_call_saves_the_same_whether_replayed_or_not(name, device, monkeypatch):
+def test_a_call_saves_the_same_whether_replayed_or_not(name, device, record_after):
     """A checkpoint raises otherwise. One of its two calls is replayed."""
-    monkeypatch.setattr(replay, "RECORD_AFTER", 2)
+    record_after(2)
     options = {key: x.to(device) for key, x in LESS[name]().items()}
     inputs = draw(device, requires_grad=True)
     for _ in range(2):
         out = checkpoint(functools.partial(attend, "triton", options), *inputs, use_reentrant=False)
         want = lambda: torch.autograd.grad(attend("eager", options, *inputs), inputs)  # noqa: E731
         assert_like(torch.autograd.grad(out, inputs), want)
-
-
-@pytest.fixture
-def computed(monkeypatch):
-    """Record each forward that the operator computes."""
-    calls = []
-
-    def counted(function):
-        return lambda *arguments: (calls.append(function), function(*arguments))[1]
-
-    monkeypatch.setattr(attention.cpu, "forward", counted(attention.cpu.forward))
-    monkeypatch.setattr(forward, "launch_forward", counted(forward.launch_forward))
-    return calls
 
 
 def kept_by_name(step):
@@ -68,21 +51,19 @@ def graded(step, inputs):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("name, backend", [*((name, "triton") for name in KEPT), ("plain", "cpu"), ("masks", "cpu")])
-def test_what_is_kept_by_name_is_not_computed_again(name, backend, compiled, device, computed):
+@pytest.mark.parametrize("name", KEPT)
+def test_what_is_kept_by_name_is_not_computed_again(name, compiled, device, launched):
     """This includes a call that would be replayed, without an operator."""
-    if backend == "cpu" != device:
-        pytest.skip("about CPU tensors")
     if compiled and name != "plain":
         pytest.skip("one call is enough")
     options = {key: x.to(device) if isinstance(x, torch.Tensor) else x for key, x in KEPT[name].items()}
-    step, inputs = functools.partial(attend, backend, options), draw(device, requires_grad=True)
+    step, inputs = functools.partial(attend, "triton", options), draw(device, requires_grad=True)
     kept, want = kept_by_name(step), graded(step, inputs)
     torch._dynamo.reset()
     if compiled:
         kept = torch.compile(kept, backend="aot_eager", fullgraph=True)
     for _ in range(2):
-        computed.clear()
+        launched.clear()
         same(graded(kept, inputs), want)
-        assert len(computed) == 1
+        assert [name for name, _ in launched].count("forward") == 1
         same(graded(step, inputs), want)

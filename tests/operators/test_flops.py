@@ -2,7 +2,6 @@
 
 import functools
 import importlib
-import subprocess
 import sys
 
 import pytest
@@ -154,11 +153,3 @@ def test_a_formula_of_the_users_own_is_kept(device):
     with flop_counter.FlopCounterMode(display=False, custom_mapping=mine) as counter:
         fa.attention(*inputs, backend="triton")
     assert counter.get_total_flops() == 7
-
-
-def test_the_package_imports_no_more_than_it_needs():
-    """The counter, an import hook and Triton do not come with the package, nor DTensors with a call."""
-    program = "import sys, torch; before = [*sys.meta_path]; import fusedattn; assert sys.meta_path == before"
-    program += "; assert not {'torch.utils.flop_counter', 'triton'} & {*sys.modules}; x = torch.ones(1, 1, 4, 16)"
-    program += "; fusedattn.attention(x, x, x); assert 'torch.distributed.tensor' not in sys.modules"
-    subprocess.run([sys.executable, "-c", program], check=True)

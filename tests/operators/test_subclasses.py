@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.testing._internal.two_tensor import TwoTensor
 
 import fusedattn as fa
@@ -14,15 +13,6 @@ from ..inside import HQ, draw, leaves, same
 from ..sequences import draw_packed, offsets
 
 pytestmark = pytest.mark.usefixtures("deterministic")
-
-
-class Named(torch.Tensor):
-    """A class with torch's own __torch_function__."""
-
-
-class Passing(TorchFunctionMode):
-    def __torch_function__(self, function, types, arguments=(), options=None):
-        return function(*arguments, **(options or {}))
 
 
 class Kind(NamedTuple):
@@ -36,10 +26,6 @@ class Kind(NamedTuple):
 
 KINDS = {
     "default device": Kind(lambda: torch.device("meta")),  # as torch.set_default_device
-    "__torch_function__ of a mode": Kind(Passing),
-    "__torch_function__": Kind(
-        wrap=lambda x: x.as_subclass(Named), unwrap=lambda x: x.as_subclass(torch.Tensor), made=Named
-    ),
     "__torch_dispatch__": Kind(wrap=lambda x: TwoTensor(x, x.clone()), unwrap=lambda x: x.a, made=TwoTensor),
 }
 
@@ -96,7 +82,7 @@ def computed(kind, inputs, attend):
 @pytest.mark.parametrize("backend", ["naive", "cpu", "triton"])
 @pytest.mark.parametrize("call", [dense, dropped, packed, merged, cached], ids=lambda call: call.__name__)
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(2)
 def test_the_numbers_are_those_of_plain_tensors(name, call, backend, device):
     """This includes a call that would be replayed."""
     if backend == "cpu" and (device != "cpu" or call is dropped):

@@ -127,7 +127,7 @@ SECOND = {
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("transform", "name", "compiler"), product(COMPILED, SOME, ("eager", "aot_eager"))[::11])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_transforms_inside_of_compiled_functions(transform, name, compiler, backend, device, fresh):
     options, inputs = OPTIONS[name](SQ, SK, device), _draw(device, torch.float32)
     total = _total(backend, options, torch.float32)

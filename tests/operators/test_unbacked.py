@@ -108,7 +108,7 @@ def results(function, given):
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_sizes_that_depend_on_data_are_not_guarded_on(name):
     function, given = CASES[name]
     marked = []
@@ -121,6 +121,7 @@ def test_sizes_that_depend_on_data_are_not_guarded_on(name):
 
 
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+@pytest.mark.one_in(2)
 def test_kept_batches_and_lengths_in_training(compiler):
     def step(query, key, value, seen, batches, rows, attend=drop_in.scaled_dot_product_attention):
         query, key, value = (x[batches][:, :, rows] for x in (query, key, value))

@@ -2,7 +2,10 @@
 
 import re
 import runpy
+import subprocess
+import sys
 import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -37,6 +40,45 @@ def test_the_source_archive_has_all_that_the_repository_has(dist, made):
     assert {name for name in names if not name.startswith("fusedattn.egg-info/")} == MADE | set(dist["sources"]())
     assert {(entry.mtime, entry.uid, entry.gid, entry.uname) for entry in entries} == {(EPOCH, 0, 0, "")}
     assert {entry.mode for entry in entries} == {0o644, 0o755}, "whatever the umask of who built it"
+
+
+def test_the_wheel_is_small_and_holds_the_packages_alone_and_asks_for_torch_and_triton(dist, made):
+    (_, wheel), _ = made
+    assert wheel.name.endswith("-py3-none-any.whl") and wheel.stat().st_size < 1_000_000
+    names = set(zipfile.ZipFile(wheel).namelist())
+    info = wheel.name.replace("-py3-none-any.whl", ".dist-info")
+    assert {name.split("/")[0] for name in names} == {"fusedattn", info}
+    packages = "fusedattn/", "kernels/", "bench/"
+    sources = [name for name in dist["sources"]() if name.endswith(".py") and name.startswith(packages)]
+    modules = {name if name.startswith("fusedattn/") else f"fusedattn/{name}" for name in sources}
+    assert {name for name in names if name.endswith(".py")} == modules
+    assert "fusedattn/py.typed" in names, "without it a type checker takes the package for untyped"
+    assert f"{info}/licenses/LICENSE" in names and f"{info}/entry_points.txt" in names
+    lines = zipfile.ZipFile(wheel).read(f"{info}/METADATA").decode().splitlines()
+    needed = {line for line in lines if line.startswith("Requires-Dist") and "extra" not in line}
+    assert needed == {"Requires-Dist: torch>=2.10", 'Requires-Dist: triton>=3.6; sys_platform == "linux"'}
+
+
+# Runs a module, without what an editable installation would find.
+ALONE = """
+import runpy, sys
+sys.meta_path = [finder for finder in sys.meta_path if "editable" not in str(finder)]
+del sys.argv[0]
+import fusedattn, fusedattn.kernels
+print(*fusedattn.__path__, *fusedattn.kernels.__path__, sep="\\n", file=sys.stderr)
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
+
+
+def test_the_wheel_works_where_there_is_no_repository(made, tmp_path):
+    (_, wheel), _ = made
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE, "fusedattn", "bench", "--help"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and "QUESTION" in done.stdout, done.stderr
+    where = [str(tmp_path / "fusedattn"), str(tmp_path / "fusedattn" / "kernels")]
+    assert done.stderr.splitlines()[-2:] == where
 
 
 def test_a_module_that_git_does_not_know_is_not_forgotten(dist, monkeypatch, tmp_path):
