@@ -22,6 +22,7 @@ only_interpreted = pytest.mark.skipif(not _INTERPRETED, reason="only where the r
 
 BACKENDS = ("naive", "triton")
 HQ, HKV, SQ, SK, D, DV = 2, 1, 9, 11, 16, 8
+WHOLE = dict(cu_seqlens_q=None, cu_seqlens_k=None, rows=0, keys=0, max_seqlen_q=None, max_seqlen_k=None)
 
 
 def draw(device, batch=2, sq=SQ, sk=SK, dtype=torch.float32, requires_grad=False):

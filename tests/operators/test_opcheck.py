@@ -3,13 +3,12 @@
 import pytest
 import torch
 
-from ..inside import fields, leaves_of
+from ..inside import WHOLE, fields, leaves_of
 from ..sample import one_in, product
 from ..sequences import offsets
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 OPERATORS = torch.ops.fusedattn
-WHOLE = dict(cu_seqlens_q=None, cu_seqlens_k=None, rows=0, keys=0, max_seqlen_q=None, max_seqlen_k=None)
 
 B, HQ, HKV, SQ, SK, D, DV = 2, 4, 2, 3, 5, 8, 4
 ROWS, KEYS = (3, 0, 2), (4, 2, 1)

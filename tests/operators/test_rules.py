@@ -9,7 +9,7 @@ from torch.autograd import forward_ad
 
 import fusedattn as fa
 
-from ..inside import fields, leaves, leaves_of, same
+from ..inside import WHOLE, fields, leaves, leaves_of, same
 from ..mistakes import assert_named, bools, ints, of_shapes, of_types, of_values, ones, wrong
 from ..sequences import offsets
 
@@ -17,7 +17,6 @@ OPERATORS = torch.ops.fusedattn
 B, HQ, HKV, SQ, SK, D, DV, TQ, TK = 2, 4, 2, 3, 5, 8, 6, 7, 9
 
 
-WHOLE = dict(cu_seqlens_q=None, cu_seqlens_k=None, rows=0, keys=0, max_seqlen_q=None, max_seqlen_k=None)
 LONGEST = dict(max_seqlen_q=4, max_seqlen_k=4)
 OFFSETS = dict(cu_seqlens_q=offsets((3, 0, 4)), cu_seqlens_k=offsets((2, 3, 4)))
 HEADS = dict(alibi_slopes=ones(1, HQ), sinks=ones(1, HQ))
