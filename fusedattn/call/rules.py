@@ -124,7 +124,7 @@ def check_dtype(name: str, x: Any, dtype: torch.dtype, device: torch.device) -> 
 
 def check_rank(name: str, x: Tensor, layout: str) -> None:
     """Raise unless a tensor has as many dimensions as a layout such as "(B, S)"."""
-    rank = layout.count(",") + 1
+    rank = layout.count(", ") + 1
     if x.dim() != rank:
         fail(ValueError, name, f"rank {rank}, {layout}", tuple(x.shape))
 

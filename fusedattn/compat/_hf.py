@@ -2,19 +2,18 @@
 
 transformers does not declare it: BART, T5 and Whisper call its attention interface without the flag
 `_supports_attention_backend`, and Gemma 3n has the flag beside attention of its own. So the code of each attention is
-read for a few names. A model that asks for a name of ours is built as an "eager" one. Then a config beneath which some
-attention calls the interface gets the name; any other stays "eager", with a warning. A config gets eager's masks unless
-all attention beneath it calls the interface.
+searched for a few names. A model that asks for a name of ours is built as an "eager" one. Then each config gets the
+name if an attention beneath it calls the interface; otherwise it stays "eager", with a warning. It gets eager's masks
+unless all attention beneath it calls the interface.
 """
 
 import functools
 import inspect
 import re
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
@@ -25,21 +24,26 @@ from ._hf_names import MASKS, NAMES, REFUSED, masks_of
 if not hasattr(PreTrainedModel, "_check_and_adjust_attn_implementation"):
     raise ImportError("transformers before 4.54 chooses attention in another way")
 
-# Names in code that computes attention. A softmax for something else costs eager's masks and a warning.
+# Names in code that computes attention. A softmax of something else only costs eager's masks and a warning.
 _ATTENDS = re.compile(
     r"(?i:softmax)(?!_(in|scale|dtype))|logsumexp|scaled_dot_product|sdpa_attention|flash_attention_forward"
     r"|flash_attn_(varlen_)?func|multi_?head_attention_forward|^MultiheadAttention$|flex_attention$"
 )
 _FLAGS = "_supports_sdpa", "_supports_flex_attn", "_supports_flash_attn"
-_SPARSE = frozenset(REFUSED) - {"head_mask"}  # keywords that are hardly ever None where a model passes them
-_LIBRARIES = (
-    "torch.",
-    "transformers.utils.",
-    "transformers.integrations.",
-    "accelerate.",
-)  # whose wrappers are trusted
+_SPARSE = frozenset(REFUSED) - {"head_mask"}  # a model that passes one of these keywords hardly ever passes None
+_TRUSTED_WRAPPERS = "torch.", "transformers.utils.", "transformers.integrations.", "accelerate."
 _models: WeakSet[PreTrainedModel] = WeakSet()  # all that are alive
 _warned: set[type] = set()
+
+
+class _Attention(NamedTuple):
+    root: Any  # the outermost model
+    configs: tuple[Any, ...]  # of the modules around it; the nearest is last
+    stray: str  # the name of its class if it does not call the attention interface
+    sparse: bool
+    causal: bool
+    used: bool  # it calls the interface, and its nearest config asks for a name of ours
+    safe: bool  # used, and the model takes bool masks
 
 
 def install(name: str, forward: Callable[..., Any]) -> None:
@@ -47,10 +51,10 @@ def install(name: str, forward: Callable[..., Any]) -> None:
     if not NAMES:
         _follow(PreTrainedModel, "_check_and_adjust_attn_implementation", _postpone)
         for method in ("init_weights", "from_pretrained", "_from_config"):  # some models never call init_weights
-            _follow(PreTrainedModel, method, _built)
-        _follow(PreTrainedModel, "set_attn_implementation", _set)
+            _follow(PreTrainedModel, method, _settle_built)
+        _follow(PreTrainedModel, "set_attn_implementation", _settle_again)
         for method in ("to_dict", "to_diff_dict"):
-            _follow(PretrainedConfig, method, _saved)
+            _follow(PretrainedConfig, method, _remove_masks)
     NAMES.add(name)
     AttentionInterface.register(name, forward)
     AttentionMaskInterface.register(name, attention_mask)
@@ -59,7 +63,7 @@ def install(name: str, forward: Callable[..., Any]) -> None:
 def _follow(cls: type, name: str, after: Callable[..., Any]) -> None:
     """Let a method of a class return after(self, its result, *its arguments)."""
     static = inspect.getattr_static(cls, name)
-    original = static.__func__ if isinstance(static, classmethod) else static
+    original = getattr(static, "__func__", static)
 
     @functools.wraps(original)
     def method(self: Any, *arguments: Any, **options: Any) -> Any:
@@ -73,13 +77,13 @@ def attention_mask(*sizes: Any, config: Any = None, **options: Any) -> Any:
     if (masks := masks_of(config)) is None:
         return eager_mask(*sizes, config=config, **options)
     causal, unhidden = masks
-    # Layers that share keys may compute the last rows alone, which the absence of a mask would not tell.
+    # Layers that share keys may compute the last rows alone. Without a mask we could not tell.
     options |= {} if causal and not getattr(config, "num_kv_shared_layers", 0) else dict(allow_is_causal_skip=False)
     options |= {} if unhidden else dict(allow_is_bidirectional_skip=False)
     return sdpa_mask(*sizes, config=config, **options)
 
 
-def _postpone(model: Any, name: Any, asked: Any = None, is_init_check: bool = False, *_: Any, **__: Any) -> Any:
+def _postpone(model: Any, name: Any, _: Any = None, is_init_check: bool = False, **__: Any) -> Any:
     """Build a model that asks for a name of ours as an "eager" one; its config keeps the name until it is built."""
     if not is_init_check or name not in NAMES:
         return name
@@ -88,20 +92,20 @@ def _postpone(model: Any, name: Any, asked: Any = None, is_init_check: bool = Fa
     return "eager"
 
 
-def _built(model: Any, result: Any, *_: Any, **__: Any) -> Any:
+def _settle_built(model: Any, result: Any, *_: Any, **__: Any) -> Any:
     built = result[0] if isinstance(result, tuple) else result
-    settle(built if isinstance(model, type) else model)
+    _settle(built if isinstance(model, type) else model)
     return result
 
 
-def _set(model: Any, result: Any, asked: Any, *_: Any, **__: Any) -> Any:
+def _settle_again(model: Any, result: Any, attn_implementation: Any, *_: Any, **__: Any) -> Any:
     for config in _configs(model).values():
         vars(config).pop(MASKS, None)
-    settle(model, asked in NAMES if isinstance(asked, str) else False)
+    _settle(model, isinstance(attn_implementation, str) and attn_implementation in NAMES)
     return result
 
 
-def _saved(config: Any, saved: Any, *_: Any, **__: Any) -> Any:
+def _remove_masks(_: Any, saved: Any, *__: Any, **___: Any) -> Any:
     saved.pop(MASKS, None)
     return saved
 
@@ -113,13 +117,11 @@ def _names(code: CodeType) -> set[str]:
 
 def _function(method: Any, module: Any = None) -> Any:
     """Return the function that a method runs, past the wrappers of libraries; None if it is another object's."""
-    while method is not None:
-        if getattr(method, "__self__", module) is not module:
-            return None
+    while getattr(method, "__self__", module) is module:
         within = getattr(method, "__func__", None) or getattr(method, "__wrapped__", None)
         wrapper = getattr(method, "func", method)  # accelerate's are partials
         name = getattr(wrapper, "__globals__", {}).get("__name__", "")
-        if within is None or not (name.startswith(_LIBRARIES) or hasattr(method, "__func__")):
+        if within is None or not (name.startswith(_TRUSTED_WRAPPERS) or hasattr(method, "__func__")):
             return method if isinstance(method, FunctionType) else None
         method = within
 
@@ -128,12 +130,12 @@ def _function(method: Any, module: Any = None) -> Any:
 def _read(kind: Any, runs: Any, forwards: tuple[FunctionType, ...], beneath: bool) -> tuple[bool, bool, bool]:
     """Return whether a module calls the attention interface, computes attention itself, or is sparse.
 
-    It reads the function that runs as forward and the methods of its class. forwards: those of its base classes, too.
+    It reads `runs`, the function that runs as forward, and methods of the class `kind`, which inherits `forwards`.
     beneath: there is attention within the module.
     """
     functions, stranger = [runs] if runs else [], True
     if runs in forwards:
-        rest = iter(forwards[forwards.index(runs) :])
+        rest = forwards[forwards.index(runs) :]
         last = next((x for x in rest if "super" not in x.__code__.co_names), forwards[-1])
         stranger = not last.__globals__["__name__"].startswith("transformers.")
         for cls in kind.__mro__:
@@ -143,29 +145,33 @@ def _read(kind: Any, runs: Any, forwards: tuple[FunctionType, ...], beneath: boo
     used = set[str]().union(*(_names(x.__code__) for x in functions))
     asks = any(isinstance(x.__globals__.get(name), AttentionInterface) for x in functions for name in used)
     constants = [each for x in functions for each in x.__code__.co_consts if isinstance(each, tuple)]
-    # A keyword of any call counts. One too many costs eager's speed, and a warning.
+    # A keyword of any call counts. A wrong match only costs speed, and a warning.
     sparse = asks and any(_SPARSE.intersection(each) for each in constants)
     calls = asks and "_attn_implementation" in used and not sparse
     named = any("Attention" in cls.__name__ and not cls.__module__.startswith("torch.") for cls in kind.__mro__)
     masked = any("mask" in name for x in functions for name in x.__code__.co_varnames[: x.__code__.co_argcount])
-    own = (named or masked) and any(map(_ATTENDS.search, used))
-    return calls, own or named and stranger and not calls and not beneath, sparse
+    computes = (named or masked) and any(map(_ATTENDS.search, used))
+    return calls, computes or named and stranger and not calls and not beneath, sparse
 
 
-def _attentions(module: Any, models: Any = (), configs: Any = ()) -> Iterator[tuple[Any, bool, bool, bool, Any, Any]]:
-    """Yield (module, calls, own, sparse, models, configs around it) for each attention; the nearest config is last."""
+def _attentions(module: Any, models: Any = (), configs: Any = ()) -> Iterator[_Attention]:
     models = (*models, module) if isinstance(module, PreTrainedModel) else models
     config = getattr(module, "config", None)
-    configs = (*configs, config) if models and isinstance(config, PretrainedConfig) else configs
-    beneath = [found for child in module.children() for found in _attentions(child, models, configs)]
+    configs = (*configs, config) if isinstance(config, PretrainedConfig) else configs
+    beneath = [x for child in module.children() for x in _attentions(child, models, configs)]
     yield from beneath
-    if isinstance(module, PreTrainedModel):  # names softmax for a loss
+    if isinstance(module, PreTrainedModel):  # a model may name softmax for its loss
         return
-    forwards = tuple(x for cls in type(module).__mro__ if (x := _function(vars(cls).get("forward"))))
     kind: Any = type(module)
-    calls, own, sparse = _read(kind, _function(module.forward, module), forwards, bool(beneath))
-    if calls or own or sparse:
-        yield module, calls, own or sparse, sparse, models, configs
+    forwards = tuple(x for cls in kind.__mro__ if (x := _function(vars(cls).get("forward"))))
+    calls, computes, sparse = _read(kind, _function(module.forward, module), forwards, bool(beneath))
+    if calls or computes or sparse:
+        # A model's flags say that its code takes bool masks. A module's is_causal says what no mask means.
+        flagged = (x for x in models if type(x.config) is type(models[-1].config))
+        able = hasattr(module, "is_causal") and all(any(getattr(x, flag, 0) for flag in _FLAGS) for x in flagged)
+        causal, used = bool(getattr(module, "is_causal", True)), calls and _wanted(configs[-1]) is not None
+        stray = "" if calls else kind.__name__
+        yield _Attention(models[0], configs, stray, sparse, causal, used, used and able and not computes)
 
 
 def _configs(model: Any) -> dict[int, Any]:
@@ -175,15 +181,15 @@ def _configs(model: Any) -> dict[int, Any]:
 
 def _wanted(config: Any) -> str | None:
     """Return the name of ours that a config has, or asked for when its model was built."""
-    asked = getattr(config, MASKS, None)
-    name = asked if isinstance(asked, str) else config._attn_implementation
+    pending = getattr(config, MASKS, None)
+    name = pending if isinstance(pending, str) else config._attn_implementation
     return name if name in NAMES else None
 
 
-def settle(model: Any, everywhere: bool = False) -> None:
-    """Give each config of a model that asks for a name of ours the name or "eager", and warn where it is not used.
+def _settle(model: Any, everywhere: bool = False) -> None:
+    """Give each config that asks for a name of ours the name or "eager", and warn where it is not used.
 
-    everywhere: warn of every part, for transformers itself refused some.
+    everywhere: warn of every part that does not use it, also of parts that transformers left out.
     """
     _models.add(model)
     configs = _configs(model)
@@ -192,31 +198,21 @@ def settle(model: Any, everywhere: bool = False) -> None:
         return
     within = set(model.modules())
     sharing = [other for other in list(_models) if other not in within and configs.keys() & _configs(other).keys()]
-    used, unsafe, sparse_ones, strays = set[int](), set[int](), set[int](), defaultdict[int, set[str]](set)
-    causal = defaultdict[tuple[int, Any], set[bool]](set)
-    for root in (model, *sharing):
-        for module, calls, own, sparse, models, around in _attentions(root):
-            sparse_ones |= {id(around[-1])} if sparse else set()
-            taken = calls and _wanted(around[-1]) is not None
-            # Flags of a model say that its code takes other masks than eager's, and is_causal what None means.
-            flagged = (x for x in models if type(x.config) is type(models[-1].config))
-            able = hasattr(module, "is_causal") and all(any(getattr(x, flag, 0) for flag in _FLAGS) for x in flagged)
-            for key in map(id, around):
-                used |= {key} if taken else set()
-                unsafe |= {key} if own or calls and not (taken and able) else set()
-                causal[key, root].add(bool(getattr(module, "is_causal", True)))
-            if not calls:
-                strays[id(around[-1])].add(type(module).__name__)
-    used -= sparse_ones  # one name is for all attention of a config, and ours refuses what makes it sparse
-    for key, config in configs.items():
+    attentions = [x for root in (model, *sharing) for x in _attentions(root)]
+    for config in configs.values():
+        beneath = [x for x in attentions if any(each is config for each in x.configs)]
+        nearest = [x for x in beneath if x.configs[-1] is config]
+        # All attention of a config has one name, and ours refuses sparse attention.
+        used = any(x.used for x in beneath) and not any(x.sparse for x in nearest)
         if name := _wanted(config):
-            config._attn_implementation_internal = name if key in used else "eager"
+            config._attn_implementation_internal = name if used else "eager"
             vars(config).pop(MASKS, None)
-            if key in used - unsafe:
-                seen = [each for (of, _), each in causal.items() if of == key]
-                setattr(config, MASKS, (all(True in each for each in seen), all(False in each for each in seen)))
-        if (name or everywhere) and (key in strays or key not in used):
-            _warn(model, config, strays[key] if key in used else set())
+            if used and all(x.safe for x in beneath):
+                kinds = [{x.causal for x in beneath if x.root is root} for root in {x.root for x in beneath}]
+                setattr(config, MASKS, (all(True in each for each in kinds), all(False in each for each in kinds)))
+        strays = {x.stray for x in nearest if x.stray}
+        if (name or everywhere) and (strays or not used):
+            _warn(model, config, strays if used else set())
 
 
 def _warn(model: Any, config: Any, strays: set[str]) -> None:
@@ -224,10 +220,6 @@ def _warn(model: Any, config: Any, strays: set[str]) -> None:
     cls = type(next(alike, model))
     if cls not in _warned:
         _warned.add(cls)
-        where = (
-            ", ".join(sorted(strays)) + f" of {cls.__name__}, which do"
-            if strays
-            else f"{cls.__name__}, whose code does"
-        )
-        why = f"fusedattn is not used in {where} not call transformers' AttentionInterface: it computes what it does"
-        warnings.warn(f'{why} with attn_implementation="eager"', stacklevel=2)
+        where = f"{', '.join(sorted(strays))} of {cls.__name__}, which" if strays else f"{cls.__name__}, whose code"
+        why = f"fusedattn is not used in {where} does not call transformers' AttentionInterface"
+        warnings.warn(f'{why}: it computes as with attn_implementation="eager"', stacklevel=2)

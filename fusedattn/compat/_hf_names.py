@@ -2,10 +2,8 @@
 
 from typing import Any
 
-NAMES: set[str] = set()  # that were registered
-MASKS = (
-    "_fusedattn_masks"  # an attribute of configs: (None may be causal, None may hide nothing), if bool masks are safe
-)
+NAMES: set[str] = set()  # the registered names
+MASKS = "_fusedattn_masks"  # attribute of a config, see masks_of; a name of ours while its model is being built
 # Keywords of some models. Leaving one out would change the answer.
 REFUSED = {
     "indices": "sparse attention by indices",
@@ -16,6 +14,6 @@ REFUSED = {
 
 
 def masks_of(config: Any) -> tuple[bool, bool] | None:
-    """Return what `None` may mean for a config whose attention takes bool masks; None if it gets eager's masks."""
+    """Return (None may be causal, None may hide nothing) for a config that gets bool masks; None for eager's masks."""
     masks = getattr(config, MASKS, None)
     return masks if isinstance(masks, tuple) else None

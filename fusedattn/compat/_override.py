@@ -1,4 +1,4 @@
-"""Replaces operators of torch for a while, in all threads."""
+"""Replaces operators of torch temporarily, in all threads."""
 
 import functools
 import warnings
@@ -9,15 +9,17 @@ import torch
 
 
 class Override:
-    """Operators of aten, replaced for a dispatch key for as long as this lives, or until remove().
+    """Replaces operators of aten for a dispatch key, until remove() or until this object is deleted.
 
-    operators is {name: function}: where one returns None, torch's kernel is called, that of kernel_key if it has one.
+    Args:
+        operators: {name: function}; if a function returns None, torch's kernel is called.
+        kernel_key: the dispatch key of torch's kernel, if not `key`.
     """
 
     def __init__(self, operators: Mapping[str, Callable[..., Any]], key: str, kernel_key: str | None = None):
         self.library: torch.library.Library | None = torch.library.Library("aten", "IMPL")
         for name, run in operators.items():
-            run = functools.partial(_run, run, torch.library.get_kernel(f"aten::{name}", kernel_key or key))
+            run = functools.partial(_call, run, torch.library.get_kernel(f"aten::{name}", kernel_key or key))
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel", UserWarning)
                 self.library.impl(name, run, key, with_keyset=True)
@@ -26,6 +28,6 @@ class Override:
         self.library = None
 
 
-def _run(run: Callable[..., Any], original: Any, keyset: Any, *args: Any, **kwargs: Any) -> Any:
+def _call(run: Callable[..., Any], original: Any, keyset: Any, *args: Any, **kwargs: Any) -> Any:
     results = run(*args, **kwargs)
     return original.call_boxed(keyset, *args, **kwargs) if results is None else results

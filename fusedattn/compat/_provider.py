@@ -1,7 +1,7 @@
-"""torch's own scaled_dot_product_attention on our kernels: an implementation for torch.nn.attention's registry.
+"""Our kernels behind torch's own scaled_dot_product_attention, for the registry of torch.nn.attention.
 
-It replaces the two operators of flash attention behind F.scaled_dot_product_attention, for CUDA; those for nested and
-packed tensors stay torch's.
+It replaces the two CUDA operators of flash attention that F.scaled_dot_product_attention calls. The operators for
+nested and packed tensors stay torch's.
 """
 
 import math
@@ -28,8 +28,8 @@ def register() -> None:
         >>> "fusedattn" in torch.nn.attention.list_flash_attention_impls()
         True
 
-    `torch.nn.attention.activate_flash_attention_impl("fusedattn")`, or `sdpa_provider` in a `with`, does that. A copy
-    of the package under another name adds that name.
+    `torch.nn.attention.activate_flash_attention_impl("fusedattn")` or `sdpa_provider` activates it. A copy of the
+    package under another name adds that name.
     """
     torch.nn.attention.register_flash_attention_impl(NAME, register_fn=_activate)
 
@@ -43,10 +43,11 @@ def sdpa_provider() -> Iterator[None]:
         >>> with fusedattn.compat.torch.sdpa_provider():  # doctest: +SKIP
         ...     out = torch.nn.functional.scaled_dot_product_attention(query, key, value)
 
-    That is: CUDA, float16 and bfloat16, one head dimension up to 256, no mask. What the kernels do not take runs
-    torch's. On Hopper and later GPUs torch prefers cuDNN to flash attention: choose the latter by
-    `sdpa_kernel(SDPBackend.FLASH_ATTENTION)` of torch.nn.attention, or set TORCH_CUDNN_SDPA_DEPRIORITIZED=1.
-    It calls `register`, and on exit activates again what was active before. Run the backward inside, too.
+    torch runs flash attention on CUDA for float16 and bfloat16, one head dimension up to 256 and no mask. Calls that
+    our kernels do not take run torch's. On Hopper and later GPUs torch prefers cuDNN to flash attention: choose flash
+    attention by `sdpa_kernel(SDPBackend.FLASH_ATTENTION)` of torch.nn.attention, or set
+    TORCH_CUDNN_SDPA_DEPRIORITIZED=1. Run the backward inside the `with`, too. On exit the previous implementation is
+    active again.
 
     Raises:
         RuntimeError: without CUDA, on a machine that cannot run the kernels, and with torch 2.10.
@@ -68,7 +69,7 @@ def sdpa_provider() -> Iterator[None]:
 
 def _check_machine() -> None:
     if not torch.cuda.is_available():
-        raise RuntimeError("sdpa_provider: expected a machine with CUDA, got one without")
+        raise RuntimeError("sdpa_provider: expected a machine with CUDA, got none: use fusedattn.compat.torch.sdpa()")
     if reasons := backends.machine_reasons(torch.device("cuda", torch.cuda.current_device())):
         raise RuntimeError(f"sdpa_provider: expected a machine that runs the kernels: {'; '.join(reasons)}")
 
@@ -84,9 +85,9 @@ def _call(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: flo
     return None if backends.BACKENDS["triton"].reasons(call, False) else call
 
 
-def forward(query: Any, key: Any, value: Any, *more: Any, scale: float | None = None) -> tuple[Any, ...] | None:
-    """aten::_scaled_dot_product_flash_attention: (out, lse, None, None, L, S, seed, unused, debug mask), or None."""
-    # Defaults are not passed. The seed is uint64 (2,), of which the first is ours.
+def flash_forward(query: Any, key: Any, value: Any, *more: Any, scale: float | None = None) -> tuple[Any, ...] | None:
+    """Return (out, lse, None, None, L, S, seed, unused, debug mask); None if the kernels cannot take the call."""
+    # torch does not pass defaults. Its seed is uint64 (2,); we use the first.
     defaults: tuple[Any, ...] = (0.0, False, False)
     dropout_p, is_causal, return_debug_mask = more + defaults[len(more) :]
     if _call(query, key, value, is_causal, scale) is None:
@@ -104,8 +105,8 @@ def forward(query: Any, key: Any, value: Any, *more: Any, scale: float | None = 
     return out, lse, None, None, *lengths, state.view(torch.uint64), unused, query.new_empty(0)
 
 
-def backward(*arguments: Any, scale: float | None = None) -> tuple[Any, ...] | None:
-    """aten::_scaled_dot_product_flash_attention_backward: gradients of query, key and value, or None."""
+def flash_backward(*arguments: Any, scale: float | None = None) -> tuple[Any, ...] | None:
+    """Return gradients of query, key and value; None if the kernels cannot take the call."""
     # Between logsumexp and dropout_p: cum_seq_q, cum_seq_k, max_q and max_k; at the end philox_offset.
     grad_out, query, key, value, out, logsumexp, _, _, _, _, dropout_p, is_causal, philox_seed, _ = arguments
     call = _call(query, key, value, is_causal, scale)
@@ -113,14 +114,14 @@ def backward(*arguments: Any, scale: float | None = None) -> tuple[Any, ...] | N
         return None
     if dropout_p:
         call = call._replace(seed=philox_seed.view(torch.int64)[:1], dropout_p=dropout_p)
-    # The kernels keep two numbers of a row, whose sum is the log-sum-exp in base 2: 0 and all of it will do.
+    # The kernels' stats are two numbers a row that sum to the log-sum-exp in base 2. 0 and the whole of it will do.
     log2_sum = torch.where(logsumexp == float("-inf"), float("inf"), logsumexp * math.log2(math.e))
     stats = torch.stack([torch.zeros_like(log2_sum), log2_sum], -1)
     need = [True, True, True, False, False, False]
-    given = grad_out, None, None, out, out.new_empty(0), stats, *call, "triton", need
-    grads: tuple[Any, ...] = OPERATORS.backward(*given)
+    results = grad_out, None, None, out, out.new_empty(0), stats
+    grads: tuple[Any, ...] = OPERATORS.backward(*results, *call, "triton", need)
     return grads[:3]
 
 
 _NAME = "_scaled_dot_product_flash_attention"
-REPLACED: dict[str, Callable[..., Any]] = {_NAME: forward, f"{_NAME}_backward": backward}
+REPLACED: dict[str, Callable[..., Any]] = {_NAME: flash_forward, f"{_NAME}_backward": flash_backward}

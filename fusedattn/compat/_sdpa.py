@@ -1,4 +1,4 @@
-"""torch's scaled_dot_product_attention, by the functions of this package."""
+"""scaled_dot_product_attention with the signature and the answers of torch."""
 
 import math
 import sys
@@ -14,7 +14,7 @@ from ..call.layout import broadcasts, divides, irregular, is_size
 from ..call.options import CAST, autocast_dtype, autocasting
 from ..call.overrides import overridable
 from ..call.private import holds
-from ..call.rules import check_flags, check_strided, check_tensors, fail
+from ..call.rules import check_flags, check_place, check_tensors, fail
 
 
 @overridable
@@ -29,23 +29,23 @@ def scaled_dot_product_attention(
         >>> fusedattn.compat.torch.scaled_dot_product_attention(query, key, value, is_causal=True).shape
         torch.Size([2, 8, 128, 64])
 
-    A row that sees nothing is 0 and has gradients 0. attn_mask beside is_causal raises, and so do key and value of
-    different lengths, where torch's answer depends on its kernel.
+    A row that sees nothing is 0 and has gradients 0. attn_mask together with is_causal raises, and so do key and value
+    of different lengths, for which torch's answer depends on its kernel.
 
     Args:
         query, key, value: (..., Hq, L, D), (..., H, S, D), (..., H, S, Dv), any number of leading dimensions, or none,
-            that broadcast as in `torch.matmul`. Under autocast they are cast as torch casts them. Or all three nested
-            tensors of torch.jagged, (B, H, ragged, D), without attn_mask; the output is nested, too.
-        attn_mask: of rank 2 up, broadcasts to (..., Hq, L, S): bool, True = may attend; or float, added to the scores,
-            in query's dtype or float32. Or one of `torch.nn.attention.bias`.
-        dropout_p: the share of weights dropped, always: there is no training mode here.
-        is_causal: row i sees keys up to i, whatever the lengths.
+            that broadcast as in `torch.matmul`. Under autocast they are cast as in torch. Or three nested tensors of
+            torch.jagged, (B, H, ragged, D), without attn_mask; the output is then nested.
+        attn_mask: of rank 2 or more, broadcastable to (..., Hq, L, S): bool, True = may attend; or float, added to the
+            scores, in query's dtype or float32. Or a causal bias of `torch.nn.attention.bias`.
+        dropout_p: the share of weights dropped; there is no training mode.
+        is_causal: row i sees keys 0 to i, whatever the lengths.
         scale: 1 / sqrt(D) by default.
         enable_gqa: heads of key and value, dimension -3, may be fewer: head h reads head h // group.
 
     Returns:
-        (..., Hq, L, Dv) in query's dtype: in the order of a query of rank 4 where torch's fused kernels keep it,
-        otherwise contiguous.
+        (..., Hq, L, Dv) in query's dtype. The strides have the order of query's where torch's fused kernels keep it;
+        otherwise the output is contiguous.
 
     Raises:
         ValueError, TypeError: for arguments that do not fit.
@@ -55,21 +55,21 @@ def scaled_dot_product_attention(
     for name, tensor in inputs.items():
         jagged = query.is_nested and tensor.layout == torch.jagged
         if not jagged and (got := irregular(tensor)) is not None:
-            fail(TypeError, name, "a strided tensor, or all three nested ones of torch.jagged", got)
+            fail(TypeError, name, "a strided tensor, or three nested tensors of torch.jagged", got)
         if tensor.dim() < 2:
             fail(ValueError, name, "rank 2 or more", tuple(tensor.shape))
     check_flags(is_causal=is_causal, enable_gqa=enable_gqa)
     causal, align = is_causal, "top_left"
     if query.is_nested:
         if attn_mask is not None:
-            fail(TypeError, "attn_mask", "None beside nested tensors", type(attn_mask).__name__)
+            fail(TypeError, "attn_mask", "None with nested tensors", type(attn_mask).__name__)
         heads = query.shape[1]
         for name, tensor in inputs.items():
             if tensor.dim() == query.dim() and tensor.shape[1] != heads and not enable_gqa:
                 fail(ValueError, name, f"the {heads} heads of query, or enable_gqa", f"{tensor.shape[1]} heads")
         return attention(query, key, value, causal=causal, align=align, scale=scale, dropout_p=dropout_p)
     if query.shape[-1] == key.shape[-1] == 0 or value.shape[-1] == 0:
-        # A column of zeros changes no score and no other column.
+        # An added column of zeros changes no score and no other column.
         q, k, v = (pad(x, (0, int(x.shape[-1] == 0))) for x in inputs.values())
         out = scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         return out[..., : value.shape[-1]].contiguous()
@@ -92,7 +92,7 @@ def scaled_dot_product_attention(
     q, k, v = (_rank4(x, batch) for x in inputs.values())
     if not enable_gqa and not holds(q.shape[1] == heads, False):
         q = q.expand(-1, heads, -1, -1)
-    if k.shape[1] != v.shape[1]:  # what differs between the two, the kernels cannot share
+    if k.shape[1] != v.shape[1]:  # the kernels share groups only if both have the same heads
         k, v = (x.repeat_interleave(heads // max(x.shape[1], 1), 1) for x in (k, v))
 
     mask = bias = None
@@ -101,17 +101,17 @@ def scaled_dot_product_attention(
         mask = attn_mask if attn_mask.dim() == 2 else _rank4(attn_mask, batch, shared=True)
         mask, bias = (mask, None) if mask.dtype == torch.bool else (None, mask)
     out = attention(q, k, v, mask=mask, bias=bias, causal=causal, align=align, scale=scale, dropout_p=dropout_p)
-    kept = query.dim() == 4 and query.shape[-1] == value.shape[-1] and all(x.stride(-1) == 1 for x in inputs.values())
-    # Not by is_shape, which has torch check at run time that sizes are alike.
-    leads = (zip(x.shape[:2], query.shape[:2], strict=True) for x in (key, value))
-    if kept and (enable_gqa or all(holds(a == b, False) for pairs in leads for a, b in pairs)):
+    fused = query.dim() == 4 and query.shape[-1] == value.shape[-1] and all(x.stride(-1) == 1 for x in inputs.values())
+    # Not by is_shape, which makes torch check at run time that sizes agree.
+    leading_pairs = (zip(x.shape[:2], query.shape[:2], strict=True) for x in (key, value))
+    if fused and (enable_gqa or all(holds(a == b, False) for pairs in leading_pairs for a, b in pairs)):
         return out
     return out.contiguous().view(*leading, *out.shape[2:])
 
 
 def _causal_bias(mask: Any, rows: int, keys: int) -> str | None:
-    """Return the alignment of a causal bias of torch's, which holds no numbers; None for any other mask."""
-    module = sys.modules.get("torch.nn.attention.bias")  # imported by whoever has one, and slow to import
+    """Return the alignment of a causal bias of torch, a tensor without data; None for any other mask."""
+    module = sys.modules.get("torch.nn.attention.bias")  # whoever has such a bias imported it; importing it is slow
     if module is None or not isinstance(mask, module.CausalBias):
         return None
     if (mask.seq_len_q, mask.seq_len_kv) != (rows, keys):
@@ -121,20 +121,20 @@ def _causal_bias(mask: Any, rows: int, keys: int) -> str | None:
 
 def _common(shapes: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
     """Return the shape that leading dimensions broadcast to."""
-    whole = [1] * max(map(len, shapes.values()))
+    common = [1] * max(map(len, shapes.values()))
     for name, shape in shapes.items():
         for axis in range(-len(shape), 0):
-            if holds(whole[axis] == 1, False):
-                whole[axis] = shape[axis]
-            elif not is_size(shape[axis], 1, whole[axis]):
-                expected = f"leading dimensions that broadcast with {tuple(whole)}"
-                shares = axis == -1 and name != "query" and divides(whole[axis], shape[axis])
-                fail(ValueError, name, expected + ", or enable_gqa=True" * shares, tuple(shape))
-    return tuple(whole)
+            if holds(common[axis] == 1, False):
+                common[axis] = shape[axis]
+            elif not is_size(shape[axis], 1, common[axis]):
+                expected = f"leading dimensions that broadcast with {tuple(common)}"
+                gqa_fits = axis == -1 and name != "query" and divides(common[axis], shape[axis])
+                fail(ValueError, name, expected + ", or enable_gqa=True" * gqa_fits, tuple(shape))
+    return tuple(common)
 
 
 def _rank4(tensor: Tensor, batch: tuple[int, ...], shared: bool = False) -> Tensor:
-    """Return a view or copy (product of batch, or 1 if shared, heads, rows, columns) of a broadcast tensor."""
+    """Return a broadcast tensor as (product of batch, or 1 if shared, heads, rows, columns), copied if need be."""
     if tensor.dim() == 4 and len(batch) == 1 and (shared or holds(tensor.shape[0] == batch[0], False)):
         return tensor
     rank = max(len(batch), 1) + 3
@@ -145,9 +145,7 @@ def _rank4(tensor: Tensor, batch: tuple[int, ...], shared: bool = False) -> Tens
 
 
 def _check_mask(mask: Tensor, query: Tensor, scores: tuple[int, ...]) -> None:
-    check_strided(attn_mask=mask)
-    if mask.device != query.device:
-        fail(ValueError, "attn_mask", f"the device of query, {query.device}", mask.device)
+    check_place("attn_mask", mask, query.device)
     dtype = autocast_dtype(query)
     cast = CAST if dtype in CAST and autocasting(query) else ()
     if mask.dtype not in (torch.bool, torch.float32, dtype, *cast):

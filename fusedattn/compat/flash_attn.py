@@ -1,4 +1,4 @@
-"""flash-attn 2.8's functions, by the functions of this package: the same names, arguments, defaults and layouts.
+"""The functions of flash-attn 2.8: the same names, arguments, defaults and layouts.
 
 Examples:
     >>> from fusedattn.compat.flash_attn import flash_attn_func
@@ -6,27 +6,26 @@ Examples:
     >>> flash_attn_func(query, key, value, causal=True).shape
     torch.Size([2, 128, 8, 64])
 
-For code that cannot be changed there is `install()`. All of them:
+For code that you cannot change, call `install()`. All functions:
 
-- take float16, bfloat16, float32 and float64, on a CPU and a GPU, of any strides; head dimensions as in
-  `fusedattn.attention`, that of v may be another. Errors name arguments as flash-attn does. The output is contiguous.
-- align causality and windows lower-right: with lengths Sq and Sk query i sees key j where
-  i + Sk - Sq - left <= j <= i + Sk - Sq + right; -1 is unbounded. causal makes right 0. A row that sees nothing is 0.
-  flash-attn takes a side of Sk or more for unbounded, which differs where Sq > Sk.
-- keep float16 and bfloat16 under autocast; float32, which flash-attn does not take, is cast.
-- take window_size as a tuple or list of two ints, or as a tensor or NumPy array of them.
-- take softcap 0.0 for none, and subtract slope * |i + Sk - Sq - j| of alibi_slopes, floating (H,) or (B, H).
-- always apply dropout_p, to other weights than flash-attn.
-- return the log-sum-exp as float32 (float64 for float64), natural, with a gradient; -inf for a row that sees nothing,
-  where flash-attn has +inf. flash-attn's is more by slope * (i + Sk - Sq) for causal alibi.
-- with deterministic compute gradients of the same bits each time.
+- take float16, bfloat16, float32 and float64, on CPUs and GPUs, with any strides and all head dimensions that
+  `fusedattn.attention` takes; that of v may differ. Errors name flash-attn's arguments. The output is contiguous.
+- align causality and windows lower-right: with lengths Sq and Sk, query i sees key j if
+  i + Sk - Sq - left <= j <= i + Sk - Sq + right. -1 is unbounded; causal makes right 0. A row that sees nothing is 0.
+  flash-attn also takes a side of Sk or more as unbounded, which differs if Sq > Sk.
+- keep float16 and bfloat16 under autocast. float32, which flash-attn does not take, is cast.
+- take window_size as a tuple or list of two ints, or as a tensor or NumPy array.
+- take softcap 0.0 as none, and subtract slope * |i + Sk - Sq - j| for alibi_slopes, floating (H,) or (B, H).
+- always apply dropout_p, but drop other weights than flash-attn.
+- return the log-sum-exp as float32 (float64 for float64), in natural logarithms, with a gradient. It is -inf for a row
+  that sees nothing; flash-attn returns +inf. For causal ALiBi flash-attn's is larger by slope * (i + Sk - Sq).
+- compute bitwise reproducible gradients if deterministic is True.
 """
 
 import importlib.machinery
 import importlib.util
 import sys
 import types
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -42,9 +41,8 @@ from . import _bert_padding, _flash
 
 @overridable
 def flash_attn_func(
-    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0,
-    softmax_scale: float | None = None, causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
+    causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
     alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Tensor | Any:  # fmt: skip
     """Attention of q (B, Sq, H, D) to k (B, Sk, Hkv, D) and v (B, Sk, Hkv, Dv); head h reads kv head h // (H // Hkv).
@@ -66,7 +64,7 @@ def flash_attn_qkvpacked_func(
     causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
     alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Tensor | Any:  # fmt: skip
-    """`flash_attn_func` of the three in one tensor (B, S, 3, H, D).
+    """Compute `flash_attn_func` of q, k and v in one tensor (B, S, 3, H, D).
 
     Examples:
         >>> flash_attn_qkvpacked_func(torch.randn(2, 128, 3, 8, 64), causal=True).shape
@@ -82,7 +80,7 @@ def flash_attn_kvpacked_func(
     causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
     alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Tensor | Any:  # fmt: skip
-    """`flash_attn_func` of q (B, Sq, H, D), and keys and values in one tensor (B, Sk, 2, Hkv, D).
+    """Compute `flash_attn_func` of q (B, Sq, H, D) and keys and values in one tensor (B, Sk, 2, Hkv, D).
 
     Examples:
         >>> flash_attn_kvpacked_func(torch.randn(2, 128, 8, 64), torch.randn(2, 128, 2, 2, 64)).shape
@@ -95,13 +93,12 @@ def flash_attn_kvpacked_func(
 @overridable
 def flash_attn_varlen_func(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
-    max_seqlen_q: int, max_seqlen_k: int, dropout_p: float = 0.0,
-    softmax_scale: float | None = None, causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+    max_seqlen_q: int, max_seqlen_k: int, dropout_p: float = 0.0, softmax_scale: float | None = None,
+    causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
     alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
     block_table: Tensor | None = None,
 ) -> Tensor | Any:  # fmt: skip
-    """Attention within each of B sequences, packed one behind the other: q (Tq, H, D), k (Tk, Hkv, D), v (Tk, Hkv, Dv).
+    """Attention within each of B packed sequences: q (Tq, H, D), k (Tk, Hkv, D), v (Tk, Hkv, Dv).
 
     Examples:
         >>> q = k = v = torch.randn(100, 8, 64)
@@ -110,30 +107,29 @@ def flash_attn_varlen_func(
         torch.Size([100, 8, 64])
 
     Args:
-        cu_seqlens_q, cu_seqlens_k: int32 (B + 1,): sequence b has rows cu_seqlens_q[b] to cu_seqlens_q[b + 1], and such
-            keys; none is fine.
-        max_seqlen_q, max_seqlen_k: the longest lengths, or more.
-        block_table: int32 (B, n), the pages of each sequence, in order. k and v are then (pages, page, Hkv, D or Dv),
-            and a copy of the keys is packed. Pages get gradients; in flash-attn they get none.
+        cu_seqlens_q, cu_seqlens_k: int32 (B + 1,): sequence b has rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1, and
+            keys likewise. A length may be 0.
+        max_seqlen_q, max_seqlen_k: the longest lengths, or upper bounds.
+        block_table: int32 (B, n), the pages of each sequence, in order. k and v are then (pages, page, Hkv, D or Dv);
+            their rows are copied into packed tensors. Pages get gradients; in flash-attn they get none.
 
     Returns:
         output (Tq, H, Dv); with return_attn_probs (output, log-sum-exp (H, Tq), an empty tensor).
     """
     if block_table is not None:
-        k, v = _flash.out_of_pages(k, v, cu_seqlens_k, max_seqlen_k, block_table)
+        k, v = _flash.gather_pages(k, v, cu_seqlens_k, max_seqlen_k, block_table)
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     names, tensors = dict(query="q", key="k", value="v"), (q, k, v, cu_seqlens_q, cu_seqlens_k)
-    return _flash.attend_packed(names, tensors, max_seqlen_q, max_seqlen_k, options)
+    return _flash.attend_varlen(names, tensors, max_seqlen_q, max_seqlen_k, options)
 
 
 @overridable
 def flash_attn_varlen_qkvpacked_func(
-    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float = 0.0,
-    softmax_scale: float | None = None, causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float = 0.0, softmax_scale: float | None = None,
+    causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
     alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Tensor | Any:  # fmt: skip
-    """`flash_attn_varlen_func` of the three in one tensor (T, 3, H, D).
+    """Compute `flash_attn_varlen_func` of q, k and v in one tensor (T, 3, H, D).
 
     Examples:
         >>> offsets = torch.tensor([0, 30, 100], dtype=torch.int32)
@@ -144,18 +140,17 @@ def flash_attn_varlen_qkvpacked_func(
     names = dict.fromkeys(("query", "key", "value"), "qkv")
     names |= {f"{name}_{side}": name for name in ("cu_seqlens", "max_seqlen") for side in "qk"}
     tensors = *_flash.unpacked("qkv", qkv, "(T, 3, H, D)"), cu_seqlens, cu_seqlens
-    return _flash.attend_packed(names, tensors, max_seqlen, max_seqlen, options)
+    return _flash.attend_varlen(names, tensors, max_seqlen, max_seqlen, options)
 
 
 @overridable
 def flash_attn_varlen_kvpacked_func(
     q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
-    max_seqlen_q: int, max_seqlen_k: int, dropout_p: float = 0.0,
-    softmax_scale: float | None = None, causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+    max_seqlen_q: int, max_seqlen_k: int, dropout_p: float = 0.0, softmax_scale: float | None = None,
+    causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
     alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Tensor | Any:  # fmt: skip
-    """`flash_attn_varlen_func` of q (Tq, H, D), and keys and values in one tensor (Tk, 2, Hkv, D).
+    """Compute `flash_attn_varlen_func` of q (Tq, H, D) and keys and values in one tensor (Tk, 2, Hkv, D).
 
     Examples:
         >>> q, kv, offsets = torch.randn(100, 8, 64), torch.randn(100, 2, 2, 64), torch.tensor([0, 30, 100]).int()
@@ -165,7 +160,7 @@ def flash_attn_varlen_kvpacked_func(
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     names = dict(query="q", key="kv", value="kv")
     tensors = q, *_flash.unpacked("kv", kv, "(T, 2, H, D)"), cu_seqlens_q, cu_seqlens_k
-    return _flash.attend_packed(names, tensors, max_seqlen_q, max_seqlen_k, options)
+    return _flash.attend_varlen(names, tensors, max_seqlen_q, max_seqlen_k, options)
 
 
 @overridable
@@ -178,7 +173,7 @@ def flash_attn_with_kvcache(
     rotary_interleaved: bool = True, alibi_slopes: Tensor | None = None, num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Tensor | Any:  # fmt: skip
-    """Attention of q (B, Sq, H, D) to caches, which k and v are first written to, in place. There are no gradients.
+    """Write k and v into caches, in place; return the attention of q (B, Sq, H, D) to them. There are no gradients.
 
     Examples:
         >>> k_cache, v_cache = torch.zeros(2, 2, 128, 8, 64)
@@ -187,19 +182,19 @@ def flash_attn_with_kvcache(
         torch.Size([2, 1, 8, 64])
 
     Args:
-        k_cache, v_cache: (B or more, C, Hkv, D) and (B or more, C, Hkv, Dv), any strides; slots past a length may hold
-            anything. Or, with block_table, pages of any size, (pages, page, Hkv, D or Dv).
+        k_cache, v_cache: (B or more, C, Hkv, D) and (B or more, C, Hkv, Dv), any strides; unused slots may hold
+            anything. With block_table, pages of any size, (pages, page, Hkv, D or Dv).
         k, v: (B, new, Hkv, D) and (B, new, Hkv, Dv), for the slots from cache_seqlens on; new may differ from Sq.
-        rotary_cos, rotary_sin: floating (positions, rotary_dim / 2). The first rotary_dim columns of k are rotated by
-            their slots, those of query i by cache_seqlens + i if causal or in a window, otherwise by cache_seqlens.
-            Only with k.
-        rotary_interleaved: whether columns 2n and 2n + 1 are a pair, or n and n + rotary_dim / 2.
+        rotary_cos, rotary_sin: floating (positions, rotary_dim / 2); they need k. The first rotary_dim columns of k are
+            rotated by their slots; those of query i by cache_seqlens + i if causal or in a window, otherwise by
+            cache_seqlens.
+        rotary_interleaved: True pairs columns 2n and 2n + 1, False n and n + rotary_dim / 2.
         cache_seqlens: int32 (B,), or an int for all: the number of keys before the new ones; it is not changed. None is
-            the whole cache, to which nothing can be added. Causality aligns the last query with the last (new) key.
-        cache_batch_idx: int32 (B,), the cache of each sequence.
-        num_splits: is not used.
-        cache_leftpad: int32 (B,), how many slots at the start of each cache are hidden.
-        block_table: int32 (B, n), the pages of each sequence, in order. Without the two above.
+            the whole cache, without k and v. Causality aligns the last query with the last (new) key.
+        cache_batch_idx: int32 (B,), the cache of each sequence; not with block_table.
+        num_splits: ignored.
+        cache_leftpad: int32 (B,), the number of hidden slots at the start of each cache; not with block_table.
+        block_table: int32 (B, n), the pages of each sequence, in order.
 
     Returns:
         output (B, Sq, H, Dv); with return_softmax_lse (output, log-sum-exp (B, H, Sq)).
@@ -215,83 +210,83 @@ def flash_attn_with_kvcache(
     options = _flash.scores(softmax_scale, causal, window_size, softcap, alibi_slopes)
     names = dict(query="q", key_cache="k_cache", value_cache="v_cache", new_key="k", new_value="v")
     names |= dict(attention_decode="flash_attn_with_kvcache")
-    room = k_cache.shape[1]
+    capacity = k_cache.shape[1]
     if block_table is not None:
         for name, x in (("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad)):
             if x is not None:
-                fail(ValueError, name, "None beside a block_table", type(x).__name__)
+                fail(ValueError, name, "None, because block_table is given", type(x).__name__)
         _flash.check_tensor("block_table", block_table, "(B, pages of a sequence)")
-        room *= block_table.shape[1]
+        capacity *= block_table.shape[1]
     elif cache_batch_idx is not None:
         _flash.check_numbers("cache_batch_idx", cache_batch_idx, q, k_cache.shape[0] - 1)
         names["block_table"] = "cache_batch_idx"
-        block_table = cache_batch_idx[:, None]  # a cache is a page
+        block_table = cache_batch_idx[:, None]  # each cache is one page
     elif k_cache.shape[0] < q.shape[0]:
         fail(ValueError, "k_cache", f"the batch size of q, {q.shape[0]}, or more", tuple(k_cache.shape))
-    lengths = _flash.lengths_of(cache_seqlens, q, k, room)
+    lengths = _flash.lengths_of(cache_seqlens, q, k, capacity)
     if cache_leftpad is not None:
-        _flash.check_numbers("cache_leftpad", cache_leftpad, q, room)
-        options |= dict(key_mask=torch.arange(room, device=q.device) >= cache_leftpad[:, None])
+        _flash.check_numbers("cache_leftpad", cache_leftpad, q, capacity)
+        options |= dict(key_mask=torch.arange(capacity, device=q.device) >= cache_leftpad[:, None])
     query, key_cache, value_cache, *new = (x if x is None else x.transpose(1, 2) for x in (q, k_cache, v_cache, k, v))
     caches = CacheArguments(query, key_cache, value_cache, lengths, block_table, *new)
-    with _flash.half_kept(q):
+    with _flash.without_autocast_of_half(q):
         if block_table is None and k_cache.shape[0] > q.shape[0]:
-            # Before the caches are cut: errors show their shapes.
+            # Check before slicing the caches, so that errors show their shapes.
             _flash.ask(names, check_inputs, caches._replace(query=caches.query.to(autocast_dtype(q))))
             caches = caches._replace(key_cache=caches.key_cache[: len(q)], value_cache=caches.value_cache[: len(q)])
         if rotary_cos is not None or rotary_sin is not None:
             if k is None:
-                fail(ValueError, "rotary_cos", "None without k, which it is to turn", "a tensor")
+                fail(ValueError, "rotary_cos", "None, because k is not given", "a tensor")
             angles = dict(rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_interleaved=rotary_interleaved)
             caches = caches._replace(**angles)
-            # A side of the window that is as long as the cache bounds nothing, for flash-attn.
-            spread = causal or any(side is not None and side < room for side in options["window"])
+            # flash-attn takes a side of the window that is as long as the cache as unbounded.
+            spread = causal or any(side is not None and side < capacity for side in options["window"])
             if q.shape[1] != k.shape[1] or not (spread or q.shape[1] == 1):
-                caches = _flash.ask(names, _flash.rotated_as_theirs, caches, options, spread)
+                caches = _flash.ask(names, _flash.rotate_as_flash_attn, caches, options, spread)
         results = _flash.ask(names, attention_decode, **caches._asdict(), **options, return_lse=return_softmax_lse)
     out, *lse = results if return_softmax_lse else (results,)
     out = out.transpose(1, 2).contiguous()
     return (out, *lse) if lse else out
 
 
-_FUNCTIONS = [function for name, function in list(globals().items()) if name.startswith("flash_attn_")]
-_PADDING = [function for name, function in vars(_bert_padding).items() if name.startswith(("index_", "pad_", "unpad_"))]
-
-
 def install() -> None:
-    """Make `import flash_attn` find these functions, in this process: for code that imports it and cannot be changed.
+    """Make `import flash_attn` find these functions in this process, for code that you cannot change.
 
     Examples:
         >>> fusedattn.compat.flash_attn.install()
         >>> from flash_attn import flash_attn_func
         >>> from flash_attn.bert_padding import pad_input, unpad_input
 
-    sys.modules gets flash_attn, of version "2.8.4+fusedattn", flash_attn.flash_attn_interface with the same functions,
-    and flash_attn.bert_padding with index_first_axis, index_put_first_axis, pad_input and unpad_input; no layers,
-    losses or private functions. Call it before importing what looks for flash_attn; a second call does nothing.
-    importlib.metadata lists no flash_attn, so transformers (5.23) does not use it: see `fusedattn.compat.transformers`.
+    sys.modules gets flash_attn with version "2.8.4+fusedattn", flash_attn.flash_attn_interface with the same functions,
+    and flash_attn.bert_padding with index_first_axis, index_put_first_axis, pad_input and unpad_input. There are no
+    layers, losses or private functions. Call it before importing code that looks for flash_attn; a second call does
+    nothing. importlib.metadata lists no flash_attn, so transformers (5.23) does not use it: see
+    `fusedattn.compat.transformers`.
 
     Raises:
-        RuntimeError: where flash_attn is installed, or imported.
+        RuntimeError: if flash_attn is installed or imported.
     """
     known = sys.modules.get("flash_attn")
     if known is not None and known is not _MODULES["flash_attn"]:
         raise RuntimeError(f"install: expected a process that has not imported flash_attn, got {known!r}")
     if known is None and (spec := importlib.util.find_spec("flash_attn")) is not None:
-        raise RuntimeError(f"install: expected a Python without flash_attn, got one that has it: {spec.origin}")
+        raise RuntimeError(f"install: expected a Python without flash_attn, got {spec.origin}: import it instead")
     sys.modules.update(_MODULES)
 
 
-def _module(name: str, members: Iterable[Callable[..., Any]], **more: Any) -> types.ModuleType:
+def _module(name: str, members: dict[str, Any]) -> types.ModuleType:
     module = types.ModuleType(name, f"{name} by fusedattn.compat.flash_attn.")
     module.__spec__ = importlib.machinery.ModuleSpec(name, None, origin=__name__, is_package="." not in name)
     module.__package__ = module.__spec__.parent
-    module.__dict__.update({member.__name__: member for member in members}, **more)
+    vars(module).update(members)
     return module
 
 
-_INTERFACE = _module("flash_attn.flash_attn_interface", _FUNCTIONS)
-_BERT_PADDING = _module("flash_attn.bert_padding", _PADDING)
-_INNER = dict(flash_attn_interface=_INTERFACE, bert_padding=_BERT_PADDING)
-_WHOLE = _module("flash_attn", _FUNCTIONS, **_INNER, __version__="2.8.4+fusedattn", __path__=[])
-_MODULES = {module.__name__: module for module in (_WHOLE, _INTERFACE, _BERT_PADDING)}
+_FUNCTIONS = {name: x for name, x in globals().items() if name.startswith("flash_attn_")}
+_PADDING = {name: x for name, x in vars(_bert_padding).items() if name.startswith(("index_", "pad_", "unpad_"))}
+_INNER = {
+    "flash_attn_interface": _module("flash_attn.flash_attn_interface", _FUNCTIONS),
+    "bert_padding": _module("flash_attn.bert_padding", _PADDING),
+}
+_PACKAGE = dict(_FUNCTIONS, **_INNER, __version__="2.8.4+fusedattn", __path__=[])
+_MODULES = {module.__name__: module for module in (_module("flash_attn", _PACKAGE), *_INNER.values())}

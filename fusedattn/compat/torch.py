@@ -1,4 +1,4 @@
-"""Drop-ins for torch's own attention: a function, a module, a call that converts a model, and switches for programs."""
+"""Drop-ins for torch's own attention: a function, a module, a converter of models, and switches for whole programs."""
 
 import logging
 from typing import Any, TypeGuard
@@ -11,23 +11,27 @@ from torch.types import Device
 
 from ..call.layout import is_shape, is_size
 from ..call.numbers import as_python
-from ..call.rules import FLOATING, check_flags, check_strided, fail, unfit
+from ..call.rules import FLOATING, check_flags, check_place, check_shape, check_strided, fail, unfit
 from ..layers.attention import attend, check_fits, check_shares, check_sizes
 from ._provider import register, sdpa_provider
 from ._sdpa import scaled_dot_product_attention
 from ._switch import disable_sdpa, enable_sdpa, sdpa
 
-__all__ = ["MultiheadAttention", "convert", "disable_sdpa", "enable_sdpa", "register", "sdpa", "sdpa_provider"]
-__all__ += ["scaled_dot_product_attention"]
+__all__ = ["MultiheadAttention", "convert", "disable_sdpa", "enable_sdpa", "register", "scaled_dot_product_attention"]
+__all__ += ["sdpa", "sdpa_provider"]
 _log = logging.getLogger("fusedattn")
+_ADVICE = (
+    "Where it calls F.scaled_dot_product_attention, use fusedattn.compat.torch.sdpa(). For a model of Hugging Face "
+    'Transformers, use fusedattn.compat.transformers.register() and attn_implementation="fusedattn"'
+)
 
 
 def _stay(module: nn.Module, inputs: Any) -> None:
-    """A forward pre-hook that does nothing: without one torch.nn.TransformerEncoderLayer computes attention itself."""
+    """Do nothing. torch.nn.TransformerEncoderLayer computes attention itself unless there is a forward pre-hook."""
 
 
 def _check_flags(**flags: Any) -> None:
-    """Check flags that may be 0 and 1, as those of torch.nn.MultiheadAttention may."""
+    """Check flags that may also be 0 and 1, as in torch.nn.MultiheadAttention."""
     check_flags(**{name: bool(x) if isinstance(x, int) and x in (0, 1) else x for name, x in flags.items()})
 
 
@@ -35,7 +39,7 @@ def _check_inputs(layer: nn.MultiheadAttention, batch_dim: int, query: Tensor, k
     widths = layer.embed_dim, layer.kdim, layer.vdim
     for name, x, width in zip(("query", "key", "value"), (query, key, value), widths, strict=True):
         if isinstance(x, Tensor) and x.is_nested:
-            expected = "a strided tensor, or without masks one nested one with batch_first"
+            expected = "a strided tensor (or one nested tensor for all three, with batch_first and without masks)"
             fail(TypeError, name, expected, "a nested tensor")
         check_strided(**{name: x})
         if x.dim() not in (2, 3) or x.dim() != query.dim():
@@ -52,15 +56,12 @@ def _check_inputs(layer: nn.MultiheadAttention, batch_dim: int, query: Tensor, k
 def _check_mask(name: str, mask: Tensor, query: Tensor, *shapes: tuple[int, ...]) -> None:
     if not isinstance(mask, Tensor) or mask.dtype not in (torch.bool, *FLOATING):
         fail(TypeError, name, "a bool tensor, True = hidden, or a floating one, added", unfit(mask))
-    check_strided(**{name: mask})
-    if mask.device != query.device:
-        fail(ValueError, name, f"the device of query, {query.device}", mask.device)
-    if not is_shape(mask.shape, *shapes):
-        fail(ValueError, name, f"shape {' or '.join(map(str, shapes))}", tuple(mask.shape))
+    check_place(name, mask, query.device)
+    check_shape(name, mask, *shapes)
 
 
 def _masks(attn_mask: Tensor | None, padding: Tensor | None, extra: int) -> dict[str, Tensor]:
-    """{name: mask of `attention`} of torch's (L, S) or (N, heads, L, S), and (N, S); `extra` more keys are visible."""
+    """Return the masks of `attention` for torch's (L, S) or (N, heads, L, S), and (N, S); `extra` keys are visible."""
     masks = {}
     if attn_mask is not None:
         attn_mask = pad(attn_mask, (0, extra))
@@ -89,9 +90,9 @@ class MultiheadAttention(nn.MultiheadAttention):
     torch's answer depends on need_weights, on the mode and on its fast path; ours does not:
 
     - A query that sees nothing gets the bias of out_proj, weights 0 and finite gradients; in torch NaN with weights.
-    - is_causal is a hint, and changes nothing. In torch one that contradicts attn_mask counts without weights.
-    - For one seed, dropout drops the same with weights and without. bool and float masks mix.
-    - What a bool key_padding_mask hides may be NaN or inf, and changes no bit; in torch it leaks.
+    - is_causal is only a hint. In torch, without weights, it overrides an attn_mask that contradicts it.
+    - For one seed, dropout drops the same weights with need_weights and without. bool and float masks mix.
+    - Keys and values hidden by a bool key_padding_mask may be NaN or inf, and change no bit; in torch they leak.
 
     `torch.jit.script` does not compile it.
     """
@@ -121,7 +122,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         hooks: Any = self._forward_pre_hooks
         hooks.setdefault("fusedattn", _stay)
         if type(self) is MultiheadAttention:
-            # By this name a Tracer of torch.fx takes modules of torch.nn as leaves.
+            # A Tracer of torch.fx takes modules with this name as leaves.
             self.__module__ = nn.MultiheadAttention.__module__
 
     def forward(
@@ -133,12 +134,13 @@ class MultiheadAttention(nn.MultiheadAttention):
 
         Args:
             query: (L, N, E), with batch_first (N, L, E), or (L, E).
-            key, value: (S, N, kdim), (S, N, vdim), likewise. Or all three one nested tensor, as torch has it: with
-                batch_first and without masks.
+            key, value: (S, N, kdim), (S, N, vdim), likewise. Or one nested tensor for all three, with batch_first and
+                without masks.
             key_padding_mask: (N, S), or (S,): bool, True = hidden, or float, added to the scores.
             attn_mask: (L, S), (N * heads, L, S) or, for a query (L, E), (heads, L, S); bool, True = hidden, or float.
-            need_weights, average_attn_weights: also return the weights, after dropout, or their mean over the heads.
-            is_causal: says that attn_mask, which must be there, is causal; nothing depends on it.
+            need_weights: also return the weights, after dropout.
+            average_attn_weights: return their mean over the heads.
+            is_causal: a hint that attn_mask is causal. It needs attn_mask, and changes nothing.
 
         Returns:
             (output in query's layout, contiguous; weights (N, L, S), (N, heads, L, S), or without N; or None). S grows
@@ -156,9 +158,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         batch_dim, along = (0, 1) if self.batch_first else (1, 0)
         _check_inputs(self, batch_dim, query, key, value)
         if attn_mask is None and is_causal:
-            fail(ValueError, "is_causal", "False without an attn_mask, for which it is a hint", True)
+            fail(ValueError, "is_causal", "False, because attn_mask is None", True)
         batched = query.dim() == 3
-        if not batched:  # tensors that are one stay one
+        if not batched:  # the same tensor stays the same tensor
             batches = {id(x): x.unsqueeze(batch_dim) for x in (query, key, value)}
             query, key, value = (batches[id(x)] for x in (query, key, value))
         batch, rows, keys = query.shape[batch_dim], query.shape[along], key.shape[along]
@@ -170,7 +172,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             _check_mask("key_padding_mask", key_padding_mask, query, (batch, keys) if batched else (keys,))
             key_padding_mask = key_padding_mask.reshape(batch, keys)
             if key_padding_mask.dtype == torch.bool:
-                # A key_mask does for the output; but the gradients of the projections are linear in what it hides.
+                # A key_mask protects the output. The projections' gradients also need finite hidden keys.
                 hidden = (key_padding_mask if along else key_padding_mask.mT).unsqueeze(-1)
                 same, key = key is value, key.masked_fill(hidden, 0.0)
                 value = key if same else value.masked_fill(hidden, 0.0)
@@ -181,7 +183,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         q, k, v = (x.unflatten(-1, (self.num_heads, self.head_dim)).permute(order) for x in (q, k, v))
         masks = _masks(attn_mask, key_padding_mask, k.shape[2] - keys)
         out, weights = attend(q, k, v, need_weights, dropout_p=self.dropout if self.training else 0.0, **masks)
-        # Called, not read: somebody may have put a quantized layer, an adapter or a hook there.
+        # Call the module: it may be a quantized layer or an adapter, or have a hook.
         out = self.out_proj(out.permute(back).flatten(2))
         if weights is not None and average_attn_weights:
             weights = weights.mean(1)
@@ -190,7 +192,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         return out, weights
 
     def _within(self, x: Tensor, *options: Any) -> tuple[Tensor, Tensor | None]:
-        """Attend within each sequence of a nested tensor: (nested output, padded weights or None)."""
+        """Attend within each sequence of a nested tensor; return (nested output, padded weights or None)."""
         lengths = [len(sequence) for sequence in x.unbind()]
         padded = torch.nested.to_padded_tensor(x, 0.0)
         places = torch.arange(padded.shape[1], device=x.device)
@@ -199,7 +201,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         return torch.nested.as_nested_tensor([row[:end] for row, end in zip(out, lengths, strict=True)]), weights
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        """Return q, k and v; inputs that are the same tensor take one product."""
+        """Return q, k and v; one matrix product for inputs that are the same tensor."""
         weight, bias, width = self.in_proj_weight, self.in_proj_bias, self.embed_dim
         if weight is not None and query is key and key is value:
             return linear(query, weight, bias).chunk(3, -1)
@@ -221,22 +223,25 @@ class MultiheadAttention(nn.MultiheadAttention):
 
 
 def convert(model: nn.Module) -> nn.Module:
-    """`model` itself, with a fused MultiheadAttention in place of each torch.nn.MultiheadAttention in it.
+    """Replace each torch.nn.MultiheadAttention in a model by a fused MultiheadAttention, in place; return the model.
 
     Examples:
         >>> model = fusedattn.compat.torch.convert(torch.nn.Transformer(64, 4))
 
-    New modules share what the old ones hold: parameters, buffers, hooks, flags and mode. Names and order of modules,
-    parameters and state dict stay, and so do subclasses of torch's module, but for those that torch's parametrizations
-    make; a second call changes nothing. Copies and pickles are converted, too. The logger "fusedattn" says how many
-    modules were replaced, at level INFO, and warns where there is none, and of subclasses. A module in a plain list,
-    which is no child of another, is not replaced.
+    New modules share the parameters, buffers, hooks, flags and mode of the old ones. Names and order of modules,
+    parameters and state dict stay. Subclasses of torch's module stay as they are, except those that torch's
+    parametrizations make. A second call changes nothing. Copies and pickles of a converted model are converted. The
+    logger "fusedattn" reports the number of replaced modules (INFO), and warns if there are none or if subclasses
+    remain. A module in a plain list, which is no child of another, is not replaced.
 
-    Converted models skip the fast path of torch.nn.TransformerEncoderLayer, for eval without gradients, and the nested
+    Converted models skip the fast path of torch.nn.TransformerEncoderLayer (eval without gradients) and the nested
     tensors of torch.nn.TransformerEncoder: outputs at padded positions are finite, not 0. A forward pre-hook of the new
-    modules does that: removing all hooks undoes it. For torch.fx they are leaves, as torch's are.
+    modules does that; if you remove all hooks, the fast path is back. torch.fx treats them as leaves, as torch's.
 
-    For a torch.nn.MultiheadAttention the converted one is returned. Raises: TypeError for what is no module.
+    Given a bare torch.nn.MultiheadAttention, it returns a converted one.
+
+    Raises:
+        TypeError: if model is not a module.
     """
     if not isinstance(model, nn.Module):
         fail(TypeError, "model", "a torch.nn.Module", type(model).__name__)
@@ -259,34 +264,32 @@ def convert(model: nn.Module) -> nn.Module:
 
 
 def _is_torchs(module: nn.Module | None) -> TypeGuard[nn.MultiheadAttention]:
-    """Return whether a module's class is torch's, or one that a parametrization of in_proj_weight made of it."""
+    """Return whether a module is torch's own, perhaps with a parametrization of in_proj_weight."""
     return module is not None and parametrize.type_before_parametrizations(module) is nn.MultiheadAttention
 
 
 def _report(model: nn.Module, replaced: int, before: int) -> None:
-    """Log how many modules `convert` replaced, how many were ours before, and which subclasses it left."""
-    name, what = type(model).__name__, "torch.nn.MultiheadAttention in"
+    """Log how many modules `convert` replaced, how many were converted before, and which subclasses it left."""
+    name = type(model).__name__
     attentions = [x for x in model.modules() if isinstance(x, nn.MultiheadAttention)]
-    left = sorted({type(x).__name__ for x in attentions if not (isinstance(x, MultiheadAttention) or _is_torchs(x))})
+    left = [x for x in attentions if not (isinstance(x, MultiheadAttention) or _is_torchs(x))]
     if replaced or before:
-        already = f", {before} were converted before" if before else ""
-        _log.info("convert: replaced %d %s %s%s", replaced, what, name, already)
+        already = f"; {before} were converted before" if before else ""
+        _log.info("convert: replaced %d torch.nn.MultiheadAttention in %s%s", replaced, name, already)
         if left:
-            _log.warning("convert: left subclasses of torch.nn.MultiheadAttention as they are: %s", ", ".join(left))
+            kinds = ", ".join(sorted({type(x).__name__ for x in left}))
+            _log.warning("convert: left subclasses of torch.nn.MultiheadAttention as they are: %s", kinds)
         return
-    but = f" but {len(attentions)} of subclasses, which stay as they are" if attentions else ""
-    advice = "Where it calls F.scaled_dot_product_attention, use fusedattn.compat.torch.sdpa(); for a model of Hugging "
-    advice += 'Face Transformers, fusedattn.compat.transformers.register() and attn_implementation="fusedattn"'
-    _log.warning("convert: found no %s %s%s, and replaced nothing. %s", what, name, but, advice)
+    but = f", only {len(left)} of subclasses, which stay as they are" if left else ""
+    _log.warning("convert: found no torch.nn.MultiheadAttention in %s%s, and replaced nothing. %s", name, but, _ADVICE)
 
 
 def _converted(module: nn.MultiheadAttention) -> MultiheadAttention:
-    """The same module, of another class."""
     kind: Any = MultiheadAttention
-    if type(module) is not nn.MultiheadAttention:  # a parametrization made its class, which computes the parameters
+    if type(module) is not nn.MultiheadAttention:  # the class that a parametrization made, with its computed parameters
         kind = type(type(module).__name__, (MultiheadAttention,), dict(vars(type(module))))
     twin: MultiheadAttention = kind.__new__(kind)
-    # One dict for both: references to the old module, and handles of its hooks, keep working.
+    # Both share one dict, so that references to the old module and handles of its hooks keep working.
     object.__setattr__(twin, "__dict__", module.__dict__)
     twin._leave_fast_path()
     return twin

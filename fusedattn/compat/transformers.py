@@ -1,4 +1,4 @@
-"""Hugging Face Transformers: after `register()`, attn_implementation="fusedattn" is one more that its models take."""
+"""Attention for Hugging Face Transformers: `register()` adds attn_implementation="fusedattn"."""
 
 from typing import Any
 
@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from ..api import attention, attention_varlen
-from ..call.rules import check_strided, fail
+from ..call.rules import check_rank, check_strided, fail
 from ._hf_names import NAMES, REFUSED, masks_of
 
-# What transformers takes a name for that holds one of these.
+# transformers reads a name that contains one of these as something else.
 RESERVED = {"flash": "FlashAttention", "/": "a kernel of the hub", "|": "a prefix"}
 
 
@@ -23,31 +23,32 @@ def register(name: str = "fusedattn") -> None:
         >>> model = AutoModel.from_config(config, attn_implementation="fusedattn")  # or from_pretrained(path, ...)
         >>> model.set_attn_implementation("fusedattn")  # or later
 
-    Attention is then ours in training, in generate() with any cache and under gradient checkpointing, in each part of a
-    model whose code calls the interface. A part that does not (Bloom, LED, MPT, DeBERTa-v2; in transformers 4 also BERT
-    and T5), or that passes sparse indices or a sink for each query (DeepSeek-V3.2), computes what it does with "eager".
-    A warning names the class of the model, once. Code is read when a model is built or loaded and when
-    `set_attn_implementation` is called: this wraps these methods of PreTrainedModel, which do as before for every other
-    name. After replacing attention in a model, call `set_attn_implementation` again. A model gets eager's floating
-    masks, as large as the scores, where its code is mixed or replaced by functions that are not a method of its
-    classes, and where the name was written into a config by hand. generate_batch() takes no registered name.
-    output_attentions=True gets weights in models that hand the keyword to attention; set it in the config for those
-    that do not, such as GPT-2.
+    fusedattn then computes attention in training, in generate() with any cache and under gradient checkpointing, in
+    each part of a model whose code calls the interface. A part computes as with "eager" if its code does not (Bloom,
+    LED, MPT, DeBERTa-v2; in transformers 4 also BERT and T5), or if it passes sparse indices or a sink for each query
+    (DeepSeek-V3.2). A warning names the class of the model, once.
 
-    Registering twice, or under two names, does no harm.
+    The code is read when a model is built or loaded, and by `set_attn_implementation`: `register` wraps these methods
+    of PreTrainedModel, and nothing changes for other names. If you replace attention in a model, call
+    `set_attn_implementation` again. A model gets eager's floating masks, as large as the scores, if only some of its
+    attention calls the interface, if a forward is replaced by a function that is not a method of its classes, or if the
+    name was written into a config by hand. generate_batch() takes no registered name. output_attentions=True returns
+    weights in models that pass the keyword to attention; for others, such as GPT-2, set it in the config.
+
+    You may register twice, and under several names.
 
     Raises:
         ImportError: without transformers 4.54 or newer.
-        TypeError, ValueError: for a name that is no string, is empty, holds what transformers reads as something else
-            ("flash", "/" or "|"), or is taken.
+        TypeError, ValueError: for a name that is no string, is empty, contains "flash", "/" or "|", which transformers
+            reads as something else, or is in use.
     """
     if not isinstance(name, str):
         fail(TypeError, "name", "a string", type(name).__name__)
     if not name:
-        fail(ValueError, "name", "a name", repr(name))
+        fail(ValueError, "name", "a name that is not empty", repr(name))
     for part, meaning in RESERVED.items():
         if part in name:
-            fail(ValueError, "name", f"a name without {part!r}, which transformers takes for {meaning}", repr(name))
+            fail(ValueError, "name", f"no {part!r} in it, which transformers takes for {meaning}", repr(name))
     try:
         from transformers import AttentionInterface
 
@@ -56,7 +57,7 @@ def register(name: str = "fusedattn") -> None:
         raise ImportError("fusedattn.compat.transformers: needs transformers 4.54 or newer") from error
     registered = AttentionInterface().get(name)
     if name == "eager" or registered not in (None, fusedattn_forward):
-        fail(ValueError, "name", "a name of its own", f"{name!r}, which transformers has")
+        fail(ValueError, "name", "a name that transformers does not have", repr(name))
     install(name, fusedattn_forward)
 
 
@@ -65,27 +66,28 @@ def fusedattn_forward(
     dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None, softcap: float | None = None,
     s_aux: Tensor | None = None, position_bias: Tensor | None = None, **others: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """`fusedattn.attention` as transformers calls attention.
+    """Compute `fusedattn.attention` with the arguments that transformers passes.
 
-    A mask holds causality, window, padding and packing, and nothing comes on top of it. Without one, attention is
-    causal if `is_causal` says so and there is more than one query, the first query level with the first key: the one
-    query of a decoding step sees all keys, the prompt in a static cache none of the empty slots. In a model that gets
-    eager's masks, no mask hides nothing.
+    A mask contains causality, window, padding and packing; nothing is added to it. Without a mask, attention is causal
+    if `is_causal` is true and there is more than one query. The first query is then aligned with the first key: a
+    prompt in a static cache sees no empty slots. The single query of a decoding step sees all keys. In a model that
+    gets eager's masks, no mask means that nothing is hidden.
 
     Args:
-        module: has `is_causal`, for where the keyword is None; without either it is True.
-        query, key, value: (B, Hq, Lq, D), (B, Hkv, Lk, D), (B, Hkv, Lk, Dv), any strides; B may be 1 for some of them.
+        module: its `is_causal` is read if the keyword is None; without either it is True.
+        query, key, value: (B, Hq, Lq, D), (B, Hkv, Lk, D), (B, Hkv, Lk, Dv), any strides; some may have B = 1.
         attention_mask: broadcastable to (B, Hq, Lq, Lk); bool, True = may attend, or floating, added to the scores.
-            Columns after the last key are left out.
-        position_bias: floating, of such a shape, added to the scores.
+            Columns after the last key are ignored.
+        position_bias: floating, broadcastable to (B, Hq, Lq, Lk), added to the scores.
         dropout: the share of weights dropped, in training or not.
         scaling: 1 / sqrt(D) by default.
         softcap: as in `fusedattn.attention`.
         s_aux: floating (Hq,), a sink for each head.
-        cu_seq_lens_q, cu_seq_lens_k: int32 (n + 1,), where packed sequences begin, in a batch of 1. No query sees a key
-            of another sequence, whether there is a mask or not. max_length_q, max_length_k: the longest lengths.
-        output_attentions: whether weights are wanted; by default as the module's config says.
-        others: ignored, such as `sliding_window`, but for those in REFUSED.
+        cu_seq_lens_q, cu_seq_lens_k: int32 (n + 1,), offsets of packed sequences, in a batch of 1. No query sees a key
+            of another sequence, with a mask or without.
+        max_length_q, max_length_k: the longest lengths.
+        output_attentions: return weights; by default as the module's config says.
+        others: ignored, for example `sliding_window`, except those in REFUSED.
 
     Returns:
         (output (B, Lq, Hq, Dv) in query's dtype, contiguous; weights (B, Hq, Lq, Lk), after dropout, or None). A row
@@ -97,18 +99,17 @@ def fusedattn_forward(
     """
     for name, meaning in REFUSED.items():
         if others.get(name) is not None:
-            fail(NotImplementedError, name, f"None, for {meaning} is not implemented", type(others[name]).__name__)
+            fail(NotImplementedError, name, f"None ({meaning} is not implemented)", type(others[name]).__name__)
     for name, x in dict(query=query, key=key, value=value).items():
         check_strided(**{name: x})
-        if x.dim() != 4:
-            fail(ValueError, name, "rank 4, (B, H, L, D)", tuple(x.shape))
+        check_rank(name, x, "(B, H, L, D)")
     pairs = dict(attention_mask=attention_mask, position_bias=position_bias)
     check_strided(**{name: x for name, x in pairs.items() if x is not None})
     dtype = torch.bool if attention_mask is None else attention_mask.dtype
     if not (dtype == torch.bool or dtype.is_floating_point):
         fail(TypeError, "attention_mask", "a bool or floating tensor", dtype)
 
-    # Queries that are learned for all samples come as a batch of one.
+    # Learned queries, the same for all samples, come as a batch of 1.
     batch = max(x.shape[0] for x in (query, key, value))
     query, key, value = (x.expand(batch, -1, -1, -1) if x.shape[0] == 1 else x for x in (query, key, value))
     length = query.shape[2]
@@ -124,10 +125,10 @@ def fusedattn_forward(
         bias = mask if bias is None else bias + mask
         mask = None
     options: dict[str, Any] = dict(scale=scaling, softcap=softcap, sinks=s_aux, dropout_p=dropout)
-    weights_wanted = others.get("output_attentions")
-    weights_wanted = getattr(config, "output_attentions", False) if weights_wanted is None else weights_wanted
+    need_weights = others.get("output_attentions")
+    need_weights = getattr(config, "output_attentions", False) if need_weights is None else need_weights
     if (offsets := _offsets(others, batch)) is not None:
-        if mask is None and bias is None and not weights_wanted:
+        if mask is None and bias is None and not need_weights:
             longest = {f"max_seqlen_{side}": others.get(f"max_length_{side}") for side in "qk"}
             options |= {name: x.item() if isinstance(x, Tensor) else x for name, x in longest.items()}
             q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
@@ -139,32 +140,29 @@ def fusedattn_forward(
         same = (rows[:, None] == keys)[None, None]
         mask = same if mask is None else mask & same
     options |= dict(mask=mask, bias=bias, causal=causal, align="top_left")
-    if weights_wanted:
-        out, weights = attention(query, key, value, **options, return_weights=True)
-    else:
-        out, weights = attention(query, key, value, **options), None
+    results = attention(query, key, value, **options, return_weights=bool(need_weights))
+    out, weights = results if need_weights else (results, None)
     return out.transpose(1, 2).contiguous(), weights
 
 
 def _offsets(others: dict[str, Any], batch: int) -> tuple[Tensor, Tensor] | None:
-    """Return where packed sequences begin, of queries and of keys, if the model was given that; else None."""
-    given: dict[str, Any] = {name: others.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k")}
-    if all(x is None for x in given.values()):
+    """Return the offsets of packed queries and keys; None if the model passed none."""
+    offsets: dict[str, Any] = {name: others.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k")}
+    if all(x is None for x in offsets.values()):
         return None
-    check_strided(**given)
+    check_strided(**offsets)
     if batch != 1:
-        fail(ValueError, "cu_seq_lens_q", "a batch of 1 beside it, which holds all sequences", f"a batch of {batch}")
-    for name, x in given.items():
+        fail(ValueError, "cu_seq_lens_q", "a batch of 1, with all sequences packed in it", f"a batch of {batch}")
+    for name, x in offsets.items():
         if x.dtype not in (torch.int32, torch.int64):
             fail(TypeError, name, "an int32 or int64 tensor", x.dtype)
-        if x.dim() != 1:
-            fail(ValueError, name, "rank 1, (sequences + 1,)", tuple(x.shape))
-    rows, keys = (x.int() for x in given.values())
+        check_rank(name, x, "(sequences + 1,)")
+    rows, keys = (x.int() for x in offsets.values())
     return rows, keys
 
 
 def _pairs(scores: Tensor | None, keys: int) -> Tensor | None:
-    """Return a mask or bias in rank 4, as torch broadcasts it, cut to the number of keys."""
+    """Return a mask or bias with rank 4, cut to the number of keys."""
     if scores is None:
         return None
     scores = scores[(None,) * (4 - scores.dim())]

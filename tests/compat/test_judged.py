@@ -46,7 +46,7 @@ def made(model, route, tmp_path=None, name="fusedattn"):
     """Return a model of the same weights that selects `name` by one of the routes."""
     if route == "set_attn_implementation":
         other = copy.deepcopy(model)
-        other.set_attn_implementation(name)
+        other.set_attn_implementation(attn_implementation=name)
     elif route == "from_pretrained":
         model.save_pretrained(tmp_path)
         other = type(model).from_pretrained(tmp_path, attn_implementation=name)
