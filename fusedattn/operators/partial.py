@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..call.options import Call, wide_dtype
 from ..cpu import flash, small_k
-from ..cpu.run import has_gradients, is_narrow
+from ..cpu.run import has_gradients, is_narrow, too_large
 from ..naive import partial
 from ..naive.partial import LN2
 from . import flops
@@ -44,8 +44,15 @@ def forward(call: Call, backend: str) -> tuple[Tensor, Tensor]:
     out, _, _, kept = OPERATORS.forward(*call, False, False, True, backend)
     less, offset = kept[..., 0], flash.offset(call)  # the lse minus the offset is near 0, so it is exact
     lse = less + offset
+    if _is_inaccurate(call, lse):
+        return partial.forward(call)
     rounded = ((offset - lse) + less) / LN2  # the rounding error of that sum
     return out, torch.stack([lse, rounded.masked_fill_(lse == -INFINITE, INFINITE)], -1)
+
+
+def _is_inaccurate(call: Call, lse: Tensor) -> bool:
+    """Return whether one float32 number, the lse, is too inaccurate for merging and for gradients."""
+    return call.query.dtype == torch.float32 and too_large(lse)
 
 
 def backward(
@@ -66,12 +73,12 @@ def backward(
     stats, grad_lse = stats.contiguous(), None if grad_lse is None else grad_lse.contiguous()
     if backend not in KERNELS:
         call = widened(call)
-        if backend == "naive" or small_k.is_few(call) or not has_gradients(call, None, need):
-            return partial.backward(call, grad_out, grad_lse, out, stats, need)
-        grad_out = grad_out.to(call.query.dtype)
         largest, log2_sum = stats.unbind(-1)
         lse = torch.where(log2_sum == INFINITE, -INFINITE, (largest - flash.offset(call)) + log2_sum * LN2)
-        stats = lse[..., None]
+        by_kernel = backend != "naive" and not small_k.is_few(call) and has_gradients(call, None, need)
+        if not by_kernel or _is_inaccurate(call, lse):
+            return partial.backward(call, grad_out, grad_lse, out, stats, need)
+        grad_out, stats = grad_out.to(call.query.dtype), lse[..., None]
     grads = OPERATORS.backward(grad_out, grad_lse, None, out, grad_out.new_empty(0), stats, *call, backend, need)
     return [grad if wanted else None for grad, wanted in zip(grads, need, strict=True)]
 

@@ -22,6 +22,7 @@ CASES = {  # options, those that are learned, and whether keys are hidden
     "dropout, causal": (dict(dropout_p=0.3, seed=7, causal=True), (), False),
     "negative scale": (dict(scale=-0.3), (), False),
     "large scores": (dict(scale=200.0), (), False),
+    "rather large scores": (dict(scale=20.0), (), False),
 }
 ROWS, KEYS = 50, 71
 CUTS = {
@@ -45,8 +46,6 @@ def test_parts_make_the_whole(name, cut, backend):
     for dtype, tolerance in ((torch.float64, 1e-11), (torch.float32, None)):
         if dtype == torch.float32 and backend == "triton" and cut != "odd":
             continue  # the interpreter takes its time
-        if (name, cut, backend, dtype) == ("large scores", "one", "cpu", torch.float32):
-            continue  # PyTorch's kernel breaks the rule there, also in one call
         tensors, more = draw(dtype, ROWS, KEYS, learned=learned)
         options = options | more
         key_mask = torch.rand(2, KEYS, generator=torch.Generator().manual_seed(1)) > 0.4 if hidden else None
