@@ -44,7 +44,7 @@ def _of_call(call: Call) -> tuple[Tensor, Tensor]:
 def _attend(call: Call, decode: Decode) -> tuple[Tensor, Tensor]:
     most = capacity_of(decode)
     after = [min(max(length, 0) + decode.added, most) for length in decode.lengths.tolist()]
-    call, runs = naive.turned(decode), list(naive.alike(after))
+    call, runs = naive.rotated_query(decode), list(naive.alike(after))
     results = [_of_call(naive.of_length(call, decode, *run)) for run in runs]
     if len(results) == 1:
         return results[0]

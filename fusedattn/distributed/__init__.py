@@ -1,4 +1,4 @@
-"""Attention of a sequence that no GPU holds: cut over the processes of a group, by torch.distributed."""
+"""Attention of a sequence that is cut over the processes of a torch.distributed group."""
 
 from .gather import gather_attention, gather_attention_varlen
 from .parallel import ContextParallel

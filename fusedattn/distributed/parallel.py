@@ -1,4 +1,4 @@
-"""Modules whose sequence or heads are cut over ranks."""
+"""Options of modules: a sequence cut over ranks (context_parallel=), heads cut by tensor parallelism."""
 
 import math
 from collections.abc import Callable
@@ -18,13 +18,13 @@ LACKS = dict(ring=("mask", "bias", "query_mask", "need_weights"), gather=("need_
 
 
 class ContextParallel(NamedTuple):
-    """The context_parallel of a `fusedattn.MultiHeadAttention` whose inputs are cut into rows of each rank.
+    """The context_parallel= of a `fusedattn.MultiHeadAttention` whose inputs are this rank's rows of a sequence.
 
     Examples:
         >>> parallel = fusedattn.distributed.ContextParallel("ring", balance="zigzag")
         >>> layer = fusedattn.MultiHeadAttention(512, 8, causal=True, context_parallel=parallel)
 
-    method: "ring", "gather" or "ulysses". group, balance: as in `fusedattn.distributed.shard`; "ulysses" knows no
+    method: "ring", "gather" or "ulysses". group, balance: as in `fusedattn.distributed.shard`; "ulysses" takes no
     balance.
     """
 
@@ -33,12 +33,11 @@ class ContextParallel(NamedTuple):
     balance: str | None = None
 
     def __deepcopy__(self, memo: Any) -> "ContextParallel":
-        """Itself: a copy of a module belongs to the same group, which cannot be copied."""
+        """Return itself: a process group cannot be copied, so a copy of a module belongs to the same group."""
         return self
 
 
 def check_parallel(parallel: Any) -> None:
-    """Raise for what is no ContextParallel that a module can have."""
     if parallel is None:
         return
     if not isinstance(parallel, ContextParallel):
@@ -53,15 +52,12 @@ def check_parallel(parallel: Any) -> None:
 def attend(
     parallel: ContextParallel, q: Tensor, k: Tensor, v: Tensor, need_weights: bool, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Return (output, weights or None) of this rank's rows; options are those of `attention`.
-
-    Raises: NotImplementedError for what the method lacks.
-    """
-    check_parallel(parallel)  # an attribute of a module may have been set
+    """Return (output, weights or None) of this rank's rows. Raise for options that the method lacks."""
+    check_parallel(parallel)  # the attribute of the module may have changed
     options = {name: x for name, x in options.items() if x is not None}
     for name in LACKS[parallel.method]:
         if name in options or (need_weights and name == "need_weights"):
-            raise NotImplementedError(f"{name}: {parallel.method!r} of context_parallel cannot take it")
+            raise NotImplementedError(f"{name}: {parallel.method!r} of context_parallel does not support it")
     if parallel.method == "ulysses":
         results: Any = ulysses_attention(q, k, v, group=parallel.group, return_weights=need_weights, **options)
         return results if need_weights else (results, None)
@@ -71,7 +67,7 @@ def attend(
 def by_heads(projected: Tensor, name: str, heads: int, columns: int) -> Tensor:
     """Return a projection's output (B, S, H * D) as (B, H, S, D).
 
-    Tensor parallelism leaves H / size heads on each process. Raises: ValueError where the processes divide no heads.
+    Tensor parallelism leaves H / size heads on each process. Raise if the number of processes does not divide heads.
     """
     cut = [1]
     if is_dtensor(projected):

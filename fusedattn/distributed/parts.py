@@ -1,76 +1,79 @@
 """Attention of a rank's rows, Piece by Piece: each by a backend, and one softmax over all of them."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from ..api import attention
 from ..call.layout import arrange
-from ..call.options import (
-    BY_HEAD,
-    DIMS,
-    INPUTS,
-    TENSORS,
-    Call,
-    inputs as inputs_of,
-    sliced,
-    tensors as tensors_of,
-    wide_dtype,
-    with_tensors,
-)
+from ..call.options import BY_HEAD, DIMS, INPUTS, TENSORS, Call, sliced, tensors as tensors_of, wide_dtype, with_dims
 from ..naive.formula import without_autocast
 from ..operators import partial
 from . import ranks as ranks_of
-from .global_call import GlobalCall, Piece, in_dtypes_of
+from .global_call import GlobalCall, Piece, Prepare, agreed, gradients_of, prepared
 
 
 class Keys(Protocol):
-    """The keys and values of all ranks, as a method brings them to this one."""
+    """The keys and values of all ranks, in the order in which a method brings them to this rank."""
 
-    def __iter__(self) -> Iterator[tuple[int, Call, list[Piece]]]:
-        """Yield (owner, the call with the owner's keys and values, this rank's Pieces of it)."""
+    def __iter__(self) -> Iterator[tuple[int | None, Call, list[Piece]]]:
+        """Yield (owner, the call with the owner's keys and values, its Pieces). Owner None is all ranks."""
 
-    def wanted(self, owner: int) -> Collection[str]:
-        """Return "key" and "value" if the gradients of the owner's are wanted."""
-
-    def give_back(self, owner: int, key: Tensor | None, value: Tensor | None) -> None:
+    def give_back(self, owner: int | None, key: Tensor | None, value: Tensor | None) -> None:
         """Take this rank's gradients of the owner's keys and values."""
 
     def gradients(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return the gradients of own keys and values, from all ranks."""
-
-
-def part_of(call: Call, piece: Piece) -> Call:
-    """Return the partial call of a Piece: views of the tensors of a call, without sinks."""
-    tokens = dict(Q=piece.rows, K=piece.keys)
-    pairs = dict(B=piece.batch, Q=piece.pair_rows or piece.rows, K=piece.pair_keys or piece.keys)
-    tensors: dict[str, Any] = {
-        name: sliced(name, getattr(call, name), **(tokens if ("Q" in letters) != ("K" in letters) else pairs))
-        for name, letters in DIMS.items()
-        if letters
-    }
-    return call._replace(**tensors | dict(sinks=None), partial=True, **piece.fields)
+        """Return the gradients of this rank's keys and values, summed over all ranks."""
 
 
 Method = Callable[[GlobalCall], Keys]
 
 
-def attend(whole: GlobalCall, bring: Method) -> tuple[Tensor, Tensor]:
+def attend(function: str, given: dict[str, Any], method: Method, prepare: Prepare = prepared) -> Any:
+    """Return the result of a public function from its arguments by name."""
+    whole = agreed(function, given, prepare)
+    if whole is None:
+        return attend_locally(given)
+    out, lse = attend_pieces(whole, method)
+    return (out, lse) if given["return_lse"] else out
+
+
+def attend_locally(given: dict[str, Any]) -> Any:
+    """Return `fusedattn.attention`: the result of a process without a group."""
+    return attention(**{name: x for name, x in given.items() if name not in ("group", "balance")})
+
+
+def attend_pieces(whole: GlobalCall, method: Method) -> tuple[Tensor, Tensor]:
     """Return (output, lse) of this rank's rows."""
-    if whole.differentiated:
-        return _Attend.apply(*tensors_of(whole.call), ranks_of.anchor(whole.call.query), whole, bring)
-    out, rows = _forward(whole, bring)
+    if whole.wanted():
+        return _Attend.apply(*tensors_of(whole.call), ranks_of.anchor(whole.query), whole, method)
+    out, rows = _forward(whole, method)
     return out, rows.lse
 
 
+def _sliced(name: str, x: Tensor | None, piece: Piece) -> Any:
+    """Return a Piece's view of a field, or of a tensor of its shape."""
+    rows, keys = piece.rows, piece.keys
+    if DIMS[name] == "BHQK":
+        rows, keys = piece.pair_rows or rows, piece.pair_keys or keys
+    return sliced(name, x, B=piece.batch, Q=rows, K=keys)
+
+
+def _part_of(call: Call, piece: Piece) -> Call:
+    """Return the partial call of a Piece."""
+    tensors = {name: _sliced(name, getattr(call, name), piece) for name in with_dims("B")}
+    return call._replace(**tensors | dict(sinks=None, partial=True) | piece.fields)
+
+
 @without_autocast
-def _forward(whole: GlobalCall, bring: Method) -> tuple[Tensor, partial.RowStats]:
-    """Return (the output in query's dtype, the Rows that the backward needs)."""
+def _forward(whole: GlobalCall, method: Method) -> tuple[Tensor, partial.RowStats]:
+    """Return (output in query's dtype, RowStats for the backward)."""
     call, rows = whole.call, None
-    for _, shown, pieces in bring(whole):
+    for _, shown, pieces in method(whole):
         for piece in pieces:
-            part = part_of(shown, piece)
+            part = _part_of(shown, piece)
             rows = partial.start(call, partial.unit(part, whole.backend)) if rows is None else rows
             out, stats = partial.forward(part, whole.backend)
             partial.add(rows, piece.rows, out, *stats.unbind(-1))
@@ -80,62 +83,54 @@ def _forward(whole: GlobalCall, bring: Method) -> tuple[Tensor, partial.RowStats
     return arrange(rows.out, call.query), rows
 
 
-def _zeros(call: Call, wanted: Collection[str]) -> Call:
-    """Return totals of the wanted gradients, float32 (float64), in place of the tensors of a call."""
-    totals: dict[str, Any] = {
-        name: x.new_zeros(x.shape, dtype=wide_dtype(call)) if name in wanted and x is not None else None
-        for name, x in zip(INPUTS, inputs_of(call), strict=True)
-    }
-    return with_tensors(call, [None] * len(TENSORS))._replace(**totals)
+def _zeros(call: Call, names: Iterable[str]) -> dict[str, Any]:
+    """Return zeros of the shapes of a call's tensors, float32 (float64)."""
+    tensors = {name: getattr(call, name) for name in names}
+    return {name: x.new_zeros(x.shape, dtype=wide_dtype(call)) for name, x in tensors.items() if x is not None}
 
 
 @without_autocast
 def _backward(
-    whole: GlobalCall,
-    bring: Method,
-    rows: partial.RowStats,
-    out_grad: Tensor,
-    lse_grad: Tensor | None,
+    whole: GlobalCall, method: Method, rows: partial.RowStats, out_grad: Tensor, lse_grad: Tensor | None
 ) -> list[Tensor | None]:
-    """Return the gradients of the INPUTS of a call, None where no rank wants them."""
-    call, keys = whole.call, bring(whole)
-    # Options by head are equal on all ranks, and so are their gradients.
-    needed = {name for name in BY_HEAD if whole.wanted(name)} | whole.needs[whole.ranks.rank]
+    """Return a gradient for each of TENSORS."""
+    call, of_all, keys = whole.call, whole.wanted(), method(whole)
     if call.query_mask is not None:  # incoming gradients of hidden rows may be NaN
         hidden = ~call.query_mask[:, None]
         out_grad = out_grad.masked_fill(hidden[..., None], 0.0)
         lse_grad = None if lse_grad is None else lse_grad.masked_fill(hidden, 0.0)
-    own = _zeros(call, needed - {"key", "value", "sinks"})
+    own = _zeros(call, whole.wanted(whole.ranks.rank) & {"query", "bias"} | of_all & {*BY_HEAD} - {"sinks"})
     for owner, shown, pieces in keys:
-        travelling = _zeros(shown, keys.wanted(owner))
-        totals = own._replace(key=travelling.key, value=travelling.value)
-        wanted = [x is not None for x in inputs_of(totals)]
-        for piece in pieces if any(wanted) else ():
-            at = piece.rows
-            incoming = out_grad[:, :, at], None if lse_grad is None else lse_grad[:, :, at]
-            saved = rows.out[:, :, at], rows.stats[:, :, at]
-            made = partial.backward(part_of(shown, piece), whole.backend, *incoming, *saved, wanted)
-            for total, grad in zip(inputs_of(part_of(totals, piece)), made, strict=True):
-                if total is not None and grad is not None:
-                    total += grad
-        keys.give_back(owner, totals.key, totals.value)
-    grads = dict(zip(INPUTS, inputs_of(own), strict=True))
+        totals = own | _zeros(shown, whole.wanted(owner) & {"key", "value"})
+        need = [name in totals for name in INPUTS]
+        for piece in pieces if totals else ():
+            here = piece.rows
+            incoming = out_grad[:, :, here], None if lse_grad is None else lse_grad[:, :, here]
+            saved = rows.out[:, :, here], rows.stats[:, :, here]
+            found = partial.backward(_part_of(shown, piece), whole.backend, *incoming, *saved, need)
+            for name, grad in zip(INPUTS, found, strict=True):
+                if grad is not None:
+                    _sliced(name, totals[name], piece).add_(grad)
+        keys.give_back(owner, totals.get("key"), totals.get("value"))
+    grads: dict[str, Tensor | None] = dict(own)
     grads["key"], grads["value"] = keys.gradients()
-    if call.sinks is not None and "sinks" in needed:
+    if call.sinks is not None and "sinks" in of_all:
         grads["sinks"] = partial.of_sinks(call, rows, out_grad, lse_grad)
-    grads |= {name: ranks_of.sum_of(whole.ranks, x) for name in BY_HEAD if (x := grads[name]) is not None}
-    return in_dtypes_of(inputs_of(call), list(grads.values()))
+    for name in BY_HEAD:
+        if (grad := grads.get(name)) is not None:  # of the same tensor on all ranks
+            grads[name] = ranks_of.sum_of(whole.ranks, grad)
+    return gradients_of(call, grads)
 
 
 class _Attend(torch.autograd.Function):
-    """`attend` and its derivative."""
+    """`attend_pieces` and its derivative."""
 
     @staticmethod
     def forward(ctx, *arguments):
-        *tensors, _, whole, bring = arguments
-        out, rows = _forward(whole.with_tensors(tensors), bring)
-        ctx.whole, ctx.bring, ctx.unit = whole.with_tensors(), bring, rows.unit
-        ctx.save_for_backward(*tensors, *rows[:3])
+        *tensors, _, whole, method = arguments
+        out, rows = _forward(whole.with_tensors(tensors), method)
+        ctx.whole, ctx.method, ctx.unit = whole.with_tensors([None] * len(TENSORS)), method, rows.unit
+        ctx.save_for_backward(*tensors, rows.out, rows.largest, rows.log2_sum)
         ctx.set_materialize_grads(False)
         return out, rows.lse
 
@@ -144,6 +139,5 @@ class _Attend(torch.autograd.Function):
     def backward(ctx, out_grad, lse_grad):
         *tensors, out, largest, log2_sum = ctx.saved_tensors
         rows = partial.RowStats(out, largest, log2_sum, ctx.unit)
-        out_grad = tensors[0].new_zeros(()).expand(out.shape) if out_grad is None else out_grad
-        grads = _backward(ctx.whole.with_tensors(tensors), ctx.bring, rows, out_grad, lse_grad)
-        return *grads, *(None,) * (len(TENSORS) - len(INPUTS) + 3)
+        out_grad = out.new_zeros((), dtype=tensors[0].dtype).expand(out.shape) if out_grad is None else out_grad
+        return *_backward(ctx.whole.with_tensors(tensors), ctx.method, rows, out_grad, lse_grad), None, None, None

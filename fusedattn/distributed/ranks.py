@@ -1,4 +1,4 @@
-"""The processes that share a sequence: what they have to agree on, and how tensors go from one to another."""
+"""Ranks of a process group: they agree on a call, and send each other tensors."""
 
 import hashlib
 import json
@@ -13,13 +13,13 @@ from torch import Tensor
 from ..call.private import group_timeout, read_store, write_store
 from ..call.rules import fail
 
-STATEMENT = 4096  # bytes that a rank says of a call, always as many, so that ranks that disagree understand each other
-MESSAGE = 300  # characters of an error in it
-PATIENCE = timedelta(seconds=2)  # how long a rank that hears nothing more waits to read who was lost
+STATEMENT = 4096  # bytes of a rank's statement about a call: a fixed size, so ranks that disagree can read it
+MESSAGE = 300  # characters of an error in a statement
+PATIENCE = timedelta(seconds=2)  # time to wait, after a connection broke, for the number of the lost rank in the store
 
 
 class Ranks(NamedTuple):
-    """A process group, this process's rank in it, and how many there are."""
+    """A process group, the rank of this process in it, and the number of ranks."""
 
     group: Any
     rank: int
@@ -27,7 +27,7 @@ class Ranks(NamedTuple):
 
 
 def of(group: Any) -> Ranks | None:
-    """Return the Ranks of a process group or a DeviceMesh of one dimension; None without a default group."""
+    """Return the Ranks of a process group or of a DeviceMesh of one dimension; None without a default group."""
     if group is None:
         if not (dist.is_available() and dist.is_initialized()):
             return None
@@ -40,27 +40,31 @@ def of(group: Any) -> Ranks | None:
     if not (outside or isinstance(group, dist.ProcessGroup)):
         fail(TypeError, "group", "a process group, a DeviceMesh of one dimension or None", type(group).__name__)
     if outside or dist.get_rank(group) < 0:
-        fail(ValueError, "group", "a group that this process is a member of", "one that it is not")
+        fail(ValueError, "group", "a group that this process is a member of", "another group")
     return Ranks(group, dist.get_rank(group), dist.get_world_size(group))
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """Return a contiguous tensor as bytes, which every backend of torch.distributed sends."""
-    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)  # one element may have any stride
+    """Return a contiguous tensor as bytes, which every backend of torch.distributed can send."""
+    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)  # a single element may have any stride
 
 
 def agree(
-    ranks: Ranks, function: str, options: dict[str, Any], own: dict[str, int], problem: Exception | None
-) -> list[dict[str, int]]:
-    """Return each rank's own numbers, after all have said the same function and options.
+    ranks: Ranks, function: str, options: dict[str, Any], own: dict[str, Any], problem: Exception | None
+) -> list[dict[str, Any]]:
+    """Return `own` of each rank, once all ranks have called the same function with equal options.
 
-    Rank 0 hears all of them, and tells all what it heard: so it knows who did not come.
+    Rank 0 collects the statements of all ranks and sends them to all, so it knows which rank is missing.
 
     Args:
-        options: must be equal, as their reprs are. problem: why this rank cannot go on.
-    Raises: on every rank the same kind of error: its own problem, or ValueError for that of another; ValueError that
-        names the option and the rank that differs; RuntimeError for a rank that did not come within the time limit of
-        the group, or has ended.
+        options: must have equal reprs on all ranks.
+        own: facts as JSON can hold them, which may differ.
+        problem: the error of this rank.
+
+    Raises:
+        Exception: on all ranks. This rank's problem, or ValueError for the problem of another rank.
+        ValueError: on all ranks, with the name of an option that differs, and the rank.
+        RuntimeError: if a rank has ended, or did not call this within the time limit of the group.
     """
     digests = {name: hashlib.sha256(repr(value).encode()).hexdigest()[:14] for name, value in options.items()}
     table = _exchange_statements(
@@ -70,26 +74,28 @@ def agree(
         raise problem
     for rank, other in enumerate(table):
         if other["function"] != table[0]["function"]:
-            raise ValueError(f"{function}: expected the same function on all ranks, rank {rank} and rank 0 called two")
+            raise ValueError(
+                f"{function}: expected the same function on all ranks, rank {rank} and rank 0 called different ones"
+            )
     for rank, other in enumerate(table):
         if other["error"] is not None:
             raise ValueError(f"{function}: rank {rank} raised {other['error']}")
     for name, value in options.items():
         for rank, other in enumerate(table):
             if other["options"][name] != table[0]["options"][name]:
-                fail(ValueError, name, f"the same on rank {rank} as on rank 0", f"another (on this rank {value!r})")
+                fail(ValueError, name, f"the same on rank {rank} as on rank 0", f"another ({value!r} on this rank)")
     return [other["own"] for other in table]
 
 
 def _text(problem: Exception | None) -> str | None:
     if problem is None:
         return None
-    kind = next(x.__name__ for x in type(problem).__mro__ if x.__module__ == "builtins")  # ours derive from it
+    kind = next(x.__name__ for x in type(problem).__mro__ if x.__module__ == "builtins")  # our errors derive from it
     return f"{kind}: {problem}"[:MESSAGE]
 
 
-def _exchange_statements(ranks: Ranks, function: str, said: dict[str, Any]) -> list[dict[str, Any]]:
-    text = json.dumps(said, ensure_ascii=False).encode(errors="replace")
+def _exchange_statements(ranks: Ranks, function: str, statement: dict[str, Any]) -> list[dict[str, Any]]:
+    text = json.dumps(statement, ensure_ascii=False).encode(errors="replace")
     kinds = [pair.partition(":")[0] for pair in dist.get_backend_config(ranks.group).split(",")]
     device = torch.device("cpu")
     if "cpu" not in kinds:
@@ -102,23 +108,23 @@ def _exchange_statements(ranks: Ranks, function: str, said: dict[str, Any]) -> l
 
 
 def _fill(table: Tensor, ranks: Ranks, function: str) -> None:
-    """Fill in what the other ranks say; each row is what this rank says."""
+    """Fill in the statements of the other ranks, over copies of this rank's."""
     limit, key = group_timeout(ranks.group), f"fusedattn, lost of {dist.get_process_group_ranks(ranks.group)}"
 
     def missing(rank: int) -> RuntimeError:
         return RuntimeError(
-            f"{function}: rank {rank} of the group did not call it within {limit.total_seconds():g} s, or has ended"
+            f"{function}: rank {rank} of the group has ended, or did not call it within {limit.total_seconds():g} s"
         )
 
     def begin(operation: Any, pairs: Iterable[tuple[int, Tensor]]) -> list[Any]:
-        """Begin all at once: one by one NCCL would make a connection for each."""
+        """Begin all transfers at once. One by one, NCCL would open a connection for each."""
         return dist.batch_isend_irecv([dist.P2POp(operation, x, group=ranks.group, group_peer=r) for r, x in pairs])
 
     if ranks.rank == 0:
         others = range(1, ranks.size)
         for operation, tensors in ((dist.irecv, list(table)), (dist.isend, [table] * ranks.size)):
             works = begin(operation, [(r, tensors[r]) for r in others])
-            for r, work in zip(others, works, strict=False):  # NCCL has one for all
+            for r, work in zip(others, works, strict=False):  # NCCL returns one for all
                 try:
                     work.wait()
                 except RuntimeError as error:
@@ -128,7 +134,7 @@ def _fill(table: Tensor, ranks: Ranks, function: str) -> None:
         return
     try:
         for operation, x, least in ((dist.isend, table[0].clone(), limit), (dist.irecv, table, 2 * limit)):
-            # Rank 0 may wait for another as long as it is allowed to.
+            # Twice the limit to receive: rank 0 may itself wait for another rank that long.
             for work in begin(operation, [(0, x)]):
                 work.wait(least)
     except RuntimeError as error:
@@ -136,42 +142,36 @@ def _fill(table: Tensor, ranks: Ranks, function: str) -> None:
         raise missing(0 if lost is None else int(lost)) from error
 
 
-def check_rows(argument: str, rows: Sequence[int], every: Sequence[Sequence[Any]]) -> None:
-    """Raise unless each rank has as many rows as its Chunks."""
-    for rank, (count, some) in enumerate(zip(rows, every, strict=True)):
-        wanted = sum(chunk.last - chunk.first for chunk in some)
-        if count != wanted:
-            fail(ValueError, argument, f"{wanted} rows on rank {rank}, as `shard` cuts {sum(rows)}", count)
-
-
 def anchor(like: Tensor) -> Tensor:
-    """Return a leaf that requires a gradient, so that a rank whose tensors do not takes part in the backward."""
+    """Return a leaf that requires a gradient. It makes each rank take part in the backward."""
     return torch.zeros((), device=like.device, requires_grad=True)
 
 
 class Transfer(NamedTuple):
-    """Tensors under way: those that come, and the rank that they are waited for from."""
+    """A transfer that has begun. peer: the rank to name in an error."""
 
     tensors: tuple[Tensor, ...]
     works: tuple[Any, ...]
     peer: int | None
 
     def wait(self) -> tuple[Tensor, ...]:
-        """Return the tensors that have come."""
+        """Return the received tensors."""
         try:
             for work in self.works:
                 work.wait()
         except RuntimeError as error:
-            raise RuntimeError(f"fusedattn.distributed: no answer of rank {self.peer} of the group: {error}") from error
+            raise RuntimeError(
+                f"fusedattn.distributed: no answer from rank {self.peer} of the group: {error}"
+            ) from error
         return self.tensors
 
 
 def exchange(
     ranks: Ranks, sent: Iterable[Tensor], to: int | None, received: Iterable[Tensor], of: int | None
 ) -> Transfer:
-    """Begin to send tensors to one rank, and to fill others with what another sends; None is nobody.
+    """Begin to send tensors to rank `to`, and to receive others from rank `of`; None for no rank.
 
-    They are contiguous, and must not change before the Transfer has been waited for.
+    The tensors are contiguous, and must not change before `wait` has returned.
     """
     operations, received = [], tuple(received)
     for tensors, peer, operation in ((sent, to, dist.isend), (received, of, dist.irecv)):
@@ -184,7 +184,7 @@ def exchange(
 
 
 def all_to_all(ranks: Ranks, sent: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Send each rank a tensor, all of one dtype, and return what each sends this one, of these shapes."""
+    """Send a tensor to each rank, and return the tensors from each rank, of these shapes. All have one dtype."""
     like = sent[0]
     made = [like.new_empty(tuple(shape)) for shape in shapes]
     size = like.element_size()

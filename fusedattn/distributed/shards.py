@@ -1,5 +1,6 @@
-"""Cuts a sequence over the ranks of a group, and puts it together again."""
+"""Cuts a sequence over the ranks of a group, and joins it again."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from .ranks import Ranks
 
 
 class Chunk(NamedTuple):
-    """Rows first .. last - 1 of a sequence, which begin at row `at` of a rank's shard."""
+    """Rows first .. last - 1 of a sequence. They begin at row `at` of a rank's shard."""
 
     first: int
     last: int
@@ -23,12 +24,10 @@ class Chunk(NamedTuple):
 
     @property
     def length(self) -> int:
-        """The number of rows."""
         return self.last - self.first
 
     @property
-    def here(self) -> slice:
-        """The rows of the shard that they are."""
+    def in_shard(self) -> slice:
         return slice(self.at, self.at + self.length)
 
 
@@ -44,7 +43,7 @@ def _spans(length: int, count: int) -> list[tuple[int, int]]:
 
 
 def chunks(length: int, size: int, balance: str | None) -> list[list[Chunk]]:
-    """Return the Chunks of each of `size` ranks."""
+    """Return the Chunks of each of `size` ranks, for a sequence of this length."""
     if balance is None:
         return [[Chunk(first, last, 0)] for first, last in _spans(length, size)]
     spans = _spans(length, 2 * size)
@@ -52,8 +51,16 @@ def chunks(length: int, size: int, balance: str | None) -> list[list[Chunk]]:
     return [[Chunk(*early, 0), Chunk(*late, early[1] - early[0])] for early, late in pairs]
 
 
+def chunks_of(argument: str, lengths: Sequence[int], size: int, balance: str | None) -> list[list[Chunk]]:
+    """Return the Chunks of each rank. Raise for a rank whose rows of an argument are not as many."""
+    every = chunks(sum(lengths), size, balance)
+    for rank, (got, expected) in enumerate(zip(lengths, map(rows_of, every), strict=True)):
+        if got != expected:
+            fail(ValueError, argument, f"{expected} rows on rank {rank}, as `shard` cuts {sum(lengths)}", got)
+    return every
+
+
 def rows_of(some: list[Chunk]) -> int:
-    """Return how many rows Chunks have together."""
     return sum(chunk.length for chunk in some)
 
 
@@ -63,21 +70,21 @@ def _own(length: int, ranks: Ranks | None, balance: str | None) -> list[Chunk]:
 
 @overridable
 def shard(x: Tensor, dim: int, *, group: Any = None, balance: str | None = None) -> Tensor:
-    """Return this rank's rows of a tensor that is whole on every rank; nothing is sent.
+    """Return this rank's rows of a tensor that every rank has whole, without communication.
 
     Examples:
         >>> x = torch.arange(8)[None]
-        >>> fusedattn.distributed.shard(x, 1).shape  # without a process group all of it
+        >>> fusedattn.distributed.shard(x, 1).shape  # without a process group: all rows
         torch.Size([1, 8])
 
     Args:
         x: any strided tensor.
-        dim: along which it is cut.
-        group: a process group or a DeviceMesh of one dimension; None is the default group, or, where there is none,
-            this process alone.
-        balance: None gives rank r of n the r-th of n spans. "zigzag" gives it spans r and 2 * n - 1 - r of 2 * n, one
-            behind the other, so that causal attention is as much work for each. The first spans have one row more,
-            where the length is not divisible.
+        dim: the dimension to cut.
+        group: a process group or a DeviceMesh of one dimension; None is the default group. Without a default group,
+            this process has all rows.
+        balance: None gives rank r of n the r-th of n spans. "zigzag" gives it spans r and 2 * n - 1 - r of 2 * n,
+            joined, so that all ranks have equal work in causal attention. If the length is not divisible, the first
+            spans have one row more.
 
     Raises:
         TypeError, ValueError: for wrong arguments.
@@ -86,12 +93,12 @@ def shard(x: Tensor, dim: int, *, group: Any = None, balance: str | None = None)
     dim = _checked_dim(x, dim)
     check_balance(balance)
     own = _own(x.shape[dim], ranks_of.of(group), balance)
-    pieces = [x.narrow(dim, chunk.first, chunk.last - chunk.first) for chunk in own]
+    pieces = [x.narrow(dim, chunk.first, chunk.length) for chunk in own]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
 
 def positions(length: int, *, group: Any = None, balance: str | None = None, device: Device = None) -> Tensor:
-    """Return the indices of this rank's rows of a sequence, int64, as rotary embeddings and labels need them.
+    """Return the positions of this rank's rows in the whole sequence, int64, for rotary embeddings and labels.
 
     Examples:
         >>> fusedattn.distributed.positions(4)
@@ -99,7 +106,7 @@ def positions(length: int, *, group: Any = None, balance: str | None = None, dev
 
     Args:
         group, balance: as in `shard`.
-        device: where the result is.
+        device: the device of the result.
 
     Raises:
         TypeError, ValueError: for wrong arguments.
@@ -125,21 +132,21 @@ def _checked_dim(x: Tensor, dim: Any) -> int:
 
 @overridable
 def unshard(x: Tensor, dim: int, *, group: Any = None, balance: str | None = None) -> Tensor:
-    """Return the whole tensor, on every rank, from the rows that `shard` gave each.
+    """Return the whole tensor on every rank, from the rows that `shard` gave each: its inverse.
 
     Examples:
         >>> x = torch.arange(8)[None]
         >>> fusedattn.distributed.unshard(fusedattn.distributed.shard(x, 1), 1).shape
         torch.Size([1, 8])
 
-    Its gradient is the sum of those of all ranks, as if what is minimised were the sum of all their losses.
+    The gradient of x is summed over all ranks, as if the loss were the sum of their losses.
 
     Args:
-        x: the rank's rows. Only the number of rows may differ between ranks.
+        x: this rank's rows. Only the number of rows may differ between ranks.
         dim, group, balance: as in `shard`.
 
     Raises:
-        TypeError, ValueError: on all ranks where one of them is wrong.
+        TypeError, ValueError: on all ranks, for wrong arguments on one.
     """
     ranks, problem = ranks_of.of(group), None
     options: dict[str, Any] = {}
@@ -158,16 +165,14 @@ def unshard(x: Tensor, dim: int, *, group: Any = None, balance: str | None = Non
     if ranks is None:
         return x
     table = ranks_of.agree(ranks, "unshard", options, own, problem)
-    rows = [entry["rows"] for entry in table]
-    every = chunks(sum(rows), ranks.size, balance)
-    ranks_of.check_rows("x", rows, every)
+    every = chunks_of("x", [entry["rows"] for entry in table], ranks.size, balance)
     if any(entry["grad"] for entry in table):
         return _Unshard.apply(x, ranks_of.anchor(x), dim, ranks, every)
     return gathered(x, dim, ranks, every)
 
 
 def gathered(x: Tensor, dim: int, ranks: Ranks, every: list[list[Chunk]]) -> Tensor:
-    """Return the whole of a tensor of which each rank has its Chunks along a dimension."""
+    """Return the whole tensor, of which each rank has its Chunks along a dimension."""
     most = max(map(rows_of, every))
     own = x.movedim(dim, 0).contiguous()
     shape = own.shape[1:]
@@ -179,12 +184,12 @@ def gathered(x: Tensor, dim: int, ranks: Ranks, every: list[list[Chunk]]) -> Ten
     whole = own.new_empty(sum(map(rows_of, every)), *shape)
     for block, some in zip(received, every, strict=True):
         for chunk in some:
-            whole[chunk.first : chunk.last] = block[chunk.here]
+            whole[chunk.first : chunk.last] = block[chunk.in_shard]
     return whole.movedim(0, dim)
 
 
 def scattered(x: Tensor, dim: int, ranks: Ranks, every: list[list[Chunk]]) -> Tensor:
-    """Return this rank's rows of the sum of whole tensors over ranks: the derivative of `gathered`."""
+    """Return this rank's rows of a sum over ranks of whole tensors: the derivative of `gathered`."""
     whole = x.movedim(dim, 0)
     sent = [torch.cat([whole[chunk.first : chunk.last] for chunk in some]) for some in every]
     rows, shape = rows_of(every[ranks.rank]), whole.shape[1:]
@@ -193,8 +198,6 @@ def scattered(x: Tensor, dim: int, ranks: Ranks, every: list[list[Chunk]]) -> Te
 
 
 class _Unshard(torch.autograd.Function):
-    """`gathered`, and its derivative."""
-
     @staticmethod
     def forward(ctx, x, anchor, dim, ranks, every):
         ctx.rest = dim, ranks, every

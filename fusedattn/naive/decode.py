@@ -1,4 +1,4 @@
-"""Appends to caches, and turns a call to a cache into a dense call: pages gathered, lengths as key_mask, rotated."""
+"""Appends to caches, and turns a call to a cache into a dense one: pages gathered, lengths as key_mask, rotated."""
 
 import functools
 import itertools
@@ -15,52 +15,52 @@ from ..call.private import holds, unmapped
 from ..call.rules import fail
 
 _Length = TypeVar("_Length")
-WORTH = 2**13  # elements of a key cache that are not read, for which one call more pays: on a CPU it takes 0.1 ms
+WORTH = 2**13  # elements of a key cache that an extra call must skip to pay off: the call takes 0.1 ms on a CPU
 
 
 def rotated(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """(B, H, S, D) with its first columns turned in pairs, by the angles of positions (B or 1, S), in x's dtype.
+    """Return x (B, H, S, D) with rotary embeddings of positions (B or 1, S) applied to its first columns.
 
-    Pairs are columns 2n and 2n + 1 if interleaved, otherwise n and n + half. A position past the angles takes the last.
+    Pairs are columns 2n and 2n + 1 if interleaved, otherwise n and n + half. Positions past the angles take the last.
     Source: RoFormer, arXiv:2104.09864, section 3.2.
     """
     half, wide = cos.shape[1], torch.promote_types(x.dtype, torch.float32)
     positions = positions.clamp(0, cos.shape[0] - 1)
     c, s = (angles[positions][:, None].to(wide) for angles in (cos, sin))  # (B or 1, 1, S, half)
-    turned = x[..., : 2 * half].to(wide)
-    pairs = turned.unflatten(-1, (half, 2)) if interleaved else turned.unflatten(-1, (2, half)).mT
+    columns = x[..., : 2 * half].to(wide)
+    pairs = columns.unflatten(-1, (half, 2)) if interleaved else columns.unflatten(-1, (2, half)).mT
     first, second = pairs.unbind(-1)
     pairs = torch.stack([first * c - second * s, first * s + second * c], -1)
-    turned = (pairs if interleaved else pairs.mT).flatten(-2)
-    return arrange(torch.cat([turned.to(x.dtype), x[..., 2 * half :]], -1), x)
+    columns = (pairs if interleaved else pairs.mT).flatten(-2)
+    return arrange(torch.cat([columns.to(x.dtype), x[..., 2 * half :]], -1), x)
 
 
 def _to_write(
-    cache: Tensor, new: Tensor, position: Tensor, table: Tensor | None, room: int
+    cache: Tensor, new: Tensor, position: Tensor, table: Tensor | None, capacity: int
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """(pages, slots, rows) to write new (B, H, S, D) to, at the positions (B, S) of each sequence; None if nothing.
+    """Return (pages, slots, rows) that write new (B, H, S, D) to positions (B, S); None if there is nothing to write.
 
-    What has no place in the cache is dropped.
+    Rows past the capacity or on pages outside the pool are dropped.
     """
     pages, _, page, _ = cache.shape
-    if any(holds(size == 0, False) for size in (*cache.shape, *new.shape, room)):
+    if any(holds(size == 0, False) for size in (*cache.shape, *new.shape, capacity)):
         return None
     if table is None:
         number = torch.arange(pages, device=cache.device)[:, None].expand_as(position)
     else:
         number = table.long().gather(1, (position // page).clamp(max=table.shape[1] - 1))
-    kept = ((position < room) & (number >= 0) & (number < pages)).flatten()
-    number, slot = (torch.where(kept, x.flatten(), 0) for x in (number, position % page))
+    valid = ((position < capacity) & (number >= 0) & (number < pages)).flatten()
+    number, slot = (torch.where(valid, x.flatten(), 0) for x in (number, position % page))
     rows = new.transpose(1, 2).flatten(0, 1)
-    # No two may write different things to one place: what is dropped writes what the first one holds in the end.
-    first = kept & (number == 0) & (slot == 0)
-    # By index_select: a tensor as a plain index would be fetched.
+    # Dropped rows write to the first slot of page 0, so they must write what it holds in the end.
+    first = valid & (number == 0) & (slot == 0)
+    # By index_select: a tensor as a plain index would cause a host sync.
     held = torch.where(first.any(), rows.index_select(0, first.int().argmax()[None]), cache.narrow(0, 0, 1)[:, :, 0])
-    return number, slot, torch.where(kept[:, None, None], rows, held)
+    return number, slot, torch.where(valid[:, None, None], rows, held)
 
 
 def _gathered(cache: Tensor, table: Tensor | None) -> Tensor:
-    """Return (B, H, capacity, D) of a cache in pages. Page numbers outside the pool get any page."""
+    """Return a paged cache as (B, H, capacity, D). Page numbers outside the pool give any page."""
     if table is None:
         return cache
     pages, heads, page, dim = cache.shape
@@ -69,13 +69,13 @@ def _gathered(cache: Tensor, table: Tensor | None) -> Tensor:
     return cache[table.long().clamp(0, pages - 1)].transpose(1, 2).flatten(2, 3)
 
 
-def _levelled(call: Call, shift: Tensor) -> Call:
-    """Return a call whose mask and bias put row i of batch b level with key i + shift[b]."""
+def _with_shifts(call: Call, shift: Tensor) -> Call:
+    """Return a call with band and slopes inside its mask and bias. Row i of batch b is level with key i + shift[b]."""
     if call.top_left or (call.left is None and call.right is None and call.alibi_slopes is None):
         return call
     device = shift.device
-    level = torch.arange(call.query.shape[2], device=device)[:, None] + shift[:, None, None, None]
-    offset = torch.arange(call.key.shape[2], device=device) - level  # (B, 1, Sq, capacity)
+    row = torch.arange(call.query.shape[2], device=device)[:, None] + shift[:, None, None, None]
+    offset = torch.arange(call.key.shape[2], device=device) - row  # (B, 1, Sq, capacity)
     conditions = [] if call.mask is None else [call.mask]
     conditions += [] if call.left is None else [offset >= -call.left]
     conditions += [] if call.right is None else [offset <= call.right]
@@ -83,26 +83,27 @@ def _levelled(call: Call, shift: Tensor) -> Call:
     bias = call.bias
     if call.alibi_slopes is not None:
         wide = torch.promote_types(call.query.dtype, torch.float32)
-        far = -call.alibi_slopes.to(wide)[:, :, None, None] * offset.abs()
-        bias = far if bias is None else far + bias
+        penalty = -call.alibi_slopes.to(wide)[:, :, None, None] * offset.abs()
+        bias = penalty if bias is None else penalty + bias
     return call._replace(mask=mask, bias=bias, left=None, right=None, alibi_slopes=None)
 
 
 def _lengths(decode: Decode) -> tuple[Tensor, Tensor]:
+    """Return the lengths of sequences before and after the append."""
     before = decode.lengths.long().clamp(0, capacity_of(decode))
     return before, (before + decode.added).clamp(max=capacity_of(decode))
 
 
 def _check_mapped(decode: Decode) -> None:
-    """Raise for a cache that torch.vmap does not map over, although it maps over what is written there."""
-    if torch.compiler.is_compiling():  # which knows no mapped tensors
+    """Raise for a cache that torch.vmap does not map over if it maps over what is appended."""
+    if torch.compiler.is_compiling():  # it cannot tell mapped tensors
         return
     where = decode.lengths, decode.table, decode.cos, decode.sin
     for name, new in (("key_cache", decode.new_key), ("value_cache", decode.new_value)):
         cache = getattr(decode, name)
         if unmapped(cache) is cache and any(unmapped(x) is not x for x in (new, *where) if x is not None):
             expected = "a cache that torch.vmap maps over, as it maps over what is appended"
-            fail(ValueError, name, expected, "one that it does not")
+            fail(ValueError, name, expected, "a cache without that dimension")
 
 
 def append(decode: Decode) -> None:
@@ -114,35 +115,34 @@ def append(decode: Decode) -> None:
     if decode.cos is not None and decode.sin is not None:
         new_key = rotated(new_key, position, decode.cos, decode.sin, decode.interleaved)
     caches, rows = (decode.key_cache, decode.value_cache), (new_key, decode.new_value)
-    # Both are read before either is written to, for what is new may lie in a cache.
+    # Read both before writing either: the new rows may be views of a cache.
     writes = [_to_write(*each, position, decode.table, capacity_of(decode)) for each in zip(caches, rows, strict=True)]
     for cache, write in zip(caches, writes, strict=True):
         if write is not None:
             number, slot, values = write
-            # Indices side by side: of those apart torch.vmap writes values to other places (torch 2.13).
+            # Adjacent indices: with separate ones torch.vmap writes to other places (torch 2.13).
             cache.transpose(1, 2)[number, slot] = values
 
 
 def dense(decode: Decode) -> Call:
-    """Return the equal call of `attention`, on caches after the append."""
-    call, (_, after) = turned(decode), _lengths(decode)
+    """Return the equivalent call of `attention`, on caches after the append."""
+    call, (_, after) = rotated_query(decode), _lengths(decode)
     real = torch.arange(call.key.shape[2], device=after.device) < after[:, None]
     real = real if call.key_mask is None else real & call.key_mask
     key, value = _gathered(decode.key_cache, decode.table), _gathered(decode.value_cache, decode.table)
-    return _levelled(call, after - call.query.shape[2])._replace(key=key, value=value, key_mask=real)
+    return _with_shifts(call, after - call.query.shape[2])._replace(key=key, value=value, key_mask=real)
 
 
 def by_length(decode: Decode) -> list[Call] | None:
-    """`dense` in several calls, of consecutive sequences of one length each, with no keys past it; None where not.
+    """Return `dense` as several calls, each for consecutive sequences of one length, without keys past it.
 
-    Lengths are known on a CPU where no compiler and no transform would have to see that they are read; and several
-    calls have to be worth it.
+    None if lengths cannot be read without a host sync, a graph break or an error in a transform, or if it does not pay.
     """
     if torch.compiler.is_compiling() or decode.lengths.device.type != "cpu" or not len(decode.lengths):
         return None
     if not plain((*decode, *decode.call)):
         return None
-    call, lengths = turned(decode), _lengths(decode)[1].tolist()
+    call, lengths = rotated_query(decode), _lengths(decode)[1].tolist()
     runs = list(alike(lengths))
     skipped = (len(lengths) * call.key.shape[2] - sum(lengths)) * call.key.shape[1] * call.key.shape[3]
     if skipped < WORTH * (len(runs) - 1):
@@ -151,7 +151,7 @@ def by_length(decode: Decode) -> list[Call] | None:
 
 
 def alike(lengths: list[_Length]) -> Iterator[tuple[int, int, _Length]]:
-    """Yield (first, last + 1, length) of consecutive sequences of one length."""
+    """Yield (first, last + 1, length) for each run of equal lengths."""
     first = 0
     for length, run in itertools.groupby(lengths):
         last = first + len(list(run))
@@ -170,7 +170,8 @@ def of_length(call: Call, decode: Decode, first: int, last: int, length: int) ->
     return call._replace(**own)
 
 
-def turned(decode: Decode) -> Call:
+def rotated_query(decode: Decode) -> Call:
+    """Return the call to a cache, its query with rotary embeddings."""
     call = decode.call
     if decode.cos is None or decode.sin is None:
         return call

@@ -1,4 +1,4 @@
-"""Makes the inputs of a call such that the formula may compute with all of them: one dtype, nothing that is hidden."""
+"""Prepares the inputs of a call for the formula: one dtype, and zeros for hidden rows and keys."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from ..call.options import INPUTS, Call, inputs
 
 
 def prepared(call: Call, dtype: torch.dtype) -> Call:
-    """Return the call in `dtype`, with zeros in what key_mask and query_mask hide."""
+    """Return the call in `dtype`, with zeros for rows and keys that query_mask and key_mask hide."""
     if call.key_mask is call.query_mask is None and all(x is None or x.dtype == dtype for x in inputs(call)):
         return call
     learned = [name for name in INPUTS if name not in ("query", "key", "value") and getattr(call, name) is not None]
@@ -24,11 +24,11 @@ def prepared(call: Call, dtype: torch.dtype) -> Call:
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `tensor` in `dtype`; finite values stay finite: float64's finfo.min is a number, not a mask."""
+    """Return a tensor in `dtype`. Finite values stay finite: finfo.min of float64 is a number, not a mask."""
     lowest = torch.finfo(dtype).min
     if torch.finfo(tensor.dtype).min < lowest:
         hidden = tensor == float("-inf")
         finite = tensor.masked_fill(hidden, 0.0)
         clamped = tensor.detach().clamp(lowest, -lowest).masked_fill(hidden, float("-inf"))
-        tensor = clamped + (finite - finite.detach())  # a clamp would have no gradient where it clamps
+        tensor = clamped + (finite - finite.detach())  # a clamp would stop gradients
     return tensor.to(dtype)

@@ -1,14 +1,14 @@
-"""Masks, biases and dropout of the pairs of a block."""
+"""Masks, biases and dropout for the (row, key) pairs of a block."""
 
 import functools
 
 import torch
 from torch import Tensor
 
-from ..call.options import Call, diagonal, shift
+from ..call.options import Call, Origin, diagonal, shift
 from ..call.private import holds
 from . import dropout
-from .blocks import Block, level
+from .blocks import Block, known_diagonal
 from .inputs import cast
 
 
@@ -21,7 +21,7 @@ def cut(pairs: Tensor, block: Block) -> Tensor:
 
 
 def _offsets(call: Call, block: Block) -> Tensor:
-    """Return how far right of the diagonal each key is: (rows, keys), (n, 1, rows, keys) of a padded call."""
+    """Return key - diagonal of each pair: (rows, keys), or (n, 1, rows, keys) for padded sequences."""
     device = call.query.device
     row = torch.arange(block.first, block.last, device=device)[:, None]
     if call.cu_seqlens_q is None or call.cu_seqlens_k is None or call.top_left:
@@ -54,8 +54,8 @@ def visible(call: Call, block: Block) -> Tensor | None:
 def hide(weights: Tensor, call: Call, block: Block) -> Tensor:
     """Set the weights of hidden pairs to 0 in place, NaN included."""
     first, last, begin, end = block
-    offset, masks = level(call), (call.mask, call.bias, call.key_mask, call.query_mask)
-    if offset is None or any(x is not None for x in masks):
+    offset = known_diagonal(call)
+    if offset is None or _masked(call):
         seen = visible(call, block)
         return weights if seen is None else weights.masked_fill_(~seen, 0.0)
     if call.left is not None and begin < last - 1 + offset - call.left:
@@ -66,47 +66,50 @@ def hide(weights: Tensor, call: Call, block: Block) -> Tensor:
 
 
 def edges(call: Call, block: Block) -> list[tuple[slice, Tensor]]:
-    """(columns, which of their pairs causal and window hide) of a block on a CPU of which nothing else hides any."""
-    offset, sides, found = level(call), [], []
+    """Return (columns, pairs of them that causal and window hide) of a block on a CPU without masks."""
+    offset, sides, hidden = known_diagonal(call), [], []
     first, last, begin, end = block
     assert offset is not None
-    if call.left is not None:  # the last row sees no key before its edge, and the others some
+    if call.left is not None:  # columns that the first row may see and the last row does not
         sides.append((begin, min(end, last - 1 + offset - call.left), first + offset - call.left, False))
     if call.right is not None:
         sides.append((max(begin, first + offset + call.right + 1), end, first + offset + call.right, True))
     for start, stop, limit, right in sides:
         if start < stop:
             rows, columns = last - first, stop - start
-            # Blocks of one call, and calls of one model, ask for the same few again and again.
+            # Blocks of one call, and calls of one model, repeat a few edges.
             edge = (_kept_edge if rows * columns <= LARGEST_KEPT else _edge)(rows, columns, limit - start, right)
-            found.append((slice(start - begin, stop - begin), edge))
-    return found
+            hidden.append((slice(start - begin, stop - begin), edge))
+    return hidden
 
 
 def _edge(rows: int, columns: int, diagonal: int, right: bool) -> Tensor:
-    """Return (rows, columns): True right of the diagonal, column diagonal + i of row i, or else left of it."""
+    """Return bool (rows, columns): True right of column i + diagonal in row i, or else left of it."""
     everywhere = torch.ones(rows, columns, dtype=torch.bool, device="cpu")
     return everywhere.triu_(diagonal + 1) if right else everywhere.tril_(diagonal - 1)
 
 
-LARGEST_KEPT = 2**16  # elements
+LARGEST_KEPT = 2**16  # elements of an edge that is kept
 _kept_edge = functools.lru_cache(maxsize=16)(_edge)
 
 
+def _masked(call: Call) -> bool:
+    return any(x is not None for x in (call.mask, call.bias, call.key_mask, call.query_mask))
+
+
 def only_edges(call: Call, block: Block) -> bool:
-    """Return whether `edges` alone hides pairs of a block, and each of its rows sees a key."""
-    masks = call.mask, call.bias, call.key_mask, call.query_mask
-    offset = level(call)
-    if offset is None or block.end == block.begin or any(x is not None for x in masks):
+    """Return whether only causal and window hide pairs of a block, and each of its rows sees a key."""
+    offset = known_diagonal(call)
+    if offset is None or block.end == block.begin or _masked(call):
         return False
-    # The first row may see nothing at its right end, the last one at its left end; those between see more.
+    # Only the first row may see nothing because of `right`, and only the last because of `left`.
     return (call.right is None or block.first + offset + call.right >= 0) and (
         call.left is None or block.last - 1 + offset - call.left < call.key.shape[2]
     )
 
 
 def added(call: Call, block: Block, dtype: torch.dtype) -> list[Tensor]:
-    """Return the terms that are added to the scores of a block, in a dtype."""
+    """Return the terms to add to the scores of a block."""
     terms = []
     if call.alibi_slopes is not None:
         distance = _offsets(call, block).abs().to(dtype)
@@ -117,11 +120,15 @@ def added(call: Call, block: Block, dtype: torch.dtype) -> list[Tensor]:
 
 
 def factor(call: Call, planes: Tensor | None, block: Block) -> Tensor | None:
-    """Return the factors of dropout for the weights of a block: 0 or 1 / (1 - dropout_p)."""
+    """Return the dropout factors for the weights of a block: 0 or 1 / (1 - dropout_p)."""
     if call.seed is None or planes is None:
         return None
     first, last, begin, end = block
-    _, row, key, *_ = (0,) * 3 if call.origin is None else call.origin
-    kept = dropout.keep(call.seed, planes.flatten(), first + row, last + row, end + key, call.dropout_p, begin + key)
-    kept = kept.view(*planes.shape, last - first, end - begin)
-    return kept.to(call.query.dtype).mul_(1 / (1 - call.dropout_p) if call.dropout_p < 1 else 0.0)
+    origin = Origin() if call.origin is None else Origin(*call.origin)
+    rows, keys = (first + origin.row, last + origin.row), (begin + origin.key, end + origin.key)
+    kept = dropout.keep(call.seed, planes.flatten(), rows, keys, call.dropout_p)
+    return (
+        kept.view(*planes.shape, last - first, end - begin)
+        .to(call.query.dtype)
+        .mul_(1 / (1 - call.dropout_p) if call.dropout_p < 1 else 0.0)
+    )

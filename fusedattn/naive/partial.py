@@ -1,4 +1,4 @@
-"""Attention over some of the keys that rows see, by its definition: of rows whose softmax is over all of them."""
+"""The definition of a partial call: attention over some of the keys that its rows see."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -18,7 +18,7 @@ _multiply, _add_up = FEWEST_COPIES
 
 
 def _sequences(call: Call) -> Iterator[tuple[Call, slice, slice]]:
-    """Yield each packed sequence as a dense call, with the places of its rows and keys."""
+    """Yield (dense call, its rows, its keys) for each packed sequence, or a dense call as it is."""
     if call.cu_seqlens_q is None or call.cu_seqlens_k is None:
         yield call, slice(None), slice(None)
         return
@@ -26,12 +26,12 @@ def _sequences(call: Call) -> Iterator[tuple[Call, slice, slice]]:
     origin = Origin(heads=call.query.shape[1]) if call.origin is None else Origin(*call.origin)
     for b in range(len(rows) - 1):
         own = origin._replace(plane=origin.plane + b * origin.heads)
-        made = part_of(call, rows, keys, b, b + 1)._replace(cu_seqlens_q=None, cu_seqlens_k=None, origin=own)
-        yield made, slice(rows[b], rows[b + 1]), slice(keys[b], keys[b + 1])
+        one = part_of(call, rows, keys, b, b + 1)._replace(cu_seqlens_q=None, cu_seqlens_k=None, origin=own)
+        yield one, slice(rows[b], rows[b + 1]), slice(keys[b], keys[b + 1])
 
 
 def _blocks(call: Call) -> Iterator[Block]:
-    """Return blocks of as many rows as the budget of scores allows."""
+    """Return blocks of as many rows as BUDGET allows."""
     batch, heads, rows, _ = call.query.shape
     row_bytes = 4 * batch * heads * max(1, call.key.shape[2]) * call.query.element_size()
     return (block(call, *span) for span in spans(rows, BUDGET // max(1, row_bytes)))
@@ -40,10 +40,9 @@ def _blocks(call: Call) -> Iterator[Block]:
 def _weights(
     part: Part, where: Block, row_max: Tensor | None, log2_sum: Tensor | float, stored: torch.dtype = torch.float64
 ) -> tuple[Tensor, Tensor]:
-    """(weights of a block, the largest score of a row): exp(score - largest) / 2**log2_sum.
+    """Return (weights of a block, row_max): exp(score - row_max) / 2**log2_sum.
 
-    row_max: the largest, of more than these keys; None looks for it here, and rounds it to the dtype that it is stored
-    in.
+    row_max: the largest score over all keys; None computes it from this block, rounded to the dtype `stored`.
     """
     call, (first, last, begin, end) = part.call, where
     scores = _multiply(call.query[:, :, first:last], call.key[:, :, begin:end], call.scale)
@@ -66,21 +65,19 @@ def _sum(part: Part, where: Block, weights: Tensor) -> Tensor:
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
-    """(output, stats) of a call without sinks, in float32 (float64).
+    """Return (output, stats) of a call without sinks, in float32 (float64).
 
-    They are computed in float64, as nothing here is fast: the gradient of a row whose weights are those of one key is a
-    difference that eager PyTorch rounds alike on both sides, and that parts do not. stats (B, Hq, Sq, 2) are the
-    largest score of a row, and the binary logarithm of the sum of exp(score - largest); of a row that sees nothing -inf
-    and inf.
+    stats (B, Hq, Sq, 2) are the largest score of a row, and log2(sum of exp(score - largest)); -inf and inf for a row
+    that sees nothing. All is computed in float64. If one key has all weight of a row, the gradient is a difference of
+    two sums; eager PyTorch rounds both alike, but parts do not.
     """
     rows, wide = call.query.shape[:3], wide_dtype(call)
     out = call.query.new_zeros((*rows, call.value.shape[3]), dtype=wide)
     stats = out.new_empty(*rows, 2)
     for one, of_rows, _ in _sequences(call):
-        made = prepared(one, torch.float64)
-        part = uncut(made)
+        part = uncut(prepared(one, torch.float64))
         own_out, own_stats = out[:, :, of_rows], stats[:, :, of_rows]
-        for where in _blocks(made):
+        for where in _blocks(part.call):
             weights, row_max = _weights(part, where, None, 0.0, wide)
             total, here = weights.sum(-1), slice(where.first, where.last)
             own_out[:, :, here] = _sum(part, where, weights) / total.masked_fill(total == 0, 1.0)[..., None]
@@ -92,10 +89,10 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
 def backward(
     call: Call, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, stats: Tensor, need: Sequence[bool]
 ) -> list[Tensor | None]:
-    """Gradients of the first fields of a call, None where they are not needed; out and stats are of all keys.
+    """Return gradients of the INPUTS, None if not needed. out and stats are over all keys.
 
-    The gradient of a score is its weight times (that of the weight - that of the output times the output + that of
-    lse): what a sum of values and a sum of weights have, if all that the weights are divided by is constant.
+    The gradient of a score is weight * (grad_weight - grad_out . out + grad_lse). That is the gradient of a sum of
+    values and a sum of weights whose normaliser is constant.
     """
     empty, grad_out = stats[..., 1] == float("inf"), grad_out.double()
     delta = (grad_out * out).sum(-1)
@@ -118,25 +115,23 @@ def _zeros(call: Call, need: Sequence[bool], dtype: torch.dtype) -> list[Tensor 
 
 
 def _of_one(call: Call, grad_out: Tensor, delta: Tensor, stats: Tensor, need: Sequence[bool]) -> list[Tensor | None]:
-    """`backward` of a dense call, without what is hidden in the incoming gradients."""
-    made = prepared(call, torch.float64)
-    grads = _zeros(made, need, torch.float64)
-    which = [number for number, grad in enumerate(grads) if grad is not None]
-    for where in _blocks(made):
+    """Return `backward` of a dense call. The incoming gradients are 0 for hidden rows."""
+    call64 = prepared(call, torch.float64)
+    grads = dict(zip(INPUTS, _zeros(call64, need, torch.float64), strict=True))
+    wanted = {name: grad for name, grad in grads.items() if grad is not None}
+    for where in _blocks(call64):
         here = slice(where.first, where.last)
         with torch.enable_grad():
-            pairs = zip(inputs(made), need, strict=True)
-            leaves: list[Any] = [None if x is None else x.detach().requires_grad_(wanted) for x, wanted in pairs]
-            part = uncut(made._replace(**dict(zip(INPUTS, leaves, strict=True))))
+            leaves: dict[str, Any] = {name: getattr(call64, name).detach().requires_grad_() for name in wanted}
+            part = uncut(call64._replace(**leaves))
             weights, _ = _weights(part, where, stats[:, :, here, 0], stats[:, :, here, 1])
             total = (_sum(part, where, weights) * grad_out[:, :, here]).sum()
             total = total - (weights.sum(-1) * delta[:, :, here]).sum()
-        found = torch.autograd.grad(total, [leaves[number] for number in which], allow_unused=True)
-        for number, more in zip(which, found, strict=True):
-            grad = grads[number]
-            if more is not None and grad is not None:
+        found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
+        for grad, more in zip(wanted.values(), found, strict=True):
+            if more is not None:
                 grad += more
-    for grad, mask in zip(grads, (call.query_mask, call.key_mask, call.key_mask), strict=False):
-        if grad is not None and mask is not None:
-            grad.masked_fill_(~mask[:, None, :, None], 0.0)
-    return grads
+    for name, mask in (("query", call.query_mask), ("key", call.key_mask), ("value", call.key_mask)):
+        if name in wanted and mask is not None:
+            wanted[name].masked_fill_(~mask[:, None, :, None], 0.0)
+    return list(grads.values())

@@ -1,4 +1,4 @@
-"""Splits a packed call into parts of like lengths, pads each to a batch, and unpads and joins the results."""
+"""Splits a packed call into parts of similar lengths, pads each part to a batch, and unpads and joins the results."""
 
 import itertools
 from collections.abc import Iterator
@@ -10,12 +10,12 @@ from torch import Tensor
 from ..call.options import DIMS, Call, is_known, sliced, with_dims
 from ..call.padding import Padding, padding
 
-WASTE = 2  # how much more than the scores of its sequences those of a padded call may be
-SLACK = 2**14  # pairs of one head that are not worth a call
+WASTE = 2  # largest ratio of scores in a padded call to scores of its sequences
+SLACK = 2**14  # wasted scores of one head that are cheaper than another call
 
 
 def padded(call: Call) -> tuple[Call, Padding]:
-    """Return a packed call padded to a batch of sequences, with its offsets kept, and where its rows lie."""
+    """Return a packed call padded to a batch of sequences, still with its offsets, and the Padding of its rows."""
     assert call.cu_seqlens_q is not None and call.cu_seqlens_k is not None
     rows = padding(call.cu_seqlens_q, call.query.shape[2], call.max_seqlen_q, "max_seqlen_q")
     keys = padding(call.cu_seqlens_k, call.key.shape[2], call.max_seqlen_k, "max_seqlen_k")
@@ -39,19 +39,19 @@ def padded(call: Call) -> tuple[Call, Padding]:
 
 
 def packed(rows: Padding, out: Tensor, lse: Tensor | None, weights: Tensor | None) -> tuple:
+    """Return the results of a padded call without padding."""
 
     def unpad(tensor, nothing=0.0):
         return None if tensor is None else rows.unpad(tensor.transpose(1, 2), nothing).transpose(0, 1)[None]
 
-    statistics = unpad(lse, float("-inf")), unpad(weights)
-    return unpad(out), *(x if x is None else x.contiguous() for x in statistics)
+    more = unpad(lse, float("-inf")), unpad(weights)
+    return unpad(out), *(x if x is None else x.contiguous() for x in more)
 
 
 def runs(lengths: list[tuple[int, int]], waste: float, slack: float) -> Iterator[tuple[int, int]]:
-    """(first, last + 1) of consecutive sequences of (rows, keys) that are alike enough to be padded to the longest.
+    """Yield (first, last + 1) for runs of sequences with similar (rows, keys), to be padded to the longest of a run.
 
-    Args:
-        waste: how many times the scores of its sequences those of a padded call may be, and slack pairs more.
+    A padded run has at most `waste` times the scores of its sequences, and `slack` more.
     """
     first, real, max_seqlen_q, max_seqlen_k = 0, 0, 0, 0
     for b, (rows, keys) in enumerate(lengths):
@@ -65,9 +65,9 @@ def runs(lengths: list[tuple[int, int]], waste: float, slack: float) -> Iterator
 
 
 def sequences(call: Call) -> list[Call]:
-    """A packed call as several, so that one long sequence does not make all others as long.
+    """Return a packed call as several, so that one long sequence does not pad all others to its length.
 
-    It stays one where its lengths are not `is_known`, and with dropout, which depends on the number of a sequence.
+    It stays one call if its lengths are not `is_known`, and with dropout, which depends on the number of a sequence.
     """
     assert call.cu_seqlens_q is not None and call.cu_seqlens_k is not None
     known = is_known(call.cu_seqlens_q) and is_known(call.cu_seqlens_k)
@@ -85,16 +85,16 @@ def _differences(offsets: list[int]) -> list[int]:
 def of_sequences(
     name: str, x: Tensor | None, batches: slice, tokens: tuple[slice, slice], longest: tuple[int, int]
 ) -> Tensor | None:
-    """Return a field, or a tensor of its shape, of some sequences: their rows and keys in `tokens`.
+    """Return slices of a field, or of a tensor of its shape, for some sequences.
 
-    The rows and keys of a mask or bias count from the start of each sequence.
+    tokens: their rows and keys. longest: the maximum lengths, for masks and biases, which index within a sequence.
     """
     rows, keys = map(slice, longest) if DIMS[name] == "BHQK" else tokens
     return sliced(name, x, B=batches, Q=rows, K=keys)
 
 
 def part_of(call: Call, rows: list[int], keys: list[int], first: int, last: int) -> Call:
-    """Return sequences first .. last - 1 of a packed call with the offsets rows and keys."""
+    """Return sequences first .. last - 1 of a packed call. rows, keys: its offsets."""
     assert call.cu_seqlens_q is not None and call.cu_seqlens_k is not None
     of_rows, of_keys = slice(rows[first], rows[last]), slice(keys[first], keys[last])
     max_seqlen_q, max_seqlen_k = (max(_differences(x[first : last + 1])) for x in (rows, keys))
@@ -110,7 +110,7 @@ def part_of(call: Call, rows: list[int], keys: list[int], first: int, last: int)
 
 
 def joined(results: list[tuple], axis: int, columns: int | None = None) -> tuple:
-    """Return (output, lse or None, weights or None) of a call from its parts; columns: of the weights."""
+    """Return (output, lse or None, weights or None) of a call from its parts, weights padded to `columns`."""
 
     def join(parts):
         return parts[0] if len(parts) == 1 or parts[0] is None else torch.cat(parts, axis)
