@@ -21,13 +21,13 @@ MULTIPROCESSORS = 132
 
 
 class Encoded(NamedTuple):
-    """What the driver would make of a descriptor: the address of its tensor, and what else it was told."""
+    """A tensor descriptor as the driver would encode it: the tensor's address and the other arguments."""
 
     what: tuple
 
 
 class _Utils:
-    """What encodes descriptors, by either of its names."""
+    """Stand-in for the driver's functions that encode descriptors, under both names."""
 
     def fill_tma_descriptor(self, *what):
         return Encoded(what)

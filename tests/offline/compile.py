@@ -1,4 +1,4 @@
-"""What the kernels would use on GPUs that are not here: registers, spills, shared memory, tensor-core instructions.
+"""Registers, spills, shared memory and tensor-core instructions of kernels, compiled for GPUs that are not here.
 
 python -m tests.offline.compile [--capability 80 90] [--filter forward]
 python -m tests.offline.compile --few    # one of each kernel for each GPU, as `make test` does
@@ -245,7 +245,7 @@ def table(capabilities=(80, 90)):
 
 
 def reported(row):
-    """Whether the committed table has a row: the tiles of calls without options, but for products of FMA."""
+    """Return whether the committed table has a row: calls without options, except products by FMA."""
     if row.kernel in ON_HOPPER:
         return True
     if row.capability == 86:

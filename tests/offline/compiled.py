@@ -1,4 +1,4 @@
-"""What a kernel compiles to for a GPU that need not be here: registers, spills, shared memory, instructions.
+"""Compiles a kernel for a GPU that need not be here; reads registers, spills, shared memory and instructions.
 
 What launches the kernel is what launches it on a GPU, so that each argument is what it would be there.
 """
@@ -107,7 +107,7 @@ class Row(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What a kernel uses, a thread and a block; counts of instructions in its PTX, and its main loop.
+    """Resources of a kernel by thread and block, instruction counts of its PTX, and its main loop.
 
     What is read where its compiled code is: loops, one of each main loop, of which `loop` is the shortest; asked,
     numbers of registers that warps go on with; copied, names of tensor copies; overtaken, what `hazards` finds.

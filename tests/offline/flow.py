@@ -23,7 +23,7 @@ class Block(NamedTuple):
 
 
 def _conditional(text):
-    """Whether a jump may not be taken: it has a predicate before it, or operands before its target."""
+    """Return whether a jump is conditional: a predicate before it, or operands before its target."""
     return text.startswith("@") or "," in text
 
 

@@ -1,4 +1,4 @@
-"""What ptxas may fuse that LLVM has not: multiplications and additions of PTX, both without a rounding of their own."""
+"""Multiplications and additions of PTX that ptxas may fuse: neither says how it rounds."""
 
 import re
 

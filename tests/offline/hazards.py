@@ -1,4 +1,4 @@
-"""What may go wrong while matrices multiply and tiles are copied asynchronously: what the compiler or nobody waits for.
+"""Hazards of asynchronous products and copies: registers and memory that nothing waits for.
 
 A wgmma reads its left operand from registers for as long as it runs, and ptxas before 13.3 may write to them before the
 wait that ends it: triton-lang/triton#9433. What it reads must be written before the fence that comes before it: Triton
@@ -37,7 +37,7 @@ class Overwritten(NamedTuple):
 
 
 def _width(name):
-    """How many registers an instruction's result takes; too many rather than too few."""
+    """Return how many registers an instruction's result takes; too many rather than too few."""
     matrix = re.match(r"HGMMA\.\d+x(\d+)x", name)
     if matrix:
         return int(matrix[1]) // (2 if ".F32" in name else 4)
@@ -74,7 +74,7 @@ def _merged(*states):
 
 
 def _after(state, instruction):
-    """What is still read after an instruction, given what is before; ages count the groups that came later."""
+    """Return the registers still being read after an instruction; ages count later groups."""
     left, wait, name = _LEFT.search(instruction), _WAIT.search(instruction), operation(instruction)
     if not name.startswith(("HGMMA", "WARPGROUP.DEPBAR")):
         return state

@@ -1,4 +1,4 @@
-"""How Triton orders the operands of mma.sync in registers, as TTGIR has it."""
+"""Order of mma.sync operands in registers, from TTGIR."""
 
 import re
 

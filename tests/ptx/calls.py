@@ -31,7 +31,7 @@ OF_TRITON = (*HARMLESS, "unfenced mbarrier")
 
 
 class Outcome(NamedTuple):
-    """What came of a call: {result: Verdict}, the Device that has its launches, and {result: tensor}."""
+    """Result of a call: {result: Verdict}, the Device with its launches, and {result: tensor}."""
 
     verdicts: dict
     device: Device
@@ -42,7 +42,6 @@ class Outcome(NamedTuple):
         return max(self.verdicts.items(), key=lambda each: each[1].max_error / max(each[1].max_allowed, 1e-30))
 
     def wrong(self):
-        """What is wrong, in lines."""
         found = [f"{name}: {verdict.why}" for name, verdict in self.verdicts.items() if not verdict.ok]
         for launch in self.device.launches:
             harmless = HARMLESS if launch.kernel.src.fn.is_gluon() else OF_TRITON

@@ -31,7 +31,6 @@ class Entry(NamedTuple):
         return self.case.name
 
     def runs_on(self, capability):
-        """Whether a GPU of a compute capability takes it."""
         return self.backend != "hopper" or capability == HOPPER
 
 

@@ -35,7 +35,7 @@ class Clocks(Lanes):
         return at // self.grain + np.arange(max(1, size // self.grain))[:, None]
 
     def publish(self, gwarp):
-        """What warps know now. Their later accesses get a later time."""
+        """Publish the accesses of warps so far. Their later accesses get a later time."""
         if not self.races:
             return 0
         rows = self.row[gwarp]

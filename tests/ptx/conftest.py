@@ -1,4 +1,4 @@
-"""What `make ptx` executes: each named call and each first tile, with ARGS=--everything all of them on each GPU."""
+"""Selects the calls and tiles that `make ptx` executes; ARGS=--everything: each tile on each GPU."""
 
 import itertools
 import zlib

@@ -43,7 +43,7 @@ class Launch(NamedTuple):
 
     @property
     def tile(self):
-        """What its source was compiled with: 64x32 w4 s2."""
+        """Return the compile options as text: 64x32 w4 s2."""
         names, constants = self.kernel.src.fn.arg_names, self.kernel.src.constants
         sizes = [constants.get((names.index(x),)) for x in ("BLOCK_M", "BLOCK_N") if x in names]
         meta = self.kernel.metadata
@@ -58,7 +58,7 @@ def program(ptx):
 
 
 def _encoded(descriptor, meta):
-    """What the launcher passes for a descriptor. Triton 3.9 asks for one argument more, and ignores it."""
+    """Return a descriptor as the launcher passes it. Triton 3.9 passes one more argument, which is ignored."""
     take = driver.make_tensordesc_arg
     return take(*(descriptor, meta, None)[: take.__code__.co_argcount])
 
@@ -90,7 +90,7 @@ def _packed(kind, value):
 
 
 class Device:
-    """What kernels are launched on.
+    """An emulated GPU that kernels are launched on.
 
     Args:
         races: whether accesses to shared memory are held to what barriers put in order. max_lanes: how many threads

@@ -14,7 +14,7 @@ PARAMS_AT = 1 << 30  # where kernel parameters seem to lie, for instructions tha
 
 
 def disagree(stored, given):
-    """Which lanes gave another number than the one that is stored at last, where several store at one place.
+    """Return the lanes whose number differs from the stored one, if several lanes store to one place.
 
     Two NaNs are the same: the hardware has one, NumPy many. A store does not tell the type of its numbers, so the rule
     holds for integers of 16 and 32 bits as well.

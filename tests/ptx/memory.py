@@ -62,13 +62,13 @@ class Allocation:
         return self.bytes[: self.size // size * size].view(dtype)
 
     def unwritten(self, at, size):
-        """Which ranges [at, at + size) have a byte that nobody wrote."""
+        """Return which ranges [at, at + size) contain a byte that was never written."""
         if self.written is None:
             return np.zeros(at.shape, bool)
         return ~self.written[at + np.arange(size)[:, None]].all(0)
 
     def astray(self, at, size):
-        """Which ranges have a byte that is of no element."""
+        """Return which ranges contain a byte outside every tensor element."""
         if self.between is None:
             return np.zeros(at.shape, bool)
         return self.between[at + np.arange(size)[:, None]].any(0)

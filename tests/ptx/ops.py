@@ -1,4 +1,4 @@
-"""What arithmetic instructions compute, on arrays with one element a lane; any operand may be a scalar.
+"""Results of arithmetic instructions, on arrays with one element a lane; any operand may be a scalar.
 
 What differs from the hardware: ex2 is NumPy's and `div.full` is exact, where a GPU approximates; `fma` rounds twice.
 """
@@ -81,7 +81,7 @@ def truncated_div(a, b):
 
 
 def truncated_rem(a, b):
-    """What `truncated_div` leaves, of the sign of a; a itself if b is 0."""
+    """Return the remainder of `truncated_div`, with the sign of a; a if b is 0."""
     return a - truncated_div(a, b) * b
 
 

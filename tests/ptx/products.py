@@ -140,7 +140,7 @@ class Products(Warp):
                 return
 
     def differs(self, i, then, mask):
-        """Whether the bits of a register are not those of an array, in some lane of a mask."""
+        """Return whether a register differs from an array, in any lane of a mask."""
         now = self.R[i]
         return now is not then and (now.view(U32)[mask] != then.view(U32)[mask]).any()
 

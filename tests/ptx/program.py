@@ -93,6 +93,6 @@ def _read_by(instruction):
 
 
 def _shared_bytes(instruction):
-    """How many bytes an instruction loads from shared memory or stores there at once; 4 for any other."""
+    """Return the bytes that an instruction loads from or stores to shared memory at once; 4 for others."""
     load_or_store = re.match(r"(ld|st)\..*shared.*\.[a-z]+(\d+)$", instruction.op)
     return int(load_or_store[2]) // 8 if load_or_store else 4

@@ -29,7 +29,6 @@ class Report:
         lines[line] = before + int(count), example
 
     def count(self, kind):
-        """How many errors of a kind there are."""
         return sum(n for n, _ in self.found.get(kind, {}).values())
 
     def __str__(self):

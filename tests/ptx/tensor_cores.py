@@ -1,4 +1,4 @@
-"""How tensor cores sum up: some products at once, aligned to the largest, and cut off instead of rounded.
+"""Summation of tensor cores: a few products at once, aligned to the largest, and truncated instead of rounded.
 
 Products are exact. A group of them and the sum so far are aligned to the largest exponent among them, where a product
 has the sum of the exponents of its factors. What lies more than a few bits below the last one of float32 is cut off,

@@ -48,7 +48,7 @@ def executed(candidate, entry, capability=90):
 
 
 def loads(outcome):
-    """Whether each kernel that was launched loads by the copy engine, by name."""
+    """Return {kernel: whether it loads by TMA} of the launched kernels."""
     return {
         x.name: "cp.async.bulk.tensor.4d.shared::cta.global" in x.kernel.asm["ptx"] for x in outcome.device.launches
     }

@@ -1,4 +1,4 @@
-"""What sm_90 adds to the machine: products of a warpgroup, mbarriers and copies of boxes, by small kernels."""
+"""Instructions that sm_90 adds: products of a warpgroup, mbarriers and copies of boxes, in small kernels."""
 
 import re
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ ROW += "add.u64 %d1, %x, %d0; add.u64 %d2, %out, %d0;"
 
 
 def permuted(row, byte, span):
-    """Where a byte of a row of `span` bytes lies: the 16 bytes that it is of change places, by lines of 128 bytes."""
+    """Return the address of a byte of a row of `span` bytes: its 16-byte group is swizzled, by lines of 128 bytes."""
     return row * span + (byte // 16 ^ row * span // 128 % (span // 16)) * 16 + byte % 16
 
 

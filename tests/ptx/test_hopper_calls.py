@@ -31,7 +31,7 @@ def _gradients(inputs, **options):
 
 @pytest.mark.parametrize("width", [64, 128])
 def test_keys_past_the_end_weigh_nothing(width):
-    """Where every score is far below 0, a score of 0 would weigh more than float32 can hold."""
+    """All scores are far below 0, so a score of 0 would have an infinite weight in float32."""
     sizes = (150, 8.0), (70, -8.0), (70, 1.0)
     inputs = [torch.full((1, 1, size, width), value) + torch.randn(1, 1, size, width) / 8 for size, value in sizes]
     with gpu(90):
@@ -41,7 +41,7 @@ def test_keys_past_the_end_weigh_nothing(width):
 
 @pytest.mark.parametrize("width", [64, 128])
 def test_a_pivot_is_added_before_the_logarithm(width):
-    """Where scores are as large as here, their sum in float32 would lose it: each of the 40 keys would weigh 1."""
+    """In float32 the sum of such large scores would lose the logarithm, and each of 40 keys would weigh 1."""
     inputs = _drawn(width=width)
     inputs[:2] = [torch.full_like(x, 2.0**15).requires_grad_() for x in inputs[:2]]
     incoming = torch.randn(1, 1, 70, width, **BF16)
@@ -54,7 +54,7 @@ def test_a_pivot_is_added_before_the_logarithm(width):
 
 @pytest.mark.parametrize("width", [64, 128])
 def test_scores_may_be_larger_than_a_number_of_16_bits(width):
-    """What bfloat16 would round to infinity: float32 holds it."""
+    """Scores may exceed the range of bfloat16, but not of float32."""
     query, key = (torch.zeros(1, 1, size, width, **BF16) for size in (40, 33))
     query[..., 0], key[..., 0] = 2.0**64, 2.0**63
     query[..., 1], key[..., 1] = 2.0**60, 2.0**67 - 2.0**59  # together 2**128 - 2**119

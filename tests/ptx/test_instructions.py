@@ -37,7 +37,7 @@ def register(kind, number):
 
 
 def compute(text, rows):
-    """What an instruction makes of rows of operands, for a text such as "s64 = mul.wide.s32 s32 -3".
+    """Apply an instruction to rows of operands, for a text such as "s64 = mul.wide.s32 s32 -3".
 
     That is the type of the result, the instruction, and for each operand its type, or a literal.
     """

@@ -35,7 +35,7 @@ def executed(name, capability):
 
 
 def test_sums_of_dq_by_atomics_round_otherwise():
-    """Of four blocks of keys: with two, 0 + a + b is 0 + b + a."""
+    """Four blocks of keys are needed: with two, 0 + a + b equals 0 + b + a."""
     numbered, *others = executed("plain D64 fp32 ieee", 80)
     assert differ(numbered, others) == {"query"}
 
@@ -103,7 +103,7 @@ def test_a_turn_that_is_not_waited_for_is_seen_in_bits(file, text, becomes):
 
 
 def test_what_passes_a_turn_on_is_in_order():
-    """Of what orders memory between programs nothing shows in an emulator where each store is seen at once."""
+    """An emulator that shows each store at once cannot show the order of memory between programs."""
     ptx = [x.kernel.asm["ptx"] for x in calls.execute(ENTRIES["hopper D64, two passes"], 90).device.launches]
     (ordered,) = (text for text in ptx if "ld.volatile.global" in text and "cp.reduce.async.bulk" in text)
     waits = "ld.volatile.global", "fence.acq_rel.gpu", "fence.proxy.async.global", "cp.reduce.async.bulk"

@@ -26,7 +26,7 @@ ALWAYS = "hopper D64, causal", "slopes, two passes", "dropout, not aligned"
 
 
 def pytest_generate_tests(metafunc):
-    """Those that have a kernel's code of their own, with --everything all."""
+    """Run the tiles with kernel code of their own; with --everything, all."""
     some = CASES if metafunc.config.getoption("--everything", False) else ALWAYS
     metafunc.parametrize("name", some, ids=lambda name: name.replace(" ", "_"))
 

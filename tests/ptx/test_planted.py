@@ -107,7 +107,7 @@ LACKING = (
 
 
 def functions():
-    """What is compiled: each function of the package of kernels that Triton knows, once."""
+    """Return each function of the kernels package that Triton compiles, once."""
     found = {}
     for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
         for value in vars(importlib.import_module(module.name)).values():

@@ -1,4 +1,4 @@
-"""What PTX instructions become: lines of Python that do them for all lanes at once, a file for each family."""
+"""Translates PTX instructions into lines of Python for all lanes at once, a file for each family."""
 
 from . import arithmetic, control, copies, matrices, memory, values, warps
 from .emitter import Emitter

@@ -15,7 +15,7 @@ DOUBLED = {"s16": "s32", "s32": "s64", "u16": "u32", "u32": "u64"}
 
 
 class Format(NamedTuple):
-    """How formulas get float32 or float64 from the bits of a register, and what becomes of their result."""
+    """Conversions of a register's bits to float32 or float64 for a formula, and of its result back."""
 
     dtype: type  # of the register's bits
     unpack: str = "{}"

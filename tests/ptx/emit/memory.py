@@ -9,7 +9,7 @@ VECTORS = {"v2": 2, "v4": 4}
 
 
 def _dtype(e, op, register):
-    """What to load for a register: bits in its own dtype where that is as wide as what is loaded."""
+    """Return the dtype to load for a register: its own if the loaded width is equal."""
     return e.home(register) if e.width(register) == BITS[op.kind] else TYPES[op.kind]
 
 

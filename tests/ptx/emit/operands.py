@@ -38,7 +38,7 @@ def literal(text):
 
 
 def scalar(value, dtype):
-    """What `literal` gave as a dtype: a float of a float, else of the same bits."""
+    """Return a `literal` in a dtype: converted for floats, otherwise the same bits."""
     if dtype is np.bool_ or (is_float(dtype) and isinstance(value, np.floating)):
         return dtype(value)
     if isinstance(value, np.floating):

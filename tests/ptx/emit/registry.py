@@ -1,4 +1,4 @@
-"""Which function emits which instruction."""
+"""Registry of the functions that emit instructions."""
 
 import functools
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""What moves, converts, compares and selects values."""
+"""Instructions that move, convert, compare and select values."""
 
 import numpy as np
 

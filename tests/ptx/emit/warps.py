@@ -1,4 +1,4 @@
-"""What the lanes of a warp exchange and reduce."""
+"""Instructions that exchange and reduce values within a warp."""
 
 import numpy as np
 
