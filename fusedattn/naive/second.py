@@ -1,4 +1,4 @@
-"""Second derivatives of attention: of its gradients, and of its tangents. Both are products with the same numbers."""
+"""Second derivatives of attention: derivatives of its gradients, and of its tangents."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ from .varlen import packed, padded
 
 
 def _whole(call: Call, first: int, last: int) -> tuple:
-    """Return (output, lse, weights) of rows first .. last - 1; of a packed call these are all."""
+    """Return (output, lse, weights) of rows first .. last - 1, which are all rows of a packed call."""
     if call.cu_seqlens_q is None:
         part = uncut(prepared(call, wide_dtype(call)))
         return of_block(part, part.blocks[0]._replace(first=first, last=last), True, True)
@@ -23,10 +23,10 @@ def _whole(call: Call, first: int, last: int) -> tuple:
     return packed(rows, *of_all(prepared(made, wide_dtype(call)), True, True))
 
 
-def _rows_again(call: Call) -> Iterator[tuple[int, int]]:
-    """(first, last + 1) of the rows that are differentiated twice at a time."""
+def _row_spans(call: Call) -> Iterator[tuple[int, int]]:
+    """Yield (first, last + 1) of rows to differentiate at a time."""
     batch, heads, rows, _ = call.query.shape
-    # It holds three times what a first derivative does. The rows of a packed call are not those of its scores.
+    # A second derivative holds three times as much as a first. A packed call is not cut: its rows lie in sequences.
     if not sized(call) or call.cu_seqlens_q is not None or not rows:
         return iter([(0, rows)])
     row_bytes = 3 * batch * heads * call.key.shape[2] * call.query.element_size()
@@ -34,7 +34,7 @@ def _rows_again(call: Call) -> Iterator[tuple[int, int]]:
 
 
 def _bounded(call: Call) -> Call:
-    """Return a call whose maximum lengths are set: a graph that does not know them takes the totals."""
+    """Return a call with maximum lengths. In a graph that does not know them, they are the totals."""
     if call.cu_seqlens_q is None or type(call.cu_seqlens_q) is Tensor:
         return call
     most = ((call.max_seqlen_q, call.query), (call.max_seqlen_k, call.key))
@@ -43,7 +43,7 @@ def _bounded(call: Call) -> Call:
 
 
 def _of_rows(call: Call, span: tuple[int, int], incoming: Sequence, grad_grads: Sequence) -> list[Tensor | None]:
-    """`second_derivative` of what some rows alone give; incoming: of these rows."""
+    """Return `second_derivative` of some rows. incoming: gradients of the results of these rows."""
     names = [name for name in INPUTS if getattr(call, name) is not None]
     wanted = [name for name, grad in zip(INPUTS, grad_grads, strict=True) if grad is not None]
     present = [number for number, grad in enumerate(incoming) if grad is not None]
@@ -72,46 +72,47 @@ def _of_rows(call: Call, span: tuple[int, int], incoming: Sequence, grad_grads: 
 
 @without_autocast
 def second_derivative(call: Call, incoming: Sequence, grad_grads: Sequence) -> tuple:
-    """Gradients of sum(<grad, grad_grad>), where the grads are those of a call's inputs: the formula, derived twice.
+    """Return the gradients of sum(grad * grad_grad), where grad are the gradients of a call's INPUTS.
 
-    It is a sum over rows, and is taken by the block of rows as the naive path is.
+    It is a sum over rows, computed a block of rows at a time.
 
     Args:
-        incoming: gradients of output, lse and weights, that the grads were made from. grad_grads: of the INPUTS of the
-            call. Any of both may be None.
-    Returns: gradients of the incoming and of the INPUTS; None where one is None.
+        incoming: gradients of output, lse and weights, from which grad was computed. Any may be None.
+        grad_grads: for each of the INPUTS; any may be None.
+
+    Returns:
+        gradients of the incoming gradients, then of the INPUTS; None if an input of this function is None.
     """
     call, of_incoming = _bounded(call), []
     of_fields: list[Tensor | None] = []
-    for span in _rows_again(call):
+    for span in _row_spans(call):
         rows = [None if grad is None else grad[:, :, slice(*span)] for grad in incoming]
         found = _of_rows(call, span, rows, grad_grads)
         of_incoming.append(found[: len(incoming)])
         added = found[len(incoming) :]
         of_fields = [_sum(*pair) for pair in zip(of_fields, added, strict=True)] if of_fields else added
-    return (*map(_behind, zip(*of_incoming, strict=True)), *of_fields)
+    return (*map(_joined, zip(*of_incoming, strict=True)), *of_fields)
 
 
 def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     return None if a is None or b is None else a + b
 
 
-def _behind(parts: Sequence[Tensor | None]) -> Tensor | None:
-    found = [x for x in parts if x is not None]
-    return None if not found else found[0] if len(found) == 1 else torch.cat(found, 2)
+def _joined(parts: tuple[Any, ...]) -> Tensor | None:
+    return parts[0] if len(parts) == 1 or parts[0] is None else torch.cat(parts, 2)
 
 
 @without_autocast
 def second_tangent(call: Call, given: Sequence, moved: Sequence, need_weights: bool) -> tuple:
-    """The second derivative of (output, lse, weights or None) in two directions, a block of rows at a time.
+    """Return the second derivative of (output, lse, weights or None) in two directions, a block of rows at a time.
 
-    Args: given, moved: the directions, each of the INPUTS; None where they are zero. At least one of each is not.
+    given, moved: the directions, a tensor or None for each of the INPUTS; None is zero. Neither is all None.
     """
     call, parts = _bounded(call), []
     columns: Any = call.key.shape[2] if call.cu_seqlens_q is None else call.max_seqlen_k
     dtypes, widths = (call.query.dtype, wide_dtype(call), call.query.dtype), ((call.value.shape[3],), (), (columns,))
     number = [i for i, x in enumerate(moved) if x is not None]
-    for first, last in _rows_again(call):
+    for first, last in _row_spans(call):
         rows = *call.query.shape[:2], last - first
         pairs = list(zip(widths, dtypes, strict=True))[: 2 + need_weights]
         zeros = [call.query.new_zeros((*rows, *width), dtype=dtype) for width, dtype in pairs]
@@ -120,8 +121,8 @@ def second_tangent(call: Call, given: Sequence, moved: Sequence, need_weights: b
             gradients = _of_rows(call, span, (*incoming, *[None] * (3 - len(incoming))), given)[3:]
             return tuple(gradients[i] for i in number)
 
-        # It is linear in the incoming gradients, so that its gradient with regard to these is what they multiply.
+        # Linear in the incoming gradients, so its gradient with respect to them is the coefficient.
         pull = torch.func.vjp(of_fields, *zeros)[1]
         parts.append(pull(tuple(moved[i] for i in number)))
-    made = (*map(_behind, zip(*parts, strict=True)),)
+    made = (*map(_joined, zip(*parts, strict=True)),)
     return made if need_weights else (*made, None)

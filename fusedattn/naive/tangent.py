@@ -1,10 +1,9 @@
-"""The derivative of attention in one direction by its definition, a block of rows and keys at a time.
+"""Forward-mode derivatives of attention, a block of rows and keys at a time.
 
 With tangents t of the inputs and weights p: t_s = (scale (t_q k + q t_k)) cap' + t_bias - t_slope distance,
 t_lse = sum p t_s, t_p = p (t_s - t_lse), t_out = sum t_p v + p t_v = sum p (t_s v + t_v) - t_lse out.
-The last form needs no sum of a row before the next one, so a block may have any of its keys. It takes exp(score) for a
-weight where a forward has said that no row's sum of these is far from 1; else exp(score - any number near the largest
-score of the row), and adds these up itself.
+The last form needs one pass over the keys. Its weights are exp(score) if a forward has shown that their sums neither
+overflow nor vanish. Otherwise they are exp(score - pivot), with a pivot near the row max, and are summed here.
 """
 
 import math
@@ -26,25 +25,24 @@ Given = Sequence[Tensor | None]  # tangents of the INPUTS of a call; None is zer
 
 
 class Known(NamedTuple):
-    """Of a forward: lse (B, Hq, Sq) less a number, and the output, unless it is rounded."""
+    """Results of a forward: lse (B, Hq, Sq) minus a number `less`, and the output if it is not rounded."""
 
     lse: Tensor | None = None
     less: float = 0.0
     out: Tensor | None = None
-    total: Tensor | None = None  # (B, Hq, Sq, 1), sums of exp(score), where lse is near 0 in each row
+    total: Tensor | None = None  # (B, Hq, Sq, 1), sums of exp(score), if lse is near 0 in each row
 
     def of(self, where: tuple[slice, ...]) -> "Known":
-        """Those of some rows."""
         lse, out, total = (None if x is None else x[where] for x in (self.lse, self.out, self.total))
         return Known(lse, self.less, out, total)
 
     def summed(self) -> "Known":
-        """With sums of exp(score), if no such sum overflows or vanishes in a row that sees a key."""
+        """Return this with sums of exp(score), unless one overflows or vanishes in a row that sees a key."""
         if self.lse is None or not self.lse.numel():
             return self
         lse, least = self.lse, self.lse.amin().item()
         if least == -math.inf:
-            lse = lse.masked_fill(lse == least, -self.less)  # no key is seen: the sum is 1, to divide by
+            lse = lse.masked_fill(lse == least, -self.less)  # rows that see nothing get the sum 1
             least = lse.amin().item()
         if not (least >= self.less - NEAR and lse.amax().item() <= NEAR - self.less):
             return self
@@ -52,29 +50,28 @@ class Known(NamedTuple):
         return self._replace(total=total[..., None])
 
 
-# Rows of a block where each sees all keys: on a Xeon of 2 MiB L2, products of 1024 rows and 512 keys took a tenth less
-# time than those of 256 rows and 1024 keys.
+# Rows of a block in which all rows see all keys. On a Xeon with 2 MiB L2, products of 1024 rows and 512 keys took a
+# tenth less time than those of 256 rows and 1024 keys.
 TALL = 1024
-TIMES = 2  # CACHE, for each thread: with half of it two threads, which wait for each other, took a tenth longer
-NEAR = 40.0  # how large the lse of a row may be of which exp(score) is taken
+TIMES = 2  # multiple of CACHE per thread; with 1, two threads took a tenth longer
+NEAR = 40.0  # largest lse of a row for which weights are exp(score)
 NOTHING = Known()
 
 
 class _Operands(NamedTuple):
-    """What some planes, or rows of them, are computed with."""
+    """Tensors of some planes, or of some rows of them."""
 
     part: Part
     moved: Call
-    # Of scores: rows (B, Hq, Sq, D), as `grouped` has those of a block, and keys (.., Sk, D).
-    factors: tuple[Tensor, Tensor]
-    t_factors: tuple[tuple[Tensor, Tensor], ...]  # of their tangents, which are sums of products
+    factors: tuple[Tensor, Tensor]  # of scores: rows (B, Hq, Sq, D), in a block as in `grouped`, and keys (.., Sk, D)
+    t_factors: tuple[tuple[Tensor, Tensor], ...]  # of the tangent of scores, a sum of products
     value: Tensor  # (B * Hkv, Sk, Dv)
     t_value: Tensor | None
-    scratch: tuple[Tensor, Tensor]  # for scores of a block and for their tangents, if they fit there
+    scratch: tuple[Tensor, Tensor]  # memory for scores and their tangents, if they fit
 
 
 def _operands(part: Part, moved: Call, has: Sequence[bool], scratch: tuple[Tensor, Tensor]) -> _Operands:
-    """has: which of query, key and value have a tangent."""
+    """Return the operands of a part. has: whether query, key and value have a tangent."""
     rows, t_rows = part.call.query, moved.query
     keys, t_keys, value, t_value = (x.flatten(0, 1) for x in (part.call.key, moved.key, part.call.value, moved.value))
     t_factors = [pair for pair, some in zip(((t_rows, keys), (rows, t_keys)), has, strict=False) if some]
@@ -92,9 +89,9 @@ def _of_rows(of: _Operands, block: Block) -> _Operands:
 def _products(
     of: _Operands, block: Block, shape: Sequence[int], number: int, *factors: tuple[Tensor, Tensor]
 ) -> Tensor:
-    """(B, Hq, rows, keys): scaled sums of rows @ keys.T, of the keys of a block.
+    """Return scaled sums of rows @ keys.T for a block, (B, Hq, rows, keys).
 
-    number: of the scratch where they are put, for new memory costs a page fault for each of its pages.
+    number: the scratch to write to. New memory would cost a fault for each page.
     """
     width, scratch = block.end - block.begin, of.scratch[number]
     columns = of.factors[0].shape[:2]
@@ -107,7 +104,7 @@ def _products(
 
 
 def _scores(of: _Operands, block: Block, shape: Sequence[int]) -> tuple[Tensor, Tensor | None]:
-    """(scores, derivative of the cap or None) of a block, whose results have a shape (B, Hq, rows, any)."""
+    """Return (scores, derivative of the softcap or None) of a block. shape: (B, Hq, rows, any)."""
     call, slope = of.part.call, None
     scores = _products(of, block, shape, 0, of.factors)
     if call.softcap is not None and call.softcap <= LARGEST_CAP:
@@ -116,34 +113,34 @@ def _scores(of: _Operands, block: Block, shape: Sequence[int]) -> tuple[Tensor, 
 
 
 def _weighed(of: _Operands, block: Block, shape: Sequence[int], pivot: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(weights of a block, each row times exp(pivot), and tangents of its scores); shape: as `_scores` has it."""
+    """Return (exp(score - pivot) of a block, 0 for hidden pairs; tangents of its scores)."""
     scores, slope = _scores(of, block, shape)
     if pivot is not None:
         scores -= pivot
-    # Hidden after, not before: of -inf the exponential took ten times as long (torch 2.13 with MKL).
+    # Hidden after the exponential: that of -inf took ten times as long (torch 2.13 with MKL).
     weights = pairs.hide(scores.exp_(), of.part.call, block)
     t_scores = _products(of, block, shape, 1, *of.t_factors) if of.t_factors else torch.zeros_like(weights)
-    pairs.hide(t_scores, of.part.call, block)  # of a hidden key a product may be infinite
+    pairs.hide(t_scores, of.part.call, block)  # products of hidden keys may be infinite
     if slope is not None:
         t_scores *= slope
     for term in pairs.added(of.moved, block, weights.dtype):
         t_scores += term
     if of.moved.bias is not None:
-        t_scores.masked_fill_(weights == 0, 0.0)  # what is hidden may have any
+        t_scores.masked_fill_(weights == 0, 0.0)  # a hidden bias may have any tangent
     return weights, t_scores
 
 
 class _Sums(NamedTuple):
-    """What is added up over the keys of a row, of weights times exp(pivot)."""
+    """Sums over the keys of a row, with weights that are not normalised."""
 
-    total: Tensor | None  # (B, Hq, rows, 1), of the weights, unless that is known
+    total: Tensor | None  # (B, Hq, rows, 1), of the weights; None if known
     t_lse: Tensor
-    t_out: Tensor  # as `grouped` has it, of p (t_s v + t_v)
-    out: Tensor | None  # of p v, unless that is known
+    t_out: Tensor  # of p (t_s v + t_v), in the shape of `grouped`
+    out: Tensor | None  # of p v; None if known
 
 
 def _add(of: _Operands, block: Block, pivot: Tensor | None, sums: _Sums, first: bool) -> None:
-    """Add to sums what the keys of a block give its rows; first: t_out and out hold nothing yet."""
+    """Add the keys of a block to the sums of its rows. first: overwrite t_out and out."""
     weights, t_scores = _weighed(of, block, sums.t_lse.shape, pivot)
     if sums.total is not None:
         sums.total.add_(weights.sum(-1, keepdim=True))
@@ -166,7 +163,7 @@ def _add(of: _Operands, block: Block, pivot: Tensor | None, sums: _Sums, first: 
 def _finish(
     of: _Operands, sums: _Sums, pivot: Tensor | None, known: Known, result: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """(tangent of lse, sum of the weights) of rows of which everything was added up; that of the output in result."""
+    """Return (tangent of lse, sum of the weights) from complete sums. Write the tangent of the output to `result`."""
     total, t_lse, t_out, own = sums
     of_sinks: Tensor | None = None
     if of.part.call.sinks is not None:
@@ -191,7 +188,7 @@ def _finish(
 
 
 def _pivot(of: _Operands, block: Block) -> Tensor:
-    """(B, Hq, rows, 1): the largest score of each row of a block, which has all of its keys; or its sink."""
+    """Return the row max of a block with all keys, sinks included, (B, Hq, rows, 1)."""
     call = of.part.call
     pivot = of.value.new_full((*call.query.shape[:2], block.last - block.first, 1), float("-inf"))
     if block.begin < block.end:
@@ -203,20 +200,20 @@ def _pivot(of: _Operands, block: Block) -> Tensor:
 def _rows(
     of: _Operands, block: Block, known: Known, bytes_at_a_time: int, result: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """(tangent of lse, the pivot or None for 0, the sum of weights by it) of a block; that of its output in result."""
+    """Return (tangent of lse, pivot or None for 0, sum of weights). Write the tangent of the output to `result`."""
     of, lse = _of_rows(of, block), known.lse
     pivot: Tensor | None = None
     if known.total is None:
         pivot = _pivot(of, block) if lse is None else lse[..., None] + known.less
-        pivot = pivot.masked_fill(pivot == float("-inf"), float("inf"))  # all weights of such a row are 0
+        pivot = pivot.masked_fill(pivot == float("-inf"), float("inf"))  # makes all weights of the row 0
     zeros, shape = of.value.new_zeros, (*of.factors[0].shape[:2], of.value.shape[2])
-    made = zeros if block.begin == block.end else of.value.new_empty
+    new = zeros if block.begin == block.end else of.value.new_empty
     column = *of.part.call.query.shape[:2], block.last - block.first, 1
     sums = _Sums(
         None if known.total is not None else zeros(column),
         zeros(column),
-        made(shape),
-        made(shape) if known.out is None else None,
+        new(shape),
+        new(shape) if known.out is None else None,
     )
     step = max(1, bytes_at_a_time // max(1, math.prod(column) * of.value.element_size()))
     for begin in range(block.begin, block.end, step):
@@ -227,7 +224,7 @@ def _rows(
 
 
 def _weights(of: _Operands, block: Block) -> Tensor:
-    """The tangent of the weights of a block, which has all keys of its rows."""
+    """Return the tangent of the weights of a block with all keys."""
     t_lse, pivot, total = _rows(of, block, NOTHING, formula.BUDGET)
     weights, t_scores = _weighed(_of_rows(of, block), block, t_lse.shape, pivot)
     t_weights = t_scores.sub_(t_lse).mul_(weights.div_(total))
@@ -236,10 +233,10 @@ def _weights(of: _Operands, block: Block) -> Tensor:
 
 
 def _sizes(call: Call) -> tuple[int, int]:
-    """(bytes of the scores of a block of rows with all keys, of those that are computed at a time)."""
+    """Return the largest bytes of scores (of a block of rows with all keys, at a time)."""
     if call.query.device.type != "cpu":
         return formula.most(call), formula.most(call)
-    # A plane for each thread: two threads that shared each product took half as long again.
+    # A plane for each thread: two threads that share each product took half as long again.
     threads, rows = torch.get_num_threads(), min(TALL, call.query.shape[2])
     at_a_time = min(formula.BUDGET, TIMES * CACHE * threads)
     most = rows * threads * call.key.shape[2] * call.query.element_size()
@@ -247,7 +244,7 @@ def _sizes(call: Call) -> tuple[int, int]:
 
 
 def _placed(rows: list[list[Part]]) -> Iterator[tuple[Part, tuple[slice, slice]]]:
-    """(part, which batches and heads it has) of the parts of a call."""
+    """Yield (part, its batches and heads) for the parts of a call."""
     batch = 0
     for row in rows:
         head = 0
@@ -259,27 +256,27 @@ def _placed(rows: list[list[Part]]) -> Iterator[tuple[Part, tuple[slice, slice]]
 
 
 def _tangent(call: Call, moved: Call, has: Sequence[bool], need_weights: bool, known: Known) -> tuple:
-    """`tangent` of a call that is not packed; it may be padded."""
-    made, moved = (prepared(x, wide_dtype(call)) for x in (call, moved))
+    """Return `tangent` of a call that is not packed; it may be padded."""
+    wide, moved = (prepared(x, wide_dtype(call)) for x in (call, moved))
     known = known.summed()
-    t_out = dense(made.query, (*made.query.shape[:3], made.value.shape[3]))
-    t_lse = made.query.new_empty(made.query.shape[:3])
-    most, at_a_time = _sizes(made)
-    fitting = at_a_time // made.query.element_size() if made.query.device.type == "cpu" else 0
-    fitting = min(fitting, math.prod(made.query.shape[:3]) * made.key.shape[2])
-    first, second = made.query.new_empty(2, fitting)  # one piece, which malloc sooner keeps: new pages cost a quarter
-    # The same of both: their cuts depend on sizes alone.
-    cut = (_placed(parts(x, most, ROWS, TALL)) for x in (made, moved))
+    t_out = dense(wide.query, (*wide.query.shape[:3], wide.value.shape[3]))
+    t_lse = wide.query.new_empty(wide.query.shape[:3])
+    most, at_a_time = _sizes(wide)
+    fitting = at_a_time // wide.query.element_size() if wide.query.device.type == "cpu" else 0
+    fitting = min(fitting, math.prod(wide.query.shape[:3]) * wide.key.shape[2])
+    first, second = wide.query.new_empty(2, fitting)  # one tensor, which malloc tends to keep: new pages cost a quarter
+    # Both are cut alike, since cuts depend on sizes only.
+    cut = (_placed(parts(x, most, ROWS, TALL)) for x in (wide, moved))
     for (part, planes), (other, _) in zip(*cut, strict=True):
         of = _operands(part, other.call, has, (first, second))
         for block in part.blocks:
             where = *planes, slice(block.first, block.last)
             t_lse[where] = _rows(of, block, known.of(where), at_a_time, t_out[where])[0].squeeze(-1)
-    if made.query_mask is not None:  # such a row has nothing of its sink either
-        t_lse.masked_fill_(~made.query_mask[:, None], 0.0)
+    if wide.query_mask is not None:  # hidden rows have no tangent of their sink either
+        t_lse.masked_fill_(~wide.query_mask[:, None], 0.0)
     weights = None
     if need_weights:
-        of = _operands(uncut(made), moved, has, (first, second))
+        of = _operands(uncut(wide), moved, has, (first, second))
         weights = _weights(of, of.part.blocks[0]).to(call.query.dtype)
     return arrange(t_out, call.query), t_lse, weights
 
@@ -288,24 +285,25 @@ def _tangent(call: Call, moved: Call, has: Sequence[bool], need_weights: bool, k
 def tangent(
     call: Call, given: Given, need_weights: bool, known: Known = NOTHING
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Tangents of (output, lse, weights or None) of a checked call, from those of its first fields.
+    """Return tangents of (output, lse, weights or None) of a checked call. It cannot be differentiated.
 
-    known: saves work. No derivative can be taken of it.
+    given: tangents of the INPUTS. known: results of the forward, which save work.
     """
     has = [x is not None for x in given[:3]]
-    # Tangents in the place of the inputs, so that they are cut and padded alike. Without one, an attended tensor stays.
+    # A call of the tangents is cut and padded as the call itself is. Without a tangent, query, key and value stay.
     fields: dict[str, Any] = dict(zip(INPUTS, given, strict=True))
     moved = call._replace(
         **fields | {name: getattr(call, name) for name in ("query", "key", "value") if fields[name] is None}
     )
     if call.cu_seqlens_q is None:
-        exact = known.out is not None and known.out.dtype == wide_dtype(call)  # a rounded one does not cancel
+        exact = known.out is not None and known.out.dtype == wide_dtype(
+            call
+        )  # errors of a rounded output would not cancel
         return _tangent(call, moved, has, need_weights, known if exact else known._replace(out=None))
     results = []
-    for some, other in zip(sequences(call), sequences(moved), strict=True):
-        (made, rows), (moved_too, _) = padded(some), padded(other)
-        out, *rest = packed(rows, *_tangent(made, moved_too, has, need_weights, NOTHING))
-        results.append((out, *rest))
+    for part, other in zip(sequences(call), sequences(moved), strict=True):
+        (batch, rows), (moved_batch, _) = padded(part), padded(other)
+        results.append(packed(rows, *_tangent(batch, moved_batch, has, need_weights, NOTHING)))
     t_out, t_lse, weights = joined(results, 2, call.max_seqlen_k)
-    t_lse = t_lse.masked_fill(t_lse == float("-inf"), 0.0)  # of rows of no sequence
+    t_lse = t_lse.masked_fill(t_lse == float("-inf"), 0.0)  # rows outside all sequences
     return arrange(t_out, call.query), t_lse, weights
