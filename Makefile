@@ -5,6 +5,7 @@ READY := .venv/made-with
 PYTHON ?= $(or $(shell cat $(READY) 2>/dev/null),python3)
 PY := .venv/bin/python
 PYTEST := $(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal
+OURS := fusedattn kernels bench examples docs tests .ci
 OTHERS := 3.6.0 3.9.0# the oldest and the newest Triton that we support
 KNOWING := $(addprefix tests/,dispatch/test_launch_path.py launch/test_failures.py cli/test_warmup.py)
 
@@ -56,6 +57,7 @@ older-cpu: $(READY) ## tests of the CPU backend and of Hugging Face models, with
 		$(PYTEST) -m "not gpu and not matrix and not planted" tests/cpu/test_named_cases.py::test_an_option_alone tests/compat/test_models.py $(ARGS)
 
 check: .venv/checkers ## ruff and mypy
+	@! grep -rnE --include='*.py' '^ *"""(What|Whether|Where|Which|How|Why|Those|That|Of)\b' $(OURS)
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
 	$(PY) -m mypy
