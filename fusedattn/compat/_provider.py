@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..api import attention
-from ..call.options import Arguments, Call
+from ..call.options import INPUTS, Arguments, Call
 from ..call.rules import checked
 from ..dispatch import backends
 from ..operators.namespace import NAME, OPERATORS
@@ -85,16 +85,16 @@ def _call(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: flo
     return None if backends.BACKENDS["triton"].reasons(call, False) else call
 
 
-def flash_forward(query: Any, key: Any, value: Any, *more: Any, scale: float | None = None) -> tuple[Any, ...] | None:
+def flash_forward(
+    query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, is_causal: bool = False,
+    return_debug_mask: bool = False, *, scale: float | None = None,
+) -> tuple[Any, ...] | None:  # fmt: skip
     """Return (out, lse, None, None, L, S, seed, unused, debug mask); None if the kernels cannot take the call."""
-    # torch does not pass defaults. Its seed is uint64 (2,); we use the first.
-    defaults: tuple[Any, ...] = (0.0, False, False)
-    dropout_p, is_causal, return_debug_mask = more + defaults[len(more) :]
     if _call(query, key, value, is_causal, scale) is None:
         return None
     if return_debug_mask:
         raise NotImplementedError("return_debug_mask: expected False, got True: fusedattn has no debug mask")
-    state = torch.zeros(2, dtype=torch.int64, device=query.device)
+    state = torch.zeros(2, dtype=torch.int64, device=query.device)  # torch's seed is uint64 (2,); we use the first
     if dropout_p:
         state.random_(2**63 - 1)
     options: dict[str, Any] = dict(causal=is_causal, align="top_left", scale=scale, dropout_p=dropout_p, seed=state[:1])
@@ -117,10 +117,10 @@ def flash_backward(*arguments: Any, scale: float | None = None) -> tuple[Any, ..
     # The kernels' stats are two numbers a row that sum to the log-sum-exp in base 2. 0 and the whole of it will do.
     log2_sum = torch.where(logsumexp == float("-inf"), float("inf"), logsumexp * math.log2(math.e))
     stats = torch.stack([torch.zeros_like(log2_sum), log2_sum], -1)
-    need = [True, True, True, False, False, False]
+    need = [name in ("query", "key", "value") for name in INPUTS]
     results = grad_out, None, None, out, out.new_empty(0), stats
-    grads: tuple[Any, ...] = OPERATORS.backward(*results, *call, "triton", need)
-    return grads[:3]
+    grads = dict(zip(INPUTS, OPERATORS.backward(*results, *call, "triton", need), strict=True))
+    return grads["query"], grads["key"], grads["value"]
 
 
 _NAME = "_scaled_dot_product_flash_attention"

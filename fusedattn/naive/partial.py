@@ -1,5 +1,10 @@
-"""The definition of a partial call: attention over some of the keys that its rows see."""
+"""Attention of rows to some of the keys that they see, in float64.
 
+The gradient of a row that sees one key is a difference of equal numbers. Eager PyTorch rounds both alike, and parts do
+not, so float32 is not enough here.
+"""
+
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -8,130 +13,79 @@ from torch import Tensor
 
 from ..call.options import INPUTS, Call, Origin, inputs, wide_dtype
 from . import pairs
-from .blocks import Block, Part, block, spans, uncut
-from .formula import BUDGET, FEWEST_COPIES, scored
+from .blocks import block, spans, uncut
+from .formula import BUDGET, run_naive, scored, scores_of, sums_of
 from .inputs import prepared
-from .varlen import of_sequences, part_of
+from .varlen import part_of
 
-LN2 = 0.6931471805599453
-_multiply, _add_up = FEWEST_COPIES
-
-
-def _sequences(call: Call) -> Iterator[tuple[Call, slice, slice]]:
-    """Yield (dense call, its rows, its keys) for each packed sequence, or a dense call as it is."""
-    if call.cu_seqlens_q is None or call.cu_seqlens_k is None:
-        yield call, slice(None), slice(None)
-        return
-    rows, keys = call.cu_seqlens_q.tolist(), call.cu_seqlens_k.tolist()
-    origin = Origin(heads=call.query.shape[1]) if call.origin is None else Origin(*call.origin)
-    for b in range(len(rows) - 1):
-        own = origin._replace(plane=origin.plane + b * origin.heads)
-        one = part_of(call, rows, keys, b, b + 1)._replace(cu_seqlens_q=None, cu_seqlens_k=None, origin=own)
-        yield one, slice(rows[b], rows[b + 1]), slice(keys[b], keys[b + 1])
-
-
-def _blocks(call: Call) -> Iterator[Block]:
-    """Return blocks of as many rows as BUDGET allows."""
-    batch, heads, rows, _ = call.query.shape
-    row_bytes = 4 * batch * heads * max(1, call.key.shape[2]) * call.query.element_size()
-    return (block(call, *span) for span in spans(rows, BUDGET // max(1, row_bytes)))
-
-
-def _weights(
-    part: Part, where: Block, row_max: Tensor | None, log2_sum: Tensor | float, stored: torch.dtype = torch.float64
-) -> tuple[Tensor, Tensor]:
-    """Return (weights of a block, row_max): exp(score - row_max) / 2**log2_sum.
-
-    row_max: the largest score over all keys; None computes it from this block, rounded to the dtype `stored`.
-    """
-    call, (first, last, begin, end) = part.call, where
-    scores = _multiply(call.query[:, :, first:last], call.key[:, :, begin:end], call.scale)
-    scores = scored(scores, call.softcap, pairs.added(call, where, scores.dtype))
-    seen = pairs.visible(call, where)
-    if seen is not None:
-        scores = scores.masked_fill(~seen, float("-inf"))
-    if row_max is None:
-        row_max = scores.detach().amax(-1) if end > begin else scores.new_full(scores.shape[:3], float("-inf"))
-        row_max = row_max.to(stored)
-    exponent = scores - row_max.masked_fill(row_max == float("-inf"), 0.0)[..., None]
-    if isinstance(log2_sum, Tensor):
-        exponent = exponent - (log2_sum * LN2)[..., None]
-    return exponent.exp(), row_max
-
-
-def _sum(part: Part, where: Block, weights: Tensor) -> Tensor:
-    factor = pairs.factor(part.call, part.planes, where)
-    return _add_up(weights if factor is None else weights * factor, part.call.value[:, :, where.begin : where.end])
+LN2 = math.log(2)
+INFINITE = float("inf")
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
     """Return (output, stats) of a call without sinks, in float32 (float64).
 
-    stats (B, Hq, Sq, 2) are the largest score of a row, and log2(sum of exp(score - largest)); -inf and inf for a row
-    that sees nothing. All is computed in float64. If one key has all weight of a row, the gradient is a difference of
-    two sums; eager PyTorch rounds both alike, but parts do not.
+    stats (B, Hq, Sq, 2): the lse, and what rounding it to this dtype lost, as a binary logarithm. An empty row has -inf
+    and inf.
     """
-    rows, wide = call.query.shape[:3], wide_dtype(call)
-    out = call.query.new_zeros((*rows, call.value.shape[3]), dtype=wide)
-    stats = out.new_empty(*rows, 2)
-    for one, of_rows, _ in _sequences(call):
-        part = uncut(prepared(one, torch.float64))
-        own_out, own_stats = out[:, :, of_rows], stats[:, :, of_rows]
-        for where in _blocks(part.call):
-            weights, row_max = _weights(part, where, None, 0.0, wide)
-            total, here = weights.sum(-1), slice(where.first, where.last)
-            own_out[:, :, here] = _sum(part, where, weights) / total.masked_fill(total == 0, 1.0)[..., None]
-            own_stats[:, :, here, 0] = row_max
-            own_stats[:, :, here, 1] = total.log2().masked_fill(total == 0, float("inf"))
-    return out, stats
+    out, lse, _ = run_naive(prepared(call, torch.float64), True, False)
+    wide = wide_dtype(call)
+    rounded = lse.to(wide)
+    lost = ((lse - rounded) / LN2).to(wide).masked_fill(rounded == -INFINITE, INFINITE)
+    return out.to(wide), torch.stack([rounded, lost], -1)
+
+
+def _sequences(call: Call) -> Iterator[tuple[Call, slice]]:
+    """Yield each packed sequence as a dense call, with the place of its rows."""
+    if call.cu_seqlens_q is None or call.cu_seqlens_k is None:
+        yield call, slice(None)
+        return
+    rows, keys = call.cu_seqlens_q.tolist(), call.cu_seqlens_k.tolist()
+    origin = Origin(heads=call.query.shape[1]) if call.origin is None else Origin(*call.origin)
+    for b in range(len(rows) - 1):
+        own = origin._replace(plane=origin.plane + b * origin.heads)
+        part = part_of(call, rows, keys, b, b + 1)
+        yield part._replace(cu_seqlens_q=None, cu_seqlens_k=None, origin=own), slice(rows[b], rows[b + 1])
 
 
 def backward(
     call: Call, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, stats: Tensor, need: Sequence[bool]
 ) -> list[Tensor | None]:
-    """Return gradients of the INPUTS, None if not needed. out and stats are over all keys.
+    """Return the gradients of the INPUTS, None where not needed. out and stats are of all keys that the rows see.
 
-    The gradient of a score is weight * (grad_weight - grad_out . out + grad_lse). That is the gradient of a sum of
-    values and a sum of weights whose normaliser is constant.
+    The gradient of a score is weight * (gradient of weight - delta), where delta = grad_out . out - grad_lse. A sum of
+    values less delta times a sum of weights has this gradient, if all that the weights are divided by is constant.
     """
-    empty, grad_out = stats[..., 1] == float("inf"), grad_out.double()
+    largest, log2_sum = stats.double().unbind(-1)
+    empty = log2_sum == INFINITE
+    lse = (largest + log2_sum * LN2).masked_fill(empty, INFINITE)
+    grad_out = grad_out.double().masked_fill(empty[..., None], 0.0)
     delta = (grad_out * out).sum(-1)
-    delta = (delta if grad_lse is None else delta - grad_lse).masked_fill(empty, 0.0)
-    grad_out, stats = grad_out.masked_fill(empty[..., None], 0.0), stats.double()
-    grads = _zeros(call, need, wide_dtype(call))
-    for b, (one, rows, keys) in enumerate(_sequences(call)):
-        own = _of_one(one, grad_out[:, :, rows], delta[:, :, rows], stats[:, :, rows], need)
-        where = slice(None) if one is call else slice(b, b + 1), (rows, keys), (one.query.shape[2], one.key.shape[2])
-        for name, grad, more in zip(INPUTS, grads, own, strict=True):
-            place = of_sequences(name, grad, *where)
-            if place is not None and more is not None:
-                place += more
-    return grads
+    delta = delta if grad_lse is None else delta - grad_lse.masked_fill(empty, 0.0)
+    present = [(name, x, wanted) for name, x, wanted in zip(INPUTS, inputs(call), need, strict=True) if x is not None]
+    leaves: dict[str, Any] = {name: x.detach().double().requires_grad_(wanted) for name, x, wanted in present}
+    wanted_leaves = [x for x in leaves.values() if x.requires_grad]
+    with torch.enable_grad():
+        for one, rows in _sequences(call._replace(**leaves)):
+            batch, heads, length, _ = one.query.shape
+            row_bytes = 32 * batch * heads * max(1, one.key.shape[2])
+            for first, last in spans(length, BUDGET // max(1, row_bytes)):
+                incoming = [x[:, :, rows][:, :, first:last] for x in (grad_out, delta, lse)]
+                torch.autograd.backward(_weighed(one, first, last, *incoming), inputs=wanted_leaves)
+    grads: dict[str, Any] = {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in leaves.items()}
+    return [grads[name].to(wide_dtype(call)) if wanted else None for name, wanted in zip(INPUTS, need, strict=True)]
 
 
-def _zeros(call: Call, need: Sequence[bool], dtype: torch.dtype) -> list[Tensor | None]:
-    pairs = zip(inputs(call), need, strict=True)
-    return [torch.zeros_like(x, dtype=dtype) if wanted and x is not None else None for x, wanted in pairs]
-
-
-def _of_one(call: Call, grad_out: Tensor, delta: Tensor, stats: Tensor, need: Sequence[bool]) -> list[Tensor | None]:
-    """Return `backward` of a dense call. The incoming gradients are 0 for hidden rows."""
-    call64 = prepared(call, torch.float64)
-    grads = dict(zip(INPUTS, _zeros(call64, need, torch.float64), strict=True))
-    wanted = {name: grad for name, grad in grads.items() if grad is not None}
-    for where in _blocks(call64):
-        here = slice(where.first, where.last)
-        with torch.enable_grad():
-            leaves: dict[str, Any] = {name: getattr(call64, name).detach().requires_grad_() for name in wanted}
-            part = uncut(call64._replace(**leaves))
-            weights, _ = _weights(part, where, stats[:, :, here, 0], stats[:, :, here, 1])
-            total = (_sum(part, where, weights) * grad_out[:, :, here]).sum()
-            total = total - (weights.sum(-1) * delta[:, :, here]).sum()
-        found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
-        for grad, more in zip(wanted.values(), found, strict=True):
-            if more is not None:
-                grad += more
-    for name, mask in (("query", call.query_mask), ("key", call.key_mask), ("value", call.key_mask)):
-        if name in wanted and mask is not None:
-            wanted[name].masked_fill_(~mask[:, None, :, None], 0.0)
-    return list(grads.values())
+def _weighed(call: Call, first: int, last: int, grad_out: Tensor, delta: Tensor, lse: Tensor) -> Tensor:
+    """Return the sum of some rows whose gradients are those of the inputs."""
+    part, where = uncut(prepared(call, torch.float64)), block(call, first, last)
+    query, key, value = part.call[:3]
+    keys = slice(where.begin, where.end)
+    products = scores_of(query[:, :, first:last], key[:, :, keys], call.scale)
+    scores = scored(products, call.softcap, pairs.added(part.call, where, products.dtype))
+    if (seen := pairs.visible(part.call, where)) is not None:
+        scores = scores.masked_fill(~seen, -INFINITE)
+    weights = (scores - lse[..., None]).exp()
+    factor = pairs.factor(part.call, part.planes, where)
+    out = sums_of(weights if factor is None else weights * factor, value[:, :, keys])
+    return (out * grad_out).sum() - (weights.sum(-1) * delta).sum()

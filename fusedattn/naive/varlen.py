@@ -82,30 +82,22 @@ def _differences(offsets: list[int]) -> list[int]:
     return [after - before for before, after in itertools.pairwise(offsets)]
 
 
-def of_sequences(
-    name: str, x: Tensor | None, batches: slice, tokens: tuple[slice, slice], longest: tuple[int, int]
-) -> Tensor | None:
-    """Return slices of a field, or of a tensor of its shape, for some sequences.
-
-    tokens: their rows and keys. longest: the maximum lengths, for masks and biases, which index within a sequence.
-    """
-    rows, keys = map(slice, longest) if DIMS[name] == "BHQK" else tokens
-    return sliced(name, x, B=batches, Q=rows, K=keys)
-
-
 def part_of(call: Call, rows: list[int], keys: list[int], first: int, last: int) -> Call:
-    """Return sequences first .. last - 1 of a packed call. rows, keys: its offsets."""
+    """Return sequences first .. last - 1 of a packed call whose offsets are rows and keys."""
     assert call.cu_seqlens_q is not None and call.cu_seqlens_k is not None
-    of_rows, of_keys = slice(rows[first], rows[last]), slice(keys[first], keys[last])
     max_seqlen_q, max_seqlen_k = (max(_differences(x[first : last + 1])) for x in (rows, keys))
-    where = slice(first, last), (of_rows, of_keys), (max_seqlen_q, max_seqlen_k)
-    own: dict[str, Any] = {name: of_sequences(name, getattr(call, name), *where) for name in with_dims("B")}
+    tokens = dict(Q=slice(rows[first], rows[last]), K=slice(keys[first], keys[last]))
+    pairs = dict(Q=slice(max_seqlen_q), K=slice(max_seqlen_k))  # they count from the start of each sequence
+    fields: dict[str, Any] = {
+        name: sliced(name, getattr(call, name), B=slice(first, last), **(pairs if DIMS[name] == "BHQK" else tokens))
+        for name in with_dims("B")
+    }
     return call._replace(
         cu_seqlens_q=call.cu_seqlens_q[first : last + 1] - rows[first],
         cu_seqlens_k=call.cu_seqlens_k[first : last + 1] - keys[first],
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
-        **own,
+        **fields,
     )
 
 
