@@ -65,7 +65,7 @@ def attention(
             or raises.
 
     Returns:
-        output (B, Hq, Sq, Dv) in query's dtype and order of dimensions, or a tuple (output[, lse][, weights]): lse
+        output (B, Hq, Sq, Dv) in query's dtype and order of dimensions, or a tuple (output, lse?, weights?): lse
         (B, Hq, Sq) float32 (float64 for float64), natural log; weights (B, Hq, Sq, Sk) in query's dtype. All are
         differentiable. A row that sees nothing: output 0, lse -inf (or the sink), weights 0.
 
@@ -128,7 +128,7 @@ def attention_varlen(
             `attention`. "hopper" takes no packed sequences.
 
     Returns:
-        output (Tq, Hq, Dv) in query's dtype and order of dimensions, or a tuple (output[, lse][, weights]): lse
+        output (Tq, Hq, Dv) in query's dtype and order of dimensions, or a tuple (output, lse?, weights?): lse
         (Hq, Tq) float32 (float64 for float64); weights (Hq, Tq, max_seqlen_k) in query's dtype, 0 past the end of a
         sequence. All are differentiable.
 
@@ -199,7 +199,7 @@ def attention_decode(
     the pool, positions to the angles; a new key past the capacity or in no page is dropped.
 
     Returns:
-        output (B, Hq, Sq, Dv) in query's dtype and order of dimensions, or a tuple (output[, lse][, weights]) as from
+        output (B, Hq, Sq, Dv) in query's dtype and order of dimensions, or a tuple (output, lse?, weights?) as from
         `attention`.
 
     Raises:
