@@ -8,7 +8,12 @@ from torch import Tensor
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 SEED = 0  # of inputs, and of our dropout
 TOKENS, WIDTH = 16384, 2048  # B * S and Hq * D, as in the FlashAttention papers
-PASSES = {"forward": 1.0, "graph": 1.0, "backward": 2.5, "forward_backward": 3.5}  # matrix products, in forwards
+PASSES = {
+    "forward": 1.0,
+    "graph": 1.0,
+    "backward": 2.5,
+    "forward_backward": 3.5,
+}  # products, relative to a forward
 
 
 class Tensors(NamedTuple):

@@ -66,7 +66,7 @@ class Attention:
                 yield lambda: torch.autograd.grad(output(), leaves, grad_out)
 
     def results(self, mode, call, result):
-        """Return {name: tensor} of a step's result, for the compared head."""
+        """Return {name: tensor} of a step's result, for the one head that is compared with float64."""
         names = NAMES if mode in MODES[1:] else ("out", "weights")
         result = dict(zip(names, result if isinstance(result, tuple) else (result,), strict=False))
         unpacked = {name: x if name in ("weights", "bias") else call.unpack(x) for name, x in result.items()}

@@ -121,7 +121,7 @@ def naive(case, tensors):
 
 
 def _real(case, tensors):
-    """Return (B, S): True for the tokens of packed sequences."""
+    """Return a bool mask (B, S): True for real tokens, False for padding, which packing removes."""
     _refuse(case, "bias", "documents", "keys", "filled", "weights")
     if case.Sq != case.Sk:
         raise Unsupported("packing needs as many keys as queries")

@@ -116,7 +116,10 @@ class Standing(NamedTuple):
 
 
 def standings(rows: Sequence[Row]) -> tuple[list[Standing], list[Standing]]:
-    """Return Standings beside the fastest other of each case, one a mode, and beside each other provider."""
+    """Return two lists of Standings: ours against the fastest other of each case, and ours against each other.
+
+    The first has one Standing for each mode, the second one for each mode and provider.
+    """
     best, each = collections.defaultdict(list), collections.defaultdict(list)
     for (mode, _), some in groups(rows).items():
         mine, other = fastest(some, ours=True), fastest(some, ours=False)

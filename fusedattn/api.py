@@ -178,7 +178,7 @@ def attention_decode(
         query: (B, Hq, Sq, D), of float16, bfloat16, float32 or float64. Autocast casts it as torch's SDPA; caches and
             new keys must have the resulting dtype.
         key_cache, value_cache: (B, Hkv, C, D) and (B, Hkv, C, Dv), or pages of a pool, (pages, Hkv, page, D or Dv). Any
-            strides. new_key and new_value are written in place. The two may then share no memory, unless values
+            strides. New keys and values are written into them in place; then the two may share no memory, unless values
             are the first columns of keys without rotary embedding.
         cache_seqlens: int32 (B,), the number of keys of each sequence before the append; it is not changed.
         block_table: int32 (B, n), the pages of each sequence, in order. Entries beyond a length are ignored. Sequences

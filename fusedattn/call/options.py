@@ -180,7 +180,10 @@ def with_dims(letters: str) -> list[str]:
 
 
 def sliced(name: str, x: Any, **slices: slice) -> Any:
-    """Return slices of a field, or of a tensor of its shape: B=slice(2, 4). Broadcast dimensions stay."""
+    """Slice a tensor by the letters of its dimensions, as in B=slice(2, 4); `name` is the field that it belongs to.
+
+    Broadcast dimensions stay whole.
+    """
     letters = DIMS[name]
     for axis, letter in enumerate(letters if x is not None else ""):
         # Rows and keys broadcast in masks and biases of pairs only: elsewhere a size of 1 is a single row or key.

@@ -19,7 +19,7 @@ def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
 
 @overridable
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
-    """Return (first_axis_dim, ...) with values (n, ...) in rows indices (n,) and 0 elsewhere, differentiable."""
+    """Return zeros (first_axis_dim, ...) with values[i] in row indices[i], differentiable."""
     return values.new_zeros(first_axis_dim, *values.shape[1:]).index_put((indices,), values)
 
 

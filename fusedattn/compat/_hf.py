@@ -83,7 +83,7 @@ def attention_mask(*sizes: Any, config: Any = None, **options: Any) -> Any:
     return sdpa_mask(*sizes, config=config, **options)
 
 
-def _postpone(model: Any, name: Any, _: Any = None, is_init_check: bool = False, **__: Any) -> Any:
+def _postpone(model: Any, name: Any, asked: Any = None, is_init_check: bool = False, *_: Any, **__: Any) -> Any:
     """Build a model that asks for a name of ours as an "eager" one; its config keeps the name until it is built."""
     if not is_init_check or name not in NAMES:
         return name
@@ -116,7 +116,10 @@ def _names(code: CodeType) -> set[str]:
 
 
 def _function(method: Any, module: Any = None) -> Any:
-    """Return the function that a method runs, past the wrappers of libraries; None if it is another object's."""
+    """Return the plain function behind a method and the wrappers of known libraries.
+
+    None if the method is bound to another object than `module`, or runs no plain function.
+    """
     while getattr(method, "__self__", module) is module:
         within = getattr(method, "__func__", None) or getattr(method, "__wrapped__", None)
         wrapper = getattr(method, "func", method)  # accelerate's are partials

@@ -1,1 +1,1 @@
-"""Attention on a CPU by PyTorch's own fused kernel, called for what is seen and for nothing else: the backend "cpu"."""
+"""The backend "cpu": attention by PyTorch's fused CPU kernel, called on rectangles of visible scores."""

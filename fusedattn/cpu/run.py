@@ -1,4 +1,4 @@
-"""Limits of the backend "cpu", and its results as the operators return them."""
+"""The backend "cpu": which calls it takes, and its results in the form that operators return."""
 
 from collections.abc import Sequence
 

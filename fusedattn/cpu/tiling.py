@@ -46,11 +46,11 @@ class Part(NamedTuple):
     sequences: int = 0
 
     def of_rows(self, x: Tensor) -> Tensor:
-        """Return a view of the rows of this part."""
+        """Return the view of x, a tensor of the whole call, that has the rows of this part."""
         return self._view(x, self.rows)
 
     def of_keys(self, x: Tensor) -> Tensor:
-        """Return a view of the keys of this part."""
+        """Return the view of x, a tensor of the whole call, that has the keys of this part."""
         return self._view(x, self.keys)
 
     def _view(self, x, where):

@@ -41,7 +41,7 @@ class Step(NamedTuple):
 
 
 class Recording(NamedTuple):
-    """Launches on the caller's tensors and on those that a replay allocates."""
+    """Recorded launches, to replay on the caller's tensors and on new ones that `run` allocates."""
 
     device: torch.device
     kind: str  # of device

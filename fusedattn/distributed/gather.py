@@ -76,7 +76,7 @@ def _pieces(whole: GlobalCall) -> list[Piece]:
 
 
 class _Keys:
-    """The keys and values of all ranks at once, for some Pieces. Their gradients are scattered."""
+    """The keys and values of all ranks, gathered at once, and the Pieces. Gradients return to their ranks."""
 
     def __init__(self, pieces: list[Piece], whole: GlobalCall):
         self.pieces, self.whole = pieces, whole

@@ -90,7 +90,7 @@ class GlobalCall(NamedTuple):
         return any(self.sees(row, key) for row in self.rows[rank] for key in self.keys[owner])
 
     def pieces(self, owner: int) -> list[Piece]:
-        """Return the Pieces of this rank's rows and an owner's keys, as few as possible."""
+        """Split attention of this rank's rows to an owner's keys into as few Pieces, one Call each, as possible."""
         rows = [row for row in self.rows[self.ranks.rank] if row.length]
         keys = [key for key in self.keys[owner] if key.length]
         # Chunks are joined if each row sees each key and no position counts.

@@ -14,7 +14,7 @@ from ..call.private import group_timeout, read_store, write_store
 from ..call.rules import fail
 
 STATEMENT = 4096  # bytes of a rank's statement about a call: a fixed size, so ranks that disagree can read it
-MESSAGE = 300  # characters of an error in a statement
+MESSAGE = 300  # characters of an error message, cut to fit in a statement
 PATIENCE = timedelta(seconds=2)  # time to wait, after a connection broke, for the number of the lost rank in the store
 
 

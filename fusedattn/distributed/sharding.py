@@ -52,7 +52,7 @@ def register_sharding() -> None:
 
     def forward(*arguments: Any) -> list[tuple[list[Any], list[Any]]]:
         _, call, (need_lse, need_weights, save, backend) = FORWARD.split(arguments)
-        present = True, need_lse, need_weights, save or (need_weights and backend != "cpu")  # of the results
+        present = True, need_lse, need_weights, save or (need_weights and backend != "cpu")  # results
         return [
             ([cut_placement(dim) if result else Replicate() for result in present], [*FORWARD.named(tensors)])
             for dim, tensors in place(call)

@@ -156,7 +156,7 @@ def _local(whole: GlobalCall, exchange: _Exchange) -> Call:
         lengths = exchange.rows if "Q" in letters else exchange.keys
         if x is None:
             continue
-        if letters == "BH":  # the same on all ranks
+        if letters == "BH":  # equal on all ranks, so nothing is sent
             tensors[name] = x[:, exchange.own]
         elif letters in ("BQ", "BK"):
             tensors[name] = exchange.to_heads(x[:, None], first, lengths)[:, 0]

@@ -256,7 +256,7 @@ def _dbias(p, grad_bias):
 
 
 def _add_up(p, by_row, by_key, grads):
-    """Compute the gradients of options from sums by row or by key.
+    """Fill the gradients of bias and options by head from the sums that kernels stored by row or by key.
 
     In float64, which costs nothing here: otherwise the error would grow with the number of rows.
     """
@@ -294,7 +294,7 @@ def launch_backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats
     if "postprocess" in names and form is not None:
         query_sums = hopper.new_sums(call, stats, form)
     elif "postprocess" in names:
-        # Sum into the gradient itself if its dtype is that of sums and threads add; TMA needs aligned rows.
+        # Sum into the gradient itself if it has the dtype of the sums and threads add. TMA adds to aligned rows only.
         width = call.query.shape[3]
         bulk = any(tile.bulk for tile in run.candidates("one_pass", call))
         in_place = grads["query"].dtype == stats.dtype and not bulk

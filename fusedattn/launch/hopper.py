@@ -51,7 +51,7 @@ def limits(call: Call) -> list[str]:
     bare = call._replace(**changes)
     if kernel_arguments.scored(bare).softmax_scale is None:
         lacks.append(f"it takes a scale between 2**-100 and 2**100, not {call.scale}")
-    if holds(call.key.shape[2] == 0, False):  # the operator looks again
+    if holds(call.key.shape[2] == 0, False):  # unknown to a compiler; the operator checks again when it runs
         lacks.append("there are no keys")
     if call.value.shape[3] % 8:
         lacks.append(f"the head dimension of value is {call.value.shape[3]}, not a multiple of 8")
@@ -264,7 +264,7 @@ def stored_limits(call: Call) -> list[str]:
 
 
 def heads_at_a_time(call: Call) -> int:
-    """Return how many key heads store their gradients of scores at a time."""
+    """Return the number of key heads whose gradients of scores fit into the buffer at once."""
     _, size = _scores_of_a_head(call)
     return min(call.key.shape[0] * call.key.shape[1], max(2, tile_table.SCORES_BYTES // size))
 

@@ -176,7 +176,7 @@ TABLE = {
     ("preprocess", 80, 2, 64): (Tile(64, None, 4, 1),),
     ("preprocess", 80, 2, 128): (Tile(32, None, 4, 1),),
     ("preprocess", 80, 2, 256): (Tile(16, None, 4, 1),),
-    # 64 rows, as in wgmma: delta is then summed in the order of dp.
+    # 64 rows, as in a wgmma: delta is then summed in the order of dp, so that dp - delta cancels.
     ("preprocess", 90, 2, 128): (Tile(64, None, 4, 1),),
     ("preprocess", 90, 2, 256): (Tile(64, None, 8, 1),),
     ("postprocess", 90, 2, 128): (Tile(64, None, 8, 1),),
@@ -331,7 +331,7 @@ def block_mask_size(interpreted: bool) -> int:
 
 
 def row_width(width: int) -> int:
-    """Return the table width for a head dimension."""
+    """Round a head dimension up to a width of the tile table: 64, 128 or 256."""
     return 64 if width <= 64 else 128 if width <= 128 else 256
 
 

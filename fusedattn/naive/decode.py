@@ -171,7 +171,7 @@ def of_length(call: Call, decode: Decode, first: int, last: int, length: int) ->
 
 
 def rotated_query(decode: Decode) -> Call:
-    """Return the call to a cache, its query with rotary embeddings."""
+    """Return the Call of a Decode, with rotary embeddings applied to its query."""
     call = decode.call
     if decode.cos is None or decode.sin is None:
         return call

@@ -154,7 +154,7 @@ class Backward(torch.autograd.Function):
 
 
 def backward(*arguments):
-    """Compute the operator, recorded for second derivatives. Raise for one that would be lost."""
+    """Compute the operator, so that autograd can differentiate it again. Raise if that derivative would be lost."""
     if not torch.is_grad_enabled() and plain(arguments):
         return _backward(*arguments)
     batched = any(x is not None and not has_storage(x) for x in arguments[:3])

@@ -78,7 +78,7 @@ def local_call(call: Call, seed: Any) -> LocalCall | None:
         TypeError, ValueError, NotImplementedError: on all ranks, for a call that needs communication.
     """
     tensors: dict[str, Any] = dict(zip(TENSORS, tensors_of(call), strict=True))
-    if not [x for x in tensors.values() if is_dtensor(x)]:
+    if not [x for x in tensors.values() if x is not None and is_dtensor(x)]:
         return None
     from torch.distributed.tensor import Partial, Replicate, Shard
 
@@ -91,7 +91,7 @@ def local_call(call: Call, seed: Any) -> LocalCall | None:
     # The compiler of torch 2.10 takes no tuple of mesh.shape.
     place = tuple([mesh.size(number) for number in range(mesh.ndim)]), tuple(coordinate)
     of_query = _by_dim(cut)
-    fields: dict[str, Any] = dict(block_mask=None)  # it is that of all ranks; the part makes its own
+    fields: dict[str, Any] = dict(block_mask=None)  # the given one is for all ranks; each part makes its own
     for name, x in tensors.items():
         if name not in DIMS or x is None:
             continue
@@ -102,7 +102,7 @@ def local_call(call: Call, seed: Any) -> LocalCall | None:
             grads = [Partial() if p.is_replicate() and dim is not None else p for p, dim in pairs]
             local = x.to_local(grad_placements=grads)
             if not is_compiling() and local.grad_fn is not None:
-                # Otherwise autograd copies the gradient to the layout of x, for which torch 2.10 gathers x.
+                # Otherwise autograd copies the gradient to the strides of x, and torch 2.10 gathers x to know them.
                 local.register_hook(functools.partial(_laid_out, order(local)))
         for dim in DIMS[name]:
             whole, size = query.shape[dim], x.shape[dim]

@@ -44,7 +44,7 @@ class Shared(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Descriptors; Sums has the lines of dq in float32. Turns are the counters that order additions to it, or None."""
+    """Outputs: descriptors of the sums of dq (float32, in `lines`), of dk and of dv, and counters that order the sums."""
 
     Sums: tensor_descriptor
     GradK: tensor_descriptor
@@ -94,7 +94,9 @@ def _give(g: gl.constexpr, shared, results, kv, first, band, GROUP: gl.constexpr
     BLOCK_M: gl.constexpr = shared.q.tiles.shape[3]
     begin, full, full_end, end = extent(band, first, GROUPS * KEYS, BLOCK_M)
     block, member = begin, begin * 0
-    LINES: gl.constexpr = shared.dq.tiles.shape[3]  # half of those of a block of rows
+    LINES: gl.constexpr = shared.dq.tiles.shape[
+        3
+    ]  # lines of dq that one warpgroup adds: half of those of a block of rows
     for step in range((end - begin) * GROUP):
         plane = span.query_head(kv, member, GROUP)
         ring.wait(shared.dq, step * GROUPS + g)
@@ -151,7 +153,9 @@ def _consume_whole(g: gl.constexpr, shared, first, band, scale, GROUP: gl.conste
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
     p = weights(s, shared, block, full, full_end, earliest, band, scale)
     for step in range(steps):
-        none = (block < begin).to(gl.int32)  # 0, hidden from ptxas: known addresses fill registers
+        none = (block < begin).to(
+            gl.int32
+        )  # always 0, but ptxas cannot know: it would keep known addresses in registers
         k, v = ring.tile(shared.k, g + none), ring.at(shared.v, g + none)
         q, do = ring.tile(shared.q, step), ring.at(shared.do, step)
         dp = begin_dp(v, do.permute((1, 0)), shared, step, zero)

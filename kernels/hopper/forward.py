@@ -201,7 +201,9 @@ def _consume(
             # ptxas moves the wait for p @ v up over the exponentials, and they no longer overlap. It moves nothing over
             # the end of a basic block, and a barrier's wait is a loop: so the wait for the next k is here.
             ring.wait(shared.k, step + 1, pred=i + 1 < count)
-            out, p = warpgroup_mma_wait(num_outstanding=0, deps=(next_out, p))  # p is read in place
+            out, p = warpgroup_mma_wait(
+                num_outstanding=0, deps=(next_out, p)
+            )  # wgmma reads p from its registers until here
             ring.release(shared.v, step - 1)
             out = out * gl.convert_layout(decay, O_ROWS)[:, None]
             p = next_p

@@ -43,7 +43,10 @@ def half(tile, h: gl.constexpr):
 
 @gluon.jit
 def ones(KEYS: gl.constexpr):
-    """Return left operands, twice [keys, 16]: one adds up columns 0 to 7 of a table, the other 8 to 15."""
+    """Return two matrices [keys, 16] of zeros and ones, left operands for a product with a table [16, rows].
+
+    The product with the first sums columns 0 to 7 of the table, the product with the second columns 8 to 15.
+    """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [WARPS, 1], [1, 0])
     SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([2 * KEYS, 16], gl.bfloat16)
     which = gl.arange(0, 2 * KEYS, layout=gl.SliceLayout(1, LAYOUT))[:, None] // KEYS
@@ -127,7 +130,7 @@ def weights_of_rows(s, rows, step, block, full, full_end, earliest, band, scale)
 
 @gluon.jit
 def lines(dq):
-    """Reorder dq [rows, columns] to [lines, 32]: a thread's share of 8 columns lies side by side.
+    """Reorder dq [rows, columns] to [lines, 32], so that the elements of 8 columns in one thread are contiguous.
 
     So it is stored 16 bytes at a time, straight from registers, without bank conflicts. A line has 8 columns of 4 rows:
     two neighbours, and the two 8 below. `_ordered` of `preprocess` is the inverse.

@@ -303,7 +303,7 @@ def _load(factors, GradScores, Others, work, before, GROUP: gl.constexpr, OF_K: 
 
 @gluon.jit
 def _store_product(g: gl.constexpr, factors, Product, work, OF_K: gl.constexpr):
-    """Store a warpgroup's product while it computes the next: the work of one warp."""
+    """Store each product of a warpgroup while the warpgroup computes the next: the work of one warp."""
     ROWS: gl.constexpr = Product.block_type.shape[2]
     for n in range(_share(work)):
         first, plane, _, _ = _factors_of(work, n, factors, OF_K)

@@ -88,7 +88,7 @@ def _kept(dropout, plane, r, c):
 
 @triton.jit
 def _four(dropout, plane, r, c):
-    """Return the word of each pair (r, c) by one Philox call for four pairs.
+    """Return a random 32-bit word for each pair (r, c). One Philox call gives the words of four pairs.
 
     The four words go to rows i, i + 8 and keys j, j + 8. A thread that holds one of these elements of a product holds
     all four, so no data moves between threads.

@@ -66,7 +66,7 @@ def weights(x, shown, bias, row, r, c, band, rules, plane, CHECK: tl.constexpr):
     if CHECK:
         seen = masking.visible(rules.masks, shown, band, plane, r, c)
         if rules.score.slopes is not None:
-            seen &= r < band.rows  # distances past the last row are not 0; all else there is
+            seen &= r < band.rows  # hide rows past the end: all that they load is 0, but not their distances
         p = tl.where(seen, p, 0.0)
     return memory.opaque(dropping.sign_dropped(rules.dropout, p, plane, r, c)), dcap
 

@@ -17,7 +17,7 @@ class View(NamedTuple):
 
 
 class Described(NamedTuple):
-    """A (row, column) matrix read by TMA: one head of a descriptor of (B, H, S, D), from `row` on.
+    """A matrix read by TMA: one batch and head of a (B, H, S, D) descriptor, from `row` on.
 
     packed is the Plane's: past a packed sequence lies the next one; otherwise zeros are read.
     """
@@ -165,7 +165,7 @@ def add(sums, plane, rows, first, n, tile, D: tl.constexpr):
 
 @triton.jit
 def load_pairs(m, r, c, rows, keys, CHECK: tl.constexpr):
-    """Load elements (r, c) of a (rows, keys) matrix, r and c broadcast either way round; zero past the end.
+    """Load m[r, c] of a (rows, keys) matrix; one of r and c is a column, the other a row. Zero past the end.
 
     Without CHECK no tile passes the end along its second axis.
     """

@@ -17,7 +17,7 @@ class ByRow(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Sums over the keys of a row: of weights and of gradients of scores, plain and times the distance."""
+    """Sums over the keys of a row: of weights p and gradients of scores ds, and of both times the distance."""
 
     p: tl.tensor
     ds: tl.tensor

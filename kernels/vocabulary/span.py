@@ -173,7 +173,7 @@ def blocks(b, first, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def masked_past(ranges, n, length):
-    """Return the ranges of `blocks`, all of them masked unless rows before n are before `length` as well.
+    """Return the ranges of `blocks`; without unmasked blocks if the tile, which ends before n, reaches past `length`.
 
     Keys past the end are zeros and weigh exp(-lse): that may be inf, and inf * 0 would reach dq.
     """
