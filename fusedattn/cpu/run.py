@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 from ..call.options import INPUTS, Call, device_of
 from ..call.private import flash_attention_for_cpu, flash_attention_for_cpu_backward
 from ..naive.formula import without_autocast
-from . import flash
+from . import flash, flash_backward
 from .small_k import FEW, has_bias_gradient
 from .tiling import is_widened
 
@@ -19,7 +19,7 @@ NARROW = 16
 # more than 1e-5, and overflow once the rounding error of a score exceeds 88.
 LARGEST_LSE = 128.0
 
-_DIFFERENTIATED = "query", "key", "value", "bias", "sinks"  # inputs whose gradients `flash.backward` returns
+_DIFFERENTIATED = "query", "key", "value", "bias", "sinks"  # inputs whose gradients `flash_backward.backward` returns
 # Options with the default None that the backend supports, or that `limits` names itself. It lacks all others.
 _KNOWN = {"bias", "alibi_slopes", "sinks", "mask", "key_mask", "query_mask", "block_mask", "left", "right", "origin"}
 _KNOWN |= {"seed", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"}
@@ -104,6 +104,6 @@ def backward(call: Call, incoming: Sequence[Tensor | None], out: Tensor, stats: 
     """
     grad_out, grad_lse, _ = incoming
     needed = dict(zip(INPUTS, need, strict=True))
-    made = flash.backward(call, grad_out, grad_lse, out, _kept(out, stats), stats[..., 0], needed["bias"])
+    made = flash_backward.backward(call, grad_out, grad_lse, out, _kept(out, stats), stats[..., 0], needed["bias"])
     grads = dict(zip(_DIFFERENTIATED, made, strict=True))
     return tuple(grads[name] if wanted else out.new_empty(0) for name, wanted in needed.items())

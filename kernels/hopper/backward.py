@@ -44,7 +44,7 @@ class Shared(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Outputs: descriptors of the sums of dq (float32, in `lines`), of dk and of dv, and counters that order the sums."""
+    """Outputs: descriptors of the sums of dq (float32, in `lines`), dk and dv, and counters that order the sums."""
 
     Sums: tensor_descriptor
     GradK: tensor_descriptor

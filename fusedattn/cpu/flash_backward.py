@@ -1,0 +1,179 @@
+"""The backward of a Call by PyTorch's fused kernel for CPUs, a rectangle of scores at a time."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..call.layout import arrange
+from ..call.options import Call
+from ..call.private import flash_attention_for_cpu_backward
+from ..naive import pairs
+from ..naive.blocks import Block
+from .flash import (
+    are_alone,
+    at_once,
+    cut,
+    hidden_by,
+    in_columns,
+    inputs_of,
+    is_exact,
+    mask,
+    offset,
+    scores_less,
+    sinks_less,
+    to_wide,
+    width_of,
+)
+from .small_k import by_weights, lse_of, weights_of
+from .tiling import Part, Rectangle, parts, rectangles
+from .value_mean import INFINITE, centre, in_groups
+
+SCORES = 2**25  # bytes of scores that the formula computes at a time for the gradient of a bias
+
+
+def _in_blocks(where: Rectangle, call: Call) -> list[Rectangle]:
+    """Cut a rectangle along its rows, so that the scores of a block take at most SCORES bytes."""
+    batch, heads, _, _ = call.query.shape
+    step = max(1, SCORES // (batch * heads * (where.end - where.begin) * call.query.element_size()))
+    if where.causal:  # a later row would start at another key
+        return [where]
+    return [
+        where._replace(first=first, last=min(first + step, where.last))
+        for first in range(where.first, where.last, step)
+    ]
+
+
+def _differentiate(call: Call, where: Rectangle, less: float, tensors, grad_out, out, lse) -> Sequence[Tensor]:
+    """Return the gradients of query, key and value of a rectangle, by the kernel."""
+    added = mask(call, where, less)
+    return flash_attention_for_cpu_backward(
+        grad_out, *tensors, out, lse, 0.0, where.causal, attn_mask=added, scale=call.scale
+    )
+
+
+def _differentiate_exactly(call, where, less, tensors, grad_out, out, lse, of_bias) -> Sequence[Tensor]:
+    """Return the same by the formula. lse is None if the rows see no other keys; out is None to recompute it."""
+    scores = scores_less(call, where, less, *tensors[:2])
+    weights = weights_of(scores, where.masked)
+    if lse is not None:
+        weights *= (lse_of(scores, weights) - lse).exp_()[..., None]
+    return by_weights(weights, call.scale, tensors, grad_out, out, of_bias)
+
+
+class Incoming(NamedTuple):
+    """Gradients of output and lse (either may be None), and the results of `forward`."""
+
+    grad_out: Tensor | None
+    grad_lse: Tensor | None
+    out: Tensor
+    kept: Tensor
+    lse: Tensor
+
+
+def _backward(part: Part, less: float, rows: Incoming, of_bias: Tensor | None) -> Sequence[Tensor]:
+    """Return the gradients of query, key and value of a part; add that of its bias to of_bias."""
+    call, columns = part.call, width_of(part.call)
+    tensors = inputs_of(part, columns)
+    grad_out, grad_lse, out, kept, lse = rows
+    common = None if grad_out is None else centre(tensors[2][:, :, part.begin : part.end])
+    if common is not None:
+        same = in_groups(kept == out.to(kept.dtype), common.shape[1]).all(3, keepdim=True).all(2, keepdim=True)
+        tensors[2] = tensors[2] - common.masked_fill(same, 0.0)  # for these heads the whole output was saved
+    some = list(rectangles(part))
+    alone = are_alone(call, some)
+    if of_bias is not None:
+        some = [piece for where in some for piece in _in_blocks(where, call)]
+    whole = len(some) == 1 and some[0][:4] == (0, call.query.shape[2], 0, call.key.shape[2])
+    totals = [] if whole else [x.new_zeros(x.shape, dtype=lse.dtype) for x in tensors]
+
+    def add(grad_out, kept, tensors, wanted, by_output):
+        grad_out, kept = in_columns(grad_out, columns), in_columns(kept, columns)
+        for where in some:
+            inputs = cut(where, tensors)
+            of_out, out, total = (x[:, :, where.first : where.last] for x in (grad_out, kept, lse))
+            if of_bias is not None or is_exact(where, inputs[0]):
+                out, total = out if by_output else None, None if alone else total
+                bias = None if of_bias is None else pairs.cut(of_bias, Block(*where[:4]))
+                grads = _differentiate_exactly(call, where, less, inputs, of_out, out, total, bias)
+            else:
+                grads = _differentiate(call, where, less, inputs, of_out, out, total)
+            if not totals:
+                totals.extend(grads)
+                continue
+            for total, grad in zip(cut(where, totals)[:wanted], grads, strict=False):
+                total += grad
+
+    if grad_out is not None:
+        add(grad_out, kept, tensors, 3, not alone)
+    if grad_lse is not None:
+        # A score's gradient is weight * (grad_out @ value - sum(grad_out * out) + grad_lse). The term of grad_lse
+        # equals a second call with values 0 and sum(grad_out * out) = -grad_lse.
+        one = pad(torch.ones_like(kept[..., :1]), (0, columns - 1))
+        add(one, one * -grad_lse[..., None].to(one.dtype), [*tensors[:2], torch.zeros_like(tensors[2])], 2, True)
+        if grad_out is None:
+            totals[2] = torch.zeros_like(totals[2])
+    grads = zip(totals, call[:3], strict=True)
+    return [grad if grad.shape == x.shape else arrange(grad[..., : x.shape[3]], x) for grad, x in grads]
+
+
+def _of_sinks(call: Call, less: float, rows: Incoming, out: Tensor) -> Tensor:
+    """Return the gradient of the sinks: the sum over rows of weight * (grad of lse - grad of output)."""
+    missing = torch.zeros_like(rows.lse) if rows.grad_lse is None else rows.grad_lse
+    missing = missing if rows.grad_out is None else missing - (rows.grad_out.to(rows.lse.dtype) * out).sum(-1)
+    assert call.sinks is not None
+    weight = (sinks_less(call, rows.lse.dtype, less) - rows.lse).exp_()
+    return (weight * missing).sum(2).sum_to_size(call.sinks.shape).to(call.sinks.dtype)
+
+
+def backward(
+    call: Call,
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    out: Tensor,
+    kept: Tensor,
+    lse: Tensor,
+    need_bias: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Return the gradients of query, key, value, bias and sinks, each in its dtype and contiguous.
+
+    The gradients of the rectangles, each from the output and lse of its whole rows, are added.
+
+    Args:
+        grad_out, grad_lse: either may be None.
+        out, kept, lse: results of `forward`.
+        need_bias: compute the bias gradient; `small_k.has_bias_gradient` must hold. Otherwise it is None.
+    """
+    causal = at_once(call) if grad_lse is None and call.value.dtype != torch.bfloat16 else None
+    if causal is not None and grad_out is not None:
+        less, everything = offset(call), Rectangle(0, call.query.shape[2], 0, call.key.shape[2], causal)
+        if not is_exact(everything, call.query):
+            incoming = in_columns(grad_out, call.value.shape[3])
+            of_query, of_key, of_value = _differentiate(call, everything, less, call[:3], incoming, out, lse)
+            return of_query, of_key, of_value, None, None
+    of_bias = None if call.bias is None or not need_bias else torch.zeros_like(call.bias, dtype=lse.dtype)
+    inputs, call = call[:3], to_wide(call)
+    grad_out = None if grad_out is None else grad_out.to(kept.dtype)
+    empty = lse == -INFINITE  # all weights are 0, so there is no gradient
+    if call.query_mask is not None:
+        hidden = hidden_by(call.query_mask)
+        grad_out = None if grad_out is None else grad_out.masked_fill(hidden, 0.0)
+        grad_lse = None if grad_lse is None else grad_lse.masked_fill(hidden[..., 0], 0.0)
+        empty = empty | hidden[..., 0]  # their lse is the sink's, so exp(score - lse) may overflow
+    grad_lse = None if grad_lse is None else grad_lse.masked_fill(empty, 0.0)
+    rows = Incoming(grad_out, grad_lse, out, kept, lse.masked_fill(empty, INFINITE))
+    split, less = parts(call), offset(call)
+    if len(split) == 1 and split[0].call is call and not (grad_out is grad_lse is None):
+        grads = _backward(split[0], less, rows, of_bias)
+    else:
+        grads = [x.new_zeros(x.shape, dtype=lse.dtype) for x in call[:3]]
+        for part in split if not (grad_out is grad_lse is None) else ():
+            of_part = rows._replace(**{name: part.of_rows(x) for name, x in rows._asdict().items() if x is not None})
+            views = part.of_rows(grads[0]), part.of_keys(grads[1]), part.of_keys(grads[2])
+            for view, grad in zip(views, _backward(part, less, of_part, None), strict=True):
+                view.copy_(grad)
+    of_sinks = None if call.sinks is None else _of_sinks(call, less, rows, out)
+    query, key, value = (grad.to(x.dtype) for grad, x in zip(grads, inputs, strict=True))
+    return query, key, value, None if of_bias is None or call.bias is None else of_bias.to(call.bias.dtype), of_sinks
