@@ -18,8 +18,8 @@ def _walk_keys(
 ):  # fmt: skip
     """Add the contribution of key blocks [begin, end) to dq and to the sums by row.
 
-    dq stays as it is if GradQ is None, and the sums if grads.rows is None. grads.bias, unless None, gets the gradient
-    of the scores.
+    dq stays as it is if GradQ is None, and the sums if no gradient by row is wanted. grads.bias, unless None, gets the
+    gradient of the scores.
     """
     following = walk.first(tile_list, begin)
     for n in tl.range(begin, end):
@@ -39,7 +39,7 @@ def _walk_keys(
         ds = gradient.of_scores(p, dp, known, r, c, band, rules, plane, GradWeights)
         if grads.bias is not None:
             memory.store_pairs(memory.matrix(grads.bias, plane), r, c, band.rows, band.keys, ds)
-        if grads.rows is not None:
+        if row_sums.wanted(grads.rows):
             sums = row_sums.add(
                 sums, dropout.before(rules.dropout, p), ds, scores.distance(rules.score, band, r, c).to(ds.dtype)
             )
@@ -55,7 +55,7 @@ def dq(
     grads, sequences, tile_lists, heads, q_len, k_len, left, right, rules,
     spec: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Write GradQ (B, Hq, Sq, D), unless None, and grads.rows.
+    """Write GradQ (B, Hq, Sq, D), unless None, and the gradients by row in grads.rows.
 
     K and V are Views, or both descriptors. Rows comes from `preprocess`. grads.bias is a View of (B, Hq, Sq, Sk) filled
     with 0.
@@ -92,5 +92,5 @@ def dq(
     # store it
     if GradQ is not None:
         memory.store(memory.of_rows(GradQ, plane), rows, q_len, scores.grad(rules.score, grad), spec.D)
-    if grads.rows is not None:
+    if row_sums.wanted(grads.rows):
         row_sums.store(grads.rows, sums, row, rules.score, plane, rows, q_len, grads.partial is not None)

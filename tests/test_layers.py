@@ -180,7 +180,8 @@ def test_a_textbook_decoder(heads, dropout, scale, steps, backend, device):
             wanted.append((logits, state, torch.stack(each, 1).squeeze(3)))
         return [wanted[-1][0], *wanted]
 
-    with fa.use_backend(backend), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+    # cuDNN's GRU rounds more than the formula does.
+    with fa.use_backend(backend), torch.backends.cudnn.flags(enabled=False):
         for tokens in steps:
             torch.manual_seed(7)
             logits, after, weights = decoder(tokens, state, encoded, key_mask=key_mask, need_weights=True)

@@ -249,7 +249,8 @@ class Replay:
         self.backend = "hopper" if on_hopper else "triton"
         self.drops = call.seed is not None
         pairs: Any = zip(tensors, tensors_of(call), strict=True)
-        short = [isinstance(x, Tensor) and x.dim() != of_call.dim() for x, of_call in pairs]
+        # A seed may be given without dropout, and then the Call has none.
+        short = [isinstance(x, Tensor) and of_call is not None and x.dim() != of_call.dim() for x, of_call in pairs]
         self.short = [(place, name) for place, name in enumerate(TENSORS) if short[place]]
         return_lse, return_weights, _, grad = numbers[-4:]
         self.save = grad and any(x is not None and x.requires_grad for x in inputs_of(call))

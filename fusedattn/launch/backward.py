@@ -307,8 +307,7 @@ def launch_backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats
     launched["Rows"] = _preprocess(p, saved, grad_lse, used_weights, stats, query_sums, turns, form)
     partial = 1 if call.partial else None
     if "dq" in names:
-        rows_of = ByRow(**by_row) if any(summed.values()) else None
-        _dq(p, grads["query"], Grads(None, None, of_scores, None, rows_of, partial))
+        _dq(p, grads["query"], Grads(None, None, of_scores, None, ByRow(**by_row), partial))
         of_scores = None
     if special == "hopper_bwd_ds":
         _store_on_hopper(special, p, grads, form)

@@ -26,6 +26,12 @@ class Sums(NamedTuple):
 
 
 @triton.jit
+def wanted(by_row):
+    """Return if any gradient by row is asked for. Triton 3.6 cannot compare a tuple that holds a None with None."""
+    return (by_row.bias is not None) or (by_row.alibi_slopes is not None) or (by_row.sinks is not None)
+
+
+@triton.jit
 def total(x):
     """Sum along axis 1, to the same number in all lanes that hold it.
 

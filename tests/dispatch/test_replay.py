@@ -152,6 +152,9 @@ def test_dropout_draws_as_it_does_the_first_time(device):
     seeded = [attend(inputs, dict(options, seed=seed)) for seed in (3, 4, 3, torch.tensor([3], device=device))]
     assert torch.equal(seeded[0], seeded[2]) and torch.equal(seeded[0], seeded[3])
     assert not torch.equal(seeded[0], seeded[1])
+    plain = attend(inputs, {})
+    for seed in (3, torch.tensor([3], device=device)):  # without dropout_p a seed is not used
+        assert all(torch.equal(attend(inputs, dict(seed=seed)), plain) for _ in range(2))
 
 
 def test_plans(device, found):
