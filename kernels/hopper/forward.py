@@ -184,7 +184,8 @@ def _consume(
             store_wait(0)  # of the previous block's output, under the product
             if SHARE:
                 ring.release(shared.q, (n - 1) * GROUPS + g, pred=n > 0)
-        p, decay, state = _weights(s, state, True, scale, band, rows, last, P_LAYOUT, dtype)
+        masked = (last < full) | (last >= full_end)
+        p, decay, state = _weights(s, state, masked, scale, band, rows, last, P_LAYOUT, dtype)
         ring.wait(shared.k, step + 1, pred=count > 1)
         for i in range(1, count):
             step += 1

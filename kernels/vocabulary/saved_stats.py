@@ -53,12 +53,19 @@ def store_tail(m, rows, n, out, c, DV: tl.constexpr, dtype: tl.constexpr):
     Best before the output itself, which then is rounded and takes half the registers.
     """
     if dtype.primitive_bitwidth == 16:
-        left: tl.constexpr = _shift(dtype)
-        rounded = out.to(dtype).to(tl.float32)
-        bits = out.to(tl.int32, bitcast=True) - rounded.to(tl.int32, bitcast=True)
-        steps = (bits + (1 << (left - 1))) >> left
-        # After overflow, or near subnormals, the error does not fit in a byte.
-        tail = tl.where(tl.abs(steps) <= 128, tl.minimum(steps, 127), 0).to(tl.int8)
+        if dtype == tl.bfloat16:
+            # A bfloat16 is the upper half of a float32. The lower half, as a signed number, is the error; half of the
+            # last bit has the sign of its rounding, to even.
+            bits = out.to(tl.int32, bitcast=True)
+            error = (bits + ((bits >> 16) & 1) - 1) << 16 >> 16
+            tail = (tl.minimum(error + 128, 0x7FFF) >> 8).to(tl.int8)
+        else:
+            left: tl.constexpr = _shift(dtype)
+            rounded = out.to(dtype).to(tl.float32)
+            error = out.to(tl.int32, bitcast=True) - rounded.to(tl.int32, bitcast=True)
+            steps = (error + (1 << (left - 1))) >> left
+            # After overflow, or near subnormals, the error does not fit in a byte.
+            tail = tl.where(tl.abs(steps) <= 128, tl.minimum(steps, 127), 0).to(tl.int8)
         r = rows[:, None]
         tl.store(memory.pointers(_bytes(m), r, c), tail, mask=(r < n) & (c < DV))
 
