@@ -33,7 +33,7 @@ from ..call.options import (
 from ..call.private import TensorGuards, any_autocast, can_guard, can_replay, dispatch_modes, forward_level, has_storage
 from ..call.rules import check_flags, checked
 from ..launch import tile_table
-from ..launch.failures import KernelUnavailable
+from ..launch.failures import KernelUnavailable, fall_back
 from ..operators import attention, backward, dtensors, schema
 from . import backends
 
@@ -324,8 +324,9 @@ class Replay:
                 self.backwards.clear()
             try:
                 recorded = self.backwards[wanted] = self._backward(given, need)
-            except KernelUnavailable:
+            except KernelUnavailable as why:
                 forget()  # let the next forward choose the backend that the backward now takes
+                fall_back(why, self.call.named)
                 return self._differentiate_slowly(kept, tensors, incoming, out, weights, stats, need)
         recording, places = recorded
         made = recording.run(given)

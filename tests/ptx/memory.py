@@ -12,6 +12,7 @@ import mmap
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from .lanes import Lanes, disagree
 from .ops import S64, U8
@@ -118,7 +119,7 @@ class Memory:
     def is_fresh(self, tensor):
         """Fill a new tensor that is not initialised with poison, and return it."""
         storage = tensor.untyped_storage()
-        if tensor.device.type == "cpu" and storage.nbytes():
+        if type(tensor) is torch.Tensor and tensor.device.type == "cpu" and storage.nbytes():  # fakes have none
             Allocation(storage.data_ptr(), storage.nbytes(), "").bytes[:] = POISON
             self.fresh[storage.data_ptr()] = np.zeros(storage.nbytes(), bool)
             self.kept.append(storage)  # so that no other tensor gets its address
