@@ -149,9 +149,12 @@ TensorGuards: Any = _find("_C._dynamo.guards.TensorGuards")
 def can_guard(tensors: Iterable[Any]) -> bool:
     """Return whether TensorGuards takes these objects: a nested tensor that is not of torch.jagged crashes it."""
     try:
-        return not any(x.is_nested for x in tensors)
+        for x in tensors:
+            if x.is_nested:
+                return False
     except AttributeError:
         return False  # no tensor
+    return True
 
 
 # Whether any tensor requires a gradient; the current GPU. Without them: public functions.

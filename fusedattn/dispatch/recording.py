@@ -57,13 +57,9 @@ class Recording(NamedTuple):
         return self._run(given)
 
     def _run(self, given: Sequence) -> list:
-        make = EMPTY[self.kind]
-        tensors = [*given, *[make(*new) for new in self.made]]
-        self.launch(tensors)
-        return tensors
-
-    def launch(self, tensors: Sequence) -> None:
-        """Launch on the tensors that `run` returns."""
+        make, tensors = EMPTY[self.kind], [*given]
+        for new in self.made:
+            tensors.append(make(*new))
         stream = None if self.interpreted else driver.active.get_current_stream(self.device.index)
         for run, programs, arguments, views, others in self.steps:
             arguments = arguments.copy()
@@ -72,6 +68,7 @@ class Recording(NamedTuple):
             for index, value in others:
                 arguments[index] = value(tensors)
             run(programs, stream, arguments)
+        return tensors
 
 
 def _interpreted(kernel, options, views):

@@ -148,17 +148,20 @@ def _precision(tensor: Tensor) -> str | None:
 
 def _split(tensors: tuple, numbers: tuple) -> tuple[tuple, tuple] | None:
     """Return (the tensors present, a Signature without facts), or None for a call without a signature."""
-    query, seed = tensors[0], tensors[_SEED]
+    present: tuple
+    query, key, value, *options = tensors
     kinds = tuple(map(type, numbers))
     if type(query) not in _CLASSES or (kinds not in _kinds and not _usual(numbers)):
         return None
-    present = [x for x in tensors if x is not None]
-    if seed is not None and not isinstance(seed, Tensor):
-        if type(seed) is not int or not -(2**63) <= seed < 2**63:
-            return None
-        present = [x for x in present if x is not seed]
-    there = None if len(present) == len(_ATTENDED) else tuple(map(type, tensors))
-    return tuple(present), (numbers, kinds, _precision(query), thread_overrides.deterministic, there)
+    present, there = (query, key, value), None
+    for x in options:
+        if x is not None:
+            seed = tensors[_SEED]
+            if not (seed is None or isinstance(seed, Tensor) or (type(seed) is int and -(2**63) <= seed < 2**63)):
+                return None
+            present, there = tuple([x for x in tensors if isinstance(x, Tensor)]), tuple(map(type, tensors))
+            break
+    return present, (numbers, kinds, _precision(query), thread_overrides.deterministic, there)
 
 
 def _is_seen() -> bool:
