@@ -1,4 +1,4 @@
-"""Calls of `attention_decode` with names: what to draw, and the same by a loop over the sequences, by `attention`."""
+"""Named calls of `attention_decode`, and the same computed by `attention`, one sequence after the other."""
 
 import itertools
 from typing import NamedTuple
@@ -7,11 +7,11 @@ import torch
 
 from .cases import among_nan
 
-OPTIONS = ("causal", "window", "align", "scale", "softcap")  # as they come
+OPTIONS = ("causal", "window", "align", "scale", "softcap")  # passed on as they are
 
 
 class Cached(NamedTuple):
-    """Shapes, dtype, layout and options of one call. lengths: before the new keys, one for each of the batch."""
+    """Shapes, dtype, layout and options of one call; `lengths` count the keys of each sequence before the new ones."""
 
     name: str
     Hq: int = 4
@@ -22,10 +22,10 @@ class Cached(NamedTuple):
     Dv: int = 16
     lengths: tuple = (17, 44)
     new: int = 0
-    page: int | None = None  # keys of a page; they are shuffled, and what a length does not reach is no page
+    page: int | None = None  # keys per page; pages are shuffled, and the table is invalid past each length
     dtype: torch.dtype = torch.float32
-    strided: bool = False  # caches, query, what is new, lengths and table among others in a larger buffer
-    half: int = 0  # pairs that are turned
+    strided: bool = False  # caches, query, new keys, lengths and table are views of larger buffers
+    half: int = 0  # pairs of columns that are rotated
     interleaved: bool = False
     mask: bool = False
     bias: bool = False  # -inf here and there
@@ -40,7 +40,7 @@ class Cached(NamedTuple):
     softcap: float | None = None
 
     def draw(self, device="cpu", seed=0):
-        """The arguments; whatever nobody may read is NaN."""
+        """Return the arguments; all that may not be read is NaN."""
         generator = torch.Generator(device).manual_seed(seed)
         batch = len(self.lengths)
 
@@ -118,12 +118,12 @@ class Cached(NamedTuple):
 
 
 def numbered(table, batch, device):
-    """The numbers of the pages of each sequence."""
+    """Return the page numbers of each sequence."""
     return torch.arange(batch, device=device)[:, None].tolist() if table is None else table.tolist()
 
 
 def turned(x, positions, cos, sin, interleaved):
-    """(H, S, D) with its pairs turned, as complex numbers, in float32 or wider."""
+    """Rotate the pairs of (H, S, D) as complex numbers, in float32 or wider."""
     half = cos.shape[1]
     wide = torch.promote_types(x.dtype, torch.float32)
     first, second = (
@@ -137,7 +137,7 @@ def turned(x, positions, cos, sin, interleaved):
 
 
 def widest(device):
-    """The widest dtype that kernels take."""
+    """Return the widest dtype that kernels take."""
     return torch.float64 if device == "cpu" else torch.float32
 
 
@@ -146,7 +146,7 @@ def in_float64(arguments):
 
 
 def one_by_one(attend, arguments):
-    """({"out", "lse", "weights"}, what the caches then hold) of a call, sequence by sequence, each from its keys."""
+    """Compute a call one sequence after the other; return ({"out", "lse", "weights"}, the caches afterwards)."""
     a = dict(arguments)
     query, caches = a.pop("query"), [a.pop("key_cache").clone(), a.pop("value_cache").clone()]
     lengths, table = a.pop("cache_seqlens").tolist(), a.pop("block_table", None)
@@ -175,33 +175,24 @@ def one_by_one(attend, arguments):
             else cache.new_zeros(cache.shape[1], 0, cache.shape[3])
             for cache in caches
         ]
-        own = {
-            name: x for name, x in a.items() if name not in ("mask", "bias", "key_mask", "query_mask", "alibi_slopes")
-        }
-        for name, shape in (("mask", (batch, 1, rows, capacity)), ("bias", (batch, heads, rows, capacity))):
-            if name in a:
-                own[name] = a[name].expand(shape)[b : b + 1, :, :, :after]
-        for name, shape in (
-            ("key_mask", (batch, capacity)),
-            ("query_mask", (batch, rows)),
-            ("alibi_slopes", (batch, heads)),
-        ):
-            if name in a:
-                own[name] = a[name].expand(shape)[b : b + 1, : after if name == "key_mask" else None]
+        shapes = dict(mask=(batch, 1, rows, capacity), bias=(batch, heads, rows, capacity), key_mask=(batch, capacity))
+        shapes |= dict(query_mask=(batch, rows), alibi_slopes=(batch, heads))
+        own = {name: x.expand(shapes[name])[b : b + 1] if name in shapes else x for name, x in a.items()}
+        own |= {name: own[name][..., :after] for name in ("mask", "bias", "key_mask") if name in a}
         out, lse, weights = attend(q[None], *(x[None] for x in keys), **own, return_lse=True, return_weights=True)
         results.append((out, lse, torch.nn.functional.pad(weights, (0, capacity - after))))
     return dict(zip(("out", "lse", "weights"), map(torch.cat, zip(*results, strict=True)), strict=True)), caches
 
 
 def bits(tensor):
-    """All of a tensor's memory, as whole numbers: NaN are then equal or not, too."""
+    """Return all memory of a tensor as integers, so that NaN compare too."""
     flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
     kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     return flat.view(kind)
 
 
 def touched(cache, arguments):
-    """bool, of all of a cache's memory: what the new keys may change."""
+    """Return a mask of all memory of a cache: True where new keys may be written."""
     mark = torch.zeros_like(bits(cache), dtype=torch.bool)
     view = mark.as_strided(cache.shape, cache.stride(), cache.storage_offset())
     batch, page = arguments["query"].shape[0], cache.shape[2]
@@ -213,8 +204,8 @@ def touched(cache, arguments):
     return mark
 
 
-BOTH = dict(new=3, Sq=3, causal=True, lengths=(0, 44))  # what comes in is what asks
-# Each alone, and in pairs.
+BOTH = dict(new=3, Sq=3, causal=True, lengths=(0, 44))  # the new keys belong to the queries
+# For use alone and in pairs.
 FEATURES = {
     "pages": dict(page=16),
     "small pages": dict(page=4),
@@ -248,7 +239,7 @@ SINGLE = [
     Cached(name, dtype=DTYPES[number % 3])._replace(**options)
     for number, (name, options) in enumerate({"plain": {}, **FEATURES}.items())
 ]
-# Every eleventh: each feature is in four of them or so. A later one wins where both say something.
+# Every eleventh pair: each feature is in about four. The first one wins where both set a field.
 PAIRS = [
     Cached(f"{a}, {b}", dtype=DTYPES[number % 4])._replace(
         **FEATURES[a], **{k: v for k, v in FEATURES[b].items() if k not in FEATURES[a]}
@@ -265,11 +256,11 @@ EDGES = [
     Cached("edges of blocks", lengths=(0, 1, 15, 16, 17, 48), Hq=2),
     Cached("new at the edges of pages", page=16, lengths=(14, 15, 16, 46), new=2, Sq=2, causal=True, Hq=2),
     Cached("D 1", D=1, Dv=1),
-    Cached("large scores", Hq=16, Hkv=8, scale=30000.0),  # of few rows the mean error is chance
+    Cached("large scores", Hq=16, Hkv=8, scale=30000.0),  # 16 heads: with few rows, chance decides the mean error
     Cached("large scores and a bias", scale=-30000.0, bias=True, page=16),
     Cached("D 256", Hq=2, Hkv=1, D=256, Dv=256, lengths=(3, 20), C=20, dtype=torch.float16),
     Cached("empty", lengths=(0, 0)),
     Cached("turned from the top left", half=4, align="top_left", Sq=2, lengths=(3, 17), Hq=2),
-    # A tile of 32 rows has some of 11 queries, the last of which alone sees another block of keys.
+    # A tile of 32 rows holds rows of 11 queries; only the last query sees another block of keys.
     Cached("odd groups", Hq=3, Hkv=1, Sq=12, causal=True, lengths=(18, 34)),
 ]

@@ -1,4 +1,4 @@
-"""Named cases: what to draw, and what to ask of attention. Small enough for Triton's interpreter."""
+"""Named cases: the tensors and options of a call, small enough for Triton's interpreter."""
 
 import itertools
 import zlib
@@ -23,10 +23,10 @@ class Case(NamedTuple):
     D: int = 16
     Dv: int = 16
     dtype: torch.dtype = torch.float32
-    strided: bool = False  # query, key, value and the incoming gradient each in another order, among NaN
-    expanded: bool = False  # key and value are one batch, seen B times; the incoming gradient one element
+    strided: bool = False  # query, key, value and incoming gradient have different memory orders, among NaN
+    expanded: bool = False  # key and value: one batch, expanded to B; the incoming gradient: one element
     spread: float = 1.0  # standard deviation of query and key
-    alike: float = 0.0  # that of what all keys of a head have in common besides, and all values
+    alike: float = 0.0  # standard deviation of what the keys of a head have in common, and the values
     mask: str | None = None  # the shape it broadcasts from: "pairs", "batch", "heads", "rank 2", "rows", "keys"
     key_mask: str | None = None  # "own" for each batch, "shared" by all, "rank 1"
     query_mask: str | None = None
@@ -35,17 +35,17 @@ class Case(NamedTuple):
     align: str = "bottom_right"
     scale: float | None = None
     bias: str | None = None  # as mask, or "one a head"; -inf here and there
-    bias_dtype: torch.dtype | None = None  # that of the query by default
+    bias_dtype: torch.dtype | None = None  # the query's by default
     softcap: float | None = None
     alibi: str | None = None  # "own" for each batch, "shared" by all
     sinks: bool = False
     dropout: float = 0.0
-    grads: str = "out and lse"  # what the loss is made of
+    grads: str = "out and lse"  # results that the loss depends on
 
     def draw(self, device="cpu", seed=0):
-        """({"query", "key", "value", "out", "lse": tensor}, options); "out" and "lse" are their incoming gradients.
+        """Return ({"query", "key", "value", "out", "lse", "weights": tensor}, options).
 
-        What key_mask and query_mask hide is NaN or infinite, incoming gradients included.
+        "out", "lse" and "weights" are incoming gradients. All that key_mask and query_mask hide is NaN or infinite.
         """
         generator = torch.Generator(device).manual_seed(seed)
 
@@ -122,12 +122,12 @@ class Case(NamedTuple):
 
 
 def replayed(case):
-    """Return whether calls of a case are recorded and replayed at once: half of the cases, by their names."""
+    """Return whether calls of a case are recorded and replayed at once: half of the cases, chosen by name."""
     return zlib.crc32(case.name.encode()) % 2 == 0
 
 
 def among_nan(tensor, order):
-    """The same values in another order of memory, at an odd offset, each innermost line followed by NaN."""
+    """Return the same values in another memory order, at an odd offset, with NaN after each innermost line."""
     axes = [AXES.index(axis) for axis in order]
     shape = [tensor.shape[axis] for axis in axes]
     lines = tensor.new_full((3 + torch.Size(shape[:-1]).numel() * (shape[-1] + 5),), float("nan"))[3:]
@@ -136,7 +136,7 @@ def among_nan(tensor, order):
 
 
 def _spoil(tensor, seen):
-    """`tensor` with what is not seen, (B, S), replaced in place."""
+    """Replace in place all that is not seen, a mask (B, S)."""
     hidden = ~(seen[:, None, :, None] if tensor.dim() == 4 else seen[:, None, :])
     wrong = torch.tensor(WRONG, device=tensor.device, dtype=tensor.dtype)
     noise = wrong[torch.arange(tensor.numel(), device=tensor.device) % 3].view(tensor.shape)
@@ -145,7 +145,7 @@ def _spoil(tensor, seen):
     return tensor.copy_(torch.where(hidden, noise, tensor))
 
 
-# What a call may ask for, each alone and in pairs.
+# Options and layouts of a call, for use alone and in pairs.
 FEATURES = {
     "batch": dict(B=3),
     "grouped heads": dict(Hq=4, Hkv=2),
@@ -221,7 +221,7 @@ SINGLE = [
     for number, (name, options) in enumerate({"plain": {}, **FEATURES}.items())
     for dtype in (torch.float32, DTYPES[1 + number % 3])
 ]
-# One of each kind is enough where it meets the others.
+# In pairs, one feature of each kind is enough.
 DISTINCT = (
     *("grouped heads", "awkward", "more keys", "expanded", "causal", "window"),
     *("top left", "mask of pairs", "mask over heads", "key mask", "query mask", "negative scale"),
@@ -231,7 +231,7 @@ DISTINCT = (
 
 
 def _together(*names):
-    """A case of several features, or None where they speak of the same thing."""
+    """Return a case of several features, or None if they set the same field differently."""
     features = [FEATURES[name] for name in names]
     fields = {name: value for feature in features for name, value in feature.items()}
     agree = all(fields[name] == value for feature in features for name, value in feature.items())
@@ -244,15 +244,15 @@ def _all_together(combinations):
 
 
 PAIRS = _all_together(itertools.combinations(DISTINCT, 2))
-# Those of what a caller asks for, less those of how tensors are made.
+# Without the features that describe how tensors are made.
 OPTIONS = tuple(name for name in DISTINCT if name not in ("awkward", "more keys", "expanded"))
 OPTION_PAIRS = _all_together(itertools.combinations(OPTIONS, 2))
 
 
 def covering(size, names=DISTINCT):
-    """Cases of up to `size` features that have each pair of `names` which agrees: a few instead of all pairs."""
+    """Return a few cases, of up to `size` features each, that together have each possible pair of `names`."""
     agree = {frozenset(pair) for pair in itertools.combinations(names, 2) if _together(*pair)}
-    chosen, left = [], dict.fromkeys(sorted(agree, key=sorted))  # in an order that is the same each time
+    chosen, left = [], dict.fromkeys(sorted(agree, key=sorted))  # sorted, as sets have no fixed order
     while left:
         case = [name for name in names if name in next(iter(left))]
         while len(case) < size:

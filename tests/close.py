@@ -1,4 +1,4 @@
-"""The one tolerance rule, as assertions: `fusedattn.testing.tolerance` holds the rule itself."""
+"""Assertions by the one tolerance rule, which is in `fusedattn.testing.tolerance`."""
 
 import copy
 
@@ -11,23 +11,23 @@ from fusedattn.testing.tolerance import verdict
 
 
 def assert_close(got, tensors, options, grads="out and lse", **of):
-    """`got`, from `with_gradients`, is as good as eager PyTorch in the inputs' dtype, measured against float64."""
+    """Assert that `got`, from `with_gradients`, is as good as eager PyTorch in its dtype, measured against float64."""
     found = compare(got, tensors, options, grads, **of)
     wrong = {name: verdict.why for name, verdict in found.items() if not verdict.ok}
     assert not wrong, wrong
 
 
 def assert_as_good(got, eager, oracle, name="result"):
-    """`got` is as good as `eager`, measured against `oracle`: the same computation by eager PyTorch in float64."""
+    """Assert that `got` is as good as `eager`; `oracle` is the same computed by eager PyTorch in float64."""
     found = verdict(got, eager, oracle)
     assert found.ok, f"{name}: {found.why}"
 
 
 def assert_like(got, want, *arguments):
-    """Each tensor of `got` is as good as eager PyTorch's: `want(*arguments)`, or `want`, if that is in float64."""
+    """Assert that each tensor is as good as eager PyTorch's `want(*arguments)`, or as a `want` in float64."""
     eager, oracle = (want(*arguments), exactly(want, *arguments)) if callable(want) else (want, want)
     results = list(zip(*map(tree_leaves, (got, eager, oracle)), strict=True))
-    # Of the few elements of one result, chance decides how large eager's error is.
+    # For a few elements, chance decides how large eager's error is.
     together = [torch.cat([x.flatten().double() for x in each]) for each in zip(*results, strict=True)]
     for number, each in enumerate(results):
         assert each[2].dtype == torch.float64 and each[0].shape == each[2].shape
@@ -40,7 +40,7 @@ def assert_like(got, want, *arguments):
 
 
 class InFloat64(TorchFunctionMode):
-    """Computes in float64: each narrower tensor has a twin, which stands for it in all calls, autograd's included."""
+    """Computes in float64: a float64 twin stands for each narrower tensor, in autograd too."""
 
     def __init__(self):
         super().__init__()
@@ -64,7 +64,7 @@ class InFloat64(TorchFunctionMode):
 
 
 def exactly(function, *arguments, **options):
-    """Return `function(...)` in float64, also of what it closes over: the oracle, where it is eager PyTorch's."""
+    """Return `function(...)` in float64, as the oracle; tensors that it closes over count too."""
     models = {id(x): copy.deepcopy(x).double() for x in arguments if isinstance(x, torch.nn.Module)}
     for model in models.values():
         if hasattr(model, "set_experts_implementation"):
@@ -81,5 +81,5 @@ def exactly(function, *arguments, **options):
 
 
 def flat(tensors):
-    """Return the elements of all tensors in one, None left out."""
+    """Return the elements of all tensors as one; None is left out."""
     return torch.cat([x.flatten() for x in tensors if x is not None])

@@ -1,10 +1,12 @@
-"""Fixtures: devices, NaN in new memory, tiles and replays, and a faster interpreter."""
+"""Fixtures: devices, NaN in new memory, tiles and replays. They also make Triton's interpreter faster."""
 
 import collections
 import gc
 import importlib.util
 import os
+import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -13,14 +15,13 @@ import torch
 from . import cases
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-gc.set_threshold(200_000, 20, 20)  # torch and Triton are a million objects, which tests walk over and over: 7 to 15%
+gc.set_threshold(200_000, 20, 20)  # torch and Triton are a million objects: walking them took 7 to 15% of the time
 
 
 def _call_device_function_at_once(self, *args, **kwargs):
-    """`InterpretedFunction.__call__` without what it does again at every call, two fifths of its time.
+    """Replace `InterpretedFunction.__call__`: two fifths of its time goes into patching the language at each call.
 
-    It patches the language for the interpreter. For a function of ours the launch has done so; for one of Triton's own
-    the first call does, and it stays.
+    The launch has patched it for functions of ours. For one of Triton's own, the first call does, and it stays patched.
     """
     from triton.runtime import interpreter
 
@@ -34,7 +35,7 @@ _patched: set[str] = set()
 
 
 def _numpy_dtype(kind):
-    """`_get_np_dtype` without the table of all dtypes that it makes at every call, a tenth of the time."""
+    """Replace `_get_np_dtype`, which builds the table of all dtypes at each call: a tenth of the time."""
     name = kind.scalar.name
     if name not in _dtypes:
         _dtypes[name] = _dtype_of(kind)
@@ -42,7 +43,7 @@ def _numpy_dtype(kind):
 
 
 def _make_tensor(self, handle, kind):
-    """`tensor.__init__` without the objects that a shape is made of anew at each call, an eighth of the time."""
+    """Replace `tensor.__init__`, which builds the objects of a shape at each call: an eighth of the time."""
     shape = kind.shape if kind.is_block() else ()
     if shape not in _shapes:
         _tensor_of(self, handle, kind)
@@ -52,7 +53,7 @@ def _make_tensor(self, handle, kind):
 
 
 def _make_block_type(self, element_type, shape):
-    """`block_type.__init__` without checking and printing a shape again."""
+    """Replace `block_type.__init__`, which checks and prints each shape again."""
     key = (*shape,)
     if key not in _block_types:
         _block_type_of(self, element_type, shape)
@@ -62,12 +63,12 @@ def _make_block_type(self, element_type, shape):
 
 
 def _broadcast(self, lhs, rhs):
-    """`broadcast_impl_value`, at once for tensors of one shape: `_make_tensor` gives them the same object."""
+    """Replace `broadcast_impl_value`. Tensors of one shape hold the same shape object, from `_make_tensor`."""
     return (lhs, rhs) if lhs.shape is rhs.shape else _broadcast_of(self, lhs, rhs)
 
 
 def _check_operands(self, lhs, rhs, *allowed, **more):
-    """`binary_op_type_checking_impl`, a fifth of the time, at once where the dtype of a tensor stays what it is."""
+    """Replace `binary_op_type_checking_impl`, a fifth of the time, where no dtype changes."""
     if type(lhs) is language.tensor and lhs.dtype.name in _STAY:
         if type(rhs) is language.tensor and rhs.dtype.name == lhs.dtype.name:
             return _broadcast(self, lhs, rhs)
@@ -77,19 +78,17 @@ def _check_operands(self, lhs, rhs, *allowed, **more):
 
 
 def _cast(self, input, dst_ty, *rounding):
-    """`cast`, at once where there is nothing to do."""
     return input if input.dtype.name == dst_ty.scalar.name else _cast_of(self, input, dst_ty, *rounding)
 
 
 def _unwrap(x):
-    """`_unwrap_if_constexpr`, at once for what it mostly gets."""
     if isinstance(x, (list, tuple, language.tuple)):
         return _unwrap_of(x)
     return x.value if isinstance(x, language.constexpr) else x
 
 
 def _patch_attribute(owner, name, member, builder, scope):
-    """`_patch_attr`, whose functions are called more than any other, without a copy of their options."""
+    """Replace `_patch_attr`: its functions are called most of all, and copied their options each time."""
     function = getattr(member, "__wrapped__", member)
 
     def call(*args, **options):
@@ -125,14 +124,14 @@ if INTERPRETED and importlib.util.find_spec("triton"):
 
 
 def pytest_configure(config):
-    """Workers of xdist are as many as there are cores: threads of torch would only wait for each other."""
+    """Give each worker of xdist one thread: there are as many workers as cores."""
     if hasattr(config, "workerinput"):
         torch.set_num_threads(1)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Leave all but the first and each n-th parameter of tests marked `one_in(n)` to `make test-all`."""
+    """Leave tests marked `one_in(n)` to `make test-all`, but for the first and each n-th of their parameters."""
     counts = collections.Counter()
     for item in items:
         if (mark := item.get_closest_marker("one_in")) is not None:
@@ -143,14 +142,14 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Modules and tests stay until the end: the collector of garbage need not look at them after each few objects."""
+    """Hide modules and tests, which stay until the end, from the garbage collector."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(100_000)  # of Python 3.11 it is 700: a tenth of the time that kernels take to compile
+    gc.set_threshold(100_000)  # Python 3.11 has 700, which costs a tenth of the time of compiling kernels
 
 
 def pytest_generate_tests(metafunc):
-    """A test that takes `device` runs its kernels in the interpreter, and again on a GPU."""
+    """Run a test that takes `device` in the interpreter, and again on a GPU."""
     if "device" in metafunc.fixturenames:
         metafunc.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
 
@@ -167,7 +166,6 @@ def device(request):
 
 @pytest.fixture
 def cuda():
-    """The GPU, where kernels are compiled for it."""
     triton = pytest.importorskip("triton", reason="kernels need Triton")
     if triton.knobs.runtime.interpret or not torch.cuda.is_available():
         pytest.skip("needs a GPU, and TRITON_INTERPRET unset")
@@ -175,7 +173,7 @@ def cuda():
 
 
 def pytest_runtest_logfinish():
-    """A worker of xdist whose GPU takes no more work ends, for another to go on: its next tests would only fail."""
+    """End a worker of xdist whose GPU takes no more work; its next tests would fail, and another goes on."""
     if "PYTEST_XDIST_WORKER" in os.environ and torch.cuda.is_initialized():
         try:
             torch.cuda.synchronize()
@@ -184,7 +182,7 @@ def pytest_runtest_logfinish():
 
 
 def wrap_allocations(monkeypatch, wrap, names=("new_empty", "new_empty_strided")):
-    """Replace each function by which the package allocates by `wrap(function, its name)`."""
+    """Replace each function that allocates for the package by `wrap(function, its name)`."""
     from fusedattn.call import private
 
     for name in names:
@@ -195,7 +193,7 @@ def wrap_allocations(monkeypatch, wrap, names=("new_empty", "new_empty_strided")
 
 @pytest.fixture
 def poison(monkeypatch):
-    """Fill what the package allocates with NaN: an element that no kernel writes then fails every comparison."""
+    """Fill new memory of the package with NaN, so an element that no kernel writes fails every comparison."""
 
     def poisoned(make, _):
         def new_nan(*shape, **options):
@@ -209,7 +207,7 @@ def poison(monkeypatch):
 
 @pytest.fixture
 def passes():
-    """passes(2): torch wants the same bits each time, so the universal backward takes two passes; passes(1): one."""
+    """passes(2): torch wants the same bits each time, and the universal backward takes two passes; passes(1): one."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     yield lambda number: torch.use_deterministic_algorithms(number == 2, warn_only=True)
     torch.use_deterministic_algorithms(before[0], warn_only=before[1])
@@ -222,14 +220,14 @@ def two_passes(passes):
 
 @pytest.fixture
 def deterministic(passes):
-    """Compare bits: on a GPU dq has the same bits each time only if torch asks for them."""
+    """Make bits comparable: on a GPU dq has the same bits each time only if torch asks for them."""
     if not INTERPRETED:
         passes(2)
 
 
 @pytest.fixture
 def launched(monkeypatch):
-    """A list of (name, arguments) of the kernels that are launched, less those of replays."""
+    """Record (name, arguments) of each kernel launch, replays excepted."""
     from fusedattn.launch import run
 
     seen, run_kernel = [], run.run_kernel
@@ -244,12 +242,12 @@ def launched(monkeypatch):
 
 @pytest.fixture
 def tiles(monkeypatch):
-    """The tile table, changed for one test: tiles(name, value) replaces one of its tables or functions.
+    """Change the tile table for one test: tiles(name, value) replaces one of its tables or functions.
 
     tiles.change(*kernels, **fields) changes all tiles of some kernels in the interpreter.
-    tiles.choose(function) has calls take `function(their tiles)`.
-    tiles.splits(n) has n programs share the keys of a sequence in a cache; n may be a function in place of `splits`.
-    tiles.multiprocessors(n) has a GPU of n multiprocessors.
+    tiles.choose(function) lets calls take `function(their tiles)`.
+    tiles.splits(n) lets n programs share the keys of a cached sequence; n may be a function in place of `splits`.
+    tiles.multiprocessors(n) sets the number of multiprocessors of the GPU.
     """
     from fusedattn.dispatch import replay
     from fusedattn.launch import decode, run, tile_table
@@ -283,7 +281,7 @@ def tiles(monkeypatch):
 
 @pytest.fixture
 def record_after(monkeypatch):
-    """record_after(n): the n-th equal call is recorded; none is for None."""
+    """record_after(n): record the n-th equal call; None records none."""
     from fusedattn.dispatch import replay
 
     def set_count(n):
@@ -295,7 +293,7 @@ def record_after(monkeypatch):
 
 @pytest.fixture
 def unchecked(monkeypatch):
-    """Offsets, lengths and pages on a CPU are not checked, as those on a GPU are not."""
+    """Leave offsets, lengths and pages on a CPU unchecked, as those on a GPU are."""
     from fusedattn.call import decode, varlen
 
     monkeypatch.setattr(decode, "is_known", lambda x: False)
@@ -304,18 +302,42 @@ def unchecked(monkeypatch):
 
 @pytest.fixture
 def overflow(monkeypatch):
-    """An index that does not fit in its type fails, in the interpreter; it takes two fifths of the time."""
+    """Let an index that does not fit its type fail in the interpreter, which takes two fifths of the time."""
     if INTERPRETED:
         monkeypatch.setattr(upstream.interpreter_builder, "options", _careful)
 
 
 @pytest.fixture
 def one_thread():
-    """Tiny steps on a busy machine spend their time waiting for the other threads."""
+    """Use one thread: tiny steps on a busy machine only wait for the others."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def impatient():
+    """Switch threads as often as possible."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+def in_threads(*functions):
+    """Run functions at the same time, each in a thread, and raise the first error."""
+    with ThreadPoolExecutor(len(functions)) as pool:
+        for future in [pool.submit(function) for function in functions]:
+            future.result()
+
+
+def run_python(*arguments, cwd=None, **environment):
+    """Run Python with some arguments and return what it printed; a variable that is None is removed."""
+    known = {name: value for name, value in (os.environ | environment).items() if value is not None}
+    done = subprocess.run([sys.executable, *arguments], env=known, cwd=cwd, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 @pytest.fixture
@@ -328,9 +350,9 @@ def at_once(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def _anew(request, monkeypatch):
-    """A test draws what it would draw alone, and repeats no call of another, which may have changed the tiles.
+    """Seed each test, and forget the replays of earlier tests, which may have changed the tiles.
 
-    Its calls are recorded and replayed at once, but for half of the cases: those take the way of a user's first call.
+    Calls are recorded and replayed at once. Half of the cases run as a user's first call instead.
     """
     from fusedattn.dispatch import replay
     from fusedattn.launch import failures

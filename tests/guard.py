@@ -1,4 +1,4 @@
-"""Tensors in the middle of larger buffers, among canaries: nothing may write these, and nothing depend on them."""
+"""Tensors in the middle of larger buffers, surrounded by canaries, which nothing may write or depend on."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ import torch
 
 from .conftest import wrap_allocations
 
-MARGIN = 192  # elements on each side; of no dtype is that less than the 16 bytes that aligned tensors lie at
+MARGIN = 192  # elements on each side; for every dtype a multiple of the 16 bytes of an aligned tensor
 
 
 class Fill(NamedTuple):
@@ -26,18 +26,19 @@ NAN, PLAUSIBLE = Fill(float("nan"), True, 1), Fill(3.0, False, 10**6)
 
 
 class Guard:
-    """Makes guarded tensors, and knows what their canaries are.
+    """Makes guarded tensors and checks their canaries.
 
     Args:
-        fill: a Fill. gap: canaries behind each innermost line, which then lies where no fast path takes it; with 0
-            there are MARGIN of them before the first and behind the last element alone.
+        fill: a Fill.
+        gap: canaries behind each innermost line, so that no fast path takes the tensor. With 0 there are MARGIN
+            canaries before the first element and behind the last, and no others.
     """
 
     def __init__(self, fill=NAN, gap=0):
         self.fill, self.gap, self.known = fill, gap, []
 
     def inside(self, tensor, name="?"):
-        """The same values among canaries. A dimension along which a tensor repeats itself still does."""
+        """Return the same values among canaries. An expanded dimension stays expanded."""
         narrow = tensor.detach()
         for axis, step in enumerate(tensor.stride()):
             narrow = narrow.narrow(axis, 0, 1) if step == 0 and tensor.shape[axis] else narrow
@@ -55,7 +56,7 @@ class Guard:
         return torch.empty(size + 2 * MARGIN, dtype=dtype).fill_(self.fill.of(dtype))
 
     def allocates(self, monkeypatch):
-        """Have whatever the package allocates lie among canaries; what is not filled at once is one."""
+        """Put memory that the package allocates among canaries. Elements not filled at once are canaries too."""
         wrap_allocations(monkeypatch, self._guarded, ("new_empty", "new_empty_strided", "new_zeros", "new_full"))
 
     def _guarded(self, make, name):
@@ -66,7 +67,7 @@ class Guard:
             if type(made) is not torch.Tensor or made.device.type != "cpu" or not made.numel():
                 return made
             buffer = self._buffer(made.untyped_storage().nbytes() // made.element_size(), made.dtype)
-            # Not a view: of what a function of autograd makes, it would be refused.
+            # Not a view: autograd refuses views made inside of its functions.
             new = torch.empty(0, dtype=made.dtype).set_(buffer.untyped_storage(), MARGIN, made.shape, made.stride())
             new = new.copy_(made) if filled else new
             self.known.append((f"{name} of {tuple(made.shape)}", new, whole(new)))
@@ -75,10 +76,10 @@ class Guard:
         return guarded
 
     def check(self, **may_change):
-        """Raise AssertionError for canaries that changed, and for inputs that did.
+        """Raise AssertionError if canaries or inputs changed.
 
-        may_change: {name of an input: a mask of all bytes of its memory that may be others now}; of what the package
-        allocated all elements may.
+        may_change: {name of an input: a mask of the bytes of its memory that may change}. The package may write all
+        elements of memory that it allocated.
         """
         for name, view, before in self.known:
             changed = whole(view) != before
@@ -90,12 +91,12 @@ class Guard:
 
 
 def whole(tensor):
-    """All memory that a tensor lies in, as bytes."""
+    """Return all memory around a tensor, as bytes."""
     return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).clone()
 
 
 def elements(tensor):
-    """bool, of all bytes of a tensor's memory: whether they are of its elements."""
+    """Return a mask of all bytes of a tensor's memory: True inside its elements."""
     mark = torch.zeros(tensor.untyped_storage().nbytes() // tensor.element_size(), dtype=torch.bool)
     mark.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).fill_(True)
     return mark.repeat_interleave(tensor.element_size())

@@ -1,9 +1,6 @@
 """Inputs, options and comparisons for tests of attention inside PyTorch."""
 
 import functools
-import os
-import subprocess
-import sys
 from unittest import mock
 
 import pytest
@@ -16,9 +13,10 @@ from fusedattn.call import decode, rules
 from fusedattn.call.options import Arguments, Call
 from fusedattn.compat import _override, _provider
 
-_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-compiled = pytest.mark.skipif(_INTERPRETED, reason="runs in a process of its own, without TRITON_INTERPRET")
-only_interpreted = pytest.mark.skipif(not _INTERPRETED, reason="only where the rest of this file cannot run")
+from .conftest import INTERPRETED, run_python
+
+compiled = pytest.mark.skipif(INTERPRETED, reason="runs in a process of its own, without TRITON_INTERPRET")
+only_interpreted = pytest.mark.skipif(not INTERPRETED, reason="only where the rest of this file cannot run")
 
 BACKENDS = ("naive", "triton")
 HQ, HKV, SQ, SK, D, DV = 2, 1, 9, 11, 16, 8
@@ -31,43 +29,48 @@ def draw(device, batch=2, sq=SQ, sk=SK, dtype=torch.float32, requires_grad=False
 
 
 def leaves(*tensors):
-    """Copies that gradients are wanted of."""
+    """Return copies that require gradients."""
     return [x.detach().clone().requires_grad_() for x in tensors]
 
 
 def fields(query, key, value, **options):
-    """A Call, whose fields are the operators' arguments."""
+    """Return a Call; its fields are the operators' arguments."""
     plain = dict.fromkeys(Call._fields) | dict(top_left=False, scale=0.25, dropout_p=0.0, deterministic=False)
     return Call(**plain | dict(query=query, key=key, value=value) | options)
 
 
 def call_of(query, key, value, **options):
-    """Return the Call of `attention`'s arguments."""
     return rules.checked(Arguments(query, key, value, **options))
 
 
 def cache_call(arguments):
-    """Return the checked call of `attention_decode`'s arguments."""
+    """Return the Call of `attention_decode`'s arguments."""
     given = {name: x for name, x in arguments.items() if name in decode.CacheArguments._fields}
     options = {name: x for name, x in arguments.items() if name not in given}
     return decode.checked(decode.CacheArguments(**given), Arguments(None, None, None, **options))
 
 
 def leaves_of(arguments):
-    """Arguments of an operator, with gradients wanted of all that may have one."""
-    return [
-        x.detach().clone().requires_grad_() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
-        for x in arguments
-    ]
+    """Return an operator's arguments; floating tensors among them require gradients."""
+    floating = lambda x: isinstance(x, torch.Tensor) and x.is_floating_point()  # noqa: E731
+    return [x.detach().clone().requires_grad_() if floating(x) else x for x in arguments]
+
+
+def shake(module, spread=0.1):
+    """Add noise to all parameters: initial biases are 0, which would hide one that is not used."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(torch.randn_like(parameter) * spread)
+    return module
 
 
 def by(backend):
-    """`fa.attention` by a backend, or by eager PyTorch."""
+    """Return `fa.attention` of one backend, or eager PyTorch's."""
     return fa.reference.eager if backend == "eager" else functools.partial(fa.attention, backend=backend)
 
 
 def same(got, want):
-    """Asserts equal bits."""
+    """Assert equal bits."""
     for a, b in zip(tree_leaves(got), tree_leaves(want), strict=True):
         assert torch.equal(a, b)
 
@@ -117,11 +120,8 @@ def loss(backend):
 
 
 def passes_compiled(*files, marks=""):
-    """Run the tests of some files that are `compiled`, in a process that does not interpret kernels."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", marks, *map(str, files)]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout
+    """Run the tests of some files marked `compiled`, in a process that does not interpret kernels."""
+    run_python(*"-m pytest -q -p no:cacheprovider -m".split(), marks, *map(str, files), TRITON_INTERPRET=None)
 
 
 def provider_on_cpu(get_kernel):

@@ -1,4 +1,4 @@
-"""Mistakes of callers: (the argument that the error names, its class, the arguments that are changed)."""
+"""Mistakes of callers: (argument that the error names, class of the error, changed arguments)."""
 
 import pytest
 import torch
@@ -27,23 +27,26 @@ def wrong(name, error=ValueError, **changed):
 
 
 def of_types(arguments, by_name=False):
-    """Each tensor with another dtype and on another device; unless torch checks it by name, as a list, and sparse."""
+    """Give each tensor another dtype and another device.
+
+    by_name: of an operator; without it also a list and a sparse tensor, which torch refuses for operators.
+    """
     rows, tensors = [], {name: x for name, x in arguments.items() if isinstance(x, torch.Tensor)}
     for n, (name, x) in enumerate(tensors.items()):
         other = x.to(_WRONG_DTYPES.get(x.dtype, torch.int32))
         rows += of_values({name: [other] if by_name else [other, [1.0], x.to_sparse()]}, TypeError)
-        if name != "query" and (n > 0 or len(tensors) == 1):  # others are compared with query, or the first
+        if name != "query" and (n > 0 or len(tensors) == 1):  # others are compared with these
             rows.append(wrong(name, **{name: x.to("meta")}))
     return rows
 
 
 def of_shapes(arguments, shapes):
-    """Tensors of wrong shapes; shapes: {argument: several}."""
+    """Give tensors wrong shapes: {argument: several}."""
     return of_values({name: [arguments[name].new_ones(x) for x in several] for name, several in shapes.items()})
 
 
 def of_values(values, error=ValueError):
-    """Wrong values; values: {argument: several}."""
+    """Give arguments wrong values: {argument: several}."""
     return [wrong(name, error, **{name: value}) for name, several in values.items() for value in several]
 
 

@@ -1,4 +1,4 @@
-"""Rows of a call from parts of its keys, one after the other, as `fusedattn.distributed` computes them."""
+"""Attention of some rows to keys in several parts, as `fusedattn.distributed` computes it."""
 
 import torch
 
@@ -9,7 +9,7 @@ from fusedattn.testing.compare import LEARNED, in_float64, with_gradients
 
 
 def draw(dtype, rows, keys, columns=(24, 16), heads=(4, 2), batch=2, learned=()):
-    """query, key, value, and the gradients of output and lse; the options `learned`."""
+    """Return ({query, key, value, and gradients of output and lse}, the options named in `learned`)."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape):
@@ -20,15 +20,14 @@ def draw(dtype, rows, keys, columns=(24, 16), heads=(4, 2), batch=2, learned=())
     tensors |= dict(value=normal(batch, heads[1], keys, dv), out=normal(batch, heads[0], rows, dv))
     wide = torch.promote_types(dtype, torch.float32)
     options = {name: normal(heads[0]).abs().to(wide) for name in learned}
-    return {name: x.to(dtype) for name, x in tensors.items()} | dict(
-        lse=normal(batch, heads[0], rows).to(wide)
-    ), options
+    tensors = {name: x.to(dtype) for name, x in tensors.items()}
+    return tensors | dict(lse=normal(batch, heads[0], rows).to(wide)), options
 
 
 def by_parts(tensors, options, rows, cuts, backend, key_mask=None):
-    """{"out", "lse", and gradients of query, key, value and slopes}: of some rows, from keys cut at `cuts`.
+    """Return {"out", "lse", and gradients by inputs and learned options} of some rows, from keys cut at `cuts`.
 
-    Gradients are float32 (float64), added up over the parts.
+    Gradients are float32 (float64), summed over the parts.
     """
     query, key, value = (tensors[name] for name in ("query", "key", "value"))
     call = checked(Arguments(query, key, value, key_mask=key_mask, **options))
@@ -36,18 +35,10 @@ def by_parts(tensors, options, rows, cuts, backend, key_mask=None):
     grad_out, grad_lse = (tensors[name][:, :, rows] for name in ("out", "lse"))
 
     def part(begin, end):
-        heads = query.shape[1]
-        origin = Origin(shift + rows.start - begin, rows.start, begin, 0, heads)
-        return call._replace(
-            query=query[:, :, rows],
-            key=key[:, :, begin:end],
-            value=value[:, :, begin:end],
-            key_mask=None if key_mask is None else key_mask[:, begin:end],
-            sinks=None,
-            top_left=True,
-            partial=True,
-            origin=list(origin),
-        )
+        origin = Origin(shift + rows.start - begin, rows.start, begin, 0, query.shape[1])
+        mask = None if key_mask is None else key_mask[:, begin:end]
+        inputs = dict(query=query[:, :, rows], key=key[:, :, begin:end], value=value[:, :, begin:end], key_mask=mask)
+        return call._replace(**inputs, sinks=None, top_left=True, partial=True, origin=list(origin))
 
     parts = [part(*span) for span in zip(cuts, cuts[1:], strict=False)]
     total = partial.start(parts[0], partial.unit(parts[0], backend))
@@ -71,7 +62,7 @@ def by_parts(tensors, options, rows, cuts, backend, key_mask=None):
 
 
 def at_once(function, tensors, options, rows, key_mask=None):
-    """The same by a function like `attention`, all rows and keys at once."""
+    """Return the same from one call of a function like `attention`."""
     only = torch.zeros_like(tensors["lse"], dtype=torch.bool)
     only[:, :, rows] = True
     given = tensors | dict(

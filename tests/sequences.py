@@ -1,7 +1,6 @@
-"""Sequences of unequal lengths as padded tensors, and two functions of them: one call each, and one call packed.
+"""Padded tensors of sequences of unequal lengths, computed by one call for each sequence, or by one packed call.
 
-Both take padded tensors and the options of `attention`, and return padded results, so that whatever can be asked of
-`attention` can be asked of them.
+Both functions take padded tensors and the options of `attention`, and return padded results.
 """
 
 import torch
@@ -10,29 +9,21 @@ import fusedattn as fa
 
 from .inside import leaves
 
-AXES = {
-    "mask": (2, 3),
-    "bias": (2, 3),
-    "key_mask": (None, 1),
-    "query_mask": (1, None),
-    "alibi_slopes": (None, None),
-}
+# The axes of rows and of keys.
+AXES = dict(mask=(2, 3), bias=(2, 3), key_mask=(None, 1), query_mask=(1, None), alibi_slopes=(None, None))
 
 
 def offsets(lengths, device="cpu"):
-    """cu_seqlens of lengths."""
+    """Return the cu_seqlens of some lengths."""
     return torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
 
 
 def draw_packed(rows, keys, device="cpu", heads=(4, 2), dims=(16, 8), dtype=torch.float32):
-    """query, key and value of packed sequences, and the gradient of the output."""
+    """Return query, key and value of packed sequences, and the gradient of the output."""
     generator = torch.Generator(device).manual_seed(5)
     shapes = (sum(rows), heads[0], dims[0]), (sum(keys), heads[1], dims[0]), (sum(keys), heads[1], dims[1])
-    drawn = (
-        torch.randn(shape, generator=generator, device=device).to(dtype)
-        for shape in (*shapes, (sum(rows), heads[0], dims[1]))
-    )
-    *inputs, grad = drawn
+    shapes = *shapes, (sum(rows), heads[0], dims[1])
+    *inputs, grad = (torch.randn(shape, generator=generator, device=device).to(dtype) for shape in shapes)
     return *leaves(*inputs), grad
 
 
@@ -44,13 +35,13 @@ def _sliced(option, axes, b, rows, keys):
         option = option[None]
     option = option[b : b + 1] if option.shape[0] > 1 else option
     for axis, length in zip(axes, (rows, keys), strict=True):
-        if axis is not None and (option.shape[axis] > 1 or axis == 1):  # the tokens of a mask do not broadcast
+        if axis is not None and (option.shape[axis] > 1 or axis == 1):  # masks of tokens do not broadcast
             option = option.narrow(axis, 0, length)
     return option
 
 
 def _padded(results, rows, keys):
-    """(out, lse, weights) of one sequence up to the longest rows and keys: 0, -inf and 0 past its end."""
+    """Pad (out, lse, weights) of one sequence to the longest rows and keys, by 0, -inf and 0."""
     out, *rest = results
     pad = torch.nn.functional.pad
     more = rows - out.shape[1]
@@ -63,17 +54,17 @@ def _padded(results, rows, keys):
 
 
 def by_sequence(function, rows, keys):
-    """A function like `attention`: `function` of each sequence of so many rows and keys, in a call of its own."""
+    """Return a function like `attention` that calls `function` once for each sequence."""
 
     def attend(query, key, value, **options):
         found = []
         for b, (i, j) in enumerate(zip(rows, keys, strict=True)):
             own = {name: _sliced(x, AXES[name], b, i, j) if name in AXES else x for name, x in options.items()}
-            # Dropout depends on the batch: let this be the one of its number in a batch of the same.
+            # Dropout depends on the batch index, so this sequence keeps its own.
             batch = [x[b : b + 1, :, :length] for x, length in ((query, i), (key, j), (value, j))]
             if options.get("dropout_p"):
                 batch = [x.expand(b + 1, -1, -1, -1) for x in batch]
-                if "alibi_slopes" in own:  # these do not broadcast
+                if "alibi_slopes" in own:  # slopes do not broadcast
                     own["alibi_slopes"] = own["alibi_slopes"].expand(b + 1, -1)
             results = function(*batch, **own)
             results = results if isinstance(results, tuple) else (results,)
@@ -84,14 +75,14 @@ def by_sequence(function, rows, keys):
 
 
 def packed(function, rows, keys, **call):
-    """A function like `attention`: `function`, like `attention_varlen`, of all sequences behind each other."""
+    """Return a function like `attention` that packs all sequences and calls a function like `attention_varlen`."""
 
     def attend(query, key, value, **options):
         def pack(tensor, lengths):
             whole = torch.cat([tensor[b, :, :n].transpose(0, 1) for b, n in enumerate(lengths)])
             if tensor.is_contiguous():
                 return whole
-            total, heads, dim = whole.shape  # by head, at an odd offset, among NaN
+            total, heads, dim = whole.shape  # heads first, at an odd offset, among NaN
             apart = whole.new_full((heads, total + 2, dim + 3), float("nan"))
             return apart[:, 1:-1, 1:-2].copy_(whole.transpose(0, 1)).transpose(0, 1)
 
@@ -99,21 +90,13 @@ def packed(function, rows, keys, **call):
             if name in options:
                 mask = options[name].expand(len(rows), -1)
                 options[name] = torch.cat([mask[b, :n] for b, n in enumerate(lengths)])
-        # It may be said, or not.
         most = dict(max_seqlen_q=query.shape[2], max_seqlen_k=key.shape[2]) if len(rows) % 2 else {}
-        results = function(
-            pack(query, rows),
-            pack(key, keys),
-            pack(value, keys),
-            offsets(rows, query.device),
-            offsets(keys, query.device),
-            **most,
-            **options,
-            **call,
-        )
+        inputs = pack(query, rows), pack(key, keys), pack(value, keys)
+        starts = offsets(rows, query.device), offsets(keys, query.device)
+        results = function(*inputs, *starts, **most, **options, **call)
         results = results if isinstance(results, tuple) else (results,)
         out, *rest = results
-        each = [out.transpose(0, 1), *rest]  # heads first, all of them
+        each = [out.transpose(0, 1), *rest]  # all with heads first
         split = zip(*(x.split(list(rows), 1) for x in each), strict=True)
         found = [_padded(parts, query.shape[2], key.shape[2]) for parts in split]
         return tuple(torch.stack(each) for each in zip(*found, strict=True))
@@ -122,5 +105,4 @@ def packed(function, rows, keys, **call):
 
 
 def attention_varlen(rows, keys, backend=None):
-    """`fa.attention_varlen` as `packed` has it."""
     return packed(fa.attention_varlen, rows, keys, backend=backend)

@@ -1,4 +1,4 @@
-"""Tangents of calls, by any function like `attention`, held to float64's forward mode by the one rule."""
+"""Tangents of calls of any function like `attention`, judged against float64 by the tolerance rule."""
 
 import torch
 from torch.autograd import forward_ad
@@ -11,9 +11,9 @@ RESULTS = "out", "lse", "weights"
 
 
 def directions(tensors, options, names=None, seed=1):
-    """{name: a tangent} of the inputs, and of what of the options is learned; only of `names`, unless that is None.
+    """Return {name: tangent} of the inputs and learned options, or only of `names`.
 
-    Where an input is not to be read, because it is hidden, neither is its tangent.
+    The tangent of a hidden element, which may not be read, is as bad as the element.
     """
     generator = torch.Generator().manual_seed(seed)
     inputs = {name: tensors[name] for name in INPUTS} | {name: options[name] for name in LEARNED if name in options}
@@ -25,15 +25,15 @@ def directions(tensors, options, names=None, seed=1):
 
 
 def whole(x):
-    """A tensor no two elements of which share memory; it is x unless it is expanded."""
+    """Return a tensor without shared elements: a copy if x is expanded."""
     return x.contiguous() if 0 in x.stride() else x
 
 
 def with_tangents(function, tensors, options, moved, weights=True):
-    """{result: its tangent} of a function with the arguments of `attention`, in the direction `moved`."""
+    """Return {result: tangent} of a function like `attention`, in the direction `moved`."""
     given = {name: tensors[name] for name in INPUTS} | options
     with forward_ad.dual_level():
-        # torch makes no dual of what is expanded.
+        # torch makes no dual tensor of an expanded one.
         dual = {name: forward_ad.make_dual(whole(given[name]), x.clone()) for name, x in moved.items()}
         results = function(**given | dual, return_lse=True, return_weights=weights)
         pairs = (forward_ad.unpack_dual(x) for x in results)
@@ -44,20 +44,18 @@ def with_tangents(function, tensors, options, moved, weights=True):
 
 
 def compare(got, tensors, options, moved, apply=lambda function: function):
-    """{result: Verdict} of what `with_tangents` gave; apply: makes of a function what `got` is held to."""
+    """Return {result: Verdict} of tangents; `apply` wraps the functions that they are compared with."""
     weights = "weights" in got
     exact = options | in_float64({name: x for name, x in options.items() if name in LEARNED})
-    with torch.no_grad():  # where a gradient may be wanted as well, the naive path has a tangent of ours
+    with torch.no_grad():  # with gradients, the naive path would use our tangent, not torch's
         eager = with_tangents(apply(reference.eager), tensors, options, moved, weights)
         oracle = with_tangents(apply(reference.attention), in_float64(tensors), exact, in_float64(moved), weights)
     return verdicts(got, eager, oracle, _terms(tensors, options, moved))
 
 
 def _terms(tensors, options, moved):
-    """{result: how large what it sums up is}, where that is not of order one: slopes are multiplied by distances."""
-    if "alibi_slopes" not in moved:
-        return {}
-    if not moved["alibi_slopes"].numel():
+    """Return {result: size of the terms that it sums up}, where they are large: slopes are multiplied by distances."""
+    if "alibi_slopes" not in moved or not moved["alibi_slopes"].numel():
         return {}
     far = max(tensors["query"].shape[2], tensors["key"].shape[2]) * moved["alibi_slopes"].abs().max().item()
     return dict.fromkeys(RESULTS, far)

@@ -1,4 +1,4 @@
-"""Modules that are copied and saved, and modules whose projections somebody has replaced, wrapped or parametrized."""
+"""Modules that are copied or saved, and modules with wrapped, replaced or parametrized projections."""
 
 import copy
 import io
@@ -18,7 +18,7 @@ WIDTH, INSIDE = 16, 32
 X, KEY_MASK = torch.randn(2, 5, WIDTH), torch.arange(5) < torch.tensor([[5], [3]])
 IDS = torch.tensor([[1, 2, 3], [4, 0, 6]])
 
-# name: how it is made, how it is called
+# name: (how to make it, how to call it)
 MODULES = {
     "attention": (
         lambda: fa.MultiHeadAttention(WIDTH, 4, num_kv_heads=2, causal=True, window=(3, None), softcap=3.0),
@@ -52,7 +52,7 @@ def saved_whole(module):
 
 
 def loaded(module):
-    """Another module of the same sizes, with weights that were saved."""
+    """Return another module of the same sizes that has loaded the saved weights."""
     other = copy.deepcopy(module)
     with torch.no_grad():
         for parameter in other.parameters():
@@ -81,7 +81,7 @@ def test_a_copy_gives_the_same_bits_and_shares_nothing(name, how):
 
 
 class Adapted(nn.Module):
-    """A linear layer and a product of two thin ones beside it, as LoRA has it, with nothing else of a linear layer."""
+    """A linear layer with a LoRA beside it, and no other attribute of a linear layer."""
 
     def __init__(self, layer):
         super().__init__()
@@ -98,7 +98,7 @@ def quantized(module):
 
 
 def replaced(change):
-    """A module with `change` of each of its linear layers."""
+    """Return a function that replaces each linear layer of a module by `change` of it."""
 
     def replace(module):
         for parent in list(module.modules()):
@@ -119,7 +119,7 @@ WRAPPED = {
 
 
 def by_hand(*projected):
-    """Return the input of the last projection of a MultiHeadAttention of two heads, by the results of the others."""
+    """Compute the input of out_proj of a MultiHeadAttention of two heads."""
     query, key, value = (x.unflatten(-1, (2, -1)).transpose(1, 2) for x in projected)
     weights = (query @ key.mT / query.shape[-1] ** 0.5).softmax(-1)
     return (weights @ value).transpose(1, 2).flatten(2)
@@ -131,7 +131,7 @@ def test_projections_that_were_wrapped_are_called(how):
     if how == "quantized" and torch.backends.quantized.engine == "none":
         pytest.skip("this torch has no quantized layers")
     layer = WRAPPED[how](fa.MultiHeadAttention(WIDTH, 2).eval())
-    given = []  # a quantized layer makes a whole step of what rounding adds
+    given = []  # compared before out_proj: a quantized layer turns rounding into whole steps
     layer.out_proj.register_forward_hook(lambda module, inputs, out: given.append((*inputs, out)))
     result = layer(X)[0]
     ((got, out),) = given
@@ -142,9 +142,7 @@ def test_projections_that_were_wrapped_are_called(how):
 
 
 class Counted(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.calls = 0
+    calls = 0
 
     def forward(self, weight):
         self.calls += 1
@@ -152,7 +150,7 @@ class Counted(nn.Module):
 
 
 def test_a_weight_that_is_computed_is_computed_once_a_call():
-    """spectral_norm changes with each time, and a weight may cost more than the projection."""
+    """spectral_norm takes a step each time, and a computed weight may be expensive."""
     layer, twin = fa.MultiHeadAttention(WIDTH, 2), fa.MultiHeadAttention(WIDTH, 2)
     twin.load_state_dict(layer.state_dict())
     counts = [Counted() for _ in range(4)]

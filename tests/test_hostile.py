@@ -1,4 +1,4 @@
-"""Each kind of wrong value for each argument of functions, modules, layers, drop-ins, pictures, shards and files."""
+"""Wrong values of every kind, for each argument of functions, modules, layers, drop-ins, plots and shards."""
 
 import decimal
 import math
@@ -63,7 +63,7 @@ if numpy is not None:
 
 
 def tensors(like):
-    """{kind: a tensor like another but for one thing}."""
+    """Return {kind: a tensor that differs from `like` in one thing}."""
     numbers, rows = like.detach().float(), list(like) if like.dim() and len(like) else [like.reshape(-1)]
     return {
         "int32": like.int(),
@@ -91,23 +91,23 @@ def tensors(like):
 
 
 def wrong(value, but=()):
-    """{kind: value} of all that may stand in the place of a value, of which some are right."""
+    """Return {kind: value} of all values to try in the place of `value`; some of them are right."""
     every = SCALARS | (tensors(value) if isinstance(value, torch.Tensor) else {})
     return {kind: x for kind, x in every.items() if kind not in but}
 
 
 def with_numpys(right):
-    """The kinds of value that are right: a number of NumPy is wherever one of Python is."""
+    """Add NumPy's ints to the right kinds if they include Python's."""
     return right | {"numpy int"} if "1" in right and "True" not in right else right
 
 
 def taken(function, arguments, name, value, beside=(), but=()):
-    """{kind: result} of each kind of value that a function takes in the place of an argument.
+    """Return {kind: result} of each kind of value that a function accepts for an argument.
 
     Args:
-        arguments: a function that makes all arguments, of which one then is replaced.
-        beside: other arguments that an error may name, which do not go with the one that is wrong.
-    Raises: AssertionError for an error that does not say, in one line, which argument is wrong.
+        arguments: returns all arguments; the one called `name` is then replaced.
+        beside: other arguments that an error may name.
+    Raises: AssertionError if an error does not name the wrong argument in one line.
     """
     results = {}
     for kind, x in wrong(value, but).items():
@@ -123,14 +123,14 @@ def taken(function, arguments, name, value, beside=(), but=()):
 
 
 B, H, S, E, D = 2, 2, 4, 8, 4
-# The kinds of value that are right in the place of an argument.
+# Right kinds of value for some arguments.
 FLAG, FLOATING, MASK = {"True", "False"}, {"None", "half", "double"}, {"None", "bool"}
 NUMBERS = {"0", "-0.0", "-1", "1", "1.5", "tiny", "2**31", "2**63"}
 POSITIVE = NUMBERS - {"0", "-0.0", "-1"}
 SCALE, SIZE, SHARE = NUMBERS | {"float tensor", "int tensor", "None"}, {"1"}, {"0", "-0.0", "1", "tiny"}
 SEEDS = {"None", "0", "-1", "1", "2**31", "int tensor", "int64", "a row", "rank + 1"}
 TOKENS = MASK | {"a row"}
-TOO_LARGE = ("2**31",)  # a size for which torch finds no memory, and says so
+TOO_LARGE = ("2**31",)  # torch raises its own error: no memory
 
 OPTIONS = dict(
     causal=(True, FLAG), window=((1, 1), {"None", "tuple"}), align=("top_left", set()), scale=(1.0, SCALE),
@@ -146,12 +146,12 @@ KINDS = dict(
 
 
 def tensors_of(arguments, *names, **kinds):
-    """{argument: (its value, which other kinds are right)} of some arguments, or of all."""
+    """Return {argument: (a right value, other right kinds)} of some arguments, or of all."""
     return {name: (arguments[name], kinds.get(name, KINDS.get(name, set()))) for name in names or arguments}
 
 
 def required(arguments, *others):
-    """The arguments without options, but for some."""
+    """Return arguments without options, except some."""
     options = "mask", "bias", "alibi_slopes", "sinks", "key_mask", "query_mask"
     return {name: x for name, x in arguments.items() if name not in options or name in others}
 
@@ -173,7 +173,7 @@ CALLS = {
     "plan": (fa.plan, PLANNED, OF_PLAN),
     "use_backend": (lambda backend: fa.use_backend(backend).__enter__(), {}, dict(backend=("naive", {"None"}))),
 }
-# Which argument an error names beside the one that is wrong.
+# {wrong argument: other arguments that its error may name}
 TOGETHER = dict(
     query=("key", "key_cache", "cache_seqlens", "cu_seqlens_q"), key=("value",), key_cache=("value_cache",),
     value_cache=("new_value",), cu_seqlens_q=("cu_seqlens_k",), rotary_cos=("rotary_sin",),
@@ -184,7 +184,7 @@ TOGETHER = dict(
 
 
 def hold(function, arguments, values, but=()):
-    """Whatever else is put in the place of an argument is refused. values: {argument: (one, kinds that are right)}."""
+    """Assert that all other kinds of value are refused; values: {argument: (a right value, right kinds)}."""
     for name, (value, right) in values.items():
         right = with_numpys(right)
         results = taken(function, lambda: dict(arguments), name, value, TOGETHER.get(name, ()), but)
@@ -198,7 +198,6 @@ def test_functions(name):
 
 @pytest.mark.parametrize("backend", [None, "triton"])
 def test_what_is_taken_gives_what_the_formula_gives(backend, device):
-    """Numbers at the edge of what is right, finite for finite inputs."""
     inputs = {name: torch.randn(DENSE[name].shape, device=device) for name in ("query", "key", "value")}
     for argument, value in (("scale", 1.0), ("softcap", 1.0), ("dropout_p", 0.0), ("window", None), ("seed", 1)):
         more = dict(dropout_p=0.5) if argument == "seed" else dict(seed=3)
@@ -214,7 +213,6 @@ def test_what_is_taken_gives_what_the_formula_gives(backend, device):
 
 @pytest.mark.parametrize("name", ["attention", "varlen", "decode"])
 def test_nothing_wrong_is_taken_where_a_call_is_like_an_earlier_one(name):
-    """Calls are compared with earlier ones before they are checked."""
     function, arguments, values = CALLS[name]
     for _ in range(3):
         function(**arguments)
@@ -228,10 +226,6 @@ def test_masks_of_nested_tensors():
     hold(fa.attention, given, masks | dict(mask=(bools(4, 4), MASK), causal=(True, FLAG)))
     for name in ("key", "value"):
         assert not taken(fa.attention, lambda: given, name, ones(2, 2, 4, D), ("key", "value"))
-
-
-def longs(*shape):
-    return torch.ones(shape, dtype=torch.int64)
 
 
 X = {"no rows", "twice the rows"}
@@ -250,7 +244,7 @@ KEY_MASK, WEIGHTS, ROWS = (bools(B, S), TOKENS), (True, FLAG), ones(B, S, E)
 MASKS = dict(mask=(bools(S, S), MASK | {"rank + 1"}), key_mask=KEY_MASK)
 ENCODER = dict(hidden_size=8, num_attention_heads=2, intermediate_size=16)
 ENCODED = "dropout", "attention_dropout", "bias", "causal", "window", "scale", "backend", "softcap", "layer_norm_eps"
-LAYERS = [  # class, its sizes, further options, inputs, further inputs: each with what is right
+LAYERS = [  # class, sizes, more options, inputs, more inputs; all but sizes with right kinds
     (fa.MultiHeadAttention, dict(embed_dim=8, num_heads=2),
      options_of("dropout", "bias", "scale", "backend", "causal", "window", "softcap", **WIDTHS), dict(query=(ROWS, X)),
      MASKS | dict(key=(ROWS, {"None"}), value=(ROWS, {"None"}), query_mask=KEY_MASK, need_weights=WEIGHTS,
@@ -260,14 +254,14 @@ LAYERS = [  # class, its sizes, further options, inputs, further inputs: each wi
     (layers.SinusoidalPositionalEncoding, dict(embed_dim=8, max_len=5), {}, dict(x=(ROWS, X | {"half", "double"})), {}),
     (layers.Embeddings, dict(vocab_size=7, hidden_size=8, max_position_embeddings=5),
      options_of("dropout", "layer_norm_eps"),
-     dict(input_ids=(longs(B, S), X | {"int32", "int64", "no columns"})), {}),
+     dict(input_ids=(ones(B, S).long(), X | {"int32", "int64", "no columns"})), {}),
     (layers.FeedForward, dict(hidden_size=8, intermediate_size=16), options_of("dropout"),
      dict(x=(ROWS, X | {"a row", "rank + 1"})), {}),
     (layers.TransformerEncoderLayer, ENCODER, options_of(*ENCODED), dict(x=(ROWS, X)), MASKS),
     (layers.TransformerEncoder, dict(num_hidden_layers=1) | ENCODER, {}, dict(x=(ROWS, X)), MASKS),
     (layers.AttentionDecoder, dict(vocab_size=7, embed_size=8, hidden_size=8, encoder_size=8),
      options_of("dropout", "scale", "backend", num_attentions=(1, SIZE), num_heads=(1, SIZE)),
-     dict(input=(longs(B), {"int32", "int64"}), hidden=(ones(B, E), set()), encoder_outputs=(ROWS, set())),
+     dict(input=(ones(B).long(), {"int32", "int64"}), hidden=(ones(B, E), set()), encoder_outputs=(ROWS, set())),
      dict(key_mask=KEY_MASK, need_weights=WEIGHTS)),
     (for_torch.MultiheadAttention, dict(embed_dim=8, num_heads=2),
      options_of("dropout", kdim=(1, SIZE | {"None"}), vdim=(1, SIZE | {"None"}), bias=WEIGHTS, add_bias_kv=WEIGHTS,
@@ -280,7 +274,7 @@ LAYERS = [  # class, its sizes, further options, inputs, further inputs: each wi
 @pytest.mark.parametrize("row", LAYERS, ids=lambda row: row[0].__name__)
 def test_modules_and_layers(row):
     cls, sizes, options, inputs, more = row
-    flags = ("0", "1") if cls is for_torch.MultiheadAttention else ()  # which torch takes for flags too
+    flags = ("0", "1") if cls is for_torch.MultiheadAttention else ()  # torch accepts these as flags
     hold(cls, sizes, {name: (x, SIZE) for name, x in sizes.items()}, but=TOO_LARGE)
     hold(cls, sizes, options, but=(*TOO_LARGE, *flags))
     layer = cls(**sizes, **(dict(batch_first=True) if flags else {}))
@@ -315,7 +309,7 @@ def test_flash_attns_functions():
 
 
 def test_flash_attns_padding():
-    """A mask may be of any dtype that holds 0 and 1."""
+    """Masks may have any dtype that holds 0 and 1."""
     x, mask = ones(2, 4, 3), torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0]])
     real = {"int32", "int64", "uint8", "bool", "half", "double"}
     masks = dict(attention_mask=(mask, real), unused_mask=(1 - mask, real | {"None"}))
@@ -358,11 +352,14 @@ def test_shards():
     hold(distributed.positions, dict(length=3), length, but=TOO_LARGE)
     for function in (distributed.shard, distributed.unshard):
         hold(function, dict(x=ones(2, 3), dim=1), dict(dim=(1, {"0", "-1", "1"}), group=group, balance=balance))
+        taken(function, lambda: dict(x=ones(2, 3), dim=1), "x", ones(2, 3), ("dim",), but=("lazy",))
     methods = distributed.ring_attention, distributed.gather_attention, distributed.ulysses_attention
     more = dict(balance=balance, group=group, causal=WEIGHTS, scale=(1.0, SCALE), seed=(1, SEEDS))
     for function in methods:
         lacks = ("balance",) if function is distributed.ulysses_attention else ()
         hold(function, ATTENDED, {name: x for name, x in more.items() if name not in lacks})
+        for name, x in ATTENDED.items():
+            taken(function, lambda: ATTENDED, name, x, ATTENDED, but=("lazy",))
 
 
 def test_what_is_cut_loaded_converted_and_registered(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""The modules: against torch's own, their masks, weights and errors."""
+"""The modules against torch's own: masks, weights, dropout, parameters and nested tensors."""
 
 import functools
 
@@ -9,10 +9,11 @@ from torch import nn
 import fusedattn as fa
 
 from .close import assert_as_good, assert_like, exactly
+from .inside import shake
 
 
 def copied(layer):
-    """torch's module with the parameters of ours."""
+    """Return torch's module with the parameters of ours."""
     twin = nn.MultiheadAttention(layer.embed_dim, layer.num_heads, kdim=layer.kdim, vdim=layer.vdim, batch_first=True)
     inner = dict(q=layer.q_proj, k=layer.k_proj, v=layer.v_proj)
     state = dict(in_proj_bias=torch.cat([x.bias for x in inner.values()]))
@@ -22,14 +23,6 @@ def copied(layer):
         state["in_proj_weight"] = torch.cat([x.weight for x in inner.values()])
     twin.load_state_dict(state | {f"out_proj.{name}": x for name, x in layer.out_proj.state_dict().items()})
     return twin
-
-
-def shake(layer):
-    """Biases start as zeros, which would hide a bias that is not used."""
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    return layer
 
 
 @pytest.mark.parametrize("widths", [{}, dict(kdim=10, vdim=6)], ids=str)
@@ -47,10 +40,9 @@ def test_it_equals_torchs_module(widths, need_weights):
 
     want, exact = (apply(copied(layer), query, key, value) for apply in (torchs, functools.partial(exactly, torchs)))
     assert_as_good(out, want[0], exact[0])
+    assert (weights is not None) == need_weights
     if need_weights:
         assert_as_good(weights, want[1], exact[1])
-    else:
-        assert weights is None
     got = torch.autograd.grad(out.sum(), list(layer.parameters()))
     assert all(grad.isfinite().all() for grad in got) and len(got) == 8
 
@@ -152,7 +144,7 @@ def test_self_attention_is_one_head_without_output_projection():
 
 @pytest.mark.parametrize("name", ["mask", "bias"])
 def test_pairs_of_rank_3_beside_nested_inputs(name):
-    """(B, Sq, Sk) of the longest sequences, as without nesting."""
+    """Masks and biases (B, Sq, Sk) have the sizes of the longest sequences."""
     layer, rows = fa.MultiHeadAttention(16, 4), (torch.randn(3, 16), torch.randn(5, 16))
     nested, padded = torch.nested.nested_tensor(list(rows), layout=torch.jagged), torch.zeros(2, 5, 16)
     for batch, x in enumerate(rows):

@@ -1,4 +1,4 @@
-"""The table of options, call/options.py: what is written out by hand elsewhere agrees with it."""
+"""Signatures that are written by hand agree with the table of options."""
 
 import inspect
 
@@ -10,7 +10,7 @@ from fusedattn.testing.compare import LEARNED
 
 FLAGS = {"return_lse": False, "return_weights": False, "backend": None}
 OPTIONS = {name: Arguments._field_defaults[name] for name in Arguments._fields[3:]}
-# Options that a public function has not, or has in another form.
+# {public function: options that it lacks, or takes in another form}
 ABSENT = {
     fa.attention: (),
     fa.attention_varlen: (),

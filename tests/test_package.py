@@ -1,18 +1,17 @@
-"""The package: who imports whom, and what `import fusedattn` costs."""
+"""Imports between the rooms of the package, and the cost of `import fusedattn`."""
 
 import ast
 import graphlib
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from .conftest import run_python
+
 ROOT = Path(__file__).parent.parent
 
-# Floors, from the ground up: a room imports from the rooms that stand beside it here, and from no other.
+# {room: the other rooms that it may import}
 ROOMS = {
     "kernels": set(),
     "call": set(),
@@ -31,21 +30,15 @@ ROOMS = {
     "testing": {"api", "reference"},
     "bench": {"", "dispatch", "testing"},
 }
-# What imports Triton before a call asks for it: the launches, and of them neither the tables of tiles nor the failures.
-LAUNCHES = {
-    f"launch.{x}"
-    for x in (
-        *("arguments", "backward", "blocks", "decode", "forward"),
-        *("hopper", "interpreter", "launcher", "run", "tangent"),
-    )
-}
-KNOWS_TRITON = {*LAUNCHES, "dispatch.recording"}
-ASKS_FOR_TRITON = {"dispatch.backends", "launch.tuned"}  # whether it is there, and which version
+# Modules that import Triton at once. They are imported when a call first needs a kernel.
+LAUNCHES = "arguments backward blocks decode forward hopper interpreter launcher run tangent".split()
+KNOWS_TRITON = {"dispatch.recording", *(f"launch.{name}" for name in LAUNCHES)}
+ASKS_FOR_TRITON = {"dispatch.backends", "launch.tuned"}  # its version, if it is installed
 KERNELS_KNOW = {"triton", "typing"}
 
 
 def sources(folder):
-    """(dotted name, path) of each module of a folder of the repository, by the name it is installed under."""
+    """Yield (dotted name, path) of each module of a folder, by the name that it is installed under."""
     package = "fusedattn" if folder == "fusedattn" else f"fusedattn.{folder}"
     for path in sorted((ROOT / folder).rglob("*.py")):
         inner = path.relative_to(ROOT / folder).with_suffix("").parts
@@ -53,7 +46,7 @@ def sources(folder):
 
 
 def imported(module, path, on_import=False):
-    """Dotted names that a file imports: all of them, or those that importing the file imports."""
+    """Yield the dotted names that a file imports, or only those that are imported with it."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     if on_import:
         tree.body = [node for node in tree.body if not isinstance(node, (ast.FunctionDef, ast.ClassDef))]
@@ -82,7 +75,7 @@ def test_kernels_import_triton_and_each_other_and_nothing_else():
 
 
 def inner_imports():
-    """{module of fusedattn: the modules of fusedattn that it imports, at whatever time}, names without "fusedattn."."""
+    """Return {module: the modules of fusedattn that it ever imports}, without the prefix "fusedattn."."""
     modules = dict(sources("fusedattn")) | dict(sources("bench"))
     found = {}
     for module, path in modules.items():
@@ -99,7 +92,7 @@ def test_rooms_import_one_way():
     wrong = []
     for module, names in inner_imports().items():
         room = module.partition(".")[0]
-        allowed = ROOMS.get(room, {*ROOMS, "cli", ""} - {"kernels"})  # the public names, and the command line
+        allowed = ROOMS.get(room, {*ROOMS, "cli", ""} - {"kernels"})  # the package itself, and the command line
         wrong += [f"{module} imports {name}" for name in names if name.partition(".")[0] not in {room, *allowed}]
     assert not wrong
 
@@ -143,10 +136,8 @@ print(json.dumps(dict(seconds=seconds, added=added)))
 
 
 def test_importing_adds_little_to_torch(tmp_path):
-    for _ in range(3):  # a busy machine only adds
-        done = subprocess.run([sys.executable, "-c", IMPORT], cwd=tmp_path, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        found = json.loads(done.stdout)
+    for _ in range(3):  # a busy machine takes longer
+        found = json.loads(run_python("-c", IMPORT, cwd=tmp_path))
         assert not {"triton", "numpy", "rich", "matplotlib"} & set(found["added"])
         if found["seconds"] <= 0.3:
             return
@@ -155,9 +146,7 @@ def test_importing_adds_little_to_torch(tmp_path):
 
 @pytest.mark.matrix
 def test_launching_kernels_needs_no_numpy():
-    """Only the interpreter does; NumPy is not a dependency of ours, nor of torch."""
+    """Only the interpreter does. NumPy is no dependency of ours, nor of torch."""
     pytest.importorskip("triton")
     quiet = "import sys, warnings; sys.modules['numpy'] = None; warnings.simplefilter('ignore')"
-    program = f"{quiet}; import fusedattn.launch.run"
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    subprocess.run([sys.executable, "-c", program], check=True, env=environment)
+    run_python("-c", f"{quiet}; import fusedattn.launch.run", TRITON_INTERPRET=None)

@@ -1,8 +1,7 @@
-"""The pictures: what is drawn where, in which colours and under which names; and what is refused."""
+"""The plots: values, colours, names of ticks, and errors."""
 
 import io
 import math
-import subprocess
 import sys
 
 import pytest
@@ -10,26 +9,24 @@ import torch
 
 from fusedattn import layers, plot
 
+from .conftest import run_python
+
 matplotlib = pytest.importorskip("matplotlib")
 
 
 def panels(figure):
-    """The axes that show weights, without the colour bar."""
+    """Return the axes that show weights, without the colour bar."""
     return [axes for axes in figure.axes if axes.images]
 
 
 def drawn(axes):
-    """(rows, columns) of an image, NaN where it shows nothing."""
+    """Return the values of an image, NaN where nothing is drawn."""
     data = axes.images[0].get_array()
     return torch.tensor(data.astype(float).filled(math.nan))
 
 
 def written(axis):
     return {round(tick.get_loc()): tick.label1.get_text() for tick in axis.get_major_ticks()}
-
-
-def named(names):
-    return dict(enumerate(names))
 
 
 def saved(figure):
@@ -61,7 +58,7 @@ def test_a_panel_a_head_in_one_scale(shape):
 
 
 WORDS = ["a", " the", "$x$", "\n"]
-# tokens, key_tokens, then what is written at queries and keys, and the angle of the latter
+# (tokens, key_tokens, texts at the queries, texts at the keys, angle of the latter)
 NAMED = {
     "words": (WORDS, None, ["a", "\u00b7the", "$x$", "\u21b5"], ["a", "\u00b7the", "$x$", "\u21b5"], 90.0),
     "letters of a string": ("abc", None, "abc", "abc", 0.0),
@@ -73,7 +70,7 @@ NAMED = {
 @pytest.mark.parametrize("tokens, keys, rows, columns, angle", NAMED.values(), ids=NAMED)
 def test_names_of_queries_and_keys(tokens, keys, rows, columns, angle):
     (axes,) = panels(plot.attention_map(weights(len(rows), len(columns)), tokens, keys))
-    assert written(axes.yaxis) == named(rows) and written(axes.xaxis) == named(columns)
+    assert written(axes.yaxis) == dict(enumerate(rows)) and written(axes.xaxis) == dict(enumerate(columns))
     ticks = axes.xaxis.get_major_ticks()
     assert {tick.label1.get_rotation() for tick in ticks} == {angle}
     assert not any(tick.label1.get_parse_math() for tick in ticks if "$" in tick.label1.get_text())
@@ -104,7 +101,7 @@ def test_what_a_mask_hides_is_grey_and_not_a_weight(shape):
     hidden = given.masked_fill(~mask, math.nan)
     for axes, other in zip(panels(plot.attention_map(hidden)), panels(figure), strict=True):
         assert torch.equal(drawn(axes).nan_to_num(-1.0), drawn(other).nan_to_num(-1.0))
-    assert not given.isnan().any()  # what was passed is as it was
+    assert not given.isnan().any()  # the input is unchanged
 
 
 def test_titles_label_and_the_darkest_weight():
@@ -142,14 +139,9 @@ def test_without_matplotlib_it_says_what_to_install(draw, monkeypatch):
 
 @pytest.mark.matrix
 def test_pyplot_is_left_alone_and_matplotlib_is_late():
-    program = """
-import sys, torch
-from fusedattn import plot
-assert "matplotlib" not in sys.modules
-plot.attention_map(torch.ones(2, 2)), plot.positional_encoding(torch.ones(2, 2))
-assert "matplotlib" in sys.modules and "matplotlib.pyplot" not in sys.modules
-"""
-    subprocess.run([sys.executable, "-c", program], check=True)
+    drawing = "plot.attention_map(torch.ones(2, 2)), plot.positional_encoding(torch.ones(2, 2))"
+    late, alone = "assert 'matplotlib' not in sys.modules", "assert 'matplotlib.pyplot' not in sys.modules"
+    run_python("-c", f"import sys, torch; from fusedattn import plot; {late}; {drawing}; {alone}")
 
 
 # tests/test_hostile.py has every kind of value for each argument.

@@ -1,16 +1,16 @@
-"""Names of torch that are not public: where one is gone the package is slower, and still right."""
+"""Private names of torch: if one is missing, the package is slower and still right."""
 
 import importlib
 import os
 import pathlib
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
 
-# Where each is. Without any of the first there are no replays; without the others they take longer.
+from . import conftest
+
+# {name: its owner}. Without one of the first there are no replays; without the others they are slower.
 FORBIDDING = {
     "_are_functorch_transforms_active": torch._C,
     "_is_any_autocast_enabled": torch._C,
@@ -29,12 +29,12 @@ SLOWING = {
     "_empty_strided_cuda": torch._C._dynamo.guards,
     "_softmax_backward_data": torch,
 }
-ASKED = {"_current_level"}  # at each call, not at import; torch's compiler needs it
+ASKED = {"_current_level"}  # asked at each call, not at import; torch's compiler needs it
 
 
 def _attend(fa, backend, put_back):
-    """Make equal calls until one is replayed, its gradients, a vmap and a graph; hold each to the naive path."""
-    from .close import assert_as_good, exactly  # which import the package
+    """Repeat a call until it is replayed, then use vmap and compile; compare all with eager PyTorch."""
+    from .close import assert_as_good, exactly  # these import the package
 
     inputs = [torch.randn(1, 1, 5, 16, requires_grad=True) for _ in range(3)]
 
@@ -44,7 +44,7 @@ def _attend(fa, backend, put_back):
     def want():
         return results(fa.reference.eager(*inputs, causal=True))
 
-    exact = exactly(want)  # first, as replays are forgotten where the default dtype changes
+    exact = exactly(want)  # first, as a change of the default dtype forgets replays
     eager = want()
 
     def held(*got):
@@ -63,9 +63,9 @@ def _attend(fa, backend, put_back):
 
 
 def without(names, backend):
-    """Import the package where names are gone, in a process that has not imported it, and use it."""
+    """Import the package without some names, in a new process, and use it."""
     torch.set_num_threads(1)
-    there = {name: getattr(owner, name) for name, owner in names.items() if hasattr(owner, name)}  # CUDA's may not be
+    there = {name: getattr(owner, name) for name, owner in names.items() if hasattr(owner, name)}  # CUDA's are optional
     for name in there:
         delattr(names[name], name)
     fa = importlib.import_module("fusedattn")
@@ -86,17 +86,15 @@ def test_names_that_are_gone_cost_time_and_nothing_else(group):
     interpreted = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
     backend = "triton" if interpreted else None
     code = f"from tests import conftest, test_private as t; t.without(t.{group}, {backend!r})"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert found.returncode == 0, found.stderr
+    conftest.run_python("-c", code)
 
 
-# Names of our own, of named tuples, and of transformers: all others that begin with an underscore are torch's.
+# Names of ours, of named tuples and of transformers. All others with an underscore are torch's.
 OURS = r"_vendor|_replace|_asdict|_fields|_field_defaults|_known|_device|_leave_fast_path|_asks_\w*|_attn\w*|_run"
-DOCUMENTED = r"_base|_modules|_parameters"  # of a tensor and of a module
+DOCUMENTED = r"_base|_modules|_parameters"  # attributes of tensors and modules
 
 
 def test_the_list_has_every_name_that_is_used():
-    """No other file uses torch's private names."""
     root = pathlib.Path(__file__).parent.parent / "fusedattn"
     reached = re.compile(rf"(?<!self)(?<!cls)\.(?!(?:{OURS}|{DOCUMENTED})\b)_[a-zA-Z]\w*|_dynamo_marked|torch\._(?!_)")
     for path in sorted(root.rglob("*.py")):

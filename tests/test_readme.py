@@ -1,4 +1,4 @@
-"""The examples in the README run, one after the other, and what it links to is there."""
+"""The examples of the READMEs run, and links lead somewhere."""
 
 import re
 from pathlib import Path
@@ -13,7 +13,7 @@ def test_the_examples_run(capsys):
     for example in re.findall(r"```python\n(.*?)```", README + DISTRIBUTED, re.S):
         exec(compile(example, "README.md", "exec"), names)
     assert capsys.readouterr().out.startswith("takes ")
-    assert names["whole"].shape == names["x"].shape  # of one process, without a group
+    assert names["whole"].shape == names["x"].shape  # one process is the whole
 
 
 def test_every_link_leads_somewhere():
@@ -23,7 +23,6 @@ def test_every_link_leads_somewhere():
 
 
 def test_the_rooms_of_the_architecture_are_there():
-    """Every file of a room is named in its row."""
     page = (ROOT / "ARCHITECTURE.md").read_text()
     for room in ("call", "naive", "cpu", "launch", "operators", "dispatch", "distributed", "testing"):
         (row,) = re.findall(rf"^\| `{room}/` \| (.*) \|$", page, re.M)

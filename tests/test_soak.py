@@ -1,13 +1,12 @@
-"""Drawn calls from many threads at once: results stay right, and memory, objects, files and threads do not grow."""
+"""Random calls from many threads: results stay right; memory, objects, files and threads do not grow."""
 
 import ctypes
+import functools
 import gc
 import os
 import random
 import statistics
-import threading
 import time
-import traceback
 
 import pytest
 
@@ -16,16 +15,16 @@ pytest.importorskip("triton", reason="kernels need Triton")
 
 from hypothesis import Phase, given, seed, settings
 
-from .conftest import INTERPRETED
+from .conftest import INTERPRETED, in_threads
 from .fuzz.__main__ import QUIET
 from .fuzz.kinds import KINDS
 
-SECONDS, ROUNDS, THREADS = 6.0, 6, 3  # for a longer one, change the first two
-MOST = dict(mib=32.0, objects=500, files=0, threads=0)  # growth from the second third of the rounds to the last
+SECONDS, ROUNDS, THREADS = 6.0, 6, 3  # change the first two for a longer run
+MOST = dict(mib=32.0, objects=500, files=0, threads=0)  # allowed growth from the second third of the rounds to the last
 
 
 def drawn(kind):
-    """Return (a function, its argument) of 50 calls of a kind."""
+    """Return 50 random calls of a kind: (function, argument)."""
     strategy, hold, _ = KINDS[kind]
     calls = []
     draw = given(strategy(kind))(lambda call: calls.append((hold, call)))
@@ -34,7 +33,7 @@ def drawn(kind):
 
 
 def measured(record_after):
-    """Return memory in MiB, Python's objects, open files and threads, without what replays keep."""
+    """Return memory in MiB, and the numbers of objects, open files and threads, without replays."""
     record_after(1)
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
@@ -44,14 +43,14 @@ def measured(record_after):
     return dict(zip(MOST, (mib, len(gc.get_objects()), *counts), strict=True))
 
 
-def work(number, calls, until, wrong):
+def work(number, calls, until):
     dice = random.Random(number)
-    while time.monotonic() < until and not wrong:
+    while time.monotonic() < until:
         hold, call = dice.choice(calls)
         try:
             hold(call)
-        except BaseException:
-            wrong.append(f"{call}\n{traceback.format_exc()}")
+        except BaseException as error:
+            raise AssertionError(call) from error
 
 
 @pytest.mark.matrix
@@ -59,16 +58,11 @@ def work(number, calls, until, wrong):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.usefixtures("one_thread")
 def test_nothing_grows(record_after):
-    wrong, rows = [], []
+    rows = []
     calls = [x for kind in ("attention", "attention_varlen", "decode") for x in drawn(kind)]
     for number in range(ROUNDS):
         until = time.monotonic() + SECONDS / ROUNDS
-        workers = [threading.Thread(target=work, args=(9 * number + n, calls, until, wrong)) for n in range(THREADS)]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
-        assert not wrong, wrong[0]
+        in_threads(*(functools.partial(work, 9 * number + n, calls, until) for n in range(THREADS)))
         rows.append(measured(record_after))
     third = ROUNDS // 3
     for name, most in MOST.items():

@@ -1,4 +1,4 @@
-"""Public functions and modules under torch.fx, tensor classes and modes that have a __torch_function__."""
+"""Public functions and modules under torch.fx, and for tensor classes and modes with a __torch_function__."""
 
 import copy
 import pickle
@@ -22,7 +22,7 @@ PACKED, OFFSETS = torch.randn(7, 4, 16), torch.tensor([0, 3, 7]).int()
 LENGTHS = torch.tensor([3, 7]).int()
 X, IDS = torch.randn(2, 5, 16), torch.tensor([[1, 2, 3], [4, 0, 6]])
 
-# name: a public function, code that calls it alone, and its inputs
+# name: (public function, code that calls only this function, inputs)
 CALLS = {
     "attention": (
         fa.attention,
@@ -70,7 +70,7 @@ every_call = pytest.mark.parametrize("function, call, inputs", CALLS.values(), i
 
 
 def computed(function, call, inputs):
-    """Results, and gradients of the inputs if the function has any."""
+    """Return results, and gradients if the function has any."""
     grads = function not in (fa.attention_decode, flash.flash_attn_with_kvcache)
     inputs = [x.detach().clone().requires_grad_(grads and x.is_floating_point()) for x in inputs]
     results = call(*inputs)
@@ -90,7 +90,7 @@ def test_a_traced_function_is_one_node(function, call, inputs):
 
 
 class Calls(nn.Module):
-    """Calls attention as an encoder of torchvision does."""
+    """Calls attention as torchvision's encoder does."""
 
     def __init__(self, attention):
         super().__init__()
@@ -139,7 +139,7 @@ def test_a_traced_module_computes_the_same(make):
 
 
 class Seen(torch.Tensor):
-    """Logs the functions of its tensors, and has torch compute them."""
+    """Logs the functions called with its tensors."""
 
     log: list = []
 
@@ -199,7 +199,7 @@ def test_nested_tensors_are_taken_under_modes_too():
     assert torch.equal(got.values(), want.values()) and torch.equal(sdpa.values(), want.values())
 
 
-# Without those that break a graph: data tells the number of rows, or processes talk to each other.
+# All but the two that break a graph: data decides the number of rows, or processes talk to each other.
 WHOLE = [pytest.param(*call, id=name) for name, call in CALLS.items() if name not in ("unpad", "ring")]
 
 
