@@ -1,4 +1,4 @@
-"""Families of Hugging Face models: tiny configs, weights that tell, and inputs with padding."""
+"""Families of Hugging Face models: tiny configs, random weights, and inputs with padding."""
 
 from typing import NamedTuple
 
@@ -36,9 +36,9 @@ class Family(NamedTuple):
     name: str
     model: str
     options: dict
-    kind: str = "decoder"  # or "encoder", "image", "speech", "seq2seq": what the inputs are
-    since: int = 4  # the version of transformers that first calls the interface
-    config: str | None = None  # other than the first word of the model's name
+    kind: str = "decoder"  # of inputs: also "encoder", "image", "speech" or "seq2seq"
+    since: int = 4  # first version of transformers that calls the interface
+    config: str | None = None  # if not the first word of the model's name
 
 
 FAMILIES = [
@@ -112,7 +112,7 @@ def inputs_of(family, padded):
     if padded:
         name = "decoder_attention_mask" if family.kind == "speech" else "attention_mask"
         inputs[name] = padding(11) if family.kind == "seq2seq" else counts
-        if family.kind == "decoder":  # what a hidden row says of the next token is nobody's business
+        if family.kind == "decoder":  # the prediction of a hidden row does not count
             counts = counts * counts.roll(1, dims=1)
         inputs["labels"] = inputs["labels"].masked_fill(counts == 0, -100)
     return inputs

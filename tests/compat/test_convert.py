@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations, parametrize
 import fusedattn.compat.torch as compat
 
 from ..close import assert_as_good, assert_like, exactly, flat
-from ..inside import same
+from ..inside import same, shake
 
 
 class Custom(nn.MultiheadAttention):
@@ -27,13 +27,6 @@ def encoder_layer(**options):
 
 def encoder(**options):
     return nn.TransformerEncoder(encoder_layer(**options), 2)
-
-
-def shaken(model):
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    return model
 
 
 X = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(0))
@@ -80,7 +73,7 @@ def counted(monkeypatch):
 @pytest.mark.parametrize("name", MODELS)
 def test_a_converted_model_gives_the_same(name, mode, counted):
     make, inputs, options = MODELS[name]
-    model = shaken(make()).train(mode == "train")
+    model = shake(make()).train(mode == "train")
     twin = compat.convert(copy.deepcopy(model))
     attentions = sum(isinstance(x, nn.MultiheadAttention) for x in model.modules())
 
@@ -174,16 +167,12 @@ def test_models_that_were_not_converted_keep_their_fast_path(counted):
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         out = other(X, src_key_padding_mask=PADDING)
-    assert (out[0, 4:] == 0).all() and not counted  # the zeros are those of a nested tensor
+    assert (out[0, 4:] == 0).all() and not counted  # zeros of a nested tensor
 
 
-def through_pickle(model):
-    return pickle.loads(pickle.dumps(model))
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, through_pickle])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copies_are_converted_and_share_nothing(copied, counted):
-    model = compat.convert(shaken(encoder())).eval()
+    model = compat.convert(shake(encoder())).eval()
     with torch.no_grad():
         want = model(X, src_key_padding_mask=PADDING)
     twin = copied(model)
@@ -192,7 +181,7 @@ def test_copies_are_converted_and_share_nothing(copied, counted):
         assert torch.equal(twin(X, src_key_padding_mask=PADDING), want)
         assert len(counted) == 2
         assert not {x.data_ptr() for x in twin.parameters()} & {x.data_ptr() for x in model.parameters()}
-        # A hook that comes and goes after loading leaves what keeps torch off its fast path.
+        # A hook that comes and goes does not put torch back on its fast path.
         for _ in range(3):
             twin.layers[0].self_attn.register_forward_pre_hook(lambda *_: None).remove()
         twin(X)
@@ -204,10 +193,10 @@ def test_copies_are_converted_and_share_nothing(copied, counted):
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_converted_models_compile():
-    model = compat.convert(shaken(nn.Transformer(16, 4, 1, 1, 32, dropout=0.0, batch_first=True)))
+    model = compat.convert(shake(nn.Transformer(16, 4, 1, 1, 32, dropout=0.0, batch_first=True)))
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     arguments = (X, X[:, :5], None, CAUSAL[:5, :5], None, PADDING)
-    causal = dict(tgt_is_causal=True)  # else torch 2.10 looks whether the mask is, and that is no whole graph
+    causal = dict(tgt_is_causal=True)  # else torch 2.10 reads the mask, which breaks the graph
     out, want = compiled(*arguments, **causal), model(*arguments, **causal)
     same(out, want)
     same(*(torch.autograd.grad(x.square().sum(), list(model.parameters())) for x in (out, want)))
@@ -256,7 +245,7 @@ def test_computed_parameters(norm, name, options, training):
     theirs = computed(norm, name, **options).eval()
     ours = compat.convert(nn.ModuleList([copy.deepcopy(theirs)]))[0]
     assert isinstance(ours, compat.MultiheadAttention)
-    if training and norm is parametrizations.weight_norm:  # the other takes a step at each look
+    if training and norm is parametrizations.weight_norm:  # spectral_norm takes a step at each use
         theirs.train(), ours.train()
 
     def results(module):
@@ -311,6 +300,5 @@ def test_hooks_of_out_proj_and_a_quantized_one():
     exact = layer(X, X, X)[0]
     quantized = torch.ao.quantization.quantize_dynamic(layer, {nn.Linear})
     assert not isinstance(quantized.out_proj, nn.Linear)
-    assert torch.equal(quantized(X, X, X)[0], quantized.out_proj(exact)) and not torch.equal(
-        quantized.out_proj(exact), exact
-    )
+    want = quantized.out_proj(exact)
+    assert torch.equal(quantized(X, X, X)[0], want) and not torch.equal(want, exact)

@@ -1,5 +1,6 @@
-"""Errors of drop-ins use the argument names and error classes of torch and flash-attn."""
+"""Errors of drop-ins use the argument names of torch and flash-attn, and classes that their callers catch."""
 
+import functools
 import math
 import pickle
 import re
@@ -10,24 +11,29 @@ import torch
 import fusedattn as fa
 from fusedattn.compat import flash_attn as flash, torch as for_torch
 
+from ..mistakes import ints
 from ..sequences import offsets
 
-NOT_THEIRS = re.compile(r"(?<!new )\b(query|key|value|key_cache|value_cache|new_key|new_value|scale|window)\b")
+NOT_FLASH = re.compile(r"(?<!new )\b(query|key|value|key_cache|value_cache|new_key|new_value|scale|window)\b")
 
 
-def assert_names(error, name):
-    """Assert that an error is one line that begins with the argument and uses flash-attn's names only."""
-    assert str(error).startswith(f"{name}: expected ") and "\n" not in str(error)
-    assert not NOT_THEIRS.search(str(error)), error
-
-
-def described(wrong):
-    return f"{wrong.dtype}{tuple(wrong.shape)}" if isinstance(wrong, torch.Tensor) else getattr(wrong, "__name__", None)
+def assert_refused(error, name, call):
+    """Assert that a call raises one line that names the argument, in a class that callers of the original catch."""
+    with pytest.raises(error, match=f"^{name}: expected .* got ") as raised:
+        call()
+    assert "\n" not in str(raised.value)
+    assert isinstance(raised.value, RuntimeError) and isinstance(raised.value, AssertionError)
+    again = pickle.loads(pickle.dumps(raised.value))
+    assert type(again) is raised.type and str(again) == str(raised.value)
+    return str(raised.value)
 
 
 Q, K = torch.zeros(2, 5, 4, 8), torch.zeros(2, 7, 2, 8)
 QT, KT, CU = torch.zeros(10, 4, 8), torch.zeros(14, 2, 8), offsets([3, 7])
 LENGTHS = dict(cu_seqlens_q=CU, cu_seqlens_k=offsets([7, 7]), max_seqlen_q=7, max_seqlen_k=7)
+POOL = torch.zeros(4, 4, 2, 8)
+SDPA_QUERY, SDPA_KEY, MODULE_KEY = torch.randn(2, 4, 3, 8), torch.randn(2, 4, 5, 8), torch.randn(2, 5, 8)
+LAYER = for_torch.MultiheadAttention(8, 2, batch_first=True)
 CALLS = {
     "flash_attn_func": dict(q=Q, k=K, v=K),
     "flash_attn_kvpacked_func": dict(q=Q, kv=torch.stack([K, K], 2)),
@@ -35,7 +41,15 @@ CALLS = {
     "flash_attn_varlen_func": dict(q=QT, k=KT, v=KT, **LENGTHS),
     "flash_attn_varlen_kvpacked_func": dict(q=QT, kv=torch.stack([KT, KT], 1), **LENGTHS),
     "flash_attn_varlen_qkvpacked_func": dict(qkv=torch.stack([QT, QT, QT], 1), cu_seqlens=CU, max_seqlen=7),
+    "pages": dict(q=torch.zeros(5, 4, 8), k=POOL, v=POOL, cu_seqlens_q=offsets([2, 3]), cu_seqlens_k=offsets([3, 4]))
+    | dict(max_seqlen_q=3, max_seqlen_k=4, block_table=ints([0], [1])),
+    "sdpa": dict(query=SDPA_QUERY, key=SDPA_KEY, value=SDPA_KEY),
+    "MultiheadAttention": dict(embed_dim=8, num_heads=2),
+    "layer": dict(query=torch.randn(2, 3, 8), key=MODULE_KEY, value=MODULE_KEY)
+    | dict(key_padding_mask=torch.zeros(2, 5).bool(), attn_mask=torch.zeros(4, 3, 5)),
 }
+OTHERS = dict(pages=flash.flash_attn_varlen_func, sdpa=for_torch.scaled_dot_product_attention, layer=LAYER)
+OTHERS["MultiheadAttention"] = for_torch.MultiheadAttention
 SHARED = [
     (ValueError, "softmax_scale", math.nan),
     (TypeError, "causal", 1),
@@ -77,16 +91,49 @@ WRONG = [
     ("flash_attn_varlen_qkvpacked_func", ValueError, "qkv", torch.zeros(10, 2, 4, 8)),
     ("flash_attn_varlen_qkvpacked_func", ValueError, "cu_seqlens", offsets([3, 6])),
     ("flash_attn_varlen_qkvpacked_func", ValueError, "max_seqlen", 6),
+    ("pages", ValueError, "block_table", ints([0], [9])),
+    ("pages", ValueError, "block_table", ints([0])),
+    ("pages", TypeError, "block_table", torch.tensor([[0], [1]])),
+    ("pages", ValueError, "cu_seqlens_k", offsets([2, 5])),
+    ("pages", ValueError, "cu_seqlens_k", offsets([3, -1])),
+    ("pages", ValueError, "k", POOL[0]),
+    ("pages", ValueError, "v", POOL[:, :3]),
+    ("sdpa", TypeError, "key", torch.nested.nested_tensor([torch.randn(3, 8)])),
+    ("sdpa", ValueError, "query", torch.randn(8)),
+    ("sdpa", ValueError, "key", torch.randn(3, 4, 5, 8)),  # of another batch
+    ("sdpa", ValueError, "key", SDPA_KEY[:, :2], dict(value=SDPA_KEY[:, :2])),  # fewer heads
+    ("sdpa", ValueError, "key", SDPA_KEY[:, :3], dict(value=SDPA_KEY[:, :3], enable_gqa=True)),
+    ("sdpa", ValueError, "query", SDPA_QUERY[0, 0], dict(enable_gqa=True)),
+    ("sdpa", ValueError, "value", torch.randn(2, 4, 6, 8)),  # longer than key
+    ("sdpa", ValueError, "key", torch.randn(2, 4, 5, 6)),
+    ("sdpa", TypeError, "value", SDPA_KEY.double()),
+    ("sdpa", ValueError, "is_causal", True, dict(attn_mask=torch.ones(3, 5).bool())),
+    ("sdpa", ValueError, "attn_mask", torch.zeros(5)),
+    ("sdpa", ValueError, "attn_mask", torch.zeros(3, 4)),
+    ("sdpa", ValueError, "attn_mask", torch.zeros(1, 2, 4, 3, 5)),
+    ("sdpa", TypeError, "attn_mask", torch.ones(3, 5).double()),
+    ("MultiheadAttention", ValueError, "embed_dim", 0),
+    ("MultiheadAttention", ValueError, "num_heads", 3),
+    ("layer", ValueError, "query", torch.randn(1, 2, 3, 8)),
+    ("layer", ValueError, "key", MODULE_KEY[0]),
+    ("layer", TypeError, "key", MODULE_KEY.double()),
+    ("layer", ValueError, "value", MODULE_KEY[:, 1:]),
+    ("layer", ValueError, "key_padding_mask", torch.zeros(2, 3).bool()),
+    ("layer", TypeError, "key_padding_mask", torch.zeros(2, 5).byte()),
+    ("layer", ValueError, "attn_mask", torch.zeros(5, 3)),
+    ("layer", ValueError, "attn_mask", torch.zeros(2, 3, 5)),
 ]
 
 
-@pytest.mark.parametrize(("function", "error", "name", "wrong"), WRONG, ids=described)
-def test_errors_name_flash_attns_arguments(function, error, name, wrong):
-    flash.__dict__[function](**CALLS[function])
-    with pytest.raises(error) as raised:
-        flash.__dict__[function](**CALLS[function] | {name: wrong})
-    assert issubclass(raised.type, RuntimeError)  # which flash-attn raises
-    assert_names(raised.value, name)
+@pytest.mark.parametrize("row", WRONG, ids=lambda row: f"{row[0]}, {row[2]}")
+def test_errors_name_the_arguments_of_the_original(row):
+    """tests/test_hostile.py has values of all other types."""
+    name, error, argument, wrong, *more = row
+    function = OTHERS.get(name) or getattr(flash, name)
+    function(**CALLS[name])
+    changed = {argument: wrong} | (more[0] if more else {})
+    text = assert_refused(error, argument, functools.partial(function, **CALLS[name] | changed))
+    assert name in ("sdpa", "MultiheadAttention", "layer") or not NOT_FLASH.search(text)
 
 
 def test_errors_show_the_shapes_that_the_caller_has():
@@ -104,31 +151,7 @@ def test_a_kernel_that_cannot_says_so_in_flash_attns_words(device):
     q = torch.zeros(1, 2, 1, 300, device=device)
     with fa.use_backend("triton"), pytest.raises(NotImplementedError) as raised:
         flash.flash_attn_func(q, q, q)
-    assert "the head dimension of q is 300" in str(raised.value) and not NOT_THEIRS.search(str(raised.value))
-
-
-X, layer = torch.zeros(2, 2, 4, 8), for_torch.MultiheadAttention(8, 2)
-CAUGHT = [
-    (RuntimeError, lambda: for_torch.scaled_dot_product_attention(X, X[..., :4], X)),
-    (RuntimeError, lambda: for_torch.scaled_dot_product_attention(X, X.double(), X)),
-    (RuntimeError, lambda: for_torch.scaled_dot_product_attention(X, X, X, dropout_p=2.0)),
-    (TypeError, lambda: for_torch.scaled_dot_product_attention([1], X, X)),
-    (AssertionError, lambda: for_torch.MultiheadAttention(8, 3)),
-    (ValueError, lambda: for_torch.MultiheadAttention(0, 3)),
-    (AssertionError, lambda: layer(X[0, :, :, :4], X[0], X[0])),
-    (RuntimeError, lambda: layer(X[0], X[0], X[0], attn_mask=torch.zeros(3, 3))),
-    (AssertionError, lambda: layer(X[0], X[0], X[0], attn_mask=torch.zeros(4, 4).int())),
-    (RuntimeError, lambda: layer(X[0], X[0], X[0], is_causal=True)),
-    (RuntimeError, lambda: flash.flash_attn_with_kvcache(X, X, X.double())),
-]
-
-
-@pytest.mark.parametrize(("error", "call"), CAUGHT)
-def test_programs_that_catch_their_errors_catch_ours(error, call):
-    with pytest.raises(error) as raised:
-        call()
-    again = pickle.loads(pickle.dumps(raised.value))
-    assert isinstance(again, ValueError | TypeError) and str(again) == str(raised.value) and "expected" in str(again)
+    assert "the head dimension of q is 300" in str(raised.value) and not NOT_FLASH.search(str(raised.value))
 
 
 def test_a_compiled_program_catches_them_too():
@@ -139,4 +162,5 @@ def test_a_compiled_program_catches_them_too():
             return query
 
     torch._dynamo.reset()
-    assert torch.equal(torch.compile(attend, backend="eager")(X, X[..., :4]), X)
+    x = torch.zeros(2, 2, 4, 8)
+    assert torch.equal(torch.compile(attend, backend="eager")(x, x[..., :4]), x)

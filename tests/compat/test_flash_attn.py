@@ -191,29 +191,8 @@ def test_packed_sequences_of_keys_in_pages(page, traced):
         torch.testing.assert_close(ours, packed, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("error", "name", "wrong"),
-    [
-        (ValueError, "block_table", torch.tensor([[0], [9]]).int()),
-        (ValueError, "block_table", torch.tensor([[0]]).int()),
-        (TypeError, "block_table", torch.tensor([[0], [1]])),
-        (ValueError, "cu_seqlens_k", offsets([2, 5])),
-        (ValueError, "cu_seqlens_k", offsets([3, -1])),
-        (ValueError, "k", torch.zeros(4, 2, 8)),
-        (ValueError, "v", torch.zeros(4, 3, 2, 8)),
-    ],
-)
-def test_wrong_pages_of_packed_sequences_raise(error, name, wrong):
-    pool = torch.zeros(4, 4, 2, 8)
-    given = dict(q=torch.zeros(5, 4, 8), k=pool, v=pool, cu_seqlens_q=offsets([2, 3]), cu_seqlens_k=offsets([3, 4]))
-    given |= dict(max_seqlen_q=3, max_seqlen_k=4, block_table=torch.tensor([[0], [1]]).int())
-    compat.flash_attn_varlen_func(**given)
-    with pytest.raises(error, match=f"^{name}: "):
-        compat.flash_attn_varlen_func(**given | {name: wrong})
-
-
 def test_deterministic_is_of_one_call(device):
-    """The flag holds until the backward, and torch's own flag does not change."""
+    """The flag holds until the backward of its call; torch's own flag does not change."""
     q, k, v = (torch.randn(1, 40, 2, 16, device=device, requires_grad=True) for _ in range(3))
     packed, offset = [x.detach()[0].requires_grad_() for x in (q, k, v)], offsets([15, 25], device)
     calls = (

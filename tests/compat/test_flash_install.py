@@ -1,7 +1,6 @@
 """`import flash_attn` after install(), and its padding."""
 
 import importlib.util
-import subprocess
 import sys
 import types
 
@@ -9,6 +8,8 @@ import pytest
 import torch
 
 from fusedattn.compat import flash_attn as compat
+
+from ..conftest import run_python
 
 INSTALL = """
 import importlib.metadata, importlib.util, sys
@@ -37,7 +38,7 @@ for looks in (lambda: importlib.metadata.version("flash_attn"), lambda: importli
 
 
 def test_install():
-    subprocess.run([sys.executable, "-c", INSTALL], check=True)
+    run_python("-c", INSTALL)
 
 
 @pytest.fixture
@@ -80,7 +81,7 @@ def test_padding():
     assert torch.equal(padded, x * mask[..., None, None])
     (grad,) = torch.autograd.grad(padded.sum(), x)
     assert torch.equal(grad, mask[..., None, None].expand_as(x).float())
-    # Some are kept that are not real, and counted apart.
+    # Unused tokens are kept, and counted apart.
     kept = torch.zeros(3, 5, dtype=torch.bool)
     kept[1, :2] = kept[2, 4] = True
     packed, _, cu_seqlens, longest, used = padding.unpad_input(x, mask.bool(), kept)

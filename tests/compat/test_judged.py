@@ -31,13 +31,10 @@ from .families import (
 
 pytestmark = pytest.mark.usefixtures("told")
 compat.register()
-from transformers.models.llama.modeling_llama import (  # noqa: E402
-    LlamaAttention,
-    apply_rotary_pos_emb,
-)
+from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb  # noqa: E402
 
 ROUTES = ["from_config", "from_pretrained", "set_attn_implementation", "deepcopy"]
-SHOWN = padding(9) == 1  # a row that sees nothing is eager's mean, or our 0
+SHOWN = padding(9) == 1  # rows that see nothing are a mean for eager, and 0 for us
 PADDED = dict(input_ids=tokens(3, 9), attention_mask=padding(9), use_cache=False)
 PLAIN = dict(PADDED, attention_mask=None)
 
@@ -170,7 +167,7 @@ def test_a_model_that_calls_has_no_warning_and_no_floating_mask(name, route, tol
     assert type(got.config._attn_implementation) is str and got.config._attn_implementation == "fusedattn"
     logits(got, inputs_of(family, name != "ViT"))
     assert calls and not told()
-    if name != "T5" and (MAJOR, name) != (4, "BART"):  # a bias of positions, a mask that it makes itself
+    if name != "T5" and (MAJOR, name) != (4, "BART"):  # T5 has a position bias, BART makes its own mask
         assert all(call["bias"] is None for call in calls)
 
 
@@ -282,9 +279,9 @@ def test_two_models_of_one_config(cls, asked):
 
 def test_copies_stay_judged_and_what_is_saved_says_nothing_of_it(calls, tmp_path):
     bart = drawn(BY_NAME["BART"], attn_implementation="fusedattn")
-    decoder = bart.config.get_text_config(decoder=True)  # as generate() with a static cache takes it
+    decoder = bart.config.get_text_config(decoder=True)  # generate() with a static cache uses it
     assert decoder is not bart.config and compat.masks_of(decoder) == compat.masks_of(bart.config) is not None
-    for name in ("Llama", "DPT"):  # whose to_dict in transformers 4 is all its own
+    for name in ("Llama", "DPT"):  # DPT has a to_dict of its own in transformers 4
         options = GROUPED | dict(is_hybrid=False, backbone_out_indices=[0, 1], neck_hidden_sizes=[8, 8])
         config = getattr(transformers, f"{name}Config")(**(options if name == "DPT" else GROUPED))
         model = getattr(transformers, f"{name}Model")._from_config(config, attn_implementation="fusedattn")
@@ -308,7 +305,12 @@ SEEN = dict(
 )
 # {name: (model, inputs, number of attentions that are ours, name in the warning)}
 PARTS = {
-    "Llava": (lambda: see_and_speak(transformers.LlamaConfig(**GROUPED)), SEEN, 3, []),  # one layer of CLIP is not run
+    "Llava": (
+        lambda: see_and_speak(transformers.LlamaConfig(**GROUPED)),
+        SEEN,
+        3,
+        [],
+    ),  # one layer of CLIP does not run
     "Llava, XGLM": (lambda: see_and_speak(transformers.XGLMConfig(**XGLM)), SEEN, 1, ["XGLMModel"]),
 }
 
@@ -351,7 +353,7 @@ def test_models_of_other_implementations_are_left_alone(told):
         transformers.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, state_size=4),
         attn_implementation="fusedattn",
     )
-    assert ["MambaForCausalLM" in text for text in told()] == [True]  # no attention at all is said, too
+    assert ["MambaForCausalLM" in text for text in told()] == [True]  # a model without attention warns too
 
 
 @pytest.mark.skipif(not hasattr(transformers, "DeepseekV32Config"), reason="came with transformers 5")

@@ -11,7 +11,7 @@ import fusedattn as fa
 import fusedattn.compat.torch as compat
 
 from ..close import assert_as_good, assert_like, exactly
-from ..inside import same
+from ..inside import same, shake
 
 hypothesis = pytest.importorskip("hypothesis")
 from ..fuzz import modules  # noqa: E402
@@ -22,11 +22,8 @@ EXTRAS = [dict(add_zero_attn=True), dict(add_bias_kv=True, add_zero_attn=True, v
 
 def pair(num_heads=2, dtype=torch.float32, **options):
     """Return torch's module and ours with the same parameters."""
-    theirs = nn.MultiheadAttention(8, num_heads, dtype=dtype, **options)
+    theirs = shake(nn.MultiheadAttention(8, num_heads, dtype=dtype, **options))
     ours = compat.MultiheadAttention(8, num_heads, dtype=dtype, **options)
-    with torch.no_grad():
-        for parameter in theirs.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
     ours.load_state_dict(theirs.state_dict())
     return theirs, ours
 
@@ -98,7 +95,7 @@ def test_signatures_are_torchs(method):
     assert [(x.name, x.default, x.kind) for x in ours] == [(x.name, x.default, x.kind) for x in theirs]
 
 
-ROW = torch.zeros(4, 3, 3).bool()  # of sample 0, whose two heads are the first, row 0 sees nothing
+ROW = torch.zeros(4, 3, 3).bool()  # (samples * heads, rows, keys): row 0 of sample 0 sees nothing
 ROW[:2, 0] = True
 SAMPLE = torch.tensor([[True] * 3, [False] * 3])
 HIDING = {
@@ -215,28 +212,6 @@ def test_autocast_is_torchs():
     exact = exactly(theirs, x, x, x, padding)
     for ours, rounded, of_float64 in zip(got, want, exact, strict=True):
         assert_as_good(ours, rounded, of_float64)
-
-
-X, K = torch.randn(2, 3, 8), torch.randn(2, 5, 8)
-WRONG = [  # tests/test_hostile.py has every kind of value for each argument
-    (ValueError, "query", X[None]),
-    (ValueError, "key", K[0]),
-    (TypeError, "key", K.double()),
-    (ValueError, "value", K[:, 1:]),
-    (ValueError, "key_padding_mask", torch.zeros(2, 3).bool()),
-    (TypeError, "key_padding_mask", torch.zeros(2, 5).byte()),
-    (ValueError, "attn_mask", torch.zeros(5, 3)),
-    (ValueError, "attn_mask", torch.zeros(2, 3, 5)),
-]
-
-
-@pytest.mark.parametrize("error, name, wrong", WRONG)
-def test_errors(error, name, wrong):
-    layer = compat.MultiheadAttention(8, 2, batch_first=True)
-    assert layer(X, K, K, torch.zeros(2, 5).bool(), attn_mask=torch.zeros(4, 3, 5))[0].shape == (2, 3, 8)
-    with pytest.raises(error, match=f"^{name}: expected .* got .*") as raised:
-        layer(**(dict(query=X, key=K, value=K) | {name: wrong}))
-    assert "\n" not in str(raised.value)
 
 
 def test_it_computes_by_the_backend_that_is_named(device):

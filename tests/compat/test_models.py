@@ -14,9 +14,7 @@ from ..close import assert_as_good, assert_like, exactly, flat
 from .families import BY_NAME, FAMILIES, GROUPED, MAJOR, drawn, inputs_of, padding, tokens, weighted
 
 transformers = pytest.importorskip("transformers")
-GENERATING = [
-    family for family in FAMILIES if family.kind not in ("encoder", "image") and family.name != "BERT decoder"
-]
+GENERATING = [x for x in FAMILIES if x.kind not in ("encoder", "image") and x.name != "BERT decoder"]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -39,9 +37,8 @@ def outcome(model, implementation, inputs):
     out = model(**inputs)
     out.loss.backward()
     logits = out.logits[inputs["labels"] != -100] if out.logits.dim() == 3 else out.logits
-    return dict(loss=out.loss.detach(), logits=logits.detach()) | {
-        name: parameter.grad for name, parameter in model.named_parameters()
-    }
+    grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return dict(loss=out.loss.detach(), logits=logits.detach()) | grads
 
 
 def assert_same(got, want, exact):
@@ -80,8 +77,6 @@ CACHES = {
     "in chunks": dict(prefill_chunk_size=4),
     "no cache": dict(use_cache=False),
 }
-
-
 GENERATED = sample.product(GENERATING, CACHES, [False, True])
 GENERATED = [x for x in GENERATED if x.values[0].kind == "decoder" or x.values[1] != "in chunks"]
 
@@ -210,12 +205,11 @@ def test_a_tiny_llama_through_the_kernels(device, calls):
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**options)).to(device)
     ids = tokens(2, 5).to(device)
     mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]], device=device)
-    for inputs in (
-        dict(labels=ids),
-        dict(labels=ids.masked_fill(mask * mask.roll(1, 1) == 0, -100), attention_mask=mask),
-    ):
-        want = outcome(model, "eager", dict(input_ids=ids) | inputs)
+    labels = ids.masked_fill(mask * mask.roll(1, 1) == 0, -100)
+    for more in (dict(labels=ids), dict(labels=labels, attention_mask=mask)):
+        inputs = dict(input_ids=ids) | more
+        want = outcome(model, "eager", inputs)
         with fa.use_backend("triton"):
-            got = outcome(model, "fusedattn", dict(input_ids=ids) | inputs)
-        assert_same(got, want, exactly(outcome, model, "eager", dict(input_ids=ids) | inputs))
+            got = outcome(model, "fusedattn", inputs)
+        assert_same(got, want, exactly(outcome, model, "eager", inputs))
     assert len(calls) == 2

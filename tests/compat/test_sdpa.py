@@ -114,7 +114,7 @@ def test_strides_are_torchs(name, options):
 
 @pytest.mark.parametrize("mask", [False, -math.inf])
 def test_a_row_that_sees_nothing_is_zero_with_zero_gradients(mask):
-    mask = torch.full((4, 5), mask if mask else 0.0) if mask else torch.zeros(4, 5).bool()
+    mask = torch.full((4, 5), mask)
     query, key, value = (x.requires_grad_() for x in (torch.randn(2, 4, 8), torch.randn(2, 5, 8), torch.randn(2, 5, 8)))
     visible = mask.clone()
     visible[1] = True if mask.dtype == torch.bool else 0.0
@@ -170,32 +170,6 @@ def test_autocast_is_torchs(dtype, mask):
     exact = (x.to(want.dtype).double() for x in (query, key, value))
     mask = mask if mask is None or mask.dtype == torch.bool else mask.double()
     assert_as_good(out, want, F.scaled_dot_product_attention(*exact, mask))
-
-
-QUERY, KEY = torch.randn(2, 4, 3, 8), torch.randn(2, 4, 5, 8)
-WRONG = [  # tests/test_hostile.py has every kind of value for each argument
-    (TypeError, "key", torch.nested.nested_tensor([torch.randn(3, 8)]), {}),
-    (ValueError, "query", torch.randn(8), {}),
-    (ValueError, "key", torch.randn(3, 4, 5, 8), {}),  # of another batch
-    (ValueError, "key", KEY[:, :2], dict(value=KEY[:, :2])),  # fewer heads
-    (ValueError, "key", KEY[:, :3], dict(value=KEY[:, :3], enable_gqa=True)),
-    (ValueError, "query", QUERY[0, 0], dict(enable_gqa=True)),
-    (ValueError, "value", torch.randn(2, 4, 6, 8), {}),  # longer than key
-    (ValueError, "key", torch.randn(2, 4, 5, 6), {}),
-    (TypeError, "value", KEY.double(), {}),
-    (ValueError, "is_causal", True, dict(attn_mask=torch.ones(3, 5).bool())),
-    (ValueError, "attn_mask", torch.zeros(5), {}),
-    (ValueError, "attn_mask", torch.zeros(3, 4), {}),
-    (ValueError, "attn_mask", torch.zeros(1, 2, 4, 3, 5), {}),
-    (TypeError, "attn_mask", torch.ones(3, 5).double(), {}),
-]
-
-
-@pytest.mark.parametrize("error, name, wrong, more", WRONG)
-def test_errors(error, name, wrong, more):
-    with pytest.raises(error, match=f"^{name}: expected .* got .*") as raised:
-        compat.scaled_dot_product_attention(**(dict(query=QUERY, key=KEY, value=KEY) | {name: wrong} | more))
-    assert "\n" not in str(raised.value)
 
 
 def test_it_computes_by_the_backend_that_is_named(device):

@@ -93,9 +93,7 @@ def test_a_mask_is_all_there_is(kind, rank):
     inputs = drawn()
     visible = torch.rand(2, 4, 5, 9) < 0.6 if rank == 4 else torch.rand((4, 5, 9)[-rank:]) < 0.6
     visible[..., 0] = True
-    mask = (
-        visible if kind == "bool" else torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
-    )
+    mask = visible if kind == "bool" else (~visible).float() * torch.finfo(torch.float32).min
     got = compat.fusedattn_forward(Module(True), *inputs, mask, is_causal=True, sliding_window=2)
     assert_attends(got, functools.partial(eager, visible=visible[..., :7]), inputs)
 
@@ -111,7 +109,9 @@ def test_position_bias_and_its_gradient(mask, shape):
     got = compat.fusedattn_forward(Module(False), *inputs, given, scaling=1.0, position_bias=bias)
 
     def formula(query, key, value, bias):
-        added = bias[..., :7] if mask != "float" else scores + bias[..., :7]  # what a static cache has left is cut
+        added = (
+            bias[..., :7] if mask != "float" else scores + bias[..., :7]
+        )  # columns of a static cache past the keys are cut
         return eager(query, key, value, added, given if mask == "bool" else None, scaling=1.0)
 
     assert_attends(got, formula, [*inputs, bias])
@@ -224,7 +224,7 @@ def test_another_name_twice():
     before = vars(transformers.PreTrainedModel).copy()
     compat.register("ours")
     compat.register("another")
-    assert vars(transformers.PreTrainedModel) == before  # what it watches over models is there once
+    assert vars(transformers.PreTrainedModel) == before  # the hooks of models are installed once
     assert transformers.AttentionInterface()["ours"] is compat.fusedattn_forward
     masks = AttentionMaskInterface()
     assert masks["ours"] is masks["another"] is not masks["sdpa"]
