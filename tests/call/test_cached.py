@@ -1,4 +1,4 @@
-"""Calls to caches: what may share memory, who may write to a cache, and that nothing has a gradient."""
+"""Caches: overlapping memory, inference mode, vmap, and inputs that require gradients."""
 
 import shutil
 
@@ -12,7 +12,7 @@ from ..mistakes import assert_named, ints, wrong
 from .test_rules import CACHED, FROZEN, HKV, HQ, NEITHER, new
 
 ALL, FIRST = slice(None), slice(6)
-PLACES = {  # rows and columns of each of two caches in one tensor
+PLACES = {  # (rows, columns) of each of two caches in one tensor
     **{f"{n} columns apart": ((ALL, FIRST), (ALL, slice(n, n + 6))) for n in (0, 3, 6, 9, 12)},
     "rows": ((slice(4), FIRST), (slice(4, 8), FIRST)),
     "rows that meet": ((slice(5), FIRST), (slice(3, 8), FIRST)),
@@ -26,7 +26,7 @@ PLACES = {  # rows and columns of each of two caches in one tensor
 
 @pytest.mark.parametrize("name", PLACES)
 def test_caches_share_no_memory_where_something_is_written(name):
-    """A call that is replayed is looked at as well."""
+    """Replayed calls are checked too."""
     both, places = torch.zeros(1, 1, 8, 24), torch.arange(8 * 24).view(8, 24)
     caches = [both[0, 0][where][None, None] for where in PLACES[name]]
     shared = set.intersection(*({*places[where].flatten().tolist()} for where in PLACES[name]))
@@ -39,7 +39,7 @@ def test_caches_share_no_memory_where_something_is_written(name):
                 fa.attention_decode(query, *caches, **given)
         else:
             fa.attention_decode(query, *caches, **given)
-    fa.attention_decode(query, *caches, cache_seqlens=ints(2))  # what is only read may be
+    fa.attention_decode(query, *caches, cache_seqlens=ints(2))  # without writing they may overlap
 
 
 INDUCTOR = pytest.mark.matrix, pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
@@ -48,7 +48,7 @@ INDUCTOR = pytest.mark.matrix, pytest.mark.skipif(shutil.which("g++") is None, r
 @pytest.mark.parametrize("pages", [False, True])
 @pytest.mark.parametrize("backend", [None, "naive", "triton"])
 def test_what_is_new_may_lie_in_a_cache(backend, pages):
-    """New rows are read before they are overwritten, in replays too."""
+    """New keys are read before they are overwritten, in replays too."""
     interpreted = pytest.importorskip("triton").knobs.runtime.interpret
     if backend == "triton" and not interpreted:
         pytest.skip("on a CPU kernels are interpreted")
@@ -70,11 +70,11 @@ def test_what_is_new_may_lie_in_a_cache(backend, pages):
 
 
 class Labelled(torch.Tensor):
-    """A tensor of another class."""
+    pass
 
 
 def _within(query, keys, values, lengths, backend):
-    """A call whose new keys lie among old values, and new values among old keys."""
+    """Append new keys that lie among old values, and new values that lie among old keys."""
     new = dict(new_key=values[:, :, 2:6], new_value=keys.detach()[:, :, 1:5])
     return fa.attention_decode(query, keys, values, cache_seqlens=lengths, **new, backend=backend)
 
@@ -84,7 +84,7 @@ SEEN_BY = {
     "functionalize": lambda call, q, k, v, n, by: torch.func.functionalize(lambda *x: call(*x, n, by))(q, k, v),
     "vmap": lambda call, *x: torch.vmap(call, (0, 0, 0, 0, None))(*(y[None] for y in x[:4]), x[4])[0],
     "aot_eager": lambda call, *x: torch.compile(call, backend="aot_eager", fullgraph=True)(*x),
-    # Which takes out copies that it finds to be none, as where a cache of one sequence lies (1, C, H, D) in memory.
+    # Inductor removes copies that change no strides, as of a cache (1, C, H, D) in memory.
     "inductor": lambda call, *x: torch.compile(call, fullgraph=True)(*x),
 }
 
@@ -122,7 +122,7 @@ def test_a_cache_is_mapped_where_what_is_written_there_is(name):
 
 @pytest.mark.parametrize("backend", [None, "naive"])
 def test_values_may_be_the_first_columns_of_keys(backend):
-    """Keys and values made of one latent vector: new ones must be alike, and not rotated."""
+    """Keys and values may share a latent vector. New ones must be equal and not rotated."""
     cache, apart, new = torch.zeros(1, 1, 8, 16), torch.zeros(1, 1, 8, 12), torch.randn(1, 1, 1, 16)
     query, lengths = torch.randn(1, 2, 1, 16), torch.tensor([0], dtype=torch.int32)
     options = dict(cache_seqlens=lengths, new_key=new, backend=backend)
@@ -137,7 +137,7 @@ def test_values_may_be_the_first_columns_of_keys(backend):
 @pytest.mark.parametrize("backend", [None, "naive", "cpu"])
 @pytest.mark.parametrize("name", FROZEN)
 def test_a_cache_of_inference_mode_is_written_to_in_it_alone(name, backend):
-    """torch lets nobody write to such a tensor outside, and says so after it was done."""
+    """Outside of inference mode torch refuses to write to such a tensor, but only afterwards."""
     arguments = CACHED | {name: FROZEN[name].clone() for name in FROZEN} | dict(backend=backend)
     frozen = {name: FROZEN[name]}
     assert_named(fa.attention_decode, arguments, wrong(name, **frozen))
@@ -162,13 +162,6 @@ def test_nothing_has_a_gradient(name):
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(arguments[name], torch.ones_like(arguments[name]))
         assert_named(fa.attention_decode, arguments, wrong(name, **{name: dual}))
-
-
-def test_a_backend_that_has_no_kernel_says_so():
-    with pytest.raises(NotImplementedError, match="'hopper' cannot take this call: it has no kernel for caches"):
-        fa.attention_decode(**CACHED, backend="hopper")
-    with fa.use_backend("hopper"), pytest.raises(NotImplementedError):
-        fa.attention_decode(**CACHED)
 
 
 def test_the_default_device_is_not_where_pages_are_looked_for():

@@ -1,4 +1,4 @@
-"""Ranks, windows, alignment, seeds and autocast, whichever backend takes the call."""
+"""Ranks, windows, alignment and seeds."""
 
 import pytest
 import torch
@@ -56,14 +56,3 @@ def test_seeds():
     torch.manual_seed(0)
     fa.attention(QUERY, KEY, VALUE), fa.attention(QUERY, KEY, VALUE, seed=3)
     assert torch.equal(first, draw(None)), "without dropout nothing is drawn"
-
-
-def test_autocast_casts_query_key_and_value_alone():
-    bias = torch.zeros(3, 5)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert fa.attention(QUERY, KEY, VALUE, bias=bias).dtype == torch.bfloat16
-        assert fa.attention(QUERY.double(), KEY.double(), VALUE.double()).dtype == torch.float64
-        with pytest.raises(TypeError, match="^key: expected "):
-            fa.attention(QUERY, KEY.double(), VALUE)
-        with torch.autocast("cpu", enabled=False):
-            assert fa.attention(QUERY, KEY, VALUE).dtype == torch.float32

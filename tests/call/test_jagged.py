@@ -1,4 +1,4 @@
-"""Nested tensors of torch.jagged: what `attention_varlen` makes of their values, nested again."""
+"""Nested tensors of torch.jagged equal `attention_varlen` of their values."""
 
 import pytest
 import torch
@@ -45,10 +45,7 @@ def test_values_and_gradients(name, function):
     packed = fa.attention_varlen if function is fa.attention else fa.reference.attention_varlen
     want = packed(*tensors, OFFSETS_Q.int(), OFFSETS_K.int(), **OPTIONS[name])
     assert torch.equal(out.transpose(1, 2).values(), want)
-    for a, b in zip(
-        *(torch.autograd.grad(x, tensors, grad) for x in (out.transpose(1, 2).values(), want)), strict=True
-    ):
-        assert torch.equal(a, b)
+    same(*(torch.autograd.grad(x, tensors, grad) for x in (out.transpose(1, 2).values(), want)))
 
 
 def test_all_results_and_masks_of_tokens():
@@ -58,13 +55,11 @@ def test_all_results_and_masks_of_tokens():
     given = dict(key_mask=nested(masks["key_mask"], OFFSETS_K), query_mask=nested(masks["query_mask"], OFFSETS_Q))
     out, lse, weights = fa.attention(*jagged(*tensors), **given, **both)
     want = fa.attention_varlen(*tensors, OFFSETS_Q.int(), OFFSETS_K.int(), **masks, **both)
-    assert torch.equal(out.transpose(1, 2).values(), want[0])
-    assert torch.equal(lse.transpose(1, 2).values(), want[1].T)
-    assert torch.equal(weights.transpose(1, 2).values(), want[2].transpose(0, 1))
+    same([x.transpose(1, 2).values() for x in (out, lse, weights)], [want[0], want[1].T, want[2].transpose(0, 1)])
 
 
 def test_what_comes_out_goes_in_again():
-    """It has the ragged dimension of the query, as torch knows it: it can be added to it, and be a query itself."""
+    """The output has the query's ragged dimension: it can be added to the query, and be a query."""
     query, _, _ = jagged(*draw())
     key, value = query + 1, query * 2
     out = fa.attention(query, key, value, causal=True) + query
@@ -89,19 +84,15 @@ def test_wrong_arguments_are_named():
     others = nested(torch.randn(9, 2, 6), OFFSETS_K.clone()).transpose(1, 2)
     tokens = nested(torch.rand(9) < 0.7, OFFSETS_K)
     one = nested(torch.randn(10, 4, 8), torch.tensor([0, 10])).transpose(1, 2)
-    for row in [
-        *of_values(
-            dict(key=[dense, None], value=[dense], query=[strided], key_mask=[nested(torch.rand(9), OFFSETS_K)]),
-            TypeError,
-        ),
-        *of_values(dict(query=[query.transpose(1, 2), nested(torch.randn(10, 8), OFFSETS_Q)], value=[others])),
-        *of_values(
-            dict(key_mask=[torch.rand(9) < 0.7], query_mask=[tokens], mask=[torch.ones(2, 2, dtype=torch.bool)])
-        ),
-        wrong("key", query=one),
-        wrong("key", TypeError, query=dense),
-    ]:
-        name, error, changed = row
+    types = dict(key=[dense, None], value=[dense], query=[strided], key_mask=[nested(torch.rand(9), OFFSETS_K)])
+    values = dict(query=[query.transpose(1, 2), nested(torch.randn(10, 8), OFFSETS_Q)], value=[others])
+    values |= dict(key_mask=[torch.rand(9) < 0.7], query_mask=[tokens], mask=[torch.ones(2, 2, dtype=torch.bool)])
+    rows = (
+        of_values(types, TypeError)
+        + of_values(values)
+        + [wrong("key", query=one), wrong("key", TypeError, query=dense)]
+    )
+    for name, error, changed in rows:
         with pytest.raises(error, match=rf"^{name}: expected .+, got .+$"):
             fa.attention(**given | changed)
 
@@ -154,7 +145,7 @@ MODULES = dict(
 )
 @pytest.mark.one_in(9)
 def test_compiled_modules_take_nested_tensors(module, name, backend):
-    """Also where the program catches errors: a graph that breaks raises none."""
+    """The program catches errors, so a graph break is no failure here."""
     torch._dynamo.reset()
     model, x = MODULES[module](backend), torch.randn(10, 32, requires_grad=True)
 
@@ -166,6 +157,5 @@ def test_compiled_modules_take_nested_tensors(module, name, backend):
         return [one.values() for one in (found if isinstance(found, tuple) else (found,)) if one is not None]
 
     got, want = (function(nested(x, OFFSETS_Q)) for function in (torch.compile(attend, backend="aot_eager"), attend))
-    assert len(got) == len(want)
     same(got, want)
     same(*(torch.autograd.grad(sum(one.sin().sum() for one in found), x)[0] for found in (got, want)))

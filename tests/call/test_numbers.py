@@ -1,4 +1,4 @@
-"""Numbers of NumPy, which count as Python's."""
+"""NumPy's numbers count as Python's."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ def test_they_do_in_options():
     options = dict(scale=0.5, softcap=3.0, window=(2, 1), dropout_p=0.5, seed=3)
     of_numpy = dict(scale=numpy.float32(0.5), softcap=numpy.float64(3), window=(numpy.int32(2), numpy.int64(1)))
     of_numpy |= dict(dropout_p=numpy.float16(0.5), seed=numpy.int64(3))
-    for _ in range(4):  # the first ones are checked, the others like an earlier one
+    for _ in range(4):  # the last ones are replays
         assert torch.equal(fa.attention(x, x, x, **of_numpy), fa.attention(x, x, x, **options))
     rows, offsets = torch.randn(8, 2, 16), torch.tensor([0, 5, 8], dtype=torch.int32)
     longest = dict(max_seqlen_q=numpy.int32(5), max_seqlen_k=numpy.int64(5))

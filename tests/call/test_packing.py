@@ -1,4 +1,4 @@
-"""Few queries of the heads that share keys and values are rows of one tile."""
+"""With few queries, the heads that share keys and values are rows of one tile."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Tiles skipped by themselves: what is marked, what is listed, that no other is computed and nothing changes."""
+"""Block masks: which blocks are marked, that hidden ones are skipped, and that results do not change."""
 
 import pytest
 import torch
@@ -19,12 +19,12 @@ NONE, SOME, ALL = 0, 1, 3
 
 @pytest.fixture
 def grain(device):
-    """Rows and keys of a block of a block mask."""
+    """Return the number of rows, and keys, of a block."""
     return 512 // fa.plan(torch.ones(1, 512, dtype=torch.bool, device=device)).block_mask.shape[-1]
 
 
 def by_hand(mask, grain):
-    """Marks of a (B, H, Sq, Sk) mask of bool."""
+    """Compute the block mask of a mask (B, H, Sq, Sk)."""
     batch, heads, rows, keys = mask.shape
     block_mask = torch.zeros(batch, heads, -(-rows // grain), -(-keys // grain), dtype=torch.uint8)
     for b, h, i, j in torch.cartesian_prod(*(torch.arange(n) for n in block_mask.shape)).tolist():
@@ -34,7 +34,7 @@ def by_hand(mask, grain):
 
 
 def blocky(*shape, device, grain):
-    """A mask of which some blocks are all True, some all False."""
+    """Return a mask with blocks that are all True, all False, or mixed."""
     coarse = torch.randint(3, [*shape[:2], *(-(-n // grain) for n in shape[2:])], device=device)
     whole = coarse.repeat_interleave(grain, 2).repeat_interleave(grain, 3)[:, :, : shape[2], : shape[3]]
     return torch.where(whole == 2, torch.rand(shape, device=device) < 0.5, whole.bool())
@@ -52,7 +52,7 @@ def test_marks_of_all_masks_together(device, grain):
     block_mask = fa.plan(mask, key_mask, query_mask).block_mask.cpu()
     seen = (mask & key_mask[:, None, None, :] & query_mask[:, None, :, None]).cpu()
     want = by_hand(seen, grain)
-    # Rows that are hidden keep no block from being all seen.
+    # Hidden rows do not stop a block from counting as fully visible.
     others = by_hand((mask & key_mask[:, None, None, :] | ~query_mask[:, None, :, None]).cpu(), grain)
     assert torch.equal(block_mask & 1, want & 1)
     assert torch.equal(block_mask[want > 0] == ALL, others[want > 0] == ALL)
@@ -62,7 +62,7 @@ def test_marks_of_all_masks_together(device, grain):
 
 @pytest.mark.parametrize(("kind", "options"), [("plan", {}), ("mask", dict(causal=True)), ("bias", {})], ids=str)
 def test_what_is_hidden_is_not_computed(kind, options, device):
-    """Keys and values of blocks that no row sees may be NaN, though a mask of pairs promises it for none of them."""
+    """Keys and values of hidden blocks may even be NaN, though no mask of pairs promises that."""
     if device == "cuda":
         pytest.skip("no block of the tiles of a GPU is that small")
     tensors, _ = Case("skipped", B=1, Hq=2, Hkv=1, Sq=40, Sk=96).draw(device)
@@ -95,7 +95,7 @@ def test_a_plan_gives_the_same_bits(name, device):
 
 @pytest.mark.parametrize("shape", one_in(3, product(["batch", "heads", "rank 2"])))
 def test_a_bias_gradient_leaves_out_no_block_that_another_plane_sees(shape, device, grain):
-    """Each head and batch sees other blocks; the gradient of a bias that they share is summed tile by tile."""
+    """Each head and batch sees other blocks; the gradient of their shared bias is summed tile by tile."""
     case = Case("bias", B=2, Hq=3, Hkv=3, Sq=40, Sk=70, bias=shape)
     tensors, options = case.draw(device)
     options["bias"] = options["bias"].nan_to_num(0.0, 0.0, 0.0)
@@ -114,7 +114,7 @@ def test_a_plan_is_looked_at_once(device, launched):
         fa.attention(query, query, query, mask=plan, backend="triton").sum().backward()
     assert marked() == 1
     fa.attention(query, query, query, mask=mask, backend="triton").sum().backward()
-    assert marked() == 2  # the backward takes those of the forward
+    assert marked() == 2  # the backward uses the forward's block mask
 
 
 def test_a_plan_in_modules_compiled_code_and_torch_func(device):

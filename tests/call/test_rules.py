@@ -1,4 +1,4 @@
-"""Every wrong argument raises an error that names it, before anything is written, and its right neighbour works."""
+"""A wrong argument raises an error that names it, before anything is written; similar right ones are accepted."""
 
 import math
 
@@ -41,7 +41,7 @@ CACHED |= dict(key_cache=ones(B, HKV, 8, D), value_cache=ones(B, HKV, 8, DV))
 with torch.inference_mode():
     FROZEN = {name: CACHED[name].clone() for name in ("key_cache", "value_cache")}
 
-# tests/test_hostile.py has every kind of value of another type for each argument.
+# tests/test_hostile.py has values of all other types.
 COMMON = of_values(dict(bias=[ones(1, 1).to(FLOAT8)], window=[(1.5, 2), (True, 2)]), TypeError) + of_values(
     dict(window=[(-1, 0), (None, -1)], align=["left"], scale=[math.nan, 1e39], softcap=[0, -1.0, 1e39])
 )
@@ -121,13 +121,13 @@ OF_PAGED = of_types(dict(block_table=PAGED["block_table"])) + of_values(
 ) + [
     wrong("new_key", **new(3)),
     wrong("bias", bias=ones(SQ, 4)),
-    # Two sequences write to one place; one writes where another, or itself, has an old key.
+    # Two sequences write to the same page; one writes over an old key of another, or over its own.
     wrong("block_table", block_table=ints((0, 3), (3, 0)), cache_seqlens=ints(2, 6)),
     wrong("block_table", block_table=ints((0, 3), (3, 0)), cache_seqlens=ints(2, 4)),
     wrong("block_table", block_table=ints((1, 1), (2, 4))),
     wrong("block_table", key_cache=ones(0, HKV, PAGE, D), value_cache=ones(0, HKV, PAGE, DV)),
 ]  # fmt: skip
-CALLS = {  # functions, right arguments, mistakes
+CALLS = {  # (functions, right arguments, mistakes)
     "attention": ((fa.attention, fa.explain, fa.reference.attention), DENSE, OF_DENSE),
     "varlen": ((fa.attention_varlen, fa.reference.attention_varlen), PACKED, OF_PACKED),
     "decode": ((fa.attention_decode, fa.reference.attention_decode), CACHED, OF_CACHED),
@@ -204,7 +204,7 @@ def test_queries_of_lower_ranks(shape):
 
 
 def test_plans():
-    """A plan is passed in the place of its masks, and its masks fit each other."""
+    """A plan replaces the masks that it was made of, and these must fit each other."""
     plan = fa.plan(bools(SQ, SK))
     given = DENSE | dict(key_mask=None, query_mask=None)
     fa.attention(**given | dict(mask=plan))
@@ -230,22 +230,17 @@ def test_plans():
         assert_named(fa.plan, {}, row)
 
 
-@pytest.mark.parametrize(
-    "function", [fa.attention, fa.explain, fa.reference.eager], ids=lambda function: function.__name__
-)
-def test_an_unknown_option_is_named(function):
-    with pytest.raises(TypeError, match=rf"^{function.__name__}\(\) got an unexpected keyword argument 'causall'$"):
-        function(**DENSE, causall=True)
-
-
-@pytest.mark.parametrize("name", ["attention", "attention_varlen", "attention_decode"])
-def test_the_reference_names_itself(name):
-    with pytest.raises(TypeError, match=rf"^{name}\(\) got an unexpected keyword argument 'backend'"):
-        getattr(fa.reference, name)(backend="naive")
+def test_an_unknown_option_is_named():
+    public = fa.attention, fa.explain, fa.reference.eager
+    reference = fa.reference.attention, fa.reference.attention_varlen, fa.reference.attention_decode
+    for function, option in [*((x, "causall") for x in public), *((x, "backend") for x in reference)]:
+        unexpected = rf"^{function.__name__}\(\) got an unexpected keyword argument '{option}'"
+        with pytest.raises(TypeError, match=unexpected):
+            function(**(DENSE if function in public else {}), **{option: "naive"})
 
 
 def test_values_on_a_device_are_not_fetched():
-    """Tensors without data have no values: a check that looked would fail."""
+    """Meta tensors have no values, so a check of values would fail."""
     given = {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in PACKED.items()}
     out = fa.attention_varlen(**given, max_seqlen_q=4, max_seqlen_k=4)
     assert out.shape == (TQ, HQ, DV)
@@ -255,7 +250,7 @@ def test_values_on_a_device_are_not_fetched():
     "options", [{}, dict(softcap=3.0), dict(dropout_p=0.2, seed=1), dict(backend="naive")], ids=str
 )
 def test_weights_have_a_column_for_each_key_that_there_may_be(options):
-    """Whoever takes the call: also where no sequence is as long as it is said to be."""
+    """This holds for each backend, also if all sequences are shorter than the maximum."""
     given = {name: PACKED[name] for name in ("query", "key", "value", "cu_seqlens_q", "cu_seqlens_k")}
     given |= dict(max_seqlen_q=30, max_seqlen_k=40, return_weights=True)
     found = fa.attention_varlen(**given, **options)[1]

@@ -1,4 +1,4 @@
-"""A scale that is a tensor of rank 0 is the number in it, as it is to torch."""
+"""A scale may be a tensor of rank 0, as in torch."""
 
 import functools
 
@@ -12,6 +12,7 @@ from fusedattn import distributed
 from fusedattn.compat import flash_attn, torch as compat
 
 from ..close import assert_like
+from ..inside import same
 from ..mistakes import assert_named, of_values, wrong
 
 X, OFFSETS = torch.randn(2, 4, 8, 16), torch.tensor([0, 5, 8], dtype=torch.int32)
@@ -53,9 +54,7 @@ RANK_0 = [torch.tensor(0.3), torch.tensor(2), torch.tensor(0.25, dtype=torch.flo
 @pytest.mark.parametrize("name", CALLS)
 def test_it_is_the_number(name):
     for scale in RANK_0:
-        found, wanted = CALLS[name](scale), CALLS[name](scale.item())
-        pairs = zip(found.unbind(), wanted.unbind(), strict=True)
-        assert all(torch.equal(mine, one) for mine, one in pairs)
+        same(CALLS[name](scale).unbind(), CALLS[name](scale.item()).unbind())
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -84,7 +83,7 @@ def test_what_holds_no_number_is_refused():
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.one_in(2)
 def test_compiled(whole):
-    """Compiled whole it is a constant: torch's own function takes no other there either."""
+    """In a whole graph the tensor must be a constant, as for torch's own function."""
 
     def attend(query, scale):
         return compat.scaled_dot_product_attention(query, X, X, scale=torch.tensor(0.5) if whole else scale)

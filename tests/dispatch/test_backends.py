@@ -1,11 +1,11 @@
 """The choice of a backend, and the reasons against the others."""
 
+import functools
 import importlib.abc
 import importlib.machinery
-import subprocess
 import sys
-import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -13,6 +13,8 @@ import torch
 import fusedattn as fa
 from fusedattn.dispatch import backends
 from fusedattn.launch import failures
+
+from ..conftest import run_python
 
 
 def draw(dtype=torch.float32, dim=8, device="cpu"):
@@ -75,6 +77,19 @@ def test_cpu_refuses_tensors_elsewhere():
     assert fa.explain(*draw(device="meta")).backend == "naive"
 
 
+def test_hopper_has_no_kernel_for_packed_sequences_and_caches():
+    packed, cache, ends = torch.randn(8, 2, 16), torch.randn(1, 2, 8, 16), torch.tensor([0, 8], dtype=torch.int32)
+    calls = (
+        functools.partial(fa.attention_varlen, packed, packed, packed, ends, ends),
+        functools.partial(fa.attention_decode, cache[:, :, :1], cache, cache, cache_seqlens=ends[1:]),
+    )
+    for call in calls:
+        with pytest.raises(NotImplementedError, match="'hopper' cannot take this call"):
+            call(backend="hopper")
+        with fa.use_backend("hopper"), pytest.raises(NotImplementedError, match="hopper"):
+            call()
+
+
 def test_one_that_is_named_runs_or_says_why_not(device):
     assert fa.explain(*draw(device=device), backend="triton").backend == "triton"
     wide = draw(dim=300, device=device)
@@ -97,7 +112,6 @@ def test_explain_names_tiles(device):
 
 
 def test_use_backend_is_for_the_thread_and_the_call_wins(device):
-    seen = []
     with fa.use_backend("triton"):
         assert fa.explain(*draw(device=device)).backend == "triton"
         assert fa.explain(*draw(device=device), backend="naive").backend == "naive"
@@ -107,25 +121,22 @@ def test_use_backend_is_for_the_thread_and_the_call_wins(device):
                 assert fa.explain(*draw()).backend == "cpu"
         with fa.use_backend("cpu"):
             assert fa.explain(*draw()).backend == "cpu"
-        other = threading.Thread(target=lambda: seen.append(fa.explain(*draw()).backend))
-        other.start(), other.join()
+        with ThreadPoolExecutor(1) as other:
+            assert other.submit(fa.explain, *draw()).result().backend == "cpu"
         with pytest.raises(NotImplementedError):
             fa.attention(*draw(dim=300, device=device))
-    assert seen == ["cpu"] and fa.explain(*draw()).backend == "cpu"
+    assert fa.explain(*draw()).backend == "cpu"
     with pytest.raises(ValueError, match="^backend: "):
         fa.use_backend("fast")
     with pytest.raises(KeyError), fa.use_backend("triton"):
         raise KeyError
+    decorated = fa.use_backend("naive")(fa.explain)
+    assert [decorated(*draw()).backend for _ in range(2)] == ["naive", "naive"]
     assert fa.explain(*draw()).backend == "cpu"
 
 
-def test_use_backend_decorates():
-    explain = fa.use_backend("naive")(fa.explain)
-    assert [explain(*draw()).backend for _ in range(2)] == ["naive", "naive"]
-
-
 def test_a_gpu_call_that_triton_cannot_take_warns_once_a_reason(monkeypatch):
-    class Pretender:  # all that choose() asks of a tensor
+    class Pretender:  # all that choose() reads of a tensor
         device, dtype, shape = torch.device("cuda"), torch.float32, (1, 1, 3, 8)
 
     call = backends.checked(backends.Arguments(*draw()))._replace(query=Pretender())
@@ -150,23 +161,21 @@ class OtherTriton(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return importlib.machinery.ModuleSpec(name, self) if name == "triton" else None
 
 
-def _raises(error):
-    def does(module):
-        raise error
-
-    return does
-
-
 BROKEN = [
-    (_raises(RuntimeError("libcuda is\n another")), "Triton cannot be imported (RuntimeError: another)"),
-    (_raises(OSError("libtriton.so: no file")), "Triton cannot be imported (OSError: libtriton.so: no file)"),
-    (_raises(ImportError("no triton._C", name="triton._C")), "Triton cannot be imported (no triton._C)"),
-    (lambda module: setattr(module, "__version__", "3.5.1+git12"), "Triton is 3.5.1+git12, older than 3.6"),
+    (RuntimeError("libcuda is\n another"), "Triton cannot be imported (RuntimeError: another)"),
+    (OSError("libtriton.so: no file"), "Triton cannot be imported (OSError: libtriton.so: no file)"),
+    (ImportError("no triton._C", name="triton._C"), "Triton cannot be imported (no triton._C)"),
+    (None, "Triton is 3.5.1+git12, older than 3.6"),
 ]
 
 
-@pytest.mark.parametrize("does, why", BROKEN)
-def test_a_triton_that_is_broken_or_old_is_a_reason_like_any_other(does, why, monkeypatch):
+@pytest.mark.parametrize("error, why", BROKEN)
+def test_a_triton_that_is_broken_or_old_is_a_reason_like_any_other(error, why, monkeypatch):
+    def does(module):
+        if error is not None:
+            raise error
+        module.__version__ = "3.5.1+git12"
+
     monkeypatch.delitem(sys.modules, "triton", raising=False)
     monkeypatch.setattr(sys, "meta_path", [OtherTriton(does), *sys.meta_path])
     for kind in ("cpu", "cuda"):
@@ -177,10 +186,7 @@ MACHINES = {
     "no Triton": ("sys.modules['triton'] = None", "Triton is not installed"),
     # Triton's interpreter needs NumPy, which `pip install fusedattn` alone does not bring.
     "no NumPy": ("sys.modules['numpy'] = None; os.environ['TRITON_INTERPRET'] = '1'", "Triton cannot be imported ("),
-    "a CPU": (
-        "os.environ.pop('TRITON_INTERPRET', None)",
-        "the tensors are on the CPU, its kernels need an NVIDIA GPU",
-    ),
+    "a CPU": ("os.environ.pop('TRITON_INTERPRET', None)", "the tensors are on the CPU, its kernels need an NVIDIA GPU"),
 }
 
 
@@ -199,13 +205,12 @@ def test_without_a_triton_that_works_all_else_does(machine, reason):
         "    try: attend(x, x.clone(), x.clone(), backend='triton')\n"
         "    except NotImplementedError as error: print(error)\n"
     )
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    assert "takes cpu" in run.stdout and run.stdout.count(reason) == 4
+    printed = run_python("-c", program)
+    assert "takes cpu" in printed and printed.count(reason) == 4
 
 
 def test_a_triton_that_kernels_cannot_be_imported_with(monkeypatch):
-    """A future Triton may lack a name that the kernels use."""
+    """A future Triton may lack a name that the kernels import."""
     pytest.importorskip("triton", reason="kernels need Triton")
     monkeypatch.delitem(sys.modules, "fusedattn.launch.run", raising=False)
     monkeypatch.delattr("fusedattn.launch.run", raising=False)
@@ -235,9 +240,8 @@ def test_a_triton_of_which_gluon_lacks_something_has_the_other_kernels_and_no_wa
         "except NotImplementedError as error: print(error)\n"
     )
     # Triton 3.6's interpreter has deprecation warnings of its own.
-    warned = [sys.executable, "-W", "error", "-W", "ignore::DeprecationWarning", "-c", program]
-    done = subprocess.run(warned, capture_output=True, text=True, check=True)
-    assert "takes triton" in done.stdout and done.stdout.count("this version of Triton lacks") == 2 and not done.stderr
+    printed = run_python("-W", "error", "-W", "ignore::DeprecationWarning", "-c", program)
+    assert "takes triton" in printed and printed.count("this version of Triton lacks") == 2
 
 
 @pytest.mark.parametrize("options", [{}, dict(return_weights=True), dict(capability=(9, 0))], ids=str)

@@ -2,8 +2,6 @@
 
 import contextlib
 import functools
-import sys
-import threading
 
 import pytest
 import torch
@@ -13,6 +11,7 @@ import fusedattn as fa
 from fusedattn.dispatch import replay
 
 from ..close import assert_like
+from ..conftest import in_threads
 from ..inside import BACKENDS, OPTIONS, SK, SQ, Seen, by, draw, learned, same
 
 pytestmark = pytest.mark.usefixtures("deterministic")
@@ -148,7 +147,7 @@ def test_dropout_draws_as_it_does_the_first_time(device):
         torch.manual_seed(5)
         found.append([attend(inputs, options) for _ in range(2)])
         replay.forget()
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    same(*found)
     seeded = [attend(inputs, dict(options, seed=seed)) for seed in (3, 4, 3, torch.tensor([3], device=device))]
     assert torch.equal(seeded[0], seeded[2]) and torch.equal(seeded[0], seeded[3])
     assert not torch.equal(seeded[0], seeded[1])
@@ -160,9 +159,8 @@ def test_dropout_draws_as_it_does_the_first_time(device):
 def test_plans(device, found):
     for again in range(2):
         inputs, mask = draw(device, requires_grad=True), torch.rand(SQ, SK, device=device) < 0.5
-        assert_like(
-            everything(inputs, dict(mask=fa.plan(mask)), "triton"), everything, inputs, dict(mask=mask), "eager"
-        )
+        got = everything(inputs, dict(mask=fa.plan(mask)), "triton")
+        assert_like(got, everything, inputs, dict(mask=mask), "eager")
         assert (found[again] is not None) == bool(again)
     key_mask = torch.ones(SK, dtype=torch.bool, device=device)
     with pytest.raises(ValueError, match="^key_mask: expected None beside a plan"):
@@ -208,10 +206,9 @@ def test_what_the_backward_needs_is_kept_as_torch_keeps_it(device):
             grads = torch.autograd.grad(out.sum(), inputs)
         assert "fusedattn.backward.default" in seen.names
         same(grads, torch.autograd.grad(attend(inputs, {}).sum(), inputs))
-        assert len(packed) == 5  # query, key, value, output, and what recomputes the weights
+        assert len(packed) == 5  # query, key, value, output and stats
         out = attend(inputs, {})
-        first = torch.autograd.grad(out.sum(), inputs, retain_graph=True)
-        assert all(torch.equal(a, b) for a, b in zip(first, torch.autograd.grad(out.sum(), inputs), strict=True))
+        same(torch.autograd.grad(out.sum(), inputs, retain_graph=True), torch.autograd.grad(out.sum(), inputs))
         with pytest.raises(RuntimeError, match="second time"):
             torch.autograd.grad(out.sum(), inputs)
 
@@ -243,7 +240,6 @@ def test_what_was_kept_may_come_back_in_another_order(device):
 
 
 def test_forwards_before_backwards_and_what_they_gave_stays(device):
-    """Calls share no buffers."""
     draws, found = [draw(device, requires_grad=True) for _ in range(3)], []
 
     def with_gradients(inputs, out, lse):
@@ -325,29 +321,18 @@ def test_a_backward_is_not_repeated_for_tensors_of_another_shape():
     assert_like(gradients(lambda x: x), lambda: torch.autograd.grad(fa.reference.eager(*inputs).sum(), inputs))
 
 
-def test_threads_that_forget_at_once(monkeypatch, one_thread):
+def test_threads_that_forget_at_once(monkeypatch, one_thread, impatient):
     """Each call has a new length and two signatures are kept, so every call forgets one."""
     monkeypatch.setattr(replay, "MAX_KEPT", 2)
-    interval, wrong, most, threads = sys.getswitchinterval(), [], [], 4
+    most, threads = [], 4
 
     def work(number):
-        try:
-            for again in range(20):
-                length, options = 1 + (number + again) % 7, dict(causal=again % 2 == 0)
-                x = torch.randn(1, 1, length, 8, generator=torch.Generator().manual_seed(length))
-                inputs = x, x + 0.5, x - 0.5
-                assert_like(attend(inputs, options), functools.partial(fa.reference.eager, **options), *inputs)
-                most.append((len(replay._known), len(replay._recent)))
-        except BaseException as error:
-            wrong.append(error)
+        for again in range(20):
+            length, options = 1 + (number + again) % 7, dict(causal=again % 2 == 0)
+            x = torch.randn(1, 1, length, 8, generator=torch.Generator().manual_seed(length))
+            inputs = x, x + 0.5, x - 0.5
+            assert_like(attend(inputs, options), functools.partial(fa.reference.eager, **options), *inputs)
+            most.append((len(replay._known), len(replay._recent)))
 
-    working = [threading.Thread(target=work, args=(number,)) for number in range(threads)]
-    sys.setswitchinterval(1e-6)
-    try:
-        for thread in working:
-            thread.start()
-        for thread in working:
-            thread.join()
-    finally:
-        sys.setswitchinterval(interval)
-    assert not wrong and max(max(each) for each in most) <= 2 + threads
+    in_threads(*(functools.partial(work, number) for number in range(threads)))
+    assert max(max(each) for each in most) <= 2 + threads

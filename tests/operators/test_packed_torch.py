@@ -18,17 +18,15 @@ def test_compiled_code_knows_no_lengths(backend, device):
         pytest.skip("about CPU tensors")
     torch._dynamo.reset()
 
-    def attend(query, key, value, cu_q, cu_k):
-        return fa.attention_varlen(
-            *(query, key, value, cu_q, cu_k), max_seqlen_q=32, max_seqlen_k=32, causal=True, backend=backend
-        )
+    def attend(*tensors):
+        return fa.attention_varlen(*tensors, max_seqlen_q=32, max_seqlen_k=32, causal=True, backend=backend)
 
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager", dynamic=True)
     torch._dynamo.utils.counters.clear()
     counter = torch._dynamo.utils.counters["stats"]
     for rows, keys in (((5, 18), (9, 20)), ((1, 4), (5, 6))):
-        query, key, value, grad = draw_packed(rows, keys, device)
-        tensors = query, key, value, offsets(rows, device), offsets(keys, device)
+        *tensors, grad = draw_packed(rows, keys, device)
+        tensors += offsets(rows, device), offsets(keys, device)
 
         def results(function, tensors=tensors, grad=grad):
             out = function(*tensors)
@@ -36,7 +34,7 @@ def test_compiled_code_knows_no_lengths(backend, device):
 
         if backend != "naive":
             same(results(compiled), results(attend))
-        else:  # what a compiler rounds otherwise
+        else:  # compiled code may round in another way
             assert_like(results(compiled), lambda: results(attend))
     assert counter["unique_graphs"] == 1
 
@@ -65,20 +63,11 @@ def test_second_derivatives(backend, device):
     def derive(attend):
         made = leaves(*inputs)
         query, key, value, bias, sinks = made
-        out, lse, weights = attend(
-            query, key, value, bias=bias, sinks=sinks, return_lse=True, return_weights=True, **options
-        )
+        more = options | dict(bias=bias, sinks=sinks, return_lse=True, return_weights=True)
+        out, lse, weights = attend(query, key, value, **more)
         total = (out * tensors["out"]).sum() + lse[lse > -1e9].square().sum() + weights.pow(3).sum()
         first = torch.autograd.grad(total, made, create_graph=True)
         return torch.autograd.grad(sum(x[x.isfinite()].square().sum() for x in first), made)
 
     got = derive(attention_varlen(rows, keys, backend))
     assert_like(got, derive, by_sequence(fa.reference.eager, rows, keys))
-
-
-def test_a_backend_that_has_no_packed_sequences_says_so():
-    query, key, value, _ = draw_packed((5, 3), (4, 4))
-    with pytest.raises(NotImplementedError, match="'hopper' cannot take this call"):
-        fa.attention_varlen(query, key, value, offsets((5, 3)), offsets((4, 4)), backend="hopper")
-    with fa.use_backend("hopper"), pytest.raises(NotImplementedError, match="hopper"):
-        fa.attention_varlen(query, key, value, offsets((5, 3)), offsets((4, 4)))

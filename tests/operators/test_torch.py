@@ -54,7 +54,7 @@ def test_compile_does_not_recompile_for_each_length(device, fresh):
 
 
 def test_compiled_dropout_knows_no_lengths(fresh):
-    """Nor multiples of 16, the block in which dropout draws rows."""
+    """Multiples of 16, the block in which dropout draws rows, are no special case."""
     torch._dynamo.utils.counters.clear()
     step = torch.compile(lambda x: fa.attention(x, x, x, dropout_p=0.3), fullgraph=True, backend="eager")
     for length in (16, 32, 48, 64, 96, 128, 176, 33, 47, 5):
@@ -130,12 +130,8 @@ def test_a_gradient_penalty_of_a_compiled_call_raises_or_is_right(compiler, devi
 @pytest.mark.filterwarnings("ignore")
 def test_what_eager_calls_have_learned_compiles_nothing_anew(device, fresh):
     inputs = draw(device)
-    graphs = []
-    step = torch.compile(
-        lambda *x: fa.attention(*x, backend="triton"),
-        fullgraph=True,
-        backend=lambda graph, _: graphs.append(1) or graph,
-    )
+    graphs, compiler = [], lambda graph, _: graphs.append(1) or graph
+    step = torch.compile(lambda *x: fa.attention(*x, backend="triton"), fullgraph=True, backend=compiler)
     for scale in (0.5, 0.25, 0.125):
         step(*inputs)
         fa.attention(*inputs, scale=scale, backend="triton")
@@ -145,9 +141,8 @@ def test_what_eager_calls_have_learned_compiles_nothing_anew(device, fresh):
 @pytest.mark.filterwarnings("ignore")
 def test_a_scale_that_varies_compiles(device, backend, fresh):
     inputs = draw(device)
-    step = torch.compile(
-        lambda scale: fa.attention(*inputs, scale=scale, backend=backend), fullgraph=True, backend="eager"
-    )
+    attend = lambda scale: fa.attention(*inputs, scale=scale, backend=backend)  # noqa: E731
+    step = torch.compile(attend, fullgraph=True, backend="eager")
     for scale in (0.5, 0.25, 0.125):
         assert_like(step(scale), functools.partial(fa.reference.eager, scale=scale), *inputs)
 
@@ -158,7 +153,11 @@ def test_autocast_casts_as_sdpa_does_and_no_further(device, backend):
     want = fa.attention(*lower, backend=backend)
     with torch.autocast(device, torch.bfloat16):
         got = fa.attention(query, lower[1], value, backend=backend)
-        again = fa.attention(*lower, backend=backend)
+        again = fa.attention(*lower, bias=torch.zeros(SQ, SK, device=device), backend=backend)
+        with pytest.raises(TypeError, match="^key: expected "):
+            fa.attention(query, key.double(), value, backend=backend)
+        with torch.autocast(device, enabled=False):
+            assert fa.attention(query, key, value, backend=backend).dtype == torch.float32
     assert got.dtype == torch.bfloat16 and torch.equal(got, want) and torch.equal(again, want)
     layer = fa.MultiHeadAttention(16, 2, backend=backend, device=device)
     with torch.autocast(device, torch.bfloat16):
@@ -180,9 +179,8 @@ def test_fake_tensors_have_the_strides_of_the_real(device, backend):
                 query = query[:1].expand(2, -1, -1, -1)
             real = fa.attention(query, key, value, return_lse=True, backend=backend)
             with FakeTensorMode() as mode:
-                fake = fa.attention(
-                    *(mode.from_tensor(x) for x in (query, key, value)), return_lse=True, backend=backend
-                )
+                inputs = map(mode.from_tensor, (query, key, value))
+                fake = fa.attention(*inputs, return_lse=True, backend=backend)
             for a, b in zip(real, fake, strict=True):
                 assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
 
