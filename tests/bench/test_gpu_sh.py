@@ -1,4 +1,4 @@
-"""gpu.sh, by a Python that answers at once, hangs or fails: each step runs, and its results are in the archive."""
+"""gpu.sh with a Python that answers at once, hangs or fails: each step runs and leaves its results in the archive."""
 
 import os
 import shutil
@@ -29,7 +29,7 @@ exec %s -s INT -k 0.5 2 "${@:6}"
 
 @pytest.fixture
 def run(tmp_path):
-    """Run gpu.sh in a folder; does: {word of a command: what Python then does}."""
+    """Run gpu.sh in a folder; does: {word of a command: shell code that Python runs for it}."""
     for name, text in (("python", PYTHON), ("timeout", TIMEOUT % shutil.which("timeout"))):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
@@ -75,9 +75,6 @@ def test_results_are_kept_from_run_to_run_and_an_unknown_step_is_an_error(run):
 
 
 def test_python_finds_a_whole_package(run):
-    _, _, found = run(
-        "abc", "info", info='cd "$PYTHONPATH" && ls fusedattn/kernels/*.py fusedattn/bench/*.py tests/*.py'
-    )
-    assert {"fusedattn/kernels/forward.py", "fusedattn/bench/rows.py", "tests/conftest.py"} <= {
-        *found["info.log"].split()
-    }
+    listed = 'cd "$PYTHONPATH" && ls fusedattn/kernels/*.py fusedattn/bench/*.py tests/*.py'
+    files = run("abc", "info", info=listed)[2]["info.log"].split()
+    assert {"fusedattn/kernels/forward.py", "fusedattn/bench/rows.py", "tests/conftest.py"} <= {*files}

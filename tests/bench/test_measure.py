@@ -1,4 +1,6 @@
-"""Rows of a benchmark: every question is measured and right, a wrong result is found, and what cannot run says why."""
+"""Rows of a benchmark: each question is measured, wrong results are found, and rows that cannot run give a reason."""
+
+import re
 
 import pytest
 import torch
@@ -24,9 +26,7 @@ def measured(some, names=FEW, modes=measure.MODES):
 
 
 def statuses(some, names=FEW, modes=measure.MODES):
-    return {
-        row.provider.partition(":cpu")[0].partition(":naive")[0]: row.status for row in measured(some, names, modes)
-    }
+    return {re.sub(":(cpu|naive)$", "", row.provider): row.status for row in measured(some, names, modes)}
 
 
 def smaller(case):
@@ -104,10 +104,8 @@ def test_what_cannot_run_is_a_row_that_says_why(monkeypatch):
     assert "no such compiler" in found["flex"] and found["fusedattn:hopper"].startswith("unsupported: ")
     assert "same last dimension" in found["sdpa:flash"] and "is not installed" in found["flash-attn"]
     assert found["broken"] == "oom" and found["torch.nn"].startswith("unsupported: ") and found["sdpa"] == "ok"
-    assert (
-        statuses([TINY], ["fusedattn:cache"], ["graph"])["fusedattn:cache"] == "unsupported: a CUDA graph needs a GPU"
-    )
-    assert statuses([TINY._replace(Hkv=4, options="module")], ["naive"])["naive"] == "unsupported: it is no module"
+    assert "CUDA graph" in statuses([TINY], ["fusedattn:cache"], ["graph"])["fusedattn:cache"]
+    assert "no module" in statuses([TINY._replace(Hkv=4, options="module")], ["naive"])["naive"]
     softcap = statuses([TINY._replace(options="softcap=2")], ["sdpa", "fusedattn:cache", "fusedattn"], ["forward"])
     assert softcap == {"sdpa": "unsupported: it has no softcap", "fusedattn:cache": softcap["sdpa"], "fusedattn": "ok"}
 
@@ -136,7 +134,7 @@ def _wrong_in_the_last_head(case, tensors):
     return call
 
 
-WRONG = {  # {what is wrong: (provider, options, the modes in which it is)}
+WRONG = {  # {wrong result: (provider, options, modes in which it is wrong)}
     "last head": (_wrong_in_the_last_head, "", set(measure.MODES)),
     "gradient of the key": (
         lambda case, tensors: lambda query, key, value: fa.attention(query, key.detach() + 0 * key, value),

@@ -1,4 +1,4 @@
-"""The CSV, and what is said and drawn of its rows."""
+"""Rows of the CSV, and the report and the plot of them."""
 
 import csv
 from pathlib import Path
@@ -30,7 +30,7 @@ def test_rows_survive_the_file(tmp_path):
         rows.create(path)
         rows.append(path, row)
     with open(path, "a") as file:
-        file.write("abc,def")  # killed while it wrote
+        file.write("abc,def")  # as if it was killed while writing
     first, second = rows.read(path)
     assert path.read_text().splitlines()[0].split(",") == COLUMNS
     assert first == made(CASE, "naive", 0.125, status="unsupported: it said: no, never")
@@ -106,7 +106,7 @@ def test_a_figure_has_a_panel_a_kind_and_a_line_a_provider(tmp_path):
     ]
     some.append(made(CASE._replace(Sq=1024, Sk=1024), "fusedattn:cpu", 1.0, status="wrong"))
     some.append(made(CASE._replace(Sq=1024, Sk=1024), "naive", None))
-    some.append(made(CASE._replace(causal=True), "flex", 1.0))  # one length is no line
+    some.append(made(CASE._replace(causal=True), "flex", 1.0))  # a single length draws no line
     figure = plot.figure(some)
     assert len(figure.axes) == 5
     for axes in figure.axes:

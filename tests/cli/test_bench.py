@@ -1,4 +1,4 @@
-"""`fusedattn bench`: what it measures, what it says of it, and its exit status."""
+"""`fusedattn bench`: the rows that it measures, its verdict and its exit status."""
 
 import json
 
@@ -55,7 +55,7 @@ def test_a_result_of_ours_that_is_wrong_fails(capsys, monkeypatch):
 
     monkeypatch.setitem(providers.PROVIDERS, "fusedattn", too_large)
     status, found = answer(capsys, *SQUARE)
-    assert status == 1 and not found["ok"] and found["verdict"]["each"] == []  # fast and wrong is no ratio
+    assert status == 1 and not found["ok"] and found["verdict"]["each"] == []  # a wrong result has no ratio
     assert [row["status"] for row in found["rows"]] == ["wrong", "ok"] * 2
     assert all(row["why"] for row in found["rows"][::2])
     status, shown = said(capsys, *SQUARE, "--mode", "forward")
@@ -79,7 +79,7 @@ def test_rows_are_appended_and_drawn(tmp_path, capsys):
     for count in (4, 8):
         status, found = answer(capsys, *SQUARE, "--csv", str(path), "--plot", str(picture))
         assert status == 0 and found["csv"] == str(path) and found["picture"] == str(picture)
-        assert len(rows.read(path)) == count and len(found["rows"]) == 4  # of this run
+        assert len(rows.read(path)) == count and len(found["rows"]) == 4  # only this run's
     assert picture.read_bytes().startswith(b"\x89PNG")
     picture.unlink()
     none_runs = [*SQUARE[:-1], "fusedattn:hopper", "--plot", str(picture)]
@@ -108,9 +108,8 @@ def test_presets_are_questions(where):
 
 def test_options_narrow_a_preset():
     assert all(case.causal for some, *_ in chosen("--causal") for case in some)
-    ((some, names, modes), _) = chosen(
-        "--preset", "paper", "--dtype", "float16", "--mode", "forward", "--providers", "sdpa"
-    )
+    narrowed = "--preset paper --dtype float16 --mode forward --providers sdpa".split()
+    ((some, names, modes), _) = chosen(*narrowed)
     assert {case.dtype for case in some} == {"float16"} and names == ["sdpa"] and modes == ["forward"]
     assert len(some) == len({*some})
     ((some, names, modes),) = chosen("--shape", "1,4,2,8,16,32", "--causal", "--dtype", "float32", "--dtype", "float16")

@@ -1,4 +1,4 @@
-"""fusedattn tune: what is wrong is found and never launched, the faster form is first, and launches read the file."""
+"""fusedattn tune: wrong forms are found and never launched, the fastest comes first, and launches read the file."""
 
 import itertools
 import json
@@ -47,7 +47,7 @@ def test_a_mistake_costs_its_form_and_nothing_else(monkeypatch):
     found = [(row.kernel, row.form and row.form.rows, row.why) for row in rows.values()]
     assert [one[:2] for one in found if not one[2]] == [
         *itertools.product(("forward",), (64, 16)),
-        *itertools.product(("dq", "dkdv"), (32, 16)),  # what does not fit is neither right nor wrong
+        *itertools.product(("dq", "dkdv"), (32, 16)),  # a form that does not fit is left out
         *itertools.product(("one_pass",), (64, 32, 16)),
         ("two_passes", None),
     ]
@@ -62,7 +62,7 @@ def test_a_mistake_costs_its_form_and_nothing_else(monkeypatch):
 
 @pytest.fixture
 def gpu(file, monkeypatch):  # noqa: F811
-    """The file of a GPU that is not there, on which a form takes as many milliseconds as it has rows."""
+    """Pretend a GPU on which a form takes as many milliseconds as it has rows; return its tuning file."""
     monkeypatch.setattr(machine, "need_gpu", lambda why: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     timed = lambda row, case, device: row._replace(ms={**row.ms, case.name: (row.form or (1.0,))[0]})  # noqa: E731

@@ -1,4 +1,4 @@
-"""fusedattn warmup: later calls compile nothing that it has compiled."""
+"""fusedattn warmup: later calls find their kernels compiled."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +25,7 @@ def test_this_file_without_the_interpreter():
 
 
 def kernels(folder):
-    """The kernels that Triton keeps in a folder."""
+    """Return the kernels in a cache folder of Triton."""
     return sorted(path.name for path in folder.rglob("*.json") if not path.name.startswith("__grp__"))
 
 
@@ -39,24 +39,22 @@ def test_calls_of_other_sizes_compile_nothing_more(what, tmp_path):
     assert done.why == "" and done.kernels == {"backward": 3, "training": 1, "inference": 1}[what]
     names = kernels(tmp_path)
     assert len(names) == done.kernels
-    with absent.gpu(90, folder=str(tmp_path)):  # as a process that begins
+    with absent.gpu(90, folder=str(tmp_path)):  # a new process
         for batch, heads, kv_heads, rows in ((1, 8, 2, 77), (3, 8, 2, 640)):
-            query, key, value = (
-                torch.zeros(batch, rows, h, 64, dtype=torch.bfloat16)
-                .transpose(1, 2)
-                .requires_grad_(what != "inference")
-                for h in (heads, kv_heads, kv_heads)
-            )
+            shapes = [(batch, rows, h, 64) for h in (heads, kv_heads, kv_heads)]
+            inputs = [torch.zeros(shape, dtype=torch.bfloat16).transpose(1, 2) for shape in shapes]
+            for x in inputs:
+                x.requires_grad_(what != "inference")
             with torch.set_grad_enabled(what != "inference"):
-                out = fa.attention(query, key, value, causal=True, backend="hopper")
+                out = fa.attention(*inputs, causal=True, backend="hopper")
             if what == "backward":
-                torch.autograd.grad(out, (query, key, value), torch.zeros_like(out))
+                torch.autograd.grad(out, inputs, torch.zeros_like(out))
     assert len(kernels(tmp_path)) == len(names) + (what == "backward"), "with a backward goes a forward"
 
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A GPU that is not there, in whose processes, which are threads, nothing is compiled; what was asked for."""
+    """Pretend a GPU, and threads that compile nothing; return the list of passes that were asked for."""
     asked = []
 
     def answered(case, what, device):

@@ -1,5 +1,6 @@
 """The autograd node of a CPU call: any incoming gradient, hooks, and repeated backwards."""
 
+import functools
 import threading
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 import fusedattn as fa
 
 from ..close import assert_like
+from ..conftest import in_threads
 
 NAIVE = dict(backend="naive")
 
@@ -43,7 +45,7 @@ def test_any_gradient_of_the_output(name):
 @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2)])
 @pytest.mark.parametrize("again", [False, True])
 def test_some_gradients(wanted, again):
-    """Asked for of all inputs that have one, or of inputs that alone have one; and once more of them."""
+    """Gradients of some of three leaves, or of the only leaves, by autograd.grad, also twice."""
     for alone in (False, True):
         leaves = draw()
         for number, leaf in enumerate(leaves):
@@ -79,11 +81,7 @@ def test_two_threads_differentiate_one_graph():
         for _ in range(20):
             found.append(torch.autograd.grad(out.sum(), leaves, retain_graph=True, create_graph=create_graph))
 
-    threads = [threading.Thread(target=work, args=(create,)) for create in (False, True)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(functools.partial(work, False), functools.partial(work, True))
     assert len(found) == 40
     for grads in found:
         assert_like(grads, want)

@@ -1,4 +1,4 @@
-"""The output has the same bits, whatever else a call returns and whether gradients are required."""
+"""The output has the same bits whatever else a call returns, with and without gradients."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def options():
 
 
 def outputs(query, key, value, more):
-    """The output of a call with each combination of what may be returned and required, twice each."""
+    """Yield the output of a call for each combination of results and gradients, twice each."""
     for requires in (False, True):
         inputs = [x.detach().requires_grad_(requires) for x in (query, key, value)]
         given = {name: x.detach().requires_grad_(requires) if name in LEARNED else x for name, x in more.items()}

@@ -1,7 +1,4 @@
-"""The backend "cpu" inside PyTorch: graphs, transforms, autocast, threads and processes."""
-
-import subprocess
-import sys
+"""The backend "cpu" inside PyTorch: graphs, exports, hooks, autocast and forked processes."""
 
 import pytest
 import torch
@@ -11,6 +8,7 @@ import torch.utils.checkpoint
 import fusedattn as fa
 
 from ..close import assert_like
+from ..conftest import run_python
 from ..inside import same
 
 
@@ -52,7 +50,7 @@ def test_a_compiled_graph_has_the_same_bits(name):
 @pytest.mark.parametrize("gradients", [True, False])
 @pytest.mark.one_in(2)
 def test_a_program_takes_any_length(gradients, heads):
-    """Gradients of narrow heads depend on how many keys there are: a graph asks not."""
+    """Gradients of narrow heads depend on the number of keys, which a graph may not ask."""
     layer, length = fa.MultiHeadAttention(16, heads), torch.export.Dim("length", min=2, max=4096)
     layer.requires_grad_(gradients)
     for traced in (10, 90):
@@ -87,7 +85,7 @@ def test_tensors_that_come_back_with_other_strides(dtype, common):
 
 
 def test_tensors_that_come_back_smaller():
-    """Their number depends on the CPU: without bfloat16 units the call is computed in float32."""
+    """The number of saved tensors depends on the CPU: without bfloat16 units the call is computed in float32."""
     leaves = [(x + 4.0).bfloat16().requires_grad_() for x in draw(1, 2, 90, 16)]
 
     def differentiated(smaller):
@@ -111,7 +109,7 @@ def test_tensors_that_come_back_smaller():
 
 @pytest.mark.parametrize("lengths", [(40, 15, 1), (40, 39, 5), (200, 150, 200)], ids=str)
 def test_many_gradients_of_values_with_much_in_common(lengths):
-    """The mean that is taken off the values is that of the forward, whatever other batches are beside them."""
+    """The backward subtracts the forward's mean of the values, whatever other batches are beside them."""
     leaves = [(x + 3.0).bfloat16() for x in draw(3, 2, max(lengths), 16)]
     key_mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
     out, pull = torch.func.vjp(lambda *x: fa.attention(*x, key_mask=key_mask, backend="cpu"), *leaves)
@@ -123,7 +121,7 @@ def test_many_gradients_of_values_with_much_in_common(lengths):
 
 @pytest.mark.parametrize("keys", [64, 65])
 def test_autocast_around_a_backward_rounds_nothing(keys):
-    for _ in range(3):  # the last is a repeated call
+    for _ in range(3):  # the last one is replayed
         inputs = [x.requires_grad_() for x in draw(1, 2, keys, 16)]
         grad, out = torch.randn(1, 2, keys, 16), fa.attention(*inputs, backend="cpu")
         want = torch.autograd.grad(out, inputs, grad, retain_graph=True)
@@ -155,5 +153,4 @@ if __name__ == "__main__":
 def test_processes_that_were_forked(tmp_path):
     file = tmp_path / "in_processes.py"
     file.write_text(IN_PROCESSES)
-    ran = subprocess.run([sys.executable, file], capture_output=True, text=True, timeout=300)
-    assert ran.stdout == "same\n", ran.stderr
+    assert run_python(file) == "same\n"

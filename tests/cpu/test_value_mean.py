@@ -9,9 +9,6 @@ from fusedattn.testing.tolerance import verdict
 
 from ..close import assert_close, assert_like
 
-INFINITE = float("inf")
-
-
 CALLS_WITH_OUTLIERS = {
     "one element": dict(keys=128, place=(slice(None), slice(None), 5, 7), size=1e4),
     "the last row": dict(keys=1000, place=(slice(None), slice(None), -1), size=1e4, mean=1.0, causal=True),
@@ -21,7 +18,7 @@ CALLS_WITH_OUTLIERS = {
 
 @pytest.mark.parametrize("name", CALLS_WITH_OUTLIERS)
 def test_values_of_bfloat16_with_outliers(name):
-    """A mean that a few values make is not taken off the others."""
+    """A mean that a few outliers make is not subtracted."""
     fields = CALLS_WITH_OUTLIERS[name]
     query, key, value, out = (torch.randn(1, 1, fields["keys"], 64) for _ in range(4))
     query[..., 0], key[..., 0], value[:] = 8.0, 0.0, value + fields.get("mean", 0.0)
@@ -35,20 +32,20 @@ def test_values_of_bfloat16_with_outliers(name):
 
 @pytest.mark.parametrize("hidden", ["bias", "mask"])
 def test_what_rows_see_may_be_small_beside_what_they_do_not(hidden):
-    """Values of bfloat16 that are taken less their mean lose what is much smaller than that."""
+    """Small bfloat16 values lose their digits if a large mean is subtracted."""
     torch.manual_seed(0)
     tensors = dict(zip(("query", "key", "value", "out"), torch.randn(4, 1, 1, 120, 16).bfloat16(), strict=True))
     tensors["value"] = tensors["value"] / 20
     tensors["value"][..., :-3, :] = 10.0
     seen = (torch.arange(120) >= 117).expand(120, 120)
-    options = {"bias": torch.zeros(120, 120).masked_fill(~seen, -INFINITE)} if hidden == "bias" else {"mask": seen}
+    options = {"bias": torch.zeros(120, 120).masked_fill(~seen, float("-inf"))} if hidden == "bias" else {"mask": seen}
     got = with_gradients(fa.attention, tensors, options, "out", learned=(), backend="cpu")
     assert_close(got, tensors, options, "out")
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
 def test_each_row_that_sees_small_values_alone_is_exact(share):
-    """Whatever the others of its head see, and what rows hold that query_mask hides."""
+    """Other rows of the head, and rows that query_mask hides, change nothing."""
     query, key, value = torch.randn(3, 1, 1, 120, 16).bfloat16()
     value[..., :-3, :], value[..., -3:, :] = 10.0, value[..., -3:, :] / 20
     small = torch.arange(120) >= 120 * (1 - share)
