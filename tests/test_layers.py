@@ -142,15 +142,10 @@ def stepped(decoder, input, hidden, encoder_outputs, visible, divisor, kept=None
 
 
 @pytest.mark.parametrize(
-    "heads, dropout, scale, steps, backend",
-    [
-        (1, 0.0, None, 3, "naive"),
-        (3, 0.5, None, 3, "naive"),
-        (2, 0.0, 6**-0.5, 3, "naive"),
-        (2, 0.5, None, 1, "triton"),
-    ],
+    "heads, dropout, scale, backend",
+    [(1, 0.0, None, "naive"), (3, 0.5, None, "naive"), (2, 0.0, 6**-0.5, "naive"), (2, 0.5, None, "triton")],
 )
-def test_a_textbook_decoder(heads, dropout, scale, steps, backend, device):
+def test_a_textbook_decoder(heads, dropout, scale, backend, device):
     dtype = torch.float32 if device == "cuda" else torch.float64
     sizes = dict(vocab_size=7, embed_size=3, hidden_size=6, encoder_size=5, num_attentions=2)
     sizes |= dict(num_heads=heads, dropout=dropout, scale=scale)
@@ -160,7 +155,8 @@ def test_a_textbook_decoder(heads, dropout, scale, steps, backend, device):
     key_mask = KEYS.to(device)
     visible = key_mask[:, None, None].expand(2, heads, 1, 4)
     divisor = math.sqrt(6 // heads) if scale is None else 1 / scale
-    steps, state, found = torch.tensor([[1, 6], [0, 1], [5, 2]], device=device)[:steps], hidden, []
+    steps, state, found = torch.tensor([[1, 6], [0, 1], [5, 2]], device=device), hidden, []
+    steps = steps[:1] if backend == "triton" else steps
 
     def textbook():
         state, wanted = hidden, []

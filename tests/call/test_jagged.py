@@ -87,12 +87,8 @@ def test_wrong_arguments_are_named():
     types = dict(key=[dense, None], value=[dense], query=[strided], key_mask=[nested(torch.rand(9), OFFSETS_K)])
     values = dict(query=[query.transpose(1, 2), nested(torch.randn(10, 8), OFFSETS_Q)], value=[others])
     values |= dict(key_mask=[torch.rand(9) < 0.7], query_mask=[tokens], mask=[torch.ones(2, 2, dtype=torch.bool)])
-    rows = (
-        of_values(types, TypeError)
-        + of_values(values)
-        + [wrong("key", query=one), wrong("key", TypeError, query=dense)]
-    )
-    for name, error, changed in rows:
+    rows = of_values(types, TypeError) + of_values(values)
+    for name, error, changed in [*rows, wrong("key", query=one), wrong("key", TypeError, query=dense)]:
         with pytest.raises(error, match=rf"^{name}: expected .+, got .+$"):
             fa.attention(**given | changed)
 

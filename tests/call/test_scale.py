@@ -1,4 +1,4 @@
-"""A scale may be a tensor of rank 0, as in torch."""
+"""Scales that are tensors of rank 0, as in torch, and numbers of NumPy."""
 
 import functools
 
@@ -101,3 +101,23 @@ def test_compiled(whole):
         assert_like(results(functools.partial(compiled, query, scale)), results, torchs)
         if not whole:
             scale.mul_(2)
+
+
+def test_options_may_be_numbers_of_numpy():
+    numpy = pytest.importorskip("numpy")
+    options = dict(scale=0.5, softcap=3.0, window=(2, 1), dropout_p=0.5, seed=3)
+    of_numpy = dict(scale=numpy.float32(0.5), softcap=numpy.float64(3), window=(numpy.int32(2), numpy.int64(1)))
+    of_numpy |= dict(dropout_p=numpy.float16(0.5), seed=numpy.int64(3))
+    for _ in range(4):  # the last ones are replays
+        assert torch.equal(fa.attention(X, X, X, **of_numpy), fa.attention(X, X, X, **options))
+    longest = dict(max_seqlen_q=numpy.int32(5), max_seqlen_k=numpy.int64(5))
+    got, want = (fa.attention_varlen(*PACKED, return_weights=True, **each)[1] for each in (longest, {}))
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("layer", [fa.MultiHeadAttention, compat.MultiheadAttention], ids=["ours", "torch's"])
+def test_sizes_may_be_numbers_of_numpy(layer):
+    numpy = pytest.importorskip("numpy")
+    made = layer(numpy.int64(16), numpy.int32(2), dropout=numpy.float32(0.5), kdim=numpy.int64(4))
+    assert {type(x) for x in (made.embed_dim, made.num_heads, made.kdim, made.head_dim)} == {int}
+    assert type(made.dropout) is float

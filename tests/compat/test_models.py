@@ -45,7 +45,7 @@ def assert_same(got, want, exact):
     """Assert that logits, loss and gradients are as good as eager's, measured against float64."""
     assert [name for name in got if got[name] is None] == [name for name in want if want[name] is None]
     assert_as_good(got["logits"], want["logits"], exact["logits"], "logits")
-    # Together: for the few elements of one parameter, chance decides how large eager's error is.
+    # All gradients together: for a few elements, chance decides how large eager's error is.
     assert_as_good(*(flat(x for name, x in each.items() if name != "logits") for each in (got, want, exact)))
 
 
@@ -106,7 +106,7 @@ def test_the_prompt_in_a_static_cache_is_causal_and_sees_no_empty_slot(calls):
 
 @pytest.mark.skipif(not hasattr(transformers, "Gemma4TextConfig"), reason="came with transformers 5")
 def test_layers_that_share_keys_may_be_handed_the_last_rows_alone(calls):
-    """Without a mask, nothing says that these rows are the last ones."""
+    """Without a mask we could not know that these are the last rows."""
     options = dict(vocab_size_per_layer_input=64, hidden_size_per_layer_input=8, global_head_dim=8, num_hidden_layers=4)
     options |= dict(layer_types=["sliding_attention", "full_attention"] * 2, sliding_window=32, num_kv_shared_layers=2)
     config = transformers.Gemma4TextConfig(**{**GROUPED, **options, "head_dim": 8})
@@ -168,10 +168,10 @@ def test_packed_sequences_do_not_see_each_other(given):
     assert_as_good(model(ids, use_cache=False, **packed).logits, want, exact)
 
 
-@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")  # 4.57 has no other
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")  # 4.57 has no other name for it
 @pytest.mark.parametrize(
     ("name", "reentrant"),
-    # With T5 reentrant, the encoder's gradient is summed in another order, also for eager.
+    # T5 reentrant sums the encoder's gradient in another order, also for eager.
     [("Llama", False), ("Llama", True), ("Gemma 2", False), ("Gemma 2", True), ("T5", False)],
 )
 def test_checkpointing_changes_no_bit_of_a_gradient(name, reentrant, calls):

@@ -27,7 +27,7 @@ def results(function, query, key, value, mask, **options):
         mask = inputs[3]
     out = function(*inputs[:3], mask, **options)
     weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device).view(out.shape)
-    return out, *torch.autograd.grad((out * weight).sum(), inputs, materialize_grads=True)  # torch drops empty ones
+    return out, *torch.autograd.grad((out * weight).sum(), inputs, materialize_grads=True)  # torch omits empty ones
 
 
 def assert_equals_torch(query, key, value, mask=None, **options):
@@ -55,7 +55,7 @@ def calls(draw):
         shapes[1][-3] = shapes[2][-3] = kv_heads
     whole = torch.broadcast_shapes(*(s[: -3 if gqa else -2] for s in shapes))
     scores = (*whole, *(shapes[0][-3:-2] if gqa else ()), rows, keys)
-    # An empty result of torch's has the shape of query, whatever that broadcasts to.
+    # An empty result of torch has the query's shape, even if that should broadcast.
     hypothesis.assume(0 not in scores[:-2] or tuple(shapes[0][:-2]) == scores[:-2])
     draws = torch.Generator().manual_seed(draw(st.integers(0, 99)))
     dtype = draw(st.sampled_from([torch.float32, torch.float64]))
@@ -107,7 +107,7 @@ def test_strides_are_torchs(name, options):
         out = compat.scaled_dot_product_attention(query, key, value, **options)
         want = F.scaled_dot_product_attention(query, key, value, **options)
         assert_like(out, lambda *x: F.scaled_dot_product_attention(*x, **options), query, key, value)
-        # Torch 2.15 keeps the order of a query of rank 3 too, which 2.10 and 2.13 do not; ours is contiguous there.
+        # Torch 2.15 keeps the order of a query of rank 3; 2.10 and 2.13 do not, and ours is contiguous.
         kept = torch.__version__ >= (2, 15) and out.dim() == 3 and not want.is_contiguous()
         assert out.is_contiguous() if kept else out.stride() == want.stride()
 

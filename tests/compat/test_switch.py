@@ -93,7 +93,7 @@ def test_enabled_it_answers_every_thread_with_gradients_and_autocast(answered):
         return low, out, torch.autograd.grad(out.sin().sum(), x)[0]
 
     with ThreadPoolExecutor(1, "early") as early:
-        want, exact = early.submit(step).result(), exactly(step)  # a thread that was there before
+        want, exact = early.submit(step).result(), exactly(step)  # a thread from before the switch
         assert not answered
         with enabled():
             compat.enable_sdpa()
@@ -151,7 +151,7 @@ def test_other_modes_are_left_as_they_are(answered):
             return func(*args, **(kwargs or {}))
 
     seen = []
-    torch.set_default_device("cpu")  # asserts that its own mode is the first
+    torch.set_default_device("cpu")  # it asserts that its own mode is the first
     with Watching():
         compat.enable_sdpa()
         taken_before(X, X, X)
@@ -175,7 +175,7 @@ def test_a_backend_that_computes_by_torch_is_not_answered_by_itself(everywhere, 
         fa.attention(X, X, X)
         in_a_thread(fa.attention, X, X, X)
         assert not answered
-        with pytest.raises(RuntimeError), torch._C.DisableTorchFunction():  # an error ends it
+        with pytest.raises(RuntimeError), torch._C.DisableTorchFunction():  # after an error it is answered again
             taken_before(X, X[:, :2], X)
         taken_before(X, X, X)
         assert len(answered) == 1

@@ -23,7 +23,7 @@ from fusedattn.operators import attention
 from ..inside import OPTIONS, compiled, draw
 from ..offline import absent
 
-# Microseconds of calls {with gradients: goal}, and of torch's own on an idle machine.
+# {with gradients: microseconds}, as a goal, and of torch's own calls on an idle machine.
 GOAL_US, UNDISTURBED_US = {False: 12.0, True: 25.0}, {False: 6.0, True: 8.2}
 LENGTH, STREAM = 64, 7
 
@@ -34,7 +34,7 @@ def small_tiles(monkeypatch):
     tiles = tile_table.tiles_for
 
     def small(*key, **more):
-        least = 64 if key[0] in ("preprocess", "postprocess") else 16  # `hopper.unit` has as many rows
+        least = 64 if key[0] in ("preprocess", "postprocess") else 16  # as many as `hopper.unit`
         for n, tile in enumerate(tiles(*key, **more)):
             yield tile._replace(rows=least, keys=tile.keys and (16 if n else 32), stages=1)
 
@@ -42,7 +42,7 @@ def small_tiles(monkeypatch):
 
 
 class Launches:
-    """A log of launches: (kernel, grid, arguments); a tensor is its number in `given`, or "made".
+    """Records launches: (kernel, grid, arguments). A tensor is given as its number in `given`, or as "made".
 
     Descriptors appear as the driver encodes them, each with its tensor.
     """
@@ -121,7 +121,7 @@ def test_a_repeated_call_launches_what_the_long_way_launches(name, grads, monkey
 )
 @pytest.mark.one_in(2)
 def test_the_kernel_for_hopper_is_launched_again_with_other_tensors(options, dim, ordered, monkeypatch):
-    """Its descriptors are the same too, whatever was at an address before."""
+    """Descriptors are the same too, whatever tensor was at an address before."""
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: ordered)
     seen, said = Launches(), {}
     with absent.gpu(load=seen.load):
@@ -190,7 +190,7 @@ def test_hooks_of_launches_are_called():
         finally:
             knobs.runtime.launch_enter_hook.remove(hook)
         with knobs.runtime.scope():
-            knobs.runtime.launch_exit_hook = hook  # one that is no chain; None is none
+            knobs.runtime.launch_exit_hook = hook  # a plain function, or None, instead of a chain
             knobs.runtime.launch_enter_hook = None
             fa.attention(*inputs, backend="triton")
             assert seen.log[-1][1][7:9] == (None, hook)
@@ -213,7 +213,7 @@ def test_the_host_takes_little_time():
                 for _ in range(replay.RECORD_AFTER):
                     steps[backend, grads]()
         found = []
-        for _ in range(3):  # where other work runs, a measurement may say nothing; a slow path is slow in all of them
+        for _ in range(3):  # other work may disturb one measurement; a slow path is slow in all
             us = {each: 1e3 * p20 for each, (p20, *_) in measure.in_turns(steps, 200).items()}
             slower = {grads: max(1.0, us["sdpa", grads] / UNDISTURBED_US[grads]) for grads in UNDISTURBED_US}
             found.append({each: us[each] / slower[each[1]] for each in steps})

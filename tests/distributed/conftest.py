@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-LIMIT = datetime.timedelta(seconds=120)  # that a rank waits for another
-# Ranks are forks of a process that has imported what their first tests need, and has computed nothing.
+LIMIT = datetime.timedelta(seconds=120)  # for one rank to wait for another
+# Ranks fork from a process that has imported all that the first tests need, and has computed nothing.
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["tests.conftest", "tests.distributed.test_calls", "torch._dynamo"])
 
@@ -40,7 +40,7 @@ def _serve(rank, size, port, pipe):
             torch.manual_seed(0)
             getattr(importlib.import_module(module), name).of_rank(rank, size, **arguments)
             pipe.send(None)
-        except BaseException:  # those of pytest among them
+        except BaseException:  # pytest's failures included
             pipe.send(traceback.format_exc())
 
 
@@ -68,7 +68,7 @@ class Pool:
             for pipe in multiprocessing.connection.wait(list(waiting)):
                 rank, error = waiting.pop(pipe), pipe.recv()
                 if error is not None:
-                    self.stop()  # ranks that wait for this one answer nobody
+                    self.stop()  # ranks that wait for this one do not answer
                     self.start()
                     pytest.fail(f"rank {rank}: {error}")
 
@@ -80,7 +80,7 @@ class Pool:
 
 @pytest.fixture(scope="session")
 def pool_of():
-    """Return a function that returns the Pool of so many processes."""
+    """Return a function of a size that returns the Pool of that many processes."""
     pools = {}
 
     def pool_of(size):

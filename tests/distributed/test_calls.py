@@ -1,4 +1,4 @@
-"""Calls of several processes: groups, seeds, gradients of some, autograd's tools, modules, and shards."""
+"""Calls of several processes: groups, seeds, gradients, checkpoints, modules and shards."""
 
 import copy
 import functools
@@ -148,7 +148,7 @@ def test_ranks_may_use_different_results(rank, size, method):
 @on_ranks(2)
 @each_method
 def test_what_changes_in_place(rank, size, method):
-    """A seed may change. A mask raises, or was copied."""
+    """A seed may change. A changed mask raises, unless it was copied."""
     attend, seed, found = getattr(distributed, method), torch.tensor([5]), []
     for step in (0, 3):
         inputs = shards()
@@ -231,7 +231,7 @@ def test_a_module_attends_over_shards(rank, size, method, balance):
 
 
 def test_a_copy_of_a_module_has_the_same_group():
-    group = torch.nn.Module()  # nothing of it is asked here
+    group = torch.nn.Module()  # only copies would use it
     group.__deepcopy__ = group.__reduce_ex__ = lambda *given: pytest.fail("the group was copied")
     layer = fa.MultiHeadAttention(8, 2, context_parallel=distributed.ContextParallel("ring", group))
     assert copy.deepcopy(layer).context_parallel.group is group

@@ -13,13 +13,9 @@ from ..sequences import packed
 from .conftest import on_ranks
 from .whole import METHODS, by_shards, largest, put_together, summed_gradients
 
-TOLERANCE = 1e-10  # of float64
-
-
-RING = "grouped heads, causal, window, awkward, expanded, softcap, slopes, sinks, dropout, more keys, key mask".split(
-    ", "
-)
-RING += ["negative scale", "lse alone"]
+TOLERANCE = 1e-10  # for float64
+RING = ["grouped heads", "causal", "window", "awkward", "expanded", "softcap", "slopes", "sinks", "dropout"]
+RING += ["more keys", "key mask", "negative scale", "lse alone"]
 SINGLE = ["more rows", "one row", "one key", "one kv head", "window of itself", "slopes of each batch"]
 SHORT = [
     Case("fewer rows than chunks", Sq=3, Sk=3, causal=True),
@@ -27,7 +23,7 @@ SHORT = [
     Case("slopes", Sq=37, Sk=37, causal=True, alibi="shared"),
     Case("dropout", Sq=37, Sk=37, causal=True, dropout=0.3),
 ]
-KEY_HEADS = [  # that ulysses repeats, or that do not divide as query heads do
+KEY_HEADS = [  # ulysses repeats them, or they divide otherwise than query heads
     Case("three key heads", Hq=12, Hkv=3, causal=True),
     Case("six key heads", Hq=12, Hkv=6, bias="pairs"),
     Case("one key head, weights", Hq=4, Hkv=1, sinks=True, grads="out, lse and weights"),
@@ -82,7 +78,7 @@ def test_two_processes_equal_one(rank, size, plan):
     check_methods(plan, [name for name, fields in FEATURES.items() if not lacks & fields.keys()])
 
 
-LENGTHS = 9, 0, 1, 14, 0, 13  # of documents: no shard of 37 rows ends with one
+LENGTHS = 9, 0, 1, 14, 0, 13  # of documents: no document ends where a shard of 37 rows ends
 DOCUMENTS = [
     Case("full", Hq=4, Hkv=2),
     Case("causal", Hq=4, Hkv=2, causal=True),

@@ -13,7 +13,7 @@ from ..inside import fields
 from .conftest import on_ranks
 
 OPERATORS = torch.ops.fusedattn
-B, SQ, SK, D = 3, 9, 7, 16  # of batches rank 0 has two of three
+B, SQ, SK, D = 3, 9, 7, 16  # rank 0 has two of the three batches
 TOLERANCE = 1e-12
 BATCH, HEADS, SAME = "Shard(0)", "Shard(1)", "Replicate()"
 # {option: (shape, placement if batches are sharded, placement if heads are)}
@@ -22,7 +22,7 @@ OPTIONS = dict(
     shared_bias=((1, 1, SQ, SK), SAME, SAME),
     mask=((1, 4, SQ, SK), SAME, HEADS),
     key_mask=((B, SK), BATCH, SAME),
-    query_mask=((B, SQ), SAME, SAME),  # which is cut where batches are
+    query_mask=((B, SQ), SAME, SAME),  # cut if batches are sharded
     alibi_slopes=((B, 4), BATCH, HEADS),
     sinks=((4,), SAME, BATCH),
 )
@@ -34,7 +34,7 @@ CASES = {
     "dropout": ((), dict(dropout_p=0.4, seed=7, causal=True)),
     "weights": ((), dict(causal=True, return_weights=True)),
 }
-# Torch 2.10 gathers gradients of uneven shards, and takes their strides for those of even ones.
+# Torch 2.10 gathers gradients of uneven shards with the strides of even ones.
 OLDEST = torch.__version__ < (2, 11)
 interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="kernels need TRITON_INTERPRET=1")
 
@@ -135,7 +135,7 @@ def test_compiled(rank, size, name):
     "heads, key_heads, where, key_where",
     [
         (4, 2, SAME, SAME),
-        (5, 5, HEADS, HEADS),  # three and two
+        (5, 5, HEADS, HEADS),  # three heads and two
         (4, 1, HEADS, SAME),  # one head of keys for all ranks
         (8, 2, HEADS, SAME),
         (4, 2, SAME, HEADS),

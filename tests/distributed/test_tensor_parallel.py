@@ -1,4 +1,4 @@
-"""torch's parallelize_module splits the heads of our modules over two processes, with the answers of one."""
+"""torch's parallelize_module splits the heads of modules over two processes; results equal one process."""
 
 import copy
 

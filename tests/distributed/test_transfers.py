@@ -58,7 +58,7 @@ def test_a_ring_sends_each_shard_once_to_each_rank(rank, size, balance):
     events, forward, backward = ring(balance)
     assert (forward, backward) == ((size - 1) * SHARD, 2 * (size - 1) * SHARD)
     assert set(events) <= {SHARD, "wait", "compute"}
-    if balance is None:  # the next keys travel under the present ones
+    if balance is None:  # the next keys travel while the present ones are computed
         assert events == [SHARD, "compute", "wait"] * 3 + ["compute"]
 
 

@@ -7,7 +7,7 @@ from fusedattn import distributed
 from fusedattn.testing.compare import with_gradients
 
 METHODS = ("ring_attention", "gather_attention", "ulysses_attention")
-ROWS = dict(query=-2, key=-2, value=-2, mask=-2, bias=-2, key_mask=-1, query_mask=-1)  # the dimension that is cut
+ROWS = dict(query=-2, key=-2, value=-2, mask=-2, bias=-2, key_mask=-1, query_mask=-1)  # the dimension of rows or keys
 
 
 def by_shards(method, group=None, **balance):
@@ -48,4 +48,4 @@ def largest(found, wanted):
     for x, y in zip(found, wanted, strict=True):
         assert x.shape == y.shape and x.dtype == y.dtype
         differences.append(torch.where((x == y) | (x.isnan() & y.isnan()), 0.0, (x - y).abs()).sum().item())
-    return torch.tensor(differences, dtype=torch.float64).max().item()  # Python's max passes over NaN
+    return torch.tensor(differences, dtype=torch.float64).max().item()  # Python's max ignores NaN

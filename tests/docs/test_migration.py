@@ -1,4 +1,4 @@
-"""The migration pages name every argument of other libraries, and its replacement does the same."""
+"""The migration pages name every argument of other libraries, and two replacements give the same results."""
 
 import inspect
 import re

@@ -31,7 +31,7 @@ def text(page):
 
 @pytest.fixture
 def alone(tmp_path, monkeypatch):
-    """Remove what a page writes or installs."""
+    """Run a page in a folder of its own, and forget a flash_attn that it installs."""
     monkeypatch.chdir(tmp_path)
     before = set(sys.modules)
     yield

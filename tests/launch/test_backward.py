@@ -1,4 +1,4 @@
-"""The backward in one pass or in two: which kernels run, and which results depend on the order of programs."""
+"""The backward in one pass or in two: the kernels that run, and the results that depend on the order of programs."""
 
 import random
 
@@ -13,7 +13,7 @@ from ..cases import Case
 from ..close import assert_close, assert_like
 
 ONE, TWO = ["preprocess", "one_pass", "postprocess"], ["preprocess", "dq", "dkdv"]
-# What needs a gradient, and of what kind: (in any order, the same bits each time), beside the forward.
+# (inputs that need a gradient, fields of the case, kernels in one pass, kernels with the same bits each time)
 LAUNCHED = [
     ("query key value", {}, ONE, TWO),
     ("query value", {}, ONE, TWO),
@@ -52,7 +52,7 @@ NAMES = ("query", "key", "value", "bias", "alibi_slopes", "sinks")
 
 @pytest.fixture
 def names(launched):
-    """names() of the kernels that were launched, less those that only look at masks."""
+    """names() returns the kernels that were launched, except those that look at masks."""
     return lambda: [name for name, _ in launched if name not in ("block_mask", "tile_lists")]
 
 
@@ -75,9 +75,8 @@ def test_only_the_gradients_asked_for_are_computed(needed, fields, one, two, sam
     assert names() == ["forward", *weights, *(two if same_each_time else one)]
     found = {name: x.grad for name, x in inputs.items() if x.grad is not None}
     assert set(found) == set(needed.split())
-    assert_like(
-        list(found.values()), lambda: [with_gradients(fa.reference.eager, tensors, options, grads)[x] for x in found]
-    )
+    want = lambda: [with_gradients(fa.reference.eager, tensors, options, grads)[name] for name in found]  # noqa: E731
+    assert_like(list(found.values()), want)
 
 
 TOGETHER = [case for case in cases.TRIPLES if case.dtype != torch.float64][::8]
@@ -98,7 +97,7 @@ def test_two_passes(case, device, poison, two_passes, names):
 
 @pytest.fixture
 def shuffled(monkeypatch):
-    """shuffled(seed): from now on the interpreter runs the programs of each launch in another order."""
+    """shuffled(seed): run the programs of each later launch in another order."""
     upstream = pytest.importorskip("triton.runtime.interpreter", reason="kernels need Triton")
     builder = upstream.interpreter_builder
     set_dim, set_index = builder.set_grid_dim, builder.set_grid_idx
@@ -117,7 +116,7 @@ def shuffled(monkeypatch):
     return shuffle
 
 
-ORDERED = [  # at least three blocks of keys add to a row: two give the same sum in either order
+ORDERED = [  # three or more blocks of keys add to a row: two give the same sum in either order
     Case("plain", Sq=17, Sk=101, Hq=2, Hkv=1, D=24, causal=True),
     Case("bias of keys", Sq=17, Sk=101, Hq=2, Hkv=1, bias="keys"),
     Case("sums of rows", Sq=17, Sk=101, Hq=1, Hkv=1, bias="rows", alibi="own", sinks=True),
@@ -132,7 +131,7 @@ ORDERED = [  # at least three blocks of keys add to a row: two give the same sum
 @pytest.mark.parametrize("passed", [1, 2])
 @pytest.mark.one_in(4)
 def test_in_which_order_programs_run_is_seen_in_dq_alone(passed, case, shuffled, device, passes):
-    """Only dq's rounding depends on it, and nothing if torch wants the same bits each time."""
+    """Only dq's rounding depends on the order, and nothing if torch wants the same bits each time."""
     if device == "cuda":
         pytest.skip("a GPU has orders of its own: test_gpu")
     passes(passed)
@@ -149,7 +148,7 @@ def test_in_which_order_programs_run_is_seen_in_dq_alone(passed, case, shuffled,
 @pytest.mark.parametrize("fields", [{}, dict(causal=True), dict(mask="batch"), dict(key_mask="own")], ids=str)
 @pytest.mark.one_in(2)
 def test_what_is_past_the_last_key_gives_nothing_to_dq(fields, device):
-    """Its score is 0, so beside scores of -200 its weight is infinite, if it is not hidden."""
+    """A key past the end has score 0: beside scores of -200 its weight is infinite, if it is not hidden."""
     case = Case("past", B=2, Sq=40, Sk=41, dtype=torch.float16)._replace(**fields)
     tensors, options = case.draw(device)
     tensors["query"].abs_().add_(3), tensors["key"].abs_().add_(3).neg_()
@@ -164,7 +163,7 @@ def test_what_is_past_the_last_key_gives_nothing_to_dq(fields, device):
 
 @pytest.mark.matrix
 def test_torch_may_want_the_same_bits_now_and_not_then(device, shuffled, passes):
-    """The backward of a call that is repeated asks again."""
+    """The backward of a replayed call reads torch's flag again."""
     if device == "cuda":
         pytest.skip("a GPU has orders of its own: test_gpu")
     inputs = [torch.randn(1, 2, 101, 16, requires_grad=True) for _ in range(3)]

@@ -1,4 +1,4 @@
-"""Tests of this folder and of replays that need compiled kernels, in one process without Triton's interpreter."""
+"""Runs tests that need compiled kernels in one process, without Triton's interpreter."""
 
 from pathlib import Path
 

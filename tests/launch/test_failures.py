@@ -1,4 +1,4 @@
-"""Kernels that do not compile or load: Triton fails at each stage, and another backend takes the call."""
+"""Kernels that do not compile or load: Triton fails at each stage, and the next backend takes the call."""
 
 import errno
 import subprocess
@@ -39,7 +39,7 @@ STAGES = {
 
 @pytest.fixture
 def failing(monkeypatch, tiles):
-    """failing(stage, error, names): a GPU that is not there, on which Triton fails for these kernels."""
+    """failing(stage, error, names): pretend a GPU on which Triton fails for some kernels."""
     monkeypatch.setattr(backends, "_on_gpu", lambda call: True)
     for table in (backends.BACKENDS, backends.DECODERS):
         monkeypatch.setitem(table, "cpu", table["cpu"]._replace(reasons=lambda *_: ["it is for CPUs"]))
@@ -65,7 +65,7 @@ def failing(monkeypatch, tiles):
 
 
 def once(caught):
-    """The one warning there was."""
+    """Return the text of the only warning."""
     (warning,) = [x for x in caught if "fusedattn takes a slower path" in str(x.message)]
     return str(warning.message)
 
@@ -77,7 +77,7 @@ def test_the_naive_path_takes_the_call_and_all_of_its_kind(stage, failing):
     when, error = STAGES[stage]
     gpu, tried = failing(when, error, FORWARD)
     inputs = draw("cpu", dtype=torch.bfloat16, requires_grad=True)
-    options = dict(causal=True, softcap=9.0)  # a kind that Hopper's kernels do not cover
+    options = dict(causal=True, softcap=9.0)  # Hopper's kernels do not cover this
     want = fa.reference.attention(*inputs, **options, return_lse=True)
     with gpu, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -117,7 +117,7 @@ def test_a_named_backend_that_fails_raises_each_time(kernels, failing):
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.one_in(3)
 def test_a_backward_that_fails_is_computed_by_the_naive_path(name, failing, monkeypatch):
-    """The forward's results are those of a kernel that computes nothing here; gradients do not need them."""
+    """The kernels compute nothing here: gradients need no results of the forward."""
     gpu, _ = failing("compile", PTXASError("ptxas fatal"), BACKWARD)
     inputs, options = draw("cpu", requires_grad=True), OPTIONS[name](9, 11, "cpu")
     wanted = [*inputs, *learned(options)]
@@ -130,7 +130,7 @@ def test_a_backward_that_fails_is_computed_by_the_naive_path(name, failing, monk
         for _ in range(2):
             results = fa.attention(*inputs, **options, return_lse=True)
             assert_like(torch.autograd.grad(results, wanted, incoming), want)
-        assert fa.explain(*inputs, **options).backend == "naive"  # which now takes the forward too
+        assert fa.explain(*inputs, **options).backend == "naive"  # now for the forward too
         assert fa.explain(*[x.detach() for x in inputs], **OPTIONS["plain"](9, 11, "cpu")).backend == "triton"
     assert "PTXASError" in once(caught)
 
@@ -196,7 +196,7 @@ def test_packed_sequences_and_caches(failing):
             fa.attention_decode(new[0], *cache, **call, backend="triton")
         with pytest.raises(NotImplementedError, match="^backend: "):
             fa.attention_varlen(query, key, value, offsets, offsets, backend="triton")
-    assert len([x for x in caught if "fusedattn takes a slower path" in str(x.message)]) == 3  # a kernel each
+    assert len([x for x in caught if "fusedattn takes a slower path" in str(x.message)]) == 3  # one for each kernel
 
 
 @compiled
@@ -238,7 +238,7 @@ def test_a_disk_that_is_full_is_asked_again(failing):
 
 @compiled
 def test_weights_that_cannot_be_had(failing):
-    """Calls that want them take another backend whole, from the second on; the others keep their kernel."""
+    """From the second call on, calls with weights take another backend; others keep their kernel."""
     gpu, tried = failing("compile", PTXASError("ptxas fatal"), {"weights"})
     inputs = draw("cpu")
     with gpu, pytest.warns(UserWarning, match="PTXASError"):

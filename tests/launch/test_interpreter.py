@@ -1,7 +1,7 @@
 """Threads and processes that use Triton's interpreter at the same time."""
 
+import functools
 import multiprocessing
-import sys
 import threading
 
 import pytest
@@ -12,22 +12,13 @@ pytest.importorskip("triton", reason="kernels need Triton")
 import fusedattn as fa
 
 from ..close import assert_like
-from ..conftest import INTERPRETED
+from ..conftest import INTERPRETED, in_threads
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="about TRITON_INTERPRET=1")
 
 
-@pytest.fixture
-def impatient():
-    """Threads are switched as often as can be."""
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(interval)
-
-
 def test_threads_take_turns(impatient, one_thread):
-    wrong, begin = [], threading.Barrier(3)
+    begin = threading.Barrier(3)
 
     def work(number):
         dice = torch.Generator().manual_seed(number)
@@ -38,18 +29,10 @@ def test_threads_take_turns(impatient, one_thread):
             def results(out, inputs=inputs):
                 return [out, *torch.autograd.grad(out.sum(), inputs)]
 
-            try:
-                got = results(fa.attention(*inputs, causal=True, backend="triton"))
-                assert_like(got, lambda of=results, inputs=inputs: of(fa.reference.eager(*inputs, causal=True)))
-            except Exception as error:
-                wrong.append(error)
+            got = results(fa.attention(*inputs, causal=True, backend="triton"))
+            assert_like(got, lambda of=results, inputs=inputs: of(fa.reference.eager(*inputs, causal=True)))
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    in_threads(*(functools.partial(work, number) for number in range(3)))
 
 
 def _attend():

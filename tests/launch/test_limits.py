@@ -8,7 +8,6 @@ import torch
 pytest.importorskip("triton", reason="kernels need Triton")
 
 from triton.runtime.errors import OutOfResources
-from triton.runtime.jit import JITFunction
 
 import fusedattn as fa
 from fusedattn.dispatch import backends
@@ -21,7 +20,7 @@ MANY = 70_000  # programs along y or z of a grid are at most 65,535
 
 
 def huge(*shape):
-    """A tensor of so many elements that takes the memory of one."""
+    """Return a tensor of this shape with the memory of one element."""
     return torch.empty(1, dtype=torch.float16).expand(shape)
 
 
@@ -42,7 +41,7 @@ SQUARE = dict(Hq=64, Sq=2**16, Sk=2**16)
 PER_BATCH, PER_HEAD = torch.ones(1, dtype=torch.bool).expand(64, 1, 2**16, 1), torch.zeros(1, 64, 1, 2**16)
 PACKED = dict(Sq=2**15, Sk=2**15, **packed(2**14, 2**15), key_mask=torch.ones(1, 2**15, dtype=torch.bool))
 GRID, POSITIONS, BLOCKS = "2**31 programs", "rows and keys", "2**31 blocks"
-PAST_A_LIMIT = {  # a call that is refused, the reason, and a call that is just small enough
+PAST_A_LIMIT = {  # (a call that is refused, the reason, a call that is just small enough)
     "programs": (dict(B=2**27, Hq=16), GRID, dict(B=2**27 - 1, Hq=16)),
     "sequences": (dict(Hq=16, **packed(2**27 - 1)), GRID, dict(Hq=16, **packed(2**27 - 3))),
     "rows": (dict(Sq=2**31, Sk=1, D=1), POSITIONS, dict(Sq=2**31 - 2048, Sk=1, D=1)),
@@ -68,13 +67,13 @@ def test_a_named_backend_raises_for_a_grid_that_is_too_large(device):
 
 @pytest.fixture
 def launched(monkeypatch, tiles):
-    """launched(limit): a GPU that is not there; what is launched, and how much shared memory its tiles were given.
+    """Return a function that pretends a GPU with some shared memory, and the list of launches.
 
-    A tile takes what its copies take: of rows once, of keys and values in each stage.
+    A tile takes what its copies take: rows once, keys and values in each stage.
     """
     monkeypatch.setattr(backends, "_on_gpu", lambda call: True)
     tiles.choose(tuple)
-    compile_one, grids = JITFunction._do_compile, []
+    grids = []
 
     def gpu(limit=None, itemsize=2):
         def load(kernel):
@@ -89,7 +88,6 @@ def launched(monkeypatch, tiles):
 
         return absent.gpu(80, load=load)
 
-    assert compile_one is JITFunction._do_compile
     return gpu, grids
 
 
@@ -121,8 +119,6 @@ def test_grids_have_one_dimension(two_passes, launched, passes):
 
 KB = 1024
 LIMITS = [48 * KB, 64 * KB, 99 * KB, 163 * KB, 227 * KB]
-
-
 WIDTHS = [(64, torch.float16), (256, torch.float32), (128, torch.float16)]
 
 

@@ -31,7 +31,7 @@ def test_every_call_has_tiles_on_every_gpu(rows, backend, gpus):
         assert found.backend == backend and len(found.tiles) >= 3, (gpu, dtype, dim, name, str(found))
         for kernel, tile in found.tiles.items():
             sizes = [getattr(tile, x) for x in ("rows", "keys", "warps") if getattr(tile, x, None)]
-            # Hopper's kernels have tiles of 64 rows for each of two or three warpgroups.
+            # Hopper's kernels have 64 rows for each of two or three warpgroups.
             powers = all(n & (n - 1) == 0 for n in sizes) or kernel == "hopper" and tile.rows == 64 * tile.warpgroups
             assert powers and min(tile.rows, getattr(tile, "keys", None) or 16) >= 16, (kernel, tile)
             assert rows > 64 or kernel != "forward" or max(sizes[:2]) <= 64, tile
@@ -60,6 +60,6 @@ def test_shares_of_keys_fill_the_gpu_and_none_is_empty():
         assert -(-blocks // n) * (n - 1) < blocks, (programs, blocks, places, n)
         if programs >= 2 * places or blocks <= 4:
             assert n == 1, (programs, blocks, places, n)
-    # One more than fits would be a second wave: 1055 of 1056 places are taken.
+    # 1055 of 1056 places are taken: one more program would need a second wave.
     assert [splits(*x, 132) for x in ((211, 1000), (8, 128), (1, 1000), (132, 64))] == [5, 32, 112, 2]
     assert [splits(9, blocks, None) for blocks in (0, 1, 2, 9)] == [1, 1, 2, 2]

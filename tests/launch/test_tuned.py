@@ -1,4 +1,4 @@
-"""Tuning files: which are read, which are ignored with a warning, and how they change calls."""
+"""Tuning files: the ones that are read, the ones ignored with a warning, and their effect on calls."""
 
 import json
 import types

@@ -1,4 +1,4 @@
-"""Blocks of the naive path: as large as a cache, of the keys that are seen, without a pass that changes nothing."""
+"""Blocks of the naive path: they fit a cache, hold only visible keys, and change nothing but rounding."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from ..sequences import attention_varlen, by_sequence
 
 @pytest.fixture
 def budget(monkeypatch):
-    """budget(cache, scores): bytes of scores that a block may have, and that are kept in all."""
+    """budget(cache, scores): set the bytes of scores of a block, and of all that are kept."""
 
     def limit(cache, scores=formula.BUDGET):
         monkeypatch.setattr(formula, "CACHE", cache)
@@ -27,7 +27,7 @@ def budget(monkeypatch):
 
 @pytest.fixture
 def computed(monkeypatch):
-    """Arguments of each softmax, and the shape of its scores."""
+    """Record the arguments of each softmax, and the shape of its scores."""
     seen, softmax = [], formula.softmax
 
     def record(scores, need_lse, **more):
@@ -133,7 +133,7 @@ def test_decode_reads_no_further_than_the_lengths(page, computed, monkeypatch):
     monkeypatch.setattr(decode, "WORTH", 0)
     arguments = Cached("lengths", page=page, lengths=(5, 5, 33, 0), causal=True, Sq=2).draw()
     got = fa.attention_decode(**arguments, return_lse=True, return_weights=True, backend="naive")
-    # Three runs of equal lengths.
+    # Three blocks of equal lengths.
     assert [x["shape"][3] for x in computed] == [5, 33, 0]
     eager, oracle = (one_by_one(fa.reference.eager, x)[0].values() for x in (arguments, in_float64(arguments)))
     for each in zip(got, eager, oracle, strict=True):

@@ -1,4 +1,4 @@
-"""The naive path against torch's SDPA. tests/kernels/test_options.py holds it to the definition, pair by pair."""
+"""The naive path against torch's SDPA; tests/kernels/test_options.py compares it with the definition."""
 
 import functools
 
@@ -30,7 +30,7 @@ def test_it_takes_any_head_dimension():
 
 
 def test_anomaly_detection_finds_no_nan():
-    """Rows that see nothing pass no NaN on their way back, not even one that is dropped later."""
+    """Rows that see nothing pass no NaN backward, even where it would be dropped later."""
     query, key, value = (torch.randn(1, 1, n, 8, requires_grad=True) for n in (9, 4, 4))
     with torch.autograd.set_detect_anomaly(True):
         out, lse = fa.reference.attention(query, key, value, causal=True, return_lse=True)
@@ -41,6 +41,6 @@ def test_anomaly_detection_finds_no_nan():
 def test_a_cap_that_float32_can_hardly_divide_by(softcap):
     inputs = [torch.randn(2, 2, 9, 8, requires_grad=True) for _ in range(3)]
     out = fa.reference.attention(*inputs, softcap=softcap)
-    scale = 1e-30 if softcap < 1 else None  # all scores alike, or none capped
+    scale = 1e-30 if softcap < 1 else None  # all scores are equal, or none is capped
     assert_like(out, lambda: fa.reference.eager(*inputs, scale=scale))
     assert all(x.isfinite().all() for x in torch.autograd.grad(out.sin().sum(), inputs))

@@ -81,7 +81,7 @@ def test_a_tensor_that_was_changed_gives_no_other_gradient(names, packed, backen
             pytest.skip("PyTorch's kernel drops nothing")
         if hold(inputs, name, function(**inputs, **more, return_lse=True, backend=backend)):
             raised.add(name)
-    assert raised >= set(INPUTS) or backend == "naive"  # which may keep copies
+    assert raised >= set(INPUTS) or backend == "naive"  # it may keep copies
 
 
 def test_a_call_that_is_like_an_earlier_one(backend):

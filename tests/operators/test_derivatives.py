@@ -84,9 +84,7 @@ SECOND = {
         sum(y.square().sum() for y in torch.autograd.grad(f(*x), x, create_graph=True)), x
     ),
     "reverse over reverse": lambda f, x: torch.func.vjp(_gradients(f), *x)[1](tuple(x)),
-    "forward over reverse": lambda f, x: torch.func.jvp(torch.func.grad(f, tuple(range(len(x)))), tuple(x), tuple(x))[
-        1
-    ],
+    "forward over reverse": lambda f, x: torch.func.jvp(_gradients(f), tuple(x), tuple(x))[1],
     "reverse over forward": lambda f, x: _gradients(lambda *y: torch.func.jvp(f, y, tuple(x))[1])(*x),
     "forward over forward": lambda f, x: [
         torch.func.jvp(lambda *y: torch.func.jvp(f, y, tuple(x))[1], tuple(x), tuple(x))[1]

@@ -33,7 +33,7 @@ def _function(case, device):
         pytest.skip("float64 is for the interpreter")
     case = small(case)
     tensors, options = case.draw()
-    for hidden in INPUTS:  # finite differences of what is NaN are NaN
+    for hidden in INPUTS:  # finite differences of NaN are NaN
         tensors[hidden] = tensors[hidden].nan_to_num(0.0, 0.0, 0.0)
     learned = [name for name in LEARNED if name in options]
     hidden = options["bias"].isinf() if "bias" in options else None
@@ -49,7 +49,7 @@ def _function(case, device):
             given["bias"] = given["bias"].masked_fill(hidden, float("-inf"))
         wanted = dict(return_lse=True, return_weights="weights" in case.grads)
         out, lse, *weights = fa.attention(query, key, value, backend="triton", **options | given, **wanted)
-        if case.query_mask:  # what comes back to a hidden row is not looked at, not even for its sink
+        if case.query_mask:  # incoming gradients of hidden rows are ignored, also for sinks
             lse = lse.masked_fill(~options["query_mask"][..., None, :], 0.0)
         results = (out, lse.masked_fill(lse.isinf(), 0.0), *weights)
         return sum((x * torch.linspace(-1, 2, x.numel(), dtype=x.dtype).view(x.shape)).sum() for x in results)

@@ -16,7 +16,7 @@ for package in ("onnx", "onnxscript", "onnxruntime"):
     pytest.importorskip(package)
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-SIZES = dict(B=3, Hq=4, Hkv=2, Sq=37, Sk=45)  # no two alike, so that a size names its dimension
+SIZES = dict(B=3, Hq=4, Hkv=2, Sq=37, Sk=45)  # all different, so that a size tells its dimension
 OTHERS = dict(B=2, Sq=70, Sk=19)
 DIMS = {SIZES[name]: torch.export.Dim(name, min=2, max=4096) for name in OTHERS}
 MASKS = Case("masks", **SIZES, mask="pairs", key_mask="own", query_mask="own", causal=True)
@@ -40,9 +40,8 @@ def exported(call, tensors, dims=None):
     """Return the ONNX program of a Call; dims: {size: Dim} of the sizes that are dynamic."""
     tensors = tuple(tensors)
     shapes = tuple({axis: dims[size] for axis, size in enumerate(x.shape) if size in dims} for x in tensors if dims)
-    return torch.onnx.export(
-        call.eval(), tensors, dynamo=True, verbose=False, dynamic_shapes=(shapes,) if dims else None
-    )
+    shapes = (shapes,) if dims else None
+    return torch.onnx.export(call.eval(), tensors, dynamo=True, verbose=False, dynamic_shapes=shapes)
 
 
 def check(case):

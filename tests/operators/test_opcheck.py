@@ -58,7 +58,7 @@ def _bias_of_keys(device):
 
 
 def _bias_of_rows(device):
-    # Stats hold the rounding error of the output as bytes. They may look like a NaN, which equals nothing.
+    # Stats hold the rounding error of the output as bytes. These may look like NaN, which is not equal to itself.
     for _ in range(100):
         call = fields(*dense(device, torch.float16), bias=random_tensors(device)[0](B, 1, SQ, 1))
         if not OPERATORS.forward(*call, False, False, True, "triton")[3].isnan().any():
@@ -106,18 +106,13 @@ def _packed_mask(device):
 
 
 INPUTS = (True, True, True, False, False, False)
+BIAS_OF_PAIRS = (True, False, False), (False, True, False, True, True, False)
 # {name: (call, need_lse, need_weights, save, and for some (incoming gradients, wanted ones))}
 CALLS = {
     "window": (_window, True, False, True, ((True, True, False), INPUTS)),
     "nothing saved": (_window, False, False, False),
     "masks": (_masks, True, True, True, ((False, False, True), (True, *[False] * 5))),
-    "bias of pairs": (
-        _bias_of_pairs,
-        True,
-        False,
-        True,
-        ((True, False, False), (False, True, False, True, True, False)),
-    ),
+    "bias of pairs": (_bias_of_pairs, True, False, True, BIAS_OF_PAIRS),
     "keys": (_bias_of_keys, False, True, False, ((True, False, True), (False, False, True, True, False, True))),
     "bias of rows": (_bias_of_rows, False, False, True),
     "bias over batch": (_bias_over_batch, False, False, True),

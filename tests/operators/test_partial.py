@@ -10,7 +10,7 @@ from ..conftest import INTERPRETED
 from ..partial import at_once, by_parts, draw, oracle
 
 TRITON = pytest.param("triton", marks=pytest.mark.skipif(not INTERPRETED, reason="kernels need the interpreter"))
-CASES = {  # options, those that are learned, and whether keys are hidden
+CASES = {  # (options, learned options, are keys hidden?)
     "full": ({}, (), False),
     "causal": (dict(causal=True), (), False),
     "window": (dict(window=(20, 3)), (), False),
@@ -53,7 +53,7 @@ def test_parts_make_the_whole(name, cut, backend):
         exact = oracle(reference.attention, tensors, options, rows, key_mask)
         if tolerance is None:
             eager = at_once(reference.eager, tensors, options, rows, key_mask)
-            del found["lse"], eager["lse"]  # the oracle has that of all rows for what is empty
+            del found["lse"], eager["lse"]  # empty rows have the lse of all rows in the oracle
             exact.pop("lse")
             wrong = {name: each.why for name, each in verdicts(found, eager, exact).items() if each.why}
             assert not wrong

@@ -16,7 +16,7 @@ from ..sample import matrix, named
 from ..sequences import attention_varlen, by_sequence, offsets
 from ..tangents import compare, directions, with_tangents
 
-# Every input has a tangent here, and may be the only one that has.
+# Every option with a tangent; each input in turn is the only one with a tangent.
 EVERYTHING = Case("", B=2, Hq=4, Hkv=2, bias="heads", alibi="own", sinks=True, softcap=2.0, causal=True, key_mask="own")
 
 
@@ -63,13 +63,8 @@ def test_tangents_on_a_cpu(case, weights):
 @pytest.mark.parametrize(
     "name, dropout",
     [
-        ("query", 0.3),
-        ("key", 0.0),
-        ("value", 0.3),
-        ("value", 0.0),
-        ("bias", 0.3),
-        ("alibi_slopes", 0.0),
-        ("sinks", 0.3),
+        *(("query", 0.3), ("key", 0.0), ("value", 0.3), ("value", 0.0)),
+        *(("bias", 0.3), ("alibi_slopes", 0.0), ("sinks", 0.3)),
     ],
 )
 @pytest.mark.one_in(5)
@@ -134,7 +129,7 @@ def test_a_hidden_key_may_be_huge(backend, device):
 
 @pytest.mark.parametrize("backend, options", [("cpu", {}), ("naive", dict(sinks=torch.zeros(1), return_weights=True))])
 def test_a_row_whose_results_are_parts_of_more(backend, options):
-    """torch wants a tangent in the layout of its result; one row of a wider tensor is contiguous."""
+    """torch wants a tangent in the layout of its result. One row of a wider tensor is contiguous."""
     query, key, value = torch.randn(1, 64), torch.randn(3, 64), torch.randn(3, 32)
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(query, torch.ones_like(query))

@@ -1,15 +1,13 @@
 """Memory of forward mode grows linearly with the sequence."""
 
-import os
 import pathlib
-import subprocess
-import sys
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[2]
+from ..conftest import run_python
+
 LONG, WIDTH = 16384, 64
-# A step of one head: what it adds to the memory of a process at its peak, output and tangent among it.
+# Prints the peak memory that a step of one head adds, output and tangent included.
 STEP = f"""
 import re
 import torch
@@ -19,7 +17,7 @@ def peak():
     return 2**10 * int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1])
 
 torch.set_num_threads(1)
-for length in (64, {LONG // 2}, {LONG}):  # the first loads what is loaded once
+for length in (64, {LONG // 2}, {LONG}):  # the first call loads libraries
     inputs, directions = torch.randn(2, 3, 1, 1, length, {WIDTH}).unbind()
     open("/proc/self/clear_refs", "w").write("5")
     before = peak()
@@ -33,10 +31,7 @@ for length in (64, {LONG // 2}, {LONG}):  # the first loads what is loaded once
 @pytest.mark.matrix
 @pytest.mark.skipif(not pathlib.Path("/proc/self/clear_refs").exists(), reason="only Linux forgets a peak")
 def test_on_a_cpu_it_grows_as_the_sequence_does():
-    environment = os.environ | dict(PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    done = subprocess.run([sys.executable, "-c", STEP], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    _, half, whole = map(int, done.stdout.split())
+    _, half, whole = map(int, run_python("-c", STEP).split())
     given = 6 * LONG * WIDTH * 4  # bytes of query, key, value and their tangents
     assert whole <= 5 * given, f"{whole / given:.2f} times its inputs; all scores would be {LONG**2 * 4 / given:.0f}"
     assert whole <= 2.2 * half, f"{whole / half:.2f} times that of half the sequence"

@@ -29,7 +29,7 @@ def test_compile_whole_graph_forward_and_backward(name, device, backend, fresh):
         return by(backend)(query, key, value, return_lse=True, return_weights=True, **options)
 
     inputs, options = draw(device, requires_grad=True), OPTIONS[name](SQ, SK, device)
-    # Inductor takes half a minute for each naive graph on a CPU; one will do, the rest is capture and autograd.
+    # Inductor takes half a minute for each naive graph on a CPU: one is enough.
     compiler = "inductor" if name == "causal" or backend == "triton" else "aot_eager"
     got = torch.compile(step, fullgraph=True, backend=compiler)(*inputs, options)
     assert [x.stride() for x in got] == [x.stride() for x in step(*inputs, options)]
@@ -80,7 +80,7 @@ def test_an_export_of_weights_of_grouped_heads_takes_any_length(options):
 
 @pytest.mark.parametrize("backend, dropout_p", [(None, 0.0), (None, 0.3), ("naive", 0.0)])
 def test_a_checkpoint_may_keep_products(backend, dropout_p):
-    """Kept tensors may not be written to."""
+    """Tensors that a checkpoint keeps may not be written to."""
     keep = [torch.ops.aten.mm.default, torch.ops.aten.bmm.default]
     contexts = functools.partial(checkpoints.create_selective_checkpoint_contexts, keep)
     inputs = draw("cpu", sq=33, sk=33, requires_grad=True)
@@ -208,7 +208,7 @@ def test_a_mode_sees_each_operator_and_a_negated_view_is_read_as_such(backend, d
 
 @pytest.mark.matrix
 def test_a_compiler_drops_the_same(device):
-    """Inductor's C++ assumes that no product of integers overflows."""
+    """Inductor's C++ assumes that products of integers do not overflow."""
     if device == "cpu" and shutil.which("g++") is None and shutil.which("clang++") is None:
         pytest.skip("needs a C++ compiler")
 

@@ -110,7 +110,6 @@ def test_what_cannot_be_mapped_over_is_named(device):
 
     key_mask, starts = torch.ones(3, 5, dtype=torch.bool, device=device), torch.stack([offsets((2, 3), device)] * 3)
     x = torch.randn(3, 5, 2, 16, device=device)
+    attend = lambda x, starts, mask: fa.attention_varlen(x, x, x, starts, starts, key_mask=mask)  # noqa: E731
     with pytest.raises(ValueError, match="max_seqlen_.: expected an int"):
-        torch.vmap(lambda x, starts, mask: fa.attention_varlen(x, x, x, starts, starts, key_mask=mask))(
-            x, starts, key_mask
-        )
+        torch.vmap(attend)(x, starts, key_mask)

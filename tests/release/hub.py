@@ -1,8 +1,8 @@
-"""Load the build for Hugging Face's kernels with their package, beside pip's copy of ours.
+"""Load the build for Hugging Face's kernels with their package, beside another copy of ours.
 
-    python hub.py FOLDER ROOT      the build, and the repository, whose copy stands for pip's
+    python hub.py FOLDER ROOT      the build, and the repository, which stands for pip's copy
 
-Run from elsewhere, for the repository has a folder `kernels` that is another one.
+Run it from elsewhere: the repository has another folder `kernels`.
 """
 
 import contextlib
@@ -58,7 +58,7 @@ def benchmarks_run():
     """Run our workloads and the small ones of the suite, which verifies their results."""
     run, ran = suite(), []
     (script,) = run.discover_benchmark_scripts("fusedattn", FOLDER)
-    available, torch.cuda.is_available = torch.cuda.is_available, lambda: True  # so the suite's own are there
+    available, torch.cuda.is_available = torch.cuda.is_available, lambda: True  # so that the suite's own classes exist
     classes = run.discover_benchmark_classes(script, FOLDER)
     torch.cuda.is_available = available
     for one in classes:

@@ -2,13 +2,13 @@
 
 import re
 import runpy
-import subprocess
-import sys
 import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
+
+from ..conftest import run_python
 
 ROOT = Path(__file__).parents[2]
 EPOCH = 1_700_000_001
@@ -59,13 +59,13 @@ def test_the_wheel_is_small_and_holds_the_packages_alone_and_asks_for_torch_and_
     assert needed == {"Requires-Dist: torch>=2.10", 'Requires-Dist: triton>=3.6; sys_platform == "linux"'}
 
 
-# Runs a module, without what an editable installation would find.
+# Runs a module where an editable installation is not found.
 ALONE = """
 import runpy, sys
 sys.meta_path = [finder for finder in sys.meta_path if "editable" not in str(finder)]
 del sys.argv[0]
 import fusedattn, fusedattn.kernels
-print(*fusedattn.__path__, *fusedattn.kernels.__path__, sep="\\n", file=sys.stderr)
+print(*fusedattn.__path__, *fusedattn.kernels.__path__, sep="\\n")
 runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 """
 
@@ -73,12 +73,9 @@ runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 def test_the_wheel_works_where_there_is_no_repository(made, tmp_path):
     (_, wheel), _ = made
     zipfile.ZipFile(wheel).extractall(tmp_path)
-    done = subprocess.run(
-        [sys.executable, "-c", ALONE, "fusedattn", "bench", "--help"], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert done.returncode == 0 and "QUESTION" in done.stdout, done.stderr
+    printed = run_python("-c", ALONE, "fusedattn", "bench", "--help", cwd=tmp_path)
     where = [str(tmp_path / "fusedattn"), str(tmp_path / "fusedattn" / "kernels")]
-    assert done.stderr.splitlines()[-2:] == where
+    assert printed.splitlines()[:2] == where and "QUESTION" in printed
 
 
 def test_a_module_that_git_does_not_know_is_not_forgotten(dist, monkeypatch, tmp_path):

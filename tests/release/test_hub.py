@@ -2,16 +2,15 @@
 
 import importlib.metadata
 import json
-import os
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from ..conftest import run_python
+
 ROOT = Path(__file__).parents[2]
-KERNELS = ROOT / ".kernels"  # by `make .kernels`; the folder `kernels` of the repository is another thing
+KERNELS = ROOT / ".kernels"  # from `make .kernels`; not the folder `kernels` of the repository
 WORKLOADS = {
     *(f"Attention.{name}" for name in ("grouped_causal", "padding", "softcap", "training", "window")),
     *(f"{name}.small" for name in ("FlashAttention", "FlashAttentionCausal", "FlashAttentionVarlen")),
@@ -55,10 +54,8 @@ def test_kernels_loads_it_beside_the_installed_copy(folder, tmp_path):
             importlib.metadata.version("kernels")
         except importlib.metadata.PackageNotFoundError:
             pytest.skip("Hugging Face's kernels is not installed: make .kernels")
-    environment = os.environ | {"PYTHONPATH": str(KERNELS), "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    program = [sys.executable, ROOT / "tests" / "release" / "hub.py", folder, ROOT]
-    done = subprocess.run(program, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    said = json.loads(done.stdout.splitlines()[-1])
+    environment = dict(PYTHONPATH=str(KERNELS), TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+    printed = run_python(ROOT / "tests" / "release" / "hub.py", folder, ROOT, cwd=tmp_path, **environment)
+    said = json.loads(printed.splitlines()[-1])
     built = json.loads((folder / "build" / "torch-cpu" / "metadata.json").read_text())
     assert said["id"] == built["id"] and set(said["ran"]) == WORKLOADS

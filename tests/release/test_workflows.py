@@ -1,4 +1,4 @@
-"""GitHub's workflows, as far as files say it: least permissions, pinned actions, nothing of strangers in commands."""
+"""GitHub's workflows: least permissions, pinned actions, and no text of strangers in commands."""
 
 import re
 from pathlib import Path
@@ -11,10 +11,10 @@ ROOT = Path(__file__).parents[2]
 GITHUB = ROOT / ".github"
 FILES = sorted((GITHUB / "workflows").glob("*.yml"))
 PROJECT = (ROOT / "pyproject.toml").read_text()
-# The one job that may do more than read: it has no code of ours, and publishes what the others built.
+# The only job that may do more than read. It runs no code of ours and publishes the files of the other jobs.
 PUBLISHES = ("release.yml", "publish")
 READS = {"contents": "read"}
-# Of the expressions that commands of a shell, and their environment, may have: none that somebody outside can choose.
+# Expressions that shell commands and their environment may have: strangers cannot choose these.
 OURS = re.compile(r"matrix\.\w+|github\.(workflow|ref)")
 
 
