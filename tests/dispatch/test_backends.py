@@ -79,12 +79,12 @@ def test_cpu_refuses_tensors_elsewhere():
 
 def test_hopper_has_no_kernel_for_packed_sequences_and_caches():
     packed, cache, ends = torch.randn(8, 2, 16), torch.randn(1, 2, 8, 16), torch.tensor([0, 8], dtype=torch.int32)
-    calls = (
-        functools.partial(fa.attention_varlen, packed, packed, packed, ends, ends),
-        functools.partial(fa.attention_decode, cache[:, :, :1], cache, cache, cache_seqlens=ends[1:]),
-    )
-    for call in calls:
-        with pytest.raises(NotImplementedError, match="'hopper' cannot take this call"):
+    calls = {
+        "packed sequences": functools.partial(fa.attention_varlen, packed, packed, packed, ends, ends),
+        "caches": functools.partial(fa.attention_decode, cache[:, :, :1], cache, cache, cache_seqlens=ends[1:]),
+    }
+    for lacks, call in calls.items():
+        with pytest.raises(NotImplementedError, match=f"'hopper' cannot take this call: .*{lacks}"):
             call(backend="hopper")
         with fa.use_backend("hopper"), pytest.raises(NotImplementedError, match="hopper"):
             call()
