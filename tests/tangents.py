@@ -13,7 +13,7 @@ RESULTS = "out", "lse", "weights"
 def directions(tensors, options, names=None, seed=1):
     """Return {name: tangent} of the inputs and learned options, or only of `names`.
 
-    The tangent of a hidden element, which may not be read, is as bad as the element.
+    Tangents of hidden elements, which may not be read, are NaN or infinite like the elements.
     """
     generator = torch.Generator().manual_seed(seed)
     inputs = {name: tensors[name] for name in INPUTS} | {name: options[name] for name in LEARNED if name in options}

@@ -19,7 +19,7 @@ BATCH, LENGTH, WIDTH, INSIDE = 2, 4, 6, 10
 
 
 def assert_textbook(got, textbook, inputs):
-    """Assert that results, and gradients of the first in random directions, are as good as those of `textbook()`."""
+    """Assert that results, and gradients of the first one, are as good as those of `textbook()`."""
 
     def with_gradients(results):
         first = results[0]

@@ -11,15 +11,11 @@ import fusedattn as fa
 from fusedattn import cli
 from fusedattn.cli import bench
 
+from .test_cli import answer
+
 pytestmark = pytest.mark.usefixtures("at_once", "one_thread")
 TINY = ["bench", "--device", "cpu", "--shape", "1,2,1,24,40,16", "--providers", "fusedattn,naive,sdpa:math"]
 SQUARE = ["bench", "--device", "cpu", "--shape", "1,2,2,32,32,16", "--providers", "fusedattn,naive"]
-
-
-def answer(capsys, *arguments):
-    """Return (exit status, the JSON that a command printed)."""
-    status = cli.main([*arguments, "--json"])
-    return status, json.loads(capsys.readouterr().out)
 
 
 def said(capsys, *arguments):

@@ -32,6 +32,7 @@ def _environment(tmp_path, monkeypatch):
 
 
 def answer(capsys, *arguments):
+    """Return (exit status, the JSON that a command printed)."""
     status = cli.main([*arguments, "--json"])
     return status, json.loads(capsys.readouterr().out)
 

@@ -2,7 +2,7 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -289,15 +289,9 @@ def test_compiled_code_is_ours_inside_and_torchs_outside(function, first, everyw
     watched = Watched()
     compiled = torch.compile(function, fullgraph=True, backend=watched)
     for inside in (first, not first, first):
-        if not inside:
+        ours = enabled() if everywhere else compat.sdpa()
+        with ours if inside else nullcontext():
             out = compiled(X)
-        elif everywhere:
-            compat.enable_sdpa()
-            out = compiled(X)
-            compat.disable_sdpa()
-        else:
-            with compat.sdpa():
-                out = compiled(X)
         assert_like(out, function, X)
     assert watched.ours() == [first, not first]
 
@@ -323,10 +317,7 @@ def test_compiled_models_of_torch_are_ours_with_gradients():
     compiled = torch.compile(lambda x: model(x, x, x, need_weights=False)[0].sin().sum(), backend=watched)
     grads, x = [], X[0].clone().requires_grad_()
     for inside in (False, True, False):
-        if inside:
-            with compat.sdpa():
-                grads += torch.autograd.grad(compiled(x), x)
-        else:
+        with compat.sdpa() if inside else nullcontext():
             grads += torch.autograd.grad(compiled(x), x)
     assert_like(grads[1], lambda: torch.autograd.grad(model(x, x, x, need_weights=False)[0].sin().sum(), x)[0])
     assert torch.equal(grads[0], grads[2]) and watched.ours() == [False, True]

@@ -33,11 +33,8 @@ COVERED = {
     "scale": dict(scale=0.3),
     "float16": dict(dtype=torch.float16),
 }
-BACKWARDS = {
-    64: ("hopper_bwd", "hopper_bwd_deterministic"),
-    128: ("hopper_bwd", "hopper_bwd_deterministic"),
-    256: ("hopper_bwd_ds",) * 2,
-}
+# {D: (the backward, the backward with the same bits each time)}
+BACKWARDS = dict.fromkeys((64, 128), ("hopper_bwd", "hopper_bwd_deterministic")) | {256: ("hopper_bwd_ds",) * 2}
 
 
 def draw(dim, length=300, heads=(8, 8), dtype=torch.bfloat16, batch=2, requires_grad=False):
@@ -109,11 +106,8 @@ def test_a_named_backend_is_the_one_that_runs_or_raises():
     [
         *((2048, {}, 3), (2047, {}, 2), (8192, CAUSAL, 3), (8191, CAUSAL, 2), (8192, dict(window=(512, 512)), 2)),
         # A bound that hides nothing does not count.
-        *(
-            (2048, dict(window=(2047, 2047)), 3),
-            (2048, dict(window=(2046, 2047)), 2),
-            (8192, dict(window=(8191, 0)), 3),
-        ),
+        *((2048, dict(window=(2047, 2047)), 3), (2048, dict(window=(2046, 2047)), 2)),
+        (8192, dict(window=(8191, 0)), 3),
     ],
     ids=str,
 )
@@ -183,9 +177,8 @@ def test_what_a_file_finds_slower_or_wrong_is_left_to_calls_that_name_it(chosen,
                 found = fa.explain(*inputs, **options)
                 assert found.backend == "hopper" and found.tiles["hopper"] == GRID and found.backward == [tuned.SLOWER]
                 assert not {"hopper_bwd", "hopper_bwd_deterministic"} & {*found.tiles}
-        chosen(
-            [tuned.Row("hopper", *PLACE, x, why="NaN") for x in tile_table.HOPPER[128]] + [ROWS[-1]._replace(why="NaN")]
-        )
+        wrong = [tuned.Row("hopper", *PLACE, x, why="NaN") for x in tile_table.HOPPER[128]]
+        chosen([*wrong, ROWS[-1]._replace(why="NaN")])
         with pytest.raises(NotImplementedError, match="found no 'hopper' that gives right numbers"):
             fa.attention(*inputs, backend="hopper")
         assert fa.explain(*inputs).backward == [f"{run.none_is_right('hopper_bwd', inputs[0].device)}"]

@@ -59,14 +59,11 @@ def test_a_forward_and_a_backward_count_as_torchs(name, backend, device):
 def of_packed(tensors, cu_seqlens, backend):
     """Return the counts of packed sequences, and those of torch's own formulas."""
     query, key, value = tensors
-    longest = max(ROWS), max(KEYS)
-    options = dict(max_seqlen_q=longest[0], max_seqlen_k=longest[1], backend=backend)
+    options = dict(max_seqlen_q=max(ROWS), max_seqlen_k=max(KEYS), backend=backend)
     got, _ = counted(lambda: fa.attention_varlen(*tensors, *cu_seqlens, **options).sum().backward())
-    forward, backward = (
-        flop_counter.flop_registry[x]
-        for x in (torch.ops.aten._flash_attention_forward, torch.ops.aten._flash_attention_backward)
-    )
-    rest = *cu_seqlens, *longest
+    aten, formulas = torch.ops.aten, flop_counter.flop_registry
+    forward, backward = formulas[aten._flash_attention_forward], formulas[aten._flash_attention_backward]
+    rest = *cu_seqlens, max(ROWS), max(KEYS)
     return got, both(forward(query, key, value, *rest), backward(query, query, key, value, None, None, *rest))
 
 

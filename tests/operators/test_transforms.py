@@ -1,7 +1,4 @@
-"""Transforms of PyTorch one inside the other, and inside and around torch.compile: each way to a number is one number.
-
-What they are held to is eager PyTorch, of which torch itself takes every derivative.
-"""
+"""Transforms of PyTorch inside each other, inside of torch.compile and around it, against eager PyTorch."""
 
 import pytest
 import torch
@@ -14,7 +11,7 @@ from ..inside import HKV, HQ, OPTIONS, D, by
 from ..sample import product
 from ..sequences import offsets
 
-SQ, SK, DV = 3, 4, 2  # Jacobians have a row for each number
+SQ, SK, DV = 3, 4, 2  # small, because a Jacobian has a row for each element
 BACKENDS = "triton", "naive", None
 
 
@@ -116,7 +113,7 @@ def test_third_derivatives(first, second, third, name, backend, device):
             along = _derivative(along, mode)
         return along(query.new_zeros(()))
 
-    # On a GPU kernels take no float64. In float32 chance decides eager's error of a single number: there are 16.
+    # On a GPU kernels take no float64. In float32 chance decides eager's error of one number, so there are 16.
     dtype, lines = (torch.float64, 1) if device == "cpu" else (torch.float32, 16)
     options, inputs = OPTIONS[name](SQ, SK, device), _draw(device, dtype)
     assert_like(derive(backend, dtype, inputs, options, lines), derive, "eager", dtype, inputs, options, lines)
