@@ -1,4 +1,4 @@
-"""Inside PyTorch: compile, export, opcheck, checkpointing, autocast, fake tensors."""
+"""The operators inside PyTorch: compile, export, checkpoints, autocast and fake tensors."""
 
 import functools
 import shutil
