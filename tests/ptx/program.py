@@ -1,8 +1,8 @@
-"""A parsed kernel as Python functions, one a basic block.
+"""A parsed kernel as Python functions, one for each basic block.
 
-`run(S, R, m)` does the instructions of a block for many lanes at once. S is the machine; R is the list of registers,
-each an array with one element a lane; m says which lanes are active. Where all are, a second version of the function
-does without m. It returns where to go on: the number of a block, -1 for the end, or a tuple that the machine acts on.
+`run(S, R, m)` executes a block for many lanes at once. S is the machine, R the list of registers, each an array with
+one element a lane, and m the mask of active lanes. A second version of the function, without m, serves if all are
+active. It returns the next block: its number, -1 for the end, or a tuple that names a method of the machine.
 """
 
 import re
@@ -14,19 +14,19 @@ from . import ops
 from .emit import TYPES, UNSIGNED, Emitter
 from .parse import BITS
 
-_ENDS = re.compile(r"(bra|brx|ret|exit|mbarrier\.try_wait)\b|bar(rier)?(\.cta)?\.(sync|arrive)\b")
-_BEGINS = "mbarrier.try_wait"  # a wait that is not over is done again
+_ENDS = re.compile(r"(bra|brx|ret|mbarrier\.try_wait)\b|bar(rier)?\.sync\b")
+_BEGINS = "mbarrier.try_wait"  # a wait that is not over repeats its block
 _NAMES = vars(ops) | {dtype.__name__: dtype for dtype in TYPES.values()} | {"np": np}
 
 
 class Program:
-    """A kernel cut into basic blocks, each compiled when it is first asked for.
+    """A kernel cut into basic blocks, each compiled on first use.
 
     Attributes:
-        kernel: as it was parsed. params: {name: Param}. blocks: lists of instructions.
-        index, width, home: by register: its place in R, by place: its bits, the dtype in which it is kept.
+        kernel: the parsed Kernel. params: {name: Param}. blocks: lists of instructions.
+        index: {register: place in R}. width, home: by place, the bits and the stored dtype of a register.
         labels: {label: number of a block}. tables: {name of a branch table: labels}.
-        polls: blocks that load a volatile number until it is another.
+        polls: blocks that load a volatile number until it changes.
         used: registers that an instruction reads.
         grain: bytes of the smallest access to shared memory.
     """
@@ -50,14 +50,14 @@ class Program:
         return volatile and any(each.op == "bra" and self.labels[each.args[0]] == block for each in self.blocks[block])
 
     def _elected(self):
-        """For each register the dtype that most of its reads and writes want, so that few are views."""
+        """Return for each register the dtype that most reads and writes vote for, so that few need views."""
         votes = [Counter() for _ in self.home]
         for block in range(len(self.blocks)):
             Emitter(self, block, votes=votes).source()
         return [max(count, key=count.get, default=home) for count, home in zip(votes, self.home, strict=True)]
 
     def function(self, block, masked):
-        """`run` of a block."""
+        """Return `run` of a block."""
         key = block, masked
         if key not in self._functions:
             emitter = Emitter(self, block, masked)
@@ -69,7 +69,7 @@ class Program:
 
 
 def _cut(body):
-    """(blocks, labels, tables) of a kernel's body."""
+    """Return (blocks, labels, tables) of a kernel's body."""
     blocks, labels, tables = [[]], {}, {}
     for each in body:
         label = isinstance(each, str)
@@ -87,12 +87,12 @@ def _cut(body):
 
 
 def _read_by(instruction):
-    """The text of the operands that an instruction reads: all but the first, which may be an address to write to."""
+    """Return the text of the operands read: all but the first, and the first if it is an address."""
     first, rest = instruction.args[:1], instruction.args[1:]
     return " ".join((*(instruction.guard or ())[:1], *(x for x in first if x.startswith("[")), *rest))
 
 
 def _shared_bytes(instruction):
-    """Return the bytes that an instruction loads from or stores to shared memory at once; 4 for others."""
+    """Return the bytes of a load from or store to shared memory; 4 for other instructions."""
     load_or_store = re.match(r"(ld|st)\..*shared.*\.[a-z]+(\d+)$", instruction.op)
     return int(load_or_store[2]) // 8 if load_or_store else 4
