@@ -1,4 +1,4 @@
-"""Calls to caches, held to a loop over the sequences."""
+"""Random calls to caches, compared with a loop over the sequences."""
 
 import torch
 from hypothesis import strategies as st
@@ -14,7 +14,7 @@ from .strategies import DTYPES, rarely
 
 
 class Cache(Cached):
-    """A Cached call, shown as code."""
+    """A Cached with a repr that is code."""
 
     __slots__ = ()
     __repr__ = shown
@@ -22,7 +22,7 @@ class Cache(Cached):
 
 @st.composite
 def calls(draw, name):
-    """(a Cached, its seed)."""
+    """Draw (a Cached, its seed)."""
     Hkv, group = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 2, 3, 5]))
     C = draw(st.sampled_from([8, 1, 5, 15, 16, 17, 33, 48, 49]))
     page = rarely(draw, st.sampled_from([1, 3, 4, 7, 16, 20]), None, 2)
@@ -37,7 +37,7 @@ def calls(draw, name):
         Sq = 2
     half = half if max(lengths) + new else 0
     if half:
-        Sq = min(Sq, min(lengths) + new)  # none stands before position 0
+        Sq = min(Sq, min(lengths) + new)  # no row before position 0
     made = dict(Hq=Hkv * group, Hkv=Hkv, Sq=Sq, C=C, D=D, Dv=draw(st.sampled_from([D, D, 1, 8, 24])), lengths=lengths)
     made |= dict(new=new, page=page, dtype=draw(st.sampled_from(DTYPES)), strided=draw(st.booleans()), half=half)
     made |= dict(causal=draw(st.booleans()), scale=rarely(draw, st.sampled_from([1.0, -0.4, 0.0])))
@@ -53,7 +53,7 @@ def calls(draw, name):
 
 
 def hold(call):
-    """Raise Wrong for a result, or a cache, that is not as by a loop over the sequences, by one draw and by eight."""
+    """Raise Wrong for results or caches unlike those of the loop. Errors must also show in eight draws together."""
     case, seed = call
     for backend in ("triton", None):
         draws = [_drawn(case, seed, backend)]
@@ -66,7 +66,7 @@ def hold(call):
 
 
 def _drawn(case, seed, backend):
-    """Return the results of a call, by eager PyTorch and by float64; raise Wrong for memory that should not change."""
+    """Return results of a call, of eager PyTorch and of float64. Raise Wrong if other memory changed."""
     arguments = case.draw(seed=seed)
     eager, expected = one_by_one(reference.eager, arguments)
     oracle, _ = one_by_one(reference.attention, in_float64(arguments))
@@ -81,10 +81,10 @@ def _drawn(case, seed, backend):
     if not all(
         torch.allclose(arguments[f"{x}_cache"], y, **rounding) for x, y in zip(("key", "value"), expected, strict=True)
     ):
-        raise Wrong(f"{backend}: a cache does not hold what is new")
+        raise Wrong(f"{backend}: a cache does not hold the new rows")
     found = dict(zip(("out", "lse", "weights"), results, strict=False))
     if found["out"].dtype != case.dtype or found["lse"].dtype != torch.promote_types(case.dtype, torch.float32):
-        raise Wrong(f"{backend}: out or lse is of another dtype")
+        raise Wrong(f"{backend}: out or lse has another dtype")
     return found, eager, oracle
 
 

@@ -32,20 +32,13 @@ def elements(of, coordinates):
     return ((place >= 0) & (place < of.shape)).all(1), of.base + (place * of.strides).sum(1) * of.itemsize
 
 
-def _adds(allocation, places, data):
-    def add():
-        allocation.view(F32)[places] += data.view(F32)
-
-    return add
-
-
 class Boxes(GlobalMemory, Mbarriers):
     """The stores in flight, and the number of groups that each lane has committed."""
 
     def __init__(self, *launch):
         super().__init__(*launch)
         self.stores, self.stored = [], np.zeros(self.L, S64)
-        self.additions = []  # (lane, groups committed before, function that adds)
+        self.additions = []  # (lane, groups committed before, float32 memory, places in it, numbers)
 
     def boxes(self, m, descriptor, coordinates, pointer, offset, line):
         """Yield (lane, TensorMap, mask of elements inside, addresses, places in `smem`) for each active lane."""
@@ -99,7 +92,8 @@ class Boxes(GlobalMemory, Mbarriers):
             elif of.kind == FLOAT32:
                 bad = allocation.unwritten(places, of.itemsize)
                 self.complain("uninitialised", bad, allocation, places, "was written by nobody", line)
-                self.additions.append((lane, self.stored[lane], _adds(allocation, places // of.itemsize, data.copy())))
+                numbers = data.copy().view(F32)
+                self.additions.append((lane, self.stored[lane], allocation.view(F32), places // 4, numbers))
             else:
                 raise NotImplementedError(f"line {line}: adds elements of type {of.kind}")
 
@@ -113,11 +107,11 @@ class Boxes(GlobalMemory, Mbarriers):
     def add_up(self, m=None, limit=None):
         """Do the additions of groups below a limit, for some lanes; by default all that are left, last first."""
         left = []
-        for lane, group, adds in self.additions if limit is not None else reversed(self.additions):
+        for lane, group, memory, places, numbers in self.additions if limit is not None else reversed(self.additions):
             if limit is None or (group < limit[lane] and (m is None or m[lane])):
-                adds()
+                memory[places] += numbers
             else:
-                left.append((lane, group, adds))
+                left.append((lane, group, memory, places, numbers))
         self.additions = left
 
     def bulk_wait(self, m, count):

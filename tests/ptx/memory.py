@@ -182,12 +182,16 @@ class GlobalMemory(Lanes):
         if bad.any():
             self.report.add(kind, line, f"{allocation.name} at byte {int(at[bad][0])} {what}", bad.sum())
 
+    def complain_of_bytes(self, allocation, at, size, line):
+        """Report reads of ranges that nobody wrote, or that lie outside all elements."""
+        self.complain("uninitialised", allocation.unwritten(at, size), allocation, at, "was written by nobody", line)
+        self.complain("astray", allocation.astray(at, size), allocation, at, "is of no element", line)
+
     def reads_global(self, allocation, at, size, blocks, line):
         """Report loads of ranges that nobody wrote, or that another block stored to."""
-        bad, foreign = allocation.unwritten(at, size), allocation.foreign(at, size, blocks)
-        self.complain("uninitialised", bad, allocation, at, "was written by nobody", line)
+        self.complain_of_bytes(allocation, at, size, line)
+        foreign = allocation.foreign(at, size, blocks)
         self.complain("race between CTAs", foreign, allocation, at, "was stored by another CTA", line)
-        self.complain("astray", allocation.astray(at, size), allocation, at, "is of no element", line)
 
     def writes_global(self, allocation, at, size, blocks, line):
         """Record stores, and report stores to ranges of another block."""
@@ -215,16 +219,13 @@ class GlobalMemory(Lanes):
         """Add without a result (atom.global.add, red.global.add)."""
         lanes, n, size = self.lanes(m), len(values), np.dtype(dtype).itemsize
         allocation, at = self.global_at(m, pointer, offset, n * size, line)
-        bad = allocation.unwritten(at, n * size)
-        self.complain("uninitialised", bad, allocation, at, "was written by nobody", line)
-        self.complain("astray", allocation.astray(at, n * size), allocation, at, "is of no element", line)
+        self.complain_of_bytes(allocation, at, n * size, line)
         np.add.at(allocation.view(dtype), at // size + np.arange(n)[:, None], np.stack(values)[:, lanes])
 
     def take_global(self, m, pointer, offset, value, line):
         """Add to one u32 a lane, and return the previous values (L,)."""
         allocation, at = self.global_at(m, pointer, offset, 4, line)
-        self.complain("uninitialised", allocation.unwritten(at, 4), allocation, at, "was written by nobody", line)
-        self.complain("astray", allocation.astray(at, 4), allocation, at, "is of no element", line)
+        self.complain_of_bytes(allocation, at, 4, line)
         there, found = allocation.view(np.uint32), []
         for place, more in zip(at // 4, self.full(value)[self.lanes(m)], strict=True):
             found.append(there[place])

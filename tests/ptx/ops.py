@@ -60,19 +60,18 @@ def to_f16(x):
 # Integers
 
 
-def truncated_div(a, b):
+def div(a, b):
     """Return a / b rounded to 0, as in C. A division by 0 gives all ones."""
     zero = b == 0
-    safe = where(zero, b.dtype.type(1), b)
+    safe = where(zero, S32(1), b)
     quotient = a // safe
-    if a.dtype.kind == "i":
-        quotient = quotient + ((quotient * safe != a) & ((a < 0) != (safe < 0))).astype(a.dtype)
-    return where(zero, ~a.dtype.type(0), quotient)
+    quotient = quotient + ((quotient * safe != a) & ((a < 0) != (safe < 0))).astype(S32)
+    return where(zero, S32(-1), quotient)
 
 
-def truncated_rem(a, b):
-    """Return the remainder of `truncated_div`, with the sign of a; a if b is 0."""
-    return a - truncated_div(a, b) * b
+def rem(a, b):
+    """Return the remainder of `div`, with the sign of a."""
+    return a - div(a, b) * b
 
 
 def mul_hi(a, b):

@@ -26,13 +26,6 @@ class Unsupported(NotImplementedError):
     """PTX that the emulator does not know. The message has its line and text."""
 
 
-class Param(NamedTuple):
-    """A parameter of an entry, of `size` bytes."""
-
-    name: str
-    size: int
-
-
 class Instruction(NamedTuple):
     """An instruction, with operands as text."""
 
@@ -47,7 +40,7 @@ class Kernel(NamedTuple):
     """A parsed entry point."""
 
     name: str
-    params: tuple
+    params: dict  # {name: bytes}
     registers: dict  # {name: type, such as b32}
     body: list  # of Instruction, and of str for a label
     threads: int  # of a block
@@ -84,7 +77,7 @@ def parse(ptx):
     entry = _ENTRY.search(ptx)
     begin = ptx.index("{", entry.end())
     head = ptx[entry.end() : begin]
-    params = [Param(name, BITS[kind] // 8 * int(count or 1)) for kind, name, count in _PARAM.findall(head)]
+    params = {name: BITS[kind] // 8 * int(count or 1) for kind, name, count in _PARAM.findall(head)}
     threads = _THREADS.search(head)
     rest = _IGNORED.sub("", _THREADS.sub("", _PARAM.sub("", head)))
     if rest or threads is None:
@@ -92,7 +85,7 @@ def parse(ptx):
     registers, body = {}, []
     for line, text, scope in _statements(ptx, begin):
         _statement(line, text, scope, registers, body)
-    return Kernel(entry[1], tuple(params), registers, body, int(threads[1]))
+    return Kernel(entry[1], params, registers, body, int(threads[1]))
 
 
 def _line(ptx, at):

@@ -23,7 +23,7 @@ class Program:
     """A kernel cut into basic blocks, each compiled on first use.
 
     Attributes:
-        kernel: the parsed Kernel. params: {name: Param}. blocks: lists of instructions.
+        kernel: the parsed Kernel. params: {name: bytes}. blocks: lists of instructions.
         index: {register: place in R}. width, home: by place, the bits and the stored dtype of a register.
         labels: {label: number of a block}. tables: {name of a branch table: labels}.
         polls: blocks that load a volatile number until it changes.
@@ -33,7 +33,7 @@ class Program:
 
     def __init__(self, kernel):
         self.kernel = kernel
-        self.params = {param.name: param for param in kernel.params}
+        self.params = kernel.params
         self.index = {name: i for i, name in enumerate(kernel.registers)}
         self.width = [BITS[kind] for kind in kernel.registers.values()]
         self.blocks, self.labels, self.tables = _cut(kernel.body)

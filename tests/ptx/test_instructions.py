@@ -344,7 +344,7 @@ done: ret;
 def test_parsing_keeps_parameters_registers_and_lines():
     kernel = parse(SCOPES)
     assert (kernel.name, kernel.threads) == ("_scopes$1", 128)
-    assert kernel.params == (("p_0", 8), ("p_1", 128), ("p_2", 4))
+    assert kernel.params == dict(p_0=8, p_1=128, p_2=4)
     names = ["%p0", "%p1", "%p2", "%r0", "%r1", "x", "P__1", "x__2", "y__2", "y__3"]
     assert kernel.registers == dict(zip(names, ["pred"] * 3 + ["b32"] * 3 + ["pred", "b32", "b32", "b64"], strict=True))
     assert [each.line for each in kernel.body if not isinstance(each, str)] == [17, 18, 19, 23, 24, 24, 25, 27, 29]

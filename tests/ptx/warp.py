@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from .ops import F16, F32, S64, U16, U32
+from .ops import F32, S64, U16, U32, from_bf16, from_f16
 from .report import Fault
 from .shared import SharedMemory
 
@@ -16,9 +16,9 @@ def ballot(votes):
 
 def floats(raw, kind):
     """Return elements of 16 or 32 bits as float32. tf32 drops the lower 13 bits."""
-    if kind == "bf16":
-        return (raw.astype(U32) << U32(16)).view(F32)
-    return raw.view(F16).astype(F32) if kind == "f16" else (raw & U32(0xFFFFE000)).view(F32)
+    if kind == "tf32":
+        return (raw & U32(0xFFFFE000)).view(F32)
+    return from_bf16(raw) if kind == "bf16" else from_f16(raw)
 
 
 def transposed(words):

@@ -41,8 +41,6 @@ FLOATING = {  # types, modifiers, formula
     "ex2.approx": ("f32", "ftz", "np.exp2({})"),
 }
 SIGNED = {
-    "div": "truncated_div({}, {})",
-    "rem": "truncated_rem({}, {})",
     "min": "np.minimum({}, {})",
     "max": "np.maximum({}, {})",
     "min.relu": "np.maximum(np.minimum({}, {}), 0)",
@@ -55,6 +53,7 @@ SIGNLESS = {  # signed and unsigned results have the same bits
     "mul.lo": "{} * {}",
     "mad.lo": "{} * {} + {}",
 }
+UNSIGNED_OPERANDS = "prmt", "shf.l.wrap", "bfe"  # of these, all operands but the first
 LOGIC = {"and": "{} & {}", "or": "{} | {}", "xor": "{} ^ {}", "not": "~{}"}
 
 
@@ -98,10 +97,11 @@ def signless(e, op, d, *operands):
 @instruction("prmt shf.l.wrap", "b32")
 @instruction("bfe", "s32 s64 u32")
 @instruction("mul.hi", "s32 u32")
+@instruction("div rem", "s32")
 def by_function(e, op, d, a, *operands):
     """Emit a call of the function in `ops` of the same name."""
     dtype = TYPES[op.kind]
-    sources = e.array(a, dtype), *(e.read(x, dtype if op.name == "mul.hi" else U32) for x in operands)
+    sources = e.array(a, dtype), *(e.read(x, U32 if op.name in UNSIGNED_OPERANDS else dtype) for x in operands)
     e.write(d, f"{op.name.replace('.', '_')}({', '.join(sources)})", dtype)
 
 

@@ -23,7 +23,7 @@ def _vector(e, op, text):
 @instruction("ld.param", NUMBERS)
 def load_param(e, op, register, operand):
     name, offset = address(operand)
-    e.require(offset + BITS[op.kind] // 8 <= e.program.params[name].size)
+    e.require(offset + BITS[op.kind] // 8 <= e.program.params[name])
     dtype = _dtype(e, op, register)
     source = f"S.load_param({name!r}, {offset}, {dtype.__name__})"
     e.write(register, source, dtype, vote=False)
