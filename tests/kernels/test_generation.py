@@ -7,7 +7,7 @@ import fusedattn as fa
 from fusedattn.testing.tolerance import verdicts
 
 from .. import caches, sample
-from ..caches import Cached, bits, in_float64, one_by_one, touched
+from ..caches import Cached, bits
 from ..close import assert_like
 
 BACKENDS = ("naive", "triton")
@@ -23,23 +23,14 @@ def check(case, device, backend):
     if case.dtype == torch.float64 and device == "cuda":
         case = case._replace(dtype=torch.float16)
     arguments = case.draw(device)
-    held = [arguments["key_cache"], arguments["value_cache"]]
-    before = [bits(x).clone() for x in held]
-    eager, _ = one_by_one(fa.reference.eager, arguments)
-    oracle, expected = one_by_one(fa.reference.attention, in_float64(arguments))
+    before = {name: bits(arguments[name]).clone() for name in ("key_cache", "value_cache")}
+    eager, oracle, expected = caches.truths(arguments)
     results = fa.attention_decode(**arguments, backend=backend, return_lse=True, return_weights=True)
     got = dict(zip(("out", "lse", "weights"), results, strict=True))
     wrong = {name: verdict.why for name, verdict in verdicts(got, eager, oracle).items() if not verdict.ok}
     assert not wrong
     assert got["out"].dtype == case.dtype and got["lse"].dtype == torch.promote_types(case.dtype, torch.float32)
-    for cache, was, want in zip(held, before, expected, strict=True):
-        new = touched(cache, arguments)
-        assert torch.equal(bits(cache)[~new], was[~new])
-        if case.new:
-            torch.testing.assert_close(
-                cache.double(), want, equal_nan=True, rtol=2 * torch.finfo(case.dtype).eps, atol=1e-6
-            )
-    return got
+    caches.assert_written(arguments, before, expected)
 
 
 CASES = sample.named([*caches.SINGLE, *caches.EDGES, caches.EVERYTHING])

@@ -77,7 +77,7 @@ WRITES = {
 }
 
 
-def test_what_instructions_write():
+def test_registers_that_instructions_write():
     assert {x: len(hazards.written(x)) for x in WRITES} == WRITES
     assert all(hazards.written(x)[0] == 152 for x, count in WRITES.items() if count)
 
@@ -148,9 +148,10 @@ HAZARDS = {  # function: [(code, number of findings)]
 }
 
 
-@pytest.mark.parametrize(
-    "find, lines, expected", [(find, *row) for find, rows in HAZARDS.items() for row in rows], ids=lambda x: getattr(x, "__name__", "")
-)
+ROWS = [pytest.param(find, *row, id=find.__name__) for find, rows in HAZARDS.items() for row in rows]
+
+
+@pytest.mark.parametrize("find, lines, expected", ROWS)
 def test_hazards(find, lines, expected):
     found = find(written(*lines, "EXIT"))
     assert len(found) == expected

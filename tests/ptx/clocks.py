@@ -45,7 +45,6 @@ class Clocks(Lanes):
         self.knows[rows] = np.maximum(self.knows[rows], published)
 
     def hazard(self, kind, bad, cells, gwarp, access, other, why, line):
-        """Report the accesses that are bad."""
         if bad.any():
             first = np.unravel_index(bad.argmax(), bad.shape)
             byte = int(cells[first]) * self.grain % self.stride

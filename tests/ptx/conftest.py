@@ -7,7 +7,7 @@ import pytest
 
 from .cases import ALSO, ENTRIES, FEW, HOPPER
 
-CAPABILITIES = 80, HOPPER  # their instructions differ; 86 and 120 have those of 80
+CAPABILITIES = 80, HOPPER  # --everything also runs OTHERS
 OTHERS = 86, 120
 TILES = 4  # the most tiles in a row of a table
 
@@ -19,7 +19,6 @@ def pytest_addoption(parser):
 
 
 def pytest_generate_tests(metafunc):
-    """Parametrize tests that take `entry`, `capability` and `tile`."""
     if "entry" not in metafunc.fixturenames:
         return
     everything = metafunc.config.getoption("--everything", False)

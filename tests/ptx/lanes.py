@@ -108,7 +108,6 @@ class Lanes:
         return result
 
     def special(self, name):
-        """Return a special register such as %tid.x."""
         if name not in self.specials:
             raise NotImplementedError(name)
         return self.specials[name]
@@ -120,7 +119,6 @@ class Lanes:
         return self.full(dtype(PARAMS_AT + 4096 * list(self.program.params).index(name)))
 
     def param_at(self, address):
-        """Return the parameter at an address."""
         return self.params[list(self.program.params)[(address - PARAMS_AT) // 4096]]
 
     def load_param(self, name, offset, dtype):

@@ -35,7 +35,6 @@ class Machine(Copies, Products, Boxes):
         self.polled = dict.fromkeys(self.program.polls, 0)  # step at which a block last ran
 
     def run(self):
-        """Execute the program until all lanes have ended."""
         with np.errstate(all="ignore"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for step in range(self.most_steps):

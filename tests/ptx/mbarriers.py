@@ -81,7 +81,6 @@ class Mbarriers(SharedMemory):
         self.sleepers = []
 
     def deliver(self, barrier):
-        """Let the copies to a barrier arrive."""
         for at, data, begun, _ in barrier.copies:
             self.smem.view(data.dtype)[at // data.itemsize] = data
             self.writes_async(at, data.itemsize, begun)

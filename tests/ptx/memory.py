@@ -155,7 +155,6 @@ class Memory:
             self.allocations.append(allocation)
 
     def find(self, low, high, line):
-        """Return the Allocation that holds [low, high)."""
         for each in self.allocations:
             if each.base <= low and high <= each.base + each.size:
                 return each
@@ -178,7 +177,6 @@ class GlobalMemory(Lanes):
         return allocation, address - allocation.base
 
     def complain(self, kind, bad, allocation, at, what, line):
-        """Report bad ranges."""
         if bad.any():
             self.report.add(kind, line, f"{allocation.name} at byte {int(at[bad][0])} {what}", bad.sum())
 

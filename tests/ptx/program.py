@@ -57,7 +57,6 @@ class Program:
         return [max(count, key=count.get, default=home) for count, home in zip(votes, self.home, strict=True)]
 
     def function(self, block, masked):
-        """Return `run` of a block."""
         key = block, masked
         if key not in self._functions:
             emitter = Emitter(self, block, masked)

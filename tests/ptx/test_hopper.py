@@ -165,7 +165,7 @@ PRODUCT_FAULTS = {
 
 
 @pytest.mark.parametrize("name", PRODUCT_FAULTS)
-def test_what_no_warpgroup_can_multiply_is_a_fault(name):
+def test_a_faulty_product_is_a_fault(name):
     old, new, message = PRODUCT_FAULTS[name]
     with pytest.raises(Fault, match=message):
         product(change=lambda body: body.replace(old, new) + "\nover:")

@@ -300,7 +300,7 @@ UNKNOWN = (
 
 
 @pytest.mark.parametrize("text", UNKNOWN)
-def test_what_is_unknown_is_refused_with_its_text_and_line(text):
+def test_unknown_text_is_refused_with_its_line(text):
     body = f"{PROLOGUE}{text} // here"
     with pytest.raises(Unsupported) as refusal:
         execute(body)

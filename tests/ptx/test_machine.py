@@ -12,7 +12,6 @@ COUNT = torch.arange(64, dtype=torch.int32)
 
 
 def words(n=64):
-    """Return a tensor of n 32-bit zeros."""
     return torch.zeros(n, dtype=torch.int32)
 
 
@@ -42,7 +41,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_what_no_gpu_lets_pass_is_a_fault_of_its_line(name):
+def test_a_fault_names_its_line(name):
     body, message = FAULTS[name]
     with pytest.raises(Fault, match=message) as caught:
         execute(body, x=words())
@@ -129,7 +128,7 @@ def test_a_hazard_is_reported_at_its_line(kind, name):
     assert report.count(kind) >= 1 and kind in str(report)
 
 
-def test_what_one_warp_stores_another_loads_behind_a_barrier():
+def test_a_warp_loads_the_store_of_another_after_a_barrier():
     out = words()
     execute(f"{STORE} bar.sync 0; {OTHER} {LOAD} st.global.b32 [%out_mine], %r1;", out=out)
     assert out.tolist() == [i ^ 32 for i in range(64)]
@@ -176,7 +175,7 @@ TOGETHER = {
 
 
 @pytest.mark.parametrize("body", TOGETHER)
-def test_what_lanes_of_a_warp_do_together(body):
+def test_lanes_exchange_values(body):
     out = words()
     execute(f"{body} st.global.b32 [%out_mine], %r0;", out=out)
     assert out.tolist() == TOGETHER[body].astype(int).tolist()

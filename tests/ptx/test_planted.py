@@ -51,6 +51,7 @@ UNSEEN = (
         PLAIN,
         90,
     ),
+    ("a split left out", "combine.py", "first + splits", "first + splits - 1", "decode: cache, split and merged", 90),
     ("dq in another sequence", TILES, f"[plane.batch * 0, {PLACE}", f"[plane.batch, {PLACE}", "packed causal", 90),
     ("other rows of q", HOPPER, "Q, plane, first + g * ROWS)", "Q, plane, first + g * 16)", "hopper D64", 90),
     ("a phase of two stages", RING, "step // TILES & 1 ^ 1", "step // 2 & 1 ^ 1", LONG, 90),

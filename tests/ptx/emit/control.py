@@ -21,7 +21,6 @@ def branch(e, target):
 
 @instruction("brx.idx")
 def brx(e, op, index, table):
-    """Emit a branch to one of a table's labels."""
     e.everyone()
     targets = tuple(e.program.labels[label] for label in e.program.tables[table])
     e.go(f"('brx', {e.read(index, U32)}, {targets}, {e.current.line})")
@@ -29,7 +28,6 @@ def brx(e, op, index, table):
 
 @instruction("bar.sync barrier.sync")
 def bar(e, op, number, count=None):
-    """Emit a wait at a numbered barrier of the block."""
     e.everyone()
     number, count = e.read(number, U32), count and e.read(count, U32)
     e.go(f"('bar', {number}, {count}, {e.block + 1}, {e.current.line})")

@@ -62,6 +62,5 @@ def wgmma(e, op, d, a, b, scale, scale_a, scale_b, *transposed):
 
 @instruction("wgmma.wait_group.sync.aligned")
 def wgmma_wait(e, op, count):
-    """Emit a wait until at most `count` groups of products run."""
     e.everyone()
     e.line(e.call("wgmma_wait", literal(count)))
