@@ -321,24 +321,20 @@ def test_a_box_that_nobody_waited_for_is_poison():
     assert (out == -1).all()
 
 
+FENCE, WARP_0 = "fence.proxy.async.shared::cta;", "setp.ge.u32 %p1, %t, 32; @%p1 bra after;\n{}\nafter:"
 AGAIN = f"@%p0 {IN} [%smem+1024], {PLACE}, [%smem]; // here"
 BOX_HAZARDS = {  # name: (kernel, text, its replacement, reported kind, mark of the reported line)
     "no wait for a load": (BOX_IN, TRY.format("filled", "", 0), "", "race", "// load"),
     "nobody waits for a load": (BOX_IN, TRY.format("filled", "", 0), "", "async", "// copy"),
-    "no fence of an mbarrier": (BOX_IN, "fence.proxy.async.shared::cta;", "", "unfenced mbarrier", "// copy"),
+    "no fence of an mbarrier": (BOX_IN, FENCE, "", "unfenced mbarrier", "// copy"),
     "a load over what is read": (BOX_IN, "// load", f"\n{AGAIN}", "race", "// here"),
-    "no proxy fence": (BOX_OUT, "fence.proxy.async.shared::cta;", "", "async", "// copy"),
-    "no barrier": (BOX_OUT, "fence.proxy.async.shared::cta;\nbar.sync 0;", "", "race", "// copy"),
+    "no proxy fence": (BOX_OUT, FENCE, "", "async", "// copy"),
+    "a fence by one of two writers": (BOX_OUT, FENCE, WARP_0.format(FENCE), "async", "// copy"),
+    "no barrier": (BOX_OUT, f"{FENCE}\nbar.sync 0;", "", "race", "// copy"),
     "no wait for a store": (BOX_OUT, "cp.async.bulk.wait_group.read 0;", "", "async", "// store"),
     "a wait for too few": (BOX_OUT, "wait_group.read 0;", "wait_group.read 1;", "async", "// store"),
     "a store that is not committed": (BOX_OUT, "cp.async.bulk.commit_group;", "", "async", "// copy"),
-    "no barrier behind the wait": (
-        BOX_OUT,
-        "wait_group.read 0;\nbar.sync 0;",
-        "wait_group.read 0;",
-        "race",
-        "// store",
-    ),
+    "no barrier behind the wait": (BOX_OUT, ".read 0;\nbar.sync 0;", ".read 0;", "race", "// store"),
     "two blocks store one box": (BOX_OUT, "", "", "race between CTAs", "// copy"),
 }
 
