@@ -185,6 +185,23 @@ def is_coarse(case, truth):
     return truth.score > LARGEST_ON_CPU and (case.Sk > 64 or case.sinks is not None or case.alike > 4.0)
 
 
+def hold_draws(compute, judge):
+    """Raise Wrong for a fault of a backend. An error must also show in several draws, judged together.
+
+    Args:
+        compute: function of (backend, number of a draw) that returns a draw.
+        judge: function of a list of draws that returns {result: fault}.
+    """
+    for backend in ("triton", None):
+        draws = [compute(backend, 0)]
+        wrong = judge(draws)
+        if wrong and all("error" in why for why in wrong.values()):
+            draws += [compute(backend, n) for n in range(1, OTHERS + 1)]
+            wrong = judge(draws)
+        if wrong:
+            raise Wrong(f"{backend}: {wrong}")
+
+
 def hold(case):
     """Raise Wrong for the first fault."""
     truth = Truth(case)

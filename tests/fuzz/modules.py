@@ -13,7 +13,7 @@ from fusedattn.compat import torch as compat
 from fusedattn.layers import attention as modules
 from fusedattn.testing.tolerance import verdict
 
-from .held import OTHERS, Wrong
+from .held import hold_draws
 from .layouts import shown
 from .strategies import rarely
 
@@ -123,7 +123,8 @@ def calls(draw, name):
     return Module(name, made, B, Sq, Sk, dtype, masks, **more)
 
 
-def _judged(found, eager, oracle):
+def _judged(draws):
+    found, eager, oracle = zip(*draws, strict=True)
     wrong, terms = {}, max(x.norm().item() for each in oracle for x in each.values())
     for name in oracle[0]:
         if name == "k_proj.bias" and found[0][name].dtype == torch.bfloat16:
@@ -137,11 +138,8 @@ def _judged(found, eager, oracle):
 
 
 def hold(case):
-    for backend in ("triton", None):
-        wrong = _judged([case.results(case.dtype, backend)], [case.eager()], [case.oracle()])
-        if wrong and all("error" in why for why in wrong.values()):
-            cases = [case._replace(values=case.values + 1000 * n) for n in range(OTHERS + 1)]
-            found, eager = [x.results(case.dtype, backend) for x in cases], [x.eager() for x in cases]
-            wrong = _judged(found, eager, [x.oracle() for x in cases])
-        if wrong:
-            raise Wrong(f"{backend}: {wrong}")
+    def compute(backend, n):
+        drawn = case._replace(values=case.values + 1000 * n)
+        return drawn.results(case.dtype, backend), drawn.eager(), drawn.oracle()
+
+    hold_draws(compute, _judged)

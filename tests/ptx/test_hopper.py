@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from .handwritten import FOUR, ROW, execute, line_of
+from .memory import TensorMap
 from .report import Fault
 from .shared import SMEM_BASE
 
@@ -257,14 +258,14 @@ def tensor_map(x, swizzle, kind=UINT16):
     """Return a descriptor of boxes of 1 KB, of the tensor without the ends of its rows."""
     span, size = SPANS[swizzle], x.itemsize
     block, shape, strides = (1, 1, 1024 // span, span // size), (1, 1, HEIGHT, WIDTH), (*LARGE, PITCH, 1)
-    return SimpleNamespace(what=(x.data_ptr(), swizzle, size, kind, block, shape, strides, 0))
+    return SimpleNamespace(what=TensorMap(x.data_ptr(), swizzle, size, kind, block, shape, strides, 0))
 
 
 def lines(box, corner, size=2):
     """Return (place in 1 KB of shared memory, row, column, whether these exist) of the elements of a box."""
-    r, c = np.indices(box.what[4][2:])
-    span = SPANS[box.what[1]]
-    place = permuted(r, c * size, span) if box.what[1] else r * span + c * size
+    r, c = np.indices(box.what.block[2:])
+    span = SPANS[box.what.swizzle]
+    place = permuted(r, c * size, span) if box.what.swizzle else r * span + c * size
     row, column = r + corner[0], c + corner[1]
     return place // size, row, column, (row >= 0) & (row < HEIGHT) & (column >= 0) & (column < WIDTH)
 
@@ -366,8 +367,7 @@ BOX_FAULTS = {
 def test_a_box_that_cannot_be_copied_is_a_fault(name):
     old, new, fields, message = BOX_FAULTS[name]
     x, out = torch.zeros(HEIGHT, PITCH, dtype=torch.int16), torch.zeros(512, dtype=torch.int16)
-    base, swizzle, size, kind, block, shape, strides, padding = tensor_map(x, 3).what
-    what = base + fields.get("base", 0), swizzle, size, kind, fields.get("block", block), shape
-    box = SimpleNamespace(what=(*what, fields.get("strides", strides), padding))
+    what = tensor_map(x, 3).what
+    box = SimpleNamespace(what=what._replace(**fields | dict(base=what.base + fields.get("base", 0))))
     with pytest.raises(Fault, match=message):
         execute(at(BOX_IN, (0, 0), (old, new)), smem=2048, x=x, out=out, box=box)
