@@ -9,15 +9,7 @@ from fusedattn.testing.tolerance import verdict
 from .. import caches
 from ..caches import Cached, bits
 from .held import Wrong, hold_draws
-from .layouts import shown
 from .strategies import DTYPES, rarely
-
-
-class Cache(Cached):
-    """A Cached with a repr that is code."""
-
-    __slots__ = ()
-    __repr__ = shown
 
 
 @st.composite
@@ -49,7 +41,7 @@ def calls(draw, name):
     made |= {each: rarely(draw, st.just(True), False) for each in ("mask", "bias", "query_mask", "sinks")}
     made |= dict(key_mask=rarely(draw, st.sampled_from(["own", "shared"])), interleaved=draw(st.booleans()))
     made |= dict(align=draw(st.sampled_from(["bottom_right", "top_left"])))
-    return Cache(name, **made), draw(st.integers(0, 99))
+    return Cached(name, **made), draw(st.integers(0, 99))
 
 
 def hold(call):

@@ -70,7 +70,7 @@ def faults(row, report, committed=None, other=False):
                 yield f"must {'' if wanted else 'not '}{what} by the copy engine"
     if report.serialized and row.variant not in ALL:
         yield "waits for each wgmma in turn: ptxas serialised them"
-    yield from map(str, report.overtaken)
+    yield from report.overtaken
     if report.fusible:
         yield f"has {report.fusible} products that ptxas may fuse: lanes that hold one sum may then differ"
     if report.disordered:

@@ -6,7 +6,6 @@ left operands behind that fence (fixed by triton-lang/triton#9530), and ptxas mo
 """
 
 import re
-from typing import NamedTuple
 
 from . import flow
 from .sass import operation
@@ -23,17 +22,6 @@ _NO_RESULT = re.compile(
     r"ST|RED|BRX|JMX|CALL|RET|BAR|NANOSLEEP|WARPSYNC|BMOV|R2P|FCHK|CCTL|DEPBAR|[A-Z]*SETP|UTMA|LDGSTS|R2UR"
 )
 _PREDICATE = re.compile(r"!?U?P(\d|T|R)$")
-
-
-class Overwritten(NamedTuple):
-    """An instruction that writes a register, and a product that may not have read it yet."""
-
-    writer: str
-    register: int
-    product: str
-
-    def __str__(self):
-        return f"'{self.writer}' writes R{self.register}, which '{self.product}' may still read"
 
 
 def _width(name):
@@ -105,27 +93,19 @@ def _over_all_ways(code, start, merged, after):
 
 
 def overwritten(sass):
-    """Return each Overwritten of a kernel, over all paths."""
+    """Return a text for each register that is written while a product may still read it, over all paths."""
     found = {}
 
     def after(state, instruction):
         for register in written(instruction):
             if register in state:
-                found[instruction, register] = Overwritten(instruction, register, state[register][1])
+                found[instruction, register] = (
+                    f"'{instruction}' writes R{register}, which '{state[register][1]}' may still read"
+                )
         return _after(state, instruction)
 
     _over_all_ways(flow.blocks(sass), {}, _merged, after)
     return tuple(found.values())
-
-
-class Unfenced(NamedTuple):
-    """A product, and a register that it reads and that was written after the product's fence."""
-
-    product: str
-    register: int
-
-    def __str__(self):
-        return f"'{self.product}' reads R{self.register}, which was written after the fence before it"
 
 
 def _read(product):
@@ -139,7 +119,10 @@ def _read(product):
 
 
 def unfenced(sass):
-    """Return each Unfenced of a kernel, over all paths (PTX ISA, "wgmma.fence")."""
+    """Return a text for each register of a product that is written after the product's fence, over all paths.
+
+    Source: PTX ISA, "wgmma.fence".
+    """
     found = {}
 
     def after(state, instruction):  # state: registers written since the last fence
@@ -147,22 +130,15 @@ def unfenced(sass):
         if name == "WARPGROUP.ARRIVE" and not instruction.startswith("@"):
             return frozenset()
         if name.startswith("HGMMA"):
-            found.update({(instruction, r): Unfenced(instruction, r) for r in _read(instruction) if r in state})
+            for register in state.intersection(_read(instruction)):
+                found[instruction, register] = (
+                    f"'{instruction}' reads R{register}, which was written after the fence before it"
+                )
             return state
         return state.union(written(instruction))
 
     _over_all_ways(flow.blocks(sass), frozenset(), frozenset.union, after)
     return tuple(found.values())
-
-
-class GivenBack(NamedTuple):
-    """An arrival at an mbarrier, and a load from shared memory that may not have read by then."""
-
-    arrival: str
-    load: str
-
-    def __str__(self):
-        return f"'{self.arrival}' may give back what '{self.load}' has not read: nothing uses its result before"
 
 
 # A barrier of all warps, at the start and end of a warp-specialised partition.
@@ -188,7 +164,9 @@ RUNNING = ("a product of these warps may be running", (), False)
 
 
 def given_back(sass):
-    """Return each GivenBack of a kernel, over all paths. One showed as wrong gradients on an H200.
+    """Return a text for each load that may not have read before an arrival gives its place back, over all paths.
+
+    On an H200 such a load caused wrong gradients.
 
     A load waits in a queue, behind products among others. An arrival does not wait for it; only a use of its result
     does, even one that a predicate skips. Once all have arrived, the copy engine may overwrite the place.
@@ -208,7 +186,8 @@ def given_back(sass):
         if name.startswith("SYNCS.ARRIVE"):
             gives = ".A1T0" in name
             loads = {load for load, _, waits in state - {RUNNING} if gives or waits}
-            found.update({(instruction, load): GivenBack(instruction, load) for load in loads})
+            for load in loads:
+                found[instruction, load] = f"'{instruction}' gives memory back that '{load}' may not have read"
         if name.startswith("HGMMA"):
             return state | {RUNNING}
         wait = _WAIT.match(instruction)

@@ -42,7 +42,7 @@ class Lanes:
         self.tensor_core = tensor_core
         self.T, self.C = program.kernel.threads, len(ctas)  # threads of a block, blocks
         self.L, self.W = self.T * self.C, self.T // 32  # lanes, warps of a block
-        self.smem_size, self.stride = smem, -(-max(smem, 1) // 1024) * 1024  # bytes of a block, and up to the next
+        self.smem_size, self.stride = smem, -(-max(smem, 1) // 1024) * 1024  # bytes of a block, and distance of blocks
         lane = np.arange(self.L)
         self.cta, self.gwarp = lane // self.T, lane // 32  # a lane's block, and its warp among all
         x, y, z = ctas[self.cta].T

@@ -60,7 +60,7 @@ class _Scope:
 
 def split(text):
     """Return text split at commas outside brackets."""
-    if not _BRACKETS.search(text):  # most
+    if not _BRACKETS.search(text):  # most operands
         return tuple(operand.strip() for operand in text.split(",")) if text else ()
     operands, depth, start = [], 0, 0
     for i, char in enumerate(text):
