@@ -16,7 +16,9 @@ from .parse import BITS
 
 _ENDS = re.compile(r"(bra|brx|ret|mbarrier\.try_wait)\b|bar(rier)?\.sync\b")
 _BEGINS = "mbarrier.try_wait"  # a wait that is not over repeats its block
-_NAMES = vars(ops) | {dtype.__name__: dtype for dtype in TYPES.values()} | {"np": np}
+_TYPE = re.compile(r"\.([su]\d+|f32|f64)\b")  # the first is the type of the result, the last of the operands
+_NAME = re.compile(r"[%\w.$]+")
+_SPACE = vars(ops) | {dtype.__name__: dtype for dtype in TYPES.values()} | {"np": np}
 
 
 class Program:
@@ -40,8 +42,7 @@ class Program:
         instructions = [instruction for block in self.blocks for instruction in block]
         self.used = {name for each in instructions for name in re.findall(r"%[\w.$]+", _read_by(each))}
         self.grain = min([4, *map(_shared_bytes, instructions)])
-        self.home = [UNSIGNED[width] for width in self.width]
-        self.home = self._elected()
+        self.home = self._homes(instructions)
         self._functions = {}
         self.polls = set(filter(self._waits, range(len(self.blocks))))
 
@@ -49,19 +50,24 @@ class Program:
         volatile = any(".volatile" in each.op for each in self.blocks[block])
         return volatile and any(each.op == "bra" and self.labels[each.args[0]] == block for each in self.blocks[block])
 
-    def _elected(self):
-        """Return for each register the dtype that most reads and writes vote for, so that few need views."""
-        votes = [Counter() for _ in self.home]
-        for block in range(len(self.blocks)):
-            Emitter(self, block, votes=votes).source()
-        return [max(count, key=count.get, default=home) for count, home in zip(votes, self.home, strict=True)]
+    def _homes(self, instructions):
+        """Return the dtype to store each register in: that of most instructions on it, so that few need views."""
+        votes = [Counter() for _ in self.width]
+        for each in instructions:
+            kinds, product = _TYPE.findall(each.op), each.op.startswith(("mma", "wgmma"))
+            for i, operand in enumerate(each.args if kinds else ()):
+                kind = kinds[0 if i == 0 else -1]
+                for place in (self.index[name] for name in _NAME.findall(operand) if name in self.index):
+                    if BITS[kind] == self.width[place] and not (product and i in (1, 2)):
+                        votes[place][TYPES[kind]] += 1000 if product else 1  # sums must be float32
+        return [max(count, key=count.get, default=UNSIGNED[w]) for count, w in zip(votes, self.width, strict=True)]
 
     def function(self, block, masked):
         key = block, masked
         if key not in self._functions:
             emitter = Emitter(self, block, masked)
             code = compile(emitter.source(), f"<{self.kernel.name} block {block}{' masked' * masked}>", "exec")
-            space = _NAMES | emitter.constants
+            space = _SPACE | emitter.constants
             exec(code, space)
             self._functions[key] = space["run"]
         return self._functions[key]

@@ -114,7 +114,7 @@ def wide(e, op, d, a, b, *addend):
     if dtype != TYPES[large]:
         source += f".view({dtype.__name__})"
     for c in addend:
-        source += f" + {e.read(c, dtype, vote=False)}"
+        source += f" + {e.read(c, dtype)}"
     e.write(d, source, dtype)
 
 

@@ -21,12 +21,10 @@ class Emitter:
 
     Args:
         masked: whether some lanes may be inactive. Then the variable m is the mask of active lanes.
-        votes: None, or a Counter of dtypes for each register. Reads and writes then vote for the dtype that suits
-            them, and the source is not usable.
     """
 
-    def __init__(self, program, block, masked=False, votes=None):
-        self.program, self.block, self.masked, self.votes = program, block, masked, votes
+    def __init__(self, program, block, masked=False):
+        self.program, self.block, self.masked = program, block, masked
         self.lines, self.constants, self.temporaries, self.ended = [], {}, 0, False
 
     def source(self):
@@ -110,21 +108,14 @@ class Emitter:
         home = self.home(register)
         return UNSIGNED[BITS[kind]] if is_float(home) or bits(home) != BITS[kind] else home
 
-    def vote(self, register, dtype, weight=1):
-        i = self.program.index[register]
-        if self.votes is not None and bits(dtype) == self.program.width[i]:
-            self.votes[i][dtype] += weight
-
-    def read(self, text, dtype, vote=True):
+    def read(self, text, dtype):
         """Return the source of an operand as an array of a dtype, or as a scalar if it is a literal.
 
         An integer dtype takes the lowest bits of a wider register.
         """
         if text.startswith("!"):
-            return "~" + self.read(text[1:], dtype, vote)
+            return "~" + self.read(text[1:], dtype)
         if text in self.program.index:
-            if vote:
-                self.vote(text, dtype)
             return self._register(text, dtype)
         if (value := literal(text)) is not None:
             return self.constant(scalar(value, dtype))
@@ -149,44 +140,42 @@ class Emitter:
         self.require(1 < bits(dtype) < width and not is_float(dtype))
         return f"{source}.view({UNSIGNED[width].__name__}).astype({dtype.__name__})"
 
-    def read_all(self, texts, dtype, vote=True):
+    def read_all(self, texts, dtype):
         """Return sources of operands. At least one is an array, so that the result is one."""
-        sources = [self.read(text, dtype, vote) for text in texts]
+        sources = [self.read(text, dtype) for text in texts]
         if all(literal(text) is not None for text in texts):
             sources[0] = f"S.full({sources[0]})"
         return sources
 
-    def array(self, text, dtype, vote=True):
+    def array(self, text, dtype):
         """Return the source of an operand as an array, even for a literal."""
-        source = self.read(text, dtype, vote)
+        source = self.read(text, dtype)
         return source if literal(text) is None else f"S.full({source})"
 
-    def arrays(self, texts, dtype, vote=True):
+    def arrays(self, texts, dtype):
         """Return the source of a tuple of arrays."""
-        return "(" + "".join(f"{self.array(text, dtype, vote)}, " for text in texts) + ")"
+        return "(" + "".join(f"{self.array(text, dtype)}, " for text in texts) + ")"
 
     def pointer(self, text):
         """Return (source of addresses, offset) of an operand [register + offset]."""
         base, offset = address(text)
         return self.read(base, U32 if base == SHARED else UNSIGNED[self.width(base)]), offset
 
-    def write(self, register, source, dtype, vote=True):
+    def write(self, register, source, dtype):
         """Write an array to a register. An integer is extended to a wider register, signed or with zeros."""
         i, width, home = self.program.index[register], self.width(register), self.home(register)
         if bits(dtype) < width and np.dtype(dtype).kind in "iu":
             dtype = TYPES[("s" if np.dtype(dtype).kind == "i" else "u") + str(width)]
             source = f"({source}).astype({dtype.__name__})"
         self.require(bits(dtype) == width)
-        if vote:
-            self.vote(register, dtype)
         if dtype != home:
             source = f"({source}).view({home.__name__})"
         mask = self.mask()
         self.lines.append(f"R[{i}] = {source if mask == 'None' else f'where({mask}, {source}, R[{i}])'}")
 
-    def write_all(self, registers, source, dtype, vote=True):
+    def write_all(self, registers, source, dtype):
         """Write arrays to registers, skipping `_`. A dtype of None is the register's own."""
         results = self.temporary(source)
         for i, register in enumerate(registers):
             if register != "_":
-                self.write(register, f"{results}[{i}]", dtype or self.home(register), vote)
+                self.write(register, f"{results}[{i}]", dtype or self.home(register))

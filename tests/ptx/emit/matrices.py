@@ -48,9 +48,7 @@ def wgmma(e, op, d, a, b, scale, scale_a, scale_b, *transposed):
     e.require(len(transposed) <= 2)
     rows = int(_ROWS.match(op.words[0])[1])
     transposed = (0,) * (2 - len(transposed)) + tuple(literal(x) for x in transposed)
-    for register in vector(d):
-        e.vote(register, F32, weight=1000)  # the machine writes sums into R directly
-        e.require(e.votes is not None or e.home(register) == F32)
+    e.require(all(e.home(register) == F32 for register in vector(d)))  # the machine writes sums into R directly
     in_registers = a.startswith("{")
     left = e.arrays(vector(a), U32 if in_registers else U64)
     names = tuple(e.program.index[register] for register in vector(a)) if in_registers else None

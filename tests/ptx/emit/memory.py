@@ -26,7 +26,7 @@ def load_param(e, op, register, operand):
     e.require(offset + BITS[op.kind] // 8 <= e.program.params[name])
     dtype = _dtype(e, op, register)
     source = f"S.load_param({name!r}, {offset}, {dtype.__name__})"
-    e.write(register, source, dtype, vote=False)
+    e.write(register, source, dtype)
 
 
 @instruction("ld.global ld.volatile.global ld.shared", NUMBERS, " ".join(VECTORS))
@@ -35,13 +35,13 @@ def load(e, op, registers, operand):
     dtype = _dtype(e, op, next(register for register in registers if register != "_"))
     name = f"load_{op.name.rpartition('.')[2]}"  # a volatile load is like any other
     source = e.call(name, *e.pointer(operand), dtype.__name__, len(registers))
-    e.write_all(registers, source, dtype, vote=False)
+    e.write_all(registers, source, dtype)
 
 
 @instruction("st.global st.shared st.shared::cta", NUMBERS, " ".join(VECTORS))
 def store(e, op, operand, values):
     dtype = UNSIGNED[BITS[op.kind]]
-    values = e.arrays(_vector(e, op, values), dtype, vote=False)
+    values = e.arrays(_vector(e, op, values), dtype)
     e.line(e.call(op.name.removesuffix("::cta").replace("st.", "store_"), *e.pointer(operand), dtype.__name__, values))
 
 
@@ -60,4 +60,4 @@ def atom(e, op, results, operand, values):
         return
     e.require("add" in op.words and op.kind == "u32")
     source = e.call("take_global", *e.pointer(operand), e.read(values, TYPES[op.kind]))
-    e.write(results, source, TYPES[op.kind], vote=False)
+    e.write(results, source, TYPES[op.kind])

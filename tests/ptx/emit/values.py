@@ -30,8 +30,8 @@ def mov(e, op, d, a):
         source = " | ".join(f"({x} << {e.constant(whole(bits(part) * i))})" for i, x in enumerate(wide))
         e.write(d, source, whole)
     else:
-        (source,) = e.read_all([a], e.home(d), vote=False)
-        e.write(d, source, e.home(d), vote=False)
+        (source,) = e.read_all([a], e.home(d))
+        e.write(d, source, e.home(d))
 
 
 @instruction("cvta.param", "u64")
@@ -63,8 +63,8 @@ def cvt_pair(e, op, d, high, low):
 def selp(e, op, d, a, b, p):
     numbers = is_float(TYPES[op.kind])
     dtype = TYPES[op.kind] if numbers else e.home(d)
-    a, b = (e.read(x, dtype, vote=numbers) for x in (a, b))
-    e.write(d, f"where({e.read(p, np.bool_)}, {a}, {b})", dtype, vote=numbers)
+    a, b = (e.read(x, dtype) for x in (a, b))
+    e.write(d, f"where({e.read(p, np.bool_)}, {a}, {b})", dtype)
 
 
 @instruction("setp", "f16 bf16 f16x2 bf16x2 f32 f64", " ".join(FLOAT_COMPARISONS))

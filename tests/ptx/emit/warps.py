@@ -16,8 +16,8 @@ def shuffle(e, op, d, a, b, clamp, members):
     """Emit a shuffle. Its optional second result tells whether the source lane exists."""
     require_all_lanes(e, members)
     registers, lane, how = d.split("|"), literal(b), op.name.rpartition(".")[2]
-    a, b = e.read(a, e.home(registers[0]), vote=False), e.read(b, U32) if lane is None else lane
-    e.write_all(registers, e.call("shuffle", repr(how), a, b, literal(clamp)), None, vote=False)
+    a, b = e.read(a, e.home(registers[0])), e.read(b, U32) if lane is None else lane
+    e.write_all(registers, e.call("shuffle", repr(how), a, b, literal(clamp)), None)
 
 
 @instruction("redux.sync", "s32", "add min max")
