@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 import torch
 
+from fusedattn import reference
+
 from .cases import among_nan
 
 OPTIONS = ("causal", "window", "align", "scale", "softcap")  # passed on as they are
@@ -202,6 +204,22 @@ def touched(cache, arguments):
         for position in range(length, length + (0 if new is None else new.shape[2])):
             view[names[b][position // page], :, position % page] = True
     return mark
+
+
+def truths(arguments):
+    """Return results of eager PyTorch, results in float64, and the float64 caches with the new rows."""
+    eager, _ = one_by_one(reference.eager, arguments)
+    return eager, *one_by_one(reference.attention, in_float64(arguments))
+
+
+def assert_written(arguments, before, expected):
+    """Assert that the caches hold the new rows, and otherwise the `bits` of before: {name: bits}."""
+    for name, want in zip(("key_cache", "value_cache"), expected, strict=True):
+        cache = arguments[name]
+        old = ~touched(cache, arguments)
+        assert torch.equal(bits(cache)[old], before[name][old]), f"{name} changed outside the new rows"
+        rounding = dict(rtol=2 * torch.finfo(cache.dtype).eps, atol=1e-6, equal_nan=True)
+        assert torch.allclose(cache.double(), want, **rounding), f"{name} does not hold the new rows"
 
 
 BOTH = dict(new=3, Sq=3, causal=True, lengths=(0, 44))  # the new keys belong to the queries

@@ -1,1 +1,1 @@
-"""Calls that nobody chose: hypothesis draws them whole, and each is held to what must be true of any call."""
+"""Random calls: hypothesis draws them, and each must meet the tolerance and other rules of all calls."""

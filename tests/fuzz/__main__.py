@@ -1,7 +1,7 @@
-"""Draws calls and holds them, for as long as wanted.    python -m tests.fuzz --draws 20000 [--seed N]
+"""Draw random calls and check them.    python -m tests.fuzz --draws 20000 [--seed N]
 
-Run it with TRITON_INTERPRET=1. Each kind of call is drawn in parts of a hundred, each by a seed of its own. A part ends
-with the first failure, which is shrunk for a quarter of a minute and printed as code, which holds it again.
+Run it with TRITON_INTERPRET=1. Each kind of call is drawn in parts of a hundred, each with its own seed. A part ends
+with its first failure, which is shrunk for 15 seconds and printed as code that repeats it.
 """
 
 import argparse
@@ -13,7 +13,7 @@ import warnings
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from .. import conftest  # which makes the interpreter faster
+from .. import conftest  # makes the interpreter faster
 from .kinds import KINDS, hold
 
 PART = 100  # draws of a kind by one seed
@@ -22,13 +22,13 @@ QUIET = dict(database=None, deadline=None, suppress_health_check=list(HealthChec
 
 
 def run(kind, number, draws):
-    """Draw a part; returns the smallest call that failed and its traceback, or None."""
+    """Draw a part. Return the smallest call that failed and its traceback, or None."""
     failed, since = None, None
 
     def one(call):
         nonlocal failed, since
         if since is not None and time.monotonic() - since > SHRINKS:
-            return  # what is left to shrink takes too long
+            return  # time for shrinking is over
         try:
             hold(kind, call)
         except Exception:
@@ -49,7 +49,6 @@ def main():
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__.splitlines()[0])
     parser.add_argument("--draws", type=int, default=20000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--kinds", nargs="*", choices=KINDS, default=[*KINDS])
     arguments = parser.parse_args()
     if not conftest.INTERPRETED:
         parser.error("set TRITON_INTERPRET=1")
@@ -57,7 +56,7 @@ def main():
     warnings.filterwarnings("ignore")
     total, drawn, failures, number = sum(share for *_, share in KINDS.values()), 0, 0, 0
     while drawn < arguments.draws:
-        for kind in arguments.kinds:
+        for kind in KINDS:
             begun, draws = time.monotonic(), min(PART, -(-arguments.draws * KINDS[kind][2] // total))
             failed = run(kind, 1000 * arguments.seed + number, draws)
             if failed is not None:

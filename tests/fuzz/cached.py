@@ -1,28 +1,20 @@
-"""Calls to caches, held to a loop over the sequences."""
+"""Random calls to caches, compared with a loop over the sequences."""
 
 import torch
 from hypothesis import strategies as st
 
 import fusedattn as fa
-from fusedattn import reference
 from fusedattn.testing.tolerance import verdict
 
-from ..caches import Cached, bits, in_float64, one_by_one, touched
-from .held import OTHERS, Wrong
-from .layouts import shown
+from .. import caches
+from ..caches import Cached, bits
+from .held import Wrong, hold_draws
 from .strategies import DTYPES, rarely
-
-
-class Cache(Cached):
-    """A Cached call, shown as code."""
-
-    __slots__ = ()
-    __repr__ = shown
 
 
 @st.composite
 def calls(draw, name):
-    """(a Cached, its seed)."""
+    """Draw (a Cached, its seed)."""
     Hkv, group = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 2, 3, 5]))
     C = draw(st.sampled_from([8, 1, 5, 15, 16, 17, 33, 48, 49]))
     page = rarely(draw, st.sampled_from([1, 3, 4, 7, 16, 20]), None, 2)
@@ -37,7 +29,7 @@ def calls(draw, name):
         Sq = 2
     half = half if max(lengths) + new else 0
     if half:
-        Sq = min(Sq, min(lengths) + new)  # none stands before position 0
+        Sq = min(Sq, min(lengths) + new)  # no row before position 0
     made = dict(Hq=Hkv * group, Hkv=Hkv, Sq=Sq, C=C, D=D, Dv=draw(st.sampled_from([D, D, 1, 8, 24])), lengths=lengths)
     made |= dict(new=new, page=page, dtype=draw(st.sampled_from(DTYPES)), strided=draw(st.booleans()), half=half)
     made |= dict(causal=draw(st.booleans()), scale=rarely(draw, st.sampled_from([1.0, -0.4, 0.0])))
@@ -49,42 +41,29 @@ def calls(draw, name):
     made |= {each: rarely(draw, st.just(True), False) for each in ("mask", "bias", "query_mask", "sinks")}
     made |= dict(key_mask=rarely(draw, st.sampled_from(["own", "shared"])), interleaved=draw(st.booleans()))
     made |= dict(align=draw(st.sampled_from(["bottom_right", "top_left"])))
-    return Cache(name, **made), draw(st.integers(0, 99))
+    return Cached(name, **made), draw(st.integers(0, 99))
 
 
 def hold(call):
-    """Raise Wrong for a result, or a cache, that is not as by a loop over the sequences, by one draw and by eight."""
+    """Raise AssertionError for results or caches unlike those of the loop."""
     case, seed = call
-    for backend in ("triton", None):
-        draws = [_drawn(case, seed, backend)]
-        wrong = _judged(draws)
-        if wrong and all("error" in why for why in wrong.values()):
-            draws += [_drawn(case, seed + 1000 * n, backend) for n in range(1, OTHERS + 1)]
-            wrong = _judged(draws)
-        if wrong:
-            raise Wrong(f"{backend}: {wrong}")
+    hold_draws(lambda backend, n: _drawn(case, seed + 1000 * n, backend), _judged)
 
 
 def _drawn(case, seed, backend):
-    """Return the results of a call, by eager PyTorch and by float64; raise Wrong for memory that should not change."""
+    """Return results of a call, of eager PyTorch and of float64. Raise Wrong if other memory changed."""
     arguments = case.draw(seed=seed)
-    eager, expected = one_by_one(reference.eager, arguments)
-    oracle, _ = one_by_one(reference.attention, in_float64(arguments))
+    eager, oracle, expected = caches.truths(arguments)
     given = {name: x for name, x in arguments.items() if isinstance(x, torch.Tensor)}
     before = {name: bits(x).clone() if x.is_floating_point() else x.clone() for name, x in given.items()}
     results = fa.attention_decode(**arguments, return_lse=True, return_weights=seed % 4 == 0, backend=backend)
-    rounding = dict(atol=4 * torch.finfo(case.dtype).eps, rtol=4 * torch.finfo(case.dtype).eps, equal_nan=True)
+    caches.assert_written(arguments, before, expected)
     for name, x in given.items():
-        same = (bits(x) if x.is_floating_point() else x) == before[name]
-        if not (same | touched(x, arguments) if name.endswith("cache") else same).all():
+        if not name.endswith("cache") and not torch.equal(bits(x) if x.is_floating_point() else x, before[name]):
             raise Wrong(f"{backend}: {name} changed")
-    if not all(
-        torch.allclose(arguments[f"{x}_cache"], y, **rounding) for x, y in zip(("key", "value"), expected, strict=True)
-    ):
-        raise Wrong(f"{backend}: a cache does not hold what is new")
     found = dict(zip(("out", "lse", "weights"), results, strict=False))
     if found["out"].dtype != case.dtype or found["lse"].dtype != torch.promote_types(case.dtype, torch.float32):
-        raise Wrong(f"{backend}: out or lse is of another dtype")
+        raise Wrong(f"{backend}: out or lse has another dtype")
     return found, eager, oracle
 
 

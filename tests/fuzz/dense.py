@@ -1,4 +1,4 @@
-"""A call of `attention`, or of what is called like it, as plain values; and the tensors and options it stands for."""
+"""A call of `attention` or of a similar function as plain values, which draw its tensors and options."""
 
 from typing import NamedTuple
 
@@ -11,14 +11,14 @@ LOWEST = torch.finfo(torch.float32).min
 
 
 class Pairs(NamedTuple):
-    """A mask or a bias: axes are those of "bhij" that are not 1; keep, the share of pairs that is not hidden."""
+    """A mask or a bias. axes: the dimensions of "bhij" that are not 1. keep: the share of visible pairs."""
 
     axes: str = "ij"
     keep: float = 0.7
-    rank2: bool = False  # of (Sq, Sk), where axes are of these alone
-    hides: str = ""  # besides, "rows" or "keys", or "block" of pairs
+    rank2: bool = False  # a shape of (Sq, Sk); axes are a part of "ij"
+    hides: str = ""  # also hides "rows", "keys" or a "block" of pairs
     layout: Layout = PLAIN
-    dtype: torch.dtype | None = None  # of a bias; that of the query by default
+    dtype: torch.dtype | None = None  # of a bias; by default of the query
     size: float = 1.0  # of a bias
     lowest: bool = False  # a bias of the lowest number of float32 instead of -inf
 
@@ -26,7 +26,7 @@ class Pairs(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """A key_mask or query_mask: "own" for each batch, "shared" by all, or of "rank 1"."""
+    """A key_mask or query_mask: each batch its "own", "shared" by all, or of "rank 1"."""
 
     kind: str = "own"
     keep: float = 0.7
@@ -36,7 +36,7 @@ class Tokens(NamedTuple):
 
 
 class Dense(NamedTuple):
-    """One call: how it is made, sizes, layouts, values, options, and what is asked of it."""
+    """One call: route, sizes, layouts, values, options and requested results."""
 
     route: str = "attention"
     B: int = 1
@@ -46,11 +46,11 @@ class Dense(NamedTuple):
     Sk: int = 1
     D: int = 1
     Dv: int = 1
-    lengths: tuple | None = None  # (of rows, of keys) of each batch, packed
+    lengths: tuple | None = None  # (rows, keys) of packed sequences
     dtype: torch.dtype = torch.float32
-    values: int = 0  # the seed that values are drawn by
+    values: int = 0  # the seed of the values
     spread: float = 1.0  # of query and key
-    alike: float = 0.0  # of what all keys, and all values, of a head have in common besides
+    alike: float = 0.0  # size of a vector added to all keys, and of one added to all values, of a head
     query: Layout = PLAIN
     key: Layout = PLAIN
     value: Layout = PLAIN
@@ -65,21 +65,21 @@ class Dense(NamedTuple):
     align: str = "bottom_right"
     scale: float | None = None
     softcap: float | None = None
-    slopes: float | None = None  # how large; they are negative as well
+    slopes: float | None = None  # their standard deviation
     slopes_dtype: torch.dtype = torch.float32
     own_slopes: bool = False
     sinks: str | None = None  # "normal", "none": -inf, "some", "large"
-    sinks_dtype: torch.dtype | None = None  # that of the query by default
+    sinks_dtype: torch.dtype | None = None  # by default of the query
     dropout: float = 0.0
     seed: int = 0
     seed_is_tensor: bool = False
-    wanted: tuple = ()  # what requires a gradient
-    loss: tuple = ()  # the results that have an incoming gradient
+    wanted: tuple = ()  # inputs with a gradient
+    loss: tuple = ()  # results with an incoming gradient
     lse: bool = False
     weights: bool = False
-    backend: str | None = None  # asked for besides "triton" and what a CPU takes; it may refuse
-    by_keyword: bool = True  # not by `use_backend`
-    again: bool = False  # called twice, the second time from other memory
+    backend: str | None = None  # tried after "triton" and the default; it may refuse
+    by_keyword: bool = True  # pass backend=, not `use_backend`
+    again: bool = False  # call twice, the second time with other memory
 
     __repr__ = shown
 
@@ -92,7 +92,7 @@ class Dense(NamedTuple):
         return torch.promote_types(self.dtype, torch.float32)
 
     def draw(self, more=0):
-        """({"query", "key", "value", "out", "lse", "weights": tensor}, options), all of rank 4; more: other values."""
+        """Return ({"query", "key", "value", "out", "lse", "weights": tensor}, options). more: another draw."""
         dice = torch.Generator().manual_seed(self.values + 1000 * more)
         B, Hq, Sq, Sk = self.B, self.Hq, self.Sq, self.Sk
 
@@ -153,7 +153,7 @@ class Dense(NamedTuple):
         return tensors, options
 
     def _spoil(self, tensors, name, real):
-        """Fill hidden places, incoming gradients too, with NaN and infinities, unless they share memory with others."""
+        """Fill hidden places and their incoming gradients with NaN and infinities, unless they share memory."""
         names = ("key", "value") if name == "key_mask" else ("query", "out", "lse", "weights")
         for each in names:
             x = tensors[each]

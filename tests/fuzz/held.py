@@ -1,4 +1,4 @@
-"""Runs a Dense by several backends, and holds what comes out to the one rule, and to what must be true of any call."""
+"""Checks of a Dense by several backends: the tolerance, dtypes, unchanged inputs, and repeatable bits."""
 
 import torch
 
@@ -13,19 +13,19 @@ from .layouts import memory
 from .routes import ROUTES
 
 RESULTS = "out", "lse", "weights"
-LARGEST = 2.0**20  # scores up to here meet the rule, others are finite
-LARGEST_ON_CPU = 16.0  # in float32: PyTorch's kernel computes a score of its backward in another order
-LARGEST_IN_FLOAT64 = 20.0  # where the oracle itself is exact enough to tell
-LARGEST_TO_MERGE = 16.0  # lse of float32 that two calls hand over knows the weights of larger ones no better
-OTHERS = 7  # draws of values that are put together where one misses the rule by its error alone
+LARGEST = 2.0**20  # larger scores only give finite results
+LARGEST_ON_CPU = 16.0  # in float32: PyTorch's backward kernel computes scores in another order
+LARGEST_IN_FLOAT64 = 20.0  # with larger scores the float64 oracle is not exact enough
+LARGEST_TO_MERGE = 16.0  # with larger scores the float32 lse of a part rounds too coarsely
+OTHERS = 7  # more draws of values, judged together if a draw exceeds the tolerance
 
 
 class Wrong(AssertionError):
-    """A result that is not as it must be."""
+    """A wrong result."""
 
 
 def of_backend(function, case, backend):
-    """A function by a backend, named as the case wants it; the drop-ins know no keyword."""
+    """Return a function with a backend, by keyword or by `use_backend`. Drop-ins have no keyword."""
 
     def attend(*tensors, **options):
         if backend is not None and case.by_keyword and case.route in ("attention", "attention_varlen"):
@@ -37,7 +37,7 @@ def of_backend(function, case, backend):
 
 
 def computed(function, tensors, options, case, lse):
-    """{result or input: result or gradient}, detached; {} of what is not there."""
+    """Return {result: tensor, input: gradient}, detached."""
     inputs = {name: tensors[name].detach() for name in INPUTS}
     inputs |= {name: options[name].detach() for name in LEARNED if name in options}
     wanted = [name for name in case.wanted if name in inputs]
@@ -59,13 +59,13 @@ def computed(function, tensors, options, case, lse):
 
 
 def peak(tensors, options, case):
-    """(largest |query| |key|, which no score passes before it is scaled, largest score) of a case."""
+    """Return (largest |query| |key|, a bound of the unscaled scores; a bound of the scores) of a case."""
     query, key = (tensors[name].double().nan_to_num(0, 0, 0) for name in ("query", "key"))
     if not query.numel() or not key.numel():
         return 0.0, 0.0
     products = query.norm(dim=3).max().item() * key.norm(dim=3).max().item()
     score = products * abs(case.D**-0.5 if case.scale is None else case.scale)
-    if case.softcap is not None and case.dtype != torch.float64:  # whose oracle is no better than it
+    if case.softcap is not None and case.dtype != torch.float64:  # float64 has no better oracle
         score = min(score, case.softcap)
     if "alibi_slopes" in options:
         score += options["alibi_slopes"].double().abs().max().item() * (case.Sq + case.Sk)
@@ -76,7 +76,7 @@ def peak(tensors, options, case):
 
 
 class Truth:
-    """Results of eager PyTorch and of float64 for one case and one draw of its values."""
+    """Results of eager PyTorch and of float64 for one draw of a case."""
 
     def __init__(self, case, more=0):
         self.case, self.more = case, more
@@ -97,16 +97,16 @@ class Truth:
         terms = {}
         if any(name in case.wanted for name in LEARNED):
             terms = compare._sizes_of_terms(tensors, options, " ".join(case.loss), self.apply, case.lengths)
-        # Where what is summed is not of order one.
+        # The summed terms are not of order one.
         if case.spread > 1.0 or case.alike or case.scale is not None or case.dropout:
             for name, size in self._sizes_of_cancelling(tensors, options).items():
                 terms[name] = max(size, terms.get(name, 1.0))
         return terms
 
     def _sizes_of_cancelling(self, tensors, options):
-        """{input: how large what cancels in its gradient is}: weights times what comes back to each.
+        """Return {input: size of the terms that cancel in its gradient}, the weights times incoming gradients.
 
-        Where a row has one weight of 1, its gradient is the difference of two products of the values, times a key.
+        If a row has one weight of 1, its gradient is a difference of two equal products, times a key.
         """
         case, inputs = self.case, in_float64({name: tensors[name] for name in INPUTS})
         with torch.no_grad():
@@ -128,7 +128,7 @@ class Truth:
 
     @property
     def lonely(self):
-        """Return whether dropout leaves a row of half precision one key: its gradient is rounding, not 0."""
+        """Return whether dropout leaves one key to a row of half precision. Its gradient is rounding instead of 0."""
         if self.case.dtype.itemsize != 2 or not self.case.dropout:
             return False
         tensors, options = self.case.draw(self.more)
@@ -139,13 +139,13 @@ class Truth:
 
 
 def judged(found, truths):
-    """{result: why it is wrong} of what was found of one case, for one draw of values or for several."""
+    """Return {result: fault} of one case, for one draw of values or several together."""
 
     def stacked(each):
         return each[0] if len(each) == 1 else {name: torch.stack([x[name] for x in each]) for name in each[0]}
 
     got, eager, oracle = map(stacked, (found, [x.eager for x in truths], [x.oracle for x in truths]))
-    names = [name for name in oracle if name in got or name == "lse"]  # which tells what is empty
+    names = [name for name in oracle if name in got or name == "lse"]  # lse tells which rows are empty
     filled = {name: got.get(name, oracle[name].to(eager[name].dtype)) for name in names}
     terms = {name: max(x.terms[name] for x in truths) for name in truths[0].terms}
     eager, oracle = ({name: x[name] for name in names} for x in (eager, oracle))
@@ -154,7 +154,7 @@ def judged(found, truths):
 
 
 def run(case, backend, more=0):
-    """Compute a case by a backend. Raises: Wrong if inputs change, or for other dtypes."""
+    """Compute a case by a backend. Raise Wrong for changed inputs or wrong dtypes."""
     tensors, options = case.draw(more)
     given = {**tensors, **{name: x for name, x in options.items() if isinstance(x, torch.Tensor)}}
     before = {name: memory(x) for name, x in given.items()}
@@ -165,19 +165,19 @@ def run(case, backend, more=0):
     for name, x in found.items():
         expected = case.wide if name == "lse" else case.dtype if name in RESULTS else given[name].dtype
         if x.dtype != expected:
-            raise Wrong(f"{backend}: {name} is of {x.dtype}, not {expected}")
+            raise Wrong(f"{backend}: {name} has {x.dtype}, not {expected}")
     return found
 
 
 def _finite(found, backend):
-    """Raise Wrong unless results are finite and no gradient is NaN: scores are too large for the rule."""
+    """Raise Wrong unless results are finite and no gradient is NaN, for scores too large for the tolerance."""
     for name, x in found.items():
         if x.isnan().any() or name in ("out", "weights") and not x.isfinite().all():
             raise Wrong(f"{backend}: {name} is not finite")
 
 
 def is_coarse(case, truth):
-    """Return whether the gradients are those of PyTorch's kernel, which are coarser than the rule allows."""
+    """Return whether gradients come from PyTorch's kernel and are coarser than the tolerance."""
     if case.softcap is not None or case.dropout or case.dtype == torch.float64:
         return False
     if case.dtype == torch.bfloat16:
@@ -185,8 +185,25 @@ def is_coarse(case, truth):
     return truth.score > LARGEST_ON_CPU and (case.Sk > 64 or case.sinks is not None or case.alike > 4.0)
 
 
+def hold_draws(compute, judge):
+    """Raise Wrong for a fault of a backend. An error must also show in several draws, judged together.
+
+    Args:
+        compute: function of (backend, number of a draw) that returns a draw.
+        judge: function of a list of draws that returns {result: fault}.
+    """
+    for backend in ("triton", None):
+        draws = [compute(backend, 0)]
+        wrong = judge(draws)
+        if wrong and all("error" in why for why in wrong.values()):
+            draws += [compute(backend, n) for n in range(1, OTHERS + 1)]
+            wrong = judge(draws)
+        if wrong:
+            raise Wrong(f"{backend}: {wrong}")
+
+
 def hold(case):
-    """Raise Wrong for the first thing that is not as it must be."""
+    """Raise Wrong for the first fault."""
     truth = Truth(case)
     for backend in ["triton", None] + ([case.backend] if case.backend else []):
         try:
@@ -207,7 +224,7 @@ def hold(case):
         wrong = judged([found], [truth])
         truths, every = [], []
         for count in (OTHERS + 1, 4 * (OTHERS + 1)):
-            # A draw of few values says little of an error: the same call of others, all together, and of more.
+            # Errors of few values vary by chance, so judge more draws together.
             if not wrong or not all("error" in why for why in wrong.values()):
                 break
             more = range(len(truths), count)
@@ -221,4 +238,4 @@ def hold(case):
         if case.again:
             again = run(case, backend)
             if other := [name for name, x in found.items() if not torch.equal(x, again[name])]:
-                raise Wrong(f"{backend}: {other} have other bits the second time")
+                raise Wrong(f"{backend}: {other} have other bits in the second call")

@@ -1,4 +1,4 @@
-"""All kinds of calls that are drawn: what draws one, and what holds it."""
+"""Kinds of random calls, each with its strategy and its check."""
 
 import zlib
 from unittest import mock
@@ -7,7 +7,7 @@ from fusedattn.dispatch import replay
 
 from . import cached, held, modules, routes, strategies
 
-# {name: (a strategy of the name, a function that raises for a call that is wrong, the share of draws)}
+# {name: (function of the name that returns a strategy, function that checks a call, share of draws)}
 KINDS = dict.fromkeys(routes.ROUTES, (strategies.calls, held.hold, 1))
 KINDS |= {"attention": (strategies.calls, held.hold, 5), "attention_varlen": (strategies.calls, held.hold, 2)}
 KINDS |= {"decode": (cached.calls, cached.hold, 2)}
@@ -15,7 +15,7 @@ KINDS |= dict.fromkeys(modules.MODULES, (modules.calls, modules.hold, 1))
 
 
 def hold(name, call):
-    """Hold one call of a kind; as any program would, it is recorded at once or at its second time."""
+    """Check one call of a kind. It is recorded at the first or at the second call."""
     replay.forget()
     with mock.patch.object(replay, "RECORD_AFTER", 1 + zlib.crc32(repr(call).encode()) % 2):
         KINDS[name][1](call)

@@ -1,4 +1,4 @@
-"""Layouts of tensors in memory: any order, offset and steps, among NaN, expanded, or overlapping."""
+"""Layouts of tensors in memory: any order, offset and steps, between NaN, expanded, or overlapping."""
 
 import itertools
 from typing import NamedTuple
@@ -7,26 +7,26 @@ import torch
 
 
 def shown(case):
-    """A NamedTuple as code that makes it, without what is as it is by default."""
+    """Return a NamedTuple as code, without default values."""
     named = {name: x for name, x in case._asdict().items() if x != case._field_defaults.get(name, shown)}
     return f"{type(case).__name__}({', '.join(f'{name}={x!r}' for name, x in named.items())})"
 
 
 class Layout(NamedTuple):
-    """order: which permutation of the dimensions lies in memory. step: of the innermost one. gap: behind each line."""
+    """order: index of a permutation of the dimensions. step: of the innermost one. gap: elements after each line."""
 
     order: int = 0
     step: int = 1
     gap: int = 0
     offset: int = 0
-    expanded: tuple[int, ...] = ()  # these dimensions have one element, seen as often as they are long
-    overlapping: bool = False  # each row begins one element behind the one before it
+    expanded: tuple[int, ...] = ()  # dimensions of stride 0
+    overlapping: bool = False  # each row starts one element after the previous one
 
     __repr__ = shown
 
     @property
     def shared(self):
-        """Return whether places share memory."""
+        """Return whether elements share memory."""
         return bool(self.expanded) or self.overlapping
 
 
@@ -34,7 +34,7 @@ PLAIN = Layout()
 
 
 def lay(tensor, layout):
-    """The same values so laid out; where places share memory, those of the last that is written to it."""
+    """Return a copy with a layout. Elements that share memory get one value."""
     if layout == PLAIN or tensor.dim() == 0:
         return tensor.clone()
     rank, shape = tensor.dim(), tensor.shape
@@ -58,12 +58,12 @@ def lay(tensor, layout):
 
 
 def _padding(like, size):
-    """Return the surrounding memory: NaN, True or the largest number."""
+    """Return memory filled with NaN, True or the largest integer."""
     if like.dtype == torch.bool:
         return like.new_ones(size)
     return like.new_full((size,), float("nan") if like.is_floating_point() else torch.iinfo(like.dtype).max)
 
 
 def memory(x):
-    """All of the memory that a tensor lies in, as bytes."""
+    """Return all bytes of a tensor's storage."""
     return torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage()).clone()

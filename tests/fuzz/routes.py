@@ -1,6 +1,6 @@
-"""Ways to one answer: functions with the arguments of `attention`, rank 4, each by another function or in another form.
+"""Routes: functions with the arguments of `attention`, rank 4, that compute it by another function or in another form.
 
-Each takes a Dense and gives such a function, and says what of a Dense it can do. All are held to the same oracle.
+A Route makes such a function from a Dense, and lists its options and results. All have the same oracle.
 """
 
 from collections.abc import Callable
@@ -19,13 +19,13 @@ EVERYTHING = MASKS | {"scale", "softcap", "slopes", "sinks", "causal", "window",
 
 
 class Route(NamedTuple):
-    """make(case) is the function; options, what it takes; results, what it returns."""
+    """make(case) returns the function; options and results are the names it supports."""
 
     make: Callable
     options: frozenset = EVERYTHING
     results: frozenset = ALL
     packed: bool = False
-    heads: int | None = None  # of query and key, where it takes no others
+    heads: int | None = None  # the only supported number of heads
     batches: int | None = None
 
 
@@ -46,7 +46,7 @@ def direct(case):
 
 
 def of_lower_rank(case, rank):
-    """(B, S, D) for one head, (S, D) for one of one batch."""
+    """Call with inputs of rank 3 (one head) or rank 2 (one head, one batch)."""
 
     def lower(x):
         return x.squeeze(1) if rank == 3 else x.squeeze(1).squeeze(0)
@@ -63,14 +63,14 @@ def of_lower_rank(case, rank):
 
 
 def split(case):
-    """The keys in two parts, merged."""
+    """Merge calls on two parts of the keys."""
 
     def attend(query, key, value, *, return_lse, return_weights, **options):
         half, length, found = case.values % (case.Sk + 1), case.Sk, []
         for start, end in ((0, half), (half, length)):
             own = dict(options)
             if found:
-                own.pop("sinks", None)  # one of the parts has them
+                own.pop("sinks", None)  # only the first part has them
             for name in ("mask", "bias", "key_mask"):
                 if name in own and (name == "key_mask" or own[name].shape[-1] != 1):
                     own[name] = own[name][..., start:end]
@@ -90,7 +90,7 @@ def varlen(case):
 
 
 def jagged(case):
-    """Nested tensors, of the packed ones that `packed` makes."""
+    """Call with nested tensors, made from packed ones."""
 
     def attend(query, key, value, cu_seqlens_q, cu_seqlens_k, *, max_seqlen_q=None, max_seqlen_k=None, **options):
         rows, keys = cu_seqlens_q.long(), cu_seqlens_k.long()
@@ -109,7 +109,7 @@ def jagged(case):
 
 
 def mapped(case):
-    """torch.vmap over the batch; what all batches share is not mapped."""
+    """Call torch.vmap over the batch. Inputs shared by all batches are not mapped."""
     per_batch = dict(mask=4, bias=4, key_mask=2, query_mask=2, alibi_slopes=2)
 
     def attend(query, key, value, **options):
@@ -136,7 +136,7 @@ def mapped(case):
 
 
 def sdpa(case):
-    """torch's function: the same, with dimensions in front."""
+    """Call our drop-in of torch's function, sometimes with another leading dimension."""
 
     def attend(query, key, value, *, return_lse, return_weights, **options):
         given = dict(attn_mask=options.get("mask", options.get("bias")), scale=options.get("scale"))

@@ -1,4 +1,4 @@
-"""Strategies of hypothesis: a Dense for each route. The first of a list is the simplest."""
+"""Hypothesis strategies for a Dense of each route. The first of a list is the simplest."""
 
 import torch
 from hypothesis import strategies as st
@@ -7,7 +7,7 @@ from .dense import Dense, Pairs, Tokens
 from .layouts import PLAIN, Layout
 from .routes import ROUTES
 
-BLOCKS = 6  # of 32 rows by 16 keys, in a call: the time that it takes
+BLOCKS = 6  # the most blocks of 32 rows by 16 keys in a call, as they take time
 LENGTHS = (1, 2, 3, 4, 5, 7, 9, 15, 16, 17, 18, 31, 32, 33, 40, 48, 49, 64, 65, 70, 0)
 WIDTHS = (1, 2, 3, 4, 5, 8, 8, 8, 12, 15, 16, 16, 16, 16, 17, 20, 24, 31, 32, 33, 40)
 WIDE = (63, 64, 65, 80, 127, 128, 129, 192, 255, 256)
@@ -16,7 +16,7 @@ SEEDS = st.one_of(st.integers(0, 9), st.integers(-(2**63), 2**63 - 1))
 
 
 def rarely(draw, strategy, otherwise=None, one_in=4):
-    """Draw from a strategy one time in `one_in`."""
+    """Draw from a strategy one time in `one_in`, else return `otherwise`."""
     return draw(strategy) if draw(st.integers(0, one_in - 1)) == one_in - 1 else otherwise
 
 
@@ -57,7 +57,7 @@ def tokens(draw):
 
 @st.composite
 def sizes(draw, route):
-    """Fields of a Dense: a call of few enough blocks for the interpreter."""
+    """Draw the sizes of a Dense with few enough blocks for the interpreter."""
     length = st.sampled_from(LENGTHS)
     Hkv, group = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 2, 3, 4]))
     if route.heads is not None:
@@ -82,7 +82,7 @@ def sizes(draw, route):
 
 @st.composite
 def options(draw, takes, route):
-    """Fields of a Dense: options that a route takes."""
+    """Draw the options of a Dense that a route takes."""
     made = {}
     if "causal" in takes:
         made["causal"] = draw(st.booleans())
@@ -129,15 +129,15 @@ def some(draw, names, one_in=2):
 
 @st.composite
 def calls(draw, name):
-    """A Dense for a route."""
+    """Draw a Dense for a route."""
     route = ROUTES[name]
     made = dict(route=name, dtype=draw(st.sampled_from(DTYPES)), values=draw(st.integers(0, 99)))
     made |= draw(sizes(route)) | draw(options(route.options, route))
     made["spread"] = draw(st.sampled_from([1.0, 1.0, 1.0, 3.0, 0.01, 10.0, 0.0, 100.0]))
-    # Of more in half precision the gradients of query and key may miss the rule.
+    # In half precision, larger values may exceed the tolerance in the gradients of query and key.
     made["alike"] = draw(st.sampled_from([0.0, 0.0, 0.0, 1.0, 4.0, 30.0 if made["dtype"].itemsize > 2 else 2.0]))
     if made["dtype"].itemsize == 2 and made["spread"] < 1.0:
-        made["alike"] = 0.0  # gradients that are small beside what rounds in them
+        made["alike"] = 0.0  # gradients would be small against their rounding
     for each in ("query", "key", "value", "out"):
         made[each] = draw(layouts())
     if name == "sdpa":
@@ -148,7 +148,7 @@ def calls(draw, name):
             made["bias"] = made["bias"]._replace(dtype=draw(st.sampled_from([None, torch.float32])))
     made["lse"] = "lse" in route.results and draw(st.booleans())
     made["weights"] = "weights" in route.results and rarely(draw, st.just(True), False)
-    made["lse"] = made["lse"] or made["weights"] and route.packed  # as tests/sequences.py has results
+    made["lse"] = made["lse"] or made["weights"] and route.packed  # tests/sequences.py returns both
     there = ["query", "key", "value"]
     there += [
         x for x, of in (("bias", "bias"), ("alibi_slopes", "slopes"), ("sinks", "sinks")) if made.get(of) is not None

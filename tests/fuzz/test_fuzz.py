@@ -1,4 +1,4 @@
-"""A few calls of each kind that hypothesis draws, always the same ones; `python -m tests.fuzz` draws thousands."""
+"""A few random calls of each kind, always the same ones; `python -m tests.fuzz` draws thousands."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Facts of the contract that a tolerance cannot state: bits that may not change, rows that are empty, sizes of 0."""
+"""Parts of the contract beyond the tolerance: unchanged bits, empty rows, sizes of 0, extreme numbers, layouts."""
 
 import subprocess
 import sys
@@ -33,7 +33,7 @@ def same_bits(a, b):
 
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("kind", ["key_mask", "query_mask"])
-def test_what_a_token_mask_hides_changes_no_bit(kind, device, backend):
+def test_hidden_tokens_change_no_bit(kind, device, backend):
     case = Case("hidden", B=2, Sq=33, Sk=33, causal=True, grads="out, lse and weights", **{kind: "own"})
     tensors, options = case.draw(device)
     plain = {name: x.nan_to_num(0.5, 0.5, 0.5) for name, x in tensors.items()}
@@ -46,8 +46,7 @@ def test_what_a_token_mask_hides_changes_no_bit(kind, device, backend):
 
 @pytest.mark.parametrize("options", [{}, dict(softcap=3.0), dict(sinks=torch.zeros(2))], ids=["plain", "cap", "sinks"])
 @pytest.mark.parametrize("name, value", [("query", "nan"), ("key", "nan"), ("key", "inf")])
-def test_what_is_not_a_number_is_not_hidden(name, value, options, device, backend):
-    """Nor does what is wrong with a query or a key reach other rows than those that see it."""
+def test_nan_reaches_the_rows_that_see_it_and_no_others(name, value, options, device, backend):
     tensors = {each: torch.ones(1, 2, 40, 16, device=device) for each in ("query", "key", "value")}
     tensors[name][0, 1, 20, 3] = float(value)
     options = {each: x.to(device) if isinstance(x, torch.Tensor) else x for each, x in options.items()}
@@ -61,10 +60,10 @@ def test_what_is_not_a_number_is_not_hidden(name, value, options, device, backen
         assert torch.equal(out.isnan().any(-1), reached)
 
 
-def test_a_row_that_sees_nothing_is_zero_and_has_zero_gradient_whatever_comes_in(device, backend):
+def test_a_row_that_sees_nothing_is_zero_and_has_zero_gradient(device, backend):
     case = Case("empty rows", Sq=40, Sk=10, causal=True)  # rows before the first key
     tensors, options = case.draw(device)
-    tensors["lse"][:, :, :30] = float("inf")  # as the derivative of lse ** 2 is
+    tensors["lse"][:, :, :30] = float("inf")  # like the derivative of lse ** 2
     got = results(case, device, backend, tensors, options)
     assert (got["out"][:, :, :30] == 0).all() and (got["query"][:, :, :30] == 0).all()
     assert (got["lse"][:, :, :30] == float("-inf")).all() and got["lse"][:, :, 30:].isfinite().all()
@@ -73,8 +72,8 @@ def test_a_row_that_sees_nothing_is_zero_and_has_zero_gradient_whatever_comes_in
 
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-def test_what_comes_back_to_rows_that_query_mask_hides_is_ignored_whole(packed, device, backend):
-    """The lse of a hidden row is the sink's, but no gradient reaches the sink from it."""
+def test_incoming_gradients_of_hidden_rows_are_ignored(packed, device, backend):
+    """The lse of a hidden row is the sink, but passes no gradient to it."""
     inputs = [torch.randn(2, 2, 7, 4, device=device) for _ in range(3)]
     real = torch.rand(2, 7, device=device) < 0.5
     learned = dict(sinks=torch.randn(2, device=device), alibi_slopes=torch.rand(2, device=device))
@@ -136,7 +135,7 @@ def test_sizes_of_zero(sizes, options, device, backend, poison):
 
 @pytest.mark.parametrize("scale", [0.25, -0.25])
 def test_equal_scores_of_any_size_share_their_weight(scale, device, backend):
-    """Ties are exact: the weights of n equal keys are 1 / n at 1e6, where float32 cannot hold score + log(n)."""
+    """The weights of n equal keys are exactly 1 / n, even if float32 cannot hold score + log(n)."""
     for size in (1e2, 1e4, 3e5, 1.2e7):
         tensors, options = Case("ties", Sq=20, Sk=24, scale=scale).draw(device)
         tensors["query"], tensors["key"] = torch.full_like(tensors["query"], size), torch.full_like(tensors["key"], 1.0)
@@ -150,7 +149,7 @@ def test_equal_scores_of_any_size_share_their_weight(scale, device, backend):
 def test_scores_up_to_a_million_meet_the_tolerance(dtype, device, backend):
     case = Case("large", dtype=dtype, scale=1.0, grads="out")
     tensors, options = case.draw(device)
-    # Multiples of 1024: every product and sum is exact in float32, so scores differ by what they differ by.
+    # Multiples of 1024: every product and sum is exact in float32.
     tensors["query"] = (tensors["query"] * 4).round().clamp(-8, 8) * 32
     tensors["key"] = (tensors["key"] * 4).round().clamp(-8, 8) * 32
     largest = (tensors["query"].float() @ tensors["key"].float().mT).abs().max()
@@ -169,7 +168,7 @@ def test_larger_scores_are_finite(size, sign, device, backend):
     got = results(Case("huge"), device, backend, tensors, dict(scale=1.0))
     assert all(x.isfinite().all() for x in got.values())
     assert same_bits(got, results(Case("huge"), device, backend, tensors, dict(scale=1.0)))
-    # One key outweighs the others, or all but one share.
+    # One key outweighs all others
     assert_like(got["out"][:, :, 0 if sign > 0 else 10], tensors["value"][:, :, 5].double())
 
 
@@ -189,13 +188,13 @@ def test_results_lie_in_memory_as_their_inputs_do(dims, device, backend):
 
     query, key, value = draw(2, 4, 9, 16), draw(2, 2, 11, 16), draw(2, 2, 11, 8)
     out = fa.attention(query, key, value, backend=backend)
-    grads = torch.autograd.grad(out.sum(), query) if backend == "triton" else ()  # autograd lays out those of naive
+    grads = torch.autograd.grad(out.sum(), query) if backend == "triton" else ()  # autograd decides for naive
     for result in (out, *grads):
         in_memory = [result.shape[axis] for axis in axes]
         assert result.stride() == torch.empty(in_memory).permute(back).stride()
 
 
-def test_a_dimension_of_one_element_has_no_place_in_the_order(device, backend):
+def test_a_dimension_of_one_element_does_not_change_the_order(device, backend):
     query = torch.randn(1, 5, 3, 16, device=device).permute(2, 0, 1, 3)  # strides (16, 240, 48, 1)
     out = fa.attention(query, query, query, backend=backend)
     assert [out.stride(axis) for axis in (0, 2, 3)] == [query.stride(axis) for axis in (0, 2, 3)]
@@ -237,13 +236,13 @@ def test_scales_at_the_ends_of_float32(scale, device, backend):
 
 
 def test_addresses_beyond_two_to_the_31(device, overflow):
-    """A view whose second batch lies 2**31 elements on. In a process of its own: 32-bit arithmetic would end it."""
+    """A view has its second batch 2**31 elements later. In its own process, which 32-bit addresses would crash."""
     if device != "cpu":
-        pytest.skip("test_gpu has its own, on real memory")
+        pytest.skip("test_gpu tests this with real memory")
     program = """
 import torch, fusedattn as fa
 tensors = [torch.randn(2, 1, 4, 16).half() for _ in range(4)]
-buffer = torch.empty(2**31 + 4096, dtype=torch.float16)  # virtual memory: only what is touched becomes real
+buffer = torch.empty(2**31 + 4096, dtype=torch.float16)  # virtual memory, allocated on first touch
 def run(query, key, value, grad):
     inputs = [x.detach().requires_grad_() for x in (query, key, value)]
     out = fa.attention(*inputs, backend="triton")

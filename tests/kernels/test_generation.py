@@ -1,4 +1,4 @@
-"""Attention to a cache is what attention to its keys is: by a loop over the sequences, and over a whole generation."""
+"""Attention to a cache, compared with a loop over the sequences and with one causal call."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ import fusedattn as fa
 from fusedattn.testing.tolerance import verdicts
 
 from .. import caches, sample
-from ..caches import Cached, bits, in_float64, one_by_one, touched
+from ..caches import Cached, bits
 from ..close import assert_like
 
 BACKENDS = ("naive", "triton")
@@ -19,27 +19,18 @@ def backend(request):
 
 
 def check(case, device, backend):
-    """The results of a case, held to the one rule; and nothing but the rows of new keys has changed."""
+    """Check the results of a case, and that only the rows of new keys changed."""
     if case.dtype == torch.float64 and device == "cuda":
         case = case._replace(dtype=torch.float16)
     arguments = case.draw(device)
-    held = [arguments["key_cache"], arguments["value_cache"]]
-    before = [bits(x).clone() for x in held]
-    eager, _ = one_by_one(fa.reference.eager, arguments)
-    oracle, expected = one_by_one(fa.reference.attention, in_float64(arguments))
+    before = {name: bits(arguments[name]).clone() for name in ("key_cache", "value_cache")}
+    eager, oracle, expected = caches.truths(arguments)
     results = fa.attention_decode(**arguments, backend=backend, return_lse=True, return_weights=True)
     got = dict(zip(("out", "lse", "weights"), results, strict=True))
     wrong = {name: verdict.why for name, verdict in verdicts(got, eager, oracle).items() if not verdict.ok}
     assert not wrong
     assert got["out"].dtype == case.dtype and got["lse"].dtype == torch.promote_types(case.dtype, torch.float32)
-    for cache, was, want in zip(held, before, expected, strict=True):
-        new = touched(cache, arguments)
-        assert torch.equal(bits(cache)[~new], was[~new])
-        if case.new:
-            torch.testing.assert_close(
-                cache.double(), want, equal_nan=True, rtol=2 * torch.finfo(case.dtype).eps, atol=1e-6
-            )
-    return got
+    caches.assert_written(arguments, before, expected)
 
 
 CASES = sample.named([*caches.SINGLE, *caches.EDGES, caches.EVERYTHING])
@@ -59,7 +50,7 @@ def test_a_naive_call_is_as_good_as_eager(case, device):
 @pytest.mark.matrix
 @pytest.mark.parametrize("case", caches.PAIRS, ids=lambda case: case.name)
 def test_pairs_of_options(case, device, backend, poison, tiles):
-    """One program reads all keys of a sequence; tests of single options have several."""
+    """One program reads all keys of a sequence; in tests of single options several do."""
     tiles.splits(1)
     check(case, device, backend)
 
@@ -67,7 +58,7 @@ def test_pairs_of_options(case, device, backend, poison, tiles):
 @pytest.mark.parametrize("page, half", [(16, 3), (None, 0), (5, 3)])
 @pytest.mark.one_in(2)
 def test_a_generation_is_the_slices_of_one_causal_call(page, half, device, backend):
-    """Token by token, and now and then several at once, from prompts of different lengths, one of them empty."""
+    """Prompts of two lengths, one empty, go on by one token or several at once."""
     prompts, steps, dim = (0, 14), (1, 1, 3, 1, 2, 1), 8
     total, dtype = max(prompts) + sum(steps), caches.widest(device)
     query, key, value = (torch.randn(2, heads, total, dim, device=device).to(dtype) for heads in (4, 2, 2))
@@ -107,7 +98,7 @@ def test_a_generation_is_the_slices_of_one_causal_call(page, half, device, backe
 
 
 @pytest.mark.parametrize("page", [None, 4, 16])
-def test_what_lies_beyond_a_length_changes_no_bit(page, device, backend):
+def test_memory_past_a_length_changes_no_bit(page, device, backend):
     arguments = Cached("beyond", page=page, new=2, Sq=2, sinks=True, dtype=torch.float16, lengths=(0, 17), Hq=2).draw(
         device
     )
@@ -170,8 +161,8 @@ def test_autocast_casts_the_query_alone(device, backend):
 
 @pytest.mark.parametrize("page", [None, 12])
 @pytest.mark.one_in(3)
-def test_a_cache_that_was_written_to_is_another_one_to_autograd(page, device, backend):
-    """An earlier call saved the cache for its gradients."""
+def test_a_write_to_a_cache_is_seen_by_autograd(page, device, backend):
+    """An earlier operation saved the cache for its gradients."""
     arguments = Cached("written", new=1, page=page).draw(device)
     cache = arguments["key_cache"]
     grows = torch.randn(1, device=device, requires_grad=True)
@@ -182,9 +173,9 @@ def test_a_cache_that_was_written_to_is_another_one_to_autograd(page, device, ba
         total.backward()
 
 
-def test_a_row_that_is_hidden_may_stand_before_every_key(device, backend):
+def test_only_a_hidden_row_may_stand_before_every_key(device, backend):
     arguments = Cached("early", Sq=2, lengths=(1, 30), half=4).draw(device)
-    if device == "cpu":  # lengths on a GPU are not waited for
+    if device == "cpu":  # values on a GPU are not checked
         with pytest.raises(ValueError, match="^query: expected "):
             fa.attention_decode(**arguments, backend=backend)
     hidden = torch.tensor([[False, True], [True, True]], device=device)
@@ -192,7 +183,7 @@ def test_a_row_that_is_hidden_may_stand_before_every_key(device, backend):
     assert out.isfinite().all() and not out[0, :, 0].any()
 
 
-def test_a_table_without_pages_takes_nothing(device, backend, unchecked):
+def test_a_table_without_pages_takes_no_new_keys(device, backend, unchecked):
     arguments = Cached("no pages", new=2, page=12).draw(device)
     before = bits(arguments["key_cache"]).clone()
     arguments["block_table"] = arguments["block_table"][:, :0]

@@ -1,4 +1,4 @@
-"""Whatever lies around tensors in memory changes no result, and is not changed: inputs, results and scratch."""
+"""Memory around inputs, results and scratch changes no result and is not changed."""
 
 import pytest
 import torch
@@ -16,11 +16,11 @@ from ..sequences import draw_packed, offsets
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="kernels need TRITON_INTERPRET=1")
 BACKENDS = [pytest.param("triton", marks=interpreted), None, "naive"]
 LEARNED = "query", "key", "value", "bias", "alibi_slopes", "sinks"
-GUARDS = [(NAN, 0), (PLAUSIBLE, 3)]  # what is around, and how many of it behind each line
+GUARDS = [(NAN, 0), (PLAUSIBLE, 3)]  # the surrounding numbers, and how many follow each line
 
 
 def computed(attend, arguments, incoming, backend):
-    """Results, and gradients of all that may have one, of a call by its arguments."""
+    """Return results and gradients of a call."""
     given = {name: x.detach() if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
     wanted = [given[name].requires_grad_() for name in LEARNED if name in given]
     results = attend(**given, backend=backend)
@@ -32,7 +32,7 @@ def computed(attend, arguments, incoming, backend):
 
 
 def guarded(attend, arguments, incoming, backend, monkeypatch, fill, gap):
-    """The same where all tensors, and all that is allocated, lie among canaries, which are checked."""
+    """Do the same with all tensors and allocations among canaries, and check these."""
     guard = Guard(fill, gap)
     arguments, incoming = (
         {name: guard.inside(x, name) if isinstance(x, torch.Tensor) else x for name, x in given.items()}
@@ -46,7 +46,7 @@ def guarded(attend, arguments, incoming, backend, monkeypatch, fill, gap):
 
 
 def alike(got, want, backend):
-    """Kernels give the same bits wherever tensors lie; PyTorch's own products may sum in another order."""
+    """Compare bits of kernels; PyTorch's own products may add in another order elsewhere in memory."""
     for a, b in zip(got, want, strict=True):
         if backend == "triton":
             assert torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) and torch.equal(a.isnan(), b.isnan())
@@ -61,7 +61,7 @@ def held(attend, arguments, incoming, backend, monkeypatch, passes):
     want = computed(attend, arguments, incoming, backend)
     assert all(x.numel() == 0 or not x.isnan().all() for x in want)
     for fill, gap in GUARDS:
-        for _ in range(1 if gap else 2):  # the second time the call is a replay
+        for _ in range(1 if gap else 2):  # the second call is a replay
             alike(guarded(attend, arguments, incoming, backend, monkeypatch, fill, gap), want, backend)
 
 
@@ -99,7 +99,7 @@ MOST = max(ROWS), max(KEYS)
 
 
 def _drawn(**shapes):
-    """Options of packed sequences: of bool or of numbers, by their names."""
+    """Draw options by shape: masks are bool, others numbers."""
     made = {}
     for name, shape in shapes.items():
         x = torch.randn(shape, generator=torch.Generator().manual_seed(len(name)))

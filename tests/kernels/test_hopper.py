@@ -1,9 +1,6 @@
-"""Launches of Hopper's kernels are chosen and prepared. `tests/ptx` executes the kernels themselves."""
+"""Schedules and scratch of Hopper's kernels. `tests/ptx` executes the kernels themselves."""
 
-import importlib
-import importlib.util
 import itertools
-import types
 
 import pytest
 import torch
@@ -43,35 +40,16 @@ def test_each_block_of_rows_is_taken_once(paired, device):
         assert taken[before : before + planes].eq(1).all(), (blocks, planes, section, programs)
         assert taken.sum() == planes * blocks
         if paired:
-            assert lengths[lengths > 0].eq(blocks + 1).all(), "pairs are equally long"
+            assert lengths[lengths > 0].eq(blocks + 1).all(), "pairs have equal lengths"
         else:
-            assert lengths.count_nonzero(1).diff().abs().le(1).all(), "programs have nearly as many blocks each"
+            assert lengths.count_nonzero(1).diff().abs().le(1).all(), "programs have equally many blocks, or one more"
 
 
-def test_heads_have_their_gradients_of_scores_stored_a_few_at_a_time(tiles):
-    """At least two heads are stored, even if one fills the memory."""
+def test_gradients_of_scores_are_stored_for_a_few_heads_at_a_time(tiles):
+    """At least two heads are stored, even if one fills the limit."""
     query, key = (torch.empty(9, n, 128, 136, dtype=torch.bfloat16, device="meta") for n in (1, 1))
     for room, some in ((100, 9), (9, 9), (8, 8), (3, 3), (1, 2)):
         tiles("SCORES_BYTES", room * 128 * 128 * 2)
         call = call_of(query, key, key)
         assert hopper.heads_at_a_time(call) == some and hopper.new_scores(call).shape == (some, 1, 128, 128)
     assert hopper.heads_at_a_time(call_of(query[:1], key[:1], key[:1])) == 1
-
-
-NEW, OLD = ("async_load", "async_store"), ("async_copy_global_to_shared", "async_copy_shared_to_global")
-
-
-@pytest.mark.parametrize("there, taken", [(NEW, NEW), (OLD, OLD), (NEW + OLD, NEW), (NEW[:1] + OLD, None), ((), None)])
-def test_copies_have_the_names_of_each_version_of_triton(there, taken, monkeypatch):
-    """3.9 keeps the older ones, which raise. Where one is missing there is no kernel, and that is said."""
-    copies = importlib.import_module("fusedattn.kernels.hopper.copies")
-    language = importlib.import_module("triton.experimental.gluon.language.nvidia.hopper")
-    monkeypatch.setattr(language, "tma", types.SimpleNamespace(**{name: name for name in there}))
-    spec = importlib.util.spec_from_file_location("copies_of_another_version", copies.__file__)
-    module = importlib.util.module_from_spec(spec)
-    if taken is None:
-        with pytest.raises(AttributeError):
-            spec.loader.exec_module(module)
-    else:
-        spec.loader.exec_module(module)
-        assert (module.async_load, module.async_store) == taken

@@ -1,4 +1,4 @@
-"""Every option, alone and in pairs: output, lse and gradients of the kernels are as good as eager PyTorch's."""
+"""Output, lse and gradients of the kernels with every option, alone and in pairs."""
 
 import pytest
 import torch
@@ -17,11 +17,11 @@ def run(case, device):
 
 
 @pytest.mark.parametrize("group", [cases.SINGLE, cases.COVERING, cases.PAIRS], ids=["alone", "covering", "pairs"])
-def test_half_of_the_calls_are_a_users_first_and_half_are_replayed(group):
+def test_half_of_the_calls_are_first_calls_and_half_are_replays(group):
     assert 0.4 <= sum(map(cases.replayed, group)) / len(group) <= 0.6
 
 
-# Of the two dtypes of each option, one in turn.
+# One of the two dtypes of each option, in turn; `make test-all` runs both.
 ALONE = [case if n % 4 in (0, 3) else sample.matrix(case)[0] for n, case in enumerate(sample.named(cases.SINGLE))]
 ALONE += sample.one_in(5, sample.named(sorted(cases.SHAPES, key=lambda case: case.alike == 0)))
 

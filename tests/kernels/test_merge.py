@@ -1,4 +1,4 @@
-"""Attention over two sets of keys, merged, is attention over both; with its gradients."""
+"""`fa.merge` of attention over two sets of keys is attention over both, with gradients."""
 
 import pytest
 import torch
@@ -13,10 +13,10 @@ def draw(dtype=torch.float64):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_two_halves_make_the_whole(dtype):
+def test_two_parts_merge(dtype):
     query, key, value = draw(dtype)
     mask = torch.rand(2, 1, 10, 15) < 0.6
-    mask[:, :, 0] = mask[:, :, 1, :7] = mask[:, :, 2, 7:] = False  # nothing at all, on one side, on the other
+    mask[:, :, 0] = mask[:, :, 1, :7] = mask[:, :, 2, 7:] = False  # hidden in both parts, in one, in the other
     halves = [
         fa.attention(query, key[:, :, part], value[:, :, part], mask=mask[..., part], return_lse=True)
         for part in (slice(0, 7), slice(7, 15))

@@ -1,4 +1,4 @@
-"""Packed sequences: what each would be in a call of its own, and nothing of what its neighbours are."""
+"""Packed sequences are independent: each has the results of a call of its own."""
 
 import pytest
 import torch
@@ -13,23 +13,23 @@ from ..guard import PLAUSIBLE, Guard
 from ..inside import leaves
 from ..sequences import attention_varlen, by_sequence, draw_packed, offsets
 
-# (of rows, of keys): tiles of the interpreter are 32 by 16.
+# (rows, keys) of each sequence; tiles of the interpreter are 32 by 16.
 PACKINGS = [
     ((7, 0, 37, 5), (45, 4, 13, 0)),
     ((32, 1, 16), (32, 1, 16)),
     ((20, 20), (13, 33)),
     ((3, 33, 0, 0, 64), (17, 16, 0, 1, 48)),
 ]
-# A packed call has shapes of its own for what these vary.
+# Features whose shapes differ in a packed call are left out.
 ALONE = {name: options for name, options in cases.FEATURES.items() if not {"Sq", "Sk", "expanded"} & set(options)}
 TOGETHER = [case for case in cases.OPTION_PAIRS if case.Sq == 37 and case.Sk == 45 and not case.expanded]
 FEW = cases.covering(8, cases.OPTIONS)
-PACKED_FEW = [pytest.param(len(case.name), case, id=case.name) for case in FEW]  # each with lengths of a kind
+PACKED_FEW = [pytest.param(len(case.name), case, id=case.name) for case in FEW]  # the name chooses the lengths
 PACKED_TOGETHER = [pytest.param(number, case, id=case.name) for number, case in enumerate(TOGETHER)]
 
 
 def draw(case, number, device):
-    """(rows, keys, tensors, options) of a case with the lengths of a packing."""
+    """Draw (rows, keys, tensors, options) of a case with the lengths of a packing."""
     rows, keys = PACKINGS[number % len(PACKINGS)]
     tensors, options = case._replace(B=len(rows), Sq=max(rows), Sk=max(keys)).draw(device)
     return rows, keys, tensors, options
@@ -89,7 +89,7 @@ def test_equal_lengths_are_a_batch_bit_for_bit(options, device, two_passes):
 
 @pytest.mark.parametrize("way", ["two passes", "one pass", "copy engine", "naive"])
 def test_a_sequence_does_not_see_its_neighbours(way, device, passes, tiles):
-    """One pass adds up dq tile by tile: rows past the end of a sequence are the next one's."""
+    """One pass adds dq tile by tile, and rows past the end of a sequence belong to the next one."""
     backend = "naive" if way == "naive" else "triton"
     passes(1 + (way == "two passes"))
     if way == "copy engine" and device == "cpu":
@@ -116,7 +116,7 @@ def test_a_sequence_does_not_see_its_neighbours(way, device, passes, tiles):
 
 
 @pytest.mark.parametrize("backend", ["triton", "naive"])
-def test_the_longest_may_be_said_or_not(backend, device):
+def test_maximum_lengths_are_optional(backend, device):
     rows, keys = (5, 0, 20), (9, 3, 12)
     query, key, value, _ = draw_packed(rows, keys, device)
     cu = offsets(rows, device), offsets(keys, device)
@@ -138,7 +138,7 @@ def test_the_longest_may_be_said_or_not(backend, device):
 @pytest.mark.parametrize(
     ("rows", "keys"), [((), ()), ((0, 0), (0, 0)), ((0, 0), (3, 0)), ((3, 2), (0, 0)), ((0,), (0,))], ids=str
 )
-def test_nothing(rows, keys, backend, device, poison):
+def test_empty_sequences(rows, keys, backend, device, poison):
     query, key, value, grad = draw_packed(rows, keys, device)
     results = fa.attention_varlen(
         *(query, key, value, offsets(rows, device), offsets(keys, device)),
@@ -166,12 +166,12 @@ def test_results_lie_as_the_query_does(device):
         assert out["triton"].stride() == out["naive"].stride() == torch.empty_like(made[..., :8]).stride()
 
 
-# What hides whole blocks, leaves others whole, and hides a token in these.
+# A mask hides some blocks and leaves others fully visible. Token masks hide tokens in these.
 TOKENS = {"pairs alone": (), "keys": ("key_mask",), "queries": ("query_mask",), "both": ("key_mask", "query_mask")}
 
 
 @pytest.mark.parametrize("tokens, planned", sample.checkered(TOKENS, [False, True]))
-def test_blocks_that_are_all_seen_or_not_at_all(tokens, planned, device, two_passes):
+def test_blocks_that_are_fully_visible_or_hidden(tokens, planned, device, two_passes):
     rows, keys = (40, 33), (50, 20)
     query, key, value, grad = draw_packed(rows, keys, device)
     mask = torch.rand(40, 50, device=device) < 0.5
@@ -193,15 +193,15 @@ def test_blocks_that_are_all_seen_or_not_at_all(tokens, planned, device, two_pas
     assert_like(found("triton"), found, "naive")
 
 
-# The first name more blocks than there are rows for.
+# The first has more blocks than rows for them.
 WRONG = [(0, 80, 0, 80), (0, 30, 10, 80), (5, 10, 20, 30), (-9, 50, 90, 2**31 - 1), (0, 0, 90, 20), (80, 30, 20, 0)]
 
 
 @pytest.mark.parametrize("wrong, most", sample.one_in(5, sample.product(WRONG, [None, (17, 19), (0, 19), (17, 0)])))
 def test_wrong_offsets_write_nothing_outside(wrong, most, device, unchecked, monkeypatch):
-    """Offsets on a GPU are not looked at: here those on a CPU are not either."""
+    """Offsets on a GPU are not checked. Here those on a CPU are not either."""
     if device == "cuda":
-        pytest.skip("test_gpu_packed has its own")
+        pytest.skip("test_gpu_packed tests this")
     rows = keys = (40, 40)
     guard = Guard(PLAUSIBLE)
     query, key, value, grad = (guard.inside(x) for x in draw_packed(rows, keys))

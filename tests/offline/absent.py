@@ -1,4 +1,4 @@
-"""A GPU that is not there: Triton compiles for it, and what is launched on it does nothing."""
+"""A simulated GPU: Triton compiles for it, and launches do nothing."""
 
 import atexit
 import contextlib
@@ -21,13 +21,13 @@ MULTIPROCESSORS = 132
 
 
 class Encoded(NamedTuple):
-    """A tensor descriptor as the driver would encode it: the tensor's address and the other arguments."""
+    """A tensor descriptor: the arguments with which the driver would encode it."""
 
     what: tuple
 
 
 class _Utils:
-    """Stand-in for the driver's functions that encode descriptors, under both names."""
+    """Stand-in for the driver's functions that encode descriptors, by both names."""
 
     def fill_tma_descriptor(self, *what):
         return Encoded(what)
@@ -36,26 +36,26 @@ class _Utils:
 
 
 class Run:
-    """The launcher of a compiled kernel, which gives what it would launch to a function."""
+    """Launcher of a compiled kernel that passes its arguments to a function."""
 
     def __init__(self, launched=lambda *grid_and_all: None):
         self.launch = self._wrap(launched)
 
     def _wrap(self, launcher):
-        return lambda *grid_and_all: launcher(*grid_and_all)  # where descriptors are encoded, in Triton's
+        return lambda *grid_and_all: launcher(*grid_and_all)  # Triton's own encodes descriptors here
 
     def __call__(self, gridX, gridY, gridZ, stream, function, *rest):
         self.launch(gridX, gridY, gridZ, stream, function, *rest)
 
 
 class Driver:
-    """Enough of one for Triton to choose a target."""
+    """Stand-in for Triton's driver, enough to choose a target."""
 
     def __init__(self, capability):
         self.capability, self.utils = capability, _Utils()
 
     def get_current_device(self):
-        return self.capability  # kernels are kept by device
+        return self.capability  # Triton caches kernels by device
 
     def get_current_stream(self, device):
         return 0
@@ -66,7 +66,7 @@ class Driver:
 
 @contextlib.contextmanager
 def target(capability):
-    """Triton compiles for a compute capability, 90 for sm_90."""
+    """Let Triton compile for a compute capability, such as 90 for sm_90."""
     previous = driver._active
     driver.set_active(Driver(capability))
     try:
@@ -79,14 +79,14 @@ def target(capability):
         driver._active = previous
 
 
-# What no launch of nothing needs of a kernel that was compiled to machine code.
+# Metadata that is set when machine code is made, with values for a kernel that is never launched.
 _UNUSED = dict(shared=0, tmem_size=0, global_scratch_size=0, global_scratch_align=1)
 _UNUSED |= dict(profile_scratch_size=0, profile_scratch_align=1)
 
 
 def _no_machine_code(backend=None, stages=None, options=None, language=None, capability=None):
-    """In Triton's hook for the stages of a compilation: those after its own languages make nothing, in no time."""
-    if stages is None:  # what it adds to the key by which Triton keeps kernels
+    """Skip the stages after TTGIR (Triton's hook for the stages of a compilation)."""
+    if stages is None:  # a part of Triton's cache key
         return "no machine code", "no machine code"
 
     def finish(module, metadata):
@@ -110,10 +110,12 @@ def _load(kernel):
 
 @contextlib.contextmanager
 def gpu(capability=90, load=_load, stages=_no_machine_code, folder=None):
-    """`fusedattn.attention` of CPU tensors with backend="triton" does all that the host does, and computes nothing.
+    """Let calls of CPU tensors with backend="triton" do all host work and compute nothing.
 
-    load: what is done with a compiled kernel before its first launch. stages: Triton's hook for those of a compilation.
-    folder: where Triton keeps what they make; by default it is gone with this process.
+    Args:
+        load: function of a compiled kernel, called before its first launch.
+        stages: Triton's hook for the stages of a compilation.
+        folder: Triton's cache; by default one that is deleted with this process.
     """
 
     def load_once(kernel):
@@ -129,7 +131,7 @@ def gpu(capability=90, load=_load, stages=_no_machine_code, folder=None):
             knobs.cache.scope(),
             knobs.runtime.scope(),
         ):
-            knobs.cache.dir = folder or _cache()  # a kernel that has no machine code is for nobody else
+            knobs.cache.dir = folder or _cache()  # kernels without machine code must not reach the usual cache
             knobs.runtime.add_stages_inspection_hook = stages
             yield
     finally:

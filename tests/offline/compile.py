@@ -1,12 +1,12 @@
-"""Registers, spills, shared memory and tensor-core instructions of kernels, compiled for GPUs that are not here.
+"""Registers, spills, shared memory and tensor-core instructions of kernels, compiled without a GPU.
 
 python -m tests.offline.compile [--capability 80 90] [--filter forward]
-python -m tests.offline.compile --few    # one of each kernel for each GPU, as `make test` does
-python -m tests.offline.compile --some    # and one of each option and dtype, as `make test-all` does
+python -m tests.offline.compile --few    # one row of each kernel and GPU, as in `make test`
+python -m tests.offline.compile --some    # also one of each option and dtype, as in `make test-all`
 python -m tests.offline.compile --report    # writes bench/results/kernels.md
 
-Every tile of `fusedattn.launch.tile_table` is compiled for every GPU that would take it. The exit status is 1 if one
-of them breaks a rule of `faults`. That what compiles also runs, and how fast, this cannot say.
+Every tile of `fusedattn.launch.tile_table` is compiled for every GPU that would take it. The exit status is 1 if a row
+breaks a rule of `faults`. This cannot tell whether compiled kernels run, and how fast.
 """
 
 import argparse
@@ -25,17 +25,16 @@ from .compiled import ALL, DTYPES, INSTRUCTIONS, ON_HOPPER, SHARED, SMALLEST, Ro
 
 ROOT = pathlib.Path(__file__).parents[2]
 TABLE = ROOT / "bench" / "results" / "kernels.md"
-# What masks may make a kernel spill beyond its tile's budget: the tiles that they cross are few. With all options
-# together it may also wait for each wgmma in turn, and one pass, which has all that the two have, spill more. What is
-# packed has addresses to keep, and a bias over keys a sum for each: dk/dv at D 256 spills 16 bytes more than it may
-# without, and 16 again by Triton 3.6.
+# Bytes that a variant may spill beyond its tile's budget. Masks cross few tiles. One pass does the work of two kernels,
+# so it spills more with all options together. Packed sequences need more addresses, and a bias over keys a sum for each
+# key: dk/dv at D 256 spills 16 bytes more with it, and 16 more with Triton 3.6.
 EXTRA_SPILLS = {"masked": 768, "everything": 768, "packed": 32, "packed all": 768, "bias keys": 32}
 EXTRA_OF_ONE_PASS = {"masked": 768, "everything": 1320, "packed": 32, "packed all": 1320, "bias keys": 256}
-# Bytes that a row may spill by another Triton than that of the committed table. 3.6, 3.8 and 3.9 spill up to 2260.
+# Bytes that a row may spill with another Triton than that of the committed table. 3.6, 3.8 and 3.9 spill up to 2260.
 SPILLS_BY_OTHERS = 2304
-# How far a loop of the kernel for Hopper may be from its line in the committed table.
+# Relative difference of a Hopper loop's length from the committed table.
 DRIFT = 0.05
-PRODUCTS = ("wgmma", "mma", "tcgen05")  # what multiplies on tensor cores: from 9.0, on all, from 10.0
+PRODUCTS = ("wgmma", "mma", "tcgen05")  # tensor core products of 9.0, of all GPUs, of 10.0
 
 HEADER = f"{'kernel':25}{'GPU':8}{'dtype':6}{'D':5}{'variant':11}{'tile':17}" + " ".join(
     ["regs", "spills", " shared", *INSTRUCTIONS, " loop", "     wgmma", "    s"]
@@ -43,10 +42,10 @@ HEADER = f"{'kernel':25}{'GPU':8}{'dtype':6}{'D':5}{'variant':11}{'tile':17}" + 
 
 
 def faults(row, report, committed=None, other=False):
-    """Yield what is wrong with a compiled row, in words.
+    """Yield the faults of a compiled row, in words.
 
     Args:
-        committed: `kernels.loops` of the table of the same Triton. other: whether another Triton compiled the row.
+        committed: `kernels.loops` of the committed table. other: whether another Triton compiled the row.
     """
     index, count = row.place
     on_hopper = row.kernel in ON_HOPPER
@@ -54,12 +53,12 @@ def faults(row, report, committed=None, other=False):
     own = 0 if on_hopper else row.tile.spills + extra.get(row.variant, 0)
     budget = SPILLS_BY_OTHERS if other else own
     if report.spills > budget:
-        yield f"spills {report.spills} bytes, of {budget} allowed"
+        yield f"spills {report.spills} bytes; its budget is {budget}"
     limit = SHARED[row.capability]
     if report.shared > limit:
-        yield f"takes {report.shared} bytes of shared memory, of {limit} that sm_{row.capability} has"
+        yield f"takes {report.shared} bytes of shared memory; sm_{row.capability} has {limit}"
     if index == count - 1 and report.shared > SMALLEST and not on_hopper:
-        yield f"is the last of its row, and takes {report.shared} bytes of shared memory, of {SMALLEST} on small GPUs"
+        yield f"takes {report.shared} bytes of shared memory; the last of a row must fit {SMALLEST} on small GPUs"
     if row.tile.keys is not None and row.dtype != "ieee" and not any(map(report.counts.get, PRODUCTS)):
         yield "does not use the tensor cores"
     if not on_hopper and (report.counts["tma"] > 0) != (row.tile.bulk or row.tile.tma):
@@ -68,12 +67,12 @@ def faults(row, report, committed=None, other=False):
         does = {"add dq": ("UTMAREDG", row.tile.bulk), "load tiles": ("UTMALDG", row.tile.tma)}
         for what, (instruction, wanted) in does.items():
             if (instruction in report.copied) != wanted:
-                yield f"is {'' if wanted else 'not '}to {what} by the copy engine"
+                yield f"must {'' if wanted else 'not '}{what} by the copy engine"
     if report.serialized and row.variant not in ALL:
-        yield "waits for each wgmma in turn: ptxas gave up on running them asynchronously"
-    yield from map(str, report.overtaken)
+        yield "waits for each wgmma in turn: ptxas serialised them"
+    yield from report.overtaken
     if report.fusible:
-        yield f"leaves {report.fusible} products to ptxas to fuse: lanes that hold one sum may then differ"
+        yield f"has {report.fusible} products that ptxas may fuse: lanes that hold one sum may then differ"
     if report.disordered:
         yield f"orders operands of mma.sync for narrower loads: {', '.join(report.disordered)}"
     if on_hopper:
@@ -85,7 +84,7 @@ def _faults_on_hopper(row, report, length):
     launched, each, fewer = tile_table.REGISTERS[groups]
     asked, there = groups * each + fewer, launched * (groups + 1)
     if asked > there:
-        yield f"asks for {asked} registers, a thread of each warpgroup, of {there} that it is launched with"
+        yield f"asks for {asked} registers, a thread of each warpgroup; it is launched with {there}"
     if report.registers != launched:
         yield f"takes {report.registers} registers a thread, and is launched with {launched}"
     if not {each, fewer} <= report.asked:
@@ -95,24 +94,24 @@ def _faults_on_hopper(row, report, length):
     if missing := sorted(copies - report.copied):
         yield f"does not use the copy engine: no {' and no '.join(missing)}"
     if len(report.loops) != groups:
-        yield f"has {len(report.loops)} main loops, of {groups} warpgroups"
+        yield f"has {len(report.loops)} main loops for {groups} warpgroups"
     for number, step in enumerate(report.loops):
         under, exponentials = hazards.overlapped(step)
         if under < exponentials or not (exponentials or row.kernel in tile_table.PRODUCTS):
             yield f"computes {under} of {exponentials} exponentials of loop {number} while a product runs"
     for number, step in enumerate(report.loops):
-        few = 4 if row.kernel in tile_table.PRODUCTS else 0  # by which warpgroups differ, of loops that are short
+        few = 4 if row.kernel in tile_table.PRODUCTS else 0  # warpgroups differ by this in short loops
         if length is not None and abs(len(step) - length) > max(DRIFT * length, few):
-            yield f"has {len(step)} instructions in loop {number}, not within {DRIFT:.0%} of {length} as committed"
+            yield f"has {len(step)} instructions in loop {number}, not within {DRIFT:.0%} of the committed {length}"
 
 
 def _hopper_table():
-    """Rows of each pipeline that compiles to a kernel of its own: how many programs there are is no part of one."""
+    """Yield rows of each pipeline that compiles to a different kernel; `persistent` does not matter."""
     for width, pipelines in tile_table.HOPPER.items():
         distinct = tuple(dict.fromkeys(each._replace(persistent=True) for each in pipelines))
         first = distinct[0], (0, len(distinct))
         for index, pipeline in enumerate(distinct):
-            for variant in ("full", "causal", "window") if index == 0 else ("causal",):  # all but the same code
+            for variant in ("full", "causal", "window") if index == 0 else ("causal",):  # others are the same code
                 yield Row("hopper", 90, "bf16", width, variant, pipeline, (index, len(distinct)))
         yield Row("hopper", 90, "fp16", width, "full", *first)
         for dim in {64: (32, 16), 128: (80,)}.get(width, ()):
@@ -120,7 +119,7 @@ def _hopper_table():
     stored = tile_table.BACKWARDS["hopper_bwd_ds"]
     for kernel, rows in (tile_table.BACKWARDS | dict.fromkeys(tile_table.PRODUCTS, stored)).items():
         for width, (form,) in rows.items():
-            seldom = kernel in ("hopper_bwd_deterministic", *tile_table.PRODUCTS)  # what differs is elsewhere
+            seldom = kernel in ("hopper_bwd_deterministic", *tile_table.PRODUCTS)  # the difference is elsewhere
             for variant in ("full", "causal", *(() if seldom else ("window",))):
                 yield Row(kernel, 90, "bf16", width, variant, form, (0, 1))
             if not seldom:
@@ -130,7 +129,7 @@ def _hopper_table():
 
 
 def _packed_table(capability):
-    """Rows of packed sequences: their loops are those of the others, what comes before is not."""
+    """Yield rows of packed sequences. Their loops are the usual ones; the code before the loop differs."""
     yield Row("fill_slots", capability, "bf16", 128, "packed", tile_table.Tile(64, None, 4, 1), (0, 1))
     for kernel, width in (
         ("forward", 64),
@@ -150,14 +149,14 @@ def _packed_table(capability):
 
 
 def _candidate_table():
-    """Rows of tiles that calls take only where a machine has found them faster."""
+    """Yield rows of candidates, which calls take only after `fusedattn tune` found them faster."""
     for (kernel, capability, _, width), tiles in tile_table.CANDIDATES.items():
-        for index, tile in enumerate(tiles, 1):  # neither the first of a row nor the last
+        for index, tile in enumerate(tiles, 1):  # neither first nor last of a row
             yield Row(kernel, capability, "bf16", width, "full", tile, (index, len(tiles) + 2))
 
 
 def _small_table():
-    """Rows of the tiles that GPUs of little shared memory have of their own."""
+    """Yield rows of the tiles for GPUs with little shared memory."""
     for (kernel, capability, _, width), tiles in (tile_table.TABLE | tile_table.RICH).items():
         if capability == 86:
             for index, tile in enumerate(tiles):
@@ -165,7 +164,7 @@ def _small_table():
 
 
 def _cache_table(capabilities):
-    """Rows of the kernels that know a cache: the first tile of each width, and what else a call may ask of one."""
+    """Yield rows of the kernels for caches: the first tile of each width, and other kinds of calls."""
     last = capabilities[-1]
     for kernel, capability, width in itertools.product(tile_table.ON_CACHES, capabilities, (64, 128, 256)):
         if kernel != "decode_16" and capability != last:
@@ -192,7 +191,7 @@ def _cache_table(capabilities):
 
 
 def table(capabilities=(80, 90)):
-    """Every Row worth compiling: each tile of each dtype, and what else a call may ask for with the first."""
+    """Yield every Row: each tile of each dtype, and with the first tile the other kinds of calls."""
     if 90 in capabilities:
         yield from _hopper_table()
         yield from _candidate_table()
@@ -206,7 +205,7 @@ def table(capabilities=(80, 90)):
     for kernel, capability, width in itertools.product(others, capabilities, (64, 128, 256)):
         for dtype in ("bf16", "tf32", "ieee"):
             if dtype != "bf16" and capability != capabilities[-1]:
-                continue  # float32 has the same tiles everywhere, and none is wgmma: the last GPU shows them all
+                continue  # float32 has the same tiles everywhere, without wgmma: the last GPU shows them all
             if kernel in ("one_pass", "postprocess") and width > tile_table.ONE_PASS:
                 continue
             size = DTYPES[dtype].itemsize
@@ -216,7 +215,7 @@ def table(capabilities=(80, 90)):
                 variant = "biased" if kernel == "dbias" else "full"
                 yield Row(kernel, capability, dtype, width, variant, tile, (index, len(plain)))
             best = plain[0], (0, len(plain))
-            # Where one pass takes the calls without sums over rows, what else these two do is seen in `everything`.
+            # Where one pass takes most calls, `everything` shows the rest of these two kernels.
             seldom = kernel in ("dq", "dkdv") and width <= tile_table.ONE_PASS
             if kernel in ("preprocess", "postprocess", "dbias"):
                 continue
@@ -224,17 +223,17 @@ def table(capabilities=(80, 90)):
                 for index, tile in enumerate(rich):
                     yield Row(kernel, capability, dtype, width, "biased", tile, (index, len(rich)))
             if dtype == "bf16" and kernel not in ("weights", "tangent_weights") and not seldom:
-                if capability >= 90:  # elsewhere a band is the same code: its loops are those of a full call
+                if capability >= 90:  # elsewhere a band has the loops of a full call
                     yield Row(kernel, capability, dtype, width, "causal", *best)
                 if capability >= 90 and width <= 128:
                     narrow = of(narrow=True)
                     yield Row(kernel, capability, dtype, width, "window", narrow[0], (0, len(narrow)))
                 yield Row(kernel, capability, dtype, width, "masked", masked[0], (0, len(masked)))
-                if capability == capabilities[-1]:  # integer arithmetic between the products, the same everywhere
+                if capability == capabilities[-1]:  # the same integer arithmetic everywhere
                     yield Row(kernel, capability, dtype, width, "dropout", rich[0], (0, len(rich)))
             if dtype == "bf16" or (dtype == "tf32" and width == 64 and capability == capabilities[-1]):
                 yield Row(kernel, capability, dtype, width, "everything", rich[0], (0, len(rich)))
-            if dtype == "bf16" and kernel in ("one_pass", "dkdv"):  # where its sums are stored in the loop
+            if dtype == "bf16" and kernel in ("one_pass", "dkdv"):  # stores sums in the loop
                 yield Row(kernel, capability, dtype, width, "bias keys", rich[0], (0, len(rich)))
             if dtype == "bf16" and width == 64 and not seldom and capability == capabilities[-1]:
                 yield Row(kernel, capability, "fp16", 64, "full", *best)
@@ -245,7 +244,7 @@ def table(capabilities=(80, 90)):
 
 
 def reported(row):
-    """Return whether the committed table has a row: calls without options, except products by FMA."""
+    """Return whether the committed table has a row: calls without options that use tensor cores."""
     if row.kernel in ON_HOPPER:
         return True
     if row.capability == 86:
@@ -254,7 +253,7 @@ def reported(row):
 
 
 def few(rows, some=False):
-    """The first of each kernel for each GPU; some: of each kernel with every option, each variant and dtype as well."""
+    """Yield the first row of each kernel and GPU; `some`: also each variant, dtype and kernel with all options."""
     seen = set()
     for row in sorted(rows, key=lambda row: (row.place[0] > 0, row.variant != "full", row.variant == "packed all")):
         found = {(row.kernel, row.capability)}
@@ -266,7 +265,7 @@ def few(rows, some=False):
 
 
 def measure(rows, read=False, committed=None, other=False):
-    """Compile rows, and print them; ({row: faults} of those that have some, the reports)."""
+    """Compile and print rows. Return ({row: faults} of rows with faults, the reports)."""
     bad, reports = {}, []
     with pool() as processes:
         compiled = processes.map(functools.partial(compile_row, read=read), rows)
@@ -282,15 +281,15 @@ def measure(rows, read=False, committed=None, other=False):
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--capability", type=int, nargs="+", help="such as 90 for sm_90 (default: 80 90)")
-    parser.add_argument("--filter", default="", help="only rows whose line in the table has this text in it")
-    parser.add_argument("--few", action="store_true", help="one of each kernel for each GPU")
-    parser.add_argument("--some", action="store_true", help="one of each kernel for each GPU, of each option and dtype")
-    parser.add_argument("--report", action="store_true", help=f"write {TABLE.relative_to(ROOT)}, of the rows it has")
+    parser.add_argument("--filter", default="", help="only rows whose line contains this text")
+    parser.add_argument("--few", action="store_true", help="one row of each kernel and GPU")
+    parser.add_argument("--some", action="store_true", help="one row of each kernel and GPU, option and dtype")
+    parser.add_argument("--report", action="store_true", help=f"write {TABLE.relative_to(ROOT)}")
     options = parser.parse_args(arguments)
     if options.report and (options.capability or options.filter or options.few or options.some):
-        parser.error("--report: it writes the whole table, from which no other option can choose")
+        parser.error("--report writes the whole table and takes no other option")
     if run.interpreting():
-        sys.exit("make compile: TRITON_INTERPRET is set, so there is nothing to compile; unset it")
+        sys.exit("make compile: unset TRITON_INTERPRET, or there is nothing to compile")
     began = time.monotonic()
     rows = [row for row in table(options.capability or (80, 90)) if options.filter in str(row)]
     if options.few or options.some:

@@ -1,6 +1,6 @@
-"""Compiles a kernel for a GPU that need not be here; reads registers, spills, shared memory and instructions.
+"""Compilation of a kernel without a GPU, and its registers, spills, shared memory and instructions.
 
-What launches the kernel is what launches it on a GPU, so that each argument is what it would be there.
+The package launches the kernel as on a GPU, so that each argument is the same.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from fusedattn.operators import attention, backward, decode, tangent
 from . import absent, flow, fusing, hazards, operands
 from .sass import disassemble
 
-SHARED = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}  # bytes a block may use
+SHARED = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}  # bytes for a block
 SMALLEST = min(SHARED.values())
 INSTRUCTIONS = {
     "wgmma": r"\bwgmma\.mma_async",
@@ -45,7 +45,7 @@ def _meta(*shape, dtype=torch.bool):
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-VARIANTS = {  # what a call of each adds to one of `full`, by the names of a Call's fields
+VARIANTS = {  # fields of a Call that a variant adds to `full`
     "full": {},
     "causal": dict(right=0),
     "window": dict(left=1024, right=0),
@@ -76,14 +76,14 @@ VARIANTS |= {
     | dict(key_mask=_meta(1, LENGTH), query_mask=_meta(1, LENGTH), max_seqlen_q=LENGTH, max_seqlen_k=LENGTH),
 }
 ALL = ("everything", "packed all")  # variants with every option
-# Of calls to a cache.
+# Variants of calls to a cache.
 PAGES = {"contiguous": None, "one page": 32768, "pages": 256, "small pages": 16, "everything": 16}
-CAPACITY = {"everything": 256}  # too few keys to share; the others have plenty
+CAPACITY = {"everything": 256}  # too few keys to split, unlike the others
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "ieee": torch.float32, "tf32": torch.float32}
 
 
 class Row(NamedTuple):
-    """One kernel to compile; place is (index of the tile, how many there are) in its row of the table."""
+    """One kernel to compile. place: (index of the tile, number of tiles) in its row of the table."""
 
     kernel: str
     capability: int
@@ -95,7 +95,7 @@ class Row(NamedTuple):
 
     @property
     def turning(self):
-        """Warps of a block that walk its loop."""
+        """Return the number of warps of a block that walk its loop."""
         return self.tile.warps if isinstance(self.tile, tile_table.Tile) else 4 * self.tile.warpgroups
 
     def __str__(self):
@@ -107,11 +107,11 @@ class Row(NamedTuple):
 
 
 class Report(NamedTuple):
-    """Resources of a kernel by thread and block, instruction counts of its PTX, and its main loop.
+    """Resources of a kernel, instruction counts of its PTX, and its main loop.
 
-    What is read where its compiled code is: loops, one of each main loop, of which `loop` is the shortest; asked,
-    numbers of registers that warps go on with; copied, names of tensor copies; overtaken, what `hazards` finds.
-    fusible: how many additions `fusing` finds in its PTX. disordered: what `operands` finds in its TTGIR.
+    loops: one step of each main loop; `loop` is the shortest. asked: numbers of registers after `setmaxnreg`. copied:
+    names of tensor copies. overtaken: findings of `hazards`. fusible: number of findings of `fusing`. disordered:
+    findings of `operands`. Most are empty if the compiled code was not read.
     """
 
     registers: int
@@ -119,7 +119,7 @@ class Report(NamedTuple):
     shared: int  # bytes
     serialized: bool
     counts: dict
-    loop: tuple | None  # instructions, if it was read
+    loop: tuple | None  # instructions, if read
     seconds: float
     asm: dict
     loops: tuple = ()
@@ -139,7 +139,7 @@ class Report(NamedTuple):
 
 
 class _Skipped:
-    """In the place of a kernel, and of what it is compiled to: does nothing."""
+    """Stand-in for a kernel and its compiled form that does nothing."""
 
     arg_names, run = (), None
 
@@ -151,7 +151,7 @@ class _Skipped:
 
 
 class _Compiler(_Skipped):
-    """In the place of a kernel: keeps what a launch would run, without running it."""
+    """Stand-in for a kernel that compiles and is never launched."""
 
     def __init__(self, kernel):
         self.kernel, self.compiled = kernel, None
@@ -163,7 +163,7 @@ class _Compiler(_Skipped):
 
 @contextlib.contextmanager
 def _everything_but_a_gpu(kernels, row):
-    """`launch` as it is, but that kernels only compile, with the tile of a row, for its GPU."""
+    """Let launches only compile, with the tile of a row, for its GPU."""
     tiles = tile_table.INTERPRETED | {row.kernel: (row.tile,)}
     form, in_gluon = launch.form_on_hopper, row.kernel in ON_HOPPER
     precision = torch.backends.cuda.matmul.fp32_precision
@@ -188,7 +188,7 @@ def _everything_but_a_gpu(kernels, row):
 
 
 def _call(row):
-    """Run the operator of a kernel on tensors without data: what launches the kernel is what launches it on a GPU."""
+    """Call the operator of a kernel on tensors without data."""
     everything, batch = row.variant in ALL, 1 if "packed" in row.variant else BATCH
     group = 4 if everything else 1
 
@@ -209,14 +209,14 @@ def _call(row):
     elif row.kernel not in ("forward", "weights", "hopper"):
         need = [x is not None for x in inputs(call)]
         if row.kernel in ONE_PASS:
-            need[-2:] = False, False  # what is summed over whole rows is never among its gradients
+            need[-2:] = False, False  # its gradients have no sums over whole rows
         repeatable = row.kernel not in ONE_PASS or row.kernel in REPEATABLE
         with mock.patch.object(torch, "are_deterministic_algorithms_enabled", lambda: repeatable):
             backward._backward(out, None, weights if everything else None, out, weights, stats, *call, backend, need)
 
 
 def _call_on_cache(row):
-    """The same of a kernel that knows a cache."""
+    """Call the operator of a kernel for caches."""
     heads, capacity, dtype = 8, CAPACITY.get(row.variant, 32768), DTYPES[row.dtype]
     rows = tile_table.DECODE.get(row.kernel, 16) // heads
     page = PAGES[row.variant]
@@ -248,16 +248,16 @@ def _call_on_cache(row):
 
 
 def compile_row(row, read=False):
-    """Return the Report of a Row. read: whether to read the loop of any row, not of plain ones alone."""
+    """Return the Report of a Row. If `read`, read the loop of any row, not only of plain ones."""
     compiler, log, began = _Compiler(launch.KERNELS[row.kernel]), io.StringIO(), time.monotonic()
-    compiler.kernel.device_caches.clear()  # a kernel kept from before would leave no log
+    compiler.kernel.device_caches.clear()  # a cached kernel would leave no log
     kernels = dict.fromkeys(launch.KERNELS, _Skipped()) | {row.kernel: compiler}
     with _everything_but_a_gpu(kernels, row), contextlib.redirect_stdout(log):
         _call_on_cache(row) if row.kernel in tile_table.ON_CACHES else _call(row)
     seconds, asm, said = time.monotonic() - began, compiler.compiled.asm, log.getvalue()
     ptx = asm["ptx"]
     plain = row.variant == "full" and row.tile.keys and row.dtype != "ieee"
-    read = plain or read or "wgmma.mma_async" in ptx  # to look for what overtakes, in each kernel that has them
+    read = plain or read or "wgmma.mma_async" in ptx  # `hazards` needs the code of each kernel with wgmma
     sass = disassemble(asm["cubin"]) if read or row.kernel in ON_HOPPER else ""
     loops = flow.steps(sass)
     waits, asked = len(re.findall(r"WARPGROUP\.DEPBAR", sass)), len(re.findall(r"wgmma\.wait_group", ptx))
@@ -265,7 +265,7 @@ def compile_row(row, read=False):
         registers=max(int(n) for n in re.findall(r"Used (\d+) registers", said)),
         spills=sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", said)),
         shared=compiler.compiled.metadata.shared,
-        # ptxas gives up on asynchronous wgmma with one of three warnings, or with none and a wait after each product.
+        # ptxas serialises wgmma with one of three warnings, or silently with a wait after each product.
         serialized=(sass != "" and waits != asked) or re.search(r"\bC75\d\d\b", said) is not None,
         counts={name: len(re.findall(pattern, ptx)) for name, pattern in INSTRUCTIONS.items()},
         loop=min(loops, key=len, default=None),
@@ -281,6 +281,6 @@ def compile_row(row, read=False):
 
 
 def pool():
-    """Processes to compile in, as many as there are cores."""
-    start = "spawn" if torch.cuda.is_initialized() else "fork"  # which CUDA does not survive
+    """Return a pool with a process for each core."""
+    start = "spawn" if torch.cuda.is_initialized() else "fork"  # CUDA does not survive a fork
     return ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=multiprocessing.get_context(start))

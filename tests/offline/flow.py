@@ -1,4 +1,4 @@
-"""Ways through compiled code: its blocks, the loops that they make, and one step of a loop that multiplies."""
+"""Control flow of compiled code: basic blocks, loops, and one step of each loop that multiplies."""
 
 import itertools
 import re
@@ -10,25 +10,25 @@ _JUMPS = re.compile(r"BRA|JMP|CALL")
 _ANYWHERE = re.compile(r"BRX|JMX")
 _ENDS = re.compile(r"EXIT|RET|KILL|BRX|JMX")
 _LEAVES = re.compile(r"EXIT|RET|KILL|BRX|JMX|BRA|JMP")  # unless under a condition
-_PRODUCTS = "HGMMA", "HMMA", "FFMA"  # the first of them that there is multiplies the matrices
-_EFFECTS = {"tensor", "load", "store", "barrier"}  # kinds of what is not there for a mask, but for what a mask reads
-_READS = re.compile(r"LD[SL]\b")  # of one place a lane
+_PRODUCTS = "HGMMA", "HMMA", "FFMA"  # the first that occurs multiplies the matrices
+_EFFECTS = {"tensor", "load", "store", "barrier"}  # kinds that code for masks lacks, except _READS
+_READS = re.compile(r"LD[SL]\b")  # loads of one place a lane
 
 
 class Block(NamedTuple):
-    """Instructions that run one after the other, and the indices of the blocks that may follow them."""
+    """Instructions in sequence, and the indices of the blocks that may follow."""
 
     code: tuple
     after: tuple
 
 
 def _conditional(text):
-    """Return whether a jump is conditional: a predicate before it, or operands before its target."""
+    """Return whether a jump has a predicate before it, or operands before its target."""
     return text.startswith("@") or "," in text
 
 
 def _linked(code):
-    """Blocks of [(address, instruction)], less what follows a jump to an address that a table holds."""
+    """Yield Blocks of [(address, instruction)], without the successors of a jump by a table."""
     index = {at: i for i, (at, _) in enumerate(code)}
     targets = {
         i: index[int(re.findall(r"0x([0-9a-f]+)", text)[-1], 16)]
@@ -47,7 +47,7 @@ def _linked(code):
 
 
 def _unled(blocks):
-    """First blocks of what no way from the first block leads to, in their order."""
+    """Return the first blocks of code that cannot be reached from the first block, in order."""
     found, reached = [], set()
     for n in range(len(blocks)):
         if n not in reached:
@@ -62,14 +62,14 @@ def _unled(blocks):
 
 
 def blocks(sass):
-    """The Blocks of a kernel, the first is where it begins; () of text without instructions.
+    """Return the Blocks of a kernel, entry first; () for text without instructions.
 
-    A jump to an address that a table holds may lead to whatever else nothing leads to. A call leads to its function,
-    and on.
+    A jump by a table may lead to any code that nothing else leads to. A call leads to its function and to the next
+    block.
     """
     code = [(int(at, 16), text) for at, text in re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", sass, re.M)]
     if any(at >= following for (at, _), (following, _) in zip(code, code[1:], strict=False)):
-        raise ValueError("more than one function in the compiled code, so addresses do not tell where a jump leads")
+        raise ValueError("more than one function in the compiled code: targets of jumps are ambiguous")
     if not code:
         return ()
     found = tuple(_linked(code))
@@ -81,7 +81,7 @@ def blocks(sass):
 
 
 def _before(blocks):
-    """For each block, those that it may follow."""
+    """Return the predecessors of each block."""
     found = [[] for _ in blocks]
     for n, block in enumerate(blocks):
         for follower in block.after:
@@ -90,7 +90,7 @@ def _before(blocks):
 
 
 def _dominators(blocks, before):
-    """For each block, as bits, those that every way to it passes."""
+    """Return the dominators of each block, as bits."""
     everything = (1 << len(blocks)) - 1
     found = [1, *[everything] * (len(blocks) - 1)]
     changed = True
@@ -107,7 +107,7 @@ def _dominators(blocks, before):
 
 
 def loops(blocks):
-    """{first block: all blocks} of each loop, by index: those that a way back to the first leads through."""
+    """Return {first block: all blocks} of each natural loop, by index."""
     if not blocks:
         return {}
     previous = _before(blocks)
@@ -129,13 +129,13 @@ def _acts(instruction):
 
 
 def _turn(blocks, head, body, inner):
-    """Instructions of the way once around a loop that has the most effects outside of `inner`, then the shortest."""
+    """Return one step of a loop: the path with the most effects outside `inner`, then the shortest."""
     best = {}
 
     def find(n):
-        """(less the effects, instructions, next block) of the best way from a block to the head; None without one."""
+        """Return (minus effects, length, next block) of the best path from a block to the head, or None."""
         if n not in best:
-            best[n] = None  # while it is being found: a way through it again is no way
+            best[n] = None  # until it is found, so that paths through this block again do not count
             ways = [
                 (*((0, 0) if follower == head else find(follower)[:2]), follower)
                 for follower in blocks[n].after
@@ -157,10 +157,10 @@ def _turn(blocks, head, body, inner):
 
 
 def steps(sass):
-    """One step of each loop that multiplies matrices and has none inside that does, but for those with few products.
+    """Return one step of each innermost loop that multiplies matrices, except loops with few products.
 
-    Where masks are a matter of a branch it is a step without, and what only some of the warps store, or wait for in all
-    steps but the last, is in it: of the ways around that store, copy, wait and multiply the most, it is the shortest.
+    Of the paths around a loop that store, copy, wait and multiply the most, the step is the shortest. So it has no
+    masks that a branch skips, but stores of some warps, and waits of all steps but the last.
     """
     code = blocks(sass)
     names = [[operation(text) for text in block.code] for block in code]

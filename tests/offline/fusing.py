@@ -1,4 +1,4 @@
-"""Multiplications and additions of PTX that ptxas may fuse: neither says how it rounds."""
+"""Multiplications and additions of PTX that ptxas may fuse, because neither has a rounding mode."""
 
 import re
 
@@ -6,9 +6,9 @@ _INSTRUCTION = re.compile(r"^\s*(?:@!?%p\d+\s+)?([a-z][\w.:]*)\s+(%\w+)(?:\|%p\d
 
 
 def left(ptx):
-    """The additions of PTX that ptxas may fuse with the multiplication of a number that they add (PTX ISA, "add").
+    """Return the additions that ptxas may fuse with the multiplication of an operand (PTX ISA, "add").
 
-    A sum between lanes must not be among them: each lane would round another product (`vocabulary/row_sums.py`).
+    Sums between lanes must not be among them: each lane would round differently (`vocabulary/row_sums.py`).
     """
     products, found = set(), []
     for instruction in _INSTRUCTION.finditer(ptx):

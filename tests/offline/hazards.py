@@ -1,12 +1,11 @@
-"""Hazards of asynchronous products and copies: registers and memory that nothing waits for.
+"""Hazards of asynchronous products and copies in compiled code.
 
-A wgmma reads its left operand from registers for as long as it runs, and ptxas before 13.3 may write to them before the
-wait that ends it: triton-lang/triton#9433. What it reads must be written before the fence that comes before it: Triton
-3.6 and 3.7 move left operands behind that fence (mended by triton-lang/triton#9530), and ptxas before it again.
+A wgmma reads its left operand from registers while it runs. ptxas before 13.3 may overwrite them before the wait that
+ends it (triton-lang/triton#9433). Operands must be written before the fence of the product. Triton 3.6 and 3.7 move
+left operands behind that fence (fixed by triton-lang/triton#9530), and ptxas moves them back.
 """
 
 import re
-from typing import NamedTuple
 
 from . import flow
 from .sass import operation
@@ -15,29 +14,18 @@ _LEFT = re.compile(r"HGMMA\S* R\d+, R(\d+), gdesc")
 _LEFT_REGISTERS = 4  # 64 rows x 32 bytes, over 128 threads
 _COMMIT = re.compile(r"\bgsb0$")
 _WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x([0-9a-f]+)$")
-_OPEN = -1  # the age of a product whose group is not complete
+_OPEN = -1  # the age of a product whose group is not committed
 _OLDEST = 63  # no wait leaves so many groups in flight
 
-# Whose first register is one that they read, if they have one: they store, jump, wait, or set a predicate.
+# Instructions without a result in registers: their first register, if any, is read.
 _NO_RESULT = re.compile(
     r"ST|RED|BRX|JMX|CALL|RET|BAR|NANOSLEEP|WARPSYNC|BMOV|R2P|FCHK|CCTL|DEPBAR|[A-Z]*SETP|UTMA|LDGSTS|R2UR"
 )
 _PREDICATE = re.compile(r"!?U?P(\d|T|R)$")
 
 
-class Overwritten(NamedTuple):
-    """An instruction, a register that it writes, and a product that may not have read it yet."""
-
-    writer: str
-    register: int
-    product: str
-
-    def __str__(self):
-        return f"'{self.writer}' writes R{self.register}, which '{self.product}' may still read"
-
-
 def _width(name):
-    """Return how many registers an instruction's result takes; too many rather than too few."""
+    """Return the number of registers of an instruction's result, or more."""
     matrix = re.match(r"HGMMA\.\d+x(\d+)x", name)
     if matrix:
         return int(matrix[1]) // (2 if ".F32" in name else 4)
@@ -54,7 +42,7 @@ def _width(name):
 
 
 def written(instruction):
-    """The registers that an instruction writes, by number."""
+    """Return the numbers of the registers that an instruction writes."""
     name = operation(instruction)
     if not name or _NO_RESULT.match(name):
         return range(0)
@@ -65,7 +53,7 @@ def written(instruction):
 
 
 def _merged(*states):
-    """{register: (age, product)}: of each register the youngest product that reads it on any of the ways here."""
+    """Return {register: (age, product)}: the youngest product that reads each register on any path."""
     found = {}
     for state in states:
         for register, reader in state.items():
@@ -74,7 +62,7 @@ def _merged(*states):
 
 
 def _after(state, instruction):
-    """Return the registers still being read after an instruction; ages count later groups."""
+    """Return the registers that products still read after an instruction. Ages count later groups."""
     left, wait, name = _LEFT.search(instruction), _WAIT.search(instruction), operation(instruction)
     if not name.startswith(("HGMMA", "WARPGROUP.DEPBAR")):
         return state
@@ -89,7 +77,7 @@ def _after(state, instruction):
 
 
 def _over_all_ways(code, start, merged, after):
-    """Go all ways through `flow.blocks`: a state becomes after(state, instruction), where ways meet merged(*states)."""
+    """Follow all paths through `flow.blocks` with states: after(state, instruction), and merged(*states) at joins."""
     starts, left = [None] * len(code), list(range(min(1, len(code))))
     starts[:1] = [start] * len(left)
     while left:
@@ -105,31 +93,23 @@ def _over_all_ways(code, start, merged, after):
 
 
 def overwritten(sass):
-    """Each Overwritten of a kernel, over all ways through it."""
+    """Return a text for each register that is written while a product may still read it, over all paths."""
     found = {}
 
     def after(state, instruction):
         for register in written(instruction):
             if register in state:
-                found[instruction, register] = Overwritten(instruction, register, state[register][1])
+                found[instruction, register] = (
+                    f"'{instruction}' writes R{register}, which '{state[register][1]}' may still read"
+                )
         return _after(state, instruction)
 
     _over_all_ways(flow.blocks(sass), {}, _merged, after)
     return tuple(found.values())
 
 
-class Unfenced(NamedTuple):
-    """A product, a register that it reads, and that it was written after the fence before the product."""
-
-    product: str
-    register: int
-
-    def __str__(self):
-        return f"'{self.product}' reads R{self.register}, which was written after the fence before it"
-
-
 def _read(product):
-    """The registers that a product reads: its left operand, if that is there, and its sums."""
+    """Return the registers that a product reads: its left operand, if in registers, and its sums."""
     left, sums = _LEFT.search(product), re.search(r"HGMMA\S* R\d+, .*gdesc\S*, (R\d+|!UPT|RZ)", product)
     registers = list(range(int(left[1]), int(left[1]) + _LEFT_REGISTERS)) if left else []
     if sums and sums[1][1:].isdigit():
@@ -139,15 +119,21 @@ def _read(product):
 
 
 def unfenced(sass):
-    """Each Unfenced of a kernel, over all ways through it. PTX ISA, "wgmma.fence"."""
+    """Return a text for each register of a product that is written after the product's fence, over all paths.
+
+    Source: PTX ISA, "wgmma.fence".
+    """
     found = {}
 
-    def after(state, instruction):  # of what was written since the last fence
+    def after(state, instruction):  # state: registers written since the last fence
         name = operation(instruction)
         if name == "WARPGROUP.ARRIVE" and not instruction.startswith("@"):
             return frozenset()
         if name.startswith("HGMMA"):
-            found.update({(instruction, r): Unfenced(instruction, r) for r in _read(instruction) if r in state})
+            for register in state.intersection(_read(instruction)):
+                found[instruction, register] = (
+                    f"'{instruction}' reads R{register}, which was written after the fence before it"
+                )
             return state
         return state.union(written(instruction))
 
@@ -155,22 +141,12 @@ def unfenced(sass):
     return tuple(found.values())
 
 
-class GivenBack(NamedTuple):
-    """An arrival on a barrier, and a load from shared memory that may not have read by then what was to be read."""
-
-    arrival: str
-    load: str
-
-    def __str__(self):
-        return f"'{self.arrival}' may give back what '{self.load}' has not read: nothing uses its result before"
-
-
-# Of warps that have partitions: they meet all others, where each partition begins and ends.
+# A barrier of all warps, at the start and end of a warp-specialised partition.
 _ALL_MEET = re.compile(r"BAR\.SYNC\S* 0x1$")
 
 
 def _repeated(code):
-    """The instructions of `flow.blocks` that a thread may come to once more within a partition."""
+    """Return the instructions that a thread may reach again within a partition."""
     found = set()
     within = [not any(map(_ALL_MEET.match, block.code)) for block in code]
     for n, block in enumerate(code):
@@ -188,12 +164,14 @@ RUNNING = ("a product of these warps may be running", (), False)
 
 
 def given_back(sass):
-    """Each GivenBack of a kernel, over all ways through it: found as wrong gradients on an H200.
+    """Return a text for each load that may not have read before an arrival gives its place back, over all paths.
 
-    A load waits in a queue, behind products among others, for which an arrival does not wait; only what uses its result
-    does, whether it runs or a predicate skips it. Once all have arrived the copy engine may write where it reads.
-    Operands of products (LDSM) that are read outside of loops lie in no ring: nothing comes there again. An arrival
-    that expects bytes begins a copy, which takes longer than a load that no product of its own warps keeps waiting.
+    On an H200 such a load caused wrong gradients.
+
+    A load waits in a queue, behind products among others. An arrival does not wait for it; only a use of its result
+    does, even one that a predicate skips. Once all have arrived, the copy engine may overwrite the place.
+    Loads of operands (LDSM) outside loops do not count: their place is not in a ring and is never overwritten. An
+    arrival that expects bytes starts a copy, which takes longer than a load unless a product delays the load.
     """
     found, code = {}, flow.blocks(sass)
     again = _repeated(code)
@@ -201,14 +179,15 @@ def given_back(sass):
     def is_load(instruction, name):
         return name.startswith("LDSM") and instruction in again or re.match(r"LDS\b", name)
 
-    def after(state, instruction):  # loads that nothing has used: registers, and whether a product was running
+    def after(state, instruction):  # state: unused loads with their registers, and whether a product was running
         name, new = operation(instruction), written(instruction)
         used = {int(number) for number in re.findall(r"\bR(\d+)\b", instruction)}.union(new)
         state = frozenset(each for each in state if used.isdisjoint(each[1]))
         if name.startswith("SYNCS.ARRIVE"):
             gives = ".A1T0" in name
             loads = {load for load, _, waits in state - {RUNNING} if gives or waits}
-            found.update({(instruction, load): GivenBack(instruction, load) for load in loads})
+            for load in loads:
+                found[instruction, load] = f"'{instruction}' gives memory back that '{load}' may not have read"
         if name.startswith("HGMMA"):
             return state | {RUNNING}
         wait = _WAIT.match(instruction)
@@ -221,12 +200,12 @@ def given_back(sass):
 
 
 def overlapped(step):
-    """(exponentials of a step of a loop that run while a product does, all of them).
+    """Return (exponentials that run while a product does, all exponentials) of a step of a loop.
 
-    A product runs from its first instruction on, and ends at a wait after the last, which commits it.
+    A product runs from its first instruction to a wait after its last one, which commits it.
     """
     running, begun, counted = 0, False, (0, 0)
-    for _ in range(2):  # the first finds what is running when a step begins
+    for _ in range(2):  # the first pass finds the products that run when a step begins
         under = total = 0
         for instruction in step:
             name, wait = operation(instruction), _WAIT.search(instruction)

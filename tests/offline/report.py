@@ -1,4 +1,4 @@
-"""The table of compiled kernels: one line each, so that a change of a kernel or a tile shows in its diff."""
+"""The table of compiled kernels, a line for each, so that changes show in its diff."""
 
 import textwrap
 
@@ -30,19 +30,19 @@ def _row(row, report):
 
 
 def _columns():
-    row = f"{'kernel':12}{'GPU':8}{'dtype':5} {'D':5}{'variant':11}{'tile':17}"
+    row = f"{'kernel':25}{'GPU':8}{'dtype':5} {'D':5}{'variant':11}{'tile':17}"
     kinds = " ".join(f"{kind:>{max(4, len(kind))}}" for kind in sass.KINDS)
     return f"{row}regs spills shared  loop {kinds}"
 
 
 def text(found):
-    """The file, of (Row, Report) pairs."""
+    """Return the text of the file from (Row, Report) pairs."""
     lines = [_columns(), *(_row(row, report) for row, report in found)]
     return f"{HEADING}\ntriton {triton.__version__}:\n\n" + textwrap.indent("\n".join(lines), "    ") + "\n"
 
 
 def loops(text):
-    """{what a line of a file begins with, a Row as text: how many instructions its loop has, None without one}"""
+    """Return {Row as text: instructions of its loop, or None} from the text of a file."""
     header, *lines = (line.strip() for line in text.splitlines() if line.startswith("    "))
     length, column = header.index("regs"), header[header.index("regs") :].split().index("loop")
     counts = {line[:length].rstrip(): line[length:].split()[column] for line in lines}

@@ -1,4 +1,4 @@
-"""Compiled code as the GPU reads it: the loop that takes the time, and what kinds of instructions are in it."""
+"""SASS, the GPU's machine code, and the kinds of its instructions."""
 
 import collections
 import re
@@ -7,7 +7,7 @@ import tempfile
 
 import triton
 
-KINDS = {  # the first that matches from the start; `alu` is selections, conversions and whole numbers
+KINDS = {  # the first match counts; `alu` is selections, conversions and integers
     "tensor": r"HGMMA|HMMA",
     "exp2": r"MUFU",
     "fma": r"FFMA|FMUL|FADD",
@@ -15,12 +15,12 @@ KINDS = {  # the first that matches from the start; `alu` is selections, convers
     "load": r"LD(?!GDEP|C)|UTMALDG",
     "store": r"ST|RED|ATOM|UTMASTG",
     "barrier": r"BAR|DEPBAR|LDGDEPBAR|WARP|MEMBAR|FENCE|SYNCS",
-    "other": r"",  # moves, shuffles, branches, and what is computed once a warp
+    "other": r"",  # moves, shuffles, branches, uniform instructions
 }
 
 
 def disassemble(cubin):
-    """SASS, one instruction a line."""
+    """Return SASS, one instruction a line."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -29,7 +29,7 @@ def disassemble(cubin):
 
 
 def operation(instruction):
-    """HGMMA.64x128x16.F32.BF16 of one that has a predicate before it and operands behind; "" of one that never runs."""
+    """Return the name, such as HGMMA.64x128x16.F32.BF16, without predicate and operands; "" if it never runs."""
     guard, name = re.match(r"(@\S+\s+)?(\S+)", instruction).groups()
     return "" if guard is not None and guard.strip() == "@!PT" else name
 
@@ -40,6 +40,6 @@ def kind(instruction):
 
 
 def mix(loop):
-    """{kind: how many instructions of a loop}"""
+    """Return {kind: number of instructions} of a loop."""
     found = collections.Counter(map(kind, loop))
     return {kind: found[kind] for kind in KINDS}

@@ -1,4 +1,6 @@
-"""Compiled code, read: the ways through it, one step of its loops, and what it does while a product runs."""
+"""Control flow, steps of loops, and hazards of compiled code, from a few lines of SASS."""
+
+import re
 
 import pytest
 
@@ -8,7 +10,7 @@ from . import flow, fusing, hazards
 
 
 def code(*lines):
-    """Instructions as cuobjdump prints them; LABEL: before one is what others jump to."""
+    """Yield instructions as cuobjdump prints them. `LABEL: ` before one is a target of jumps."""
     labels = {text.partition(": ")[0]: 16 * i for i, text in enumerate(lines) if ": " in text}
     for i, text in enumerate(lines):
         text = text.rpartition(": ")[2]
@@ -26,7 +28,7 @@ PV = "HGMMA.64x64x16.F32.BF16 R88, R152, gdesc[UR8].tnspB, R88, gsb0"
 LEAVE_ONE, LEAVE_NONE = "WARPGROUP.DEPBAR.LE gsb0, 0x1", "WARPGROUP.DEPBAR.LE gsb0, 0x0"
 
 
-def test_a_turn_is_of_the_shortest_loop_that_multiplies():
+def test_steps_are_of_innermost_loops_with_many_products():
     masked = ["MASKED: NOP", *[QK] * 40, "@P0 BRA MASKED"]
     plain = ["PLAIN: NOP", *[QK] * 20, "@P0 BRA PLAIN"]
     copy = ["COPY: NOP", *["LDG.E R2, desc[UR4][R8.64]"] * 5, "@P0 BRA COPY"]
@@ -36,10 +38,10 @@ def test_a_turn_is_of_the_shortest_loop_that_multiplies():
     assert flow.steps(written("EXIT")) == flow.steps("") == ()
 
 
-def test_a_turn_goes_around_the_mask_and_through_the_waits():
+def test_a_step_skips_masks_and_includes_waits():
     wait = "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R2"
     lines = [
-        "BRX R4 -0x1a0",  # to where nothing else leads: both warpgroups
+        "BRX R4 -0x1a0",  # to both warpgroups, which nothing else leads to
         *["LOOP: NOP", "@P3 BRA NEXT", wait, "@!P0 BRA SPIN", "NEXT: NOP", QK, "@P1 BRA P2, PLAIN"],
         *["FSEL R24, R24, -INF, P4"] * 9,
         *["PLAIN: NOP", "@P4 BRA STORED", "STS [R2], R3", "STORED: MUFU.EX2 R24, R24", "@P5 BRA LOOP", "EXIT"],
@@ -53,7 +55,7 @@ def test_a_turn_goes_around_the_mask_and_through_the_waits():
     assert len(first) == 12 and len(other) == 3
 
 
-def test_two_functions_are_not_read_as_one():
+def test_code_of_two_functions_is_refused():
     with pytest.raises(ValueError, match="more than one function"):
         flow.blocks(written("EXIT") + "\n" + written("EXIT"))
 
@@ -77,88 +79,86 @@ WRITES = {
 }
 
 
-def test_what_instructions_write():
+def test_registers_that_instructions_write():
     assert {x: len(hazards.written(x)) for x in WRITES} == WRITES
     assert all(hazards.written(x)[0] == 152 for x, count in WRITES.items() if count)
 
 
-WRITE = "F2FP.BF16.F32.PACK_AB R153, R25, R24"
+WRITE, ARRIVE = "F2FP.BF16.F32.PACK_AB R153, R25, R24", "WARPGROUP.ARRIVE"
+LOAD, GIVE = "LDS.64 R190, [R8+0x38000]", "@!P0 SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR4+0x38710], RZ"
+USE, OPERAND, EXPECT = "FADD R2, R3, R190", "LDSM.16.M88.4 R24, [R44]", "@P0 SYNCS.ARRIVE.TRANS64 RZ, [UR4], R19"
+PARTITION = "BAR.SYNC.DEFER_BLOCKING 0x1"
 
 
-@pytest.mark.parametrize(
-    "lines, expected",
-    [
+def again(*lines):
+    return ["AGAIN: NOP", *lines, "@P1 BRA AGAIN"]
+
+
+HAZARDS = {  # function: [(code, number of findings)]
+    hazards.overwritten: [
         ([PV, WRITE, LEAVE_NONE], 1),
         ([PV, LEAVE_NONE, WRITE], 0),
         ([PV, "STS.128 [R152], R156", "FADD R2, R152, R153", LEAVE_NONE, WRITE], 0),  # reads
         ([PV, "LDS.128 R149, [R2]", LEAVE_NONE], 1),  # the last of four
         ([PV, "HGMMA.64x128x16.F32.BF16 R90, gdesc[UR8], R90, gsb0", LEAVE_NONE], 2),  # the last of 64
-        # The wait leaves the younger group running: which of the two is it?
-        ([QK, PV, LEAVE_ONE, WRITE, LEAVE_NONE], 1),
+        ([QK, PV, LEAVE_ONE, WRITE, LEAVE_NONE], 1),  # the wait leaves the younger group running
         ([PV, QK, LEAVE_ONE, WRITE, LEAVE_NONE], 0),
         ([PV, QK, "WARPGROUP.DEPBAR.LE gsb0, 0x2", WRITE], 1),
-        ([PV.removesuffix(", gsb0"), LEAVE_NONE, WRITE], 1),  # of a group that is not complete
+        ([PV.removesuffix(", gsb0"), LEAVE_NONE, WRITE], 1),  # the group is not committed
         ([PV, "@P0 " + LEAVE_NONE, WRITE], 1),
-        ([PV, "@P0 BRA AFTER", LEAVE_NONE, "AFTER: NOP", WRITE], 1),  # on one of two ways
-        (["LOOP: NOP", WRITE, PV, "@P0 BRA LOOP", LEAVE_NONE], 1),  # in the next step
-        (["LOOP: NOP", WRITE, PV, LEAVE_NONE, "@P0 BRA LOOP"], 0),
-        (["LOOP: NOP", QK, PV, LEAVE_ONE, "NOP", LEAVE_NONE, WRITE, "@P0 BRA LOOP", PV, WRITE], 1),  # behind it
+        ([PV, "@P0 BRA AFTER", LEAVE_NONE, "AFTER: NOP", WRITE], 1),  # on one of two paths
+        (again(WRITE, PV) + [LEAVE_NONE], 1),  # in the next step
+        (again(WRITE, PV, LEAVE_NONE), 0),
+        (again(QK, PV, LEAVE_ONE, "NOP", LEAVE_NONE, WRITE) + [PV, WRITE], 1),  # after the loop
         ([PV, "CALL.REL.NOINC FUNCTION", LEAVE_NONE, "EXIT", "FUNCTION: NOP", WRITE, "RET.REL.NODEC R2 0x0"], 1),
     ],
-)
-def test_registers_that_a_product_may_still_read_are_not_written(lines, expected):
-    found = hazards.overwritten(written(*lines, "EXIT"))
-    assert len(found) == expected
-    assert all(f"writes R{each.register}, which 'HGMMA" in str(each) for each in found)
-    assert {each.register for each in found} <= set(range(152, 156))
-
-
-ARRIVE = "WARPGROUP.ARRIVE"
-
-
-@pytest.mark.parametrize(
-    "lines, expected",
-    [
+    hazards.unfenced: [
         ([WRITE, ARRIVE, PV, LEAVE_NONE], 0),
         ([ARRIVE, WRITE, PV, LEAVE_NONE], 1),
-        ([ARRIVE, PV, LEAVE_NONE, WRITE, PV, LEAVE_NONE], 1),  # the fence before the first is not one for the second
+        ([ARRIVE, PV, LEAVE_NONE, WRITE, PV, LEAVE_NONE], 1),  # the first fence does not count for the second product
         ([ARRIVE, PV, LEAVE_NONE, WRITE, ARRIVE, PV, LEAVE_NONE], 0),
         ([ARRIVE, "LDS.128 R149, [R2]", PV, LEAVE_NONE], 1),  # the last of four
         ([ARRIVE, "FADD R88, R2, R3", PV, LEAVE_NONE], 1),  # its sums
         ([ARRIVE, "@P0 " + WRITE, PV], 1),
-        ([ARRIVE, "@P0 BRA AFTER", WRITE, "AFTER: NOP", PV], 1),  # on one of two ways
-        (["LOOP: NOP", PV, LEAVE_NONE, WRITE, "@P0 BRA LOOP"], 1),  # in the next step
-        (["LOOP: NOP", ARRIVE, PV, LEAVE_NONE, WRITE, "@P0 BRA LOOP"], 0),
+        ([ARRIVE, "@P0 BRA AFTER", WRITE, "AFTER: NOP", PV], 1),  # on one of two paths
+        (again(PV, LEAVE_NONE, WRITE), 1),  # in the next step
+        (again(ARRIVE, PV, LEAVE_NONE, WRITE), 0),
     ],
-)
-def test_what_a_product_reads_is_written_before_its_fence(lines, expected):
-    found = hazards.unfenced(written(*lines, "EXIT"))
-    assert len(found) == expected
-    assert all("was written after the fence" in str(each) for each in found)
-
-
-LOAD, GIVE = "LDS.64 R190, [R8+0x38000]", "@!P0 SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR4+0x38710], RZ"
-
-
-@pytest.mark.parametrize(
-    "lines, expected",
-    [
-        ([LOAD, GIVE, "FADD R2, R3, R190"], 1),
-        ([LOAD, "FADD R2, R3, R190", GIVE], 0),
-        ([LOAD, "FADD R2, R3, R191", GIVE], 0),  # of both registers at once
-        ([LOAD, "BAR.SYNC.DEFER_BLOCKING 0x0, 0x80", GIVE], 1),  # threads meet, their loads may not have read
-        (["LDSM.16.M88.4 R24, [R44]", GIVE], 1),
-        (["LDSM.16.M88.4 R24, [R44]", "HADD2.BF16 R2, R27, R3", GIVE], 0),
-        (["LDG.E.64 R190, desc[UR4][R2.64]", GIVE], 0),  # from memory that nobody gives back
-        ([LOAD, "@P0 BRA AFTER", "FADD R2, R3, R190", "AFTER: NOP", GIVE], 1),  # on one of two ways
-        ([GIVE, LOAD], 1),  # in the next step
-        (["FADD R2, R3, R190", GIVE, LOAD], 0),
+    hazards.given_back: [
+        (again(LOAD, GIVE, USE), 1),
+        (again(LOAD, USE, GIVE), 0),
+        (again(LOAD, "FADD R2, R3, R191", GIVE), 0),  # a use of one of two registers
+        (again(LOAD, "BAR.SYNC.DEFER_BLOCKING 0x0, 0x80", GIVE), 1),  # a barrier does not wait for loads
+        (again("LDG.E.64 R190, desc[UR4][R2.64]", GIVE), 0),  # from global memory
+        (again(LOAD, "@P0 BRA AFTER", USE, "AFTER: NOP", GIVE), 1),  # on one of two paths
+        (again(GIVE, LOAD), 1),  # in the next step
+        (again(USE, GIVE, LOAD), 0),
+        # An arrival that starts a copy takes longer than a load, unless a product delays the load.
+        ([LOAD, EXPECT], 0),
+        ([QK, LOAD, EXPECT], 1),
+        ([QK, LEAVE_NONE, LOAD, EXPECT], 0),
+        ([QK, LEAVE_NONE, LOAD, GIVE], 1),
+        ([QK, f"@P0 {LEAVE_NONE}", LOAD, EXPECT], 1),
+        # Operands that are loaded once are not overwritten, other numbers may be.
+        (again(OPERAND, GIVE), 1),
+        (again(OPERAND, "HADD2.BF16 R2, R27, R3", GIVE), 0),
+        ([OPERAND, GIVE], 0),
+        ([LOAD, GIVE], 1),
+        (again(PARTITION, OPERAND, GIVE), 0),
+        (again(f"{PARTITION}, 0x80", OPERAND, GIVE), 1),
     ],
-)
-def test_what_is_given_back_has_been_read(lines, expected):
-    found = hazards.given_back(written("AGAIN: NOP", *lines, "@P1 BRA AGAIN", "EXIT"))
+}
+
+
+ROWS = [pytest.param(find, *row, id=find.__name__) for find, rows in HAZARDS.items() for row in rows]
+
+
+@pytest.mark.parametrize("find, lines, expected", ROWS)
+def test_hazards(find, lines, expected):
+    found = find(written(*lines, "EXIT"))
     assert len(found) == expected
-    assert all("has not read" in str(each) for each in found)
+    if find is hazards.overwritten:
+        assert all(re.search(r" writes R15[2-5], which 'HGMMA", text) for text in found)
 
 
 EXP2 = "MUFU.EX2 R24, R24"
@@ -170,7 +170,7 @@ EXP2 = "MUFU.EX2 R24, R24"
         ([QK, PV, LEAVE_ONE, EXP2, EXP2, LEAVE_NONE], (2, 2)),
         ([QK, PV, LEAVE_ONE, LEAVE_NONE, EXP2], (0, 1)),
         ([QK, PV, LEAVE_ONE, EXP2, LEAVE_NONE, EXP2], (1, 2)),
-        ([EXP2, LEAVE_NONE, "MUFU.RCP R2, R2", QK, PV, LEAVE_ONE], (1, 1)),  # the loop begins in the middle
+        ([EXP2, LEAVE_NONE, "MUFU.RCP R2, R2", QK, PV, LEAVE_ONE], (1, 1)),  # the product runs across steps
         ([QK, LEAVE_NONE], (0, 0)),
     ],
 )
@@ -187,27 +187,3 @@ def test_additions_that_ptxas_may_fuse():
         assert fusing.left(f"{product}\n{moved}\n{line}") == []
     written = "mul.f32 %r3, %r1, %r2;\nex2.approx.f32 %r3, %r3;\nadd.f32 %r5, %r3, %r6;"
     assert fusing.left(written) == [] and fusing.left("mul.rn.f32 %r3, %r1, %r2;\nadd.f32 %r5, %r3, %r6;") == []
-
-
-OPERAND = "LDSM.16.M88.4 R24, [R44]"
-
-
-def test_a_copy_that_begins_takes_longer_than_a_load_that_nothing_keeps_waiting():
-    expect = "@P0 SYNCS.ARRIVE.TRANS64 RZ, [UR4], R19"
-    for lines, expected in (
-        ((LOAD, expect), 0),
-        ((QK, LOAD, expect), 1),
-        ((QK, LEAVE_NONE, LOAD, expect), 0),
-        ((QK, LEAVE_NONE, LOAD, GIVE), 1),
-        ((QK, f"@P0 {LEAVE_NONE}", LOAD, expect), 1),
-    ):
-        assert len(hazards.given_back(written(*lines, "EXIT"))) == expected, lines
-
-
-def test_operands_that_are_read_once_are_not_written_again():
-    assert hazards.given_back(written(OPERAND, GIVE, "EXIT")) == ()
-    assert len(hazards.given_back(written(LOAD, GIVE, "EXIT"))) == 1, "numbers of a first step may be"
-    partition = ["AGAIN: NOP", "BAR.SYNC.DEFER_BLOCKING 0x1", OPERAND, GIVE, "@P0 BRA AGAIN", "EXIT"]
-    assert hazards.given_back(written(*partition)) == ()
-    partition[1] = "BAR.SYNC.DEFER_BLOCKING 0x1, 0x80"
-    assert len(hazards.given_back(written(*partition))) == 1

@@ -1,8 +1,7 @@
-"""Executes the PTX that Triton makes of the kernels, on a CPU: whole calls of the package, on a GPU that is not there.
+"""An emulator of GPUs: runs the PTX that Triton compiles, for whole calls of the package, on a CPU.
 
-text      parse, and emit with program: each basic block becomes a function of Python on the registers of many lanes
+text      parse; emit and program, which translate each basic block into a Python function of all lanes
 machine   lanes, clocks (races), shared, copies (cp.async), warp, products (wgmma), mbarriers, boxes (tensor copies),
-          tensor_cores (sums that are cut off as on a GPU, where it is told to)
-calls     cases, device (the package's launches, executed), calls (held to the package's rule), replay (launches
-          executed again, by other code)
+          tensor_cores (sums truncated as on a GPU, on request)
+calls     cases, device (executes the package's launches), calls (compares results with the package's tolerance)
 """

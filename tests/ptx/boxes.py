@@ -1,8 +1,8 @@
-"""Tensor copies: of boxes of a tensor in global memory, which are dense in shared memory but for a swizzle.
+"""Tensor copies (TMA): boxes of a tensor in global memory, which are dense and swizzled in shared memory.
 
-A load reads global memory when it begins, and arrives as late as it may: when its mbarrier is waited for. Until then
-its place is NaN. A store writes global memory when it begins; nobody may write what it reads until its group is waited
-for. What it adds is added as late as it may be: when its group is waited for, and not only for what that reads.
+A load reads global memory when it begins, and arrives when its mbarrier is waited for. Until then its place is NaN. A
+store writes global memory when it begins; nobody may overwrite its source until its group is waited for. An addition
+is done when its group is waited for, but not by a wait for reads alone.
 """
 
 import numpy as np
@@ -15,61 +15,54 @@ from .report import Fault
 from .shared import SMEM_BASE, Flight, waited
 
 SPANS = {0: 16, 1: 32, 2: 64, 3: 128}  # bytes of a row that a swizzle permutes, by its number in a descriptor
-FLOAT32 = 7  # a type of elements in a descriptor, the one that can be added
+FLOAT32 = 7  # the number of a type in a descriptor; only this type can be added
 
 
 def elements(of, coordinates):
-    """(which elements of a box lie inside the tensor, the address of each), from a TensorMap and coordinates."""
+    """Return (mask of the box elements inside the tensor, address of each) for coordinates in a TensorMap."""
     rows = of.strides[:-1]
     if of.base % 16 or any(step * of.itemsize % 16 for step in rows) or of.strides[-1] != 1 or max(of.block) > 256:
-        raise Fault(f"the driver encodes no such descriptor: {of}")
+        raise Fault(f"the driver refuses this descriptor: {of}")
     wide = of.block[-1] * of.itemsize
     if wide % 16 or (of.swizzle and wide > SPANS[of.swizzle]):
-        raise Fault(f"the driver encodes no such box: {of}")
+        raise Fault(f"the driver refuses this box: {of}")
     if of.padding:
         raise NotImplementedError("padding with NaN")
     place = np.indices(of.block).reshape(len(of.block), -1).T + coordinates[::-1]
     return ((place >= 0) & (place < of.shape)).all(1), of.base + (place * of.strides).sum(1) * of.itemsize
 
 
-def _adds(allocation, places, data):
-    def add():
-        allocation.view(F32)[places] += data.view(F32)
-
-    return add
-
-
 class Boxes(GlobalMemory, Mbarriers):
-    """The stores in flight, and how many groups of them each lane has committed."""
+    """The stores in flight, and the number of groups that each lane has committed."""
 
     def __init__(self, *launch):
         super().__init__(*launch)
         self.stores, self.stored = [], np.zeros(self.L, S64)
-        self.additions = []  # (lane, how many groups it had committed, what adds)
+        self.additions = []  # (lane, groups committed before, float32 memory, places in it, numbers)
 
     def boxes(self, m, descriptor, coordinates, pointer, offset, line):
-        """(lane, TensorMap, which elements are inside, addresses, places in `smem`) of the box of each active lane."""
+        """Yield (lane, TensorMap, mask of elements inside, addresses, places in `smem`) for each active lane."""
         coordinates = [self.full(x).view(S32) for x in coordinates]
         for lane, address, shared, *start in self.each(m, descriptor, pointer, *coordinates):
             encoded = self.param_at(address)
             if not hasattr(encoded, "what"):
-                raise Fault(f"line {line}: a parameter that is no descriptor")
+                raise Fault(f"line {line}: the parameter is no descriptor")
             of = TensorMap(*encoded.what)
             inside, addresses = elements(of, start)
             if (shared + offset) % 128:
-                raise Fault(f"line {line}: a box at {shared + offset}, which is no multiple of 128")
+                raise Fault(f"line {line}: a box at {shared + offset}, not a multiple of 128")
             at = shared + offset + np.arange(len(inside)) * of.itemsize
             at = swizzled(at, SPANS[of.swizzle]) - SMEM_BASE
             self.check_bounds(at, of.itemsize, line)
             yield lane, of, inside, addresses, at + self.cta[lane] * self.stride
 
     def pieces(self, lane, at, size):
-        """(lane, place) of each piece of 16 bytes, which a swizzle leaves together."""
+        """Return (lane, place) of each piece of 16 bytes; a swizzle keeps pieces together."""
         at = at[:: 16 // size]
         return np.full(len(at), lane), at
 
     def bulk_in(self, m, descriptor, coordinates, pointer, offset, barrier, barrier_offset, line):
-        """cp.async.bulk.tensor to shared memory, with 0 for elements outside of the tensor."""
+        """Start a load; elements outside the tensor are 0."""
         for lane, of, inside, addresses, at in self.boxes(m, descriptor, coordinates, pointer, offset, line):
             data = np.zeros(len(at), f"u{of.itemsize}")
             if inside.any():
@@ -84,7 +77,7 @@ class Boxes(GlobalMemory, Mbarriers):
             self.wake_up()
 
     def bulk_out(self, m, add, descriptor, coordinates, pointer, offset, line):
-        """cp.async.bulk.tensor to global memory, or cp.reduce.async.bulk.tensor if it adds."""
+        """Start a store, or an addition."""
         for lane, of, inside, addresses, at in self.boxes(m, descriptor, coordinates, pointer, offset, line):
             owner, pieces = self.pieces(lane, at, of.itemsize)
             self.reads_async(self.gwarp[owner], pieces, 16, "a copy", line)
@@ -99,7 +92,8 @@ class Boxes(GlobalMemory, Mbarriers):
             elif of.kind == FLOAT32:
                 bad = allocation.unwritten(places, of.itemsize)
                 self.complain("uninitialised", bad, allocation, places, "was written by nobody", line)
-                self.additions.append((lane, self.stored[lane], _adds(allocation, places // of.itemsize, data.copy())))
+                numbers = data.copy().view(F32)
+                self.additions.append((lane, self.stored[lane], allocation.view(F32), places // 4, numbers))
             else:
                 raise NotImplementedError(f"line {line}: adds elements of type {of.kind}")
 
@@ -108,26 +102,25 @@ class Boxes(GlobalMemory, Mbarriers):
         return allocation, addresses - allocation.base
 
     def bulk_commit(self, m):
-        """cp.async.bulk.commit_group."""
         self.stored += 1 if m is None else m
 
     def add_up(self, m=None, limit=None):
-        """Add what groups below a limit are to add, for some lanes; by default all that is left, the last first."""
+        """Do the additions of groups below a limit, for some lanes; by default all that are left, last first."""
         left = []
-        for lane, group, adds in self.additions if limit is not None else reversed(self.additions):
+        for lane, group, memory, places, numbers in self.additions if limit is not None else reversed(self.additions):
             if limit is None or (group < limit[lane] and (m is None or m[lane])):
-                adds()
+                memory[places] += numbers
             else:
-                left.append((lane, group, adds))
+                left.append((lane, group, memory, places, numbers))
         self.additions = left
 
     def bulk_wait(self, m, count):
-        """cp.async.bulk.wait_group: all but the last `count` groups end."""
+        """End all but the last `count` groups (cp.async.bulk.wait_group)."""
         self.add_up(m, self.stored - count)
         self.bulk_wait_read(m, count)
 
     def bulk_wait_read(self, m, count):
-        """cp.async.bulk.wait_group.read: all but the last `count` groups have read what they store."""
+        """End the reads of all but the last `count` groups (cp.async.bulk.wait_group.read)."""
         done, self.stores = waited(self.stores, self.stored - count, m)
         for pieces in done:
             self.release(self.gwarp[pieces.lane], pieces.at, 16)

@@ -1,4 +1,4 @@
-"""Whole calls whose compiled kernels are executed, by name."""
+"""Named calls whose compiled kernels are executed."""
 
 from typing import NamedTuple
 
@@ -13,21 +13,20 @@ HOPPER = 90
 
 
 class Entry(NamedTuple):
-    """A Case or a Cached, and how it is called."""
+    """A Case or a Cached, and options of its call."""
 
     case: Case | Cached
     backend: str = "triton"
     two_passes: bool = False
     lengths: tuple | None = None  # (rows, keys) of packed sequences
     multiprocessors: int = 132
-    times: int = 1  # how often it is called: the third time it is a repeated one
-    far: tuple | None = None  # (axis, how many elements apart its neighbours lie)
-    tf32: bool = False  # float32 is multiplied by tensor cores, which round it
-    forward_mode: bool = False  # tangents are computed, no gradients
+    times: int = 1  # number of calls; the third is a replay
+    far: tuple | None = None  # (axis, elements between neighbours along it)
+    tf32: bool = False  # float32 is multiplied as tf32
+    forward_mode: bool = False  # tangents instead of gradients
 
     @property
     def name(self):
-        """The case's."""
         return self.case.name
 
     def runs_on(self, capability):
@@ -41,7 +40,7 @@ def _case(name, dtype=BF16, **fields):
 
 
 def dense(*rows):
-    """Entries of (name, fields of a Case or of an Entry)."""
+    """Yield Entries from (name, fields of a Case or of an Entry)."""
     for name, fields in rows:
         own = {key: fields[key] for key in fields if key in Entry._fields}
         yield Entry(_case(name, **{key: x for key, x in fields.items() if key not in own}), **own)
@@ -53,11 +52,11 @@ RICH = dict(bias="batch", alibi="own", softcap=5.0, grads="out, lse and weights"
 OF_FP32 = dict(dtype=FP32, bias="batch", grads="out, lse and weights", Sq=40, Sk=60)
 SHORT = dict(Sq=70, Sk=100)
 UNDER_MASKS = dict(key_mask="own", dropout=0.2, **SHORT)
-# Not of tangents: PyTorch makes each as large in memory as its input, and writes all of it.
-FAR = dict(far=(1, 2**31 + 64))  # strides of 64 bits; the others are of 32, and their multiples pass 2**31
+# Not for tangents: PyTorch gives each the memory layout of its input, and writes all of it.
+FAR = dict(far=(1, 2**31 + 64))  # strides of 64 bits; those below fit 32 bits, but their multiples pass 2**31
 FAR_HEADS, FAR_ROWS = dict(far=(1, 2**30 + 64), Hq=3, Hkv=3), dict(far=(2, 2**23), Sq=300, Sk=260)
 TWO, WIDE = dict(two_passes=True), dict(D=128)
-BY_THREADS = dict(D=5, Dv=64)  # keys of 10 bytes, which are loaded one element at a time; values are copied
+BY_THREADS = dict(D=5, Dv=64)  # keys of 10 bytes are loaded one element at a time; values by cp.async
 
 _PLAIN = dense(
     ("plain D64", {}),
@@ -144,7 +143,7 @@ _ON_HOPPER = dense(
             ("D128", WIDE),
             ("D256", dict(D=256)),
             ("D80 fp16", dict(dtype=FP16, D=80)),
-            ("causal", dict(causal=True, Sq=300, Sk=300, multiprocessors=1)),  # by pairs of blocks, as the next
+            ("causal", dict(causal=True, Sq=300, Sk=300, multiprocessors=1)),  # pairs of blocks, like the next
             ("causal D128", dict(causal=True, Sq=300, Sk=333, multiprocessors=1, **WIDE)),
             ("window", dict(window=(40, 20), Sq=300, Sk=300, multiprocessors=2)),
             ("causal D256", dict(causal=True, D=256, Sq=150, Sk=170, multiprocessors=1)),
@@ -235,14 +234,14 @@ ENTRIES = {
     for group in (_PLAIN, _BANDS, _OPTIONS, _PACKED, _decode(), _ON_HOPPER, _TANGENTS)
     for entry in group
 }
-# `make test` runs these: both backwards, each kernel, and each kind of instruction.
+# The calls of `make test`: both backwards, each kernel, and each kind of instruction.
 FEW = (
     *("plain D64", "window, two passes", "dropout under a key mask", "bias over batch (dbias)", "packed causal"),
     *("decode: new keys in pages", "decode: cache, split and merged"),
     *("hopper window", "hopper D128", "hopper causal D256"),
 )
 
-# `make test-all` runs each named call on one GPU, and these on this one too: so each first tile is taken there.
+# `make test-all` runs each named call on one GPU, and these on the other GPU too, so that it takes each first tile.
 ALSO = {
     80: (
         *("bias of rows", "mask of pairs", "far apart, two passes, masks"),

@@ -1,11 +1,11 @@
 """Vector clocks: which accesses to shared memory a warp knows of, and which bytes products and copies still use.
 
-A warp knows what another has done only from barriers and mbarriers. An access is a race if it conflicts with one of
-another warp that it does not know of, whichever was executed first. The lanes of a warp are always in order, so
-`bar.warp.sync` does nothing.
+A warp learns of another's accesses only by barriers and mbarriers. An access is a race if it conflicts with an unknown
+access of another warp, whichever was executed first. The lanes of a warp are always in order, so `bar.warp.sync` does
+nothing.
 
 Shared memory is divided into cells of the size of the kernel's smallest access. A block has one clock for each warp and
-one for its copy engine. knows[row, other] is the latest time on clock `other` that a warp, or the engine, knows of.
+one for its copy engine. knows[row, other] is the latest time on clock `other` that a warp or the engine knows of.
 """
 
 import numpy as np
@@ -15,42 +15,36 @@ from .ops import S32
 
 
 class Clocks(Lanes):
-    """Accesses of warps (gwarp: their numbers over all blocks) to ranges [at, at + size), of 16 bytes at most."""
+    """Accesses of warps to ranges [at, at + size) of at most 16 bytes. `gwarp` numbers warps over all blocks."""
 
     def __init__(self, *launch):
         super().__init__(*launch)
         self.grain, self.clocks = self.program.grain, self.W + 1
-        if not self.races:
-            return
         cells, warps = self.stride * self.C // self.grain, np.arange(self.W * self.C)
         self.row = warps // self.W * self.clocks + warps % self.W  # of each warp in `knows`
         self.knows = np.tile(np.eye(self.clocks, dtype=S32), (self.C, 1))
-        self.fenced = np.zeros_like(self.knows)  # what was known at the last fence of the async proxy
-        self.wrote, self.wrote_at = np.zeros(cells, S32), np.zeros(cells, S32)  # who wrote last, and when
-        self.read_at = np.zeros((self.W, cells), S32)  # when each warp read last
+        self.fenced = np.zeros_like(self.knows)  # known at the last fence of the async proxy
+        self.wrote, self.wrote_at = np.zeros(cells, S32), np.zeros(cells, S32)  # the last writer, and its time
+        self.read_at = np.zeros((self.W, cells), S32)  # the last read of each warp
         self.used = np.zeros(cells, S32)  # how many products and copies use each cell
 
     def cells(self, at, size):
-        """The cells of n ranges, (cells a range, n)."""
+        """Return the cells of n ranges, (cells a range, n)."""
         return at // self.grain + np.arange(max(1, size // self.grain))[:, None]
 
     def publish(self, gwarp):
         """Publish the accesses of warps so far. Their later accesses get a later time."""
-        if not self.races:
-            return 0
         rows = self.row[gwarp]
         known = self.knows[rows].copy()
         self.knows[rows, rows % self.clocks] += 1
         return known
 
     def learn(self, gwarp, published):
-        """Warps learn what others have published."""
-        if self.races:
-            rows = self.row[gwarp]
-            self.knows[rows] = np.maximum(self.knows[rows], published)
+        """Let warps learn what others have published."""
+        rows = self.row[gwarp]
+        self.knows[rows] = np.maximum(self.knows[rows], published)
 
     def hazard(self, kind, bad, cells, gwarp, access, other, why, line):
-        """Report the accesses that are bad."""
         if bad.any():
             first = np.unravel_index(bad.argmax(), bad.shape)
             byte = int(cells[first]) * self.grain % self.stride
@@ -58,9 +52,7 @@ class Clocks(Lanes):
             self.report.add(kind, line, text, bad.sum())
 
     def reads(self, gwarp, at, size, line):
-        """Warps read ranges; they must know of the last write."""
-        if not self.races:
-            return
+        """Record reads. A reader must know of the last write."""
         cells, row, warp = self.cells(at, size), self.row[gwarp], gwarp % self.W
         other = self.wrote[cells]
         late = self.wrote_at[cells] > self.knows[row, other]
@@ -68,9 +60,7 @@ class Clocks(Lanes):
         self.read_at[warp, cells] = self.knows[row, warp]
 
     def writes(self, gwarp, at, size, line, changed=True):
-        """Warps write ranges; they must know of the last write and of all reads, unless the bytes stay as they are."""
-        if not self.races:
-            return
+        """Record writes. A writer that changes bytes must know of their last write and of all reads."""
         cells, row, warp = self.cells(at, size), self.row[gwarp], gwarp % self.W
         other = self.wrote[cells]
         late = (self.wrote_at[cells] > self.knows[row, other]) & changed
@@ -86,19 +76,16 @@ class Clocks(Lanes):
     # The async proxy: products and copies of boxes
 
     def fence_async(self, m):
-        """fence.proxy.async: products and copies may read the writes that the active warps know of."""
-        if self.races:
-            warps = np.arange(self.L // 32) if m is None else np.flatnonzero(m.reshape(-1, 32).any(1))
-            self.fenced[self.row[warps]] = self.publish(warps)
+        """Let products and copies read the writes that the active warps know of (fence.proxy.async)."""
+        warps = np.arange(self.L // 32) if m is None else np.flatnonzero(m.reshape(-1, 32).any(1))
+        self.fenced[self.row[warps]] = self.publish(warps)
 
     def reads_async(self, gwarp, at, size, what, line):
-        """Products or copies read ranges for warps, and use them until `release`.
+        """Record reads by products or copies, which use the ranges until `release`.
 
-        The writer or the reader must have fenced each write. A fence of the writer counts from when it was executed,
-        even if no barrier puts it before the read.
+        The writer or the reader must have fenced each write. The writer's fence counts once it is executed, even
+        without a barrier between it and the read.
         """
-        if not self.races:
-            return
         self.reads(gwarp, at, size, line)
         cells, row = self.cells(at, size), self.row[gwarp]
         other, when = self.wrote[cells], self.wrote_at[cells]
@@ -108,44 +95,37 @@ class Clocks(Lanes):
         self.use(at, size, 1)
 
     def begins_async(self, cta):
-        """When a copy by a block's engine begins, on its clock: who knows of one knows of those before."""
-        if not self.races:
-            return 0
+        """Return the time at which a block's engine begins a copy. Knowing a copy means knowing all before it."""
         row = cta * self.clocks + self.W
         self.knows[row, self.W] += 1
         return int(self.knows[row, self.W]) - 1
 
     def writes_async(self, at, size, begun):
-        """The copy engine writes ranges, of a copy that began then."""
-        if self.races:
-            cells = self.cells(at, size)
-            self.wrote[cells], self.wrote_at[cells] = self.W, begun
+        """Record writes of the copy engine, for a copy that began at time `begun`."""
+        cells = self.cells(at, size)
+        self.wrote[cells], self.wrote_at[cells] = self.W, begun
 
-    # What is no byte
+    # Objects other than bytes
 
     def now(self, gwarp):
-        """(a warp's number in its block, the time on its clock)."""
+        """Return (a warp's number in its block, the time on its clock)."""
         warp = int(gwarp) % self.W
-        return warp, int(self.knows[self.row[gwarp], warp]) if self.races else 0
+        return warp, int(self.knows[self.row[gwarp], warp])
 
     def finds(self, gwarp, other, when, what, line, fenced=False):
-        """Warps use what another of their block has made: they must know of it; if `fenced`, one of both has fenced."""
-        if not self.races:
-            return
+        """Record the use of an object that warp `other` made. If `fenced`, maker or user must have fenced."""
         row = self.row[gwarp]
         maker = row // self.clocks * self.clocks + other
         if (when > self.knows[row, other]).any():
-            self.report.add("race", line, f"{what} that warp {other} has made, with no barrier between")
+            self.report.add("race", line, f"{what} of warp {other} with no barrier between")
         if fenced and ((when > self.fenced[row, other]) & (when > self.fenced[maker, other])).any():
-            self.report.add("unfenced mbarrier", line, f"{what} that warp {other} has made, and nobody has fenced")
+            self.report.add("unfenced mbarrier", line, f"{what} of warp {other} that nobody fenced")
 
     def use(self, at, size, by):
-        """Products and copies begin to use ranges (by = 1), or no longer do (by = -1)."""
-        if self.races:
-            np.add.at(self.used, self.cells(at, size).reshape(-1), S32(by))  # of one dtype: 40 times as fast
+        """Count uses by products and copies: by = 1 begins one, by = -1 ends one."""
+        np.add.at(self.used, self.cells(at, size).reshape(-1), S32(by))  # equal dtypes are 40 times as fast
 
     def release(self, gwarp, at, size):
-        """Products and copies have read ranges for warps until now, and no longer use them."""
-        if self.races:
-            self.use(at, size, -1)
-            self.read_at[gwarp % self.W, self.cells(at, size)] = self.knows[self.row[gwarp], gwarp % self.W]
+        """End the use of ranges by products and copies, which read them until now."""
+        self.use(at, size, -1)
+        self.read_at[gwarp % self.W, self.cells(at, size)] = self.knows[self.row[gwarp], gwarp % self.W]

@@ -1,4 +1,4 @@
-"""Selects the calls and tiles that `make ptx` executes; ARGS=--everything: each tile on each GPU."""
+"""Calls and tiles that `make ptx` executes; with ARGS=--everything each tile on each GPU."""
 
 import itertools
 import zlib
@@ -7,24 +7,22 @@ import pytest
 
 from .cases import ALSO, ENTRIES, FEW, HOPPER
 
-CAPABILITIES = 80, HOPPER  # whose instructions differ; of the others 86 and 120 share those of 80
+CAPABILITIES = 80, HOPPER  # --everything also runs OTHERS
 OTHERS = 86, 120
-TILES = 4  # the most that a row of a table has
+TILES = 4  # the most tiles in a row of a table
 
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--everything", action="store_true", help="all calls, tiles and GPUs, not each call once: an hour or two"
+        "--everything", action="store_true", help="all calls, tiles and GPUs instead of each call once: an hour or two"
     )
 
 
 def pytest_generate_tests(metafunc):
-    """A test that takes `entry`, `capability` and `tile` executes calls."""
     if "entry" not in metafunc.fixturenames:
         return
-    rows = (
-        _everything() if metafunc.config.getoption("--everything", False) else itertools.starmap(_marked, each_once())
-    )
+    everything = metafunc.config.getoption("--everything", False)
+    rows = _everything() if everything else itertools.starmap(_marked, each_once())
     metafunc.parametrize("entry, capability, tile", list(rows))
 
 
@@ -34,7 +32,7 @@ def _row(entry, capability, tile=0, marks=()):
 
 
 def each_once():
-    """(Entry, capability): each named call on one GPU, which its name decides; those of FEW on both, of ALSO there."""
+    """Yield (Entry, capability): each call on one GPU, chosen by its name; FEW on both, ALSO where it says."""
     for entry in ENTRIES.values():
         for capability in filter(entry.runs_on, CAPABILITIES):
             if capability == _first(entry) or entry.name in (*FEW, *ALSO[capability]):
@@ -47,13 +45,13 @@ def _first(entry):
 
 
 def _marked(entry, capability):
-    """`make test` executes each call of FEW once."""
+    """Mark calls that `make test` leaves out: it executes each of FEW once."""
     few = entry.name in FEW and capability == _first(entry)
     return _row(entry, capability, marks=() if few else pytest.mark.matrix)
 
 
 def _everything():
-    from . import calls  # which needs Triton
+    from . import calls  # needs Triton
 
     for entry, capability in itertools.product(ENTRIES.values(), (*CAPABILITIES, *OTHERS)):
         before = set()

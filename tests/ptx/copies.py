@@ -1,7 +1,7 @@
-"""cp.async: each thread copies some bytes from global to shared memory, and waits for its copies by groups.
+"""cp.async: threads copy bytes from global to shared memory, and wait for their copies by groups.
 
-A copy reads global memory when it begins, and arrives as late as it may: when its thread waits for its group. Until
-then its place is NaN, and nobody may write there.
+A copy reads global memory when it begins, and arrives when its thread waits for its group. Until then its place is
+NaN, and nobody may write there.
 """
 
 import numpy as np
@@ -12,14 +12,14 @@ from .shared import Flight, SharedMemory, waited
 
 
 class Copies(GlobalMemory, SharedMemory):
-    """The copies in flight, and how many groups each lane has committed."""
+    """The copies in flight, and the number of groups that each lane has committed."""
 
     def __init__(self, *launch):
         super().__init__(*launch)
         self.copies, self.committed = [], np.zeros(self.L, S64)
 
     def cp_async(self, m, target, target_offset, source, source_offset, size, given, line):
-        """cp.async: copy `size` bytes a lane, or fill with zeros where `given` is 0."""
+        """Copy `size` bytes a lane, or fill with zeros where `given` is 0."""
         lanes = np.arange(self.L)[self.lanes(m)]
         at = self.smem_at(lanes, target, target_offset, size, line)
         count = self.full(U32(size) if given is None else given)
@@ -33,11 +33,10 @@ class Copies(GlobalMemory, SharedMemory):
         self.copies.append(Flight(lanes, self.committed[lanes], at, line, data.T))
 
     def cp_commit(self, m):
-        """cp.async.commit_group."""
         self.committed += 1 if m is None else m
 
     def cp_wait(self, m, count):
-        """cp.async.wait_group: all but the last `count` groups arrive."""
+        """Let all but the last `count` groups arrive (cp.async.wait_group)."""
         done, self.copies = waited(self.copies, self.committed - count, m)
         for copy in done:
             size = 4 * copy.data.shape[1]

@@ -1,8 +1,7 @@
-"""The machine: executes a Program, each instruction on all lanes that have come to it.
+"""The machine: executes a Program, each instruction on all lanes that have reached it.
 
-Lanes that part go on as groups. The group that is furthest behind in the code goes first, and one
-that loads a number until it is another last; groups that meet become one.
-There is no time: whatever is asynchronous arrives as late as the program allows. `setmaxnreg` does nothing.
+Lanes that diverge go on as groups. The group furthest behind in the code runs first, a group that polls memory last.
+Groups that meet are merged. There is no time: asynchronous results arrive as late as the program allows.
 """
 
 import warnings
@@ -17,7 +16,7 @@ from .report import Fault
 
 
 class Arrived(NamedTuple):
-    """Lanes that have come to a barrier, what their warps had published, and where they go on (-1: nowhere)."""
+    """Lanes that wait at a barrier, the clocks that their warps published, and the block that comes next."""
 
     number: int
     mask: np.ndarray
@@ -27,40 +26,39 @@ class Arrived(NamedTuple):
 
 
 class Machine(Copies, Products, Boxes):
-    """Lanes, and all instructions that they may execute; see `Lanes` for the arguments."""
+    """Lanes with all their instructions; see `Lanes` for the arguments."""
 
     def __init__(self, *launch):
         super().__init__(*launch)
-        self.ready, self.arrived = {0: None}, []  # {block of instructions: mask of the lanes that are there}, [Arrived]
+        self.ready, self.arrived = {0: None}, []  # {block of instructions: mask of its lanes}, [Arrived]
         self.most_steps = 1 << 20
-        self.polled = dict.fromkeys(self.program.polls, 0)  # when a block was last done
+        self.polled = dict.fromkeys(self.program.polls, 0)  # step at which a block last ran
 
     def run(self):
-        """Execute the program from its first block of instructions until all lanes have ended, in so many steps."""
         with np.errstate(all="ignore"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            for steps in range(self.most_steps):
+            for step in range(self.most_steps):
                 if not self.ready:
                     self.finish()
-                    return steps
-                at = self.next(steps)
+                    return
+                at = self.next(step)
                 m = self.ready.pop(at)
                 found = self.program.function(at, m is not None)(self, self.R, m)
                 if isinstance(found, int):
                     self.enter(found, m)
                 else:
                     getattr(self, "at_" + found[0])(m, *found[1:])
-        raise Fault(f"after {self.most_steps} blocks of instructions it has not ended")
+        raise Fault(f"the program has not ended after {self.most_steps} blocks of instructions")
 
     def next(self, step):
-        """The block of instructions that goes on: the first, or, where all wait for numbers, who has waited longest."""
+        """Return the block to run: the first; if all poll, the one that has waited longest."""
         at = min(self.ready, key=lambda at: (self.polled.get(at, -1), at)) if self.program.polls else min(self.ready)
         if at in self.program.polls:
             self.polled[at] = step
         return at
 
     def enter(self, at, m):
-        """Lanes go on at a block of instructions; -1 is the end."""
+        """Let lanes go on at a block of instructions; -1 is the end."""
         if at < 0 or not (m is None or m.any()):
             return
         there = self.ready.get(at, m)
@@ -68,7 +66,7 @@ class Machine(Copies, Products, Boxes):
         self.ready[at] = None if m is None or m.all() else m
 
     def finish(self):
-        """No lane can go on: none may wait, and nothing asynchronous may still run but additions to global memory."""
+        """Check the end: no lane may wait, and only additions to global memory may still run."""
         self.add_up()
         waiting = [(each.mask, f"barrier {each.number}, line {each.line}") for each in self.arrived]
         waiting += [(m, f"an mbarrier, line {line}") for _, m, line in self.sleepers]
@@ -82,31 +80,27 @@ class Machine(Copies, Products, Boxes):
             self.report.add("async", line, f"a block ends while {what}")
 
     def at_br(self, m, taken, target, otherwise):
-        """A conditional branch."""
         self.enter(target, taken if m is None else taken & m)
         self.enter(otherwise, ~taken if m is None else ~taken & m)
 
     def at_brx(self, m, index, targets, line):
-        """A branch by a table."""
         if (self.full(index)[self.lanes(m)] >= len(targets)).any():
-            raise Fault(f"line {line}: an index past the table of a branch")
+            raise Fault(f"line {line}: the index is past the table")
         for number, target in enumerate(targets):
             self.enter(target, index == number if m is None else (index == number) & m)
 
-    def at_bar(self, m, number, count, then, waits, line):
-        """bar.sync, or bar.arrive if nobody waits: the barrier of a block opens when `count` threads have come.
+    def at_bar(self, m, number, count, then, line):
+        """Let lanes wait at a barrier, which opens when `count` threads have arrived (bar.sync).
 
-        A thread that has ended never comes, where hardware may count it.
+        A thread that has ended never arrives; hardware may count it.
         """
         number = self.alike(m, number, line)
         needed = self.T if count is None else self.alike(m, count, line)
         warps = self.converged(m, line)
-        if not waits:
-            self.enter(then, m)
         mask = np.ones(self.L, bool) if m is None else m
         known = np.zeros((self.C, self.clocks), np.int32)
         np.maximum.at(known, warps // self.W, self.publish(warps))
-        self.arrived.append(Arrived(number, mask, known, then if waits else -1, line))
+        self.arrived.append(Arrived(number, mask, known, then, line))
         counts = sum(each.mask.reshape(self.C, self.T).sum(1) for each in self.arrived if each.number == number)
         if (counts > needed).any():
             raise Fault(f"line {line}: barrier {number} has {counts.max()} threads, of {needed}")
@@ -114,15 +108,14 @@ class Machine(Copies, Products, Boxes):
             self.open_barrier(number, (counts == needed)[self.cta])
 
     def open_barrier(self, number, lanes):
-        """A barrier opens for the lanes of some blocks. Who waited learns what all had published."""
+        """Open a barrier for the lanes of some blocks, which learn what all had published."""
         here = [each for each in self.arrived if each.number == number]
         self.arrived = [each for each in self.arrived if each.number != number]
         known = np.maximum.reduce([each.known for each in here])
         for each in here:
-            if each.then >= 0:
-                free = each.mask & lanes
-                warps = np.flatnonzero(free[::32])
-                self.learn(warps, known[warps // self.W])
-                self.enter(each.then, free)
+            free = each.mask & lanes
+            warps = np.flatnonzero(free[::32])
+            self.learn(warps, known[warps // self.W])
+            self.enter(each.then, free)
             if (each.mask & ~lanes).any():
                 self.arrived.append(each._replace(mask=each.mask & ~lanes))

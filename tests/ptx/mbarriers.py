@@ -1,8 +1,8 @@
-"""mbarriers: barriers in shared memory, which count threads and bytes. Threads wait for their phases by parity.
+"""mbarriers: barriers in shared memory that count threads and bytes. Threads wait for their phases by parity.
 
-The bytes of a copy arrive as late as they may: when a thread waits for the phase, and all threads have arrived. A wait
-lasts until its phase is complete, where hardware may give up before. Who uses an mbarrier must know that it was
-initialised, and a copy that somebody has fenced that.
+The bytes of a copy arrive when a thread waits for the phase and all threads have arrived. A wait lasts until its phase
+is complete; hardware may give up earlier. A user of an mbarrier must know of its initialisation, which must be fenced
+before a copy uses it.
 """
 
 import numpy as np
@@ -13,10 +13,10 @@ from .shared import SharedMemory
 
 
 class Barrier:
-    """An mbarrier of a block: how many threads and bytes its phase still waits for.
+    """An mbarrier of a block, with the threads and bytes that its phase still waits for.
 
-    copies: (places in `smem`, elements, when it began, line) of copies in flight. coming, known: what the threads that
-    arrived in this phase had published, and in the phase before. made: which warp has initialised it, and when.
+    copies: (places in `smem`, elements, start time, line) of copies in flight. coming, known: the clocks published by
+    the arrivals of this phase, and of the phase before. made: the warp that initialised it, and the time.
     """
 
     def __init__(self, cta, count, clocks, made):
@@ -25,36 +25,35 @@ class Barrier:
 
 
 class Mbarriers(SharedMemory):
-    """The mbarriers of all blocks, and the lanes that sleep: (where they go on, mask, line)."""
+    """The mbarriers of all blocks, and the sleeping lanes: (next block of instructions, mask, line)."""
 
     def __init__(self, *launch):
         super().__init__(*launch)
         self.barriers, self.sleepers = {}, []
 
     def barrier(self, gwarp, address, line, fenced=False):
-        """The Barrier at an address in the block of some warps, which use it; a copy needs that somebody has fenced."""
+        """Return the Barrier at an address, for warps of one block. If `fenced`, its initialisation must be fenced."""
         cta = int(np.min(gwarp)) // self.W
         if (cta, address) not in self.barriers:
             raise Fault(f"line {line}: there is no mbarrier at {address}")
         found = self.barriers[cta, address]
-        self.finds(gwarp, *found.made, "uses an mbarrier", line, fenced)
+        self.finds(gwarp, *found.made, "uses the mbarrier", line, fenced)
         return found
 
     def mbarrier_init(self, m, pointer, offset, count, line):
-        """mbarrier.init: `count` threads arrive in each phase."""
+        """Make a Barrier that `count` threads arrive at in each phase."""
         self.smem_at(self.lanes(m), self.full(pointer), offset, 8, line)
         for lane, address, n in self.each(m, pointer, count):
             cta, made = int(self.cta[lane]), self.now(self.gwarp[lane])
             self.barriers[cta, address + offset] = Barrier(cta, n, self.clocks, made)
 
     def mbarrier_inval(self, m, pointer, offset, line):
-        """mbarrier.inval."""
         for lane, address in self.each(m, pointer):
             self.barrier(self.gwarp[lane], address + offset, line)
             del self.barriers[int(self.cta[lane]), address + offset]
 
     def mbarrier_arrive(self, m, pointer, offset, count, expected, line):
-        """mbarrier.arrive of `count` threads, and mbarrier.expect_tx of `expected` bytes; None is 0."""
+        """Count `count` arrivals and expect `expected` more bytes; None is 0."""
         zero = U32(0)
         count, expected = (zero if x is None else x for x in (count, expected))
         for lane, address, arrive, more in self.each(m, pointer, count, expected):
@@ -68,7 +67,7 @@ class Mbarriers(SharedMemory):
             self.complete(barrier)
 
     def complete(self, barrier):
-        """Begin the next phase if this one is complete."""
+        """Start the next phase if this one is complete."""
         if barrier.pending == 0 and barrier.bytes == 0:
             barrier.phase += 1
             barrier.pending = barrier.count
@@ -76,13 +75,12 @@ class Mbarriers(SharedMemory):
             self.wake_up()
 
     def wake_up(self):
-        """Lanes that sleep try again."""
+        """Let sleeping lanes try again."""
         for here, m, _ in self.sleepers:
             self.enter(here, m)
         self.sleepers = []
 
     def deliver(self, barrier):
-        """The copies to a barrier arrive."""
         for at, data, begun, _ in barrier.copies:
             self.smem.view(data.dtype)[at // data.itemsize] = data
             self.writes_async(at, data.itemsize, begun)
@@ -92,7 +90,7 @@ class Mbarriers(SharedMemory):
         self.complete(barrier)
 
     def at_try(self, m, pointer, offset, parity, result, here, then, line):
-        """mbarrier.try_wait: lanes go on if their phase is complete, and sleep if not."""
+        """Let lanes go on if their phase is complete, and sleep if not (mbarrier.try_wait)."""
         lanes = np.arange(self.L)[self.lanes(m)]
         keys = np.stack([self.full(x)[lanes].astype(S64) for x in (self.cta, pointer, parity)])
         kinds, kind = np.unique(keys, axis=1, return_inverse=True)

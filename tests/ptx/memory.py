@@ -1,10 +1,9 @@
 """Global memory: the storages of tensors, at their own addresses.
 
-An access must lie in the storage of a tensor that was passed to the kernel, and all lanes of an instruction access the
-same storage. One that meets no element of such a tensor, but what lies between elements, is reported. Every lane sees a
-store at once, so fences of global memory do nothing. Blocks run in their order in the grid, a few at a time. A store to
-where another block stored is reported, and a load from there; a store to where another block has loaded is not. Atomics
-add in the order of lanes, and do not count as stores.
+An access must lie in the storage of a tensor that was passed to the kernel; all lanes of an instruction access one
+storage. Accesses to bytes between the elements of a tensor are reported. Every lane sees a store at once, so fences of
+global memory do nothing. Blocks run in grid order, a few at a time. Loads and stores where another block stored are
+reported; a store where another block has loaded is not. Atomics add in the order of lanes, and do not count as stores.
 """
 
 import ctypes
@@ -18,22 +17,20 @@ from .lanes import Lanes, disagree
 from .ops import S64, U8
 from .report import Fault
 
-POISON = 0xFF  # of each byte that is not initialised: NaN in every floating dtype
-LARGE = 1 << 26  # bytes of a storage of which not each one is looked at: most of it may not be there
-
-
-MAP_NORESERVE = 0x4000  # of Linux: memory that is not there until it is touched
+POISON = 0xFF  # every uninitialised byte: NaN in every floating dtype
+LARGE = 1 << 26  # bytes; a larger storage may be sparse, so not every byte of it is checked
+MAP_NORESERVE = 0x4000  # of Linux: memory is allocated when it is first touched
 
 
 def sparse(count, dtype):
-    """So many zeros, of which many may never be touched."""
+    """Return zeros whose memory is allocated when it is first touched."""
     size = count * np.dtype(dtype).itemsize
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
     return np.zeros(count, dtype) if size <= LARGE else np.frombuffer(mmap.mmap(-1, size, flags=flags), dtype)
 
 
 class TensorMap(NamedTuple):
-    """A descriptor of a tensor whose boxes are copied, as the driver is given it; sizes and strides count elements."""
+    """A tensor descriptor with the driver's arguments; sizes and strides count elements."""
 
     base: int
     swizzle: int
@@ -48,17 +45,17 @@ class TensorMap(NamedTuple):
 class Allocation:
     """The storage of one or more tensors.
 
-    written: for each byte, whether somebody wrote it; None if all of them are initialised. between: for each, whether
-    it is of no element of a tensor that was passed; None if each is of one.
+    written: whether each byte was written; None if all are initialised. between: whether each byte lies outside all
+    elements of the passed tensors; None if no byte does.
     """
 
     def __init__(self, base, size, name, written=None, between=None):
         self.base, self.size, self.name, self.written, self.between = base, size, name, written, between
         self.bytes = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(base)) if size else np.zeros(0, U8)
-        self.owner = None  # for each pair of bytes, 1 + the block that stored there in this launch
+        self.owner = None  # for each pair of bytes: 1 + the block that stored there in this launch
 
     def view(self, dtype):
-        """The bytes as elements of a dtype."""
+        """Return the bytes as elements of a dtype."""
         size = np.dtype(dtype).itemsize
         return self.bytes[: self.size // size * size].view(dtype)
 
@@ -75,14 +72,14 @@ class Allocation:
         return self.between[at + np.arange(size)[:, None]].any(0)
 
     def foreign(self, at, size, blocks):
-        """In which ranges another block has stored; a range of one byte passes, for pairs are what is recorded."""
+        """Return which ranges another block stored to. One byte passes: only pairs of bytes have owners."""
         if self.owner is None or size == 1:
             return np.zeros(at.shape, bool)
         owner = self.owner[at // 2 + np.arange(size // 2)[:, None]]
         return ((owner != 0) & (owner != blocks + 1)).any(0)
 
     def claim(self, at, size, blocks):
-        """Record that blocks store to ranges; returns in which another block has stored, or does at the same time."""
+        """Record stores of blocks. Return which ranges another block stored to, before or at the same time."""
         if self.owner is None:
             self.owner = sparse(self.size // 2 + 1, np.int32)
         before = self.foreign(at, size, blocks)
@@ -92,11 +89,11 @@ class Allocation:
         return before | self.foreign(at, size, blocks)
 
 
-NOTHING = Allocation(0, 0, "nothing")  # for an access without lanes
+NOTHING = Allocation(0, 0, "nothing")  # for an access by no lane
 
 
 def _between(size, strided):
-    """For each byte of a storage, whether no tensor has it; of each a byte, a shape, strides in bytes, an itemsize."""
+    """Return whether each byte is outside all tensors, given as (first byte, shape, strides in bytes, itemsize)."""
     none = np.ones(size if size <= LARGE else 0, bool)
     for first, shape, steps, itemsize in strided:
         if none.size and 0 not in shape:
@@ -111,25 +108,25 @@ def _strided(tensor):
 
 
 class Memory:
-    """The storages that a launch may access, and which bytes of all tensors are not initialised."""
+    """The storages that a launch may access, and the uninitialised bytes of all tensors."""
 
     def __init__(self):
         self.allocations, self.fresh, self.kept = [], {}, []
 
     def is_fresh(self, tensor):
-        """Fill a new tensor that is not initialised with poison, and return it."""
+        """Fill a new, uninitialised tensor with poison and return it."""
         storage = tensor.untyped_storage()
-        if type(tensor) is torch.Tensor and tensor.device.type == "cpu" and storage.nbytes():  # fakes have none
+        if type(tensor) is torch.Tensor and tensor.device.type == "cpu" and storage.nbytes():  # fakes have no memory
             Allocation(storage.data_ptr(), storage.nbytes(), "").bytes[:] = POISON
             self.fresh[storage.data_ptr()] = np.zeros(storage.nbytes(), bool)
             self.kept.append(storage)  # so that no other tensor gets its address
         return tensor
 
     def begin(self, tensors, described):
-        """Begin a launch, which may access tensors and descriptors of tensors: both {name of a parameter: value}.
+        """Begin a launch that may access tensors and descriptors: both {name of a parameter: value}.
 
-        A byte of a fresh tensor that is no poison was written by torch. A byte that torch wrote and that looks like
-        poison counts as not initialised.
+        A byte of a fresh tensor that is not poison was written by torch. If torch wrote poison, the byte counts as
+        uninitialised.
         """
         ranges, strided = {}, {}
         for name, tensor in tensors.items():
@@ -158,7 +155,6 @@ class Memory:
             self.allocations.append(allocation)
 
     def find(self, low, high, line):
-        """The Allocation that holds [low, high)."""
         for each in self.allocations:
             if each.base <= low and high <= each.base + each.size:
                 return each
@@ -167,10 +163,10 @@ class Memory:
 
 
 class GlobalMemory(Lanes):
-    """Instructions that access global memory, n neighbouring elements a lane."""
+    """Instructions on global memory: n neighbouring elements a lane."""
 
     def global_at(self, m, pointer, offset, size, line):
-        """(Allocation, byte offset of each active lane) of an access of `size` bytes a lane."""
+        """Return (Allocation, byte offset of each active lane) for `size` bytes a lane."""
         address = (pointer.view(S64) + offset)[self.lanes(m)]
         if not address.size:
             return NOTHING, address
@@ -181,32 +177,34 @@ class GlobalMemory(Lanes):
         return allocation, address - allocation.base
 
     def complain(self, kind, bad, allocation, at, what, line):
-        """Report the ranges that are bad."""
         if bad.any():
             self.report.add(kind, line, f"{allocation.name} at byte {int(at[bad][0])} {what}", bad.sum())
 
-    def reads_global(self, allocation, at, size, blocks, line):
-        """Report loads by blocks of ranges that nobody wrote, or that another block stored."""
-        bad, foreign = allocation.unwritten(at, size), allocation.foreign(at, size, blocks)
-        self.complain("uninitialised", bad, allocation, at, "was written by nobody", line)
-        self.complain("race between CTAs", foreign, allocation, at, "was stored by another CTA", line)
+    def complain_of_bytes(self, allocation, at, size, line):
+        """Report reads of ranges that nobody wrote, or that lie outside all elements."""
+        self.complain("uninitialised", allocation.unwritten(at, size), allocation, at, "was written by nobody", line)
         self.complain("astray", allocation.astray(at, size), allocation, at, "is of no element", line)
 
+    def reads_global(self, allocation, at, size, blocks, line):
+        """Report loads of ranges that nobody wrote, or that another block stored to."""
+        self.complain_of_bytes(allocation, at, size, line)
+        foreign = allocation.foreign(at, size, blocks)
+        self.complain("race between CTAs", foreign, allocation, at, "was stored by another CTA", line)
+
     def writes_global(self, allocation, at, size, blocks, line):
-        """Record stores by blocks, and report those to ranges of another block."""
+        """Record stores, and report stores to ranges of another block."""
         foreign = allocation.claim(at, size, blocks)
         self.complain("astray", allocation.astray(at, size), allocation, at, "is of no element", line)
         self.complain("race between CTAs", foreign, allocation, at, "is stored by two CTAs", line)
 
     def load_global(self, m, pointer, offset, dtype, n, line):
-        """ld.global: (n, L) elements."""
+        """Return (n, L) elements (ld.global)."""
         size = np.dtype(dtype).itemsize
         allocation, at = self.global_at(m, pointer, offset, n * size, line)
         self.reads_global(allocation, at, n * size, self.number[self.lanes(m)], line)
         return self.spread(m, allocation.view(dtype)[at // size + np.arange(n)[:, None]])
 
     def store_global(self, m, pointer, offset, dtype, values, line):
-        """st.global."""
         lanes, n, size = self.lanes(m), len(values), np.dtype(dtype).itemsize
         allocation, at = self.global_at(m, pointer, offset, n * size, line)
         self.writes_global(allocation, at, n * size, self.number[lanes], line)
@@ -216,19 +214,16 @@ class GlobalMemory(Lanes):
         self.complain("lanes differ", bad, allocation, at, "is stored with different values", line)
 
     def add_global(self, m, pointer, offset, dtype, values, line):
-        """atom.global.add and red.global.add, without a result."""
+        """Add without a result (atom.global.add, red.global.add)."""
         lanes, n, size = self.lanes(m), len(values), np.dtype(dtype).itemsize
         allocation, at = self.global_at(m, pointer, offset, n * size, line)
-        bad = allocation.unwritten(at, n * size)
-        self.complain("uninitialised", bad, allocation, at, "was written by nobody", line)
-        self.complain("astray", allocation.astray(at, n * size), allocation, at, "is of no element", line)
+        self.complain_of_bytes(allocation, at, n * size, line)
         np.add.at(allocation.view(dtype), at // size + np.arange(n)[:, None], np.stack(values)[:, lanes])
 
     def take_global(self, m, pointer, offset, value, line):
-        """atom.global.add of one u32: what was there before, (L,)."""
+        """Add to one u32 a lane, and return the previous values (L,)."""
         allocation, at = self.global_at(m, pointer, offset, 4, line)
-        self.complain("uninitialised", allocation.unwritten(at, 4), allocation, at, "was written by nobody", line)
-        self.complain("astray", allocation.astray(at, 4), allocation, at, "is of no element", line)
+        self.complain_of_bytes(allocation, at, 4, line)
         there, found = allocation.view(np.uint32), []
         for place, more in zip(at // 4, self.full(value)[self.lanes(m)], strict=True):
             found.append(there[place])
@@ -236,4 +231,4 @@ class GlobalMemory(Lanes):
         return self.spread(m, np.array([found], np.uint32))[0]
 
     def fence_global(self, m):
-        """fence.acq_rel.gpu, fence.proxy.async.global."""
+        """Do nothing."""

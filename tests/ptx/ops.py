@@ -1,6 +1,6 @@
-"""Results of arithmetic instructions, on arrays with one element a lane; any operand may be a scalar.
+"""Results of arithmetic instructions, on arrays with one element a lane. Any operand may be a scalar.
 
-What differs from the hardware: ex2 is NumPy's and `div.full` is exact, where a GPU approximates; `fma` rounds twice.
+Differences from hardware: `ex2` is NumPy's and `div.full` is exact, while a GPU approximates both. `fma` rounds twice.
 """
 
 import numpy as np
@@ -9,7 +9,7 @@ F16, F32, F64 = np.float16, np.float32, np.float64
 S8, S16, S32, S64 = np.int8, np.int16, np.int32, np.int64
 U8, U16, U32, U64 = np.uint8, np.uint16, np.uint32, np.uint64
 SMALLEST = F32(2.0**-126)  # of the normal float32 numbers
-NAN16 = U16(0x7FFF)  # the only NaN that conversions to float16 and bfloat16 make
+NAN16 = U16(0x7FFF)  # the only NaN that conversions to float16 and bfloat16 return
 where = np.where
 
 
@@ -17,25 +17,24 @@ where = np.where
 
 
 def ftz(x):
-    """float32 with its subnormal numbers replaced by 0 of their sign."""
+    """Return float32 with subnormal numbers replaced by a 0 of the same sign."""
     return where(np.abs(x) < SMALLEST, np.copysign(F32(0), x), x)
 
 
 def fma(a, b, c):
-    """a * b + c. The product is exact, but the sum is rounded twice: to a wider type, and then to that of a."""
-    wide = F64 if a.dtype == F32 else np.longdouble
-    return (np.multiply(a, b, dtype=wide) + c).astype(a.dtype)
+    """Return a * b + c in float32. The sum is rounded twice, first to float64."""
+    return (np.multiply(a, b, dtype=F64) + c).astype(F32)
 
 
-def largest(a, b, nan):
-    """The maximum: 0 is above -0, and of NaN and a number it is the number, or NaN if `nan` is set."""
-    result = (np.maximum if nan else np.fmax)(a, b)
+def largest(a, b):
+    """Return the maximum. 0 is above -0, and a number is above NaN."""
+    result = np.fmax(a, b)
     zeros = (result == 0) & (a == b)
     return where(zeros, a + b, result) if zeros.any() else result  # -0 + 0 is 0
 
 
-def smallest(a, b, nan):
-    return -largest(-a, -b, nan)
+def smallest(a, b):
+    return -largest(-a, -b)
 
 
 def from_bf16(bits):
@@ -43,7 +42,7 @@ def from_bf16(bits):
 
 
 def to_bf16(x):
-    """Rounds to nearest even."""
+    """Round to nearest even."""
     bits = x.view(U32)
     rounded = (bits + U32(0x7FFF) + ((bits >> U32(16)) & U32(1))) >> U32(16)
     return where(np.isnan(x), NAN16, rounded.astype(U16))
@@ -54,60 +53,41 @@ def from_f16(bits):
 
 
 def to_f16(x):
-    """Rounds to nearest even."""
+    """Round to nearest even."""
     return where(np.isnan(x), NAN16, x.astype(F16).view(U16))
-
-
-def to_int(x, dtype):
-    """Converts what is rounded already, to the nearest integer that there is; NaN becomes 0."""
-    info = np.iinfo(dtype)
-    x = x.astype(F64)
-    inside = (x > info.min) & (x < info.max)  # float(info.max) of 64 bits is one too many
-    edge = where(x >= info.max, dtype(info.max), where(x <= info.min, dtype(info.min), dtype(0)))
-    return where(inside, where(inside, x, 0).astype(dtype), edge)
 
 
 # Integers
 
 
-def truncated_div(a, b):
-    """a / b, rounded to 0 as C does. A division by 0 gives all ones."""
+def div(a, b):
+    """Return a / b rounded to 0, as in C. A division by 0 gives all ones."""
     zero = b == 0
-    safe = where(zero, b.dtype.type(1), b)
+    safe = where(zero, S32(1), b)
     quotient = a // safe
-    if a.dtype.kind == "i":
-        quotient = quotient + ((quotient * safe != a) & ((a < 0) != (safe < 0))).astype(a.dtype)
-    return where(zero, ~a.dtype.type(0), quotient)
+    quotient = quotient + ((quotient * safe != a) & ((a < 0) != (safe < 0))).astype(S32)
+    return where(zero, S32(-1), quotient)
 
 
-def truncated_rem(a, b):
-    """Return the remainder of `truncated_div`, with the sign of a; a if b is 0."""
-    return a - truncated_div(a, b) * b
+def rem(a, b):
+    """Return the remainder of `div`, with the sign of a."""
+    return a - div(a, b) * b
 
 
 def mul_hi(a, b):
-    """The upper half of a product of twice the width."""
-    bits = 8 * a.dtype.itemsize
-    if bits < 64:
-        wide = S64 if a.dtype.kind == "i" else U64
-        return (a.astype(wide) * b.astype(wide) >> wide(bits)).astype(a.dtype)
-    low, half = U64(0xFFFFFFFF), U64(32)
-    ua, ub = a.astype(U64), b.astype(U64)
-    a0, a1, b0, b1 = ua & low, ua >> half, ub & low, ub >> half
-    middle = a1 * b0 + (a0 * b0 >> half)
-    high = a1 * b1 + (middle >> half) + ((a0 * b1 + (middle & low)) >> half)
-    negative = where(a < 0, ub, U64(0)) + where(b < 0, ua, U64(0))  # what the signs are counted as too much
-    return (high - negative).astype(a.dtype)
+    """Return the upper 32 bits of a product of 64 bits."""
+    wide = S64 if a.dtype.kind == "i" else U64
+    return (a.astype(wide) * b.astype(wide) >> wide(32)).astype(a.dtype)
 
 
 def shl(x, n):
-    """x << n; 0 where n, which is unsigned, is the width or more."""
+    """Return x << n; 0 if the unsigned n is the width or more."""
     bits = 8 * x.dtype.itemsize
     return where(n < bits, x << np.minimum(n, bits - 1).astype(x.dtype), x.dtype.type(0))
 
 
 def shr(x, n):
-    """x >> n, of signed numbers filled with the sign; where n is the width or more, nothing else is left."""
+    """Return x >> n, filled with the sign of signed numbers. n may be the width or more."""
     bits = 8 * x.dtype.itemsize
     shifted = x >> np.minimum(n, bits - 1).astype(x.dtype)
     return shifted if x.dtype.kind == "i" else where(n < bits, shifted, x.dtype.type(0))
@@ -118,12 +98,12 @@ def _funnel(low, high, n):
 
 
 def shf_l_wrap(low, high, n):
-    """The upper half of (high, low) << (n mod 32)."""
+    """Return the upper half of (high, low) << (n mod 32)."""
     return _funnel(low, high, 32 - (n & U32(31)))
 
 
 def bfe(x, position, length):
-    """Bits [position, position + length) of x; if it is signed, so is the field, its sign copied above it."""
+    """Return bits [position, position + length) of x. The field of a signed x is sign-extended."""
     wide = x.astype(S64 if x.dtype.kind == "i" else U64)
     position = np.minimum(position & U32(255), 63).astype(wide.dtype)
     above = (64 - np.clip(length & U32(255), 1, 64)).astype(wide.dtype)
@@ -131,7 +111,7 @@ def bfe(x, position, length):
 
 
 def prmt(a, b, selector):
-    """Four bytes, each chosen from the eight of (b, a) by 4 bits, of which the upper spreads its sign over it."""
+    """Return four bytes chosen from the eight of (b, a) by 4 bits each. The upper bit asks for the sign alone."""
     pool = a.astype(U64) | (b.astype(U64) << U64(32))
     result = U32(0)
     for i in range(4):

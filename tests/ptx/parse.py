@@ -1,6 +1,6 @@
-"""PTX text as a Kernel: the parameters of its entry, its registers, and its instructions and labels in order.
+"""Parser of PTX text into a Kernel: parameters, registers, and instructions and labels in order.
 
-Debug information, pragmas and comments are dropped. What is not understood raises Unsupported.
+Debug information, pragmas and comments are dropped. Anything else that is unknown raises Unsupported.
 """
 
 import re
@@ -15,7 +15,7 @@ _PARAM = re.compile(
     r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)(?:\s+\.(?:ptr|global|shared|const|align\s+\d+))*\s+(\w+)(?:\[(\d+)\])?"
 )
 _THREADS = re.compile(r"\.reqntid\s+(\d+)")
-_NO_MATTER = re.compile(r"\.(maxntid|minnctapersm|maxnreg)[\s\d,]*|[\s,()]+")  # in an entry's head
+_IGNORED = re.compile(r"\.maxnreg[\s\d]*|[\s,()]+")  # in an entry's head
 _TOKEN = re.compile(r"\s*(?:(?P<brace>[{}])|(?P<label>[$\w.]+):(?!:)|(?P<statement>[^;]*);)")
 _BRACKETS = re.compile(r"[\[({]")
 _NAME = re.compile(r"[%$\w.]+")
@@ -23,18 +23,11 @@ _GUARD = re.compile(r"@(!?)(\S+)\s+")
 
 
 class Unsupported(NotImplementedError):
-    """PTX that the emulator does not know; the message has its line and its text."""
-
-
-class Param(NamedTuple):
-    """A parameter of an entry."""
-
-    name: str
-    size: int  # in bytes
+    """PTX that the emulator does not know. The message has its line and text."""
 
 
 class Instruction(NamedTuple):
-    """An instruction, its operands still text."""
+    """An instruction, with operands as text."""
 
     line: int
     text: str
@@ -44,17 +37,17 @@ class Instruction(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """A parsed entry."""
+    """A parsed entry point."""
 
     name: str
-    params: tuple
-    registers: dict  # {name: class, such as b32}
-    body: list  # of Instruction, and of str, which is a label
+    params: dict  # {name: bytes}
+    registers: dict  # {name: type, such as b32}
+    body: list  # of Instruction, and of str for a label
     threads: int  # of a block
 
 
 class _Scope:
-    """A pair of braces. A name declared in an inner one gets its number, so that all names of a kernel differ."""
+    """A pair of braces. Names declared in an inner pair get its number, so that all names of a kernel differ."""
 
     def __init__(self, number, outer):
         self.number, self.outer, self.names = number, outer, set()
@@ -66,8 +59,8 @@ class _Scope:
 
 
 def split(text):
-    """Operands: text split at commas outside of brackets."""
-    if not _BRACKETS.search(text):  # most
+    """Return text split at commas outside brackets."""
+    if not _BRACKETS.search(text):  # most operands
         return tuple(operand.strip() for operand in text.split(",")) if text else ()
     operands, depth, start = [], 0, 0
     for i, char in enumerate(text):
@@ -79,20 +72,20 @@ def split(text):
 
 
 def parse(ptx):
-    """The Kernel of a module with one entry."""
-    ptx = _NO_CODE.sub("", ptx)  # the lines stay
+    """Return the Kernel of a module with one entry."""
+    ptx = _NO_CODE.sub("", ptx)  # keeps line numbers
     entry = _ENTRY.search(ptx)
     begin = ptx.index("{", entry.end())
     head = ptx[entry.end() : begin]
-    params = [Param(name, BITS[kind] // 8 * int(count or 1)) for kind, name, count in _PARAM.findall(head)]
+    params = {name: BITS[kind] // 8 * int(count or 1) for kind, name, count in _PARAM.findall(head)}
     threads = _THREADS.search(head)
-    rest = _NO_MATTER.sub("", _THREADS.sub("", _PARAM.sub("", head)))
+    rest = _IGNORED.sub("", _THREADS.sub("", _PARAM.sub("", head)))
     if rest or threads is None:
         raise Unsupported(f"line {_line(ptx, begin)}: {rest or 'no .reqntid'}")
     registers, body = {}, []
     for line, text, scope in _statements(ptx, begin):
         _statement(line, text, scope, registers, body)
-    return Kernel(entry[1], tuple(params), registers, body, int(threads[1]))
+    return Kernel(entry[1], params, registers, body, int(threads[1]))
 
 
 def _line(ptx, at):
@@ -100,9 +93,9 @@ def _line(ptx, at):
 
 
 def _statements(ptx, at):
-    """[(line, text, scope)] of the body that begins at a brace; the text of a label ends with a colon.
+    """Return [(line, text, scope)] of the body that begins at a brace. The text of a label ends with a colon.
 
-    All names are declared when the caller sees the first statement: labels come behind what branches to them.
+    It is a list so that all names are declared before the caller sees a statement: labels follow branches to them.
     """
     statements, scope, scopes, line, last = [], None, 0, _line(ptx, at), at
     while token := _TOKEN.match(ptx, at):
@@ -127,7 +120,7 @@ def _statements(ptx, at):
 
 
 def _statement(line, text, scope, registers, body):
-    """Adds what a statement declares to registers, or what it does to the body."""
+    """Add a declaration to registers, or an instruction or label to the body."""
     text = _NAME.sub(lambda name: scope.unique(name[0]), text)
     if text.endswith(":"):
         body.append(text[:-1])

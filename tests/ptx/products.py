@@ -1,7 +1,7 @@
-"""wgmma: asynchronous products of a warpgroup, that is, of 128 lanes.
+"""wgmma: asynchronous products of a warpgroup (128 lanes).
 
-A product reads its operands when it begins, and its sums arrive as late as they may: when their group is waited for.
-Until then the registers of the sums are NaN, and nobody may write its operands, in registers or in shared memory.
+A product reads its operands when it begins, and its sums arrive when their group is waited for. Until then the
+registers of the sums are NaN, and nobody may write the operands, in registers or in shared memory.
 """
 
 import functools
@@ -17,16 +17,16 @@ SPANS = {0: 16, 1: 128, 2: 64, 3: 32}  # bytes of a row that a swizzle permutes,
 
 
 def swizzled(address, span):
-    """An address with bits 4 to 6 XORed with bits 7 to 9, as many of them as a span has."""
+    """Return an address with bits 4 to 6 XORed with bits 7 to 9. The span says how many of them."""
     return address ^ (((address >> 7) & (span // 16 - 1)) << 4)
 
 
 @functools.cache
 def layout(descriptor, rows, across, size):
-    """Byte offsets of the elements of a (rows, 32 bytes) matrix, before the swizzle.
+    """Return byte offsets of the elements of a (rows, 32 bytes) matrix, before the swizzle.
 
     Args:
-        across: whether neighbours in memory are neighbours along the rows (MN-major), not along k (K-major).
+        across: whether memory is contiguous along the rows (MN-major) or along k (K-major).
     Source: PTX manual, shared memory layout of the matrices of wgmma.
     """
     lead, stride, span = (descriptor >> 16 & 0x3FFF) << 4, (descriptor >> 32 & 0x3FFF) << 4, SPANS[descriptor >> 62]
@@ -43,16 +43,16 @@ def layout(descriptor, rows, across, size):
 
 
 class Sums:
-    """Values of n registers that products in flight add to, and in which lanes they do."""
+    """Values of n registers that products in flight add to, and the lanes that do."""
 
     def __init__(self, n, lanes):
         self.values, self.lanes = np.zeros((n, lanes), F32), np.zeros(lanes, bool)
         self.group = np.zeros(lanes, S64)  # of the last product in each lane
-        self.operands = []  # (number of a register, its array, mask of lanes, line) of A in registers
+        self.operands = []  # (register, its array, mask of lanes, line) for A in registers
 
 
 class Products(Warp):
-    """The products in flight: their sums, by the numbers of registers, and what they read in shared memory."""
+    """The products in flight: their sums by register numbers, and their reads of shared memory."""
 
     def __init__(self, *launch):
         super().__init__(*launch)
@@ -62,18 +62,17 @@ class Products(Warp):
         self.at_fence = list(self.R)
 
     def wgmma_fence(self, m):
-        """wgmma.fence. If some warpgroups execute it, it counts for all."""
+        """Fence registers. A fence of one warpgroup counts for all."""
         self.at_fence = list(self.R)
 
     def wgmma_commit(self, m):
-        """wgmma.commit_group."""
         self.issued += 1 if m is None else m
 
     def wgmma(self, m, n, kind, d, a, a_names, b, scale, flips, line):
-        """wgmma.mma_async: begin d = scale * d + a @ b, of (64, 32 bytes) and (32 bytes, n).
+        """Start d = scale * d + a @ b, of (64, 32 bytes) and (32 bytes, n) (wgmma.mma_async).
 
         Args:
-            d: numbers of registers. a: arrays of the registers of numbers a_names, or of a descriptor if that is None.
+            d: register numbers. a: arrays of the registers a_names; the array of a descriptor if a_names is None.
             scale: 1 or 0. flips: whether A and B in shared memory are MN-major.
         """
         groups = self.converged(m, line, 128)
@@ -91,7 +90,7 @@ class Products(Warp):
         self.sums[d].operands += [(*operand, active, line) for operand in zip(a_names or (), a, strict=False)]
 
     def operand(self, descriptor, rows, across, kind, groups, line):
-        """A matrix in shared memory: (G, rows, k) elements, (G, n) places of its pieces of 16 bytes, their rows."""
+        """Return (G, rows, k) elements of a matrix, (G, n) places of its 16-byte pieces, and their rows."""
         by_group = self.full(descriptor).view(U64).reshape(-1, 128)[groups]
         if (by_group != by_group[:, :1]).any():
             raise Fault(f"line {line}: lanes of a warpgroup have different descriptors")
@@ -108,16 +107,16 @@ class Products(Warp):
         return floats(raw, kind), at[:, pieces], pieces // (32 // size)
 
     def begin_reading(self, gwarp, at, line):
-        """Products read pieces of 16 bytes for warps until their group is waited for."""
+        """Record reads of 16-byte pieces, which last until the group of the product is waited for."""
         gwarp, at = (x.reshape(-1) for x in np.broadcast_arrays(gwarp, at))
         self.reads_async(gwarp, at, 16, "a product", line)
         self.reading.append(Flight(gwarp * 32, self.issued[gwarp * 32], at, line))
 
     def accumulate(self, d, active, factors, scale, line):
-        """Add the product of two factors of a kind to sums, whose registers are NaN from now on."""
+        """Add a product to sums. Their registers are NaN from now on."""
         if d not in self.sums:
             if any(set(other) & set(d) for other in self.sums):
-                raise NotImplementedError(f"line {line}: sums overlap with others in flight")
+                raise NotImplementedError(f"line {line}: sums overlap with sums in flight")
             self.sums[d] = Sums(len(d), self.L)
         sums = self.sums[d]
         fresh = active & ~sums.lanes
@@ -133,19 +132,19 @@ class Products(Warp):
         sums.lanes |= active
 
     def check_fenced(self, names, mask, line):
-        """Report registers that have changed since the last wgmma.fence."""
+        """Report registers that changed since the last wgmma.fence."""
         for i in names:
             if self.differs(i, self.at_fence[i], mask):
                 self.report.add("unfenced", line, "a register that a product uses was written after wgmma.fence")
                 return
 
     def differs(self, i, then, mask):
-        """Return whether a register differs from an array, in any lane of a mask."""
+        """Return whether a register differs from an array in any lane of a mask."""
         now = self.R[i]
         return now is not then and (now.view(U32)[mask] != then.view(U32)[mask]).any()
 
     def wgmma_wait(self, m, count, line):
-        """wgmma.wait_group: all but the last `count` groups end."""
+        """End all but the last `count` groups (wgmma.wait_group)."""
         limit = self.issued - count
         for d, sums in list(self.sums.items()):
             done = sums.lanes & (sums.group < limit)
@@ -158,14 +157,14 @@ class Products(Warp):
             self.release(pieces.lane // 32, pieces.at, 16)
 
     def finish_sums(self, d, sums, done, line):
-        """Sums arrive in some lanes. Report if somebody wrote their registers meanwhile, or those of A."""
+        """Write sums to some lanes. Report registers of the sums or of A that changed meanwhile."""
         if any(self.differs(i, self.nan, done) for i in d):
-            self.report.add("async", line, "a register that a product adds to was written meanwhile")
+            self.report.add("async", line, "a register was written while a product adds to it")
         for i, values in zip(d, sums.values, strict=True):
             self.R[i] = values.copy() if done.all() else np.where(done, values, self.R[i])
         for i, array, mask, at in sums.operands:
             if self.differs(i, array, mask & done):
-                self.report.add("async", at, "a register that a product reads was written meanwhile")
+                self.report.add("async", at, "a register was written while a product reads it")
         sums.operands = [(i, x, mask & ~done, at) for i, x, mask, at in sums.operands if (mask & ~done).any()]
         sums.lanes &= ~done
         if not sums.lanes.any():

@@ -1,8 +1,8 @@
-"""A parsed kernel as Python functions, one a basic block.
+"""A parsed kernel as Python functions, one for each basic block.
 
-`run(S, R, m)` does the instructions of a block for many lanes at once. S is the machine; R is the list of registers,
-each an array with one element a lane; m says which lanes are active. Where all are, a second version of the function
-does without m. It returns where to go on: the number of a block, -1 for the end, or a tuple that the machine acts on.
+`run(S, R, m)` executes a block for many lanes at once. S is the machine, R the list of registers, each an array with
+one element a lane, and m the mask of active lanes. A second version of the function, without m, serves if all are
+active. It returns the next block: its number, -1 for the end, or a tuple that names a method of the machine.
 """
 
 import re
@@ -14,34 +14,35 @@ from . import ops
 from .emit import TYPES, UNSIGNED, Emitter
 from .parse import BITS
 
-_ENDS = re.compile(r"(bra|brx|ret|exit|mbarrier\.try_wait)\b|bar(rier)?(\.cta)?\.(sync|arrive)\b")
-_BEGINS = "mbarrier.try_wait"  # a wait that is not over is done again
-_NAMES = vars(ops) | {dtype.__name__: dtype for dtype in TYPES.values()} | {"np": np}
+_ENDS = re.compile(r"(bra|brx|ret|mbarrier\.try_wait)\b|bar(rier)?\.sync\b")
+_BEGINS = "mbarrier.try_wait"  # a wait that is not over repeats its block
+_TYPE = re.compile(r"\.([su]\d+|f32|f64)\b")  # the first is the type of the result, the last of the operands
+_NAME = re.compile(r"[%\w.$]+")
+_SPACE = vars(ops) | {dtype.__name__: dtype for dtype in TYPES.values()} | {"np": np}
 
 
 class Program:
-    """A kernel cut into basic blocks, each compiled when it is first asked for.
+    """A kernel cut into basic blocks, each compiled on first use.
 
     Attributes:
-        kernel: as it was parsed. params: {name: Param}. blocks: lists of instructions.
-        index, width, home: by register: its place in R, by place: its bits, the dtype in which it is kept.
+        kernel: the parsed Kernel. params: {name: bytes}. blocks: lists of instructions.
+        index: {register: place in R}. width, home: by place, the bits and the stored dtype of a register.
         labels: {label: number of a block}. tables: {name of a branch table: labels}.
-        polls: blocks that load a volatile number until it is another.
+        polls: blocks that load a volatile number until it changes.
         used: registers that an instruction reads.
         grain: bytes of the smallest access to shared memory.
     """
 
     def __init__(self, kernel):
         self.kernel = kernel
-        self.params = {param.name: param for param in kernel.params}
+        self.params = kernel.params
         self.index = {name: i for i, name in enumerate(kernel.registers)}
         self.width = [BITS[kind] for kind in kernel.registers.values()]
         self.blocks, self.labels, self.tables = _cut(kernel.body)
         instructions = [instruction for block in self.blocks for instruction in block]
         self.used = {name for each in instructions for name in re.findall(r"%[\w.$]+", _read_by(each))}
         self.grain = min([4, *map(_shared_bytes, instructions)])
-        self.home = [UNSIGNED[width] for width in self.width]
-        self.home = self._elected()
+        self.home = self._homes(instructions)
         self._functions = {}
         self.polls = set(filter(self._waits, range(len(self.blocks))))
 
@@ -49,27 +50,31 @@ class Program:
         volatile = any(".volatile" in each.op for each in self.blocks[block])
         return volatile and any(each.op == "bra" and self.labels[each.args[0]] == block for each in self.blocks[block])
 
-    def _elected(self):
-        """For each register the dtype that most of its reads and writes want, so that few are views."""
-        votes = [Counter() for _ in self.home]
-        for block in range(len(self.blocks)):
-            Emitter(self, block, votes=votes).source()
-        return [max(count, key=count.get, default=home) for count, home in zip(votes, self.home, strict=True)]
+    def _homes(self, instructions):
+        """Return the dtype to store each register in: that of most instructions on it, so that few need views."""
+        votes = [Counter() for _ in self.width]
+        for each in instructions:
+            kinds, product = _TYPE.findall(each.op), each.op.startswith(("mma", "wgmma"))
+            for i, operand in enumerate(each.args if kinds else ()):
+                kind = kinds[0 if i == 0 else -1]
+                for place in (self.index[name] for name in _NAME.findall(operand) if name in self.index):
+                    if BITS[kind] == self.width[place] and not (product and i in (1, 2)):
+                        votes[place][TYPES[kind]] += 1000 if product else 1  # sums must be float32
+        return [max(count, key=count.get, default=UNSIGNED[w]) for count, w in zip(votes, self.width, strict=True)]
 
     def function(self, block, masked):
-        """`run` of a block."""
         key = block, masked
         if key not in self._functions:
             emitter = Emitter(self, block, masked)
             code = compile(emitter.source(), f"<{self.kernel.name} block {block}{' masked' * masked}>", "exec")
-            space = _NAMES | emitter.constants
+            space = _SPACE | emitter.constants
             exec(code, space)
             self._functions[key] = space["run"]
         return self._functions[key]
 
 
 def _cut(body):
-    """(blocks, labels, tables) of a kernel's body."""
+    """Return (blocks, labels, tables) of a kernel's body."""
     blocks, labels, tables = [[]], {}, {}
     for each in body:
         label = isinstance(each, str)
@@ -87,12 +92,12 @@ def _cut(body):
 
 
 def _read_by(instruction):
-    """The text of the operands that an instruction reads: all but the first, which may be an address to write to."""
+    """Return the text of the operands read: all but the first, and the first if it is an address."""
     first, rest = instruction.args[:1], instruction.args[1:]
     return " ".join((*(instruction.guard or ())[:1], *(x for x in first if x.startswith("[")), *rest))
 
 
 def _shared_bytes(instruction):
-    """Return the bytes that an instruction loads from or stores to shared memory at once; 4 for others."""
+    """Return the bytes of a load from or store to shared memory; 4 for other instructions."""
     load_or_store = re.match(r"(ld|st)\..*shared.*\.[a-z]+(\d+)$", instruction.op)
     return int(load_or_store[2]) // 8 if load_or_store else 4

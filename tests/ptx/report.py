@@ -1,29 +1,29 @@
-"""Errors of a kernel: a Fault ends its run, a Report counts the others."""
+"""Errors of a kernel: a Fault ends its run, a Report counts the other errors."""
 
 
 class Fault(Exception):
-    """An error that no GPU lets pass: an access out of bounds or misaligned, a deadlock, a warp that acts in parts."""
+    """An error on any GPU: an access out of bounds or misaligned, a deadlock, part of a warp where all must act."""
 
 
 class Report:
     """The errors of a kernel that ran to its end.
 
-    found: {kind: {line of PTX: (count, an example)}}, of these kinds:
-        uninitialised: a lane loads bytes of global memory that nobody wrote.
-        astray: a lane accesses bytes of global memory that no tensor has, but what lies between elements of one.
-        race: two warps access one place of shared memory, and no barrier puts them in order.
-        race between CTAs: a block stores to global memory where another block stored, or loads from there.
-        lanes differ: one instruction stores different numbers at one place.
-        async: nobody waits for a product or a copy, nobody fences what it reads, or somebody overwrites what it uses.
-        unfenced mbarrier: a copy uses an mbarrier, and nobody has fenced what initialised it.
-        unfenced: a register that a product uses was written after the last wgmma.fence.
+    found: {kind: {line of PTX: (count, an example)}}. The kinds:
+        uninitialised: a load of bytes of global memory that nobody wrote.
+        astray: an access to bytes of global memory between the elements of a tensor.
+        race: accesses of two warps to one place of shared memory, without a barrier between them.
+        race between CTAs: a store to, or a load from, global memory that another block stored to.
+        lanes differ: different numbers stored at one place by one instruction.
+        async: a product or copy without a wait, with unfenced operands, or with operands overwritten meanwhile.
+        unfenced mbarrier: a copy to an mbarrier whose initialisation is not fenced.
+        unfenced: a register of a product that was written after the last wgmma.fence.
     """
 
     def __init__(self):
         self.found = {}
 
     def add(self, kind, line, text, count=1):
-        """Count errors of a line; its first text is the example."""
+        """Count errors of a line; the first text is the example."""
         lines = self.found.setdefault(kind, {})
         before, example = lines.get(line, (0, text))
         lines[line] = before + int(count), example

@@ -13,9 +13,9 @@ SMEM_BASE = 1024  # the first KB of a block's shared memory is the driver's
 
 
 class Flight(NamedTuple):
-    """Asynchronous accesses to n places of shared memory, by one instruction.
+    """Asynchronous accesses of one instruction to n places of shared memory.
 
-    lane: which lane began each. group: how many groups that lane had committed before. data: what a copy writes.
+    lane: the lane that began each. group: the groups which that lane had committed before. data: the bytes of a copy.
     """
 
     lane: np.ndarray
@@ -25,12 +25,11 @@ class Flight(NamedTuple):
     data: np.ndarray | None = None
 
     def part(self, chosen):
-        """Some of the accesses."""
         return Flight(*(x[chosen] if isinstance(x, np.ndarray) else x for x in self))
 
 
 def waited(flights, limit, m):
-    """(flights that end, flights that go on) when the lanes of a mask wait for the groups below their limits."""
+    """Return (ended, running) flights after the lanes of a mask waited for the groups below their limits."""
     done, left = [], []
     for flight in flights:
         ends = flight.group < limit[flight.lane]
@@ -44,18 +43,18 @@ def waited(flights, limit, m):
 
 
 class SharedMemory(Clocks):
-    """The shared memory of all blocks, one block behind the other; it begins as poison."""
+    """The shared memory of all blocks, one after the other. It starts as poison."""
 
     def __init__(self, *launch):
         super().__init__(*launch)
         self.smem = np.full(self.stride * self.C, 0xFF, U8)
 
     def smem_address(self, dtype):
-        """The address of the kernel's shared memory."""
+        """Return the address of the kernel's shared memory."""
         return self.full(dtype(SMEM_BASE))
 
     def smem_at(self, lanes, pointer, offset, size, line):
-        """The places in `smem` where lanes access `size` bytes each."""
+        """Return the places in `smem` where lanes access `size` bytes each."""
         at = (pointer.astype(S64) + (offset - SMEM_BASE))[lanes]
         if (at & (size - 1)).any():
             raise Fault(f"line {line}: misaligned shared access of {size} bytes")
@@ -63,26 +62,25 @@ class SharedMemory(Clocks):
         return at + self.cta[lanes] * self.stride
 
     def check_bounds(self, at, size, line):
-        """Accesses of `size` bytes at offsets in a block's shared memory must lie inside."""
+        """Raise Fault for accesses outside a block's shared memory; `at` are offsets in it."""
         if at.size and (at.min() < 0 or at.max() + size > self.smem_size):
             text = f"shared access [{at.min()}, {at.max() + size}) of {self.smem_size} bytes"
             raise Fault(f"line {line}: {text}")
 
     def load_shared(self, m, pointer, offset, dtype, n, line):
-        """ld.shared: (n, L) elements."""
+        """Return (n, L) elements (ld.shared)."""
         lanes, size = self.lanes(m), np.dtype(dtype).itemsize
         at = self.smem_at(lanes, pointer, offset, n * size, line)
         self.reads(self.gwarp[lanes], at, n * size, line)
         return self.spread(m, self.smem.view(dtype)[at // size + np.arange(n)[:, None]])
 
     def store_shared(self, m, pointer, offset, dtype, values, line):
-        """st.shared."""
         lanes, given = self.lanes(m), np.stack(values)
         at = self.smem_at(lanes, pointer, offset, given.itemsize * len(given), line)
         self.put(self.gwarp[lanes], at, given[:, lanes], line)
 
     def put(self, gwarp, at, given, line):
-        """Warps store (n, k) elements: at each of k places n neighbours."""
+        """Store (n, k) elements: n neighbours at each of k places."""
         n, size, view = len(given), given.itemsize, self.smem.view(given.dtype)
         place = at // size + np.arange(n)[:, None]
         self.writes(gwarp, at, n * size, line, (view[place] != given).any(0))

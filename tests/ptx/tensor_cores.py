@@ -1,13 +1,13 @@
-"""Summation of tensor cores: a few products at once, aligned to the largest, and truncated instead of rounded.
+"""Summation of tensor cores: groups of products, aligned to the largest and truncated instead of rounded.
 
-Products are exact. A group of them and the sum so far are aligned to the largest exponent among them, where a product
-has the sum of the exponents of its factors. What lies more than a few bits below the last one of float32 is cut off,
-the rest is added exactly, and the result cut off to float32. The next group adds to that.
+Products are exact. A group of products and the running sum are aligned to the largest exponent among them; the exponent
+of a product is the sum of the exponents of its factors. Bits far below the last bit of float32 are truncated, the rest
+is added exactly, and the result is truncated to float32. The next group adds to it.
 
-Source: F. A. Khattak and M. Mikaitis, "Accurate Models of NVIDIA Tensor Cores", arXiv:2512.07004, who compared their
-models with the GPUs bit by bit; they are models/A100TC.m and H100TC.m (`fma`, `neab`, `frmode`, `min_exp_limit`) of
-github.com/north-numerical-computing/MATLAB-tensor-core. github.com/badasherez/gpu-simulator has the same of 16 bits
-(utils/utils.h), from experiments of its own, and the smallest exponent of the A100.
+Source: F. A. Khattak and M. Mikaitis, "Accurate Models of NVIDIA Tensor Cores", arXiv:2512.07004. They compared their
+models with GPUs bit by bit: models/A100TC.m and H100TC.m (`fma`, `neab`, `frmode`, `min_exp_limit`) of
+github.com/north-numerical-computing/MATLAB-tensor-core. The independent experiments of
+github.com/badasherez/gpu-simulator (utils/utils.h) agree for 16 bits, and give the smallest exponent of the A100.
 """
 
 from typing import NamedTuple
@@ -16,7 +16,7 @@ import numpy as np
 
 from .ops import F32
 
-NOTHING = -1000  # the exponent of 0, to which nobody is aligned
+NOTHING = -1000  # the exponent of 0, below all others
 
 
 def _exponents(x):
@@ -24,19 +24,19 @@ def _exponents(x):
 
 
 def _cut(x):
-    """float64 as float32, rounded towards 0."""
+    """Return float64 as float32, rounded towards 0."""
     return (x.view(np.int64) & -(1 << 29)).view(np.float64).astype(F32)
 
 
 class TensorCore(NamedTuple):
-    """A GPU's."""
+    """Constants of the tensor cores of a GPU."""
 
-    terms: int  # products of 16 bits that are summed up at once; half as many of tf32
-    extra: int  # bits that are kept below the last one of float32
-    smallest: int  # exponent that numbers are aligned to
+    terms: int  # products of 16 bits in a group; tf32 has half as many
+    extra: int  # bits kept below the last bit of float32
+    smallest: int  # smallest exponent to align to
 
     def plus(self, sums, left, right, kind):
-        """(B, rows, n) sums of float32, plus (B, rows, k) @ (B, n, k) transposed."""
+        """Return float32 sums (B, rows, n) plus (B, rows, k) @ transposed (B, n, k)."""
         terms = self.terms // 2 if kind == "tf32" else self.terms
         for first in range(0, left.shape[2], terms):
             sums = self._group(sums, left[:, :, None, first : first + terms], right[:, None, :, first : first + terms])

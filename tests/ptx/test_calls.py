@@ -1,6 +1,5 @@
-"""Whole calls by the PTX that Triton makes of the kernels, on a GPU that is not there."""
+"""Whole calls by the PTX of the kernels, on an emulated GPU."""
 
-import contextlib
 import itertools
 
 import pytest
@@ -21,15 +20,15 @@ def test_a_call_by_its_compiled_kernels(entry, capability, tile):
     assert not outcome.wrong(), "\n".join(outcome.wrong())
 
 
-def test_what_make_test_executes():
-    """Each kernel of the universal path but those of weights and tangents, and Hopper's."""
+def test_few_has_each_kernel():
+    """FEW has Hopper's kernels and each universal kernel, except those for weights and tangents."""
     assert len(FEW) == 10 and set(FEW) <= set(ENTRIES)
     assert any(ENTRIES[name].backend == "hopper" for name in FEW)
     assert any(ENTRIES[name].two_passes for name in FEW)
 
 
 def _first(capability):
-    """Each tile that a call may take of a kernel, where all fit."""
+    """Yield the first tile of each kind of call of each kernel."""
     axes = tile_table.INTERPRETED, (2, 4), (64, 128, 256), ("plain", "masked", "rich"), (False, True)
     for kernel, itemsize, width, load, narrow in itertools.product(*axes):
         if kernel not in ("one_pass", "postprocess") or width <= tile_table.ONE_PASS:
@@ -52,27 +51,11 @@ def test_no_row_has_more_tiles_than_everything_executes():
     assert max(map(len, tile_table.HOPPER.values())) == TILES
 
 
-@contextlib.contextmanager
-def _edited(*args, **options):
-    """`device.gpu` whose exponentials are of numbers that are a tenth too small."""
-    log2_e, less = "0f3FB8AA3B", "0f3FA62B81"
-    with device.gpu(*args, **options) as there:
-        there.edit = lambda kernel, ptx: ptx.replace(log2_e, less)
-        yield there
-
-
-@pytest.mark.matrix
-def test_what_is_wrong_is_said(monkeypatch):
-    monkeypatch.setattr(calls, "gpu", _edited)
-    found = calls.execute(ENTRIES["decode: fp32"], HOPPER).wrong()
-    assert found and all(name in " ".join(found) for name in ("out", "lse"))
-
-
 @pytest.mark.matrix
 def test_heads_whose_gradients_of_scores_are_stored_at_a_time(monkeypatch):
-    """Two kv heads of three, of which two query heads share each; then those of a repeated call.
+    """Two of three kv heads are stored at a time, each shared by two query heads; the third call is a replay.
 
-    One program makes all blocks of dq of two heads, and one all of dk.
+    One program computes all blocks of dq of two heads, and one all blocks of dk.
     """
     monkeypatch.setattr(tile_table, "SCORES_BYTES", 1)
     monkeypatch.setattr(hopper, "stored_limits", lambda call: [])
@@ -87,7 +70,7 @@ def test_heads_whose_gradients_of_scores_are_stored_at_a_time(monkeypatch):
 @pytest.mark.matrix
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_a_sequence_with_nan_leaves_the_others_alone(capability):
-    """The copy engine adds whole tiles of dq: rows past the end of a sequence are the next one's."""
+    """The copy engine adds whole tiles of dq, and rows past the end of a sequence belong to the next one."""
     torch.manual_seed(0)
     inputs = [torch.randn(170, 2, 64).bfloat16() for _ in range(3)]
     inputs[1][7], inputs[2][9] = float("nan"), float("inf")

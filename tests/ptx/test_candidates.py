@@ -1,4 +1,4 @@
-"""Tiles that calls take only where a machine has found them faster, by the PTX that Triton makes of the kernels."""
+"""Candidate tiles, which calls take only after `fusedattn tune` found them faster, by the PTX of the kernels."""
 
 import pytest
 
@@ -10,15 +10,15 @@ from fusedattn.launch.tuned import Row, choose
 from . import calls
 from .cases import _TOGETHER, dense
 
-STEPS = dict(Sq=260, Sk=400, Hq=1)  # more blocks, of either side, than there are stages, or as many
+STEPS = dict(Sq=260, Sk=400, Hq=1)  # at least as many blocks of rows and of keys as stages
 CANDIDATES = [
     (place, tile, causal) for place, some in tile_table.CANDIDATES.items() for tile in some for causal in (0, 1)
 ]
 FIRST = list({place[0]: (place, some[0], 1) for place, some in tile_table.CANDIDATES.items()}.values())
 BACKWARD = Row("one_pass", "bfloat16", 64, "plain", tile_table.CANDIDATES["one_pass", 90, 2, 64][0])
 FORWARD = Row("forward", "bfloat16", 128, "plain", tile_table.CANDIDATES["forward", 90, 2, 128][0])
-# What else who loads by the copy engine has to do: sequences that end inside a tile, heads narrower than one, groups,
-# and launches that are repeated with other descriptors.
+# Cases of loads by the copy engine: sequences that end inside a tile, heads narrower than a tile, grouped heads, and
+# replays with new descriptors.
 LOADED = {
     "packed, forward": (FORWARD, _TOGETHER | dict(causal=True, D=128)),
     "narrow heads, forward": (FORWARD, dict(D=80)),
@@ -28,7 +28,7 @@ LOADED = {
 
 
 def pytest_generate_tests(metafunc):
-    """One of each kernel, with --everything all: no call takes one before `fusedattn tune` found it right."""
+    """Run one candidate of each kernel, all with --everything. `fusedattn tune` checks each before calls take it."""
     if "place" in metafunc.fixturenames:
         some = CANDIDATES if metafunc.config.getoption("--everything", False) else FIRST
         ids = [f"{'-'.join(map(str, place))}-{number}" for number, (place, *_) in enumerate(some)]
@@ -36,7 +36,7 @@ def pytest_generate_tests(metafunc):
 
 
 def executed(candidate, entry, capability=90):
-    """The Outcome of an Entry whose calls take a candidate."""
+    """Run an Entry whose calls take a candidate, and return its Outcome."""
     form = tile_table.same(candidate.form)
     tuned.ask(choose([candidate._replace(form=form)]))
     try:

@@ -1,4 +1,4 @@
-"""Instructions that sm_90 adds: products of a warpgroup, mbarriers and copies of boxes, in small kernels."""
+"""Instructions new in sm_90: products of a warpgroup, mbarriers and copies of boxes, in small kernels."""
 
 import re
 from types import SimpleNamespace
@@ -7,28 +7,25 @@ import numpy as np
 import pytest
 import torch
 
-from .handwritten import execute, line_of
+from .handwritten import FOUR, ROW, execute, line_of
+from .memory import TensorMap
 from .report import Fault
 from .shared import SMEM_BASE
 
-FOUR = "{%r1, %r2, %r3, %r4}"
-ROW = "shl.b32 %r0, %t, 4; cvt.u64.u32 %d0, %r0; add.u32 %r0, %r0, %smem;"  # 16 bytes a thread
-ROW += "add.u64 %d1, %x, %d0; add.u64 %d2, %out, %d0;"
-
 
 def permuted(row, byte, span):
-    """Return the address of a byte of a row of `span` bytes: its 16-byte group is swizzled, by lines of 128 bytes."""
+    """Return the address of a byte in a row of `span` bytes. 16-byte groups are swizzled, by lines of 128 bytes."""
     return row * span + (byte // 16 ^ row * span // 128 % (span // 16)) * 16 + byte % 16
 
 
-# Products: 64 rows of A and 64 columns of B, each 32 bytes of k; each matrix has 8 KB of shared memory.
+# Products of 64 rows of A and 64 columns of B, with 32 bytes of k. Each matrix has 8 KB of shared memory.
 
 MODES = {16: 0, 128: 1, 64: 2, 32: 3}
 COLUMNS, MATRIX = 64, 8192
 
 
 def matrix(x, base, span, across):
-    """(bytes of shared memory, descriptor) of a matrix (64, k), of which k (or across the rows) is contiguous."""
+    """Return (bytes of shared memory, descriptor) of a matrix (64, k), contiguous along k or across the rows."""
     size = x.itemsize
     r, k = np.indices(x.shape)
     if span == 16:
@@ -63,7 +60,7 @@ wgmma.wait_group.sync.aligned 0;
 mul.wide.u32 %d0, %t, 128; add.u64 %d2, %out, %d0;
 {"".join(f"st.global.v4.b32 [%d2+{4 * i}], {{%f{i}, %f{i + 1}, %f{i + 2}, %f{i + 3}}};" for i in range(0, 32, 4))}"""
 KINDS = {torch.bfloat16: "16.f32.bf16.bf16", torch.float16: "16.f32.f16.f16", torch.float32: "8.f32.tf32.tf32"}
-# The registers of a thread of the warpgroup, by the PTX manual: of A (row, k), and of the sums (row, column).
+# (row, k) of A and (row, column) of the sums in each thread's registers, by the PTX manual.
 warp, g, m = np.arange(128)[:, None] // 32 * 16, np.arange(128)[:, None] // 4 % 8, np.arange(128)[:, None] % 4
 i, n = np.arange(8), np.arange(32)
 OF_A = {
@@ -82,7 +79,7 @@ def product(
     draw=torch.randn,
     **options,
 ):
-    """(Report, what was computed, what is right) of 1 + a @ b, by a kernel that may be changed."""
+    """Return (Report, result, expected result) of 1 + a @ b, by a kernel that `change` may edit."""
     k = 32 // dtype.itemsize
     a, b = draw(64, k).to(dtype), draw(COLUMNS, k).to(dtype)
     if dtype is torch.float32:
@@ -123,7 +120,7 @@ def test_sums_that_do_not_count():
 
 COMMIT, WAIT = "wgmma.commit_group.sync.aligned;", "wgmma.wait_group.sync.aligned 0;"
 FIRST = "setp.eq.u32 %p0, %t, 0; @%p0"
-HAZARDS = {  # name: (what is reported, what is replaced in the kernel, by what); at the line that is marked
+HAZARDS = {  # name: (reported kind, text of the kernel, its replacement, mark of the reported line)
     "no proxy fence": ("async", "fence.proxy.async.shared::cta;", "", "// product"),
     "no barrier": ("race", "bar.sync 0;", "", "// product"),
     "no wait": ("async", WAIT, "", "// product"),
@@ -131,7 +128,7 @@ HAZARDS = {  # name: (what is reported, what is replaced in the kernel, by what)
     "B written before the wait": ("async", WAIT, f"{FIRST} st.shared.b32 [%smem+8288], %t; // here\n{WAIT}", "// here"),
     "A written before the wait": ("async", WAIT, f"mov.b32 %r20, %t; {WAIT}", "// product"),
     "a sum written before the wait": ("async", WAIT, f"mov.b32 %f3, %t; {WAIT} // here\n", "// here"),
-    "B written by who has not seen the others wait": (
+    "B written by a warp that has not seen the others wait": (
         "race",
         WAIT,
         f"bar.sync 0;\n{WAIT} {FIRST} st.shared.b32 [%smem+8288], %t; // here\n",
@@ -169,13 +166,13 @@ PRODUCT_FAULTS = {
 
 
 @pytest.mark.parametrize("name", PRODUCT_FAULTS)
-def test_what_no_warpgroup_can_multiply_is_a_fault(name):
+def test_a_faulty_product_is_a_fault(name):
     old, new, message = PRODUCT_FAULTS[name]
     with pytest.raises(Fault, match=message):
         product(change=lambda body: body.replace(old, new) + "\nover:")
 
 
-# mbarriers: warp 0 stores a word a lane, and again when warp 1 has loaded it.
+# mbarriers: warp 0 stores a word for each lane, and another one when warp 1 has loaded the first.
 
 INIT = "setp.eq.u32 %p0, %t, 0; @%p0 mbarrier.init.shared::cta.b64 [%smem], {0}; "
 INIT += "@%p0 mbarrier.init.shared::cta.b64 [%smem+8], {0}; fence.proxy.async.shared::cta; bar.sync 0;"
@@ -195,7 +192,7 @@ over:"""
 
 
 def handed_over(old="", new=""):
-    """(Report, words that the second warp loaded) of the kernel, changed."""
+    """Return (Report, words that the second warp loaded) of the edited kernel."""
     assert old in HANDED_OVER
     out = torch.zeros(64, dtype=torch.int32)
     return execute(HANDED_OVER.replace(old, new) if old else HANDED_OVER, out=out), out
@@ -206,19 +203,19 @@ def test_phases_of_an_mbarrier_hand_over():
     assert not str(report) and out.tolist() == [*range(32), *range(100, 132)]
 
 
-HANDOVERS = {  # name: (what is replaced, by what, what is said)
-    "no wait for what was emptied": (TRY.format("emptied", "+8", 0), "", "deadlock: 32 .* an mbarrier"),
+HANDOVERS = {  # name: (text of the kernel, its replacement, message)
+    "no wait for empty": (TRY.format("emptied", "+8", 0), "", "deadlock: 32 .* an mbarrier"),
     "emptied in the other phase": (", [%smem+8], 0;", ", [%smem+8], 1;", "deadlock: 32 .* an mbarrier"),
     "filled in the other phase": (", [%smem], 0;", ", [%smem], 1;", "deadlock: 32 .*; 32 .* an mbarrier"),
     "filled again, in the other phase": (", [%smem], 1;", ", [%smem], 0;", "deadlock: 32 .* an mbarrier"),
-    "no wait for what was filled again": (TRY.format("again", "", 1), "", "race"),
-    "nobody says that it is empty": (f"{EMPTY}\n", "\n", "deadlock: 32 .* an mbarrier"),
+    "no wait for full": (TRY.format("again", "", 1), "", "race"),
+    "no arrival at empty": (f"{EMPTY}\n", "\n", "deadlock: 32 .* an mbarrier"),
     "one thread too few": (INIT.format(32), INIT.format(33), "deadlock: 32 .*; 32 .* an mbarrier"),
     "one thread too many": (f"{FULL} bra", f"{FULL.replace(';', ', 33;')} bra", "more arrive"),
-    "no barrier behind the one that is made": (" bar.sync 0;", "", "race.* uses an mbarrier"),
-    "no barrier is made": (INIT.format(32), "", "no mbarrier"),
-    "no barrier is there": (", [%smem], 0;", ", [%smem+16], 0;", "no mbarrier"),
-    "no barrier any more": ("second:", "second: mbarrier.inval.shared::cta.b64 [%smem];", "no mbarrier"),
+    "no barrier behind the initialisation": (" bar.sync 0;", "", "race.* uses the mbarrier"),
+    "no initialisation": (INIT.format(32), "", "no mbarrier"),
+    "another address": (", [%smem], 0;", ", [%smem+16], 0;", "no mbarrier"),
+    "an mbarrier that was invalidated": ("second:", "second: mbarrier.inval.shared::cta.b64 [%smem];", "no mbarrier"),
 }
 
 
@@ -232,15 +229,17 @@ def test_a_handover_that_is_wrong_is_a_fault_or_a_race(name):
     assert re.search(message, said)
 
 
-# Boxes of 1 KB of a tensor, whose rows are longer than what the descriptor tells.
+# Boxes of 1 KB. The rows of the tensor are longer than the descriptor says.
 
 SPANS = {0: 128, 1: 32, 2: 64, 3: 128}
 HEIGHT, WIDTH, PITCH, UINT16, FLOAT32 = 40, 72, 80, 1, 7
+LARGE = (HEIGHT * PITCH,) * 2  # strides of dimensions of one element
 CORNERS = (0, 0), (3, 8), (-5, -16), (30, 40), (90, 0)  # row, column
-IN = "cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes"
+IN = "cp.async.bulk.tensor.4d.shared::cta.global.mbarrier::complete_tx::bytes"
+PLACE = "[%box, {%r5, %r6, 0, 0}]"
 BOX_IN = f"""{INIT.format(1)} {ROW} mov.b32 %r5, COLUMN; mov.b32 %r6, LINE;
 @%p0 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%smem], 1024;
-@%p0 {IN} [%smem+1024], [%box, {{%r5, %r6}}], [%smem]; // copy
+@%p0 {IN} [%smem+1024], {PLACE}, [%smem]; // copy
 {TRY.format("filled", "", 0)}
 ld.shared.v4.b32 {FOUR}, [%r0+1024]; // load
 st.global.v4.b32 [%d2], {FOUR};"""
@@ -248,7 +247,7 @@ BOX_OUT = f"""{ROW} mov.b32 %r5, COLUMN; mov.b32 %r6, LINE; setp.eq.u32 %p0, %t,
 ld.global.v4.b32 {FOUR}, [%d1]; st.shared.v4.b32 [%r0+1024], {FOUR};
 fence.proxy.async.shared::cta;
 bar.sync 0;
-@%p0 cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%box, {{%r5, %r6}}], [%smem+1024]; // copy
+@%p0 cp.async.bulk.tensor.4d.global.shared::cta.bulk_group {PLACE}, [%smem+1024]; // copy
 cp.async.bulk.commit_group;
 cp.async.bulk.wait_group.read 0;
 bar.sync 0;
@@ -256,23 +255,23 @@ st.shared.v4.b32 [%r0+1024], {{%t, %t, %t, %t}}; // store"""
 
 
 def tensor_map(x, swizzle, kind=UINT16):
-    """A descriptor of boxes of 1 KB, of the tensor but for the ends of its rows."""
+    """Return a descriptor of boxes of 1 KB, of the tensor without the ends of its rows."""
     span, size = SPANS[swizzle], x.itemsize
-    block = 1024 // span, span // size
-    return SimpleNamespace(what=(x.data_ptr(), swizzle, size, kind, block, (HEIGHT, WIDTH), (PITCH, 1), 0))
+    block, shape, strides = (1, 1, 1024 // span, span // size), (1, 1, HEIGHT, WIDTH), (*LARGE, PITCH, 1)
+    return SimpleNamespace(what=TensorMap(x.data_ptr(), swizzle, size, kind, block, shape, strides, 0))
 
 
 def lines(box, corner, size=2):
-    """For the elements of a box: where they are in 1 KB of shared memory, row and column, and whether these exist."""
-    r, c = np.indices(box.what[4])
-    span = SPANS[box.what[1]]
-    place = permuted(r, c * size, span) if box.what[1] else r * span + c * size
+    """Return (place in 1 KB of shared memory, row, column, whether these exist) of the elements of a box."""
+    r, c = np.indices(box.what.block[2:])
+    span = SPANS[box.what.swizzle]
+    place = permuted(r, c * size, span) if box.what.swizzle else r * span + c * size
     row, column = r + corner[0], c + corner[1]
     return place // size, row, column, (row >= 0) & (row < HEIGHT) & (column >= 0) & (column < WIDTH)
 
 
 def at(body, corner, change=("", "")):
-    """The kernel for a box at a row and a column, changed."""
+    """Return the edited kernel for a box at a row and a column."""
     assert change[0] in body
     return body.replace("LINE", str(corner[0])).replace("COLUMN", str(corner[1])).replace(*change)
 
@@ -304,9 +303,7 @@ def test_a_box_is_stored(swizzle, corner):
 def test_boxes_are_added():
     x, out = torch.randn(256), torch.ones(HEIGHT, PITCH)
     box, corner = tensor_map(out, 3, FLOAT32), (30, 56)
-    add = BOX_OUT.replace(
-        "cp.async.bulk.tensor.2d.global.shared::cta", "cp.reduce.async.bulk.tensor.2d.global.shared::cta.add"
-    )
+    add = BOX_OUT.replace("cp.async.bulk.tensor", "cp.reduce.async.bulk.tensor").replace("cta.bulk", "cta.add.bulk")
     report = execute(at(add, corner), ctas=2, smem=2048, x=x, out=out, box=box)
     place, row, column, inside = lines(box, corner, 4)
     want = np.ones((HEIGHT, PITCH), np.float32)
@@ -325,24 +322,20 @@ def test_a_box_that_nobody_waited_for_is_poison():
     assert (out == -1).all()
 
 
-AGAIN = f"@%p0 {IN} [%smem+1024], [%box, {{%r5, %r6}}], [%smem]; // here"
-BOX_HAZARDS = {  # name: (the kernel, what is replaced, by what, what is reported, where)
+FENCE, WARP_0 = "fence.proxy.async.shared::cta;", "setp.ge.u32 %p1, %t, 32; @%p1 bra after;\n{}\nafter:"
+AGAIN = f"@%p0 {IN} [%smem+1024], {PLACE}, [%smem]; // here"
+BOX_HAZARDS = {  # name: (kernel, text, its replacement, reported kind, mark of the reported line)
     "no wait for a load": (BOX_IN, TRY.format("filled", "", 0), "", "race", "// load"),
     "nobody waits for a load": (BOX_IN, TRY.format("filled", "", 0), "", "async", "// copy"),
-    "no fence of an mbarrier": (BOX_IN, "fence.proxy.async.shared::cta;", "", "unfenced mbarrier", "// copy"),
+    "no fence of an mbarrier": (BOX_IN, FENCE, "", "unfenced mbarrier", "// copy"),
     "a load over what is read": (BOX_IN, "// load", f"\n{AGAIN}", "race", "// here"),
-    "no proxy fence": (BOX_OUT, "fence.proxy.async.shared::cta;", "", "async", "// copy"),
-    "no barrier": (BOX_OUT, "fence.proxy.async.shared::cta;\nbar.sync 0;", "", "race", "// copy"),
+    "no proxy fence": (BOX_OUT, FENCE, "", "async", "// copy"),
+    "a fence by one of two writers": (BOX_OUT, FENCE, WARP_0.format(FENCE), "async", "// copy"),
+    "no barrier": (BOX_OUT, f"{FENCE}\nbar.sync 0;", "", "race", "// copy"),
     "no wait for a store": (BOX_OUT, "cp.async.bulk.wait_group.read 0;", "", "async", "// store"),
     "a wait for too few": (BOX_OUT, "wait_group.read 0;", "wait_group.read 1;", "async", "// store"),
     "a store that is not committed": (BOX_OUT, "cp.async.bulk.commit_group;", "", "async", "// copy"),
-    "no barrier behind the wait": (
-        BOX_OUT,
-        "wait_group.read 0;\nbar.sync 0;",
-        "wait_group.read 0;",
-        "race",
-        "// store",
-    ),
+    "no barrier behind the wait": (BOX_OUT, ".read 0;\nbar.sync 0;", ".read 0;", "race", "// store"),
     "two blocks store one box": (BOX_OUT, "", "", "race between CTAs", "// copy"),
 }
 
@@ -362,11 +355,11 @@ BOX_FAULTS = {
     "more bytes than come": (", 1024;", ", 1040;", {}, "deadlock"),
     "fewer bytes than come": (", 1024;", ", 1008;", {}, "deadlock"),
     "a barrier at which all arrive": ("@%p0 mbarrier.arrive", "mbarrier.arrive", {}, "more arrive"),
-    "a box that is not aligned": ("[%smem+1024]", "[%smem+1040]", {}, "no multiple of 128"),
+    "a box that is not aligned": ("[%smem+1024]", "[%smem+1040]", {}, "not a multiple of 128"),
     "a box out of bounds": ("[%smem+1024]", "[%smem+1152]", {}, "shared access"),
-    "a tensor that is not aligned": ("", "", dict(base=8), "no such descriptor"),
-    "a row that is not aligned": ("", "", dict(strides=(PITCH + 1, 1)), "no such descriptor"),
-    "a box wider than its swizzle": ("", "", dict(block=(4, 128)), "no such box"),
+    "a tensor that is not aligned": ("", "", dict(base=8), "refuses this descriptor"),
+    "a row that is not aligned": ("", "", dict(strides=(*LARGE, PITCH + 1, 1)), "refuses this descriptor"),
+    "a box wider than its swizzle": ("", "", dict(block=(1, 1, 4, 128)), "refuses this box"),
 }
 
 
@@ -374,8 +367,7 @@ BOX_FAULTS = {
 def test_a_box_that_cannot_be_copied_is_a_fault(name):
     old, new, fields, message = BOX_FAULTS[name]
     x, out = torch.zeros(HEIGHT, PITCH, dtype=torch.int16), torch.zeros(512, dtype=torch.int16)
-    base, swizzle, size, kind, block, shape, strides, padding = tensor_map(x, 3).what
-    what = base + fields.get("base", 0), swizzle, size, kind, fields.get("block", block), shape
-    box = SimpleNamespace(what=(*what, fields.get("strides", strides), padding))
+    what = tensor_map(x, 3).what
+    box = SimpleNamespace(what=what._replace(**fields | dict(base=what.base + fields.get("base", 0))))
     with pytest.raises(Fault, match=message):
         execute(at(BOX_IN, (0, 0), (old, new)), smem=2048, x=x, out=out, box=box)

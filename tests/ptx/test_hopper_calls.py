@@ -1,4 +1,4 @@
-"""Calls of backend="hopper" at the edges of numbers and of memory, by compiled code."""
+"""Calls of backend="hopper" with extreme numbers and awkward memory, by compiled code."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def _gradients(inputs, **options):
 
 @pytest.mark.parametrize("width", [64, 128])
 def test_keys_past_the_end_weigh_nothing(width):
-    """All scores are far below 0, so a score of 0 would have an infinite weight in float32."""
+    """All scores are far below 0, so a score of 0 past the end would have an infinite weight in float32."""
     sizes = (150, 8.0), (70, -8.0), (70, 1.0)
     inputs = [torch.full((1, 1, size, width), value) + torch.randn(1, 1, size, width) / 8 for size, value in sizes]
     with gpu(90):
@@ -40,8 +40,8 @@ def test_keys_past_the_end_weigh_nothing(width):
 
 
 @pytest.mark.parametrize("width", [64, 128])
-def test_a_pivot_is_added_before_the_logarithm(width):
-    """In float32 the sum of such large scores would lose the logarithm, and each of 40 keys would weigh 1."""
+def test_the_row_max_is_added_before_the_logarithm(width):
+    """In float32, a large score plus a logarithm loses the logarithm: each of 40 keys would weigh 1."""
     inputs = _drawn(width=width)
     inputs[:2] = [torch.full_like(x, 2.0**15).requires_grad_() for x in inputs[:2]]
     incoming = torch.randn(1, 1, 70, width, **BF16)
@@ -65,8 +65,8 @@ def test_scores_may_be_larger_than_a_number_of_16_bits(width):
     assert all(x.isfinite().all() for x in gradients)
 
 
-def test_what_the_copy_engine_cannot_read_is_copied_or_left_to_another_kernel():
-    """The forward of a compiled call copies; of the gradient of a sum, one element for all, one pass takes the call."""
+def test_tensors_that_tma_cannot_read_are_copied_or_left_to_another_kernel():
+    """The forward of a compiled call copies. The universal backward takes an expanded gradient of one element."""
     inputs = _drawn()
     odd = [torch.cat([x.new_zeros(1), x.detach().flatten()])[1:].view(x.shape) for x in inputs]
     assert all(x.data_ptr() % 16 for x in odd)

@@ -1,4 +1,4 @@
-"""Instructions by the results that the PTX manual gives them, the text that the parser reads, and what both refuse."""
+"""Results of instructions by the PTX manual, parsing of text, and refusal of both if unknown."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ mad.wide.u32 %in, %t, 32, %x; mad.wide.u32 %to, %t, 8, %out;
 
 
 def results(body, operands=()):
-    """(32, 8) bytes that the lanes store at %to, given the bytes of the operands of some lanes."""
+    """Return (32, 8) bytes that the lanes store at %to, from the bytes of the operands of some lanes."""
     x, out = torch.zeros(LANES, 32, dtype=torch.uint8), torch.zeros(LANES, 8, dtype=torch.uint8)
     for row, values in zip(x, operands, strict=False):
         row[: len(values)] = torch.tensor(list(values), dtype=torch.uint8)
@@ -28,7 +28,7 @@ def results(body, operands=()):
 
 
 def dtype_of(kind):
-    """The NumPy dtype of a PTX type; b stands for unsigned numbers, pred for 0 and 1."""
+    """Return the NumPy dtype of a PTX type: b is unsigned, pred is 0 or 1."""
     return np.dtype({"s": "i", "f": "f"}.get(kind[0], "u") + str(max(BITS[kind], 8) // 8))
 
 
@@ -39,7 +39,7 @@ def register(kind, number):
 def compute(text, rows):
     """Apply an instruction to rows of operands, for a text such as "s64 = mul.wide.s32 s32 -3".
 
-    That is the type of the result, the instruction, and for each operand its type, or a literal.
+    The text has the type of the result, the instruction, and for each operand a type or a literal.
     """
     kind, _, op, *operands = text.split()
     kinds = [x for x in operands if x in BITS]
@@ -61,21 +61,13 @@ def compute(text, rows):
 INTEGERS = {
     "s32 = div.s32 s32 s32": {(7, 2): 3, (-7, 2): -3, (7, -2): -3, (-7, -2): 3, (-6, 3): -2, (-1, 5): 0},
     "s32 = rem.s32 s32 s32": {(7, 2): 1, (-7, 2): -1, (7, -2): 1, (-7, -2): -1, (-6, 3): 0, (-1, 5): -1},
-    "u32 = div.u32 u32 u32": {(M, 2): 2**31 - 1, (7, M): 0, (7, 0): M},
-    "u32 = rem.u32 u32 u32": {(M, 10): 5, (7, 0): 7},
-    "s64 = div.s64 s64 s64": {(-(2**40) - 1, 2): -(2**39)},
     "s32 = add.s32 s32 s32": {(2**31 - 1, 1): -(2**31), (-1, 1): 0},
     "s32 = sub.s32 5 s32": {(7,): -2},
-    "u16 = sub.s16 u16 u16": {(0, 1): 65535},
     "s32 = mul.lo.s32 s32 s32": {(-3, 5): -15, (2**30, 4): 0},
     "s32 = mul.hi.s32 s32 s32": {(-1, 1): -1, (2**31 - 1, 2**31 - 1): 2**30 - 1, (-(2**31), 4): -2},
     "u32 = mul.hi.u32 u32 u32": {(M, M): M - 1, (2**31, 2): 1},
-    "s16 = mul.hi.s16 s16 s16": {(-1, 1): -1, (2**14, 8): 2},
-    "u64 = mul.hi.u64 u64 u64": {(2**64 - 1, 2**64 - 1): 2**64 - 2, (2**40, 2**40): 2**16},
-    "s64 = mul.hi.s64 s64 s64": {(-1, 1): -1, (-(2**40), 2**40): -(2**16)},
     "s64 = mul.wide.s32 s32 s32": {(-2, 2**31 - 1): -(2**32) + 2},
     "u64 = mul.wide.u32 u32 u32": {(M, M): M * M},
-    "s32 = mul.wide.s16 s16 -3": {(-7,): 21},
     "s64 = mad.wide.s32 s32 s32 s64": {(-1, 5, 2**40): 2**40 - 5},
     "s32 = mad.lo.s32 s32 s32 s32": {(-2, 3, 1): -5},
     "s32 = min.s32 s32 s32": {(-1, 1): -1},
@@ -86,7 +78,6 @@ INTEGERS = {
     "s32 = neg.s32 s32": {(-5,): 5, (-(2**31),): -(2**31)},
     "b32 = and.b32 b32 b32": {(12, 10): 8},
     "b64 = or.b64 b64 b64": {(2**40, 1): 2**40 + 1},
-    "b16 = xor.b16 b16 -1": {(1,): 0xFFFE},
     "b32 = not.b32 b32": {(1,): M - 1},
     "b32 = shl.b32 b32 b32": {(1, 31): 2**31, (1, 32): 0, (1, 255): 0, (3, 31): 2**31},
     "b64 = shl.b64 b64 33": {(3,): 3 * 2**33},
@@ -105,12 +96,10 @@ INTEGERS = {
 
 FLOATS = {
     "f32 = add.f32 f32 f32": {(1.0, 2.0**-24): 1.0, (INF, -INF): NAN, (-0.0, -0.0): -0.0, (TINY, TINY): 2 * TINY},
-    "f32 = add.rn.ftz.f32 f32 f32": {(TINY, TINY): 0.0, (-TINY, -TINY): -0.0, (TINY, 1.0): 1.0},
     "f32 = mul.f32 f32 0f40000000": {(3.0,): 6.0},
-    "f64 = sub.f64 f64 f64": {(1.0, 2.0**-53): 1.0 - 2.0**-53},
     "f32 = fma.rn.f32 f32 f32 f32": {(1 + 2.0**-12, 1 + 2.0**-12, -1.0): 2.0**-11 + 2.0**-24, (TINY, 1.0, 0.0): TINY},
     "f32 = fma.rn.ftz.f32 f32 f32 f32": {
-        (TINY, 2.0**100, 0.0): 0.0,  # operands count as 0 too
+        (TINY, 2.0**100, 0.0): 0.0,  # operands are flushed too
         (2.0**-100, 2.0**-40, 0.0): 0.0,
         (-(2.0**-100), 2.0**-40, -0.0): -0.0,
         (2.0**-100, 2.0**-26, 0.0): 2.0**-126,
@@ -118,42 +107,26 @@ FLOATS = {
     },
     "f32 = max.f32 f32 f32": {(NAN, 1.0): 1.0, (1.0, NAN): 1.0, (NAN, NAN): NAN, (-0.0, 0.0): 0.0},
     "f32 = min.f32 f32 f32": {(NAN, 1.0): 1.0, (0.0, -0.0): -0.0, (-INF, 1.0): -INF},
-    "f32 = max.f32 f32 f32 f32": {(1.0, 3.0, 2.0): 3.0, (NAN, NAN, -1.0): -1.0, (1.0, NAN, 2.0): 2.0},
     "f32 = max.f32 f32 0f80000000": {(0.0,): 0.0},
     "f32 = min.f32 f32 0f00000000": {(-0.0,): -0.0},
-    "f32 = max.NaN.f32 f32 f32": {(NAN, 1.0): NAN, (1.0, 2.0): 2.0},
-    "f32 = min.NaN.f32 f32 f32": {(1.0, NAN): NAN, (1.0, 2.0): 1.0},
     "f64 = max.f64 f64 0dBFF0000000000000": {(-3.0,): -1.0, (NAN,): -1.0},
     "f32 = neg.f32 f32": {(0.0,): -0.0, (2.0,): -2.0},
     "f32 = abs.f32 f32": {(-2.0,): 2.0, (-INF,): INF},
     "f32 = div.full.f32 f32 f32": {(1.0, 4.0): 0.25, (1.0, 0.0): INF, (0.0, 0.0): NAN},
     "f32 = ex2.approx.f32 f32": {(3.0,): 8.0, (-INF,): 0.0, (-140.0,): TINY, (200.0,): INF},
     "f32 = ex2.approx.ftz.f32 f32": {(-140.0,): 0.0, (-126.0,): 2.0**-126, (TINY,): 1.0},
-    "b16 = fma.rn.bf16 b16 b16 b16": {(0x3F81, 0x3F81, 0x0000): 0x3F82},  # (1 + 2**-7) ** 2
-    "b32 = add.f16x2 b32 b32": {(0x3C004000, 0x3C003C00): 0x40004200},  # (1, 2) + (1, 1)
     "b64 = mul.rn.f32x2 b64 b64": {(0x3F80000040000000, 0x4000000040400000): 0x4000000040C00000},  # (1, 2) * (2, 3)
 }
 
 CONVERSIONS = {
-    "s32 = cvt.rni.s32.f32 f32": {(2.5,): 2, (3.5,): 4, (-2.5,): -2, (3e9,): 2**31 - 1, (-3e9,): -(2**31), (NAN,): 0},
-    "s32 = cvt.rzi.s32.f32 f32": {(2.9,): 2, (-2.9,): -2},
-    "s32 = cvt.rmi.s32.f32 f32": {(2.9,): 2, (-2.1,): -3},
-    "s32 = cvt.rpi.s32.f32 f32": {(2.1,): 3, (-2.9,): -2},
-    "u32 = cvt.rzi.u32.f32 f32": {(-1.5,): 0, (5e9,): M, (INF,): M, (2.0**31,): 2**31},
-    "u64 = cvt.rzi.u64.f32 f32": {(2.0**64,): 2**64 - 1, (2.0**63,): 2**63},
-    "s64 = cvt.rzi.s64.f64 f64": {(2.0**63,): 2**63 - 1, (-(2.0**63),): -(2**63), (2.0**53 - 1,): 2**53 - 1},
-    "s32 = cvt.rni.s32.f16 b16": {(0x4100,): 2, (0xC300,): -4},  # 2.5, -3.5
-    "f32 = cvt.rni.f32.f32 f32": {(-0.5,): -0.0, (1.5,): 2.0},
     "f32 = cvt.rn.f32.s32 s32": {(2**24 + 1,): 2.0**24, (2**24 + 3,): 2.0**24 + 4, (-1,): -1.0},
-    "f32 = cvt.rn.f32.u32 u32": {(M,): 2.0**32},
     "f32 = cvt.rn.f32.f64 f64": {(1 + 2.0**-24,): 1.0, (1e300,): INF},
-    "f64 = cvt.f64.f32 f32": {(1.5,): 1.5},
     "b16 = cvt.rn.bf16.f32 f32": {
         (1.0,): 0x3F80,
-        (1 + 2.0**-8,): 0x3F80,  # halfway, to even
+        (1 + 2.0**-8,): 0x3F80,  # a tie, to even
         (1 + 3 * 2.0**-8,): 0x3F82,
         (1 + 2.0**-8 + 2.0**-20,): 0x3F81,
-        (3.4e38,): 0x7F80,  # the largest bfloat16 is nearly 3.39e38
+        (3.4e38,): 0x7F80,  # past the largest bfloat16, 3.39e38
         (-INF,): 0xFF80,
         (NAN,): 0x7FFF,
         (TINY,): 0,
@@ -167,7 +140,7 @@ CONVERSIONS = {
         (2.0**-25,): 0,
         (NAN,): 0x7FFF,
     },
-    "b32 = cvt.rn.bf16x2.f32 f32 f32": {(1.0, 2.0): 0x3F804000},  # the first is the upper half
+    "b32 = cvt.rn.bf16x2.f32 f32 f32": {(1.0, 2.0): 0x3F804000},  # the first operand is the upper half
     "b32 = cvt.rn.f16x2.f32 f32 f32": {(1.0, 2.0): 0x3C004000},
     "f32 = cvt.f32.bf16 b16": {(0xC000,): -2.0, (0x0001,): 2.0**-133, (0x7F81,): NAN},
     "f32 = cvt.f32.f16 b16": {(0xC000,): -2.0, (0x0001,): 2.0**-24, (0x7C00,): INF},
@@ -175,33 +148,29 @@ CONVERSIONS = {
     "u64 = cvt.u64.u32 u32": {(M,): M},
     "u32 = cvt.u32.u64 u64": {(2**40 + 5,): 5},
     "u16 = cvt.u16.u32 u32": {(0x12345,): 0x2345},
-    "s32 = cvt.s8.s32 s32": {(200,): -56},  # the register is wider, and filled with the sign
+    "s32 = cvt.s8.s32 s32": {(200,): -56},  # sign-extended to the register
     "s32 = cvt.s32.s8 b32": {(0x17F,): 127, (0x180,): -128},
     "b32 = mov.b32 0f3F800000": {(): 0x3F800000},
     "b64 = mov.b64 -1": {(): 2**64 - 1},
 }
 
 ORDERED = dict(eq=(0, 0, 1, 0), ne=(1, 1, 0, 0), lt=(1, 0, 0, 0), le=(1, 0, 1, 0), gt=(0, 1, 0, 0), ge=(0, 1, 1, 0))
-UNORDERED = {f"{name}u": (*results[:3], 1) for name, results in ORDERED.items()}
 PAIRS = (1.0, 2.0), (2.0, 1.0), (2.0, 2.0), (NAN, 1.0)
 COMPARISONS = {
     f"pred = setp.{name}.f32 f32 f32": dict(zip(PAIRS, results, strict=True))
-    for name, results in (ORDERED | UNORDERED | dict(num=(1, 1, 1, 0), nan=(0, 0, 0, 1))).items()
+    for name, results in (ORDERED | dict(neu=(1, 1, 0, 1))).items()
 }
 COMPARISONS |= {
     "pred = setp.lt.s32 s32 s32": {(-1, 1): 1, (1, 1): 0},
     "pred = setp.lt.u32 u32 u32": {(-1, 1): 0, (1, 2): 1},
-    "pred = setp.lo.u32 u32 u32": {(-1, 1): 0, (1, 2): 1},
-    "pred = setp.hs.u64 u64 u64": {(-1, 1): 1, (1, 2): 0},
     "pred = setp.ne.b16 b16 0": {(0,): 0, (9,): 1},
-    "pred = setp.eq.ftz.f32 f32 0f00000000": {(TINY,): 1, (1.0,): 0},
     "pred = setp.gt.bf16 b16 b16": {(0x4000, 0x3F80): 1, (0xC000, 0x3F80): 0, (0x7FFF, 0): 0},
     "pred = setp.ne.f16 b16 b16": {(0x4000, 0x3C00): 1, (0x8000, 0): 0, (0x7FFF, 0): 0},
 }
 
 
 def alike(x, y):
-    """The same number, NaN or zero of a sign."""
+    """Return whether both are the same number, NaN or signed zero."""
     if isinstance(y, float):
         return (np.isnan(x) and np.isnan(y)) or (x == y and np.signbit(x) == np.signbit(y))
     return int(x) == y
@@ -217,24 +186,10 @@ def test_an_instruction_has_the_results_of_its_row(text):
     assert not [(row, x, y) for (row, y), x in results if not alike(x, y)]
 
 
-# More than one instruction. %t is the lane, and %r0 is stored.
+# Several instructions. %t is the lane, and %r0 is stored.
 
 RANGE = list(range(LANES))
 BODIES = {
-    "from another lane of 8": ("shfl.sync.down.b32 %r0, %t, 1, 0x181f, -1;", [min(i + 1, i | 7) for i in RANGE]),
-    "up, and whether from a lane": (
-        "shfl.sync.up.b32 %r1|%p1, %t, 3, 0, -1; selp.b32 %r0, %r1, 99, %p1;",
-        [99] * 3 + RANGE[:-3],
-    ),
-    "both results of a comparison": (
-        "setp.lt.u32 %p1|%p2, %t, 3; selp.b32 %r1, 1, 0, %p1; selp.b32 %r2, 2, 0, %p2; or.b32 %r0, %r1, %r2;",
-        [1] * 3 + [2] * 29,
-    ),
-    "a comparison and a predicate": (
-        """setp.lt.u32 %p1, %t, 8; setp.gt.and.u32 %p2, %t, 4, %p1; setp.gt.or.u32 %p3, %t, 30, !%p1;
-        selp.b32 %r1, 1, 0, %p2; selp.b32 %r2, 2, 0, %p3; or.b32 %r0, %r1, %r2;""",
-        [0] * 5 + [1] * 3 + [2] * 24,
-    ),
     "a comparison of halves": (
         """setp.eq.bf16x2 %p1|%p2, 0x3F800000, 0x3F803F80; selp.b32 %r1, 1, 0, %p1; selp.b32 %r2, 2, 0, %p2;
         or.b32 %r0, %r1, %r2;""",
@@ -252,9 +207,9 @@ BODIES = {
         [6] * 3 + [5] * 29,
     ),
     "a guard that its own instruction changes": (
-        """setp.lt.u32 %p1, %t, 3; mov.pred %p2, -1; @!%p1 setp.lt.u32 %p1|%p2, %t, 99;
+        """setp.lt.u32 %p1, %t, 3; mov.pred %p2, 0; @!%p1 setp.eq.bf16x2 %p1|%p2, %r0, %r0;
         selp.b32 %r1, 1, 0, %p1; selp.b32 %r0, %r1, 2, %p2; add.s32 %r0, %r0, %r1;""",
-        [2] * 3 + [3] * 29,
+        [3] * 3 + [2] * 29,
     ),
     "a branch that joins": (
         """setp.lt.u32 %p1, %t, 3;
@@ -284,23 +239,18 @@ BODIES = {
         [54, 57] + [56] * 30,
     ),
     "some have ended": ("setp.lt.u32 %p1, %t, 3; @%p1 ret; mov.b32 %r0, 1;", [0] * 3 + [1] * 29),
-    "the highest byte of an address": ("ld.param.u8 %r0, [out+7];", [0] * 32),
-    "bytes with a sign and without": (
-        """mov.b32 %r1, 0x80; st.global.b8 [%in], %r1; ld.global.s8 %r2, [%in]; ld.global.u8 %r3, [%in];
-        add.s32 %r0, %r2, %r3;""",
-        [0] * 32,
-    ),
     "vectors": (
         """st.global.v2.b32 [%in+8], {%t, 4}; ld.global.v2.b32 {_, %r1}, [%in+8]; ld.volatile.global.b32 %r2, [%in+8];
         add.s32 %r0, %r1, %r2;""",
         [i + 4 for i in RANGE],
     ),
     "additions to one place": (
-        """red.global.add.u32 [%x], %t; atom.global.gpu.relaxed.add.u32 %r1, [%x], 1; ld.global.b32 %r0, [%x];""",
+        """red.global.gpu.relaxed.add.u32 [%x], %t; atom.global.gpu.relaxed.add.u32 %r1, [%x], 1;
+        ld.global.b32 %r0, [%x];""",
         [496 + 32] * 32,
     ),
     "what additions have found": (
-        """red.global.add.u32 [%x], %t; atom.global.gpu.acq_rel.add.u32 %r1, [%x], 2; mov.b32 %r0, %r1;""",
+        """red.global.gpu.relaxed.add.u32 [%x], %t; atom.global.gpu.acq_rel.add.u32 %r1, [%x], 2; mov.b32 %r0, %r1;""",
         [496 + 2 * i for i in RANGE],
     ),
 }
@@ -321,36 +271,28 @@ def test_a_guarded_store_writes_where_the_guard_holds():
 UNKNOWN = (
     "frobnicate.b32 %r1, %r2;",
     "add.sat.s32 %r1, %r2, %r3;",
-    "add.cc.u32 %r1, %r2, %r3;",
-    "addc.u32 %r1, %r2, %r3;",
-    "add.rz.f32 %r1, %r2, %r3;",
+    "add.rn.ftz.f32 %r1, %r2, %r3;",
     "add.f32 %r1, %r2;",
-    "fma.rn.sat.f32 %r1, %r2, %r3, %r4;",
-    "fma.rn.ftz.f16 %h1, %h2, %h3, %h4;",
-    "div.rn.f16 %h1, %h2, %h3;",
+    "fma.rn.bf16 %h1, %h2, %h3, %h4;",
+    "max.NaN.f32 %r1, %r2, %r3;",
     "mul.s32 %r1, %r2, %r3;",
-    "mul.wide.s64 %d1, %d2, %d3;",
+    "mul.hi.u64 %d1, %d2, %d3;",
     "bfe.u64 %d1, %d2, %r1, %r2;",
-    "popc.b64 %r1, %d1;",
-    "prmt.b32.f4e %r1, %r2, %r3, %r4;",
-    "cvt.sat.s8.s32 %r1, %r2;",
     "cvt.rz.f16.f32 %h1, %r1;",
+    "cvt.rzi.s32.f32 %r1, %r2;",
     "cvt.s32.f32 %r1, %r2;",
-    "cvt.rn.relu.bf16x2.f32 %r1, %r2, %r3;",
-    "setp.foo.s32 %p1, %r1, %r2;",
-    "setp.ltu.s32 %p1, %r1, %r2;",
-    "sin.approx.f32 %r1, %r2;",
+    "setp.ltu.f32 %p1, %r1, %r2;",
+    "setp.lt.and.s32 %p1, %r1, %r2, %p2;",
     "mov.u32 %r1, %clock;",
     "mov.b32 %r1, %unheard;",
     "ld.local.b32 %r1, [%r2];",
     "ld.global.v2.b32 %r1, [%in];",
-    "ld.global.v3.b32 {%r1, %r2, %r3}, [%in];",
     "ld.param.b64 %d1, [x+4];",
-    "atom.global.gpu.relaxed.add.s32 %r1, [%in], 1; mov.b32 %r2, %r1;",
     "atom.global.gpu.relaxed.max.u32 %r1, [%in], 1;",
     "shfl.sync.idx.b32 %r1, %r2, 0, 31, 255;",
     "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%r1}, {%r2}, {%r3}, {%r4};",
     "cp.async.wait_all;",
+    "bar.arrive 1, 64;",
     "@%p1 bar.sync 0;",
     "bra NOWHERE;",
     ".local .b8 stack[16];",
@@ -358,7 +300,7 @@ UNKNOWN = (
 
 
 @pytest.mark.parametrize("text", UNKNOWN)
-def test_what_is_unknown_is_refused_with_its_text_and_line(text):
+def test_unknown_text_is_refused_with_its_line(text):
     body = f"{PROLOGUE}{text} // here"
     with pytest.raises(Unsupported) as refusal:
         execute(body)
@@ -402,13 +344,13 @@ done: ret;
 def test_parsing_keeps_parameters_registers_and_lines():
     kernel = parse(SCOPES)
     assert (kernel.name, kernel.threads) == ("_scopes$1", 128)
-    assert kernel.params == (("p_0", 8), ("p_1", 128), ("p_2", 4))
+    assert kernel.params == dict(p_0=8, p_1=128, p_2=4)
     names = ["%p0", "%p1", "%p2", "%r0", "%r1", "x", "P__1", "x__2", "y__2", "y__3"]
     assert kernel.registers == dict(zip(names, ["pred"] * 3 + ["b32"] * 3 + ["pred", "b32", "b32", "b64"], strict=True))
     assert [each.line for each in kernel.body if not isinstance(each, str)] == [17, 18, 19, 23, 24, 24, 25, 27, 29]
 
 
-def test_names_in_braces_are_others_than_those_outside():
+def test_names_in_braces_differ_from_names_outside():
     body = [each if isinstance(each, str) else (each.guard, each.op, *each.args) for each in parse(SCOPES).body]
     assert body == [
         "$L__one",

@@ -1,6 +1,6 @@
-"""The programs of a launch run one by one, in another order: what several add to is as right, and all else the same.
+"""Programs of a launch run one by one in another order: sums by several programs may round otherwise, nothing else.
 
-Only Hopper's ordered backward waits for other programs, those that have begun before, so that it ends in any order too.
+Only Hopper's deterministic backward waits for other programs. They began earlier, so it ends in any order.
 """
 
 import functools
@@ -17,31 +17,31 @@ from .test_planted import planted
 
 pytestmark = pytest.mark.matrix
 ORDERS = (0,)  # their seeds
-# By one program at a time: those that run at once come to most of their additions together, whatever their order.
+# One program at a time: programs that run at once reach most additions together, whatever their order.
 execute = functools.partial(calls.execute, max_lanes=1)
 
 
 def differ(outcome, others):
-    """The results that have other bits in one of the other Outcomes."""
+    """Return the results with other bits in one of the other Outcomes."""
     bits = [{name: x.contiguous().view(torch.uint8) for name, x in each.results.items()} for each in (outcome, *others)]
     return {name for other in bits[1:] for name, x in other.items() if not torch.equal(x, bits[0][name])}
 
 
 def executed(name, capability):
-    """The Outcomes of a call in the order of the programs' numbers, and in ORDERS; all are right."""
+    """Return the correct Outcomes of a call, in the order of program numbers and in ORDERS."""
     outcomes = [execute(ENTRIES[name], capability, order=order) for order in (None, *ORDERS)]
     assert not any(outcome.wrong() for outcome in outcomes), [outcome.wrong() for outcome in outcomes]
     return outcomes
 
 
 def test_sums_of_dq_by_atomics_round_otherwise():
-    """Four blocks of keys are needed: with two, 0 + a + b equals 0 + b + a."""
+    """Four blocks of keys show it: with two, 0 + a + b equals 0 + b + a."""
     numbered, *others = executed("plain D64 fp32 ieee", 80)
     assert differ(numbered, others) == {"query"}
 
 
-def test_sums_of_dq_by_the_copy_engine_are_as_right():
-    """They are float32, and dq has 16 bits, which need not differ."""
+def test_sums_of_dq_by_the_copy_engine_may_round_otherwise():
+    """The sums are float32, so the 16 bits of dq need not differ."""
     numbered, *others = executed("long, no tails", 90)
     assert differ(numbered, others) <= {"query"}
 
@@ -63,13 +63,13 @@ CALLS = [
 
 
 @pytest.mark.parametrize("name, capability", CALLS)
-def test_what_nobody_else_adds_to_has_the_same_bits(name, capability):
+def test_results_of_one_program_have_the_same_bits(name, capability):
     numbered, *others = executed(name, capability)
     assert not differ(numbered, others)
 
 
 def one_by_one_and_all_at_once(name):
-    """The results that differ between programs of Hopper's backward one at a time, and all of them at once."""
+    """Return the results that differ if programs of Hopper's backward run in another order or all at once."""
     numbered, *others = executed(name, 90)
     others.append(calls.execute(ENTRIES[name], 90))
     assert not others[-1].wrong()
@@ -79,8 +79,8 @@ def one_by_one_and_all_at_once(name):
 TURNS = "hopper long, two passes"
 
 
-def test_sums_for_which_programs_take_turns_have_the_same_bits():
-    assert not execute(ENTRIES["hopper window"], 90, order=ORDERS[0]).wrong(), "without turns they are as right"
+def test_sums_of_programs_that_take_turns_have_the_same_bits():
+    assert not execute(ENTRIES["hopper window"], 90, order=ORDERS[0]).wrong(), "without turns"
     assert not one_by_one_and_all_at_once(TURNS)
 
 
@@ -102,8 +102,8 @@ def test_a_turn_that_is_not_waited_for_is_seen_in_bits(file, text, becomes):
         assert one_by_one_and_all_at_once(TURNS) == {"query"}
 
 
-def test_what_passes_a_turn_on_is_in_order():
-    """An emulator that shows each store at once cannot show the order of memory between programs."""
+def test_fences_around_a_turn_are_in_order():
+    """Read the PTX: the emulator shows each store at once, so it cannot show a missing fence."""
     ptx = [x.kernel.asm["ptx"] for x in calls.execute(ENTRIES["hopper D64, two passes"], 90).device.launches]
     (ordered,) = (text for text in ptx if "ld.volatile.global" in text and "cp.reduce.async.bulk" in text)
     waits = "ld.volatile.global", "fence.acq_rel.gpu", "fence.proxy.async.global", "cp.reduce.async.bulk"

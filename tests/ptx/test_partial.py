@@ -1,4 +1,4 @@
-"""Parts of the keys that rows see, by the PTX that Triton makes: float32 results, and places in a whole."""
+"""Partial calls, whose rows see more keys elsewhere, by the PTX of the kernels: float32 results, global places."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from ..partial import at_once, by_parts, draw, oracle
 from . import device
 
 ODD, ALIGNED = (slice(13, 149), (0, 70, 200)), (slice(16, 150), (0, 64, 200))
-CASES = {  # backend, capability, dtype, columns, options, those that are learned, rows and cuts
+CASES = {  # backend, capability, dtype, (D, Dv), options, options with gradients, rows and cuts
     "hopper D64, causal": ("hopper", 90, torch.bfloat16, (64, 64), dict(causal=True), (), ODD),
     "hopper D128 fp16, sinks": ("hopper", 90, torch.float16, (128, 128), dict(window=(90, 4)), ("sinks",), ODD),
     "hopper D64 Dv128": ("hopper", 90, torch.bfloat16, (64, 128), {}, (), ODD),
@@ -26,7 +26,7 @@ ALWAYS = "hopper D64, causal", "slopes, two passes", "dropout, not aligned"
 
 
 def pytest_generate_tests(metafunc):
-    """Run the tiles with kernel code of their own; with --everything, all."""
+    """Run the cases with kernel code of their own; all with --everything."""
     some = CASES if metafunc.config.getoption("--everything", False) else ALWAYS
     metafunc.parametrize("name", some, ids=lambda name: name.replace(" ", "_"))
 
@@ -40,7 +40,7 @@ def test_parts_by_compiled_code(name):
         found = by_parts(tensors, options, rows, cuts, backend)
     assert all(x.dtype == torch.float32 for x in found.values())
     eager, exact = (function(each, tensors, options, rows) for function, each in FUNCTIONS)
-    for name in ("lse", "alibi_slopes"):  # held to float64 by the interpreter
+    for name in ("lse", "alibi_slopes"):  # tests in the interpreter compare them with float64
         for results in (found, eager, exact):
             results.pop(name, None)
     wrong = {name: each.why for name, each in verdicts(found, eager, exact).items() if each.why}

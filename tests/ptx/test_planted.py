@@ -1,7 +1,6 @@
-"""Mistakes that are planted in the sources of kernels: their compiled code shows them.
+"""Planted mistakes in the sources of kernels, which tests of their compiled code must find.
 
-No kernel has a barrier of its own: Triton places them, and the fence between the output's tile and the copy of it as
-well, so that ours can be left out there.
+Barriers are not among them: Triton places them, and the fence before the copy of an output tile.
 """
 
 import contextlib
@@ -40,7 +39,7 @@ K_RELEASED = """        ring.release(shared.k, step)
 FENCED = """    fence_async_shared()
     shared, results"""
 
-# Name, file, what stands there, what it becomes, call, capability. Calls of universal kernels pass in the interpreter.
+# Name, file, text, its replacement, call, capability. The interpreter does not find the mistakes of universal kernels.
 UNSEEN = (
     ("additions that are no atomics", TILES, ADD, LOAD_AND_STORE, PLAIN, 80),
     ("additions of boxes that are no atomics", TILES, ADD_BOX, LOAD_AND_STORE_BOX, PLAIN, 90),
@@ -52,6 +51,7 @@ UNSEEN = (
         PLAIN,
         90,
     ),
+    ("a split left out", "combine.py", "first + splits", "first + splits - 1", "decode: cache, split and merged", 90),
     ("dq in another sequence", TILES, f"[plane.batch * 0, {PLACE}", f"[plane.batch, {PLACE}", "packed causal", 90),
     ("other rows of q", HOPPER, "Q, plane, first + g * ROWS)", "Q, plane, first + g * 16)", "hopper D64", 90),
     ("a phase of two stages", RING, "step // TILES & 1 ^ 1", "step // 2 & 1 ^ 1", LONG, 90),
@@ -59,7 +59,7 @@ UNSEEN = (
     ("four tiles of ds for one", WAY_BACK, "step % 2 * GROUPS", "step % 1 * GROUPS", "hopper causal D128", 90),
     ("mbarriers that nobody fenced", HOPPER, FENCED, FENCED.split("\n")[1], ONE_ROW, 90),
 )
-if copies.LATER_UNFENCED.value:  # by a later Triton this is no mistake
+if copies.LATER_UNFENCED.value:  # with a later Triton this is no mistake
     LATER = "vocabulary/attend.py", "copies.fence_later(spec.BY_THREADS)", "pass"
     UNSEEN += (("values that nobody fenced", *LATER, "keys by threads", 90),)
 D128, D64, STORED = "hopper causal D128", "hopper window", "hopper causal D256, two passes"
@@ -97,7 +97,7 @@ ON_HOPPER = tuple(
         ("a product not waited for", "stored", "        ring.wait(factors.product, 2 * n + g)\n", "", STORED),
     )
 )  # fmt: skip
-# What a tangent may lack.
+# Terms left out of tangents.
 LACKING = (
     ("the mean", "tangent.py", "t_lse[:, None] * out.to(wide)", "0.0 * out.to(wide)"),
     ("the derivative of the cap", SCORES, "apply_dcap(score, dcap, grad(score, t_x))", "grad(score, t_x)"),
@@ -107,7 +107,7 @@ LACKING = (
 
 
 def functions():
-    """Return each function of the kernels package that Triton compiles, once."""
+    """Return the Triton functions of the kernels package, each once."""
     found = {}
     for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
         for value in vars(importlib.import_module(module.name)).values():
@@ -118,10 +118,10 @@ def functions():
 
 @contextlib.contextmanager
 def planted(file, text, becomes):
-    """A file of the kernels has another text where it has this one. `calls` keeps no compiled kernel from before."""
+    """Replace a text in a file of the kernels. Compiled kernels are forgotten."""
     module = ".".join((kernels.__name__, *pathlib.PurePath(file).with_suffix("").parts))
     (owner,) = (each for each in functions() if each.__module__ == module and text in each.src)
-    original, hashes = owner.src, {each.fn: each.hash for each in functions()}  # which know what each calls
+    original, hashes = owner.src, {each.fn: each.hash for each in functions()}  # hashes cover callees
     owner._unsafe_update_src(original.replace(text, becomes))
     for each in functions():
         each.hash = None
@@ -154,7 +154,7 @@ def test_a_planted_mistake_is_seen(file, text, becomes, name, capability):
             pass
 
 
-def test_what_was_planted_is_gone():
+def test_a_planted_mistake_is_removed():
     before = {each.fn: each.cache_key for each in functions()}
     with planted(TILES, ADD, LOAD_AND_STORE):
         changed = [each.fn for each in functions() if each.cache_key != before[each.fn]]

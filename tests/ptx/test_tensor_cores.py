@@ -1,4 +1,4 @@
-"""Sums as tensor cores make them: by hand, by the instructions, and whether whole calls are right with them."""
+"""Sums as tensor cores truncate them: by hand, by instructions, and in whole calls."""
 
 import math
 
@@ -18,7 +18,7 @@ INF, NAN = math.inf, math.nan
 
 
 def _sum(tensor_core, start, factors, kind="bf16"):
-    """start plus 16 products: {place: (a, b)}, the others of 0 and 0."""
+    """Return start plus 16 products, given as {place: (a, b)}; the others are 0 * 0."""
     left, right = np.zeros((2, 1, 1, 16), F32)
     for place, (a, b) in factors.items():
         left[..., place], right[..., place] = a, b
@@ -30,14 +30,14 @@ def _times(n, a, b):
     return dict.fromkeys(range(n), (a, b))
 
 
-LAST = 2.0**-23  # of 1
+LAST = 2.0**-23  # the last bit of 1
 BY_HAND = {  # (start, factors, on an A100, on an H100)
     "a bit below the last is kept": (1, _times(2, LAST / 2, 1), 1 + LAST, 1 + LAST),
     "two bits below": (1, _times(4, LAST / 4, 1), 1, 1 + LAST),
     "three bits below": (1, _times(8, LAST / 8, 1), 1, 1),
-    "a result is cut off": (1, _times(3, LAST / 2, 1), 1 + LAST, 1 + LAST),
+    "a truncated result": (1, _times(3, LAST / 2, 1), 1 + LAST, 1 + LAST),
     "towards 0": (-1, _times(3, -LAST / 2, 1), -1 - LAST, -1 - LAST),
-    "what is cut off before it is subtracted": (1, _times(1, -LAST / 4, 1), 1, 1 - LAST / 2),
+    "truncated before it is subtracted": (1, _times(1, -LAST / 4, 1), 1, 1 - LAST / 2),
     "each number by itself": (1, {0: (LAST / 4, 1), 1: (LAST / 2, 1), 2: (LAST / 4, 1)}, 1, 1 + LAST),
     "a group of 8 after another": (0, {0: (2.0**24, 1), 1: (1.5, 1), 15: (-(2.0**24), 1)}, 0, 1.5),
     "products count as their factors do": (0, {0: (1.5, 1.5), 1: (-1.5, 1.5), 2: (LAST / 4, 1)}, 0, LAST / 4),
@@ -65,12 +65,12 @@ def test_groups_of_tf32_are_half_as_long():
 
 
 def _three(rows, k):
-    """Rows whose products with each other are three halves of the last place of 1."""
+    """Return rows whose products with each other are 1.5 times the last bit of 1."""
     return torch.tensor([2.0**-12] * 3 + [0.0] * (k - 3)).expand(rows, k)
 
 
 @pytest.mark.parametrize("tensor_core", [None, A100, H100], ids=["rounded", "A100", "H100"])
-def test_instructions_take_it(tensor_core):
+def test_instructions_use_the_tensor_core(tensor_core):
     wanted = 1 + (2 if tensor_core is None else 1) * LAST
     for kind, (dtype, k, _) in test_machine.KINDS.items():
         a, b = (_three(rows, k).to(dtype) for rows in (16, 8))
@@ -88,6 +88,6 @@ CALLS = [
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("name, capability", CALLS)
-def test_a_call_whose_sums_are_cut_off(name, capability):
+def test_a_call_with_truncated_sums(name, capability):
     outcome = calls.execute(ENTRIES[name], capability, tensor_core=MEASURED[capability])
     assert not outcome.wrong(), "\n".join(outcome.wrong())

@@ -1,8 +1,8 @@
-"""Instructions of a whole warp: shuffle, redux, elect, and the loads, stores and products of small matrices."""
+"""Instructions of a whole warp: shuffle, redux, elect; loads, stores and products of small matrices."""
 
 import numpy as np
 
-from .ops import F16, F32, S64, U16, U32
+from .ops import F32, S64, U16, U32, from_bf16, from_f16
 from .report import Fault
 from .shared import SharedMemory
 
@@ -10,60 +10,60 @@ REDUCTIONS = dict(min=np.minimum, max=np.maximum, add=np.add)
 
 
 def ballot(votes):
-    """One number a warp, whose bits are (warps, 32) bools."""
+    """Return a number for each warp, with the bits of (warps, 32) bools."""
     return (votes.astype(U32) << np.arange(32, dtype=U32)).sum(1, dtype=U32)
 
 
 def floats(raw, kind):
-    """Elements of 16 or 32 bits as float32. The lower 13 bits of tf32 do not count."""
-    if kind == "bf16":
-        return (raw.astype(U32) << U32(16)).view(F32)
-    return raw.view(F16).astype(F32) if kind == "f16" else (raw & U32(0xFFFFE000)).view(F32)
+    """Return elements of 16 or 32 bits as float32. tf32 drops the lower 13 bits."""
+    if kind == "tf32":
+        return (raw & U32(0xFFFFE000)).view(F32)
+    return from_bf16(raw) if kind == "bf16" else from_f16(raw)
 
 
 def transposed(words):
-    """Matrices (.., 8, 4) of pairs of 16 bits, transposed."""
+    """Return transposed matrices (.., 8, 4) of pairs of 16 bits."""
     return np.ascontiguousarray(np.ascontiguousarray(words).view(U16).swapaxes(-1, -2)).view(U32)
 
 
 def registers(sums):
-    """The registers (n / 2, lanes) that hold the sums (B, rows, n) of warps with 16 rows each."""
+    """Return the registers (n / 2, lanes) that hold sums (B, rows, n) of warps with 16 rows each."""
     n = sums.shape[2]
     by_warp = sums.reshape(-1, 2, 8, n // 8, 4, 2)  # warp, half, row, columns, pair of columns, element
     return by_warp.transpose(3, 1, 5, 0, 2, 4).reshape(n // 2, -1)
 
 
 def matrices(sums, rows):
-    """The sums (B, rows, n) that registers (n / 2, lanes) hold."""
+    """Return the sums (B, rows, n) that registers (n / 2, lanes) hold."""
     n = 2 * len(sums)
     by_register = sums.reshape(n // 8, 2, 2, -1, 8, 4)
     return by_register.transpose(3, 1, 4, 0, 5, 2).reshape(-1, rows, n)
 
 
 class Warp(SharedMemory):
-    """Instructions that all lanes of a warp execute together; anything else is a Fault."""
+    """Instructions that all lanes of a warp must execute together."""
 
     def __init__(self, *launch):
         super().__init__(*launch)
-        self.fragments = {}  # matrices of registers, by identity: products often use one again
+        self.fragments = {}  # matrices by the ids of their registers: products often reuse one
 
     def shuffle(self, m, how, x, b, c, line):
-        """shfl.sync: (what each lane gets, whether its source lies in its segment)."""
+        """Return (value for each lane, whether its source lies in its segment) (shfl.sync)."""
         self.converged(m, line)
         lane, segment, clamp = np.arange(32), c >> 8 & 31, c & 31
         last = (lane & segment) | (clamp & ~segment)
         b = np.broadcast_to(b, self.L).reshape(-1, 32).astype(S64) & 31
-        source = dict(bfly=lane ^ b, up=lane - b, down=lane + b, idx=(lane & segment) | (b & ~segment))[how]
+        source = dict(bfly=lane ^ b, up=lane - b, idx=(lane & segment) | (b & ~segment))[how]
         valid = source >= last if how == "up" else source <= last
         found = np.take_along_axis(x.reshape(-1, 32), np.where(valid, source, lane), 1)
         return found.reshape(-1), valid.reshape(-1)
 
     def redux(self, m, how, x, members, line):
-        """redux.sync: one result for the active lanes of a warp, which must be those that `members` names."""
+        """Return one result for the active lanes of a warp, which must equal `members` (redux.sync)."""
         active = np.ones((self.L // 32, 32), bool) if m is None else m.reshape(-1, 32)
         named = np.broadcast_to(members, self.L).reshape(-1, 32)
         if ((named != ballot(active)[:, None]) & active).any():
-            raise Fault(f"line {line}: the lanes that take part are not those that are named")
+            raise Fault(f"line {line}: the active lanes are not the named lanes")
         result = x.reshape(-1, 32).copy()
         for values, chosen in zip(result, active, strict=True):
             if chosen.any():
@@ -71,19 +71,19 @@ class Warp(SharedMemory):
         return result.reshape(-1)
 
     def elect(self, m, line):
-        """elect.sync: (the lane of the warp that is elected, whether it is this one)."""
+        """Return (the elected lane of the warp, whether a lane is elected) (elect.sync)."""
         self.converged(m, line)
         return np.zeros(self.L, U32), np.arange(self.L) % 32 == 0
 
     # Matrices of 8 rows of 16 bytes
 
     def matrix_rows(self, m, pointer, offset, count, line):
-        """(warp, place in `smem`) of each row; lane 8 * matrix + row holds its address."""
+        """Return (warp, place in `smem`) of each row; lane 8 * matrix + row holds its address."""
         lanes = (self.converged(m, line)[:, None] * 32 + np.arange(8 * count)).reshape(-1)
         return lanes // 32, self.smem_at(lanes, pointer, offset, 16, line)
 
     def ldmatrix(self, m, pointer, offset, count, transpose, line):
-        """ldmatrix: (count, L) registers of two elements each."""
+        """Return (count, L) registers of two elements each (ldmatrix)."""
         gwarp, at = self.matrix_rows(m, pointer, offset, count, line)
         self.reads(gwarp, at, 16, line)
         words = self.smem.view(U32)[at[:, None] // 4 + np.arange(4)].reshape(-1, count, 8, 4)  # warp, matrix, row
@@ -91,7 +91,6 @@ class Warp(SharedMemory):
         return self.spread(m, words.reshape(-1, count, 32).swapaxes(0, 1).reshape(count, -1))
 
     def stmatrix(self, m, pointer, offset, values, transpose, line):
-        """stmatrix."""
         count = len(values)
         gwarp, at = self.matrix_rows(m, pointer, offset, count, line)
         words = np.stack(values)[:, self.lanes(m)].reshape(count, -1, 8, 4).swapaxes(0, 1)
@@ -99,7 +98,7 @@ class Warp(SharedMemory):
         self.put(gwarp, at, words.reshape(-1, 4).T, line)
 
     def fragment(self, registers, kind, shape):
-        """The matrices (warps, *shape) that registers hold: A is (16, k), B is (8, k)."""
+        """Return the matrices (warps, *shape) that registers hold: A is (16, k), B is (8, k)."""
         key = kind, shape, *map(id, registers)
         if key not in self.fragments:
             raw = np.stack(registers).view(U32 if kind == "tf32" else U16)
@@ -108,17 +107,17 @@ class Warp(SharedMemory):
             found = np.ascontiguousarray(x.transpose(2, 1, 3, 0, 4, 5)).reshape(-1, *shape)
             if len(self.fragments) > 512:
                 self.fragments.clear()
-            self.fragments[key] = registers, found  # kept, so that no other array gets its id
+            self.fragments[key] = registers, found  # keeps the arrays alive, so that their ids stay unique
         return self.fragments[key][1]
 
     def mma(self, m, shape, kind, a, b, c, line):
-        """mma.sync: c + a @ b."""
+        """Return c + a @ b (mma.sync)."""
         self.converged(m, line)
         k = int(shape.split("k")[1])
         return list(self.plus(np.stack(c), self.fragment(a, kind, (16, k)), self.fragment(b, kind, (8, k)), kind))
 
     def plus(self, sums, left, right, kind):
-        """Registers of sums, plus the products of matrices (B, rows, k) and (B, n, k)."""
+        """Return registers of sums plus the products of (B, rows, k) and (B, n, k)."""
         if self.tensor_core is None:
             return sums + registers(np.matmul(left, right.swapaxes(1, 2)))
         return registers(self.tensor_core.plus(matrices(sums, left.shape[1]), left, right, kind))

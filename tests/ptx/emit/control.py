@@ -1,4 +1,4 @@
-"""Branches, barriers of a block, and what needs no action here."""
+"""Branches, barriers of a block, and instructions that do nothing here."""
 
 from ..ops import U32
 from .registry import instruction
@@ -9,7 +9,7 @@ def bra(e, op, label):
     branch(e, e.program.labels[label])
 
 
-@instruction("ret exit")
+@instruction("ret")
 def ret(e, op):
     branch(e, -1)
 
@@ -19,24 +19,21 @@ def branch(e, target):
     e.go(target if guard is None else f"('br', {guard}, {target}, {e.block + 1})")
 
 
-@instruction("brx.idx", modifiers="uni")
+@instruction("brx.idx")
 def brx(e, op, index, table):
-    """Branches to one of a table's labels."""
     e.everyone()
     targets = tuple(e.program.labels[label] for label in e.program.tables[table])
     e.go(f"('brx', {e.read(index, U32)}, {targets}, {e.current.line})")
 
 
-@instruction("bar.sync bar.arrive bar.cta.sync bar.cta.arrive")
-@instruction("barrier.sync barrier.arrive barrier.cta.sync barrier.cta.arrive", modifiers="aligned")
+@instruction("bar.sync barrier.sync")
 def bar(e, op, number, count=None):
-    """Threads meet at a barrier of a number; those that only arrive go on."""
     e.everyone()
     number, count = e.read(number, U32), count and e.read(count, U32)
-    e.go(f"('bar', {number}, {count}, {e.block + 1}, {op.name.endswith('sync')}, {e.current.line})")
+    e.go(f"('bar', {number}, {count}, {e.block + 1}, {e.current.line})")
 
 
 @instruction("bar.warp.sync")
 @instruction("setmaxnreg.inc.sync.aligned setmaxnreg.dec.sync.aligned", "u32")
 def nothing(e, op, *operands):
-    """Lanes see each other's writes at once, and registers are not counted."""
+    """Emit nothing: lanes see each other's writes at once, and registers are not counted."""

@@ -15,7 +15,6 @@ GROUPS = {  # the method of the machine
     "cp.async.bulk.wait_group.read": "bulk_wait_read",
     "wgmma.fence.sync.aligned": "wgmma_fence",
     "wgmma.commit_group.sync.aligned": "wgmma_commit",
-    "fence.proxy.async": "fence_async",
     "fence.proxy.async.shared::cta": "fence_async",
     "fence.proxy.async.global": "fence_global",
     "fence.acq_rel.gpu": "fence_global",
@@ -23,52 +22,46 @@ GROUPS = {  # the method of the machine
 _BOX = re.compile(r"\[\s*([%\w]+)\s*,\s*\{([^}]*)\}\s*\]$")
 
 
-def _names(pattern):
-    """The names of an instruction on tensors of 1 to 5 dimensions."""
-    return " ".join(pattern.format(n) for n in range(1, 6))
-
-
 @instruction("cp.async.ca.shared.global cp.async.cg.shared.global")
 def cp_async(e, op, target, source, size, count=None):
-    """Copies a few bytes; zeros stand for those beyond `count`."""
+    """Emit a copy of `size` bytes a lane; bytes from `count` on are zeros."""
     e.line(e.call("cp_async", *e.pointer(target), *e.pointer(source), literal(size), count and e.read(count, U32)))
 
 
 @instruction(" ".join(GROUPS))
 def group(e, op, *count):
-    """Ends a group of copies or products, waits until only `count` groups run, or is a fence before them."""
+    """Emit the end of a group of copies or products, a wait until only `count` groups run, or a fence."""
     e.line(f"S.{GROUPS[op.name]}({', '.join((e.everyone(), *count))})")
 
 
 def _box(e, text):
-    """(source of a tensor's descriptor, source of a tuple of coordinates) of an operand [descriptor, {..}]."""
+    """Return sources of the descriptor and of the tuple of coordinates in an operand [descriptor, {..}]."""
     descriptor, coordinates = _BOX.match(text).groups()
     return e.read(descriptor, U64), "(" + "".join(f"{e.read(x.strip(), U32)}, " for x in coordinates.split(",")) + ")"
 
 
-@instruction(_names("cp.async.bulk.tensor.{}d.shared::cta.global.mbarrier::complete_tx::bytes"))
-@instruction(_names("cp.async.bulk.tensor.{}d.shared::cluster.global.mbarrier::complete_tx::bytes"))
+@instruction("cp.async.bulk.tensor.4d.shared::cta.global.mbarrier::complete_tx::bytes")
+@instruction("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes")
 def bulk_in(e, op, target, box, barrier):
-    """Begins to load a box of a tensor; the barrier is told when it is there."""
+    """Emit the start of a load of a box; its bytes arrive at an mbarrier."""
     e.line(e.call("bulk_in", *_box(e, box), *e.pointer(target), *e.pointer(barrier)))
 
 
-@instruction(_names("cp.async.bulk.tensor.{}d.global.shared::cta.bulk_group"))
-@instruction(_names("cp.reduce.async.bulk.tensor.{}d.global.shared::cta.add.bulk_group"))
+@instruction("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group")
+@instruction("cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.bulk_group")
 def bulk_out(e, op, box, source):
-    """Begins to store a box of a tensor, or to add it."""
+    """Emit the start of a store or of an addition of a box."""
     e.line(e.call("bulk_out", "reduce" in op.name, *_box(e, box), *e.pointer(source)))
 
 
 @instruction("mbarrier.init mbarrier.inval", "b64", SHARED)
 def mbarrier(e, op, barrier, *count):
-    """Makes a barrier that counts to a number, or ends one."""
     e.line(e.call(op.name.replace(".", "_"), *e.pointer(barrier), *(e.read(x, U32) for x in count)))
 
 
 @instruction("mbarrier.arrive mbarrier.arrive.expect_tx", "b64", SHARED)
 def arrive(e, op, state, barrier, number="1"):
-    """Arrives so many times, or once and says how many more bytes are to come; nobody may read the state."""
+    """Emit `number` arrivals, or one arrival that expects `number` more bytes. The state may not be read."""
     e.require(state not in e.program.used)
     count, size = ("1", number) if "expect_tx" in op.name else (number, None)
     e.line(e.call("mbarrier_arrive", *e.pointer(barrier), e.read(count, U32), size and e.read(size, U32)))
@@ -76,7 +69,7 @@ def arrive(e, op, state, barrier, number="1"):
 
 @instruction("mbarrier.try_wait.parity", "b64", SHARED)
 def try_wait(e, op, done, barrier, parity):
-    """Lanes whose phase is complete go on. The others do this block again, which begins here."""
+    """Emit a wait for a phase. Lanes whose phase is not complete repeat this block, which begins here."""
     e.everyone()
     arguments = *e.pointer(barrier), e.read(parity, U32), e.program.index[done], e.block, e.block + 1, e.current.line
     e.go(f"('try', {', '.join(map(str, arguments))})")

@@ -1,6 +1,6 @@
-"""Writes the Python source of a basic block: reads of operands, writes of registers, masks.
+"""Python source of a basic block: reads of operands, writes of registers, masks.
 
-What each instruction becomes is written by the functions that `registry.instruction` registers.
+The functions registered by `registry.instruction` write each instruction.
 """
 
 import re
@@ -12,25 +12,23 @@ from ..parse import BITS, Unsupported
 from .operands import TYPES, UNSIGNED, address, bits, is_float, literal, scalar
 from .registry import lookup
 
-SHARED = "global_smem"  # what Triton calls the shared memory of a block
-_SPECIAL = re.compile(r"%((n?tid|n?ctaid)\.[xyz]|laneid|cluster_(n?ctaid\.[xyz]|ctarank))$")
+SHARED = "global_smem"  # Triton's name for the shared memory of a block
+_SPECIAL = re.compile(r"%(tid\.x|n?ctaid\.[xyz])$")
 
 
 class Emitter:
-    """Writes the source of one block.
+    """Writer of the source of one block.
 
     Args:
-        masked: whether some lanes may be inactive. Then the variable m says which are not.
-        votes: None, or a Counter of dtypes for each register. Reads and writes vote for the dtype that they would like
-            it to be kept in; the source is then of no use.
+        masked: whether some lanes may be inactive. Then the variable m is the mask of active lanes.
     """
 
-    def __init__(self, program, block, masked=False, votes=None):
-        self.program, self.block, self.masked, self.votes = program, block, masked, votes
+    def __init__(self, program, block, masked=False):
+        self.program, self.block, self.masked = program, block, masked
         self.lines, self.constants, self.temporaries, self.ended = [], {}, 0, False
 
     def source(self):
-        """Source of `def run(S, R, m)`; it uses what is in `constants`."""
+        """Return the source of `def run(S, R, m)`, which uses the names in `constants`."""
         for instruction in self.program.blocks[self.block]:
             self.current, self._mask = instruction, None
             function, op = lookup(instruction.op)
@@ -44,7 +42,7 @@ class Emitter:
         return "def run(S, R, m):\n" + "".join(f"    {line}\n" for line in self.lines)
 
     def require(self, condition):
-        """Refuses the instruction if a condition does not hold."""
+        """Raise Unsupported for the current instruction unless a condition holds."""
         if not condition:
             raise Unsupported(f"line {self.current.line}: {self.current.text}")
 
@@ -54,7 +52,7 @@ class Emitter:
         self.lines.append(source)
 
     def go(self, where):
-        """Ends the block: with the number of the one that follows, or a tuple that the machine acts on."""
+        """End the block with the number of the next block, or with a tuple that names a method of the machine."""
         self.lines.append(f"return {where}")
         self.ended = True
 
@@ -65,26 +63,26 @@ class Emitter:
         return name
 
     def constant(self, value):
-        """A name for a NumPy scalar."""
+        """Return a name for a NumPy scalar."""
         name = f"K{len(self.constants)}"
         self.constants[name] = value
         return name
 
     def call(self, name, *arguments):
-        """Source of a call of the machine: which lanes act, the arguments, the line."""
+        """Return the source of a call of the machine with the mask, the arguments and the line."""
         return f"S.{name}({', '.join(map(str, (self.mask(), *arguments, self.current.line)))})"
 
     # Masks
 
     def guard(self):
-        """Source of the guard before an instruction, or None."""
+        """Return the source of the instruction's guard, or None."""
         if self.current.guard is None:
             return None
         register, negated = self.current.guard
         return self.read("!" * negated + register, np.bool_)
 
     def mask(self):
-        """Source of which lanes do an instruction: None if all do."""
+        """Return the source of the mask of active lanes; None stands for all."""
         if self._mask is None:
             guard, self._mask = self.guard(), "m" if self.masked else "None"
             if guard is not None:
@@ -92,7 +90,7 @@ class Emitter:
         return self._mask
 
     def everyone(self):
-        """The same, of an instruction that may have no guard."""
+        """Return the mask of an instruction that may have no guard."""
         self.require(self.current.guard is None)
         return self.mask()
 
@@ -102,29 +100,22 @@ class Emitter:
         return self.program.width[self.program.index[register]]
 
     def home(self, register):
-        """The dtype in which a register is kept."""
+        """Return the dtype in which a register is stored."""
         return self.program.home[self.program.index[register]]
 
     def integer(self, register, kind):
-        """A dtype for an instruction to which signs do not matter: the register's own, if it is an integer."""
+        """Return a dtype for a signless instruction: the register's own if it is an integer."""
         home = self.home(register)
         return UNSIGNED[BITS[kind]] if is_float(home) or bits(home) != BITS[kind] else home
 
-    def vote(self, register, dtype, weight=1):
-        i = self.program.index[register]
-        if self.votes is not None and bits(dtype) == self.program.width[i]:
-            self.votes[i][dtype] += weight
+    def read(self, text, dtype):
+        """Return the source of an operand as an array of a dtype, or as a scalar if it is a literal.
 
-    def read(self, text, dtype, vote=True):
-        """Source of an operand as an array of a dtype, or as a scalar if it is a literal.
-
-        An integer dtype takes the lowest bits of a register that is wider.
+        An integer dtype takes the lowest bits of a wider register.
         """
         if text.startswith("!"):
-            return "~" + self.read(text[1:], dtype, vote)
+            return "~" + self.read(text[1:], dtype)
         if text in self.program.index:
-            if vote:
-                self.vote(text, dtype)
             return self._register(text, dtype)
         if (value := literal(text)) is not None:
             return self.constant(scalar(value, dtype))
@@ -149,44 +140,42 @@ class Emitter:
         self.require(1 < bits(dtype) < width and not is_float(dtype))
         return f"{source}.view({UNSIGNED[width].__name__}).astype({dtype.__name__})"
 
-    def read_all(self, texts, dtype, vote=True):
-        """Sources of operands of which at least one is an array, so that what is computed is one."""
-        sources = [self.read(text, dtype, vote) for text in texts]
+    def read_all(self, texts, dtype):
+        """Return sources of operands. At least one is an array, so that the result is one."""
+        sources = [self.read(text, dtype) for text in texts]
         if all(literal(text) is not None for text in texts):
             sources[0] = f"S.full({sources[0]})"
         return sources
 
-    def array(self, text, dtype, vote=True):
-        """Source of an operand as an array, also if it is a literal."""
-        source = self.read(text, dtype, vote)
+    def array(self, text, dtype):
+        """Return the source of an operand as an array, even for a literal."""
+        source = self.read(text, dtype)
         return source if literal(text) is None else f"S.full({source})"
 
-    def arrays(self, texts, dtype, vote=True):
-        """Source of a tuple of them."""
-        return "(" + "".join(f"{self.array(text, dtype, vote)}, " for text in texts) + ")"
+    def arrays(self, texts, dtype):
+        """Return the source of a tuple of arrays."""
+        return "(" + "".join(f"{self.array(text, dtype)}, " for text in texts) + ")"
 
     def pointer(self, text):
-        """(source of addresses, offset) of an operand [register + offset]."""
+        """Return (source of addresses, offset) of an operand [register + offset]."""
         base, offset = address(text)
         return self.read(base, U32 if base == SHARED else UNSIGNED[self.width(base)]), offset
 
-    def write(self, register, source, dtype, vote=True):
-        """Writes an array of a dtype to a register; an integer fills a wider register with its sign or with zeros."""
+    def write(self, register, source, dtype):
+        """Write an array to a register. An integer is extended to a wider register, signed or with zeros."""
         i, width, home = self.program.index[register], self.width(register), self.home(register)
         if bits(dtype) < width and np.dtype(dtype).kind in "iu":
             dtype = TYPES[("s" if np.dtype(dtype).kind == "i" else "u") + str(width)]
             source = f"({source}).astype({dtype.__name__})"
         self.require(bits(dtype) == width)
-        if vote:
-            self.vote(register, dtype)
         if dtype != home:
             source = f"({source}).view({home.__name__})"
         mask = self.mask()
         self.lines.append(f"R[{i}] = {source if mask == 'None' else f'where({mask}, {source}, R[{i}])'}")
 
-    def write_all(self, registers, source, dtype, vote=True):
-        """Writes each array of a sequence to its register, but for _; a dtype of None is the register's own."""
+    def write_all(self, registers, source, dtype):
+        """Write arrays to registers, skipping `_`. A dtype of None is the register's own."""
         results = self.temporary(source)
         for i, register in enumerate(registers):
             if register != "_":
-                self.write(register, f"{results}[{i}]", dtype or self.home(register), vote)
+                self.write(register, f"{results}[{i}]", dtype or self.home(register))

@@ -1,4 +1,4 @@
-"""The types of operands, and operands that are no register."""
+"""Types of operands, and operands that are not registers."""
 
 import functools
 import re
@@ -19,7 +19,7 @@ _ADDRESS = re.compile(r"\[\s*([%$\w.]+)\s*(?:\+\s*(-?\w+)\s*)?\]$")
 
 @functools.cache
 def bits(dtype):
-    """The width of a register that holds a dtype."""
+    """Return the width of a register that holds a dtype."""
     return 1 if dtype is np.bool_ else 8 * np.dtype(dtype).itemsize
 
 
@@ -30,7 +30,7 @@ def is_float(dtype):
 
 @functools.cache
 def literal(text):
-    """The number that an operand is: np.float32 or np.float64 of its bits, int, or None if it is no literal."""
+    """Return a literal operand as np.float32, np.float64 or int; None if it is no literal."""
     if digits := re.match(r"0([fFdD])([0-9a-fA-F]+)$", text):
         unsigned, dtype = _FLOAT[digits[1].lower()]
         return unsigned(int(digits[2], 16)).view(dtype)
@@ -48,11 +48,11 @@ def scalar(value, dtype):
 
 
 def vector(text):
-    """The operands in braces, or the one that there is."""
+    """Return the operands in braces, or a single operand as a tuple."""
     return split(text[1:-1]) if text.startswith("{") else (text,)
 
 
 def address(text):
-    """(base, offset) of an operand [base + offset]."""
+    """Return (base, offset) of an operand [base + offset]."""
     base, offset = _ADDRESS.match(text).groups()
     return base, int(offset or "0", 0)

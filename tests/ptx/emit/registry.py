@@ -7,7 +7,7 @@ _INSTRUCTIONS = {}  # {(name, type): (modifiers, function)}
 
 
 class Op(NamedTuple):
-    """An instruction's name, the modifiers behind it, and its type, or "" where its name says it all."""
+    """An instruction's name, the modifiers after it, and its type; "" if the name already says the type."""
 
     name: str
     words: tuple
@@ -15,12 +15,12 @@ class Op(NamedTuple):
 
 
 def instruction(names, types="", modifiers=""):
-    """Registers what emits instructions: a function of the Emitter, the Op and the operands.
+    """Register a function of (Emitter, Op, *operands) for instructions.
 
     Args:
-        names: all that the function emits, separated by spaces. Of two that fit, the longer counts.
-        types: those that end the instruction's text.
-        modifiers: those that may be between its name and its type, in any order. With any other it is unsupported.
+        names: instruction names, separated by spaces. The longest name that fits an instruction wins.
+        types: types that end the instruction's text.
+        modifiers: modifiers allowed between name and type, in any order. Any other makes the instruction unsupported.
     """
 
     def register(function):
@@ -34,7 +34,7 @@ def instruction(names, types="", modifiers=""):
 
 @functools.cache
 def lookup(text):
-    """(function, Op) of an instruction without its operands, or (None, None)."""
+    """Return (function, Op) of an instruction without its operands, or (None, None)."""
     parts = text.split(".")
     for length in range(len(parts), 0, -1):
         name, rest = ".".join(parts[:length]), tuple(parts[length:])
