@@ -1,7 +1,7 @@
 """The definition of attention in PyTorch, a block of rows at a time. Kernels must agree with it; a CPU runs it."""
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -114,13 +114,12 @@ def _logsumexp(scores: Tensor) -> Tensor:
     return total + top.squeeze(-1)
 
 
-def hiding(call: Call, block: Block) -> dict:
-    """Return the arguments visible, limits and empty of `softmax` for a block."""
+def hiding(call: Call, block: Block, in_place: bool) -> dict:
+    """Return the arguments visible, limits and empty of `softmax` for a block. in_place: they may be `limits`."""
     if holds(block.begin == block.end, False):
         return dict(empty=call.query.new_ones(1, 1, 1, 1, dtype=torch.bool))
     if call.left is call.right is call.mask is call.bias is call.key_mask is call.query_mask is None:
         return {}
-    in_place = readable(call)
     if in_place and pairs.only_edges(call, block):
         return dict(limits=pairs.edges(call, block))
     seen = pairs.visible(call, block)
@@ -143,7 +142,7 @@ def of_block(part: Part, block: Block, need_lse: bool, need_weights: bool, produ
     products_of, output_of = products
     scores = scored(products_of(query, key, call.scale), call.softcap, pairs.added(call, block, query.dtype))
     in_place = readable(call)
-    weights, lse = softmax(scores, need_lse, sinks=call.sinks, in_place=in_place, **hiding(call, block))
+    weights, lse = softmax(scores, need_lse, sinks=call.sinks, in_place=in_place, **hiding(call, block, in_place))
     factor = pairs.factor(call, part.planes, block)
     if factor is not None:
         weights = weights.mul_(factor) if in_place and not weights.requires_grad else weights * factor
@@ -163,6 +162,7 @@ def of_block(part: Part, block: Block, need_lse: bool, need_weights: bool, produ
 
 
 def of_all(call: Call, need_lse: bool, need_weights: bool, products: tuple = FEWEST_COPIES) -> tuple:
+    """Return `of_block` of a whole call."""
     part = uncut(call)
     return of_block(part, part.blocks[0], need_lse, need_weights, products)
 
@@ -189,42 +189,26 @@ def _is_one(call: Call) -> bool:
     return call.left is call.right is None or (rows <= CUT_ROWS and block(call, 0, rows) == (0, rows, 0, keys))
 
 
-def _saved_bytes(call: Call, all_parts: list[list[Part]], need_lse: bool) -> int:
+def _saved_bytes(call: Call, blocks: list[Block], need_lse: bool) -> int:
     """Return how many bytes of scores autograd would keep for the backward."""
     copies = 1 + need_lse + (call.softcap is not None) + 2 * (call.seed is not None)
-    pairs = sum(
-        part.call.query.shape[0] * part.call.query.shape[1] * (last - first) * (end - begin)
-        for row in all_parts
-        for part in row
-        for first, last, begin, end in part.blocks
-    )
-    return copies * pairs * call.query.element_size()
+    pairs = sum((last - first) * (end - begin) for first, last, begin, end in blocks)
+    return copies * pairs * call.query.shape[0] * call.query.shape[1] * call.query.element_size()
 
 
-def _of_part(part: Part, need_lse: bool, recompute: bool) -> tuple:
-    """Return (output, lse or None, None). recompute: the backward computes scores anew, and none are kept."""
-    if recompute:
-        run = functools.partial(checkpoint, _block_of, use_reentrant=False, preserve_rng_state=False)
-        results = [run(block, part.planes, need_lse, *part.call) for block in part.blocks]
-    else:
-        results = [of_block(part, block, need_lse, False) for block in part.blocks]
-    return joined(results, 2)
-
-
-def _blocks(call: Call, need_lse: bool) -> tuple:
+def _in_blocks(call: Call, need_lse: bool) -> tuple:
     """Return (output, lse or None, None), computed a block at a time."""
-    if not sized(call):  # with symbolic sizes torch 2.10 cannot export merged dimensions
-        return of_all(call, need_lse, False, AS_WRITTEN)
-    if _is_one(call):
-        return of_all(call, need_lse, False)
     all_parts = parts(call, most(call))
     needs_grad = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in call)
-    several = len(all_parts) > 1 or len(all_parts[0]) > 1 or len(all_parts[0][0].blocks) > 1
+    blocks = all_parts[0][0].blocks  # of every part
+    several = len(all_parts) > 1 or len(all_parts[0]) > 1 or len(blocks) > 1
     # torch.func forbids the hooks of a checkpoint.
-    recompute = several and needs_grad and not transforms_active() and _saved_bytes(call, all_parts, need_lse) > BUDGET
-    if recompute:
-        all_parts = parts(call, max(most(call), RECOMPUTED))
-    return joined([joined([_of_part(part, need_lse, recompute) for part in row], 1) for row in all_parts], 0)
+    if several and needs_grad and not transforms_active() and _saved_bytes(call, blocks, need_lse) > BUDGET:
+        run = functools.partial(checkpoint, _block_of, use_reentrant=False, preserve_rng_state=False)
+        return by_part(
+            lambda part, block: run(block, part.planes, need_lse, *part.call), parts(call, max(most(call), RECOMPUTED))
+        )
+    return by_part(lambda part, block: of_block(part, block, need_lse, False), all_parts)
 
 
 def without_autocast(function):
@@ -243,12 +227,30 @@ def without_autocast(function):
 @without_autocast
 def run_naive(call: Call, need_lse: bool, need_weights: bool) -> tuple:
     """Return (output, lse or None, weights or None) of a checked call: the backend "naive"."""
+    return by_sequence(lambda padded: _run(padded, need_lse, need_weights), call)
+
+
+def by_part(run: Callable[..., tuple], *cuts: list[list[Part]]) -> tuple:
+    """Join run(*parts, block), (output, lse or None, weights or None), over the blocks of calls that are cut alike."""
+    rows = []
+    for some in zip(*cuts, strict=True):
+        columns = [joined([run(*each, block) for block in each[0].blocks], 2) for each in zip(*some, strict=True)]
+        rows.append(joined(columns, 1))
+    return joined(rows, 0)
+
+
+def by_sequence(run: Callable[..., tuple], *calls: Call) -> tuple:
+    """Return run(*calls), (output, lse or None, weights or None), with packed calls padded to batches for `run`.
+
+    All calls have the lengths of the first.
+    """
+    call = calls[0]
     if call.cu_seqlens_q is None:
-        return _run(call, need_lse, need_weights)
+        return run(*calls)
     results = []
-    for part in sequences(call):
-        batch, rows = padded(part)
-        results.append(packed(rows, *_run(batch, need_lse, need_weights)))
+    for some in zip(*[sequences(x) for x in calls], strict=True):
+        batches = [padded(x) for x in some]
+        results.append(packed(batches[0][1], *run(*[batch for batch, _ in batches])))
     out, lse, weights = joined(results, 2, call.max_seqlen_k)
     return arrange(out, call.query), lse, weights
 
@@ -256,13 +258,14 @@ def run_naive(call: Call, need_lse: bool, need_weights: bool) -> tuple:
 def _run(call: Call, need_lse: bool, need_weights: bool) -> tuple:
     """Return `run_naive` of a call that is not packed; it may be padded."""
     wide = prepared(call, wide_dtype(call))
-    if need_weights and sized(wide) and _is_one(wide):
-        out, lse, weights = of_all(wide, need_lse, True)
+    if not sized(wide):  # with symbolic sizes torch 2.10 cannot export merged dimensions
+        out, lse, weights = of_all(wide, need_lse, need_weights, AS_WRITTEN)
+    elif _is_one(wide):
+        out, lse, weights = of_all(wide, need_lse, need_weights)
     else:
-        out, lse, _ = _blocks(wide, need_lse)
-        # Weights of all rows at once. The output has the same bits as without weights.
-        products = FEWEST_COPIES if sized(wide) else AS_WRITTEN
-        _, _, weights = of_all(wide, False, True, products) if need_weights else (None, None, None)
+        out, lse, weights = _in_blocks(wide, need_lse)
+        if need_weights:  # of all rows at once; the output has the same bits as without weights
+            weights = of_all(wide, False, True)[2]
     weights = weights.to(call.query.dtype).contiguous() if need_weights else None
     return arrange(out, call.query), lse, weights
 

@@ -1,7 +1,7 @@
 """Splits a packed call into parts of similar lengths, pads each part to a batch, and unpads and joins the results."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -102,13 +102,13 @@ def part_of(call: Call, rows: list[int], keys: list[int], first: int, last: int)
 
 
 def joined(results: list[tuple], axis: int, columns: int | None = None) -> tuple:
-    """Return (output, lse or None, weights or None) of a call from its parts, weights padded to `columns`."""
-
-    def join(parts):
-        return parts[0] if len(parts) == 1 or parts[0] is None else torch.cat(parts, axis)
-
+    """Return the results of a call from those of its parts, weights padded to `columns`. Any result may be None."""
     outs, lses, weights = zip(*results, strict=True)
-    if weights[0] is not None:
-        assert columns is not None
+    if weights[0] is not None and columns is not None:
         weights = tuple(torch.nn.functional.pad(x, (0, columns - x.shape[3])) for x in weights)
-    return join(outs), join(lses), join(weights)
+    return join(outs, axis), join(lses, axis), join(weights, axis)
+
+
+def join(parts: Sequence[Any], axis: int) -> Any:
+    """Return tensors joined along an axis; None if the first is None."""
+    return parts[0] if len(parts) == 1 or parts[0] is None else torch.cat(list(parts), axis)
