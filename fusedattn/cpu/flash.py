@@ -22,9 +22,10 @@ from torch.nn.functional import pad
 
 from ..call.layout import arrange, dense
 from ..call.options import Call, diagonal, wide_dtype
+from ..naive.formula import sums_of
 from .kernel import attend
 from .merge import exact, merged, shares_of, wide_of
-from .small_k import FEW, added_to_few, lse_of, product, scores_of, weights_in_place, weights_of
+from .small_k import FEW, lse_of, scores_of, weights_in_place, weights_of
 from .tiling import Part, Rectangle, additive, has_holes, is_additive, is_nothing, is_widened, parts, rectangles
 from .value_mean import INFINITE, centre, to_heads, with_centre
 
@@ -132,10 +133,6 @@ def are_alone(call: Call, some: list[Rectangle]) -> bool:
     return call.sinks is None and not call.partial and len(set(rows_of)) == len(rows_of)
 
 
-def scores_less(call: Call, where: Rectangle, less: float | Tensor, query: Tensor, key: Tensor) -> Tensor:
-    return scores_of(query, key, call.scale, added_to_few(call, where, less))
-
-
 def _attend(
     call: Call, where: Rectangle, tensors: Sequence[Tensor], less: float | Tensor, alone: bool
 ) -> tuple[Tensor, Tensor]:
@@ -145,9 +142,9 @@ def _attend(
     """
     query, key, value = cut(where, tensors)
     if is_exact(where, query) and not alone:
-        scores = scores_less(call, where, less, query, key)
+        scores = scores_of(call, where, less, query, key)
         weights = weights_of(scores, where.masked)
-        return product(weights, value), lse_of(scores, weights)
+        return sums_of(weights, value), lse_of(scores, weights)
     added = mask(call, where, less)
     out, lse = attend(query, key, value, where.causal, added, call.scale)
     if where.masked and not lse.all():  # the kernel returns 0 for a row that sees nothing
@@ -162,20 +159,28 @@ def sinks_less(call: Call, dtype: torch.dtype, less: float) -> Tensor:
     return call.sinks.to(dtype)[:, :, None] - less
 
 
-def _forward(part: Part, save: bool, less: float) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return (output, lse less the offset, output less the mean value, the mean value or None) of a part."""
-    call, columns = part.call, part.call.value.shape[3]
+def _forward(part: Part, save: bool, less: float) -> Result:
+    """Return the Result of a part."""
+    call = part.call
     query, key, value = inputs_of(part, width_of(call))
     out, lse = _of_all_rows(part, (query, key, value), less)
     common = centre(value[:, :, part.begin : part.end]) if save else None
-    if common is None:
-        return out, lse, out, None
-    kept, _ = _of_all_rows(part, (query, key, value - common), less)
-    if call.query_mask is not None:  # hidden rows must not influence the others
+    kept = out if common is None else _of_all_rows(part, (query, key, value - common), less)[0]
+    if call.query_mask is not None:  # before `with_centre`: hidden rows must not influence the others
         hidden = hidden_by(call.query_mask)
-        out, lse = out.masked_fill(hidden, 0.0), lse.masked_fill(hidden[..., 0], -INFINITE)
-    kept, common = with_centre(out, kept, lse, common[..., :columns])
-    return out, lse, kept, to_heads(common, call.query.shape[1])
+        kept = kept.masked_fill(hidden, 0.0)
+        out = kept if common is None else out.masked_fill(hidden, 0.0)
+        lse = lse.masked_fill(hidden[..., 0], -INFINITE)
+    if common is not None:
+        kept, common = with_centre(out, kept, lse, common[..., : out.shape[3]])
+    if call.sinks is not None:
+        shares, total = shares_of((lse, sinks_less(call, torch.float64, less)))
+        factor, lse = shares[0, ..., None].to(wide_of(out)), total.to(wide_of(out))
+        out = out * factor
+        if common is not None:  # scale the whole output, then subtract the mean again
+            common = to_heads(common, call.query.shape[1])
+            kept = (kept + common.to(factor.dtype)) * factor - common
+    return Result(out, lse, out if common is None else kept, less)
 
 
 def _of_all_rows(part: Part, tensors: Sequence[Tensor], less: float) -> tuple[Tensor, Tensor]:
@@ -199,21 +204,6 @@ def _of_all_rows(part: Part, tensors: Sequence[Tensor], less: float) -> tuple[Te
         found = [attended(where, len(of_keys) == 1) for where in of_keys]
         out[:, :, first:last], lse[:, :, first:last] = found[0] if len(found) == 1 else merged(found)
     return out, lse
-
-
-def _finished(call: Call, less: float, out: Tensor, lse: Tensor, kept: Tensor, common: Tensor | None) -> Result:
-    """Apply query_mask and sinks, and return the Result."""
-    if call.query_mask is not None:
-        hidden = hidden_by(call.query_mask)
-        out, kept = (x.masked_fill(hidden, 0.0) for x in (out, kept))
-        lse = lse.masked_fill(hidden[..., 0], -INFINITE)
-    if call.sinks is not None:
-        shares, total = shares_of((lse, sinks_less(call, torch.float64, less)))
-        factor, total = shares[0, ..., None].to(wide_of(out)), total.to(wide_of(out))
-        # Scale the whole output, then subtract the mean again.
-        kept = kept if common is None else (kept + common.to(factor.dtype)) * factor - common
-        out, lse = out * factor, total
-    return Result(out, lse, kept if call.query.dtype == torch.bfloat16 and common is not None else out, less)
 
 
 def at_once(call: Call) -> bool | None:
@@ -250,7 +240,7 @@ def forward(call: Call, save: bool) -> Result:
     like, call = call.query, to_wide(call)
     split, less = parts(call), offset(call)
     if len(split) == 1 and split[0].call is call:
-        out, lse, kept, _ = _finished(call, less, *_forward(split[0], save, less))
+        out, lse, kept, _ = _forward(split[0], save, less)
         out = arrange(out, like)
     else:
         out = dense(like, (*like.shape[:3], call.value.shape[3])).zero_()
@@ -259,7 +249,7 @@ def forward(call: Call, save: bool) -> Result:
             lse = torch.maximum(lse, sinks_less(call, lse.dtype, less).detach())
         kept = torch.zeros_like(out, dtype=call.query.dtype) if save and like.dtype.itemsize == 2 else out
         for part in split:
-            of_part = _finished(part.call, less, *_forward(part, save, less))
+            of_part = _forward(part, save, less)
             part.of_rows(out).copy_(of_part.out)
             part.of_rows(lse).copy_(of_part.lse)
             if kept is not out:
@@ -267,44 +257,31 @@ def forward(call: Call, save: bool) -> Result:
     return Result(out, lse, kept.to(call.query.dtype), less)
 
 
-def _weights_of_rows(part: Part, some: Sequence[Rectangle], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the weights of the rectangles of one block of rows."""
-    call = part.call
-
-    def scores(where: Rectangle, less: float | Tensor) -> Tensor:
-        return scores_less(call, where, less, *cut(where, tensors)[:2])
-
-    def found(where: Rectangle, less: float | Tensor) -> tuple[Tensor, Tensor]:
-        of_rows = scores(where, less)
-        weights = weights_of(of_rows, where.masked)
-        return weights, lse_of(of_rows, weights)
-
-    def lse_less_0(where: Rectangle, lse: Tensor) -> Tensor:
-        return exact(call, lse, 0.0, lambda near: found(where, near)[1])
-
-    if len(some) == 1 and call.sinks is None:
-        return [weights_in_place(lambda: scores(some[0], 0.0), some[0].masked)]
-    made = [found(where, 0.0) for where in some]
-    lses = [lse_less_0(where, lse) for where, (_, lse) in zip(some, made, strict=True)]
-    lses += [] if call.sinks is None else [sinks_less(call, torch.float64, 0.0)]
-    shares = shares_of(lses)[0].to(tensors[0].dtype)
-    return [weights * share[..., None] for (weights, _), share in zip(made, shares, strict=False)]
-
-
 def weights(call: Call, columns: int) -> Tensor:
     """Return the weights (B, Hq, Sq, columns) of a call."""
-    split, wide = parts(call), wide_dtype(call)
-    if len(split) == 1 and split[0].call is call and call.query_mask is None:
-        some = list(rectangles(split[0]))
-        if len(some) == 1 and some[0][:4] == (0, call.query.shape[2], 0, columns):  # no zeros to fill in
-            tensors = [x.to(wide) for x in inputs_of(split[0], call.query.shape[3])]
-            return _weights_of_rows(split[0], some, tensors)[0].to(call.query.dtype)
-    whole = call.query.new_zeros(*call.query.shape[:3], columns)
-    for part in split:
-        tensors = [x.to(wide) for x in inputs_of(part, call.query.shape[3])]
-        of_part = part.of_rows(whole)
-        for (first, last), same_rows in groupby(rectangles(part), key=lambda where: where[:2]):
+    whole: Tensor | None = None
+    for part in parts(call):
+        tensors = [x.to(wide_dtype(call)) for x in inputs_of(part, call.query.shape[3])]
+        for _, same_rows in groupby(rectangles(part), key=lambda where: where[:2]):
             some = list(same_rows)
-            for where, of_keys in zip(some, _weights_of_rows(part, some, tensors), strict=True):
-                of_part[:, :, first:last, where.begin : where.end] = of_keys
+            where = some[0] if len(some) == 1 else some[0]._replace(end=some[-1].end, masked=True)
+            of_rows = _weights(part.call, where, *cut(where, tensors)[:2])
+            if part.call is call and call.query_mask is None and of_rows.shape == (*call.query.shape[:3], columns):
+                return of_rows.to(call.query.dtype)  # no zeros to fill in
+            whole = call.query.new_zeros(*call.query.shape[:3], columns) if whole is None else whole
+            part.of_rows(whole)[:, :, where.first : where.last, where.begin : where.end] = of_rows
+    whole = call.query.new_zeros(*call.query.shape[:3], columns) if whole is None else whole
     return whole if call.query_mask is None else whole.masked_fill_(hidden_by(call.query_mask), 0.0)
+
+
+def _weights(call: Call, where: Rectangle, query: Tensor, key: Tensor) -> Tensor:
+    """Return the weights of a rectangle with all keys that its rows see."""
+
+    def scores() -> Tensor:
+        scores = scores_of(call, where, 0.0, query, key)
+        if call.sinks is None:
+            return scores
+        sinks = sinks_less(call, scores.dtype, 0.0)[..., None].expand(*scores.shape[:3], 1)
+        return torch.cat([scores, sinks], -1)
+
+    return weights_in_place(scores, where.masked)[..., : key.shape[2]]

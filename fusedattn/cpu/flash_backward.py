@@ -22,12 +22,11 @@ from .flash import (
     is_exact,
     mask,
     offset,
-    scores_less,
     sinks_less,
     to_wide,
     width_of,
 )
-from .small_k import by_weights, lse_of, weights_of
+from .small_k import by_weights, lse_of, scores_of, weights_of
 from .tiling import Part, Rectangle, parts, rectangles
 from .value_mean import INFINITE, centre, in_groups
 
@@ -56,7 +55,7 @@ def _differentiate(call: Call, where: Rectangle, less: float, tensors, grad_out,
 
 def _differentiate_exactly(call, where, less, tensors, grad_out, out, lse, of_bias) -> Sequence[Tensor]:
     """Return the same by the formula. lse is None if the rows see no other keys; out is None to recompute it."""
-    scores = scores_less(call, where, less, *tensors[:2])
+    scores = scores_of(call, where, less, *tensors[:2])
     weights = weights_of(scores, where.masked)
     if lse is not None:
         weights *= (lse_of(scores, weights) - lse).exp_()[..., None]

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..call.options import Call
 from ..call.private import softmax_backward
+from ..naive.formula import grouped, sums_of
 from .tiling import Rectangle, additive, is_nothing, is_widened
 from .value_mean import INFINITE, in_groups
 
@@ -27,11 +28,6 @@ def has_bias_gradient(call: Call) -> bool:
     return wide and call.cu_seqlens_q is call.key_mask is call.query_mask is None
 
 
-def product(weights: Tensor, keys: Tensor) -> Tensor:
-    """Return (B, Hq, S, K) @ (B, Hkv, K, D)."""
-    return (in_groups(weights, keys.shape[1]) @ keys).view(*weights.shape[:3], keys.shape[3])
-
-
 def over_rows(a: Tensor, b: Tensor) -> Tensor:
     """Return a.mT @ b as a sum of partial sums. MKL's order of summing many rows may lose digits."""
     rows = a.shape[-2]
@@ -42,17 +38,12 @@ def over_rows(a: Tensor, b: Tensor) -> Tensor:
     return (first.mT @ second).sum(-3) + a[..., whole:, :].mT @ b[..., whole:, :]
 
 
-def added_to_few(call: Call, where: Rectangle, less: float | Tensor) -> Tensor | None:
-    """Return the tensor to add to the scores of a rectangle, or None."""
-    return additive(call, where, less) if where.masked or where.causal or not is_nothing(less) else None
-
-
-def scores_of(rows: Tensor, keys: Tensor, scale: float, added: Tensor | None) -> Tensor:
-    grouped, keys = (x.reshape(-1, *x.shape[2:]) for x in (in_groups(rows, keys.shape[1]), keys))
-    scores = rows.new_empty(*rows.shape[:3], keys.shape[1])
-    view = scores.view(*grouped.shape[:2], -1)
-    torch.baddbmm(view, grouped, keys.mT, beta=0, alpha=scale, out=view)
-    return scores if added is None else scores.add_(added)
+def scores_of(call: Call, where: Rectangle, less: float | Tensor, rows: Tensor, keys: Tensor) -> Tensor:
+    """Return the scores of a rectangle, less an offset, from its rows and keys: -inf where hidden."""
+    scores = rows.new_empty(*rows.shape[:3], keys.shape[2])
+    out = grouped(scores, keys.shape[1])
+    torch.baddbmm(out, grouped(rows, keys.shape[1]), keys.flatten(0, 1).mT, beta=0, alpha=call.scale, out=out)
+    return scores.add_(additive(call, where, less)) if where.masked or where.causal or not is_nothing(less) else scores
 
 
 def weights_of(scores: Tensor, masked: bool) -> Tensor:
@@ -99,7 +90,7 @@ def by_weights(
         of_bias: accumulates the gradient of scores, summed to its shape.
     """
     query, key, value = tensors
-    of_scores = product(grad_out, value.mT)
+    of_scores = sums_of(grad_out, value.mT)
     if out is None:  # softmax_backward rounds so that the gradients of a row's scores add up to 0
         of_scores = softmax_backward(of_scores, weights)
     else:
@@ -111,4 +102,4 @@ def by_weights(
     of_key, of_value = (
         over_rows(in_groups(a, heads), in_groups(b, heads)) for a, b in ((of_scores, query), (weights, grad_out))
     )
-    return product(of_scores, key), of_key, of_value
+    return sums_of(of_scores, key), of_key, of_value

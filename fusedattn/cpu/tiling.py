@@ -1,11 +1,12 @@
 """Splits a call into dense parts, and a part into rectangles of scores, to skip hidden scores."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..call.options import Call, diagonal, sliced, with_dims
 from ..call.private import multiplies_bfloat16
@@ -17,6 +18,7 @@ from ..naive.varlen import runs
 CACHE = 2**22  # bytes of an additive mask built at a time
 ROWS = 32  # fewest rows of a rectangle; the kernel works on 32, 64 or 256 at a time
 BAND = 64, 256  # fewest and most rows of a rectangle along a window
+MASK_ROWS = 128  # rows whose visible keys are read from a mask at a time
 WASTE = 1  # a part may compute this many times its visible scores in vain
 CALL = 2**12  # scores of one head that take as long as one call of the kernel
 FEWEST = 128  # fewest keys of a rectangle cut by a mask: float32 gradients of few keys are slower
@@ -240,8 +242,11 @@ def _steps(call, first, last, begin, end, low, high, dense) -> Iterator[Rectangl
             planes = max(planes, call.alibi_slopes.numel())
         step = max(ROWS, CACHE // (4 * planes * (end - begin)) // ROWS * ROWS)
     blocks = [Block(row, min(row + step, last), begin, end) for row in range(first, last, step)]
-    if call.mask is not None:
-        blocks = _worth(call, blocks, lambda: _seen(call.mask, Block(first, last, begin, end), step))
+    planes, size = call.query.shape[0] * call.query.shape[1], (last - first) * (end - begin)
+    if call.mask is not None and size * planes > PART:
+        smaller = _seen(call.mask, Block(first, last, begin, end), step)
+        size -= sum((block.last - block.first) * (block.end - block.begin) for block in smaller)
+        blocks = smaller if size * planes > PART * (len(smaller) - len(blocks)) else blocks
     for row, after, left, right in blocks:
         left = left if low is None else max(left, row + low)
         right = right if high is None else min(right, after + high)
@@ -250,55 +255,27 @@ def _steps(call, first, last, begin, end, low, high, dense) -> Iterator[Rectangl
             yield Rectangle(row, after, left, right, masked=cut or not dense)
 
 
-def _worth(call: Call, whole: list[Block], less: Callable[[], list[Block]]) -> list[Block]:
-    """Return less(), or `whole` if the additional kernel calls take longer than the scores saved."""
-    planes = call.query.shape[0] * call.query.shape[1]
-    size = sum(map(_size, whole))
-    if size * planes <= PART:
-        return whole
-    blocks = less()
-    saved = size - sum(map(_size, blocks))
-    return blocks if saved * planes > PART * (len(blocks) - len(whole)) else whole
-
-
-def _size(block: Block) -> int:
-    return (block.last - block.first) * (block.end - block.begin)
-
-
 def _seen(mask: Tensor, of: Block, most: int) -> list[Block]:
-    """Return blocks of rows with the range of keys that a mask leaves visible.
-
-    Neighbouring blocks are joined, up to `most` rows, if that adds few scores.
-    """
-    height, rows, keys = min(BAND[0], most), of.last - of.first, of.end - of.begin
+    """Return blocks of at most `most` rows with the range of keys that a mask leaves visible to them."""
+    height, rows, keys = min(MASK_ROWS, most), of.last - of.first, of.end - of.begin
+    count = -(-rows // height)
     seen = pairs.cut(mask, of).view(torch.uint8).expand(-1, -1, -1, keys)
     for dim in (0, 1):
         if seen.stride(dim) == 0:  # broadcast over batches or heads
             seen = seen.narrow(dim, 0, 1)
-    if seen.shape[2] == 1:
-        ranges = _ranges(seen.amax((0, 1)), 1, keys) * -(-rows // height)
-    else:
-        whole = rows // height
-        groups = [seen[:, :, : whole * height].unflatten(2, (whole, height)).amax(3)]
-        if whole * height < rows:
-            groups.append(seen[:, :, whole * height :].amax(2, keepdim=True))
-        ranges = _ranges(torch.cat(groups, 2).amax((0, 1)), len(groups) - 1 + whole, keys)
+    if seen.shape[2] > 1:
+        seen = pad(seen, (0, 0, 0, count * height - rows)).unflatten(2, (count, height)).amax(3)
     blocks: list[Block] = []
-    for row, (left, right) in zip(range(of.first, of.last, height), ranges, strict=True):
+    for number, (left, right) in enumerate(_ranges(seen.amax((0, 1)), count, keys)):
         if left < right:
             right = min(keys, max(right, left + FEWEST))
             left = max(0, min(left, right - FEWEST))
-        blocks.append(Block(row, min(row + height, of.last), of.begin + left, of.begin + right))
-        while len(blocks) > 1 and (joined := _joined(*blocks[-2:])) and joined.last - joined.first <= most:
-            blocks[-2:] = [joined]
+        first = of.first + number * height
+        last = min(first + height, of.last)
+        if blocks and blocks[-1][2:] == (of.begin + left, of.begin + right) and last - blocks[-1].first <= most:
+            first = blocks.pop().first  # joined, as both see the same keys
+        blocks.append(Block(first, last, of.begin + left, of.begin + right))
     return blocks
-
-
-def _joined(one: Block, other: Block) -> Block | None:
-    """Return two neighbouring blocks as one, or None if that adds many scores."""
-    seen = [(x.begin, x.end) for x in (one, other) if x.begin < x.end] or [(0, 0)]
-    both = Block(one.first, other.last, min(a for a, _ in seen), max(b for _, b in seen))
-    return both if _size(both) <= _size(one) + _size(other) + CALL else None
 
 
 def is_nothing(less: float | Tensor) -> bool:
