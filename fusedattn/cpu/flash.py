@@ -284,4 +284,5 @@ def _weights(call: Call, where: Rectangle, query: Tensor, key: Tensor) -> Tensor
         sinks = sinks_less(call, scores.dtype, 0.0)[..., None].expand(*scores.shape[:3], 1)
         return torch.cat([scores, sinks], -1)
 
-    return weights_in_place(scores, where.masked)[..., : key.shape[2]]
+    weights = weights_in_place(scores, where.masked)
+    return weights if call.sinks is None else weights[..., :-1].contiguous()  # a view cannot be an operator's result

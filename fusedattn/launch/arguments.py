@@ -1,5 +1,7 @@
 """Kernel arguments from a Call: Views of tensors, NamedTuples of options, numbers."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -74,12 +76,12 @@ def descriptor(tensor: Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor(tensor, *block(tensor, rows))
 
 
-def described(rows: int, hiding: Tensor | None, **tensors: Tensor) -> dict[str, TensorDescriptor]:
-    """Return the `descriptor` of each tensor if TMA can read all of them, else {}: their Views stay.
+def described(tile: tile_table.Tile, rows: int, hiding: Tensor | None, **tensors: Tensor) -> dict[str, Any]:
+    """Return the `descriptor` of each tensor if the tile wants TMA and TMA can read them all; else {}, and Views stay.
 
     hiding: the mask of their rows, or None. Masked rows may be NaN, and only threads can skip them.
     """
-    if hiding is not None or not all(x.numel() and strided(x) and aligned(x) for x in tensors.values()):
+    if not tile.tma or hiding is not None or not all(x.numel() and strided(x) and aligned(x) for x in tensors.values()):
         return {}
     return {name: descriptor(x, rows) for name, x in tensors.items()}
 

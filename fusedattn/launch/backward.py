@@ -154,7 +154,7 @@ def _dq(p, grad_query, grads):
     call, launched = p.call, p.launched | dict(GradQ=arguments.of(grad_query), grads=grads)
 
     def more(tile):
-        described = arguments.described(tile.keys, call.key_mask, K=call.key, V=call.value) if tile.tma else {}
+        described = arguments.described(tile, tile.keys, call.key_mask, K=call.key, V=call.value)
         return described | blocks.walks(call, p.block_mask, tile)
 
     run.run_tiled("dq", call, lambda tile: blocks.slots(call, tile.rows) * p.heads, launched, more)
@@ -162,19 +162,15 @@ def _dq(p, grad_query, grads):
 
 def _dkdv(name, p, query_sums, grads):
     """Compute the gradients of keys and values and the sums by key; in one pass also the sum that becomes dq."""
-    call, packed = p.call, p.call.cu_seqlens_q is not None
+    call = p.call
 
     def programs(tile):
-        blocks_of_keys = blocks.slots(call, tile.keys, by_keys=True) if packed else cdiv(p.keys, tile.keys) * p.batch
-        return blocks_of_keys * call.key.shape[1]
+        return blocks.slots(call, tile.keys, by_keys=True) * call.key.shape[1]
 
     def more(tile):
-        rows = dict(Q=call.query, GradOut=p.grad_out)
-        made = arguments.described(tile.rows, call.query_mask, **rows) if tile.tma else {}
-        made["GradQ"] = arguments.descriptor(query_sums, tile.rows) if tile.bulk else arguments.of(query_sums)
-        if p.block_mask is None and not packed:
-            return made | dict(sequences=None, tile_lists=None)
-        return made | blocks.walks(call, p.block_mask, tile, by_keys=True)
+        sums = arguments.descriptor(query_sums, tile.rows) if tile.bulk else arguments.of(query_sums)
+        described = arguments.described(tile, tile.rows, call.query_mask, Q=call.query, GradOut=p.grad_out)
+        return described | dict(GradQ=sums) | blocks.walks(call, p.block_mask, tile, by_keys=True)
 
     run.run_tiled(name, call, programs, p.launched | dict(grads=grads), more)
 

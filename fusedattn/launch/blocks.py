@@ -71,8 +71,6 @@ def slots(call, block, by_keys=False):
 
 
 def packed_sequences(lengths, block, by_keys=False, count=0):
-    if lengths is None:
-        return None
     batch, new = lengths.cu_seqlens_q.shape[0] - 1, lengths.cu_seqlens_q.new_full
     sequences = Sequences(new((count, 2), -1) if count else None, new((batch, 4), 0))
     launched = dict(

@@ -6,7 +6,6 @@ from typing import Any
 from triton import cdiv
 
 from ..call.decode import Decode, apart, capacity_of
-from ..call.options import Call
 from ..kernels.vocabulary.pages import Cache
 from ..kernels.vocabulary.partials import Partials
 from ..kernels.vocabulary.rotary import Rotary
@@ -46,12 +45,6 @@ def launch_append(decode: Decode):
     launched["spec"] = launched["spec"]._replace(GROUP=1, TOP_LEFT=False, PRECISION="ieee")
     if batch * heads * added * launched["capacity"]:
         run.run_tiled("append", decode.call, lambda tile: cdiv(added, tile.rows) * batch * heads, launched)
-
-
-def visible_keys(call: Call, capacity: int) -> int:
-    """Return an upper bound of the keys that a query sees, from shapes alone, so that CUDA graphs replay."""
-    side = call.right if call.top_left else call.left
-    return capacity if side is None else min(call.query.shape[2] + side, capacity)
 
 
 def _rows_of_a_tile(decode: Decode) -> int:
@@ -101,7 +94,9 @@ def launch_decode(out, lse, decode: Decode):
     launched["spec"] = launched["spec"]._replace(BY_THREADS=arguments.by_threads(decode.key_cache))
     del launched["k_len"]
     results = dict(Out=arguments.of(out), Lse=lse if lse.numel() else None)
-    keys, kernel = visible_keys(call, launched["capacity"]), decoder(rows)
+    # An upper bound of the keys that a query sees, from shapes alone, so that CUDA graphs replay.
+    side, capacity = call.right if call.top_left else call.left, launched["capacity"]
+    keys = capacity if side is None else min(length + side, capacity)
     multiprocessors = None if run.interpreting() else run.multiprocessors(run.device_of(call.query))
     partials: dict[str, Any] = {}
 
@@ -118,7 +113,7 @@ def launch_decode(out, lse, decode: Decode):
         partials["partials"] = Partials(sums, states)
         return dict(Out=None, Lse=None, **partials)
 
-    run.run_tiled(kernel, call, lambda tile: programs(tile) * partials["splits"], launched, targets)
+    run.run_tiled(decoder(rows), call, lambda tile: programs(tile) * partials["splits"], launched, targets)
     if "partials" in partials:
         sizes = dict(
             rows=length, heads=heads, DV=out.shape[3], MOST=tile_table.MOST_SPLITS, scale=rules.score.softmax_scale

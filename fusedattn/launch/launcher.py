@@ -131,10 +131,10 @@ def encoders(compiled, descriptors: Sequence, device: torch.device) -> list[Enco
     if run is None or _launcher_of(run) is None or not kinds or len(kinds) != len(descriptors) or None in kinds:
         return None
     make = getattr(nvidia, "make_tensordesc_arg", None)
-    unused = (
-        0 if make is None else len(inspect.signature(make).parameters) - 2
-    )  # Triton 3.8 added one, for other vendors
-    if make is None or unused not in (0, 1):
+    if make is None:
+        return None
+    unused = len(inspect.signature(make).parameters) - 2  # Triton 3.8 added one, for other vendors
+    if unused not in (0, 1):
         return None
     encoded = []
     for descriptor, kind in zip(descriptors, kinds, strict=True):

@@ -1,10 +1,9 @@
 """Launches the kernels of forward-mode derivatives: output and lse, then weights."""
 
-from triton import cdiv
-
 from ..call.options import BY_HEAD, INPUTS, Call
 from ..kernels.vocabulary.scores import Tangents
 from . import arguments, blocks, run
+from .forward import launch_weights
 
 
 def _views(call, tangents):
@@ -38,14 +37,6 @@ def launch_tangent(tangent_out, tangent_lse, tangent_weights, tangents, out, sta
         | dict(spec=shared["spec"]._replace(BY_THREADS=by_threads)),
         lambda tile: blocks.walks(call, block_mask, tile),
     )
-    if tangent_weights is None:
-        return
-    columns = tangent_weights.shape[3]
-    shared.pop("V")
-    run.run_tiled(
-        "tangent_weights",
-        call,
-        lambda tile: blocks.slots(call, tile.rows) * cdiv(columns, tile.keys) * heads,
-        shared | dict(TangentWeights=arguments.of(tangent_weights), columns=columns),
-        lambda tile: dict(sequences=blocks.sequences_of(call, tile.rows)),
-    )
+    if tangent_weights is not None:
+        launched = shared | dict(TangentWeights=arguments.of(tangent_weights))
+        launch_weights("tangent_weights", launched, tangent_weights.shape[3], call)

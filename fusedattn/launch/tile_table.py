@@ -260,7 +260,6 @@ RICH = {
     ("forward", 90, 2, 256): (Tile(128, 32, 8, 1, spills=60), Tile(32, 32, 4, 2)),
     ("dq", 80, 2, 64): (Tile(128, 32, 8, 2), Tile(64, 32, 4, 2)),
     ("dq", 80, 2, 256): (Tile(64, 32, 8, 2, spills=32), Tile(32, 32, 4, 2), Tile(32, 16, 4, 2)),
-    ("dq", 86, 2, 256): (Tile(32, 32, 4, 2), Tile(32, 16, 4, 2)),
     ("dq", 90, 2, 256): (Tile(128, 32, 8, 2), Tile(64, 32, 8, 2), Tile(32, 16, 4, 2)),
     ("dkdv", 80, 2, 64): (Tile(32, 128, 8, 2, spills=24), Tile(32, 32, 4, 2)),
     ("dkdv", 80, 2, 128): (Tile(32, 64, 8, 2), Tile(32, 32, 4, 2, spills=16)),
@@ -347,7 +346,7 @@ def narrow(left, right):
     return left is not None and right is not None and left + 1 + right < 10 * 127
 
 
-def tiles_for(kernel, capability, itemsize, width, pressure="plain", narrow=False):
+def tiles_for(kernel, capability, itemsize, width, pressure="plain"):
     """Return the tiles to try, best first, for one kernel on one GPU.
 
     Args:
@@ -355,12 +354,9 @@ def tiles_for(kernel, capability, itemsize, width, pressure="plain", narrow=Fals
         capability: 90 for (9, 0); None is Triton's interpreter. Without rows of its own a GPU uses those of 80.
         itemsize: bytes of an element of query. width: the wider of D and Dv.
         pressure: on registers: "plain", "masked" by a mask of pairs, or "rich" (bias, slopes, cap or dropout).
-        narrow: whether the band is narrow, or rows are few.
     """
     if capability is None:
         return INTERPRETED[kernel]
-    if narrow:
-        return small_enough(tiles_for(kernel, capability, itemsize, width, pressure))
     width = row_width(width)
     for place in ((architecture(capability), itemsize), (80, itemsize), (80, 2)):
         for table in {"plain": (TABLE,), "masked": (MASKED, TABLE), "rich": (RICH, TABLE)}[pressure]:

@@ -46,7 +46,7 @@ class Row(NamedTuple):
 
 
 class Choices(NamedTuple):
-    """Measured forms by (kernel, dtype, width, pressure), fastest first."""
+    """Measured forms by (kernel, dtype, width, pressure), fastest first. best: the times of the fastest."""
 
     right: Mapping[tuple, tuple]
     wrong: Mapping[tuple, tuple]
