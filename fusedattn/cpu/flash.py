@@ -1,12 +1,12 @@
-"""The forward of a Call by PyTorch's fused kernel for CPUs, a rectangle of scores at a time.
+"""The forward of a Call by PyTorch's fused kernel for CPUs, one rectangle of scores at a time.
 
 Source of the kernel: FlashAttention-2, arXiv:2307.08691; in PyTorch aten/src/ATen/native/cpu/FlashAttentionKernel.cpp.
-Alone, the kernel's gradients miss the tolerance of `testing.tolerance`. Four measures mend that:
+The kernel's own gradients miss the tolerance of `testing.tolerance`. Four measures mend that:
 
 - bfloat16 rounds the output that the backward reads, and a mean shared by all values multiplies that error. So the
   forward saves the output of the values less their mean (`value_mean`).
-- float32 exponentials have an error of 2**-20, which does not average out over few keys. Their gradients come from the
-  exact formula (`small_k`).
+- float32 exponentials have an error of 2**-20, which does not average out over few keys. Gradients of few keys come
+  from the exact formula (`small_k`).
 - All weights of a row share the rounding error of its lse. An offset, subtracted from the scores, keeps the lse near 0.
 - Both passes pad to the same number of columns. Otherwise they would round the same score differently.
 """
@@ -22,21 +22,35 @@ from torch.nn.functional import pad
 
 from ..call.layout import arrange, dense
 from ..call.options import Call, diagonal, wide_dtype
-from ..naive.formula import sums_of
-from .kernel import attend
+from ..call.private import flash_attention_for_cpu
+from ..naive.formula import repeated, sums_of
 from .merge import exact, merged, shares_of, wide_of
 from .small_k import FEW, lse_of, scores_of, weights_in_place, weights_of
 from .tiling import Part, Rectangle, additive, has_holes, is_additive, is_nothing, is_widened, parts, rectangles
-from .value_mean import INFINITE, centre, to_heads, with_centre
+from .value_mean import INFINITE, centre, with_centre
+
+VECTOR = 16  # float32 numbers in the widest vector register
 
 
 class Result(NamedTuple):
-    """Output, lse less the offset, and the output in the form that the backward takes."""
+    """Output, lse less the offset, and the output that the backward takes."""
 
     out: Tensor
     lse: Tensor
-    kept: Tensor  # in the dtype of the computation; in bfloat16 the output less the mean of the values
+    kept: Tensor  # the output in the dtype of the computation; in bfloat16 less the mean of the values
     less: float = 0.0  # the offset
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, causal: bool, added: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return (output, lse) by the kernel; lse is 0 for a row that sees nothing. added: added to the scores, or None."""
+    out, lse = flash_attention_for_cpu(query, key, value, 0.0, causal, attn_mask=added, scale=scale)
+    if added is None and key.shape[2] < VECTOR and not lse.all():
+        # It may have ignored a NaN: its lse is then 0. With an added tensor it checks every score.
+        zeros = query.new_zeros((1, 1, 1, 1)).expand(*query.shape[:3], key.shape[2])
+        out, lse = flash_attention_for_cpu(query, key, value, 0.0, causal, attn_mask=zeros, scale=scale)
+    return out, lse
 
 
 def in_rows(x: Tensor) -> bool:
@@ -95,9 +109,9 @@ def to_wide(call: Call) -> Call:
 
 
 def offset(call: Call) -> float:
-    """Return the offset subtracted from scores: the expected lse of scores of variance 1.
+    """Return the offset to subtract from the scores: the expected lse of scores of variance 1.
 
-    It is the same for a call, for its `to_wide` form, and under vmap.
+    `to_wide` and torch.vmap do not change it.
     """
     seen = longest = call.key.shape[2]
     if call.cu_seqlens_k is not None:
@@ -113,7 +127,7 @@ def offset(call: Call) -> float:
 
 
 def mask(call: Call, where: Rectangle, less: float | Tensor) -> Tensor | None:
-    """Return what the kernel adds to the scores of a rectangle, or None."""
+    """Return the tensor that the kernel adds to the scores of a rectangle, or None."""
     if where.masked:
         return additive(call, where, less)
     if is_nothing(less):
@@ -124,6 +138,7 @@ def mask(call: Call, where: Rectangle, less: float | Tensor) -> Tensor | None:
 
 
 def is_exact(where: Rectangle, query: Tensor) -> bool:
+    """Return whether the gradients of a rectangle come from the exact formula."""
     return query.dtype == torch.float32 and where.end - where.begin <= FEW
 
 
@@ -136,7 +151,7 @@ def are_alone(call: Call, some: list[Rectangle]) -> bool:
 def _attend(
     call: Call, where: Rectangle, tensors: Sequence[Tensor], less: float | Tensor, alone: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return (output, lse less the offset) of a rectangle; lse is (B, H, S) with any strides.
+    """Return (output, lse less the offset) of a rectangle. The lse is (B, H, S) with any strides.
 
     alone: the rows see no other keys, so no gradient is computed from the lse.
     """
@@ -178,7 +193,7 @@ def _forward(part: Part, save: bool, less: float) -> Result:
         factor, lse = shares[0, ..., None].to(wide_of(out)), total.to(wide_of(out))
         out = out * factor
         if common is not None:  # scale the whole output, then subtract the mean again
-            common = to_heads(common, call.query.shape[1])
+            common = repeated(common, call.query.shape[1])
             kept = (kept + common.to(factor.dtype)) * factor - common
     return Result(out, lse, out if common is None else kept, less)
 
@@ -207,7 +222,7 @@ def _of_all_rows(part: Part, tensors: Sequence[Tensor], less: float) -> tuple[Te
 
 
 def at_once(call: Call) -> bool | None:
-    """Return whether one causal kernel call computes all (True), one full call does (False), or neither (None)."""
+    """Return True if one causal call of the kernel computes a whole call, False if one full call does, else None."""
     query, key, value = call[:3]
     rows, keys = query.shape[2], key.shape[2]
     if (
@@ -227,7 +242,7 @@ def at_once(call: Call) -> bool | None:
 
 
 def forward(call: Call, save: bool) -> Result:
-    """Return output in the dtype and dimension order of query, and lse less the offset in float32 or float64.
+    """Return the Result of a call: the output in the dtype and dimension order of query, the lse in float32 or float64.
 
     save: a backward follows. This changes no bit of output and lse.
     """

@@ -1,4 +1,4 @@
-"""The backward of a Call by PyTorch's fused kernel for CPUs, a rectangle of scores at a time."""
+"""The backward of a Call by PyTorch's fused kernel for CPUs, one rectangle of scores at a time."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,7 +11,8 @@ from ..call.layout import arrange
 from ..call.options import Call
 from ..call.private import flash_attention_for_cpu_backward
 from ..naive import pairs
-from ..naive.blocks import Block
+from ..naive.blocks import Block, spans
+from ..naive.formula import grouped
 from .flash import (
     are_alone,
     at_once,
@@ -28,33 +29,33 @@ from .flash import (
 )
 from .small_k import by_weights, lse_of, scores_of, weights_of
 from .tiling import Part, Rectangle, parts, rectangles
-from .value_mean import INFINITE, centre, in_groups
+from .value_mean import INFINITE, centre
 
 SCORES = 2**25  # bytes of scores that the formula computes at a time for the gradient of a bias
 
 
 def _in_blocks(where: Rectangle, call: Call) -> list[Rectangle]:
     """Cut a rectangle along its rows, so that the scores of a block take at most SCORES bytes."""
-    batch, heads, _, _ = call.query.shape
-    step = max(1, SCORES // (batch * heads * (where.end - where.begin) * call.query.element_size()))
-    if where.causal:  # a later row would start at another key
+    if where.causal:  # a block of later rows would not be a causal rectangle
         return [where]
-    return [
-        where._replace(first=first, last=min(first + step, where.last))
-        for first in range(where.first, where.last, step)
-    ]
+    step = SCORES // (call.query.shape[:2].numel() * (where.end - where.begin) * call.query.element_size())
+    rows = spans(where.last - where.first, step)
+    return [where._replace(first=where.first + first, last=where.first + last) for first, last in rows]
 
 
-def _differentiate(call: Call, where: Rectangle, less: float, tensors, grad_out, out, lse) -> Sequence[Tensor]:
-    """Return the gradients of query, key and value of a rectangle, by the kernel."""
+def _by_kernel(call: Call, where: Rectangle, less: float, tensors, grad_out, out, lse) -> Sequence[Tensor]:
+    """Return the gradients of query, key and value of a rectangle."""
     added = mask(call, where, less)
     return flash_attention_for_cpu_backward(
         grad_out, *tensors, out, lse, 0.0, where.causal, attn_mask=added, scale=call.scale
     )
 
 
-def _differentiate_exactly(call, where, less, tensors, grad_out, out, lse, of_bias) -> Sequence[Tensor]:
-    """Return the same by the formula. lse is None if the rows see no other keys; out is None to recompute it."""
+def _by_formula(call, where, less, tensors, grad_out, out, lse, of_bias) -> Sequence[Tensor]:
+    """Return the gradients of query, key and value of a rectangle.
+
+    lse: None if the rows see no other keys. out: None to recompute it. of_bias: accumulates the gradient of the bias.
+    """
     scores = scores_of(call, where, less, *tensors[:2])
     weights = weights_of(scores, where.masked)
     if lse is not None:
@@ -73,18 +74,18 @@ class Incoming(NamedTuple):
 
 
 def _backward(part: Part, less: float, rows: Incoming, of_bias: Tensor | None) -> Sequence[Tensor]:
-    """Return the gradients of query, key and value of a part; add that of its bias to of_bias."""
+    """Return the gradients of query, key and value of a part. of_bias: accumulates the gradient of the bias."""
     call, columns = part.call, width_of(part.call)
     tensors = inputs_of(part, columns)
     grad_out, grad_lse, out, kept, lse = rows
     common = None if grad_out is None else centre(tensors[2][:, :, part.begin : part.end])
     if common is not None:
-        same = in_groups(kept == out.to(kept.dtype), common.shape[1]).all(3, keepdim=True).all(2, keepdim=True)
-        tensors[2] = tensors[2] - common.masked_fill(same, 0.0)  # for these heads the whole output was saved
+        same = grouped(kept == out.to(kept.dtype), common.shape[1]).all(2).all(1)  # their whole output was saved
+        tensors[2] = tensors[2] - common.masked_fill(same.view(*common.shape[:2], 1, 1), 0.0)
     some = list(rectangles(part))
     alone = are_alone(call, some)
     if of_bias is not None:
-        some = [piece for where in some for piece in _in_blocks(where, call)]
+        some = [block for where in some for block in _in_blocks(where, call)]
     whole = len(some) == 1 and some[0][:4] == (0, call.query.shape[2], 0, call.key.shape[2])
     totals = [] if whole else [x.new_zeros(x.shape, dtype=lse.dtype) for x in tensors]
 
@@ -96,9 +97,9 @@ def _backward(part: Part, less: float, rows: Incoming, of_bias: Tensor | None) -
             if of_bias is not None or is_exact(where, inputs[0]):
                 out, total = out if by_output else None, None if alone else total
                 bias = None if of_bias is None else pairs.cut(of_bias, Block(*where[:4]))
-                grads = _differentiate_exactly(call, where, less, inputs, of_out, out, total, bias)
+                grads = _by_formula(call, where, less, inputs, of_out, out, total, bias)
             else:
-                grads = _differentiate(call, where, less, inputs, of_out, out, total)
+                grads = _by_kernel(call, where, less, inputs, of_out, out, total)
             if not totals:
                 totals.extend(grads)
                 continue
@@ -138,19 +139,19 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return the gradients of query, key, value, bias and sinks, each in its dtype and contiguous.
 
-    The gradients of the rectangles, each from the output and lse of its whole rows, are added.
+    They are sums over rectangles. Each rectangle takes the output and lse of its whole rows.
 
     Args:
         grad_out, grad_lse: either may be None.
-        out, kept, lse: results of `forward`.
-        need_bias: compute the bias gradient; `small_k.has_bias_gradient` must hold. Otherwise it is None.
+        out, kept, lse: from the Result of the forward.
+        need_bias: compute the bias gradient, which needs `small_k.has_bias_gradient`. Otherwise it is None.
     """
     causal = at_once(call) if grad_lse is None and call.value.dtype != torch.bfloat16 else None
     if causal is not None and grad_out is not None:
         less, everything = offset(call), Rectangle(0, call.query.shape[2], 0, call.key.shape[2], causal)
         if not is_exact(everything, call.query):
             incoming = in_columns(grad_out, call.value.shape[3])
-            of_query, of_key, of_value = _differentiate(call, everything, less, call[:3], incoming, out, lse)
+            of_query, of_key, of_value = _by_kernel(call, everything, less, call[:3], incoming, out, lse)
             return of_query, of_key, of_value, None, None
     of_bias = None if call.bias is None or not need_bias else torch.zeros_like(call.bias, dtype=lse.dtype)
     inputs, call = call[:3], to_wide(call)

@@ -9,7 +9,7 @@ from ..call.options import Call
 from ..call.private import softmax_backward
 from ..naive.formula import grouped, sums_of
 from .tiling import Rectangle, additive, is_nothing, is_widened
-from .value_mean import INFINITE, in_groups
+from .value_mean import INFINITE
 
 FEW = 64  # most keys whose float32 gradients the formula computes
 ROWS = 128  # rows summed at a time
@@ -21,15 +21,16 @@ def is_few(call: Call) -> bool:
 
 
 def has_bias_gradient(call: Call) -> bool:
-    """Return whether the formula can compute the bias gradient: one part, not computed in bfloat16."""
+    """Return whether the formula can compute the bias gradient.
+
+    It can if the call has one part and is not computed in bfloat16. That of a partial call must not be rounded.
+    """
     wide = is_widened(call.query.dtype) or call.query.dtype != torch.bfloat16
-    if call.partial:  # the bias gradient of a partial call must not be rounded
-        return False
-    return wide and call.cu_seqlens_q is call.key_mask is call.query_mask is None
+    return wide and not call.partial and call.cu_seqlens_q is call.key_mask is call.query_mask is None
 
 
 def over_rows(a: Tensor, b: Tensor) -> Tensor:
-    """Return a.mT @ b as a sum of partial sums. MKL's order of summing many rows may lose digits."""
+    """Return a.mT @ b as a sum of partial sums: MKL may lose digits when it sums many rows."""
     rows = a.shape[-2]
     if rows < 2 * ROWS:
         return a.mT @ b
@@ -55,9 +56,9 @@ def weights_of(scores: Tensor, masked: bool) -> Tensor:
 
 
 def weights_in_place(scores: Callable[[], Tensor], masked: bool) -> Tensor:
-    """Return `weights_of` scores in the memory of the scores: an allocation takes longer than a softmax.
+    """Return `weights_of` scores, in their memory: an allocation takes longer than a softmax.
 
-    scores: computes the scores. It is called again if a row is NaN.
+    scores: a function that returns new scores. It is called again if a row is NaN.
     """
     made = scores()
     weights = torch.softmax(made, -1, out=made)
@@ -65,7 +66,7 @@ def weights_in_place(scores: Callable[[], Tensor], masked: bool) -> Tensor:
 
 
 def _has_nan(weights: Tensor) -> bool:
-    """Return whether a row is NaN. In the softmax of a row all columns are NaN, so the first is enough."""
+    """Return whether a row is NaN. A softmax makes all columns of such a row NaN, so the first is enough."""
     return bool(weights[..., 0].isnan().any())
 
 
@@ -100,6 +101,7 @@ def by_weights(
     of_scores *= scale
     heads = key.shape[1]
     of_key, of_value = (
-        over_rows(in_groups(a, heads), in_groups(b, heads)) for a, b in ((of_scores, query), (weights, grad_out))
+        over_rows(grouped(a, heads), grouped(b, heads)).view_as(x)
+        for a, b, x in ((of_scores, query, key), (weights, grad_out, value))
     )
     return sums_of(of_scores, key), of_key, of_value

@@ -1,6 +1,7 @@
 """Splits a call into dense parts, and a part into rectangles of scores, to skip hidden scores."""
 
 import functools
+import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -8,21 +9,21 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..call.options import Call, diagonal, sliced, with_dims
+from ..call.options import Call, diagonal, sliced
 from ..call.private import multiplies_bfloat16
 from ..naive import pairs
 from ..naive.blocks import Block
 from ..naive.decode import alike
-from ..naive.varlen import runs
+from ..naive.varlen import of_batches, runs
 
 CACHE = 2**22  # bytes of an additive mask built at a time
 ROWS = 32  # fewest rows of a rectangle; the kernel works on 32, 64 or 256 at a time
 BAND = 64, 256  # fewest and most rows of a rectangle along a window
 MASK_ROWS = 128  # rows whose visible keys are read from a mask at a time
-WASTE = 1  # a part may compute this many times its visible scores in vain
+WASTE = 1  # largest ratio of hidden to visible scores that a part computes
 CALL = 2**12  # scores of one head that take as long as one call of the kernel
 FEWEST = 128  # fewest keys of a rectangle cut by a mask: float32 gradients of few keys are slower
-PART = 2**17  # scores that take as long as one more part, with its copies
+PART = 2**17  # scores that take as long as another part, with its copies
 
 
 def is_widened(dtype: torch.dtype) -> bool:
@@ -33,8 +34,8 @@ def is_widened(dtype: torch.dtype) -> bool:
 class Part(NamedTuple):
     """A dense call. Only its rows first .. last - 1 and keys begin .. end - 1 are visible.
 
-    batches, rows and keys locate it in the whole call. If sequences is not 0, that many consecutive packed sequences of
-    equal length are the batch of this part.
+    batches, rows and keys locate it in the whole call. sequences: how many consecutive packed sequences of equal length
+    are its batch, or 0.
     """
 
     call: Call
@@ -48,11 +49,11 @@ class Part(NamedTuple):
     sequences: int = 0
 
     def of_rows(self, x: Tensor) -> Tensor:
-        """Return the view of x, a tensor of the whole call, that has the rows of this part."""
+        """Return a view of the rows of this part. x: a tensor of the whole call."""
         return self._view(x, self.rows)
 
     def of_keys(self, x: Tensor) -> Tensor:
-        """Return the view of x, a tensor of the whole call, that has the keys of this part."""
+        """Return a view of the keys of this part. x: a tensor of the whole call."""
         return self._view(x, self.keys)
 
     def _view(self, x, where):
@@ -96,7 +97,7 @@ def _ranges(mask: Tensor | None, batch: int, length: int) -> list[tuple[int, int
 
 
 def _of_batches(call: Call) -> list[Part]:
-    """Group consecutive batches with equal visible ranges; outside bfloat16, similar ranges are enough."""
+    """Group consecutive batches with equal visible ranges. Outside bfloat16, similar ranges are enough."""
     batch, heads, rows, _ = call.query.shape
     of_rows, of_keys = _ranges(call.query_mask, batch, rows), _ranges(call.key_mask, batch, call.key.shape[2])
     lengths = [(last - first, end - begin) for (first, last), (begin, end) in zip(of_rows, of_keys, strict=True)]
@@ -115,48 +116,29 @@ def _of_batches(call: Call) -> list[Part]:
         (first, last), (begin, end) = (
             (min(a for a, _ in x[start:stop]), max(b for _, b in x[start:stop])) for x in (of_rows, of_keys)
         )
-        made.append(Part(_batches(call, start, stop), first, last, begin, end, slice(start, stop)))
+        part = call if stop - start == batch else of_batches(call, B=slice(start, stop))
+        made.append(Part(part, first, last, begin, end, slice(start, stop)))
     return made
-
-
-def _batches(call: Call, start: int, stop: int) -> Call:
-    if call.query.shape[0] == stop - start:
-        return call
-    own: dict[str, Any] = {name: sliced(name, getattr(call, name), B=slice(start, stop)) for name in with_dims("B")}
-    return call._replace(**own)
 
 
 def _of_sequences(call: Call) -> list[Part]:
-    """Make one part of consecutive sequences of equal lengths."""
+    """Return the parts of a packed call. Consecutive sequences of equal lengths are one part."""
     assert call.cu_seqlens_q is not None and call.cu_seqlens_k is not None
-    rows, keys = call.cu_seqlens_q, call.cu_seqlens_k
-    # The offsets may be unchecked, so clamp them to the tensors, and lengths to the maximum lengths.
-    inside = rows.clamp(0, call.query.shape[2]).tolist(), keys.clamp(0, call.key.shape[2]).tolist()
-    starts = list(zip(*inside, strict=True))
-    most = call.max_seqlen_q, call.max_seqlen_k
-    lengths = [
-        tuple(min(b - a, b - a if n is None else n) for a, b, n in zip(*each, strict=True))
-        for each in zip(starts, starts[1:], [most] * len(starts), strict=False)
-    ]
-    made, start = [], 0
-    while start < len(lengths):
-        stop, (own_rows, own_keys) = start + 1, lengths[start]
-        while (
-            stop < len(lengths)
-            and lengths[stop] == lengths[start]
-            and starts[stop] == (starts[stop - 1][0] + own_rows, starts[stop - 1][1] + own_keys)
-        ):
-            stop += 1
-        if own_rows > 0 and own_keys > 0:
-            made.append(_alike(call, starts[start], start, stop, own_rows, own_keys))
-        start = stop
-    return made
+    columns: list[list[int]] = []
+    sides = (call.cu_seqlens_q, call.query, call.max_seqlen_q), (call.cu_seqlens_k, call.key, call.max_seqlen_k)
+    for offsets, x, most in sides:
+        inside = offsets.clamp(0, x.shape[2]).tolist()  # offsets and lengths may be unchecked
+        lengths = [min(b - a, b - a if most is None else most) for a, b in itertools.pairwise(inside)]
+        # The second number is equal for neighbours of equal lengths without a gap between them.
+        columns += [lengths, [a - b * n for b, (a, n) in enumerate(zip(inside, lengths, strict=False))]]
+    groups = alike(list(zip(*columns, strict=True)))
+    return [_alike(call, start, stop, *group) for start, stop, group in groups if group[0] > 0 and group[2] > 0]
 
 
-def _alike(call: Call, place: tuple[int, int], start: int, stop: int, rows: int, keys: int) -> Part:
-    """Return packed sequences start .. stop - 1, all of equal lengths, as one part."""
-    (first, begin), count = place, stop - start
-    where = slice(first, first + count * rows), slice(begin, begin + count * keys)
+def _alike(call: Call, start: int, stop: int, rows: int, first: int, keys: int, begin: int) -> Part:
+    """Return sequences start .. stop - 1 as one part. Sequence b has `rows` rows from first + b * rows on."""
+    count = stop - start
+    where = slice(first + start * rows, first + stop * rows), slice(begin + start * keys, begin + stop * keys)
     part = Part(call, 0, rows, 0, keys, slice(None), *where, count if count > 1 else 0)
 
     def tokens(x, where, length):
@@ -180,14 +162,14 @@ def _alike(call: Call, place: tuple[int, int], start: int, stop: int, rows: int,
 
 
 def rectangles(part: Part) -> Iterator[Rectangle]:
-    """Yield the visible rectangles of a part, ordered by rows."""
+    """Yield rectangles that cover the visible scores of a part, ordered by rows, then by keys."""
     call, first, last, begin, end = part[:5]
     if not (first < last and begin < end):
         return
     # Row i sees keys i + low .. i + high; None if the bound hides no key of this part.
-    level = diagonal(call)
-    low = None if call.left is None or last - 1 + level - call.left <= begin else level - call.left
-    high = None if call.right is None or first + level + call.right >= end - 1 else level + call.right
+    offset = diagonal(call)
+    low = None if call.left is None or last - 1 + offset - call.left <= begin else offset - call.left
+    high = None if call.right is None or first + offset + call.right >= end - 1 else offset + call.right
     dense = call.mask is call.bias is call.alibi_slopes is None and not has_holes(part)
     if dense and low is None and high is None:
         yield Rectangle(first, last, begin, end)
@@ -206,7 +188,7 @@ def has_holes(part: Part) -> bool:
 
 
 def is_additive(call: Call) -> bool:
-    """Return whether the kernel can add the bias itself, and nothing else is masked or added."""
+    """Return whether the bias is the only mask or term of the scores, in a dtype that the kernel adds."""
     own, wide = call.query.dtype, torch.promote_types(call.query.dtype, torch.float32)
     dtypes = wide, wide if is_widened(own) else own
     others = call.mask is call.alibi_slopes is call.key_mask is None
@@ -279,14 +261,14 @@ def _seen(mask: Tensor, of: Block, most: int) -> list[Block]:
 
 
 def is_nothing(less: float | Tensor) -> bool:
+    """Return whether an offset is the number 0."""
     return not isinstance(less, Tensor) and not less
 
 
 def additive(call: Call, where: Rectangle, less: float | Tensor = 0.0) -> Tensor:
-    """Return the tensor to add to the scores of a rectangle: -inf where hidden; broadcasts to the scores.
+    """Return the tensor to add to the scores of a rectangle, broadcastable to them: -inf for hidden pairs.
 
-    Args:
-        less: subtracted from the scores: a number, or (B, Hq, rows, 1).
+    less: an offset to subtract from the scores: a number, or (B, Hq, rows, 1).
     """
     block = Block(*where[:4])
     if is_additive(call) and call.left is call.right is None and is_nothing(less):

@@ -1,4 +1,4 @@
-"""Launches the kernels of block masks, tile lists, and the layout of packed sequences."""
+"""Launches the kernels that make block masks, tile lists, and the layout of packed sequences."""
 
 import torch
 from triton import cdiv
@@ -21,9 +21,9 @@ def _narrowed(mask, key_mask, query_mask, bias, lengths):
 
 
 def new_block_mask(mask, key_mask, query_mask, bias, lengths, mask_size):
-    """Return (an uninitialised block mask, one byte for mask_size x mask_size pairs, (rows, keys) of its pairs).
+    """Return (an uninitialised block mask, its number of rows and keys). A byte stands for mask_size x mask_size pairs.
 
-    Masks, bias and lengths are a Call's; not all of the first four are None. Sizes along which none differs are 1.
+    At least one mask or the bias is not None. Dimensions along which all of them broadcast have size 1.
     """
     mask, key_mask, query_mask, bias = masks = _narrowed(mask, key_mask, query_mask, bias, lengths)
     shapes = [x.shape for x in (mask, bias) if x is not None]
@@ -63,7 +63,7 @@ def block_mask(mask, key_mask, query_mask, bias, lengths, mask_size):
 
 
 def slots(call, block, by_keys=False):
-    """Return the maximum number of blocks; for packed sequences an upper bound."""
+    """Return how many blocks of rows, or of keys, one head has; for packed sequences an upper bound."""
     batch, _, rows, keys = arguments.sizes(call)
     if call.cu_seqlens_q is None:
         return cdiv(keys if by_keys else rows, block) * batch
@@ -134,7 +134,7 @@ def tile_lists(call, block_mask, mask_size, tile, by_keys=False, sequences=None)
 
 
 def block_mask_of(call):
-    """Return the block mask of a call; None if only a band hides pairs."""
+    """Return the block mask of a call; None if it has no mask and no bias."""
     if call.block_mask is not None or all(x is None for x in hiding(call)):
         return call.block_mask
     return block_mask(*hiding(call), lengths_of(call), block_mask_size())

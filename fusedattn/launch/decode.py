@@ -1,4 +1,4 @@
-"""Launches `attention_decode`: append, attention split over programs, and the kernel that combines the splits."""
+"""Launches the kernels of `attention_decode`: append, attention over parts of the keys, and combining the parts."""
 
 import functools
 from typing import Any
@@ -57,11 +57,12 @@ def decoder(rows):
 
 @functools.lru_cache(maxsize=1024)  # caches grow: each length is asked for once more
 def splits(programs, blocks, multiprocessors):
-    """Return how many programs share the keys of a sequence, so that the GPU is full and the merge is worth it.
+    """Return how many programs share the keys of a sequence, so that the GPU is full and the merge pays off.
 
     Args:
-        programs: grid size before splitting. blocks: key blocks of the longest possible sequence.
+        programs: the grid size before splitting. blocks: key blocks of the longest possible sequence.
         multiprocessors: of the GPU; None is Triton's interpreter, which splits only to test the merge.
+
     Source: the rule of FlashAttention-2, which counts each multiprocessor twice.
     """
     if multiprocessors is None:
@@ -86,7 +87,7 @@ def failed(decode: Decode):
 
 
 def launch_decode(out, lse, decode: Decode):
-    """Fill out, and lse unless it is empty."""
+    """Fill out, and lse if it is not empty."""
     call, rows = decode.call, _rows_of_a_tile(decode)
     (batch, heads, length, _), kv_heads = call.query.shape, decode.key_cache.shape[1]
     launched = _common(decode) | dict(Q=arguments.of(call.query)) | arguments.band(call)

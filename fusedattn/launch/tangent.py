@@ -16,25 +16,20 @@ def _views(call, tangents):
     )
 
 
-def passes(need_weights: bool) -> tuple[str, ...]:
-    """Return the kernels that compute the tangents, in order."""
-    return ("tangent", *["tangent_weights"] * need_weights)
-
-
 def launch_tangent(tangent_out, tangent_lse, tangent_weights, tangents, out, stats, call: Call):
-    """Fill the tangents of output, lse and, unless None, weights, from those of the INPUTS of a call."""
+    """Fill tangent_out, tangent_lse and, unless None, tangent_weights. tangents: of the INPUTS of the call."""
     tangents = dict(zip(INPUTS, tangents, strict=True))
     block_mask, heads = blocks.block_mask_of(call), call.query.shape[1]
     shared = arguments.common(call) | dict(Stats=stats, TangentLse=tangent_lse, tangents=_views(call, tangents))
     loaded = call.key, call.value, tangents["key"], tangents["value"]
     by_threads = any(arguments.by_threads(x) for x in loaded if x is not None)
+    launched = shared | dict(Out=arguments.of(out), TangentOut=arguments.of(tangent_out))
+    launched["spec"] = shared["spec"]._replace(BY_THREADS=by_threads)
     run.run_tiled(
         "tangent",
         call,
         lambda tile: blocks.slots(call, tile.rows) * heads,
-        shared
-        | dict(Out=arguments.of(out), TangentOut=arguments.of(tangent_out))
-        | dict(spec=shared["spec"]._replace(BY_THREADS=by_threads)),
+        launched,
         lambda tile: blocks.walks(call, block_mask, tile),
     )
     if tangent_weights is not None:

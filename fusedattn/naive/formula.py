@@ -48,15 +48,16 @@ def sums_of(weights: Tensor, value: Tensor) -> Tensor:
     return torch.bmm(grouped(weights, value.shape[1]), value.flatten(0, 1)).view(*weights.shape[:3], value.shape[3])
 
 
-def _repeated(x: Tensor, heads: int) -> Tensor:
+def repeated(x: Tensor, heads: int) -> Tensor:
+    """Repeat each key head for its query heads."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
 FEWEST_COPIES = scores_of, sums_of
 # The same products as users write them.
 AS_WRITTEN = (
-    lambda query, key, scale: query @ _repeated(key, query.shape[1]).mT * scale,
-    lambda weights, value: weights @ _repeated(value, weights.shape[1]),
+    lambda query, key, scale: query @ repeated(key, query.shape[1]).mT * scale,
+    lambda weights, value: weights @ repeated(value, weights.shape[1]),
 )
 
 
@@ -167,9 +168,13 @@ def of_all(call: Call, need_lse: bool, need_weights: bool, products: tuple = FEW
     return of_block(part, part.blocks[0], need_lse, need_weights, products)
 
 
-def _block_of(block: Block, planes: Tensor | None, need_lse: bool, *fields) -> tuple:
-    """Call `of_block` with the fields of a Call as separate arguments, as torch's checkpoint needs them."""
-    return of_block(Part(Call(*fields), planes, []), block, need_lse, False)
+def _recomputed(part: Part, block: Block, need_lse: bool) -> tuple:
+    """Return `of_block` without weights. The backward computes it again, so that autograd keeps no scores."""
+
+    def run(*fields):  # torch's checkpoint takes tensors as separate arguments
+        return of_block(part._replace(call=Call(*fields)), block, need_lse, False)
+
+    return checkpoint(run, *part.call, use_reentrant=False, preserve_rng_state=False)
 
 
 def most(call: Call) -> int:
@@ -204,10 +209,8 @@ def _in_blocks(call: Call, need_lse: bool) -> tuple:
     several = len(all_parts) > 1 or len(all_parts[0]) > 1 or len(blocks) > 1
     # torch.func forbids the hooks of a checkpoint.
     if several and needs_grad and not transforms_active() and _saved_bytes(call, blocks, need_lse) > BUDGET:
-        run = functools.partial(checkpoint, _block_of, use_reentrant=False, preserve_rng_state=False)
-        return by_part(
-            lambda part, block: run(block, part.planes, need_lse, *part.call), parts(call, max(most(call), RECOMPUTED))
-        )
+        all_parts = parts(call, max(most(call), RECOMPUTED))
+        return by_part(lambda part, block: _recomputed(part, block, need_lse), all_parts)
     return by_part(lambda part, block: of_block(part, block, need_lse, False), all_parts)
 
 
