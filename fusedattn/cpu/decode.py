@@ -26,11 +26,7 @@ def append(decode: Decode) -> None:
             cache[first:last, :, length : length + decode.added] = new[first:last]
 
 
-def attend(decode: Decode) -> tuple[Tensor, Tensor]:
-    """Return (output, lse) after `append`."""
-    return _attend(decode.call, decode)
-
-
+@without_autocast
 def _of_call(call: Call) -> tuple[Tensor, Tensor]:
     causal = flash.at_once(call)
     if causal is None:
@@ -40,8 +36,8 @@ def _of_call(call: Call) -> tuple[Tensor, Tensor]:
     return arrange(out, call.query), lse
 
 
-@without_autocast
-def _attend(_: Call, decode: Decode) -> tuple[Tensor, Tensor]:
+def attend(decode: Decode) -> tuple[Tensor, Tensor]:
+    """Return (output, lse) after `append`."""
     most = capacity_of(decode)
     after = [min(max(length, 0) + decode.added, most) for length in decode.lengths.tolist()]
     call = naive.rotated_query(decode)

@@ -216,8 +216,8 @@ def _of_all_rows(part: Part, tensors: Sequence[Tensor], less: float) -> tuple[Te
     lse = out.new_full(out.shape[:3], -INFINITE, dtype=wide_of(out) if call.sinks is None else torch.float64)
     for (first, last), same_rows in groupby(some, key=lambda where: where[:2]):
         of_keys = list(same_rows)
-        found = [attended(where, len(of_keys) == 1) for where in of_keys]
-        out[:, :, first:last], lse[:, :, first:last] = found[0] if len(found) == 1 else merged(found)
+        results = [attended(where, len(of_keys) == 1) for where in of_keys]
+        out[:, :, first:last], lse[:, :, first:last] = results[0] if len(results) == 1 else merged(results)
     return out, lse
 
 

@@ -43,12 +43,10 @@ def _in_blocks(where: Rectangle, call: Call) -> list[Rectangle]:
     return [where._replace(first=where.first + first, last=where.first + last) for first, last in rows]
 
 
-def _by_kernel(call: Call, where: Rectangle, less: float, tensors, grad_out, out, lse) -> Sequence[Tensor]:
-    """Return the gradients of query, key and value of a rectangle."""
+def _by_kernel(call: Call, where: Rectangle, less: float, *tensors: Tensor) -> Sequence[Tensor]:
+    """Return the gradients of query, key and value of a rectangle. tensors: grad_out, query, key, value, out, lse."""
     added = mask(call, where, less)
-    return flash_attention_for_cpu_backward(
-        grad_out, *tensors, out, lse, 0.0, where.causal, attn_mask=added, scale=call.scale
-    )
+    return flash_attention_for_cpu_backward(*tensors, 0.0, where.causal, attn_mask=added, scale=call.scale)
 
 
 def _by_formula(call, where, less, tensors, grad_out, out, lse, of_bias) -> Sequence[Tensor]:
@@ -64,7 +62,7 @@ def _by_formula(call, where, less, tensors, grad_out, out, lse, of_bias) -> Sequ
 
 
 class Incoming(NamedTuple):
-    """Gradients of output and lse (either may be None), and the results of `forward`."""
+    """Gradients of output and lse, either of which may be None, and the Result of the forward."""
 
     grad_out: Tensor | None
     grad_lse: Tensor | None
@@ -99,7 +97,7 @@ def _backward(part: Part, less: float, rows: Incoming, of_bias: Tensor | None) -
                 bias = None if of_bias is None else pairs.cut(of_bias, Block(*where[:4]))
                 grads = _by_formula(call, where, less, inputs, of_out, out, total, bias)
             else:
-                grads = _by_kernel(call, where, less, inputs, of_out, out, total)
+                grads = _by_kernel(call, where, less, of_out, *inputs, out, total)
             if not totals:
                 totals.extend(grads)
                 continue
@@ -151,8 +149,8 @@ def backward(
         less, everything = offset(call), Rectangle(0, call.query.shape[2], 0, call.key.shape[2], causal)
         if not is_exact(everything, call.query):
             incoming = in_columns(grad_out, call.value.shape[3])
-            of_query, of_key, of_value = _by_kernel(call, everything, less, call[:3], incoming, out, lse)
-            return of_query, of_key, of_value, None, None
+            query, key, value = _by_kernel(call, everything, less, incoming, *call[:3], out, lse)
+            return query, key, value, None, None
     of_bias = None if call.bias is None or not need_bias else torch.zeros_like(call.bias, dtype=lse.dtype)
     inputs, call = call[:3], to_wide(call)
     grad_out = None if grad_out is None else grad_out.to(kept.dtype)

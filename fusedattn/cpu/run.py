@@ -104,6 +104,6 @@ def backward(call: Call, incoming: Sequence[Tensor | None], out: Tensor, stats: 
     """
     grad_out, grad_lse, _ = incoming
     needed = dict(zip(INPUTS, need, strict=True))
-    made = flash_backward.backward(call, grad_out, grad_lse, out, _kept(out, stats), stats[..., 0], needed["bias"])
-    grads = dict(zip(_DIFFERENTIATED, made, strict=True))
+    results = flash_backward.backward(call, grad_out, grad_lse, out, _kept(out, stats), stats[..., 0], needed["bias"])
+    grads = dict(zip(_DIFFERENTIATED, results, strict=True))
     return tuple(grads[name] if wanted else out.new_empty(0) for name, wanted in needed.items())

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..call.options import Call, diagonal, sliced
+from ..call.options import Call, diagonal, sliced, wide_dtype
 from ..call.private import multiplies_bfloat16
 from ..naive import pairs
 from ..naive.blocks import Block
@@ -101,7 +101,7 @@ def _of_batches(call: Call) -> list[Part]:
     batch, heads, rows, _ = call.query.shape
     of_rows, of_keys = _ranges(call.query_mask, batch, rows), _ranges(call.key_mask, batch, call.key.shape[2])
     lengths = [(last - first, end - begin) for (first, last), (begin, end) in zip(of_rows, of_keys, strict=True)]
-    made = []
+    split = []
     if call.query.dtype == torch.bfloat16:
         groups = [(start, stop) for start, stop, _ in alike(list(zip(of_rows, of_keys, strict=True)))]
     else:
@@ -117,8 +117,8 @@ def _of_batches(call: Call) -> list[Part]:
             (min(a for a, _ in x[start:stop]), max(b for _, b in x[start:stop])) for x in (of_rows, of_keys)
         )
         part = call if stop - start == batch else of_batches(call, B=slice(start, stop))
-        made.append(Part(part, first, last, begin, end, slice(start, stop)))
-    return made
+        split.append(Part(part, first, last, begin, end, slice(start, stop)))
+    return split
 
 
 def _of_sequences(call: Call) -> list[Part]:
@@ -148,7 +148,7 @@ def _alike(call: Call, start: int, stop: int, rows: int, first: int, keys: int, 
         name: sliced(name, getattr(call, name), B=slice(start, stop), Q=slice(rows), K=slice(keys))
         for name in ("bias", "mask", "alibi_slopes")
     }
-    made = call._replace(
+    dense = call._replace(
         query=part.of_rows(call.query),
         key=part.of_keys(call.key),
         value=part.of_keys(call.value),
@@ -158,7 +158,7 @@ def _alike(call: Call, start: int, stop: int, rows: int, first: int, keys: int, 
         cu_seqlens_q=None,
         cu_seqlens_k=None,
     )
-    return part._replace(call=made)
+    return part._replace(call=dense)
 
 
 def rectangles(part: Part) -> Iterator[Rectangle]:
@@ -189,8 +189,8 @@ def has_holes(part: Part) -> bool:
 
 def is_additive(call: Call) -> bool:
     """Return whether the bias is the only mask or term of the scores, in a dtype that the kernel adds."""
-    own, wide = call.query.dtype, torch.promote_types(call.query.dtype, torch.float32)
-    dtypes = wide, wide if is_widened(own) else own
+    dtype, wide = call.query.dtype, wide_dtype(call)
+    dtypes = wide, wide if is_widened(dtype) else dtype
     others = call.mask is call.alibi_slopes is call.key_mask is None
     return others and call.bias is not None and call.bias.dtype in dtypes
 
@@ -274,7 +274,7 @@ def additive(call: Call, where: Rectangle, less: float | Tensor = 0.0) -> Tensor
     if is_additive(call) and call.left is call.right is None and is_nothing(less):
         assert call.bias is not None
         return pairs.cut(call.bias, block)
-    wide = torch.promote_types(call.query.dtype, torch.float32)
+    wide = wide_dtype(call)
     terms = pairs.added(call, block, wide)
     if isinstance(less, Tensor):
         terms.append(-less)

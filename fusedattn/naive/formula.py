@@ -1,4 +1,4 @@
-"""The definition of attention in PyTorch, a block of rows at a time. Kernels must agree with it; a CPU runs it."""
+"""The definition of attention in PyTorch, a block of rows at a time. Kernels must agree with it."""
 
 import functools
 from collections.abc import Callable, Iterable
@@ -66,16 +66,15 @@ def softmax(scores, need_lse, visible=None, empty=None, *, limits=(), sinks=None
 
     Args:
         visible: bool, broadcasts to the scores; None hides nothing.
-        limits: pairs (columns, bool of hidden pairs), which are hidden in place. No transform may see it.
-        empty: bool, broadcasts to (B, Hq, Sq, 1): rows that see nothing, with weights 0 and lse -inf or the sink. None
-            if there are none.
+        limits: (columns, bool of hidden pairs), to hide in place. No transform may see it.
+        empty: bool, broadcasts to (B, Hq, Sq, 1): rows that see nothing, with weights 0 and lse -inf or the sink.
         sinks: (1 or B, Hq), an additional logit for each head.
-        in_place: no transform, mode or graph sees this, so scores that no gradient needs are overwritten. New memory
-            would take as long as the softmax.
+        in_place: overwrite scores that no gradient needs: new memory takes as long as the softmax. No transform, mode
+            or graph may see it.
     """
     if visible is not None:
         scores = scores.masked_fill(~visible, float("-inf"))
-    for columns, hidden in limits:  # behind autograd's back: a score whose weight is 0 has the gradient 0
+    for columns, hidden in limits:  # autograd need not see it: a score whose weight is 0 has the gradient 0
         scores.detach()[..., columns].masked_fill_(hidden, float("-inf"))
     if sinks is not None:
         sink = sinks[:, :, None, None].expand(*scores.shape[:3], 1)
@@ -94,7 +93,7 @@ def softmax(scores, need_lse, visible=None, empty=None, *, limits=(), sinks=None
 
 
 def scored(products: Tensor, softcap: float | None, added: Iterable[Tensor]) -> Tensor:
-    """Return scores from scaled products: capped, and with the terms of bias and slopes."""
+    """Return scores from scaled products: capped, then with the `added` terms."""
     if softcap is not None and softcap <= LARGEST_CAP:
         cap = max(softcap, SMALLEST_CAP)  # twice, so that the derivative at 0 is 1
         products = cap * torch.tanh(products / cap)
@@ -116,7 +115,7 @@ def _logsumexp(scores: Tensor) -> Tensor:
 
 
 def hiding(call: Call, block: Block, in_place: bool) -> dict:
-    """Return the arguments visible, limits and empty of `softmax` for a block. in_place: they may be `limits`."""
+    """Return the arguments visible, limits and empty of `softmax` for a block. in_place: `limits` is allowed."""
     if holds(block.begin == block.end, False):
         return dict(empty=call.query.new_ones(1, 1, 1, 1, dtype=torch.bool))
     if call.left is call.right is call.mask is call.bias is call.key_mask is call.query_mask is None:
@@ -183,7 +182,7 @@ def most(call: Call) -> int:
 
 
 def _is_one(call: Call) -> bool:
-    """Return whether blocks would save nothing, or cost more than they save."""
+    """Return whether one block for the whole call is as fast as several."""
     (batch, heads, rows, _), keys = call.query.shape, call.key.shape[2]
     scores = batch * heads * rows * keys
     if scores <= SMALL and call.query.device.type == "cpu":
@@ -215,7 +214,7 @@ def _in_blocks(call: Call, need_lse: bool) -> tuple:
 
 
 def without_autocast(function):
-    """Decorate a function of a call to run without autocast: `checked` has cast its inputs."""
+    """Decorate a function of a call to run without autocast, because `checked` has cast the inputs."""
 
     @functools.wraps(function)
     def run(call, *rest):
@@ -234,7 +233,10 @@ def run_naive(call: Call, need_lse: bool, need_weights: bool) -> tuple:
 
 
 def by_part(run: Callable[..., tuple], *cuts: list[list[Part]]) -> tuple:
-    """Join run(*parts, block), (output, lse or None, weights or None), over the blocks of calls that are cut alike."""
+    """Return the joined results of run(*parts, block) for all blocks. cuts: the `parts` of calls with equal shapes.
+
+    run: returns (output, lse or None, weights or None) of a block.
+    """
     rows = []
     for some in zip(*cuts, strict=True):
         columns = [joined([run(*each, block) for block in each[0].blocks], 2) for each in zip(*some, strict=True)]
@@ -243,9 +245,9 @@ def by_part(run: Callable[..., tuple], *cuts: list[list[Part]]) -> tuple:
 
 
 def by_sequence(run: Callable[..., tuple], *calls: Call) -> tuple:
-    """Return run(*calls), (output, lse or None, weights or None), with packed calls padded to batches for `run`.
+    """Return run(*calls). Packed calls, all of the same lengths, are padded to batches for it.
 
-    All calls have the lengths of the first.
+    run: returns (output, lse or None, weights or None).
     """
     call = calls[0]
     if call.cu_seqlens_q is None:
@@ -259,7 +261,7 @@ def by_sequence(run: Callable[..., tuple], *calls: Call) -> tuple:
 
 
 def _run(call: Call, need_lse: bool, need_weights: bool) -> tuple:
-    """Return `run_naive` of a call that is not packed; it may be padded."""
+    """Return `run_naive` of a call that is not packed, but may be padded."""
     wide = prepared(call, wide_dtype(call))
     if not sized(wide):  # with symbolic sizes torch 2.10 cannot export merged dimensions
         out, lse, weights = of_all(wide, need_lse, need_weights, AS_WRITTEN)
@@ -274,7 +276,7 @@ def _run(call: Call, need_lse: bool, need_weights: bool) -> tuple:
 
 
 def run_eagerly(call: Call, need_lse: bool, need_weights: bool) -> tuple:
-    """Return `run_naive`, but with each step in the dtype of the inputs, and all rows at once."""
+    """Return the results of `run_naive`, with each step in the dtype of the inputs and all rows at once."""
     return of_all(prepared(call, call.query.dtype), need_lse, need_weights, AS_WRITTEN)
 
 

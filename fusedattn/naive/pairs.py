@@ -52,7 +52,7 @@ def visible(call: Call, block: Block) -> Tensor | None:
 
 
 def edges(call: Call, block: Block) -> list[tuple[slice, Tensor]]:
-    """Return (columns, pairs of them that causal and window hide) of a block on a CPU without masks."""
+    """Return [(columns, bool of their pairs that causal and window hide)] of a block on a CPU without masks."""
     offset, sides, hidden = known_diagonal(call), [], []
     first, last, begin, end = block
     assert offset is not None
@@ -70,7 +70,7 @@ def edges(call: Call, block: Block) -> list[tuple[slice, Tensor]]:
 
 
 def _edge(rows: int, columns: int, diagonal: int, right: bool) -> Tensor:
-    """Return bool (rows, columns): True right of column i + diagonal in row i, or else left of it."""
+    """Return bool (rows, columns): in row i True for columns right of i + diagonal, or left of it."""
     everywhere = torch.ones(rows, columns, dtype=torch.bool, device="cpu")
     return everywhere.triu_(diagonal + 1) if right else everywhere.tril_(diagonal - 1)
 
@@ -80,7 +80,7 @@ _kept_edge = functools.lru_cache(maxsize=16)(_edge)
 
 
 def only_edges(call: Call, block: Block) -> bool:
-    """Return whether only causal and window hide pairs of a block, and each of its rows sees a key."""
+    """Return whether no mask or bias hides pairs of a block, and each of its rows sees a key."""
     offset = known_diagonal(call)
     if offset is None or block.end == block.begin:
         return False
@@ -110,9 +110,6 @@ def factor(call: Call, planes: Tensor | None, block: Block) -> Tensor | None:
     first, last, begin, end = block
     origin = Origin() if call.origin is None else Origin(*call.origin)
     rows, keys = (first + origin.row, last + origin.row), (begin + origin.key, end + origin.key)
-    kept = dropout.keep(call.seed, planes.flatten(), rows, keys, call.dropout_p)
-    return (
-        kept.view(*planes.shape, last - first, end - begin)
-        .to(call.query.dtype)
-        .mul_(1 / (1 - call.dropout_p) if call.dropout_p < 1 else 0.0)
-    )
+    kept = dropout.keep(call.seed, planes.flatten(), rows, keys, call.dropout_p).to(call.query.dtype)
+    scale = 1 / (1 - call.dropout_p) if call.dropout_p < 1 else 0.0
+    return kept.mul_(scale).view(*planes.shape, last - first, end - begin)

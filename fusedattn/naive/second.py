@@ -19,8 +19,8 @@ def _whole(call: Call, first: int, last: int) -> tuple:
     if call.cu_seqlens_q is None:
         part = uncut(prepared(call, wide_dtype(call)))
         return of_block(part, part.blocks[0]._replace(first=first, last=last), True, True)
-    made, rows = padded(call)
-    return packed(rows, *of_all(prepared(made, wide_dtype(call)), True, True))
+    batch, rows = padded(call)
+    return packed(rows, *of_all(prepared(batch, wide_dtype(call)), True, True))
 
 
 def _row_spans(call: Call) -> Iterator[tuple[int, int]]:
@@ -42,8 +42,11 @@ def _bounded(call: Call) -> Call:
     return call._replace(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
 
 
-def _of_rows(call: Call, span: tuple[int, int], incoming: Sequence, grad_grads: Sequence) -> list[Tensor | None]:
-    """Return `second_derivative` of the rows in `span`. incoming: gradients of the results of these rows."""
+def _of_rows(call: Call, span: tuple[int, int], incoming: Sequence, grad_grads: Sequence) -> dict[Any, Tensor]:
+    """Return `second_derivative` of the rows in `span`, by the number of a result and by the name of an input.
+
+    incoming: gradients of the results of these rows.
+    """
     names = [name for name in INPUTS if getattr(call, name) is not None]
     wanted = [name for name, grad in zip(INPUTS, grad_grads, strict=True) if grad is not None]
     present = [number for number, grad in enumerate(incoming) if grad is not None]
@@ -61,8 +64,7 @@ def _of_rows(call: Call, span: tuple[int, int], incoming: Sequence, grad_grads: 
     fields = [getattr(call, name) for name in names]
     pull = torch.func.vjp(grads, fields, [incoming[number] for number in present])[1]
     of_fields, of_incoming = pull(tuple(grad for grad in grad_grads if grad is not None))
-    found: dict[Any, Tensor] = dict(zip((*present, *names), (*of_incoming, *of_fields), strict=True))
-    return [found.get(place) for place in (*range(len(incoming)), *INPUTS)]
+    return dict(zip((*present, *names), (*of_incoming, *of_fields), strict=True))
 
 
 @without_autocast
@@ -83,10 +85,8 @@ def second_derivative(call: Call, incoming: Sequence, grad_grads: Sequence) -> t
     for span in _row_spans(call):
         rows = [None if grad is None else grad[:, :, slice(*span)] for grad in incoming]
         of_rows = _of_rows(call, span, rows, grad_grads)
-        of_incoming.append(of_rows[: len(incoming)])
-        for name, x in zip(INPUTS, of_rows[len(incoming) :], strict=True):
-            if x is not None:
-                totals[name] = x + totals[name] if name in totals else x
+        of_incoming.append([of_rows.pop(number, None) for number in range(len(incoming))])
+        totals = {name: x + totals[name] if name in totals else x for name, x in of_rows.items()}
     return *(join(x, 2) for x in zip(*of_incoming, strict=True)), *map(totals.get, INPUTS)
 
 
@@ -99,18 +99,18 @@ def second_tangent(call: Call, directions: Sequence, moved: Sequence, need_weigh
     call, parts = _bounded(call), []
     columns: Any = call.key.shape[2] if call.cu_seqlens_q is None else call.max_seqlen_k
     dtypes, widths = (call.query.dtype, wide_dtype(call), call.query.dtype), ((call.value.shape[3],), (), (columns,))
-    number = [i for i, x in enumerate(moved) if x is not None]
+    names = [name for name, x in zip(INPUTS, moved, strict=True) if x is not None]
     for first, last in _row_spans(call):
         rows = *call.query.shape[:2], last - first
         pairs = list(zip(widths, dtypes, strict=True))[: 2 + need_weights]
         zeros = [call.query.new_zeros((*rows, *width), dtype=dtype) for width, dtype in pairs]
 
         def of_fields(*incoming, span=(first, last)):
-            gradients = _of_rows(call, span, (*incoming, *[None] * (3 - len(incoming))), directions)[3:]
-            return tuple(gradients[i] for i in number)
+            gradients = _of_rows(call, span, incoming, directions)
+            return tuple(gradients[name] for name in names)
 
         # Linear in the incoming gradients, so its gradient with respect to them is the coefficient.
         pull = torch.func.vjp(of_fields, *zeros)[1]
-        parts.append(pull(tuple(moved[i] for i in number)))
+        parts.append(pull(tuple(x for x in moved if x is not None)))
     results = [join(x, 2) for x in zip(*parts, strict=True)]
     return (*results, *[None] * (3 - len(results)))

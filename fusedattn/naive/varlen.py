@@ -26,7 +26,7 @@ def padded(call: Call) -> tuple[Call, Padding]:
     def real(where, mask):
         return where.exists if mask is None else where.exists & where.pad(mask[0])
 
-    made = call._replace(
+    batch = call._replace(
         query=pad(rows, call.query),
         key=pad(keys, call.key),
         value=pad(keys, call.value),
@@ -35,7 +35,7 @@ def padded(call: Call) -> tuple[Call, Padding]:
         cu_seqlens_q=rows.offsets,
         cu_seqlens_k=keys.offsets,
     )
-    return made, rows
+    return batch, rows
 
 
 def packed(rows: Padding, out: Tensor, lse: Tensor | None, weights: Tensor | None) -> tuple:
