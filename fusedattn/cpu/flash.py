@@ -24,7 +24,7 @@ from ..call.layout import arrange, dense
 from ..call.options import Call, diagonal, wide_dtype
 from ..call.private import flash_attention_for_cpu
 from ..naive.formula import repeated, sums_of
-from .merge import exact, merged, shares_of, wide_of
+from .merge import exact, merged, shares_of
 from .small_k import FEW, lse_of, scores_of, weights_in_place, weights_of
 from .tiling import Part, Rectangle, additive, has_holes, is_additive, is_nothing, is_widened, parts, rectangles
 from .value_mean import INFINITE, centre, with_centre
@@ -142,21 +142,21 @@ def is_exact(where: Rectangle, query: Tensor) -> bool:
     return query.dtype == torch.float32 and where.end - where.begin <= FEW
 
 
-def are_alone(call: Call, some: list[Rectangle]) -> bool:
+def are_complete(call: Call, some: list[Rectangle]) -> bool:
     """Return whether each rectangle holds all visible keys of its rows."""
     rows_of = [(where.first, where.last) for where in some]
     return call.sinks is None and not call.partial and len(set(rows_of)) == len(rows_of)
 
 
 def _attend(
-    call: Call, where: Rectangle, tensors: Sequence[Tensor], less: float | Tensor, alone: bool
+    call: Call, where: Rectangle, tensors: Sequence[Tensor], less: float | Tensor, complete: bool
 ) -> tuple[Tensor, Tensor]:
     """Return (output, lse less the offset) of a rectangle. The lse is (B, H, S) with any strides.
 
-    alone: the rows see no other keys, so no gradient is computed from the lse.
+    complete: the rows see no other keys, so no gradient is computed from the lse.
     """
     query, key, value = cut(where, tensors)
-    if is_exact(where, query) and not alone:
+    if is_exact(where, query) and not complete:
         scores = scores_of(call, where, less, query, key)
         weights = weights_of(scores, where.masked)
         return sums_of(weights, value), lse_of(scores, weights)
@@ -175,7 +175,6 @@ def sinks_less(call: Call, dtype: torch.dtype, less: float) -> Tensor:
 
 
 def _forward(part: Part, save: bool, less: float) -> Result:
-    """Return the Result of a part."""
     call = part.call
     query, key, value = inputs_of(part, width_of(call))
     out, lse = _of_all_rows(part, (query, key, value), less)
@@ -190,7 +189,7 @@ def _forward(part: Part, save: bool, less: float) -> Result:
         kept, common = with_centre(out, kept, lse, common[..., : out.shape[3]])
     if call.sinks is not None:
         shares, total = shares_of((lse, sinks_less(call, torch.float64, less)))
-        factor, lse = shares[0, ..., None].to(wide_of(out)), total.to(wide_of(out))
+        factor, lse = shares[0, ..., None].to(wide_dtype(call)), total.to(wide_dtype(call))
         out = out * factor
         if common is not None:  # scale the whole output, then subtract the mean again
             common = repeated(common, call.query.shape[1])
@@ -202,18 +201,18 @@ def _of_all_rows(part: Part, tensors: Sequence[Tensor], less: float) -> tuple[Te
     """Return (output, lse less the offset) of a part."""
     call, columns = part.call, part.call.value.shape[3]
     some, rows = list(rectangles(part)), call.query.shape[2]
-    all_alone = are_alone(call, some)
+    all_complete = are_complete(call, some)
 
-    def attended(where: Rectangle, alone: bool) -> tuple[Tensor, Tensor]:
-        out, lse = _attend(call, where, tensors, less, all_alone)
-        if not alone or call.sinks is not None:
-            lse = exact(call, lse, less, lambda near: _attend(call, where, tensors, near, all_alone)[1])
+    def attended(where: Rectangle, complete: bool) -> tuple[Tensor, Tensor]:
+        out, lse = _attend(call, where, tensors, less, all_complete)
+        if not complete or call.sinks is not None:
+            lse = exact(call, lse, less, lambda near: _attend(call, where, tensors, near, all_complete)[1])
         return out[..., :columns], lse
 
     if len(some) == 1 and some[0].last - some[0].first == rows:
         return attended(some[0], True)
     out = dense(call.query, (*call.query.shape[:3], columns)).zero_()
-    lse = out.new_full(out.shape[:3], -INFINITE, dtype=wide_of(out) if call.sinks is None else torch.float64)
+    lse = out.new_full(out.shape[:3], -INFINITE, dtype=wide_dtype(call) if call.sinks is None else torch.float64)
     for (first, last), same_rows in groupby(some, key=lambda where: where[:2]):
         of_keys = list(same_rows)
         results = [attended(where, len(of_keys) == 1) for where in of_keys]
@@ -259,7 +258,7 @@ def forward(call: Call, save: bool) -> Result:
         out = arrange(out, like)
     else:
         out = dense(like, (*like.shape[:3], call.value.shape[3])).zero_()
-        lse = out.new_full(out.shape[:3], -INFINITE, dtype=wide_of(out))
+        lse = out.new_full(out.shape[:3], -INFINITE, dtype=wide_dtype(call))
         if call.sinks is not None:
             lse = torch.maximum(lse, sinks_less(call, lse.dtype, less).detach())
         kept = torch.zeros_like(out, dtype=call.query.dtype) if save and like.dtype.itemsize == 2 else out

@@ -26,12 +26,9 @@ def exact(call: Call, lse: Tensor, less: float, again: Callable[[Tensor], Tensor
 def merged(results: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Return (output, lse) over several sets of keys, from (output, lse) over each set."""
     shares, total = shares_of([lse for _, lse in results])
-    terms = [out * share[..., None].to(wide_of(out)) for (out, _), share in zip(results, shares, strict=True)]
+    shares = shares.to(torch.promote_types(results[0][0].dtype, torch.float32))
+    terms = [out * share[..., None] for (out, _), share in zip(results, shares, strict=True)]
     return torch.stack(terms).sum(0), total
-
-
-def wide_of(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 def shares_of(lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

@@ -68,7 +68,6 @@ def stats(result: flash.Result) -> Tensor:
 
 
 def _kept(out: Tensor, stats: Tensor) -> Tensor:
-    """Return the output saved in `stats`."""
     if out.dtype.itemsize != 2:
         return out
     kept = stats.contiguous()[..., 1:]  # saved-tensor hooks may have changed its strides

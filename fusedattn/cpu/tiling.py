@@ -261,7 +261,6 @@ def _seen(mask: Tensor, of: Block, most: int) -> list[Block]:
 
 
 def is_nothing(less: float | Tensor) -> bool:
-    """Return whether an offset is the number 0."""
     return not isinstance(less, Tensor) and not less
 
 

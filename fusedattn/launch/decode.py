@@ -106,16 +106,15 @@ def launch_decode(out, lse, decode: Decode):
 
     def targets(tile):
         n = splits(programs(tile), cdiv(keys, tile.keys), multiprocessors)
-        partials.clear()  # of a larger tile that did not fit
-        partials["splits"] = n
+        partials.update(splits=n, partials=None)
         if n == 1:
-            return dict(**results, partials=None, splits=1)
+            return results | partials
         sums, states = (out.new_empty((batch, heads, length, n, last), dtype=lse.dtype) for last in (out.shape[3], 2))
         partials["partials"] = Partials(sums, states)
-        return dict(Out=None, Lse=None, **partials)
+        return dict(Out=None, Lse=None) | partials
 
     run.run_tiled(decoder(rows), call, lambda tile: programs(tile) * partials["splits"], launched, targets)
-    if "partials" in partials:
+    if partials["partials"] is not None:
         sizes = dict(
             rows=length, heads=heads, DV=out.shape[3], MOST=tile_table.MOST_SPLITS, scale=rules.score.softmax_scale
         )

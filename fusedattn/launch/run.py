@@ -116,10 +116,8 @@ def multiprocessors(device):
     return 1 if interpreting() else torch.cuda.get_device_properties(device).multi_processor_count
 
 
-KERNELS = {
-    x.__name__: x for x in (forward, weights, preprocess, postprocess, dq, dkdv, dbias, tangent, tangent_weights)
-}
-KERNELS |= {x.__name__: x for x in (block_mask, tile_lists, fill_slots, append, combine)}
+KERNELS = {x.__name__: x for x in (forward, preprocess, postprocess, dq, dkdv, dbias, tangent, append, combine)}
+KERNELS |= {x.__name__: x for x in (weights, tangent_weights, block_mask, tile_lists, fill_slots)}
 KERNELS |= dict.fromkeys(tile_table.DECODE, decode)
 KERNELS["one_pass"] = dkdv  # also accumulates dq, with tiles of its own
 if hopper.kernel is not None:

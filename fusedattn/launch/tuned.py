@@ -160,7 +160,6 @@ def _is_faster(device: Device, one: str, other: str, where: tuple, banded: bool)
 
 
 def is_faster(one: str, other: str, call: Call, device: Device, pressure: str = "plain") -> bool:
-    """Return whether one kernel's best form was faster than another's."""
     _, *where = place(one, call.query.dtype, max(call.query.shape[3], call.value.shape[3]), pressure)
     return _is_faster(device, one, other, (*where,), call.left is not None or call.right is not None)
 

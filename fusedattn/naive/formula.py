@@ -162,7 +162,6 @@ def of_block(part: Part, block: Block, need_lse: bool, need_weights: bool, produ
 
 
 def of_all(call: Call, need_lse: bool, need_weights: bool, products: tuple = FEWEST_COPIES) -> tuple:
-    """Return `of_block` of a whole call."""
     part = uncut(call)
     return of_block(part, part.blocks[0], need_lse, need_weights, products)
 
