@@ -1,14 +1,14 @@
 """Attention to key-value caches: append new keys, then attend to the filled part of each cache."""
 
-import torch
 from torch import Tensor
 
 from ..call.decode import Decode, apart, capacity_of
 from ..call.layout import arrange, dense
-from ..call.options import Call
+from ..call.options import Call, wide_dtype
 from ..naive import decode as naive
 from ..naive.formula import without_autocast
-from . import flash, kernel
+from ..naive.varlen import joined
+from . import flash
 
 
 def append(decode: Decode) -> None:
@@ -26,30 +26,23 @@ def append(decode: Decode) -> None:
             cache[first:last, :, length : length + decode.added] = new[first:last]
 
 
-def attend(decode: Decode) -> tuple[Tensor, Tensor]:
-    """Return (output, lse) after `append`."""
-    return _attend(decode.call, decode)
-
-
+@without_autocast
 def _of_call(call: Call) -> tuple[Tensor, Tensor]:
     causal = flash.at_once(call)
     if causal is None:
         result = flash.forward(call, False)
         return result.out, result.lse + result.less
-    out, lse = kernel.attend(*call[:3], causal, None, call.scale)
+    out, lse = flash.attend(*call[:3], causal, None, call.scale)
     return arrange(out, call.query), lse
 
 
-@without_autocast
-def _attend(call: Call, decode: Decode) -> tuple[Tensor, Tensor]:
+def attend(decode: Decode) -> tuple[Tensor, Tensor]:
+    """Return (output, lse) after `append`."""
     most = capacity_of(decode)
     after = [min(max(length, 0) + decode.added, most) for length in decode.lengths.tolist()]
-    call, runs = naive.rotated_query(decode), list(naive.alike(after))
-    results = [_of_call(naive.of_length(call, decode, *run)) for run in runs]
-    if len(results) == 1:
-        return results[0]
-    out = dense(call.query, (*call.query.shape[:3], call.value.shape[3]))
-    lse = out.new_empty(out.shape[:3], dtype=torch.promote_types(out.dtype, torch.float32))
-    for (first, last, _), (own_out, own_lse) in zip(runs, results, strict=True):
-        out[first:last], lse[first:last] = own_out, own_lse
-    return out, lse
+    call = naive.rotated_query(decode)
+    if not after:
+        out = dense(call.query, (*call.query.shape[:3], call.value.shape[3]))
+        return out, out.new_empty(out.shape[:3], dtype=wide_dtype(call))
+    out, lse, _ = joined([(*_of_call(naive.of_length(call, decode, *run)), None) for run in naive.alike(after)], 0)
+    return arrange(out, call.query), lse

@@ -1,12 +1,12 @@
-"""The forward of a Call by PyTorch's fused kernel for CPUs, a rectangle of scores at a time.
+"""The forward of a Call by PyTorch's fused kernel for CPUs, one rectangle of scores at a time.
 
 Source of the kernel: FlashAttention-2, arXiv:2307.08691; in PyTorch aten/src/ATen/native/cpu/FlashAttentionKernel.cpp.
-Alone, the kernel's gradients miss the tolerance of `testing.tolerance`. Four measures mend that:
+The kernel's own gradients miss the tolerance of `testing.tolerance`. Four measures mend that:
 
 - bfloat16 rounds the output that the backward reads, and a mean shared by all values multiplies that error. So the
   forward saves the output of the values less their mean (`value_mean`).
-- float32 exponentials have an error of 2**-20, which does not average out over few keys. Their gradients come from the
-  exact formula (`small_k`).
+- float32 exponentials have an error of 2**-20, which does not average out over few keys. Gradients of few keys come
+  from the exact formula (`small_k`).
 - All weights of a row share the rounding error of its lse. An offset, subtracted from the scores, keeps the lse near 0.
 - Both passes pad to the same number of columns. Otherwise they would round the same score differently.
 """
@@ -22,20 +22,35 @@ from torch.nn.functional import pad
 
 from ..call.layout import arrange, dense
 from ..call.options import Call, diagonal, wide_dtype
-from .kernel import attend
-from .merge import exact, merged, shares_of, wide_of
-from .small_k import FEW, added_to_few, lse_of, product, scores_of, weights_in_place, weights_of
+from ..call.private import flash_attention_for_cpu
+from ..naive.formula import repeated, sums_of
+from .merge import exact, merged, shares_of
+from .small_k import FEW, lse_of, scores_of, weights_in_place, weights_of
 from .tiling import Part, Rectangle, additive, has_holes, is_additive, is_nothing, is_widened, parts, rectangles
-from .value_mean import INFINITE, centre, to_heads, with_centre
+from .value_mean import INFINITE, centre, with_centre
+
+VECTOR = 16  # float32 numbers in the widest vector register
 
 
 class Result(NamedTuple):
-    """Output, lse less the offset, and the output in the form that the backward takes."""
+    """Output, lse less the offset, and the output that the backward takes."""
 
     out: Tensor
     lse: Tensor
-    kept: Tensor  # in the dtype of the computation; in bfloat16 the output less the mean of the values
+    kept: Tensor  # the output in the dtype of the computation; in bfloat16 less the mean of the values
     less: float = 0.0  # the offset
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, causal: bool, added: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return (output, lse) by the kernel; lse is 0 for a row that sees nothing. added: added to the scores, or None."""
+    out, lse = flash_attention_for_cpu(query, key, value, 0.0, causal, attn_mask=added, scale=scale)
+    if added is None and key.shape[2] < VECTOR and not lse.all():
+        # It may have ignored a NaN: its lse is then 0. With an added tensor it checks every score.
+        zeros = query.new_zeros((1, 1, 1, 1)).expand(*query.shape[:3], key.shape[2])
+        out, lse = flash_attention_for_cpu(query, key, value, 0.0, causal, attn_mask=zeros, scale=scale)
+    return out, lse
 
 
 def in_rows(x: Tensor) -> bool:
@@ -94,9 +109,9 @@ def to_wide(call: Call) -> Call:
 
 
 def offset(call: Call) -> float:
-    """Return the offset subtracted from scores: the expected lse of scores of variance 1.
+    """Return the offset to subtract from the scores: the expected lse of scores of variance 1.
 
-    It is the same for a call, for its `to_wide` form, and under vmap.
+    `to_wide` and torch.vmap do not change it.
     """
     seen = longest = call.key.shape[2]
     if call.cu_seqlens_k is not None:
@@ -112,7 +127,7 @@ def offset(call: Call) -> float:
 
 
 def mask(call: Call, where: Rectangle, less: float | Tensor) -> Tensor | None:
-    """Return what the kernel adds to the scores of a rectangle, or None."""
+    """Return the tensor that the kernel adds to the scores of a rectangle, or None."""
     if where.masked:
         return additive(call, where, less)
     if is_nothing(less):
@@ -123,31 +138,28 @@ def mask(call: Call, where: Rectangle, less: float | Tensor) -> Tensor | None:
 
 
 def is_exact(where: Rectangle, query: Tensor) -> bool:
+    """Return whether the gradients of a rectangle come from the exact formula."""
     return query.dtype == torch.float32 and where.end - where.begin <= FEW
 
 
-def are_alone(call: Call, some: list[Rectangle]) -> bool:
+def are_complete(call: Call, some: list[Rectangle]) -> bool:
     """Return whether each rectangle holds all visible keys of its rows."""
     rows_of = [(where.first, where.last) for where in some]
     return call.sinks is None and not call.partial and len(set(rows_of)) == len(rows_of)
 
 
-def scores_less(call: Call, where: Rectangle, less: float | Tensor, query: Tensor, key: Tensor) -> Tensor:
-    return scores_of(query, key, call.scale, added_to_few(call, where, less))
-
-
 def _attend(
-    call: Call, where: Rectangle, tensors: Sequence[Tensor], less: float | Tensor, alone: bool
+    call: Call, where: Rectangle, tensors: Sequence[Tensor], less: float | Tensor, complete: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return (output, lse less the offset) of a rectangle; lse is (B, H, S) with any strides.
+    """Return (output, lse less the offset) of a rectangle. The lse is (B, H, S) with any strides.
 
-    alone: the rows see no other keys, so no gradient is computed from the lse.
+    complete: the rows see no other keys, so no gradient is computed from the lse.
     """
     query, key, value = cut(where, tensors)
-    if is_exact(where, query) and not alone:
-        scores = scores_less(call, where, less, query, key)
+    if is_exact(where, query) and not complete:
+        scores = scores_of(call, where, less, query, key)
         weights = weights_of(scores, where.masked)
-        return product(weights, value), lse_of(scores, weights)
+        return sums_of(weights, value), lse_of(scores, weights)
     added = mask(call, where, less)
     out, lse = attend(query, key, value, where.causal, added, call.scale)
     if where.masked and not lse.all():  # the kernel returns 0 for a row that sees nothing
@@ -162,62 +174,54 @@ def sinks_less(call: Call, dtype: torch.dtype, less: float) -> Tensor:
     return call.sinks.to(dtype)[:, :, None] - less
 
 
-def _forward(part: Part, save: bool, less: float) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return (output, lse less the offset, output less the mean value, the mean value or None) of a part."""
-    call, columns = part.call, part.call.value.shape[3]
+def _forward(part: Part, save: bool, less: float) -> Result:
+    call = part.call
     query, key, value = inputs_of(part, width_of(call))
     out, lse = _of_all_rows(part, (query, key, value), less)
     common = centre(value[:, :, part.begin : part.end]) if save else None
-    if common is None:
-        return out, lse, out, None
-    kept, _ = _of_all_rows(part, (query, key, value - common), less)
-    if call.query_mask is not None:  # hidden rows must not influence the others
+    kept = out if common is None else _of_all_rows(part, (query, key, value - common), less)[0]
+    if call.query_mask is not None:  # before `with_centre`: hidden rows must not influence the others
         hidden = hidden_by(call.query_mask)
-        out, lse = out.masked_fill(hidden, 0.0), lse.masked_fill(hidden[..., 0], -INFINITE)
-    kept, common = with_centre(out, kept, lse, common[..., :columns])
-    return out, lse, kept, to_heads(common, call.query.shape[1])
+        kept = kept.masked_fill(hidden, 0.0)
+        out = kept if common is None else out.masked_fill(hidden, 0.0)
+        lse = lse.masked_fill(hidden[..., 0], -INFINITE)
+    if common is not None:
+        kept, common = with_centre(out, kept, lse, common[..., : out.shape[3]])
+    if call.sinks is not None:
+        shares, total = shares_of((lse, sinks_less(call, torch.float64, less)))
+        factor, lse = shares[0, ..., None].to(wide_dtype(call)), total.to(wide_dtype(call))
+        out = out * factor
+        if common is not None:  # scale the whole output, then subtract the mean again
+            common = repeated(common, call.query.shape[1])
+            kept = (kept + common.to(factor.dtype)) * factor - common
+    return Result(out, lse, out if common is None else kept, less)
 
 
 def _of_all_rows(part: Part, tensors: Sequence[Tensor], less: float) -> tuple[Tensor, Tensor]:
     """Return (output, lse less the offset) of a part."""
     call, columns = part.call, part.call.value.shape[3]
     some, rows = list(rectangles(part)), call.query.shape[2]
-    all_alone = are_alone(call, some)
+    all_complete = are_complete(call, some)
 
-    def attended(where: Rectangle, alone: bool) -> tuple[Tensor, Tensor]:
-        out, lse = _attend(call, where, tensors, less, all_alone)
-        if not alone or call.sinks is not None:
-            lse = exact(call, lse, less, lambda near: _attend(call, where, tensors, near, all_alone)[1])
+    def attended(where: Rectangle, complete: bool) -> tuple[Tensor, Tensor]:
+        out, lse = _attend(call, where, tensors, less, all_complete)
+        if not complete or call.sinks is not None:
+            lse = exact(call, lse, less, lambda near: _attend(call, where, tensors, near, all_complete)[1])
         return out[..., :columns], lse
 
     if len(some) == 1 and some[0].last - some[0].first == rows:
         return attended(some[0], True)
     out = dense(call.query, (*call.query.shape[:3], columns)).zero_()
-    lse = out.new_full(out.shape[:3], -INFINITE, dtype=wide_of(out) if call.sinks is None else torch.float64)
+    lse = out.new_full(out.shape[:3], -INFINITE, dtype=wide_dtype(call) if call.sinks is None else torch.float64)
     for (first, last), same_rows in groupby(some, key=lambda where: where[:2]):
         of_keys = list(same_rows)
-        found = [attended(where, len(of_keys) == 1) for where in of_keys]
-        out[:, :, first:last], lse[:, :, first:last] = found[0] if len(found) == 1 else merged(found)
+        results = [attended(where, len(of_keys) == 1) for where in of_keys]
+        out[:, :, first:last], lse[:, :, first:last] = results[0] if len(results) == 1 else merged(results)
     return out, lse
 
 
-def _finished(call: Call, less: float, out: Tensor, lse: Tensor, kept: Tensor, common: Tensor | None) -> Result:
-    """Apply query_mask and sinks, and return the Result."""
-    if call.query_mask is not None:
-        hidden = hidden_by(call.query_mask)
-        out, kept = (x.masked_fill(hidden, 0.0) for x in (out, kept))
-        lse = lse.masked_fill(hidden[..., 0], -INFINITE)
-    if call.sinks is not None:
-        shares, total = shares_of((lse, sinks_less(call, torch.float64, less)))
-        factor, total = shares[0, ..., None].to(wide_of(out)), total.to(wide_of(out))
-        # Scale the whole output, then subtract the mean again.
-        kept = kept if common is None else (kept + common.to(factor.dtype)) * factor - common
-        out, lse = out * factor, total
-    return Result(out, lse, kept if call.query.dtype == torch.bfloat16 and common is not None else out, less)
-
-
 def at_once(call: Call) -> bool | None:
-    """Return whether one causal kernel call computes all (True), one full call does (False), or neither (None)."""
+    """Return True if one causal call of the kernel computes a whole call, False if one full call does, else None."""
     query, key, value = call[:3]
     rows, keys = query.shape[2], key.shape[2]
     if (
@@ -237,7 +241,7 @@ def at_once(call: Call) -> bool | None:
 
 
 def forward(call: Call, save: bool) -> Result:
-    """Return output in the dtype and dimension order of query, and lse less the offset in float32 or float64.
+    """Return the Result of a call: the output in the dtype and dimension order of query, the lse in float32 or float64.
 
     save: a backward follows. This changes no bit of output and lse.
     """
@@ -250,16 +254,16 @@ def forward(call: Call, save: bool) -> Result:
     like, call = call.query, to_wide(call)
     split, less = parts(call), offset(call)
     if len(split) == 1 and split[0].call is call:
-        out, lse, kept, _ = _finished(call, less, *_forward(split[0], save, less))
+        out, lse, kept, _ = _forward(split[0], save, less)
         out = arrange(out, like)
     else:
         out = dense(like, (*like.shape[:3], call.value.shape[3])).zero_()
-        lse = out.new_full(out.shape[:3], -INFINITE, dtype=wide_of(out))
+        lse = out.new_full(out.shape[:3], -INFINITE, dtype=wide_dtype(call))
         if call.sinks is not None:
             lse = torch.maximum(lse, sinks_less(call, lse.dtype, less).detach())
         kept = torch.zeros_like(out, dtype=call.query.dtype) if save and like.dtype.itemsize == 2 else out
         for part in split:
-            of_part = _finished(part.call, less, *_forward(part, save, less))
+            of_part = _forward(part, save, less)
             part.of_rows(out).copy_(of_part.out)
             part.of_rows(lse).copy_(of_part.lse)
             if kept is not out:
@@ -267,44 +271,32 @@ def forward(call: Call, save: bool) -> Result:
     return Result(out, lse, kept.to(call.query.dtype), less)
 
 
-def _weights_of_rows(part: Part, some: Sequence[Rectangle], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the weights of the rectangles of one block of rows."""
-    call = part.call
-
-    def scores(where: Rectangle, less: float | Tensor) -> Tensor:
-        return scores_less(call, where, less, *cut(where, tensors)[:2])
-
-    def found(where: Rectangle, less: float | Tensor) -> tuple[Tensor, Tensor]:
-        of_rows = scores(where, less)
-        weights = weights_of(of_rows, where.masked)
-        return weights, lse_of(of_rows, weights)
-
-    def lse_less_0(where: Rectangle, lse: Tensor) -> Tensor:
-        return exact(call, lse, 0.0, lambda near: found(where, near)[1])
-
-    if len(some) == 1 and call.sinks is None:
-        return [weights_in_place(lambda: scores(some[0], 0.0), some[0].masked)]
-    made = [found(where, 0.0) for where in some]
-    lses = [lse_less_0(where, lse) for where, (_, lse) in zip(some, made, strict=True)]
-    lses += [] if call.sinks is None else [sinks_less(call, torch.float64, 0.0)]
-    shares = shares_of(lses)[0].to(tensors[0].dtype)
-    return [weights * share[..., None] for (weights, _), share in zip(made, shares, strict=False)]
-
-
 def weights(call: Call, columns: int) -> Tensor:
     """Return the weights (B, Hq, Sq, columns) of a call."""
-    split, wide = parts(call), wide_dtype(call)
-    if len(split) == 1 and split[0].call is call and call.query_mask is None:
-        some = list(rectangles(split[0]))
-        if len(some) == 1 and some[0][:4] == (0, call.query.shape[2], 0, columns):  # no zeros to fill in
-            tensors = [x.to(wide) for x in inputs_of(split[0], call.query.shape[3])]
-            return _weights_of_rows(split[0], some, tensors)[0].to(call.query.dtype)
-    whole = call.query.new_zeros(*call.query.shape[:3], columns)
-    for part in split:
-        tensors = [x.to(wide) for x in inputs_of(part, call.query.shape[3])]
-        of_part = part.of_rows(whole)
-        for (first, last), same_rows in groupby(rectangles(part), key=lambda where: where[:2]):
+    whole: Tensor | None = None
+    for part in parts(call):
+        tensors = [x.to(wide_dtype(call)) for x in inputs_of(part, call.query.shape[3])]
+        for _, same_rows in groupby(rectangles(part), key=lambda where: where[:2]):
             some = list(same_rows)
-            for where, of_keys in zip(some, _weights_of_rows(part, some, tensors), strict=True):
-                of_part[:, :, first:last, where.begin : where.end] = of_keys
+            where = some[0] if len(some) == 1 else some[0]._replace(end=some[-1].end, masked=True)
+            of_rows = _weights(part.call, where, *cut(where, tensors)[:2])
+            if part.call is call and call.query_mask is None and of_rows.shape == (*call.query.shape[:3], columns):
+                return of_rows.to(call.query.dtype)  # no zeros to fill in
+            whole = call.query.new_zeros(*call.query.shape[:3], columns) if whole is None else whole
+            part.of_rows(whole)[:, :, where.first : where.last, where.begin : where.end] = of_rows
+    whole = call.query.new_zeros(*call.query.shape[:3], columns) if whole is None else whole
     return whole if call.query_mask is None else whole.masked_fill_(hidden_by(call.query_mask), 0.0)
+
+
+def _weights(call: Call, where: Rectangle, query: Tensor, key: Tensor) -> Tensor:
+    """Return the weights of a rectangle with all keys that its rows see."""
+
+    def scores() -> Tensor:
+        scores = scores_of(call, where, 0.0, query, key)
+        if call.sinks is None:
+            return scores
+        sinks = sinks_less(call, scores.dtype, 0.0)[..., None].expand(*scores.shape[:3], 1)
+        return torch.cat([scores, sinks], -1)
+
+    weights = weights_in_place(scores, where.masked)
+    return weights if call.sinks is None else weights[..., :-1].contiguous()  # a view cannot be an operator's result

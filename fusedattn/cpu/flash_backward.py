@@ -1,4 +1,4 @@
-"""The backward of a Call by PyTorch's fused kernel for CPUs, a rectangle of scores at a time."""
+"""The backward of a Call by PyTorch's fused kernel for CPUs, one rectangle of scores at a time."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,52 +11,37 @@ from ..call.layout import arrange
 from ..call.options import Call
 from ..call.private import flash_attention_for_cpu_backward
 from ..naive import pairs
-from ..naive.blocks import Block
-from .flash import (
-    are_alone,
-    at_once,
-    cut,
-    hidden_by,
-    in_columns,
-    inputs_of,
-    is_exact,
-    mask,
-    offset,
-    scores_less,
-    sinks_less,
-    to_wide,
-    width_of,
-)
-from .small_k import by_weights, lse_of, weights_of
+from ..naive.blocks import Block, spans
+from ..naive.formula import grouped
+from . import flash
+from .small_k import by_weights, lse_of, scores_of, weights_of
 from .tiling import Part, Rectangle, parts, rectangles
-from .value_mean import INFINITE, centre, in_groups
+from .value_mean import INFINITE, centre
 
 SCORES = 2**25  # bytes of scores that the formula computes at a time for the gradient of a bias
 
 
 def _in_blocks(where: Rectangle, call: Call) -> list[Rectangle]:
     """Cut a rectangle along its rows, so that the scores of a block take at most SCORES bytes."""
-    batch, heads, _, _ = call.query.shape
-    step = max(1, SCORES // (batch * heads * (where.end - where.begin) * call.query.element_size()))
-    if where.causal:  # a later row would start at another key
+    if where.causal:  # a block of later rows would not be a causal rectangle
         return [where]
-    return [
-        where._replace(first=first, last=min(first + step, where.last))
-        for first in range(where.first, where.last, step)
-    ]
+    step = SCORES // (call.query.shape[:2].numel() * (where.end - where.begin) * call.query.element_size())
+    rows = spans(where.last - where.first, step)
+    return [where._replace(first=where.first + first, last=where.first + last) for first, last in rows]
 
 
-def _differentiate(call: Call, where: Rectangle, less: float, tensors, grad_out, out, lse) -> Sequence[Tensor]:
-    """Return the gradients of query, key and value of a rectangle, by the kernel."""
-    added = mask(call, where, less)
-    return flash_attention_for_cpu_backward(
-        grad_out, *tensors, out, lse, 0.0, where.causal, attn_mask=added, scale=call.scale
-    )
+def _by_kernel(call: Call, where: Rectangle, less: float, *tensors: Tensor) -> Sequence[Tensor]:
+    """Return the gradients of query, key and value of a rectangle. tensors: grad_out, query, key, value, out, lse."""
+    added = flash.mask(call, where, less)
+    return flash_attention_for_cpu_backward(*tensors, 0.0, where.causal, attn_mask=added, scale=call.scale)
 
 
-def _differentiate_exactly(call, where, less, tensors, grad_out, out, lse, of_bias) -> Sequence[Tensor]:
-    """Return the same by the formula. lse is None if the rows see no other keys; out is None to recompute it."""
-    scores = scores_less(call, where, less, *tensors[:2])
+def _by_formula(call, where, less, tensors, grad_out, out, lse, of_bias) -> Sequence[Tensor]:
+    """Return the gradients of query, key and value of a rectangle.
+
+    lse: None if the rows see no other keys. out: None to recompute it. of_bias: accumulates the gradient of the bias.
+    """
+    scores = scores_of(call, where, less, *tensors[:2])
     weights = weights_of(scores, where.masked)
     if lse is not None:
         weights *= (lse_of(scores, weights) - lse).exp_()[..., None]
@@ -64,7 +49,7 @@ def _differentiate_exactly(call, where, less, tensors, grad_out, out, lse, of_bi
 
 
 class Incoming(NamedTuple):
-    """Gradients of output and lse (either may be None), and the results of `forward`."""
+    """Gradients of output and lse, either of which may be None, and the Result of the forward."""
 
     grad_out: Tensor | None
     grad_lse: Tensor | None
@@ -74,40 +59,40 @@ class Incoming(NamedTuple):
 
 
 def _backward(part: Part, less: float, rows: Incoming, of_bias: Tensor | None) -> Sequence[Tensor]:
-    """Return the gradients of query, key and value of a part; add that of its bias to of_bias."""
-    call, columns = part.call, width_of(part.call)
-    tensors = inputs_of(part, columns)
+    """Return the gradients of query, key and value of a part. of_bias: accumulates the gradient of the bias."""
+    call, columns = part.call, flash.width_of(part.call)
+    tensors = flash.inputs_of(part, columns)
     grad_out, grad_lse, out, kept, lse = rows
     common = None if grad_out is None else centre(tensors[2][:, :, part.begin : part.end])
     if common is not None:
-        same = in_groups(kept == out.to(kept.dtype), common.shape[1]).all(3, keepdim=True).all(2, keepdim=True)
-        tensors[2] = tensors[2] - common.masked_fill(same, 0.0)  # for these heads the whole output was saved
+        same = grouped(kept == out.to(kept.dtype), common.shape[1]).all(2).all(1)  # their whole output was saved
+        tensors[2] = tensors[2] - common.masked_fill(same.view(*common.shape[:2], 1, 1), 0.0)
     some = list(rectangles(part))
-    alone = are_alone(call, some)
+    complete = flash.are_complete(call, some)
     if of_bias is not None:
-        some = [piece for where in some for piece in _in_blocks(where, call)]
+        some = [block for where in some for block in _in_blocks(where, call)]
     whole = len(some) == 1 and some[0][:4] == (0, call.query.shape[2], 0, call.key.shape[2])
     totals = [] if whole else [x.new_zeros(x.shape, dtype=lse.dtype) for x in tensors]
 
     def add(grad_out, kept, tensors, wanted, by_output):
-        grad_out, kept = in_columns(grad_out, columns), in_columns(kept, columns)
+        grad_out, kept = flash.in_columns(grad_out, columns), flash.in_columns(kept, columns)
         for where in some:
-            inputs = cut(where, tensors)
+            inputs = flash.cut(where, tensors)
             of_out, out, total = (x[:, :, where.first : where.last] for x in (grad_out, kept, lse))
-            if of_bias is not None or is_exact(where, inputs[0]):
-                out, total = out if by_output else None, None if alone else total
+            if of_bias is not None or flash.is_exact(where, inputs[0]):
+                out, total = out if by_output else None, None if complete else total
                 bias = None if of_bias is None else pairs.cut(of_bias, Block(*where[:4]))
-                grads = _differentiate_exactly(call, where, less, inputs, of_out, out, total, bias)
+                grads = _by_formula(call, where, less, inputs, of_out, out, total, bias)
             else:
-                grads = _differentiate(call, where, less, inputs, of_out, out, total)
+                grads = _by_kernel(call, where, less, of_out, *inputs, out, total)
             if not totals:
                 totals.extend(grads)
                 continue
-            for total, grad in zip(cut(where, totals)[:wanted], grads, strict=False):
+            for total, grad in zip(flash.cut(where, totals)[:wanted], grads, strict=False):
                 total += grad
 
     if grad_out is not None:
-        add(grad_out, kept, tensors, 3, not alone)
+        add(grad_out, kept, tensors, 3, not complete)
     if grad_lse is not None:
         # A score's gradient is weight * (grad_out @ value - sum(grad_out * out) + grad_lse). The term of grad_lse
         # equals a second call with values 0 and sum(grad_out * out) = -grad_lse.
@@ -124,7 +109,7 @@ def _of_sinks(call: Call, less: float, rows: Incoming, out: Tensor) -> Tensor:
     missing = torch.zeros_like(rows.lse) if rows.grad_lse is None else rows.grad_lse
     missing = missing if rows.grad_out is None else missing - (rows.grad_out.to(rows.lse.dtype) * out).sum(-1)
     assert call.sinks is not None
-    weight = (sinks_less(call, rows.lse.dtype, less) - rows.lse).exp_()
+    weight = (flash.sinks_less(call, rows.lse.dtype, less) - rows.lse).exp_()
     return (weight * missing).sum(2).sum_to_size(call.sinks.shape).to(call.sinks.dtype)
 
 
@@ -139,32 +124,32 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return the gradients of query, key, value, bias and sinks, each in its dtype and contiguous.
 
-    The gradients of the rectangles, each from the output and lse of its whole rows, are added.
+    They are sums over rectangles. Each rectangle takes the output and lse of its whole rows.
 
     Args:
         grad_out, grad_lse: either may be None.
-        out, kept, lse: results of `forward`.
-        need_bias: compute the bias gradient; `small_k.has_bias_gradient` must hold. Otherwise it is None.
+        out, kept, lse: from the Result of the forward.
+        need_bias: compute the bias gradient, which needs `small_k.has_bias_gradient`. Otherwise it is None.
     """
-    causal = at_once(call) if grad_lse is None and call.value.dtype != torch.bfloat16 else None
+    causal = flash.at_once(call) if grad_lse is None and call.value.dtype != torch.bfloat16 else None
     if causal is not None and grad_out is not None:
-        less, everything = offset(call), Rectangle(0, call.query.shape[2], 0, call.key.shape[2], causal)
-        if not is_exact(everything, call.query):
-            incoming = in_columns(grad_out, call.value.shape[3])
-            of_query, of_key, of_value = _differentiate(call, everything, less, call[:3], incoming, out, lse)
-            return of_query, of_key, of_value, None, None
+        less, everything = flash.offset(call), Rectangle(0, call.query.shape[2], 0, call.key.shape[2], causal)
+        if not flash.is_exact(everything, call.query):
+            incoming = flash.in_columns(grad_out, call.value.shape[3])
+            query, key, value = _by_kernel(call, everything, less, incoming, *call[:3], out, lse)
+            return query, key, value, None, None
     of_bias = None if call.bias is None or not need_bias else torch.zeros_like(call.bias, dtype=lse.dtype)
-    inputs, call = call[:3], to_wide(call)
+    inputs, call = call[:3], flash.to_wide(call)
     grad_out = None if grad_out is None else grad_out.to(kept.dtype)
     empty = lse == -INFINITE  # all weights are 0, so there is no gradient
     if call.query_mask is not None:
-        hidden = hidden_by(call.query_mask)
+        hidden = flash.hidden_by(call.query_mask)
         grad_out = None if grad_out is None else grad_out.masked_fill(hidden, 0.0)
         grad_lse = None if grad_lse is None else grad_lse.masked_fill(hidden[..., 0], 0.0)
         empty = empty | hidden[..., 0]  # their lse is the sink's, so exp(score - lse) may overflow
     grad_lse = None if grad_lse is None else grad_lse.masked_fill(empty, 0.0)
     rows = Incoming(grad_out, grad_lse, out, kept, lse.masked_fill(empty, INFINITE))
-    split, less = parts(call), offset(call)
+    split, less = parts(call), flash.offset(call)
     if len(split) == 1 and split[0].call is call and not (grad_out is grad_lse is None):
         grads = _backward(split[0], less, rows, of_bias)
     else:

@@ -14,7 +14,7 @@ LARGE = {torch.bfloat16: 2.0**13}  # an lse above this is too inaccurate in floa
 def exact(call: Call, lse: Tensor, less: float, again: Callable[[Tensor], Tensor]) -> Tensor:
     """Return an lse less the offset, in float64 if its rounding error would be visible in the merged result.
 
-    again: computes the lse less a given offset for each row. Near 0 its rounding error is small.
+    again: computes the lse less another offset, one for each row. Near 0 the rounding error of an lse is small.
     """
     large = LARGE.get(call.query.dtype, 16.0)
     if lse.dtype == torch.float64 or not bool(((lse.abs() > large) & lse.isfinite()).any()):
@@ -23,21 +23,18 @@ def exact(call: Call, lse: Tensor, less: float, again: Callable[[Tensor], Tensor
     return again(near[..., None]).double() + (near.double() - less)
 
 
-def merged(found: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Return (output, lse) over several sets of keys, from (output, lse) over each."""
-    shares, total = shares_of([lse for _, lse in found])
-    terms = [out * share[..., None].to(wide_of(out)) for (out, _), share in zip(found, shares, strict=True)]
+def merged(results: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Return (output, lse) over several sets of keys, from (output, lse) over each set."""
+    shares, total = shares_of([lse for _, lse in results])
+    shares = shares.to(torch.promote_types(results[0][0].dtype, torch.float32))
+    terms = [out * share[..., None] for (out, _), share in zip(results, shares, strict=True)]
     return torch.stack(terms).sum(0), total
 
 
-def wide_of(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
-
-
 def shares_of(lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return (shares, lse): the total weight of each set of keys or sink, and the lse over all sets.
+    """Return (shares, lse): the sum of the weights of each set of keys or sink, and the lse over all sets.
 
-    Shares, (sets, ...), add up to 1 for lses of any size; they are 0 where every lse is -inf.
+    Shares, (sets, ...), add up to 1, also for large lses. They are 0 if every lse is -inf.
     """
     every = torch.stack(torch.broadcast_tensors(*lses))
     total = every.logsumexp(0)

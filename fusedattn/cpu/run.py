@@ -1,4 +1,4 @@
-"""The backend "cpu": which calls it takes, and its results in the form that operators return."""
+"""The backend "cpu": its limits, and its results as operators return them."""
 
 from collections.abc import Sequence
 
@@ -16,11 +16,11 @@ from .tiling import is_widened
 # Fewer columns of query and key give scores with long tails, for which the kernel's exponentials are too inaccurate.
 NARROW = 16
 # The kernel's backward sums a score in another order than its forward. Above this lse, weights would have an error of
-# more than 1e-5, and overflow once the rounding error of a score exceeds 88.
+# more than 1e-5. They would overflow if the rounding error of a score exceeded 88.
 LARGEST_LSE = 128.0
 
 _DIFFERENTIATED = "query", "key", "value", "bias", "sinks"  # inputs whose gradients `flash_backward.backward` returns
-# Options with the default None that the backend supports, or that `limits` names itself. It lacks all others.
+# Options with the default None that the backend supports, or that `limits` checks by themselves. It lacks all others.
 _KNOWN = {"bias", "alibi_slopes", "sinks", "mask", "key_mask", "query_mask", "block_mask", "left", "right", "origin"}
 _KNOWN |= {"seed", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"}
 _LACKS = tuple(name for name, default in Call._field_defaults.items() if default is None and name not in _KNOWN)
@@ -52,7 +52,7 @@ def has_gradients(call: Call, grad_weights: Tensor | None, need: Sequence[bool])
 
 
 def stats_columns(dtype: torch.dtype, width: int) -> int:
-    """Return the count of float32 numbers saved for a row: the lse, and for 16-bit dtypes a more exact output."""
+    """Return how many float32 numbers are saved for a row: the lse, and for 16-bit dtypes a more exact output."""
     return 1 + (width if is_widened(dtype) else -(-width // 2) if dtype == torch.bfloat16 else 0)
 
 
@@ -68,7 +68,6 @@ def stats(result: flash.Result) -> Tensor:
 
 
 def _kept(out: Tensor, stats: Tensor) -> Tensor:
-    """Return the output saved in `stats`."""
     if out.dtype.itemsize != 2:
         return out
     kept = stats.contiguous()[..., 1:]  # saved-tensor hooks may have changed its strides
@@ -104,6 +103,6 @@ def backward(call: Call, incoming: Sequence[Tensor | None], out: Tensor, stats: 
     """
     grad_out, grad_lse, _ = incoming
     needed = dict(zip(INPUTS, need, strict=True))
-    made = flash_backward.backward(call, grad_out, grad_lse, out, _kept(out, stats), stats[..., 0], needed["bias"])
-    grads = dict(zip(_DIFFERENTIATED, made, strict=True))
+    results = flash_backward.backward(call, grad_out, grad_lse, out, _kept(out, stats), stats[..., 0], needed["bias"])
+    grads = dict(zip(_DIFFERENTIATED, results, strict=True))
     return tuple(grads[name] if wanted else out.new_empty(0) for name, wanted in needed.items())

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from ..call.options import Call
 from ..call.private import softmax_backward
+from ..naive.formula import grouped, sums_of
 from .tiling import Rectangle, additive, is_nothing, is_widened
-from .value_mean import INFINITE, in_groups
+from .value_mean import INFINITE
 
 FEW = 64  # most keys whose float32 gradients the formula computes
 ROWS = 128  # rows summed at a time
@@ -20,20 +21,16 @@ def is_few(call: Call) -> bool:
 
 
 def has_bias_gradient(call: Call) -> bool:
-    """Return whether the formula can compute the bias gradient: one part, not computed in bfloat16."""
+    """Return whether the formula can compute the bias gradient.
+
+    It can if the call has one part and is not computed in bfloat16. That of a partial call must not be rounded.
+    """
     wide = is_widened(call.query.dtype) or call.query.dtype != torch.bfloat16
-    if call.partial:  # the bias gradient of a partial call must not be rounded
-        return False
-    return wide and call.cu_seqlens_q is call.key_mask is call.query_mask is None
-
-
-def product(weights: Tensor, keys: Tensor) -> Tensor:
-    """Return (B, Hq, S, K) @ (B, Hkv, K, D)."""
-    return (in_groups(weights, keys.shape[1]) @ keys).view(*weights.shape[:3], keys.shape[3])
+    return wide and not call.partial and call.cu_seqlens_q is call.key_mask is call.query_mask is None
 
 
 def over_rows(a: Tensor, b: Tensor) -> Tensor:
-    """Return a.mT @ b as a sum of partial sums. MKL's order of summing many rows may lose digits."""
+    """Return a.mT @ b as a sum of partial sums: MKL may lose digits when it sums many rows."""
     rows = a.shape[-2]
     if rows < 2 * ROWS:
         return a.mT @ b
@@ -42,17 +39,12 @@ def over_rows(a: Tensor, b: Tensor) -> Tensor:
     return (first.mT @ second).sum(-3) + a[..., whole:, :].mT @ b[..., whole:, :]
 
 
-def added_to_few(call: Call, where: Rectangle, less: float | Tensor) -> Tensor | None:
-    """Return the tensor to add to the scores of a rectangle, or None."""
-    return additive(call, where, less) if where.masked or where.causal or not is_nothing(less) else None
-
-
-def scores_of(rows: Tensor, keys: Tensor, scale: float, added: Tensor | None) -> Tensor:
-    grouped, keys = (x.reshape(-1, *x.shape[2:]) for x in (in_groups(rows, keys.shape[1]), keys))
-    scores = rows.new_empty(*rows.shape[:3], keys.shape[1])
-    view = scores.view(*grouped.shape[:2], -1)
-    torch.baddbmm(view, grouped, keys.mT, beta=0, alpha=scale, out=view)
-    return scores if added is None else scores.add_(added)
+def scores_of(call: Call, where: Rectangle, less: float | Tensor, rows: Tensor, keys: Tensor) -> Tensor:
+    """Return the scores of a rectangle, less an offset, from its rows and keys: -inf where hidden."""
+    scores = rows.new_empty(*rows.shape[:3], keys.shape[2])
+    out = grouped(scores, keys.shape[1])
+    torch.baddbmm(out, grouped(rows, keys.shape[1]), keys.flatten(0, 1).mT, beta=0, alpha=call.scale, out=out)
+    return scores.add_(additive(call, where, less)) if where.masked or where.causal or not is_nothing(less) else scores
 
 
 def weights_of(scores: Tensor, masked: bool) -> Tensor:
@@ -64,9 +56,9 @@ def weights_of(scores: Tensor, masked: bool) -> Tensor:
 
 
 def weights_in_place(scores: Callable[[], Tensor], masked: bool) -> Tensor:
-    """Return `weights_of` scores in the memory of the scores: an allocation takes longer than a softmax.
+    """Return `weights_of` scores, in their memory: an allocation takes longer than a softmax.
 
-    scores: computes the scores. It is called again if a row is NaN.
+    scores: a function that returns new scores. It is called again if a row is NaN.
     """
     made = scores()
     weights = torch.softmax(made, -1, out=made)
@@ -74,7 +66,7 @@ def weights_in_place(scores: Callable[[], Tensor], masked: bool) -> Tensor:
 
 
 def _has_nan(weights: Tensor) -> bool:
-    """Return whether a row is NaN. In the softmax of a row all columns are NaN, so the first is enough."""
+    """Return whether a row is NaN. A softmax makes all columns of such a row NaN, so the first is enough."""
     return bool(weights[..., 0].isnan().any())
 
 
@@ -99,7 +91,7 @@ def by_weights(
         of_bias: accumulates the gradient of scores, summed to its shape.
     """
     query, key, value = tensors
-    of_scores = product(grad_out, value.mT)
+    of_scores = sums_of(grad_out, value.mT)
     if out is None:  # softmax_backward rounds so that the gradients of a row's scores add up to 0
         of_scores = softmax_backward(of_scores, weights)
     else:
@@ -109,6 +101,7 @@ def by_weights(
     of_scores *= scale
     heads = key.shape[1]
     of_key, of_value = (
-        over_rows(in_groups(a, heads), in_groups(b, heads)) for a, b in ((of_scores, query), (weights, grad_out))
+        over_rows(grouped(a, heads), grouped(b, heads)).view_as(x)
+        for a, b, x in ((of_scores, query, key), (weights, grad_out, value))
     )
-    return product(of_scores, key), of_key, of_value
+    return sums_of(of_scores, key), of_key, of_value

@@ -1,26 +1,29 @@
 """Splits a call into dense parts, and a part into rectangles of scores, to skip hidden scores."""
 
 import functools
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from ..call.options import Call, diagonal, sliced, with_dims
+from ..call.options import Call, diagonal, sliced, wide_dtype
 from ..call.private import multiplies_bfloat16
 from ..naive import pairs
 from ..naive.blocks import Block
 from ..naive.decode import alike
-from ..naive.varlen import runs
+from ..naive.varlen import of_batches, runs
 
 CACHE = 2**22  # bytes of an additive mask built at a time
 ROWS = 32  # fewest rows of a rectangle; the kernel works on 32, 64 or 256 at a time
 BAND = 64, 256  # fewest and most rows of a rectangle along a window
-WASTE = 1  # a part may compute this many times its visible scores in vain
+MASK_ROWS = 128  # rows whose visible keys are read from a mask at a time
+WASTE = 1  # largest ratio of hidden to visible scores that a part computes
 CALL = 2**12  # scores of one head that take as long as one call of the kernel
 FEWEST = 128  # fewest keys of a rectangle cut by a mask: float32 gradients of few keys are slower
-PART = 2**17  # scores that take as long as one more part, with its copies
+PART = 2**17  # scores that take as long as another part, with its copies
 
 
 def is_widened(dtype: torch.dtype) -> bool:
@@ -31,8 +34,8 @@ def is_widened(dtype: torch.dtype) -> bool:
 class Part(NamedTuple):
     """A dense call. Only its rows first .. last - 1 and keys begin .. end - 1 are visible.
 
-    batches, rows and keys locate it in the whole call. If sequences is not 0, that many consecutive packed sequences of
-    equal length are the batch of this part.
+    batches, rows and keys locate it in the whole call. sequences: how many consecutive packed sequences of equal length
+    are its batch, or 0.
     """
 
     call: Call
@@ -46,11 +49,11 @@ class Part(NamedTuple):
     sequences: int = 0
 
     def of_rows(self, x: Tensor) -> Tensor:
-        """Return the view of x, a tensor of the whole call, that has the rows of this part."""
+        """Return a view of the rows of this part. x: a tensor of the whole call."""
         return self._view(x, self.rows)
 
     def of_keys(self, x: Tensor) -> Tensor:
-        """Return the view of x, a tensor of the whole call, that has the keys of this part."""
+        """Return a view of the keys of this part. x: a tensor of the whole call."""
         return self._view(x, self.keys)
 
     def _view(self, x, where):
@@ -94,11 +97,11 @@ def _ranges(mask: Tensor | None, batch: int, length: int) -> list[tuple[int, int
 
 
 def _of_batches(call: Call) -> list[Part]:
-    """Group consecutive batches with equal visible ranges; outside bfloat16, similar ranges are enough."""
+    """Group consecutive batches with equal visible ranges. Outside bfloat16, similar ranges are enough."""
     batch, heads, rows, _ = call.query.shape
     of_rows, of_keys = _ranges(call.query_mask, batch, rows), _ranges(call.key_mask, batch, call.key.shape[2])
     lengths = [(last - first, end - begin) for (first, last), (begin, end) in zip(of_rows, of_keys, strict=True)]
-    made = []
+    split = []
     if call.query.dtype == torch.bfloat16:
         groups = [(start, stop) for start, stop, _ in alike(list(zip(of_rows, of_keys, strict=True)))]
     else:
@@ -113,48 +116,29 @@ def _of_batches(call: Call) -> list[Part]:
         (first, last), (begin, end) = (
             (min(a for a, _ in x[start:stop]), max(b for _, b in x[start:stop])) for x in (of_rows, of_keys)
         )
-        made.append(Part(_batches(call, start, stop), first, last, begin, end, slice(start, stop)))
-    return made
-
-
-def _batches(call: Call, start: int, stop: int) -> Call:
-    if call.query.shape[0] == stop - start:
-        return call
-    own: dict[str, Any] = {name: sliced(name, getattr(call, name), B=slice(start, stop)) for name in with_dims("B")}
-    return call._replace(**own)
+        part = call if stop - start == batch else of_batches(call, B=slice(start, stop))
+        split.append(Part(part, first, last, begin, end, slice(start, stop)))
+    return split
 
 
 def _of_sequences(call: Call) -> list[Part]:
-    """Make one part of consecutive sequences of equal lengths."""
+    """Return the parts of a packed call. Consecutive sequences of equal lengths are one part."""
     assert call.cu_seqlens_q is not None and call.cu_seqlens_k is not None
-    rows, keys = call.cu_seqlens_q, call.cu_seqlens_k
-    # The offsets may be unchecked, so clamp them to the tensors, and lengths to the maximum lengths.
-    inside = rows.clamp(0, call.query.shape[2]).tolist(), keys.clamp(0, call.key.shape[2]).tolist()
-    starts = list(zip(*inside, strict=True))
-    most = call.max_seqlen_q, call.max_seqlen_k
-    lengths = [
-        tuple(min(b - a, b - a if n is None else n) for a, b, n in zip(*each, strict=True))
-        for each in zip(starts, starts[1:], [most] * len(starts), strict=False)
-    ]
-    made, start = [], 0
-    while start < len(lengths):
-        stop, (own_rows, own_keys) = start + 1, lengths[start]
-        while (
-            stop < len(lengths)
-            and lengths[stop] == lengths[start]
-            and starts[stop] == (starts[stop - 1][0] + own_rows, starts[stop - 1][1] + own_keys)
-        ):
-            stop += 1
-        if own_rows > 0 and own_keys > 0:
-            made.append(_alike(call, starts[start], start, stop, own_rows, own_keys))
-        start = stop
-    return made
+    columns: list[list[int]] = []
+    sides = (call.cu_seqlens_q, call.query, call.max_seqlen_q), (call.cu_seqlens_k, call.key, call.max_seqlen_k)
+    for offsets, x, most in sides:
+        inside = offsets.clamp(0, x.shape[2]).tolist()  # offsets and lengths may be unchecked
+        lengths = [min(b - a, b - a if most is None else most) for a, b in itertools.pairwise(inside)]
+        # The second number is equal for neighbours of equal lengths without a gap between them.
+        columns += [lengths, [a - b * n for b, (a, n) in enumerate(zip(inside, lengths, strict=False))]]
+    groups = alike(list(zip(*columns, strict=True)))
+    return [_alike(call, start, stop, *group) for start, stop, group in groups if group[0] > 0 and group[2] > 0]
 
 
-def _alike(call: Call, place: tuple[int, int], start: int, stop: int, rows: int, keys: int) -> Part:
-    """Return packed sequences start .. stop - 1, all of equal lengths, as one part."""
-    (first, begin), count = place, stop - start
-    where = slice(first, first + count * rows), slice(begin, begin + count * keys)
+def _alike(call: Call, start: int, stop: int, rows: int, first: int, keys: int, begin: int) -> Part:
+    """Return sequences start .. stop - 1 as one part. Sequence b has `rows` rows from first + b * rows on."""
+    count = stop - start
+    where = slice(first + start * rows, first + stop * rows), slice(begin + start * keys, begin + stop * keys)
     part = Part(call, 0, rows, 0, keys, slice(None), *where, count if count > 1 else 0)
 
     def tokens(x, where, length):
@@ -164,7 +148,7 @@ def _alike(call: Call, place: tuple[int, int], start: int, stop: int, rows: int,
         name: sliced(name, getattr(call, name), B=slice(start, stop), Q=slice(rows), K=slice(keys))
         for name in ("bias", "mask", "alibi_slopes")
     }
-    made = call._replace(
+    dense = call._replace(
         query=part.of_rows(call.query),
         key=part.of_keys(call.key),
         value=part.of_keys(call.value),
@@ -174,18 +158,18 @@ def _alike(call: Call, place: tuple[int, int], start: int, stop: int, rows: int,
         cu_seqlens_q=None,
         cu_seqlens_k=None,
     )
-    return part._replace(call=made)
+    return part._replace(call=dense)
 
 
 def rectangles(part: Part) -> Iterator[Rectangle]:
-    """Yield the visible rectangles of a part, ordered by rows."""
+    """Yield rectangles that cover the visible scores of a part, ordered by rows, then by keys."""
     call, first, last, begin, end = part[:5]
     if not (first < last and begin < end):
         return
     # Row i sees keys i + low .. i + high; None if the bound hides no key of this part.
-    level = diagonal(call)
-    low = None if call.left is None or last - 1 + level - call.left <= begin else level - call.left
-    high = None if call.right is None or first + level + call.right >= end - 1 else level + call.right
+    offset = diagonal(call)
+    low = None if call.left is None or last - 1 + offset - call.left <= begin else offset - call.left
+    high = None if call.right is None or first + offset + call.right >= end - 1 else offset + call.right
     dense = call.mask is call.bias is call.alibi_slopes is None and not has_holes(part)
     if dense and low is None and high is None:
         yield Rectangle(first, last, begin, end)
@@ -204,9 +188,9 @@ def has_holes(part: Part) -> bool:
 
 
 def is_additive(call: Call) -> bool:
-    """Return whether the kernel can add the bias itself, and nothing else is masked or added."""
-    own, wide = call.query.dtype, torch.promote_types(call.query.dtype, torch.float32)
-    dtypes = wide, wide if is_widened(own) else own
+    """Return whether the bias is the only mask or term of the scores, in a dtype that the kernel adds."""
+    dtype, wide = call.query.dtype, wide_dtype(call)
+    dtypes = wide, wide if is_widened(dtype) else dtype
     others = call.mask is call.alibi_slopes is call.key_mask is None
     return others and call.bias is not None and call.bias.dtype in dtypes
 
@@ -240,8 +224,11 @@ def _steps(call, first, last, begin, end, low, high, dense) -> Iterator[Rectangl
             planes = max(planes, call.alibi_slopes.numel())
         step = max(ROWS, CACHE // (4 * planes * (end - begin)) // ROWS * ROWS)
     blocks = [Block(row, min(row + step, last), begin, end) for row in range(first, last, step)]
-    if call.mask is not None:
-        blocks = _worth(call, blocks, lambda: _seen(call.mask, Block(first, last, begin, end), step))
+    planes, size = call.query.shape[0] * call.query.shape[1], (last - first) * (end - begin)
+    if call.mask is not None and size * planes > PART:
+        smaller = _seen(call.mask, Block(first, last, begin, end), step)
+        size -= sum((block.last - block.first) * (block.end - block.begin) for block in smaller)
+        blocks = smaller if size * planes > PART * (len(smaller) - len(blocks)) else blocks
     for row, after, left, right in blocks:
         left = left if low is None else max(left, row + low)
         right = right if high is None else min(right, after + high)
@@ -250,55 +237,27 @@ def _steps(call, first, last, begin, end, low, high, dense) -> Iterator[Rectangl
             yield Rectangle(row, after, left, right, masked=cut or not dense)
 
 
-def _worth(call: Call, whole: list[Block], less: Callable[[], list[Block]]) -> list[Block]:
-    """Return less(), or `whole` if the additional kernel calls take longer than the scores saved."""
-    planes = call.query.shape[0] * call.query.shape[1]
-    size = sum(map(_size, whole))
-    if size * planes <= PART:
-        return whole
-    blocks = less()
-    saved = size - sum(map(_size, blocks))
-    return blocks if saved * planes > PART * (len(blocks) - len(whole)) else whole
-
-
-def _size(block: Block) -> int:
-    return (block.last - block.first) * (block.end - block.begin)
-
-
 def _seen(mask: Tensor, of: Block, most: int) -> list[Block]:
-    """Return blocks of rows with the range of keys that a mask leaves visible.
-
-    Neighbouring blocks are joined, up to `most` rows, if that adds few scores.
-    """
-    height, rows, keys = min(BAND[0], most), of.last - of.first, of.end - of.begin
+    """Return blocks of at most `most` rows with the range of keys that a mask leaves visible to them."""
+    height, rows, keys = min(MASK_ROWS, most), of.last - of.first, of.end - of.begin
+    count = -(-rows // height)
     seen = pairs.cut(mask, of).view(torch.uint8).expand(-1, -1, -1, keys)
     for dim in (0, 1):
         if seen.stride(dim) == 0:  # broadcast over batches or heads
             seen = seen.narrow(dim, 0, 1)
-    if seen.shape[2] == 1:
-        ranges = _ranges(seen.amax((0, 1)), 1, keys) * -(-rows // height)
-    else:
-        whole = rows // height
-        groups = [seen[:, :, : whole * height].unflatten(2, (whole, height)).amax(3)]
-        if whole * height < rows:
-            groups.append(seen[:, :, whole * height :].amax(2, keepdim=True))
-        ranges = _ranges(torch.cat(groups, 2).amax((0, 1)), len(groups) - 1 + whole, keys)
+    if seen.shape[2] > 1:
+        seen = pad(seen, (0, 0, 0, count * height - rows)).unflatten(2, (count, height)).amax(3)
     blocks: list[Block] = []
-    for row, (left, right) in zip(range(of.first, of.last, height), ranges, strict=True):
+    for number, (left, right) in enumerate(_ranges(seen.amax((0, 1)), count, keys)):
         if left < right:
             right = min(keys, max(right, left + FEWEST))
             left = max(0, min(left, right - FEWEST))
-        blocks.append(Block(row, min(row + height, of.last), of.begin + left, of.begin + right))
-        while len(blocks) > 1 and (joined := _joined(*blocks[-2:])) and joined.last - joined.first <= most:
-            blocks[-2:] = [joined]
+        first = of.first + number * height
+        last = min(first + height, of.last)
+        if blocks and blocks[-1][2:] == (of.begin + left, of.begin + right) and last - blocks[-1].first <= most:
+            first = blocks.pop().first  # joined, as both see the same keys
+        blocks.append(Block(first, last, of.begin + left, of.begin + right))
     return blocks
-
-
-def _joined(one: Block, other: Block) -> Block | None:
-    """Return two neighbouring blocks as one, or None if that adds many scores."""
-    seen = [(x.begin, x.end) for x in (one, other) if x.begin < x.end] or [(0, 0)]
-    both = Block(one.first, other.last, min(a for a, _ in seen), max(b for _, b in seen))
-    return both if _size(both) <= _size(one) + _size(other) + CALL else None
 
 
 def is_nothing(less: float | Tensor) -> bool:
@@ -306,16 +265,15 @@ def is_nothing(less: float | Tensor) -> bool:
 
 
 def additive(call: Call, where: Rectangle, less: float | Tensor = 0.0) -> Tensor:
-    """Return the tensor to add to the scores of a rectangle: -inf where hidden; broadcasts to the scores.
+    """Return the tensor to add to the scores of a rectangle, broadcastable to them: -inf for hidden pairs.
 
-    Args:
-        less: subtracted from the scores: a number, or (B, Hq, rows, 1).
+    less: an offset to subtract from the scores: a number, or (B, Hq, rows, 1).
     """
     block = Block(*where[:4])
     if is_additive(call) and call.left is call.right is None and is_nothing(less):
         assert call.bias is not None
         return pairs.cut(call.bias, block)
-    wide = torch.promote_types(call.query.dtype, torch.float32)
+    wide = wide_dtype(call)
     terms = pairs.added(call, block, wide)
     if isinstance(less, Tensor):
         terms.append(-less)

@@ -1,11 +1,13 @@
 """Subtracts a common mean from the values, so that bfloat16 outputs keep their differences.
 
 The gradient of a score is a difference of products with the values. A mean shared by all values cancels there, but its
-rounding error stays. So a forward with a backward also computes and saves the output less that mean, the centre.
+rounding error stays. So if a backward follows, the forward also saves the output less that mean, which is the centre.
 """
 
 import torch
 from torch import Tensor
+
+from ..naive.formula import grouped, repeated
 
 INFINITE = float("inf")
 SAMPLE = 64  # keys read for a first guess
@@ -13,7 +15,7 @@ OFF_CENTRE = 0.5  # values are centred if mean / root mean square exceeds this
 
 
 def centre(value: Tensor) -> Tensor | None:
-    """Return the mean over keys of bfloat16 values, (B, Hkv, 1, Dv), 0 where small; None if small everywhere.
+    """Return the mean over keys of bfloat16 values, (B, Hkv, 1, Dv), with 0 for a small mean; None if all are small.
 
     A head's mean depends on its values alone: under vmap, forward and backward may get different batches.
     """
@@ -30,34 +32,26 @@ def centre(value: Tensor) -> Tensor | None:
         return None
     mean = value.mean(2, keepdim=True, dtype=torch.float32)
     size = torch.linalg.vector_norm(value, dim=2, keepdim=True, dtype=torch.float32) / value.shape[2] ** 0.5
-    # Not if a few large values dominate the mean: subtracting it would round all others like these.
+    # A mean that a few large values dominate stays: without it, all other values would be rounded like the large ones.
     common = (most > share * norm)[..., None, None] & (mean.abs() > OFF_CENTRE * size) & mean.isfinite()
     return mean.to(value.dtype).masked_fill_(~common, 0.0)
-
-
-def to_heads(x: Tensor, heads: int) -> Tensor:
-    """Repeat each key head for its query heads."""
-    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
-
-
-def in_groups(x: Tensor, kv_heads: int) -> Tensor:
-    """Return (B, Hq, S, D) as (B, Hkv, Hq // Hkv * S, D): one group of rows for each key head."""
-    return x.reshape(x.shape[0], kv_heads, -1, x.shape[3])
 
 
 def with_centre(out: Tensor, kept: Tensor, lse: Tensor, common: Tensor) -> tuple[Tensor, Tensor]:
     """Return (the output to save, the centre) of each head.
 
+    Outputs much smaller than the centre lose digits when it is subtracted, as in rows that see few keys with small
+    values. If most rows of a head are like that, its whole output is saved, and its centre is 0.
+
     Args:
-        kept: the output less the centre. Outputs much smaller than the centre lose digits there, as in rows that see
-            few keys with small values. If most rows of a head do, save `out`, and make the head's centre 0.
+        out, kept: the whole output, and the output less the centre.
     """
     small = _mostly_small(out, lse != -INFINITE, common)
-    return torch.where(to_heads(small, out.shape[1]), out, kept), common.masked_fill(small, 0.0)
+    return torch.where(repeated(small, out.shape[1]), out, kept), common.masked_fill(small, 0.0)
 
 
 def _mostly_small(out: Tensor, seen: Tensor, common: Tensor) -> Tensor:
     """Return, as (B, Hkv, 1, 1), whether a head's outputs are much smaller than its centre on average."""
-    out, seen = (in_groups(x, common.shape[1]) for x in (out, seen[..., None]))
-    mean = out.abs().sum((2, 3), dtype=torch.float32) / (seen.sum((2, 3)).clamp_min(1) * out.shape[3])
-    return (mean < common.abs().mean((2, 3), dtype=torch.float32) / 2)[..., None, None]
+    out, seen = (grouped(x, common.shape[1]) for x in (out, seen[..., None]))
+    mean = out.abs().sum((1, 2), dtype=torch.float32) / (seen.sum((1, 2)).clamp_min(1) * out.shape[2])
+    return mean.view(*common.shape[:2], 1, 1) < common.abs().mean((2, 3), True, dtype=torch.float32) / 2

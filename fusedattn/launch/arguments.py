@@ -1,4 +1,6 @@
-"""Kernel arguments from a Call: Views of tensors, NamedTuples of options, numbers."""
+"""Makes kernel arguments from a Call: Views of tensors, NamedTuples of options, numbers."""
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,14 +20,11 @@ TMA_BYTES = 16  # TMA needs addresses and strides that are multiples of 16 bytes
 
 
 def precision(dtype):
-    """Return how float32 products may be rounded, by torch's setting at the time of the call."""
-    if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32":
-        return "tf32"
-    return "ieee"
+    """Return how products may be rounded: float32 products as torch's setting says at the time of the call."""
+    return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
 def of(tensor):
-    """Return the View of a tensor, or None."""
     if tensor is None:
         return None
     # The stride of an axis of size 1 is arbitrary: 0 avoids compiling another kernel.
@@ -34,7 +33,7 @@ def of(tensor):
 
 
 def strided(tensor: Tensor) -> bool:
-    """Return whether TMA can read a (B, H, S, D) tensor with these strides."""
+    """Return whether TMA can read a (B, H, S, D) tensor, by its strides."""
     pairs = zip(tensor.stride()[:3], tensor.shape[:3], strict=True)
     steps = [step * tensor.element_size() for step, size in pairs if holds(size != 1, True)]
     readable = all(holds(step > 0, True) and holds(step % TMA_BYTES == 0, False) for step in steps)
@@ -42,9 +41,9 @@ def strided(tensor: Tensor) -> bool:
 
 
 def aligned(tensor: Tensor) -> bool:
-    """Return whether TMA can address a tensor.
+    """Return whether TMA can read a tensor, by its address.
 
-    True for one without an address (compiler, functorch, fake tensors): the operator checks again.
+    It is True without an address, as in a compiler, functorch and fake tensors: the operator checks again when it runs.
     """
     if torch.compiler.is_compiling() or type(tensor) not in (Tensor, Parameter) or not has_storage(tensor):
         return True
@@ -52,7 +51,7 @@ def aligned(tensor: Tensor) -> bool:
 
 
 def by_threads(tensor: Tensor) -> bool:
-    """Return whether threads may load a (B, H, S, D) tensor one element at a time, not by asynchronous copies.
+    """Return whether threads may load a (B, H, S, D) tensor by single elements instead of asynchronous copies.
 
     Triton specialises on addresses that are multiples of 16 bytes, and on strides that are multiples of 16 elements.
     """
@@ -74,12 +73,12 @@ def descriptor(tensor: Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor(tensor, *block(tensor, rows))
 
 
-def described(rows: int, hiding: Tensor | None, **tensors: Tensor) -> dict[str, TensorDescriptor]:
-    """Return the `descriptor` of each tensor if TMA can read all of them, else {}: their Views stay.
+def described(tile: tile_table.Tile, rows: int, hiding: Tensor | None, **tensors: Tensor) -> dict[str, Any]:
+    """Return the `descriptor` of each tensor if the tile wants TMA and TMA can read them all; else {}, and Views stay.
 
     hiding: the mask of their rows, or None. Masked rows may be NaN, and only threads can skip them.
     """
-    if hiding is not None or not all(x.numel() and strided(x) and aligned(x) for x in tensors.values()):
+    if not tile.tma or hiding is not None or not all(x.numel() and strided(x) and aligned(x) for x in tensors.values()):
         return {}
     return {name: descriptor(x, rows) for name, x in tensors.items()}
 
@@ -89,7 +88,7 @@ def _bytes(mask, *shape):
 
 
 def masks(mask, key_mask, query_mask, batch, heads, rows, keys, packed=False):
-    """Return views of a Call's masks; an absent mask stays None. Packed masks are (1, total tokens)."""
+    """Return the Views of a Call's masks; an absent mask stays None. Packed masks are (1, total tokens)."""
 
     def tokens(mask, length):
         if mask is None:
@@ -104,14 +103,13 @@ def each_head(tensor, batch, heads):
 
 
 def sizes(call):
-    """Return (B, Hq, Sq, Sk); of packed sequences their number and maximum lengths, or totals where those are None."""
-    batch, heads, rows, _ = call.query.shape
-    keys = call.key.shape[2]
-    if call.cu_seqlens_q is None:
-        return batch, heads, rows, keys
-    max_seqlen_q = rows if call.max_seqlen_q is None else call.max_seqlen_q
-    max_seqlen_k = keys if call.max_seqlen_k is None else call.max_seqlen_k
-    return call.cu_seqlens_q.shape[0] - 1, heads, max_seqlen_q, max_seqlen_k
+    """Return (B, Hq, Sq, Sk). For packed sequences: their number, Hq, and maximum lengths, or totals if unknown."""
+    (batch, heads, rows, _), keys = call.query.shape, call.key.shape[2]
+    if call.cu_seqlens_q is not None:
+        batch = call.cu_seqlens_q.shape[0] - 1
+        rows = rows if call.max_seqlen_q is None else call.max_seqlen_q
+        keys = keys if call.max_seqlen_k is None else call.max_seqlen_k
+    return batch, heads, rows, keys
 
 
 def masks_of(call):
@@ -126,7 +124,7 @@ def scored(call):
 
 
 def bounded(call):
-    """Return a call without window bounds that hide nothing."""
+    """Return a call whose left and right are None if they hide no pair."""
     rows, keys, first = call.query.shape[2], call.key.shape[2], diagonal(call)
     left = None if call.left is None or call.left >= first + rows - 1 else call.left
     right = None if call.right is None or call.right + first >= keys - 1 else call.right
@@ -143,6 +141,7 @@ def band(call):
 
 
 def common(call):
+    """Return the arguments that all kernels over the pairs of a call take."""
     query, key, value = call.query, call.key, call.value
     drop = None if call.seed is None else dropout.of(call.seed, call.dropout_p, call.origin)
     return dict(
@@ -167,7 +166,7 @@ def _merges(tensor):
 
 
 def can_pack_gqa(call, out):
-    """Return whether the query heads of a key head can be packed into one head's rows."""
+    """Return whether the query heads that share a key head can become rows of one head."""
     (_, heads, rows, _), kv_heads, within = sizes(call), call.key.shape[1], bounded(call)
     others = *(getattr(call, name) for name in BY_HEAD), call.seed, call.query_mask, call.block_mask, call.cu_seqlens_q
     pairs = [x for x in (call.mask, call.bias) if x is not None]
@@ -183,7 +182,7 @@ def can_pack_gqa(call, out):
 
 
 def pack_gqa(call, out):
-    """Return (call, output) with the query heads of each key head packed as rows of one head."""
+    """Return (call, output) with the query heads that share a key head as rows of one head."""
 
     def rows(tensor):
         return tensor.unflatten(1, (call.key.shape[1], -1)).flatten(2, 3)

@@ -1,4 +1,4 @@
-"""Launches the backward: chooses its kernels, and launches each pass."""
+"""Chooses the kernels of a backward, and launches them."""
 
 from typing import Any, NamedTuple
 
@@ -13,9 +13,9 @@ from . import arguments, blocks, failures, hopper, run, tile_table, tuned
 
 
 class _Pass(NamedTuple):
-    """Values that all passes over a call share. batch, heads, rows and keys are `arguments.sizes`.
+    """Values that all kernels of a backward share. batch, heads, rows and keys are `arguments.sizes`.
 
-    Tensors have `batches` of `length` rows: packed sequences are one batch of all rows.
+    Tensors have shape (batches, heads, length, ...). Packed sequences are one batch of all rows.
     """
 
     call: Call
@@ -38,7 +38,7 @@ class _Pass(NamedTuple):
 
 
 def _bias_sum(call):
-    """Return which loop sums the bias gradient: rows, keys, pairs or planes."""
+    """Return how the bias gradient is summed: by "rows" or "keys", not at all ("pairs"), or by a kernel ("planes")."""
     batch, heads, rows, keys = arguments.sizes(call)
     if call.bias.shape[3] == 1:
         return "rows"
@@ -48,7 +48,7 @@ def _bias_sum(call):
 
 
 def _by_row(needed, where):
-    """Return which gradients of options the dq kernel sums by row. where: as in `_bias_sum`, None without a bias."""
+    """Return {option: whether the dq kernel sums its gradient by row}. where: `_bias_sum`, or None without a bias."""
     return {name: where == "rows" if name == "bias" else needed[name] for name in ByRow._fields}
 
 
@@ -64,7 +64,7 @@ def _lacks_on_hopper(call, need, kernel):
 
 
 def reasons_not_on_hopper(call: Call, need, backend: str) -> list[str]:
-    """Return why a Hopper GPU does not run the backward by its own kernel; empty if it does."""
+    """Return why a Hopper GPU does not run the backward by a Hopper kernel; empty if it does."""
     kernel = run.backward_on_hopper(call, _is_deterministic(call))
     lacks = _lacks_on_hopper(call, dict(zip(INPUTS, need, strict=True)), kernel)
     if lacks or run.is_to_take(kernel, call, backend):
@@ -80,11 +80,10 @@ def reasons_not_on_hopper(call: Call, need, backend: str) -> list[str]:
 
 
 def passes(call: Call, need, backend: str = "triton", reachable: bool = True) -> tuple[str, ...]:
-    """Return the kernels of a backward, in order; need has a bool for each of INPUTS.
+    """Return the kernels of a backward, in order. need: for each of INPUTS, whether its gradient is needed.
 
-    A Hopper kernel runs if it covers the call and is wanted. One pass over the pairs requires that dq may be summed in
-    any order and that nothing else is summed over whole rows. Otherwise dq and dkdv run, if needed: they are
-    deterministic.
+    A Hopper kernel runs if it is wanted and supports the call. One pass over the pairs runs if dq may be summed in any
+    order and no other gradient is summed by row. Otherwise dq and dkdv run as needed; they are deterministic.
     """
     needed = dict(zip(INPUTS, need, strict=True))
     where = _bias_sum(call) if needed["bias"] else None
@@ -104,14 +103,14 @@ def passes(call: Call, need, backend: str = "triton", reachable: bool = True) ->
 
 
 def _spread(sums, offsets, most):
-    """Pad sums by row of packed sequences to (n, H, most, 1); return others unchanged."""
+    """Return sums by row as (n, H, most, 1) for packed sequences, otherwise unchanged."""
     if offsets is None:
         return sums
     return padding(offsets, sums.shape[2], most).pad(sums[0].transpose(0, 1)).transpose(1, 2)
 
 
 def _totals(sums, offsets, batch):
-    """Sum over rows: return (B, H), or (n, H) for packed sequences."""
+    """Return sums by row summed over rows: (B, H), or (n, H) for packed sequences."""
     if offsets is None or batch == 1:
         return sums.sum((2, 3))
     # Decreasing offsets are clamped: they describe empty sequences. A scatter would sum in any order.
@@ -120,14 +119,14 @@ def _totals(sums, offsets, batch):
 
 
 def _unit(p, form):
-    """Return the UNIT and WIDTH of the sums that a Hopper backward stores; None for universal kernels."""
+    """Return the arguments UNIT and WIDTH, which say how a Hopper backward stores its sums; None without one."""
     return dict(zip(("UNIT", "WIDTH"), (None, None) if form is None else hopper.unit(p.call, form), strict=True))
 
 
 def _preprocess(p, out, grad_lse, weights, stats, query_sums, turns, form):
-    """Return the row statistics of all passes. Zeroes query_sums and turns, if any.
+    """Return the statistics of rows that later kernels read. Set query_sums and turns to zero, if any.
 
-    form: of the Hopper backward that reads the statistics, or None.
+    form: the tile of the Hopper backward that reads the statistics, or None.
     """
     rows, pitch = (p.table(stats, 4), None) if form is None else hopper.new_rows(p.call, stats)
     names = "GradOut", "GradWeights", "heads", "q_len"
@@ -154,33 +153,29 @@ def _dq(p, grad_query, grads):
     call, launched = p.call, p.launched | dict(GradQ=arguments.of(grad_query), grads=grads)
 
     def more(tile):
-        described = arguments.described(tile.keys, call.key_mask, K=call.key, V=call.value) if tile.tma else {}
+        described = arguments.described(tile, tile.keys, call.key_mask, K=call.key, V=call.value)
         return described | blocks.walks(call, p.block_mask, tile)
 
     run.run_tiled("dq", call, lambda tile: blocks.slots(call, tile.rows) * p.heads, launched, more)
 
 
 def _dkdv(name, p, query_sums, grads):
-    """Compute the gradients of keys and values and the sums by key; in one pass also the sum that becomes dq."""
-    call, packed = p.call, p.call.cu_seqlens_q is not None
+    """Compute the gradients of keys and values, and sums by key. The kernel "one_pass" also sums dq."""
+    call = p.call
 
     def programs(tile):
-        blocks_of_keys = blocks.slots(call, tile.keys, by_keys=True) if packed else cdiv(p.keys, tile.keys) * p.batch
-        return blocks_of_keys * call.key.shape[1]
+        return blocks.slots(call, tile.keys, by_keys=True) * call.key.shape[1]
 
     def more(tile):
-        rows = dict(Q=call.query, GradOut=p.grad_out)
-        made = arguments.described(tile.rows, call.query_mask, **rows) if tile.tma else {}
-        made["GradQ"] = arguments.descriptor(query_sums, tile.rows) if tile.bulk else arguments.of(query_sums)
-        if p.block_mask is None and not packed:
-            return made | dict(sequences=None, tile_lists=None)
-        return made | blocks.walks(call, p.block_mask, tile, by_keys=True)
+        sums = arguments.descriptor(query_sums, tile.rows) if tile.bulk else arguments.of(query_sums)
+        described = arguments.described(tile, tile.rows, call.query_mask, Q=call.query, GradOut=p.grad_out)
+        return described | dict(GradQ=sums) | blocks.walks(call, p.block_mask, tile, by_keys=True)
 
     run.run_tiled(name, call, programs, p.launched | dict(grads=grads), more)
 
 
 def _add_on_hopper(name, p, query_sums, turns, grads, form):
-    """Compute the gradients of keys and values, and the sum that becomes dq, by a Hopper kernel."""
+    """Compute the gradients of keys and values, and sum dq, by a Hopper kernel."""
     call, device = p.call, run.device_of(p.call.query)
     grads = grads["key"], grads["value"]
     launched = hopper.backward_arguments(call, p.grad_out, p.launched["Rows"], query_sums, turns, grads, form)
@@ -190,7 +185,7 @@ def _add_on_hopper(name, p, query_sums, turns, grads, form):
 
 
 def _store_on_hopper(name, p, grads, form):
-    """Compute all three gradients from stored gradients of scores, some heads at a time."""
+    """Compute the gradients of query, key and value from stored gradients of scores, some heads at a time."""
     call, device = p.call, run.device_of(p.call.query)
     scores, multiprocessors, rows = hopper.new_scores(call), run.multiprocessors(device), p.launched["Rows"]
     first = hopper.stored_arguments(call, p.grad_out, rows, scores, grads["value"], form, multiprocessors)
@@ -256,9 +251,9 @@ def _dbias(p, grad_bias):
 
 
 def _add_up(p, by_row, by_key, grads):
-    """Fill the gradients of bias and options by head from the sums that kernels stored by row or by key.
+    """Fill the gradients of bias and of options by head from sums that kernels stored by row or by key.
 
-    In float64, which costs nothing here: otherwise the error would grow with the number of rows.
+    The totals are float64, which costs nothing here. In float32 the error would grow with the number of rows.
     """
     call = p.call
     sums = {name: x.double() for name, x in by_row.items() if x is not None}
@@ -273,7 +268,7 @@ def _add_up(p, by_row, by_key, grads):
 
 
 def launch_backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats, call: Call, backend: str):
-    """Fill the gradients of the INPUTS of a Call; None for those not needed."""
+    """Fill grads, a tensor for each of the INPUTS of a Call, or None if not needed."""
     grads = dict(zip(INPUTS, grads, strict=True))
     gradients = [grad_out, *(grads[name] for name in ("query", "key", "value") if grads[name] is not None)]
     reachable = grad_weights is None and hopper.reachable(*gradients)

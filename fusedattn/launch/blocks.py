@@ -1,4 +1,4 @@
-"""Launches the kernels of block masks, tile lists, and the layout of packed sequences."""
+"""Launches the kernels that make block masks, tile lists, and the layout of packed sequences."""
 
 import torch
 from triton import cdiv
@@ -15,17 +15,15 @@ def _narrow(tensor):
     return tensor[tuple(slice(0, 1) if step == 0 else slice(None) for step in tensor.stride())]
 
 
-def _narrowed(mask, key_mask, query_mask, bias, lengths):
-    tokens = (key_mask, query_mask) if lengths is not None else map(_narrow, (key_mask, query_mask))
-    return _narrow(mask), *tokens, _narrow(bias)
-
-
 def new_block_mask(mask, key_mask, query_mask, bias, lengths, mask_size):
-    """Return (an uninitialised block mask, one byte for mask_size x mask_size pairs, (rows, keys) of its pairs).
+    """Return (an uninitialised block mask, its number of rows and keys, the masks and the bias without broadcasts).
 
-    Masks, bias and lengths are a Call's; not all of the first four are None. Sizes along which none differs are 1.
+    A byte stands for mask_size x mask_size pairs. At least one mask or the bias is not None. Dimensions along which all
+    of them broadcast have size 1.
     """
-    mask, key_mask, query_mask, bias = masks = _narrowed(mask, key_mask, query_mask, bias, lengths)
+    if lengths is None:
+        key_mask, query_mask = _narrow(key_mask), _narrow(query_mask)
+    mask, key_mask, query_mask, bias = masks = _narrow(mask), key_mask, query_mask, _narrow(bias)
     shapes = [x.shape for x in (mask, bias) if x is not None]
     if lengths is None:
         shapes += [] if key_mask is None else [key_mask[:, None, None, :].shape]
@@ -37,13 +35,12 @@ def new_block_mask(mask, key_mask, query_mask, bias, lengths, mask_size):
     batch, heads, rows, keys = torch.broadcast_shapes(*shapes)
     first = next(x for x in masks if x is not None)
     block_mask = first.new_empty((batch, heads, -(-rows // mask_size), -(-keys // mask_size)), dtype=torch.uint8)
-    return block_mask, (rows, keys)
+    return block_mask, (rows, keys), masks
 
 
 def block_mask(mask, key_mask, query_mask, bias, lengths, mask_size):
-    block_mask, (rows, keys) = new_block_mask(mask, key_mask, query_mask, bias, lengths, mask_size)
-    mask, key_mask, query_mask, bias = _narrowed(mask, key_mask, query_mask, bias, lengths)
-    batch, heads = block_mask.shape[:2]
+    block_mask, (rows, keys), masks = new_block_mask(mask, key_mask, query_mask, bias, lengths, mask_size)
+    (mask, key_mask, query_mask, bias), (batch, heads, *_) = masks, block_mask.shape
     if block_mask.numel():
         # A mask of pairs, or a bias, may be broadcast over sequences: then their lengths do not matter.
         packed = lengths is not None and not (key_mask is query_mask is None)
@@ -63,7 +60,7 @@ def block_mask(mask, key_mask, query_mask, bias, lengths, mask_size):
 
 
 def slots(call, block, by_keys=False):
-    """Return the maximum number of blocks; for packed sequences an upper bound."""
+    """Return how many blocks of rows, or of keys, one head has; for packed sequences an upper bound."""
     batch, _, rows, keys = arguments.sizes(call)
     if call.cu_seqlens_q is None:
         return cdiv(keys if by_keys else rows, block) * batch
@@ -71,8 +68,6 @@ def slots(call, block, by_keys=False):
 
 
 def packed_sequences(lengths, block, by_keys=False, count=0):
-    if lengths is None:
-        return None
     batch, new = lengths.cu_seqlens_q.shape[0] - 1, lengths.cu_seqlens_q.new_full
     sequences = Sequences(new((count, 2), -1) if count else None, new((batch, 4), 0))
     launched = dict(
@@ -136,7 +131,7 @@ def tile_lists(call, block_mask, mask_size, tile, by_keys=False, sequences=None)
 
 
 def block_mask_of(call):
-    """Return the block mask of a call; None if only a band hides pairs."""
+    """Return the block mask of a call; None if it has no mask and no bias."""
     if call.block_mask is not None or all(x is None for x in hiding(call)):
         return call.block_mask
     return block_mask(*hiding(call), lengths_of(call), block_mask_size())

@@ -1,4 +1,4 @@
-"""Launches `attention_decode`: append, attention split over programs, and the kernel that combines the splits."""
+"""Launches the kernels of `attention_decode`: append, attention over parts of the keys, and combining the parts."""
 
 import functools
 from typing import Any
@@ -6,7 +6,6 @@ from typing import Any
 from triton import cdiv
 
 from ..call.decode import Decode, apart, capacity_of
-from ..call.options import Call
 from ..kernels.vocabulary.pages import Cache
 from ..kernels.vocabulary.partials import Partials
 from ..kernels.vocabulary.rotary import Rotary
@@ -48,12 +47,6 @@ def launch_append(decode: Decode):
         run.run_tiled("append", decode.call, lambda tile: cdiv(added, tile.rows) * batch * heads, launched)
 
 
-def visible_keys(call: Call, capacity: int) -> int:
-    """Return an upper bound of the keys that a query sees, from shapes alone, so that CUDA graphs replay."""
-    side = call.right if call.top_left else call.left
-    return capacity if side is None else min(call.query.shape[2] + side, capacity)
-
-
 def _rows_of_a_tile(decode: Decode) -> int:
     return decode.call.query.shape[2] * (decode.call.query.shape[1] // decode.key_cache.shape[1])
 
@@ -64,11 +57,12 @@ def decoder(rows):
 
 @functools.lru_cache(maxsize=1024)  # caches grow: each length is asked for once more
 def splits(programs, blocks, multiprocessors):
-    """Return how many programs share the keys of a sequence, so that the GPU is full and the merge is worth it.
+    """Return how many programs share the keys of a sequence, so that the GPU is full and the merge pays off.
 
     Args:
-        programs: grid size before splitting. blocks: key blocks of the longest possible sequence.
+        programs: the grid size before splitting. blocks: key blocks of the longest possible sequence.
         multiprocessors: of the GPU; None is Triton's interpreter, which splits only to test the merge.
+
     Source: the rule of FlashAttention-2, which counts each multiprocessor twice.
     """
     if multiprocessors is None:
@@ -93,7 +87,7 @@ def failed(decode: Decode):
 
 
 def launch_decode(out, lse, decode: Decode):
-    """Fill out, and lse unless it is empty."""
+    """Fill out, and lse if it is not empty."""
     call, rows = decode.call, _rows_of_a_tile(decode)
     (batch, heads, length, _), kv_heads = call.query.shape, decode.key_cache.shape[1]
     launched = _common(decode) | dict(Q=arguments.of(call.query)) | arguments.band(call)
@@ -101,7 +95,9 @@ def launch_decode(out, lse, decode: Decode):
     launched["spec"] = launched["spec"]._replace(BY_THREADS=arguments.by_threads(decode.key_cache))
     del launched["k_len"]
     results = dict(Out=arguments.of(out), Lse=lse if lse.numel() else None)
-    keys, kernel = visible_keys(call, launched["capacity"]), decoder(rows)
+    # An upper bound of the keys that a query sees, from shapes alone, so that CUDA graphs replay.
+    side, capacity = call.right if call.top_left else call.left, launched["capacity"]
+    keys = capacity if side is None else min(length + side, capacity)
     multiprocessors = None if run.interpreting() else run.multiprocessors(run.device_of(call.query))
     partials: dict[str, Any] = {}
 
@@ -110,16 +106,15 @@ def launch_decode(out, lse, decode: Decode):
 
     def targets(tile):
         n = splits(programs(tile), cdiv(keys, tile.keys), multiprocessors)
-        partials.clear()  # of a larger tile that did not fit
-        partials["splits"] = n
+        partials.update(splits=n, partials=None)
         if n == 1:
-            return dict(**results, partials=None, splits=1)
+            return results | partials
         sums, states = (out.new_empty((batch, heads, length, n, last), dtype=lse.dtype) for last in (out.shape[3], 2))
         partials["partials"] = Partials(sums, states)
-        return dict(Out=None, Lse=None, **partials)
+        return dict(Out=None, Lse=None) | partials
 
-    run.run_tiled(kernel, call, lambda tile: programs(tile) * partials["splits"], launched, targets)
-    if "partials" in partials:
+    run.run_tiled(decoder(rows), call, lambda tile: programs(tile) * partials["splits"], launched, targets)
+    if partials["partials"] is not None:
         sizes = dict(
             rows=length, heads=heads, DV=out.shape[3], MOST=tile_table.MOST_SPLITS, scale=rules.score.softmax_scale
         )

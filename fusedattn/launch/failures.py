@@ -24,13 +24,13 @@ def forget() -> None:
 
 
 def known(key: tuple) -> "KernelUnavailable | None":
-    """Return why a kernel is known to fail for a kind of calls, or None."""
+    """Return why the calls with this key are known to fail, or None."""
     why = failed_kernels.get(("every kernel", key[1])) or failed_kernels.get(key) if failed_kernels else None
     return None if why is None else KernelUnavailable(why)
 
 
 def remember(key: tuple, error: Exception) -> "KernelUnavailable":
-    """Remember a failure unless it may pass, and return the error to raise."""
+    """Return the error to raise for a failure. Remember it for later calls, unless it may pass."""
     name, device, *_ = key
     whole, what, advice = _judge(name, error)
     message = f"{what} on {device} ({cause(error)}); {advice}"
@@ -54,7 +54,7 @@ def warn_once(reason: str, sentence: str, stacklevel: int) -> None:
 
 
 def cause(error: Exception) -> str:
-    """Return the type of an error and its most telling line."""
+    """Return the type of an error and the line of its message that says most."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip(" ^")]
     text = next((line for line in lines if "error" in line.lower()), lines[-1] if lines else "")
     return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__

@@ -28,36 +28,24 @@ def _forward(out, lse, stats, call):
     planes = call.query.shape[0] * call.key.shape[1]
     if arguments.can_pack_gqa(call, out) and planes >= run.multiprocessors(run.device_of(call.query)):
         call, out = arguments.pack_gqa(call, out)
-    batch, heads, rows, _ = call.query.shape
-
-    def described(tile):
-        return arguments.described(tile.keys, call.key_mask, K=call.key, V=call.value) if tile.tma else {}
-
-    launched = arguments.common(call) | dict(
-        Out=arguments.of(out), Lse=lse, Stats=stats, sequences=None, tile_lists=None
-    )
+    launched = arguments.common(call) | dict(Out=arguments.of(out), Lse=lse, Stats=stats)
     launched["spec"] = launched["spec"]._replace(BY_THREADS=arguments.by_threads(call.key))
     block_mask = blocks.block_mask_of(call)
-    if call.cu_seqlens_q is None and block_mask is None:
-        run.run_tiled("forward", call, lambda tile: cdiv(rows, tile.rows) * batch * heads, launched, described)
-        return
-    run.run_tiled(
-        "forward",
-        call,
-        lambda tile: blocks.slots(call, tile.rows) * heads,
-        launched,
-        lambda tile: described(tile) | blocks.walks(call, block_mask, tile),
-    )
+
+    def more(tile):
+        described = arguments.described(tile, tile.keys, call.key_mask, K=call.key, V=call.value)
+        return described | blocks.walks(call, block_mask, tile)
+
+    run.run_tiled("forward", call, lambda tile: blocks.slots(call, tile.rows) * call.query.shape[1], launched, more)
 
 
-def _weights(weights, stats, call):
-    launched, columns = arguments.common(call), weights.shape[3]
-    launched.pop("V")
+def launch_weights(name, launched, columns: int, call: Call):
+    """Launch the kernel of weights, or of their tangents. launched: its arguments but for `columns` and `sequences`."""
     run.run_tiled(
-        "weights",
+        name,
         call,
         lambda tile: blocks.slots(call, tile.rows) * cdiv(columns, tile.keys) * call.query.shape[1],
-        launched | dict(Weights=arguments.of(weights), Stats=stats, columns=columns),
+        {key: x for key, x in launched.items() if key != "V"} | dict(columns=columns),
         lambda tile: dict(sequences=blocks.sequences_of(call, tile.rows)),
     )
 
@@ -66,4 +54,5 @@ def launch_forward(out, lse, weights, stats, call: Call, on_hopper: bool):
     """Fill out and, unless None, lse, weights and stats; weights need stats."""
     (_forward_on_hopper if on_hopper else _forward)(out, lse, stats, call)
     if weights is not None:
-        _weights(weights, stats, call)
+        launched = arguments.common(call) | dict(Weights=arguments.of(weights), Stats=stats)
+        launch_weights("weights", launched, weights.shape[3], call)

@@ -1,7 +1,7 @@
 """Loads compiled kernels, and launches them as directly as this version of Triton allows.
 
-All knowledge of Triton below `kernel[grid](...)` is in this file, and each piece is probed before use. If one differs,
-Triton's own `compiled[grid](...)` launches.
+All knowledge of Triton below `kernel[grid](...)` is in this file, and is checked before use. If this version of Triton
+differs, its own `compiled[grid](...)` launches.
 """
 
 import copy
@@ -18,7 +18,7 @@ from triton import knobs
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime import JITFunction
 
-# Parameters of `compiled.run` in 3.6, and those added in 3.7; the kernel's own follow.
+# Parameters of `compiled.run` in Triton 3.6, and in 3.7. The kernel's own follow.
 _RUN = ("gridX", "gridY", "gridZ", "stream", "function")
 _RUN_NOW = (*_RUN, "kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook")
 _hashing = threading.Lock()
@@ -28,8 +28,8 @@ _hashed: set[int] = set()  # the id of each function that `_hash` has seen
 def _hash(function: object) -> None:
     """Have Triton hash a function for its disk cache, after all functions that it calls.
 
-    Before 3.9 a hash includes constants of only those callees that were hashed earlier (triton-lang/triton#10494), so
-    processes with different first calls would not share the cache.
+    Before Triton 3.9 a hash includes only the constants of callees that were hashed earlier (triton-lang/triton#10494),
+    so processes with different first calls would not share the cache.
     """
     if not isinstance(function, JITFunction) or id(function) in _hashed:
         return
@@ -58,9 +58,9 @@ def load(kernel, programs: int, arguments: dict, options: dict):
 
 @functools.lru_cache(maxsize=4096)  # looking at a signature takes longer than a launch
 def launched(compiled, encodes: bool = True) -> Callable:
-    """Return launch(programs, stream, arguments) of a loaded kernel; it calls hooks, such as a profiler's.
+    """Return a function (programs, stream, arguments) that launches a loaded kernel and calls the hooks of profilers.
 
-    encodes: whether arguments contain descriptors; if False, the results of `encoders`.
+    encodes: whether to encode descriptors; if not, the arguments have the results of `encoders` in their place.
     """
     run = _run_of(compiled)
     if run is None:
@@ -73,7 +73,7 @@ def launched(compiled, encodes: bool = True) -> Callable:
 
     def launch(programs, stream, arguments):
         enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
-        # A chain of hooks, empty or not, or one; or None.
+        # Each is None, a hook, or a chain of hooks, which may be empty.
         if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
             metadata = compiled.launch_metadata((programs, 1, 1), stream, *arguments)
             run(programs, 1, 1, stream, function, packed, metadata, enter, leave, *arguments)
@@ -103,7 +103,7 @@ def rebased(descriptor, tensor: Tensor):
 
 
 class Encoded:
-    """Encodes a descriptor for tensors that differ only in address; cached by address."""
+    """Encodes a descriptor for tensors that differ only in their address. It keeps the results by address."""
 
     MOST = 256
 
@@ -123,18 +123,18 @@ class Encoded:
 
 
 def encoders(compiled, descriptors: Sequence, device: torch.device) -> list[Encoded] | None:
-    """Return an encoder for each descriptor argument, which shape and strides follow.
+    """Return an encoder for each descriptor; None if this version of Triton encodes descriptors in another way.
 
-    None if this version of Triton encodes them in another way. Tried once, on a tensor of the device.
+    Shape and strides follow each descriptor as arguments. That is checked here, with a tensor of the device.
     """
     run, kinds = _run_of(compiled), getattr(compiled.metadata, "tensordesc_meta", None)
     if run is None or _launcher_of(run) is None or not kinds or len(kinds) != len(descriptors) or None in kinds:
         return None
     make = getattr(nvidia, "make_tensordesc_arg", None)
-    unused = (
-        0 if make is None else len(inspect.signature(make).parameters) - 2
-    )  # Triton 3.8 added one, for other vendors
-    if make is None or unused not in (0, 1):
+    if make is None:
+        return None
+    unused = len(inspect.signature(make).parameters) - 2  # Triton 3.8 added one, for other vendors
+    if unused not in (0, 1):
         return None
     encoded = []
     for descriptor, kind in zip(descriptors, kinds, strict=True):

@@ -1,4 +1,4 @@
-"""Runs a kernel with the first tile that fits the device, or records the launch. Operators handle empty tensors."""
+"""Runs a kernel with the first tile that fits the device, or records the launch. No grid is empty."""
 
 import contextlib
 import functools
@@ -10,21 +10,19 @@ from triton.runtime.driver import driver
 from triton.runtime.errors import OutOfResources
 
 from ..call.options import BY_HEAD, AssumedGPU, Call, device_of as device_of_tensor, hiding, lengths_of
-from ..kernels import (
-    append,
-    block_mask,
-    combine,
-    dbias,
-    decode,
-    dkdv,
-    dq,
-    forward,
-    preprocess,
-    sequences,
-    tangent,
-    weights,
-)
+from ..kernels.append import append
+from ..kernels.block_mask import block_mask, tile_lists
+from ..kernels.combine import combine
+from ..kernels.dbias import dbias
+from ..kernels.decode import decode
+from ..kernels.dkdv import dkdv
+from ..kernels.dq import dq
+from ..kernels.forward import forward
+from ..kernels.preprocess import postprocess, preprocess
+from ..kernels.sequences import fill_slots
+from ..kernels.tangent import tangent, tangent_weights
 from ..kernels.vocabulary.memory import width
+from ..kernels.weights import weights
 from . import failures, hopper, launcher, tile_table, tuned
 from .tile_table import row_width
 
@@ -39,12 +37,12 @@ if interpreting():
     interpreter.repair()
 
 
-_local = threading.local()  # .recorder keeps the launches of this thread instead of running them
+_local = threading.local()
 
 
 @contextlib.contextmanager
 def recording(recorder):
-    """Record launches on tensors without data: call recorder.add for each."""
+    """Have this thread call recorder.add for each launch instead of launching."""
     _local.recorder = recorder
     try:
         yield
@@ -57,7 +55,7 @@ def current_recorder():
 
 
 def device_of(tensor):
-    """Return the device that runs the kernels on a tensor."""
+    """Return the device that runs kernels on a tensor."""
     recorder = current_recorder()
     return device_of_tensor(tensor) if recorder is None else recorder.device
 
@@ -66,9 +64,12 @@ def run_kernel(name, programs, arguments, device, kind=None, last=True, **option
     """Run one kernel, or have it recorded.
 
     Args:
-        kind: a key of calls that fail together; by default all calls of the kernel on the device.
+        kind: the key of calls that fail together; by default all calls of the kernel on the device.
         last: whether this is the last tile to try.
-    Raises: KernelUnavailable if it does not compile or load; OutOfResources for a tile that is not the last.
+
+    Raises:
+        KernelUnavailable: if it does not compile or load.
+        OutOfResources: if the tile does not fit and is not the last.
     """
     kernel, recorder, compiled = KERNELS[name], current_recorder(), None
     if not interpreting():
@@ -104,7 +105,7 @@ def capability(device):
 
 
 def has_hopper(tensor):
-    """Return whether Hopper kernels run on the device of a tensor: a graph may come from another machine."""
+    """Return whether Hopper kernels run on the device of a tensor. A graph may come from another machine."""
     return hopper.missing is None and capability(device_of(tensor)) in (90, None)
 
 
@@ -115,27 +116,10 @@ def multiprocessors(device):
     return 1 if interpreting() else torch.cuda.get_device_properties(device).multi_processor_count
 
 
-KERNELS = {
-    kernel.__name__: kernel
-    for kernel in (
-        forward.forward,
-        weights.weights,
-        preprocess.preprocess,
-        preprocess.postprocess,
-        dq.dq,
-        dkdv.dkdv,
-        dbias.dbias,
-        block_mask.block_mask,
-        block_mask.tile_lists,
-        sequences.fill_slots,
-        append.append,
-        combine.combine,
-        tangent.tangent,
-        tangent.tangent_weights,
-    )
-}
-KERNELS |= dict.fromkeys(tile_table.DECODE, decode.decode)
-KERNELS["one_pass"] = dkdv.dkdv  # also accumulates dq, with tiles of its own
+KERNELS = {x.__name__: x for x in (forward, preprocess, postprocess, dq, dkdv, dbias, tangent, append, combine)}
+KERNELS |= {x.__name__: x for x in (weights, tangent_weights, block_mask, tile_lists, fill_slots)}
+KERNELS |= dict.fromkeys(tile_table.DECODE, decode)
+KERNELS["one_pass"] = dkdv  # also accumulates dq, with tiles of its own
 if hopper.kernel is not None:
     KERNELS["hopper"] = hopper.kernel
     KERNELS |= dict.fromkeys(("hopper_bwd", "hopper_bwd_deterministic"), hopper.backward_kernel)
@@ -157,7 +141,7 @@ def pressure_of(call):
 
 
 def kind_of(name, call):
-    """Return the key of calls that share tiles, and fail together."""
+    """Return the key of the calls that share tiles and fail together."""
     query, rows = call.query, call.query.shape[2]
     if call.cu_seqlens_q is not None and call.max_seqlen_q is not None:
         rows = call.max_seqlen_q
@@ -168,7 +152,7 @@ def kind_of(name, call):
 
 
 def candidates(name, call):
-    """Return the tiles of a kernel for a call, best first, without those known not to fit."""
+    """Return the tiles of a kernel for a call, best first, without tiles known not to fit."""
     kind = kind_of(name, call)
     fitting = tile_table.fitting.get(kind)
     if fitting is None:
@@ -200,12 +184,10 @@ def is_default(name, call, device):
 
 
 def is_to_take(name, call, backend):
-    """Return whether a Hopper backward takes a call that it covers."""
+    """Return whether a Hopper backward takes a call that it supports."""
     device = device_of(call.query)
-    if call.named:
-        wanted = backend == "hopper"
-    else:
-        wanted = is_default(name, call, device) and failures.known((name, device)) is None
+    chosen = is_default(name, call, device) and failures.known((name, device)) is None
+    wanted = backend == "hopper" if call.named else chosen
     return wanted and has_hopper(call.query) and form_on_hopper(name, call) is not None
 
 
@@ -226,13 +208,13 @@ def none_is_right(name, device):
 
 
 def prefers_two_passes(call):
-    """Return whether a tuning file prefers the backward in two passes."""
+    """Return whether a tuning file found the backward faster in two passes, or in one pass wrong."""
     faster = "two_passes", "one_pass", call, device_of(call.query), pressure_of(call)
     return not candidates("one_pass", call) or tuned.is_faster(*faster)
 
 
 def surroundings(device):
-    """Return the context of a launch: the device of its tensors, or the interpreter's lock."""
+    """Return the context manager of a launch: the device of its tensors, or the interpreter's lock."""
     if interpreting():
         return interpreter.turn()
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

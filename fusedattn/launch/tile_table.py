@@ -126,6 +126,12 @@ INTERPRETED |= dict.fromkeys(("weights", "tangent_weights", "dkdv", "one_pass"),
 INTERPRETED |= dict.fromkeys(("preprocess", "postprocess"), (Tile(32, None, 4, 1),))
 INTERPRETED |= dict(decode_16=(Tile(16, 16, 4, 1),), combine=(Tile(2, None, 4, 1),), append=(Tile(4, None, 4, 1),))
 
+
+def _one_each(kernel, architecture, itemsize, *tiles):
+    """Return the rows of a kernel with a single tile for each width."""
+    return {(kernel, architecture, itemsize, width): (tile,) for width, tile in zip((64, 128, 256), tiles, strict=True)}
+
+
 # (kernel, architecture, bytes of an element, `row_width` of D and Dv): tiles from the best to one that fits anywhere.
 # On 9.0 three stages come first. With two, a loop waits for copies that the last step began at its end, so they overlap
 # nothing; with three, for copies of the step before. Seen in machine code.
@@ -173,30 +179,18 @@ TABLE = {
     ("one_pass", 80, 4, 64): (Tile(32, 32, 8, 2), Tile(16, 16, 8, 2)),
     ("one_pass", 80, 4, 128): (Tile(16, 32, 8, 2), Tile(16, 16, 8, 2)),
     # Memory bound: enough rows to keep every thread busy.
-    ("preprocess", 80, 2, 64): (Tile(64, None, 4, 1),),
-    ("preprocess", 80, 2, 128): (Tile(32, None, 4, 1),),
-    ("preprocess", 80, 2, 256): (Tile(16, None, 4, 1),),
+    **_one_each("preprocess", 80, 2, Tile(64, None, 4, 1), Tile(32, None, 4, 1), Tile(16, None, 4, 1)),
     # 64 rows, as in a wgmma: delta is then summed in the order of dp, so that dp - delta cancels.
     ("preprocess", 90, 2, 128): (Tile(64, None, 4, 1),),
     ("preprocess", 90, 2, 256): (Tile(64, None, 8, 1),),
     ("postprocess", 90, 2, 128): (Tile(64, None, 8, 1),),
     ("postprocess", 80, 2, 64): (Tile(64, None, 4, 1),),
     ("postprocess", 80, 2, 128): (Tile(32, None, 4, 1),),
-    ("weights", 80, 2, 64): (Tile(64, 64, 4, 1),),
-    ("weights", 80, 2, 128): (Tile(64, 64, 4, 1),),
-    ("weights", 80, 2, 256): (Tile(32, 64, 4, 1),),
-    ("weights", 80, 4, 64): (Tile(32, 32, 4, 1),),
-    ("weights", 80, 4, 128): (Tile(32, 32, 8, 1),),
-    ("weights", 80, 4, 256): (Tile(16, 32, 8, 1),),
-    ("dbias", 80, 2, 64): (Tile(64, 64, 8, 2, spills=72),),
-    ("dbias", 80, 2, 128): (Tile(32, 32, 8, 2),),
-    ("dbias", 80, 2, 256): (Tile(32, 32, 8, 2),),
-    ("dbias", 90, 2, 64): (Tile(64, 64, 4, 2),),
-    ("dbias", 90, 2, 128): (Tile(64, 64, 8, 1),),
-    ("dbias", 90, 2, 256): (Tile(64, 32, 8, 1),),
-    ("dbias", 80, 4, 64): (Tile(32, 32, 8, 1),),
-    ("dbias", 80, 4, 128): (Tile(16, 32, 8, 1),),
-    ("dbias", 80, 4, 256): (Tile(16, 16, 8, 1, spills=104),),
+    **_one_each("weights", 80, 2, Tile(64, 64, 4, 1), Tile(64, 64, 4, 1), Tile(32, 64, 4, 1)),
+    **_one_each("weights", 80, 4, Tile(32, 32, 4, 1), Tile(32, 32, 8, 1), Tile(16, 32, 8, 1)),
+    **_one_each("dbias", 80, 2, Tile(64, 64, 8, 2, spills=72), Tile(32, 32, 8, 2), Tile(32, 32, 8, 2)),
+    **_one_each("dbias", 90, 2, Tile(64, 64, 4, 2), Tile(64, 64, 8, 1), Tile(64, 32, 8, 1)),
+    **_one_each("dbias", 80, 4, Tile(32, 32, 8, 1), Tile(16, 32, 8, 1), Tile(16, 16, 8, 1, spills=104)),
     # Five products, where dq has three.
     ("tangent", 80, 2, 64): (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
     ("tangent", 80, 2, 128): (Tile(64, 32, 8, 2, spills=144), Tile(32, 32, 4, 2)),
@@ -226,21 +220,15 @@ TABLE = {
     ("decode_32", 80, 2, 64): (Tile(32, 128, 4, 3), Tile(32, 64, 4, 3)),
     ("decode_32", 80, 2, 128): (Tile(32, 64, 4, 3), Tile(32, 32, 4, 3)),
     ("decode_32", 80, 2, 256): (Tile(32, 64, 8, 2), Tile(32, 32, 4, 2)),
-    ("decode_32", 80, 4, 64): (Tile(32, 32, 4, 2),),
-    ("decode_32", 80, 4, 128): (Tile(32, 16, 8, 2),),
-    ("decode_32", 80, 4, 256): (Tile(16, 16, 8, 2),),
+    **_one_each("decode_32", 80, 4, Tile(32, 32, 4, 2), Tile(32, 16, 8, 2), Tile(16, 16, 8, 2)),
     ("decode_64", 80, 2, 64): (Tile(64, 64, 4, 3), Tile(64, 32, 4, 2)),
     ("decode_64", 80, 2, 128): (Tile(64, 64, 4, 3), Tile(64, 32, 4, 2)),
     ("decode_64", 80, 2, 256): (Tile(64, 64, 8, 2), Tile(32, 32, 4, 2)),
     ("decode_64", 80, 4, 64): (Tile(64, 32, 8, 2), Tile(32, 32, 8, 2)),
     ("decode_64", 80, 4, 128): (Tile(32, 16, 8, 2),),
     ("decode_64", 80, 4, 256): (Tile(16, 16, 8, 2),),
-    ("combine", 80, 2, 64): (Tile(16, None, 1, 1),),
-    ("combine", 80, 2, 128): (Tile(16, None, 2, 1),),
-    ("combine", 80, 2, 256): (Tile(16, None, 4, 1),),
-    ("append", 80, 2, 64): (Tile(16, None, 4, 1),),
-    ("append", 80, 2, 128): (Tile(16, None, 4, 1),),
-    ("append", 80, 2, 256): (Tile(16, None, 4, 1),),
+    **_one_each("combine", 80, 2, Tile(16, None, 1, 1), Tile(16, None, 2, 1), Tile(16, None, 4, 1)),
+    **_one_each("append", 80, 2, Tile(16, None, 4, 1), Tile(16, None, 4, 1), Tile(16, None, 4, 1)),
 }
 
 # Tiles for more register pressure: with a mask of pairs, which is also copied in stages, and with more options.
@@ -260,7 +248,6 @@ RICH = {
     ("forward", 90, 2, 256): (Tile(128, 32, 8, 1, spills=60), Tile(32, 32, 4, 2)),
     ("dq", 80, 2, 64): (Tile(128, 32, 8, 2), Tile(64, 32, 4, 2)),
     ("dq", 80, 2, 256): (Tile(64, 32, 8, 2, spills=32), Tile(32, 32, 4, 2), Tile(32, 16, 4, 2)),
-    ("dq", 86, 2, 256): (Tile(32, 32, 4, 2), Tile(32, 16, 4, 2)),
     ("dq", 90, 2, 256): (Tile(128, 32, 8, 2), Tile(64, 32, 8, 2), Tile(32, 16, 4, 2)),
     ("dkdv", 80, 2, 64): (Tile(32, 128, 8, 2, spills=24), Tile(32, 32, 4, 2)),
     ("dkdv", 80, 2, 128): (Tile(32, 64, 8, 2), Tile(32, 32, 4, 2, spills=16)),
@@ -340,27 +327,24 @@ def small_enough(tiles):
 
 
 def narrow(left, right):
-    """Return whether a band, None for unbounded sides, should use tiles of at most 64 x 64.
+    """Return whether calls with this window should use tiles of at most 64 x 64.
 
-    A tile of n rows visits n - 1 keys more than one row: with 128 rows over a tenth of such a band.
+    A tile of n rows visits n - 1 keys more than one row does. With 128 rows that is over a tenth of a narrow window.
     """
     return left is not None and right is not None and left + 1 + right < 10 * 127
 
 
-def tiles_for(kernel, capability, itemsize, width, pressure="plain", narrow=False):
+def tiles_for(kernel, capability, itemsize, width, pressure="plain"):
     """Return the tiles to try, best first, for one kernel on one GPU.
 
     Args:
         kernel: a key of INTERPRETED.
         capability: 90 for (9, 0); None is Triton's interpreter. Without rows of its own a GPU uses those of 80.
         itemsize: bytes of an element of query. width: the wider of D and Dv.
-        pressure: on registers: "plain", "masked" by a mask of pairs, or "rich" (bias, slopes, cap or dropout).
-        narrow: whether the band is narrow, or rows are few.
+        pressure: on registers: "plain", "masked" (a mask of pairs), or "rich" (bias, slopes, cap or dropout).
     """
     if capability is None:
         return INTERPRETED[kernel]
-    if narrow:
-        return small_enough(tiles_for(kernel, capability, itemsize, width, pressure))
     width = row_width(width)
     for place in ((architecture(capability), itemsize), (80, itemsize), (80, 2)):
         for table in {"plain": (TABLE,), "masked": (MASKED, TABLE), "rich": (RICH, TABLE)}[pressure]:

@@ -1,7 +1,7 @@
-"""Tuning files: the measured forms that `fusedattn tune` writes for a GPU, read once, at the first call.
+"""Tuning files, which `fusedattn tune` writes for a GPU: tiles and pipelines with their times. Read at the first call.
 
-A file is valid only with the GPU, driver, torch, Triton and package version that wrote it. Without one the tables of
-`launch.tile_table` decide.
+A file is valid only with the GPU, driver, torch, Triton and package version that wrote it. Without a valid file the
+tables of `launch.tile_table` decide.
 """
 
 import functools
@@ -30,10 +30,10 @@ RIVALS = {"hopper": ("forward",)} | {  # the universal kernels that a Hopper ker
 
 
 class Row(NamedTuple):
-    """One form of a kernel, with its times and faults.
+    """A form of a kernel: a tile or a pipeline, with its times and its fault.
 
     width: 64, 128 or 256. pressure: as in `tile_table.tiles_for`. form: None for two_passes. ms: {case: milliseconds};
-    causal cases are named so. why: "" for a correct form; others are never launched.
+    the names of causal cases have "causal" in them. why: the fault, or "". A form with a fault is never launched.
     """
 
     kernel: str
@@ -46,7 +46,7 @@ class Row(NamedTuple):
 
 
 class Choices(NamedTuple):
-    """Measured forms by (kernel, dtype, width, pressure), fastest first."""
+    """Measured forms by (kernel, dtype, width, pressure), fastest first. best: the times of the fastest."""
 
     right: Mapping[tuple, tuple]
     wrong: Mapping[tuple, tuple]
@@ -82,7 +82,7 @@ def place(kernel: str, dtype: torch.dtype, width: int, pressure: str = "plain") 
 
 
 def about(device: torch.device) -> dict[str, str]:
-    """Return what a file must say of its GPU to count."""
+    """Return the GPU and the versions that a file must name to be valid."""
     import triton
     from torch.utils.collect_env import get_nvidia_driver_version, run
 
@@ -99,7 +99,7 @@ def path(gpu: str) -> Path:
 
 
 def read(file: Path, here: Collection[dict[str, str]]) -> tuple[str, Choices]:
-    """Return the GPU of a file and its Choices; ValueError if it is damaged, or about none of the machines `here`."""
+    """Return the GPU of a file and its Choices. Raise ValueError if it is damaged or of none of the machines `here`."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         was = dict(content["about"])
@@ -160,7 +160,6 @@ def _is_faster(device: Device, one: str, other: str, where: tuple, banded: bool)
 
 
 def is_faster(one: str, other: str, call: Call, device: Device, pressure: str = "plain") -> bool:
-    """Return whether one kernel's best form was faster than another's."""
     _, *where = place(one, call.query.dtype, max(call.query.shape[3], call.value.shape[3]), pressure)
     return _is_faster(device, one, other, (*where,), call.left is not None or call.right is not None)
 

@@ -12,12 +12,11 @@ from ..call.private import tracing
 # Bytes of scores of a block, per core. On an EPYC with 1 MiB L2 and 32 MiB L3 (torch 2.13), blocks of 2**28 took 2 to 3
 # times as long, forward and backward. Sizes from 2**20 to 2**23 differed little.
 CACHE = 2**21
-# Rows of a block: if all rows see all keys, and if a band hides some keys.
-ROWS, CUT_ROWS = 256, 128
+ROWS, CUT_ROWS = 256, 128  # most rows of a block, and of a block that a band leaves some keys
 
 
 class Block(NamedTuple):
-    """Rows first .. last - 1 of a call, and keys begin .. end - 1, which include all that these rows see."""
+    """Rows first .. last - 1 of a call, and keys begin .. end - 1, which include all keys that these rows see."""
 
     first: int
     last: int
@@ -26,7 +25,7 @@ class Block(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Some planes of a call as a call of their own, its blocks, and the plane numbers (B, Hq) for dropout, or None."""
+    """Some planes (heads of batches) of a call, cut into blocks. planes: their numbers (B, Hq) for dropout, or None."""
 
     call: Call
     planes: Tensor | None
@@ -64,7 +63,7 @@ def known_diagonal(call: Call) -> int | None:
 
 
 def block(call: Call, first: int, last: int) -> Block:
-    """Return the block of some rows, with the keys that causal and window leave them."""
+    """Return the block of rows first .. last - 1, with the keys that causal and window leave visible."""
     keys, offset = call.key.shape[2], known_diagonal(call)
     if offset is None:
         return Block(first, last, 0, keys)
@@ -79,16 +78,16 @@ def spans(rows: int, step: int) -> Iterator[tuple[int, int]]:
     return ((first, min(first + step, rows)) for first in range(0, rows, step))
 
 
-def parts(call: Call, limit: int, cut_rows: int = CUT_ROWS, all_rows: int = ROWS) -> list[list[Part]]:
-    """Return a call cut into Parts, [batches][heads], and those into blocks of at most `limit` bytes of scores.
+def parts(call: Call, limit: int) -> list[list[Part]]:
+    """Return the Parts of a call, [batches][heads], with blocks of at most `limit` bytes of scores.
 
-    A block has at least one row of one key head. cut_rows: most rows of a block if a band hides keys; all_rows: if not.
+    A block has at least one row of one key head.
     """
     whole, (batch, heads, rows, _) = uncut(call), call.query.shape
     if 0 in (batch, heads, rows):
         return [[whole]]
     keys, cut = call.key.shape[2], (call.left, call.right) != (None, None) and known_diagonal(call) is not None
-    height = min(rows, cut_rows if cut else all_rows)
+    height = min(rows, CUT_ROWS if cut else ROWS)
     if cut and call.left is not None and call.right is not None:
         keys = min(keys, height + call.left + call.right)
     row_bytes = max(1, keys) * call.query.element_size()
@@ -101,8 +100,8 @@ def parts(call: Call, limit: int, cut_rows: int = CUT_ROWS, all_rows: int = ROWS
         return [[Part(_flat(call) if len(blocks) > 1 else call, whole.planes, blocks)]]
     batches, heads = max(1, count // heads), min(heads, count // group * group)
     return [
-        [Part(_flat(part), own, blocks) for part, own in _pieces(some, numbers, 1, heads)]
-        for some, numbers in _pieces(call, whole.planes, 0, batches)
+        [Part(_flat(part), planes, blocks) for part, planes in _cut(some, some_planes, 1, heads)]
+        for some, some_planes in _cut(call, whole.planes, 0, batches)
     ]
 
 
@@ -116,22 +115,20 @@ def _flat(call: Call) -> Call:
 
 
 def _split(x: Tensor | None, size: int, dim: int, length: int) -> list | tuple:
-    """Return pieces of x along a dimension of this length, or repeat x if it is broadcast there."""
+    """Return x cut into `size` elements of a dimension at a time. A broadcast x, without this length, is repeated."""
     count = -(-length // size)
     # By `split`: the gradient of each slice would be as large as the whole tensor.
     return [x] * count if x is None or count == 1 or x.shape[dim] != length else x.split(size, dim)
 
 
-def _pieces(call: Call, planes: Tensor | None, axis: int, size: int) -> Iterator[tuple[Call, Tensor | None]]:
+def _cut(call: Call, planes: Tensor | None, axis: int, size: int) -> Iterator[tuple[Call, Tensor | None]]:
     """Yield (call, planes) of `size` batches (axis 0) or heads (axis 1) at a time."""
-    whole, key_heads = call.query.shape[axis], call.key.shape[1]
-    pieces = {name: _split(getattr(call, name), size, axis, whole) for name in with_dims("BH"[axis])}
+    whole, kv_heads = call.query.shape[axis], call.key.shape[1]
+    fields = {name: _split(getattr(call, name), size, axis, whole) for name in with_dims("BH"[axis])}
     if axis == 1:
-        own_heads = size * key_heads // whole
-        pieces |= {name: _split(getattr(call, name), own_heads, 1, key_heads) for name in with_dims("G")}
+        fields |= {name: _split(getattr(call, name), size * kv_heads // whole, 1, kv_heads) for name in with_dims("G")}
     elif call.cu_seqlens_q is not None and call.cu_seqlens_k is not None:
-        offsets = dict(cu_seqlens_q=call.cu_seqlens_q, cu_seqlens_k=call.cu_seqlens_k)
-        for name, x in offsets.items():
-            pieces[name] = [x[first : first + size + 1] for first in range(0, whole, size)]
-    for own, *fields in zip(_split(planes, size, axis, whole), *pieces.values(), strict=True):
-        yield call._replace(**dict(zip(pieces, fields, strict=True))), own
+        for name, x in dict(cu_seqlens_q=call.cu_seqlens_q, cu_seqlens_k=call.cu_seqlens_k).items():
+            fields[name] = [x[first : first + size + 1] for first in range(0, whole, size)]
+    for some_planes, *values in zip(_split(planes, size, axis, whole), *fields.values(), strict=True):
+        yield call._replace(**dict(zip(fields, values, strict=True))), some_planes

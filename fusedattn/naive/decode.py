@@ -1,27 +1,27 @@
-"""Appends to caches, and turns a call to a cache into a dense one: pages gathered, lengths as key_mask, rotated."""
+"""Appends to caches, and turns a call to a cache into a dense call, which has gathered pages and a key_mask."""
 
 import functools
 import itertools
-from collections.abc import Iterator
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..call.decode import Decode, capacity_of
 from ..call.layout import arrange
-from ..call.options import Call, plain, sliced, with_dims
+from ..call.options import Call, plain
 from ..call.private import holds, unmapped
 from ..call.rules import fail
+from .varlen import of_batches
 
-_Length = TypeVar("_Length")
 WORTH = 2**13  # elements of a key cache that an extra call must skip to pay off: the call takes 0.1 ms on a CPU
 
 
 def rotated(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """Return x (B, H, S, D) with rotary embeddings of positions (B or 1, S) applied to its first columns.
 
-    Pairs are columns 2n and 2n + 1 if interleaved, otherwise n and n + half. Positions past the angles take the last.
+    Columns 2n and 2n + 1 are a pair if interleaved, otherwise n and n + half. Positions past the angles take the last.
     Source: RoFormer, arXiv:2104.09864, section 3.2.
     """
     half, wide = cos.shape[1], torch.promote_types(x.dtype, torch.float32)
@@ -70,12 +70,12 @@ def _gathered(cache: Tensor, table: Tensor | None) -> Tensor:
 
 
 def _with_shifts(call: Call, shift: Tensor) -> Call:
-    """Return a call with band and slopes inside its mask and bias. Row i of batch b is level with key i + shift[b]."""
+    """Move band and slopes of a call into its mask and bias. In batch b, row i is level with key i + shift[b]."""
     if call.top_left or (call.left is None and call.right is None and call.alibi_slopes is None):
         return call
     device = shift.device
-    row = torch.arange(call.query.shape[2], device=device)[:, None] + shift[:, None, None, None]
-    offset = torch.arange(call.key.shape[2], device=device) - row  # (B, 1, Sq, capacity)
+    diagonal = torch.arange(call.query.shape[2], device=device)[:, None] + shift[:, None, None, None]
+    offset = torch.arange(call.key.shape[2], device=device) - diagonal  # (B, 1, Sq, capacity)
     conditions = [] if call.mask is None else [call.mask]
     conditions += [] if call.left is None else [offset >= -call.left]
     conditions += [] if call.right is None else [offset <= call.right]
@@ -89,7 +89,7 @@ def _with_shifts(call: Call, shift: Tensor) -> Call:
 
 
 def _lengths(decode: Decode) -> tuple[Tensor, Tensor]:
-    """Return the lengths of sequences before and after the append."""
+    """Return the length of each sequence before and after the append."""
     before = decode.lengths.long().clamp(0, capacity_of(decode))
     return before, (before + decode.added).clamp(max=capacity_of(decode))
 
@@ -107,6 +107,7 @@ def _check_mapped(decode: Decode) -> None:
 
 
 def append(decode: Decode) -> None:
+    """Write the new keys and values into the caches, without a host sync."""
     if decode.new_key is None or decode.new_value is None:
         return
     _check_mapped(decode)
@@ -134,9 +135,9 @@ def dense(decode: Decode) -> Call:
 
 
 def by_length(decode: Decode) -> list[Call] | None:
-    """Return `dense` as several calls, each for consecutive sequences of one length, without keys past it.
+    """Return `dense` split into calls of consecutive sequences of one length, without the keys past it.
 
-    None if lengths cannot be read without a host sync, a graph break or an error in a transform, or if it does not pay.
+    None if that skips too few keys, or if reading the lengths would cause a host sync, a graph break or an error.
     """
     if torch.compiler.is_compiling() or decode.lengths.device.type != "cpu" or not len(decode.lengths):
         return None
@@ -150,7 +151,7 @@ def by_length(decode: Decode) -> list[Call] | None:
     return [of_length(call, decode, *run) for run in runs]
 
 
-def alike(lengths: list[_Length]) -> Iterator[tuple[int, int, _Length]]:
+def alike(lengths: Sequence[Any]) -> Iterator[tuple[int, int, Any]]:
     """Yield (first, last + 1, length) for each run of equal lengths."""
     first = 0
     for length, run in itertools.groupby(lengths):
@@ -161,13 +162,12 @@ def alike(lengths: list[_Length]) -> Iterator[tuple[int, int, _Length]]:
 
 def of_length(call: Call, decode: Decode, first: int, last: int, length: int) -> Call:
     """Return sequences first .. last - 1 of a call to a cache, all of one length."""
-    batches, keys = slice(first, last), slice(length)
-    own: dict[str, Any] = {name: sliced(name, getattr(call, name), B=batches, K=keys) for name in with_dims("B")}
-    if decode.table is not None:
-        for name, cache in (("key", decode.key_cache), ("value", decode.value_cache)):
-            pages = -(-length // max(1, cache.shape[2]))
-            own[name] = _gathered(cache, decode.table[batches, :pages])[:, :, :length]
-    return call._replace(**own)
+    batches, call = slice(first, last), of_batches(call, B=slice(first, last), K=slice(length))
+    if decode.table is None:
+        return call
+    table = decode.table[batches, : -(-length // max(1, decode.key_cache.shape[2]))]
+    key, value = (_gathered(cache, table)[:, :, :length] for cache in (decode.key_cache, decode.value_cache))
+    return call._replace(key=key, value=value)
 
 
 def rotated_query(decode: Decode) -> Call:

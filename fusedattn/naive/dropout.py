@@ -15,7 +15,7 @@ WORD = 0xFFFFFFFF  # words are int64; products wrap, with the right lower 64 bit
 
 
 def _multiplied(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
-    """Return the product, which overwrites the word, and its upper word, sign-extended."""
+    """Return (word * multiplier, its upper 32 bits with their sign). The product overwrites the word."""
     if torch.compiler.is_compiling():
         # By multiplier - 2**32, which is small: a C++ compiler assumes that int64 products do not overflow, and then
         # drops the mask that corrects an overflow.
@@ -46,7 +46,7 @@ def _rounds(counter: list[Tensor], key: list[Tensor]) -> list[Tensor]:
 
 
 def _eights(kept: Tensor) -> Tensor:
-    """Return bools (.., columns) as (.., columns / 8, 1), eight in one int64 to copy; compiled, as (.., 8)."""
+    """Return bools (.., columns) as (.., columns / 8, 1) int64, which copies faster; when compiled as (.., 8) bools."""
     if torch.compiler.is_compiling():
         return kept.unflatten(-1, (kept.shape[-1] // 8, 8))
     return kept.view(torch.int64)[..., None]
@@ -57,10 +57,7 @@ def keep(seed: Tensor, planes: Tensor, rows: tuple[int, int], keys: tuple[int, i
 
     One call of Philox serves rows i and i + 8, and keys j and j + 8.
 
-    Args:
-        seed: one int64.
-        planes: int64, b * Hq + h of each plane.
-        rows, keys: (first, last + 1).
+    seed: one int64. planes: int64, b * Hq + h of each plane. rows, keys: (first, last + 1).
     """
     (first, last), (begin, end), device = rows, keys, planes.device
     least = int(dropout_p * 2**32)  # words below it are dropped; at 1 it is past every word

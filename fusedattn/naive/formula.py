@@ -1,7 +1,7 @@
-"""The definition of attention in PyTorch, a block of rows at a time. Kernels must agree with it; a CPU runs it."""
+"""The definition of attention in PyTorch, a block of rows at a time. Kernels must agree with it."""
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -48,15 +48,16 @@ def sums_of(weights: Tensor, value: Tensor) -> Tensor:
     return torch.bmm(grouped(weights, value.shape[1]), value.flatten(0, 1)).view(*weights.shape[:3], value.shape[3])
 
 
-def _repeated(x: Tensor, heads: int) -> Tensor:
+def repeated(x: Tensor, heads: int) -> Tensor:
+    """Repeat each key head for its query heads."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
 FEWEST_COPIES = scores_of, sums_of
 # The same products as users write them.
 AS_WRITTEN = (
-    lambda query, key, scale: query @ _repeated(key, query.shape[1]).mT * scale,
-    lambda weights, value: weights @ _repeated(value, weights.shape[1]),
+    lambda query, key, scale: query @ repeated(key, query.shape[1]).mT * scale,
+    lambda weights, value: weights @ repeated(value, weights.shape[1]),
 )
 
 
@@ -65,16 +66,15 @@ def softmax(scores, need_lse, visible=None, empty=None, *, limits=(), sinks=None
 
     Args:
         visible: bool, broadcasts to the scores; None hides nothing.
-        limits: pairs (columns, bool of hidden pairs), which are hidden in place. No transform may see it.
-        empty: bool, broadcasts to (B, Hq, Sq, 1): rows that see nothing, with weights 0 and lse -inf or the sink. None
-            if there are none.
+        limits: (columns, bool of hidden pairs), to hide in place. No transform may see it.
+        empty: bool, broadcasts to (B, Hq, Sq, 1): rows that see nothing, with weights 0 and lse -inf or the sink.
         sinks: (1 or B, Hq), an additional logit for each head.
-        in_place: no transform, mode or graph sees this, so scores that no gradient needs are overwritten. New memory
-            would take as long as the softmax.
+        in_place: overwrite scores that no gradient needs: new memory takes as long as the softmax. No transform, mode
+            or graph may see it.
     """
     if visible is not None:
         scores = scores.masked_fill(~visible, float("-inf"))
-    for columns, hidden in limits:  # behind autograd's back: a score whose weight is 0 has the gradient 0
+    for columns, hidden in limits:  # autograd need not see it: a score whose weight is 0 has the gradient 0
         scores.detach()[..., columns].masked_fill_(hidden, float("-inf"))
     if sinks is not None:
         sink = sinks[:, :, None, None].expand(*scores.shape[:3], 1)
@@ -93,7 +93,7 @@ def softmax(scores, need_lse, visible=None, empty=None, *, limits=(), sinks=None
 
 
 def scored(products: Tensor, softcap: float | None, added: Iterable[Tensor]) -> Tensor:
-    """Return scores from scaled products: capped, and with the terms of bias and slopes."""
+    """Return scores from scaled products: capped, then with the `added` terms."""
     if softcap is not None and softcap <= LARGEST_CAP:
         cap = max(softcap, SMALLEST_CAP)  # twice, so that the derivative at 0 is 1
         products = cap * torch.tanh(products / cap)
@@ -114,13 +114,12 @@ def _logsumexp(scores: Tensor) -> Tensor:
     return total + top.squeeze(-1)
 
 
-def hiding(call: Call, block: Block) -> dict:
-    """Return the arguments visible, limits and empty of `softmax` for a block."""
+def hiding(call: Call, block: Block, in_place: bool) -> dict:
+    """Return the arguments visible, limits and empty of `softmax` for a block. in_place: `limits` is allowed."""
     if holds(block.begin == block.end, False):
         return dict(empty=call.query.new_ones(1, 1, 1, 1, dtype=torch.bool))
     if call.left is call.right is call.mask is call.bias is call.key_mask is call.query_mask is None:
         return {}
-    in_place = readable(call)
     if in_place and pairs.only_edges(call, block):
         return dict(limits=pairs.edges(call, block))
     seen = pairs.visible(call, block)
@@ -143,7 +142,7 @@ def of_block(part: Part, block: Block, need_lse: bool, need_weights: bool, produ
     products_of, output_of = products
     scores = scored(products_of(query, key, call.scale), call.softcap, pairs.added(call, block, query.dtype))
     in_place = readable(call)
-    weights, lse = softmax(scores, need_lse, sinks=call.sinks, in_place=in_place, **hiding(call, block))
+    weights, lse = softmax(scores, need_lse, sinks=call.sinks, in_place=in_place, **hiding(call, block, in_place))
     factor = pairs.factor(call, part.planes, block)
     if factor is not None:
         weights = weights.mul_(factor) if in_place and not weights.requires_grad else weights * factor
@@ -167,9 +166,13 @@ def of_all(call: Call, need_lse: bool, need_weights: bool, products: tuple = FEW
     return of_block(part, part.blocks[0], need_lse, need_weights, products)
 
 
-def _block_of(block: Block, planes: Tensor | None, need_lse: bool, *fields) -> tuple:
-    """Call `of_block` with the fields of a Call as separate arguments, as torch's checkpoint needs them."""
-    return of_block(Part(Call(*fields), planes, []), block, need_lse, False)
+def _recomputed(part: Part, block: Block, need_lse: bool) -> tuple:
+    """Return `of_block` without weights. The backward computes it again, so that autograd keeps no scores."""
+
+    def run(*fields):  # torch's checkpoint takes tensors as separate arguments
+        return of_block(part._replace(call=Call(*fields)), block, need_lse, False)
+
+    return checkpoint(run, *part.call, use_reentrant=False, preserve_rng_state=False)
 
 
 def most(call: Call) -> int:
@@ -178,7 +181,7 @@ def most(call: Call) -> int:
 
 
 def _is_one(call: Call) -> bool:
-    """Return whether blocks would save nothing, or cost more than they save."""
+    """Return whether one block for the whole call is as fast as several."""
     (batch, heads, rows, _), keys = call.query.shape, call.key.shape[2]
     scores = batch * heads * rows * keys
     if scores <= SMALL and call.query.device.type == "cpu":
@@ -189,46 +192,28 @@ def _is_one(call: Call) -> bool:
     return call.left is call.right is None or (rows <= CUT_ROWS and block(call, 0, rows) == (0, rows, 0, keys))
 
 
-def _saved_bytes(call: Call, all_parts: list[list[Part]], need_lse: bool) -> int:
+def _saved_bytes(call: Call, blocks: list[Block], need_lse: bool) -> int:
     """Return how many bytes of scores autograd would keep for the backward."""
     copies = 1 + need_lse + (call.softcap is not None) + 2 * (call.seed is not None)
-    pairs = sum(
-        part.call.query.shape[0] * part.call.query.shape[1] * (last - first) * (end - begin)
-        for row in all_parts
-        for part in row
-        for first, last, begin, end in part.blocks
-    )
-    return copies * pairs * call.query.element_size()
+    pairs = sum((last - first) * (end - begin) for first, last, begin, end in blocks)
+    return copies * pairs * call.query.shape[0] * call.query.shape[1] * call.query.element_size()
 
 
-def _of_part(part: Part, need_lse: bool, recompute: bool) -> tuple:
-    """Return (output, lse or None, None). recompute: the backward computes scores anew, and none are kept."""
-    if recompute:
-        run = functools.partial(checkpoint, _block_of, use_reentrant=False, preserve_rng_state=False)
-        results = [run(block, part.planes, need_lse, *part.call) for block in part.blocks]
-    else:
-        results = [of_block(part, block, need_lse, False) for block in part.blocks]
-    return joined(results, 2)
-
-
-def _blocks(call: Call, need_lse: bool) -> tuple:
+def _in_blocks(call: Call, need_lse: bool) -> tuple:
     """Return (output, lse or None, None), computed a block at a time."""
-    if not sized(call):  # with symbolic sizes torch 2.10 cannot export merged dimensions
-        return of_all(call, need_lse, False, AS_WRITTEN)
-    if _is_one(call):
-        return of_all(call, need_lse, False)
     all_parts = parts(call, most(call))
     needs_grad = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in call)
-    several = len(all_parts) > 1 or len(all_parts[0]) > 1 or len(all_parts[0][0].blocks) > 1
+    blocks = all_parts[0][0].blocks  # of every part
+    several = len(all_parts) > 1 or len(all_parts[0]) > 1 or len(blocks) > 1
     # torch.func forbids the hooks of a checkpoint.
-    recompute = several and needs_grad and not transforms_active() and _saved_bytes(call, all_parts, need_lse) > BUDGET
-    if recompute:
+    if several and needs_grad and not transforms_active() and _saved_bytes(call, blocks, need_lse) > BUDGET:
         all_parts = parts(call, max(most(call), RECOMPUTED))
-    return joined([joined([_of_part(part, need_lse, recompute) for part in row], 1) for row in all_parts], 0)
+        return by_part(lambda part, block: _recomputed(part, block, need_lse), all_parts)
+    return by_part(lambda part, block: of_block(part, block, need_lse, False), all_parts)
 
 
 def without_autocast(function):
-    """Decorate a function of a call to run without autocast: `checked` has cast its inputs."""
+    """Decorate a function of a call to run without autocast, because `checked` has cast the inputs."""
 
     @functools.wraps(function)
     def run(call, *rest):
@@ -243,32 +228,54 @@ def without_autocast(function):
 @without_autocast
 def run_naive(call: Call, need_lse: bool, need_weights: bool) -> tuple:
     """Return (output, lse or None, weights or None) of a checked call: the backend "naive"."""
+    return by_sequence(lambda padded: _run(padded, need_lse, need_weights), call)
+
+
+def by_part(run: Callable[..., tuple], *cuts: list[list[Part]]) -> tuple:
+    """Return the joined results of run(*parts, block) for all blocks. cuts: the `parts` of calls with equal shapes.
+
+    run: returns (output, lse or None, weights or None) of a block.
+    """
+    rows = []
+    for some in zip(*cuts, strict=True):
+        columns = [joined([run(*each, block) for block in each[0].blocks], 2) for each in zip(*some, strict=True)]
+        rows.append(joined(columns, 1))
+    return joined(rows, 0)
+
+
+def by_sequence(run: Callable[..., tuple], *calls: Call) -> tuple:
+    """Return run(*calls). Packed calls, all of the same lengths, are padded to batches for it.
+
+    run: returns (output, lse or None, weights or None).
+    """
+    call = calls[0]
     if call.cu_seqlens_q is None:
-        return _run(call, need_lse, need_weights)
+        return run(*calls)
     results = []
-    for part in sequences(call):
-        batch, rows = padded(part)
-        results.append(packed(rows, *_run(batch, need_lse, need_weights)))
+    for some in zip(*[sequences(x) for x in calls], strict=True):
+        batches = [padded(x) for x in some]
+        results.append(packed(batches[0][1], *run(*[batch for batch, _ in batches])))
     out, lse, weights = joined(results, 2, call.max_seqlen_k)
     return arrange(out, call.query), lse, weights
 
 
 def _run(call: Call, need_lse: bool, need_weights: bool) -> tuple:
-    """Return `run_naive` of a call that is not packed; it may be padded."""
+    """Return `run_naive` of a call that is not packed, but may be padded."""
     wide = prepared(call, wide_dtype(call))
-    if need_weights and sized(wide) and _is_one(wide):
-        out, lse, weights = of_all(wide, need_lse, True)
+    if not sized(wide):  # with symbolic sizes torch 2.10 cannot export merged dimensions
+        out, lse, weights = of_all(wide, need_lse, need_weights, AS_WRITTEN)
+    elif _is_one(wide):
+        out, lse, weights = of_all(wide, need_lse, need_weights)
     else:
-        out, lse, _ = _blocks(wide, need_lse)
-        # Weights of all rows at once. The output has the same bits as without weights.
-        products = FEWEST_COPIES if sized(wide) else AS_WRITTEN
-        _, _, weights = of_all(wide, False, True, products) if need_weights else (None, None, None)
+        out, lse, weights = _in_blocks(wide, need_lse)
+        if need_weights:  # of all rows at once; the output has the same bits as without weights
+            weights = of_all(wide, False, True)[2]
     weights = weights.to(call.query.dtype).contiguous() if need_weights else None
     return arrange(out, call.query), lse, weights
 
 
 def run_eagerly(call: Call, need_lse: bool, need_weights: bool) -> tuple:
-    """Return `run_naive`, but with each step in the dtype of the inputs, and all rows at once."""
+    """Return the results of `run_naive`, with each step in the dtype of the inputs and all rows at once."""
     return of_all(prepared(call, call.query.dtype), need_lse, need_weights, AS_WRITTEN)
 
 

@@ -12,15 +12,12 @@ def prepared(call: Call, dtype: torch.dtype) -> Call:
     """Return the call in `dtype`, with zeros for rows and keys that query_mask and key_mask hide."""
     if call.key_mask is call.query_mask is None and all(x is None or x.dtype == dtype for x in inputs(call)):
         return call
-    learned = [name for name in INPUTS if name not in ("query", "key", "value") and getattr(call, name) is not None]
-    fields: dict[str, Any] = {name: cast(getattr(call, name), dtype) for name in learned}
-    query, key, value = call.query.to(dtype), call.key.to(dtype), call.value.to(dtype)
-    if call.key_mask is not None:
-        hidden = ~call.key_mask[:, None, :, None]
-        key, value = key.masked_fill(hidden, 0.0), value.masked_fill(hidden, 0.0)
-    if call.query_mask is not None:
-        query = query.masked_fill(~call.query_mask[:, None, :, None], 0.0)
-    return call._replace(**fields | dict(query=query, key=key, value=value))
+    present = [name for name in INPUTS if getattr(call, name) is not None]
+    fields: dict[str, Any] = {name: cast(getattr(call, name), dtype) for name in present}
+    for name, mask in dict(query=call.query_mask, key=call.key_mask, value=call.key_mask).items():
+        if mask is not None:
+            fields[name] = fields[name].masked_fill(~mask[:, None, :, None], 0.0)
+    return call._replace(**fields)
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:

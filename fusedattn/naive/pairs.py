@@ -51,22 +51,8 @@ def visible(call: Call, block: Block) -> Tensor | None:
     return functools.reduce(Tensor.logical_and, conditions) if conditions else None
 
 
-def hide(weights: Tensor, call: Call, block: Block) -> Tensor:
-    """Set the weights of hidden pairs to 0 in place, NaN included."""
-    first, last, begin, end = block
-    offset = known_diagonal(call)
-    if offset is None or _masked(call):
-        seen = visible(call, block)
-        return weights if seen is None else weights.masked_fill_(~seen, 0.0)
-    if call.left is not None and begin < last - 1 + offset - call.left:
-        weights.triu_(first + offset - call.left - begin)
-    if call.right is not None and end - 1 > first + offset + call.right:
-        weights.tril_(first + offset + call.right - begin)
-    return weights
-
-
 def edges(call: Call, block: Block) -> list[tuple[slice, Tensor]]:
-    """Return (columns, pairs of them that causal and window hide) of a block on a CPU without masks."""
+    """Return [(columns, bool of their pairs that causal and window hide)] of a block on a CPU without masks."""
     offset, sides, hidden = known_diagonal(call), [], []
     first, last, begin, end = block
     assert offset is not None
@@ -84,7 +70,7 @@ def edges(call: Call, block: Block) -> list[tuple[slice, Tensor]]:
 
 
 def _edge(rows: int, columns: int, diagonal: int, right: bool) -> Tensor:
-    """Return bool (rows, columns): True right of column i + diagonal in row i, or else left of it."""
+    """Return bool (rows, columns): in row i True for columns right of i + diagonal, or left of it."""
     everywhere = torch.ones(rows, columns, dtype=torch.bool, device="cpu")
     return everywhere.triu_(diagonal + 1) if right else everywhere.tril_(diagonal - 1)
 
@@ -93,14 +79,12 @@ LARGEST_KEPT = 2**16  # elements of an edge that is kept
 _kept_edge = functools.lru_cache(maxsize=16)(_edge)
 
 
-def _masked(call: Call) -> bool:
-    return any(x is not None for x in (call.mask, call.bias, call.key_mask, call.query_mask))
-
-
 def only_edges(call: Call, block: Block) -> bool:
-    """Return whether only causal and window hide pairs of a block, and each of its rows sees a key."""
+    """Return whether no mask or bias hides pairs of a block, and each of its rows sees a key."""
     offset = known_diagonal(call)
-    if offset is None or block.end == block.begin or _masked(call):
+    if offset is None or block.end == block.begin:
+        return False
+    if not (call.mask is call.bias is call.key_mask is call.query_mask is None):
         return False
     # Only the first row may see nothing because of `right`, and only the last because of `left`.
     return (call.right is None or block.first + offset + call.right >= 0) and (
@@ -126,9 +110,6 @@ def factor(call: Call, planes: Tensor | None, block: Block) -> Tensor | None:
     first, last, begin, end = block
     origin = Origin() if call.origin is None else Origin(*call.origin)
     rows, keys = (first + origin.row, last + origin.row), (begin + origin.key, end + origin.key)
-    kept = dropout.keep(call.seed, planes.flatten(), rows, keys, call.dropout_p)
-    return (
-        kept.view(*planes.shape, last - first, end - begin)
-        .to(call.query.dtype)
-        .mul_(1 / (1 - call.dropout_p) if call.dropout_p < 1 else 0.0)
-    )
+    kept = dropout.keep(call.seed, planes.flatten(), rows, keys, call.dropout_p).to(call.query.dtype)
+    scale = 1 / (1 - call.dropout_p) if call.dropout_p < 1 else 0.0
+    return kept.mul_(scale).view(*planes.shape, last - first, end - begin)

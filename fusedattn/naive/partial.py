@@ -1,7 +1,7 @@
 """Attention of rows to some of the keys that they see, in float64.
 
-The gradient of a row that sees one key is a difference of equal numbers. Eager PyTorch rounds both alike, and parts do
-not, so float32 is not enough here.
+The gradient of a row that sees one key is a difference of equal numbers. Eager PyTorch rounds both alike. Attention to
+some keys at a time does not, so float32 is not enough here.
 """
 
 import math
@@ -25,8 +25,7 @@ INFINITE = float("inf")
 def forward(call: Call) -> tuple[Tensor, Tensor]:
     """Return (output, stats) of a call without sinks, in float32 (float64).
 
-    stats (B, Hq, Sq, 2): the lse, and what rounding it to this dtype lost, as a binary logarithm. An empty row has -inf
-    and inf.
+    stats (B, Hq, Sq, 2): the lse, and its rounding error in this dtype as a log2. An empty row has -inf and inf.
     """
     out, lse, _ = run_naive(prepared(call, torch.float64), True, False)
     wide = wide_dtype(call)
@@ -51,7 +50,7 @@ def _sequences(call: Call) -> Iterator[tuple[Call, slice]]:
 def backward(
     call: Call, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, stats: Tensor, need: Sequence[bool]
 ) -> list[Tensor | None]:
-    """Return the gradients of the INPUTS, None where not needed. out and stats are of all keys that the rows see.
+    """Return the gradients of the INPUTS, None if not needed. out, stats: over all keys that the rows see.
 
     The gradient of a score is weight * (gradient of weight - delta), where delta = grad_out . out - grad_lse. A sum of
     values less delta times a sum of weights has this gradient, if all that the weights are divided by is constant.
@@ -77,7 +76,7 @@ def backward(
 
 
 def _weighed(call: Call, first: int, last: int, grad_out: Tensor, delta: Tensor, lse: Tensor) -> Tensor:
-    """Return the sum of some rows whose gradients are those of the inputs."""
+    """Return a number whose gradients are the gradients of `backward` from rows first .. last - 1."""
     part, where = uncut(prepared(call, torch.float64)), block(call, first, last)
     query, key, value = part.call[:3]
     keys = slice(where.begin, where.end)

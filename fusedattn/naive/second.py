@@ -1,4 +1,4 @@
-"""Second derivatives of attention: derivatives of its gradients, and of its tangents."""
+"""Second derivatives of attention: the derivatives of its gradients and of its tangents."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from . import formula
 from .blocks import sized, spans, uncut
 from .formula import of_all, of_block, without_autocast
 from .inputs import prepared
-from .varlen import packed, padded
+from .varlen import join, packed, padded
 
 
 def _whole(call: Call, first: int, last: int) -> tuple:
@@ -19,8 +19,8 @@ def _whole(call: Call, first: int, last: int) -> tuple:
     if call.cu_seqlens_q is None:
         part = uncut(prepared(call, wide_dtype(call)))
         return of_block(part, part.blocks[0]._replace(first=first, last=last), True, True)
-    made, rows = padded(call)
-    return packed(rows, *of_all(prepared(made, wide_dtype(call)), True, True))
+    batch, rows = padded(call)
+    return packed(rows, *of_all(prepared(batch, wide_dtype(call)), True, True))
 
 
 def _row_spans(call: Call) -> Iterator[tuple[int, int]]:
@@ -34,7 +34,7 @@ def _row_spans(call: Call) -> Iterator[tuple[int, int]]:
 
 
 def _bounded(call: Call) -> Call:
-    """Return a call with maximum lengths. In a graph that does not know them, they are the totals."""
+    """Return a call with maximum lengths. A graph that does not know them takes the totals."""
     if call.cu_seqlens_q is None or type(call.cu_seqlens_q) is Tensor:
         return call
     most = ((call.max_seqlen_q, call.query), (call.max_seqlen_k, call.key))
@@ -42,32 +42,29 @@ def _bounded(call: Call) -> Call:
     return call._replace(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
 
 
-def _of_rows(call: Call, span: tuple[int, int], incoming: Sequence, grad_grads: Sequence) -> list[Tensor | None]:
-    """Return `second_derivative` of some rows. incoming: gradients of the results of these rows."""
+def _of_rows(call: Call, span: tuple[int, int], incoming: Sequence, grad_grads: Sequence) -> dict[Any, Tensor]:
+    """Return `second_derivative` of the rows in `span`, by the number of a result and by the name of an input.
+
+    incoming: gradients of the results of these rows.
+    """
     names = [name for name in INPUTS if getattr(call, name) is not None]
     wanted = [name for name, grad in zip(INPUTS, grad_grads, strict=True) if grad is not None]
     present = [number for number, grad in enumerate(incoming) if grad is not None]
-    made: list[Tensor | None] = [None] * (len(incoming) + len(INPUTS))
-    if not wanted or not present:
-        return made
 
-    def grads(fields, given):
+    def grads(fields, incoming):
         def outputs(*fields):
             out, lse, weights = _whole(call._replace(**dict(zip(names, fields, strict=True))), *span)
             results = out.to(call.query.dtype), lse, weights.to(call.query.dtype)
             return tuple(results[number] for number in present)
 
         _, pull = torch.func.vjp(outputs, *fields)
-        gradients = dict(zip(names, pull(tuple(given)), strict=True))
+        gradients = dict(zip(names, pull(tuple(incoming)), strict=True))
         return tuple(gradients[name] for name in wanted)
 
-    fields, given = [getattr(call, name) for name in names], [incoming[number] for number in present]
-    pull = torch.func.vjp(grads, fields, given)[1]
-    of_fields, of_given = pull(tuple(grad for grad in grad_grads if grad is not None))
-    places = *present, *(len(incoming) + INPUTS.index(name) for name in names)
-    for place, x in zip(places, (*of_given, *of_fields), strict=True):
-        made[place] = x
-    return made
+    fields = [getattr(call, name) for name in names]
+    pull = torch.func.vjp(grads, fields, [incoming[number] for number in present])[1]
+    of_fields, of_incoming = pull(tuple(grad for grad in grad_grads if grad is not None))
+    return dict(zip((*present, *names), (*of_incoming, *of_fields), strict=True))
 
 
 @without_autocast
@@ -84,45 +81,36 @@ def second_derivative(call: Call, incoming: Sequence, grad_grads: Sequence) -> t
         gradients of the incoming gradients, then of the INPUTS; None if an input of this function is None.
     """
     call, of_incoming = _bounded(call), []
-    of_fields: list[Tensor | None] = []
+    totals: dict[str, Tensor] = {}
     for span in _row_spans(call):
         rows = [None if grad is None else grad[:, :, slice(*span)] for grad in incoming]
-        found = _of_rows(call, span, rows, grad_grads)
-        of_incoming.append(found[: len(incoming)])
-        added = found[len(incoming) :]
-        of_fields = [_sum(*pair) for pair in zip(of_fields, added, strict=True)] if of_fields else added
-    return (*map(_joined, zip(*of_incoming, strict=True)), *of_fields)
-
-
-def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    return None if a is None or b is None else a + b
-
-
-def _joined(parts: tuple[Any, ...]) -> Tensor | None:
-    return parts[0] if len(parts) == 1 or parts[0] is None else torch.cat(parts, 2)
+        of_rows = _of_rows(call, span, rows, grad_grads)
+        of_incoming.append([of_rows.pop(number, None) for number in range(len(incoming))])
+        totals = {name: x + totals[name] if name in totals else x for name, x in of_rows.items()}
+    return *(join(x, 2) for x in zip(*of_incoming, strict=True)), *map(totals.get, INPUTS)
 
 
 @without_autocast
-def second_tangent(call: Call, given: Sequence, moved: Sequence, need_weights: bool) -> tuple:
+def second_tangent(call: Call, directions: Sequence, moved: Sequence, need_weights: bool) -> tuple:
     """Return the second derivative of (output, lse, weights or None) in two directions, a block of rows at a time.
 
-    given, moved: the directions, a tensor or None for each of the INPUTS; None is zero. Neither is all None.
+    directions, moved: a tensor or None for each of the INPUTS; None is zero. Neither is all None.
     """
     call, parts = _bounded(call), []
     columns: Any = call.key.shape[2] if call.cu_seqlens_q is None else call.max_seqlen_k
     dtypes, widths = (call.query.dtype, wide_dtype(call), call.query.dtype), ((call.value.shape[3],), (), (columns,))
-    number = [i for i, x in enumerate(moved) if x is not None]
+    names = [name for name, x in zip(INPUTS, moved, strict=True) if x is not None]
     for first, last in _row_spans(call):
         rows = *call.query.shape[:2], last - first
         pairs = list(zip(widths, dtypes, strict=True))[: 2 + need_weights]
         zeros = [call.query.new_zeros((*rows, *width), dtype=dtype) for width, dtype in pairs]
 
         def of_fields(*incoming, span=(first, last)):
-            gradients = _of_rows(call, span, (*incoming, *[None] * (3 - len(incoming))), given)[3:]
-            return tuple(gradients[i] for i in number)
+            gradients = _of_rows(call, span, incoming, directions)
+            return tuple(gradients[name] for name in names)
 
         # Linear in the incoming gradients, so its gradient with respect to them is the coefficient.
         pull = torch.func.vjp(of_fields, *zeros)[1]
-        parts.append(pull(tuple(moved[i] for i in number)))
-    made = (*map(_joined, zip(*parts, strict=True)),)
-    return made if need_weights else (*made, None)
+        parts.append(pull(tuple(x for x in moved if x is not None)))
+    results = [join(x, 2) for x in zip(*parts, strict=True)]
+    return (*results, *[None] * (3 - len(results)))

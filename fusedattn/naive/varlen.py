@@ -1,7 +1,7 @@
 """Splits a packed call into parts of similar lengths, pads each part to a batch, and unpads and joins the results."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ SLACK = 2**14  # wasted scores of one head that are cheaper than another call
 
 
 def padded(call: Call) -> tuple[Call, Padding]:
-    """Return a packed call padded to a batch of sequences, still with its offsets, and the Padding of its rows."""
+    """Return (a packed call padded to a batch of sequences, which keeps offsets, and the Padding of its rows)."""
     assert call.cu_seqlens_q is not None and call.cu_seqlens_k is not None
     rows = padding(call.cu_seqlens_q, call.query.shape[2], call.max_seqlen_q, "max_seqlen_q")
     keys = padding(call.cu_seqlens_k, call.key.shape[2], call.max_seqlen_k, "max_seqlen_k")
@@ -26,7 +26,7 @@ def padded(call: Call) -> tuple[Call, Padding]:
     def real(where, mask):
         return where.exists if mask is None else where.exists & where.pad(mask[0])
 
-    made = call._replace(
+    batch = call._replace(
         query=pad(rows, call.query),
         key=pad(keys, call.key),
         value=pad(keys, call.value),
@@ -35,7 +35,7 @@ def padded(call: Call) -> tuple[Call, Padding]:
         cu_seqlens_q=rows.offsets,
         cu_seqlens_k=keys.offsets,
     )
-    return made, rows
+    return batch, rows
 
 
 def packed(rows: Padding, out: Tensor, lse: Tensor | None, weights: Tensor | None) -> tuple:
@@ -49,9 +49,11 @@ def packed(rows: Padding, out: Tensor, lse: Tensor | None, weights: Tensor | Non
 
 
 def runs(lengths: list[tuple[int, int]], waste: float, slack: float) -> Iterator[tuple[int, int]]:
-    """Yield (first, last + 1) for runs of sequences with similar (rows, keys), to be padded to the longest of a run.
+    """Yield (first, last + 1) for each run of sequences that can be padded to the longest of the run.
 
-    A padded run has at most `waste` times the scores of its sequences, and `slack` more.
+    Args:
+        lengths: (rows, keys) of each sequence.
+        waste, slack: a padded run has at most `waste` times the scores of its sequences, plus `slack`.
     """
     first, real, max_seqlen_q, max_seqlen_k = 0, 0, 0, 0
     for b, (rows, keys) in enumerate(lengths):
@@ -65,9 +67,9 @@ def runs(lengths: list[tuple[int, int]], waste: float, slack: float) -> Iterator
 
 
 def sequences(call: Call) -> list[Call]:
-    """Return a packed call as several, so that one long sequence does not pad all others to its length.
+    """Split a packed call, so that one long sequence does not pad all others to its length.
 
-    It stays one call if its lengths are not `is_known`, and with dropout, which depends on the number of a sequence.
+    A call with dropout stays whole: dropout depends on the number of a sequence. So does one of unknown lengths.
     """
     assert call.cu_seqlens_q is not None and call.cu_seqlens_k is not None
     known = is_known(call.cu_seqlens_q) and is_known(call.cu_seqlens_k)
@@ -78,12 +80,18 @@ def sequences(call: Call) -> list[Call]:
     return [part_of(call, rows, keys, *run) for run in runs(lengths, WASTE, SLACK)]
 
 
+def of_batches(call: Call, **slices: slice) -> Call:
+    """Return a call whose tensors with a batch dimension are cut: B=slice(2, 4) keeps batches 2 and 3."""
+    fields: dict[str, Any] = {name: sliced(name, getattr(call, name), **slices) for name in with_dims("B")}
+    return call._replace(**fields)
+
+
 def _differences(offsets: list[int]) -> list[int]:
     return [after - before for before, after in itertools.pairwise(offsets)]
 
 
 def part_of(call: Call, rows: list[int], keys: list[int], first: int, last: int) -> Call:
-    """Return sequences first .. last - 1 of a packed call whose offsets are rows and keys."""
+    """Return sequences first .. last - 1 of a packed call. rows, keys: its offsets."""
     assert call.cu_seqlens_q is not None and call.cu_seqlens_k is not None
     max_seqlen_q, max_seqlen_k = (max(_differences(x[first : last + 1])) for x in (rows, keys))
     tokens = dict(Q=slice(rows[first], rows[last]), K=slice(keys[first], keys[last]))
@@ -102,13 +110,13 @@ def part_of(call: Call, rows: list[int], keys: list[int], first: int, last: int)
 
 
 def joined(results: list[tuple], axis: int, columns: int | None = None) -> tuple:
-    """Return (output, lse or None, weights or None) of a call from its parts, weights padded to `columns`."""
-
-    def join(parts):
-        return parts[0] if len(parts) == 1 or parts[0] is None else torch.cat(parts, axis)
-
+    """Return the results of a call from those of its parts, weights padded to `columns`. Any result may be None."""
     outs, lses, weights = zip(*results, strict=True)
-    if weights[0] is not None:
-        assert columns is not None
+    if weights[0] is not None and columns is not None:
         weights = tuple(torch.nn.functional.pad(x, (0, columns - x.shape[3])) for x in weights)
-    return join(outs), join(lses), join(weights)
+    return join(outs, axis), join(lses, axis), join(weights, axis)
+
+
+def join(parts: Sequence[Any], axis: int) -> Any:
+    """Return tensors joined along an axis; None if the first is None."""
+    return parts[0] if len(parts) == 1 or parts[0] is None else torch.cat(list(parts), axis)

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from ..call.layout import arrange, dense, row_major
 from ..call.options import INPUTS, Call, wide_dtype
-from ..cpu import flash, small_k
 from ..launch.failures import KernelUnavailable, fall_back
-from ..naive.tangent import NOTHING, Known, tangent as naive_tangent
+from ..naive.tangent import tangent as naive_tangent
 from . import fallback, rules
 from .backward import gradients
 from .derived import double_backward, double_tangent, plus
@@ -32,20 +31,15 @@ def _new(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     return dense(query, (*rows, call.value.shape[3])), query.new_empty(rows, dtype=wide_dtype(call)), weights
 
 
-def _by_formula(
-    call: Call, directions: Sequence[Tensor | None], need_weights: bool, known: Known = NOTHING
-) -> tuple[Tensor, Tensor, Tensor]:
-    out, lse, weights = naive_tangent(call, directions, need_weights, known)
+def _by_formula(call: Call, directions: Sequence[Tensor | None], need_weights: bool) -> tuple[Tensor, Tensor, Tensor]:
+    out, lse, weights = naive_tangent(call, directions, need_weights)
     return out, row_major(lse), call.query.new_empty(0) if weights is None else row_major(weights)
 
 
 def _tangent(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     (*directions, out, stats), call, (need_weights, backend) = TANGENT.split(arguments)
     if backend in ("cpu", "naive"):
-        # For few keys, the lse of PyTorch's kernel is too coarse for a tangent.
-        is_known = backend == "cpu" and not small_k.is_few(call)
-        known = Known(stats[..., 0], flash.offset(call), out) if is_known else NOTHING
-        return _by_formula(call, directions, need_weights, known)
+        return _by_formula(call, directions, need_weights)
     results = _new(*arguments)
     if not out.numel():
         for x in results:

@@ -226,7 +226,7 @@ def table(capabilities=(80, 90)):
                 if capability >= 90:  # elsewhere a band has the loops of a full call
                     yield Row(kernel, capability, dtype, width, "causal", *best)
                 if capability >= 90 and width <= 128:
-                    narrow = of(narrow=True)
+                    narrow = tile_table.small_enough(of())
                     yield Row(kernel, capability, dtype, width, "window", narrow[0], (0, len(narrow)))
                 yield Row(kernel, capability, dtype, width, "masked", masked[0], (0, len(masked)))
                 if capability == capabilities[-1]:  # the same integer arithmetic everywhere
