@@ -1,14 +1,13 @@
 """Providers of attention, by name: ours, the eager formula, and the peers.
 
-A provider is setup(case, tensors) -> function of query, key, value and, if there is one, the bias; or a Call, if the
-layout differs. It raises Unsupported(why) for a case that it cannot take.
+A provider is a function of a case and its tensors. It returns a function of query, key, value and, if there is one, the
+bias; or a Call, if the layout differs. It raises Unsupported(why) for a case that it cannot compute.
 """
 
 import contextlib
 import functools
 import importlib
 import inspect
-import operator
 import shutil
 import warnings
 from collections.abc import Callable
@@ -28,14 +27,15 @@ _NOT_WITH_A_CACHE = "bias", "documents", "keys", "lengths", "window", "softcap",
 
 
 class Unsupported(Exception):
-    """A provider cannot take a case; the text says why."""
+    """A provider cannot compute a case; the text says why."""
 
 
 class Call(NamedTuple):
     """A function of query, key, value and bias, and the layout of its tensors.
 
-    by_token: (B, S, H, D). real: (B, S), the tokens of packed sequences; then tensors are (T, H, D) by token, otherwise
-    (1, H, T, D). inside: makes the context to call it in. parameters: more tensors that need gradients.
+    by_token: tensors are (B, S, H, D). real: (B, S), True for the tokens of packed sequences; their tensors are
+    (T, H, D) by token, otherwise (1, H, T, D). inside: makes the context to call the function in. parameters: further
+    tensors that get gradients.
     """
 
     attend: Callable
@@ -78,23 +78,21 @@ def _window(case):
     return tuple(-1 if side is None else side for side in case.sides)  # -1 is no limit
 
 
-def _with_bias(function, options):
-    return lambda query, key, value, bias=None: function(query, key, value, bias=bias, **options)
-
-
-def _arguments(case, masks):
-    return case.arguments(masks) | dict(return_weights="weights" in case.words)
-
-
 def explain(case, tensors, backend=None):
-    return fa.explain(*tensors[:3], bias=tensors.bias, backend=backend, **_arguments(case, tensors.masks))
+    return fa.explain(*tensors[:3], bias=tensors.bias, backend=backend, **case.arguments(tensors.masks))
+
+
+def formula(function, case, tensors, **options):
+    """A function like `attention`, with the options of a case."""
+    options |= case.arguments(tensors.masks)
+    return lambda query, key, value, bias=None: function(query, key, value, bias=bias, **options)
 
 
 def fusedattn(case, tensors, backend=None):
     explanation = explain(case, tensors, backend)
     if explanation.backend is None:
         raise Unsupported("; ".join(explanation.reasons[backend]))
-    return _with_bias(fa.attention, _arguments(case, tensors.masks) | dict(backend=backend))
+    return formula(fa.attention, case, tensors, backend=backend)
 
 
 def cached(page, case, tensors):
@@ -115,11 +113,6 @@ def cached(page, case, tensors):
     return lambda query, key, value: fa.attention_decode(query, *pool, block_table=table, **options)
 
 
-def naive(case, tensors):
-    """The formula in eager PyTorch, in the dtype of its inputs."""
-    return _with_bias(fa.reference.eager, _arguments(case, tensors.masks))
-
-
 def _real(case, tensors):
     """Return a bool mask (B, S): True for real tokens, False for padding, which packing removes."""
     _refuse(case, "bias", "documents", "keys", "filled", "weights")
@@ -128,32 +121,35 @@ def _real(case, tensors):
     return tensors.masks.get("key_mask", torch.ones(case.B, case.Sk, dtype=torch.bool, device=tensors.query.device))
 
 
-def packed(function, arguments, case, tensors):
-    """A function of packed sequences (T, H, D), their offsets and longest lengths; arguments(case): its options."""
-    options, real = arguments(case), _real(case, tensors)
+def packed(function, options, case, tensors):
+    """A function of packed sequences (T, H, D), their offsets and their longest lengths, with its options."""
+    real = _real(case, tensors)
     lengths = real.sum(1)
     offsets, longest = F.pad(lengths.cumsum(0), (1, 0)).int(), int(lengths.max())
     layout = offsets, offsets, longest, longest
     return Call(lambda *inputs: function(*inputs, *layout, **options), by_token=True, real=real)
 
 
-def _attend_varlen(query, key, value, cu_q, cu_k, longest_q, longest_k, **options):
-    return fa.attention_varlen(query, key, value, cu_q, cu_k, max_seqlen_q=longest_q, max_seqlen_k=longest_k, **options)
+def ours_packed(case, tensors):
+    def attend(query, key, value, cu_q, cu_k, longest_q, longest_k, **options):
+        options |= dict(max_seqlen_q=longest_q, max_seqlen_k=longest_k)
+        return fa.attention_varlen(query, key, value, cu_q, cu_k, **options)
+
+    return packed(attend, case.arguments({}), case, tensors)
 
 
-def torch_varlen(case, tensors):
-    """torch's function for packed sequences: FlashAttention-2."""
+def torch_packed(case, tensors):
+    """torch's function for packed sequences, which runs FlashAttention-2."""
     from torch.nn.attention.varlen import varlen_attn
 
-    def arguments(case):
-        _refuse(case, "dropout", "softcap")
-        options = dict(enable_gqa=True) if case.Hq != case.Hkv else {}
-        if "window_size" in inspect.signature(varlen_attn).parameters:
-            return options | dict(window_size=_window(case))
-        _refuse(case, "window")  # torch 2.10
-        return options | dict(is_causal=case.causal)
-
-    return packed(varlen_attn, arguments, case, tensors)
+    _refuse(case, "dropout", "softcap")
+    options = dict(enable_gqa=True) if case.Hq != case.Hkv else {}
+    if "window_size" in inspect.signature(varlen_attn).parameters:
+        options |= dict(window_size=_window(case))
+    else:  # torch 2.10
+        _refuse(case, "window")
+        options |= dict(is_causal=case.causal)
+    return packed(varlen_attn, options, case, tensors)
 
 
 def sdpa(backend, case, tensors):
@@ -161,11 +157,11 @@ def sdpa(backend, case, tensors):
     options = dict(dropout_p=_number(case, "dropout"), enable_gqa=case.Hq != case.Hkv)
     square = case.Sq == case.Sk
     masked = tensors.bias is not None or tensors.masks or "window" in case.options or case.causal and not square
-    visible = case.visible(tensors.masks).to(tensors.query.device) if masked else None
+    visible = case.visible(tensors) if masked else None
 
     def attend(query, key, value, bias=None):
         mask = visible if bias is None else bias.masked_fill(~visible, float("-inf"))
-        causal = case.causal and not masked  # it takes either is_causal or a mask
+        causal = case.causal and not masked  # SDPA accepts is_causal or a mask, not both
         return F.scaled_dot_product_attention(query, key, value, mask, is_causal=causal, **options)
 
     with torch.no_grad(), sdpa_kernel(backend), warnings.catch_warnings(record=True) as caught:
@@ -212,35 +208,29 @@ def flex_function(case):
 
 
 def block_mask(case, device, real=None):
-    """Return a case's block mask as FlexAttention's users would write it, or None; real: (B, S), to pack sequences."""
-    from torch.nn.attention.flex_attention import create_block_mask
+    """Return the block mask that a user of FlexAttention would write, or None. real: (B, S), to pack sequences."""
+    from torch.nn.attention.flex_attention import and_masks, create_block_mask
 
-    batch, shape, (left, right) = None, (case.Sq, case.Sk), case.sides
+    batch, shape, (left, right), conditions = None, (case.Sq, case.Sk), case.sides, []
     document = case.documents(device) if "documents" in case.options else None
-    lengths = None
     if real is not None:
         document = torch.repeat_interleave(torch.arange(case.B, device=device), real.sum(1))
         shape = (len(document), len(document))
     elif "keys" in case.options:
         batch, lengths = case.B, case.lengths(device)
+        conditions.append(lambda b, h, row, column: column < lengths[b])
     diagonal = shape[1] - shape[0]
-    conditions = [
-        left is not None and (lambda b, row, column: column >= row + diagonal - left),
-        right is not None and (lambda b, row, column: column <= row + diagonal + right),
-        document is not None and (lambda b, row, column: document[row] == document[column]),
-        lengths is not None and (lambda b, row, column: column < lengths[b]),
-    ]
-    if not (conditions := list(filter(None, conditions))):
-        return None
-
-    def seen(b, h, row, column):
-        return functools.reduce(operator.and_, (condition(b, row, column) for condition in conditions))
-
-    return create_block_mask(seen, batch, None, *shape, device=device)
+    if left is not None:
+        conditions.append(lambda b, h, row, column: column >= row + diagonal - left)
+    if right is not None:
+        conditions.append(lambda b, h, row, column: column <= row + diagonal + right)
+    if document is not None:
+        conditions.append(lambda b, h, row, column: document[row] == document[column])
+    return create_block_mask(and_masks(*conditions), batch, None, *shape, device=device) if conditions else None
 
 
 def flex(case, tensors, real=None):
-    """FlexAttention as its users run it: compiled for the shape, with a block mask if anything is hidden."""
+    """FlexAttention as its users run it: compiled for the shape, with a block mask if a pair is hidden."""
     attend, device = flex_function(case), tensors.query.device
     if real is None:
         _refuse(case, "lengths", "filled")
@@ -263,7 +253,7 @@ def flash(case, tensors):
 
 
 def flash_packed(case, tensors):
-    return packed(_flash_attn("flash_attn_varlen_func"), _flash_options, case, tensors)
+    return packed(_flash_attn("flash_attn_varlen_func"), _flash_options(case), case, tensors)
 
 
 def _flash_attn(name):
@@ -281,11 +271,44 @@ def _flash_options(case):
     return options | dict(causal=case.causal, window_size=_window(case))
 
 
+def module(make, case, tensors):
+    """Self-attention with projections; make(module of torch, causal) returns the module to call."""
+    torch.manual_seed(SEED)  # the same weights each time
+    width, like = case.Hq * case.D, dict(device=tensors.query.device, dtype=tensors.query.dtype)
+    # torch's module takes its fast path only in eval mode, and without gradients.
+    layer = make(torch.nn.MultiheadAttention(width, case.Hq, batch_first=True, **like), case.causal).eval()
+    options = dict(need_weights=False)
+    if case.causal and not isinstance(layer, fa.MultiHeadAttention):
+        hidden = torch.ones(case.Sq, case.Sq, dtype=torch.bool, device=like["device"]).triu(1)
+        options |= dict(attn_mask=hidden, is_causal=True)
+    return Call(lambda x: layer(x, x, x, **options)[0], parameters=tuple(layer.parameters()))
+
+
+def _our_module(theirs, causal):
+    """Return our module with the weights of torch's."""
+    like = dict(device=theirs.in_proj_weight.device, dtype=theirs.in_proj_weight.dtype)
+    layer = fa.MultiHeadAttention(theirs.embed_dim, theirs.num_heads, causal=causal, **like)
+    weights, biases = theirs.in_proj_weight.chunk(3), theirs.in_proj_bias.chunk(3)
+    for projection, weight, bias in zip((layer.q_proj, layer.k_proj, layer.v_proj), weights, biases, strict=True):
+        projection.load_state_dict(dict(weight=weight, bias=bias))
+    layer.out_proj.load_state_dict(theirs.out_proj.state_dict())
+    return layer
+
+
+def setup(name, case, tensors):
+    """Return the Call of a provider, or raise Unsupported."""
+    known = MODULES if "module" in case.words else PROVIDERS
+    if name not in known:
+        raise Unsupported("it is no module" if known is MODULES else "it computes modules alone")
+    call = known[name](case, tensors)
+    return call if isinstance(call, Call) else Call(call)
+
+
 _ANY = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 PROVIDERS = {
     "fusedattn": fusedattn,
     **{f"fusedattn:{name}": functools.partial(fusedattn, backend=name) for name in BACKENDS},
-    "fusedattn+packed": functools.partial(packed, _attend_varlen, lambda case: case.arguments({})),
+    "fusedattn+packed": ours_packed,
     "fusedattn:cache": functools.partial(cached, None),
     "fusedattn:pages=256": functools.partial(cached, 256),
     "fusedattn:pages=16": functools.partial(cached, 16),
@@ -295,10 +318,15 @@ PROVIDERS = {
     "sdpa:efficient": functools.partial(sdpa, SDPBackend.EFFICIENT_ATTENTION),
     "sdpa:math": functools.partial(sdpa, SDPBackend.MATH),
     "sdpa+slice": sliced,
-    "torch:varlen": torch_varlen,
+    "torch:varlen": torch_packed,
     "flash-attn": flash,
     "flash-attn+packed": flash_packed,
     "flex": flex,
     "flex+packed": flex_packed,
-    "naive": naive,
+    "naive": functools.partial(formula, fa.reference.eager),
+}
+MODULES = {
+    "fusedattn": functools.partial(module, _our_module),
+    "fusedattn.compat": functools.partial(module, lambda theirs, causal: fa.compat.torch.convert(theirs)),
+    "torch.nn": functools.partial(module, lambda theirs, causal: theirs),
 }

@@ -1,6 +1,6 @@
 """Rows as text: a table, ratios within a run, and the verdict in words.
 
-Ratios leave out our wrong results. They keep peers whose error exceeds our tolerance.
+A wrong result of ours has no ratio. A peer's has one, even if its error exceeds our tolerance.
 """
 
 import collections
@@ -13,7 +13,7 @@ from .cases import PAPER, Case
 from .rows import Row
 
 ON_A_CPU = "These times are of a CPU. They say nothing about the kernels, which need an NVIDIA GPU."
-RATIO, MORE_US = 1.10, 100.0  # on a CPU: a call takes at most RATIO of PyTorch's time, or MORE_US more
+RATIO, MORE_US = 1.10, 100.0  # a CPU call takes at most RATIO times PyTorch's time, or MORE_US longer
 
 
 def reason(row: Row) -> str:
@@ -32,12 +32,12 @@ def fastest(rows: Sequence[Row], ours: bool) -> Row | None:
 
 
 def kind(case: Case) -> Case:
-    """Return a case without batch and length: the same for all points of a line in a plot."""
+    """Return a case without batch and length: all points of a line in a plot have the same kind."""
     return case._replace(B=0, Sq=0 if case.Sq == case.Sk else case.Sq, Sk=0)
 
 
 def unit(rows: Sequence[Row]) -> tuple[str, float]:
-    """Return (unit of speed that fits the rows, its number in a TFLOP/s)."""
+    """Return (unit of speed that fits the rows, how many of it make a TFLOP/s)."""
     most = max((row.tflops for row in rows if row.tflops != ""), default=1.0)
     return ("TFLOP/s", 1.0) if most >= 1.0 else ("GFLOP/s", 1e3)
 
@@ -48,12 +48,20 @@ def groups(rows: Sequence[Row]) -> dict[tuple[str, Case], list[Row]]:
     for row in rows:
         grouped[row.mode, row.case].append(row)
     order = list(dict.fromkeys(x for mode, case in grouped for x in (mode, kind(case))))
-    place = lambda mode, case: (order.index(mode), order.index(kind(case)), case.Sk)  # noqa: E731
-    return {key: grouped[key] for key in sorted(grouped, key=lambda key: place(*key))}
+    places = {key: (order.index(key[0]), order.index(kind(key[1])), key[1].Sk) for key in grouped}
+    return {key: grouped[key] for key in sorted(grouped, key=places.__getitem__)}
+
+
+def compared(rows: Sequence[Row], without: str = "") -> Iterator[tuple[str, Case, list[Row], Row, Row]]:
+    """Yield (mode, case, its rows, the fastest of ours, the fastest other) where both exist; without: a provider."""
+    for (mode, case), some in groups(rows).items():
+        mine, other = fastest(some, ours=True), fastest([x for x in some if x.provider != without], ours=False)
+        if mine and other:
+            yield mode, case, some, mine, other
 
 
 def last_runs(rows: Sequence[Row], providers: Sequence[str]) -> dict[tuple[str, Case], list[Row]]:
-    """Return {(mode, case): rows of the providers} for the papers' cases, of the last run that has all of them."""
+    """Return {(mode, case): rows of the providers} for the papers' cases, each from the last run with all of them."""
     runs = collections.defaultdict(dict)
     for row in rows:
         if row.status == "ok" and row.provider in providers and row.case in PAPER:
@@ -63,7 +71,7 @@ def last_runs(rows: Sequence[Row], providers: Sequence[str]) -> dict[tuple[str, 
 
 
 def differ(one: Row, other: Row) -> bool:
-    """Return whether the ranges of two times do not overlap."""
+    """Return True if the ranges of two times do not overlap."""
     return one.ms_p80 < other.ms_p20 or other.ms_p80 < one.ms_p20
 
 
@@ -89,13 +97,13 @@ def count(number: int, of: str) -> str:
 
 
 class Standing(NamedTuple):
-    """Our times beside another provider's, in one mode, for the cases that both ran."""
+    """Our times beside another provider's, in one mode, for the cases that both have run."""
 
     mode: str
     ours: str
     other: str
     ratios: list[float]  # the other's time over ours
-    clear: list[bool]  # whether the two times `differ`
+    clear: list[bool]  # True where the two times `differ`
 
     @property
     def text(self) -> str:
@@ -116,18 +124,13 @@ class Standing(NamedTuple):
 
 
 def standings(rows: Sequence[Row]) -> tuple[list[Standing], list[Standing]]:
-    """Return two lists of Standings: ours against the fastest other of each case, and ours against each other.
-
-    The first has one Standing for each mode, the second one for each mode and provider.
-    """
+    """Return our Standings beside the fastest other of each case, by mode, and those beside each provider."""
     best, each = collections.defaultdict(list), collections.defaultdict(list)
-    for (mode, _), some in groups(rows).items():
-        mine, other = fastest(some, ours=True), fastest(some, ours=False)
-        if mine and other:
-            best[mode].append((mine, other))
-            for row in some:
-                if not is_ours(row) and row.ms_p50 != "":
-                    each[mode, row.provider].append((mine, row))
+    for mode, _, some, mine, other in compared(rows):
+        best[mode].append((mine, other))
+        for row in some:
+            if not is_ours(row) and row.ms_p50 != "":
+                each[mode, row.provider].append((mine, row))
     return list(map(_standing, best.values())), list(map(_standing, each.values()))
 
 
@@ -139,7 +142,7 @@ def _standing(pairs):
 
 
 def lines(rows: Sequence[Row], whys: Sequence[str] = ()) -> Iterator[str]:
-    """Yield the text of a run: a line a row, by mode and case, errors, and the verdict."""
+    """Yield the text of a run: a line for each row, by mode and case; what is wrong; and the verdict."""
     width, (speed, factor), last = max((len(row.provider) for row in rows), default=0), unit(rows), ""
     for (mode, case), some in groups(rows).items():
         if mode != last:
@@ -193,13 +196,9 @@ def sentences(rows: Sequence[Row]) -> list[str]:
 
 
 def over_promise(rows: Sequence[Row]) -> list[str]:
-    """Return the CPU calls that are slower than the README allows."""
-    over = []
-    for (mode, case), some in groups(rows).items():
-        mine, other = fastest(some, ours=True), fastest([x for x in some if x.provider != "naive"], ours=False)
-        if mine and other:
-            allowed = max(RATIO * other.ms_p50, other.ms_p50 + MORE_US / 1e3)
-            if mine.ms_p50 > allowed:
-                times = f"{mine.ms_p50:.3f} ms beside {other.ms_p50:.3f} ms of {other.provider}"
-                over.append(f"{case.name} {mode}: {times}")
-    return over
+    """Return the CPU calls that are slower than the README allows, as text."""
+    return [
+        f"{case.name} {mode}: {mine.ms_p50:.3f} ms beside {other.ms_p50:.3f} ms of {other.provider}"
+        for mode, case, _, mine, other in compared(rows, without="naive")
+        if mine.ms_p50 > max(RATIO * other.ms_p50, other.ms_p50 + MORE_US / 1e3)
+    ]
