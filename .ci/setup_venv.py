@@ -1,7 +1,7 @@
-"""Makes .venv, for the Makefile: PYTHON .ci/setup_venv.py PYTHON
+"""Makes .venv for the Makefile: PYTHON .ci/setup_venv.py PYTHON
 
-It uses torch and triton of PYTHON if that torch is 2.10 or newer, and never replaces them. Otherwise it installs both,
-in the versions of constraints.txt. It is safe to run again: a .venv made by PYTHON is kept and completed.
+If PYTHON has torch 2.10 or newer, .venv uses its torch and Triton, and never replaces them. Otherwise both are
+installed, in the versions of constraints.txt. It is safe to run again: a .venv made by PYTHON is kept and completed.
 """
 
 import importlib.util
@@ -79,16 +79,15 @@ def add_package_and_missing():
 
 
 def check_compiler():
-    """Check for the C compiler and headers that Triton needs on a GPU."""
-    headers = os.path.join(sysconfig.get_paths(scheme="posix_prefix")["include"], "Python.h")
+    """Say what Triton lacks to launch on a GPU, and stop if there is one."""
+    missing = []
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
-        missing = "no C compiler; install one, for example: apt install gcc"
-    elif not os.path.exists(headers):
-        missing = "no C headers of Python; install them, for example: apt install python3-dev"
-    else:
-        return
-    has_gpu = succeeds(VENV_PYTHON, "-c", "import torch; assert torch.cuda.is_available()")
-    (stop if has_gpu else say)(f"Triton cannot launch on a GPU: {missing}")
+        missing.append("a C compiler (for example: apt install gcc)")
+    if not os.path.exists(os.path.join(sysconfig.get_paths(scheme="posix_prefix")["include"], "Python.h")):
+        missing.append("the C headers of Python (for example: apt install python3-dev)")
+    if missing:
+        has_gpu = succeeds(VENV_PYTHON, "-c", "import torch; assert torch.cuda.is_available()")
+        (stop if has_gpu else say)(f"Triton cannot launch on a GPU; install {' and '.join(missing)}")
 
 
 def succeeds(*command):

@@ -129,16 +129,6 @@ class Case(NamedTuple):
             options |= dict(dropout_p=float(rate), seed=SEED)
         return options
 
-    def visible(self, tensors: Tensors) -> Tensor:
-        """Return the visible pairs as a bool mask (1 or B, 1, Sq, Sk)."""
-        masks, (left, right), device = tensors.masks, self.sides, tensors.query.device
-        distance = torch.arange(self.Sk, device=device) - torch.arange(self.Sq, device=device)[:, None]
-        distance = (distance - (self.Sk - self.Sq))[None, None]
-        seen = distance >= (-self.Sk if left is None else -left)
-        seen = seen if right is None else seen & (distance <= right)
-        seen = seen & masks.get("mask", seen)
-        return seen & masks["key_mask"][:, None, None] if "key_mask" in masks else seen
-
     def flops(self, mode: str) -> float:
         """Return the floating-point operations of the matrix products. causal halves them; other masks do not count."""
         pairs = int(self.lengths("cpu").square().sum()) if "lengths" in self.options else self.B * self.Sq * self.Sk

@@ -6,7 +6,6 @@ bias; or a Call, if the layout differs. It raises Unsupported(why) for a case th
 
 import contextlib
 import functools
-import importlib
 import inspect
 import shutil
 import warnings
@@ -16,6 +15,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import and_masks, create_block_mask, create_mask, flex_attention
 
 import fusedattn as fa
 from fusedattn.dispatch.backends import BACKENDS
@@ -152,16 +152,37 @@ def torch_packed(case, tensors):
     return packed(varlen_attn, options, case, tensors)
 
 
+def mask_of(create, case, device, real=None):
+    """Return the mask of a case by FlexAttention's create_mask or create_block_mask, or None if no pair is hidden.
+
+    It is (B or 1, 1, Sq, Sk). real: (B, S), to pack sequences as documents of one sequence.
+    """
+    (left, right), rows, keys, mods, batch = case.sides, case.Sq, case.Sk, [], 1
+    document = case.documents(device) if "documents" in case.options else None
+    if real is not None:
+        document = torch.repeat_interleave(torch.arange(case.B, device=device), real.sum(1))
+        rows = keys = len(document)
+    elif any(word in case.options for word in ("keys", "lengths", "filled")):
+        batch, lengths = case.B, case.lengths(device)
+        mods.append(lambda b, h, row, column: column < lengths[b])
+    if left is not None:
+        mods.append(lambda b, h, row, column: column >= row + keys - rows - left)
+    if right is not None:
+        mods.append(lambda b, h, row, column: column <= row + keys - rows + right)
+    if document is not None:
+        mods.append(lambda b, h, row, column: document[row] == document[column])
+    return create(and_masks(*mods), batch, 1, rows, keys, device=device) if mods else None
+
+
 def sdpa(backend, case, tensors):
     _refuse(case, "softcap", "weights")
     options = dict(dropout_p=_number(case, "dropout"), enable_gqa=case.Hq != case.Hkv)
-    square = case.Sq == case.Sk
-    masked = tensors.bias is not None or tensors.masks or "window" in case.options or case.causal and not square
-    visible = case.visible(tensors) if masked else None
+    masked = tensors.bias is not None or tensors.masks or "window" in case.options or case.Sq != case.Sk
+    causal = case.causal and not masked  # SDPA accepts is_causal or a mask, not both
+    seen = None if causal else mask_of(create_mask, case, tensors.query.device)
 
     def attend(query, key, value, bias=None):
-        mask = visible if bias is None else bias.masked_fill(~visible, float("-inf"))
-        causal = case.causal and not masked  # SDPA accepts is_causal or a mask, not both
+        mask = seen if bias is None else bias if seen is None else bias.masked_fill(~seen, float("-inf"))
         return F.scaled_dot_product_attention(query, key, value, mask, is_causal=causal, **options)
 
     with torch.no_grad(), sdpa_kernel(backend), warnings.catch_warnings(record=True) as caught:
@@ -190,8 +211,6 @@ def sliced(case, tensors):
 
 def flex_function(case):
     """Return FlexAttention with the options of a case, not compiled yet."""
-    from torch.nn.attention.flex_attention import flex_attention
-
     _refuse(case, "dropout", "weights")
     cap, grouped = _number(case, "softcap"), case.Hq != case.Hkv
 
@@ -207,28 +226,6 @@ def flex_function(case):
     return attend
 
 
-def block_mask(case, device, real=None):
-    """Return the block mask that a user of FlexAttention would write, or None. real: (B, S), to pack sequences."""
-    from torch.nn.attention.flex_attention import and_masks, create_block_mask
-
-    batch, shape, (left, right), conditions = None, (case.Sq, case.Sk), case.sides, []
-    document = case.documents(device) if "documents" in case.options else None
-    if real is not None:
-        document = torch.repeat_interleave(torch.arange(case.B, device=device), real.sum(1))
-        shape = (len(document), len(document))
-    elif "keys" in case.options:
-        batch, lengths = case.B, case.lengths(device)
-        conditions.append(lambda b, h, row, column: column < lengths[b])
-    diagonal = shape[1] - shape[0]
-    if left is not None:
-        conditions.append(lambda b, h, row, column: column >= row + diagonal - left)
-    if right is not None:
-        conditions.append(lambda b, h, row, column: column <= row + diagonal + right)
-    if document is not None:
-        conditions.append(lambda b, h, row, column: document[row] == document[column])
-    return create_block_mask(and_masks(*conditions), batch, None, *shape, device=device) if conditions else None
-
-
 def flex(case, tensors, real=None):
     """FlexAttention as its users run it: compiled for the shape, with a block mask if a pair is hidden."""
     attend, device = flex_function(case), tensors.query.device
@@ -239,7 +236,7 @@ def flex(case, tensors, real=None):
     torch._dynamo.reset()  # it stops compiling after eight shapes
     torch._functorch.config.donated_buffer = False  # the backward runs many times on one graph
     compiled = torch.compile(attend, dynamic=False)
-    return Call(functools.partial(compiled, block_mask=block_mask(case, device, real)), real=real)
+    return Call(functools.partial(compiled, block_mask=mask_of(create_block_mask, case, device, real)), real=real)
 
 
 def flex_packed(case, tensors):
@@ -248,19 +245,16 @@ def flex_packed(case, tensors):
 
 
 def flash(case, tensors):
+    from flash_attn import flash_attn_func
+
     _refuse(case, "lengths", "filled", "keys")
-    return Call(functools.partial(_flash_attn("flash_attn_func"), **_flash_options(case)), by_token=True)
+    return Call(functools.partial(flash_attn_func, **_flash_options(case)), by_token=True)
 
 
 def flash_packed(case, tensors):
-    return packed(_flash_attn("flash_attn_varlen_func"), _flash_options(case), case, tensors)
+    from flash_attn import flash_attn_varlen_func
 
-
-def _flash_attn(name):
-    try:
-        return getattr(importlib.import_module("flash_attn"), name)
-    except (ImportError, AttributeError) as error:
-        raise Unsupported(f"flash_attn.{name} is not installed: {error}") from error
+    return packed(flash_attn_varlen_func, _flash_options(case), case, tensors)
 
 
 def _flash_options(case):

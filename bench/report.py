@@ -4,7 +4,6 @@ A wrong result of ours has no ratio. A peer's has one, even if its error exceeds
 """
 
 import collections
-import math
 import statistics
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -84,14 +83,6 @@ def words(ratio: float, clear: bool = True) -> str:
     return f"{ratio:.2f}x faster" if ratio > 1 else f"{1 / ratio:.2f}x slower"
 
 
-def error(number: float) -> str:
-    """Return an error as in 3.6e-4."""
-    if not math.isfinite(number) or number == 0.0:
-        return f"{number:.0f}"
-    digits, exponent = f"{number:.1e}".split("e")
-    return f"{digits}e{int(exponent)}"
-
-
 def count(number: int, of: str) -> str:
     return f"{number} {of}{'s' * (number != 1)}"
 
@@ -102,25 +93,20 @@ class Standing(NamedTuple):
     mode: str
     ours: str
     other: str
-    ratios: list[float]  # the other's time over ours
-    clear: list[bool]  # True where the two times `differ`
+    cases: int
+    faster: int  # cases in which ours is faster and the times `differ`
+    within_noise: int  # cases in which they do not
+    median: float  # of the other's time over ours, as least and most
+    least: float
+    most: float
 
     @property
     def text(self) -> str:
-        speed = words(statistics.median(self.ratios), 2 * sum(self.clear) > len(self.clear))
+        speed = words(self.median, clear=2 * self.within_noise < self.cases)
         speed += {"within noise": " of", "as fast": " as"}.get(speed, " than")
         counts = "median of {cases} cases, clearly faster in {faster}, within noise in {within_noise}"
-        counts = f" ({counts.format_map(self.answer())})" * (len(self.ratios) > 1)
+        counts = f" ({counts.format_map(self._asdict())})" * (self.cases > 1)
         return f"{self.mode}: {self.ours} is {speed} {self.other}{counts}"
-
-    def answer(self) -> dict:
-        """Return the fields of a JSON object."""
-        clear = [ratio for ratio, is_clear in zip(self.ratios, self.clear, strict=True) if is_clear]
-        return dict(
-            mode=self.mode, ours=self.ours, other=self.other, cases=len(self.ratios),
-            faster=sum(ratio > 1 for ratio in clear), within_noise=len(self.ratios) - len(clear),
-            median=statistics.median(self.ratios), least=min(self.ratios), most=max(self.ratios),
-        )  # fmt: skip
 
 
 def standings(rows: Sequence[Row]) -> tuple[list[Standing], list[Standing]]:
@@ -137,8 +123,10 @@ def standings(rows: Sequence[Row]) -> tuple[list[Standing], list[Standing]]:
 def _standing(pairs):
     names = (collections.Counter(row.provider for row in some).most_common() for some in zip(*pairs, strict=True))
     ours, others = (", ".join(name for name, _ in each) for each in names)
-    ratios = [other.ms_p50 / mine.ms_p50 for mine, other in pairs]
-    return Standing(pairs[0][0].mode, ours, others, ratios, [differ(*pair) for pair in pairs])
+    ratios, clear = [other.ms_p50 / mine.ms_p50 for mine, other in pairs], [differ(*pair) for pair in pairs]
+    faster = sum(differs and ratio > 1 for differs, ratio in zip(clear, ratios, strict=True))
+    counts = len(pairs), faster, len(pairs) - sum(clear)
+    return Standing(pairs[0][0].mode, ours, others, *counts, statistics.median(ratios), min(ratios), max(ratios))
 
 
 def lines(rows: Sequence[Row], whys: Sequence[str] = ()) -> Iterator[str]:
@@ -159,7 +147,7 @@ def lines(rows: Sequence[Row], whys: Sequence[str] = ()) -> Iterator[str]:
             cells = "".join(f"{'' if x == '' else format(x, '.4g'):>10}" for x in numbers)
             beside = "" if mine is None or is_ours(row) else words(row.ms_p50 / mine.ms_p50, differ(row, mine))
             right = "FAIL" if row.status == "wrong" else reason(row)
-            found = "" if row.err_max == "" else error(row.err_max)
+            found = "" if row.err_max == "" else f"{row.err_max:.1e}"
             yield f"  {row.provider:<{width}}{cells}{beside:>16}{found:>9} {right}"
     yield "\nCases are B,Hq,Hkv,Sq,Sk,D; ms is the median; error is the largest, against float64.\n"
     for row, why in zip(rows, whys, strict=False):

@@ -1,8 +1,9 @@
-"""Makes the tables of the pages from the CSV files in bench/results."""
+"""Makes the tables of the pages from the CSV files in bench/results: <!-- table: NAME --> stands for TABLES[NAME]()."""
 
 import collections
 import itertools
 import pathlib
+import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
@@ -125,3 +126,8 @@ def _ms(row: rows.Row) -> str:
 
 TABLES: dict[str, Callable[[], str]] = {one.__name__: one for one in (cpu, gpu_speeds, gpu_others, choices)}
 TABLES |= {"cpu_machine": partial(_machine, "cpu.csv"), "gpu_machine": partial(_machine, "h200.csv")}
+
+
+def expanded(page: str) -> str:
+    """Return a page with its tables."""
+    return re.sub(r"^<!-- table: (\w+) -->$", lambda match: TABLES[match[1]](), page, flags=re.M)
