@@ -30,14 +30,14 @@ OTHER = dict(TZ="Pacific/Kiritimati", LC_ALL="C", PYTHONHASHSEED="7", HOME="/") 
 
 
 def git(*arguments):
-    """Return the output of git, or None outside a repository, as in an unpacked source archive."""
+    """Return the output of git, or None outside a repository: an unpacked source archive has none."""
     if not (ROOT / ".git").exists():
         return None
     return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
 def sources():
-    """Return the names of the repository's files, or those that the source archive lists."""
+    """Return the names of the repository's files; in an unpacked source archive, of the files that it lists."""
     tracked = git("ls-files", "-z")
     listed = ROOT / "fusedattn.egg-info" / "SOURCES.txt"
     names = listed.read_text().splitlines() if tracked is None else tracked.split("\0")
@@ -46,7 +46,7 @@ def sources():
 
 
 def epoch():
-    """Return the time for all files, in seconds: from the environment, the commit or the source archive."""
+    """Return the time of all files, in seconds, from the environment, the commit or the source archive."""
     known = os.environ.get("SOURCE_DATE_EPOCH") or git("log", "-1", "--format=%ct")
     return int(known or (ROOT / "PKG-INFO").stat().st_mtime)
 

@@ -2,8 +2,8 @@
 
     README.md  LICENSE  benchmarks/benchmark.py  build/torch-cpu/  build/torch-cuda/
 
-Each folder of build/ is the installed package without its commands, under a unique name. With `pip install kernels`,
-`kernels.get_local_kernel(Path("out/hub"))` loads the one for this machine, and `kernels benchmark ./out/hub` times it
+Each folder of build/ has the installed package without its commands. With `pip install kernels`,
+`kernels.get_local_kernel(Path("out/hub"))` loads the build for this machine, and `kernels benchmark ./out/hub` times it
 beside PyTorch.
 """
 
@@ -84,9 +84,8 @@ def write(into):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--into", type=pathlib.Path, default=ROOT / "out" / "hub", help="folder for the files; emptied first"
-    )
+    default = ROOT / "out" / "hub"
+    parser.add_argument("--into", type=pathlib.Path, default=default, help="folder for the files; emptied first")
     into = parser.parse_args().into.resolve()
     write(into)
     for path in sorted(into.glob("build/*/metadata.json")):

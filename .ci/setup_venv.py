@@ -36,7 +36,7 @@ def main(python):
 
 
 def folders_with_torch():
-    """Return the package folders of this Python if its torch is new enough, otherwise []."""
+    """Return the package folders of this Python, or [] if its torch is missing or too old."""
     try:
         import torch
 
@@ -49,12 +49,10 @@ def folders_with_torch():
 
 
 def make_venv(python, folders):
-    """Make an empty .venv, unless this Python made one before, that also sees the packages in `folders`."""
+    """Make an empty .venv that also sees the packages in `folders`, unless this Python made one before."""
     made_before = os.path.exists(STAMP) and pathlib.Path(STAMP).read_text().strip() == python
     if not (made_before and succeeds(VENV_PYTHON, "-m", "pip", "--version")):
         has_pip = bool(folders) and importlib.util.find_spec("pip") is not None
-        if not (importlib.util.find_spec("venv") and (has_pip or importlib.util.find_spec("ensurepip"))):
-            stop(f"{python} cannot make a venv; install it, for example: apt install python3-venv")
         call(sys.executable, "-m", "venv", "--clear", *(["--without-pip"] if has_pip else []), ".venv")
     if folders:  # --system-site-packages would show the system's packages if PYTHON is in a venv itself
         code = "import site; print(site.getsitepackages()[0])"
@@ -63,7 +61,7 @@ def make_venv(python, folders):
 
 
 def add_package_and_missing():
-    """Install this repository, and missing packages of the tests. Without a network some tests skip."""
+    """Install this repository, and the packages that its tests lack. Without a network some tests skip."""
     new_enough = "import setuptools; assert int(setuptools.__version__.split('.')[0]) >= 77"
     isolation = ["--no-build-isolation"] if succeeds(VENV_PYTHON, "-c", new_enough) else []
     call(*PIP, "-q", "--no-deps", *isolation, "-e", ".")

@@ -1,4 +1,4 @@
-"""Draws which pairs of query and key a mask leaves visible: a cell is coloured if `fusedattn.attention` weighs it."""
+"""Draws the pairs of query and key that masks leave visible: a cell is coloured if its attention weight is not 0."""
 
 import functools
 import itertools

@@ -1,8 +1,8 @@
 """A small language model learns a text, and its attention is checked against float64.    python examples/demo.py
 
 The model predicts the next byte. The program trains it, on the GPU or otherwise on the CPU; compares outputs and
-gradients of fused attention with float64; writes text; times fused attention beside the formula and PyTorch's; and
-plots the attention. The exit status is 1 if a check fails. --help lists the options.
+gradients of fused attention with float64; times it beside the formula and PyTorch's attention; writes text; and plots
+the attention. The exit status is 1 if a check fails. --help lists the options.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from fusedattn.testing.tolerance import verdicts
 
 CONTEXT, WIDTH, HEADS, LAYERS, DROPOUT = 64, 128, 4, 2, 0.1
 BATCH, RATE, SHORTEST = 12, 1.5e-3, 1000  # SHORTEST: bytes of text
-DTYPES, MODES = (torch.float32, torch.float16, torch.bfloat16), ("forward", "forward_backward")  # checked, timed
+DTYPES = torch.float32, torch.float16, torch.bfloat16  # for checks of the kernels
 
 
 class Block(nn.Module):
@@ -134,7 +134,8 @@ def time_attention(device):
     some = [Case(BATCH, HEADS, HEADS, CONTEXT, CONTEXT, WIDTH // HEADS, WIDTH // HEADS, True, "float32")]
     if device == "cuda":
         some.append(Case(4, 16, 16, 2048, 2048, 64, 64, True, "bfloat16"))
-    timed = measure.measure(rows.machine(device), some, ("fusedattn", "naive", "sdpa"), MODES, device)
+    names, modes = ("fusedattn", "naive", "sdpa"), ("forward", "forward_backward")
+    timed = measure.measure(rows.machine(device), some, names, modes, device)
     print(*report.lines([row for row, _ in timed]), sep="\n")
 
 
