@@ -18,7 +18,7 @@ if torch.cuda.is_available():  # these workloads always put their tensors on a G
 
 
 class Attention(Benchmark):
-    """`attention` beside F.scaled_dot_product_attention, or beside the formula where that lacks the option."""
+    """`attention` beside F.scaled_dot_product_attention, or beside the formula for options that it lacks."""
 
     seed = 42
 

@@ -27,7 +27,7 @@ class Tensors(NamedTuple):
 
     @property
     def inputs(self) -> tuple:
-        """query, key, value and bias, those that the case has."""
+        """query, key, value and bias, without those that are None."""
         return tuple(x for x in (self.query, self.key, self.value, self.bias) if x is not None)
 
 
@@ -139,7 +139,7 @@ class Case(NamedTuple):
         return operations * PASSES[mode]
 
     def moved(self) -> int:
-        """Return the bytes of query, key, value and output."""
+        """Return how many bytes query, key, value and output have."""
         element = getattr(torch, self.dtype).itemsize
         return element * self.B * (self.Hq * self.Sq + self.Hkv * self.Sk) * (self.D + self.Dv)
 

@@ -27,8 +27,8 @@ class Workload:
     """The tensors of a case, its correct results, and the Call of each provider. All are computed once."""
 
     def __init__(self, case, device):
-        self.case, self.tensors = case, case.draw(device)
-        self.call = functools.cache(lambda name: providers.setup(name, case, self.tensors))
+        self.case, self.tensors = case, (tensors := case.draw(device))
+        self.call = functools.cache(lambda name: providers.setup(name, case, tensors))  # no cycle through self
 
     @functools.cached_property
     def truth(self):
@@ -243,5 +243,5 @@ def status(error):
 
 
 def broke(status):
-    """Return whether the GPU can no longer be used; a missing driver does not count."""
+    """Return True if the GPU can no longer be used; a missing driver does not count."""
     return ("CUDA error" in status and "driver version" not in status) or "Triton Error [CUDA]" in status

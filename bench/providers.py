@@ -83,7 +83,7 @@ def explain(case, tensors, backend=None):
 
 
 def formula(function, case, tensors, **options):
-    """A function like `attention`, with the options of a case."""
+    """Return a function like `attention` with the options of a case."""
     options |= case.arguments(tensors.masks)
     return lambda query, key, value, bias=None: function(query, key, value, bias=bias, **options)
 
@@ -122,7 +122,7 @@ def _real(case, tensors):
 
 
 def packed(function, options, case, tensors):
-    """A function of packed sequences (T, H, D), their offsets and their longest lengths, with its options."""
+    """Return the Call of a function of packed sequences (T, H, D), their offsets and their longest lengths."""
     real = _real(case, tensors)
     lengths = real.sum(1)
     offsets, longest = F.pad(lengths.cumsum(0), (1, 0)).int(), int(lengths.max())
@@ -153,9 +153,9 @@ def torch_packed(case, tensors):
 
 
 def mask_of(create, case, device, real=None):
-    """Return the mask of a case by FlexAttention's create_mask or create_block_mask, or None if no pair is hidden.
+    """Return the mask of a case, (B or 1, 1, Sq, Sk), or None if no pair is hidden.
 
-    It is (B or 1, 1, Sq, Sk). real: (B, S), to pack sequences as documents of one sequence.
+    create: FlexAttention's create_mask or create_block_mask. real: (B, S), to pack sequences as documents of one.
     """
     (left, right), rows, keys, mods, batch = case.sides, case.Sq, case.Sk, [], 1
     document = case.documents(device) if "documents" in case.options else None
@@ -266,7 +266,7 @@ def _flash_options(case):
 
 
 def module(make, case, tensors):
-    """Self-attention with projections; make(module of torch, causal) returns the module to call."""
+    """Return the Call of a module; make(torch's module, causal) returns a module with the same weights, or that one."""
     torch.manual_seed(SEED)  # the same weights each time
     width, like = case.Hq * case.D, dict(device=tensors.query.device, dtype=tensors.query.dtype)
     # torch's module takes its fast path only in eval mode, and without gradients.

@@ -25,7 +25,7 @@ def is_ours(row: Row) -> bool:
 
 
 def fastest(rows: Sequence[Row], ours: bool) -> Row | None:
-    """Return the fastest timed row of ours whose result is right, or of the others."""
+    """Return the fastest row of ours with a right result, or the fastest of the others; None if none has a time."""
     usable = (row for row in rows if row.ms_p50 != "" and is_ours(row) == ours and not (ours and row.status == "wrong"))
     return min(usable, key=lambda row: row.ms_p50, default=None)
 

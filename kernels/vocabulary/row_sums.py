@@ -9,7 +9,7 @@ from . import memory, scores, softmax
 
 
 class ByRow(NamedTuple):
-    """Outputs with one number a row, tables (B, Hq, Sq, 1), named as their options; None if not wanted."""
+    """Outputs with one number per row, tables (B, Hq, Sq, 1), named as their options; None if not wanted."""
 
     bias: tl.tensor
     alibi_slopes: tl.tensor
