@@ -55,9 +55,8 @@ def make_venv(python, folders):
         has_pip = bool(folders) and importlib.util.find_spec("pip") is not None
         call(sys.executable, "-m", "venv", "--clear", *(["--without-pip"] if has_pip else []), ".venv")
     if folders:  # --system-site-packages would show the system's packages if PYTHON is in a venv itself
-        code = "import site; print(site.getsitepackages()[0])"
-        packages = subprocess.check_output([VENV_PYTHON, "-c", code], text=True).strip()
-        pathlib.Path(packages, "packages_of_python.pth").write_text("\n".join(folders) + "\n")
+        (packages,) = pathlib.Path(".venv/lib").glob("python*/site-packages")
+        (packages / "packages_of_python.pth").write_text("\n".join(folders) + "\n")
 
 
 def add_package_and_missing():
