@@ -1,7 +1,7 @@
 """Builds the source archive and the wheel twice, and keeps them if they are equal: python .ci/dist.py [--into dist]
 
-Times (SOURCE_DATE_EPOCH, or that of the commit), order, owners and permissions are made canonical. The bytes still
-depend on the versions of zlib and setuptools; releases use the setuptools of .ci/setuptools.txt.
+Times (SOURCE_DATE_EPOCH, or that of the commit), order, owners and permissions depend on the sources alone. The bytes
+still depend on the versions of zlib and setuptools; releases use the setuptools of .ci/setuptools.txt.
 """
 
 import argparse
@@ -17,8 +17,6 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-import time
-import zipfile
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # Hide torch: pip builds the wheel without it.
@@ -28,19 +26,18 @@ sys.modules["torch"] = None
 from setuptools import build_meta
 getattr(build_meta, "build_" + sys.argv[1])(sys.argv[2])
 """
-UMASK, OTHER_UMASK = 0o022, 0o077
 OTHER = dict(TZ="Pacific/Kiritimati", LC_ALL="C", PYTHONHASHSEED="7", HOME="/")  # stands for another machine
 
 
 def git(*arguments):
-    """Return the output of git, or None outside a repository, as in an unpacked source archive."""
+    """Return the output of git, or None outside a repository: an unpacked source archive has none."""
     if not (ROOT / ".git").exists():
         return None
     return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
 def sources():
-    """Return the names of the repository's files, or those that the source archive lists."""
+    """Return the names of the repository's files; in an unpacked source archive, of the files that it lists."""
     tracked = git("ls-files", "-z")
     listed = ROOT / "fusedattn.egg-info" / "SOURCES.txt"
     names = listed.read_text().splitlines() if tracked is None else tracked.split("\0")
@@ -49,34 +46,41 @@ def sources():
 
 
 def epoch():
-    """Return the time for all files, in seconds: from the environment, the commit or the source archive."""
+    """Return the time of all files, in seconds, from the environment, the commit or the source archive."""
     known = os.environ.get("SOURCE_DATE_EPOCH") or git("log", "-1", "--format=%ct")
     return int(known or (ROOT / "PKG-INFO").stat().st_mtime)
 
 
 def copy(names, into, mtime=None):
+    """Copy files of the repository; each has one of two modes, whatever the umask."""
     for name in names:
         target = into / name
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, target)
+        shutil.copyfile(ROOT / name, target)
+        target.chmod(mode_of((ROOT / name).stat().st_mode))
         if mtime is not None:
             os.utime(target, (mtime, mtime))
 
 
-def build(kind, source, into, seconds, umask=UMASK, **environment):
-    """Build the sdist or wheel of a folder as pip does, and make it canonical."""
+def mode_of(mode):
+    return 0o755 if mode & stat.S_IXUSR else 0o644
+
+
+def build(kind, source, into, seconds, **environment):
+    """Build the sdist or wheel of a folder as pip does. setuptools makes canonical wheels; sdists are rewritten."""
     into.mkdir()
     environment = os.environ | environment | {"SOURCE_DATE_EPOCH": str(seconds)}
     command = [sys.executable, "-c", BUILD, kind, str(into)]
-    done = subprocess.run(command, cwd=source, env=environment, umask=umask, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=source, env=environment, umask=0o022, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"dist: {kind} failed\n{done.stdout}{done.stderr}")
     (made,) = into.iterdir()
-    (canonical_wheel if kind == "wheel" else canonical_sdist)(made, seconds)
+    if kind == "sdist":
+        rewrite(made, seconds)
     return made
 
 
-def canonical_sdist(path, seconds):
+def rewrite(path, seconds):
     """Rewrite a tar.gz: files sorted, without owners, with one time and one of two modes."""
     with tarfile.open(path) as archive:
         files = {entry.name: (entry.mode, archive.extractfile(entry).read()) for entry in archive if entry.isfile()}
@@ -84,26 +88,12 @@ def canonical_sdist(path, seconds):
         with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive:
             for name, (mode, content) in sorted(files.items()):
                 entry = tarfile.TarInfo(name)
-                entry.size, entry.mtime = len(content), seconds
-                entry.mode = 0o755 if mode & stat.S_IXUSR else 0o644
+                entry.size, entry.mtime, entry.mode = len(content), seconds, mode_of(mode)
                 archive.addfile(entry, io.BytesIO(content))
 
 
-def canonical_wheel(path, seconds):
-    """Rewrite a wheel: files sorted, RECORD last, with one time and one mode."""
-    with zipfile.ZipFile(path) as archive:
-        files = {entry.filename: archive.read(entry) for entry in archive.infolist()}
-    when = time.gmtime(max(seconds, 315532800))[:6]  # zip files cannot store earlier times
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, content in sorted(files.items(), key=lambda item: (item[0].endswith("/RECORD"), item[0])):
-            entry = zipfile.ZipInfo(name, when)
-            entry.create_system, entry.external_attr = 3, (stat.S_IFREG | 0o644) << 16
-            entry.compress_type = zipfile.ZIP_DEFLATED
-            archive.writestr(entry, content)
-
-
 def twice(scratch, seconds):
-    """Return [sdist, wheel] twice. The second is built elsewhere, later, in another order, with other permissions.
+    """Return [sdist, wheel] twice. The second is built elsewhere, later, from files in another order.
 
     The first wheel is built from the unpacked sdist, the second from the repository.
     """
@@ -114,13 +104,8 @@ def twice(scratch, seconds):
     shutil.unpack_archive(sdist, scratch / "unpacked")
     (folder,) = (scratch / "unpacked").iterdir()
     wheel = build("wheel", folder, scratch / "wheel", seconds)
-    before = os.umask(OTHER_UMASK)
-    try:
-        copy(names[::-1], second, mtime=seconds + 12345678)
-    finally:
-        os.umask(before)
-    again = [build(x, second, scratch / f"{x}-again", seconds, OTHER_UMASK, **OTHER) for x in ("sdist", "wheel")]
-    return [sdist, wheel], again
+    copy(names[::-1], second, mtime=seconds + 12345678)
+    return [sdist, wheel], [build(x, second, scratch / f"{x}-again", seconds, **OTHER) for x in ("sdist", "wheel")]
 
 
 def main():
@@ -130,19 +115,17 @@ def main():
     changed = git("status", "--porcelain", "--untracked-files=no")
     if forgotten := git("ls-files", "--others", "--exclude-standard", "fusedattn", "kernels", "bench"):
         sys.exit(f"dist: git does not know {forgotten.split()[0]}: add or remove it")
-    with tempfile.TemporaryDirectory() as scratch:
-        made, again = twice(pathlib.Path(scratch), epoch())
-        for one, other in zip(made, again, strict=True):
-            if one.read_bytes() != other.read_bytes():
-                kept = pathlib.Path(tempfile.mkdtemp(prefix="fusedattn-dist-"))
-                shutil.copy(one, kept / f"1-{one.name}")
-                shutil.copy(other, kept / f"2-{other.name}")
-                sys.exit(f"dist: two builds of {one.name} differ; both are in {kept}")
-        shutil.rmtree(into, ignore_errors=True)
-        into.mkdir(parents=True)
-        for one in made:
-            shutil.copy(one, into)
-            print(f"{hashlib.sha256(one.read_bytes()).hexdigest()}  {one.name}  {one.stat().st_size} bytes")
+    scratch = pathlib.Path(tempfile.mkdtemp(prefix="fusedattn-dist-"))
+    made, again = twice(scratch, epoch())
+    for one, other in zip(made, again, strict=True):
+        if one.read_bytes() != other.read_bytes():
+            sys.exit(f"dist: two builds of {one.name} differ; see {one} and {other}")
+    shutil.rmtree(into, ignore_errors=True)
+    into.mkdir(parents=True)
+    for one in made:
+        shutil.copy(one, into)
+        print(f"{hashlib.sha256(one.read_bytes()).hexdigest()}  {one.name}  {one.stat().st_size} bytes")
+    shutil.rmtree(scratch)
     print("Both builds have the same bytes.")
     if changed:
         print("dist: warning: there are uncommitted changes")

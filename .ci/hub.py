@@ -2,13 +2,12 @@
 
     README.md  LICENSE  benchmarks/benchmark.py  build/torch-cpu/  build/torch-cuda/
 
-Each folder of build/ is the installed package without its commands, under a unique name. With `pip install kernels`,
-`kernels.get_local_kernel(Path("out/hub"))` loads the one for this machine, and `kernels benchmark ./out/hub` times it
+Each folder of build/ has the installed package without its commands. With `pip install kernels`,
+`kernels.get_local_kernel(Path("out/hub"))` loads the build for this machine, and `kernels benchmark ./out/hub` times it
 beside PyTorch.
 """
 
 import argparse
-import ast
 import base64
 import hashlib
 import json
@@ -43,22 +42,12 @@ def package():
     return files
 
 
-def check_imports(files):
-    """Raise for absolute imports of the package: the installed one may be another version, or absent."""
-    for name, content in files.items():
-        for node in ast.walk(ast.parse(content)) if name.endswith(".py") else ():
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
-            if any(imported.split(".")[0] == NAME for imported in names):
-                raise SystemExit(f"hub: {name}:{node.lineno} imports {NAME} by its name; use a relative import")
-
-
 def version():
     return re.search(r'^__version__ = "(\d+)\.', (ROOT / "fusedattn" / "__init__.py").read_text(), re.M)[1]
 
 
 def metadata(files, backend):
-    """Return the content of metadata.json; `id` names the module and torch.ops, and is a hash of the files."""
+    """Return the content of metadata.json. `id`, with a hash of the files, names the module and its torch.ops."""
     digests = {name: hashlib.sha256(content).digest() for name, content in sorted(files.items())}
     unique = hashlib.sha256(repr(sorted(digests.items())).encode()).hexdigest()[:12]
     return {
@@ -77,8 +66,8 @@ def metadata(files, backend):
 
 
 def write(into):
+    """Write the repository into a folder, which is emptied first."""
     files = package()
-    check_imports(files)
     shutil.rmtree(into, ignore_errors=True)
     for backend in BACKENDS:
         variant = into / "build" / f"torch-{backend}"
@@ -95,9 +84,8 @@ def write(into):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--into", type=pathlib.Path, default=ROOT / "out" / "hub", help="folder for the files; emptied first"
-    )
+    default = ROOT / "out" / "hub"
+    parser.add_argument("--into", type=pathlib.Path, default=default, help="folder for the files; emptied first")
     into = parser.parse_args().into.resolve()
     write(into)
     for path in sorted(into.glob("build/*/metadata.json")):

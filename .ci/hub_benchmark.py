@@ -18,7 +18,7 @@ if torch.cuda.is_available():  # these workloads always put their tensors on a G
 
 
 class Attention(Benchmark):
-    """`attention` beside F.scaled_dot_product_attention, or beside the formula where that lacks the option."""
+    """`attention` beside F.scaled_dot_product_attention, or beside the formula for options that it lacks."""
 
     seed = 42
 
@@ -35,35 +35,35 @@ class Attention(Benchmark):
 
     def visible(self, window):
         """Return a causal mask (Sq, Sk) of the last `window` keys of each query."""
-        rows, columns = self.places[:, None], self.places
-        return (columns <= rows) & (columns > rows - window)
+        distance = self.places[:, None] - self.places
+        return (distance >= 0) & (distance < window)
+
+    def sdpa(self, **options):
+        return F.scaled_dot_product_attention(self.q, self.k, self.v, enable_gqa=True, **options)
 
     def benchmark_grouped_causal(self):
         self.out = self.kernel.attention(self.q, self.k, self.v, causal=True)
 
     def verify_grouped_causal(self):
-        return F.scaled_dot_product_attention(self.q, self.k, self.v, is_causal=True, enable_gqa=True)
+        return self.sdpa(is_causal=True)
 
     def benchmark_padding(self):
         self.out = self.kernel.attention(self.q, self.k, self.v, key_mask=self.real)
 
     def verify_padding(self):
-        mask = self.real[:, None, None]
-        return F.scaled_dot_product_attention(self.q, self.k, self.v, attn_mask=mask, enable_gqa=True)
+        return self.sdpa(attn_mask=self.real[:, None, None])
 
     def benchmark_window(self):
         self.out = self.kernel.attention(self.q, self.k, self.v, causal=True, window=(self.length // 8 - 1, 0))
 
     def verify_window(self):
-        mask = self.visible(self.length // 8)
-        return F.scaled_dot_product_attention(self.q, self.k, self.v, attn_mask=mask, enable_gqa=True)
+        return self.sdpa(attn_mask=self.visible(self.length // 8))
 
     def benchmark_softcap(self):
         self.out = self.kernel.attention(self.q, self.k, self.v, causal=True, softcap=20.0)
 
     def verify_softcap(self):
-        group = self.q.shape[1] // self.k.shape[1]
-        key, value = (x.repeat_interleave(group, dim=1) for x in (self.k, self.v))
+        key, value = (x.repeat_interleave(self.q.shape[1] // x.shape[1], dim=1) for x in (self.k, self.v))
         scores = (self.q @ key.mT).float() * self.q.shape[-1] ** -0.5
         scores = (20 * torch.tanh(scores / 20)).masked_fill(~self.visible(self.length), float("-inf"))
         return scores.softmax(-1).to(value.dtype) @ value

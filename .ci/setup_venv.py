@@ -1,7 +1,7 @@
-"""Makes .venv, for the Makefile: PYTHON .ci/setup_venv.py PYTHON
+"""Makes .venv for the Makefile: PYTHON .ci/setup_venv.py PYTHON
 
-It uses torch and triton of PYTHON if that torch is 2.10 or newer, and never replaces them. Otherwise it installs both,
-in the versions of constraints.txt. It is safe to run again: a .venv made by PYTHON is kept and completed.
+If PYTHON has torch 2.10 or newer, .venv uses its torch and Triton, and never replaces them. Otherwise both are
+installed, in the versions of constraints.txt. It is safe to run again: a .venv made by PYTHON is kept and completed.
 """
 
 import importlib.util
@@ -36,7 +36,7 @@ def main(python):
 
 
 def folders_with_torch():
-    """Return the package folders of this Python if its torch is new enough, otherwise []."""
+    """Return the package folders of this Python, or [] if its torch is missing or too old."""
     try:
         import torch
 
@@ -49,21 +49,18 @@ def folders_with_torch():
 
 
 def make_venv(python, folders):
-    """Make an empty .venv, unless this Python made one before, that also sees the packages in `folders`."""
+    """Make an empty .venv that also sees the packages in `folders`, unless this Python made one before."""
     made_before = os.path.exists(STAMP) and pathlib.Path(STAMP).read_text().strip() == python
     if not (made_before and succeeds(VENV_PYTHON, "-m", "pip", "--version")):
         has_pip = bool(folders) and importlib.util.find_spec("pip") is not None
-        if not (importlib.util.find_spec("venv") and (has_pip or importlib.util.find_spec("ensurepip"))):
-            stop(f"{python} cannot make a venv; install it, for example: apt install python3-venv")
         call(sys.executable, "-m", "venv", "--clear", *(["--without-pip"] if has_pip else []), ".venv")
     if folders:  # --system-site-packages would show the system's packages if PYTHON is in a venv itself
-        code = "import site; print(site.getsitepackages()[0])"
-        packages = subprocess.check_output([VENV_PYTHON, "-c", code], text=True).strip()
-        pathlib.Path(packages, "packages_of_python.pth").write_text("\n".join(folders) + "\n")
+        (packages,) = pathlib.Path(".venv/lib").glob("python*/site-packages")
+        (packages / "packages_of_python.pth").write_text("\n".join(folders) + "\n")
 
 
 def add_package_and_missing():
-    """Install this repository, and missing packages of the tests. Without a network some tests skip."""
+    """Install this repository, and the packages that its tests lack. Without a network some tests skip."""
     new_enough = "import setuptools; assert int(setuptools.__version__.split('.')[0]) >= 77"
     isolation = ["--no-build-isolation"] if succeeds(VENV_PYTHON, "-c", new_enough) else []
     call(*PIP, "-q", "--no-deps", *isolation, "-e", ".")
@@ -79,16 +76,15 @@ def add_package_and_missing():
 
 
 def check_compiler():
-    """Check for the C compiler and headers that Triton needs on a GPU."""
-    headers = os.path.join(sysconfig.get_paths(scheme="posix_prefix")["include"], "Python.h")
+    """Say what Triton lacks to launch on a GPU, and stop if there is one."""
+    missing = []
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
-        missing = "no C compiler; install one, for example: apt install gcc"
-    elif not os.path.exists(headers):
-        missing = "no C headers of Python; install them, for example: apt install python3-dev"
-    else:
-        return
-    has_gpu = succeeds(VENV_PYTHON, "-c", "import torch; assert torch.cuda.is_available()")
-    (stop if has_gpu else say)(f"Triton cannot launch on a GPU: {missing}")
+        missing.append("a C compiler (for example: apt install gcc)")
+    if not os.path.exists(os.path.join(sysconfig.get_paths(scheme="posix_prefix")["include"], "Python.h")):
+        missing.append("the C headers of Python (for example: apt install python3-dev)")
+    if missing:
+        has_gpu = succeeds(VENV_PYTHON, "-c", "import torch; assert torch.cuda.is_available()")
+        (stop if has_gpu else say)(f"Triton cannot launch on a GPU; install {' and '.join(missing)}")
 
 
 def succeeds(*command):

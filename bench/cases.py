@@ -8,36 +8,35 @@ from torch import Tensor
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 SEED = 0  # of inputs, and of our dropout
 TOKENS, WIDTH = 16384, 2048  # B * S and Hq * D, as in the FlashAttention papers
-PASSES = {
-    "forward": 1.0,
-    "graph": 1.0,
-    "backward": 2.5,
-    "forward_backward": 3.5,
-}  # products, relative to a forward
+# Matrix products of each mode, relative to a forward.
+PASSES = {"forward": 1.0, "graph": 1.0, "backward": 2.5, "forward_backward": 3.5}
 
 
 class Tensors(NamedTuple):
-    """The inputs of a case, the gradient of its output, and its masks as keyword arguments of `attention`."""
+    """The inputs of a case, the gradient of its output, and its masks as keyword arguments of `attention`.
+
+    A module has one input: query, (B, S, Hq * D).
+    """
 
     query: Tensor
-    key: Tensor
-    value: Tensor
+    key: Tensor | None
+    value: Tensor | None
     grad_out: Tensor
     bias: Tensor | None = None
     masks: dict = {}
 
     @property
     def inputs(self) -> tuple:
-        """query, key, value and, if there is one, the bias."""
-        return self[:3] if self.bias is None else (*self[:3], self.bias)
+        """query, key, value and bias, without those that are None."""
+        return tuple(x for x in (self.query, self.key, self.value, self.bias) if x is not None)
 
 
 class Case(NamedTuple):
     """Sizes, as in the columns of the CSV; dtype is the name of a torch dtype.
 
-    options are words: bias (1, Hq, Sq, Sk); documents=N, a mask for N documents in a row; keys=SHARE, the share of keys
-    that are not padding; lengths=KIND, packed sequences with lengths from LENGTHS; filled=SHARE of a cache;
-    window=LEFT,RIGHT; softcap=CAP; dropout=P; weights, also returned; module, attention with its projections.
+    The words of `options`: bias (1, Hq, Sq, Sk); documents=N, a mask for N documents in a sequence; keys=SHARE, the
+    share of keys that are not padding; lengths=KIND, packed sequences with lengths from LENGTHS; filled=SHARE of a
+    cache; window=LEFT,RIGHT; softcap=CAP; dropout=P; weights, also returned; module, attention with its projections.
     """
 
     B: int
@@ -53,7 +52,7 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Sizes as `fusedattn bench --shape` takes them, then the rest."""
+        """The sizes in the order of `fusedattn bench --shape`, then the other fields."""
         words = [f"Dv {self.Dv}"] * (self.D != self.Dv) + ["causal"] * self.causal
         return " ".join([",".join(map(str, self[:6])), *words, DTYPES.get(self.dtype, self.dtype), *self.words])
 
@@ -74,20 +73,26 @@ class Case(NamedTuple):
     def draw(self, device) -> Tensors:
         """Return normal random tensors, the same each time. Zeros would run faster on a GPU."""
         generator, dtype = torch.Generator(device).manual_seed(SEED), getattr(torch, self.dtype)
+
+        def normal(*shape):
+            return torch.randn(shape, device=device, generator=generator).to(dtype)
+
+        if "module" in self.words:
+            shape = self.B, self.Sq, self.Hq * self.D
+            return Tensors(normal(*shape), None, None, normal(*shape))
         queries, keys = (self.B, self.Hq, self.Sq), (self.B, self.Hkv, self.Sk)
-        shapes = [(*queries, self.D), (*keys, self.D), (*keys, self.Dv), (*queries, self.Dv)]
-        shapes += [(1, self.Hq, self.Sq, self.Sk)] * ("bias" in self.words)
-        tensors = [torch.randn(shape, device=device, generator=generator).to(dtype) for shape in shapes]
-        return Tensors(*tensors)._replace(masks=self.masks(device))
+        inputs = normal(*queries, self.D), normal(*keys, self.D), normal(*keys, self.Dv), normal(*queries, self.Dv)
+        bias = normal(1, self.Hq, self.Sq, self.Sk) if "bias" in self.words else None
+        return Tensors(*inputs, bias, self.masks(device))
 
     def documents(self, device) -> Tensor:
-        """Return (S,): the index of each token's document."""
+        """Return (S,), the index of the document that each token belongs to."""
         generator = torch.Generator().manual_seed(SEED)
         ends = torch.randperm(self.Sk - 1, generator=generator)[: int(self.option("documents")) - 1] + 1
         return torch.searchsorted(ends.sort().values, torch.arange(self.Sk), right=True).to(device)
 
     def lengths(self, device) -> Tensor:
-        """Return (B,): real tokens of each sequence, or filled slots of its cache."""
+        """Return (B,), the number of real tokens of each sequence, or of filled slots of its cache."""
         generator = torch.Generator().manual_seed(SEED)
         if share := self.option("keys"):
             half = torch.rand(self.B // 2, generator=generator)
@@ -112,8 +117,10 @@ class Case(NamedTuple):
         return masks
 
     def arguments(self, masks) -> dict:
-        """Return the keyword arguments of `attention`, without bias and return_weights."""
+        """Return the keyword arguments of `attention`, without the bias."""
         options = dict(causal=self.causal) | masks
+        if "weights" in self.words:
+            options["return_weights"] = True
         if "window" in self.options:
             options["window"] = self.sides
         if cap := self.option("softcap"):
@@ -122,18 +129,8 @@ class Case(NamedTuple):
             options |= dict(dropout_p=float(rate), seed=SEED)
         return options
 
-    def visible(self, masks) -> Tensor:
-        """Return the visible pairs as a bool mask (1 or B, 1, Sq, Sk)."""
-        device = next(iter(masks.values())).device if masks else None
-        distance = torch.arange(self.Sk, device=device) - torch.arange(self.Sq, device=device)[:, None]
-        distance, (left, right) = distance - (self.Sk - self.Sq), self.sides
-        seen = (distance >= (-self.Sk if left is None else -left))[None, None]
-        seen = seen if right is None else seen & (distance <= right)
-        seen = seen & masks.get("mask", seen)
-        return seen & masks["key_mask"][:, None, None] if "key_mask" in masks else seen
-
     def flops(self, mode: str) -> float:
-        """Return the operations of the matrix products. Of masks only causal counts: it halves them."""
+        """Return the floating-point operations of the matrix products. causal halves them; other masks do not count."""
         pairs = int(self.lengths("cpu").square().sum()) if "lengths" in self.options else self.B * self.Sq * self.Sk
         operations = 2 * self.Hq * pairs * (self.D + self.Dv) / (2 if self.causal else 1)
         if "module" in self.words:  # four projections; their backward is twice their forward
@@ -142,13 +139,13 @@ class Case(NamedTuple):
         return operations * PASSES[mode]
 
     def moved(self) -> int:
-        """Return the bytes of query, key, value and output."""
+        """Return how many bytes query, key, value and output have."""
         element = getattr(torch, self.dtype).itemsize
         return element * self.B * (self.Hq * self.Sq + self.Hkv * self.Sk) * (self.D + self.Dv)
 
 
 def _uniform(count, longest):
-    """Return random lengths with a mean of half the longest."""
+    """Return random lengths; their mean is half the longest."""
     half = torch.rand(count // 2, generator=torch.Generator().manual_seed(SEED))
     lengths = torch.cat([half, 1 - half, torch.full((count % 2,), 0.5)]).mul(longest)
     lengths[lengths.argmax()] = longest
@@ -225,7 +222,7 @@ CPU_MODULE = [_CPU._replace(Sq=length, Sk=length, options="module") for length i
 
 
 class Question(NamedTuple):
-    """Modes, and cases and providers on a GPU and on a CPU."""
+    """The modes of a question, and its cases and providers on a GPU and on a CPU."""
 
     modes: tuple
     on_gpu: list[Case]

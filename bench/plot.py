@@ -21,7 +21,7 @@ ACROSS, WIDTH, HEIGHT = 3, 3.2, 2.1  # panels in a row at most, and the inches o
 
 
 def drawable(written):
-    """Return the rows that have a speed, without our wrong ones."""
+    """Return the rows that have a speed, without wrong results of ours."""
     return [row for row in written if row.tflops != "" and not (is_ours(row) and row.status == "wrong")]
 
 

@@ -1,14 +1,12 @@
 """Providers of attention, by name: ours, the eager formula, and the peers.
 
-A provider is setup(case, tensors) -> function of query, key, value and, if there is one, the bias; or a Call, if the
-layout differs. It raises Unsupported(why) for a case that it cannot take.
+A provider is a function of a case and its tensors. It returns a function of query, key, value and, if there is one, the
+bias; or a Call, if the layout differs. It raises Unsupported(why) for a case that it cannot compute.
 """
 
 import contextlib
 import functools
-import importlib
 import inspect
-import operator
 import shutil
 import warnings
 from collections.abc import Callable
@@ -17,6 +15,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import and_masks, create_block_mask, create_mask, flex_attention
 
 import fusedattn as fa
 from fusedattn.dispatch.backends import BACKENDS
@@ -28,14 +27,15 @@ _NOT_WITH_A_CACHE = "bias", "documents", "keys", "lengths", "window", "softcap",
 
 
 class Unsupported(Exception):
-    """A provider cannot take a case; the text says why."""
+    """A provider cannot compute a case; the text says why."""
 
 
 class Call(NamedTuple):
     """A function of query, key, value and bias, and the layout of its tensors.
 
-    by_token: (B, S, H, D). real: (B, S), the tokens of packed sequences; then tensors are (T, H, D) by token, otherwise
-    (1, H, T, D). inside: makes the context to call it in. parameters: more tensors that need gradients.
+    by_token: tensors are (B, S, H, D). real: (B, S), True for the tokens of packed sequences; their tensors are
+    (T, H, D) by token, otherwise (1, H, T, D). inside: makes the context to call the function in. parameters: further
+    tensors that get gradients.
     """
 
     attend: Callable
@@ -78,23 +78,21 @@ def _window(case):
     return tuple(-1 if side is None else side for side in case.sides)  # -1 is no limit
 
 
-def _with_bias(function, options):
-    return lambda query, key, value, bias=None: function(query, key, value, bias=bias, **options)
-
-
-def _arguments(case, masks):
-    return case.arguments(masks) | dict(return_weights="weights" in case.words)
-
-
 def explain(case, tensors, backend=None):
-    return fa.explain(*tensors[:3], bias=tensors.bias, backend=backend, **_arguments(case, tensors.masks))
+    return fa.explain(*tensors[:3], bias=tensors.bias, backend=backend, **case.arguments(tensors.masks))
+
+
+def formula(function, case, tensors, **options):
+    """Return a function like `attention` with the options of a case."""
+    options |= case.arguments(tensors.masks)
+    return lambda query, key, value, bias=None: function(query, key, value, bias=bias, **options)
 
 
 def fusedattn(case, tensors, backend=None):
     explanation = explain(case, tensors, backend)
     if explanation.backend is None:
         raise Unsupported("; ".join(explanation.reasons[backend]))
-    return _with_bias(fa.attention, _arguments(case, tensors.masks) | dict(backend=backend))
+    return formula(fa.attention, case, tensors, backend=backend)
 
 
 def cached(page, case, tensors):
@@ -115,11 +113,6 @@ def cached(page, case, tensors):
     return lambda query, key, value: fa.attention_decode(query, *pool, block_table=table, **options)
 
 
-def naive(case, tensors):
-    """The formula in eager PyTorch, in the dtype of its inputs."""
-    return _with_bias(fa.reference.eager, _arguments(case, tensors.masks))
-
-
 def _real(case, tensors):
     """Return a bool mask (B, S): True for real tokens, False for padding, which packing removes."""
     _refuse(case, "bias", "documents", "keys", "filled", "weights")
@@ -128,44 +121,68 @@ def _real(case, tensors):
     return tensors.masks.get("key_mask", torch.ones(case.B, case.Sk, dtype=torch.bool, device=tensors.query.device))
 
 
-def packed(function, arguments, case, tensors):
-    """A function of packed sequences (T, H, D), their offsets and longest lengths; arguments(case): its options."""
-    options, real = arguments(case), _real(case, tensors)
+def packed(function, options, case, tensors):
+    """Return the Call of a function of packed sequences (T, H, D), their offsets and their longest lengths."""
+    real = _real(case, tensors)
     lengths = real.sum(1)
     offsets, longest = F.pad(lengths.cumsum(0), (1, 0)).int(), int(lengths.max())
     layout = offsets, offsets, longest, longest
     return Call(lambda *inputs: function(*inputs, *layout, **options), by_token=True, real=real)
 
 
-def _attend_varlen(query, key, value, cu_q, cu_k, longest_q, longest_k, **options):
-    return fa.attention_varlen(query, key, value, cu_q, cu_k, max_seqlen_q=longest_q, max_seqlen_k=longest_k, **options)
+def ours_packed(case, tensors):
+    def attend(query, key, value, cu_q, cu_k, longest_q, longest_k, **options):
+        options |= dict(max_seqlen_q=longest_q, max_seqlen_k=longest_k)
+        return fa.attention_varlen(query, key, value, cu_q, cu_k, **options)
+
+    return packed(attend, case.arguments({}), case, tensors)
 
 
-def torch_varlen(case, tensors):
-    """torch's function for packed sequences: FlashAttention-2."""
+def torch_packed(case, tensors):
+    """torch's function for packed sequences, which runs FlashAttention-2."""
     from torch.nn.attention.varlen import varlen_attn
 
-    def arguments(case):
-        _refuse(case, "dropout", "softcap")
-        options = dict(enable_gqa=True) if case.Hq != case.Hkv else {}
-        if "window_size" in inspect.signature(varlen_attn).parameters:
-            return options | dict(window_size=_window(case))
-        _refuse(case, "window")  # torch 2.10
-        return options | dict(is_causal=case.causal)
+    _refuse(case, "dropout", "softcap")
+    options = dict(enable_gqa=True) if case.Hq != case.Hkv else {}
+    if "window_size" in inspect.signature(varlen_attn).parameters:
+        options |= dict(window_size=_window(case))
+    else:  # torch 2.10
+        _refuse(case, "window")
+        options |= dict(is_causal=case.causal)
+    return packed(varlen_attn, options, case, tensors)
 
-    return packed(varlen_attn, arguments, case, tensors)
+
+def mask_of(create, case, device, real=None):
+    """Return the mask of a case, (B or 1, 1, Sq, Sk), or None if no pair is hidden.
+
+    create: FlexAttention's create_mask or create_block_mask. real: (B, S), to pack sequences as documents of one.
+    """
+    (left, right), rows, keys, mods, batch = case.sides, case.Sq, case.Sk, [], 1
+    document = case.documents(device) if "documents" in case.options else None
+    if real is not None:
+        document = torch.repeat_interleave(torch.arange(case.B, device=device), real.sum(1))
+        rows = keys = len(document)
+    elif any(word in case.options for word in ("keys", "lengths", "filled")):
+        batch, lengths = case.B, case.lengths(device)
+        mods.append(lambda b, h, row, column: column < lengths[b])
+    if left is not None:
+        mods.append(lambda b, h, row, column: column >= row + keys - rows - left)
+    if right is not None:
+        mods.append(lambda b, h, row, column: column <= row + keys - rows + right)
+    if document is not None:
+        mods.append(lambda b, h, row, column: document[row] == document[column])
+    return create(and_masks(*mods), batch, 1, rows, keys, device=device) if mods else None
 
 
 def sdpa(backend, case, tensors):
     _refuse(case, "softcap", "weights")
     options = dict(dropout_p=_number(case, "dropout"), enable_gqa=case.Hq != case.Hkv)
-    square = case.Sq == case.Sk
-    masked = tensors.bias is not None or tensors.masks or "window" in case.options or case.causal and not square
-    visible = case.visible(tensors.masks).to(tensors.query.device) if masked else None
+    masked = tensors.bias is not None or tensors.masks or "window" in case.options or case.Sq != case.Sk
+    causal = case.causal and not masked  # SDPA accepts is_causal or a mask, not both
+    seen = None if causal else mask_of(create_mask, case, tensors.query.device)
 
     def attend(query, key, value, bias=None):
-        mask = visible if bias is None else bias.masked_fill(~visible, float("-inf"))
-        causal = case.causal and not masked  # it takes either is_causal or a mask
+        mask = seen if bias is None else bias if seen is None else bias.masked_fill(~seen, float("-inf"))
         return F.scaled_dot_product_attention(query, key, value, mask, is_causal=causal, **options)
 
     with torch.no_grad(), sdpa_kernel(backend), warnings.catch_warnings(record=True) as caught:
@@ -194,8 +211,6 @@ def sliced(case, tensors):
 
 def flex_function(case):
     """Return FlexAttention with the options of a case, not compiled yet."""
-    from torch.nn.attention.flex_attention import flex_attention
-
     _refuse(case, "dropout", "weights")
     cap, grouped = _number(case, "softcap"), case.Hq != case.Hkv
 
@@ -211,36 +226,8 @@ def flex_function(case):
     return attend
 
 
-def block_mask(case, device, real=None):
-    """Return a case's block mask as FlexAttention's users would write it, or None; real: (B, S), to pack sequences."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    batch, shape, (left, right) = None, (case.Sq, case.Sk), case.sides
-    document = case.documents(device) if "documents" in case.options else None
-    lengths = None
-    if real is not None:
-        document = torch.repeat_interleave(torch.arange(case.B, device=device), real.sum(1))
-        shape = (len(document), len(document))
-    elif "keys" in case.options:
-        batch, lengths = case.B, case.lengths(device)
-    diagonal = shape[1] - shape[0]
-    conditions = [
-        left is not None and (lambda b, row, column: column >= row + diagonal - left),
-        right is not None and (lambda b, row, column: column <= row + diagonal + right),
-        document is not None and (lambda b, row, column: document[row] == document[column]),
-        lengths is not None and (lambda b, row, column: column < lengths[b]),
-    ]
-    if not (conditions := list(filter(None, conditions))):
-        return None
-
-    def seen(b, h, row, column):
-        return functools.reduce(operator.and_, (condition(b, row, column) for condition in conditions))
-
-    return create_block_mask(seen, batch, None, *shape, device=device)
-
-
 def flex(case, tensors, real=None):
-    """FlexAttention as its users run it: compiled for the shape, with a block mask if anything is hidden."""
+    """FlexAttention as its users run it: compiled for the shape, with a block mask if a pair is hidden."""
     attend, device = flex_function(case), tensors.query.device
     if real is None:
         _refuse(case, "lengths", "filled")
@@ -249,7 +236,7 @@ def flex(case, tensors, real=None):
     torch._dynamo.reset()  # it stops compiling after eight shapes
     torch._functorch.config.donated_buffer = False  # the backward runs many times on one graph
     compiled = torch.compile(attend, dynamic=False)
-    return Call(functools.partial(compiled, block_mask=block_mask(case, device, real)), real=real)
+    return Call(functools.partial(compiled, block_mask=mask_of(create_block_mask, case, device, real)), real=real)
 
 
 def flex_packed(case, tensors):
@@ -258,19 +245,16 @@ def flex_packed(case, tensors):
 
 
 def flash(case, tensors):
+    from flash_attn import flash_attn_func
+
     _refuse(case, "lengths", "filled", "keys")
-    return Call(functools.partial(_flash_attn("flash_attn_func"), **_flash_options(case)), by_token=True)
+    return Call(functools.partial(flash_attn_func, **_flash_options(case)), by_token=True)
 
 
 def flash_packed(case, tensors):
-    return packed(_flash_attn("flash_attn_varlen_func"), _flash_options, case, tensors)
+    from flash_attn import flash_attn_varlen_func
 
-
-def _flash_attn(name):
-    try:
-        return getattr(importlib.import_module("flash_attn"), name)
-    except (ImportError, AttributeError) as error:
-        raise Unsupported(f"flash_attn.{name} is not installed: {error}") from error
+    return packed(flash_attn_varlen_func, _flash_options(case), case, tensors)
 
 
 def _flash_options(case):
@@ -281,11 +265,44 @@ def _flash_options(case):
     return options | dict(causal=case.causal, window_size=_window(case))
 
 
+def module(make, case, tensors):
+    """Return the Call of a module; make(torch's module, causal) returns a module with the same weights, or that one."""
+    torch.manual_seed(SEED)  # the same weights each time
+    width, like = case.Hq * case.D, dict(device=tensors.query.device, dtype=tensors.query.dtype)
+    # torch's module takes its fast path only in eval mode, and without gradients.
+    layer = make(torch.nn.MultiheadAttention(width, case.Hq, batch_first=True, **like), case.causal).eval()
+    options = dict(need_weights=False)
+    if case.causal and not isinstance(layer, fa.MultiHeadAttention):
+        hidden = torch.ones(case.Sq, case.Sq, dtype=torch.bool, device=like["device"]).triu(1)
+        options |= dict(attn_mask=hidden, is_causal=True)
+    return Call(lambda x: layer(x, x, x, **options)[0], parameters=tuple(layer.parameters()))
+
+
+def _our_module(theirs, causal):
+    """Return our module with the weights of torch's."""
+    like = dict(device=theirs.in_proj_weight.device, dtype=theirs.in_proj_weight.dtype)
+    layer = fa.MultiHeadAttention(theirs.embed_dim, theirs.num_heads, causal=causal, **like)
+    weights, biases = theirs.in_proj_weight.chunk(3), theirs.in_proj_bias.chunk(3)
+    for projection, weight, bias in zip((layer.q_proj, layer.k_proj, layer.v_proj), weights, biases, strict=True):
+        projection.load_state_dict(dict(weight=weight, bias=bias))
+    layer.out_proj.load_state_dict(theirs.out_proj.state_dict())
+    return layer
+
+
+def setup(name, case, tensors):
+    """Return the Call of a provider, or raise Unsupported."""
+    known = MODULES if "module" in case.words else PROVIDERS
+    if name not in known:
+        raise Unsupported("it is no module" if known is MODULES else "it computes modules alone")
+    call = known[name](case, tensors)
+    return call if isinstance(call, Call) else Call(call)
+
+
 _ANY = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 PROVIDERS = {
     "fusedattn": fusedattn,
     **{f"fusedattn:{name}": functools.partial(fusedattn, backend=name) for name in BACKENDS},
-    "fusedattn+packed": functools.partial(packed, _attend_varlen, lambda case: case.arguments({})),
+    "fusedattn+packed": ours_packed,
     "fusedattn:cache": functools.partial(cached, None),
     "fusedattn:pages=256": functools.partial(cached, 256),
     "fusedattn:pages=16": functools.partial(cached, 16),
@@ -295,10 +312,15 @@ PROVIDERS = {
     "sdpa:efficient": functools.partial(sdpa, SDPBackend.EFFICIENT_ATTENTION),
     "sdpa:math": functools.partial(sdpa, SDPBackend.MATH),
     "sdpa+slice": sliced,
-    "torch:varlen": torch_varlen,
+    "torch:varlen": torch_packed,
     "flash-attn": flash,
     "flash-attn+packed": flash_packed,
     "flex": flex,
     "flex+packed": flex_packed,
-    "naive": naive,
+    "naive": functools.partial(formula, fa.reference.eager),
+}
+MODULES = {
+    "fusedattn": functools.partial(module, _our_module),
+    "fusedattn.compat": functools.partial(module, lambda theirs, causal: fa.compat.torch.convert(theirs)),
+    "torch.nn": functools.partial(module, lambda theirs, causal: theirs),
 }

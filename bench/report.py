@@ -1,10 +1,9 @@
 """Rows as text: a table, ratios within a run, and the verdict in words.
 
-Ratios leave out our wrong results. They keep peers whose error exceeds our tolerance.
+A wrong result of ours has no ratio. A peer's has one, even if its error exceeds our tolerance.
 """
 
 import collections
-import math
 import statistics
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -13,7 +12,7 @@ from .cases import PAPER, Case
 from .rows import Row
 
 ON_A_CPU = "These times are of a CPU. They say nothing about the kernels, which need an NVIDIA GPU."
-RATIO, MORE_US = 1.10, 100.0  # on a CPU: a call takes at most RATIO of PyTorch's time, or MORE_US more
+RATIO, MORE_US = 1.10, 100.0  # a CPU call takes at most RATIO times PyTorch's time, or MORE_US longer
 
 
 def reason(row: Row) -> str:
@@ -26,18 +25,18 @@ def is_ours(row: Row) -> bool:
 
 
 def fastest(rows: Sequence[Row], ours: bool) -> Row | None:
-    """Return the fastest timed row of ours whose result is right, or of the others."""
+    """Return the fastest row of ours with a right result, or the fastest of the others; None if none has a time."""
     usable = (row for row in rows if row.ms_p50 != "" and is_ours(row) == ours and not (ours and row.status == "wrong"))
     return min(usable, key=lambda row: row.ms_p50, default=None)
 
 
 def kind(case: Case) -> Case:
-    """Return a case without batch and length: the same for all points of a line in a plot."""
+    """Return a case without batch and length: all points of a line in a plot have the same kind."""
     return case._replace(B=0, Sq=0 if case.Sq == case.Sk else case.Sq, Sk=0)
 
 
 def unit(rows: Sequence[Row]) -> tuple[str, float]:
-    """Return (unit of speed that fits the rows, its number in a TFLOP/s)."""
+    """Return (unit of speed that fits the rows, how many of it make a TFLOP/s)."""
     most = max((row.tflops for row in rows if row.tflops != ""), default=1.0)
     return ("TFLOP/s", 1.0) if most >= 1.0 else ("GFLOP/s", 1e3)
 
@@ -48,12 +47,20 @@ def groups(rows: Sequence[Row]) -> dict[tuple[str, Case], list[Row]]:
     for row in rows:
         grouped[row.mode, row.case].append(row)
     order = list(dict.fromkeys(x for mode, case in grouped for x in (mode, kind(case))))
-    place = lambda mode, case: (order.index(mode), order.index(kind(case)), case.Sk)  # noqa: E731
-    return {key: grouped[key] for key in sorted(grouped, key=lambda key: place(*key))}
+    places = {key: (order.index(key[0]), order.index(kind(key[1])), key[1].Sk) for key in grouped}
+    return {key: grouped[key] for key in sorted(grouped, key=places.__getitem__)}
+
+
+def compared(rows: Sequence[Row], without: str = "") -> Iterator[tuple[str, Case, list[Row], Row, Row]]:
+    """Yield (mode, case, its rows, the fastest of ours, the fastest other) where both exist; without: a provider."""
+    for (mode, case), some in groups(rows).items():
+        mine, other = fastest(some, ours=True), fastest([x for x in some if x.provider != without], ours=False)
+        if mine and other:
+            yield mode, case, some, mine, other
 
 
 def last_runs(rows: Sequence[Row], providers: Sequence[str]) -> dict[tuple[str, Case], list[Row]]:
-    """Return {(mode, case): rows of the providers} for the papers' cases, of the last run that has all of them."""
+    """Return {(mode, case): rows of the providers} for the papers' cases, each from the last run with all of them."""
     runs = collections.defaultdict(dict)
     for row in rows:
         if row.status == "ok" and row.provider in providers and row.case in PAPER:
@@ -63,7 +70,7 @@ def last_runs(rows: Sequence[Row], providers: Sequence[str]) -> dict[tuple[str, 
 
 
 def differ(one: Row, other: Row) -> bool:
-    """Return whether the ranges of two times do not overlap."""
+    """Return True if the ranges of two times do not overlap."""
     return one.ms_p80 < other.ms_p20 or other.ms_p80 < one.ms_p20
 
 
@@ -76,70 +83,54 @@ def words(ratio: float, clear: bool = True) -> str:
     return f"{ratio:.2f}x faster" if ratio > 1 else f"{1 / ratio:.2f}x slower"
 
 
-def error(number: float) -> str:
-    """Return an error as in 3.6e-4."""
-    if not math.isfinite(number) or number == 0.0:
-        return f"{number:.0f}"
-    digits, exponent = f"{number:.1e}".split("e")
-    return f"{digits}e{int(exponent)}"
-
-
 def count(number: int, of: str) -> str:
     return f"{number} {of}{'s' * (number != 1)}"
 
 
 class Standing(NamedTuple):
-    """Our times beside another provider's, in one mode, for the cases that both ran."""
+    """Our times beside another provider's, in one mode, for the cases that both have run."""
 
     mode: str
     ours: str
     other: str
-    ratios: list[float]  # the other's time over ours
-    clear: list[bool]  # whether the two times `differ`
+    cases: int
+    faster: int  # cases in which ours is faster and the times `differ`
+    within_noise: int  # cases in which they do not
+    median: float  # of the other's time over ours, as least and most
+    least: float
+    most: float
 
     @property
     def text(self) -> str:
-        speed = words(statistics.median(self.ratios), 2 * sum(self.clear) > len(self.clear))
+        speed = words(self.median, clear=2 * self.within_noise < self.cases)
         speed += {"within noise": " of", "as fast": " as"}.get(speed, " than")
         counts = "median of {cases} cases, clearly faster in {faster}, within noise in {within_noise}"
-        counts = f" ({counts.format_map(self.answer())})" * (len(self.ratios) > 1)
+        counts = f" ({counts.format_map(self._asdict())})" * (self.cases > 1)
         return f"{self.mode}: {self.ours} is {speed} {self.other}{counts}"
-
-    def answer(self) -> dict:
-        """Return the fields of a JSON object."""
-        clear = [ratio for ratio, is_clear in zip(self.ratios, self.clear, strict=True) if is_clear]
-        return dict(
-            mode=self.mode, ours=self.ours, other=self.other, cases=len(self.ratios),
-            faster=sum(ratio > 1 for ratio in clear), within_noise=len(self.ratios) - len(clear),
-            median=statistics.median(self.ratios), least=min(self.ratios), most=max(self.ratios),
-        )  # fmt: skip
 
 
 def standings(rows: Sequence[Row]) -> tuple[list[Standing], list[Standing]]:
-    """Return two lists of Standings: ours against the fastest other of each case, and ours against each other.
-
-    The first has one Standing for each mode, the second one for each mode and provider.
-    """
+    """Return our Standings beside the fastest other of each case, by mode, and those beside each provider."""
     best, each = collections.defaultdict(list), collections.defaultdict(list)
-    for (mode, _), some in groups(rows).items():
-        mine, other = fastest(some, ours=True), fastest(some, ours=False)
-        if mine and other:
-            best[mode].append((mine, other))
-            for row in some:
-                if not is_ours(row) and row.ms_p50 != "":
-                    each[mode, row.provider].append((mine, row))
+    for mode, _, some, mine, other in compared(rows):
+        best[mode].append((mine, other))
+        for row in some:
+            if not is_ours(row) and row.ms_p50 != "":
+                each[mode, row.provider].append((mine, row))
     return list(map(_standing, best.values())), list(map(_standing, each.values()))
 
 
 def _standing(pairs):
     names = (collections.Counter(row.provider for row in some).most_common() for some in zip(*pairs, strict=True))
     ours, others = (", ".join(name for name, _ in each) for each in names)
-    ratios = [other.ms_p50 / mine.ms_p50 for mine, other in pairs]
-    return Standing(pairs[0][0].mode, ours, others, ratios, [differ(*pair) for pair in pairs])
+    ratios, clear = [other.ms_p50 / mine.ms_p50 for mine, other in pairs], [differ(*pair) for pair in pairs]
+    faster = sum(differs and ratio > 1 for differs, ratio in zip(clear, ratios, strict=True))
+    counts = len(pairs), faster, len(pairs) - sum(clear)
+    return Standing(pairs[0][0].mode, ours, others, *counts, statistics.median(ratios), min(ratios), max(ratios))
 
 
 def lines(rows: Sequence[Row], whys: Sequence[str] = ()) -> Iterator[str]:
-    """Yield the text of a run: a line a row, by mode and case, errors, and the verdict."""
+    """Yield the text of a run: a line for each row, by mode and case; what is wrong; and the verdict."""
     width, (speed, factor), last = max((len(row.provider) for row in rows), default=0), unit(rows), ""
     for (mode, case), some in groups(rows).items():
         if mode != last:
@@ -156,7 +147,7 @@ def lines(rows: Sequence[Row], whys: Sequence[str] = ()) -> Iterator[str]:
             cells = "".join(f"{'' if x == '' else format(x, '.4g'):>10}" for x in numbers)
             beside = "" if mine is None or is_ours(row) else words(row.ms_p50 / mine.ms_p50, differ(row, mine))
             right = "FAIL" if row.status == "wrong" else reason(row)
-            found = "" if row.err_max == "" else error(row.err_max)
+            found = "" if row.err_max == "" else f"{row.err_max:.1e}"
             yield f"  {row.provider:<{width}}{cells}{beside:>16}{found:>9} {right}"
     yield "\nCases are B,Hq,Hkv,Sq,Sk,D; ms is the median; error is the largest, against float64.\n"
     for row, why in zip(rows, whys, strict=False):
@@ -193,13 +184,9 @@ def sentences(rows: Sequence[Row]) -> list[str]:
 
 
 def over_promise(rows: Sequence[Row]) -> list[str]:
-    """Return the CPU calls that are slower than the README allows."""
-    over = []
-    for (mode, case), some in groups(rows).items():
-        mine, other = fastest(some, ours=True), fastest([x for x in some if x.provider != "naive"], ours=False)
-        if mine and other:
-            allowed = max(RATIO * other.ms_p50, other.ms_p50 + MORE_US / 1e3)
-            if mine.ms_p50 > allowed:
-                times = f"{mine.ms_p50:.3f} ms beside {other.ms_p50:.3f} ms of {other.provider}"
-                over.append(f"{case.name} {mode}: {times}")
-    return over
+    """Return the CPU calls that are slower than the README allows, as text."""
+    return [
+        f"{case.name} {mode}: {mine.ms_p50:.3f} ms beside {other.ms_p50:.3f} ms of {other.provider}"
+        for mode, case, _, mine, other in compared(rows, without="naive")
+        if mine.ms_p50 > max(RATIO * other.ms_p50, other.ms_p50 + MORE_US / 1e3)
+    ]

@@ -1,4 +1,4 @@
-"""The CSV of all benchmarks, one row a case, provider and mode; and the versions that a row depends on."""
+"""The CSV of all benchmarks, a row for each case, provider and mode, and the versions that a row depends on."""
 
 import collections
 import csv
@@ -20,7 +20,7 @@ _COUNTS = "B Hq Hkv Sq Sk D Dv causal".split()
 
 
 class Row(collections.namedtuple("Row", COLUMNS)):
-    """A row; "" stands for a missing number."""
+    """A row of the CSV; "" stands for a missing number."""
 
     @property
     def case(self) -> Case:
@@ -84,20 +84,19 @@ def _text(value):
 
 
 def create(path) -> None:
-    """Create a CSV file, or check that an existing one has our columns.
+    """Create a CSV file, or check the columns of an existing one.
 
     Raises:
-        ValueError: for other columns, a device, or a missing folder.
+        OSError: the file cannot be written, for example because its folder is missing.
+        ValueError: it has other columns, or is no file.
     """
     path = pathlib.Path(path)
-    if path.exists() and not path.is_file():
-        raise ValueError(f"expected a file, got {path}")  # reading a device might never end
-    if not path.parent.is_dir():
-        raise ValueError(f"there is no folder {path.parent}")
-    if path.exists():
-        read(path)
-    else:
+    if not path.exists():
         append(path, COLUMNS)
+    elif path.is_file():
+        read(path)
+    else:  # reading a device might never end
+        raise ValueError(f"expected a file, got {path}")
 
 
 def append(path, row) -> None:
@@ -106,7 +105,7 @@ def append(path, row) -> None:
 
 
 def read(path) -> list[Row]:
-    """Return the rows of a CSV file, without a last line that was cut off."""
+    """Return the rows of a CSV file, without lines that were cut off."""
     with open(path, newline="") as file:
         reader = csv.reader(file)
         header = tuple(next(reader, ()))

@@ -1,8 +1,8 @@
-"""Hooks of mkdocs that draw pictures, make tables and include files when the site is built."""
+"""Hooks of mkdocs that draw pictures and make tables when the site is built."""
 
 from mkdocs.structure.files import File
 
-from docs import expand, pictures
+from docs import pictures, tables
 
 
 def on_files(files, config):
@@ -12,4 +12,4 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, config, files):
-    return expand.expanded(markdown)
+    return tables.expanded(markdown)

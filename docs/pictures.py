@@ -1,4 +1,4 @@
-"""Draws the visible pairs of masks, by asking `fusedattn.attention`: a cell is coloured if its weight is not 0."""
+"""Draws the pairs of query and key that masks leave visible: a cell is coloured if its attention weight is not 0."""
 
 import functools
 import itertools
@@ -10,12 +10,12 @@ import torch
 import fusedattn as fa
 from fusedattn.distributed import shards
 
-CELL, GAP, TITLE, AXIS, LETTER = 22, 34, 22, 34, 8  # pixels
-SEEN, HIDDEN, LINE, INK = "#4051b5", "#e8e8ee", "#ffffff", "#777777"  # INK is legible on white and on black
+CELL, GAP, AXIS, TOP, LETTER = 22, 34, 34, 56, 8  # pixels
+SEEN, HIDDEN, INK = "#4051b5", "#e8e8ee", "#777777"  # INK is legible on white and on black
 
 
 class Panel(NamedTuple):
-    """A grid of queries (rows) and keys (columns); shades are from 0, hidden, to 1."""
+    """A grid of queries (rows) and keys (columns); a shade is 0 for a hidden pair, and at most 1."""
 
     title: str
     shades: torch.Tensor
@@ -24,53 +24,33 @@ class Panel(NamedTuple):
 
 
 def weights(rows: int, keys: int, **options: Any) -> torch.Tensor:
-    """Return (rows, keys): the weight of each pair over the largest, for equal products."""
+    """Return (rows, keys), the weights of attention for equal scores, divided by the largest."""
     query, key = torch.zeros(1, 1, rows, 1), torch.zeros(1, 1, keys, 1)
     _, found = fa.attention(query, key, key, **options, return_weights=True, backend="naive")
     return found[0, 0] / found.max()
 
 
-def seen(rows: int, keys: int, **options: Any) -> torch.Tensor:
-    """Return (rows, keys): 1.0 for visible pairs."""
-    return (weights(rows, keys, **options) > 0).float()
-
-
 def svg(panels: Sequence[Panel]) -> str:
-    room = [
-        max(AXIS + CELL * panel.shades.shape[1], LETTER * len(panel.title), AXIS + LETTER * len(panel.columns))
-        for panel in panels
-    ]
-    height = TITLE + AXIS + CELL * max(panel.shades.shape[0] for panel in panels) + 4
-    width = sum(room) + GAP * (len(panels) - 1) + 4
+    """Draw panels side by side."""
     drawn, left = [], 2
-    for panel, space in zip(panels, room, strict=True):
-        drawn += _panel(panel, left)
-        left += space + GAP
-    style = f"text{{font:12px sans-serif;fill:{INK}}} .t{{font-weight:600}}"
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">'
-    return "\n".join((head, f"<style>{style}</style>", *drawn, "</svg>", ""))
-
-
-def _panel(panel: Panel, left: float) -> list[str]:
-    top, start = TITLE + AXIS, left + AXIS
-    rows, columns = panel.shades.shape
-    drawn = [f'<text class="t" x="{left}" y="14">{panel.title}</text>']
-    drawn.append(f'<text x="{start}" y="{top - 20}">{panel.columns}</text>')
-    drawn += [_text(start + CELL * (j + 0.5), top - 5, j) for j in range(columns)]
-    drawn.append(
-        f'<text transform="translate({left + 10} {top + 6}) rotate(-90)" text-anchor="end">{panel.rows}</text>'
-    )
-    drawn += [_text(start - 8, top + CELL * (i + 0.5) + 4, i) for i in range(rows)]
-    for i in range(rows):
-        for j in range(columns):
-            shade, place = panel.shades[i, j].item(), f'x="{start + CELL * j}" y="{top + CELL * i}"'
+    for title, shades, row_name, column_name in panels:
+        rows, columns = shades.shape
+        texts = [(0, 14, "start", title), (AXIS, TOP - 20, "start", column_name)]
+        texts += [(AXIS + CELL * (j + 0.5), TOP - 5, "middle", j) for j in range(columns)]
+        texts += [(AXIS - 8, TOP + CELL * (i + 0.5) + 4, "middle", i) for i in range(rows)]
+        drawn.append(f'<g transform="translate({left} 0)">')
+        drawn += [f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}">{text}</text>' for x, y, anchor, text in texts]
+        drawn.append(f'<text transform="translate(10 {TOP + 6}) rotate(-90)" text-anchor="end">{row_name}</text>')
+        for i, j in itertools.product(range(rows), range(columns)):
+            shade, place = shades[i, j].item(), f'x="{AXIS + CELL * j}" y="{TOP + CELL * i}"'
             fill = f'fill="{SEEN}" fill-opacity="{shade:.2f}"' if shade else f'fill="{HIDDEN}"'
             drawn.append(f'<rect {place} width="{CELL - 1}" height="{CELL - 1}" {fill}/>')
-    return drawn
-
-
-def _text(x: float, y: float, text: object) -> str:
-    return f'<text x="{x:g}" y="{y:g}" text-anchor="middle">{text}</text>'
+        drawn.append("</g>")
+        left += max(AXIS + CELL * columns, LETTER * len(title), AXIS + LETTER * len(column_name)) + GAP
+    width, height = left - GAP + 2, TOP + CELL * max(len(panel.shades) for panel in panels) + 4
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">'
+    style = f"<style>text{{font:12px sans-serif;fill:{INK}}} g>text:first-child{{font-weight:600}}</style>"
+    return "\n".join((head, style, *drawn, "</svg>", ""))
 
 
 def _bias() -> str:
@@ -103,7 +83,7 @@ def _cache() -> str:
 
 
 def _heads() -> str:
-    """Draw the key head that each of 8 query heads reads; its value is the output."""
+    """Draw which key head each of 8 query heads reads: with unit vectors as values, the output tells."""
     panels = []
     for title, groups in (("8 key heads", 8), ("2 key heads", 2), ("1 key head", 1)):
         value = torch.eye(groups)[None, :, None, :]  # (1, Hkv, 1, Dv)
@@ -113,7 +93,7 @@ def _heads() -> str:
 
 
 def _shards() -> str:
-    """Draw the rank, of 4, that holds each of 16 rows."""
+    """Draw which of 4 ranks holds each of 16 rows."""
     panels = []
     for title, balance in (("balance=None", None), ('balance="zigzag"', "zigzag")):
         shades = torch.zeros(4, 16)
@@ -125,8 +105,8 @@ def _shards() -> str:
 
 
 def _visible(panels: dict[str, tuple]) -> str:
-    """Draw {title: (rows, keys, options of attention)}."""
-    return svg([Panel(title, seen(rows, keys, **options)) for title, (rows, keys, options) in panels.items()])
+    """Draw the visible pairs of {title: (rows, keys, options of attention)}."""
+    return svg([Panel(title, (weights(*sizes, **options) > 0).float()) for title, (*sizes, options) in panels.items()])
 
 
 _REAL, _DIAGONALS = torch.tensor([True] * 3 + [False] * 2), torch.eye(5, dtype=torch.bool)

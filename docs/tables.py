@@ -1,7 +1,9 @@
-"""Makes the tables of the pages from the CSV files in bench/results."""
+"""Makes the tables of the pages from the CSV files in bench/results: <!-- table: NAME --> stands for TABLES[NAME]()."""
 
+import collections
 import itertools
 import pathlib
+import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
@@ -41,50 +43,47 @@ def table(head: Sequence[str], body: Iterable[Sequence[object]]) -> str:
 
 
 def cpu() -> str:
-    """Return each call of cpu.csv beside PyTorch's own."""
+    """Return each call of cpu.csv beside the same call of PyTorch."""
     lines = []
-    for (mode, case), some in report.groups(_right("cpu.csv")).items():
-        ours = report.fastest(some, ours=True)
-        theirs = report.fastest([row for row in some if row.provider != "naive"], ours=False)
+    for mode, case, some, ours, theirs in report.compared(_right("cpu.csv"), without="naive"):
         formula = next((_ms(row) for row in some if row.provider == "naive"), "-")
-        if ours and theirs:
-            what = SAID.get(case.options, case.options) or case.dtype
-            lines.append((what, _MODES[mode], *_sizes(case), *_both(ours, theirs), formula))
-    head = "what", "computed", *_SIZES, "fusedattn ms", "PyTorch ms", "ratio", "formula ms"
+        what = SAID.get(case.options, case.options) or case.dtype
+        lines.append((what, *_call(mode, case), *_both(ours, theirs), formula))
+    head = "what", *_CALL, "fusedattn ms", "PyTorch ms", "ratio", "formula ms"
     return table(head, lines)
 
 
 def gpu_speeds() -> str:
-    """Return full and causal calls on an H200 beside cuDNN: for each case the last run that has both."""
+    """Return full and causal calls on an H200 beside cuDNN, each from the last run that timed both."""
     found = {}
     written = rows.read(RESULTS / "h200.csv")
     for (mode, case), (ours, theirs) in report.last_runs(written, ("fusedattn:hopper", "sdpa:cudnn")).items():
         speeds = f"{ours.tflops:.0f}", f"{theirs.tflops:.0f}", f"{ours.tflops / theirs.tflops:.2f}"
-        found[mode != "forward", case.D, case.causal, case.Sq] = _MODES[mode], *_sizes(case), *speeds
-    head = "computed", *_SIZES, "fusedattn TFLOP/s", "cuDNN TFLOP/s", "fusedattn over cuDNN"
+        found[mode != "forward", case.D, case.causal, case.Sq] = *_call(mode, case), *speeds
+    head = *_CALL, "fusedattn TFLOP/s", "cuDNN TFLOP/s", "fusedattn over cuDNN"
     return table(head, [found[place] for place in sorted(found)])
 
 
 def gpu_others() -> str:
     """Return caches, packed sequences and options on an H200 beside PyTorch's fastest way in the same run."""
-    written, lines = _right("h200.csv"), []
-    for date in dict.fromkeys(row.date for row in written):
-        for (mode, case), some in report.groups([row for row in written if row.date == date]).items():
-            some = [row for row in some if "/" not in row.provider]  # a slash names a tile of an earlier benchmark
-            ours, theirs = report.fastest(some, ours=True), report.fastest(some, ours=False)
-            if not (ours and theirs):
-                continue
-            if case.options in SAID or ours.provider.startswith(("fusedattn:cache", "fusedattn+")):
-                cache = "one token after a cache, in a CUDA graph" * ours.provider.startswith("fusedattn:cache")
-                packed = "packed " * ours.provider.startswith("fusedattn+packed")
-                what = cache or (packed + SAID.get(case.options, "equal lengths"))
-                lines.append((what, _MODES[mode], *_sizes(case), *_both(ours, theirs), theirs.provider))
-    head = "what", "computed", *_SIZES, "fusedattn ms", "PyTorch ms", "ratio", "PyTorch's way"
+    runs, lines = collections.defaultdict(list), []
+    for row in _right("h200.csv"):
+        if "/" not in row.provider:  # a slash names a tile of an earlier benchmark
+            runs[row.date].append(row)
+    for mode, case, _, ours, theirs in itertools.chain.from_iterable(map(report.compared, runs.values())):
+        what = SAID.get(case.options)
+        if ours.provider.startswith("fusedattn:cache"):
+            what = "one token after a cache, in a CUDA graph"
+        elif ours.provider.startswith("fusedattn+packed"):
+            what = f"packed {what or 'equal lengths'}"
+        if what:
+            lines.append((what, *_call(mode, case), *_both(ours, theirs), theirs.provider))
+    head = "what", *_CALL, "fusedattn ms", "PyTorch ms", "ratio", "PyTorch's way"
     return table(head, sorted(lines))
 
 
 def choices() -> str:
-    """Return the kernels that calls take on each kind of GPU, as `fusedattn.explain` says."""
+    """Return the kernels that `fusedattn.explain` names for some calls on each kind of GPU."""
     lines = []
     for (what, options), (gpu, capability) in itertools.product(CALLS.items(), GPUS.items()):
         inputs = [torch.empty(1, 8, 4096, options.get("D", 128), dtype=torch.bfloat16, device="meta")] * 3
@@ -109,11 +108,12 @@ def _right(name: str) -> list[rows.Row]:
 
 
 _MODES = dict(forward="output", backward="gradients", forward_backward="output and gradients", graph="output")
-_SIZES = "B, Hq, Hkv, Sq, Sk, D", "causal"
+_CALL = "computed", "B, Hq, Hkv, Sq, Sk, D", "causal"
 
 
-def _sizes(case: cases.Case) -> tuple[str, str]:
-    return ", ".join(map(str, case[:6])), "yes" if case.causal else "no"
+def _call(mode: str, case: cases.Case) -> tuple[str, str, str]:
+    """Return the cells of the columns _CALL."""
+    return _MODES[mode], ", ".join(map(str, case[:6])), "yes" if case.causal else "no"
 
 
 def _both(ours: rows.Row, theirs: rows.Row) -> tuple[str, str, str]:
@@ -126,3 +126,8 @@ def _ms(row: rows.Row) -> str:
 
 TABLES: dict[str, Callable[[], str]] = {one.__name__: one for one in (cpu, gpu_speeds, gpu_others, choices)}
 TABLES |= {"cpu_machine": partial(_machine, "cpu.csv"), "gpu_machine": partial(_machine, "h200.csv")}
+
+
+def expanded(page: str) -> str:
+    """Return a page with its tables."""
+    return re.sub(r"^<!-- table: (\w+) -->$", lambda match: TABLES[match[1]](), page, flags=re.M)

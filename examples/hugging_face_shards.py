@@ -1,7 +1,7 @@
 """A Hugging Face model trains on a sequence split over processes.    python examples/hugging_face_shards.py
 
-Two processes hold half of the tokens each. Norms and losses work on single tokens; attention needs all keys, which
-`ring_attention` passes around. The model is tiny and made from a config.
+Two processes have half of the tokens each. Norms and losses work on single tokens. Attention needs all keys, so
+`ring_attention` passes them around. The model is tiny and made from a config.
 """
 
 import tempfile
@@ -20,13 +20,13 @@ CONFIG = LlamaConfig(**SIZES, num_key_value_heads=2, initializer_range=0.2)
 
 
 def ring(module, query, key, value, mask, scaling=None, dropout=0.0, **others):
-    """Attention as transformers calls it: rows of this process, keys of all."""
+    """Attention with the arguments of transformers: queries of this process, keys of all processes."""
     out = distributed.ring_attention(query, key, value, causal=True, scale=scaling, dropout_p=dropout, **SHARDS)
     return out.transpose(1, 2), None
 
 
 def loss_and_gradients(model, tokens, following, positions):
-    """Return the part of these tokens in the mean loss, and its gradients of the parameters."""
+    """Return the share of these tokens in the mean loss, and the gradients of the parameters."""
     more = dict(labels=following, shift_labels=following, num_items_in_batch=LENGTH - 1)
     loss = model(tokens, position_ids=positions, use_cache=False, **more).loss
     return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]

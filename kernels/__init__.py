@@ -1,1 +1,1 @@
-"""The Triton kernels, one per file, built from the shared functions in `vocabulary`."""
+"""The Triton kernels, one in each file, built from the shared functions in `vocabulary`."""

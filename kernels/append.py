@@ -1,4 +1,4 @@
-"""Appends new keys and values to caches: one program per block of new rows of one kv head of one sequence."""
+"""Appends new keys and values to caches: one program per block of new tokens, kv head and sequence."""
 
 import triton
 import triton.language as tl

@@ -1,4 +1,4 @@
-"""Block masks (which blocks of pairs the caller's masks leave visible), and the lists of tiles that kernels walk."""
+"""Makes block masks, which mark the blocks of pairs that masks leave visible, and the lists of tiles to visit."""
 
 import triton
 import triton.language as tl
@@ -8,12 +8,11 @@ from .vocabulary import masks as masking, memory, span, walk
 
 @triton.jit(do_not_specialize=["heads", "rows", "keys"])
 def block_mask(BlockMask, extents, masks, bias, heads, rows, keys, BLOCK_MASK_SIZE: tl.constexpr):
-    """Fill BlockMask (B, H, row blocks, key blocks), contiguous: one byte and one program a square block.
+    """Fill BlockMask (B, H, row blocks, key blocks), contiguous: one byte and one program for each square block.
 
-    Sizes along which masks and bias do not differ are 1; a bias (View or None) of -inf hides. A row hidden by
-    masks.rows sees nothing, yet does not stop a block from counting as fully visible: its output is overwritten. With
-    the extents of `sequences`, sizes are those of the longest sequence, and pairs past the end of a sequence do not
-    count.
+    B or H is 1 if masks and bias do not differ along it. A bias (View or None) of -inf hides its pair. A row hidden by
+    masks.rows does not stop a block from counting as fully visible, because its output is overwritten. With the extents
+    of `sequences`, rows and keys are those of the longest sequence; pairs past the end of a sequence do not count.
     """
     down, right, plane = span.place_tile(tl.program_id(0), rows, keys, heads, BLOCK_MASK_SIZE, BLOCK_MASK_SIZE)
     r = down * BLOCK_MASK_SIZE + tl.arange(0, BLOCK_MASK_SIZE)[:, None]
@@ -42,10 +41,10 @@ def tile_lists(
 ):  # fmt: skip
     """Fill Lists (B, H, blocks, 2, 1 + most + 1), int64, contiguous: the tiles to compute for each block of rows.
 
-    A list is [count, tile 0, tile 1, ..., 0]; a loop reads the last 0 ahead and ignores it. The first list has the
-    tiles that need a mask, the second the others. block_mask is a View; the band counts as a mask. BY_KEYS: blocks of
-    keys, tiles of rows for each of GROUP query heads, and H counts kv heads. A head has `tile_count` tiles. With
-    sequences, B is 1 and blocks are their slots.
+    A list is [count, tile 0, tile 1, ..., 0]. Loops read one entry ahead: they read the last 0 and ignore it. The first
+    list has the tiles that need a mask, the second the others. block_mask is a View; the band counts as a mask. A head
+    has `tile_count` tiles. With BY_KEYS the blocks are of keys, the tiles are of rows, in each of GROUP query heads,
+    and H counts kv heads. With sequences B is 1, and blocks are slots.
     """
     pid, programs = tl.program_id(0), tl.num_programs(0)
     BLOCK: tl.constexpr = BLOCK_N if BY_KEYS else BLOCK_M

@@ -1,4 +1,4 @@
-"""Merge of split keys: one program per row of one head, always in the same order.
+"""Merges the partial results of `decode`: one program per row and head, always in the same order.
 
 Source: Flash-Decoding, pytorch.org/blog/flash-decoding.
 """
@@ -15,7 +15,10 @@ def combine(
     partials, scale, heads, rows, splits,
     DV: tl.constexpr, MOST: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Write Out, a View of (B, H, rows, DV), and Lse (B, H, rows) unless None; MOST >= splits, read BLOCK_M at once."""
+    """Write Out, a View of (B, H, rows, DV), and Lse (B, H, rows) unless None.
+
+    MOST, a power of two, is at least the number of splits. The sums of BLOCK_M splits are read at once.
+    """
     row, plane = span.place(tl.program_id(0), rows, heads, 1)
     first, n = row * splits, rows * splits
     last = first + splits

@@ -1,4 +1,4 @@
-"""Gradient of a bias that several planes share: one program per tile of the bias, no atomics."""
+"""Gradient of a bias that several heads or batches share: one program per tile of the bias, without atomics."""
 
 import triton
 import triton.language as tl
@@ -13,10 +13,11 @@ def dbias(
     heads, bias_heads, q_len, k_len, max_seqlen_q, max_seqlen_k, left, right, batches,
     spec: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Fill GradBias, a View of (1 or B, bias_heads, max_seqlen_q, max_seqlen_k); a program sums one tile over planes.
+    """Fill GradBias, a View of (1 or B, bias_heads, max_seqlen_q, max_seqlen_k). A program sums one tile.
 
-    batches is how many batches share the bias: 1 or all. block_mask, a View with the planes of GradBias, marks a block
-    that any of the summed planes sees. Without extents the maximum lengths are q_len and k_len.
+    It sums over the heads and batches that share the bias; batches is the number of these batches: 1 or all. block_mask
+    is a View with the batches and heads of GradBias, and marks a block that is visible in any of the summed heads.
+    Without extents the maximum lengths are q_len and k_len.
     """
     if extents is None:
         max_seqlen_q, max_seqlen_k = q_len, k_len  # saves up to 58 registers on sm_90 (Triton 3.7.1)

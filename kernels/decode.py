@@ -13,7 +13,7 @@ from .vocabulary.attend import attend
 
 @triton.constexpr_function
 def spanned(BLOCK, GROUP):
-    """Return the maximum number of queries whose rows lie in one block."""
+    """Return the largest number of queries with rows in one block."""
     if BLOCK % GROUP == 0:
         return BLOCK // GROUP
     return 1 if GROUP % BLOCK == 0 else (BLOCK + GROUP - 2) // GROUP + 1
@@ -42,9 +42,9 @@ def decode(
     partials, cache, rotary, rules, heads, q_len, capacity, added, pages, positions, splits, left, right,
     spec: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Write Out, a View of (B, Hq, Sq, DV), and Lse (B, Hq, Sq) unless None; or the partials for `combine`.
+    """Write Out, a View of (B, Hq, Sq, DV), and Lse (B, Hq, Sq) unless None; or, unless None, partials for `combine`.
 
-    `added` is how many keys each sequence has beyond its cached length.
+    Each sequence has `added` keys more than its cached length.
     """
     # ids
     split = tl.program_id(0) % splits
@@ -61,12 +61,12 @@ def decode(
     q = turning.load(memory.matrix(Q, plane), rows, real, rotary, rows + band.diagonal, positions, spec)
 
     ranges = span.blocks(band, first // spec.GROUP, spanned(BLOCK_M, spec.GROUP), BLOCK_N)
-    # One split of the blocks that some row sees: a sequence is divided by its own length.
+    # Each sequence divides the blocks that its rows see among the splits.
     each = ranges[3] - ranges[0]
     start, stop = ranges[0] + split * each // splits, ranges[0] + (split + 1) * each // splits
     # walk it
     out = tl.zeros([BLOCK_M, memory.width(spec.DV)], memory.wide(Q.base.dtype.element_ty))
-    nothing = None  # of all splits, one sees the sink
+    nothing = None  # only the first split sees the sink
     if rules.score.sinks is not None:
         nothing = tl.where(split == 0, scores.sink(rules.score, head, out.dtype), float("-inf"))
     state = softmax.start(nothing, BLOCK_M, out.dtype)

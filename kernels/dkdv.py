@@ -1,4 +1,4 @@
-"""Gradients of keys and values, a block of keys a program; weights are recomputed.
+"""Gradients of keys and values: one program per block of keys; weights are recomputed.
 
 Source: FlashAttention-2, arXiv:2307.08691, algorithm 2.
 """
@@ -18,11 +18,12 @@ def _walk_rows(
 ):  # fmt: skip
     """Add the contribution of row blocks [begin, end) of GROUP query heads to dk and dv. Tiles are [keys, rows].
 
-    If grads.k or grads.v is None, dk or dv stays as it is. GradQ, unless None, accumulates dq. grads.bias gets the
-    gradient of the scores; grads.key_sums (B, Hq, Sk, 3) gets its sums by key and head, in the column of this WALK.
+    If grads.k or grads.v is None, dk or dv stays as it is. GradQ, unless None, accumulates dq. grads.bias, unless None,
+    gets the gradient of the scores. grads.key_sums (B, Hq, Sk, 3), unless None, gets that gradient summed by key and
+    head, in column WALK.
 
-    One flat loop: nested loops keep alive what they hoist, and spill over 1 KB at D = 128. Blocks are counted, because
-    a division by a length takes 50 instructions. dv comes before dp, because x and dp alive together spill as well.
+    One flat loop over heads and blocks: nested loops keep alive what they hoist, and spill over 1 KB at D = 128. Blocks
+    are counted, because a division by a length takes 50 instructions. dv precedes dp: x and dp alive together spill.
     """
     following = walk.first(tile_list, begin)
     member, block = begin * 0, begin
@@ -86,10 +87,10 @@ def dkdv(
 ):  # fmt: skip
     """Write grads.k (B, Hkv, Sk, D) and grads.v (B, Hkv, Sk, DV), summed over the query heads of a kv head.
 
-    Q and GradOut are Views, or both descriptors. GradQ (None, View or descriptor of (B, Hq, Sq, D) in float32)
-    accumulates dq, not yet scaled: a backward in one pass, with five products a tile instead of seven. grads.bias is a
-    View of (B, Hq, Sq, Sk) filled with 0; grads.key_sums (B, Hq, Sk, 3), zeros, gets columns that sum to the gradient
-    by key.
+    Q and GradOut are Views, or both descriptors. GradQ, None or a View or descriptor of (B, Hq, Sq, D) in float32,
+    accumulates dq, not yet scaled. Then the backward takes one pass, with five products a tile instead of seven.
+    grads.bias, a View of (B, Hq, Sq, Sk), and grads.key_sums (B, Hq, Sk, 3) are filled with 0 before; the columns of
+    the latter add up to the gradient of the scores, summed by key.
     """
     # ids
     pid, programs = tl.program_id(0), tl.num_programs(0)

@@ -1,6 +1,6 @@
 """Gradient of the queries: one program per block of rows; weights are recomputed.
 
-Source: FlashAttention-2, arXiv:2307.08691, algorithm 2; the half that a block of rows computes without atomics.
+Source: FlashAttention-2, arXiv:2307.08691, algorithm 2, the half for a block of rows, which needs no atomics.
 """
 
 import triton
@@ -18,8 +18,8 @@ def _walk_keys(
 ):  # fmt: skip
     """Add the contribution of key blocks [begin, end) to dq and to the sums by row.
 
-    dq stays as it is if GradQ is None, and the sums if no gradient by row is wanted. grads.bias, unless None, gets the
-    gradient of the scores.
+    If GradQ is None, dq stays as it is; so do the sums if no gradient by row is wanted. grads.bias, unless None, gets
+    the gradient of the scores.
     """
     following = walk.first(tile_list, begin)
     for n in tl.range(begin, end):
@@ -57,8 +57,8 @@ def dq(
 ):  # fmt: skip
     """Write GradQ (B, Hq, Sq, D), unless None, and the gradients by row in grads.rows.
 
-    K and V are Views, or both descriptors. Rows comes from `preprocess`. grads.bias is a View of (B, Hq, Sq, Sk) filled
-    with 0.
+    K and V are Views, or both descriptors. Rows comes from `preprocess`. grads.bias, unless None, is a View of (B, Hq,
+    Sq, Sk) that was filled with 0.
     """
     # ids
     pid, programs = tl.program_id(0), tl.num_programs(0)

@@ -15,7 +15,7 @@ def _walk(
     out, state, q, k, v, rows, band, rules, plane, tile_list, begin, end,
     spec: tl.constexpr, BLOCK_N: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
-    """Fold key blocks [begin, end), or that many entries of tile_list, into the running softmax."""
+    """Add key blocks [begin, end), or these entries of tile_list, to the running softmax."""
     following = walk.first(tile_list, begin)
     for n in tl.range(begin, end):
         j, member, following = walk.step(tile_list, n, following)
@@ -36,8 +36,8 @@ def forward(
 ):  # fmt: skip
     """Write Out (B, Hq, Sq, DV) and, unless None, Lse (B, Hq, Sq) and Stats (B, Hq, Sq, `saved_stats.columns`).
 
-    Q, K, V and Out are Views, or K and V descriptors; Lse and Stats are contiguous. tile_lists is None if a band alone
-    hides pairs. With sequences B is 1, and q_len and k_len are total rows and keys.
+    Q, K, V and Out are Views; K and V may both be descriptors. Lse and Stats are contiguous. tile_lists is None if only
+    the band hides pairs. With sequences B is 1, and q_len and k_len are total rows and keys.
     """
     # ids
     pid, programs = tl.program_id(0), tl.num_programs(0)

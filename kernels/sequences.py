@@ -1,4 +1,4 @@
-"""Layout of packed sequences: the extent of each, and the order in which programs take their blocks."""
+"""Layout of packed sequences: where each begins, how long it is, and the order in which programs take blocks."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def _extent(offsets, i, exists, total, most):
-    """Return (start, length) of sequences i; offsets are unchecked, so clamp them to the total."""
+    """Return (start, length) of sequences i. Nobody checked the offsets, so they are clamped to the total."""
     start = tl.minimum(tl.maximum(tl.load(offsets + i, mask=exists, other=0), 0), total)
     end = tl.minimum(tl.maximum(tl.load(offsets + i + 1, mask=exists, other=0), 0), total)
     return start, tl.minimum(tl.maximum(end - start, 0), most)
@@ -20,8 +20,8 @@ def fill_slots(
 ):  # fmt: skip
     """Write Extents (n, 4: first row, rows, first key, keys) and, unless None, Slots (size, 2: sequence, block), int32.
 
-    Blocks of BLOCK rows (or keys) with most work come first, so that no long one starts last. Unused slots stay as they
-    are. One program a sequence; each looks at all others.
+    Blocks of BLOCK rows (or keys) with the most work come first, so that no long one starts last. Unused slots stay as
+    they are. There is one program per sequence, which reads the lengths of all.
     """
     number = tl.program_id(0)
     row, rows = _extent(OffsetsQ, number, True, q_len, max_seqlen_q)

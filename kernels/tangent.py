@@ -130,7 +130,7 @@ def tangent_weights(
     tangents, sequences, heads, q_len, k_len, columns, left, right, rules,
     spec: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Write TangentWeights, a View of (B, Hq, Sq, columns), after dropout: one program a tile, as in `weights`.
+    """Write TangentWeights, a View of (B, Hq, Sq, columns), after dropout: one program per tile, as in `weights`.
 
     TangentLse comes from `tangent`.
     """

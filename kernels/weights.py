@@ -14,7 +14,7 @@ def weights(
 ):  # fmt: skip
     """Write Weights, a View of (B, Hq, Sq, columns), after dropout.
 
-    columns is the number of keys; with sequences that of the longest one, and the rest are zeros.
+    columns is the number of keys. With sequences it is that of the longest; zeros follow the keys of a shorter one.
     """
     across = tl.cdiv(columns, BLOCK_N)
     pid, tile, programs = tl.program_id(0) // across, tl.program_id(0) % across, tl.num_programs(0) // across

@@ -24,7 +24,7 @@ def test_what_it_shows_is_true(path):
     run_python(path, CUDA_VISIBLE_DEVICES="", HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", PYTHONPATH=paths)
 
 
-def test_the_demo_learns_checks_times_and_draws(tmp_path, monkeypatch, capsys, one_thread):
+def test_the_demo_learns_checks_times_and_draws(tmp_path, monkeypatch, capsys, one_thread, at_once):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TRITON_INTERPRET", os.environ.get("TRITON_INTERPRET", "0"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -33,9 +33,9 @@ def test_the_demo_learns_checks_times_and_draws(tmp_path, monkeypatch, capsys, o
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     small = dict(CONTEXT=32, WIDTH=32, HEADS=1, LAYERS=1, BATCH=2, DTYPES=(torch.float32,))
-    vars(module).update(small, milliseconds=lambda function: (function(), 1.0)[1])
+    vars(module).update(small)
     assert module.main(["--text", "text", "--steps", "4"]) == 0
     shown = capsys.readouterr().out
-    assert "FAIL" not in shown and "torch (2, 1, 32, 32)" in shown
+    assert "FAIL" not in shown and "2,1,1,32,32,32 causal fp32" in shown
     assert "layer 1 by Triton, float32: ok" in shown or "kernels are not checked" in shown
     assert importlib.util.find_spec("matplotlib") is None or Path("demo.png").read_bytes().startswith(b"\x89PNG")

@@ -5,19 +5,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-DISTRIBUTED = (ROOT / "fusedattn/distributed/README.md").read_text()
 
 
 def test_the_examples_run(capsys):
     names = {}
-    for example in re.findall(r"```python\n(.*?)```", README + DISTRIBUTED, re.S):
+    for example in re.findall(r"```python\n(.*?)```", README, re.S):
         exec(compile(example, "README.md", "exec"), names)
     assert capsys.readouterr().out.startswith("takes ")
-    assert names["whole"].shape == names["x"].shape  # one process is the whole
 
 
 def test_every_link_leads_somewhere():
-    for page in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "fusedattn/distributed/README.md"):
+    for page in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md"):
         for target in re.findall(r"\]\(([^)]+)\)", (ROOT / page).read_text()):
             assert ((ROOT / page).parent / target).exists(), f"{page}: {target}"
 

@@ -74,7 +74,7 @@ def run(arguments) -> int:
         picture = None
     seconds, ok = round(time.monotonic() - began, 1), not report.wrong(written)
     output.say(f"{len(written)} of {total} rows ({seconds} s).")
-    fastest, each = ([one.answer() for one in some] for some in report.standings(written))
+    fastest, each = ([one._asdict() for one in some] for some in report.standings(written))
     plain = [{x: None if value == "" else value for x, value in row._asdict().items()} for row in written]
     preset = None if arguments.shape or arguments.questions else arguments.preset or "quick"
     verdict = dict(text=report.sentences(written), fastest=fastest, each=each)

@@ -6,7 +6,6 @@ import time
 import torch
 
 from ..bench import rows
-from ..bench.report import error
 from ..dispatch.backends import BACKENDS
 from ..testing.cases import CASES, RESULTS, Case, compare
 from ..testing.tolerance import Verdict
@@ -43,7 +42,7 @@ def run(arguments) -> int:
                 results += [part | {"case": case.name, "result": x} | one._asdict() for x, one in found.items()]
                 if reason:
                     left_out.append(part | dict(case=case.name, reasons=[reason]))
-                cells = (f"{x} {error(one.max_error)} / {error(one.max_eager)}" for x, one in found.items())
+                cells = (f"{x} {one.max_error:.1e} / {one.max_eager:.1e}" for x, one in found.items())
                 right = "ok" if all(one.ok for one in found.values()) else "FAIL"
                 table.append([case.name, right if found else "left out", "  ".join(cells)])
             name = torch.cuda.get_device_name() if part["device"] == "cuda" else "cpu (interpreted)"

@@ -1,8 +1,8 @@
 """The functions that kernels share.
 
-memory: where data lies.  span: which rows, keys and blocks.  masks: who is hidden.  walk: which blocks a loop visits.
-scores: from a product to a score.  softmax: from scores to weights.  dropout: which weights are dropped.
-saved_stats: what the forward leaves for the backward.
-gradient, row_sums: what the backward makes of a tile, and of a row.
-pages, rotary, partials: where a cache lies, what turns its keys, and what programs that share them leave.
+memory: loads and stores.  span: rows, keys and blocks of a program.  masks: hidden rows, keys and pairs.
+walk: the blocks that a loop visits.  scores: a score from a product.  softmax: weights from scores.
+dropout: the weights that are dropped.  saved_stats: statistics that the forward saves for the backward.
+gradient, row_sums: the backward of a tile, and its sums by row.
+pages, rotary, partials: the keys of a cache, their rotation, and the results of programs that split them.
 """

@@ -1,4 +1,4 @@
-"""The body of the forward's loop: folds one tile of keys and values into the running softmax of a block of rows."""
+"""The body of the forward's loop: adds a tile of keys and values to the running softmax of a block of rows."""
 
 import triton
 import triton.language as tl
@@ -10,11 +10,11 @@ from . import copies, dropout as dropping, masks as masking, memory, scores, sof
 def attend(
     out, state, q, k, v, first, k_rows, exists, r, c, band, rules, plane, kv, spec: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
-    """Return (out, State) after one more tile of keys: rows k_rows of the matrices k and v, if they exist.
+    """Return (out, State) after one more tile of keys, the rows k_rows of the matrices k and v.
 
-    first is the first of k_rows, for Described matrices. r [rows, 1] and c [1, keys] count from the start of the
-    sequence. plane is of the query heads, one or one for each row; kv of the batch that masks of keys belong to.
-    Without CHECK every row sees every key.
+    exists says which of these rows do; None: all. first is the first of k_rows, for Described matrices. r [rows, 1] and
+    c [1, keys] count from the start of the sequence. plane is the Plane of the query head, or has one head for each
+    row; kv is the Plane of key masks. Without CHECK every row sees every key.
     """
     k_tile = memory.load(k, k_rows, exists, spec.D, first)  # [keys, D]
     shown = masking.shown(rules.masks, band, plane, r, c, CHECK)

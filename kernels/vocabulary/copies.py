@@ -1,12 +1,12 @@
-"""Fences between asynchronous copies to shared memory and asynchronous products, where the compiler lacks them."""
+"""Fences between copies to shared memory and asynchronous products, which some versions of Triton leave out."""
 
 import triton
 import triton.language as tl
 from triton import knobs
 from triton.language.target_info import cuda_capability_geq
 
-# Triton 3.6.0 puts its fence before the wait for a copy, where it orders nothing; 3.7.1 puts it behind, as we do:
-# triton-lang/triton#9610, #10537.
+# Triton 3.6.0 puts its fence before the wait for a copy, where it orders nothing. 3.7.1 puts it after the wait, as we
+# do: triton-lang/triton#9610, #10537.
 _MAJOR, _MINOR, _PATCH = triton.__version__.split(".")[:3]
 _VERSION = int(_MAJOR), int(_MINOR), int(_PATCH[0])
 UNFENCED = tl.constexpr(_VERSION < (3, 7, 1) and not knobs.runtime.interpret)
@@ -31,10 +31,10 @@ def fence():
 
 @triton.jit
 def fence_later(BY_THREADS: tl.constexpr):
-    """Order a load before a later product of the loop, if threads load some tiles. Call it right behind the load.
+    """Order a load before a later product of the loop, if threads load some tiles. Call it right after the load.
 
-    The compiler then waits for a later tile's copies there, not before the first product, so its own fence is too
-    early.
+    In such a loop the compiler waits for a later tile's copies at that load, not before the first product: its own
+    fence comes too early.
     """
     if BY_THREADS and LATER_UNFENCED and cuda_capability_geq(9, 0):
         _fence()

@@ -1,6 +1,7 @@
 """Dropout of weights: Philox bits, and the scale of kept weights.
 
-Philox4x32 of seven rounds, keyed by the seed and counted by place, so that the bits depend on nothing else.
+Philox4x32 with seven rounds. The key is the seed and the counter is the pair's position, so the bits depend on nothing
+else.
 Source: Parallel random numbers: as easy as 1, 2, 3, doi:10.1145/2063384.2063405.
 """
 
@@ -13,8 +14,8 @@ import triton.language as tl
 class Dropout(NamedTuple):
     """Dropout of a call, made by `of`. seed points to one int64, so that a replayed graph can get a new one.
 
-    Pairs whose word is below the threshold are dropped; other weights are multiplied by scale. origin is the place of
-    this call in a larger one, or (). Not None: Triton 3.6 does not compare a tuple that holds None.
+    A pair is dropped if its word is below the threshold; other weights are multiplied by scale. origin says where this
+    call lies in a larger one. Without one it is (), because Triton 3.6 cannot compare a tuple that holds None.
     """
 
     seed: tl.tensor
@@ -26,7 +27,8 @@ class Dropout(NamedTuple):
 class Origin(NamedTuple):
     """Start of the counters: first row, first key, first plane, and heads in a batch.
 
-    Row and key are `aligned` if both are multiples of 16, else `unaligned`; the other field is ().
+    If first row and first key are multiples of 16, `aligned` has both, in units of 16, and `unaligned` is ().
+    Otherwise `unaligned` has both, and `aligned` is ().
     """
 
     aligned: tuple
@@ -36,7 +38,7 @@ class Origin(NamedTuple):
 
 
 def of(seed, dropout_p, origin=None):
-    """Return the Dropout of a call. If all is dropped the threshold wraps to 0, but then the scale is 0."""
+    """Return the Dropout of a call. If dropout_p is 1 the threshold wraps to 0 and keeps all pairs, but scale is 0."""
     place = ()
     if origin is not None:
         _, row, key, plane, heads = origin
@@ -47,7 +49,7 @@ def of(seed, dropout_p, origin=None):
 
 @triton.jit
 def _counters(x, SIZE: tl.constexpr):
-    """Return one counter for each two indices that differ in bit 3 alone; x is consecutive from a multiple of 16."""
+    """Return one counter for each pair of indices that differ only in bit 3. x counts up from a multiple of 16."""
     x, other = tl.split(tl.permute(tl.reshape(x, [SIZE // 16, 2, 8]), [0, 2, 1]))
     x = tl.reshape(x, [SIZE // 2])
     return (x >> 4) * 8 + (x & 7)
@@ -55,7 +57,7 @@ def _counters(x, SIZE: tl.constexpr):
 
 @triton.jit
 def _plane(dropout, plane):
-    """Return the number of a plane in the whole call."""
+    """Return the index of a plane in the whole call, which this one may be a part of."""
     origin = dropout.origin
     if len(origin) == 0:
         return plane.index
@@ -65,7 +67,7 @@ def _plane(dropout, plane):
 
 @triton.jit
 def _word(dropout, plane, i, j):
-    """Return the word of each pair (i, j) by one Philox call a pair, for unaligned origins."""
+    """Return the word of each pair (i, j), with one Philox call for each pair; for unaligned origins."""
     r, c = tl.broadcast(i, j)
     low, high = (r >> 4) * 8 + (r & 7), (c >> 4) * 8 + (c & 7)
     zero = tl.full(r.shape, 0, tl.int32)
@@ -124,7 +126,7 @@ def drop(dropout, p, plane, r, c):
 
 @triton.jit
 def sign_dropped(dropout, p, plane, r, c):
-    """Return the weights, negated where dropped: the backward needs both, and has no registers for both."""
+    """Return the weights, negative if dropped. The backward needs weights and bits, but lacks registers for both."""
     if dropout is None:
         return p
     else:

@@ -1,4 +1,4 @@
-"""A tile of the backward: recomputed weights, and the gradient of its scores."""
+"""A tile of the backward: its recomputed weights, and the gradient of its scores."""
 
 from typing import NamedTuple
 
@@ -19,8 +19,8 @@ class Row(NamedTuple):
 class Grads(NamedTuple):
     """Outputs of a pass, None if not wanted; the gradient of q is a separate argument.
 
-    k, v and bias are Views, bias the gradient of the scores (B, Hq, Sq, Sk). key_sums is a contiguous table of sums of
-    the latter by key. rows is a `row_sums.ByRow`. partial is 1 if rows see more keys than this call has, else None.
+    k, v and bias are Views; bias is the gradient of the scores (B, Hq, Sq, Sk). key_sums is a contiguous table of that
+    gradient summed by key. rows is a `row_sums.ByRow`. partial is 1 if rows see more keys than this call has, or None.
     """
 
     k: memory.View
@@ -32,7 +32,7 @@ class Grads(NamedTuple):
 
 
 class Incoming(NamedTuple):
-    """Gradients of the output and of the weights, Views (the latter may be None), and Rows from `preprocess`."""
+    """Incoming gradients: a View of the output's, a View of the weights' or None, and Rows from `preprocess`."""
 
     grad_out: memory.View
     grad_weights: memory.View
@@ -60,7 +60,7 @@ def across(row):
 
 @triton.jit
 def weights(x, shown, bias, row, r, c, band, rules, plane, CHECK: tl.constexpr):
-    """Return (weights, negative if dropped; derivative of the cap) of a tile of products x. row is broadcast."""
+    """Return (weights, derivative of the cap) of products x. Dropped weights are negative. row is broadcast."""
     s, dcap = scores.apply(rules.score, x, bias, band, plane, r, c)
     p = softmax.weights(s, row.softmax, rules.score.softmax_scale)
     if CHECK:

@@ -9,10 +9,10 @@ from . import memory, span
 
 
 class Masks(NamedTuple):
-    """Views of 8-bit tensors, nonzero = visible; None is absent.
+    """Views of 8-bit tensors, nonzero = visible; an absent mask is None.
 
-    pairs is (B, H, Sq, Sk); what it hides is finite. keys is (B, 1, Sk, 1), rows (B, 1, Sq, 1): what they hide may be
-    NaN, so it is never loaded.
+    pairs is (B, H, Sq, Sk); the scores that it hides are finite. keys is (B, 1, Sk, 1), rows (B, 1, Sq, 1): the tokens
+    that they hide may be NaN, so they are never loaded.
     """
 
     pairs: memory.View
@@ -22,7 +22,7 @@ class Masks(NamedTuple):
 
 @triton.jit
 def real_keys(masks, plane, c, n):
-    """Return which keys c exist; c of any shape."""
+    """Return True for the keys c that exist and are not hidden by masks.keys; c may have any shape."""
     exists = c < n
     if masks.keys is not None:
         seen = tl.load(memory.pointers(memory.of_keys(masks.keys, plane), c, c * 0), mask=exists, other=0)
@@ -32,7 +32,7 @@ def real_keys(masks, plane, c, n):
 
 @triton.jit
 def real_rows(masks, plane, r, n):
-    """Return which rows r exist; r of any shape."""
+    """Return True for the rows r that exist and are not hidden by masks.rows; r may have any shape."""
     exists = r < n
     if masks.rows is not None:
         seen = tl.load(memory.pointers(memory.of_rows(masks.rows, plane), r, r * 0), mask=exists, other=0)
@@ -54,9 +54,9 @@ def shown(masks, band, plane, r, c, CHECK: tl.constexpr):
 
 @triton.jit
 def visible(masks, shown, band, plane, r, c):
-    """Return the pairs that the softmax may see; r and c are broadcast, either way round.
+    """Return True for the visible pairs. One of r and c is a column, the other a row.
 
-    masks.rows is not needed here: the saved softmax of a hidden row says that it saw nothing.
+    masks.rows is not needed here: the saved statistics of a hidden row say that it saw nothing.
     """
     seen = span.inside(band, r, c)
     if masks.keys is not None:

@@ -19,7 +19,7 @@ class View(NamedTuple):
 class Described(NamedTuple):
     """A matrix read by TMA: one batch and head of a (B, H, S, D) descriptor, from `row` on.
 
-    packed is the Plane's: past a packed sequence lies the next one; otherwise zeros are read.
+    packed is that of the Plane. Rows past the end of a packed sequence are those of the next one, others are zeros.
     """
 
     base: tl.tensor_descriptor
@@ -47,11 +47,12 @@ def _same(x):
 
 @triton.jit
 def opaque(x):
-    """Return x, hiding from the compiler what it was computed from; in machine code it is nothing.
+    """Return x, and hide from the compiler how it was computed. It costs no instruction.
 
-    Before Triton's #11691 an operand of mma.sync is ordered in registers for the narrowest load behind it, a byte of a
-    mask, and for half of that behind a tl.join: at best a detour through shared memory, at worst wrong numbers, if a
-    product of K = 16 is ordered by 8. Values computed under masks or with random bits go through here.
+    Before triton-lang/triton#11691 the compiler orders an operand of mma.sync in registers for the narrowest load that
+    it depends on, such as a byte of a mask, and for half of that after a tl.join. At best this costs a detour through
+    shared memory; at worst, if a product of K = 16 is ordered by 8, numbers are wrong. So weights that depend on masks
+    or random bits pass through here.
     """
     if INTERPRETED:
         return x
@@ -96,7 +97,7 @@ def of_keys(view, plane):
 
 @triton.jit
 def table(base, plane, n, COLUMNS: tl.constexpr, BY_KEYS: tl.constexpr = False):
-    """Return the (n, COLUMNS) matrix of a plane in a contiguous buffer (planes, n, COLUMNS), a row a query or key.
+    """Return a plane's (n, COLUMNS) matrix of a contiguous buffer (planes, n, COLUMNS), with a row per query or key.
 
     Packed sequences share one buffer (heads, total rows or keys, COLUMNS).
     """
@@ -111,7 +112,7 @@ def table(base, plane, n, COLUMNS: tl.constexpr, BY_KEYS: tl.constexpr = False):
 
 @triton.jit
 def load(m, rows, exists, D: tl.constexpr, first=0):
-    """Load a [rows, width(D)] tile, zero past column D and in rows that do not exist; exists None: all do.
+    """Load a [rows, width(D)] tile, with zeros past column D and in rows that do not exist. exists None: all rows do.
 
     A Described matrix is read from row `first` on; its missing rows lie past the end.
     """
@@ -131,7 +132,7 @@ def load(m, rows, exists, D: tl.constexpr, first=0):
 
 @triton.jit
 def store(m, rows, n, tile, D: tl.constexpr):
-    """Store a tile before row n and column D, in the dtype of the matrix."""
+    """Store the part of a tile before row n and column D, in the dtype of the matrix."""
     r, c = rows[:, None], tl.arange(0, width(D))[None, :]
     tl.store(pointers(m, r, c), tile.to(m.base.dtype.scalar.element_ty), mask=(r < n) & (c < D))
 
@@ -147,8 +148,8 @@ def store_rows(m, rows, exists, tile, D: tl.constexpr):
 def add(sums, plane, rows, first, n, tile, D: tl.constexpr):
     """Add a tile atomically to rows `first` on of one head, before row n.
 
-    sums is a View, or a descriptor of (B, H, S, D): then TMA adds the tile asynchronously, and threads need no
-    addresses.
+    sums is a View, or a descriptor of (B, H, S, D). With a descriptor TMA adds the tile asynchronously, and threads
+    need no addresses.
     """
     if isinstance(sums, tl.tensor_descriptor):
         place = [plane.batch, plane.head, first, 0]
@@ -165,9 +166,9 @@ def add(sums, plane, rows, first, n, tile, D: tl.constexpr):
 
 @triton.jit
 def load_pairs(m, r, c, rows, keys, CHECK: tl.constexpr):
-    """Load m[r, c] of a (rows, keys) matrix; one of r and c is a column, the other a row. Zero past the end.
+    """Load m[r, c] of a (rows, keys) matrix, zero past its end. One of r and c is a column, the other a row.
 
-    Without CHECK no tile passes the end along its second axis.
+    Without CHECK the tile must not pass the end along its second axis.
     """
     if CHECK:
         exists = (r < rows) & (c < keys)
@@ -191,7 +192,7 @@ def scalar(view, plane):
 
 @triton.jit
 def cast(x, dtype: tl.constexpr):
-    """Convert x so that finite numbers stay finite: float64's lowest number does not become -inf."""
+    """Convert x. Large negative float64 numbers stay finite: the lowest does not become -inf."""
     if x.dtype == tl.float64 and dtype != tl.float64:
         x = tl.where(x == float("-inf"), x, tl.maximum(x, -3.4028234663852886e38))
     return x.to(dtype)
@@ -211,8 +212,8 @@ def store_column(m, rows, n, i, x):
 def load_quad(m, rows, n):
     """Load a (row, 4) matrix as four vectors, zero past row n, in one load.
 
-    Triton 3.6 gives a load of fewer than 32 * num_warps elements the layout of its user: up to 16 copies of each. Three
-    vector loads made the dk/dv loop half as long again.
+    Triton 3.6 gives a load of fewer than 32 * num_warps elements the layout of its user, with up to 16 copies of each
+    element. Three loads of vectors made the dk/dv loop 1.5 times as long.
     """
     r, c = rows[:, None], tl.arange(0, 4)[None, :]
     even, odd = tl.split(tl.reshape(tl.load(pointers(m, r, c), mask=r < n, other=0.0), [rows.shape[0], 2, 2]))

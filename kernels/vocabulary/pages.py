@@ -11,8 +11,8 @@ from . import memory, span
 class Cache(NamedTuple):
     """Views of K and V (pages, Hkv, rows, columns), lengths (B,), and a table (B, n) of page numbers.
 
-    Without a table page b is sequence b. PAGE, the rows of a page, is None if a sequence has only one: the capacity is
-    then not compiled in.
+    Without a table sequence b has page b alone. PAGE is the number of rows of a page. It is None if a sequence has only
+    one page, so that the capacity is not compiled in.
     """
 
     K: memory.View
@@ -23,7 +23,7 @@ class Cache(NamedTuple):
 
 @triton.constexpr_function
 def _several(PAGE, BLOCK):
-    """Return whether a block of keys may span several pages."""
+    """Return True if a block of keys may span several pages."""
     return PAGE is not None and PAGE % BLOCK != 0
 
 
@@ -47,9 +47,9 @@ def number(cache, plane, at, exists, PAGE: tl.constexpr):
 
 @triton.jit
 def of_block(cache, plane, j, capacity, PAGE: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the page of block j, or [BLOCK, 1] pages if the block may span several.
+    """Return the page number of block j, or [BLOCK, 1] numbers if the block may span several pages.
 
-    Read it a step ahead, past the last block too, so that loads of tiles start early.
+    Loops read it one step ahead, so that loads of tiles start early; j may be past the last block.
     """
     if cache.table is None:
         return plane.batch
@@ -76,6 +76,6 @@ def rows_of_block(j, PAGE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def matrix(view, plane, page, pages):
-    """Return the matrix of one head of a page, or of one page a row; page numbers are clamped to the pool."""
+    """Return the matrix of one head of a page, or with a page for each row. Page numbers are clamped to the pool."""
     page = tl.minimum(tl.maximum(page, 0), pages - 1)
     return memory.matrix(view, span.Plane(page, plane.head, plane.index, ()))

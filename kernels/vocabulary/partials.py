@@ -11,7 +11,7 @@ from . import memory, softmax
 class Partials(NamedTuple):
     """Unnormalised outputs (B, H, rows, splits, DV) and softmax States (B, H, rows, splits, 2), contiguous.
 
-    A part with row_sum 0 has no sums.
+    If the row_sum of a State is 0, its output was not written.
     """
 
     sums: tl.tensor
@@ -20,7 +20,7 @@ class Partials(NamedTuple):
 
 @triton.jit
 def states(partials, plane, at, last, n):
-    """Load the States at `at` of the n of a head; those from `last` on saw nothing."""
+    """Load a head's States with indices `at`. A State with index `last` or more, of n, has seen nothing."""
     m = memory.table(partials.states, plane, n, 2)
     row_max, row_sum = memory.load_column(m, at, last, 0), memory.load_column(m, at, last, 1)
     return softmax.State(tl.where(row_sum > 0, row_max, float("-inf")), row_sum)
@@ -28,7 +28,7 @@ def states(partials, plane, at, last, n):
 
 @triton.jit
 def keep(partials, plane, at, n, sums, state, some, DV: tl.constexpr):
-    """Store each row's partials at `at` of the n of its own head; sums only if `some`."""
+    """Store the State of each row with index `at` among the n of its head, and, if `some`, its sums."""
     if some:
         r = at[:, None]
         head = memory.View(partials.sums + (tl.cast(plane.index, tl.int64) * n * DV)[:, None], (DV, 1))

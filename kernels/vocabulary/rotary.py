@@ -20,10 +20,10 @@ class Rotary(NamedTuple):
 
 @triton.jit
 def load(m, rows, exists, rotary, position, positions, spec: tl.constexpr):
-    """Load as `memory.load`, rotated by the angles of each row's position, clamped; rotary may be None.
+    """Load a tile as `memory.load` does, rotated by the angles of each row's position. rotary may be None.
 
-    A pair is columns 2n and 2n + 1 if INTERLEAVED, otherwise n and n + ROTARY_DIM / 2. The other half of a pair is
-    loaded again: a tile cannot be permuted along its columns.
+    Positions are clamped. A pair is columns 2n and 2n + 1 if INTERLEAVED, otherwise n and n + ROTARY_DIM / 2. The other
+    half of each pair is loaded again, because a tile cannot be permuted along its columns.
     """
     x = memory.load(m, rows, exists, spec.D)
     if rotary is None:

@@ -1,4 +1,4 @@
-"""Sums by row in the backward: for the gradients of options that all keys of a row share."""
+"""Sums over the keys of a row in the backward, for the gradients of options that all keys of a row share."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from . import memory, scores, softmax
 
 
 class ByRow(NamedTuple):
-    """Outputs by row, tables (B, Hq, Sq, 1), by the name of the option; None if not wanted."""
+    """Outputs with one number per row, tables (B, Hq, Sq, 1), named as their options; None if not wanted."""
 
     bias: tl.tensor
     alibi_slopes: tl.tensor
@@ -17,7 +17,7 @@ class ByRow(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Sums over the keys of a row: of weights p and gradients of scores ds, and of both times the distance."""
+    """Sums over the keys of a row: weights p, gradients of scores ds, and both multiplied by the distance."""
 
     p: tl.tensor
     ds: tl.tensor
@@ -27,16 +27,16 @@ class Sums(NamedTuple):
 
 @triton.jit
 def wanted(by_row):
-    """Return if any gradient by row is asked for. Triton 3.6 cannot compare a tuple that holds a None with None."""
+    """Return True if a gradient by row is wanted. Triton 3.6 cannot compare a tuple that holds None with None."""
     return (by_row.bias is not None) or (by_row.alibi_slopes is not None) or (by_row.sinks is not None)
 
 
 @triton.jit
 def total(x):
-    """Sum along axis 1, to the same number in all lanes that hold it.
+    """Return sums along axis 1 with the same bits in all lanes.
 
-    An unrounded product would be fused with the first addition of two lanes, differently in each, and their sums would
-    differ. LLVM makes one rounding instruction of x * y + 0.
+    If x is a product, the compiler would fuse it with the first addition, differently in each lane, and their sums
+    would differ. Adding 0 makes LLVM round x in an instruction of its own.
     """
     return tl.sum(x + 0.0, 1)
 
@@ -53,9 +53,9 @@ def add(sums, p, ds, far):
 
 @triton.jit
 def _mend(sums, delta, dlse):
-    """Return (sums, delta) with delta corrected by this pass's products; `preprocess` used the rounded output.
+    """Return (sums, delta) with delta from this pass's products: `preprocess` computed it from the rounded output.
 
-    That error is common to a row. Spread by its weights it is small; summed over them, by distance, it is not.
+    All keys of a row share its error. Times one weight it is small; summed over keys, times distances, it is not.
     """
     error = tl.where(sums.p == 0, 0.0, sums.ds + (sums.p - 1) * delta - dlse)
     return Sums(sums.p, sums.ds - error * sums.p, sums.p_far, sums.ds_far - error * sums.p_far), delta + error
@@ -63,7 +63,7 @@ def _mend(sums, delta, dlse):
 
 @triton.jit
 def store(by_row, sums, row, score, plane, rows, n, PARTIAL: tl.constexpr):
-    """Store the gradients of a block of rows. PARTIAL: the rows see more keys than these."""
+    """Store the gradients of a block of rows. PARTIAL: the rows see more keys than this call has."""
     delta = row.delta
     if not PARTIAL:
         sums, delta = _mend(sums, row.delta, row.dlse)

@@ -1,4 +1,4 @@
-"""Options of a call as kernels take them, besides tensors and lengths."""
+"""Options of a call in the form that kernels take, besides tensors and lengths."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ from . import dropout, masks, scores
 
 
 class Rules(NamedTuple):
-    """Masks, scores and dropout; dropout is None without dropout_p."""
+    """Masks, scores, and dropout or None."""
 
     masks: masks.Masks
     score: scores.Score
@@ -14,10 +14,10 @@ class Rules(NamedTuple):
 
 
 class Spec(NamedTuple):
-    """Compile-time numbers, in one constexpr argument; a kernel reads those that it needs.
+    """Compile-time constants, in one constexpr argument. A kernel reads those that it needs.
 
-    GROUP query heads share a kv head; D and DV are the head dimensions of keys and values. BY_THREADS: keys are loaded
-    synchronously. ROTARY_DIM, INTERLEAVED and PAGE (rows of a page) belong to caches.
+    GROUP query heads share a kv head. D and DV are the head dimensions of keys and values. BY_THREADS: threads load
+    keys synchronously. ROTARY_DIM, INTERLEAVED and PAGE (rows of a page) are for caches.
     """
 
     GROUP: int

@@ -13,13 +13,13 @@ from . import memory, softmax
 
 @triton.constexpr_function
 def columns(dtype, DV):
-    """Return the numbers saved for a row: row_max, log2_sum, and the bytes of the rounding error."""
+    """Return how many numbers a row saves: row_max, log2_sum, and rounding errors, four bytes in each."""
     return 2 + (triton.cdiv(DV, 4) if dtype.primitive_bitwidth == 16 else 0)
 
 
 @triton.constexpr_function
 def _shift(dtype):
-    """Return the bits of float32 below a byte that continues a 16-bit number."""
+    """Return how many bits of a float32 lie below the 8 bits that follow those of a 16-bit number."""
     return 5 if dtype == tl.float16 else 8
 
 
@@ -30,7 +30,7 @@ def table(Kept, plane, n, dtype: tl.constexpr, DV: tl.constexpr):
 
 @triton.jit
 def load(m, rows, n):
-    """Return the softmax.Row of rows."""
+    """Load the softmax.Row of rows."""
     return softmax.row(memory.load_column(m, rows, n, 0), memory.load_column(m, rows, n, 1))
 
 
@@ -48,9 +48,9 @@ def store(m, rows, n, row_max, log2_sum):
 
 @triton.jit
 def store_tail(m, rows, n, out, c, DV: tl.constexpr, dtype: tl.constexpr):
-    """Store the rounding error of a tile (rows, c) of the output, a byte an element, if dtype has 16 bits.
+    """Store the rounding error of a tile (rows, c) of the output, a byte for each element, if dtype has 16 bits.
 
-    Best before the output itself, which then is rounded and takes half the registers.
+    Call it before the output is stored: from then on the output is rounded, and takes half the registers.
     """
     if dtype.primitive_bitwidth == 16:
         if dtype == tl.bfloat16:

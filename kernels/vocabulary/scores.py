@@ -12,8 +12,8 @@ class Score(NamedTuple):
     """Options of scores, made by `score`; None is absent.
 
     Products are multiplied by scale here, or by softmax_scale inside the softmax; with a cap, by slope_at_zero inside
-    the tanh. bias is a View of (B, H, Sq, Sk); slopes and sinks have one number a head. shift is how many keys further
-    right than the band a row's own position is, or None.
+    the tanh. bias is a View of (B, H, Sq, Sk); slopes and sinks have one number for each head. shift, or None for 0: a
+    row's position is that many keys to the right of the band's diagonal.
     """
 
     scale: tl.tensor
@@ -27,7 +27,7 @@ class Score(NamedTuple):
 
 
 class Tangents(NamedTuple):
-    """Tangents of the inputs: Views of the inputs' shapes, None for zero. Those of options by head have their names."""
+    """Tangents of the inputs: Views with the shapes of the inputs; None stands for zero."""
 
     q: memory.View
     k: memory.View
@@ -38,10 +38,10 @@ class Tangents(NamedTuple):
 
 
 def score(scale, cap=None, bias=None, shift=0, alibi_slopes=None, sinks=None):
-    """Return the Score of a call. If nothing else needs scaled scores, the softmax scales them.
+    """Return the Score of a call. If no other option needs scaled scores, the softmax scales them.
 
-    There it costs no instruction. The scale must be positive, because the softmax takes the maximum before it scales,
-    and leave room in float32 for a factor of a few, both ways.
+    Scaling inside the softmax costs no instruction. Its scale must be positive, because the softmax takes the maximum
+    first, and neither so large nor so small that a few such factors leave the range of float32.
     """
     if cap is not None and cap > 2.0**60:
         cap = None  # it changes no score below 2**20, and scale / cap may underflow in float32
@@ -61,7 +61,7 @@ def _tanh(x):
     if x.dtype == tl.float64:
         return far  # in float64 its absolute error near 0 is small enough for finite differences
     else:
-        # Near 0 the other form has an absolute error of one place of 1: with a cap of 50, 3e-6.
+        # Near 0 the first formula has an absolute error of one unit in the last place of 1: 3e-6 with a cap of 50.
         z = x * x
         near = tl.fma(tl.fma(tl.fma(z, -5.70498872745e-3, 2.06390887954e-2), z, -5.37397155531e-2), z, 1.33314422036e-1)
         near = tl.fma(tl.fma(near, z, -3.33332819422e-1) * z, x, x)
@@ -79,7 +79,7 @@ def _multiply_add(x, factor, added):
 
 @triton.jit
 def pairs(view, band, plane, r, c, CHECK: tl.constexpr):
-    """Load elements (r, c), broadcast either way round, of a View of (B, H, Sq, Sk); 0 for None.
+    """Load elements (r, c) of a View of (B, H, Sq, Sk); None gives 0. One of r and c is a column, the other a row.
 
     Load a bias before its product: a load in between keeps wgmma from running asynchronously.
     """
@@ -91,7 +91,7 @@ def pairs(view, band, plane, r, c, CHECK: tl.constexpr):
 
 @triton.jit
 def distance(score, band, r, c):
-    """Return how far key c is from the position of row r; r and c are broadcast, either way round."""
+    """Return the distance of key c from the position of row r. One of r and c is a column, the other a row."""
     return span.distance(band, r, c if score.shift is None else c - score.shift)
 
 
@@ -127,7 +127,7 @@ def apply_dcap(score, dcap, ds):
 
 @triton.jit
 def grad(score, total):
-    """Scale the gradient of q or k, the sum over tiles of `apply_dcap(ds)` @ (k or q)."""
+    """Scale the gradient of q or k, which is the sum over tiles of `apply_dcap(ds)` @ (k or q)."""
     return total * (score.softmax_scale if score.scale is None else score.scale)
 
 

@@ -1,7 +1,7 @@
-"""The running softmax of a block of rows. Natural log outside, base 2 inside.
+"""The running softmax of a block of rows. Its lse is a natural logarithm; inside, exponents have base 2.
 
 Scores are multiplied by `scale`, a positive number; None is 1. A row's largest score is subtracted before scaling, so
-scores may have any size: a difference of two scores is exact where it matters, a product is not.
+that scores may have any size: the difference of two close scores is exact, a product is not.
 Source: Online normalizer calculation for softmax, arXiv:1805.02867, section 3.
 """
 
@@ -30,7 +30,7 @@ class Row(NamedTuple):
 
 @triton.jit
 def start(sink, ROWS: tl.constexpr, dtype: tl.constexpr):
-    """Return the State of rows that have seen nothing, or only a sink: a score, if scale is None."""
+    """Return the State of rows that have seen nothing, or only a sink. The sink is a score; scale is then None."""
     if sink is None:
         return State(tl.full([ROWS], float("-inf"), dtype), tl.zeros([ROWS], dtype))
     else:
@@ -58,7 +58,7 @@ def relative(s, row_max, before, scale):
 
 @triton.jit
 def step(state, s, largest, scale):
-    """Return the weights of a tile of scores with row max `largest`, the factor of earlier sums, and the new State."""
+    """Return (weights of a tile of scores with row max `largest`, factor for earlier sums, new State)."""
     row_max = tl.maximum(state.row_max, largest)
     p, decay = relative(s, row_max, state.row_max, scale)
     return p, decay, State(row_max, state.row_sum * decay + tl.sum(p, 1))
@@ -66,7 +66,7 @@ def step(state, s, largest, scale):
 
 @triton.jit
 def share(state, whole, scale):
-    """Return the factor that rescales sums of a State to `whole`, a State of its keys and more."""
+    """Return the factor that rescales a State's sums to `whole`, the State of these keys and others."""
     return tl.math.exp2(_log2(state.row_max - _pivot(whole.row_max), scale))
 
 
@@ -91,8 +91,8 @@ def finish(out, state, scale):
 def row(row_max, log2_sum):
     """Return the Row from row_max and the log2_sum of `finish`.
 
-    They stay apart: if row_max is large, a float32 sum would lose the logarithm, and each of n equal keys would weigh 1
-    instead of 1 / n.
+    They stay two numbers: if row_max is large, their float32 sum would lose the logarithm, and each of n equal keys
+    would weigh 1 instead of 1 / n.
     """
     return Row(_pivot(row_max), -log2_sum)
 
@@ -105,11 +105,11 @@ def down(row):
 
 @triton.jit
 def weights(s, row, scale):
-    """Recompute weights from scores and their broadcast Row. Rows that saw nothing weigh 0."""
+    """Return weights from scores and their broadcast Row. In a row that saw nothing they are 0."""
     return tl.math.exp2(_log2(s - row.pivot, scale) + row.neg_log2_sum)
 
 
 @triton.jit
 def powers(s, scale):
-    """Recompute weights from scores less pivots that include the logarithm of the sum."""
+    """Return weights from scores minus pivots that include the logarithm of the sum."""
     return tl.math.exp2(_log2(s, scale))

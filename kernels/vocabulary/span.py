@@ -1,4 +1,4 @@
-"""Rows, keys and blocks of a program, and the band of pairs that it may see."""
+"""The rows, keys and blocks of a program, and the band of pairs that are visible to it."""
 
 from typing import NamedTuple
 
@@ -7,14 +7,14 @@ import triton.language as tl
 
 
 class Sequences(NamedTuple):
-    """Packed sequences, each a batch: the Slots and Extents of `sequences.fill_slots`."""
+    """Packed sequences, each taken as a batch: Slots and Extents from `sequences.fill_slots`."""
 
     slots: tl.tensor
     extents: tl.tensor
 
 
 class Packed(NamedTuple):
-    """First row and first key of a packed sequence, and total rows and keys; slot is the program's, or ()."""
+    """First row and key of a packed sequence, and the rows and keys of all; slot is that of the program, or ()."""
 
     row: tl.tensor
     key: tl.tensor
@@ -24,9 +24,9 @@ class Packed(NamedTuple):
 
 
 class Plane(NamedTuple):
-    """One head of one batch, and its index among all (batch, head) planes; packed is () if not packed.
+    """One head of one batch, and its index among all (batch, head) planes.
 
-    Not None: Triton 3.6 makes tensors of the constants that a function returns.
+    If none are packed, `packed` is (), not None: Triton 3.6 makes tensors of the constants that a function returns.
     """
 
     batch: tl.tensor
@@ -36,7 +36,7 @@ class Plane(NamedTuple):
 
 
 class Band(NamedTuple):
-    """A rows x keys grid in which row r sees keys r + low .. r + high; its own position is key r + diagonal."""
+    """A rows x keys grid. Row r sees keys r + low .. r + high, and has the position of key r + diagonal."""
 
     rows: tl.tensor
     keys: tl.tensor
@@ -47,7 +47,7 @@ class Band(NamedTuple):
 
 @triton.jit
 def place(pid, length, heads, BLOCK: tl.constexpr):
-    """Return (block of rows, Plane) of a program; only one-dimensional grids have no limit of 65,535."""
+    """Return (block of rows, Plane) of a program. Grids have one dimension: the others are limited to 65,535."""
     blocks = tl.cdiv(length, BLOCK)
     index = pid // blocks
     return pid % blocks, Plane(index // heads, index % heads, index, ())
@@ -55,7 +55,7 @@ def place(pid, length, heads, BLOCK: tl.constexpr):
 
 @triton.jit
 def within(extents, plane, q_len, k_len, slot):
-    """Return (plane, rows, keys) of a sequence from its extents, or with q_len and k_len if extents is None."""
+    """Return (Plane, rows, keys) of a sequence from its extents, or of a batch if extents is None."""
     if extents is None:
         return plane, q_len, k_len
     else:
@@ -69,7 +69,7 @@ def locate(sequences, pid, programs, q_len, k_len, heads, BLOCK: tl.constexpr, B
     """Return (block of rows or keys, Plane, its rows, its keys) of a program.
 
     With sequences each head has all slots, so that concurrent programs read the same keys. A program without a slot has
-    no rows and no keys; its block of rows is -1, the first one when counted from the end.
+    no rows and no keys. Its block of rows is -1, which counts as the first for `latest_first`.
     """
     if sequences is None:
         block, plane = place(pid, k_len if BY_KEYS else q_len, heads, BLOCK)
@@ -89,7 +89,7 @@ def locate(sequences, pid, programs, q_len, k_len, heads, BLOCK: tl.constexpr, B
 
 @triton.jit
 def place_tile(pid, rows, keys, heads, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return (block of rows, block of keys, Plane) of a program in a grid with one for each tile."""
+    """Return (block of rows, block of keys, Plane) of a program in a grid with one program per tile."""
     across = tl.cdiv(keys, BLOCK_N)
     block, plane = place(pid // across, rows, heads, BLOCK_M)
     return block, pid % across, plane
@@ -97,7 +97,7 @@ def place_tile(pid, rows, keys, heads, BLOCK_M: tl.constexpr, BLOCK_N: tl.conste
 
 @triton.jit
 def latest_first(block, length, BLOCK: tl.constexpr):
-    """Return the first row of a block counted from the end: under a causal band the longest start first."""
+    """Return the first row of a block, with blocks counted from the end: if causal, the longest ones start first."""
     return (tl.cdiv(length, BLOCK) - 1 - block) * BLOCK
 
 
@@ -114,9 +114,9 @@ def kv_head(plane, GROUP: tl.constexpr):
 
 @triton.jit
 def band(rows, keys, left, right, TOP_LEFT: tl.constexpr):
-    """Return the Band of a window: left and right keys seen; None is unbounded, causal is right = 0.
+    """Return the Band of a window of `left` and `right` keys; None is unbounded, causal is right = 0.
 
-    Row 0 is level with key 0 if TOP_LEFT, otherwise the last row is level with the last key.
+    With TOP_LEFT row 0 has the position of key 0, otherwise the last row has the position of the last key.
     """
     diagonal = 0 if TOP_LEFT else keys - rows
     low = -rows if left is None else diagonal - left
@@ -132,13 +132,13 @@ def flip(b):
 
 @triton.jit
 def distance(b, r, c):
-    """Return |position of row r - c|; r and c are broadcast, either way round."""
+    """Return |position of row r - c|. One of r and c is a column, the other a row."""
     return tl.abs(r + b.diagonal - c)
 
 
 @triton.jit
 def inside(b, r, c):
-    """Return the pairs within the band; r and c are broadcast, either way round.
+    """Return True for pairs within the band. One of r and c is a column, the other a row.
 
     Rows past the end need no test: they load as zeros, contribute nothing and are not stored.
     """
@@ -147,15 +147,15 @@ def inside(b, r, c):
 
 @triton.jit
 def first_to_see(b, c):
-    """Return the first row that sees a key (the next high - low do too); past all rows for a missing key."""
+    """Return the first row that sees key c, as the next high - low rows do. For a missing key it is past all rows."""
     return tl.where(c < b.keys, c - b.high, 0x7FFFFFFF)
 
 
 @triton.jit
 def blocks(b, first, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Key blocks met by rows first .. first + ROWS - 1: [begin, full), [full, full_end), [full_end, end).
+    """Return (begin, full, full_end, end) of the key blocks that rows first .. first + ROWS - 1 see.
 
-    Every row sees every key of the middle range, so it takes no mask; the outer two do:
+    Every row sees every key of blocks [full, full_end), which need no mask. [begin, full) and [full_end, end) do:
 
                  begin    full       full_end   end
         first      |  . x x|x x x x x x x|x .     |
@@ -173,9 +173,9 @@ def blocks(b, first, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def masked_past(ranges, n, length):
-    """Return the ranges of `blocks`; without unmasked blocks if the tile, which ends before n, reaches past `length`.
+    """Return the ranges of `blocks`. If a tile that ends before n reaches past `length`, all its blocks take a mask.
 
-    Keys past the end are zeros and weigh exp(-lse): that may be inf, and inf * 0 would reach dq.
+    Unmasked, a key past the end would be 0 with weight exp(-lse). That may be inf, and inf * 0 would reach dq.
     """
     begin, full, full_end, end = ranges
     return begin, full, tl.where(n <= length, full_end, full), end

@@ -1,4 +1,4 @@
-"""The blocks that a kernel's loop visits: a range, or a list of those that masks leave visible."""
+"""The blocks that a kernel's loop visits: a range, or a list of blocks that masks leave visible."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ import triton.language as tl
 from . import memory
 
 SOME = tl.constexpr(1)  # bits of a block mask's byte: some pair of the block is visible
-ALL = tl.constexpr(2)  # all are
+ALL = tl.constexpr(2)  # all pairs are
 
 
 @triton.jit
@@ -14,7 +14,7 @@ def covered(
     block_mask, plane, i, j, rows, keys, live,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_MASK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Return (some pair is visible, all are) for the live tiles (i, j), from the block mask."""
+    """Return (some pair is visible, all pairs are) for the live tiles (i, j), from the block mask."""
     view = memory.matrix(block_mask, plane)
     some, every = live & False, live | True
     for a in tl.static_range(max(1, BLOCK_M // BLOCK_MASK_SIZE)):
@@ -45,7 +45,7 @@ def extent(ranges, tile_list, N: tl.constexpr):
 
 @triton.jit
 def first(tile_list, begin):
-    """Return the entry that the first step visits."""
+    """Return the entry of the first step, for `step`."""
     return begin if tile_list is None else tl.load(tile_list)
 
 
@@ -53,7 +53,7 @@ def first(tile_list, begin):
 def step(tile_list, n, following):
     """Return (tile, member of the group) of step n, and the next entry.
 
-    The entry is read a step ahead, so that loads of tiles start early. In a range the caller counts members.
+    An entry is read one step ahead, so that loads of tiles start early. In a range the caller counts the members.
     """
     if tile_list is None:
         return n, 0, following

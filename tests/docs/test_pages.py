@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import fusedattn as fa
-from docs import expand, pictures, tables
+from docs import pictures, tables
 
 ROOT = Path(__file__).parent.parent.parent
 FOLDER = ROOT / "docs" / "pages"
@@ -26,7 +26,7 @@ def name(page):
 
 
 def text(page):
-    return expand.expanded(page.read_text())
+    return tables.expanded(page.read_text())
 
 
 @pytest.fixture
