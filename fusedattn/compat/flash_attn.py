@@ -55,7 +55,7 @@ def flash_attn_func(
         output (B, Sq, H, Dv); with return_attn_probs (output, log-sum-exp (B, H, Sq), an empty tensor).
     """
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    return _flash.attend(("q", "k", "v"), (q, k, v), options)
+    return _flash.attend(("q", "k", "v"), options, q, k, v)
 
 
 @overridable
@@ -71,7 +71,7 @@ def flash_attn_qkvpacked_func(
         torch.Size([2, 128, 8, 64])
     """
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    return _flash.attend(["qkv"] * 3, _flash.unpacked("qkv", qkv, "(B, S, 3, H, D)"), options)
+    return _flash.attend(["qkv"] * 3, options, *_flash.unpacked("qkv", qkv, "(B, S, 3, H, D)"))
 
 
 @overridable
@@ -87,7 +87,7 @@ def flash_attn_kvpacked_func(
         torch.Size([2, 128, 8, 64])
     """
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    return _flash.attend(("q", "kv", "kv"), (q, *_flash.unpacked("kv", kv, "(B, S, 2, H, D)")), options)
+    return _flash.attend(("q", "kv", "kv"), options, q, *_flash.unpacked("kv", kv, "(B, S, 2, H, D)"))
 
 
 @overridable
@@ -119,8 +119,8 @@ def flash_attn_varlen_func(
     if block_table is not None:
         k, v = _flash.gather_pages(k, v, cu_seqlens_k, max_seqlen_k, block_table)
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    names, tensors = dict(query="q", key="k", value="v"), (q, k, v, cu_seqlens_q, cu_seqlens_k)
-    return _flash.attend_varlen(names, tensors, max_seqlen_q, max_seqlen_k, options)
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    return _flash.attend(("q", "k", "v"), options, q, k, v, *lengths)
 
 
 @overridable
@@ -137,10 +137,9 @@ def flash_attn_varlen_qkvpacked_func(
         torch.Size([100, 8, 64])
     """
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    names = dict.fromkeys(("query", "key", "value"), "qkv")
-    names |= {f"{name}_{side}": name for name in ("cu_seqlens", "max_seqlen") for side in "qk"}
-    tensors = *_flash.unpacked("qkv", qkv, "(T, 3, H, D)"), cu_seqlens, cu_seqlens
-    return _flash.attend_varlen(names, tensors, max_seqlen, max_seqlen, options)
+    names = "qkv", "qkv", "qkv", "cu_seqlens", "cu_seqlens", "max_seqlen", "max_seqlen"
+    lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
+    return _flash.attend(names, options, *_flash.unpacked("qkv", qkv, "(T, 3, H, D)"), *lengths)
 
 
 @overridable
@@ -158,9 +157,8 @@ def flash_attn_varlen_kvpacked_func(
         torch.Size([100, 8, 64])
     """
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    names = dict(query="q", key="kv", value="kv")
-    tensors = q, *_flash.unpacked("kv", kv, "(T, 2, H, D)"), cu_seqlens_q, cu_seqlens_k
-    return _flash.attend_varlen(names, tensors, max_seqlen_q, max_seqlen_k, options)
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    return _flash.attend(("q", "kv", "kv"), options, q, *_flash.unpacked("kv", kv, "(T, 2, H, D)"), *lengths)
 
 
 @overridable
@@ -204,9 +202,9 @@ def flash_attn_with_kvcache(
             `fusedattn.attention_decode`).
     """
     check_flags(return_softmax_lse=return_softmax_lse, rotary_interleaved=rotary_interleaved)
-    for name, x in dict(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v).items():
-        if x is not None or name not in ("k", "v"):
-            _flash.check_tensor(name, x, "(B, S, H, D)")
+    new = {name: x for name, x in dict(k=k, v=v).items() if x is not None}
+    for name, x in dict(q=q, k_cache=k_cache, v_cache=v_cache, **new).items():
+        _flash.check_tensor(name, x, "(B, S, H, D)")
     options = _flash.scores(softmax_scale, causal, window_size, softcap, alibi_slopes)
     names = dict(query="q", key_cache="k_cache", value_cache="v_cache", new_key="k", new_value="v")
     names |= dict(attention_decode="flash_attn_with_kvcache")
@@ -227,8 +225,8 @@ def flash_attn_with_kvcache(
     if cache_leftpad is not None:
         _flash.check_numbers("cache_leftpad", cache_leftpad, q, capacity)
         options |= dict(key_mask=torch.arange(capacity, device=q.device) >= cache_leftpad[:, None])
-    query, key_cache, value_cache, *new = (x if x is None else x.transpose(1, 2) for x in (q, k_cache, v_cache, k, v))
-    caches = CacheArguments(query, key_cache, value_cache, lengths, block_table, *new)
+    tensors = [x if x is None else x.transpose(1, 2) for x in (q, k_cache, v_cache, k, v)]
+    caches = CacheArguments(*tensors[:3], lengths, block_table, *tensors[3:])
     with _flash.without_autocast_of_half(q):
         if block_table is None and k_cache.shape[0] > q.shape[0]:
             # Check before slicing the caches, so that errors show their shapes.
@@ -237,8 +235,7 @@ def flash_attn_with_kvcache(
         if rotary_cos is not None or rotary_sin is not None:
             if k is None:
                 fail(ValueError, "rotary_cos", "None, because k is not given", "a tensor")
-            angles = dict(rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_interleaved=rotary_interleaved)
-            caches = caches._replace(**angles)
+            caches = CacheArguments(*caches[:7], rotary_cos, rotary_sin, rotary_interleaved)
             # flash-attn takes a side of the window that is as long as the cache as unbounded.
             spread = causal or any(side is not None and side < capacity for side in options["window"])
             if q.shape[1] != k.shape[1] or not (spread or q.shape[1] == 1):
