@@ -12,7 +12,7 @@ from torch.types import Device
 from ..call.layout import is_shape, is_size
 from ..call.numbers import as_python
 from ..call.rules import FLOATING, check_flags, check_place, check_shape, check_strided, fail, unfit
-from ..layers.attention import attend, check_fits, check_shares, check_sizes
+from ..layers.attention import attend, check_dropout, check_fits, check_sizes
 from ._provider import register, sdpa_provider
 from ._sdpa import scaled_dot_product_attention
 from ._switch import disable_sdpa, enable_sdpa, sdpa
@@ -107,7 +107,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         check_sizes(**{name: x for name, x in sizes.items() if x is not None or name in ("embed_dim", "num_heads")})
         if embed_dim % num_heads:
             fail(ValueError, "num_heads", f"a divisor of embed_dim, {embed_dim}", num_heads)
-        check_shares(dropout=dropout)
+        check_dropout("dropout", dropout)
         _check_flags(bias=bias, add_bias_kv=add_bias_kv, add_zero_attn=add_zero_attn, batch_first=batch_first)
         flags = bias, add_bias_kv, add_zero_attn
         super().__init__(embed_dim, num_heads, dropout, *flags, kdim, vdim, batch_first, device, dtype)

@@ -14,20 +14,16 @@ from torch.types import Device
 from ..call.numbers import as_python
 from ..call.options import check_names
 from ..call.rules import FLOATING, check_number, check_strided, fail, unfit
-from .attention import MultiHeadAttention, check_dtype, check_fits, check_input, check_shares, check_sizes
+from .attention import MultiHeadAttention, check_dropout, check_dtype, check_fits, check_input, check_sizes
 
 
-def _check_ids(name: str, ids: Tensor, shape: tuple[str, ...], table: nn.Embedding) -> None:
-    if isinstance(ids, fx.Proxy):
-        return
-    check_input(name, ids, shape)
-    if ids.dtype not in (torch.int32, torch.int64):
-        fail(TypeError, name, "int32 or int64", ids.dtype)
-    check_fits(name, ids, table, same_dtype=False)
-
-
-def _look_up(table: nn.Embedding, name: str, ids: Tensor) -> Tensor:
-    """Return rows of an nn.Embedding. Ids outside of it raise; on a GPU torch's assert ends the program."""
+def _embed(table: nn.Embedding, name: str, ids: Tensor, shape: tuple[str, ...]) -> Tensor:
+    """Return the embeddings of ids. An id outside of the table raises; on a GPU torch's assert ends the program."""
+    if not isinstance(ids, fx.Proxy):
+        check_input(name, ids, shape)
+        if ids.dtype not in (torch.int32, torch.int64):
+            fail(TypeError, name, "int32 or int64", ids.dtype)
+        check_fits(name, ids, table, same_dtype=False)
     try:
         return table(ids)  # type: ignore[no-any-return]
     except IndexError:
@@ -37,15 +33,15 @@ def _look_up(table: nn.Embedding, name: str, ids: Tensor) -> Tensor:
 # {attribute of a config: the only value that layers implement}, {attribute of a config: option of a layer}
 IMPLEMENTED = dict(hidden_act="gelu", position_embedding_type="absolute", is_decoder=False, add_cross_attention=False)
 OPTIONS = dict(hidden_dropout_prob="dropout", attention_probs_dropout_prob="attention_dropout")
+OPTIONAL = "attention_probs_dropout_prob", "layer_norm_eps"  # attributes that a config may lack
 _Layer = TypeVar("_Layer", bound="_Configurable")
 
 
 class _Configurable(nn.Module):
-    """Module with options from a config: attributes that it needs, may have, and supports one value of."""
+    """Module that a config can describe: READS are the attributes it takes, CHECKS those it supports one value of."""
 
-    NEEDS: tuple[str, ...]
-    MAY_HAVE: tuple[str, ...] = ()
-    IMPLEMENTS: tuple[str, ...]
+    READS: tuple[str, ...]
+    CHECKS: tuple[str, ...]
 
     @classmethod
     def from_config(cls: type[_Layer], config: Any, **options: Any) -> _Layer:
@@ -59,14 +55,14 @@ class _Configurable(nn.Module):
         options override config. Raises ValueError for a config that needs more than this module implements, TypeError
         for an attribute that config lacks.
         """
-        for name in cls.IMPLEMENTS:
+        for name in cls.CHECKS:
             if getattr(config, name, IMPLEMENTED[name]) != IMPLEMENTED[name]:
                 fail(ValueError, f"config.{name}", repr(IMPLEMENTED[name]), repr(getattr(config, name)))
-        for name in cls.NEEDS:
-            if not hasattr(config, name):
+        for name in cls.READS:
+            if not hasattr(config, name) and name not in OPTIONAL:
                 fail(TypeError, "config", f"an object with {name}", type(config).__name__)
-        names = [*cls.NEEDS, *(name for name in cls.MAY_HAVE if hasattr(config, name))]
-        return cls(**{OPTIONS.get(name, name): getattr(config, name) for name in names} | options)
+        read = {OPTIONS.get(name, name): getattr(config, name) for name in cls.READS if hasattr(config, name)}
+        return cls(**read | options)
 
 
 @fx.wrap
@@ -88,8 +84,8 @@ class SinusoidalPositionalEncoding(nn.Module):
         >>> layer(torch.zeros(2, 100, 512)).shape
         torch.Size([2, 100, 512])
 
-    P is the buffer `pe` (max_len, E), float64 unless dtype or `.to()` says otherwise; the output has x's dtype. It is
-    not in the state dict, so weights load for any max_len, and needs `reset_parameters` after `to_empty`.
+    P is the buffer `pe` (max_len, E), float64 unless dtype or `.to()` says otherwise; the output has x's dtype. The
+    state dict leaves it out, so that weights load for any max_len. After `to_empty` call `reset_parameters`.
 
     Source: Attention is all you need, arXiv:1706.03762, section 3.5.
     """
@@ -137,15 +133,14 @@ class Embeddings(_Configurable):
         >>> layer(torch.randint(1000, (2, 100))).shape
         torch.Size([2, 100, 64])
 
-    dropout is the share of the output dropped while training, layer_norm_eps the number added to the variance, factory
-    the device and dtype of the parameters.
+    Training drops the fraction `dropout` of the output. layer_norm_eps is added to the variance; factory is the device
+    and dtype of the parameters.
 
     Source: BERT, arXiv:1810.04805, section 3, without its token types.
     """
 
-    NEEDS = ("vocab_size", "hidden_size", "max_position_embeddings", "hidden_dropout_prob")
-    MAY_HAVE = ("layer_norm_eps",)
-    IMPLEMENTS = ("position_embedding_type",)
+    READS = ("vocab_size", "hidden_size", "max_position_embeddings", "hidden_dropout_prob", "layer_norm_eps")
+    CHECKS = ("position_embedding_type",)
 
     def __init__(
         self, vocab_size: int, hidden_size: int, max_position_embeddings: int, dropout: float = 0.0, *,
@@ -153,7 +148,7 @@ class Embeddings(_Configurable):
     ):  # fmt: skip
         super().__init__()
         check_sizes(vocab_size=vocab_size, hidden_size=hidden_size, max_position_embeddings=max_position_embeddings)
-        check_shares(dropout=dropout)
+        check_dropout("dropout", dropout)
         check_number("layer_norm_eps", layer_norm_eps, "a finite number of 0 or more", 0)
         check_dtype(factory.get("dtype"))
         self.token_embeddings = nn.Embedding(vocab_size, hidden_size, **factory)
@@ -163,9 +158,8 @@ class Embeddings(_Configurable):
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """input_ids (B, S), int32 or int64 -> (B, S, hidden). Raises ValueError or TypeError otherwise."""
-        _check_ids("input_ids", input_ids, ("batch", "length"), self.token_embeddings)
+        tokens = _embed(self.token_embeddings, "input_ids", input_ids, ("batch", "length"))
         positions = self.position_embeddings(_positions(input_ids, self.position_embeddings.num_embeddings))
-        tokens = _look_up(self.token_embeddings, "input_ids", input_ids)
         out: Tensor = self.dropout(self.layer_norm(tokens + positions))
         return out
 
@@ -178,16 +172,16 @@ class FeedForward(_Configurable):
         >>> layer(torch.randn(2, 100, 64)).shape
         torch.Size([2, 100, 64])
 
-    dropout is the share of the output dropped while training, factory the device and dtype of the parameters.
+    Training drops the fraction `dropout` of the output. factory is the device and dtype of the parameters.
     """
 
-    NEEDS = ("hidden_size", "intermediate_size", "hidden_dropout_prob")
-    IMPLEMENTS = ("hidden_act",)
+    READS = ("hidden_size", "intermediate_size", "hidden_dropout_prob")
+    CHECKS = ("hidden_act",)
 
     def __init__(self, hidden_size: int, intermediate_size: int, dropout: float = 0.0, **factory: Any):
         super().__init__()
         check_sizes(hidden_size=hidden_size, intermediate_size=intermediate_size)
-        check_shares(dropout=dropout)
+        check_dropout("dropout", dropout)
         self.hidden_size = hidden_size
         check_dtype(factory.get("dtype"))
         self.linear_1 = nn.Linear(hidden_size, intermediate_size, **factory)
@@ -206,12 +200,12 @@ class FeedForward(_Configurable):
         return out
 
 
-# In a self-attention keys and values are as wide as queries.
+# Options of the attention that a TransformerEncoderLayer passes on; keys and values are as wide as queries.
 _OPTIONS = set(inspect.signature(MultiHeadAttention).parameters) - {"embed_dim", "num_heads", "kdim", "vdim", "dropout"}
 
 
 class TransformerEncoderLayer(_Configurable):
-    """Pre-norm: x = x + attention(layer_norm_1(x)); x = x + feed_forward(layer_norm_2(x)).
+    """A pre-norm layer: x = x + attention(layer_norm_1(x)); x = x + feed_forward(layer_norm_2(x)).
 
     Examples:
         >>> layer = fusedattn.layers.TransformerEncoderLayer(512, 8, 2048)
@@ -222,17 +216,17 @@ class TransformerEncoderLayer(_Configurable):
 
     Args:
         hidden_size, num_attention_heads, intermediate_size: E, H, and the width inside `feed_forward`.
-        dropout, attention_dropout: the shares of `feed_forward`'s output and of attention weights dropped in training.
-        layer_norm_eps: added to the variance by the norms.
-        options: of `fusedattn.MultiHeadAttention`: head_dim, scale, causal, backend and so on; scale=hidden_size**-0.5
-            divides scores by sqrt(E).
+        dropout, attention_dropout: the fractions of `feed_forward`'s output and of attention weights that training
+            drops.
+        layer_norm_eps: the number that the norms add to the variance.
+        options: those of `fusedattn.MultiHeadAttention`: head_dim, scale, causal, backend and so on.
+            scale=hidden_size**-0.5 divides scores by sqrt(E).
 
     Source: On layer normalization in the transformer architecture, arXiv:2002.04745, figure 1 (b).
     """
 
-    NEEDS: tuple[str, ...] = ("hidden_size", "num_attention_heads", "intermediate_size", "hidden_dropout_prob")
-    MAY_HAVE = ("attention_probs_dropout_prob", "layer_norm_eps")
-    IMPLEMENTS = tuple(IMPLEMENTED)
+    READS: tuple[str, ...] = ("hidden_size", "num_attention_heads", "intermediate_size", *OPTIONS, "layer_norm_eps")
+    CHECKS = tuple(IMPLEMENTED)
 
     def __init__(
         self, hidden_size: int, num_attention_heads: int, intermediate_size: int, dropout: float = 0.0, *,
@@ -244,7 +238,7 @@ class TransformerEncoderLayer(_Configurable):
         check_sizes(hidden_size=hidden_size, num_attention_heads=num_attention_heads)
         if options.get("head_dim") is None and hidden_size % num_attention_heads:
             fail(ValueError, "num_attention_heads", f"a divisor of hidden_size, {hidden_size}", num_attention_heads)
-        check_shares(attention_dropout=attention_dropout)
+        check_dropout("attention_dropout", attention_dropout)
         check_number("layer_norm_eps", layer_norm_eps, "a finite number of 0 or more", 0)
         check_dtype(dtype)
         factory: dict[str, Any] = dict(device=device, dtype=dtype)
@@ -273,9 +267,8 @@ class TransformerEncoder(_Configurable):
     sizes and options are the arguments of `TransformerEncoderLayer`: hidden_size, num_attention_heads and so on.
     """
 
-    NEEDS = ("num_hidden_layers", *TransformerEncoderLayer.NEEDS)
-    MAY_HAVE = TransformerEncoderLayer.MAY_HAVE
-    IMPLEMENTS = TransformerEncoderLayer.IMPLEMENTS
+    READS = ("num_hidden_layers", *TransformerEncoderLayer.READS)
+    CHECKS = TransformerEncoderLayer.CHECKS
 
     def __init__(self, num_hidden_layers: int, *sizes: Any, **options: Any):
         super().__init__()
@@ -304,7 +297,7 @@ class AttentionDecoder(nn.Module):
     Args:
         vocab_size, embed_size, hidden_size: the number of tokens, and the widths of their embeddings and of the state.
         encoder_size: the width of encoder_outputs and of the context.
-        num_attentions, num_heads: the number of attentions, and of heads of each.
+        num_attentions, num_heads: the number of attentions, and the number of heads in each.
         dropout, scale, backend: as in `fusedattn.MultiHeadAttention`.
         factory: the device and dtype of the parameters.
 
@@ -349,12 +342,11 @@ class AttentionDecoder(nn.Module):
         Raises:
             ValueError, TypeError: for other shapes and dtypes.
         """
-        _check_ids("input", input, ("batch",), self.embedding)
+        embedded = _embed(self.embedding, "input", input, ("batch",))
         check_input("hidden", hidden, (input.shape[0], self.hidden_size), self.embedding)
         check_input("encoder_outputs", encoder_outputs, ("batch", "length", self.encoder_size), self.embedding)
         if not isinstance(input, fx.Proxy) and encoder_outputs.shape[0] != input.shape[0]:
             fail(ValueError, "encoder_outputs", f"the batch size of input, {input.shape[0]}", encoder_outputs.shape[0])
-        embedded = _look_up(self.embedding, "input", input)
         options = dict(key_mask=key_mask, need_weights=need_weights)
         attended = [attention(hidden[:, None], encoder_outputs, **options) for attention in self.attentions]
         context = self.fc_attn(torch.cat([out[:, 0] for out, _ in attended], -1))  # (B, encoder_size)
