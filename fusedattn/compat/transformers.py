@@ -7,10 +7,24 @@ from torch import Tensor, nn
 
 from ..api import attention, attention_varlen
 from ..call.rules import check_rank, check_strided, fail
-from ._hf_names import NAMES, REFUSED, masks_of
 
+NAMES: set[str] = set()  # the registered names
 # transformers reads a name that contains one of these as something else.
 RESERVED = {"flash": "FlashAttention", "/": "a kernel of the hub", "|": "a prefix"}
+MASKS = "_fusedattn_masks"  # attribute of a config, see masks_of; the name of ours while its model is being built
+# Keywords of some models. Leaving one out would change the answer.
+REFUSED = {
+    "indices": "sparse attention by indices",
+    "block_indices": "sparse attention by blocks",
+    "sinks": "a sink for each query",
+    "head_mask": "a weight for each head",
+}
+
+
+def masks_of(config: Any) -> tuple[bool, bool] | None:
+    """Return (None may be causal, None may hide nothing) for a config that gets bool masks; None for eager's masks."""
+    masks = getattr(config, MASKS, None)
+    return masks if isinstance(masks, tuple) else None
 
 
 def register(name: str = "fusedattn") -> None:
@@ -35,17 +49,12 @@ def register(name: str = "fusedattn") -> None:
     name was written into a config by hand. generate_batch() takes no registered name. output_attentions=True returns
     weights in models that pass the keyword to attention; for others, such as GPT-2, set it in the config.
 
-    You may register twice, and under several names.
-
     Raises:
         ImportError: without transformers 4.54 or newer.
-        TypeError, ValueError: for a name that is no string, is empty, contains "flash", "/" or "|", which transformers
-            reads as something else, or is in use.
+        TypeError, ValueError: for a name that is no string, is empty, in use, or contains "flash", "/" or "|".
     """
     if not isinstance(name, str):
         fail(TypeError, "name", "a string", type(name).__name__)
-    if not name:
-        fail(ValueError, "name", "a name that is not empty", repr(name))
     for part, meaning in RESERVED.items():
         if part in name:
             fail(ValueError, "name", f"no {part!r} in it, which transformers takes for {meaning}", repr(name))
@@ -55,9 +64,8 @@ def register(name: str = "fusedattn") -> None:
         from ._hf import install
     except ImportError as error:
         raise ImportError("fusedattn.compat.transformers: needs transformers 4.54 or newer") from error
-    registered = AttentionInterface().get(name)
-    if name == "eager" or registered not in (None, fusedattn_forward):
-        fail(ValueError, "name", "a name that transformers does not have", repr(name))
+    if name in ("", "eager") or AttentionInterface().get(name) not in (None, fusedattn_forward):
+        fail(ValueError, "name", "a name that transformers does not have, and not an empty one", repr(name))
     install(name, fusedattn_forward)
 
 
@@ -69,23 +77,23 @@ def fusedattn_forward(
     """Compute `fusedattn.attention` with the arguments that transformers passes.
 
     A mask contains causality, window, padding and packing; nothing is added to it. Without a mask, attention is causal
-    if `is_causal` is true and there is more than one query. The first query is then aligned with the first key: a
-    prompt in a static cache sees no empty slots. The single query of a decoding step sees all keys. In a model that
+    if `is_causal` is true and there is more than one query. The first query is then aligned with the first key, so that
+    a prompt in a static cache sees no empty slots. The single query of a decoding step sees all keys. In a model that
     gets eager's masks, no mask means that nothing is hidden.
 
     Args:
-        module: its `is_causal` is read if the keyword is None; without either it is True.
+        module: its `is_causal`, by default True, is read if the keyword is None.
         query, key, value: (B, Hq, Lq, D), (B, Hkv, Lk, D), (B, Hkv, Lk, Dv), any strides; some may have B = 1.
         attention_mask: broadcastable to (B, Hq, Lq, Lk); bool, True = may attend, or floating, added to the scores.
             Columns after the last key are ignored.
         position_bias: floating, broadcastable to (B, Hq, Lq, Lk), added to the scores.
-        dropout: the share of weights dropped, in training or not.
+        dropout: the fraction of weights to drop, in training or not.
         scaling: 1 / sqrt(D) by default.
         softcap: as in `fusedattn.attention`.
         s_aux: floating (Hq,), a sink for each head.
         cu_seq_lens_q, cu_seq_lens_k: int32 (n + 1,), offsets of packed sequences, in a batch of 1. No query sees a key
             of another sequence, with a mask or without.
-        max_length_q, max_length_k: the longest lengths.
+        max_length_q, max_length_k: the maximum lengths.
         output_attentions: return weights; by default as the module's config says.
         others: ignored, for example `sliding_window`, except those in REFUSED.
 
@@ -103,12 +111,6 @@ def fusedattn_forward(
     for name, x in dict(query=query, key=key, value=value).items():
         check_strided(**{name: x})
         check_rank(name, x, "(B, H, L, D)")
-    pairs = dict(attention_mask=attention_mask, position_bias=position_bias)
-    check_strided(**{name: x for name, x in pairs.items() if x is not None})
-    dtype = torch.bool if attention_mask is None else attention_mask.dtype
-    if not (dtype == torch.bool or dtype.is_floating_point):
-        fail(TypeError, "attention_mask", "a bool or floating tensor", dtype)
-
     # Learned queries, the same for all samples, come as a batch of 1.
     batch = max(x.shape[0] for x in (query, key, value))
     query, key, value = (x.expand(batch, -1, -1, -1) if x.shape[0] == 1 else x for x in (query, key, value))
@@ -119,11 +121,12 @@ def fusedattn_forward(
     causal = bool(length > 1 and attention_mask is None and causal and not eager_masks)
     if causal and key.shape[2] > length:
         key, value = key[:, :, :length], value[:, :, :length]
-    # Some masks of transformers 4 are longer than the keys.
-    mask, bias = _pairs(attention_mask, key.shape[2]), _pairs(position_bias, key.shape[2])
+    mask = _pairs("attention_mask", attention_mask, key.shape[2])
+    bias = _pairs("position_bias", position_bias, key.shape[2])
     if mask is not None and mask.dtype != torch.bool:
-        bias = mask if bias is None else bias + mask
-        mask = None
+        if not mask.is_floating_point():
+            fail(TypeError, "attention_mask", "a bool or floating tensor", mask.dtype)
+        mask, bias = None, mask if bias is None else bias + mask
     options: dict[str, Any] = dict(scale=scaling, softcap=softcap, sinks=s_aux, dropout_p=dropout)
     need_weights = others.get("output_attentions")
     need_weights = getattr(config, "output_attentions", False) if need_weights is None else need_weights
@@ -161,9 +164,9 @@ def _offsets(others: dict[str, Any], batch: int) -> tuple[Tensor, Tensor] | None
     return rows, keys
 
 
-def _pairs(scores: Tensor | None, keys: int) -> Tensor | None:
-    """Return a mask or bias with rank 4, cut to the number of keys."""
+def _pairs(name: str, scores: Tensor | None, keys: int) -> Tensor | None:
+    """Return a mask or bias with rank 4, without columns after the keys, which some masks of transformers 4 have."""
     if scores is None:
         return None
-    scores = scores[(None,) * (4 - scores.dim())]
-    return scores[..., :keys] if scores.shape[-1] > keys else scores
+    check_strided(**{name: scores})
+    return scores[(None,) * (4 - scores.dim())][..., :keys]
