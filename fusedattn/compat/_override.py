@@ -12,7 +12,7 @@ class Override:
     """Replaces operators of aten for a dispatch key, until remove() or until this object is deleted.
 
     Args:
-        operators: {name: function}; if a function returns None, torch's kernel is called.
+        operators: {name: function}. If a function returns None, torch's kernel runs.
         kernel_key: the dispatch key of torch's kernel, if not `key`.
     """
 

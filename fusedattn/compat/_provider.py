@@ -1,7 +1,6 @@
-"""Our kernels behind torch's own scaled_dot_product_attention, for the registry of torch.nn.attention.
+"""Our kernels in place of the two CUDA operators of flash attention that F.scaled_dot_product_attention calls.
 
-It replaces the two CUDA operators of flash attention that F.scaled_dot_product_attention calls. The operators for
-nested and packed tensors stay torch's.
+The operators for nested and packed tensors stay torch's.
 """
 
 import math
@@ -21,7 +20,7 @@ from ._override import Override
 
 
 def register() -> None:
-    """Add "fusedattn" to `torch.nn.attention.list_flash_attention_impls()`, and activate nothing.
+    """Add "fusedattn" to `torch.nn.attention.list_flash_attention_impls()` without activating it.
 
     Examples:
         >>> fusedattn.compat.torch.register()
@@ -36,7 +35,7 @@ def register() -> None:
 
 @contextmanager
 def sdpa_provider() -> Iterator[None]:
-    """In the `with`, F.scaled_dot_product_attention runs our kernels wherever it would run flash attention.
+    """In the `with`, F.scaled_dot_product_attention runs our kernels in place of torch's flash attention.
 
     Examples:
         >>> query = key = value = torch.randn(2, 8, 128, 64, dtype=torch.float16, device="cuda")  # doctest: +SKIP
@@ -61,9 +60,8 @@ def sdpa_provider() -> Iterator[None]:
         torch.nn.attention.activate_flash_attention_impl(NAME)
         yield
     finally:
-        if before is None:
-            torch.nn.attention.restore_flash_attention_impl()
-        else:
+        torch.nn.attention.restore_flash_attention_impl()
+        if before is not None:
             torch.nn.attention.activate_flash_attention_impl(before)
 
 
@@ -80,7 +78,7 @@ def _activate() -> Override:
 
 
 def _call(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None) -> Call | None:
-    """Return the call for the kernels; None if they cannot take it."""
+    """Return the checked call, or None if the kernels cannot take it."""
     call = checked(Arguments(query, key, value, causal=is_causal, align="top_left", scale=scale))
     return None if backends.BACKENDS["triton"].reasons(call, False) else call
 
@@ -94,7 +92,7 @@ def flash_forward(
         return None
     if return_debug_mask:
         raise NotImplementedError("return_debug_mask: expected False, got True: fusedattn has no debug mask")
-    state = torch.zeros(2, dtype=torch.int64, device=query.device)  # torch's seed is uint64 (2,); we use the first
+    state = torch.zeros(2, dtype=torch.int64, device=query.device)  # torch's seed is uint64 (2,); we use one number
     if dropout_p:
         state.random_(2**63 - 1)
     options: dict[str, Any] = dict(causal=is_causal, align="top_left", scale=scale, dropout_p=dropout_p, seed=state[:1])
@@ -114,7 +112,7 @@ def flash_backward(*arguments: Any, scale: float | None = None) -> tuple[Any, ..
         return None
     if dropout_p:
         call = call._replace(seed=philox_seed.view(torch.int64)[:1], dropout_p=dropout_p)
-    # The kernels' stats are two numbers a row that sum to the log-sum-exp in base 2. 0 and the whole of it will do.
+    # The kernels' stats are two numbers a row that sum to the log-sum-exp in base 2: here 0 and that log-sum-exp.
     log2_sum = torch.where(logsumexp == float("-inf"), float("inf"), logsumexp * math.log2(math.e))
     stats = torch.stack([torch.zeros_like(log2_sum), log2_sum], -1)
     need = [name in ("query", "key", "value") for name in INPUTS]

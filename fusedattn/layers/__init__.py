@@ -17,13 +17,16 @@ from ..call.rules import FLOATING, check_number, check_strided, fail, unfit
 from .attention import MultiHeadAttention, check_dropout, check_dtype, check_fits, check_input, check_sizes
 
 
-def _embed(table: nn.Embedding, name: str, ids: Tensor, shape: tuple[str, ...]) -> Tensor:
-    """Return the embeddings of ids. An id outside of the table raises; on a GPU torch's assert ends the program."""
+def _check_ids(name: str, ids: Tensor, shape: tuple[str, ...], table: nn.Embedding) -> None:
+    check_input(name, ids, shape)
     if not isinstance(ids, fx.Proxy):
-        check_input(name, ids, shape)
         if ids.dtype not in (torch.int32, torch.int64):
             fail(TypeError, name, "int32 or int64", ids.dtype)
         check_fits(name, ids, table, same_dtype=False)
+
+
+def _look_up(table: nn.Embedding, name: str, ids: Tensor) -> Tensor:
+    """Return the embeddings of ids. An id outside of the table raises; on a GPU torch's assert ends the program."""
     try:
         return table(ids)  # type: ignore[no-any-return]
     except IndexError:
@@ -158,8 +161,9 @@ class Embeddings(_Configurable):
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """input_ids (B, S), int32 or int64 -> (B, S, hidden). Raises ValueError or TypeError otherwise."""
-        tokens = _embed(self.token_embeddings, "input_ids", input_ids, ("batch", "length"))
+        _check_ids("input_ids", input_ids, ("batch", "length"), self.token_embeddings)
         positions = self.position_embeddings(_positions(input_ids, self.position_embeddings.num_embeddings))
+        tokens = _look_up(self.token_embeddings, "input_ids", input_ids)
         out: Tensor = self.dropout(self.layer_norm(tokens + positions))
         return out
 
@@ -342,11 +346,12 @@ class AttentionDecoder(nn.Module):
         Raises:
             ValueError, TypeError: for other shapes and dtypes.
         """
-        embedded = _embed(self.embedding, "input", input, ("batch",))
+        _check_ids("input", input, ("batch",), self.embedding)
         check_input("hidden", hidden, (input.shape[0], self.hidden_size), self.embedding)
         check_input("encoder_outputs", encoder_outputs, ("batch", "length", self.encoder_size), self.embedding)
         if not isinstance(input, fx.Proxy) and encoder_outputs.shape[0] != input.shape[0]:
             fail(ValueError, "encoder_outputs", f"the batch size of input, {input.shape[0]}", encoder_outputs.shape[0])
+        embedded = _look_up(self.embedding, "input", input)
         options = dict(key_mask=key_mask, need_weights=need_weights)
         attended = [attention(hidden[:, None], encoder_outputs, **options) for attention in self.attentions]
         context = self.fc_attn(torch.cat([out[:, 0] for out, _ in attended], -1))  # (B, encoder_size)
