@@ -54,10 +54,11 @@ def unpacked(name: str, x: Tensor, layout: str) -> tuple[Tensor, ...]:
 
 def scores(softmax_scale: Any, causal: Any, window_size: Any, softcap: Any, alibi_slopes: Any) -> dict[str, Any]:
     """Return flash-attn's options as `attention` takes them."""
-    if isinstance(window_size, Tensor):
-        check_strided(window_size=window_size)
-    is_array = type(window_size).__module__ == "numpy" or isinstance(window_size, Tensor) and not window_size.is_meta
-    sides = window_size.tolist() if is_array else window_size
+    sides = window_size
+    if isinstance(sides, Tensor):
+        check_strided(window_size=sides)
+    if type(sides).__module__ == "numpy" or isinstance(sides, Tensor) and not sides.is_meta:
+        sides = sides.tolist()
     sides = tuple(map(as_python, sides)) if isinstance(sides, tuple | list) else ()
     if len(sides) != 2 or not all(map(is_int, sides)):
         fail(TypeError, "window_size", "(left, right), each an int", repr(window_size))

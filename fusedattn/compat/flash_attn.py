@@ -3,20 +3,19 @@
 Examples:
     >>> from fusedattn.compat.flash_attn import flash_attn_func
     >>> query = key = value = torch.randn(2, 128, 8, 64)
-    >>> flash_attn_func(query, key, value, causal=True).shape
-    torch.Size([2, 128, 8, 64])
+    >>> out = flash_attn_func(query, key, value, causal=True)  # (2, 128, 8, 64)
 
 For code that you cannot change, call `install()`. All functions:
 
 - take float16, bfloat16, float32 and float64, on CPUs and GPUs, with any strides and all head dimensions that
-  `fusedattn.attention` takes; that of v may differ. Errors name flash-attn's arguments. The output is contiguous.
+  `fusedattn.attention` takes; v may have its own. Errors name flash-attn's arguments. The output is contiguous.
 - align causality and windows lower-right: with lengths Sq and Sk, query i sees key j if
   i + Sk - Sq - left <= j <= i + Sk - Sq + right. -1 is unbounded; causal makes right 0. A row that sees nothing is 0.
   flash-attn also takes a side of Sk or more as unbounded, which differs if Sq > Sk.
 - keep float16 and bfloat16 under autocast. float32, which flash-attn does not take, is cast.
-- take window_size as a tuple or list of two ints, or as a tensor or NumPy array.
-- take softcap 0.0 as none, and subtract slope * |i + Sk - Sq - j| for alibi_slopes, floating (H,) or (B, H).
-- always apply dropout_p, but drop other weights than flash-attn.
+- take window_size as a tuple, list, tensor or NumPy array of two ints, and softcap 0.0 as none.
+- subtract slope * |i + Sk - Sq - j| for alibi_slopes, floating (H,) or (B, H).
+- always apply dropout_p, but do not drop the same weights as flash-attn.
 - return the log-sum-exp as float32 (float64 for float64), in natural logarithms, with a gradient. It is -inf for a row
   that sees nothing; flash-attn returns +inf. For causal ALiBi flash-attn's is larger by slope * (i + Sk - Sq).
 - compute bitwise reproducible gradients if deterministic is True.
@@ -67,8 +66,7 @@ def flash_attn_qkvpacked_func(
     """Compute `flash_attn_func` of q, k and v in one tensor (B, S, 3, H, D).
 
     Examples:
-        >>> flash_attn_qkvpacked_func(torch.randn(2, 128, 3, 8, 64), causal=True).shape
-        torch.Size([2, 128, 8, 64])
+        >>> out = flash_attn_qkvpacked_func(torch.randn(2, 128, 3, 8, 64), causal=True)  # (2, 128, 8, 64)
     """
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     return _flash.attend(["qkv"] * 3, options, *_flash.unpacked("qkv", qkv, "(B, S, 3, H, D)"))
@@ -83,8 +81,7 @@ def flash_attn_kvpacked_func(
     """Compute `flash_attn_func` of q (B, Sq, H, D) and keys and values in one tensor (B, Sk, 2, Hkv, D).
 
     Examples:
-        >>> flash_attn_kvpacked_func(torch.randn(2, 128, 8, 64), torch.randn(2, 128, 2, 2, 64)).shape
-        torch.Size([2, 128, 8, 64])
+        >>> out = flash_attn_kvpacked_func(torch.randn(2, 128, 8, 64), torch.randn(2, 128, 2, 2, 64))  # (2, 128, 8, 64)
     """
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     return _flash.attend(("q", "kv", "kv"), options, q, *_flash.unpacked("kv", kv, "(B, S, 2, H, D)"))
@@ -103,15 +100,14 @@ def flash_attn_varlen_func(
     Examples:
         >>> q = k = v = torch.randn(100, 8, 64)
         >>> offsets = torch.tensor([0, 30, 100], dtype=torch.int32)  # 30 tokens, and 70
-        >>> flash_attn_varlen_func(q, k, v, offsets, offsets, 70, 70, causal=True).shape
-        torch.Size([100, 8, 64])
+        >>> out = flash_attn_varlen_func(q, k, v, offsets, offsets, 70, 70, causal=True)  # (100, 8, 64)
 
     Args:
         cu_seqlens_q, cu_seqlens_k: int32 (B + 1,): sequence b has rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1, and
             keys likewise. A length may be 0.
         max_seqlen_q, max_seqlen_k: the longest lengths, or upper bounds.
-        block_table: int32 (B, n), the pages of each sequence, in order. k and v are then (pages, page, Hkv, D or Dv);
-            their rows are copied into packed tensors. Pages get gradients; in flash-attn they get none.
+        block_table: int32 (B, n), the pages of each sequence, in order. k and v are then (pages, page, Hkv, D or Dv),
+            and are copied into packed tensors. Pages get gradients; in flash-attn they get none.
 
     Returns:
         output (Tq, H, Dv); with return_attn_probs (output, log-sum-exp (H, Tq), an empty tensor).
@@ -133,8 +129,7 @@ def flash_attn_varlen_qkvpacked_func(
 
     Examples:
         >>> offsets = torch.tensor([0, 30, 100], dtype=torch.int32)
-        >>> flash_attn_varlen_qkvpacked_func(torch.randn(100, 3, 8, 64), offsets, 70).shape
-        torch.Size([100, 8, 64])
+        >>> out = flash_attn_varlen_qkvpacked_func(torch.randn(100, 3, 8, 64), offsets, 70)  # (100, 8, 64)
     """
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     names = "qkv", "qkv", "qkv", "cu_seqlens", "cu_seqlens", "max_seqlen", "max_seqlen"
@@ -153,8 +148,7 @@ def flash_attn_varlen_kvpacked_func(
 
     Examples:
         >>> q, kv, offsets = torch.randn(100, 8, 64), torch.randn(100, 2, 2, 64), torch.tensor([0, 30, 100]).int()
-        >>> flash_attn_varlen_kvpacked_func(q, kv, offsets, offsets, 70, 70).shape
-        torch.Size([100, 8, 64])
+        >>> out = flash_attn_varlen_kvpacked_func(q, kv, offsets, offsets, 70, 70)  # (100, 8, 64)
     """
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
@@ -176,16 +170,14 @@ def flash_attn_with_kvcache(
     Examples:
         >>> k_cache, v_cache = torch.zeros(2, 2, 128, 8, 64)
         >>> q = k = v = torch.randn(2, 1, 8, 64)
-        >>> flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=10, causal=True).shape
-        torch.Size([2, 1, 8, 64])
+        >>> out = flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=10, causal=True)  # (2, 1, 8, 64)
 
     Args:
         k_cache, v_cache: (B or more, C, Hkv, D) and (B or more, C, Hkv, Dv), any strides; unused slots may hold
             anything. With block_table, pages of any size, (pages, page, Hkv, D or Dv).
         k, v: (B, new, Hkv, D) and (B, new, Hkv, Dv), for the slots from cache_seqlens on; new may differ from Sq.
-        rotary_cos, rotary_sin: floating (positions, rotary_dim / 2); they need k. The first rotary_dim columns of k are
-            rotated by their slots; those of query i by cache_seqlens + i if causal or in a window, otherwise by
-            cache_seqlens.
+        rotary_cos, rotary_sin: floating (positions, rotary_dim / 2); they need k. A key is rotated by its slot, query i
+            by cache_seqlens, plus i if causal or in a window: each in its first rotary_dim columns.
         rotary_interleaved: True pairs columns 2n and 2n + 1, False n and n + rotary_dim / 2.
         cache_seqlens: int32 (B,), or an int for all: the number of keys before the new ones; it is not changed. None is
             the whole cache, without k and v. Causality aligns the last query with the last (new) key.
@@ -198,8 +190,7 @@ def flash_attn_with_kvcache(
         output (B, Sq, H, Dv); with return_softmax_lse (output, log-sum-exp (B, H, Sq)).
 
     Raises:
-        TypeError, ValueError: for wrong arguments, before anything is written. Values on a GPU are not checked (see
-            `fusedattn.attention_decode`).
+        TypeError, ValueError: before anything is written. Values on a GPU are not checked.
     """
     check_flags(return_softmax_lse=return_softmax_lse, rotary_interleaved=rotary_interleaved)
     new = {name: x for name, x in dict(k=k, v=v).items() if x is not None}
@@ -247,7 +238,7 @@ def flash_attn_with_kvcache(
 
 
 def install() -> None:
-    """Make `import flash_attn` find these functions in this process, for code that you cannot change.
+    """Make `import flash_attn` find these functions, for code that you cannot change.
 
     Examples:
         >>> fusedattn.compat.flash_attn.install()
@@ -257,8 +248,7 @@ def install() -> None:
     sys.modules gets flash_attn with version "2.8.4+fusedattn", flash_attn.flash_attn_interface with the same functions,
     and flash_attn.bert_padding with index_first_axis, index_put_first_axis, pad_input and unpad_input. There are no
     layers, losses or private functions. Call it before importing code that looks for flash_attn; a second call does
-    nothing. importlib.metadata lists no flash_attn, so transformers (5.23) does not use it: see
-    `fusedattn.compat.transformers`.
+    nothing. transformers (5.23) does not use it: see `fusedattn.compat.transformers`.
 
     Raises:
         RuntimeError: if flash_attn is installed or imported.
@@ -272,9 +262,8 @@ def install() -> None:
 
 
 def _module(name: str, members: dict[str, Any]) -> types.ModuleType:
-    module = types.ModuleType(name, f"{name} by fusedattn.compat.flash_attn.")
-    module.__spec__ = importlib.machinery.ModuleSpec(name, None, origin=__name__, is_package="." not in name)
-    module.__package__ = module.__spec__.parent
+    spec = importlib.machinery.ModuleSpec(name, None, origin=__name__, is_package="." not in name)
+    module = importlib.util.module_from_spec(spec)
     vars(module).update(members)
     return module
 
@@ -285,5 +274,5 @@ _INNER = {
     "flash_attn_interface": _module("flash_attn.flash_attn_interface", _FUNCTIONS),
     "bert_padding": _module("flash_attn.bert_padding", _PADDING),
 }
-_PACKAGE = dict(_FUNCTIONS, **_INNER, __version__="2.8.4+fusedattn", __path__=[])
+_PACKAGE = dict(_FUNCTIONS, **_INNER, __version__="2.8.4+fusedattn")
 _MODULES = {module.__name__: module for module in (_module("flash_attn", _PACKAGE), *_INNER.values())}

@@ -9,10 +9,9 @@ from torch.nn.functional import linear, pad
 from torch.nn.utils import parametrize
 from torch.types import Device
 
-from ..call.layout import is_shape, is_size
 from ..call.numbers import as_python
 from ..call.rules import FLOATING, check_flags, check_place, check_shape, check_strided, fail, unfit
-from ..layers.attention import attend, check_dropout, check_fits, check_sizes
+from ..layers.attention import attend, check_dropout, check_input, check_sizes
 from ._provider import register, sdpa_provider
 from ._sdpa import scaled_dot_product_attention
 from ._switch import disable_sdpa, enable_sdpa, sdpa
@@ -36,20 +35,19 @@ def _check_flags(**flags: Any) -> None:
 
 
 def _check_inputs(layer: nn.MultiheadAttention, batch_dim: int, query: Tensor, key: Tensor, value: Tensor) -> None:
-    for name, x, width in (("query", query, layer.embed_dim), ("key", key, layer.kdim), ("value", value, layer.vdim)):
+    for name, x in (("query", query), ("key", key), ("value", value)):
         if isinstance(x, Tensor) and x.is_nested:
             expected = "a strided tensor (or one nested tensor for all three, with batch_first and without masks)"
             fail(TypeError, name, expected, "a nested tensor")
-        check_strided(**{name: x})
-        if x.dim() not in (2, 3) or x.dim() != query.dim():
-            fail(ValueError, name, "rank 2 or 3" if x is query else f"rank {query.dim()}, as query", tuple(x.shape))
-        if x.shape[-1] != width:
-            fail(ValueError, name, f"a width of {width}", tuple(x.shape))
-        check_fits(name, x, layer.out_proj)
-    if query.dim() == 3 and not is_size(key.shape[batch_dim], query.shape[batch_dim]):
-        fail(ValueError, "key", f"the batch size of query, {query.shape[batch_dim]}", tuple(key.shape))
-    if not is_shape(value.shape[:-1], key.shape[:-1]):
-        fail(ValueError, "value", f"all but the last dimension as in key, {tuple(key.shape)}", tuple(value.shape))
+    check_strided(query=query)
+    if query.dim() not in (2, 3):
+        fail(ValueError, "query", "rank 2 or 3", tuple(query.shape))
+    leading: list[int | str] = ["length"] * (query.dim() - 1)
+    check_input("query", query, (*leading, layer.embed_dim), layer.out_proj)
+    if len(leading) == 2:
+        leading[batch_dim] = query.shape[batch_dim]
+    check_input("key", key, (*leading, layer.kdim), layer.out_proj)
+    check_input("value", value, (*key.shape[:-1], layer.vdim), layer.out_proj)
 
 
 def _check_mask(name: str, mask: Tensor, query: Tensor, *shapes: tuple[int, ...]) -> None:

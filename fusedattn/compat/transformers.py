@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from ..api import attention, attention_varlen
 from ..call.rules import check_rank, check_strided, fail
+from ._flash import check_tensor
 
 NAMES: set[str] = set()  # the registered names
 # transformers reads a name that contains one of these as something else.
@@ -108,9 +109,8 @@ def fusedattn_forward(
     for name, meaning in REFUSED.items():
         if others.get(name) is not None:
             fail(NotImplementedError, name, f"None ({meaning} is not implemented)", type(others[name]).__name__)
-    for name, x in dict(query=query, key=key, value=value).items():
-        check_strided(**{name: x})
-        check_rank(name, x, "(B, H, L, D)")
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        check_tensor(name, x, "(B, H, L, D)")
     # Learned queries, the same for all samples, come as a batch of 1.
     batch = max(x.shape[0] for x in (query, key, value))
     query, key, value = (x.expand(batch, -1, -1, -1) if x.shape[0] == 1 else x for x in (query, key, value))

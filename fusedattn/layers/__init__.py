@@ -1,6 +1,6 @@
 """Layers of textbook transformers, and a recurrent decoder, around `fusedattn.MultiHeadAttention`.
 
-With `backend="naive"` each computes by the textbook's formula, with the same parameters. True in a mask = may attend.
+`backend="naive"` computes attention by the textbook's formula. True in a mask = may attend.
 """
 
 import inspect
@@ -41,22 +41,21 @@ _Layer = TypeVar("_Layer", bound="_Configurable")
 
 
 class _Configurable(nn.Module):
-    """Module that a config can describe: READS are the attributes it takes, CHECKS those it supports one value of."""
+    """Module made from a config: it takes the attributes READS, and of those in CHECKS it supports one value."""
 
     READS: tuple[str, ...]
     CHECKS: tuple[str, ...]
 
     @classmethod
     def from_config(cls: type[_Layer], config: Any, **options: Any) -> _Layer:
-        """Return a module with the sizes, dropouts and eps of a BertConfig, or of an object with its attributes.
+        """Return a module with the sizes, dropouts and eps of a BertConfig or a similar object; options override it.
 
         Examples:
             >>> from types import SimpleNamespace
             >>> config = SimpleNamespace(hidden_size=64, intermediate_size=256, hidden_dropout_prob=0.1)
             >>> layer = fusedattn.layers.FeedForward.from_config(config)
 
-        options override config. Raises ValueError for a config that needs more than this module implements, TypeError
-        for an attribute that config lacks.
+        Raises ValueError for a config that needs more than this module implements, TypeError for a missing attribute.
         """
         for name in cls.CHECKS:
             if getattr(config, name, IMPLEMENTED[name]) != IMPLEMENTED[name]:
@@ -84,11 +83,10 @@ class SinusoidalPositionalEncoding(nn.Module):
 
     Examples:
         >>> layer = fusedattn.layers.SinusoidalPositionalEncoding(512, 1000)
-        >>> layer(torch.zeros(2, 100, 512)).shape
-        torch.Size([2, 100, 512])
+        >>> out = layer(torch.zeros(2, 100, 512))  # (2, 100, 512)
 
-    P is the buffer `pe` (max_len, E), float64 unless dtype or `.to()` says otherwise; the output has x's dtype. The
-    state dict leaves it out, so that weights load for any max_len. After `to_empty` call `reset_parameters`.
+    P is the buffer `pe` (max_len, E), float64 by default; the output has x's dtype. The state dict leaves it out, so
+    that weights load for any max_len. After `to_empty` call `reset_parameters`.
 
     Source: Attention is all you need, arXiv:1706.03762, section 3.5.
     """
@@ -104,7 +102,7 @@ class SinusoidalPositionalEncoding(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Compute P again, in its dtype and on its device."""
+        """Compute P, in its dtype and on its device."""
         powers = torch.arange(0, self.embed_dim, 2, device=self.pe.device).double() / self.embed_dim
         positions = torch.arange(self.max_len, device=self.pe.device).double()
         angles = positions[:, None] / 10000.0**powers  # (max_len, ceil(E / 2))
@@ -133,11 +131,9 @@ class Embeddings(_Configurable):
 
     Examples:
         >>> layer = fusedattn.layers.Embeddings(1000, 64, 128)
-        >>> layer(torch.randint(1000, (2, 100))).shape
-        torch.Size([2, 100, 64])
+        >>> out = layer(torch.randint(1000, (2, 100)))  # (2, 100, 64)
 
-    Training drops the fraction `dropout` of the output. layer_norm_eps is added to the variance; factory is the device
-    and dtype of the parameters.
+    layer_norm_eps is added to the variance; factory is the device and dtype of the parameters.
 
     Source: BERT, arXiv:1810.04805, section 3, without its token types.
     """
@@ -164,8 +160,7 @@ class Embeddings(_Configurable):
         _check_ids("input_ids", input_ids, ("batch", "length"), self.token_embeddings)
         positions = self.position_embeddings(_positions(input_ids, self.position_embeddings.num_embeddings))
         tokens = _look_up(self.token_embeddings, "input_ids", input_ids)
-        out: Tensor = self.dropout(self.layer_norm(tokens + positions))
-        return out
+        return self.dropout(self.layer_norm(tokens + positions))  # type: ignore[no-any-return]
 
 
 class FeedForward(_Configurable):
@@ -173,10 +168,9 @@ class FeedForward(_Configurable):
 
     Examples:
         >>> layer = fusedattn.layers.FeedForward(64, 256)
-        >>> layer(torch.randn(2, 100, 64)).shape
-        torch.Size([2, 100, 64])
+        >>> out = layer(torch.randn(2, 100, 64))  # (2, 100, 64)
 
-    Training drops the fraction `dropout` of the output. factory is the device and dtype of the parameters.
+    factory is the device and dtype of the parameters.
     """
 
     READS = ("hidden_size", "intermediate_size", "hidden_dropout_prob")
@@ -200,8 +194,7 @@ class FeedForward(_Configurable):
             if x.shape[-1:] != (self.hidden_size,):
                 fail(ValueError, "x", f"shape (..., {self.hidden_size})", tuple(x.shape))
             check_fits("x", x, self.linear_1)
-        out: Tensor = self.dropout(self.linear_2(F.gelu(self.linear_1(x))))
-        return out
+        return self.dropout(self.linear_2(F.gelu(self.linear_1(x))))  # type: ignore[no-any-return]
 
 
 # Options of the attention that a TransformerEncoderLayer passes on; keys and values are as wide as queries.
@@ -213,18 +206,15 @@ class TransformerEncoderLayer(_Configurable):
 
     Examples:
         >>> layer = fusedattn.layers.TransformerEncoderLayer(512, 8, 2048)
-        >>> layer(torch.randn(2, 100, 512)).shape
-        torch.Size([2, 100, 512])
+        >>> out = layer(torch.randn(2, 100, 512))  # (2, 100, 512)
 
     The attention weights are `layer.attention(layer.layer_norm_1(x), need_weights=True)[1]`, (B, H, S, S).
 
     Args:
         hidden_size, num_attention_heads, intermediate_size: E, H, and the width inside `feed_forward`.
-        dropout, attention_dropout: the fractions of `feed_forward`'s output and of attention weights that training
-            drops.
-        layer_norm_eps: the number that the norms add to the variance.
-        options: those of `fusedattn.MultiHeadAttention`: head_dim, scale, causal, backend and so on.
-            scale=hidden_size**-0.5 divides scores by sqrt(E).
+        dropout, attention_dropout: probabilities for `feed_forward`'s output and for attention weights, in training.
+        layer_norm_eps: added to the variance by the norms.
+        options: those of `fusedattn.MultiHeadAttention`, such as head_dim, scale, causal and backend.
 
     Source: On layer normalization in the transformer architecture, arXiv:2002.04745, figure 1 (b).
     """
@@ -256,19 +246,17 @@ class TransformerEncoderLayer(_Configurable):
         """x (B, S, E) -> (B, S, E); mask and key_mask as in `fusedattn.MultiHeadAttention`."""
         check_input("x", x, ("batch", "length", self.attention.embed_dim), self.layer_norm_1, jagged=True)
         x = x + self.attention(self.layer_norm_1(x), mask=mask, key_mask=key_mask)[0]
-        out: Tensor = x + self.feed_forward(self.layer_norm_2(x))
-        return out
+        return x + self.feed_forward(self.layer_norm_2(x))  # type: ignore[no-any-return]
 
 
 class TransformerEncoder(_Configurable):
-    """A stack of num_hidden_layers `TransformerEncoderLayer`, `layers`, without a norm after the last.
+    """A stack of num_hidden_layers `TransformerEncoderLayer`, without a norm after the last.
 
     Examples:
         >>> encoder = fusedattn.layers.TransformerEncoder(2, 64, 4, 256)
-        >>> encoder(torch.randn(2, 100, 64)).shape
-        torch.Size([2, 100, 64])
+        >>> out = encoder(torch.randn(2, 100, 64))  # (2, 100, 64)
 
-    sizes and options are the arguments of `TransformerEncoderLayer`: hidden_size, num_attention_heads and so on.
+    sizes and options are the arguments of `TransformerEncoderLayer`.
     """
 
     READS = ("num_hidden_layers", *TransformerEncoderLayer.READS)
@@ -290,7 +278,7 @@ class AttentionDecoder(nn.Module):
     """One step of a recurrent sequence-to-sequence decoder with attention to the encoder's outputs.
 
     The hidden state is the query of each of `attentions`; `fc_attn` maps their outputs to one context. The GRU `rnn`
-    takes the embedded token and the context. `fc` maps its output, the context and the embedded token to logits.
+    takes the token's embedding and the context. `fc` maps the GRU's output, the context and the embedding to logits.
 
     Examples:
         >>> decoder, hidden = fusedattn.layers.AttentionDecoder(1000, 64, 128, 256), torch.zeros(2, 128)
@@ -299,7 +287,7 @@ class AttentionDecoder(nn.Module):
         ...     logits, hidden, _ = decoder(tokens, hidden, encoder_outputs)
 
     Args:
-        vocab_size, embed_size, hidden_size: the number of tokens, and the widths of their embeddings and of the state.
+        embed_size, hidden_size: the widths of the embeddings and of the state.
         encoder_size: the width of encoder_outputs and of the context.
         num_attentions, num_heads: the number of attentions, and the number of heads in each.
         dropout, scale, backend: as in `fusedattn.MultiHeadAttention`.
@@ -342,15 +330,11 @@ class AttentionDecoder(nn.Module):
 
         Returns:
             (logits (B, vocab_size), state (B, hidden_size), weights (B, num_attentions, num_heads, S) or None).
-
-        Raises:
-            ValueError, TypeError: for other shapes and dtypes.
         """
         _check_ids("input", input, ("batch",), self.embedding)
         check_input("hidden", hidden, (input.shape[0], self.hidden_size), self.embedding)
-        check_input("encoder_outputs", encoder_outputs, ("batch", "length", self.encoder_size), self.embedding)
-        if not isinstance(input, fx.Proxy) and encoder_outputs.shape[0] != input.shape[0]:
-            fail(ValueError, "encoder_outputs", f"the batch size of input, {input.shape[0]}", encoder_outputs.shape[0])
+        sizes = input.shape[0], "length", self.encoder_size
+        check_input("encoder_outputs", encoder_outputs, sizes, self.embedding)
         embedded = _look_up(self.embedding, "input", input)
         options = dict(key_mask=key_mask, need_weights=need_weights)
         attended = [attention(hidden[:, None], encoder_outputs, **options) for attention in self.attentions]

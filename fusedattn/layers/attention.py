@@ -126,12 +126,11 @@ class MultiHeadAttention(nn.Module):
         >>> output, _ = layer(torch.randn(2, 100, 512))
 
     Args:
-        embed_dim: E, the width of query and output.
-        num_heads: H.
+        embed_dim, num_heads: E, the width of query and output; H.
         kdim, vdim: widths of key and value, embed_dim by default.
         num_kv_heads: heads of key and value, a divisor of H, by default H.
         head_dim, value_head_dim: D, embed_dim // num_heads by default; Dv, head_dim by default.
-        dropout: the fraction of attention weights that training drops.
+        dropout: the probability to drop an attention weight, in training.
         bias: give the projections a bias.
         causal, window, scale, softcap, backend: as in `fusedattn.attention`; "naive" is the reference module.
         context_parallel: a `fusedattn.distributed.ContextParallel`, for inputs that are shards of a sequence. The
@@ -196,13 +195,13 @@ class MultiHeadAttention(nn.Module):
         Args:
             query, key, value: (B, Sq, E), (B, Sk, kdim), (B, Sk, vdim). By default key is query, and value is key.
             mask: bool, True = may attend: (Sq, Sk), (B, Sq, Sk) or (B, 1 or H, Sq, Sk); or a `fusedattn.plan`.
-            bias: floating, added to the scores; shapes as of mask.
+            bias: floating, added to the scores; the same shapes as mask.
             key_mask, query_mask: bool (B, Sk) and (B, Sq), True = a real token. Hidden tokens change no output, but
                 must be finite for the gradients of the projections.
             need_weights: also return the weights, after dropout; they take memory for all pairs.
 
         Returns:
-            (output (B, Sq, E), weights (B, H, Sq, Sk) or None). For a row that sees nothing: out_proj's bias, and 0.
+            (output (B, Sq, E), weights (B, H, Sq, Sk) or None). A row that sees nothing gets out_proj's bias, and 0.
         """
         key = query if key is None else key
         value = key if value is None else value
@@ -258,6 +257,7 @@ class SelfAttention(nn.Module):
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         for name, projected in (("q_proj", q), ("k_proj", k), ("v_proj", v)):
             if not isinstance(projected, fx.Proxy) and projected.shape[-1] != self.embed_dim:
-                fail(ValueError, name, f"{self.embed_dim} columns, since one head is not shared", projected.shape[-1])
+                expected = f"{self.embed_dim} columns, because processes cannot share one head"
+                fail(ValueError, name, expected, projected.shape[-1])
         out, weights = attend(q, k, v, need_weights, mask=mask, key_mask=key_mask, **options)
         return out, weights  # a pair for torch.fx, too
