@@ -77,15 +77,10 @@ def without_autocast_of_half(q: Any) -> contextlib.AbstractContextManager[Any]:
 
 
 def attend(names: Sequence[str], options: Sequence[Any], q: Any, k: Any, v: Any, *lengths: Any) -> Tensor | Any:
-    """Compute `attention` of q, k and v (B, S, H, D); with lengths, `attention_varlen` of packed ones (T, H, D).
+    """Compute `attention` of q, k and v (B, S, H, D), or `attention_varlen` of packed tensors (T, H, D).
 
-    Args:
-        names: the caller's names for q, k, v and, if they differ from ours, for the lengths.
-        options: those of `flash_attn_func`, in its order.
-        lengths: cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k.
-
-    Returns:
-        the output, or with return_attn_probs (output, log-sum-exp, an empty tensor).
+    names: the caller's, for q, k, v and, if they differ from ours, for the lengths. options: those of
+    `flash_attn_func`, in its order. lengths: cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, or none.
     """
     dropout_p, *of_scores, deterministic, return_attn_probs = options
     check_flags(deterministic=deterministic, return_attn_probs=return_attn_probs)
@@ -121,7 +116,7 @@ def check_range(name: str, x: Tensor, what: str, most: int) -> None:
 def gather_pages(
     k: Tensor, v: Tensor, cu_seqlens_k: Tensor, max_seqlen_k: Any, block_table: Tensor
 ) -> tuple[Tensor, ...]:
-    """Return packed keys and values (Tk, Hkv, D), gathered from pages (pages, page, Hkv, D); gradients reach the pages.
+    """Return packed keys and values (Tk, Hkv, D) from pages (pages, page, Hkv, D), which get gradients.
 
     Values on a GPU are not read: Tk is then an upper bound of the sum of the lengths, the last rows are 0, and a wrong
     offset or page reads another row of k and v, never memory outside them.

@@ -19,7 +19,7 @@ from weakref import WeakSet
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 
-from .transformers import MASKS, NAMES, REFUSED, masks_of
+from .transformers import MASKS, NAMES, REFUSED, fusedattn_forward, masks_of
 
 if not hasattr(PreTrainedModel, "_check_and_adjust_attn_implementation"):
     raise ImportError("transformers before 4.54 chooses attention in another way")
@@ -46,8 +46,8 @@ class _Attention(NamedTuple):
     safe: bool  # used, and the model takes bool masks
 
 
-def install(name: str, forward: Callable[..., Any]) -> None:
-    """Register `forward` as `name`, and judge every model that asks for it from now on."""
+def install(name: str) -> None:
+    """Register `fusedattn_forward` as `name`, and judge every model that asks for it from now on."""
     if not NAMES:
         _follow(PreTrainedModel, "_check_and_adjust_attn_implementation", _postpone)
         for method in ("init_weights", "from_pretrained", "_from_config"):  # some models never call init_weights
@@ -56,7 +56,7 @@ def install(name: str, forward: Callable[..., Any]) -> None:
         for method in ("to_dict", "to_diff_dict"):
             _follow(PretrainedConfig, method, _remove_masks)
     NAMES.add(name)
-    AttentionInterface.register(name, forward)
+    AttentionInterface.register(name, fusedattn_forward)
     AttentionMaskInterface.register(name, attention_mask)
 
 
@@ -77,7 +77,7 @@ def attention_mask(*sizes: Any, config: Any = None, **options: Any) -> Any:
     if (masks := masks_of(config)) is None:
         return eager_mask(*sizes, config=config, **options)
     # Layers that share keys may compute only the last rows. Without a mask, that could not be known.
-    if not masks[0] or getattr(config, "num_kv_shared_layers", 0):
+    if not masks[0] or getattr(config, "num_kv_shared_layers", False):
         options["allow_is_causal_skip"] = False
     if not masks[1]:
         options["allow_is_bidirectional_skip"] = False
@@ -86,11 +86,10 @@ def attention_mask(*sizes: Any, config: Any = None, **options: Any) -> Any:
 
 def _postpone(model: Any, name: Any, asked: Any = None, is_init_check: bool = False, *_: Any, **__: Any) -> Any:
     """Build a model that asks for a name of ours as an "eager" one; MASKS of its config holds the name meanwhile."""
-    if not is_init_check or name not in NAMES:
-        return name
-    setattr(model.config, MASKS, name)
-    model._asks_for_fusedattn = True
-    return "eager"
+    if is_init_check and name in NAMES:
+        setattr(model.config, MASKS, name)
+        model._asks_for_fusedattn, name = True, "eager"
+    return name
 
 
 def _settle_built(model: Any, result: Any, *_: Any, **__: Any) -> Any:
@@ -112,7 +111,6 @@ def _remove_masks(_: Any, saved: Any, *__: Any, **___: Any) -> Any:
 
 
 def _names(code: CodeType) -> set[str]:
-    """Return the names that code, and the functions within it, refer to."""
     return set(code.co_names).union(*(_names(each) for each in code.co_consts if isinstance(each, CodeType)))
 
 
@@ -143,7 +141,7 @@ def _read(kind: Any, runs: Any, forwards: tuple[FunctionType, ...], beneath: boo
             functions += [x for member in vars(cls).values() if (x := _function(member))]
             if _function(vars(cls).get("forward")) is last:
                 break
-    used = set[str]().union(*(_names(x.__code__) for x in functions))
+    used = set[str]().union(*(_names(x.__code__) for x in functions))  # every name that the functions refer to
     asks = any(isinstance(x.__globals__.get(name), AttentionInterface) for x in functions for name in used)
     # Tuples among the constants hold the keywords of calls. A wrong match only costs speed, and a warning.
     keywords = (each for x in functions for each in x.__code__.co_consts if isinstance(each, tuple))
@@ -210,16 +208,14 @@ def _settle(model: Any, everywhere: bool = False) -> None:
             vars(config).pop(MASKS, None)
             if used and all(x.safe for x in beneath):
                 kinds = [{x.causal for x in beneath if x.root is root} for root in {x.root for x in beneath}]
-                setattr(config, MASKS, (all(True in each for each in kinds), all(False in each for each in kinds)))
+                setattr(config, MASKS, tuple(all(causal in each for each in kinds) for causal in (True, False)))
         strays = {x.stray for x in nearest if x.stray}
-        if (name or everywhere) and (strays or not used):
-            alike = (x for x in model.modules() if isinstance(x, PreTrainedModel) and type(x.config) is type(config))
-            _warn(type(next(alike, model)), strays if used else set())
-
-
-def _warn(cls: type, strays: set[str]) -> None:
-    if cls not in _warned:
-        _warned.add(cls)
-        where = f"{', '.join(sorted(strays))} of {cls.__name__}, which" if strays else f"{cls.__name__}, whose code"
-        why = f"fusedattn is not used in {where} does not call transformers' AttentionInterface"
-        warnings.warn(f'{why}: it computes as with attn_implementation="eager"', stacklevel=2)
+        if not (name or everywhere) or (used and not strays):
+            continue
+        alike = (x for x in model.modules() if isinstance(x, PreTrainedModel) and type(x.config) is type(config))
+        cls = type(next(alike, model))
+        if cls not in _warned:
+            _warned.add(cls)
+            where = f"{', '.join(sorted(strays))} of {cls.__name__}, which" if used else f"{cls.__name__}, whose code"
+            why = f"fusedattn is not used in {where} does not call transformers' AttentionInterface"
+            warnings.warn(f'{why}: it computes as with attn_implementation="eager"', stacklevel=2)

@@ -201,9 +201,9 @@ def flash_attn_with_kvcache(
     names |= dict(attention_decode="flash_attn_with_kvcache")
     capacity = k_cache.shape[1]
     if block_table is not None:
-        for name, x in (("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad)):
-            if x is not None:
-                fail(ValueError, name, "None, because block_table is given", type(x).__name__)
+        for name, numbers in (("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad)):
+            if numbers is not None:
+                fail(ValueError, name, "None, because block_table is given", type(numbers).__name__)
         _flash.check_tensor("block_table", block_table, "(B, pages of a sequence)")
         capacity *= block_table.shape[1]
     elif cache_batch_idx is not None:
@@ -217,7 +217,8 @@ def flash_attn_with_kvcache(
         _flash.check_numbers("cache_leftpad", cache_leftpad, q, capacity)
         options |= dict(key_mask=torch.arange(capacity, device=q.device) >= cache_leftpad[:, None])
     tensors = [x if x is None else x.transpose(1, 2) for x in (q, k_cache, v_cache, k, v)]
-    caches = CacheArguments(*tensors[:3], lengths, block_table, *tensors[3:])
+    rotary = rotary_cos, rotary_sin, rotary_interleaved
+    caches = CacheArguments._make([*tensors[:3], lengths, block_table, *tensors[3:], *rotary])
     with _flash.without_autocast_of_half(q):
         if block_table is None and k_cache.shape[0] > q.shape[0]:
             # Check before slicing the caches, so that errors show their shapes.
@@ -226,7 +227,6 @@ def flash_attn_with_kvcache(
         if rotary_cos is not None or rotary_sin is not None:
             if k is None:
                 fail(ValueError, "rotary_cos", "None, because k is not given", "a tensor")
-            caches = CacheArguments(*caches[:7], rotary_cos, rotary_sin, rotary_interleaved)
             # flash-attn takes a side of the window that is as long as the cache as unbounded.
             spread = causal or any(side is not None and side < capacity for side in options["window"])
             if q.shape[1] != k.shape[1] or not (spread or q.shape[1] == 1):

@@ -234,8 +234,7 @@ def convert(model: nn.Module) -> nn.Module:
 
     Converted models skip the fast path of torch.nn.TransformerEncoderLayer (eval without gradients) and the nested
     tensors of torch.nn.TransformerEncoder: outputs at padded positions are finite, not 0. A forward pre-hook of the new
-    modules does that; if you remove all hooks, the fast path is back. torch.fx treats the modules as leaves, as it does
-    torch's.
+    modules does that; if you remove all hooks, the fast path is back. torch.fx takes the modules as leaves.
 
     Raises:
         TypeError: if model is not a module.

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ..api import attention, attention_varlen
-from ..call.rules import check_rank, check_strided, fail
+from ..call.rules import check_strided, fail
 from ._flash import check_tensor
 
 NAMES: set[str] = set()  # the registered names
@@ -23,7 +23,7 @@ REFUSED = {
 
 
 def masks_of(config: Any) -> tuple[bool, bool] | None:
-    """Return (None may be causal, None may hide nothing) for a config that gets bool masks; None for eager's masks."""
+    """Return what no mask may mean for a config that gets bool masks: (causal, nothing hidden); None for eager's."""
     masks = getattr(config, MASKS, None)
     return masks if isinstance(masks, tuple) else None
 
@@ -43,12 +43,12 @@ def register(name: str = "fusedattn") -> None:
     LED, MPT, DeBERTa-v2; in transformers 4 also BERT and T5), or if it passes sparse indices or a sink for each query
     (DeepSeek-V3.2). A warning names the class of the model, once.
 
-    The code is read when a model is built or loaded, and by `set_attn_implementation`: `register` wraps these methods
-    of PreTrainedModel, and nothing changes for other names. If you replace attention in a model, call
-    `set_attn_implementation` again. A model gets eager's floating masks, as large as the scores, if only some of its
-    attention calls the interface, if a forward is replaced by a function that is not a method of its classes, or if the
-    name was written into a config by hand. generate_batch() takes no registered name. output_attentions=True returns
-    weights in models that pass the keyword to attention; for others, such as GPT-2, set it in the config.
+    The code is read when a model is built or loaded, and by `set_attn_implementation`: call that again if you replace
+    attention in a model. `register` wraps these methods of PreTrainedModel; other names behave as before. A model gets
+    eager's floating masks, as large as the scores, if only some of its attention calls the interface, if a forward is
+    replaced by a function that is not a method of its classes, or if the name was written into a config by hand.
+    generate_batch() takes no registered name. output_attentions=True returns weights in models that pass the keyword
+    to attention; for others, such as GPT-2, set it in the config.
 
     Raises:
         ImportError: without transformers 4.54 or newer.
@@ -67,7 +67,7 @@ def register(name: str = "fusedattn") -> None:
         raise ImportError("fusedattn.compat.transformers: needs transformers 4.54 or newer") from error
     if name in ("", "eager") or AttentionInterface().get(name) not in (None, fusedattn_forward):
         fail(ValueError, "name", "a name that transformers does not have, and not an empty one", repr(name))
-    install(name, fusedattn_forward)
+    install(name)
 
 
 def fusedattn_forward(
@@ -83,7 +83,7 @@ def fusedattn_forward(
     gets eager's masks, no mask means that nothing is hidden.
 
     Args:
-        module: its `is_causal`, by default True, is read if the keyword is None.
+        module: its `is_causal`, by default True, counts if the keyword is None.
         query, key, value: (B, Hq, Lq, D), (B, Hkv, Lk, D), (B, Hkv, Lk, Dv), any strides; some may have B = 1.
         attention_mask: broadcastable to (B, Hq, Lq, Lk); bool, True = may attend, or floating, added to the scores.
             Columns after the last key are ignored.
@@ -92,9 +92,8 @@ def fusedattn_forward(
         scaling: 1 / sqrt(D) by default.
         softcap: as in `fusedattn.attention`.
         s_aux: floating (Hq,), a sink for each head.
-        cu_seq_lens_q, cu_seq_lens_k: int32 (n + 1,), offsets of packed sequences, in a batch of 1. No query sees a key
-            of another sequence, with a mask or without.
-        max_length_q, max_length_k: the maximum lengths.
+        cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: int32 (n + 1,) offsets and maximum lengths of packed
+            sequences, in a batch of 1. No query sees a key of another sequence, with a mask or without.
         output_attentions: return weights; by default as the module's config says.
         others: ignored, for example `sliding_window`, except those in REFUSED.
 
@@ -126,7 +125,7 @@ def fusedattn_forward(
     if mask is not None and mask.dtype != torch.bool:
         if not mask.is_floating_point():
             fail(TypeError, "attention_mask", "a bool or floating tensor", mask.dtype)
-        mask, bias = None, mask if bias is None else bias + mask
+        bias, mask = mask if bias is None else bias + mask, None
     options: dict[str, Any] = dict(scale=scaling, softcap=softcap, sinks=s_aux, dropout_p=dropout)
     need_weights = others.get("output_attentions")
     need_weights = getattr(config, "output_attentions", False) if need_weights is None else need_weights
@@ -153,15 +152,13 @@ def _offsets(others: dict[str, Any], batch: int) -> tuple[Tensor, Tensor] | None
     offsets: dict[str, Any] = {name: others.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k")}
     if all(x is None for x in offsets.values()):
         return None
-    check_strided(**offsets)
-    if batch != 1:
-        fail(ValueError, "cu_seq_lens_q", "a batch of 1, with all sequences packed in it", f"a batch of {batch}")
     for name, x in offsets.items():
+        check_tensor(name, x, "(sequences + 1,)")
         if x.dtype not in (torch.int32, torch.int64):
             fail(TypeError, name, "an int32 or int64 tensor", x.dtype)
-        check_rank(name, x, "(sequences + 1,)")
-    rows, keys = (x.int() for x in offsets.values())
-    return rows, keys
+    if batch != 1:
+        fail(ValueError, "cu_seq_lens_q", "a batch of 1, with all sequences packed in it", f"a batch of {batch}")
+    return offsets["cu_seq_lens_q"].int(), offsets["cu_seq_lens_k"].int()
 
 
 def _pairs(name: str, scores: Tensor | None, keys: int) -> Tensor | None:

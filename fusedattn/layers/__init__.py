@@ -13,7 +13,7 @@ from torch.types import Device
 
 from ..call.numbers import as_python
 from ..call.options import check_names
-from ..call.rules import FLOATING, check_number, check_strided, fail, unfit
+from ..call.rules import check_floating, check_number, check_strided, fail
 from .attention import MultiHeadAttention, check_dropout, check_dtype, check_fits, check_input, check_sizes
 
 
@@ -69,10 +69,7 @@ class _Configurable(nn.Module):
 
 @fx.wrap
 def _add_positions(x: Tensor, pe: Tensor) -> Tensor:
-    if x.dtype not in FLOATING:
-        fail(TypeError, "x", "a floating dtype", unfit(x))
-    if x.device != pe.device:
-        fail(ValueError, "x", f"the device of pe, {pe.device}", x.device)
+    check_floating("x", x, pe.device, "pe")
     if x.shape[1] > len(pe):
         fail(ValueError, "x", f"a length of at most {len(pe)}", x.shape[1])
     return x + pe[: x.shape[1]].to(x.dtype)

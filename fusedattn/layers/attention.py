@@ -19,10 +19,8 @@ def check_sizes(**sizes: Any) -> None:
     for name, size in sizes.items():
         if not is_int(size):
             fail(TypeError, name, "an int", type_name(size))
-        if size < 1:
-            fail(ValueError, name, "1 or more", size)
-        if size >= 2**63:
-            fail(ValueError, name, "less than 2**63", size)
+        if not 1 <= size < 2**63:
+            fail(ValueError, name, "1 or more, and less than 2**63", size)
 
 
 def check_dropout(name: str, dropout: Any) -> None:
