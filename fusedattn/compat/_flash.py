@@ -160,19 +160,17 @@ def lengths_of(cache_seqlens: Any, q: Tensor, k: Tensor | None, capacity: int) -
     """Return cache_seqlens as a tensor (B,); a sequence has room for `capacity` keys."""
     if isinstance(cache_seqlens, Tensor):
         return cache_seqlens
-    if cache_seqlens is None:
-        if k is not None:
-            fail(ValueError, "cache_seqlens", "an int or a tensor, because k is given", None)
-        cache_seqlens = capacity
-    cache_seqlens = as_python(cache_seqlens)
-    if not is_int(cache_seqlens):
-        fail(TypeError, "cache_seqlens", "an int, a tensor or None", type_name(cache_seqlens))
-    if not 0 <= cache_seqlens <= capacity:
-        fail(ValueError, "cache_seqlens", f"a length from 0 to the capacity, {capacity}", cache_seqlens)
-    if k is not None and cache_seqlens + k.shape[1] > capacity:
-        expected = f"at most {capacity - cache_seqlens} rows after the {cache_seqlens} of a sequence of {capacity}"
+    if cache_seqlens is None and k is not None:
+        fail(ValueError, "cache_seqlens", "an int or a tensor, because k is given", None)
+    length = capacity if cache_seqlens is None else as_python(cache_seqlens)
+    if not is_int(length):
+        fail(TypeError, "cache_seqlens", "an int, a tensor or None", type_name(length))
+    if not 0 <= length <= capacity:
+        fail(ValueError, "cache_seqlens", f"a length from 0 to the capacity, {capacity}", length)
+    if k is not None and length + k.shape[1] > capacity:
+        expected = f"at most {capacity - length} rows, because a sequence holds {length} of {capacity}"
         fail(ValueError, "k", expected, k.shape[1])
-    return torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
+    return torch.full((q.shape[0],), length, dtype=torch.int32, device=q.device)
 
 
 def rotate_as_flash_attn(caches: CacheArguments, options: dict[str, Any], spread: bool) -> CacheArguments:

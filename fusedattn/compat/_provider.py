@@ -3,8 +3,10 @@
 The operators for nested and packed tensors stay torch's.
 """
 
+import functools
 import math
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +18,31 @@ from ..call.options import INPUTS, Arguments, Call
 from ..call.rules import checked
 from ..dispatch import backends
 from ..operators.namespace import NAME, OPERATORS
-from ._override import Override
+
+
+class Override:
+    """Replaces operators of aten for a dispatch key, until remove() or until this object is deleted.
+
+    Args:
+        operators: {name: function}. If a function returns None, torch's kernel runs.
+        kernel_key: the dispatch key of torch's kernel, if not `key`.
+    """
+
+    def __init__(self, operators: Mapping[str, Callable[..., Any]], key: str, kernel_key: str | None = None):
+        self.library: torch.library.Library | None = torch.library.Library("aten", "IMPL")
+        for name, run in operators.items():
+            run = functools.partial(_call, run, torch.library.get_kernel(f"aten::{name}", kernel_key or key))
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel", UserWarning)
+                self.library.impl(name, run, key, with_keyset=True)
+
+    def remove(self) -> None:
+        self.library = None
+
+
+def _call(run: Callable[..., Any], original: Any, keyset: Any, *args: Any, **kwargs: Any) -> Any:
+    results = run(*args, **kwargs)
+    return original.call_boxed(keyset, *args, **kwargs) if results is None else results
 
 
 def register() -> None:
@@ -77,7 +103,7 @@ def _activate() -> Override:
     return Override(REPLACED, "CUDA")
 
 
-def _call(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None) -> Call | None:
+def _checked(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None) -> Call | None:
     """Return the checked call, or None if the kernels cannot take it."""
     call = checked(Arguments(query, key, value, causal=is_causal, align="top_left", scale=scale))
     return None if backends.BACKENDS["triton"].reasons(call, False) else call
@@ -88,7 +114,7 @@ def flash_forward(
     return_debug_mask: bool = False, *, scale: float | None = None,
 ) -> tuple[Any, ...] | None:  # fmt: skip
     """Return (out, lse, None, None, L, S, seed, unused, debug mask); None if the kernels cannot take the call."""
-    if _call(query, key, value, is_causal, scale) is None:
+    if _checked(query, key, value, is_causal, scale) is None:
         return None
     if return_debug_mask:
         raise NotImplementedError("return_debug_mask: expected False, got True: fusedattn has no debug mask")
@@ -99,15 +125,14 @@ def flash_forward(
     with torch.no_grad():  # autograd is above this operator
         out, lse = attention(query, key, value, **options, return_lse=True)
     unused = torch.zeros((), dtype=torch.uint64, device=query.device)
-    lengths = query.shape[2], key.shape[2]
-    return out, lse, None, None, *lengths, state.view(torch.uint64), unused, query.new_empty(0)
+    return out, lse, None, None, query.shape[2], key.shape[2], state.view(torch.uint64), unused, query.new_empty(0)
 
 
 def flash_backward(*arguments: Any, scale: float | None = None) -> tuple[Any, ...] | None:
     """Return gradients of query, key and value; None if the kernels cannot take the call."""
     # Between logsumexp and dropout_p: cum_seq_q, cum_seq_k, max_q and max_k; at the end philox_offset.
     grad_out, query, key, value, out, logsumexp, _, _, _, _, dropout_p, is_causal, philox_seed, _ = arguments
-    call = _call(query, key, value, is_causal, scale)
+    call = _checked(query, key, value, is_causal, scale)
     if call is None:
         return None
     if dropout_p:

@@ -26,8 +26,7 @@ def scaled_dot_product_attention(
 
     Examples:
         >>> query = key = value = torch.randn(2, 8, 128, 64)
-        >>> fusedattn.compat.torch.scaled_dot_product_attention(query, key, value, is_causal=True).shape
-        torch.Size([2, 8, 128, 64])
+        >>> out = fusedattn.compat.torch.scaled_dot_product_attention(query, key, value, is_causal=True)
 
     A row that sees nothing is 0 and has gradients 0. attn_mask together with is_causal raises, and so do key and value
     of different lengths, for which torch's answer depends on its kernel.

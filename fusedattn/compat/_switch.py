@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ..call import private
-from ._override import Override
+from ._provider import Override
 from ._sdpa import scaled_dot_product_attention
 
 # Torch's function, under each name that a program may call.

@@ -14,12 +14,8 @@ NAMES: set[str] = set()  # the registered names
 RESERVED = {"flash": "FlashAttention", "/": "a kernel of the hub", "|": "a prefix"}
 MASKS = "_fusedattn_masks"  # attribute of a config, see masks_of; the name of ours while its model is being built
 # Keywords of some models. Leaving one out would change the answer.
-REFUSED = {
-    "indices": "sparse attention by indices",
-    "block_indices": "sparse attention by blocks",
-    "sinks": "a sink for each query",
-    "head_mask": "a weight for each head",
-}
+REFUSED = dict(indices="sparse attention by indices", block_indices="sparse attention by blocks")
+REFUSED |= dict(sinks="a sink for each query", head_mask="a weight for each head")
 
 
 def masks_of(config: Any) -> tuple[bool, bool] | None:
