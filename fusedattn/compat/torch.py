@@ -11,7 +11,7 @@ from torch.types import Device
 
 from ..call.numbers import as_python
 from ..call.rules import FLOATING, check_flags, check_place, check_shape, check_strided, fail, unfit
-from ..layers.attention import attend, check_dropout, check_input, check_sizes
+from ..layers.attention import attend, check_input, check_layer, check_sizes
 from ._provider import register, sdpa_provider
 from ._sdpa import scaled_dot_product_attention
 from ._switch import disable_sdpa, enable_sdpa, sdpa
@@ -105,7 +105,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         check_sizes(embed_dim=embed_dim, num_heads=num_heads, kdim=kdim, vdim=vdim)
         if embed_dim % num_heads:
             fail(ValueError, "num_heads", f"a divisor of embed_dim, {embed_dim}", num_heads)
-        check_dropout("dropout", dropout)
+        check_layer(dropout=dropout)
         _check_flags(bias=bias, add_bias_kv=add_bias_kv, add_zero_attn=add_zero_attn, batch_first=batch_first)
         flags = bias, add_bias_kv, add_zero_attn
         super().__init__(embed_dim, num_heads, dropout, *flags, kdim, vdim, batch_first, device, dtype)
@@ -153,10 +153,10 @@ class MultiheadAttention(nn.MultiheadAttention):
         if unmasked and self.batch_first and isinstance(query, Tensor) and query.is_nested:
             if query.layout == torch.strided:  # a padded batch as torch.nn.TransformerEncoder packs it
                 return self._within(query, need_weights, None, average_attn_weights, is_causal)
-        batch_dim, along = (0, 1) if self.batch_first else (1, 0)
-        _check_inputs(self, batch_dim, query, key, value)
         if attn_mask is None and is_causal:
             fail(ValueError, "is_causal", "False, because attn_mask is None", True)
+        batch_dim, along = (0, 1) if self.batch_first else (1, 0)
+        _check_inputs(self, batch_dim, query, key, value)
         batched = query.dim() == 3
         if not batched:  # inputs that are one tensor stay one, for `_project`
             batches = {id(x): x.unsqueeze(batch_dim) for x in (query, key, value)}

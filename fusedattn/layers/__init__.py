@@ -13,8 +13,8 @@ from torch.types import Device
 
 from ..call.numbers import as_python
 from ..call.options import check_names
-from ..call.rules import check_floating, check_number, check_strided, fail
-from .attention import MultiHeadAttention, check_dropout, check_dtype, check_fits, check_input, check_sizes
+from ..call.rules import check_floating, check_strided, fail
+from .attention import MultiHeadAttention, check_fits, check_input, check_layer, check_sizes
 
 
 def _check_ids(name: str, ids: Tensor, shape: tuple[str, ...], table: nn.Embedding) -> None:
@@ -93,7 +93,7 @@ class SinusoidalPositionalEncoding(nn.Module):
     def __init__(self, embed_dim: int, max_len: int, *, device: Device = None, dtype: torch.dtype = torch.float64):
         super().__init__()
         check_sizes(embed_dim=embed_dim, max_len=max_len)
-        check_dtype(dtype)
+        check_layer(dtype)
         self.embed_dim, self.max_len = embed_dim, max_len
         self.register_buffer("pe", torch.empty(max_len, embed_dim, device=device, dtype=dtype), persistent=False)
         self.reset_parameters()
@@ -144,9 +144,7 @@ class Embeddings(_Configurable):
     ):  # fmt: skip
         super().__init__()
         check_sizes(vocab_size=vocab_size, hidden_size=hidden_size, max_position_embeddings=max_position_embeddings)
-        check_dropout("dropout", dropout)
-        check_number("layer_norm_eps", layer_norm_eps, "a finite number of 0 or more", 0)
-        check_dtype(factory.get("dtype"))
+        check_layer(factory.get("dtype"), layer_norm_eps, dropout=dropout)
         self.token_embeddings = nn.Embedding(vocab_size, hidden_size, **factory)
         self.position_embeddings = nn.Embedding(max_position_embeddings, hidden_size, **factory)
         self.layer_norm = nn.LayerNorm(hidden_size, eps=layer_norm_eps, **factory)
@@ -176,9 +174,8 @@ class FeedForward(_Configurable):
     def __init__(self, hidden_size: int, intermediate_size: int, dropout: float = 0.0, **factory: Any):
         super().__init__()
         check_sizes(hidden_size=hidden_size, intermediate_size=intermediate_size)
-        check_dropout("dropout", dropout)
+        check_layer(factory.get("dtype"), dropout=dropout)
         self.hidden_size = hidden_size
-        check_dtype(factory.get("dtype"))
         self.linear_1 = nn.Linear(hidden_size, intermediate_size, **factory)
         self.linear_2 = nn.Linear(intermediate_size, hidden_size, **factory)
         self.dropout = nn.Dropout(dropout)
@@ -229,9 +226,7 @@ class TransformerEncoderLayer(_Configurable):
         check_sizes(hidden_size=hidden_size, num_attention_heads=num_attention_heads)
         if options.get("head_dim") is None and hidden_size % num_attention_heads:
             fail(ValueError, "num_attention_heads", f"a divisor of hidden_size, {hidden_size}", num_attention_heads)
-        check_dropout("attention_dropout", attention_dropout)
-        check_number("layer_norm_eps", layer_norm_eps, "a finite number of 0 or more", 0)
-        check_dtype(dtype)
+        check_layer(dtype, layer_norm_eps, attention_dropout=attention_dropout)
         factory: dict[str, Any] = dict(device=device, dtype=dtype)
         self.layer_norm_1 = nn.LayerNorm(hidden_size, eps=layer_norm_eps, **factory)
         self.layer_norm_2 = nn.LayerNorm(hidden_size, eps=layer_norm_eps, **factory)
@@ -303,7 +298,7 @@ class AttentionDecoder(nn.Module):
         check_sizes(num_attentions=num_attentions, num_heads=num_heads)
         if hidden_size % num_heads:
             fail(ValueError, "num_heads", f"a divisor of hidden_size, {hidden_size}", num_heads)
-        check_dtype(factory.get("dtype"))
+        check_layer(factory.get("dtype"))
         embed_size, hidden_size, encoder_size = map(as_python, (embed_size, hidden_size, encoder_size))
         self.hidden_size, self.encoder_size = hidden_size, encoder_size
         options = factory | dict(kdim=encoder_size, vdim=encoder_size, dropout=dropout, scale=scale, backend=backend)

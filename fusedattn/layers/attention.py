@@ -23,11 +23,10 @@ def check_sizes(**sizes: Any) -> None:
             fail(ValueError, name, "1 or more, and less than 2**63", size)
 
 
-def check_dropout(name: str, dropout: Any) -> None:
-    check_number(name, dropout, "a number from 0 to 1", 0, 1)
-
-
-def check_dtype(dtype: Any) -> None:
+def check_layer(dtype: Any = None, layer_norm_eps: Any = 0.0, **dropouts: Any) -> None:
+    for name, dropout in dropouts.items():
+        check_number(name, dropout, "a number from 0 to 1", 0, 1)
+    check_number("layer_norm_eps", layer_norm_eps, "a finite number of 0 or more", 0)
     if dtype is not None and dtype not in FLOATING:
         fail(TypeError, "dtype", "a floating dtype, float16 to float64", dtype)
 
@@ -168,10 +167,9 @@ class MultiHeadAttention(nn.Module):
         arguments = Arguments(None, None, None, causal=causal, window=window, scale=scale, softcap=softcap)
         scale = check_options(arguments).scale
         check_flags(bias=bias)
-        check_dropout("dropout", dropout)
+        check_layer(dtype, dropout=dropout)
         check_name(backend)
         check_parallel(context_parallel)
-        check_dtype(dtype)
         self.context_parallel = context_parallel
         self.embed_dim, self.kdim, self.vdim = map(as_python, (embed_dim, kdim, vdim))
         self.num_heads, self.num_kv_heads = as_python(num_heads), as_python(num_kv_heads)
@@ -241,7 +239,7 @@ class SelfAttention(nn.Module):
         check_sizes(embed_dim=embed_dim)
         scale = check_options(Arguments(None, None, None, scale=scale)).scale
         check_flags(bias=bias)
-        check_dropout("dropout", dropout)
+        check_layer(dropout=dropout)
         check_name(backend)
         self.embed_dim, self.dropout, self.scale, self.backend = embed_dim, dropout, scale, backend
         self.q_proj, self.k_proj, self.v_proj = (_linear(embed_dim, embed_dim, bias) for _ in range(3))
