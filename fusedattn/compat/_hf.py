@@ -19,7 +19,7 @@ from weakref import WeakSet
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 
-from .transformers import MASKS, NAMES, REFUSED, fusedattn_forward, masks_of
+from ._hf_names import MASKS, NAMES, REFUSED, masks_of
 
 if not hasattr(PreTrainedModel, "_check_and_adjust_attn_implementation"):
     raise ImportError("transformers before 4.54 chooses attention in another way")
@@ -46,8 +46,8 @@ class _Attention(NamedTuple):
     safe: bool  # used, and the model takes bool masks
 
 
-def install(name: str) -> None:
-    """Register `fusedattn_forward` as `name`, and judge every model that asks for it from now on."""
+def install(name: str, forward: Callable[..., Any]) -> None:
+    """Register `forward` as `name`, and judge every model that asks for it from now on."""
     if not NAMES:
         _follow(PreTrainedModel, "_check_and_adjust_attn_implementation", _postpone)
         for method in ("init_weights", "from_pretrained", "_from_config"):  # some models never call init_weights
@@ -56,7 +56,7 @@ def install(name: str) -> None:
         for method in ("to_dict", "to_diff_dict"):
             _follow(PretrainedConfig, method, _remove_masks)
     NAMES.add(name)
-    AttentionInterface.register(name, fusedattn_forward)
+    AttentionInterface.register(name, forward)
     AttentionMaskInterface.register(name, attention_mask)
 
 

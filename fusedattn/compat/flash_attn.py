@@ -218,7 +218,7 @@ def flash_attn_with_kvcache(
         options |= dict(key_mask=torch.arange(capacity, device=q.device) >= cache_leftpad[:, None])
     tensors = [x if x is None else x.transpose(1, 2) for x in (q, k_cache, v_cache, k, v)]
     rotary = rotary_cos, rotary_sin, rotary_interleaved
-    caches = CacheArguments._make([*tensors[:3], lengths, block_table, *tensors[3:], *rotary])
+    caches = CacheArguments(*[*tensors[:3], lengths, block_table, *tensors[3:], *rotary])
     with _flash.without_autocast_of_half(q):
         if block_table is None and k_cache.shape[0] > q.shape[0]:
             # Check before slicing the caches, so that errors show their shapes.

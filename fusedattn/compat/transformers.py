@@ -8,20 +8,10 @@ from torch import Tensor, nn
 from ..api import attention, attention_varlen
 from ..call.rules import check_strided, fail
 from ._flash import check_tensor
+from ._hf_names import NAMES, REFUSED, masks_of
 
-NAMES: set[str] = set()  # the registered names
 # transformers reads a name that contains one of these as something else.
 RESERVED = {"flash": "FlashAttention", "/": "a kernel of the hub", "|": "a prefix"}
-MASKS = "_fusedattn_masks"  # attribute of a config, see masks_of; the name of ours while its model is being built
-# Keywords of some models. Leaving one out would change the answer.
-REFUSED = dict(indices="sparse attention by indices", block_indices="sparse attention by blocks")
-REFUSED |= dict(sinks="a sink for each query", head_mask="a weight for each head")
-
-
-def masks_of(config: Any) -> tuple[bool, bool] | None:
-    """Return what no mask may mean for a config that gets bool masks: (causal, nothing hidden); None for eager's."""
-    masks = getattr(config, MASKS, None)
-    return masks if isinstance(masks, tuple) else None
 
 
 def register(name: str = "fusedattn") -> None:
@@ -63,7 +53,7 @@ def register(name: str = "fusedattn") -> None:
         raise ImportError("fusedattn.compat.transformers: needs transformers 4.54 or newer") from error
     if name in ("", "eager") or AttentionInterface().get(name) not in (None, fusedattn_forward):
         fail(ValueError, "name", "a name that transformers does not have, and not an empty one", repr(name))
-    install(name)
+    install(name, fusedattn_forward)
 
 
 def fusedattn_forward(
