@@ -229,9 +229,6 @@ class AssumedGPU(NamedTuple):
     capability: int
     type: str = "cuda"
 
-    def __str__(self) -> str:
-        return f"a GPU of compute capability {self.capability // 10}.{self.capability % 10}"
-
 
 Device = torch.device | AssumedGPU
 
