@@ -9,7 +9,7 @@ from torch.overrides import handle_torch_function
 
 from .call import jagged
 from .call.decode import CacheArguments, checked as checked_decode
-from .call.options import Arguments, Plan, add_batch_dim, add_head_dim, results
+from .call.options import Arguments, Plan, in_full, results
 from .call.overrides import overridable
 from .call.plan import check_plan
 from .call.rules import FLOATING, check_flags, check_strided, fail
@@ -214,7 +214,7 @@ def attention_decode(
     options = Arguments(
         None, None, None, mask, bias, key_mask, query_mask, causal, window, align, scale, softcap, alibi_slopes, sinks
     )
-    check_flags(return_lse=return_lse, return_weights=return_weights)
+    check_flags(rotary_interleaved=rotary_interleaved, return_lse=return_lse, return_weights=return_weights)
     dtensors.refuse("attention_decode", options._asdict() | arguments._asdict())
     decode = checked_decode(arguments, options, backends.named(backend) is not None)
     out, lse, weights = backends.choose(decode, return_weights, backend).run(decode, return_lse, return_weights)
@@ -246,9 +246,10 @@ def plan(mask: Tensor | None = None, key_mask: Tensor | None = None, query_mask:
     if any(isinstance(x, Proxy) for x in masks):
         return handle_torch_function(plan, masks, *masks)
     check_plan(Plan(*masks, None))
-    device = next(x.device for x in masks if x is not None)
-    in_full = add_head_dim(mask), add_batch_dim(key_mask), add_batch_dim(query_mask), None
-    return Plan(*masks, None if backends.machine_reasons(device) else block_mask_or_none(in_full))
+    if backends.machine_reasons(next(x.device for x in masks if x is not None)):
+        return Plan(*masks, None)
+    full = in_full("mask", mask), in_full("key_mask", key_mask), in_full("query_mask", query_mask), None
+    return Plan(*masks, block_mask_or_none(full))
 
 
 @overridable

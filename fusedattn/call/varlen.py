@@ -13,7 +13,7 @@ from .rules import Sizes, check_bool, check_dtype, check_options, check_query_ke
 
 
 class VarlenArguments(NamedTuple):
-    """Arguments of packed sequences as the caller wrote them, unchecked, and the masks of packed tokens."""
+    """Unchecked arguments of `attention_varlen`, without the options that mean the same in `attention`."""
 
     query: Any
     key: Any
@@ -26,14 +26,15 @@ class VarlenArguments(NamedTuple):
     query_mask: Any = None
 
 
-# (offsets, maximum length, packed tensor)
-_SIDES = (("cu_seqlens_q", "max_seqlen_q", "query"), ("cu_seqlens_k", "max_seqlen_k", "key"))
+def _sides(packed: VarlenArguments) -> list[tuple[str, Any, str, Any, str, int]]:
+    """Return (name of offsets, offsets, name of maximum length, maximum length, packed tensor, its length) twice."""
+    names = ("cu_seqlens_q", "max_seqlen_q", "query"), ("cu_seqlens_k", "max_seqlen_k", "key")
+    return [(x, getattr(packed, x), y, getattr(packed, y), z, getattr(packed, z).shape[0]) for x, y, z in names]
 
 
 def check_lengths(packed: VarlenArguments) -> None:
     """Raise for offsets and maximum lengths of wrong types and sizes, without reading the offsets."""
-    for name, longest_name, tensor in _SIDES:
-        offsets, rows, most = getattr(packed, name), getattr(packed, tensor).shape[0], getattr(packed, longest_name)
+    for name, offsets, longest_name, most, tensor, rows in _sides(packed):
         check_dtype(name, offsets, torch.int32, packed.query.device)
         if offsets.dim() != 1 or holds(offsets.shape[0] == 0, False):
             fail(ValueError, name, "shape (n + 1,), of n sequences", tuple(offsets.shape))
@@ -51,9 +52,8 @@ def check_lengths(packed: VarlenArguments) -> None:
 
 
 def check_values(packed: VarlenArguments) -> None:
-    """Raise for wrong values of offsets on a CPU, of arguments that `check_lengths` passed."""
-    for name, longest_name, tensor in _SIDES:
-        offsets, rows, most = getattr(packed, name), getattr(packed, tensor).shape[0], getattr(packed, longest_name)
+    """Raise for wrong values of offsets on a CPU, after `check_lengths`."""
+    for name, offsets, longest_name, most, tensor, rows in _sides(packed):
         if not is_known(offsets):
             continue
         first, *rest = known = offsets.tolist()
@@ -71,13 +71,11 @@ def check_values(packed: VarlenArguments) -> None:
 def checked_varlen(packed: VarlenArguments, options: dict[str, Any], need_weights: bool, named: bool = False) -> Call:
     """Apply autocast and a plan, check the arguments, and return their Call.
 
-    Args:
-        options: those of `attention`, without key_mask and query_mask; mask may be a plan of a mask.
-        named: the caller named the backend.
+    options: options of `attention`, without key_mask and query_mask. named: the caller named the backend.
     """
-    query, key, value, *_ = autocast(Arguments(packed.query, packed.key, packed.value))
-    packed, block_mask = packed._replace(query=query, key=key, value=value), None
-    arguments = Arguments(query, key, value, **options)
+    arguments, block_mask = autocast(Arguments(packed.query, packed.key, packed.value, **options)), None
+    query, key, value, *_ = arguments
+    packed = packed._replace(query=query, key=key, value=value)
     if isinstance(plan := arguments.mask, Plan):
         for name in ("key_mask", "query_mask"):
             if getattr(plan, name) is not None:
@@ -101,8 +99,8 @@ def checked_varlen(packed: VarlenArguments, options: dict[str, Any], need_weight
     batch, heads = packed.cu_seqlens_q.shape[0] - 1, query.shape[1]
     arguments = check_options(arguments, Sizes(query.device, query.dtype, batch, heads, most_q, most_k))
     query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
-    arguments = arguments._replace(query=query, key=key, value=value)
-    arguments = arguments._replace(key_mask=packed.key_mask, query_mask=packed.query_mask)
+    masks = dict(key_mask=packed.key_mask, query_mask=packed.query_mask)
     lengths = dict(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
     lengths |= dict(cu_seqlens_q=packed.cu_seqlens_q, cu_seqlens_k=packed.cu_seqlens_k)
+    arguments = arguments._replace(query=query, key=key, value=value, **masks)
     return normalise(arguments, block_mask=block_mask, named=named, **lengths)

@@ -1,4 +1,4 @@
-"""fusedattn bench: times attention against its peers on this machine, and checks every result."""
+"""fusedattn bench: times attention against its peers, and checks the results."""
 
 import contextlib
 import importlib.util
@@ -32,7 +32,7 @@ def run(arguments) -> int:
     if picture is not None:
         if importlib.util.find_spec("matplotlib") is None:
             raise Problem("plot: needs matplotlib: pip install 'fusedattn[bench]'")
-        if Path(picture).suffix.lower() != ".png":  # a slip would overwrite another file
+        if Path(picture).suffix.lower() != ".png":  # so that a mistyped name overwrites no other file
             raise Problem(f"plot: expected a name that ends in .png, got {picture}")
         if Path(picture).is_dir() or not Path(picture).resolve().parent.is_dir():
             raise Problem(f"plot: there is no folder for {picture}, or it is a folder itself")

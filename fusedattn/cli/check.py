@@ -18,7 +18,7 @@ def run(arguments) -> int:
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise Problem("device: expected cpu, got cuda: torch finds no GPU")
     here = machine.device()  # makes Triton interpret kernels if there is no GPU
-    devices = [arguments.device] if arguments.device else list(dict.fromkeys((here, "cpu")))
+    devices = [arguments.device] if arguments.device else dict.fromkeys((here, "cpu"))
     check_names("case", arguments.case or [], [case.name for case in CASES])
     check_names("backend", arguments.backend or [], BACKENDS)
     cases = [case for case in CASES if not arguments.case or case.name in arguments.case]
@@ -64,7 +64,7 @@ def run(arguments) -> int:
 
 
 def _check(case: Case, backend: str, device: str, dtype: str) -> tuple[dict[str, Verdict], str]:
-    """Return ({result: verdict}, ""), or ({}, why) if the backend refuses the case."""
+    """Return ({result: verdict}, ""), or ({}, reason) if the backend does not take the case."""
     try:
         verdicts = compare(case.grown() if device == "cuda" else case, backend, device, getattr(torch, dtype))
     except NotImplementedError as refused:
@@ -76,7 +76,7 @@ def _check(case: Case, backend: str, device: str, dtype: str) -> tuple[dict[str,
 
 
 def _left_out(parts):
-    """Return a line for all dtypes that a backend leaves out for the same reasons."""
+    """Return a line for each backend and reason, with all dtypes that it holds for."""
     alike: dict[tuple, dict[str, None]] = {}
     for part in parts:
         cases = f", {part['case']}" if "case" in part else ""
