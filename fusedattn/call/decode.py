@@ -114,8 +114,8 @@ def _check_new(a: CacheArguments) -> None:
     if len(new_key) != 4 or not is_shape((*new_key[:2], new_key[3]), (batch, heads, columns)):
         fail(ValueError, "new_key", f"shape ({batch}, {heads}, new, {columns})", tuple(new_key))
     check_shape("new_value", a.new_value, (*new_key[:3], a.value_cache.shape[3]))
-    for name, cache in (("key_cache", a.key_cache), ("value_cache", a.value_cache)):
-        _check_writable(name, cache)
+    for name in ("key_cache", "value_cache"):
+        _check_writable(name, getattr(a, name))
 
 
 def _check_writable(name: str, cache: Tensor) -> None:

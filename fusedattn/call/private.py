@@ -84,8 +84,7 @@ assert_at_run_time: Callable[[Any], None] = _find("_check", lambda condition: No
 
 @constant
 def _in_transform() -> bool:
-    peek = _find("_C._functorch.peek_interpreter_stack")
-    return peek is None or peek() is not None
+    return _find("_C._functorch.peek_interpreter_stack", lambda: True)() is not None
 
 
 # Tell whether a transform of torch.func, forward mode (level 0 or more), a TorchDispatchMode or torch.jit is active.
@@ -96,18 +95,14 @@ dispatch_modes: Callable[[], int] = _find("_C._len_torch_dispatch_stack", lambda
 tracing: Callable[[], Any] = _find("_C._get_tracing_state", lambda: True)
 # The TorchDispatchModes of this thread. Without it, an active FlopCounterMode does not count our operators.
 _dispatch_modes: Callable[[], list[Any]] = _find("utils._python_dispatch._get_current_dispatch_mode_stack", list)
-# Tells whether autocast is on for any device. Without it: no replay.
-any_autocast: Callable[[], bool] = _find("_C._is_any_autocast_enabled", lambda: True)
+any_autocast: Callable[[], bool] = _find("_C._is_any_autocast_enabled", lambda: True)  # without it: no replay
 
 
 def flop_formulas() -> list[dict[Any, Callable[..., Any]]]:
     """Return the tables {operator: formula} of torch.utils.flop_counter; none if it is not imported."""
-    module: Any = sys.modules.get("torch.utils.flop_counter")
-    if module is None:
-        return []
-    counters = (getattr(mode, "counter", None) for mode in _dispatch_modes())
-    formulas = (getattr(owner, "flop_registry", None) for owner in (module, *counters))
-    return [one for one in formulas if one is not None]
+    module = sys.modules.get("torch.utils.flop_counter")
+    counters = [getattr(mode, "counter", None) for mode in _dispatch_modes()] if module is not None else []
+    return [owner.flop_registry for owner in (module, *counters) if hasattr(owner, "flop_registry")]
 
 
 def unmapped(tensor: Tensor) -> Tensor:
@@ -132,12 +127,10 @@ can_replay = hasattr(torch.UntypedStorage, "_cdata")
 
 
 def storage(tensor: Tensor) -> int:
-    number: int = tensor.untyped_storage()._cdata
-    return number
+    return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
 
 
-# Compares tensors in C++. Without it a dictionary does.
-TensorGuards: Any = _find("_C._dynamo.guards.TensorGuards")
+TensorGuards: Any = _find("_C._dynamo.guards.TensorGuards")  # compares tensors in C++; without it a dictionary does
 
 
 def can_guard(tensors: Iterable[Any]) -> bool:
@@ -194,7 +187,7 @@ as_torch_has_it: Callable[[], Any] = _find("_C.DisableTorchFunction", contextlib
 is_as_torch_has_it: Callable[[], bool] = _find("_C._is_torch_function_all_disabled", lambda: False)
 # The __torch_function__ of a class that overrides no function. Without it such a class counts as overriding all.
 disabled_torch_function = _find("_C._disabled_torch_function_impl")
-# Without it torch.compile takes no tensors of classes with a __torch_function__.
+# Without it torch.compile accepts no tensors of classes with a __torch_function__.
 torch_function_enabled: Callable[[], bool] = _find("_C._is_torch_function_enabled", lambda: True)
 # Modules of classes whose __torch_function__ is ignored: our functions accept causal biases and jagged tensors, and
 # raise a clearer error for parameters without sizes.

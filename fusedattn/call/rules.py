@@ -30,12 +30,10 @@ class Sizes(NamedTuple):
 
 
 # torch and flash-attn raise RuntimeError and AssertionError for the same mistakes: code that catches those still works.
-class ArgumentValueError(ValueError, RuntimeError, AssertionError):
-    """A ValueError about an argument."""
+class ArgumentValueError(ValueError, RuntimeError, AssertionError): ...
 
 
-class ArgumentTypeError(TypeError, RuntimeError, AssertionError):
-    """A TypeError about an argument."""
+class ArgumentTypeError(TypeError, RuntimeError, AssertionError): ...
 
 
 def fail(error: type[Exception], argument: str, expected: Any, got: Any) -> NoReturn:
@@ -167,7 +165,6 @@ def check_query_key_value(
 
 
 def _tokens_hint(mask: Tensor, s: Sizes) -> str:
-    """Return a hint at key_mask and query_mask for a mask of their shape."""
     lengths = {"key_mask": (s.Sk, "keys"), "query_mask": (s.Sq, "queries")}
     hints = [f"a mask of {of} is {name}" for name, (n, of) in lengths.items() if tuple(mask.shape) in ((n,), (s.B, n))]
     return f" ({', '.join(hints)})" if hints else ""
@@ -197,15 +194,6 @@ def check_tokens(name: str, x: Any, s: Sizes) -> None:
 def check_heads(name: str, x: Any, device: torch.device, *shapes: tuple[int, ...]) -> None:
     check_floating(name, x, device)
     check_shape(name, x, *shapes)
-
-
-def check_window(window: Any) -> None:
-    pair = isinstance(window, tuple | list) and len(window) == 2
-    if not pair or any(side is not None and not is_int(side) for side in window):
-        fail(TypeError, "window", "(left, right), each an int or None", value(window))
-    for side in window:
-        if side is not None and side < 0:
-            fail(ValueError, "window", "sides of 0 or more; None is unbounded", value(window))
 
 
 def check_number(
@@ -266,10 +254,9 @@ def check_options(arguments: Arguments, sizes: Sizes | None = None) -> Arguments
     """
     a, s = arguments, sizes
     if s is not None:
-        checks = dict(mask=check_pairs, bias=check_pairs, key_mask=check_tokens, query_mask=check_tokens)
-        for name, check in checks.items():
+        for name in ("mask", "bias", "key_mask", "query_mask"):
             if (x := getattr(a, name)) is not None:
-                check(name, x, s)
+                (check_pairs if name in ("mask", "bias") else check_tokens)(name, x, s)
         if a.alibi_slopes is not None:
             check_heads("alibi_slopes", a.alibi_slopes, s.device, (s.Hq,), (s.B, s.Hq))
         if a.sinks is not None:
@@ -279,7 +266,11 @@ def check_options(arguments: Arguments, sizes: Sizes | None = None) -> Arguments
     if not isinstance(a.causal, bool):
         fail(TypeError, "causal", "a bool", value(a.causal))
     if a.window is not None:
-        check_window(a.window)
+        pair = isinstance(a.window, tuple | list) and len(a.window) == 2
+        if not pair or any(side is not None and not is_int(side) for side in a.window):
+            fail(TypeError, "window", "(left, right), each an int or None", value(a.window))
+        if any(side is not None and side < 0 for side in a.window):
+            fail(ValueError, "window", "sides of 0 or more; None is unbounded", value(a.window))
     if not isinstance(a.align, str) or a.align not in ALIGNMENTS:
         fail(ValueError, "align", "'bottom_right' or 'top_left'", value(a.align))
     dtype = None if s is None else s.dtype

@@ -26,35 +26,21 @@ class VarlenArguments(NamedTuple):
     query_mask: Any = None
 
 
-def _sides(packed: VarlenArguments) -> list[tuple[str, Any, str, Any, str, int]]:
-    """Return (name of offsets, offsets, name of maximum length, maximum length, packed tensor, its length) twice."""
-    names = ("cu_seqlens_q", "max_seqlen_q", "query"), ("cu_seqlens_k", "max_seqlen_k", "key")
-    return [(x, getattr(packed, x), y, getattr(packed, y), z, getattr(packed, z).shape[0]) for x, y, z in names]
-
-
-def check_lengths(packed: VarlenArguments) -> None:
-    """Raise for offsets and maximum lengths of wrong types and sizes, without reading the offsets."""
-    for name, offsets, longest_name, most, tensor, rows in _sides(packed):
+def check_lengths(packed: VarlenArguments, values: bool = False) -> None:
+    """Raise for wrong offsets and maximum lengths. values: also read offsets on a CPU."""
+    for side, tensor in (("q", "query"), ("k", "key")):
+        name, longest_name, rows = f"cu_seqlens_{side}", f"max_seqlen_{side}", getattr(packed, tensor).shape[0]
+        offsets, most = getattr(packed, name), getattr(packed, longest_name)
         check_dtype(name, offsets, torch.int32, packed.query.device)
         if offsets.dim() != 1 or holds(offsets.shape[0] == 0, False):
             fail(ValueError, name, "shape (n + 1,), of n sequences", tuple(offsets.shape))
         if holds(offsets.shape[0] == 1, False) and holds(rows != 0, False):
             fail(ValueError, name, f"one sequence or more, because {tensor} has {rows} rows", "offsets of none")
-        if most is None:
-            continue
-        if not is_int(most):
+        if most is not None and not is_int(most):
             fail(TypeError, longest_name, "an int or None", type_name(most))
-        if holds(most < 0, False) or holds(most >= 2**31, False):
+        if most is not None and (holds(most < 0, False) or holds(most >= 2**31, False)):
             fail(ValueError, longest_name, "a length of 0 or more, below 2**31", most)
-    count = packed.cu_seqlens_q.shape[0]
-    if not is_size(packed.cu_seqlens_k.shape[0], count):
-        fail(ValueError, "cu_seqlens_k", f"as many offsets as cu_seqlens_q, {count}", packed.cu_seqlens_k.shape[0])
-
-
-def check_values(packed: VarlenArguments) -> None:
-    """Raise for wrong values of offsets on a CPU, after `check_lengths`."""
-    for name, offsets, longest_name, most, tensor, rows in _sides(packed):
-        if not is_known(offsets):
+        if not values or not is_known(offsets):
             continue
         first, *rest = known = offsets.tolist()
         if first != 0:
@@ -66,6 +52,9 @@ def check_values(packed: VarlenArguments) -> None:
                 fail(ValueError, longest_name, f"at least the longest length in {name}, {after - before}", most)
         if known[-1] != rows:
             fail(ValueError, name, f"the number of rows of {tensor}, {rows}, as its last offset", known[-1])
+    count = packed.cu_seqlens_q.shape[0]
+    if not is_size(packed.cu_seqlens_k.shape[0], count):
+        fail(ValueError, "cu_seqlens_k", f"as many offsets as cu_seqlens_q, {count}", packed.cu_seqlens_k.shape[0])
 
 
 def checked_varlen(packed: VarlenArguments, options: dict[str, Any], need_weights: bool, named: bool = False) -> Call:
@@ -83,8 +72,7 @@ def checked_varlen(packed: VarlenArguments, options: dict[str, Any], need_weight
         # Blocks that the plan marks as fully visible may hold keys that key_mask hides.
         arguments, block_mask = arguments._replace(mask=plan.mask), plan.block_mask if packed.key_mask is None else None
     check_query_key_value(query, key, value, layout="(T, H, D)")
-    check_lengths(packed)
-    check_values(packed)
+    check_lengths(packed, values=True)
     for name, mask, tensor in (("key_mask", packed.key_mask, key), ("query_mask", packed.query_mask, query)):
         if mask is not None:
             check_bool(name, mask, query.device)

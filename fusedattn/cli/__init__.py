@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from .. import __version__
-from .output import Problem
+from .output import Output, Problem
 
 SIZES = "B,Hq,Hkv,Sq,Sk,D"
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -127,23 +127,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = _parser().parse_args(arguments)
         command += f" {options.command}"
-        status: int = importlib.import_module(f".{options.command}", __package__).run(options)
+        module = importlib.import_module(f".{options.command}", __package__)
+        status: int = module.run(options, Output(options.json))
         print(end="", flush=True)
         return status
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:
-        _drop_output()
-        return 141
     except Problem as problem:
         print(f"{command}: {problem}", file=sys.stderr)
-    except OSError as error:  # a full disk
-        _drop_output()
+    except OSError as error:  # a closed pipe, or a full disk
+        with contextlib.suppress(OSError):  # keeps Python from writing the rest at exit, which would raise again
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            return 141
         print(f"{command}: {error}", file=sys.stderr)
     return 2
-
-
-def _drop_output() -> None:
-    """Keep Python from writing the rest at exit, which would raise again."""
-    with contextlib.suppress(OSError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,9 +1,7 @@
 """fusedattn bench: times attention against its peers, and checks the results."""
 
-import contextlib
 import importlib.util
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -24,10 +22,9 @@ USUAL = {
 Work = tuple[list[Case], list[str], list[str]]  # cases, providers, modes
 
 
-def run(arguments) -> int:
-    output, began = Output(arguments.json), time.monotonic()
-    device, path, picture = arguments.device, arguments.csv, arguments.plot
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+def run(arguments, output: Output) -> int:
+    began, path, picture = time.monotonic(), arguments.csv, arguments.plot
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     work = choose(arguments, device)
     if picture is not None:
         if importlib.util.find_spec("matplotlib") is None:
@@ -53,21 +50,21 @@ def run(arguments) -> int:
                     written.append(row)
                     whys.append(why)
                     if path is not None:
-                        with writing("csv", path):
-                            rows.append(path, row)
+                        rows.append(path, row)
                     advance(f"{row.provider} {row.mode}, {row.case.name}")
                     if measure.broke(row.status):
                         raise Problem(f"the GPU stopped working: {report.reason(row)}")
-    except (KeyboardInterrupt, Problem) as error:  # shows the rows so far
+    except (KeyboardInterrupt, Problem) as error:  # the rows so far are shown
         ended = error
+    except OSError as error:  # a full disk
+        ended = Problem(f"csv: cannot write {path}: {error.strerror or error}")
 
     for line in report.lines(written, whys):
         output.say(line)
     for text in report.over_promise(written) if device == "cpu" else ():
         output.say(f"slower than promised on a CPU: {text}")
     if picture and plot.drawable(written):
-        with writing("plot", picture):
-            plot.figure(written).savefig(picture, format="png")
+        plot.figure(written).savefig(picture, format="png")
         output.say(f"Plot: {picture}")
     elif picture:
         output.say("No plot: nothing was measured.")
@@ -86,15 +83,6 @@ def run(arguments) -> int:
     if ended:
         raise ended
     return 0 if ok else 1
-
-
-@contextlib.contextmanager
-def writing(option: str, path: str) -> Iterator[None]:
-    """Turn an OSError, such as a full disk, into a Problem that names the file."""
-    try:
-        yield
-    except OSError as error:
-        raise Problem(f"{option}: cannot write {path}: {error.strerror or error}") from error
 
 
 def choose(arguments, device: str) -> list[Work]:
@@ -129,7 +117,6 @@ def choose(arguments, device: str) -> list[Work]:
 
 
 def _list(option, texts, known):
-    """Return the names in comma lists, each once."""
     named = list(dict.fromkeys(name.strip() for text in texts or () for name in text.split(",")))
     check_names(option, named, known)
     return named

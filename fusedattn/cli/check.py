@@ -13,8 +13,8 @@ from . import DTYPES, machine
 from .output import Output, Problem, check_names
 
 
-def run(arguments) -> int:
-    output, began = Output(arguments.json), time.monotonic()
+def run(arguments, output: Output) -> int:
+    began = time.monotonic()
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise Problem("device: expected cpu, got cuda: torch finds no GPU")
     here = machine.device()  # makes Triton interpret kernels if there is no GPU

@@ -7,8 +7,7 @@ from . import DTYPES, machine
 from .output import Output
 
 
-def run(arguments) -> int:
-    output = Output(arguments.json)
+def run(arguments, output: Output) -> int:
     versions, cores, answers = rows.versions(), machine.cores(), []
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     gpus = [

@@ -27,7 +27,6 @@ def need_gpu(why: str) -> None:
 
 
 def explained(device: str, dtype: str, backend: str | None = None) -> Explanation:
-    """Return how a small call is explained."""
     small = (torch.zeros(1, 1, 16, 64, device=device, dtype=getattr(torch, dtype)),) * 3
     return explain(*small, backend=backend)
 

@@ -14,7 +14,6 @@ class Problem(Exception):
 
 
 def check_names(option: str, names: Sequence[str], known: Collection[str]) -> None:
-    """Raise a Problem for the first unknown name, with the most similar known one."""
     for name in names:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1, 0.7)

@@ -27,8 +27,7 @@ BUDGET_MS, REPEATS = 60.0, 5
 truth = functools.lru_cache(maxsize=2)(lambda case, device: timer.truth(case, case.draw(device)))
 
 
-def run(arguments) -> int:
-    output = Output(arguments.json)
+def run(arguments, output: Output) -> int:
     machine.need_gpu("checks and times kernels on")
     device = torch.device("cuda", torch.cuda.current_device())
     about, rows = tuned.about(device), dict[tuple, Row]()

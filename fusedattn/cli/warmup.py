@@ -58,8 +58,7 @@ def compile_pass(case: Case, what: str, device: torch.device) -> Compiled:
     return Compiled(case, what, len(recorder.steps), time.monotonic() - began, why)
 
 
-def run(arguments) -> int:
-    output = Output(arguments.json)
+def run(arguments, output: Output) -> int:
     machine.need_gpu("compiles kernels for")
     device = torch.device("cuda", torch.cuda.current_device())
     bands = (False, True) if arguments.causal is None else (arguments.causal,)

@@ -172,8 +172,8 @@ def check_name(name: str | None) -> None:
 def use_backend(name: str | None) -> AbstractContextManager[None]:
     """Name the backend of all calls that this thread makes inside the `with`. `backend=` of a call takes precedence.
 
-    torch.utils.checkpoint recomputes a forward where its backward runs: keep the backward inside, too. On a GPU,
-    autograd runs backwards in a thread of its own, which this function does not reach: pass `backend=` instead.
+    torch.utils.checkpoint recomputes the forward during the backward: keep the backward inside, too. On a GPU, autograd
+    runs backwards in another thread, which this function does not reach: pass `backend=` instead.
 
     Examples:
         >>> query = key = value = torch.randn(2, 8, 128, 64)
@@ -184,15 +184,15 @@ def use_backend(name: str | None) -> AbstractContextManager[None]:
         name: "hopper", "triton", "cpu" or "naive". None: choose by default again.
 
     Raises:
-        ValueError: name is none of these.
-        NotImplementedError: raised by a call inside, if the backend cannot take it.
+        ValueError: there is no backend of that name.
+        NotImplementedError: raised by a call inside that the backend cannot take.
     """
     check_name(name)
     return override(backend=name)
 
 
 def named(name: str | None) -> str | None:
-    """Return the backend that the call or `use_backend` names, unchecked, or None."""
+    """Return the name, unchecked, that the call passes as backend or `use_backend` sets, or None."""
     return name if name is not None else thread_overrides.backend
 
 
@@ -208,11 +208,10 @@ def _slower_on_hopper(name: str, call: Call | Decode) -> bool:
 
 
 def choose(call: Call | Decode, need_weights: bool, name: str | None = None) -> Backend:
-    """Return the backend that takes a call: the named one, or the first without a reason not to."""
+    """Return the backend that takes a call: the named one, or the first one without reasons against it."""
     check_name(name)
     among = DECODERS if isinstance(call, Decode) else BACKENDS
-    taken = named(name)
-    if taken is not None:
+    if (taken := named(name)) is not None:
         if reasons := among[taken].reasons(call, need_weights):
             raise NotImplementedError(f"backend: {taken!r} cannot take this call: {'; '.join(reasons)}")
         return among[taken]
@@ -228,11 +227,11 @@ def choose(call: Call | Decode, need_weights: bool, name: str | None = None) -> 
 
 
 class Explanation(NamedTuple):
-    """Result of `explain`. Print it to read it.
+    """Result of `explain`; `print` shows it as text.
 
-    backend: the backend that the call takes; None if it would raise. tiles: {kernel: Tile, Pipeline or Backward}.
-    reasons: {backend: [sentence, ...]} for each other backend. backward: on a Hopper GPU, why the Hopper kernels do not
-    compute the gradients of query, key and value; empty if they do.
+    backend: the backend that takes the call; None if the call would raise. tiles: {kernel: Tile, Pipeline or Backward}.
+    reasons: {other backend: [sentence, ...]}. backward: on a Hopper GPU, why its kernels do not compute the gradients
+    of query, key and value; empty if they do.
     """
 
     backend: str | None
@@ -264,7 +263,7 @@ def explain(
     capability: tuple[int, int] | None = None,
     **options: Any,
 ) -> Explanation:
-    """Return which backend `fusedattn.attention` takes for these arguments, and why not the others. Computes nothing.
+    """Return the backend that `fusedattn.attention` takes for these arguments, and why not the others.
 
     Examples:
         >>> query = key = value = torch.randn(2, 8, 128, 64)
@@ -275,29 +274,26 @@ def explain(
         'hopper'
 
     Args:
-        capability: explain for an NVIDIA GPU of this compute capability, such as (9, 0) for an H100 or H200, without a
-            tuning file, wherever the tensors are; needs Triton. None: for the device of the tensors.
+        capability: None explains the call for the device of the tensors. (9, 0), for example, explains it for an H100
+            or H200 without a tuning file, on any device; needs Triton.
         **options: as in `fusedattn.attention`.
 
     Raises:
-        TypeError, ValueError: for wrong arguments, as `fusedattn.attention` raises; for a wrong capability.
+        TypeError, ValueError: an argument is wrong.
     """
     check_flags(return_lse=return_lse, return_weights=return_weights)
     check_names("explain", options, Arguments._fields)
     check_name(backend)
     chosen = named(backend)
     call = checked(Arguments(query, key, value, **options), named=chosen is not None)
-    with override(gpu=_assumed(capability)):
+    gpu = None
+    if capability is not None:
+        pair = isinstance(capability, (tuple, list)) and [type(x) for x in capability] == [int, int]
+        if not pair or not (0 < capability[0] < 100 and 0 <= capability[1] < 10):
+            fail(ValueError, "capability", "None or a compute capability such as (9, 0)", repr(capability))
+        gpu = AssumedGPU(10 * capability[0] + capability[1])
+    with override(gpu=gpu):
         return _explained(call, chosen, return_weights)
-
-
-def _assumed(capability: Any) -> AssumedGPU | None:
-    if capability is None:
-        return None
-    fits = isinstance(capability, (tuple, list)) and len(capability) == 2 and all(type(x) is int for x in capability)
-    if not fits or not (0 < capability[0] < 100 and 0 <= capability[1] < 10):
-        fail(ValueError, "capability", "None or a compute capability such as (9, 0)", repr(capability))
-    return AssumedGPU(10 * capability[0] + capability[1])
 
 
 def _explained(call: Call, chosen: str | None, return_weights: bool) -> Explanation:

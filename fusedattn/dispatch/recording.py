@@ -103,9 +103,14 @@ class Recorder:
             del self.numbers[storage(tensor)]
         del self.steps[steps:], self.tensors[tensors:]
 
-    def number(self, tensor: Tensor | None) -> int | None:
-        """Return the index of a tensor in the result of `Recording.run`."""
-        return None if tensor is None else self.numbers[storage(tensor)]
+    def number(self, tensor: Tensor | None) -> Any:
+        """Return the index of a tensor in the result of `Recording.run`, and register it if it is unknown."""
+        if tensor is None:
+            return None
+        assert tensor.storage_offset() == 0, "a recording addresses tensors by the beginning of their storage"
+        if storage(tensor) not in self.numbers:
+            self.make(tensor if tensor._base is None else tensor._base)
+        return self.numbers[storage(tensor)]
 
     def add(self, kernel, compiled, programs: int, arguments: dict, options: dict) -> None:
         """Record a launch. compiled is None in the interpreter."""
@@ -118,10 +123,10 @@ class Recorder:
         for value in (arguments[name] for name in kernel.arg_names):
             index = len(values)
             if isinstance(value, View):
-                views.append((index, self._number(value.base), value.strides))
+                views.append((index, self.number(value.base), value.strides))
                 values.append(None)
             elif hopper.is_descriptor(value):
-                number = self._number(value.base)
+                number = self.number(value.base)
                 encode = next(encoding, None) or functools.partial(launcher.rebased, value)
                 values += [None] if encoders is None else [None, *value.shape, *value.strides]
                 others.append((index, lambda tensors, encode=encode, number=number: encode(tensors[number])))
@@ -135,17 +140,10 @@ class Recorder:
             run = launcher.launched(compiled, encodes=encoders is None)
         self.steps.append((run, programs, values, tuple(views), tuple(others)))
 
-    def _number(self, tensor):
-        """Return the index of the tensor of an argument, and register it if it is unknown."""
-        assert tensor.storage_offset() == 0, "a recording addresses tensors by the beginning of their storage"
-        if storage(tensor) not in self.numbers:
-            self.make(tensor if tensor._base is None else tensor._base)
-        return self.numbers[storage(tensor)]
-
     def _place(self, value) -> Callable[[Sequence], Any] | None:
         """Return a function from tensors to the argument, or None if it is constant."""
         if isinstance(value, Tensor):
-            number = self._number(value)
+            number = self.number(value)
             if self.tensors[number].dtype == value.dtype or not launch.interpreting():
                 return itemgetter(number)
             return lambda tensors: tensors[number].view(value.dtype)  # only the interpreter looks at the dtype

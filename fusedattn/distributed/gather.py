@@ -19,7 +19,7 @@ from ..call.options import DIMS, Arguments, Call, Origin, in_full
 from ..call.overrides import overridable
 from ..call.private import eager
 from ..call.rules import Sizes, check_options, check_tensors, fail
-from ..call.varlen import VarlenArguments, check_lengths, check_values
+from ..call.varlen import VarlenArguments, check_lengths
 from . import ranks as ranks_of
 from .global_call import GlobalCall, Piece, agreed, prepared
 from .parts import attend, attend_pieces
@@ -159,7 +159,7 @@ def gather_attention_varlen(
     whole = agreed("gather_attention_varlen", given, prepare)
     assert whole is not None
     of_all = query.new_empty(()).expand(whole.total_keys, 1, 1)
-    check_values(VarlenArguments(of_all, of_all, of_all, cu_seqlens, cu_seqlens))
+    check_lengths(VarlenArguments(of_all, of_all, of_all, cu_seqlens, cu_seqlens), values=True)
     out, lse = attend_pieces(whole, functools.partial(_Keys, _documents(whole, offsets)))
     out = out.squeeze(0).transpose(0, 1)
     return (out, lse.squeeze(0)) if return_lse else out
