@@ -45,7 +45,7 @@ def attention_map(
         ImportError: matplotlib is not installed.
         ValueError, TypeError: an argument is wrong.
     """
-    maps = _maps(weights) if mask is None else _masked(_maps(weights), mask)
+    maps = _maps(weights, mask)
     heads, rows, columns = maps.shape
     row_names, key_names = _names("tokens", tokens, rows), _names("key_tokens", key_tokens, columns)
     if key_tokens is None and rows == columns:
@@ -136,7 +136,8 @@ def _values(name: str, tensor: Tensor, dtype: torch.dtype = torch.float64) -> Te
     return tensor.detach().cpu().to(dtype)
 
 
-def _maps(weights: Tensor) -> Tensor:
+def _maps(weights: Tensor, mask: Tensor | None) -> Tensor:
+    """Return weights as float64 (H, Sq, Sk), with NaN for hidden pairs."""
     maps = _values("weights", weights)
     maps = maps[None] if maps.dim() == 2 else maps[0] if maps.dim() == 4 and len(maps) == 1 else maps
     if maps.dim() != 3 or not maps.numel():
@@ -145,10 +146,8 @@ def _maps(weights: Tensor) -> Tensor:
     low, high = maps.nan_to_num(0.0, math.inf, -math.inf).aminmax()
     if low < 0 or high == math.inf:
         fail(ValueError, "weights", "finite numbers, 0 or more", f"{low:.3g} to {high:.3g}")
-    return maps
-
-
-def _masked(maps: Tensor, mask: Tensor) -> Tensor:
+    if mask is None:
+        return maps
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         fail(TypeError, "mask", "a bool tensor, True = may attend", kind(mask))
     hidden = ~_values("mask", mask, torch.bool)
@@ -158,7 +157,9 @@ def _masked(maps: Tensor, mask: Tensor) -> Tensor:
         fail(ValueError, "mask", f"broadcastable to {tuple(maps.shape)}", tuple(mask.shape))
 
 
-def _names(argument: str, names: Sequence[object] | None, length: int, signs: dict = SIGNS) -> list[str] | None:
+def _names(
+    argument: str, names: Sequence[object] | None, length: int, signs: dict[int, str] = SIGNS
+) -> list[str] | None:
     if names is None:
         return None
     try:

@@ -100,8 +100,10 @@ any_autocast: Callable[[], bool] = _find("_C._is_any_autocast_enabled", lambda: 
 
 def flop_formulas() -> list[dict[Any, Callable[..., Any]]]:
     """Return the tables {operator: formula} of torch.utils.flop_counter; none if it is not imported."""
-    module = sys.modules.get("torch.utils.flop_counter")
-    counters = [getattr(mode, "counter", None) for mode in _dispatch_modes()] if module is not None else []
+    module: Any = sys.modules.get("torch.utils.flop_counter")
+    if module is None:
+        return []
+    counters: list[Any] = [getattr(mode, "counter", None) for mode in _dispatch_modes()]
     return [owner.flop_registry for owner in (module, *counters) if hasattr(owner, "flop_registry")]
 
 
@@ -198,18 +200,13 @@ try:
     from torch.utils._device import DeviceContext
 except ImportError:
     DeviceContext = ()
-# The TorchFunctionModes of a thread. Without them `enable_sdpa` replaces only the operator.
-_MODES = "_get_current_function_mode_stack", "_pop_mode", "_push_mode"
-_all_modes, _pop_mode, _push_mode = (_find(f"overrides.{name}") for name in _MODES)
-
-
-def function_modes() -> list[Any]:
-    return [] if _all_modes is None else _all_modes()
+# The TorchFunctionModes of this thread. Without them `enable_sdpa` replaces only the operator.
+function_modes: Callable[[], list[Any]] = _find("overrides._get_current_function_mode_stack", list)
+_pop_mode: Callable[[], Any] = _find("overrides._pop_mode", lambda: None)
+_push_mode: Callable[[Any], None] = _find("overrides._push_mode", lambda mode: None)
 
 
 def replace_function_modes(modes: list[Any]) -> None:
-    if _pop_mode is None or _push_mode is None:
-        return
     for _ in function_modes():
         _pop_mode()
     for mode in sorted(modes, key=lambda mode: not isinstance(mode, DeviceContext)):
@@ -239,14 +236,14 @@ def in_onnx_export() -> bool:
 flash_attention_for_cpu: Any = _find("_scaled_dot_product_flash_attention_for_cpu")  # 2 us less than by torch.ops
 flash_attention_for_cpu_backward: Any = _find("ops.aten._scaled_dot_product_flash_attention_for_cpu_backward")
 
-_softmax_backward: Any = _find("_softmax_backward_data")
+_softmax_backward: Callable[..., Tensor] = _find(
+    "_softmax_backward_data", lambda grad, weights, *_: (grad - (grad * weights).sum(-1, keepdim=True)).mul_(weights)
+)
 
 
 def softmax_backward(grad: Tensor, weights: Tensor) -> Tensor:
     """Return the gradient of scores from the gradient of their softmax. Without torch's function: in three passes."""
-    if _softmax_backward is None:
-        return (grad - (grad * weights).sum(-1, keepdim=True)).mul_(weights)
-    return _softmax_backward(grad, weights, -1, weights.dtype)  # type: ignore[no-any-return]
+    return _softmax_backward(grad, weights, -1, weights.dtype)
 
 
 def group_timeout(group: Any) -> timedelta:

@@ -50,8 +50,13 @@ def run(arguments, output: Output) -> int:
             title = f"{part['backend']} on {where}, {part['dtype']}"
             output.table(title, ["", "", "largest error / that of eager PyTorch, against float64"], table)
 
-    for line in _left_out(left_out):
-        output.say(line)
+    alike: dict[tuple, list[str]] = {}  # dtypes that a backend leaves out for the same reasons
+    for one in left_out:
+        case = f", {one['case']}" if "case" in one else ""
+        key = f"{one['backend']} on {one['device']}{case}", "; ".join(one["reasons"])
+        alike.setdefault(key, []).append(one["dtype"])
+    for (where, why), dtypes in alike.items():
+        output.say(f"left out: {where}, {', '.join(dtypes)}: {why}")
     wrong = [one for one in results if not one["ok"]]
     for one in wrong:
         where = f"{one['backend']} on {one['device']} in {one['dtype']}, {one['case']}, {one['result']}"
@@ -73,15 +78,3 @@ def _check(case: Case, backend: str, device: str, dtype: str) -> tuple[dict[str,
         nan, why = float("nan"), f"{type(raised).__name__}: {raised}"
         verdicts = {"out": Verdict(False, nan, nan, nan, nan, nan, why)}
     return {RESULTS[name]: verdict for name, verdict in verdicts.items()}, ""
-
-
-def _left_out(parts):
-    """Return a line for each backend and reason, with all dtypes that it holds for."""
-    alike: dict[tuple, dict[str, None]] = {}
-    for part in parts:
-        cases = f", {part['case']}" if "case" in part else ""
-        alike.setdefault((part["backend"], part["device"], cases, "; ".join(part["reasons"])), {})[part["dtype"]] = None
-    return [
-        f"left out: {backend} on {device}{cases}, {', '.join(of)}: {why}"
-        for (backend, device, cases, why), of in alike.items()
-    ]

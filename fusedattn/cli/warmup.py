@@ -41,8 +41,8 @@ def compile_pass(case: Case, what: str, device: torch.device) -> Compiled:
             raise NotImplementedError(f"expected D and Dv of at most 256, got {max(case.D, case.Dv)}")
         keys = case.B, case.Hkv, case.Sk
         sizes = (case.B, case.Hq, case.Sq, case.D), (*keys, case.D), (*keys, case.Dv)
-        tensors = (torch.empty(size, dtype=getattr(torch, case.dtype), device="meta") for size in sizes)
-        call = checked(Arguments(*tensors, causal=case.causal))
+        query, key, value = (torch.empty(size, dtype=getattr(torch, case.dtype), device="meta") for size in sizes)
+        call = checked(Arguments(query, key, value, causal=case.causal))
         with recorder:
             out, _, weights, stats = attention.new_forward(*call, False, False, what != "inference", "triton")
             if what == "backward":

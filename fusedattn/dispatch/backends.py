@@ -203,8 +203,9 @@ def _on_gpu(call: Call | Decode) -> bool:
 
 def _slower_on_hopper(name: str, call: Call | Decode) -> bool:
     """Return whether a tuning file keeps a backend from being chosen by default: Hopper's kernels were slower."""
-    of_hopper = name == "hopper" and isinstance(call, Call)
-    return of_hopper and not tuned.prefers_hopper("hopper", call, device_of(call.query))
+    if name != "hopper" or isinstance(call, Decode):
+        return False
+    return not tuned.prefers_hopper("hopper", call, device_of(call.query))
 
 
 def choose(call: Call | Decode, need_weights: bool, name: str | None = None) -> Backend:

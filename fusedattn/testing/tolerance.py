@@ -46,7 +46,8 @@ def verdict(
         dtype: dtype of the call, if narrower: in a float32 call the gradient of a float64 bias has float32 errors.
     """
     if got.shape != oracle.shape:
-        return Verdict(False, *[math.nan] * 5, f"its shape is {tuple(got.shape)}, not {tuple(oracle.shape)}")
+        nan, why = math.nan, f"its shape is {tuple(got.shape)}, not {tuple(oracle.shape)}"
+        return Verdict(False, nan, nan, nan, nan, nan, why)
     got, eager, oracle = got.detach(), eager.detach(), oracle.detach().double()
     infinite = oracle.to(got.dtype).isinf()  # also values that the dtype cannot hold
     error = (got.double() - oracle).abs().masked_fill(infinite, 0.0)
