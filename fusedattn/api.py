@@ -13,7 +13,7 @@ from .call.options import Arguments, Plan, in_full, results
 from .call.overrides import overridable
 from .call.plan import check_plan
 from .call.rules import FLOATING, check_flags, check_place, check_strided, fail
-from .call.varlen import VarlenArguments, checked_varlen
+from .call.varlen import checked_varlen
 from .dispatch import backends, replay
 from .operators import dtensors
 from .operators.attention import block_mask_or_none
@@ -135,15 +135,16 @@ def attention_varlen(
         TypeError, ValueError: an argument is wrong.
         NotImplementedError: the named backend cannot take the call.
     """
-    options = dict(
-        mask=mask, bias=bias, causal=causal, window=window, align=align, scale=scale, softcap=softcap,
-        alibi_slopes=alibi_slopes, sinks=sinks, dropout_p=dropout_p, seed=seed,
+    arguments = Arguments(
+        query, key, value, mask, bias, key_mask, query_mask,
+        causal, window, align, scale, softcap, alibi_slopes, sinks, dropout_p, seed,
     )  # fmt: skip
     offsets = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    packed = VarlenArguments(query, key, value, *offsets, key_mask, query_mask)
     check_flags(return_lse=return_lse, return_weights=return_weights)
-    dtensors.refuse("attention_varlen", options | packed._asdict())
-    call = checked_varlen(packed, options, return_weights, backends.named(backend) is not None)
+    dtensors.refuse(
+        "attention_varlen", dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k) | arguments._asdict()
+    )
+    call = checked_varlen(arguments, *offsets, return_weights, backends.named(backend) is not None)
     out, lse, weights = backends.choose(call, return_weights, backend).run(call, return_lse, return_weights)
     lse, weights = (None if x is None else x.squeeze(0) for x in (lse if return_lse else None, weights))
     return results(4, out.squeeze(0).transpose(0, 1), lse, weights)

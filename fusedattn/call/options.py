@@ -201,7 +201,8 @@ def lengths_of(call: Call) -> Lengths | None:
 def hiding(call: Call) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Return the mask, key_mask, query_mask and bias that the block mask of a call is made from.
 
-    Without the query_mask of packed sequences, which need not share a block mask of the longest length squared then.
+    Packed sequences leave out query_mask: with it, each would have a block mask of the longest length squared. Hidden
+    rows add nothing either way.
     """
     return call.mask, call.key_mask, call.query_mask if call.cu_seqlens_q is None else None, call.bias
 

@@ -123,7 +123,7 @@ def _has_storage(tensor: Tensor) -> bool:
     return True
 
 
-# Tells whether a tensor has memory of its own. Without a number for each storage: no replay.
+# Tells whether a tensor has memory of its own. Replays also need a number for each storage.
 has_storage: Callable[[Tensor], bool] = _find("_C._has_storage", _has_storage)
 can_replay = hasattr(torch.UntypedStorage, "_cdata")
 
@@ -143,7 +143,7 @@ def can_guard(tensors: Iterable[Any]) -> bool:
     return True
 
 
-# Tells whether any tensor requires a gradient; the current GPU. Without them: public functions.
+# Tell whether any tensor requires a gradient, and which GPU is the current one. Without them: public functions.
 any_requires_grad: Callable[..., bool] = _find(
     "_C._any_requires_grad", lambda *x: any(isinstance(one, Tensor) and one.requires_grad for one in x)
 )
@@ -154,7 +154,7 @@ def _empty_on(device: str) -> Callable[..., Tensor]:
     return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
-# {device type: function of (shape, strides, dtype)}: makes a tensor in half the time of torch.empty_strided.
+# {device type: function of (shape, strides, dtype)}, in half the time of torch.empty_strided, the fallback.
 EMPTY: dict[str, Callable[..., Tensor]] = {
     "cpu": _find("_C._dynamo.guards._empty_strided_cpu", _empty_on("cpu")),
     "cuda": _find("_C._dynamo.guards._empty_strided_cuda", _empty_on("cuda")),
@@ -165,8 +165,8 @@ below_autograd: Callable[[], Any] = _find("_C._AutoDispatchBelowAutograd", conte
 
 
 def redispatch(operator: Any, keyset: Any, arguments: tuple[Any, ...]) -> Any:
-    """Call an operator below autograd, from its own autograd kernel. Without `redispatch`: a whole call."""
-    after = _find("_C._after_autograd_keyset")
+    """Call an operator below autograd, from its own autograd kernel."""
+    after = _find("_C._after_autograd_keyset")  # without it: a call from the top of the dispatcher
     with below_autograd():
         return operator(*arguments) if after is None else operator.redispatch(keyset & after, *arguments)
 
@@ -184,7 +184,7 @@ def autograd_inside(device: torch.device) -> Any:
     return guard(included(), below - keys(key.ADInplaceOrView))
 
 
-# For `compat.torch.sdpa`: a context that disables modes; tells whether it is active (without the name: never).
+# For `compat.torch.sdpa`: a context that disables modes, and a test for it (without the name: False).
 as_torch_has_it: Callable[[], Any] = _find("_C.DisableTorchFunction", contextlib.nullcontext)
 is_as_torch_has_it: Callable[[], bool] = _find("_C._is_torch_function_all_disabled", lambda: False)
 # The __torch_function__ of a class that overrides no function. Without it such a class counts as overriding all.

@@ -19,7 +19,6 @@ USUAL = {
     "cuda": ("fusedattn", "sdpa", "sdpa:cudnn", "sdpa:flash", "sdpa:efficient", "naive"),
     "cpu": ("fusedattn", "sdpa", "naive", "sdpa:math"),
 }
-Work = tuple[list[Case], list[str], list[str]]  # cases, providers, modes
 
 
 def run(arguments, output: Output) -> int:
@@ -85,8 +84,8 @@ def run(arguments, output: Output) -> int:
     return 0 if ok else 1
 
 
-def choose(arguments, device: str) -> list[Work]:
-    """Return the cases, providers and modes that the options ask for."""
+def choose(arguments, device: str) -> list[tuple[list[Case], list[str], list[str]]]:
+    """Return lists of (cases, providers, modes) for the options."""
     names = _list("providers", arguments.providers, [*PROVIDERS, *MODULES[1:]])
     asked, preset = _list("mode", arguments.mode, [*measure.MODES, "graph"]), arguments.preset or "quick"
     questions = _list("question", arguments.questions, [*QUESTIONS]) or PRESETS[preset]

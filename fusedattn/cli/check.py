@@ -48,13 +48,12 @@ def run(arguments, output: Output) -> int:
             name = torch.cuda.get_device_name() if part["device"] == "cuda" else "cpu (interpreted)"
             where = part["device"] if part["backend"] in ("cpu", "naive") else name
             title = f"{part['backend']} on {where}, {part['dtype']}"
-            output.table(title, ["", "", "largest error / that of eager PyTorch, against float64"], table)
+            output.table(title, ["", "", "largest error / largest error of eager PyTorch, against float64"], table)
 
     alike: dict[tuple, list[str]] = {}  # dtypes that a backend leaves out for the same reasons
     for one in left_out:
-        case = f", {one['case']}" if "case" in one else ""
-        key = f"{one['backend']} on {one['device']}{case}", "; ".join(one["reasons"])
-        alike.setdefault(key, []).append(one["dtype"])
+        where = f"{one['backend']} on {one['device']}" + (f", {one['case']}" if "case" in one else "")
+        alike.setdefault((where, "; ".join(one["reasons"])), []).append(one["dtype"])
     for (where, why), dtypes in alike.items():
         output.say(f"left out: {where}, {', '.join(dtypes)}: {why}")
     wrong = [one for one in results if not one["ok"]]

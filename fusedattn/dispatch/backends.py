@@ -202,7 +202,7 @@ def _on_gpu(call: Call | Decode) -> bool:
 
 
 def _slower_on_hopper(name: str, call: Call | Decode) -> bool:
-    """Return whether a tuning file keeps a backend from being chosen by default: Hopper's kernels were slower."""
+    """Return whether a backend is Hopper's and a tuning file found it slower, so that it runs only when named."""
     if name != "hopper" or isinstance(call, Decode):
         return False
     return not tuned.prefers_hopper("hopper", call, device_of(call.query))
@@ -254,16 +254,10 @@ class Explanation(NamedTuple):
 
 @eager
 def explain(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    backend: str | None = None,
-    return_lse: bool = False,
-    return_weights: bool = False,
-    capability: tuple[int, int] | None = None,
-    **options: Any,
-) -> Explanation:
+    query: Tensor, key: Tensor, value: Tensor, *,
+    backend: str | None = None, return_lse: bool = False, return_weights: bool = False,
+    capability: tuple[int, int] | None = None, **options: Any,
+) -> Explanation:  # fmt: skip
     """Return the backend that `fusedattn.attention` takes for these arguments, and why not the others.
 
     Examples:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..call.decode import CacheArguments, check_sizes
 from ..call.layout import broadcasts, is_shape
-from ..call.options import BY_HEAD, INPUTS, Call, Origin, inputs, wide_dtype
+from ..call.options import BY_HEAD, INPUTS, Call, Lengths, Origin, inputs, wide_dtype
 from ..call.plan import check_fit, check_masks, pairs_of
 from ..call.private import holds
 from ..call.rules import (
@@ -30,7 +30,7 @@ from ..call.rules import (
     check_tokens,
     fail,
 )
-from ..call.varlen import VarlenArguments, check_lengths
+from ..call.varlen import check_lengths
 from ..cpu import run as cpu
 from .schema import BACKWARD, FORWARD, TANGENT, stats_columns
 
@@ -82,9 +82,8 @@ def _check_packed(call: Call, need_weights: bool) -> int:
     """Check offsets and maximum lengths against the packed tensors of a Call. Return the number of sequences."""
     if call.query.shape[0] != 1:
         fail(ValueError, "query", "a batch of 1 beside cu_seqlens_q", tuple(call.query.shape))
-    query, key, value = (x[0].transpose(0, 1) for x in (call.query, call.key, call.value))
-    longest = call.max_seqlen_q, call.max_seqlen_k
-    check_lengths(VarlenArguments(query, key, value, call.cu_seqlens_q, call.cu_seqlens_k, *longest))
+    offsets, longest = (call.cu_seqlens_q, call.cu_seqlens_k), (call.max_seqlen_q, call.max_seqlen_k)
+    check_lengths(Lengths(*offsets, call.query.shape[2], call.key.shape[2], *longest), call.query.device)
     if need_weights or not call.mask is call.bias is call.key_mask is None:
         _check_longest(*longest, "mask, bias, key_mask and need_weights")
     assert call.cu_seqlens_q is not None
@@ -194,8 +193,8 @@ def _tokens_of_packed(masks, cu_seqlens_q, cu_seqlens_k, rows, keys, max_seqlen_
     for name, length in (("rows", rows), ("keys", keys)):
         if holds(length < 0, False):
             fail(ValueError, name, "0 or more", length)
-    query, key = (next(iter(masks.values())).new_empty(()).expand(length, 1, 1) for length in (rows, keys))
-    check_lengths(VarlenArguments(query, key, key, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k))
+    lengths = Lengths(cu_seqlens_q, cu_seqlens_k, rows, keys, max_seqlen_q, max_seqlen_k)
+    check_lengths(lengths, next(iter(masks.values())).device)
     count = cu_seqlens_q.shape[0] - 1
     shapes: dict[str, tuple] = dict(key_mask=(count, 1, 1, max_seqlen_k), query_mask=(count, 1, max_seqlen_q, 1))
     shapes = {name: shape for name, shape in shapes.items() if name in masks}

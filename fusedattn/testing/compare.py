@@ -6,20 +6,16 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from .tolerance import Verdict, verdicts
+from .tolerance import Results, Verdict, verdicts
 
 INPUTS = ("query", "key", "value")
 LEARNED = ("bias", "alibi_slopes", "sinks")  # options that have gradients
 
 
 def with_gradients(
-    function: Callable,
-    tensors: Mapping[str, Tensor],
-    options: Mapping,
-    grads: str = "out and lse",
-    learned: Collection[str] = LEARNED,
-    **call,
-) -> dict[str, Tensor]:
+    function: Callable, tensors: Results, options: Mapping,
+    grads: str = "out and lse", learned: Collection[str] = LEARNED, **call,
+) -> dict[str, Tensor]:  # fmt: skip
     """Return {"out", "lse", "weights": result} of a function like `attention`, and {name: gradient} of its inputs.
 
     Args:
@@ -39,7 +35,7 @@ def with_gradients(
     return {name: x.detach() for name, x in outputs.items()} | dict(zip(inputs, gradients, strict=True))
 
 
-def in_float64(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def in_float64(tensors: Results) -> dict[str, Tensor]:
     return {name: x.double() for name, x in tensors.items()}
 
 
@@ -65,13 +61,9 @@ def _sizes_of_terms(tensors, options, grads, apply, lengths):
 
 
 def compare(
-    got: Mapping[str, Tensor],
-    tensors: Mapping[str, Tensor],
-    options: dict,
-    grads: str = "out and lse",
-    apply: Callable = lambda function: function,
-    lengths: tuple | None = None,
-) -> dict[str, Verdict]:
+    got: Results, tensors: Results, options: dict, grads: str = "out and lse",
+    apply: Callable = lambda function: function, lengths: tuple | None = None,
+) -> dict[str, Verdict]:  # fmt: skip
     """Judge the results of `with_gradients`.
 
     Args:

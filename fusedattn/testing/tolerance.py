@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+Results = Mapping[str, Tensor]
+
 
 class Verdict(NamedTuple):
     """Errors of a result, the allowed errors, and `why`: what is wrong, or ""."""
@@ -25,13 +27,9 @@ class Verdict(NamedTuple):
 
 
 def verdict(
-    got: Tensor,
-    eager: Tensor,
-    oracle: Tensor,
-    zero: Tensor | None = None,
-    terms: float = 1.0,
-    dtype: torch.dtype | None = None,
-) -> Verdict:
+    got: Tensor, eager: Tensor, oracle: Tensor,
+    zero: Tensor | None = None, terms: float = 1.0, dtype: torch.dtype | None = None,
+) -> Verdict:  # fmt: skip
     """Judge a result by the rule.
 
     Args:
@@ -67,10 +65,7 @@ def verdict(
 
 
 def verdicts(
-    got: Mapping[str, Tensor],
-    eager: Mapping[str, Tensor],
-    oracle: Mapping[str, Tensor],
-    terms: Mapping[str, float] | None = None,
+    got: Results, eager: Results, oracle: Results, terms: Mapping[str, float] | None = None
 ) -> dict[str, Verdict]:
     """Return a `verdict` for each result of a call in `oracle`.
 
