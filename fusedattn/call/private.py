@@ -115,20 +115,14 @@ def unmapped(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _has_storage(tensor: Tensor) -> bool:
-    try:
-        tensor.untyped_storage()
-    except (RuntimeError, NotImplementedError):
-        return False
-    return True
-
-
-# Tells whether a tensor has memory of its own. Replays also need a number for each storage.
-has_storage: Callable[[Tensor], bool] = _find("_C._has_storage", _has_storage)
+# Tells whether a tensor has memory of its own: wrappers of functorch have none.
+_is_wrapped: Callable[[Tensor], bool] = _find("_C._functorch.is_functorch_wrapped_tensor", lambda tensor: False)
+has_storage: Callable[[Tensor], bool] = _find("_C._has_storage", lambda tensor: not _is_wrapped(tensor))
 can_replay = hasattr(torch.UntypedStorage, "_cdata")
 
 
 def storage(tensor: Tensor) -> int:
+    """Return the number of a tensor's storage. Without it: no replay."""
     return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
 
 

@@ -134,7 +134,7 @@ def check_query_key_value(
 
     layout: their dimensions, heads second; the batch size of key is then free. Without a layout, the rank is 2, 3 or 4.
     """
-    check_strided(**{"query": query, key_name: key, value_name: value})
+    check_place("query", query)
     dtype, device, rank = query.dtype, query.device, query.dim()
     if dtype not in FLOATING:
         fail(TypeError, "query", "a floating dtype", unfit(query))
@@ -143,10 +143,9 @@ def check_query_key_value(
     elif rank not in (2, 3, 4):
         fail(ValueError, "query", "rank 2, 3 or 4", tuple(query.shape))
     for name, x in ((key_name, key), (value_name, value)):
+        check_place(name, x, device)
         if x.dtype != dtype:
             fail(TypeError, name, f"the dtype of query, {dtype}", x.dtype)
-        if x.device != device:
-            fail(ValueError, name, f"the device of query, {device}", x.device)
         if x.dim() != rank:
             fail(ValueError, name, f"the rank of query, {rank}", tuple(x.shape))
     sizes, key_sizes, value_sizes = query.shape, key.shape, value.shape
@@ -210,18 +209,6 @@ def check_number(
         fail(ValueError, name, "a number that float32 can hold", value(x))
 
 
-def check_scale(scale: Any, dtype: torch.dtype | None = None) -> None:
-    check_number("scale", scale, "a finite number", dtype=dtype)
-
-
-def check_softcap(softcap: Any, dtype: torch.dtype | None = None) -> None:
-    check_number("softcap", softcap, "a finite number above 0", least=SMALLEST, dtype=dtype)
-
-
-def check_dropout(dropout_p: Any) -> None:
-    check_number("dropout_p", dropout_p, "a number from 0 to 1", 0, 1)
-
-
 def check_seed(seed: Any, device: torch.device) -> None:
     if isinstance(seed, Tensor):
         if seed.dtype != torch.int64 or irregular(seed) is not None:
@@ -274,13 +261,13 @@ def check_options(arguments: Arguments, sizes: Sizes | None = None) -> Arguments
     if not isinstance(a.align, str) or a.align not in ALIGNMENTS:
         fail(ValueError, "align", "'bottom_right' or 'top_left'", value(a.align))
     dtype = None if s is None else s.dtype
+    if isinstance(a.scale, Tensor):
+        a = a._replace(scale=_number_of(a.scale))
     if a.scale is not None:
-        if isinstance(a.scale, Tensor):
-            a = a._replace(scale=_number_of(a.scale))
-        check_scale(a.scale, dtype)
+        check_number("scale", a.scale, "a finite number", dtype=dtype)
     if a.softcap is not None:
-        check_softcap(a.softcap, dtype)
-    check_dropout(a.dropout_p)
+        check_number("softcap", a.softcap, "a finite number above 0", SMALLEST, dtype=dtype)
+    check_number("dropout_p", a.dropout_p, "a number from 0 to 1", 0, 1)
     return a
 
 
