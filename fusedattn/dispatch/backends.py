@@ -248,7 +248,7 @@ class Explanation(NamedTuple):
             lines.append(f"    {kernel}: tiles of {size}, {warps}, {tile.stages} stages")
         for name, sentences in self.reasons.items():
             lines += [f"not {name}: {sentence}" for sentence in sentences]
-        lines += [f"not hopper, of the backward: {sentence}" for sentence in self.backward]
+        lines += [f"not hopper for the backward: {sentence}" for sentence in self.backward]
         return "\n".join(lines)
 
 
