@@ -64,7 +64,7 @@ def _interpreted(kernel, options, views):
     return launched
 
 
-class Recorder:
+class Recorder(contextlib.ExitStack):
     """Collects launches on meta tensors, which `launch.recording` passes to `add`, for a Recording.
 
     A tensor is identified by its storage, and starts at its beginning. The first tensors are the caller's; a replay
@@ -72,19 +72,16 @@ class Recorder:
     """
 
     def __init__(self, device: torch.device, given: Sequence):
+        super().__init__()
         self.device, self.given = device, len(given)
         self.steps: list[tuple] = []
         self.tensors = list(given)  # keeps every storage alive, so that none is reused
         self.numbers = {storage(x): number for number, x in enumerate(given) if x is not None}
 
     def __enter__(self):
-        self._within = contextlib.ExitStack()
-        self._within.enter_context(launch.surroundings(self.device))
-        self._within.enter_context(launch.recording(self))
+        self.enter_context(launch.surroundings(self.device))
+        self.enter_context(launch.recording(self))
         return self
-
-    def __exit__(self, *error):
-        self._within.close()
 
     def make(self, tensor: Tensor) -> Tensor:
         """Register a tensor that each replay allocates."""
