@@ -13,7 +13,6 @@ from .private import unmapped
 
 LARGEST, LARGEST_SINGLE = torch.finfo(torch.float64).max, torch.finfo(torch.float32).max
 SMALLEST = 5e-324  # the smallest number above 0
-ALIGNMENTS = ("bottom_right", "top_left")
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -258,7 +257,7 @@ def check_options(arguments: Arguments, sizes: Sizes | None = None) -> Arguments
             fail(TypeError, "window", "(left, right), each an int or None", value(a.window))
         if any(side is not None and side < 0 for side in a.window):
             fail(ValueError, "window", "sides of 0 or more; None is unbounded", value(a.window))
-    if not isinstance(a.align, str) or a.align not in ALIGNMENTS:
+    if not isinstance(a.align, str) or a.align not in ("bottom_right", "top_left"):
         fail(ValueError, "align", "'bottom_right' or 'top_left'", value(a.align))
     dtype = None if s is None else s.dtype
     if isinstance(a.scale, Tensor):
