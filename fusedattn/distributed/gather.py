@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from ..api import attention_varlen
-from ..call.options import DIMS, Arguments, Call, Origin, in_full
+from ..call.options import DIMS, Arguments, Call, Lengths, Origin, in_full
 from ..call.overrides import overridable
 from ..call.private import eager
 from ..call.rules import Sizes, check_options, check_tensors, fail
-from ..call.varlen import VarlenArguments, check_lengths, check_values
+from ..call.varlen import check_lengths
 from . import ranks as ranks_of
 from .global_call import GlobalCall, Piece, agreed, prepared
 from .parts import attend, attend_pieces
@@ -148,7 +148,7 @@ def gather_attention_varlen(
         call, _ = prepared(arguments._replace(**batched, **dict.fromkeys(_BY_DOCUMENT)), backend, ranks)
         if key.shape[0] != query.shape[0]:
             fail(ValueError, "key", f"as many rows as query, {query.shape[0]}", key.shape[0])
-        check_lengths(VarlenArguments(query, key, value, cu_seqlens, cu_seqlens))
+        check_lengths(Lengths(cu_seqlens, cu_seqlens, query.shape[0], key.shape[0], None, None), query.device)
         offsets.extend(cu_seqlens.tolist())
         by_document = {name: getattr(arguments, name) for name in _BY_DOCUMENT}
         sizes = Sizes(query.device, query.dtype, len(offsets) - 1, query.shape[1], *(_longest(offsets),) * 2)
@@ -158,8 +158,8 @@ def gather_attention_varlen(
 
     whole = agreed("gather_attention_varlen", given, prepare)
     assert whole is not None
-    of_all = query.new_empty(()).expand(whole.total_keys, 1, 1)
-    check_values(VarlenArguments(of_all, of_all, of_all, cu_seqlens, cu_seqlens))
+    lengths = Lengths(cu_seqlens, cu_seqlens, whole.total_keys, whole.total_keys, None, None)
+    check_lengths(lengths, query.device, values=True)
     out, lse = attend_pieces(whole, functools.partial(_Keys, _documents(whole, offsets)))
     out = out.squeeze(0).transpose(0, 1)
     return (out, lse.squeeze(0)) if return_lse else out

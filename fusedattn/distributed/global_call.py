@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..call.options import DIMS, INPUTS, TENSORS, Arguments, Call, Origin, Plan, add_head_dim
+from ..call.options import DIMS, INPUTS, TENSORS, Arguments, Call, Origin, Plan, in_full
 from ..call.private import forward_level, transforms_active
 from ..call.rules import Sizes, check_flags, check_options, checked, fail
 from ..dispatch import backends
@@ -137,7 +137,7 @@ def prepared(arguments: Arguments, backend: Any, ranks: Ranks) -> tuple[Call, di
         batch, heads, rows, _ = call.query.shape
         sizes = Sizes(call.query.device, call.query.dtype, batch, heads, rows, keys)
         check_options(Arguments(call.query, call.key, call.value, **{name: x}), sizes)
-    return call._replace(**{name: add_head_dim(x) for name, x in pairs.items()}), {}
+    return call._replace(**{name: in_full(name, x) for name, x in pairs.items()}), {}
 
 
 def agreed(function: str, given: dict[str, Any], prepare: Prepare = prepared) -> GlobalCall | None:
