@@ -1,12 +1,11 @@
 """Attention with keys and values gathered from all ranks: rows stay, and all options of attention apply.
 
-The backward gathers keys and values again, so that they are not kept. Their gradients are float32 (float64) until they
-are summed over ranks. Source: Llama 3, arXiv:2407.21783, section 3.3.2. Cutting documents where a shard ends:
+The backward gathers keys and values again instead of saving them. Their gradients are float32 (float64) until they are
+summed over ranks. Source: Llama 3, arXiv:2407.21783, section 3.3.2. Cutting documents where a shard ends:
 pytorch/pytorch #181078.
 """
 
 import bisect
-import functools
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -21,12 +20,12 @@ from ..call.private import eager
 from ..call.rules import Sizes, check_options, check_tensors, fail
 from ..call.varlen import VarlenArguments, check_lengths, check_values
 from . import ranks as ranks_of
-from .global_call import GlobalCall, Piece, agreed, prepared
-from .parts import attend, attend_pieces
+from .global_call import GlobalCall, Piece, agreed, attend, attend_globally, prepared
+from .parts import in_pieces
 from .ranks import Ranks
 from .shards import Chunk, gathered, scattered
 
-_BY_DOCUMENT = "mask", "bias", "alibi_slopes"  # given for whole documents
+_BY_DOCUMENT = "mask", "bias", "alibi_slopes"  # options that may differ between documents
 
 
 @overridable
@@ -60,11 +59,11 @@ def gather_attention(
     Raises:
         TypeError, ValueError, NotImplementedError, RuntimeError: as `ring_attention`.
     """
-    return attend("gather_attention", locals(), lambda whole: _Keys(_pieces(whole), whole))
+    return attend("gather_attention", locals(), in_pieces(lambda whole: _Keys(_pieces(whole), whole)))
 
 
 def _pieces(whole: GlobalCall) -> list[Piece]:
-    """Return a Piece for each Chunk of rows, with the keys that it may see."""
+    """Return a Piece for each Chunk of this rank's rows, with the keys from the first to the last that it sees."""
     low, high = whole.sides()
     pieces = []
     for row in whole.rows[whole.ranks.rank]:
@@ -76,24 +75,25 @@ def _pieces(whole: GlobalCall) -> list[Piece]:
 
 
 class _Keys:
-    """The keys and values of all ranks, gathered at once, and the Pieces. Gradients return to their ranks."""
+    """The keys and values of all ranks at once. Gradients return to their ranks."""
 
     def __init__(self, pieces: list[Piece], whole: GlobalCall):
         self.pieces, self.whole = pieces, whole
         self.totals: list[Tensor | None] = []
 
     def __iter__(self) -> Iterator[tuple[None, Call, list[Piece]]]:
-        fields = {name: getattr(self.whole.call, name) for name in ("key", "value", "key_mask")}
-        ranks, keys = self.whole.ranks, self.whole.keys
-        fields = {name: gathered(x, DIMS[name].index("K"), ranks, keys) for name, x in fields.items() if x is not None}
-        yield None, self.whole.call._replace(**fields), self.pieces
+        whole = self.whole
+        fields = {name: getattr(whole.call, name) for name in ("key", "value", "key_mask")}
+        for name, x in fields.items():
+            fields[name] = None if x is None else gathered(x, DIMS[name].index("K"), whole.ranks, whole.keys)
+        yield None, whole.call._replace(**fields), self.pieces
 
     def give_back(self, owner: int | None, key: Tensor | None, value: Tensor | None) -> None:
         self.totals = [key, value]
 
     def gradients(self) -> tuple[Tensor | None, Tensor | None]:
-        ranks, keys = self.whole.ranks, self.whole.keys
-        key, value = (None if x is None else scattered(x, 2, ranks, keys) for x in self.totals)
+        whole = self.whole
+        key, value = (None if x is None else scattered(x, 2, whole.ranks, whole.keys) for x in self.totals)
         return key, value
 
 
@@ -160,9 +160,11 @@ def gather_attention_varlen(
     assert whole is not None
     of_all = query.new_empty(()).expand(whole.total_keys, 1, 1)
     check_values(VarlenArguments(of_all, of_all, of_all, cu_seqlens, cu_seqlens))
-    out, lse = attend_pieces(whole, functools.partial(_Keys, _documents(whole, offsets)))
+    pieces = _documents(whole, offsets)
+    out, lse, _ = attend_globally(whole, in_pieces(lambda whole: _Keys(pieces, whole)))
+    assert out is not None
     out = out.squeeze(0).transpose(0, 1)
-    return (out, lse.squeeze(0)) if return_lse else out
+    return out if lse is None else (out, lse.squeeze(0))
 
 
 def _longest(offsets: list[int]) -> int:
@@ -173,7 +175,9 @@ def _documents(whole: GlobalCall, offsets: list[int]) -> list[Piece]:
     """Return up to two Pieces for each Chunk of rows: the document that begins before it, and all that begin in it."""
     pieces = []
     for chunk in whole.rows[whole.ranks.rank]:
-        inside = bisect.bisect_left(offsets, chunk.first, 0, len(offsets) - 1)  # the first document that begins in it
+        inside = bisect.bisect_left(
+            offsets, chunk.first, 0, len(offsets) - 1
+        )  # first document that begins in the chunk
         after = bisect.bisect_left(offsets, chunk.last, 0, len(offsets) - 1)
         if chunk.length and offsets[inside] > chunk.first:
             pieces.append(_piece(whole, chunk, offsets, inside - 1, inside))
@@ -183,7 +187,10 @@ def _documents(whole: GlobalCall, offsets: list[int]) -> list[Piece]:
 
 
 def _piece(whole: GlobalCall, chunk: Chunk, offsets: list[int], first: int, last: int) -> Piece:
-    """Return the Piece of documents first .. last - 1, with their rows in a Chunk. Several all begin in it."""
+    """Return the Piece of documents first .. last - 1 and of their rows in a Chunk.
+
+    A document that begins before the Chunk has a Piece of its own.
+    """
     begin, device, heads = offsets[first], whole.query.device, whole.query.shape[1]
     before = max(0, chunk.first - begin)  # rows of the document in front of the chunk
     rows = [min(max(x, chunk.first), chunk.last) for x in offsets[first : last + 1]]

@@ -1,6 +1,6 @@
 """The call of all ranks: each rank has some of its rows and keys, and all agree on it before anything is sent."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -8,25 +8,34 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..call.options import DIMS, INPUTS, TENSORS, Arguments, Call, Origin, Plan, add_head_dim
+from ..api import attention
+from ..call.options import (
+    DIMS,
+    INPUTS,
+    TENSORS,
+    Arguments,
+    Call,
+    Origin,
+    Plan,
+    add_head_dim,
+    results as results_of,
+    tensors as tensors_of,
+    with_tensors,
+)
 from ..call.private import forward_level, transforms_active
 from ..call.rules import Sizes, check_flags, check_options, checked, fail
 from ..dispatch import backends
-from ..operators import dtensors, partial
+from ..operators import dtensors, partial, schema
 from . import ranks as ranks_of
 from .ranks import Ranks
 from .shards import Chunk, check_balance, chunks_of, rows_of
 
-# {tensor of a Call: dimensions that have the same size on all ranks}
-_COMMON_DIMS = {
-    name: [dim for dim, letter in enumerate(letters) if letter not in "QK"] for name, letters in DIMS.items() if letters
-}
-
 
 class Piece(NamedTuple):
-    """Some rows of a rank, some of the keys at hand, and the fields of their Call that tell their positions.
+    """Attention of some rows of this rank to some of the keys at hand.
 
-    pair_rows and pair_keys slice masks and biases; None: as rows and keys. batch slices them and the slopes.
+    fields: the fields of its Call that tell positions. A mask or bias is sliced by batch, pair_rows and pair_keys,
+    slopes by batch; None: as rows and keys are.
     """
 
     rows: slice
@@ -38,10 +47,11 @@ class Piece(NamedTuple):
 
 
 class GlobalCall(NamedTuple):
-    """A call of all ranks, computed in parts by one backend.
+    """A call of all ranks.
 
-    call has this rank's rows and keys; its options are the same on all ranks. rows and keys are the Chunks of each
-    rank. Row i of the whole is level with key i + shift. needs: the inputs that require a gradient, for each rank.
+    call has this rank's rows and keys, and options that are the same on all ranks. rows and keys are the Chunks of each
+    rank. Row i of the whole sequence is level with key i + shift. needs: for each rank, the names of the inputs that
+    require a gradient.
     """
 
     backend: str
@@ -51,15 +61,16 @@ class GlobalCall(NamedTuple):
     keys: list[list[Chunk]]
     shift: int
     needs: list[list[str]]
+    need_lse: bool
+    need_weights: bool
 
     def wanted(self, rank: int | None = None) -> set[str]:
         """Return the inputs that require a gradient on a rank; None: on any rank."""
         return set().union(*(self.needs if rank is None else [self.needs[rank]]))
 
-    def with_tensors(self, tensors: Iterable[Tensor | None]) -> "GlobalCall":
+    def with_tensors(self, tensors: Sequence[Tensor | None]) -> "GlobalCall":
         """Return this with other TENSORS in its call. Autograd keeps the tensors; a context keeps the rest."""
-        fields: dict[str, Any] = dict(zip(TENSORS, tensors, strict=True))
-        return self._replace(call=self.call._replace(**fields))
+        return self._replace(call=with_tensors(self.call, tensors))
 
     @property
     def query(self) -> Tensor:
@@ -90,7 +101,7 @@ class GlobalCall(NamedTuple):
         return any(self.sees(row, key) for row in self.rows[rank] for key in self.keys[owner])
 
     def pieces(self, owner: int) -> list[Piece]:
-        """Split attention of this rank's rows to an owner's keys into as few Pieces, one Call each, as possible."""
+        """Split attention of this rank's rows to an owner's keys into as few Pieces as possible."""
         rows = [row for row in self.rows[self.ranks.rank] if row.length]
         keys = [key for key in self.keys[owner] if key.length]
         # Chunks are joined if each row sees each key and no position counts.
@@ -119,11 +130,22 @@ def _joined(chunks: list[Chunk]) -> slice:
     return slice(chunks[0].in_shard.start, chunks[-1].in_shard.stop)
 
 
+class Method(NamedTuple):
+    """Computes this rank's rows of a GlobalCall.
+
+    forward returns [output, lse or None, weights or None], a GlobalCall for the backward, and what else it needs: any
+    tensors and numbers. backward takes these and a gradient for each result, and returns gradients by name.
+    """
+
+    forward: Callable[[GlobalCall], tuple[list[Tensor | None], GlobalCall, Sequence[Any]]]
+    backward: Callable[[GlobalCall, Sequence[Any], Sequence[Any]], dict[str, Tensor | None]]
+
+
 Prepare = Callable[[Arguments, Any, Ranks], tuple[Call, dict[str, Any]]]
 
 
 def prepared(arguments: Arguments, backend: Any, ranks: Ranks) -> tuple[Call, dict[str, Any]]:
-    """Return (the checked Call of a rank's arguments, options that must be equal on all ranks besides)."""
+    """Check a rank's arguments. Return (their Call, more options that must be equal on all ranks)."""
     query = arguments.query
     if isinstance(query, Tensor) and query.dim() != 4:
         fail(ValueError, "query", "rank 4, (B, H, rows, D)", tuple(query.shape))
@@ -138,6 +160,46 @@ def prepared(arguments: Arguments, backend: Any, ranks: Ranks) -> tuple[Call, di
         sizes = Sizes(call.query.device, call.query.dtype, batch, heads, rows, keys)
         check_options(Arguments(call.query, call.key, call.value, **{name: x}), sizes)
     return call._replace(**{name: add_head_dim(x) for name, x in pairs.items()}), {}
+
+
+def attend(function: str, given: dict[str, Any], method: Method, prepare: Prepare = prepared) -> Any:
+    """Return the result of a public function from its arguments by name. Without a group it is `attention`."""
+    whole = agreed(function, given, prepare)
+    if whole is None:
+        return attention(**{name: x for name, x in given.items() if name not in ("group", "balance")})
+    return results_of(4, *attend_globally(whole, method))
+
+
+def attend_globally(whole: GlobalCall, method: Method) -> Sequence[Tensor | None]:
+    """Return [output, lse or None, weights or None] of this rank's rows."""
+    if not whole.wanted():
+        return method.forward(whole)[0]
+    tensors = tensors_of(whole.call)
+    return _Attend.apply(whole.with_tensors([None] * len(tensors)), method, ranks_of.anchor(whole.query), *tensors)
+
+
+class _Attend(torch.autograd.Function):
+    """Autograd node of a GlobalCall.
+
+    Its backward runs on all ranks as soon as one of them requires a gradient, because all take part in the transfers.
+    For the same reason, gradients that autograd does not have are zeros here.
+    """
+
+    @staticmethod
+    def forward(ctx, whole, method, _, *tensors):
+        results, kept, more = method.forward(whole.with_tensors(tensors))
+        schema.save(ctx, (*tensors_of(kept.call), *more))
+        ctx.whole, ctx.method = whole, method
+        ctx.set_materialize_grads(True)
+        return tuple(results)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, *incoming):
+        kept, _ = schema.saved(ctx)  # once: a checkpoint computes the tensors for each reading
+        whole = ctx.whole.with_tensors(kept[: len(TENSORS)])
+        grads = ctx.method.backward(whole, kept[len(TENSORS) :], incoming)
+        return None, None, None, *[grads.get(name) for name in TENSORS]
 
 
 def agreed(function: str, given: dict[str, Any], prepare: Prepare = prepared) -> GlobalCall | None:
@@ -155,10 +217,8 @@ def agreed(function: str, given: dict[str, Any], prepare: Prepare = prepared) ->
         return None
     arguments = Arguments(**{name: given[name] for name in Arguments._fields if name in given})
     flags = {name: given.get(name, False) for name in ("return_lse", "return_weights")}
-    problem, call = None, None
-    options: dict[str, Any] = {}
-    own: dict[str, Any] = dict(rows=0, keys=0)
-    try:
+
+    def facts() -> tuple[Call, dict[str, Any], dict[str, Any]]:
         _check_transforms(arguments)
         check_balance(balance)
         backends.check_name(backend)
@@ -167,16 +227,10 @@ def agreed(function: str, given: dict[str, Any], prepare: Prepare = prepared) ->
         named = backends.named(backend)
         if named is not None:  # only a named backend may raise
             _backend(call, set(), flags["return_weights"], named)
-        options = _common(call, arguments) | more | dict(balance=balance, **flags, backend=named)
-        own = _own(call)
-    except (TypeError, ValueError, NotImplementedError) as error:
-        problem = error
-    table = ranks_of.agree(ranks, function, options, own, problem)
-    assert call is not None
-    rows, keys = (
-        chunks_of(name, [entry[lengths] for entry in table], ranks.size, balance)
-        for name, lengths in (("query", "rows"), ("key", "keys"))
-    )
+        return call, _common(call, arguments) | more | dict(balance=balance, **flags, backend=named), _own(call)
+
+    call, table = ranks_of.agree(ranks, function, facts)
+    rows, keys = (chunks_of(name, [entry[name] for entry in table], ranks.size, balance) for name in ("query", "key"))
     total_rows, total_keys = (sum(map(rows_of, chunks)) for chunks in (rows, keys))
     for name in ("mask", "bias"):
         for rank, entry in enumerate(table):
@@ -186,7 +240,7 @@ def agreed(function: str, given: dict[str, Any], prepare: Prepare = prepared) ->
     chosen = _backend(call, set().union(*needs), flags["return_weights"], backends.named(backend))
     shift = 0 if call.top_left else total_keys - total_rows
     call = call._replace(seed=_common_seed(ranks, call, arguments, table), top_left=True)
-    return GlobalCall(chosen, ranks, call, rows, keys, shift, needs)
+    return GlobalCall(chosen, ranks, call, rows, keys, shift, needs, *flags.values())
 
 
 def _check_transforms(arguments: Arguments) -> None:
@@ -200,8 +254,8 @@ def _check_transforms(arguments: Arguments) -> None:
 
 
 def _own(call: Call) -> dict[str, Any]:
-    """Return the facts that may differ from rank to rank."""
-    own: dict[str, Any] = dict(rows=call.query.shape[2], keys=call.key.shape[2], needs=[])
+    """Return the facts that may differ from rank to rank: lengths, a drawn seed, and inputs that need a gradient."""
+    own: dict[str, Any] = dict(query=call.query.shape[2], key=call.key.shape[2], needs=[])
     if torch.is_grad_enabled():
         tensors = {name: getattr(call, name) for name in INPUTS}
         own["needs"] = [name for name, x in tensors.items() if x is not None and x.requires_grad]
@@ -213,12 +267,14 @@ def _own(call: Call) -> dict[str, Any]:
 
 
 def _common(call: Call, arguments: Arguments) -> dict[str, Any]:
-    """Return the options that must be equal on all ranks."""
-    tensors = {name: getattr(call, name) for name in _COMMON_DIMS}
-    common: dict[str, Any] = {
-        name: None if x is None else (x.device.type, x.dtype, *(x.shape[dim] for dim in _COMMON_DIMS[name]))
-        for name, x in tensors.items()
-    }
+    """Return the options that must be equal on all ranks; for tensors, their devices, dtypes and sizes."""
+    common: dict[str, Any] = {}
+    for name, letters in DIMS.items():
+        x = getattr(call, name)
+        if letters:
+            sizes = () if x is None else zip(letters, x.shape, strict=True)
+            common_sizes = [size for letter, size in sizes if letter not in "QK"]
+            common[name] = None if x is None else (x.device.type, x.dtype, common_sizes)
     seed = arguments.seed if call.dropout_p else None
     if isinstance(seed, Tensor):
         seed = int(seed) if seed.device.type == "cpu" else "a tensor"  # reading it would wait for the GPU
@@ -235,7 +291,7 @@ def _common(call: Call, arguments: Arguments) -> dict[str, Any]:
 
 
 def _common_seed(ranks: Ranks, call: Call, arguments: Arguments, table: list[dict[str, Any]]) -> Tensor | None:
-    """Return the given seed, or the one that rank 0 drew."""
+    """Return the caller's seed, or the one that rank 0 drew."""
     if call.seed is None:
         return None
     if arguments.seed is None and call.seed.device.type == "cpu":
@@ -247,7 +303,7 @@ def _common_seed(ranks: Ranks, call: Call, arguments: Arguments, table: list[dic
 
 
 def _backend(call: Call, needs: set[str], need_weights: bool, named: str | None) -> str:
-    """Return the backend for the parts of a call. needs: the inputs whose gradient a rank requires."""
+    """Return the backend for the partial calls of a call. needs: the inputs whose gradient a rank requires."""
     call = call._replace(partial=True, sinks=None)
     if needs:
         tensors = {name: getattr(call, name) for name in INPUTS}
@@ -256,9 +312,3 @@ def _backend(call: Call, needs: set[str], need_weights: bool, named: str | None)
     if call.query.device.type == "cpu" and named not in partial.KERNELS:
         call = partial.widened(call)
     return backends.choose(call, need_weights, named).name
-
-
-def gradients_of(call: Call, grads: dict[str, Tensor | None]) -> list[Tensor | None]:
-    """Return a gradient for each of TENSORS, in its dtype; None for one without."""
-    pairs = ((getattr(call, name), grads.get(name)) for name in TENSORS)
-    return [None if x is None or grad is None else grad.to(x.dtype) for x, grad in pairs]

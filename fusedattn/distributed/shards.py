@@ -16,7 +16,7 @@ from .ranks import Ranks
 
 
 class Chunk(NamedTuple):
-    """Rows first .. last - 1 of a sequence. They begin at row `at` of a rank's shard."""
+    """Rows first .. last - 1 of a sequence, which begin at row `at` of a rank's shard."""
 
     first: int
     last: int
@@ -52,7 +52,7 @@ def chunks(length: int, size: int, balance: str | None) -> list[list[Chunk]]:
 
 
 def chunks_of(argument: str, lengths: Sequence[int], size: int, balance: str | None) -> list[list[Chunk]]:
-    """Return the Chunks of each rank. Raise for a rank whose rows of an argument are not as many."""
+    """Return the Chunks of each rank. Raise if a rank has another number of rows. argument: the name in the error."""
     every = chunks(sum(lengths), size, balance)
     for rank, (got, expected) in enumerate(zip(lengths, map(rows_of, every), strict=True)):
         if got != expected:
@@ -148,31 +148,28 @@ def unshard(x: Tensor, dim: int, *, group: Any = None, balance: str | None = Non
     Raises:
         TypeError, ValueError: on all ranks, for wrong arguments on one.
     """
-    ranks, problem = ranks_of.of(group), None
-    options: dict[str, Any] = {}
-    own = dict(rows=0, grad=0)
-    try:
+    ranks = ranks_of.of(group)
+
+    def facts() -> tuple[int, dict[str, Any], dict[str, Any]]:
         check_strided(x=x)
-        dim = _checked_dim(x, dim)
+        axis = _checked_dim(x, dim)
         check_balance(balance)
-        rest = (*x.shape[:dim], *x.shape[dim + 1 :])
-        options = dict(dim=dim, balance=balance, shape=rest, dtype=x.dtype, device=x.device.type)
-        own = dict(rows=x.shape[dim], grad=int(torch.is_grad_enabled() and x.requires_grad))
-    except (TypeError, ValueError) as error:
-        if ranks is None:
-            raise
-        problem = error
+        rest = (*x.shape[:axis], *x.shape[axis + 1 :])
+        options = dict(dim=axis, balance=balance, shape=rest, dtype=x.dtype, device=x.device.type)
+        return axis, options, dict(rows=x.shape[axis], grad=int(torch.is_grad_enabled() and x.requires_grad))
+
     if ranks is None:
+        facts()
         return x
-    table = ranks_of.agree(ranks, "unshard", options, own, problem)
+    axis, table = ranks_of.agree(ranks, "unshard", facts)
     every = chunks_of("x", [entry["rows"] for entry in table], ranks.size, balance)
     if any(entry["grad"] for entry in table):
-        return _Unshard.apply(x, ranks_of.anchor(x), dim, ranks, every)
-    return gathered(x, dim, ranks, every)
+        return _Unshard.apply(x, ranks_of.anchor(x), axis, ranks, every)
+    return gathered(x, axis, ranks, every)
 
 
 def gathered(x: Tensor, dim: int, ranks: Ranks, every: list[list[Chunk]]) -> Tensor:
-    """Return the whole tensor, of which each rank has its Chunks along a dimension."""
+    """Return the whole tensor from the Chunks of all ranks along a dimension."""
     most = max(map(rows_of, every))
     own = x.movedim(dim, 0).contiguous()
     shape = own.shape[1:]
@@ -189,7 +186,7 @@ def gathered(x: Tensor, dim: int, ranks: Ranks, every: list[list[Chunk]]) -> Ten
 
 
 def scattered(x: Tensor, dim: int, ranks: Ranks, every: list[list[Chunk]]) -> Tensor:
-    """Return this rank's rows of a sum over ranks of whole tensors: the derivative of `gathered`."""
+    """Return this rank's Chunks of the sum of all ranks' whole tensors: the derivative of `gathered`."""
     whole = x.movedim(dim, 0)
     sent = [torch.cat([whole[chunk.first : chunk.last] for chunk in some]) for some in every]
     rows, shape = rows_of(every[ranks.rank]), whole.shape[1:]
