@@ -11,7 +11,7 @@ from ..launch import failures, tuned
 from ..launch.failures import KernelUnavailable
 from . import fallback, rules
 from .derived import Formula, derived, double_backward, plus
-from .namespace import OPERATORS, register, register_derivative
+from .namespace import OPERATORS, register
 from .schema import BACKWARD, RESULTS, run_operator, save, saved
 from .vmap_rule import vmap_rule
 
@@ -27,7 +27,7 @@ def new_backward(*arguments):
 
 
 def any_failed(call):
-    """Return whether any kernel is known to fail on the device of a call."""
+    """Return whether any kernel is known to fail or to be wrong on the device of a call."""
     return bool(failures.failed_kernels or tuned.of(device_of(call.query)).wrong)
 
 
@@ -50,7 +50,7 @@ def _backward(*arguments):
 
     if grad_out is None:
         grad_out = out.new_zeros(()).expand(out.shape)
-    stats = stats.contiguous()  # under vmap it is expanded, if it is the same for all
+    stats = stats.contiguous()  # vmap may have expanded it
     grad_lse = None if grad_lse is None else grad_lse.to(stats.dtype).contiguous()
     wanted = [grad if grad.numel() else None for grad in grads]
     try:
@@ -78,10 +78,6 @@ def _arranged_backward(*arguments):
     return tuple([arrange(grad, x, grad.dtype) if needed else grad for grad, x, needed in triples])
 
 
-_SCHEMA = f"backward({BACKWARD.schema}) -> ({', '.join(f'Tensor grad_{name}' for name in INPUTS)})"
-register(_SCHEMA, _arranged_backward, new_backward, rules.check_backward)
-
-
 def saved_stats(stats, call, backend):
     """Return the saved stats; compute them if the forward was recorded without gradients."""
     if stats.dim() == 4:
@@ -97,10 +93,12 @@ def gradients(incoming, out, weights, stats, call, backend, need):
     """
     stats = saved_stats(stats, call, backend)
     if weights is None and incoming[2] is not None:
-        formula = Formula(
-            lambda *x: (OPERATORS.forward(*x, False, True, False, backend)[2],), Call._fields, ("weights",)
-        )
-        (weights,) = derived(formula, *(x.detach() if isinstance(x, Tensor) else x for x in call))
+
+        def weights_of(*fields):
+            return OPERATORS.forward(*fields, False, True, False, backend)[2:3]
+
+        fields = [x.detach() if isinstance(x, Tensor) else x for x in call]
+        (weights,) = derived(Formula(weights_of, Call._fields, ("weights",)), *fields)
     weights = out.new_empty(0) if weights is None else weights
     grads = backward(*incoming, out, weights, stats, *call, backend, need)
     return [grad if needed else None for grad, needed in zip(grads, need, strict=True)]
@@ -154,7 +152,7 @@ class Backward(torch.autograd.Function):
 
 
 def backward(*arguments):
-    """Compute the operator, so that autograd can differentiate it again. Raise if that derivative would be lost."""
+    """Compute the operator, recorded for a second derivative. Raise if that derivative would be lost."""
     if not torch.is_grad_enabled() and plain(arguments):
         return _backward(*arguments)
     batched = any(x is not None and not has_storage(x) for x in arguments[:3])
@@ -163,4 +161,5 @@ def backward(*arguments):
     return Backward.apply(*arguments)
 
 
-register_derivative("backward", backward)
+_SCHEMA = f"backward({BACKWARD.schema}) -> ({', '.join(f'Tensor grad_{name}' for name in INPUTS)})"
+register(_SCHEMA, _arranged_backward, new_backward, rules.check_backward, backward)

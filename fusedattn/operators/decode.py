@@ -1,6 +1,7 @@
 """The operators append, which writes to caches, and decode, which reads them. Neither has a derivative."""
 
 import contextlib
+import functools
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from ..launch import failures
 from ..launch.failures import KernelUnavailable, fall_back
 from ..naive import decode as naive_decode, formula
 from . import fallback, flops, rules
-from .namespace import OPERATORS, register, register_derivative
+from .namespace import OPERATORS, register
 from .schema import DECODE, ROTARY
 
 
@@ -94,25 +95,26 @@ def _check_decode(*arguments):
     rules.check_backend(call, backend, ())
 
 
+def _refuse(operator: str):
+    """Return a function that raises for the arguments of an operator of which a derivative is wanted."""
+
+    def refuse(*arguments):
+        names = argument_names(getattr(OPERATORS, operator).default)
+        check_gradients(dict(zip(names, arguments, strict=False)))
+
+    return refuse
+
+
 register(
     "append(Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor cache_seqlens, Tensor? block_table, Tensor new_key, "
     f"Tensor new_value, {ROTARY}, bool named, str backend) -> ()",
     _append_operator,
     lambda *_: None,
     rules.check_append,
+    _refuse("append"),
 )
 _SCHEMA = f"decode({DECODE.schema}) -> (Tensor out, Tensor lse)"
-register(_SCHEMA, _decode_operator, _new_decode, _check_decode, _decompose)
-
-
-def _refuse(name):
-    """Have an operator raise if a derivative of it is wanted."""
-    named = argument_names(getattr(OPERATORS, name).default)
-    register_derivative(name, lambda *arguments: check_gradients(dict(zip(named, arguments, strict=False))))
-
-
-_refuse("append")
-_refuse("decode")
+register(_SCHEMA, _decode_operator, _new_decode, _check_decode, _refuse("decode"), _decompose)
 
 
 def _run_operators(decode: Decode, need_lse: bool, backend: str) -> tuple[Tensor, Tensor]:
@@ -141,12 +143,7 @@ def _run(decode: Decode, need_lse: bool, need_weights: bool, backend: str):
     return out, lse if need_lse else None, weights
 
 
-def run_triton(decode: Decode, need_lse: bool, need_weights: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    return _run(decode, need_lse, need_weights, "triton")
-
-
-def run_cpu(decode: Decode, need_lse: bool, need_weights: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    return _run(decode, need_lse, need_weights, "cpu")
+run_triton, run_cpu = (functools.partial(_run, backend=name) for name in ("triton", "cpu"))
 
 
 def unmappable(decode: Decode) -> list[str]:

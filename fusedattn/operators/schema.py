@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call.options import CACHED, INPUTS, TYPES, Call, plain
+from ..call.layout import dense
+from ..call.options import CACHED, INPUTS, TYPES, Call, plain, wide_dtype
 from ..call.private import below_autograd
 from ..call.rules import fail
 from ..cpu import run as cpu
@@ -106,10 +107,19 @@ def apply(function, arguments):
     return function.apply(*arguments)
 
 
-def stats_columns(dtype: torch.dtype, width: int, backend: str = "triton") -> int:
-    """Return how many numbers a row has in the stats that a forward saves for its backward.
+def new_results(call: Call, need_lse: bool, need_weights: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return uninitialised (output, lse, weights) of a call, or their tangents; empty unless needed."""
+    query, rows, wide = call.query, call.query.shape[:3], wide_dtype(call)
+    out = dense(query, (*rows, call.value.shape[3]), wide if call.partial else None)
+    columns: Any = call.key.shape[2] if call.cu_seqlens_q is None else call.max_seqlen_k
+    weights = query.new_empty((*rows, columns) if need_weights else (0,))
+    return out, query.new_empty(rows if need_lse else (0,), dtype=wide), weights
 
-    Kernels save two of the softmax. For outputs of 16 bits and `width` columns they add the rounding error, one byte an
+
+def stats_columns(dtype: torch.dtype, width: int, backend: str = "triton") -> int:
+    """Return how many float32 numbers a forward saves for each row, besides its output of `width` columns.
+
+    Kernels save two numbers of the softmax. For an output of 16 bits they also save its rounding error, in one byte an
     element.
     """
     if backend == "cpu":

@@ -10,25 +10,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call.layout import arrange, dense, row_major
-from ..call.options import INPUTS, Call, wide_dtype
+from ..call.layout import arrange, row_major
+from ..call.options import INPUTS, Call
 from ..launch.failures import KernelUnavailable, fall_back
 from ..naive.tangent import tangent as naive_tangent
 from . import fallback, rules
 from .backward import gradients
 from .derived import double_backward, double_tangent, plus
-from .namespace import OPERATORS, register, register_derivative
-from .schema import RESULTS, TANGENT, run_operator, save, saved
+from .namespace import OPERATORS, register
+from .schema import RESULTS, TANGENT, new_results, run_operator, save, saved
 from .vmap_rule import vmap_rule
 
 
 def _new(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return uninitialised tangents of output, lse and weights; weights are empty unless needed."""
     _, call, (need_weights, _) = TANGENT.split(arguments)
-    query, rows = call.query, call.query.shape[:3]
-    columns: Any = call.key.shape[2] if call.cu_seqlens_q is None else call.max_seqlen_k
-    weights = query.new_empty((*rows, columns) if need_weights else (0,))
-    return dense(query, (*rows, call.value.shape[3])), query.new_empty(rows, dtype=wide_dtype(call)), weights
+    return new_results(call, True, need_weights)
 
 
 def _by_formula(call: Call, directions: Sequence[Tensor | None], need_weights: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -62,10 +59,6 @@ def _tangent(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _arranged(*arguments: Any) -> tuple[Tensor, ...]:
     out, *rest = _tangent(*arguments)
     return arrange(out, TANGENT.split(arguments)[1].query), *rest
-
-
-_SCHEMA = f"tangent({TANGENT.schema}) -> (Tensor tangent_out, Tensor tangent_lse, Tensor tangent_weights)"
-register(_SCHEMA, _arranged, _new, rules.check_tangent)
 
 
 class Tangent(torch.autograd.Function):
@@ -114,4 +107,5 @@ class Tangent(torch.autograd.Function):
         return vmap_rule(Tangent.apply, TANGENT.names, RESULTS, info, in_dims, arguments)
 
 
-register_derivative("tangent", Tangent.apply)
+_SCHEMA = f"tangent({TANGENT.schema}) -> (Tensor tangent_out, Tensor tangent_lse, Tensor tangent_weights)"
+register(_SCHEMA, _arranged, _new, rules.check_tangent, Tangent.apply)
