@@ -59,19 +59,12 @@ def gather_attention(
     Raises:
         TypeError, ValueError, NotImplementedError, RuntimeError: as `ring_attention`.
     """
-    return attend("gather_attention", locals(), in_pieces(lambda whole: _Keys(_pieces(whole), whole)))
 
+    def keys(whole: GlobalCall) -> _Keys:
+        return _Keys(whole.pieces([Chunk(0, whole.total_keys, 0)]), whole)
 
-def _pieces(whole: GlobalCall) -> list[Piece]:
-    """Return a Piece for each Chunk of this rank's rows, with the keys from the first to the last that it sees."""
-    low, high = whole.sides()
-    pieces = []
-    for row in whole.rows[whole.ranks.rank]:
-        begin = int(min(max(row.first + low, 0), whole.total_keys))
-        end = int(max(min(row.last + high, whole.total_keys), begin))
-        if row.length:
-            pieces.append(Piece(row.in_shard, slice(begin, end), whole.band(row, Chunk(begin, end, begin))))
-    return pieces
+    given = {name: x for name, x in locals().items() if name != "keys"}
+    return attend("gather_attention", given, in_pieces(keys))
 
 
 class _Keys:

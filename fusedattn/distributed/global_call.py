@@ -86,10 +86,12 @@ class GlobalCall(NamedTuple):
         low = -float("inf") if left is None else self.shift - left
         return low, float("inf") if right is None else self.shift + right
 
-    def sees(self, row: Chunk, key: Chunk) -> bool:
-        """Return whether any of the rows sees any of the keys."""
+    def seen(self, row: Chunk, key: Chunk) -> Chunk:
+        """Return the keys of a Chunk from the first to the last that any of the rows sees."""
         low, high = self.sides()
-        return row.length > 0 and key.length > 0 and key.first < row.last + high and key.last > row.first + low
+        first = int(max(key.first, row.first + low))
+        last = int(min(key.last, row.last + high)) if row.length else first
+        return Chunk(first, max(first, last), key.at + first - key.first)
 
     def sees_all(self, row: Chunk, key: Chunk) -> bool:
         """Return whether each of the rows sees all of the keys."""
@@ -98,32 +100,29 @@ class GlobalCall(NamedTuple):
 
     def rank_sees(self, rank: int, owner: int) -> bool:
         """Return whether any row of a rank sees any key of an owner."""
-        return any(self.sees(row, key) for row in self.rows[rank] for key in self.keys[owner])
+        return any(self.seen(row, key).length for row in self.rows[rank] for key in self.keys[owner])
 
-    def pieces(self, owner: int) -> list[Piece]:
-        """Split attention of this rank's rows to an owner's keys into as few Pieces as possible."""
+    def pieces(self, keys: list[Chunk]) -> list[Piece]:
+        """Split attention of this rank's rows to Chunks of keys into as few Pieces as possible."""
         rows = [row for row in self.rows[self.ranks.rank] if row.length]
-        keys = [key for key in self.keys[owner] if key.length]
+        keys = [key for key in keys if key.length]
         # Chunks are joined if each row sees each key and no position counts.
-        joinable = self.call.seed is self.call.alibi_slopes is None
+        joinable, unbounded = self.call.seed is self.call.alibi_slopes is None, dict(left=None, right=None)
         pieces = []
         for key in list(keys) if joinable and len(rows) > 1 else ():
             if all(self.sees_all(row, key) for row in rows):
-                pieces.append(Piece(_joined(rows), key.in_shard, dict(left=None, right=None)))
+                pieces.append(Piece(_joined(rows), key.in_shard, unbounded))
                 keys.remove(key)
         for row in rows:
-            seen = [key for key in keys if self.sees(row, key)]
+            seen = [self.seen(row, key) for key in keys if self.seen(row, key).length]
             if joinable and len(seen) > 1 and all(self.sees_all(row, key) for key in seen):
-                pieces.append(Piece(row.in_shard, _joined(seen), dict(left=None, right=None)))
-            else:
-                pieces += [Piece(row.in_shard, key.in_shard, self.band(row, key)) for key in seen]
+                pieces.append(Piece(row.in_shard, _joined(seen), unbounded))
+                continue
+            for key in seen:
+                origin = Origin(self.shift + row.first - key.first, row.first, key.first, 0, self.query.shape[1])
+                sides = unbounded if self.sees_all(row, key) else {}
+                pieces.append(Piece(row.in_shard, key.in_shard, sides | dict(origin=list(origin))))
         return pieces
-
-    def band(self, row: Chunk, key: Chunk) -> dict[str, Any]:
-        """Return the fields of a Call that tell the positions of rows and keys."""
-        sides = dict(left=None, right=None) if self.sees_all(row, key) else {}
-        shift = self.shift + row.first - key.first
-        return sides | dict(origin=list(Origin(shift, row.first, key.first, 0, self.query.shape[1])))
 
 
 def _joined(chunks: list[Chunk]) -> slice:

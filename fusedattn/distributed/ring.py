@@ -100,7 +100,7 @@ class _Keys:
             owner = (rank - step) % size
             seen = whole.rank_sees(rank, owner)
             fields: dict[str, Any] = absent | (dict(zip(self.own, tensors, strict=True)) if seen else {})
-            yield owner, whole.call._replace(**fields), whole.pieces(owner) if seen else []
+            yield owner, whole.call._replace(**fields), whole.pieces(whole.keys[owner]) if seen else []
             if transfer is not None:
                 tensors = transfer.wait()
 

@@ -1,11 +1,11 @@
 """DTensors: each rank computes its own batches and heads, without communication.
 
-Backends get the plain tensors of a rank. Their results become DTensors, sharded as the query.
+Backends get the plain tensors of a rank. Their results become DTensors with the placements of the query.
 """
 
 import functools
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,10 +16,12 @@ from torch.nn import Parameter
 from ..call.layout import in_order, order
 from ..call.options import DIMS as LETTERS, INPUTS, TENSORS, Call, Origin, tensors as tensors_of
 from ..call.rules import fail
+from .namespace import OPERATORS
+from .schema import BACKWARD, FORWARD
 
 _CLASSES = frozenset((Tensor, Parameter, type(None)))
-BATCH, HEADS = 0, 1  # dimensions of a query that may be sharded
-# {field of a Call: those of them that it has}
+BATCH, HEADS = 0, 1  # the dimensions that may be sharded
+# {tensor of a Call: which of these dimensions it has}
 DIMS: dict[str, tuple[int, ...]] = {
     name: (BATCH, HEADS) if {"H", "G"} & set(letters) else (BATCH,) for name, letters in LETTERS.items() if letters
 }
@@ -209,3 +211,59 @@ def _span(
 
 
 _kept_span = functools.lru_cache(maxsize=1024)(_span)  # the compiler warns of such a cache
+
+
+@functools.cache
+def register_sharding() -> None:
+    """Register how torch.ops.fusedattn.forward and backward take DTensors: sharded on batch or heads, or replicated.
+
+    Examples:
+        >>> fusedattn.distributed.register_sharding()
+
+    It is for operators called by name; `fusedattn.attention` takes DTensors without it. DTensor redistributes other
+    placements to one of these. You call this yourself, because it imports torch.distributed.tensor. A second call does
+    nothing.
+    """
+    from torch.distributed.tensor import Partial, Replicate, Shard
+    from torch.distributed.tensor.experimental import register_sharding as register
+
+    def ways(call: Call) -> Iterator[tuple[Any, dict[str, Any]]]:
+        """Yield (placement of results, placements of the call's tensors) for each way to shard a call."""
+        present: dict[str, Any] = {name: x for name in TENSORS if (x := getattr(call, name)) is not None}
+        yield Replicate(), dict.fromkeys(present, Replicate())
+        # Packed sequences lie in one batch. Dropout depends on the batch and the head in the whole call.
+        if present.keys() & {"cu_seqlens_q", "seed", "block_mask"} or call.origin is not None:
+            return
+        ranks = call.query.mesh.size()  # type: ignore[attr-defined]
+        for dim in (BATCH, HEADS):
+            size, key_size = call.query.shape[dim], call.key.shape[dim]
+            # Each rank has equally many query heads for each key head, or all ranks share one key head.
+            if size % ranks == 0 and (key_size == 1 or key_size % ranks == 0):
+                cut = {name for name, x in present.items() if dim in DIMS.get(name, ()) and x.shape[dim] != 1}
+                yield Shard(dim), {name: Shard(dim) if name in cut else Replicate() for name in present}
+
+    def forward(*arguments: Any) -> list[tuple[list[Any], list[Any]]]:
+        _, call, (need_lse, need_weights, save, backend) = FORWARD.split(arguments)
+        present = True, need_lse, need_weights, save or (need_weights and backend != "cpu")  # results
+        return [
+            ([of_results if result else Replicate() for result in present], [*FORWARD.named(tensors)])
+            for of_results, tensors in ways(call)
+        ]
+
+    def backward(*arguments: Any) -> list[tuple[list[Any], list[Any]]]:
+        incoming, call, (_, need) = BACKWARD.split(arguments)
+        found = []
+        for of_results, tensors in ways(call):
+            before = {
+                name: None if x is None else Replicate() if len(x.shape) == 1 else of_results
+                for name, x in zip(BACKWARD.names, incoming, strict=False)
+            }
+            # The gradient of a replicated input of sharded rows is a sum over ranks.
+            shared = Replicate() if of_results.is_replicate() else Partial()
+            inputs = [tensors[name] if needed else None for name, needed in zip(INPUTS, need, strict=True)]
+            grads = [Replicate() if x is None else shared if x.is_replicate() else x for x in inputs]
+            found.append((grads, [*BACKWARD.named(before | tensors)]))
+        return found
+
+    register(OPERATORS.forward.default)(forward)
+    register(OPERATORS.backward.default)(backward)

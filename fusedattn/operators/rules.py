@@ -10,23 +10,19 @@ from torch import Tensor
 
 from ..call.decode import CacheArguments, check_sizes
 from ..call.layout import broadcasts, is_shape
-from ..call.options import BY_HEAD, INPUTS, Call, Origin, inputs, wide_dtype
+from ..call.options import BY_HEAD, INPUTS, Arguments, Call, Origin, inputs, wide_dtype
 from ..call.plan import check_fit, check_masks, pairs_of
 from ..call.private import holds
 from ..call.rules import (
     FLOATING,
     Sizes,
-    check_dropout,
     check_dtype,
     check_floating,
     check_heads,
-    check_pairs,
+    check_options,
     check_query_key_value,
     check_rank,
-    check_scale,
-    check_seed,
     check_shape,
-    check_softcap,
     check_tokens,
     fail,
 )
@@ -56,21 +52,17 @@ def check_call(call: Call, need_weights: bool = False, keys: int | None = None) 
             fail(ValueError, name, "0 or more; None is unbounded", side)
     if call.origin is not None and (len(call.origin) != len(Origin._fields) or min(call.origin[1:]) < 0):
         fail(ValueError, "origin", "shift, and row, key, plane and heads of 0 or more", call.origin)
-    check_scale(call.scale, query.dtype)
-    check_dropout(call.dropout_p)
-    if call.seed is not None:
-        check_seed(call.seed, query.device)
-    elif call.dropout_p:
+    numbers = dict(scale=call.scale, softcap=call.softcap, dropout_p=call.dropout_p, seed=call.seed)
+    check_options(Arguments(query, call.key, call.value, call.mask, call.bias, **numbers), sizes)
+    if call.dropout_p and call.seed is None:
         fail(ValueError, "seed", "a tensor beside dropout_p", None)
-    if call.softcap is not None:
-        check_softcap(call.softcap, query.dtype)
-    # key_mask and query_mask cover all packed tokens, mask and bias the longest sequence.
-    checks = dict(mask=(check_pairs, sizes, "(B, H, Sq, Sk)"), key_mask=(check_tokens, tokens, "(B, S)"))
-    checks |= dict(bias=checks["mask"], query_mask=checks["key_mask"])
-    for name, (check, of, layout_of) in checks.items():
+    for name, layout in dict(
+        mask="(B, H, Sq, Sk)", bias="(B, H, Sq, Sk)", key_mask="(B, S)", query_mask="(B, S)"
+    ).items():
         if (x := getattr(call, name)) is not None:
-            check(name, x, of)
-            check_rank(name, x, layout_of)
+            if layout == "(B, S)":
+                check_tokens(name, x, tokens)  # of all packed tokens, where mask and bias are of the longest sequence
+            check_rank(name, x, layout)
     for name in BY_HEAD:
         if (x := getattr(call, name)) is not None:
             check_heads(name, x, query.device, (1, heads), (sizes.B, heads))
