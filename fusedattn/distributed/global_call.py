@@ -6,23 +6,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from ..api import attention
-from ..call.options import (
-    DIMS,
-    INPUTS,
-    TENSORS,
-    Arguments,
-    Call,
-    Origin,
-    Plan,
-    add_head_dim,
-    results as results_of,
-    tensors as tensors_of,
-    with_tensors,
-)
-from ..call.private import forward_level, transforms_active
+from ..call import options as of_calls
+from ..call.options import DIMS, INPUTS, TENSORS, Arguments, Call, Origin, Plan, in_full
+from ..call.private import transforms_active
 from ..call.rules import Sizes, check_flags, check_options, checked, fail
 from ..dispatch import backends
 from ..operators import dtensors, partial, schema
@@ -70,7 +58,7 @@ class GlobalCall(NamedTuple):
 
     def with_tensors(self, tensors: Sequence[Tensor | None]) -> "GlobalCall":
         """Return this with other TENSORS in its call. Autograd keeps the tensors; a context keeps the rest."""
-        return self._replace(call=with_tensors(self.call, tensors))
+        return self._replace(call=of_calls.with_tensors(self.call, tensors))
 
     @property
     def query(self) -> Tensor:
@@ -80,23 +68,18 @@ class GlobalCall(NamedTuple):
     def total_keys(self) -> int:
         return sum(map(rows_of, self.keys))
 
-    def sides(self) -> tuple[float, float]:
-        """Return (low, high): row i sees keys i + low .. i + high."""
-        left, right = self.call.left, self.call.right
-        low = -float("inf") if left is None else self.shift - left
-        return low, float("inf") if right is None else self.shift + right
-
     def seen(self, row: Chunk, key: Chunk) -> Chunk:
         """Return the keys of a Chunk from the first to the last that any of the rows sees."""
-        low, high = self.sides()
-        first = int(max(key.first, row.first + low))
-        last = int(min(key.last, row.last + high)) if row.length else first
-        return Chunk(first, max(first, last), key.at + first - key.first)
+        left, right = self.call.left, self.call.right
+        first = key.first if left is None else max(key.first, row.first + self.shift - left)
+        last = key.last if right is None else min(key.last, row.last + self.shift + right)
+        return Chunk(first, max(first, last) if row.length else first, key.at + first - key.first)
 
     def sees_all(self, row: Chunk, key: Chunk) -> bool:
         """Return whether each of the rows sees all of the keys."""
-        low, high = self.sides()
-        return key.last <= row.first + high + 1 and key.first >= row.last - 1 + low
+        left, right = self.call.left, self.call.right
+        seen_from = left is None or key.first >= row.last - 1 + self.shift - left
+        return seen_from and (right is None or key.last <= row.first + self.shift + right + 1)
 
     def rank_sees(self, rank: int, owner: int) -> bool:
         """Return whether any row of a rank sees any key of an owner."""
@@ -130,10 +113,10 @@ def _joined(chunks: list[Chunk]) -> slice:
 
 
 class Method(NamedTuple):
-    """Computes this rank's rows of a GlobalCall.
+    """Functions that compute this rank's rows of a GlobalCall, and their gradients.
 
-    forward returns [output, lse or None, weights or None], a GlobalCall for the backward, and what else it needs: any
-    tensors and numbers. backward takes these and a gradient for each result, and returns gradients by name.
+    forward returns [output, lse or None, weights or None], and what backward needs: a GlobalCall, and any tensors and
+    numbers. backward takes these and the gradients of the results. It returns gradients by name.
     """
 
     forward: Callable[[GlobalCall], tuple[list[Tensor | None], GlobalCall, Sequence[Any]]]
@@ -158,7 +141,7 @@ def prepared(arguments: Arguments, backend: Any, ranks: Ranks) -> tuple[Call, di
         batch, heads, rows, _ = call.query.shape
         sizes = Sizes(call.query.device, call.query.dtype, batch, heads, rows, keys)
         check_options(Arguments(call.query, call.key, call.value, **{name: x}), sizes)
-    return call._replace(**{name: add_head_dim(x) for name, x in pairs.items()}), {}
+    return call._replace(**{name: in_full(name, x) for name, x in pairs.items()}), {}
 
 
 def attend(function: str, given: dict[str, Any], method: Method, prepare: Prepare = prepared) -> Any:
@@ -166,28 +149,24 @@ def attend(function: str, given: dict[str, Any], method: Method, prepare: Prepar
     whole = agreed(function, given, prepare)
     if whole is None:
         return attention(**{name: x for name, x in given.items() if name not in ("group", "balance")})
-    return results_of(4, *attend_globally(whole, method))
+    return of_calls.results(4, *attend_globally(whole, method))
 
 
 def attend_globally(whole: GlobalCall, method: Method) -> Sequence[Tensor | None]:
     """Return [output, lse or None, weights or None] of this rank's rows."""
     if not whole.wanted():
         return method.forward(whole)[0]
-    tensors = tensors_of(whole.call)
+    tensors = of_calls.tensors(whole.call)
     return _Attend.apply(whole.with_tensors([None] * len(tensors)), method, ranks_of.anchor(whole.query), *tensors)
 
 
 class _Attend(torch.autograd.Function):
-    """Autograd node of a GlobalCall.
-
-    Its backward runs on all ranks as soon as one of them requires a gradient, because all take part in the transfers.
-    For the same reason, gradients that autograd does not have are zeros here.
-    """
+    """Autograd node of a GlobalCall. All ranks take part in the transfers of its backward, if only with zeros."""
 
     @staticmethod
     def forward(ctx, whole, method, _, *tensors):
         results, kept, more = method.forward(whole.with_tensors(tensors))
-        schema.save(ctx, (*tensors_of(kept.call), *more))
+        schema.save(ctx, (*of_calls.tensors(kept.call), *more))
         ctx.whole, ctx.method = whole, method
         ctx.set_materialize_grads(True)
         return tuple(results)
@@ -202,13 +181,9 @@ class _Attend(torch.autograd.Function):
 
 
 def agreed(function: str, given: dict[str, Any], prepare: Prepare = prepared) -> GlobalCall | None:
-    """Return the GlobalCall of a rank's arguments; None without a process group.
+    """Return the GlobalCall of a rank's arguments by name; None without a process group.
 
-    Args:
-        given: the arguments of the public function, by name.
-
-    Raises:
-        TypeError, ValueError, NotImplementedError: on all ranks, if one is wrong or two differ.
+    Raise TypeError, ValueError or NotImplementedError on all ranks if an argument of one is wrong, or if two differ.
     """
     ranks, balance, backend = ranks_of.of(given["group"]), given.get("balance"), given["backend"]
     if ranks is None:
@@ -246,9 +221,8 @@ def _check_transforms(arguments: Arguments) -> None:
     dtensors.refuse("fusedattn.distributed", arguments._asdict())
     if transforms_active():
         raise NotImplementedError("fusedattn.distributed: torch.func cannot transform communication between ranks")
-    if forward_level() >= 0:
-        tensors = [x for x in arguments if isinstance(x, Tensor)]
-        if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+    with torch.no_grad():  # which leaves tangents
+        if of_calls.differentiated(arguments):
             raise NotImplementedError("fusedattn.distributed: it has no derivative in forward mode")
 
 
@@ -268,12 +242,11 @@ def _own(call: Call) -> dict[str, Any]:
 def _common(call: Call, arguments: Arguments) -> dict[str, Any]:
     """Return the options that must be equal on all ranks; for tensors, their devices, dtypes and sizes."""
     common: dict[str, Any] = {}
-    for name, letters in DIMS.items():
-        x = getattr(call, name)
-        if letters:
-            sizes = () if x is None else zip(letters, x.shape, strict=True)
-            common_sizes = [size for letter, size in sizes if letter not in "QK"]
-            common[name] = None if x is None else (x.device.type, x.dtype, common_sizes)
+    for name in of_calls.with_dims("B"):
+        common[name] = x = getattr(call, name)
+        if x is not None:
+            sizes = [size for letter, size in zip(DIMS[name], x.shape, strict=True) if letter not in "QK"]
+            common[name] = x.device.type, x.dtype, sizes
     seed = arguments.seed if call.dropout_p else None
     if isinstance(seed, Tensor):
         seed = int(seed) if seed.device.type == "cpu" else "a tensor"  # reading it would wait for the GPU

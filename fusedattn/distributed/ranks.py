@@ -83,7 +83,6 @@ def agree(
             raise ValueError(
                 f"{function}: expected the same function on all ranks, rank {rank} and rank 0 called different ones"
             )
-    for rank, other in enumerate(table):
         if other["error"] is not None:
             raise ValueError(f"{function}: rank {rank} raised {other['error']}")
     for name, x in options.items():
@@ -118,19 +117,22 @@ def _fill(table: Tensor, ranks: Ranks, function: str) -> None:
     limit, key = group_timeout(ranks.group), f"fusedattn, lost of {dist.get_process_group_ranks(ranks.group)}"
 
     def missing(rank: int) -> RuntimeError:
-        return RuntimeError(
-            f"{function}: rank {rank} of the group has ended, or did not call it within {limit.total_seconds():g} s"
-        )
+        late = f"did not call it within {limit.total_seconds():g} s"
+        return RuntimeError(f"{function}: rank {rank} of the group has ended, or {late}")
 
-    def begin(operation: Any, pairs: Iterable[tuple[int, Tensor]]) -> list[Any]:
+    def begin(operation: Any, tensors: dict[int, Tensor]) -> list[Any]:
         """Begin all transfers at once. One by one, NCCL would open a connection for each."""
-        return dist.batch_isend_irecv([dist.P2POp(operation, x, group=ranks.group, group_peer=r) for r, x in pairs])
+        return dist.batch_isend_irecv(
+            [dist.P2POp(operation, x, group=ranks.group, group_peer=peer) for peer, x in tensors.items()]
+        )
 
     if ranks.rank == 0:
         others = range(1, ranks.size)
-        for operation, tensors in ((dist.irecv, list(table)), (dist.isend, [table] * ranks.size)):
-            works = begin(operation, [(r, tensors[r]) for r in others])
-            for r, work in zip(others, works, strict=False):  # NCCL returns one for all
+        for operation, tensors in (
+            (dist.irecv, {r: table[r] for r in others}),
+            (dist.isend, dict.fromkeys(others, table)),
+        ):
+            for r, work in zip(others, begin(operation, tensors), strict=False):  # NCCL returns one for all
                 try:
                     work.wait()
                 except RuntimeError as error:
@@ -141,7 +143,7 @@ def _fill(table: Tensor, ranks: Ranks, function: str) -> None:
     try:
         for operation, x, least in ((dist.isend, table[0].clone(), limit), (dist.irecv, table, 2 * limit)):
             # Twice the limit to receive: rank 0 may itself wait for another rank that long.
-            for work in begin(operation, [(0, x)]):
+            for work in begin(operation, {0: x}):
                 work.wait(least)
     except RuntimeError as error:
         lost = read_store(key, PATIENCE)
@@ -166,9 +168,8 @@ class Transfer(NamedTuple):
             for work in self.works:
                 work.wait()
         except RuntimeError as error:
-            raise RuntimeError(
-                f"fusedattn.distributed: no answer from rank {self.peer} of the group: {error}"
-            ) from error
+            message = f"fusedattn.distributed: no answer from rank {self.peer} of the group: {error}"
+            raise RuntimeError(message) from error
         return self.tensors
 
 
@@ -179,12 +180,13 @@ def exchange(
 
     The tensors are contiguous, and must not change before `wait` has returned.
     """
-    operations, received = [], tuple(received)
-    for tensors, peer, operation in ((sent, to, dist.isend), (received, of, dist.irecv)):
-        if peer is not None:
-            operations += [
-                dist.P2POp(operation, as_bytes(x), group=ranks.group, group_peer=peer) for x in tensors if x.numel()
-            ]
+    received = tuple(received)
+    operations = [
+        dist.P2POp(operation, as_bytes(x), group=ranks.group, group_peer=peer)
+        for tensors, peer, operation in ((sent, to, dist.isend), (received, of, dist.irecv))
+        for x in tensors
+        if peer is not None and x.numel()
+    ]
     works = dist.batch_isend_irecv(operations) if operations else []
     return Transfer(received, tuple(works), to if of is None else of)
 

@@ -10,7 +10,7 @@ from torch.types import Device
 
 from ..call.numbers import is_int
 from ..call.overrides import overridable
-from ..call.rules import check_strided, fail, type_name
+from ..call.rules import check_tensor, fail, type_name
 from . import ranks as ranks_of
 from .ranks import Ranks
 
@@ -89,7 +89,6 @@ def shard(x: Tensor, dim: int, *, group: Any = None, balance: str | None = None)
     Raises:
         TypeError, ValueError: for wrong arguments.
     """
-    check_strided(x=x)
     dim = _checked_dim(x, dim)
     check_balance(balance)
     own = _own(x.shape[dim], ranks_of.of(group), balance)
@@ -113,16 +112,15 @@ def positions(length: int, *, group: Any = None, balance: str | None = None, dev
     """
     if not is_int(length):
         fail(TypeError, "length", "an int", type_name(length))
-    if length < 0:
-        fail(ValueError, "length", "0 or more", length)
-    if length >= 2**63:
-        fail(ValueError, "length", "less than 2**63", length)
+    if not 0 <= length < 2**63:
+        fail(ValueError, "length", "a number from 0 to 2**63 - 1", length)
     check_balance(balance)
     own = _own(length, ranks_of.of(group), balance)
     return torch.cat([torch.arange(chunk.first, chunk.last, device=device) for chunk in own])
 
 
 def _checked_dim(x: Tensor, dim: Any) -> int:
+    check_tensor("x", x)
     if not is_int(dim):
         fail(TypeError, "dim", "an int", type_name(dim))
     if not -x.dim() <= dim < x.dim():
@@ -151,7 +149,6 @@ def unshard(x: Tensor, dim: int, *, group: Any = None, balance: str | None = Non
     ranks = ranks_of.of(group)
 
     def facts() -> tuple[int, dict[str, Any], dict[str, Any]]:
-        check_strided(x=x)
         axis = _checked_dim(x, dim)
         check_balance(balance)
         rest = (*x.shape[:axis], *x.shape[axis + 1 :])
@@ -170,19 +167,14 @@ def unshard(x: Tensor, dim: int, *, group: Any = None, balance: str | None = Non
 
 def gathered(x: Tensor, dim: int, ranks: Ranks, every: list[list[Chunk]]) -> Tensor:
     """Return the whole tensor from the Chunks of all ranks along a dimension."""
-    most = max(map(rows_of, every))
-    own = x.movedim(dim, 0).contiguous()
-    shape = own.shape[1:]
-    sent = own.new_zeros(most, *shape)
+    most, own = max(map(rows_of, every)), x.movedim(dim, 0)
+    sent = own.new_zeros(most, *own.shape[1:])  # all ranks send equally many rows
     sent[: own.shape[0]] = own
-    received = own.new_empty(ranks.size, most, *shape)
+    received = own.new_empty(ranks.size, *sent.shape)
     if sent.numel():
         dist.all_gather([ranks_of.as_bytes(x) for x in received], ranks_of.as_bytes(sent), group=ranks.group)
-    whole = own.new_empty(sum(map(rows_of, every)), *shape)
-    for block, some in zip(received, every, strict=True):
-        for chunk in some:
-            whole[chunk.first : chunk.last] = block[chunk.in_shard]
-    return whole.movedim(0, dim)
+    pieces = [(chunk, block[chunk.in_shard]) for block, some in zip(received, every, strict=True) for chunk in some]
+    return torch.cat([piece for _, piece in sorted(pieces, key=lambda pair: pair[0])]).movedim(0, dim)
 
 
 def scattered(x: Tensor, dim: int, ranks: Ranks, every: list[list[Chunk]]) -> Tensor:
