@@ -15,7 +15,7 @@ from ..call.options import INPUTS, WHOLE, Call, Lengths, hiding, inputs as input
 from ..call.private import constant, forward_level, is_exporting, transforms_active
 from ..call.rules import fail
 from ..cpu import run as cpu
-from ..launch.failures import KernelUnavailable, fall_back
+from ..launch.failures import KernelUnavailable
 from ..naive import formula
 from . import fallback, rules
 from .backward import any_failed, gradients, saved_stats
@@ -54,15 +54,14 @@ def _forward(*arguments):
         filled = [x if x.numel() else None for x in rest]
         # Hopper kernels need keys. A compiler chose the backend without knowing whether there are any.
         special = backend == "hopper" and run.has_hopper(out) and call.key.shape[2] > 0
-        for on_hopper in (True, False) if special else (False,):
-            try:
-                forward.launch_forward(out, *filled, call, on_hopper)
-                break
-            except KernelUnavailable as why:
-                fall_back(why, call.named)
-                if not on_hopper:
-                    fallback.fill(results, formula.run_naive(call, need_lse, need_weights))
-                    results[3].fill_(float("nan"))  # the backward will be naive too, and reads no stats
+        kinds = (True, False) if special else (False,)
+        launches = [functools.partial(forward.launch_forward, out, *filled, call, on_hopper) for on_hopper in kinds]
+
+        def naive():
+            fallback.fill(results, formula.run_naive(call, need_lse, need_weights))
+            results[3].fill_(float("nan"))  # the backward will be naive too, and reads no stats
+
+        fallback.by_kernel(call, launches, naive)
     return results
 
 
@@ -113,16 +112,15 @@ class _Attention(torch.autograd.Function):
             return FORWARD.named({})
         arguments, (out, weights, stats) = saved(ctx)
         _, call, (*_, backend) = FORWARD.split(arguments)
-        needed = dict(zip(FORWARD.names, ctx.needs_input_grad, strict=True))
-        grads = gradients(incoming, out, weights, stats, call, backend, [needed[name] for name in INPUTS])
+        need = FORWARD.of_inputs(ctx.needs_input_grad)
+        grads = gradients(incoming, out, weights, stats, call, backend, need)
         return FORWARD.named(dict(zip(INPUTS, grads, strict=True)))
 
     @staticmethod
     def jvp(ctx, *tangents):
         arguments, (out, _, stats) = saved(ctx)
         _, call, (*_, backend) = FORWARD.split(arguments)
-        moved = dict(zip(FORWARD.names, tangents, strict=True))
-        directions, stats = [moved[name] for name in INPUTS], saved_stats(stats, call, backend)
+        directions, stats = FORWARD.of_inputs(tangents), saved_stats(stats, call, backend)
         out, lse, weights = Tangent.apply(*directions, out, stats, *call, ctx.has_weights, backend)
         # torch takes no None: an absent result has an empty tangent.
         return out, lse if ctx.has_lse else lse.new_zeros(0), weights if ctx.has_weights else out.new_zeros(0), None

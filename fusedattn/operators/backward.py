@@ -8,7 +8,6 @@ from ..call.options import INPUTS, Call, device_of, inputs as inputs_of, plain, 
 from ..call.private import has_storage, transforms_active
 from ..cpu import run as cpu
 from ..launch import failures, tuned
-from ..launch.failures import KernelUnavailable
 from . import fallback, rules
 from .derived import Formula, derived, double_backward, plus
 from .namespace import OPERATORS, register
@@ -52,22 +51,16 @@ def _backward(*arguments):
         grad_out = out.new_zeros(()).expand(out.shape)
     stats = stats.contiguous()  # vmap may have expanded it
     grad_lse = None if grad_lse is None else grad_lse.to(stats.dtype).contiguous()
-    wanted = [grad if grad.numel() else None for grad in grads]
-    try:
+
+    def launch():
         names = ["forward", *["weights"] * (weights.dim() == 4)]
         if any_failed(call) and (why := run.failed(call, names)) is not None:
             raise why  # the forward was computed by the naive path, and there are no stats
-        launched = grad_out, grad_lse, grad_weights, out, weights, stats, call, backend
-        try:
-            launch_backward(wanted, *launched)
-        except KernelUnavailable as why:
-            if call.named or not run.any_on_hopper_failed(call):
-                raise
-            failures.fall_back(why, call.named)
-            launch_backward(wanted, *launched)  # by the universal kernels, as Hopper's is now known to fail
-    except KernelUnavailable as why:
-        failures.fall_back(why, call.named)
-        fallback.gradients(grads, incoming, call)
+        wanted = [grad if grad.numel() else None for grad in grads]
+        launch_backward(wanted, grad_out, grad_lse, grad_weights, out, weights, stats, call, backend)
+
+    # Where Hopper's kernel is now known to fail, a second launch takes the universal ones.
+    fallback.by_kernel(call, (launch, launch), lambda: fallback.gradients(grads, incoming, call))
     return grads
 
 
@@ -130,8 +123,7 @@ class Backward(torch.autograd.Function):
         The second derivative is symmetric, so it is the same as in `backward`.
         """
         (*incoming, out, weights, stats), call, (backend, need) = BACKWARD.split(saved(ctx)[0])
-        of_arguments = dict(zip(BACKWARD.names, tangents, strict=True))
-        moved = [of_arguments[name] for name in INPUTS]
+        moved = BACKWARD.of_inputs(tangents)
         total = [None] * len(INPUTS)
         if any(x is not None for x in tangents[: len(RESULTS)]):
             weights = None if weights.dim() == 1 else weights

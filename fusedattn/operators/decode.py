@@ -13,7 +13,6 @@ from ..call.private import argument_names, below_autograd, unmapped
 from ..call.rules import fail
 from ..cpu import decode as cpu_decode
 from ..launch import failures
-from ..launch.failures import KernelUnavailable, fall_back
 from ..naive import decode as naive_decode, formula
 from . import fallback, flops, rules
 from .namespace import OPERATORS, register
@@ -26,11 +25,7 @@ def _append(decode: Decode, backend: str) -> None:
         return
     from ..launch.decode import launch_append
 
-    try:
-        launch_append(decode)
-    except KernelUnavailable as why:
-        fall_back(why, decode.call.named)
-        naive_decode.append(decode)
+    fallback.by_kernel(decode.call, [lambda: launch_append(decode)], lambda: naive_decode.append(decode))
 
 
 def _append_operator(key_cache, value_cache, lengths, table, new_key, new_value, cos, sin, interleaved, named, backend):
@@ -53,12 +48,11 @@ def _attend(decode: Decode, need_lse: bool, backend: str) -> tuple[Tensor, Tenso
     if out.numel():
         from ..launch.decode import launch_decode
 
-        try:
-            launch_decode(out, lse, decode)
-        except KernelUnavailable as why:
-            fall_back(why, decode.call.named)
+        def naive():
             fallback.fill(results, formula.run_naive(naive_decode.dense(decode), need_lse, False))
-    return out, lse
+
+        fallback.by_kernel(decode.call, [lambda: launch_decode(out, lse, decode)], naive)
+    return results
 
 
 def _decode(*arguments):

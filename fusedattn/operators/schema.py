@@ -44,8 +44,12 @@ class Signature:
         return before, Call(*fields), after
 
     def named(self, values: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Return a value for each argument, None for those without one."""
+        """Return a value for each argument, None if it has no value."""
         return tuple([values.get(name) for name in self.names])
+
+    def of_inputs(self, values: Sequence[Any], prefix: str = "") -> list[Any]:
+        """Return those of the values, one for each argument, that belong to INPUTS."""
+        return [values[self.names.index(f"{prefix}{name}")] for name in INPUTS]
 
 
 FORWARD = Signature("", "bool need_lse, bool need_weights, bool save, str backend")

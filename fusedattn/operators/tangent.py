@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ..call.layout import arrange, row_major
 from ..call.options import INPUTS, Call
-from ..launch.failures import KernelUnavailable, fall_back
 from ..naive.tangent import tangent as naive_tangent
 from . import fallback, rules
 from .backward import gradients
@@ -45,14 +44,13 @@ def _tangent(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     from ..launch import run
     from ..launch.tangent import launch_tangent
 
-    try:
+    def launch():
         if (why := run.failed(call, ["forward"])) is not None:
             raise why  # the forward was computed by the naive path, and there are no stats
         filled = *results[:2], results[2] if need_weights else None
         launch_tangent(*filled, directions, out, stats.contiguous(), call)
-    except KernelUnavailable as why:
-        fall_back(why, call.named)
-        fallback.fill(results, _by_formula(call, directions, need_weights))
+
+    fallback.by_kernel(call, [launch], lambda: fallback.fill(results, _by_formula(call, directions, need_weights)))
     return results
 
 
@@ -78,8 +76,7 @@ class Tangent(torch.autograd.Function):
         incoming = [None if x is None or x.dim() == 1 else x for x in incoming]
         if all(x is None for x in incoming):
             return TANGENT.named({})
-        needed = dict(zip(TANGENT.names, ctx.needs_input_grad, strict=True))
-        of_tangents, of_inputs = ([needed[f"{prefix}{name}"] for name in INPUTS] for prefix in ("tangent_", ""))
+        of_tangents, of_inputs = (TANGENT.of_inputs(ctx.needs_input_grad, prefix) for prefix in ("tangent_", ""))
         grads: dict[str, Any] = {}
         if any(of_tangents):
             first = gradients(incoming, out, None, stats, call, backend, of_tangents)
@@ -92,8 +89,7 @@ class Tangent(torch.autograd.Function):
     @staticmethod
     def jvp(ctx, *tangents):
         (*directions, out, stats), call, (need_weights, backend) = TANGENT.split(saved(ctx)[0])
-        of_arguments = dict(zip(TANGENT.names, tangents, strict=True))
-        others, moved = ([of_arguments[f"{prefix}{name}"] for name in INPUTS] for prefix in ("tangent_", ""))
+        others, moved = (TANGENT.of_inputs(tangents, prefix) for prefix in ("tangent_", ""))
         total = [None] * len(RESULTS)
         if any(x is not None for x in others):
             total = list(Tangent.apply(*others, out, stats, *call, need_weights, backend))
