@@ -143,10 +143,10 @@ def gather_attention_varlen(
             fail(ValueError, "key", f"as many rows as query, {query.shape[0]}", key.shape[0])
         check_lengths(VarlenArguments(query, key, value, cu_seqlens, cu_seqlens))
         offsets.extend(cu_seqlens.tolist())
-        by_document = {name: getattr(arguments, name) for name in _BY_DOCUMENT}
+        by_document: dict[str, Any] = {name: getattr(arguments, name) for name in _BY_DOCUMENT}
         sizes = Sizes(query.device, query.dtype, len(offsets) - 1, query.shape[1], *(_longest(offsets),) * 2)
         check_options(Arguments(call.query, call.key, call.value, **by_document), sizes)
-        fields: dict[str, Any] = {name: in_full(name, x) for name, x in by_document.items()}
+        fields = {name: in_full(name, x) for name, x in by_document.items()}
         return call._replace(**fields, cu_seqlens_q=cu_seqlens), dict(cu_seqlens=tuple(offsets))
 
     whole = agreed("gather_attention_varlen", given, prepare)
@@ -168,10 +168,8 @@ def _documents(whole: GlobalCall, offsets: list[int]) -> list[Piece]:
     """Return up to two Pieces for each Chunk of rows: the document that begins before it, and all that begin in it."""
     pieces = []
     for chunk in whole.rows[whole.ranks.rank]:
-        inside = bisect.bisect_left(
-            offsets, chunk.first, 0, len(offsets) - 1
-        )  # first document that begins in the chunk
-        after = bisect.bisect_left(offsets, chunk.last, 0, len(offsets) - 1)
+        # Documents inside .. after - 1 begin in the chunk.
+        inside, after = (bisect.bisect_left(offsets, row, 0, len(offsets) - 1) for row in chunk[:2])
         if chunk.length and offsets[inside] > chunk.first:
             pieces.append(_piece(whole, chunk, offsets, inside - 1, inside))
         if inside < after:
@@ -186,16 +184,15 @@ def _piece(whole: GlobalCall, chunk: Chunk, offsets: list[int], first: int, last
     """
     begin, device, heads = offsets[first], whole.query.device, whole.query.shape[1]
     before = max(0, chunk.first - begin)  # rows of the document in front of the chunk
-    rows = [min(max(x, chunk.first), chunk.last) for x in offsets[first : last + 1]]
+    rows = [min(max(x, chunk.first), chunk.last) - chunk.first for x in offsets[first : last + 1]]
     keys = [x - begin for x in offsets[first : last + 1]]
     max_rows, max_keys = _longest(rows), _longest(keys)
     fields = dict(
-        cu_seqlens_q=torch.tensor([x - rows[0] for x in rows], dtype=torch.int32, device=device),
+        cu_seqlens_q=torch.tensor(rows, dtype=torch.int32, device=device) - rows[0],
         cu_seqlens_k=torch.tensor(keys, dtype=torch.int32, device=device),
         max_seqlen_q=max_rows,
         max_seqlen_k=max_keys,
         origin=list(Origin(before, before, 0, first * heads, heads)),
     )
-    in_shard = slice(chunk.at + rows[0] - chunk.first, chunk.at + rows[-1] - chunk.first)
-    pair_rows, pair_keys = slice(before, before + max_rows), slice(0, max_keys)
-    return Piece(in_shard, slice(begin, offsets[last]), fields, slice(first, last), pair_rows, pair_keys)
+    in_shard, pair_rows = slice(chunk.at + rows[0], chunk.at + rows[-1]), slice(before, before + max_rows)
+    return Piece(in_shard, slice(begin, offsets[last]), fields, slice(first, last), pair_rows, slice(0, max_keys))

@@ -193,7 +193,12 @@ def agreed(function: str, given: dict[str, Any], prepare: Prepare = prepared) ->
     flags = {name: given.get(name, False) for name in ("return_lse", "return_weights")}
 
     def facts() -> tuple[Call, dict[str, Any], dict[str, Any]]:
-        _check_transforms(arguments)
+        dtensors.refuse("fusedattn.distributed", arguments._asdict())
+        if transforms_active():
+            raise NotImplementedError("fusedattn.distributed: torch.func cannot transform communication between ranks")
+        with torch.no_grad():  # now only a tangent counts as a derivative
+            if of_calls.differentiated(arguments):
+                raise NotImplementedError("fusedattn.distributed: it has no derivative in forward mode")
         check_balance(balance)
         backends.check_name(backend)
         check_flags(**flags)
@@ -213,25 +218,22 @@ def agreed(function: str, given: dict[str, Any], prepare: Prepare = prepared) ->
     needs = [entry["needs"] for entry in table]
     chosen = _backend(call, set().union(*needs), flags["return_weights"], backends.named(backend))
     shift = 0 if call.top_left else total_keys - total_rows
-    call = call._replace(seed=_common_seed(ranks, call, arguments, table), top_left=True)
+    call = call._replace(top_left=True)
+    if call.seed is not None:
+        seed = call.seed.clone()  # the caller may change its tensor before the backward
+        if arguments.seed is None and seed.device.type == "cpu":
+            seed.fill_(table[0]["seed"])
+        elif arguments.seed is None:
+            dist.broadcast(seed, group_src=0, group=ranks.group)
+        call = call._replace(seed=seed)
     return GlobalCall(chosen, ranks, call, rows, keys, shift, needs, *flags.values())
 
 
-def _check_transforms(arguments: Arguments) -> None:
-    dtensors.refuse("fusedattn.distributed", arguments._asdict())
-    if transforms_active():
-        raise NotImplementedError("fusedattn.distributed: torch.func cannot transform communication between ranks")
-    with torch.no_grad():  # which leaves tangents
-        if of_calls.differentiated(arguments):
-            raise NotImplementedError("fusedattn.distributed: it has no derivative in forward mode")
-
-
 def _own(call: Call) -> dict[str, Any]:
-    """Return the facts that may differ from rank to rank: lengths, a drawn seed, and inputs that need a gradient."""
-    own: dict[str, Any] = dict(query=call.query.shape[2], key=call.key.shape[2], needs=[])
-    if torch.is_grad_enabled():
-        tensors = {name: getattr(call, name) for name in INPUTS}
-        own["needs"] = [name for name, x in tensors.items() if x is not None and x.requires_grad]
+    """Return facts that may differ between ranks: lengths, a seed drawn here, and inputs that require a gradient."""
+    tensors = {name: getattr(call, name) for name in INPUTS if torch.is_grad_enabled()}
+    needs = [name for name, x in tensors.items() if x is not None and x.requires_grad]
+    own: dict[str, Any] = dict(query=call.query.shape[2], key=call.key.shape[2], needs=needs)
     if call.seed is not None and call.seed.device.type == "cpu":
         own["seed"] = int(call.seed)
     if call.cu_seqlens_q is None:
@@ -260,18 +262,6 @@ def _common(call: Call, arguments: Arguments) -> dict[str, Any]:
         seed=seed,
         grad_mode=torch.is_grad_enabled(),
     )
-
-
-def _common_seed(ranks: Ranks, call: Call, arguments: Arguments, table: list[dict[str, Any]]) -> Tensor | None:
-    """Return the caller's seed, or the one that rank 0 drew."""
-    if call.seed is None:
-        return None
-    if arguments.seed is None and call.seed.device.type == "cpu":
-        return torch.full_like(call.seed, table[0]["seed"])
-    seed = call.seed.clone()  # the caller may change its tensor before the backward
-    if arguments.seed is None:
-        dist.broadcast(seed, group_src=0, group=ranks.group)
-    return seed
 
 
 def _backend(call: Call, needs: set[str], need_weights: bool, named: str | None) -> str:

@@ -55,27 +55,24 @@ def agree(
 ) -> tuple[Any, list[dict[str, Any]]]:
     """Return (value, `own` of each rank), once all ranks have called the same function with equal options.
 
-    Rank 0 collects the statements of all ranks and sends them to all, so it knows which rank is missing.
-
-    Args:
-        facts: checks the arguments of this rank, and returns (value, options, own). The reprs of options must be equal
-            on all ranks; own is data that JSON can hold, and may differ.
+    `facts` checks the arguments of this rank, and returns (value, options, own). The reprs of options must be equal on
+    all ranks; `own` is data that JSON can hold, and may differ. Rank 0 collects the statements of all ranks and sends
+    them to all, so it knows which rank is missing.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: on all ranks. This rank's error, or ValueError for one of another
-            rank, or for an option that differs.
+        TypeError, ValueError, NotImplementedError: on all ranks, if `facts` raises on one or an option differs.
         RuntimeError: if a rank has ended, or did not call this within the time limit of the group.
     """
-    value, problem = None, None
+    value, problem, text = None, None, None
     options: dict[str, Any] = {}
     own: dict[str, Any] = {}
     try:
         value, options, own = facts()
     except (TypeError, ValueError, NotImplementedError) as error:
-        problem = error
+        kind = next(x.__name__ for x in type(error).__mro__ if x.__module__ == "builtins")  # our errors derive from it
+        problem, text = error, f"{kind}: {error}"[:MESSAGE]
     digests = {name: hashlib.sha256(repr(x).encode()).hexdigest()[:14] for name, x in options.items()}
-    statement = dict(function=function, error=_text(problem), options=digests, own=own)
-    table = _exchange_statements(ranks, function, statement)
+    table = _exchange_statements(ranks, function, dict(function=function, error=text, options=digests, own=own))
     if problem is not None:
         raise problem
     for rank, other in enumerate(table):
@@ -90,13 +87,6 @@ def agree(
             if other["options"][name] != table[0]["options"][name]:
                 fail(ValueError, name, f"the same on rank {rank} as on rank 0", f"another ({x!r} on this rank)")
     return value, [other["own"] for other in table]
-
-
-def _text(problem: Exception | None) -> str | None:
-    if problem is None:
-        return None
-    kind = next(x.__name__ for x in type(problem).__mro__ if x.__module__ == "builtins")  # our errors derive from it
-    return f"{kind}: {problem}"[:MESSAGE]
 
 
 def _exchange_statements(ranks: Ranks, function: str, statement: dict[str, Any]) -> list[dict[str, Any]]:

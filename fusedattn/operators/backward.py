@@ -80,10 +80,7 @@ def saved_stats(stats, call, backend):
 
 
 def gradients(incoming, out, weights, stats, call, backend, need):
-    """Return gradients of the inputs of a Call from those of its results; None if not needed.
-
-    weights: None if the forward returned none.
-    """
+    """Return the gradients of INPUTS, None if not needed. weights: None if the forward returned none."""
     stats = saved_stats(stats, call, backend)
     if weights is None and incoming[2] is not None:
 
@@ -118,10 +115,7 @@ class Backward(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx, *tangents):
-        """Add the tangents of the incoming gradients, and the second derivative along the tangents of the inputs.
-
-        The second derivative is symmetric, so it is the same as in `backward`.
-        """
+        # The second derivative is symmetric: along the tangents of the inputs it is the same as in `backward`.
         (*incoming, out, weights, stats), call, (backend, need) = BACKWARD.split(saved(ctx)[0])
         moved = BACKWARD.of_inputs(tangents)
         total = [None] * len(INPUTS)
@@ -131,12 +125,9 @@ class Backward(torch.autograd.Function):
         if any(x is not None for x in moved):
             curved = double_backward(call, incoming, moved)[len(RESULTS) :]
             total = [plus(*pair) if needed else None for *pair, needed in zip(total, curved, need, strict=True)]
-        results = []
-        for x, field, needed in zip(total, inputs_of(call), need, strict=True):
-            if not needed:
-                x = out.new_zeros(0)
-            results.append(arrange(torch.zeros_like(field), field) if x is None else x)
-        return tuple(results)
+        total = [x if needed else out.new_zeros(0) for x, needed in zip(total, need, strict=True)]
+        pairs = zip(total, inputs_of(call), strict=True)
+        return tuple([arrange(torch.zeros_like(field), field) if x is None else x for x, field in pairs])
 
     @staticmethod
     def vmap(info, in_dims, *arguments):

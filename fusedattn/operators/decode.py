@@ -111,27 +111,22 @@ _SCHEMA = f"decode({DECODE.schema}) -> (Tensor out, Tensor lse)"
 register(_SCHEMA, _decode_operator, _new_decode, _check_decode, _refuse("decode"), _decompose)
 
 
-def _run_operators(decode: Decode, need_lse: bool, backend: str) -> tuple[Tensor, Tensor]:
-    call, caches = decode.call, (decode.key_cache, decode.value_cache, decode.lengths, decode.table)
-    rotary = decode.cos, decode.sin, decode.interleaved
-    options = [getattr(call, name) for name in DECODE.fields]
-    flops.offer(OPERATORS.decode)
-    # No derivative is wanted: the call has been checked for that.
-    with contextlib.nullcontext() if torch.compiler.is_compiling() else below_autograd():
-        if decode.new_key is not None:
-            OPERATORS.append(*caches, decode.new_key, decode.new_value, *rotary, call.named, backend)
-        return OPERATORS.decode(call.query, *caches, decode.added, *rotary, *options, need_lse, backend)
-
-
 def _run(decode: Decode, need_lse: bool, need_weights: bool, backend: str):
     """Append, and return (output, lse or None, weights or None). Weights are computed naively."""
-    if plain((*decode.call, *decode)):
-        if decode.new_key is not None:
+    call, appends, compiling = decode.call, decode.new_key is not None, torch.compiler.is_compiling()
+    if plain((*call, *decode)):
+        if appends:
             _append(decode, backend)
         out, lse = _attend(decode, need_lse, backend)
     else:
-        out, lse = _run_operators(decode, need_lse, backend)
-    if decode.new_key is not None and not torch.compiler.is_compiling():  # to a compiler the operator's schema says so
+        caches = decode.key_cache, decode.value_cache, decode.lengths, decode.table
+        rotary, options = (decode.cos, decode.sin, decode.interleaved), [getattr(call, name) for name in DECODE.fields]
+        flops.offer(OPERATORS.decode)
+        with contextlib.nullcontext() if compiling else below_autograd():  # a checked call has no derivative
+            if appends:
+                OPERATORS.append(*caches, decode.new_key, decode.new_value, *rotary, call.named, backend)
+            out, lse = OPERATORS.decode(call.query, *caches, decode.added, *rotary, *options, need_lse, backend)
+    if appends and not compiling:  # a compiler knows from the operator's schema that caches change
         torch.autograd.graph.increment_version((decode.key_cache, decode.value_cache))
     weights = formula.run_naive(naive_decode.dense(decode), False, True)[2] if need_weights else None
     return out, lse if need_lse else None, weights
@@ -141,12 +136,12 @@ run_triton, run_cpu = (functools.partial(_run, backend=name) for name in ("trito
 
 
 def unmappable(decode: Decode) -> list[str]:
-    """Return why operators cannot take a call under torch.vmap."""
+    """Return why the operators cannot take a call under torch.vmap; empty if they can."""
     if decode.new_key is None or torch.compiler.is_compiling():
         return []
     if all(unmapped(x) is x for x in decode if isinstance(x, Tensor)):
         return []
-    return ["torch.vmap maps over no operator that writes, as they do new_key and new_value"]
+    return ["torch.vmap cannot map over an operator that writes, and new_key and new_value are written to caches"]
 
 
 def failed(decode: Decode) -> list[str]:

@@ -1,6 +1,6 @@
 """Checks the arguments of operators that are called by name, with the checks of `call`.
 
-Values of offsets, lengths, pages and block masks are not checked: kernels stay inside the tensors whatever they are.
+Values of offsets, lengths, pages and block masks are not checked: whatever they are, kernels stay inside the tensors.
 """
 
 from typing import Any
@@ -32,10 +32,7 @@ from .schema import BACKWARD, FORWARD, TANGENT, stats_columns
 
 
 def check_call(call: Call, need_weights: bool = False, keys: int | None = None) -> None:
-    """Raise for fields of a Call that the kernels cannot take.
-
-    keys: the capacity, if key and value are caches that have been checked.
-    """
+    """Raise for fields of a Call that kernels cannot take. keys: the capacity of caches, which have been checked."""
     query = call.query
     if keys is None:
         check_rank("query", query, "(B, H, S, D)")
@@ -67,11 +64,17 @@ def check_call(call: Call, need_weights: bool = False, keys: int | None = None) 
         if (x := getattr(call, name)) is not None:
             check_heads(name, x, query.device, (1, heads), (sizes.B, heads))
     if call.block_mask is not None:
-        _check_blocks(call.block_mask, sizes)
+        from ..launch import blocks  # Triton was imported before there was a block mask
+
+        size = blocks.block_mask_size()
+        shape = sizes.B, heads, -(-sizes.Sq // size), -(-sizes.Sk // size)
+        check_dtype("block_mask", call.block_mask, torch.uint8, query.device)
+        if call.block_mask.dim() != 4 or not broadcasts(call.block_mask, shape):
+            fail(ValueError, "block_mask", f"rank 4, broadcastable to {shape}", tuple(call.block_mask.shape))
 
 
 def _check_packed(call: Call, need_weights: bool) -> int:
-    """Check offsets and maximum lengths against the packed tensors of a Call. Return the number of sequences."""
+    """Check the offsets and maximum lengths of packed sequences. Return the number of sequences."""
     if call.query.shape[0] != 1:
         fail(ValueError, "query", "a batch of 1 beside cu_seqlens_q", tuple(call.query.shape))
     query, key, value = (x[0].transpose(0, 1) for x in (call.query, call.key, call.value))
@@ -87,16 +90,6 @@ def _check_longest(max_seqlen_q: int | None, max_seqlen_k: int | None, needed: s
     for name, most in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         if most is None:
             fail(ValueError, name, f"an int beside {needed}", None)
-
-
-def _check_blocks(block_mask: Tensor, s: Sizes) -> None:
-    from ..launch import blocks  # Triton was imported before there was a block mask
-
-    size = blocks.block_mask_size()
-    shape = s.B, s.Hq, -(-s.Sq // size), -(-s.Sk // size)
-    check_dtype("block_mask", block_mask, torch.uint8, s.device)
-    if block_mask.dim() != 4 or not broadcasts(block_mask, shape):
-        fail(ValueError, "block_mask", f"rank 4, broadcastable to {shape}", tuple(block_mask.shape))
 
 
 def check_forward(*arguments: Any) -> None:
@@ -120,7 +113,7 @@ def check_backend(call: Call, backend: str, also: tuple[str, ...] = ("naive",)) 
 
 
 def _check_result(name: str, x: Tensor | None, call: Call, dtype: torch.dtype | None, shape: tuple) -> None:
-    """Raise for a result of a forward, a gradient or a tangent with another dtype, shape or device."""
+    """Raise if a result of a forward, a gradient or a tangent has another dtype, shape or device."""
     if x is None:
         return
     if x.dtype != dtype if dtype else x.dtype not in FLOATING:
@@ -171,30 +164,27 @@ def check_tangent(*arguments: Any) -> None:
             fail(ValueError, f"tangent_{name}", f"None, because {name} is None", "a tensor")
 
 
-def check_block_mask(mask, key_mask, query_mask, bias, *lengths) -> None:
+def check_block_mask(
+    mask, key_mask, query_mask, bias, cu_seqlens_q, cu_seqlens_k, rows, keys, max_seqlen_q, max_seqlen_k
+) -> None:
     masks = dict(mask=mask, key_mask=key_mask, query_mask=query_mask, bias=bias)
     masks = {name: x for name, x in masks.items() if x is not None}
     check_masks(masks, dict(mask=(4,), key_mask=(2,), query_mask=(2,), bias=(4,)))
     shapes = {name: pairs_of(name, x) for name, x in masks.items()}
-    if not lengths[0] is lengths[1] is None:
-        shapes |= _tokens_of_packed(masks, *lengths)
+    if not cu_seqlens_q is cu_seqlens_k is None:
+        for name, length in (("rows", rows), ("keys", keys)):
+            if holds(length < 0, False):
+                fail(ValueError, name, "0 or more", length)
+        query, key = (next(iter(masks.values())).new_empty(()).expand(length, 1, 1) for length in (rows, keys))
+        check_lengths(VarlenArguments(query, key, key, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k))
+        count = cu_seqlens_q.shape[0] - 1
+        of_tokens = dict(key_mask=(keys, (1, max_seqlen_k)), query_mask=(rows, (max_seqlen_q, 1)))
+        for name, (total, pairs) in of_tokens.items():
+            if name in masks:
+                check_shape(name, masks[name], (1, total))
+                _check_longest(max_seqlen_q, max_seqlen_k, name)
+                shapes[name] = (count, 1, *pairs)
     check_fit(shapes)
-
-
-def _tokens_of_packed(masks, cu_seqlens_q, cu_seqlens_k, rows, keys, max_seqlen_q, max_seqlen_k) -> dict[str, tuple]:
-    """Return the shapes, among the pairs of scores, of the key_mask and query_mask of packed sequences."""
-    for name, length in (("rows", rows), ("keys", keys)):
-        if holds(length < 0, False):
-            fail(ValueError, name, "0 or more", length)
-    query, key = (next(iter(masks.values())).new_empty(()).expand(length, 1, 1) for length in (rows, keys))
-    check_lengths(VarlenArguments(query, key, key, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k))
-    count = cu_seqlens_q.shape[0] - 1
-    shapes: dict[str, tuple] = dict(key_mask=(count, 1, 1, max_seqlen_k), query_mask=(count, 1, max_seqlen_q, 1))
-    shapes = {name: shape for name, shape in shapes.items() if name in masks}
-    for name in shapes:
-        check_shape(name, masks[name], (1, keys if name == "key_mask" else rows))
-        _check_longest(max_seqlen_q, max_seqlen_k, name)
-    return shapes
 
 
 def check_append(

@@ -22,7 +22,6 @@ from .vmap_rule import vmap_rule
 
 
 def _new(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return uninitialised tangents of output, lse and weights; weights are empty unless needed."""
     _, call, (need_weights, _) = TANGENT.split(arguments)
     return new_results(call, True, need_weights)
 
