@@ -26,7 +26,10 @@ class Keys(Protocol):
         """Return the gradients of this rank's keys and values, summed over all ranks."""
 
 
-def in_pieces(keys: Callable[[GlobalCall], Keys]) -> Method:
+_Keys = Callable[[GlobalCall], Keys]
+
+
+def in_pieces(keys: _Keys) -> Method:
     """Return the Method of rows that stay on their rank, while keys and values come to it."""
     return Method(lambda whole: _forward(whole, keys), lambda whole, *grads: _backward(whole, *grads, keys))
 
@@ -46,17 +49,15 @@ def _part_of(call: Call, piece: Piece) -> Call:
 
 
 @without_autocast
-def _forward(
-    whole: GlobalCall, keys: Callable[[GlobalCall], Keys]
-) -> tuple[list[Tensor | None], GlobalCall, partial.RowStats]:
+def _forward(whole: GlobalCall, keys: _Keys) -> tuple[list[Tensor | None], GlobalCall, partial.RowStats]:
     call, rows = whole.call, None
     for _, shown, pieces in keys(whole):
         for piece in pieces:
             part = _part_of(shown, piece)
-            rows = partial.start(call, partial.unit(part, whole.backend)) if rows is None else rows
+            rows = rows or partial.start(call, partial.unit(part, whole.backend))
             out, stats = partial.forward(part, whole.backend)
             partial.add(rows, piece.rows, out, *stats.unbind(-1))
-    rows = partial.start(call, 1.0) if rows is None else rows
+    rows = rows or partial.start(call, 1.0)
     if call.sinks is not None:
         partial.add_sinks(rows, call.sinks)
     return [arrange(rows.out, call.query), rows.lse if whole.need_lse else None, None], whole, rows
@@ -70,7 +71,7 @@ def _zeros(call: Call, names: Iterable[str]) -> dict[str, Any]:
 
 @without_autocast
 def _backward(
-    whole: GlobalCall, saved: Sequence[Any], incoming: Sequence[Any], keys: Callable[[GlobalCall], Keys]
+    whole: GlobalCall, saved: Sequence[Any], incoming: Sequence[Any], keys: _Keys
 ) -> dict[str, Tensor | None]:
     rows, (out_grad, lse_grad, _) = partial.RowStats(*saved), incoming
     call, of_all, of_ranks = whole.call, whole.wanted(), keys(whole)

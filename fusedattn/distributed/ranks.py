@@ -103,7 +103,7 @@ def _exchange_statements(ranks: Ranks, function: str, statement: dict[str, Any])
 
 
 def _fill(table: Tensor, ranks: Ranks, function: str) -> None:
-    """Overwrite the rows of the other ranks, each a copy of this rank's statement, with their statements."""
+    """Replace the rows of the other ranks by their statements. The rows are copies of this rank's statement."""
     limit, key = group_timeout(ranks.group), f"fusedattn, lost of {dist.get_process_group_ranks(ranks.group)}"
 
     def missing(rank: int) -> RuntimeError:

@@ -1,5 +1,6 @@
 """Cuts a sequence over the ranks of a group, and joins it again."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -36,18 +37,14 @@ def check_balance(balance: Any) -> None:
         fail(ValueError, "balance", "None or 'zigzag'", repr(balance))
 
 
-def _spans(length: int, count: int) -> list[tuple[int, int]]:
-    size, more = divmod(length, count)
-    starts = [n * size + min(n, more) for n in range(count + 1)]
-    return list(zip(starts, starts[1:], strict=False))
-
-
 def chunks(length: int, size: int, balance: str | None) -> list[list[Chunk]]:
     """Return the Chunks of each of `size` ranks, for a sequence of this length."""
+    count = size if balance is None else 2 * size
+    rows, more = divmod(length, count)
+    spans = list(itertools.pairwise(n * rows + min(n, more) for n in range(count + 1)))
     if balance is None:
-        return [[Chunk(first, last, 0)] for first, last in _spans(length, size)]
-    spans = _spans(length, 2 * size)
-    pairs = [(spans[rank], spans[2 * size - 1 - rank]) for rank in range(size)]
+        return [[Chunk(*span, 0)] for span in spans]
+    pairs = zip(spans[:size], reversed(spans[size:]), strict=True)
     return [[Chunk(*early, 0), Chunk(*late, early[1] - early[0])] for early, late in pairs]
 
 
@@ -64,7 +61,9 @@ def rows_of(some: list[Chunk]) -> int:
     return sum(chunk.length for chunk in some)
 
 
-def _own(length: int, ranks: Ranks | None, balance: str | None) -> list[Chunk]:
+def _own(length: int, group: Any, balance: Any) -> list[Chunk]:
+    check_balance(balance)
+    ranks = ranks_of.of(group)
     return [Chunk(0, length, 0)] if ranks is None else chunks(length, ranks.size, balance)[ranks.rank]
 
 
@@ -90,9 +89,7 @@ def shard(x: Tensor, dim: int, *, group: Any = None, balance: str | None = None)
         TypeError, ValueError: for wrong arguments.
     """
     dim = _checked_dim(x, dim)
-    check_balance(balance)
-    own = _own(x.shape[dim], ranks_of.of(group), balance)
-    pieces = [x.narrow(dim, chunk.first, chunk.length) for chunk in own]
+    pieces = [x.narrow(dim, chunk.first, chunk.length) for chunk in _own(x.shape[dim], group, balance)]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
 
@@ -114,8 +111,7 @@ def positions(length: int, *, group: Any = None, balance: str | None = None, dev
         fail(TypeError, "length", "an int", type_name(length))
     if not 0 <= length < 2**63:
         fail(ValueError, "length", "a number from 0 to 2**63 - 1", length)
-    check_balance(balance)
-    own = _own(length, ranks_of.of(group), balance)
+    own = _own(length, group, balance)
     return torch.cat([torch.arange(chunk.first, chunk.last, device=device) for chunk in own])
 
 

@@ -25,14 +25,14 @@ from .tangent import Tangent
 from .vmap_rule import vmap_rule
 
 _RESULTS = *RESULTS, "stats"
-_KERNELS = "hopper", "triton"
+KERNELS = "hopper", "triton"  # backends that launch kernels
 
 
 def _new(call, need_lse, need_weights, save, backend):
     """Return uninitialised (out, lse, weights, stats); all but out are empty unless needed."""
     out, lse, weights = new_results(call, need_lse, need_weights)
     columns = stats_columns(out.dtype, out.shape[3], backend)
-    save = save or (need_weights and backend in _KERNELS)  # kernels compute weights from stats
+    save = save or (need_weights and backend in KERNELS)  # kernels compute weights from stats
     return out, lse, weights, lse.new_empty((*out.shape[:3], columns) if save else (0,))
 
 
@@ -145,9 +145,7 @@ def allow_in_graph() -> None:
     torch.compiler.allow_in_graph(_transformed)
 
 
-def _attend(
-    call: Call, need_lse: bool, need_weights: bool, backend: str
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def _attend(call: Call, need_lse: bool, need_weights: bool, backend: str):
     """Return (output, lse or None, weights or None) of a checked call."""
     save = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs_of(call))
     # Tensors of a transform or with a tangent need not require a gradient.
@@ -159,7 +157,7 @@ def _attend(
         out, lse, weights, _ = OPERATORS.forward(*call, need_lse, need_weights, save, backend)
     elif save or transformed:
         # Forward and backward share a block mask. In graphs and under vmap each makes its own: its size is not known.
-        masked = backend in _KERNELS and not transformed and any(x is not None for x in hiding(call))
+        masked = backend in KERNELS and not transformed and any(x is not None for x in hiding(call))
         if masked and call.block_mask is None:
             call = call._replace(block_mask=block_mask_or_none(hiding(call), lengths_of(call)))
         out, lse, weights, _ = apply(_Attention, (*call, need_lse, need_weights, True, backend))
@@ -211,22 +209,14 @@ def failed(call: Call, need_weights: bool, on_hopper: bool) -> list[str]:
     return [str(why)] if (why := run.failed(call, names)) is not None else []
 
 
-def _explained(call):
-    """Return, for each of INPUTS, whether `explain` describes its gradient."""
-    pairs = zip(INPUTS, inputs_of(call), strict=True)
-    return [name in ("query", "key", "value") or (x is not None and x.requires_grad) for name, x in pairs]
+def explained(call: Call, need_weights: bool, backend: str, has_hopper: bool) -> tuple[dict, Sequence[str]]:
+    """Return ({kernel: tiles}, why a Hopper GPU does not run the backward by its own kernel), for `explain`.
 
-
-def tiles_for(call: Call, need_weights: bool, on_hopper: bool) -> dict:
-    """Return {kernel: Tile, Pipeline or Backward} of a call and its backward."""
+    The backward computes the gradients of query, key, value and learned options.
+    """
     from ..launch import backward, run
 
-    passes = backward.passes(call, _explained(call), "hopper" if on_hopper else "triton")
-    return run.tiles(call, need_weights, on_hopper, passes)
-
-
-def backward_reasons(call: Call, on_hopper: bool) -> list[str]:
-    """Return why a Hopper GPU does not run the backward by its own kernel."""
-    from ..launch.backward import reasons_not_on_hopper
-
-    return reasons_not_on_hopper(call, _explained(call), "hopper" if on_hopper else "triton")
+    pairs = zip(INPUTS, inputs_of(call), strict=True)
+    need = [name in ("query", "key", "value") or (x is not None and x.requires_grad) for name, x in pairs]
+    tiles = run.tiles(call, need_weights, backend == "hopper", backward.passes(call, need, backend))
+    return tiles, backward.reasons_not_on_hopper(call, need, backend) if has_hopper else ()

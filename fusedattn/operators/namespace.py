@@ -5,6 +5,7 @@ torch.ops.mypkg__vendor_fusedattn, so both can live in one process.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -16,6 +17,7 @@ from . import flops
 NAME = __name__.rpartition(".operators.")[0].replace(".", "_")  # of the package
 LIBRARY = torch.library.Library(NAME, "FRAGMENT")  # at module level: operators live as long as it does
 OPERATORS = getattr(torch.ops, NAME)
+_Run = Callable[..., Any]
 MOST = 1024  # facts of checked arguments that an operator remembers, before it forgets all
 
 
@@ -27,12 +29,7 @@ def _facts(x):
 
 
 def register(
-    schema: str,
-    run: Callable,
-    new: Callable,
-    check: Callable,
-    differentiate: Callable | None = None,
-    decompose: Callable | None = None,
+    schema: str, run: _Run, new: _Run, check: _Run, differentiate: _Run | None = None, decompose: _Run | None = None
 ) -> None:
     """Define an operator that runs on CUDA tensors, and on CPU tensors in Triton's interpreter.
 

@@ -17,10 +17,9 @@ from ..cpu.run import has_gradients, is_narrow, too_large
 from ..naive import partial
 from ..naive.partial import LN2
 from . import flops
-from .attention import OPERATORS
+from .attention import KERNELS, OPERATORS
 
 INFINITE = float("inf")
-KERNELS = "triton", "hopper"
 
 
 def widened(call: Call) -> Call:

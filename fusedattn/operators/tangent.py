@@ -28,7 +28,7 @@ def _new(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 def _by_formula(call: Call, directions: Sequence[Tensor | None], need_weights: bool) -> tuple[Tensor, Tensor, Tensor]:
     out, lse, weights = naive_tangent(call, directions, need_weights)
-    return out, row_major(lse), call.query.new_empty(0) if weights is None else row_major(weights)
+    return arrange(out, call.query), row_major(lse), call.query.new_empty(0) if weights is None else row_major(weights)
 
 
 def _tangent(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -51,11 +51,6 @@ def _tangent(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
     fallback.by_kernel(call, [launch], lambda: fallback.fill(results, _by_formula(call, directions, need_weights)))
     return results
-
-
-def _arranged(*arguments: Any) -> tuple[Tensor, ...]:
-    out, *rest = _tangent(*arguments)
-    return arrange(out, TANGENT.split(arguments)[1].query), *rest
 
 
 class Tangent(torch.autograd.Function):
@@ -103,4 +98,4 @@ class Tangent(torch.autograd.Function):
 
 
 _SCHEMA = f"tangent({TANGENT.schema}) -> (Tensor tangent_out, Tensor tangent_lse, Tensor tangent_weights)"
-register(_SCHEMA, _arranged, _new, rules.check_tangent, Tangent.apply)
+register(_SCHEMA, _tangent, _new, rules.check_tangent, Tangent.apply)
