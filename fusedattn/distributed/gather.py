@@ -60,18 +60,15 @@ def gather_attention(
         TypeError, ValueError, NotImplementedError, RuntimeError: as `ring_attention`.
     """
 
-    def keys(whole: GlobalCall) -> _Keys:
-        return _Keys(whole.pieces([Chunk(0, whole.total_keys, 0)]), whole)
-
-    given = {name: x for name, x in locals().items() if name != "keys"}
-    return attend("gather_attention", given, in_pieces(keys))
+    return attend("gather_attention", locals(), in_pieces(_Keys))
 
 
 class _Keys:
     """The keys and values of all ranks at once. Gradients return to their ranks."""
 
-    def __init__(self, pieces: list[Piece], whole: GlobalCall):
-        self.pieces, self.whole = pieces, whole
+    def __init__(self, whole: GlobalCall, pieces: list[Piece] | None = None):
+        self.whole = whole
+        self.pieces = whole.pieces([Chunk(0, whole.total_keys, 0)]) if pieces is None else pieces
         self.totals: list[Tensor | None] = []
 
     def __iter__(self) -> Iterator[tuple[None, Call, list[Piece]]]:
@@ -154,7 +151,7 @@ def gather_attention_varlen(
     of_all = query.new_empty(()).expand(whole.total_keys, 1, 1)
     check_values(VarlenArguments(of_all, of_all, of_all, cu_seqlens, cu_seqlens))
     pieces = _documents(whole, offsets)
-    out, lse, _ = attend_globally(whole, in_pieces(lambda whole: _Keys(pieces, whole)))
+    out, lse, _ = attend_globally(whole, in_pieces(lambda whole: _Keys(whole, pieces)))
     assert out is not None
     out = out.squeeze(0).transpose(0, 1)
     return out if lse is None else (out, lse.squeeze(0))

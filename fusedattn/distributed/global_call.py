@@ -115,8 +115,8 @@ def _joined(chunks: list[Chunk]) -> slice:
 class Method(NamedTuple):
     """Functions that compute this rank's rows of a GlobalCall, and their gradients.
 
-    forward returns [output, lse or None, weights or None], and what backward needs: a GlobalCall, and any tensors and
-    numbers. backward takes these and the gradients of the results. It returns gradients by name.
+    forward returns [output, lse or None, weights or None], then a GlobalCall, tensors and numbers for backward.
+    backward takes these and the gradients of the results. It returns gradients by the names of inputs.
     """
 
     forward: Callable[[GlobalCall], tuple[list[Tensor | None], GlobalCall, Sequence[Any]]]
@@ -144,9 +144,9 @@ def prepared(arguments: Arguments, backend: Any, ranks: Ranks) -> tuple[Call, di
     return call._replace(**{name: in_full(name, x) for name, x in pairs.items()}), {}
 
 
-def attend(function: str, given: dict[str, Any], method: Method, prepare: Prepare = prepared) -> Any:
+def attend(function: str, given: dict[str, Any], method: Method) -> Any:
     """Return the result of a public function from its arguments by name. Without a group it is `attention`."""
-    whole = agreed(function, given, prepare)
+    whole = agreed(function, given)
     if whole is None:
         return attention(**{name: x for name, x in given.items() if name not in ("group", "balance")})
     return of_calls.results(4, *attend_globally(whole, method))

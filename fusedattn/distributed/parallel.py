@@ -24,8 +24,9 @@ class ContextParallel(NamedTuple):
         >>> parallel = fusedattn.distributed.ContextParallel("ring", balance="zigzag")
         >>> layer = fusedattn.MultiHeadAttention(512, 8, causal=True, context_parallel=parallel)
 
-    method: "ring", "gather" or "ulysses". group, balance: as in `fusedattn.distributed.shard`; "ulysses" takes no
-    balance.
+    Args:
+        method: "ring", "gather" or "ulysses".
+        group, balance: as in `fusedattn.distributed.shard`; "ulysses" takes no balance.
     """
 
     method: str = "ring"
@@ -49,9 +50,7 @@ def check_parallel(parallel: Any) -> None:
         fail(ValueError, "context_parallel", "no balance with 'ulysses'", repr(parallel.balance))
 
 
-def attend(
-    parallel: ContextParallel, q: Tensor, k: Tensor, v: Tensor, need_weights: bool, **options: Any
-) -> tuple[Tensor, Tensor | None]:
+def attend(parallel: ContextParallel, q: Tensor, k: Tensor, v: Tensor, need_weights: bool, **options: Any) -> Any:
     """Return (output, weights or None) of this rank's rows. Raise for options that the method does not support."""
     check_parallel(parallel)  # the caller may have set the attribute of the module
     options = {name: x for name, x in options.items() if x is not None}

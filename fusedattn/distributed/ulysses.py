@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..call.layout import arrange
-from ..call.options import DIMS, INPUTS, Arguments, Call, Origin, tensors as tensors_of, wide_dtype, with_dims
+from ..call.options import DIMS, INPUTS, Call, Origin, tensors as tensors_of, wide_dtype, with_dims
 from ..call.overrides import overridable
 from ..call.private import eager
 from ..call.rules import fail
@@ -21,7 +21,7 @@ from ..operators import flops, partial
 from ..operators.backward import gradients
 from ..operators.namespace import OPERATORS
 from . import ranks as ranks_of
-from .global_call import GlobalCall, Method, attend, prepared
+from .global_call import GlobalCall, Method, attend
 from .ranks import Ranks
 from .shards import rows_of
 
@@ -73,15 +73,7 @@ def ulysses_attention(
         TypeError, NotImplementedError, RuntimeError: as `ring_attention`.
         ValueError: as `ring_attention`, and if the number of ranks does not divide Hq, before anything is sent.
     """
-
-    def prepare(arguments: Arguments, backend: Any, ranks: Ranks) -> tuple[Call, dict[str, Any]]:
-        call, options = prepared(arguments, backend, ranks)
-        if call.query.shape[1] % ranks.size:
-            fail(ValueError, "query", f"a multiple of {ranks.size} heads (the ranks)", f"{call.query.shape[1]} heads")
-        return call, options
-
-    given = {name: x for name, x in locals().items() if name != "prepare"}
-    return attend("ulysses_attention", given, Method(_forward, _backward), prepare)
+    return attend("ulysses_attention", locals(), Method(_forward, _backward))
 
 
 class _Route(NamedTuple):
@@ -153,7 +145,10 @@ def _local(whole: GlobalCall) -> Call:
 
 @without_autocast
 def _forward(whole: GlobalCall) -> tuple[list[Tensor | None], GlobalCall, Sequence[Any]]:
-    query, call = whole.query, _local(whole)
+    query, size = whole.query, whole.ranks.size
+    if query.shape[1] % size:
+        fail(ValueError, "query", f"a multiple of {size} heads (the number of ranks)", f"{query.shape[1]} heads")
+    call = _local(whole)
     if _route(whole, "key").repeated:  # gradients of shared key heads are rounded after their sum
         kernels = whole.backend in partial.KERNELS and not whole.need_weights
         call = call._replace(partial=True) if kernels else partial.widened(call)

@@ -125,7 +125,7 @@ def _by_dim(cut: Iterable[int | None]) -> tuple[tuple[int, ...], ...]:
 
 
 def _checked(tensors: Mapping[str, Any]) -> tuple[Any, list[int | None]]:
-    """Return (the mesh, for each of its dimensions the dimension of the query that it cuts)."""
+    """Return the mesh and, for each of its dimensions, the dimension of the query that it cuts."""
     from torch.distributed.tensor import Shard
 
     first = next(name for name, x in tensors.items() if is_dtensor(x))
@@ -206,9 +206,8 @@ def register_sharding() -> None:
     Examples:
         >>> fusedattn.distributed.register_sharding()
 
-    It is for operators called by name; `fusedattn.attention` takes DTensors without it. DTensor redistributes other
-    placements to one of these. You call this yourself, because it imports torch.distributed.tensor. A second call does
-    nothing.
+    Call it before you call operators by name; `fusedattn.attention` takes DTensors without it. It imports
+    torch.distributed.tensor. DTensors with other placements are redistributed to one of these.
     """
     from torch.distributed.tensor import Partial, Replicate, Shard
     from torch.distributed.tensor.experimental import register_sharding as register
@@ -228,28 +227,22 @@ def register_sharding() -> None:
                 cut = {name for name, x in present.items() if dim in DIMS.get(name, ()) and x.shape[dim] != 1}
                 yield Shard(dim), {name: Shard(dim) if name in cut else Replicate() for name in present}
 
-    def forward(*arguments: Any) -> list[tuple[list[Any], list[Any]]]:
+    def forward(*arguments: Any) -> Iterator[tuple[list[Any], list[Any]]]:
         _, call, (need_lse, need_weights, save, backend) = FORWARD.split(arguments)
         present = True, need_lse, need_weights, save or (need_weights and backend != "cpu")  # results
-        return [
-            ([of_results if result else Replicate() for result in present], [*FORWARD.named(tensors)])
-            for of_results, tensors in ways(call)
-        ]
+        for whole, tensors in ways(call):
+            yield [whole if result else Replicate() for result in present], [*FORWARD.named(tensors)]
 
-    def backward(*arguments: Any) -> list[tuple[list[Any], list[Any]]]:
+    def backward(*arguments: Any) -> Iterator[tuple[list[Any], list[Any]]]:
         incoming, call, (_, need) = BACKWARD.split(arguments)
-        found = []
-        for of_results, tensors in ways(call):
-            before = {
-                name: None if x is None else Replicate() if len(x.shape) == 1 else of_results
-                for name, x in zip(BACKWARD.names, incoming, strict=False)
-            }
-            # The gradient of a replicated input of sharded rows is a sum over ranks.
-            shared = Replicate() if of_results.is_replicate() else Partial()
+        for whole, tensors in ways(call):
+            # Absent results are empty tensors of one dimension.
+            before = [None if x is None else Replicate() if len(x.shape) == 1 else whole for x in incoming]
+            # The gradient of a replicated input beside sharded results is a sum over ranks.
+            shared = Replicate() if whole.is_replicate() else Partial()
             inputs = [tensors[name] if needed else None for name, needed in zip(INPUTS, need, strict=True)]
             grads = [Replicate() if x is None else shared if x.is_replicate() else x for x in inputs]
-            found.append((grads, [*BACKWARD.named(before | tensors)]))
-        return found
+            yield grads, [*BACKWARD.named(dict(zip(BACKWARD.names, before, strict=False)) | tensors)]
 
-    register(OPERATORS.forward.default)(forward)
-    register(OPERATORS.backward.default)(backward)
+    register(OPERATORS.forward.default)(lambda *arguments: list(forward(*arguments)))
+    register(OPERATORS.backward.default)(lambda *arguments: list(backward(*arguments)))

@@ -26,7 +26,7 @@ _TYPES = {
 
 
 class Signature:
-    """Arguments of an operator: some of its own, then fields of a Call, then more of its own."""
+    """The arguments of an operator: first some of its own, then fields of a Call, then more of its own."""
 
     def __init__(self, before: str, after: str, fields: Sequence[str] = Call._fields):
         declared = ", ".join(f"{_TYPES[TYPES[name]]} {name}" for name in fields)
@@ -89,7 +89,7 @@ def saved(ctx: Any) -> tuple[list[Any], list[Tensor | None]]:
 
 
 def run_operator(operator, implementation, arguments):
-    """Run an operator on checked arguments: its implementation, or torch's dispatcher if something must see it.
+    """Run an operator on checked arguments: its implementation, or torch's dispatcher if a mode must see the call.
 
     The dispatcher also materialises negated views and wrappers.
     """
@@ -101,12 +101,8 @@ def run_operator(operator, implementation, arguments):
 
 
 def apply(function, arguments):
-    """Apply an autograd Function.
-
-    Python's `apply` reads the signature of `forward` in each call and looks for wrappers that torch.func left behind,
-    which takes 70 us. Plain tensors go to the `apply` of C++ at once.
-    """
     if plain(arguments):
+        # The `apply` of C++. Python's takes 70 us to read the signature of `forward` and look for functorch's wrappers.
         return super(torch.autograd.Function, function).apply(*arguments)
     return function.apply(*arguments)
 
@@ -123,8 +119,7 @@ def new_results(call: Call, need_lse: bool, need_weights: bool) -> tuple[Tensor,
 def stats_columns(dtype: torch.dtype, width: int, backend: str = "triton") -> int:
     """Return how many float32 numbers a forward saves for each row, besides its output of `width` columns.
 
-    Kernels save two numbers of the softmax. For an output of 16 bits they also save its rounding error, in one byte an
-    element.
+    Kernels save two numbers of the softmax and, for an output of 16 bits, its rounding error, a byte an element.
     """
     if backend == "cpu":
         return cpu.stats_columns(dtype, width)
