@@ -84,9 +84,7 @@ def _check_decode(*arguments):
     check_sizes(caches_and_angles)
     if added < 0:
         fail(ValueError, "added", "0 or more", added)
-    call = _decode(*arguments)[0].call
-    rules.check_call(call, keys=capacity(caches_and_angles))
-    rules.check_backend(call, backend, ())
+    rules.check_call(_decode(*arguments)[0].call, backend, capacity=capacity(caches_and_angles))
 
 
 def _refuse(operator: str):

@@ -14,8 +14,8 @@ from ..call.private import any_requires_grad, eager, forward_level, in_onnx_expo
 from ..call.rules import fail
 from . import flops
 
-NAME = __name__.rpartition(".operators.")[0].replace(".", "_")  # of the package
-LIBRARY = torch.library.Library(NAME, "FRAGMENT")  # at module level: operators live as long as it does
+NAME = __name__.rpartition(".operators.")[0].replace(".", "_")  # the namespace
+LIBRARY = torch.library.Library(NAME, "FRAGMENT")  # operators live as long as this object does
 OPERATORS = getattr(torch.ops, NAME)
 _Run = Callable[..., Any]
 MOST = 1024  # facts of checked arguments that an operator remembers, before it forgets all
@@ -72,14 +72,14 @@ def register(
 
     def run_recorded(keyset, *arguments):
         flops.offer(operator)
-        # Not in torch's table of decompositions: Inductor raises for entries of it if the environment sets CI.
+        # Not by torch's table of decompositions: where the environment sets CI, Inductor raises for entries of it.
         if decompose is not None and in_onnx_export():
             return decompose(*arguments)
         recorded = torch.is_grad_enabled() and any_requires_grad(*arguments)
         if recorded or (forward_level() >= 0 and differentiated(arguments)):
             if transforms_active():
                 raise NotImplementedError(f"{NAME}::{name}: torch.func takes the function, not its operator")
-            check_all(*arguments)  # before a Function, which computes at once and saves its arguments
+            check_all(*arguments)  # before a Function saves them
             return differentiate(*arguments)
         return redispatch(operator.default, keyset, arguments)
 

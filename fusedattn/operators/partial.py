@@ -5,7 +5,6 @@ log2(sum of exp(score - largest)). One number, the log-sum-exp, would lose digit
 Source: Online normalizer calculation for softmax, arXiv:1805.02867, section 3.1.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -54,13 +53,7 @@ def _is_inaccurate(call: Call, lse: Tensor) -> bool:
 
 
 def backward(
-    call: Call,
-    backend: str,
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    out: Tensor,
-    stats: Tensor,
-    need: Sequence[bool],
+    call: Call, backend: str, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, stats: Tensor, need: list[bool]
 ) -> list[Tensor | None]:
     """Return gradients of the INPUTS of a partial call, None if not needed.
 

@@ -74,7 +74,7 @@ def vmap_rule(apply, names, results, info, in_dims, arguments):
         info, in_dims, arguments: as torch passes them to `vmap`.
     """
     values, fields = dict(zip(names, arguments, strict=True)), Call._fields
-    # For a list torch passes a list of dimensions. Our lists hold no tensors.
+    # For a list argument torch passes a list of dimensions. Our lists hold no tensors.
     dims = {name: dim if isinstance(values[name], Tensor) else None for name, dim in zip(names, in_dims, strict=True)}
     is_mapped = any(dims[name] is not None for name in fields if name != "seed")
     one_by_one = values["seed"] is not None and (dims["seed"] is not None or not is_mapped or info.randomness == "same")
