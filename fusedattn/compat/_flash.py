@@ -16,9 +16,9 @@ from ..call.numbers import as_python, is_int, is_number
 from ..call.options import Arguments, autocast_dtype, autocasting, is_known, override
 from ..call.padding import longest, padding
 from ..call.rules import check_flags, check_place, check_rank, check_strided, fail, type_name
-from ..call.varlen import VarlenArguments
 from ..naive.decode import rotated
 
+_PACKED = "query", "key", "value", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
 # An error names an argument at its beginning or after one of these words.
 _NAMED = re.compile(r"(^|\b(?:of|as in|as|in|beside|for|because) )(\w+)")
 _SHAPE = re.compile(r"\((\w+), (\w+), (\w+), (\w+)\)")
@@ -85,7 +85,7 @@ def attend(names: Sequence[str], options: Sequence[Any], q: Any, k: Any, v: Any,
     dropout_p, *of_scores, deterministic, return_attn_probs = options
     check_flags(deterministic=deterministic, return_attn_probs=return_attn_probs)
     keywords = dict(scores(*of_scores), dropout_p=as_python(dropout_p), return_lse=return_attn_probs)
-    translate = functools.partial(ask, dict(zip(VarlenArguments._fields, names, strict=False)))
+    translate = functools.partial(ask, dict(zip(_PACKED, names, strict=False)))
     with override(deterministic=deterministic), without_autocast_of_half(q):
         if lengths:
             *offsets, max_q, max_k = (x.item() if isinstance(x, Tensor) and x.dim() == 0 else x for x in lengths)

@@ -307,6 +307,6 @@ def _explained(call: Call, chosen: str | None, return_weights: bool) -> Explanat
     others = {name: sentences or [why] for name, sentences in reasons.items() if name != taken}
     if taken not in ("hopper", "triton"):
         return Explanation(taken, {}, others)
-    tiles = attention.tiles_for(call, return_weights, taken == "hopper")
-    backward = attention.backward_reasons(call, taken == "hopper") if not hopper_reasons(device_of(call.query)) else ()
+    has_hopper = not hopper_reasons(device_of(call.query))
+    tiles, backward = attention.explained(call, return_weights, taken, has_hopper)
     return Explanation(taken, tiles, others, backward)

@@ -31,13 +31,12 @@ from ..cpu import run as cpu
 from .schema import BACKWARD, FORWARD, TANGENT, stats_columns
 
 
-def check_call(call: Call, need_weights: bool = False, keys: int | None = None) -> None:
-    """Raise for fields of a Call that kernels cannot take. keys: the capacity of caches, which have been checked."""
-    query = call.query
-    if keys is None:
+def check_call(call: Call, backend: str, need_weights: bool = False, capacity: int | None = None) -> None:
+    """Raise for fields of a Call that an operator cannot take. capacity: of caches, which have been checked."""
+    query, keys = call.query, call.key.shape[2] if capacity is None else capacity
+    if capacity is None:
         check_rank("query", query, "(B, H, S, D)")
         check_query_key_value(query, call.key, call.value)
-        keys = call.key.shape[2]
     batch, heads, rows, _ = query.shape
     tokens = sizes = Sizes(query.device, query.dtype, batch, heads, rows, keys)
     if call.cu_seqlens_q is not None or call.cu_seqlens_k is not None:
@@ -58,7 +57,7 @@ def check_call(call: Call, need_weights: bool = False, keys: int | None = None) 
     ).items():
         if (x := getattr(call, name)) is not None:
             if layout == "(B, S)":
-                check_tokens(name, x, tokens)  # of all packed tokens, where mask and bias are of the longest sequence
+                check_tokens(name, x, tokens)  # covers all packed tokens; a mask or bias covers the longest sequence
             check_rank(name, x, layout)
     for name in BY_HEAD:
         if (x := getattr(call, name)) is not None:
@@ -71,6 +70,7 @@ def check_call(call: Call, need_weights: bool = False, keys: int | None = None) 
         check_dtype("block_mask", call.block_mask, torch.uint8, query.device)
         if call.block_mask.dim() != 4 or not broadcasts(call.block_mask, shape):
             fail(ValueError, "block_mask", f"rank 4, broadcastable to {shape}", tuple(call.block_mask.shape))
+    check_backend(call, backend, ("naive",) if capacity is None else ())
 
 
 def _check_packed(call: Call, need_weights: bool) -> int:
@@ -93,11 +93,10 @@ def _check_longest(max_seqlen_q: int | None, max_seqlen_k: int | None, needed: s
 
 def check_forward(*arguments: Any) -> None:
     _, call, (_, need_weights, _, backend) = FORWARD.split(arguments)
-    check_call(call, need_weights)
-    check_backend(call, backend)
+    check_call(call, backend, need_weights)
 
 
-def check_backend(call: Call, backend: str, also: tuple[str, ...] = ("naive",)) -> None:
+def check_backend(call: Call, backend: str, also: tuple[str, ...] = ()) -> None:
     if backend not in (known := ("hopper", "triton", "cpu", *also)):
         fail(ValueError, "backend", f"one of {', '.join(map(repr, known))}", repr(backend))
     lacks = []
@@ -125,8 +124,7 @@ def _check_result(name: str, x: Tensor | None, call: Call, dtype: torch.dtype | 
 
 def check_backward(*arguments: Any) -> None:
     (grad_out, grad_lse, grad_weights, out, weights, stats), call, (backend, need) = BACKWARD.split(arguments)
-    check_call(call, grad_weights is not None)
-    check_backend(call, backend)
+    check_call(call, backend, grad_weights is not None)
     rows, dtype, width = tuple(call.query.shape[:3]), call.query.dtype, call.value.shape[3]
     stored = wide_dtype(call) if call.partial else dtype
     columns = call.key.shape[2] if call.cu_seqlens_q is None else call.max_seqlen_k
@@ -148,8 +146,7 @@ def check_backward(*arguments: Any) -> None:
 
 def check_tangent(*arguments: Any) -> None:
     (*tangents, out, stats), call, (need_weights, backend) = TANGENT.split(arguments)
-    check_call(call, need_weights)
-    check_backend(call, backend)
+    check_call(call, backend, need_weights)
     if call.partial:
         fail(ValueError, "partial", "False: parts have no derivative in forward mode", True)
     rows, dtype, width = tuple(call.query.shape[:3]), call.query.dtype, call.value.shape[3]
@@ -189,13 +186,13 @@ def check_block_mask(
 def check_append(
     key_cache, value_cache, lengths, table, new_key, new_value, cos, sin, interleaved, named, backend
 ) -> None:
-    check_backend(Call(new_key, new_key, new_value), backend, ())
+    check_backend(Call(new_key, new_key, new_value), backend)
     check_floating("key_cache", key_cache, None)
     check_rank("key_cache", key_cache, "(B, H, C, D)")
     check_rank("cache_seqlens", lengths, "(B)")
     if key_cache.shape[3] == 0:
         fail(ValueError, "key_cache", "a head dimension of 1 or more", 0)
-    # The shared checks want a query: one without rows.
+    # The shared checks need a query. This one has no rows.
     query = key_cache.new_empty(()).expand(lengths.shape[0], key_cache.shape[1], 0, key_cache.shape[3])
     caches = query, key_cache, value_cache, lengths, table
     check_sizes(CacheArguments(*caches, new_key, new_value, cos, sin, interleaved))
