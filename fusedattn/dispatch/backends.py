@@ -11,7 +11,17 @@ import torch
 from torch import Tensor
 
 from ..call.decode import Decode
-from ..call.options import Arguments, AssumedGPU, Call, check_names, device_of, hiding, override, thread_overrides
+from ..call.options import (
+    Arguments,
+    AssumedGPU,
+    Call,
+    check_names,
+    device_of,
+    hiding,
+    inputs,
+    override,
+    thread_overrides,
+)
 from ..call.private import constant, eager, holds
 from ..call.rules import check_flags, checked, fail
 from ..cpu import run as cpu
@@ -231,8 +241,8 @@ class Explanation(NamedTuple):
     """Result of `explain`; `print` shows it as text.
 
     backend: the backend that takes the call; None if the call would raise. tiles: {kernel: Tile, Pipeline or Backward}.
-    reasons: {other backend: [sentence, ...]}. backward: on a Hopper GPU, why its kernels do not compute the gradients
-    of query, key and value; empty if they do.
+    reasons: {other backend: [sentence, ...]}. backward: why another path computes the gradients: after "hopper" the
+    universal kernels, after "cpu" the naive formula, for the inputs that require one; empty if none does.
     """
 
     backend: str | None
@@ -248,7 +258,8 @@ class Explanation(NamedTuple):
             lines.append(f"    {kernel}: tiles of {size}, {warps}, {tile.stages} stages")
         for name, sentences in self.reasons.items():
             lines += [f"not {name}: {sentence}" for sentence in sentences]
-        lines += [f"not hopper for the backward: {sentence}" for sentence in self.backward]
+        first = "cpu" if self.backend == "cpu" else "hopper"
+        lines += [f"not {first} for the backward: {sentence}" for sentence in self.backward]
         return "\n".join(lines)
 
 
@@ -305,6 +316,9 @@ def _explained(call: Call, chosen: str | None, return_weights: bool) -> Explanat
         taken, why = "naive" if reasons["cpu"] else "cpu", "the tensors are not on a GPU and no backend is named"
         reasons["naive"] += ["'cpu' comes before it and takes the call"]
     others = {name: sentences or [why] for name, sentences in reasons.items() if name != taken}
+    if taken == "cpu":
+        need = [x is not None and x.requires_grad for x in inputs(call)]
+        return Explanation(taken, {}, others, cpu.lacks_gradients(call, None, need) if any(need) else [])
     if taken not in ("hopper", "triton"):
         return Explanation(taken, {}, others)
     has_hopper = not hopper_reasons(device_of(call.query))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..call.options import Call, wide_dtype
 from ..cpu import flash, small_k
-from ..cpu.run import has_gradients, is_narrow, too_large
+from ..cpu.run import is_narrow, lacks_gradients, too_large
 from ..naive import partial
 from ..naive.partial import LN2
 from . import flops
@@ -64,7 +64,7 @@ def backward(
         call = widened(call)
         largest, log2_sum = stats.unbind(-1)
         lse = torch.where(log2_sum == INFINITE, -INFINITE, (largest - flash.offset(call)) + log2_sum * LN2)
-        by_kernel = backend != "naive" and not small_k.is_few(call) and has_gradients(call, None, need)
+        by_kernel = backend != "naive" and not small_k.is_few(call) and not lacks_gradients(call, None, need)
         if not by_kernel or _is_inaccurate(call, lse):
             return partial.backward(call, grad_out, grad_lse, out, stats, need)
         grad_out, stats = grad_out.to(call.query.dtype), lse[..., None]
