@@ -183,8 +183,10 @@ def _consume(
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, COLUMNS, 16])
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     dtype: gl.constexpr = shared.q.tiles.dtype
-    # With two tiles of q, a block's first scores are multiplied while the output of the block before is stored.
-    EARLY: gl.constexpr = shared.q.tiles.shape[0] > GROUPS
+    # With two tiles of q, the next is read while an output leaves the other. A block's first scores are then multiplied
+    # before the output of the block before is stored, where there are registers for both.
+    TWO: gl.constexpr = shared.q.tiles.shape[0] > GROUPS
+    EARLY: gl.constexpr = TWO and GROUPS == 2
     share = schedule.share(order, gl.program_id(0), gl.num_programs(0))  # at least one
     first, batch, head, index, last, count, full, full_end = _take(g, order, 0, band, HEADS, GROUPS, ROWS, BLOCK_N)
     zero = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
@@ -212,7 +214,7 @@ def _consume(
         q = ring.tile(shared.q, n * GROUPS + g)
         masked = (last < full) | (last >= full_end)
         p, decay, state = _weights(s, state, masked, scale, band, rows, last, P_LAYOUT, dtype)
-        if EARLY:
+        if TWO:
             store_wait(0)  # of the previous block's output
             if SHARE:
                 ring.release(shared.q, (n - 1) * GROUPS + g, pred=n > 0)
@@ -278,7 +280,7 @@ def _consume(
         if EARLY:
             s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
             ring.release(shared.k, step, pred=more)
-        else:
+        if not TWO:
             store_wait(0)
             if SHARE:
                 ring.release(shared.q, n * GROUPS + g)
