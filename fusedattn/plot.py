@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .call.rules import SMALLEST, check_number, check_strided, fail, kind
+from .call.rules import check_number, check_strided, fail, kind
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -55,7 +55,7 @@ def attention_map(
     if not isinstance(label, str):
         fail(TypeError, "label", "a string", type(label).__name__)
     top = maps.nan_to_num(0.0).max().item() or 1.0 if top is None else top
-    check_number("top", top, "a finite number above 0", least=SMALLEST)
+    check_number("top", top, "a finite number above 0", positive=True)
     matplotlib = _matplotlib(figure)
 
     across = math.ceil(math.sqrt(heads))

@@ -12,7 +12,6 @@ from .options import Arguments, Call, Plan, autocast, differentiated, normalise
 from .private import unmapped
 
 LARGEST, LARGEST_SINGLE = torch.finfo(torch.float64).max, torch.finfo(torch.float32).max
-SMALLEST = 5e-324  # the smallest number above 0
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -195,14 +194,15 @@ def check_heads(name: str, x: Any, device: torch.device, *shapes: tuple[int, ...
 
 
 def check_number(
-    name: str, x: Any, expected: str, least: float = -LARGEST, most: float = LARGEST, dtype: torch.dtype | None = None
-) -> None:
+    name: str, x: Any, expected: str, least: float = -LARGEST, most: float = LARGEST, dtype: torch.dtype | None = None,
+    positive: bool = False,
+) -> None:  # fmt: skip
     """Raise for a number outside of least .. most, or beyond float32 unless the dtype of query is float64."""
     if not is_number(x):
         fail(TypeError, name, "a number", type_name(x))
     # Not math.isfinite: the compiler cannot trace it on a number that varies.
     number = as_python(x)
-    if not least <= number <= most:
+    if not least <= number <= most or (positive and number <= 0):
         fail(ValueError, name, expected, value(x))
     if dtype is not None and dtype != torch.float64 and abs(number) > LARGEST_SINGLE:
         fail(ValueError, name, "a number that float32 can hold", value(x))
@@ -265,7 +265,7 @@ def check_options(arguments: Arguments, sizes: Sizes | None = None) -> Arguments
     if a.scale is not None:
         check_number("scale", a.scale, "a finite number", dtype=dtype)
     if a.softcap is not None:
-        check_number("softcap", a.softcap, "a finite number above 0", SMALLEST, dtype=dtype)
+        check_number("softcap", a.softcap, "a finite number above 0", dtype=dtype, positive=True)
     check_number("dropout_p", a.dropout_p, "a number from 0 to 1", 0, 1)
     return a
 
