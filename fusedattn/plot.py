@@ -150,9 +150,9 @@ def _maps(weights: Tensor, mask: Tensor | None) -> Tensor:
         return maps
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         fail(TypeError, "mask", "a bool tensor, True = may attend", kind(mask))
-    hidden = ~_values("mask", mask, torch.bool)
+    seen = _values("mask", mask, torch.bool)
     try:
-        return maps.masked_fill(hidden, math.nan).view_as(maps)
+        return maps.masked_fill(~seen, math.nan).view_as(maps)
     except RuntimeError:
         fail(ValueError, "mask", f"broadcastable to {tuple(maps.shape)}", tuple(mask.shape))
 

@@ -14,21 +14,25 @@ from .rules import Sizes, check_bool, check_dtype, check_options, check_query_ke
 
 def check_lengths(lengths: Lengths, device: torch.device, values: bool = False) -> None:
     """Raise for wrong offsets and maximum lengths. values: also read offsets on a CPU."""
-    counts = []
+    sides = []
     for side, tensor, rows in (("q", "query", lengths.rows), ("k", "key", lengths.keys)):
         name, longest_name = f"cu_seqlens_{side}", f"max_seqlen_{side}"
         offsets, most = getattr(lengths, name), getattr(lengths, longest_name)
         check_dtype(name, offsets, torch.int32, device)
         if offsets.dim() != 1 or holds(offsets.shape[0] == 0, False):
             fail(ValueError, name, "shape (n + 1,), of n sequences", tuple(offsets.shape))
-        counts.append(offsets.shape[0])
         if holds(offsets.shape[0] == 1, False) and holds(rows != 0, False):
             fail(ValueError, name, f"one sequence or more, because {tensor} has {rows} rows", "offsets of none")
         if most is not None and not is_int(most):
             fail(TypeError, longest_name, "an int or None", type_name(most))
         if most is not None and (holds(most < 0, False) or holds(most >= 2**31, False)):
             fail(ValueError, longest_name, "a length of 0 or more, below 2**31", most)
-        if not values or not is_known(offsets):
+        sides.append((name, longest_name, tensor, offsets, rows, most))
+    count, count_k = (offsets.shape[0] for *_, offsets, _, _ in sides)
+    if not is_size(count_k, count):
+        fail(ValueError, "cu_seqlens_k", f"as many offsets as cu_seqlens_q, {count}", count_k)
+    for name, longest_name, tensor, offsets, rows, most in sides if values else ():
+        if not is_known(offsets):
             continue
         first, *rest = known = offsets.tolist()
         if first != 0:
@@ -40,8 +44,6 @@ def check_lengths(lengths: Lengths, device: torch.device, values: bool = False) 
                 fail(ValueError, longest_name, f"at least the longest length in {name}, {after - before}", most)
         if known[-1] != rows:
             fail(ValueError, name, f"the number of rows of {tensor}, {rows}, as its last offset", known[-1])
-    if not is_size(counts[1], counts[0]):
-        fail(ValueError, "cu_seqlens_k", f"as many offsets as cu_seqlens_q, {counts[0]}", counts[1])
 
 
 def checked_varlen(
