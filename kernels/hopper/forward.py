@@ -60,17 +60,26 @@ class Results(NamedTuple):
 
 
 @gluon.jit
-def _take(order, n, band, HEADS: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, GROUPS: gl.constexpr, g=0):
-    """Return a program's n-th block of rows: (first row, batch, head and index of its plane), and its blocks of keys.
+def _extent(band, first, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Return (last visible block of keys, number of visible blocks), at least one."""
+    begin, full, full_end, end = span.blocks(band, first, ROWS, BLOCK_N)
+    count = gl.maximum(end - begin, 1)
+    return begin + count - 1, count
 
-    Its blocks of keys: (last visible one, number of visible ones, at least one, full, full_end), where warpgroup g sees
-    full .. full_end - 1 without a mask.
+
+@gluon.jit
+def _take(
+    g: gl.constexpr, order, n, band, HEADS: gl.constexpr, GROUPS: gl.constexpr, ROWS: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """Return a program's n-th block of rows: (first row, batch, head, index of its plane), its blocks of keys.
+
+    Its blocks of keys: `_extent`, and the bounds [full, full_end) of those that warpgroup g sees without a mask.
     """
     first, plane = schedule.take(order, n, gl.program_id(0), gl.num_programs(0), HEADS, GROUPS * ROWS)
-    begin, _, _, end = span.blocks(band, first, GROUPS * ROWS, BLOCK_N)
-    count = gl.maximum(end - begin, 1)
+    last, count = _extent(band, first, GROUPS * ROWS, BLOCK_N)
     _, full, full_end, _ = span.blocks(band, first + g * ROWS, ROWS, BLOCK_N)
-    return first, plane.batch, plane.head, plane.index, begin + count - 1, count, full, full_end
+    return first, plane.batch, plane.head, plane.index, last, count, full, full_end
 
 
 @gluon.jit
@@ -79,11 +88,12 @@ def _produce(shared, Q, K, V, order, band, HEADS: gl.constexpr, GROUP: gl.conste
     GROUPS: gl.constexpr = 3 if shared.q.tiles.shape[0] > 4 else 2
     ROWS: gl.constexpr = shared.q.tiles.shape[3]
     BLOCK_N: gl.constexpr = shared.k.tiles.shape[3]
+    program, programs = gl.program_id(0), gl.num_programs(0)
     step = 0
-    for n in range(schedule.share(order, gl.program_id(0), gl.num_programs(0))):
-        first, batch, head, index, last, count, _, _ = _take(order, n, band, HEADS, ROWS, BLOCK_N, GROUPS)
-        plane = span.Plane(batch, head, index, ())
+    for n in range(schedule.share(order, program, programs)):
+        first, plane = schedule.take(order, n, program, programs, HEADS, GROUPS * ROWS)
         kv = span.kv_head(plane, GROUP)
+        last, count = _extent(band, first, GROUPS * ROWS, BLOCK_N)
         ring.fill(shared.k, step, K, kv, last * BLOCK_N)  # free before the tile of q
         for g in gl.static_range(GROUPS):
             ring.fill(shared.q, n * GROUPS + g, Q, plane, first + g * ROWS)
@@ -178,7 +188,7 @@ def _consume(
     TWO: gl.constexpr = shared.q.tiles.shape[0] > GROUPS
     EARLY: gl.constexpr = TWO and GROUPS == 2
     share = schedule.share(order, gl.program_id(0), gl.num_programs(0))  # at least one
-    first, batch, head, index, last, count, full, full_end = _take(order, 0, band, HEADS, ROWS, BLOCK_N, GROUPS, g)
+    first, batch, head, index, last, count, full, full_end = _take(g, order, 0, band, HEADS, GROUPS, ROWS, BLOCK_N)
     zero = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
     s = zero
     if EARLY:
@@ -238,7 +248,7 @@ def _consume(
             # A wait ends a basic block, so ptxas does not put what follows between the instructions of the product.
             ring.wait(shared.k, step + 1, pred=more)
         # Here, so that divisions run during the product and do not delay the next one.
-        following = _take(order, gl.minimum(n + 1, share - 1), band, HEADS, ROWS, BLOCK_N, GROUPS, g)
+        following = _take(g, order, gl.minimum(n + 1, share - 1), band, HEADS, GROUPS, ROWS, BLOCK_N)
         out, p = warpgroup_mma_wait(num_outstanding=1 if EARLY else 0, deps=(out, p))
         ring.release(shared.v, step)
         step += 1
