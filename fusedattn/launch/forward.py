@@ -1,4 +1,4 @@
-"""Launches the forward, by the Hopper or the universal kernel, and the kernel of weights."""
+"""Launches the forward, by the Hopper kernel or the one for any GPU, and the kernel of attention weights."""
 
 from triton import cdiv
 
