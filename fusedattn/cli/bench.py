@@ -11,10 +11,10 @@ from ..bench.cases import QUESTIONS, Case
 from ..bench.providers import PROVIDERS
 from .output import Output, Problem, check_names
 
-BUDGET_MS = {"cpu": 300.0, "cuda": 100.0}  # for each provider
+BUDGET_MS = {"cpu": 300.0, "cuda": 100.0}  # to measure each provider
 MODULES = QUESTIONS["module"].providers
 PRESETS = {"quick": ["forward", "backward", "module"], "paper": ["forward", "backward"], "full": [*QUESTIONS]}
-QUICK = {"cuda": (512, 4096), "cpu": (128, 512)}  # lengths
+QUICK = {"cuda": (512, 4096), "cpu": (128, 512)}  # lengths Sq
 USUAL = {
     "cuda": ("fusedattn", "sdpa", "sdpa:cudnn", "sdpa:flash", "sdpa:efficient", "naive"),
     "cpu": ("fusedattn", "sdpa", "naive", "sdpa:math"),

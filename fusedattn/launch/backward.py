@@ -82,8 +82,8 @@ def reasons_not_on_hopper(call: Call, need, backend: str) -> list[str]:
 def passes(call: Call, need, backend: str = "triton", reachable: bool = True) -> tuple[str, ...]:
     """Return the kernels of a backward, in order. need: for each of INPUTS, whether its gradient is needed.
 
-    A Hopper kernel runs if it is chosen (`run.is_to_take`) and supports the call. Otherwise one_pass computes dq, dk and
-    dv if dq may be summed in any order and no other gradient by row. Otherwise dq and dkdv run; both are deterministic.
+    A Hopper kernel runs if it is chosen (`run.is_to_take`) and supports the call. Otherwise one_pass runs if dq may be
+    summed in any order and no other gradient is summed by row. Otherwise dq and dkdv run; both are deterministic.
     """
     needed = dict(zip(INPUTS, need, strict=True))
     where = _bias_sum(call) if needed["bias"] else None
