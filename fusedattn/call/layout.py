@@ -76,7 +76,7 @@ def is_contiguous(tensor: Tensor) -> bool:
 
 
 def _is_smaller(stride: Any, other: Any) -> bool:
-    """Return whether a stride is smaller than another. If a compiler cannot know, it is if it divides the other."""
+    """Return whether a stride is smaller than another, or, if a compiler cannot know, whether it divides the other."""
     if holds(stride < other, False):
         return True
     return holds(stride < other, True) and holds(other % stride == 0, False)
@@ -156,5 +156,5 @@ def own_storage(tensor: Tensor) -> Tensor:
 
 
 def row_major(tensor: Tensor) -> Tensor:
-    """Return `tensor` with row-major strides. An empty one is contiguous whatever its strides."""
+    """Return `tensor` with row-major strides; torch takes an empty one as contiguous whatever its strides."""
     return tensor.contiguous() if holds(tensor.numel() != 0, True) else tensor.new_empty(tensor.shape)

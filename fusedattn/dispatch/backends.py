@@ -136,7 +136,7 @@ def _hopper_reasons(call: Call, need_weights: bool) -> list[str]:
 class Backend(NamedTuple):
     """A way to compute a call.
 
-    reasons(call, need_weights): sentences why it cannot take it; empty if it can. run(call, need_lse, need_weights):
+    reasons(call, need_weights): why it cannot take the call; empty if it can. run(call, need_lse, need_weights):
     (output, lse, weights), None for a result that is not needed.
     """
 
@@ -241,8 +241,8 @@ class Explanation(NamedTuple):
     """Result of `explain`; `print` shows it as text.
 
     backend: the backend that takes the call; None if the call would raise. tiles: {kernel: Tile, Pipeline or Backward}.
-    reasons: {other backend: [sentence, ...]}. backward: why other code computes the gradients: the kernels of
-    "triton" after "hopper", or the naive formula after "cpu", if an input requires a gradient; empty if it does not.
+    reasons: {other backend: [sentence, ...]}. backward: why the gradients come from other code, the kernels of
+    "triton" after "hopper" or, if an input requires one, the naive formula after "cpu"; empty if they do not.
     """
 
     backend: str | None

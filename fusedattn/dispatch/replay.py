@@ -303,7 +303,7 @@ class Replay:
         """Return the gradients of INPUTS, None where not needed.
 
         Args:
-            kept: the saved tensors, by number.
+            kept: the saved tensors, by their index in the recorded forward.
             incoming: gradients of output, lse and weights, or None.
         """
         tensors = [kept.get(self.block_mask if name == "block_mask" else _PLACES[name]) for name in TENSORS]

@@ -38,7 +38,11 @@ class _Pass(NamedTuple):
 
 
 def _bias_sum(call):
-    """Return whether a bias gradient is summed over keys ("rows"), rows ("keys"), heads ("planes") or not ("pairs")."""
+    """Return how the bias gradient is summed.
+
+    "rows": over keys, one sum for each row. "keys": over rows. "pairs": not at all. "planes": over batches or heads, by
+    the kernel dbias.
+    """
     batch, heads, rows, keys = arguments.sizes(call)
     if call.bias.shape[3] == 1:
         return "rows"

@@ -1,4 +1,4 @@
-"""Launches the kernels that make block masks, tile lists, and the layout of packed sequences."""
+"""Launches the kernels that make block masks, lists of tiles to visit, and the layout of packed sequences."""
 
 import torch
 from triton import cdiv

@@ -40,7 +40,7 @@ def _forward(out, lse, stats, call):
 
 
 def launch_weights(name, launched, columns: int, call: Call):
-    """Launch the kernel of weights, or of their tangents. launched: its arguments but for `columns` and `sequences`."""
+    """Launch the kernel of weights, or of their tangents. launched: arguments but `columns` and `sequences`."""
     run.run_tiled(
         name,
         call,

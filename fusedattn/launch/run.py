@@ -1,4 +1,4 @@
-"""Runs a kernel with the first tile that fits the device, or records the launch. No grid is empty."""
+"""Runs a kernel with the first tile that fits the device, or records the launch. Callers pass no empty grid."""
 
 import contextlib
 import functools
@@ -61,7 +61,7 @@ def device_of(tensor):
 
 
 def run_kernel(name, programs, arguments, device, kind=None, last=True, **options):
-    """Run one kernel, or have it recorded.
+    """Launch a kernel, or have the Recorder of this thread record the launch.
 
     Args:
         kind: `kind_of` the call. By default, a failure counts for all calls of the kernel on the device.

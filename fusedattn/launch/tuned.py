@@ -119,7 +119,7 @@ def _row(entry, capability):
     raise ValueError(f"there is no {row.form} of {row.kernel} for {row.dtype}, width {row.width}, {row.pressure} calls")
 
 
-loaded: dict[str, Choices] = {}  # {name of a GPU: Choices} of `fusedattn.tuning.load`
+loaded: dict[str, Choices] = {}  # {name of a GPU: Choices}, filled by `fusedattn.tuning.load`
 _override: Choices | None = None
 
 

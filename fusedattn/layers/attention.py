@@ -131,7 +131,7 @@ class MultiHeadAttention(nn.Module):
         bias: give the projections a bias.
         causal, window, scale, softcap, backend: as in `fusedattn.attention`; "naive" is the reference module.
         context_parallel: a `fusedattn.distributed.ContextParallel`, for inputs that are shards of a sequence. The
-            output is this rank's shard; support of masks and bias depends on its method. The attribute may be set later.
+            output is this rank's shard. The method determines which masks are allowed. The attribute may be set later.
 
     For tensor parallelism use torch's `parallelize_module` with ColwiseParallel for q_proj, k_proj and v_proj, and
     RowwiseParallel for out_proj. Each process has num_heads / size heads, also in masks, bias and weights.
