@@ -24,7 +24,7 @@ from ._hf_names import MASKS, NAMES, REFUSED, masks_of
 if not hasattr(PreTrainedModel, "_check_and_adjust_attn_implementation"):
     raise ImportError("transformers before 4.54 chooses attention in another way")
 
-# Names in code that computes attention. Softmax of something else matches, too, for eager's masks and a warning.
+# Names in code that computes attention. A softmax of something else also matches: it costs eager masks and a warning.
 _ATTENDS = re.compile(
     r"(?i:softmax)(?!_(in|scale|dtype))|logsumexp|scaled_dot_product|sdpa_attention|flash_attention_forward"
     r"|flash_attn_(varlen_)?func|multi_?head_attention_forward|^MultiheadAttention$|flex_attention$"

@@ -1,4 +1,4 @@
-"""Kernels in place of the two CUDA operators of flash attention that F.scaled_dot_product_attention calls.
+"""This package in place of the two CUDA operators of flash attention that F.scaled_dot_product_attention calls.
 
 The operators for nested and packed tensors stay torch's.
 """

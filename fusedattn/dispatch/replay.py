@@ -45,7 +45,7 @@ RECORDED = attention.run_triton, attention.run_hopper
 _CLASSES = frozenset((Tensor, Parameter))
 _NUMBERS = frozenset((int, float, bool, str, type(None)))
 _PLACES = {name: place for place, name in enumerate(TENSORS)}
-# The tensors of an Arguments, in the order of TENSORS, and its other fields.
+# Getters of the tensors of an Arguments, in the order of TENSORS, and of its other fields.
 _WRITTEN = [name for name in TENSORS if name in Arguments._fields]
 _take_tensors = itemgetter(*map(Arguments._fields.index, _WRITTEN))
 _take_numbers = itemgetter(*(place for place, name in enumerate(Arguments._fields) if name not in TENSORS))

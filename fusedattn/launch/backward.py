@@ -38,11 +38,7 @@ class _Pass(NamedTuple):
 
 
 def _bias_sum(call):
-    """Return how the bias gradient is summed.
-
-    "rows": over keys, one sum for each row. "keys": over rows. "pairs": not at all. "planes": over batches or heads, by
-    the kernel dbias.
-    """
+    """Return how to sum a bias gradient: over keys to "rows", rows to "keys", heads ("planes"), or not ("pairs")."""
     batch, heads, rows, keys = arguments.sizes(call)
     if call.bias.shape[3] == 1:
         return "rows"
