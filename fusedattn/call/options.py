@@ -232,7 +232,7 @@ Device = torch.device | AssumedGPU
 
 
 class _ThreadOverrides(threading.local):
-    """Settings of this thread: deterministic gradients, a named backend, the GPU that `explain` assumes."""
+    """Settings of this thread: deterministic gradients, the backend, the GPU that `explain` assumes."""
 
     gpu: AssumedGPU | None
 

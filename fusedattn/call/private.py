@@ -37,7 +37,7 @@ def constant(function: _Function) -> _Function:
 
 @constant
 def is_exporting() -> bool:
-    """Return whether torch.export is tracing. Some compilers replace torch's own function by True."""
+    """Return whether torch.export is tracing. Some versions of torch.compile take torch's own function as True."""
     return torch.compiler.is_exporting()
 
 
@@ -93,7 +93,7 @@ transforms_active: Callable[[], bool] = _find("_C._are_functorch_transforms_acti
 forward_level: Callable[[], int] = functools.partial(getattr, forward_ad, "_current_level", 0)
 dispatch_modes: Callable[[], int] = _find("_C._len_torch_dispatch_stack", lambda: 1)
 tracing: Callable[[], Any] = _find("_C._get_tracing_state", lambda: True)
-# The TorchDispatchModes of this thread. Without it, an active FlopCounterMode does not count our operators.
+# The TorchDispatchModes of this thread. Without it, an active FlopCounterMode does not count this package's operators.
 _dispatch_modes: Callable[[], list[Any]] = _find("utils._python_dispatch._get_current_dispatch_mode_stack", list)
 any_autocast: Callable[[], bool] = _find("_C._is_any_autocast_enabled", lambda: True)  # without it: no replay
 

@@ -1,4 +1,4 @@
-"""Checks of the arguments of `attention`, shared with packed sequences, caches and operators called by name."""
+"""Checks of the arguments of `attention`, shared with packed sequences, caches and direct calls of operators."""
 
 from typing import Any, NamedTuple, NoReturn
 

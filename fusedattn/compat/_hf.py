@@ -1,10 +1,10 @@
-"""Decides which Hugging Face models use our attention, and which masks they get.
+"""Decides which Hugging Face models use fusedattn, and which masks they get.
 
 The flag `_supports_attention_backend` does not tell: BART, T5 and Whisper call transformers' attention interface
 without it, and Gemma 3n has it beside attention of its own. So the code of each attention is searched for a few names.
-A model that asks for a name of ours (a registered one, as "fusedattn") is built as "eager". Then a config gets the name
-if some of its attention calls the interface, and bool masks if all of it does. Otherwise it stays "eager", with a
-warning, or gets eager's floating masks.
+A model that asks for a registered name, as "fusedattn", is built as "eager". Then a config gets the name if some of its
+attention calls the interface, and bool masks if all of it does. Otherwise it stays "eager", with a warning, or gets
+eager's floating masks.
 """
 
 import functools
@@ -38,11 +38,11 @@ _warned: set[type] = set()
 
 class _Attention(NamedTuple):
     root: Any  # the outermost model
-    configs: tuple[Any, ...]  # of the modules around it; the nearest is last
+    configs: tuple[Any, ...]  # those of the modules around it; the nearest is last
     stray: str  # the name of its class if it does not call the attention interface
     sparse: bool
     causal: bool
-    used: bool  # it calls the interface, and its nearest config asks for a name of ours
+    used: bool  # it calls the interface, and its nearest config asks for a registered name
     safe: bool  # used, and the model takes bool masks
 
 
@@ -85,7 +85,7 @@ def attention_mask(*sizes: Any, config: Any = None, **options: Any) -> Any:
 
 
 def _postpone(model: Any, name: Any, asked: Any = None, is_init_check: bool = False, *_: Any, **__: Any) -> Any:
-    """Build a model that asks for a name of ours as an "eager" one; MASKS of its config holds the name meanwhile."""
+    """Build a model that asks for a registered name as "eager". Meanwhile MASKS of its config holds the name."""
     if is_init_check and name in NAMES:
         setattr(model.config, MASKS, name)
         model._asks_for_fusedattn, name = True, "eager"
@@ -179,14 +179,14 @@ def _configs(model: Any) -> dict[int, Any]:
 
 
 def _wanted(config: Any) -> str | None:
-    """Return the name of ours that a config has, or asked for when its model was built."""
+    """Return the registered name that a config has, or asked for when its model was built; None without one."""
     pending = getattr(config, MASKS, None)
     name = pending if isinstance(pending, str) else config._attn_implementation
     return name if name in NAMES else None
 
 
 def _settle(model: Any, everywhere: bool = False) -> None:
-    """Decide for each config that asks for our attention if it gets it or "eager". Warn of parts that do not use it.
+    """Give each config that asks for a registered name the name or "eager". Warn of parts that then use "eager".
 
     everywhere: warn also of parts whose config did not ask.
     """
@@ -201,7 +201,7 @@ def _settle(model: Any, everywhere: bool = False) -> None:
     for config in configs.values():
         beneath = [x for x in attentions if any(each is config for each in x.configs)]
         nearest = [x for x in beneath if x.configs[-1] is config]
-        # All attention of a config has one name, and ours refuses sparse attention.
+        # All attention of a config has one name, and fusedattn refuses sparse attention.
         used = any(x.used for x in beneath) and not any(x.sparse for x in nearest)
         if name := _wanted(config):
             config._attn_implementation_internal = name if used else "eager"

@@ -61,7 +61,7 @@ def register() -> None:
 
 @contextmanager
 def sdpa_provider() -> Iterator[None]:
-    """In the `with`, F.scaled_dot_product_attention runs our kernels in place of torch's flash attention.
+    """In the `with`, F.scaled_dot_product_attention runs this package in place of torch's flash attention.
 
     Examples:
         >>> query = key = value = torch.randn(2, 8, 128, 64, dtype=torch.float16, device="cuda")  # doctest: +SKIP
@@ -69,7 +69,7 @@ def sdpa_provider() -> Iterator[None]:
         ...     out = torch.nn.functional.scaled_dot_product_attention(query, key, value)
 
     torch runs flash attention on CUDA for float16 and bfloat16, one head dimension up to 256 and no mask. Calls that
-    our kernels do not take run torch's. On Hopper and later GPUs torch prefers cuDNN to flash attention: choose flash
+    its kernels do not take run torch's. On Hopper and later GPUs torch prefers cuDNN to flash attention: choose flash
     attention by `sdpa_kernel(SDPBackend.FLASH_ATTENTION)` of torch.nn.attention, or set
     TORCH_CUDNN_SDPA_DEPRIORITIZED=1. Run the backward inside the `with`, too. On exit the previous implementation is
     active again.

@@ -127,7 +127,7 @@ def _have_own_attention(types: Iterable[Any]) -> bool:
 
 def _answer(*args: Any, **kwargs: Any) -> Tensor | None:
     """Compute the operator behind scaled_dot_product_attention; None leaves the call to torch."""
-    # A traced graph is kept after disable_sdpa: no guard would notice that it contains our operator.
+    # A traced graph is kept after disable_sdpa: no guard would notice that it contains this operator.
     if torch.compiler.is_compiling() or private.dispatch_modes() or private.is_as_torch_has_it():
         return None
     with private.as_torch_has_it():

@@ -110,7 +110,7 @@ def _spread(sums, offsets, most):
 
 
 def _totals(sums, offsets, batch):
-    """Return sums by row summed over rows: (B, H), or (n, H) for packed sequences."""
+    """Return the totals over rows of sums by row: (B, H), or (n, H) for packed sequences."""
     if offsets is None or batch == 1:
         return sums.sum((2, 3))
     # Decreasing offsets are clamped: they describe empty sequences. A scatter would sum in any order.

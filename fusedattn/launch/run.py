@@ -184,7 +184,7 @@ def is_default(name, call, device):
 
 
 def is_to_take(name, call, backend):
-    """Return whether the Hopper backward `name` runs for a call that it supports, by default or as named."""
+    """Return whether the Hopper backward `name` runs for a call that it supports, by default or as named backend."""
     device = device_of(call.query)
     chosen = is_default(name, call, device) and failures.known((name, device)) is None
     wanted = backend == "hopper" if call.named else chosen

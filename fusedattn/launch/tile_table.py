@@ -46,7 +46,7 @@ class Pipeline(NamedTuple):
 class Backward(NamedTuple):
     """Tile of a Hopper backward: two warpgroups multiply, WARPGROUP_ROWS keys each.
 
-    rows: of the blocks that it walks. stages: blocks in shared memory; with stored gradients of scores, blocks of the
+    rows: of a block of queries, which it walks. stages: such blocks in shared memory; for hopper_bwd_ds those of the
     product kernels.
     """
 
@@ -73,7 +73,7 @@ MULTIPROCESSORS = 132  # of an H100 or H200, which `explain` assumes for compute
 # total than at launch would make setmaxnreg wait for ever.
 REGISTERS = {2: (168, 240, 24), 3: (128, 160, 24)}
 FEW_ROWS = 64  # calls with at most this many rows use tiles of at most 64 x 64; `pack_gqa` makes at most as many
-L2_BYTES = 32 << 20  # of keys and values of the heads that are scheduled together
+L2_BYTES = 32 << 20  # limit on keys and values of the heads that are scheduled together
 # The same for queries and incoming gradients in the backward; half of it in its product kernels. Without this limit, on
 # an H200, the backward takes 1.25 times as long at 1024 tokens, 1.17 times at 2048.
 SECTION_BYTES = 16 << 20
@@ -117,7 +117,7 @@ ON_HOPPER: dict[str, dict[int, tuple]] = {"hopper": HOPPER} | BACKWARDS
 # Kernels whose forms `fusedattn tune` measures, in order. two_passes is dq and dkdv, each in its best form.
 MEASURED = ("forward", "hopper", "dq", "dkdv", "one_pass", *BACKWARDS, "two_passes")
 ONE_PASS = 128  # the widest heads of the kernel one_pass: wider ones leave no registers for a tile of dq
-DECODE = {"decode_16": 16, "decode_32": 32, "decode_64": 64}  # decode kernels, by the most rows that share a tile
+DECODE = {"decode_16": 16, "decode_32": 32, "decode_64": 64}  # {decode kernel: rows of its largest tile}
 ON_CACHES = (*DECODE, "combine", "append")
 MOST_SPLITS = 128  # the most programs that share the keys of a sequence
 
