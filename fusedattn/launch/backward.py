@@ -15,7 +15,7 @@ from . import arguments, blocks, failures, hopper, run, tile_table, tuned
 class _Pass(NamedTuple):
     """Values that all kernels of a backward share. batch, heads, rows and keys are `arguments.sizes`.
 
-    Tensors have shape (batches, heads, length, ...). For packed sequences batches is 1, and length counts all rows.
+    Tensors have shape (batches, heads, length, ...). Packed sequences are one batch of all rows.
     """
 
     call: Call
