@@ -94,7 +94,7 @@ def _without_modes(function: Any, **names: Any) -> Callable[..., Any]:
 
 _ATTENTION = F.multi_head_attention_forward
 _OUR_ATTENTION = _without_modes(_ATTENTION, scaled_dot_product_attention=_ours)
-# A backward recomputes forwards that torch.utils.checkpoint left out, so the mode stays active in it.
+# A backward recomputes the forwards of torch.utils.checkpoint, so the mode stays active in it.
 _BACKWARDS = {x: _without_modes(x) for x in (Tensor.backward, torch.autograd.backward, torch.autograd.grad)}
 
 

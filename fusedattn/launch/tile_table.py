@@ -375,7 +375,7 @@ def forms_on_hopper(kernel, width, length, band, ranked=()):
 
     Args:
         width: `row_width` of D and Dv. length: the fewer of rows and keys. band: "full", "causal" or "window".
-        ranked: those of a tuning file, fastest first. Tuning times long calls, so HOPPER_LONG comes last in others.
+        ranked: those of a tuning file, fastest first. Tuning times long calls, so HOPPER_LONG comes last in short ones.
     """
     forms = ON_HOPPER[kernel].get(width, ())
     least, long = HOPPER_LONG.get(width, ({}, None))
