@@ -1,6 +1,6 @@
 """Builds the source archive and the wheel twice, and keeps them if they are equal: python .ci/dist.py [--into dist]
 
-Times (SOURCE_DATE_EPOCH, or that of the commit), order, owners and permissions depend on the sources alone. The bytes
+Times (SOURCE_DATE_EPOCH, or the commit's), order, owners and permissions of files depend only on the sources. The bytes
 still depend on the versions of zlib and setuptools; releases use the setuptools of .ci/setuptools.txt.
 """
 

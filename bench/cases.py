@@ -1,4 +1,4 @@
-"""The cases of the six questions, the most important first."""
+"""Cases of the six benchmark questions, the most important first."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-SEED = 0  # of inputs, and of our dropout
+SEED = 0  # of the inputs, and of fusedattn's dropout
 TOKENS, WIDTH = 16384, 2048  # B * S and Hq * D, as in the FlashAttention papers
 # Matrix products of each mode, relative to a forward.
 PASSES = {"forward": 1.0, "graph": 1.0, "backward": 2.5, "forward_backward": 3.5}
@@ -36,7 +36,7 @@ class Case(NamedTuple):
 
     The words of `options`: bias (1, Hq, Sq, Sk); documents=N, a mask for N documents in a sequence; keys=SHARE, the
     share of keys that are not padding; lengths=KIND, packed sequences with lengths from LENGTHS; filled=SHARE of a
-    cache; window=LEFT,RIGHT; softcap=CAP; dropout=P; weights, also returned; module, attention with its projections.
+    cache; window=LEFT,RIGHT; softcap=CAP; dropout=P; weights are also returned; module, attention with its projections.
     """
 
     B: int
@@ -139,7 +139,7 @@ class Case(NamedTuple):
         return operations * PASSES[mode]
 
     def moved(self) -> int:
-        """Return how many bytes query, key, value and output have."""
+        """Return the bytes of query, key, value and output."""
         element = getattr(torch, self.dtype).itemsize
         return element * self.B * (self.Hq * self.Sq + self.Hkv * self.Sk) * (self.D + self.Dv)
 
@@ -184,7 +184,7 @@ OPTIONS = [
     *(_paper(16384, 128, False, options=x) for x in ("documents=8", "window=1024,0")),
 ]
 _PACKS = (8, 4096, ""), (31, 8192, "lengths=zipf"), (16, 4096, "lengths=uniform"), (113, 4096, "lengths=one-long")
-PACKED = [  # about 32k tokens; no option where all lengths are equal
+PACKED = [  # about 32k tokens; without an option all lengths are equal
     _paper(longest, dim, causal, options=kind)._replace(B=count)
     for dim in (128, 64)
     for count, longest, kind in _PACKS
@@ -210,7 +210,7 @@ CPU_PAPER = [
     for dtype, lengths in (("float32", (128, 512, 1024, 2048, 4096)), ("bfloat16", (128, 512, 2048)))
     for causal in _BOTH
     for length in lengths
-] + [Case(1, 1, 1, 1, 1, 8, 8, False, "float32")]  # the host's time
+] + [Case(1, 1, 1, 1, 1, 8, 8, False, "float32")]  # measures only the time of the host
 CPU_OPTIONS = [_CPU._replace(options=x) for x in ("bias", "documents=4", "keys=0.5", "window=64,0")]
 CPU_OPTIONS += [_CPU._replace(Hkv=2)]
 CPU_PACKED = [_CPU._replace(B=8, causal=causal, options="lengths=uniform") for causal in _BOTH]
@@ -222,7 +222,7 @@ CPU_MODULE = [_CPU._replace(Sq=length, Sk=length, options="module") for length i
 
 
 class Question(NamedTuple):
-    """The modes of a question, and its cases and providers on a GPU and on a CPU."""
+    """A question: the modes to measure, and its cases and providers on a GPU and on a CPU."""
 
     modes: tuple
     on_gpu: list[Case]

@@ -17,10 +17,10 @@ from .cases import Tensors
 from .providers import Unsupported
 
 MODES = ("forward", "backward", "forward_backward")
-REPEATED = 3  # calls before a backward is timed alone: from then on calls are replayed, as in training
+REPEATED = 3  # forwards before a backward is timed alone: fusedattn then replays them, as in training
 NAMES = ("query", "key", "value", "bias")
-TURN_MS = 5.0  # on a CPU a turn of a quick step is as many calls as fit
-FEWEST = 5  # turns of each step
+TURN_MS = 5.0  # on a CPU steps take turns: in this time a quick step is called several times
+FEWEST = 5  # minimum of turns of each step
 
 
 class Workload:
@@ -35,7 +35,7 @@ class Workload:
         return truth(self.case, self.tensors)
 
     def label(self, name):
-        """Return the provider of a row; ours names the backend that takes the case."""
+        """Return the provider of a row; for fusedattn, with the backend that takes the case."""
         if name != "fusedattn" or "module" in self.case.words:
             return name
         return f"{name}:{providers.explain(self.case, self.tensors).backend}"
@@ -56,7 +56,7 @@ class Workload:
         for _ in range(REPEATED if mode == "backward" else 1):
             out = None  # one graph at a time
             out = output()
-        # With the strides of the output, so that no provider has to copy it.
+        # The gradient has the strides of the output, so that no provider has to copy it.
         grad_out = torch.empty_like(out).copy_(call.pack([self.tensors.grad_out])[0])
         if mode == "backward":
             return lambda: torch.autograd.grad(out, leaves, grad_out, retain_graph=True)
@@ -71,21 +71,21 @@ class Workload:
 
 
 def of_head(case, x):
-    """Return the head that is compared with float64, the last: a wrong stride shows there most.
+    """Return the last head of x, which is compared with float64: a wrong stride shows there most.
 
     x: a tensor (B or 1, heads, ...) or its gradient. A tensor of a module is returned whole.
     """
     if "module" in case.words:
         return x
     count = case.Hq // case.Hkv if x.shape[1] == case.Hq else 1
-    if "dropout" in case.options:  # its bits depend on the index of the head, and a slice begins at 0
+    if "dropout" in case.options:  # the first head: its bits depend on the head's index, which is 0 in a slice
         return x[:1, :count]
     return x[:, -count:] if "bias" in case.words else x[-1:, -count:]  # the bias's gradient sums over the batch
 
 
 @torch.enable_grad()
 def truth(case, tensors):
-    """Return {name: result or gradient} of the compared head by float64, and by eager PyTorch."""
+    """Return the results and gradients of the compared head, {name: tensor}, by float64 and by eager PyTorch."""
     *inputs, bias = (x if x is None else of_head(case, x) for x in tensors[:5])
     masks = {name: of_head(case, x[:, None])[:, 0] if x.dim() == 2 else x for name, x in tensors.masks.items()}
     head = Tensors(*inputs, bias, masks)
@@ -194,7 +194,7 @@ def _peak(step, device):
 def times(steps, mode, device, budget_ms, inside=contextlib.nullcontext):
     """Return {name: (20%, 50% and 80% quantiles)} of milliseconds; inside(name) is the context to call a step in.
 
-    On a GPU it is Triton's timer: the device's time with cold caches, or a call's share of a CUDA graph. The timer
+    On a GPU Triton's timer measures the device's time with cold caches, or a call's share of a CUDA graph. The timer
     overwrites 256 MB between calls, some 60 us on an H200: a step whose launch takes longer includes host time.
     """
     if torch.device(device).type != "cuda":
@@ -243,5 +243,5 @@ def status(error):
 
 
 def broke(status):
-    """Return True if the GPU can no longer be used; a missing driver does not count."""
+    """Return True if a status says that the GPU can no longer be used; a missing driver does not count."""
     return ("CUDA error" in status and "driver version" not in status) or "Triton Error [CUDA]" in status

@@ -1,6 +1,6 @@
 """Draws speed over length from the rows of a CSV: python -m fusedattn.bench.plot FILE.csv FILE.png [PROVIDER ...].
 
-With providers named, it draws the papers' cases, each from the last run that timed all of them. It needs matplotlib.
+With PROVIDERs it draws the cases of PAPER, each from the last run that timed all of these. It needs matplotlib.
 """
 
 import collections
@@ -17,11 +17,11 @@ OURS = "#d1371f"
 OTHERS = ("#0072b2", "#009e73", "#e69f00", "#56b4e9", "#7f7f7f", "#cc79a7", "#5a3d8a", "#8c6d31", "#222222")
 LINES, MARKERS = ("-", "--", ":", "-."), "s^DvP<X>"
 LABELS = {"sdpa:cudnn": "cuDNN (sdpa:cudnn)", "sdpa:flash": "FlashAttention-2 (sdpa:flash)"}
-ACROSS, WIDTH, HEIGHT = 3, 3.2, 2.1  # panels in a row at most, and the inches of one
+ACROSS, WIDTH, HEIGHT = 3, 3.2, 2.1  # maximum of panels in a row, and the inches of one
 
 
 def drawable(written):
-    """Return the rows that have a speed, without wrong results of ours."""
+    """Return the rows that have a speed, without wrong results of fusedattn."""
     return [row for row in written if row.tflops != "" and not (is_ours(row) and row.status == "wrong")]
 
 
@@ -67,7 +67,7 @@ def figure(written):
 
 
 def _styles(timed):
-    """Return {provider: style of its line}, ours first. A provider has the same colour in all pictures."""
+    """Return {provider: style of its line}, fusedattn first. A provider has the same colour in all pictures."""
     names = dict.fromkeys(row.provider for row in timed)
     styles = {}
     for i, name in enumerate(name for name in names if name.startswith("fusedattn")):

@@ -1,4 +1,4 @@
-"""Providers of attention, by name: ours, the eager formula, and the peers.
+"""Providers of attention, by name: fusedattn, the eager formula, and the peers.
 
 A provider is a function of a case and its tensors. It returns a function of query, key, value and, if there is one, the
 bias; or a Call, if the layout differs. It raises Unsupported(why) for a case that it cannot compute.
@@ -33,9 +33,9 @@ class Unsupported(Exception):
 class Call(NamedTuple):
     """A function of query, key, value and bias, and the layout of its tensors.
 
-    by_token: tensors are (B, S, H, D). real: (B, S), True for the tokens of packed sequences; their tensors are
-    (T, H, D) by token, otherwise (1, H, T, D). inside: makes the context to call the function in. parameters: further
-    tensors that get gradients.
+    by_token: tensors are (B, S, H, D). real: bool (B, S), True for the tokens to pack; packed tensors are (T, H, D) if
+    by_token, otherwise (1, H, T, D). inside: makes the context to call the function in. parameters: further tensors
+    that get gradients.
     """
 
     attend: Callable
@@ -96,7 +96,7 @@ def fusedattn(case, tensors, backend=None):
 
 
 def cached(page, case, tensors):
-    """Decode from a contiguous cache, or from shuffled pages of `page` keys."""
+    """Return a function that decodes from a contiguous cache, or from shuffled pages of `page` keys."""
     _refuse(case, *_NOT_WITH_A_CACHE)
     device = tensors.query.device
     options = dict(cache_seqlens=case.lengths(device).int(), causal=case.causal)
@@ -122,7 +122,7 @@ def _real(case, tensors):
 
 
 def packed(function, options, case, tensors):
-    """Return the Call of a function of packed sequences (T, H, D), their offsets and their longest lengths."""
+    """Return the Call of a function that takes packed sequences (T, H, D), their offsets and maximum lengths."""
     real = _real(case, tensors)
     lengths = real.sum(1)
     offsets, longest = F.pad(lengths.cumsum(0), (1, 0)).int(), int(lengths.max())
@@ -139,7 +139,7 @@ def ours_packed(case, tensors):
 
 
 def torch_packed(case, tensors):
-    """torch's function for packed sequences, which runs FlashAttention-2."""
+    """Return the Call of torch's function for packed sequences, which runs FlashAttention-2."""
     from torch.nn.attention.varlen import varlen_attn
 
     _refuse(case, "dropout", "softcap")
@@ -155,7 +155,7 @@ def torch_packed(case, tensors):
 def mask_of(create, case, device, real=None):
     """Return the mask of a case, (B or 1, 1, Sq, Sk), or None if no pair is hidden.
 
-    create: FlexAttention's create_mask or create_block_mask. real: (B, S), to pack sequences as documents of one.
+    create: FlexAttention's create_mask or create_block_mask. real: bool (B, S), tokens to pack as documents of one.
     """
     (left, right), rows, keys, mods, batch = case.sides, case.Sq, case.Sk, [], 1
     document = case.documents(device) if "documents" in case.options else None
@@ -199,7 +199,7 @@ def sdpa(backend, case, tensors):
 
 
 def sliced(case, tensors):
-    """torch's SDPA on the filled part of a cache, sliced by hand."""
+    """Return torch's SDPA on the filled part of a cache, sliced by hand."""
     _refuse(case, *_NOT_WITH_A_CACHE)
     length, grouped = int(case.lengths("cpu").max()), case.Hq != case.Hkv
 
@@ -227,20 +227,20 @@ def flex_function(case):
 
 
 def flex(case, tensors, real=None):
-    """FlexAttention as its users run it: compiled for the shape, with a block mask if a pair is hidden."""
+    """Return the Call of FlexAttention, compiled for the shape, with a block mask if a pair is hidden."""
     attend, device = flex_function(case), tensors.query.device
     if real is None:
         _refuse(case, "lengths", "filled")
     if device.type == "cpu" and not any(map(shutil.which, COMPILERS)):
         raise Unsupported(f"torch.compile needs a C++ compiler: {', '.join(COMPILERS)}")
-    torch._dynamo.reset()  # it stops compiling after eight shapes
+    torch._dynamo.reset()  # or else it stops compiling after eight shapes
     torch._functorch.config.donated_buffer = False  # the backward runs many times on one graph
     compiled = torch.compile(attend, dynamic=False)
     return Call(functools.partial(compiled, block_mask=mask_of(create_block_mask, case, device, real)), real=real)
 
 
 def flex_packed(case, tensors):
-    """FlexAttention on packed sequences, as documents in one sequence."""
+    """Return the Call of FlexAttention on packed sequences, as documents in one sequence."""
     return flex(case, tensors, _real(case, tensors))
 
 
@@ -266,7 +266,7 @@ def _flash_options(case):
 
 
 def module(make, case, tensors):
-    """Return the Call of a module; make(torch's module, causal) returns a module with the same weights, or that one."""
+    """Return the Call of a module. make(torch's module, causal) returns the module to call, with the same weights."""
     torch.manual_seed(SEED)  # the same weights each time
     width, like = case.Hq * case.D, dict(device=tensors.query.device, dtype=tensors.query.dtype)
     # torch's module takes its fast path only in eval mode, and without gradients.
@@ -279,7 +279,7 @@ def module(make, case, tensors):
 
 
 def _our_module(theirs, causal):
-    """Return our module with the weights of torch's."""
+    """Return fusedattn's module with the weights of torch's."""
     like = dict(device=theirs.in_proj_weight.device, dtype=theirs.in_proj_weight.dtype)
     layer = fa.MultiHeadAttention(theirs.embed_dim, theirs.num_heads, causal=causal, **like)
     weights, biases = theirs.in_proj_weight.chunk(3), theirs.in_proj_bias.chunk(3)

@@ -1,6 +1,6 @@
 """Rows as text: a table, ratios within a run, and the verdict in words.
 
-A wrong result of ours has no ratio. A peer's has one, even if its error exceeds our tolerance.
+A wrong result of fusedattn has no ratio. A peer's has one, even if its error exceeds the tolerance.
 """
 
 import collections
@@ -12,7 +12,7 @@ from .cases import PAPER, Case
 from .rows import Row
 
 ON_A_CPU = "These times are of a CPU. They say nothing about the kernels, which need an NVIDIA GPU."
-RATIO, MORE_US = 1.10, 100.0  # a CPU call takes at most RATIO times PyTorch's time, or MORE_US longer
+RATIO, MORE_US = 1.10, 100.0  # promised: a CPU call takes at most RATIO times PyTorch's time, or MORE_US longer
 
 
 def reason(row: Row) -> str:
@@ -25,7 +25,7 @@ def is_ours(row: Row) -> bool:
 
 
 def fastest(rows: Sequence[Row], ours: bool) -> Row | None:
-    """Return the fastest row of ours with a right result, or the fastest of the others; None if none has a time."""
+    """Return the fastest row of fusedattn with a right result, or of the others; None if none has a time."""
     usable = (row for row in rows if row.ms_p50 != "" and is_ours(row) == ours and not (ours and row.status == "wrong"))
     return min(usable, key=lambda row: row.ms_p50, default=None)
 
@@ -36,7 +36,7 @@ def kind(case: Case) -> Case:
 
 
 def unit(rows: Sequence[Row]) -> tuple[str, float]:
-    """Return (unit of speed that fits the rows, how many of it make a TFLOP/s)."""
+    """Return (unit of speed that suits the rows, factor from TFLOP/s to it)."""
     most = max((row.tflops for row in rows if row.tflops != ""), default=1.0)
     return ("TFLOP/s", 1.0) if most >= 1.0 else ("GFLOP/s", 1e3)
 
@@ -52,7 +52,7 @@ def groups(rows: Sequence[Row]) -> dict[tuple[str, Case], list[Row]]:
 
 
 def compared(rows: Sequence[Row], without: str = "") -> Iterator[tuple[str, Case, list[Row], Row, Row]]:
-    """Yield (mode, case, its rows, the fastest of ours, the fastest other) where both exist; without: a provider."""
+    """Yield (mode, case, rows, fusedattn's fastest, the fastest other) if both exist; without: a provider to ignore."""
     for (mode, case), some in groups(rows).items():
         mine, other = fastest(some, ours=True), fastest([x for x in some if x.provider != without], ours=False)
         if mine and other:
@@ -75,7 +75,7 @@ def differ(one: Row, other: Row) -> bool:
 
 
 def words(ratio: float, clear: bool = True) -> str:
-    """Return a peer's time over ours in words, as "1.20x faster"."""
+    """Return the ratio of a peer's time to fusedattn's in words, as "1.20x faster"."""
     if not clear:
         return "within noise"
     if f"{ratio:.2f}" == "1.00":
@@ -88,15 +88,15 @@ def count(number: int, of: str) -> str:
 
 
 class Standing(NamedTuple):
-    """Our times beside another provider's, in one mode, for the cases that both have run."""
+    """Times of fusedattn beside another provider's, in one mode, for the cases that both have run."""
 
     mode: str
     ours: str
     other: str
     cases: int
-    faster: int  # cases in which ours is faster and the times `differ`
-    within_noise: int  # cases in which they do not
-    median: float  # of the other's time over ours, as least and most
+    faster: int  # cases in which fusedattn is faster and the times `differ`
+    within_noise: int  # cases in which the times do not `differ`
+    median: float  # of the ratio of the other's time to ours; least and most: its extremes
     least: float
     most: float
 
@@ -110,7 +110,7 @@ class Standing(NamedTuple):
 
 
 def standings(rows: Sequence[Row]) -> tuple[list[Standing], list[Standing]]:
-    """Return our Standings beside the fastest other of each case, by mode, and those beside each provider."""
+    """Return fusedattn's Standings beside the fastest other of each case, by mode, and those beside each provider."""
     best, each = collections.defaultdict(list), collections.defaultdict(list)
     for mode, _, some, mine, other in compared(rows):
         best[mode].append((mine, other))
@@ -157,7 +157,7 @@ def lines(rows: Sequence[Row], whys: Sequence[str] = ()) -> Iterator[str]:
 
 
 def wrong(rows: Sequence[Row]) -> list[Row]:
-    """Return our rows that fail the tolerance."""
+    """Return the rows of fusedattn that fail the tolerance."""
     return [row for row in rows if row.status == "wrong" and is_ours(row)]
 
 

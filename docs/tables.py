@@ -43,7 +43,7 @@ def table(head: Sequence[str], body: Iterable[Sequence[object]]) -> str:
 
 
 def cpu() -> str:
-    """Return each call of cpu.csv beside the same call of PyTorch."""
+    """Return a table of the calls in cpu.csv beside the same calls of PyTorch."""
     lines = []
     for mode, case, some, ours, theirs in report.compared(_right("cpu.csv"), without="naive"):
         formula = next((_ms(row) for row in some if row.provider == "naive"), "-")
@@ -54,7 +54,7 @@ def cpu() -> str:
 
 
 def gpu_speeds() -> str:
-    """Return full and causal calls on an H200 beside cuDNN, each from the last run that timed both."""
+    """Return a table of full and causal calls on an H200 beside cuDNN, each from the last run that timed both."""
     found = {}
     written = rows.read(RESULTS / "h200.csv")
     for (mode, case), (ours, theirs) in report.last_runs(written, ("fusedattn:hopper", "sdpa:cudnn")).items():
@@ -65,10 +65,10 @@ def gpu_speeds() -> str:
 
 
 def gpu_others() -> str:
-    """Return caches, packed sequences and options on an H200 beside PyTorch's fastest way in the same run."""
+    """Return a table of caches, packed calls and options on an H200, beside PyTorch's fastest way in the same run."""
     runs, lines = collections.defaultdict(list), []
     for row in _right("h200.csv"):
-        if "/" not in row.provider:  # a slash names a tile of an earlier benchmark
+        if "/" not in row.provider:  # with a slash: rows of an earlier benchmark, for one tile each
             runs[row.date].append(row)
     for mode, case, _, ours, theirs in itertools.chain.from_iterable(map(report.compared, runs.values())):
         what = SAID.get(case.options)
@@ -83,7 +83,7 @@ def gpu_others() -> str:
 
 
 def choices() -> str:
-    """Return the kernels that `fusedattn.explain` names for some calls on each kind of GPU."""
+    """Return a table of the kernels that `fusedattn.explain` names for some calls on each kind of GPU."""
     lines = []
     for (what, options), (gpu, capability) in itertools.product(CALLS.items(), GPUS.items()):
         inputs = [torch.empty(1, 8, 4096, options.get("D", 128), dtype=torch.bfloat16, device="meta")] * 3

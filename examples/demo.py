@@ -26,7 +26,7 @@ from fusedattn.testing.compare import compare, with_gradients
 from fusedattn.testing.tolerance import verdicts
 
 CONTEXT, WIDTH, HEADS, LAYERS, DROPOUT = 64, 128, 4, 2, 0.1
-BATCH, RATE, SHORTEST = 12, 1.5e-3, 1000  # SHORTEST: bytes of text
+BATCH, RATE, SHORTEST = 12, 1.5e-3, 1000  # SHORTEST: minimum of bytes of text
 DTYPES = torch.float32, torch.float16, torch.bfloat16  # for checks of the kernels
 
 
@@ -175,7 +175,7 @@ def main(arguments=None):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"  # Triton, imported later, then runs the kernels on CPU tensors
-        torch.set_num_threads(max(1, torch.get_num_threads() // 2))  # small steps wait for the slowest thread
+        torch.set_num_threads(max(1, torch.get_num_threads() // 2))  # more threads made small steps slower
     torch.manual_seed(0)
     data, model = torch.tensor(list(content), device=device), Model().to(device)
     learnt, kept = data.tensor_split([len(data) * 9 // 10])

@@ -46,7 +46,7 @@ def attention(
         mask: bool, True = may attend, of rank 2 or query's; broadcasts to (B, Hq, Sq, Sk). Or a `fusedattn.plan`.
             Hidden keys and values must be finite. GPU kernels skip blocks of pairs that a mask, or -inf, hides. A CPU
             skips only the keys before the first and after the last visible key of a block of rows.
-        bias: any floating dtype, added to the scaled scores; rank and broadcasting as of mask. -inf hides.
+        bias: any floating dtype, added to the scaled scores; rank and broadcasting as for mask. -inf hides.
         key_mask, query_mask: bool (B, Sk) and (B, Sq), True = a real token; B may be 1 or absent. Hidden tokens may
             hold anything, NaN included, and change nothing. Incoming gradients of hidden rows are ignored.
         causal: row i sees no key after its own position. The same as 0 on the right of the window.
@@ -61,8 +61,8 @@ def attention(
             seed, the head and the position.
         return_lse: also return the log-sum-exp of the visible scores and the sink.
         return_weights: also return the weights, after dropout: output = weights @ value to rounding.
-        backend: "hopper", "triton", "cpu" or "naive"; by default the fastest that takes the call. A named backend runs
-            or raises.
+        backend: "hopper", "triton", "cpu" or "naive"; by default the fastest that takes the call. The one that you
+            pass runs or raises.
 
     Returns:
         output (B, Hq, Sq, Dv) in query's dtype and order of dimensions, or a tuple (output, lse?, weights?): lse
@@ -70,12 +70,12 @@ def attention(
         differentiable. A row that sees nothing: output 0, lse -inf (or the sink), weights 0.
 
     Query, key, value, bias, slopes and sinks have derivatives by autograd, forward mode and torch.func, also nested.
-    Second derivatives follow the formula, a block of rows at a time. Under torch.vmap each call drops other weights;
-    with randomness="same", or mapped seeds, each drops the weights that a single call drops.
+    Second derivatives follow the formula, a block of rows at a time. Under torch.vmap each call drops different
+    weights; with randomness="same", or mapped seeds, each drops the weights that a single call drops.
 
     Raises:
         TypeError, ValueError: an argument is wrong.
-        NotImplementedError: the named backend cannot take the call.
+        NotImplementedError: the backend that you passed cannot take the call.
 
     Source: FlashAttention-2, arXiv:2307.08691.
     """
@@ -133,7 +133,7 @@ def attention_varlen(
 
     Raises:
         TypeError, ValueError: an argument is wrong.
-        NotImplementedError: the named backend cannot take the call.
+        NotImplementedError: the backend that you passed cannot take the call.
     """
     arguments = Arguments(
         query, key, value, mask, bias, key_mask, query_mask,
@@ -204,7 +204,7 @@ def attention_decode(
 
     Raises:
         TypeError, ValueError: an argument is wrong, or requires grad in grad mode.
-        NotImplementedError: the named backend cannot take the call.
+        NotImplementedError: the backend that you passed cannot take the call.
 
     Source: Flash-Decoding, pytorch.org/blog/flash-decoding; PagedAttention, arXiv:2309.06180.
     """

@@ -1,4 +1,4 @@
-"""Attention by the naive path, on any device and in any floating dtype, and in eager PyTorch."""
+"""Reference implementations: the naive path (plain PyTorch, any device, any floating dtype), and eager PyTorch."""
 
 import functools
 import inspect
@@ -31,9 +31,9 @@ def _naive(function: Callable[..., Any]) -> Callable[..., Any]:
     return naive
 
 
-# Scores are computed in blocks that fit a cache. If all scores would exceed `naive.formula.BUDGET` bytes, the backward
-# computes them again, except under torch.func. Compiled code computes all scores at once. Packed sequences of similar
-# lengths are padded, and caches in pages are copied.
+# The naive path computes scores in blocks that fit a cache. If all would exceed `naive.formula.BUDGET` bytes, the
+# backward computes them again, except under torch.func. Compiled code computes all scores at once. Packed sequences of
+# similar lengths are padded, and caches in pages are copied.
 attention = _naive(api.attention)
 attention_varlen = _naive(api.attention_varlen)
 attention_decode = _naive(api.attention_decode)

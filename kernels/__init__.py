@@ -1,1 +1,1 @@
-"""The Triton kernels, one in each file, built from the shared functions in `vocabulary`."""
+"""The Triton kernels for any GPU, one in each file, built from the functions and words of `vocabulary`."""

@@ -1,4 +1,4 @@
-"""Makes block masks, which mark the blocks of pairs that masks leave visible, and the lists of tiles to visit."""
+"""Kernels that find the blocks of (row, key) pairs in which masks leave some visible, and list the tiles to compute."""
 
 import triton
 import triton.language as tl
@@ -8,11 +8,11 @@ from .vocabulary import masks as masking, memory, span, walk
 
 @triton.jit(do_not_specialize=["heads", "rows", "keys"])
 def block_mask(BlockMask, extents, masks, bias, heads, rows, keys, BLOCK_MASK_SIZE: tl.constexpr):
-    """Fill BlockMask (B, H, row blocks, key blocks), contiguous: one byte and one program for each square block.
+    """Fill BlockMask (B, H, row blocks, key blocks), contiguous: a program and a byte (`walk.SOME`, `ALL`) per block.
 
     B or H is 1 if masks and bias do not differ along it. A bias (View or None) of -inf hides its pair. A row hidden by
-    masks.rows does not stop a block from counting as fully visible, because its output is overwritten. With the extents
-    of `sequences`, rows and keys are those of the longest sequence; pairs past the end of a sequence do not count.
+    masks.rows does not stop a block from counting as fully visible, because its output is overwritten. extents is for
+    packed sequences: rows and keys are those of the longest, and pairs past the end of a sequence do not count.
     """
     down, right, plane = span.place_tile(tl.program_id(0), rows, keys, heads, BLOCK_MASK_SIZE, BLOCK_MASK_SIZE)
     r = down * BLOCK_MASK_SIZE + tl.arange(0, BLOCK_MASK_SIZE)[:, None]
@@ -39,18 +39,18 @@ def tile_lists(
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TOP_LEFT: tl.constexpr,
     BLOCK_MASK_SIZE: tl.constexpr, BY_KEYS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Fill Lists (B, H, blocks, 2, 1 + most + 1), int64, contiguous: the tiles to compute for each block of rows.
+    """Fill Lists (B, H, blocks, 2, most + 2), int64, contiguous: the tiles to compute for each block of rows.
 
-    A list is [count, tile 0, tile 1, ..., 0]. Loops read one entry ahead: they read the last 0 and ignore it. The first
-    list has the tiles that need a mask, the second the others. block_mask is a View; the band counts as a mask. A head
-    has `tile_count` tiles. With BY_KEYS the blocks are of keys, the tiles are of rows, in each of GROUP query heads,
-    and H counts kv heads. With sequences B is 1, and blocks are slots.
+    A list is [count, tile 0, tile 1, ..., 0]. Loops read one entry ahead, and ignore the last 0. The first list has the
+    tiles that need a mask (or the band), the second the others. block_mask is a View. A list has at
+    most `most` tiles: tile_count in each head. With BY_KEYS a block of keys lists tiles of rows in GROUP query heads, whose number
+    is in the upper half of an entry, and H counts kv heads. For packed sequences B is 1, and each block is a slot.
     """
     pid, programs = tl.program_id(0), tl.num_programs(0)
     BLOCK: tl.constexpr = BLOCK_N if BY_KEYS else BLOCK_M
     block, plane, q_len, k_len = span.locate(sequences, pid, programs, q_len, k_len, heads, BLOCK, BY_KEYS)
     if sequences is not None and not BY_KEYS:
-        block = span.latest_first(block, q_len, BLOCK_M) // BLOCK_M  # slots count from the end
+        block = span.latest_first(block, q_len, BLOCK_M) // BLOCK_M  # slots count blocks from the end
     band = span.band(q_len, k_len, left, right, TOP_LEFT)
     if BY_KEYS:
         ranges = span.blocks(span.flip(band), block * BLOCK_N, BLOCK_N, BLOCK_M)

@@ -1,4 +1,4 @@
-"""Merges the partial results of `decode`: one program per row and head, always in the same order.
+"""Kernel that merges the partial results of `decode`: one program per row and head. The order of sums is fixed.
 
 Source: Flash-Decoding, pytorch.org/blog/flash-decoding.
 """
@@ -17,7 +17,7 @@ def combine(
 ):  # fmt: skip
     """Write Out, a View of (B, H, rows, DV), and Lse (B, H, rows) unless None.
 
-    MOST, a power of two, is at least the number of splits. The sums of BLOCK_M splits are read at once.
+    `decode` divided the keys into `splits` parts; BLOCK_M are read at a time. MOST is a power of two and >= splits.
     """
     row, plane = span.place(tl.program_id(0), rows, heads, 1)
     first, n = row * splits, rows * splits

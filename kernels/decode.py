@@ -1,4 +1,4 @@
-"""Attention of few queries to a cache: one program per split of the keys of one block of rows of one kv head.
+"""Attention of few queries to a cache: one program for each kv head, block of rows, and split (part) of the keys.
 
 A block has rows of all query heads that read the kv head: for each query, one row a head.
 Source: Flash-Decoding, pytorch.org/blog/flash-decoding; PagedAttention, arXiv:2309.06180.
@@ -13,7 +13,7 @@ from .vocabulary.attend import attend
 
 @triton.constexpr_function
 def spanned(BLOCK, GROUP):
-    """Return the largest number of queries with rows in one block."""
+    """Return the maximum number of queries that have rows in one block."""
     if BLOCK % GROUP == 0:
         return BLOCK // GROUP
     return 1 if GROUP % BLOCK == 0 else (BLOCK + GROUP - 2) // GROUP + 1
@@ -42,9 +42,9 @@ def decode(
     partials, cache, rotary, rules, heads, q_len, capacity, added, pages, positions, splits, left, right,
     spec: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Write Out, a View of (B, Hq, Sq, DV), and Lse (B, Hq, Sq) unless None; or, unless None, partials for `combine`.
+    """Write partials for `combine`, or, if None, Out, a View of (B, Hq, Sq, DV), and Lse (B, Hq, Sq) unless None.
 
-    Each sequence has `added` keys more than its cached length.
+    A sequence has `added` keys more than its cached length: those that `append` wrote.
     """
     # ids
     split = tl.program_id(0) % splits
@@ -61,7 +61,7 @@ def decode(
     q = turning.load(memory.matrix(Q, plane), rows, real, rotary, rows + band.diagonal, positions, spec)
 
     ranges = span.blocks(band, first // spec.GROUP, spanned(BLOCK_M, spec.GROUP), BLOCK_N)
-    # Each sequence divides the blocks that its rows see among the splits.
+    # Each split gets an equal part of the key blocks that the rows see.
     each = ranges[3] - ranges[0]
     start, stop = ranges[0] + split * each // splits, ranges[0] + (split + 1) * each // splits
     # walk it
@@ -72,7 +72,7 @@ def decode(
     state = softmax.start(nothing, BLOCK_M, out.dtype)
     MASKED: tl.constexpr = rules.masks.pairs is not None or rules.masks.keys is not None
     for n in tl.static_range(1 if MASKED else 3):
-        # Masks may hide pairs of any block; without a left bound the band hides none before `full`.
+        # Masks may hide pairs of any block: one loop checks them all. Without a left bound loop 0 has no blocks.
         if MASKED or n > 0 or left is not None:
             begin = start if MASKED else tl.maximum(ranges[n], start)
             end = stop if MASKED else tl.minimum(ranges[n + 1], stop)

@@ -19,11 +19,11 @@ def _walk_rows(
     """Add the contribution of row blocks [begin, end) of GROUP query heads to dk and dv. Tiles are [keys, rows].
 
     If grads.k or grads.v is None, dk or dv stays as it is. GradQ, unless None, accumulates dq. grads.bias, unless None,
-    gets the gradient of the scores. grads.key_sums (B, Hq, Sk, 3), unless None, gets that gradient summed by key and
-    head, in column WALK.
+    gets the gradient of the scores. grads.key_sums (B, Hq, Sk, 3), unless None, gets that gradient summed over rows, in
+    column WALK.
 
-    One flat loop over heads and blocks: nested loops keep alive what they hoist, and spill over 1 KB at D = 128. Blocks
-    are counted, because a division by a length takes 50 instructions. dv precedes dp: x and dp alive together spill.
+    The loop over heads and blocks is flat: nested loops keep hoisted values alive, and spill over 1 KB at D = 128.
+    Blocks are counted, because a division takes 50 instructions. dv is computed before dp: x and dp together spill.
     """
     following = walk.first(tile_list, begin)
     member, block = begin * 0, begin
@@ -56,7 +56,7 @@ def _walk_rows(
             if tile_list is None:
                 done = block + 1 == end
             else:
-                # Read again: a value used for both prefetched loads and stores cannot be pipelined.
+                # Load the entry again: a value that both prefetches and stores use cannot be pipelined.
                 done = (n + 1 == end) | ((tl.load(tile_list + n + 1, volatile=True) >> 32) != member)
             table = memory.table(grads.key_sums, plane, band.keys, 3, BY_KEYS=True)
             tl.store(memory.pointers(table, cols, cols * 0 + WALK), sums, mask=cols < band.keys * done)
@@ -87,10 +87,10 @@ def dkdv(
 ):  # fmt: skip
     """Write grads.k (B, Hkv, Sk, D) and grads.v (B, Hkv, Sk, DV), summed over the query heads of a kv head.
 
-    Q and GradOut are Views, or both descriptors. GradQ, None or a View or descriptor of (B, Hq, Sq, D) in float32,
-    accumulates dq, not yet scaled. Then the backward takes one pass, with five products a tile instead of seven.
-    grads.bias, a View of (B, Hq, Sq, Sk), and grads.key_sums (B, Hq, Sk, 3) are filled with 0 before; the columns of
-    the latter add up to the gradient of the scores, summed by key.
+    Q and GradOut are Views (pointer and strides), or both TMA descriptors. GradQ, unless None, is a View or descriptor
+    of (B, Hq, Sq, D) in float32 and accumulates dq, not yet scaled. Then the backward takes one pass, with five
+    products a tile instead of seven. grads.bias, a View of (B, Hq, Sq, Sk), and grads.key_sums (B, Hq, Sk, 3) hold
+    zeros at first. The three columns of key_sums add up to the gradient of the scores, summed over rows.
     """
     # ids
     pid, programs = tl.program_id(0), tl.num_programs(0)
@@ -113,7 +113,7 @@ def dkdv(
         ranges = span.masked_past(ranges, first + BLOCK_N, k_len)
     # walk it
     incoming = gradient.Incoming(GradOut, GradWeights, Rows)
-    # Without a right bound walk 0 has no blocks: leaving out its code saves spills.
+    # Walk (loop) 0 masks the blocks before `full`. Without a right bound there are none: omit its code to save spills.
     FIRST: tl.constexpr = 1 if tile_lists is None and right is None else 0
     for n in tl.static_range(FIRST, 3 if tile_lists is None else 2):
         tile_list = None if tile_lists is None else walk.tile_list(tile_lists, kv, block, n)

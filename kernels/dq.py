@@ -1,6 +1,6 @@
 """Gradient of the queries: one program per block of rows; weights are recomputed.
 
-Source: FlashAttention-2, arXiv:2307.08691, algorithm 2, the half for a block of rows, which needs no atomics.
+Source: FlashAttention-2, arXiv:2307.08691, algorithm 2, by blocks of rows, so that dq needs no atomics.
 """
 
 import triton
@@ -16,7 +16,7 @@ def _walk_keys(
     grads, row, rows, band, rules, plane, tile_list, begin, end,
     spec: tl.constexpr, BLOCK_N: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
-    """Add the contribution of key blocks [begin, end) to dq and to the sums by row.
+    """Add the contribution of key blocks [begin, end) to dq, and to `sums` over the keys of each row.
 
     If GradQ is None, dq stays as it is; so do the sums if no gradient by row is wanted. grads.bias, unless None, gets
     the gradient of the scores.
@@ -55,10 +55,10 @@ def dq(
     grads, sequences, tile_lists, heads, q_len, k_len, left, right, rules,
     spec: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Write GradQ (B, Hq, Sq, D), unless None, and the gradients by row in grads.rows.
+    """Write GradQ (B, Hq, Sq, D), unless None, and grads.rows, the gradients with one number per row.
 
-    K and V are Views, or both descriptors. Rows comes from `preprocess`. grads.bias, unless None, is a View of (B, Hq,
-    Sq, Sk) that was filled with 0.
+    K and V are Views (pointer and strides), or both TMA descriptors. Rows has the statistics of `preprocess`.
+    grads.bias, unless None, is a View of (B, Hq, Sq, Sk) that holds zeros at first.
     """
     # ids
     pid, programs = tl.program_id(0), tl.num_programs(0)
@@ -80,7 +80,7 @@ def dq(
     grad = tl.zeros([BLOCK_M, memory.width(spec.D)], wide)
     zero = tl.zeros([BLOCK_M], wide)
     sums = row_sums.Sums(zero, zero, zero, zero)
-    # Without a left bound walk 0 has no blocks: leaving out its code saves spills.
+    # Walk (loop) 0 masks the blocks before `full`. Without a left bound there are none: omit its code to save spills.
     FIRST: tl.constexpr = 1 if tile_lists is None and left is None else 0
     for n in tl.static_range(FIRST, 3 if tile_lists is None else 2):
         tile_list = None if tile_lists is None else walk.tile_list(tile_lists, plane, first // BLOCK_M, n)

@@ -15,7 +15,7 @@ def _walk(
     out, state, q, k, v, rows, band, rules, plane, tile_list, begin, end,
     spec: tl.constexpr, BLOCK_N: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
-    """Add key blocks [begin, end), or these entries of tile_list, to the running softmax."""
+    """Add key blocks [begin, end), or the entries [begin, end) of tile_list unless None, to the running softmax."""
     following = walk.first(tile_list, begin)
     for n in tl.range(begin, end):
         j, member, following = walk.step(tile_list, n, following)
@@ -36,8 +36,8 @@ def forward(
 ):  # fmt: skip
     """Write Out (B, Hq, Sq, DV) and, unless None, Lse (B, Hq, Sq) and Stats (B, Hq, Sq, `saved_stats.columns`).
 
-    Q, K, V and Out are Views; K and V may both be descriptors. Lse and Stats are contiguous. tile_lists is None if only
-    the band hides pairs. With sequences B is 1, and q_len and k_len are total rows and keys.
+    Q, K, V and Out are Views (pointer and strides); K and V may both be TMA descriptors. Lse and Stats are contiguous.
+    tile_lists is None if only causal and window hide pairs. For packed sequences B is 1; q_len and k_len are totals.
     """
     # ids
     pid, programs = tl.program_id(0), tl.num_programs(0)
@@ -56,7 +56,7 @@ def forward(
     out = tl.zeros([BLOCK_M, memory.width(spec.DV)], memory.wide(Q.base.dtype.element_ty))
     nothing = None if rules.score.sinks is None else scores.sink(rules.score, plane, out.dtype)
     state = softmax.start(nothing, BLOCK_M, out.dtype)
-    # Without a left bound walk 0 has no blocks: leaving out its code saves spills.
+    # Walk (loop) 0 masks the blocks before `full`. Without a left bound there are none: omit its code to save spills.
     FIRST: tl.constexpr = 1 if tile_lists is None and left is None else 0
     for n in tl.static_range(FIRST, 3 if tile_lists is None else 2):
         tile_list = None if tile_lists is None else walk.tile_list(tile_lists, plane, first // BLOCK_M, n)

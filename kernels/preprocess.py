@@ -1,17 +1,17 @@
-"""Kernels before and after the passes of the backward: preprocess computes delta, postprocess scales and casts dq."""
+"""Kernels around the backward: preprocess computes delta = sum(out * grad_out), postprocess scales and casts dq."""
 
 import triton
 import triton.language as tl
 
 from .vocabulary import memory, saved_stats, scores, softmax, span
 
-LARGEST = tl.constexpr(3.3895313892515355e38)  # of bfloat16
+LARGEST = tl.constexpr(3.3895313892515355e38)  # largest finite bfloat16
 
 
 @triton.jit
 def _terms(x):
-    """Return three bfloat16 numbers whose sum is x; for inf and NaN the other two are 0."""
-    # Clamp what would round to infinity: the second term holds the rest.
+    """Split x into three numbers that bfloat16 can hold and whose sum is x. For inf and NaN the last two are 0."""
+    # Clamp finite numbers that bfloat16 would round to infinity: the second term holds the rest.
     near = tl.where(tl.abs(x) < float("inf"), tl.minimum(tl.maximum(x, -LARGEST), LARGEST), x)
     first = near.to(tl.bfloat16).to(tl.float32)
     rest = tl.where(tl.abs(x) < float("inf"), x - first, 0.0)
@@ -30,10 +30,10 @@ def _put_terms(x, columns, at: tl.constexpr, tile):
 
 @triton.jit
 def _store_added(Rows, plane, rows, n, row, delta, scale):
-    """Store row statistics (B, 2 Hq, Sq, 16) as columns of matrix products, which then add them to scores and to dp."""
+    """Store row statistics as tables (B, 2 Hq, Sq, 16): products in hopper/steps.py add them to scores and dp."""
     r, c = rows[:, None], tl.arange(0, 16)[None, :]
     zeros = tl.zeros([rows.shape[0], 16], tl.float32)
-    # A row that saw nothing gets a number far below 0, but finite: the product also multiplies it by 0.
+    # A row that saw nothing gets a finite number far below 0: a product also multiplies it by 0, and inf * 0 is NaN.
     log2_sum = tl.where(row.neg_log2_sum == float("-inf"), -1.7e38, row.neg_log2_sum / (scale * softmax.LOG2E))
     of_scores = _put_terms(log2_sum, c, 8, _put_terms(-row.pivot, c, 0, zeros))
     table = Rows + (2 * tl.cast(plane.index, tl.int64) * n + r) * 16 + c
@@ -49,13 +49,13 @@ def preprocess(
 ):  # fmt: skip
     """Write Rows (B, Hq, Sq, 4: pivot and neg_log2_sum of the softmax, delta, gradient of lse), contiguous.
 
-    Hopper's backwards read other layouts: (B, Hq, 4, pitch), or, if Rows is bfloat16, that of `_store_added`, which
-    needs scale. For all others pitch is None. Stats has COLUMNS as in `saved_stats`, or only row_max and log2_sum.
-    Stats and GradLse (or None) are contiguous; Weights and GradWeights are Views of (B, Hq, Sq, Sk), or None. A row
-    that saw nothing has delta 0, even if its incoming gradients are NaN. Out is None if no gradient of scores is
-    wanted: then delta is 0. GradQ, unless None, is zeroed for later sums. With UNIT it is the buffer that `postprocess`
-    reads, (B, Hq, Sq rounded up to UNIT, WIDTH). Turns, int32 or None, has one number, and two for each row; all are
-    zeroed.
+    The Hopper backward kernels read other layouts: (B, Hq, 4, pitch), with pitch at least Sq; or, if Rows is bfloat16,
+    that of `_store_added`, which needs scale. Otherwise pitch is None. Stats has COLUMNS as in `saved_stats`, or only
+    row_max and log2_sum. Stats and GradLse (or None) are contiguous; Weights and GradWeights are Views of (B, Hq, Sq,
+    Sk), or None. A row that saw nothing has delta 0, even if its incoming gradients are NaN. Out is None if no gradient
+    of scores is wanted: then delta is 0. GradQ, unless None, is set to 0, because other kernels add to it. With UNIT it
+    is the buffer that `postprocess` reads, (B, Hq, Sq rounded up to UNIT, WIDTH). Turns, unless None, is set to 0:
+    int32, one number and two more for each row, the counters of hopper/turns.py.
     """
     block, plane = span.place(tl.program_id(0), q_len, heads, BLOCK_M)
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -84,7 +84,7 @@ def preprocess(
         out = memory.load(memory.matrix(Out, plane), rows, rows < q_len, spec.DV)
         grad_out = memory.load(memory.matrix(GradOut, plane), rows, rows < q_len, spec.DV)
         if out.dtype == grad_out.dtype:
-            # The diagonal of a matrix product is summed in the order of `dp`: they cancel if one key has all weight.
+            # The diagonal of a product is summed in the order of dp: dp - delta is exactly 0 if one key has all weight.
             products = tl.dot(out, grad_out.T, input_precision=spec.PRECISION, out_dtype=log2_sum.dtype)
             line = tl.arange(0, BLOCK_M)
             delta = tl.sum(tl.where(line[:, None] == line[None, :], products, 0.0), 1)
@@ -116,7 +116,7 @@ def preprocess(
 
 @triton.jit
 def _ordered(m, first, n, ROWS: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr):
-    """Load [ROWS, WIDTH] from row `first` on of sums that a Hopper backward stored, in the order of its `lines`."""
+    """Load [ROWS, WIDTH] of the sums of dq, from row `first` on. They are in the order of `lines` in hopper/steps.py."""
     line = tl.arange(0, ROWS * WIDTH // 32)[:, None]
     at = first.to(tl.int64) * WIDTH + line * 32 + tl.arange(0, 32)[None, :]
     total = tl.load(m.base + at, mask=at < tl.cast(n, tl.int64) * WIDTH, other=0.0)
@@ -129,7 +129,7 @@ def postprocess(
     Sums, GradQ, heads, q_len, score,
     D: tl.constexpr, BLOCK_M: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Write GradQ, a View of (B, Hq, Sq, D), from Sums: another View of this shape, or GradQ itself.
+    """Write GradQ, a View of (B, Hq, Sq, D): Sums, a View of this shape or GradQ itself, times the scale.
 
     With UNIT, Sums has the order of `lines` in hopper/steps.py, in tiles of UNIT rows and WIDTH columns.
     """

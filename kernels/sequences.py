@@ -20,8 +20,8 @@ def fill_slots(
 ):  # fmt: skip
     """Write Extents (n, 4: first row, rows, first key, keys) and, unless None, Slots (size, 2: sequence, block), int32.
 
-    Blocks of BLOCK rows (or keys) with the most work come first, so that no long one starts last. Unused slots stay as
-    they are. There is one program per sequence, which reads the lengths of all.
+    A slot tells a program of each head which block of BLOCK rows (or keys) to compute. Blocks with the most work come
+    first, so that no long one starts last. Unused slots stay as they are. One program per sequence reads all lengths.
     """
     number = tl.program_id(0)
     row, rows = _extent(OffsetsQ, number, True, q_len, max_seqlen_q)
@@ -32,7 +32,7 @@ def fill_slots(
     tl.store(Extents + number * 4 + 3, keys)
     if Slots is not None:
         length = rows if BY_KEYS else keys
-        before = number.to(tl.int64) * 0  # decreasing offsets may describe more rows than 32 bits count
+        before = number.to(tl.int64) * 0  # int64: decreasing offsets may describe over 2**31 rows
         for start in tl.range(0, n, CHUNK):
             i = start + tl.arange(0, CHUNK)
             exists = i < n

@@ -2,7 +2,7 @@
 
 With tangents t_q, t_k, ... of the inputs, weights p and tangents of the scores t_s = scale (t_q k + q t_k) cap' +
 t_bias - t_slope distance, the tangents of the results are t_lse = sum p t_s, t_p = p (t_s - t_lse) and t_out = sum t_p
-v + p t_v = sum p (t_s v + t_v) - t_lse out. The last form needs no sum before the walk.
+v + p t_v = sum p (t_s v + t_v) - t_lse out. The last form needs t_lse only after the loop over keys.
 Source: the derivative of softmax, FlashAttention-2, arXiv:2307.08691, section 2.2, applied to a direction.
 """
 
@@ -14,7 +14,7 @@ from .vocabulary import copies, dropout, masks, memory, row_sums, saved_stats, s
 
 @triton.jit
 def _of_products(q, t_q, k, t_k, like, spec: tl.constexpr):
-    """Return the tangents of q @ k.T from tiles and their tangents; 0 if both are None."""
+    """Return t_q @ k.T + q @ t_k.T, the tangent of q @ k.T. A tangent of None stands for 0."""
     dtype: tl.constexpr = like.dtype
     t_x = tl.zeros(like.shape, dtype)
     if t_q is not None:

@@ -1,4 +1,4 @@
-"""The named cases of `fusedattn check`."""
+"""Named cases of `fusedattn check`."""
 
 from collections.abc import Callable
 from typing import NamedTuple

@@ -40,7 +40,7 @@ def in_float64(tensors: Results) -> dict[str, Tensor]:
 
 
 def _sizes_of_terms(tensors, options, grads, apply, lengths):
-    """Return `terms` of `verdict` for the gradient of each learned option."""
+    """Return `terms`, as `verdict` takes them, for the gradient of each learned option."""
     if not any(name in options for name in LEARNED):
         return {}
     rows, keys = tensors["query"].shape[2], tensors["key"].shape[2]
@@ -53,7 +53,7 @@ def _sizes_of_terms(tensors, options, grads, apply, lengths):
     if lengths is not None and options.get("align") != "top_left":
         own_rows, own_keys = (torch.tensor(each, device=ds.device) for each in lengths)
         shift = (own_keys - own_rows)[:, None, None, None]
-    # A number added to all scores of a row and to the sink changes only the lse.
+    # A number added to all scores of a row and to the sink changes only the lse: their gradients sum to dlse.
     dlse = tensors["lse"].double().nan_to_num(0, 0, 0) if "lse" in grads else ds.new_zeros(())
     terms = {"bias": ds, "alibi_slopes": ds * (i + shift - j).abs(), "sinks": (dlse - ds.sum(3))[..., None]}
     shapes = {name: (whole[1], 1, 1) if name != "bias" else options[name].shape for name in LEARNED if name in options}

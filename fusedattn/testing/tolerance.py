@@ -69,8 +69,8 @@ def verdicts(
 ) -> dict[str, Verdict]:
     """Return a `verdict` for each result of a call in `oracle`.
 
-    got, eager, oracle: {"out", "lse", "weights", "query", "key", "value": tensor}, the last three gradients. Some may
-    be absent, and others present. With gradients, no row of the gradient of `out` was 0. terms: as in `verdict`.
+    got, eager, oracle: {name: tensor} of results (out, lse, weights) and gradients (query, key, value and others). Any
+    may be absent. With gradients, no row of the incoming gradient of `out` is 0. terms: as in `verdict`.
     """
     # A row sees nothing if its lse is -inf; nothing sees a key if it and its value have zero gradients.
     unseen = {}
@@ -91,9 +91,9 @@ def verdicts(
 def _floor(dtype, size, share, terms):
     """Return the error allowed to a result of this size even if eager PyTorch happens to have none.
 
-    The mean error may be a `share` of it. It adds up the rounding of the result; the rounding of terms that cancel, in
-    the dtype of sums (the gradient of a row that sees one key is the difference of two equal sums); and the rounding of
-    the oracle (exp, log and a sum of some dozen terms: 64 roundings), which counts for float64.
+    The mean error may be a `share` of it. It is the sum of three roundings: of the result; of terms that cancel, in the
+    dtype of sums (the gradient of a row that sees one key is the difference of two equal sums); and of the oracle (exp,
+    log and a sum of some dozen terms: 64 roundings), which counts for float64.
     """
     rounded, summed = torch.finfo(dtype).eps, torch.finfo(torch.promote_types(dtype, torch.float32)).eps
     return share * (rounded * size + 8 * summed * max(1.0, terms) + 64 * torch.finfo(torch.float64).eps * (size + 1.0))

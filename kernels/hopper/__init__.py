@@ -1,4 +1,4 @@
 """Gluon kernels for compute capability 9.0; importing them fails if Triton has no Gluon.
 
-They use the vocabulary of the universal kernels, and give the same results.
+They use `vocabulary`, as the Triton kernels for any GPU do, and compute the same results.
 """

@@ -1,7 +1,7 @@
 """Backward attention for Hopper: one warp copies in, two copy out, two warpgroups of 64 keys each multiply.
 
 A program has a block of keys. A warpgroup keeps dk and dv in registers and computes scores transposed, [keys, rows], so
-that weights and gradients of scores go from registers straight into the next products. TMA adds dq in memory.
+that weights and gradients of scores go from registers straight into the next products. TMA adds dq in global memory.
 Source: FlashAttention-3, arXiv:2407.08608, appendix B.1; FlashAttention-2, arXiv:2307.08691, algorithm 2.
 """
 
@@ -24,11 +24,11 @@ from .steps import WARPS, begin_dp, begin_scores, extent, following, leave, line
 
 
 class Shared(NamedTuple):
-    """Shared memory. k and v: a tile a warpgroup. q, do (`GradOut`) and rows: one ring.
+    """Shared memory. k and v: a tile for each warpgroup. q, do (from `GradOut`), rows: tiles with one ring's barriers.
 
-    ds: gradients of scores, [step and warpgroup, keys, rows], of two steps. dq: `steps.lines` of its float32
-    contributions. A warpgroup computes half of dq from the keys of both, who meet at a barrier: half the rows for heads
-    up to 64, else half the columns. one: `steps.ones`. out signals that dk and dv lie in k and v.
+    ds: gradients of scores, [step and warpgroup, keys, rows], of two steps. dq: its float32 terms, as `steps.lines`. A
+    warpgroup computes half of a tile of dq from the ds of both, after each has arrived at the barrier met: half the
+    rows for heads up to 64 wide, else half the columns. one: `steps.ones`. out signals that dk and dv lie in k and v.
     """
 
     k: ring.Ring
@@ -54,9 +54,9 @@ class Results(NamedTuple):
 
 @gluon.jit
 def _turn(g: gl.constexpr, results, plane, block, first, band, KEYS: gl.constexpr, BLOCK_M: gl.constexpr):
-    """Return (counter of warpgroup g's half of a tile of dq, number of additions before this one), last keys first.
+    """Return (counter of warpgroup g's half of a tile of dq, number of additions before this one).
 
-    Under a causal band the programs of the last keys have the fewest rows: in this order none waits for a longer one.
+    Last keys are added first: under a causal band their programs have the fewest rows, so none waits for a longer one.
     """
     last = gl.minimum((block + 1) * BLOCK_M - 1 + band.high, band.keys - 1) // KEYS
     counter = memory.table(results.Turns + 1, plane, band.rows, 2).base + block.to(gl.int64) * (2 * BLOCK_M)
@@ -94,9 +94,8 @@ def _give(g: gl.constexpr, shared, results, kv, first, band, GROUP: gl.constexpr
     BLOCK_M: gl.constexpr = shared.q.tiles.shape[3]
     begin, full, full_end, end = extent(band, first, GROUPS * KEYS, BLOCK_M)
     block, member = begin, begin * 0
-    LINES: gl.constexpr = shared.dq.tiles.shape[
-        3
-    ]  # lines of dq that one warpgroup adds: half of those of a block of rows
+    # One warpgroup adds this many lines of dq: half of those of a block of rows.
+    LINES: gl.constexpr = shared.dq.tiles.shape[3]
     for step in range((end - begin) * GROUP):
         plane = span.query_head(kv, member, GROUP)
         ring.wait(shared.dq, step * GROUPS + g)
@@ -153,9 +152,7 @@ def _consume_whole(g: gl.constexpr, shared, first, band, scale, GROUP: gl.conste
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
     p = weights(s, shared, block, full, full_end, earliest, band, scale)
     for step in range(steps):
-        none = (block < begin).to(
-            gl.int32
-        )  # always 0, but ptxas cannot know: it would keep known addresses in registers
+        none = (block < begin).to(gl.int32)  # always 0; if ptxas knew, tile addresses would fill registers
         k, v = ring.tile(shared.k, g + none), ring.at(shared.v, g + none)
         q, do = ring.tile(shared.q, step), ring.at(shared.do, step)
         dp = begin_dp(v, do.permute((1, 0)), shared, step, zero)
@@ -207,11 +204,11 @@ def backward(
 ):  # fmt: skip
     """Write GradK (B, Hkv, Sk, D) and GradV (B, Hkv, Sk, Dv), and add dq, not yet scaled, to Sums.
 
-    All are descriptors of (B, H, S, D) with blocks of [1, 1, rows, width(D)], or 128 columns for keys if Dv > 64; keys
-    and values have the 64 rows of a warpgroup. Sums is (B, Hq, lines, 32) float32, in blocks of a warpgroup's
+    All are TMA descriptors of (B, H, S, D) with blocks of [1, 1, rows, width(D)], or 128 columns for keys if Dv > 64;
+    keys and values have the 64 rows of a warpgroup. Sums is (B, Hq, lines, 32) float32, in blocks of a warpgroup's
     `steps.lines`. Rows, from `preprocess`, is (B, 2 Hq, Sq, 16), in blocks of both tables of a head and as many rows as
-    Q. heads is Hkv. Turns, if not None, is int32 zeros, one and then two for each row of each query head: it makes Sums
-    deterministic.
+    Q. heads is Hkv. Turns, if not None, is int32 zeros, one for program numbers and two for each row of each query
+    head: it makes Sums deterministic.
     """
     KEYS: gl.constexpr = K.block_type.shape[2]
     BLOCK_M: gl.constexpr = Q.block_type.shape[2]

@@ -20,12 +20,12 @@ from ..vocabulary import memory, saved_stats, softmax, span
 from . import ring, schedule
 from .copies import async_store
 
-WARPS = gl.constexpr(4)  # of a warpgroup
-COLUMNS = gl.constexpr(8)  # of partial row sums, kept in registers: four neighbouring threads have two each
+WARPS = gl.constexpr(4)  # warps of a warpgroup
+COLUMNS = gl.constexpr(8)  # partial sums of a row, in registers: each of four neighbouring threads has two
 
 
 class Shared(NamedTuple):
-    """Shared memory: rings of q, k and v, and an output tile a warpgroup, which may share that of q.
+    """Shared memory: rings of q, k and v, and an output tile for each warpgroup, which may be its tile of q.
 
     ping_pong, unless None, has a barrier for each of two warpgroups that take turns to multiply.
     """
@@ -38,7 +38,7 @@ class Shared(NamedTuple):
 
 
 class Form(NamedTuple):
-    """Compile-time form: GROUPS warpgroups multiply; K and V have STAGES tiles each in shared memory.
+    """Compile-time options: GROUPS warpgroups multiply; shared memory holds STAGES tiles of K and of V.
 
     REGISTERS: of a multiplying thread, PRODUCER_REGISTERS: of a copying one.
     """
@@ -51,7 +51,7 @@ class Form(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Outputs: Out, a descriptor, or else Wide, a View of float32; Lse and Stats as in the universal kernel."""
+    """Outputs: Out, a descriptor, or else Wide, a View of float32; Lse and Stats as in kernels/forward.py."""
 
     Out: tensor_descriptor
     Wide: memory.View
@@ -61,7 +61,7 @@ class Results(NamedTuple):
 
 @gluon.jit
 def _extent(band, first, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Return (last visible block of keys, number of visible blocks), at least one."""
+    """Return (last visible block of keys, number of visible blocks); the number is at least one."""
     begin, full, full_end, end = span.blocks(band, first, ROWS, BLOCK_N)
     count = gl.maximum(end - begin, 1)
     return begin + count - 1, count
@@ -72,9 +72,9 @@ def _take(
     g: gl.constexpr, order, n, band, HEADS: gl.constexpr, GROUPS: gl.constexpr, ROWS: gl.constexpr,
     BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """Return a program's n-th block of rows: (first row, batch, head, index of its plane), its blocks of keys.
+    """Return a program's n-th block of rows: (first row, batch, head, index of the plane, last, count, full, full_end).
 
-    Its blocks of keys: `_extent`, and the bounds [full, full_end) of those that warpgroup g sees without a mask.
+    last and count are those of `_extent`. Warpgroup g sees the blocks of keys full .. full_end - 1 without a mask.
     """
     first, plane = schedule.take(order, n, gl.program_id(0), gl.num_programs(0), HEADS, GROUPS * ROWS)
     last, count = _extent(band, first, GROUPS * ROWS, BLOCK_N)
@@ -84,7 +84,7 @@ def _take(
 
 @gluon.jit
 def _produce(shared, Q, K, V, order, band, HEADS: gl.constexpr, GROUP: gl.constexpr):
-    """Copy tiles in: the work of one warp. Keys go from right to left, so that the tail and the diagonal come first."""
+    """Copy tiles in: the work of one warp. Keys go from last to first, so that blocks that need a mask come first."""
     GROUPS: gl.constexpr = 3 if shared.q.tiles.shape[0] > 4 else 2
     ROWS: gl.constexpr = shared.q.tiles.shape[3]
     BLOCK_N: gl.constexpr = shared.k.tiles.shape[3]
@@ -107,7 +107,7 @@ def _produce(shared, Q, K, V, order, band, HEADS: gl.constexpr, GROUP: gl.conste
 
 @gluon.jit
 def _largest(s, LAYOUT: gl.constexpr):
-    """Return the row max, by halves: of `gl.max` alone ptxas makes a chain of all columns of a thread."""
+    """Return the row max, by halving the columns: with `gl.max` alone ptxas chains all columns of a thread."""
     for _ in gl.static_range(4):
         if s.shape[1] > COLUMNS:
             s = gl.max(s.reshape([s.shape[0], 2, s.shape[1] // 2]), 1)
@@ -116,7 +116,7 @@ def _largest(s, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _step(state, s, scale):
-    """Do a `softmax.step`; row_sum may have COLUMNS columns, whose sums stay with their threads."""
+    """Do a `softmax.step`. If row_sum has COLUMNS partial sums in a row, they are not added across threads."""
     ROWS: gl.constexpr = s.shape[0]
     ROW: gl.constexpr = state.row_max.type.layout
     largest = _largest(s, ROW)
@@ -133,8 +133,8 @@ def _step(state, s, scale):
 
 @gluon.jit
 def _weights(s, state, masked, scale, band, rows, block, LAYOUT: gl.constexpr, dtype: gl.constexpr):
-    """Return p in the registers that p @ v reads, the factor of earlier sums, and the new State."""
-    if masked:  # a branch: two loops, of masked and other blocks, would repack p between them
+    """Return (p as the left operand of p @ v, factor that rescales earlier sums, new State)."""
+    if masked:  # a branch, because two loops (masked or not) would repack p between them
         cols = block * s.shape[1] + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))
         s = gl.where(span.inside(band, rows[:, None], cols[None, :]), s, float("-inf"))
     p, decay, state = _step(state, s, scale)
@@ -143,7 +143,7 @@ def _weights(s, state, masked, scale, band, rows, block, LAYOUT: gl.constexpr, d
 
 @gluon.jit
 def _await_ping_pong(ping_pong, g: gl.constexpr, step):
-    """Wait until the other warpgroup has begun to multiply: one's softmax runs under the other's products."""
+    """Wait until the other warpgroup has begun to multiply, so that its products overlap with this one's softmax."""
     if ping_pong is not None:
         # The first step of warpgroup 0 does not wait.
         mbarrier.wait(ping_pong.index(g), (step + g + 1) & 1)
@@ -157,7 +157,7 @@ def _pass_ping_pong(ping_pong, g: gl.constexpr):
 
 @gluon.jit
 def _begin_scores(g: gl.constexpr, shared, n, step, zero, GROUPS: gl.constexpr, exists=True):
-    """Begin the scores of a program's n-th block of rows with its first keys, at `step`. exists: if there is one."""
+    """Begin q @ k.T of a program's n-th block of rows and its first keys, at `step`. exists: False past the last."""
     ring.wait(shared.q, n * GROUPS + g, pred=exists)
     ring.wait(shared.k, step, pred=exists)
     _await_ping_pong(shared.ping_pong, g, step)
@@ -183,8 +183,8 @@ def _consume(
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, COLUMNS, 16])
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     dtype: gl.constexpr = shared.q.tiles.dtype
-    # With two tiles of q, the next is read while an output leaves the other. A block's first scores are then multiplied
-    # before the output of the block before is stored, where there are registers for both.
+    # With two tiles of q, the next q is copied in while an output is copied out of the other. If registers allow it
+    # (EARLY), the first scores of the next block are then computed before the output of this one is stored.
     TWO: gl.constexpr = shared.q.tiles.shape[0] > GROUPS
     EARLY: gl.constexpr = TWO and GROUPS == 2
     share = schedule.share(order, gl.program_id(0), gl.num_programs(0))  # at least one
@@ -247,7 +247,7 @@ def _consume(
         else:
             # A wait ends a basic block, so ptxas does not put what follows between the instructions of the product.
             ring.wait(shared.k, step + 1, pred=more)
-        # Here, so that divisions run during the product and do not delay the next one.
+        # Take the next block here: its divisions then run during the product and do not delay the next one.
         following = _take(g, order, gl.minimum(n + 1, share - 1), band, HEADS, GROUPS, ROWS, BLOCK_N)
         out, p = warpgroup_mma_wait(num_outstanding=1 if EARLY else 0, deps=(out, p))
         ring.release(shared.v, step)
@@ -294,11 +294,11 @@ def forward(
     q_len, k_len, left, right, scale, planes, section,
     HEADS: gl.constexpr, GROUP: gl.constexpr, DV: gl.constexpr, TOP_LEFT: gl.constexpr, form: gl.constexpr,
 ):  # fmt: skip
-    """Write Out (or Wide), Lse and Stats as the universal kernel does; programs may share the blocks of rows.
+    """Write Out (or Wide), Lse and Stats as kernels/forward.py does; a program may compute several blocks of rows.
 
-    Out or Wide, a View of float32 (B, H, Sq, DV), is None. Q, K, V and Out are descriptors of (B, H, S, D) with blocks
-    of [1, 1, rows, width(D)]; those of Q and Out have 64 rows. form is a Form. planes is B * Hq; `section` planes are
-    scheduled together. Programs that share blocks under a causal mask take them in pairs: then planes is even.
+    Out or Wide, a View of float32 (B, H, Sq, DV), is None. Q, K, V and Out are TMA descriptors of (B, H, S, D) with
+    blocks of [1, 1, rows, width(D)]; those of Q and Out have 64 rows. form is a Form. planes is B * Hq; `section` is as
+    in schedule.py. Under a causal mask a program with several blocks takes them in pairs: then planes is even.
     """
     GROUPS: gl.constexpr = form.GROUPS
     STAGES: gl.constexpr = form.STAGES
@@ -311,7 +311,7 @@ def forward(
     order = schedule.Schedule(blocks, planes, section, paired)
     # With equal widths a warpgroup's output overwrites its q.
     SHARE: gl.constexpr = Wide is None and Q.block_type.shape[3] == Out.block_type.shape[3]
-    # Two tiles a warpgroup, so that the next q is loaded when a block ends; two of the widest do not fit.
+    # Two tiles of q a warpgroup: the next is there when a block ends. Heads wider than 128 leave space for one.
     q = ring.ring(Q, GROUPS if Q.block_type.shape[3] > 128 else 2 * GROUPS, 1)
     k, v = ring.ring(K, STAGES, GROUPS), ring.ring(V, STAGES, GROUPS)
     if SHARE or Wide is not None:

@@ -1,7 +1,7 @@
-"""A warpgroup of Hopper's backward for heads up to 64: 128 rows at a time, half after half.
+"""Work of a warpgroup in the Hopper backward for heads up to 64 wide: 128 rows at a time, half after half.
 
-One half is computed while products of the other run, and the first half of the next step while those of dq run.
-Source: as `backward`.
+One half is computed while products of the other run, and the first half of the next step while those of dq run. Source:
+as in backward.py.
 """
 
 from triton.experimental import gluon
@@ -20,20 +20,19 @@ from .steps import OPERANDS_STAY, WARPS, begin_dp, begin_scores, extent, followi
 
 @gluon.jit
 def _half(tile, number: gl.constexpr):
-    """Return half of the rows of a tile in shared memory."""
     ROWS: gl.constexpr = tile.shape[0] // 2
     return tile.slice(number * ROWS, ROWS, dim=0)
 
 
 @gluon.jit
 def _columns(tile, number: gl.constexpr):
-    """Return half of the rows of a tile as columns of a right operand."""
+    """Return half of the rows of a tile, transposed, as a right operand."""
     return _half(tile, number).permute((1, 0))
 
 
 @gluon.jit
 def _differ(p, dp, half: gl.constexpr, tile):
-    """Return ds of half a step, also stored in its columns of a tile [keys, rows]."""
+    """Return ds of half of the rows, and store it in their columns of a tile [keys, rows]."""
     ROWS: gl.constexpr = dp.shape[1]
     ds = (p * dp).to(tile.dtype)
     tile.slice(half * ROWS, ROWS, dim=1).store(ds)
@@ -76,7 +75,7 @@ def consume(g: gl.constexpr, shared, first, band, scale, GROUP: gl.constexpr):
     s0, dp0 = warpgroup_mma_wait(num_outstanding=0, deps=(s0, dp0))
     p0 = weights(s0, shared, block, full, full_end, earliest, band, scale)
     for step in range(steps):
-        none = (block < begin).to(gl.int32)  # 0, hidden from ptxas: known addresses fill registers
+        none = (block < begin).to(gl.int32)  # always 0; if ptxas knew, tile addresses would fill registers
         q, do = ring.tile(shared.q, step), ring.at(shared.do, step)
         both = step % 2 * GROUPS
         s1 = begin_scores(k, _columns(q, 1), shared, step, zero, 1, 2)

@@ -1,4 +1,4 @@
-"""The order in which programs take blocks of rows, or of keys, several each."""
+"""Order in which the programs of a persistent grid take blocks of rows, or of keys, several each."""
 
 from typing import NamedTuple
 
@@ -9,11 +9,11 @@ from ..vocabulary import span
 
 
 class Schedule(NamedTuple):
-    """The order of blocks of rows: the longest first.
+    """Order of blocks of rows: the longest first. A plane is one head of one batch.
 
-    blocks: of a plane. planes: in all. section: planes whose keys and values stay in L2 together; one section is done
-    before the next. paired: 1 if blocks are dealt in pairs, a long one of a plane and a short one of the next; then
-    planes is even, and under a causal mask with as many keys as rows all pairs are equally long.
+    blocks: number in a plane. planes: number of all. section: number of planes whose keys and values stay in L2
+    together; one section is done before the next. paired: 1 if programs take pairs, a long block of a plane and a short
+    one of the next; then planes is even, and under a causal mask with Sq = Sk all pairs are equally long.
     """
 
     blocks: tl.tensor
@@ -26,7 +26,7 @@ class Schedule(NamedTuple):
 def _at(n, program, programs):
     """Return the place in the order of the n-th block of a program.
 
-    Blocks are dealt back and forth, so that programs get nearly the same length in all, though blocks get shorter.
+    Programs take turns in alternating directions (0, 1, 2, 2, 1, 0): blocks get shorter, but sums are nearly equal.
     """
     return n * programs + program + (n % 2) * (programs - 1 - 2 * program)
 
@@ -41,7 +41,7 @@ def share(schedule, program, programs):
 
 @triton.jit
 def take(schedule, n, program, programs, heads, BLOCK: tl.constexpr, first_plane=0):
-    """Return (first row, Plane) of the n-th block of a program, of planes from first_plane on."""
+    """Return (first row, Plane) of the n-th block of a program, among the planes from first_plane on."""
     paired, is_second = schedule.paired, n & schedule.paired
     at = _at(n >> paired, program, programs)
     section = tl.maximum(schedule.section >> paired, 1)

@@ -1,8 +1,8 @@
-"""Helpers of Hopper's backwards: the blocks of rows that they walk, and the statistics of each row.
+"""Helpers of the Hopper backward kernels: the blocks of rows that they visit, and the statistics of each row.
 
-Scores and dp need numbers subtracted per row; a product adds them. A table of 16 columns has them in three terms of 8
-bits each (`preprocess` writes it), and the left operand is ones. It costs products of K = 16, two for scores and one
-for dp, but no loads and no arithmetic.
+A product of ones with a table of 16 columns subtracts pivot and logarithm of a row from scores, and delta from dp. In
+the table, which `preprocess` writes, each number is three bfloat16 terms. This takes products of K = 16, two for scores
+and one for dp, but no loads into registers and no arithmetic.
 """
 
 import triton
@@ -13,21 +13,21 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ..vocabulary import softmax, span
 from . import ring
 
-WARPS = gl.constexpr(4)  # of a warpgroup
-# From 3.9 on Triton copies left operands in registers for each product; there may be too few registers for that.
+WARPS = gl.constexpr(4)  # warps of a warpgroup
+# Keep left operands in registers? From 3.9 on Triton copies them for each product, and too few registers may be left.
 OPERANDS_STAY = gl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9))
 
 
 @gluon.jit
 def extent(band, first, KEYS: gl.constexpr, BLOCK_M: gl.constexpr):
-    """Return (begin, full, full_end, end) of the blocks of rows that see some of the keys; all do in the middle."""
+    """Return (begin, full, full_end, end) of the blocks of rows that see the keys from `first` on, as `span.blocks`."""
     ranges = span.blocks(span.flip(band), first, KEYS, BLOCK_M)
     return span.masked_past(ranges, first + KEYS, band.keys)
 
 
 @gluon.jit
 def following(block, member, begin, end, GROUP: gl.constexpr):
-    """Return the next block of rows and query head: all blocks of one head, then those of the next."""
+    """Return the next (block of rows, query head within its group): all blocks of one head, then those of the next."""
     if GROUP == 1:
         return block + 1, member
     else:
@@ -63,7 +63,7 @@ def _of(one, which: gl.constexpr):
 
 @gluon.jit
 def _numbers(rows, step, which: gl.constexpr, part: gl.constexpr = 0, PARTS: gl.constexpr = 1):
-    """Return [16, rows]: one of the two tables of a head, for one part of the rows."""
+    """Return one of a head's two tables of row statistics, as [16, rows] for one part of the rows."""
     ROWS: gl.constexpr = rows.shape[3]
     COUNT: gl.constexpr = ROWS // PARTS
     tables = rows.index(step % rows.shape[0]).reshape([2 * ROWS, 16])
@@ -72,9 +72,9 @@ def _numbers(rows, step, which: gl.constexpr, part: gl.constexpr = 0, PARTS: gl.
 
 @gluon.jit
 def begin_scores(k, q, shared, step, zero, part: gl.constexpr = 0, PARTS: gl.constexpr = 1):
-    """Begin scores, [keys, rows], less the pivots of their rows, plus the terms of their exponents.
+    """Begin scores, [keys, rows], less the pivot of each row and the logarithm of its sum.
 
-    The pivot goes first, alone: if scores are large, its sum with the logarithm would lose the latter.
+    The pivot is subtracted first: if it is large, its sum with the logarithm would round off the latter.
     """
     table = _numbers(shared.rows, step, 0, part, PARTS)
     s = warpgroup_mma(k, q, zero, use_acc=False, is_async=True)
@@ -84,21 +84,21 @@ def begin_scores(k, q, shared, step, zero, part: gl.constexpr = 0, PARTS: gl.con
 
 @gluon.jit
 def begin_dp(v, do, shared, step, zero, part: gl.constexpr = 0, PARTS: gl.constexpr = 1):
-    """Begin dp - delta, [keys, rows]: ds divided by p."""
+    """Begin dp - delta, [keys, rows]; times p it is ds."""
     dp = warpgroup_mma(v, do, zero, use_acc=False, is_async=True)
     return warpgroup_mma(_of(shared.one, 0), _numbers(shared.rows, step, 1, part, PARTS), dp, is_async=True)
 
 
 @gluon.jit
 def hide(p, first, earliest, band):
-    """Zero p, [keys, rows from `first` on], where the band hides a key; earliest is `span.first_to_see`.
+    """Set p, [keys, rows from `first` on], to 0 where the band (causal, window) hides the pair.
 
-    If no row of the band sees a key nothing is hidden: there p is 0.
+    earliest is `span.first_to_see`. If no row sees any key, nothing is hidden, but p is 0 already.
     """
     r = first + gl.arange(0, p.shape[1], layout=gl.SliceLayout(0, p.type.layout))[None, :]
-    # An impure instruction keeps the branch: without one this would be computed in each step.
+    # An impure instruction keeps the caller's branch: without one this would be computed in each step.
     r = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [r], dtype=gl.int32, is_pure=False, pack=1)
-    seen = (r - earliest).to(gl.uint32) <= (band.high - band.low).to(gl.uint32)  # an earlier one is huge
+    seen = (r - earliest).to(gl.uint32) <= (band.high - band.low).to(gl.uint32)  # unsigned: a negative number is huge
     return gl.where(seen, p, 0.0)
 
 
@@ -113,7 +113,7 @@ def weights(s, shared, block, full, full_end, earliest, band, scale, part: gl.co
 
 @gluon.jit
 def across(rows, step, column: gl.constexpr, LAYOUT: gl.constexpr):
-    """Load [1, rows], one of the numbers of each row, from tiles [step, 1, 1, 4, rows]."""
+    """Load one of the numbers of each row, as [1, rows], from tiles [step, 1, 1, 4, rows]."""
     return ring.at(rows, step).slice(column, 1, dim=0).load(LAYOUT)
 
 
@@ -132,8 +132,8 @@ def weights_of_rows(s, rows, step, block, full, full_end, earliest, band, scale)
 def lines(dq):
     """Reorder dq [rows, columns] to [lines, 32], so that the elements of 8 columns in one thread are contiguous.
 
-    So it is stored 16 bytes at a time, straight from registers, without bank conflicts. A line has 8 columns of 4 rows:
-    two neighbours, and the two 8 below. `_ordered` of `preprocess` is the inverse.
+    Each thread then stores 16 bytes at a time, straight from registers, without bank conflicts. A line has 8 columns of
+    rows r, r + 1, r + 8 and r + 9. `_ordered` of `preprocess` is the inverse.
     """
     ROWS: gl.constexpr = dq.shape[0]
     EIGHTS: gl.constexpr = dq.shape[1] // 8

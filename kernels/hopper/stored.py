@@ -1,9 +1,9 @@
 """Backward attention for Hopper with heads wider than 128, from stored gradients of scores.
 
-The gradient of values of 128 keys fills the registers of two warpgroups, so that of keys does not fit beside it. A
-first kernel computes gradients of values and stores those of scores, ds, transposed, 16 bits each, for some heads at a
-time. A second kernel multiplies ds by keys for dq and by queries for dk. That is five products, as in one pass, but
-without additions in memory: dq is deterministic.
+The dv of 128 keys fills the registers of two warpgroups, so dk does not fit beside it. A first kernel computes dv, and
+stores the gradients of scores, ds, transposed (16 bits each), for some heads at a time. A second multiplies ds by keys
+for dq and by queries for dk. That is five products, as in one pass, but nothing is added in memory: dq is
+deterministic.
 Source: FlashAttention-2, arXiv:2307.08691, algorithm 2, whose loop this divides.
 """
 
@@ -26,9 +26,9 @@ from .steps import OPERANDS_STAY, WARPS, across, extent, following, half, weight
 
 
 class Shared(NamedTuple):
-    """Shared memory. k and v: a tile a warpgroup; q; do: a ring of halves of its columns; rows: row statistics.
+    """Shared memory. k and v: a tile for each warpgroup. do: a ring of tiles of half its columns. rows: row statistics.
 
-    ds: a tile a warpgroup, [keys, rows]. out signals that dv lies in v.
+    ds: a tile [keys, rows] for each warpgroup. out signals that dv lies in v.
     """
 
     k: ring.Ring
@@ -42,10 +42,10 @@ class Shared(NamedTuple):
 
 @gluon.jit
 def _stored_blocks(band, first, TILE: gl.constexpr):
-    """Return [begin, end) of the blocks of TILE keys whose ds tiles with rows first .. first + TILE - 1 are stored.
+    """For the TILE rows from `first` on, return [begin, end), the blocks of TILE keys with which they have a stored ds.
 
-    Rows and keys count to the end of the last block: a tile is then among those of its rows exactly if it is among
-    those of its keys, for which the band is flipped.
+    Rows and keys are rounded up to whole blocks. The same tiles are then found by rows as by keys, with the band
+    flipped.
     """
     rows, keys = gl.cdiv(band.rows, TILE) * TILE, gl.cdiv(band.keys, TILE) * TILE
     begin, full, full_end, end = span.blocks(
@@ -56,7 +56,7 @@ def _stored_blocks(band, first, TILE: gl.constexpr):
 
 @gluon.jit
 def _row_blocks(shared, first, band):
-    """Return [begin, end) of the blocks of rows that a program of the first kernel walks."""
+    """Return [begin, end) of the blocks of rows that a program of the first kernel visits."""
     BLOCK_M: gl.constexpr = shared.q.tiles.shape[3]
     TILE: gl.constexpr = shared.k.tiles.shape[0] * shared.k.tiles.shape[3]
     begin, end = _stored_blocks(span.flip(band), first, TILE)
@@ -65,7 +65,7 @@ def _row_blocks(shared, first, band):
 
 @gluon.jit
 def _take(order, n, heads, before, TILE: gl.constexpr, OF_K: gl.constexpr):
-    """Return (first row, or key if OF_K, Plane) of a program's n-th block, of planes from `before` on."""
+    """Return (first row, or key if OF_K; Plane) of a program's n-th block, among the planes from `before` on."""
     first, plane = schedule.take(order, n, gl.program_id(0), gl.num_programs(0), heads, TILE, before)
     if OF_K:  # under a causal band the first keys have the most rows
         first = (order.blocks - 1) * TILE - first
@@ -113,7 +113,7 @@ def _store(g: gl.constexpr, shared, GradScores, GradV, kv, before, first, band, 
 
 @gluon.jit
 def _begin_scores(g: gl.constexpr, shared, step, exists, none, zero):
-    """Begin scores, [keys, rows], of a step; exists: whether that step exists."""
+    """Begin scores, [keys, rows], of a step. exists: False past the last step. none: always 0."""
     ring.wait(shared.q, step, pred=exists)
     # If ptxas knows the index of a tile, it keeps the tile's addresses in registers and spills others.
     q = shared.q.tiles.index(none).reshape([shared.q.tiles.shape[3], shared.q.tiles.shape[4]]).permute((1, 0))
@@ -133,7 +133,7 @@ def _begin_dp(v, shared, step, exists, zero):
 
 @gluon.jit
 def _begin_dv(shared, step, p, dv0, dv1):
-    """Return (both halves of dv with the products of a step begun, the left operand)."""
+    """Begin p @ do of a step. Return (first half of the columns of dv, second half, left operand)."""
     LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dv0.type.layout, k_width=2)
     w = gl.convert_layout(p.to(shared.q.tiles.dtype), LAYOUT)
     dv0 = warpgroup_mma(w, ring.tile(shared.do, 2 * step), dv0, is_async=True)
@@ -180,11 +180,11 @@ def _consume(g: gl.constexpr, shared, first, band, scale, GROUP: gl.constexpr):
     p = weights_of_rows(s, shared.rows.tiles, 0, block, full, full_end, earliest, band, scale)
     dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp,))
     for step in range(steps):
-        none = (block < begin).to(gl.int32)  # 0, hidden from ptxas: known addresses fill registers
+        none = (block < begin).to(gl.int32)  # always 0; if ptxas knew, tile addresses would fill registers
         if OPERANDS_STAY:
             dv0, dv1, w = _begin_dv(shared, step, p, dv0, dv1)
             _give_ds(g, shared, step, p, dp)
-        else:  # ds does not fit beside copies of w
+        else:  # too few registers for ds beside copies of w
             _give_ds(g, shared, step, p, dp)
             dv0, dv1, w = _begin_dv(shared, step, p, dv0, dv1)
         # After the last step this reads old data; the result is unused.
@@ -214,11 +214,12 @@ def stored_backward(
     q_len, k_len, left, right, scale, heads, planes, section, before,
     GROUP: gl.constexpr, TOP_LEFT: gl.constexpr, REGISTERS: gl.constexpr, COPYING_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Write GradV (B, Hkv, Sk, Dv) and GradScores (heads, 1, Sk, Sq) of `planes` kv heads, from `before` on.
+    """Write GradV (B, Hkv, Sk, Dv) and GradScores (query heads, 1, Sk, Sq) of `planes` kv heads, from `before` on.
 
-    One program for each two blocks of keys; a `section` of planes is done before the next. heads is Hkv. All are
-    descriptors with blocks of 64 keys, the rows of a block of Q, and at least 128 columns, or half as many for GradOut.
-    Rows is (B, Hq, 4, Sq), in blocks of as many rows as Q. Of GradScores only the `_stored_blocks` are written.
+    There is a program for each two blocks of keys; a `section` of planes is done before the next. heads is Hkv. All are
+    TMA descriptors with blocks of 64 keys, the rows of a block of Q, and at least 128 columns, or half as many for
+    GradOut. Rows is (B, Hq, 4, Sq), in blocks of as many rows as Q. Of GradScores only the `_stored_blocks` are
+    written.
     """
     KEYS: gl.constexpr = K.block_type.shape[2]
     order = schedule.Schedule(gl.cdiv(k_len, 2 * KEYS), planes, section, 0)
@@ -246,7 +247,7 @@ def stored_backward(
 
 
 class Factors(NamedTuple):
-    """Shared memory of the second kernel: ds in a ring, keys or queries with it; product: a tile a warpgroup."""
+    """Shared memory of the second kernel: a ring of ds, with keys or queries; product: a tile for each warpgroup."""
 
     ds: ring.Ring
     others: gl.shared_memory_descriptor
@@ -254,7 +255,7 @@ class Factors(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Blocks of the second kernel: their order, from plane `before` on, heads of a batch, and the band."""
+    """Blocks of the second kernel: their order, the number of planes before, heads of a batch, and the band."""
 
     order: schedule.Schedule
     before: gl.tensor
@@ -269,7 +270,7 @@ def _share(work):
 
 @gluon.jit
 def _factors_of(work, n, factors, OF_K: gl.constexpr):
-    """Return (first row, Plane, [begin, end) of the factors) of a program's n-th block."""
+    """Return (first row, Plane, begin, end) of a program's n-th block: it multiplies the tiles of ds [begin, end)."""
     TILE: gl.constexpr = factors.product.tiles.shape[0] * factors.product.tiles.shape[3]
     PARTS: gl.constexpr = TILE // factors.others.shape[3]
     first, plane = _take(work.order, n, work.heads, work.before, TILE, OF_K)
@@ -279,7 +280,7 @@ def _factors_of(work, n, factors, OF_K: gl.constexpr):
 
 @gluon.jit
 def _load(factors, GradScores, Others, work, before, GROUP: gl.constexpr, OF_K: gl.constexpr):
-    """Copy tiles in: the work of one warp. For dk, ds and queries of all heads of a kv head."""
+    """Copy tiles in: the work of one warp. dk takes ds and queries of all query heads of a kv head."""
     DEPTH: gl.constexpr = Others.block_type.shape[2]
     MEMBERS: gl.constexpr = GROUP if OF_K else 1
     step = 0
@@ -346,10 +347,11 @@ def grad_product(
     GROUP: gl.constexpr, OF_K: gl.constexpr, TOP_LEFT: gl.constexpr, STAGES: gl.constexpr,
     REGISTERS: gl.constexpr, COPYING_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Write Product: dq, with Others K, or dk if OF_K, with Others Q; heads, planes and section are Product's.
+    """Write Product: dq = ds @ keys, with Others K; or, if OF_K, dk = ds.T @ queries, with Others Q.
 
-    before counts kv heads; the rest is as in `stored_backward`. Programs may share blocks, two blocks of Product at a
-    time. Blocks have 64 rows, that of GradScores 128 rows of Product: its columns, or its rows if OF_K.
+    heads, planes and section are those of Product, before counts kv heads; the rest is as in `stored_backward`. Blocks
+    have 64 rows; a block of GradScores has 128 rows of Product as its columns, or as its rows if OF_K. A program takes
+    two blocks of Product at a time.
     """
     TILE: gl.constexpr = 2 * Product.block_type.shape[2]
     MEMBERS: gl.constexpr = GROUP if OF_K else 1

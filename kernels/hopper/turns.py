@@ -1,4 +1,4 @@
-"""Turns: programs add to one tile in memory in a fixed order.
+"""Turns in which programs add to one tile in memory, so that the order of additions is fixed.
 
 Source: the deterministic backward of FlashAttention-3, https://github.com/Dao-AILab/flash-attention.
 """
@@ -9,13 +9,13 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def number(numbers):
-    """Return the next program number: smaller ones have begun, in whatever order a GPU starts programs."""
+    """Return this program's number. Smaller ones have begun, in whatever order the GPU starts programs."""
     return gl.atomic_add(numbers, 1)
 
 
 @gluon.jit
 def wait(counter, turn):
-    """Wait until `turn` programs have had their turn, and see what they have written."""
+    """Wait until `turn` programs have had their turn, and make visible what they wrote."""
     now = gl.load(counter, volatile=True)
     while now != turn:
         now = gl.load(counter, volatile=True)

@@ -10,11 +10,11 @@ from . import copies, dropout as dropping, masks as masking, memory, scores, sof
 def attend(
     out, state, q, k, v, first, k_rows, exists, r, c, band, rules, plane, kv, spec: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
-    """Return (out, State) after one more tile of keys, the rows k_rows of the matrices k and v.
+    """Return (out, State of the softmax) after one more tile of keys, the rows k_rows of the matrices k and v.
 
-    exists says which of these rows do; None: all. first is the first of k_rows, for Described matrices. r [rows, 1] and
-    c [1, keys] count from the start of the sequence. plane is the Plane of the query head, or has one head for each
-    row; kv is the Plane of key masks. Without CHECK every row sees every key.
+    exists is True for the k_rows that exist; None: all. first is the first of k_rows; only TMA reads it. r [rows, 1]
+    and c [1, keys] count from the start of the sequence. plane (batch and head) is that of the queries, in `decode` one
+    for each row; kv is that of key masks. Without CHECK every row sees every key, and no mask is read.
     """
     k_tile = memory.load(k, k_rows, exists, spec.D, first)  # [keys, D]
     shown = masking.shown(rules.masks, band, plane, r, c, CHECK)

@@ -10,7 +10,7 @@ from triton.language.target_info import cuda_capability_geq
 _MAJOR, _MINOR, _PATCH = triton.__version__.split(".")[:3]
 _VERSION = int(_MAJOR), int(_MINOR), int(_PATCH[0])
 UNFENCED = tl.constexpr(_VERSION < (3, 7, 1) and not knobs.runtime.interpret)
-LATER_UNFENCED = tl.constexpr(_VERSION < (3, 9, 0) and not knobs.runtime.interpret)  # 3.7.1 lacks it, 3.9.0 has it
+LATER_UNFENCED = tl.constexpr(_VERSION < (3, 9, 0) and not knobs.runtime.interpret)  # 3.7.1 lacks this fence
 
 
 @triton.jit
@@ -21,7 +21,7 @@ def _fence():
 
 @triton.jit
 def fence():
-    """Order the loads of a loop before its first product: wgmma reads shared memory by another proxy.
+    """Order the loads of a loop before its first product: wgmma reads shared memory through another proxy.
 
     PTX ISA, "Async proxy": https://docs.nvidia.com/cuda/parallel-thread-execution/#async-proxy
     """
@@ -31,10 +31,9 @@ def fence():
 
 @triton.jit
 def fence_later(BY_THREADS: tl.constexpr):
-    """Order a load before a later product of the loop, if threads load some tiles. Call it right after the load.
+    """Order a load before a later product of the loop, if threads copy some tiles. Call it right after the load.
 
-    In such a loop the compiler waits for a later tile's copies at that load, not before the first product: its own
-    fence comes too early.
+    In such a loop Triton before 3.9 waits for the copies of this tile only here, and its own fence comes before that.
     """
     if BY_THREADS and LATER_UNFENCED and cuda_capability_geq(9, 0):
         _fence()

@@ -1,7 +1,7 @@
 """Dropout of weights: Philox bits, and the scale of kept weights.
 
-Philox4x32 with seven rounds. The key is the seed and the counter is the pair's position, so the bits depend on nothing
-else.
+Philox4x32 with seven rounds. Its key is the seed. Its counter is the position: row, key and plane (a head of a batch).
+Nothing else changes the bits.
 Source: Parallel random numbers: as easy as 1, 2, 3, doi:10.1145/2063384.2063405.
 """
 
@@ -12,10 +12,10 @@ import triton.language as tl
 
 
 class Dropout(NamedTuple):
-    """Dropout of a call, made by `of`. seed points to one int64, so that a replayed graph can get a new one.
+    """Options of dropout, made by `of`. seed points to one int64, so that a replayed graph can get a new one.
 
-    A pair is dropped if its word is below the threshold; other weights are multiplied by scale. origin says where this
-    call lies in a larger one. Without one it is (), because Triton 3.6 cannot compare a tuple that holds None.
+    A weight is dropped if its random word is below the threshold, otherwise multiplied by scale. origin is an Origin if
+    this call is part of a larger one. Otherwise it is (), because Triton 3.6 cannot compare a tuple that holds None.
     """
 
     seed: tl.tensor
@@ -25,10 +25,10 @@ class Dropout(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """Start of the counters: first row, first key, first plane, and heads in a batch.
+    """Start of the counters, for a part of a larger call: its first row, key and plane, and the heads of the whole.
 
-    If first row and first key are multiples of 16, `aligned` has both, in units of 16, and `unaligned` is ().
-    Otherwise `unaligned` has both, and `aligned` is ().
+    If first row and first key are multiples of 16, `aligned` has both, in units of 16, and `unaligned` is (). Otherwise
+    `unaligned` has both, and `aligned` is ().
     """
 
     aligned: tuple
@@ -38,7 +38,7 @@ class Origin(NamedTuple):
 
 
 def of(seed, dropout_p, origin=None):
-    """Return the Dropout of a call. If dropout_p is 1 the threshold wraps to 0 and keeps all pairs, but scale is 0."""
+    """Return a Dropout. If dropout_p is 1 the threshold wraps to 0, which keeps all weights, but scale is 0."""
     place = ()
     if origin is not None:
         _, row, key, plane, heads = origin
@@ -57,7 +57,7 @@ def _counters(x, SIZE: tl.constexpr):
 
 @triton.jit
 def _plane(dropout, plane):
-    """Return the index of a plane in the whole call, which this one may be a part of."""
+    """Return the index of a plane (a head of a batch) in this call, or in the larger call that this one is part of."""
     origin = dropout.origin
     if len(origin) == 0:
         return plane.index
@@ -67,7 +67,7 @@ def _plane(dropout, plane):
 
 @triton.jit
 def _word(dropout, plane, i, j):
-    """Return the word of each pair (i, j), with one Philox call for each pair; for unaligned origins."""
+    """Return the random word of each pair (i, j) for any origin, with four times as many Philox calls as `_four`."""
     r, c = tl.broadcast(i, j)
     low, high = (r >> 4) * 8 + (r & 7), (c >> 4) * 8 + (c & 7)
     zero = tl.full(r.shape, 0, tl.int32)
@@ -135,17 +135,17 @@ def sign_dropped(dropout, p, plane, r, c):
 
 @triton.jit
 def before(dropout, signed):
-    """Return the weights before dropout."""
+    """Return the weights before dropout, from those of `sign_dropped`."""
     return signed if dropout is None else tl.abs(signed)
 
 
 @triton.jit
 def after(dropout, signed):
-    """Return the weights after dropout."""
+    """Return the weights after dropout, from those of `sign_dropped`."""
     return signed if dropout is None else tl.maximum(signed, 0.0) * dropout.scale
 
 
 @triton.jit
 def grad(dropout, signed, dp):
-    """Return the gradient of the weights before dropout."""
+    """Return the gradient of the weights before dropout, from dp, that of the weights after dropout."""
     return dp if dropout is None else tl.where(signed > 0, dp * dropout.scale, 0.0)

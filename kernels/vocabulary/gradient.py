@@ -9,7 +9,7 @@ from . import dropout as dropping, masks as masking, memory, row_sums, scores, s
 
 
 class Row(NamedTuple):
-    """Row statistics of the backward: softmax, delta (mean gradient of the row's weights, less dlse), and dlse."""
+    """Row statistics of the backward: softmax, delta (sum of out * grad_out, less dlse), and dlse (gradient of lse)."""
 
     softmax: softmax.Row
     delta: tl.tensor
@@ -17,10 +17,10 @@ class Row(NamedTuple):
 
 
 class Grads(NamedTuple):
-    """Outputs of a pass, None if not wanted; the gradient of q is a separate argument.
+    """Gradients that a kernel writes, None if not wanted; that of q is a separate argument.
 
-    k, v and bias are Views; bias is the gradient of the scores (B, Hq, Sq, Sk). key_sums is a contiguous table of that
-    gradient summed by key. rows is a `row_sums.ByRow`. partial is 1 if rows see more keys than this call has, or None.
+    k, v and bias are Views (pointer and strides); bias is the gradient of the scores (B, Hq, Sq, Sk). key_sums (B, Hq,
+    Sk, 3) is its sum over rows. rows is a `row_sums.ByRow`. partial: 1 if rows see keys outside this call, or None.
     """
 
     k: memory.View
@@ -32,7 +32,7 @@ class Grads(NamedTuple):
 
 
 class Incoming(NamedTuple):
-    """Incoming gradients: a View of the output's, a View of the weights' or None, and Rows from `preprocess`."""
+    """Incoming gradients: Views of the output's and of the weights' (or None), and Rows from `preprocess`."""
 
     grad_out: memory.View
     grad_weights: memory.View
@@ -60,13 +60,13 @@ def across(row):
 
 @triton.jit
 def weights(x, shown, bias, row, r, c, band, rules, plane, CHECK: tl.constexpr):
-    """Return (weights, derivative of the cap) of products x. Dropped weights are negative. row is broadcast."""
+    """Return (weights, derivative of softcap) of products x. Dropped weights are negative. row: `down` or `across`."""
     s, dcap = scores.apply(rules.score, x, bias, band, plane, r, c)
     p = softmax.weights(s, row.softmax, rules.score.softmax_scale)
     if CHECK:
         seen = masking.visible(rules.masks, shown, band, plane, r, c)
         if rules.score.slopes is not None:
-            seen &= r < band.rows  # hide rows past the end: all that they load is 0, but not their distances
+            seen &= r < band.rows  # hide rows past the end: they load zeros, but their distances are not 0
         p = tl.where(seen, p, 0.0)
     return memory.opaque(dropping.sign_dropped(rules.dropout, p, plane, r, c)), dcap
 

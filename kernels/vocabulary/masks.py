@@ -9,7 +9,7 @@ from . import memory, span
 
 
 class Masks(NamedTuple):
-    """Views of 8-bit tensors, nonzero = visible; an absent mask is None.
+    """Views (pointer and strides) of 8-bit tensors, nonzero = visible; an absent mask is None.
 
     pairs is (B, H, Sq, Sk); the scores that it hides are finite. keys is (B, 1, Sk, 1), rows (B, 1, Sq, 1): the tokens
     that they hide may be NaN, so they are never loaded.
@@ -54,7 +54,7 @@ def shown(masks, band, plane, r, c, CHECK: tl.constexpr):
 
 @triton.jit
 def visible(masks, shown, band, plane, r, c):
-    """Return True for the visible pairs. One of r and c is a column, the other a row.
+    """Return True for the visible pairs. r and c are [n, 1] and [1, m], or the reverse.
 
     masks.rows is not needed here: the saved statistics of a hidden row say that it saw nothing.
     """

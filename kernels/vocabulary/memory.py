@@ -1,4 +1,4 @@
-"""Loads and stores of tiles of strided tensors."""
+"""Loads and stores of tiles: of Views (pointer and strides) or TMA descriptors. A plane is one head of one batch."""
 
 from typing import NamedTuple
 
@@ -10,16 +10,16 @@ INTERPRETED = tl.constexpr(knobs.runtime.interpret)  # the interpreter has no ma
 
 
 class View(NamedTuple):
-    """A (batch, head, row, column) tensor, or one plane of it, a (row, column) matrix. Broadcast axes have stride 0."""
+    """Pointer and strides of a (batch, head, row, column) tensor or a (row, column) matrix. Broadcast strides are 0."""
 
     base: tl.tensor
     strides: tuple
 
 
 class Described(NamedTuple):
-    """A matrix read by TMA: one batch and head of a (B, H, S, D) descriptor, from `row` on.
+    """Matrix that TMA reads: one batch and head of a (B, H, S, D) descriptor, from `row` on.
 
-    packed is that of the Plane. Rows past the end of a packed sequence are those of the next one, others are zeros.
+    packed is that of the Plane. Rows past the end are zeros; in packed sequences they are rows of the next sequence.
     """
 
     base: tl.tensor_descriptor
@@ -31,7 +31,7 @@ class Described(NamedTuple):
 
 @triton.constexpr_function
 def width(D):
-    """Return the columns of a tile that holds D: a power of two, at least the 16 that a tensor core needs."""
+    """Return the number of columns of a tile that holds D: a power of two, and at least 16, as tensor cores need."""
     return max(16, triton.next_power_of_2(D))
 
 
@@ -49,9 +49,9 @@ def _same(x):
 def opaque(x):
     """Return x, and hide from the compiler how it was computed. It costs no instruction.
 
-    Before triton-lang/triton#11691 the compiler orders an operand of mma.sync in registers for the narrowest load that
-    it depends on, such as a byte of a mask, and for half of that after a tl.join. At best this costs a detour through
-    shared memory; at worst, if a product of K = 16 is ordered by 8, numbers are wrong. So weights that depend on masks
+    Before triton-lang/triton#11691 the compiler lays out an operand of mma.sync for the narrowest load that it depends
+    on, such as a byte of a mask, and for half of that after a tl.join. At best this costs a detour through shared
+    memory; at worst, with a layout for K = 8 in a product of K = 16, results are wrong. So weights that depend on masks
     or random bits pass through here.
     """
     if INTERPRETED:
@@ -62,14 +62,14 @@ def opaque(x):
 
 @triton.jit
 def matrix(view, plane):
-    # int64 before each product: a tensor may pass 2**31 elements.
+    # int64 before each product: a tensor may have over 2**31 elements.
     batch, head = tl.cast(plane.batch, tl.int64), tl.cast(plane.head, tl.int64)
     return View(view.base + batch * view.strides[0] + head * view.strides[1], (view.strides[2], view.strides[3]))
 
 
 @triton.jit
 def pointers(m, r, c):
-    # int64: 1% (forward) to 8% (dk/dv) more code in the loop than int32 within a tile, but 30 registers less.
+    # int64 adds 1% (forward) to 8% (dk/dv) of code to the loop, but saves 30 registers over int32 within a tile.
     return m.base + r.to(tl.int64) * m.strides[0] + c.to(tl.int64) * m.strides[1]
 
 
@@ -97,7 +97,7 @@ def of_keys(view, plane):
 
 @triton.jit
 def table(base, plane, n, COLUMNS: tl.constexpr, BY_KEYS: tl.constexpr = False):
-    """Return a plane's (n, COLUMNS) matrix of a contiguous buffer (planes, n, COLUMNS), with a row per query or key.
+    """Return a plane's matrix (n, COLUMNS) in a contiguous buffer (planes, n, COLUMNS), with a row per query or key.
 
     Packed sequences share one buffer (heads, total rows or keys, COLUMNS).
     """
@@ -114,7 +114,7 @@ def table(base, plane, n, COLUMNS: tl.constexpr, BY_KEYS: tl.constexpr = False):
 def load(m, rows, exists, D: tl.constexpr, first=0):
     """Load a [rows, width(D)] tile, with zeros past column D and in rows that do not exist. exists None: all rows do.
 
-    A Described matrix is read from row `first` on; its missing rows lie past the end.
+    A Described matrix is read from row `first` on, whatever `rows` says; its missing rows must lie past the end.
     """
     r, c = rows[:, None], tl.arange(0, width(D))[None, :]
     if isinstance(m.base, tl.tensor_descriptor):
@@ -139,14 +139,14 @@ def store(m, rows, n, tile, D: tl.constexpr):
 
 @triton.jit
 def store_rows(m, rows, exists, tile, D: tl.constexpr):
-    """Store the rows of a tile that exist, before column D; each row may lie in a matrix of its own."""
+    """Store the rows of a tile that exist, before column D. m may hold one matrix for each row."""
     r, c = rows[:, None], tl.arange(0, width(D))[None, :]
     tl.store(pointers(m, r, c), tile, mask=exists[:, None] & (c < D))
 
 
 @triton.jit
 def add(sums, plane, rows, first, n, tile, D: tl.constexpr):
-    """Add a tile atomically to rows `first` on of one head, before row n.
+    """Add a tile atomically to rows of one head, from `first` on and before row n.
 
     sums is a View, or a descriptor of (B, H, S, D). With a descriptor TMA adds the tile asynchronously, and threads
     need no addresses.
@@ -166,7 +166,7 @@ def add(sums, plane, rows, first, n, tile, D: tl.constexpr):
 
 @triton.jit
 def load_pairs(m, r, c, rows, keys, CHECK: tl.constexpr):
-    """Load m[r, c] of a (rows, keys) matrix, zero past its end. One of r and c is a column, the other a row.
+    """Load m[r, c] of a (rows, keys) matrix, zero past its end. r and c are [n, 1] and [1, m], or the reverse.
 
     Without CHECK the tile must not pass the end along its second axis.
     """
@@ -192,7 +192,7 @@ def scalar(view, plane):
 
 @triton.jit
 def cast(x, dtype: tl.constexpr):
-    """Convert x. Large negative float64 numbers stay finite: the lowest does not become -inf."""
+    """Convert x. Finite float64 numbers below the range of float32 become its lowest number, not -inf."""
     if x.dtype == tl.float64 and dtype != tl.float64:
         x = tl.where(x == float("-inf"), x, tl.maximum(x, -3.4028234663852886e38))
     return x.to(dtype)
@@ -212,8 +212,8 @@ def store_column(m, rows, n, i, x):
 def load_quad(m, rows, n):
     """Load a (row, 4) matrix as four vectors, zero past row n, in one load.
 
-    Triton 3.6 gives a load of fewer than 32 * num_warps elements the layout of its user, with up to 16 copies of each
-    element. Three loads of vectors made the dk/dv loop 1.5 times as long.
+    Triton 3.6 gives a load of fewer than 32 * num_warps elements the layout of the operation that uses it, with up to
+    16 copies of each element. Three loads of vectors made the dk/dv loop 1.5 times as long.
     """
     r, c = rows[:, None], tl.arange(0, 4)[None, :]
     even, odd = tl.split(tl.reshape(tl.load(pointers(m, r, c), mask=r < n, other=0.0), [rows.shape[0], 2, 2]))

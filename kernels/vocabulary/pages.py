@@ -1,4 +1,4 @@
-"""The keys of a sequence in a cache: contiguous, or in pages of a pool."""
+"""Positions of a sequence's keys in a cache, which is contiguous or consists of pages of a pool."""
 
 from typing import NamedTuple
 
@@ -11,12 +11,12 @@ from . import memory, span
 class Cache(NamedTuple):
     """Views of K and V (pages, Hkv, rows, columns), lengths (B,), and a table (B, n) of page numbers.
 
-    Without a table sequence b has page b alone. PAGE is the number of rows of a page. It is None if a sequence has only
-    one page, so that the capacity is not compiled in.
+    Without a table, page b has all keys of sequence b. PAGE, in the functions below, is the number of rows of a page.
+    It is None if a sequence has only one page, so that the capacity is not compiled in.
     """
 
     K: memory.View
-    V: memory.View  # `values` is a name of Triton's own
+    V: memory.View  # not `values`, an attribute of Triton's tuples
     lengths: memory.View
     table: memory.View
 
@@ -36,7 +36,7 @@ def length(cache, plane, capacity):
 
 @triton.jit
 def number(cache, plane, at, exists, PAGE: tl.constexpr):
-    """Return the page number of each position; 0 if it does not exist."""
+    """Return the page number of each position `at`; 0 for positions that do not exist."""
     if cache.table is None:
         return plane.batch + at * 0
     else:
@@ -49,7 +49,7 @@ def number(cache, plane, at, exists, PAGE: tl.constexpr):
 def of_block(cache, plane, j, capacity, PAGE: tl.constexpr, BLOCK: tl.constexpr):
     """Return the page number of block j, or [BLOCK, 1] numbers if the block may span several pages.
 
-    Loops read it one step ahead, so that loads of tiles start early; j may be past the last block.
+    Loops call it one step ahead, so that loads of tiles start early; j may be past the last block.
     """
     if cache.table is None:
         return plane.batch
@@ -76,6 +76,6 @@ def rows_of_block(j, PAGE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def matrix(view, plane, page, pages):
-    """Return the matrix of one head of a page, or with a page for each row. Page numbers are clamped to the pool."""
+    """Return the matrix of one head of a page, or of a page for each row. Page numbers are clamped to the pool."""
     page = tl.minimum(tl.maximum(page, 0), pages - 1)
     return memory.matrix(view, span.Plane(page, plane.head, plane.index, ()))

@@ -1,4 +1,4 @@
-"""Partial results of programs that split the keys, which `combine` merges."""
+"""Partial results of `decode`, whose programs have one split (part) of the keys each; `combine` merges them."""
 
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ class Partials(NamedTuple):
 
 @triton.jit
 def states(partials, plane, at, last, n):
-    """Load a head's States with indices `at`. A State with index `last` or more, of n, has seen nothing."""
+    """Load the States with indices `at`, of the n of a head. A State with index `last` or more has seen nothing."""
     m = memory.table(partials.states, plane, n, 2)
     row_max, row_sum = memory.load_column(m, at, last, 0), memory.load_column(m, at, last, 1)
     return softmax.State(tl.where(row_sum > 0, row_max, float("-inf")), row_sum)
@@ -28,7 +28,7 @@ def states(partials, plane, at, last, n):
 
 @triton.jit
 def keep(partials, plane, at, n, sums, state, some, DV: tl.constexpr):
-    """Store the State of each row with index `at` among the n of its head, and, if `some`, its sums."""
+    """Store the State of each row at index `at` of the n of its head, and, if `some`, its unnormalised output."""
     if some:
         r = at[:, None]
         head = memory.View(partials.sums + (tl.cast(plane.index, tl.int64) * n * DV)[:, None], (DV, 1))

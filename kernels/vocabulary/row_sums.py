@@ -1,4 +1,4 @@
-"""Sums over the keys of a row in the backward, for the gradients of options that all keys of a row share."""
+"""Sums over the keys of a row in the backward, for gradients of slopes, sinks and biases that a row's keys share."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from . import memory, scores, softmax
 
 
 class ByRow(NamedTuple):
-    """Outputs with one number per row, tables (B, Hq, Sq, 1), named as their options; None if not wanted."""
+    """Gradients with one number per row, contiguous (B, Hq, Sq, 1), named as their options; None if not wanted."""
 
     bias: tl.tensor
     alibi_slopes: tl.tensor
@@ -17,7 +17,7 @@ class ByRow(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Sums over the keys of a row: weights p, gradients of scores ds, and both multiplied by the distance."""
+    """Sums over the keys of a row: weights p, gradients of scores ds, and both times the ALiBi distance (far)."""
 
     p: tl.tensor
     ds: tl.tensor
@@ -53,9 +53,9 @@ def add(sums, p, ds, far):
 
 @triton.jit
 def _mend(sums, delta, dlse):
-    """Return (sums, delta) with delta from this pass's products: `preprocess` computed it from the rounded output.
+    """Return (sums, delta) with a more exact delta: `preprocess` computed it from the rounded output.
 
-    All keys of a row share its error. Times one weight it is small; summed over keys, times distances, it is not.
+    All keys of a row share the error of delta. It is small in one gradient, but not in a sum over keys times distances.
     """
     error = tl.where(sums.p == 0, 0.0, sums.ds + (sums.p - 1) * delta - dlse)
     return Sums(sums.p, sums.ds - error * sums.p, sums.p_far, sums.ds_far - error * sums.p_far), delta + error
@@ -63,7 +63,7 @@ def _mend(sums, delta, dlse):
 
 @triton.jit
 def store(by_row, sums, row, score, plane, rows, n, PARTIAL: tl.constexpr):
-    """Store the gradients of a block of rows. PARTIAL: the rows see more keys than this call has."""
+    """Store the gradients of a block of rows. PARTIAL: rows also see keys outside this call, so delta is not mended."""
     delta = row.delta
     if not PARTIAL:
         sums, delta = _mend(sums, row.delta, row.dlse)

@@ -6,7 +6,7 @@ from . import dropout, masks, scores
 
 
 class Rules(NamedTuple):
-    """Masks, scores, and dropout or None."""
+    """Masks, options of scores, and dropout or None."""
 
     masks: masks.Masks
     score: scores.Score
@@ -16,8 +16,8 @@ class Rules(NamedTuple):
 class Spec(NamedTuple):
     """Compile-time constants, in one constexpr argument. A kernel reads those that it needs.
 
-    GROUP query heads share a kv head. D and DV are the head dimensions of keys and values. BY_THREADS: threads load
-    keys synchronously. ROTARY_DIM, INTERLEAVED and PAGE (rows of a page) are for caches.
+    GROUP query heads share a kv head. D and DV are the head dimensions of keys and values. PRECISION is for tl.dot.
+    BY_THREADS: threads load keys synchronously. ROTARY_DIM, INTERLEAVED and PAGE (rows of a page) are for caches.
     """
 
     GROUP: int

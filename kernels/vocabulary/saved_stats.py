@@ -1,8 +1,8 @@
 """Row statistics saved for the backward: the softmax, and the rounding error of 16-bit outputs.
 
-The backward subtracts delta, the product of the output and its gradient, from the gradient of each weight. Rounding the
-output to 16 bits shifts delta for all keys of a row. Values with a large common part make that error large, and keys
-with a common part multiply it; eager PyTorch has no such error. Eight more bits of the output almost remove it.
+The backward subtracts delta, a row's sum of out * grad_out, from the gradient of each weight. Rounding the output to 16
+bits shifts delta for all keys of a row. Values with a large common part make that error large, and keys with a common
+part multiply it; eager PyTorch has no such error. Eight more bits of the output almost remove it.
 """
 
 import triton
@@ -13,13 +13,13 @@ from . import memory, softmax
 
 @triton.constexpr_function
 def columns(dtype, DV):
-    """Return how many numbers a row saves: row_max, log2_sum, and rounding errors, four bytes in each."""
+    """Return how many numbers a row saves: row_max, log2_sum, and the rounding errors, one byte each."""
     return 2 + (triton.cdiv(DV, 4) if dtype.primitive_bitwidth == 16 else 0)
 
 
 @triton.constexpr_function
 def _shift(dtype):
-    """Return how many bits of a float32 lie below the 8 bits that follow those of a 16-bit number."""
+    """Return the number of bits below the 8 bits of a float32 that follow those of a 16-bit number."""
     return 5 if dtype == tl.float16 else 8
 
 
@@ -50,12 +50,12 @@ def store(m, rows, n, row_max, log2_sum):
 def store_tail(m, rows, n, out, c, DV: tl.constexpr, dtype: tl.constexpr):
     """Store the rounding error of a tile (rows, c) of the output, a byte for each element, if dtype has 16 bits.
 
-    Call it before the output is stored: from then on the output is rounded, and takes half the registers.
+    Call it before the output is stored: the compiler may then keep only the rounded output, in half the registers.
     """
     if dtype.primitive_bitwidth == 16:
         if dtype == tl.bfloat16:
-            # A bfloat16 is the upper half of a float32. The lower half, as a signed number, is the error; half of the
-            # last bit has the sign of its rounding, to even.
+            # A bfloat16 is the upper half of a float32. The lower half, as a signed number, is the error. A tie, half
+            # of the last bit, is rounded to even, which decides its sign.
             bits = out.to(tl.int32, bitcast=True)
             error = (bits + ((bits >> 16) & 1) - 1) << 16 >> 16
             tail = (tl.minimum(error + 128, 0x7FFF) >> 8).to(tl.int8)

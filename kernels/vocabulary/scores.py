@@ -9,11 +9,11 @@ from . import memory, span
 
 
 class Score(NamedTuple):
-    """Options of scores, made by `score`; None is absent.
+    """Options of scores, made by `score`; an absent one is None.
 
-    Products are multiplied by scale here, or by softmax_scale inside the softmax; with a cap, by slope_at_zero inside
-    the tanh. bias is a View of (B, H, Sq, Sk); slopes and sinks have one number for each head. shift, or None for 0: a
-    row's position is that many keys to the right of the band's diagonal.
+    Products q @ k.T are multiplied by scale in `apply`, or else by softmax_scale inside the softmax; with a cap, by
+    slope_at_zero = scale / cap inside the tanh. bias is a View of (B, H, Sq, Sk); slopes (ALiBi) and sinks have one
+    number for each head. shift, or None for 0, is added to the position of each row.
     """
 
     scale: tl.tensor
@@ -59,7 +59,7 @@ def _tanh(x):
     far = 1 - 2 / (tl.exp(2 * size) + 1)
     far = tl.where(x < 0, -far, far)
     if x.dtype == tl.float64:
-        return far  # in float64 its absolute error near 0 is small enough for finite differences
+        return far  # in float64 the absolute error of this near 0 is small enough for finite differences
     else:
         # Near 0 the first formula has an absolute error of one unit in the last place of 1: 3e-6 with a cap of 50.
         z = x * x
@@ -72,14 +72,14 @@ def _tanh(x):
 def _multiply_add(x, factor, added):
     """Return x * factor + added, rounded once, even if added is 0.
 
-    The compiler would fuse a bare product with the softmax's subtraction of the rounded maximum; they would not cancel.
+    The compiler would fuse a plain product with the subtraction of the rounded row max, and they would not cancel.
     """
     return tl.fma(x, tl.full([], factor, x.dtype), added)
 
 
 @triton.jit
 def pairs(view, band, plane, r, c, CHECK: tl.constexpr):
-    """Load elements (r, c) of a View of (B, H, Sq, Sk); None gives 0. One of r and c is a column, the other a row.
+    """Load elements (r, c) of a View of (B, H, Sq, Sk); None gives 0. r and c are [n, 1] and [1, m], or the reverse.
 
     Load a bias before its product: a load in between keeps wgmma from running asynchronously.
     """
@@ -91,13 +91,13 @@ def pairs(view, band, plane, r, c, CHECK: tl.constexpr):
 
 @triton.jit
 def distance(score, band, r, c):
-    """Return the distance of key c from the position of row r. One of r and c is a column, the other a row."""
+    """Return the distance of key c from the position of row r. r and c are [n, 1] and [1, m], or the reverse."""
     return span.distance(band, r, c if score.shift is None else c - score.shift)
 
 
 @triton.jit
 def apply(score, x, bias, band, plane, r, c):
-    """Return (scores, derivative of the cap) of products x of pairs (r, c)."""
+    """Return (scores, derivative of the softcap) from products x of pairs (r, c)."""
     dcap = 1.0
     if score.scale is not None:
         added = tl.zeros([], x.dtype) if score.bias is None else memory.cast(bias, x.dtype)
@@ -115,13 +115,12 @@ def apply(score, x, bias, band, plane, r, c):
 
 @triton.jit
 def sink(score, plane, dtype: tl.constexpr):
-    """Return the score of a head's sink."""
     return memory.cast(memory.scalar(score.sinks, plane), dtype)
 
 
 @triton.jit
 def apply_dcap(score, dcap, ds):
-    """Multiply gradients of scores by the derivative of the cap; `grad` applies the scale."""
+    """Multiply gradients of scores by the derivative of the softcap; `grad` applies the scale."""
     return ds if score.cap is None else ds * dcap
 
 
@@ -133,7 +132,7 @@ def grad(score, total):
 
 @triton.jit
 def tangent(score, t_x, dcap, t_bias, tangents, band, plane, r, c):
-    """Return the tangents of scores from those of products and biases, and from Tangents."""
+    """Return the tangents of scores from those of products (t_x), biases (t_bias) and slopes (in Tangents)."""
     t_s = apply_dcap(score, dcap, grad(score, t_x)) + memory.cast(t_bias, t_x.dtype)
     if tangents.alibi_slopes is not None:
         t_slope = memory.cast(memory.scalar(tangents.alibi_slopes, plane), t_x.dtype)

@@ -22,7 +22,7 @@ class State(NamedTuple):
 
 
 class Row(NamedTuple):
-    """Final softmax of a row: a pivot to subtract from scores, and a term to add to exponents."""
+    """Final softmax of a row: the pivot (row max) to subtract from scores, and a term to add to exponents."""
 
     pivot: tl.tensor
     neg_log2_sum: tl.tensor
@@ -79,7 +79,7 @@ def join(states, scale):
 
 @triton.jit
 def finish(out, state, scale):
-    """Return (normalised output, lse, log2_sum for `row`). A row that saw nothing has 0, -inf and +inf."""
+    """Return (normalised output, lse, log2_sum as `row` takes it). For a row that saw nothing: 0, -inf and +inf."""
     seen = state.row_sum != 0  # true for NaN too
     log2_sum = tl.math.log2(tl.where(seen, state.row_sum, 1.0))
     row_max = state.row_max if scale is None else state.row_max * scale
@@ -111,5 +111,5 @@ def weights(s, row, scale):
 
 @triton.jit
 def powers(s, scale):
-    """Return weights from scores minus pivots that include the logarithm of the sum."""
+    """Return weights from scores less the pivots and the logarithms of the sums of their rows."""
     return tl.math.exp2(_log2(s, scale))

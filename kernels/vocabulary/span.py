@@ -1,4 +1,4 @@
-"""The rows, keys and blocks of a program, and the band of pairs that are visible to it."""
+"""The rows, keys and blocks of a program, and the band: the stripe of pairs that causal and window leave visible."""
 
 from typing import NamedTuple
 
@@ -7,14 +7,14 @@ import triton.language as tl
 
 
 class Sequences(NamedTuple):
-    """Packed sequences, each taken as a batch: Slots and Extents from `sequences.fill_slots`."""
+    """Packed sequences, each of which counts as a batch: slots and extents from `sequences.fill_slots`."""
 
     slots: tl.tensor
     extents: tl.tensor
 
 
 class Packed(NamedTuple):
-    """First row and key of a packed sequence, and the rows and keys of all; slot is that of the program, or ()."""
+    """First row and key of a packed sequence, rows and keys of all sequences, and the program's slot, or ()."""
 
     row: tl.tensor
     key: tl.tensor
@@ -26,7 +26,7 @@ class Packed(NamedTuple):
 class Plane(NamedTuple):
     """One head of one batch, and its index among all (batch, head) planes.
 
-    If none are packed, `packed` is (), not None: Triton 3.6 makes tensors of the constants that a function returns.
+    `packed` is () if nothing is packed, not None: Triton 3.6 makes tensors of the constants that a function returns.
     """
 
     batch: tl.tensor
@@ -36,7 +36,7 @@ class Plane(NamedTuple):
 
 
 class Band(NamedTuple):
-    """A rows x keys grid. Row r sees keys r + low .. r + high, and has the position of key r + diagonal."""
+    """Visible pairs of rows x keys: row r sees keys r + low .. r + high. Its position is that of key r + diagonal."""
 
     rows: tl.tensor
     keys: tl.tensor
@@ -55,7 +55,7 @@ def place(pid, length, heads, BLOCK: tl.constexpr):
 
 @triton.jit
 def within(extents, plane, q_len, k_len, slot):
-    """Return (Plane, rows, keys) of a sequence from its extents, or of a batch if extents is None."""
+    """Return (Plane, its rows, its keys) of a packed sequence from its extents, or of a batch if extents is None."""
     if extents is None:
         return plane, q_len, k_len
     else:
@@ -68,8 +68,8 @@ def within(extents, plane, q_len, k_len, slot):
 def locate(sequences, pid, programs, q_len, k_len, heads, BLOCK: tl.constexpr, BY_KEYS: tl.constexpr):
     """Return (block of rows or keys, Plane, its rows, its keys) of a program.
 
-    With sequences each head has all slots, so that concurrent programs read the same keys. A program without a slot has
-    no rows and no keys. Its block of rows is -1, which counts as the first for `latest_first`.
+    For packed sequences each head has all slots (sequence, block), so that concurrent programs read the same keys. A
+    program with an unused slot has no rows and no keys; its block of rows is -1, for which `latest_first` returns 0.
     """
     if sequences is None:
         block, plane = place(pid, k_len if BY_KEYS else q_len, heads, BLOCK)
@@ -132,13 +132,13 @@ def flip(b):
 
 @triton.jit
 def distance(b, r, c):
-    """Return |position of row r - c|. One of r and c is a column, the other a row."""
+    """Return |position of row r - c|. r and c are [n, 1] and [1, m], or the reverse."""
     return tl.abs(r + b.diagonal - c)
 
 
 @triton.jit
 def inside(b, r, c):
-    """Return True for pairs within the band. One of r and c is a column, the other a row.
+    """Return True for pairs within the band. r and c are [n, 1] and [1, m], or the reverse.
 
     Rows past the end need no test: they load as zeros, contribute nothing and are not stored.
     """
@@ -147,7 +147,7 @@ def inside(b, r, c):
 
 @triton.jit
 def first_to_see(b, c):
-    """Return the first row that sees key c, as the next high - low rows do. For a missing key it is past all rows."""
+    """Return the first row that sees key c; the next high - low rows also do. For a key past the end it is past all rows."""
     return tl.where(c < b.keys, c - b.high, 0x7FFFFFFF)
 
 
@@ -173,9 +173,9 @@ def blocks(b, first, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def masked_past(ranges, n, length):
-    """Return the ranges of `blocks`. If a tile that ends before n reaches past `length`, all its blocks take a mask.
+    """Return the ranges of `blocks`, but with a mask for all if the tile, which ends before n, reaches past `length`.
 
-    Unmasked, a key past the end would be 0 with weight exp(-lse). That may be inf, and inf * 0 would reach dq.
+    Without a mask a key past the end would be 0 with weight exp(-lse). That may be inf, and inf * 0 would reach dq.
     """
     begin, full, full_end, end = ranges
     return begin, full, tl.where(n <= length, full_end, full), end

@@ -1,12 +1,12 @@
-"""The blocks that a kernel's loop visits: a range, or a list of blocks that masks leave visible."""
+"""The blocks that a kernel's walks (loops) visit: a range, or a list of tiles. Walk 1 takes no mask, 0 and 2 do."""
 
 import triton
 import triton.language as tl
 
 from . import memory
 
-SOME = tl.constexpr(1)  # bits of a block mask's byte: some pair of the block is visible
-ALL = tl.constexpr(2)  # all pairs are
+SOME = tl.constexpr(1)  # bit of a block mask's byte: some pair of the block is visible
+ALL = tl.constexpr(2)  # bit: all pairs of the block are visible
 
 
 @triton.jit
@@ -14,7 +14,7 @@ def covered(
     block_mask, plane, i, j, rows, keys, live,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_MASK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Return (some pair is visible, all pairs are) for the live tiles (i, j), from the block mask."""
+    """Return (some pair is visible, all pairs are visible) for the tiles (i, j) that are live, from the block mask."""
     view = memory.matrix(block_mask, plane)
     some, every = live & False, live | True
     for a in tl.static_range(max(1, BLOCK_M // BLOCK_MASK_SIZE)):
@@ -29,14 +29,14 @@ def covered(
 
 @triton.jit
 def tile_list(tile_lists, plane, block, N: tl.constexpr):
-    """Return the tile list of walk N of a block: 0 has the tiles that need a mask, 1 the others."""
+    """Return a pointer to the tiles of walk N of a block: 0 has those that need a mask, 1 the others."""
     place = block if len(plane.packed) == 0 else plane.packed.slot
     return memory.pointers(memory.matrix(tile_lists, plane), place * 2 + N, place * 0) + 1
 
 
 @triton.jit
 def extent(ranges, tile_list, N: tl.constexpr):
-    """Return (begin, end) of walk N, of a list or of the `ranges` of `span.blocks`. Walk 1 takes no mask."""
+    """Return (begin, end) of walk N: entries of a tile list, or blocks from the ranges of `span.blocks`."""
     if tile_list is None:
         return ranges[N], ranges[N + 1]
     else:
@@ -51,9 +51,9 @@ def first(tile_list, begin):
 
 @triton.jit
 def step(tile_list, n, following):
-    """Return (tile, member of the group) of step n, and the next entry.
+    """Return (tile, query head within its group) of step n, and the next entry.
 
-    An entry is read one step ahead, so that loads of tiles start early. In a range the caller counts the members.
+    An entry is read one step ahead, so that loads of tiles start early. Without a list the caller counts the heads.
     """
     if tile_list is None:
         return n, 0, following
