@@ -36,7 +36,8 @@ class Case(NamedTuple):
 
     The words of `options`: bias (1, Hq, Sq, Sk); documents=N, a mask for N documents in a sequence; keys=SHARE, the
     share of keys that are not padding; lengths=KIND, packed sequences with lengths from LENGTHS; filled=SHARE of a
-    cache; window=LEFT,RIGHT; softcap=CAP; dropout=P; weights are also returned; module, attention with its projections.
+    cache; window=LEFT,RIGHT; softcap=CAP; dropout=P; weights, which are then returned; module, attention with its
+    projections.
     """
 
     B: int

@@ -28,7 +28,7 @@ class Workload:
 
     def __init__(self, case, device):
         self.case, self.tensors = case, (tensors := case.draw(device))
-        self.call = functools.cache(lambda name: providers.setup(name, case, tensors))  # no cycle through self
+        self.call = functools.cache(lambda name: providers.setup(name, case, tensors))  # not a cycle through self
 
     @functools.cached_property
     def truth(self):

@@ -1,6 +1,6 @@
 """Draws speed over length from the rows of a CSV: python -m fusedattn.bench.plot FILE.csv FILE.png [PROVIDER ...].
 
-With PROVIDERs it draws the cases of PAPER, each from the last run that timed all of these. It needs matplotlib.
+With PROVIDERs it draws the cases in PAPER, each from the last run that timed all of these. It needs matplotlib.
 """
 
 import collections

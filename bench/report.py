@@ -96,7 +96,7 @@ class Standing(NamedTuple):
     cases: int
     faster: int  # cases in which fusedattn is faster and the times `differ`
     within_noise: int  # cases in which the times do not `differ`
-    median: float  # of the ratio of the other's time to ours; least and most: its extremes
+    median: float  # ratio of the other's time to fusedattn's; least and most: its extremes
     least: float
     most: float
 

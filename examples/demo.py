@@ -184,7 +184,7 @@ def main(arguments=None):
     points = train(model, learnt.unfold(0, CONTEXT + 1, 1), held_out, options.steps)
 
     model.eval()
-    windows = held_out[: 8 if device == "cuda" else 1]  # Triton's interpreter takes a second for one
+    windows = held_out[: 8 if device == "cuda" else 1]  # Triton's interpreter takes a second for each
     left_out = fa.explain(*model.blocks[0].heads(model.inputs(windows[:, :-1])[0]), backend="triton").reasons
     left_out = left_out.get("triton", [])
     print("\nlargest error / that of eager PyTorch, against float64")

@@ -18,7 +18,7 @@ CONFIG = LlamaConfig(**SIZES, **TOKENS, num_key_value_heads=2, initializer_range
 
 def results(model, tokens, real):
     """Return logits of the real tokens, the gradient of the embeddings, and generated tokens (B, NEW)."""
-    logits = model(tokens, attention_mask=real).logits[real]  # those of padding mean nothing
+    logits = model(tokens, attention_mask=real).logits[real]  # logits of padding mean nothing
     loss = logits.logsumexp(-1).mean()  # any loss will do
     (gradient,) = torch.autograd.grad(loss, [model.get_input_embeddings().weight])
     generated = model.generate(tokens, attention_mask=real, max_new_tokens=NEW, do_sample=False)

@@ -20,7 +20,7 @@ CONFIG = LlamaConfig(**SIZES, num_key_value_heads=2, initializer_range=0.2)
 
 
 def ring(module, query, key, value, mask, scaling=None, dropout=0.0, **others):
-    """Attention with the arguments of transformers: queries of this process, keys of all processes."""
+    """Compute attention, with the arguments of transformers: queries of this process, keys of all processes."""
     out = distributed.ring_attention(query, key, value, causal=True, scale=scaling, dropout_p=dropout, **SHARDS)
     return out.transpose(1, 2), None
 

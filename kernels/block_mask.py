@@ -42,9 +42,9 @@ def tile_lists(
     """Fill Lists (B, H, blocks, 2, most + 2), int64, contiguous: the tiles to compute for each block of rows.
 
     A list is [count, tile 0, tile 1, ..., 0]. Loops read one entry ahead, and ignore the last 0. The first list has the
-    tiles that need a mask (or the band), the second the others. block_mask is a View. A list has at
-    most `most` tiles: tile_count in each head. With BY_KEYS a block of keys lists tiles of rows in GROUP query heads, whose number
-    is in the upper half of an entry, and H counts kv heads. For packed sequences B is 1, and each block is a slot.
+    tiles that need a mask (or the band), the second the others. block_mask is a View. A list has at most `most` tiles:
+    tile_count in each head. With BY_KEYS a block of keys lists tiles of rows in GROUP query heads, whose number is in
+    the upper half of an entry, and H counts kv heads. For packed sequences B is 1, and each block is a slot.
     """
     pid, programs = tl.program_id(0), tl.num_programs(0)
     BLOCK: tl.constexpr = BLOCK_N if BY_KEYS else BLOCK_M

@@ -116,7 +116,7 @@ def preprocess(
 
 @triton.jit
 def _ordered(m, first, n, ROWS: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr):
-    """Load [ROWS, WIDTH] of the sums of dq, from row `first` on. They are in the order of `lines` in hopper/steps.py."""
+    """Load [ROWS, WIDTH] of the sums of dq, from row `first` on, out of the order of `lines` in hopper/steps.py."""
     line = tl.arange(0, ROWS * WIDTH // 32)[:, None]
     at = first.to(tl.int64) * WIDTH + line * 32 + tl.arange(0, 32)[None, :]
     total = tl.load(m.base + at, mask=at < tl.cast(n, tl.int64) * WIDTH, other=0.0)

@@ -81,7 +81,7 @@ def verdicts(
     sums = {name: x for name, x in oracle.items() if name not in ("out", "weights")}
     zero = {name: x.new_zeros(x.shape[:-1], dtype=torch.bool) for name, x in sums.items()} | unseen
     terms = terms or {}
-    dtype = torch.promote_types(got["out"].dtype, torch.float32) if "out" in got else None  # of sums in kernels
+    dtype = torch.promote_types(got["out"].dtype, torch.float32) if "out" in got else None  # kernels sum in this dtype
     return {
         name: verdict(got[name], eager[name], oracle[name], zero.get(name), terms.get(name, 1.0), dtype)
         for name in oracle

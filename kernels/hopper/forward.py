@@ -94,7 +94,7 @@ def _produce(shared, Q, K, V, order, band, HEADS: gl.constexpr, GROUP: gl.conste
         first, plane = schedule.take(order, n, program, programs, HEADS, GROUPS * ROWS)
         kv = span.kv_head(plane, GROUP)
         last, count = _extent(band, first, GROUPS * ROWS, BLOCK_N)
-        ring.fill(shared.k, step, K, kv, last * BLOCK_N)  # free before the tile of q
+        ring.fill(shared.k, step, K, kv, last * BLOCK_N)  # this tile is free before that of q
         for g in gl.static_range(GROUPS):
             ring.fill(shared.q, n * GROUPS + g, Q, plane, first + g * ROWS)
         ring.fill(shared.v, step, V, kv, last * BLOCK_N)

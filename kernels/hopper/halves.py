@@ -1,7 +1,7 @@
 """Work of a warpgroup in the Hopper backward for heads up to 64 wide: 128 rows at a time, half after half.
 
-One half is computed while products of the other run, and the first half of the next step while those of dq run. Source:
-as in backward.py.
+One half is computed while products of the other run, and the first half of the next step while those of dq run.
+Source: as in backward.py.
 """
 
 from triton.experimental import gluon

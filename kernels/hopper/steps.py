@@ -14,13 +14,13 @@ from ..vocabulary import softmax, span
 from . import ring
 
 WARPS = gl.constexpr(4)  # warps of a warpgroup
-# Keep left operands in registers? From 3.9 on Triton copies them for each product, and too few registers may be left.
+# Left operands stay in registers, but not from 3.9 on: there Triton copies them for each product, which may not fit.
 OPERANDS_STAY = gl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9))
 
 
 @gluon.jit
 def extent(band, first, KEYS: gl.constexpr, BLOCK_M: gl.constexpr):
-    """Return (begin, full, full_end, end) of the blocks of rows that see the keys from `first` on, as `span.blocks`."""
+    """Return (begin, full, full_end, end) of the blocks of rows that see the keys from `first` on: `span.blocks`."""
     ranges = span.blocks(span.flip(band), first, KEYS, BLOCK_M)
     return span.masked_past(ranges, first + KEYS, band.keys)
 

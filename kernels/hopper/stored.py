@@ -44,8 +44,7 @@ class Shared(NamedTuple):
 def _stored_blocks(band, first, TILE: gl.constexpr):
     """For the TILE rows from `first` on, return [begin, end), the blocks of TILE keys with which they have a stored ds.
 
-    Rows and keys are rounded up to whole blocks. The same tiles are then found by rows as by keys, with the band
-    flipped.
+    Rows and keys are rounded up to whole blocks, so that rows, and keys with a flipped band, find the same tiles.
     """
     rows, keys = gl.cdiv(band.rows, TILE) * TILE, gl.cdiv(band.keys, TILE) * TILE
     begin, full, full_end, end = span.blocks(
@@ -217,9 +216,8 @@ def stored_backward(
     """Write GradV (B, Hkv, Sk, Dv) and GradScores (query heads, 1, Sk, Sq) of `planes` kv heads, from `before` on.
 
     There is a program for each two blocks of keys; a `section` of planes is done before the next. heads is Hkv. All are
-    TMA descriptors with blocks of 64 keys, the rows of a block of Q, and at least 128 columns, or half as many for
-    GradOut. Rows is (B, Hq, 4, Sq), in blocks of as many rows as Q. Of GradScores only the `_stored_blocks` are
-    written.
+    TMA descriptors with blocks of 64 keys, the rows of a block of Q, and at least 128 columns (GradOut: half). Rows is
+    (B, Hq, 4, Sq), in blocks of as many rows as Q. Of GradScores only the `_stored_blocks` are written.
     """
     KEYS: gl.constexpr = K.block_type.shape[2]
     order = schedule.Schedule(gl.cdiv(k_len, 2 * KEYS), planes, section, 0)
@@ -247,7 +245,7 @@ def stored_backward(
 
 
 class Factors(NamedTuple):
-    """Shared memory of the second kernel: a ring of ds, with keys or queries; product: a tile for each warpgroup."""
+    """Shared memory of the second kernel. ds: a ring. others: keys or queries, with its barriers. product: results."""
 
     ds: ring.Ring
     others: gl.shared_memory_descriptor
@@ -255,7 +253,7 @@ class Factors(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Blocks of the second kernel: their order, the number of planes before, heads of a batch, and the band."""
+    """Blocks of the second kernel: their order, the number of planes before them, heads of a batch, and the band."""
 
     order: schedule.Schedule
     before: gl.tensor

@@ -60,7 +60,7 @@ def across(row):
 
 @triton.jit
 def weights(x, shown, bias, row, r, c, band, rules, plane, CHECK: tl.constexpr):
-    """Return (weights, derivative of softcap) of products x. Dropped weights are negative. row: `down` or `across`."""
+    """Return (weights, negative if dropped; derivative of softcap) of products x. row comes from `down` or `across`."""
     s, dcap = scores.apply(rules.score, x, bias, band, plane, r, c)
     p = softmax.weights(s, row.softmax, rules.score.softmax_scale)
     if CHECK:

@@ -44,7 +44,7 @@ def real_rows(masks, plane, r, n):
 def shown(masks, band, plane, r, c, CHECK: tl.constexpr):
     """Return masks.pairs at (r, c) for `visible`; 1 if absent or without CHECK.
 
-    Load it before the product: a load in between keeps wgmma from running asynchronously.
+    Call it before the product: a load in between keeps wgmma from running asynchronously.
     """
     if CHECK and masks.pairs is not None:
         return memory.load_pairs(memory.matrix(masks.pairs, plane), r, c, band.rows, band.keys, CHECK=True)

@@ -147,7 +147,7 @@ def inside(b, r, c):
 
 @triton.jit
 def first_to_see(b, c):
-    """Return the first row that sees key c; the next high - low rows also do. For a key past the end it is past all rows."""
+    """Return the first row that sees key c; the next high - low rows also do. Past all rows if c is past the end."""
     return tl.where(c < b.keys, c - b.high, 0x7FFFFFFF)
 
 

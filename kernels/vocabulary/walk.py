@@ -45,7 +45,7 @@ def extent(ranges, tile_list, N: tl.constexpr):
 
 @triton.jit
 def first(tile_list, begin):
-    """Return the entry of the first step, for `step`."""
+    """Return the first entry, for the argument `following` of `step`."""
     return begin if tile_list is None else tl.load(tile_list)
 
 
