@@ -34,10 +34,9 @@ class Tensors(NamedTuple):
 class Case(NamedTuple):
     """Sizes, as in the columns of the CSV; dtype is the name of a torch dtype.
 
-    The words of `options`: bias (1, Hq, Sq, Sk); documents=N, a mask for N documents in a sequence; keys=SHARE, the
-    share of keys that are not padding; lengths=KIND, packed sequences with lengths from LENGTHS; filled=SHARE of a
-    cache; window=LEFT,RIGHT; softcap=CAP; dropout=P; weights, which are then returned; module, attention with its
-    projections.
+    Words of `options`: bias (1, Hq, Sq, Sk); documents=N, a mask for N documents in a sequence; keys=SHARE, the share
+    of keys that are not padding; lengths=KIND, packed sequences with lengths from LENGTHS; filled=SHARE of a cache;
+    window=LEFT,RIGHT; softcap=CAP; dropout=P; weights, returned too; module, attention with its projections.
     """
 
     B: int

@@ -72,7 +72,7 @@ def _numbers(rows, step, which: gl.constexpr, part: gl.constexpr = 0, PARTS: gl.
 
 @gluon.jit
 def begin_scores(k, q, shared, step, zero, part: gl.constexpr = 0, PARTS: gl.constexpr = 1):
-    """Begin scores, [keys, rows], less the pivot of each row and the logarithm of its sum.
+    """Begin scores, [keys, rows], less the pivot (row max) of each row and the logarithm of the row sum.
 
     The pivot is subtracted first: if it is large, its sum with the logarithm would round off the latter.
     """

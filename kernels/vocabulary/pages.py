@@ -29,7 +29,7 @@ def _several(PAGE, BLOCK):
 
 @triton.jit
 def length(cache, plane, capacity):
-    """Return the cached length of a plane's sequence, clamped to the capacity."""
+    """Return the cached length of the sequence that a plane (head of a batch) belongs to, clamped to the capacity."""
     n = tl.load(cache.lengths.base + tl.cast(plane.batch, tl.int64) * cache.lengths.strides[0])
     return tl.minimum(tl.maximum(n, 0), capacity)
 

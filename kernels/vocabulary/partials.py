@@ -28,7 +28,7 @@ def states(partials, plane, at, last, n):
 
 @triton.jit
 def keep(partials, plane, at, n, sums, state, some, DV: tl.constexpr):
-    """Store the State of each row at index `at` of the n of its head, and, if `some`, its unnormalised output."""
+    """Store each row's State at index `at` of the n of its head and, if `some`, its unnormalised output (sums)."""
     if some:
         r = at[:, None]
         head = memory.View(partials.sums + (tl.cast(plane.index, tl.int64) * n * DV)[:, None], (DV, 1))

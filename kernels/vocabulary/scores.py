@@ -38,7 +38,7 @@ class Tangents(NamedTuple):
 
 
 def score(scale, cap=None, bias=None, shift=0, alibi_slopes=None, sinks=None):
-    """Return the Score of a call. If no other option needs scaled scores, the softmax scales them.
+    """Return the Score for options of a call. If no other option needs scaled scores, the softmax scales them.
 
     Scaling inside the softmax costs no instruction. Its scale must be positive, because the softmax takes the maximum
     first, and neither so large nor so small that a few such factors leave the range of float32.

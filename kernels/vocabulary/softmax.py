@@ -15,14 +15,14 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 class State(NamedTuple):
-    """Running maximum of a row's scores, and the sum of its weights relative to it."""
+    """Running maximum of a row's scores, and the sum of the weights exp(scale * (score - maximum))."""
 
     row_max: tl.tensor
     row_sum: tl.tensor
 
 
 class Row(NamedTuple):
-    """Final softmax of a row: the pivot (row max) to subtract from scores, and a term to add to exponents."""
+    """Final softmax of a row: the pivot (row max) to subtract from scores, and -log2(row sum) to add to exponents."""
 
     pivot: tl.tensor
     neg_log2_sum: tl.tensor
