@@ -299,6 +299,7 @@ def _check_merge(**tensors: Any) -> None:
         if x.device != out.device:
             fail(ValueError, name, f"the device of out_a, {out.device}", x.device)
         if x.dtype != dtype:
-            fail(TypeError, name, f"{dtype}, as out_a is {out.dtype}", x.dtype)
+            fail(TypeError, name, f"{dtype}, because out_a is {out.dtype}", x.dtype)
         if out.dim() == 0 or x.shape != shape:
-            fail(ValueError, name, f"shape {tuple(shape)}, as out_a has {tuple(out.shape)}", tuple(x.shape))
+            expected = f"shape {tuple(shape)}, as out_a has {tuple(out.shape)}" if out.dim() else "rank 1 or more"
+            fail(ValueError, name, expected, x.shape)

@@ -54,7 +54,7 @@ def attention_map(
     if not isinstance(titles, Sequence):
         fail(TypeError, "titles", "a sequence of strings", type(titles).__name__)
     if len(titles) != heads:
-        fail(ValueError, "titles", f"{heads}, one for each head", len(titles))
+        fail(ValueError, "titles", f"{heads} titles, one for each head", len(titles))
     if not isinstance(label, str):
         fail(TypeError, "label", "a string", type(label).__name__)
     top = maps.nan_to_num(0.0).max().item() or 1.0 if top is None else top
@@ -104,7 +104,7 @@ def positional_encoding(pe: Tensor, *, figure: Any = None) -> "Figure":
     table = _values("pe", pe).detach().to(torch.float64)
     table = table[0] if table.dim() == 3 and len(table) == 1 else table
     if table.dim() != 2 or not table.numel():
-        fail(ValueError, "pe", "shape (S, E) or (1, S, E), none of them 0", tuple(table.shape))
+        fail(ValueError, "pe", "shape (S, E) or (1, S, E), without 0", table.shape)
     if not table.isfinite().all():
         fail(ValueError, "pe", "finite numbers", "NaN or infinity")
     matplotlib = _matplotlib(figure)
@@ -144,10 +144,10 @@ def _maps(weights: Tensor) -> Tensor:
     maps = _values("weights", weights).detach().to(torch.float64)
     maps = maps[None] if maps.dim() == 2 else maps[0] if maps.dim() == 4 and len(maps) == 1 else maps
     if maps.dim() != 3:
-        expected = "shape (Sq, Sk), (H, Sq, Sk) or (1, H, Sq, Sk): pass weights[0] of a batch"
-        fail(ValueError, "weights", expected, tuple(weights.shape))
+        got = f"shape {tuple(weights.shape)}: pass weights[0] of a batch"
+        fail(ValueError, "weights", "shape (Sq, Sk), (H, Sq, Sk) or (1, H, Sq, Sk)", got)
     if not maps.numel():
-        fail(ValueError, "weights", "a query, a key and a head at least", tuple(weights.shape))
+        fail(ValueError, "weights", "a shape without 0", weights.shape)
     low, high = maps.nan_to_num(0.0, math.inf, -math.inf).aminmax()
     if low < 0 or high == math.inf:
         fail(ValueError, "weights", "finite numbers, 0 or more", f"{low:.3g} to {high:.3g}")
@@ -161,7 +161,7 @@ def _masked(maps: Tensor, mask: Tensor) -> Tensor:
     try:
         return maps.masked_fill(~seen, math.nan).view_as(maps)
     except RuntimeError:
-        fail(ValueError, "mask", f"broadcastable to {tuple(maps.shape)}", tuple(mask.shape))
+        fail(ValueError, "mask", f"a shape that broadcasts to that of weights, {tuple(maps.shape)}", mask.shape)
 
 
 def _names(argument: str, names: Sequence[object] | None, length: int) -> list[str] | None:

@@ -25,7 +25,7 @@ def check_masks(masks: Mapping[str, Any], ranks: Mapping[str, tuple[int, ...]]) 
         check(name, mask, device, "the other masks")
         device = mask.device
         if mask.dim() not in ranks[name]:
-            fail(ValueError, name, f"rank {' or '.join(map(str, ranks[name]))}", tuple(mask.shape))
+            fail(ValueError, name, f"rank {' or '.join(map(str, ranks[name]))}", mask.shape)
 
 
 def pairs_of(name: str, mask: Tensor) -> tuple[int, ...]:

@@ -36,9 +36,9 @@ def check_lengths(packed: VarlenArguments) -> None:
         offsets, rows, most = getattr(packed, name), getattr(packed, tensor).shape[0], getattr(packed, longest_name)
         check_dtype(name, offsets, torch.int32, packed.query.device)
         if offsets.dim() != 1 or holds(offsets.shape[0] == 0, False):
-            fail(ValueError, name, "shape (n + 1,), of n sequences", tuple(offsets.shape))
+            fail(ValueError, name, "shape (n + 1,), of n sequences", offsets.shape)
         if holds(offsets.shape[0] == 1, False) and holds(rows != 0, False):
-            fail(ValueError, name, f"one sequence or more, because {tensor} has {rows} rows", "offsets of none")
+            fail(ValueError, name, f"2 offsets or more, because {tensor} has {rows} rows", 1)
         if most is None:
             continue
         if not is_int(most):
@@ -47,7 +47,7 @@ def check_lengths(packed: VarlenArguments) -> None:
             fail(ValueError, longest_name, "a length of 0 or more, below 2**31", most)
     count = packed.cu_seqlens_q.shape[0]
     if not is_size(packed.cu_seqlens_k.shape[0], count):
-        fail(ValueError, "cu_seqlens_k", f"as many offsets as cu_seqlens_q, {count}", packed.cu_seqlens_k.shape[0])
+        fail(ValueError, "cu_seqlens_k", f"{count} offsets, as cu_seqlens_q has", packed.cu_seqlens_k.shape[0])
 
 
 def check_values(packed: VarlenArguments) -> None:
@@ -58,14 +58,14 @@ def check_values(packed: VarlenArguments) -> None:
             continue
         first, *rest = known = offsets.tolist()
         if first != 0:
-            fail(ValueError, name, "0 as its first offset", first)
+            fail(ValueError, name, "a first offset of 0", first)
         for before, after in zip(known, rest, strict=False):
             if after < before:
                 fail(ValueError, name, "offsets that do not decrease", f"{after} after {before}")
             if most is not None and after - before > most:
-                fail(ValueError, longest_name, f"at least the longest length in {name}, {after - before}", most)
+                fail(ValueError, longest_name, f"{after - before} or more, the longest length in {name}", most)
         if known[-1] != rows:
-            fail(ValueError, name, f"the number of rows of {tensor}, {rows}, as its last offset", known[-1])
+            fail(ValueError, name, f"a last offset of {rows}, the number of rows of {tensor}", known[-1])
 
 
 def checked_varlen(packed: VarlenArguments, options: dict[str, Any], need_weights: bool, named: bool = False) -> Call:
@@ -81,7 +81,7 @@ def checked_varlen(packed: VarlenArguments, options: dict[str, Any], need_weight
     if isinstance(plan := arguments.mask, Plan):
         for name in ("key_mask", "query_mask"):
             if getattr(plan, name) is not None:
-                fail(ValueError, "mask", f"a plan without {name}: pass {name} to attention_varlen", f"one with {name}")
+                fail(ValueError, "mask", f"a plan without {name}", f"one with it: pass {name} to attention_varlen")
         # Blocks that the plan marks as fully visible may hold keys that key_mask hides.
         arguments, block_mask = arguments._replace(mask=plan.mask), plan.block_mask if packed.key_mask is None else None
     check_query_key_value(query, key, value, layout="(T, H, D)")

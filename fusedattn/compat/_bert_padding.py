@@ -42,7 +42,7 @@ def unpad_input(
     """
     check_strided(hidden_states=hidden_states)
     if hidden_states.dim() < 2:
-        fail(ValueError, "hidden_states", "shape (B, S, ...)", tuple(hidden_states.shape))
+        fail(ValueError, "hidden_states", "shape (B, S, ...)", hidden_states.shape)
     masks = dict(attention_mask=attention_mask) | ({} if unused_mask is None else dict(unused_mask=unused_mask))
     for name, mask in masks.items():
         check_place(name, mask, hidden_states.device, "hidden_states")
@@ -65,7 +65,7 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
     if indices.dtype not in (torch.int32, torch.int64):
         fail(TypeError, "indices", "int32 or int64", indices.dtype)
     if hidden_states.dim() < 1 or indices.shape != hidden_states.shape[:1]:
-        fail(ValueError, "indices", f"shape (T,), of T rows as {tuple(hidden_states.shape)}", tuple(indices.shape))
+        fail(ValueError, "indices", f"shape (T,), of T rows as {tuple(hidden_states.shape)}", indices.shape)
     check_place("indices", indices, hidden_states.device, "hidden_states")
     if is_known(indices) and len(outside := indices[(indices < 0) | (indices >= batch * seqlen)]):
         fail(ValueError, "indices", f"numbers from 0 to {batch * seqlen - 1}", int(outside[0]))

@@ -17,7 +17,7 @@ from ..call.rules import check_flags, check_place, check_rank, check_strided, fa
 from ..naive.decode import rotated
 
 # An error names an argument at its beginning or after one of these words.
-_NAMED = re.compile(r"(^|\b(?:of|as in|as|in|beside|for|because) )(\w+)")
+_NAMED = re.compile(r"(^|\b(?:of|as in|as|in|with|for|because|multiply) )(\w+)")
 _SHAPE = re.compile(r"\((\w+), (\w+), (\w+), (\w+)\)")
 
 
@@ -45,7 +45,7 @@ def unpacked(name: str, x: Tensor, layout: str) -> tuple[Tensor, ...]:
     """Split a tensor named qkv or kv into queries, keys and values, or keys and values."""
     check_tensor(name, x, layout)
     if x.shape[-3] != len(name):
-        fail(ValueError, name, f"shape {layout}", tuple(x.shape))
+        fail(ValueError, name, f"shape {layout}", x.shape)
     return x.unbind(-3)
 
 
@@ -57,9 +57,9 @@ def scores(softmax_scale: Any, causal: Any, window_size: Any, softcap: Any, alib
     sides = window_size.tolist() if is_array else window_size
     sides = tuple(map(as_python, sides)) if isinstance(sides, tuple | list) else ()
     if len(sides) != 2 or not all(map(is_int, sides)):
-        fail(TypeError, "window_size", "(left, right), each an int", repr(window_size))
+        fail(TypeError, "window_size", "(left, right), each an int (-1 for unbounded)", repr(window_size))
     if min(sides) < -1:
-        fail(ValueError, "window_size", "sides of -1 (unbounded) or more", sides)
+        fail(ValueError, "window_size", "sides of 0 or more, or -1 for unbounded", sides)
     window = tuple(None if side == -1 else side for side in sides)
     softcap = None if is_number(softcap) and softcap == 0 else as_python(softcap)
     scale = as_python(softmax_scale)
@@ -124,19 +124,20 @@ def check_pages(k: Any, v: Any, cu_seqlens_k: Any, block_table: Any) -> None:
     check_int32("cu_seqlens_k", cu_seqlens_k, "(B + 1,)", "k", k.device)
     check_int32("block_table", block_table, "(B, n)", "k", k.device)
     if v.shape[:2] != k.shape[:2]:
-        fail(ValueError, "v", f"the pages of k, {tuple(k.shape[:2])}", tuple(v.shape))
+        fail(ValueError, "v", f"{k.shape[0]} pages of {k.shape[1]} keys, as k has", v.shape)
     check_place("v", v, k.device, "k")
     if block_table.shape[0] != cu_seqlens_k.shape[0] - 1:
-        expected = f"a row for each of {cu_seqlens_k.shape[0] - 1} sequences"
-        fail(ValueError, "block_table", expected, tuple(block_table.shape))
+        expected = f"{cu_seqlens_k.shape[0] - 1} rows, one for each sequence"
+        fail(ValueError, "block_table", expected, block_table.shape)
     if not is_known(cu_seqlens_k):
         return
     lengths = cu_seqlens_k.diff()
     if cu_seqlens_k[0] != 0 or (lengths < 0).any():
-        fail(ValueError, "cu_seqlens_k", "offsets that begin with 0 and do not decrease", cu_seqlens_k.tolist())
+        fail(ValueError, "cu_seqlens_k", "offsets that begin at 0 and do not decrease", cu_seqlens_k.tolist())
     capacity = block_table.shape[1] * k.shape[1]
     if (lengths > capacity).any():
-        fail(ValueError, "cu_seqlens_k", f"at most {capacity} keys in the pages of a sequence", int(lengths.max()))
+        expected = f"sequences of at most {capacity} keys, as block_table has pages for"
+        fail(ValueError, "cu_seqlens_k", expected, int(lengths.max()))
     if is_known(block_table):
         starts = torch.arange(block_table.shape[1]) * k.shape[1]
         check_range("block_table", block_table[starts < lengths[:, None]], "pages", k.shape[0] - 1)
@@ -169,7 +170,7 @@ def check_numbers(name: str, x: Any, q: Tensor, most: int) -> None:
     """Check an int32 tensor (B,) of numbers from 0 to most; values on a GPU are not read."""
     check_int32(name, x, "(B,)", "q", q.device)
     if x.shape[0] != q.shape[0]:
-        fail(ValueError, name, f"shape ({q.shape[0]},)", tuple(x.shape))
+        fail(ValueError, name, f"shape ({q.shape[0]},), one number for each sequence of q", x.shape)
     if is_known(x):
         check_range(name, x, "numbers", most)
 
@@ -187,8 +188,8 @@ def lengths_of(cache_seqlens: Any, q: Tensor, k: Tensor | None, capacity: int) -
         fail(TypeError, "cache_seqlens", "an int, a tensor or None", type_name(cache_seqlens))
     if not 0 <= cache_seqlens <= capacity:
         fail(ValueError, "cache_seqlens", f"a length from 0 to the capacity, {capacity}", cache_seqlens)
-    if k is not None and cache_seqlens + k.shape[1] > capacity:
-        expected = f"at most {capacity - cache_seqlens} rows after the {cache_seqlens} of a sequence of {capacity}"
+    if k is not None and k.shape[1] > (room := capacity - cache_seqlens):
+        expected = f"at most {room} rows, because a sequence already holds {cache_seqlens} keys of {capacity}"
         fail(ValueError, "k", expected, k.shape[1])
     return torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
 
@@ -205,7 +206,7 @@ def rotate_as_flash_attn(caches: CacheArguments, options: dict[str, Any], spread
     positions = start + (rows if spread else torch.zeros_like(rows))
     angles = caches.rotary_cos, caches.rotary_sin, caches.rotary_interleaved
     if positions.numel() and is_known(positions) and (needed := int(positions.max()) + 1) > len(angles[0]):
-        fail(ValueError, "rotary_cos", f"a row for each of {needed} positions", f"{len(angles[0])} rows")
+        fail(ValueError, "rotary_cos", f"{needed} rows, one for each position", f"{len(angles[0])} rows")
     query = rotated(caches.query.to(autocast_dtype(caches.query)), positions, *angles)
     new_key = rotated(caches.new_key, start + new, *angles)
     return caches._replace(query=query, new_key=new_key, rotary_cos=None, rotary_sin=None)

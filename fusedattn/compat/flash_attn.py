@@ -222,7 +222,8 @@ def flash_attn_with_kvcache(
         names["block_table"] = "cache_batch_idx"
         block_table = cache_batch_idx[:, None]  # each cache is one page
     elif k_cache.shape[0] < q.shape[0]:
-        fail(ValueError, "k_cache", f"the batch size of q, {q.shape[0]}, or more", tuple(k_cache.shape))
+        got = f"shape {tuple(k_cache.shape)}: pass cache_batch_idx or block_table to share caches"
+        fail(ValueError, "k_cache", f"a batch size of {q.shape[0]} or more, as q has", got)
     lengths = _flash.lengths_of(cache_seqlens, q, k, capacity)
     if cache_leftpad is not None:
         _flash.check_numbers("cache_leftpad", cache_leftpad, q, capacity)
@@ -236,7 +237,7 @@ def flash_attn_with_kvcache(
             caches = caches._replace(key_cache=caches.key_cache[: len(q)], value_cache=caches.value_cache[: len(q)])
         if rotary_cos is not None or rotary_sin is not None:
             if k is None:
-                fail(ValueError, "rotary_cos", "None, because k is not given", "a tensor")
+                fail(ValueError, "rotary_cos", "None, because there are no new keys k to rotate", "a tensor")
             angles = dict(rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_interleaved=rotary_interleaved)
             caches = caches._replace(**angles)
             # flash-attn takes a side of the window that is as long as the cache as unbounded.

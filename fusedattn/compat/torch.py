@@ -21,7 +21,7 @@ __all__ = ["MultiheadAttention", "convert", "disable_sdpa", "enable_sdpa", "regi
 __all__ += ["sdpa", "sdpa_provider"]
 _log = logging.getLogger("fusedattn")
 _ADVICE = (
-    "Where it calls F.scaled_dot_product_attention, use fusedattn.compat.torch.sdpa(). For a model of Hugging Face "
+    "If it calls F.scaled_dot_product_attention, use fusedattn.compat.torch.sdpa(). For a model of Hugging Face "
     'Transformers, use fusedattn.compat.transformers.register() and attn_implementation="fusedattn"'
 )
 
@@ -39,23 +39,23 @@ def _check_inputs(layer: nn.MultiheadAttention, batch_dim: int, query: Tensor, k
     widths = layer.embed_dim, layer.kdim, layer.vdim
     for name, x, width in zip(("query", "key", "value"), (query, key, value), widths, strict=True):
         if isinstance(x, Tensor) and x.is_nested:
-            expected = "a strided tensor (or one nested tensor for all three, with batch_first and without masks)"
+            expected = "a dense tensor, or one nested tensor for all three inputs, with batch_first and without masks"
             fail(TypeError, name, expected, "a nested tensor")
         check_strided(**{name: x})
         if x.dim() not in (2, 3) or x.dim() != query.dim():
-            fail(ValueError, name, "rank 2 or 3" if x is query else f"rank {query.dim()}, as query", tuple(x.shape))
+            fail(ValueError, name, "rank 2 or 3" if x is query else f"rank {query.dim()}, as query has", x.shape)
         if x.shape[-1] != width:
-            fail(ValueError, name, f"a width of {width}", tuple(x.shape))
+            fail(ValueError, name, f"{width} columns", x.shape)
         check_fits(name, x, layer.out_proj)
     if query.dim() == 3 and not is_size(key.shape[batch_dim], query.shape[batch_dim]):
-        fail(ValueError, "key", f"the batch size of query, {query.shape[batch_dim]}", tuple(key.shape))
+        fail(ValueError, "key", f"a batch size of {query.shape[batch_dim]}, as query has", key.shape)
     if not is_shape(value.shape[:-1], key.shape[:-1]):
-        fail(ValueError, "value", f"all but the last dimension as in key, {tuple(key.shape)}", tuple(value.shape))
+        fail(ValueError, "value", f"the shape of key, {tuple(key.shape)}, except for the last dimension", value.shape)
 
 
 def _check_mask(name: str, mask: Tensor, query: Tensor, *shapes: tuple[int, ...]) -> None:
     if not isinstance(mask, Tensor) or mask.dtype not in (torch.bool, *FLOATING):
-        fail(TypeError, name, "a bool tensor, True = hidden, or a floating one, added", unfit(mask))
+        fail(TypeError, name, "a bool tensor, True = hidden, or a floating one, which is added to scores", unfit(mask))
     check_place(name, mask, query.device)
     check_shape(name, mask, *shapes)
 
@@ -158,7 +158,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         batch_dim, along = (0, 1) if self.batch_first else (1, 0)
         _check_inputs(self, batch_dim, query, key, value)
         if attn_mask is None and is_causal:
-            fail(ValueError, "is_causal", "False, because attn_mask is None", True)
+            fail(ValueError, "is_causal", "False without an attn_mask", "True: pass a causal attn_mask with it")
         batched = query.dim() == 3
         if not batched:  # the same tensor stays the same tensor
             batches = {id(x): x.unsqueeze(batch_dim) for x in (query, key, value)}
@@ -280,8 +280,8 @@ def _report(model: nn.Module, replaced: int, before: int) -> None:
             kinds = ", ".join(sorted({type(x).__name__ for x in left}))
             _log.warning("convert: left subclasses of torch.nn.MultiheadAttention as they are: %s", kinds)
         return
-    but = f", only {len(left)} of subclasses, which stay as they are" if left else ""
-    _log.warning("convert: found no torch.nn.MultiheadAttention in %s%s, and replaced nothing. %s", name, but, _ADVICE)
+    but = f" ({len(left)} of its subclasses stay as they are)" if left else ""
+    _log.warning("convert: replaced nothing, for %s has no torch.nn.MultiheadAttention%s. %s", name, but, _ADVICE)
 
 
 def _converted(module: nn.MultiheadAttention) -> MultiheadAttention:

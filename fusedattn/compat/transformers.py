@@ -45,10 +45,10 @@ def register(name: str = "fusedattn") -> None:
     if not isinstance(name, str):
         fail(TypeError, "name", "a string", type(name).__name__)
     if not name:
-        fail(ValueError, "name", "a name that is not empty", repr(name))
+        fail(ValueError, "name", "a string that is not empty", repr(name))
     for part, meaning in RESERVED.items():
         if part in name:
-            fail(ValueError, "name", f"no {part!r} in it, which transformers takes for {meaning}", repr(name))
+            fail(ValueError, "name", f"a name without {part!r}, which transformers reads as {meaning}", repr(name))
     try:
         from transformers import AttentionInterface
 
@@ -57,7 +57,7 @@ def register(name: str = "fusedattn") -> None:
         raise ImportError("fusedattn.compat.transformers: needs transformers 4.54 or newer") from error
     registered = AttentionInterface().get(name)
     if name == "eager" or registered not in (None, fusedattn_forward):
-        fail(ValueError, "name", "a name that transformers does not have", repr(name))
+        fail(ValueError, "name", "a name that is not in use", f"{name!r}, which transformers knows already")
     install(name, fusedattn_forward)
 
 
@@ -99,7 +99,7 @@ def fusedattn_forward(
     """
     for name, meaning in REFUSED.items():
         if others.get(name) is not None:
-            fail(NotImplementedError, name, f"None ({meaning} is not implemented)", type(others[name]).__name__)
+            fail(NotImplementedError, name, f"None, because {meaning} is not implemented", type(others[name]).__name__)
     for name, x in dict(query=query, key=key, value=value).items():
         check_strided(**{name: x})
         check_rank(name, x, "(B, H, L, D)")
@@ -152,7 +152,7 @@ def _offsets(others: dict[str, Any], batch: int) -> tuple[Tensor, Tensor] | None
         return None
     check_strided(**offsets)
     if batch != 1:
-        fail(ValueError, "cu_seq_lens_q", "a batch of 1, with all sequences packed in it", f"a batch of {batch}")
+        fail(ValueError, "cu_seq_lens_q", "a batch of 1 that packs all sequences", f"a batch of {batch}")
     for name, x in offsets.items():
         if x.dtype not in (torch.int32, torch.int64):
             fail(TypeError, name, "an int32 or int64 tensor", x.dtype)

@@ -43,10 +43,10 @@ def check_parallel(parallel: Any) -> None:
     if not isinstance(parallel, ContextParallel):
         fail(TypeError, "context_parallel", "a ContextParallel or None", type(parallel).__name__)
     if not isinstance(parallel.method, str) or parallel.method not in METHODS:
-        fail(ValueError, "context_parallel", f"a method among {', '.join(METHODS)}", repr(parallel.method))
+        fail(ValueError, "context_parallel", f"a method of {', '.join(map(repr, METHODS))}", repr(parallel.method))
     check_balance(parallel.balance)
     if parallel.method == "ulysses" and parallel.balance is not None:
-        fail(ValueError, "context_parallel", "no balance with 'ulysses'", repr(parallel.balance))
+        fail(ValueError, "context_parallel", "balance=None, because method is 'ulysses'", repr(parallel.balance))
 
 
 def attend(
@@ -74,7 +74,7 @@ def by_heads(projected: Tensor, name: str, heads: int, columns: int) -> Tensor:
         mesh, last = projected.device_mesh, projected.dim() - 1  # type: ignore[attr-defined]
         cut += [mesh.size(n) for n, p in enumerate(projected.placements) if p.is_shard(last)]  # type: ignore[attr-defined]
     if projected.shape[-1] % columns or heads % math.prod(cut):
-        got = f"{heads}, of which each has {projected.shape[-1]} columns, and a head {columns}"
+        got = f"{heads}, which gives this one {projected.shape[-1]} columns for heads of {columns}"
         fail(ValueError, name, "a multiple of the number of processes that share the heads", got)
     made: Tensor = projected.unflatten(-1, (projected.shape[-1] // columns, columns))
     return made.transpose(1, 2)

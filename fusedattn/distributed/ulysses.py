@@ -103,7 +103,8 @@ def ulysses_attention(
     def prepare(arguments: Arguments, backend: Any, ranks: Ranks) -> tuple[Call, dict[str, Any]]:
         call, options = prepared(arguments, backend, ranks)
         if call.query.shape[1] % ranks.size:
-            fail(ValueError, "query", f"a multiple of {ranks.size} heads (the ranks)", f"{call.query.shape[1]} heads")
+            expected = f"heads that {ranks.size} ranks can share equally"
+            fail(ValueError, "query", expected, f"{call.query.shape[1]} heads")
         return call, options
 
     whole = agreed("ulysses_attention", given, prepare)

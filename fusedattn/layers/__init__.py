@@ -61,7 +61,8 @@ class _Configurable(nn.Module):
         """
         for name in cls.IMPLEMENTS:
             if getattr(config, name, IMPLEMENTED[name]) != IMPLEMENTED[name]:
-                fail(ValueError, f"config.{name}", repr(IMPLEMENTED[name]), repr(getattr(config, name)))
+                expected = f"{IMPLEMENTED[name]!r}, the only one that {cls.__name__} implements"
+                fail(ValueError, f"config.{name}", expected, repr(getattr(config, name)))
         for name in cls.NEEDS:
             if not hasattr(config, name):
                 fail(TypeError, "config", f"an object with {name}", type(config).__name__)
@@ -200,7 +201,7 @@ class FeedForward(_Configurable):
             if getattr(x, "layout", None) != torch.jagged:
                 check_strided(x=x)
             if x.shape[-1:] != (self.hidden_size,):
-                fail(ValueError, "x", f"shape (..., {self.hidden_size})", tuple(x.shape))
+                fail(ValueError, "x", f"shape (..., {self.hidden_size})", x.shape)
             check_fits("x", x, self.linear_1)
         out: Tensor = self.dropout(self.linear_2(F.gelu(self.linear_1(x))))
         return out
@@ -243,7 +244,8 @@ class TransformerEncoderLayer(_Configurable):
         check_names(type(self).__name__, options, _OPTIONS)
         check_sizes(hidden_size=hidden_size, num_attention_heads=num_attention_heads)
         if options.get("head_dim") is None and hidden_size % num_attention_heads:
-            fail(ValueError, "num_attention_heads", f"a divisor of hidden_size, {hidden_size}", num_attention_heads)
+            got = f"{num_attention_heads}: pass head_dim if that is meant"
+            fail(ValueError, "num_attention_heads", f"a divisor of hidden_size, {hidden_size}", got)
         check_shares(attention_dropout=attention_dropout)
         check_number("layer_norm_eps", layer_norm_eps, "a finite number of 0 or more", 0)
         check_dtype(dtype)
@@ -353,7 +355,8 @@ class AttentionDecoder(nn.Module):
         check_input("hidden", hidden, (input.shape[0], self.hidden_size), self.embedding)
         check_input("encoder_outputs", encoder_outputs, ("batch", "length", self.encoder_size), self.embedding)
         if not isinstance(input, fx.Proxy) and encoder_outputs.shape[0] != input.shape[0]:
-            fail(ValueError, "encoder_outputs", f"the batch size of input, {input.shape[0]}", encoder_outputs.shape[0])
+            expected = f"a batch size of {input.shape[0]}, as input has"
+            fail(ValueError, "encoder_outputs", expected, encoder_outputs.shape)
         embedded = _look_up(self.embedding, "input", input)
         options = dict(key_mask=key_mask, need_weights=need_weights)
         attended = [attention(hidden[:, None], encoder_outputs, **options) for attention in self.attentions]

@@ -48,7 +48,7 @@ def check_input(
         check_strided(**{name: tensor})
     sizes = [size if isinstance(want, str) else want for want, size in zip(shape, tensor.shape, strict=False)]
     if tensor.dim() != len(shape) or not is_shape(tensor.shape, sizes):
-        fail(ValueError, name, "shape " + str(shape).replace("'", ""), tuple(tensor.shape))
+        fail(ValueError, name, "shape " + str(shape).replace("'", ""), tensor.shape)
     check_fits(name, tensor, layer)
 
 
@@ -97,7 +97,7 @@ def _by_head(name: str, pairs: Any, scores: tuple[int | None, ...] | None) -> An
     if scores is not None:
         sizes = tuple(length if size is None else size for size, length in zip(scores, pairs.shape, strict=True))
         if not broadcasts(pairs, sizes):
-            fail(ValueError, name, f"one of rank 3 to broadcast to (B, Sq, Sk), {sizes}", tuple(pairs.shape))
+            fail(ValueError, name, f"a shape that broadcasts to (B, Sq, Sk), {sizes}", pairs.shape)
     return pairs.unsqueeze(1)
 
 
@@ -122,7 +122,7 @@ def _attend_by_heads(
     k = by_heads(key, "num_kv_heads", num_kv_heads, head_dim)
     v = by_heads(value, "num_kv_heads", num_kv_heads, value_head_dim)
     if q.shape[1] * num_kv_heads != k.shape[1] * num_heads:
-        shared = f"{q.shape[1]} of {num_heads} heads beside {k.shape[1]} of {num_kv_heads} key heads"
+        shared = f"{q.shape[1]} of {num_heads} heads and {k.shape[1]} of {num_kv_heads} key heads"
         fail(ValueError, "num_kv_heads", "q_proj and k_proj cut over the same number of processes", shared)
     lengths = (x.shape[2] if x.layout == torch.strided else None for x in (q, k))
     scores = None if parallel else (q.shape[0], *lengths)
@@ -178,7 +178,8 @@ class MultiHeadAttention(nn.Module):
         check_sizes(embed_dim=embed_dim, num_heads=num_heads, kdim=kdim, vdim=vdim, num_kv_heads=num_kv_heads)
         if head_dim is None:
             if embed_dim % num_heads:
-                fail(ValueError, "num_heads", f"a divisor of embed_dim, {embed_dim}, or a head_dim", num_heads)
+                got = f"{num_heads}: pass head_dim if that is meant"
+                fail(ValueError, "num_heads", f"a divisor of embed_dim, {embed_dim}", got)
             head_dim = embed_dim // num_heads
         value_head_dim = head_dim if value_head_dim is None else value_head_dim
         check_sizes(head_dim=head_dim, value_head_dim=value_head_dim)
@@ -273,6 +274,6 @@ class SelfAttention(nn.Module):
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         for name, projected in (("q_proj", q), ("k_proj", k), ("v_proj", v)):
             if not isinstance(projected, fx.Proxy) and projected.shape[-1] != self.embed_dim:
-                fail(ValueError, name, f"{self.embed_dim} columns, since one head is not shared", projected.shape[-1])
+                fail(ValueError, name, f"{self.embed_dim} columns: processes cannot share a head", projected.shape[-1])
         out, weights = attend(q, k, v, need_weights, mask=mask, key_mask=key_mask, **options)
         return out, weights  # a pair for torch.fx, too

@@ -36,7 +36,7 @@ def refuse(function: str, tensors: Mapping[str, Any]) -> None:
     """Raise if an argument of a function is a DTensor."""
     for name, x in tensors.items():
         if is_dtensor(x):
-            raise NotImplementedError(f"{name}: expected a tensor, got a DTensor: {function} takes its to_local()")
+            raise NotImplementedError(f"{name}: expected a tensor, got a DTensor: pass its to_local() to {function}")
 
 
 class LocalCall(NamedTuple):
@@ -84,7 +84,7 @@ def local_call(call: Call, seed: Any) -> LocalCall | None:
 
     mesh, query = _mesh(tensors), call.query
     if call.seed is not None and seed is None:
-        raise NotImplementedError("dropout_p: expected a seed beside DTensors, the same on all ranks, got none")
+        raise NotImplementedError("dropout_p: expected a seed with DTensors, got none: pass the same on all ranks")
     cut = _cut(tensors, mesh)  # for each dimension of the mesh
     if (coordinate := mesh.get_coordinate()) is None:
         fail(ValueError, "query", "a DTensor of a mesh that this rank is in", "another")

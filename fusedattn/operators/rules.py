@@ -53,7 +53,7 @@ def check_call(call: Call, need_weights: bool = False, keys: int | None = None) 
         sizes = sizes if call.max_seqlen_k is None else sizes._replace(Sk=call.max_seqlen_k)
     for name in ("left", "right"):
         if (side := getattr(call, name)) is not None and side < 0:
-            fail(ValueError, name, "0 or more; None is unbounded", side)
+            fail(ValueError, name, "0 or more, or None for unbounded", side)
     if call.origin is not None and (len(call.origin) != len(Origin._fields) or min(call.origin[1:]) < 0):
         fail(ValueError, "origin", "shift, and row, key, plane and heads of 0 or more", call.origin)
     check_scale(call.scale, query.dtype)
@@ -61,7 +61,7 @@ def check_call(call: Call, need_weights: bool = False, keys: int | None = None) 
     if call.seed is not None:
         check_seed(call.seed, query.device)
     elif call.dropout_p:
-        fail(ValueError, "seed", "a tensor beside dropout_p", None)
+        fail(ValueError, "seed", "a tensor, because dropout_p is given", None)
     if call.softcap is not None:
         check_softcap(call.softcap, query.dtype)
     # key_mask and query_mask cover all packed tokens, mask and bias the longest sequence.
@@ -81,7 +81,7 @@ def check_call(call: Call, need_weights: bool = False, keys: int | None = None) 
 def _check_packed(call: Call, need_weights: bool) -> int:
     """Check offsets and maximum lengths against the packed tensors of a Call. Return the number of sequences."""
     if call.query.shape[0] != 1:
-        fail(ValueError, "query", "a batch of 1 beside cu_seqlens_q", tuple(call.query.shape))
+        fail(ValueError, "query", "a batch of 1, because cu_seqlens_q is given", call.query.shape)
     query, key, value = (x[0].transpose(0, 1) for x in (call.query, call.key, call.value))
     longest = call.max_seqlen_q, call.max_seqlen_k
     check_lengths(VarlenArguments(query, key, value, call.cu_seqlens_q, call.cu_seqlens_k, *longest))
@@ -94,7 +94,7 @@ def _check_packed(call: Call, need_weights: bool) -> int:
 def _check_longest(max_seqlen_q: int | None, max_seqlen_k: int | None, needed: str) -> None:
     for name, most in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         if most is None:
-            fail(ValueError, name, f"an int beside {needed}", None)
+            fail(ValueError, name, f"an int, because {needed} is given", None)
 
 
 def _check_blocks(block_mask: Tensor, s: Sizes) -> None:
@@ -104,7 +104,7 @@ def _check_blocks(block_mask: Tensor, s: Sizes) -> None:
     shape = s.B, s.Hq, -(-s.Sq // size), -(-s.Sk // size)
     check_dtype("block_mask", block_mask, torch.uint8, s.device)
     if block_mask.dim() != 4 or not broadcasts(block_mask, shape):
-        fail(ValueError, "block_mask", f"rank 4, broadcastable to {shape}", tuple(block_mask.shape))
+        fail(ValueError, "block_mask", f"rank 4, broadcastable to {shape}", block_mask.shape)
 
 
 def check_forward(*arguments: Any) -> None:
@@ -134,7 +134,7 @@ def _check_result(name: str, x: Tensor | None, call: Call, dtype: torch.dtype | 
     if x.dtype != dtype if dtype else x.dtype not in FLOATING:
         fail(TypeError, name, dtype or "a floating tensor", x.dtype)
     if not is_shape(x.shape, shape):
-        fail(ValueError, name, f"shape {shape}", tuple(x.shape))
+        fail(ValueError, name, f"shape {shape}", x.shape)
     if x.device != call.query.device:
         fail(ValueError, name, f"the device of query, {call.query.device}", x.device)
 
