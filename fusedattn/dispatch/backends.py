@@ -33,7 +33,8 @@ from ..operators import attention, decode as cached
 OLDEST_TRITON = (3, 6)  # as in pyproject.toml
 MOST_POSITIONS = 2**31 - 1024  # kernels count rows, keys and shift in 32 bits, up to the end of the last tile
 
-INTERPRETED = " (for developers: TRITON_INTERPRET=1, set before Triton is imported, interprets them)"
+ADVICE = ". Leave backend unset to use another"
+INTERPRETED = " (to debug them here, set TRITON_INTERPRET=1 before Triton is imported)"
 
 
 def _too_old(capability: int) -> tuple[str, ...]:
@@ -57,7 +58,7 @@ def _find_machine_reasons(device: Device) -> tuple[str, ...]:
     if numbers is None or tuple(map(int, numbers.groups())) < OLDEST_TRITON:
         return (f"Triton is {version or 'of unknown version'}, older than {'.'.join(map(str, OLDEST_TRITON))}",)
     if device.type == "cpu" and not triton.knobs.runtime.interpret:
-        return (f"the tensors are on the CPU, its kernels need an NVIDIA GPU{INTERPRETED}",)
+        return (f"the tensors are on the CPU, but its kernels need an NVIDIA GPU{INTERPRETED}",)
     if device.type not in ("cpu", "cuda"):
         return (f"the tensors are on {device.type}, not on an NVIDIA GPU",)
     try:
@@ -92,7 +93,7 @@ def _kernel_reasons(call: Call) -> list[str]:
         if dim > 256:
             reasons.append(f"the head dimension of {name} is {dim}, more than 256")
     if holds(call.query.shape[2] + call.key.shape[2] > MOST_POSITIONS, False):
-        reasons.append("rows and keys together exceed 2**31")
+        reasons.append("query and key have more than 2**31 rows together")
     return reasons
 
 
@@ -234,7 +235,7 @@ def choose(call: Call | Decode, need_weights: bool, name: str | None = None) -> 
     taken = named(name)
     if taken is not None:
         if reasons := among[taken].reasons(call, need_weights):
-            raise NotImplementedError(f"backend: {taken!r} cannot take this call: {'; '.join(reasons)}")
+            raise NotImplementedError(f"backend: {taken!r} cannot take this call: {'; '.join(reasons)}{ADVICE}")
         return among[taken]
     if not _on_gpu(call):
         return among["naive" if among["cpu"].reasons(call, need_weights) else "cpu"]
@@ -243,7 +244,7 @@ def choose(call: Call | Decode, need_weights: bool, name: str | None = None) -> 
     )
     if taken == "naive" and not torch.compiler.is_compiling():  # the compiler cannot trace a warning
         for reason in among["triton"].reasons(call, need_weights):
-            warn_once(reason, f"the naive one, since {reason}", stacklevel=3)
+            warn_once(reason, f"the naive one, because {reason}", stacklevel=3)
     return among[taken]
 
 
@@ -268,7 +269,7 @@ class Explanation(NamedTuple):
             lines.append(f"    {kernel}: tiles of {size}, {warps}, {tile.stages} stages")
         for name, sentences in self.reasons.items():
             lines += [f"not {name}: {sentence}" for sentence in sentences]
-        lines += [f"not hopper, of the backward: {sentence}" for sentence in self.backward]
+        lines += [f"backward not on hopper: {sentence}" for sentence in self.backward]
         return "\n".join(lines)
 
 
@@ -332,10 +333,10 @@ def _explained(call: Call, chosen: str | None, return_weights: bool) -> Explanat
     elif not on_gpu:
         taken, why = "naive" if reasons["cpu"] else "cpu", "the tensors are not on a GPU and no backend is named"
         if taken == "cpu":
-            reasons["naive"].append("'cpu' comes before it and takes the call")
+            reasons["naive"].append("'cpu' takes the call and is preferred")
     else:
         taken = next(name for name, sentences in reasons.items() if not sentences)
-        why = f"{taken!r} comes before it and takes the call"
+        why = f"{taken!r} takes the call and is preferred"
     others = {name: sentences or [why] for name, sentences in reasons.items() if name != taken}
     if taken not in ("hopper", "triton"):
         return Explanation(taken, {}, others)
