@@ -56,7 +56,7 @@ def compile_pass(case: Case, what: str, device: torch.device) -> Compiled:
     began, counting = time.monotonic(), _Counting(device)
     try:
         if max(case.D, case.Dv) > 256:
-            raise NotImplementedError(f"expected D and Dv of at most 256, got {max(case.D, case.Dv)}")
+            raise NotImplementedError(f"expected D of at most 256, got {max(case.D, case.Dv)}")
         keys = case.B, case.Hkv, case.Sk
         arguments = Arguments(tensor(case.B, case.Hq, case.Sq, case.D), tensor(*keys, case.D), tensor(*keys, case.Dv))
         call = checked(arguments._replace(causal=case.causal))
