@@ -97,7 +97,7 @@ def check_inputs(a: CacheArguments) -> None:
     """Raise for query, caches and lengths that do not fit together. Caches may have any first dimension."""
     check_query_key_value(a.query, a.key_cache, a.value_cache, "key_cache", "value_cache", "(B, H, S, D)")
     check_dtype("cache_seqlens", a.cache_seqlens, torch.int32, a.query.device)
-    check_shape("cache_seqlens", a.cache_seqlens, (a.query.shape[0],))
+    check_shape("cache_seqlens", a.cache_seqlens, (a.query.shape[0],), why="one for each batch of query")
 
 
 def check_sizes(a: CacheArguments) -> None:
@@ -126,7 +126,12 @@ def _check_new(a: CacheArguments) -> None:
     new_key = a.new_key.shape
     if len(new_key) != 4 or not is_shape((*new_key[:2], new_key[3]), (batch, heads, columns)):
         fail(ValueError, "new_key", f"shape ({batch}, {heads}, new, {columns})", tuple(new_key))
-    check_shape("new_value", a.new_value, (*new_key[:3], a.value_cache.shape[3]))
+    check_shape(
+        "new_value",
+        a.new_value,
+        (*new_key[:3], a.value_cache.shape[3]),
+        why="as new_key has, with the columns of value_cache",
+    )
     for name, cache in (("key_cache", a.key_cache), ("value_cache", a.value_cache)):
         _check_writable(name, cache)
 
@@ -152,7 +157,7 @@ def _check_rotary(a: CacheArguments) -> None:
     if cos.dim() != 2 or holds(cos.shape[0] == 0, False) or not 0 < 2 * cos.shape[1] <= most:
         expected = f"shape (positions, rotary_dim / 2), with 1 position or more and a rotary_dim of at most {most}"
         fail(ValueError, "rotary_cos", expected, cos.shape)
-    check_shape("rotary_sin", sin, tuple(cos.shape))
+    check_shape("rotary_sin", sin, tuple(cos.shape), why="as rotary_cos has")
 
 
 def check_gradients(arguments: Mapping[str, Any]) -> None:
@@ -175,7 +180,7 @@ def check_values(a: CacheArguments, options: Arguments) -> None:
     if least < 0 or most > most_keys:
         fail(ValueError, "cache_seqlens", f"lengths from 0 to the capacity, {most_keys}", least if least < 0 else most)
     if most + new > most_keys:
-        expected = f"at most {most_keys - most} rows, because a sequence already holds {most} keys of {most_keys}"
+        expected = f"at most {most_keys - most} rows, because a sequence holds {most} of at most {most_keys} keys"
         fail(ValueError, "new_key", expected, new)
     if a.block_table is not None:
         _check_pages(a, a.cache_seqlens.long(), new)

@@ -37,7 +37,7 @@ def _tokens(name: str, mask: Any, like: Tensor) -> Tensor | None:
         fail(TypeError, name, MASK, got_for_mask(mask))
     jagged = mask.layout == torch.jagged
     if not jagged or mask.dim() != 2 or mask.shape[1] != like.shape[2]:
-        got = tuple(mask.shape) if jagged or not mask.is_nested else "a nested tensor of another layout"
+        got = mask.shape if jagged or not mask.is_nested else "a nested tensor of another layout"
         fail(ValueError, name, f"a nested (B, {like.shape[2]}), made from the same offsets tensor", got)
     return mask.contiguous().values()
 

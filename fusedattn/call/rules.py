@@ -131,9 +131,10 @@ def check_rank(name: str, x: Tensor, layout: str) -> None:
         fail(ValueError, name, f"rank {rank}, {layout}", x.shape)
 
 
-def check_shape(name: str, x: Tensor, *shapes: tuple[int, ...]) -> None:
+def check_shape(name: str, x: Tensor, *shapes: tuple[int, ...], why: str) -> None:
+    """Raise unless a tensor has one of the shapes; why: which sizes of which argument they are, for the message."""
     if not is_shape(x.shape, *shapes):
-        fail(ValueError, name, f"shape {' or '.join(map(str, shapes))}", x.shape)
+        fail(ValueError, name, f"shape {' or '.join(map(str, shapes))}, {why}", x.shape)
 
 
 def check_query_key_value(
@@ -207,7 +208,7 @@ def check_tokens(name: str, x: Any, s: Sizes) -> None:
 
 def check_heads(name: str, x: Any, device: torch.device, *shapes: tuple[int, ...]) -> None:
     check_floating(name, x, device)
-    check_shape(name, x, *shapes)
+    check_shape(name, x, *shapes, why="one for each head of query")
 
 
 def check_window(window: Any) -> None:

@@ -90,7 +90,7 @@ def checked_varlen(packed: VarlenArguments, options: dict[str, Any], need_weight
     for name, mask, tensor in (("key_mask", packed.key_mask, key), ("query_mask", packed.query_mask, query)):
         if mask is not None:
             check_bool(name, mask, query.device)
-            check_shape(name, mask, (tensor.shape[0],))
+            check_shape(name, mask, (tensor.shape[0],), why=f"one for each row of {name.removesuffix('_mask')}")
     max_seqlen_q, max_seqlen_k = as_python(packed.max_seqlen_q), as_python(packed.max_seqlen_k)
     if need_weights or not arguments.mask is arguments.bias is packed.key_mask is None:
         max_seqlen_q = longest(packed.cu_seqlens_q, "max_seqlen_q") if max_seqlen_q is None else max_seqlen_q

@@ -48,7 +48,7 @@ def unpad_input(
         check_place(name, mask, hidden_states.device, "hidden_states")
         if mask.dtype not in _MASK_DTYPES:
             fail(TypeError, name, "a tensor of bool or integers", mask.dtype)
-        check_shape(name, mask, tuple(hidden_states.shape[:2]))
+        check_shape(name, mask, tuple(hidden_states.shape[:2]), why="as hidden_states has")
     packed = attention_mask if unused_mask is None else attention_mask + unused_mask
     indices = packed.flatten().nonzero().flatten()
     offsets = torch.nn.functional.pad(packed.sum(-1).cumsum(0, dtype=torch.int32), (1, 0))
@@ -65,9 +65,10 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
     if indices.dtype not in (torch.int32, torch.int64):
         fail(TypeError, "indices", "int32 or int64", indices.dtype)
     if hidden_states.dim() < 1 or indices.shape != hidden_states.shape[:1]:
-        fail(ValueError, "indices", f"shape (T,), of T rows as {tuple(hidden_states.shape)}", indices.shape)
+        expected = f"shape {tuple(hidden_states.shape[:1])}, one for each row of hidden_states"
+        fail(ValueError, "indices", expected, indices.shape)
     check_place("indices", indices, hidden_states.device, "hidden_states")
     if is_known(indices) and len(outside := indices[(indices < 0) | (indices >= batch * seqlen)]):
-        fail(ValueError, "indices", f"numbers from 0 to {batch * seqlen - 1}", int(outside[0]))
+        fail(ValueError, "indices", f"numbers from 0 to less than {batch * seqlen}", int(outside[0]))
     padded: Tensor = index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))
     return padded

@@ -108,7 +108,7 @@ def check_int32(name: str, x: Any, layout: str, of: str, device: torch.device) -
     """Raise unless x is an int32 tensor of that layout on the device `of` another argument."""
     check_tensor(name, x, layout)
     if x.dtype != torch.int32:
-        fail(TypeError, name, "an int32 tensor", x.dtype)
+        fail(TypeError, name, "an int32 tensor", f"{x.dtype}: call .int() on it")
     check_place(name, x, device, of)
 
 
@@ -189,7 +189,7 @@ def lengths_of(cache_seqlens: Any, q: Tensor, k: Tensor | None, capacity: int) -
     if not 0 <= cache_seqlens <= capacity:
         fail(ValueError, "cache_seqlens", f"a length from 0 to the capacity, {capacity}", cache_seqlens)
     if k is not None and k.shape[1] > (room := capacity - cache_seqlens):
-        expected = f"at most {room} rows, because a sequence already holds {cache_seqlens} keys of {capacity}"
+        expected = f"at most {room} rows, because a sequence holds {cache_seqlens} of at most {capacity} keys"
         fail(ValueError, "k", expected, k.shape[1])
     return torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
 

@@ -115,7 +115,8 @@ def _causal_bias(mask: Any, rows: int, keys: int) -> str | None:
     if module is None or not isinstance(mask, module.CausalBias):
         return None
     if (mask.seq_len_q, mask.seq_len_kv) != (rows, keys):
-        fail(ValueError, "attn_mask", f"a causal bias for lengths {(rows, keys)}", (mask.seq_len_q, mask.seq_len_kv))
+        got = f"one for {(mask.seq_len_q, mask.seq_len_kv)}"
+        fail(ValueError, "attn_mask", f"a causal bias for lengths {(rows, keys)}", got)
     return "top_left" if mask.variant == module.CausalVariant.UPPER_LEFT else "bottom_right"
 
 

@@ -269,7 +269,7 @@ def install() -> None:
     """
     known = sys.modules.get("flash_attn")
     if known is not None and known is not _MODULES["flash_attn"]:
-        raise RuntimeError(f"install: expected a process that has not imported flash_attn, got {known!r}")
+        raise RuntimeError(f"install: expected a process that has not imported flash_attn yet, got {known!r}")
     if known is None and (spec := importlib.util.find_spec("flash_attn")) is not None:
         raise RuntimeError(f"install: expected a Python without flash_attn, got {spec.origin}: import it instead")
     sys.modules.update(_MODULES)

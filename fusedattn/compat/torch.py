@@ -57,7 +57,7 @@ def _check_mask(name: str, mask: Tensor, query: Tensor, *shapes: tuple[int, ...]
     if not isinstance(mask, Tensor) or mask.dtype not in (torch.bool, *FLOATING):
         fail(TypeError, name, "a bool tensor, True = hidden, or a floating one, which is added to scores", unfit(mask))
     check_place(name, mask, query.device)
-    check_shape(name, mask, *shapes)
+    check_shape(name, mask, *shapes, why="as query and key have")
 
 
 def _masks(attn_mask: Tensor | None, padding: Tensor | None, extra: int) -> dict[str, Tensor]:
@@ -281,7 +281,7 @@ def _report(model: nn.Module, replaced: int, before: int) -> None:
             _log.warning("convert: left subclasses of torch.nn.MultiheadAttention as they are: %s", kinds)
         return
     but = f" ({len(left)} of its subclasses stay as they are)" if left else ""
-    _log.warning("convert: replaced nothing, for %s has no torch.nn.MultiheadAttention%s. %s", name, but, _ADVICE)
+    _log.warning("convert: replaced nothing, because %s has no torch.nn.MultiheadAttention%s. %s", name, but, _ADVICE)
 
 
 def _converted(module: nn.MultiheadAttention) -> MultiheadAttention:

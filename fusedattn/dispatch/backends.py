@@ -93,7 +93,7 @@ def _kernel_reasons(call: Call) -> list[str]:
         if dim > 256:
             reasons.append(f"the head dimension of {name} is {dim}, more than 256")
     if holds(call.query.shape[2] + call.key.shape[2] > MOST_POSITIONS, False):
-        reasons.append("query and key have more than 2**31 rows together")
+        reasons.append("rows and keys together exceed 2**31")
     return reasons
 
 

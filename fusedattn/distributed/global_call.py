@@ -197,7 +197,7 @@ def _check_transforms(arguments: Arguments) -> None:
     if forward_level() >= 0:
         tensors = [x for x in arguments if isinstance(x, Tensor)]
         if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
-            raise NotImplementedError("fusedattn.distributed: it has no derivative in forward mode")
+            raise NotImplementedError("fusedattn.distributed: it does not support forward mode, use backward()")
 
 
 def _own(call: Call) -> dict[str, Any]:

@@ -32,7 +32,7 @@ def check_shares(**shares: Any) -> None:
 
 def check_dtype(dtype: Any) -> None:
     if dtype is not None and dtype not in FLOATING:
-        fail(TypeError, "dtype", "a floating dtype, float16 to float64", dtype)
+        fail(TypeError, "dtype", "float16, bfloat16, float32 or float64", dtype)
 
 
 def check_input(

@@ -111,8 +111,9 @@ def local_call(call: Call, seed: Any) -> LocalCall | None:
             wanted, had = of_query[dim], _by_dim(getattr(p, "dim", None) for p in placements)[dim]
             span = (_span if is_compiling() else _kept_span)(whole, size, *place, wanted, had)
             if span is None:
-                what = f"{size} of them, {tuple(placements)} on a mesh of {tuple(mesh.shape)}"
-                fail(ValueError, name, f"on each rank the {('batches', 'heads')[dim]} that its query needs", what)
+                what = ("batches", "heads")[dim]
+                got = f"{size} {what}, {tuple(placements)} on a mesh of {tuple(mesh.shape)}"
+                fail(ValueError, name, f"the {what} that the query of each rank needs, on that rank", got)
             local = local if span == (0, local.shape[dim]) else local.narrow(dim, *span)
         fields[name] = local
     if call.seed is not None:

@@ -200,7 +200,7 @@ def _tokens_of_packed(masks, cu_seqlens_q, cu_seqlens_k, rows, keys, max_seqlen_
     shapes: dict[str, tuple] = dict(key_mask=(count, 1, 1, max_seqlen_k), query_mask=(count, 1, max_seqlen_q, 1))
     shapes = {name: shape for name, shape in shapes.items() if name in masks}
     for name in shapes:
-        check_shape(name, masks[name], (1, keys if name == "key_mask" else rows))
+        check_shape(name, masks[name], (1, keys if name == "key_mask" else rows), why="one for each packed token")
         _check_longest(max_seqlen_q, max_seqlen_k, name)
     return shapes
 
