@@ -126,12 +126,8 @@ def _check_new(a: CacheArguments) -> None:
     new_key = a.new_key.shape
     if len(new_key) != 4 or not is_shape((*new_key[:2], new_key[3]), (batch, heads, columns)):
         fail(ValueError, "new_key", f"shape ({batch}, {heads}, new, {columns})", tuple(new_key))
-    check_shape(
-        "new_value",
-        a.new_value,
-        (*new_key[:3], a.value_cache.shape[3]),
-        why="as new_key has, with the columns of value_cache",
-    )
+    fits = (*new_key[:3], a.value_cache.shape[3])
+    check_shape("new_value", a.new_value, fits, why="as new_key has, with the columns of value_cache")
     for name, cache in (("key_cache", a.key_cache), ("value_cache", a.value_cache)):
         _check_writable(name, cache)
 
@@ -218,9 +214,7 @@ def _check_pages(a: CacheArguments, before: Tensor, new: int) -> None:
         written, place = number.gather(1, position // page), position % page
         expected = "new rows at positions of the cache that are free"
         if len((written * page + place).unique()) < place.numel():
-            fail(
-                ValueError, "block_table", expected, "one position for two rows: give each sequence its own page there"
-            )
+            fail(ValueError, "block_table", expected, "one for two rows: give each sequence its own page there")
         old = before[:, None] - torch.arange(number.shape[1], device=before.device) * page  # keys from each page on
         most = before.new_zeros(pages).scatter_reduce_(0, number[old > 0], old[old > 0], "amax")
         if bool((place < most[written]).any()):

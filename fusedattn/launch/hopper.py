@@ -69,9 +69,7 @@ def unreachable(call: Call) -> list[str]:
     for name in ("query", "key", "value"):
         tensor = getattr(call, name)
         if not kernel_arguments.strided(tensor):
-            lacks.append(
-                f"the strides of {name} are {tuple(tensor.stride())}, but must be multiples of 8 and end with 1"
-            )
+            lacks.append(f"the strides of {name} are {tuple(tensor.stride())}, not multiples of 8 that end with 1")
         elif not kernel_arguments.aligned(tensor):
             lacks.append(f"{name} lies at an address that is no multiple of 16")
     return lacks
