@@ -6,23 +6,7 @@ from .call.options import Plan
 from .dispatch.backends import Explanation, explain, use_backend
 from .layers.attention import MultiHeadAttention, SelfAttention
 
-__all__ = [
-    "Explanation",
-    "MultiHeadAttention",
-    "Plan",
-    "SelfAttention",
-    "attention",
-    "attention_decode",
-    "attention_varlen",
-    "compat",
-    "distributed",
-    "explain",
-    "layers",
-    "merge",
-    "plan",
-    "plot",
-    "reference",
-    "tuning",
-    "use_backend",
-]
+__all__ = ["attention", "attention_decode", "attention_varlen", "explain", "merge", "plan", "use_backend"]
+__all__ += ["Explanation", "MultiHeadAttention", "Plan", "SelfAttention"]
+__all__ += ["compat", "distributed", "layers", "plot", "reference", "tuning"]
 __version__ = "0.1.0"

@@ -9,11 +9,11 @@ from torch.overrides import handle_torch_function
 
 from .call import jagged
 from .call.decode import CacheArguments, checked as checked_decode
-from .call.options import Arguments, Plan, add_batch_dim, add_head_dim, results
+from .call.options import Arguments, Plan, in_full, results
 from .call.overrides import overridable
 from .call.plan import check_plan
-from .call.rules import FLOATING, check_flags, check_strided, fail
-from .call.varlen import VarlenArguments, checked_varlen
+from .call.rules import FLOATING, check_flags, check_place, check_strided, fail
+from .call.varlen import checked_varlen
 from .dispatch import backends, replay
 from .operators import dtensors
 from .operators.attention import block_mask_or_none
@@ -30,7 +30,7 @@ def attention(
     dropout_p: float = 0.0, seed: int | Tensor | None = None,
     return_lse: bool = False, return_weights: bool = False, backend: str | None = None,
 ) -> Tensor | Any:  # fmt: skip
-    """softmax(scale * query @ key^T) @ value over the visible keys of each row, fused.
+    """Compute softmax(scale * query @ key^T) @ value over the visible keys of each row, fused.
 
     Examples:
         >>> query = key = value = torch.randn(2, 8, 128, 64)
@@ -40,12 +40,12 @@ def attention(
     Args:
         query, key, value: (B, Hq, Sq, D), (B, Hkv, Sk, D), (B, Hkv, Sk, Dv), of float16, bfloat16, float32 or float64,
             any strides. Hq is a multiple of Hkv; query head h reads kv head h // (Hq // Hkv). Rank 3 (B, S, D) is one
-            head, rank 2 (S, D) one head of one batch. Autocast casts them as torch's SDPA. They may be nested tensors
-            of torch.jagged, (B, ragged, H, D) transposed to (B, H, ragged, D), with the same offsets for key and value.
-            Options are then those of `attention_varlen`, key_mask and query_mask nested (B, ragged), results nested.
+            head, rank 2 (S, D) one head of one batch. Autocast casts them as in torch's SDPA. Nested tensors of
+            torch.jagged are (B, ragged, H, D) transposed to (B, H, ragged, D), with the same offsets for key and value;
+            options are then as in `attention_varlen`, key_mask, query_mask and results nested.
         mask: bool, True = may attend, of rank 2 or query's; broadcasts to (B, Hq, Sq, Sk). Or a `fusedattn.plan`.
-            Hidden keys and values must be finite. GPU kernels skip blocks of pairs that a mask, or -inf, hides. On a
-            CPU only keys before the first and after the last visible one of a block of rows are skipped.
+            Hidden keys and values must be finite. GPU kernels skip blocks of pairs that a mask, or -inf, hides. A CPU
+            skips only the keys before the first and after the last visible key of a block of rows.
         bias: any floating dtype, added to the scaled scores; rank and broadcasting as of mask. -inf hides.
         key_mask, query_mask: bool (B, Sk) and (B, Sq), True = a real token; B may be 1 or absent. Hidden tokens may
             hold anything, NaN included, and change nothing. Incoming gradients of hidden rows are ignored.
@@ -57,8 +57,8 @@ def attention(
         alibi_slopes: floating (Hq,) or (B, Hq). slope * |distance of the key to the row's position| is subtracted.
         sinks: floating (Hq,), one more score in the softmax of each row, without a value.
         dropout_p: the share of weights set to 0; the others are scaled by 1 / (1 - dropout_p).
-        seed: int or one int64 on query's device, by default drawn from torch's generator. Dropout depends on the seed,
-            the head and the position alone.
+        seed: int or one int64 on query's device, by default drawn from torch's generator. Dropout depends only on the
+            seed, the head and the position.
         return_lse: also return the log-sum-exp of the visible scores and the sink.
         return_weights: also return the weights, after dropout: output = weights @ value to rounding.
         backend: "hopper", "triton", "cpu" or "naive"; by default the fastest that takes the call. A named backend runs
@@ -69,13 +69,13 @@ def attention(
         (B, Hq, Sq) float32 (float64 for float64), natural log; weights (B, Hq, Sq, Sk) in query's dtype. All are
         differentiable. A row that sees nothing: output 0, lse -inf (or the sink), weights 0.
 
-    Query, key, value, bias, slopes and sinks have derivatives by autograd, forward mode and torch.func, nested too.
+    Query, key, value, bias, slopes and sinks have derivatives by autograd, forward mode and torch.func, also nested.
     Second derivatives follow the formula, a block of rows at a time. Under torch.vmap each call drops other weights;
-    with randomness="same", or mapped seeds, each drops those of a single call.
+    with randomness="same", or mapped seeds, each drops the weights that a single call drops.
 
     Raises:
-        TypeError, ValueError: for wrong arguments.
-        NotImplementedError: if the named backend cannot take the call.
+        TypeError, ValueError: an argument is wrong.
+        NotImplementedError: the named backend cannot take the call.
 
     Source: FlashAttention-2, arXiv:2307.08691.
     """
@@ -102,7 +102,7 @@ def attention_varlen(
     dropout_p: float = 0.0, seed: int | Tensor | None = None,
     return_lse: bool = False, return_weights: bool = False, backend: str | None = None,
 ) -> Tensor | Any:  # fmt: skip
-    """`attention` within each of n packed sequences of any lengths, without padding.
+    """Compute `attention` within each of n packed sequences of any lengths, without padding.
 
     Examples:
         >>> query = key = value = torch.randn(100, 8, 64)
@@ -115,14 +115,12 @@ def attention_varlen(
     Args:
         query, key, value: (Tq, Hq, D), (Tk, Hkv, D), (Tk, Hkv, Dv), otherwise as in `attention`.
         cu_seqlens_q, cu_seqlens_k: int32 (n + 1,), on query's device, not decreasing, from 0 to Tq and Tk. Sequence b
-            has the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] and the keys cu_seqlens_k[b] to cu_seqlens_k[b + 1],
-            maybe none. Offsets on a GPU are not checked: wrong ones give wrong results, but nothing is read or written
-            outside of the tensors.
-        max_seqlen_q, max_seqlen_k: the longest lengths, or more. mask, bias, key_mask, return_weights and the naive
-            path need them. Without them the host reads the lengths, with a GPU sync; a call compiled with
-            fullgraph=True then raises, unless it takes the naive path. On a GPU, calls that need them ignore rows of a
-            sequence past the maximum.
-        mask, bias: as in `attention`, broadcasting to (n, Hq, max_seqlen_q, max_seqlen_k). A plan must be of a mask.
+            has the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] and the keys cu_seqlens_k[b] to cu_seqlens_k[b + 1]; it
+            may be empty. Offsets on a GPU are not checked: wrong ones give wrong results, but no access out of bounds.
+        max_seqlen_q, max_seqlen_k: maximum lengths, or more. mask, bias, key_mask, return_weights and the naive path
+            need them. If absent, the host reads the lengths, with a GPU sync; a call compiled with fullgraph=True then
+            raises, unless it takes the naive path. On a GPU, calls that need them ignore rows past the maximum.
+        mask, bias: as in `attention`, broadcasting to (n, Hq, max_seqlen_q, max_seqlen_k). A plan has only a mask.
         key_mask, query_mask: bool (Tk,) and (Tq,), True = a real token; otherwise as in `attention`.
         alibi_slopes: floating (Hq,) or (n, Hq).
         causal, window, align, scale, softcap, sinks, dropout_p, seed, return_lse, return_weights, backend: as in
@@ -134,18 +132,19 @@ def attention_varlen(
         sequence. All are differentiable.
 
     Raises:
-        TypeError, ValueError: for wrong arguments.
-        NotImplementedError: if the named backend cannot take the call.
+        TypeError, ValueError: an argument is wrong.
+        NotImplementedError: the named backend cannot take the call.
     """
-    options = dict(
-        mask=mask, bias=bias, causal=causal, window=window, align=align, scale=scale, softcap=softcap,
-        alibi_slopes=alibi_slopes, sinks=sinks, dropout_p=dropout_p, seed=seed,
+    arguments = Arguments(
+        query, key, value, mask, bias, key_mask, query_mask,
+        causal, window, align, scale, softcap, alibi_slopes, sinks, dropout_p, seed,
     )  # fmt: skip
     offsets = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    packed = VarlenArguments(query, key, value, *offsets, key_mask, query_mask)
     check_flags(return_lse=return_lse, return_weights=return_weights)
-    dtensors.refuse("attention_varlen", options | packed._asdict())
-    call = checked_varlen(packed, options, return_weights, backends.named(backend) is not None)
+    dtensors.refuse(
+        "attention_varlen", dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k) | arguments._asdict()
+    )
+    call = checked_varlen(arguments, *offsets, return_weights, backends.named(backend) is not None)
     out, lse, weights = backends.choose(call, return_weights, backend).run(call, return_lse, return_weights)
     lse, weights = (None if x is None else x.squeeze(0) for x in (lse if return_lse else None, weights))
     return results(4, out.squeeze(0).transpose(0, 1), lse, weights)
@@ -163,7 +162,7 @@ def attention_decode(
     alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
     return_lse: bool = False, return_weights: bool = False, backend: str | None = None,
 ) -> Tensor | Any:  # fmt: skip
-    """Attention of new queries to caches of keys and values, after an optional append in place.
+    """Compute attention of new queries to caches of keys and values, after an optional append in place.
 
     Examples:
         >>> cache, length = torch.zeros(2, 2, 8, 128, 64), torch.zeros(2, dtype=torch.int32)
@@ -172,22 +171,22 @@ def attention_decode(
         torch.Size([2, 8, 1, 64])
         >>> length += 1
 
-    Other options are those of `attention` to as many keys as the capacity: C, or the keys that the pages of a sequence
-    hold. Keys beyond a length may hold anything, NaN included. There are no gradients.
+    The capacity is C, or the number of keys in the pages of a sequence. Options are as in `attention` with that many
+    keys. Keys beyond a length may hold anything, NaN included. There are no gradients.
 
     Args:
         query: (B, Hq, Sq, D), of float16, bfloat16, float32 or float64. Autocast casts it as torch's SDPA; caches and
             new keys must have the resulting dtype.
         key_cache, value_cache: (B, Hkv, C, D) and (B, Hkv, C, Dv), or pages of a pool, (pages, Hkv, page, D or Dv). Any
-            strides. New keys and values are written into them in place; then the two may share no memory, unless values
-            are the first columns of keys without rotary embedding.
+            strides. New keys and values are written into them; then the two may share no memory, unless values are the
+            first columns of keys without rotary embedding.
         cache_seqlens: int32 (B,), the number of keys of each sequence before the append; it is not changed.
         block_table: int32 (B, n), the pages of each sequence, in order. Entries beyond a length are ignored. Sequences
             may share a page, but not the position of a new key.
         new_key, new_value: (B, Hkv, Sn, D) and (B, Hkv, Sn, Dv), appended to the caches. They may be views of them.
         rotary_cos, rotary_sin: floating (positions, rotary_dim / 2). The first rotary_dim columns of query and new_key
-            are rotated, in float32: a new key by its position in the cache, where it is stored rotated; a query by the
-            position it is level with. That may be negative only if causal or a query_mask hides all keys.
+            are rotated in float32: a new key by its position in the cache, which stores it rotated; a query by the
+            position it is level with, which may be negative only if causal or a query_mask hides all keys.
         rotary_interleaved: rotate pairs of columns 2n and 2n + 1, instead of n and n + rotary_dim / 2.
         mask, bias, key_mask: broadcast to (B, Hq, Sq, capacity), and (B, capacity).
         causal, window, align, alibi_slopes: with "bottom_right" the last query of a sequence is level with its last
@@ -196,7 +195,7 @@ def attention_decode(
         backend: as in `attention`. "hopper" takes no caches.
 
     Values of cache_seqlens and block_table on a CPU are checked before anything is written. On a GPU and in compiled
-    code they are not read, so that CUDA graphs replay with other values: lengths are clamped to the capacity, pages to
+    code they are not read, and CUDA graphs can replay with other values: lengths are clamped to the capacity, pages to
     the pool, positions to the angles; a new key past the capacity or in no page is dropped.
 
     Returns:
@@ -204,8 +203,8 @@ def attention_decode(
         `attention`.
 
     Raises:
-        TypeError, ValueError: for wrong arguments, also for one that requires grad in grad mode.
-        NotImplementedError: if the named backend cannot take the call.
+        TypeError, ValueError: an argument is wrong, or requires grad in grad mode.
+        NotImplementedError: the named backend cannot take the call.
 
     Source: Flash-Decoding, pytorch.org/blog/flash-decoding; PagedAttention, arXiv:2309.06180.
     """
@@ -214,7 +213,7 @@ def attention_decode(
     options = Arguments(
         None, None, None, mask, bias, key_mask, query_mask, causal, window, align, scale, softcap, alibi_slopes, sinks
     )
-    check_flags(return_lse=return_lse, return_weights=return_weights)
+    check_flags(rotary_interleaved=rotary_interleaved, return_lse=return_lse, return_weights=return_weights)
     dtensors.refuse("attention_decode", options._asdict() | arguments._asdict())
     decode = checked_decode(arguments, options, backends.named(backend) is not None)
     out, lse, weights = backends.choose(decode, return_weights, backend).run(decode, return_lse, return_weights)
@@ -222,7 +221,7 @@ def attention_decode(
 
 
 def plan(mask: Tensor | None = None, key_mask: Tensor | None = None, query_mask: Tensor | None = None) -> Plan:
-    """Compute the block mask of masks once; pass the result as `mask` to many calls.
+    """Compute the block mask of masks once, and pass the result as `mask` to many calls.
 
     Examples:
         >>> layers = [fusedattn.MultiHeadAttention(64, 4) for _ in range(2)]
@@ -230,30 +229,29 @@ def plan(mask: Tensor | None = None, key_mask: Tensor | None = None, query_mask:
         >>> for layer in layers:
         ...     x, _ = layer(x, mask=plan)
 
-    A plan saves each call one read of its masks, which must not change while the plan is in use.
+    A plan saves each call one read of its masks, which must not change while the plan is in use. On a machine without
+    kernels, such as a CPU, it holds only the masks.
 
     Args:
         mask, key_mask, query_mask: as in `attention`, at least one. A call with a plan takes no other masks. mask may
             also have rank 3, (B, Sq, Sk), for calls of rank 3 and for `MultiHeadAttention`.
 
-    Returns:
-        a Plan. On a machine without kernels, such as a CPU, it holds the masks alone.
-
     Raises:
-        TypeError, ValueError: for masks that do not fit together.
+        TypeError, ValueError: the masks are wrong, or do not fit together.
     """
     masks = mask, key_mask, query_mask
     if any(isinstance(x, Proxy) for x in masks):
         return handle_torch_function(plan, masks, *masks)
     check_plan(Plan(*masks, None))
-    device = next(x.device for x in masks if x is not None)
-    in_full = add_head_dim(mask), add_batch_dim(key_mask), add_batch_dim(query_mask), None
-    return Plan(*masks, None if backends.machine_reasons(device) else block_mask_or_none(in_full))
+    if backends.machine_reasons(next(x.device for x in masks if x is not None)):
+        return Plan(*masks, None)
+    full = in_full("mask", mask), in_full("key_mask", key_mask), in_full("query_mask", query_mask), None
+    return Plan(*masks, block_mask_or_none(full))
 
 
 @overridable
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over two disjoint sets of keys, from the attention over each.
+    """Merge attention over two disjoint sets of keys into attention over both.
 
     Examples:
         >>> query, key, value = torch.randn(1, 8, 10, 64), *torch.randn(2, 1, 8, 100, 64)
@@ -267,15 +265,27 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
             nothing.
 
     Returns:
-        (out, lse) of the same shapes and dtypes, differentiable; 0 and -inf for a row that saw nothing on either side.
+        (out, lse) of the same shapes and dtypes, differentiable; 0 and -inf for a row that saw nothing in either set.
 
     Raises:
-        ValueError: for shapes or devices that differ.
-        TypeError: for dtypes that do not fit.
+        ValueError: shapes or devices differ.
+        TypeError: dtypes do not fit.
 
     Source: Online normalizer calculation for softmax, arXiv:1805.02867, section 3.1.
     """
-    _check_merge(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
+    tensors = dict(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
+    check_strided(**tensors)
+    if out_a.dtype not in FLOATING:
+        fail(TypeError, "out_a", "float16, bfloat16, float32 or float64", out_a.dtype)
+    lse_dtype = torch.promote_types(out_a.dtype, torch.float32)
+    for name, x in tensors.items():
+        dtype, shape = (lse_dtype, out_a.shape[:-1]) if name.startswith("lse") else (out_a.dtype, out_a.shape)
+        check_place(name, x, out_a.device, "out_a")
+        if x.dtype != dtype:
+            fail(TypeError, name, f"{dtype}, because out_a is {out_a.dtype}", x.dtype)
+        if out_a.dim() == 0 or x.shape != shape:
+            expected = f"shape {tuple(shape)}, as out_a has {tuple(out_a.shape)}" if out_a.dim() else "rank 1 or more"
+            fail(ValueError, name, expected, x.shape)
     # Detached: the result does not depend on the pivot.
     top = torch.maximum(lse_a, lse_b).detach()
     empty = top == float("-inf")
@@ -285,21 +295,3 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     lse = (top + torch.log(total)).masked_fill(empty, float("-inf"))
     out = out_a * (a / total)[..., None] + out_b * (b / total)[..., None]
     return out.to(out_a.dtype), lse
-
-
-def _check_merge(**tensors: Any) -> None:
-    check_strided(**tensors)
-    out = tensors["out_a"]
-    if out.dtype not in FLOATING:
-        fail(TypeError, "out_a", "float16, bfloat16, float32 or float64", out.dtype)
-    for name, x in tensors.items():
-        dtype, shape = out.dtype, out.shape
-        if name.startswith("lse"):
-            dtype, shape = torch.promote_types(dtype, torch.float32), shape[:-1]
-        if x.device != out.device:
-            fail(ValueError, name, f"the device of out_a, {out.device}", x.device)
-        if x.dtype != dtype:
-            fail(TypeError, name, f"{dtype}, because out_a is {out.dtype}", x.dtype)
-        if out.dim() == 0 or x.shape != shape:
-            expected = f"shape {tuple(shape)}, as out_a has {tuple(out.shape)}" if out.dim() else "rank 1 or more"
-            fail(ValueError, name, expected, x.shape)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .call.rules import SMALLEST, check_number, check_strided, fail, kind
+from .call.rules import check_number, check_strided, fail, kind
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -23,7 +23,7 @@ def attention_map(
     mask: Tensor | None = None, titles: Sequence[str] | None = None, label: str = "attention weight",
     top: float | None = None, figure: Any = None,
 ) -> "Figure":  # fmt: skip
-    """Draw a panel for each head, with a row for each query and a column for each key, in one colour scale.
+    """Draw attention weights: a panel for each head, with a row for each query and a column for each key.
 
     Examples:
         >>> layer, x = fusedattn.MultiHeadAttention(64, 4), torch.randn(1, 4, 64)
@@ -37,28 +37,25 @@ def attention_map(
             numbered. Names that do not fit are left out.
         mask: bool, broadcastable to weights, True = may attend. Hidden pairs are grey; a weight of 0 is white.
         titles: one for each head, by default "head 1" and so on, and none for one head.
-        label: of the colour bar.
-        top: the weight of the darkest colour, by default the largest. A quarter of it is half as dark.
+        label: text of the colour bar.
+        top: weight of the darkest colour, by default the largest weight. A quarter of it is half as dark.
         figure: a matplotlib Figure or SubFigure to draw in, by default a new one.
 
     Raises:
-        ImportError: without matplotlib.
-        ValueError, TypeError: for arguments that do not fit.
+        ImportError: matplotlib is not installed.
+        ValueError, TypeError: an argument is wrong.
     """
-    maps = _maps(weights) if mask is None else _masked(_maps(weights), mask)
+    maps = _maps(weights, mask)
     heads, rows, columns = maps.shape
-    row_names, same = _names("tokens", tokens, rows), key_tokens is None and rows == columns
-    key_names = row_names if same else _names("key_tokens", key_tokens, columns)
-    if titles is None:
-        titles = [f"head {head + 1}" for head in range(heads)] if heads > 1 else [""]
-    if not isinstance(titles, Sequence):
-        fail(TypeError, "titles", "a sequence of strings", type(titles).__name__)
-    if len(titles) != heads:
-        fail(ValueError, "titles", f"{heads} titles, one for each head", len(titles))
+    row_names, key_names = _names("tokens", tokens, rows), _names("key_tokens", key_tokens, columns)
+    if key_tokens is None and rows == columns:
+        key_names = row_names
+    numbered = [f"head {head + 1}" for head in range(heads)] if heads > 1 else [""]
+    titles = _names("titles", titles, heads, signs={}) or numbered
     if not isinstance(label, str):
         fail(TypeError, "label", "a string", type(label).__name__)
     top = maps.nan_to_num(0.0).max().item() or 1.0 if top is None else top
-    check_number("top", top, "a finite number above 0", least=SMALLEST)
+    check_number("top", top, "a finite number above 0", positive=True)
     matplotlib = _matplotlib(figure)
 
     across = math.ceil(math.sqrt(heads))
@@ -67,7 +64,7 @@ def attention_map(
     if figure is None:
         longest, widest = max(rows, columns), max(2.0, min(7.0, 16.0 / across))  # a panel is 2 to `widest` inches wide
         cell = min(max(0.15, 2.0 / longest), widest / longest)
-        size = (across * (columns * cell + beside + 0.3) + 0.9, down * (rows * cell + below + 0.5))
+        size = across * (columns * cell + beside + 0.3) + 0.9, down * (rows * cell + below + 0.5)
         figure = matplotlib.figure.Figure(figsize=(max(size[0], 3.0), max(size[1], 2.4)), layout="constrained")
     width, height = figure.bbox.width / figure.dpi, figure.bbox.height / figure.dpi
     cell = min(((width - 0.9) / across - beside - 0.3) / columns, (height / down - below - 0.5) / rows)
@@ -98,10 +95,10 @@ def positional_encoding(pe: Tensor, *, figure: Any = None) -> "Figure":
         figure: a matplotlib Figure or SubFigure to draw in, by default a new one.
 
     Raises:
-        ImportError: without matplotlib.
-        ValueError, TypeError: for another pe.
+        ImportError: matplotlib is not installed.
+        ValueError, TypeError: pe is wrong.
     """
-    table = _values("pe", pe).detach().to(torch.float64)
+    table = _values("pe", pe)
     table = table[0] if table.dim() == 3 and len(table) == 1 else table
     if table.dim() != 2 or not table.numel():
         fail(ValueError, "pe", "shape (S, E) or (1, S, E), without 0", table.shape)
@@ -130,45 +127,43 @@ def _matplotlib(figure: Any) -> Any:
     return matplotlib
 
 
-def _values(name: str, tensor: Tensor) -> Tensor:
-    """Return a real tensor on the CPU."""
+def _values(name: str, tensor: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     check_strided(**{name: tensor})
     if tensor.is_complex() or tensor.is_quantized:
         fail(TypeError, name, "real numbers", tensor.dtype)
     if tensor.is_meta:
         fail(ValueError, name, "a tensor with values", "one on meta")
-    return tensor.cpu()
+    return tensor.detach().cpu().to(dtype)
 
 
-def _maps(weights: Tensor) -> Tensor:
-    maps = _values("weights", weights).detach().to(torch.float64)
+def _maps(weights: Tensor, mask: Tensor | None) -> Tensor:
+    """Return weights as float64 (H, Sq, Sk), with NaN for hidden pairs."""
+    maps = _values("weights", weights)
     maps = maps[None] if maps.dim() == 2 else maps[0] if maps.dim() == 4 and len(maps) == 1 else maps
-    if maps.dim() != 3:
+    if maps.dim() != 3 or not maps.numel():
         got = f"shape {tuple(weights.shape)}: pass weights[0] of a batch"
-        fail(ValueError, "weights", "shape (Sq, Sk), (H, Sq, Sk) or (1, H, Sq, Sk)", got)
-    if not maps.numel():
-        fail(ValueError, "weights", "a shape without 0", weights.shape)
+        fail(ValueError, "weights", "shape (Sq, Sk), (H, Sq, Sk) or (1, H, Sq, Sk), without 0", got)
     low, high = maps.nan_to_num(0.0, math.inf, -math.inf).aminmax()
     if low < 0 or high == math.inf:
         fail(ValueError, "weights", "finite numbers, 0 or more", f"{low:.3g} to {high:.3g}")
-    return maps
-
-
-def _masked(maps: Tensor, mask: Tensor) -> Tensor:
+    if mask is None:
+        return maps
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         fail(TypeError, "mask", "a bool tensor, True = may attend", kind(mask))
-    seen = _values("mask", mask)
+    seen = _values("mask", mask, torch.bool)
     try:
         return maps.masked_fill(~seen, math.nan).view_as(maps)
     except RuntimeError:
         fail(ValueError, "mask", f"a shape that broadcasts to that of weights, {tuple(maps.shape)}", mask.shape)
 
 
-def _names(argument: str, names: Sequence[object] | None, length: int) -> list[str] | None:
+def _names(
+    argument: str, names: Sequence[object] | None, length: int, signs: dict[int, str] = SIGNS
+) -> list[str] | None:
     if names is None:
         return None
     try:
-        written = [str(name).translate(SIGNS) for name in names]
+        written = [str(name).translate(signs) for name in names]
     except TypeError:
         fail(TypeError, argument, "a sequence of names", type(names).__name__)
     if len(written) != length:

@@ -1,4 +1,4 @@
-"""The functions of the package by the naive path, on any device and in any floating dtype, and eager attention."""
+"""Attention by the naive path, on any device and in any floating dtype, and in eager PyTorch."""
 
 import functools
 import inspect
@@ -15,7 +15,6 @@ from .naive import formula
 
 
 def _naive(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of api with backend="naive", and without the argument backend."""
 
     @functools.wraps(function)
     def naive(*arguments: Any, **options: Any) -> Any:
@@ -26,13 +25,15 @@ def _naive(function: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(function)
     parameters = [x for x in signature.parameters.values() if x.name != "backend"]
     vars(naive)["__signature__"] = signature.replace(parameters=parameters)
-    naive.__doc__ = f"`fusedattn.{function.__name__}` by the naive path: same arguments, same answers, any device."
+    naive.__doc__ = (
+        f"Compute `fusedattn.{function.__name__}` by the naive path: same arguments and answers, any device."
+    )
     return naive
 
 
-# Scores are computed in blocks that fit a cache. If all of them would pass `naive.formula.BUDGET` bytes, the backward
-# computes them again. Compiled code computes all at once, and torch.func computes no block again. Packed sequences of
-# similar lengths are padded, and caches in pages are copied.
+# Scores are computed in blocks that fit a cache. If all scores would exceed `naive.formula.BUDGET` bytes, the backward
+# computes them again, except under torch.func. Compiled code computes all scores at once. Packed sequences of similar
+# lengths are padded, and caches in pages are copied.
 attention = _naive(api.attention)
 attention_varlen = _naive(api.attention_varlen)
 attention_decode = _naive(api.attention_decode)
@@ -42,14 +43,14 @@ attention_decode = _naive(api.attention_decode)
 def eager(
     query: Tensor, key: Tensor, value: Tensor, *, return_lse: bool = False, return_weights: bool = False, **options: Any
 ) -> Tensor | Any:
-    """`attention` as people write it by hand: every step in the dtype of the inputs, all rows at once.
+    """Compute `attention` as people write it by hand: each step in the dtype of the inputs, all rows at once.
+
+    The tolerance of tests is a multiple of its error, and benchmarks call it `naive`.
 
     Examples:
         >>> query = key = value = torch.randn(2, 8, 128, 64, dtype=torch.bfloat16)
         >>> fusedattn.reference.eager(query, key, value, causal=True).dtype
         torch.bfloat16
-
-    Errors are measured in units of its error, and its time is `naive` in the benchmarks.
     """
     check_flags(return_lse=return_lse, return_weights=return_weights)
     check_names("eager", options, Arguments._fields)

@@ -1,4 +1,4 @@
-"""Tuning files, which `fusedattn tune` writes for a GPU. Other machines with the same GPU can load them."""
+"""Tuning files that `fusedattn tune` writes for a GPU. Other machines with the same GPU can load them."""
 
 import os
 from pathlib import Path
@@ -12,20 +12,20 @@ __all__ = ["forget", "load"]
 
 
 def load(file: str | os.PathLike[str]) -> None:
-    """Have calls take the tiles, backward and backend that a tuning file chooses for the GPUs here.
+    """Use the tiles and backends of a tuning file in this process, until `forget`.
+
+    It takes precedence over files in the user's cache folder.
 
     Examples:
         >>> fusedattn.tuning.load("h100.json")  # doctest: +SKIP
-
-    It holds in this process until `forget`, before any file in the user's cache folder.
 
     Args:
         file: written by `fusedattn tune` for the same GPU, driver, torch, Triton and version of this package.
 
     Raises:
-        OSError: if it cannot be read.
-        ValueError: if it is damaged, or for none of the GPUs here.
-        TypeError: if `file` is no path.
+        OSError: the file cannot be read.
+        ValueError: it is damaged, or for none of the GPUs here.
+        TypeError: `file` is not a path.
     """
     if not isinstance(file, str | os.PathLike):
         raise TypeError(f"file: expected a path, got {type(file).__name__}")

@@ -1,4 +1,4 @@
-"""Checks a call of `attention_decode` and makes its Decode, which every backend takes."""
+"""Checks a call of `attention_decode` and makes its Decode, as every backend takes it."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -10,20 +10,11 @@ from torch.compiler import is_compiling
 from .layout import is_shape, is_size, share, span
 from .options import INPUTS, Arguments, Call, autocast_dtype, differentiated, in_memory, is_known, normalise
 from .private import holds
-from .rules import (
-    Sizes,
-    check_dtype,
-    check_flags,
-    check_floating,
-    check_options,
-    check_query_key_value,
-    check_shape,
-    fail,
-)
+from .rules import Sizes, check_dtype, check_floating, check_options, check_query_key_value, check_shape, fail
 
 
 class CacheArguments(NamedTuple):
-    """Arguments of a call to a cache as the caller wrote them, unchecked, without the options of `attention`."""
+    """Unchecked arguments of `attention_decode`, without the options of `attention`."""
 
     query: Any
     key_cache: Any
@@ -40,10 +31,10 @@ class CacheArguments(NamedTuple):
 class Decode(NamedTuple):
     """A checked call to a cache.
 
-    call: the call of `attention` to (B, Hkv, capacity, D) keys, without the lengths. Its key and value are the caches;
-    with a table they are uninitialised and have that shape only. key_cache and value_cache: (pages, Hkv, page, D or
-    Dv), with one page for each batch if there is no table (B, n). lengths: (B,), without the `added` new keys, (B, Hkv,
-    added, D or Dv). cos and sin: (positions, half), or None.
+    call: as if all (B, Hkv, capacity, D) keys were present. Its key and value are the caches; with a table they are
+    uninitialised tensors of that shape. key_cache, value_cache: (pages, Hkv, page, D or Dv); without a table (B, n),
+    each batch is one page. lengths: (B,), before the append. new_key, new_value: (B, Hkv, added, D or Dv) or None.
+    cos, sin: (positions, half) or None.
     """
 
     call: Call
@@ -60,23 +51,20 @@ class Decode(NamedTuple):
 
 
 def apart(decode: Decode) -> list[Tensor]:
-    """Return the new keys and values, as copies if they may lie in a cache: writes have no order.
+    """Return the new keys and values, as copies if they may overlap a cache, because writes have no order.
 
-    Call it when writing. A compiler knows no addresses, and removes copies.
+    Call it when writing: a compiler knows no addresses, and would remove copies made before.
     """
-    caches = span(decode.key_cache), span(decode.value_cache)
-    rows = []
-    for new in (decode.new_key, decode.new_value):
-        assert new is not None
-        first, end = span(new)
-        within = any(first < cache_end and cache_first < end for cache_first, cache_end in caches)
-        rows.append(new.clone() if within else new)
-    return rows
+    caches = [span(decode.key_cache), span(decode.value_cache)]
+    new = [x for x in (decode.new_key, decode.new_value) if x is not None]
+    spans = [span(x) for x in new]
+    overlap = [any(first < last and begin < end for begin, last in caches) for first, end in spans]
+    return [x.clone() if overlaps else x for x, overlaps in zip(new, overlap, strict=True)]
 
 
 # Not properties: the compiler of torch 2.10 does not trace those of a NamedTuple.
 def capacity_of(decode: Decode) -> int:
-    """Return the capacity of a sequence, to which unchecked lengths on a GPU are clamped; 0 without pages."""
+    """Return the capacity of a sequence, to which unchecked lengths on a GPU are clamped; 0 for an empty pool."""
     return decode.call.key.shape[2] if holds(decode.key_cache.shape[0] != 0, True) else 0
 
 
@@ -86,7 +74,7 @@ def capacity(arguments: CacheArguments) -> int:
 
 
 def stand_in(cache: Tensor, table: Tensor | None) -> Tensor:
-    """Return the cache, or for pages an uninitialised tensor (B, Hkv, capacity, D)."""
+    """Return the cache, or for a pool of pages an uninitialised tensor (B, Hkv, capacity, D)."""
     if table is None:
         return cache
     batch, (_, heads, page, dim) = table.shape[0], cache.shape
@@ -94,7 +82,7 @@ def stand_in(cache: Tensor, table: Tensor | None) -> Tensor:
 
 
 def check_inputs(a: CacheArguments) -> None:
-    """Raise for query, caches and lengths that do not fit together. Caches may have any first dimension."""
+    """Raise for query, caches and lengths that do not fit together, apart from the first dimension of caches."""
     check_query_key_value(a.query, a.key_cache, a.value_cache, "key_cache", "value_cache", "(B, H, S, D)")
     check_dtype("cache_seqlens", a.cache_seqlens, torch.int32, a.query.device)
     check_shape("cache_seqlens", a.cache_seqlens, (a.query.shape[0],), why="one for each batch of query")
@@ -111,12 +99,11 @@ def check_sizes(a: CacheArguments) -> None:
     elif not is_size(a.key_cache.shape[0], batch):
         fail(ValueError, "key_cache", f"a batch size of {batch}, as query has, or a block_table", a.key_cache.shape)
     for first, second, check in (("new_key", "new_value", _check_new), ("rotary_cos", "rotary_sin", _check_rotary)):
-        absent = [name for name in (first, second) if getattr(a, name) is None]
-        if len(absent) == 1:
-            fail(ValueError, absent[0], f"a tensor, because {first if absent[0] == second else second} is given", None)
-        if not absent:
+        for name, other in ((first, second), (second, first)):
+            if getattr(a, name) is None and getattr(a, other) is not None:
+                fail(ValueError, name, f"a tensor, because {other} is given", None)
+        if getattr(a, first) is not None:
             check(a)
-    check_flags(rotary_interleaved=a.rotary_interleaved)
 
 
 def _check_new(a: CacheArguments) -> None:
@@ -125,11 +112,11 @@ def _check_new(a: CacheArguments) -> None:
         check_dtype(name, new, a.query.dtype, a.query.device)
     new_key = a.new_key.shape
     if len(new_key) != 4 or not is_shape((*new_key[:2], new_key[3]), (batch, heads, columns)):
-        fail(ValueError, "new_key", f"shape ({batch}, {heads}, new, {columns})", tuple(new_key))
+        fail(ValueError, "new_key", f"shape ({batch}, {heads}, new, {columns})", new_key)
     fits = (*new_key[:3], a.value_cache.shape[3])
     check_shape("new_value", a.new_value, fits, why="as new_key has, with the columns of value_cache")
-    for name, cache in (("key_cache", a.key_cache), ("value_cache", a.value_cache)):
-        _check_writable(name, cache)
+    for name in ("key_cache", "value_cache"):
+        _check_writable(name, getattr(a, name))
 
 
 def _check_writable(name: str, cache: Tensor) -> None:
@@ -146,19 +133,19 @@ def _check_writable(name: str, cache: Tensor) -> None:
 
 
 def _check_rotary(a: CacheArguments) -> None:
-    cos, sin = a.rotary_cos, a.rotary_sin
-    for name, angles in (("rotary_cos", cos), ("rotary_sin", sin)):
-        check_floating(name, angles, a.query.device)
-    most = a.query.shape[3]
+    cos, most = a.rotary_cos, a.query.shape[3]
+    for name in ("rotary_cos", "rotary_sin"):
+        check_floating(name, getattr(a, name), a.query.device)
     if cos.dim() != 2 or holds(cos.shape[0] == 0, False) or not 0 < 2 * cos.shape[1] <= most:
         expected = f"shape (positions, rotary_dim / 2), with 1 position or more and a rotary_dim of at most {most}"
         fail(ValueError, "rotary_cos", expected, cos.shape)
-    check_shape("rotary_sin", sin, tuple(cos.shape), why="as rotary_cos has")
+    check_shape("rotary_sin", a.rotary_sin, tuple(cos.shape), why="as rotary_cos has")
 
 
 def check_gradients(arguments: Mapping[str, Any]) -> None:
-    """Raise for a tensor whose gradient may be wanted."""
-    for name, x in arguments.items() if differentiated(arguments.values()) else ():
+    if not differentiated(arguments.values()):
+        return
+    for name, x in arguments.items():
         if differentiated((x,)):
             expected = "a tensor without gradient, because attention_decode has no backward"
             fail(ValueError, name, expected, "one that requires grad: use torch.no_grad()")
@@ -187,7 +174,7 @@ def check_values(a: CacheArguments, options: Arguments) -> None:
 def _check_apart(a: CacheArguments) -> None:
     """Raise if an append to one cache would overwrite the other.
 
-    Values may be the first columns of keys, if the new ones are too and no rotary embedding changes the keys.
+    Values may be the first columns of keys, if new values are the first columns of new keys and nothing is rotated.
     """
     pairs = (a.key_cache, a.value_cache), (a.new_key, a.new_value)
     if not in_memory(pairs[0]) or not share(*pairs[0]):
@@ -206,8 +193,7 @@ def _check_pages(a: CacheArguments, before: Tensor, new: int) -> None:
     reached = torch.arange(number.shape[1], device=number.device) * page < (before + new)[:, None]
     wrong = number[reached & ((number < 0) | (number >= pages))]
     if len(wrong):
-        expected = f"pages from 0 to {pages - 1}"
-        expected = expected if pages else "lengths of 0, because there are no pages"
+        expected = f"pages from 0 to {pages - 1}" if pages else "lengths of 0 without pages"
         fail(ValueError, "block_table", expected, int(wrong[0]))
     if new:
         position = before[:, None] + torch.arange(new, device=before.device)
@@ -225,9 +211,8 @@ def _check_positions(a: CacheArguments, options: Arguments, after: Tensor, rows:
     """Raise for too few angles, and for queries before position 0 that see keys."""
     bottom_right, most = options.align == "bottom_right", int(after.max())
     needed = max(most if new or (rows and bottom_right) else 0, 0 if bottom_right else rows)
-    if needed > a.rotary_cos.shape[0]:
-        expected = f"{needed} rows, one for each position"
-        fail(ValueError, "rotary_cos", expected, f"{a.rotary_cos.shape[0]} rows")
+    if needed > len(a.rotary_cos):
+        fail(ValueError, "rotary_cos", f"{needed} rows, one for each position", f"{len(a.rotary_cos)} rows")
     right = 0 if options.causal else (options.window or (None, None))[1]
     early = (after > 0) & (after < rows)
     # A query_mask may hide these queries; on a GPU it is not read.
@@ -239,11 +224,7 @@ def _check_positions(a: CacheArguments, options: Arguments, after: Tensor, rows:
 def checked(arguments: CacheArguments, options: Arguments, named: bool = False) -> Decode:
     """Apply autocast, check the arguments, and return their Decode. named: the caller named the backend.
 
-    options: those of `attention`, without query, key and value.
-
-    Raises:
-        ValueError, TypeError: for the first argument that is wrong, before anything is written. Values on a GPU, and
-            in compiled code, are not read.
+    options: options of `attention`; query, key and value are None. Values on a GPU and in compiled code are not read.
     """
     a = arguments
     if isinstance(a.query, Tensor):

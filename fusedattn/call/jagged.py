@@ -10,18 +10,16 @@ from .options import Arguments
 from .private import eager, longest, ragged_dim
 from .rules import MASK, check_tensors, fail, got_for_mask
 
-SHAPE = "(B, H, ragged, D), a transposed (B, ragged, H, D)"
-
 
 def _check(query: Any, key: Any, value: Any) -> None:
-    tensors = dict(query=query, key=key, value=value)
-    check_tensors(**tensors)
-    for name, tensor in tensors.items():
-        if not tensor.is_nested or tensor.layout != torch.jagged:
-            as_query = "" if name == "query" else ", as query is"
-            fail(TypeError, name, f"a nested tensor of layout torch.jagged{as_query}", tensor.layout)
+    check_tensors(key=key, value=value)
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.layout != torch.jagged:
+            expected = "a nested tensor of layout torch.jagged" + ", as query is" * (name != "query")
+            fail(TypeError, name, expected, tensor.layout)
         if tensor.dim() != 4 or ragged_dim(tensor) != 2:
-            fail(ValueError, name, SHAPE, tensor.shape)
+            expected = "shape (B, H, ragged, D), transposed from (B, ragged, H, D)"
+            fail(ValueError, name, expected, tensor.shape)
         if tensor.shape[0] != query.shape[0]:
             fail(ValueError, name, f"a batch size of {query.shape[0]}, as query has", tensor.shape)
     if value.shape[2] != key.shape[2]:
@@ -30,7 +28,7 @@ def _check(query: Any, key: Any, value: Any) -> None:
 
 
 def _tokens(name: str, mask: Any, like: Tensor) -> Tensor | None:
-    """Return a jagged mask (B, ragged) as packed (T,), after checks against `like`, (B, H, ragged, D)."""
+    """Check a jagged mask (B, ragged) of the tokens of `like`, (B, H, ragged, D), and return it packed, (T,)."""
     if mask is None:
         return None
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
@@ -45,11 +43,8 @@ def _tokens(name: str, mask: Any, like: Tensor) -> Tensor | None:
 def attend_nested(function: Callable[..., Any], arguments: Arguments, **more: Any) -> Tensor | Any:
     """Compute `attention` of nested tensors by a function like `attention_varlen`. Results are nested.
 
-    Args:
-        arguments: query, key and value of torch.jagged, (B, Hq, ragged, D), (B, Hkv, ragged, D), (B, Hkv, ragged, Dv),
-            transposed from (B, ragged, H, D). key and value share their offsets. key_mask and query_mask are nested
-            bool (B, ragged), or None.
-        more: further arguments of the function.
+    arguments: query, key and value of torch.jagged, (B, H, ragged, D), transposed from (B, ragged, H, D). key and value
+    share their offsets. key_mask and query_mask are nested bool (B, ragged), or None.
     """
     query, key, value, *_ = arguments
     options = {name: x for name, x in arguments._asdict().items() if name not in ("query", "key", "value")}

@@ -1,4 +1,4 @@
-"""Shapes and strides: checks of sizes, the order of dimensions in memory, and tensors in the order of another."""
+"""Shapes and strides: checks of sizes, and the order of dimensions in memory."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from .private import assert_at_run_time, holds
 
 
 def irregular(x: Any) -> Any:
-    """Return the kind of a tensor without strides or sizes, for a message; None for anything else."""
+    """Describe a tensor without strides or sizes, for an error; return None for anything else."""
     if not isinstance(x, Tensor):
         return None
     if x.is_nested:
@@ -76,7 +76,7 @@ def is_contiguous(tensor: Tensor) -> bool:
 
 
 def _is_smaller(stride: Any, other: Any) -> bool:
-    """Return whether a stride is smaller than another. If a compiler cannot know: whether it divides the other."""
+    """Return whether a stride is smaller than another; if a compiler cannot know, whether it divides the other."""
     if holds(stride < other, False):
         return True
     return holds(stride < other, True) and holds(other % stride == 0, False)
@@ -101,7 +101,7 @@ def order(tensor: Tensor) -> tuple[int, ...]:
 
 
 def in_order(tensor: Tensor, axes: Sequence[int]) -> Tensor:
-    """Return a tensor whose dimensions have this order in memory, a copy if needed."""
+    """Return the tensor with its dimensions in this order in memory, a copy if needed."""
     return tensor.permute(*axes).contiguous().permute([axes.index(axis) for axis in range(len(axes))])
 
 
@@ -124,7 +124,7 @@ def arrange(tensor: Tensor, like: Tensor, dtype: torch.dtype | None = None) -> T
 
 
 def share(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors share an element; if their strides differ, whether they begin at one place."""
+    """Return whether two tensors share an element; with different strides, whether they begin at the same address."""
     if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr() or not (a.numel() and b.numel()):
         return False
     distance = b.storage_offset() - a.storage_offset()
@@ -134,7 +134,7 @@ def share(a: Tensor, b: Tensor) -> bool:
 
 
 def _reaches(distance: int, dims: list[tuple[int, int, int]]) -> bool:
-    """Return whether an element of each lies `distance` apart; dims: (stride, size, other size)."""
+    """Return whether two elements, one of each tensor, lie `distance` apart. dims: (stride, size, other size)."""
     if not dims:
         return distance == 0
     (stride, size, other), *rest = dims
@@ -151,7 +151,7 @@ def span(tensor: Tensor) -> tuple[int, int]:
 
 
 def own_storage(tensor: Tensor) -> Tensor:
-    """Return `tensor`, or a copy that fills its storage: torch wants the same layout for it and its tangent."""
+    """Return `tensor`, or a copy that fills its storage: torch wants its tangent in the same layout."""
     return tensor if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize else tensor.clone()
 
 

@@ -1,4 +1,4 @@
-"""The two forms of a call: Arguments, as the caller wrote it, and Call, checked, which every backend takes."""
+"""Arguments of a call as the caller wrote them, and the checked Call that every backend takes."""
 
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,7 +18,7 @@ UNBOUNDED = 2**31  # larger sides of a window are cut to this: no tensor is as l
 
 
 class Arguments(NamedTuple):
-    """Arguments of a call as the caller wrote them, unchecked."""
+    """Unchecked arguments of `attention`."""
 
     query: Any
     key: Any
@@ -41,9 +41,9 @@ class Arguments(NamedTuple):
 class Plan(NamedTuple):
     """Masks with their block mask, made once by `fusedattn.plan` and passed as mask= to many calls.
 
-    mask, key_mask and query_mask are the tensors it was made of; they must not change while the plan is in use.
-    block_mask (1 or B, 1 or Hq, blocks of queries, blocks of keys) has a byte for each 64 x 64 pairs: 0 if none is
-    visible, 3 if all are. It is None on a machine where no kernel could read it.
+    mask, key_mask and query_mask are the caller's tensors; they must not change while the plan is in use. block_mask
+    (1 or B, 1 or Hq, blocks of queries, blocks of keys) has a byte for each 64 x 64 pairs: 0 if no pair is visible, 3
+    if all are. It is None on a machine without kernels.
     """
 
     mask: Tensor | None
@@ -63,14 +63,14 @@ class Lengths(NamedTuple):
     max_seqlen_k: int | None
 
 
-WHOLE = Lengths(None, None, 0, 0, None, None)  # of a call that is not packed
+WHOLE = Lengths(None, None, 0, 0, None, None)  # for a call without packed sequences
 
 
 class Origin(NamedTuple):
-    """Place of a call in a larger one, of which it has some rows, keys and heads.
+    """Place of a call in a larger one that is split over processes.
 
-    In causal, window and alibi_slopes, row i is level with key diagonal + shift + i. Dropout counts row i as row + i,
-    key j as key + j, and head h of batch b as plane + b * heads + h.
+    For causal, window and alibi_slopes, row i is level with key diagonal + shift + i. For dropout, row i counts as
+    row + i, key j as key + j, and head h of batch b as plane + b * heads + h.
     """
 
     shift: int = 0
@@ -81,39 +81,36 @@ class Origin(NamedTuple):
 
 
 class Dims(NamedTuple):
-    """Dimensions of a tensor of a Call, one letter each, and whether it may have a gradient.
+    """Dimensions of a tensor of a Call, one letter each: batch, query Heads, key heads (G), Q rows, K keys, D columns.
 
-    B batches, H query heads, G key heads, Q rows, K keys, D columns. Any dimension may be 1 and broadcast, except those
-    of query, key and value.
+    Any dimension may be 1 and broadcast, except in query, key and value.
     """
 
     letters: str
     differentiable: bool = False
 
 
-NOT_CACHED = "not of a call to a cache"  # marks fields that the operators of `attention_decode` do not take
+NOT_CACHED = "not of a call to a cache"  # marks fields that the operators of `attention_decode` lack
 
 
 class Call(NamedTuple):
-    """A checked call, in the one form that backends and operators take: the table of all options.
+    """A checked call, as backends and operators take it: the table of all options.
 
-    An option is declared here, once: its name, its type, its default, and for a tensor its Dims. Operator schemas,
-    saved tensors, cuts by batch and head, and what a backend lacks follow from that.
+    Each option is declared here, once: its name, type, default, and for a tensor its Dims. Operator schemas, saved
+    tensors, cuts by batch and head, and the limits of a backend are derived from these declarations.
 
     seed is one int64 if dropout_p is not 0, otherwise None. block_mask comes from a Plan. Row i sees the keys
     diagonal + i - left to diagonal + i + right; None is unbounded. diagonal is 0 if top_left, otherwise Sk - Sq.
 
     With cu_seqlens_q and cu_seqlens_k, int32 (n + 1,), the call holds n packed sequences and B is 1. Sequence b has the
-    rows cu_seqlens_q[b] to cu_seqlens_q[b + 1]; its keys likewise. The offsets may point outside of the tensors. Rows
+    rows cu_seqlens_q[b] to cu_seqlens_q[b + 1], and keys by cu_seqlens_k. Kernels clamp offsets to the tensors. Rows
     and keys count from the start of their sequence; bias and mask broadcast to (n, Hq, max_seqlen_q, max_seqlen_k).
     max_seqlen is None in a call that does not need it.
 
     deterministic: gradients have the same bits in each run, whatever torch's own setting. named: the caller named the
-    backend, so no other may take the call.
-
-    origin: the fields of an Origin, or None if the call is not part of a larger one. partial: rows see more keys than
-    these. Output and gradients of query, key and value are then float32 (float64), unrounded, and the backward may get
-    the stats of all keys.
+    backend, so no other may take the call. origin: the fields of an Origin, or None. partial: the rows also see keys
+    outside of the call. Output and gradients of query, key and value are then unrounded, in float32 (float64), and the
+    backward may get the stats of all keys.
     """
 
     query: Annotated[Tensor, Dims("BHQD", True)]
@@ -151,7 +148,7 @@ INPUTS = tuple(name for name, dims in _DIMS.items() if dims.differentiable)
 DIMS = {name: dims.letters for name, dims in _DIMS.items()}
 BY_HEAD = tuple(name for name in INPUTS if DIMS[name] == "BH")
 CACHED = tuple(name for name, notes in _NOTES.items() if NOT_CACHED not in notes)
-# Tensors that callers may write with fewer dimensions than a Call has.
+# Tensors that callers may pass with fewer dimensions than a Call has.
 _SHORT = tuple(name for name, letters in DIMS.items() if letters)
 
 
@@ -169,21 +166,22 @@ def with_tensors(call: Call, tensors: Sequence[Tensor | None]) -> Call:
 
 
 def in_full(name: str, x: Any) -> Any:
-    """Return a tensor option with the dimensions that the caller may leave out."""
+    """Return a tensor option with the dimensions that the caller may leave out; None stays None."""
     rank = len(DIMS[name])
-    return add_head_dim(x) if rank == 4 else add_batch_dim(x) if rank == 2 else x
+    if x is None or not rank or x.dim() == rank:
+        return x
+    if x.dim() == 3:  # (B, Sq, Sk), of one head
+        return x.unsqueeze(1)
+    return x[None] if rank == 2 else x[None, None]
 
 
 def with_dims(letters: str) -> list[str]:
-    """Return the names of the fields that have all of these dimensions."""
+    """Return the names of the tensors that have all of these dimensions."""
     return [name for name, dims in DIMS.items() if set(letters) <= set(dims)]
 
 
 def sliced(name: str, x: Any, **slices: slice) -> Any:
-    """Slice a tensor by the letters of its dimensions, as in B=slice(2, 4); `name` is the field that it belongs to.
-
-    Broadcast dimensions stay whole.
-    """
+    """Slice the tensor of a field by letters of its Dims, as in B=slice(2, 4). Broadcast dimensions stay whole."""
     letters = DIMS[name]
     for axis, letter in enumerate(letters if x is not None else ""):
         # Rows and keys broadcast in masks and biases of pairs only: elsewhere a size of 1 is a single row or key.
@@ -203,14 +201,14 @@ def lengths_of(call: Call) -> Lengths | None:
 def hiding(call: Call) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Return the mask, key_mask, query_mask and bias that the block mask of a call is made from.
 
-    The query_mask of packed sequences is left out: with it, each sequence would have a block mask of the longest
-    length squared. The rows that it hides give nothing either way.
+    Packed sequences leave out query_mask: with it, each would have a block mask of the longest length squared. Hidden
+    rows add nothing either way.
     """
     return call.mask, call.key_mask, call.query_mask if call.cu_seqlens_q is None else None, call.bias
 
 
 def diagonal(call: Call) -> int:
-    """Return the offset of the diagonal: row i is level with key i + offset."""
+    """Return the key that is level with row 0."""
     return (0 if call.top_left else call.key.shape[2] - call.query.shape[2]) + shift(call)
 
 
@@ -224,20 +222,17 @@ def wide_dtype(call: Call) -> torch.dtype:
 
 
 class AssumedGPU(NamedTuple):
-    """A GPU for `explain`, given by its compute capability: 90 for (9, 0). This machine need not have it."""
+    """A GPU that `explain` describes, present or not. capability: 90 for (9, 0)."""
 
     capability: int
     type: str = "cuda"
-
-    def __str__(self) -> str:
-        return f"a GPU of compute capability {self.capability // 10}.{self.capability % 10}"
 
 
 Device = torch.device | AssumedGPU
 
 
 class _ThreadOverrides(threading.local):
-    """Settings of this thread: deterministic gradients, a named backend, and the GPU that `explain` assumes."""
+    """Settings of this thread: deterministic gradients, a named backend, the GPU that `explain` assumes."""
 
     gpu: AssumedGPU | None
 
@@ -267,7 +262,7 @@ def device_of(tensor: Tensor) -> Device:
 
 
 def must_dispatch() -> bool:
-    """Return whether a compiler, a transform or a mode must see the operators of torch."""
+    """Return whether a compiler, a transform or a mode must see calls of operators."""
     return is_compiling() or dispatch_modes() != 0 or transforms_active() or bool(tracing()) or forward_level() >= 0
 
 
@@ -275,9 +270,9 @@ _CLASSES = frozenset((Tensor, Parameter))
 
 
 def in_memory(tensors: Iterable[Any]) -> bool:
-    """Return whether all tensors have torch's own class and an address, and hold what lies there.
+    """Return whether all tensors among the arguments are torch's own class and store their values at their address.
 
-    Wrappers of other tensors and negated views do not. Arguments that are no tensors are skipped.
+    False for wrappers of other tensors and for negated views.
     """
     for x in tensors:
         if isinstance(x, Tensor) and (
@@ -293,7 +288,7 @@ def in_memory(tensors: Iterable[Any]) -> bool:
 
 
 def plain(arguments: Iterable[Any]) -> bool:
-    """Return whether an operator may be computed without torch's dispatcher."""
+    """Return whether an operator may run without torch's dispatcher."""
     return not must_dispatch() and in_memory(arguments)
 
 
@@ -304,12 +299,12 @@ def check_names(function: str, options: Iterable[str], known: Iterable[str]) -> 
 
 
 def is_known(x: Tensor) -> bool:
-    """Return whether values can be read at once: a CPU tensor, not compiled, mapped or wrapped."""
+    """Return whether the values can be read now: a CPU tensor, not compiled, mapped or wrapped."""
     return type(x) is Tensor and x.device.type == "cpu" and not is_compiling() and has_storage(x)
 
 
 def differentiated(arguments: Iterable[Any]) -> bool:
-    """Return whether a gradient or tangent of one of the arguments may be wanted."""
+    """Return whether autograd or forward mode follows one of the arguments."""
     tensors = [x for x in arguments if isinstance(x, Tensor)]
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return True
@@ -340,17 +335,6 @@ def autocast(arguments: Arguments) -> Arguments:
     return arguments._replace(query=cast[0], key=cast[1], value=cast[2])
 
 
-def add_head_dim(pairs: Any) -> Any:
-    """Return (Sq, Sk) or (B, Sq, Sk) with rank 4."""
-    if pairs is None or pairs.dim() == 4:
-        return pairs
-    return pairs[None, None] if pairs.dim() == 2 else pairs.unsqueeze(1)
-
-
-def add_batch_dim(tensor: Any) -> Any:
-    return tensor[None] if tensor is not None and tensor.dim() == 1 else tensor
-
-
 def seed_tensor(seed: Any, device: torch.device) -> Tensor:
     """Return one int64 on the device; without a seed, drawn from torch's generator without a host sync."""
     if seed is None:
@@ -364,7 +348,7 @@ def _default_scale(columns: Any) -> float:
 
 
 def normalise(arguments: Arguments, **more: Any) -> Call:
-    """Return the Call of checked arguments. more: fields of it that the arguments do not set."""
+    """Return the Call of checked arguments. more: further fields of the Call."""
     a = arguments
     left, right = (None, None) if a.window is None else map(as_python, a.window)
     fields: dict[str, Any] = {name: in_full(name, x) for name in _SHORT if (x := getattr(a, name)) is not None}

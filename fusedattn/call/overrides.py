@@ -13,12 +13,12 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def overridable(function: _Function) -> _Function:
-    """Have a public function ask modes and classes with a __torch_function__ first, as torch's functions do."""
+    """Have a public function call the __torch_function__ of modes and tensor classes first, as torch's functions do."""
 
     @functools.wraps(function)
     def public(*args: Any, **kwargs: Any) -> Any:
         if has_torch_function(args) or has_torch_function(tuple(kwargs.values())):
-            # Classes of nested tensors and causal biases do not know our functions. None stands for all modes.
+            # Torch's own classes, such as nested tensors, do not know our functions. None stands for all modes.
             overriding = None, *[x for x in (*args, *kwargs.values()) if type(x).__module__ not in TENSORS_OF_TORCH]
             # The compiler's has_torch_function ignores that a class has disabled its answers.
             if (torch_function_enabled() or not is_compiling()) and has_torch_function(overriding):

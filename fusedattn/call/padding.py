@@ -11,7 +11,7 @@ from .rules import fail
 
 @dataclass
 class Padding:
-    """Sequences in a packed tensor of `total` rows: starts and lengths (n,), and the maximum length."""
+    """Layout of n packed sequences: their starts and lengths (n,), the total and the maximum length."""
 
     starts: Tensor
     lengths: Tensor
@@ -20,12 +20,12 @@ class Padding:
 
     @property
     def exists(self) -> Tensor:
-        """Return (n, most): True for the real rows of the padded form."""
+        """Return (n, most): True for real rows, False for padding."""
         return torch.arange(self.most, device=self.starts.device) < self.lengths[:, None]
 
     @property
     def offsets(self) -> Tensor:
-        """Return cu_seqlens (n + 1,) of the lengths, without gaps."""
+        """Return cu_seqlens (n + 1,) as if the sequences had no gaps between them."""
         return torch.nn.functional.pad(self.lengths.cumsum(0), (1, 0))
 
     def pad(self, packed: Tensor) -> Tensor:
@@ -35,7 +35,7 @@ class Padding:
         return torch.cat([packed, packed.new_zeros(1, *packed.shape[1:])])[place]
 
     def unpad(self, padded: Tensor, nothing: float = 0.0) -> Tensor:
-        """Return (n, most, ...) as (total, ...). Rows of no sequence, after wrong offsets, are `nothing`."""
+        """Return (n, most, ...) as (total, ...). Rows outside of all sequences, from wrong offsets, are `nothing`."""
         if 0 in padded.shape[:2]:
             return torch.cat([padded.flatten(0, 1), padded.new_full((self.total, *padded.shape[2:]), nothing)])
         row = torch.arange(self.total, device=self.starts.device)
@@ -52,7 +52,7 @@ class Padding:
 
 
 def longest(offsets: Tensor, name: str) -> int:
-    """Return the longest length, after a host sync if offsets are on a GPU. name: the argument that avoids it."""
+    """Return the maximum length; a host sync if offsets are on a GPU. name: the argument that avoids the sync."""
     if torch.compiler.is_compiling() or unmapped(offsets) is not offsets or offsets.is_meta:
         expected = "an int, because offsets cannot be read in compiled code, under torch.vmap and on meta"
         fail(ValueError, name, expected, None)
@@ -60,7 +60,7 @@ def longest(offsets: Tensor, name: str) -> int:
 
 
 def padding(offsets: Tensor, total: int, most: int | None, name: str = "max_seqlen") -> Padding:
-    """Return the Padding of offsets (n + 1,), which are clamped."""
+    """Return the Padding of offsets (n + 1,), clamped to the total."""
     offsets = offsets.long().clamp(0, total)
     lengths = offsets.diff().clamp(min=0)
     most = longest(offsets, name) if most is None else most

@@ -21,8 +21,7 @@ def check_masks(masks: Mapping[str, Any], ranks: Mapping[str, tuple[int, ...]]) 
     """Raise for masks, or a bias, of wrong dtypes or ranks, or on several devices."""
     device = None
     for name, mask in masks.items():
-        check = check_floating if name == "bias" else check_bool
-        check(name, mask, device, "the other masks")
+        (check_floating if name == "bias" else check_bool)(name, mask, device, "the other masks")
         device = mask.device
         if mask.dim() not in ranks[name]:
             allowed = " or ".join(map(str, ranks[name])).replace(" or ", ", ", len(ranks[name]) - 2)

@@ -1,8 +1,8 @@
-"""Every private name of torch that this package uses, each with its fallback for a torch without it.
+"""Every private name of torch that this package uses, each with a fallback for a torch that lacks it.
 
-A missing name breaks nothing: calls take longer, or torch.compile stops at them. "No replay" means that each call runs
-like the first of its kind, 40 us to 200 us slower. "No whole graph" means that torch.compile breaks the graph at a
-call, or refuses it with fullgraph=True. No other file uses private names of torch.
+Without a name results stay the same. "No replay" means that each call is checked and prepared like a first one, which
+takes 40 us to 200 us longer. "No whole graph" means that torch.compile breaks the graph at a call, or refuses it with
+fullgraph=True. No other file uses private names of torch.
 """
 
 import contextlib
@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-_Empty = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
 
 
 def _find(path: str, otherwise: Any = None) -> Any:
@@ -29,11 +28,9 @@ def _find(path: str, otherwise: Any = None) -> Any:
 
 
 def constant(function: _Function) -> _Function:
-    """Mark a function as a constant for the compiler. A torch that ignores the mark traces the function.
-
-    `torch.compiler.assume_constant_result` sets the same attribute, but imports the compiler.
-    """
+    """Have torch.compile run a function once and keep its result. A torch that ignores the mark traces the function."""
     marked: Any = function
+    # As torch.compiler.assume_constant_result does, which imports the compiler.
     marked._dynamo_marked_constant = True
     return function
 
@@ -45,10 +42,7 @@ def is_exporting() -> bool:
 
 
 def eager(function: _Function, reason: str | None = None) -> _Function:
-    """Have torch.compile break the graph at a function.
-
-    reason: the error of the compiler with fullgraph=True. A torch that ignores the mark names torch.compiler.disable.
-    """
+    """Have torch.compile break the graph at a function. reason: the compiler's error with fullgraph=True."""
 
     @functools.wraps(function)
     def run(*args: Any, **options: Any) -> Any:
@@ -63,8 +57,8 @@ def eager(function: _Function, reason: str | None = None) -> _Function:
 
 
 def holds(condition: Any, otherwise: bool) -> bool:
-    """Return a condition on sizes; `otherwise` if it depends on data that a compiler does not know."""
-    if condition is True or condition is False:  # eager code, which asks some thirty times a call
+    """Return a condition on sizes, or `otherwise` if a compiler cannot know it."""
+    if condition is True or condition is False:  # eager code, some thirty times a call
         return condition
     if not (torch.compiler.is_compiling() or isinstance(condition, torch.SymBool)):
         return bool(condition)
@@ -76,7 +70,7 @@ def holds(condition: Any, otherwise: bool) -> bool:
 @constant
 @functools.cache
 def multiplies_bfloat16() -> bool:
-    """Return whether torch multiplies bfloat16 in hardware: AMX, avx512_bf16, or no x86."""
+    """Return whether torch multiplies bfloat16 in hardware: by AMX or avx512_bf16 on x86, and on all other CPUs."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return True
     has_units = any(_find(f"cpu._is_{name}_supported", bool)() for name in ("amx_tile", "avx512_bf16"))
@@ -84,36 +78,33 @@ def multiplies_bfloat16() -> bool:
     return has_units and torch.backends.cpu.get_cpu_capability() not in ("DEFAULT", "AVX2")
 
 
-# Asserts a condition on sizes at run time, if a compiler does not know it. Without it nothing is asserted.
+# Asserts at run time a condition on sizes that a compiler cannot know. Without it nothing is asserted.
 assert_at_run_time: Callable[[Any], None] = _find("_check", lambda condition: None)
 
 
 @constant
 def _in_transform() -> bool:
-    peek = _find("_C._functorch.peek_interpreter_stack")
-    return peek is None or peek() is not None
+    return _find("_C._functorch.peek_interpreter_stack", lambda: True)() is not None
 
 
-# Observers of a call: a transform of torch.func, forward mode (level 0 or more), a TorchDispatchMode, torch.jit.
-# Without these a call counts as observed: no replay, and without the first two no whole graph.
+# Tell whether a transform of torch.func, forward mode (level 0 or more), a TorchDispatchMode or torch.jit is active.
+# Without a name the answer is yes: no replay, and without the first two no whole graph.
 transforms_active: Callable[[], bool] = _find("_C._are_functorch_transforms_active", _in_transform)
 forward_level: Callable[[], int] = functools.partial(getattr, forward_ad, "_current_level", 0)
 dispatch_modes: Callable[[], int] = _find("_C._len_torch_dispatch_stack", lambda: 1)
 tracing: Callable[[], Any] = _find("_C._get_tracing_state", lambda: True)
 # The TorchDispatchModes of this thread. Without it, an active FlopCounterMode does not count our operators.
 _dispatch_modes: Callable[[], list[Any]] = _find("utils._python_dispatch._get_current_dispatch_mode_stack", list)
-# Whether autocast is on for any device. Without it: no replay.
-any_autocast: Callable[[], bool] = _find("_C._is_any_autocast_enabled", lambda: True)
+any_autocast: Callable[[], bool] = _find("_C._is_any_autocast_enabled", lambda: True)  # without it: no replay
 
 
 def flop_formulas() -> list[dict[Any, Callable[..., Any]]]:
-    """Return the {operator: formula} tables of torch.utils.flop_counter, if it is imported."""
+    """Return the tables {operator: formula} of torch.utils.flop_counter; none if it is not imported."""
     module: Any = sys.modules.get("torch.utils.flop_counter")
     if module is None:
         return []
-    counters = (getattr(mode, "counter", None) for mode in _dispatch_modes())
-    formulas = (getattr(owner, "flop_registry", None) for owner in (module, *counters))
-    return [one for one in formulas if one is not None]
+    counters: list[Any] = [getattr(mode, "counter", None) for mode in _dispatch_modes()]
+    return [owner.flop_registry for owner in (module, *counters) if hasattr(owner, "flop_registry")]
 
 
 def unmapped(tensor: Tensor) -> Tensor:
@@ -124,71 +115,61 @@ def unmapped(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _has_storage(tensor: Tensor) -> bool:
-    try:
-        tensor.untyped_storage()
-    except (RuntimeError, NotImplementedError):
-        return False
-    return True
-
-
-# Whether a tensor has memory of its own; a number for each storage. Without the latter: no replay.
-has_storage: Callable[[Tensor], bool] = _find("_C._has_storage", _has_storage)
+# Tells whether a tensor has memory of its own: wrappers of functorch have none.
+_is_wrapped: Callable[[Tensor], bool] = _find("_C._functorch.is_functorch_wrapped_tensor", lambda tensor: False)
+has_storage: Callable[[Tensor], bool] = _find("_C._has_storage", lambda tensor: not _is_wrapped(tensor))
 can_replay = hasattr(torch.UntypedStorage, "_cdata")
 
 
 def storage(tensor: Tensor) -> int:
-    number: int = tensor.untyped_storage()._cdata
-    return number
+    """Return the number of a tensor's storage. Without it: no replay."""
+    return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
 
 
-# Compares tensors in C++. Without it a dictionary does.
-TensorGuards: Any = _find("_C._dynamo.guards.TensorGuards")
+TensorGuards: Any = _find("_C._dynamo.guards.TensorGuards")  # compares tensors in C++; without it a dictionary does
 
 
 def can_guard(tensors: Iterable[Any]) -> bool:
-    """Return whether TensorGuards takes these objects: a nested tensor that is not of torch.jagged crashes it."""
-    try:
-        for x in tensors:
-            if x.is_nested:
-                return False
-    except AttributeError:
-        return False  # no tensor
+    """Return whether all objects are tensors that TensorGuards accepts: nested ones without torch.jagged crash it."""
+    for x in tensors:  # not any(), which takes longer
+        if getattr(x, "is_nested", True):
+            return False
     return True
 
 
-# Whether any tensor requires a gradient; the current GPU. Without them: public functions.
+# Tell whether any tensor requires a gradient, and which GPU is the current one. Without them: public functions.
 any_requires_grad: Callable[..., bool] = _find(
     "_C._any_requires_grad", lambda *x: any(isinstance(one, Tensor) and one.requires_grad for one in x)
 )
 current_device: Callable[[], int] = _find("_C._cuda_getDevice", torch.cuda.current_device)
 
 
-def _empty_on(device: str) -> _Empty:
+def _empty_on(device: str) -> Callable[..., Tensor]:
     return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
-# Makes a tensor on the current device, in half the time of torch.empty_strided, the fallback.
-EMPTY: dict[str, _Empty] = {
+# {device type: function of (shape, strides, dtype)}, in half the time of torch.empty_strided, the fallback.
+EMPTY: dict[str, Callable[..., Tensor]] = {
     "cpu": _find("_C._dynamo.guards._empty_strided_cpu", _empty_on("cpu")),
     "cuda": _find("_C._dynamo.guards._empty_strided_cuda", _empty_on("cuda")),
 }
 
-# A context without autograd, for operators without derivatives. Without it autograd looks at each.
+# A context without autograd, for operators without derivatives. Without it autograd inspects their arguments.
 below_autograd: Callable[[], Any] = _find("_C._AutoDispatchBelowAutograd", contextlib.nullcontext)
 
 
 def redispatch(operator: Any, keyset: Any, arguments: tuple[Any, ...]) -> Any:
     """Call an operator below autograd, from its own autograd kernel."""
-    # Without it: a call from the start.
-    after = _find("_C._after_autograd_keyset")
+    after = _find("_C._after_autograd_keyset")  # without it: a call from the top of the dispatcher
     with below_autograd():
         return operator(*arguments) if after is None else operator.redispatch(keyset & after, *arguments)
 
 
 def autograd_inside(device: torch.device) -> Any:
-    """Return a context in which autograd records inside an operator."""
-    # Without these a backward raises if its kernel does not compile.
+    """Return a context in which autograd records inside an operator.
+
+    Without these names a backward raises if its kernel does not compile.
+    """
     names = "_ForceDispatchKeyGuard", "_dispatch_tls_local_include_set", "_dispatch_tls_local_exclude_set"
     guard, included, excluded, keys, key = (_find(f"_C.{name}") for name in (*names, "DispatchKeySet", "DispatchKey"))
     if None in (guard, included, excluded, keys, key):
@@ -197,41 +178,36 @@ def autograd_inside(device: torch.device) -> Any:
     return guard(included(), below - keys(key.ADInplaceOrView))
 
 
-# For `compat.torch.sdpa`: a context that disables modes, and whether one is active (without it: never).
+# For `compat.torch.sdpa`: a context that disables modes, and a test for it (without the name: False).
 as_torch_has_it: Callable[[], Any] = _find("_C.DisableTorchFunction", contextlib.nullcontext)
 is_as_torch_has_it: Callable[[], bool] = _find("_C._is_torch_function_all_disabled", lambda: False)
-# The __torch_function__ of a class that overrides no call. Without it such a class counts as overriding all.
+# The __torch_function__ of a class that overrides no function. Without it such a class counts as overriding all.
 disabled_torch_function = _find("_C._disabled_torch_function_impl")
-# Without it torch.compile takes no tensors of classes with a __torch_function__.
+# Without it torch.compile accepts no tensors of classes with a __torch_function__.
 torch_function_enabled: Callable[[], bool] = _find("_C._is_torch_function_enabled", lambda: True)
-# Modules of classes whose __torch_function__ is ignored: causal biases and jagged tensors, which we accept, and
-# parameters without sizes, for which our error is clearer.
+# Modules of classes whose __torch_function__ is ignored: our functions accept causal biases and jagged tensors, and
+# raise a clearer error for parameters without sizes.
 TENSORS_OF_TORCH = ("torch.nn.attention.bias", "torch.nested._internal.nested_tensor", "torch.nn.parameter")
-# The mode of set_default_device, which torch asserts to be the first.
+# The mode of set_default_device; torch asserts that it is the first.
 DeviceContext: Any
 try:
     from torch.utils._device import DeviceContext
 except ImportError:
     DeviceContext = ()
-# The TorchFunctionModes of a thread. Without them `enable_sdpa` replaces the operator alone.
-_MODES = "_get_current_function_mode_stack", "_pop_mode", "_push_mode"
-_all_modes, _pop_mode, _push_mode = (_find(f"overrides.{name}") for name in _MODES)
-
-
-def function_modes() -> list[Any]:
-    return [] if _all_modes is None else _all_modes()
+# The TorchFunctionModes of this thread. Without them `enable_sdpa` replaces only the operator.
+function_modes: Callable[[], list[Any]] = _find("overrides._get_current_function_mode_stack", list)
+_pop_mode: Callable[[], Any] = _find("overrides._pop_mode", lambda: None)
+_push_mode: Callable[[Any], None] = _find("overrides._push_mode", lambda mode: None)
 
 
 def replace_function_modes(modes: list[Any]) -> None:
-    if _pop_mode is None or _push_mode is None:
-        return
     for _ in function_modes():
         _pop_mode()
     for mode in sorted(modes, key=lambda mode: not isinstance(mode, DeviceContext)):
         _push_mode(mode)
 
 
-# The longest sequence and the ragged dimension of a jagged tensor. Without them: unknown, and 2.
+# The maximum length and the ragged dimension of a jagged tensor. Without them: unknown, and 2.
 def longest(nested: Tensor) -> int | None:
     return getattr(nested, "_maybe_max_seqlen", None)
 
@@ -254,29 +230,28 @@ def in_onnx_export() -> bool:
 flash_attention_for_cpu: Any = _find("_scaled_dot_product_flash_attention_for_cpu")  # 2 us less than by torch.ops
 flash_attention_for_cpu_backward: Any = _find("ops.aten._scaled_dot_product_flash_attention_for_cpu_backward")
 
-_softmax_backward: Any = _find("_softmax_backward_data")
+_softmax_backward: Callable[..., Tensor] = _find(
+    "_softmax_backward_data", lambda grad, weights, *_: (grad - (grad * weights).sum(-1, keepdim=True)).mul_(weights)
+)
 
 
 def softmax_backward(grad: Tensor, weights: Tensor) -> Tensor:
-    """Return the gradient of scores from that of their softmax. Without torch's own function: in three passes."""
-    if _softmax_backward is None:
-        return (grad - (grad * weights).sum(-1, keepdim=True)).mul_(weights)
-    return _softmax_backward(grad, weights, -1, weights.dtype)  # type: ignore[no-any-return]
+    """Return the gradient of scores from the gradient of their softmax. Without torch's function: in three passes."""
+    return _softmax_backward(grad, weights, -1, weights.dtype)
 
 
 def group_timeout(group: Any) -> timedelta:
-    """Return the time limit of operations of a process group; torch's default if unknown."""
-    backends = getattr(group, "_get_backend", None)
+    """Return the time limit of operations of a process group; torch's default if it is unknown."""
+    backend_of = getattr(group, "_get_backend", lambda kind: None)
     for kind in getattr(group, "_device_types", ()):
-        options = getattr(backends(kind), "options", None) if backends is not None else None
-        limit = getattr(options, "_timeout", None)
+        limit = getattr(getattr(backend_of(kind), "options", None), "_timeout", None)
         if isinstance(limit, timedelta):
             return limit
     return timedelta(minutes=30)
 
 
-# The store of the default group, for messages of a rank that can no longer send. Without it errors name the rank that
-# was waited for.
+# The store of the default group, for messages of a rank that can no longer send. Without it an error names the rank
+# that did not answer.
 _store: Callable[[], Any] = _find("distributed.distributed_c10d._get_default_store", lambda: None)
 
 
@@ -286,7 +261,7 @@ def write_store(key: str, value: str) -> None:
 
 
 def read_store(key: str, limit: timedelta) -> str | None:
-    """Return the value that another process writes within a time limit, or None."""
+    """Return the value that another process writes within the time limit, or None."""
     if (store := _store()) is None:
         return None
     try:

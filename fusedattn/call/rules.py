@@ -1,4 +1,4 @@
-"""Checks the arguments of `attention`. Packed sequences, caches and operators called by name share these checks."""
+"""Checks of the arguments of `attention`, shared with packed sequences, caches and operators called by name."""
 
 from typing import Any, NamedTuple, NoReturn
 
@@ -13,13 +13,11 @@ from .private import unmapped
 
 LARGEST, LARGEST_SINGLE = torch.finfo(torch.float64).max, torch.finfo(torch.float32).max
 MASK = "a bool tensor, True = may attend"
-SMALLEST = 5e-324  # the smallest number above 0
-ALIGNMENTS = ("bottom_right", "top_left")
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Sizes(NamedTuple):
-    """The device, dtype and rank of query, and the sizes of the scores (B, Hq, Sq, Sk)."""
+    """Device, dtype and rank of query, and the sizes of the scores (B, Hq, Sq, Sk)."""
 
     device: torch.device
     dtype: torch.dtype
@@ -30,24 +28,22 @@ class Sizes(NamedTuple):
     rank: int = 4
 
 
-# Also the classes that torch and flash-attn raise for the same mistakes, so that code that catches those still works.
-class ArgumentValueError(ValueError, RuntimeError, AssertionError):
-    """A ValueError about an argument."""
+# torch and flash-attn raise RuntimeError and AssertionError for the same mistakes: code that catches those still works.
+class ArgumentValueError(ValueError, RuntimeError, AssertionError): ...
 
 
-class ArgumentTypeError(TypeError, RuntimeError, AssertionError):
-    """A TypeError about an argument."""
+class ArgumentTypeError(TypeError, RuntimeError, AssertionError): ...
 
 
 def fail(error: type[Exception], argument: str, expected: Any, got: Any) -> NoReturn:
-    """Raise "argument: expected X, got Y", the form of every error about an argument."""
+    """Raise "argument: expected X, got Y"."""
     error = {ValueError: ArgumentValueError, TypeError: ArgumentTypeError}.get(error, error)
     got = f"shape {tuple(got)}" if isinstance(got, torch.Size) else got
     raise error(f"{argument}: expected {expected}, got {got}")
 
 
 def type_name(x: Any) -> str:
-    """Return the name of the type of x, with its library: numpy.bool is not Python's."""
+    """Return the name of the type of x, with its library if that is neither Python nor torch."""
     library, name = type(x).__module__.partition(".")[0], type(x).__name__
     return name if library in ("builtins", "torch") else f"{library}.{name}"
 
@@ -57,14 +53,13 @@ def kind(x: Any) -> Any:
 
 
 def unfit(x: Any) -> Any:
-    """Return the text of an error for x, which has none of the dtypes FLOATING."""
+    """Describe x, whose dtype is not in FLOATING, for an error."""
     strange = isinstance(x, Tensor) and x.dtype.is_floating_point
     return f"{x.dtype}, which is none of float16, bfloat16, float32 and float64" if strange else kind(x)
 
 
 def value(x: Any) -> str:
-    """Return repr(x); a tensor's would take many lines."""
-    return "a tensor" if isinstance(x, Tensor) else repr(x)
+    return "a tensor" if isinstance(x, Tensor) else repr(x)  # the repr of a tensor takes many lines
 
 
 def check_flags(**flags: Any) -> None:
@@ -81,19 +76,15 @@ def check_tensors(**tensors: Any) -> None:
 
 def check_strided(**tensors: Any) -> None:
     for name, x in tensors.items():
-        check_tensor(name, x)
+        check_place(name, x)
 
 
-def check_tensor(name: str, x: Any) -> None:
+def check_place(name: str, x: Any, device: torch.device | None = None, of: str = "query") -> None:
+    """Raise unless x is a strided tensor, on a device if one is given, which is that of the argument `of`."""
     if not isinstance(x, Tensor):
         fail(TypeError, name, "a tensor", type_name(x))
     if (got := irregular(x)) is not None:
         fail(TypeError, name, "a dense (strided) tensor", got)
-
-
-def check_place(name: str, x: Tensor, device: torch.device | None, of: str = "query") -> None:
-    """Raise for a tensor without strides, or not on the device `of` another argument; None allows any device."""
-    check_tensor(name, x)
     if device is not None and x.device != device:
         fail(ValueError, name, f"the device of {of}, {device}", x.device)
 
@@ -125,7 +116,7 @@ def check_dtype(name: str, x: Any, dtype: torch.dtype, device: torch.device) -> 
 
 
 def check_rank(name: str, x: Tensor, layout: str) -> None:
-    """Raise unless a tensor has as many dimensions as a layout such as "(B, S)"."""
+    """Raise unless a tensor has the rank of a layout such as "(B, S)"."""
     rank = layout.count(", ") + 1
     if x.dim() != rank:
         fail(ValueError, name, f"rank {rank}, {layout}", x.shape)
@@ -142,11 +133,9 @@ def check_query_key_value(
 ) -> None:
     """Raise for query, key and value that do not fit together.
 
-    layout: their dimensions, heads second; the batch size of key is then free. Without it, rank 2, 3 or 4 is expected.
+    layout: their dimensions, heads second; the batch size of key is then free. Without a layout, the rank is 2, 3 or 4.
     """
-    check_tensor("query", query)
-    check_tensor(key_name, key)
-    check_tensor(value_name, value)
+    check_place("query", query)
     dtype, device, rank = query.dtype, query.device, query.dim()
     if dtype not in FLOATING:
         fail(TypeError, "query", "a floating dtype", unfit(query))
@@ -155,10 +144,9 @@ def check_query_key_value(
     elif rank not in (2, 3, 4):
         fail(ValueError, "query", "rank 2, 3 or 4", query.shape)
     for name, x in ((key_name, key), (value_name, value)):
+        check_place(name, x, device)
         if x.dtype != dtype:
             fail(TypeError, name, f"the dtype of query, {dtype}", x.dtype)
-        if x.device != device:
-            fail(ValueError, name, f"the device of query, {device}", x.device)
         if x.dim() != rank:
             fail(ValueError, name, f"rank {rank}, as query has", x.shape)
     sizes, key_sizes, value_sizes = query.shape, key.shape, value.shape
@@ -178,7 +166,6 @@ def check_query_key_value(
 
 
 def _tokens_hint(mask: Tensor, s: Sizes) -> str:
-    """Return advice for a mask that has the shape of a key_mask or query_mask."""
     lengths = {"key_mask": (s.Sk, "keys"), "query_mask": (s.Sq, "queries")}
     hints = [f"a mask of {of} as {name}" for name, (n, of) in lengths.items() if tuple(mask.shape) in ((n,), (s.B, n))]
     return f": pass {', '.join(hints)}" if hints else ""
@@ -211,39 +198,19 @@ def check_heads(name: str, x: Any, device: torch.device, *shapes: tuple[int, ...
     check_shape(name, x, *shapes, why="one for each head of query")
 
 
-def check_window(window: Any) -> None:
-    pair = isinstance(window, tuple | list) and len(window) == 2
-    if not pair or any(side is not None and not is_int(side) for side in window):
-        fail(TypeError, "window", "(left, right), each an int or None", value(window))
-    for side in window:
-        if side is not None and side < 0:
-            fail(ValueError, "window", "sides of 0 or more, or None for unbounded", value(window))
-
-
 def check_number(
-    name: str, x: Any, expected: str, least: float = -LARGEST, most: float = LARGEST, dtype: torch.dtype | None = None
-) -> None:
-    """Raise for a number outside of least .. most, or too large for float32 beside a query of `dtype`."""
+    name: str, x: Any, expected: str, least: float = -LARGEST, most: float = LARGEST, dtype: torch.dtype | None = None,
+    positive: bool = False,
+) -> None:  # fmt: skip
+    """Raise for a number outside of least .. most, or beyond float32 unless the dtype of query is float64."""
     if not is_number(x):
         fail(TypeError, name, "a number", type_name(x))
     # Not math.isfinite: the compiler cannot trace it on a number that varies.
     number = as_python(x)
-    if not least <= number <= most:
+    if not least <= number <= most or (positive and number <= 0):
         fail(ValueError, name, expected, value(x))
     if dtype is not None and dtype != torch.float64 and abs(number) > LARGEST_SINGLE:
         fail(ValueError, name, "a number that float32 can hold", value(x))
-
-
-def check_scale(scale: Any, dtype: torch.dtype | None = None) -> None:
-    check_number("scale", scale, "a finite number", dtype=dtype)
-
-
-def check_softcap(softcap: Any, dtype: torch.dtype | None = None) -> None:
-    check_number("softcap", softcap, "a finite number above 0", least=SMALLEST, dtype=dtype)
-
-
-def check_dropout(dropout_p: Any) -> None:
-    check_number("dropout_p", dropout_p, "a number from 0 to 1", 0, 1)
 
 
 def check_seed(seed: Any, device: torch.device) -> None:
@@ -260,7 +227,7 @@ def check_seed(seed: Any, device: torch.device) -> None:
 
 
 def _number_of(scale: Tensor) -> Any:
-    """Return the number that a tensor of rank 0 holds, any other tensor unchanged."""
+    """Return the number in a tensor of rank 0, or any other tensor unchanged."""
     if irregular(scale) is not None or scale.dim() or scale.dtype == torch.bool or scale.is_complex():
         return scale
     if scale.requires_grad or differentiated((scale,)):
@@ -272,16 +239,15 @@ def _number_of(scale: Tensor) -> Any:
 
 
 def check_options(arguments: Arguments, sizes: Sizes | None = None) -> Arguments:
-    """Return the arguments with scale as a number. Raise for the first option that is wrong.
+    """Check the options, and return the arguments with scale as a number.
 
-    Without sizes (a module's options) only scale may be a tensor.
+    sizes: None for options of a module, which hold no tensors except scale.
     """
     a, s = arguments, sizes
     if s is not None:
-        checks = dict(mask=check_pairs, bias=check_pairs, key_mask=check_tokens, query_mask=check_tokens)
-        for name, check in checks.items():
+        for name in ("mask", "bias", "key_mask", "query_mask"):
             if (x := getattr(a, name)) is not None:
-                check(name, x, s)
+                (check_pairs if name in ("mask", "bias") else check_tokens)(name, x, s)
         if a.alibi_slopes is not None:
             check_heads("alibi_slopes", a.alibi_slopes, s.device, (s.Hq,), (s.B, s.Hq))
         if a.sinks is not None:
@@ -291,26 +257,26 @@ def check_options(arguments: Arguments, sizes: Sizes | None = None) -> Arguments
     if not isinstance(a.causal, bool):
         fail(TypeError, "causal", "a bool", value(a.causal))
     if a.window is not None:
-        check_window(a.window)
-    if not isinstance(a.align, str) or a.align not in ALIGNMENTS:
+        pair = isinstance(a.window, tuple | list) and len(a.window) == 2
+        if not pair or any(side is not None and not is_int(side) for side in a.window):
+            fail(TypeError, "window", "(left, right), each an int or None", value(a.window))
+        if any(side is not None and side < 0 for side in a.window):
+            fail(ValueError, "window", "sides of 0 or more, or None for unbounded", value(a.window))
+    if not isinstance(a.align, str) or a.align not in ("bottom_right", "top_left"):
         fail(ValueError, "align", "'bottom_right' or 'top_left'", value(a.align))
     dtype = None if s is None else s.dtype
+    if isinstance(a.scale, Tensor):
+        a = a._replace(scale=_number_of(a.scale))
     if a.scale is not None:
-        if isinstance(a.scale, Tensor):
-            a = a._replace(scale=_number_of(a.scale))
-        check_scale(a.scale, dtype)
+        check_number("scale", a.scale, "a finite number", dtype=dtype)
     if a.softcap is not None:
-        check_softcap(a.softcap, dtype)
-    check_dropout(a.dropout_p)
+        check_number("softcap", a.softcap, "a finite number above 0", dtype=dtype, positive=True)
+    check_number("dropout_p", a.dropout_p, "a number from 0 to 1", 0, 1)
     return a
 
 
 def checked(arguments: Arguments, named: bool = False) -> Call:
-    """Apply autocast and a plan, check the arguments, and return their Call. named: the caller named a backend.
-
-    Raises:
-        ValueError, TypeError: for the first argument that is wrong, before anything is computed.
-    """
+    """Apply autocast and a plan, check the arguments, and return their Call. named: the caller named the backend."""
     arguments, block_mask = autocast(arguments), None
     if isinstance(arguments.mask, Plan):
         plan = arguments.mask

@@ -1,4 +1,4 @@
-"""Parses the command line `fusedattn` and runs a command. Each command is a module, imported on use."""
+"""The command line `fusedattn`. Each command is a module, imported when it runs."""
 
 import argparse
 import contextlib
@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from .. import __version__
-from .output import Problem
+from .output import Output, Problem
 
 SIZES = "B,Hq,Hkv,Sq,Sk,D"
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 class _Parser(argparse.ArgumentParser):
-    """Prints errors in one line, with a hint at --help."""
+    """Parser whose errors are one line, with a hint at --help."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
@@ -30,8 +30,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"fusedattn {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
-    def command(name, summary, description):
-        added = commands.add_parser(name, help=summary, description=description)
+    def command(name, description):
+        """Add a command. The first sentence of its description is its help."""
+        added = commands.add_parser(name, help=description.partition(". ")[0], description=description)
         added.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
         return added
 
@@ -40,16 +41,14 @@ def _parser() -> argparse.ArgumentParser:
 
     command(
         "info",
-        "versions, GPUs, and the backend of each kind of call",
-        "Print versions, GPUs and CPU cores, and for each device and dtype the backend that takes a call, with the "
-        "reasons why the others do not.",
+        "Show versions, GPUs, and the backend of each kind of call. For each device and dtype it prints which backend "
+        "takes a call, and why the others do not.",
     )
     check = command(
         "check",
-        "compare every backend of this machine with float64",
-        "Compute named cases with every backend that runs here, on the GPU or otherwise in Triton's interpreter. "
-        "Outputs, lse and gradients may differ from float64 by at most twice the error of eager PyTorch. Exit status 1 "
-        "if a result is wrong, or if nothing ran.",
+        "Compare every backend of this machine with float64. Named cases run on every backend, on the GPU or otherwise "
+        "in Triton's interpreter. Outputs, lse and gradients may have at most twice the error of eager PyTorch against "
+        "float64. Exit status 1 if a result is wrong, or if nothing ran.",
     )
     option(check, "backend", "only this backend", metavar="NAME")
     option(check, "dtype", "only this dtype", choices=DTYPES)
@@ -57,9 +56,9 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--device", choices=("cpu", "cuda"), help="only on this device")
     bench = command(
         "bench",
-        "time attention against its peers, and check the results",
-        "Time fusedattn, PyTorch's attention and the plain formula on the GPU, or otherwise on the CPU. Print speeds, "
-        "ratios, and errors against float64. Exit status 1 if a result of fusedattn is wrong.",
+        "Time attention against its peers, and check the results. The peers are PyTorch's attention and the plain "
+        "formula, on the GPU or otherwise on the CPU. It prints speeds, ratios, and errors against float64. Exit "
+        "status 1 if a result of fusedattn is wrong.",
     )
     bench.add_argument(
         "questions", nargs="*", metavar="QUESTION", help="forward, backward, options, packed, decode or module, in full"
@@ -81,20 +80,18 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--plot", nargs="?", const="bench.png", metavar="PNG", help="draw speeds (bench.png)")
     tune = command(
         "tune",
-        "time the kernels' tile sizes on this GPU, and use the fastest",
-        "Check each tile size of the kernels against float64 on this GPU, time those that pass, print a table, and "
-        "write a file to the user's cache folder, replacing an earlier one. Later calls with the same GPU, driver, "
-        "torch, Triton and fusedattn use the fastest that passed.",
+        "Time the kernels' tile sizes on this GPU, and use the fastest. Each tile size is checked against float64 and "
+        "timed if it passes. A table is printed, and a file written to the user's cache folder, replacing an earlier "
+        "one. Later calls with the same GPU, driver, torch, Triton and fusedattn use the fastest that passed.",
     )
     option(tune, "shape", "this size", metavar=SIZES, type=_sizes)
     option(tune, "dtype", "bfloat16, or these", choices=DTYPES[:3])
     warmup = command(
         "warmup",
-        "compile the kernels of given shapes ahead of time",
-        "Compile the forward and backward kernels for given shapes on this GPU, in parallel, so that the first "
-        "call of a program does not wait for them. Triton keeps them on disk. They serve any batch and length with the "
-        "same head_dim, dtype and Hq / Hkv. Hopper's kernels also need the same Hq and depend on the length: name the "
-        "shortest and the longest. Exit status 1 if one fails to compile.",
+        "Compile the kernels of given shapes ahead of time. Forward and backward kernels are compiled for this GPU, in "
+        "parallel, so that the first call of a program does not wait for them. Triton keeps them on disk. They serve "
+        "any batch and length with the same head_dim, dtype and Hq / Hkv. Hopper's kernels also need the same Hq, and "
+        "depend on the length: name the shortest and the longest. Exit status 1 if one fails to compile.",
     )
     option(warmup, "shape", "of a call", metavar=SIZES, type=_sizes, required=True)
     option(warmup, "dtype", "bfloat16, or these", choices=DTYPES[:3])
@@ -122,31 +119,26 @@ def _positive(text: str) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status.
 
-    It is 0, 1 if a check failed, 2 if the command could not run, 130 after an interrupt, 141 after a broken pipe.
+    0: success. 1: a check failed. 2: the command could not run. 130: interrupted. 141: the reader closed the pipe.
     """
     command = "fusedattn"
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal may lack characters
+        sys.stdout.reconfigure(errors="replace")  # for terminals that cannot show all characters
     try:
         options = _parser().parse_args(arguments)
         command += f" {options.command}"
-        status: int = importlib.import_module(f".{options.command}", __package__).run(options)
+        module = importlib.import_module(f".{options.command}", __package__)
+        status: int = module.run(options, Output(options.json))
         print(end="", flush=True)
         return status
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader has closed the pipe
-        _drop_output()
-        return 141
     except Problem as problem:
         print(f"{command}: {problem}", file=sys.stderr)
-    except OSError as error:  # a full disk
-        _drop_output()
+    except OSError as error:  # a closed pipe, or a full disk
+        with contextlib.suppress(OSError):  # keeps Python from writing the rest at exit, which would raise again
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            return 141
         print(f"{command}: {error}", file=sys.stderr)
     return 2
-
-
-def _drop_output() -> None:
-    """Keep Python from writing the rest at exit, which would fail again."""
-    with contextlib.suppress(OSError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,9 +1,7 @@
-"""fusedattn bench: times attention against its peers on this machine, and checks every result."""
+"""fusedattn bench: times attention against its peers, and checks the results."""
 
-import contextlib
 import importlib.util
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -22,19 +20,17 @@ USUAL = {
     "cuda": ("fusedattn", "sdpa", "sdpa:cudnn", "sdpa:flash", "sdpa:efficient", "naive"),
     "cpu": ("fusedattn", "sdpa", "naive", "sdpa:math"),
 }
-Work = tuple[list[Case], list[str], list[str]]  # cases, providers, modes
 
 
-def run(arguments) -> int:
-    output, began = Output(arguments.json), time.monotonic()
-    device, path, picture = arguments.device, arguments.csv, arguments.plot
-    machine.check_device(device)
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+def run(arguments, output: Output) -> int:
+    began, path, picture = time.monotonic(), arguments.csv, arguments.plot
+    machine.check_device(arguments.device)
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     work = choose(arguments, device)
     if picture is not None:
         if importlib.util.find_spec("matplotlib") is None:
             raise Problem("plot: needs matplotlib: pip install 'fusedattn[bench]'")
-        if Path(picture).suffix.lower() != ".png":  # a slip would overwrite another file
+        if Path(picture).suffix.lower() != ".png":  # so that a mistyped name overwrites no other file
             raise Problem(f"plot: expected a name that ends in .png, got {picture}")
         if Path(picture).is_dir() or not Path(picture).resolve().parent.is_dir():
             raise Problem(f"plot: there is no folder {Path(picture).resolve().parent}, or {picture} is a folder")
@@ -56,21 +52,21 @@ def run(arguments) -> int:
                     written.append(row)
                     whys.append(why)
                     if path is not None:
-                        with writing("csv", path):
-                            rows.append(path, row)
+                        rows.append(path, row)
                     advance(f"{row.provider} {row.mode}, {row.case.name}")
                     if measure.broke(row.status):
                         raise Problem(f"the GPU stopped working: {report.reason(row)}")
-    except (KeyboardInterrupt, Problem) as error:  # shows the rows so far
+    except (KeyboardInterrupt, Problem) as error:  # the rows so far are shown
         ended = error
+    except OSError as error:  # a full disk
+        ended = Problem(f"csv: cannot write {path}: {error.strerror or error}")
 
     for line in report.lines(written, whys):
         output.say(line)
     for text in report.over_promise(written) if device == "cpu" else ():
         output.say(f"slower than promised on a CPU: {text}")
     if picture and plot.drawable(written):
-        with writing("plot", picture):
-            plot.figure(written).savefig(picture, format="png")
+        plot.figure(written).savefig(picture, format="png")
         output.say(f"Plot: {picture}")
     elif picture:
         output.say("No plot: nothing was measured.")
@@ -91,17 +87,8 @@ def run(arguments) -> int:
     return 0 if ok else 1
 
 
-@contextlib.contextmanager
-def writing(option: str, path: str) -> Iterator[None]:
-    """Turn an OSError, such as a full disk, into a Problem that names the file."""
-    try:
-        yield
-    except OSError as error:
-        raise Problem(f"{option}: cannot write {path}: {error.strerror or error}") from error
-
-
-def choose(arguments, device: str) -> list[Work]:
-    """Return the cases, providers and modes that the options ask for."""
+def choose(arguments, device: str) -> list[tuple[list[Case], list[str], list[str]]]:
+    """Return lists of (cases, providers, modes) for the options."""
     names = _list("providers", arguments.providers, [*PROVIDERS, *MODULES[1:]])
     asked, preset = _list("mode", arguments.mode, [*measure.MODES, "graph"]), arguments.preset or "quick"
     questions = _list("question", arguments.questions, [*QUESTIONS]) or PRESETS[preset]
@@ -132,7 +119,6 @@ def choose(arguments, device: str) -> list[Work]:
 
 
 def _list(option, texts, known):
-    """Return the names in comma lists, each once."""
     named = list(dict.fromkeys(name.strip() for text in texts or () for name in text.split(",")))
     check_names(option, named, known)
     return named

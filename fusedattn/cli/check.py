@@ -13,11 +13,11 @@ from . import DTYPES, machine
 from .output import Output, check_names
 
 
-def run(arguments) -> int:
-    output, began = Output(arguments.json), time.monotonic()
+def run(arguments, output: Output) -> int:
+    began = time.monotonic()
     machine.check_device(arguments.device)
     here = machine.device()  # makes Triton interpret kernels if there is no GPU
-    devices = [arguments.device] if arguments.device else list(dict.fromkeys((here, "cpu")))
+    devices = [arguments.device] if arguments.device else dict.fromkeys((here, "cpu"))
     check_names("case", arguments.case or [], [case.name for case in CASES])
     check_names("backend", arguments.backend or [], BACKENDS)
     cases = [case for case in CASES if not arguments.case or case.name in arguments.case]
@@ -47,10 +47,14 @@ def run(arguments) -> int:
             name = torch.cuda.get_device_name() if part["device"] == "cuda" else "cpu (interpreted)"
             where = part["device"] if part["backend"] in ("cpu", "naive") else name
             title = f"{part['backend']} on {where}, {part['dtype']}"
-            output.table(title, ["", "", "largest error / that of eager PyTorch, against float64"], table)
+            output.table(title, ["", "", "largest error / largest error of eager PyTorch, against float64"], table)
 
-    for line in _left_out(left_out):
-        output.say(line)
+    alike: dict[tuple, list[str]] = {}  # dtypes that a backend leaves out for the same reasons
+    for one in left_out:
+        where = f"{one['backend']} on {one['device']}" + (f", {one['case']}" if "case" in one else "")
+        alike.setdefault((where, "; ".join(one["reasons"])), []).append(one["dtype"])
+    for (where, why), dtypes in alike.items():
+        output.say(f"left out: {where}, {', '.join(dtypes)}: {why}")
     wrong = [one for one in results if not one["ok"]]
     for one in wrong:
         where = f"{one['backend']} on {one['device']} in {one['dtype']}, {one['case']}, {one['result']}"
@@ -63,7 +67,7 @@ def run(arguments) -> int:
 
 
 def _check(case: Case, backend: str, device: str, dtype: str) -> tuple[dict[str, Verdict], str]:
-    """Return ({result: verdict}, ""), or ({}, why) if the backend refuses the case."""
+    """Return ({result: verdict}, ""), or ({}, reason) if the backend does not take the case."""
     try:
         verdicts = compare(case.grown() if device == "cuda" else case, backend, device, getattr(torch, dtype))
     except NotImplementedError as refused:
@@ -72,15 +76,3 @@ def _check(case: Case, backend: str, device: str, dtype: str) -> tuple[dict[str,
         nan, why = float("nan"), f"{type(raised).__name__}: {raised}"
         verdicts = {"out": Verdict(False, nan, nan, nan, nan, nan, why)}
     return {RESULTS[name]: verdict for name, verdict in verdicts.items()}, ""
-
-
-def _left_out(parts):
-    """Return a line for all dtypes that a backend leaves out for the same reasons."""
-    alike: dict[tuple, dict[str, None]] = {}
-    for part in parts:
-        cases = f", {part['case']}" if "case" in part else ""
-        alike.setdefault((part["backend"], part["device"], cases, "; ".join(part["reasons"])), {})[part["dtype"]] = None
-    return [
-        f"left out: {backend} on {device}{cases}, {', '.join(of)}: {why}"
-        for (backend, device, cases, why), of in alike.items()
-    ]

@@ -7,11 +7,18 @@ from . import DTYPES, machine
 from .output import Output
 
 
-def run(arguments) -> int:
-    output = Output(arguments.json)
-    versions, gpus, cores, answers = rows.versions(), machine.gpus(), machine.cores(), []
+def run(arguments, output: Output) -> int:
+    versions, cores, answers = rows.versions(), machine.cores(), []
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = [
+        dict(
+            name=gpu.name, capability=f"{gpu.major}.{gpu.minor}",
+            gib=round(gpu.total_memory / 2**30, 1), multiprocessors=gpu.multi_processor_count,
+        )
+        for gpu in map(torch.cuda.get_device_properties, range(count))
+    ]  # fmt: skip
     alike: dict[tuple, list[str]] = {}  # dtypes that share an answer
-    for device in (*(f"cuda:{index}" for index in range(len(gpus))), "cpu"):
+    for device in (*(f"cuda:{index}" for index in range(count)), "cpu"):
         for dtype in DTYPES:
             answer = machine.explained(device, dtype)
             answers.append(dict(device=device, dtype=dtype, takes=answer.backend, reasons=answer.reasons))

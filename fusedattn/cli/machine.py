@@ -1,4 +1,4 @@
-"""GPUs and cores of this machine, and the device that kernels run on."""
+"""The cores of this machine, and the device that kernels run on."""
 
 import os
 import sys
@@ -10,10 +10,7 @@ from .output import Problem
 
 
 def device() -> str:
-    """Return "cuda" if kernels run on a GPU, otherwise "cpu".
-
-    Without a GPU it makes Triton interpret kernels, unless Triton is already imported.
-    """
+    """Return the device of kernels, "cuda" or "cpu". On a CPU, make Triton interpret them if it is not yet imported."""
     interpreted = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
     if torch.cuda.is_available() and not interpreted:
         return "cuda"
@@ -29,28 +26,15 @@ def check_device(name: str | None) -> None:
 
 
 def need_gpu(why: str) -> None:
-    """Raise a Problem if kernels do not run on a GPU."""
     if not torch.cuda.is_available():
         raise Problem(f"it {why} an NVIDIA GPU, but torch finds none")
     if device() != "cuda":
-        raise Problem(f"it {why} an NVIDIA GPU, but TRITON_INTERPRET makes kernels run on the CPU; unset it")
+        raise Problem(f"it {why} an NVIDIA GPU, but TRITON_INTERPRET makes kernels run on the CPU: unset it")
 
 
 def explained(device: str, dtype: str, backend: str | None = None) -> Explanation:
-    """Explain a small call."""
     small = (torch.zeros(1, 1, 16, 64, device=device, dtype=getattr(torch, dtype)),) * 3
     return explain(*small, backend=backend)
-
-
-def gpus() -> list[dict]:
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return [
-        dict(
-            name=gpu.name, capability=f"{gpu.major}.{gpu.minor}",
-            gib=round(gpu.total_memory / 2**30, 1), multiprocessors=gpu.multi_processor_count,
-        )
-        for gpu in map(torch.cuda.get_device_properties, range(count))
-    ]  # fmt: skip
 
 
 def cores() -> int:

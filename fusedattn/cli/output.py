@@ -14,7 +14,6 @@ class Problem(Exception):
 
 
 def check_names(option: str, names: Sequence[str], known: Collection[str]) -> None:
-    """Raise a Problem for the first unknown name, with the nearest known one."""
     for name in names:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1, 0.7)
@@ -23,12 +22,12 @@ def check_names(option: str, names: Sequence[str], known: Collection[str]) -> No
 
 
 class Output:
-    """Output of one command. With `only_json`, only `finish` prints."""
+    """Prints text and tables, or with `only_json` one JSON object."""
 
     def __init__(self, only_json: bool):
         self.only_json = only_json
 
-    def say(self, text: str = "") -> None:
+    def say(self, text: str) -> None:
         if not self.only_json:
             print(text)
 

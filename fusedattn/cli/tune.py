@@ -17,8 +17,8 @@ from ..launch.tuned import Row
 from . import machine
 from .output import Output, Problem
 
-OPTIONS = {"plain": "", "masked": "documents=8", "rich": "dropout=0.1"}  # {load: options of its cases}
-# Results that a kernel is checked and timed by; those not named, by all three gradients.
+OPTIONS = {"plain": "", "masked": "documents=8", "rich": "dropout=0.1"}  # {register pressure: options of its cases}
+# Results by which a kernel is checked and timed. All other kernels are checked and timed by all three gradients.
 RESULTS = {"forward": ("out", "lse"), "hopper": ("out", "lse"), "dq": ("query",), "dkdv": ("key", "value")}
 GRADIENTS = "query", "key", "value"
 REPEATABLE = ("dq", "dkdv", "two_passes", *tile_table.REPEATABLE)  # deterministic kernels
@@ -27,8 +27,7 @@ BUDGET_MS, REPEATS = 60.0, 5
 truth = functools.lru_cache(maxsize=2)(lambda case, device: timer.truth(case, case.draw(device)))
 
 
-def run(arguments) -> int:
-    output = Output(arguments.json)
+def run(arguments, output: Output) -> int:
     machine.need_gpu("checks and times kernels on")
     device = torch.device("cuda", torch.cuda.current_device())
     about, rows = tuned.about(device), dict[tuple, Row]()
@@ -65,7 +64,7 @@ def named(form) -> str:
 
 
 def measure(rows: dict, case: Case, load: str, device, capability: int | None) -> None:
-    """Check and time all forms of each kernel on full and causal calls of a size; rows: {(place, form): Row} so far."""
+    """Check and time each form of each kernel on a case, full and causal, and add it to rows, {(place, form): Row}."""
     width = tile_table.row_width(max(case.D, case.Dv))
     for kernel in tile_table.MEASURED:
         for form in tile_table.candidates(kernel, capability, getattr(torch, case.dtype).itemsize, width, load):
@@ -87,7 +86,7 @@ def measure(rows: dict, case: Case, load: str, device, capability: int | None) -
 
 @contextlib.contextmanager
 def taking(row: Row, rows, capability: int | None):
-    """Make calls take the form of a row, and the best forms so far of other kernels."""
+    """Make calls use the form of a row, and the best forms so far of other kernels."""
     itemsize = getattr(torch, row.dtype).itemsize
     forms = tile_table.candidates(row.kernel, capability, itemsize, row.width, row.pressure)
     others = [row._replace(form=x, ms={}, why="another is measured") for x in forms if x != row.form]
@@ -103,7 +102,7 @@ def taking(row: Row, rows, capability: int | None):
 
 
 def measured(row: Row, case: Case, device) -> Row:
-    """Return a row with its time for a case or its error; unchanged if the call does not take the form."""
+    """Return the row with its time for a case, or with its error; unchanged if the call does not use its form."""
     small = case._replace(Sq=min(case.Sq, CHECKED), Sk=min(case.Sk, CHECKED))
     check, step = step_of(row, small, device), step_of(row, case, device)
     if check is None or step is None:
@@ -123,7 +122,7 @@ def milliseconds(step, device) -> float:
 
 
 def step_of(row: Row, case: Case, device):
-    """Return a function that computes RESULTS of a case, or None if the call does not take the form of a row."""
+    """Return a function that computes RESULTS of a case, or None if the call does not use the form of a row."""
     names, tensors = RESULTS.get(row.kernel, GRADIENTS), case.draw(device)
     inputs = {x: getattr(tensors, x).requires_grad_(x in names or names[0] == "out") for x in GRADIENTS}
     call = case.arguments(tensors.masks) | inputs

@@ -19,66 +19,46 @@ PASSES = ("backward", "training", "inference")  # the slowest first; training is
 
 
 class Compiled(NamedTuple):
-    """Number of kernels compiled for a pass of a case, seconds, and why it failed, or ""."""
+    """A pass of a case, the number of its kernels, and the error if one failed to compile."""
 
     case: Case
-    what: str
+    what: str  # one of PASSES
     kernels: int
     seconds: float
     why: str
 
 
-class _Counting:
-    """Stands in for a Recorder: launches are compiled and counted, not run."""
-
-    def __init__(self, device: torch.device):
-        self.device, self.kernels = device, 0
-
-    def add(self, *launch) -> None:
-        self.kernels += 1
-
-    def position(self) -> int:
-        return self.kernels
-
-    def back(self, position: int) -> None:
-        self.kernels = position
-
-
 def compile_pass(case: Case, what: str, device: torch.device) -> Compiled:
-    """Compile the kernels of one of PASSES for a case, without launching them or allocating memory."""
+    """Compile the kernels of one of PASSES for a case, without launching them."""
+    from ..dispatch.recording import Recorder
     from ..launch import forward, hopper, run
     from ..launch.backward import launch_backward
     from ..operators import attention, backward
 
-    def tensor(*sizes):
-        return torch.empty(sizes, dtype=getattr(torch, case.dtype), device="meta")
-
-    began, counting = time.monotonic(), _Counting(device)
+    began, why, recorder = time.monotonic(), "", Recorder(device, ())
     try:
         if max(case.D, case.Dv) > 256:
             raise NotImplementedError(f"expected D of at most 256, got {max(case.D, case.Dv)}")
         keys = case.B, case.Hkv, case.Sk
-        arguments = Arguments(tensor(case.B, case.Hq, case.Sq, case.D), tensor(*keys, case.D), tensor(*keys, case.Dv))
-        call = checked(arguments._replace(causal=case.causal))
-        with run.surroundings(device), run.recording(counting):
+        sizes = (case.B, case.Hq, case.Sq, case.D), (*keys, case.D), (*keys, case.Dv)
+        query, key, value = (torch.empty(size, dtype=getattr(torch, case.dtype), device="meta") for size in sizes)
+        call = checked(Arguments(query, key, value, causal=case.causal))
+        with recorder:
             out, _, weights, stats = attention.new_forward(*call, False, False, what != "inference", "triton")
             if what == "backward":
-                need = [x is not None for x in inputs(call)]
-                grads = backward.new_backward(out, None, None, out, weights, stats, *call, "triton", need)
-                launch_backward(
-                    [x if x.numel() else None for x in grads], out, None, None, out, weights, stats, call, "triton"
-                )
+                saved, need = (out, weights, stats), [x is not None for x in inputs(call)]
+                grads = backward.new_backward(out, None, None, *saved, *call, "triton", need)
+                grads = [x if x.numel() else None for x in grads]
+                launch_backward(grads, out, None, None, *saved, call, "triton")
             else:
                 on_hopper = run.is_default("hopper", call, device) and not hopper.reasons(call)
                 forward.launch_forward(out, None, None, stats if stats.numel() else None, call, on_hopper)
-        why = ""
     except Exception as error:  # a compiler may raise anything; the command reports it
         why = f"{type(error).__name__}: {error}".partition("\n")[0][:300]
-    return Compiled(case, what, counting.kernels, time.monotonic() - began, why)
+    return Compiled(case, what, len(recorder.steps), time.monotonic() - began, why)
 
 
-def run(arguments) -> int:
-    output = Output(arguments.json)
+def run(arguments, output: Output) -> int:
     machine.need_gpu("compiles kernels for")
     device = torch.device("cuda", torch.cuda.current_device())
     bands = (False, True) if arguments.causal is None else (arguments.causal,)

@@ -9,6 +9,7 @@ from ..call.overrides import overridable
 from ..call.padding import longest
 from ..call.rules import FLOATING, check_place, check_shape, check_strided, fail
 from ..layers.attention import check_sizes
+from ._flash import check_range
 
 
 @overridable
@@ -23,9 +24,6 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
     return values.new_zeros(first_axis_dim, *values.shape[1:]).index_put((indices,), values)
 
 
-_MASK_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, *FLOATING)
-
-
 @overridable
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
@@ -34,11 +32,11 @@ def unpad_input(
 
     Args:
         attention_mask: bool or int (B, S), 1 for real rows.
-        unused_mask: the same, 1 for rows that are kept though they are not real.
+        unused_mask: bool or int (B, S), 1 for further rows to keep.
 
     Returns:
-        (rows (T, ...), their indices (T,) in the B * S of the batch, cu_seqlens int32 (B + 1,), the longest length, the
-        numbers of real rows, int32 (B,)). On a GPU the host waits for the counts.
+        (rows (T, ...), their indices (T,) in the B * S rows of the batch, cu_seqlens int32 (B + 1,), the longest
+        length, the number of real rows of each sequence, int32 (B,)). On a GPU the host waits for the counts.
     """
     check_strided(hidden_states=hidden_states)
     if hidden_states.dim() < 2:
@@ -46,8 +44,8 @@ def unpad_input(
     masks = dict(attention_mask=attention_mask) | ({} if unused_mask is None else dict(unused_mask=unused_mask))
     for name, mask in masks.items():
         check_place(name, mask, hidden_states.device, "hidden_states")
-        if mask.dtype not in _MASK_DTYPES:
-            fail(TypeError, name, "a tensor of bool or integers", mask.dtype)
+        if mask.dtype not in (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, *FLOATING):
+            fail(TypeError, name, "a tensor of bool, integers or floating numbers", mask.dtype)
         check_shape(name, mask, tuple(hidden_states.shape[:2]), why="as hidden_states has")
     packed = attention_mask if unused_mask is None else attention_mask + unused_mask
     indices = packed.flatten().nonzero().flatten()
@@ -64,11 +62,9 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
     check_sizes(**{name: x for name, x in dict(batch=batch, seqlen=seqlen).items() if not (is_int(x) and x == 0)})
     if indices.dtype not in (torch.int32, torch.int64):
         fail(TypeError, "indices", "int32 or int64", indices.dtype)
-    if hidden_states.dim() < 1 or indices.shape != hidden_states.shape[:1]:
-        expected = f"shape {tuple(hidden_states.shape[:1])}, one for each row of hidden_states"
-        fail(ValueError, "indices", expected, indices.shape)
+    check_shape("indices", indices, tuple(hidden_states.shape[:1]), why="one for each row of hidden_states")
     check_place("indices", indices, hidden_states.device, "hidden_states")
-    if is_known(indices) and len(outside := indices[(indices < 0) | (indices >= batch * seqlen)]):
-        fail(ValueError, "indices", f"numbers from 0 to less than {batch * seqlen}", int(outside[0]))
+    if is_known(indices):
+        check_range("indices", indices, "numbers", batch * seqlen - 1)
     padded: Tensor = index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))
     return padded

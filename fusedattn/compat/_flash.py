@@ -1,6 +1,7 @@
 """Translates calls of flash-attn's functions: layouts, options, and the names of arguments in errors."""
 
 import contextlib
+import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,9 +14,11 @@ from ..call import decode
 from ..call.decode import CacheArguments
 from ..call.numbers import as_python, is_int, is_number
 from ..call.options import Arguments, autocast_dtype, autocasting, is_known, override
+from ..call.padding import longest, padding
 from ..call.rules import check_flags, check_place, check_rank, check_strided, fail, type_name
 from ..naive.decode import rotated
 
+_PACKED = "query", "key", "value", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
 # An error names an argument at its beginning or after one of these words.
 _NAMED = re.compile(r"(^|\b(?:of|as in|as|in|with|for|because|multiply) )(\w+)")
 _SHAPE = re.compile(r"\((\w+), (\w+), (\w+), (\w+)\)")
@@ -50,11 +53,12 @@ def unpacked(name: str, x: Tensor, layout: str) -> tuple[Tensor, ...]:
 
 
 def scores(softmax_scale: Any, causal: Any, window_size: Any, softcap: Any, alibi_slopes: Any) -> dict[str, Any]:
-    """Return the options of the scores as `attention` takes them."""
-    if isinstance(window_size, Tensor):
-        check_strided(window_size=window_size)
-    is_array = type(window_size).__module__ == "numpy" or isinstance(window_size, Tensor) and not window_size.is_meta
-    sides = window_size.tolist() if is_array else window_size
+    """Return flash-attn's options as `attention` takes them."""
+    sides = window_size
+    if isinstance(sides, Tensor):
+        check_strided(window_size=sides)
+    if type(sides).__module__ == "numpy" or isinstance(sides, Tensor) and not sides.is_meta:
+        sides = sides.tolist()
     sides = tuple(map(as_python, sides)) if isinstance(sides, tuple | list) else ()
     if len(sides) != 2 or not all(map(is_int, sides)):
         fail(TypeError, "window_size", "(left, right), each an int (-1 for unbounded)", repr(window_size))
@@ -72,36 +76,28 @@ def without_autocast_of_half(q: Any) -> contextlib.AbstractContextManager[Any]:
     return torch.autocast(q.device.type, enabled=False) if half and autocasting(q) else contextlib.nullcontext()
 
 
-def _attend(
-    function: Callable[..., Any], names: Mapping[str, str], tensors: Sequence[Any], options: Sequence[Any], **more: Any
-) -> Tensor | tuple[Tensor, ...]:
-    """Return the output, or with return_attn_probs (output, log-sum-exp, an empty tensor)."""
+def attend(names: Sequence[str], options: Sequence[Any], q: Any, k: Any, v: Any, *lengths: Any) -> Tensor | Any:
+    """Compute `attention` of q, k and v (B, S, H, D), or `attention_varlen` of packed tensors (T, H, D).
+
+    names: the caller's, for q, k, v and, if they differ from ours, for the lengths. options: those of
+    `flash_attn_func`, in its order. lengths: cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, or none.
+    """
     dropout_p, *of_scores, deterministic, return_attn_probs = options
     check_flags(deterministic=deterministic, return_attn_probs=return_attn_probs)
-    more |= dict(scores(*of_scores), dropout_p=as_python(dropout_p), return_lse=return_attn_probs)
-    with override(deterministic=deterministic), without_autocast_of_half(tensors[0]):
-        results = ask(names, function, *tensors, **more)
+    keywords = dict(scores(*of_scores), dropout_p=as_python(dropout_p), return_lse=return_attn_probs)
+    translate = functools.partial(ask, dict(zip(_PACKED, names, strict=False)))
+    with override(deterministic=deterministic), without_autocast_of_half(q):
+        if lengths:
+            *offsets, max_q, max_k = (x.item() if isinstance(x, Tensor) and x.dim() == 0 else x for x in lengths)
+            keywords |= dict(max_seqlen_q=as_python(max_q), max_seqlen_k=as_python(max_k))
+            results = translate(attention_varlen, q, k, v, *offsets, **keywords)
+        else:
+            for name, x in zip(names, (q, k, v), strict=True):
+                check_tensor(name, x, "(B, S, H, D)")
+            results = translate(attention, *(x.transpose(1, 2) for x in (q, k, v)), **keywords)
     out = results[0] if return_attn_probs else results
-    out = (out.transpose(1, 2) if function is attention else out).contiguous()
-    return (out, results[1], tensors[0].new_empty(0)) if return_attn_probs else out
-
-
-def attend(names: Sequence[str], tensors: Sequence[Any], options: Sequence[Any]) -> Tensor | Any:
-    """Compute `attention` of q, k and v (B, S, H, D); names are the caller's names for them."""
-    for name, x in zip(names, tensors, strict=True):
-        check_tensor(name, x, "(B, S, H, D)")
-    by_head = [x.transpose(1, 2) for x in tensors]
-    return _attend(attention, dict(zip(("query", "key", "value"), names, strict=True)), by_head, options)
-
-
-def attend_varlen(
-    names: Mapping[str, str], tensors: Sequence[Any], max_seqlen_q: Any, max_seqlen_k: Any, options: Sequence[Any]
-) -> Tensor | Any:
-    """Compute `attention_varlen`; names are {its argument: the caller's}."""
-    longest = dict(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
-    for name, x in longest.items():  # some callers pass a tensor
-        longest[name] = x.item() if isinstance(x, Tensor) and x.dim() == 0 else as_python(x)
-    return _attend(attention_varlen, names, tensors, options, **longest)
+    out = (out if lengths else out.transpose(1, 2)).contiguous()
+    return (out, results[1], q.new_empty(0)) if return_attn_probs else out
 
 
 def check_int32(name: str, x: Any, layout: str, of: str, device: torch.device) -> None:
@@ -117,53 +113,39 @@ def check_range(name: str, x: Tensor, what: str, most: int) -> None:
         fail(ValueError, name, f"{what} from 0 to {most}", int(wrong[0]))
 
 
-def check_pages(k: Any, v: Any, cu_seqlens_k: Any, block_table: Any) -> None:
-    """Check keys in pages (pages, page, Hkv, D) and their block_table; values on a GPU are not read."""
+def gather_pages(
+    k: Tensor, v: Tensor, cu_seqlens_k: Tensor, max_seqlen_k: Any, block_table: Tensor
+) -> tuple[Tensor, ...]:
+    """Return packed keys and values (Tk, Hkv, D) from pages (pages, page, Hkv, D), which get gradients.
+
+    Values on a GPU are not read: Tk is then an upper bound of the sum of the lengths, the last rows are 0, and a wrong
+    offset or page reads another row of k and v, never memory outside them.
+    """
     for name, x in (("k", k), ("v", v)):
         check_tensor(name, x, "(pages, page, Hkv, D)")
     check_int32("cu_seqlens_k", cu_seqlens_k, "(B + 1,)", "k", k.device)
     check_int32("block_table", block_table, "(B, n)", "k", k.device)
+    (pages, page), count = k.shape[:2], cu_seqlens_k.shape[0] - 1
     if v.shape[:2] != k.shape[:2]:
         fail(ValueError, "v", f"{k.shape[0]} pages of {k.shape[1]} keys, as k has", v.shape)
     check_place("v", v, k.device, "k")
-    if block_table.shape[0] != cu_seqlens_k.shape[0] - 1:
-        expected = f"{cu_seqlens_k.shape[0] - 1} rows, one for each sequence"
-        fail(ValueError, "block_table", expected, block_table.shape)
-    if not is_known(cu_seqlens_k):
-        return
-    lengths = cu_seqlens_k.diff()
-    if cu_seqlens_k[0] != 0 or (lengths < 0).any():
-        fail(ValueError, "cu_seqlens_k", "offsets that begin at 0 and do not decrease", cu_seqlens_k.tolist())
-    capacity = block_table.shape[1] * k.shape[1]
-    if (lengths > capacity).any():
-        expected = f"sequences of at most {capacity} keys, as block_table has pages for"
-        fail(ValueError, "cu_seqlens_k", expected, int(lengths.max()))
-    if is_known(block_table):
-        starts = torch.arange(block_table.shape[1]) * k.shape[1]
-        check_range("block_table", block_table[starts < lengths[:, None]], "pages", k.shape[0] - 1)
-
-
-def gather_pages(
-    k: Tensor, v: Tensor, cu_seqlens_k: Tensor, max_seqlen_k: Any, block_table: Tensor
-) -> tuple[Tensor, ...]:
-    """Return packed keys and values (Tk, Hkv, D), gathered from pages (pages, page, Hkv, D); gradients reach the pages.
-
-    If reading the lengths would wait for a GPU, Tk is an upper bound of their sum, and the last rows are 0.
-    """
-    check_pages(k, v, cu_seqlens_k, block_table)
-    (count, most), (pages, page) = block_table.shape, k.shape[:2]
-    capacity = most * page if pages else 0
+    if block_table.shape[0] != count:
+        fail(ValueError, "block_table", f"{count} rows, one for each sequence", block_table.shape)
+    capacity = block_table.shape[1] * page if pages else 0
     if is_known(cu_seqlens_k):
-        total = int(cu_seqlens_k[-1])
+        most, total = longest(cu_seqlens_k, "max_seqlen_k"), max(0, int(cu_seqlens_k[-1] - cu_seqlens_k[0]))
+        if most > capacity:
+            expected = f"sequences of at most {capacity} keys, as block_table has pages for"
+            fail(ValueError, "cu_seqlens_k", expected, most)
+        if is_known(block_table):
+            starts = torch.arange(block_table.shape[1]) * page
+            check_range("block_table", block_table[starts < cu_seqlens_k.diff()[:, None]], "pages", pages - 1)
     else:
-        total = count * (min(capacity, max_seqlen_k) if is_int(max_seqlen_k) else capacity)
-    row = torch.arange(total, device=k.device)
-    # On a GPU a wrong offset or page reads another row of k and v, never memory outside them.
-    sequence = torch.searchsorted(cu_seqlens_k[1:].contiguous(), row, right=True).clamp(max=count - 1)
-    slot = (row - cu_seqlens_k[sequence]).clamp(0, max(capacity - 1, 0))
-    index = block_table[sequence, slot // max(page, 1)].clamp(0, max(pages - 1, 0)).long()
-    used = (row < cu_seqlens_k[-1])[:, None, None]
-    return tuple(torch.where(used, x[index, slot % max(page, 1)], 0) for x in (k, v))
+        most = max(0, min(capacity, max_seqlen_k)) if is_int(max_seqlen_k) else capacity
+        total = count * most
+    table = block_table[:, : -(-most // max(page, 1))].clamp(0, max(pages - 1, 0)).long()
+    packed = padding(cu_seqlens_k, total, most)
+    return tuple(packed.unpad(x[table].flatten(1, 2)) for x in (k, v))
 
 
 def check_numbers(name: str, x: Any, q: Tensor, most: int) -> None:
@@ -176,22 +158,20 @@ def check_numbers(name: str, x: Any, q: Tensor, most: int) -> None:
 
 
 def lengths_of(cache_seqlens: Any, q: Tensor, k: Tensor | None, capacity: int) -> Tensor:
-    """Return cache_seqlens as a tensor (B,); capacity is that of one sequence."""
+    """Return cache_seqlens as a tensor (B,); a sequence has room for `capacity` keys."""
     if isinstance(cache_seqlens, Tensor):
         return cache_seqlens
-    if cache_seqlens is None:
-        if k is not None:
-            fail(ValueError, "cache_seqlens", "an int or a tensor, because k is given", None)
-        cache_seqlens = capacity
-    cache_seqlens = as_python(cache_seqlens)
-    if not is_int(cache_seqlens):
-        fail(TypeError, "cache_seqlens", "an int, a tensor or None", type_name(cache_seqlens))
-    if not 0 <= cache_seqlens <= capacity:
-        fail(ValueError, "cache_seqlens", f"a length from 0 to the capacity, {capacity}", cache_seqlens)
-    if k is not None and k.shape[1] > (room := capacity - cache_seqlens):
-        expected = f"at most {room} rows, because a sequence holds {cache_seqlens} of at most {capacity} keys"
+    if cache_seqlens is None and k is not None:
+        fail(ValueError, "cache_seqlens", "an int or a tensor, because k is given", None)
+    length = capacity if cache_seqlens is None else as_python(cache_seqlens)
+    if not is_int(length):
+        fail(TypeError, "cache_seqlens", "an int, a tensor or None", type_name(length))
+    if not 0 <= length <= capacity:
+        fail(ValueError, "cache_seqlens", f"a length from 0 to the capacity, {capacity}", length)
+    if k is not None and length + k.shape[1] > capacity:
+        expected = f"at most {capacity - length} rows, because a sequence holds {length} of at most {capacity} keys"
         fail(ValueError, "k", expected, k.shape[1])
-    return torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
+    return torch.full((q.shape[0],), length, dtype=torch.int32, device=q.device)
 
 
 def rotate_as_flash_attn(caches: CacheArguments, options: dict[str, Any], spread: bool) -> CacheArguments:

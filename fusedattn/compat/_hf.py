@@ -2,9 +2,9 @@
 
 transformers does not declare it: BART, T5 and Whisper call its attention interface without the flag
 `_supports_attention_backend`, and Gemma 3n has the flag beside attention of its own. So the code of each attention is
-searched for a few names. A model that asks for a name of ours is built as an "eager" one. Then each config gets the
-name if an attention beneath it calls the interface; otherwise it stays "eager", with a warning. It gets eager's masks
-unless all attention beneath it calls the interface.
+searched for a few names. A model that asks for a name of ours is built as an "eager" one. Then a config gets the name
+if some of its attention calls the interface, and bool masks if all of it does. Otherwise it stays "eager", with a
+warning, or gets eager's floating masks.
 """
 
 import functools
@@ -24,15 +24,15 @@ from ._hf_names import MASKS, NAMES, REFUSED, masks_of
 if not hasattr(PreTrainedModel, "_check_and_adjust_attn_implementation"):
     raise ImportError("transformers before 4.54 chooses attention in another way")
 
-# Names in code that computes attention. A softmax of something else only costs eager's masks and a warning.
+# Names in code that computes attention. If the softmax is of something else, it costs eager's masks and a warning.
 _ATTENDS = re.compile(
     r"(?i:softmax)(?!_(in|scale|dtype))|logsumexp|scaled_dot_product|sdpa_attention|flash_attention_forward"
     r"|flash_attn_(varlen_)?func|multi_?head_attention_forward|^MultiheadAttention$|flex_attention$"
 )
 _FLAGS = "_supports_sdpa", "_supports_flex_attn", "_supports_flash_attn"
-_SPARSE = frozenset(REFUSED) - {"head_mask"}  # a model that passes one of these keywords hardly ever passes None
+_SPARSE = frozenset(REFUSED) - {"head_mask"}  # models that have one of these keywords pass a tensor, not None
 _TRUSTED_WRAPPERS = "torch.", "transformers.utils.", "transformers.integrations.", "accelerate."
-_models: WeakSet[PreTrainedModel] = WeakSet()  # all that are alive
+_models: WeakSet[PreTrainedModel] = WeakSet()  # all models that were judged and still exist
 _warned: set[type] = set()
 
 
@@ -61,7 +61,7 @@ def install(name: str, forward: Callable[..., Any]) -> None:
 
 
 def _follow(cls: type, name: str, after: Callable[..., Any]) -> None:
-    """Let a method of a class return after(self, its result, *its arguments)."""
+    """Make a method of a class return after(self, its result, *its arguments)."""
     static = inspect.getattr_static(cls, name)
     original = getattr(static, "__func__", static)
 
@@ -73,28 +73,28 @@ def _follow(cls: type, name: str, after: Callable[..., Any]) -> None:
 
 
 def attention_mask(*sizes: Any, config: Any = None, **options: Any) -> Any:
-    """Return transformers' bool mask, or None, for a config whose attention takes it; otherwise eager's mask."""
+    """Return sdpa's bool mask, or None, for a config whose attention takes it; otherwise eager's floating mask."""
     if (masks := masks_of(config)) is None:
         return eager_mask(*sizes, config=config, **options)
-    causal, unhidden = masks
-    # Layers that share keys may compute the last rows alone. Without a mask we could not tell.
-    options |= {} if causal and not getattr(config, "num_kv_shared_layers", 0) else dict(allow_is_causal_skip=False)
-    options |= {} if unhidden else dict(allow_is_bidirectional_skip=False)
+    # Layers that share keys may compute only the last rows. Without a mask, that could not be known.
+    if not masks[0] or getattr(config, "num_kv_shared_layers", False):
+        options["allow_is_causal_skip"] = False
+    if not masks[1]:
+        options["allow_is_bidirectional_skip"] = False
     return sdpa_mask(*sizes, config=config, **options)
 
 
 def _postpone(model: Any, name: Any, asked: Any = None, is_init_check: bool = False, *_: Any, **__: Any) -> Any:
-    """Build a model that asks for a name of ours as an "eager" one; its config keeps the name until it is built."""
-    if not is_init_check or name not in NAMES:
-        return name
-    setattr(model.config, MASKS, name)
-    model._asks_for_fusedattn = True
-    return "eager"
+    """Build a model that asks for a name of ours as an "eager" one; MASKS of its config holds the name meanwhile."""
+    if is_init_check and name in NAMES:
+        setattr(model.config, MASKS, name)
+        model._asks_for_fusedattn, name = True, "eager"
+    return name
 
 
 def _settle_built(model: Any, result: Any, *_: Any, **__: Any) -> Any:
-    built = result[0] if isinstance(result, tuple) else result
-    _settle(built if isinstance(model, type) else model)
+    built = result[0] if isinstance(result, tuple) else result  # init_weights returns None
+    _settle(model if built is None else built)
     return result
 
 
@@ -111,15 +111,11 @@ def _remove_masks(_: Any, saved: Any, *__: Any, **___: Any) -> Any:
 
 
 def _names(code: CodeType) -> set[str]:
-    """Return the names that code refers to, functions within it included."""
     return set(code.co_names).union(*(_names(each) for each in code.co_consts if isinstance(each, CodeType)))
 
 
 def _function(method: Any, module: Any = None) -> Any:
-    """Return the plain function behind a method and the wrappers of known libraries.
-
-    None if the method is bound to another object than `module`, or runs no plain function.
-    """
+    """Return the function behind wrappers of known libraries; None if there is none, or if `module` is not its self."""
     while getattr(method, "__self__", module) is module:
         within = getattr(method, "__func__", None) or getattr(method, "__wrapped__", None)
         wrapper = getattr(method, "func", method)  # accelerate's are partials
@@ -133,8 +129,8 @@ def _function(method: Any, module: Any = None) -> Any:
 def _read(kind: Any, runs: Any, forwards: tuple[FunctionType, ...], beneath: bool) -> tuple[bool, bool, bool]:
     """Return whether a module calls the attention interface, computes attention itself, or is sparse.
 
-    It reads `runs`, the function that runs as forward, and methods of the class `kind`, which inherits `forwards`.
-    beneath: there is attention within the module.
+    It reads `runs`, the function that runs as forward. If that is one of `forwards`, those of the class `kind` and its
+    bases, it also reads their methods. beneath: the module contains other attention.
     """
     functions, stranger = [runs] if runs else [], True
     if runs in forwards:
@@ -145,11 +141,11 @@ def _read(kind: Any, runs: Any, forwards: tuple[FunctionType, ...], beneath: boo
             functions += [x for member in vars(cls).values() if (x := _function(member))]
             if _function(vars(cls).get("forward")) is last:
                 break
-    used = set[str]().union(*(_names(x.__code__) for x in functions))
+    used = set[str]().union(*(_names(x.__code__) for x in functions))  # every name that the functions refer to
     asks = any(isinstance(x.__globals__.get(name), AttentionInterface) for x in functions for name in used)
-    constants = [each for x in functions for each in x.__code__.co_consts if isinstance(each, tuple)]
-    # A keyword of any call counts. A wrong match only costs speed, and a warning.
-    sparse = asks and any(_SPARSE.intersection(each) for each in constants)
+    # Tuples among the constants hold the keywords of calls. A wrong match only costs speed, and a warning.
+    keywords = (each for x in functions for each in x.__code__.co_consts if isinstance(each, tuple))
+    sparse = asks and any(_SPARSE.intersection(each) for each in keywords)
     calls = asks and "_attn_implementation" in used and not sparse
     named = any("Attention" in cls.__name__ and not cls.__module__.startswith("torch.") for cls in kind.__mro__)
     masked = any("mask" in name for x in functions for name in x.__code__.co_varnames[: x.__code__.co_argcount])
@@ -163,13 +159,13 @@ def _attentions(module: Any, models: Any = (), configs: Any = ()) -> Iterator[_A
     configs = (*configs, config) if isinstance(config, PretrainedConfig) else configs
     beneath = [x for child in module.children() for x in _attentions(child, models, configs)]
     yield from beneath
-    if isinstance(module, PreTrainedModel):  # a model may name softmax for its loss
+    if isinstance(module, PreTrainedModel):  # a model may use softmax for its loss
         return
     kind: Any = type(module)
     forwards = tuple(x for cls in kind.__mro__ if (x := _function(vars(cls).get("forward"))))
     calls, computes, sparse = _read(kind, _function(module.forward, module), forwards, bool(beneath))
     if calls or computes or sparse:
-        # A model's flags say that its code takes bool masks. A module's is_causal says what no mask means.
+        # A model's flags say that its code takes bool masks; is_causal of a module, if no mask means a causal one.
         flagged = (x for x in models if type(x.config) is type(models[-1].config))
         able = hasattr(module, "is_causal") and all(any(getattr(x, flag, 0) for flag in _FLAGS) for x in flagged)
         causal, used = bool(getattr(module, "is_causal", True)), calls and _wanted(configs[-1]) is not None
@@ -190,13 +186,13 @@ def _wanted(config: Any) -> str | None:
 
 
 def _settle(model: Any, everywhere: bool = False) -> None:
-    """Give each config that asks for a name of ours the name or "eager", and warn where it is not used.
+    """Give each config that asks for a name of ours the name or "eager", and warn of parts that do not use it.
 
-    everywhere: warn of every part that does not use it, also of parts that transformers left out.
+    everywhere: warn also of parts that transformers did not ask.
     """
     _models.add(model)
     configs = _configs(model)
-    asks = vars(model).pop("_asks_for_fusedattn", everywhere)
+    asks = vars(model).pop("_asks_for_fusedattn", everywhere)  # not of a model inside of one that is being built
     if not asks and not any(config._attn_implementation in NAMES for config in configs.values()):
         return
     within = set(model.modules())
@@ -212,17 +208,14 @@ def _settle(model: Any, everywhere: bool = False) -> None:
             vars(config).pop(MASKS, None)
             if used and all(x.safe for x in beneath):
                 kinds = [{x.causal for x in beneath if x.root is root} for root in {x.root for x in beneath}]
-                setattr(config, MASKS, (all(True in each for each in kinds), all(False in each for each in kinds)))
+                setattr(config, MASKS, tuple(all(causal in each for each in kinds) for causal in (True, False)))
         strays = {x.stray for x in nearest if x.stray}
-        if (name or everywhere) and (strays or not used):
-            _warn(model, config, strays if used else set())
-
-
-def _warn(model: Any, config: Any, strays: set[str]) -> None:
-    alike = (x for x in model.modules() if isinstance(x, PreTrainedModel) and type(x.config) is type(config))
-    cls = type(next(alike, model))
-    if cls not in _warned:
-        _warned.add(cls)
-        where = f"{', '.join(sorted(strays))} of {cls.__name__}, which" if strays else f"{cls.__name__}, whose code"
-        why = f"fusedattn is not used in {where} does not call transformers' AttentionInterface"
-        warnings.warn(f'{why}: it computes as with attn_implementation="eager"', stacklevel=2)
+        if not (name or everywhere) or (used and not strays):
+            continue
+        alike = (x for x in model.modules() if isinstance(x, PreTrainedModel) and type(x.config) is type(config))
+        cls = type(next(alike, model))
+        if cls not in _warned:
+            _warned.add(cls)
+            where = f"{', '.join(sorted(strays))} of {cls.__name__}, which" if used else f"{cls.__name__}, whose code"
+            why = f"fusedattn is not used in {where} does not call transformers' AttentionInterface"
+            warnings.warn(f'{why}: it computes as with attn_implementation="eager"', stacklevel=2)

@@ -3,17 +3,13 @@
 from typing import Any
 
 NAMES: set[str] = set()  # the registered names
-MASKS = "_fusedattn_masks"  # attribute of a config, see masks_of; a name of ours while its model is being built
+MASKS = "_fusedattn_masks"  # attribute of a config, see masks_of; the name of ours while its model is being built
 # Keywords of some models. Leaving one out would change the answer.
-REFUSED = {
-    "indices": "sparse attention by indices",
-    "block_indices": "sparse attention by blocks",
-    "sinks": "a sink for each query",
-    "head_mask": "a weight for each head",
-}
+REFUSED = dict(indices="sparse attention by indices", block_indices="sparse attention by blocks")
+REFUSED |= dict(sinks="a sink for each query", head_mask="a weight for each head")
 
 
 def masks_of(config: Any) -> tuple[bool, bool] | None:
-    """Return (None may be causal, None may hide nothing) for a config that gets bool masks; None for eager's masks."""
+    """Return what no mask may mean for a config that gets bool masks: (causal, nothing hidden); None for eager's."""
     masks = getattr(config, MASKS, None)
     return masks if isinstance(masks, tuple) else None

@@ -1,11 +1,12 @@
-"""Our kernels behind torch's own scaled_dot_product_attention, for the registry of torch.nn.attention.
+"""Our kernels in place of the two CUDA operators of flash attention that F.scaled_dot_product_attention calls.
 
-It replaces the two CUDA operators of flash attention that F.scaled_dot_product_attention calls. The operators for
-nested and packed tensors stay torch's.
+The operators for nested and packed tensors stay torch's.
 """
 
+import functools
 import math
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,11 +18,35 @@ from ..call.options import INPUTS, Arguments, Call
 from ..call.rules import checked
 from ..dispatch import backends
 from ..operators.namespace import NAME, OPERATORS
-from ._override import Override
+
+
+class Override:
+    """Replaces operators of aten for a dispatch key, until remove() or until this object is deleted.
+
+    Args:
+        operators: {name: function}. If a function returns None, torch's kernel runs.
+        kernel_key: the dispatch key of torch's kernel, if not `key`.
+    """
+
+    def __init__(self, operators: Mapping[str, Callable[..., Any]], key: str, kernel_key: str | None = None):
+        self.library: torch.library.Library | None = torch.library.Library("aten", "IMPL")
+        for name, run in operators.items():
+            run = functools.partial(_call, run, torch.library.get_kernel(f"aten::{name}", kernel_key or key))
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel", UserWarning)
+                self.library.impl(name, run, key, with_keyset=True)
+
+    def remove(self) -> None:
+        self.library = None
+
+
+def _call(run: Callable[..., Any], original: Any, keyset: Any, *args: Any, **kwargs: Any) -> Any:
+    results = run(*args, **kwargs)
+    return original.call_boxed(keyset, *args, **kwargs) if results is None else results
 
 
 def register() -> None:
-    """Add "fusedattn" to `torch.nn.attention.list_flash_attention_impls()`, and activate nothing.
+    """Add "fusedattn" to `torch.nn.attention.list_flash_attention_impls()` without activating it.
 
     Examples:
         >>> fusedattn.compat.torch.register()
@@ -36,7 +61,7 @@ def register() -> None:
 
 @contextmanager
 def sdpa_provider() -> Iterator[None]:
-    """In the `with`, F.scaled_dot_product_attention runs our kernels wherever it would run flash attention.
+    """In the `with`, F.scaled_dot_product_attention runs our kernels in place of torch's flash attention.
 
     Examples:
         >>> query = key = value = torch.randn(2, 8, 128, 64, dtype=torch.float16, device="cuda")  # doctest: +SKIP
@@ -61,9 +86,8 @@ def sdpa_provider() -> Iterator[None]:
         torch.nn.attention.activate_flash_attention_impl(NAME)
         yield
     finally:
-        if before is None:
-            torch.nn.attention.restore_flash_attention_impl()
-        else:
+        torch.nn.attention.restore_flash_attention_impl()
+        if before is not None:
             torch.nn.attention.activate_flash_attention_impl(before)
 
 
@@ -79,8 +103,8 @@ def _activate() -> Override:
     return Override(REPLACED, "CUDA")
 
 
-def _call(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None) -> Call | None:
-    """Return the call for the kernels; None if they cannot take it."""
+def _checked(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None) -> Call | None:
+    """Return the checked call, or None if the kernels cannot take it."""
     call = checked(Arguments(query, key, value, causal=is_causal, align="top_left", scale=scale))
     return None if backends.BACKENDS["triton"].reasons(call, False) else call
 
@@ -90,31 +114,30 @@ def flash_forward(
     return_debug_mask: bool = False, *, scale: float | None = None,
 ) -> tuple[Any, ...] | None:  # fmt: skip
     """Return (out, lse, None, None, L, S, seed, unused, debug mask); None if the kernels cannot take the call."""
-    if _call(query, key, value, is_causal, scale) is None:
+    if _checked(query, key, value, is_causal, scale) is None:
         return None
     if return_debug_mask:
         raise NotImplementedError("return_debug_mask: expected False, got True: fusedattn has no debug mask")
-    state = torch.zeros(2, dtype=torch.int64, device=query.device)  # torch's seed is uint64 (2,); we use the first
+    state = torch.zeros(2, dtype=torch.int64, device=query.device)  # torch's seed is uint64 (2,); we use one number
     if dropout_p:
         state.random_(2**63 - 1)
     options: dict[str, Any] = dict(causal=is_causal, align="top_left", scale=scale, dropout_p=dropout_p, seed=state[:1])
     with torch.no_grad():  # autograd is above this operator
         out, lse = attention(query, key, value, **options, return_lse=True)
     unused = torch.zeros((), dtype=torch.uint64, device=query.device)
-    lengths = query.shape[2], key.shape[2]
-    return out, lse, None, None, *lengths, state.view(torch.uint64), unused, query.new_empty(0)
+    return out, lse, None, None, query.shape[2], key.shape[2], state.view(torch.uint64), unused, query.new_empty(0)
 
 
 def flash_backward(*arguments: Any, scale: float | None = None) -> tuple[Any, ...] | None:
     """Return gradients of query, key and value; None if the kernels cannot take the call."""
     # Between logsumexp and dropout_p: cum_seq_q, cum_seq_k, max_q and max_k; at the end philox_offset.
     grad_out, query, key, value, out, logsumexp, _, _, _, _, dropout_p, is_causal, philox_seed, _ = arguments
-    call = _call(query, key, value, is_causal, scale)
+    call = _checked(query, key, value, is_causal, scale)
     if call is None:
         return None
     if dropout_p:
         call = call._replace(seed=philox_seed.view(torch.int64)[:1], dropout_p=dropout_p)
-    # The kernels' stats are two numbers a row that sum to the log-sum-exp in base 2. 0 and the whole of it will do.
+    # The kernels' stats are two numbers a row that sum to the log-sum-exp in base 2: here 0 and that log-sum-exp.
     log2_sum = torch.where(logsumexp == float("-inf"), float("inf"), logsumexp * math.log2(math.e))
     stats = torch.stack([torch.zeros_like(log2_sum), log2_sum], -1)
     need = [name in ("query", "key", "value") for name in INPUTS]

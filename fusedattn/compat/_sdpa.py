@@ -26,26 +26,25 @@ def scaled_dot_product_attention(
 
     Examples:
         >>> query = key = value = torch.randn(2, 8, 128, 64)
-        >>> fusedattn.compat.torch.scaled_dot_product_attention(query, key, value, is_causal=True).shape
-        torch.Size([2, 8, 128, 64])
+        >>> out = fusedattn.compat.torch.scaled_dot_product_attention(query, key, value, is_causal=True)
 
     A row that sees nothing is 0 and has gradients 0. attn_mask together with is_causal raises, and so do key and value
     of different lengths, for which torch's answer depends on its kernel.
 
     Args:
-        query, key, value: (..., Hq, L, D), (..., H, S, D), (..., H, S, Dv), any number of leading dimensions, or none,
-            that broadcast as in `torch.matmul`. Under autocast they are cast as in torch. Or three nested tensors of
-            torch.jagged, (B, H, ragged, D), without attn_mask; the output is then nested.
+        query, key, value: (..., Hq, L, D), (..., H, S, D), (..., H, S, Dv); leading dimensions broadcast as in
+            `torch.matmul`. Under autocast they are cast as in torch. Or three nested tensors of torch.jagged,
+            (B, H, ragged, D), without attn_mask; the output is then nested.
         attn_mask: of rank 2 or more, broadcastable to (..., Hq, L, S): bool, True = may attend; or float, added to the
             scores, in query's dtype or float32. Or a causal bias of `torch.nn.attention.bias`.
-        dropout_p: the share of weights dropped; there is no training mode.
+        dropout_p: the fraction of weights to drop; there is no training mode.
         is_causal: row i sees keys 0 to i, whatever the lengths.
         scale: 1 / sqrt(D) by default.
-        enable_gqa: heads of key and value, dimension -3, may be fewer: head h reads head h // group.
+        enable_gqa: key and value may have fewer heads (dimension -3): query head h reads head h // group.
 
     Returns:
-        (..., Hq, L, Dv) in query's dtype. The strides have the order of query's where torch's fused kernels keep it;
-        otherwise the output is contiguous.
+        (..., Hq, L, Dv) in query's dtype, with dimensions in the order of query's in memory if torch's fused kernels
+        keep that order; otherwise contiguous.
 
     Raises:
         ValueError, TypeError: for arguments that do not fit.
@@ -73,10 +72,11 @@ def scaled_dot_product_attention(
         q, k, v = (pad(x, (0, int(x.shape[-1] == 0))) for x in inputs.values())
         out = scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         return out[..., : value.shape[-1]].contiguous()
-    if attn_mask is not None and is_causal:
-        fail(ValueError, "is_causal", "False, because attn_mask is given", True)
-    if attn_mask is not None and (variant := _causal_bias(attn_mask, query.shape[-2], key.shape[-2])):
-        attn_mask, causal, align = None, True, variant
+    if attn_mask is not None:
+        if is_causal:
+            fail(ValueError, "is_causal", "False, because attn_mask is given", True)
+        if variant := _causal_bias(attn_mask, query.shape[-2], key.shape[-2]):
+            attn_mask, causal, align = None, True, variant
 
     if enable_gqa:
         for name, tensor in inputs.items():
@@ -85,9 +85,9 @@ def scaled_dot_product_attention(
             if not divides(query.shape[-3], tensor.shape[-3]):
                 expected = f"a number of heads that divides the {query.shape[-3]} heads of query"
                 fail(ValueError, name, expected, f"{tensor.shape[-3]} heads")
-        leading = (*_common({name: x.shape[:-3] for name, x in inputs.items()}), query.shape[-3])
-    else:
-        leading = _common({name: x.shape[:-2] for name, x in inputs.items()})
+    broadcast = -3 if enable_gqa else -2
+    leading = _common({name: x.shape[:broadcast] for name, x in inputs.items()})
+    leading = (*leading, query.shape[-3]) if enable_gqa else leading
     batch, heads = leading[:-1], leading[-1] if leading else 1
     q, k, v = (_rank4(x, batch) for x in inputs.values())
     if not enable_gqa and not holds(q.shape[1] == heads, False):

@@ -3,20 +3,19 @@
 Examples:
     >>> from fusedattn.compat.flash_attn import flash_attn_func
     >>> query = key = value = torch.randn(2, 128, 8, 64)
-    >>> flash_attn_func(query, key, value, causal=True).shape
-    torch.Size([2, 128, 8, 64])
+    >>> out = flash_attn_func(query, key, value, causal=True)  # (2, 128, 8, 64)
 
 For code that you cannot change, call `install()`. All functions:
 
 - take float16, bfloat16, float32 and float64, on CPUs and GPUs, with any strides and all head dimensions that
-  `fusedattn.attention` takes; that of v may differ. Errors name flash-attn's arguments. The output is contiguous.
+  `fusedattn.attention` takes; v may have its own. Errors name flash-attn's arguments. The output is contiguous.
 - align causality and windows lower-right: with lengths Sq and Sk, query i sees key j if
   i + Sk - Sq - left <= j <= i + Sk - Sq + right. -1 is unbounded; causal makes right 0. A row that sees nothing is 0.
   flash-attn also takes a side of Sk or more as unbounded, which differs if Sq > Sk.
 - keep float16 and bfloat16 under autocast. float32, which flash-attn does not take, is cast.
-- take window_size as a tuple or list of two ints, or as a tensor or NumPy array.
-- take softcap 0.0 as none, and subtract slope * |i + Sk - Sq - j| for alibi_slopes, floating (H,) or (B, H).
-- always apply dropout_p, but drop other weights than flash-attn.
+- take window_size as a tuple, list, tensor or NumPy array of two ints, and softcap 0.0 as none.
+- subtract slope * |i + Sk - Sq - j| for alibi_slopes, floating (H,) or (B, H).
+- always apply dropout_p, but do not drop the same weights as flash-attn.
 - return the log-sum-exp as float32 (float64 for float64), in natural logarithms, with a gradient. It is -inf for a row
   that sees nothing; flash-attn returns +inf. For causal ALiBi flash-attn's is larger by slope * (i + Sk - Sq).
 - compute bitwise reproducible gradients if deterministic is True.
@@ -55,7 +54,7 @@ def flash_attn_func(
         output (B, Sq, H, Dv); with return_attn_probs (output, log-sum-exp (B, H, Sq), an empty tensor).
     """
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    return _flash.attend(("q", "k", "v"), (q, k, v), options)
+    return _flash.attend(("q", "k", "v"), options, q, k, v)
 
 
 @overridable
@@ -67,11 +66,10 @@ def flash_attn_qkvpacked_func(
     """Compute `flash_attn_func` of q, k and v in one tensor (B, S, 3, H, D).
 
     Examples:
-        >>> flash_attn_qkvpacked_func(torch.randn(2, 128, 3, 8, 64), causal=True).shape
-        torch.Size([2, 128, 8, 64])
+        >>> out = flash_attn_qkvpacked_func(torch.randn(2, 128, 3, 8, 64), causal=True)  # (2, 128, 8, 64)
     """
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    return _flash.attend(["qkv"] * 3, _flash.unpacked("qkv", qkv, "(B, S, 3, H, D)"), options)
+    return _flash.attend(["qkv"] * 3, options, *_flash.unpacked("qkv", qkv, "(B, S, 3, H, D)"))
 
 
 @overridable
@@ -83,11 +81,10 @@ def flash_attn_kvpacked_func(
     """Compute `flash_attn_func` of q (B, Sq, H, D) and keys and values in one tensor (B, Sk, 2, Hkv, D).
 
     Examples:
-        >>> flash_attn_kvpacked_func(torch.randn(2, 128, 8, 64), torch.randn(2, 128, 2, 2, 64)).shape
-        torch.Size([2, 128, 8, 64])
+        >>> out = flash_attn_kvpacked_func(torch.randn(2, 128, 8, 64), torch.randn(2, 128, 2, 2, 64))  # (2, 128, 8, 64)
     """
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    return _flash.attend(("q", "kv", "kv"), (q, *_flash.unpacked("kv", kv, "(B, S, 2, H, D)")), options)
+    return _flash.attend(("q", "kv", "kv"), options, q, *_flash.unpacked("kv", kv, "(B, S, 2, H, D)"))
 
 
 @overridable
@@ -103,15 +100,14 @@ def flash_attn_varlen_func(
     Examples:
         >>> q = k = v = torch.randn(100, 8, 64)
         >>> offsets = torch.tensor([0, 30, 100], dtype=torch.int32)  # 30 tokens, and 70
-        >>> flash_attn_varlen_func(q, k, v, offsets, offsets, 70, 70, causal=True).shape
-        torch.Size([100, 8, 64])
+        >>> out = flash_attn_varlen_func(q, k, v, offsets, offsets, 70, 70, causal=True)  # (100, 8, 64)
 
     Args:
         cu_seqlens_q, cu_seqlens_k: int32 (B + 1,): sequence b has rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1, and
             keys likewise. A length may be 0.
         max_seqlen_q, max_seqlen_k: the longest lengths, or upper bounds.
-        block_table: int32 (B, n), the pages of each sequence, in order. k and v are then (pages, page, Hkv, D or Dv);
-            their rows are copied into packed tensors. Pages get gradients; in flash-attn they get none.
+        block_table: int32 (B, n), the pages of each sequence, in order. k and v are then (pages, page, Hkv, D or Dv),
+            and are copied into packed tensors. Pages get gradients; in flash-attn they get none.
 
     Returns:
         output (Tq, H, Dv); with return_attn_probs (output, log-sum-exp (H, Tq), an empty tensor).
@@ -119,8 +115,8 @@ def flash_attn_varlen_func(
     if block_table is not None:
         k, v = _flash.gather_pages(k, v, cu_seqlens_k, max_seqlen_k, block_table)
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    names, tensors = dict(query="q", key="k", value="v"), (q, k, v, cu_seqlens_q, cu_seqlens_k)
-    return _flash.attend_varlen(names, tensors, max_seqlen_q, max_seqlen_k, options)
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    return _flash.attend(("q", "k", "v"), options, q, k, v, *lengths)
 
 
 @overridable
@@ -133,14 +129,12 @@ def flash_attn_varlen_qkvpacked_func(
 
     Examples:
         >>> offsets = torch.tensor([0, 30, 100], dtype=torch.int32)
-        >>> flash_attn_varlen_qkvpacked_func(torch.randn(100, 3, 8, 64), offsets, 70).shape
-        torch.Size([100, 8, 64])
+        >>> out = flash_attn_varlen_qkvpacked_func(torch.randn(100, 3, 8, 64), offsets, 70)  # (100, 8, 64)
     """
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    names = dict.fromkeys(("query", "key", "value"), "qkv")
-    names |= {f"{name}_{side}": name for name in ("cu_seqlens", "max_seqlen") for side in "qk"}
-    tensors = *_flash.unpacked("qkv", qkv, "(T, 3, H, D)"), cu_seqlens, cu_seqlens
-    return _flash.attend_varlen(names, tensors, max_seqlen, max_seqlen, options)
+    names = "qkv", "qkv", "qkv", "cu_seqlens", "cu_seqlens", "max_seqlen", "max_seqlen"
+    lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
+    return _flash.attend(names, options, *_flash.unpacked("qkv", qkv, "(T, 3, H, D)"), *lengths)
 
 
 @overridable
@@ -154,13 +148,11 @@ def flash_attn_varlen_kvpacked_func(
 
     Examples:
         >>> q, kv, offsets = torch.randn(100, 8, 64), torch.randn(100, 2, 2, 64), torch.tensor([0, 30, 100]).int()
-        >>> flash_attn_varlen_kvpacked_func(q, kv, offsets, offsets, 70, 70).shape
-        torch.Size([100, 8, 64])
+        >>> out = flash_attn_varlen_kvpacked_func(q, kv, offsets, offsets, 70, 70)  # (100, 8, 64)
     """
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    names = dict(query="q", key="kv", value="kv")
-    tensors = q, *_flash.unpacked("kv", kv, "(T, 2, H, D)"), cu_seqlens_q, cu_seqlens_k
-    return _flash.attend_varlen(names, tensors, max_seqlen_q, max_seqlen_k, options)
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    return _flash.attend(("q", "kv", "kv"), options, q, *_flash.unpacked("kv", kv, "(T, 2, H, D)"), *lengths)
 
 
 @overridable
@@ -178,16 +170,14 @@ def flash_attn_with_kvcache(
     Examples:
         >>> k_cache, v_cache = torch.zeros(2, 2, 128, 8, 64)
         >>> q = k = v = torch.randn(2, 1, 8, 64)
-        >>> flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=10, causal=True).shape
-        torch.Size([2, 1, 8, 64])
+        >>> out = flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=10, causal=True)  # (2, 1, 8, 64)
 
     Args:
         k_cache, v_cache: (B or more, C, Hkv, D) and (B or more, C, Hkv, Dv), any strides; unused slots may hold
             anything. With block_table, pages of any size, (pages, page, Hkv, D or Dv).
         k, v: (B, new, Hkv, D) and (B, new, Hkv, Dv), for the slots from cache_seqlens on; new may differ from Sq.
-        rotary_cos, rotary_sin: floating (positions, rotary_dim / 2); they need k. The first rotary_dim columns of k are
-            rotated by their slots; those of query i by cache_seqlens + i if causal or in a window, otherwise by
-            cache_seqlens.
+        rotary_cos, rotary_sin: floating (positions, rotary_dim / 2); they need k. A key is rotated by its slot, query i
+            by cache_seqlens, plus i if causal or in a window: each in its first rotary_dim columns.
         rotary_interleaved: True pairs columns 2n and 2n + 1, False n and n + rotary_dim / 2.
         cache_seqlens: int32 (B,), or an int for all: the number of keys before the new ones; it is not changed. None is
             the whole cache, without k and v. Causality aligns the last query with the last (new) key.
@@ -200,21 +190,20 @@ def flash_attn_with_kvcache(
         output (B, Sq, H, Dv); with return_softmax_lse (output, log-sum-exp (B, H, Sq)).
 
     Raises:
-        TypeError, ValueError: for wrong arguments, before anything is written. Values on a GPU are not checked (see
-            `fusedattn.attention_decode`).
+        TypeError, ValueError: before anything is written. Values on a GPU are not checked.
     """
     check_flags(return_softmax_lse=return_softmax_lse, rotary_interleaved=rotary_interleaved)
-    for name, x in dict(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v).items():
-        if x is not None or name not in ("k", "v"):
-            _flash.check_tensor(name, x, "(B, S, H, D)")
+    new = {name: x for name, x in dict(k=k, v=v).items() if x is not None}
+    for name, x in dict(q=q, k_cache=k_cache, v_cache=v_cache, **new).items():
+        _flash.check_tensor(name, x, "(B, S, H, D)")
     options = _flash.scores(softmax_scale, causal, window_size, softcap, alibi_slopes)
     names = dict(query="q", key_cache="k_cache", value_cache="v_cache", new_key="k", new_value="v")
     names |= dict(attention_decode="flash_attn_with_kvcache")
     capacity = k_cache.shape[1]
     if block_table is not None:
-        for name, x in (("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad)):
-            if x is not None:
-                fail(ValueError, name, "None, because block_table is given", type(x).__name__)
+        for name, numbers in (("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad)):
+            if numbers is not None:
+                fail(ValueError, name, "None, because block_table is given", type(numbers).__name__)
         _flash.check_tensor("block_table", block_table, "(B, pages of a sequence)")
         capacity *= block_table.shape[1]
     elif cache_batch_idx is not None:
@@ -228,8 +217,9 @@ def flash_attn_with_kvcache(
     if cache_leftpad is not None:
         _flash.check_numbers("cache_leftpad", cache_leftpad, q, capacity)
         options |= dict(key_mask=torch.arange(capacity, device=q.device) >= cache_leftpad[:, None])
-    query, key_cache, value_cache, *new = (x if x is None else x.transpose(1, 2) for x in (q, k_cache, v_cache, k, v))
-    caches = CacheArguments(query, key_cache, value_cache, lengths, block_table, *new)
+    tensors = [x if x is None else x.transpose(1, 2) for x in (q, k_cache, v_cache, k, v)]
+    rotary = rotary_cos, rotary_sin, rotary_interleaved
+    caches = CacheArguments(*[*tensors[:3], lengths, block_table, *tensors[3:], *rotary])
     with _flash.without_autocast_of_half(q):
         if block_table is None and k_cache.shape[0] > q.shape[0]:
             # Check before slicing the caches, so that errors show their shapes.
@@ -238,8 +228,6 @@ def flash_attn_with_kvcache(
         if rotary_cos is not None or rotary_sin is not None:
             if k is None:
                 fail(ValueError, "rotary_cos", "None, because there are no new keys k to rotate", "a tensor")
-            angles = dict(rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_interleaved=rotary_interleaved)
-            caches = caches._replace(**angles)
             # flash-attn takes a side of the window that is as long as the cache as unbounded.
             spread = causal or any(side is not None and side < capacity for side in options["window"])
             if q.shape[1] != k.shape[1] or not (spread or q.shape[1] == 1):
@@ -251,7 +239,7 @@ def flash_attn_with_kvcache(
 
 
 def install() -> None:
-    """Make `import flash_attn` find these functions in this process, for code that you cannot change.
+    """Make `import flash_attn` find these functions, for code that you cannot change.
 
     Examples:
         >>> fusedattn.compat.flash_attn.install()
@@ -261,8 +249,7 @@ def install() -> None:
     sys.modules gets flash_attn with version "2.8.4+fusedattn", flash_attn.flash_attn_interface with the same functions,
     and flash_attn.bert_padding with index_first_axis, index_put_first_axis, pad_input and unpad_input. There are no
     layers, losses or private functions. Call it before importing code that looks for flash_attn; a second call does
-    nothing. importlib.metadata lists no flash_attn, so transformers (5.23) does not use it: see
-    `fusedattn.compat.transformers`.
+    nothing. transformers (5.23) does not use it: see `fusedattn.compat.transformers`.
 
     Raises:
         RuntimeError: if flash_attn is installed or imported.
@@ -276,9 +263,8 @@ def install() -> None:
 
 
 def _module(name: str, members: dict[str, Any]) -> types.ModuleType:
-    module = types.ModuleType(name, f"{name} by fusedattn.compat.flash_attn.")
-    module.__spec__ = importlib.machinery.ModuleSpec(name, None, origin=__name__, is_package="." not in name)
-    module.__package__ = module.__spec__.parent
+    spec = importlib.machinery.ModuleSpec(name, None, origin=__name__, is_package="." not in name)
+    module = importlib.util.module_from_spec(spec)
     vars(module).update(members)
     return module
 
@@ -289,5 +275,5 @@ _INNER = {
     "flash_attn_interface": _module("flash_attn.flash_attn_interface", _FUNCTIONS),
     "bert_padding": _module("flash_attn.bert_padding", _PADDING),
 }
-_PACKAGE = dict(_FUNCTIONS, **_INNER, __version__="2.8.4+fusedattn", __path__=[])
+_PACKAGE = dict(_FUNCTIONS, **_INNER, __version__="2.8.4+fusedattn")
 _MODULES = {module.__name__: module for module in (_module("flash_attn", _PACKAGE), *_INNER.values())}

@@ -1,7 +1,7 @@
 """Drop-ins for torch's own attention: a function, a module, a converter of models, and switches for whole programs."""
 
 import logging
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -9,10 +9,9 @@ from torch.nn.functional import linear, pad
 from torch.nn.utils import parametrize
 from torch.types import Device
 
-from ..call.layout import is_shape, is_size
 from ..call.numbers import as_python
 from ..call.rules import FLOATING, check_flags, check_place, check_shape, check_strided, fail, unfit
-from ..layers.attention import attend, check_fits, check_shares, check_sizes
+from ..layers.attention import attend, check_input, check_layer, check_sizes
 from ._provider import register, sdpa_provider
 from ._sdpa import scaled_dot_product_attention
 from ._switch import disable_sdpa, enable_sdpa, sdpa
@@ -27,30 +26,28 @@ _ADVICE = (
 
 
 def _stay(module: nn.Module, inputs: Any) -> None:
-    """Do nothing. torch.nn.TransformerEncoderLayer computes attention itself unless there is a forward pre-hook."""
+    """Do nothing. A forward pre-hook keeps torch.nn.TransformerEncoderLayer from computing attention itself."""
 
 
 def _check_flags(**flags: Any) -> None:
-    """Check flags that may also be 0 and 1, as in torch.nn.MultiheadAttention."""
+    """Check flags, for which torch.nn.MultiheadAttention also takes 0 and 1."""
     check_flags(**{name: bool(x) if isinstance(x, int) and x in (0, 1) else x for name, x in flags.items()})
 
 
 def _check_inputs(layer: nn.MultiheadAttention, batch_dim: int, query: Tensor, key: Tensor, value: Tensor) -> None:
-    widths = layer.embed_dim, layer.kdim, layer.vdim
-    for name, x, width in zip(("query", "key", "value"), (query, key, value), widths, strict=True):
+    for name, x in (("query", query), ("key", key), ("value", value)):
         if isinstance(x, Tensor) and x.is_nested:
             expected = "a dense tensor, or one nested tensor for all three inputs, with batch_first and without masks"
             fail(TypeError, name, expected, "a nested tensor")
-        check_strided(**{name: x})
-        if x.dim() not in (2, 3) or x.dim() != query.dim():
-            fail(ValueError, name, "rank 2 or 3" if x is query else f"rank {query.dim()}, as query has", x.shape)
-        if x.shape[-1] != width:
-            fail(ValueError, name, f"{width} columns", x.shape)
-        check_fits(name, x, layer.out_proj)
-    if query.dim() == 3 and not is_size(key.shape[batch_dim], query.shape[batch_dim]):
-        fail(ValueError, "key", f"a batch size of {query.shape[batch_dim]}, as query has", key.shape)
-    if not is_shape(value.shape[:-1], key.shape[:-1]):
-        fail(ValueError, "value", f"the shape of key, {tuple(key.shape)}, except for the last dimension", value.shape)
+    check_strided(query=query)
+    if query.dim() not in (2, 3):
+        fail(ValueError, "query", "rank 2 or 3", query.shape)
+    leading: list[int | str] = ["length"] * (query.dim() - 1)
+    check_input("query", query, (*leading, layer.embed_dim), layer.out_proj)
+    if len(leading) == 2:
+        leading[batch_dim] = query.shape[batch_dim]
+    check_input("key", key, (*leading, layer.kdim), layer.out_proj)
+    check_input("value", value, (*key.shape[:-1], layer.vdim), layer.out_proj)
 
 
 def _check_mask(name: str, mask: Tensor, query: Tensor, *shapes: tuple[int, ...]) -> None:
@@ -61,7 +58,7 @@ def _check_mask(name: str, mask: Tensor, query: Tensor, *shapes: tuple[int, ...]
 
 
 def _masks(attn_mask: Tensor | None, padding: Tensor | None, extra: int) -> dict[str, Tensor]:
-    """Return the masks of `attention` for torch's (L, S) or (N, heads, L, S), and (N, S); `extra` keys are visible."""
+    """Return the masks of `attention` for attn_mask and key padding. Every query sees the `extra` keys after S."""
     masks = {}
     if attn_mask is not None:
         attn_mask = pad(attn_mask, (0, extra))
@@ -74,8 +71,8 @@ def _masks(attn_mask: Tensor | None, padding: Tensor | None, extra: int) -> dict
         if (bias := masks.get("bias")) is not None:  # finite numbers stay finite: twice finfo.min is finfo.min
             dtype = torch.promote_types(torch.promote_types(bias.dtype, padding.dtype), torch.float32)
             hidden = (bias == float("-inf")) | (padding == float("-inf"))
-            padding = (bias.to(dtype) + padding.to(dtype)).clamp_min(torch.finfo(dtype).min)
-            padding = padding.masked_fill(hidden, float("-inf"))
+            both = (bias.to(dtype) + padding.to(dtype)).clamp_min(torch.finfo(dtype).min)
+            padding = both.masked_fill(hidden, float("-inf"))
         masks["bias"] = padding
     return masks
 
@@ -87,12 +84,13 @@ class MultiheadAttention(nn.MultiheadAttention):
         >>> layer, x = fusedattn.compat.torch.MultiheadAttention(64, 4, batch_first=True), torch.randn(2, 100, 64)
         >>> output, weights = layer(x, x, x)
 
-    torch's answer depends on need_weights, on the mode and on its fast path; ours does not:
+    torch's answer depends on need_weights, on the mode and on its fast path. Ours does not:
 
-    - A query that sees nothing gets the bias of out_proj, weights 0 and finite gradients; in torch NaN with weights.
+    - A query that sees nothing gets the bias of out_proj, weights 0 and finite gradients. In torch it is NaN if
+      need_weights is True.
     - is_causal is only a hint. In torch, without weights, it overrides an attn_mask that contradicts it.
     - For one seed, dropout drops the same weights with need_weights and without. bool and float masks mix.
-    - Keys and values hidden by a bool key_padding_mask may be NaN or inf, and change no bit; in torch they leak.
+    - Keys and values that a bool key_padding_mask hides may be NaN or inf. In torch they reach the output.
 
     `torch.jit.script` does not compile it.
     """
@@ -102,12 +100,12 @@ class MultiheadAttention(nn.MultiheadAttention):
         add_bias_kv: bool = False, add_zero_attn: bool = False, kdim: int | None = None, vdim: int | None = None,
         batch_first: bool = False, device: Device = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
-        embed_dim, num_heads, dropout, kdim, vdim = map(as_python, (embed_dim, num_heads, dropout, kdim, vdim))
-        sizes = dict(embed_dim=embed_dim, num_heads=num_heads, kdim=kdim, vdim=vdim)
-        check_sizes(**{name: x for name, x in sizes.items() if x is not None or name in ("embed_dim", "num_heads")})
+        embed_dim, num_heads, dropout = map(as_python, (embed_dim, num_heads, dropout))
+        kdim, vdim = (embed_dim if x is None else as_python(x) for x in (kdim, vdim))
+        check_sizes(embed_dim=embed_dim, num_heads=num_heads, kdim=kdim, vdim=vdim)
         if embed_dim % num_heads:
             fail(ValueError, "num_heads", f"a divisor of embed_dim, {embed_dim}", num_heads)
-        check_shares(dropout=dropout)
+        check_layer(dropout=dropout)
         _check_flags(bias=bias, add_bias_kv=add_bias_kv, add_zero_attn=add_zero_attn, batch_first=batch_first)
         flags = bias, add_bias_kv, add_zero_attn
         super().__init__(embed_dim, num_heads, dropout, *flags, kdim, vdim, batch_first, device, dtype)
@@ -143,8 +141,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             is_causal: a hint that attn_mask is causal. It needs attn_mask, and changes nothing.
 
         Returns:
-            (output in query's layout, contiguous; weights (N, L, S), (N, heads, L, S), or without N; or None). S grows
-            by one for each of add_bias_kv and add_zero_attn, whose key every query sees.
+            (output in query's layout, contiguous; weights (N, L, S), (N, heads, L, S), or without N; or None). Each of
+            add_bias_kv and add_zero_attn adds one key to S, which every query sees.
 
         Raises:
             ValueError, TypeError: for arguments that do not fit.
@@ -155,12 +153,12 @@ class MultiheadAttention(nn.MultiheadAttention):
         if unmasked and self.batch_first and isinstance(query, Tensor) and query.is_nested:
             if query.layout == torch.strided:  # a padded batch as torch.nn.TransformerEncoder packs it
                 return self._within(query, need_weights, None, average_attn_weights, is_causal)
-        batch_dim, along = (0, 1) if self.batch_first else (1, 0)
-        _check_inputs(self, batch_dim, query, key, value)
         if attn_mask is None and is_causal:
             fail(ValueError, "is_causal", "False without an attn_mask", "True: pass a causal attn_mask with it")
+        batch_dim, along = (0, 1) if self.batch_first else (1, 0)
+        _check_inputs(self, batch_dim, query, key, value)
         batched = query.dim() == 3
-        if not batched:  # the same tensor stays the same tensor
+        if not batched:  # inputs that are one tensor stay one, for `_project`
             batches = {id(x): x.unsqueeze(batch_dim) for x in (query, key, value)}
             query, key, value = (batches[id(x)] for x in (query, key, value))
         batch, rows, keys = query.shape[batch_dim], query.shape[along], key.shape[along]
@@ -228,60 +226,44 @@ def convert(model: nn.Module) -> nn.Module:
     Examples:
         >>> model = fusedattn.compat.torch.convert(torch.nn.Transformer(64, 4))
 
-    New modules share the parameters, buffers, hooks, flags and mode of the old ones. Names and order of modules,
-    parameters and state dict stay. Subclasses of torch's module stay as they are, except those that torch's
-    parametrizations make. A second call changes nothing. Copies and pickles of a converted model are converted. The
+    New modules share the parameters, buffers, hooks, flags and mode of the old ones; names, order and state dict stay.
+    Subclasses of torch's module are not replaced, except those that torch's parametrizations make, and neither are
+    modules in a plain list. A second call changes nothing. Copies and pickles of a converted model are converted. The
     logger "fusedattn" reports the number of replaced modules (INFO), and warns if there are none or if subclasses
-    remain. A module in a plain list, which is no child of another, is not replaced.
+    remain. Given a bare torch.nn.MultiheadAttention, it returns a converted one.
 
     Converted models skip the fast path of torch.nn.TransformerEncoderLayer (eval without gradients) and the nested
     tensors of torch.nn.TransformerEncoder: outputs at padded positions are finite, not 0. A forward pre-hook of the new
-    modules does that; if you remove all hooks, the fast path is back. torch.fx treats them as leaves, as torch's.
-
-    Given a bare torch.nn.MultiheadAttention, it returns a converted one.
+    modules does that; if you remove all hooks, the fast path is back. torch.fx takes the modules as leaves.
 
     Raises:
         TypeError: if model is not a module.
     """
     if not isinstance(model, nn.Module):
         fail(TypeError, "model", "a torch.nn.Module", type(model).__name__)
-    if _is_torchs(model):
-        _report(model, 1, 0)
-        return _converted(model)
-    before = sum(isinstance(x, MultiheadAttention) for x in model.modules())
-    fused: dict[nn.Module, nn.Module] = {}
+    attentions = [x for x in model.modules() if isinstance(x, nn.MultiheadAttention)]
+    before = sum(isinstance(x, MultiheadAttention) for x in attentions)
+    torchs = [x for x in attentions if parametrize.type_before_parametrizations(x) is nn.MultiheadAttention]
+    left = [type(x).__name__ for x in attentions if not (isinstance(x, MultiheadAttention) or x in torchs)]
+    fused: dict[nn.Module | None, nn.Module] = {x: _converted(x) for x in torchs}
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
-            if _is_torchs(child):
-                if child not in fused:
-                    fused[child] = _converted(child)
-                parent._modules[name] = fused[child]
+            parent._modules[name] = fused.get(child, child)
     for encoder in (x for x in model.modules() if isinstance(x, nn.TransformerEncoder)):
         if any(isinstance(x, MultiheadAttention) for x in encoder.modules()):
             encoder.use_nested_tensor = False
-    _report(model, len(fused), before)
-    return model
-
-
-def _is_torchs(module: nn.Module | None) -> TypeGuard[nn.MultiheadAttention]:
-    """Return whether a module is torch's own, perhaps with a parametrization of in_proj_weight."""
-    return module is not None and parametrize.type_before_parametrizations(module) is nn.MultiheadAttention
-
-
-def _report(model: nn.Module, replaced: int, before: int) -> None:
-    """Log how many modules `convert` replaced, how many were converted before, and which subclasses it left."""
-    name = type(model).__name__
-    attentions = [x for x in model.modules() if isinstance(x, nn.MultiheadAttention)]
-    left = [x for x in attentions if not (isinstance(x, MultiheadAttention) or _is_torchs(x))]
-    if replaced or before:
+    kind = type(model).__name__
+    if fused or before:
         already = f"; {before} were converted before" if before else ""
-        _log.info("convert: replaced %d torch.nn.MultiheadAttention in %s%s", replaced, name, already)
+        _log.info("convert: replaced %d torch.nn.MultiheadAttention in %s%s", len(fused), kind, already)
         if left:
-            kinds = ", ".join(sorted({type(x).__name__ for x in left}))
+            kinds = ", ".join(sorted(set(left)))
             _log.warning("convert: left subclasses of torch.nn.MultiheadAttention as they are: %s", kinds)
-        return
-    but = f" ({len(left)} of its subclasses stay as they are)" if left else ""
-    _log.warning("convert: replaced nothing, because %s has no torch.nn.MultiheadAttention%s. %s", name, but, _ADVICE)
+    else:
+        but = f" ({len(left)} of its subclasses stay as they are)" if left else ""
+        text = "convert: replaced nothing, because %s has no torch.nn.MultiheadAttention%s. %s"
+        _log.warning(text, kind, but, _ADVICE)
+    return fused.get(model, model)
 
 
 def _converted(module: nn.MultiheadAttention) -> MultiheadAttention:

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from ..api import attention, attention_varlen
-from ..call.rules import check_rank, check_strided, fail
+from ..call.rules import check_strided, fail
+from ._flash import check_tensor
 from ._hf_names import NAMES, REFUSED, masks_of
 
 # transformers reads a name that contains one of these as something else.
@@ -28,24 +29,19 @@ def register(name: str = "fusedattn") -> None:
     LED, MPT, DeBERTa-v2; in transformers 4 also BERT and T5), or if it passes sparse indices or a sink for each query
     (DeepSeek-V3.2). A warning names the class of the model, once.
 
-    The code is read when a model is built or loaded, and by `set_attn_implementation`: `register` wraps these methods
-    of PreTrainedModel, and nothing changes for other names. If you replace attention in a model, call
-    `set_attn_implementation` again. A model gets eager's floating masks, as large as the scores, if only some of its
-    attention calls the interface, if a forward is replaced by a function that is not a method of its classes, or if the
-    name was written into a config by hand. generate_batch() takes no registered name. output_attentions=True returns
-    weights in models that pass the keyword to attention; for others, such as GPT-2, set it in the config.
-
-    You may register twice, and under several names.
+    The code is read when a model is built or loaded, and by `set_attn_implementation`: call that again if you replace
+    attention in a model. `register` wraps these methods of PreTrainedModel; other names behave as before. A model gets
+    eager's floating masks, as large as the scores, if only some of its attention calls the interface, if a forward is
+    replaced by a function that is not a method of its classes, or if the name was written into a config by hand.
+    generate_batch() takes no registered name. output_attentions=True returns weights in models that pass the keyword
+    to attention; for others, such as GPT-2, set it in the config.
 
     Raises:
         ImportError: without transformers 4.54 or newer.
-        TypeError, ValueError: for a name that is no string, is empty, contains "flash", "/" or "|", which transformers
-            reads as something else, or is in use.
+        TypeError, ValueError: for a name that is no string, is empty, in use, or contains "flash", "/" or "|".
     """
     if not isinstance(name, str):
         fail(TypeError, "name", "a string", type(name).__name__)
-    if not name:
-        fail(ValueError, "name", "a string that is not empty", repr(name))
     for part, meaning in RESERVED.items():
         if part in name:
             fail(ValueError, "name", f"a name without {part!r}, which transformers reads as {meaning}", repr(name))
@@ -55,9 +51,8 @@ def register(name: str = "fusedattn") -> None:
         from ._hf import install
     except ImportError as error:
         raise ImportError("fusedattn.compat.transformers: needs transformers 4.54 or newer") from error
-    registered = AttentionInterface().get(name)
-    if name == "eager" or registered not in (None, fusedattn_forward):
-        fail(ValueError, "name", "a name that is not in use", f"{name!r}, which transformers knows already")
+    if name in ("", "eager") or AttentionInterface().get(name) not in (None, fusedattn_forward):
+        fail(ValueError, "name", "a name that is not empty and that transformers does not use already", repr(name))
     install(name, fusedattn_forward)
 
 
@@ -69,23 +64,22 @@ def fusedattn_forward(
     """Compute `fusedattn.attention` with the arguments that transformers passes.
 
     A mask contains causality, window, padding and packing; nothing is added to it. Without a mask, attention is causal
-    if `is_causal` is true and there is more than one query. The first query is then aligned with the first key: a
-    prompt in a static cache sees no empty slots. The single query of a decoding step sees all keys. In a model that
+    if `is_causal` is true and there is more than one query. The first query is then aligned with the first key, so that
+    a prompt in a static cache sees no empty slots. The single query of a decoding step sees all keys. In a model that
     gets eager's masks, no mask means that nothing is hidden.
 
     Args:
-        module: its `is_causal` is read if the keyword is None; without either it is True.
+        module: its `is_causal`, by default True, counts if the keyword is None.
         query, key, value: (B, Hq, Lq, D), (B, Hkv, Lk, D), (B, Hkv, Lk, Dv), any strides; some may have B = 1.
         attention_mask: broadcastable to (B, Hq, Lq, Lk); bool, True = may attend, or floating, added to the scores.
             Columns after the last key are ignored.
         position_bias: floating, broadcastable to (B, Hq, Lq, Lk), added to the scores.
-        dropout: the share of weights dropped, in training or not.
+        dropout: the fraction of weights to drop, in training or not.
         scaling: 1 / sqrt(D) by default.
         softcap: as in `fusedattn.attention`.
         s_aux: floating (Hq,), a sink for each head.
-        cu_seq_lens_q, cu_seq_lens_k: int32 (n + 1,), offsets of packed sequences, in a batch of 1. No query sees a key
-            of another sequence, with a mask or without.
-        max_length_q, max_length_k: the longest lengths.
+        cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: int32 (n + 1,) offsets and maximum lengths of packed
+            sequences, in a batch of 1. No query sees a key of another sequence, with a mask or without.
         output_attentions: return weights; by default as the module's config says.
         others: ignored, for example `sliding_window`, except those in REFUSED.
 
@@ -100,15 +94,8 @@ def fusedattn_forward(
     for name, meaning in REFUSED.items():
         if others.get(name) is not None:
             fail(NotImplementedError, name, f"None, because {meaning} is not implemented", type(others[name]).__name__)
-    for name, x in dict(query=query, key=key, value=value).items():
-        check_strided(**{name: x})
-        check_rank(name, x, "(B, H, L, D)")
-    pairs = dict(attention_mask=attention_mask, position_bias=position_bias)
-    check_strided(**{name: x for name, x in pairs.items() if x is not None})
-    dtype = torch.bool if attention_mask is None else attention_mask.dtype
-    if not (dtype == torch.bool or dtype.is_floating_point):
-        fail(TypeError, "attention_mask", "a bool or floating tensor", dtype)
-
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        check_tensor(name, x, "(B, H, L, D)")
     # Learned queries, the same for all samples, come as a batch of 1.
     batch = max(x.shape[0] for x in (query, key, value))
     query, key, value = (x.expand(batch, -1, -1, -1) if x.shape[0] == 1 else x for x in (query, key, value))
@@ -119,11 +106,12 @@ def fusedattn_forward(
     causal = bool(length > 1 and attention_mask is None and causal and not eager_masks)
     if causal and key.shape[2] > length:
         key, value = key[:, :, :length], value[:, :, :length]
-    # Some masks of transformers 4 are longer than the keys.
-    mask, bias = _pairs(attention_mask, key.shape[2]), _pairs(position_bias, key.shape[2])
+    mask = _pairs("attention_mask", attention_mask, key.shape[2])
+    bias = _pairs("position_bias", position_bias, key.shape[2])
     if mask is not None and mask.dtype != torch.bool:
-        bias = mask if bias is None else bias + mask
-        mask = None
+        if not mask.is_floating_point():
+            fail(TypeError, "attention_mask", "a bool or floating tensor", mask.dtype)
+        bias, mask = mask if bias is None else bias + mask, None
     options: dict[str, Any] = dict(scale=scaling, softcap=softcap, sinks=s_aux, dropout_p=dropout)
     need_weights = others.get("output_attentions")
     need_weights = getattr(config, "output_attentions", False) if need_weights is None else need_weights
@@ -150,20 +138,18 @@ def _offsets(others: dict[str, Any], batch: int) -> tuple[Tensor, Tensor] | None
     offsets: dict[str, Any] = {name: others.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k")}
     if all(x is None for x in offsets.values()):
         return None
-    check_strided(**offsets)
-    if batch != 1:
-        fail(ValueError, "cu_seq_lens_q", "a batch of 1 that packs all sequences", f"a batch of {batch}")
     for name, x in offsets.items():
+        check_tensor(name, x, "(sequences + 1,)")
         if x.dtype not in (torch.int32, torch.int64):
             fail(TypeError, name, "an int32 or int64 tensor", x.dtype)
-        check_rank(name, x, "(sequences + 1,)")
-    rows, keys = (x.int() for x in offsets.values())
-    return rows, keys
+    if batch != 1:
+        fail(ValueError, "cu_seq_lens_q", "a batch of 1, with all sequences packed in it", f"a batch of {batch}")
+    return offsets["cu_seq_lens_q"].int(), offsets["cu_seq_lens_k"].int()
 
 
-def _pairs(scores: Tensor | None, keys: int) -> Tensor | None:
-    """Return a mask or bias with rank 4, cut to the number of keys."""
+def _pairs(name: str, scores: Tensor | None, keys: int) -> Tensor | None:
+    """Return a mask or bias with rank 4, without columns after the keys, which some masks of transformers 4 have."""
     if scores is None:
         return None
-    scores = scores[(None,) * (4 - scores.dim())]
-    return scores[..., :keys] if scores.shape[-1] > keys else scores
+    check_strided(**{name: scores})
+    return scores[(None,) * (4 - scores.dim())][..., :keys]

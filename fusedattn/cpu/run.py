@@ -43,12 +43,15 @@ def is_narrow(call: Call) -> bool:
     return call.query.dtype == torch.float32 and call.query.shape[3] < NARROW and call.key.shape[2] > FEW
 
 
-def has_gradients(call: Call, grad_weights: Tensor | None, need: Sequence[bool]) -> bool:
-    """Return whether `backward` can compute the gradients; otherwise the naive path does."""
-    needed = dict(zip(INPUTS, need, strict=True))
-    others = [name for name, wanted in needed.items() if wanted and name not in _DIFFERENTIATED]
-    of_bias = not needed["bias"] or has_bias_gradient(call)
-    return grad_weights is None and of_bias and not (others or is_narrow(call))
+def lacks_gradients(call: Call, grad_weights: Tensor | None, need: Sequence[bool]) -> list[str]:
+    """Return why the naive formula computes the gradients of a call; empty if `backward` does."""
+    needed = [name for name, wanted in zip(INPUTS, need, strict=True) if wanted]
+    lacks = [f"its kernel has no gradient of {name}" for name in needed if name not in _DIFFERENTIATED]
+    if "bias" in needed and not has_bias_gradient(call):
+        lacks.append("its kernel has no gradient of bias in such a call")
+    if is_narrow(call):
+        lacks.append(f"its kernel is too inaccurate for float32 heads narrower than {NARROW} with more than {FEW} keys")
+    return lacks if grad_weights is None else [*lacks, "its kernel has no gradient of weights"]
 
 
 def stats_columns(dtype: torch.dtype, width: int) -> int:
@@ -96,7 +99,7 @@ def too_large(lse: Tensor) -> bool:
 
 @without_autocast
 def backward(call: Call, incoming: Sequence[Tensor | None], out: Tensor, stats: Tensor, need: Sequence[bool]) -> tuple:
-    """Return the gradients of INPUTS, empty where not needed. `has_gradients` must hold.
+    """Return the gradients of INPUTS, empty where not needed. `lacks_gradients` must be empty.
 
     Args:
         incoming: gradients of output, lse and weights, or None.

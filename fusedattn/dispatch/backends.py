@@ -15,10 +15,10 @@ from ..call.options import (
     Arguments,
     AssumedGPU,
     Call,
-    Device,
     check_names,
     device_of,
     hiding,
+    inputs,
     override,
     thread_overrides,
 )
@@ -32,21 +32,12 @@ from ..operators import attention, decode as cached
 
 OLDEST_TRITON = (3, 6)  # as in pyproject.toml
 MOST_POSITIONS = 2**31 - 1024  # kernels count rows, keys and shift in 32 bits, up to the end of the last tile
-
 ADVICE = ". Leave backend unset to use another"
 INTERPRETED = " (to debug them here, set TRITON_INTERPRET=1 before Triton is imported)"
 
 
-def _too_old(capability: int) -> tuple[str, ...]:
-    return (f"the GPU has compute capability {_dotted(capability)}, less than 8.0",) if capability < 80 else ()
-
-
-def _dotted(capability: int) -> str:
-    return f"{capability // 10}.{capability % 10}"
-
-
 @functools.cache
-def _find_machine_reasons(device: Device) -> tuple[str, ...]:
+def _find_machine_reasons(device: torch.device | AssumedGPU) -> tuple[str, ...]:
     try:
         import triton
     except Exception as error:  # a broken installation may raise anything
@@ -65,29 +56,28 @@ def _find_machine_reasons(device: Device) -> tuple[str, ...]:
         from ..launch import run as launch
     except Exception as error:  # a later Triton may lack a function that the kernels use
         return (f"its kernels cannot be imported with Triton {triton.__version__} ({cause(error)})",)
-    if isinstance(device, AssumedGPU):
-        return _too_old(device.capability)
-    if launch.interpreting():
+    capability, assumed = launch.capability(device), isinstance(device, AssumedGPU)
+    if capability is None:  # interpreted
         return ()
-    if torch.version.hip is not None:
+    if torch.version.hip is not None and not assumed:
         return ("the GPU is not an NVIDIA GPU",)
-    reasons = [*_too_old(launch.capability(device))]
-    if not (triton.knobs.build.cc or shutil.which("gcc") or shutil.which("clang")):
+    reasons = [f"the GPU has compute capability {capability / 10}, less than 8.0"] if capability < 80 else []
+    if not (assumed or triton.knobs.build.cc or shutil.which("gcc") or shutil.which("clang")):
         reasons.append("Triton found no C compiler (gcc or clang)")
     return tuple(reasons)
 
 
 @constant
-def machine_reasons(device: Device) -> tuple[str, ...]:
+def machine_reasons(device: torch.device | AssumedGPU) -> tuple[str, ...]:
     """Return why Triton kernels cannot run on a device at all."""
     return _find_machine_reasons(device)
 
 
 def _kernel_reasons(call: Call) -> list[str]:
-    """Return why no kernel takes these dtypes, devices and sizes."""
-    device, dtype = device_of(call.query), call.query.dtype
+    """Return why no kernel takes the dtype, device and sizes of a call."""
+    device = device_of(call.query)
     reasons = list(machine_reasons(device))
-    if dtype == torch.float64 and device.type == "cuda":
+    if call.query.dtype == torch.float64 and device.type == "cuda":
         reasons.append("only the naive path computes float64")
     for name, dim in (("query", call.query.shape[3]), ("value", call.value.shape[3])):
         if dim > 256:
@@ -102,7 +92,7 @@ def _marked_blocks(call: Call) -> int:
     tensors = [x for x in hiding(call) if x is not None]
     if not tensors or call.block_mask is not None:
         return 0
-    batch, heads, rows, keys = *call.query.shape[:2], call.query.shape[2], call.key.shape[2]
+    (batch, heads, rows, _), keys = call.query.shape, call.key.shape[2]
     if call.cu_seqlens_q is not None:
         batch = call.cu_seqlens_q.shape[0] - 1
         rows, keys = call.max_seqlen_q or rows, call.max_seqlen_k or keys
@@ -112,7 +102,7 @@ def _marked_blocks(call: Call) -> int:
 
 
 def _grid_reasons(call: Call) -> list[str]:
-    """Return why the universal kernels cannot take a call; empty if they can."""
+    """Return why the universal kernels cannot take a call, apart from failures on this machine."""
     reasons = _kernel_reasons(call)
     batch, heads, rows, _ = call.query.shape
     blocks = batch * -(-max(rows, call.key.shape[2]) // 16)  # no tile has fewer than 16 rows or keys
@@ -126,17 +116,16 @@ def _grid_reasons(call: Call) -> list[str]:
 
 
 @constant
-def hopper_reasons(device: Device) -> tuple[str, ...]:
+def hopper_reasons(device: torch.device | AssumedGPU) -> tuple[str, ...]:
     """Return why a device cannot run the Hopper kernels, although it runs the universal ones."""
     from ..launch import run as launch
 
     if (number := launch.capability(device)) is None:
         return ("Gluon, the language of its kernels, has no interpreter",)
-    return () if number == 90 else (f"the GPU has compute capability {_dotted(number)}, not 9.0",)
+    return () if number == 90 else (f"the GPU has compute capability {number / 10}, not 9.0",)
 
 
 def _hopper_reasons(call: Call, need_weights: bool) -> list[str]:
-    """Return why the Hopper kernel cannot take a call; empty if it can."""
     if reasons := _grid_reasons(call):
         return [reason.removesuffix(INTERPRETED) for reason in reasons]
     from ..launch import hopper
@@ -148,33 +137,28 @@ def _hopper_reasons(call: Call, need_weights: bool) -> list[str]:
 class Backend(NamedTuple):
     """A way to compute a call.
 
-    reasons(call, need_weights): why it cannot take the call. run(call, need_lse, need_weights): (output, lse, weights),
-    None for a result that is not needed. waits(call): why it takes the call only when named, or None.
+    reasons(call, need_weights): why it cannot take the call; empty if it can. run(call, need_lse, need_weights):
+    (output, lse, weights), None for a result that is not needed.
     """
 
     name: str
     reasons: Callable[[Any, bool], list[str]]
     run: Callable[[Any, bool, bool], tuple[Any, ...]]
-    waits: Callable[[Any], str | None] = lambda call: None
 
 
-def _hopper_waits(call: Call) -> str | None:
-    """Return why the Hopper kernel is not chosen by default: a tuning file found it slower."""
-    return None if tuned.prefers_hopper("hopper", call, device_of(call.query)) else tuned.SLOWER
+def _triton_reasons(call: Call, need_weights: bool) -> list[str]:
+    return _grid_reasons(call) or attention.failed(call, need_weights, on_hopper=False)
 
 
 BACKENDS = {
-    "hopper": Backend("hopper", _hopper_reasons, attention.run_hopper, _hopper_waits),
-    "triton": Backend(
-        "triton", lambda call, need: _grid_reasons(call) or attention.failed(call, need, False), attention.run_triton
-    ),
+    "hopper": Backend("hopper", _hopper_reasons, attention.run_hopper),
+    "triton": Backend("triton", _triton_reasons, attention.run_triton),
     "cpu": Backend("cpu", lambda call, need_weights: cpu.limits(call), attention.run_cpu),
     "naive": Backend("naive", lambda call, need_weights: [], attention.run_naive),
 }
 
 
 def _decode_reasons(decode: Decode, need_weights: bool) -> list[str]:
-    """Return why the universal kernels cannot take a call to a cache; empty if they can."""
     reasons = _kernel_reasons(decode.call) + cached.unmappable(decode)
     batch, heads, rows, _ = decode.call.query.shape
     if holds(batch * heads * max(rows, decode.added) >= 2**31, False):
@@ -199,8 +183,8 @@ def check_name(name: str | None) -> None:
 def use_backend(name: str | None) -> AbstractContextManager[None]:
     """Name the backend of all calls that this thread makes inside the `with`. `backend=` of a call takes precedence.
 
-    torch.utils.checkpoint recomputes a forward where its backward runs: keep the backward inside, too. On a GPU,
-    autograd runs backwards in a thread of its own, which this function does not reach: pass `backend=` instead.
+    torch.utils.checkpoint recomputes the forward during the backward: keep the backward inside, too. On a GPU, autograd
+    runs backwards in another thread, which this function does not reach: pass `backend=` instead.
 
     Examples:
         >>> query = key = value = torch.randn(2, 8, 128, 64)
@@ -211,15 +195,15 @@ def use_backend(name: str | None) -> AbstractContextManager[None]:
         name: "hopper", "triton", "cpu" or "naive". None: choose by default again.
 
     Raises:
-        ValueError: name is none of these.
-        NotImplementedError: raised by a call inside, if the backend cannot take it.
+        ValueError: there is no backend of that name.
+        NotImplementedError: raised by a call inside that the backend cannot take.
     """
     check_name(name)
     return override(backend=name)
 
 
 def named(name: str | None) -> str | None:
-    """Return the backend that the call or `use_backend` names, unchecked, or None."""
+    """Return the name, unchecked, that the call passes as backend or `use_backend` sets, or None."""
     return name if name is not None else thread_overrides.backend
 
 
@@ -228,19 +212,25 @@ def _on_gpu(call: Call | Decode) -> bool:
     return device_of((call.call if isinstance(call, Decode) else call).query).type == "cuda"
 
 
+def _slower_on_hopper(name: str, call: Call | Decode) -> bool:
+    """Return whether a backend is Hopper's and a tuning file found it slower, so that it runs only when named."""
+    if name != "hopper" or isinstance(call, Decode):
+        return False
+    return not tuned.prefers_hopper("hopper", call, device_of(call.query))
+
+
 def choose(call: Call | Decode, need_weights: bool, name: str | None = None) -> Backend:
-    """Return the backend that takes a call: the named one, or the first without a reason not to."""
+    """Return the backend that takes a call: the named one, or the first one without reasons against it."""
     check_name(name)
     among = DECODERS if isinstance(call, Decode) else BACKENDS
-    taken = named(name)
-    if taken is not None:
+    if (taken := named(name)) is not None:
         if reasons := among[taken].reasons(call, need_weights):
             raise NotImplementedError(f"backend: {taken!r} cannot take this call: {'; '.join(reasons)}{ADVICE}")
         return among[taken]
     if not _on_gpu(call):
         return among["naive" if among["cpu"].reasons(call, need_weights) else "cpu"]
     taken = next(
-        name for name, known in among.items() if known.waits(call) is None and not known.reasons(call, need_weights)
+        name for name, one in among.items() if not _slower_on_hopper(name, call) and not one.reasons(call, need_weights)
     )
     if taken == "naive" and not torch.compiler.is_compiling():  # the compiler cannot trace a warning
         for reason in among["triton"].reasons(call, need_weights):
@@ -249,11 +239,11 @@ def choose(call: Call | Decode, need_weights: bool, name: str | None = None) -> 
 
 
 class Explanation(NamedTuple):
-    """Result of `explain`. Print it to read it.
+    """Result of `explain`; `print` shows it as text.
 
-    backend: the backend that the call takes; None if it would raise. tiles: {kernel: Tile, Pipeline or Backward}.
-    reasons: {backend: [sentence, ...]} for each other backend. backward: on a Hopper GPU, why the Hopper kernels do not
-    compute the gradients of query, key and value; empty if they do.
+    backend: the backend that takes the call; None if the call would raise. tiles: {kernel: Tile, Pipeline or Backward}.
+    reasons: {other backend: [sentence, ...]}. backward: why another path computes the gradients: after "hopper" the
+    universal kernels, after "cpu" the naive formula, for the inputs that require one; empty if none does.
     """
 
     backend: str | None
@@ -269,23 +259,18 @@ class Explanation(NamedTuple):
             lines.append(f"    {kernel}: tiles of {size}, {warps}, {tile.stages} stages")
         for name, sentences in self.reasons.items():
             lines += [f"not {name}: {sentence}" for sentence in sentences]
-        lines += [f"backward not on hopper: {sentence}" for sentence in self.backward]
+        first = "cpu" if self.backend == "cpu" else "hopper"
+        lines += [f"not {first} for the backward: {sentence}" for sentence in self.backward]
         return "\n".join(lines)
 
 
 @eager
 def explain(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    backend: str | None = None,
-    return_lse: bool = False,
-    return_weights: bool = False,
-    capability: tuple[int, int] | None = None,
-    **options: Any,
-) -> Explanation:
-    """Return which backend `fusedattn.attention` takes for these arguments, and why not the others. Computes nothing.
+    query: Tensor, key: Tensor, value: Tensor, *,
+    backend: str | None = None, return_lse: bool = False, return_weights: bool = False,
+    capability: tuple[int, int] | None = None, **options: Any,
+) -> Explanation:  # fmt: skip
+    """Return the backend that `fusedattn.attention` takes for these arguments, and why not the others.
 
     Examples:
         >>> query = key = value = torch.randn(2, 8, 128, 64)
@@ -296,50 +281,47 @@ def explain(
         'hopper'
 
     Args:
-        capability: explain for an NVIDIA GPU of this compute capability, such as (9, 0) for an H100 or H200, without a
-            tuning file, wherever the tensors are; needs Triton. None: for the device of the tensors.
+        capability: None explains the call for the device of the tensors. (9, 0), for example, explains it for an H100
+            or H200 without a tuning file, on any device; needs Triton.
         **options: as in `fusedattn.attention`.
 
     Raises:
-        TypeError, ValueError: for wrong arguments, as `fusedattn.attention` raises; for a wrong capability.
+        TypeError, ValueError: an argument is wrong.
     """
     check_flags(return_lse=return_lse, return_weights=return_weights)
     check_names("explain", options, Arguments._fields)
     check_name(backend)
     chosen = named(backend)
     call = checked(Arguments(query, key, value, **options), named=chosen is not None)
-    with override(gpu=_assumed(capability)):
+    gpu = None
+    if capability is not None:
+        pair = isinstance(capability, (tuple, list)) and [type(x) for x in capability] == [int, int]
+        if not pair or not (0 < capability[0] < 100 and 0 <= capability[1] < 10):
+            fail(ValueError, "capability", "None or a compute capability such as (9, 0)", repr(capability))
+        gpu = AssumedGPU(10 * capability[0] + capability[1])
+    with override(gpu=gpu):
         return _explained(call, chosen, return_weights)
-
-
-def _assumed(capability: Any) -> AssumedGPU | None:
-    """Return the GPU that `explain` assumes, or None for the device of the tensors."""
-    if capability is None:
-        return None
-    fits = isinstance(capability, (tuple, list)) and len(capability) == 2 and all(type(x) is int for x in capability)
-    if not fits or not (0 < capability[0] < 100 and 0 <= capability[1] < 10):
-        fail(ValueError, "capability", "None or a compute capability such as (9, 0)", repr(capability))
-    return AssumedGPU(10 * capability[0] + capability[1])
 
 
 def _explained(call: Call, chosen: str | None, return_weights: bool) -> Explanation:
     reasons = {name: known.reasons(call, return_weights) for name, known in BACKENDS.items()}
     on_gpu = _on_gpu(call)
-    for name, known in BACKENDS.items():
-        if name != chosen and (on_gpu or not reasons[name]) and (why := known.waits(call)) is not None:
-            reasons[name].append(why)
+    if on_gpu and chosen != "hopper" and _slower_on_hopper("hopper", call):
+        reasons["hopper"].append(tuned.SLOWER)
     if chosen is not None:
         taken, why = (None if reasons[chosen] else chosen), f"{chosen!r} is named, and a named backend never falls back"
-    elif not on_gpu:
-        taken, why = "naive" if reasons["cpu"] else "cpu", "the tensors are not on a GPU and no backend is named"
-        if taken == "cpu":
-            reasons["naive"].append("'cpu' takes the call and is preferred")
-    else:
+    elif on_gpu:
         taken = next(name for name, sentences in reasons.items() if not sentences)
         why = f"{taken!r} takes the call and is preferred"
+    else:
+        taken, why = "naive" if reasons["cpu"] else "cpu", "the tensors are not on a GPU and no backend is named"
+        reasons["naive"] += ["'cpu' takes the call and is preferred"]
     others = {name: sentences or [why] for name, sentences in reasons.items() if name != taken}
+    if taken == "cpu":
+        need = [x is not None and x.requires_grad for x in inputs(call)]
+        return Explanation(taken, {}, others, cpu.lacks_gradients(call, None, need) if any(need) else [])
     if taken not in ("hopper", "triton"):
         return Explanation(taken, {}, others)
-    tiles = attention.tiles_for(call, return_weights, taken == "hopper")
-    backward = attention.backward_reasons(call, taken == "hopper") if not hopper_reasons(device_of(call.query)) else ()
+    has_hopper = not hopper_reasons(device_of(call.query))
+    tiles, backward = attention.explained(call, return_weights, taken, has_hopper)
     return Explanation(taken, tiles, others, backward)

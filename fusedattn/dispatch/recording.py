@@ -19,29 +19,13 @@ from ..kernels.vocabulary.memory import View
 from ..launch import hopper, launcher, run as launch
 
 
-class New(NamedTuple):
-    """Shape, strides and dtype of a tensor that a replay allocates."""
-
-    shape: tuple
-    strides: tuple
-    dtype: torch.dtype
-
-
-class Step(NamedTuple):
-    """One launch, and the arguments that depend on the tensors.
-
-    views: (argument index, tensor number, strides). others: (argument index, function of all tensors).
-    """
-
-    launch: Callable
-    programs: int
-    arguments: list
-    views: tuple
-    others: tuple
-
-
 class Recording(NamedTuple):
-    """Recorded launches, to replay on the caller's tensors and on new ones that `run` allocates."""
+    """Recorded launches, to replay on the caller's tensors and on new ones that `run` allocates.
+
+    made: (shape, strides, dtype) of each new tensor. steps: (function, programs, arguments, views, others) of each
+    launch. views and others replace arguments: (argument index, tensor number, strides), and (argument index, function
+    of all tensors).
+    """
 
     device: torch.device
     kind: str  # of device
@@ -80,52 +64,50 @@ def _interpreted(kernel, options, views):
     return launched
 
 
-class Recorder:
+class Recorder(contextlib.ExitStack):
     """Collects launches on meta tensors, which `launch.recording` passes to `add`, for a Recording.
 
-    A tensor is identified by its storage, and starts at its beginning. It is either `given` by the caller or `made`,
-    which a replay allocates; unknown ones become made.
+    A tensor is identified by its storage, and starts at its beginning. The first tensors are the caller's; a replay
+    allocates all others.
     """
 
     def __init__(self, device: torch.device, given: Sequence):
-        self.device = device
-        self.made: list[New] = []
-        self.steps: list[Step] = []
+        super().__init__()
+        self.device, self.given = device, len(given)
+        self.steps: list[tuple] = []
         self.tensors = list(given)  # keeps every storage alive, so that none is reused
         self.numbers = {storage(x): number for number, x in enumerate(given) if x is not None}
 
     def __enter__(self):
-        self._within = contextlib.ExitStack()
-        self._within.enter_context(launch.surroundings(self.device))
-        self._within.enter_context(launch.recording(self))
+        self.enter_context(launch.surroundings(self.device))
+        self.enter_context(launch.recording(self))
         return self
-
-    def __exit__(self, *error):
-        self._within.close()
 
     def make(self, tensor: Tensor) -> Tensor:
         """Register a tensor that each replay allocates."""
         self.numbers[storage(tensor)] = len(self.tensors)
         self.tensors.append(tensor)
-        self.made.append(New(tuple(tensor.shape), tensor.stride(), tensor.dtype))
         return tensor
 
     def position(self) -> tuple[int, int]:
         """Return the state that `back` restores."""
-        return len(self.steps), len(self.made)
+        return len(self.steps), len(self.tensors)
 
     def back(self, position: tuple[int, int]) -> None:
         """Forget the steps and tensors added since `position`."""
-        steps, made = position
-        del self.steps[steps:]
-        for tensor in self.tensors[len(self.tensors) - len(self.made) + made :]:
+        steps, tensors = position
+        for tensor in self.tensors[tensors:]:
             del self.numbers[storage(tensor)]
-        del self.tensors[len(self.tensors) - len(self.made) + made :]
-        del self.made[made:]
+        del self.steps[steps:], self.tensors[tensors:]
 
-    def number(self, tensor: Tensor | None) -> int | None:
-        """Return the index of a tensor in the result of `Recording.run`."""
-        return None if tensor is None else self.numbers[storage(tensor)]
+    def number(self, tensor: Tensor | None) -> Any:
+        """Return the index of a tensor in the result of `Recording.run`, and register it if it is unknown."""
+        if tensor is None:
+            return None
+        assert tensor.storage_offset() == 0, "a recording addresses tensors by the beginning of their storage"
+        if storage(tensor) not in self.numbers:
+            self.make(tensor if tensor._base is None else tensor._base)
+        return self.numbers[storage(tensor)]
 
     def add(self, kernel, compiled, programs: int, arguments: dict, options: dict) -> None:
         """Record a launch. compiled is None in the interpreter."""
@@ -138,35 +120,27 @@ class Recorder:
         for value in (arguments[name] for name in kernel.arg_names):
             index = len(values)
             if isinstance(value, View):
-                views.append((index, self._number(value.base), value.strides))
+                views.append((index, self.number(value.base), value.strides))
                 values.append(None)
             elif hopper.is_descriptor(value):
-                number = self._number(value.base)
+                number = self.number(value.base)
                 encode = next(encoding, None) or functools.partial(launcher.rebased, value)
                 values += [None] if encoders is None else [None, *value.shape, *value.strides]
                 others.append((index, lambda tensors, encode=encode, number=number: encode(tensors[number])))
-            elif (place := self._place(value)) is not None:
-                others.append((index, place))
-                values.append(None)
             else:
-                values.append(value)
+                place = self._place(value)
+                values.append(value if place is None else None)
+                others += [] if place is None else [(index, place)]
         if compiled is None:
             run = _interpreted(kernel, options, views)
         else:
             run = launcher.launched(compiled, encodes=encoders is None)
-        self.steps.append(Step(run, programs, values, tuple(views), tuple(others)))
-
-    def _number(self, tensor):
-        """Return the index of an argument's tensor; an unknown one becomes a made one."""
-        assert tensor.storage_offset() == 0, "a recording addresses tensors by the beginning of their storage"
-        if storage(tensor) not in self.numbers:
-            self.make(tensor if tensor._base is None else tensor._base)
-        return self.numbers[storage(tensor)]
+        self.steps.append((run, programs, values, tuple(views), tuple(others)))
 
     def _place(self, value) -> Callable[[Sequence], Any] | None:
         """Return a function from tensors to the argument, or None if it is constant."""
         if isinstance(value, Tensor):
-            number = self._number(value)
+            number = self.number(value)
             if self.tensors[number].dtype == value.dtype or not launch.interpreting():
                 return itemgetter(number)
             return lambda tensors: tensors[number].view(value.dtype)  # only the interpreter looks at the dtype
@@ -186,4 +160,5 @@ class Recorder:
         return placed
 
     def recording(self) -> Recording:
-        return Recording(self.device, self.device.type, launch.interpreting(), tuple(self.made), tuple(self.steps))
+        made = tuple((tuple(x.shape), x.stride(), x.dtype) for x in self.tensors[self.given :])
+        return Recording(self.device, self.device.type, launch.interpreting(), made, tuple(self.steps))

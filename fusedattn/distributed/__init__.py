@@ -1,9 +1,9 @@
 """Attention of a sequence that is cut over the processes of a torch.distributed group."""
 
+from ..operators.dtensors import register_sharding
 from .gather import gather_attention, gather_attention_varlen
 from .parallel import ContextParallel
 from .ring import ring_attention
-from .sharding import register_sharding
 from .shards import positions, shard, unshard
 from .ulysses import ulysses_attention
 

@@ -1,12 +1,11 @@
 """Attention with keys and values gathered from all ranks: rows stay, and all options of attention apply.
 
-The backward gathers keys and values again, so that they are not kept. Their gradients are float32 (float64) until they
-are summed over ranks. Source: Llama 3, arXiv:2407.21783, section 3.3.2. Cutting documents where a shard ends:
+The backward gathers keys and values again instead of saving them. Their gradients are float32 (float64) until they are
+summed over ranks. Source: Llama 3, arXiv:2407.21783, section 3.3.2. Cutting documents where a shard ends:
 pytorch/pytorch #181078.
 """
 
 import bisect
-import functools
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -15,18 +14,18 @@ import torch
 from torch import Tensor
 
 from ..api import attention_varlen
-from ..call.options import DIMS, Arguments, Call, Origin, in_full
+from ..call.options import DIMS, Arguments, Call, Lengths, Origin, in_full
 from ..call.overrides import overridable
 from ..call.private import eager
 from ..call.rules import Sizes, check_options, check_tensors, fail
-from ..call.varlen import VarlenArguments, check_lengths, check_values
+from ..call.varlen import check_lengths
 from . import ranks as ranks_of
-from .global_call import GlobalCall, Piece, agreed, prepared
-from .parts import attend, attend_pieces
+from .global_call import GlobalCall, Piece, agreed, attend, attend_globally, prepared
+from .parts import in_pieces
 from .ranks import Ranks
 from .shards import Chunk, gathered, scattered
 
-_BY_DOCUMENT = "mask", "bias", "alibi_slopes"  # given for whole documents
+_BY_DOCUMENT = "mask", "bias", "alibi_slopes"  # options that may differ between documents
 
 
 @overridable
@@ -60,40 +59,31 @@ def gather_attention(
     Raises:
         TypeError, ValueError, NotImplementedError, RuntimeError: as `ring_attention`.
     """
-    return attend("gather_attention", locals(), lambda whole: _Keys(_pieces(whole), whole))
 
-
-def _pieces(whole: GlobalCall) -> list[Piece]:
-    """Return a Piece for each Chunk of rows, with the keys that it may see."""
-    low, high = whole.sides()
-    pieces = []
-    for row in whole.rows[whole.ranks.rank]:
-        begin = int(min(max(row.first + low, 0), whole.total_keys))
-        end = int(max(min(row.last + high, whole.total_keys), begin))
-        if row.length:
-            pieces.append(Piece(row.in_shard, slice(begin, end), whole.band(row, Chunk(begin, end, begin))))
-    return pieces
+    return attend("gather_attention", locals(), in_pieces(_Keys))
 
 
 class _Keys:
-    """The keys and values of all ranks, gathered at once, and the Pieces. Gradients return to their ranks."""
+    """The keys and values of all ranks at once. Gradients return to their ranks."""
 
-    def __init__(self, pieces: list[Piece], whole: GlobalCall):
-        self.pieces, self.whole = pieces, whole
+    def __init__(self, whole: GlobalCall, pieces: list[Piece] | None = None):
+        self.whole = whole
+        self.pieces = whole.pieces([Chunk(0, whole.total_keys, 0)]) if pieces is None else pieces
         self.totals: list[Tensor | None] = []
 
     def __iter__(self) -> Iterator[tuple[None, Call, list[Piece]]]:
-        fields = {name: getattr(self.whole.call, name) for name in ("key", "value", "key_mask")}
-        ranks, keys = self.whole.ranks, self.whole.keys
-        fields = {name: gathered(x, DIMS[name].index("K"), ranks, keys) for name, x in fields.items() if x is not None}
-        yield None, self.whole.call._replace(**fields), self.pieces
+        whole = self.whole
+        fields = {name: getattr(whole.call, name) for name in ("key", "value", "key_mask")}
+        for name, x in fields.items():
+            fields[name] = None if x is None else gathered(x, DIMS[name].index("K"), whole.ranks, whole.keys)
+        yield None, whole.call._replace(**fields), self.pieces
 
     def give_back(self, owner: int | None, key: Tensor | None, value: Tensor | None) -> None:
         self.totals = [key, value]
 
     def gradients(self) -> tuple[Tensor | None, Tensor | None]:
-        ranks, keys = self.whole.ranks, self.whole.keys
-        key, value = (None if x is None else scattered(x, 2, ranks, keys) for x in self.totals)
+        whole = self.whole
+        key, value = (None if x is None else scattered(x, 2, whole.ranks, whole.keys) for x in self.totals)
         return key, value
 
 
@@ -148,21 +138,23 @@ def gather_attention_varlen(
         call, _ = prepared(arguments._replace(**batched, **dict.fromkeys(_BY_DOCUMENT)), backend, ranks)
         if key.shape[0] != query.shape[0]:
             fail(ValueError, "key", f"{query.shape[0]} rows, as query has", key.shape[0])
-        check_lengths(VarlenArguments(query, key, value, cu_seqlens, cu_seqlens))
+        check_lengths(Lengths(cu_seqlens, cu_seqlens, query.shape[0], key.shape[0], None, None), query.device)
         offsets.extend(cu_seqlens.tolist())
-        by_document = {name: getattr(arguments, name) for name in _BY_DOCUMENT}
+        by_document: dict[str, Any] = {name: getattr(arguments, name) for name in _BY_DOCUMENT}
         sizes = Sizes(query.device, query.dtype, len(offsets) - 1, query.shape[1], *(_longest(offsets),) * 2)
         check_options(Arguments(call.query, call.key, call.value, **by_document), sizes)
-        fields: dict[str, Any] = {name: in_full(name, x) for name, x in by_document.items()}
+        fields = {name: in_full(name, x) for name, x in by_document.items()}
         return call._replace(**fields, cu_seqlens_q=cu_seqlens), dict(cu_seqlens=tuple(offsets))
 
     whole = agreed("gather_attention_varlen", given, prepare)
     assert whole is not None
-    of_all = query.new_empty(()).expand(whole.total_keys, 1, 1)
-    check_values(VarlenArguments(of_all, of_all, of_all, cu_seqlens, cu_seqlens))
-    out, lse = attend_pieces(whole, functools.partial(_Keys, _documents(whole, offsets)))
+    lengths = Lengths(cu_seqlens, cu_seqlens, whole.total_keys, whole.total_keys, None, None)
+    check_lengths(lengths, query.device, values=True)
+    pieces = _documents(whole, offsets)
+    out, lse, _ = attend_globally(whole, in_pieces(lambda whole: _Keys(whole, pieces)))
+    assert out is not None
     out = out.squeeze(0).transpose(0, 1)
-    return (out, lse.squeeze(0)) if return_lse else out
+    return out if lse is None else (out, lse.squeeze(0))
 
 
 def _longest(offsets: list[int]) -> int:
@@ -173,8 +165,8 @@ def _documents(whole: GlobalCall, offsets: list[int]) -> list[Piece]:
     """Return up to two Pieces for each Chunk of rows: the document that begins before it, and all that begin in it."""
     pieces = []
     for chunk in whole.rows[whole.ranks.rank]:
-        inside = bisect.bisect_left(offsets, chunk.first, 0, len(offsets) - 1)  # the first document that begins in it
-        after = bisect.bisect_left(offsets, chunk.last, 0, len(offsets) - 1)
+        # Documents inside .. after - 1 begin in the chunk.
+        inside, after = (bisect.bisect_left(offsets, row, 0, len(offsets) - 1) for row in chunk[:2])
         if chunk.length and offsets[inside] > chunk.first:
             pieces.append(_piece(whole, chunk, offsets, inside - 1, inside))
         if inside < after:
@@ -183,19 +175,21 @@ def _documents(whole: GlobalCall, offsets: list[int]) -> list[Piece]:
 
 
 def _piece(whole: GlobalCall, chunk: Chunk, offsets: list[int], first: int, last: int) -> Piece:
-    """Return the Piece of documents first .. last - 1, with their rows in a Chunk. Several all begin in it."""
+    """Return the Piece of documents first .. last - 1 and of their rows in a Chunk.
+
+    A document that begins before the Chunk has a Piece of its own.
+    """
     begin, device, heads = offsets[first], whole.query.device, whole.query.shape[1]
     before = max(0, chunk.first - begin)  # rows of the document in front of the chunk
-    rows = [min(max(x, chunk.first), chunk.last) for x in offsets[first : last + 1]]
+    rows = [min(max(x, chunk.first), chunk.last) - chunk.first for x in offsets[first : last + 1]]
     keys = [x - begin for x in offsets[first : last + 1]]
     max_rows, max_keys = _longest(rows), _longest(keys)
     fields = dict(
-        cu_seqlens_q=torch.tensor([x - rows[0] for x in rows], dtype=torch.int32, device=device),
+        cu_seqlens_q=torch.tensor(rows, dtype=torch.int32, device=device) - rows[0],
         cu_seqlens_k=torch.tensor(keys, dtype=torch.int32, device=device),
         max_seqlen_q=max_rows,
         max_seqlen_k=max_keys,
         origin=list(Origin(before, before, 0, first * heads, heads)),
     )
-    in_shard = slice(chunk.at + rows[0] - chunk.first, chunk.at + rows[-1] - chunk.first)
-    pair_rows, pair_keys = slice(before, before + max_rows), slice(0, max_keys)
-    return Piece(in_shard, slice(begin, offsets[last]), fields, slice(first, last), pair_rows, pair_keys)
+    in_shard, pair_rows = slice(chunk.at + rows[0], chunk.at + rows[-1]), slice(before, before + max_rows)
+    return Piece(in_shard, slice(begin, offsets[last]), fields, slice(first, last), pair_rows, slice(0, max_keys))

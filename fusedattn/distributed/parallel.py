@@ -1,4 +1,4 @@
-"""Options of modules: a sequence cut over ranks (context_parallel=), heads cut by tensor parallelism."""
+"""Modules on several processes: a sequence cut by context_parallel=, heads cut by tensor parallelism."""
 
 import math
 from collections.abc import Callable
@@ -24,8 +24,9 @@ class ContextParallel(NamedTuple):
         >>> parallel = fusedattn.distributed.ContextParallel("ring", balance="zigzag")
         >>> layer = fusedattn.MultiHeadAttention(512, 8, causal=True, context_parallel=parallel)
 
-    method: "ring", "gather" or "ulysses". group, balance: as in `fusedattn.distributed.shard`; "ulysses" takes no
-    balance.
+    Args:
+        method: "ring", "gather" or "ulysses".
+        group, balance: as in `fusedattn.distributed.shard`; "ulysses" takes no balance.
     """
 
     method: str = "ring"
@@ -49,32 +50,29 @@ def check_parallel(parallel: Any) -> None:
         fail(ValueError, "context_parallel", "balance=None, because method is 'ulysses'", repr(parallel.balance))
 
 
-def attend(
-    parallel: ContextParallel, q: Tensor, k: Tensor, v: Tensor, need_weights: bool, **options: Any
-) -> tuple[Tensor, Tensor | None]:
-    """Return (output, weights or None) of this rank's rows. Raise for options that the method lacks."""
-    check_parallel(parallel)  # the attribute of the module may have changed
+def attend(parallel: ContextParallel, q: Tensor, k: Tensor, v: Tensor, need_weights: bool, **options: Any) -> Any:
+    """Return (output, weights or None) of this rank's rows. Raise for options that the method does not support."""
+    check_parallel(parallel)  # the caller may have set the attribute of the module
     options = {name: x for name, x in options.items() if x is not None}
     for name in LACKS[parallel.method]:
         if name in options or (need_weights and name == "need_weights"):
             raise NotImplementedError(f"{name}: {parallel.method!r} of context_parallel does not support it")
-    if parallel.method == "ulysses":
-        results: Any = ulysses_attention(q, k, v, group=parallel.group, return_weights=need_weights, **options)
-        return results if need_weights else (results, None)
-    return METHODS[parallel.method](q, k, v, group=parallel.group, balance=parallel.balance, **options), None
+    options |= dict(return_weights=need_weights) if parallel.method == "ulysses" else dict(balance=parallel.balance)
+    results = METHODS[parallel.method](q, k, v, group=parallel.group, **options)
+    return results if need_weights else (results, None)
 
 
 def by_heads(projected: Tensor, name: str, heads: int, columns: int) -> Tensor:
-    """Return a projection's output (B, S, H * D) as (B, H, S, D).
+    """Return a projection's output (B, S, H * D) as (B, H, S, D). columns: D. heads: of all processes.
 
-    Tensor parallelism leaves H / size heads on each process. Raise if the number of processes does not divide heads.
+    Tensor parallelism leaves each process some of the heads. Raise if it would cut a head.
     """
-    cut = [1]
+    width, cut = projected.shape[-1], 1
     if is_dtensor(projected):
         mesh, last = projected.device_mesh, projected.dim() - 1  # type: ignore[attr-defined]
-        cut += [mesh.size(n) for n, p in enumerate(projected.placements) if p.is_shard(last)]  # type: ignore[attr-defined]
-    if projected.shape[-1] % columns or heads % math.prod(cut):
-        got = f"{heads}, which gives this one {projected.shape[-1]} columns for heads of {columns}"
+        cut = math.prod(mesh.size(n) for n, p in enumerate(projected.placements) if p.is_shard(last))  # type: ignore[attr-defined]
+    if width % columns or heads % cut:
+        got = f"{heads} heads of {columns} columns, and {width} columns on each process"
         fail(ValueError, name, "a multiple of the number of processes that share the heads", got)
-    made: Tensor = projected.unflatten(-1, (projected.shape[-1] // columns, columns))
-    return made.transpose(1, 2)
+    by_head: Tensor = projected.unflatten(-1, (width // columns, columns))
+    return by_head.transpose(1, 2)

@@ -1,8 +1,9 @@
-"""Ranks of a process group: they agree on a call, and send each other tensors."""
+"""Communication between the ranks of a process group: they agree on a call, and send each other tensors."""
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -14,8 +15,8 @@ from ..call.private import group_timeout, read_store, write_store
 from ..call.rules import fail
 
 STATEMENT = 4096  # bytes of a rank's statement about a call: a fixed size, so ranks that disagree can read it
-MESSAGE = 300  # characters of an error message, cut to fit in a statement
-PATIENCE = timedelta(seconds=2)  # time to wait, after a connection broke, for the number of the lost rank in the store
+MESSAGE = 300  # characters of an error message in a statement, which has to fit
+PATIENCE = timedelta(seconds=2)  # how long to wait for the number of the lost rank, after a connection broke
 
 
 class Ranks(NamedTuple):
@@ -50,26 +51,28 @@ def as_bytes(x: Tensor) -> Tensor:
 
 
 def agree(
-    ranks: Ranks, function: str, options: dict[str, Any], own: dict[str, Any], problem: Exception | None
-) -> list[dict[str, Any]]:
-    """Return `own` of each rank, once all ranks have called the same function with equal options.
+    ranks: Ranks, function: str, facts: Callable[[], tuple[Any, dict[str, Any], dict[str, Any]]]
+) -> tuple[Any, list[dict[str, Any]]]:
+    """Return (value, `own` of each rank), once all ranks have called the same function with equal options.
 
-    Rank 0 collects the statements of all ranks and sends them to all, so it knows which rank is missing.
-
-    Args:
-        options: must have equal reprs on all ranks.
-        own: facts as JSON can hold them, which may differ.
-        problem: the error of this rank.
+    `facts` checks the arguments of this rank, and returns (value, options, own). The reprs of options must be equal on
+    all ranks; `own` is data that JSON can hold, and may differ. Rank 0 collects the statements of all ranks and sends
+    them to all, so it knows which rank is missing.
 
     Raises:
-        Exception: on all ranks. This rank's problem, or ValueError for the problem of another rank.
-        ValueError: on all ranks, with the name of an option that differs, and the rank.
+        TypeError, ValueError, NotImplementedError: on all ranks, if `facts` raises on one or an option differs.
         RuntimeError: if a rank has ended, or did not call this within the time limit of the group.
     """
-    digests = {name: hashlib.sha256(repr(value).encode()).hexdigest()[:14] for name, value in options.items()}
-    table = _exchange_statements(
-        ranks, function, dict(function=function, error=_text(problem), options=digests, own=own)
-    )
+    value, problem, text = None, None, None
+    options: dict[str, Any] = {}
+    own: dict[str, Any] = {}
+    try:
+        value, options, own = facts()
+    except (TypeError, ValueError, NotImplementedError) as error:
+        kind = next(x.__name__ for x in type(error).__mro__ if x.__module__ == "builtins")  # our errors derive from it
+        problem, text = error, f"{kind}: {error}"[:MESSAGE]
+    digests = {name: hashlib.sha256(repr(x).encode()).hexdigest()[:14] for name, x in options.items()}
+    table = _exchange_statements(ranks, function, dict(function=function, error=text, options=digests, own=own))
     if problem is not None:
         raise problem
     for rank, other in enumerate(table):
@@ -77,21 +80,13 @@ def agree(
             raise ValueError(
                 f"{function}: expected the same function on all ranks, got different ones on rank {rank} and rank 0"
             )
-    for rank, other in enumerate(table):
         if other["error"] is not None:
             raise ValueError(f"{function}: rank {rank} raised {other['error']}")
-    for name, value in options.items():
+    for name, x in options.items():
         for rank, other in enumerate(table):
             if other["options"][name] != table[0]["options"][name]:
-                fail(ValueError, name, f"the same on rank {rank} as on rank 0", f"another ({value!r} on this rank)")
-    return [other["own"] for other in table]
-
-
-def _text(problem: Exception | None) -> str | None:
-    if problem is None:
-        return None
-    kind = next(x.__name__ for x in type(problem).__mro__ if x.__module__ == "builtins")  # our errors derive from it
-    return f"{kind}: {problem}"[:MESSAGE]
+                fail(ValueError, name, f"the same on rank {rank} as on rank 0", f"another ({x!r} on this rank)")
+    return value, [other["own"] for other in table]
 
 
 def _exchange_statements(ranks: Ranks, function: str, statement: dict[str, Any]) -> list[dict[str, Any]]:
@@ -108,34 +103,37 @@ def _exchange_statements(ranks: Ranks, function: str, statement: dict[str, Any])
 
 
 def _fill(table: Tensor, ranks: Ranks, function: str) -> None:
-    """Fill in the statements of the other ranks, over copies of this rank's."""
+    """Replace the rows of the other ranks by their statements. The rows are copies of this rank's statement."""
     limit, key = group_timeout(ranks.group), f"fusedattn, lost of {dist.get_process_group_ranks(ranks.group)}"
 
     def missing(rank: int) -> RuntimeError:
-        return RuntimeError(
-            f"{function}: rank {rank} of the group has ended, or did not call it within {limit.total_seconds():g} s"
-        )
+        late = f"did not call it within {limit.total_seconds():g} s"
+        return RuntimeError(f"{function}: rank {rank} of the group has ended, or {late}")
 
-    def begin(operation: Any, pairs: Iterable[tuple[int, Tensor]]) -> list[Any]:
+    def begin(operation: Any, tensors: dict[int, Tensor]) -> list[Any]:
         """Begin all transfers at once. One by one, NCCL would open a connection for each."""
-        return dist.batch_isend_irecv([dist.P2POp(operation, x, group=ranks.group, group_peer=r) for r, x in pairs])
+        return dist.batch_isend_irecv(
+            [dist.P2POp(operation, x, group=ranks.group, group_peer=peer) for peer, x in tensors.items()]
+        )
 
     if ranks.rank == 0:
         others = range(1, ranks.size)
-        for operation, tensors in ((dist.irecv, list(table)), (dist.isend, [table] * ranks.size)):
-            works = begin(operation, [(r, tensors[r]) for r in others])
-            for r, work in zip(others, works, strict=False):  # NCCL returns one for all
+        for operation, tensors in (
+            (dist.irecv, {r: table[r] for r in others}),
+            (dist.isend, dict.fromkeys(others, table)),
+        ):
+            for r, work in zip(others, begin(operation, tensors), strict=False):  # NCCL returns one for all
                 try:
                     work.wait()
                 except RuntimeError as error:
-                    # Gloo closes all connections at a timeout, so the others read it from the store.
+                    # Gloo closes all connections at a timeout, so the others read the rank from the store.
                     write_store(key, str(r))
                     raise missing(r) from error
         return
     try:
         for operation, x, least in ((dist.isend, table[0].clone(), limit), (dist.irecv, table, 2 * limit)):
             # Twice the limit to receive: rank 0 may itself wait for another rank that long.
-            for work in begin(operation, [(0, x)]):
+            for work in begin(operation, {0: x}):
                 work.wait(least)
     except RuntimeError as error:
         lost = read_store(key, PATIENCE)
@@ -143,12 +141,12 @@ def _fill(table: Tensor, ranks: Ranks, function: str) -> None:
 
 
 def anchor(like: Tensor) -> Tensor:
-    """Return a leaf that requires a gradient. It makes each rank take part in the backward."""
+    """Return a leaf that requires a gradient, so that the backward runs on a rank whose inputs require none."""
     return torch.zeros((), device=like.device, requires_grad=True)
 
 
 class Transfer(NamedTuple):
-    """A transfer that has begun. peer: the rank to name in an error."""
+    """A transfer between ranks that has begun. peer: the rank to name in an error."""
 
     tensors: tuple[Tensor, ...]
     works: tuple[Any, ...]
@@ -160,40 +158,37 @@ class Transfer(NamedTuple):
             for work in self.works:
                 work.wait()
         except RuntimeError as error:
-            raise RuntimeError(
-                f"fusedattn.distributed: no answer from rank {self.peer} of the group: {error}"
-            ) from error
+            message = f"fusedattn.distributed: no answer from rank {self.peer} of the group: {error}"
+            raise RuntimeError(message) from error
         return self.tensors
 
 
 def exchange(
     ranks: Ranks, sent: Iterable[Tensor], to: int | None, received: Iterable[Tensor], of: int | None
 ) -> Transfer:
-    """Begin to send tensors to rank `to`, and to receive others from rank `of`; None for no rank.
+    """Begin to send tensors to rank `to`, and to fill others with those that rank `of` sends; None for no rank.
 
     The tensors are contiguous, and must not change before `wait` has returned.
     """
-    operations, received = [], tuple(received)
-    for tensors, peer, operation in ((sent, to, dist.isend), (received, of, dist.irecv)):
-        if peer is not None:
-            operations += [
-                dist.P2POp(operation, as_bytes(x), group=ranks.group, group_peer=peer) for x in tensors if x.numel()
-            ]
+    received = tuple(received)
+    operations = [
+        dist.P2POp(operation, as_bytes(x), group=ranks.group, group_peer=peer)
+        for tensors, peer, operation in ((sent, to, dist.isend), (received, of, dist.irecv))
+        for x in tensors
+        if peer is not None and x.numel()
+    ]
     works = dist.batch_isend_irecv(operations) if operations else []
     return Transfer(received, tuple(works), to if of is None else of)
 
 
 def all_to_all(ranks: Ranks, sent: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
     """Send a tensor to each rank, and return the tensors from each rank, of these shapes. All have one dtype."""
-    like = sent[0]
-    made = [like.new_empty(tuple(shape)) for shape in shapes]
-    size = like.element_size()
-    out = torch.empty(size * sum(x.numel() for x in made), dtype=torch.uint8, device=like.device)
+    dtype = sent[0].dtype
     flat = torch.cat([as_bytes(x.contiguous()) for x in sent])
-    came, went = ([size * x.numel() for x in some] for some in (made, sent))
-    dist.all_to_all_single(out, flat, came, went, group=ranks.group)
-    pieces = out.split(came)
-    return [piece.view(like.dtype).view(tuple(shape)) for piece, shape in zip(pieces, shapes, strict=True)]
+    came = [dtype.itemsize * math.prod(shape) for shape in shapes]
+    received = flat.new_empty(sum(came))
+    dist.all_to_all_single(received, flat, came, [x.nbytes for x in sent], group=ranks.group)
+    return [x.view(dtype).view(tuple(shape)) for x, shape in zip(received.split(came), shapes, strict=True)]
 
 
 def sum_of(ranks: Ranks, x: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ Attention, arXiv:2311.09431, and zhuzilin/ring-flash-attention.
 """
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +17,8 @@ from ..call.options import DIMS, Call, wide_dtype
 from ..call.overrides import overridable
 from ..call.private import eager
 from . import ranks as ranks_of
-from .global_call import GlobalCall, Piece
-from .parts import attend
+from .global_call import GlobalCall, Piece, attend
+from .parts import in_pieces
 from .ranks import Transfer
 from .shards import rows_of
 
@@ -63,7 +63,7 @@ def ring_attention(
         ValueError: as `attention`, and for options that differ between ranks.
         RuntimeError: if a rank has ended, or did not call this within the time limit of the group.
     """
-    return attend("ring_attention", locals(), _Keys)
+    return attend("ring_attention", locals(), in_pieces(_Keys))
 
 
 class _Keys:
@@ -72,23 +72,23 @@ class _Keys:
     def __init__(self, whole: GlobalCall):
         fields = {name: getattr(whole.call, name) for name in ("key", "value", "key_mask")}
         self.whole, self.own = whole, {name: x.contiguous() for name, x in fields.items() if x is not None}
-        self.incoming: Transfer | None = None  # gradients of own keys
+        self.incoming: Transfer | None = None  # gradients of this rank's keys and values
 
     @functools.cached_property
     def totals(self) -> dict[str, Tensor]:
-        """The gradients of own keys and values so far."""
+        """Gradients of this rank's keys and values, summed over the ranks so far."""
         wanted, dtype = self.whole.wanted(self.whole.ranks.rank), wide_dtype(self.whole.call)
         return {name: torch.zeros_like(x, dtype=dtype) for name, x in self.own.items() if name in wanted}
 
     def _begin(self, step: int) -> Transfer:
-        """Send own keys `step` ranks ahead, and receive those of the rank that is `step` behind."""
+        """Send this rank's keys `step` ranks ahead, and receive those of the rank that is `step` behind."""
         whole, (_, rank, size) = self.whole, self.whole.ranks
         to, owner = (rank + step) % size, (rank - step) % size
         buffers, rows = [], rows_of(whole.keys[owner])
         if owner_seen := whole.rank_sees(rank, owner):
             for name, x in self.own.items():
-                pairs = zip(DIMS[name], x.shape, strict=True)
-                buffers.append(x.new_empty([rows if letter == "K" else length for letter, length in pairs]))
+                axis = DIMS[name].index("K")
+                buffers.append(x.new_empty((*x.shape[:axis], rows, *x.shape[axis + 1 :])))
         receiver = to if whole.rank_sees(to, rank) else None
         return ranks_of.exchange(whole.ranks, self.own.values(), receiver, buffers, owner if owner_seen else None)
 
@@ -100,12 +100,12 @@ class _Keys:
             owner = (rank - step) % size
             seen = whole.rank_sees(rank, owner)
             fields: dict[str, Any] = absent | (dict(zip(self.own, tensors, strict=True)) if seen else {})
-            yield owner, whole.call._replace(**fields), whole.pieces(owner) if seen else []
+            yield owner, whole.call._replace(**fields), whole.pieces(whole.keys[owner]) if seen else []
             if transfer is not None:
                 tensors = transfer.wait()
 
     def give_back(self, owner: int | None, key: Tensor | None, value: Tensor | None) -> None:
-        """Add own gradients, or send the owner's. They are None if no row here sees the owner's keys."""
+        """Add the gradients if this rank is the owner, otherwise send them. None: no row here sees the owner's keys."""
         whole, (_, rank, size) = self.whole, self.whole.ranks
         grads = [x for x in (key, value) if x is not None]
         if owner is None or owner == rank:
@@ -117,8 +117,8 @@ class _Keys:
         receiver, sender = owner if grads else None, source if buffers else None
         self.incoming = ranks_of.exchange(whole.ranks, grads, receiver, buffers, sender)
 
-    def _add(self, grads: Iterable[Tensor]) -> None:
-        for total, grad in zip(self.totals.values(), grads, strict=False):  # none if no row here sees own keys
+    def _add(self, grads: Sequence[Tensor]) -> None:
+        for total, grad in zip(self.totals.values(), grads, strict=False):  # none if no row here sees these keys
             total += grad
 
     def _wait(self) -> None:

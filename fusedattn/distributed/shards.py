@@ -1,5 +1,6 @@
 """Cuts a sequence over the ranks of a group, and joins it again."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -10,13 +11,13 @@ from torch.types import Device
 
 from ..call.numbers import is_int
 from ..call.overrides import overridable
-from ..call.rules import check_strided, fail, type_name
+from ..call.rules import check_place, fail, type_name
 from . import ranks as ranks_of
 from .ranks import Ranks
 
 
 class Chunk(NamedTuple):
-    """Rows first .. last - 1 of a sequence. They begin at row `at` of a rank's shard."""
+    """Rows first .. last - 1 of a sequence, which begin at row `at` of a rank's shard."""
 
     first: int
     last: int
@@ -36,23 +37,19 @@ def check_balance(balance: Any) -> None:
         fail(ValueError, "balance", "None or 'zigzag'", repr(balance))
 
 
-def _spans(length: int, count: int) -> list[tuple[int, int]]:
-    size, more = divmod(length, count)
-    starts = [n * size + min(n, more) for n in range(count + 1)]
-    return list(zip(starts, starts[1:], strict=False))
-
-
 def chunks(length: int, size: int, balance: str | None) -> list[list[Chunk]]:
     """Return the Chunks of each of `size` ranks, for a sequence of this length."""
+    count = size if balance is None else 2 * size
+    rows, more = divmod(length, count)
+    spans = list(itertools.pairwise(n * rows + min(n, more) for n in range(count + 1)))
     if balance is None:
-        return [[Chunk(first, last, 0)] for first, last in _spans(length, size)]
-    spans = _spans(length, 2 * size)
-    pairs = [(spans[rank], spans[2 * size - 1 - rank]) for rank in range(size)]
+        return [[Chunk(*span, 0)] for span in spans]
+    pairs = zip(spans[:size], reversed(spans[size:]), strict=True)
     return [[Chunk(*early, 0), Chunk(*late, early[1] - early[0])] for early, late in pairs]
 
 
 def chunks_of(argument: str, lengths: Sequence[int], size: int, balance: str | None) -> list[list[Chunk]]:
-    """Return the Chunks of each rank. Raise for a rank whose rows of an argument are not as many."""
+    """Return the Chunks of each rank. Raise if a rank has another number of rows. argument: the name in the error."""
     every = chunks(sum(lengths), size, balance)
     for rank, (got, expected) in enumerate(zip(lengths, map(rows_of, every), strict=True)):
         if got != expected:
@@ -64,7 +61,9 @@ def rows_of(some: list[Chunk]) -> int:
     return sum(chunk.length for chunk in some)
 
 
-def _own(length: int, ranks: Ranks | None, balance: str | None) -> list[Chunk]:
+def _own(length: int, group: Any, balance: Any) -> list[Chunk]:
+    check_balance(balance)
+    ranks = ranks_of.of(group)
     return [Chunk(0, length, 0)] if ranks is None else chunks(length, ranks.size, balance)[ranks.rank]
 
 
@@ -89,11 +88,8 @@ def shard(x: Tensor, dim: int, *, group: Any = None, balance: str | None = None)
     Raises:
         TypeError, ValueError: for wrong arguments.
     """
-    check_strided(x=x)
     dim = _checked_dim(x, dim)
-    check_balance(balance)
-    own = _own(x.shape[dim], ranks_of.of(group), balance)
-    pieces = [x.narrow(dim, chunk.first, chunk.length) for chunk in own]
+    pieces = [x.narrow(dim, chunk.first, chunk.length) for chunk in _own(x.shape[dim], group, balance)]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
 
@@ -113,16 +109,14 @@ def positions(length: int, *, group: Any = None, balance: str | None = None, dev
     """
     if not is_int(length):
         fail(TypeError, "length", "an int", type_name(length))
-    if length < 0:
-        fail(ValueError, "length", "0 or more", length)
-    if length >= 2**63:
-        fail(ValueError, "length", "less than 2**63", length)
-    check_balance(balance)
-    own = _own(length, ranks_of.of(group), balance)
+    if not 0 <= length < 2**63:
+        fail(ValueError, "length", "a number from 0 to 2**63 - 1", length)
+    own = _own(length, group, balance)
     return torch.cat([torch.arange(chunk.first, chunk.last, device=device) for chunk in own])
 
 
 def _checked_dim(x: Tensor, dim: Any) -> int:
+    check_place("x", x)
     if not is_int(dim):
         fail(TypeError, "dim", "an int", type_name(dim))
     if not -x.dim() <= dim < x.dim():
@@ -148,48 +142,39 @@ def unshard(x: Tensor, dim: int, *, group: Any = None, balance: str | None = Non
     Raises:
         TypeError, ValueError: on all ranks, for wrong arguments on one.
     """
-    ranks, problem = ranks_of.of(group), None
-    options: dict[str, Any] = {}
-    own = dict(rows=0, grad=0)
-    try:
-        check_strided(x=x)
-        dim = _checked_dim(x, dim)
+    ranks = ranks_of.of(group)
+
+    def facts() -> tuple[int, dict[str, Any], dict[str, Any]]:
+        axis = _checked_dim(x, dim)
         check_balance(balance)
-        rest = (*x.shape[:dim], *x.shape[dim + 1 :])
-        options = dict(dim=dim, balance=balance, shape=rest, dtype=x.dtype, device=x.device.type)
-        own = dict(rows=x.shape[dim], grad=int(torch.is_grad_enabled() and x.requires_grad))
-    except (TypeError, ValueError) as error:
-        if ranks is None:
-            raise
-        problem = error
+        rest = (*x.shape[:axis], *x.shape[axis + 1 :])
+        options = dict(dim=axis, balance=balance, shape=rest, dtype=x.dtype, device=x.device.type)
+        return axis, options, dict(rows=x.shape[axis], grad=int(torch.is_grad_enabled() and x.requires_grad))
+
     if ranks is None:
+        facts()
         return x
-    table = ranks_of.agree(ranks, "unshard", options, own, problem)
+    axis, table = ranks_of.agree(ranks, "unshard", facts)
     every = chunks_of("x", [entry["rows"] for entry in table], ranks.size, balance)
     if any(entry["grad"] for entry in table):
-        return _Unshard.apply(x, ranks_of.anchor(x), dim, ranks, every)
-    return gathered(x, dim, ranks, every)
+        return _Unshard.apply(x, ranks_of.anchor(x), axis, ranks, every)
+    return gathered(x, axis, ranks, every)
 
 
 def gathered(x: Tensor, dim: int, ranks: Ranks, every: list[list[Chunk]]) -> Tensor:
-    """Return the whole tensor, of which each rank has its Chunks along a dimension."""
-    most = max(map(rows_of, every))
-    own = x.movedim(dim, 0).contiguous()
-    shape = own.shape[1:]
-    sent = own.new_zeros(most, *shape)
+    """Return the whole tensor from the Chunks of all ranks along a dimension."""
+    most, own = max(map(rows_of, every)), x.movedim(dim, 0)
+    sent = own.new_zeros(most, *own.shape[1:])  # all ranks send equally many rows
     sent[: own.shape[0]] = own
-    received = own.new_empty(ranks.size, most, *shape)
+    received = own.new_empty(ranks.size, *sent.shape)
     if sent.numel():
         dist.all_gather([ranks_of.as_bytes(x) for x in received], ranks_of.as_bytes(sent), group=ranks.group)
-    whole = own.new_empty(sum(map(rows_of, every)), *shape)
-    for block, some in zip(received, every, strict=True):
-        for chunk in some:
-            whole[chunk.first : chunk.last] = block[chunk.in_shard]
-    return whole.movedim(0, dim)
+    pieces = [(chunk, block[chunk.in_shard]) for block, some in zip(received, every, strict=True) for chunk in some]
+    return torch.cat([piece for _, piece in sorted(pieces, key=lambda pair: pair[0])]).movedim(0, dim)
 
 
 def scattered(x: Tensor, dim: int, ranks: Ranks, every: list[list[Chunk]]) -> Tensor:
-    """Return this rank's rows of a sum over ranks of whole tensors: the derivative of `gathered`."""
+    """Return this rank's Chunks of the sum of all ranks' whole tensors: the derivative of `gathered`."""
     whole = x.movedim(dim, 0)
     sent = [torch.cat([whole[chunk.first : chunk.last] for chunk in some]) for some in every]
     rows, shape = rows_of(every[ranks.rank]), whole.shape[1:]

@@ -4,6 +4,7 @@ A key head goes to each rank that needs it. If that is more than one, its gradie
 Source: DeepSpeed Ulysses, arXiv:2309.14509.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,19 +12,7 @@ import torch
 from torch import Tensor
 
 from ..call.layout import arrange
-from ..call.options import (
-    DIMS,
-    INPUTS,
-    TENSORS,
-    Arguments,
-    Call,
-    Origin,
-    results as results_of,
-    tensors as tensors_of,
-    wide_dtype,
-    with_dims,
-    with_tensors,
-)
+from ..call.options import DIMS, INPUTS, Call, Origin, tensors as tensors_of, wide_dtype, with_dims
 from ..call.overrides import overridable
 from ..call.private import eager
 from ..call.rules import fail
@@ -32,36 +21,22 @@ from ..operators import flops, partial
 from ..operators.backward import gradients
 from ..operators.namespace import OPERATORS
 from . import ranks as ranks_of
-from .global_call import GlobalCall, agreed, gradients_of, prepared
-from .parts import attend_locally
+from .global_call import GlobalCall, Method, attend
 from .ranks import Ranks
 from .shards import rows_of
 
 
-class Heads(NamedTuple):
-    """The heads of each rank: a slice of query heads, and a list of key heads. Ranks may share key heads."""
-
-    queries: list[slice]
-    keys: list[list[int]]
-
-    @property
-    def repeated(self) -> bool:
-        """Return whether a key head goes to several ranks, or twice to one."""
-        return sum(map(len, self.keys)) > len({head for some in self.keys for head in some})
-
-
-def heads_of(heads: int, key_heads: int, size: int) -> Heads:
-    """Return the Heads of `size` ranks. `size` divides the query heads."""
+def heads_of(heads: int, key_heads: int, size: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Return (query heads, key heads) of each rank. `size` divides the query heads; ranks may share key heads."""
     count, group = heads // size, heads // max(1, key_heads)
-    queries = [slice(rank * count, (rank + 1) * count) for rank in range(size)]
-    keys = []
+    queries, keys = [list(range(rank * count, (rank + 1) * count)) for rank in range(size)], []
     for some in queries:
-        every = [head // group for head in range(some.start, some.stop)]
+        every = [head // group for head in some]
         own = sorted(set(every))
         # Each key head once if its query heads are equally many and in order; otherwise a key head per query head.
         each = count // max(1, len(own))
         keys.append(own if every == [head for head in own for _ in range(each)] else every)
-    return Heads(queries, keys)
+    return queries, keys
 
 
 @overridable
@@ -98,153 +73,120 @@ def ulysses_attention(
         TypeError, NotImplementedError, RuntimeError: as `ring_attention`.
         ValueError: as `ring_attention`, and if the number of ranks does not divide Hq, before anything is sent.
     """
-    given = locals()
-
-    def prepare(arguments: Arguments, backend: Any, ranks: Ranks) -> tuple[Call, dict[str, Any]]:
-        call, options = prepared(arguments, backend, ranks)
-        if call.query.shape[1] % ranks.size:
-            expected = f"heads that {ranks.size} ranks can share equally"
-            fail(ValueError, "query", expected, f"{call.query.shape[1]} heads")
-        return call, options
-
-    whole = agreed("ulysses_attention", given, prepare)
-    if whole is None:
-        return attend_locally(given)
-    rest = whole, _Exchange(whole), return_lse, return_weights
-    if whole.wanted():
-        return results_of(4, *_Ulysses.apply(*tensors_of(whole.call), ranks_of.anchor(query), *rest))
-    return results_of(4, *_forward(*rest)[0])
+    return attend("ulysses_attention", locals(), Method(_forward, _backward))
 
 
-class _Exchange:
-    """All-to-all between the rows and the heads of ranks."""
+class _Route(NamedTuple):
+    """Transfer of a tensor (B, H, rows, ...) between all heads of some rows and some heads of all rows.
 
-    def __init__(self, whole: GlobalCall):
-        call, self.ranks = whole.call, whole.ranks
-        self.total = call.query.shape[1]
-        self.heads = heads_of(self.total, call.key.shape[1], self.ranks.size)
-        self.own = self.heads.queries[self.ranks.rank]
-        self.rows, self.keys = ([rows_of(some) for some in every] for every in (whole.rows, whole.keys))
+    heads: of each rank, when it has all rows. total: of all ranks. rows: of each rank, when it has all heads.
+    """
 
-    def to_heads(self, x: Tensor, heads: Sequence[slice | list[int]], lengths: list[int]) -> Tensor:
-        """Return (B, H, own rows, ...) as (B, this rank's heads, all rows, ...). lengths: rows of each rank."""
-        shapes = [(x.shape[0], _count(heads[self.ranks.rank]), rows, *x.shape[3:]) for rows in lengths]
-        return torch.cat(ranks_of.all_to_all(self.ranks, [x[:, some] for some in heads], shapes), 2)
+    ranks: Ranks
+    heads: list[list[int]]
+    total: int
+    rows: list[int]
 
-    def to_rows(self, x: Tensor, heads: Sequence[slice | list[int]], total: int, lengths: list[int]) -> Tensor:
-        """Return (B, this rank's heads, all rows, ...) as (B, total heads, own rows, ...), shared heads summed."""
-        shapes = [(x.shape[0], _count(some), lengths[self.ranks.rank], *x.shape[3:]) for some in heads]
-        parts = ranks_of.all_to_all(self.ranks, list(x.split(lengths, 2)), shapes)
-        if isinstance(heads[0], slice):
+    @property
+    def own(self) -> list[int]:
+        """The heads of this rank."""
+        return self.heads[self.ranks.rank]
+
+    @property
+    def repeated(self) -> bool:
+        """Whether a head goes to several ranks, or twice to one."""
+        return sum(map(len, self.heads)) > self.total
+
+    def to_heads(self, x: Tensor) -> Tensor:
+        """Send all heads of this rank's rows. Return this rank's heads of all rows."""
+        shapes = [(x.shape[0], len(self.own), rows, *x.shape[3:]) for rows in self.rows]
+        return torch.cat(ranks_of.all_to_all(self.ranks, [x[:, some] for some in self.heads], shapes), 2)
+
+    def to_rows(self, x: Tensor) -> Tensor:
+        """Send this rank's heads of all rows. Return all heads of this rank's rows, summed if ranks share a head."""
+        shapes = [(x.shape[0], len(some), self.rows[self.ranks.rank], *x.shape[3:]) for some in self.heads]
+        parts = ranks_of.all_to_all(self.ranks, list(x.split(self.rows, 2)), shapes)
+        if list(itertools.chain(*self.heads)) == list(range(self.total)):
             return torch.cat(parts, 1)
-        whole = x.new_zeros(x.shape[0], total, *shapes[0][2:])
-        for some, part in zip(heads, parts, strict=True):
+        whole = x.new_zeros(x.shape[0], self.total, *shapes[0][2:])
+        for some, part in zip(self.heads, parts, strict=True):
             whole.index_add_(1, torch.tensor(some, dtype=torch.int64, device=x.device), part)
         return whole
 
 
-def _count(heads: slice | list[int]) -> int:
-    return heads.stop - heads.start if isinstance(heads, slice) else len(heads)
+def _route(whole: GlobalCall, name: str) -> _Route:
+    """Return the _Route of a field of a Call."""
+    ranks, letters, x = whole.ranks, DIMS[name], getattr(whole.call, name)
+    rows = [rows_of(some) for some in (whole.rows if "Q" in letters else whole.keys)]
+    if "G" not in letters and ("H" not in letters or x.shape[1] == 1):  # one for all heads goes to each rank
+        return _Route(ranks, [[0]] * ranks.size, 1, rows)
+    queries, keys = heads_of(whole.query.shape[1], whole.call.key.shape[1], ranks.size)
+    return _Route(ranks, keys if "G" in letters else queries, x.shape[1], rows)
 
 
-def _local(whole: GlobalCall, exchange: _Exchange) -> Call:
+def _local(whole: GlobalCall) -> Call:
     """Return the call of this rank's heads, with all rows and all keys."""
-    heads, rank = exchange.heads, whole.ranks.rank
-    first = [slice(0, 1)] * whole.ranks.size
     tensors: dict[str, Any] = {name: getattr(whole.call, name) for name in with_dims("B")}
+    heads = _route(whole, "query")
     for name, x in tensors.items():
         letters = DIMS[name]
-        lengths = exchange.rows if "Q" in letters else exchange.keys
         if x is None:
             continue
         if letters == "BH":  # equal on all ranks, so nothing is sent
-            tensors[name] = x[:, exchange.own]
+            tensors[name] = x[:, heads.own]
         elif letters in ("BQ", "BK"):
-            tensors[name] = exchange.to_heads(x[:, None], first, lengths)[:, 0]
-        elif "G" in letters:
-            tensors[name] = exchange.to_heads(x, heads.keys, lengths)
+            tensors[name] = _route(whole, name).to_heads(x[:, None])[:, 0]
         else:
-            x = x.expand(-1, -1, exchange.rows[rank], whole.total_keys) if letters == "BHQK" else x
-            tensors[name] = exchange.to_heads(x, first if x.shape[1] == 1 else heads.queries, lengths)
-    origin = list(Origin(whole.shift, 0, 0, exchange.own.start, exchange.total))
+            x = x.expand(-1, -1, whole.query.shape[2], whole.total_keys) if letters == "BHQK" else x
+            tensors[name] = _route(whole, name).to_heads(x)
+    origin = list(Origin(whole.shift, 0, 0, whole.ranks.rank * len(heads.own), heads.total))
     return whole.call._replace(**tensors, origin=origin)
 
 
 @without_autocast
-def _forward(
-    whole: GlobalCall, exchange: _Exchange, need_lse: bool, need_weights: bool
-) -> tuple[list[Tensor | None], Call, tuple[Tensor, ...]]:
-    """Return ([output, lse or None, weights or None], the local call, its results that its backward needs)."""
-    call, query = _local(whole, exchange), whole.query
-    if exchange.heads.repeated:  # round gradients of shared key heads only after their sum
-        kernels = whole.backend in partial.KERNELS and not need_weights
+def _forward(whole: GlobalCall) -> tuple[list[Tensor | None], GlobalCall, Sequence[Any]]:
+    query, size = whole.query, whole.ranks.size
+    if query.shape[1] % size:
+        fail(ValueError, "query", f"heads that {size} ranks can share equally", f"{query.shape[1]} heads")
+    call = _local(whole)
+    if _route(whole, "key").repeated:  # gradients of shared key heads are rounded after their sum
+        kernels = whole.backend in partial.KERNELS and not whole.need_weights
         call = call._replace(partial=True) if kernels else partial.widened(call)
     flops.offer(OPERATORS.forward)
-    out, lse, weights, stats = OPERATORS.forward(*call, need_lse, need_weights, bool(whole.wanted()), whole.backend)
-    wanted = out.to(query.dtype), lse if need_lse else None, weights.to(query.dtype) if need_weights else None
+    needs = whole.need_lse, whole.need_weights, bool(whole.wanted())
+    out, lse, weights, stats = OPERATORS.forward(*call, *needs, whole.backend)
+    route = _route(whole, "query")
     results = [
-        None if x is None else exchange.to_rows(x, exchange.heads.queries, exchange.total, exchange.rows)
-        for x in wanted
+        arrange(route.to_rows(out.to(query.dtype)), query),
+        route.to_rows(lse) if whole.need_lse else None,
+        route.to_rows(weights.to(query.dtype)) if whole.need_weights else None,
     ]
-    results[0] = arrange(results[0], query)  # type: ignore[arg-type]
-    return results, call, (out, weights, stats)
+    # The backward needs the shapes of this rank's tensors, but not their values.
+    like = [None if x is None else x.new_empty(()).expand(x.shape) for x in tensors_of(whole.call)]
+    return results, whole.with_tensors(like), (*call, out, weights, stats)
 
 
 @without_autocast
-def _backward(
-    whole: GlobalCall, exchange: _Exchange, call: Call, saved: Sequence[Tensor], incoming: Sequence[Tensor | None]
-) -> list[Tensor | None]:
-    """Return a gradient for each of TENSORS of a rank's call, from those of its results."""
-    heads, rows, total, dtype = exchange.heads, exchange.rows, exchange.total, whole.query.dtype
-    out, weights, stats = saved
-    out_grad, lse_grad, weights_grad = (
-        None if x is None else exchange.to_heads(x, heads.queries, rows) for x in incoming
-    )
+def _backward(whole: GlobalCall, saved: Sequence[Any], incoming: Sequence[Any]) -> dict[str, Tensor | None]:
+    *fields, out, weights, stats = saved
+    call, wanted, route = Call(*fields), whole.wanted(), _route(whole, "query")
+    dtype, wide = whole.query.dtype, wide_dtype(call)
+    out_grad, lse_grad, weights_grad = (None if x is None else route.to_heads(x) for x in incoming)
     out_grad, weights_grad = (None if x is None else x.to(call.query.dtype) for x in (out_grad, weights_grad))
-    tensors, wanted = {name: getattr(call, name) for name in INPUTS}, whole.wanted()
-    need = [name in wanted and x is not None for name, x in tensors.items()]
+    need = [name in wanted and getattr(call, name) is not None for name in INPUTS]
     kept_weights = weights if weights.dim() == 4 else None
     found = gradients((out_grad, lse_grad, weights_grad), out, kept_weights, stats, tuple(call), whole.backend, need)
     grads: dict[str, Tensor | None] = {}
     for name, grad in zip(INPUTS, found, strict=True):
-        letters, x = DIMS[name], getattr(whole.call, name)
         if grad is None:
             continue
-        if letters == "BH":
-            every = grad.new_zeros((grad.shape[0], total), dtype=wide_dtype(call))
-            every[:, exchange.own] = grad.to(every.dtype)
+        if DIMS[name] == "BH":
+            every = grad.new_zeros((grad.shape[0], route.total), dtype=wide)
+            every[:, route.own] = grad.to(wide)
             grads[name] = ranks_of.sum_of(whole.ranks, every)
-        elif letters == "BHQK":
-            grad, shared = grad.to(wide_dtype(call)), x.shape[1] == 1
-            own_heads: Any = [[0]] * whole.ranks.size if shared else heads.queries
-            grads[name] = exchange.to_rows(grad, own_heads, 1 if shared else total, rows).sum_to_size(x.shape)
-        elif "G" in letters:
-            grad = grad if heads.repeated else grad.to(dtype)
-            grads[name] = exchange.to_rows(grad, heads.keys, x.shape[1], exchange.keys)
-        else:
-            grads[name] = exchange.to_rows(grad.to(dtype), heads.queries, total, rows)
-    return gradients_of(whole.call, grads)
-
-
-class _Ulysses(torch.autograd.Function):
-    """`ulysses_attention` of a GlobalCall, and its derivative."""
-
-    @staticmethod
-    def forward(ctx, *arguments):
-        *tensors, _, whole, exchange, need_lse, need_weights = arguments
-        whole = whole.with_tensors(tensors)
-        results, call, saved = _forward(whole, exchange, need_lse, need_weights)
-        like = [None if x is None else x.new_empty(()).expand(x.shape) for x in tensors]
-        ctx.whole, ctx.exchange = whole.with_tensors(like), exchange
-        ctx.call = with_tensors(call, [None] * len(TENSORS))
-        ctx.save_for_backward(*tensors_of(call), *saved)
-        return tuple(results)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, *incoming):
-        # Missing gradients are zeros here: another rank may have one, and all ranks take part in the exchange.
-        *tensors, out, weights, stats = ctx.saved_tensors  # read once: a checkpoint computes them for each reading
-        call = with_tensors(ctx.call, tensors)
-        grads = _backward(ctx.whole, ctx.exchange, call, (out, weights, stats), incoming)
-        return *grads, None, None, None, None, None
+        elif DIMS[name] == "BHQK":
+            grads[name] = _route(whole, name).to_rows(grad.to(wide)).sum_to_size(getattr(whole.call, name).shape)
+        else:  # round the gradients, except those that are yet to be summed over ranks
+            route_of = _route(whole, name)
+            grads[name] = route_of.to_rows(grad if route_of.repeated else grad.to(dtype))
+    return grads

@@ -191,11 +191,6 @@ def is_to_take(name, call, backend):
     return wanted and has_hopper(call.query) and form_on_hopper(name, call) is not None
 
 
-def any_on_hopper_failed(call):
-    device = device_of(call.query)
-    return any(failures.known((name, device)) is not None for name in tile_table.BACKWARDS)
-
-
 def form_of(name, call):
     """Return the tile or pipeline of a kernel for a call, or None."""
     if name in tile_table.ON_HOPPER:

@@ -1,6 +1,6 @@
 """Layers of textbook transformers, and a recurrent decoder, around `fusedattn.MultiHeadAttention`.
 
-With `backend="naive"` each computes by the textbook's formula, with the same parameters. True in a mask = may attend.
+`backend="naive"` computes attention by the textbook's formula. True in a mask = may attend.
 """
 
 import inspect
@@ -13,21 +13,20 @@ from torch.types import Device
 
 from ..call.numbers import as_python
 from ..call.options import check_names
-from ..call.rules import FLOATING, check_number, check_strided, fail, unfit
-from .attention import MultiHeadAttention, check_dtype, check_fits, check_input, check_shares, check_sizes
+from ..call.rules import check_floating, check_strided, fail
+from .attention import MultiHeadAttention, check_fits, check_input, check_layer, check_sizes
 
 
 def _check_ids(name: str, ids: Tensor, shape: tuple[str, ...], table: nn.Embedding) -> None:
-    if isinstance(ids, fx.Proxy):
-        return
     check_input(name, ids, shape)
-    if ids.dtype not in (torch.int32, torch.int64):
-        fail(TypeError, name, "int32 or int64", ids.dtype)
-    check_fits(name, ids, table, same_dtype=False)
+    if not isinstance(ids, fx.Proxy):
+        if ids.dtype not in (torch.int32, torch.int64):
+            fail(TypeError, name, "int32 or int64", ids.dtype)
+        check_fits(name, ids, table, same_dtype=False)
 
 
 def _look_up(table: nn.Embedding, name: str, ids: Tensor) -> Tensor:
-    """Return rows of an nn.Embedding. Ids outside of it raise; on a GPU torch's assert ends the program."""
+    """Return the embeddings of ids. An id outside of the table raises; on a GPU torch's assert ends the program."""
     try:
         return table(ids)  # type: ignore[no-any-return]
     except IndexError:
@@ -37,45 +36,41 @@ def _look_up(table: nn.Embedding, name: str, ids: Tensor) -> Tensor:
 # {attribute of a config: the only value that layers implement}, {attribute of a config: option of a layer}
 IMPLEMENTED = dict(hidden_act="gelu", position_embedding_type="absolute", is_decoder=False, add_cross_attention=False)
 OPTIONS = dict(hidden_dropout_prob="dropout", attention_probs_dropout_prob="attention_dropout")
+OPTIONAL = "attention_probs_dropout_prob", "layer_norm_eps"  # attributes that a config may lack
 _Layer = TypeVar("_Layer", bound="_Configurable")
 
 
 class _Configurable(nn.Module):
-    """Module with options from a config: attributes that it needs, may have, and supports one value of."""
+    """Module made from a config: it takes the attributes READS, and of those in CHECKS it supports one value."""
 
-    NEEDS: tuple[str, ...]
-    MAY_HAVE: tuple[str, ...] = ()
-    IMPLEMENTS: tuple[str, ...]
+    READS: tuple[str, ...]
+    CHECKS: tuple[str, ...]
 
     @classmethod
     def from_config(cls: type[_Layer], config: Any, **options: Any) -> _Layer:
-        """Return a module with the sizes, dropouts and eps of a BertConfig, or of an object with its attributes.
+        """Return a module with the sizes, dropouts and eps of a BertConfig or a similar object; options override it.
 
         Examples:
             >>> from types import SimpleNamespace
             >>> config = SimpleNamespace(hidden_size=64, intermediate_size=256, hidden_dropout_prob=0.1)
             >>> layer = fusedattn.layers.FeedForward.from_config(config)
 
-        options override config. Raises ValueError for a config that needs more than this module implements, TypeError
-        for an attribute that config lacks.
+        Raises ValueError for a config that needs more than this module implements, TypeError for a missing attribute.
         """
-        for name in cls.IMPLEMENTS:
+        for name in cls.CHECKS:
             if getattr(config, name, IMPLEMENTED[name]) != IMPLEMENTED[name]:
                 expected = f"{IMPLEMENTED[name]!r}, the only one that {cls.__name__} implements"
                 fail(ValueError, f"config.{name}", expected, repr(getattr(config, name)))
-        for name in cls.NEEDS:
-            if not hasattr(config, name):
+        for name in cls.READS:
+            if not hasattr(config, name) and name not in OPTIONAL:
                 fail(TypeError, "config", f"an object with {name}", type(config).__name__)
-        names = [*cls.NEEDS, *(name for name in cls.MAY_HAVE if hasattr(config, name))]
-        return cls(**{OPTIONS.get(name, name): getattr(config, name) for name in names} | options)
+        read = {OPTIONS.get(name, name): getattr(config, name) for name in cls.READS if hasattr(config, name)}
+        return cls(**read | options)
 
 
 @fx.wrap
 def _add_positions(x: Tensor, pe: Tensor) -> Tensor:
-    if x.dtype not in FLOATING:
-        fail(TypeError, "x", "a floating dtype", unfit(x))
-    if x.device != pe.device:
-        fail(ValueError, "x", f"the device of pe, {pe.device}", x.device)
+    check_floating("x", x, pe.device, "pe")
     if x.shape[1] > len(pe):
         fail(ValueError, "x", f"a length of at most {len(pe)}", x.shape[1])
     return x + pe[: x.shape[1]].to(x.dtype)
@@ -86,11 +81,10 @@ class SinusoidalPositionalEncoding(nn.Module):
 
     Examples:
         >>> layer = fusedattn.layers.SinusoidalPositionalEncoding(512, 1000)
-        >>> layer(torch.zeros(2, 100, 512)).shape
-        torch.Size([2, 100, 512])
+        >>> out = layer(torch.zeros(2, 100, 512))  # (2, 100, 512)
 
-    P is the buffer `pe` (max_len, E), float64 unless dtype or `.to()` says otherwise; the output has x's dtype. It is
-    not in the state dict, so weights load for any max_len, and needs `reset_parameters` after `to_empty`.
+    P is the buffer `pe` (max_len, E), float64 by default; the output has x's dtype. The state dict leaves it out, so
+    that weights load for any max_len. After `to_empty` call `reset_parameters`.
 
     Source: Attention is all you need, arXiv:1706.03762, section 3.5.
     """
@@ -100,13 +94,13 @@ class SinusoidalPositionalEncoding(nn.Module):
     def __init__(self, embed_dim: int, max_len: int, *, device: Device = None, dtype: torch.dtype = torch.float64):
         super().__init__()
         check_sizes(embed_dim=embed_dim, max_len=max_len)
-        check_dtype(dtype)
+        check_layer(dtype)
         self.embed_dim, self.max_len = embed_dim, max_len
         self.register_buffer("pe", torch.empty(max_len, embed_dim, device=device, dtype=dtype), persistent=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Compute P again, in its dtype and on its device."""
+        """Compute P, in its dtype and on its device."""
         powers = torch.arange(0, self.embed_dim, 2, device=self.pe.device).double() / self.embed_dim
         positions = torch.arange(self.max_len, device=self.pe.device).double()
         angles = positions[:, None] / 10000.0**powers  # (max_len, ceil(E / 2))
@@ -135,18 +129,15 @@ class Embeddings(_Configurable):
 
     Examples:
         >>> layer = fusedattn.layers.Embeddings(1000, 64, 128)
-        >>> layer(torch.randint(1000, (2, 100))).shape
-        torch.Size([2, 100, 64])
+        >>> out = layer(torch.randint(1000, (2, 100)))  # (2, 100, 64)
 
-    dropout is the share of the output dropped while training, layer_norm_eps the number added to the variance, factory
-    the device and dtype of the parameters.
+    layer_norm_eps is added to the variance; factory is the device and dtype of the parameters.
 
     Source: BERT, arXiv:1810.04805, section 3, without its token types.
     """
 
-    NEEDS = ("vocab_size", "hidden_size", "max_position_embeddings", "hidden_dropout_prob")
-    MAY_HAVE = ("layer_norm_eps",)
-    IMPLEMENTS = ("position_embedding_type",)
+    READS = ("vocab_size", "hidden_size", "max_position_embeddings", "hidden_dropout_prob", "layer_norm_eps")
+    CHECKS = ("position_embedding_type",)
 
     def __init__(
         self, vocab_size: int, hidden_size: int, max_position_embeddings: int, dropout: float = 0.0, *,
@@ -154,9 +145,7 @@ class Embeddings(_Configurable):
     ):  # fmt: skip
         super().__init__()
         check_sizes(vocab_size=vocab_size, hidden_size=hidden_size, max_position_embeddings=max_position_embeddings)
-        check_shares(dropout=dropout)
-        check_number("layer_norm_eps", layer_norm_eps, "a finite number of 0 or more", 0)
-        check_dtype(factory.get("dtype"))
+        check_layer(factory.get("dtype"), layer_norm_eps, dropout=dropout)
         self.token_embeddings = nn.Embedding(vocab_size, hidden_size, **factory)
         self.position_embeddings = nn.Embedding(max_position_embeddings, hidden_size, **factory)
         self.layer_norm = nn.LayerNorm(hidden_size, eps=layer_norm_eps, **factory)
@@ -167,8 +156,7 @@ class Embeddings(_Configurable):
         _check_ids("input_ids", input_ids, ("batch", "length"), self.token_embeddings)
         positions = self.position_embeddings(_positions(input_ids, self.position_embeddings.num_embeddings))
         tokens = _look_up(self.token_embeddings, "input_ids", input_ids)
-        out: Tensor = self.dropout(self.layer_norm(tokens + positions))
-        return out
+        return self.dropout(self.layer_norm(tokens + positions))  # type: ignore[no-any-return]
 
 
 class FeedForward(_Configurable):
@@ -176,21 +164,19 @@ class FeedForward(_Configurable):
 
     Examples:
         >>> layer = fusedattn.layers.FeedForward(64, 256)
-        >>> layer(torch.randn(2, 100, 64)).shape
-        torch.Size([2, 100, 64])
+        >>> out = layer(torch.randn(2, 100, 64))  # (2, 100, 64)
 
-    dropout is the share of the output dropped while training, factory the device and dtype of the parameters.
+    factory is the device and dtype of the parameters.
     """
 
-    NEEDS = ("hidden_size", "intermediate_size", "hidden_dropout_prob")
-    IMPLEMENTS = ("hidden_act",)
+    READS = ("hidden_size", "intermediate_size", "hidden_dropout_prob")
+    CHECKS = ("hidden_act",)
 
     def __init__(self, hidden_size: int, intermediate_size: int, dropout: float = 0.0, **factory: Any):
         super().__init__()
         check_sizes(hidden_size=hidden_size, intermediate_size=intermediate_size)
-        check_shares(dropout=dropout)
+        check_layer(factory.get("dtype"), dropout=dropout)
         self.hidden_size = hidden_size
-        check_dtype(factory.get("dtype"))
         self.linear_1 = nn.Linear(hidden_size, intermediate_size, **factory)
         self.linear_2 = nn.Linear(intermediate_size, hidden_size, **factory)
         self.dropout = nn.Dropout(dropout)
@@ -203,37 +189,33 @@ class FeedForward(_Configurable):
             if x.shape[-1:] != (self.hidden_size,):
                 fail(ValueError, "x", f"shape (..., {self.hidden_size})", x.shape)
             check_fits("x", x, self.linear_1)
-        out: Tensor = self.dropout(self.linear_2(F.gelu(self.linear_1(x))))
-        return out
+        return self.dropout(self.linear_2(F.gelu(self.linear_1(x))))  # type: ignore[no-any-return]
 
 
-# In a self-attention keys and values are as wide as queries.
+# Options of the attention that a TransformerEncoderLayer passes on; keys and values are as wide as queries.
 _OPTIONS = set(inspect.signature(MultiHeadAttention).parameters) - {"embed_dim", "num_heads", "kdim", "vdim", "dropout"}
 
 
 class TransformerEncoderLayer(_Configurable):
-    """Pre-norm: x = x + attention(layer_norm_1(x)); x = x + feed_forward(layer_norm_2(x)).
+    """A pre-norm layer: x = x + attention(layer_norm_1(x)); x = x + feed_forward(layer_norm_2(x)).
 
     Examples:
         >>> layer = fusedattn.layers.TransformerEncoderLayer(512, 8, 2048)
-        >>> layer(torch.randn(2, 100, 512)).shape
-        torch.Size([2, 100, 512])
+        >>> out = layer(torch.randn(2, 100, 512))  # (2, 100, 512)
 
     The attention weights are `layer.attention(layer.layer_norm_1(x), need_weights=True)[1]`, (B, H, S, S).
 
     Args:
         hidden_size, num_attention_heads, intermediate_size: E, H, and the width inside `feed_forward`.
-        dropout, attention_dropout: the shares of `feed_forward`'s output and of attention weights dropped in training.
+        dropout, attention_dropout: probabilities for `feed_forward`'s output and for attention weights, in training.
         layer_norm_eps: added to the variance by the norms.
-        options: of `fusedattn.MultiHeadAttention`: head_dim, scale, causal, backend and so on; scale=hidden_size**-0.5
-            divides scores by sqrt(E).
+        options: those of `fusedattn.MultiHeadAttention`, such as head_dim, scale, causal and backend.
 
     Source: On layer normalization in the transformer architecture, arXiv:2002.04745, figure 1 (b).
     """
 
-    NEEDS: tuple[str, ...] = ("hidden_size", "num_attention_heads", "intermediate_size", "hidden_dropout_prob")
-    MAY_HAVE = ("attention_probs_dropout_prob", "layer_norm_eps")
-    IMPLEMENTS = tuple(IMPLEMENTED)
+    READS: tuple[str, ...] = ("hidden_size", "num_attention_heads", "intermediate_size", *OPTIONS, "layer_norm_eps")
+    CHECKS = tuple(IMPLEMENTED)
 
     def __init__(
         self, hidden_size: int, num_attention_heads: int, intermediate_size: int, dropout: float = 0.0, *,
@@ -246,9 +228,7 @@ class TransformerEncoderLayer(_Configurable):
         if options.get("head_dim") is None and hidden_size % num_attention_heads:
             got = f"{num_attention_heads}: pass head_dim if that is meant"
             fail(ValueError, "num_attention_heads", f"a divisor of hidden_size, {hidden_size}", got)
-        check_shares(attention_dropout=attention_dropout)
-        check_number("layer_norm_eps", layer_norm_eps, "a finite number of 0 or more", 0)
-        check_dtype(dtype)
+        check_layer(dtype, layer_norm_eps, attention_dropout=attention_dropout)
         factory: dict[str, Any] = dict(device=device, dtype=dtype)
         self.layer_norm_1 = nn.LayerNorm(hidden_size, eps=layer_norm_eps, **factory)
         self.layer_norm_2 = nn.LayerNorm(hidden_size, eps=layer_norm_eps, **factory)
@@ -260,24 +240,21 @@ class TransformerEncoderLayer(_Configurable):
         """x (B, S, E) -> (B, S, E); mask and key_mask as in `fusedattn.MultiHeadAttention`."""
         check_input("x", x, ("batch", "length", self.attention.embed_dim), self.layer_norm_1, jagged=True)
         x = x + self.attention(self.layer_norm_1(x), mask=mask, key_mask=key_mask)[0]
-        out: Tensor = x + self.feed_forward(self.layer_norm_2(x))
-        return out
+        return x + self.feed_forward(self.layer_norm_2(x))  # type: ignore[no-any-return]
 
 
 class TransformerEncoder(_Configurable):
-    """A stack of num_hidden_layers `TransformerEncoderLayer`, `layers`, without a norm after the last.
+    """A stack of num_hidden_layers `TransformerEncoderLayer`, without a norm after the last.
 
     Examples:
         >>> encoder = fusedattn.layers.TransformerEncoder(2, 64, 4, 256)
-        >>> encoder(torch.randn(2, 100, 64)).shape
-        torch.Size([2, 100, 64])
+        >>> out = encoder(torch.randn(2, 100, 64))  # (2, 100, 64)
 
-    sizes and options are the arguments of `TransformerEncoderLayer`: hidden_size, num_attention_heads and so on.
+    sizes and options are the arguments of `TransformerEncoderLayer`.
     """
 
-    NEEDS = ("num_hidden_layers", *TransformerEncoderLayer.NEEDS)
-    MAY_HAVE = TransformerEncoderLayer.MAY_HAVE
-    IMPLEMENTS = TransformerEncoderLayer.IMPLEMENTS
+    READS = ("num_hidden_layers", *TransformerEncoderLayer.READS)
+    CHECKS = TransformerEncoderLayer.CHECKS
 
     def __init__(self, num_hidden_layers: int, *sizes: Any, **options: Any):
         super().__init__()
@@ -295,7 +272,7 @@ class AttentionDecoder(nn.Module):
     """One step of a recurrent sequence-to-sequence decoder with attention to the encoder's outputs.
 
     The hidden state is the query of each of `attentions`; `fc_attn` maps their outputs to one context. The GRU `rnn`
-    takes the embedded token and the context. `fc` maps its output, the context and the embedded token to logits.
+    takes the token's embedding and the context. `fc` maps the GRU's output, the context and the embedding to logits.
 
     Examples:
         >>> decoder, hidden = fusedattn.layers.AttentionDecoder(1000, 64, 128, 256), torch.zeros(2, 128)
@@ -304,9 +281,9 @@ class AttentionDecoder(nn.Module):
         ...     logits, hidden, _ = decoder(tokens, hidden, encoder_outputs)
 
     Args:
-        vocab_size, embed_size, hidden_size: the number of tokens, and the widths of their embeddings and of the state.
+        embed_size, hidden_size: the widths of the embeddings and of the state.
         encoder_size: the width of encoder_outputs and of the context.
-        num_attentions, num_heads: the number of attentions, and of heads of each.
+        num_attentions, num_heads: the number of attentions, and the number of heads in each.
         dropout, scale, backend: as in `fusedattn.MultiHeadAttention`.
         factory: the device and dtype of the parameters.
 
@@ -323,7 +300,7 @@ class AttentionDecoder(nn.Module):
         check_sizes(num_attentions=num_attentions, num_heads=num_heads)
         if hidden_size % num_heads:
             fail(ValueError, "num_heads", f"a divisor of hidden_size, {hidden_size}", num_heads)
-        check_dtype(factory.get("dtype"))
+        check_layer(factory.get("dtype"))
         embed_size, hidden_size, encoder_size = map(as_python, (embed_size, hidden_size, encoder_size))
         self.hidden_size, self.encoder_size = hidden_size, encoder_size
         options = factory | dict(kdim=encoder_size, vdim=encoder_size, dropout=dropout, scale=scale, backend=backend)
@@ -347,16 +324,11 @@ class AttentionDecoder(nn.Module):
 
         Returns:
             (logits (B, vocab_size), state (B, hidden_size), weights (B, num_attentions, num_heads, S) or None).
-
-        Raises:
-            ValueError, TypeError: for other shapes and dtypes.
         """
         _check_ids("input", input, ("batch",), self.embedding)
         check_input("hidden", hidden, (input.shape[0], self.hidden_size), self.embedding)
-        check_input("encoder_outputs", encoder_outputs, ("batch", "length", self.encoder_size), self.embedding)
-        if not isinstance(input, fx.Proxy) and encoder_outputs.shape[0] != input.shape[0]:
-            expected = f"a batch size of {input.shape[0]}, as input has"
-            fail(ValueError, "encoder_outputs", expected, encoder_outputs.shape)
+        sizes = input.shape[0], "length", self.encoder_size
+        check_input("encoder_outputs", encoder_outputs, sizes, self.embedding)
         embedded = _look_up(self.embedding, "input", input)
         options = dict(key_mask=key_mask, need_weights=need_weights)
         attended = [attention(hidden[:, None], encoder_outputs, **options) for attention in self.attentions]

@@ -7,7 +7,7 @@ from torch import Tensor, fx, nn
 from torch.types import Device
 
 from ..api import attention
-from ..call.layout import broadcasts, irregular, is_shape
+from ..call.layout import irregular, is_shape
 from ..call.numbers import as_python, is_int
 from ..call.options import Arguments, Plan, autocasting
 from ..call.rules import FLOATING, check_flags, check_number, check_options, check_strided, fail, type_name
@@ -19,18 +19,14 @@ def check_sizes(**sizes: Any) -> None:
     for name, size in sizes.items():
         if not is_int(size):
             fail(TypeError, name, "an int", type_name(size))
-        if size < 1:
-            fail(ValueError, name, "1 or more", size)
-        if size >= 2**63:
-            fail(ValueError, name, "less than 2**63", size)
+        if not 1 <= size < 2**63:
+            fail(ValueError, name, "1 or more, and less than 2**63", size)
 
 
-def check_shares(**shares: Any) -> None:
-    for name, share in shares.items():
-        check_number(name, share, "a number from 0 to 1", 0, 1)
-
-
-def check_dtype(dtype: Any) -> None:
+def check_layer(dtype: Any = None, layer_norm_eps: Any = 0.0, **dropouts: Any) -> None:
+    for name, dropout in dropouts.items():
+        check_number(name, dropout, "a number from 0 to 1", 0, 1)
+    check_number("layer_norm_eps", layer_norm_eps, "a finite number of 0 or more", 0)
     if dtype is not None and dtype not in FLOATING:
         fail(TypeError, "dtype", "float16, bfloat16, float32 or float64", dtype)
 
@@ -38,9 +34,9 @@ def check_dtype(dtype: Any) -> None:
 def check_input(
     name: str, tensor: Tensor, shape: tuple[int | str, ...], layer: nn.Module | None = None, jagged: bool = False
 ) -> None:
-    """Raise unless a tensor has this shape, in which a name stands for any size, and fits a layer.
+    """Raise unless a tensor has this shape, in which a name stands for any size, and the dtype and device of a layer.
 
-    jagged: a nested tensor of torch.jagged passes too. A Proxy of torch.fx always passes.
+    With jagged a nested tensor of torch.jagged passes, too. A Proxy of torch.fx is not checked.
     """
     if isinstance(tensor, fx.Proxy):
         return
@@ -53,7 +49,7 @@ def check_input(
 
 
 def _size(tensor: Tensor, dim: int, name: str) -> int | str:
-    """Return the size that other inputs must share; `name`, for any size, if it is unknown or ragged."""
+    """Return a size that other inputs must have; `name`, which allows any, for a Proxy or a nested tensor."""
     return name if isinstance(tensor, fx.Proxy) or tensor.layout == torch.jagged else tensor.shape[dim]
 
 
@@ -62,19 +58,14 @@ def check_fits(name: str, tensor: Tensor, layer: nn.Module | None, same_dtype: b
 
     A layer whose weight is wrapped, computed, quantized or not yet loaded checks its input itself.
     """
-    weight = _weight(layer)
-    if weight is None:
+    # Not layer.weight: torch.nn.utils.parametrize would compute it for this check alone.
+    weight = None if layer is None else layer._parameters.get("weight")
+    if weight is None or not weight.is_floating_point() or weight.is_meta:
         return
     if same_dtype and tensor.dtype != weight.dtype and not (tensor.is_floating_point() and autocasting(tensor)):
         fail(TypeError, name, f"the dtype of the parameters, {weight.dtype}", tensor.dtype)
     if tensor.device != weight.device:
         fail(ValueError, name, f"the device of the parameters, {weight.device}", tensor.device)
-
-
-def _weight(layer: nn.Module | None) -> Tensor | None:
-    # Not layer.weight: torch.nn.utils.parametrize would compute it for this check alone.
-    weight = None if layer is None else layer._parameters.get("weight")
-    return None if weight is None or not weight.is_floating_point() or weight.is_meta else weight
 
 
 def _linear(inputs: int, outputs: int, bias: bool, **factory: Any) -> nn.Linear:
@@ -85,20 +76,12 @@ def _linear(inputs: int, outputs: int, bias: bool, **factory: Any) -> nn.Linear:
     return layer
 
 
-def _by_head(name: str, pairs: Any, scores: tuple[int | None, ...] | None) -> Any:
-    """Return a mask, plan or bias with one of rank 3, (B, Sq, Sk), as (B, 1, Sq, Sk).
-
-    scores: the sizes that one of rank 3 must broadcast to, if known; None for a ragged dimension.
-    """
+def _add_head_dim(pairs: Any) -> Any:
+    """Return a mask, plan or bias with one of rank 3, (B, Sq, Sk), as (B, 1, Sq, Sk)."""
     if isinstance(pairs, Plan):
-        return pairs._replace(mask=_by_head(name, pairs.mask, scores))
-    if not (isinstance(pairs, Tensor) and irregular(pairs) is None and pairs.dim() == 3):
-        return pairs
-    if scores is not None:
-        sizes = tuple(length if size is None else size for size, length in zip(scores, pairs.shape, strict=True))
-        if not broadcasts(pairs, sizes):
-            fail(ValueError, name, f"a shape that broadcasts to (B, Sq, Sk), {sizes}", pairs.shape)
-    return pairs.unsqueeze(1)
+        return pairs._replace(mask=_add_head_dim(pairs.mask))
+    rank_3 = isinstance(pairs, Tensor) and irregular(pairs) is None and pairs.dim() == 3
+    return pairs.unsqueeze(1) if rank_3 else pairs
 
 
 @fx.wrap
@@ -124,9 +107,7 @@ def _attend_by_heads(
     if q.shape[1] * num_kv_heads != k.shape[1] * num_heads:
         shared = f"{q.shape[1]} of {num_heads} heads and {k.shape[1]} of {num_kv_heads} key heads"
         fail(ValueError, "num_kv_heads", "q_proj and k_proj cut over the same number of processes", shared)
-    lengths = (x.shape[2] if x.layout == torch.strided else None for x in (q, k))
-    scores = None if parallel else (q.shape[0], *lengths)
-    options |= dict(mask=_by_head("mask", mask, scores), bias=_by_head("bias", bias, scores))
+    options |= dict(mask=_add_head_dim(mask), bias=_add_head_dim(bias))
     if parallel is None:
         out, weights = attend(q, k, v, need_weights, **options)
     else:
@@ -135,26 +116,25 @@ def _attend_by_heads(
 
 
 class MultiHeadAttention(nn.Module):
-    """Multi-head attention: input projections, one fused call, an output projection.
+    """Multi-head attention: projections of query, key and value, one fused call, an output projection.
 
     Examples:
         >>> layer = fusedattn.MultiHeadAttention(512, 8, causal=True)
         >>> output, _ = layer(torch.randn(2, 100, 512))
 
     Args:
-        embed_dim: E, the width of query and output.
-        num_heads: H.
+        embed_dim, num_heads: E, the width of query and output; H.
         kdim, vdim: widths of key and value, embed_dim by default.
         num_kv_heads: heads of key and value, a divisor of H, by default H.
         head_dim, value_head_dim: D, embed_dim // num_heads by default; Dv, head_dim by default.
-        dropout: the share of attention weights dropped while training.
+        dropout: the probability to drop an attention weight, in training.
         bias: give the projections a bias.
         causal, window, scale, softcap, backend: as in `fusedattn.attention`; "naive" is the reference module.
         context_parallel: a `fusedattn.distributed.ContextParallel`, for inputs that are shards of a sequence. The
-            output is this rank's shard; masks and bias are those of its method. The attribute may be set later.
+            output is this rank's shard; its method takes the masks and the bias. The attribute may be set later.
 
-    Tensor parallelism: torch's `parallelize_module` with ColwiseParallel for q_proj, k_proj and v_proj, and
-    RowwiseParallel for out_proj. Each process has num_heads / size heads, in masks, bias and weights too.
+    For tensor parallelism use torch's `parallelize_module` with ColwiseParallel for q_proj, k_proj and v_proj, and
+    RowwiseParallel for out_proj. Each process has num_heads / size heads, also in masks, bias and weights.
 
     Raises:
         ValueError, TypeError: for sizes and options that do not fit.
@@ -185,13 +165,12 @@ class MultiHeadAttention(nn.Module):
         check_sizes(head_dim=head_dim, value_head_dim=value_head_dim)
         if num_heads % num_kv_heads:
             fail(ValueError, "num_kv_heads", f"a divisor of num_heads, {num_heads}", num_kv_heads)
-        options = Arguments(None, None, None, causal=causal, window=window, scale=scale, softcap=softcap)
-        scale = check_options(options).scale
+        arguments = Arguments(None, None, None, causal=causal, window=window, scale=scale, softcap=softcap)
+        scale = check_options(arguments).scale
         check_flags(bias=bias)
-        check_shares(dropout=dropout)
+        check_layer(dtype, dropout=dropout)
         check_name(backend)
         check_parallel(context_parallel)
-        check_dtype(dtype)
         self.context_parallel = context_parallel
         self.embed_dim, self.kdim, self.vdim = map(as_python, (embed_dim, kdim, vdim))
         self.num_heads, self.num_kv_heads = as_python(num_heads), as_python(num_kv_heads)
@@ -213,32 +192,33 @@ class MultiHeadAttention(nn.Module):
         Args:
             query, key, value: (B, Sq, E), (B, Sk, kdim), (B, Sk, vdim). By default key is query, and value is key.
             mask: bool, True = may attend: (Sq, Sk), (B, Sq, Sk) or (B, 1 or H, Sq, Sk); or a `fusedattn.plan`.
-            bias: floating, added to the scores; shapes as of mask.
+            bias: floating, added to the scores; the same shapes as mask.
             key_mask, query_mask: bool (B, Sk) and (B, Sq), True = a real token. Hidden tokens change no output, but
                 must be finite for the gradients of the projections.
             need_weights: also return the weights, after dropout; they take memory for all pairs.
 
         Returns:
-            (output (B, Sq, E), weights (B, H, Sq, Sk) or None). For a row that sees nothing: out_proj's bias, and 0.
+            (output (B, Sq, E), weights (B, H, Sq, Sk) or None). A row that sees nothing gets out_proj's bias, and 0.
         """
         key = query if key is None else key
         value = key if value is None else value
         check_input("query", query, ("batch", "length", self.embed_dim), self.q_proj, jagged=True)
-        check_input("key", key, (_size(query, 0, "batch"), "length", self.kdim), self.k_proj, jagged=True)
-        sizes = _size(query, 0, "batch"), _size(key, 1, "length"), self.vdim
-        check_input("value", value, sizes, self.v_proj, jagged=True)
-        options: dict[str, Any] = dict(causal=self.causal, window=self.window, scale=self.scale, softcap=self.softcap)
-        options |= dict(mask=mask, bias=bias, key_mask=key_mask, query_mask=query_mask, backend=self.backend)
-        options |= dict(dropout_p=self.dropout if self.training else 0.0)
-        heads, widths = (self.num_heads, self.num_kv_heads), (self.head_dim, self.value_head_dim)
-        projected = self.q_proj(query), self.k_proj(key), self.v_proj(value)
-        out, weights = _attend_by_heads(*projected, heads, widths, self.context_parallel, need_weights, **options)
+        batch = _size(query, 0, "batch")
+        check_input("key", key, (batch, "length", self.kdim), self.k_proj, jagged=True)
+        check_input("value", value, (batch, _size(key, 1, "length"), self.vdim), self.v_proj, jagged=True)
+        out, weights = _attend_by_heads(
+            self.q_proj(query), self.k_proj(key), self.v_proj(value),
+            (self.num_heads, self.num_kv_heads), (self.head_dim, self.value_head_dim), self.context_parallel,
+            need_weights, mask=mask, bias=bias, key_mask=key_mask, query_mask=query_mask, causal=self.causal,
+            window=self.window, scale=self.scale, softcap=self.softcap, backend=self.backend,
+            dropout_p=self.dropout if self.training else 0.0,
+        )  # fmt: skip
         return self.out_proj(out), weights
 
     def extra_repr(self) -> str:
-        shown: dict[str, Any] = {name: getattr(self, name) for name in ("embed_dim", "num_heads", "num_kv_heads")}
-        shown |= dict(dropout=self.dropout or None, causal=self.causal or None, window=self.window, scale=self.scale)
-        shown |= dict(softcap=self.softcap, backend=self.backend, context_parallel=self.context_parallel)
+        names = "embed_dim", "num_heads", "num_kv_heads", "dropout", "causal", "window", "scale", "softcap", "backend"
+        shown = {name: getattr(self, name) for name in (*names, "context_parallel")}
+        shown |= dict(dropout=self.dropout or None, causal=self.causal or None)
         return ", ".join(f"{name}={x!r}" for name, x in shown.items() if x is not None)
 
 
@@ -249,7 +229,7 @@ class SelfAttention(nn.Module):
         >>> layer = fusedattn.SelfAttention(64)
         >>> output, weights = layer(torch.randn(2, 100, 64), need_weights=True)
 
-    embed_dim is E, the width of input and output; all other arguments are those of `MultiHeadAttention`.
+    embed_dim is E, the width of input and output. All other arguments are those of `MultiHeadAttention`.
     """
 
     def __init__(
@@ -260,7 +240,7 @@ class SelfAttention(nn.Module):
         check_sizes(embed_dim=embed_dim)
         scale = check_options(Arguments(None, None, None, scale=scale)).scale
         check_flags(bias=bias)
-        check_shares(dropout=dropout)
+        check_layer(dropout=dropout)
         check_name(backend)
         self.embed_dim, self.dropout, self.scale, self.backend = embed_dim, dropout, scale, backend
         self.q_proj, self.k_proj, self.v_proj = (_linear(embed_dim, embed_dim, bias) for _ in range(3))
@@ -274,6 +254,7 @@ class SelfAttention(nn.Module):
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         for name, projected in (("q_proj", q), ("k_proj", k), ("v_proj", v)):
             if not isinstance(projected, fx.Proxy) and projected.shape[-1] != self.embed_dim:
-                fail(ValueError, name, f"{self.embed_dim} columns: processes cannot share a head", projected.shape[-1])
+                expected = f"{self.embed_dim} columns, because processes cannot share one head"
+                fail(ValueError, name, expected, projected.shape[-1])
         out, weights = attend(q, k, v, need_weights, mask=mask, key_mask=key_mask, **options)
         return out, weights  # a pair for torch.fx, too

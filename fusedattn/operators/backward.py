@@ -8,10 +8,9 @@ from ..call.options import INPUTS, Call, device_of, inputs as inputs_of, plain, 
 from ..call.private import has_storage, transforms_active
 from ..cpu import run as cpu
 from ..launch import failures, tuned
-from ..launch.failures import KernelUnavailable
 from . import fallback, rules
 from .derived import Formula, derived, double_backward, plus
-from .namespace import OPERATORS, register, register_derivative
+from .namespace import OPERATORS, register
 from .schema import BACKWARD, RESULTS, run_operator, save, saved
 from .vmap_rule import vmap_rule
 
@@ -27,14 +26,14 @@ def new_backward(*arguments):
 
 
 def any_failed(call):
-    """Return whether any kernel is known to fail on the device of a call."""
+    """Return whether any kernel is known to fail or to be wrong on the device of a call."""
     return bool(failures.failed_kernels or tuned.of(device_of(call.query)).wrong)
 
 
 def _backward(*arguments):
     (*incoming, out, weights, stats), call, (backend, need) = BACKWARD.split(arguments)
     grad_out, grad_lse, grad_weights = incoming
-    fused = backend == "cpu" and cpu.has_gradients(call, grad_weights, need)
+    fused = backend == "cpu" and not cpu.lacks_gradients(call, grad_weights, need)
     if fused and (call.partial or not cpu.too_large(stats[..., 0])):
         return cpu.backward(call, incoming, out, stats, need)
     grads = new_backward(*arguments)
@@ -50,24 +49,18 @@ def _backward(*arguments):
 
     if grad_out is None:
         grad_out = out.new_zeros(()).expand(out.shape)
-    stats = stats.contiguous()  # under vmap it is expanded, if it is the same for all
+    stats = stats.contiguous()  # vmap may have expanded it
     grad_lse = None if grad_lse is None else grad_lse.to(stats.dtype).contiguous()
-    wanted = [grad if grad.numel() else None for grad in grads]
-    try:
+
+    def launch():
         names = ["forward", *["weights"] * (weights.dim() == 4)]
         if any_failed(call) and (why := run.failed(call, names)) is not None:
             raise why  # the forward was computed by the naive path, and there are no stats
-        launched = grad_out, grad_lse, grad_weights, out, weights, stats, call, backend
-        try:
-            launch_backward(wanted, *launched)
-        except KernelUnavailable as why:
-            if call.named or not run.any_on_hopper_failed(call):
-                raise
-            failures.fall_back(why, call.named)
-            launch_backward(wanted, *launched)  # by the universal kernels, as Hopper's is now known to fail
-    except KernelUnavailable as why:
-        failures.fall_back(why, call.named)
-        fallback.gradients(grads, incoming, call)
+        wanted = [grad if grad.numel() else None for grad in grads]
+        launch_backward(wanted, grad_out, grad_lse, grad_weights, out, weights, stats, call, backend)
+
+    # Where Hopper's kernel is now known to fail, a second launch takes the universal ones.
+    fallback.by_kernel(call, (launch, launch), lambda: fallback.gradients(grads, incoming, call))
     return grads
 
 
@@ -76,10 +69,6 @@ def _arranged_backward(*arguments):
     _, call, (_, need) = BACKWARD.split(arguments)
     triples = zip(_backward(*arguments), inputs_of(call), need, strict=True)
     return tuple([arrange(grad, x, grad.dtype) if needed else grad for grad, x, needed in triples])
-
-
-_SCHEMA = f"backward({BACKWARD.schema}) -> ({', '.join(f'Tensor grad_{name}' for name in INPUTS)})"
-register(_SCHEMA, _arranged_backward, new_backward, rules.check_backward)
 
 
 def saved_stats(stats, call, backend):
@@ -91,16 +80,15 @@ def saved_stats(stats, call, backend):
 
 
 def gradients(incoming, out, weights, stats, call, backend, need):
-    """Return gradients of the inputs of a Call from those of its results; None if not needed.
-
-    weights: None if the forward returned none.
-    """
+    """Return the gradients of INPUTS, None if not needed. weights: None if the forward returned none."""
     stats = saved_stats(stats, call, backend)
     if weights is None and incoming[2] is not None:
-        formula = Formula(
-            lambda *x: (OPERATORS.forward(*x, False, True, False, backend)[2],), Call._fields, ("weights",)
-        )
-        (weights,) = derived(formula, *(x.detach() if isinstance(x, Tensor) else x for x in call))
+
+        def weights_of(*fields):
+            return OPERATORS.forward(*fields, False, True, False, backend)[2:3]
+
+        fields = [x.detach() if isinstance(x, Tensor) else x for x in call]
+        (weights,) = derived(Formula(weights_of, Call._fields, ("weights",)), *fields)
     weights = out.new_empty(0) if weights is None else weights
     grads = backward(*incoming, out, weights, stats, *call, backend, need)
     return [grad if needed else None for grad, needed in zip(grads, need, strict=True)]
@@ -127,13 +115,9 @@ class Backward(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx, *tangents):
-        """Add the tangents of the incoming gradients, and the second derivative along the tangents of the inputs.
-
-        The second derivative is symmetric, so it is the same as in `backward`.
-        """
+        # The second derivative is symmetric: along the tangents of the inputs it is the same as in `backward`.
         (*incoming, out, weights, stats), call, (backend, need) = BACKWARD.split(saved(ctx)[0])
-        of_arguments = dict(zip(BACKWARD.names, tangents, strict=True))
-        moved = [of_arguments[name] for name in INPUTS]
+        moved = BACKWARD.of_inputs(tangents)
         total = [None] * len(INPUTS)
         if any(x is not None for x in tangents[: len(RESULTS)]):
             weights = None if weights.dim() == 1 else weights
@@ -141,12 +125,9 @@ class Backward(torch.autograd.Function):
         if any(x is not None for x in moved):
             curved = double_backward(call, incoming, moved)[len(RESULTS) :]
             total = [plus(*pair) if needed else None for *pair, needed in zip(total, curved, need, strict=True)]
-        results = []
-        for x, field, needed in zip(total, inputs_of(call), need, strict=True):
-            if not needed:
-                x = out.new_zeros(0)
-            results.append(arrange(torch.zeros_like(field), field) if x is None else x)
-        return tuple(results)
+        total = [x if needed else out.new_zeros(0) for x, needed in zip(total, need, strict=True)]
+        pairs = zip(total, inputs_of(call), strict=True)
+        return tuple([arrange(torch.zeros_like(field), field) if x is None else x for x, field in pairs])
 
     @staticmethod
     def vmap(info, in_dims, *arguments):
@@ -154,7 +135,7 @@ class Backward(torch.autograd.Function):
 
 
 def backward(*arguments):
-    """Compute the operator, so that autograd can differentiate it again. Raise if that derivative would be lost."""
+    """Compute the operator, recorded for a second derivative. Raise if that derivative would be lost."""
     if not torch.is_grad_enabled() and plain(arguments):
         return _backward(*arguments)
     batched = any(x is not None and not has_storage(x) for x in arguments[:3])
@@ -163,4 +144,5 @@ def backward(*arguments):
     return Backward.apply(*arguments)
 
 
-register_derivative("backward", backward)
+_SCHEMA = f"backward({BACKWARD.schema}) -> ({', '.join(f'Tensor grad_{name}' for name in INPUTS)})"
+register(_SCHEMA, _arranged_backward, new_backward, rules.check_backward, backward)

@@ -1,6 +1,7 @@
 """The operators append, which writes to caches, and decode, which reads them. Neither has a derivative."""
 
 import contextlib
+import functools
 
 import torch
 from torch import Tensor
@@ -12,10 +13,9 @@ from ..call.private import argument_names, below_autograd, unmapped
 from ..call.rules import fail
 from ..cpu import decode as cpu_decode
 from ..launch import failures
-from ..launch.failures import KernelUnavailable, fall_back
 from ..naive import decode as naive_decode, formula
 from . import fallback, flops, rules
-from .namespace import OPERATORS, register, register_derivative
+from .namespace import OPERATORS, register
 from .schema import DECODE, ROTARY
 
 
@@ -25,11 +25,7 @@ def _append(decode: Decode, backend: str) -> None:
         return
     from ..launch.decode import launch_append
 
-    try:
-        launch_append(decode)
-    except KernelUnavailable as why:
-        fall_back(why, decode.call.named)
-        naive_decode.append(decode)
+    fallback.by_kernel(decode.call, [lambda: launch_append(decode)], lambda: naive_decode.append(decode))
 
 
 def _append_operator(key_cache, value_cache, lengths, table, new_key, new_value, cos, sin, interleaved, named, backend):
@@ -52,12 +48,11 @@ def _attend(decode: Decode, need_lse: bool, backend: str) -> tuple[Tensor, Tenso
     if out.numel():
         from ..launch.decode import launch_decode
 
-        try:
-            launch_decode(out, lse, decode)
-        except KernelUnavailable as why:
-            fall_back(why, decode.call.named)
+        def naive():
             fallback.fill(results, formula.run_naive(naive_decode.dense(decode), need_lse, False))
-    return out, lse
+
+        fallback.by_kernel(decode.call, [lambda: launch_decode(out, lse, decode)], naive)
+    return results
 
 
 def _decode(*arguments):
@@ -89,9 +84,17 @@ def _check_decode(*arguments):
     check_sizes(caches_and_angles)
     if added < 0:
         fail(ValueError, "added", "0 or more", added)
-    call = _decode(*arguments)[0].call
-    rules.check_call(call, keys=capacity(caches_and_angles))
-    rules.check_backend(call, backend, ())
+    rules.check_call(_decode(*arguments)[0].call, backend, capacity=capacity(caches_and_angles))
+
+
+def _refuse(operator: str):
+    """Return a function that raises for the arguments of an operator of which a derivative is wanted."""
+
+    def refuse(*arguments):
+        names = argument_names(getattr(OPERATORS, operator).default)
+        check_gradients(dict(zip(names, arguments, strict=False)))
+
+    return refuse
 
 
 register(
@@ -100,62 +103,43 @@ register(
     _append_operator,
     lambda *_: None,
     rules.check_append,
+    _refuse("append"),
 )
 _SCHEMA = f"decode({DECODE.schema}) -> (Tensor out, Tensor lse)"
-register(_SCHEMA, _decode_operator, _new_decode, _check_decode, _decompose)
-
-
-def _refuse(name):
-    """Have an operator raise if a derivative of it is wanted."""
-    named = argument_names(getattr(OPERATORS, name).default)
-    register_derivative(name, lambda *arguments: check_gradients(dict(zip(named, arguments, strict=False))))
-
-
-_refuse("append")
-_refuse("decode")
-
-
-def _run_operators(decode: Decode, need_lse: bool, backend: str) -> tuple[Tensor, Tensor]:
-    call, caches = decode.call, (decode.key_cache, decode.value_cache, decode.lengths, decode.table)
-    rotary = decode.cos, decode.sin, decode.interleaved
-    options = [getattr(call, name) for name in DECODE.fields]
-    flops.offer(OPERATORS.decode)
-    # No derivative is wanted: the call has been checked for that.
-    with contextlib.nullcontext() if torch.compiler.is_compiling() else below_autograd():
-        if decode.new_key is not None:
-            OPERATORS.append(*caches, decode.new_key, decode.new_value, *rotary, call.named, backend)
-        return OPERATORS.decode(call.query, *caches, decode.added, *rotary, *options, need_lse, backend)
+register(_SCHEMA, _decode_operator, _new_decode, _check_decode, _refuse("decode"), _decompose)
 
 
 def _run(decode: Decode, need_lse: bool, need_weights: bool, backend: str):
     """Append, and return (output, lse or None, weights or None). Weights are computed naively."""
-    if plain((*decode.call, *decode)):
-        if decode.new_key is not None:
+    call, appends, compiling = decode.call, decode.new_key is not None, torch.compiler.is_compiling()
+    if plain((*call, *decode)):
+        if appends:
             _append(decode, backend)
         out, lse = _attend(decode, need_lse, backend)
     else:
-        out, lse = _run_operators(decode, need_lse, backend)
-    if decode.new_key is not None and not torch.compiler.is_compiling():  # to a compiler the operator's schema says so
+        caches = decode.key_cache, decode.value_cache, decode.lengths, decode.table
+        rotary, options = (decode.cos, decode.sin, decode.interleaved), [getattr(call, name) for name in DECODE.fields]
+        flops.offer(OPERATORS.decode)
+        with contextlib.nullcontext() if compiling else below_autograd():  # a checked call has no derivative
+            if appends:
+                OPERATORS.append(*caches, decode.new_key, decode.new_value, *rotary, call.named, backend)
+            out, lse = OPERATORS.decode(call.query, *caches, decode.added, *rotary, *options, need_lse, backend)
+    if appends and not compiling:  # a compiler knows from the operator's schema that caches change
         torch.autograd.graph.increment_version((decode.key_cache, decode.value_cache))
     weights = formula.run_naive(naive_decode.dense(decode), False, True)[2] if need_weights else None
     return out, lse if need_lse else None, weights
 
 
-def run_triton(decode: Decode, need_lse: bool, need_weights: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    return _run(decode, need_lse, need_weights, "triton")
-
-
-def run_cpu(decode: Decode, need_lse: bool, need_weights: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    return _run(decode, need_lse, need_weights, "cpu")
+run_triton, run_cpu = (functools.partial(_run, backend=name) for name in ("triton", "cpu"))
 
 
 def unmappable(decode: Decode) -> list[str]:
-    """Return why operators cannot take a call under torch.vmap."""
+    """Return why the operators cannot take a call under torch.vmap; empty if they can."""
     if decode.new_key is None or torch.compiler.is_compiling():
         return []
     if all(unmapped(x) is x for x in decode if isinstance(x, Tensor)):
         return []
-    return ["torch.vmap maps over no operator that writes, as they do new_key and new_value"]
+    return ["torch.vmap cannot map over an operator that writes, and new_key and new_value are written to caches"]
 
 
 def failed(decode: Decode) -> list[str]:

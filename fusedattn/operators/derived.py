@@ -1,7 +1,7 @@
 """Formulas as single autograd nodes: a derivative of one, or its torch.vmap, is again one node.
 
-torch runs the `jvp` of a Function with forward mode off: plain operations in it would have a zero tangent in an outer
-jvp, in silence. And torch.vmap of plain operations would not count the planes of dropout.
+torch runs the `jvp` of a Function with forward mode off, so an outer jvp would silently take the tangent of plain
+operations in it for zero. And torch.vmap of plain operations would not count the planes of dropout.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,9 +33,7 @@ class Formula(NamedTuple):
 
     def linear(self, transform: Callable, more: Sequence[str], results: Sequence[str]) -> "Formula":
         """Return a derivative of the formula: `transform`, whose arguments begin with those named in `more`."""
-        if not self.names:
-            return Formula(transform)
-        # A number tells a tangent of a tangent from a tangent.
+        # The number makes names of a tangent and of its own tangent differ.
         named = tuple(f"{len(self.names)}:{name}" for name in more)
         return Formula(transform, (*named, *self.names), tuple(results))
 

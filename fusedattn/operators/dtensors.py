@@ -1,11 +1,11 @@
 """DTensors: each rank computes its own batches and heads, without communication.
 
-Backends get the plain tensors of a rank. Their results become DTensors, sharded as the query.
+Backends get the plain tensors of a rank. Their results become DTensors with the placements of the query.
 """
 
 import functools
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,10 +16,12 @@ from torch.nn import Parameter
 from ..call.layout import in_order, order
 from ..call.options import DIMS as LETTERS, INPUTS, TENSORS, Call, Origin, tensors as tensors_of
 from ..call.rules import fail
+from .namespace import OPERATORS
+from .schema import BACKWARD, FORWARD
 
 _CLASSES = frozenset((Tensor, Parameter, type(None)))
-BATCH, HEADS = 0, 1  # dimensions of a query that may be sharded
-# {field of a Call: those of them that it has}
+BATCH, HEADS = 0, 1  # the dimensions that may be sharded
+# {tensor of a Call: which of these dimensions it has}
 DIMS: dict[str, tuple[int, ...]] = {
     name: (BATCH, HEADS) if {"H", "G"} & set(letters) else (BATCH,) for name, letters in LETTERS.items() if letters
 }
@@ -40,7 +42,7 @@ def refuse(function: str, tensors: Mapping[str, Any]) -> None:
 
 
 class LocalCall(NamedTuple):
-    """This rank's part of a call of DTensors, and the mesh, placements and global query that its results need."""
+    """This rank's part of a call of DTensors; and the mesh, the placements of its results, and the global query."""
 
     call: Call
     mesh: Any
@@ -66,26 +68,19 @@ def _laid_out(axes: Sequence[int], gradient: Tensor | None) -> Tensor | None:
 
 
 def local_call(call: Call, seed: Any) -> LocalCall | None:
-    """Return this rank's part of a checked call; None if no tensor of it is a DTensor.
+    """Return this rank's part of a checked call; None if the call has no DTensor.
 
     A replicated tensor beside sharded ones is cut here, and its gradient is Partial. Options that are no DTensors are
-    the same on all ranks.
-
-    Args:
-        seed: the argument of the caller.
-
-    Raises:
-        TypeError, ValueError, NotImplementedError: on all ranks, for a call that needs communication.
+    the same on all ranks. seed: the caller's argument. Raise on all ranks for a call that needs communication.
     """
     tensors: dict[str, Any] = dict(zip(TENSORS, tensors_of(call), strict=True))
     if not [x for x in tensors.values() if x is not None and is_dtensor(x)]:
         return None
     from torch.distributed.tensor import Partial, Replicate, Shard
 
-    mesh, query = _mesh(tensors), call.query
+    (mesh, cut), query = _checked(tensors), call.query
     if call.seed is not None and seed is None:
         raise NotImplementedError("dropout_p: expected a seed with DTensors, got none: pass the same on all ranks")
-    cut = _cut(tensors, mesh)  # for each dimension of the mesh
     if (coordinate := mesh.get_coordinate()) is None:
         fail(ValueError, "query", "a DTensor of a mesh that this rank is in", "another")
     # The compiler of torch 2.10 takes no tuple of mesh.shape.
@@ -124,36 +119,29 @@ def local_call(call: Call, seed: Any) -> LocalCall | None:
     return LocalCall(call._replace(**fields), mesh, [Replicate() if dim is None else Shard(dim) for dim in cut], query)
 
 
-def _mesh(tensors: Mapping[str, Any]) -> Any:
-    named = next(name for name, x in tensors.items() if is_dtensor(x))
-    mesh = tensors[named].device_mesh
-    for name, x in tensors.items():
-        if x is None:
-            continue
-        if not is_dtensor(x):
-            # Each rank would have another gradient of the same tensor.
-            if name in ("query", "key", "value") or (name in INPUTS and x.requires_grad):
-                fail(TypeError, name, f"a DTensor, as {named} is", "a tensor")
-        elif x.device_mesh != mesh:
-            fail(ValueError, name, f"the mesh of {named}", "another")
-    return mesh
-
-
 def _by_dim(cut: Iterable[int | None]) -> tuple[tuple[int, ...], ...]:
     """Return, for batch and heads, the mesh dimensions that cut them."""
     numbered = list(enumerate(cut))
     return tuple(tuple(number for number, cuts in numbered if cuts == dim) for dim in (BATCH, HEADS))
 
 
-def _cut(tensors: Mapping[str, Any], mesh: Any) -> list[int | None]:
-    """Return, for each mesh dimension, the dimension of the query that it cuts."""
+def _checked(tensors: Mapping[str, Any]) -> tuple[Any, list[int | None]]:
+    """Return the mesh and, for each of its dimensions, the dimension of the query that it cuts."""
     from torch.distributed.tensor import Shard
 
+    first = next(name for name, x in tensors.items() if is_dtensor(x))
+    mesh = tensors[first].device_mesh
     cut: list[int | None] = [None] * mesh.ndim
     by = [""] * mesh.ndim
-    batch_and_heads = tensors["query"].shape
     for name, x in tensors.items():
-        for number, placement in enumerate(x.placements if is_dtensor(x) else ()):
+        if not is_dtensor(x):
+            # Each rank would have another gradient of the same tensor.
+            if name in ("query", "key", "value") or (name in INPUTS and x is not None and x.requires_grad):
+                fail(TypeError, name, f"a DTensor, as {first} is", "a tensor")
+            continue
+        if x.device_mesh != mesh:
+            fail(ValueError, name, f"the mesh of {first}", "another")
+        for number, placement in enumerate(x.placements):
             if placement.is_replicate():
                 continue
             dims = DIMS.get(name, ())
@@ -165,13 +153,13 @@ def _cut(tensors: Mapping[str, Any], mesh: Any) -> list[int | None]:
                     more = columns if placement.dim == 3 else ": fusedattn.distributed takes sequences in shards"
                 fail(ValueError, name, kinds, f"{placement}{more}")
             dim = placement.dim
-            if x.shape[dim] == 1 and batch_and_heads[dim] != 1:
+            if x.shape[dim] == 1 and tensors["query"].shape[dim] != 1:
                 fail(ValueError, name, "Replicate for a dimension of 1, which is broadcast", placement)
             if cut[number] not in (None, dim):
                 expected = f"Shard({cut[number]}) or Replicate, as {by[number]} is on dimension {number} of the mesh"
                 fail(ValueError, name, expected, placement)
             cut[number], by[number] = dim, name
-    return cut
+    return mesh, cut
 
 
 def _place(size: int, shape: Sequence[int], coordinate: Sequence[int], cut: Sequence[int]) -> tuple[int, int]:
@@ -188,16 +176,16 @@ def _span(
     of_query: int, size: int, shape: tuple[int, ...], coordinate: tuple[int, ...],
     wanted: tuple[int, ...], had: tuple[int, ...],
 ) -> tuple[int, int] | None:  # fmt: skip
-    """Return (first, count) of a rank's elements that its part of the query needs.
+    """Return (first, count) of a rank's batches or heads that its part of the query needs.
 
-    None if any rank lacks some, or if its key heads serve unequal numbers of query heads. wanted, had: the dimensions
-    of the mesh that cut the query and this tensor.
+    Return None if any rank lacks some, or if its key heads serve unequal numbers of query heads. wanted, had: the mesh
+    dimensions that cut the query and this tensor.
     """
     span = None
     for other in {coordinate, *itertools.product(*map(range, shape))}:
         first, count = _place(of_query, shape, other, wanted)
         start, size_there = _place(size, shape, other, had)
-        share = max(of_query // max(size, 1), 1)  # heads of the query for each
+        share = max(of_query // max(size, 1), 1)  # query heads of a key head
         begin, end = first // share, -(-(first + count) // share)
         even = end - begin <= 1 or (first % share == 0 and count % share == 0)
         if count == 0:
@@ -210,3 +198,52 @@ def _span(
 
 
 _kept_span = functools.lru_cache(maxsize=1024)(_span)  # the compiler warns of such a cache
+
+
+@functools.cache
+def register_sharding() -> None:
+    """Register how torch.ops.fusedattn.forward and backward take DTensors: sharded on batch or heads, or replicated.
+
+    Examples:
+        >>> fusedattn.distributed.register_sharding()
+
+    Call it before you call operators by name; `fusedattn.attention` takes DTensors without it. It imports
+    torch.distributed.tensor. DTensors with other placements are redistributed to one of these.
+    """
+    from torch.distributed.tensor import Partial, Replicate, Shard
+    from torch.distributed.tensor.experimental import register_sharding as register
+
+    def ways(call: Call) -> Iterator[tuple[Any, dict[str, Any]]]:
+        """Yield (placement of results, placements of the call's tensors) for each way to shard a call."""
+        present: dict[str, Any] = {name: x for name in TENSORS if (x := getattr(call, name)) is not None}
+        yield Replicate(), dict.fromkeys(present, Replicate())
+        # Packed sequences lie in one batch. Dropout depends on the batch and the head in the whole call.
+        if present.keys() & {"cu_seqlens_q", "seed", "block_mask"} or call.origin is not None:
+            return
+        ranks = call.query.mesh.size()  # type: ignore[attr-defined]
+        for dim in (BATCH, HEADS):
+            size, key_size = call.query.shape[dim], call.key.shape[dim]
+            # Each rank has equally many query heads for each key head, or all ranks share one key head.
+            if size % ranks == 0 and (key_size == 1 or key_size % ranks == 0):
+                cut = {name for name, x in present.items() if dim in DIMS.get(name, ()) and x.shape[dim] != 1}
+                yield Shard(dim), {name: Shard(dim) if name in cut else Replicate() for name in present}
+
+    def forward(*arguments: Any) -> Iterator[tuple[list[Any], list[Any]]]:
+        _, call, (need_lse, need_weights, save, backend) = FORWARD.split(arguments)
+        present = True, need_lse, need_weights, save or (need_weights and backend != "cpu")  # results
+        for whole, tensors in ways(call):
+            yield [whole if result else Replicate() for result in present], [*FORWARD.named(tensors)]
+
+    def backward(*arguments: Any) -> Iterator[tuple[list[Any], list[Any]]]:
+        incoming, call, (_, need) = BACKWARD.split(arguments)
+        for whole, tensors in ways(call):
+            # Absent results are empty tensors of one dimension.
+            before = [None if x is None else Replicate() if len(x.shape) == 1 else whole for x in incoming]
+            # The gradient of a replicated input beside sharded results is a sum over ranks.
+            shared = Replicate() if whole.is_replicate() else Partial()
+            inputs = [tensors[name] if needed else None for name, needed in zip(INPUTS, need, strict=True)]
+            grads = [Replicate() if x is None else shared if x.is_replicate() else x for x in inputs]
+            yield grads, [*BACKWARD.named(dict(zip(BACKWARD.names, before, strict=False)) | tensors)]
+
+    register(OPERATORS.forward.default)(lambda *arguments: list(forward(*arguments)))
+    register(OPERATORS.backward.default)(lambda *arguments: list(backward(*arguments)))

@@ -1,6 +1,6 @@
 """Operators by the naive path, for backends without a kernel and for kernels that do not run on this machine."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -8,7 +8,18 @@ from torch import Tensor
 from ..call import private
 from ..call.layout import row_major
 from ..call.options import INPUTS, Call, wide_dtype
+from ..launch.failures import KernelUnavailable, fall_back
 from ..naive import formula
+
+
+def by_kernel(call: Call, launches: Sequence[Callable[[], None]], naive: Callable[[], None]) -> None:
+    """Run the first launch whose kernels run here, otherwise the naive path. Warn of kernels that do not run."""
+    for launch in launches:
+        try:
+            return launch()
+        except KernelUnavailable as why:
+            fall_back(why, call.named)
+    naive()
 
 
 def fill(targets: Sequence[Tensor], results: Sequence[Tensor | None]) -> None:
@@ -29,17 +40,17 @@ def results(call: Call, need_lse: bool, need_weights: bool, save: bool) -> tuple
 
 def gradients(grads: Sequence[Tensor], incoming: Sequence[Tensor | None], call: Call) -> None:
     """Fill the gradients by the naive path; empty ones are not wanted."""
+    wanted = {name: grad for name, grad in zip(INPUTS, grads, strict=True) if grad.numel()}
+    if not wanted:
+        return
     with private.autograd_inside(call.query.device), torch.enable_grad():
-        wanted = {name: grad for name, grad in zip(INPUTS, grads, strict=True) if grad.numel()}
         leaves = {name: getattr(call, name).detach().requires_grad_() for name in wanted}
         of_lse, of_weights = (grad is not None for grad in incoming[1:])
         outcome = formula.run_naive(call._replace(**leaves), of_lse, of_weights)
         pairs = [(x, grad) for x, grad in zip(outcome, incoming, strict=True) if grad is not None]
         pairs = [(x, grad.to(x.dtype)) for x, grad in pairs if x.requires_grad]  # lse does not depend on value
-        inputs = list(leaves.values())
-        if not inputs:  # all gradients are empty
-            return
         results, cotangents = zip(*pairs, strict=True) if pairs else ((), ())
-        gradients = torch.autograd.grad(results, inputs, cotangents, allow_unused=True, materialize_grads=True)
+        options = dict(allow_unused=True, materialize_grads=True)
+        gradients = torch.autograd.grad(results, list(leaves.values()), cotangents, **options)
     for grad, x in zip(wanted.values(), gradients, strict=True):
         grad.copy_(x)

@@ -1,7 +1,7 @@
 """FLOP counts of the operators, for `torch.utils.flop_counter.FlopCounterMode`.
 
-As torch counts its own attention: 2 * m * n * k for each matrix product, hidden pairs included. Packed sequences and
-caches count with their lengths, or with the maximum lengths if these cannot be read, as of fake tensors.
+A matrix product counts 2 * m * n * k, hidden pairs included, as in torch's own attention. Packed sequences and caches
+count with their lengths, or with maximum lengths where tensors are fake.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from ..call.decode import CacheArguments, capacity
 from ..call.options import in_memory
 from ..call.private import argument_names, flop_formulas
 
-# Matrix products with all pairs of a query and a key: (as wide as a query, as wide as a value).
+# {operator: (matrix products as wide as a query, matrix products as wide as a value)}
 PRODUCTS = dict(forward=(1, 1), backward=(3, 2), tangent=(3, 2), decode=(1, 1))
 
 
@@ -52,9 +52,10 @@ def _formula(operator: Any) -> Callable[..., Any]:
 
 
 def offer(operator: Any) -> None:
-    """Give torch's counters the formula of an operator. Call it before an operator that a counter may see.
+    """Give torch's counters the formula of an operator. Call this before the operator.
 
-    A counter copies the formulas when it is made. Import is too early: importing torch's module imports Triton.
+    Registration at import would import torch's module, which imports Triton, and a counter copies the formulas when it
+    is made.
     """
     if torch.compiler.is_compiling() or operator.__name__ not in PRODUCTS:
         return

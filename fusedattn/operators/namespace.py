@@ -1,10 +1,11 @@
 """Registers operators with torch, in a namespace named after the package.
 
-The namespace is torch.ops.fusedattn as installed. A copy in another package, such as mypkg._vendor.fusedattn, has
-torch.ops.mypkg__vendor_fusedattn, so that both can live in one process.
+The installed package has torch.ops.fusedattn. A copy in another package, such as mypkg._vendor.fusedattn, has
+torch.ops.mypkg__vendor_fusedattn, so both can live in one process.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -13,31 +14,35 @@ from ..call.private import any_requires_grad, eager, forward_level, in_onnx_expo
 from ..call.rules import fail
 from . import flops
 
-NAME = __name__.rpartition(".operators.")[0].replace(".", "_")  # of the package
-LIBRARY = torch.library.Library(NAME, "FRAGMENT")  # at module level: operators live as long as it does
+NAME = __name__.rpartition(".operators.")[0].replace(".", "_")  # the namespace
+LIBRARY = torch.library.Library(NAME, "FRAGMENT")  # operators live as long as this object does
 OPERATORS = getattr(torch.ops, NAME)
-MOST = 1024  # facts of checked arguments that are remembered, before all are forgotten
-
-_checks: dict[str, Callable] = {}  # {operator: check of its arguments}
-_decompositions: dict[str, Callable] = {}  # {operator: the same with torch's own operators}
+_Run = Callable[..., Any]
+MOST = 1024  # facts of checked arguments that an operator remembers, before it forgets all
 
 
 def _facts(x):
-    """Return the parts of an argument that checks look at, as a hashable value."""
+    """Return the properties of an argument that checks look at, as a hashable value."""
     if isinstance(x, torch.Tensor):
         return x.shape, x.stride(), x.dtype, x.device
     return (*x,) if isinstance(x, list) else x
 
 
-def register(schema: str, run: Callable, new: Callable, check: Callable, decompose: Callable | None = None) -> None:
+def register(
+    schema: str, run: _Run, new: _Run, check: _Run, differentiate: _Run | None = None, decompose: _Run | None = None
+) -> None:
     """Define an operator that runs on CUDA tensors, and on CPU tensors in Triton's interpreter.
+
+    torch's own register_autograd drops tangents in silence, so a call that may need a derivative goes to
+    `differentiate`.
 
     Args:
         run: computes it.
         new: returns results of the same shapes, dtypes and strides for tensors without data.
         check: raises for shapes, strides, dtypes, devices and numbers that `run` cannot take. It reads no values of
             tensors. It runs before `run` and `new`.
-        decompose: computes the same with torch's own operators, for ONNX, without branches on sizes.
+        differentiate: computes it with derivatives. None: autograd ignores the operator.
+        decompose: computes it with torch's own operators, for ONNX, without branches on sizes.
     """
     name, _, declared = schema.partition("(")
     types = [part.split(" ")[:2] for part in declared.partition(") -> ")[0].split(", ")]
@@ -65,33 +70,23 @@ def register(schema: str, run: Callable, new: Callable, check: Callable, decompo
         check_all(*arguments)
         return new(*arguments)
 
-    _checks[name] = check_all
-    LIBRARY.define(schema)
-    for key in ("CUDA", "CPU"):
-        LIBRARY.impl(name, checked_run, key)
-    torch.library.register_fake(f"{NAME}::{name}", checked_new, lib=LIBRARY)
-    if decompose is not None:
-        _decompositions[name] = decompose
-
-
-def register_derivative(name: str, differentiate: Callable) -> None:
-    """Have `differentiate` take the calls of an operator that may need a derivative.
-
-    torch's own register_autograd drops tangents in silence.
-    """
-    operator, decompose = getattr(OPERATORS, name), _decompositions.get(name)
-
-    def run(keyset, *arguments):
+    def run_recorded(keyset, *arguments):
         flops.offer(operator)
-        # Not in torch's table of decompositions: Inductor raises for entries of it if the environment sets CI.
+        # Not by torch's table of decompositions: where the environment sets CI, Inductor raises for entries of it.
         if decompose is not None and in_onnx_export():
             return decompose(*arguments)
         recorded = torch.is_grad_enabled() and any_requires_grad(*arguments)
         if recorded or (forward_level() >= 0 and differentiated(arguments)):
             if transforms_active():
                 raise NotImplementedError(f"{NAME}::{name}: torch.func takes the function, not its operator")
-            _checks[name](*arguments)  # before a Function, which computes at once and saves its arguments
+            check_all(*arguments)  # before a Function saves them
             return differentiate(*arguments)
         return redispatch(operator.default, keyset, arguments)
 
-    LIBRARY.impl(name, run, "Autograd", with_keyset=True)
+    LIBRARY.define(schema)
+    for key in ("CUDA", "CPU"):
+        LIBRARY.impl(name, checked_run, key)
+    torch.library.register_fake(f"{NAME}::{name}", checked_new, lib=LIBRARY)
+    if differentiate is not None:
+        operator = getattr(OPERATORS, name)
+        LIBRARY.impl(name, run_recorded, "Autograd", with_keyset=True)

@@ -1,11 +1,10 @@
 """Attention over keys that come in parts: each part by a backend, and one softmax over all of them.
 
-Between parts everything is float32 (float64). Each row keeps two numbers, as in the kernels: its largest score and
-log2(sum of exp(score - largest)). One number, the log-sum-exp, would lose digits of the smaller term.
+Results of parts are float32 (float64). Each row keeps two numbers, as in the kernels: its largest score and
+log2(sum of exp(score - largest)). One number, the log-sum-exp, would lose digits of the smaller one.
 Source: Online normalizer calculation for softmax, arXiv:1805.02867, section 3.1.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,14 +12,13 @@ from torch import Tensor
 
 from ..call.options import Call, wide_dtype
 from ..cpu import flash, small_k
-from ..cpu.run import has_gradients, is_narrow, too_large
+from ..cpu.run import is_narrow, lacks_gradients, too_large
 from ..naive import partial
 from ..naive.partial import LN2
 from . import flops
-from .attention import OPERATORS
+from .attention import KERNELS, OPERATORS
 
 INFINITE = float("inf")
-KERNELS = "triton", "hopper"
 
 
 def widened(call: Call) -> Call:
@@ -31,8 +29,7 @@ def widened(call: Call) -> Call:
 def forward(call: Call, backend: str) -> tuple[Tensor, Tensor]:
     """Return (output, stats) of a partial call without sinks.
 
-    stats (B, Hq, Sq, 2) are the largest score, divided by `unit`, and the log2 of the sum; -inf and inf for a row that
-    sees nothing.
+    stats (B, Hq, Sq, 2): the largest score divided by `unit`, and the log2 of the sum; -inf and inf for an empty row.
     """
     flops.offer(OPERATORS.forward)
     if backend in KERNELS:
@@ -46,8 +43,8 @@ def forward(call: Call, backend: str) -> tuple[Tensor, Tensor]:
     lse = less + offset
     if _is_inaccurate(call, lse):
         return partial.forward(call)
-    rounded = ((offset - lse) + less) / LN2  # the rounding error of that sum
-    return out, torch.stack([lse, rounded.masked_fill_(lse == -INFINITE, INFINITE)], -1)
+    lost = ((offset - lse) + less) / LN2  # the rounding error of lse
+    return out, torch.stack([lse, lost.masked_fill_(lse == -INFINITE, INFINITE)], -1)
 
 
 def _is_inaccurate(call: Call, lse: Tensor) -> bool:
@@ -56,26 +53,18 @@ def _is_inaccurate(call: Call, lse: Tensor) -> bool:
 
 
 def backward(
-    call: Call,
-    backend: str,
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    out: Tensor,
-    stats: Tensor,
-    need: Sequence[bool],
+    call: Call, backend: str, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, stats: Tensor, need: list[bool]
 ) -> list[Tensor | None]:
     """Return gradients of the INPUTS of a partial call, None if not needed.
 
-    Args:
-        grad_out: in the dtype of query.
-        out, stats: of all keys that the rows see, not of this part.
+    grad_out has the dtype of query. out and stats are those of all keys that the rows see, not of this part alone.
     """
     stats, grad_lse = stats.contiguous(), None if grad_lse is None else grad_lse.contiguous()
     if backend not in KERNELS:
         call = widened(call)
         largest, log2_sum = stats.unbind(-1)
         lse = torch.where(log2_sum == INFINITE, -INFINITE, (largest - flash.offset(call)) + log2_sum * LN2)
-        by_kernel = backend != "naive" and not small_k.is_few(call) and has_gradients(call, None, need)
+        by_kernel = backend != "naive" and not small_k.is_few(call) and not lacks_gradients(call, None, need)
         if not by_kernel or _is_inaccurate(call, lse):
             return partial.backward(call, grad_out, grad_lse, out, stats, need)
         grad_out, stats = grad_out.to(call.query.dtype), lse[..., None]
@@ -84,7 +73,7 @@ def backward(
 
 
 def unit(call: Call, backend: str) -> float:
-    """Return the unit of the largest scores of `forward`. Kernels keep unscaled products if they can."""
+    """Return the unit of the largest scores in stats. Kernels leave products unscaled if they can."""
     if backend not in KERNELS:
         return 1.0
     from ..launch import arguments
@@ -94,7 +83,7 @@ def unit(call: Call, backend: str) -> float:
 
 
 class RowStats(NamedTuple):
-    """Running totals of rows over the parts so far. A row that saw nothing has -inf and inf."""
+    """Output, and the two numbers of stats, of rows over the parts so far. An empty row has -inf and inf."""
 
     out: Tensor
     largest: Tensor
@@ -113,14 +102,13 @@ class RowStats(NamedTuple):
 
 def start(call: Call, unit: float) -> RowStats:
     """Return the RowStats of a call before its first part."""
-    shape, dtype = call.query.shape[:3], wide_dtype(call)
-    out = call.query.new_zeros((*shape, call.value.shape[3]), dtype=dtype)
-    largest = out.new_full(shape, -INFINITE)
-    return RowStats(out, largest, torch.full_like(largest, INFINITE), unit)
+    rows = call.query.shape[:3]
+    out = call.query.new_zeros((*rows, call.value.shape[3]), dtype=wide_dtype(call))
+    return RowStats(out, out.new_full(rows, -INFINITE), out.new_full(rows, INFINITE), unit)
 
 
 def add(rows: RowStats, here: slice, out: Tensor | None, largest: Tensor, log2_sum: Tensor) -> None:
-    """Add a part to the rows `here`. out is None for a part without values."""
+    """Add the results of a part to the rows `here`. Sinks are a part without values, whose out is None."""
     before = rows.largest[:, :, here], rows.log2_sum[:, :, here]
     most = torch.maximum(before[0], largest)
     pivot = most.masked_fill(most == -INFINITE, 0.0)
@@ -139,19 +127,17 @@ def add(rows: RowStats, here: slice, out: Tensor | None, largest: Tensor, log2_s
 
 
 def add_sinks(rows: RowStats, sinks: Tensor) -> None:
-    """Add the sinks, (1 or B, Hq), to the softmax of each row."""
     largest = (sinks.to(rows.largest.dtype) / rows.unit)[:, :, None].expand_as(rows.largest)
     add(rows, slice(None), None, largest, torch.zeros_like(largest).masked_fill_(largest == -INFINITE, INFINITE))
 
 
 def of_sinks(call: Call, rows: RowStats, grad_out: Tensor, grad_lse: Tensor | None) -> Tensor:
-    """Return the gradient of the sinks (1 or B, Hq) in float32."""
+    """Return the gradient of the sinks (1 or B, Hq) in float32 (float64)."""
     sinks = call.sinks
     assert sinks is not None
     exponent = (sinks.to(rows.largest.dtype)[:, :, None] / rows.unit - rows.largest) * (rows.unit / LN2) - rows.log2_sum
     weights = exponent.exp2().masked_fill(rows.log2_sum == INFINITE, 0.0)
-    grad = -(grad_out.to(rows.out.dtype) * rows.out).sum(-1)
-    grad = grad if grad_lse is None else grad + grad_lse
+    grad = (0.0 if grad_lse is None else grad_lse) - (grad_out.to(rows.out.dtype) * rows.out).sum(-1)
     if call.query_mask is not None:
         grad = grad.masked_fill(~call.query_mask[:, None], 0.0)
     return (weights * grad).sum(2).sum_to_size(sinks.shape)

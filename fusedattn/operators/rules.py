@@ -1,6 +1,6 @@
 """Checks the arguments of operators that are called by name, with the checks of `call`.
 
-Values of offsets, lengths, pages and block masks are not checked: kernels stay inside the tensors whatever they are.
+Values of offsets, lengths, pages and block masks are not checked: whatever they are, kernels stay inside the tensors.
 """
 
 from typing import Any
@@ -10,41 +10,33 @@ from torch import Tensor
 
 from ..call.decode import CacheArguments, check_sizes
 from ..call.layout import broadcasts, is_shape
-from ..call.options import BY_HEAD, INPUTS, Call, Origin, inputs, wide_dtype
+from ..call.options import BY_HEAD, INPUTS, Arguments, Call, Lengths, Origin, inputs, wide_dtype
 from ..call.plan import check_fit, check_masks, pairs_of
 from ..call.private import holds
 from ..call.rules import (
     FLOATING,
     Sizes,
-    check_dropout,
     check_dtype,
     check_floating,
     check_heads,
-    check_pairs,
+    check_options,
     check_query_key_value,
     check_rank,
-    check_scale,
-    check_seed,
     check_shape,
-    check_softcap,
     check_tokens,
     fail,
 )
-from ..call.varlen import VarlenArguments, check_lengths
+from ..call.varlen import check_lengths
 from ..cpu import run as cpu
 from .schema import BACKWARD, FORWARD, TANGENT, stats_columns
 
 
-def check_call(call: Call, need_weights: bool = False, keys: int | None = None) -> None:
-    """Raise for fields of a Call that the kernels cannot take.
-
-    keys: the capacity, if key and value are caches that have been checked.
-    """
-    query = call.query
-    if keys is None:
+def check_call(call: Call, backend: str, need_weights: bool = False, capacity: int | None = None) -> None:
+    """Raise for fields of a Call that an operator cannot take. capacity: of caches, which have been checked."""
+    query, keys = call.query, call.key.shape[2] if capacity is None else capacity
+    if capacity is None:
         check_rank("query", query, "(B, H, S, D)")
         check_query_key_value(query, call.key, call.value)
-        keys = call.key.shape[2]
     batch, heads, rows, _ = query.shape
     tokens = sizes = Sizes(query.device, query.dtype, batch, heads, rows, keys)
     if call.cu_seqlens_q is not None or call.cu_seqlens_k is not None:
@@ -56,35 +48,37 @@ def check_call(call: Call, need_weights: bool = False, keys: int | None = None) 
             fail(ValueError, name, "0 or more, or None for unbounded", side)
     if call.origin is not None and (len(call.origin) != len(Origin._fields) or min(call.origin[1:]) < 0):
         fail(ValueError, "origin", "shift, and row, key, plane and heads of 0 or more", call.origin)
-    check_scale(call.scale, query.dtype)
-    check_dropout(call.dropout_p)
-    if call.seed is not None:
-        check_seed(call.seed, query.device)
-    elif call.dropout_p:
+    numbers = dict(scale=call.scale, softcap=call.softcap, dropout_p=call.dropout_p, seed=call.seed)
+    check_options(Arguments(query, call.key, call.value, call.mask, call.bias, **numbers), sizes)
+    if call.dropout_p and call.seed is None:
         fail(ValueError, "seed", "a tensor, because dropout_p is given", None)
-    if call.softcap is not None:
-        check_softcap(call.softcap, query.dtype)
-    # key_mask and query_mask cover all packed tokens, mask and bias the longest sequence.
-    checks = dict(mask=(check_pairs, sizes, "(B, H, Sq, Sk)"), key_mask=(check_tokens, tokens, "(B, S)"))
-    checks |= dict(bias=checks["mask"], query_mask=checks["key_mask"])
-    for name, (check, of, layout_of) in checks.items():
+    for name, layout in dict(
+        mask="(B, H, Sq, Sk)", bias="(B, H, Sq, Sk)", key_mask="(B, S)", query_mask="(B, S)"
+    ).items():
         if (x := getattr(call, name)) is not None:
-            check(name, x, of)
-            check_rank(name, x, layout_of)
+            if layout == "(B, S)":
+                check_tokens(name, x, tokens)  # covers all packed tokens; a mask or bias covers the longest sequence
+            check_rank(name, x, layout)
     for name in BY_HEAD:
         if (x := getattr(call, name)) is not None:
             check_heads(name, x, query.device, (1, heads), (sizes.B, heads))
     if call.block_mask is not None:
-        _check_blocks(call.block_mask, sizes)
+        from ..launch import blocks  # Triton was imported before there was a block mask
+
+        size = blocks.block_mask_size()
+        shape = sizes.B, heads, -(-sizes.Sq // size), -(-sizes.Sk // size)
+        check_dtype("block_mask", call.block_mask, torch.uint8, query.device)
+        if call.block_mask.dim() != 4 or not broadcasts(call.block_mask, shape):
+            fail(ValueError, "block_mask", f"rank 4, broadcastable to {shape}", call.block_mask.shape)
+    check_backend(call, backend, ("naive",) if capacity is None else ())
 
 
 def _check_packed(call: Call, need_weights: bool) -> int:
-    """Check offsets and maximum lengths against the packed tensors of a Call. Return the number of sequences."""
+    """Check the offsets and maximum lengths of packed sequences. Return the number of sequences."""
     if call.query.shape[0] != 1:
         fail(ValueError, "query", "a batch of 1, because cu_seqlens_q is given", call.query.shape)
-    query, key, value = (x[0].transpose(0, 1) for x in (call.query, call.key, call.value))
-    longest = call.max_seqlen_q, call.max_seqlen_k
-    check_lengths(VarlenArguments(query, key, value, call.cu_seqlens_q, call.cu_seqlens_k, *longest))
+    offsets, longest = (call.cu_seqlens_q, call.cu_seqlens_k), (call.max_seqlen_q, call.max_seqlen_k)
+    check_lengths(Lengths(*offsets, call.query.shape[2], call.key.shape[2], *longest), call.query.device)
     if need_weights or not call.mask is call.bias is call.key_mask is None:
         _check_longest(*longest, "mask, bias, key_mask and need_weights")
     assert call.cu_seqlens_q is not None
@@ -97,23 +91,12 @@ def _check_longest(max_seqlen_q: int | None, max_seqlen_k: int | None, needed: s
             fail(ValueError, name, f"an int, because {needed} is given", None)
 
 
-def _check_blocks(block_mask: Tensor, s: Sizes) -> None:
-    from ..launch import blocks  # Triton was imported before there was a block mask
-
-    size = blocks.block_mask_size()
-    shape = s.B, s.Hq, -(-s.Sq // size), -(-s.Sk // size)
-    check_dtype("block_mask", block_mask, torch.uint8, s.device)
-    if block_mask.dim() != 4 or not broadcasts(block_mask, shape):
-        fail(ValueError, "block_mask", f"rank 4, broadcastable to {shape}", block_mask.shape)
-
-
 def check_forward(*arguments: Any) -> None:
     _, call, (_, need_weights, _, backend) = FORWARD.split(arguments)
-    check_call(call, need_weights)
-    check_backend(call, backend)
+    check_call(call, backend, need_weights)
 
 
-def check_backend(call: Call, backend: str, also: tuple[str, ...] = ("naive",)) -> None:
+def check_backend(call: Call, backend: str, also: tuple[str, ...] = ()) -> None:
     if backend not in (known := ("hopper", "triton", "cpu", *also)):
         fail(ValueError, "backend", f"one of {', '.join(map(repr, known))}", repr(backend))
     lacks = []
@@ -128,7 +111,7 @@ def check_backend(call: Call, backend: str, also: tuple[str, ...] = ("naive",)) 
 
 
 def _check_result(name: str, x: Tensor | None, call: Call, dtype: torch.dtype | None, shape: tuple) -> None:
-    """Raise for a result of a forward, a gradient or a tangent with another dtype, shape or device."""
+    """Raise if a result of a forward, a gradient or a tangent has another dtype, shape or device."""
     if x is None:
         return
     if x.dtype != dtype if dtype else x.dtype not in FLOATING:
@@ -141,8 +124,7 @@ def _check_result(name: str, x: Tensor | None, call: Call, dtype: torch.dtype | 
 
 def check_backward(*arguments: Any) -> None:
     (grad_out, grad_lse, grad_weights, out, weights, stats), call, (backend, need) = BACKWARD.split(arguments)
-    check_call(call, grad_weights is not None)
-    check_backend(call, backend)
+    check_call(call, backend, grad_weights is not None)
     rows, dtype, width = tuple(call.query.shape[:3]), call.query.dtype, call.value.shape[3]
     stored = wide_dtype(call) if call.partial else dtype
     columns = call.key.shape[2] if call.cu_seqlens_q is None else call.max_seqlen_k
@@ -164,8 +146,7 @@ def check_backward(*arguments: Any) -> None:
 
 def check_tangent(*arguments: Any) -> None:
     (*tangents, out, stats), call, (need_weights, backend) = TANGENT.split(arguments)
-    check_call(call, need_weights)
-    check_backend(call, backend)
+    check_call(call, backend, need_weights)
     if call.partial:
         fail(ValueError, "partial", "False: parts have no derivative in forward mode", True)
     rows, dtype, width = tuple(call.query.shape[:3]), call.query.dtype, call.value.shape[3]
@@ -179,42 +160,39 @@ def check_tangent(*arguments: Any) -> None:
             fail(ValueError, f"tangent_{name}", f"None, because {name} is None", "a tensor")
 
 
-def check_block_mask(mask, key_mask, query_mask, bias, *lengths) -> None:
+def check_block_mask(
+    mask, key_mask, query_mask, bias, cu_seqlens_q, cu_seqlens_k, rows, keys, max_seqlen_q, max_seqlen_k
+) -> None:
     masks = dict(mask=mask, key_mask=key_mask, query_mask=query_mask, bias=bias)
     masks = {name: x for name, x in masks.items() if x is not None}
     check_masks(masks, dict(mask=(4,), key_mask=(2,), query_mask=(2,), bias=(4,)))
     shapes = {name: pairs_of(name, x) for name, x in masks.items()}
-    if not lengths[0] is lengths[1] is None:
-        shapes |= _tokens_of_packed(masks, *lengths)
+    if not cu_seqlens_q is cu_seqlens_k is None:
+        for name, length in (("rows", rows), ("keys", keys)):
+            if holds(length < 0, False):
+                fail(ValueError, name, "0 or more", length)
+        lengths = Lengths(cu_seqlens_q, cu_seqlens_k, rows, keys, max_seqlen_q, max_seqlen_k)
+        check_lengths(lengths, next(iter(masks.values())).device)
+        count = cu_seqlens_q.shape[0] - 1
+        of_tokens = dict(key_mask=(keys, (1, max_seqlen_k)), query_mask=(rows, (max_seqlen_q, 1)))
+        for name, (total, pairs) in of_tokens.items():
+            if name in masks:
+                check_shape(name, masks[name], (1, total), why="one for each packed token")
+                _check_longest(max_seqlen_q, max_seqlen_k, name)
+                shapes[name] = (count, 1, *pairs)
     check_fit(shapes)
-
-
-def _tokens_of_packed(masks, cu_seqlens_q, cu_seqlens_k, rows, keys, max_seqlen_q, max_seqlen_k) -> dict[str, tuple]:
-    """Return the shapes, among the pairs of scores, of the key_mask and query_mask of packed sequences."""
-    for name, length in (("rows", rows), ("keys", keys)):
-        if holds(length < 0, False):
-            fail(ValueError, name, "0 or more", length)
-    query, key = (next(iter(masks.values())).new_empty(()).expand(length, 1, 1) for length in (rows, keys))
-    check_lengths(VarlenArguments(query, key, key, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k))
-    count = cu_seqlens_q.shape[0] - 1
-    shapes: dict[str, tuple] = dict(key_mask=(count, 1, 1, max_seqlen_k), query_mask=(count, 1, max_seqlen_q, 1))
-    shapes = {name: shape for name, shape in shapes.items() if name in masks}
-    for name in shapes:
-        check_shape(name, masks[name], (1, keys if name == "key_mask" else rows), why="one for each packed token")
-        _check_longest(max_seqlen_q, max_seqlen_k, name)
-    return shapes
 
 
 def check_append(
     key_cache, value_cache, lengths, table, new_key, new_value, cos, sin, interleaved, named, backend
 ) -> None:
-    check_backend(Call(new_key, new_key, new_value), backend, ())
+    check_backend(Call(new_key, new_key, new_value), backend)
     check_floating("key_cache", key_cache, None)
     check_rank("key_cache", key_cache, "(B, H, C, D)")
     check_rank("cache_seqlens", lengths, "(B)")
     if key_cache.shape[3] == 0:
         fail(ValueError, "key_cache", "a head dimension of 1 or more", 0)
-    # The shared checks want a query: one without rows.
+    # The shared checks need a query. This one has no rows.
     query = key_cache.new_empty(()).expand(lengths.shape[0], key_cache.shape[1], 0, key_cache.shape[3])
     caches = query, key_cache, value_cache, lengths, table
     check_sizes(CacheArguments(*caches, new_key, new_value, cos, sin, interleaved))

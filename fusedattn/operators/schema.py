@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call.options import CACHED, INPUTS, TYPES, Call, plain
+from ..call.layout import dense
+from ..call.options import CACHED, INPUTS, TYPES, Call, plain, wide_dtype
 from ..call.private import below_autograd
 from ..call.rules import fail
 from ..cpu import run as cpu
@@ -25,7 +26,7 @@ _TYPES = {
 
 
 class Signature:
-    """Arguments of an operator: some of its own, then fields of a Call, then more of its own."""
+    """The arguments of an operator: first some of its own, then fields of a Call, then more of its own."""
 
     def __init__(self, before: str, after: str, fields: Sequence[str] = Call._fields):
         declared = ", ".join(f"{_TYPES[TYPES[name]]} {name}" for name in fields)
@@ -43,8 +44,12 @@ class Signature:
         return before, Call(*fields), after
 
     def named(self, values: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Return a value for each argument, None for those without one."""
+        """Return a value for each argument, None if it has no value."""
         return tuple([values.get(name) for name in self.names])
+
+    def of_inputs(self, values: Sequence[Any], prefix: str = "") -> list[Any]:
+        """Return those of the values, one for each argument, that belong to INPUTS."""
+        return [values[self.names.index(f"{prefix}{name}")] for name in INPUTS]
 
 
 FORWARD = Signature("", "bool need_lse, bool need_weights, bool save, str backend")
@@ -84,7 +89,7 @@ def saved(ctx: Any) -> tuple[list[Any], list[Tensor | None]]:
 
 
 def run_operator(operator, implementation, arguments):
-    """Run an operator on checked arguments: its implementation, or torch's dispatcher if something must see it.
+    """Run an operator on checked arguments: its implementation, or torch's dispatcher if a mode must see the call.
 
     The dispatcher also materialises negated views and wrappers.
     """
@@ -96,21 +101,25 @@ def run_operator(operator, implementation, arguments):
 
 
 def apply(function, arguments):
-    """Apply an autograd Function.
-
-    Python's `apply` reads the signature of `forward` in each call and looks for wrappers that torch.func left behind,
-    which takes 70 us. Plain tensors go to the `apply` of C++ at once.
-    """
     if plain(arguments):
+        # The `apply` of C++. Python's takes 70 us to read the signature of `forward` and look for functorch's wrappers.
         return super(torch.autograd.Function, function).apply(*arguments)
     return function.apply(*arguments)
 
 
-def stats_columns(dtype: torch.dtype, width: int, backend: str = "triton") -> int:
-    """Return how many numbers a row has in the stats that a forward saves for its backward.
+def new_results(call: Call, need_lse: bool, need_weights: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return uninitialised (output, lse, weights) of a call, or their tangents; empty unless needed."""
+    query, rows, wide = call.query, call.query.shape[:3], wide_dtype(call)
+    out = dense(query, (*rows, call.value.shape[3]), wide if call.partial else None)
+    columns: Any = call.key.shape[2] if call.cu_seqlens_q is None else call.max_seqlen_k
+    weights = query.new_empty((*rows, columns) if need_weights else (0,))
+    return out, query.new_empty(rows if need_lse else (0,), dtype=wide), weights
 
-    Kernels save two of the softmax. For outputs of 16 bits and `width` columns they add the rounding error, one byte an
-    element.
+
+def stats_columns(dtype: torch.dtype, width: int, backend: str = "triton") -> int:
+    """Return how many float32 numbers a forward saves for each row, besides its output of `width` columns.
+
+    Kernels save two numbers of the softmax and, for an output of 16 bits, its rounding error, a byte an element.
     """
     if backend == "cpu":
         return cpu.stats_columns(dtype, width)

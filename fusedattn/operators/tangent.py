@@ -10,30 +10,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call.layout import arrange, dense, row_major
-from ..call.options import INPUTS, Call, wide_dtype
-from ..launch.failures import KernelUnavailable, fall_back
+from ..call.layout import arrange, row_major
+from ..call.options import INPUTS, Call
 from ..naive.tangent import tangent as naive_tangent
 from . import fallback, rules
 from .backward import gradients
 from .derived import double_backward, double_tangent, plus
-from .namespace import OPERATORS, register, register_derivative
-from .schema import RESULTS, TANGENT, run_operator, save, saved
+from .namespace import OPERATORS, register
+from .schema import RESULTS, TANGENT, new_results, run_operator, save, saved
 from .vmap_rule import vmap_rule
 
 
 def _new(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return uninitialised tangents of output, lse and weights; weights are empty unless needed."""
     _, call, (need_weights, _) = TANGENT.split(arguments)
-    query, rows = call.query, call.query.shape[:3]
-    columns: Any = call.key.shape[2] if call.cu_seqlens_q is None else call.max_seqlen_k
-    weights = query.new_empty((*rows, columns) if need_weights else (0,))
-    return dense(query, (*rows, call.value.shape[3])), query.new_empty(rows, dtype=wide_dtype(call)), weights
+    return new_results(call, True, need_weights)
 
 
 def _by_formula(call: Call, directions: Sequence[Tensor | None], need_weights: bool) -> tuple[Tensor, Tensor, Tensor]:
     out, lse, weights = naive_tangent(call, directions, need_weights)
-    return out, row_major(lse), call.query.new_empty(0) if weights is None else row_major(weights)
+    return arrange(out, call.query), row_major(lse), call.query.new_empty(0) if weights is None else row_major(weights)
 
 
 def _tangent(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -48,24 +43,14 @@ def _tangent(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     from ..launch import run
     from ..launch.tangent import launch_tangent
 
-    try:
+    def launch():
         if (why := run.failed(call, ["forward"])) is not None:
             raise why  # the forward was computed by the naive path, and there are no stats
         filled = *results[:2], results[2] if need_weights else None
         launch_tangent(*filled, directions, out, stats.contiguous(), call)
-    except KernelUnavailable as why:
-        fall_back(why, call.named)
-        fallback.fill(results, _by_formula(call, directions, need_weights))
+
+    fallback.by_kernel(call, [launch], lambda: fallback.fill(results, _by_formula(call, directions, need_weights)))
     return results
-
-
-def _arranged(*arguments: Any) -> tuple[Tensor, ...]:
-    out, *rest = _tangent(*arguments)
-    return arrange(out, TANGENT.split(arguments)[1].query), *rest
-
-
-_SCHEMA = f"tangent({TANGENT.schema}) -> (Tensor tangent_out, Tensor tangent_lse, Tensor tangent_weights)"
-register(_SCHEMA, _arranged, _new, rules.check_tangent)
 
 
 class Tangent(torch.autograd.Function):
@@ -85,8 +70,7 @@ class Tangent(torch.autograd.Function):
         incoming = [None if x is None or x.dim() == 1 else x for x in incoming]
         if all(x is None for x in incoming):
             return TANGENT.named({})
-        needed = dict(zip(TANGENT.names, ctx.needs_input_grad, strict=True))
-        of_tangents, of_inputs = ([needed[f"{prefix}{name}"] for name in INPUTS] for prefix in ("tangent_", ""))
+        of_tangents, of_inputs = (TANGENT.of_inputs(ctx.needs_input_grad, prefix) for prefix in ("tangent_", ""))
         grads: dict[str, Any] = {}
         if any(of_tangents):
             first = gradients(incoming, out, None, stats, call, backend, of_tangents)
@@ -99,8 +83,7 @@ class Tangent(torch.autograd.Function):
     @staticmethod
     def jvp(ctx, *tangents):
         (*directions, out, stats), call, (need_weights, backend) = TANGENT.split(saved(ctx)[0])
-        of_arguments = dict(zip(TANGENT.names, tangents, strict=True))
-        others, moved = ([of_arguments[f"{prefix}{name}"] for name in INPUTS] for prefix in ("tangent_", ""))
+        others, moved = (TANGENT.of_inputs(tangents, prefix) for prefix in ("tangent_", ""))
         total = [None] * len(RESULTS)
         if any(x is not None for x in others):
             total = list(Tangent.apply(*others, out, stats, *call, need_weights, backend))
@@ -114,4 +97,5 @@ class Tangent(torch.autograd.Function):
         return vmap_rule(Tangent.apply, TANGENT.names, RESULTS, info, in_dims, arguments)
 
 
-register_derivative("tangent", Tangent.apply)
+_SCHEMA = f"tangent({TANGENT.schema}) -> (Tensor tangent_out, Tensor tangent_lse, Tensor tangent_weights)"
+register(_SCHEMA, _tangent, _new, rules.check_tangent, Tangent.apply)

@@ -6,7 +6,6 @@ mapped itself, and for mapped seeds.
 """
 
 import re
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from ..call.options import DIMS, Call
 
-# {tensor with an element for each packed row or key: the axis of these}. Other tensors have a batch, or are (1, ..).
+# {tensor with packed rows or keys: their axis}. Of other tensors, the first dimension is the batch or 1.
 _AXES = {
     name: letters.index(letters.strip("BHGD")) for name, letters in DIMS.items() if len(letters.strip("BHGD")) == 1
 }
@@ -22,7 +21,7 @@ _AXES |= dict.fromkeys(("out", "lse", "weights", "stats"), 2)
 
 
 def _kind(name: str) -> str:
-    """Return a name without its number and its prefix."""
+    """Return the name of the tensor that a gradient or a tangent belongs to."""
     return re.sub("^(.*:)?(grad_|tangent_|moved_)?", "", name)
 
 
@@ -65,35 +64,26 @@ class _Folded:
         return x.reshape(self.size, self.batch if x.dim() > 1 else 0, *x.shape[1:])
 
 
-def vmap_rule(
-    apply: Callable[..., Sequence[Tensor]],
-    names: Sequence[str],
-    results: Sequence[str],
-    info: Any,
-    in_dims: Sequence[int | None],
-    arguments: Sequence[Any],
-) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+def vmap_rule(apply, names, results, info, in_dims, arguments):
     """Return (results, their mapped dimensions) of a Function under torch.vmap.
 
     Args:
         apply: computes the Function.
-        names: of its arguments, with all fields of a Call. Derivatives have a prefix, grad_, tangent_ or moved_, maybe
-            behind a number and a colon.
-        results: names of its results. Gradients may have the names of their inputs.
+        names, results: names of its arguments, all fields of a Call among them, and of its results. A derivative has
+            the name of its tensor, or that name after a prefix: grad_, tangent_ or moved_, maybe after "number:".
         info, in_dims, arguments: as torch passes them to `vmap`.
     """
     values, fields = dict(zip(names, arguments, strict=True)), Call._fields
-    # For a list torch passes a list of dimensions. Our lists hold no tensors.
+    # For a list argument torch passes a list of dimensions. Our lists hold no tensors.
     dims = {name: dim if isinstance(values[name], Tensor) else None for name, dim in zip(names, in_dims, strict=True)}
     is_mapped = any(dims[name] is not None for name in fields if name != "seed")
     one_by_one = values["seed"] is not None and (dims["seed"] is not None or not is_mapped or info.randomness == "same")
     packed_sinks = not (values["cu_seqlens_q"] is None or values["sinks"] is None)
     # The backend "cpu" takes no sinks that differ between sequences.
     if (one_by_one or (packed_sinks and values.get("backend") == "cpu")) and info.batch_size:
-        calls = [
-            apply(*(x if dims[name] is None else x.select(dims[name], n) for name, x in values.items()))
-            for n in range(info.batch_size)
-        ]
+        calls = []
+        for n in range(info.batch_size):
+            calls.append(apply(*(x if dims[name] is None else x.select(dims[name], n) for name, x in values.items())))
         stacked = [torch.stack(each) for each in zip(*calls, strict=True)]
     else:
         folded = _Folded(info.batch_size, {name: values[name] for name in fields}, dims)
@@ -101,8 +91,6 @@ def vmap_rule(
         stacked = [folded.unfold(name, x) for name, x in zip(results, apply(*folded_in), strict=True)]
         # Sum the gradients of tensors that a call broadcasts over its batch.
         shared = folded.shared - (set(_AXES) if folded.packed else set())
-        stacked = [
-            x.sum(1, keepdim=True) if x.numel() and _kind(name) in shared else x
-            for name, x in zip(results, stacked, strict=True)
-        ]
+        summed = [_kind(name) in shared for name in results]
+        stacked = [x.sum(1, keepdim=True) if s and x.numel() else x for x, s in zip(stacked, summed, strict=True)]
     return tuple(stacked), (0,) * len(stacked)

@@ -1,4 +1,4 @@
-"""Named cases of attention, each computed by a backend, by eager PyTorch in its dtype, and in float64."""
+"""The named cases of `fusedattn check`."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -39,11 +39,11 @@ class Case(NamedTuple):
         kv, of_rows = (batch, self.kv_heads, keys), (batch, heads, rows)
         sizes: dict[str, tuple] = dict(query=(*of_rows, self.dim), key=(*kv, self.dim), value=(*kv, self.value_dim))
         sizes |= dict(out=(*of_rows, self.value_dim), lse=of_rows, weights=(*of_rows, keys))
+        masks = dict(mask=(batch, 1, rows, keys), key_mask=(batch, keys), query_mask=(batch, rows))
+        scores = dict(bias=(1, heads, rows, keys), alibi_slopes=(heads,), sinks=(heads,))
         drawn = {name: torch.randn(size, generator=dice) for name, size in sizes.items()}
-        shapes = dict(mask=(batch, 1, rows, keys), key_mask=(batch, keys), query_mask=(batch, rows))
-        seen = {name: torch.rand(shapes[name], generator=dice) < 0.7 for name in self.drawn if name in shapes}
-        shapes = dict(bias=(1, heads, rows, keys), alibi_slopes=(heads,), sinks=(heads,))
-        learned = {name: torch.randn(shapes[name], generator=dice) for name in self.drawn if name in shapes}
+        seen = {name: torch.rand(size, generator=dice) < 0.7 for name, size in masks.items() if name in self.drawn}
+        learned = {name: torch.randn(size, generator=dice) for name, size in scores.items() if name in self.drawn}
         for mask, names in (("key_mask", ("key", "value")), ("query_mask", ("query", "weights"))):
             if mask in seen:
                 hidden = ~seen[mask][:, None, :, None]

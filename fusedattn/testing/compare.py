@@ -1,4 +1,4 @@
-"""Runs an attention function beside eager PyTorch and float64, with gradients, and judges it by the tolerance rule."""
+"""Results and gradients of an attention function, judged by the tolerance rule."""
 
 from collections.abc import Callable, Collection, Mapping
 
@@ -6,30 +6,23 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from .tolerance import Verdict, verdicts
+from .tolerance import Results, Verdict, verdicts
 
 INPUTS = ("query", "key", "value")
 LEARNED = ("bias", "alibi_slopes", "sinks")  # options that have gradients
 
 
 def with_gradients(
-    function: Callable,
-    tensors: Mapping[str, Tensor],
-    options: Mapping,
-    grads: str = "out and lse",
-    learned: Collection[str] = LEARNED,
-    **call,
-) -> dict[str, Tensor]:
-    """Return the results of a function like `attention`, and the gradients of a loss.
+    function: Callable, tensors: Results, options: Mapping,
+    grads: str = "out and lse", learned: Collection[str] = LEARNED, **call,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Return {"out", "lse", "weights": result} of a function like `attention`, and {name: gradient} of its inputs.
 
     Args:
-        tensors: query, key and value, and as "out", "lse" and "weights" the gradients of the loss.
-        options: of the call.
-        grads: names of the results that the loss depends on. Weights are computed only if it names them.
+        tensors: query, key and value; under "out", "lse" and "weights" the gradients of the loss.
+        options: options of the call.
+        grads: the results that the loss depends on, such as "out and lse". Weights are computed only if named.
         learned: names from LEARNED whose gradients are wanted, if present.
-
-    Returns:
-        {"out", "lse", "weights": result} and {name: gradient} of inputs and learned options.
     """
     inputs = {name: tensors[name].detach().requires_grad_() for name in INPUTS}
     inputs |= {name: options[name].detach().requires_grad_() for name in learned if name in options}
@@ -37,17 +30,17 @@ def with_gradients(
     outputs = dict(zip(("out", "lse", "weights"), function(**{**options, **inputs}, **call), strict=False))
     loss = {name: outputs[name] for name in outputs if name in grads}
     incoming = [tensors[name].to(outputs[name].dtype) for name in loss]
-    # A loss of lse alone does not depend on value, whose gradient is then 0.
+    # materialize_grads: a loss of lse alone does not depend on value.
     gradients = torch.autograd.grad([*loss.values()], [*inputs.values()], incoming, materialize_grads=True)
     return {name: x.detach() for name, x in outputs.items()} | dict(zip(inputs, gradients, strict=True))
 
 
-def in_float64(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def in_float64(tensors: Results) -> dict[str, Tensor]:
     return {name: x.double() for name, x in tensors.items()}
 
 
 def _sizes_of_terms(tensors, options, grads, apply, lengths):
-    """Return {learned option: largest root of the sum of squares of the terms that its gradient sums up}."""
+    """Return `terms` of `verdict` for the gradient of each learned option."""
     if not any(name in options for name in LEARNED):
         return {}
     rows, keys = tensors["query"].shape[2], tensors["key"].shape[2]
@@ -60,7 +53,7 @@ def _sizes_of_terms(tensors, options, grads, apply, lengths):
     if lengths is not None and options.get("align") != "top_left":
         own_rows, own_keys = (torch.tensor(each, device=ds.device) for each in lengths)
         shift = (own_keys - own_rows)[:, None, None, None]
-    # A number added to all scores of a row, the sink's included, changes its lse alone.
+    # A number added to all scores of a row and to the sink changes only the lse.
     dlse = tensors["lse"].double().nan_to_num(0, 0, 0) if "lse" in grads else ds.new_zeros(())
     terms = {"bias": ds, "alibi_slopes": ds * (i + shift - j).abs(), "sinks": (dlse - ds.sum(3))[..., None]}
     shapes = {name: (whole[1], 1, 1) if name != "bias" else options[name].shape for name in LEARNED if name in options}
@@ -68,17 +61,13 @@ def _sizes_of_terms(tensors, options, grads, apply, lengths):
 
 
 def compare(
-    got: Mapping[str, Tensor],
-    tensors: Mapping[str, Tensor],
-    options: dict,
-    grads: str = "out and lse",
-    apply: Callable = lambda function: function,
-    lengths: tuple | None = None,
-) -> dict[str, Verdict]:
-    """Hold the results of `with_gradients` to the rule of `tolerance`.
+    got: Results, tensors: Results, options: dict, grads: str = "out and lse",
+    apply: Callable = lambda function: function, lengths: tuple | None = None,
+) -> dict[str, Verdict]:  # fmt: skip
+    """Judge the results of `with_gradients`.
 
     Args:
-        apply: turns `reference.attention` and `reference.eager` into the function that `got` came from.
+        apply: turns `reference.attention` or `reference.eager` into the function that computed `got`.
         lengths: (rows, keys) of each batch, if some are shorter than the tensors.
     """
     learned = [name for name in LEARNED if name in got]

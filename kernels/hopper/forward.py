@@ -68,6 +68,21 @@ def _extent(band, first, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
+def _take(
+    g: gl.constexpr, order, n, band, HEADS: gl.constexpr, GROUPS: gl.constexpr, ROWS: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """Return a program's n-th block of rows: (first row, batch, head, index of its plane), its blocks of keys.
+
+    Its blocks of keys: `_extent`, and the bounds [full, full_end) of those that warpgroup g sees without a mask.
+    """
+    first, plane = schedule.take(order, n, gl.program_id(0), gl.num_programs(0), HEADS, GROUPS * ROWS)
+    last, count = _extent(band, first, GROUPS * ROWS, BLOCK_N)
+    _, full, full_end, _ = span.blocks(band, first + g * ROWS, ROWS, BLOCK_N)
+    return first, plane.batch, plane.head, plane.index, last, count, full, full_end
+
+
+@gluon.jit
 def _produce(shared, Q, K, V, order, band, HEADS: gl.constexpr, GROUP: gl.constexpr):
     """Copy tiles in: the work of one warp. Keys go from right to left, so that the tail and the diagonal come first."""
     GROUPS: gl.constexpr = 3 if shared.q.tiles.shape[0] > 4 else 2
@@ -141,6 +156,18 @@ def _pass_ping_pong(ping_pong, g: gl.constexpr):
 
 
 @gluon.jit
+def _begin_scores(g: gl.constexpr, shared, n, step, zero, GROUPS: gl.constexpr, exists=True):
+    """Begin the scores of a program's n-th block of rows with its first keys, at `step`. exists: if there is one."""
+    ring.wait(shared.q, n * GROUPS + g, pred=exists)
+    ring.wait(shared.k, step, pred=exists)
+    _await_ping_pong(shared.ping_pong, g, step)
+    q, k = ring.tile(shared.q, n * GROUPS + g), ring.tile(shared.k, step)
+    s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+    _pass_ping_pong(shared.ping_pong, g)
+    return s
+
+
+@gluon.jit
 def _consume(
     g: gl.constexpr, shared, results, order, band, scale, HEADS: gl.constexpr, DV: gl.constexpr, SHARE: gl.constexpr
 ):  # fmt: skip
@@ -156,14 +183,22 @@ def _consume(
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, COLUMNS, 16])
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     dtype: gl.constexpr = shared.q.tiles.dtype
-    program, programs = gl.program_id(0), gl.num_programs(0)
+    # With two tiles of q, the next is read while an output leaves the other. A block's first scores are then multiplied
+    # before the output of the block before is stored, where there are registers for both.
+    TWO: gl.constexpr = shared.q.tiles.shape[0] > GROUPS
+    EARLY: gl.constexpr = TWO and GROUPS == 2
+    share = schedule.share(order, gl.program_id(0), gl.num_programs(0))  # at least one
+    first, batch, head, index, last, count, full, full_end = _take(g, order, 0, band, HEADS, GROUPS, ROWS, BLOCK_N)
+    zero = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
+    s = zero
+    if EARLY:
+        s = _begin_scores(g, shared, 0, 0, zero, GROUPS)
+        s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
+        ring.release(shared.k, 0)
     step = 0
-    for n in range(schedule.share(order, program, programs)):
-        first, plane = schedule.take(order, n, program, programs, HEADS, GROUPS * ROWS)
-        last, count = _extent(band, first, GROUPS * ROWS, BLOCK_N)
-        _, full, full_end, _ = span.blocks(band, first + g * ROWS, ROWS, BLOCK_N)
+    for n in range(share):
+        plane = span.Plane(batch, head, index, ())
         rows = first + g * ROWS + gl.arange(0, ROWS, layout=S_ROWS)
-        zero = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
         out = gl.zeros([ROWS, WIDTH], gl.float32, O_LAYOUT)
         lowest = gl.full([ROWS], float("-inf"), gl.float32, S_ROWS)
         if GROUPS == 2:
@@ -172,20 +207,17 @@ def _consume(
             row_sum = gl.zeros([ROWS], gl.float32, S_ROWS)
         state = softmax.State(lowest, row_sum)
 
-        ring.wait(shared.q, n * GROUPS + g)
+        if not EARLY:
+            s = _begin_scores(g, shared, n, step, zero, GROUPS)
+            s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
+            ring.release(shared.k, step)
         q = ring.tile(shared.q, n * GROUPS + g)
-        ring.wait(shared.k, step)
-        _await_ping_pong(shared.ping_pong, g, step)
-        s = warpgroup_mma(q, ring.tile(shared.k, step).permute((1, 0)), zero, use_acc=False, is_async=True)
-        _pass_ping_pong(shared.ping_pong, g)
-        s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
-        ring.release(shared.k, step)
-        if shared.q.tiles.shape[0] > GROUPS:
-            store_wait(0)  # of the previous block's output, under the product
-            if SHARE:
-                ring.release(shared.q, (n - 1) * GROUPS + g, pred=n > 0)
         masked = (last < full) | (last >= full_end)
         p, decay, state = _weights(s, state, masked, scale, band, rows, last, P_LAYOUT, dtype)
+        if TWO:
+            store_wait(0)  # of the previous block's output
+            if SHARE:
+                ring.release(shared.q, (n - 1) * GROUPS + g, pred=n > 0)
         ring.wait(shared.k, step + 1, pred=count > 1)
         for i in range(1, count):
             step += 1
@@ -202,15 +234,22 @@ def _consume(
             # ptxas moves the wait for p @ v up over the exponentials, and they no longer overlap. It moves nothing over
             # the end of a basic block, and a barrier's wait is a loop: so the wait for the next k is here.
             ring.wait(shared.k, step + 1, pred=i + 1 < count)
-            out, p = warpgroup_mma_wait(
-                num_outstanding=0, deps=(next_out, p)
-            )  # wgmma reads p from its registers until here
+            # wgmma reads p from its registers until here.
+            out, p = warpgroup_mma_wait(num_outstanding=0, deps=(next_out, p))
             ring.release(shared.v, step - 1)
             out = out * gl.convert_layout(decay, O_ROWS)[:, None]
             p = next_p
         ring.wait(shared.v, step)
         out = warpgroup_mma(p, ring.tile(shared.v, step), out, is_async=True)
-        out, p = warpgroup_mma_wait(num_outstanding=0, deps=(out, p))
+        more = n + 1 < share
+        if EARLY:  # after the last block this reads old data; the result is unused
+            s = _begin_scores(g, shared, n + 1, step + 1, zero, GROUPS, more)
+        else:
+            # A wait ends a basic block, so ptxas does not put what follows between the instructions of the product.
+            ring.wait(shared.k, step + 1, pred=more)
+        # Here, so that divisions run during the product and do not delay the next one.
+        following = _take(g, order, gl.minimum(n + 1, share - 1), band, HEADS, GROUPS, ROWS, BLOCK_N)
+        out, p = warpgroup_mma_wait(num_outstanding=1 if EARLY else 0, deps=(out, p))
         ring.release(shared.v, step)
         step += 1
 
@@ -238,10 +277,14 @@ def _consume(
             tile.reshape([ROWS, WIDTH]).store(out.to(dtype))
             fence_async_shared()
             async_store(results.Out, [plane.batch, plane.head, first + g * ROWS, 0], tile)
-        if shared.q.tiles.shape[0] == GROUPS:
+        if EARLY:
+            s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
+            ring.release(shared.k, step, pred=more)
+        if not TWO:
             store_wait(0)
             if SHARE:
                 ring.release(shared.q, n * GROUPS + g)
+        first, batch, head, index, last, count, full, full_end = following
     store_wait(0)
 
 

@@ -146,6 +146,16 @@ def test_a_wrong_argument_is_named_and_nothing_is_written(name, argument):
                 assert_named(function, arguments, row)
 
 
+def test_a_softcap_of_0_is_refused_where_denormal_numbers_are_flushed():
+    query = ones(1, 1, 2, 8)
+    torch.set_flush_denormal(True)
+    try:
+        with pytest.raises(ValueError, match="^softcap: expected a finite number above 0, got 0.0"):
+            fa.attention(query, query, query, softcap=0.0)
+    finally:
+        torch.set_flush_denormal(False)
+
+
 RIGHT = {
     "attention": [
         dict(mask=bools(B, 1, SQ, SK), bias=ones(SQ, SK).double(), key_mask=bools(SK), query_mask=bools(1, SQ)),

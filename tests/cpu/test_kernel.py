@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import fusedattn as fa
-from fusedattn.call.varlen import VarlenArguments, checked_varlen
+from fusedattn.call.options import Arguments
+from fusedattn.call.varlen import checked_varlen
 from fusedattn.cpu import tiling
 from fusedattn.testing.compare import with_gradients
 from fusedattn.testing.tolerance import verdict
@@ -331,7 +332,7 @@ def test_packed_sequences_are_computed_alone():
     lengths = [512, 100, 100, 100, 0, 300]
     cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
     inputs = draw(sum(lengths), 1, 16)
-    call = checked_varlen(VarlenArguments(*inputs, cu, cu), {}, False)
+    call = checked_varlen(Arguments(*inputs), cu, cu, None, None, False)
     assert scores_of(call) == sum(n * n for n in lengths)
     assert len(tiling.parts(call)) == 3  # the three of length 100 are a batch, without a copy
     part = tiling.parts(call)[1]

@@ -47,13 +47,20 @@ def test_what_cpu_does_not_take_naive_does(options, lacks):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [dict(bias=LEARNED[:, :1][None, :, None]), dict(alibi_slopes=LEARNED[:, 0]), dict(return_weights=True)],
-    ids=["bias", "slopes", "weights"],
+    "options, lacks",
+    [
+        (dict(bias=LEARNED[:, :1][None, :, None]), None),
+        (dict(bias=LEARNED[:, :1][None, :, None], key_mask=torch.ones(4, dtype=torch.bool)), "gradient of bias"),
+        (dict(alibi_slopes=LEARNED[:, 0]), "gradient of alibi_slopes"),
+        (dict(return_weights=True), None),
+    ],
+    ids=["bias", "bias beside a key_mask", "slopes", "weights"],
 )
-def test_a_gradient_changes_no_backend(options):
+def test_a_gradient_changes_no_backend_and_explain_says_who_computes_it(options, lacks):
     leaves = [x.requires_grad_() for x in draw()]
-    assert fa.explain(*leaves, **options).backend == "cpu"
+    said = fa.explain(*leaves, **options)
+    assert said.backend == "cpu" and len(said.backward) == (lacks is not None)
+    assert lacks is None or (lacks in said.backward[0] and f"not cpu for the backward: {said.backward[0]}" in str(said))
 
 
 def test_a_cache_on_the_cpu_takes_cpu(monkeypatch):

@@ -34,7 +34,11 @@ LOAD_AND_STORE_BOX = "sums.store(place, sums.load(place) + tile.reshape(sums.blo
 PLACE = "plane.head, first + plane.packed.row, 0]"
 MULTIPLIED = """        s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
 """
-K_RELEASED = """        ring.release(shared.k, step)
+K_RELEASED = """        ring.release(shared.k, 0)
+"""
+NEXT = """            s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
+"""
+NEXT_K = """            ring.release(shared.k, step, pred=more)
 """
 FENCED = """    fence_async_shared()
     shared, results"""
@@ -69,7 +73,13 @@ ON_HOPPER = tuple(
     (name, f"hopper/{file}.py", text, becomes, call, 90)
     for name, file, text, becomes, call in (
         ("k given back before its product", "forward", MULTIPLIED + K_RELEASED, K_RELEASED + MULTIPLIED, LONG),
-        ("a wait for the first q", "forward", "wait(shared.q, n * GROUPS + g)", "wait(shared.q, g)", MANY),
+        ("a wait for the first q", "forward", "wait(shared.q, n * GROUPS + g,", "wait(shared.q, g,", MANY),
+        ("the next scores are of this q", "forward", "shared, n + 1, step + 1,", "shared, n, step + 1,", MANY),
+        ("a block taken twice", "forward", "minimum(n + 1, share - 1)", "minimum(n, share - 1)", MANY),
+        ("an output before its product", "forward", "=1 if EARLY", "=2 if EARLY", MANY),
+        ("q given back while its output is copied", "forward",
+         "            store_wait(0)  # of the previous block's output\n", "", MANY),
+        ("the next k given back before its product", "forward", NEXT + NEXT_K, NEXT_K + NEXT, D128),
         ("a product too few waited for", "forward", "=1, deps=(s,)", "=2, deps=(s,)", ONE_ROW),
         ("another's reader forgotten", "ring", "count=READERS", "count=1", LONG),
         ("half of a block expected", "ring", "desc.block_type.nbytes)", "desc.block_type.nbytes // 2)", ONE_ROW),
