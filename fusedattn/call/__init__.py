@@ -1,1 +1,1 @@
-"""Checks what a caller passed, brings it into one form, shapes the results. Imports only torch."""
+"""Checks the arguments of a call, brings them into one form (a Call), and shapes results. Imports only torch."""

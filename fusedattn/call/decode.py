@@ -1,4 +1,4 @@
-"""Checks a call of `attention_decode` and makes its Decode, as every backend takes it."""
+"""Checks the arguments of `attention_decode`, and returns them as the Decode that every backend takes."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from .rules import Sizes, check_dtype, check_floating, check_options, check_quer
 
 
 class CacheArguments(NamedTuple):
-    """Unchecked arguments of `attention_decode`, without the options of `attention`."""
+    """Unchecked arguments of `attention_decode`, except the options that `attention` has, too."""
 
     query: Any
     key_cache: Any
@@ -29,12 +29,12 @@ class CacheArguments(NamedTuple):
 
 
 class Decode(NamedTuple):
-    """A checked call to a cache.
+    """A checked call of `attention_decode`.
 
-    call: as if all (B, Hkv, capacity, D) keys were present. Its key and value are the caches; with a table they are
-    uninitialised tensors of that shape. key_cache, value_cache: (pages, Hkv, page, D or Dv); without a table (B, n),
-    each batch is one page. lengths: (B,), before the append. new_key, new_value: (B, Hkv, added, D or Dv) or None.
-    cos, sin: (positions, half) or None.
+    call: attention to (B, Hkv, capacity, D) keys. Its key and value are the caches; with a block table, uninitialised
+    tensors of that shape. key_cache, value_cache: (pages, Hkv, page, D or Dv). table: (B, pages of a sequence), or None
+    if sequence b is page b. lengths: (B,), the keys before the append. new_key, new_value: (B, Hkv, added, D or Dv) or
+    None. cos, sin: (positions, rotary_dim / 2) or None.
     """
 
     call: Call
@@ -51,9 +51,9 @@ class Decode(NamedTuple):
 
 
 def apart(decode: Decode) -> list[Tensor]:
-    """Return the new keys and values, as copies if they may overlap a cache, because writes have no order.
+    """Return the new keys and values, copied if they may overlap a cache: an append reads and writes in any order.
 
-    Call it when writing: a compiler knows no addresses, and would remove copies made before.
+    Call it inside the operator that appends: a compiler sees no addresses, and would remove an earlier copy.
     """
     caches = [span(decode.key_cache), span(decode.value_cache)]
     new = [x for x in (decode.new_key, decode.new_value) if x is not None]
@@ -62,9 +62,9 @@ def apart(decode: Decode) -> list[Tensor]:
     return [x.clone() if overlaps else x for x, overlaps in zip(new, overlap, strict=True)]
 
 
-# Not properties: the compiler of torch 2.10 does not trace those of a NamedTuple.
+# Functions, not properties: the compiler of torch 2.10 does not trace properties of a NamedTuple.
 def capacity_of(decode: Decode) -> int:
-    """Return the capacity of a sequence, to which unchecked lengths on a GPU are clamped; 0 for an empty pool."""
+    """Return how many keys a sequence can hold; kernels clamp lengths to it. It is 0 if the cache has no pages."""
     return decode.call.key.shape[2] if holds(decode.key_cache.shape[0] != 0, True) else 0
 
 
@@ -74,7 +74,7 @@ def capacity(arguments: CacheArguments) -> int:
 
 
 def stand_in(cache: Tensor, table: Tensor | None) -> Tensor:
-    """Return the cache, or for a pool of pages an uninitialised tensor (B, Hkv, capacity, D)."""
+    """Return a Call's key or value: the cache, or with a table an uninitialised tensor (B, Hkv, capacity, D)."""
     if table is None:
         return cache
     batch, (_, heads, page, dim) = table.shape[0], cache.shape
@@ -82,14 +82,14 @@ def stand_in(cache: Tensor, table: Tensor | None) -> Tensor:
 
 
 def check_inputs(a: CacheArguments) -> None:
-    """Raise for query, caches and lengths that do not fit together, apart from the first dimension of caches."""
+    """Raise if query, caches and lengths do not fit. The caches' first dimension (batch or pages) is checked later."""
     check_query_key_value(a.query, a.key_cache, a.value_cache, "key_cache", "value_cache", "(B, H, S, D)")
     check_dtype("cache_seqlens", a.cache_seqlens, torch.int32, a.query.device)
     check_shape("cache_seqlens", a.cache_seqlens, (a.query.shape[0],), why="one for each batch of query")
 
 
 def check_sizes(a: CacheArguments) -> None:
-    """Raise for wrong types and sizes, without reading values."""
+    """Raise if a type or size is wrong. No values are read."""
     check_inputs(a)
     batch = a.query.shape[0]
     if a.block_table is not None:
@@ -152,7 +152,7 @@ def check_gradients(arguments: Mapping[str, Any]) -> None:
 
 
 def check_values(a: CacheArguments, options: Arguments) -> None:
-    """Raise for lengths, pages and positions on a CPU that are out of range, and for caches that overlap."""
+    """Raise if the caches overlap, or if lengths, pages or rotary positions on a CPU are out of range."""
     if a.new_key is not None and not is_compiling():
         _check_apart(a)
     if not is_known(a.cache_seqlens) or not a.cache_seqlens.numel():
@@ -174,7 +174,7 @@ def check_values(a: CacheArguments, options: Arguments) -> None:
 def _check_apart(a: CacheArguments) -> None:
     """Raise if an append to one cache would overwrite the other.
 
-    Values may be the first columns of keys, if new values are the first columns of new keys and nothing is rotated.
+    value_cache may be the first columns of key_cache, if new_value is those of new_key and nothing is rotated.
     """
     pairs = (a.key_cache, a.value_cache), (a.new_key, a.new_value)
     if not in_memory(pairs[0]) or not share(*pairs[0]):
@@ -201,14 +201,14 @@ def _check_pages(a: CacheArguments, before: Tensor, new: int) -> None:
         expected = "new rows at positions of the cache that are free"
         if len((written * page + place).unique()) < place.numel():
             fail(ValueError, "block_table", expected, "one for two rows: give each sequence its own page there")
-        old = before[:, None] - torch.arange(number.shape[1], device=before.device) * page  # keys from each page on
+        old = before[:, None] - torch.arange(number.shape[1], device=before.device) * page  # keys at or after each page
         most = before.new_zeros(pages).scatter_reduce_(0, number[old > 0], old[old > 0], "amax")
         if bool((place < most[written]).any()):
             fail(ValueError, "block_table", expected, "one that another sequence uses: copy the shared page first")
 
 
 def _check_positions(a: CacheArguments, options: Arguments, after: Tensor, rows: int, new: int) -> None:
-    """Raise for too few angles, and for queries before position 0 that see keys."""
+    """Raise if rotary_cos has too few positions, or if a query at a negative position sees keys."""
     bottom_right, most = options.align == "bottom_right", int(after.max())
     needed = max(most if new or (rows and bottom_right) else 0, 0 if bottom_right else rows)
     if needed > len(a.rotary_cos):
@@ -224,7 +224,7 @@ def _check_positions(a: CacheArguments, options: Arguments, after: Tensor, rows:
 def checked(arguments: CacheArguments, options: Arguments, named: bool = False) -> Decode:
     """Apply autocast, check the arguments, and return their Decode. named: the caller named the backend.
 
-    options: options of `attention`; query, key and value are None. Values on a GPU and in compiled code are not read.
+    options: those of `attention`, with None as query, key and value. Values on a GPU and in compiled code are not read.
     """
     a = arguments
     if isinstance(a.query, Tensor):
@@ -237,7 +237,7 @@ def checked(arguments: CacheArguments, options: Arguments, named: bool = False) 
     check_values(a, options)
     key, value = (stand_in(cache, a.block_table) for cache in (a.key_cache, a.value_cache))
     options = options._replace(query=query, key=key, value=value)
-    # Rotary positions depend on the alignment, also without a band.
+    # Rotary positions depend on align even without causal and window, for which `normalise` drops it.
     alignment = dict(top_left=options.align == "top_left") if a.rotary_cos is not None else {}
     call = normalise(options, named=named, **alignment)
     caches = a.key_cache, a.value_cache, a.cache_seqlens, a.block_table

@@ -1,4 +1,4 @@
-"""Turns nested tensors of torch.jagged into packed sequences, and the results back."""
+"""Attention of nested tensors in the layout torch.jagged: packs them for `attention_varlen`, and nests the results."""
 
 from collections.abc import Callable
 from typing import Any
@@ -41,10 +41,10 @@ def _tokens(name: str, mask: Any, like: Tensor) -> Tensor | None:
 
 
 def attend_nested(function: Callable[..., Any], arguments: Arguments, **more: Any) -> Tensor | Any:
-    """Compute `attention` of nested tensors by a function like `attention_varlen`. Results are nested.
+    """Compute `attention` of nested tensors; the results are nested.
 
-    arguments: query, key and value of torch.jagged, (B, H, ragged, D), transposed from (B, ragged, H, D). key and value
-    share their offsets. key_mask and query_mask are nested bool (B, ragged), or None.
+    function: takes the arguments of `attention_varlen`, and `more`. arguments: query, key and value (B, H, ragged, D),
+    transposed from (B, ragged, H, D); key and value share offsets. Token masks are nested bool (B, ragged), or None.
     """
     query, key, value, *_ = arguments
     options = {name: x for name, x in arguments._asdict().items() if name not in ("query", "key", "value")}
@@ -52,7 +52,7 @@ def attend_nested(function: Callable[..., Any], arguments: Arguments, **more: An
     _check(query, key, value)
     needed = more.get("return_weights") or any(x is not None for x in (options["mask"], options["bias"], key_mask))
     if needed and torch.compiler.is_compiling() and (longest(query) is None or longest(key) is None):
-        # Not an error: the caller's code might catch it.
+        # The lengths are unknown: break the graph. An error could be caught in compiled code, and change its result.
         return _attend_eagerly(function, arguments, **more)
     more |= dict(key_mask=_tokens("key_mask", key_mask, key), query_mask=_tokens("query_mask", query_mask, query))
     query, key, value = (x.transpose(1, 2).contiguous() for x in (query, key, value))  # (B, ragged, H, D)

@@ -11,7 +11,7 @@ from .private import assert_at_run_time, holds
 
 
 def irregular(x: Any) -> Any:
-    """Describe a tensor without strides or sizes, for an error; return None for anything else."""
+    """Describe a nested, sparse or lazy tensor for an error message; return None for anything else."""
     if not isinstance(x, Tensor):
         return None
     if x.is_nested:
@@ -38,11 +38,11 @@ def broadcasts(tensor: Tensor, shape: tuple[int, ...]) -> bool:
 
 
 def is_size(size: Any, *allowed: Any) -> bool:
-    """Return whether a size is an allowed one. For checks, not for branches.
+    """Return whether a size is in `allowed`. Use it to raise, not to choose between computations.
 
-    A size that depends on data is assumed to be the last of `allowed`; the compiled program asserts that.
+    If a compiler cannot know the size, it counts as the last of `allowed`, and the compiled program asserts that.
     """
-    for one in allowed:  # loops, not any() or all(): a compiler traces them in a third of the steps
+    for one in allowed:  # a loop: a compiler traces it in a third of the steps that any() takes
         if holds(size == one, False):
             return True
     if not holds(size == allowed[-1], True):
@@ -52,10 +52,10 @@ def is_size(size: Any, *allowed: Any) -> bool:
 
 
 def is_shape(shape: Sequence[Any], *allowed: Sequence[Any]) -> bool:
-    """Return whether a shape is an allowed one. Allowed shapes of one rank differ in one dimension at most."""
-    # An exported graph would guard on sizes of another rank, if they were compared.
+    """Return whether a shape is in `allowed`, where shapes of the same rank may differ in one dimension only."""
+    # Compare only shapes of the same rank: torch.export would turn other comparisons of sizes into guards.
     same_rank = [one for one in allowed if len(one) == len(shape)]
-    if not same_rank:  # by a branch: torch 2.11 compiles no bool() of a list
+    if not same_rank:  # a branch, because torch 2.11 does not compile bool() of a list
         return False
     for axis, size in enumerate(shape):
         if not is_size(size, *[one[axis] for one in same_rank]):
@@ -76,21 +76,21 @@ def is_contiguous(tensor: Tensor) -> bool:
 
 
 def _is_smaller(stride: Any, other: Any) -> bool:
-    """Return whether a stride is smaller than another; if a compiler cannot know, whether it divides the other."""
+    """Return whether a stride is smaller than another, or, if a compiler cannot know, whether it divides the other."""
     if holds(stride < other, False):
         return True
     return holds(stride < other, True) and holds(other % stride == 0, False)
 
 
 def order(tensor: Tensor) -> tuple[int, ...]:
-    """Return dimensions from the slowest to the fastest in memory; row-major if one is expanded."""
+    """Return the dimensions from the largest stride to the smallest; row-major order if one is expanded."""
     axes, strides = list(range(tensor.dim())), tensor.stride()
-    # Dimensions of one element keep their place, whatever stride they carry.
+    # Dimensions of one element keep their place, whatever their stride.
     places = [] if is_contiguous(tensor) else [axis for axis in axes if holds(tensor.shape[axis] > 1, True)]
     if any(holds(strides[axis] == 0, False) for axis in places):
         return tuple(axes)
     sorted_axes: list[int] = []
-    for axis in places:  # no sort(): strides may be symbolic
+    for axis in places:  # an insertion sort, because strides may be symbolic
         place = len(sorted_axes)
         while place and _is_smaller(strides[sorted_axes[place - 1]], strides[axis]):
             place -= 1
@@ -106,7 +106,7 @@ def in_order(tensor: Tensor, axes: Sequence[int]) -> Tensor:
 
 
 def dense(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
-    """Return a dense uninitialised tensor of `shape` in the dtype (or another), device and order of `like`."""
+    """Return an uninitialised dense tensor with the device, order of dimensions and (by default) dtype of `like`."""
     if is_contiguous(like):
         return like.new_empty(shape, dtype=dtype)
     axes = order(like)
@@ -115,7 +115,7 @@ def dense(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) 
 
 
 def arrange(tensor: Tensor, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return `tensor` in the dtype (or another) and order of `like`, dense and differentiable; a copy if needed."""
+    """Return `tensor`, copied if needed to be dense in the order of dimensions and (by default) dtype of `like`."""
     dtype = like.dtype if dtype is None else dtype
     if tensor.dtype == dtype and is_contiguous(like) and is_contiguous(tensor):
         return tensor
@@ -138,7 +138,7 @@ def _reaches(distance: int, dims: list[tuple[int, int, int]]) -> bool:
     if not dims:
         return distance == 0
     (stride, size, other), *rest = dims
-    steps = (distance // stride, distance // stride + 1) if stride else (0,)  # the rest reaches less than a stride
+    steps = (distance // stride, distance // stride + 1) if stride else (0,)  # smaller strides reach less
     return any(-other < n < size and _reaches(distance - n * stride, rest) for n in steps)
 
 
@@ -151,10 +151,10 @@ def span(tensor: Tensor) -> tuple[int, int]:
 
 
 def own_storage(tensor: Tensor) -> Tensor:
-    """Return `tensor`, or a copy that fills its storage: torch wants its tangent in the same layout."""
+    """Return `tensor`, copied unless it fills its storage: torch requires the same layout of its tangent."""
     return tensor if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize else tensor.clone()
 
 
 def row_major(tensor: Tensor) -> Tensor:
-    """Return `tensor` with row-major strides. An empty one is contiguous whatever its strides."""
+    """Return `tensor` with row-major strides; torch takes an empty one as contiguous whatever its strides."""
     return tensor.contiguous() if holds(tensor.numel() != 0, True) else tensor.new_empty(tensor.shape)

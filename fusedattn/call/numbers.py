@@ -1,11 +1,11 @@
-"""Numbers of NumPy, accepted wherever torch accepts Python's."""
+"""Type checks that accept numbers of NumPy wherever torch accepts Python's."""
 
 import numbers
 from typing import Any
 
 import torch
 
-# A compiler knows these types. Tuples: torch.compile of torch 2.10 traces no isinstance of a union.
+# Types that a compiler traces, in tuples, because that of torch 2.10 does not trace isinstance of a union.
 _INTS = (int, torch.SymInt)
 _NUMBERS = (*_INTS, float, torch.SymFloat)
 

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from .numbers import as_python
 from .private import dispatch_modes, forward_level, has_storage, tracing, transforms_active, unmapped
 
-UNBOUNDED = 2**31  # larger sides of a window are cut to this: no tensor is as long, and they would overflow
+UNBOUNDED = 2**31  # sides of a window are clamped to this, above any length, because kernels would overflow
 
 
 class Arguments(NamedTuple):
@@ -43,7 +43,7 @@ class Plan(NamedTuple):
 
     mask, key_mask and query_mask are the caller's tensors; they must not change while the plan is in use. block_mask
     (1 or B, 1 or Hq, blocks of queries, blocks of keys) has a byte for each 64 x 64 pairs: 0 if no pair is visible, 3
-    if all are. It is None on a machine without kernels.
+    if all are. It is None on a machine that cannot run the kernels.
     """
 
     mask: Tensor | None
@@ -67,10 +67,10 @@ WHOLE = Lengths(None, None, 0, 0, None, None)  # for a call without packed seque
 
 
 class Origin(NamedTuple):
-    """Place of a call in a larger one that is split over processes.
+    """Position of a call that is a part of a larger one, split over processes.
 
-    For causal, window and alibi_slopes, row i is level with key diagonal + shift + i. For dropout, row i counts as
-    row + i, key j as key + j, and head h of batch b as plane + b * heads + h.
+    causal, window and alibi_slopes align row i with key diagonal + shift + i. Dropout counts row i as row + i, key j as
+    key + j, and head h of batch b as plane + b * heads + h, where heads is the number of heads of the larger call.
     """
 
     shift: int = 0
@@ -83,7 +83,7 @@ class Origin(NamedTuple):
 class Dims(NamedTuple):
     """Dimensions of a tensor of a Call, one letter each: batch, query Heads, key heads (G), Q rows, K keys, D columns.
 
-    Any dimension may be 1 and broadcast, except in query, key and value.
+    Any dimension may be 1 and broadcast, except in query, key and value. differentiable: it may have a gradient.
     """
 
     letters: str
@@ -97,20 +97,20 @@ class Call(NamedTuple):
     """A checked call, as backends and operators take it: the table of all options.
 
     Each option is declared here, once: its name, type, default, and for a tensor its Dims. Operator schemas, saved
-    tensors, cuts by batch and head, and the limits of a backend are derived from these declarations.
+    tensors, slices by batch and head, and the limits of a backend are derived from these declarations.
 
     seed is one int64 if dropout_p is not 0, otherwise None. block_mask comes from a Plan. Row i sees the keys
     diagonal + i - left to diagonal + i + right; None is unbounded. diagonal is 0 if top_left, otherwise Sk - Sq.
 
-    With cu_seqlens_q and cu_seqlens_k, int32 (n + 1,), the call holds n packed sequences and B is 1. Sequence b has the
-    rows cu_seqlens_q[b] to cu_seqlens_q[b + 1], and keys by cu_seqlens_k. Kernels clamp offsets to the tensors. Rows
-    and keys count from the start of their sequence; bias and mask broadcast to (n, Hq, max_seqlen_q, max_seqlen_k).
+    With cu_seqlens_q and cu_seqlens_k, int32 (n + 1,), the call holds n packed sequences and B is 1. Sequence b has
+    rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1, and keys likewise. Kernels clamp offsets to the tensors. Rows and
+    keys count from the start of their sequence; bias and mask broadcast to (n, Hq, max_seqlen_q, max_seqlen_k).
     max_seqlen is None in a call that does not need it.
 
     deterministic: gradients have the same bits in each run, whatever torch's own setting. named: the caller named the
     backend, so no other may take the call. origin: the fields of an Origin, or None. partial: the rows also see keys
-    outside of the call. Output and gradients of query, key and value are then unrounded, in float32 (float64), and the
-    backward may get the stats of all keys.
+    outside of the call. Output and gradients of query, key and value are then float32 (float64 for float64), and the
+    backward may get statistics of the softmax over all keys.
     """
 
     query: Annotated[Tensor, Dims("BHQD", True)]
@@ -166,7 +166,7 @@ def with_tensors(call: Call, tensors: Sequence[Tensor | None]) -> Call:
 
 
 def in_full(name: str, x: Any) -> Any:
-    """Return a tensor option with the dimensions that the caller may leave out; None stays None."""
+    """Return the tensor of an option with the dimensions that a caller may leave out; None stays None."""
     rank = len(DIMS[name])
     if x is None or not rank or x.dim() == rank:
         return x
@@ -181,7 +181,7 @@ def with_dims(letters: str) -> list[str]:
 
 
 def sliced(name: str, x: Any, **slices: slice) -> Any:
-    """Slice the tensor of a field by letters of its Dims, as in B=slice(2, 4). Broadcast dimensions stay whole."""
+    """Slice x, the tensor of Call field `name`, by letters of its Dims, as in B=slice(2, 4), unless they broadcast."""
     letters = DIMS[name]
     for axis, letter in enumerate(letters if x is not None else ""):
         # Rows and keys broadcast in masks and biases of pairs only: elsewhere a size of 1 is a single row or key.
@@ -201,14 +201,14 @@ def lengths_of(call: Call) -> Lengths | None:
 def hiding(call: Call) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Return the mask, key_mask, query_mask and bias that the block mask of a call is made from.
 
-    Packed sequences leave out query_mask: with it, each would have a block mask of the longest length squared. Hidden
-    rows add nothing either way.
+    For packed sequences query_mask is left out: with it, each sequence would have a block mask as large as that of the
+    longest. Kernels apply query_mask in any case.
     """
     return call.mask, call.key_mask, call.query_mask if call.cu_seqlens_q is None else None, call.bias
 
 
 def diagonal(call: Call) -> int:
-    """Return the key that is level with row 0."""
+    """Return the key that causal and window align with row 0."""
     return (0 if call.top_left else call.key.shape[2] - call.query.shape[2]) + shift(call)
 
 
@@ -232,11 +232,11 @@ Device = torch.device | AssumedGPU
 
 
 class _ThreadOverrides(threading.local):
-    """Settings of this thread: deterministic gradients, a named backend, the GPU that `explain` assumes."""
+    """Settings of this thread: deterministic gradients, the backend, the GPU that `explain` assumes."""
 
     gpu: AssumedGPU | None
 
-    def __init__(self) -> None:  # the compiler of torch 2.10 would read attributes of the class
+    def __init__(self) -> None:  # not class attributes: the compiler of torch 2.10 would read those instead
         self.deterministic, self.backend, self.gpu = False, None, None
 
 
@@ -262,7 +262,7 @@ def device_of(tensor: Tensor) -> Device:
 
 
 def must_dispatch() -> bool:
-    """Return whether a compiler, a transform or a mode must see calls of operators."""
+    """Return whether operators must go through torch's dispatcher, where a compiler, transform or mode sees them."""
     return is_compiling() or dispatch_modes() != 0 or transforms_active() or bool(tracing()) or forward_level() >= 0
 
 
@@ -270,9 +270,9 @@ _CLASSES = frozenset((Tensor, Parameter))
 
 
 def in_memory(tensors: Iterable[Any]) -> bool:
-    """Return whether all tensors among the arguments are torch's own class and store their values at their address.
+    """Return whether kernels can read every tensor among the arguments at its address.
 
-    False for wrappers of other tensors and for negated views.
+    False for subclasses, for wrappers of other tensors, and for negated views.
     """
     for x in tensors:
         if isinstance(x, Tensor) and (
@@ -288,7 +288,7 @@ def in_memory(tensors: Iterable[Any]) -> bool:
 
 
 def plain(arguments: Iterable[Any]) -> bool:
-    """Return whether an operator may run without torch's dispatcher."""
+    """Return whether an operator with these arguments may run without torch's dispatcher."""
     return not must_dispatch() and in_memory(arguments)
 
 
@@ -304,7 +304,7 @@ def is_known(x: Tensor) -> bool:
 
 
 def differentiated(arguments: Iterable[Any]) -> bool:
-    """Return whether autograd or forward mode follows one of the arguments."""
+    """Return whether autograd or forward mode tracks one of the arguments."""
     tensors = [x for x in arguments if isinstance(x, Tensor)]
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return True
@@ -314,7 +314,7 @@ def differentiated(arguments: Iterable[Any]) -> bool:
 
 def autocasting(tensor: Tensor) -> bool:
     kind = tensor.device.type
-    # Meta and some other devices have no autocast. CPUs and GPUs do, and asking takes longer than the answer.
+    # Meta and some other devices have no autocast. CPUs and GPUs do; asking torch takes longer than this test.
     return (kind in ("cpu", "cuda") or torch.amp.is_autocast_available(kind)) and torch.is_autocast_enabled(kind)
 
 
@@ -336,7 +336,7 @@ def autocast(arguments: Arguments) -> Arguments:
 
 
 def seed_tensor(seed: Any, device: torch.device) -> Tensor:
-    """Return one int64 on the device; without a seed, drawn from torch's generator without a host sync."""
+    """Return the seed as int64 (1,); None draws one from torch's generator, without a host sync."""
     if seed is None:
         return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=device)
     return seed.reshape(1) if isinstance(seed, Tensor) else torch.full((1,), seed, dtype=torch.int64, device=device)
@@ -356,7 +356,7 @@ def normalise(arguments: Arguments, **more: Any) -> Call:
         seed=seed_tensor(a.seed, a.query.device) if a.dropout_p else None,
         left=None if left is None else min(left, UNBOUNDED),
         right=0 if a.causal else None if right is None else min(right, UNBOUNDED),
-        # Without a band and slopes the alignment changes nothing: one kernel serves both.
+        # Without causal, window and slopes align changes nothing: with one value fewer kernels are compiled.
         top_left=a.align == "top_left"
         and (left is not None or right is not None or a.causal or a.alibi_slopes is not None),
         scale=_default_scale(a.query.shape[-1]) if a.scale is None else float(a.scale),

@@ -18,15 +18,15 @@ def overridable(function: _Function) -> _Function:
     @functools.wraps(function)
     def public(*args: Any, **kwargs: Any) -> Any:
         if has_torch_function(args) or has_torch_function(tuple(kwargs.values())):
-            # Torch's own classes, such as nested tensors, do not know our functions. None stands for all modes.
+            # Torch's own classes, such as nested tensors, do not know this function. None stands for all modes.
             overriding = None, *[x for x in (*args, *kwargs.values()) if type(x).__module__ not in TENSORS_OF_TORCH]
-            # The compiler's has_torch_function ignores that a class has disabled its answers.
+            # The compiler's has_torch_function also returns True while __torch_function__ is disabled.
             if (torch_function_enabled() or not is_compiling()) and has_torch_function(overriding):
                 return handle_torch_function(public, overriding, *args, **kwargs)
         return function(*args, **kwargs)
 
     made: Any = public
-    # torch.compile counts recompilations per code object. With one shared by all public functions, 8 lengths of
-    # `attention` would leave `merge` none (tests/test_torch_function.py).
+    # torch.compile limits the recompilations of a code object. If all public functions shared one, `attention` with 8
+    # lengths would leave none to `merge` (tests/test_torch_function.py).
     made.__code__ = made.__code__.replace(co_name=function.__name__)
     return made  # type: ignore[no-any-return]

@@ -20,7 +20,7 @@ class Padding:
 
     @property
     def exists(self) -> Tensor:
-        """Return (n, most): True for real rows, False for padding."""
+        """Return bool (n, most): True for real rows, False for padding."""
         return torch.arange(self.most, device=self.starts.device) < self.lengths[:, None]
 
     @property
@@ -52,7 +52,7 @@ class Padding:
 
 
 def longest(offsets: Tensor, name: str) -> int:
-    """Return the maximum length; a host sync if offsets are on a GPU. name: the argument that avoids the sync."""
+    """Return the maximum length, by a host sync on a GPU. name: the argument that an error asks to pass instead."""
     if torch.compiler.is_compiling() or unmapped(offsets) is not offsets or offsets.is_meta:
         expected = "an int, because offsets cannot be read in compiled code, under torch.vmap and on meta"
         fail(ValueError, name, expected, None)
@@ -60,7 +60,7 @@ def longest(offsets: Tensor, name: str) -> int:
 
 
 def padding(offsets: Tensor, total: int, most: int | None, name: str = "max_seqlen") -> Padding:
-    """Return the Padding of offsets (n + 1,), clamped to the total."""
+    """Return the layout of sequences between `offsets` (n + 1,), clamped to 0 .. total. most: the maximum length."""
     offsets = offsets.long().clamp(0, total)
     lengths = offsets.diff().clamp(min=0)
     most = longest(offsets, name) if most is None else most

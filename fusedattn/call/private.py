@@ -1,8 +1,8 @@
 """Every private name of torch that this package uses, each with a fallback for a torch that lacks it.
 
-Without a name results stay the same. "No replay" means that each call is checked and prepared like a first one, which
-takes 40 us to 200 us longer. "No whole graph" means that torch.compile breaks the graph at a call, or refuses it with
-fullgraph=True. No other file uses private names of torch.
+Results are the same with a fallback. In comments, "no replay" means that each call is checked and prepared like a first
+one, which takes 40 us to 200 us longer. "No whole graph" means that torch.compile breaks the graph at a call, or raises
+with fullgraph=True. No other file uses private names of torch.
 """
 
 import contextlib
@@ -30,14 +30,14 @@ def _find(path: str, otherwise: Any = None) -> Any:
 def constant(function: _Function) -> _Function:
     """Have torch.compile run a function once and keep its result. A torch that ignores the mark traces the function."""
     marked: Any = function
-    # As torch.compiler.assume_constant_result does, which imports the compiler.
+    # The mark of torch.compiler.assume_constant_result, which would import the compiler.
     marked._dynamo_marked_constant = True
     return function
 
 
 @constant
 def is_exporting() -> bool:
-    """Return whether torch.export is tracing. Some compilers replace torch's own function by True."""
+    """Return whether torch.export is tracing. Some versions of torch.compile take torch's own function as True."""
     return torch.compiler.is_exporting()
 
 
@@ -58,7 +58,7 @@ def eager(function: _Function, reason: str | None = None) -> _Function:
 
 def holds(condition: Any, otherwise: bool) -> bool:
     """Return a condition on sizes, or `otherwise` if a compiler cannot know it."""
-    if condition is True or condition is False:  # eager code, some thirty times a call
+    if condition is True or condition is False:  # the quickest test, for eager code: about thirty times a call
         return condition
     if not (torch.compiler.is_compiling() or isinstance(condition, torch.SymBool)):
         return bool(condition)
@@ -74,7 +74,7 @@ def multiplies_bfloat16() -> bool:
     if platform.machine() not in ("x86_64", "AMD64"):
         return True
     has_units = any(_find(f"cpu._is_{name}_supported", bool)() for name in ("amx_tile", "avx512_bf16"))
-    # ATEN_CPU_CAPABILITY may tell torch to use less.
+    # The environment variable ATEN_CPU_CAPABILITY may keep torch from using them.
     return has_units and torch.backends.cpu.get_cpu_capability() not in ("DEFAULT", "AVX2")
 
 
@@ -93,7 +93,7 @@ transforms_active: Callable[[], bool] = _find("_C._are_functorch_transforms_acti
 forward_level: Callable[[], int] = functools.partial(getattr, forward_ad, "_current_level", 0)
 dispatch_modes: Callable[[], int] = _find("_C._len_torch_dispatch_stack", lambda: 1)
 tracing: Callable[[], Any] = _find("_C._get_tracing_state", lambda: True)
-# The TorchDispatchModes of this thread. Without it, an active FlopCounterMode does not count our operators.
+# The TorchDispatchModes of this thread. Without it, an active FlopCounterMode does not count this package's operators.
 _dispatch_modes: Callable[[], list[Any]] = _find("utils._python_dispatch._get_current_dispatch_mode_stack", list)
 any_autocast: Callable[[], bool] = _find("_C._is_any_autocast_enabled", lambda: True)  # without it: no replay
 
@@ -108,7 +108,7 @@ def flop_formulas() -> list[dict[Any, Callable[..., Any]]]:
 
 
 def unmapped(tensor: Tensor) -> Tensor:
-    """Return a tensor without its vmap wrappers, whose tangent torch cannot read."""
+    """Return the tensor inside the wrappers of vmap; torch cannot read the tangent of a wrapper."""
     is_mapped, below = _find("_C._functorch.is_batchedtensor"), _find("_C._functorch.get_unwrapped")
     while is_mapped is not None and below is not None and is_mapped(tensor):
         tensor = below(tensor)
@@ -122,7 +122,7 @@ can_replay = hasattr(torch.UntypedStorage, "_cdata")
 
 
 def storage(tensor: Tensor) -> int:
-    """Return the number of a tensor's storage. Without it: no replay."""
+    """Return an int that identifies a tensor's storage. Without the private name: no replay."""
     return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
 
 
@@ -130,14 +130,14 @@ TensorGuards: Any = _find("_C._dynamo.guards.TensorGuards")  # compares tensors 
 
 
 def can_guard(tensors: Iterable[Any]) -> bool:
-    """Return whether all objects are tensors that TensorGuards accepts: nested ones without torch.jagged crash it."""
+    """Return whether all objects are tensors and none is nested: nested ones may crash TensorGuards."""
     for x in tensors:  # not any(), which takes longer
         if getattr(x, "is_nested", True):
             return False
     return True
 
 
-# Tell whether any tensor requires a gradient, and which GPU is the current one. Without them: public functions.
+# Tell whether any tensor requires a gradient, and which GPU is the current one. Without them: the public functions.
 any_requires_grad: Callable[..., bool] = _find(
     "_C._any_requires_grad", lambda *x: any(isinstance(one, Tensor) and one.requires_grad for one in x)
 )
@@ -148,7 +148,7 @@ def _empty_on(device: str) -> Callable[..., Tensor]:
     return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
-# {device type: function of (shape, strides, dtype)}, in half the time of torch.empty_strided, the fallback.
+# {device type: function of (shape, strides, dtype)}. The fallback, torch.empty_strided, takes twice as long.
 EMPTY: dict[str, Callable[..., Tensor]] = {
     "cpu": _find("_C._dynamo.guards._empty_strided_cpu", _empty_on("cpu")),
     "cuda": _find("_C._dynamo.guards._empty_strided_cuda", _empty_on("cuda")),
@@ -166,7 +166,7 @@ def redispatch(operator: Any, keyset: Any, arguments: tuple[Any, ...]) -> Any:
 
 
 def autograd_inside(device: torch.device) -> Any:
-    """Return a context in which autograd records inside an operator.
+    """Return a context in which autograd also records inside an operator.
 
     Without these names a backward raises if its kernel does not compile.
     """
@@ -185,8 +185,8 @@ is_as_torch_has_it: Callable[[], bool] = _find("_C._is_torch_function_all_disabl
 disabled_torch_function = _find("_C._disabled_torch_function_impl")
 # Without it torch.compile accepts no tensors of classes with a __torch_function__.
 torch_function_enabled: Callable[[], bool] = _find("_C._is_torch_function_enabled", lambda: True)
-# Modules of classes whose __torch_function__ is ignored: our functions accept causal biases and jagged tensors, and
-# raise a clearer error for parameters without sizes.
+# Modules of classes whose __torch_function__ is ignored: this package accepts causal biases and jagged tensors, and
+# raises a clearer error for parameters without sizes.
 TENSORS_OF_TORCH = ("torch.nn.attention.bias", "torch.nested._internal.nested_tensor", "torch.nn.parameter")
 # The mode of set_default_device; torch asserts that it is the first.
 DeviceContext: Any
@@ -194,7 +194,7 @@ try:
     from torch.utils._device import DeviceContext
 except ImportError:
     DeviceContext = ()
-# The TorchFunctionModes of this thread. Without them `enable_sdpa` replaces only the operator.
+# The TorchFunctionModes of this thread. Without the name `enable_sdpa` replaces only the aten operator.
 function_modes: Callable[[], list[Any]] = _find("overrides._get_current_function_mode_stack", list)
 _pop_mode: Callable[[], Any] = _find("overrides._pop_mode", lambda: None)
 _push_mode: Callable[[Any], None] = _find("overrides._push_mode", lambda mode: None)
@@ -250,8 +250,8 @@ def group_timeout(group: Any) -> timedelta:
     return timedelta(minutes=30)
 
 
-# The store of the default group, for messages of a rank that can no longer send. Without it an error names the rank
-# that did not answer.
+# The store of the default process group, where rank 0 writes the number of a rank that did not answer. Without it the
+# errors of other ranks name rank 0.
 _store: Callable[[], Any] = _find("distributed.distributed_c10d._get_default_store", lambda: None)
 
 

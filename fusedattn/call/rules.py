@@ -1,4 +1,4 @@
-"""Checks of the arguments of `attention`, shared with packed sequences, caches and operators called by name."""
+"""Checks of the arguments of `attention`, shared with packed sequences, caches and direct calls of operators."""
 
 from typing import Any, NamedTuple, NoReturn
 
@@ -28,7 +28,7 @@ class Sizes(NamedTuple):
     rank: int = 4
 
 
-# torch and flash-attn raise RuntimeError and AssertionError for the same mistakes: code that catches those still works.
+# torch and flash-attn raise RuntimeError or AssertionError for the same mistakes: code that catches these still works.
 class ArgumentValueError(ValueError, RuntimeError, AssertionError): ...
 
 
@@ -80,7 +80,7 @@ def check_strided(**tensors: Any) -> None:
 
 
 def check_place(name: str, x: Any, device: torch.device | None = None, of: str = "query") -> None:
-    """Raise unless x is a strided tensor, on a device if one is given, which is that of the argument `of`."""
+    """Raise unless x is a strided tensor, and on `device` unless that is None. of: the argument with that device."""
     if not isinstance(x, Tensor):
         fail(TypeError, name, "a tensor", type_name(x))
     if (got := irregular(x)) is not None:
@@ -131,7 +131,7 @@ def check_shape(name: str, x: Tensor, *shapes: tuple[int, ...], why: str) -> Non
 def check_query_key_value(
     query: Any, key: Any, value: Any, key_name: str = "key", value_name: str = "value", layout: str = ""
 ) -> None:
-    """Raise for query, key and value that do not fit together.
+    """Raise if query, key and value do not fit together.
 
     layout: their dimensions, heads second; the batch size of key is then free. Without a layout, the rank is 2, 3 or 4.
     """
@@ -202,7 +202,7 @@ def check_number(
     name: str, x: Any, expected: str, least: float = -LARGEST, most: float = LARGEST, dtype: torch.dtype | None = None,
     positive: bool = False,
 ) -> None:  # fmt: skip
-    """Raise for a number outside of least .. most, or beyond float32 unless the dtype of query is float64."""
+    """Raise unless x is a number in least .. most. With a dtype other than float64 (of query), float32 must hold it."""
     if not is_number(x):
         fail(TypeError, name, "a number", type_name(x))
     # Not math.isfinite: the compiler cannot trace it on a number that varies.

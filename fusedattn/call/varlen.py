@@ -1,4 +1,4 @@
-"""Checks a call of `attention_varlen` and makes its Call."""
+"""Checks the arguments of `attention_varlen`, and returns them as the Call that every backend takes."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from .rules import Sizes, check_bool, check_dtype, check_options, check_query_ke
 
 
 def check_lengths(lengths: Lengths, device: torch.device, values: bool = False) -> None:
-    """Raise for wrong offsets and maximum lengths. values: also read offsets on a CPU."""
+    """Raise if offsets or maximum lengths are wrong. values: also check the values of offsets on a CPU."""
     sides = []
     for side, tensor, rows in (("q", "query", lengths.rows), ("k", "key", lengths.keys)):
         name, longest_name = f"cu_seqlens_{side}", f"max_seqlen_{side}"

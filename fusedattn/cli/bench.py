@@ -12,10 +12,10 @@ from ..bench.providers import PROVIDERS
 from . import machine
 from .output import Output, Problem, check_names
 
-BUDGET_MS = {"cpu": 300.0, "cuda": 100.0}  # for each provider
+BUDGET_MS = {"cpu": 300.0, "cuda": 100.0}  # to measure each provider
 MODULES = QUESTIONS["module"].providers
 PRESETS = {"quick": ["forward", "backward", "module"], "paper": ["forward", "backward"], "full": [*QUESTIONS]}
-QUICK = {"cuda": (512, 4096), "cpu": (128, 512)}  # lengths
+QUICK = {"cuda": (512, 4096), "cpu": (128, 512)}  # lengths Sq
 USUAL = {
     "cuda": ("fusedattn", "sdpa", "sdpa:cudnn", "sdpa:flash", "sdpa:efficient", "naive"),
     "cpu": ("fusedattn", "sdpa", "naive", "sdpa:math"),
@@ -88,7 +88,7 @@ def run(arguments, output: Output) -> int:
 
 
 def choose(arguments, device: str) -> list[tuple[list[Case], list[str], list[str]]]:
-    """Return lists of (cases, providers, modes) for the options."""
+    """Return the work that the options ask for, as (cases, providers, modes)."""
     names = _list("providers", arguments.providers, [*PROVIDERS, *MODULES[1:]])
     asked, preset = _list("mode", arguments.mode, [*measure.MODES, "graph"]), arguments.preset or "quick"
     questions = _list("question", arguments.questions, [*QUESTIONS]) or PRESETS[preset]
@@ -101,7 +101,7 @@ def choose(arguments, device: str) -> list[tuple[list[Case], list[str], list[str
         usual = "bfloat16" if device == "cuda" else "float32"
         dtypes = arguments.dtype or [usual]
         chosen = [Case(*x, x[-1], arguments.causal, dtype) for x in arguments.shape for dtype in dtypes]
-        if "torch.nn" in names:  # compare modules with it
+        if "torch.nn" in names:  # it is compared as a whole module
             chosen = [x._replace(options="module") for x in chosen if x.Hq == x.Hkv and x.Sq == x.Sk]
         work = [(chosen, USUAL[device], ("forward", "backward"))]
     found = []

@@ -1,4 +1,4 @@
-"""fusedattn check: compares every backend of this machine with float64, beside eager PyTorch."""
+"""fusedattn check: compares the errors of every backend of this machine with those of eager PyTorch."""
 
 import itertools
 import time

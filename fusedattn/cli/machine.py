@@ -10,7 +10,7 @@ from .output import Problem
 
 
 def device() -> str:
-    """Return the device of kernels, "cuda" or "cpu". On a CPU, make Triton interpret them if it is not yet imported."""
+    """Return the device of kernels, "cuda" or "cpu". For a CPU, set TRITON_INTERPRET unless Triton is imported."""
     interpreted = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
     if torch.cuda.is_available() and not interpreted:
         return "cuda"

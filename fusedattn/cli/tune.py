@@ -18,7 +18,7 @@ from . import machine
 from .output import Output, Problem
 
 OPTIONS = {"plain": "", "masked": "documents=8", "rich": "dropout=0.1"}  # {register pressure: options of its cases}
-# Results by which a kernel is checked and timed. All other kernels are checked and timed by all three gradients.
+# Results that a kernel computes, to check and time it. All other kernels compute all three gradients.
 RESULTS = {"forward": ("out", "lse"), "hopper": ("out", "lse"), "dq": ("query",), "dkdv": ("key", "value")}
 GRADIENTS = "query", "key", "value"
 REPEATABLE = ("dq", "dkdv", "two_passes", *tile_table.REPEATABLE)  # deterministic kernels
@@ -64,7 +64,7 @@ def named(form) -> str:
 
 
 def measure(rows: dict, case: Case, load: str, device, capability: int | None) -> None:
-    """Check and time each form of each kernel on a case, full and causal, and add it to rows, {(place, form): Row}."""
+    """Check and time each tile or pipeline of each kernel on a case, full and causal, and add its Row to rows."""
     width = tile_table.row_width(max(case.D, case.Dv))
     for kernel in tile_table.MEASURED:
         for form in tile_table.candidates(kernel, capability, getattr(torch, case.dtype).itemsize, width, load):
@@ -86,11 +86,11 @@ def measure(rows: dict, case: Case, load: str, device, capability: int | None) -
 
 @contextlib.contextmanager
 def taking(row: Row, rows, capability: int | None):
-    """Make calls use the form of a row, and the best forms so far of other kernels."""
+    """Make calls use the tile or pipeline of a row, and for other kernels the best ones so far."""
     itemsize = getattr(torch, row.dtype).itemsize
     forms = tile_table.candidates(row.kernel, capability, itemsize, row.width, row.pressure)
     others = [row._replace(form=x, ms={}, why="another is measured") for x in forms if x != row.form]
-    failures.forget()  # those of the previous form
+    failures.forget()  # failures of the previous tile
     replay.forget()
     tuned.ask(tuned.choose([row, *others, *(x for x in rows if x.kernel != row.kernel)]))
     try:
@@ -102,7 +102,7 @@ def taking(row: Row, rows, capability: int | None):
 
 
 def measured(row: Row, case: Case, device) -> Row:
-    """Return the row with its time for a case, or with its error; unchanged if the call does not use its form."""
+    """Return the row with its time for a case, or with its error; unchanged if the call does not use its tile."""
     small = case._replace(Sq=min(case.Sq, CHECKED), Sk=min(case.Sk, CHECKED))
     check, step = step_of(row, small, device), step_of(row, case, device)
     if check is None or step is None:
@@ -122,7 +122,7 @@ def milliseconds(step, device) -> float:
 
 
 def step_of(row: Row, case: Case, device):
-    """Return a function that computes RESULTS of a case, or None if the call does not use the form of a row."""
+    """Return a function that computes RESULTS of a case, or None if the call does not use the tile of a row."""
     names, tensors = RESULTS.get(row.kernel, GRADIENTS), case.draw(device)
     inputs = {x: getattr(tensors, x).requires_grad_(x in names or names[0] == "out") for x in GRADIENTS}
     call = case.arguments(tensors.masks) | inputs

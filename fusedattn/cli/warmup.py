@@ -19,7 +19,7 @@ PASSES = ("backward", "training", "inference")  # the slowest first; training is
 
 
 class Compiled(NamedTuple):
-    """A pass of a case, the number of its kernels, and the error if one failed to compile."""
+    """Result of compiling one of PASSES for a case: number of kernels, seconds, and the error or ''."""
 
     case: Case
     what: str  # one of PASSES

@@ -1,4 +1,4 @@
-"""Drop-ins for the attention of other libraries: one line of a program changes, and importing them changes nothing."""
+"""Drop-ins for the attention of other libraries. A program changes in one line; an import alone changes nothing."""
 
 from . import flash_attn, torch, transformers
 

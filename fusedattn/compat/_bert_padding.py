@@ -14,7 +14,7 @@ from ._flash import check_range
 
 @overridable
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
-    """Return rows of input (n, ...), differentiable."""
+    """Return the rows of input (n, ...) at these indices, differentiable."""
     return input[indices]
 
 

@@ -25,7 +25,7 @@ _SHAPE = re.compile(r"\((\w+), (\w+), (\w+), (\w+)\)")
 
 
 def ask(names: Mapping[str, str], function: Callable[..., Any], *tensors: Any, **options: Any) -> Any:
-    """Call a function of ours; its errors name the caller's arguments, and show shapes in the caller's layout."""
+    """Call a function of this package. Its errors get flash-attn's layout and, by {ours: theirs}, argument names."""
     try:
         return function(*tensors, **options)
     except (ValueError, TypeError, NotImplementedError) as error:
@@ -79,7 +79,7 @@ def without_autocast_of_half(q: Any) -> contextlib.AbstractContextManager[Any]:
 def attend(names: Sequence[str], options: Sequence[Any], q: Any, k: Any, v: Any, *lengths: Any) -> Tensor | Any:
     """Compute `attention` of q, k and v (B, S, H, D), or `attention_varlen` of packed tensors (T, H, D).
 
-    names: the caller's, for q, k, v and, if they differ from ours, for the lengths. options: those of
+    names: what the caller calls q, k, v and, if it calls them otherwise, the lengths. options: those of
     `flash_attn_func`, in its order. lengths: cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, or none.
     """
     dropout_p, *of_scores, deterministic, return_attn_probs = options
@@ -101,7 +101,7 @@ def attend(names: Sequence[str], options: Sequence[Any], q: Any, k: Any, v: Any,
 
 
 def check_int32(name: str, x: Any, layout: str, of: str, device: torch.device) -> None:
-    """Raise unless x is an int32 tensor of that layout on the device `of` another argument."""
+    """Raise unless x is an int32 tensor with the rank of `layout`, on the device of the argument `of`."""
     check_tensor(name, x, layout)
     if x.dtype != torch.int32:
         fail(TypeError, name, "an int32 tensor", f"{x.dtype}: call .int() on it")
@@ -175,7 +175,7 @@ def lengths_of(cache_seqlens: Any, q: Tensor, k: Tensor | None, capacity: int) -
 
 
 def rotate_as_flash_attn(caches: CacheArguments, options: dict[str, Any], spread: bool) -> CacheArguments:
-    """Check caches, and rotate query and new_key for calls that `attention_decode` rotates differently.
+    """Check the arguments, and rotate query and new_key, which `attention_decode` would rotate differently.
 
     A new key is rotated by its slot; query i by the length before the append, plus i if spread.
     """

@@ -1,10 +1,10 @@
-"""Judges which Hugging Face models use our attention, and which masks they get.
+"""Decides which Hugging Face models use fusedattn, and which masks they get.
 
-transformers does not declare it: BART, T5 and Whisper call its attention interface without the flag
-`_supports_attention_backend`, and Gemma 3n has the flag beside attention of its own. So the code of each attention is
-searched for a few names. A model that asks for a name of ours is built as an "eager" one. Then a config gets the name
-if some of its attention calls the interface, and bool masks if all of it does. Otherwise it stays "eager", with a
-warning, or gets eager's floating masks.
+The flag `_supports_attention_backend` does not tell: BART, T5 and Whisper call transformers' attention interface
+without it, and Gemma 3n has it beside attention of its own. So the code of each attention is searched for a few names.
+A model that asks for a registered name, as "fusedattn", is built as "eager". Then a config gets the name if some of its
+attention calls the interface, and bool masks if all of it does. Otherwise it stays "eager", with a warning, or gets
+eager's floating masks.
 """
 
 import functools
@@ -24,7 +24,7 @@ from ._hf_names import MASKS, NAMES, REFUSED, masks_of
 if not hasattr(PreTrainedModel, "_check_and_adjust_attn_implementation"):
     raise ImportError("transformers before 4.54 chooses attention in another way")
 
-# Names in code that computes attention. If the softmax is of something else, it costs eager's masks and a warning.
+# Names in code that computes attention. A softmax of something else also matches: it costs eager masks and a warning.
 _ATTENDS = re.compile(
     r"(?i:softmax)(?!_(in|scale|dtype))|logsumexp|scaled_dot_product|sdpa_attention|flash_attention_forward"
     r"|flash_attn_(varlen_)?func|multi_?head_attention_forward|^MultiheadAttention$|flex_attention$"
@@ -32,22 +32,22 @@ _ATTENDS = re.compile(
 _FLAGS = "_supports_sdpa", "_supports_flex_attn", "_supports_flash_attn"
 _SPARSE = frozenset(REFUSED) - {"head_mask"}  # models that have one of these keywords pass a tensor, not None
 _TRUSTED_WRAPPERS = "torch.", "transformers.utils.", "transformers.integrations.", "accelerate."
-_models: WeakSet[PreTrainedModel] = WeakSet()  # all models that were judged and still exist
+_models: WeakSet[PreTrainedModel] = WeakSet()  # all models that `_settle` has seen and that still exist
 _warned: set[type] = set()
 
 
 class _Attention(NamedTuple):
     root: Any  # the outermost model
-    configs: tuple[Any, ...]  # of the modules around it; the nearest is last
+    configs: tuple[Any, ...]  # those of the modules around it; the nearest is last
     stray: str  # the name of its class if it does not call the attention interface
     sparse: bool
     causal: bool
-    used: bool  # it calls the interface, and its nearest config asks for a name of ours
+    used: bool  # it calls the interface, and its nearest config asks for a registered name
     safe: bool  # used, and the model takes bool masks
 
 
 def install(name: str, forward: Callable[..., Any]) -> None:
-    """Register `forward` as `name`, and judge every model that asks for it from now on."""
+    """Register `forward` as `name`, and from now on decide about every model that asks for it."""
     if not NAMES:
         _follow(PreTrainedModel, "_check_and_adjust_attn_implementation", _postpone)
         for method in ("init_weights", "from_pretrained", "_from_config"):  # some models never call init_weights
@@ -85,7 +85,7 @@ def attention_mask(*sizes: Any, config: Any = None, **options: Any) -> Any:
 
 
 def _postpone(model: Any, name: Any, asked: Any = None, is_init_check: bool = False, *_: Any, **__: Any) -> Any:
-    """Build a model that asks for a name of ours as an "eager" one; MASKS of its config holds the name meanwhile."""
+    """Build a model that asks for a registered name as "eager". Meanwhile MASKS of its config holds the name."""
     if is_init_check and name in NAMES:
         setattr(model.config, MASKS, name)
         model._asks_for_fusedattn, name = True, "eager"
@@ -129,8 +129,8 @@ def _function(method: Any, module: Any = None) -> Any:
 def _read(kind: Any, runs: Any, forwards: tuple[FunctionType, ...], beneath: bool) -> tuple[bool, bool, bool]:
     """Return whether a module calls the attention interface, computes attention itself, or is sparse.
 
-    It reads `runs`, the function that runs as forward. If that is one of `forwards`, those of the class `kind` and its
-    bases, it also reads their methods. beneath: the module contains other attention.
+    It reads `runs`, the function that runs as forward. If that is in `forwards`, those of the class `kind` and its
+    bases, it also reads the methods of these classes. beneath: the module contains other attention.
     """
     functions, stranger = [runs] if runs else [], True
     if runs in forwards:
@@ -165,7 +165,7 @@ def _attentions(module: Any, models: Any = (), configs: Any = ()) -> Iterator[_A
     forwards = tuple(x for cls in kind.__mro__ if (x := _function(vars(cls).get("forward"))))
     calls, computes, sparse = _read(kind, _function(module.forward, module), forwards, bool(beneath))
     if calls or computes or sparse:
-        # A model's flags say that its code takes bool masks; is_causal of a module, if no mask means a causal one.
+        # A model's flags say that its code takes bool masks; is_causal of a module says if no mask means causal.
         flagged = (x for x in models if type(x.config) is type(models[-1].config))
         able = hasattr(module, "is_causal") and all(any(getattr(x, flag, 0) for flag in _FLAGS) for x in flagged)
         causal, used = bool(getattr(module, "is_causal", True)), calls and _wanted(configs[-1]) is not None
@@ -179,20 +179,20 @@ def _configs(model: Any) -> dict[int, Any]:
 
 
 def _wanted(config: Any) -> str | None:
-    """Return the name of ours that a config has, or asked for when its model was built."""
+    """Return the registered name that a config has, or asked for when its model was built; None without one."""
     pending = getattr(config, MASKS, None)
     name = pending if isinstance(pending, str) else config._attn_implementation
     return name if name in NAMES else None
 
 
 def _settle(model: Any, everywhere: bool = False) -> None:
-    """Give each config that asks for a name of ours the name or "eager", and warn of parts that do not use it.
+    """Give each config that asks for a registered name the name or "eager". Warn of parts that then use "eager".
 
-    everywhere: warn also of parts that transformers did not ask.
+    everywhere: warn also of parts whose config did not ask.
     """
     _models.add(model)
     configs = _configs(model)
-    asks = vars(model).pop("_asks_for_fusedattn", everywhere)  # not of a model inside of one that is being built
+    asks = vars(model).pop("_asks_for_fusedattn", everywhere)  # not set inside a model that is being built
     if not asks and not any(config._attn_implementation in NAMES for config in configs.values()):
         return
     within = set(model.modules())
@@ -201,7 +201,7 @@ def _settle(model: Any, everywhere: bool = False) -> None:
     for config in configs.values():
         beneath = [x for x in attentions if any(each is config for each in x.configs)]
         nearest = [x for x in beneath if x.configs[-1] is config]
-        # All attention of a config has one name, and ours refuses sparse attention.
+        # All attention of a config has one name, and fusedattn refuses sparse attention.
         used = any(x.used for x in beneath) and not any(x.sparse for x in nearest)
         if name := _wanted(config):
             config._attn_implementation_internal = name if used else "eager"

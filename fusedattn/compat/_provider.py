@@ -1,4 +1,4 @@
-"""Our kernels in place of the two CUDA operators of flash attention that F.scaled_dot_product_attention calls.
+"""This package in place of the two CUDA operators of flash attention that F.scaled_dot_product_attention calls.
 
 The operators for nested and packed tensors stay torch's.
 """
@@ -61,7 +61,7 @@ def register() -> None:
 
 @contextmanager
 def sdpa_provider() -> Iterator[None]:
-    """In the `with`, F.scaled_dot_product_attention runs our kernels in place of torch's flash attention.
+    """In the `with`, F.scaled_dot_product_attention runs this package in place of torch's flash attention.
 
     Examples:
         >>> query = key = value = torch.randn(2, 8, 128, 64, dtype=torch.float16, device="cuda")  # doctest: +SKIP
@@ -69,7 +69,7 @@ def sdpa_provider() -> Iterator[None]:
         ...     out = torch.nn.functional.scaled_dot_product_attention(query, key, value)
 
     torch runs flash attention on CUDA for float16 and bfloat16, one head dimension up to 256 and no mask. Calls that
-    our kernels do not take run torch's. On Hopper and later GPUs torch prefers cuDNN to flash attention: choose flash
+    its kernels do not take run torch's. On Hopper and later GPUs torch prefers cuDNN to flash attention: choose flash
     attention by `sdpa_kernel(SDPBackend.FLASH_ATTENTION)` of torch.nn.attention, or set
     TORCH_CUDNN_SDPA_DEPRIORITIZED=1. Run the backward inside the `with`, too. On exit the previous implementation is
     active again.
@@ -122,7 +122,7 @@ def flash_forward(
     if dropout_p:
         state.random_(2**63 - 1)
     options: dict[str, Any] = dict(causal=is_causal, align="top_left", scale=scale, dropout_p=dropout_p, seed=state[:1])
-    with torch.no_grad():  # autograd is above this operator
+    with torch.no_grad():  # autograd runs above this operator
         out, lse = attention(query, key, value, **options, return_lse=True)
     unused = torch.zeros((), dtype=torch.uint64, device=query.device)
     return out, lse, None, None, query.shape[2], key.shape[2], state.view(torch.uint64), unused, query.new_empty(0)
@@ -137,7 +137,7 @@ def flash_backward(*arguments: Any, scale: float | None = None) -> tuple[Any, ..
         return None
     if dropout_p:
         call = call._replace(seed=philox_seed.view(torch.int64)[:1], dropout_p=dropout_p)
-    # The kernels' stats are two numbers a row that sum to the log-sum-exp in base 2: here 0 and that log-sum-exp.
+    # The kernels read two numbers a row whose sum is the log-sum-exp in base 2: here 0 and all of it.
     log2_sum = torch.where(logsumexp == float("-inf"), float("inf"), logsumexp * math.log2(math.e))
     stats = torch.stack([torch.zeros_like(log2_sum), log2_sum], -1)
     need = [name in ("query", "key", "value") for name in INPUTS]

@@ -1,4 +1,4 @@
-"""Switches that make F.scaled_dot_product_attention ours, for code that you cannot edit."""
+"""Switches that make F.scaled_dot_product_attention run this package, for code that you cannot edit."""
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -14,7 +14,7 @@ from ..call import private
 from ._provider import Override
 from ._sdpa import scaled_dot_product_attention
 
-# Torch's function, under each name that a program may call.
+# Each object by which a program can call torch's function.
 _OPERATOR = torch.ops.aten.scaled_dot_product_attention
 _TORCHS = F.scaled_dot_product_attention, _OPERATOR, _OPERATOR.default
 
@@ -40,7 +40,7 @@ def sdpa() -> AbstractContextManager[Any]:
 
 
 def enable_sdpa() -> None:
-    """Make F.scaled_dot_product_attention ours for the whole program, all threads, until `disable_sdpa`.
+    """Make F.scaled_dot_product_attention run this package in all threads of the program, until `disable_sdpa`.
 
     Examples:
         >>> fusedattn.compat.torch.enable_sdpa()
@@ -78,7 +78,7 @@ def _ours(*args: Any, **kwargs: Any) -> Tensor:
 
 
 def _without_modes(function: Any, **names: Any) -> Callable[..., Any]:
-    """Return a copy of a torch function that no mode handles, with other values of global names.
+    """Return a copy of a torch function that no TorchFunctionMode handles. names: global names to replace.
 
     Torch disables a mode until the function that it handles returns, but the mode must handle the calls inside that
     function. There is no public way to do that: if the mode is pushed again, the function hands itself to the mode and
@@ -94,12 +94,12 @@ def _without_modes(function: Any, **names: Any) -> Callable[..., Any]:
 
 _ATTENTION = F.multi_head_attention_forward
 _OUR_ATTENTION = _without_modes(_ATTENTION, scaled_dot_product_attention=_ours)
-# A backward recomputes forwards inside of torch.utils.checkpoint.
+# A backward recomputes the forwards of torch.utils.checkpoint, so the mode stays active in it.
 _BACKWARDS = {x: _without_modes(x) for x in (Tensor.backward, torch.autograd.backward, torch.autograd.grad)}
 
 
 class _Ours(TorchFunctionMode):
-    """Answers calls of scaled_dot_product_attention with ours."""
+    """Mode in which `scaled_dot_product_attention` of this package replaces torch's."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -114,7 +114,7 @@ class _Ours(TorchFunctionMode):
 
 
 class _OursWhileEnabled(_Ours):
-    """The mode of enable_sdpa."""
+    """The mode of `enable_sdpa`; after `disable_sdpa` it does nothing."""
 
 
 _UNCHANGED = (vars(Tensor)["__torch_function__"].__func__, private.disabled_torch_function)
@@ -127,7 +127,7 @@ def _have_own_attention(types: Iterable[Any]) -> bool:
 
 def _answer(*args: Any, **kwargs: Any) -> Tensor | None:
     """Compute the operator behind scaled_dot_product_attention; None leaves the call to torch."""
-    # A traced graph is kept after disable_sdpa: no guard would notice that it contains our operator.
+    # A traced graph is kept after disable_sdpa: no guard would notice that it contains this operator.
     if torch.compiler.is_compiling() or private.dispatch_modes() or private.is_as_torch_has_it():
         return None
     with private.as_torch_has_it():

@@ -58,7 +58,7 @@ def _check_mask(name: str, mask: Tensor, query: Tensor, *shapes: tuple[int, ...]
 
 
 def _masks(attn_mask: Tensor | None, padding: Tensor | None, extra: int) -> dict[str, Tensor]:
-    """Return the masks of `attention` for attn_mask and key padding. Every query sees the `extra` keys after S."""
+    """Return arguments of `attention` for attn_mask and key padding. Every query sees the `extra` keys after S."""
     masks = {}
     if attn_mask is not None:
         attn_mask = pad(attn_mask, (0, extra))
@@ -68,7 +68,7 @@ def _masks(attn_mask: Tensor | None, padding: Tensor | None, extra: int) -> dict
         masks["key_mask"] = ~pad(padding, (0, extra))
     elif padding is not None:
         padding = pad(padding, (0, extra))[:, None, None]
-        if (bias := masks.get("bias")) is not None:  # finite numbers stay finite: twice finfo.min is finfo.min
+        if (bias := masks.get("bias")) is not None:  # keep finite sums finite: finfo.min + finfo.min
             dtype = torch.promote_types(torch.promote_types(bias.dtype, padding.dtype), torch.float32)
             hidden = (bias == float("-inf")) | (padding == float("-inf"))
             both = (bias.to(dtype) + padding.to(dtype)).clamp_min(torch.finfo(dtype).min)

@@ -4,10 +4,10 @@ Source of the kernel: FlashAttention-2, arXiv:2307.08691; in PyTorch aten/src/AT
 The kernel's own gradients miss the tolerance of `testing.tolerance`. Four measures mend that:
 
 - bfloat16 rounds the output that the backward reads, and a mean shared by all values multiplies that error. So the
-  forward saves the output of the values less their mean (`value_mean`).
+  forward saves the output of the values minus their mean (`value_mean`).
 - float32 exponentials have an error of 2**-20, which does not average out over few keys. Gradients of few keys come
   from the exact formula (`small_k`).
-- All weights of a row share the rounding error of its lse. An offset, subtracted from the scores, keeps the lse near 0.
+- All weights of a row share the rounding error of its lse. Subtracting an offset (`less`) from scores keeps it small.
 - Both passes pad to the same number of columns. Otherwise they would round the same score differently.
 """
 
@@ -33,11 +33,11 @@ VECTOR = 16  # float32 numbers in the widest vector register
 
 
 class Result(NamedTuple):
-    """Output, lse less the offset, and the output that the backward takes."""
+    """Output, lse minus the offset, and the output that the backward reads."""
 
     out: Tensor
     lse: Tensor
-    kept: Tensor  # the output in the dtype of the computation; in bfloat16 less the mean of the values
+    kept: Tensor  # the output in the dtype of the computation; in bfloat16 minus the mean of the values
     less: float = 0.0  # the offset
 
 
@@ -47,14 +47,14 @@ def attend(
     """Return (output, lse) by the kernel; lse is 0 for a row that sees nothing. added: added to the scores, or None."""
     out, lse = flash_attention_for_cpu(query, key, value, 0.0, causal, attn_mask=added, scale=scale)
     if added is None and key.shape[2] < VECTOR and not lse.all():
-        # It may have ignored a NaN: its lse is then 0. With an added tensor it checks every score.
+        # The kernel may have ignored a NaN and returned an lse of 0. With an added tensor it checks every score.
         zeros = query.new_zeros((1, 1, 1, 1)).expand(*query.shape[:3], key.shape[2])
         out, lse = flash_attention_for_cpu(query, key, value, 0.0, causal, attn_mask=zeros, scale=scale)
     return out, lse
 
 
 def in_rows(x: Tensor) -> bool:
-    """Return whether the kernel can read a tensor: contiguous columns, rows that do not overlap."""
+    """Return whether the kernel can read a tensor. Its columns must be contiguous, and its rows must not overlap."""
     if x.is_contiguous():
         return True
     *sizes, columns = x.shape
@@ -111,7 +111,7 @@ def to_wide(call: Call) -> Call:
 def offset(call: Call) -> float:
     """Return the offset to subtract from the scores: the expected lse of scores of variance 1.
 
-    `to_wide` and torch.vmap do not change it.
+    It stays the same if `to_wide` or torch.vmap changes the call.
     """
     seen = longest = call.key.shape[2]
     if call.cu_seqlens_k is not None:
@@ -151,7 +151,7 @@ def are_complete(call: Call, some: list[Rectangle]) -> bool:
 def _attend(
     call: Call, where: Rectangle, tensors: Sequence[Tensor], less: float | Tensor, complete: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return (output, lse less the offset) of a rectangle. The lse is (B, H, S) with any strides.
+    """Return (output, lse minus the offset) of a rectangle. The lse is (B, H, S) with any strides.
 
     complete: the rows see no other keys, so no gradient is computed from the lse.
     """
@@ -169,7 +169,7 @@ def _attend(
 
 
 def sinks_less(call: Call, dtype: torch.dtype, less: float) -> Tensor:
-    """Return the sinks' scores less the offset, (1 or B, Hq, 1)."""
+    """Return the sinks' scores minus the offset, (1 or B, Hq, 1)."""
     assert call.sinks is not None
     return call.sinks.to(dtype)[:, :, None] - less
 
@@ -198,7 +198,7 @@ def _forward(part: Part, save: bool, less: float) -> Result:
 
 
 def _of_all_rows(part: Part, tensors: Sequence[Tensor], less: float) -> tuple[Tensor, Tensor]:
-    """Return (output, lse less the offset) of a part."""
+    """Return (output, lse minus the offset) of a part."""
     call, columns = part.call, part.call.value.shape[3]
     some, rows = list(rectangles(part)), call.query.shape[2]
     all_complete = are_complete(call, some)
@@ -221,7 +221,7 @@ def _of_all_rows(part: Part, tensors: Sequence[Tensor], less: float) -> tuple[Te
 
 
 def at_once(call: Call) -> bool | None:
-    """Return True if one causal call of the kernel computes a whole call, False if one full call does, else None."""
+    """Return True if one causal kernel call computes the whole call, False if one unmasked call does, else None."""
     query, key, value = call[:3]
     rows, keys = query.shape[2], key.shape[2]
     if (
@@ -243,7 +243,7 @@ def at_once(call: Call) -> bool | None:
 def forward(call: Call, save: bool) -> Result:
     """Return the Result of a call: the output in the dtype and dimension order of query, the lse in float32 or float64.
 
-    save: a backward follows. This changes no bit of output and lse.
+    save: also compute `kept`, for a backward. This changes no bit of output and lse.
     """
     causal = at_once(call)
     if causal is not None and not (save and call.value.dtype == torch.bfloat16):
@@ -281,7 +281,7 @@ def weights(call: Call, columns: int) -> Tensor:
             where = some[0] if len(some) == 1 else some[0]._replace(end=some[-1].end, masked=True)
             of_rows = _weights(part.call, where, *cut(where, tensors)[:2])
             if part.call is call and call.query_mask is None and of_rows.shape == (*call.query.shape[:3], columns):
-                return of_rows.to(call.query.dtype)  # no zeros to fill in
+                return of_rows.to(call.query.dtype)  # one rectangle holds all weights
             whole = call.query.new_zeros(*call.query.shape[:3], columns) if whole is None else whole
             part.of_rows(whole)[:, :, where.first : where.last, where.begin : where.end] = of_rows
     whole = call.query.new_zeros(*call.query.shape[:3], columns) if whole is None else whole
@@ -289,7 +289,7 @@ def weights(call: Call, columns: int) -> Tensor:
 
 
 def _weights(call: Call, where: Rectangle, query: Tensor, key: Tensor) -> Tensor:
-    """Return the weights of a rectangle with all keys that its rows see."""
+    """Return the weights of a rectangle that holds all keys its rows see."""
 
     def scores() -> Tensor:
         scores = scores_of(call, where, 0.0, query, key)

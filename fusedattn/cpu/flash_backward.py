@@ -65,7 +65,7 @@ def _backward(part: Part, less: float, rows: Incoming, of_bias: Tensor | None) -
     grad_out, grad_lse, out, kept, lse = rows
     common = None if grad_out is None else centre(tensors[2][:, :, part.begin : part.end])
     if common is not None:
-        same = grouped(kept == out.to(kept.dtype), common.shape[1]).all(2).all(1)  # their whole output was saved
+        same = grouped(kept == out.to(kept.dtype), common.shape[1]).all(2).all(1)  # heads that saved whole outputs
         tensors[2] = tensors[2] - common.masked_fill(same.view(*common.shape[:2], 1, 1), 0.0)
     some = list(rectangles(part))
     complete = flash.are_complete(call, some)
@@ -124,12 +124,12 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return the gradients of query, key, value, bias and sinks, each in its dtype and contiguous.
 
-    They are sums over rectangles. Each rectangle takes the output and lse of its whole rows.
+    They are sums over rectangles. Each rectangle reads the output and lse of its rows over all their keys.
 
     Args:
         grad_out, grad_lse: either may be None.
         out, kept, lse: from the Result of the forward.
-        need_bias: compute the bias gradient, which needs `small_k.has_bias_gradient`. Otherwise it is None.
+        need_bias: compute the bias gradient, for which `small_k.has_bias_gradient` must hold. Otherwise it is None.
     """
     causal = flash.at_once(call) if grad_lse is None and call.value.dtype != torch.bfloat16 else None
     if causal is not None and grad_out is not None:
@@ -146,7 +146,7 @@ def backward(
         hidden = flash.hidden_by(call.query_mask)
         grad_out = None if grad_out is None else grad_out.masked_fill(hidden, 0.0)
         grad_lse = None if grad_lse is None else grad_lse.masked_fill(hidden[..., 0], 0.0)
-        empty = empty | hidden[..., 0]  # their lse is the sink's, so exp(score - lse) may overflow
+        empty = empty | hidden[..., 0]  # the lse of a hidden row is its sink, so exp(score - lse) may overflow
     grad_lse = None if grad_lse is None else grad_lse.masked_fill(empty, 0.0)
     rows = Incoming(grad_out, grad_lse, out, kept, lse.masked_fill(empty, INFINITE))
     split, less = parts(call), flash.offset(call)

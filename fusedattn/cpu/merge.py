@@ -8,13 +8,13 @@ from torch import Tensor
 from ..call.options import Call
 from .value_mean import INFINITE
 
-LARGE = {torch.bfloat16: 2.0**13}  # an lse above this is too inaccurate in float32 to merge by; 16 for other dtypes
+LARGE = {torch.bfloat16: 2.0**13}  # lse above which float32 is too inaccurate for merging; 16 for other dtypes
 
 
 def exact(call: Call, lse: Tensor, less: float, again: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return an lse less the offset, in float64 if its rounding error would be visible in the merged result.
+    """Return an lse minus the offset, in float64 if its rounding error would be visible in the merged result.
 
-    again: computes the lse less another offset, one for each row. Near 0 the rounding error of an lse is small.
+    again: computes the lse minus another offset, one for each row. Near 0 the rounding error of an lse is small.
     """
     large = LARGE.get(call.query.dtype, 16.0)
     if lse.dtype == torch.float64 or not bool(((lse.abs() > large) & lse.isfinite()).any()):
@@ -32,9 +32,9 @@ def merged(results: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 def shares_of(lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return (shares, lse): the sum of the weights of each set of keys or sink, and the lse over all sets.
+    """Return (shares, lse) from the lse of each set of keys; a sink counts as a set.
 
-    Shares, (sets, ...), add up to 1, also for large lses. They are 0 if every lse is -inf.
+    A share is a set's total weight in the softmax over all. Shares (sets, ...) add up to 1, to 0 if every lse is -inf.
     """
     every = torch.stack(torch.broadcast_tensors(*lses))
     total = every.logsumexp(0)

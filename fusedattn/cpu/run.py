@@ -1,4 +1,4 @@
-"""The backend "cpu": its limits, and its results as operators return them."""
+"""The backend "cpu": calls that it supports, and its results in the form that operators return."""
 
 from collections.abc import Sequence
 
@@ -13,14 +13,14 @@ from . import flash, flash_backward
 from .small_k import FEW, has_bias_gradient
 from .tiling import is_widened
 
-# Fewer columns of query and key give scores with long tails, for which the kernel's exponentials are too inaccurate.
+# Heads with fewer columns have scores with long tails, for which the kernel's exponentials are too inaccurate.
 NARROW = 16
 # The kernel's backward sums a score in another order than its forward. Above this lse, weights would have an error of
 # more than 1e-5. They would overflow if the rounding error of a score exceeded 88.
 LARGEST_LSE = 128.0
 
 _DIFFERENTIATED = "query", "key", "value", "bias", "sinks"  # inputs whose gradients `flash_backward.backward` returns
-# Options with the default None that the backend supports, or that `limits` checks by themselves. It lacks all others.
+# Options with the default None that the backend supports, or that `limits` checks separately. It lacks all others.
 _KNOWN = {"bias", "alibi_slopes", "sinks", "mask", "key_mask", "query_mask", "block_mask", "left", "right", "origin"}
 _KNOWN |= {"seed", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"}
 _LACKS = tuple(name for name, default in Call._field_defaults.items() if default is None and name not in _KNOWN)
@@ -44,7 +44,7 @@ def is_narrow(call: Call) -> bool:
 
 
 def lacks_gradients(call: Call, grad_weights: Tensor | None, need: Sequence[bool]) -> list[str]:
-    """Return why the naive formula computes the gradients of a call; empty if `backward` does."""
+    """Return why `backward` cannot compute the gradients of a call, so that the naive formula must; empty if it can."""
     needed = [name for name, wanted in zip(INPUTS, need, strict=True) if wanted]
     lacks = [f"its kernel has no gradient of {name}" for name in needed if name not in _DIFFERENTIATED]
     if "bias" in needed and not has_bias_gradient(call):
@@ -86,12 +86,12 @@ def forward(call: Call, need_lse: bool, need_weights: bool, save: bool) -> tuple
     weights = flash.weights(call, columns or 0) if need_weights else out.new_empty(0)
     kept = stats(result) if save else lse.new_empty(0)
     lse = lse.contiguous() if need_lse else lse.new_empty(0)
-    # Results must not share memory.
+    # The results of an operator must not share memory.
     return out, lse, weights, kept.clone() if need_lse and save and out.dtype.itemsize != 2 else kept
 
 
 def too_large(lse: Tensor) -> bool:
-    """Return whether the kernel's backward is inaccurate for scores of this size."""
+    """Return whether an lse is too large for the kernel's backward to be accurate."""
     if not lse.numel() or lse.abs().amax().item() <= LARGEST_LSE:
         return False
     return bool(lse.masked_fill(lse.isinf(), 0.0).abs().gt(LARGEST_LSE).any())  # -inf: a row that sees nothing

@@ -17,25 +17,25 @@ from ..naive.decode import alike
 from ..naive.varlen import of_batches, runs
 
 CACHE = 2**22  # bytes of an additive mask built at a time
-ROWS = 32  # fewest rows of a rectangle; the kernel works on 32, 64 or 256 at a time
-BAND = 64, 256  # fewest and most rows of a rectangle along a window
+ROWS = 32  # minimum rows of a rectangle; the kernel works on 32, 64 or 256 at a time
+BAND = 64, 256  # minimum and maximum rows of a rectangle along a window
 MASK_ROWS = 128  # rows whose visible keys are read from a mask at a time
-WASTE = 1  # largest ratio of hidden to visible scores that a part computes
-CALL = 2**12  # scores of one head that take as long as one call of the kernel
-FEWEST = 128  # fewest keys of a rectangle cut by a mask: float32 gradients of few keys are slower
-PART = 2**17  # scores that take as long as another part, with its copies
+WASTE = 1  # maximum ratio of hidden to visible scores that a part computes
+CALL = 2**12  # scores of one head that take as long as the overhead of one kernel call
+FEWEST = 128  # minimum keys of a rectangle cut by a mask: float32 gradients of few keys are slower
+PART = 2**17  # scores that take as long as the overhead of another part, mainly its copies
 
 
 def is_widened(dtype: torch.dtype) -> bool:
-    """Return whether to compute in float32: the kernel's backward is 4 to 10 times slower in this dtype."""
+    """Return whether to compute in float32 because the kernel's backward is 4 to 10 times slower in this dtype."""
     return dtype == torch.float16 or (dtype == torch.bfloat16 and not multiplies_bfloat16())
 
 
 class Part(NamedTuple):
     """A dense call. Only its rows first .. last - 1 and keys begin .. end - 1 are visible.
 
-    batches, rows and keys locate it in the whole call. sequences: how many consecutive packed sequences of equal length
-    are its batch, or 0.
+    batches, rows and keys locate it in the whole call. sequences: the number of consecutive packed sequences
+    of equal length that form its batch, or 0.
     """
 
     call: Call
@@ -129,7 +129,7 @@ def _of_sequences(call: Call) -> list[Part]:
     for offsets, x, most in sides:
         inside = offsets.clamp(0, x.shape[2]).tolist()  # offsets and lengths may be unchecked
         lengths = [min(b - a, b - a if most is None else most) for a, b in itertools.pairwise(inside)]
-        # The second number is equal for neighbours of equal lengths without a gap between them.
+        # The second list has equal numbers for neighbours of equal lengths without a gap between them.
         columns += [lengths, [a - b * n for b, (a, n) in enumerate(zip(inside, lengths, strict=False))]]
     groups = alike(list(zip(*columns, strict=True)))
     return [_alike(call, start, stop, *group) for start, stop, group in groups if group[0] > 0 and group[2] > 0]
@@ -188,7 +188,7 @@ def has_holes(part: Part) -> bool:
 
 
 def is_additive(call: Call) -> bool:
-    """Return whether the bias is the only mask or term of the scores, in a dtype that the kernel adds."""
+    """Return whether the kernel can add the bias as it is: its dtype fits, and nothing else masks or adds to scores."""
     dtype, wide = call.query.dtype, wide_dtype(call)
     dtypes = wide, wide if is_widened(dtype) else dtype
     others = call.mask is call.alibi_slopes is call.key_mask is None
@@ -196,7 +196,7 @@ def is_additive(call: Call) -> bool:
 
 
 def _staircase(first: int, last: int, begin: int, end: int, high: int) -> Iterator[Rectangle]:
-    """Yield the rectangles of a causal edge: full blocks, and squares below a diagonal."""
+    """Yield rectangles for rows i that see keys up to i + high: unmasked ones, and squares with a causal diagonal."""
     first = max(first, begin - high)
     top = min(last, end - high)  # the first row that sees all keys
     if first < top:
@@ -213,7 +213,7 @@ def _staircase(first: int, last: int, begin: int, end: int, high: int) -> Iterat
 
 
 def _steps(call, first, last, begin, end, low, high, dense) -> Iterator[Rectangle]:
-    """Yield blocks of rows with the range of keys that each sees."""
+    """Yield blocks of rows with the range of keys that they see, for masks and windows."""
     if dense:
         width = (end if high is None else high) - (begin if low is None else low)
         step = min(max(width, BAND[0]), BAND[1])
@@ -255,7 +255,7 @@ def _seen(mask: Tensor, of: Block, most: int) -> list[Block]:
         first = of.first + number * height
         last = min(first + height, of.last)
         if blocks and blocks[-1][2:] == (of.begin + left, of.begin + right) and last - blocks[-1].first <= most:
-            first = blocks.pop().first  # joined, as both see the same keys
+            first = blocks.pop().first  # join the two, which see the same keys
         blocks.append(Block(first, last, of.begin + left, of.begin + right))
     return blocks
 

@@ -1,7 +1,7 @@
 """Subtracts a common mean from the values, so that bfloat16 outputs keep their differences.
 
 The gradient of a score is a difference of products with the values. A mean shared by all values cancels there, but its
-rounding error stays. So if a backward follows, the forward also saves the output less that mean, which is the centre.
+rounding error stays. So if a backward follows, the forward also saves the output minus that mean, called the centre.
 """
 
 import torch
@@ -22,7 +22,7 @@ def centre(value: Tensor) -> Tensor | None:
     if value.dtype != torch.bfloat16:
         return None
     value = value.detach()
-    # A sample can show that the mean is small. In a short call each operator takes 20 microseconds.
+    # A sample may show that the mean is small. Use few operators here: each takes 20 microseconds.
     some = value if value.shape[2] <= 4 * SAMPLE else value[:, :, :SAMPLE]
     keys, columns = some.shape[2:]
     sums, share = some.sum(2, keepdim=True), OFF_CENTRE * (keys / max(1, columns)) ** 0.5
@@ -32,7 +32,7 @@ def centre(value: Tensor) -> Tensor | None:
         return None
     mean = value.mean(2, keepdim=True, dtype=torch.float32)
     size = torch.linalg.vector_norm(value, dim=2, keepdim=True, dtype=torch.float32) / value.shape[2] ** 0.5
-    # A mean that a few large values dominate stays: without it, all other values would be rounded like the large ones.
+    # Do not subtract a mean that a few large values dominate: it would round all other values like the large ones.
     common = (most > share * norm)[..., None, None] & (mean.abs() > OFF_CENTRE * size) & mean.isfinite()
     return mean.to(value.dtype).masked_fill_(~common, 0.0)
 
@@ -44,7 +44,7 @@ def with_centre(out: Tensor, kept: Tensor, lse: Tensor, common: Tensor) -> tuple
     values. If most rows of a head are like that, its whole output is saved, and its centre is 0.
 
     Args:
-        out, kept: the whole output, and the output less the centre.
+        out, kept: the whole output, and the output minus the centre.
     """
     small = _mostly_small(out, lse != -INFINITE, common)
     return torch.where(repeated(small, out.shape[1]), out, kept), common.masked_fill(small, 0.0)

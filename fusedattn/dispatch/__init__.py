@@ -1,1 +1,1 @@
-"""Chooses the backend of a call, or replays an earlier one."""
+"""Chooses the backend of a call, or replays the kernel launches of an earlier call."""

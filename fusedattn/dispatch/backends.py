@@ -74,7 +74,7 @@ def machine_reasons(device: torch.device | AssumedGPU) -> tuple[str, ...]:
 
 
 def _kernel_reasons(call: Call) -> list[str]:
-    """Return why no kernel takes the dtype, device and sizes of a call."""
+    """Return why no Triton kernel takes the dtype, device and sizes of a call."""
     device = device_of(call.query)
     reasons = list(machine_reasons(device))
     if call.query.dtype == torch.float64 and device.type == "cuda":
@@ -88,7 +88,7 @@ def _kernel_reasons(call: Call) -> list[str]:
 
 
 def _marked_blocks(call: Call) -> int:
-    """Return the largest number of blocks in the block mask of a call; 0 if it needs none."""
+    """Return an upper bound on the number of blocks in the block mask of a call; 0 if it needs no block mask."""
     tensors = [x for x in hiding(call) if x is not None]
     if not tensors or call.block_mask is not None:
         return 0
@@ -102,12 +102,12 @@ def _marked_blocks(call: Call) -> int:
 
 
 def _grid_reasons(call: Call) -> list[str]:
-    """Return why the universal kernels cannot take a call, apart from failures on this machine."""
+    """Return why the kernels of "triton" cannot take a call, except failures to compile on this machine."""
     reasons = _kernel_reasons(call)
     batch, heads, rows, _ = call.query.shape
     blocks = batch * -(-max(rows, call.key.shape[2]) // 16)  # no tile has fewer than 16 rows or keys
     if call.cu_seqlens_q is not None:
-        blocks += call.cu_seqlens_q.shape[0]  # each sequence starts a block
+        blocks += call.cu_seqlens_q.shape[0]  # each sequence starts a new block
     if holds(blocks * heads >= 2**31, False):
         reasons.append("the grid would exceed 2**31 programs")
     if holds(_marked_blocks(call) >= 2**31, False):
@@ -117,7 +117,7 @@ def _grid_reasons(call: Call) -> list[str]:
 
 @constant
 def hopper_reasons(device: torch.device | AssumedGPU) -> tuple[str, ...]:
-    """Return why a device cannot run the Hopper kernels, although it runs the universal ones."""
+    """Return why a device that runs the kernels of "triton" cannot run those of "hopper"."""
     from ..launch import run as launch
 
     if (number := launch.capability(device)) is None:
@@ -181,7 +181,7 @@ def check_name(name: str | None) -> None:
 
 
 def use_backend(name: str | None) -> AbstractContextManager[None]:
-    """Name the backend of all calls that this thread makes inside the `with`. `backend=` of a call takes precedence.
+    """Use this backend for all calls of this thread inside the `with`. `backend=` of a call takes precedence.
 
     torch.utils.checkpoint recomputes the forward during the backward: keep the backward inside, too. On a GPU, autograd
     runs backwards in another thread, which this function does not reach: pass `backend=` instead.
@@ -203,17 +203,17 @@ def use_backend(name: str | None) -> AbstractContextManager[None]:
 
 
 def named(name: str | None) -> str | None:
-    """Return the name, unchecked, that the call passes as backend or `use_backend` sets, or None."""
+    """Return the backend that the call passes or else `use_backend` sets, unchecked; None if neither does."""
     return name if name is not None else thread_overrides.backend
 
 
 def _on_gpu(call: Call | Decode) -> bool:
-    """Return whether kernels are chosen by default. Triton's interpreter is used only when named."""
+    """Return whether kernels are the default. They are interpreted on a CPU only with backend="triton"."""
     return device_of((call.call if isinstance(call, Decode) else call).query).type == "cuda"
 
 
 def _slower_on_hopper(name: str, call: Call | Decode) -> bool:
-    """Return whether a backend is Hopper's and a tuning file found it slower, so that it runs only when named."""
+    """Return whether `name` is "hopper" and a tuning file measured it as slower: it then needs backend="hopper"."""
     if name != "hopper" or isinstance(call, Decode):
         return False
     return not tuned.prefers_hopper("hopper", call, device_of(call.query))
@@ -242,8 +242,8 @@ class Explanation(NamedTuple):
     """Result of `explain`; `print` shows it as text.
 
     backend: the backend that takes the call; None if the call would raise. tiles: {kernel: Tile, Pipeline or Backward}.
-    reasons: {other backend: [sentence, ...]}. backward: why another path computes the gradients: after "hopper" the
-    universal kernels, after "cpu" the naive formula, for the inputs that require one; empty if none does.
+    reasons: {other backend: [sentence, ...]}. backward: why the gradients come from other code, the kernels of
+    "triton" after "hopper" or, if an input requires one, the naive formula after "cpu"; empty if they do not.
     """
 
     backend: str | None

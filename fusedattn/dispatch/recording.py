@@ -23,18 +23,18 @@ class Recording(NamedTuple):
     """Recorded launches, to replay on the caller's tensors and on new ones that `run` allocates.
 
     made: (shape, strides, dtype) of each new tensor. steps: (function, programs, arguments, views, others) of each
-    launch. views and others replace arguments: (argument index, tensor number, strides), and (argument index, function
-    of all tensors).
+    launch. A replay replaces arguments by views, (argument index, tensor number, strides), and by others, (argument
+    index, function of all tensors).
     """
 
     device: torch.device
-    kind: str  # of device
+    kind: str  # device.type
     interpreted: bool
     made: tuple
     steps: tuple
 
     def run(self, given: Sequence) -> list:
-        """Allocate and launch; return the given and the allocated tensors."""
+        """Allocate tensors and launch the kernels; return the given and the allocated tensors."""
         if self.interpreted or (self.kind == "cuda" and current_device() != self.device.index):
             with launch.surroundings(self.device):
                 return self._run(given)
@@ -138,7 +138,7 @@ class Recorder(contextlib.ExitStack):
         self.steps.append((run, programs, values, tuple(views), tuple(others)))
 
     def _place(self, value) -> Callable[[Sequence], Any] | None:
-        """Return a function from tensors to the argument, or None if it is constant."""
+        """Return a function that makes the argument from a replay's tensors; None if the argument is constant."""
         if isinstance(value, Tensor):
             number = self.number(value)
             if self.tensors[number].dtype == value.dtype or not launch.interpreting():

@@ -39,13 +39,13 @@ from . import backends
 
 MAX_KEPT = 1024  # signatures, before all are forgotten
 RECORD_AFTER = 2  # calls of a signature: recording costs as much as a first call, and many signatures never return
-RECENT = 8  # signatures with equal options that TensorGuards compare in C++; also the most backwards of a signature
+RECENT = 8  # signatures with equal options that TensorGuards compare in C++; also the most recorded backwards of one
 
 RECORDED = attention.run_triton, attention.run_hopper
 _CLASSES = frozenset((Tensor, Parameter))
 _NUMBERS = frozenset((int, float, bool, str, type(None)))
 _PLACES = {name: place for place, name in enumerate(TENSORS)}
-# The tensors of an Arguments, in the order of TENSORS, and its other fields.
+# Getters of the tensors of an Arguments, in the order of TENSORS, and of its other fields.
 _WRITTEN = [name for name in TENSORS if name in Arguments._fields]
 _take_tensors = itemgetter(*map(Arguments._fields.index, _WRITTEN))
 _take_numbers = itemgetter(*(place for place, name in enumerate(Arguments._fields) if name not in TENSORS))
@@ -56,7 +56,7 @@ _ARE_LEARNED = [name not in _ATTENDED for name in INPUTS]
 
 
 class Signature(NamedTuple):
-    """Everything that equal calls share.
+    """Everything that calls must have in common to share a Replay.
 
     numbers: the arguments that are no tensors, then return_lse, return_weights, the named backend and whether autograd
     records. kinds: their types, because True, 1 and 1.0 are equal. precision: of float32 products. there: the types of
@@ -78,7 +78,7 @@ _recent: dict[tuple, list] = {}  # {a Signature without its facts: [(TensorGuard
 
 
 def forget() -> None:
-    """Forget all recordings and fitting tiles."""
+    """Forget all recordings, and which tiles fit the device."""
     tile_table.fitting.clear()
     _known.clear()
     _met.clear()
@@ -117,7 +117,7 @@ def _of_plan(arguments: Arguments) -> tuple:
 
 
 def _usual(numbers: tuple) -> bool:
-    """Return whether numbers have Python's own types: the contents of a tensor or array may change."""
+    """Return whether numbers have Python's own types. Tensors and arrays do not: their values may change."""
     for x in numbers:
         if type(x) not in _NUMBERS and not (type(x) is tuple and all(side is None or type(side) is int for side in x)):
             return False
@@ -205,9 +205,9 @@ def find(tensors: tuple, numbers: tuple) -> "Replay | None":
 
 
 def learn(tensors: tuple, numbers: tuple, call: Call, chosen: backends.Backend) -> "Replay | None":
-    """Count a checked call; record and return its Replay when it came RECORD_AFTER times.
+    """Count a checked call by its signature. When it came RECORD_AFTER times, record it, and return its Replay.
 
-    Return None before that, if it has no signature, or if its backend launches no kernels.
+    Return None before that, if the call has no signature, or if its backend launches no kernels.
     """
     if chosen.run not in RECORDED:
         return None
@@ -241,7 +241,7 @@ def _without_data(tensors) -> list:
 
 
 class Replay:
-    """Recordings of one call signature: its forward, and a backward for each set of gradients."""
+    """Recordings of one call signature: its forward, and a backward for each set of gradients that were needed."""
 
     def __init__(self, tensors: tuple, call, numbers: tuple, on_hopper: bool):
         from ..launch import blocks, forward
@@ -275,7 +275,7 @@ class Replay:
         self.take_results, self.take_inputs, self.take_kept = (
             itemgetter(*numbers) for numbers in (self.results, self.inputs, self.kept)
         )
-        self.facts: list = []  # of what is kept, as the first call has it
+        self.facts: list = []  # `schema.facts` of the tensors saved for the backward, from the first forward
         self.forward = recorder.recording()
         self.backwards: dict[tuple, Any] = {}
 
@@ -293,7 +293,7 @@ class Replay:
         return self.take_results(self.forward.run(tensors))
 
     def fields(self, tensors: Sequence) -> Call:
-        """Return the Call of tensors as the caller gave them."""
+        """Return the Call with these tensors, which may lack dimensions, as the caller passed them."""
         given = [in_full(name, x) for name, x in zip(TENSORS, tensors, strict=True)]
         if not self.drops:
             given[_SEED] = None  # may be an int
@@ -303,7 +303,7 @@ class Replay:
         """Return the gradients of INPUTS, None where not needed.
 
         Args:
-            kept: the saved tensors, by number.
+            kept: the saved tensors, by their index in the recorded forward.
             incoming: gradients of output, lse and weights, or None.
         """
         tensors = [kept.get(self.block_mask if name == "block_mask" else _PLACES[name]) for name in TENSORS]
@@ -336,7 +336,7 @@ class Replay:
         return [None if place is None else made[place] for place in places]
 
     def _backward(self, given, need):
-        """Return (Recording of a backward, the numbers of its gradients)."""
+        """Return (Recording of a backward, the index of each gradient among its tensors or None)."""
         from ..launch.backward import launch_backward
         from .recording import Recorder
 

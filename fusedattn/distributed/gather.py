@@ -1,4 +1,4 @@
-"""Attention with keys and values gathered from all ranks: rows stay, and all options of attention apply.
+"""Attention with keys and values gathered from all ranks. Rows stay on their rank, and all options of attention apply.
 
 The backward gathers keys and values again instead of saving them. Their gradients are float32 (float64) until they are
 summed over ranks. Source: Llama 3, arXiv:2407.21783, section 3.3.2. Cutting documents where a shard ends:
@@ -39,7 +39,7 @@ def gather_attention(
     alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
     dropout_p: float = 0.0, seed: int | Tensor | None = None, return_lse: bool = False, backend: str | None = None,
 ) -> Tensor | Any:  # fmt: skip
-    """Compute `ring_attention` with all options of `fusedattn.attention` but return_weights. Each rank gets all keys.
+    """Compute `ring_attention` with all options of `fusedattn.attention` but return_weights. A rank gathers all keys.
 
     Examples:
         >>> shards = (torch.randn(1, 8, 1000, 64) for _ in range(3))  # of this rank
@@ -64,7 +64,7 @@ def gather_attention(
 
 
 class _Keys:
-    """The keys and values of all ranks at once. Gradients return to their ranks."""
+    """Source of keys for `in_pieces`: those of all ranks at once. Each rank gets the gradients of its keys back."""
 
     def __init__(self, whole: GlobalCall, pieces: list[Piece] | None = None):
         self.whole = whole
@@ -180,7 +180,7 @@ def _piece(whole: GlobalCall, chunk: Chunk, offsets: list[int], first: int, last
     A document that begins before the Chunk has a Piece of its own.
     """
     begin, device, heads = offsets[first], whole.query.device, whole.query.shape[1]
-    before = max(0, chunk.first - begin)  # rows of the document in front of the chunk
+    before = max(0, chunk.first - begin)  # rows of the first document before the chunk
     rows = [min(max(x, chunk.first), chunk.last) - chunk.first for x in offsets[first : last + 1]]
     keys = [x - begin for x in offsets[first : last + 1]]
     max_rows, max_keys = _longest(rows), _longest(keys)

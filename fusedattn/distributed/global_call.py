@@ -20,10 +20,10 @@ from .shards import Chunk, check_balance, chunks_of, rows_of
 
 
 class Piece(NamedTuple):
-    """Attention of some rows of this rank to some of the keys at hand.
+    """Attention of some rows of this rank to some of the keys that it has received.
 
-    fields: the fields of its Call that tell positions. A mask or bias is sliced by batch, pair_rows and pair_keys,
-    slopes by batch; None: as rows and keys are.
+    fields: the fields of its Call that depend on positions. A mask or bias is sliced by batch, pair_rows and pair_keys,
+    slopes by batch; pair_rows or pair_keys of None means the same as rows or keys.
     """
 
     rows: slice
@@ -38,7 +38,7 @@ class GlobalCall(NamedTuple):
     """A call of all ranks.
 
     call has this rank's rows and keys, and options that are the same on all ranks. rows and keys are the Chunks of each
-    rank. Row i of the whole sequence is level with key i + shift. needs: for each rank, the names of the inputs that
+    rank. The diagonal of row i of the whole is at key i + shift. needs: for each rank, the names of the inputs that
     require a gradient.
     """
 
@@ -57,7 +57,7 @@ class GlobalCall(NamedTuple):
         return set().union(*(self.needs if rank is None else [self.needs[rank]]))
 
     def with_tensors(self, tensors: Sequence[Tensor | None]) -> "GlobalCall":
-        """Return this with other TENSORS in its call. Autograd keeps the tensors; a context keeps the rest."""
+        """Return this with other TENSORS in its call. Autograd saves the tensors; its context keeps the rest."""
         return self._replace(call=of_calls.with_tensors(self.call, tensors))
 
     @property
@@ -89,7 +89,7 @@ class GlobalCall(NamedTuple):
         """Split attention of this rank's rows to Chunks of keys into as few Pieces as possible."""
         rows = [row for row in self.rows[self.ranks.rank] if row.length]
         keys = [key for key in keys if key.length]
-        # Chunks are joined if each row sees each key and no position counts.
+        # Join Chunks if every row sees every key and no option depends on positions, as ALiBi and dropout do.
         joinable, unbounded = self.call.seed is self.call.alibi_slopes is None, dict(left=None, right=None)
         pieces = []
         for key in list(keys) if joinable and len(rows) > 1 else ():
@@ -115,8 +115,8 @@ def _joined(chunks: list[Chunk]) -> slice:
 class Method(NamedTuple):
     """Functions that compute this rank's rows of a GlobalCall, and their gradients.
 
-    forward returns [output, lse or None, weights or None], then a GlobalCall, tensors and numbers for backward.
-    backward takes these and the gradients of the results. It returns gradients by the names of inputs.
+    forward returns ([output, lse or None, weights or None], a GlobalCall, tensors and numbers to save). backward takes
+    this GlobalCall, what was saved, and the gradients of the results. It returns gradients by the names of inputs.
     """
 
     forward: Callable[[GlobalCall], tuple[list[Tensor | None], GlobalCall, Sequence[Any]]]
@@ -145,7 +145,7 @@ def prepared(arguments: Arguments, backend: Any, ranks: Ranks) -> tuple[Call, di
 
 
 def attend(function: str, given: dict[str, Any], method: Method) -> Any:
-    """Return the result of a public function from its arguments by name. Without a group it is `attention`."""
+    """Return the results of a public function. given: its arguments by name. Without a group, call `attention`."""
     whole = agreed(function, given)
     if whole is None:
         return attention(**{name: x for name, x in given.items() if name not in ("group", "balance")})
@@ -161,7 +161,7 @@ def attend_globally(whole: GlobalCall, method: Method) -> Sequence[Tensor | None
 
 
 class _Attend(torch.autograd.Function):
-    """Autograd node of a GlobalCall. All ranks take part in the transfers of its backward, if only with zeros."""
+    """Autograd node of a GlobalCall. All ranks take part in the transfers of the backward, if only with zeros."""
 
     @staticmethod
     def forward(ctx, whole, method, _, *tensors):
@@ -174,7 +174,7 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, *incoming):
-        kept, _ = schema.saved(ctx)  # once: a checkpoint computes the tensors for each reading
+        kept, _ = schema.saved(ctx)  # read once: a checkpoint recomputes the tensors for each access
         whole = ctx.whole.with_tensors(kept[: len(TENSORS)])
         grads = ctx.method.backward(whole, kept[len(TENSORS) :], incoming)
         return None, None, None, *[grads.get(name) for name in TENSORS]
@@ -183,7 +183,7 @@ class _Attend(torch.autograd.Function):
 def agreed(function: str, given: dict[str, Any], prepare: Prepare = prepared) -> GlobalCall | None:
     """Return the GlobalCall of a rank's arguments by name; None without a process group.
 
-    Raise TypeError, ValueError or NotImplementedError on all ranks if an argument of one is wrong, or if two differ.
+    Raise TypeError, ValueError or NotImplementedError on all ranks if an argument is wrong on one, or two differ.
     """
     ranks, balance, backend = ranks_of.of(given["group"]), given.get("balance"), given["backend"]
     if ranks is None:
@@ -204,7 +204,7 @@ def agreed(function: str, given: dict[str, Any], prepare: Prepare = prepared) ->
         check_flags(**flags)
         call, more = prepare(arguments, backend, ranks)
         named = backends.named(backend)
-        if named is not None:  # only a named backend may raise
+        if named is not None:  # all ranks raise if the caller's backend cannot run
             _backend(call, set(), flags["return_weights"], named)
         return call, _common(call, arguments) | more | dict(balance=balance, **flags, backend=named), _own(call)
 
@@ -231,7 +231,7 @@ def agreed(function: str, given: dict[str, Any], prepare: Prepare = prepared) ->
 
 
 def _own(call: Call) -> dict[str, Any]:
-    """Return facts that may differ between ranks: lengths, a seed drawn here, and inputs that require a gradient."""
+    """Return properties that may differ between ranks: lengths, a seed drawn here, inputs that require a gradient."""
     tensors = {name: getattr(call, name) for name in INPUTS if torch.is_grad_enabled()}
     needs = [name for name, x in tensors.items() if x is not None and x.requires_grad]
     own: dict[str, Any] = dict(query=call.query.shape[2], key=call.key.shape[2], needs=needs)

@@ -1,4 +1,4 @@
-"""Attention of a rank's rows in Pieces: each by a backend, and one softmax over all of them."""
+"""Attention of a rank's rows, one Piece (some rows, some keys) at a time, with the results merged into one softmax."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
@@ -20,7 +20,7 @@ class Keys(Protocol):
         """Yield (owner, the call with the owner's keys and values, its Pieces). Owner None is all ranks."""
 
     def give_back(self, owner: int | None, key: Tensor | None, value: Tensor | None) -> None:
-        """Take this rank's gradients of the owner's keys and values."""
+        """Receive the gradients of the owner's keys and values that come from this rank's rows."""
 
     def gradients(self) -> tuple[Tensor | None, Tensor | None]:
         """Return the gradients of this rank's keys and values, summed over all ranks."""
@@ -30,7 +30,7 @@ _Keys = Callable[[GlobalCall], Keys]
 
 
 def in_pieces(keys: _Keys) -> Method:
-    """Return the Method of rows that stay on their rank, while keys and values come to it."""
+    """Return the Method by which rows stay on their rank, and `keys` brings keys and values to them."""
     return Method(lambda whole: _forward(whole, keys), lambda whole, *grads: _backward(whole, *grads, keys))
 
 
@@ -43,7 +43,6 @@ def _sliced(name: str, x: Tensor | None, piece: Piece) -> Any:
 
 
 def _part_of(call: Call, piece: Piece) -> Call:
-    """Return the partial call of a Piece."""
     tensors = {name: _sliced(name, getattr(call, name), piece) for name in with_dims("B")}
     return call._replace(**tensors | dict(sinks=None, partial=True) | piece.fields)
 
@@ -97,6 +96,6 @@ def _backward(
     if call.sinks is not None and "sinks" in of_all:
         grads["sinks"] = partial.of_sinks(call, rows, out_grad, lse_grad)
     for name in BY_HEAD:
-        if (grad := grads.get(name)) is not None:  # all ranks have the same tensor
+        if (grad := grads.get(name)) is not None:  # one tensor for all ranks
             grads[name] = ranks_of.sum_of(whole.ranks, grad)
     return grads

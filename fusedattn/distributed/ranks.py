@@ -16,7 +16,7 @@ from ..call.rules import fail
 
 STATEMENT = 4096  # bytes of a rank's statement about a call: a fixed size, so ranks that disagree can read it
 MESSAGE = 300  # characters of an error message in a statement, which has to fit
-PATIENCE = timedelta(seconds=2)  # how long to wait for the number of the lost rank, after a connection broke
+PATIENCE = timedelta(seconds=2)  # how long to wait for rank 0 to name the lost rank after a broken connection
 
 
 class Ranks(NamedTuple):
@@ -166,9 +166,9 @@ class Transfer(NamedTuple):
 def exchange(
     ranks: Ranks, sent: Iterable[Tensor], to: int | None, received: Iterable[Tensor], of: int | None
 ) -> Transfer:
-    """Begin to send tensors to rank `to`, and to fill others with those that rank `of` sends; None for no rank.
+    """Start to send the tensors `sent` to rank `to`, and to receive into the tensors `received` from rank `of`.
 
-    The tensors are contiguous, and must not change before `wait` has returned.
+    If a rank is None, its half is skipped. The tensors are contiguous, and must not change before `wait` has returned.
     """
     received = tuple(received)
     operations = [

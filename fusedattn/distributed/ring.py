@@ -1,7 +1,7 @@
-"""Ring attention: rows stay, keys and values travel from rank to rank while earlier ones are computed.
+"""Ring attention: rows stay on their rank. Keys and values are sent from rank to rank during the computation.
 
 A shard goes straight to each rank that sees it: at step t, to the rank t places after its owner. That takes as many
-bytes as from neighbour to neighbour, and ranks that see nothing of it get none.
+bytes as sending from neighbour to neighbour, and a rank that sees nothing of a shard does not get it.
 Source: Ring Attention with Blockwise Transformers, arXiv:2310.01889. Balanced causal work ("zigzag"): Striped
 Attention, arXiv:2311.09431, and zhuzilin/ring-flash-attention.
 """
@@ -67,7 +67,7 @@ def ring_attention(
 
 
 class _Keys:
-    """The keys and values of one rank after another. The next ones travel meanwhile; gradients travel back."""
+    """Source of keys for `in_pieces`: those of one rank after another. Gradients are sent back to it."""
 
     def __init__(self, whole: GlobalCall):
         fields = {name: getattr(whole.call, name) for name in ("key", "value", "key_mask")}
@@ -81,7 +81,7 @@ class _Keys:
         return {name: torch.zeros_like(x, dtype=dtype) for name, x in self.own.items() if name in wanted}
 
     def _begin(self, step: int) -> Transfer:
-        """Send this rank's keys `step` ranks ahead, and receive those of the rank that is `step` behind."""
+        """Start to send this rank's keys `step` ranks ahead, and to receive those of the rank that is `step` behind."""
         whole, (_, rank, size) = self.whole, self.whole.ranks
         to, owner = (rank + step) % size, (rank - step) % size
         buffers, rows = [], rows_of(whole.keys[owner])
@@ -105,7 +105,7 @@ class _Keys:
                 tensors = transfer.wait()
 
     def give_back(self, owner: int | None, key: Tensor | None, value: Tensor | None) -> None:
-        """Add the gradients if this rank is the owner, otherwise send them. None: no row here sees the owner's keys."""
+        """Add the gradients if this rank is the owner, otherwise send them. None: no row here sees the keys."""
         whole, (_, rank, size) = self.whole, self.whole.ranks
         grads = [x for x in (key, value) if x is not None]
         if owner is None or owner == rank:

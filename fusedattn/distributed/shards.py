@@ -49,7 +49,7 @@ def chunks(length: int, size: int, balance: str | None) -> list[list[Chunk]]:
 
 
 def chunks_of(argument: str, lengths: Sequence[int], size: int, balance: str | None) -> list[list[Chunk]]:
-    """Return the Chunks of each rank. Raise if a rank has another number of rows. argument: the name in the error."""
+    """Return the Chunks of each rank. Raise if a rank has a wrong number of rows. argument: its name in the error."""
     every = chunks(sum(lengths), size, balance)
     for rank, (got, expected) in enumerate(zip(lengths, map(rows_of, every), strict=True)):
         if got != expected:

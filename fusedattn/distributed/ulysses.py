@@ -33,7 +33,8 @@ def heads_of(heads: int, key_heads: int, size: int) -> tuple[list[list[int]], li
     for some in queries:
         every = [head // group for head in some]
         own = sorted(set(every))
-        # Each key head once if its query heads are equally many and in order; otherwise a key head per query head.
+        # If each of these key heads serves the same number of this rank's query heads, in order, send it once.
+        # Otherwise send a copy for each query head.
         each = count // max(1, len(own))
         keys.append(own if every == [head for head in own for _ in range(each)] else every)
     return queries, keys
@@ -79,7 +80,7 @@ def ulysses_attention(
 class _Route(NamedTuple):
     """Transfer of a tensor (B, H, rows, ...) between all heads of some rows and some heads of all rows.
 
-    heads: of each rank, when it has all rows. total: of all ranks. rows: of each rank, when it has all heads.
+    heads: the heads that each rank computes. total: the number of all heads. rows: the number of each rank's rows.
     """
 
     ranks: Ranks
@@ -89,12 +90,11 @@ class _Route(NamedTuple):
 
     @property
     def own(self) -> list[int]:
-        """The heads of this rank."""
         return self.heads[self.ranks.rank]
 
     @property
     def repeated(self) -> bool:
-        """Whether a head goes to several ranks, or twice to one."""
+        """True if a head goes to several ranks, or twice to one."""
         return sum(map(len, self.heads)) > self.total
 
     def to_heads(self, x: Tensor) -> Tensor:
@@ -115,10 +115,10 @@ class _Route(NamedTuple):
 
 
 def _route(whole: GlobalCall, name: str) -> _Route:
-    """Return the _Route of a field of a Call."""
+    """Return how a tensor of the Call moves between ranks: the rows each rank has before, and the heads after."""
     ranks, letters, x = whole.ranks, DIMS[name], getattr(whole.call, name)
     rows = [rows_of(some) for some in (whole.rows if "Q" in letters else whole.keys)]
-    if "G" not in letters and ("H" not in letters or x.shape[1] == 1):  # one for all heads goes to each rank
+    if "G" not in letters and ("H" not in letters or x.shape[1] == 1):  # equal for all heads: each rank needs it
         return _Route(ranks, [[0]] * ranks.size, 1, rows)
     queries, keys = heads_of(whole.query.shape[1], whole.call.key.shape[1], ranks.size)
     return _Route(ranks, keys if "G" in letters else queries, x.shape[1], rows)

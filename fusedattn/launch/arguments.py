@@ -1,4 +1,4 @@
-"""Makes kernel arguments from a Call: Views of tensors, NamedTuples of options, numbers."""
+"""Makes kernel arguments from a Call: Views (a tensor and its strides), NamedTuples of options, numbers."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ TMA_BYTES = 16  # TMA needs addresses and strides that are multiples of 16 bytes
 
 
 def precision(dtype):
-    """Return how products may be rounded: float32 products as torch's setting says at the time of the call."""
+    """Return the input precision of tl.dot: "tf32" for float32 if torch's setting allows it now, otherwise "ieee"."""
     return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
@@ -33,7 +33,7 @@ def of(tensor):
 
 
 def strided(tensor: Tensor) -> bool:
-    """Return whether TMA can read a (B, H, S, D) tensor, by its strides."""
+    """Return whether the strides of a (B, H, S, D) tensor are as TMA requires."""
     pairs = zip(tensor.stride()[:3], tensor.shape[:3], strict=True)
     steps = [step * tensor.element_size() for step, size in pairs if holds(size != 1, True)]
     readable = all(holds(step > 0, True) and holds(step % TMA_BYTES == 0, False) for step in steps)
@@ -41,9 +41,9 @@ def strided(tensor: Tensor) -> bool:
 
 
 def aligned(tensor: Tensor) -> bool:
-    """Return whether TMA can read a tensor, by its address.
+    """Return whether the address of a tensor is aligned as TMA requires.
 
-    It is True without an address, as in a compiler, functorch and fake tensors: the operator checks again when it runs.
+    True if it has no address, as in a compiler, functorch and fake tensors: the operator checks again when it runs.
     """
     if torch.compiler.is_compiling() or type(tensor) not in (Tensor, Parameter) or not has_storage(tensor):
         return True
@@ -51,9 +51,9 @@ def aligned(tensor: Tensor) -> bool:
 
 
 def by_threads(tensor: Tensor) -> bool:
-    """Return whether threads may load a (B, H, S, D) tensor by single elements instead of asynchronous copies.
+    """Return whether compiled code may load a (B, H, S, D) tensor by single elements, without asynchronous copies.
 
-    Triton specialises on addresses that are multiples of 16 bytes, and on strides that are multiples of 16 elements.
+    Triton knows only which addresses are multiples of 16 bytes, and which strides are multiples of 16 elements.
     """
     *strides, last = of(tensor).strides
     if last != 1 or tensor.shape[3] % 2 != 0 or any(step % 16 for step in strides):
@@ -62,7 +62,7 @@ def by_threads(tensor: Tensor) -> bool:
 
 
 def block(tensor: Tensor, rows: int) -> tuple[list, list, list]:
-    """Return (shape, strides, block shape) of a descriptor that copies some rows of one head."""
+    """Return (shape, strides, block shape) of a TMA descriptor that copies `rows` rows of one head."""
     # The stride of an axis of size 1 is arbitrary, and may not suit TMA.
     least = TMA_BYTES // tensor.element_size()
     strides = [least if size == 1 else step for size, step in zip(tensor.shape[:3], tensor.stride()[:3], strict=True)]
@@ -74,9 +74,9 @@ def descriptor(tensor: Tensor, rows: int) -> TensorDescriptor:
 
 
 def described(tile: tile_table.Tile, rows: int, hiding: Tensor | None, **tensors: Tensor) -> dict[str, Any]:
-    """Return the `descriptor` of each tensor if the tile wants TMA and TMA can read them all; else {}, and Views stay.
+    """Return {name: TMA descriptor} if the tile uses TMA and TMA can read all tensors; otherwise {}: Views remain.
 
-    hiding: the mask of their rows, or None. Masked rows may be NaN, and only threads can skip them.
+    hiding: the mask of their rows, or None. Masked rows may be NaN, and TMA cannot skip them.
     """
     if not tile.tma or hiding is not None or not all(x.numel() and strided(x) and aligned(x) for x in tensors.values()):
         return {}
@@ -132,7 +132,7 @@ def bounded(call):
 
 
 def band(call):
-    """Return the lengths and window of a call as kernels take them, the window clamped to 32 bits."""
+    """Return the lengths and the window of a call as kernels take them: numbers of 32 bits, None if unbounded."""
     rows, keys, by = call.query.shape[2], call.key.shape[2], shift(call)
     most = rows + keys
     left = None if call.left is None else max(-most, min(call.left - by, most))
@@ -141,7 +141,7 @@ def band(call):
 
 
 def common(call):
-    """Return the arguments that all kernels over the pairs of a call take."""
+    """Return the arguments that are the same for all kernels over pairs of query and key."""
     query, key, value = call.query, call.key, call.value
     drop = None if call.seed is None else dropout.of(call.seed, call.dropout_p, call.origin)
     return dict(

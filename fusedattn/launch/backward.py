@@ -1,4 +1,4 @@
-"""Chooses the kernels of a backward, and launches them."""
+"""Chooses the kernels of a backward, and launches them. `form` is the tile of the Hopper kernel, None without one."""
 
 from typing import Any, NamedTuple
 
@@ -38,7 +38,7 @@ class _Pass(NamedTuple):
 
 
 def _bias_sum(call):
-    """Return how the bias gradient is summed: by "rows" or "keys", not at all ("pairs"), or by a kernel ("planes")."""
+    """Return how to sum a bias gradient: over keys to "rows", rows to "keys", heads ("planes"), or not ("pairs")."""
     batch, heads, rows, keys = arguments.sizes(call)
     if call.bias.shape[3] == 1:
         return "rows"
@@ -48,7 +48,7 @@ def _bias_sum(call):
 
 
 def _by_row(needed, where):
-    """Return {option: whether the dq kernel sums its gradient by row}. where: `_bias_sum`, or None without a bias."""
+    """Return {option: whether the kernel dq stores its gradient as a sum for each row}. where: `_bias_sum`, or None."""
     return {name: where == "rows" if name == "bias" else needed[name] for name in ByRow._fields}
 
 
@@ -82,8 +82,8 @@ def reasons_not_on_hopper(call: Call, need, backend: str) -> list[str]:
 def passes(call: Call, need, backend: str = "triton", reachable: bool = True) -> tuple[str, ...]:
     """Return the kernels of a backward, in order. need: for each of INPUTS, whether its gradient is needed.
 
-    A Hopper kernel runs if it is wanted and supports the call. One pass over the pairs runs if dq may be summed in any
-    order and no other gradient is summed by row. Otherwise dq and dkdv run as needed; they are deterministic.
+    A Hopper kernel runs if it is chosen (`run.is_to_take`) and supports the call. Otherwise one_pass runs if dq may be
+    summed in any order and no other gradient is summed by row. Otherwise dq and dkdv run; both are deterministic.
     """
     needed = dict(zip(INPUTS, need, strict=True))
     where = _bias_sum(call) if needed["bias"] else None
@@ -103,14 +103,14 @@ def passes(call: Call, need, backend: str = "triton", reachable: bool = True) ->
 
 
 def _spread(sums, offsets, most):
-    """Return sums by row as (n, H, most, 1) for packed sequences, otherwise unchanged."""
+    """Return sums by row; those of packed sequences are padded to (n, H, most, 1)."""
     if offsets is None:
         return sums
     return padding(offsets, sums.shape[2], most).pad(sums[0].transpose(0, 1)).transpose(1, 2)
 
 
 def _totals(sums, offsets, batch):
-    """Return sums by row summed over rows: (B, H), or (n, H) for packed sequences."""
+    """Return the totals over rows of sums by row: (B, H), or (n, H) for packed sequences."""
     if offsets is None or batch == 1:
         return sums.sum((2, 3))
     # Decreasing offsets are clamped: they describe empty sequences. A scatter would sum in any order.
@@ -119,19 +119,16 @@ def _totals(sums, offsets, batch):
 
 
 def _unit(p, form):
-    """Return the arguments UNIT and WIDTH, which say how a Hopper backward stores its sums; None without one."""
+    """Return the arguments UNIT and WIDTH, the block of dq that a Hopper backward stores (`hopper.unit`), or None."""
     return dict(zip(("UNIT", "WIDTH"), (None, None) if form is None else hopper.unit(p.call, form), strict=True))
 
 
 def _preprocess(p, out, grad_lse, weights, stats, query_sums, turns, form):
-    """Return the statistics of rows that later kernels read. Set query_sums and turns to zero, if any.
-
-    form: the tile of the Hopper backward that reads the statistics, or None.
-    """
+    """Return the row statistics (softmax and delta) that later kernels read; set query_sums and turns, if any, to 0."""
     rows, pitch = (p.table(stats, 4), None) if form is None else hopper.new_rows(p.call, stats)
     names = "GradOut", "GradWeights", "heads", "q_len"
     launched = {name: p.launched[name] for name in names} | dict(
-        spec=p.launched["spec"]._replace(GROUP=1, TOP_LEFT=False),  # unread: fixed, so that one kernel is compiled
+        spec=p.launched["spec"]._replace(GROUP=1, TOP_LEFT=False),  # not read; fixed, so that one kernel is compiled
         Out=arguments.of(out),
         GradLse=grad_lse,
         Weights=arguments.of(weights),
@@ -175,7 +172,7 @@ def _dkdv(name, p, query_sums, grads):
 
 
 def _add_on_hopper(name, p, query_sums, turns, grads, form):
-    """Compute the gradients of keys and values, and sum dq, by a Hopper kernel."""
+    """Compute dk and dv, and add up dq in query_sums, by a Hopper kernel."""
     call, device = p.call, run.device_of(p.call.query)
     grads = grads["key"], grads["value"]
     launched = hopper.backward_arguments(call, p.grad_out, p.launched["Rows"], query_sums, turns, grads, form)
@@ -289,7 +286,7 @@ def launch_backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats
     if "postprocess" in names and form is not None:
         query_sums = hopper.new_sums(call, stats, form)
     elif "postprocess" in names:
-        # Sum into the gradient itself if it has the dtype of the sums and threads add. TMA adds to aligned rows only.
+        # Sum into the gradient itself if it has the dtype of sums, unless TMA adds, for which rows must be aligned.
         width = call.query.shape[3]
         bulk = any(tile.bulk for tile in run.candidates("one_pass", call))
         in_place = grads["query"].dtype == stats.dtype and not bulk

@@ -1,4 +1,4 @@
-"""Launches the kernels that make block masks, tile lists, and the layout of packed sequences."""
+"""Launches the kernels that make block masks, lists of tiles to visit, and the layout of packed sequences."""
 
 import torch
 from triton import cdiv
@@ -16,7 +16,7 @@ def _narrow(tensor):
 
 
 def new_block_mask(mask, key_mask, query_mask, bias, lengths, mask_size):
-    """Return (an uninitialised block mask, its number of rows and keys, the masks and the bias without broadcasts).
+    """Return (an uninitialised block mask, (rows, keys) that it covers, the masks and the bias without broadcasts).
 
     A byte stands for mask_size x mask_size pairs. At least one mask or the bias is not None. Dimensions along which all
     of them broadcast have size 1.
@@ -42,7 +42,7 @@ def block_mask(mask, key_mask, query_mask, bias, lengths, mask_size):
     block_mask, (rows, keys), masks = new_block_mask(mask, key_mask, query_mask, bias, lengths, mask_size)
     (mask, key_mask, query_mask, bias), (batch, heads, *_) = masks, block_mask.shape
     if block_mask.numel():
-        # A mask of pairs, or a bias, may be broadcast over sequences: then their lengths do not matter.
+        # Without token masks all packed sequences may share a block mask, which does not depend on their lengths.
         packed = lengths is not None and not (key_mask is query_mask is None)
         launched = dict(
             BlockMask=block_mask,
@@ -60,7 +60,7 @@ def block_mask(mask, key_mask, query_mask, bias, lengths, mask_size):
 
 
 def slots(call, block, by_keys=False):
-    """Return how many blocks of rows, or of keys, one head has; for packed sequences an upper bound."""
+    """Return the number of blocks of rows, or of keys, of a head in all batches; an upper bound if packed."""
     batch, _, rows, keys = arguments.sizes(call)
     if call.cu_seqlens_q is None:
         return cdiv(keys if by_keys else rows, block) * batch

@@ -41,7 +41,7 @@ def launch_append(decode: Decode):
     key, value = apart(decode)
     batch, heads, added, _ = key.shape
     launched = _common(decode) | dict(K=arguments.of(key), V=arguments.of(value))
-    # Unread fields are fixed, so that one kernel is compiled.
+    # Fields that the kernel does not read are fixed, so that it is compiled only once.
     launched["spec"] = launched["spec"]._replace(GROUP=1, TOP_LEFT=False, PRECISION="ieee")
     if batch * heads * added * launched["capacity"]:
         run.run_tiled("append", decode.call, lambda tile: cdiv(added, tile.rows) * batch * heads, launched)
@@ -55,7 +55,7 @@ def decoder(rows):
     return next((name for name, most in tile_table.DECODE.items() if rows <= most), "decode_64")
 
 
-@functools.lru_cache(maxsize=1024)  # caches grow: each length is asked for once more
+@functools.lru_cache(maxsize=1024)  # a growing cache asks for the same numbers at many steps
 def splits(programs, blocks, multiprocessors):
     """Return how many programs share the keys of a sequence, so that the GPU is full and the merge pays off.
 

@@ -1,7 +1,7 @@
 """Kernels that do not compile or load on this machine, with the reason and advice.
 
-Triton compiles a kernel at its first call, so a missing compiler or a rejected kernel shows only then. Later calls of
-the same kind use another backend.
+Triton compiles a kernel at its first call, so a missing compiler or a rejected kernel shows only then. Later calls that
+would need this kernel use another backend.
 """
 
 import errno
@@ -10,7 +10,7 @@ import warnings
 
 # Errors that may pass: a full disk, too many files.
 _PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.EINTR)
-failed_kernels: dict[tuple, str] = {}  # {key of calls that fail together: why}
+failed_kernels: dict[tuple, str] = {}  # {`run.kind_of` a call, or (kernel, device): why}
 _warned: set[str] = set()
 
 
@@ -24,13 +24,13 @@ def forget() -> None:
 
 
 def known(key: tuple) -> "KernelUnavailable | None":
-    """Return why the calls with this key are known to fail, or None."""
+    """Return why a kernel is known to fail, or None. key: as in `failed_kernels`."""
     why = failed_kernels.get(("every kernel", key[1])) or failed_kernels.get(key) if failed_kernels else None
     return None if why is None else KernelUnavailable(why)
 
 
 def remember(key: tuple, error: Exception) -> "KernelUnavailable":
-    """Return the error to raise for a failure. Remember it for later calls, unless it may pass."""
+    """Return the error to raise for a failed kernel, and remember it for later calls, unless it may pass."""
     name, device, *_ = key
     whole, what, advice = _judge(name, error)
     message = f"{what} on {device} ({cause(error)}); {advice}"
@@ -54,7 +54,7 @@ def warn_once(reason: str, sentence: str, stacklevel: int) -> None:
 
 
 def cause(error: Exception) -> str:
-    """Return the type of an error and the line of its message that says most."""
+    """Return the type of an error and the most telling line of its message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip(" ^")]
     text = next((line for line in lines if "error" in line.lower()), lines[-1] if lines else "")
     return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__

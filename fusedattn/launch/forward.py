@@ -1,4 +1,4 @@
-"""Launches the forward, by the Hopper or the universal kernel, and the kernel of weights."""
+"""Launches the forward, by the Hopper kernel or the one for any GPU, and the kernel of attention weights."""
 
 from triton import cdiv
 
@@ -40,7 +40,7 @@ def _forward(out, lse, stats, call):
 
 
 def launch_weights(name, launched, columns: int, call: Call):
-    """Launch the kernel of weights, or of their tangents. launched: its arguments but for `columns` and `sequences`."""
+    """Launch the kernel of weights, or of their tangents. launched: arguments but `columns` and `sequences`."""
     run.run_tiled(
         name,
         call,

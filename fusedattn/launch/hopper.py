@@ -1,4 +1,4 @@
-"""Limits of the Hopper kernels, and their arguments: descriptors for TMA."""
+"""Limits of the Hopper kernels, and their arguments: TMA descriptors, buffers and (`form`) the tile."""
 
 import math
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ except (ImportError, AttributeError) as error:  # Gluon is experimental: names c
     kernel, _why = None, str(error)
 
 missing = None if kernel is not None else f"this version of Triton lacks names that its kernel uses ({_why})"
-# Optional fields of a Call that the kernels take, or that `limits` reports in other words. They lack all others.
+# Optional fields of a Call that the kernels support, or that `limits` reports itself. They support no others.
 _KNOWN = ("left", "right", "origin", "seed", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 _LACKS = tuple(name for name, default in Call._field_defaults.items() if default is None and name not in _KNOWN)
 _DESCRIPTORS = (
@@ -39,7 +39,7 @@ _LAYOUTS = {} if kernel is None else {torch.bfloat16: bfloat16, torch.float16: f
 
 
 def limits(call: Call) -> list[str]:
-    """Return which options of a call the forward does not know."""
+    """Return why the forward does not support the options of a call; empty if it does."""
     lacks = [f"it does not support {name}" for name in _LACKS if getattr(call, name) is not None]
     if call.cu_seqlens_q is not None:
         lacks.append("it does not support packed sequences")
@@ -64,7 +64,7 @@ def reasons(call: Call) -> list[str]:
 
 
 def unreachable(call: Call) -> list[str]:
-    """Return which of query, key and value TMA cannot read."""
+    """Return a sentence for each of query, key and value that TMA cannot read."""
     lacks = []
     for name in ("query", "key", "value"):
         tensor = getattr(call, name)
@@ -91,7 +91,7 @@ def _layout(rows, columns, dtype):
 def descriptor(tensor: Tensor, rows: int, columns: int | None = None) -> "TensorDescriptor":
     """Return a descriptor that copies some rows of one head of a (B, H, S, D) tensor, zero past its end.
 
-    columns: of a tile, a power of two; by default at least 16.
+    columns: of the block that it copies, a power of two; by default D rounded up, at least 16.
     """
     shape, strides, block = kernel_arguments.block(tensor, rows)
     block[3] = block[3] if columns is None else columns
@@ -108,7 +108,7 @@ def band_of(call: Call) -> str:
 
 
 def programs(call: Call, pipeline: Pipeline, multiprocessors: int) -> int:
-    """Return the grid size. If it is less than the number of blocks, programs take several."""
+    """Return the grid size. If it is less than the number of blocks, a program takes several."""
     batch, heads, rows, _ = kernel_arguments.sizes(call)
     blocks, band, keys = cdiv(rows, pipeline.rows) * batch * heads, band_of(call), call.key.shape[2]
     if call.left is not None and call.right is not None:
@@ -126,7 +126,7 @@ def programs(call: Call, pipeline: Pipeline, multiprocessors: int) -> int:
 
 
 def arguments(call: Call, out: Tensor, pipeline: Pipeline) -> dict:
-    """Return the kernel's arguments without Lse and Stats."""
+    """Return the arguments of the forward, except Lse and Stats."""
     query, key, value = call.query, call.key, call.value
     batch, heads = query.shape[:2]
     group, each = heads // key.shape[1], tile_table.WARPGROUP_ROWS
@@ -151,7 +151,7 @@ def arguments(call: Call, out: Tensor, pipeline: Pipeline) -> dict:
 
 
 def backward_limits(call: Call) -> list[str]:
-    """Return which options of a call the backward does not know."""
+    """Return why the backward does not support the options of a call; empty if it does."""
     lacks = limits(call)
     if call.partial:
         lacks.append("it does not support keys in several parts")
@@ -166,9 +166,9 @@ def reachable(*tensors: Tensor) -> bool:
 
 
 def _widths(call: Call) -> tuple[int, int]:
-    """Return the columns of tiles of keys, and of values.
+    """Return the columns of a tile of keys, and of values.
 
-    For dq a warpgroup multiplies half of the columns of keys; with heads up to 64 all columns by half of the rows.
+    Each of two warpgroups computes half of the columns of dq, at least 64; with heads up to 64 half of the rows.
     """
     width_k, width_v = width.fn(call.key.shape[3]), width.fn(call.value.shape[3])
     is_wide = _row_width(call) > tile_table.ONE_PASS
@@ -180,12 +180,12 @@ def _row_width(call):
 
 
 def unit(call: Call, form: Backward) -> tuple[int, int]:
-    """Return the rows and columns of dq whose sums are stored together."""
+    """Return the rows and columns of a block of dq, whose sums are contiguous in memory."""
     return form.rows // 2 if _row_width(call) == 64 else form.rows, _widths(call)[0]
 
 
 def new_rows(call: Call, stats: Tensor) -> tuple[Tensor, int | None]:
-    """Return the buffer of row statistics that `preprocess` fills, and its pitch."""
+    """Return the buffer of row statistics that `preprocess` fills, and its pitch (padded rows), if any."""
     batch, heads, length, _ = call.query.shape
     if _row_width(call) <= tile_table.ONE_PASS:
         return stats.new_empty((batch, 2 * heads, length, 16), dtype=torch.bfloat16), None
@@ -200,7 +200,7 @@ def new_sums(call: Call, stats: Tensor, form: Backward) -> Tensor:
 
 
 def new_turns(call: Call) -> Tensor:
-    """Return counters that order the additions to dq."""
+    """Return the counters by which the deterministic backward orders its additions to dq."""
     return call.query.new_empty(1 + 2 * call.query.shape[:3].numel(), dtype=torch.int32)
 
 
@@ -213,13 +213,13 @@ def backward_arguments(
     grads: Sequence[Tensor],
     form: Backward,
 ) -> dict:
-    """Return the arguments of the backward that adds dq; grads are those of key and value."""
+    """Return the arguments of hopper_bwd and hopper_bwd_deterministic. grads: of key and value."""
     each = tile_table.WARPGROUP_ROWS
     width_k, width_v = _widths(call)
     at_once = width_k if _row_width(call) == 64 else width_k // 2  # columns of dq
     lines = sums.view(*sums.shape[:2], -1, 32)
     shape, strides, block = kernel_arguments.block(rows, form.rows)
-    block[1] = 2  # tables of a head
+    block[1] = 2  # the two tables of a head
     return dict(
         Q=descriptor(call.query, form.rows, width_k),
         K=descriptor(call.key, each, width_k),
@@ -270,7 +270,7 @@ def heads_at_a_time(call: Call) -> int:
 
 
 def new_scores(call: Call) -> Tensor:
-    """Return the buffer for gradients of scores, (query heads, 1, Sk, Sq)."""
+    """Return the buffer for gradients of scores: (`heads_at_a_time` * group, 1, Sk, Sq rounded up to 64)."""
     (group, *shape), _ = _scores_of_a_head(call)
     return call.query.new_empty((heads_at_a_time(call) * group, *shape))
 
@@ -280,8 +280,8 @@ def _section(call, fits, size, blocks, multiprocessors):
 
     Args:
         fits: bytes of L2 to use. size: bytes of a head that its blocks read.
-        blocks: of a head. With a band they are unequal, and the shortest of a section cannot fill a GPU: a section
-            then has at least 1.5 blocks per multiprocessor, and sections are nearly equal.
+        blocks: their number in a head. With causal or a window they are unequal, and the shortest of a section cannot
+            fill a GPU: sections are then nearly equal, with at least 1.5 blocks per multiprocessor.
     """
     heads, most = heads_at_a_time(call), max(1, fits // size)
     if call.left is None and call.right is None:
@@ -299,7 +299,7 @@ def stored_arguments(
     form: Backward,
     multiprocessors: int,
 ) -> dict:
-    """Return the arguments of the kernel for gradients of scores and values, less `planes` and `before`."""
+    """Return the arguments of the kernel for gradients of scores and values, except `planes` and `before`."""
     each, length = tile_table.WARPGROUP_ROWS, call.query.shape[2]
     width_k, width_v = _widths(call)
     common, blocks = _common(call), cdiv(call.key.shape[2], form.keys)
@@ -323,7 +323,7 @@ def product_programs(call: Call, blocks: int, multiprocessors: int) -> int:
 def product_arguments(
     call: Call, grad_scores: Tensor, grad: Tensor, of_key: bool, form: Backward, multiprocessors: int
 ) -> dict:
-    """Return the arguments of the kernel for the gradient of key, or of query, less `planes` and `before`."""
+    """Return the arguments of the kernel for the gradient of key, or of query, except `planes` and `before`."""
     each, (width_k, _), others = tile_table.WARPGROUP_ROWS, _widths(call), call.query if of_key else call.key
     block = (2 * each, each) if of_key else (each, 2 * each)
     common = _common(call)

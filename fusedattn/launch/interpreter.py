@@ -17,7 +17,7 @@ from triton.runtime import interpreter as upstream
 
 
 def _wide(handle):
-    """Convert bfloat16 to float32, whose upper half its bits are; return other handles unchanged."""
+    """Convert a bfloat16 handle to float32, with its bits as the upper half; return other handles unchanged."""
     if handle.dtype.scalar != tl.bfloat16:
         return handle
     bits = handle.data.view(numpy.uint16).astype(numpy.uint32) << 16
@@ -44,7 +44,7 @@ def repair():
     cast = builder.cast_impl
 
     def create_dot(self, a, b, d, *options):
-        # In float64, differences by order vanish in the rounding to float32.
+        # In float64, differences by the order of sums vanish when they are rounded to float32.
         product = numpy.matmul(_wide(a).data.astype(numpy.float64), _wide(b).data.astype(numpy.float64))
         return upstream.TensorHandle(product.astype(d.data.dtype) + d.data, d.dtype.scalar)
 

@@ -1,7 +1,7 @@
 """Loads compiled kernels, and launches them as directly as this version of Triton allows.
 
-All knowledge of Triton below `kernel[grid](...)` is in this file, and is checked before use. If this version of Triton
-differs, its own `compiled[grid](...)` launches.
+All knowledge of Triton's internals is in this file, and is checked before use. If this version of Triton differs, its
+public `compiled[grid](...)` launches.
 """
 
 import copy
@@ -60,7 +60,7 @@ def load(kernel, programs: int, arguments: dict, options: dict):
 def launched(compiled, encodes: bool = True) -> Callable:
     """Return a function (programs, stream, arguments) that launches a loaded kernel and calls the hooks of profilers.
 
-    encodes: whether to encode descriptors; if not, the arguments have the results of `encoders` in their place.
+    encodes: whether to encode TMA descriptors. If not, the arguments hold the results of `encoders` in their place.
     """
     run = _run_of(compiled)
     if run is None:

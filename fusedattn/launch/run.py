@@ -1,4 +1,4 @@
-"""Runs a kernel with the first tile that fits the device, or records the launch. No grid is empty."""
+"""Runs a kernel with the first tile that fits the device, or records the launch. Callers pass no empty grid."""
 
 import contextlib
 import functools
@@ -61,10 +61,10 @@ def device_of(tensor):
 
 
 def run_kernel(name, programs, arguments, device, kind=None, last=True, **options):
-    """Run one kernel, or have it recorded.
+    """Launch a kernel, or have the Recorder of this thread record the launch.
 
     Args:
-        kind: the key of calls that fail together; by default all calls of the kernel on the device.
+        kind: `kind_of` the call. By default, a failure counts for all calls of the kernel on the device.
         last: whether this is the last tile to try.
 
     Raises:
@@ -76,7 +76,7 @@ def run_kernel(name, programs, arguments, device, kind=None, last=True, **option
         kind = (name, device) if kind is None else kind
         if failures.failed_kernels and (why := failures.known(kind)) is not None:
             raise why
-        options["enable_fp_fusion"] = True  # kernels are written for it, and from 3.10 on it is not the default
+        options["enable_fp_fusion"] = True  # kernels rely on it, and Triton 3.10 does not do it by default
         try:
             compiled = launcher.load(kernel, programs, arguments, options)
         except Exception as error:  # whatever Triton raises here, the kernel is unavailable
@@ -105,7 +105,7 @@ def capability(device):
 
 
 def has_hopper(tensor):
-    """Return whether Hopper kernels run on the device of a tensor. A graph may come from another machine."""
+    """Return whether Hopper kernels run on a tensor's device. A compiled graph may come from another machine."""
     return hopper.missing is None and capability(device_of(tensor)) in (90, None)
 
 
@@ -141,7 +141,7 @@ def pressure_of(call):
 
 
 def kind_of(name, call):
-    """Return the key of the calls that share tiles and fail together."""
+    """Return a dict key: calls with the same one share tiles of a kernel. If one of them fails, no other tries it."""
     query, rows = call.query, call.query.shape[2]
     if call.cu_seqlens_q is not None and call.max_seqlen_q is not None:
         rows = call.max_seqlen_q
@@ -184,7 +184,7 @@ def is_default(name, call, device):
 
 
 def is_to_take(name, call, backend):
-    """Return whether a Hopper backward takes a call that it supports."""
+    """Return whether the Hopper backward `name` runs for a call that it supports, by default or as named backend."""
     device = device_of(call.query)
     chosen = is_default(name, call, device) and failures.known((name, device)) is None
     wanted = backend == "hopper" if call.named else chosen
@@ -203,7 +203,7 @@ def none_is_right(name, device):
 
 
 def prefers_two_passes(call):
-    """Return whether a tuning file found the backward faster in two passes, or in one pass wrong."""
+    """Return whether a tuning file found dq and dkdv faster than one_pass, or every tile of one_pass wrong."""
     faster = "two_passes", "one_pass", call, device_of(call.query), pressure_of(call)
     return not candidates("one_pass", call) or tuned.is_faster(*faster)
 

@@ -1,6 +1,7 @@
 """Tile sizes by kernel and GPU, and the functions that look them up.
 
 Rows were chosen offline, by registers and spills in compiled code (`make compile`). A timed row names its GPU and time.
+A form is a Tile, or a Pipeline or Backward of a Hopper kernel. A band is causal or a window. Pressure: see `tiles_for`.
 """
 
 import math
@@ -24,11 +25,11 @@ class Tile(NamedTuple):
 
 
 class Pipeline(NamedTuple):
-    """Form of the Hopper forward. No row of its table may spill.
+    """Tile of the Hopper forward. No row of its table may spill.
 
     warpgroups: how many multiply, WARPGROUP_ROWS rows each. stages: blocks of keys, and of values, in shared memory.
-    persistent: one program a multiprocessor, several blocks each, unless a band makes blocks unequal: dealing out
-    unequal ones was 19 % slower (an H200, D 128, causal, S 4096). ping_pong: two warpgroups take turns to multiply.
+    persistent: one program a multiprocessor, several blocks each, unless a band makes blocks unequal: with those
+    it was 19 % slower (an H200, D 128, causal, S 4096). ping_pong: two warpgroups take turns to multiply.
     """
 
     warpgroups: int
@@ -43,9 +44,9 @@ class Pipeline(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """Form of a Hopper backward: two warpgroups multiply, WARPGROUP_ROWS keys each.
+    """Tile of a Hopper backward: two warpgroups multiply, WARPGROUP_ROWS keys each.
 
-    rows: of the blocks that it walks. stages: blocks in shared memory; with stored gradients of scores, blocks of the
+    rows: of a block of queries, which it walks. stages: such blocks in shared memory; for hopper_bwd_ds those of the
     product kernels.
     """
 
@@ -71,16 +72,16 @@ MULTIPROCESSORS = 132  # of an H100 or H200, which `explain` assumes for compute
 # By number of multiplying warpgroups: registers a thread at launch, then while multiplying, and while copying. A larger
 # total than at launch would make setmaxnreg wait for ever.
 REGISTERS = {2: (168, 240, 24), 3: (128, 160, 24)}
-FEW_ROWS = 64  # calls of at most so many rows use tiles of at most 64 x 64; so do packed query heads
-L2_BYTES = 32 << 20  # keys and values of the planes that are scheduled together
-# Queries and incoming gradients of the heads that are scheduled together, half of it for products. Without it, on an
-# H200, the backward takes 1.25 times as long at 1024 tokens, 1.17 times at 2048.
+FEW_ROWS = 64  # calls with at most this many rows use tiles of at most 64 x 64; `pack_gqa` makes at most as many
+L2_BYTES = 32 << 20  # limit on keys and values of the heads that are scheduled together
+# The same for queries and incoming gradients in the backward; half of it in its product kernels. Without this limit, on
+# an H200, the backward takes 1.25 times as long at 1024 tokens, 1.17 times at 2048.
 SECTION_BYTES = 16 << 20
-# By width: programs take several blocks of rows if a row sees at most so many keys, in full calls and with a band.
+# By width: a program takes several blocks of rows if a row sees at most this many keys, in full calls and in a band.
 # With more keys, one block a program was as fast or faster on an H200, by 0.98 to 1.04 (bench/NOTES.md).
 SHARED_KEYS = {128: 16384}
 SHARED_KEYS_OF_BANDS = {64: 4096, 128: 16384, 256: 2048}
-SHARED_PAIRS = 0.9  # programs take pairs of blocks if at least this share of them has a pair in the last round
+SHARED_PAIRS = 0.9  # programs take pairs of blocks if these fill at least this share of the multiprocessors' rounds
 
 # By width: the first is used, the others are candidates of `fusedattn tune`. bench/results/h200.csv has their times.
 HOPPER = {
@@ -99,26 +100,26 @@ HOPPER = {
     256: (Pipeline(2, 64, 2), Pipeline(2, 64, 2, ping_pong=True), Pipeline(2, 64, 2, persistent=False)),
 }
 
-# By width: the first pipeline of full and of causal calls with at least so many rows and keys. At D 64 three warpgroups
+# By width: the first pipeline of full and causal calls with at least this many rows and keys. At D 64 three warpgroups
 # are 1.03 to 1.12 times as fast as two there (an H200, bench/NOTES.md).
 HOPPER_LONG = {64: (dict(full=2048, causal=8192), Pipeline(3, 128, 2))}
 
-# Hopper's backwards, by width as in HOPPER. Two add dq in memory, one of them in a fixed order. With wide heads that
-# would spill; there the gradients of scores are stored.
+# The Hopper backwards, by width as in HOPPER. Two add up dq in memory, one of them in a fixed order. With wide heads
+# that would spill, so hopper_bwd_ds stores the gradients of scores.
 BACKWARDS: dict[str, dict[int, tuple]] = {
     **dict.fromkeys(("hopper_bwd", "hopper_bwd_deterministic"), {64: (Backward(128, 2),), 128: (Backward(64, 2),)}),
     "hopper_bwd_ds": {256: (Backward(64, 3),)},
 }
 REPEATABLE = "hopper_bwd_deterministic", "hopper_bwd_ds"  # deterministic BACKWARDS
 PRODUCTS = "hopper_dk", "hopper_dq"  # kernels that read the scores' gradients stored by "hopper_bwd_ds"
-SCORES_BYTES = 2**29  # of gradients of scores stored at a time; two heads may take twice that
+SCORES_BYTES = 2**29  # limit on stored gradients of scores; two heads are always stored, which may take twice that
 ON_HOPPER: dict[str, dict[int, tuple]] = {"hopper": HOPPER} | BACKWARDS
 # Kernels whose forms `fusedattn tune` measures, in order. two_passes is dq and dkdv, each in its best form.
 MEASURED = ("forward", "hopper", "dq", "dkdv", "one_pass", *BACKWARDS, "two_passes")
-ONE_PASS = 128  # the widest heads of the universal one-pass backward: wider ones leave no registers for a tile of dq
-DECODE = {"decode_16": 16, "decode_32": 32, "decode_64": 64}  # decode kernels, by the most rows that share a tile
+ONE_PASS = 128  # the widest heads of the kernel one_pass: wider ones leave no registers for a tile of dq
+DECODE = {"decode_16": 16, "decode_32": 32, "decode_64": 64}  # {decode kernel: rows of its largest tile}
 ON_CACHES = (*DECODE, "combine", "append")
-MOST_SPLITS = 128  # programs that share the keys of a sequence
+MOST_SPLITS = 128  # the most programs that share the keys of a sequence
 
 # Small tiles, so that tiny shapes have blocks of every kind; at least 16 rows and keys, as tensor cores need.
 INTERPRETED = dict.fromkeys(("forward", "dq", "dbias", "tangent", "decode_32", "decode_64"), (Tile(32, 16, 4, 1),))
@@ -180,7 +181,7 @@ TABLE = {
     ("one_pass", 80, 4, 128): (Tile(16, 32, 8, 2), Tile(16, 16, 8, 2)),
     # Memory bound: enough rows to keep every thread busy.
     **_one_each("preprocess", 80, 2, Tile(64, None, 4, 1), Tile(32, None, 4, 1), Tile(16, None, 4, 1)),
-    # 64 rows, as in a wgmma: delta is then summed in the order of dp, so that dp - delta cancels.
+    # With 64 rows delta is a wgmma, like dp, and sums in the same order: dp - delta is 0 if one key has all weight.
     ("preprocess", 90, 2, 128): (Tile(64, None, 4, 1),),
     ("preprocess", 90, 2, 256): (Tile(64, None, 8, 1),),
     ("postprocess", 90, 2, 128): (Tile(64, None, 8, 1),),
@@ -191,7 +192,7 @@ TABLE = {
     **_one_each("dbias", 80, 2, Tile(64, 64, 8, 2, spills=72), Tile(32, 32, 8, 2), Tile(32, 32, 8, 2)),
     **_one_each("dbias", 90, 2, Tile(64, 64, 4, 2), Tile(64, 64, 8, 1), Tile(64, 32, 8, 1)),
     **_one_each("dbias", 80, 4, Tile(32, 32, 8, 1), Tile(16, 32, 8, 1), Tile(16, 16, 8, 1, spills=104)),
-    # Five products, where dq has three.
+    # tangent computes five matrix products a tile, dq three.
     ("tangent", 80, 2, 64): (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
     ("tangent", 80, 2, 128): (Tile(64, 32, 8, 2, spills=144), Tile(32, 32, 4, 2)),
     ("tangent", 80, 2, 256): (Tile(32, 32, 8, 2, spills=64), Tile(16, 16, 4, 2)),
@@ -231,7 +232,8 @@ TABLE = {
     **_one_each("append", 80, 2, Tile(16, None, 4, 1), Tile(16, None, 4, 1), Tile(16, None, 4, 1)),
 }
 
-# Tiles for more register pressure: with a mask of pairs, which is also copied in stages, and with more options.
+# Tiles for calls that need more registers. MASKED: with a mask of pairs, which is also copied in stages. RICH: with a
+# bias, ALiBi, softcap or dropout.
 MASKED = {
     ("forward", 90, 2, 128): (Tile(128, 64, 8, 3), Tile(64, 64, 4, 2)),
     ("dq", 90, 2, 256): (Tile(128, 32, 8, 2), Tile(64, 32, 8, 2), Tile(32, 16, 4, 2)),
@@ -313,7 +315,7 @@ def architecture(capability):
 
 
 def block_mask_size(interpreted: bool) -> int:
-    """Return the size of a block of the block mask, the same on every GPU."""
+    """Return the rows and keys of a block of the block mask, the same on every GPU."""
     return 16 if interpreted else 64
 
 
@@ -338,10 +340,10 @@ def tiles_for(kernel, capability, itemsize, width, pressure="plain"):
     """Return the tiles to try, best first, for one kernel on one GPU.
 
     Args:
-        kernel: a key of INTERPRETED.
+        kernel: one of INTERPRETED.
         capability: 90 for (9, 0); None is Triton's interpreter. Without rows of its own a GPU uses those of 80.
         itemsize: bytes of an element of query. width: the wider of D and Dv.
-        pressure: on registers: "plain", "masked" (a mask of pairs), or "rich" (bias, slopes, cap or dropout).
+        pressure: of a call on registers: "plain", "masked" (a mask of pairs) or "rich" (bias, slopes, cap or dropout).
     """
     if capability is None:
         return INTERPRETED[kernel]
@@ -355,7 +357,7 @@ def tiles_for(kernel, capability, itemsize, width, pressure="plain"):
 
 
 def candidates(kernel, capability, itemsize, width, pressure="plain"):
-    """Return the forms that `fusedattn tune` measures."""
+    """Return the tiles, or the pipelines of a Hopper kernel, that `fusedattn tune` measures."""
     if kernel == "two_passes":
         return (None,)
     if kernel in ON_HOPPER:
@@ -369,11 +371,11 @@ def candidates(kernel, capability, itemsize, width, pressure="plain"):
 
 
 def forms_on_hopper(kernel, width, length, band, ranked=()):
-    """Return the forms of a Hopper kernel, best first.
+    """Return the pipelines of a Hopper kernel, best first.
 
     Args:
         width: `row_width` of D and Dv. length: the fewer of rows and keys. band: "full", "causal" or "window".
-        ranked: forms of a tuning file, the fastest first. Tuning times long calls, so their form comes last in others.
+        ranked: those of a tuning file, fastest first. Tuning times long calls, so HOPPER_LONG comes last in short ones.
     """
     forms = ON_HOPPER[kernel].get(width, ())
     least, long = HOPPER_LONG.get(width, ({}, None))

@@ -1,7 +1,7 @@
 """Tuning files, which `fusedattn tune` writes for a GPU: tiles and pipelines with their times. Read at the first call.
 
 A file is valid only with the GPU, driver, torch, Triton and package version that wrote it. Without a valid file the
-tables of `launch.tile_table` decide.
+tables of `launch.tile_table` decide. A form is a tile or a pipeline, a place its (kernel, dtype, width, pressure).
 """
 
 import functools
@@ -23,17 +23,17 @@ from . import tile_table
 from .tile_table import row_width, same
 
 SLOWER = "it was slower when `fusedattn tune` measured this GPU, so it runs only if backend='hopper' names it"
-RIVALS = {"hopper": ("forward",)} | {  # the universal kernels that a Hopper kernel replaces
+RIVALS = {"hopper": ("forward",)} | {  # kernels for any GPU that each Hopper kernel replaces
     name: ("two_passes",) if name in tile_table.REPEATABLE else ("one_pass", "two_passes")
     for name in tile_table.BACKWARDS
 }
 
 
 class Row(NamedTuple):
-    """A form of a kernel: a tile or a pipeline, with its times and its fault.
+    """A measured tile or pipeline of a kernel: its times, or why its results are wrong.
 
     width: 64, 128 or 256. pressure: as in `tile_table.tiles_for`. form: None for two_passes. ms: {case: milliseconds};
-    the names of causal cases have "causal" in them. why: the fault, or "". A form with a fault is never launched.
+    the names of causal cases have "causal" in them. why: what is wrong, or "". A wrong form never runs.
     """
 
     kernel: str
@@ -46,14 +46,14 @@ class Row(NamedTuple):
 
 
 class Choices(NamedTuple):
-    """Measured forms by (kernel, dtype, width, pressure), fastest first. best: the times of the fastest."""
+    """Measured forms by place: right ones, fastest first, and wrong ones. best: the times of the fastest."""
 
     right: Mapping[tuple, tuple]
     wrong: Mapping[tuple, tuple]
     best: Mapping[tuple, Mapping[str, float]]
 
     def tiles(self, place: tuple, table: tuple[tile_table.Tile, ...]) -> tuple[tile_table.Tile, ...]:
-        """Return the tiles to try: measured ones first, then the rest of the table."""
+        """Return the tiles to try: measured ones, then the rest of the table, without those measured as wrong."""
         right, wrong = self.right.get(place, ()), self.wrong.get(place, ())
         return (*right, *(tile for tile in table if same(tile) not in (*right, *wrong)))
 
@@ -62,7 +62,7 @@ NOTHING = Choices({}, {}, {})
 
 
 def choose(rows: Iterable[Row]) -> Choices:
-    """Rank the forms of each place by their times. A form without a time comes last."""
+    """Rank the forms of each place, fastest first. One that lacks a time comes last."""
     places: dict[tuple, list[Row]] = {}
     for row in rows:
         places.setdefault(row[:4], []).append(row)
@@ -122,7 +122,7 @@ def _row(entry, capability):
     raise ValueError(f"there is no {row.form} of {row.kernel} for {row.dtype}, width {row.width}, {row.pressure} calls")
 
 
-loaded: dict[str, Choices] = {}  # {name of a GPU: Choices} of `fusedattn.tuning.load`
+loaded: dict[str, Choices] = {}  # {name of a GPU: Choices}, filled by `fusedattn.tuning.load`
 _override: Choices | None = None
 
 
@@ -168,5 +168,5 @@ def is_faster(one: str, other: str, call: Call, device: Device, pressure: str = 
 
 
 def prefers_hopper(kernel: str, call: Call, device: Device) -> bool:
-    """Return whether a Hopper kernel is chosen by default: no universal kernel was measured faster."""
+    """Return whether a Hopper kernel is the default: no tuning file has a faster kernel for any GPU."""
     return not any(is_faster(rival, kernel, call, device) for rival in RIVALS[kernel])

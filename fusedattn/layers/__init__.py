@@ -41,7 +41,7 @@ _Layer = TypeVar("_Layer", bound="_Configurable")
 
 
 class _Configurable(nn.Module):
-    """Module made from a config: it takes the attributes READS, and of those in CHECKS it supports one value."""
+    """Module made from a config: it reads attributes READS, and raises unless CHECKS have the only supported values."""
 
     READS: tuple[str, ...]
     CHECKS: tuple[str, ...]

@@ -49,7 +49,7 @@ def check_input(
 
 
 def _size(tensor: Tensor, dim: int, name: str) -> int | str:
-    """Return a size that other inputs must have; `name`, which allows any, for a Proxy or a nested tensor."""
+    """Return a size that other inputs must have; for a Proxy or nested tensor `name`, which allows any size."""
     return name if isinstance(tensor, fx.Proxy) or tensor.layout == torch.jagged else tensor.shape[dim]
 
 
@@ -91,14 +91,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, need_weights: bool, **options: Any) 
     return results if need_weights else (results, None)
 
 
-@fx.wrap  # one node: it branches on shapes
+@fx.wrap  # one node of a traced graph, because it branches on shapes
 def _attend_by_heads(
     query: Tensor, key: Tensor, value: Tensor, heads: tuple[int, int], widths: tuple[int, int],
     parallel: ContextParallel | None, need_weights: bool, *, mask: Any, bias: Any, **options: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Return (output (B, Sq, H * Dv), weights or None) of projections (B, S, H * D).
 
-    heads: of query, and of key and value. widths: D and Dv.
+    heads: (of query, of key and value). widths: (D, Dv).
     """
     (num_heads, num_kv_heads), (head_dim, value_head_dim) = heads, widths
     q = by_heads(query, "num_heads", num_heads, head_dim)
@@ -131,7 +131,7 @@ class MultiHeadAttention(nn.Module):
         bias: give the projections a bias.
         causal, window, scale, softcap, backend: as in `fusedattn.attention`; "naive" is the reference module.
         context_parallel: a `fusedattn.distributed.ContextParallel`, for inputs that are shards of a sequence. The
-            output is this rank's shard; its method takes the masks and the bias. The attribute may be set later.
+            output is this rank's shard. The method determines which masks are allowed. The attribute may be set later.
 
     For tensor parallelism use torch's `parallelize_module` with ColwiseParallel for q_proj, k_proj and v_proj, and
     RowwiseParallel for out_proj. Each process has num_heads / size heads, also in masks, bias and weights.
@@ -198,7 +198,7 @@ class MultiHeadAttention(nn.Module):
             need_weights: also return the weights, after dropout; they take memory for all pairs.
 
         Returns:
-            (output (B, Sq, E), weights (B, H, Sq, Sk) or None). A row that sees nothing gets out_proj's bias, and 0.
+            (output (B, Sq, E), weights (B, H, Sq, Sk) or None). A row that sees nothing: (out_proj's bias, 0).
         """
         key = query if key is None else key
         value = key if value is None else value

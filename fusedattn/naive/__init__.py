@@ -1,1 +1,1 @@
-"""Attention by its definition, in PyTorch: the naive path, which a CPU runs."""
+"""The backend "naive": attention by its definition, in PyTorch operations, on any device."""

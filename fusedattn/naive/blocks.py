@@ -1,4 +1,4 @@
-"""Cuts a call into blocks whose scores fit a cache: some planes (batch and head), rows, and the keys they see."""
+"""Cuts a call into blocks (rows, and the keys they see) whose scores fit a cache. A plane is one head of one batch."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -9,10 +9,10 @@ from torch import Tensor
 from ..call.options import Call, Origin, diagonal, plain, with_dims
 from ..call.private import tracing
 
-# Bytes of scores of a block, per core. On an EPYC with 1 MiB L2 and 32 MiB L3 (torch 2.13), blocks of 2**28 took 2 to 3
+# Bytes of a block's scores, per core. On an EPYC with 1 MiB L2 and 32 MiB L3 (torch 2.13), blocks of 2**28 took 2 to 3
 # times as long, forward and backward. Sizes from 2**20 to 2**23 differed little.
 CACHE = 2**21
-ROWS, CUT_ROWS = 256, 128  # most rows of a block, and of a block that a band leaves some keys
+ROWS, CUT_ROWS = 256, 128  # rows that a block should have; its maximum with causal or window
 
 
 class Block(NamedTuple):
@@ -25,7 +25,7 @@ class Block(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Some planes (heads of batches) of a call, cut into blocks. planes: their numbers (B, Hq) for dropout, or None."""
+    """Some batches and heads of a call, cut into blocks. planes: numbers of the planes (B, Hq) for dropout, or None."""
 
     call: Call
     planes: Tensor | None
@@ -43,7 +43,7 @@ def uncut(call: Call) -> Part:
 
 
 def sized(call: Call) -> bool:
-    """Return whether sizes are plain numbers. A compiler would guard on them and compile each length anew."""
+    """Return whether sizes are plain ints. Compiled code that reads sizes would be compiled again for each length."""
     if torch.compiler.is_compiling() or tracing():
         return False
     batch, heads, rows, _ = call.query.shape
@@ -56,7 +56,7 @@ def readable(call: Call) -> bool:
 
 
 def known_diagonal(call: Call) -> int | None:
-    """Return the offset of the diagonal; None if sequences differ in it, or sizes are symbolic."""
+    """Return the key on the diagonal of row 0; None if it differs between sequences, or if sizes are symbolic."""
     if (call.cu_seqlens_q is not None and not call.top_left) or not sized(call):
         return None
     return diagonal(call)
@@ -73,15 +73,15 @@ def block(call: Call, first: int, last: int) -> Block:
 
 
 def spans(rows: int, step: int) -> Iterator[tuple[int, int]]:
-    """Yield (first, last + 1) for every `step` rows, and for the rest."""
+    """Yield (first, last + 1) of spans of `step` rows; the last span may be shorter."""
     step = max(1, step)
     return ((first, min(first + step, rows)) for first in range(0, rows, step))
 
 
 def parts(call: Call, limit: int) -> list[list[Part]]:
-    """Return the Parts of a call, [batches][heads], with blocks of at most `limit` bytes of scores.
+    """Return the Parts of a call in nested lists, by batches and then by heads.
 
-    A block has at least one row of one key head.
+    A block has at most `limit` bytes of scores, but at least one row of the query heads of one key head.
     """
     whole, (batch, heads, rows, _) = uncut(call), call.query.shape
     if 0 in (batch, heads, rows):
@@ -106,7 +106,7 @@ def parts(call: Call, limit: int) -> list[list[Part]]:
 
 
 def _flat(call: Call) -> Call:
-    """Return the call with keys and values whose batches and heads flatten to a view, so that no block copies them."""
+    """Copy keys and values whose batches and heads do not flatten to a view. Otherwise each block would copy them."""
 
     def flat(x: Tensor) -> Tensor:
         return x if 1 in x.shape[:2] or x.stride(0) == x.stride(1) * x.shape[1] else x.contiguous()
@@ -115,9 +115,9 @@ def _flat(call: Call) -> Call:
 
 
 def _split(x: Tensor | None, size: int, dim: int, length: int) -> list | tuple:
-    """Return x cut into `size` elements of a dimension at a time. A broadcast x, without this length, is repeated."""
+    """Split x into pieces of `size` along a dimension. Repeat x if it is None or broadcasts (has another length)."""
     count = -(-length // size)
-    # By `split`: the gradient of each slice would be as large as the whole tensor.
+    # Use `split`: the gradient of each slice would be as large as x.
     return [x] * count if x is None or count == 1 or x.shape[dim] != length else x.split(size, dim)
 
 

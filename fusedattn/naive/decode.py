@@ -1,4 +1,4 @@
-"""Appends to caches, and turns a call to a cache into a dense call, which has gathered pages and a key_mask."""
+"""Appends to key-value caches, and turns a Decode into a Call: pages are gathered, unused slots masked."""
 
 import functools
 import itertools
@@ -21,7 +21,7 @@ WORTH = 2**13  # elements of a key cache that an extra call must skip to pay off
 def rotated(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """Return x (B, H, S, D) with rotary embeddings of positions (B or 1, S) applied to its first columns.
 
-    Columns 2n and 2n + 1 are a pair if interleaved, otherwise n and n + half. Positions past the angles take the last.
+    Columns 2n and 2n + 1 are a pair if interleaved, otherwise n and n + half. Positions beyond cos use its last row.
     Source: RoFormer, arXiv:2104.09864, section 3.2.
     """
     half, wide = cos.shape[1], torch.promote_types(x.dtype, torch.float32)
@@ -38,7 +38,7 @@ def rotated(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved:
 def _to_write(
     cache: Tensor, new: Tensor, position: Tensor, table: Tensor | None, capacity: int
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return (pages, slots, rows) that write new (B, H, S, D) to positions (B, S); None if there is nothing to write.
+    """Return (page numbers, slots in them, rows to write) for `new` (B, H, S, D) at positions (B, S); None if empty.
 
     Rows past the capacity or on pages outside the pool are dropped.
     """
@@ -52,15 +52,15 @@ def _to_write(
     valid = ((position < capacity) & (number >= 0) & (number < pages)).flatten()
     number, slot = (torch.where(valid, x.flatten(), 0) for x in (number, position % page))
     rows = new.transpose(1, 2).flatten(0, 1)
-    # Dropped rows write to the first slot of page 0, so they must write what it holds in the end.
+    # Dropped rows go to slot 0 of page 0. They must write what it will hold: a valid row for it, or its old content.
     first = valid & (number == 0) & (slot == 0)
-    # By index_select: a tensor as a plain index would cause a host sync.
+    # Use index_select: a tensor as a plain index would cause a host sync.
     held = torch.where(first.any(), rows.index_select(0, first.int().argmax()[None]), cache.narrow(0, 0, 1)[:, :, 0])
     return number, slot, torch.where(valid[:, None, None], rows, held)
 
 
 def _gathered(cache: Tensor, table: Tensor | None) -> Tensor:
-    """Return a paged cache as (B, H, capacity, D). Page numbers outside the pool give any page."""
+    """Return a cache as (B, H, capacity, D), with its pages gathered. Invalid page numbers give an arbitrary page."""
     if table is None:
         return cache
     pages, heads, page, dim = cache.shape
@@ -70,7 +70,7 @@ def _gathered(cache: Tensor, table: Tensor | None) -> Tensor:
 
 
 def _with_shifts(call: Call, shift: Tensor) -> Call:
-    """Move band and slopes of a call into its mask and bias. In batch b, row i is level with key i + shift[b]."""
+    """Express causal, window and slopes by mask and bias: in batch b, the diagonal of row i is at key i + shift[b]."""
     if call.top_left or (call.left is None and call.right is None and call.alibi_slopes is None):
         return call
     device = shift.device
@@ -95,8 +95,8 @@ def _lengths(decode: Decode) -> tuple[Tensor, Tensor]:
 
 
 def _check_mapped(decode: Decode) -> None:
-    """Raise for a cache that torch.vmap does not map over if it maps over what is appended."""
-    if torch.compiler.is_compiling():  # it cannot tell mapped tensors
+    """Raise if torch.vmap maps over new keys, new values or their positions, but not over their cache."""
+    if torch.compiler.is_compiling():  # a compiler cannot tell whether tensors are mapped
         return
     where = decode.lengths, decode.table, decode.cos, decode.sin
     for name, new in (("key_cache", decode.new_key), ("value_cache", decode.new_value)):
@@ -121,12 +121,12 @@ def append(decode: Decode) -> None:
     for cache, write in zip(caches, writes, strict=True):
         if write is not None:
             number, slot, values = write
-            # Adjacent indices: with separate ones torch.vmap writes to other places (torch 2.13).
+            # Transpose to make the indices adjacent: otherwise torch.vmap writes to wrong places (torch 2.13).
             cache.transpose(1, 2)[number, slot] = values
 
 
 def dense(decode: Decode) -> Call:
-    """Return the equivalent call of `attention`, on caches after the append."""
+    """Return the equivalent Call of `attention`. Call this after `append`, which fills the caches."""
     call, (_, after) = rotated_query(decode), _lengths(decode)
     real = torch.arange(call.key.shape[2], device=after.device) < after[:, None]
     real = real if call.key_mask is None else real & call.key_mask
@@ -135,9 +135,9 @@ def dense(decode: Decode) -> Call:
 
 
 def by_length(decode: Decode) -> list[Call] | None:
-    """Return `dense` split into calls of consecutive sequences of one length, without the keys past it.
+    """Return the dense call as several, one for each run of sequences of equal length, with keys cut to that length.
 
-    None if that skips too few keys, or if reading the lengths would cause a host sync, a graph break or an error.
+    Return None if that skips too few keys, or if reading lengths would cause a host sync, a graph break or an error.
     """
     if torch.compiler.is_compiling() or decode.lengths.device.type != "cpu" or not len(decode.lengths):
         return None
@@ -161,7 +161,7 @@ def alike(lengths: Sequence[Any]) -> Iterator[tuple[int, int, Any]]:
 
 
 def of_length(call: Call, decode: Decode, first: int, last: int, length: int) -> Call:
-    """Return sequences first .. last - 1 of a call to a cache, all of one length."""
+    """Return the Call of sequences first .. last - 1, which all have this length. call: from `rotated_query`."""
     batches, call = slice(first, last), of_batches(call, B=slice(first, last), K=slice(length))
     if decode.table is None:
         return call

@@ -1,7 +1,7 @@
 """Dropout by Philox in torch's integer arithmetic, with the same bits as the kernels.
 
-Philox4x32 has seven rounds; its key is the seed. The counter is a position in the grid of rows and keys, so the bits
-depend on nothing else. Source: Parallel random numbers: as easy as 1, 2, 3, doi:10.1145/2063384.2063405.
+This is Philox4x32 with seven rounds. Its key is the seed. Its counter holds plane (head of a batch), row and key, so
+the bits depend on nothing else. Source: Parallel random numbers: as easy as 1, 2, 3, doi:10.1145/2063384.2063405.
 """
 
 import torch
@@ -10,15 +10,15 @@ from torch import Tensor
 ROUNDS = 7
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 WEYL = 0x9E3779B9, 0xBB67AE85
-SLAB = 2**15  # counters at a time, whose words fit a cache
-WORD = 0xFFFFFFFF  # words are int64; products wrap, with the right lower 64 bits
+SLAB = 2**15  # counters computed at a time: their words fit a cache
+WORD = 0xFFFFFFFF  # words are stored as int64; the lower 64 bits of their products are right
 
 
 def _multiplied(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
-    """Return (word * multiplier, its upper 32 bits with their sign). The product overwrites the word."""
+    """Return (word * multiplier, its upper 32 bits with their sign). In eager code the product overwrites `word`."""
     if torch.compiler.is_compiling():
-        # By multiplier - 2**32, which is small: a C++ compiler assumes that int64 products do not overflow, and then
-        # drops the mask that corrects an overflow.
+        # Multiply by multiplier - 2**32, which is small: C++ compilers assume that int64 products do not overflow, and
+        # then drop the mask that corrects an overflow.
         return word * multiplier, (word * (multiplier - 2**32) >> 32) + word
     product = word.mul_(multiplier)
     return product, product >> 32
@@ -29,9 +29,9 @@ def _xor(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _rounds(counter: list[Tensor], key: list[Tensor]) -> list[Tensor]:
-    """Return four words for each counter; only their lower 32 bits are right.
+    """Return four random words for each counter; only their lower 32 bits are valid.
 
-    A counter is four words that broadcast, so that the first rounds compute few numbers.
+    The four words of the counters broadcast to a grid, so that the first rounds compute few numbers.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -46,34 +46,34 @@ def _rounds(counter: list[Tensor], key: list[Tensor]) -> list[Tensor]:
 
 
 def _eights(kept: Tensor) -> Tensor:
-    """Return bools (.., columns) as (.., columns / 8, 1) int64, which copies faster; when compiled as (.., 8) bools."""
+    """View bools (.., n) as int64 (.., n / 8, 1), which is copied faster; in compiled code as bools (.., n / 8, 8)."""
     if torch.compiler.is_compiling():
         return kept.unflatten(-1, (kept.shape[-1] // 8, 8))
     return kept.view(torch.int64)[..., None]
 
 
 def keep(seed: Tensor, planes: Tensor, rows: tuple[int, int], keys: tuple[int, int], dropout_p: float) -> Tensor:
-    """Return the pairs that dropout keeps, bool (planes, last - first row, end - begin key).
+    """Return bool (planes, rows, keys): True for the pairs that dropout keeps.
 
-    One call of Philox serves rows i and i + 8, and keys j and j + 8.
+    The four words of a counter serve the pairs of rows i and i + 8 with keys j and j + 8.
 
     seed: one int64. planes: int64, b * Hq + h of each plane. rows, keys: (first, last + 1).
     """
     (first, last), (begin, end), device = rows, keys, planes.device
-    least = int(dropout_p * 2**32)  # words below it are dropped; at 1 it is past every word
-    left = begin // 16 * 8  # counters of keys are half as many as keys
+    least = int(dropout_p * 2**32)  # pairs with a smaller word are dropped; all are for dropout_p = 1
+    left = begin // 16 * 8  # first counter of the keys: 8 counters for 16 keys
     columns = (end + 15) // 16 * 8 - left  # not by -(-end // 16): ONNX rounds quotients towards 0
-    start, stop = first // 16 * 8, (last + 15) // 16 * 8  # counters of rows, in steps of 8
+    start, stop = first // 16 * 8, (last + 15) // 16 * 8  # counters of the rows
     key = [seed.reshape(()) & WORD, (seed.reshape(()) >> 32) & WORD]
     plane, column = planes.reshape(-1, 1, 1), torch.arange(left, left + columns, device=device)[None, None, :]
-    # One slab for a compiler: it fuses anyway, and the number of slabs would be a guard on sizes.
+    # Compiled code has one slab: it is fused anyway, and the number of slabs would be a guard on sizes.
     whole = torch.compiler.is_compiling()
     step = max(1, SLAB // max(1, planes.numel() * columns * 8)) * 8
     slabs = []
     for row in (start,) if whole else range(start, stop if columns else start, step):
         row_counters = torch.arange(row, stop if whole else min(row + step, stop), device=device)[None, :, None]
         words = _rounds([row_counters, column, plane & WORD, plane >> 32], key)
-        # [plane, half of i, low bits of i, half of j, low bits of j, bit 3 of i, bit 3 of j]
+        # dimensions, for row i and key j: plane, i // 16, i % 8, j // 16, j % 8, bit 3 of i, bit 3 of j
         slab = torch.stack([_eights(word.bitwise_and_(WORD) >= least) for word in words], -1)
         slab = slab.unflatten(1, (slab.shape[1] // 8, 8)).unflatten(5, (2, 2))
         slabs.append(slab.permute(0, 1, 5, 2, 3, 6, 4).flatten(1, 3).flatten(2))

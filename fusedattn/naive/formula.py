@@ -17,15 +17,15 @@ from .decode import append, by_length, dense
 from .inputs import prepared
 from .varlen import joined, packed, padded, sequences
 
-# A larger softcap has no effect. A smaller one would make a quotient or its gradient infinite, and the smallest gives
-# the same results: scores of that size vanish beside others. The kernels do the same.
+# A softcap above LARGEST_CAP has no effect and is skipped. One below SMALLEST_CAP is raised to it: score / softcap or
+# its gradient could be infinite, and scores capped that low are as good as 0. The kernels do the same.
 LARGEST_CAP, SMALLEST_CAP = 2.0**60, 2.0**-60
 # Bytes of scores that autograd may keep. Beyond that, the backward recomputes blocks.
 BUDGET = 2**28
-# Bytes of a recomputed block. glibc fragments below 32 MiB: at 12288 rows of 1 head, blocks of 4 MiB had a peak of 1305
-# MiB. These have 388 MiB, and take a fifth less time.
+# Bytes of scores of a recomputed block. Tensors below 32 MiB fragment glibc's memory: with 12288 rows of 1 head, the
+# peak was 1305 MiB with blocks of 4 MiB. It is 388 MiB with these, which take a fifth less time.
 RECOMPUTED = 2**26
-SMALL = 2**12  # scores that are computed in one block, visible or not
+SMALL = 2**12  # scores, visible or not, up to which a call is one block
 
 
 def grouped(x: Tensor, heads: int) -> Tensor:
@@ -36,9 +36,9 @@ def grouped(x: Tensor, heads: int) -> Tensor:
 
 def scores_of(query: Tensor, key: Tensor, scale: float) -> Tensor:
     """Return scale * query @ key.T, (B, Hq, Sq, Sk), without repeating key heads."""
-    # Not by baddbmm, which could also scale: torch 2.13 crashed on it with torch.func inside torch.compile.
+    # baddbmm could also scale, but torch 2.13 crashed on it with torch.func inside torch.compile.
     scores = torch.bmm(grouped(query, key.shape[1]), key.flatten(0, 1).mT)
-    # Not in place under a mode: a selective checkpoint may keep the product.
+    # Under a dispatch mode, do not overwrite the product: a selective checkpoint may keep it.
     scores = scores * scale if torch.compiler.is_compiling() or dispatch_modes() else scores.mul_(scale)
     return scores.view(*query.shape[:3], key.shape[2])
 
@@ -54,7 +54,7 @@ def repeated(x: Tensor, heads: int) -> Tensor:
 
 
 FEWEST_COPIES = scores_of, sums_of
-# The same products as users write them.
+# The same products as users write them, with repeated key heads.
 AS_WRITTEN = (
     lambda query, key, scale: query @ repeated(key, query.shape[1]).mT * scale,
     lambda weights, value: weights @ repeated(value, weights.shape[1]),
@@ -66,11 +66,11 @@ def softmax(scores, need_lse, visible=None, empty=None, *, limits=(), sinks=None
 
     Args:
         visible: bool, broadcasts to the scores; None hides nothing.
-        limits: (columns, bool of hidden pairs), to hide in place. No transform may see it.
-        empty: bool, broadcasts to (B, Hq, Sq, 1): rows that see nothing, with weights 0 and lse -inf or the sink.
+        limits: (columns, bool: their hidden pairs), to overwrite these scores by -inf. Not under a transform.
+        empty: bool, broadcasts to (B, Hq, Sq, 1): rows that see nothing, which get weights 0 and lse -inf or the sink.
         sinks: (1 or B, Hq), an additional logit for each head.
-        in_place: overwrite scores that no gradient needs: new memory takes as long as the softmax. No transform, mode
-            or graph may see it.
+        in_place: overwrite the scores if no gradient needs them: new memory takes as long as the softmax. Not under a
+            transform, a dispatch mode or a compiler.
     """
     if visible is not None:
         scores = scores.masked_fill(~visible, float("-inf"))
@@ -93,9 +93,9 @@ def softmax(scores, need_lse, visible=None, empty=None, *, limits=(), sinks=None
 
 
 def scored(products: Tensor, softcap: float | None, added: Iterable[Tensor]) -> Tensor:
-    """Return scores from scaled products: capped, then with the `added` terms."""
+    """Return scores from scaled products: apply the softcap, then add the `added` terms."""
     if softcap is not None and softcap <= LARGEST_CAP:
-        cap = max(softcap, SMALLEST_CAP)  # twice, so that the derivative at 0 is 1
+        cap = max(softcap, SMALLEST_CAP)  # multiplies and divides, so that the derivative at 0 is 1
         products = cap * torch.tanh(products / cap)
     for term in added:
         products = products + term
@@ -103,7 +103,7 @@ def scored(products: Tensor, softcap: float | None, added: Iterable[Tensor]) -> 
 
 
 def _logsumexp(scores: Tensor) -> Tensor:
-    """Return `scores.logsumexp(-1)`, with the right gradient at scores of 1e38, which absorb the log of the sum."""
+    """Return `scores.logsumexp(-1)`. Its gradient is also right for scores of 1e38, to which log(sum) adds nothing."""
     if holds(scores.shape[-1] == 0, False):
         return scores.logsumexp(-1)
     top = scores.detach().amax(-1, keepdim=True)
@@ -133,7 +133,7 @@ def hiding(call: Call, block: Block, in_place: bool) -> dict:
 def of_block(part: Part, block: Block, need_lse: bool, need_weights: bool, products: tuple = FEWEST_COPIES) -> tuple:
     """Return (output, lse or None, weights or None) of a block, with each step in the dtype of the inputs.
 
-    products: functions that compute the scores and the output.
+    products: functions for the scores (of query, key, scale) and the output (of weights, value).
     """
     call, (first, last, begin, end) = part.call, block
     all_rows, all_keys = last - first == call.query.shape[2], end - begin == call.key.shape[2]
@@ -147,7 +147,7 @@ def of_block(part: Part, block: Block, need_lse: bool, need_weights: bool, produ
     if factor is not None:
         weights = weights.mul_(factor) if in_place and not weights.requires_grad else weights * factor
     out = output_of(weights, value)
-    # The values are 0 already. This zeroes incoming gradients of hidden keys, which may be NaN.
+    # These weights are 0 already. Masking them again also zeroes their incoming gradients, which may be NaN.
     if call.key_mask is not None and need_weights:
         weights = weights.masked_fill(~call.key_mask[:, None, None, begin:end], 0.0)
     if call.query_mask is not None:
@@ -167,7 +167,7 @@ def of_all(call: Call, need_lse: bool, need_weights: bool, products: tuple = FEW
 
 
 def _recomputed(part: Part, block: Block, need_lse: bool) -> tuple:
-    """Return `of_block` without weights. The backward computes it again, so that autograd keeps no scores."""
+    """Return `of_block` without weights. Autograd keeps no scores: the backward computes the block again."""
 
     def run(*fields):  # torch's checkpoint takes tensors as separate arguments
         return of_block(part._replace(call=Call(*fields)), block, need_lse, False)
@@ -176,19 +176,19 @@ def _recomputed(part: Part, block: Block, need_lse: bool) -> tuple:
 
 
 def most(call: Call) -> int:
-    """Return how many bytes of scores a block may have."""
+    """Return the largest size of a block's scores, in bytes."""
     return min(BUDGET, CACHE * torch.get_num_threads()) if call.query.device.type == "cpu" else BUDGET
 
 
 def _is_one(call: Call) -> bool:
-    """Return whether one block for the whole call is as fast as several."""
+    """Return whether the whole call as one block is about as fast as several blocks."""
     (batch, heads, rows, _), keys = call.query.shape, call.key.shape[2]
     scores = batch * heads * rows * keys
     if scores <= SMALL and call.query.device.type == "cpu":
         return True
     if scores * wide_dtype(call).itemsize > most(call):
         return False
-    # Few rows see nearly the same keys.
+    # Few rows see nearly the same keys, so cutting them skips little.
     return call.left is call.right is None or (rows <= CUT_ROWS and block(call, 0, rows) == (0, rows, 0, keys))
 
 
@@ -203,7 +203,7 @@ def _in_blocks(call: Call, need_lse: bool) -> tuple:
     """Return (output, lse or None, None), computed a block at a time."""
     all_parts = parts(call, most(call))
     needs_grad = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in call)
-    blocks = all_parts[0][0].blocks  # of every part
+    blocks = all_parts[0][0].blocks  # the same for every part
     several = len(all_parts) > 1 or len(all_parts[0]) > 1 or len(blocks) > 1
     # torch.func forbids the hooks of a checkpoint.
     if several and needs_grad and not transforms_active() and _saved_bytes(call, blocks, need_lse) > BUDGET:
@@ -213,7 +213,7 @@ def _in_blocks(call: Call, need_lse: bool) -> tuple:
 
 
 def without_autocast(function):
-    """Decorate a function of a call to run without autocast, because `checked` has cast the inputs."""
+    """Decorate a function whose first argument is a Call: run it without autocast, as its inputs are cast already."""
 
     @functools.wraps(function)
     def run(call, *rest):
@@ -232,7 +232,7 @@ def run_naive(call: Call, need_lse: bool, need_weights: bool) -> tuple:
 
 
 def by_part(run: Callable[..., tuple], *cuts: list[list[Part]]) -> tuple:
-    """Return the joined results of run(*parts, block) for all blocks. cuts: the `parts` of calls with equal shapes.
+    """Return the joined results of run(*parts, block) over all blocks. cuts: the `parts` of calls with equal shapes.
 
     run: returns (output, lse or None, weights or None) of a block.
     """
@@ -244,7 +244,7 @@ def by_part(run: Callable[..., tuple], *cuts: list[list[Part]]) -> tuple:
 
 
 def by_sequence(run: Callable[..., tuple], *calls: Call) -> tuple:
-    """Return run(*calls). Packed calls, all of the same lengths, are padded to batches for it.
+    """Return run(*calls). Packed calls, which must have the same offsets, are first padded to batches.
 
     run: returns (output, lse or None, weights or None).
     """
@@ -260,7 +260,7 @@ def by_sequence(run: Callable[..., tuple], *calls: Call) -> tuple:
 
 
 def _run(call: Call, need_lse: bool, need_weights: bool) -> tuple:
-    """Return `run_naive` of a call that is not packed, but may be padded."""
+    """Compute `run_naive` of a call without packed sequences. `by_sequence` may have padded it."""
     wide = prepared(call, wide_dtype(call))
     if not sized(wide):  # with symbolic sizes torch 2.10 cannot export merged dimensions
         out, lse, weights = of_all(wide, need_lse, need_weights, AS_WRITTEN)
@@ -268,19 +268,19 @@ def _run(call: Call, need_lse: bool, need_weights: bool) -> tuple:
         out, lse, weights = of_all(wide, need_lse, need_weights)
     else:
         out, lse, weights = _in_blocks(wide, need_lse)
-        if need_weights:  # of all rows at once; the output has the same bits as without weights
+        if need_weights:  # for all rows at once; the output keeps the bits that it has without weights
             weights = of_all(wide, False, True)[2]
     weights = weights.to(call.query.dtype).contiguous() if need_weights else None
     return arrange(out, call.query), lse, weights
 
 
 def run_eagerly(call: Call, need_lse: bool, need_weights: bool) -> tuple:
-    """Return the results of `run_naive`, with each step in the dtype of the inputs and all rows at once."""
+    """Compute `run_naive` as users write attention: all rows at once, each step in the dtype of the inputs."""
     return of_all(prepared(call, call.query.dtype), need_lse, need_weights, AS_WRITTEN)
 
 
 def run_decode(decode: Decode, need_lse: bool, need_weights: bool) -> tuple:
-    """Append, and return (output, lse or None, weights or None) of a call to a cache: the backend "naive"."""
+    """Append new keys, and return (output, lse or None, weights or None) of a Decode: the backend "naive"."""
     append(decode)
     calls = by_length(decode)
     if calls is None:

@@ -21,11 +21,11 @@ def prepared(call: Call, dtype: torch.dtype) -> Call:
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a tensor in `dtype`. Finite values stay finite: finfo.min of float64 is a number, not a mask."""
+    """Return a tensor in `dtype`. Finite values beyond its range are clamped: as -inf, they would hide the score."""
     lowest = torch.finfo(dtype).min
     if torch.finfo(tensor.dtype).min < lowest:
         hidden = tensor == float("-inf")
         finite = tensor.masked_fill(hidden, 0.0)
         clamped = tensor.detach().clamp(lowest, -lowest).masked_fill(hidden, float("-inf"))
-        tensor = clamped + (finite - finite.detach())  # a clamp would stop gradients
+        tensor = clamped + (finite - finite.detach())  # a plain clamp would stop gradients
     return tensor.to(dtype)

@@ -21,7 +21,7 @@ def cut(pairs: Tensor, block: Block) -> Tensor:
 
 
 def _offsets(call: Call, block: Block) -> Tensor:
-    """Return key - diagonal of each pair: (rows, keys), or (n, 1, rows, keys) for padded sequences."""
+    """Return, for each pair, its key minus the key on the diagonal: (rows, keys), or (n, 1, rows, keys) if padded."""
     device = call.query.device
     row = torch.arange(block.first, block.last, device=device)[:, None]
     if call.cu_seqlens_q is None or call.cu_seqlens_k is None or call.top_left:
@@ -52,7 +52,7 @@ def visible(call: Call, block: Block) -> Tensor | None:
 
 
 def edges(call: Call, block: Block) -> list[tuple[slice, Tensor]]:
-    """Return [(columns, bool of their pairs that causal and window hide)] of a block on a CPU without masks."""
+    """Return [(columns, bool: their pairs that causal or window hides)] of a block that satisfies `only_edges`."""
     offset, sides, hidden = known_diagonal(call), [], []
     first, last, begin, end = block
     assert offset is not None
@@ -63,19 +63,19 @@ def edges(call: Call, block: Block) -> list[tuple[slice, Tensor]]:
     for start, stop, limit, right in sides:
         if start < stop:
             rows, columns = last - first, stop - start
-            # Blocks of one call, and calls of one model, repeat a few edges.
+            # Edges are cached: blocks of one call, and calls of one model, repeat a few.
             edge = (_kept_edge if rows * columns <= LARGEST_KEPT else _edge)(rows, columns, limit - start, right)
             hidden.append((slice(start - begin, stop - begin), edge))
     return hidden
 
 
 def _edge(rows: int, columns: int, diagonal: int, right: bool) -> Tensor:
-    """Return bool (rows, columns): in row i True for columns right of i + diagonal, or left of it."""
+    """Return bool (rows, columns): in row i, True for columns right (otherwise left) of i + diagonal."""
     everywhere = torch.ones(rows, columns, dtype=torch.bool, device="cpu")
     return everywhere.triu_(diagonal + 1) if right else everywhere.tril_(diagonal - 1)
 
 
-LARGEST_KEPT = 2**16  # elements of an edge that is kept
+LARGEST_KEPT = 2**16  # elements of the largest edge to cache
 _kept_edge = functools.lru_cache(maxsize=16)(_edge)
 
 
@@ -86,14 +86,14 @@ def only_edges(call: Call, block: Block) -> bool:
         return False
     if not (call.mask is call.bias is call.key_mask is call.query_mask is None):
         return False
-    # Only the first row may see nothing because of `right`, and only the last because of `left`.
+    # If any row sees nothing because of `right`, the first one does; because of `left`, the last one does.
     return (call.right is None or block.first + offset + call.right >= 0) and (
         call.left is None or block.last - 1 + offset - call.left < call.key.shape[2]
     )
 
 
 def added(call: Call, block: Block, dtype: torch.dtype) -> list[Tensor]:
-    """Return the terms to add to the scores of a block."""
+    """Return the terms to add to the scores of a block: ALiBi and bias."""
     terms = []
     if call.alibi_slopes is not None:
         distance = _offsets(call, block).abs().to(dtype)

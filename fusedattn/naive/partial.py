@@ -1,7 +1,7 @@
-"""Attention of rows to some of the keys that they see, in float64.
+"""Partial calls: attention of rows to some of the keys that they see, in float64.
 
-The gradient of a row that sees one key is a difference of equal numbers. Eager PyTorch rounds both alike. Attention to
-some keys at a time does not, so float32 is not enough here.
+If a row sees one key, the gradient of its score is a difference of two equal numbers. Eager PyTorch rounds both alike,
+so it is 0. Partial calls compute the two in different ways, so float32 is not enough here.
 """
 
 import math
@@ -35,7 +35,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def _sequences(call: Call) -> Iterator[tuple[Call, slice]]:
-    """Yield each packed sequence as a dense call, with the place of its rows."""
+    """Yield (dense call, slice of its rows) for each packed sequence; without packed sequences, the call itself."""
     if call.cu_seqlens_q is None or call.cu_seqlens_k is None:
         yield call, slice(None)
         return
@@ -52,8 +52,8 @@ def backward(
 ) -> list[Tensor | None]:
     """Return the gradients of the INPUTS, None if not needed. out, stats: over all keys that the rows see.
 
-    The gradient of a score is weight * (gradient of weight - delta), where delta = grad_out . out - grad_lse. A sum of
-    values less delta times a sum of weights has this gradient, if all that the weights are divided by is constant.
+    The gradient of a score is weight * (gradient of weight - delta), where delta = grad_out . out - grad_lse. The
+    number that `_weighed` returns has this gradient, because its softmax is divided by a constant sum, from `stats`.
     """
     largest, log2_sum = stats.double().unbind(-1)
     empty = log2_sum == INFINITE

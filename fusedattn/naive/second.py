@@ -15,7 +15,7 @@ from .varlen import join, packed, padded
 
 
 def _whole(call: Call, first: int, last: int) -> tuple:
-    """Return (output, lse, weights) of rows first .. last - 1, which are all rows of a packed call."""
+    """Return (output, lse, weights) of rows first .. last - 1. For a packed call these must be all rows."""
     if call.cu_seqlens_q is None:
         part = uncut(prepared(call, wide_dtype(call)))
         return of_block(part, part.blocks[0]._replace(first=first, last=last), True, True)
@@ -24,9 +24,9 @@ def _whole(call: Call, first: int, last: int) -> tuple:
 
 
 def _row_spans(call: Call) -> Iterator[tuple[int, int]]:
-    """Yield (first, last + 1) of rows to differentiate at a time."""
+    """Yield (first, last + 1) of the rows to differentiate at a time."""
     batch, heads, rows, _ = call.query.shape
-    # A second derivative holds three times as much as a first. A packed call is not cut: its rows lie in sequences.
+    # A second derivative needs three times the memory of a first. Packed calls are not cut: rows belong to sequences.
     if not sized(call) or call.cu_seqlens_q is not None or not rows:
         return iter([(0, rows)])
     row_bytes = 3 * batch * heads * call.key.shape[2] * call.query.element_size()
@@ -34,7 +34,7 @@ def _row_spans(call: Call) -> Iterator[tuple[int, int]]:
 
 
 def _bounded(call: Call) -> Call:
-    """Return a call with maximum lengths. A graph that does not know them takes the totals."""
+    """Return a call with maximum lengths. If a traced call does not know them, use the total lengths."""
     if call.cu_seqlens_q is None or type(call.cu_seqlens_q) is Tensor:
         return call
     most = ((call.max_seqlen_q, call.query), (call.max_seqlen_k, call.key))
@@ -43,7 +43,7 @@ def _bounded(call: Call) -> Call:
 
 
 def _of_rows(call: Call, span: tuple[int, int], incoming: Sequence, grad_grads: Sequence) -> dict[Any, Tensor]:
-    """Return `second_derivative` of the rows in `span`, by the number of a result and by the name of an input.
+    """Return `second_derivative` of the rows in `span`, in a dict by the numbers of results and the names of INPUTS.
 
     incoming: gradients of the results of these rows.
     """
@@ -94,7 +94,7 @@ def second_derivative(call: Call, incoming: Sequence, grad_grads: Sequence) -> t
 def second_tangent(call: Call, directions: Sequence, moved: Sequence, need_weights: bool) -> tuple:
     """Return the second derivative of (output, lse, weights or None) in two directions, a block of rows at a time.
 
-    directions, moved: a tensor or None for each of the INPUTS; None is zero. Neither is all None.
+    directions, moved: the two, each with a tensor or None (zero) for each of the INPUTS. Neither is all None.
     """
     call, parts = _bounded(call), []
     columns: Any = call.key.shape[2] if call.cu_seqlens_q is None else call.max_seqlen_k
@@ -109,7 +109,7 @@ def second_tangent(call: Call, directions: Sequence, moved: Sequence, need_weigh
             gradients = _of_rows(call, span, incoming, directions)
             return tuple(gradients[name] for name in names)
 
-        # Linear in the incoming gradients, so its gradient with respect to them is the coefficient.
+        # `of_fields` is linear in the incoming gradients, so its VJP with respect to them is the second derivative.
         pull = torch.func.vjp(of_fields, *zeros)[1]
         parts.append(pull(tuple(x for x in moved if x is not None)))
     results = [join(x, 2) for x in zip(*parts, strict=True)]

@@ -1,7 +1,7 @@
 """Forward-mode derivatives of attention, a block of rows at a time.
 
-With weights p, and t for the tangent of a tensor: t_s = scale (t_q k + q t_k) cap' + t_bias - t_slope distance,
-t_lse = sum p t_s, t_p = p (t_s - t_lse), and t_out = sum t_p v + p t_v.
+With scores s, weights p, tangents t_x of x, and the derivative cap' of the softcap: t_lse = sum p t_s, t_out = sum
+t_p v + p t_v, with t_p = p (t_s - t_lse) and t_s = scale (t_q k + q t_k) cap' + t_bias - t_slope distance.
 """
 
 import math
@@ -34,7 +34,7 @@ def _of_block(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the tangents of (output, lse, weights or None) of a block.
 
-    moved: a call of the tangents. has: whether query, key and value have one. memory: (2, at least the scores).
+    moved: the Call with tangents as INPUTS. has: whether query, key and value have one. memory: (2, n) for the scores.
     """
     call, (first, last, begin, end) = part.call, block
     query, t_query = (x.query[:, :, first:last] for x in (call, moved))
@@ -73,16 +73,16 @@ def _of_block(
 
 
 def _tangent(call: Call, moved: Call, has: Sequence[bool], need_weights: bool) -> tuple:
-    """Return `tangent` of a call that is not packed; it may be padded."""
+    """Compute `tangent` of a call without packed sequences; it may be padded."""
     wide, moved = (prepared(x, wide_dtype(call)) for x in (call, moved))
-    # At least ROWS rows for each thread: products of fewer took a quarter longer with 12288 keys.
+    # Give each thread at least ROWS rows: products of fewer rows took a quarter longer with 12288 keys.
     row_bytes = wide.key.shape[2] * wide.query.element_size()
     limit = max(formula.most(wide), min(formula.BUDGET, ROWS * row_bytes * torch.get_num_threads()))
     # Both calls are cut alike, since cuts depend on sizes only.
     cut = [[[uncut(x)]] if need_weights else parts(x, limit) for x in (wide, moved)]
     first = cut[0][0][0]
     largest = max((last - start) * (end - begin) for start, last, begin, end in first.blocks)
-    # One tensor, which malloc tends to keep: new pages cost a quarter.
+    # Allocate once for all blocks: new memory pages took a quarter of the time.
     memory = wide.query.new_empty(2, largest * math.prod(first.call.query.shape[:2]))
     t_out, t_lse, weights = by_part(
         lambda part, other, block: _of_block(part, other.call, has, block, memory, need_weights), *cut
@@ -100,7 +100,7 @@ def tangent(
 
     directions: tangents of the INPUTS; None is zero.
     """
-    # A call of the tangents is cut and padded as the call itself is. Without a tangent, query, key and value stay.
+    # As fields of a Call, tangents are cut and padded like inputs. Query, key and value without one stay as they are.
     fields: dict[str, Any] = dict(zip(INPUTS, directions, strict=True))
     has = [fields[name] is not None for name in ("query", "key", "value")]
     fields |= {name: getattr(call, name) for name in ("query", "key", "value") if fields[name] is None}

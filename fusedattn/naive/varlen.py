@@ -10,12 +10,12 @@ from torch import Tensor
 from ..call.options import DIMS, Call, is_known, sliced, with_dims
 from ..call.padding import Padding, padding
 
-WASTE = 2  # largest ratio of scores in a padded call to scores of its sequences
+WASTE = 2  # maximum ratio of scores in a padded call to scores of its sequences
 SLACK = 2**14  # wasted scores of one head that are cheaper than another call
 
 
 def padded(call: Call) -> tuple[Call, Padding]:
-    """Return (a packed call padded to a batch of sequences, which keeps offsets, and the Padding of its rows)."""
+    """Return (a packed call padded to a batch of its sequences, still with offsets; the Padding of its rows)."""
     assert call.cu_seqlens_q is not None and call.cu_seqlens_k is not None
     rows = padding(call.cu_seqlens_q, call.query.shape[2], call.max_seqlen_q, "max_seqlen_q")
     keys = padding(call.cu_seqlens_k, call.key.shape[2], call.max_seqlen_k, "max_seqlen_k")
@@ -39,7 +39,7 @@ def padded(call: Call) -> tuple[Call, Padding]:
 
 
 def packed(rows: Padding, out: Tensor, lse: Tensor | None, weights: Tensor | None) -> tuple:
-    """Return the results of a padded call without padding."""
+    """Return the results of a padded call as packed sequences. rows: from `padded`."""
 
     def unpad(tensor, nothing=0.0):
         return None if tensor is None else rows.unpad(tensor.transpose(1, 2), nothing).transpose(0, 1)[None]
@@ -69,7 +69,7 @@ def runs(lengths: list[tuple[int, int]], waste: float, slack: float) -> Iterator
 def sequences(call: Call) -> list[Call]:
     """Split a packed call, so that one long sequence does not pad all others to its length.
 
-    A call with dropout stays whole: dropout depends on the number of a sequence. So does one of unknown lengths.
+    A call with dropout is not split, because dropout depends on a sequence's index. Nor is one of unknown lengths.
     """
     assert call.cu_seqlens_q is not None and call.cu_seqlens_k is not None
     known = is_known(call.cu_seqlens_q) and is_known(call.cu_seqlens_k)
@@ -81,7 +81,7 @@ def sequences(call: Call) -> list[Call]:
 
 
 def of_batches(call: Call, **slices: slice) -> Call:
-    """Return a call whose tensors with a batch dimension are cut: B=slice(2, 4) keeps batches 2 and 3."""
+    """Slice the tensors of a call that have a batch dimension (see `sliced`): B=slice(2, 4) keeps batches 2 and 3."""
     fields: dict[str, Any] = {name: sliced(name, getattr(call, name), **slices) for name in with_dims("B")}
     return call._replace(**fields)
 
@@ -95,7 +95,7 @@ def part_of(call: Call, rows: list[int], keys: list[int], first: int, last: int)
     assert call.cu_seqlens_q is not None and call.cu_seqlens_k is not None
     max_seqlen_q, max_seqlen_k = (max(_differences(x[first : last + 1])) for x in (rows, keys))
     tokens = dict(Q=slice(rows[first], rows[last]), K=slice(keys[first], keys[last]))
-    pairs = dict(Q=slice(max_seqlen_q), K=slice(max_seqlen_k))  # they count from the start of each sequence
+    pairs = dict(Q=slice(max_seqlen_q), K=slice(max_seqlen_k))  # mask and bias count from the start of each sequence
     fields: dict[str, Any] = {
         name: sliced(name, getattr(call, name), B=slice(first, last), **(pairs if DIMS[name] == "BHQK" else tokens))
         for name in with_dims("B")

@@ -1,7 +1,7 @@
-"""The operators forward and block_mask of torch.library, and the derivatives of the forward.
+"""The torch.library operators `forward`, which computes attention, and `block_mask`, and the derivatives of `forward`.
 
-To the compiler an operator is a schema and a fake, which makes tensors of the right shapes, dtypes and strides. Its
-implementation serves CUDA and CPU (Triton's interpreter). Autograd sits above it, in a Function.
+A compiler sees only an operator's schema and its fake, which makes tensors of the right shapes, dtypes and strides.
+The implementation serves CUDA and CPU tensors. A torch.autograd.Function, which calls the operator, adds derivatives.
 """
 
 import functools
@@ -46,7 +46,7 @@ def _forward(*arguments):
     if backend in ("cpu", "naive"):
         forward_of = cpu.forward if backend == "cpu" else fallback.results
         results = forward_of(call, need_lse, need_weights, save)
-        return tuple(map(own_storage, results)) if save else results  # there may be tangents
+        return tuple(map(own_storage, results)) if save else results  # forward mode needs it
     out, *rest = results = _new(call, need_lse, need_weights, save, backend)
     if out.numel():
         from ..launch import forward, run  # imports Triton
@@ -98,14 +98,14 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx, inputs, output):
         out, lse, weights, stats = output
-        # `replay` saves the same tensors: a checkpoint may compute the call again by a replay.
+        # Save what a replay (dispatch/replay.py) saves: a checkpoint may recompute this call by a replay.
         save_arguments(ctx, inputs, out, None if weights.dim() == 1 else weights, stats)
         ctx.has_lse, ctx.has_weights = lse.dim() > 1, weights.dim() > 1
         ctx.mark_non_differentiable(stats)
 
     @staticmethod
     def backward(ctx, grad_out, grad_lse, grad_weights, _):
-        # A graph passes zeros for absent gradients, also for those of absent results.
+        # A compiled graph passes zeros for missing gradients, also for those of results that were not needed.
         grad_lse, grad_weights = (None if x is None or x.dim() == 1 else x for x in (grad_lse, grad_weights))
         incoming = grad_out, grad_lse, grad_weights
         if all(grad is None for grad in incoming):
@@ -122,7 +122,7 @@ class _Attention(torch.autograd.Function):
         _, call, (*_, backend) = FORWARD.split(arguments)
         directions, stats = FORWARD.of_inputs(tangents), saved_stats(stats, call, backend)
         out, lse, weights = Tangent.apply(*directions, out, stats, *call, ctx.has_weights, backend)
-        # torch takes no None: an absent result has an empty tangent.
+        # torch takes no None: a result that was not needed has an empty tangent.
         return out, lse if ctx.has_lse else lse.new_zeros(0), weights if ctx.has_weights else out.new_zeros(0), None
 
     @staticmethod
@@ -148,7 +148,7 @@ def allow_in_graph() -> None:
 def _attend(call: Call, need_lse: bool, need_weights: bool, backend: str):
     """Return (output, lse or None, weights or None) of a checked call."""
     save = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs_of(call))
-    # Tensors of a transform or with a tangent need not require a gradient.
+    # Under a transform or in forward mode there may be a derivative although no tensor requires a gradient.
     transformed = transforms_active() or forward_level() >= 0
     if torch.compiler.is_compiling() and transformed:
         allow_in_graph()
@@ -156,7 +156,7 @@ def _attend(call: Call, need_lse: bool, need_weights: bool, backend: str):
     elif torch.compiler.is_compiling():
         out, lse, weights, _ = OPERATORS.forward(*call, need_lse, need_weights, save, backend)
     elif save or transformed:
-        # Forward and backward share a block mask. In graphs and under vmap each makes its own: its size is not known.
+        # Forward and backward share a block mask. In graphs and under vmap each makes one: its size is not known.
         masked = backend in KERNELS and not transformed and any(x is not None for x in hiding(call))
         if masked and call.block_mask is None:
             call = call._replace(block_mask=block_mask_or_none(hiding(call), lengths_of(call)))
@@ -171,11 +171,11 @@ run_triton, run_hopper, run_cpu = (functools.partial(_attend, backend=name) for 
 
 
 def run_naive(call: Call, need_lse: bool, need_weights: bool):
-    """Run the formula by operations that autograd records one by one, or as one operator where they do not work."""
+    """Compute attention by plain operations, which autograd records one by one; where these fail, by one operator."""
     transformed, compiling, packed = transforms_active(), torch.compiler.is_compiling(), call.cu_seqlens_q is not None
     # The operator finds the longest sequence at run time, which a compiler cannot.
     unknown = compiling and packed and (call.max_seqlen_q is None or call.max_seqlen_k is None)
-    # torch.vmap would count the planes of dropout wrongly, and cannot read mapped offsets.
+    # torch.vmap would number the batches and heads for dropout wrongly, and cannot read mapped offsets.
     mapped = transformed and (call.seed is not None or packed)
     # torch 2.13 overwrites what its softmax saved for the gradient of a tangent.
     reversed_tangent = forward_level() >= 0 and not transformed and torch.is_grad_enabled()
@@ -197,7 +197,7 @@ def block_mask_or_none(masks: Sequence[Tensor | None], lengths: Lengths | None =
 
 
 def failed(call: Call, need_weights: bool, on_hopper: bool) -> list[str]:
-    """Return why a kernel of a call is known to fail on this machine; empty if none is."""
+    """Return why a kernel of a call is known to fail on this machine; empty if none is known to."""
     if torch.compiler.is_compiling() or not any_failed(call):
         return []
     from ..launch import backward, run
@@ -210,9 +210,9 @@ def failed(call: Call, need_weights: bool, on_hopper: bool) -> list[str]:
 
 
 def explained(call: Call, need_weights: bool, backend: str, has_hopper: bool) -> tuple[dict, Sequence[str]]:
-    """Return ({kernel: tiles}, why a Hopper GPU does not run the backward by its own kernel), for `explain`.
+    """Return ({kernel: tiles}, why a Hopper GPU does not run the Hopper backward), for `explain`.
 
-    The backward computes the gradients of query, key, value and learned options.
+    The backward computes the gradients of query, key, value and of options that require one.
     """
     from ..launch import backward, run
 

@@ -1,4 +1,4 @@
-"""The operator backward of torch.library, and its derivatives."""
+"""The torch.library operator `backward`, which computes the gradients of attention, and its own derivatives."""
 
 import torch
 from torch import Tensor
@@ -59,7 +59,7 @@ def _backward(*arguments):
         wanted = [grad if grad.numel() else None for grad in grads]
         launch_backward(wanted, grad_out, grad_lse, grad_weights, out, weights, stats, call, backend)
 
-    # Where Hopper's kernel is now known to fail, a second launch takes the universal ones.
+    # If the Hopper kernel fails in the first launch, the second runs the Triton kernels for any GPU.
     fallback.by_kernel(call, (launch, launch), lambda: fallback.gradients(grads, incoming, call))
     return grads
 
@@ -72,7 +72,7 @@ def _arranged_backward(*arguments):
 
 
 def saved_stats(stats, call, backend):
-    """Return the saved stats; compute them if the forward was recorded without gradients."""
+    """Return the saved stats; compute them if the forward saved none."""
     if stats.dim() == 4:
         return stats
     with torch.no_grad():
@@ -108,7 +108,7 @@ class Backward(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grad_grads):
         incoming, call, (_, need) = BACKWARD.split(saved(ctx)[0])
-        # A graph passes zeros for absent gradients, also for those of gradients that were not needed.
+        # A compiled graph passes zeros for missing gradients, also for those of gradients that were not needed.
         grad_grads = [x if needed else None for x, needed in zip(grad_grads, need, strict=True)]
         grads = double_backward(call, incoming[: len(RESULTS)], grad_grads)
         return BACKWARD.named(dict(zip((*BACKWARD.names[: len(RESULTS)], *INPUTS), grads, strict=True)))
@@ -135,7 +135,7 @@ class Backward(torch.autograd.Function):
 
 
 def backward(*arguments):
-    """Compute the operator, recorded for a second derivative. Raise if that derivative would be lost."""
+    """Compute the gradients as one autograd node. Raise if their own derivative would be lost."""
     if not torch.is_grad_enabled() and plain(arguments):
         return _backward(*arguments)
     batched = any(x is not None and not has_storage(x) for x in arguments[:3])

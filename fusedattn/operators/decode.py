@@ -1,4 +1,4 @@
-"""The operators append, which writes to caches, and decode, which reads them. Neither has a derivative."""
+"""The torch.library operators `append`, which writes to caches, and `decode`, which reads them. No derivatives."""
 
 import contextlib
 import functools
@@ -88,7 +88,7 @@ def _check_decode(*arguments):
 
 
 def _refuse(operator: str):
-    """Return a function that raises for the arguments of an operator of which a derivative is wanted."""
+    """Return a function that raises if a derivative is wanted with respect to an argument of the operator."""
 
     def refuse(*arguments):
         names = argument_names(getattr(OPERATORS, operator).default)
@@ -110,7 +110,7 @@ register(_SCHEMA, _decode_operator, _new_decode, _check_decode, _refuse("decode"
 
 
 def _run(decode: Decode, need_lse: bool, need_weights: bool, backend: str):
-    """Append, and return (output, lse or None, weights or None). Weights are computed naively."""
+    """Append new keys, and return (output, lse or None, weights or None). The naive path computes weights."""
     call, appends, compiling = decode.call, decode.new_key is not None, torch.compiler.is_compiling()
     if plain((*call, *decode)):
         if appends:
@@ -120,7 +120,7 @@ def _run(decode: Decode, need_lse: bool, need_weights: bool, backend: str):
         caches = decode.key_cache, decode.value_cache, decode.lengths, decode.table
         rotary, options = (decode.cos, decode.sin, decode.interleaved), [getattr(call, name) for name in DECODE.fields]
         flops.offer(OPERATORS.decode)
-        with contextlib.nullcontext() if compiling else below_autograd():  # a checked call has no derivative
+        with contextlib.nullcontext() if compiling else below_autograd():  # checks refuse inputs with gradients
             if appends:
                 OPERATORS.append(*caches, decode.new_key, decode.new_value, *rotary, call.named, backend)
             out, lse = OPERATORS.decode(call.query, *caches, decode.added, *rotary, *options, need_lse, backend)
@@ -143,7 +143,7 @@ def unmappable(decode: Decode) -> list[str]:
 
 
 def failed(decode: Decode) -> list[str]:
-    """Return why a kernel of a call is known to fail on this machine; empty if none is."""
+    """Return why a kernel of a call is known to fail on this machine; empty if none is known to."""
     if not failures.failed_kernels or torch.compiler.is_compiling():
         return []
     from ..launch import decode as launch_decode

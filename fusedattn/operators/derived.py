@@ -1,7 +1,7 @@
 """Formulas as single autograd nodes: a derivative of one, or its torch.vmap, is again one node.
 
 torch runs the `jvp` of a Function with forward mode off, so an outer jvp would silently take the tangent of plain
-operations in it for zero. And torch.vmap of plain operations would not count the planes of dropout.
+operations in it for zero. And torch.vmap of plain operations would number batches and heads wrongly for dropout.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ class Formula(NamedTuple):
 
     def linear(self, transform: Callable, more: Sequence[str], results: Sequence[str]) -> "Formula":
         """Return a derivative of the formula: `transform`, whose arguments begin with those named in `more`."""
-        # The number makes names of a tangent and of its own tangent differ.
+        # The number distinguishes the name of a tangent from that of the tangent's own tangent.
         named = tuple(f"{len(self.names)}:{name}" for name in more)
         return Formula(transform, (*named, *self.names), tuple(results))
 
@@ -53,14 +53,14 @@ def _function_of(formula: Formula, places: Sequence[int], arguments: Sequence[An
 
 
 def _jvp_of(formula: Formula, places: Sequence[int]) -> Formula:
-    """Return the JVP of a formula: tangents of its results from those of arguments[places]."""
+    """Return the JVP of a formula: tangents of its results from tangents of arguments[places]."""
 
     def compute(*arguments):
         moved = arguments[: len(places)]
         some, primals = _function_of(formula, places, arguments[len(places) :])
         if forward_level() < 0 or transforms_active():
             return torch.func.jvp(some, tuple(primals), moved)[1]
-        # torch nests no forward mode in an open dual_level, so this is the VJP of the VJP, which is linear in `grads`.
+        # torch cannot nest forward mode in an open dual_level, so take the VJP of the VJP, which is linear in `grads`.
         zeros = [torch.zeros_like(x) for x in some(*primals)]
         return torch.func.vjp(lambda *grads: torch.func.vjp(some, *primals)[1](grads), *zeros)[1](moved)
 
@@ -68,7 +68,7 @@ def _jvp_of(formula: Formula, places: Sequence[int]) -> Formula:
 
 
 def _vjp_of(formula: Formula, present: Sequence[int], places: Sequence[int]) -> Formula:
-    """Return the VJP of a formula: gradients of arguments[places] from those of results[present]."""
+    """Return the VJP of a formula: gradients of arguments[places] from gradients of results[present]."""
 
     def compute(*arguments):
         some, primals = _function_of(formula, places, arguments[len(present) :])
@@ -122,7 +122,7 @@ class _Derived(torch.autograd.Function):
 
 
 def derived(formula: Formula, *arguments: Any) -> tuple[Tensor, ...]:
-    """Compute a Formula, recorded for any derivative."""
+    """Compute a Formula as one autograd node, which has derivatives of any order."""
     return _Derived.apply(formula, *arguments)
 
 
@@ -130,12 +130,12 @@ _PLUS = Formula(lambda a, b: (a + b,))
 
 
 def plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    """Return a + b, recorded for any derivative; None stands for zero."""
+    """Return a + b as one autograd node; None stands for zero."""
     return b if a is None else a if b is None else derived(_PLUS, a, b)[0]
 
 
 def double_backward(call: Call, incoming: Sequence[Any], grad_grads: Sequence[Any]) -> list[Tensor | None]:
-    """Return `second_derivative`, recorded for any derivative, with the strides of the inputs."""
+    """Return `second_derivative` as one autograd node; the results have the strides of the inputs."""
     inputs = inputs_of(call)
     some = any(x is not None for x in incoming) and any(x is not None for x in grad_grads)
     places = [n for n, x in enumerate((*incoming, *inputs)) if some and x is not None]
@@ -155,7 +155,7 @@ def double_backward(call: Call, incoming: Sequence[Any], grad_grads: Sequence[An
 
 
 def double_tangent(call: Call, tangents: Sequence[Any], moved: Sequence[Any], need_weights: bool) -> list:
-    """Return `second_tangent`, recorded for any derivative."""
+    """Return `second_tangent` as one autograd node."""
 
     def compute(*arguments):
         tangents, moved = arguments[: len(INPUTS)], arguments[len(INPUTS) : len(_TANGENTS)]

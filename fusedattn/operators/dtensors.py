@@ -1,4 +1,4 @@
-"""DTensors: each rank computes its own batches and heads, without communication.
+"""Attention of DTensors: each rank computes its own batches and heads, without communication.
 
 Backends get the plain tensors of a rank. Their results become DTensors with the placements of the query.
 """
@@ -42,7 +42,7 @@ def refuse(function: str, tensors: Mapping[str, Any]) -> None:
 
 
 class LocalCall(NamedTuple):
-    """This rank's part of a call of DTensors; and the mesh, the placements of its results, and the global query."""
+    """This rank's part of a call of DTensors, with the mesh, the placements of the results, and the global query."""
 
     call: Call
     mesh: Any
@@ -70,8 +70,8 @@ def _laid_out(axes: Sequence[int], gradient: Tensor | None) -> Tensor | None:
 def local_call(call: Call, seed: Any) -> LocalCall | None:
     """Return this rank's part of a checked call; None if the call has no DTensor.
 
-    A replicated tensor beside sharded ones is cut here, and its gradient is Partial. Options that are no DTensors are
-    the same on all ranks. seed: the caller's argument. Raise on all ranks for a call that needs communication.
+    A replicated tensor beside sharded ones is cut here, and its gradient is Partial. Options that are no DTensors must
+    be equal on all ranks. seed: the caller's argument. Raise on all ranks if the call would need communication.
     """
     tensors: dict[str, Any] = dict(zip(TENSORS, tensors_of(call), strict=True))
     if not [x for x in tensors.values() if x is not None and is_dtensor(x)]:
@@ -86,7 +86,7 @@ def local_call(call: Call, seed: Any) -> LocalCall | None:
     # The compiler of torch 2.10 takes no tuple of mesh.shape.
     place = tuple([mesh.size(number) for number in range(mesh.ndim)]), tuple(coordinate)
     of_query = _by_dim(cut)
-    fields: dict[str, Any] = dict(block_mask=None)  # the given one is for all ranks; each part makes its own
+    fields: dict[str, Any] = dict(block_mask=None)  # the caller's one is global; each rank makes one for its part
     for name, x in tensors.items():
         if name not in DIMS or x is None:
             continue
@@ -135,7 +135,7 @@ def _checked(tensors: Mapping[str, Any]) -> tuple[Any, list[int | None]]:
     by = [""] * mesh.ndim
     for name, x in tensors.items():
         if not is_dtensor(x):
-            # Each rank would have another gradient of the same tensor.
+            # Each rank would have a different gradient of the same tensor.
             if name in ("query", "key", "value") or (name in INPUTS and x is not None and x.requires_grad):
                 fail(TypeError, name, f"a DTensor, as {first} is", "a tensor")
             continue
@@ -163,7 +163,7 @@ def _checked(tensors: Mapping[str, Any]) -> tuple[Any, list[int | None]]:
 
 
 def _place(size: int, shape: Sequence[int], coordinate: Sequence[int], cut: Sequence[int]) -> tuple[int, int]:
-    """Return (first, count) of the elements of one rank, as `torch.chunk` cuts them."""
+    """Return (first, count) of a rank's elements after `torch.chunk` along the mesh dimensions `cut`."""
     first = 0
     for number in cut:
         chunk = -(-size // shape[number])
@@ -176,7 +176,7 @@ def _span(
     of_query: int, size: int, shape: tuple[int, ...], coordinate: tuple[int, ...],
     wanted: tuple[int, ...], had: tuple[int, ...],
 ) -> tuple[int, int] | None:  # fmt: skip
-    """Return (first, count) of a rank's batches or heads that its part of the query needs.
+    """Return (first, count) of the batches or heads that a rank's part of the query needs from its part of a tensor.
 
     Return None if any rank lacks some, or if its key heads serve unequal numbers of query heads. wanted, had: the mesh
     dimensions that cut the query and this tensor.
@@ -197,7 +197,7 @@ def _span(
     return span
 
 
-_kept_span = functools.lru_cache(maxsize=1024)(_span)  # the compiler warns of such a cache
+_kept_span = functools.lru_cache(maxsize=1024)(_span)  # torch.compile would warn about the cache
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from ..naive import formula
 
 
 def by_kernel(call: Call, launches: Sequence[Callable[[], None]], naive: Callable[[], None]) -> None:
-    """Run the first launch whose kernels run here, otherwise the naive path. Warn of kernels that do not run."""
+    """Run the first launch whose kernels run here, otherwise the naive path. Warn about kernels that do not run."""
     for launch in launches:
         try:
             return launch()
@@ -23,7 +23,7 @@ def by_kernel(call: Call, launches: Sequence[Callable[[], None]], naive: Callabl
 
 
 def fill(targets: Sequence[Tensor], results: Sequence[Tensor | None]) -> None:
-    """Copy results into targets; empty targets are not wanted."""
+    """Copy results into targets. An empty target means that its result is not needed."""
     for target, x in zip(targets, results, strict=False):
         if x is not None and target.numel():
             target.copy_(x)
@@ -39,7 +39,7 @@ def results(call: Call, need_lse: bool, need_weights: bool, save: bool) -> tuple
 
 
 def gradients(grads: Sequence[Tensor], incoming: Sequence[Tensor | None], call: Call) -> None:
-    """Fill the gradients by the naive path; empty ones are not wanted."""
+    """Compute gradients by the naive path into `grads`. An empty tensor means that its gradient is not needed."""
     wanted = {name: grad for name, grad in zip(INPUTS, grads, strict=True) if grad.numel()}
     if not wanted:
         return

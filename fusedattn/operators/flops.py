@@ -13,12 +13,12 @@ from ..call.decode import CacheArguments, capacity
 from ..call.options import in_memory
 from ..call.private import argument_names, flop_formulas
 
-# {operator: (matrix products as wide as a query, matrix products as wide as a value)}
+# {operator: (number of matrix products with the columns of the query, with the columns of the value)}
 PRODUCTS = dict(forward=(1, 1), backward=(3, 2), tangent=(3, 2), decode=(1, 1))
 
 
 def _pairs(values: dict[str, Any]) -> Any:
-    """Return the number of (query, key) pairs of a head, after an append to a cache."""
+    """Return the number of (row, key) pairs of one head over all batches. A cache counts with its new keys."""
     query = values["query"]
     batch, _, rows, _ = query.shape
     if "key_cache" in values:
@@ -54,8 +54,7 @@ def _formula(operator: Any) -> Callable[..., Any]:
 def offer(operator: Any) -> None:
     """Give torch's counters the formula of an operator. Call this before the operator.
 
-    Registration at import would import torch's module, which imports Triton, and a counter copies the formulas when it
-    is made.
+    It is not done at import: torch's module imports Triton, and a counter copies the formulas when it is created.
     """
     if torch.compiler.is_compiling() or operator.__name__ not in PRODUCTS:
         return

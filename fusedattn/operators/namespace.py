@@ -18,11 +18,11 @@ NAME = __name__.rpartition(".operators.")[0].replace(".", "_")  # the namespace
 LIBRARY = torch.library.Library(NAME, "FRAGMENT")  # operators live as long as this object does
 OPERATORS = getattr(torch.ops, NAME)
 _Run = Callable[..., Any]
-MOST = 1024  # facts of checked arguments that an operator remembers, before it forgets all
+MOST = 1024  # calls that passed the checks, per operator; at this number it forgets all
 
 
 def _facts(x):
-    """Return the properties of an argument that checks look at, as a hashable value."""
+    """Return the properties of an argument that checks read, as a hashable value: no tensor values."""
     if isinstance(x, torch.Tensor):
         return x.shape, x.stride(), x.dtype, x.device
     return (*x,) if isinstance(x, list) else x
@@ -37,7 +37,7 @@ def register(
     `differentiate`.
 
     Args:
-        run: computes it.
+        run: computes the operator.
         new: returns results of the same shapes, dtypes and strides for tensors without data.
         check: raises for shapes, strides, dtypes, devices and numbers that `run` cannot take. It reads no values of
             tensors. It runs before `run` and `new`.
@@ -48,7 +48,7 @@ def register(
     types = [part.split(" ")[:2] for part in declared.partition(") -> ")[0].split(", ")]
     # torch passes None for a tensor that a schema requires.
     required = [(n, field) for n, (kind, field) in enumerate(types) if kind.startswith("Tensor") and "?" not in kind]
-    passed: set[tuple] = set()  # facts of arguments that passed the checks
+    passed: set[tuple] = set()  # shapes, strides, dtypes and devices of calls that passed the checks
 
     def check_all(*arguments):
         for n, field in required:
@@ -56,7 +56,7 @@ def register(
                 fail(TypeError, field, "a tensor", "NoneType")
         check(*arguments)
 
-    @eager  # a graph of the caller may break in here, and the compiler would trace the rest of this function
+    @eager  # if the caller's graph breaks in here, the compiler would trace the rest of this function
     def checked_run(*arguments):
         facts = tuple(map(_facts, arguments))
         if facts not in passed:
@@ -72,14 +72,14 @@ def register(
 
     def run_recorded(keyset, *arguments):
         flops.offer(operator)
-        # Not by torch's table of decompositions: where the environment sets CI, Inductor raises for entries of it.
+        # Do not use torch's table of decompositions: if the environment sets CI, Inductor raises for entries of it.
         if decompose is not None and in_onnx_export():
             return decompose(*arguments)
         recorded = torch.is_grad_enabled() and any_requires_grad(*arguments)
         if recorded or (forward_level() >= 0 and differentiated(arguments)):
             if transforms_active():
                 raise NotImplementedError(f"{NAME}::{name}: torch.func takes the function, not its operator")
-            check_all(*arguments)  # before a Function saves them
+            check_all(*arguments)  # before a Function saves the arguments
             return differentiate(*arguments)
         return redispatch(operator.default, keyset, arguments)
 

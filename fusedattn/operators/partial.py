@@ -1,7 +1,7 @@
-"""Attention over keys that come in parts: each part by a backend, and one softmax over all of them.
+"""Attention over keys that come in parts: a backend computes each, and the results are merged into one softmax.
 
-Results of parts are float32 (float64). Each row keeps two numbers, as in the kernels: its largest score and
-log2(sum of exp(score - largest)). One number, the log-sum-exp, would lose digits of the smaller one.
+Parts are partial Calls, with results in float32 (float64). A row keeps two numbers, as in the kernels: its largest
+score and log2(sum of exp(score - largest)). One number, the log-sum-exp, would lose digits of the smaller one.
 Source: Online normalizer calculation for softmax, arXiv:1805.02867, section 3.1.
 """
 
@@ -73,7 +73,7 @@ def backward(
 
 
 def unit(call: Call, backend: str) -> float:
-    """Return the unit of the largest scores in stats. Kernels leave products unscaled if they can."""
+    """Return the factor from the largest score in stats to the true one. Kernels leave scores unscaled if they can."""
     if backend not in KERNELS:
         return 1.0
     from ..launch import arguments

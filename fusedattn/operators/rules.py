@@ -32,7 +32,7 @@ from .schema import BACKWARD, FORWARD, TANGENT, stats_columns
 
 
 def check_call(call: Call, backend: str, need_weights: bool = False, capacity: int | None = None) -> None:
-    """Raise for fields of a Call that an operator cannot take. capacity: of caches, which have been checked."""
+    """Raise if an operator cannot take a Call. capacity: of caches, which have been checked; None without caches."""
     query, keys = call.query, call.key.shape[2] if capacity is None else capacity
     if capacity is None:
         check_rank("query", query, "(B, H, S, D)")
@@ -63,7 +63,7 @@ def check_call(call: Call, backend: str, need_weights: bool = False, capacity: i
         if (x := getattr(call, name)) is not None:
             check_heads(name, x, query.device, (1, heads), (sizes.B, heads))
     if call.block_mask is not None:
-        from ..launch import blocks  # Triton was imported before there was a block mask
+        from ..launch import blocks  # a block mask exists, so Triton is imported already
 
         size = blocks.block_mask_size()
         shape = sizes.B, heads, -(-sizes.Sq // size), -(-sizes.Sk // size)
@@ -111,7 +111,7 @@ def check_backend(call: Call, backend: str, also: tuple[str, ...] = ()) -> None:
 
 
 def _check_result(name: str, x: Tensor | None, call: Call, dtype: torch.dtype | None, shape: tuple) -> None:
-    """Raise if a result of a forward, a gradient or a tangent has another dtype, shape or device."""
+    """Raise if a result, a gradient or a tangent has another dtype, shape or device than the call requires."""
     if x is None:
         return
     if x.dtype != dtype if dtype else x.dtype not in FLOATING:

@@ -44,11 +44,11 @@ class Signature:
         return before, Call(*fields), after
 
     def named(self, values: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Return a value for each argument, None if it has no value."""
+        """Return the values, given by name, in the order of the arguments; None for missing ones."""
         return tuple([values.get(name) for name in self.names])
 
     def of_inputs(self, values: Sequence[Any], prefix: str = "") -> list[Any]:
-        """Return those of the values, one for each argument, that belong to INPUTS."""
+        """Return the values of INPUTS from one value for each argument. prefix: of their names in this signature."""
         return [values[self.names.index(f"{prefix}{name}")] for name in INPUTS]
 
 
@@ -81,7 +81,7 @@ def save(ctx: Any, arguments: Sequence[Any], *results: Tensor | None) -> None:
 
 
 def saved(ctx: Any) -> tuple[list[Any], list[Tensor | None]]:
-    """Return (arguments, results) saved by `save`. Raise for tensors that hooks changed."""
+    """Return (arguments, results) saved by `save`. Raise if saved-tensor hooks changed a shape or dtype."""
     tensors, others = ctx.saved_tensors, ctx.others
     check_saved(ctx.facts, facts(tensors))
     arguments = [b if a is None else a for a, b in zip(tensors, others, strict=False)]
@@ -119,7 +119,7 @@ def new_results(call: Call, need_lse: bool, need_weights: bool) -> tuple[Tensor,
 def stats_columns(dtype: torch.dtype, width: int, backend: str = "triton") -> int:
     """Return how many float32 numbers a forward saves for each row, besides its output of `width` columns.
 
-    Kernels save two numbers of the softmax and, for an output of 16 bits, its rounding error, a byte an element.
+    Kernels save two numbers of the softmax and, for an output of 16 bits, its rounding error, one byte per element.
     """
     if backend == "cpu":
         return cpu.stats_columns(dtype, width)

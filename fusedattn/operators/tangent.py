@@ -1,4 +1,4 @@
-"""The operator tangent of torch.library, the JVP of the forward, and its own derivatives.
+"""The torch.library operator `tangent`, which computes the JVP of attention, and its own derivatives.
 
 It is linear in the tangents of the inputs, so its gradient with respect to them is the backward. Its gradient with
 respect to the inputs is a product with the second derivative, as is the derivative of the backward.

@@ -1,6 +1,6 @@
 """torch.vmap of the operators: mapped calls are folded into one call, or made one by one.
 
-Dense calls fold into the batch, packed ones into one call with all sequences, so each drops different weights. Calls
+Dense calls are folded into the batch, packed ones into one call with all sequences, so each drops other weights. Calls
 that must drop the same weights are made one by one: with randomness="same", for derivatives of a call that was not
 mapped itself, and for mapped seeds.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..call.options import DIMS, Call
 
-# {tensor with packed rows or keys: their axis}. Of other tensors, the first dimension is the batch or 1.
+# {tensor with packed rows or keys: their axis}. In other tensors, the first dimension is the batch or 1.
 _AXES = {
     name: letters.index(letters.strip("BHGD")) for name, letters in DIMS.items() if len(letters.strip("BHGD")) == 1
 }
