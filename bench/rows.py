@@ -110,7 +110,7 @@ def read(path) -> list[Row]:
         reader = csv.reader(file)
         header = tuple(next(reader, ()))
         if header != COLUMNS:
-            raise ValueError(f"{path}: expected the columns {', '.join(COLUMNS)}, got {', '.join(header)}")
+            raise ValueError(f"{path}: expected the columns of fusedattn bench, got {', '.join(header)[:100]}")
         kinds = [int if name in _COUNTS else float if name in _MEASURED else str for name in header]
         lines = (zip(kinds, line, strict=True) for line in reader if len(line) == len(header))
         return [Row(*(kind(text) if text else "" for kind, text in line)) for line in lines]

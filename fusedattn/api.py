@@ -284,7 +284,8 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
         if x.dtype != dtype:
             fail(TypeError, name, f"{dtype}, because out_a is {out_a.dtype}", x.dtype)
         if out_a.dim() == 0 or x.shape != shape:
-            fail(ValueError, name, f"shape {tuple(shape)}, because out_a is {tuple(out_a.shape)}", tuple(x.shape))
+            expected = f"shape {tuple(shape)}, as out_a has {tuple(out_a.shape)}" if out_a.dim() else "rank 1 or more"
+            fail(ValueError, name, expected, x.shape)
     # Detached: the result does not depend on the pivot.
     top = torch.maximum(lse_a, lse_b).detach()
     empty = top == float("-inf")

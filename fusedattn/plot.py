@@ -101,7 +101,7 @@ def positional_encoding(pe: Tensor, *, figure: Any = None) -> "Figure":
     table = _values("pe", pe)
     table = table[0] if table.dim() == 3 and len(table) == 1 else table
     if table.dim() != 2 or not table.numel():
-        fail(ValueError, "pe", "shape (S, E) or (1, S, E), none of them 0", tuple(table.shape))
+        fail(ValueError, "pe", "shape (S, E) or (1, S, E), without 0", table.shape)
     if not table.isfinite().all():
         fail(ValueError, "pe", "finite numbers", "NaN or infinity")
     matplotlib = _matplotlib(figure)
@@ -141,8 +141,8 @@ def _maps(weights: Tensor, mask: Tensor | None) -> Tensor:
     maps = _values("weights", weights)
     maps = maps[None] if maps.dim() == 2 else maps[0] if maps.dim() == 4 and len(maps) == 1 else maps
     if maps.dim() != 3 or not maps.numel():
-        expected = "shape (Sq, Sk), (H, Sq, Sk) or (1, H, Sq, Sk), none of them 0: pass weights[0] of a batch"
-        fail(ValueError, "weights", expected, tuple(weights.shape))
+        got = f"shape {tuple(weights.shape)}: pass weights[0] of a batch"
+        fail(ValueError, "weights", "shape (Sq, Sk), (H, Sq, Sk) or (1, H, Sq, Sk), without 0", got)
     low, high = maps.nan_to_num(0.0, math.inf, -math.inf).aminmax()
     if low < 0 or high == math.inf:
         fail(ValueError, "weights", "finite numbers, 0 or more", f"{low:.3g} to {high:.3g}")
@@ -154,7 +154,7 @@ def _maps(weights: Tensor, mask: Tensor | None) -> Tensor:
     try:
         return maps.masked_fill(~seen, math.nan).view_as(maps)
     except RuntimeError:
-        fail(ValueError, "mask", f"broadcastable to {tuple(maps.shape)}", tuple(mask.shape))
+        fail(ValueError, "mask", f"a shape that broadcasts to that of weights, {tuple(maps.shape)}", mask.shape)
 
 
 def _names(

@@ -85,7 +85,7 @@ def check_inputs(a: CacheArguments) -> None:
     """Raise if query, caches and lengths do not fit. The caches' first dimension (batch or pages) is checked later."""
     check_query_key_value(a.query, a.key_cache, a.value_cache, "key_cache", "value_cache", "(B, H, S, D)")
     check_dtype("cache_seqlens", a.cache_seqlens, torch.int32, a.query.device)
-    check_shape("cache_seqlens", a.cache_seqlens, (a.query.shape[0],))
+    check_shape("cache_seqlens", a.cache_seqlens, (a.query.shape[0],), why="one for each batch of query")
 
 
 def check_sizes(a: CacheArguments) -> None:
@@ -95,13 +95,13 @@ def check_sizes(a: CacheArguments) -> None:
     if a.block_table is not None:
         check_dtype("block_table", a.block_table, torch.int32, a.query.device)
         if a.block_table.dim() != 2 or not is_size(a.block_table.shape[0], batch):
-            fail(ValueError, "block_table", f"shape ({batch}, pages of a sequence)", tuple(a.block_table.shape))
+            fail(ValueError, "block_table", f"shape ({batch}, pages of a sequence)", a.block_table.shape)
     elif not is_size(a.key_cache.shape[0], batch):
-        fail(ValueError, "key_cache", f"the batch size of query, {batch}, or a block_table", tuple(a.key_cache.shape))
+        fail(ValueError, "key_cache", f"a batch size of {batch}, as query has, or a block_table", a.key_cache.shape)
     for first, second, check in (("new_key", "new_value", _check_new), ("rotary_cos", "rotary_sin", _check_rotary)):
         for name, other in ((first, second), (second, first)):
             if getattr(a, name) is None and getattr(a, other) is not None:
-                fail(ValueError, name, f"a tensor beside {other}", None)
+                fail(ValueError, name, f"a tensor, because {other} is given", None)
         if getattr(a, first) is not None:
             check(a)
 
@@ -112,8 +112,9 @@ def _check_new(a: CacheArguments) -> None:
         check_dtype(name, new, a.query.dtype, a.query.device)
     new_key = a.new_key.shape
     if len(new_key) != 4 or not is_shape((*new_key[:2], new_key[3]), (batch, heads, columns)):
-        fail(ValueError, "new_key", f"shape ({batch}, {heads}, new, {columns})", tuple(new_key))
-    check_shape("new_value", a.new_value, (*new_key[:3], a.value_cache.shape[3]))
+        fail(ValueError, "new_key", f"shape ({batch}, {heads}, new, {columns})", new_key)
+    fits = (*new_key[:3], a.value_cache.shape[3])
+    check_shape("new_value", a.new_value, fits, why="as new_key has, with the columns of value_cache")
     for name in ("key_cache", "value_cache"):
         _check_writable(name, getattr(a, name))
 
@@ -121,14 +122,14 @@ def _check_new(a: CacheArguments) -> None:
 def _check_writable(name: str, cache: Tensor) -> None:
     for step, size in zip(cache.stride(), cache.shape, strict=True):
         if holds(step == 0, False) and holds(size > 1, False):
-            fail(ValueError, name, "a cache without expanded dimensions beside new_key", f"strides {cache.stride()}")
+            fail(ValueError, name, "a cache without expanded dimensions for new_key", f"strides {cache.stride()}")
     if is_compiling():
         return
     if cache.is_neg():
-        fail(ValueError, name, "a cache that is not a negated view beside new_key (see resolve_neg)", "a negated view")
+        fail(ValueError, name, "a cache that is no negated view, because new_key is given", "one: see resolve_neg()")
     # On a GPU, kernels can write to an inference tensor.
     if cache.is_inference() and not torch.is_inference_mode_enabled() and cache.device.type != "cuda":
-        fail(ValueError, name, "a cache made outside of torch.inference_mode() beside new_key", "an inference tensor")
+        fail(ValueError, name, "a cache made outside of torch.inference_mode() for new_key", "an inference tensor")
 
 
 def _check_rotary(a: CacheArguments) -> None:
@@ -137,8 +138,8 @@ def _check_rotary(a: CacheArguments) -> None:
         check_floating(name, getattr(a, name), a.query.device)
     if cos.dim() != 2 or holds(cos.shape[0] == 0, False) or not 0 < 2 * cos.shape[1] <= most:
         expected = f"shape (positions, rotary_dim / 2), with 1 position or more and a rotary_dim of at most {most}"
-        fail(ValueError, "rotary_cos", expected, tuple(cos.shape))
-    check_shape("rotary_sin", a.rotary_sin, tuple(cos.shape))
+        fail(ValueError, "rotary_cos", expected, cos.shape)
+    check_shape("rotary_sin", a.rotary_sin, tuple(cos.shape), why="as rotary_cos has")
 
 
 def check_gradients(arguments: Mapping[str, Any]) -> None:
@@ -146,8 +147,8 @@ def check_gradients(arguments: Mapping[str, Any]) -> None:
         return
     for name, x in arguments.items():
         if differentiated((x,)):
-            expected = "a tensor without gradient, because attention_decode has none (use torch.no_grad)"
-            fail(ValueError, name, expected, "one that requires grad")
+            expected = "a tensor without gradient, because attention_decode has no backward"
+            fail(ValueError, name, expected, "one that requires grad: use torch.no_grad()")
 
 
 def check_values(a: CacheArguments, options: Arguments) -> None:
@@ -162,7 +163,8 @@ def check_values(a: CacheArguments, options: Arguments) -> None:
     if least < 0 or most > most_keys:
         fail(ValueError, "cache_seqlens", f"lengths from 0 to the capacity, {most_keys}", least if least < 0 else most)
     if most + new > most_keys:
-        fail(ValueError, "new_key", f"at most {most_keys - most} rows, as a sequence holds {most} of {most_keys}", new)
+        expected = f"at most {most_keys - most} rows, because a sequence holds {most} of at most {most_keys} keys"
+        fail(ValueError, "new_key", expected, new)
     if a.block_table is not None:
         _check_pages(a, a.cache_seqlens.long(), new)
     if a.rotary_cos is not None:
@@ -179,7 +181,7 @@ def _check_apart(a: CacheArguments) -> None:
         return
     alike = in_memory(pairs[1]) and all(x.data_ptr() == y.data_ptr() and x.stride() == y.stride() for x, y in pairs)
     if not alike or a.rotary_cos is not None:
-        expected = "no memory in common with key_cache beside new_key"
+        expected = "no memory in common with key_cache, because new_key is given"
         fail(ValueError, "value_cache", expected, "a tensor that overlaps it")
 
 
@@ -191,18 +193,18 @@ def _check_pages(a: CacheArguments, before: Tensor, new: int) -> None:
     reached = torch.arange(number.shape[1], device=number.device) * page < (before + new)[:, None]
     wrong = number[reached & ((number < 0) | (number >= pages))]
     if len(wrong):
-        expected = f"pages from 0 to {pages - 1} as far as the lengths reach" if pages else "lengths of 0 without pages"
+        expected = f"pages from 0 to {pages - 1}" if pages else "lengths of 0 without pages"
         fail(ValueError, "block_table", expected, int(wrong[0]))
     if new:
         position = before[:, None] + torch.arange(new, device=before.device)
         written, place = number.gather(1, position // page), position % page
-        expected = "a position of its own for each new key"
+        expected = "new rows at positions of the cache that are free"
         if len((written * page + place).unique()) < place.numel():
-            fail(ValueError, "block_table", expected, "a position that two keys are written to")
+            fail(ValueError, "block_table", expected, "one for two rows: give each sequence its own page there")
         old = before[:, None] - torch.arange(number.shape[1], device=before.device) * page  # keys at or after each page
         most = before.new_zeros(pages).scatter_reduce_(0, number[old > 0], old[old > 0], "amax")
         if bool((place < most[written]).any()):
-            fail(ValueError, "block_table", expected, "a position that already holds a key")
+            fail(ValueError, "block_table", expected, "one that another sequence uses: copy the shared page first")
 
 
 def _check_positions(a: CacheArguments, options: Arguments, after: Tensor, rows: int, new: int) -> None:
@@ -210,13 +212,13 @@ def _check_positions(a: CacheArguments, options: Arguments, after: Tensor, rows:
     bottom_right, most = options.align == "bottom_right", int(after.max())
     needed = max(most if new or (rows and bottom_right) else 0, 0 if bottom_right else rows)
     if needed > len(a.rotary_cos):
-        fail(ValueError, "rotary_cos", f"a row for each of {needed} positions", f"{len(a.rotary_cos)} rows")
+        fail(ValueError, "rotary_cos", f"{needed} rows, one for each position", f"{len(a.rotary_cos)} rows")
     right = 0 if options.causal else (options.window or (None, None))[1]
     early = (after > 0) & (after < rows)
     # A query_mask may hide these queries; on a GPU it is not read.
     if bottom_right and options.query_mask is None and bool(early.any()) and (right is None or right > 0):
-        expected = "at most as many rows as keys, unless causal or a query_mask hides all keys from the first rows"
-        fail(ValueError, "query", expected, f"{rows} rows for {int(after[early][0])} keys")
+        got = f"{rows} rows for {int(after[early][0])} keys: pass causal=True, a query_mask or align='top_left'"
+        fail(ValueError, "query", "no more rows than keys, because rotary positions begin at 0", got)
 
 
 def checked(arguments: CacheArguments, options: Arguments, named: bool = False) -> Decode:

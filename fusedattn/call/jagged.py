@@ -8,23 +8,23 @@ from torch import Tensor
 
 from .options import Arguments
 from .private import eager, longest, ragged_dim
-from .rules import check_tensors, expected_of_mask, fail, kind
+from .rules import MASK, check_tensors, fail, got_for_mask
 
 
 def _check(query: Any, key: Any, value: Any) -> None:
     check_tensors(key=key, value=value)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.layout != torch.jagged:
-            expected = "a nested tensor of torch.jagged" + ", as query is" * (name != "query")
+            expected = "a nested tensor of layout torch.jagged" + ", as query is" * (name != "query")
             fail(TypeError, name, expected, tensor.layout)
         if tensor.dim() != 4 or ragged_dim(tensor) != 2:
-            expected = "(B, H, ragged, D), transposed from (B, ragged, H, D)"
-            fail(ValueError, name, expected, tuple(tensor.shape))
+            expected = "shape (B, H, ragged, D), transposed from (B, ragged, H, D)"
+            fail(ValueError, name, expected, tensor.shape)
         if tensor.shape[0] != query.shape[0]:
-            fail(ValueError, name, f"the batch size of query, {query.shape[0]}", tuple(tensor.shape))
+            fail(ValueError, name, f"a batch size of {query.shape[0]}, as query has", tensor.shape)
     if value.shape[2] != key.shape[2]:
-        expected = f"the ragged dimension of key, {key.shape[2]}: make both from one offsets tensor"
-        fail(ValueError, "value", expected, value.shape[2])
+        got = f"{value.shape[2]}: make both from the same offsets tensor"
+        fail(ValueError, "value", f"the ragged dimension of key, {key.shape[2]}", got)
 
 
 def _tokens(name: str, mask: Any, like: Tensor) -> Tensor | None:
@@ -32,10 +32,10 @@ def _tokens(name: str, mask: Any, like: Tensor) -> Tensor | None:
     if mask is None:
         return None
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        fail(TypeError, name, expected_of_mask(mask), kind(mask))
+        fail(TypeError, name, MASK, got_for_mask(mask))
     jagged = mask.layout == torch.jagged
     if not jagged or mask.dim() != 2 or mask.shape[1] != like.shape[2]:
-        got = tuple(mask.shape) if jagged or not mask.is_nested else "one that is not of torch.jagged"
+        got = mask.shape if jagged or not mask.is_nested else "a nested tensor of another layout"
         fail(ValueError, name, f"a nested (B, {like.shape[2]}), made from the same offsets tensor", got)
     return mask.contiguous().values()
 

@@ -19,7 +19,7 @@ def irregular(x: Any) -> Any:
     if x.layout != torch.strided:
         return x.layout
     lazy = type(x) is not Tensor and isinstance(x, UninitializedParameter | UninitializedBuffer)
-    return "a parameter without sizes" if lazy else None
+    return "a parameter of a lazy module that has not run yet" if lazy else None
 
 
 def divides(heads: int, kv_heads: int) -> bool:

@@ -54,7 +54,8 @@ class Padding:
 def longest(offsets: Tensor, name: str) -> int:
     """Return the maximum length, by a host sync on a GPU. name: the argument that an error asks to pass instead."""
     if torch.compiler.is_compiling() or unmapped(offsets) is not offsets or offsets.is_meta:
-        fail(ValueError, name, "an int, because compiled code, torch.vmap and meta tensors cannot read offsets", None)
+        expected = "an int, because offsets cannot be read in compiled code, under torch.vmap and on meta"
+        fail(ValueError, name, expected, None)
     return max(0, int(offsets.diff().max())) if offsets.shape[0] > 1 else 0
 
 

@@ -24,7 +24,8 @@ def check_masks(masks: Mapping[str, Any], ranks: Mapping[str, tuple[int, ...]]) 
         (check_floating if name == "bias" else check_bool)(name, mask, device, "the other masks")
         device = mask.device
         if mask.dim() not in ranks[name]:
-            fail(ValueError, name, f"rank {' or '.join(map(str, ranks[name]))}", tuple(mask.shape))
+            allowed = " or ".join(map(str, ranks[name])).replace(" or ", ", ", len(ranks[name]) - 2)
+            fail(ValueError, name, f"rank {allowed}", mask.shape)
 
 
 def pairs_of(name: str, mask: Tensor) -> tuple[int, ...]:
@@ -41,5 +42,5 @@ def check_fit(shapes: Mapping[str, tuple[int, ...]]) -> None:
     for name, shape in shapes.items():
         if any(1 != size != other != 1 for size, other in zip(shape, whole, strict=True)):
             got = {"key_mask": shape[::3], "query_mask": shape[::2]}.get(name, shape)  # as the caller wrote it
-            fail(ValueError, name, f"a shape that fits the other masks, {whole}", got)
+            fail(ValueError, name, f"a shape that broadcasts with that of the other masks, {whole}", f"shape {got}")
         whole = tuple(other if size == 1 else size for size, other in zip(shape, whole, strict=True))

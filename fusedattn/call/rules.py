@@ -12,6 +12,7 @@ from .options import Arguments, Call, Plan, autocast, differentiated, normalise
 from .private import unmapped
 
 LARGEST, LARGEST_SINGLE = torch.finfo(torch.float64).max, torch.finfo(torch.float32).max
+MASK = "a bool tensor, True = may attend"
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -37,6 +38,7 @@ class ArgumentTypeError(TypeError, RuntimeError, AssertionError): ...
 def fail(error: type[Exception], argument: str, expected: Any, got: Any) -> NoReturn:
     """Raise "argument: expected X, got Y"."""
     error = {ValueError: ArgumentValueError, TypeError: ArgumentTypeError}.get(error, error)
+    got = f"shape {tuple(got)}" if isinstance(got, torch.Size) else got
     raise error(f"{argument}: expected {expected}, got {got}")
 
 
@@ -82,23 +84,22 @@ def check_place(name: str, x: Any, device: torch.device | None = None, of: str =
     if not isinstance(x, Tensor):
         fail(TypeError, name, "a tensor", type_name(x))
     if (got := irregular(x)) is not None:
-        fail(TypeError, name, "a strided tensor", got)
+        fail(TypeError, name, "a dense (strided) tensor", got)
     if device is not None and x.device != device:
         fail(ValueError, name, f"the device of {of}, {device}", x.device)
 
 
 def check_bool(name: str, x: Any, device: torch.device | None, of: str = "query") -> None:
     if not isinstance(x, Tensor) or x.dtype != torch.bool:
-        fail(TypeError, name, expected_of_mask(x), kind(x))
+        fail(TypeError, name, MASK, got_for_mask(x))
     check_place(name, x, device, of)
 
 
-def expected_of_mask(x: Any) -> str:
-    """Return the expected part of an error for a mask x that is no bool tensor."""
+def got_for_mask(x: Any) -> str:
+    """Return the dtype or type of x, which is no bool tensor, with advice, for an error about a mask."""
     if not isinstance(x, Tensor):
-        return "a bool tensor, True = may attend"
-    hint = "added to scores, it is a bias" if x.dtype.is_floating_point else "say .bool()"
-    return f"a bool tensor, True = may attend ({hint})"
+        return type_name(x)
+    return f"{x.dtype}: {'pass what is added to scores as bias' if x.dtype.is_floating_point else 'call .bool() on it'}"
 
 
 def check_floating(name: str, x: Any, device: torch.device | None, of: str = "query") -> None:
@@ -109,7 +110,8 @@ def check_floating(name: str, x: Any, device: torch.device | None, of: str = "qu
 
 def check_dtype(name: str, x: Any, dtype: torch.dtype, device: torch.device) -> None:
     if not isinstance(x, Tensor) or x.dtype != dtype:
-        fail(TypeError, name, f"a tensor of {dtype}", kind(x))
+        got = f"{x.dtype}: call .to({dtype}) on it" if isinstance(x, Tensor) else type_name(x)
+        fail(TypeError, name, f"a tensor of {dtype}", got)
     check_place(name, x, device)
 
 
@@ -117,12 +119,13 @@ def check_rank(name: str, x: Tensor, layout: str) -> None:
     """Raise unless a tensor has the rank of a layout such as "(B, S)"."""
     rank = layout.count(", ") + 1
     if x.dim() != rank:
-        fail(ValueError, name, f"rank {rank}, {layout}", tuple(x.shape))
+        fail(ValueError, name, f"rank {rank}, {layout}", x.shape)
 
 
-def check_shape(name: str, x: Tensor, *shapes: tuple[int, ...]) -> None:
+def check_shape(name: str, x: Tensor, *shapes: tuple[int, ...], why: str) -> None:
+    """Raise unless a tensor has one of the shapes; why: which sizes of which argument they are, for the message."""
     if not is_shape(x.shape, *shapes):
-        fail(ValueError, name, f"shape {' or '.join(map(str, shapes))}", tuple(x.shape))
+        fail(ValueError, name, f"shape {' or '.join(map(str, shapes))}, {why}", x.shape)
 
 
 def check_query_key_value(
@@ -139,32 +142,33 @@ def check_query_key_value(
     if layout:
         check_rank("query", query, layout)
     elif rank not in (2, 3, 4):
-        fail(ValueError, "query", "rank 2, 3 or 4", tuple(query.shape))
+        fail(ValueError, "query", "rank 2, 3 or 4", query.shape)
     for name, x in ((key_name, key), (value_name, value)):
         check_place(name, x, device)
         if x.dtype != dtype:
             fail(TypeError, name, f"the dtype of query, {dtype}", x.dtype)
         if x.dim() != rank:
-            fail(ValueError, name, f"the rank of query, {rank}", tuple(x.shape))
+            fail(ValueError, name, f"rank {rank}, as query has", x.shape)
     sizes, key_sizes, value_sizes = query.shape, key.shape, value.shape
     if not layout and rank > 2 and not is_size(key_sizes[0], sizes[0]):
-        fail(ValueError, key_name, f"the batch size of query, {sizes[0]}", tuple(key_sizes))
+        fail(ValueError, key_name, f"a batch size of {sizes[0]}, as query has", key_sizes)
     for name, columns in (("query", sizes[-1]), (value_name, value_sizes[-1])):
         if columns == 0:
             fail(ValueError, name, "a head dimension of 1 or more", 0)
     if not is_size(key_sizes[-1], sizes[-1]):
-        fail(ValueError, key_name, f"the head dimension of query, {sizes[-1]}", tuple(key_sizes))
+        fail(ValueError, key_name, f"a head dimension of {sizes[-1]}, as query has", key_sizes)
     if (layout or rank == 4) and not divides(sizes[1], key_sizes[1]):
-        fail(ValueError, key_name, f"a number of heads that divides the {sizes[1]} of query", f"{key_sizes[1]} heads")
+        expected = f"a number of heads that divides the {sizes[1]} heads of query"
+        fail(ValueError, key_name, expected, f"{key_sizes[1]} heads")
     if not is_shape(value_sizes[:-1], key_sizes[:-1]):
-        expected = f"all but the last dimension as in {key_name}, {tuple(key_sizes)}"
-        fail(ValueError, value_name, expected, tuple(value_sizes))
+        expected = f"the shape of {key_name}, {tuple(key_sizes)}, except for the last dimension"
+        fail(ValueError, value_name, expected, value_sizes)
 
 
 def _tokens_hint(mask: Tensor, s: Sizes) -> str:
     lengths = {"key_mask": (s.Sk, "keys"), "query_mask": (s.Sq, "queries")}
-    hints = [f"a mask of {of} is {name}" for name, (n, of) in lengths.items() if tuple(mask.shape) in ((n,), (s.B, n))]
-    return f" ({', '.join(hints)})" if hints else ""
+    hints = [f"a mask of {of} as {name}" for name, (n, of) in lengths.items() if tuple(mask.shape) in ((n,), (s.B, n))]
+    return f": pass {', '.join(hints)}" if hints else ""
 
 
 def check_pairs(name: str, x: Any, s: Sizes) -> None:
@@ -172,12 +176,13 @@ def check_pairs(name: str, x: Any, s: Sizes) -> None:
     check(name, x, s.device)
     shape = (s.B, s.Hq, s.Sq, s.Sk) if s.rank == 4 else (s.B, s.Sq, s.Sk)[3 - s.rank :]
     if x.dim() not in (2, s.rank):
-        expected = f"rank 2 or that of query, {s.rank}"
+        expected = "rank 2" if s.rank == 2 else f"rank 2 or {s.rank}"
     elif not broadcasts(x, shape):
-        expected = f"broadcastable to {shape}"
+        expected = f"a shape that broadcasts to that of the scores, {shape}"
     else:
         return
-    fail(ValueError, name, expected + (_tokens_hint(x, s) if name == "mask" else ""), tuple(x.shape))
+    hint = _tokens_hint(x, s) if name == "mask" else ""
+    fail(ValueError, name, expected, f"shape {tuple(x.shape)}{hint}")
 
 
 def check_tokens(name: str, x: Any, s: Sizes) -> None:
@@ -185,12 +190,12 @@ def check_tokens(name: str, x: Any, s: Sizes) -> None:
     size = s.Sk if name == "key_mask" else s.Sq
     if x.dim() not in (1, 2) or not is_size(x.shape[-1], size) or not broadcasts(x, (s.B, size)):
         of_batches = ", ".join(f"({batch}, {size})" for batch in dict.fromkeys((s.B, 1)))
-        fail(ValueError, name, f"shape {of_batches} or ({size},)", tuple(x.shape))
+        fail(ValueError, name, f"shape {of_batches} or ({size},)", x.shape)
 
 
 def check_heads(name: str, x: Any, device: torch.device, *shapes: tuple[int, ...]) -> None:
     check_floating(name, x, device)
-    check_shape(name, x, *shapes)
+    check_shape(name, x, *shapes, why="one for each head of query")
 
 
 def check_number(
@@ -214,7 +219,7 @@ def check_seed(seed: Any, device: torch.device) -> None:
             fail(TypeError, "seed", "an int or a tensor of one int64", irregular(seed) or seed.dtype)
         if seed.numel() != 1 or seed.device != device:
             got = f"shape {tuple(seed.shape)} on {seed.device}"
-            fail(ValueError, "seed", f"one element on the device of query, {device}", got)
+            fail(ValueError, "seed", f"one element, on the device of query, {device}", got)
     elif not is_int(seed):
         fail(TypeError, "seed", "an int or a tensor of one int64", type_name(seed))
     elif not -(2**63) <= seed < 2**63:
@@ -226,8 +231,8 @@ def _number_of(scale: Tensor) -> Any:
     if irregular(scale) is not None or scale.dim() or scale.dtype == torch.bool or scale.is_complex():
         return scale
     if scale.requires_grad or differentiated((scale,)):
-        expected = "a number or a tensor without gradient (for a learned scale pass scale=1.0 and multiply query by it)"
-        fail(TypeError, "scale", expected, "a tensor that requires grad")
+        got = "one that requires grad: to learn a scale, multiply query by it and pass scale=1.0"
+        fail(TypeError, "scale", "a number or a tensor without gradient", got)
     if scale.is_meta or (not is_compiling() and unmapped(scale) is not scale):
         fail(TypeError, "scale", "a number or a tensor that holds one number", "a meta tensor or one that vmap maps")
     return scale.item()
@@ -256,7 +261,7 @@ def check_options(arguments: Arguments, sizes: Sizes | None = None) -> Arguments
         if not pair or any(side is not None and not is_int(side) for side in a.window):
             fail(TypeError, "window", "(left, right), each an int or None", value(a.window))
         if any(side is not None and side < 0 for side in a.window):
-            fail(ValueError, "window", "sides of 0 or more; None is unbounded", value(a.window))
+            fail(ValueError, "window", "sides of 0 or more, or None for unbounded", value(a.window))
     if not isinstance(a.align, str) or a.align not in ("bottom_right", "top_left"):
         fail(ValueError, "align", "'bottom_right' or 'top_left'", value(a.align))
     dtype = None if s is None else s.dtype
@@ -277,7 +282,7 @@ def checked(arguments: Arguments, named: bool = False) -> Call:
         plan = arguments.mask
         for name in ("key_mask", "query_mask"):
             if getattr(arguments, name) is not None:
-                fail(ValueError, name, f"None beside a plan: pass {name} to fusedattn.plan instead", "a mask")
+                fail(ValueError, name, "None, because mask is a plan", f"a mask: pass {name} to fusedattn.plan instead")
         arguments = arguments._replace(mask=plan.mask, key_mask=plan.key_mask, query_mask=plan.query_mask)
         block_mask = plan.block_mask
     query, key = arguments.query, arguments.key

@@ -20,9 +20,9 @@ def check_lengths(lengths: Lengths, device: torch.device, values: bool = False) 
         offsets, most = getattr(lengths, name), getattr(lengths, longest_name)
         check_dtype(name, offsets, torch.int32, device)
         if offsets.dim() != 1 or holds(offsets.shape[0] == 0, False):
-            fail(ValueError, name, "shape (n + 1,), of n sequences", tuple(offsets.shape))
+            fail(ValueError, name, "shape (n + 1,), of n sequences", offsets.shape)
         if holds(offsets.shape[0] == 1, False) and holds(rows != 0, False):
-            fail(ValueError, name, f"one sequence or more, because {tensor} has {rows} rows", "offsets of none")
+            fail(ValueError, name, f"2 offsets or more, because {tensor} has {rows} rows", 1)
         if most is not None and not is_int(most):
             fail(TypeError, longest_name, "an int or None", type_name(most))
         if most is not None and (holds(most < 0, False) or holds(most >= 2**31, False)):
@@ -30,20 +30,20 @@ def check_lengths(lengths: Lengths, device: torch.device, values: bool = False) 
         sides.append((name, longest_name, tensor, offsets, rows, most))
     count, count_k = (offsets.shape[0] for *_, offsets, _, _ in sides)
     if not is_size(count_k, count):
-        fail(ValueError, "cu_seqlens_k", f"as many offsets as cu_seqlens_q, {count}", count_k)
+        fail(ValueError, "cu_seqlens_k", f"{count} offsets, as cu_seqlens_q has", count_k)
     for name, longest_name, tensor, offsets, rows, most in sides if values else ():
         if not is_known(offsets):
             continue
         first, *rest = known = offsets.tolist()
         if first != 0:
-            fail(ValueError, name, "0 as its first offset", first)
+            fail(ValueError, name, "a first offset of 0", first)
         for before, after in zip(known, rest, strict=False):
             if after < before:
                 fail(ValueError, name, "offsets that do not decrease", f"{after} after {before}")
             if most is not None and after - before > most:
-                fail(ValueError, longest_name, f"at least the longest length in {name}, {after - before}", most)
+                fail(ValueError, longest_name, f"{after - before} or more, the longest length in {name}", most)
         if known[-1] != rows:
-            fail(ValueError, name, f"the number of rows of {tensor}, {rows}, as its last offset", known[-1])
+            fail(ValueError, name, f"a last offset of {rows}, the number of rows of {tensor}", known[-1])
 
 
 def checked_varlen(
@@ -57,7 +57,7 @@ def checked_varlen(
     if isinstance(plan := arguments.mask, Plan):
         for name in masks:
             if getattr(plan, name) is not None:
-                fail(ValueError, "mask", f"a plan without {name}: pass {name} to attention_varlen", f"one with {name}")
+                fail(ValueError, "mask", f"a plan without {name}", f"one with it: pass {name} to attention_varlen")
         # Blocks that the plan marks as fully visible may hold keys that key_mask hides.
         block_mask = plan.block_mask if arguments.key_mask is None else None
         arguments = arguments._replace(mask=plan.mask)
@@ -67,7 +67,8 @@ def checked_varlen(
     for name, mask in masks.items():
         if mask is not None:
             check_bool(name, mask, query.device)
-            check_shape(name, mask, (lengths.keys if name == "key_mask" else lengths.rows,))
+            size = lengths.keys if name == "key_mask" else lengths.rows
+            check_shape(name, mask, (size,), why=f"one for each row of {name.removesuffix('_mask')}")
     max_seqlen_q, max_seqlen_k = as_python(max_seqlen_q), as_python(max_seqlen_k)
     if need_weights or not arguments.mask is arguments.bias is arguments.key_mask is None:
         max_seqlen_q = longest(cu_seqlens_q, "max_seqlen_q") if max_seqlen_q is None else max_seqlen_q

@@ -9,6 +9,7 @@ import torch
 from ..bench import measure, plot, report, rows
 from ..bench.cases import QUESTIONS, Case
 from ..bench.providers import PROVIDERS
+from . import machine
 from .output import Output, Problem, check_names
 
 BUDGET_MS = {"cpu": 300.0, "cuda": 100.0}  # to measure each provider
@@ -23,6 +24,7 @@ USUAL = {
 
 def run(arguments, output: Output) -> int:
     began, path, picture = time.monotonic(), arguments.csv, arguments.plot
+    machine.check_device(arguments.device)
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     work = choose(arguments, device)
     if picture is not None:
@@ -31,12 +33,13 @@ def run(arguments, output: Output) -> int:
         if Path(picture).suffix.lower() != ".png":  # so that a mistyped name overwrites no other file
             raise Problem(f"plot: expected a name that ends in .png, got {picture}")
         if Path(picture).is_dir() or not Path(picture).resolve().parent.is_dir():
-            raise Problem(f"plot: there is no folder for {picture}, or it is a folder itself")
+            raise Problem(f"plot: there is no folder {Path(picture).resolve().parent}, or {picture} is a folder")
     if path is not None:
         try:
             rows.create(path)
         except (OSError, ValueError) as error:
-            raise Problem(f"csv: cannot append to {path or 'a file without a name'}: {error}") from error
+            why = getattr(error, "strerror", None) or error
+            raise Problem(f"csv: cannot append to {path or 'a file without a name'}: {why}") from error
     total = sum(len(some) * len(names) * len(modes) for some, names, modes in work)
     name = torch.cuda.get_device_name() if device == "cuda" else "the CPU, one thread"
     output.say(f"{report.count(total, 'row')} on {name}, torch {torch.__version__}.")
@@ -90,7 +93,7 @@ def choose(arguments, device: str) -> list[tuple[list[Case], list[str], list[str
     asked, preset = _list("mode", arguments.mode, [*measure.MODES, "graph"]), arguments.preset or "quick"
     questions = _list("question", arguments.questions, [*QUESTIONS]) or PRESETS[preset]
     if arguments.questions and (arguments.preset or arguments.shape):
-        raise Problem("question: not allowed with --preset or --shape")
+        raise Problem(f"question: not allowed with --preset or --shape, got {' '.join(arguments.questions)}")
     work: list = [QUESTIONS[question].here(device) for question in questions]
     if preset == "quick" and not arguments.questions:
         work = [([x for x in some if x.Sq in QUICK[device]], *rest) for some, *rest in work]

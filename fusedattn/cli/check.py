@@ -6,17 +6,16 @@ import time
 import torch
 
 from ..bench import rows
-from ..dispatch.backends import BACKENDS
+from ..dispatch.backends import ADVICE, BACKENDS
 from ..testing.cases import CASES, RESULTS, Case, compare
 from ..testing.tolerance import Verdict
 from . import DTYPES, machine
-from .output import Output, Problem, check_names
+from .output import Output, check_names
 
 
 def run(arguments, output: Output) -> int:
     began = time.monotonic()
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        raise Problem("device: expected cpu, got cuda: torch finds no GPU")
+    machine.check_device(arguments.device)
     here = machine.device()  # makes Triton interpret kernels if there is no GPU
     devices = [arguments.device] if arguments.device else dict.fromkeys((here, "cpu"))
     check_names("case", arguments.case or [], [case.name for case in CASES])
@@ -72,7 +71,7 @@ def _check(case: Case, backend: str, device: str, dtype: str) -> tuple[dict[str,
     try:
         verdicts = compare(case.grown() if device == "cuda" else case, backend, device, getattr(torch, dtype))
     except NotImplementedError as refused:
-        return {}, str(refused).partition("this call: ")[2] or str(refused)
+        return {}, str(refused).partition("this call: ")[2].partition(ADVICE)[0] or str(refused)
     except Exception as raised:  # a kernel may raise anything; the result is reported as wrong
         nan, why = float("nan"), f"{type(raised).__name__}: {raised}"
         verdicts = {"out": Verdict(False, nan, nan, nan, nan, nan, why)}

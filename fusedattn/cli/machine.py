@@ -19,6 +19,12 @@ def device() -> str:
     return "cpu"
 
 
+def check_device(name: str | None) -> None:
+    """Raise a Problem for a GPU that this machine does not have."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise Problem("device: expected cpu, got cuda: torch finds no GPU")
+
+
 def need_gpu(why: str) -> None:
     if not torch.cuda.is_available():
         raise Problem(f"it {why} an NVIDIA GPU, but torch finds none")

@@ -38,7 +38,7 @@ def compile_pass(case: Case, what: str, device: torch.device) -> Compiled:
     began, why, recorder = time.monotonic(), "", Recorder(device, ())
     try:
         if max(case.D, case.Dv) > 256:
-            raise NotImplementedError(f"expected D and Dv of at most 256, got {max(case.D, case.Dv)}")
+            raise NotImplementedError(f"expected D of at most 256, got {max(case.D, case.Dv)}")
         keys = case.B, case.Hkv, case.Sk
         sizes = (case.B, case.Hq, case.Sq, case.D), (*keys, case.D), (*keys, case.Dv)
         query, key, value = (torch.empty(size, dtype=getattr(torch, case.dtype), device="meta") for size in sizes)

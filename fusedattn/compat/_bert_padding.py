@@ -40,13 +40,13 @@ def unpad_input(
     """
     check_strided(hidden_states=hidden_states)
     if hidden_states.dim() < 2:
-        fail(ValueError, "hidden_states", "shape (B, S, ...)", tuple(hidden_states.shape))
+        fail(ValueError, "hidden_states", "shape (B, S, ...)", hidden_states.shape)
     masks = dict(attention_mask=attention_mask) | ({} if unused_mask is None else dict(unused_mask=unused_mask))
     for name, mask in masks.items():
         check_place(name, mask, hidden_states.device, "hidden_states")
         if mask.dtype not in (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, *FLOATING):
             fail(TypeError, name, "a tensor of bool, integers or floating numbers", mask.dtype)
-        check_shape(name, mask, tuple(hidden_states.shape[:2]))
+        check_shape(name, mask, tuple(hidden_states.shape[:2]), why="as hidden_states has")
     packed = attention_mask if unused_mask is None else attention_mask + unused_mask
     indices = packed.flatten().nonzero().flatten()
     offsets = torch.nn.functional.pad(packed.sum(-1).cumsum(0, dtype=torch.int32), (1, 0))
@@ -62,7 +62,7 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
     check_sizes(**{name: x for name, x in dict(batch=batch, seqlen=seqlen).items() if not (is_int(x) and x == 0)})
     if indices.dtype not in (torch.int32, torch.int64):
         fail(TypeError, "indices", "int32 or int64", indices.dtype)
-    check_shape("indices", indices, tuple(hidden_states.shape[:1]))
+    check_shape("indices", indices, tuple(hidden_states.shape[:1]), why="one for each row of hidden_states")
     check_place("indices", indices, hidden_states.device, "hidden_states")
     if is_known(indices):
         check_range("indices", indices, "numbers", batch * seqlen - 1)

@@ -20,7 +20,7 @@ from ..naive.decode import rotated
 
 _PACKED = "query", "key", "value", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
 # An error names an argument at its beginning or after one of these words.
-_NAMED = re.compile(r"(^|\b(?:of|as in|as|in|beside|for|because) )(\w+)")
+_NAMED = re.compile(r"(^|\b(?:of|as in|as|in|with|for|because|multiply) )(\w+)")
 _SHAPE = re.compile(r"\((\w+), (\w+), (\w+), (\w+)\)")
 
 
@@ -48,7 +48,7 @@ def unpacked(name: str, x: Tensor, layout: str) -> tuple[Tensor, ...]:
     """Split a tensor named qkv or kv into queries, keys and values, or keys and values."""
     check_tensor(name, x, layout)
     if x.shape[-3] != len(name):
-        fail(ValueError, name, f"shape {layout}", tuple(x.shape))
+        fail(ValueError, name, f"shape {layout}", x.shape)
     return x.unbind(-3)
 
 
@@ -61,9 +61,9 @@ def scores(softmax_scale: Any, causal: Any, window_size: Any, softcap: Any, alib
         sides = sides.tolist()
     sides = tuple(map(as_python, sides)) if isinstance(sides, tuple | list) else ()
     if len(sides) != 2 or not all(map(is_int, sides)):
-        fail(TypeError, "window_size", "(left, right), each an int", repr(window_size))
+        fail(TypeError, "window_size", "(left, right), each an int (-1 for unbounded)", repr(window_size))
     if min(sides) < -1:
-        fail(ValueError, "window_size", "sides of -1 (unbounded) or more", sides)
+        fail(ValueError, "window_size", "sides of 0 or more, or -1 for unbounded", sides)
     window = tuple(None if side == -1 else side for side in sides)
     softcap = None if is_number(softcap) and softcap == 0 else as_python(softcap)
     scale = as_python(softmax_scale)
@@ -104,7 +104,7 @@ def check_int32(name: str, x: Any, layout: str, of: str, device: torch.device) -
     """Raise unless x is an int32 tensor with the rank of `layout`, on the device of the argument `of`."""
     check_tensor(name, x, layout)
     if x.dtype != torch.int32:
-        fail(TypeError, name, "an int32 tensor", x.dtype)
+        fail(TypeError, name, "an int32 tensor", f"{x.dtype}: call .int() on it")
     check_place(name, x, device, of)
 
 
@@ -127,15 +127,16 @@ def gather_pages(
     check_int32("block_table", block_table, "(B, n)", "k", k.device)
     (pages, page), count = k.shape[:2], cu_seqlens_k.shape[0] - 1
     if v.shape[:2] != k.shape[:2]:
-        fail(ValueError, "v", f"the pages of k, {tuple(k.shape[:2])}", tuple(v.shape))
+        fail(ValueError, "v", f"{k.shape[0]} pages of {k.shape[1]} keys, as k has", v.shape)
     check_place("v", v, k.device, "k")
     if block_table.shape[0] != count:
-        fail(ValueError, "block_table", f"a row for each of {count} sequences", tuple(block_table.shape))
+        fail(ValueError, "block_table", f"{count} rows, one for each sequence", block_table.shape)
     capacity = block_table.shape[1] * page if pages else 0
     if is_known(cu_seqlens_k):
         most, total = longest(cu_seqlens_k, "max_seqlen_k"), max(0, int(cu_seqlens_k[-1] - cu_seqlens_k[0]))
         if most > capacity:
-            fail(ValueError, "cu_seqlens_k", f"at most {capacity} keys in the pages of a sequence", most)
+            expected = f"sequences of at most {capacity} keys, as block_table has pages for"
+            fail(ValueError, "cu_seqlens_k", expected, most)
         if is_known(block_table):
             starts = torch.arange(block_table.shape[1]) * page
             check_range("block_table", block_table[starts < cu_seqlens_k.diff()[:, None]], "pages", pages - 1)
@@ -151,7 +152,7 @@ def check_numbers(name: str, x: Any, q: Tensor, most: int) -> None:
     """Check an int32 tensor (B,) of numbers from 0 to most; values on a GPU are not read."""
     check_int32(name, x, "(B,)", "q", q.device)
     if x.shape[0] != q.shape[0]:
-        fail(ValueError, name, f"shape ({q.shape[0]},)", tuple(x.shape))
+        fail(ValueError, name, f"shape ({q.shape[0]},), one number for each sequence of q", x.shape)
     if is_known(x):
         check_range(name, x, "numbers", most)
 
@@ -168,7 +169,7 @@ def lengths_of(cache_seqlens: Any, q: Tensor, k: Tensor | None, capacity: int) -
     if not 0 <= length <= capacity:
         fail(ValueError, "cache_seqlens", f"a length from 0 to the capacity, {capacity}", length)
     if k is not None and length + k.shape[1] > capacity:
-        expected = f"at most {capacity - length} rows, because a sequence holds {length} of {capacity}"
+        expected = f"at most {capacity - length} rows, because a sequence holds {length} of at most {capacity} keys"
         fail(ValueError, "k", expected, k.shape[1])
     return torch.full((q.shape[0],), length, dtype=torch.int32, device=q.device)
 
@@ -185,7 +186,7 @@ def rotate_as_flash_attn(caches: CacheArguments, options: dict[str, Any], spread
     positions = start + (rows if spread else torch.zeros_like(rows))
     angles = caches.rotary_cos, caches.rotary_sin, caches.rotary_interleaved
     if positions.numel() and is_known(positions) and (needed := int(positions.max()) + 1) > len(angles[0]):
-        fail(ValueError, "rotary_cos", f"a row for each of {needed} positions", f"{len(angles[0])} rows")
+        fail(ValueError, "rotary_cos", f"{needed} rows, one for each position", f"{len(angles[0])} rows")
     query = rotated(caches.query.to(autocast_dtype(caches.query)), positions, *angles)
     new_key = rotated(caches.new_key, start + new, *angles)
     return caches._replace(query=query, new_key=new_key, rotary_cos=None, rotary_sin=None)

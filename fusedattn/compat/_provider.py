@@ -95,7 +95,7 @@ def _check_machine() -> None:
     if not torch.cuda.is_available():
         raise RuntimeError("sdpa_provider: expected a machine with CUDA, got none: use fusedattn.compat.torch.sdpa()")
     if reasons := backends.machine_reasons(torch.device("cuda", torch.cuda.current_device())):
-        raise RuntimeError(f"sdpa_provider: expected a machine that runs the kernels: {'; '.join(reasons)}")
+        raise RuntimeError(f"sdpa_provider: expected a machine that runs the kernels, got this: {'; '.join(reasons)}")
 
 
 def _activate() -> Override:

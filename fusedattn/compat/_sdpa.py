@@ -54,9 +54,9 @@ def scaled_dot_product_attention(
     for name, tensor in inputs.items():
         jagged = query.is_nested and tensor.layout == torch.jagged
         if not jagged and (got := irregular(tensor)) is not None:
-            fail(TypeError, name, "a strided tensor, or three nested tensors of torch.jagged", got)
+            fail(TypeError, name, "a dense tensor, or nested query, key and value of layout torch.jagged", got)
         if tensor.dim() < 2:
-            fail(ValueError, name, "rank 2 or more", tuple(tensor.shape))
+            fail(ValueError, name, "rank 2 or more", tensor.shape)
     check_flags(is_causal=is_causal, enable_gqa=enable_gqa)
     causal, align = is_causal, "top_left"
     if query.is_nested:
@@ -65,7 +65,7 @@ def scaled_dot_product_attention(
         heads = query.shape[1]
         for name, tensor in inputs.items():
             if tensor.dim() == query.dim() and tensor.shape[1] != heads and not enable_gqa:
-                fail(ValueError, name, f"the {heads} heads of query, or enable_gqa", f"{tensor.shape[1]} heads")
+                fail(ValueError, name, f"the {heads} heads of query, or enable_gqa=True", f"{tensor.shape[1]} heads")
         return attention(query, key, value, causal=causal, align=align, scale=scale, dropout_p=dropout_p)
     if query.shape[-1] == key.shape[-1] == 0 or value.shape[-1] == 0:
         # An added column of zeros changes no score and no other column.
@@ -74,16 +74,16 @@ def scaled_dot_product_attention(
         return out[..., : value.shape[-1]].contiguous()
     if attn_mask is not None:
         if is_causal:
-            fail(ValueError, "is_causal", "False beside an attn_mask", True)
+            fail(ValueError, "is_causal", "False, because attn_mask is given", True)
         if variant := _causal_bias(attn_mask, query.shape[-2], key.shape[-2]):
             attn_mask, causal, align = None, True, variant
 
     if enable_gqa:
         for name, tensor in inputs.items():
             if tensor.dim() < 3:
-                fail(ValueError, name, "rank 3 or more with enable_gqa", tuple(tensor.shape))
+                fail(ValueError, name, "rank 3 or more with enable_gqa", tensor.shape)
             if not divides(query.shape[-3], tensor.shape[-3]):
-                expected = f"a number of heads that divides the {query.shape[-3]} of query"
+                expected = f"a number of heads that divides the {query.shape[-3]} heads of query"
                 fail(ValueError, name, expected, f"{tensor.shape[-3]} heads")
     broadcast = -3 if enable_gqa else -2
     leading = _common({name: x.shape[:broadcast] for name, x in inputs.items()})
@@ -115,7 +115,8 @@ def _causal_bias(mask: Any, rows: int, keys: int) -> str | None:
     if module is None or not isinstance(mask, module.CausalBias):
         return None
     if (mask.seq_len_q, mask.seq_len_kv) != (rows, keys):
-        fail(ValueError, "attn_mask", f"a causal bias for lengths {(rows, keys)}", (mask.seq_len_q, mask.seq_len_kv))
+        got = f"one for {(mask.seq_len_q, mask.seq_len_kv)}"
+        fail(ValueError, "attn_mask", f"a causal bias for lengths {(rows, keys)}", got)
     return "top_left" if mask.variant == module.CausalVariant.UPPER_LEFT else "bottom_right"
 
 
@@ -129,7 +130,8 @@ def _common(shapes: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
             elif not is_size(shape[axis], 1, common[axis]):
                 expected = f"leading dimensions that broadcast with {tuple(common)}"
                 gqa_fits = axis == -1 and name != "query" and divides(common[axis], shape[axis])
-                fail(ValueError, name, expected + ", or enable_gqa=True" * gqa_fits, tuple(shape))
+                hint = ": pass enable_gqa=True to share heads" * gqa_fits
+                fail(ValueError, name, expected, f"{tuple(shape)}{hint}")
     return tuple(common)
 
 
@@ -149,6 +151,6 @@ def _check_mask(mask: Tensor, query: Tensor, scores: tuple[int, ...]) -> None:
     dtype = autocast_dtype(query)
     cast = CAST if dtype in CAST and autocasting(query) else ()
     if mask.dtype not in (torch.bool, torch.float32, dtype, *cast):
-        fail(TypeError, "attn_mask", f"bool, float32 or the dtype of query, {dtype}", mask.dtype)
+        fail(TypeError, "attn_mask", f"a dtype of torch.bool, torch.float32 or that of query, {dtype}", mask.dtype)
     if mask.dim() < 2 or not broadcasts(mask, scores):
-        fail(ValueError, "attn_mask", f"rank 2 or more, broadcastable to {scores}", tuple(mask.shape))
+        fail(ValueError, "attn_mask", f"rank 2 or more, to broadcast to the scores, {scores}", mask.shape)

@@ -211,7 +211,8 @@ def flash_attn_with_kvcache(
         names["block_table"] = "cache_batch_idx"
         block_table = cache_batch_idx[:, None]  # each cache is one page
     elif k_cache.shape[0] < q.shape[0]:
-        fail(ValueError, "k_cache", f"the batch size of q, {q.shape[0]}, or more", tuple(k_cache.shape))
+        got = f"shape {tuple(k_cache.shape)}: pass cache_batch_idx or block_table to share caches"
+        fail(ValueError, "k_cache", f"a batch size of {q.shape[0]} or more, as q has", got)
     lengths = _flash.lengths_of(cache_seqlens, q, k, capacity)
     if cache_leftpad is not None:
         _flash.check_numbers("cache_leftpad", cache_leftpad, q, capacity)
@@ -226,7 +227,7 @@ def flash_attn_with_kvcache(
             caches = caches._replace(key_cache=caches.key_cache[: len(q)], value_cache=caches.value_cache[: len(q)])
         if rotary_cos is not None or rotary_sin is not None:
             if k is None:
-                fail(ValueError, "rotary_cos", "None, because k is not given", "a tensor")
+                fail(ValueError, "rotary_cos", "None, because there are no new keys k to rotate", "a tensor")
             # flash-attn takes a side of the window that is as long as the cache as unbounded.
             spread = causal or any(side is not None and side < capacity for side in options["window"])
             if q.shape[1] != k.shape[1] or not (spread or q.shape[1] == 1):
@@ -255,7 +256,7 @@ def install() -> None:
     """
     known = sys.modules.get("flash_attn")
     if known is not None and known is not _MODULES["flash_attn"]:
-        raise RuntimeError(f"install: expected a process that has not imported flash_attn, got {known!r}")
+        raise RuntimeError(f"install: expected a process that has not imported flash_attn yet, got {known!r}")
     if known is None and (spec := importlib.util.find_spec("flash_attn")) is not None:
         raise RuntimeError(f"install: expected a Python without flash_attn, got {spec.origin}: import it instead")
     sys.modules.update(_MODULES)

@@ -37,11 +37,11 @@ def _check_flags(**flags: Any) -> None:
 def _check_inputs(layer: nn.MultiheadAttention, batch_dim: int, query: Tensor, key: Tensor, value: Tensor) -> None:
     for name, x in (("query", query), ("key", key), ("value", value)):
         if isinstance(x, Tensor) and x.is_nested:
-            expected = "a strided tensor (or one nested tensor for all three, with batch_first and without masks)"
+            expected = "a dense tensor, or one nested tensor for all three inputs, with batch_first and without masks"
             fail(TypeError, name, expected, "a nested tensor")
     check_strided(query=query)
     if query.dim() not in (2, 3):
-        fail(ValueError, "query", "rank 2 or 3", tuple(query.shape))
+        fail(ValueError, "query", "rank 2 or 3", query.shape)
     leading: list[int | str] = ["length"] * (query.dim() - 1)
     check_input("query", query, (*leading, layer.embed_dim), layer.out_proj)
     if len(leading) == 2:
@@ -52,9 +52,9 @@ def _check_inputs(layer: nn.MultiheadAttention, batch_dim: int, query: Tensor, k
 
 def _check_mask(name: str, mask: Tensor, query: Tensor, *shapes: tuple[int, ...]) -> None:
     if not isinstance(mask, Tensor) or mask.dtype not in (torch.bool, *FLOATING):
-        fail(TypeError, name, "a bool tensor, True = hidden, or a floating one, added", unfit(mask))
+        fail(TypeError, name, "a bool tensor, True = hidden, or a floating one, which is added to scores", unfit(mask))
     check_place(name, mask, query.device)
-    check_shape(name, mask, *shapes)
+    check_shape(name, mask, *shapes, why="as query and key have")
 
 
 def _masks(attn_mask: Tensor | None, padding: Tensor | None, extra: int) -> dict[str, Tensor]:
@@ -154,7 +154,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             if query.layout == torch.strided:  # a padded batch as torch.nn.TransformerEncoder packs it
                 return self._within(query, need_weights, None, average_attn_weights, is_causal)
         if attn_mask is None and is_causal:
-            fail(ValueError, "is_causal", "False, because attn_mask is None", True)
+            fail(ValueError, "is_causal", "False without an attn_mask", "True: pass a causal attn_mask with it")
         batch_dim, along = (0, 1) if self.batch_first else (1, 0)
         _check_inputs(self, batch_dim, query, key, value)
         batched = query.dim() == 3
@@ -260,8 +260,8 @@ def convert(model: nn.Module) -> nn.Module:
             kinds = ", ".join(sorted(set(left)))
             _log.warning("convert: left subclasses of torch.nn.MultiheadAttention as they are: %s", kinds)
     else:
-        but = f", only {len(left)} of subclasses, which stay as they are" if left else ""
-        text = "convert: found no torch.nn.MultiheadAttention in %s%s, and replaced nothing. %s"
+        but = f" ({len(left)} of its subclasses stay as they are)" if left else ""
+        text = "convert: replaced nothing, because %s has no torch.nn.MultiheadAttention%s. %s"
         _log.warning(text, kind, but, _ADVICE)
     return fused.get(model, model)
 

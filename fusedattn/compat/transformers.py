@@ -44,7 +44,7 @@ def register(name: str = "fusedattn") -> None:
         fail(TypeError, "name", "a string", type(name).__name__)
     for part, meaning in RESERVED.items():
         if part in name:
-            fail(ValueError, "name", f"no {part!r} in it, which transformers takes for {meaning}", repr(name))
+            fail(ValueError, "name", f"a name without {part!r}, which transformers reads as {meaning}", repr(name))
     try:
         from transformers import AttentionInterface
 
@@ -52,7 +52,7 @@ def register(name: str = "fusedattn") -> None:
     except ImportError as error:
         raise ImportError("fusedattn.compat.transformers: needs transformers 4.54 or newer") from error
     if name in ("", "eager") or AttentionInterface().get(name) not in (None, fusedattn_forward):
-        fail(ValueError, "name", "a name that transformers does not have, and not an empty one", repr(name))
+        fail(ValueError, "name", "a name that is not empty and that transformers does not use already", repr(name))
     install(name, fusedattn_forward)
 
 
@@ -93,7 +93,7 @@ def fusedattn_forward(
     """
     for name, meaning in REFUSED.items():
         if others.get(name) is not None:
-            fail(NotImplementedError, name, f"None ({meaning} is not implemented)", type(others[name]).__name__)
+            fail(NotImplementedError, name, f"None, because {meaning} is not implemented", type(others[name]).__name__)
     for name, x in (("query", query), ("key", key), ("value", value)):
         check_tensor(name, x, "(B, H, L, D)")
     # Learned queries, the same for all samples, come as a batch of 1.

@@ -32,7 +32,8 @@ from ..operators import attention, decode as cached
 
 OLDEST_TRITON = (3, 6)  # as in pyproject.toml
 MOST_POSITIONS = 2**31 - 1024  # kernels count rows, keys and shift in 32 bits, up to the end of the last tile
-INTERPRETED = " (for developers: TRITON_INTERPRET=1, set before Triton is imported, interprets them)"
+ADVICE = ". Leave backend unset to use another"
+INTERPRETED = " (to debug them here, set TRITON_INTERPRET=1 before Triton is imported)"
 
 
 @functools.cache
@@ -48,7 +49,7 @@ def _find_machine_reasons(device: torch.device | AssumedGPU) -> tuple[str, ...]:
     if numbers is None or tuple(map(int, numbers.groups())) < OLDEST_TRITON:
         return (f"Triton is {version or 'of unknown version'}, older than {'.'.join(map(str, OLDEST_TRITON))}",)
     if device.type == "cpu" and not triton.knobs.runtime.interpret:
-        return (f"the tensors are on the CPU, its kernels need an NVIDIA GPU{INTERPRETED}",)
+        return (f"the tensors are on the CPU, but its kernels need an NVIDIA GPU{INTERPRETED}",)
     if device.type not in ("cpu", "cuda"):
         return (f"the tensors are on {device.type}, not on an NVIDIA GPU",)
     try:
@@ -224,7 +225,7 @@ def choose(call: Call | Decode, need_weights: bool, name: str | None = None) -> 
     among = DECODERS if isinstance(call, Decode) else BACKENDS
     if (taken := named(name)) is not None:
         if reasons := among[taken].reasons(call, need_weights):
-            raise NotImplementedError(f"backend: {taken!r} cannot take this call: {'; '.join(reasons)}")
+            raise NotImplementedError(f"backend: {taken!r} cannot take this call: {'; '.join(reasons)}{ADVICE}")
         return among[taken]
     if not _on_gpu(call):
         return among["naive" if among["cpu"].reasons(call, need_weights) else "cpu"]
@@ -233,7 +234,7 @@ def choose(call: Call | Decode, need_weights: bool, name: str | None = None) -> 
     )
     if taken == "naive" and not torch.compiler.is_compiling():  # the compiler cannot trace a warning
         for reason in among["triton"].reasons(call, need_weights):
-            warn_once(reason, f"the naive one, since {reason}", stacklevel=3)
+            warn_once(reason, f"the naive one, because {reason}", stacklevel=3)
     return among[taken]
 
 
@@ -311,10 +312,10 @@ def _explained(call: Call, chosen: str | None, return_weights: bool) -> Explanat
         taken, why = (None if reasons[chosen] else chosen), f"{chosen!r} is named, and a named backend never falls back"
     elif on_gpu:
         taken = next(name for name, sentences in reasons.items() if not sentences)
-        why = f"{taken!r} comes before it and takes the call"
+        why = f"{taken!r} takes the call and is preferred"
     else:
         taken, why = "naive" if reasons["cpu"] else "cpu", "the tensors are not on a GPU and no backend is named"
-        reasons["naive"] += ["'cpu' comes before it and takes the call"]
+        reasons["naive"] += ["'cpu' takes the call and is preferred"]
     others = {name: sentences or [why] for name, sentences in reasons.items() if name != taken}
     if taken == "cpu":
         need = [x is not None and x.requires_grad for x in inputs(call)]

@@ -133,11 +133,11 @@ def gather_attention_varlen(
         check_tensors(**inputs, cu_seqlens=cu_seqlens)
         for name, x in inputs.items():
             if x.dim() != 3:
-                fail(ValueError, name, "rank 3, (rows, H, D)", tuple(x.shape))
+                fail(ValueError, name, "rank 3, (rows, H, D)", x.shape)
         batched: dict[str, Any] = {name: x.transpose(0, 1)[None] for name, x in inputs.items()}
         call, _ = prepared(arguments._replace(**batched, **dict.fromkeys(_BY_DOCUMENT)), backend, ranks)
         if key.shape[0] != query.shape[0]:
-            fail(ValueError, "key", f"as many rows as query, {query.shape[0]}", key.shape[0])
+            fail(ValueError, "key", f"{query.shape[0]} rows, as query has", key.shape[0])
         check_lengths(Lengths(cu_seqlens, cu_seqlens, query.shape[0], key.shape[0], None, None), query.device)
         offsets.extend(cu_seqlens.tolist())
         by_document: dict[str, Any] = {name: getattr(arguments, name) for name in _BY_DOCUMENT}

@@ -130,12 +130,12 @@ def prepared(arguments: Arguments, backend: Any, ranks: Ranks) -> tuple[Call, di
     """Check a rank's arguments. Return (their Call, more options that must be equal on all ranks)."""
     query = arguments.query
     if isinstance(query, Tensor) and query.dim() != 4:
-        fail(ValueError, "query", "rank 4, (B, H, rows, D)", tuple(query.shape))
+        fail(ValueError, "query", "rank 4, (B, H, rows, D)", query.shape)
     call = checked(arguments._replace(mask=None, bias=None), named=backends.named(backend) is not None)
     pairs: dict[str, Any] = dict(mask=arguments.mask, bias=arguments.bias)
     for name, x in pairs.items():
         if isinstance(x, Plan):
-            fail(TypeError, name, "a tensor (a plan describes one process)", "a plan")
+            fail(TypeError, name, "a tensor", "a plan, which one process cannot make for all: pass its mask")
         # The number of all keys is not known yet.
         keys = x.shape[-1] if isinstance(x, Tensor) and x.dim() else 1
         batch, heads, rows, _ = call.query.shape
@@ -198,7 +198,7 @@ def agreed(function: str, given: dict[str, Any], prepare: Prepare = prepared) ->
             raise NotImplementedError("fusedattn.distributed: torch.func cannot transform communication between ranks")
         with torch.no_grad():  # now only a tangent counts as a derivative
             if of_calls.differentiated(arguments):
-                raise NotImplementedError("fusedattn.distributed: it has no derivative in forward mode")
+                raise NotImplementedError("fusedattn.distributed: it does not support forward mode, use backward()")
         check_balance(balance)
         backends.check_name(backend)
         check_flags(**flags)
@@ -214,7 +214,8 @@ def agreed(function: str, given: dict[str, Any], prepare: Prepare = prepared) ->
     for name in ("mask", "bias"):
         for rank, entry in enumerate(table):
             if entry.get(name) not in (None, 1, total_keys):
-                fail(ValueError, name, f"a last size of all keys, {total_keys}, or 1", f"{entry[name]} on rank {rank}")
+                got = f"{entry[name]} on rank {rank}"
+                fail(ValueError, name, f"a last dimension of 1 or {total_keys}, the number of all keys", got)
     needs = [entry["needs"] for entry in table]
     chosen = _backend(call, set().union(*needs), flags["return_weights"], backends.named(backend))
     shift = 0 if call.top_left else total_keys - total_rows

@@ -44,10 +44,10 @@ def check_parallel(parallel: Any) -> None:
     if not isinstance(parallel, ContextParallel):
         fail(TypeError, "context_parallel", "a ContextParallel or None", type(parallel).__name__)
     if not isinstance(parallel.method, str) or parallel.method not in METHODS:
-        fail(ValueError, "context_parallel", f"a method among {', '.join(METHODS)}", repr(parallel.method))
+        fail(ValueError, "context_parallel", f"a method of {', '.join(map(repr, METHODS))}", repr(parallel.method))
     check_balance(parallel.balance)
     if parallel.method == "ulysses" and parallel.balance is not None:
-        fail(ValueError, "context_parallel", "no balance with 'ulysses'", repr(parallel.balance))
+        fail(ValueError, "context_parallel", "balance=None, because method is 'ulysses'", repr(parallel.balance))
 
 
 def attend(parallel: ContextParallel, q: Tensor, k: Tensor, v: Tensor, need_weights: bool, **options: Any) -> Any:

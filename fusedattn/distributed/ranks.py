@@ -41,7 +41,7 @@ def of(group: Any) -> Ranks | None:
     if not (outside or isinstance(group, dist.ProcessGroup)):
         fail(TypeError, "group", "a process group, a DeviceMesh of one dimension or None", type(group).__name__)
     if outside or dist.get_rank(group) < 0:
-        fail(ValueError, "group", "a group that this process is a member of", "another group")
+        fail(ValueError, "group", "a group that this process is a member of", "one that it is not in")
     return Ranks(group, dist.get_rank(group), dist.get_world_size(group))
 
 
@@ -78,7 +78,7 @@ def agree(
     for rank, other in enumerate(table):
         if other["function"] != table[0]["function"]:
             raise ValueError(
-                f"{function}: expected the same function on all ranks, rank {rank} and rank 0 called different ones"
+                f"{function}: expected the same function on all ranks, got different ones on rank {rank} and rank 0"
             )
         if other["error"] is not None:
             raise ValueError(f"{function}: rank {rank} raised {other['error']}")

@@ -53,7 +53,7 @@ def chunks_of(argument: str, lengths: Sequence[int], size: int, balance: str | N
     every = chunks(sum(lengths), size, balance)
     for rank, (got, expected) in enumerate(zip(lengths, map(rows_of, every), strict=True)):
         if got != expected:
-            fail(ValueError, argument, f"{expected} rows on rank {rank}, as `shard` cuts {sum(lengths)}", got)
+            fail(ValueError, argument, f"{expected} rows on rank {rank}, as `shard` cuts {sum(lengths)} rows", got)
     return every
 
 
@@ -120,7 +120,7 @@ def _checked_dim(x: Tensor, dim: Any) -> int:
     if not is_int(dim):
         fail(TypeError, "dim", "an int", type_name(dim))
     if not -x.dim() <= dim < x.dim():
-        fail(ValueError, "dim", f"a dimension of x, which has {x.dim()}", dim)
+        fail(ValueError, "dim", f"{-x.dim()} to {x.dim() - 1}, because x has {x.dim()} dimensions", dim)
     return dim % x.dim()
 
 

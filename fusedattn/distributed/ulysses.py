@@ -147,7 +147,7 @@ def _local(whole: GlobalCall) -> Call:
 def _forward(whole: GlobalCall) -> tuple[list[Tensor | None], GlobalCall, Sequence[Any]]:
     query, size = whole.query, whole.ranks.size
     if query.shape[1] % size:
-        fail(ValueError, "query", f"a multiple of {size} heads (the number of ranks)", f"{query.shape[1]} heads")
+        fail(ValueError, "query", f"heads that {size} ranks can share equally", f"{query.shape[1]} heads")
     call = _local(whole)
     if _route(whole, "key").repeated:  # gradients of shared key heads are rounded after their sum
         kernels = whole.backend in partial.KERNELS and not whole.need_weights

@@ -42,7 +42,7 @@ def remember(key: tuple, error: Exception) -> "KernelUnavailable":
 def fall_back(why: "KernelUnavailable", named: bool) -> None:
     """Warn once for each cause, or raise if the call names its backend."""
     if named:
-        raise NotImplementedError(f"backend: the one named cannot take this call: {why}") from why
+        raise NotImplementedError(f"backend: the named one cannot take this call: {why}") from why
     warn_once(str(why), str(why), stacklevel=2)
 
 
@@ -64,12 +64,12 @@ def _judge(name: str, error: Exception) -> tuple[bool, str, str]:
     """Return (whether every kernel fails this way, what fails, what to do)."""
     if isinstance(error, subprocess.SubprocessError) or "C compiler" in str(error):
         advice = "install a C compiler and Python's headers (apt install gcc python3-dev)"
-        return True, "Triton cannot build what launches kernels", advice
+        return True, "Triton cannot build its kernel launcher", advice
     if isinstance(error, ImportError):
         advice = "check that NVIDIA's driver is installed, and empty Triton's cache, ~/.triton/cache"
-        return True, "Triton cannot load what launches kernels", advice
+        return True, "Triton cannot load its kernel launcher", advice
     if isinstance(error, OSError):
-        advice = "give Triton access to the file or folder that is named; TRITON_CACHE_DIR is where it writes"
+        advice = "give Triton access to that file or folder, or set TRITON_CACHE_DIR to a folder that it may write"
         return True, "Triton cannot compile kernels", advice
     what = f"the kernel {name!r} does not compile or load"
     if type(error).__name__ == "OutOfResources":

@@ -28,7 +28,7 @@ try:
 except (ImportError, AttributeError) as error:  # Gluon is experimental: names come and go
     kernel, _why = None, str(error)
 
-missing = None if kernel is not None else f"this version of Triton lacks what its kernel is written in ({_why})"
+missing = None if kernel is not None else f"this version of Triton lacks names that its kernel uses ({_why})"
 # Optional fields of a Call that the kernels support, or that `limits` reports itself. They support no others.
 _KNOWN = ("left", "right", "origin", "seed", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 _LACKS = tuple(name for name, default in Call._field_defaults.items() if default is None and name not in _KNOWN)
@@ -46,11 +46,11 @@ def limits(call: Call) -> list[str]:
     if call.seed is not None:
         lacks.append("it does not support dropout_p")
     if call.query.dtype not in (torch.float16, torch.bfloat16):
-        lacks.append(f"it multiplies float16 and bfloat16, not {call.query.dtype}")
+        lacks.append(f"it supports float16 and bfloat16, not {call.query.dtype}")
     changes: dict[str, Any] = dict(softcap=None, bias=None) | dict.fromkeys(BY_HEAD)
     bare = call._replace(**changes)
     if kernel_arguments.scored(bare).softmax_scale is None:
-        lacks.append(f"it takes a scale between 2**-100 and 2**100, not {call.scale}")
+        lacks.append(f"it supports a scale between 2**-100 and 2**100, not {call.scale}")
     if holds(call.key.shape[2] == 0, False):  # unknown to a compiler; the operator checks again when it runs
         lacks.append("there are no keys")
     if call.value.shape[3] % 8:
@@ -69,7 +69,7 @@ def unreachable(call: Call) -> list[str]:
     for name in ("query", "key", "value"):
         tensor = getattr(call, name)
         if not kernel_arguments.strided(tensor):
-            lacks.append(f"the strides of {name} are {tuple(tensor.stride())}, not 1 for the last and multiples of 8")
+            lacks.append(f"the strides of {name} are {tuple(tensor.stride())}, not multiples of 8 that end with 1")
         elif not kernel_arguments.aligned(tensor):
             lacks.append(f"{name} lies at an address that is no multiple of 16")
     return lacks

@@ -22,7 +22,7 @@ from ..call.private import constant
 from . import tile_table
 from .tile_table import row_width, same
 
-SLOWER = "the tuning file of this GPU found it slower, so it runs only when named"
+SLOWER = "it was slower when `fusedattn tune` measured this GPU, so it runs only if backend='hopper' names it"
 RIVALS = {"hopper": ("forward",)} | {  # kernels for any GPU that each Hopper kernel replaces
     name: ("two_passes",) if name in tile_table.REPEATABLE else ("one_pass", "two_passes")
     for name in tile_table.BACKWARDS
@@ -104,10 +104,13 @@ def read(file: Path, here: Collection[dict[str, str]]) -> tuple[str, Choices]:
         content = json.loads(file.read_text(encoding="utf-8"))
         was = dict(content["about"])
         if here and was not in here:
-            raise ValueError(f"expected a file about {[*here][0]}, got one about {was}")
+            near = min(here, key=lambda one: len(one.items() - was.items()))  # with the fewest differences
+            differ = [f"{name!r}: {was.get(name)!r}, here {x!r}" for name, x in near.items() if x != was.get(name)]
+            raise ValueError(", ".join(differ))
         return str(was["gpu"]), choose([_row(entry, int(was["capability"])) for entry in content["forms"]])
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise ValueError(f"{file} is of another machine or version, or damaged: {error!r}"[:700]) from error
+        why = f"of another machine or version, or damaged ({error!r})"
+        raise ValueError(f"{file} is {why}: `fusedattn tune` writes a new one"[:700]) from error
 
 
 def _row(entry, capability):

@@ -59,7 +59,8 @@ class _Configurable(nn.Module):
         """
         for name in cls.CHECKS:
             if getattr(config, name, IMPLEMENTED[name]) != IMPLEMENTED[name]:
-                fail(ValueError, f"config.{name}", repr(IMPLEMENTED[name]), repr(getattr(config, name)))
+                expected = f"{IMPLEMENTED[name]!r}, the only one that {cls.__name__} implements"
+                fail(ValueError, f"config.{name}", expected, repr(getattr(config, name)))
         for name in cls.READS:
             if not hasattr(config, name) and name not in OPTIONAL:
                 fail(TypeError, "config", f"an object with {name}", type(config).__name__)
@@ -186,7 +187,7 @@ class FeedForward(_Configurable):
             if getattr(x, "layout", None) != torch.jagged:
                 check_strided(x=x)
             if x.shape[-1:] != (self.hidden_size,):
-                fail(ValueError, "x", f"shape (..., {self.hidden_size})", tuple(x.shape))
+                fail(ValueError, "x", f"shape (..., {self.hidden_size})", x.shape)
             check_fits("x", x, self.linear_1)
         return self.dropout(self.linear_2(F.gelu(self.linear_1(x))))  # type: ignore[no-any-return]
 
@@ -225,7 +226,8 @@ class TransformerEncoderLayer(_Configurable):
         check_names(type(self).__name__, options, _OPTIONS)
         check_sizes(hidden_size=hidden_size, num_attention_heads=num_attention_heads)
         if options.get("head_dim") is None and hidden_size % num_attention_heads:
-            fail(ValueError, "num_attention_heads", f"a divisor of hidden_size, {hidden_size}", num_attention_heads)
+            got = f"{num_attention_heads}: pass head_dim if that is meant"
+            fail(ValueError, "num_attention_heads", f"a divisor of hidden_size, {hidden_size}", got)
         check_layer(dtype, layer_norm_eps, attention_dropout=attention_dropout)
         factory: dict[str, Any] = dict(device=device, dtype=dtype)
         self.layer_norm_1 = nn.LayerNorm(hidden_size, eps=layer_norm_eps, **factory)

@@ -28,7 +28,7 @@ def check_layer(dtype: Any = None, layer_norm_eps: Any = 0.0, **dropouts: Any) -
         check_number(name, dropout, "a number from 0 to 1", 0, 1)
     check_number("layer_norm_eps", layer_norm_eps, "a finite number of 0 or more", 0)
     if dtype is not None and dtype not in FLOATING:
-        fail(TypeError, "dtype", "a floating dtype, float16 to float64", dtype)
+        fail(TypeError, "dtype", "float16, bfloat16, float32 or float64", dtype)
 
 
 def check_input(
@@ -44,7 +44,7 @@ def check_input(
         check_strided(**{name: tensor})
     sizes = [size if isinstance(want, str) else want for want, size in zip(shape, tensor.shape, strict=False)]
     if tensor.dim() != len(shape) or not is_shape(tensor.shape, sizes):
-        fail(ValueError, name, "shape " + str(shape).replace("'", ""), tuple(tensor.shape))
+        fail(ValueError, name, "shape " + str(shape).replace("'", ""), tensor.shape)
     check_fits(name, tensor, layer)
 
 
@@ -105,7 +105,7 @@ def _attend_by_heads(
     k = by_heads(key, "num_kv_heads", num_kv_heads, head_dim)
     v = by_heads(value, "num_kv_heads", num_kv_heads, value_head_dim)
     if q.shape[1] * num_kv_heads != k.shape[1] * num_heads:
-        shared = f"{q.shape[1]} of {num_heads} heads beside {k.shape[1]} of {num_kv_heads} key heads"
+        shared = f"{q.shape[1]} of {num_heads} heads and {k.shape[1]} of {num_kv_heads} key heads"
         fail(ValueError, "num_kv_heads", "q_proj and k_proj cut over the same number of processes", shared)
     options |= dict(mask=_add_head_dim(mask), bias=_add_head_dim(bias))
     if parallel is None:
@@ -158,7 +158,8 @@ class MultiHeadAttention(nn.Module):
         check_sizes(embed_dim=embed_dim, num_heads=num_heads, kdim=kdim, vdim=vdim, num_kv_heads=num_kv_heads)
         if head_dim is None:
             if embed_dim % num_heads:
-                fail(ValueError, "num_heads", f"a divisor of embed_dim, {embed_dim}, or a head_dim", num_heads)
+                got = f"{num_heads}: pass head_dim if that is meant"
+                fail(ValueError, "num_heads", f"a divisor of embed_dim, {embed_dim}", got)
             head_dim = embed_dim // num_heads
         value_head_dim = head_dim if value_head_dim is None else value_head_dim
         check_sizes(head_dim=head_dim, value_head_dim=value_head_dim)

@@ -102,8 +102,8 @@ def _check_mapped(decode: Decode) -> None:
     for name, new in (("key_cache", decode.new_key), ("value_cache", decode.new_value)):
         cache = getattr(decode, name)
         if unmapped(cache) is cache and any(unmapped(x) is not x for x in (new, *where) if x is not None):
-            expected = "a cache that torch.vmap maps over, as it maps over what is appended"
-            fail(ValueError, name, expected, "a cache without that dimension")
+            expected = "a cache that torch.vmap maps, because it maps what is written there"
+            fail(ValueError, name, expected, "one that it does not map: add in_dims for it")
 
 
 def append(decode: Decode) -> None:

@@ -38,7 +38,7 @@ def refuse(function: str, tensors: Mapping[str, Any]) -> None:
     """Raise if an argument of a function is a DTensor."""
     for name, x in tensors.items():
         if is_dtensor(x):
-            raise NotImplementedError(f"{name}: expected a tensor, got a DTensor: {function} takes its to_local()")
+            raise NotImplementedError(f"{name}: expected a tensor, got a DTensor: pass its to_local() to {function}")
 
 
 class LocalCall(NamedTuple):
@@ -80,7 +80,7 @@ def local_call(call: Call, seed: Any) -> LocalCall | None:
 
     (mesh, cut), query = _checked(tensors), call.query
     if call.seed is not None and seed is None:
-        raise NotImplementedError("dropout_p: expected a seed beside DTensors, the same on all ranks, got none")
+        raise NotImplementedError("dropout_p: expected a seed with DTensors, got none: pass the same on all ranks")
     if (coordinate := mesh.get_coordinate()) is None:
         fail(ValueError, "query", "a DTensor of a mesh that this rank is in", "another")
     # The compiler of torch 2.10 takes no tuple of mesh.shape.
@@ -106,8 +106,9 @@ def local_call(call: Call, seed: Any) -> LocalCall | None:
             wanted, had = of_query[dim], _by_dim(getattr(p, "dim", None) for p in placements)[dim]
             span = (_span if is_compiling() else _kept_span)(whole, size, *place, wanted, had)
             if span is None:
-                what = f"{size} of them, {tuple(placements)} on a mesh of {tuple(mesh.shape)}"
-                fail(ValueError, name, f"on each rank the {('batches', 'heads')[dim]} that its query needs", what)
+                what = ("batches", "heads")[dim]
+                got = f"{size} {what}, {tuple(placements)} on a mesh of {tuple(mesh.shape)}"
+                fail(ValueError, name, f"the {what} that the query of each rank needs, on that rank", got)
             local = local if span == (0, local.shape[dim]) else local.narrow(dim, *span)
         fields[name] = local
     if call.seed is not None:

@@ -45,13 +45,13 @@ def check_call(call: Call, backend: str, need_weights: bool = False, capacity: i
         sizes = sizes if call.max_seqlen_k is None else sizes._replace(Sk=call.max_seqlen_k)
     for name in ("left", "right"):
         if (side := getattr(call, name)) is not None and side < 0:
-            fail(ValueError, name, "0 or more; None is unbounded", side)
+            fail(ValueError, name, "0 or more, or None for unbounded", side)
     if call.origin is not None and (len(call.origin) != len(Origin._fields) or min(call.origin[1:]) < 0):
         fail(ValueError, "origin", "shift, and row, key, plane and heads of 0 or more", call.origin)
     numbers = dict(scale=call.scale, softcap=call.softcap, dropout_p=call.dropout_p, seed=call.seed)
     check_options(Arguments(query, call.key, call.value, call.mask, call.bias, **numbers), sizes)
     if call.dropout_p and call.seed is None:
-        fail(ValueError, "seed", "a tensor beside dropout_p", None)
+        fail(ValueError, "seed", "a tensor, because dropout_p is given", None)
     for name, layout in dict(
         mask="(B, H, Sq, Sk)", bias="(B, H, Sq, Sk)", key_mask="(B, S)", query_mask="(B, S)"
     ).items():
@@ -69,14 +69,14 @@ def check_call(call: Call, backend: str, need_weights: bool = False, capacity: i
         shape = sizes.B, heads, -(-sizes.Sq // size), -(-sizes.Sk // size)
         check_dtype("block_mask", call.block_mask, torch.uint8, query.device)
         if call.block_mask.dim() != 4 or not broadcasts(call.block_mask, shape):
-            fail(ValueError, "block_mask", f"rank 4, broadcastable to {shape}", tuple(call.block_mask.shape))
+            fail(ValueError, "block_mask", f"rank 4, broadcastable to {shape}", call.block_mask.shape)
     check_backend(call, backend, ("naive",) if capacity is None else ())
 
 
 def _check_packed(call: Call, need_weights: bool) -> int:
     """Check the offsets and maximum lengths of packed sequences. Return the number of sequences."""
     if call.query.shape[0] != 1:
-        fail(ValueError, "query", "a batch of 1 beside cu_seqlens_q", tuple(call.query.shape))
+        fail(ValueError, "query", "a batch of 1, because cu_seqlens_q is given", call.query.shape)
     offsets, longest = (call.cu_seqlens_q, call.cu_seqlens_k), (call.max_seqlen_q, call.max_seqlen_k)
     check_lengths(Lengths(*offsets, call.query.shape[2], call.key.shape[2], *longest), call.query.device)
     if need_weights or not call.mask is call.bias is call.key_mask is None:
@@ -88,7 +88,7 @@ def _check_packed(call: Call, need_weights: bool) -> int:
 def _check_longest(max_seqlen_q: int | None, max_seqlen_k: int | None, needed: str) -> None:
     for name, most in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         if most is None:
-            fail(ValueError, name, f"an int beside {needed}", None)
+            fail(ValueError, name, f"an int, because {needed} is given", None)
 
 
 def check_forward(*arguments: Any) -> None:
@@ -117,7 +117,7 @@ def _check_result(name: str, x: Tensor | None, call: Call, dtype: torch.dtype | 
     if x.dtype != dtype if dtype else x.dtype not in FLOATING:
         fail(TypeError, name, dtype or "a floating tensor", x.dtype)
     if not is_shape(x.shape, shape):
-        fail(ValueError, name, f"shape {shape}", tuple(x.shape))
+        fail(ValueError, name, f"shape {shape}", x.shape)
     if x.device != call.query.device:
         fail(ValueError, name, f"the device of query, {call.query.device}", x.device)
 
@@ -177,7 +177,7 @@ def check_block_mask(
         of_tokens = dict(key_mask=(keys, (1, max_seqlen_k)), query_mask=(rows, (max_seqlen_q, 1)))
         for name, (total, pairs) in of_tokens.items():
             if name in masks:
-                check_shape(name, masks[name], (1, total))
+                check_shape(name, masks[name], (1, total), why="one for each packed token")
                 _check_longest(max_seqlen_q, max_seqlen_k, name)
                 shapes[name] = (count, 1, *pairs)
     check_fit(shapes)

@@ -145,6 +145,7 @@ MISTAKES = [  # (command, part of its only line of output)
     ([*ONE, "--csv", "/dev/full"], "csv: cannot append to /dev/full"),
     ([*ONE, "--plot", "a.csv"], "plot: expected a name that ends in .png, got a.csv"),
     ([*ONE, "--plot", "nowhere/a.png"], "plot: there is no folder"),
+    (["bench", "--device", "cuda"], "GPU"),
     (["tune", "--shape", "1,1,1,8,8,8"], "GPU"),
     (["warmup"], "--shape"),
     (["warmup", "--shape", "1,1,1,8,8,8", "--jobs", "0"], "--jobs: expected 1 or more, got 0"),

@@ -144,7 +144,7 @@ def test_errors_show_the_shapes_that_the_caller_has():
     ):
         with pytest.raises(ValueError) as raised:
             call()
-        assert str(raised.value).endswith(f"got {shape}")
+        assert str(raised.value).endswith(f"got shape {shape}")
 
 
 def test_a_kernel_that_cannot_says_so_in_flash_attns_words(device):

@@ -113,7 +113,7 @@ def test_a_with_is_for_its_thread_and_ends_with_an_error(answered):
         in_a_thread(taken_before, X, X, X)
         assert not answered
         raise KeyError
-    with pytest.raises(ValueError, match="is_causal: expected False beside an attn_mask"), compat.sdpa():
+    with pytest.raises(ValueError, match="is_causal: expected False, because attn_mask is given"), compat.sdpa():
         taken_before(X, X, X, torch.ones(4, 4).bool(), 0.0, True)
     taken_before(X, X, X)
     assert len(answered) == 1

@@ -25,7 +25,7 @@ def test_a_call_on_the_cpu_takes_cpu():
     said = fa.explain(*draw())
     assert said.backend == "cpu" and said.reasons["triton"] and said.tiles == {}
     assert str(said).startswith("takes cpu\nnot hopper: ") and "\nnot triton: " in str(said)
-    assert said.reasons["naive"] == ["'cpu' comes before it and takes the call"]
+    assert said.reasons["naive"] == ["'cpu' takes the call and is preferred"]
     assert fa.explain(*draw(), backend="cpu").backend == "cpu"
 
 
@@ -193,7 +193,10 @@ MACHINES = {
     "no Triton": ("sys.modules['triton'] = None", "Triton is not installed"),
     # Triton's interpreter needs NumPy, which `pip install fusedattn` alone does not bring.
     "no NumPy": ("sys.modules['numpy'] = None; os.environ['TRITON_INTERPRET'] = '1'", "Triton cannot be imported ("),
-    "a CPU": ("os.environ.pop('TRITON_INTERPRET', None)", "the tensors are on the CPU, its kernels need an NVIDIA GPU"),
+    "a CPU": (
+        "os.environ.pop('TRITON_INTERPRET', None)",
+        "the tensors are on the CPU, but its kernels need an NVIDIA GPU",
+    ),
 }
 
 

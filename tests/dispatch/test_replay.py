@@ -163,7 +163,7 @@ def test_plans(device, found):
         assert_like(got, everything, inputs, dict(mask=mask), "eager")
         assert (found[again] is not None) == bool(again)
     key_mask = torch.ones(SK, dtype=torch.bool, device=device)
-    with pytest.raises(ValueError, match="^key_mask: expected None beside a plan"):
+    with pytest.raises(ValueError, match="^key_mask: expected None, because mask is a plan"):
         attend(draw(device), dict(mask=fa.plan(mask), key_mask=key_mask))
 
 
