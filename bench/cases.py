@@ -1,4 +1,4 @@
-"""Cases of the six benchmark questions, the most important first."""
+"""Benchmark cases by question (forward, backward, options, packed, decode, module), the most important first."""
 
 from typing import NamedTuple
 

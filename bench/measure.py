@@ -85,7 +85,7 @@ def of_head(case, x):
 
 @torch.enable_grad()
 def truth(case, tensors):
-    """Return the results and gradients of the compared head, {name: tensor}, by float64 and by eager PyTorch."""
+    """Return {name: tensor} by float64 and by eager PyTorch: results and gradients of the head of `of_head`."""
     *inputs, bias = (x if x is None else of_head(case, x) for x in tensors[:5])
     masks = {name: of_head(case, x[:, None])[:, 0] if x.dim() == 2 else x for name, x in tensors.masks.items()}
     head = Tensors(*inputs, bias, masks)

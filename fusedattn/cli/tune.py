@@ -122,7 +122,7 @@ def milliseconds(step, device) -> float:
 
 
 def step_of(row: Row, case: Case, device):
-    """Return a function that computes RESULTS of a case, or None if the call does not use the tile of a row."""
+    """Return a function that computes a case's RESULTS; None if the call would not use the tile of the tuning row."""
     names, tensors = RESULTS.get(row.kernel, GRADIENTS), case.draw(device)
     inputs = {x: getattr(tensors, x).requires_grad_(x in names or names[0] == "out") for x in GRADIENTS}
     call = case.arguments(tensors.masks) | inputs

@@ -186,7 +186,7 @@ def _wanted(config: Any) -> str | None:
 
 
 def _settle(model: Any, everywhere: bool = False) -> None:
-    """Give each config that asks for a registered name the name or "eager". Warn of parts that then use "eager".
+    """Change each config that asks for a registered name to that name or "eager". Warn of parts that get "eager".
 
     everywhere: warn also of parts whose config did not ask.
     """

@@ -92,7 +92,7 @@ def scaled_dot_product_attention(
     q, k, v = (_rank4(x, batch) for x in inputs.values())
     if not enable_gqa and not holds(q.shape[1] == heads, False):
         q = q.expand(-1, heads, -1, -1)
-    if k.shape[1] != v.shape[1]:  # the kernels share groups only if both have the same heads
+    if k.shape[1] != v.shape[1]:  # query heads share key heads only if there are as many of values
         k, v = (x.repeat_interleave(heads // max(x.shape[1], 1), 1) for x in (k, v))
 
     mask = bias = None

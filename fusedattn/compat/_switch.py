@@ -107,7 +107,7 @@ class _Ours(TorchFunctionMode):
             with self:
                 return _BACKWARDS[func](*args, **kwargs)
         if (func in _TORCHS or func is _ATTENTION) and not _have_own_attention(types):
-            # disable_sdpa cannot remove a mode from other threads; there it must answer nothing.
+            # disable_sdpa cannot remove a mode from other threads; there the mode must leave calls to torch.
             if not isinstance(self, _OursWhileEnabled) or _everywhere is not None:
                 return (_OUR_ATTENTION if func is _ATTENTION else _ours)(*args, **kwargs)
         return func(*args, **kwargs)

@@ -65,7 +65,7 @@ def _interpreted(kernel, options, views):
 
 
 class Recorder(contextlib.ExitStack):
-    """Collects launches on meta tensors, which `launch.recording` passes to `add`, for a Recording.
+    """Collects launches for a Recording: `launch.recording` passes each launch on meta tensors to `add`.
 
     A tensor is identified by its storage, and starts at its beginning. The first tensors are the caller's; a replay
     allocates all others.

@@ -145,7 +145,7 @@ def prepared(arguments: Arguments, backend: Any, ranks: Ranks) -> tuple[Call, di
 
 
 def attend(function: str, given: dict[str, Any], method: Method) -> Any:
-    """Return the results of a public function. given: its arguments by name. Without a group, call `attention`."""
+    """Return the results of the public function of this name, or of `attention` if there is no process group."""
     whole = agreed(function, given)
     if whole is None:
         return attention(**{name: x for name, x in given.items() if name not in ("group", "balance")})

@@ -105,7 +105,7 @@ class _Keys:
                 tensors = transfer.wait()
 
     def give_back(self, owner: int | None, key: Tensor | None, value: Tensor | None) -> None:
-        """Add the gradients if this rank is the owner, otherwise send them. None: no row here sees the keys."""
+        """Add the gradients to `totals` if this rank is the owner; otherwise send them. None: there is no gradient."""
         whole, (_, rank, size) = self.whole, self.whole.ranks
         grads = [x for x in (key, value) if x is not None]
         if owner is None or owner == rank:

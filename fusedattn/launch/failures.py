@@ -10,7 +10,7 @@ import warnings
 
 # Errors that may pass: a full disk, too many files.
 _PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.EINTR)
-failed_kernels: dict[tuple, str] = {}  # {`run.kind_of` a call, or (kernel, device): why}
+failed_kernels: dict[tuple, str] = {}  # {run.kind_of(kernel, call) or (kernel, device): why it failed}
 _warned: set[str] = set()
 
 

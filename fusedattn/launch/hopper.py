@@ -180,7 +180,7 @@ def _row_width(call):
 
 
 def unit(call: Call, form: Backward) -> tuple[int, int]:
-    """Return the rows and columns of a block of dq, whose sums are contiguous in memory."""
+    """Return (rows, columns) of a block of dq. In the buffer that sums dq, each block is contiguous."""
     return form.rows // 2 if _row_width(call) == 64 else form.rows, _widths(call)[0]
 
 

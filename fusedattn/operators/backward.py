@@ -115,7 +115,7 @@ class Backward(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx, *tangents):
-        # The second derivative is symmetric: along the tangents of the inputs it is the same as in `backward`.
+        # The Hessian is symmetric: for tangents of the inputs, its product is that of `Backward.backward`.
         (*incoming, out, weights, stats), call, (backend, need) = BACKWARD.split(saved(ctx)[0])
         moved = BACKWARD.of_inputs(tangents)
         total = [None] * len(INPUTS)

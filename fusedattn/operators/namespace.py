@@ -22,7 +22,7 @@ MOST = 1024  # calls that passed the checks, per operator; at this number it for
 
 
 def _facts(x):
-    """Return the properties of an argument that checks read, as a hashable value: no tensor values."""
+    """Return what the checks read of an argument, hashable: no values of tensors."""
     if isinstance(x, torch.Tensor):
         return x.shape, x.stride(), x.dtype, x.device
     return (*x,) if isinstance(x, list) else x

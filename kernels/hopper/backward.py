@@ -94,7 +94,7 @@ def _give(g: gl.constexpr, shared, results, kv, first, band, GROUP: gl.constexpr
     BLOCK_M: gl.constexpr = shared.q.tiles.shape[3]
     begin, full, full_end, end = extent(band, first, GROUPS * KEYS, BLOCK_M)
     block, member = begin, begin * 0
-    # One warpgroup adds this many lines of dq: half of those of a block of rows.
+    # One warpgroup adds this many lines (`steps.lines`) of dq: half of those that a block of rows has.
     LINES: gl.constexpr = shared.dq.tiles.shape[3]
     for step in range((end - begin) * GROUP):
         plane = span.query_head(kv, member, GROUP)

@@ -130,7 +130,7 @@ def weights_of_rows(s, rows, step, block, full, full_end, earliest, band, scale)
 
 @gluon.jit
 def lines(dq):
-    """Reorder dq [rows, columns] to [lines, 32], so that the elements of 8 columns in one thread are contiguous.
+    """Reorder dq [rows, columns] to [lines, 32], so that what a thread holds of 8 columns is contiguous.
 
     Each thread then stores 16 bytes at a time, straight from registers, without bank conflicts. A line has 8 columns of
     rows r, r + 1, r + 8 and r + 9. `_ordered` of `preprocess` is the inverse.

@@ -112,7 +112,7 @@ def _store(g: gl.constexpr, shared, GradScores, GradV, kv, before, first, band, 
 
 @gluon.jit
 def _begin_scores(g: gl.constexpr, shared, step, exists, none, zero):
-    """Begin scores, [keys, rows], of a step. exists: False past the last step. none: always 0."""
+    """Begin scores, [keys, rows], of a step. exists: False past the last step. none: a 0 that ptxas cannot know."""
     ring.wait(shared.q, step, pred=exists)
     # If ptxas knows the index of a tile, it keeps the tile's addresses in registers and spills others.
     q = shared.q.tiles.index(none).reshape([shared.q.tiles.shape[3], shared.q.tiles.shape[4]]).permute((1, 0))

@@ -55,7 +55,7 @@ def place(pid, length, heads, BLOCK: tl.constexpr):
 
 @triton.jit
 def within(extents, plane, q_len, k_len, slot):
-    """Return (Plane, its rows, its keys) of a packed sequence from its extents, or of a batch if extents is None."""
+    """Return (Plane, number of rows, number of keys) of a packed sequence, or of a batch if extents is None."""
     if extents is None:
         return plane, q_len, k_len
     else:
@@ -66,7 +66,7 @@ def within(extents, plane, q_len, k_len, slot):
 
 @triton.jit
 def locate(sequences, pid, programs, q_len, k_len, heads, BLOCK: tl.constexpr, BY_KEYS: tl.constexpr):
-    """Return (block of rows or keys, Plane, its rows, its keys) of a program.
+    """Return (block of rows or keys, Plane, number of rows, number of keys) of a program.
 
     For packed sequences each head has all slots (sequence, block), so that concurrent programs read the same keys. A
     program with an unused slot has no rows and no keys; its block of rows is -1, for which `latest_first` returns 0.

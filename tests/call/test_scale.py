@@ -15,7 +15,10 @@ from ..close import assert_like
 from ..inside import same
 from ..mistakes import assert_named, of_values, wrong
 
-X, OFFSETS = torch.randn(2, 4, 8, 16), torch.tensor([0, 5, 8], dtype=torch.int32)
+X, OFFSETS = (
+    torch.randn(2, 4, 8, 16, generator=torch.Generator().manual_seed(0)),
+    torch.tensor([0, 5, 8], dtype=torch.int32),
+)
 ROWS, LENGTHS = X[0].transpose(0, 1), torch.tensor([8, 3], dtype=torch.int32)
 NESTED = torch.nested.nested_tensor([*X], layout=torch.jagged)
 PACKED = ROWS, ROWS, ROWS, OFFSETS, OFFSETS
