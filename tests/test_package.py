@@ -31,7 +31,7 @@ ROOMS = {
     "bench": {"", "dispatch", "testing"},
 }
 # Modules that import Triton at once. They are imported when a call first needs a kernel.
-LAUNCHES = "arguments backward blocks decode forward hopper interpreter launcher run tangent".split()
+LAUNCHES = "arguments backward blocks decode forward hopper interpreter launcher run".split()
 KNOWS_TRITON = {"dispatch.recording", *(f"launch.{name}" for name in LAUNCHES)}
 ASKS_FOR_TRITON = {"dispatch.backends", "launch.tuned"}  # its version, if it is installed
 KERNELS_KNOW = {"triton", "typing"}

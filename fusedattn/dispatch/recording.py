@@ -65,7 +65,7 @@ def _interpreted(kernel, options, views):
 
 
 class Recorder(contextlib.ExitStack):
-    """Collects launches for a Recording: `launch.recording` passes each launch on meta tensors to `add`.
+    """Collects the launches of this thread inside the `with`, on meta tensors, for a Recording.
 
     A tensor is identified by its storage, and starts at its beginning. The first tensors are the caller's; a replay
     allocates all others.
@@ -80,7 +80,8 @@ class Recorder(contextlib.ExitStack):
 
     def __enter__(self):
         self.enter_context(launch.surroundings(self.device))
-        self.enter_context(launch.recording(self))
+        self.callback(delattr, launch.recording, "recorder")
+        launch.recording.recorder = self
         return self
 
     def make(self, tensor: Tensor) -> Tensor:

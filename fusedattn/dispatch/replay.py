@@ -14,22 +14,8 @@ from torch import Tensor, float32, strided
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 
-from ..call.options import (
-    INPUTS,
-    TENSORS,
-    Arguments,
-    Call,
-    Plan,
-    in_full,
-    in_memory,
-    inputs as inputs_of,
-    must_dispatch,
-    results,
-    seed_tensor,
-    tensors as tensors_of,
-    thread_overrides,
-    with_tensors,
-)
+from ..call import options as of_calls
+from ..call.options import INPUTS, TENSORS, Arguments, Call, Plan, in_full, must_dispatch, results, thread_overrides
 from ..call.private import TensorGuards, any_autocast, can_guard, can_replay, dispatch_modes, forward_level, has_storage
 from ..call.rules import check_flags, checked
 from ..launch import tile_table
@@ -248,16 +234,16 @@ class Replay:
         from .recording import Recorder
 
         self.device = call.query.device
-        self.call = bare = with_tensors(call, _without_data(tensors_of(call)))
+        self.call = bare = of_calls.with_tensors(call, _without_data(of_calls.tensors(call)))
         self.backend = "hopper" if on_hopper else "triton"
         self.drops = call.seed is not None
-        pairs: Any = zip(tensors, tensors_of(call), strict=True)
+        pairs: Any = zip(tensors, of_calls.tensors(call), strict=True)
         # A seed may be given without dropout, and then the Call has none.
         short = [isinstance(x, Tensor) and of_call is not None and x.dim() != of_call.dim() for x, of_call in pairs]
         self.short = [(place, name) for place, name in enumerate(TENSORS) if short[place]]
         return_lse, return_weights, _, grad = numbers[-4:]
-        self.save = grad and any(x is not None and x.requires_grad for x in inputs_of(call))
-        with Recorder(self.device, tensors_of(bare)) as recorder:
+        self.save = grad and any(x is not None and x.requires_grad for x in of_calls.inputs(call))
+        with Recorder(self.device, of_calls.tensors(bare)) as recorder:
             new = attention.new_forward(*bare, return_lse, return_weights, self.save, "triton")
             made = [recorder.make(x) if x.numel() else None for x in new]
             masks = bare.mask, bare.key_mask, bare.query_mask, bare.bias
@@ -282,7 +268,7 @@ class Replay:
     def __call__(self, tensors: tuple):
         """Compute `attention` for a call with this signature."""
         if self.drops:
-            tensors = *tensors[:_SEED], seed_tensor(tensors[_SEED], self.device), *tensors[_SEED + 1 :]
+            tensors = *tensors[:_SEED], of_calls.seed_tensor(tensors[_SEED], self.device), *tensors[_SEED + 1 :]
         if self.save:
             if self.short:  # save the same tensors as a first call: checkpoints compare them
                 given = list(tensors)
@@ -297,7 +283,7 @@ class Replay:
         given = [in_full(name, x) for name, x in zip(TENSORS, tensors, strict=True)]
         if not self.drops:
             given[_SEED] = None  # may be an int
-        return with_tensors(self.call, given)
+        return of_calls.with_tensors(self.call, given)
 
     def differentiate(self, kept: dict, incoming: list, need: tuple) -> Sequence:
         """Return the gradients of INPUTS, None where not needed.
@@ -315,7 +301,7 @@ class Replay:
         grad_lse = None if grad_lse is None else grad_lse.to(stats.dtype).contiguous()
         given = *tensors, grad_out, grad_lse, grad_weights, out, weights, stats
         there = tuple(x for x in given if x is not None)
-        if not in_memory(there) or not _aligned(there):
+        if not of_calls.in_memory(there) or not _aligned(there):
             return self._differentiate_slowly(kept, tensors, incoming, out, weights, stats, need)
         # Saved-tensor hooks may have changed strides or device.
         facts = tuple(None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in given)
@@ -342,7 +328,7 @@ class Replay:
 
         bare = _without_data(given)
         *incoming, out, weights, stats = bare[len(TENSORS) :]
-        call = with_tensors(self.call, bare[: len(TENSORS)])
+        call = of_calls.with_tensors(self.call, bare[: len(TENSORS)])
         with Recorder(self.device, bare) as recorder:
             grads = backward.new_backward(*incoming, out, weights, stats, *call, "triton", need)
             made = [recorder.make(x) if x.numel() else None for x in grads]

@@ -146,16 +146,6 @@ def _preprocess(p, out, grad_lse, weights, stats, query_sums, turns, form):
     return rows
 
 
-def _dq(p, grad_query, grads):
-    call, launched = p.call, p.launched | dict(GradQ=arguments.of(grad_query), grads=grads)
-
-    def more(tile):
-        described = arguments.described(tile, tile.keys, call.key_mask, K=call.key, V=call.value)
-        return described | blocks.walks(call, p.block_mask, tile)
-
-    run.run_tiled("dq", call, lambda tile: blocks.slots(call, tile.rows) * p.heads, launched, more)
-
-
 def _dkdv(name, p, query_sums, grads):
     """Compute the gradients of keys and values, and sums by key. The kernel "one_pass" also sums dq."""
     call = p.call
@@ -299,7 +289,9 @@ def launch_backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats
     launched["Rows"] = _preprocess(p, saved, grad_lse, used_weights, stats, query_sums, turns, form)
     partial = 1 if call.partial else None
     if "dq" in names:
-        _dq(p, grads["query"], Grads(None, None, of_scores, None, ByRow(**by_row), partial))
+        of_rows = Grads(None, None, of_scores, None, ByRow(**by_row), partial)
+        more = dict(GradQ=arguments.of(grads["query"]), grads=of_rows)
+        blocks.run_by_rows("dq", call, p.launched | more, p.block_mask)
         of_scores = None
     if special == "hopper_bwd_ds":
         _store_on_hopper(special, p, grads, form)

@@ -145,5 +145,15 @@ def walks(call, block_mask, tile, by_keys=False):
     return dict(sequences=sequences, tile_lists=lists)
 
 
+def run_by_rows(name, call, launched, block_mask):
+    """Run a kernel whose programs each walk the keys of a block of rows of one head."""
+
+    def more(tile):
+        described = arguments.described(tile, tile.keys, call.key_mask, K=call.key, V=call.value)
+        return described | walks(call, block_mask, tile)
+
+    run.run_tiled(name, call, lambda tile: slots(call, tile.rows) * call.query.shape[1], launched, more)
+
+
 def block_mask_size():
     return tile_table.block_mask_size(run.interpreting())

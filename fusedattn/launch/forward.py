@@ -30,13 +30,7 @@ def _forward(out, lse, stats, call):
         call, out = arguments.pack_gqa(call, out)
     launched = arguments.common(call) | dict(Out=arguments.of(out), Lse=lse, Stats=stats)
     launched["spec"] = launched["spec"]._replace(BY_THREADS=arguments.by_threads(call.key))
-    block_mask = blocks.block_mask_of(call)
-
-    def more(tile):
-        described = arguments.described(tile, tile.keys, call.key_mask, K=call.key, V=call.value)
-        return described | blocks.walks(call, block_mask, tile)
-
-    run.run_tiled("forward", call, lambda tile: blocks.slots(call, tile.rows) * call.query.shape[1], launched, more)
+    blocks.run_by_rows("forward", call, launched, blocks.block_mask_of(call))
 
 
 def launch_weights(name, launched, columns: int, call: Call):

@@ -21,6 +21,7 @@ from triton.runtime import JITFunction
 # Parameters of `compiled.run` in Triton 3.6, and in 3.7. The kernel's own follow.
 _RUN = ("gridX", "gridY", "gridZ", "stream", "function")
 _RUN_NOW = (*_RUN, "kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook")
+MOST_ADDRESSES = 256  # of a descriptor, before all its encodings are forgotten
 _hashing = threading.Lock()
 _hashed: set[int] = set()  # the id of each function that `_hash` has seen
 
@@ -102,27 +103,22 @@ def rebased(descriptor, tensor: Tensor):
     return dataclasses.replace(descriptor, base=tensor)
 
 
-class Encoded:
-    """Encodes a descriptor for tensors that differ only in their address. It keeps the results by address."""
+def _encoder(descriptor, encode: Callable) -> Callable[[Tensor], Any]:
+    """Return a function that encodes a descriptor for another tensor of its kind, and keeps the results by address."""
+    known: dict[int, Any] = {}
 
-    MOST = 256
-
-    def __init__(self, descriptor, encode: Callable):
-        self.descriptor, self.encode = descriptor, encode
-        self.known: dict[int, Any] = {}
-
-    def __call__(self, tensor: Tensor):
+    def encoded(tensor):
         address = tensor.data_ptr()
-        encoded = self.known.get(address)
-        if encoded is None:
-            if len(self.known) >= self.MOST:
-                self.known.clear()
-            encoded, *_ = self.encode(rebased(self.descriptor, tensor))
-            self.known[address] = encoded
-        return encoded
+        if (result := known.get(address)) is None:
+            if len(known) >= MOST_ADDRESSES:
+                known.clear()
+            known[address] = result = encode(rebased(descriptor, tensor))[0]
+        return result
+
+    return encoded
 
 
-def encoders(compiled, descriptors: Sequence, device: torch.device) -> list[Encoded] | None:
+def encoders(compiled, descriptors: Sequence, device: torch.device) -> list[Callable] | None:
     """Return an encoder for each descriptor; None if this version of Triton encodes descriptors in another way.
 
     Shape and strides follow each descriptor as arguments. That is checked here, with a tensor of the device.
@@ -145,5 +141,5 @@ def encoders(compiled, descriptors: Sequence, device: torch.device) -> list[Enco
         _, *rest = encode(rebased(descriptor, torch.empty(16, dtype=descriptor.base.dtype, device=device)))
         if rest != [*descriptor.shape, *descriptor.strides]:
             return None
-        encoded.append(Encoded(descriptor, encode))
+        encoded.append(_encoder(descriptor, encode))
     return encoded

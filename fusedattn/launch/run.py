@@ -37,21 +37,11 @@ if interpreting():
     interpreter.repair()
 
 
-_local = threading.local()
-
-
-@contextlib.contextmanager
-def recording(recorder):
-    """Have this thread call recorder.add for each launch instead of launching."""
-    _local.recorder = recorder
-    try:
-        yield
-    finally:
-        del _local.recorder
+recording = threading.local()  # its `recorder`, if any, gets the launches of this thread instead of the GPU
 
 
 def current_recorder():
-    return getattr(_local, "recorder", None)
+    return getattr(recording, "recorder", None)
 
 
 def device_of(tensor):

@@ -2,7 +2,7 @@
 
 from ..call.options import BY_HEAD, INPUTS, Call
 from ..kernels.vocabulary.scores import Tangents
-from . import arguments, blocks, run
+from . import arguments, blocks
 from .forward import launch_weights
 
 
@@ -20,13 +20,7 @@ def launch_tangent(tangent_out, tangent_lse, tangent_weights, tangents, out, sta
     by_threads = any(arguments.by_threads(x) for x in loaded if x is not None)
     launched = shared | dict(Out=arguments.of(out), TangentOut=arguments.of(tangent_out))
     launched["spec"] = shared["spec"]._replace(BY_THREADS=by_threads)
-    run.run_tiled(
-        "tangent",
-        call,
-        lambda tile: blocks.slots(call, tile.rows) * heads,
-        launched,
-        lambda tile: blocks.walks(call, block_mask, tile),
-    )
+    blocks.run_by_rows("tangent", call, launched, block_mask)
     if tangent_weights is not None:
         launched = shared | dict(TangentWeights=arguments.of(tangent_weights))
         launch_weights("tangent_weights", launched, tangent_weights.shape[3], call)

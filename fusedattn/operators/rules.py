@@ -8,24 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..call import rules
 from ..call.decode import CacheArguments, check_sizes
 from ..call.layout import broadcasts, is_shape
 from ..call.options import BY_HEAD, INPUTS, Arguments, Call, Lengths, Origin, inputs, wide_dtype
 from ..call.plan import check_fit, check_masks, pairs_of
 from ..call.private import holds
-from ..call.rules import (
-    FLOATING,
-    Sizes,
-    check_dtype,
-    check_floating,
-    check_heads,
-    check_options,
-    check_query_key_value,
-    check_rank,
-    check_shape,
-    check_tokens,
-    fail,
-)
+from ..call.rules import FLOATING, Sizes, fail
 from ..call.varlen import check_lengths
 from ..cpu import run as cpu
 from .schema import BACKWARD, FORWARD, TANGENT, stats_columns
@@ -35,8 +24,8 @@ def check_call(call: Call, backend: str, need_weights: bool = False, capacity: i
     """Raise if an operator cannot take a Call. capacity: of caches, which have been checked; None without caches."""
     query, keys = call.query, call.key.shape[2] if capacity is None else capacity
     if capacity is None:
-        check_rank("query", query, "(B, H, S, D)")
-        check_query_key_value(query, call.key, call.value)
+        rules.check_rank("query", query, "(B, H, S, D)")
+        rules.check_query_key_value(query, call.key, call.value)
     batch, heads, rows, _ = query.shape
     tokens = sizes = Sizes(query.device, query.dtype, batch, heads, rows, keys)
     if call.cu_seqlens_q is not None or call.cu_seqlens_k is not None:
@@ -49,25 +38,25 @@ def check_call(call: Call, backend: str, need_weights: bool = False, capacity: i
     if call.origin is not None and (len(call.origin) != len(Origin._fields) or min(call.origin[1:]) < 0):
         fail(ValueError, "origin", "shift, and row, key, plane and heads of 0 or more", call.origin)
     numbers = dict(scale=call.scale, softcap=call.softcap, dropout_p=call.dropout_p, seed=call.seed)
-    check_options(Arguments(query, call.key, call.value, call.mask, call.bias, **numbers), sizes)
+    rules.check_options(Arguments(query, call.key, call.value, call.mask, call.bias, **numbers), sizes)
     if call.dropout_p and call.seed is None:
         fail(ValueError, "seed", "a tensor, because dropout_p is given", None)
     for name, layout in dict(
         mask="(B, H, Sq, Sk)", bias="(B, H, Sq, Sk)", key_mask="(B, S)", query_mask="(B, S)"
     ).items():
         if (x := getattr(call, name)) is not None:
-            if layout == "(B, S)":
-                check_tokens(name, x, tokens)  # covers all packed tokens; a mask or bias covers the longest sequence
-            check_rank(name, x, layout)
+            if layout == "(B, S)":  # covers all packed tokens; a mask or bias covers the longest sequence
+                rules.check_tokens(name, x, tokens)
+            rules.check_rank(name, x, layout)
     for name in BY_HEAD:
         if (x := getattr(call, name)) is not None:
-            check_heads(name, x, query.device, (1, heads), (sizes.B, heads))
+            rules.check_heads(name, x, query.device, (1, heads), (sizes.B, heads))
     if call.block_mask is not None:
         from ..launch import blocks  # a block mask exists, so Triton is imported already
 
         size = blocks.block_mask_size()
         shape = sizes.B, heads, -(-sizes.Sq // size), -(-sizes.Sk // size)
-        check_dtype("block_mask", call.block_mask, torch.uint8, query.device)
+        rules.check_dtype("block_mask", call.block_mask, torch.uint8, query.device)
         if call.block_mask.dim() != 4 or not broadcasts(call.block_mask, shape):
             fail(ValueError, "block_mask", f"rank 4, broadcastable to {shape}", call.block_mask.shape)
     check_backend(call, backend, ("naive",) if capacity is None else ())
@@ -177,7 +166,7 @@ def check_block_mask(
         of_tokens = dict(key_mask=(keys, (1, max_seqlen_k)), query_mask=(rows, (max_seqlen_q, 1)))
         for name, (total, pairs) in of_tokens.items():
             if name in masks:
-                check_shape(name, masks[name], (1, total), why="one for each packed token")
+                rules.check_shape(name, masks[name], (1, total), why="one for each packed token")
                 _check_longest(max_seqlen_q, max_seqlen_k, name)
                 shapes[name] = (count, 1, *pairs)
     check_fit(shapes)
@@ -187,9 +176,9 @@ def check_append(
     key_cache, value_cache, lengths, table, new_key, new_value, cos, sin, interleaved, named, backend
 ) -> None:
     check_backend(Call(new_key, new_key, new_value), backend)
-    check_floating("key_cache", key_cache, None)
-    check_rank("key_cache", key_cache, "(B, H, C, D)")
-    check_rank("cache_seqlens", lengths, "(B)")
+    rules.check_floating("key_cache", key_cache, None)
+    rules.check_rank("key_cache", key_cache, "(B, H, C, D)")
+    rules.check_rank("cache_seqlens", lengths, "(B)")
     if key_cache.shape[3] == 0:
         fail(ValueError, "key_cache", "a head dimension of 1 or more", 0)
     # The shared checks need a query. This one has no rows.
