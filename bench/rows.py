@@ -79,10 +79,6 @@ def row(machine, mode, provider, case, status="ok", **measured) -> Row:
     return Row(**machine, mode=mode, provider=provider, **case._asdict() | {"causal": int(case.causal)}, **values)
 
 
-def _text(value):
-    return f"{value:.5g}" if isinstance(value, float) else str(value)
-
-
 def create(path) -> None:
     """Create a CSV file, or check the columns of an existing one.
 
@@ -101,7 +97,8 @@ def create(path) -> None:
 
 def append(path, row) -> None:
     with open(path, "a", newline="") as file:
-        csv.writer(file, lineterminator="\n").writerow(map(_text, row))
+        texts = (f"{x:.5g}" if isinstance(x, float) else x for x in row)
+        csv.writer(file, lineterminator="\n").writerow(texts)
 
 
 def read(path) -> list[Row]:

@@ -114,14 +114,9 @@ def _of_sinks(call: Call, less: float, rows: Incoming, out: Tensor) -> Tensor:
 
 
 def backward(
-    call: Call,
-    grad_out: Tensor | None,
-    grad_lse: Tensor | None,
-    out: Tensor,
-    kept: Tensor,
-    lse: Tensor,
+    call: Call, grad_out: Tensor | None, grad_lse: Tensor | None, out: Tensor, kept: Tensor, lse: Tensor,
     need_bias: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Return the gradients of query, key, value, bias and sinks, each in its dtype and contiguous.
 
     They are sums over rectangles. Each rectangle reads the output and lse of its rows over all their keys.

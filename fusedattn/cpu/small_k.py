@@ -77,13 +77,9 @@ def lse_of(scores: Tensor, weights: Tensor) -> Tensor:
 
 
 def by_weights(
-    weights: Tensor,
-    scale: float,
-    tensors: Sequence[Tensor],
-    grad_out: Tensor,
-    out: Tensor | None,
+    weights: Tensor, scale: float, tensors: Sequence[Tensor], grad_out: Tensor, out: Tensor | None,
     of_bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return gradients of query, key and value from the weights.
 
     Args:

@@ -10,13 +10,13 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, float32, strided
+from torch import Tensor, float32
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 
 from ..call import options as of_calls
 from ..call.options import INPUTS, TENSORS, Arguments, Call, Plan, in_full, must_dispatch, results, thread_overrides
-from ..call.private import TensorGuards, any_autocast, can_guard, can_replay, dispatch_modes, forward_level, has_storage
+from ..call.private import TensorGuards, any_autocast, can_guard, can_replay, dispatch_modes, forward_level
 from ..call.rules import check_flags, checked
 from ..launch import tile_table
 from ..launch.failures import KernelUnavailable, fall_back
@@ -112,13 +112,6 @@ def _usual(numbers: tuple) -> bool:
     return True
 
 
-def _ordinary(tensors: tuple) -> bool:
-    for x in tensors:
-        if type(x) not in _CLASSES or x.layout is not strided or x.is_nested:
-            return False
-    return True
-
-
 def _aligned(tensors: tuple) -> bool:
     for x in tensors:
         address = x.data_ptr()
@@ -150,15 +143,8 @@ def _split(tensors: tuple, numbers: tuple) -> tuple[tuple, tuple] | None:
     return present, (numbers, kinds, _precision(query), thread_overrides.deterministic, there)
 
 
-def _is_seen() -> bool:
-    """Return whether a mode or a tangent must see a call. TensorGuards miss some modes, as selective checkpoints."""
-    return dispatch_modes() != 0 or forward_level() >= 0
-
-
 def _signature(present: tuple, most: tuple) -> Signature | None:
-    if not _ordinary(present) or any_autocast() or not all(has_storage(x) and not x.is_neg() for x in present):
-        return None
-    if not _aligned(present):
+    if any_autocast() or not (of_calls.in_memory(present) and _aligned(present)):
         return None
     facts = [(x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.is_inference()) for x in present]
     return Signature(*(*most, tuple(facts)))
@@ -174,7 +160,8 @@ def _remember(present: tuple, most: tuple, replay: Any) -> None:
 
 def find(tensors: tuple, numbers: tuple) -> "Replay | None":
     """Return the Replay for a call, or None. tensors: the caller's, in the order of TENSORS; the seed may be an int."""
-    if _is_seen() or not _known:
+    # TensorGuards miss some modes, as selective checkpoints, and tangents.
+    if not _known or dispatch_modes() != 0 or forward_level() >= 0:
         return None
     split = _split(tensors, numbers)
     if split is None:

@@ -7,14 +7,5 @@ from .ring import ring_attention
 from .shards import positions, shard, unshard
 from .ulysses import ulysses_attention
 
-__all__ = [
-    "ContextParallel",
-    "gather_attention",
-    "gather_attention_varlen",
-    "positions",
-    "register_sharding",
-    "ring_attention",
-    "shard",
-    "ulysses_attention",
-    "unshard",
-]
+__all__ = ["ContextParallel", "gather_attention", "gather_attention_varlen", "positions", "register_sharding"]
+__all__ += ["ring_attention", "shard", "ulysses_attention", "unshard"]
