@@ -14,26 +14,11 @@ import fusedattn as fa
 
 SYMBOLS, HALF, WIDTH, HEADS, LAYERS, STEPS = 16, 8, 64, 4, 2, 120
 
-
-class Block(nn.Module):
-    """Attention and a feed-forward network, each after a norm and added to its input."""
-
-    def __init__(self):
-        super().__init__()
-        self.attention_norm, self.mlp_norm = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.attention = fa.MultiHeadAttention(WIDTH, HEADS, causal=True)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
-
-    def forward(self, x):  # (B, S, WIDTH)
-        attended, _ = self.attention(self.attention_norm(x))  # the second result: weights, with need_weights=True
-        x = x + attended
-        return x + self.mlp(self.mlp_norm(x))
-
-
 torch.manual_seed(0)
 device = "cuda" if torch.cuda.is_available() else "cpu"
 tokens, positions = nn.Embedding(SYMBOLS, WIDTH), nn.Embedding(2 * HALF, WIDTH)
-blocks = nn.Sequential(*(Block() for _ in range(LAYERS)), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, SYMBOLS))
+encoder = fa.layers.TransformerEncoder(LAYERS, WIDTH, HEADS, 4 * WIDTH, causal=True)  # around fa.MultiHeadAttention
+blocks = nn.Sequential(encoder, nn.LayerNorm(WIDTH), nn.Linear(WIDTH, SYMBOLS))
 model = nn.ModuleList([tokens, positions, blocks]).to(device)
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 

@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from . import api
-from .call.options import Arguments, check_names, results
+from .call.options import Arguments, results
 from .call.overrides import overridable
-from .call.rules import check_flags, checked
+from .call.rules import check_flags, check_names, checked
 from .naive import formula
 
 

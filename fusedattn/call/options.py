@@ -198,6 +198,16 @@ def lengths_of(call: Call) -> Lengths | None:
     return Lengths(call.cu_seqlens_q, call.cu_seqlens_k, *totals, call.max_seqlen_q, call.max_seqlen_k)
 
 
+def sizes(call: Call) -> tuple[int, int, int, int]:
+    """Return (B, Hq, Sq, Sk). For packed sequences: their number, Hq, and maximum lengths, or totals if unknown."""
+    (batch, heads, rows, _), keys = call.query.shape, call.key.shape[2]
+    if call.cu_seqlens_q is not None:
+        batch = call.cu_seqlens_q.shape[0] - 1
+        rows = rows if call.max_seqlen_q is None else call.max_seqlen_q
+        keys = keys if call.max_seqlen_k is None else call.max_seqlen_k
+    return batch, heads, rows, keys
+
+
 def hiding(call: Call) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Return the mask, key_mask, query_mask and bias that the block mask of a call is made from.
 
@@ -290,12 +300,6 @@ def in_memory(tensors: Iterable[Any]) -> bool:
 def plain(arguments: Iterable[Any]) -> bool:
     """Return whether an operator with these arguments may run without torch's dispatcher."""
     return not must_dispatch() and in_memory(arguments)
-
-
-def check_names(function: str, options: Iterable[str], known: Iterable[str]) -> None:
-    for name in options:
-        if name not in known:
-            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
 
 
 def is_known(x: Tensor) -> bool:

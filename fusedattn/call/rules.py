@@ -1,5 +1,6 @@
 """Checks of the arguments of `attention`, shared with packed sequences, caches and direct calls of operators."""
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -60,6 +61,12 @@ def unfit(x: Any) -> Any:
 
 def value(x: Any) -> str:
     return "a tensor" if isinstance(x, Tensor) else repr(x)  # the repr of a tensor takes many lines
+
+
+def check_names(function: str, options: Iterable[str], known: Iterable[str]) -> None:
+    for name in options:
+        if name not in known:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
 
 
 def check_flags(**flags: Any) -> None:

@@ -10,20 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..call import options as of_calls
 from ..call.decode import Decode
-from ..call.options import (
-    Arguments,
-    AssumedGPU,
-    Call,
-    check_names,
-    device_of,
-    hiding,
-    inputs,
-    override,
-    thread_overrides,
-)
+from ..call.options import Arguments, AssumedGPU, Call, device_of, hiding, override, thread_overrides
 from ..call.private import constant, eager, holds
-from ..call.rules import check_flags, checked, fail
+from ..call.rules import check_flags, check_names, checked, fail
 from ..cpu import run as cpu
 from ..launch import tile_table, tuned
 from ..launch.failures import cause, warn_once
@@ -92,10 +83,7 @@ def _marked_blocks(call: Call) -> int:
     tensors = [x for x in hiding(call) if x is not None]
     if not tensors or call.block_mask is not None:
         return 0
-    (batch, heads, rows, _), keys = call.query.shape, call.key.shape[2]
-    if call.cu_seqlens_q is not None:
-        batch = call.cu_seqlens_q.shape[0] - 1
-        rows, keys = call.max_seqlen_q or rows, call.max_seqlen_k or keys
+    batch, heads, rows, keys = of_calls.sizes(call)
     shared = all(x.dim() < 4 or holds(x.shape[1] == 1, False) or holds(x.stride(1) == 0, False) for x in tensors)
     size = tile_table.block_mask_size(interpreted=False)
     return batch * (1 if shared else heads) * -(-rows // size) * -(-keys // size)
@@ -318,7 +306,7 @@ def _explained(call: Call, chosen: str | None, return_weights: bool) -> Explanat
         reasons["naive"] += ["'cpu' takes the call and is preferred"]
     others = {name: sentences or [why] for name, sentences in reasons.items() if name != taken}
     if taken == "cpu":
-        need = [x is not None and x.requires_grad for x in inputs(call)]
+        need = [x is not None and x.requires_grad for x in of_calls.inputs(call)]
         return Explanation(taken, {}, others, cpu.lacks_gradients(call, None, need) if any(need) else [])
     if taken not in ("hopper", "triton"):
         return Explanation(taken, {}, others)

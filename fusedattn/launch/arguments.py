@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..call.options import BY_HEAD, diagonal, shift
+from ..call.options import BY_HEAD, diagonal, shift, sizes
 from ..call.private import has_storage, holds
 from ..kernels.vocabulary import dropout
 from ..kernels.vocabulary.masks import Masks
@@ -100,16 +100,6 @@ def masks(mask, key_mask, query_mask, batch, heads, rows, keys, packed=False):
 
 def each_head(tensor, batch, heads):
     return None if tensor is None else of(tensor[:, :, None, None].expand(batch, heads, 1, 1))
-
-
-def sizes(call):
-    """Return (B, Hq, Sq, Sk). For packed sequences: their number, Hq, and maximum lengths, or totals if unknown."""
-    (batch, heads, rows, _), keys = call.query.shape, call.key.shape[2]
-    if call.cu_seqlens_q is not None:
-        batch = call.cu_seqlens_q.shape[0] - 1
-        rows = rows if call.max_seqlen_q is None else call.max_seqlen_q
-        keys = keys if call.max_seqlen_k is None else call.max_seqlen_k
-    return batch, heads, rows, keys
 
 
 def masks_of(call):

@@ -248,9 +248,3 @@ def failed(call: Call, names) -> "failures.KernelUnavailable | None":
     if lengths_of(call) is not None:
         kinds.append(("fill_slots", device))
     return next((why for why in map(failures.known, kinds) if why is not None), None)
-
-
-def tiles(call: Call, need_weights: bool, on_hopper: bool, backward) -> dict:
-    """Return {kernel: tile or pipeline} of a call and its backward."""
-    names = ["hopper" if on_hopper else "forward", *(["weights"] if need_weights else []), *backward]
-    return {name: form_of(name, call) for name in names}

@@ -12,8 +12,7 @@ from torch import Tensor, fx, nn
 from torch.types import Device
 
 from ..call.numbers import as_python
-from ..call.options import check_names
-from ..call.rules import check_floating, check_strided, fail
+from ..call.rules import check_floating, check_names, check_strided, fail
 from .attention import MultiHeadAttention, check_fits, check_input, check_layer, check_sizes
 
 

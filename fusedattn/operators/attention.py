@@ -218,5 +218,6 @@ def explained(call: Call, need_weights: bool, backend: str, has_hopper: bool) ->
 
     pairs = zip(INPUTS, inputs_of(call), strict=True)
     need = [name in ("query", "key", "value") or (x is not None and x.requires_grad) for name, x in pairs]
-    tiles = run.tiles(call, need_weights, backend == "hopper", backward.passes(call, need, backend))
+    names = "hopper" if backend == "hopper" else "forward", *["weights"] * need_weights
+    tiles = {name: run.form_of(name, call) for name in (*names, *backward.passes(call, need, backend))}
     return tiles, backward.reasons_not_on_hopper(call, need, backend) if has_hopper else ()
