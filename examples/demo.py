@@ -7,7 +7,6 @@ the attention. The exit status is 1 if a check fails. --help lists the options.
 
 import argparse
 import copy
-import functools
 import importlib.util
 import itertools
 import math
@@ -30,41 +29,31 @@ BATCH, RATE, SHORTEST = 12, 1.5e-3, 1000  # SHORTEST: minimum of bytes of text
 DTYPES = torch.float32, torch.float16, torch.bfloat16  # for checks of the kernels
 
 
-class Block(nn.Module):
-    """Attention and a feed-forward network, each after a norm and added to its input."""
-
-    def __init__(self):
-        super().__init__()
-        self.project = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH))
-        self.out = nn.Linear(WIDTH, WIDTH)
-        self.feed_forward = nn.Sequential(nn.LayerNorm(WIDTH), fa.layers.FeedForward(WIDTH, 4 * WIDTH, DROPOUT))
-
-    def heads(self, x):
-        return self.project(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)  # query, key, value: (B, H, S, D)
-
-    def forward(self, x, attention):  # (B, S, WIDTH)
-        x = x + self.out(attention(*self.heads(x), causal=True).transpose(1, 2).flatten(2))
-        return x + self.feed_forward(x)
-
-
 class Model(nn.Module):
     """tokens (B, S) -> logits (B, S, 256) of the next byte."""
 
     def __init__(self):
         super().__init__()
         self.tokens, self.positions = nn.Embedding(256, WIDTH), nn.Embedding(CONTEXT, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.encoder = fa.layers.TransformerEncoder(LAYERS, WIDTH, HEADS, 4 * WIDTH, DROPOUT, causal=True)
         self.head = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256))
 
-    def inputs(self, tokens, attention=fa.attention):
-        """Return the input of each block, and of the head."""
+    def inputs(self, tokens):
+        """Return the input of each layer, and of the head."""
         xs = [self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]]
-        for block in self.blocks:
-            xs.append(block(xs[-1], attention))
+        for layer in self.encoder.layers:
+            xs.append(layer(xs[-1]))
         return xs
 
-    def forward(self, tokens, attention=fa.attention):
-        return self.head(self.inputs(tokens, attention)[-1])
+    def forward(self, tokens):
+        return self.head(self.inputs(tokens)[-1])
+
+
+def heads_of(layer, x):
+    """Return the query, key and value (B, H, S, D) of a layer's attention to its input x."""
+    x, attention = layer.layer_norm_1(x), layer.attention
+    projections = attention.q_proj, attention.k_proj, attention.v_proj
+    return [project(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for project in projections]
 
 
 def loss_of(logits, windows, **options):
@@ -102,11 +91,12 @@ def write(model, tokens, count):
     return tokens
 
 
-def results(model, windows, attention):
+def results(model, windows, backend=None):
     """Return {"logits": logits, MODULE: the gradients of its parameters as one vector}."""
     model.zero_grad()
-    logits = model(windows[:, :-1], attention)
-    loss_of(logits, windows, reduction="sum").backward()
+    with fa.use_backend(backend):
+        logits = model(windows[:, :-1])
+        loss_of(logits, windows, reduction="sum").backward()
     # One vector per module: the bias of the keys has gradient 0, so alone it would be pure rounding.
     gradients = {name: [x.grad.flatten() for x in one.parameters(recurse=False)] for name, one in model.named_modules()}
     return {"logits": logits} | {name: torch.cat(parts) for name, parts in gradients.items() if parts}
@@ -114,19 +104,18 @@ def results(model, windows, attention):
 
 def checks(model, windows, on_kernels):
     """Yield (name, {result: verdict}) of the model, and of the kernels on its activations."""
-    wanted = results(copy.deepcopy(model).double(), windows, fa.reference.attention)
-    eager = results(model, windows, fa.reference.eager)
-    yield "the model", verdicts(results(model, windows, fa.attention), eager, wanted)
+    wanted = results(copy.deepcopy(model).double(), windows, "naive")
+    formula = results(model, windows, "naive")
+    yield "the model", verdicts(results(model, windows), formula, wanted)
     if on_kernels:
-        by_kernels = results(model, windows, functools.partial(fa.attention, backend="triton"))
-        yield "the model by Triton", verdicts(by_kernels, eager, wanted)
-        layers = zip(model.blocks, model.inputs(windows[:, :-1]), strict=False)
-        for (layer, (block, x)), dtype in itertools.product(enumerate(layers, 1), DTYPES):
-            heads = block.heads(x).detach()
-            tensors = dict(zip(("query", "key", "value"), heads.to(dtype), strict=True))
-            tensors |= dict(out=torch.randn_like(tensors["query"]), lse=torch.randn_like(heads[0, ..., 0]))  # gradients
+        yield "the model by Triton", verdicts(results(model, windows, "triton"), formula, wanted)
+        layers = zip(model.encoder.layers, model.inputs(windows[:, :-1]), strict=False)
+        for (number, (layer, x)), dtype in itertools.product(enumerate(layers, 1), DTYPES):
+            query, key, value = (x.detach().to(dtype) for x in heads_of(layer, x))
+            tensors = dict(query=query, key=key, value=value)
+            tensors |= dict(out=torch.randn_like(query), lse=torch.randn(query.shape[:3], device=query.device))
             got = with_gradients(fa.attention, tensors, dict(causal=True), backend="triton")
-            yield f"layer {layer} by Triton, {str(dtype)[6:]}", compare(got, tensors, dict(causal=True))
+            yield f"layer {number} by Triton, {str(dtype)[6:]}", compare(got, tensors, dict(causal=True))
 
 
 def time_attention(device):
@@ -143,7 +132,7 @@ def draw(path, points, model, prompt):
     """Save a plot of the losses, and of the attention in the last layer."""
     from matplotlib.figure import Figure
 
-    heads = model.blocks[-1].heads(model.inputs(prompt)[-2])
+    heads = heads_of(model.encoder.layers[-1], model.inputs(prompt)[-2])
     _, weights = fa.attention(*heads, causal=True, return_weights=True)  # (1, H, S, S)
     figure = Figure(figsize=(13.2, 7.0), dpi=150, layout="constrained")
     left, right = figure.subfigures(1, 2, width_ratios=(1.4, 2.2))
@@ -185,7 +174,8 @@ def main(arguments=None):
 
     model.eval()
     windows = held_out[: 8 if device == "cuda" else 1]  # Triton's interpreter takes a second for each
-    left_out = fa.explain(*model.blocks[0].heads(model.inputs(windows[:, :-1])[0]), backend="triton").reasons
+    heads = heads_of(model.encoder.layers[0], model.inputs(windows[:, :-1])[0])
+    left_out = fa.explain(*heads, backend="triton").reasons
     left_out = left_out.get("triton", [])
     print("\nlargest error / that of eager PyTorch, against float64")
     right = []

@@ -13,10 +13,7 @@ from . import arguments, blocks, failures, hopper, run, tile_table, tuned
 
 
 class _Pass(NamedTuple):
-    """Values that all kernels of a backward share. batch, heads, rows and keys are `arguments.sizes`.
-
-    Tensors have shape (batches, heads, length, ...). Packed sequences are one batch of all rows.
-    """
+    """Values that all kernels of a backward share. batch, heads, rows and keys are `arguments.sizes`."""
 
     call: Call
     grad_out: torch.Tensor
@@ -26,15 +23,14 @@ class _Pass(NamedTuple):
     heads: int
     rows: int
     keys: int
-    batches: int
-    length: int
 
     def blocks_of_rows(self, tile):
-        return cdiv(self.length, tile.rows) * self.batches * self.heads
+        batches, heads, length, _ = self.call.query.shape  # packed sequences are one batch of all rows
+        return cdiv(length, tile.rows) * batches * heads
 
     def table(self, like, columns):
-        """Return an uninitialised buffer (batches, heads, length, columns)."""
-        return like.new_empty((self.batches, self.heads, self.length, columns))
+        """Return an uninitialised buffer with some columns for each row of query."""
+        return like.new_empty((*self.call.query.shape[:3], columns))
 
 
 def _bias_sum(call):
@@ -263,14 +259,13 @@ def launch_backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats
     special = next((name for name in names if name in tile_table.ON_HOPPER), None)
     call = call if special is None else arguments.bounded(call)
     launched = arguments.common(call) | dict(GradOut=arguments.of(grad_out), GradWeights=arguments.of(grad_weights))
-    (batch, heads, rows, keys), (batches, _, length, _) = arguments.sizes(call), call.query.shape
-    p = _Pass(call, grad_out, launched, blocks.block_mask_of(call), batch, heads, rows, keys, batches, length)
+    p = _Pass(call, grad_out, launched, blocks.block_mask_of(call), *arguments.sizes(call))
 
     where = None if grads["bias"] is None else _bias_sum(call)
     of_scores = arguments.of(grads["bias"].zero_()) if where == "pairs" else None
     summed = _by_row({name: grad is not None for name, grad in grads.items()}, where)
     by_row = {name: p.table(stats, 1) if wanted else None for name, wanted in summed.items()}
-    by_key = stats.new_zeros((p.batches, p.heads, call.key.shape[2], 3)) if where == "keys" else None
+    by_key = stats.new_zeros((*call.query.shape[:2], call.key.shape[2], 3)) if where == "keys" else None
     query_sums = None
     form = None if special is None else run.form_on_hopper(special, call)
     if "postprocess" in names and form is not None:

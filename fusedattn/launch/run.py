@@ -9,7 +9,7 @@ from triton import knobs
 from triton.runtime.driver import driver
 from triton.runtime.errors import OutOfResources
 
-from ..call.options import BY_HEAD, AssumedGPU, Call, device_of as device_of_tensor, hiding, lengths_of
+from ..call.options import BY_HEAD, AssumedGPU, Call, device_of as device_of_tensor, hiding, lengths_of, sizes
 from ..kernels.append import append
 from ..kernels.block_mask import block_mask, tile_lists
 from ..kernels.combine import combine
@@ -132,9 +132,7 @@ def pressure_of(call):
 
 def kind_of(name, call):
     """Return a dict key: calls with the same one share tiles of a kernel. If one of them fails, no other tries it."""
-    query, rows = call.query, call.query.shape[2]
-    if call.cu_seqlens_q is not None and call.max_seqlen_q is not None:
-        rows = call.max_seqlen_q
+    query, (_, _, rows, _) = call.query, sizes(call)
     small = rows <= tile_table.FEW_ROWS and name in ("forward", "dq", "tangent")
     if not small and call.left is not None and call.right is not None:
         small = tile_table.narrow(call.left, call.right)

@@ -83,21 +83,16 @@ SHARED_KEYS = {128: 16384}
 SHARED_KEYS_OF_BANDS = {64: 4096, 128: 16384, 256: 2048}
 SHARED_PAIRS = 0.9  # programs take pairs of blocks if these fill at least this share of the multiprocessors' rounds
 
+
+def _variants(pipeline):
+    return pipeline, pipeline._replace(ping_pong=True), pipeline._replace(persistent=False)
+
+
 # By width: the first is used, the others are candidates of `fusedattn tune`. bench/results/h200.csv has their times.
 HOPPER = {
-    64: (
-        Pipeline(2, 128, 3),
-        Pipeline(2, 128, 3, ping_pong=True),
-        Pipeline(2, 128, 3, persistent=False),
-        Pipeline(3, 128, 2),
-    ),
-    128: (
-        Pipeline(2, 128, 2),
-        Pipeline(2, 128, 2, ping_pong=True),
-        Pipeline(2, 128, 2, persistent=False),
-        Pipeline(2, 64, 4),
-    ),
-    256: (Pipeline(2, 64, 2), Pipeline(2, 64, 2, ping_pong=True), Pipeline(2, 64, 2, persistent=False)),
+    64: (*_variants(Pipeline(2, 128, 3)), Pipeline(3, 128, 2)),
+    128: (*_variants(Pipeline(2, 128, 2)), Pipeline(2, 64, 4)),
+    256: _variants(Pipeline(2, 64, 2)),
 }
 
 # By width: the first pipeline of full and causal calls with at least this many rows and keys. At D 64 three warpgroups
