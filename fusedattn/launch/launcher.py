@@ -127,9 +127,7 @@ def encoders(compiled, descriptors: Sequence, device: torch.device) -> list[Call
     if run is None or _launcher_of(run) is None or not kinds or len(kinds) != len(descriptors) or None in kinds:
         return None
     make = getattr(nvidia, "make_tensordesc_arg", None)
-    if make is None:
-        return None
-    unused = len(inspect.signature(make).parameters) - 2  # Triton 3.8 added one, for other vendors
+    unused = -1 if make is None else len(inspect.signature(make).parameters) - 2  # Triton 3.8 added one
     if unused not in (0, 1):
         return None
     encoded = []

@@ -41,7 +41,7 @@ def _tangent(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
             x.zero_()
         return results
     from ..launch import run
-    from ..launch.tangent import launch_tangent
+    from ..launch.forward import launch_tangent
 
     def launch():
         if (why := run.failed(call, ["forward"])) is not None:
