@@ -7,7 +7,7 @@ inside torch.compile or with tensor subclasses have no signature: they are check
 from collections.abc import Sequence
 from itertools import compress
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, float32
@@ -40,27 +40,10 @@ _SEED = _PLACES["seed"]
 _ATTENDED = "query", "key", "value"
 _ARE_LEARNED = [name not in _ATTENDED for name in INPUTS]
 
-
-class Signature(NamedTuple):
-    """Everything that calls must have in common to share a Replay.
-
-    numbers: the arguments that are no tensors, then return_lse, return_weights, the named backend and whether autograd
-    records. kinds: their types, because True, 1 and 1.0 are equal. precision: of float32 products. there: the types of
-    all tensors, None if only query, key and value are present. facts: shape, strides, dtype, ... of each tensor.
-    """
-
-    numbers: tuple
-    kinds: tuple
-    precision: str | None
-    deterministic: bool
-    there: tuple | None
-    facts: tuple
-
-
-_known: dict[Signature, "Replay"] = {}
-_met: dict[Signature, int] = {}  # calls of signatures that are not recorded yet
+_known: dict[tuple, "Replay"] = {}  # by signature
+_met: dict[tuple, int] = {}  # calls of signatures that are not recorded yet
 _kinds: set[tuple] = set()  # types of numbers that passed `_usual`, without a window
-_recent: dict[tuple, list] = {}  # {a Signature without its facts: [(TensorGuards of the tensors, Replay)]}
+_recent: dict[tuple, list] = {}  # {a signature without its facts: [(TensorGuards of the tensors, Replay)]}
 
 
 def forget() -> None:
@@ -126,7 +109,11 @@ def _precision(tensor: Tensor) -> str | None:
 
 
 def _split(tensors: tuple, numbers: tuple) -> tuple[tuple, tuple] | None:
-    """Return (the tensors present, a Signature without facts), or None for a call without a signature."""
+    """Return (the tensors present, the signature without their facts), or None for a call without a signature.
+
+    numbers: the arguments that are no tensors, then return_lse, return_weights, the named backend and whether autograd
+    records. Their types count too, because True, 1 and 1.0 are equal.
+    """
     present: tuple
     query, key, value, *options = tensors
     kinds = tuple(map(type, numbers))
@@ -143,11 +130,11 @@ def _split(tensors: tuple, numbers: tuple) -> tuple[tuple, tuple] | None:
     return present, (numbers, kinds, _precision(query), thread_overrides.deterministic, there)
 
 
-def _signature(present: tuple, most: tuple) -> Signature | None:
+def _signature(present: tuple, most: tuple) -> tuple | None:
     if any_autocast() or not (of_calls.in_memory(present) and _aligned(present)):
         return None
     facts = [(x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.is_inference()) for x in present]
-    return Signature(*(*most, tuple(facts)))
+    return (*most, tuple(facts))
 
 
 def _remember(present: tuple, most: tuple, replay: Any) -> None:
