@@ -19,7 +19,10 @@ def draw(dtype, rows, keys, columns=(24, 16), heads=(4, 2), batch=2, learned=())
     tensors = dict(query=normal(batch, heads[0], rows, d), key=normal(batch, heads[1], keys, d))
     tensors |= dict(value=normal(batch, heads[1], keys, dv), out=normal(batch, heads[0], rows, dv))
     wide = torch.promote_types(dtype, torch.float32)
-    options = {name: normal(heads[0]).abs().to(wide) for name in learned}
+    options = {name: normal(heads[0]).abs().to(wide) for name in learned if name != "bias"}
+    if "bias" in learned:  # every second row is the mean of the values
+        options["bias"] = normal(1, 1, rows, keys).to(wide)
+        options["bias"][:, :, ::2] = torch.finfo(wide).min
     tensors = {name: x.to(dtype) for name, x in tensors.items()}
     return tensors | dict(lse=normal(batch, heads[0], rows).to(wide)), options
 
@@ -37,8 +40,9 @@ def by_parts(tensors, options, rows, cuts, backend, key_mask=None):
     def part(begin, end):
         origin = Origin(shift + rows.start - begin, rows.start, begin, 0, query.shape[1])
         mask = None if key_mask is None else key_mask[:, begin:end]
+        bias = None if call.bias is None else call.bias[:, :, rows, begin:end]
         inputs = dict(query=query[:, :, rows], key=key[:, :, begin:end], value=value[:, :, begin:end], key_mask=mask)
-        return call._replace(**inputs, sinks=None, top_left=True, partial=True, origin=list(origin))
+        return call._replace(**inputs, bias=bias, sinks=None, top_left=True, partial=True, origin=list(origin))
 
     parts = [part(*span) for span in zip(cuts, cuts[1:], strict=False)]
     total = partial.start(parts[0], partial.unit(parts[0], backend))
@@ -47,13 +51,15 @@ def by_parts(tensors, options, rows, cuts, backend, key_mask=None):
         partial.add(total, slice(None), out, *stats.unbind(-1))
     if call.sinks is not None:
         partial.add_sinks(total, call.sinks)
-    need = [True, True, True, False, call.alibi_slopes is not None, False]
+    need = [True, True, True, call.bias is not None, call.alibi_slopes is not None, False]
     every = [
         partial.backward(each, backend, grad_out.to(query.dtype), grad_lse, total.out, total.stats, need)
         for each in parts
     ]
     found = dict(out=total.out, lse=total.lse, query=sum(grads[0] for grads in every))
     found |= dict(zip(("key", "value"), (torch.cat([grads[n] for grads in every], 2) for n in (1, 2)), strict=True))
+    if call.bias is not None:
+        found["bias"] = torch.cat([grads[3] for grads in every], 3)
     if call.alibi_slopes is not None:
         found["alibi_slopes"] = sum(grads[4] for grads in every).squeeze(0)
     if call.sinks is not None:
@@ -71,7 +77,7 @@ def at_once(function, tensors, options, rows, key_mask=None):
     )
     more = {} if key_mask is None else dict(key_mask=key_mask)
     found = with_gradients(function, given, options | more)
-    return {name: x[:, :, rows] if name in ("out", "lse", "query") else x for name, x in found.items()}
+    return {name: x[:, :, rows] if name in ("out", "lse", "query", "bias") else x for name, x in found.items()}
 
 
 def oracle(function, tensors, options, rows, key_mask=None):

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ..call.options import INPUTS, Call, Origin, inputs, wide_dtype
 from . import pairs
-from .blocks import block, spans, uncut
-from .formula import BUDGET, run_naive, scored, scores_of, sums_of
-from .inputs import prepared
+from .blocks import Block, Part, block, parts, spans, uncut
+from .formula import BUDGET, by_part, by_sequence, most, scored, scores_of, sums_of
+from .inputs import cast, prepared
 from .varlen import part_of
 
 LN2 = math.log(2)
@@ -25,13 +25,27 @@ INFINITE = float("inf")
 def forward(call: Call) -> tuple[Tensor, Tensor]:
     """Return (output, stats) of a call without sinks, in float32 (float64).
 
-    stats (B, Hq, Sq, 2): the lse, and its rounding error in this dtype as a log2. An empty row has -inf and inf.
+    stats (B, Hq, Sq, 2): the largest score, and log2(sum of exp(score - largest)). An empty row has -inf and inf.
     """
-    out, lse, _ = run_naive(prepared(call, torch.float64), True, False)
     wide = wide_dtype(call)
-    rounded = lse.to(wide)
-    lost = ((lse - rounded) / LN2).to(wide).masked_fill(rounded == -INFINITE, INFINITE)
-    return out.to(wide), torch.stack([rounded, lost], -1)
+
+    def of_block(part: Part, where: Block) -> tuple[Tensor, Tensor, None]:
+        scores = _scores(part, where)
+        row_max = scores.amax(-1) if where.end > where.begin else scores.new_full(scores.shape[:3], -INFINITE)
+        pivot = row_max.masked_fill(row_max == -INFINITE, 0.0)
+        weights = (scores - pivot[..., None]).exp()
+        total = weights.sum(-1)
+        largest = row_max.to(wide)  # rounded, so the sum is relative to the rounded number
+        log2_sum = (total.log2() + (pivot - largest) / LN2).masked_fill(total == 0, INFINITE)
+        out = _sums(part, where, weights) / total.masked_fill(total == 0, 1.0)[..., None]
+        return out.to(wide), torch.stack([largest, log2_sum.to(wide)], -1), None
+
+    def of_batch(batch: Call) -> tuple:
+        exact = prepared(prepared(batch, wide), torch.float64)  # the lowest float64 bias becomes the lowest float32
+        return by_part(of_block, parts(exact, most(exact)))
+
+    out, stats, _ = by_sequence(of_batch, call)
+    return out, stats
 
 
 def _sequences(call: Call) -> Iterator[tuple[Call, slice]]:
@@ -55,36 +69,49 @@ def backward(
     The gradient of a score is weight * (gradient of weight - delta), where delta = grad_out . out - grad_lse. The
     number that `_weighed` returns has this gradient, because its softmax is divided by a constant sum, from `stats`.
     """
-    largest, log2_sum = stats.double().unbind(-1)
+    row_max, log2_sum = stats.double().unbind(-1)
     empty = log2_sum == INFINITE
-    lse = (largest + log2_sum * LN2).masked_fill(empty, INFINITE)
+    row_max = row_max.masked_fill(empty, 0.0)
     grad_out = grad_out.double().masked_fill(empty[..., None], 0.0)
     delta = (grad_out * out).sum(-1)
     delta = delta if grad_lse is None else delta - grad_lse.masked_fill(empty, 0.0)
+    wide = wide_dtype(call)
     present = [(name, x, wanted) for name, x, wanted in zip(INPUTS, inputs(call), need, strict=True) if x is not None]
-    leaves: dict[str, Any] = {name: x.detach().double().requires_grad_(wanted) for name, x, wanted in present}
+    exact = [(name, cast(x.detach(), wide).double(), wanted) for name, x, wanted in present]
+    leaves: dict[str, Any] = {name: x.requires_grad_(wanted) for name, x, wanted in exact}
     wanted_leaves = [x for x in leaves.values() if x.requires_grad]
     with torch.enable_grad():
         for one, rows in _sequences(call._replace(**leaves)):
             batch, heads, length, _ = one.query.shape
             row_bytes = 32 * batch * heads * max(1, one.key.shape[2])
             for first, last in spans(length, BUDGET // max(1, row_bytes)):
-                incoming = [x[:, :, rows][:, :, first:last] for x in (grad_out, delta, lse)]
+                incoming = [x[:, :, rows][:, :, first:last] for x in (row_max, log2_sum, grad_out, delta)]
                 torch.autograd.backward(_weighed(one, first, last, *incoming), inputs=wanted_leaves)
     grads: dict[str, Any] = {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in leaves.items()}
-    return [grads[name].to(wide_dtype(call)) if wanted else None for name, wanted in zip(INPUTS, need, strict=True)]
+    return [grads[name].to(wide) if wanted else None for name, wanted in zip(INPUTS, need, strict=True)]
 
 
-def _weighed(call: Call, first: int, last: int, grad_out: Tensor, delta: Tensor, lse: Tensor) -> Tensor:
+def _weighed(
+    call: Call, first: int, last: int, row_max: Tensor, log2_sum: Tensor, grad_out: Tensor, delta: Tensor
+) -> Tensor:
     """Return a number whose gradients are the gradients of `backward` from rows first .. last - 1."""
     part, where = uncut(prepared(call, torch.float64)), block(call, first, last)
-    query, key, value = part.call[:3]
-    keys = slice(where.begin, where.end)
-    products = scores_of(query[:, :, first:last], key[:, :, keys], call.scale)
-    scores = scored(products, call.softcap, pairs.added(part.call, where, products.dtype))
-    if (seen := pairs.visible(part.call, where)) is not None:
-        scores = scores.masked_fill(~seen, -INFINITE)
-    weights = (scores - lse[..., None]).exp()
+    # One after the other: a row max of 1e38 would absorb the log of the sum.
+    weights = (_scores(part, where) - row_max[..., None] - (log2_sum * LN2)[..., None]).exp()
+    return (_sums(part, where, weights) * grad_out).sum() - (weights.sum(-1) * delta).sum()
+
+
+def _scores(part: Part, where: Block) -> Tensor:
+    """Return the scores of a block; hidden ones are -inf."""
+    call = part.call
+    query, key = call.query[:, :, where.first : where.last], call.key[:, :, where.begin : where.end]
+    products = scores_of(query, key, call.scale)
+    scores = scored(products, call.softcap, pairs.added(call, where, products.dtype))
+    seen = pairs.visible(call, where)
+    return scores if seen is None else scores.masked_fill(~seen, -INFINITE)
+
+
+def _sums(part: Part, where: Block, weights: Tensor) -> Tensor:
+    """Return the sums of the values of a block by weights, after dropout."""
     factor = pairs.factor(part.call, part.planes, where)
-    out = sums_of(weights if factor is None else weights * factor, value[:, :, keys])
-    return (out * grad_out).sum() - (weights.sum(-1) * delta).sum()
+    return sums_of(weights if factor is None else weights * factor, part.call.value[:, :, where.begin : where.end])

@@ -41,15 +41,10 @@ def forward(call: Call, backend: str) -> tuple[Tensor, Tensor]:
     out, _, _, kept = OPERATORS.forward(*call, False, False, True, backend)
     less, offset = kept[..., 0], flash.offset(call)  # the lse minus the offset is near 0, so it is exact
     lse = less + offset
-    if _is_inaccurate(call, lse):
+    if too_large(lse):
         return partial.forward(call)
     lost = ((offset - lse) + less) / LN2  # the rounding error of lse
     return out, torch.stack([lse, lost.masked_fill_(lse == -INFINITE, INFINITE)], -1)
-
-
-def _is_inaccurate(call: Call, lse: Tensor) -> bool:
-    """Return whether one float32 number, the lse, is too inaccurate for merging and for gradients."""
-    return call.query.dtype == torch.float32 and too_large(lse)
 
 
 def backward(
@@ -65,7 +60,7 @@ def backward(
         largest, log2_sum = stats.unbind(-1)
         lse = torch.where(log2_sum == INFINITE, -INFINITE, (largest - flash.offset(call)) + log2_sum * LN2)
         by_kernel = backend != "naive" and not small_k.is_few(call) and not lacks_gradients(call, None, need)
-        if not by_kernel or _is_inaccurate(call, lse):
+        if not by_kernel or too_large(lse):
             return partial.backward(call, grad_out, grad_lse, out, stats, need)
         grad_out, stats = grad_out.to(call.query.dtype), lse[..., None]
     grads = OPERATORS.backward(grad_out, grad_lse, None, out, grad_out.new_empty(0), stats, *call, backend, need)

@@ -125,6 +125,19 @@ def test_16_bits_are_as_exact_as_in_one_process(rank, size, method):
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("backend", ["naive", "cpu"])
+def test_rows_of_the_lowest_bias_are_means(rank, size, backend):
+    """Scores of -1.8e308 or -3.4e38 absorb the log of the sum, in float64 too."""
+    for dtype, bias_dtype in ((torch.float64,) * 2, (torch.float32,) * 2, (torch.float32, torch.float64)):
+        tensors, _ = Case("lowest bias", Sq=8, Sk=8, dtype=dtype).draw()
+        bias = torch.randn(8, 8, dtype=bias_dtype)
+        bias[[3, 5]] = torch.finfo(bias_dtype).min
+        with fa.use_backend(backend):
+            found = summed_gradients(by_shards("gather_attention"), tensors, dict(bias=bias))
+        assert_close(found, tensors, dict(bias=bias.clamp(torch.finfo(dtype).min)))  # the same in float32
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("method", ["ring_attention", "ulysses_attention"])
 def test_kernels(rank, size, method):
     for fields in ({}, dict(alibi="shared", sinks=True, key_mask="own", dropout=0.2)):

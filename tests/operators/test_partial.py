@@ -23,6 +23,7 @@ CASES = {  # (options, learned options, are keys hidden?)
     "negative scale": (dict(scale=-0.3), (), False),
     "large scores": (dict(scale=200.0), (), False),
     "rather large scores": (dict(scale=20.0), (), False),
+    "lowest bias": ({}, ("bias",), False),
 }
 ROWS, KEYS = 50, 71
 CUTS = {
