@@ -48,7 +48,7 @@ def by_parts(tensors, options, rows, cuts, backend, key_mask=None):
     total = partial.start(parts[0], partial.unit(parts[0], backend))
     for each in parts:
         out, stats = partial.forward(each, backend)
-        partial.add(total, slice(None), out, *stats.unbind(-1))
+        partial.add(total, slice(None), out, stats)
     if call.sinks is not None:
         partial.add_sinks(total, call.sinks)
     need = [True, True, True, call.bias is not None, call.alibi_slopes is not None, False]

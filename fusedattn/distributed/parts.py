@@ -55,7 +55,7 @@ def _forward(whole: GlobalCall, keys: _Keys) -> tuple[list[Tensor | None], Globa
             part = _part_of(shown, piece)
             rows = rows or partial.start(call, partial.unit(part, whole.backend))
             out, stats = partial.forward(part, whole.backend)
-            partial.add(rows, piece.rows, out, *stats.unbind(-1))
+            partial.add(rows, piece.rows, out, stats)
     rows = rows or partial.start(call, 1.0)
     if call.sinks is not None:
         partial.add_sinks(rows, call.sinks)

@@ -155,9 +155,8 @@ def of_block(part: Part, block: Block, need_lse: bool, need_weights: bool, produ
         out = out.masked_fill(hidden[..., None], 0.0)
         if need_weights:
             weights = weights.masked_fill(hidden[..., None], 0.0)
-        if need_lse:
-            empty_lse = lse.new_full((), float("-inf")) if call.sinks is None else call.sinks.detach()[:, :, None]
-            lse = torch.where(hidden, empty_lse, lse)
+        if need_lse and call.sinks is not None:
+            lse = torch.where(hidden, call.sinks.detach()[:, :, None], lse)
     return out, lse, weights if need_weights else None
 
 

@@ -79,8 +79,6 @@ def _vjp_of(formula: Formula, present: Sequence[int], places: Sequence[int]) -> 
 
 
 class _Derived(torch.autograd.Function):
-    """Autograd node of a Formula."""
-
     @staticmethod
     def forward(formula, *arguments):
         results = formula.compute(*arguments)

@@ -5,31 +5,32 @@ score and log2(sum of exp(score - largest)). One number, the log-sum-exp, would 
 Source: Online normalizer calculation for softmax, arXiv:1805.02867, section 3.1.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..call.options import Call, wide_dtype
+from ..call.options import INPUTS, Call, inputs, wide_dtype
 from ..cpu import flash, small_k
+from ..cpu.merge import shares_of
 from ..cpu.run import is_narrow, lacks_gradients, too_large
 from ..naive import partial
-from ..naive.partial import LN2
+from ..naive.inputs import cast
+from ..naive.partial import INFINITE, LN2
 from . import flops
 from .attention import KERNELS, OPERATORS
 
-INFINITE = float("inf")
-
 
 def widened(call: Call) -> Call:
-    dtype = wide_dtype(call)
-    return call._replace(query=call.query.to(dtype), key=call.key.to(dtype), value=call.value.to(dtype))
+    pairs = zip(INPUTS, inputs(call), strict=True)
+    fields: dict[str, Any] = {name: cast(x, wide_dtype(call)) for name, x in pairs if x is not None}
+    return call._replace(**fields)
 
 
 def forward(call: Call, backend: str) -> tuple[Tensor, Tensor]:
     """Return (output, stats) of a partial call without sinks.
 
-    stats (B, Hq, Sq, 2): the largest score divided by `unit`, and the log2 of the sum; -inf and inf for an empty row.
+    stats (B, Hq, Sq, 2): a score near the largest, divided by `unit`, and the log2 of the sum; -inf and inf if empty.
     """
     flops.offer(OPERATORS.forward)
     if backend in KERNELS:
@@ -40,11 +41,10 @@ def forward(call: Call, backend: str) -> tuple[Tensor, Tensor]:
         return partial.forward(call)
     out, _, _, kept = OPERATORS.forward(*call, False, False, True, backend)
     less, offset = kept[..., 0], flash.offset(call)  # the lse minus the offset is near 0, so it is exact
-    lse = less + offset
-    if too_large(lse):
+    if too_large(less + offset):
         return partial.forward(call)
-    lost = ((offset - lse) + less) / LN2  # the rounding error of lse
-    return out, torch.stack([lse, lost.masked_fill_(lse == -INFINITE, INFINITE)], -1)
+    largest = torch.full_like(less, offset).masked_fill_(less == -INFINITE, -INFINITE)
+    return out, torch.stack([largest, (less / LN2).masked_fill_(less == -INFINITE, INFINITE)], -1)
 
 
 def backward(
@@ -78,60 +78,50 @@ def unit(call: Call, backend: str) -> float:
 
 
 class RowStats(NamedTuple):
-    """Output, and the two numbers of stats, of rows over the parts so far. An empty row has -inf and inf."""
+    """Output and stats of rows over the parts so far."""
 
     out: Tensor
-    largest: Tensor
-    log2_sum: Tensor
+    stats: Tensor
     unit: float
 
     @property
-    def stats(self) -> Tensor:
-        return torch.stack([self.largest, self.log2_sum], -1)
-
-    @property
     def lse(self) -> Tensor:
-        empty = self.log2_sum == INFINITE
-        return torch.where(empty, -INFINITE, self.largest * self.unit + self.log2_sum * LN2)
+        largest, log2_sum = self.stats.unbind(-1)
+        return torch.where(log2_sum == INFINITE, -INFINITE, largest * self.unit + log2_sum * LN2)
 
 
 def start(call: Call, unit: float) -> RowStats:
     """Return the RowStats of a call before its first part."""
-    rows = call.query.shape[:3]
-    out = call.query.new_zeros((*rows, call.value.shape[3]), dtype=wide_dtype(call))
-    return RowStats(out, out.new_full(rows, -INFINITE), out.new_full(rows, INFINITE), unit)
+    out = call.query.new_zeros((*call.query.shape[:3], call.value.shape[3]), dtype=wide_dtype(call))
+    return RowStats(out, torch.stack([out.new_full(out.shape[:3], x) for x in (-INFINITE, INFINITE)], -1), unit)
 
 
-def add(rows: RowStats, here: slice, out: Tensor | None, largest: Tensor, log2_sum: Tensor) -> None:
+def add(rows: RowStats, here: slice, out: Tensor | None, stats: Tensor) -> None:
     """Add the results of a part to the rows `here`. Sinks are a part without values, whose out is None."""
-    before = rows.largest[:, :, here], rows.log2_sum[:, :, here]
-    most = torch.maximum(before[0], largest)
-    pivot = most.masked_fill(most == -INFINITE, 0.0)
-    old, new = (
-        torch.exp2((a - pivot) * (rows.unit / LN2) + b.masked_fill(b == INFINITE, 0.0)).masked_fill(b == INFINITE, 0.0)
-        for a, b in (before, (largest, log2_sum))
-    )
-    total = old + new
-    share = 1 / total.masked_fill(total == 0, 1.0)
-    place = rows.out[:, :, here]
-    place *= (old * share)[..., None]
+    before, place = rows.stats[:, :, here], rows.out[:, :, here]
+    largest, log2_sum = torch.stack([before, stats]).unbind(-1)
+    most = largest.amax(0)
+    lses = (largest - most.masked_fill(most == -INFINITE, 0.0)).double() * rows.unit + log2_sum.double() * LN2
+    shares, total = shares_of(lses.masked_fill(log2_sum == INFINITE, -INFINITE).unbind(0))
+    old, new = shares[..., None].to(place.dtype)
+    place *= old
     if out is not None:
-        place += out * (new * share)[..., None]
-    before[0].copy_(most)
-    before[1].copy_(total.log2().masked_fill(total == 0, INFINITE))
+        place += out * new
+    before.copy_(torch.stack([most, (total / LN2).masked_fill(total == -INFINITE, INFINITE)], -1))
 
 
 def add_sinks(rows: RowStats, sinks: Tensor) -> None:
-    largest = (sinks.to(rows.largest.dtype) / rows.unit)[:, :, None].expand_as(rows.largest)
-    add(rows, slice(None), None, largest, torch.zeros_like(largest).masked_fill_(largest == -INFINITE, INFINITE))
+    largest = (sinks.to(rows.out.dtype) / rows.unit)[:, :, None].expand(rows.out.shape[:3])
+    log2_sum = torch.zeros_like(largest).masked_fill_(largest == -INFINITE, INFINITE)
+    add(rows, slice(None), None, torch.stack([largest, log2_sum], -1))
 
 
 def of_sinks(call: Call, rows: RowStats, grad_out: Tensor, grad_lse: Tensor | None) -> Tensor:
     """Return the gradient of the sinks (1 or B, Hq) in float32 (float64)."""
-    sinks = call.sinks
+    sinks, (largest, log2_sum) = call.sinks, rows.stats.unbind(-1)
     assert sinks is not None
-    exponent = (sinks.to(rows.largest.dtype)[:, :, None] / rows.unit - rows.largest) * (rows.unit / LN2) - rows.log2_sum
-    weights = exponent.exp2().masked_fill(rows.log2_sum == INFINITE, 0.0)
+    exponent = (sinks.to(largest.dtype)[:, :, None] / rows.unit - largest) * (rows.unit / LN2) - log2_sum
+    weights = exponent.exp2().masked_fill(log2_sum == INFINITE, 0.0)
     grad = (0.0 if grad_lse is None else grad_lse) - (grad_out.to(rows.out.dtype) * rows.out).sum(-1)
     if call.query_mask is not None:
         grad = grad.masked_fill(~call.query_mask[:, None], 0.0)

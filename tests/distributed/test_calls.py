@@ -7,6 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import fusedattn as fa
@@ -165,6 +167,30 @@ def test_what_changes_in_place(rank, size, method):
     else:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             out.sum().backward()
+
+
+class Elements(TorchDispatchMode):
+    """Counts the elements of all tensors that operators return."""
+
+    count = 0
+
+    def __torch_dispatch__(self, operator, types, arguments=(), options=None):
+        results = operator(*arguments, **(options or {}))
+        self.count += sum(x.numel() for x in tree_leaves(results) if isinstance(x, torch.Tensor))
+        return results
+
+
+@on_ranks(2)
+def test_the_naive_backward_is_linear_in_the_number_of_documents(rank, size):
+    counts = []
+    for documents in (16, 128):
+        offsets = torch.arange(0, 8 * documents + 1, 8, dtype=torch.int32)
+        inputs = [torch.randn(8 * documents // size, 2, 32, requires_grad=True) for _ in range(3)]
+        out = distributed.gather_attention_varlen(*inputs, offsets, causal=True, backend="naive")
+        with Elements() as made:
+            out.sum().backward()
+        counts.append(made.count)
+    assert counts[1] < 12 * counts[0], counts  # 8 times as many documents
 
 
 @on_ranks(2)

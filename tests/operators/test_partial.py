@@ -69,6 +69,15 @@ def _difference(found, exact):
     return float((found - exact).abs().max() / exact.abs().max().clamp_min(1.0))
 
 
+@pytest.mark.parametrize("backend", ["naive", "cpu", TRITON])
+@pytest.mark.parametrize("scale", [1e9, 1e30])
+def test_large_scores_stay_finite(scale, backend):
+    """float32 rounds them by more than the largest exponent."""
+    tensors, _ = draw(torch.float32, 9, 20)
+    found = by_parts(tensors, dict(scale=scale), slice(0, 9), (0, 10, 20), backend)
+    assert all(x.isfinite().all() for x in found.values()), {name: x.isfinite().all() for name, x in found.items()}
+
+
 def test_rows_that_see_nothing_stay_empty():
     tensors, _ = draw(torch.float32, ROWS, KEYS)
     options = dict(causal=True, align="top_left")
