@@ -48,6 +48,7 @@ def by_parts(tensors, options, rows, cuts, backend, key_mask=None):
     total = partial.start(parts[0], partial.unit(parts[0], backend))
     for each in parts:
         out, stats = partial.forward(each, backend)
+        assert out.dtype == stats.dtype == total.out.dtype
         partial.add(total, slice(None), out, stats)
     if call.sinks is not None:
         partial.add_sinks(total, call.sinks)

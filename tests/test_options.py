@@ -5,6 +5,7 @@ import inspect
 import pytest
 
 import fusedattn as fa
+from fusedattn import api
 from fusedattn.call.options import DIMS, INPUTS, TENSORS, Arguments, Call
 from fusedattn.testing.compare import LEARNED
 
@@ -39,6 +40,15 @@ def test_the_reference_has_the_signature_of_the_function_less_backend(name):
     want = parameters(getattr(fa, name))
     assert want.keys() >= FLAGS.keys() and want.pop("backend") is None
     assert parameters(getattr(fa.reference, name)) == want
+
+
+def test_attention_passes_each_argument_by_its_name(monkeypatch):
+    """It builds the tuple without a check of its length."""
+    monkeypatch.setattr(api.replay, "attend", lambda arguments, *flags: (arguments, flags))
+    given = {name: f"the {name}" for name in (*Arguments._fields, *FLAGS)}
+    arguments, flags = fa.attention(**given)
+    assert {**arguments._asdict(), **dict(zip(FLAGS, flags, strict=True))} == given
+    assert len(arguments) == len(Arguments._fields)
 
 
 def test_a_tensor_that_the_caller_writes_is_a_field_of_a_call():

@@ -169,6 +169,25 @@ def test_what_changes_in_place(rank, size, method):
             out.sum().backward()
 
 
+@on_ranks(2)
+@each_method
+def test_no_heads(rank, size, method):
+    for key_heads in (0, 2):
+        query, key = (torch.randn(2, heads, 6, 8, requires_grad=True) for heads in (0, key_heads))
+        out = getattr(distributed, method)(query, key, key)
+        out.sum().backward()
+        assert out.shape == (2, 0, 6, 8) and (key.grad is None or not key.grad.any())
+
+
+@on_ranks(2)
+@each_method
+def test_under_autocast(rank, size, method):
+    attend, inputs = functools.partial(getattr(distributed, method), causal=True), [x.float() for x in shards(False)]
+    with torch.autocast("cpu", torch.bfloat16):
+        out = attend(*inputs)
+    assert out.dtype == torch.bfloat16 and torch.equal(out, attend(*(x.bfloat16() for x in inputs)))
+
+
 class Elements(TorchDispatchMode):
     """Counts the elements of all tensors that operators return."""
 

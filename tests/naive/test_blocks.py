@@ -1,5 +1,7 @@
 """Blocks of the naive path: they fit a cache, hold only visible keys, and change nothing but rounding."""
 
+import functools
+
 import pytest
 import torch
 
@@ -103,6 +105,54 @@ def test_blocks_fit_a_cache(computed, shape, options, budget):
     budget(2**19)
     fa.attention(*draw(*shape), backend="naive", **options)
     assert max(x["shape"].numel() for x in computed) * 4 <= 2**19
+
+
+def saved(function, *tensors):
+    """Return the bytes of all storages that autograd saves."""
+    sizes = {}
+
+    def keep(x):
+        sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        out = function(*tensors, backend="naive")
+    assert out.requires_grad
+    return sum(sizes.values())
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_grouped_heads_copy_no_key_and_no_value(causal):
+    query, key, value = (torch.randn(2, heads, 16, 64, requires_grad=True) for heads in (8, 2, 2))
+    weights = 2 * 8 * 16 * 16
+    kept = saved(functools.partial(fa.attention, causal=causal), query, key, value)
+    assert kept == 4 * (query.numel() + key.numel() + value.numel() + weights)
+
+
+def test_weights_are_kept_for_the_backward_within_the_budget(computed, budget, monkeypatch):
+    tensors, weights = draw(1, 2, 256, 8, requires_grad=True), 4 * 2 * 256 * 256
+
+    def passes():
+        computed.clear()
+        out = fa.attention(*tensors, backend="naive")
+        forward = len(computed)
+        out.sum().backward()
+        return forward, len(computed)
+
+    budget(2**16, weights)
+    assert passes() == (8, 8)
+    assert saved(fa.attention, *tensors) >= weights
+    budget(2**16, weights - 1)
+    monkeypatch.setattr(formula, "RECOMPUTED", 2**17)
+    assert passes() == (4, 8)  # blocks of twice the size, each computed twice
+    assert saved(fa.attention, *tensors) < weights / 2
+
+
+def test_half_precision_is_converted_once(budget):
+    budget(2**16)
+    tensors = draw(1, 2, 256, 8, dtype=torch.bfloat16, requires_grad=True)
+    inputs, weights = 4 * 3 * 2 * 256 * 8, 4 * 2 * 256 * 256
+    assert saved(functools.partial(fa.attention, causal=True), *tensors) <= inputs + weights
 
 
 def test_under_torch_func_blocks_are_right_too(budget):

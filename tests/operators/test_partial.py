@@ -70,6 +70,19 @@ def _difference(found, exact):
 
 
 @pytest.mark.parametrize("backend", ["naive", "cpu", TRITON])
+def test_no_part_is_rounded_to_16_bits(backend):
+    rows = slice(0, 20)
+    tensors, _ = draw(torch.bfloat16, 20, 40)
+    found, exact = by_parts(tensors, {}, rows, (0, 30, 40), backend), oracle(reference.attention, tensors, {}, rows)
+    assert all(x.dtype == torch.float32 for x in found.values())
+    if backend == "triton":  # its products round weights
+        return
+    for name in ("out", "query", "key", "value"):
+        rounded = exact[name].bfloat16() - exact[name]
+        assert (found[name] - exact[name]).abs().max() < 0.01 * rounded.abs().max(), name
+
+
+@pytest.mark.parametrize("backend", ["naive", "cpu", TRITON])
 @pytest.mark.parametrize("scale", [1e9, 1e30])
 def test_large_scores_stay_finite(scale, backend):
     """float32 rounds them by more than the largest exponent."""
