@@ -56,8 +56,9 @@ older-cpu: $(READY) ## tests of the CPU backend and of Hugging Face models, with
 	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 TRITON_INTERPRET=1 \
 		$(PYTEST) -m "not gpu and not matrix and not planted" tests/cpu/test_named_cases.py::test_an_option_alone tests/compat/test_models.py $(ARGS)
 
-check: .venv/checkers ## ruff, mypy and two rules of ours
+check: .venv/checkers ## ruff, mypy and three rules of ours
 	@! grep -rnE --include='*.py' '^ *"""(What|Whether|Where|Which|How|Why|Those|That|Of)\b' $(OURS)
+	@! tr '\n' ' ' <README.md | grep -oP '[,;:](?: [^\s,;:.!?|]+){41}' # a last clause of over 40 words
 	@# The package of `make hub` has another name, so imports within ours are relative.
 	@! grep -rnE --include='*.py' '^ *(from|import) fusedattn\b' fusedattn kernels
 	$(PY) -m ruff check
