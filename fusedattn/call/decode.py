@@ -174,7 +174,7 @@ def check_values(a: CacheArguments, options: Arguments) -> None:
 def _check_apart(a: CacheArguments) -> None:
     """Raise if an append to one cache would overwrite the other.
 
-    value_cache may be the first columns of key_cache, if new_value is those of new_key and nothing is rotated.
+    value_cache may be the first columns of key_cache if new_value is these columns of new_key and nothing is rotated.
     """
     pairs = (a.key_cache, a.value_cache), (a.new_key, a.new_value)
     if not in_memory(pairs[0]) or not share(*pairs[0]):
@@ -224,7 +224,7 @@ def _check_positions(a: CacheArguments, options: Arguments, after: Tensor, rows:
 def checked(arguments: CacheArguments, options: Arguments, named: bool = False) -> Decode:
     """Apply autocast, check the arguments, and return their Decode. named: the caller named the backend.
 
-    options: those of `attention`, with None as query, key and value. Values on a GPU and in compiled code are not read.
+    options: Arguments with None as query, key and value. Values on a GPU and in compiled code are not read.
     """
     a = arguments
     if isinstance(a.query, Tensor):
@@ -237,7 +237,7 @@ def checked(arguments: CacheArguments, options: Arguments, named: bool = False) 
     check_values(a, options)
     key, value = (stand_in(cache, a.block_table) for cache in (a.key_cache, a.value_cache))
     options = options._replace(query=query, key=key, value=value)
-    # Rotary positions depend on align even without causal and window, for which `normalise` drops it.
+    # Rotary positions always depend on align, which `normalise` ignores without causal and window.
     alignment = dict(top_left=options.align == "top_left") if a.rotary_cos is not None else {}
     call = normalise(options, named=named, **alignment)
     caches = a.key_cache, a.value_cache, a.cache_seqlens, a.block_table

@@ -52,7 +52,7 @@ def is_size(size: Any, *allowed: Any) -> bool:
 
 
 def is_shape(shape: Sequence[Any], *allowed: Sequence[Any]) -> bool:
-    """Return whether a shape is in `allowed`. Those of the same rank must differ in at most one dimension."""
+    """Return whether a shape is in `allowed`. Allowed shapes of equal rank must differ in at most one dimension."""
     # Compare only shapes of the same rank: torch.export would turn other comparisons of sizes into guards.
     same_rank = [one for one in allowed if len(one) == len(shape)]
     if not same_rank:  # a branch, because torch 2.11 does not compile bool() of a list
@@ -138,7 +138,7 @@ def _reaches(distance: int, dims: list[tuple[int, int, int]]) -> bool:
     if not dims:
         return distance == 0
     (stride, size, other), *rest = dims
-    steps = (distance // stride, distance // stride + 1) if stride else (0,)  # smaller strides together reach less
+    steps = (distance // stride, distance // stride + 1) if stride else (0,)  # smaller strides span under one step
     return any(-other < n < size and _reaches(distance - n * stride, rest) for n in steps)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-# Types that a compiler traces, in tuples, because that of torch 2.10 does not trace isinstance of a union.
+# Types that torch.compile traces. They are in tuples, because torch 2.10 does not trace isinstance of a union.
 _INTS = (int, torch.SymInt)
 _NUMBERS = (*_INTS, float, torch.SymFloat)
 

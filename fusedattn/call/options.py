@@ -360,7 +360,7 @@ def normalise(arguments: Arguments, **more: Any) -> Call:
         seed=seed_tensor(a.seed, a.query.device) if a.dropout_p else None,
         left=None if left is None else min(left, UNBOUNDED),
         right=0 if a.causal else None if right is None else min(right, UNBOUNDED),
-        # Without causal, window and slopes align changes nothing: with one value fewer kernels are compiled.
+        # Without causal, window and slopes, align has no effect: False then saves compiling a second kernel.
         top_left=a.align == "top_left"
         and (left is not None or right is not None or a.causal or a.alibi_slopes is not None),
         scale=_default_scale(a.query.shape[-1]) if a.scale is None else float(a.scale),

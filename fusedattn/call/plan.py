@@ -18,7 +18,7 @@ def check_plan(plan: Plan) -> None:
 
 
 def check_masks(masks: Mapping[str, Any], ranks: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise if a mask or bias has a wrong dtype or rank, or if they are on several devices. ranks: allowed, by name."""
+    """Raise if a mask or bias has a wrong dtype or rank, or if they are on several devices. ranks: {name: allowed}."""
     device = None
     for name, mask in masks.items():
         (check_floating if name == "bias" else check_bool)(name, mask, device, "the other masks")
@@ -29,7 +29,7 @@ def check_masks(masks: Mapping[str, Any], ranks: Mapping[str, tuple[int, ...]]) 
 
 
 def pairs_of(name: str, mask: Tensor) -> tuple[int, ...]:
-    """Return the shape, as it broadcasts to (B, Hq, Sq, Sk), of a mask or bias of rank 4, or a token mask of rank 2."""
+    """Return the shape with which a mask or bias (rank 4) or token mask (rank 2) broadcasts to (B, Hq, Sq, Sk)."""
     if name in ("mask", "bias"):
         return tuple(mask.shape)
     batch, length = mask.shape

@@ -58,7 +58,7 @@ def eager(function: _Function, reason: str | None = None) -> _Function:
 
 def holds(condition: Any, otherwise: bool) -> bool:
     """Return a condition on sizes, or `otherwise` if a compiler cannot know it."""
-    if condition is True or condition is False:  # the quickest test, for eager code: about thirty times a call
+    if condition is True or condition is False:  # the quickest test: eager code runs it about thirty times a call
         return condition
     if not (torch.compiler.is_compiling() or isinstance(condition, torch.SymBool)):
         return bool(condition)
@@ -70,7 +70,7 @@ def holds(condition: Any, otherwise: bool) -> bool:
 @constant
 @functools.cache
 def multiplies_bfloat16() -> bool:
-    """Return whether torch multiplies bfloat16 in hardware: by AMX or avx512_bf16 on x86, and on all other CPUs."""
+    """Return whether torch multiplies bfloat16 in hardware: on x86 with AMX or avx512_bf16, and on all other CPUs."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return True
     has_units = any(_find(f"cpu._is_{name}_supported", bool)() for name in ("amx_tile", "avx512_bf16"))
@@ -181,7 +181,7 @@ def autograd_inside(device: torch.device) -> Any:
 # For `compat.torch.sdpa`: a context that disables modes, and a test for it (without the name: False).
 as_torch_has_it: Callable[[], Any] = _find("_C.DisableTorchFunction", contextlib.nullcontext)
 is_as_torch_has_it: Callable[[], bool] = _find("_C._is_torch_function_all_disabled", lambda: False)
-# The __torch_function__ of a class that overrides no function. Without it such a class counts as overriding all.
+# The __torch_function__ of a class that overrides no function. Without it, such a class counts as overriding all.
 disabled_torch_function = _find("_C._disabled_torch_function_impl")
 # Without it torch.compile accepts no tensors of classes with a __torch_function__.
 torch_function_enabled: Callable[[], bool] = _find("_C._is_torch_function_enabled", lambda: True)
@@ -194,7 +194,7 @@ try:
     from torch.utils._device import DeviceContext
 except ImportError:
     DeviceContext = ()
-# The TorchFunctionModes of this thread. Without the name `enable_sdpa` replaces only the aten operator.
+# The TorchFunctionModes of this thread. Without the name, `enable_sdpa` replaces only the aten operator.
 function_modes: Callable[[], list[Any]] = _find("overrides._get_current_function_mode_stack", list)
 _pop_mode: Callable[[], Any] = _find("overrides._pop_mode", lambda: None)
 _push_mode: Callable[[Any], None] = _find("overrides._push_mode", lambda mode: None)
@@ -227,7 +227,7 @@ def in_onnx_export() -> bool:
 
 
 # PyTorch's fused attention for CPUs and its backward. Without them: the naive path.
-flash_attention_for_cpu: Any = _find("_scaled_dot_product_flash_attention_for_cpu")  # 2 us less than by torch.ops
+flash_attention_for_cpu: Any = _find("_scaled_dot_product_flash_attention_for_cpu")  # 2 us faster than by torch.ops
 flash_attention_for_cpu_backward: Any = _find("ops.aten._scaled_dot_product_flash_attention_for_cpu_backward")
 
 _softmax_backward: Callable[..., Tensor] = _find(
@@ -241,7 +241,7 @@ def softmax_backward(grad: Tensor, weights: Tensor) -> Tensor:
 
 
 def group_timeout(group: Any) -> timedelta:
-    """Return the time limit of operations of a process group; torch's default if it is unknown."""
+    """Return the timeout of a process group's operations; torch's default if it is unknown."""
     backend_of = getattr(group, "_get_backend", lambda kind: None)
     for kind in getattr(group, "_device_types", ()):
         limit = getattr(getattr(backend_of(kind), "options", None), "_timeout", None)

@@ -140,7 +140,7 @@ def check_query_key_value(
 ) -> None:
     """Raise if query, key and value do not fit together.
 
-    layout: their dimensions, heads second; the batch size of key is then free. Without a layout, the rank is 2, 3 or 4.
+    layout: their dimensions, heads second; the batch size of key may then differ. Without it, the rank is 2, 3 or 4.
     """
     check_place("query", query)
     dtype, device, rank = query.dtype, query.device, query.dim()
@@ -209,7 +209,7 @@ def check_number(
     name: str, x: Any, expected: str, least: float = -LARGEST, most: float = LARGEST, dtype: torch.dtype | None = None,
     positive: bool = False,
 ) -> None:  # fmt: skip
-    """Raise unless x is a number in least .. most. With a dtype other than float64 (of query), float32 must hold it."""
+    """Raise unless x is a number in least .. most and, with a dtype (query's) other than float64, fits float32."""
     if not is_number(x):
         fail(TypeError, name, "a number", type_name(x))
     # Not math.isfinite: the compiler cannot trace it on a number that varies.

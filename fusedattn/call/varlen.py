@@ -73,7 +73,7 @@ def checked_varlen(
     if need_weights or not arguments.mask is arguments.bias is arguments.key_mask is None:
         max_seqlen_q = longest(cu_seqlens_q, "max_seqlen_q") if max_seqlen_q is None else max_seqlen_q
         max_seqlen_k = longest(cu_seqlens_k, "max_seqlen_k") if max_seqlen_k is None else max_seqlen_k
-    # Options are checked as those of a batch of sequences of the maximum lengths.
+    # Options are checked as for a batch of sequences that all have the maximum lengths.
     most_q = lengths.rows if max_seqlen_q is None else max_seqlen_q
     most_k = lengths.keys if max_seqlen_k is None else max_seqlen_k
     sizes = Sizes(query.device, query.dtype, cu_seqlens_q.shape[0] - 1, query.shape[1], most_q, most_k)

@@ -25,7 +25,7 @@ _SHAPE = re.compile(r"\((\w+), (\w+), (\w+), (\w+)\)")
 
 
 def ask(names: Mapping[str, str], function: Callable[..., Any], *tensors: Any, **options: Any) -> Any:
-    """Call a function of this package. Its errors get flash-attn's layout and, by {ours: theirs}, argument names."""
+    """Call a function of this package. Its errors get flash-attn's layout and argument names, {ours: theirs}."""
     try:
         return function(*tensors, **options)
     except (ValueError, TypeError, NotImplementedError) as error:
@@ -79,7 +79,7 @@ def without_autocast_of_half(q: Any) -> contextlib.AbstractContextManager[Any]:
 def attend(names: Sequence[str], options: Sequence[Any], q: Any, k: Any, v: Any, *lengths: Any) -> Tensor | Any:
     """Compute `attention` of q, k and v (B, S, H, D), or `attention_varlen` of packed tensors (T, H, D).
 
-    names: what the caller calls q, k, v and, if it calls them otherwise, the lengths. options: those of
+    names: the caller's names for q, k, v and, if they differ, for the lengths. options: the options of
     `flash_attn_func`, in its order. lengths: cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, or none.
     """
     dropout_p, *of_scores, deterministic, return_attn_probs = options

@@ -1,10 +1,10 @@
 """Decides which Hugging Face models use fusedattn, and which masks they get.
 
 The flag `_supports_attention_backend` does not tell: BART, T5 and Whisper call transformers' attention interface
-without it, and Gemma 3n has it beside attention of its own. So the code of each attention is searched for a few names.
-A model that asks for a registered name, as "fusedattn", is built as "eager". Then a config gets the name if some of its
-attention calls the interface, and bool masks if all of it does. Otherwise it stays "eager", with a warning, or gets
-eager's floating masks.
+without it, and Gemma 3n has it but also computes attention itself. So the code of attention modules is searched for a
+few names. A model that asks for a registered name, such as "fusedattn", is built as "eager". Then each of its configs
+gets the name if at least one of its attention modules calls the interface; otherwise it stays "eager", with a warning.
+It gets bool masks if all of them do, otherwise eager's floating masks.
 """
 
 import functools
@@ -38,7 +38,7 @@ _warned: set[type] = set()
 
 class _Attention(NamedTuple):
     root: Any  # the outermost model
-    configs: tuple[Any, ...]  # those of the modules around it; the nearest is last
+    configs: tuple[Any, ...]  # the configs of the modules around it, the nearest last
     stray: str  # the name of its class if it does not call the attention interface
     sparse: bool
     causal: bool
@@ -76,7 +76,7 @@ def attention_mask(*sizes: Any, config: Any = None, **options: Any) -> Any:
     """Return sdpa's bool mask, or None, for a config whose attention takes it; otherwise eager's floating mask."""
     if (masks := masks_of(config)) is None:
         return eager_mask(*sizes, config=config, **options)
-    # Layers that share keys may compute only the last rows. Without a mask, that could not be known.
+    # Layers that share keys may compute only the last rows, which only a mask shows.
     if not masks[0] or getattr(config, "num_kv_shared_layers", False):
         options["allow_is_causal_skip"] = False
     if not masks[1]:
@@ -129,8 +129,8 @@ def _function(method: Any, module: Any = None) -> Any:
 def _read(kind: Any, runs: Any, forwards: tuple[FunctionType, ...], beneath: bool) -> tuple[bool, bool, bool]:
     """Return whether a module calls the attention interface, computes attention itself, or is sparse.
 
-    It reads `runs`, the function that runs as forward. If that is in `forwards`, those of the class `kind` and its
-    bases, it also reads the methods of these classes. beneath: the module contains other attention.
+    It reads `runs`, the function that runs as forward. If that is in `forwards`, the forwards of class `kind` and
+    its bases, it also reads the methods of these classes. beneath: the module contains other attention.
     """
     functions, stranger = [runs] if runs else [], True
     if runs in forwards:
@@ -165,7 +165,7 @@ def _attentions(module: Any, models: Any = (), configs: Any = ()) -> Iterator[_A
     forwards = tuple(x for cls in kind.__mro__ if (x := _function(vars(cls).get("forward"))))
     calls, computes, sparse = _read(kind, _function(module.forward, module), forwards, bool(beneath))
     if calls or computes or sparse:
-        # A model's flags say that its code takes bool masks; is_causal of a module says if no mask means causal.
+        # A model's flags say that its code takes bool masks; a module's is_causal, if no mask means causal.
         flagged = (x for x in models if type(x.config) is type(models[-1].config))
         able = hasattr(module, "is_causal") and all(any(getattr(x, flag, 0) for flag in _FLAGS) for x in flagged)
         causal, used = bool(getattr(module, "is_causal", True)), calls and _wanted(configs[-1]) is not None
@@ -201,7 +201,7 @@ def _settle(model: Any, everywhere: bool = False) -> None:
     for config in configs.values():
         beneath = [x for x in attentions if any(each is config for each in x.configs)]
         nearest = [x for x in beneath if x.configs[-1] is config]
-        # All attention of a config has one name, and fusedattn refuses sparse attention.
+        # All attention modules of a config get the same name, and fusedattn refuses sparse attention.
         used = any(x.used for x in beneath) and not any(x.sparse for x in nearest)
         if name := _wanted(config):
             config._attn_implementation_internal = name if used else "eager"

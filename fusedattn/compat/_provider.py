@@ -137,7 +137,7 @@ def flash_backward(*arguments: Any, scale: float | None = None) -> tuple[Any, ..
         return None
     if dropout_p:
         call = call._replace(seed=philox_seed.view(torch.int64)[:1], dropout_p=dropout_p)
-    # The kernels read two numbers a row whose sum is the log-sum-exp in base 2: here 0 and all of it.
+    # The kernels read two numbers a row whose sum is the log-sum-exp in base 2: here 0 and log2_sum.
     log2_sum = torch.where(logsumexp == float("-inf"), float("inf"), logsumexp * math.log2(math.e))
     stats = torch.stack([torch.zeros_like(log2_sum), log2_sum], -1)
     need = [name in ("query", "key", "value") for name in INPUTS]

@@ -92,7 +92,7 @@ def scaled_dot_product_attention(
     q, k, v = (_rank4(x, batch) for x in inputs.values())
     if not enable_gqa and not holds(q.shape[1] == heads, False):
         q = q.expand(-1, heads, -1, -1)
-    if k.shape[1] != v.shape[1]:  # query heads share key heads only if there are as many of values
+    if k.shape[1] != v.shape[1]:  # `attention` shares heads only if key and value have equally many
         k, v = (x.repeat_interleave(heads // max(x.shape[1], 1), 1) for x in (k, v))
 
     mask = bias = None
@@ -136,7 +136,7 @@ def _common(shapes: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
 
 
 def _rank4(tensor: Tensor, batch: tuple[int, ...], shared: bool = False) -> Tensor:
-    """Return a broadcast tensor as (product of batch, or 1 if shared, heads, rows, columns), copied if need be."""
+    """Broadcast a tensor to (product of `batch`, heads, rows, columns). shared: the first size may stay 1."""
     if tensor.dim() == 4 and len(batch) == 1 and (shared or holds(tensor.shape[0] == batch[0], False)):
         return tensor
     rank = max(len(batch), 1) + 3

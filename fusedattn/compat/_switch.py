@@ -33,7 +33,7 @@ def sdpa() -> AbstractContextManager[Any]:
     `fusedattn.use_backend` chooses the kernels; torch's sdpa_kernel does not. attn_mask together with is_causal raises,
     and so do nested tensors, except torch.jagged without a mask. Tensor classes keep their own __torch_function__.
 
-    It applies to this thread (for others see `enable_sdpa`). If a model has checkpoints, start its backward inside.
+    It applies to this thread (for others see `enable_sdpa`). With activation checkpointing, start the backward inside.
     Every call of a torch function takes about a microsecond longer.
     """
     return _Ours()

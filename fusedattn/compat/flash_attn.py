@@ -179,8 +179,8 @@ def flash_attn_with_kvcache(
         rotary_cos, rotary_sin: floating (positions, rotary_dim / 2); they need k. A key is rotated by its slot, query i
             by cache_seqlens, plus i if causal or in a window: each in its first rotary_dim columns.
         rotary_interleaved: True pairs columns 2n and 2n + 1, False n and n + rotary_dim / 2.
-        cache_seqlens: int32 (B,), or an int for all: the number of keys before the new ones; it is not changed. None is
-            the whole cache, without k and v. Causality aligns the last query with the last (new) key.
+        cache_seqlens: int32 (B,), or an int for all: the number of keys before the new ones; it is not changed. None,
+            only without k and v, means the whole cache. Causality aligns the last query with the last (new) key.
         cache_batch_idx: int32 (B,), the cache of each sequence; not with block_table.
         num_splits: ignored.
         cache_leftpad: int32 (B,), the number of hidden slots at the start of each cache; not with block_table.

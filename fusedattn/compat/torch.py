@@ -30,7 +30,7 @@ def _stay(module: nn.Module, inputs: Any) -> None:
 
 
 def _check_flags(**flags: Any) -> None:
-    """Check flags, for which torch.nn.MultiheadAttention also takes 0 and 1."""
+    """Raise unless flags are bools, or 0 or 1, as torch.nn.MultiheadAttention allows."""
     check_flags(**{name: bool(x) if isinstance(x, int) and x in (0, 1) else x for name, x in flags.items()})
 
 

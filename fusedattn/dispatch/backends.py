@@ -230,8 +230,8 @@ class Explanation(NamedTuple):
     """Result of `explain`; `print` shows it as text.
 
     backend: the backend that takes the call; None if the call would raise. tiles: {kernel: Tile, Pipeline or Backward}.
-    reasons: {other backend: [sentence, ...]}. backward: why the gradients come from other code, the kernels of
-    "triton" after "hopper" or, if an input requires one, the naive formula after "cpu"; empty if they do not.
+    reasons: {other backend: [sentence, ...]}. backward: on a Hopper GPU, why the backward runs the kernels of "triton",
+    not of "hopper"; for "cpu" and inputs that require gradients, why the naive formula computes them; otherwise empty.
     """
 
     backend: str | None

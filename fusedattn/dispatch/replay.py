@@ -23,9 +23,9 @@ from ..launch.failures import KernelUnavailable, fall_back
 from ..operators import attention, backward, dtensors, schema
 from . import backends
 
-MAX_KEPT = 1024  # signatures, before all are forgotten
+MAX_KEPT = 1024  # limit on kept signatures; then all are forgotten
 RECORD_AFTER = 2  # calls of a signature: recording costs as much as a first call, and many signatures never return
-RECENT = 8  # signatures with equal options that TensorGuards compare in C++; also the most recorded backwards of one
+RECENT = 8  # limit on signatures with equal options that TensorGuards compare in C++, and on recorded backwards of one
 
 RECORDED = attention.run_triton, attention.run_hopper
 _CLASSES = frozenset((Tensor, Parameter))
@@ -42,8 +42,8 @@ _ARE_LEARNED = [name not in _ATTENDED for name in INPUTS]
 
 _known: dict[tuple, "Replay"] = {}  # by signature
 _met: dict[tuple, int] = {}  # calls of signatures that are not recorded yet
-_kinds: set[tuple] = set()  # types of numbers that passed `_usual`, without a window
-_recent: dict[tuple, list] = {}  # {a signature without its facts: [(TensorGuards of the tensors, Replay)]}
+_kinds: set[tuple] = set()  # types of the numbers of calls without a window that passed `_usual`
+_recent: dict[tuple, list] = {}  # {a signature without tensor properties: [(TensorGuards, Replay)]}
 
 
 def forget() -> None:
@@ -109,7 +109,7 @@ def _precision(tensor: Tensor) -> str | None:
 
 
 def _split(tensors: tuple, numbers: tuple) -> tuple[tuple, tuple] | None:
-    """Return (the tensors present, the signature without their facts), or None for a call without a signature.
+    """Return (the tensors present, the signature without their properties); None for a call without a signature.
 
     numbers: the arguments that are no tensors, then return_lse, return_weights, the named backend and whether autograd
     records. Their types count too, because True, 1 and 1.0 are equal.
@@ -147,7 +147,7 @@ def _remember(present: tuple, most: tuple, replay: Any) -> None:
 
 def find(tensors: tuple, numbers: tuple) -> "Replay | None":
     """Return the Replay for a call, or None. tensors: the caller's, in the order of TENSORS; the seed may be an int."""
-    # TensorGuards miss some modes, as selective checkpoints, and tangents.
+    # TensorGuards do not notice tangents and some modes, such as selective checkpointing.
     if not _known or dispatch_modes() != 0 or forward_level() >= 0:
         return None
     split = _split(tensors, numbers)
@@ -165,7 +165,7 @@ def find(tensors: tuple, numbers: tuple) -> "Replay | None":
 
 
 def learn(tensors: tuple, numbers: tuple, call: Call, chosen: backends.Backend) -> "Replay | None":
-    """Count a checked call by its signature. When it came RECORD_AFTER times, record it, and return its Replay.
+    """Count a checked call by its signature. The RECORD_AFTER-th such call is recorded: return its Replay.
 
     Return None before that, if the call has no signature, or if its backend launches no kernels.
     """

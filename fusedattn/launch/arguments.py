@@ -74,9 +74,9 @@ def descriptor(tensor: Tensor, rows: int) -> TensorDescriptor:
 
 
 def described(tile: tile_table.Tile, rows: int, hiding: Tensor | None, **tensors: Tensor) -> dict[str, Any]:
-    """Return {name: TMA descriptor} if the tile uses TMA and TMA can read all tensors; otherwise {}: Views remain.
+    """Return {name: TMA descriptor} if the tile uses TMA and TMA can read all tensors; otherwise {}, to keep Views.
 
-    hiding: the mask of their rows, or None. Masked rows may be NaN, and TMA cannot skip them.
+    hiding: the mask of the tensors' rows, or None. Masked rows may be NaN, and TMA cannot skip them.
     """
     if not tile.tma or hiding is not None or not all(x.numel() and strided(x) and aligned(x) for x in tensors.values()):
         return {}

@@ -34,7 +34,7 @@ class _Pass(NamedTuple):
 
 
 def _bias_sum(call):
-    """Return how to sum a bias gradient: over keys to "rows", rows to "keys", heads ("planes"), or not ("pairs")."""
+    """Return how a bias gradient sums: over keys ("rows"), rows ("keys"), batch or heads ("planes"), not ("pairs")."""
     batch, heads, rows, keys = arguments.sizes(call)
     if call.bias.shape[3] == 1:
         return "rows"
@@ -99,14 +99,14 @@ def passes(call: Call, need, backend: str = "triton", reachable: bool = True) ->
 
 
 def _spread(sums, offsets, most):
-    """Return sums by row; those of packed sequences are padded to (n, H, most, 1)."""
+    """Return sums by row, padded to (n, H, most, 1) for packed sequences."""
     if offsets is None:
         return sums
     return padding(offsets, sums.shape[2], most).pad(sums[0].transpose(0, 1)).transpose(1, 2)
 
 
 def _totals(sums, offsets, batch):
-    """Return the totals over rows of sums by row: (B, H), or (n, H) for packed sequences."""
+    """Add up sums by row over all rows; return (B, H), or (n, H) for packed sequences."""
     if offsets is None or batch == 1:
         return sums.sum((2, 3))
     # Decreasing offsets are clamped: they describe empty sequences. A scatter would sum in any order.
@@ -115,7 +115,7 @@ def _totals(sums, offsets, batch):
 
 
 def _unit(p, form):
-    """Return the arguments UNIT and WIDTH, the block of dq that a Hopper backward stores (`hopper.unit`), or None."""
+    """Return {UNIT: rows, WIDTH: columns} of a Hopper backward's blocks of dq (`hopper.unit`); None without a form."""
     return dict(zip(("UNIT", "WIDTH"), (None, None) if form is None else hopper.unit(p.call, form), strict=True))
 
 
@@ -271,7 +271,7 @@ def launch_backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats
     if "postprocess" in names and form is not None:
         query_sums = hopper.new_sums(call, stats, form)
     elif "postprocess" in names:
-        # Sum into the gradient itself if it has the dtype of sums, unless TMA adds, for which rows must be aligned.
+        # Sum into the gradient itself if it has the dtype of sums, unless TMA adds, which needs aligned rows.
         width = call.query.shape[3]
         bulk = any(tile.bulk for tile in run.candidates("one_pass", call))
         in_place = grads["query"].dtype == stats.dtype and not bulk

@@ -60,7 +60,7 @@ def block_mask(mask, key_mask, query_mask, bias, lengths, mask_size):
 
 
 def slots(call, block, by_keys=False):
-    """Return the number of blocks of rows, or of keys, of a head in all batches; an upper bound if packed."""
+    """Return the number of row blocks, or key blocks, of one head over all batches; an upper bound if packed."""
     batch, _, rows, keys = arguments.sizes(call)
     if call.cu_seqlens_q is None:
         return cdiv(keys if by_keys else rows, block) * batch

@@ -8,7 +8,7 @@ import errno
 import subprocess
 import warnings
 
-# Errors that may pass: a full disk, too many files.
+# Errors that may be temporary: a full disk, too many open files.
 _PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.EINTR)
 failed_kernels: dict[tuple, str] = {}  # {run.kind_of(kernel, call) or (kernel, device): why it failed}
 _warned: set[str] = set()
@@ -30,7 +30,7 @@ def known(key: tuple) -> "KernelUnavailable | None":
 
 
 def remember(key: tuple, error: Exception) -> "KernelUnavailable":
-    """Return the error to raise for a failed kernel, and remember it for later calls, unless it may pass."""
+    """Return the error to raise for a failed kernel, and remember it, unless the error may be temporary."""
     name, device, *_ = key
     whole, what, advice = _judge(name, error)
     message = f"{what} on {device} ({cause(error)}); {advice}"

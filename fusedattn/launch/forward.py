@@ -1,4 +1,4 @@
-"""Launches the forward, by the Hopper kernel or the one for any GPU, its tangents, and the kernels of weights."""
+"""Launches the forward (the Hopper kernel or the kernel for any GPU), its tangents, and the kernels of weights."""
 
 from triton import cdiv
 
@@ -35,7 +35,7 @@ def _forward(out, lse, stats, call):
 
 
 def launch_weights(name, launched, columns: int, call: Call):
-    """Launch the kernel of weights, or of their tangents. launched: arguments but `columns` and `sequences`."""
+    """Launch the kernel of weights, or of their tangents. launched: arguments except `columns` and `sequences`."""
     run.run_tiled(
         name,
         call,

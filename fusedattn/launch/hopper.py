@@ -59,7 +59,7 @@ def limits(call: Call) -> list[str]:
 
 
 def reasons(call: Call) -> list[str]:
-    """Return why the forward cannot take a call on any machine; empty if it can."""
+    """Return why the forward cannot take a call, whatever the GPU; empty if it can."""
     return limits(call) + unreachable(call) if missing is None else [missing]
 
 
@@ -89,9 +89,9 @@ def _layout(rows, columns, dtype):
 
 
 def descriptor(tensor: Tensor, rows: int, columns: int | None = None) -> "TensorDescriptor":
-    """Return a descriptor that copies some rows of one head of a (B, H, S, D) tensor, zero past its end.
+    """Return a descriptor that copies `rows` rows of one head of a (B, H, S, D) tensor; past its end it reads 0.
 
-    columns: of the block that it copies, a power of two; by default D rounded up, at least 16.
+    columns: width of the copied block, a power of two; by default D rounded up, at least 16.
     """
     shape, strides, block = kernel_arguments.block(tensor, rows)
     block[3] = block[3] if columns is None else columns
@@ -108,7 +108,7 @@ def band_of(call: Call) -> str:
 
 
 def programs(call: Call, pipeline: Pipeline, multiprocessors: int) -> int:
-    """Return the grid size. If it is less than the number of blocks, a program takes several."""
+    """Return the grid size. If it is smaller than the number of blocks, each program computes several blocks."""
     batch, heads, rows, _ = kernel_arguments.sizes(call)
     blocks, band, keys = cdiv(rows, pipeline.rows) * batch * heads, band_of(call), call.key.shape[2]
     if call.left is not None and call.right is not None:
@@ -166,9 +166,9 @@ def reachable(*tensors: Tensor) -> bool:
 
 
 def _widths(call: Call) -> tuple[int, int]:
-    """Return the columns of a tile of keys, and of values.
+    """Return (columns of a key tile, columns of a value tile).
 
-    Each of two warpgroups computes half of the columns of dq, at least 64; with heads up to 64 half of the rows.
+    Each of two warpgroups computes half of the columns of dq, at least 64; with D and Dv up to 64, half of the rows.
     """
     width_k, width_v = width.fn(call.key.shape[3]), width.fn(call.value.shape[3])
     is_wide = _row_width(call) > tile_table.ONE_PASS
@@ -185,7 +185,7 @@ def unit(call: Call, form: Backward) -> tuple[int, int]:
 
 
 def new_rows(call: Call, stats: Tensor) -> tuple[Tensor, int | None]:
-    """Return the buffer of row statistics that `preprocess` fills, and its pitch (padded rows), if any."""
+    """Return (buffer of row statistics that `preprocess` fills, its padded number of rows or None)."""
     batch, heads, length, _ = call.query.shape
     if _row_width(call) <= tile_table.ONE_PASS:
         return stats.new_empty((batch, 2 * heads, length, 16), dtype=torch.bfloat16), None
@@ -213,7 +213,7 @@ def backward_arguments(
     grads: Sequence[Tensor],
     form: Backward,
 ) -> dict:
-    """Return the arguments of hopper_bwd and hopper_bwd_deterministic. grads: of key and value."""
+    """Return the arguments of hopper_bwd and hopper_bwd_deterministic. grads: (grad_key, grad_value)."""
     each = tile_table.WARPGROUP_ROWS
     width_k, width_v = _widths(call)
     at_once = width_k if _row_width(call) == 64 else width_k // 2  # columns of dq
@@ -251,7 +251,7 @@ def _common(call):
 def _scores_of_a_head(call):
     """Return (shape, bytes) of the stored gradients of scores of one key head."""
     group = call.query.shape[1] // call.key.shape[1]
-    shape = group, 1, call.key.shape[2], cdiv(call.query.shape[2], 64) * 64  # rows start at an L2 line
+    shape = group, 1, call.key.shape[2], cdiv(call.query.shape[2], 64) * 64  # each row starts an L2 line
     return shape, math.prod(shape) * call.query.element_size()
 
 
@@ -280,8 +280,8 @@ def _section(call, fits, size, blocks, multiprocessors):
 
     Args:
         fits: bytes of L2 to use. size: bytes of a head that its blocks read.
-        blocks: their number in a head. With causal or a window they are unequal, and the shortest of a section cannot
-            fill a GPU: sections are then nearly equal, with at least 1.5 blocks per multiprocessor.
+        blocks: number of blocks in a head. A band makes them unequal, and the short blocks of a section cannot fill a
+            GPU: sections then have nearly equal numbers of heads, and at least 1.5 blocks per multiprocessor.
     """
     heads, most = heads_at_a_time(call), max(1, fits // size)
     if call.left is None and call.right is None:

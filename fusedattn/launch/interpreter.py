@@ -1,8 +1,8 @@
 """Fixes for Triton's interpreter. It needs NumPy, so only interpreting processes import it.
 
 bfloat16: upstream multiplies and sums its bits as integers, and truncates in casts.
-Products: BLAS sums in an order that depends on processor and shapes; on GPUs it depends on the inner dimension alone,
-and kernels rely on that: delta cancels with dp.
+Products: in BLAS the order of sums depends on processor and shapes, on GPUs only on the inner dimension. Kernels rely
+on that: delta cancels with dp.
 Threads: upstream keeps the running program and its patches of the language in globals, so threads take turns.
 """
 
@@ -44,7 +44,7 @@ def repair():
     cast = builder.cast_impl
 
     def create_dot(self, a, b, d, *options):
-        # In float64, differences by the order of sums vanish when they are rounded to float32.
+        # In float64, differences due to the order of sums vanish when rounded to float32.
         product = numpy.matmul(_wide(a).data.astype(numpy.float64), _wide(b).data.astype(numpy.float64))
         return upstream.TensorHandle(product.astype(d.data.dtype) + d.data, d.dtype.scalar)
 

@@ -18,10 +18,10 @@ from triton import knobs
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime import JITFunction
 
-# Parameters of `compiled.run` in Triton 3.6, and in 3.7. The kernel's own follow.
+# Parameters of `compiled.run` in Triton 3.6, and in 3.7. The kernel's arguments follow.
 _RUN = ("gridX", "gridY", "gridZ", "stream", "function")
 _RUN_NOW = (*_RUN, "kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook")
-MOST_ADDRESSES = 256  # of a descriptor, before all its encodings are forgotten
+MOST_ADDRESSES = 256  # limit on kept encodings of a descriptor; then all are forgotten
 _hashing = threading.Lock()
 _hashed: set[int] = set()  # the id of each function that `_hash` has seen
 
@@ -61,7 +61,7 @@ def load(kernel, programs: int, arguments: dict, options: dict):
 def launched(compiled, encodes: bool = True) -> Callable:
     """Return a function (programs, stream, arguments) that launches a loaded kernel and calls the hooks of profilers.
 
-    encodes: whether to encode TMA descriptors. If not, the arguments hold the results of `encoders` in their place.
+    encodes: whether to encode TMA descriptors. If not, the arguments already hold encoded ones (`encoders`).
     """
     run = _run_of(compiled)
     if run is None:
@@ -104,7 +104,7 @@ def rebased(descriptor, tensor: Tensor):
 
 
 def _encoder(descriptor, encode: Callable) -> Callable[[Tensor], Any]:
-    """Return a function that encodes a descriptor for another tensor of its kind, and keeps the results by address."""
+    """Return a function that encodes a descriptor for another tensor of the same layout, and caches by address."""
     known: dict[int, Any] = {}
 
     def encoded(tensor):

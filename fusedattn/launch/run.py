@@ -1,4 +1,4 @@
-"""Runs a kernel with the first tile that fits the device, or records the launch. Callers pass no empty grid."""
+"""Runs a kernel with the first tile that fits the device, or records the launch. The grid must not be empty."""
 
 import contextlib
 import functools
@@ -131,7 +131,7 @@ def pressure_of(call):
 
 
 def kind_of(name, call):
-    """Return a dict key: calls with the same one share tiles of a kernel. If one of them fails, no other tries it."""
+    """Return a dict key. Calls with equal keys use the same tiles; if the kernel fails for one, no other tries it."""
     query, (_, _, rows, _) = call.query, sizes(call)
     small = rows <= tile_table.FEW_ROWS and name in ("forward", "dq", "tangent")
     if not small and call.left is not None and call.right is not None:
@@ -172,7 +172,7 @@ def is_default(name, call, device):
 
 
 def is_to_take(name, call, backend):
-    """Return whether the Hopper backward `name` runs for a call that it supports, by default or as named backend."""
+    """Return whether the Hopper backward `name` runs for a call that it supports, by default or because it is named."""
     device = device_of(call.query)
     chosen = is_default(name, call, device) and failures.known((name, device)) is None
     wanted = backend == "hopper" if call.named else chosen
@@ -207,7 +207,7 @@ def run_tiled(name, call, programs, arguments, more=None):
     """Run a kernel with the first of its tiles that fits the device.
 
     Args:
-        programs: the grid size for a tile. more: further arguments for a tile.
+        programs(tile): the grid size. more(tile): further arguments.
     """
     kind, device, recorder = kind_of(name, call), device_of(call.query), current_recorder()
     tiles = candidates(name, call)
@@ -227,8 +227,8 @@ def run_tiled(name, call, programs, arguments, more=None):
                 if last:
                     raise
                 if recorder is not None:
-                    recorder.back(before)  # drop the lists of this tile
-                # Another thread may already have found a smaller one.
+                    recorder.back(before)  # drop all that `more` recorded for this tile
+                # Another thread may already have found a smaller tile.
                 smaller = tiles[tiles.index(tile) + 1 :]
                 tile_table.fitting[kind] = min(smaller, tile_table.fitting.get(kind, smaller), key=len)
 

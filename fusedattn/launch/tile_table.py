@@ -1,7 +1,7 @@
 """Tile sizes by kernel and GPU, and the functions that look them up.
 
-Rows were chosen offline, by registers and spills in compiled code (`make compile`). A timed row names its GPU and time.
-A form is a Tile, or a Pipeline or Backward of a Hopper kernel. A band is causal or a window. Pressure: see `tiles_for`.
+Table rows were chosen offline, by registers and spills in compiled code (`make compile`). A timed row names its GPU.
+Form: a Tile, or a Pipeline or Backward of a Hopper kernel. Band: a causal mask or a window. Pressure: see `tiles_for`.
 """
 
 import math
@@ -11,8 +11,8 @@ from typing import NamedTuple
 class Tile(NamedTuple):
     """Block size of one program, its warps and stages, and the bytes it may spill: more fails `make compile`.
 
-    From 9.0 on, TMA can replace threads: bulk adds tiles of dq by TMA; tma loads the tiles that a loop walks, if
-    `arguments.described` allows it.
+    For compute capability 9.0 and later: bulk adds tiles of dq to memory by TMA; tma loads the tiles of the inner loop
+    by TMA, if `arguments.described` allows it.
     """
 
     rows: int
@@ -27,9 +27,9 @@ class Tile(NamedTuple):
 class Pipeline(NamedTuple):
     """Tile of the Hopper forward. No row of its table may spill.
 
-    warpgroups: how many multiply, WARPGROUP_ROWS rows each. stages: blocks of keys, and of values, in shared memory.
-    persistent: one program a multiprocessor, several blocks each, unless a band makes blocks unequal: with those
-    it was 19 % slower (an H200, D 128, causal, S 4096). ping_pong: two warpgroups take turns to multiply.
+    warpgroups: number that multiply, WARPGROUP_ROWS rows each. stages: blocks of keys, and of values, in shared memory.
+    persistent: a program may compute several blocks (`hopper.programs`); causal ones in pairs, because with unequal
+    blocks it was 19 % slower (an H200, D 128, causal, S 4096). ping_pong: two warpgroups take turns to multiply.
     """
 
     warpgroups: int
@@ -46,8 +46,8 @@ class Pipeline(NamedTuple):
 class Backward(NamedTuple):
     """Tile of a Hopper backward: two warpgroups multiply, WARPGROUP_ROWS keys each.
 
-    rows: of a block of queries, which it walks. stages: such blocks in shared memory; for hopper_bwd_ds those of the
-    product kernels.
+    rows: size of the query blocks that its loop visits. stages: query blocks in shared memory; for hopper_bwd_ds, the
+    stages of the kernels PRODUCTS.
     """
 
     rows: int
@@ -69,19 +69,19 @@ def same(form):
 
 WARPGROUP_ROWS = 64
 MULTIPROCESSORS = 132  # of an H100 or H200, which `explain` assumes for compute capability 9.0
-# By number of multiplying warpgroups: registers a thread at launch, then while multiplying, and while copying. A larger
-# total than at launch would make setmaxnreg wait for ever.
+# {number of multiplying warpgroups: registers per thread (at launch, of multiplying warps, of copying warps)}. If the
+# multiplying and copying warps together need more than all had at launch, setmaxnreg waits for ever.
 REGISTERS = {2: (168, 240, 24), 3: (128, 160, 24)}
-FEW_ROWS = 64  # calls with at most this many rows use tiles of at most 64 x 64; `pack_gqa` makes at most as many
+FEW_ROWS = 64  # calls with at most this many rows use tiles of at most 64 x 64; `pack_gqa` makes no more rows
 L2_BYTES = 32 << 20  # limit on keys and values of the heads that are scheduled together
-# The same for queries and incoming gradients in the backward; half of it in its product kernels. Without this limit, on
-# an H200, the backward takes 1.25 times as long at 1024 tokens, 1.17 times at 2048.
+# The same for queries and incoming gradients in hopper_bwd_ds; the kernels PRODUCTS use half of it. Without this limit,
+# on an H200, the backward takes 1.25 times as long at 1024 tokens, 1.17 times at 2048.
 SECTION_BYTES = 16 << 20
-# By width: a program takes several blocks of rows if a row sees at most this many keys, in full calls and in a band.
-# With more keys, one block a program was as fast or faster on an H200, by 0.98 to 1.04 (bench/NOTES.md).
+# By width, for full calls and for bands: a program takes several blocks of rows if a row sees at most this many keys.
+# With more keys, one block per program was 0.98 to 1.04 times as fast as several on an H200 (bench/NOTES.md).
 SHARED_KEYS = {128: 16384}
 SHARED_KEYS_OF_BANDS = {64: 4096, 128: 16384, 256: 2048}
-SHARED_PAIRS = 0.9  # programs take pairs of blocks if these fill at least this share of the multiprocessors' rounds
+SHARED_PAIRS = 0.9  # causal programs take pairs of blocks if the pairs keep this share of multiprocessors busy
 
 
 def _variants(pipeline):
@@ -95,12 +95,12 @@ HOPPER = {
     256: _variants(Pipeline(2, 64, 2)),
 }
 
-# By width: the first pipeline of full and causal calls with at least this many rows and keys. At D 64 three warpgroups
-# are 1.03 to 1.12 times as fast as two there (an H200, bench/NOTES.md).
+# {width: ({band: length}, the pipeline to try first if rows and keys are at least that many)}. At D 64, from these
+# lengths on, three warpgroups are 1.03 to 1.12 times as fast as two (an H200, bench/NOTES.md).
 HOPPER_LONG = {64: (dict(full=2048, causal=8192), Pipeline(3, 128, 2))}
 
-# The Hopper backwards, by width as in HOPPER. Two add up dq in memory, one of them in a fixed order. With wide heads
-# that would spill, so hopper_bwd_ds stores the gradients of scores.
+# The Hopper backwards, by width as in HOPPER. The first two add up dq in memory, "deterministic" in a fixed order. With
+# wide heads that would spill, so hopper_bwd_ds stores the gradients of scores.
 BACKWARDS: dict[str, dict[int, tuple]] = {
     **dict.fromkeys(("hopper_bwd", "hopper_bwd_deterministic"), {64: (Backward(128, 2),), 128: (Backward(64, 2),)}),
     "hopper_bwd_ds": {256: (Backward(64, 3),)},
@@ -109,7 +109,7 @@ REPEATABLE = "hopper_bwd_deterministic", "hopper_bwd_ds"  # deterministic BACKWA
 PRODUCTS = "hopper_dk", "hopper_dq"  # kernels that read the scores' gradients stored by "hopper_bwd_ds"
 SCORES_BYTES = 2**29  # limit on stored gradients of scores; two heads are always stored, which may take twice that
 ON_HOPPER: dict[str, dict[int, tuple]] = {"hopper": HOPPER} | BACKWARDS
-# Kernels whose forms `fusedattn tune` measures, in order. two_passes is dq and dkdv, each in its best form.
+# Kernels whose forms `fusedattn tune` measures, in order. two_passes: dq and dkdv, each in its best form.
 MEASURED = ("forward", "hopper", "dq", "dkdv", "one_pass", *BACKWARDS, "two_passes")
 ONE_PASS = 128  # the widest heads of the kernel one_pass: wider ones leave no registers for a tile of dq
 DECODE = {"decode_16": 16, "decode_32": 32, "decode_64": 64}  # {decode kernel: rows of its largest tile}
@@ -129,8 +129,8 @@ def _one_each(kernel, architecture, itemsize, *tiles):
 
 
 # (kernel, architecture, bytes of an element, `row_width` of D and Dv): tiles from the best to one that fits anywhere.
-# On 9.0 three stages come first. With two, a loop waits for copies that the last step began at its end, so they overlap
-# nothing; with three, for copies of the step before. Seen in machine code.
+# On 9.0 three stages come first. Machine code shows why: with two, a loop waits for copies that the previous step began
+# at its end, so they overlap nothing; with three, it waits for copies that began one step earlier.
 TABLE = {
     ("forward", 80, 2, 64): (Tile(128, 64, 4, 3), Tile(64, 64, 4, 2)),
     ("forward", 80, 2, 128): (Tile(128, 64, 8, 2, spills=12), Tile(64, 32, 4, 2)),  # at D = 80
@@ -176,7 +176,7 @@ TABLE = {
     ("one_pass", 80, 4, 128): (Tile(16, 32, 8, 2), Tile(16, 16, 8, 2)),
     # Memory bound: enough rows to keep every thread busy.
     **_one_each("preprocess", 80, 2, Tile(64, None, 4, 1), Tile(32, None, 4, 1), Tile(16, None, 4, 1)),
-    # With 64 rows delta is a wgmma, like dp, and sums in the same order: dp - delta is 0 if one key has all weight.
+    # With 64 rows delta is a wgmma like dp, with the same order of sums: dp - delta is 0 if one key has all weight.
     ("preprocess", 90, 2, 128): (Tile(64, None, 4, 1),),
     ("preprocess", 90, 2, 256): (Tile(64, None, 8, 1),),
     ("postprocess", 90, 2, 128): (Tile(64, None, 8, 1),),
@@ -260,7 +260,7 @@ RICH = {
 }
 
 # Further tiles of plain calls, used only if `fusedattn tune` found them faster: fewer stages in less shared memory; two
-# programs of four warps on a multiprocessor, so that one multiplies under the other's softmax; and loads by TMA, which
+# programs of four warps on a multiprocessor, so that one multiplies during the other's softmax; and loads by TMA, which
 # take fewer instructions and registers in the forward and in dq, but spill more in dk/dv at D 128.
 CANDIDATES = {
     ("forward", 90, 2, 64): (
@@ -300,12 +300,12 @@ CANDIDATES = {
     ),
 }
 
-# Tiles to try by `run.kind_of`, without those that did not fit the device.
+# {`run.kind_of` a call: tiles to try, without tiles that did not fit the device}
 fitting: dict[tuple, tuple[Tile, ...]] = {}
 
 
 def architecture(capability):
-    """Return the architecture whose rows a GPU uses first: 86, 89 and 120 have little shared memory."""
+    """Return the architecture whose table rows a GPU uses first; 86 stands for GPUs with little shared memory."""
     return 90 if 90 <= capability < 120 else 80 if capability in (80, 87) else 86
 
 
@@ -336,9 +336,9 @@ def tiles_for(kernel, capability, itemsize, width, pressure="plain"):
 
     Args:
         kernel: one of INTERPRETED.
-        capability: 90 for (9, 0); None is Triton's interpreter. Without rows of its own a GPU uses those of 80.
+        capability: 90 for (9, 0); None is Triton's interpreter. A GPU that has no rows uses the rows of 80.
         itemsize: bytes of an element of query. width: the wider of D and Dv.
-        pressure: of a call on registers: "plain", "masked" (a mask of pairs) or "rich" (bias, slopes, cap or dropout).
+        pressure: register pressure: "plain", "masked" (a mask of pairs) or "rich" (bias, slopes, cap or dropout).
     """
     if capability is None:
         return INTERPRETED[kernel]
@@ -369,8 +369,8 @@ def forms_on_hopper(kernel, width, length, band, ranked=()):
     """Return the pipelines of a Hopper kernel, best first.
 
     Args:
-        width: `row_width` of D and Dv. length: the fewer of rows and keys. band: "full", "causal" or "window".
-        ranked: those of a tuning file, fastest first. Tuning times long calls, so HOPPER_LONG comes last in short ones.
+        width: `row_width` of D and Dv. length: min(Sq, Sk). band: "full", "causal" or "window".
+        ranked: pipelines of a tuning file, fastest first. Tuning times long calls, so short ones try HOPPER_LONG last.
     """
     forms = ON_HOPPER[kernel].get(width, ())
     least, long = HOPPER_LONG.get(width, ({}, None))

@@ -1,7 +1,7 @@
 """Tuning files, which `fusedattn tune` writes for a GPU: tiles and pipelines with their times. Read at the first call.
 
 A file is valid only with the GPU, driver, torch, Triton and package version that wrote it. Without a valid file the
-tables of `launch.tile_table` decide. A form is a tile or a pipeline, a place its (kernel, dtype, width, pressure).
+tables of `launch.tile_table` decide. Form: a tile or a pipeline. Place: (kernel, dtype, width, pressure).
 """
 
 import functools
@@ -46,7 +46,7 @@ class Row(NamedTuple):
 
 
 class Choices(NamedTuple):
-    """Measured forms by place: right ones, fastest first, and wrong ones. best: the times of the fastest."""
+    """Measured forms by place. right: correct, fastest first. wrong: incorrect. best: times of the fastest."""
 
     right: Mapping[tuple, tuple]
     wrong: Mapping[tuple, tuple]
@@ -62,7 +62,7 @@ NOTHING = Choices({}, {}, {})
 
 
 def choose(rows: Iterable[Row]) -> Choices:
-    """Rank the forms of each place, fastest first. One that lacks a time comes last."""
+    """Rank the forms of each place, fastest first. A form that lacks a time comes last."""
     places: dict[tuple, list[Row]] = {}
     for row in rows:
         places.setdefault(row[:4], []).append(row)
@@ -99,7 +99,7 @@ def path(gpu: str) -> Path:
 
 
 def read(file: Path, here: Collection[dict[str, str]]) -> tuple[str, Choices]:
-    """Return the GPU of a file and its Choices. Raise ValueError if it is damaged or of none of the machines `here`."""
+    """Return (GPU, Choices) of a file; raise ValueError if it is damaged or for a machine not in `here` ([]: any)."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         was = dict(content["about"])
