@@ -106,7 +106,7 @@ def _spread(sums, offsets, most):
 
 
 def _totals(sums, offsets, batch):
-    """Return the totals over rows of sums by row: (B, H), or (n, H) for packed sequences."""
+    """Sum numbers of rows (B, H, S, 1) over the rows: (B, H), or (n, H) for n packed sequences."""
     if offsets is None or batch == 1:
         return sums.sum((2, 3))
     # Decreasing offsets are clamped: they describe empty sequences. A scatter would sum in any order.
