@@ -1,1 +1,1 @@
-"""Benchmarks: six questions, one CSV format, and tables and plots of the rows."""
+"""Benchmarks by question (see `cases`): their rows in one CSV format, and tables and plots of the rows."""

@@ -109,7 +109,7 @@ def truth(case, tensors):
 
 
 def compare(results, oracle, eager):
-    """Return (error, eager PyTorch's error, what is wrong or "") of the worst of {name: tensor}."""
+    """Return (error, eager PyTorch's error) of the worst of {name: tensor}, and what is wrong with any, or ""."""
     judged = verdicts(results, eager, {name: oracle[name] for name in results})
     worst = max(judged.values(), key=lambda one: (not one.ok, one.max_error / one.max_allowed))
     why = "; ".join(f"{name}: {one.why}" for name, one in judged.items() if not one.ok)

@@ -60,7 +60,7 @@ def compared(rows: Sequence[Row], without: str = "") -> Iterator[tuple[str, Case
 
 
 def last_runs(rows: Sequence[Row], providers: Sequence[str]) -> dict[tuple[str, Case], list[Row]]:
-    """Return {(mode, case): rows of the providers} for the papers' cases, each from the last run with all of them."""
+    """Return {(mode, case): rows of the providers} for cases in PAPER, from the last run that has all providers."""
     runs = collections.defaultdict(dict)
     for row in rows:
         if row.status == "ok" and row.provider in providers and row.case in PAPER:

@@ -201,7 +201,7 @@ def _check_pages(a: CacheArguments, before: Tensor, new: int) -> None:
         expected = "new rows at positions of the cache that are free"
         if len((written * page + place).unique()) < place.numel():
             fail(ValueError, "block_table", expected, "one for two rows: give each sequence its own page there")
-        old = before[:, None] - torch.arange(number.shape[1], device=before.device) * page  # keys at or after each page
+        old = before[:, None] - torch.arange(number.shape[1], device=before.device) * page  # old keys from each page on
         most = before.new_zeros(pages).scatter_reduce_(0, number[old > 0], old[old > 0], "amax")
         if bool((place < most[written]).any()):
             fail(ValueError, "block_table", expected, "one that another sequence uses: copy the shared page first")

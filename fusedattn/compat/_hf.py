@@ -165,7 +165,7 @@ def _attentions(module: Any, models: Any = (), configs: Any = ()) -> Iterator[_A
     forwards = tuple(x for cls in kind.__mro__ if (x := _function(vars(cls).get("forward"))))
     calls, computes, sparse = _read(kind, _function(module.forward, module), forwards, bool(beneath))
     if calls or computes or sparse:
-        # A model's flags say that its code takes bool masks; a module's is_causal, if no mask means causal.
+        # A model's flags say that it takes bool masks; a module's is_causal says whether no mask means causal.
         flagged = (x for x in models if type(x.config) is type(models[-1].config))
         able = hasattr(module, "is_causal") and all(any(getattr(x, flag, 0) for flag in _FLAGS) for x in flagged)
         causal, used = bool(getattr(module, "is_causal", True)), calls and _wanted(configs[-1]) is not None

@@ -20,7 +20,7 @@ class Keys(Protocol):
         """Yield (owner, the call with the owner's keys and values, its Pieces). Owner None is all ranks."""
 
     def give_back(self, owner: int | None, key: Tensor | None, value: Tensor | None) -> None:
-        """Receive the gradients of the owner's keys and values that come from this rank's rows."""
+        """Take the gradients of the owner's keys and values that this rank's rows contribute."""
 
     def gradients(self) -> tuple[Tensor | None, Tensor | None]:
         """Return the gradients of this rank's keys and values, summed over all ranks."""
@@ -63,7 +63,7 @@ def _forward(whole: GlobalCall, keys: _Keys) -> tuple[list[Tensor | None], Globa
 
 
 def _zeros(call: Call, names: Iterable[str]) -> dict[str, Any]:
-    """Return a zero gradient, float32 (float64), for each named tensor that a call has."""
+    """Return a zero gradient for each named tensor that a call has, in float32 (float64 for float64 inputs)."""
     tensors = {name: getattr(call, name) for name in names}
     return {name: x.new_zeros(x.shape, dtype=wide_dtype(call)) for name, x in tensors.items() if x is not None}
 

@@ -106,7 +106,7 @@ def _spread(sums, offsets, most):
 
 
 def _totals(sums, offsets, batch):
-    """Add up sums by row over all rows; return (B, H), or (n, H) for packed sequences."""
+    """Add up sums by row (B, H, S, 1) over the rows: return (B, H), or (n, H) for n packed sequences."""
     if offsets is None or batch == 1:
         return sums.sum((2, 3))
     # Decreasing offsets are clamped: they describe empty sequences. A scatter would sum in any order.

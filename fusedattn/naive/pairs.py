@@ -52,7 +52,7 @@ def visible(call: Call, block: Block) -> Tensor | None:
 
 
 def edges(call: Call, block: Block) -> list[tuple[slice, Tensor]]:
-    """Return [(columns, bool: their pairs that causal or window hides)] of a block that satisfies `only_edges`."""
+    """Return [(columns, bool: pairs hidden there by causal or window)] of a block for which `only_edges` is true."""
     offset, sides, hidden = known_diagonal(call), [], []
     first, last, begin, end = block
     assert offset is not None

@@ -20,7 +20,7 @@ OPERANDS_STAY = gl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) 
 
 @gluon.jit
 def extent(band, first, KEYS: gl.constexpr, BLOCK_M: gl.constexpr):
-    """Return (begin, full, full_end, end) of the blocks of rows that see the keys from `first` on: `span.blocks`."""
+    """Return (begin, full, full_end, end), as `span.blocks`, of row blocks that see the KEYS keys from `first` on."""
     ranges = span.blocks(span.flip(band), first, KEYS, BLOCK_M)
     return span.masked_past(ranges, first + KEYS, band.keys)
 

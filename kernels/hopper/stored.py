@@ -245,7 +245,7 @@ def stored_backward(
 
 
 class Factors(NamedTuple):
-    """Shared memory of the second kernel. ds: a ring. others: keys or queries, with its barriers. product: results."""
+    """Shared memory of the second kernel. ds: a ring. others: keys or queries, on ds's barriers. product: results."""
 
     ds: ring.Ring
     others: gl.shared_memory_descriptor

@@ -10,7 +10,7 @@ from triton.language.target_info import cuda_capability_geq
 _MAJOR, _MINOR, _PATCH = triton.__version__.split(".")[:3]
 _VERSION = int(_MAJOR), int(_MINOR), int(_PATCH[0])
 UNFENCED = tl.constexpr(_VERSION < (3, 7, 1) and not knobs.runtime.interpret)
-LATER_UNFENCED = tl.constexpr(_VERSION < (3, 9, 0) and not knobs.runtime.interpret)  # 3.7.1 lacks this fence
+LATER_UNFENCED = tl.constexpr(_VERSION < (3, 9, 0) and not knobs.runtime.interpret)  # see `fence_later`
 
 
 @triton.jit

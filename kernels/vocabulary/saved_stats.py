@@ -19,7 +19,7 @@ def columns(dtype, DV):
 
 @triton.constexpr_function
 def _shift(dtype):
-    """Return the number of bits below the 8 bits of a float32 that follow those of a 16-bit number."""
+    """Return how many bits of a float32 remain after those of a 16-bit number and the 8 bits that follow them."""
     return 5 if dtype == tl.float16 else 8
 
 

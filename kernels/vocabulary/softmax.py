@@ -111,5 +111,5 @@ def weights(s, row, scale):
 
 @triton.jit
 def powers(s, scale):
-    """Return weights from scores less the pivots and the logarithms of the sums of their rows."""
+    """Return weights from scores from which their row's pivot and the logarithm of its sum are already subtracted."""
     return tl.math.exp2(_log2(s, scale))

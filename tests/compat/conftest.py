@@ -10,7 +10,7 @@ from fusedattn.compat import transformers as compat
 
 @pytest.fixture
 def told():
-    """Return our warnings so far. Each test is the first to see a model."""
+    """Yield a function that returns our warnings so far. Models that warned in earlier tests warn again."""
     judge = pytest.importorskip("fusedattn.compat._hf")
     before = set(judge._warned)
     judge._warned.clear()

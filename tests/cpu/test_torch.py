@@ -84,7 +84,7 @@ def test_tensors_that_come_back_smaller():
 
 @pytest.mark.parametrize("lengths", [(40, 15, 1), (40, 39, 5), (200, 150, 200)], ids=str)
 def test_many_gradients_of_values_with_much_in_common(lengths):
-    """The backward subtracts the forward's mean of the values, whatever other batches are beside them."""
+    """Under vmap, which gives the backward another batch, it subtracts the same mean of the values as the forward."""
     leaves = [(x + 3.0).bfloat16() for x in draw(3, 2, max(lengths), 16)]
     key_mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
     out, pull = torch.func.vjp(lambda *x: fa.attention(*x, key_mask=key_mask, backend="cpu"), *leaves)

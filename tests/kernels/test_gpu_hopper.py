@@ -157,7 +157,7 @@ def test_backwards_of_head_dimensions(options, number, cuda, passes, poison, nam
 @pytest.mark.parametrize("width", HOPPER)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_a_backward_gives_the_same_bits(causal, width, cuda, tiles, names):
-    """Wide heads store the gradients of scores of a few heads at a time."""
+    """SCORES_BYTES is small, so that wide heads need several rounds: each stores the ds of a few heads."""
     tiles("SCORES_BYTES", 12 << 20)
     heads = timed.WIDTH // width
     inputs = inputs_of(cuda, 4, heads, heads, 1000, 1111, width)
@@ -219,7 +219,7 @@ def test_tensors_beyond_two_to_the_31(cuda):
 
 
 def test_a_repeated_call_finds_its_tensors_wherever_they_lie(cuda, record_after):
-    """Descriptors are kept by address; there are more addresses here than places."""
+    """Descriptors are cached by address; this test has more addresses than the cache has entries."""
     batches = [inputs_of(cuda, batch=1) for _ in range(300)]
     record_after(None)
     want = [attend(*inputs, causal=True) for inputs in batches]

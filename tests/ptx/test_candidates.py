@@ -36,7 +36,7 @@ def pytest_generate_tests(metafunc):
 
 
 def executed(candidate, entry, capability=90):
-    """Run an Entry whose calls take a candidate, and return its Outcome."""
+    """Make the calls of an Entry take a candidate, run it, and return its Outcome."""
     form = tile_table.same(candidate.form)
     tuned.ask(choose([candidate._replace(form=form)]))
     try:

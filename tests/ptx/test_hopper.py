@@ -255,7 +255,7 @@ st.shared.v4.b32 [%r0+1024], {{%t, %t, %t, %t}}; // store"""
 
 
 def tensor_map(x, swizzle, kind=UINT16):
-    """Return a descriptor of boxes of 1 KB, of the tensor without the ends of its rows."""
+    """Return a descriptor with boxes of 1 KB. It covers the first WIDTH of the PITCH elements of each row of x."""
     span, size = SPANS[swizzle], x.itemsize
     block, shape, strides = (1, 1, 1024 // span, span // size), (1, 1, HEIGHT, WIDTH), (*LARGE, PITCH, 1)
     return SimpleNamespace(what=TensorMap(x.data_ptr(), swizzle, size, kind, block, shape, strides, 0))
