@@ -37,7 +37,7 @@ def git(*arguments):
 
 
 def sources():
-    """Return the names of the repository's files; in an unpacked source archive, of the files that it lists."""
+    """Return the names of the repository's files; in an unpacked source archive, the files that it lists."""
     tracked = git("ls-files", "-z")
     listed = ROOT / "fusedattn.egg-info" / "SOURCES.txt"
     names = listed.read_text().splitlines() if tracked is None else tracked.split("\0")
@@ -46,7 +46,7 @@ def sources():
 
 
 def epoch():
-    """Return the time of all files, in seconds, from the environment, the commit or the source archive."""
+    """Return the time to give all files, in seconds, from the environment, the commit or the source archive."""
     known = os.environ.get("SOURCE_DATE_EPOCH") or git("log", "-1", "--format=%ct")
     return int(known or (ROOT / "PKG-INFO").stat().st_mtime)
 

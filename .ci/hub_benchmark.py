@@ -1,4 +1,4 @@
-"""Benchmarks for `kernels benchmark` of Hugging Face's kernels: its own attention workloads, and further features."""
+"""Benchmarks for Hugging Face's command `kernels benchmark`: its own attention workloads, and further features."""
 
 import torch
 import torch.nn.functional as F
@@ -8,13 +8,13 @@ from kernels.benchmarks import FlashAttentionBenchmark, FlashAttentionCausalBenc
 if torch.cuda.is_available():  # these workloads always put their tensors on a GPU
 
     class FlashAttention(FlashAttentionBenchmark):
-        """flash_attn_func."""
+        """Workload of flash_attn_func."""
 
     class FlashAttentionCausal(FlashAttentionCausalBenchmark):
-        """flash_attn_func, causal."""
+        """Workload of flash_attn_func, causal."""
 
     class FlashAttentionVarlen(FlashAttentionVarlenBenchmark):
-        """flash_attn_varlen_func."""
+        """Workload of flash_attn_varlen_func."""
 
 
 class Attention(Benchmark):

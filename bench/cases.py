@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-SEED = 0  # of the inputs, and of fusedattn's dropout
+SEED = 0  # for the inputs, and for fusedattn's dropout
 TOKENS, WIDTH = 16384, 2048  # B * S and Hq * D, as in the FlashAttention papers
 # Matrix products of each mode, relative to a forward.
 PASSES = {"forward": 1.0, "graph": 1.0, "backward": 2.5, "forward_backward": 3.5}
@@ -27,7 +27,7 @@ class Tensors(NamedTuple):
 
     @property
     def inputs(self) -> tuple:
-        """query, key, value and bias, without those that are None."""
+        """Return query, key, value and bias, except for None."""
         return tuple(x for x in (self.query, self.key, self.value, self.bias) if x is not None)
 
 
@@ -35,8 +35,8 @@ class Case(NamedTuple):
     """Sizes, as in the columns of the CSV; dtype is the name of a torch dtype.
 
     Words of `options`: bias (1, Hq, Sq, Sk); documents=N, a mask for N documents in a sequence; keys=SHARE, the share
-    of keys that are not padding; lengths=KIND, packed sequences with lengths from LENGTHS; filled=SHARE of a cache;
-    window=LEFT,RIGHT; softcap=CAP; dropout=P; weights, returned too; module, attention with its projections.
+    of keys that are not padding; lengths=KIND, packed sequences with lengths from LENGTHS; filled=SHARE, the filled
+    share of a cache; window=LEFT,RIGHT; softcap=CAP; dropout=P; weights: returned too; module: projections as well.
     """
 
     B: int
@@ -52,7 +52,7 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The sizes in the order of `fusedattn bench --shape`, then the other fields."""
+        """Sizes in the order of `fusedattn bench --shape`, then the other fields, as text."""
         words = [f"Dv {self.Dv}"] * (self.D != self.Dv) + ["causal"] * self.causal
         return " ".join([",".join(map(str, self[:6])), *words, DTYPES.get(self.dtype, self.dtype), *self.words])
 
@@ -61,12 +61,12 @@ class Case(NamedTuple):
         return self.options.split()
 
     def option(self, name: str) -> str | None:
-        """Return the value of an option: "" if it takes none, None if the case lacks it."""
+        """Return the value of an option: "" if it takes no value, None if the case lacks the option."""
         return dict(word.partition("=")[::2] for word in self.words).get(name)
 
     @property
     def sides(self) -> tuple[int | None, int | None]:
-        """The window (left, right), causal included."""
+        """Window (left, right); causal makes right 0."""
         left, right = map(int, (self.option("window") or "-1,-1").split(","))
         return None if left < 0 else left, 0 if self.causal else None if right < 0 else right
 

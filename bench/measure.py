@@ -20,7 +20,7 @@ MODES = ("forward", "backward", "forward_backward")
 REPEATED = 3  # forwards before a backward is timed alone: fusedattn then replays them, as in training
 NAMES = ("query", "key", "value", "bias")
 TURN_MS = 5.0  # on a CPU steps take turns: in this time a quick step is called several times
-FEWEST = 5  # minimum of turns of each step
+FEWEST = 5  # minimum number of turns of each step
 
 
 class Workload:
@@ -35,7 +35,7 @@ class Workload:
         return truth(self.case, self.tensors)
 
     def label(self, name):
-        """Return the provider of a row; for fusedattn, with the backend that takes the case."""
+        """Return the text for the column provider: the name and, for fusedattn, the backend that takes the case."""
         if name != "fusedattn" or "module" in self.case.words:
             return name
         return f"{name}:{providers.explain(self.case, self.tensors).backend}"
@@ -63,7 +63,7 @@ class Workload:
         return lambda: torch.autograd.grad(output(), leaves, grad_out)
 
     def judge(self, mode, call, result):
-        """Return (error, eager PyTorch's error, what is wrong or "") of a step's result."""
+        """Return (error, eager PyTorch's error, what is wrong or "") for a step's result."""
         names = NAMES[: len(self.tensors.inputs)] if mode in MODES[1:] else ("out", "weights")
         result = dict(zip(names, result if isinstance(result, tuple) else (result,), strict=False))
         unpacked = {name: x if name in ("weights", "bias") else call.unpack(x) for name, x in result.items()}
@@ -85,7 +85,7 @@ def of_head(case, x):
 
 @torch.enable_grad()
 def truth(case, tensors):
-    """Return {name: tensor} by float64 and by eager PyTorch: results and gradients of the head of `of_head`."""
+    """Return two dicts {name: result or gradient} for the head of `of_head`: by float64 and by eager PyTorch."""
     *inputs, bias = (x if x is None else of_head(case, x) for x in tensors[:5])
     masks = {name: of_head(case, x[:, None])[:, 0] if x.dim() == 2 else x for name, x in tensors.masks.items()}
     head = Tensors(*inputs, bias, masks)
@@ -117,7 +117,7 @@ def compare(results, oracle, eager):
 
 
 def measure(machine, cases, names, modes, device, budget_ms=100.0):
-    """Yield (row, what is wrong or "") of each case, mode and provider. A row says why it could not be measured.
+    """Yield (row, what is wrong or "") for each case, mode and provider. A row says why it could not be measured.
 
     On a CPU one thread computes and the providers take turns, so that ratios are steady while other programs run.
     """
@@ -145,7 +145,7 @@ def measure(machine, cases, names, modes, device, budget_ms=100.0):
 
 
 def _measure(workload, mode, names, device, budget_ms):
-    """Return [(label, columns, what is wrong or "")] of providers."""
+    """Return [(label, columns, what is wrong or "")], one for each provider."""
     case, found, steps = workload.case, {}, {}
     with torch.set_grad_enabled(mode in MODES[1:]):
         for name in names:
@@ -179,10 +179,10 @@ def _measure(workload, mode, names, device, budget_ms):
 
 
 def _peak(step, device):
-    """Return (result of a step, its peak of additional GPU memory in MiB, or "" on a CPU)."""
+    """Return (result of a step, peak of additional GPU memory in MiB or "" on a CPU)."""
     if torch.device(device).type != "cuda":
         return step(), ""
-    step()  # compiles first
+    step()  # may compile
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -212,7 +212,7 @@ def times(steps, mode, device, budget_ms, inside=contextlib.nullcontext):
 
 
 def in_turns(steps, budget_ms, inside=contextlib.nullcontext):
-    """Return the quantiles of the CPU time of {name: step}; the steps take turns."""
+    """Return {name: quantiles of CPU time in milliseconds} of {name: step}; the steps take turns."""
 
     def turn(name, calls):
         step = steps[name]

@@ -1,6 +1,6 @@
 """Draws speed over length from the rows of a CSV: python -m fusedattn.bench.plot FILE.csv FILE.png [PROVIDER ...].
 
-With PROVIDERs it draws the cases in PAPER, each from the last run that timed all of these. It needs matplotlib.
+With PROVIDERs it draws the cases in PAPER, each from the last run that timed all these providers. It needs matplotlib.
 """
 
 import collections
@@ -17,7 +17,7 @@ OURS = "#d1371f"
 OTHERS = ("#0072b2", "#009e73", "#e69f00", "#56b4e9", "#7f7f7f", "#cc79a7", "#5a3d8a", "#8c6d31", "#222222")
 LINES, MARKERS = ("-", "--", ":", "-."), "s^DvP<X>"
 LABELS = {"sdpa:cudnn": "cuDNN (sdpa:cudnn)", "sdpa:flash": "FlashAttention-2 (sdpa:flash)"}
-ACROSS, WIDTH, HEIGHT = 3, 3.2, 2.1  # maximum of panels in a row, and the inches of one
+ACROSS, WIDTH, HEIGHT = 3, 3.2, 2.1  # maximum number of panels in a row, and the inches of one
 
 
 def drawable(written):

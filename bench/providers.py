@@ -1,7 +1,7 @@
 """Providers of attention, by name: fusedattn, the eager formula, and the peers.
 
 A provider is a function of a case and its tensors. It returns a function of query, key, value and, if there is one, the
-bias; or a Call, if the layout differs. It raises Unsupported(why) for a case that it cannot compute.
+bias; or a Call, if tensors are not (B, H, S, D). It raises Unsupported(why) for a case that it cannot compute.
 """
 
 import contextlib
@@ -155,7 +155,7 @@ def torch_packed(case, tensors):
 def mask_of(create, case, device, real=None):
     """Return the mask of a case, (B or 1, 1, Sq, Sk), or None if no pair is hidden.
 
-    create: FlexAttention's create_mask or create_block_mask. real: bool (B, S), tokens to pack as documents of one.
+    create: FlexAttention's create_mask or create_block_mask. real: bool (B, S), to pack sequences as documents.
     """
     (left, right), rows, keys, mods, batch = case.sides, case.Sq, case.Sk, [], 1
     document = case.documents(device) if "documents" in case.options else None

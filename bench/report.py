@@ -52,7 +52,7 @@ def groups(rows: Sequence[Row]) -> dict[tuple[str, Case], list[Row]]:
 
 
 def compared(rows: Sequence[Row], without: str = "") -> Iterator[tuple[str, Case, list[Row], Row, Row]]:
-    """Yield (mode, case, rows, fusedattn's fastest, the fastest other) if both exist; without: a provider to ignore."""
+    """Yield (mode, case, rows, fusedattn's fastest row, fastest other row) if both exist. without: ignored provider."""
     for (mode, case), some in groups(rows).items():
         mine, other = fastest(some, ours=True), fastest([x for x in some if x.provider != without], ours=False)
         if mine and other:
@@ -88,7 +88,7 @@ def count(number: int, of: str) -> str:
 
 
 class Standing(NamedTuple):
-    """Times of fusedattn beside another provider's, in one mode, for the cases that both have run."""
+    """Comparison of fusedattn's times with another provider's, in one mode, for the cases that both have run."""
 
     mode: str
     ours: str
@@ -96,7 +96,7 @@ class Standing(NamedTuple):
     cases: int
     faster: int  # cases in which fusedattn is faster and the times `differ`
     within_noise: int  # cases in which the times do not `differ`
-    median: float  # ratio of the other's time to fusedattn's; least and most: its extremes
+    median: float  # median ratio of the other's time to fusedattn's; least, most: the extremes
     least: float
     most: float
 
@@ -110,7 +110,7 @@ class Standing(NamedTuple):
 
 
 def standings(rows: Sequence[Row]) -> tuple[list[Standing], list[Standing]]:
-    """Return fusedattn's Standings beside the fastest other of each case, by mode, and those beside each provider."""
+    """Return two lists of Standings, by mode: beside the fastest other of each case, and beside each provider."""
     best, each = collections.defaultdict(list), collections.defaultdict(list)
     for mode, _, some, mine, other in compared(rows):
         best[mode].append((mine, other))

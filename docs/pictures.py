@@ -83,7 +83,7 @@ def _cache() -> str:
 
 
 def _heads() -> str:
-    """Draw which key head each of 8 query heads reads: values are unit vectors, so the output shows it."""
+    """Draw which key head each of 8 query heads reads: values are unit vectors, so the output shows the key head."""
     panels = []
     for title, groups in (("8 key heads", 8), ("2 key heads", 2), ("1 key head", 1)):
         value = torch.eye(groups)[None, :, None, :]  # (1, Hkv, 1, Dv)

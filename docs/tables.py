@@ -65,10 +65,10 @@ def gpu_speeds() -> str:
 
 
 def gpu_others() -> str:
-    """Return a table of caches, packed calls and options on an H200, beside PyTorch's fastest way in the same run."""
+    """Return a table of caches, packed calls and options on an H200, beside PyTorch's fastest call in the same run."""
     runs, lines = collections.defaultdict(list), []
     for row in _right("h200.csv"):
-        if "/" not in row.provider:  # with a slash: rows of an earlier benchmark, for one tile each
+        if "/" not in row.provider:  # a slash marks rows of an earlier benchmark, which timed single tiles
             runs[row.date].append(row)
     for mode, case, _, ours, theirs in itertools.chain.from_iterable(map(report.compared, runs.values())):
         what = SAID.get(case.options)

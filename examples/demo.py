@@ -25,7 +25,7 @@ from fusedattn.testing.compare import compare, with_gradients
 from fusedattn.testing.tolerance import verdicts
 
 CONTEXT, WIDTH, HEADS, LAYERS, DROPOUT = 64, 128, 4, 2, 0.1
-BATCH, RATE, SHORTEST = 12, 1.5e-3, 1000  # SHORTEST: minimum of bytes of text
+BATCH, RATE, SHORTEST = 12, 1.5e-3, 1000  # SHORTEST: minimum number of bytes of text
 DTYPES = torch.float32, torch.float16, torch.bfloat16  # for checks of the kernels
 
 
@@ -62,7 +62,7 @@ def loss_of(logits, windows, **options):
 
 
 def train(model, windows, held_out, steps):
-    """Return [(step, bits a byte in training, bits a byte of the held-out text)]."""
+    """Return [(step, loss in training, loss on the held-out text)], with losses in bits a byte."""
     optimizer, points, losses = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.1), [], []
     print("step  bits a byte  held out")
     for step in range(steps + 1):
@@ -92,7 +92,7 @@ def write(model, tokens, count):
 
 
 def results(model, windows, backend=None):
-    """Return {"logits": logits, MODULE: the gradients of its parameters as one vector}."""
+    """Return {"logits": logits, name of a module: gradients of its parameters as one vector}."""
     model.zero_grad()
     with fa.use_backend(backend):
         logits = model(windows[:, :-1])
@@ -173,7 +173,7 @@ def main(arguments=None):
     points = train(model, learnt.unfold(0, CONTEXT + 1, 1), held_out, options.steps)
 
     model.eval()
-    windows = held_out[: 8 if device == "cuda" else 1]  # Triton's interpreter takes a second for each
+    windows = held_out[: 8 if device == "cuda" else 1]  # Triton's interpreter takes a second for each window
     heads = heads_of(model.encoder.layers[0], model.inputs(windows[:, :-1])[0])
     left_out = fa.explain(*heads, backend="triton").reasons
     left_out = left_out.get("triton", [])

@@ -45,7 +45,7 @@ for _ in range(STEPS):
     u, du_dt = torch.func.jvp(model, (z, r, t), way)
     loss = (u - (v - (t - r) * du_dt).detach()).square().mean((1, 2))
     optimizer.zero_grad()
-    (loss / (loss.detach() + 0.01)).mean().backward()  # large losses weigh less
+    (loss / (loss.detach() + 0.01)).mean().backward()  # gives large losses a smaller weight
     optimizer.step()
     losses.append(loss.mean().item())
 

@@ -172,7 +172,7 @@ def _names(
 
 
 def _write(axis: Any, names: list[str] | None, cell: float, rotation: int = 0) -> None:
-    """Write labels along an axis with `cell` inches each."""
+    """Write names along an axis, whose cells are `cell` inches wide."""
     if names is None:
         axis.get_major_locator().set_params(integer=True)
         axis.set_tick_params(labelsize=LARGE, labelcolor=INK, length=2, color=INK)

@@ -31,7 +31,7 @@ def _naive(function: Callable[..., Any]) -> Callable[..., Any]:
     return naive
 
 
-# The naive path computes scores in blocks that fit a cache. If all would exceed `naive.formula.BUDGET` bytes, the
+# The naive path computes scores in blocks that fit a cache. If all need over `naive.formula.BUDGET` bytes, the
 # backward computes them again, except under torch.func. Compiled code computes all scores at once. Packed sequences of
 # similar lengths are padded, and caches in pages are copied.
 attention = _naive(api.attention)
@@ -45,7 +45,7 @@ def eager(
 ) -> Tensor | Any:
     """Compute `attention` as people write it by hand: each step in the dtype of the inputs, all rows at once.
 
-    The tolerance of tests is a multiple of its error, and benchmarks call it `naive`.
+    Tests allow a multiple of the error of this function. Benchmarks call it `naive`.
 
     Examples:
         >>> query = key = value = torch.randn(2, 8, 128, 64, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Kernels that find the blocks of (row, key) pairs in which masks leave some visible, and list the tiles to compute."""
+"""Kernels that compute the block mask (blocks with some or only visible pairs), and list the tiles to compute."""
 
 import triton
 import triton.language as tl
@@ -8,11 +8,11 @@ from .vocabulary import masks as masking, memory, span, walk
 
 @triton.jit(do_not_specialize=["heads", "rows", "keys"])
 def block_mask(BlockMask, extents, masks, bias, heads, rows, keys, BLOCK_MASK_SIZE: tl.constexpr):
-    """Fill BlockMask (B, H, row blocks, key blocks), contiguous: a program and a byte (`walk.SOME`, `ALL`) per block.
+    """Fill BlockMask (B, H, row blocks, key blocks), contiguous: a program and a byte (`walk.SOME` | `ALL`) per block.
 
     B or H is 1 if masks and bias do not differ along it. A bias (View or None) of -inf hides its pair. A row hidden by
     masks.rows does not stop a block from counting as fully visible, because its output is overwritten. extents is for
-    packed sequences: rows and keys are those of the longest, and pairs past the end of a sequence do not count.
+    packed sequences: rows and keys are then the maximum lengths, and pairs past the end of a sequence do not count.
     """
     down, right, plane = span.place_tile(tl.program_id(0), rows, keys, heads, BLOCK_MASK_SIZE, BLOCK_MASK_SIZE)
     r = down * BLOCK_MASK_SIZE + tl.arange(0, BLOCK_MASK_SIZE)[:, None]
@@ -42,9 +42,9 @@ def tile_lists(
     """Fill Lists (B, H, blocks, 2, most + 2), int64, contiguous: the tiles to compute for each block of rows.
 
     A list is [count, tile 0, tile 1, ..., 0]. Loops read one entry ahead, and ignore the last 0. The first list has the
-    tiles that need a mask (or the band), the second the others. block_mask is a View. A list has at most `most` tiles:
-    tile_count in each head. With BY_KEYS a block of keys lists tiles of rows in GROUP query heads, whose number is in
-    the upper half of an entry, and H counts kv heads. For packed sequences B is 1, and each block is a slot.
+    tiles that need a mask (or the band), the second the others. block_mask is a View. `most`, the maximum length of a
+    list, is GROUP * tile_count. With BY_KEYS H counts kv heads, and a block of keys lists tiles of rows in GROUP query
+    heads: the upper half of an entry is the head's index. For packed sequences B is 1, and each block is a slot.
     """
     pid, programs = tl.program_id(0), tl.num_programs(0)
     BLOCK: tl.constexpr = BLOCK_N if BY_KEYS else BLOCK_M

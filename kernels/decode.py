@@ -1,6 +1,6 @@
 """Attention of few queries to a cache: one program for each kv head, block of rows, and split (part) of the keys.
 
-A block has rows of all query heads that read the kv head: for each query, one row a head.
+A row is a pair of a query and a query head that reads the kv head; rows of one query are adjacent.
 Source: Flash-Decoding, pytorch.org/blog/flash-decoding; PagedAttention, arXiv:2309.06180.
 """
 
@@ -44,7 +44,7 @@ def decode(
 ):  # fmt: skip
     """Write partials for `combine`, or, if None, Out, a View of (B, Hq, Sq, DV), and Lse (B, Hq, Sq) unless None.
 
-    A sequence has `added` keys more than its cached length: those that `append` wrote.
+    The cached lengths do not yet count the `added` keys of each sequence that `append` wrote.
     """
     # ids
     split = tl.program_id(0) % splits

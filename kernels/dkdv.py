@@ -23,7 +23,7 @@ def _walk_rows(
     column WALK.
 
     The loop over heads and blocks is flat: nested loops keep hoisted values alive, and spill over 1 KB at D = 128.
-    Blocks are counted, because a division takes 50 instructions. dv is computed before dp: x and dp together spill.
+    Counters replace a division, which takes 50 instructions. dv is computed before dp: x and dp together spill.
     """
     following = walk.first(tile_list, begin)
     member, block = begin * 0, begin

@@ -50,12 +50,12 @@ def preprocess(
     """Write Rows (B, Hq, Sq, 4: pivot and neg_log2_sum of the softmax, delta, gradient of lse), contiguous.
 
     The Hopper backward kernels read other layouts: (B, Hq, 4, pitch), with pitch at least Sq; or, if Rows is bfloat16,
-    that of `_store_added`, which needs scale. Otherwise pitch is None. Stats has COLUMNS as in `saved_stats`, or only
-    row_max and log2_sum. Stats and GradLse (or None) are contiguous; Weights and GradWeights are Views of (B, Hq, Sq,
-    Sk), or None. A row that saw nothing has delta 0, even if its incoming gradients are NaN. Out is None if no gradient
-    of scores is wanted: then delta is 0. GradQ, unless None, is set to 0, because other kernels add to it. With UNIT it
-    is the buffer that `postprocess` reads, (B, Hq, Sq rounded up to UNIT, WIDTH). Turns, unless None, is set to 0:
-    int32, one number and two more for each row, the counters of hopper/turns.py.
+    the layout of `_store_added`, which needs scale. Otherwise pitch is None. Stats has COLUMNS as in `saved_stats`, or
+    only row_max and log2_sum. Stats and GradLse (or None) are contiguous; Weights and GradWeights are Views of (B, Hq,
+    Sq, Sk), or None. A row that saw nothing has delta 0, even if its incoming gradients are NaN. If no gradient of
+    scores is wanted, Out is None and delta is 0. GradQ, unless None, is set to 0, because other kernels add to it. With
+    UNIT it is the buffer that `postprocess` reads, (B, Hq, Sq rounded up to UNIT, WIDTH). Turns, unless None, is set to
+    0: int32, the counters of hopper/turns.py, one for program numbers and two for each row.
     """
     block, plane = span.place(tl.program_id(0), q_len, heads, BLOCK_M)
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -116,7 +116,7 @@ def preprocess(
 
 @triton.jit
 def _ordered(m, first, n, ROWS: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr):
-    """Load [ROWS, WIDTH] of the sums of dq, from row `first` on, out of the order of `lines` in hopper/steps.py."""
+    """Load rows first .. first + ROWS - 1 of the sums of dq, which are stored in the order of `lines` in steps.py."""
     line = tl.arange(0, ROWS * WIDTH // 32)[:, None]
     at = first.to(tl.int64) * WIDTH + line * 32 + tl.arange(0, 32)[None, :]
     total = tl.load(m.base + at, mask=at < tl.cast(n, tl.int64) * WIDTH, other=0.0)
@@ -129,7 +129,7 @@ def postprocess(
     Sums, GradQ, heads, q_len, score,
     D: tl.constexpr, BLOCK_M: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Write GradQ, a View of (B, Hq, Sq, D): Sums, a View of this shape or GradQ itself, times the scale.
+    """Write Sums times the scale to GradQ, a View of (B, Hq, Sq, D). Sums is a View of this shape, or GradQ itself.
 
     With UNIT, Sums has the order of `lines` in hopper/steps.py, in tiles of UNIT rows and WIDTH columns.
     """

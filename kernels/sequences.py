@@ -21,7 +21,7 @@ def fill_slots(
     """Write Extents (n, 4: first row, rows, first key, keys) and, unless None, Slots (size, 2: sequence, block), int32.
 
     A slot tells a program of each head which block of BLOCK rows (or keys) to compute. Blocks with the most work come
-    first, so that no long one starts last. Unused slots stay as they are. One program per sequence reads all lengths.
+    first, so that no long one starts last. Unused slots stay as they are. Each sequence has a program.
     """
     number = tl.program_id(0)
     row, rows = _extent(OffsetsQ, number, True, q_len, max_seqlen_q)

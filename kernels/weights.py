@@ -14,7 +14,7 @@ def weights(
 ):  # fmt: skip
     """Write Weights, a View of (B, Hq, Sq, columns), after dropout.
 
-    columns is the number of keys. For packed sequences it is that of the longest; shorter ones are padded with 0.
+    columns is the number of keys, or of the longest packed sequence's keys. Shorter sequences are padded with 0.
     """
     across = tl.cdiv(columns, BLOCK_N)
     pid, tile, programs = tl.program_id(0) // across, tl.program_id(0) % across, tl.num_programs(0) // across

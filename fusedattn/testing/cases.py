@@ -32,7 +32,7 @@ class Case(NamedTuple):
         return self._replace(**{name: factor * getattr(self, name) for name, factor in factors.items()})
 
     def draw(self, device: str, dtype: torch.dtype) -> tuple[dict, dict]:
-        """Return (query, key, value and gradients of out, lse and weights; options). Hidden elements are NaN."""
+        """Return ({name: query, key, value or gradient of out, lse, weights}, options). Hidden elements are NaN."""
         dice = torch.Generator().manual_seed(sum(map(ord, self.name)))
         wide = torch.promote_types(dtype, torch.float32)
         batch, heads, rows, keys = self.batch, self.heads, self.rows, self.keys
@@ -59,7 +59,7 @@ _LAYOUTS: dict[str, Callable] = {
     "query": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),  # the order of a projection's output
     "key": lambda x: torch.stack((x, x), -1)[..., 0],  # every second element
     "value": lambda x: torch.cat((x, x, x), 2)[:, :, x.shape[2] : 2 * x.shape[2]],  # a slice, at an offset
-    "out": lambda x: x.mT.contiguous().mT,  # rows next to each other
+    "out": lambda x: x.mT.contiguous().mT,  # columns are contiguous
 }
 
 CASES = (

@@ -1,7 +1,7 @@
 """The one tolerance rule: a result must be as good as eager PyTorch in its dtype, measured against float64.
 
 The largest error may be 2x, and the mean error 1.5x, the error of the same formula in eager PyTorch, plus a rounding
-floor. Infinities and zeros are those of the float64 result. No number here is tuned per case.
+floor. Infinities and zeros must be where the float64 result has them. No number here is tuned per case.
 """
 
 import math
@@ -39,8 +39,8 @@ def verdict(
         zero: bool, shape of `got` without its last dimension: rows that must be exactly 0, because nothing is visible.
             Default: rows that are 0 in the oracle. Pass it for gradients: the gradient of a row that sees one key is
             0 by cancellation, and may be off by rounding.
-        terms: root of the sum of squares of the terms that a result sums up. Needed for the gradient of a slope, one
-            sum over all pairs of a head, which eager PyTorch may get right by chance.
+        terms: if the result is a sum, the root of the sum of squares of its terms. Needed for the gradient of a slope,
+            one sum over all pairs of a head, which eager PyTorch may get right by chance.
         dtype: dtype of the call, if narrower: in a float32 call the gradient of a float64 bias has float32 errors.
     """
     if got.shape != oracle.shape:
@@ -89,11 +89,11 @@ def verdicts(
 
 
 def _floor(dtype, size, share, terms):
-    """Return the error allowed to a result of this size even if eager PyTorch happens to have none.
+    """Return the error that a result of this size may have even if eager PyTorch happens to have none.
 
-    The mean error may be a `share` of it. It is the sum of three roundings: of the result; of terms that cancel, in the
+    The mean error may be a `share` of this, the sum of three roundings: of the result; of terms that cancel, in the
     dtype of sums (the gradient of a row that sees one key is the difference of two equal sums); and of the oracle (exp,
-    log and a sum of some dozen terms: 64 roundings), which counts for float64.
+    log and a sum of some dozen terms: 64 roundings), which matters for float64.
     """
     rounded, summed = torch.finfo(dtype).eps, torch.finfo(torch.promote_types(dtype, torch.float32)).eps
     return share * (rounded * size + 8 * summed * max(1.0, terms) + 64 * torch.finfo(torch.float64).eps * (size + 1.0))

@@ -26,9 +26,9 @@ from .steps import WARPS, begin_dp, begin_scores, extent, following, leave, line
 class Shared(NamedTuple):
     """Shared memory. k and v: a tile for each warpgroup. q, do (from `GradOut`), rows: tiles with one ring's barriers.
 
-    ds: gradients of scores, [step and warpgroup, keys, rows], of two steps. dq: its float32 terms, as `steps.lines`. A
-    warpgroup computes half of a tile of dq from the ds of both, after each has arrived at the barrier met: half the
-    rows for heads up to 64 wide, else half the columns. one: `steps.ones`. out signals that dk and dv lie in k and v.
+    ds: gradients of scores, [step and warpgroup, keys, rows], of two steps. dq: float32, in `steps.lines`. A warpgroup
+    computes half of a tile of dq from the ds of both, once both have arrived at the barrier met: half the rows for
+    heads up to 64 wide, else half the columns. one: `steps.ones`. out: signals that k and v now hold dk and dv.
     """
 
     k: ring.Ring
@@ -56,7 +56,7 @@ class Results(NamedTuple):
 def _turn(g: gl.constexpr, results, plane, block, first, band, KEYS: gl.constexpr, BLOCK_M: gl.constexpr):
     """Return (counter of warpgroup g's half of a tile of dq, number of additions before this one).
 
-    Last keys are added first: under a causal band their programs have the fewest rows, so none waits for a longer one.
+    The last keys add first: under a causal band their programs have the fewest rows, so none waits for a longer one.
     """
     last = gl.minimum((block + 1) * BLOCK_M - 1 + band.high, band.keys - 1) // KEYS
     counter = memory.table(results.Turns + 1, plane, band.rows, 2).base + block.to(gl.int64) * (2 * BLOCK_M)
@@ -94,7 +94,7 @@ def _give(g: gl.constexpr, shared, results, kv, first, band, GROUP: gl.constexpr
     BLOCK_M: gl.constexpr = shared.q.tiles.shape[3]
     begin, full, full_end, end = extent(band, first, GROUPS * KEYS, BLOCK_M)
     block, member = begin, begin * 0
-    # One warpgroup adds this many lines (`steps.lines`) of dq: half of those that a block of rows has.
+    # lines (`steps.lines`) of dq that one warpgroup adds: half the lines of a block of rows
     LINES: gl.constexpr = shared.dq.tiles.shape[3]
     for step in range((end - begin) * GROUP):
         plane = span.query_head(kv, member, GROUP)
@@ -204,11 +204,11 @@ def backward(
 ):  # fmt: skip
     """Write GradK (B, Hkv, Sk, D) and GradV (B, Hkv, Sk, Dv), and add dq, not yet scaled, to Sums.
 
-    All are TMA descriptors of (B, H, S, D) with blocks of [1, 1, rows, width(D)], or 128 columns for keys if Dv > 64;
-    keys and values have the 64 rows of a warpgroup. Sums is (B, Hq, lines, 32) float32, in blocks of a warpgroup's
-    `steps.lines`. Rows, from `preprocess`, is (B, 2 Hq, Sq, 16), in blocks of both tables of a head and as many rows as
-    Q. heads is Hkv. Turns, if not None, is int32 zeros, one for program numbers and two for each row of each query
-    head: it makes Sums deterministic.
+    All are TMA descriptors of (B, H, S, D) with blocks of [1, 1, rows, width(D)], except that blocks of keys have 128
+    columns if Dv > 64. Blocks of keys and values have 64 rows. Sums is (B, Hq, lines, 32) float32, in blocks of a
+    warpgroup's `steps.lines`. Rows, from `preprocess`, is (B, 2 Hq, Sq, 16): a block has both tables of a head, and as
+    many rows as Q's. heads is Hkv. Turns, if not None, is int32 zeros, one for program numbers and two for each row of
+    each query head: it makes Sums deterministic.
     """
     KEYS: gl.constexpr = K.block_type.shape[2]
     BLOCK_M: gl.constexpr = Q.block_type.shape[2]

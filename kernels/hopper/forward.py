@@ -40,7 +40,7 @@ class Shared(NamedTuple):
 class Form(NamedTuple):
     """Compile-time options: GROUPS warpgroups multiply; shared memory holds STAGES tiles of K and of V.
 
-    REGISTERS: of a multiplying thread, PRODUCER_REGISTERS: of a copying one.
+    REGISTERS is for each multiplying thread, PRODUCER_REGISTERS for each copying thread.
     """
 
     GROUPS: int
@@ -74,7 +74,7 @@ def _take(
 ):  # fmt: skip
     """Return a program's n-th block of rows: (first row, batch, head, index of the plane, last, count, full, full_end).
 
-    last and count are those of `_extent`. Warpgroup g sees the blocks of keys full .. full_end - 1 without a mask.
+    last and count are as in `_extent`. Warpgroup g sees the blocks of keys full .. full_end - 1 without a mask.
     """
     first, plane = schedule.take(order, n, gl.program_id(0), gl.num_programs(0), HEADS, GROUPS * ROWS)
     last, count = _extent(band, first, GROUPS * ROWS, BLOCK_N)
@@ -94,7 +94,7 @@ def _produce(shared, Q, K, V, order, band, HEADS: gl.constexpr, GROUP: gl.conste
         first, plane = schedule.take(order, n, program, programs, HEADS, GROUPS * ROWS)
         kv = span.kv_head(plane, GROUP)
         last, count = _extent(band, first, GROUPS * ROWS, BLOCK_N)
-        ring.fill(shared.k, step, K, kv, last * BLOCK_N)  # this tile is free before that of q
+        ring.fill(shared.k, step, K, kv, last * BLOCK_N)  # this tile is free before the tile of q
         for g in gl.static_range(GROUPS):
             ring.fill(shared.q, n * GROUPS + g, Q, plane, first + g * ROWS)
         ring.fill(shared.v, step, V, kv, last * BLOCK_N)
@@ -116,7 +116,7 @@ def _largest(s, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _step(state, s, scale):
-    """Do a `softmax.step`. If row_sum has COLUMNS partial sums in a row, they are not added across threads."""
+    """Do a `softmax.step`. If a row has COLUMNS partial sums in row_sum, they are not added across threads."""
     ROWS: gl.constexpr = s.shape[0]
     ROW: gl.constexpr = state.row_max.type.layout
     largest = _largest(s, ROW)
@@ -157,7 +157,7 @@ def _pass_ping_pong(ping_pong, g: gl.constexpr):
 
 @gluon.jit
 def _begin_scores(g: gl.constexpr, shared, n, step, zero, GROUPS: gl.constexpr, exists=True):
-    """Begin q @ k.T of a program's n-th block of rows and its first keys, at `step`. exists: False past the last."""
+    """Begin q @ k.T of a program's n-th block of rows and its first keys, at `step`; exists is False past the last."""
     ring.wait(shared.q, n * GROUPS + g, pred=exists)
     ring.wait(shared.k, step, pred=exists)
     _await_ping_pong(shared.ping_pong, g, step)
@@ -247,7 +247,7 @@ def _consume(
         else:
             # A wait ends a basic block, so ptxas does not put what follows between the instructions of the product.
             ring.wait(shared.k, step + 1, pred=more)
-        # Take the next block here: its divisions then run during the product and do not delay the next one.
+        # Call _take here: its divisions then run during this product and do not delay the next one.
         following = _take(g, order, gl.minimum(n + 1, share - 1), band, HEADS, GROUPS, ROWS, BLOCK_N)
         out, p = warpgroup_mma_wait(num_outstanding=1 if EARLY else 0, deps=(out, p))
         ring.release(shared.v, step)
@@ -296,9 +296,9 @@ def forward(
 ):  # fmt: skip
     """Write Out (or Wide), Lse and Stats as kernels/forward.py does; a program may compute several blocks of rows.
 
-    Out or Wide, a View of float32 (B, H, Sq, DV), is None. Q, K, V and Out are TMA descriptors of (B, H, S, D) with
-    blocks of [1, 1, rows, width(D)]; those of Q and Out have 64 rows. form is a Form. planes is B * Hq; `section` is as
-    in schedule.py. Under a causal mask a program with several blocks takes them in pairs: then planes is even.
+    Either Out or Wide, a View of float32 (B, H, Sq, DV), is None. Q, K, V and Out are TMA descriptors of (B, H, S, D)
+    with blocks of [1, 1, rows, width(D)]; blocks of Q and Out have 64 rows. planes is B * Hq. `section` is as in
+    schedule.py. Under a causal mask a program with several blocks takes them in pairs; planes must then be even.
     """
     GROUPS: gl.constexpr = form.GROUPS
     STAGES: gl.constexpr = form.STAGES
@@ -311,7 +311,7 @@ def forward(
     order = schedule.Schedule(blocks, planes, section, paired)
     # With equal widths a warpgroup's output overwrites its q.
     SHARE: gl.constexpr = Wide is None and Q.block_type.shape[3] == Out.block_type.shape[3]
-    # Two tiles of q a warpgroup: the next is there when a block ends. Heads wider than 128 leave space for one.
+    # Two tiles of q per warpgroup: the next is loaded when a block ends. Heads wider than 128 leave space for one.
     q = ring.ring(Q, GROUPS if Q.block_type.shape[3] > 128 else 2 * GROUPS, 1)
     k, v = ring.ring(K, STAGES, GROUPS), ring.ring(V, STAGES, GROUPS)
     if SHARE or Wide is not None:

@@ -1,6 +1,6 @@
 """Work of a warpgroup in the Hopper backward for heads up to 64 wide: 128 rows at a time, half after half.
 
-One half is computed while products of the other run, and the first half of the next step while those of dq run.
+One half is computed while products of the other run, and the first half of the next step during the products for dq.
 Source: as in backward.py.
 """
 

@@ -11,9 +11,9 @@ from ..vocabulary import span
 class Schedule(NamedTuple):
     """Order of blocks of rows: the longest first. A plane is one head of one batch.
 
-    blocks: number in a plane. planes: number of all. section: number of planes whose keys and values stay in L2
-    together; one section is done before the next. paired: 1 if programs take pairs, a long block of a plane and a short
-    one of the next; then planes is even, and under a causal mask with Sq = Sk all pairs are equally long.
+    blocks: number in each plane. planes: their number. section: number of planes whose keys and values stay in L2
+    together; one section is done before the next. paired: 1 if programs take pairs, a long block of one plane and a
+    short block of the next; then planes is even, and under a causal mask with Sq = Sk all pairs are equally long.
     """
 
     blocks: tl.tensor

@@ -14,7 +14,7 @@ from ..vocabulary import softmax, span
 from . import ring
 
 WARPS = gl.constexpr(4)  # warps of a warpgroup
-# Left operands stay in registers, but not from 3.9 on: there Triton copies them for each product, which may not fit.
+# True if left operands stay in registers. Triton 3.9 and newer copy them for each product, and copies may not fit.
 OPERANDS_STAY = gl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9))
 
 
@@ -27,7 +27,7 @@ def extent(band, first, KEYS: gl.constexpr, BLOCK_M: gl.constexpr):
 
 @gluon.jit
 def following(block, member, begin, end, GROUP: gl.constexpr):
-    """Return the next (block of rows, query head within its group): all blocks of one head, then those of the next."""
+    """Return the next (block of rows, query head within its group): all blocks of one head, then of the next head."""
     if GROUP == 1:
         return block + 1, member
     else:
@@ -72,7 +72,7 @@ def _numbers(rows, step, which: gl.constexpr, part: gl.constexpr = 0, PARTS: gl.
 
 @gluon.jit
 def begin_scores(k, q, shared, step, zero, part: gl.constexpr = 0, PARTS: gl.constexpr = 1):
-    """Begin scores, [keys, rows], less the pivot (row max) of each row and the logarithm of the row sum.
+    """Begin scores, [keys, rows], minus each row's pivot (row max) and the logarithm of its row sum.
 
     The pivot is subtracted first: if it is large, its sum with the logarithm would round off the latter.
     """
@@ -130,7 +130,7 @@ def weights_of_rows(s, rows, step, block, full, full_end, earliest, band, scale)
 
 @gluon.jit
 def lines(dq):
-    """Reorder dq [rows, columns] to [lines, 32], so that what a thread holds of 8 columns is contiguous.
+    """Reorder dq [rows, columns] to [lines, 32], so that the elements of 8 columns in one thread are contiguous.
 
     Each thread then stores 16 bytes at a time, straight from registers, without bank conflicts. A line has 8 columns of
     rows r, r + 1, r + 8 and r + 9. `_ordered` of `preprocess` is the inverse.

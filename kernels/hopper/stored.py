@@ -26,9 +26,9 @@ from .steps import OPERANDS_STAY, WARPS, across, extent, following, half, weight
 
 
 class Shared(NamedTuple):
-    """Shared memory. k and v: a tile for each warpgroup. do: a ring of tiles of half its columns. rows: row statistics.
+    """Shared memory. k and v: a tile per warpgroup. do: a ring of half tiles (half the columns). rows: row statistics.
 
-    ds: a tile [keys, rows] for each warpgroup. out signals that dv lies in v.
+    ds: a tile [keys, rows] for each warpgroup. out: signals that v now holds dv.
     """
 
     k: ring.Ring
@@ -215,8 +215,8 @@ def stored_backward(
 ):  # fmt: skip
     """Write GradV (B, Hkv, Sk, Dv) and GradScores (query heads, 1, Sk, Sq) of `planes` kv heads, from `before` on.
 
-    There is a program for each two blocks of keys; a `section` of planes is done before the next. heads is Hkv. All are
-    TMA descriptors with blocks of 64 keys, the rows of a block of Q, and at least 128 columns (GradOut: half). Rows is
+    A program takes two blocks of keys; a `section` of planes is done before the next. heads is Hkv. All are TMA
+    descriptors. A block has 64 keys, or the rows of a block of Q, and at least 128 columns (GradOut: half). Rows is
     (B, Hq, 4, Sq), in blocks of as many rows as Q. Of GradScores only the `_stored_blocks` are written.
     """
     KEYS: gl.constexpr = K.block_type.shape[2]
@@ -347,7 +347,7 @@ def grad_product(
 ):  # fmt: skip
     """Write Product: dq = ds @ keys, with Others K; or, if OF_K, dk = ds.T @ queries, with Others Q.
 
-    heads, planes and section are those of Product, before counts kv heads; the rest is as in `stored_backward`. Blocks
+    heads, planes and section refer to Product; before counts kv heads; others are as in `stored_backward`. Blocks
     have 64 rows; a block of GradScores has 128 rows of Product as its columns, or as its rows if OF_K. A program takes
     two blocks of Product at a time.
     """

@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def number(numbers):
-    """Return this program's number. Smaller ones have begun, in whatever order the GPU starts programs."""
+    """Return this program's number. Programs with smaller numbers have begun, whatever the order of launch."""
     return gl.atomic_add(numbers, 1)
 
 

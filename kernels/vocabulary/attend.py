@@ -12,9 +12,9 @@ def attend(
 ):  # fmt: skip
     """Return (out, State of the softmax) after one more tile of keys, the rows k_rows of the matrices k and v.
 
-    exists is True for the k_rows that exist; None: all. first is the first of k_rows; only TMA needs it. r [rows, 1]
-    and c [1, keys] count from the start of the sequence. plane (batch and head) is that of the queries, in `decode` one
-    for each row; kv is that of key masks. Without CHECK every row sees every key, and no mask is read.
+    exists is True for the k_rows that exist; None if all do. first is the first of k_rows; only TMA needs it. r
+    [rows, 1] and c [1, keys] count from the start of the sequence. plane is the queries' batch and head, in `decode`
+    one for each row; kv is the same for key masks. Without CHECK every row sees every key, and no mask is read.
     """
     k_tile = memory.load(k, k_rows, exists, spec.D, first)  # [keys, D]
     shown = masking.shown(rules.masks, band, plane, r, c, CHECK)

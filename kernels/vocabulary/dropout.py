@@ -25,7 +25,7 @@ class Dropout(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """Start of the counters, for a part of a larger call: its first row, key and plane, and the heads of the whole.
+    """Start of the counters, for a part of a larger call: the part's first row, key and plane, and the whole's heads.
 
     If first row and first key are multiples of 16, `aligned` has both, in units of 16, and `unaligned` is (). Otherwise
     `unaligned` has both, and `aligned` is ().
@@ -135,17 +135,17 @@ def sign_dropped(dropout, p, plane, r, c):
 
 @triton.jit
 def before(dropout, signed):
-    """Return the weights before dropout, from those of `sign_dropped`."""
+    """Return the weights before dropout, from the result of `sign_dropped`."""
     return signed if dropout is None else tl.abs(signed)
 
 
 @triton.jit
 def after(dropout, signed):
-    """Return the weights after dropout, from those of `sign_dropped`."""
+    """Return the weights after dropout, from the result of `sign_dropped`."""
     return signed if dropout is None else tl.maximum(signed, 0.0) * dropout.scale
 
 
 @triton.jit
 def grad(dropout, signed, dp):
-    """Return the gradient of the weights before dropout, from dp, that of the weights after dropout."""
+    """Return the gradient of the weights before dropout, from dp, the gradient of the weights after it."""
     return dp if dropout is None else tl.where(signed > 0, dp * dropout.scale, 0.0)

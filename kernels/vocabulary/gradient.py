@@ -9,7 +9,7 @@ from . import dropout as dropping, masks as masking, memory, row_sums, scores, s
 
 
 class Row(NamedTuple):
-    """Row statistics of the backward: softmax, delta (sum of out * grad_out, less dlse), and dlse (gradient of lse)."""
+    """Row statistics of the backward: softmax, delta (sum of out * grad_out, minus dlse), dlse (gradient of lse)."""
 
     softmax: softmax.Row
     delta: tl.tensor
@@ -17,7 +17,7 @@ class Row(NamedTuple):
 
 
 class Grads(NamedTuple):
-    """Gradients that a kernel writes, None if not wanted; that of q is a separate argument.
+    """Gradients that a kernel writes, None if not wanted; the gradient of q is a separate argument.
 
     k, v and bias are Views (pointer and strides); bias is the gradient of the scores (B, Hq, Sq, Sk). key_sums (B, Hq,
     Sk, 3) is its sum over rows. rows is a `row_sums.ByRow`. partial: 1 if rows see keys outside this call, or None.
@@ -32,7 +32,7 @@ class Grads(NamedTuple):
 
 
 class Incoming(NamedTuple):
-    """Incoming gradients: Views of the output's and of the weights' (or None), and Rows from `preprocess`."""
+    """Incoming gradients: Views for the output and for the weights (or None), and Rows from `preprocess`."""
 
     grad_out: memory.View
     grad_weights: memory.View
@@ -60,7 +60,7 @@ def across(row):
 
 @triton.jit
 def weights(x, shown, bias, row, r, c, band, rules, plane, CHECK: tl.constexpr):
-    """Return (weights, negative if dropped; derivative of softcap) of products x. row comes from `down` or `across`."""
+    """Return (weights, derivative of softcap) for products x; dropped weights are negative. row is broadcastable."""
     s, dcap = scores.apply(rules.score, x, bias, band, plane, r, c)
     p = softmax.weights(s, row.softmax, rules.score.softmax_scale)
     if CHECK:

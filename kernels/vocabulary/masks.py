@@ -11,8 +11,8 @@ from . import memory, span
 class Masks(NamedTuple):
     """Views (pointer and strides) of 8-bit tensors, nonzero = visible; an absent mask is None.
 
-    pairs is (B, H, Sq, Sk); the scores that it hides are finite. keys is (B, 1, Sk, 1), rows (B, 1, Sq, 1): the tokens
-    that they hide may be NaN, so they are never loaded.
+    pairs is (B, H, Sq, Sk); the scores that it hides are finite. keys is (B, 1, Sk, 1), rows (B, 1, Sq, 1): hidden
+    tokens may be NaN, so they are never loaded.
     """
 
     pairs: memory.View

@@ -1,4 +1,4 @@
-"""Loads and stores of tiles: of Views (pointer and strides) or TMA descriptors. A plane is one head of one batch."""
+"""Loads and stores of tiles, by Views (pointer and strides) or TMA descriptors. A plane is one head of one batch."""
 
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ class View(NamedTuple):
 class Described(NamedTuple):
     """Matrix that TMA reads: one batch and head of a (B, H, S, D) descriptor, from `row` on.
 
-    packed is that of the Plane. Rows past the end are zeros; in packed sequences they are rows of the next sequence.
+    packed is the Plane's. Rows past the end are zeros; in packed sequences they are rows of the next sequence.
     """
 
     base: tl.tensor_descriptor
@@ -50,7 +50,7 @@ def opaque(x):
     """Return x, and hide from the compiler how it was computed. It costs no instruction.
 
     Before triton-lang/triton#11691 the compiler lays out an operand of mma.sync for the narrowest load that it depends
-    on, such as a byte of a mask, and for half of that after a tl.join. At best this costs a detour through shared
+    on, such as a byte of a mask, and for half its width after a tl.join. At best this costs a detour through shared
     memory; at worst, with a layout for K = 8 in a product of K = 16, results are wrong. So weights that depend on masks
     or random bits pass through here.
     """
@@ -112,7 +112,7 @@ def table(base, plane, n, COLUMNS: tl.constexpr, BY_KEYS: tl.constexpr = False):
 
 @triton.jit
 def load(m, rows, exists, D: tl.constexpr, first=0):
-    """Load a [rows, width(D)] tile, with zeros past column D and in rows that do not exist. exists None: all rows do.
+    """Load a [rows, width(D)] tile, with zeros past column D and in rows that do not exist. exists None: all do.
 
     A Described matrix is read from row `first` on, whatever `rows` says; its missing rows must lie past the end.
     """

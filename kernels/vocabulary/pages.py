@@ -76,6 +76,6 @@ def rows_of_block(j, PAGE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def matrix(view, plane, page, pages):
-    """Return the matrix of one head of a page, or of a page for each row. Page numbers are clamped to the pool."""
+    """Return the matrix of a head in a page. `page` may differ by row. Page numbers are clamped to the pool."""
     page = tl.minimum(tl.maximum(page, 0), pages - 1)
     return memory.matrix(view, span.Plane(page, plane.head, plane.index, ()))

@@ -20,7 +20,7 @@ class Partials(NamedTuple):
 
 @triton.jit
 def states(partials, plane, at, last, n):
-    """Load the States with indices `at`, of the n of a head. A State with index `last` or more has seen nothing."""
+    """Load States `at` of a head, which has n. From index `last` on, return States that have seen nothing."""
     m = memory.table(partials.states, plane, n, 2)
     row_max, row_sum = memory.load_column(m, at, last, 0), memory.load_column(m, at, last, 1)
     return softmax.State(tl.where(row_sum > 0, row_max, float("-inf")), row_sum)
@@ -28,7 +28,7 @@ def states(partials, plane, at, last, n):
 
 @triton.jit
 def keep(partials, plane, at, n, sums, state, some, DV: tl.constexpr):
-    """Store each row's State at index `at` of the n of its head and, if `some`, its unnormalised output (sums)."""
+    """Store each row's State and, if `some`, its unnormalised output (sums) at index `at`. A head has n indices."""
     if some:
         r = at[:, None]
         head = memory.View(partials.sums + (tl.cast(plane.index, tl.int64) * n * DV)[:, None], (DV, 1))

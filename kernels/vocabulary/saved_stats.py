@@ -19,7 +19,7 @@ def columns(dtype, DV):
 
 @triton.constexpr_function
 def _shift(dtype):
-    """Return how many bits of a float32 remain after those of a 16-bit number and the 8 bits that follow them."""
+    """Return the number of lowest bits of a float32 that neither the 16-bit number nor the saved byte holds."""
     return 5 if dtype == tl.float16 else 8
 
 
@@ -36,7 +36,7 @@ def load(m, rows, n):
 
 @triton.jit
 def _bytes(m):
-    """Return the rounding errors of a `table` as a matrix like the output."""
+    """Return the rounding errors in a `table` as a matrix of the output's shape."""
     return memory.View(tl.cast(m.base + 2, tl.pointer_type(tl.int8), bitcast=True), (m.strides[0] * 4, 1))
 
 

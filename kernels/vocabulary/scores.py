@@ -41,7 +41,7 @@ def score(scale, cap=None, bias=None, shift=0, alibi_slopes=None, sinks=None):
     """Return the Score for options of a call. If no other option needs scaled scores, the softmax scales them.
 
     Scaling inside the softmax costs no instruction. Its scale must be positive, because the softmax takes the maximum
-    first, and neither so large nor so small that a few such factors leave the range of float32.
+    first. The bounds keep products of a few scales within the range of float32.
     """
     if cap is not None and cap > 2.0**60:
         cap = None  # it changes no score below 2**20, and scale / cap may underflow in float32
@@ -72,7 +72,7 @@ def _tanh(x):
 def _multiply_add(x, factor, added):
     """Return x * factor + added, rounded once, even if added is 0.
 
-    The compiler would fuse a plain product with the subtraction of the rounded row max, and they would not cancel.
+    The compiler would fuse a plain product with the subtraction of the rounded row max: the result might not be 0.
     """
     return tl.fma(x, tl.full([], factor, x.dtype), added)
 
@@ -132,7 +132,7 @@ def grad(score, total):
 
 @triton.jit
 def tangent(score, t_x, dcap, t_bias, tangents, band, plane, r, c):
-    """Return the tangents of scores from those of products (t_x), biases (t_bias) and slopes (in Tangents)."""
+    """Return the tangents of scores from the tangents of products (t_x), biases (t_bias) and slopes (in `tangents`)."""
     t_s = apply_dcap(score, dcap, grad(score, t_x)) + memory.cast(t_bias, t_x.dtype)
     if tangents.alibi_slopes is not None:
         t_slope = memory.cast(memory.scalar(tangents.alibi_slopes, plane), t_x.dtype)

@@ -111,5 +111,5 @@ def weights(s, row, scale):
 
 @triton.jit
 def powers(s, scale):
-    """Return weights from scores from which their row's pivot and the logarithm of its sum are already subtracted."""
+    """Return weights from scores, from which each row's pivot and logarithm of the sum are subtracted already."""
     return tl.math.exp2(_log2(s, scale))

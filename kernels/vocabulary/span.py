@@ -14,7 +14,7 @@ class Sequences(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """First row and key of a packed sequence, rows and keys of all sequences, and the program's slot, or ()."""
+    """First row and key of a packed sequence, numbers of all rows and of all keys, and the program's slot, or ()."""
 
     row: tl.tensor
     key: tl.tensor
@@ -36,7 +36,7 @@ class Plane(NamedTuple):
 
 
 class Band(NamedTuple):
-    """Visible pairs of rows x keys: row r sees keys r + low .. r + high. Its position is that of key r + diagonal."""
+    """Visible pairs of rows x keys: row r sees keys r + low .. r + high, and is level with key r + diagonal."""
 
     rows: tl.tensor
     keys: tl.tensor
@@ -47,7 +47,7 @@ class Band(NamedTuple):
 
 @triton.jit
 def place(pid, length, heads, BLOCK: tl.constexpr):
-    """Return (block of rows, Plane) of a program. Grids have one dimension: the others are limited to 65,535."""
+    """Return (block of rows, Plane) of a program. Grids have only an x dimension: y and z are limited to 65,535."""
     blocks = tl.cdiv(length, BLOCK)
     index = pid // blocks
     return pid % blocks, Plane(index // heads, index % heads, index, ())
@@ -55,7 +55,7 @@ def place(pid, length, heads, BLOCK: tl.constexpr):
 
 @triton.jit
 def within(extents, plane, q_len, k_len, slot):
-    """Return (Plane, number of rows, number of keys) of a packed sequence, or of a batch if extents is None."""
+    """Return (Plane, number of rows, number of keys) of a packed sequence; without extents, the arguments unchanged."""
     if extents is None:
         return plane, q_len, k_len
     else:
@@ -97,7 +97,7 @@ def place_tile(pid, rows, keys, heads, BLOCK_M: tl.constexpr, BLOCK_N: tl.conste
 
 @triton.jit
 def latest_first(block, length, BLOCK: tl.constexpr):
-    """Return the first row of a block, with blocks counted from the end: if causal, the longest ones start first."""
+    """Return the first row of a block, with blocks counted from the end: causal blocks start longest first."""
     return (tl.cdiv(length, BLOCK) - 1 - block) * BLOCK
 
 
@@ -147,7 +147,7 @@ def inside(b, r, c):
 
 @triton.jit
 def first_to_see(b, c):
-    """Return the first row that sees key c; the next high - low rows also do. Past all rows if c is past the end."""
+    """Return the first row that sees key c; the next high - low rows also do. No row sees a key past the end."""
     return tl.where(c < b.keys, c - b.high, 0x7FFFFFFF)
 
 
@@ -173,9 +173,9 @@ def blocks(b, first, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def masked_past(ranges, n, length):
-    """Return the ranges of `blocks`, but with a mask for all if the tile, which ends before n, reaches past `length`.
+    """Return the ranges of `blocks`. If n, the end of the tile, is past `length`, all blocks need a mask.
 
-    Without a mask a key past the end would be 0 with weight exp(-lse). That may be inf, and inf * 0 would reach dq.
+    Without a mask a key past the end would have score 0 and weight exp(-lse). If that is inf, inf * 0 would reach dq.
     """
     begin, full, full_end, end = ranges
     return begin, full, tl.where(n <= length, full_end, full), end

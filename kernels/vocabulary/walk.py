@@ -29,7 +29,7 @@ def covered(
 
 @triton.jit
 def tile_list(tile_lists, plane, block, N: tl.constexpr):
-    """Return a pointer to the tiles of walk N of a block: 0 has those that need a mask, 1 the others."""
+    """Return a pointer to the tiles of walk N of a block. Walk 0 has the tiles that need a mask, walk 1 the others."""
     place = block if len(plane.packed) == 0 else plane.packed.slot
     return memory.pointers(memory.matrix(tile_lists, plane), place * 2 + N, place * 0) + 1
 
