@@ -93,7 +93,7 @@ def rewrite(path, seconds):
 
 
 def twice(scratch, seconds):
-    """Return [sdist, wheel] twice. The second is built elsewhere, later, from files in another order.
+    """Return [sdist, wheel] twice. The second pair is built elsewhere, later, from files in another order.
 
     The first wheel is built from the unpacked sdist, the second from the repository.
     """

@@ -60,7 +60,7 @@ def across(row):
 
 @triton.jit
 def weights(x, shown, bias, row, r, c, band, rules, plane, CHECK: tl.constexpr):
-    """Return (weights, derivative of softcap) for products x; dropped weights are negative. row is broadcastable."""
+    """Return (weights, derivative of softcap) for products x; dropped weights are negative. row is a broadcast Row."""
     s, dcap = scores.apply(rules.score, x, bias, band, plane, r, c)
     p = softmax.weights(s, row.softmax, rules.score.softmax_scale)
     if CHECK:

@@ -20,7 +20,7 @@ class Partials(NamedTuple):
 
 @triton.jit
 def states(partials, plane, at, last, n):
-    """Load States `at` of a head, which has n. From index `last` on, return States that have seen nothing."""
+    """Load the States at indices `at`, of a head's n. From index `last` on, return States that have seen nothing."""
     m = memory.table(partials.states, plane, n, 2)
     row_max, row_sum = memory.load_column(m, at, last, 0), memory.load_column(m, at, last, 1)
     return softmax.State(tl.where(row_sum > 0, row_max, float("-inf")), row_sum)

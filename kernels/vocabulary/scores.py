@@ -72,7 +72,7 @@ def _tanh(x):
 def _multiply_add(x, factor, added):
     """Return x * factor + added, rounded once, even if added is 0.
 
-    The compiler would fuse a plain product with the subtraction of the rounded row max: the result might not be 0.
+    The compiler would fuse a plain product with the subtraction of the row max. It is rounded: both may not cancel.
     """
     return tl.fma(x, tl.full([], factor, x.dtype), added)
 

@@ -111,5 +111,5 @@ def weights(s, row, scale):
 
 @triton.jit
 def powers(s, scale):
-    """Return weights from scores, from which each row's pivot and logarithm of the sum are subtracted already."""
+    """Return weights from scores minus each row's pivot and the logarithm of its row sum."""
     return tl.math.exp2(_log2(s, scale))
