@@ -72,7 +72,8 @@ def _tanh(x):
 def _multiply_add(x, factor, added):
     """Return x * factor + added, rounded once, even if added is 0.
 
-    The compiler would fuse a plain product with the subtraction of the row max. It is rounded: both may not cancel.
+    The compiler would fuse a plain product with the later subtraction of the row max, which is a rounded product: the
+    largest score of a row would then not cancel exactly.
     """
     return tl.fma(x, tl.full([], factor, x.dtype), added)
 
