@@ -44,7 +44,7 @@ class Result(NamedTuple):
 def attend(
     query: Tensor, key: Tensor, value: Tensor, causal: bool, added: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return (output, lse) by the kernel; lse is 0 for a row that sees nothing. added: added to the scores, or None."""
+    """Return the kernel's (output, lse); a row that sees nothing has lse 0. added: tensor to add to scores, or None."""
     out, lse = flash_attention_for_cpu(query, key, value, 0.0, causal, attn_mask=added, scale=scale)
     if added is None and key.shape[2] < VECTOR and not lse.all():
         # The kernel may have ignored a NaN and returned an lse of 0. With an added tensor it checks every score.

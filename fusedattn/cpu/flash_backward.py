@@ -105,7 +105,7 @@ def _backward(part: Part, less: float, rows: Incoming, of_bias: Tensor | None) -
 
 
 def _of_sinks(call: Call, less: float, rows: Incoming, out: Tensor) -> Tensor:
-    """Return the gradient of the sinks: the sum over rows of weight * (grad of lse - grad of output)."""
+    """Return the gradient of the sinks: the sum over rows of weight * (grad_lse - sum(grad_out * out))."""
     missing = torch.zeros_like(rows.lse) if rows.grad_lse is None else rows.grad_lse
     missing = missing if rows.grad_out is None else missing - (rows.grad_out.to(rows.lse.dtype) * out).sum(-1)
     assert call.sinks is not None
@@ -117,7 +117,7 @@ def backward(
     call: Call, grad_out: Tensor | None, grad_lse: Tensor | None, out: Tensor, kept: Tensor, lse: Tensor,
     need_bias: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """Return the gradients of query, key, value, bias and sinks, each in its dtype and contiguous.
+    """Return the gradients of query, key, value, bias and sinks, each contiguous and in its input's dtype.
 
     They are sums over rectangles. Each rectangle reads the output and lse of its rows over all their keys.
 

@@ -14,7 +14,7 @@ LARGE = {torch.bfloat16: 2.0**13}  # lse above which float32 is too inaccurate f
 def exact(call: Call, lse: Tensor, less: float, again: Callable[[Tensor], Tensor]) -> Tensor:
     """Return an lse minus the offset, in float64 if its rounding error would be visible in the merged result.
 
-    again: computes the lse minus another offset, one for each row. Near 0 the rounding error of an lse is small.
+    again: recomputes the lse minus an offset for each row that brings it near 0, where its rounding error is small.
     """
     large = LARGE.get(call.query.dtype, 16.0)
     if lse.dtype == torch.float64 or not bool(((lse.abs() > large) & lse.isfinite()).any()):

@@ -99,7 +99,7 @@ def too_large(lse: Tensor) -> bool:
 
 @without_autocast
 def backward(call: Call, incoming: Sequence[Tensor | None], out: Tensor, stats: Tensor, need: Sequence[bool]) -> tuple:
-    """Return the gradients of INPUTS, empty where not needed. `lacks_gradients` must be empty.
+    """Return the gradients of INPUTS, empty if not needed. Call it only if `lacks_gradients` returns [].
 
     Args:
         incoming: gradients of output, lse and weights, or None.

@@ -23,7 +23,7 @@ def is_few(call: Call) -> bool:
 def has_bias_gradient(call: Call) -> bool:
     """Return whether the formula can compute the bias gradient.
 
-    It can if the call has one part and is not computed in bfloat16. It would round the gradient of a partial call.
+    It can if the call has one part, is not computed in bfloat16, and is not partial: it would round a partial gradient.
     """
     wide = is_widened(call.query.dtype) or call.query.dtype != torch.bfloat16
     return wide and not call.partial and call.cu_seqlens_q is call.key_mask is call.query_mask is None
@@ -40,7 +40,7 @@ def over_rows(a: Tensor, b: Tensor) -> Tensor:
 
 
 def scores_of(call: Call, where: Rectangle, less: float | Tensor, rows: Tensor, keys: Tensor) -> Tensor:
-    """Return the scores of a rectangle minus the offset `less`, -inf where hidden. rows: its queries."""
+    """Return the scores of a rectangle minus the offset `less`, -inf where hidden. rows, keys: its query and key."""
     scores = rows.new_empty(*rows.shape[:3], keys.shape[2])
     out = grouped(scores, keys.shape[1])
     torch.baddbmm(out, grouped(rows, keys.shape[1]), keys.flatten(0, 1).mT, beta=0, alpha=call.scale, out=out)
@@ -56,7 +56,7 @@ def weights_of(scores: Tensor, masked: bool) -> Tensor:
 
 
 def weights_in_place(scores: Callable[[], Tensor], masked: bool) -> Tensor:
-    """Return `weights_of` the scores, written over them: an allocation takes longer than a softmax.
+    """Return `weights_of` new scores, in their memory, because an allocation takes longer than a softmax.
 
     scores: a function that returns new scores. It is called again if a row is NaN.
     """
@@ -83,7 +83,7 @@ def by_weights(
     """Return gradients of query, key and value from the weights.
 
     Args:
-        out: the output of whole rows; None if the rows have no other weights.
+        out: the output of the rows over all keys; None if `weights` holds all their weights.
         of_bias: accumulates the gradient of scores, summed to its shape.
     """
     query, key, value = tensors

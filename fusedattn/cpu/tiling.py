@@ -280,5 +280,5 @@ def additive(call: Call, where: Rectangle, less: float | Tensor = 0.0) -> Tensor
     elif less or not terms:
         terms.append(torch.full((), -less, dtype=wide, device=call.query.device))
     total = functools.reduce(torch.add, terms)
-    seen = pairs.visible(call._replace(bias=None, query_mask=None), block)  # bias is -inf where it hides
+    seen = pairs.visible(call._replace(bias=None, query_mask=None), block)  # a bias is -inf already where it hides
     return total if seen is None else torch.where(seen, total, float("-inf"))

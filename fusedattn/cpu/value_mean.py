@@ -1,7 +1,7 @@
 """Subtracts a common mean from the values, so that bfloat16 outputs keep their differences.
 
 The gradient of a score is a difference of products with the values. A mean shared by all values cancels there, but its
-rounding error stays. That mean is called the centre. If a backward follows, the forward saves the output minus it, too.
+rounding error stays. That mean is called the centre. If a backward follows, the forward also saves output - centre.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """Attention with keys and values gathered from all ranks. Rows stay on their rank, and all options of attention apply.
 
-The backward gathers keys and values again instead of saving them. Their gradients are float32 (float64) until they are
-summed over ranks. Source: Llama 3, arXiv:2407.21783, section 3.3.2. Cutting documents where a shard ends:
+The backward gathers keys and values again instead of saving them. Their gradients are summed over ranks in float32, or
+float64 for float64 inputs. Source: Llama 3, arXiv:2407.21783, section 3.3.2. Cutting documents where a shard ends:
 pytorch/pytorch #181078.
 """
 
@@ -39,7 +39,7 @@ def gather_attention(
     alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
     dropout_p: float = 0.0, seed: int | Tensor | None = None, return_lse: bool = False, backend: str | None = None,
 ) -> Tensor | Any:  # fmt: skip
-    """Compute `ring_attention` with all options of `fusedattn.attention` but return_weights. A rank gathers all keys.
+    """Compute `ring_attention` with all options of `fusedattn.attention` but return_weights. Ranks gather all keys.
 
     Examples:
         >>> shards = (torch.randn(1, 8, 1000, 64) for _ in range(3))  # of this rank
@@ -64,7 +64,7 @@ def gather_attention(
 
 
 class _Keys:
-    """Source of keys for `in_pieces`: those of all ranks at once. Each rank gets the gradients of its keys back."""
+    """Keys and values for `in_pieces`, gathered from all ranks at once. Their gradients go back to their ranks."""
 
     def __init__(self, whole: GlobalCall, pieces: list[Piece] | None = None):
         self.whole = whole
@@ -102,14 +102,14 @@ def gather_attention_varlen(
 
     Examples:
         >>> shards = (torch.randn(100, 8, 64) for _ in range(3))  # of this rank
-        >>> offsets = torch.tensor([0, 30, 30, 100], dtype=torch.int32)  # of the whole
+        >>> offsets = torch.tensor([0, 30, 30, 100], dtype=torch.int32)  # of the whole sequence
         >>> fusedattn.distributed.gather_attention_varlen(*shards, offsets, causal=True).shape
         torch.Size([100, 8, 64])
 
     Args:
         query: (rows, Hq, D).
-        key, value: (rows, Hkv, D or Dv). The rows that `shard` gives this rank, of all T.
-        cu_seqlens: int32 (n + 1,). Document b is rows cu_seqlens[b] to cu_seqlens[b + 1] of all T.
+        key, value: (rows, Hkv, D or Dv). The rows that `shard` gives this rank, out of T in all.
+        cu_seqlens: int32 (n + 1,). Document b is rows cu_seqlens[b] to cu_seqlens[b + 1] of these T.
         key_mask, query_mask: bool (rows,).
         mask, bias: for all documents, broadcasting to (n, Hq, longest, longest). The gradient of a bias comes from this
             rank's rows only.
@@ -162,7 +162,7 @@ def _longest(offsets: list[int]) -> int:
 
 
 def _documents(whole: GlobalCall, offsets: list[int]) -> list[Piece]:
-    """Return up to two Pieces for each Chunk of rows: the document that begins before it, and all that begin in it."""
+    """Return up to two Pieces per Chunk of rows: for a document that begins before it, and for all that begin in it."""
     pieces = []
     for chunk in whole.rows[whole.ranks.rank]:
         # Documents inside .. after - 1 begin in the chunk.
@@ -175,7 +175,7 @@ def _documents(whole: GlobalCall, offsets: list[int]) -> list[Piece]:
 
 
 def _piece(whole: GlobalCall, chunk: Chunk, offsets: list[int], first: int, last: int) -> Piece:
-    """Return the Piece of documents first .. last - 1 and of their rows in a Chunk.
+    """Return the Piece that computes those rows of documents first .. last - 1 that are in a Chunk.
 
     A document that begins before the Chunk has a Piece of its own.
     """

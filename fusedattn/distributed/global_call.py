@@ -1,4 +1,4 @@
-"""The call of all ranks: each rank has some of its rows and keys, and all agree on it before anything is sent."""
+"""A call of all ranks: each has some of the rows and keys, and all agree on the options before anything is sent."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ class Piece(NamedTuple):
     """Attention of some rows of this rank to some of the keys that it has received.
 
     fields: the fields of its Call that depend on positions. A mask or bias is sliced by batch, pair_rows and pair_keys,
-    slopes by batch; pair_rows or pair_keys of None means the same as rows or keys.
+    slopes by batch. If pair_rows or pair_keys is None, rows or keys is used instead.
     """
 
     rows: slice
@@ -38,8 +38,8 @@ class GlobalCall(NamedTuple):
     """A call of all ranks.
 
     call has this rank's rows and keys, and options that are the same on all ranks. rows and keys are the Chunks of each
-    rank. The diagonal of row i of the whole is at key i + shift. needs: for each rank, the names of the inputs that
-    require a gradient.
+    rank. The diagonal of row i of the whole sequence is at key i + shift. needs: for each rank, the names of the inputs
+    that require a gradient.
     """
 
     backend: str
@@ -53,11 +53,11 @@ class GlobalCall(NamedTuple):
     need_weights: bool
 
     def wanted(self, rank: int | None = None) -> set[str]:
-        """Return the inputs that require a gradient on a rank; None: on any rank."""
+        """Return the names of the inputs that require a gradient on `rank`, or on any rank if it is None."""
         return set().union(*(self.needs if rank is None else [self.needs[rank]]))
 
     def with_tensors(self, tensors: Sequence[Tensor | None]) -> "GlobalCall":
-        """Return this with other TENSORS in its call. Autograd saves the tensors; its context keeps the rest."""
+        """Return a copy with other TENSORS in its call. Autograd saves the tensors; its context keeps the rest."""
         return self._replace(call=of_calls.with_tensors(self.call, tensors))
 
     @property
@@ -69,7 +69,7 @@ class GlobalCall(NamedTuple):
         return sum(map(rows_of, self.keys))
 
     def seen(self, row: Chunk, key: Chunk) -> Chunk:
-        """Return the keys of a Chunk from the first to the last that any of the rows sees."""
+        """Return the part of Chunk `key` from the first to the last key that any row of `row` sees."""
         left, right = self.call.left, self.call.right
         first = key.first if left is None else max(key.first, row.first + self.shift - left)
         last = key.last if right is None else min(key.last, row.last + self.shift + right)
@@ -82,7 +82,7 @@ class GlobalCall(NamedTuple):
         return seen_from and (right is None or key.last <= row.first + self.shift + right + 1)
 
     def rank_sees(self, rank: int, owner: int) -> bool:
-        """Return whether any row of a rank sees any key of an owner."""
+        """Return whether any row of `rank` sees any key of the rank `owner`."""
         return any(self.seen(row, key).length for row in self.rows[rank] for key in self.keys[owner])
 
     def pieces(self, keys: list[Chunk]) -> list[Piece]:
@@ -116,7 +116,7 @@ class Method(NamedTuple):
     """Functions that compute this rank's rows of a GlobalCall, and their gradients.
 
     forward returns ([output, lse or None, weights or None], a GlobalCall, tensors and numbers to save). backward takes
-    this GlobalCall, what was saved, and the gradients of the results. It returns gradients by the names of inputs.
+    this GlobalCall, what was saved, and the gradients of the results. It returns {input: gradient}.
     """
 
     forward: Callable[[GlobalCall], tuple[list[Tensor | None], GlobalCall, Sequence[Any]]]
@@ -145,7 +145,7 @@ def prepared(arguments: Arguments, backend: Any, ranks: Ranks) -> tuple[Call, di
 
 
 def attend(function: str, given: dict[str, Any], method: Method) -> Any:
-    """Return the results of the public function of this name, or of `attention` if there is no process group."""
+    """Return the results of the public function named `function`, or of `attention` if there is no process group."""
     whole = agreed(function, given)
     if whole is None:
         return attention(**{name: x for name, x in given.items() if name not in ("group", "balance")})
@@ -181,9 +181,9 @@ class _Attend(torch.autograd.Function):
 
 
 def agreed(function: str, given: dict[str, Any], prepare: Prepare = prepared) -> GlobalCall | None:
-    """Return the GlobalCall of a rank's arguments by name; None without a process group.
+    """Return the GlobalCall for this rank's arguments, `given` by name; None without a process group.
 
-    Raise TypeError, ValueError or NotImplementedError on all ranks if an argument is wrong on one, or two differ.
+    Raise TypeError, ValueError or NotImplementedError on all ranks if an argument is wrong on one, or differs.
     """
     ranks, balance, backend = ranks_of.of(given["group"]), given.get("balance"), given["backend"]
     if ranks is None:
@@ -266,7 +266,7 @@ def _common(call: Call, arguments: Arguments) -> dict[str, Any]:
 
 
 def _backend(call: Call, needs: set[str], need_weights: bool, named: str | None) -> str:
-    """Return the backend for the partial calls of a call. needs: the inputs whose gradient a rank requires."""
+    """Return the backend for the partial calls of a call. needs: the inputs that require a gradient on any rank."""
     call = call._replace(partial=True, sinks=None)
     if needs:
         tensors = {name: getattr(call, name) for name in INPUTS}

@@ -18,7 +18,7 @@ LACKS = dict(ring=("mask", "bias", "query_mask", "need_weights"), gather=("need_
 
 
 class ContextParallel(NamedTuple):
-    """The context_parallel= of a `fusedattn.MultiHeadAttention` whose inputs are this rank's rows of a sequence.
+    """Value of context_parallel= for a `fusedattn.MultiHeadAttention` whose inputs are this rank's rows of a sequence.
 
     Examples:
         >>> parallel = fusedattn.distributed.ContextParallel("ring", balance="zigzag")
@@ -63,7 +63,7 @@ def attend(parallel: ContextParallel, q: Tensor, k: Tensor, v: Tensor, need_weig
 
 
 def by_heads(projected: Tensor, name: str, heads: int, columns: int) -> Tensor:
-    """Return a projection's output (B, S, H * D) as (B, H, S, D). columns: D. heads: of all processes.
+    """Return a projection's output (B, S, H * D) as (B, H, S, D). columns: D. heads: the number on all processes.
 
     Tensor parallelism leaves each process some of the heads. Raise if it would cut a head.
     """

@@ -17,7 +17,7 @@ class Keys(Protocol):
     """The keys and values of all ranks, in the order in which they come to this rank."""
 
     def __iter__(self) -> Iterator[tuple[int | None, Call, list[Piece]]]:
-        """Yield (owner, the call with the owner's keys and values, its Pieces). Owner None is all ranks."""
+        """Yield (owner, the call with the owner's keys and values, its Pieces). owner: a rank; None for all ranks."""
 
     def give_back(self, owner: int | None, key: Tensor | None, value: Tensor | None) -> None:
         """Take the gradients of the owner's keys and values that this rank's rows contribute."""
@@ -96,6 +96,6 @@ def _backward(
     if call.sinks is not None and "sinks" in of_all:
         grads["sinks"] = partial.of_sinks(call, rows, out_grad, lse_grad)
     for name in BY_HEAD:
-        if (grad := grads.get(name)) is not None:  # one tensor for all ranks
+        if (grad := grads.get(name)) is not None:  # all ranks have the same tensor, so sum their gradients
             grads[name] = ranks_of.sum_of(whole.ranks, grad)
     return grads

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..call.private import group_timeout, read_store, write_store
 from ..call.rules import fail
 
-STATEMENT = 4096  # bytes of a rank's statement about a call: a fixed size, so ranks that disagree can read it
+STATEMENT = 4096  # bytes of a rank's statement about a call: a fixed size, so that ranks that disagree can read it
 MESSAGE = 300  # characters of an error message in a statement, which has to fit
 PATIENCE = timedelta(seconds=2)  # how long to wait for rank 0 to name the lost rank after a broken connection
 
@@ -53,7 +53,7 @@ def as_bytes(x: Tensor) -> Tensor:
 def agree(
     ranks: Ranks, function: str, facts: Callable[[], tuple[Any, dict[str, Any], dict[str, Any]]]
 ) -> tuple[Any, list[dict[str, Any]]]:
-    """Return (value, `own` of each rank), once all ranks have called the same function with equal options.
+    """Return (value, [`own` of each rank]) once all ranks have called the same function with equal options.
 
     `facts` checks the arguments of this rank, and returns (value, options, own). The reprs of options must be equal on
     all ranks; `own` is data that JSON can hold, and may differ. Rank 0 collects the statements of all ranks and sends
@@ -103,7 +103,7 @@ def _exchange_statements(ranks: Ranks, function: str, statement: dict[str, Any])
 
 
 def _fill(table: Tensor, ranks: Ranks, function: str) -> None:
-    """Replace the rows of the other ranks by their statements. The rows are copies of this rank's statement."""
+    """Receive the statements of the other ranks into their rows. Before, each row is a copy of this rank's."""
     limit, key = group_timeout(ranks.group), f"fusedattn, lost of {dist.get_process_group_ranks(ranks.group)}"
 
     def missing(rank: int) -> RuntimeError:
@@ -126,13 +126,13 @@ def _fill(table: Tensor, ranks: Ranks, function: str) -> None:
                 try:
                     work.wait()
                 except RuntimeError as error:
-                    # Gloo closes all connections at a timeout, so the others read the rank from the store.
+                    # Gloo closes all connections at a timeout, so the others read from the store which rank is lost.
                     write_store(key, str(r))
                     raise missing(r) from error
         return
     try:
         for operation, x, least in ((dist.isend, table[0].clone(), limit), (dist.irecv, table, 2 * limit)):
-            # Twice the limit to receive: rank 0 may itself wait for another rank that long.
+            # Wait twice as long to receive: rank 0 may itself wait for another rank until the limit.
             for work in begin(operation, {0: x}):
                 work.wait(least)
     except RuntimeError as error:
@@ -182,7 +182,7 @@ def exchange(
 
 
 def all_to_all(ranks: Ranks, sent: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Send a tensor to each rank, and return the tensors from each rank, of these shapes. All have one dtype."""
+    """Send sent[r] to each rank r. Return the tensors received from the ranks, of these shapes. All have one dtype."""
     dtype = sent[0].dtype
     flat = torch.cat([as_bytes(x.contiguous()) for x in sent])
     came = [dtype.itemsize * math.prod(shape) for shape in shapes]

@@ -45,8 +45,8 @@ def ring_attention(
 
     Args:
         query: (B, Hq, rows, D).
-        key, value: (B, Hkv, rows, D or Dv). Each sequence has as many rows here as `shard` gives this rank; query may
-            be of another sequence than key and value.
+        key, value: (B, Hkv, rows, D or Dv). rows: the number that `shard` gives this rank. Key and value may be of
+            another sequence than query, with another number of rows.
         group: a process group, or a DeviceMesh of one dimension; None is the default group. Without a default group,
             this is `attention`.
         balance: as in `shard`.
@@ -67,7 +67,7 @@ def ring_attention(
 
 
 class _Keys:
-    """Source of keys for `in_pieces`: those of one rank after another. Gradients are sent back to it."""
+    """Keys and values for `in_pieces`, from one rank after another. Their gradients are sent back to that rank."""
 
     def __init__(self, whole: GlobalCall):
         fields = {name: getattr(whole.call, name) for name in ("key", "value", "key_mask")}
@@ -81,7 +81,7 @@ class _Keys:
         return {name: torch.zeros_like(x, dtype=dtype) for name, x in self.own.items() if name in wanted}
 
     def _begin(self, step: int) -> Transfer:
-        """Start to send this rank's keys `step` ranks ahead, and to receive those of the rank that is `step` behind."""
+        """Start to send this rank's keys to the rank `step` ahead, and to receive keys from the rank `step` behind."""
         whole, (_, rank, size) = self.whole, self.whole.ranks
         to, owner = (rank + step) % size, (rank - step) % size
         buffers, rows = [], rows_of(whole.keys[owner])
@@ -118,7 +118,7 @@ class _Keys:
         self.incoming = ranks_of.exchange(whole.ranks, grads, receiver, buffers, sender)
 
     def _add(self, grads: Sequence[Tensor]) -> None:
-        for total, grad in zip(self.totals.values(), grads, strict=False):  # none if no row here sees these keys
+        for total, grad in zip(self.totals.values(), grads, strict=False):  # no grads if no row here sees the keys
             total += grad
 
     def _wait(self) -> None:

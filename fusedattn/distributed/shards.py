@@ -49,7 +49,7 @@ def chunks(length: int, size: int, balance: str | None) -> list[list[Chunk]]:
 
 
 def chunks_of(argument: str, lengths: Sequence[int], size: int, balance: str | None) -> list[list[Chunk]]:
-    """Return the Chunks of each rank. Raise if a rank has a wrong number of rows. argument: its name in the error."""
+    """Return the Chunks of each rank. Raise if a rank has a wrong number of rows. argument: a name for the error."""
     every = chunks(sum(lengths), size, balance)
     for rank, (got, expected) in enumerate(zip(lengths, map(rows_of, every), strict=True)):
         if got != expected:
@@ -126,14 +126,14 @@ def _checked_dim(x: Tensor, dim: Any) -> int:
 
 @overridable
 def unshard(x: Tensor, dim: int, *, group: Any = None, balance: str | None = None) -> Tensor:
-    """Return the whole tensor on every rank, from the rows that `shard` gave each: its inverse.
+    """Return the whole tensor on every rank, from the rows that `shard` gave each rank: the inverse of `shard`.
 
     Examples:
         >>> x = torch.arange(8)[None]
         >>> fusedattn.distributed.unshard(fusedattn.distributed.shard(x, 1), 1).shape
         torch.Size([1, 8])
 
-    The gradient of x is summed over all ranks, as if the loss were the sum of their losses.
+    The gradient of x is summed over all ranks, as if the loss were the sum of the ranks' losses.
 
     Args:
         x: this rank's rows. Only the number of rows may differ between ranks.
@@ -174,7 +174,7 @@ def gathered(x: Tensor, dim: int, ranks: Ranks, every: list[list[Chunk]]) -> Ten
 
 
 def scattered(x: Tensor, dim: int, ranks: Ranks, every: list[list[Chunk]]) -> Tensor:
-    """Return this rank's Chunks of the sum of all ranks' whole tensors: the derivative of `gathered`."""
+    """Sum a whole tensor over all ranks, and return this rank's Chunks of the sum: the derivative of `gathered`."""
     whole = x.movedim(dim, 0)
     sent = [torch.cat([whole[chunk.first : chunk.last] for chunk in some]) for some in every]
     rows, shape = rows_of(every[ranks.rank]), whole.shape[1:]

@@ -1,6 +1,6 @@
 """All-to-all over heads: each rank computes some heads of the whole sequence, and gets its rows of all heads back.
 
-A key head goes to each rank that needs it. If that is more than one, its gradients return in float32 (float64).
+A key head goes to each rank that needs it. If several do, its gradients return in float32 (float64 for float64).
 Source: DeepSpeed Ulysses, arXiv:2309.14509.
 """
 
@@ -27,7 +27,7 @@ from .shards import rows_of
 
 
 def heads_of(heads: int, key_heads: int, size: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Return (query heads, key heads) of each rank. `size` divides the query heads; ranks may share key heads."""
+    """Return two lists: the query and key heads of each rank. `size` divides `heads`; ranks may share key heads."""
     count, group = heads // size, heads // max(1, key_heads)
     queries, keys = [list(range(rank * count, (rank + 1) * count)) for rank in range(size)], []
     for some in queries:
@@ -78,7 +78,7 @@ def ulysses_attention(
 
 
 class _Route(NamedTuple):
-    """Transfer of a tensor (B, H, rows, ...) between all heads of some rows and some heads of all rows.
+    """Transfer of a tensor (B, H, rows, ...) from all heads of some rows to some heads of all rows, and back.
 
     heads: the heads that each rank computes. total: the number of all heads. rows: the number of each rank's rows.
     """
@@ -149,7 +149,7 @@ def _forward(whole: GlobalCall) -> tuple[list[Tensor | None], GlobalCall, Sequen
     if query.shape[1] % size:
         fail(ValueError, "query", f"heads that {size} ranks can share equally", f"{query.shape[1]} heads")
     call = _local(whole)
-    if _route(whole, "key").repeated:  # gradients of shared key heads are rounded after their sum
+    if _route(whole, "key").repeated:  # sum gradients of shared key heads before rounding them
         kernels = whole.backend in partial.KERNELS and not whole.need_weights
         call = call._replace(partial=True) if kernels else partial.widened(call)
     flops.offer(OPERATORS.forward)

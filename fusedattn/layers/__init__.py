@@ -25,14 +25,14 @@ def _check_ids(name: str, ids: Tensor, shape: tuple[str, ...], table: nn.Embeddi
 
 
 def _look_up(table: nn.Embedding, name: str, ids: Tensor) -> Tensor:
-    """Return the embeddings of ids. An id outside of the table raises; on a GPU torch's assert ends the program."""
+    """Return the embeddings of ids. Raise for an id outside the table; on a GPU, torch's assert ends the program."""
     try:
         return table(ids)  # type: ignore[no-any-return]
     except IndexError:
         fail(ValueError, name, f"ids from 0 to {table.num_embeddings - 1}", f"{ids.min()} to {ids.max()}")
 
 
-# {attribute of a config: the only value that layers implement}, {attribute of a config: option of a layer}
+# IMPLEMENTED: {attribute of a config: its only supported value}. OPTIONS: {attribute of a config: option of a layer}.
 IMPLEMENTED = dict(hidden_act="gelu", position_embedding_type="absolute", is_decoder=False, add_cross_attention=False)
 OPTIONS = dict(hidden_dropout_prob="dropout", attention_probs_dropout_prob="attention_dropout")
 OPTIONAL = "attention_probs_dropout_prob", "layer_norm_eps"  # attributes that a config may lack
@@ -40,7 +40,7 @@ _Layer = TypeVar("_Layer", bound="_Configurable")
 
 
 class _Configurable(nn.Module):
-    """Module made from a config: it reads attributes READS, and raises unless CHECKS have the only supported values."""
+    """Module made from a config. READS: attributes that it reads. CHECKS: attributes whose values are checked."""
 
     READS: tuple[str, ...]
     CHECKS: tuple[str, ...]

@@ -34,7 +34,7 @@ def check_layer(dtype: Any = None, layer_norm_eps: Any = 0.0, **dropouts: Any) -
 def check_input(
     name: str, tensor: Tensor, shape: tuple[int | str, ...], layer: nn.Module | None = None, jagged: bool = False
 ) -> None:
-    """Raise unless a tensor has this shape, in which a name stands for any size, and the dtype and device of a layer.
+    """Raise unless a tensor has this shape, and the dtype and device of a layer. A name in the shape allows any size.
 
     With jagged a nested tensor of torch.jagged passes, too. A Proxy of torch.fx is not checked.
     """
@@ -49,12 +49,12 @@ def check_input(
 
 
 def _size(tensor: Tensor, dim: int, name: str) -> int | str:
-    """Return a size that other inputs must have; for a Proxy or nested tensor `name`, which allows any size."""
+    """Return a size that other inputs must have; for a Proxy or nested tensor, `name`, which allows any size."""
     return name if isinstance(tensor, fx.Proxy) or tensor.layout == torch.jagged else tensor.shape[dim]
 
 
 def check_fits(name: str, tensor: Tensor, layer: nn.Module | None, same_dtype: bool = True) -> None:
-    """Raise unless a tensor has the device, and the dtype, of a layer's weight.
+    """Raise unless a tensor has the device of a layer's weight and, with same_dtype, its dtype.
 
     A layer whose weight is wrapped, computed, quantized or not yet loaded checks its input itself.
     """
@@ -77,7 +77,7 @@ def _linear(inputs: int, outputs: int, bias: bool, **factory: Any) -> nn.Linear:
 
 
 def _add_head_dim(pairs: Any) -> Any:
-    """Return a mask, plan or bias with one of rank 3, (B, Sq, Sk), as (B, 1, Sq, Sk)."""
+    """Insert a head dimension into a mask, plan or bias of rank 3: (B, Sq, Sk) becomes (B, 1, Sq, Sk)."""
     if isinstance(pairs, Plan):
         return pairs._replace(mask=_add_head_dim(pairs.mask))
     rank_3 = isinstance(pairs, Tensor) and irregular(pairs) is None and pairs.dim() == 3
@@ -98,7 +98,7 @@ def _attend_by_heads(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Return (output (B, Sq, H * Dv), weights or None) of projections (B, S, H * D).
 
-    heads: (of query, of key and value). widths: (D, Dv).
+    heads: (number of query heads, number of key and value heads). widths: (D, Dv).
     """
     (num_heads, num_kv_heads), (head_dim, value_head_dim) = heads, widths
     q = by_heads(query, "num_heads", num_heads, head_dim)
@@ -198,7 +198,7 @@ class MultiHeadAttention(nn.Module):
             need_weights: also return the weights, after dropout; they take memory for all pairs.
 
         Returns:
-            (output (B, Sq, E), weights (B, H, Sq, Sk) or None). A row that sees nothing: (out_proj's bias, 0).
+            (output (B, Sq, E), weights (B, H, Sq, Sk) or None). A row that sees nothing: out_proj's bias, and 0.
         """
         key = query if key is None else key
         value = key if value is None else value
@@ -257,4 +257,4 @@ class SelfAttention(nn.Module):
                 expected = f"{self.embed_dim} columns, because processes cannot share one head"
                 fail(ValueError, name, expected, projected.shape[-1])
         out, weights = attend(q, k, v, need_weights, mask=mask, key_mask=key_mask, **options)
-        return out, weights  # a pair for torch.fx, too
+        return out, weights  # a pair, also if torch.fx traces this

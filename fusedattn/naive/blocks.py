@@ -12,7 +12,7 @@ from ..call.private import tracing
 # Bytes of a block's scores, per core. On an EPYC with 1 MiB L2 and 32 MiB L3 (torch 2.13), blocks of 2**28 took 2 to 3
 # times as long, forward and backward. Sizes from 2**20 to 2**23 differed little.
 CACHE = 2**21
-ROWS, CUT_ROWS = 256, 128  # rows that a block should have; its maximum with causal or window
+ROWS, CUT_ROWS = 256, 128  # intended rows of a block; maximum rows with causal or window
 
 
 class Block(NamedTuple):
@@ -25,7 +25,7 @@ class Block(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Some batches and heads of a call, cut into blocks. planes: numbers of the planes (B, Hq) for dropout, or None."""
+    """Some batches and heads of a call, cut into blocks. planes: (B, Hq), the planes' numbers for dropout, or None."""
 
     call: Call
     planes: Tensor | None
@@ -51,7 +51,7 @@ def sized(call: Call) -> bool:
 
 
 def readable(call: Call) -> bool:
-    """Return whether values can be read without a host sync, a graph break, or an error in a transform."""
+    """Return whether values of tensors can be read without a host sync, a graph break, or an error in a transform."""
     return not torch.compiler.is_compiling() and call.query.device.type == "cpu" and plain(call)
 
 
@@ -117,7 +117,7 @@ def _flat(call: Call) -> Call:
 def _split(x: Tensor | None, size: int, dim: int, length: int) -> list | tuple:
     """Split x into pieces of `size` along a dimension. Repeat x if it is None or broadcasts (has another length)."""
     count = -(-length // size)
-    # Use `split`: the gradient of each slice would be as large as x.
+    # Use `split`, not slices: the gradient of each slice would be as large as x.
     return [x] * count if x is None or count == 1 or x.shape[dim] != length else x.split(size, dim)
 
 

@@ -21,7 +21,7 @@ WORTH = 2**13  # elements of a key cache that an extra call must skip to pay off
 def rotated(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """Return x (B, H, S, D) with rotary embeddings of positions (B or 1, S) applied to its first columns.
 
-    Columns 2n and 2n + 1 are a pair if interleaved, otherwise n and n + half. Positions beyond cos use its last row.
+    Columns 2n and 2n + 1 are a pair if interleaved, else n and n + half. Positions beyond cos use the last row of cos.
     Source: RoFormer, arXiv:2104.09864, section 3.2.
     """
     half, wide = cos.shape[1], torch.promote_types(x.dtype, torch.float32)
@@ -38,7 +38,7 @@ def rotated(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved:
 def _to_write(
     cache: Tensor, new: Tensor, position: Tensor, table: Tensor | None, capacity: int
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return (page numbers, slots in them, rows to write) for `new` (B, H, S, D) at positions (B, S); None if empty.
+    """Return (page numbers, slots in pages, rows to write) for `new` (B, H, S, D) at positions (B, S); None if empty.
 
     Rows past the capacity or on pages outside the pool are dropped.
     """
@@ -52,7 +52,7 @@ def _to_write(
     valid = ((position < capacity) & (number >= 0) & (number < pages)).flatten()
     number, slot = (torch.where(valid, x.flatten(), 0) for x in (number, position % page))
     rows = new.transpose(1, 2).flatten(0, 1)
-    # Dropped rows go to slot 0 of page 0. They must write what it will hold: a valid row for it, or its old content.
+    # Dropped rows go to slot 0 of page 0. They write what that slot will hold: the valid row for it, or its old row.
     first = valid & (number == 0) & (slot == 0)
     # Use index_select: a tensor as a plain index would cause a host sync.
     held = torch.where(first.any(), rows.index_select(0, first.int().argmax()[None]), cache.narrow(0, 0, 1)[:, :, 0])

@@ -15,7 +15,7 @@ WORD = 0xFFFFFFFF  # words are stored as int64; the lower 64 bits of their produ
 
 
 def _multiplied(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
-    """Return (word * multiplier, its upper 32 bits with their sign). In eager code the product overwrites `word`."""
+    """Return (word * multiplier, its upper 32 bits as a signed number). In eager code the product overwrites `word`."""
     if torch.compiler.is_compiling():
         # Multiply by multiplier - 2**32, which is small: C++ compilers assume that int64 products do not overflow, and
         # then drop the mask that corrects an overflow.
@@ -60,7 +60,7 @@ def keep(seed: Tensor, planes: Tensor, rows: tuple[int, int], keys: tuple[int, i
     seed: one int64. planes: int64, b * Hq + h of each plane. rows, keys: (first, last + 1).
     """
     (first, last), (begin, end), device = rows, keys, planes.device
-    least = int(dropout_p * 2**32)  # pairs with a smaller word are dropped; all are for dropout_p = 1
+    least = int(dropout_p * 2**32)  # pairs with a smaller word are dropped; with dropout_p = 1, all pairs
     left = begin // 16 * 8  # first counter of the keys: 8 counters for 16 keys
     columns = (end + 15) // 16 * 8 - left  # not by -(-end // 16): ONNX rounds quotients towards 0
     start, stop = first // 16 * 8, (last + 15) // 16 * 8  # counters of the rows

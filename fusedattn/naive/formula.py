@@ -25,7 +25,7 @@ BUDGET = 2**28
 # Bytes of scores of a recomputed block. Tensors below 32 MiB fragment glibc's memory: with 12288 rows of 1 head, the
 # peak was 1305 MiB with blocks of 4 MiB. It is 388 MiB with these, which take a fifth less time.
 RECOMPUTED = 2**26
-SMALL = 2**12  # scores, visible or not, up to which a call is one block
+SMALL = 2**12  # a call with at most this many scores, visible or not, is one block
 
 
 def grouped(x: Tensor, heads: int) -> Tensor:
@@ -66,7 +66,7 @@ def softmax(scores, need_lse, visible=None, empty=None, *, limits=(), sinks=None
 
     Args:
         visible: bool, broadcasts to the scores; None hides nothing.
-        limits: (columns, bool: their hidden pairs), to overwrite these scores by -inf. Not under a transform.
+        limits: [(slice of columns, bool: pairs in them whose scores become -inf)]. Not under a transform.
         empty: bool, broadcasts to (B, Hq, Sq, 1): rows that see nothing, which get weights 0 and lse -inf or the sink.
         sinks: (1 or B, Hq), an additional logit for each head.
         in_place: overwrite the scores if no gradient needs them: new memory takes as long as the softmax. Not under a
@@ -95,7 +95,7 @@ def softmax(scores, need_lse, visible=None, empty=None, *, limits=(), sinks=None
 def scored(products: Tensor, softcap: float | None, added: Iterable[Tensor]) -> Tensor:
     """Return scores from scaled products: apply the softcap, then add the `added` terms."""
     if softcap is not None and softcap <= LARGEST_CAP:
-        cap = max(softcap, SMALLEST_CAP)  # multiplies and divides, so that the derivative at 0 is 1
+        cap = max(softcap, SMALLEST_CAP)  # used to multiply and to divide, so that the derivative at 0 is 1
         products = cap * torch.tanh(products / cap)
     for term in added:
         products = products + term

@@ -1,7 +1,7 @@
 """Partial calls: attention of rows to some of the keys that they see, in float64.
 
 If a row sees one key, the gradient of its score is a difference of two equal numbers. Eager PyTorch rounds both alike,
-so it is 0. Partial calls compute the two in different ways, so float32 is not enough here.
+so that gradient is 0. Partial calls compute the two in different ways, so float32 is not enough here.
 """
 
 import math
@@ -23,7 +23,7 @@ INFINITE = float("inf")
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
-    """Return (output, stats) of a call of float32 (float64), without sinks.
+    """Return (output, stats) of a float32 or float64 call without sinks.
 
     stats (B, Hq, Sq, 2): the largest score, and log2(sum of exp(score - largest)). An empty row has -inf and inf.
     """
@@ -61,7 +61,7 @@ def backward(
     """Return the gradients of the INPUTS, None if not needed. out, stats: over all keys that the rows see.
 
     The gradient of a score is weight * (gradient of weight - delta), where delta = grad_out . out - grad_lse. The
-    number that `_weighed` returns has this gradient, because its softmax is divided by a constant sum, from `stats`.
+    scalar from `_weighed` has this gradient, because it divides exp(score - largest) by a constant: the sum in `stats`.
     """
     row_max, log2_sum = stats.double().unbind(-1)
     empty = log2_sum == INFINITE
@@ -86,8 +86,8 @@ def backward(
 
 @torch.enable_grad()
 def _weighed(part: Part, where: Block, row_max: Tensor, log2_sum: Tensor, grad_out: Tensor, delta: Tensor) -> Tensor:
-    """Return a number whose gradients are the gradients of `backward` from the rows of a block."""
-    # One after the other: 1e38 absorbs the log. From scores of 1e14 on float32 rounds it too much, hence the clamp.
+    """Return a scalar. Its gradients are the contributions of a block's rows to the gradients of `backward`."""
+    # Subtract the max first: 1e38 would absorb the log. From 1e14 on, float32 rounds the max too much, hence the clamp.
     exponent = (_scores(part, where) - row_max[..., None]).sub_((log2_sum * LN2)[..., None])
     exponent.detach().clamp_(max=1.0)
     weights = exponent.exp_()

@@ -34,7 +34,7 @@ def _of_block(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the tangents of (output, lse, weights or None) of a block.
 
-    moved: the Call with tangents as INPUTS. has: whether query, key and value have one. memory: (2, n) for the scores.
+    moved: the Call with tangents as INPUTS. has: whether query, key and value have one. memory: (2, n), for scores.
     """
     call, (first, last, begin, end) = part.call, block
     query, t_query = (x.query[:, :, first:last] for x in (call, moved))
@@ -87,7 +87,7 @@ def _tangent(call: Call, moved: Call, has: Sequence[bool], need_weights: bool) -
     t_out, t_lse, weights = by_part(
         lambda part, other, block: _of_block(part, other.call, has, block, memory, need_weights), *cut
     )
-    if wide.query_mask is not None:  # hidden rows have no tangent of their sink either
+    if wide.query_mask is not None:  # the lse of a hidden row is its sink, but has no tangent
         t_lse.masked_fill_(~wide.query_mask[:, None], 0.0)
     return arrange(t_out, call.query), t_lse, None if weights is None else weights.to(call.query.dtype)
 
@@ -100,7 +100,7 @@ def tangent(
 
     directions: tangents of the INPUTS; None is zero.
     """
-    # As fields of a Call, tangents are cut and padded like inputs. Query, key and value without one stay as they are.
+    # As fields of a Call, tangents are cut and padded like inputs. If query, key or value has none, it fills its field.
     fields: dict[str, Any] = dict(zip(INPUTS, directions, strict=True))
     has = [fields[name] is not None for name in ("query", "key", "value")]
     fields |= {name: getattr(call, name) for name in ("query", "key", "value") if fields[name] is None}

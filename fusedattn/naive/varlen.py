@@ -69,7 +69,7 @@ def runs(lengths: list[tuple[int, int]], waste: float, slack: float) -> Iterator
 def sequences(call: Call) -> list[Call]:
     """Split a packed call, so that one long sequence does not pad all others to its length.
 
-    A call with dropout is not split, because dropout depends on a sequence's index. Nor is one of unknown lengths.
+    A call with dropout is not split, because dropout depends on a sequence's index. Nor is a call of unknown lengths.
     """
     assert call.cu_seqlens_q is not None and call.cu_seqlens_k is not None
     known = is_known(call.cu_seqlens_q) and is_known(call.cu_seqlens_k)
@@ -110,7 +110,7 @@ def part_of(call: Call, rows: list[int], keys: list[int], first: int, last: int)
 
 
 def joined(results: list[tuple], axis: int, columns: int | None = None) -> tuple:
-    """Return the results of a call from those of its parts, weights padded to `columns`. Any result may be None."""
+    """Join the results of a call's parts, with weights padded to `columns`. Any result may be None."""
     outs, lses, weights = zip(*results, strict=True)
     if weights[0] is not None and columns is not None:
         weights = tuple(torch.nn.functional.pad(x, (0, columns - x.shape[3])) for x in weights)

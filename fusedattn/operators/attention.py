@@ -105,7 +105,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_out, grad_lse, grad_weights, _):
-        # A compiled graph passes zeros for missing gradients, also for those of results that were not needed.
+        # A compiled graph passes zeros for missing gradients, and for gradients of results that were not needed.
         grad_lse, grad_weights = (None if x is None or x.dim() == 1 else x for x in (grad_lse, grad_weights))
         incoming = grad_out, grad_lse, grad_weights
         if all(grad is None for grad in incoming):
@@ -141,14 +141,14 @@ def _transformed(*arguments):
 
 @constant
 def allow_in_graph() -> None:
-    """Register `_transformed` with the compiler. Called while compiling: at import it would import the compiler."""
+    """Register `_transformed` with the compiler. Call this while compiling: at import it would load the compiler."""
     torch.compiler.allow_in_graph(_transformed)
 
 
 def _attend(call: Call, need_lse: bool, need_weights: bool, backend: str):
     """Return (output, lse or None, weights or None) of a checked call."""
     save = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs_of(call))
-    # Under a transform or in forward mode there may be a derivative although no tensor requires a gradient.
+    # A transform or forward mode may take a derivative although no tensor requires a gradient.
     transformed = transforms_active() or forward_level() >= 0
     if torch.compiler.is_compiling() and transformed:
         allow_in_graph()
@@ -156,7 +156,7 @@ def _attend(call: Call, need_lse: bool, need_weights: bool, backend: str):
     elif torch.compiler.is_compiling():
         out, lse, weights, _ = OPERATORS.forward(*call, need_lse, need_weights, save, backend)
     elif save or transformed:
-        # Forward and backward share a block mask. In graphs and under vmap each makes one: its size is not known.
+        # Forward and backward share a block mask. In graphs and under vmap its size is unknown, so each makes its own.
         masked = backend in KERNELS and not transformed and any(x is not None for x in hiding(call))
         if masked and call.block_mask is None:
             call = call._replace(block_mask=block_mask_or_none(hiding(call), lengths_of(call)))
@@ -171,13 +171,13 @@ run_triton, run_hopper, run_cpu = (functools.partial(_attend, backend=name) for 
 
 
 def run_naive(call: Call, need_lse: bool, need_weights: bool):
-    """Compute attention by plain operations, which autograd records one by one; where these fail, by one operator."""
+    """Compute attention by plain PyTorch operations, which autograd records; where they would fail, by one operator."""
     transformed, compiling, packed = transforms_active(), torch.compiler.is_compiling(), call.cu_seqlens_q is not None
     # The operator finds the longest sequence at run time, which a compiler cannot.
     unknown = compiling and packed and (call.max_seqlen_q is None or call.max_seqlen_k is None)
     # torch.vmap would number the batches and heads for dropout wrongly, and cannot read mapped offsets.
     mapped = transformed and (call.seed is not None or packed)
-    # torch 2.13 overwrites what its softmax saved for the gradient of a tangent.
+    # In the gradient of a tangent, torch 2.13 overwrites a tensor that its softmax saved.
     reversed_tangent = forward_level() >= 0 and not transformed and torch.is_grad_enabled()
     # A graph for a CPU compiles twice as fast with dropout in the operator.
     dropped = compiling and call.seed is not None and call.query.device.type == "cpu" and not is_exporting()
@@ -197,7 +197,7 @@ def block_mask_or_none(masks: Sequence[Tensor | None], lengths: Lengths | None =
 
 
 def failed(call: Call, need_weights: bool, on_hopper: bool) -> list[str]:
-    """Return why a kernel of a call is known to fail on this machine; empty if none is known to."""
+    """Return why a kernel of a call is known to fail on this machine; [] if no kernel is."""
     if torch.compiler.is_compiling() or not any_failed(call):
         return []
     from ..launch import backward, run
@@ -210,7 +210,7 @@ def failed(call: Call, need_weights: bool, on_hopper: bool) -> list[str]:
 
 
 def explained(call: Call, need_weights: bool, backend: str, has_hopper: bool) -> tuple[dict, Sequence[str]]:
-    """Return ({kernel: tiles}, why a Hopper GPU does not run the Hopper backward), for `explain`.
+    """Return ({kernel: tiles}, reasons why the Hopper backward does not run on a Hopper GPU), for `explain`.
 
     The backward computes the gradients of query, key, value and of options that require one.
     """

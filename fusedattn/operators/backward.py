@@ -65,7 +65,7 @@ def _backward(*arguments):
 
 
 def _arranged_backward(*arguments):
-    """Compute `_backward`, with the strides that the operator promises."""
+    """Compute `_backward`, and give each gradient the strides of its input, as the operator's fake does."""
     _, call, (_, need) = BACKWARD.split(arguments)
     triples = zip(_backward(*arguments), inputs_of(call), need, strict=True)
     return tuple([arrange(grad, x, grad.dtype) if needed else grad for grad, x, needed in triples])
@@ -108,14 +108,14 @@ class Backward(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grad_grads):
         incoming, call, (_, need) = BACKWARD.split(saved(ctx)[0])
-        # A compiled graph passes zeros for missing gradients, also for those of gradients that were not needed.
+        # A compiled graph passes zeros for missing grad_grads, also if the gradient itself was not needed.
         grad_grads = [x if needed else None for x, needed in zip(grad_grads, need, strict=True)]
         grads = double_backward(call, incoming[: len(RESULTS)], grad_grads)
         return BACKWARD.named(dict(zip((*BACKWARD.names[: len(RESULTS)], *INPUTS), grads, strict=True)))
 
     @staticmethod
     def jvp(ctx, *tangents):
-        # The Hessian is symmetric: for tangents of the inputs, its product is that of `Backward.backward`.
+        # The Hessian is symmetric, so `double_backward` also gives its product with tangents of the inputs.
         (*incoming, out, weights, stats), call, (backend, need) = BACKWARD.split(saved(ctx)[0])
         moved = BACKWARD.of_inputs(tangents)
         total = [None] * len(INPUTS)
@@ -135,7 +135,7 @@ class Backward(torch.autograd.Function):
 
 
 def backward(*arguments):
-    """Compute the gradients as one autograd node. Raise if their own derivative would be lost."""
+    """Compute the gradients as one autograd node. Raise if a derivative of the gradients would be lost."""
     if not torch.is_grad_enabled() and plain(arguments):
         return _backward(*arguments)
     batched = any(x is not None and not has_storage(x) for x in arguments[:3])

@@ -134,7 +134,7 @@ run_triton, run_cpu = (functools.partial(_run, backend=name) for name in ("trito
 
 
 def unmappable(decode: Decode) -> list[str]:
-    """Return why the operators cannot take a call under torch.vmap; empty if they can."""
+    """Return why the operators cannot take a call under torch.vmap; [] if they can."""
     if decode.new_key is None or torch.compiler.is_compiling():
         return []
     if all(unmapped(x) is x for x in decode if isinstance(x, Tensor)):
@@ -143,7 +143,7 @@ def unmappable(decode: Decode) -> list[str]:
 
 
 def failed(decode: Decode) -> list[str]:
-    """Return why a kernel of a call is known to fail on this machine; empty if none is known to."""
+    """Return why a kernel of a call is known to fail on this machine; [] if no kernel is."""
     if not failures.failed_kernels or torch.compiler.is_compiling():
         return []
     from ..launch import decode as launch_decode

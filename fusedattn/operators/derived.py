@@ -1,7 +1,7 @@
-"""Formulas as single autograd nodes: a derivative of one, or its torch.vmap, is again one node.
+"""Formulas as single autograd nodes. The derivatives of a node, and its torch.vmap, are single nodes again.
 
-torch runs the `jvp` of a Function with forward mode off, so an outer jvp would silently take the tangent of plain
-operations in it for zero. And torch.vmap of plain operations would number batches and heads wrongly for dropout.
+torch runs the `jvp` of a Function with forward mode off, so an outer jvp would silently treat tangents of plain
+operations in it as zero. And torch.vmap of plain operations would number batches and heads wrongly for dropout.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ _TANGENTS = *(f"tangent_{name}" for name in INPUTS), *(f"moved_{name}" for name 
 class Formula(NamedTuple):
     """A function that returns a tuple of tensors, with the names of its arguments and results for `vmap_rule`.
 
-    The names include the fields of a Call. An elementwise function has none: torch maps over it by itself.
+    The names include the fields of a Call. An elementwise function needs none: torch.vmap maps it by itself.
     """
 
     compute: Callable[..., tuple[Tensor, ...]]
@@ -32,8 +32,8 @@ class Formula(NamedTuple):
     results: tuple[str, ...] = ()
 
     def linear(self, transform: Callable, more: Sequence[str], results: Sequence[str]) -> "Formula":
-        """Return a derivative of the formula: `transform`, whose arguments begin with those named in `more`."""
-        # The number distinguishes the name of a tangent from that of the tangent's own tangent.
+        """Return a derivative of this formula: `transform`, whose arguments are `more`, then those of this formula."""
+        # The number distinguishes the name of a tangent from the name of the tangent's own tangent.
         named = tuple(f"{len(self.names)}:{name}" for name in more)
         return Formula(transform, (*named, *self.names), tuple(results))
 
@@ -43,7 +43,7 @@ def _at(names: Sequence[str], places: Sequence[int]) -> list[str]:
 
 
 def _function_of(formula: Formula, places: Sequence[int], arguments: Sequence[Any]) -> tuple[Callable, list[Any]]:
-    """Return a formula as a function of arguments[places] alone, and these arguments."""
+    """Return (a formula as a function of arguments[places] alone, arguments[places])."""
 
     def some(*x):
         replaced = dict(zip(places, x, strict=True))

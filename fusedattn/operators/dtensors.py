@@ -70,8 +70,8 @@ def _laid_out(axes: Sequence[int], gradient: Tensor | None) -> Tensor | None:
 def local_call(call: Call, seed: Any) -> LocalCall | None:
     """Return this rank's part of a checked call; None if the call has no DTensor.
 
-    A replicated tensor beside sharded ones is cut here, and its gradient is Partial. Options that are no DTensors must
-    be equal on all ranks. seed: the caller's argument. Raise on all ranks if the call would need communication.
+    A replicated tensor beside sharded ones is cut here, and its gradient is Partial. Options that are not DTensors
+    must be equal on all ranks. seed: the caller's argument. Raise on all ranks if the call would need communication.
     """
     tensors: dict[str, Any] = dict(zip(TENSORS, tensors_of(call), strict=True))
     if not [x for x in tensors.values() if x is not None and is_dtensor(x)]:
@@ -86,7 +86,7 @@ def local_call(call: Call, seed: Any) -> LocalCall | None:
     # The compiler of torch 2.10 takes no tuple of mesh.shape.
     place = tuple([mesh.size(number) for number in range(mesh.ndim)]), tuple(coordinate)
     of_query = _by_dim(cut)
-    fields: dict[str, Any] = dict(block_mask=None)  # the caller's one is global; each rank makes one for its part
+    fields: dict[str, Any] = dict(block_mask=None)  # the caller's is global; each rank makes one for its part
     for name, x in tensors.items():
         if name not in DIMS or x is None:
             continue
@@ -97,7 +97,7 @@ def local_call(call: Call, seed: Any) -> LocalCall | None:
             grads = [Partial() if p.is_replicate() and dim is not None else p for p, dim in pairs]
             local = x.to_local(grad_placements=grads)
             if not is_compiling() and local.grad_fn is not None:
-                # Otherwise autograd copies the gradient to the strides of x, and torch 2.10 gathers x to know them.
+                # Otherwise autograd copies the gradient to the strides of x, and torch 2.10 gathers x to find them.
                 local.register_hook(functools.partial(_laid_out, order(local)))
         for dim in DIMS[name]:
             whole, size = query.shape[dim], x.shape[dim]
@@ -120,13 +120,13 @@ def local_call(call: Call, seed: Any) -> LocalCall | None:
 
 
 def _by_dim(cut: Iterable[int | None]) -> tuple[tuple[int, ...], ...]:
-    """Return, for batch and heads, the mesh dimensions that cut them."""
+    """Return (mesh dimensions that cut the batch, mesh dimensions that cut the heads)."""
     numbered = list(enumerate(cut))
     return tuple(tuple(number for number, cuts in numbered if cuts == dim) for dim in (BATCH, HEADS))
 
 
 def _checked(tensors: Mapping[str, Any]) -> tuple[Any, list[int | None]]:
-    """Return the mesh and, for each of its dimensions, the dimension of the query that it cuts."""
+    """Check the placements. Return (mesh, [the dimension of the query that each mesh dimension cuts, or None])."""
     from torch.distributed.tensor import Shard
 
     first = next(name for name, x in tensors.items() if is_dtensor(x))
@@ -176,10 +176,10 @@ def _span(
     of_query: int, size: int, shape: tuple[int, ...], coordinate: tuple[int, ...],
     wanted: tuple[int, ...], had: tuple[int, ...],
 ) -> tuple[int, int] | None:  # fmt: skip
-    """Return (first, count) of the batches or heads that a rank's part of the query needs from its part of a tensor.
+    """Return (first, count): the batches or heads in a rank's part of a tensor that its part of the query needs.
 
-    Return None if any rank lacks some, or if its key heads serve unequal numbers of query heads. wanted, had: the mesh
-    dimensions that cut the query and this tensor.
+    Return None if a rank lacks any of them, or if its key heads serve unequal numbers of query heads. wanted, had: the
+    mesh dimensions that cut the query and this tensor.
     """
     span = None
     for other in {coordinate, *itertools.product(*map(range, shape))}:

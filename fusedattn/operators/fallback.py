@@ -1,4 +1,4 @@
-"""Operators by the naive path, for backends without a kernel and for kernels that do not run on this machine."""
+"""Operators computed by the naive path, for backends without a kernel and kernels that do not run on this machine."""
 
 from collections.abc import Callable, Sequence
 

@@ -13,12 +13,12 @@ from ..call.decode import CacheArguments, capacity
 from ..call.options import in_memory
 from ..call.private import argument_names, flop_formulas
 
-# {operator: (number of matrix products with the columns of the query, with the columns of the value)}
+# {operator: (number of matrix products over the query's head_dim, number over the value's head_dim)}
 PRODUCTS = dict(forward=(1, 1), backward=(3, 2), tangent=(3, 2), decode=(1, 1))
 
 
 def _pairs(values: dict[str, Any]) -> Any:
-    """Return the number of (row, key) pairs of one head over all batches. A cache counts with its new keys."""
+    """Return the number of (row, key) pairs of one head over all batches. Keys in a cache include the new ones."""
     query = values["query"]
     batch, _, rows, _ = query.shape
     if "key_cache" in values:

@@ -18,11 +18,11 @@ NAME = __name__.rpartition(".operators.")[0].replace(".", "_")  # the namespace
 LIBRARY = torch.library.Library(NAME, "FRAGMENT")  # operators live as long as this object does
 OPERATORS = getattr(torch.ops, NAME)
 _Run = Callable[..., Any]
-MOST = 1024  # calls that passed the checks, per operator; at this number it forgets all
+MOST = 1024  # maximum number of calls remembered as checked, per operator; at this number all are forgotten
 
 
 def _facts(x):
-    """Return what the checks read of an argument, hashable: no values of tensors."""
+    """Return the properties of an argument that the checks read, in hashable form: no values of tensors."""
     if isinstance(x, torch.Tensor):
         return x.shape, x.stride(), x.dtype, x.device
     return (*x,) if isinstance(x, list) else x
@@ -38,7 +38,7 @@ def register(
 
     Args:
         run: computes the operator.
-        new: returns results of the same shapes, dtypes and strides for tensors without data.
+        new: the fake. It returns results of the same shapes, dtypes and strides, for tensors without data.
         check: raises for shapes, strides, dtypes, devices and numbers that `run` cannot take. It reads no values of
             tensors. It runs before `run` and `new`.
         differentiate: computes it with derivatives. None: autograd ignores the operator.
@@ -46,7 +46,7 @@ def register(
     """
     name, _, declared = schema.partition("(")
     types = [part.split(" ")[:2] for part in declared.partition(") -> ")[0].split(", ")]
-    # torch passes None for a tensor that a schema requires.
+    # torch accepts None even for a tensor that the schema requires.
     required = [(n, field) for n, (kind, field) in enumerate(types) if kind.startswith("Tensor") and "?" not in kind]
     passed: set[tuple] = set()  # shapes, strides, dtypes and devices of calls that passed the checks
 

@@ -1,7 +1,7 @@
 """Attention over keys that come in parts: a backend computes each, and the results are merged into one softmax.
 
-Parts are partial Calls, with results in float32 (float64). A row keeps two numbers, as in the kernels: its largest
-score and log2(sum of exp(score - largest)). One number, the log-sum-exp, would lose digits of the smaller one.
+Parts are partial Calls, with results in float32, or float64 for float64 inputs. A row keeps two numbers, as in the
+kernels: its largest score and log2(sum of exp(score - largest)). The log-sum-exp alone would lose digits of these.
 Source: Online normalizer calculation for softmax, arXiv:1805.02867, section 3.1.
 """
 
@@ -30,7 +30,7 @@ def widened(call: Call) -> Call:
 def forward(call: Call, backend: str) -> tuple[Tensor, Tensor]:
     """Return (output, stats) of a partial call without sinks.
 
-    stats (B, Hq, Sq, 2): a score near the largest, divided by `unit`, and the log2 of the sum; -inf and inf if empty.
+    stats (B, Hq, Sq, 2): a score near the largest, divided by `unit`, and log2 of the sum; -inf and inf for empty rows.
     """
     flops.offer(OPERATORS.forward)
     if backend in KERNELS:
@@ -52,7 +52,7 @@ def backward(
 ) -> list[Tensor | None]:
     """Return gradients of the INPUTS of a partial call, None if not needed.
 
-    grad_out has the dtype of query. out and stats are those of all keys that the rows see, not of this part alone.
+    grad_out has the dtype of query. out and stats cover all keys that the rows see, not only this part.
     """
     stats, grad_lse = stats.contiguous(), None if grad_lse is None else grad_lse.contiguous()
     if backend not in KERNELS:
@@ -68,7 +68,7 @@ def backward(
 
 
 def unit(call: Call, backend: str) -> float:
-    """Return the factor from the largest score in stats to the true one. Kernels leave scores unscaled if they can."""
+    """Return the factor from the largest score in stats to the real one. Kernels leave scores unscaled if they can."""
     if backend not in KERNELS:
         return 1.0
     from ..launch import arguments
@@ -97,7 +97,7 @@ def start(call: Call, unit: float) -> RowStats:
 
 
 def add(rows: RowStats, here: slice, out: Tensor | None, stats: Tensor) -> None:
-    """Add the results of a part to the rows `here`. Sinks are a part without values, whose out is None."""
+    """Merge the results of a part into the rows `here`. Sinks are a part without values, so their out is None."""
     before, place = rows.stats[:, :, here], rows.out[:, :, here]
     largest, log2_sum = torch.stack([before, stats]).unbind(-1)
     most = largest.amax(0)

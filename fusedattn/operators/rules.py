@@ -1,4 +1,4 @@
-"""Checks the arguments of operators that are called by name, with the checks of `call`.
+"""Checks the arguments of operators that are called by name, with the functions of the package `call`.
 
 Values of offsets, lengths, pages and block masks are not checked: whatever they are, kernels stay inside the tensors.
 """
@@ -21,7 +21,7 @@ from .schema import BACKWARD, FORWARD, TANGENT, stats_columns
 
 
 def check_call(call: Call, backend: str, need_weights: bool = False, capacity: int | None = None) -> None:
-    """Raise if an operator cannot take a Call. capacity: of caches, which have been checked; None without caches."""
+    """Raise if an operator cannot take a Call. capacity: of caches, checked before; None without caches."""
     query, keys = call.query, call.key.shape[2] if capacity is None else capacity
     if capacity is None:
         rules.check_rank("query", query, "(B, H, S, D)")

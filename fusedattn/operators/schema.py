@@ -26,7 +26,7 @@ _TYPES = {
 
 
 class Signature:
-    """The arguments of an operator: first some of its own, then fields of a Call, then more of its own."""
+    """The arguments of an operator: fields of a Call, between arguments of its own (`before` and `after`)."""
 
     def __init__(self, before: str, after: str, fields: Sequence[str] = Call._fields):
         declared = ", ".join(f"{_TYPES[TYPES[name]]} {name}" for name in fields)
@@ -48,7 +48,7 @@ class Signature:
         return tuple([values.get(name) for name in self.names])
 
     def of_inputs(self, values: Sequence[Any], prefix: str = "") -> list[Any]:
-        """Return the values of INPUTS from one value for each argument. prefix: of their names in this signature."""
+        """Pick the values of INPUTS from one value per argument. prefix: of their names, as in tangent_query."""
         return [values[self.names.index(f"{prefix}{name}")] for name in INPUTS]
 
 
@@ -102,7 +102,7 @@ def run_operator(operator, implementation, arguments):
 
 def apply(function, arguments):
     if plain(arguments):
-        # The `apply` of C++. Python's takes 70 us to read the signature of `forward` and look for functorch's wrappers.
+        # Call the C++ `apply`. Python's takes 70 us to read the signature of `forward` and find functorch's wrappers.
         return super(torch.autograd.Function, function).apply(*arguments)
     return function.apply(*arguments)
 

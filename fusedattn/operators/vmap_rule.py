@@ -1,8 +1,8 @@
 """torch.vmap of the operators: mapped calls are folded into one call, or made one by one.
 
-Dense calls are folded into the batch, packed ones into one call with all sequences, so each drops other weights. Calls
-that must drop the same weights are made one by one: with randomness="same", for derivatives of a call that was not
-mapped itself, and for mapped seeds.
+Dense calls are folded into the batch, packed calls into one call with all sequences; dropout then differs between them.
+Calls are made one by one if they need equal dropout (randomness="same", or derivatives of a call that was not mapped
+itself), or if their seeds are mapped.
 """
 
 import re
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..call.options import DIMS, Call
 
-# {tensor with packed rows or keys: their axis}. In other tensors, the first dimension is the batch or 1.
+# {tensor with packed rows or keys: the axis of these}. In other tensors, the first dimension is the batch or 1.
 _AXES = {
     name: letters.index(letters.strip("BHGD")) for name, letters in DIMS.items() if len(letters.strip("BHGD")) == 1
 }
@@ -69,8 +69,8 @@ def vmap_rule(apply, names, results, info, in_dims, arguments):
 
     Args:
         apply: computes the Function.
-        names, results: names of its arguments, all fields of a Call among them, and of its results. A derivative has
-            the name of its tensor, or that name after a prefix: grad_, tangent_ or moved_, maybe after "number:".
+        names, results: names of its arguments, which include all fields of a Call, and of its results. A derivative has
+            its tensor's name, maybe with the prefix grad_, tangent_ or moved_, and with "number:" before that.
         info, in_dims, arguments: as torch passes them to `vmap`.
     """
     values, fields = dict(zip(names, arguments, strict=True)), Call._fields
