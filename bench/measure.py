@@ -164,7 +164,7 @@ def _measure(workload, mode, names, device, budget_ms):
                     columns["status"] = "wrong" if why else "ok"
                 del result
                 steps[name] = step
-            except Exception as error:  # a provider that cannot run is a row
+            except Exception as error:  # a provider that cannot run still gets a row, with the error as its status
                 columns = dict(status=status(error))
             found[name] = label, columns, why
         try:

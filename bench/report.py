@@ -1,4 +1,4 @@
-"""Rows as text: a table, ratios within a run, and the verdict in words.
+"""Benchmark rows as text: a table, ratios of times within a run, and the verdict in words.
 
 A wrong result of fusedattn has no ratio. A peer's has one, even if its error exceeds the tolerance.
 """

@@ -42,7 +42,7 @@ def decode(
     partials, cache, rotary, rules, heads, q_len, capacity, added, pages, positions, splits, left, right,
     spec: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Write partials for `combine`, or, if None, Out, a View of (B, Hq, Sq, DV), and Lse (B, Hq, Sq) unless None.
+    """Write partials for `combine`. If they are None, write Out, a View of (B, Hq, Sq, DV), and Lse, unless None.
 
     The cached lengths do not yet count the `added` keys of each sequence that `append` wrote.
     """

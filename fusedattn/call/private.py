@@ -185,8 +185,8 @@ is_as_torch_has_it: Callable[[], bool] = _find("_C._is_torch_function_all_disabl
 disabled_torch_function = _find("_C._disabled_torch_function_impl")
 # Without it torch.compile accepts no tensors of classes with a __torch_function__.
 torch_function_enabled: Callable[[], bool] = _find("_C._is_torch_function_enabled", lambda: True)
-# Modules of classes whose __torch_function__ is ignored: this package accepts causal biases and jagged tensors, and
-# raises a clearer error for parameters without sizes.
+# Modules of torch's own classes whose __torch_function__ is ignored: causal biases and jagged tensors are accepted, and
+# lazy parameters, which have no sizes yet, get a clearer error from this package.
 TENSORS_OF_TORCH = ("torch.nn.attention.bias", "torch.nested._internal.nested_tensor", "torch.nn.parameter")
 # The mode of set_default_device; torch asserts that it is the first.
 DeviceContext: Any

@@ -296,7 +296,7 @@ class Replay:
         return [None if place is None else made[place] for place in places]
 
     def _backward(self, given, need):
-        """Return (Recording of a backward, the index of each gradient among its tensors or None)."""
+        """Return (Recording of a backward, for each input the number of its gradient in the Recording, or None)."""
         from ..launch.backward import launch_backward
         from .recording import Recorder
 

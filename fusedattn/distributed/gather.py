@@ -165,7 +165,7 @@ def _documents(whole: GlobalCall, offsets: list[int]) -> list[Piece]:
     """Return up to two Pieces per Chunk of rows: for a document that begins before it, and for all that begin in it."""
     pieces = []
     for chunk in whole.rows[whole.ranks.rank]:
-        # Documents inside .. after - 1 begin in the chunk.
+        # Documents number `inside` to `after` - 1 begin in the chunk.
         inside, after = (bisect.bisect_left(offsets, row, 0, len(offsets) - 1) for row in chunk[:2])
         if chunk.length and offsets[inside] > chunk.first:
             pieces.append(_piece(whole, chunk, offsets, inside - 1, inside))

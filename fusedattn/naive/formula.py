@@ -231,7 +231,7 @@ def run_naive(call: Call, need_lse: bool, need_weights: bool) -> tuple:
 
 
 def by_part(run: Callable[..., tuple], *cuts: list[list[Part]]) -> tuple:
-    """Return the joined results of run(*parts, block) over all blocks. cuts: the `parts` of calls with equal shapes.
+    """Join run(*parts, block) over all blocks of all parts. cuts: the `parts` of each call, all of equal shapes.
 
     run: returns (output, lse or None, weights or None) of a block.
     """

@@ -86,7 +86,7 @@ def only_edges(call: Call, block: Block) -> bool:
         return False
     if not (call.mask is call.bias is call.key_mask is call.query_mask is None):
         return False
-    # If any row sees nothing because of `right`, the first one does; because of `left`, the last one does.
+    # If `right` hides all keys of any row, it does so for the first row; `left`, for the last.
     return (call.right is None or block.first + offset + call.right >= 0) and (
         call.left is None or block.last - 1 + offset - call.left < call.key.shape[2]
     )

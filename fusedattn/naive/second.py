@@ -34,7 +34,7 @@ def _row_spans(call: Call) -> Iterator[tuple[int, int]]:
 
 
 def _bounded(call: Call) -> Call:
-    """Return a call with maximum lengths. If they are unknown in a traced call, use the total lengths."""
+    """Return the call with max_seqlen_q and max_seqlen_k. If traced, unknown ones become the total lengths."""
     if call.cu_seqlens_q is None or type(call.cu_seqlens_q) is Tensor:
         return call
     most = ((call.max_seqlen_q, call.query), (call.max_seqlen_k, call.key))
@@ -43,7 +43,7 @@ def _bounded(call: Call) -> Call:
 
 
 def _of_rows(call: Call, span: tuple[int, int], incoming: Sequence, grad_grads: Sequence) -> dict[Any, Tensor]:
-    """Return `second_derivative` of the rows in `span`, in a dict with indices of results and names of INPUTS as keys.
+    """Return `second_derivative` of the rows in `span`, as {index of a result or name of one of INPUTS: gradient}.
 
     incoming: gradients of the results of these rows.
     """

@@ -120,7 +120,7 @@ def _run(decode: Decode, need_lse: bool, need_weights: bool, backend: str):
         caches = decode.key_cache, decode.value_cache, decode.lengths, decode.table
         rotary, options = (decode.cos, decode.sin, decode.interleaved), [getattr(call, name) for name in DECODE.fields]
         flops.offer(OPERATORS.decode)
-        with contextlib.nullcontext() if compiling else below_autograd():  # checks refuse inputs with gradients
+        with contextlib.nullcontext() if compiling else below_autograd():  # no input requires a gradient
             if appends:
                 OPERATORS.append(*caches, decode.new_key, decode.new_value, *rotary, call.named, backend)
             out, lse = OPERATORS.decode(call.query, *caches, decode.added, *rotary, *options, need_lse, backend)

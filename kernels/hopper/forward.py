@@ -51,7 +51,7 @@ class Form(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Outputs: Out, a descriptor, or else Wide, a View of float32; Lse and Stats as in kernels/forward.py."""
+    """Outputs: Out (TMA descriptor) or Wide (float32 View), the other None; Lse and Stats as in kernels/forward.py."""
 
     Out: tensor_descriptor
     Wide: memory.View

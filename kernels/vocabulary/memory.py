@@ -91,7 +91,7 @@ def of_rows(view, plane):
 
 @triton.jit
 def of_keys(view, plane):
-    """Return the `matrix` of a tensor with one row per key."""
+    """Return a plane's `matrix` of a tensor with one row per key; a packed sequence starts at its own key."""
     return _of(view, plane, 0 if len(plane.packed) == 0 else plane.packed.key)
 
 

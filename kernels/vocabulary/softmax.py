@@ -99,7 +99,7 @@ def row(row_max, log2_sum):
 
 @triton.jit
 def down(row):
-    """Return the Row shaped [rows, 1]."""
+    """Return the Row with each of its tensors [rows] as [rows, 1], to broadcast over a tile [rows, keys]."""
     return Row(row.pivot[:, None], row.neg_log2_sum[:, None])
 
 
