@@ -1,6 +1,7 @@
 """Checks of the arguments of `attention`, shared with packed sequences, caches and direct calls of operators."""
 
-from collections.abc import Iterable
+import difflib
+from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -63,10 +64,11 @@ def value(x: Any) -> str:
     return "a tensor" if isinstance(x, Tensor) else repr(x)  # the repr of a tensor takes many lines
 
 
-def check_names(function: str, options: Iterable[str], known: Iterable[str]) -> None:
+def check_names(function: str, options: Iterable[str], known: Collection[str]) -> None:
     for name in options:
         if name not in known:
-            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+            near = [f": did you mean {x!r}?" for x in difflib.get_close_matches(name, known, 1)]
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{''.join(near)}")
 
 
 def check_flags(**flags: Any) -> None:
@@ -155,7 +157,7 @@ def check_query_key_value(
         if x.dtype != dtype:
             fail(TypeError, name, f"the dtype of query, {dtype}", x.dtype)
         if x.dim() != rank:
-            fail(ValueError, name, f"rank {rank}, as query has", x.shape)
+            fail(ValueError, name, f"rank {rank}, as query of shape {tuple(query.shape)} has", x.shape)
     sizes, key_sizes, value_sizes = query.shape, key.shape, value.shape
     if not layout and rank > 2 and not is_size(key_sizes[0], sizes[0]):
         fail(ValueError, key_name, f"a batch size of {sizes[0]}, as query has", key_sizes)

@@ -106,7 +106,9 @@ def _parser() -> argparse.ArgumentParser:
 def _sizes(text: str) -> tuple[int, ...]:
     sizes = tuple(int(word) if word.isdecimal() else 0 for word in text.split(","))
     if len(sizes) != 6 or min(sizes) < 1 or max(sizes) >= 2**31 or sizes[1] % sizes[2]:
-        raise argparse.ArgumentTypeError(f"expected {SIZES} of 1 or more, Hkv dividing Hq, got {text or 'nothing'}")
+        raise argparse.ArgumentTypeError(
+            f"expected six integers {SIZES}, each 1 or more, with Hkv dividing Hq, got {text or 'nothing'}"
+        )
     return sizes
 
 

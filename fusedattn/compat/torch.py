@@ -43,6 +43,8 @@ def _check_inputs(layer: nn.MultiheadAttention, batch_dim: int, query: Tensor, k
     if query.dim() not in (2, 3):
         fail(ValueError, "query", "rank 2 or 3", query.shape)
     leading: list[int | str] = ["length"] * (query.dim() - 1)
+    if len(leading) == 2:
+        leading[batch_dim] = "batch"
     check_input("query", query, (*leading, layer.embed_dim), layer.out_proj)
     if len(leading) == 2:
         leading[batch_dim] = query.shape[batch_dim]
