@@ -132,7 +132,10 @@ MISTAKES = [  # (command, part of its only line of output)
     (["check", "--dtype", "int8"], "--dtype"),
     (["bench", "--preset", "slow"], "--preset"),
     (["bench", "--preset", "quick", "--shape", "1,1,1,8,8,8"], "--preset"),
-    *((["bench", "--shape", x], "--shape: expected B,Hq,Hkv") for x in ("", "1,2", "1,1,1,8,8,x", "0,1,1,8,8,8")),
+    *(
+        (["bench", "--shape", x], "--shape: expected six integers B,Hq,Hkv")
+        for x in ("", "1,2", "1,1,1,8,8,x", "0,1,1,8,8,8")
+    ),
     *((["bench", "--shape", x], "--shape: expected") for x in ("1,3,2,8,8,8", f"1,1,1,8,8,{10**20}")),
     (["bench", "nope"], "question: expected one of"),
     (["bench", "forward", "--preset", "full"], "question: not allowed"),
