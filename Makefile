@@ -1,5 +1,5 @@
-# The first use makes .venv with PYTHON (make test PYTHON=python3.12). It is made again when PYTHON or its sources change.
-# ARGS goes to the command: make demo ARGS="--text FILE".
+# The first target makes .venv with PYTHON (make test PYTHON=python3.12). It is made again if PYTHON or the files behind it change.
+# ARGS is passed on to the command of a target: make demo ARGS="--text FILE".
 
 READY := .venv/made-with
 PYTHON ?= $(or $(shell cat $(READY) 2>/dev/null),python3)
@@ -7,7 +7,7 @@ PY := .venv/bin/python
 PYTEST := $(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal
 OURS := fusedattn kernels bench examples docs tests .ci
 OTHERS := 3.6.0 3.9.0# the oldest and the newest Triton that we support
-KNOWING := $(addprefix tests/,dispatch/test_launch_path.py launch/test_failures.py cli/test_warmup.py)
+INTERNALS := $(addprefix tests/,dispatch/test_launch_path.py launch/test_failures.py cli/test_warmup.py)
 
 unexport PYTHONDONTWRITEBYTECODE # pip compiles no modules here, so the first import does
 
@@ -22,43 +22,43 @@ demo: $(READY) ## train a small model on a text, check it against float64, plot 
 
 test: FEW := and not matrix and not planted
 test: MATRIX := and not matrix and not planted
-test: interpreter compile ptx on-gpu ## does it work here? Minutes: the four tiers below, on a sample of cases
+test: interpreter compile ptx on-gpu ## run a sample of all tests, in minutes: the four tiers below
 
 test-all: FEW := and not planted
 test-all: MATRIX := and not sample and not planted
 test: ROWS := --few
 test-all: ROWS := --some
-test-all: interpreter compile ptx on-gpu benchmarks ## the whole matrix: the four tiers below, and benchmarks
+test-all: interpreter compile ptx on-gpu benchmarks ## run all tests: the four tiers below, and benchmarks
 
-interpreter: $(READY) ## tier 1: kernels in Triton's interpreter, and all other tests without a GPU
+interpreter: $(READY) ## tier 1: kernels in Triton's interpreter, and other tests that need no GPU
 	TRITON_INTERPRET=1 $(PYTEST) -m "not gpu $(MATRIX)" --ignore=tests/bench --ignore=tests/cli --ignore=tests/ptx $(ARGS)
 
-compile: $(READY) $(TRITON:%=.triton-%) ## tier 2: compile every kernel, without a GPU (TRITON=3.6.0: by that version; ARGS=--report: write bench/results/kernels.md)
+compile: $(READY) $(TRITON:%=.triton-%) ## tier 2: compile every kernel, without a GPU (TRITON=3.6.0: with that version; ARGS=--report: write bench/results/kernels.md)
 	@if $(PY) -c "import triton"; then $(TRITON:%=PYTHONPATH=.triton-%) $(PY) -m tests.offline.compile $(ROWS) $(ARGS); \
 	else echo "make: Triton is not installed, nothing to compile"; fi
 
-ptx: $(READY) $(TRITON:%=.triton-%) ## tier 3: execute compiled kernels on the CPU (ARGS=--everything: each tile and GPU)
+ptx: $(READY) $(TRITON:%=.triton-%) ## tier 3: execute compiled kernels on the CPU (ARGS=--everything: each tile, and more GPUs)
 	@if $(PY) -c "import triton"; then $(TRITON:%=PYTHONPATH=.triton-%) $(PYTEST) tests/ptx -m "not gpu $(FEW)" $(ARGS); \
 	else echo "make: Triton is not installed, nothing to execute"; fi
 
-on-gpu: $(READY) ## tier 4: the kernels on a GPU, if there is one
+on-gpu: $(READY) ## tier 4: run the kernels on a GPU, if there is one
 	@if $(PY) -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then $(PYTEST) -m "gpu $(MATRIX)" $(ARGS); \
 	else echo "make: no GPU, its tests are skipped"; fi
 
-benchmarks: $(READY) ## tests of the benchmarks and of the commands
+benchmarks: $(READY) ## test the benchmarks and the commands
 	TRITON_INTERPRET=1 $(PYTEST) -m "not gpu" tests/bench tests/cli $(ARGS)
 
-versions: $(READY) $(OTHERS:%=.triton-%) ## tests of Triton internals, with the oldest and the newest Triton
-	for version in $(OTHERS); do PYTHONPATH=.triton-$$version $(PYTEST) $(KNOWING) || exit 1; done
+versions: $(READY) $(OTHERS:%=.triton-%) ## test Triton internals, with the oldest and the newest Triton
+	for version in $(OTHERS); do PYTHONPATH=.triton-$$version $(PYTEST) $(INTERNALS) || exit 1; done
 	PYTHONPATH=.triton-3.9.0 .venv/bin/fusedattn check --device cpu --dtype bfloat16
 
-older-cpu: $(READY) ## tests of the CPU backend and of Hugging Face models, without AVX-512
+older-cpu: $(READY) ## test the CPU backend and Hugging Face models, without AVX-512
 	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 TRITON_INTERPRET=1 \
 		$(PYTEST) -m "not gpu and not matrix and not planted" tests/cpu/test_named_cases.py::test_an_option_alone tests/compat/test_models.py $(ARGS)
 
-check: .venv/checkers ## ruff, mypy and three rules of ours
+check: .venv/checkers ## run ruff and mypy, and check first words of docstrings, README's sentences and imports
 	@! grep -rnE --include='*.py' '^ *"""(What|Whether|Where|Which|How|Why|Those|That|Of)\b' $(OURS)
-	@! tr '\n' ' ' <README.md | grep -oP '[,;:](?: [^\s,;:.!?|]+){41}' # a last clause of over 40 words
+	@! tr '\n' ' ' <README.md | grep -oP '[,;:](?: [^\s,;:.!?|]+){41}' # no clause after a comma, semicolon or colon has over 40 words
 	@# The package of `make hub` has another name, so imports within ours are relative.
 	@! grep -rnE --include='*.py' '^ *(from|import) fusedattn\b' fusedattn kernels
 	$(PY) -m ruff check
@@ -78,17 +78,17 @@ dist: $(READY) ## build source archive and wheel into dist/, twice, and compare 
 hub: $(READY) ## write a repository for Hugging Face's kernels into out/hub
 	$(PY) .ci/hub.py $(ARGS)
 
-gpu: ## run everything that needs a GPU, without network or set-up (OUT: folder for results)
+gpu: ## run the tests and benchmarks that need a GPU, without network (OUT: folder for results)
 	bash bench/gpu.sh $(ARGS)
 
-bench: $(READY) ## time attention against its peers here (ARGS=--help)
+bench: $(READY) ## time attention beside other packages on this machine (ARGS=--help: options)
 	$(PY) -m fusedattn bench $(ARGS)
 
 clean: ## remove .venv and all other generated files
 	rm -rf .venv .triton-* .kernels build dist out demo.png bench.png *.egg-info .hypothesis .*_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
-# Made again when PYTHON changes.
+# .venv is made again if PYTHON changes.
 ifneq ($(PYTHON),$(shell cat $(READY) 2>/dev/null))
 .PHONY: $(READY)
 endif
@@ -107,5 +107,5 @@ $(READY): .ci/setup_venv.py pyproject.toml setup.py constraints.txt
 .triton-%: | $(READY)
 	$(PY) -m pip install -q --no-compile --no-deps --target $@ triton==$*
 
-.kernels: | $(READY) # Hugging Face's package, apart from our folder of that name, without its dependencies for uploads
+.kernels: | $(READY) # Hugging Face's package, outside of our folder of that name, without what it needs for uploads only
 	$(PY) -m pip install -q --no-compile --no-deps --target $@ -c constraints.txt kernels tomlkit
