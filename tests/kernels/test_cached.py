@@ -1,4 +1,4 @@
-"""The kernels that read caches: how many share a sequence, what they do with what nobody checked, inside PyTorch."""
+"""Kernels that read caches: split sequences, unchecked lengths and pages, and the operators inside PyTorch."""
 
 import pytest
 import torch
@@ -52,7 +52,7 @@ def test_what_is_not_a_number_is_not_hidden(splits, device, tiles):
 
 
 def test_how_long_caches_are_is_no_part_of_what_is_compiled(device, tiles, launched):
-    """With a table of one page a sequence neither, as where rows of a cache are chosen by number."""
+    """The same kernels serve each capacity, also with a table of one page for each sequence."""
     tiles.splits(1)
     for page in (None, 1):
         found = []
@@ -64,7 +64,7 @@ def test_how_long_caches_are_is_no_part_of_what_is_compiled(device, tiles, launc
 
 
 def test_a_tile_that_does_not_fit_leaves_nothing_behind(device, tiles, monkeypatch):
-    """The next one may share the keys of a sequence in another way, or not at all."""
+    """The next tile may split the keys of a sequence among another number of programs."""
     case, run_kernel = PACKED._replace(lengths=(0, 44)), run.run_kernel
     names, two = [], [tiles.table.Tile(16, keys, 4, 1) for keys in (32, 16)]
     tiles.choose(lambda found: two if found[0].rows == 16 and found[0].keys is not None else found)
@@ -77,7 +77,7 @@ def test_a_tile_that_does_not_fit_leaves_nothing_behind(device, tiles, monkeypat
 
     monkeypatch.setattr(run, "run_kernel", small)
     for first, second in ((2, 1), (1, 2)):
-        # 48 keys are two blocks of the first tile, and three of the second.
+        # 48 keys are two blocks of the first tile, and three of the second: `of` gives the programs for each.
         tiles.splits(lambda _, blocks, __, of={2: first, 3: second}: of[blocks])
         names.clear()
         assert_like(attend(case.draw(device)), naively, case.draw(device))
@@ -103,7 +103,7 @@ WRONG = {
 
 @pytest.mark.parametrize("wrong, page", sample.checkered(WRONG, [None, 16, 12]))
 def test_what_nobody_checked_is_read_and_written_inside(wrong, page, device, unchecked):
-    """Lengths and pages on a GPU are not fetched; kernels and the naive path clamp them alike."""
+    """Values on a GPU are not checked; kernels and the naive path clamp them in the same way."""
     if "table" in WRONG[wrong] and page is None:
         pytest.skip("there are no pages")
     case = Cached("wrong", Hq=2, lengths=(0, 17, 44), page=page, new=4, Sq=2, causal=True, half=3, strided=True)
@@ -111,7 +111,7 @@ def test_what_nobody_checked_is_read_and_written_inside(wrong, page, device, unc
     for backend in ("exact", "naive", "triton", *(["cpu"] if device == "cpu" else [])):
         arguments = case.draw(device)
         names = dict.fromkeys(("key_cache", "value_cache"))
-        for name in names:  # a page that is read by mistake is no NaN
+        for name in names:  # finite everywhere: clamped calls read pages of others
             arguments[name].copy_(torch.randn(arguments[name].shape, generator=torch.Generator().manual_seed(3)))
         lengths = WRONG[wrong].get("cache_seqlens", case.lengths)
         arguments["cache_seqlens"] = torch.tensor(lengths, dtype=torch.int32, device=device)
@@ -136,7 +136,7 @@ def test_what_nobody_checked_is_read_and_written_inside(wrong, page, device, unc
 
 
 def _slots(arguments, name):
-    """bool, of all of a cache's memory: what the new keys of a call may change, whatever its lengths and pages say."""
+    """Return a mask of all memory of a cache: True where the call may write, after lengths and pages are clamped."""
     cache, table = arguments[name], arguments.get("block_table")
     pages, _, page, _ = cache.shape
     room = page if table is None else page * table.shape[1]
@@ -210,7 +210,7 @@ def test_compiled_whole_it_never_compiles_again_for_a_length(backend, device):
 
 
 def test_caches_may_be_fake(device):
-    """Values of fake tensors are not looked at."""
+    """Fake tensors have no values to check."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     arguments = PACKED.draw(device)

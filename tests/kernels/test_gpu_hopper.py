@@ -1,7 +1,6 @@
 """Tests of Hopper's kernels on a GPU: each pipeline, races, descriptors, graphs, streams.
 
-gpu.sh runs these in a process of their own: a kernel whose barriers are wrong waits for ever. The pipelines that it
-then times are those whose name stands in no test that failed.
+gpu.sh runs them in a process of their own, as a kernel with wrong barriers waits for ever.
 """
 
 import pytest
@@ -29,7 +28,7 @@ PIPELINES = [(width, taken) for width, some in HOPPER.items() for taken in some]
 
 @pytest.fixture
 def cuda():
-    """The GPU, if the kernel is for it."""
+    """Return the device; skip the test unless it is a GPU of compute capability 9.0."""
     if INTERPRETED or not torch.cuda.is_available():
         pytest.skip("needs a GPU, and TRITON_INTERPRET unset")
     if (found := torch.cuda.get_device_capability()) != (9, 0):
@@ -39,7 +38,7 @@ def cuda():
 
 @pytest.fixture
 def take(tiles):
-    """take(pipeline): from now on calls take this one."""
+    """Return a function that makes later calls take a given pipeline."""
     return lambda taken: tiles("ON_HOPPER", tiles.table.ON_HOPPER | {"hopper": dict.fromkeys(HOPPER, (taken,))})
 
 
@@ -86,7 +85,7 @@ def inputs_of(device, batch=2, heads=4, kv_heads=2, rows=300, keys=421, dim=64):
 @pytest.mark.parametrize("width, taken", PIPELINES, ids=str)
 @pytest.mark.parametrize("band", [{}, dict(causal=True), dict(window=(128, 33))], ids=["full", "causal", "window"])
 def test_every_pipeline_at_a_ragged_shape(band, width, taken, take, cuda, tiles, poison):
-    """More blocks of rows than there are multiprocessors, and all of them by one and by seven programs."""
+    """First more blocks of rows than multiprocessors, then all blocks by one and by seven programs."""
     take(taken)
     sizes = dict(B=30, Hq=4, Hkv=2, Sq=300, Sk=421, D=width, Dv=width)
     check(Case("pipelines", **sizes, dtype=HALF[len(band)], **band), cuda)
@@ -98,7 +97,7 @@ def test_every_pipeline_at_a_ragged_shape(band, width, taken, take, cuda, tiles,
 @pytest.mark.parametrize("width, taken", PIPELINES, ids=str)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_every_pipeline_gives_the_same_bits(causal, width, taken, take, cuda):
-    """They differ if p is overwritten while it is multiplied. The sizes are those that are timed."""
+    """Bits would differ if p were overwritten while it is multiplied. Benchmarks have the same sizes."""
     take(taken)
     heads = timed.WIDTH // width
     inputs = inputs_of(cuda, 8, heads, heads, 1000, 1111, width)
@@ -111,14 +110,14 @@ def test_every_pipeline_gives_the_same_bits(causal, width, taken, take, cuda):
 
 
 def backward(inputs, given, backend="hopper", **options):
-    """The gradients of query, key and value."""
+    """Return the gradients of query, key and value."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     return torch.autograd.grad(fa.attention(*leaves, backend=backend, **options), leaves, given)
 
 
 @pytest.fixture
 def names(launched, record_after):
-    """names() of the kernels that were launched; no call is a repeated one."""
+    """Return a function that returns the names of launched kernels. Calls are not replayed."""
     record_after(None)
     return lambda: {name for name, _ in launched}
 
@@ -126,12 +125,12 @@ def names(launched, record_after):
 @pytest.mark.parametrize("width", HOPPER)
 @pytest.mark.parametrize("band", [{}, dict(causal=True), dict(window=(128, 33))], ids=["full", "causal", "window"])
 def test_each_backward_at_a_ragged_shape(band, width, cuda, tiles, passes, poison, names):
-    """Both orders of dq are tested, with more programs than there is room for.
+    """Test the deterministic backward and the other one, with more programs than run at once.
 
-    Of products a program makes several blocks, which seven then have to, of a few heads at a time.
+    Wide heads store the ds of a few heads at a time, and each of seven programs computes several blocks of a product.
     """
     tiles("SECTION_BYTES", 2 << 20)
-    tiles("SCORES_BYTES", 8 << 20)  # of some heads of key at a time
+    tiles("SCORES_BYTES", 8 << 20)  # room for a few heads
     tiles.multiprocessors(7)
     case = Case("backward", B=30, Hq=4, Hkv=2, Sq=300, Sk=421, D=width, Dv=width, grads="out and lse", **band)
     check(case._replace(dtype=HALF[len(band)]), cuda)
@@ -146,7 +145,7 @@ def test_each_backward_at_a_ragged_shape(band, width, cuda, tiles, passes, poiso
     "options", [dict(causal=True, align="top_left"), dict(window=(40, 9))], ids=["causal", "window"]
 )
 def test_backwards_of_head_dimensions(options, number, cuda, passes, poison, names):
-    """With keys that nobody sees, and rows that see none."""
+    """Some keys are seen by no row, and some rows see no key."""
     dims = dict(zip(("D", "Dv"), DIMS[number], strict=True))
     case = Case("dims", B=2, Hq=4, Hkv=2, Sq=190, Sk=331, dtype=HALF[number % 2], **options, **dims)
     passes(1)
@@ -179,7 +178,7 @@ def test_lengths(lengths, cuda, poison):
 
 @pytest.mark.parametrize("dim", [56, 64, 128])
 def test_strided_inputs(dim, cuda):
-    """Among NaN, in orders of memory that the copy engine takes: nothing past a head's last row or column is met."""
+    """NaN surround the inputs, whose orders of memory TMA can read: nothing outside a head may be used."""
     want = [x.contiguous() for x in inputs_of(cuda, dim=dim)]
 
     def spread(tensor, order, more):
@@ -195,7 +194,7 @@ def test_strided_inputs(dim, cuda):
 
 
 def test_columns_that_are_no_multiple_of_eight(cuda):
-    """Rows of query and key lie far enough apart."""
+    """The strides of rows are multiples of 8, as TMA needs."""
     query, key, value = inputs_of(cuda)
     got = attend(query[..., :59], key[..., :59], value)
     for x in (query, key):
@@ -205,7 +204,7 @@ def test_columns_that_are_no_multiple_of_eight(cuda):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_planes_in_several_sections(causal, cuda, tiles, poison):
-    """Keys and values do not all stay in L2; the last section is not full."""
+    """L2 is set so small that heads are computed in several sections, the last one not full."""
     tiles("L2_BYTES", 3 * 2 * 421 * (128 + 128))
     check(Case("sections", B=4, Hq=22, Hkv=11, Sq=300, Sk=421, D=128, Dv=128, dtype=HALF[0], causal=causal), cuda)
 
@@ -227,13 +226,13 @@ def test_a_repeated_call_finds_its_tensors_wherever_they_lie(cuda, record_after)
     for _ in range(2):
         assert all(torch.equal(attend(*x, causal=True), out) for x, out in zip(batches, want, strict=True))
     for x, other in zip(batches[0], batches[1], strict=True):
-        x.copy_(other)  # other values, where a descriptor is known of
+        x.copy_(other)  # new values at an address with a cached descriptor
     assert torch.equal(attend(*batches[0], causal=True), want[1])
     again = [[x.cpu() for x in inputs] for inputs in batches[2:6]]
     batches.clear()
     torch.cuda.empty_cache()
     for host, out in zip(again, want[2:6], strict=True):
-        assert torch.equal(attend(*[x.to(cuda) for x in host], causal=True), out)  # memory that others had
+        assert torch.equal(attend(*[x.to(cuda) for x in host], causal=True), out)  # at addresses of deleted tensors
 
 
 def test_a_graph_replays_on_new_values(cuda):

@@ -1,4 +1,4 @@
-"""Options against the definition, one pair at a time in Python floats, and facts that a tolerance cannot state."""
+"""Options against the definition, computed pair by pair in Python floats, and against exact facts."""
 
 import itertools
 import math
@@ -53,7 +53,7 @@ OPTIONS = {
 
 
 def by_the_definition(query, key, value, o):
-    """(out, lse, weights), one pair at a time, in Python floats, as DESIGN has it."""
+    """Return (out, lse, weights), computed pair by pair in Python floats, as the docstring of `attention` defines."""
     shift = 0 if o.get("align") == "top_left" else SK - SQ
     left, right = (SK + SQ if side is None else side for side in o.get("window", (None, None)))
     right = min(right, 0) if o.get("causal") else right
@@ -84,7 +84,7 @@ def by_the_definition(query, key, value, o):
 
 
 def by_numpy(seed, plane, rows, keys):
-    """The word that decides each pair of a plane: Philox4x32-7 in NumPy's unsigned integers."""
+    """Return the dropout word of each pair of a plane: Philox4x32-7, computed by NumPy."""
     low, word = numpy.uint64(0xFFFFFFFF), numpy.uint64(32)
     i, j = numpy.arange(rows, dtype=numpy.uint64)[:, None], numpy.arange(keys, dtype=numpy.uint64)[None, :]
     i_half, j_half = ((x >> numpy.uint64(4)) * numpy.uint64(8) + (x & numpy.uint64(7)) for x in (i, j))
@@ -104,7 +104,7 @@ def joined(names):
 
 
 def pairs(n):
-    """Each option, and pairs of two of them, of which `make test` takes one in n."""
+    """Return parameters: each option, and each pair of options. `make test` takes one pair in n."""
     pairs = (x for x in itertools.combinations(OPTIONS, 2) if x[0].split()[0] != x[1].split()[0])
     named = [pytest.param(x, id=" + ".join(x)) for x in (*((name,) for name in OPTIONS), *pairs)]
     return named[: len(OPTIONS)] + sample.one_in(n, named[len(OPTIONS) :])
@@ -133,7 +133,7 @@ def test_gradients_against_finite_differences(names):
         out, lse, weights = fa.attention(
             query, key, value, **{**options, **given}, return_lse=True, return_weights=True
         )
-        if "query_mask" in options:  # what comes back to a hidden row is not looked at, not even for its sink
+        if "query_mask" in options:  # incoming gradients of hidden rows are ignored, also for sinks
             lse = lse.masked_fill(~options["query_mask"][:, None], 0.0)
         return out, lse.masked_fill(lse.isinf(), 0.0), weights
 
@@ -145,7 +145,7 @@ def test_gradients_against_finite_differences(names):
 
 @pytest.fixture(params=["naive", "triton"])
 def backend(request, device):
-    """Each of them for whatever the test calls; `device` is where."""
+    """Run the test once with each backend."""
     with fa.use_backend(request.param):
         yield request.param
 
@@ -194,13 +194,13 @@ def test_a_row_of_the_lowest_number_is_not_empty(dtype, device, backend):
     assert_like(weights[:, :, 1], torch.full((B, HQ, SK), 1 / SK, device=device, dtype=torch.float64))
     assert_like(out[:, :, 1], lambda: tensors[2].mean(2).repeat_interleave(HQ // HKV, 1))
     assert lse.isfinite().all()
-    # Its gradients are those of the mean, through output, lse and weights.
+    # Its gradients, through output, lse and weights, are those of a mean.
     given = [torch.randn_like(x) for x in (out, lse, weights)]
     bias = lowest.clone().requires_grad_()
     results = fa.attention(*tensors, bias=bias, return_lse=True, return_weights=True)
     grads = torch.autograd.grad(results, [*tensors, bias], given)
     flat, query = torch.zeros(SQ, SK, device=device, requires_grad=True), tensors[0].detach().clone()
-    query[:, :, 1] = 0.0  # the products of the row are lost in its bias; the slope of key through it is 0
+    query[:, :, 1] = 0.0  # the bias absorbs the products of this row, so key has no gradient from it
 
     def by_formula():
         results = fa.reference.eager(query, *tensors[1:], bias=flat, return_lse=True, return_weights=True)
@@ -225,7 +225,7 @@ def test_a_row_that_sees_only_its_sink(device, backend):
     upstream = [torch.randn_like(x) for x in (out, lse, weights)]
     wild = [x.clone() for x in upstream]
     for x in wild:
-        x[:, :, 1] = float("nan")  # what query_mask hides may hold anything on its way back too
+        x[:, :, 1] = float("nan")  # incoming gradients of hidden rows may be NaN
     grads, same = (
         torch.autograd.grad([out, lse, weights], [*tensors, sinks], g, retain_graph=True) for g in (wild, upstream)
     )
@@ -267,7 +267,7 @@ def test_caps_of_any_size(cap, device, backend):
 
 
 def test_dropout_keeps_the_same_weights_on_every_path(device):
-    """Forward, backward and weights, in tiles of either orientation, against the words that NumPy draws."""
+    """Forward, weights and backward drop by the words that NumPy computes, in tiles of S and of S transposed."""
     rows, keys, seed = 33, 50, 2**63 - 25
     query, key, value = (
         torch.randn(B, HQ, length, 16, device=device, requires_grad=True) for length in (rows, keys, keys)

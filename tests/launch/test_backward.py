@@ -1,4 +1,4 @@
-"""The backward in one pass or in two: the kernels that run, and the results that depend on the order of programs."""
+"""The backward in one pass and in two: the kernels that run, and results that depend on the order of programs."""
 
 import random
 
@@ -13,7 +13,7 @@ from ..cases import Case
 from ..close import assert_close, assert_like
 
 ONE, TWO = ["preprocess", "one_pass", "postprocess"], ["preprocess", "dq", "dkdv"]
-# (inputs that need a gradient, fields of the case, kernels in one pass, kernels with the same bits each time)
+# (inputs that need a gradient, fields of the case, kernels, kernels if torch asks for determinism)
 LAUNCHED = [
     ("query key value", {}, ONE, TWO),
     ("query value", {}, ONE, TWO),
@@ -26,7 +26,7 @@ LAUNCHED = [
     ("query key value", dict(Dv=129), TWO, TWO),
     ("query key value", dict(D=128, Dv=1), ONE, TWO),
     *(
-        (f"query key value {name}", options, TWO, TWO)  # sums over whole rows
+        (f"query key value {name}", options, TWO, TWO)  # these gradients need sums over whole rows
         for name, options in (
             ("alibi_slopes", dict(alibi="own")),
             ("sinks", dict(sinks=True)),
@@ -52,7 +52,7 @@ NAMES = ("query", "key", "value", "bias", "alibi_slopes", "sinks")
 
 @pytest.fixture
 def names(launched):
-    """names() returns the kernels that were launched, except those that look at masks."""
+    """Return a function that lists the launched kernels, except those that prepare masks."""
     return lambda: [name for name, _ in launched if name not in ("block_mask", "tile_lists")]
 
 
@@ -97,7 +97,7 @@ def test_two_passes(case, device, poison, two_passes, names):
 
 @pytest.fixture
 def shuffled(monkeypatch):
-    """shuffled(seed): run the programs of each later launch in another order."""
+    """Return a function of a seed that makes later launches run their programs in random order."""
     upstream = pytest.importorskip("triton.runtime.interpreter", reason="kernels need Triton")
     builder = upstream.interpreter_builder
     set_dim, set_index = builder.set_grid_dim, builder.set_grid_idx
@@ -116,7 +116,7 @@ def shuffled(monkeypatch):
     return shuffle
 
 
-ORDERED = [  # three or more blocks of keys add to a row: two give the same sum in either order
+ORDERED = [  # at least three blocks of keys: 0 + a + b equals 0 + b + a
     Case("plain", Sq=17, Sk=101, Hq=2, Hkv=1, D=24, causal=True),
     Case("bias of keys", Sq=17, Sk=101, Hq=2, Hkv=1, bias="keys"),
     Case("sums of rows", Sq=17, Sk=101, Hq=1, Hkv=1, bias="rows", alibi="own", sinks=True),
@@ -131,7 +131,7 @@ ORDERED = [  # three or more blocks of keys add to a row: two give the same sum 
 @pytest.mark.parametrize("passed", [1, 2])
 @pytest.mark.one_in(4)
 def test_in_which_order_programs_run_is_seen_in_dq_alone(passed, case, shuffled, device, passes):
-    """Only dq's rounding depends on the order, and nothing if torch wants the same bits each time."""
+    """Only the rounding of dq depends on the order; nothing does if torch asks for determinism."""
     if device == "cuda":
         pytest.skip("a GPU has orders of its own: test_gpu")
     passes(passed)
@@ -148,7 +148,7 @@ def test_in_which_order_programs_run_is_seen_in_dq_alone(passed, case, shuffled,
 @pytest.mark.parametrize("fields", [{}, dict(causal=True), dict(mask="batch"), dict(key_mask="own")], ids=str)
 @pytest.mark.one_in(2)
 def test_what_is_past_the_last_key_gives_nothing_to_dq(fields, device):
-    """A key past the end has score 0: beside scores of -200 its weight is infinite, if it is not hidden."""
+    """A key past the end has score 0. All others are below -100, so its weight would be infinite if not hidden."""
     case = Case("past", B=2, Sq=40, Sk=41, dtype=torch.float16)._replace(**fields)
     tensors, options = case.draw(device)
     tensors["query"].abs_().add_(3), tensors["key"].abs_().add_(3).neg_()
