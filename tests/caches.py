@@ -1,4 +1,4 @@
-"""Named calls of `attention_decode`, and the same computed by `attention`, one sequence after the other."""
+"""Named calls of `attention_decode`, and a loop that computes them by `attention`, sequence by sequence."""
 
 import itertools
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from fusedattn import reference
 
 from .cases import among_nan
 
-OPTIONS = ("causal", "window", "align", "scale", "softcap")  # passed on as they are
+OPTIONS = ("causal", "window", "align", "scale", "softcap")  # fields of Cached that are options of the call
 
 
 class Cached(NamedTuple):
@@ -42,7 +42,7 @@ class Cached(NamedTuple):
     softcap: float | None = None
 
     def draw(self, device="cpu", seed=0):
-        """Return the arguments; all that may not be read is NaN."""
+        """Return the arguments. Memory that may not be read is NaN."""
         generator = torch.Generator(device).manual_seed(seed)
         batch = len(self.lengths)
 
@@ -223,7 +223,7 @@ def assert_written(arguments, before, expected):
 
 
 BOTH = dict(new=3, Sq=3, causal=True, lengths=(0, 44))  # the new keys belong to the queries
-# For use alone and in pairs.
+# Options and layouts of a call, used alone and in pairs.
 FEATURES = {
     "pages": dict(page=16),
     "small pages": dict(page=4),
@@ -257,7 +257,7 @@ SINGLE = [
     Cached(name, dtype=DTYPES[number % 3])._replace(**options)
     for number, (name, options) in enumerate({"plain": {}, **FEATURES}.items())
 ]
-# Every eleventh pair: each feature is in about four. The first one wins where both set a field.
+# Every eleventh pair: each feature is in about four. If both set a field, the first one wins.
 PAIRS = [
     Cached(f"{a}, {b}", dtype=DTYPES[number % 4])._replace(
         **FEATURES[a], **{k: v for k, v in FEATURES[b].items() if k not in FEATURES[a]}

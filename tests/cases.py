@@ -26,7 +26,7 @@ class Case(NamedTuple):
     strided: bool = False  # query, key, value and incoming gradient have different memory orders, among NaN
     expanded: bool = False  # key and value: one batch, expanded to B; the incoming gradient: one element
     spread: float = 1.0  # standard deviation of query and key
-    alike: float = 0.0  # standard deviation of what the keys of a head have in common, and the values
+    alike: float = 0.0  # standard deviation of a vector added to all keys of a head, and of one added to all values
     mask: str | None = None  # the shape it broadcasts from: "pairs", "batch", "heads", "rank 2", "rows", "keys"
     key_mask: str | None = None  # "own" for each batch, "shared" by all, "rank 1"
     query_mask: str | None = None
@@ -45,7 +45,7 @@ class Case(NamedTuple):
     def draw(self, device="cpu", seed=0):
         """Return ({"query", "key", "value", "out", "lse", "weights": tensor}, options).
 
-        "out", "lse" and "weights" are incoming gradients. All that key_mask and query_mask hide is NaN or infinite.
+        "out", "lse" and "weights" are incoming gradients. Tokens that key_mask or query_mask hides are NaN or infinite.
         """
         generator = torch.Generator(device).manual_seed(seed)
 
@@ -136,7 +136,7 @@ def among_nan(tensor, order):
 
 
 def _spoil(tensor, seen):
-    """Replace in place all that is not seen, a mask (B, S)."""
+    """Write NaN and infinities to the tokens that the mask `seen` (B, S) hides."""
     hidden = ~(seen[:, None, :, None] if tensor.dim() == 4 else seen[:, None, :])
     wrong = torch.tensor(WRONG, device=tensor.device, dtype=tensor.dtype)
     noise = wrong[torch.arange(tensor.numel(), device=tensor.device) % 3].view(tensor.shape)
@@ -145,7 +145,7 @@ def _spoil(tensor, seen):
     return tensor.copy_(torch.where(hidden, noise, tensor))
 
 
-# Options and layouts of a call, for use alone and in pairs.
+# Options and layouts of a call, used alone and in pairs.
 FEATURES = {
     "batch": dict(B=3),
     "grouped heads": dict(Hq=4, Hkv=2),
@@ -244,7 +244,7 @@ def _all_together(combinations):
 
 
 PAIRS = _all_together(itertools.combinations(DISTINCT, 2))
-# Without the features that describe how tensors are made.
+# Features that are options of a call, not properties of its tensors.
 OPTIONS = tuple(name for name in DISTINCT if name not in ("awkward", "more keys", "expanded"))
 OPTION_PAIRS = _all_together(itertools.combinations(OPTIONS, 2))
 

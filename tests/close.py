@@ -27,7 +27,7 @@ def assert_like(got, want, *arguments):
     """Assert that each tensor is as good as eager PyTorch's `want(*arguments)`, or as a `want` in float64."""
     eager, oracle = (want(*arguments), exactly(want, *arguments)) if callable(want) else (want, want)
     results = list(zip(*map(tree_leaves, (got, eager, oracle)), strict=True))
-    # For a few elements, chance decides how large eager's error is.
+    # All results are judged together: for a few elements, chance decides how large eager's error is.
     together = [torch.cat([x.flatten().double() for x in each]) for each in zip(*results, strict=True)]
     for number, each in enumerate(results):
         assert each[2].dtype == torch.float64 and each[0].shape == each[2].shape
@@ -51,7 +51,7 @@ class InFloat64(TorchFunctionMode):
         dtype = (kwargs or {}).get("dtype", torch.float32)
         args, kwargs = tree_map(self.twin, (args, kwargs or {}))
         if func in (torch.rand, torch.randn):
-            kwargs["dtype"] = dtype  # the same numbers
+            kwargs["dtype"] = dtype  # keeps the values
         return func(*args, **kwargs)
 
     def twin(self, x):
@@ -64,7 +64,7 @@ class InFloat64(TorchFunctionMode):
 
 
 def exactly(function, *arguments, **options):
-    """Return `function(...)` in float64, as the oracle; tensors that it closes over count too."""
+    """Return `function(...)` computed in float64, also for tensors that it closes over."""
     models = {id(x): copy.deepcopy(x).double() for x in arguments if isinstance(x, torch.nn.Module)}
     for model in models.values():
         if hasattr(model, "set_experts_implementation"):

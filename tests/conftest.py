@@ -131,7 +131,7 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Leave tests marked `one_in(n)` to `make test-all`, but for the first and each n-th of their parameters."""
+    """Of a test marked `one_in(n)`, leave all but the first and each n-th of its parameters to `make test-all`."""
     counts = collections.Counter()
     for item in items:
         if (mark := item.get_closest_marker("one_in")) is not None:
@@ -173,7 +173,7 @@ def cuda():
 
 
 def pytest_runtest_logfinish():
-    """End a worker of xdist whose GPU takes no more work; its next tests would fail, and another goes on."""
+    """End a worker of xdist whose GPU has failed: all its later tests would fail, and other workers take them over."""
     if "PYTEST_XDIST_WORKER" in os.environ and torch.cuda.is_initialized():
         try:
             torch.cuda.synchronize()
@@ -207,7 +207,7 @@ def poison(monkeypatch):
 
 @pytest.fixture
 def passes():
-    """passes(2): torch wants the same bits each time, and the universal backward takes two passes; passes(1): one."""
+    """Return a function: passes(2) asks torch for determinism, and so for two passes; passes(1) allows one pass."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     yield lambda number: torch.use_deterministic_algorithms(number == 2, warn_only=True)
     torch.use_deterministic_algorithms(before[0], warn_only=before[1])
@@ -220,14 +220,14 @@ def two_passes(passes):
 
 @pytest.fixture
 def deterministic(passes):
-    """Make bits comparable: on a GPU dq has the same bits each time only if torch asks for them."""
+    """Ask torch for determinism on a GPU, where dq has the same bits each time only then."""
     if not INTERPRETED:
         passes(2)
 
 
 @pytest.fixture
 def launched(monkeypatch):
-    """Record (name, arguments) of each kernel launch, replays excepted."""
+    """Record (name, arguments) of each kernel launch, except those of replays."""
     from fusedattn.launch import run
 
     seen, run_kernel = [], run.run_kernel
@@ -293,7 +293,7 @@ def record_after(monkeypatch):
 
 @pytest.fixture
 def unchecked(monkeypatch):
-    """Leave offsets, lengths and pages on a CPU unchecked, as those on a GPU are."""
+    """Do not check offsets, lengths and pages on a CPU, as calls on a GPU do not."""
     from fusedattn.call import decode, varlen
 
     for module in (decode, varlen):
@@ -302,14 +302,14 @@ def unchecked(monkeypatch):
 
 @pytest.fixture
 def overflow(monkeypatch):
-    """Let an index that does not fit its type fail in the interpreter, which takes two fifths of the time."""
+    """Let the interpreter check that each index fits its type, which takes two fifths of its time."""
     if INTERPRETED:
         monkeypatch.setattr(upstream.interpreter_builder, "options", _careful)
 
 
 @pytest.fixture
 def one_thread():
-    """Use one thread: tiny steps on a busy machine only wait for the others."""
+    """Use one thread: on a busy machine, tiny steps would only wait for other threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,4 +1,4 @@
-"""Rows of a benchmark: each question is measured, wrong results are found, and rows that cannot run give a reason."""
+"""Rows of a benchmark: each question is measured, wrong results are found, and a row without a time gives a reason."""
 
 import re
 
@@ -17,7 +17,7 @@ FEW = ("fusedattn", "naive", "sdpa:math")
 
 @pytest.fixture(autouse=True)
 def _no_compiler(monkeypatch):
-    """Compiling FlexAttention takes half a minute a case."""
+    """Leave FlexAttention out, which takes half a minute to compile for each case."""
     monkeypatch.setattr(providers, "COMPILERS", ("no such compiler",))
 
 

@@ -1,4 +1,4 @@
-"""Rows of the CSV, and the report and the plot of them."""
+"""Rows of the CSV, and the report and the plot made from them."""
 
 import csv
 from pathlib import Path
@@ -48,7 +48,7 @@ def test_the_rows_that_are_kept_are_read(path):
 
 
 def test_the_rows_of_a_cpu_keep_the_promise():
-    """At most 1.10 of PyTorch's time, or 100 us more."""
+    """A call takes at most 1.10 times PyTorch's time, or 100 us more."""
     written = rows.read(RESULTS / "cpu.csv")
     assert all(row.status == "ok" for row in written) and len(report.groups(written)) > 50
     assert report.over_promise(written) == []
@@ -104,7 +104,7 @@ def test_a_figure_has_a_panel_a_kind_and_a_line_a_provider(tmp_path):
     ]
     some.append(made(CASE._replace(Sq=1024, Sk=1024), "fusedattn:cpu", 1.0, status="wrong"))
     some.append(made(CASE._replace(Sq=1024, Sk=1024), "naive", None))
-    some.append(made(CASE._replace(causal=True), "flex", 1.0))  # a single length draws no line
+    some.append(made(CASE._replace(causal=True), "flex", 1.0))  # one length is too few for a line
     figure = plot.figure(some)
     assert len(figure.axes) == 5
     for axes in figure.axes:

@@ -26,7 +26,7 @@ PLACES = {  # (rows, columns) of each of two caches in one tensor
 
 @pytest.mark.parametrize("name", PLACES)
 def test_caches_share_no_memory_where_something_is_written(name):
-    """Replayed calls are checked too."""
+    """First calls and replays both check this."""
     both, places = torch.zeros(1, 1, 8, 24), torch.arange(8 * 24).view(8, 24)
     caches = [both[0, 0][where][None, None] for where in PLACES[name]]
     shared = set.intersection(*({*places[where].flatten().tolist()} for where in PLACES[name]))
@@ -39,7 +39,7 @@ def test_caches_share_no_memory_where_something_is_written(name):
                 fa.attention_decode(query, *caches, **given)
         else:
             fa.attention_decode(query, *caches, **given)
-    fa.attention_decode(query, *caches, cache_seqlens=ints(2))  # without writing they may overlap
+    fa.attention_decode(query, *caches, cache_seqlens=ints(2))  # caches may overlap if nothing is written
 
 
 INDUCTOR = pytest.mark.matrix, pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
@@ -48,7 +48,7 @@ INDUCTOR = pytest.mark.matrix, pytest.mark.skipif(shutil.which("g++") is None, r
 @pytest.mark.parametrize("pages", [False, True])
 @pytest.mark.parametrize("backend", [None, "naive", "triton"])
 def test_what_is_new_may_lie_in_a_cache(backend, pages):
-    """New keys are read before they are overwritten, in replays too."""
+    """New keys are read before the append overwrites them, also in replays."""
     interpreted = pytest.importorskip("triton").knobs.runtime.interpret
     if backend == "triton" and not interpreted:
         pytest.skip("on a CPU kernels are interpreted")
@@ -74,7 +74,7 @@ class Labelled(torch.Tensor):
 
 
 def _within(query, keys, values, lengths, backend):
-    """Append new keys that lie among old values, and new values that lie among old keys."""
+    """Append new keys that are a view of the value cache, and new values that are a view of the key cache."""
     new = dict(new_key=values[:, :, 2:6], new_value=keys.detach()[:, :, 1:5])
     return fa.attention_decode(query, keys, values, cache_seqlens=lengths, **new, backend=backend)
 
@@ -84,7 +84,7 @@ SEEN_BY = {
     "functionalize": lambda call, q, k, v, n, by: torch.func.functionalize(lambda *x: call(*x, n, by))(q, k, v),
     "vmap": lambda call, *x: torch.vmap(call, (0, 0, 0, 0, None))(*(y[None] for y in x[:4]), x[4])[0],
     "aot_eager": lambda call, *x: torch.compile(call, backend="aot_eager", fullgraph=True)(*x),
-    # Inductor removes copies that change no strides, as of a cache (1, C, H, D) in memory.
+    # Inductor removes copies that change no strides, such as the copy of a cache stored as (1, C, H, D).
     "inductor": lambda call, *x: torch.compile(call, fullgraph=True)(*x),
 }
 
@@ -137,7 +137,7 @@ def test_values_may_be_the_first_columns_of_keys(backend):
 @pytest.mark.parametrize("backend", [None, "naive", "cpu"])
 @pytest.mark.parametrize("name", FROZEN)
 def test_a_cache_of_inference_mode_is_written_to_in_it_alone(name, backend):
-    """Outside of inference mode torch refuses to write to such a tensor, but only afterwards."""
+    """Outside of inference mode torch itself raises for such a cache, but only after it was written."""
     arguments = CACHED | {name: FROZEN[name].clone() for name in FROZEN} | dict(backend=backend)
     frozen = {name: FROZEN[name]}
     assert_named(fa.attention_decode, arguments, wrong(name, **frozen))

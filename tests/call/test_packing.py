@@ -60,7 +60,7 @@ def test_a_mask_of_keys_is_packed(device):
 
 
 def test_heads_stay_apart_where_multiprocessors_would_be_idle(device, tiles, launched):
-    """Four programs for five multiprocessors."""
+    """With heads in shared tiles, four programs would run on five multiprocessors."""
     tiles.multiprocessors(5)
     tensors, options = DECODE.draw(device)
     fa.attention(tensors["query"], tensors["key"], tensors["value"], backend="triton")

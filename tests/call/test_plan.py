@@ -62,7 +62,7 @@ def test_marks_of_all_masks_together(device, grain):
 
 @pytest.mark.parametrize(("kind", "options"), [("plan", {}), ("mask", dict(causal=True)), ("bias", {})], ids=str)
 def test_what_is_hidden_is_not_computed(kind, options, device):
-    """Keys and values of hidden blocks may even be NaN, though no mask of pairs promises that."""
+    """NaN in hidden blocks of keys and values shows that kernels skip them. Callers may not rely on this."""
     if device == "cuda":
         pytest.skip("no block of the tiles of a GPU is that small")
     tensors, _ = Case("skipped", B=1, Hq=2, Hkv=1, Sq=40, Sk=96).draw(device)
@@ -95,7 +95,7 @@ def test_a_plan_gives_the_same_bits(name, device):
 
 @pytest.mark.parametrize("shape", one_in(3, product(["batch", "heads", "rank 2"])))
 def test_a_bias_gradient_leaves_out_no_block_that_another_plane_sees(shape, device, grain):
-    """Each head and batch sees other blocks; the gradient of their shared bias is summed tile by tile."""
+    """Each head and batch sees different blocks. The gradient of their common bias is summed tile by tile."""
     case = Case("bias", B=2, Hq=3, Hkv=3, Sq=40, Sk=70, bias=shape)
     tensors, options = case.draw(device)
     options["bias"] = options["bias"].nan_to_num(0.0, 0.0, 0.0)

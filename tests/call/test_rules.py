@@ -1,4 +1,4 @@
-"""A wrong argument raises an error that names it, before anything is written; similar right ones are accepted."""
+"""A wrong argument raises an error that names it, before anything is written. Similar valid arguments are accepted."""
 
 import math
 
@@ -121,7 +121,7 @@ OF_PAGED = of_types(dict(block_table=PAGED["block_table"])) + of_values(
 ) + [
     wrong("new_key", **new(3)),
     wrong("bias", bias=ones(SQ, 4)),
-    # Two sequences write to the same page; one writes over an old key of another, or over its own.
+    # Two sequences share a page: both append to it, or one overwrites an old key of the other, or of itself.
     wrong("block_table", block_table=ints((0, 3), (3, 0)), cache_seqlens=ints(2, 6)),
     wrong("block_table", block_table=ints((0, 3), (3, 0)), cache_seqlens=ints(2, 4)),
     wrong("block_table", block_table=ints((1, 1), (2, 4))),
@@ -214,7 +214,7 @@ def test_queries_of_lower_ranks(shape):
 
 
 def test_plans():
-    """A plan replaces the masks that it was made of, and these must fit each other."""
+    """A call with a plan takes none of its masks, and `plan` checks that its masks fit each other."""
     plan = fa.plan(bools(SQ, SK))
     given = DENSE | dict(key_mask=None, query_mask=None)
     fa.attention(**given | dict(mask=plan))

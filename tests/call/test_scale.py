@@ -86,7 +86,7 @@ def test_what_holds_no_number_is_refused():
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.one_in(2)
 def test_compiled(whole):
-    """In a whole graph the tensor must be a constant, as for torch's own function."""
+    """Under fullgraph the tensor must be a constant, as for torch's own function."""
 
     def attend(query, scale):
         return compat.scaled_dot_product_attention(query, X, X, scale=torch.tensor(0.5) if whole else scale)

@@ -38,7 +38,7 @@ def answer(capsys, *arguments):
 
 
 def plant(monkeypatch, run):
-    """Replace the function of the naive backend."""
+    """Replace the function of the naive backend by `run`."""
     monkeypatch.setitem(backends.BACKENDS, "naive", backends.BACKENDS["naive"]._replace(run=run))
     replay.forget()
 
@@ -121,7 +121,7 @@ def test_info_check_and_bench_need_neither_triton_nor_rich_nor_matplotlib():
 
 
 CASES = ", ".join(case.name for case in grid.CASES)
-MISTAKES = [  # (command, part of its only line of output)
+MISTAKES = [  # (command, part of the one line that it prints)
     ([], "COMMAND"),
     (["nope"], "invalid choice: 'nope'"),
     (["info", "nope"], "nope"),
@@ -196,7 +196,7 @@ def test_a_reader_that_has_gone():
 
 
 def test_an_interrupt():
-    """Ctrl-C during a measurement shows the rows until then, without a traceback."""
+    """After Ctrl-C the command prints the rows measured so far, without a traceback."""
     heard = dict(preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # shells ignore it for `&`
     command = start("bench", "--csv", "rows.csv", stdout=subprocess.PIPE, **heard)
     until = time.monotonic() + 120

@@ -1,4 +1,4 @@
-"""fusedattn tune: wrong forms are found and never launched, the fastest comes first, and launches read the file."""
+"""fusedattn tune: calls never take wrong candidates, the fastest comes first, and launches read the file."""
 
 import itertools
 import json
@@ -37,7 +37,7 @@ def test_a_mistake_costs_its_form_and_nothing_else(monkeypatch):
         if size == ("forward", 32):
             arguments["Out"][0].mul_(1.1)
 
-    monkeypatch.setattr(replay, "RECORD_AFTER", sys.maxsize)  # a replay launches nothing by name
+    monkeypatch.setattr(replay, "RECORD_AFTER", sys.maxsize)  # `planted` does not see the launches of replays
     monkeypatch.setattr(tune, "milliseconds", lambda *_: 1.0)
     monkeypatch.setattr(tune, "REPEATS", 2)
     monkeypatch.setattr(run, "run_kernel", planted)
@@ -47,7 +47,7 @@ def test_a_mistake_costs_its_form_and_nothing_else(monkeypatch):
     found = [(row.kernel, row.form and row.form.rows, row.why) for row in rows.values()]
     assert [one[:2] for one in found if not one[2]] == [
         *itertools.product(("forward",), (64, 16)),
-        *itertools.product(("dq", "dkdv"), (32, 16)),  # a form that does not fit is left out
+        *itertools.product(("dq", "dkdv"), (32, 16)),  # a candidate that does not fit is left out
         *itertools.product(("one_pass",), (64, 32, 16)),
         ("two_passes", None),
     ]
@@ -62,7 +62,7 @@ def test_a_mistake_costs_its_form_and_nothing_else(monkeypatch):
 
 @pytest.fixture
 def gpu(file, monkeypatch):  # noqa: F811
-    """Pretend a GPU on which a form takes as many milliseconds as it has rows; return its tuning file."""
+    """Pretend a GPU on which a candidate with n rows takes n milliseconds; return its tuning file."""
     monkeypatch.setattr(machine, "need_gpu", lambda why: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     timed = lambda row, case, device: row._replace(ms={**row.ms, case.name: (row.form or (1.0,))[0]})  # noqa: E731

@@ -61,7 +61,7 @@ FAMILIES = [
     Family("DeepSeek-V3", "DeepseekV3ForCausalLM", TINY | LATENT),
 ]
 XGLM = dict(SIDES, ffn_dim=40, num_layers=2, attention_heads=4)
-# Models with attention code of their own, in transformers 4 and 5.
+# Models that do not call the interface, in transformers 4 and 5.
 SILENT = [
     Family("Bloom", "BloomForCausalLM", dict(vocab_size=64, hidden_size=32, n_layer=2, n_head=4)),
     Family("XGLM", "XGLMForCausalLM", XGLM),
@@ -112,7 +112,7 @@ def inputs_of(family, padded):
     if padded:
         name = "decoder_attention_mask" if family.kind == "speech" else "attention_mask"
         inputs[name] = padding(11) if family.kind == "seq2seq" else counts
-        if family.kind == "decoder":  # the prediction of a hidden row does not count
+        if family.kind == "decoder":  # leave out the predictions of hidden rows
             counts = counts * counts.roll(1, dims=1)
         inputs["labels"] = inputs["labels"].masked_fill(counts == 0, -100)
     return inputs

@@ -56,7 +56,7 @@ MODELS = {
 
 
 def valid(out, name):
-    """Leave out padded positions, where torch's fast path leaves zeros."""
+    """Return the output without padded positions, where torch's fast path writes zeros."""
     return out[~PADDING] if "padded" in name or name == "layer" else out
 
 
@@ -181,7 +181,7 @@ def test_copies_are_converted_and_share_nothing(copied, counted):
         assert torch.equal(twin(X, src_key_padding_mask=PADDING), want)
         assert len(counted) == 2
         assert not {x.data_ptr() for x in twin.parameters()} & {x.data_ptr() for x in model.parameters()}
-        # A hook that comes and goes does not put torch back on its fast path.
+        # After a hook is removed, torch still does not take its fast path.
         for _ in range(3):
             twin.layers[0].self_attn.register_forward_pre_hook(lambda *_: None).remove()
         twin(X)
@@ -203,7 +203,7 @@ def test_converted_models_compile():
 
 
 class Adapted(nn.Module):
-    """A layer plus an adapter. `weight` is the layer's alone."""
+    """A layer plus an adapter. `weight` is the weight of the layer without the adapter."""
 
     def __init__(self, base):
         super().__init__()
@@ -245,7 +245,7 @@ def test_computed_parameters(norm, name, options, training):
     theirs = computed(norm, name, **options).eval()
     ours = compat.convert(nn.ModuleList([copy.deepcopy(theirs)]))[0]
     assert isinstance(ours, compat.MultiheadAttention)
-    if training and norm is parametrizations.weight_norm:  # spectral_norm takes a step at each use
+    if training and norm is parametrizations.weight_norm:  # spectral_norm changes the weight at each use
         theirs.train(), ours.train()
 
     def results(module):

@@ -26,9 +26,9 @@ class Case(NamedTuple):
     cached: Cached
     half: int = 0
     interleaved: bool = True
-    chosen: bool = False  # caches are chosen by cache_batch_idx, not by pages
+    chosen: bool = False  # pass cache_batch_idx instead of a block table
     leftpad: tuple | None = None
-    said: str = "each"  # lengths of the caches: for "each", one for "all", or "nothing" for whole caches
+    said: str = "each"  # lengths are given for "each" cache, once for "all", or not ("nothing"): whole caches
 
     def draw(self, device="cpu"):
         """Return arguments of attention_decode and of flash_attn_with_kvcache; both share the caches."""

@@ -34,7 +34,7 @@ compat.register()
 from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb  # noqa: E402
 
 ROUTES = ["from_config", "from_pretrained", "set_attn_implementation", "deepcopy"]
-SHOWN = padding(9) == 1  # rows that see nothing are a mean for eager, and 0 for us
+SHOWN = padding(9) == 1  # a row that sees nothing is a mean in eager, and 0 in ours
 PADDED = dict(input_ids=tokens(3, 9), attention_mask=padding(9), use_cache=False)
 PLAIN = dict(PADDED, attention_mask=None)
 
@@ -64,7 +64,7 @@ def assert_eagers(model, want, inputs=PADDED):
 
 
 class OwnAttention(LlamaAttention):
-    """Attention that inherits the call of the interface and does not run it."""
+    """Attention that inherits code which calls the interface, but runs its own."""
 
     def weights(self, scores):
         return scores.softmax(-1)
@@ -81,7 +81,7 @@ class OwnAttention(LlamaAttention):
 
 
 class ExpAttention(OwnAttention):
-    """The same attention; its source does not show it."""
+    """The same as OwnAttention, but its source does not show this."""
 
     def forward(self, *arguments, **options):
         return OwnAttention.forward(self, *arguments, **options)

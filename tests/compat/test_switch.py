@@ -27,7 +27,7 @@ X = torch.randn(2, 3, 4, 8, generator=torch.Generator().manual_seed(0))
 
 @pytest.fixture
 def answered(monkeypatch):
-    """Record the thread of each call that our function answered."""
+    """Record the thread of each call that reached our function."""
     threads, ours = [], _switch.scaled_dot_product_attention
 
     def counted(*args, **kwargs):
@@ -175,7 +175,7 @@ def test_a_backend_that_computes_by_torch_is_not_answered_by_itself(everywhere, 
         fa.attention(X, X, X)
         in_a_thread(fa.attention, X, X, X)
         assert not answered
-        with pytest.raises(RuntimeError), torch._C.DisableTorchFunction():  # after an error it is answered again
+        with pytest.raises(RuntimeError), torch._C.DisableTorchFunction():  # afterwards ours answers again
             taken_before(X, X[:, :2], X)
         taken_before(X, X, X)
         assert len(answered) == 1
@@ -221,7 +221,7 @@ def test_nested_tensors_are_ours_or_refused_by_name(answered):
 
 
 class Answering(torch.Tensor):
-    """A tensor class with an attention of its own, like DTensor."""
+    """A tensor class that computes attention itself, like DTensor."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -270,7 +270,7 @@ class Watched:
         return graph.forward
 
     def ours(self):
-        """Return for each graph: does it call our attention?"""
+        """Return a bool for each graph: whether all of its attention is ours."""
         torchs = {*_switch._TORCHS, F.multi_head_attention_forward}
         return [not torchs & set(filter(callable, targets)) for targets in self.graphs]
 

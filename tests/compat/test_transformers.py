@@ -89,7 +89,7 @@ def test_the_empty_slots_of_a_static_cache_may_hold_anything():
 @pytest.mark.parametrize("rank", [2, 3, 4])
 @pytest.mark.parametrize("kind", ["bool", "float"])
 def test_a_mask_is_all_there_is(kind, rank):
-    """Causality and windows do not apply beside a mask; its columns past the last key are cut."""
+    """With a mask, causality and windows do not apply. Columns of the mask past the last key are cut."""
     inputs = drawn()
     visible = torch.rand(2, 4, 5, 9) < 0.6 if rank == 4 else torch.rand((4, 5, 9)[-rank:]) < 0.6
     visible[..., 0] = True
@@ -162,7 +162,7 @@ def test_queries_for_all_samples_come_as_a_batch_of_one():
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("beside", [None, "mask", "scores", "position_bias"])
 def test_documents_do_not_see_each_other(beside, causal, dtype):
-    """Masks and biases apply too."""
+    """Masks and biases apply within documents."""
     inputs = drawn(B=1, Lq=6, Lk=6)
     documents = torch.tensor([0, 0, 0, 2, 2, 2])
     visible = documents[:, None] == documents

@@ -37,7 +37,7 @@ def assert_right(got, *inputs, **options):
 @pytest.mark.parametrize("options", [{}, dict(causal=True), dict(sinks=True), dict(key_mask=True)], ids=str)
 @pytest.mark.one_in(3)
 def test_sizes_of_zero(sizes, options):
-    """Here the kernel would end the process."""
+    """PyTorch's kernel would crash the process."""
     batch, heads, rows, keys = sizes
     query, key = torch.randn(batch, heads, rows, 8), torch.randn(batch, heads, keys, 8)
     if "sinks" in options:
@@ -60,7 +60,7 @@ def test_without_the_kernel_the_naive_path_is_taken(monkeypatch):
 @pytest.mark.parametrize("scale", [100.0, -1e5, 1e10, 1e20, 1e30], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
 def test_gradients_of_large_scores_are_finite_and_right(dtype, scale):
-    """The kernel's backward rounds scores otherwise than its forward, so its weights were infinite."""
+    """PyTorch's backward rounds scores differently than its forward, which made its weights infinite."""
     query, key, value = draw(1, 2, 100, 16, dtype=dtype)
 
     def grads(backend):
@@ -96,7 +96,7 @@ STRIDED = {
 
 @pytest.mark.parametrize("options", [{}, dict(causal=True), dict(window=(100, 40)), dict(key_mask=True)], ids=str)
 def test_gradients_that_are_summed_over_keys(options):
-    """Such a sum is the gradient of a projection's bias. The kernel's rounded lse is an error of a whole row.
+    """The gradient of a projection's bias is such a sum. The kernel's rounded lse is an error of a whole row.
 
     With sinks, the value's gradient has 1.2 times the allowed mean error for 600 keys: the kernel's own sums.
     """
@@ -128,7 +128,7 @@ def test_sizes_of_one_have_any_stride(inputs):
 
 
 def test_one_key_has_all_the_weight():
-    """The softmax of one kernel and the lse of another would differ for large scores."""
+    """With large scores, a softmax by one kernel would not fit the lse of another."""
     for size in (1.0, 300.0, 2.0**18):
         query, key = torch.full((1, 1, 5, 64), size).sqrt(), torch.full((1, 1, 1, 64), size).sqrt() / 3
         weights = fa.attention(query, key, key, return_weights=True, backend="cpu")[1]
@@ -180,7 +180,7 @@ def test_a_row_that_sees_nothing_has_no_gradient(keys):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.one_in(3)
 def test_any_strides(name, causal):
-    """The kernel reads each last stride as 1."""
+    """PyTorch's kernel reads each tensor as if its last stride were 1."""
     leaves = [STRIDED[name](x).requires_grad_() for x in draw(2, 4, 40, 16)]
     incoming = STRIDED[name](torch.randn(2, 4, 40, 16))
     for _ in range(3):  # the last ones are replays
@@ -197,7 +197,7 @@ def test_any_strides(name, causal):
 @pytest.mark.parametrize("widths", [(16, 9), (9, 16)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_channels_last_of_other_widths(widths, dtype):
-    """Padding of columns keeps the order of dimensions, in which the columns of a row lie apart."""
+    """Padded copies keep the order of dimensions, so the columns of a row do not become contiguous."""
     shapes = ((2, 4, n, widths[wide]) for n, wide in ((40, 0), (90, 0), (90, 1), (40, 1)))
     tensors = [STRIDED["channels last"](torch.randn(shape).to(dtype)) for shape in shapes]
     names = dict(zip(("query", "key", "value", "out"), tensors, strict=True))
@@ -230,7 +230,7 @@ def test_an_lse_of_0_is_no_row_that_sees_nothing():
 @pytest.mark.parametrize("differentiated", [False, True])
 @pytest.mark.one_in(4)
 def test_nan_that_a_row_sees_makes_it_nan(dtype, keys, differentiated):
-    """The kernel returns an empty row if all its scores are NaN and do not fill a vector register."""
+    """PyTorch's kernel returns an empty row if all its scores are NaN and do not fill a vector register."""
     query, key, value = draw(2, 2, keys, 16, dtype=dtype)
     query[0, 1, 0], key[1, 0] = float("nan"), float("nan")
     bad = torch.zeros(2, 2, keys, dtype=torch.bool)

@@ -16,7 +16,7 @@ from ..kernels.test_packed import FEW, PACKINGS, TOGETHER
 from ..sequences import attention_varlen, by_sequence
 
 EITHER = pytest.mark.parametrize("backend", ["cpu", None])
-# Enough keys for gradients by the kernel, not by the formula.
+# With so many keys PyTorch's kernel computes the gradients, not the formula.
 LONG = [case._replace(Sq=130, Sk=150) for case in cases.SINGLE]
 LONG += [
     case._replace(name=f"{case.name} {alike}, {dtype}", dtype=dtype, alike=alike, Sq=300, Sk=280)
@@ -34,7 +34,7 @@ def taken(case):
 
 
 def computed(case, backend, function=fa.attention):
-    """Return (results, tensors, options, case) of a case, or None if "cpu" refuses it, as it must."""
+    """Return (results, tensors, options, case), or None for a case that "cpu" must refuse and does."""
     learned = LEARNED
     if backend == "cpu":
         if taken(case) is None:

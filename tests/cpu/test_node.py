@@ -45,7 +45,7 @@ def test_any_gradient_of_the_output(name):
 @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2)])
 @pytest.mark.parametrize("again", [False, True])
 def test_some_gradients(wanted, again):
-    """Ask for some gradients where all inputs require one, and where only these do; also for second derivatives."""
+    """Ask for some gradients, if all inputs require one and if only the asked ones do; also for second derivatives."""
     for alone in (False, True):
         leaves = draw()
         for number, leaf in enumerate(leaves):

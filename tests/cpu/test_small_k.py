@@ -38,7 +38,7 @@ def operators(function):
 @pytest.mark.parametrize("requires", [False, True])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_forward_is_one_call_of_torchs_kernel(name, requires):
-    """The formula is as fast, but ten times slower for denormal weights, as behind a bias of -100."""
+    """The formula would be as fast, but ten times slower for denormal weights, as a bias of -100 makes them."""
     inputs = [x.requires_grad_(requires) for x in draw()]
     found = operators(lambda: fa.attention(*inputs, **OPTIONS[name], backend="cpu"))
     assert found[KERNEL] == 1
@@ -74,7 +74,7 @@ def test_the_gradient_of_a_bias_is_as_good_as_eagers(name):
 @pytest.mark.parametrize("dim, keys", [(1, 5), (4, 17), (8, 17), (8, 64), (64, 33)])
 @pytest.mark.one_in(3)
 def test_gradients_of_few_keys_are_as_good_as_eagers(dim, keys, seed):
-    """The order of sums over rows depends on the CPU; ours are sums of sums on all."""
+    """PyTorch's order of sums over rows depends on the CPU. We sum in two stages on every CPU."""
     torch.manual_seed(seed)
     sizes = dict(query=(4, 3, 1030, dim), key=(4, 3, keys, dim), value=(4, 3, keys, dim))
     sizes |= dict(out=(4, 3, 1030, dim), lse=(4, 3, 1030))

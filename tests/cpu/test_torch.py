@@ -25,7 +25,7 @@ def _compiled_anew():
 @pytest.mark.parametrize("gradients", [True, False])
 @pytest.mark.one_in(2)
 def test_a_program_takes_any_length(gradients, heads):
-    """Gradients of narrow heads depend on the number of keys, which a graph may not ask."""
+    """The way to compute gradients of narrow heads depends on the number of keys, which a graph may not ask."""
     layer, length = fa.MultiHeadAttention(16, heads), torch.export.Dim("length", min=2, max=4096)
     layer.requires_grad_(gradients)
     for traced in (10, 90):
@@ -84,7 +84,7 @@ def test_tensors_that_come_back_smaller():
 
 @pytest.mark.parametrize("lengths", [(40, 15, 1), (40, 39, 5), (200, 150, 200)], ids=str)
 def test_many_gradients_of_values_with_much_in_common(lengths):
-    """Under vmap, which gives the backward another batch, it subtracts the same mean of the values as the forward."""
+    """Under vmap the backward has another batch. It must subtract the same mean of the values as the forward."""
     leaves = [(x + 3.0).bfloat16() for x in draw(3, 2, max(lengths), 16)]
     key_mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
     out, pull = torch.func.vjp(lambda *x: fa.attention(*x, key_mask=key_mask, backend="cpu"), *leaves)

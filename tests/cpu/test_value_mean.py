@@ -18,7 +18,7 @@ CALLS_WITH_OUTLIERS = {
 
 @pytest.mark.parametrize("name", CALLS_WITH_OUTLIERS)
 def test_values_of_bfloat16_with_outliers(name):
-    """A mean that a few outliers make is not subtracted."""
+    """A mean that comes from a few outliers is not subtracted."""
     fields = CALLS_WITH_OUTLIERS[name]
     query, key, value, out = (torch.randn(1, 1, fields["keys"], 64) for _ in range(4))
     query[..., 0], key[..., 0], value[:] = 8.0, 0.0, value + fields.get("mean", 0.0)

@@ -112,7 +112,7 @@ def test_explain_names_tiles(device):
     assert set(said.tiles) == {"forward", "preprocess", "one_pass", "postprocess"}
     assert "forward: tiles of" in str(said)
     inputs = draw(device=device)
-    for learned in (False, True):  # what is summed over whole rows takes a pass by rows
+    for learned in (False, True):  # gradients that sum over whole rows need the dq pass
         sinks = torch.zeros(inputs[0].shape[1], device=device, requires_grad=learned)
         said = fa.explain(*inputs, sinks=sinks, backend="triton")
         assert ("one_pass" in said.tiles) != learned == ("dq" in said.tiles)
@@ -143,7 +143,7 @@ def test_use_backend_is_for_the_thread_and_the_call_wins(device):
 
 
 def test_a_gpu_call_that_triton_cannot_take_warns_once_a_reason(monkeypatch):
-    class Pretender:  # all that choose() reads of a tensor
+    class Pretender:  # the attributes that choose() reads
         device, dtype, shape = torch.device("cuda"), torch.float32, (1, 1, 3, 8)
 
     call = backends.checked(backends.Arguments(*draw()))._replace(query=Pretender())
@@ -249,7 +249,7 @@ def test_a_triton_of_which_gluon_lacks_something_has_the_other_kernels_and_no_wa
         "try: fa.attention(x, x, x, backend='hopper')\n"
         "except NotImplementedError as error: print(error)\n"
     )
-    # Triton 3.6's interpreter has deprecation warnings of its own.
+    # Triton 3.6's interpreter itself raises deprecation warnings.
     printed = run_python("-W", "error", "-W", "ignore::DeprecationWarning", "-c", program)
     assert "takes triton" in printed and printed.count("this version of Triton lacks") == 2
 

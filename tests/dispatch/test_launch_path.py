@@ -23,7 +23,7 @@ from fusedattn.operators import attention
 from ..inside import OPTIONS, compiled, draw
 from ..offline import absent
 
-# {with gradients: microseconds}, as a goal, and of torch's own calls on an idle machine.
+# {whether with gradients: microseconds}: the goal, and the time of torch's own calls on an idle machine.
 GOAL_US, UNDISTURBED_US = {False: 12.0, True: 25.0}, {False: 6.0, True: 8.2}
 LENGTH, STREAM = 64, 7
 
@@ -34,7 +34,7 @@ def small_tiles(monkeypatch):
     tiles = tile_table.tiles_for
 
     def small(*key, **more):
-        least = 64 if key[0] in ("preprocess", "postprocess") else 16  # as many as `hopper.unit`
+        least = 64 if key[0] in ("preprocess", "postprocess") else 16  # the size of `hopper.unit`
         for n, tile in enumerate(tiles(*key, **more)):
             yield tile._replace(rows=least, keys=tile.keys and (16 if n else 32), stages=1)
 
@@ -42,7 +42,7 @@ def small_tiles(monkeypatch):
 
 
 class Launches:
-    """Records launches: (kernel, grid, arguments). A tensor is given as its number in `given`, or as "made".
+    """Records launches: (kernel, grid, arguments). A tensor is recorded as its number in `given`, or as "made".
 
     Descriptors appear as the driver encodes them, each with its tensor.
     """
@@ -121,7 +121,7 @@ def test_a_repeated_call_launches_what_the_long_way_launches(name, grads, monkey
 )
 @pytest.mark.one_in(2)
 def test_the_kernel_for_hopper_is_launched_again_with_other_tensors(options, dim, ordered, monkeypatch):
-    """Descriptors are the same too, whatever tensor was at an address before."""
+    """Replays also encode the same descriptors, whatever tensor was at an address before."""
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: ordered)
     seen, said = Launches(), {}
     with absent.gpu(load=seen.load):
@@ -147,7 +147,7 @@ def test_the_kernel_for_hopper_is_launched_again_with_other_tensors(options, dim
     assert (len(ours), len(theirs)) == ((4, 3) if dim == 256 else (3, 3)) and ours[1] != theirs[1]
     assert ours[0] != theirs[0], "the numbers of rows lie otherwise"
     ((name, grid, arguments),) = said["hopper"][0][0]
-    assert name != said["triton"][0][0][0][0] and grid[0] == 4  # one block of rows in each plane
+    assert name != said["triton"][0][0][0][0] and grid[0] == 4  # a plane has one block of rows
     assert [x[0] for x in arguments if isinstance(x, tuple)] == ["given [0]", "given [1]", "given [2]", "made"]
 
 
@@ -164,7 +164,7 @@ def test_each_launch_rounds_as_torch_was_told_when_it_was_called():
                 said.append((forward, seen.take(), 1))
                 torch.backends.cuda.matmul.fp32_precision = backward
                 torch.autograd.grad(out.sum(), inputs)
-                said.append((backward, seen.take(), 2))  # `convert` multiplies nothing
+                said.append((backward, seen.take(), 2))  # `postprocess` has no products
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
     for setting, launches, count in said:

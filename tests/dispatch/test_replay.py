@@ -168,7 +168,7 @@ def test_plans(device, found):
 
 
 def test_what_must_see_operators_sees_them(device):
-    """A repeated call still meets dispatch modes, vmap, torch.func, autocast and forward mode."""
+    """Dispatch modes, vmap, torch.func, autocast and forward mode see a repeated call, too."""
 
     inputs = draw(device)
     want = [attend(inputs, {}) for _ in range(2)][0]
@@ -294,12 +294,12 @@ def test_a_checkpoint_is_computed_again_the_other_way(device):
 @pytest.mark.parametrize("record_after", [1, 2], ids=["replayed", "first"])
 @pytest.mark.parametrize("change", [lambda x: x.half(), lambda x: x[:, :, :4].contiguous()], ids=["dtype", "shape"])
 def test_saved_tensors_that_hooks_change_are_refused(change, record_after, monkeypatch):
-    """Kernels would read out of bounds, or misread another dtype."""
+    """Otherwise kernels would read out of bounds, or misread another dtype."""
     monkeypatch.setattr(replay, "RECORD_AFTER", record_after)
     inputs = draw("cpu", requires_grad=True)
 
     def unpack(x):
-        return change(x) if x.shape[-1] < inputs[0].shape[-1] else x  # stats
+        return change(x) if x.shape[-1] < inputs[0].shape[-1] else x  # only the stats have fewer columns
 
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x, unpack):
         out = fa.attention(*inputs, backend="triton")
@@ -308,7 +308,7 @@ def test_saved_tensors_that_hooks_change_are_refused(change, record_after, monke
 
 
 def test_a_backward_is_not_repeated_for_tensors_of_another_shape():
-    """A hook that drops heads leaves no recording for calls without it."""
+    """A hook that drops heads must leave no recording that calls without the hook replay."""
     inputs = draw("cpu", requires_grad=True)
 
     def gradients(unpack):
@@ -322,7 +322,7 @@ def test_a_backward_is_not_repeated_for_tensors_of_another_shape():
 
 
 def test_threads_that_forget_at_once(monkeypatch, one_thread, impatient):
-    """Each call has a new length and two signatures are kept, so every call forgets one."""
+    """Each call has a new length, and only two signatures are remembered, so every call forgets one."""
     monkeypatch.setattr(replay, "MAX_KEPT", 2)
     most, threads = [], 4
 
