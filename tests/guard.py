@@ -38,7 +38,7 @@ class Guard:
         self.fill, self.gap, self.known = fill, gap, []
 
     def inside(self, tensor, name="?"):
-        """Return the same values among canaries. An expanded dimension stays expanded."""
+        """Return a copy surrounded by canaries. An expanded dimension stays expanded."""
         narrow = tensor.detach()
         for axis, step in enumerate(tensor.stride()):
             narrow = narrow.narrow(axis, 0, 1) if step == 0 and tensor.shape[axis] else narrow
@@ -56,7 +56,7 @@ class Guard:
         return torch.empty(size + 2 * MARGIN, dtype=dtype).fill_(self.fill.of(dtype))
 
     def allocates(self, monkeypatch):
-        """Put memory that the package allocates among canaries. Elements not filled at once are canaries too."""
+        """Surround memory that the package allocates by canaries, and fill its uninitialised elements with them."""
         wrap_allocations(monkeypatch, self._guarded, ("new_empty", "new_empty_strided", "new_zeros", "new_full"))
 
     def _guarded(self, make, name):
@@ -67,7 +67,7 @@ class Guard:
             if type(made) is not torch.Tensor or made.device.type != "cpu" or not made.numel():
                 return made
             buffer = self._buffer(made.untyped_storage().nbytes() // made.element_size(), made.dtype)
-            # Not a view: autograd refuses views made inside of its functions.
+            # Not a view of the buffer: autograd refuses views made inside its functions.
             new = torch.empty(0, dtype=made.dtype).set_(buffer.untyped_storage(), MARGIN, made.shape, made.stride())
             new = new.copy_(made) if filled else new
             self.known.append((f"{name} of {tuple(made.shape)}", new, whole(new)))

@@ -57,7 +57,7 @@ def leaves_of(arguments):
 
 
 def shake(module, spread=0.1):
-    """Add noise to all parameters: initial biases are 0, which would hide one that is not used."""
+    """Add noise to all parameters. Initial biases are 0, so a test would not notice an unused one."""
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.add_(torch.randn_like(parameter) * spread)

@@ -29,13 +29,14 @@ def wrong(name, error=ValueError, **changed):
 def of_types(arguments, by_name=False):
     """Give each tensor another dtype and another device.
 
-    by_name: of an operator; without it also a list and a sparse tensor, which torch refuses for operators.
+    by_name: whether an operator is called by name. If not, also give a list and a sparse tensor, which torch itself
+        refuses for operators.
     """
     rows, tensors = [], {name: x for name, x in arguments.items() if isinstance(x, torch.Tensor)}
     for n, (name, x) in enumerate(tensors.items()):
         other = x.to(_WRONG_DTYPES.get(x.dtype, torch.int32))
         rows += of_values({name: [other] if by_name else [other, [1.0], x.to_sparse()]}, TypeError)
-        if name != "query" and (n > 0 or len(tensors) == 1):  # others are compared with these
+        if name != "query" and (n > 0 or len(tensors) == 1):  # the other devices are compared with this one
             rows.append(wrong(name, **{name: x.to("meta")}))
     return rows
 

@@ -20,7 +20,7 @@ def draw(dtype, rows, keys, columns=(24, 16), heads=(4, 2), batch=2, learned=())
     tensors |= dict(value=normal(batch, heads[1], keys, dv), out=normal(batch, heads[0], rows, dv))
     wide = torch.promote_types(dtype, torch.float32)
     options = {name: normal(heads[0]).abs().to(wide) for name in learned if name != "bias"}
-    if "bias" in learned:  # every second row is the mean of the values
+    if "bias" in learned:  # every second row has the lowest bias everywhere, so it is the mean of the values
         options["bias"] = normal(1, 1, rows, keys).to(wide)
         options["bias"][:, :, ::2] = torch.finfo(wide).min
     tensors = {name: x.to(dtype) for name, x in tensors.items()}
@@ -69,7 +69,7 @@ def by_parts(tensors, options, rows, cuts, backend, key_mask=None):
 
 
 def at_once(function, tensors, options, rows, key_mask=None):
-    """Return the same from one call of a function like `attention`."""
+    """Return the results of `by_parts` from one call of a function like `attention`."""
     only = torch.zeros_like(tensors["lse"], dtype=torch.bool)
     only[:, :, rows] = True
     given = tensors | dict(
@@ -82,6 +82,6 @@ def at_once(function, tensors, options, rows, key_mask=None):
 
 
 def oracle(function, tensors, options, rows, key_mask=None):
-    """`at_once` in float64."""
+    """Return the results of `at_once` in float64."""
     options = options | {name: options[name].double() for name in LEARNED if name in options}
     return at_once(function, in_float64(tensors), options, rows, key_mask)

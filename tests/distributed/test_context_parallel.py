@@ -19,7 +19,7 @@ from .conftest import on_ranks
 def test_the_operators_of_the_provider_run_inside_torchs_ring(rank, size):
     """Compare results and gradients of the replaced operators with one process.
 
-    On a CPU torch has none of them, and its attention never asks for them: here they are called by name.
+    On a CPU torch lacks these operators and its attention never calls them, so the test calls them by name.
     """
     from torch.distributed.tensor import DTensor, Shard
     from torch.distributed.tensor.experimental import context_parallel

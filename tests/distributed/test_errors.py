@@ -1,4 +1,4 @@
-"""If ranks disagree, all raise. A missing rank is named, and the others do not wait for ever."""
+"""If ranks disagree, all raise. If a rank is missing, the others name it instead of waiting for ever."""
 
 import datetime
 import multiprocessing
@@ -47,7 +47,7 @@ def test_ranks_that_disagree_raise_on_all(rank, size, method):
     for sizes, options, message in DISAGREE.values():
         with pytest.raises((ValueError, TypeError), match=message):
             attend(*inputs(**(sizes if rank else {})), **(options if rank else {}))
-        assert attend(*inputs()).shape == (1, 4, 8, 8)  # all ranks know it, so the next call works
+        assert attend(*inputs()).shape == (1, 4, 8, 8)  # all ranks raised, so the next call works
 
 
 @on_ranks(2)

@@ -23,7 +23,7 @@ SHORT = [
     Case("slopes", Sq=37, Sk=37, causal=True, alibi="shared"),
     Case("dropout", Sq=37, Sk=37, causal=True, dropout=0.3),
 ]
-KEY_HEADS = [  # ulysses repeats them, or they divide otherwise than query heads
+KEY_HEADS = [  # ulysses repeats key heads that the ranks cannot divide
     Case("three key heads", Hq=12, Hkv=3, causal=True),
     Case("six key heads", Hq=12, Hkv=6, bias="pairs"),
     Case("one key head, weights", Hq=4, Hkv=1, sinks=True, grads="out, lse and weights"),
@@ -78,7 +78,7 @@ def test_two_processes_equal_one(rank, size, plan):
     check_methods(plan, [name for name, fields in FEATURES.items() if not lacks & fields.keys()])
 
 
-LENGTHS = 9, 0, 1, 14, 0, 13  # of documents: no document ends where a shard of 37 rows ends
+LENGTHS = 9, 0, 1, 14, 0, 13  # lengths of documents; none ends where a shard of 37 rows ends
 DOCUMENTS = [
     Case("full", Hq=4, Hkv=2),
     Case("causal", Hq=4, Hkv=2, causal=True),
@@ -116,7 +116,7 @@ def test_documents_may_be_cut_anywhere(rank, size, balance, case):
 @on_ranks(4)
 @pytest.mark.parametrize("method", METHODS)
 def test_16_bits_are_as_exact_as_in_one_process(rank, size, method):
-    """No partial result is rounded, such as the gradient of a key head that four ranks share."""
+    """Partial results are not rounded to 16 bits, such as the gradient of a key head that four ranks share."""
     balance = {} if method == "ulysses_attention" else dict(balance="zigzag")
     for Hkv in (1, 4):
         case = Case("16 bits", B=2, Hq=8, Hkv=Hkv, Sq=128, Sk=128, D=32, Dv=32, causal=True, dtype=torch.bfloat16)

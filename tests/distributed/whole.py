@@ -1,4 +1,4 @@
-"""Methods of `distributed` as functions of a whole sequence."""
+"""Methods of `fusedattn.distributed` as functions of a whole sequence."""
 
 import torch
 import torch.distributed as dist
@@ -27,14 +27,14 @@ def by_shards(method, group=None, **balance):
 
 
 def put_together(x, dim, group=None, **balance):
-    """Unshard. All ranks compute the same loss here, so divide its gradient by their number."""
+    """Unshard. All ranks compute the same loss, so divide the gradient by the number of ranks."""
     if x.requires_grad:
         x.register_hook(lambda grad: None if grad is None else grad / dist.get_world_size(group))
     return distributed.unshard(x, dim, group=group, **balance)
 
 
 def summed_gradients(function, tensors, options, grads="out and lse", group=None):
-    """Return `with_gradients` of a function of `by_shards`, with gradients summed over ranks."""
+    """Return `with_gradients` of a function made by `by_shards`, with gradients summed over ranks."""
     found = with_gradients(function, tensors, options, grads)
     for name in ("query", "key", "value", "bias"):
         if name in found:

@@ -1,4 +1,4 @@
-"""A call of `attention` or of a similar function as plain values, which draw its tensors and options."""
+"""A call of `attention` or of a similar function, as plain values from which its tensors and options are drawn."""
 
 from typing import NamedTuple
 
@@ -77,9 +77,9 @@ class Dense(NamedTuple):
     loss: tuple = ()  # results with an incoming gradient
     lse: bool = False
     weights: bool = False
-    backend: str | None = None  # tried after "triton" and the default; it may refuse
+    backend: str | None = None  # a third backend to try, which may refuse the call
     by_keyword: bool = True  # pass backend=, not `use_backend`
-    again: bool = False  # call twice, the second time with other memory
+    again: bool = False  # call again with tensors elsewhere in memory
 
     __repr__ = shown
 
@@ -92,7 +92,7 @@ class Dense(NamedTuple):
         return torch.promote_types(self.dtype, torch.float32)
 
     def draw(self, more=0):
-        """Return ({"query", "key", "value", "out", "lse", "weights": tensor}, options). more: another draw."""
+        """Return ({"query", "key", "value", "out", "lse", "weights": tensor}, options). more: number of the draw."""
         dice = torch.Generator().manual_seed(self.values + 1000 * more)
         B, Hq, Sq, Sk = self.B, self.Hq, self.Sq, self.Sk
 

@@ -97,16 +97,16 @@ class Truth:
         terms = {}
         if any(name in case.wanted for name in LEARNED):
             terms = compare._sizes_of_terms(tensors, options, " ".join(case.loss), self.apply, case.lengths)
-        # The summed terms are not of order one.
+        # The terms of the sums may be far from 1 in size.
         if case.spread > 1.0 or case.alike or case.scale is not None or case.dropout:
             for name, size in self._sizes_of_cancelling(tensors, options).items():
                 terms[name] = max(size, terms.get(name, 1.0))
         return terms
 
     def _sizes_of_cancelling(self, tensors, options):
-        """Return {input: size of the terms that cancel in its gradient}, the weights times incoming gradients.
+        """Return {input: size of the terms that cancel in its gradient}: weights times incoming gradients.
 
-        If a row has one weight of 1, its gradient is a difference of two equal products, times a key.
+        In a row with one weight of 1, the gradient of the score is a difference of two equal products.
         """
         case, inputs = self.case, in_float64({name: tensors[name] for name in INPUTS})
         with torch.no_grad():
@@ -128,7 +128,7 @@ class Truth:
 
     @property
     def lonely(self):
-        """Return whether dropout leaves one key to a row of half precision. Its gradient is rounding instead of 0."""
+        """Return whether dropout leaves one key to a row of half precision: its gradient is rounding instead of 0."""
         if self.case.dtype.itemsize != 2 or not self.case.dropout:
             return False
         tensors, options = self.case.draw(self.more)
@@ -186,7 +186,7 @@ def is_coarse(case, truth):
 
 
 def hold_draws(compute, judge):
-    """Raise Wrong for a fault of a backend. An error must also show in several draws, judged together.
+    """Raise Wrong for a fault of a backend. A large error only counts if several draws, judged together, have it.
 
     Args:
         compute: function of (backend, number of a draw) that returns a draw.
@@ -203,7 +203,7 @@ def hold_draws(compute, judge):
 
 
 def hold(case):
-    """Raise Wrong for the first fault."""
+    """Raise Wrong for the first backend with a fault."""
     truth = Truth(case)
     for backend in ["triton", None] + ([case.backend] if case.backend else []):
         try:

@@ -79,7 +79,7 @@ class Module(NamedTuple):
         return self.results(torch.float64, "naive")
 
     def eager(self):
-        """Return results with every step in the dtype of the inputs."""
+        """Return results of eager PyTorch in the dtype of the inputs."""
 
         def attention(*tensors, backend=None, **options):
             return reference.eager(*tensors, **options)
@@ -118,7 +118,7 @@ def calls(draw, name):
     }
     dtype = draw(st.sampled_from([torch.float32, torch.float32, torch.bfloat16, torch.float64]))
     if dtype.itemsize == 2 and made["dropout"] < 1.0:
-        made["dropout"] = 0.0  # a row with one key left would have a gradient of rounding alone
+        made["dropout"] = 0.0  # with one key left, the gradient of a row would be only rounding
     more = dict(need_weights=draw(st.booleans()), training=draw(st.booleans()), values=draw(st.integers(0, 99)))
     return Module(name, made, B, Sq, Sk, dtype, masks, **more)
 
@@ -128,7 +128,7 @@ def _judged(draws):
     wrong, terms = {}, max(x.norm().item() for each in oracle for x in each.values())
     for name in oracle[0]:
         if name == "k_proj.bias" and found[0][name].dtype == torch.bfloat16:
-            continue  # it is 0 except for rounding
+            continue  # this gradient is only rounding
         got, near, right = (torch.stack([x[name] for x in each]) for each in (found, eager, oracle))
         unknown = torch.zeros(right.shape[:-1], dtype=torch.bool)
         result = verdict(got, near, right, unknown, max(1.0, terms))

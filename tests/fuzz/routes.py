@@ -70,7 +70,7 @@ def split(case):
         for start, end in ((0, half), (half, length)):
             own = dict(options)
             if found:
-                own.pop("sinks", None)  # only the first part has them
+                own.pop("sinks", None)  # the sinks belong to the first part only
             for name in ("mask", "bias", "key_mask"):
                 if name in own and (name == "key_mask" or own[name].shape[-1] != 1):
                     own[name] = own[name][..., start:end]

@@ -7,7 +7,7 @@ from .dense import Dense, Pairs, Tokens
 from .layouts import PLAIN, Layout
 from .routes import ROUTES
 
-BLOCKS = 6  # the most blocks of 32 rows by 16 keys in a call, as they take time
+BLOCKS = 6  # the most blocks of 32 rows by 16 keys in a call: more take too long
 LENGTHS = (1, 2, 3, 4, 5, 7, 9, 15, 16, 17, 18, 31, 32, 33, 40, 48, 49, 64, 65, 70, 0)
 WIDTHS = (1, 2, 3, 4, 5, 8, 8, 8, 12, 15, 16, 16, 16, 16, 17, 20, 24, 31, 32, 33, 40)
 WIDE = (63, 64, 65, 80, 127, 128, 129, 192, 255, 256)
@@ -137,7 +137,7 @@ def calls(draw, name):
     # In half precision, larger values may exceed the tolerance in the gradients of query and key.
     made["alike"] = draw(st.sampled_from([0.0, 0.0, 0.0, 1.0, 4.0, 30.0 if made["dtype"].itemsize > 2 else 2.0]))
     if made["dtype"].itemsize == 2 and made["spread"] < 1.0:
-        made["alike"] = 0.0  # gradients would be small against their rounding
+        made["alike"] = 0.0  # gradients would be smaller than their rounding
     for each in ("query", "key", "value", "out"):
         made[each] = draw(layouts())
     if name == "sdpa":

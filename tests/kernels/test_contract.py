@@ -63,7 +63,7 @@ def test_nan_reaches_the_rows_that_see_it_and_no_others(name, value, options, de
 def test_a_row_that_sees_nothing_is_zero_and_has_zero_gradient(device, backend):
     case = Case("empty rows", Sq=40, Sk=10, causal=True)  # rows before the first key
     tensors, options = case.draw(device)
-    tensors["lse"][:, :, :30] = float("inf")  # like the derivative of lse ** 2
+    tensors["lse"][:, :, :30] = float("inf")  # as lse ** 2 would give for -inf
     got = results(case, device, backend, tensors, options)
     assert (got["out"][:, :, :30] == 0).all() and (got["query"][:, :, :30] == 0).all()
     assert (got["lse"][:, :, :30] == float("-inf")).all() and got["lse"][:, :, 30:].isfinite().all()
@@ -188,7 +188,7 @@ def test_results_lie_in_memory_as_their_inputs_do(dims, device, backend):
 
     query, key, value = draw(2, 4, 9, 16), draw(2, 2, 11, 16), draw(2, 2, 11, 8)
     out = fa.attention(query, key, value, backend=backend)
-    grads = torch.autograd.grad(out.sum(), query) if backend == "triton" else ()  # autograd decides for naive
+    grads = torch.autograd.grad(out.sum(), query) if backend == "triton" else ()  # autograd chooses naive's strides
     for result in (out, *grads):
         in_memory = [result.shape[axis] for axis in axes]
         assert result.stride() == torch.empty(in_memory).permute(back).stride()
@@ -236,7 +236,7 @@ def test_scales_at_the_ends_of_float32(scale, device, backend):
 
 
 def test_addresses_beyond_two_to_the_31(device, overflow):
-    """A view has its second batch 2**31 elements later. In its own process, which 32-bit addresses would crash."""
+    """The second batch lies 2**31 elements after the first. A process of its own, as 32-bit addresses would crash."""
     if device != "cpu":
         pytest.skip("test_gpu tests this with real memory")
     program = """

@@ -50,7 +50,7 @@ def test_a_naive_call_is_as_good_as_eager(case, device):
 @pytest.mark.matrix
 @pytest.mark.parametrize("case", caches.PAIRS, ids=lambda case: case.name)
 def test_pairs_of_options(case, device, backend, poison, tiles):
-    """One program reads all keys of a sequence; in tests of single options several do."""
+    """One program reads all keys of a sequence. In the tests of single options, several share them."""
     tiles.splits(1)
     check(case, device, backend)
 
@@ -58,7 +58,7 @@ def test_pairs_of_options(case, device, backend, poison, tiles):
 @pytest.mark.parametrize("page, half", [(16, 3), (None, 0), (5, 3)])
 @pytest.mark.one_in(2)
 def test_a_generation_is_the_slices_of_one_causal_call(page, half, device, backend):
-    """Prompts of two lengths, one empty, go on by one token or several at once."""
+    """One prompt is empty, the other has 14 tokens. Each step appends one token or several."""
     prompts, steps, dim = (0, 14), (1, 1, 3, 1, 2, 1), 8
     total, dtype = max(prompts) + sum(steps), caches.widest(device)
     query, key, value = (torch.randn(2, heads, total, dim, device=device).to(dtype) for heads in (4, 2, 2))

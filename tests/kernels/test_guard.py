@@ -16,7 +16,7 @@ from ..sequences import draw_packed, offsets
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="kernels need TRITON_INTERPRET=1")
 BACKENDS = [pytest.param("triton", marks=interpreted), None, "naive"]
 LEARNED = "query", "key", "value", "bias", "alibi_slopes", "sinks"
-GUARDS = [(NAN, 0), (PLAUSIBLE, 3)]  # the surrounding numbers, and how many follow each line
+GUARDS = [(NAN, 0), (PLAUSIBLE, 3)]  # (values of canaries, canaries after each line)
 
 
 def computed(attend, arguments, incoming, backend):
@@ -32,7 +32,7 @@ def computed(attend, arguments, incoming, backend):
 
 
 def guarded(attend, arguments, incoming, backend, monkeypatch, fill, gap):
-    """Do the same with all tensors and allocations among canaries, and check these."""
+    """Return the same as `computed`, with canaries around all tensors and allocations, and check the canaries."""
     guard = Guard(fill, gap)
     arguments, incoming = (
         {name: guard.inside(x, name) if isinstance(x, torch.Tensor) else x for name, x in given.items()}
@@ -46,7 +46,7 @@ def guarded(attend, arguments, incoming, backend, monkeypatch, fill, gap):
 
 
 def alike(got, want, backend):
-    """Compare bits of kernels; PyTorch's own products may add in another order elsewhere in memory."""
+    """Assert equal bits for kernels. PyTorch's products may round differently at other addresses."""
     for a, b in zip(got, want, strict=True):
         if backend == "triton":
             assert torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) and torch.equal(a.isnan(), b.isnan())

@@ -1,4 +1,4 @@
-"""Packed sequences are independent: each has the results of a call of its own."""
+"""Packed sequences are independent: each gets the results of a separate call."""
 
 import pytest
 import torch
@@ -13,18 +13,18 @@ from ..guard import PLAUSIBLE, Guard
 from ..inside import leaves
 from ..sequences import attention_varlen, by_sequence, draw_packed, offsets
 
-# (rows, keys) of each sequence; tiles of the interpreter are 32 by 16.
+# (lengths in rows, lengths in keys) of the sequences; tiles of the interpreter are 32 by 16.
 PACKINGS = [
     ((7, 0, 37, 5), (45, 4, 13, 0)),
     ((32, 1, 16), (32, 1, 16)),
     ((20, 20), (13, 33)),
     ((3, 33, 0, 0, 64), (17, 16, 0, 1, 48)),
 ]
-# Features whose shapes differ in a packed call are left out.
+# Features that set the lengths are left out.
 ALONE = {name: options for name, options in cases.FEATURES.items() if not {"Sq", "Sk", "expanded"} & set(options)}
 TOGETHER = [case for case in cases.OPTION_PAIRS if case.Sq == 37 and case.Sk == 45 and not case.expanded]
 FEW = cases.covering(8, cases.OPTIONS)
-PACKED_FEW = [pytest.param(len(case.name), case, id=case.name) for case in FEW]  # the name chooses the lengths
+PACKED_FEW = [pytest.param(len(case.name), case, id=case.name) for case in FEW]  # its length chooses the packing
 PACKED_TOGETHER = [pytest.param(number, case, id=case.name) for number, case in enumerate(TOGETHER)]
 
 
@@ -89,7 +89,7 @@ def test_equal_lengths_are_a_batch_bit_for_bit(options, device, two_passes):
 
 @pytest.mark.parametrize("way", ["two passes", "one pass", "copy engine", "naive"])
 def test_a_sequence_does_not_see_its_neighbours(way, device, passes, tiles):
-    """One pass adds dq tile by tile, and rows past the end of a sequence belong to the next one."""
+    """One pass adds whole tiles of dq. Rows of a tile past the end of a sequence belong to the next sequence."""
     backend = "naive" if way == "naive" else "triton"
     passes(1 + (way == "two passes"))
     if way == "copy engine" and device == "cpu":
@@ -193,13 +193,13 @@ def test_blocks_that_are_fully_visible_or_hidden(tokens, planned, device, two_pa
     assert_like(found("triton"), found, "naive")
 
 
-# The first has more blocks than rows for them.
+# The first offsets claim more rows than there are.
 WRONG = [(0, 80, 0, 80), (0, 30, 10, 80), (5, 10, 20, 30), (-9, 50, 90, 2**31 - 1), (0, 0, 90, 20), (80, 30, 20, 0)]
 
 
 @pytest.mark.parametrize("wrong, most", sample.one_in(5, sample.product(WRONG, [None, (17, 19), (0, 19), (17, 0)])))
 def test_wrong_offsets_write_nothing_outside(wrong, most, device, unchecked, monkeypatch):
-    """Offsets on a GPU are not checked. Here those on a CPU are not either."""
+    """Offsets on a GPU are not checked; `unchecked` skips the check on a CPU as well."""
     if device == "cuda":
         pytest.skip("test_gpu_packed tests this")
     rows = keys = (40, 40)

@@ -39,7 +39,7 @@ STAGES = {
 
 @pytest.fixture
 def failing(monkeypatch, tiles):
-    """failing(stage, error, names): pretend a GPU on which Triton fails for some kernels."""
+    """Return a function (stage, error, names) that pretends a GPU on which Triton fails for the named kernels."""
     monkeypatch.setattr(backends, "_on_gpu", lambda call: True)
     for table in (backends.BACKENDS, backends.DECODERS):
         monkeypatch.setitem(table, "cpu", table["cpu"]._replace(reasons=lambda *_: ["it is for CPUs"]))
@@ -130,7 +130,7 @@ def test_a_backward_that_fails_is_computed_by_the_naive_path(name, failing, monk
         for _ in range(2):
             results = fa.attention(*inputs, **options, return_lse=True)
             assert_like(torch.autograd.grad(results, wanted, incoming), want)
-        assert fa.explain(*inputs, **options).backend == "naive"  # now for the forward too
+        assert fa.explain(*inputs, **options).backend == "naive"  # forward and backward
         assert fa.explain(*[x.detach() for x in inputs], **OPTIONS["plain"](9, 11, "cpu")).backend == "triton"
     assert "PTXASError" in once(caught)
 
@@ -238,7 +238,7 @@ def test_a_disk_that_is_full_is_asked_again(failing):
 
 @compiled
 def test_weights_that_cannot_be_had(failing):
-    """From the second call on, calls with weights take another backend; others keep their kernel."""
+    """From the second call on, calls with weights take another backend. Calls without weights keep their kernel."""
     gpu, tried = failing("compile", PTXASError("ptxas fatal"), {"weights"})
     inputs = draw("cpu")
     with gpu, pytest.warns(UserWarning, match="PTXASError"):

@@ -67,12 +67,12 @@ def test_where_torch_wants_the_same_bits_the_backward_is_one_that_has_them(dim, 
 
 
 EXPANDED = [draw(64, heads=(8, 1))[0], *(x.expand(-1, 8, -1, -1) for x in draw(64, heads=(8, 1))[1:])]
-OTHERS = {  # (inputs, options, the backend that takes the call, the reason against the better one)
+OTHERS = {  # (inputs, options, backend of the call, reason against the preferred backend)
     "softcap": (draw(128), dict(softcap=3.0), "triton", "it does not support softcap"),
     "dropout": (draw(128), dict(dropout_p=0.1, seed=1), "triton", "it does not support dropout_p"),
     "bias": (draw(128), dict(bias=torch.empty(300, 300, device="meta")), "triton", "it does not support bias"),
     "scale": (draw(128), dict(scale=0.0), "triton", "a scale between"),
-    "strides": (EXPANDED, {}, "triton", "strides of key"),  # that the copy engine cannot read
+    "strides": (EXPANDED, {}, "triton", "strides of key"),  # TMA cannot read stride 0
     "float32": (draw(64, dtype=torch.float32), {}, "triton", "float32"),
     "float64": (draw(64, dtype=torch.float64), {}, "naive", "float64"),
     "an old GPU": (draw(64), dict(capability=(7, 5)), "naive", "7.5, less than 8.0"),
@@ -105,14 +105,14 @@ def test_a_named_backend_is_the_one_that_runs_or_raises():
     "length, options, warpgroups",
     [
         *((2048, {}, 3), (2047, {}, 2), (8192, CAUSAL, 3), (8191, CAUSAL, 2), (8192, dict(window=(512, 512)), 2)),
-        # A bound that hides nothing does not count.
+        # A side of the window that hides nothing does not count.
         *((2048, dict(window=(2047, 2047)), 3), (2048, dict(window=(2046, 2047)), 2)),
         (8192, dict(window=(8191, 0)), 3),
     ],
     ids=str,
 )
 def test_long_calls_of_narrow_heads_take_three_warpgroups(length, options, warpgroups):
-    """Measured on an H200, bench/NOTES.md."""
+    """These limits were measured on an H200 (bench/NOTES.md)."""
     assert explain(*draw(64, length), **options).tiles["hopper"].warpgroups == warpgroups
     assert explain(*draw(128, length), **options).tiles["hopper"].warpgroups == 2
 
@@ -125,7 +125,7 @@ def test_heads_whose_gradients_of_scores_take_too_much_memory_take_the_universal
 
 
 def test_the_answer_is_not_about_the_machine_that_gives_it():
-    """One can ask about tensors on a CPU; later calls take the backend that they took before."""
+    """`explain` with a capability takes tensors on a CPU, and does not change the backend of calls."""
     inputs = [torch.randn(1, 2, 70, 64, dtype=torch.bfloat16) for _ in range(3)]
     assert explain(*inputs).backend == "hopper"
     assert fa.explain(*inputs).backend == "cpu"

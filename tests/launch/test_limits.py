@@ -41,7 +41,7 @@ SQUARE = dict(Hq=64, Sq=2**16, Sk=2**16)
 PER_BATCH, PER_HEAD = torch.ones(1, dtype=torch.bool).expand(64, 1, 2**16, 1), torch.zeros(1, 64, 1, 2**16)
 PACKED = dict(Sq=2**15, Sk=2**15, **packed(2**14, 2**15), key_mask=torch.ones(1, 2**15, dtype=torch.bool))
 GRID, POSITIONS, BLOCKS = "2**31 programs", "rows and keys", "2**31 blocks"
-PAST_A_LIMIT = {  # (a call that is refused, the reason, a call that is just small enough)
+PAST_A_LIMIT = {  # (refused call, reason, the largest call that is not refused)
     "programs": (dict(B=2**27, Hq=16), GRID, dict(B=2**27 - 1, Hq=16)),
     "sequences": (dict(Hq=16, **packed(2**27 - 1)), GRID, dict(Hq=16, **packed(2**27 - 3))),
     "rows": (dict(Sq=2**31, Sk=1, D=1), POSITIONS, dict(Sq=2**31 - 2048, Sk=1, D=1)),
@@ -69,7 +69,7 @@ def test_a_named_backend_raises_for_a_grid_that_is_too_large(device):
 def launched(monkeypatch, tiles):
     """Return a function that pretends a GPU with some shared memory, and the list of launches.
 
-    A tile takes what its copies take: rows once, keys and values in each stage.
+    A tile needs shared memory for its rows once, and for keys and values in each stage.
     """
     monkeypatch.setattr(backends, "_on_gpu", lambda call: True)
     tiles.choose(tuple)

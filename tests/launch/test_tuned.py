@@ -1,4 +1,4 @@
-"""Tuning files: the ones that are read, the ones ignored with a warning, and their effect on calls."""
+"""Tuning files: valid ones change calls, others are ignored with a warning."""
 
 import json
 import types

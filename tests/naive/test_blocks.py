@@ -17,7 +17,7 @@ from ..sequences import attention_varlen, by_sequence
 
 @pytest.fixture
 def budget(monkeypatch):
-    """budget(cache, scores): set the bytes of scores of a block, and of all that are kept."""
+    """Return a function (cache, scores) that sets the bytes for scores of one block, and for all saved scores."""
 
     def limit(cache, scores=formula.BUDGET):
         monkeypatch.setattr(formula, "CACHE", cache)
@@ -144,7 +144,7 @@ def test_weights_are_kept_for_the_backward_within_the_budget(computed, budget, m
     assert saved(fa.attention, *tensors) >= weights
     budget(2**16, weights - 1)
     monkeypatch.setattr(formula, "RECOMPUTED", 2**17)
-    assert passes() == (4, 8)  # blocks of twice the size, each computed twice
+    assert passes() == (4, 8)  # four larger blocks, each computed again in the backward
     assert saved(fa.attention, *tensors) < weights / 2
 
 
@@ -183,7 +183,7 @@ def test_decode_reads_no_further_than_the_lengths(page, computed, monkeypatch):
     monkeypatch.setattr(decode, "WORTH", 0)
     arguments = Cached("lengths", page=page, lengths=(5, 5, 33, 0), causal=True, Sq=2).draw()
     got = fa.attention_decode(**arguments, return_lse=True, return_weights=True, backend="naive")
-    # Three blocks of equal lengths.
+    # One block for each of the three lengths.
     assert [x["shape"][3] for x in computed] == [5, 33, 0]
     eager, oracle = (one_by_one(fa.reference.eager, x)[0].values() for x in (arguments, in_float64(arguments)))
     for each in zip(got, eager, oracle, strict=True):

@@ -79,14 +79,14 @@ def target(capability):
         driver._active = previous
 
 
-# Metadata that is set when machine code is made, with values for a kernel that is never launched.
+# Metadata that Triton sets when it makes machine code, with values for a kernel that is never launched.
 _UNUSED = dict(shared=0, tmem_size=0, global_scratch_size=0, global_scratch_align=1)
 _UNUSED |= dict(profile_scratch_size=0, profile_scratch_align=1)
 
 
 def _no_machine_code(backend=None, stages=None, options=None, language=None, capability=None):
     """Skip the stages after TTGIR (Triton's hook for the stages of a compilation)."""
-    if stages is None:  # a part of Triton's cache key
+    if stages is None:  # Triton asks for a part of its cache key
         return "no machine code", "no machine code"
 
     def finish(module, metadata):
@@ -105,7 +105,7 @@ def _cache():
 
 
 def _load(kernel):
-    kernel._run, kernel.function = Run(), 0  # no module: Triton would unload it
+    kernel._run, kernel.function = Run(), 0  # not a loaded module, which Triton would unload
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ from .compiled import ALL, DTYPES, INSTRUCTIONS, ON_HOPPER, SHARED, SMALLEST, Ro
 
 ROOT = pathlib.Path(__file__).parents[2]
 TABLE = ROOT / "bench" / "results" / "kernels.md"
-# Bytes that a variant may spill beyond its tile's budget. Masks cross few tiles. One pass does the work of two kernels,
+# Bytes that a variant may spill beyond its tile's budget. Few tiles are masked. One pass does the work of two kernels,
 # so it spills more with all options together. Packed sequences need more addresses, and a bias over keys a sum for each
 # key: dk/dv at D 256 spills 16 bytes more with it, and 16 more with Triton 3.6.
 EXTRA_SPILLS = {"masked": 768, "everything": 768, "packed": 32, "packed all": 768, "bias keys": 32}
@@ -100,7 +100,7 @@ def _faults_on_hopper(row, report, length):
         if under < exponentials or not (exponentials or row.kernel in tile_table.PRODUCTS):
             yield f"computes {under} of {exponentials} exponentials of loop {number} while a product runs"
     for number, step in enumerate(report.loops):
-        few = 4 if row.kernel in tile_table.PRODUCTS else 0  # warpgroups differ by this in short loops
+        few = 4 if row.kernel in tile_table.PRODUCTS else 0  # short loops of two warpgroups differ by as much
         if length is not None and abs(len(step) - length) > max(DRIFT * length, few):
             yield f"has {len(step)} instructions in loop {number}, not within {DRIFT:.0%} of the committed {length}"
 
@@ -111,7 +111,7 @@ def _hopper_table():
         distinct = tuple(dict.fromkeys(each._replace(persistent=True) for each in pipelines))
         first = distinct[0], (0, len(distinct))
         for index, pipeline in enumerate(distinct):
-            for variant in ("full", "causal", "window") if index == 0 else ("causal",):  # others are the same code
+            for variant in ("full", "causal", "window") if index == 0 else ("causal",):  # one shows the others
                 yield Row("hopper", 90, "bf16", width, variant, pipeline, (index, len(distinct)))
         yield Row("hopper", 90, "fp16", width, "full", *first)
         for dim in {64: (32, 16), 128: (80,)}.get(width, ()):
@@ -119,7 +119,7 @@ def _hopper_table():
     stored = tile_table.BACKWARDS["hopper_bwd_ds"]
     for kernel, rows in (tile_table.BACKWARDS | dict.fromkeys(tile_table.PRODUCTS, stored)).items():
         for width, (form,) in rows.items():
-            seldom = kernel in ("hopper_bwd_deterministic", *tile_table.PRODUCTS)  # the difference is elsewhere
+            seldom = kernel in ("hopper_bwd_deterministic", *tile_table.PRODUCTS)  # no other code for windows
             for variant in ("full", "causal", *(() if seldom else ("window",))):
                 yield Row(kernel, 90, "bf16", width, variant, form, (0, 1))
             if not seldom:
@@ -151,7 +151,7 @@ def _packed_table(capability):
 def _candidate_table():
     """Yield rows of candidates, which calls take only after `fusedattn tune` found them faster."""
     for (kernel, capability, _, width), tiles in tile_table.CANDIDATES.items():
-        for index, tile in enumerate(tiles, 1):  # neither first nor last of a row
+        for index, tile in enumerate(tiles, 1):  # its index is never the first or the last of a row
             yield Row(kernel, capability, "bf16", width, "full", tile, (index, len(tiles) + 2))
 
 
@@ -205,7 +205,7 @@ def table(capabilities=(80, 90)):
     for kernel, capability, width in itertools.product(others, capabilities, (64, 128, 256)):
         for dtype in ("bf16", "tf32", "ieee"):
             if dtype != "bf16" and capability != capabilities[-1]:
-                continue  # float32 has the same tiles everywhere, without wgmma: the last GPU shows them all
+                continue  # float32 has the same tiles on every GPU and no wgmma, so the last GPU is enough
             if kernel in ("one_pass", "postprocess") and width > tile_table.ONE_PASS:
                 continue
             size = DTYPES[dtype].itemsize
@@ -215,7 +215,7 @@ def table(capabilities=(80, 90)):
                 variant = "biased" if kernel == "dbias" else "full"
                 yield Row(kernel, capability, dtype, width, variant, tile, (index, len(plain)))
             best = plain[0], (0, len(plain))
-            # Where one pass takes most calls, `everything` shows the rest of these two kernels.
+            # One pass takes most of these calls, so for dq and dk/dv the variant `everything` is enough.
             seldom = kernel in ("dq", "dkdv") and width <= tile_table.ONE_PASS
             if kernel in ("preprocess", "postprocess", "dbias"):
                 continue
@@ -229,7 +229,7 @@ def table(capabilities=(80, 90)):
                     narrow = tile_table.small_enough(of())
                     yield Row(kernel, capability, dtype, width, "window", narrow[0], (0, len(narrow)))
                 yield Row(kernel, capability, dtype, width, "masked", masked[0], (0, len(masked)))
-                if capability == capabilities[-1]:  # the same integer arithmetic everywhere
+                if capability == capabilities[-1]:  # integer arithmetic, equal on every GPU
                     yield Row(kernel, capability, dtype, width, "dropout", rich[0], (0, len(rich)))
             if dtype == "bf16" or (dtype == "tf32" and width == 64 and capability == capabilities[-1]):
                 yield Row(kernel, capability, dtype, width, "everything", rich[0], (0, len(rich)))

@@ -78,7 +78,7 @@ VARIANTS |= {
 ALL = ("everything", "packed all")  # variants with every option
 # Variants of calls to a cache.
 PAGES = {"contiguous": None, "one page": 32768, "pages": 256, "small pages": 16, "everything": 16}
-CAPACITY = {"everything": 256}  # too few keys to split, unlike the others
+CAPACITY = {"everything": 256}  # too few keys to split among programs
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "ieee": torch.float32, "tf32": torch.float32}
 
 
@@ -95,7 +95,7 @@ class Row(NamedTuple):
 
     @property
     def turning(self):
-        """Return the number of warps of a block that walk its loop."""
+        """Return the number of warps that run the main loop."""
         return self.tile.warps if isinstance(self.tile, tile_table.Tile) else 4 * self.tile.warpgroups
 
     def __str__(self):

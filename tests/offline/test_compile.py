@@ -30,7 +30,7 @@ def report(kernel):
     return compiling.compile_row(first(kernel))
 
 
-# Tier 2 compiles all rows; these tests show that it finds faults.
+# `make compile` compiles all rows; these tests show that it would find faults.
 @compiled
 @pytest.mark.parametrize("kernel", ["forward", "dkdv", "hopper"])
 def test_a_kernel_is_within_its_budget(kernel):

@@ -51,7 +51,7 @@ def change(x):
 
 
 def hold(inputs, name, results):
-    """Assert that gradients after a change equal those before it; return True if torch's error is raised instead."""
+    """Assert that a change does not change gradients. Return True if the backward raises torch's error instead."""
     learned = [x for x in inputs.values() if x.requires_grad]
     incoming = [torch.ones_like(x) for x in results]
     before = torch.autograd.grad(results, learned, incoming, retain_graph=True)
@@ -81,11 +81,11 @@ def test_a_tensor_that_was_changed_gives_no_other_gradient(names, packed, backen
             pytest.skip("PyTorch's kernel drops nothing")
         if hold(inputs, name, function(**inputs, **more, return_lse=True, backend=backend)):
             raised.add(name)
-    assert raised >= set(INPUTS) or backend == "naive"  # it may keep copies
+    assert raised >= set(INPUTS) or backend == "naive"  # the naive path may save copies
 
 
 def test_a_call_that_is_like_an_earlier_one(backend):
-    """The third call of a kind is a replay, which saves tensors in its own way."""
+    """The third of three equal calls is a replay, which saves its tensors by other code."""
     for name in (*INPUTS, "out"):
         for _ in range(3):
             inputs = drawn(False, (), backend)

@@ -28,7 +28,7 @@ def attend(backend, options, query, key, value):
 
 @pytest.mark.parametrize("name", LESS)
 def test_a_call_saves_the_same_whether_replayed_or_not(name, device, record_after):
-    """A checkpoint raises otherwise. One of its two calls is replayed."""
+    """One of the two calls of a checkpoint is a replay. It raises if the two save different tensors."""
     record_after(2)
     options = {key: x.to(device) for key, x in LESS[name]().items()}
     inputs = draw(device, requires_grad=True)
@@ -53,7 +53,7 @@ def graded(step, inputs):
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", KEPT)
 def test_what_is_kept_by_name_is_not_computed_again(name, compiled, device, launched):
-    """This includes a call that would be replayed, without an operator."""
+    """This also holds for a call that would otherwise be replayed, without the operator."""
     if compiled and name != "plain":
         pytest.skip("one call is enough")
     options = {key: x.to(device) if isinstance(x, torch.Tensor) else x for key, x in KEPT[name].items()}

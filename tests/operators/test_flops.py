@@ -50,7 +50,7 @@ def of_torch(shapes):
 def test_a_forward_and_a_backward_count_as_torchs(name, backend, device):
     inputs = [torch.randn(shape, device=device, requires_grad=True) for shape in SHAPES[name]]
     want = of_torch(SHAPES[name])
-    for _ in range(2):  # the second would be replayed
+    for _ in range(2):  # without the counter, the second call would be a replay
         out = fa.attention(*inputs, causal=True, backend=backend)
         assert counted(lambda out=out: out.sum().backward())[0] == {OPERATORS.backward: want[OPERATORS.backward]}
         assert counted(lambda: fa.attention(*inputs, causal=True, backend=backend).sum().backward())[0] == want

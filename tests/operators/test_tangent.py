@@ -39,7 +39,7 @@ def _hold(case, backend, names=None, weights=True, device="cpu"):
     _held(compare(with_tangents(_attend(backend), tensors, options, moved, weights), tensors, options, moved))
 
 
-# Each pair of options is in COVERING, and each option alone in one dtype or the other.
+# COVERING has each pair of options, so each option alone has one of its two dtypes here.
 ALONE = [case for number, case in enumerate(cases.SINGLE) if number % 4 in (0, 3)]
 CASES = [*named(cases.COVERING), *matrix(*named([*cases.SHAPES, *ALONE]))]
 
@@ -129,7 +129,7 @@ def test_a_hidden_key_may_be_huge(backend, device):
 
 @pytest.mark.parametrize("backend, options", [("cpu", {}), ("naive", dict(sinks=torch.zeros(1), return_weights=True))])
 def test_a_row_whose_results_are_parts_of_more(backend, options):
-    """torch wants a tangent in the layout of its result. One row of a wider tensor is contiguous."""
+    """torch wants a tangent with the layout of its result, and one row of a wider tensor counts as contiguous."""
     query, key, value = torch.randn(1, 64), torch.randn(3, 64), torch.randn(3, 32)
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(query, torch.ones_like(query))

@@ -54,7 +54,7 @@ def test_compile_does_not_recompile_for_each_length(device, fresh):
 
 
 def test_compiled_dropout_knows_no_lengths(fresh):
-    """Multiples of 16, the block in which dropout draws rows, are no special case."""
+    """Dropout draws rows in blocks of 16. Lengths that are multiples of 16 must not compile again."""
     torch._dynamo.utils.counters.clear()
     step = torch.compile(lambda x: fa.attention(x, x, x, dropout_p=0.3), fullgraph=True, backend="eager")
     for length in (16, 32, 48, 64, 96, 128, 176, 33, 47, 5):
@@ -80,7 +80,7 @@ def test_an_export_of_weights_of_grouped_heads_takes_any_length(options):
 
 @pytest.mark.parametrize("backend, dropout_p", [(None, 0.0), (None, 0.3), ("naive", 0.0)])
 def test_a_checkpoint_may_keep_products(backend, dropout_p):
-    """Tensors that a checkpoint keeps may not be written to."""
+    """A checkpoint raises if a tensor that it keeps is written to."""
     keep = [torch.ops.aten.mm.default, torch.ops.aten.bmm.default]
     contexts = functools.partial(checkpoints.create_selective_checkpoint_contexts, keep)
     inputs = draw("cpu", sq=33, sk=33, requires_grad=True)

@@ -56,7 +56,7 @@ TRANSFORMS = {
         lambda y: jvp(lambda x: grad(f)(x, k, v), (y,), (t,))[1], (q,), (t,)
     )[1],
     "vmap of jvp": lambda f, q, k, v, t: vmap(lambda d: jvp(lambda x: f(x, k, v), (q,), (d,))[1])(torch.stack([t, q])),
-    # Each call gives one number. Many of them keep chance from deciding how large eager's error is.
+    # One number would leave the size of eager's error to chance, so many calls are mapped.
     "jvp of vmap": lambda f, q, k, v, t: jvp(
         lambda x: vmap(f, (0, None, 2), randomness="same")(x, k, torch.stack([v, -v] * D, 2)),
         (torch.stack([x.roll(n, -1) for x in (q, t) for n in range(D)]),),
@@ -97,7 +97,7 @@ def _derivative(function, mode):
 @pytest.mark.parametrize(("first", "second", "third", "name"), product(*[("forward", "reverse")] * 3, OPTIONS)[::5])
 @pytest.mark.one_in(7)
 def test_third_derivatives(first, second, third, name, backend, device):
-    """Derive along a line in all orders. A derivative that is lost inside would be 0 without an error."""
+    """Take derivatives along a line by transforms in each order. A lost inner derivative would be 0, not an error."""
 
     def derive(backend, dtype, inputs, options, lines):
         return torch.stack([on_line(backend, dtype, inputs, options, n) for n in range(lines)])
