@@ -30,7 +30,7 @@ class Cached(NamedTuple):
     half: int = 0  # pairs of columns that are rotated
     interleaved: bool = False
     mask: bool = False
-    bias: bool = False  # -inf here and there
+    bias: bool = False  # with some -inf
     key_mask: str | None = None  # "own" or "shared"
     query_mask: bool = False
     alibi: bool = False

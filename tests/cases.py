@@ -34,7 +34,7 @@ class Case(NamedTuple):
     window: tuple | None = None
     align: str = "bottom_right"
     scale: float | None = None
-    bias: str | None = None  # as mask, or "one a head"; -inf here and there
+    bias: str | None = None  # as mask, or "one a head"; with some -inf
     bias_dtype: torch.dtype | None = None  # the query's by default
     softcap: float | None = None
     alibi: str | None = None  # "own" for each batch, "shared" by all

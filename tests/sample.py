@@ -11,12 +11,12 @@ def matrix(*parameters):
 
 
 def one_in(n, parameters):
-    """Leave parameters to `make test-all`, but for the first and each n-th."""
+    """Leave all parameters but the first and each n-th to `make test-all`."""
     return [x for i, each in enumerate(parameters) for x in ([each] if i % n == 0 else matrix(each))]
 
 
 def planted(mistakes):
-    """Mark two of three planted mistakes, which `make test-all` leaves out."""
+    """Mark two of three planted mistakes, so that `make test-all` leaves them out."""
     return [
         pytest.param(*each.values, marks=(*each.marks, *([pytest.mark.planted] if n % 3 else [])), id=each.id)
         for n, each in enumerate(mistakes)

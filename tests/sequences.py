@@ -1,4 +1,4 @@
-"""Padded tensors of sequences of unequal lengths, computed by one call for each sequence, or by one packed call.
+"""Sequences of unequal lengths, padded, and computed by one call for each sequence or by one packed call.
 
 Both functions take padded tensors and the options of `attention`, and return padded results.
 """
@@ -35,7 +35,7 @@ def _sliced(option, axes, b, rows, keys):
         option = option[None]
     option = option[b : b + 1] if option.shape[0] > 1 else option
     for axis, length in zip(axes, (rows, keys), strict=True):
-        if axis is not None and (option.shape[axis] > 1 or axis == 1):  # masks of tokens do not broadcast
+        if axis is not None and (option.shape[axis] > 1 or axis == 1):  # token masks do not broadcast along tokens
             option = option.narrow(axis, 0, length)
     return option
 
@@ -60,7 +60,7 @@ def by_sequence(function, rows, keys):
         found = []
         for b, (i, j) in enumerate(zip(rows, keys, strict=True)):
             own = {name: _sliced(x, AXES[name], b, i, j) if name in AXES else x for name, x in options.items()}
-            # Dropout depends on the batch index, so this sequence keeps its own.
+            # Dropout depends on the batch index, so repeat the sequence up to index b and take the last result.
             batch = [x[b : b + 1, :, :length] for x, length in ((query, i), (key, j), (value, j))]
             if options.get("dropout_p"):
                 batch = [x.expand(b + 1, -1, -1, -1) for x in batch]
@@ -82,7 +82,7 @@ def packed(function, rows, keys, **call):
             whole = torch.cat([tensor[b, :, :n].transpose(0, 1) for b, n in enumerate(lengths)])
             if tensor.is_contiguous():
                 return whole
-            total, heads, dim = whole.shape  # heads first, at an odd offset, among NaN
+            total, heads, dim = whole.shape  # memory has heads first, an odd offset, and NaN around
             apart = whole.new_full((heads, total + 2, dim + 3), float("nan"))
             return apart[:, 1:-1, 1:-2].copy_(whole.transpose(0, 1)).transpose(0, 1)
 

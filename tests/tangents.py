@@ -47,14 +47,14 @@ def compare(got, tensors, options, moved, apply=lambda function: function):
     """Return {result: Verdict} of tangents; `apply` wraps the functions that they are compared with."""
     weights = "weights" in got
     exact = options | in_float64({name: x for name, x in options.items() if name in LEARNED})
-    with torch.no_grad():  # with gradients, the naive path would use our tangent, not torch's
+    with torch.no_grad():  # otherwise the naive path would use our formula of tangents, not torch's
         eager = with_tangents(apply(reference.eager), tensors, options, moved, weights)
         oracle = with_tangents(apply(reference.attention), in_float64(tensors), exact, in_float64(moved), weights)
     return verdicts(got, eager, oracle, _terms(tensors, options, moved))
 
 
 def _terms(tensors, options, moved):
-    """Return {result: size of the terms that it sums up}, where they are large: slopes are multiplied by distances."""
+    """Return {result: size of its summed terms} of large terms, as slopes are multiplied by distances."""
     if "alibi_slopes" not in moved or not moved["alibi_slopes"].numel():
         return {}
     far = max(tensors["query"].shape[2], tensors["key"].shape[2]) * moved["alibi_slopes"].abs().max().item()

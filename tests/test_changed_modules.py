@@ -81,7 +81,7 @@ def test_a_copy_gives_the_same_bits_and_shares_nothing(name, how):
 
 
 class Adapted(nn.Module):
-    """A linear layer with a LoRA beside it, and no other attribute of a linear layer."""
+    """A linear layer plus a LoRA, without most attributes of nn.Linear."""
 
     def __init__(self, layer):
         super().__init__()
@@ -131,7 +131,7 @@ def test_projections_that_were_wrapped_are_called(how):
     if how == "quantized" and torch.backends.quantized.engine == "none":
         pytest.skip("this torch has no quantized layers")
     layer = WRAPPED[how](fa.MultiHeadAttention(WIDTH, 2).eval())
-    given = []  # compared before out_proj: a quantized layer turns rounding into whole steps
+    given = []  # inputs of out_proj: quantized outputs turn rounding into whole steps
     layer.out_proj.register_forward_hook(lambda module, inputs, out: given.append((*inputs, out)))
     result = layer(X)[0]
     ((got, out),) = given

@@ -91,7 +91,7 @@ def tensors(like):
 
 
 def wrong(value, but=()):
-    """Return {kind: value} of all values to try in the place of `value`; some of them are right."""
+    """Return {kind: value} of all values to try instead of `value`. Some kinds are right."""
     every = SCALARS | (tensors(value) if isinstance(value, torch.Tensor) else {})
     return {kind: x for kind, x in every.items() if kind not in but}
 
@@ -130,7 +130,7 @@ POSITIVE = NUMBERS - {"0", "-0.0", "-1"}
 SCALE, SIZE, SHARE = NUMBERS | {"float tensor", "int tensor", "None"}, {"1"}, {"0", "-0.0", "1", "tiny"}
 SEEDS = {"None", "0", "-1", "1", "2**31", "int tensor", "int64", "a row", "rank + 1"}
 TOKENS = MASK | {"a row"}
-TOO_LARGE = ("2**31",)  # torch raises its own error: no memory
+TOO_LARGE = ("2**31",)  # torch itself raises an error, for lack of memory
 
 OPTIONS = dict(
     causal=(True, FLAG), window=((1, 1), {"None", "tuple"}), align=("top_left", set()), scale=(1.0, SCALE),
@@ -146,12 +146,12 @@ KINDS = dict(
 
 
 def tensors_of(arguments, *names, **kinds):
-    """Return {argument: (a right value, other right kinds)} of some arguments, or of all."""
+    """Return {argument: (a right value, other right kinds)} of the named arguments, or of all."""
     return {name: (arguments[name], kinds.get(name, KINDS.get(name, set()))) for name in names or arguments}
 
 
 def required(arguments, *others):
-    """Return arguments without options, except some."""
+    """Return the arguments that are no options, and the options named in `others`."""
     options = "mask", "bias", "alibi_slopes", "sinks", "key_mask", "query_mask"
     return {name: x for name, x in arguments.items() if name not in options or name in others}
 

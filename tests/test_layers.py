@@ -118,7 +118,7 @@ def test_a_textbook_encoder_layer(name, backend, device):
             want = x + out
             return want + fed(normed(want, layer.layer_norm_2, 1e-5), layer.feed_forward), weights
 
-        # A bias of all keys changes no weight: its gradient is only rounding.
+        # A bias of the key projection changes no weight, so its gradient is only rounding.
         inputs = [x, *(p for name, p in layer.named_parameters() if "k_proj.bias" not in name)]
         assert_textbook([got, got_weights], textbook, inputs)
     if kept is not None:

@@ -92,7 +92,7 @@ def test_rooms_import_one_way():
     wrong = []
     for module, names in inner_imports().items():
         room = module.partition(".")[0]
-        allowed = ROOMS.get(room, {*ROOMS, "cli", ""} - {"kernels"})  # the package itself, and the command line
+        allowed = ROOMS.get(room, {*ROOMS, "cli", ""} - {"kernels"})  # default: top modules, cli
         wrong += [f"{module} imports {name}" for name in names if name.partition(".")[0] not in {room, *allowed}]
     assert not wrong
 
@@ -146,7 +146,7 @@ def test_importing_adds_little_to_torch(tmp_path):
 
 @pytest.mark.matrix
 def test_launching_kernels_needs_no_numpy():
-    """Only the interpreter does. NumPy is no dependency of ours, nor of torch."""
+    """Only Triton's interpreter needs NumPy, on which neither we nor torch depend."""
     pytest.importorskip("triton")
     quiet = "import sys, warnings; sys.modules['numpy'] = None; warnings.simplefilter('ignore')"
     run_python("-c", f"{quiet}; import fusedattn.launch.run", TRITON_INTERPRET=None)

@@ -10,7 +10,7 @@ import torch
 
 from . import conftest
 
-# {name: its owner}. Without one of the first there are no replays; without the others they are slower.
+# {name: its owner}. Without a name of FORBIDDING there are no replays; without one of SLOWING they are slower.
 FORBIDDING = {
     "_are_functorch_transforms_active": torch._C,
     "_is_any_autocast_enabled": torch._C,
@@ -29,12 +29,12 @@ SLOWING = {
     "_empty_strided_cuda": torch._C._dynamo.guards,
     "_softmax_backward_data": torch,
 }
-ASKED = {"_current_level"}  # asked at each call, not at import; torch's compiler needs it
+ASKED = {"_current_level"}  # looked up at each call, not at import; torch's compiler needs it
 
 
 def _attend(fa, backend, put_back):
     """Repeat a call until it is replayed, then use vmap and compile; compare all with eager PyTorch."""
-    from .close import assert_as_good, exactly  # these import the package
+    from .close import assert_as_good, exactly  # not at the top: close imports the package
 
     inputs = [torch.randn(1, 1, 5, 16, requires_grad=True) for _ in range(3)]
 
@@ -44,7 +44,7 @@ def _attend(fa, backend, put_back):
     def want():
         return results(fa.reference.eager(*inputs, causal=True))
 
-    exact = exactly(want)  # first, as a change of the default dtype forgets replays
+    exact = exactly(want)  # before the calls, as a change of the default dtype forgets replays
     eager = want()
 
     def held(*got):
@@ -65,14 +65,14 @@ def _attend(fa, backend, put_back):
 def without(names, backend):
     """Import the package without some names, in a new process, and use it."""
     torch.set_num_threads(1)
-    there = {name: getattr(owner, name) for name, owner in names.items() if hasattr(owner, name)}  # CUDA's are optional
+    there = {name: getattr(owner, name) for name, owner in names.items() if hasattr(owner, name)}  # CUDA has more
     for name in there:
         delattr(names[name], name)
     fa = importlib.import_module("fusedattn")
 
     def put_back(some):
         for name in some:
-            setattr(names[name], name, there[name])  # torch itself needs it
+            setattr(names[name], name, there[name])  # torch itself needs the name
 
     put_back(there.keys() - ASKED)
     _attend(fa, backend, lambda: put_back(there.keys() & ASKED))

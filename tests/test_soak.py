@@ -20,7 +20,7 @@ from .fuzz.__main__ import QUIET
 from .fuzz.kinds import KINDS
 
 SECONDS, ROUNDS, THREADS = 6.0, 6, 3  # change the first two for a longer run
-MOST = dict(mib=32.0, objects=500, files=0, threads=0)  # allowed growth from the second third of the rounds to the last
+MOST = dict(mib=32.0, objects=500, files=0, threads=0)  # allowed growth from the second third to the last
 
 
 def drawn(kind):

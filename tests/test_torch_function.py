@@ -139,7 +139,7 @@ def test_a_traced_module_computes_the_same(make):
 
 
 class Seen(torch.Tensor):
-    """Logs the functions called with its tensors."""
+    """Records the functions that its tensors are passed to."""
 
     log: list = []
 
@@ -199,7 +199,7 @@ def test_nested_tensors_are_taken_under_modes_too():
     assert torch.equal(got.values(), want.values()) and torch.equal(sdpa.values(), want.values())
 
 
-# All but the two that break a graph: data decides the number of rows, or processes talk to each other.
+# Two calls break the graph: the number of rows depends on data, or processes exchange messages.
 WHOLE = [pytest.param(*call, id=name) for name, call in CALLS.items() if name not in ("unpad", "ring")]
 
 

@@ -145,7 +145,7 @@ def test_attentions_are_eagers_where_they_are_asked_for(name, padded):
     assert_like(got, found, model, "eager")
     if name == "Llama" and not padded:
         model.set_attn_implementation("fusedattn")
-        model.config._output_attentions = True  # transformers refuses to set it beside any name but "eager"
+        model.config._output_attentions = True  # transformers refuses to set it with any name but "eager"
         assert model(inputs["input_ids"]).attentions[0].shape == (3, 4, 9, 9)
         model.config._output_attentions = False
 

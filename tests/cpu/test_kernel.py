@@ -250,7 +250,7 @@ def test_nan_that_a_row_sees_makes_it_nan(dtype, keys, differentiated):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
 def test_a_bias_in_another_dtype(dtype):
-    """The kernel reads a float32 mask beside a float64 query as float64."""
+    """With a float64 query, PyTorch's kernel would read a float32 mask as float64."""
     inputs = draw(1, 2, 40, 16, dtype=dtype)
     for of in (torch.float32, torch.float64, dtype):
         bias = torch.randn(40, 40, dtype=of)

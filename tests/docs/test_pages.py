@@ -31,7 +31,7 @@ def text(page):
 
 @pytest.fixture
 def alone(tmp_path, monkeypatch):
-    """Run a page in a folder of its own, and forget a flash_attn that it installs."""
+    """Run a page in a new folder. Afterwards forget the flash_attn that it may install."""
     monkeypatch.chdir(tmp_path)
     before = set(sys.modules)
     yield
@@ -88,7 +88,7 @@ def test_the_reference_has_every_public_name():
     assert not set(public()) - entries
 
 
-# These have no example: results of functions, a callback, and functions that refer to another docstring.
+# Names without an example: results of functions, a callback, and functions that refer to another docstring.
 BARE = {"fusedattn.Plan", "fusedattn.Explanation", "fusedattn.compat.transformers.fusedattn_forward"}
 BARE |= {f"fusedattn.reference.{name}" for name in ("attention", "attention_varlen", "attention_decode")}
 PUBLIC = {name: x for name, x in public().items() if not inspect.ismodule(x)} | {

@@ -33,7 +33,7 @@ COVERED = {
     "scale": dict(scale=0.3),
     "float16": dict(dtype=torch.float16),
 }
-# {D: (the backward, the backward with the same bits each time)}
+# {D: (the backward, the deterministic backward)}
 BACKWARDS = dict.fromkeys((64, 128), ("hopper_bwd", "hopper_bwd_deterministic")) | {256: ("hopper_bwd_ds",) * 2}
 
 

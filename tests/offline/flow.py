@@ -9,10 +9,10 @@ from .sass import kind, operation
 _JUMPS = re.compile(r"BRA|JMP|CALL")
 _ANYWHERE = re.compile(r"BRX|JMX")
 _ENDS = re.compile(r"EXIT|RET|KILL|BRX|JMX")
-_LEAVES = re.compile(r"EXIT|RET|KILL|BRX|JMX|BRA|JMP")  # unless under a condition
+_LEAVES = re.compile(r"EXIT|RET|KILL|BRX|JMX|BRA|JMP")  # each leaves its block, unless it has a condition
 _PRODUCTS = "HGMMA", "HMMA", "FFMA"  # the first that occurs multiplies the matrices
-_EFFECTS = {"tensor", "load", "store", "barrier"}  # kinds that code for masks lacks, except _READS
-_READS = re.compile(r"LD[SL]\b")  # loads of one place a lane
+_EFFECTS = {"tensor", "load", "store", "barrier"}  # kinds that masks do not use, except _READS
+_READS = re.compile(r"LD[SL]\b")  # a lane loads one place
 
 
 class Block(NamedTuple):

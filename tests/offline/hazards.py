@@ -14,7 +14,7 @@ _LEFT = re.compile(r"HGMMA\S* R\d+, R(\d+), gdesc")
 _LEFT_REGISTERS = 4  # 64 rows x 32 bytes, over 128 threads
 _COMMIT = re.compile(r"\bgsb0$")
 _WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x([0-9a-f]+)$")
-_OPEN = -1  # the age of a product whose group is not committed
+_OPEN = -1  # age of a product whose group is not committed
 _OLDEST = 63  # no wait leaves so many groups in flight
 
 # Instructions without a result in registers: their first register, if any, is read.
@@ -164,7 +164,7 @@ RUNNING = ("a product of these warps may be running", (), False)
 
 
 def given_back(sass):
-    """Return a text for each load that may not have read before an arrival gives its place back, over all paths.
+    """Return a text for each load that may read its place after an arrival gave the place back, over all paths.
 
     On an H200 such a load caused wrong gradients.
 

@@ -16,7 +16,7 @@ from ..sample import matrix, named
 from ..sequences import attention_varlen, by_sequence, offsets
 from ..tangents import compare, directions, with_tangents
 
-# Every option with a tangent; each input in turn is the only one with a tangent.
+# All options that can have a tangent. Tests give a tangent to one input at a time.
 EVERYTHING = Case("", B=2, Hq=4, Hkv=2, bias="heads", alibi="own", sinks=True, softcap=2.0, causal=True, key_mask="own")
 
 

@@ -58,7 +58,7 @@ def _far(tensor, axis, apart):
 
 
 class _Moved(torch.autograd.Function):
-    """`_far` for a packed (T, H, D) tensor, with a gradient."""
+    """`_far` of a packed (T, H, D) tensor, as an autograd function."""
 
     @staticmethod
     def forward(ctx, tensor, far):
@@ -154,7 +154,7 @@ def _attention(entry, device):
 
 
 def _decode(entry, device):
-    """Do the same for a call on a cache."""
+    """Call an Entry on a cache, and return what `_attention` returns."""
     arguments = entry.case.draw()
     untouched = copy.deepcopy(arguments)
     if entry.far is not None:
@@ -163,7 +163,7 @@ def _decode(entry, device):
     out, lse = fa.attention_decode(**arguments, return_lse=True, backend=entry.backend)
     names = "key_cache", "value_cache"
     got = dict(out=out, lse=lse) | {name: arguments[name] for name in names}
-    if entry.far is not None:  # most of its memory was never touched
+    if entry.far is not None:  # reading all of a sparse cache would allocate it
         arguments = arguments | {name: arguments[name].contiguous() for name in names}
         got |= {name: arguments[name] for name in names}
 
@@ -176,7 +176,7 @@ def _decode(entry, device):
 
 
 def _tangents(entry, device):
-    """Do the same for tangents, in one direction of all inputs."""
+    """Compute the tangents of an Entry in one direction of all inputs, and return what `_attention` returns."""
     tensors, given = entry.case.draw()
     moved = tangents.directions(tensors, given)
     attend = functools.partial(fa.attention, backend=entry.backend)
@@ -225,7 +225,7 @@ def taken(entry, capability, tile=0):
             mock.patch.object(run, "candidates", lambda name, call: [note(name, call, candidates(name, call)[0])]),
             mock.patch.object(run, "form_on_hopper", lambda name, call: note(name, call, form(name, call))),
             mock.patch.object(run, "run_kernel", lambda *given, **options: None),
-            mock.patch.object(replay, "learn", lambda *call: None),  # nothing was launched
+            mock.patch.object(replay, "learn", lambda *call: None),  # there are no launches to record
         ):
             _call_of(entry)(entry, device)
     return found

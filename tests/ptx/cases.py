@@ -52,8 +52,8 @@ RICH = dict(bias="batch", alibi="own", softcap=5.0, grads="out, lse and weights"
 OF_FP32 = dict(dtype=FP32, bias="batch", grads="out, lse and weights", Sq=40, Sk=60)
 SHORT = dict(Sq=70, Sk=100)
 UNDER_MASKS = dict(key_mask="own", dropout=0.2, **SHORT)
-# Not for tangents: PyTorch gives each the memory layout of its input, and writes all of it.
-FAR = dict(far=(1, 2**31 + 64))  # strides of 64 bits; those below fit 32 bits, but their multiples pass 2**31
+# Not for tangents: PyTorch gives each the memory layout of its input, and fills the gaps, too.
+FAR = dict(far=(1, 2**31 + 64))  # a stride of 64 bits; the next two fit 32 bits, but their multiples do not
 FAR_HEADS, FAR_ROWS = dict(far=(1, 2**30 + 64), Hq=3, Hkv=3), dict(far=(2, 2**23), Sq=300, Sk=260)
 TWO, WIDE = dict(two_passes=True), dict(D=128)
 BY_THREADS = dict(D=5, Dv=64)  # keys of 10 bytes are loaded one element at a time; values by cp.async
@@ -234,14 +234,14 @@ ENTRIES = {
     for group in (_PLAIN, _BANDS, _OPTIONS, _PACKED, _decode(), _ON_HOPPER, _TANGENTS)
     for entry in group
 }
-# The calls of `make test`: both backwards, each kernel, and each kind of instruction.
+# `make test` executes these: both backwards, each kernel, and each kind of instruction.
 FEW = (
     *("plain D64", "window, two passes", "dropout under a key mask", "bias over batch (dbias)", "packed causal"),
     *("decode: new keys in pages", "decode: cache, split and merged"),
     *("hopper window", "hopper D128", "hopper causal D256"),
 )
 
-# `make test-all` runs each named call on one GPU, and these on the other GPU too, so that it takes each first tile.
+# `make test-all` runs each named call for one GPU, and these for the other GPU, too. So it runs each first tile.
 ALSO = {
     80: (
         *("bias of rows", "mask of pairs", "far apart, two passes, masks"),

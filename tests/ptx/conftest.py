@@ -32,7 +32,7 @@ def _row(entry, capability, tile=0, marks=()):
 
 
 def each_once():
-    """Yield (Entry, capability): each call on one GPU, chosen by its name; FEW on both, ALSO where it says."""
+    """Yield (Entry, capability). Each call has one GPU, chosen by its name; FEW have both, ALSO names more."""
     for entry in ENTRIES.values():
         for capability in filter(entry.runs_on, CAPABILITIES):
             if capability == _first(entry) or entry.name in (*FEW, *ALSO[capability]):
@@ -45,7 +45,7 @@ def _first(entry):
 
 
 def _marked(entry, capability):
-    """Mark calls that `make test` leaves out: it executes each of FEW once."""
+    """Mark all calls for `make test-all`, except one run of each of FEW."""
     few = entry.name in FEW and capability == _first(entry)
     return _row(entry, capability, marks=() if few else pytest.mark.matrix)
 

@@ -138,7 +138,7 @@ class Device:
         if next(rest, rest) is not rest:
             raise ValueError(f"{kernel.name} got more arguments than its signature has")
         arguments = list(_flattened(*zip(*_parameters(kernel.src.signature), strict=True), given))
-        if len(code.params) != len(arguments) + 2:  # two more for scratch memory, which no kernel here uses
+        if len(code.params) != len(arguments) + 2:  # two more are for scratch memory, which our kernels do not use
             raise NotImplementedError(f"{len(code.params)} parameters, of {len(arguments)} arguments")
         params, tensors, described = {}, {}, {}
         for param, (name, kind, value) in zip(code.params, arguments, strict=False):

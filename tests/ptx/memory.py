@@ -72,7 +72,7 @@ class Allocation:
         return self.between[at + np.arange(size)[:, None]].any(0)
 
     def foreign(self, at, size, blocks):
-        """Return which ranges another block stored to. One byte passes: only pairs of bytes have owners."""
+        """Return which ranges another block stored to. Owners are known by pairs of bytes, so single bytes pass."""
         if self.owner is None or size == 1:
             return np.zeros(at.shape, bool)
         owner = self.owner[at // 2 + np.arange(size // 2)[:, None]]

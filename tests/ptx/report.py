@@ -2,7 +2,7 @@
 
 
 class Fault(Exception):
-    """An error on any GPU: an access out of bounds or misaligned, a deadlock, part of a warp where all must act."""
+    """An error on any GPU: an access out of bounds or misaligned, a deadlock, a warp instruction without all lanes."""
 
 
 class Report:

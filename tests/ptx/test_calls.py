@@ -1,4 +1,4 @@
-"""Whole calls by the PTX of the kernels, on an emulated GPU."""
+"""Whole calls by the kernels' PTX, on an emulated GPU."""
 
 import itertools
 
@@ -70,7 +70,7 @@ def test_heads_whose_gradients_of_scores_are_stored_at_a_time(monkeypatch):
 @pytest.mark.matrix
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_a_sequence_with_nan_leaves_the_others_alone(capability):
-    """The copy engine adds whole tiles of dq, and rows past the end of a sequence belong to the next one."""
+    """TMA adds whole tiles of dq. Rows of a tile past the end of a sequence belong to the next sequence."""
     torch.manual_seed(0)
     inputs = [torch.randn(170, 2, 64).bfloat16() for _ in range(3)]
     inputs[1][7], inputs[2][9] = float("nan"), float("inf")

@@ -1,4 +1,4 @@
-"""Candidate tiles, which calls take only after `fusedattn tune` found them faster, by the PTX of the kernels."""
+"""Candidate tiles, by the kernels' PTX. Calls take them only after `fusedattn tune` found them faster."""
 
 import pytest
 
@@ -17,7 +17,7 @@ CANDIDATES = [
 FIRST = list({place[0]: (place, some[0], 1) for place, some in tile_table.CANDIDATES.items()}.values())
 BACKWARD = Row("one_pass", "bfloat16", 64, "plain", tile_table.CANDIDATES["one_pass", 90, 2, 64][0])
 FORWARD = Row("forward", "bfloat16", 128, "plain", tile_table.CANDIDATES["forward", 90, 2, 128][0])
-# Cases of loads by the copy engine: sequences that end inside a tile, heads narrower than a tile, grouped heads, and
+# Cases of loads by TMA: sequences that end inside a tile, heads narrower than a tile, grouped heads, and
 # replays with new descriptors.
 LOADED = {
     "packed, forward": (FORWARD, _TOGETHER | dict(causal=True, D=128)),

@@ -54,7 +54,7 @@ def test_the_row_max_is_added_before_the_logarithm(width):
 
 @pytest.mark.parametrize("width", [64, 128])
 def test_scores_may_be_larger_than_a_number_of_16_bits(width):
-    """Scores may exceed the range of bfloat16, but not of float32."""
+    """Scores may exceed the largest bfloat16, but not the largest float32."""
     query, key = (torch.zeros(1, 1, size, width, **BF16) for size in (40, 33))
     query[..., 0], key[..., 0] = 2.0**64, 2.0**63
     query[..., 1], key[..., 1] = 2.0**60, 2.0**67 - 2.0**59  # together 2**128 - 2**119

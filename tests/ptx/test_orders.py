@@ -1,6 +1,6 @@
-"""Programs of a launch run one by one in another order: sums by several programs may round otherwise, nothing else.
+"""Programs of a launch run one by one in another order. Only sums by several programs may round differently.
 
-Only Hopper's deterministic backward waits for other programs. They began earlier, so it ends in any order.
+Only programs of Hopper's deterministic backward wait for others, which began earlier. So every order ends.
 """
 
 import functools
@@ -16,8 +16,8 @@ from .cases import ENTRIES
 from .test_planted import planted
 
 pytestmark = pytest.mark.matrix
-ORDERS = (0,)  # their seeds
-# One program at a time: programs that run at once reach most additions together, whatever their order.
+ORDERS = (0,)  # seeds of random orders
+# One program at a time: programs that run together would add in nearly the same order each time.
 execute = functools.partial(calls.execute, max_lanes=1)
 
 
@@ -35,7 +35,7 @@ def executed(name, capability):
 
 
 def test_sums_of_dq_by_atomics_round_otherwise():
-    """Four blocks of keys show it: with two, 0 + a + b equals 0 + b + a."""
+    """There are four blocks of keys: with two, 0 + a + b equals 0 + b + a."""
     numbered, *others = executed("plain D64 fp32 ieee", 80)
     assert differ(numbered, others) == {"query"}
 

@@ -1,4 +1,4 @@
-"""Partial calls, whose rows see more keys elsewhere, by the PTX of the kernels: float32 results, global places."""
+"""Partial calls, which have only some of the keys of their rows, by the kernels' PTX: results are float32."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ ALWAYS = "hopper D64, causal", "slopes, two passes", "dropout, not aligned"
 
 
 def pytest_generate_tests(metafunc):
-    """Run the cases with kernel code of their own; all with --everything."""
+    """Run cases that differ in kernel code, or all cases with --everything."""
     some = CASES if metafunc.config.getoption("--everything", False) else ALWAYS
     metafunc.parametrize("name", some, ids=lambda name: name.replace(" ", "_"))
 
@@ -40,7 +40,7 @@ def test_parts_by_compiled_code(name):
         found = by_parts(tensors, options, rows, cuts, backend)
     assert all(x.dtype == torch.float32 for x in found.values())
     eager, exact = (function(each, tensors, options, rows) for function, each in FUNCTIONS)
-    for name in ("lse", "alibi_slopes"):  # tests in the interpreter compare them with float64
+    for name in ("lse", "alibi_slopes"):  # tests in the interpreter check these
         for results in (found, eager, exact):
             results.pop(name, None)
     wrong = {name: each.why for name, each in verdicts(found, eager, exact).items() if each.why}

@@ -1,6 +1,6 @@
 """Planted mistakes in the sources of kernels, which tests of their compiled code must find.
 
-Barriers are not among them: Triton places them, and the fence before the copy of an output tile.
+No barrier is removed: Triton places barriers, and the fence before the copy of an output tile.
 """
 
 import contextlib
@@ -107,7 +107,7 @@ ON_HOPPER = tuple(
         ("a product not waited for", "stored", "        ring.wait(factors.product, 2 * n + g)\n", "", STORED),
     )
 )  # fmt: skip
-# Terms left out of tangents.
+# Tangents that lack a term.
 LACKING = (
     ("the mean", "tangent.py", "t_lse[:, None] * out.to(wide)", "0.0 * out.to(wide)"),
     ("the derivative of the cap", SCORES, "apply_dcap(score, dcap, grad(score, t_x))", "grad(score, t_x)"),

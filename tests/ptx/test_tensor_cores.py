@@ -1,4 +1,4 @@
-"""Sums as tensor cores truncate them: by hand, by instructions, and in whole calls."""
+"""Sums truncated as tensor cores do: against results by hand, in single instructions, and in whole calls."""
 
 import math
 

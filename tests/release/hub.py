@@ -1,6 +1,6 @@
-"""Load the build for Hugging Face's kernels with their package, beside another copy of ours.
+"""Load the build for Hugging Face's `kernels` by that package, beside another copy of fusedattn.
 
-    python hub.py FOLDER ROOT      the build, and the repository, which stands for pip's copy
+    python hub.py FOLDER ROOT      FOLDER: the build; ROOT: the repository, which stands for an installed copy
 
 Run it from elsewhere: the repository has another folder `kernels`.
 """
@@ -22,7 +22,7 @@ FOLDER, ROOT = map(Path, sys.argv[1:])
 
 
 def suite():
-    """Import kernels.cli.benchmark alone: the package around it needs others that are not installed."""
+    """Import kernels.cli.benchmark without its package, which needs packages that are not installed."""
     spec = importlib.util.spec_from_file_location("suite", Path(kernels.__file__).parent / "cli" / "benchmark.py")
     sys.modules["suite"] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -30,7 +30,7 @@ def suite():
 
 
 class OnCpu(TorchFunctionMode):
-    """Makes tensors on the CPU that ask for a GPU, as the suite's own workloads do."""
+    """Puts tensors that ask for a GPU on the CPU: the suite's workloads ask for one."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
@@ -58,7 +58,7 @@ def benchmarks_run():
     """Run our workloads and the small ones of the suite, which verifies their results."""
     run, ran = suite(), []
     (script,) = run.discover_benchmark_scripts("fusedattn", FOLDER)
-    available, torch.cuda.is_available = torch.cuda.is_available, lambda: True  # so that the suite's own classes exist
+    available, torch.cuda.is_available = torch.cuda.is_available, lambda: True  # else the suite has no classes
     classes = run.discover_benchmark_classes(script, FOLDER)
     torch.cuda.is_available = available
     for one in classes:

@@ -12,7 +12,7 @@ from ..conftest import run_python
 
 ROOT = Path(__file__).parents[2]
 EPOCH = 1_700_000_001
-MADE = {"PKG-INFO", "setup.cfg"}  # by setuptools, beside fusedattn.egg-info
+MADE = {"PKG-INFO", "setup.cfg"}  # files that setuptools makes, like fusedattn.egg-info
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def test_the_wheel_is_small_and_holds_the_packages_alone_and_asks_for_torch_and_
     assert needed == {"Requires-Dist: torch>=2.10", 'Requires-Dist: triton>=3.6; sys_platform == "linux"'}
 
 
-# Runs a module where an editable installation is not found.
+# Runs a module without the editable installation of the repository.
 ALONE = """
 import runpy, sys
 sys.meta_path = [finder for finder in sys.meta_path if "editable" not in str(finder)]

@@ -14,13 +14,13 @@ PROJECT = (ROOT / "pyproject.toml").read_text()
 # The only job that may do more than read. It runs no code of ours and publishes the files of the other jobs.
 PUBLISHES = ("release.yml", "publish")
 READS = {"contents": "read"}
-# Expressions that shell commands and their environment may have: strangers cannot choose these.
+# Expressions that shell commands and their environment may contain. Strangers cannot choose their values.
 OURS = re.compile(r"matrix\.\w+|github\.(workflow|ref)")
 
 
 def workflow(path):
     content = yaml.safe_load(path.read_text())
-    content["on"] = content.pop(True)  # YAML 1.1 reads `on` so
+    content["on"] = content.pop(True)  # YAML 1.1 reads the key `on` as True
     return content
 
 
