@@ -51,7 +51,7 @@ class InFloat64(TorchFunctionMode):
         dtype = (kwargs or {}).get("dtype", torch.float32)
         args, kwargs = tree_map(self.twin, (args, kwargs or {}))
         if func in (torch.rand, torch.randn):
-            kwargs["dtype"] = dtype  # keeps the values
+            kwargs["dtype"] = dtype  # widening keeps the values
         return func(*args, **kwargs)
 
     def twin(self, x):

@@ -75,7 +75,7 @@ def test_rows_are_appended_and_drawn(tmp_path, capsys):
     for count in (4, 8):
         status, found = answer(capsys, *SQUARE, "--csv", str(path), "--plot", str(picture))
         assert status == 0 and found["csv"] == str(path) and found["picture"] == str(picture)
-        assert len(rows.read(path)) == count and len(found["rows"]) == 4  # only this run's
+        assert len(rows.read(path)) == count and len(found["rows"]) == 4  # the output has only the rows of this run
     assert picture.read_bytes().startswith(b"\x89PNG")
     picture.unlink()
     none_runs = [*SQUARE[:-1], "fusedattn:hopper", "--plot", str(picture)]

@@ -168,7 +168,7 @@ def test_packed_sequences_do_not_see_each_other(given):
     assert_as_good(model(ids, use_cache=False, **packed).logits, want, exact)
 
 
-@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")  # 4.57 has no other name for it
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")  # 4.57 lacks the new name
 @pytest.mark.parametrize(
     ("name", "reentrant"),
     # T5 reentrant sums the encoder's gradient in another order, also for eager.

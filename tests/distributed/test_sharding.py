@@ -73,7 +73,7 @@ def called(tensors, options):
 
 
 def check(tensors, places, options, function=called, compiled=False, sends=0, mesh=None):
-    """Compare results and gradients with one process, and count what is sent."""
+    """Compare results and gradients with one process, and count the messages."""
     from torch.distributed.tensor.debug import CommDebugMode
 
     wanted = function(tensors, options)

@@ -65,7 +65,7 @@ def peak(tensors, options, case):
         return 0.0, 0.0
     products = query.norm(dim=3).max().item() * key.norm(dim=3).max().item()
     score = products * abs(case.D**-0.5 if case.scale is None else case.scale)
-    if case.softcap is not None and case.dtype != torch.float64:  # float64 has no better oracle
+    if case.softcap is not None and case.dtype != torch.float64:  # the float64 oracle rounds as much
         score = min(score, case.softcap)
     if "alibi_slopes" in options:
         score += options["alibi_slopes"].double().abs().max().item() * (case.Sq + case.Sk)

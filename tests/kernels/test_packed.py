@@ -166,7 +166,7 @@ def test_results_lie_as_the_query_does(device):
         assert out["triton"].stride() == out["naive"].stride() == torch.empty_like(made[..., :8]).stride()
 
 
-# A mask hides some blocks and leaves others fully visible. Token masks hide tokens in these.
+# A mask hides some blocks and shows others in full. In those, token masks hide tokens.
 TOKENS = {"pairs alone": (), "keys": ("key_mask",), "queries": ("query_mask",), "both": ("key_mask", "query_mask")}
 
 

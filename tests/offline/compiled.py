@@ -216,7 +216,7 @@ def _call(row):
 
 
 def _call_on_cache(row):
-    """Call the operator of a kernel for caches."""
+    """Call the operator of a kernel that reads a cache."""
     heads, capacity, dtype = 8, CAPACITY.get(row.variant, 32768), DTYPES[row.dtype]
     rows = tile_table.DECODE.get(row.kernel, 16) // heads
     page = PAGES[row.variant]

@@ -12,7 +12,7 @@ _ENDS = re.compile(r"EXIT|RET|KILL|BRX|JMX")
 _LEAVES = re.compile(r"EXIT|RET|KILL|BRX|JMX|BRA|JMP")  # each leaves its block, unless it has a condition
 _PRODUCTS = "HGMMA", "HMMA", "FFMA"  # the first that occurs multiplies the matrices
 _EFFECTS = {"tensor", "load", "store", "barrier"}  # kinds that masks do not use, except _READS
-_READS = re.compile(r"LD[SL]\b")  # a lane loads one place
+_READS = re.compile(r"LD[SL]\b")  # without LDSM, which loads matrices
 
 
 class Block(NamedTuple):

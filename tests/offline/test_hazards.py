@@ -98,16 +98,16 @@ HAZARDS = {  # function: [(code, number of findings)]
     hazards.overwritten: [
         ([PV, WRITE, LEAVE_NONE], 1),
         ([PV, LEAVE_NONE, WRITE], 0),
-        ([PV, "STS.128 [R152], R156", "FADD R2, R152, R153", LEAVE_NONE, WRITE], 0),  # reads
-        ([PV, "LDS.128 R149, [R2]", LEAVE_NONE], 1),  # the last of four
-        ([PV, "HGMMA.64x128x16.F32.BF16 R90, gdesc[UR8], R90, gsb0", LEAVE_NONE], 2),  # the last of 64
+        ([PV, "STS.128 [R152], R156", "FADD R2, R152, R153", LEAVE_NONE, WRITE], 0),  # reads are harmless
+        ([PV, "LDS.128 R149, [R2]", LEAVE_NONE], 1),  # writes four registers, the last one is read by PV
+        ([PV, "HGMMA.64x128x16.F32.BF16 R90, gdesc[UR8], R90, gsb0", LEAVE_NONE], 2),  # writes 64 registers
         ([QK, PV, LEAVE_ONE, WRITE, LEAVE_NONE], 1),  # the wait leaves the younger group running
         ([PV, QK, LEAVE_ONE, WRITE, LEAVE_NONE], 0),
         ([PV, QK, "WARPGROUP.DEPBAR.LE gsb0, 0x2", WRITE], 1),
         ([PV.removesuffix(", gsb0"), LEAVE_NONE, WRITE], 1),  # the group is not committed
         ([PV, "@P0 " + LEAVE_NONE, WRITE], 1),
-        ([PV, "@P0 BRA AFTER", LEAVE_NONE, "AFTER: NOP", WRITE], 1),  # on one of two paths
-        (again(WRITE, PV) + [LEAVE_NONE], 1),  # in the next step
+        ([PV, "@P0 BRA AFTER", LEAVE_NONE, "AFTER: NOP", WRITE], 1),  # one path does not wait
+        (again(WRITE, PV) + [LEAVE_NONE], 1),  # the next step writes
         (again(WRITE, PV, LEAVE_NONE), 0),
         (again(QK, PV, LEAVE_ONE, "NOP", LEAVE_NONE, WRITE) + [PV, WRITE], 1),  # after the loop
         ([PV, "CALL.REL.NOINC FUNCTION", LEAVE_NONE, "EXIT", "FUNCTION: NOP", WRITE, "RET.REL.NODEC R2 0x0"], 1),
@@ -117,21 +117,21 @@ HAZARDS = {  # function: [(code, number of findings)]
         ([ARRIVE, WRITE, PV, LEAVE_NONE], 1),
         ([ARRIVE, PV, LEAVE_NONE, WRITE, PV, LEAVE_NONE], 1),  # the first fence does not count for the second product
         ([ARRIVE, PV, LEAVE_NONE, WRITE, ARRIVE, PV, LEAVE_NONE], 0),
-        ([ARRIVE, "LDS.128 R149, [R2]", PV, LEAVE_NONE], 1),  # the last of four
-        ([ARRIVE, "FADD R88, R2, R3", PV, LEAVE_NONE], 1),  # its sums
+        ([ARRIVE, "LDS.128 R149, [R2]", PV, LEAVE_NONE], 1),  # writes four registers, PV reads the last one
+        ([ARRIVE, "FADD R88, R2, R3", PV, LEAVE_NONE], 1),  # PV adds to this register
         ([ARRIVE, "@P0 " + WRITE, PV], 1),
-        ([ARRIVE, "@P0 BRA AFTER", WRITE, "AFTER: NOP", PV], 1),  # on one of two paths
-        (again(PV, LEAVE_NONE, WRITE), 1),  # in the next step
+        ([ARRIVE, "@P0 BRA AFTER", WRITE, "AFTER: NOP", PV], 1),  # one path writes
+        (again(PV, LEAVE_NONE, WRITE), 1),  # the next step has no fence
         (again(ARRIVE, PV, LEAVE_NONE, WRITE), 0),
     ],
     hazards.given_back: [
         (again(LOAD, GIVE, USE), 1),
         (again(LOAD, USE, GIVE), 0),
-        (again(LOAD, "FADD R2, R3, R191", GIVE), 0),  # a use of one of two registers
+        (again(LOAD, "FADD R2, R3, R191", GIVE), 0),  # one use of two loaded registers is enough
         (again(LOAD, "BAR.SYNC.DEFER_BLOCKING 0x0, 0x80", GIVE), 1),  # a barrier does not wait for loads
-        (again("LDG.E.64 R190, desc[UR4][R2.64]", GIVE), 0),  # from global memory
-        (again(LOAD, "@P0 BRA AFTER", USE, "AFTER: NOP", GIVE), 1),  # on one of two paths
-        (again(GIVE, LOAD), 1),  # in the next step
+        (again("LDG.E.64 R190, desc[UR4][R2.64]", GIVE), 0),  # a load from global memory
+        (again(LOAD, "@P0 BRA AFTER", USE, "AFTER: NOP", GIVE), 1),  # one path does not use the load
+        (again(GIVE, LOAD), 1),  # the next step arrives before a use
         (again(USE, GIVE, LOAD), 0),
         # An arrival that starts a copy takes longer than a load, unless a product delays the load.
         ([LOAD, EXPECT], 0),
@@ -139,7 +139,7 @@ HAZARDS = {  # function: [(code, number of findings)]
         ([QK, LEAVE_NONE, LOAD, EXPECT], 0),
         ([QK, LEAVE_NONE, LOAD, GIVE], 1),
         ([QK, f"@P0 {LEAVE_NONE}", LOAD, EXPECT], 1),
-        # Operands that are loaded once are not overwritten, other numbers may be.
+        # Operands that are loaded once are not overwritten. Other loaded numbers may be.
         (again(OPERAND, GIVE), 1),
         (again(OPERAND, "HADD2.BF16 R2, R27, R3", GIVE), 0),
         ([OPERAND, GIVE], 0),

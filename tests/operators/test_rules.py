@@ -178,7 +178,7 @@ HIDING = {
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_wrong_argument_is_named_where_a_gradient_is_asked(name, device):
-    """Autograd Functions see the arguments before the operator does; a size that they do not check ends the process."""
+    """Autograd Functions see the arguments before the operator checks them, and a wrong size would crash them."""
     for argument, error, changed in rows_of(name) if "ward" in name else absent(name):
         given = moved(RIGHT[name] | changed, device)
         given = dict(zip(given, leaves_of(given.values()), strict=True))

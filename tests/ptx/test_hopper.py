@@ -37,7 +37,7 @@ def matrix(x, base, span, across):
         wide = span // size
         place = permuted(k % 8, r % wide * size, span) + r // wide * lead + k // 8 * stride
     else:
-        lead, stride, first = 16, 8 * span, span - 32  # the last part of each row
+        lead, stride, first = 16, 8 * span, span - 32  # the last 32 bytes of each row
         place = permuted(r % 8, first + k * size, span) + r // 8 * stride
     raw = np.zeros(MATRIX, np.uint8)
     raw[place[..., None] + np.arange(size)] = x.contiguous().view(torch.uint8).numpy().reshape(*x.shape, size)
