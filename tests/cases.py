@@ -23,8 +23,8 @@ class Case(NamedTuple):
     D: int = 16
     Dv: int = 16
     dtype: torch.dtype = torch.float32
-    strided: bool = False  # query, key, value and incoming gradient have different memory orders, among NaN
-    expanded: bool = False  # key and value: one batch, expanded to B; the incoming gradient: one element
+    strided: bool = False  # query, key, value and incoming gradient have different memory orders, with NaN between
+    expanded: bool = False  # key and value expand one batch to B, the incoming gradient expands one element
     spread: float = 1.0  # standard deviation of query and key
     alike: float = 0.0  # standard deviation of a vector added to all keys of a head, and of one added to all values
     mask: str | None = None  # the shape it broadcasts from: "pairs", "batch", "heads", "rank 2", "rows", "keys"
@@ -95,7 +95,7 @@ class Case(NamedTuple):
             options["bias"] = normal(*shapes[self.bias]).to(self.bias_dtype or self.dtype)
             if self.bias not in ("rows", "one a head"):
                 options["bias"].masked_fill_(~visible(*shapes[self.bias]), float("-inf"))
-                options["bias"][..., self.Sk // 2 :] = float("-inf")  # whole blocks
+                options["bias"][..., self.Sk // 2 :] = float("-inf")  # hides whole blocks
                 if self.bias in ("pairs", "rank 2"):
                     options["bias"][..., 3:5, :] = float("-inf")  # rows that see nothing
             if self.bias == "pairs" and self.strided:

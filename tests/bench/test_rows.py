@@ -30,7 +30,7 @@ def test_rows_survive_the_file(tmp_path):
         rows.create(path)
         rows.append(path, row)
     with open(path, "a") as file:
-        file.write("abc,def")  # as if it was killed while writing
+        file.write("abc,def")  # as if the benchmark was killed while writing
     first, second = rows.read(path)
     assert path.read_text().splitlines()[0].split(",") == COLUMNS
     assert first == made(CASE, "naive", 0.125, status="unsupported: it said: no, never")

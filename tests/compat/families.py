@@ -36,9 +36,9 @@ class Family(NamedTuple):
     name: str
     model: str
     options: dict
-    kind: str = "decoder"  # of inputs: also "encoder", "image", "speech" or "seq2seq"
+    kind: str = "decoder"  # kind of inputs: also "encoder", "image", "speech" or "seq2seq"
     since: int = 4  # first version of transformers that calls the interface
-    config: str | None = None  # if not the first word of the model's name
+    config: str | None = None  # class of the config; None: named like the model
 
 
 FAMILIES = [

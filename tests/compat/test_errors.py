@@ -100,7 +100,7 @@ WRONG = [
     ("pages", ValueError, "v", POOL[:, :3]),
     ("sdpa", TypeError, "key", torch.nested.nested_tensor([torch.randn(3, 8)])),
     ("sdpa", ValueError, "query", torch.randn(8)),
-    ("sdpa", ValueError, "key", torch.randn(3, 4, 5, 8)),  # of another batch
+    ("sdpa", ValueError, "key", torch.randn(3, 4, 5, 8)),  # another batch size
     ("sdpa", ValueError, "key", SDPA_KEY[:, :2], dict(value=SDPA_KEY[:, :2])),  # fewer heads
     ("sdpa", ValueError, "key", SDPA_KEY[:, :3], dict(value=SDPA_KEY[:, :3], enable_gqa=True)),
     ("sdpa", ValueError, "query", SDPA_QUERY[0, 0], dict(enable_gqa=True)),

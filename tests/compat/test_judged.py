@@ -305,7 +305,7 @@ SEEN = dict(
 )
 # {name: (model, inputs, number of attentions that are ours, name in the warning)}
 PARTS = {
-    "Llava": (lambda: see_and_speak(transformers.LlamaConfig(**GROUPED)), SEEN, 3, []),  # of CLIP one layer runs
+    "Llava": (lambda: see_and_speak(transformers.LlamaConfig(**GROUPED)), SEEN, 3, []),  # one layer of CLIP runs
     "Llava, XGLM": (lambda: see_and_speak(transformers.XGLMConfig(**XGLM)), SEEN, 1, ["XGLMModel"]),
 }
 

@@ -141,7 +141,7 @@ def test_one_key_has_all_the_weight():
 @pytest.mark.parametrize("saves", [True, False])
 @pytest.mark.one_in(5)
 def test_large_scores_that_are_exact(saves, dtype, options, size):
-    """These scores are exact. Weights computed from a rounded lse would not be, when rectangles and sinks are merged."""
+    """These scores are exact. Merged rectangles and sinks must not take their weights from a rounded lse."""
     query, key = (torch.randint(-4, 5, (1, 2, n, 16)) / 4.0 for n in (100, 200))
     query[..., 0], key[..., 0] = 1.0, size
     value = torch.randn(1, 2, 200, 16)

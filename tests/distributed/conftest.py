@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-LIMIT = datetime.timedelta(seconds=120)  # for one rank to wait for another
+LIMIT = datetime.timedelta(seconds=120)  # a rank waits so long for another
 # Ranks fork from a process that has imported the modules of the first tests, and computed nothing.
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["tests.conftest", "tests.distributed.test_calls", "torch._dynamo"])

@@ -10,7 +10,7 @@ import fusedattn as fa
 from .conftest import on_ranks
 
 STEPS, BATCH, ROWS, WIDTH, HEADS = 3, 4, 10, 32, 4
-LENGTHS = 10, 7, 1, 4  # of the sequences
+LENGTHS = 10, 7, 1, 4  # lengths of the sequences
 MODULES = dict(
     attention=lambda: [fa.MultiHeadAttention(WIDTH, HEADS, num_kv_heads=2, causal=True)],
     layers=lambda: [fa.layers.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, 0.0) for _ in range(2)],

@@ -18,8 +18,8 @@ class Pairs(NamedTuple):
     rank2: bool = False  # a shape of (Sq, Sk); axes are a part of "ij"
     hides: str = ""  # also hides "rows", "keys" or a "block" of pairs
     layout: Layout = PLAIN
-    dtype: torch.dtype | None = None  # of a bias; by default of the query
-    size: float = 1.0  # of a bias
+    dtype: torch.dtype | None = None  # dtype of a bias; None is the query's
+    size: float = 1.0  # standard deviation of a bias
     lowest: bool = False  # a bias of the lowest number of float32 instead of -inf
 
     __repr__ = shown
@@ -49,12 +49,12 @@ class Dense(NamedTuple):
     lengths: tuple | None = None  # (rows, keys) of packed sequences
     dtype: torch.dtype = torch.float32
     values: int = 0  # the seed of the values
-    spread: float = 1.0  # of query and key
-    alike: float = 0.0  # size of a vector added to all keys, and of one added to all values, of a head
+    spread: float = 1.0  # standard deviation of query and key
+    alike: float = 0.0  # standard deviation of a vector added to all keys of a head, and of one added to all values
     query: Layout = PLAIN
     key: Layout = PLAIN
     value: Layout = PLAIN
-    out: Layout = PLAIN  # of the incoming gradient
+    out: Layout = PLAIN  # layout of the incoming gradient
     mask: Pairs | None = None
     bias: Pairs | None = None
     key_mask: Tokens | None = None
@@ -69,7 +69,7 @@ class Dense(NamedTuple):
     slopes_dtype: torch.dtype = torch.float32
     own_slopes: bool = False
     sinks: str | None = None  # "normal", "none": -inf, "some", "large"
-    sinks_dtype: torch.dtype | None = None  # by default of the query
+    sinks_dtype: torch.dtype | None = None  # None is the query's
     dropout: float = 0.0
     seed: int = 0
     seed_is_tensor: bool = False

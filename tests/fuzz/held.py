@@ -14,7 +14,7 @@ from .routes import ROUTES
 
 RESULTS = "out", "lse", "weights"
 LARGEST = 2.0**20  # larger scores only give finite results
-LARGEST_ON_CPU = 16.0  # in float32: PyTorch's backward kernel computes scores in another order
+LARGEST_ON_CPU = 16.0  # larger float32 scores: PyTorch's backward kernel computes them in another order
 LARGEST_IN_FLOAT64 = 20.0  # with larger scores the float64 oracle is not exact enough
 LARGEST_TO_MERGE = 16.0  # with larger scores the float32 lse of a part rounds too coarsely
 OTHERS = 7  # more draws of values, judged together if a draw exceeds the tolerance

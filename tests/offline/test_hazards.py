@@ -41,7 +41,7 @@ def test_steps_are_of_innermost_loops_with_many_products():
 def test_a_step_skips_masks_and_includes_waits():
     wait = "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R2"
     lines = [
-        "BRX R4 -0x1a0",  # to both warpgroups, which nothing else leads to
+        "BRX R4 -0x1a0",  # jumps to the code of both warpgroups, which has no other way in
         *["LOOP: NOP", "@P3 BRA NEXT", wait, "@!P0 BRA SPIN", "NEXT: NOP", QK, "@P1 BRA P2, PLAIN"],
         *["FSEL R24, R24, -INF, P4"] * 9,
         *["PLAIN: NOP", "@P4 BRA STORED", "STS [R2], R3", "STORED: MUFU.EX2 R24, R24", "@P5 BRA LOOP", "EXIT"],

@@ -13,7 +13,7 @@ from ..inside import same
 pytestmark = [pytest.mark.matrix, pytest.mark.filterwarnings("ignore")]
 
 
-BACKENDS = "triton", None  # in one package, because compiling takes most of the time
+BACKENDS = "triton", None  # one package has both, because compiling takes most of the time
 
 
 class Model(torch.nn.Module):

@@ -14,7 +14,7 @@ import fusedattn as fa
 from ..sequences import offsets
 
 OPERATORS = torch.ops.fusedattn
-SHAPES = {  # of query, key and value
+SHAPES = {  # shapes of query, key and value
     "groups": ((2, 4, 5, 8), (2, 2, 5, 8), (2, 2, 5, 8)),
     "lengths": ((2, 4, 5, 8), (2, 2, 7, 8), (2, 2, 7, 8)),
     "width of values": ((2, 4, 5, 8), (2, 2, 7, 8), (2, 2, 7, 3)),

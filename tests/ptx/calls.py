@@ -81,7 +81,7 @@ def _packed_far(far, backend):
 
 @contextlib.contextmanager
 def other_tiles(number):
-    """Let kernels take another of their tiles or pipelines than the first; the last if there are fewer."""
+    """Let kernels take their tile or pipeline with an index, or the last one if there are fewer."""
     candidates, form = run.candidates, run.form_on_hopper
 
     def others(name, call):

@@ -21,7 +21,7 @@ class Clocks(Lanes):
         super().__init__(*launch)
         self.grain, self.clocks = self.program.grain, self.W + 1
         cells, warps = self.stride * self.C // self.grain, np.arange(self.W * self.C)
-        self.row = warps // self.W * self.clocks + warps % self.W  # of each warp in `knows`
+        self.row = warps // self.W * self.clocks + warps % self.W  # the row of each warp in `knows`
         self.knows = np.tile(np.eye(self.clocks, dtype=S32), (self.C, 1))
         self.fenced = np.zeros_like(self.knows)  # known at the last fence of the async proxy
         self.wrote, self.wrote_at = np.zeros(cells, S32), np.zeros(cells, S32)  # the last writer, and its time

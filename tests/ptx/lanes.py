@@ -22,7 +22,7 @@ def disagree(stored, given):
     if found.any() and stored.dtype.itemsize == 4:
         found &= ~(np.isnan(stored.view(F32)) & np.isnan(given.view(F32)))
     elif found.any() and stored.dtype.itemsize == 2:
-        infinity = U16(0x7C00)  # of float16; the one of bfloat16 is above
+        infinity = U16(0x7C00)  # infinity of float16, below that of bfloat16
         found &= ~((stored & U16(0x7FFF) > infinity) & (given & U16(0x7FFF) > infinity))
     return found
 
@@ -46,7 +46,7 @@ class Lanes:
         lane = np.arange(self.L)
         self.cta, self.gwarp = lane // self.T, lane // 32  # a lane's block, and its warp among all
         x, y, z = ctas[self.cta].T
-        self.number = x + grid[0] * (y + grid[1] * z)  # of a lane's block in the grid
+        self.number = x + grid[0] * (y + grid[1] * z)  # number of a lane's block in the grid
         self.R = [self._poison(home) for home in program.home]  # the registers
         self.consts = {}
         self.specials = {"%tid.x": (lane % self.T).astype(U32)}

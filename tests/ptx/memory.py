@@ -19,7 +19,7 @@ from .report import Fault
 
 POISON = 0xFF  # every uninitialised byte: NaN in every floating dtype
 LARGE = 1 << 26  # bytes; a larger storage may be sparse, so not every byte of it is checked
-MAP_NORESERVE = 0x4000  # of Linux: memory is allocated when it is first touched
+MAP_NORESERVE = 0x4000  # a flag of Linux: memory is allocated when it is first touched
 
 
 def sparse(count, dtype):
@@ -89,7 +89,7 @@ class Allocation:
         return before | self.foreign(at, size, blocks)
 
 
-NOTHING = Allocation(0, 0, "nothing")  # for an access by no lane
+NOTHING = Allocation(0, 0, "nothing")  # stands for an access by no lane
 
 
 def _between(size, strided):

@@ -8,7 +8,7 @@ import numpy as np
 F16, F32, F64 = np.float16, np.float32, np.float64
 S8, S16, S32, S64 = np.int8, np.int16, np.int32, np.int64
 U8, U16, U32, U64 = np.uint8, np.uint16, np.uint32, np.uint64
-SMALLEST = F32(2.0**-126)  # of the normal float32 numbers
+SMALLEST = F32(2.0**-126)  # the smallest normal float32
 NAN16 = U16(0x7FFF)  # the only NaN that conversions to float16 and bfloat16 return
 where = np.where
 

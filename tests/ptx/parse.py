@@ -15,7 +15,7 @@ _PARAM = re.compile(
     r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)(?:\s+\.(?:ptr|global|shared|const|align\s+\d+))*\s+(\w+)(?:\[(\d+)\])?"
 )
 _THREADS = re.compile(r"\.reqntid\s+(\d+)")
-_IGNORED = re.compile(r"\.maxnreg[\s\d]*|[\s,()]+")  # in an entry's head
+_IGNORED = re.compile(r"\.maxnreg[\s\d]*|[\s,()]+")  # text to skip before the body of an entry
 _TOKEN = re.compile(r"\s*(?:(?P<brace>[{}])|(?P<label>[$\w.]+):(?!:)|(?P<statement>[^;]*);)")
 _BRACKETS = re.compile(r"[\[({]")
 _NAME = re.compile(r"[%$\w.]+")
@@ -42,8 +42,8 @@ class Kernel(NamedTuple):
     name: str
     params: dict  # {name: bytes}
     registers: dict  # {name: type, such as b32}
-    body: list  # of Instruction, and of str for a label
-    threads: int  # of a block
+    body: list  # an Instruction, or the name of a label, for each
+    threads: int  # threads of a block
 
 
 class _Scope:

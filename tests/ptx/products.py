@@ -47,7 +47,7 @@ class Sums:
 
     def __init__(self, n, lanes):
         self.values, self.lanes = np.zeros((n, lanes), F32), np.zeros(lanes, bool)
-        self.group = np.zeros(lanes, S64)  # of the last product in each lane
+        self.group = np.zeros(lanes, S64)  # group of the last product in each lane
         self.operands = []  # (register, its array, mask of lanes, line) for A in registers
 
 

@@ -55,7 +55,7 @@ def test_a_loop_without_an_end_is_a_fault():
 
 STORE, LOAD, AGAIN = "st.shared.b32 [%mine], %t;", "ld.shared.b32 %r1, [%r0];", "st.shared.b32 [%mine], %r1;"
 OTHER = "xor.b32 %r0, %mine, 128;"  # the address of a word of the other warp
-NEIGHBOUR = "xor.b32 %r0, %mine, 4;"  # of another word of the same warp
+NEIGHBOUR = "xor.b32 %r0, %mine, 4;"  # the address of another word of the same warp
 BLOCK = "mov.u32 %r2, %ctaid.x; setp.eq.u32 %p0, %r2, 0;"
 OWN = "mul.wide.u32 %d0, %r2, 256; add.u64 %d0, %d0, %out_mine;"
 ROUNDED = "cvt.rn.f32.u32 %f0, %t; fma.rn.f32 %f0, %f0, {}, 0f3F800000; st.shared.b32 [%smem], %f0;"

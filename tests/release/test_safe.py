@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 MODULES = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "code", "pty", "commands"}
 MODULES |= {"socket", "ssl", "http", "urllib", "urllib3", "requests", "httpx", "aiohttp", "ftplib", "smtplib", "xmlrpc"}
 MODULES |= {"socketserver", "webbrowser", "huggingface_hub", "wandb"}
-CALLS = {"eval", "exec", "compile", "__import__"}  # by these names alone: re.compile and torch.compile are allowed
+CALLS = {"eval", "exec", "compile", "__import__"}  # builtins only: re.compile and torch.compile are allowed
 # Functions of other modules, by the last parts of their names.
 METHODS = {"os.system", "os.popen", "torch.load", "torch.package", "torch.hub", "np.load", "numpy.load", "yaml.load"}
 METHODS |= {"cpp_extension.load", "cpp_extension.load_inline", "load_state_dict_from_url", "runpy.run_path"}

@@ -17,7 +17,7 @@ DOUBLED = {"s16": "s32", "s32": "s64", "u16": "u32", "u32": "u64"}
 class Format(NamedTuple):
     """Conversions of a register's bits to float32 or float64 for a formula, and of its result back."""
 
-    dtype: type  # of the register's bits
+    dtype: type  # NumPy type of the register's bits
     unpack: str = "{}"
     pack: str = "{}"
 
@@ -53,7 +53,7 @@ SIGNLESS = {  # signed and unsigned results have the same bits
     "mul.lo": "{} * {}",
     "mad.lo": "{} * {} + {}",
 }
-UNSIGNED_OPERANDS = "prmt", "shf.l.wrap", "bfe"  # of these, all operands but the first
+UNSIGNED_OPERANDS = "prmt", "shf.l.wrap", "bfe"  # all their operands but the first are unsigned
 LOGIC = {"and": "{} & {}", "or": "{} | {}", "xor": "{} ^ {}", "not": "~{}"}
 
 

@@ -10,7 +10,7 @@ from .registry import instruction
 
 MMA = [(16, "bf16"), (16, "f16"), (8, "tf32")]  # (k, type) of the m16n8 products
 FRAGMENTS = "x1 x2 x4 trans shared"
-SHAPES = " ".join(f"m64n{n}k{k}" for n in range(8, 257, 8) for k in (8, 16))  # of warpgroup products
+SHAPES = " ".join(f"m64n{n}k{k}" for n in range(8, 257, 8) for k in (8, 16))  # shapes of warpgroup products
 _ROWS = re.compile(r"m64n(\d+)k")
 
 

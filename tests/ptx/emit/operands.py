@@ -8,7 +8,7 @@ import numpy as np
 from ..ops import F16, F32, F64, S8, S16, S32, S64, U8, U16, U32, U64
 from ..parse import BITS, split
 
-UNSIGNED = {1: np.bool_, 8: U8, 16: U16, 32: U32, 64: U64}  # by bits; 1 is a predicate
+UNSIGNED = {1: np.bool_, 8: U8, 16: U16, 32: U32, 64: U64}  # {bits: type}; 1 is a predicate
 TYPES = {kind: UNSIGNED[bits] for kind, bits in BITS.items()}
 TYPES |= dict(s8=S8, s16=S16, s32=S32, s64=S64, f16=F16, f32=F32, f64=F64)
 
