@@ -75,7 +75,7 @@ def test_gradients_of_large_scores_are_finite_and_right(dtype, scale):
 
 @pytest.mark.parametrize("keys", [8, 100])
 def test_rows_that_query_mask_hides_have_no_weights_beside_a_sink_either(keys):
-    """Their lse is the sink's, so a weight computed from it may be infinite, and 0 times that is NaN."""
+    """The lse of such a row is the sink. A weight computed from it may be infinite, and 0 times infinity is NaN."""
     inputs, real = [x.requires_grad_() for x in draw(1, 2, keys, 16)], torch.arange(keys) != 3
     options = dict(bias=torch.zeros(keys, 1).masked_fill(~real[:, None], 500.0), sinks=torch.zeros(2), query_mask=real)
     grads = lambda name: torch.autograd.grad(by(name)(*inputs, **options).sum(), inputs)  # noqa: E731

@@ -190,7 +190,7 @@ def test_hooks_of_launches_are_called():
         finally:
             knobs.runtime.launch_enter_hook.remove(hook)
         with knobs.runtime.scope():
-            knobs.runtime.launch_exit_hook = hook  # a plain function, or None, instead of a chain
+            knobs.runtime.launch_exit_hook = hook  # a function, or None, in place of Triton's chain of hooks
             knobs.runtime.launch_enter_hook = None
             fa.attention(*inputs, backend="triton")
             assert seen.log[-1][1][7:9] == (None, hook)

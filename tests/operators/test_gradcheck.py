@@ -28,7 +28,7 @@ STRICT = dict(fast_mode=True, check_undefined_grad=False, rtol=1e-6, atol=1e-6)
 
 
 def _function(case, device):
-    """Return a function of a step along a direction of each input, and steps of length 0."""
+    """Return (a function of the lengths of steps, one along a direction of each input; steps of length 0)."""
     if device != "cpu":
         pytest.skip("float64 is for the interpreter")
     case = small(case)

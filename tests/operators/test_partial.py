@@ -46,7 +46,7 @@ def test_parts_make_the_whole(name, cut, backend):
     rows, cuts = CUTS[cut]
     for dtype, tolerance in ((torch.float64, 1e-11), (torch.float32, None)):
         if dtype == torch.float32 and backend == "triton" and cut != "odd":
-            continue  # the interpreter takes its time
+            continue  # the interpreter is slow
         tensors, more = draw(dtype, ROWS, KEYS, learned=learned)
         options = options | more
         key_mask = torch.rand(2, KEYS, generator=torch.Generator().manual_seed(1)) > 0.4 if hidden else None

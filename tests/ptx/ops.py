@@ -111,7 +111,7 @@ def bfe(x, position, length):
 
 
 def prmt(a, b, selector):
-    """Return four bytes chosen from the eight of (b, a) by 4 bits each. The upper bit asks for the sign alone."""
+    """Return four bytes, each chosen from the eight of (b, a) by 4 bits. The highest bit asks for the byte's sign."""
     pool = a.astype(U64) | (b.astype(U64) << U64(32))
     result = U32(0)
     for i in range(4):

@@ -51,7 +51,7 @@ class Program:
         return volatile and any(each.op == "bra" and self.labels[each.args[0]] == block for each in self.blocks[block])
 
     def _homes(self, instructions):
-        """Return the dtype to store each register in: that of most instructions on it, so that few need views."""
+        """Return the dtype in which each register is stored: that of most instructions, so that few need a view."""
         votes = [Counter() for _ in self.width]
         for each in instructions:
             kinds, product = _TYPE.findall(each.op), each.op.startswith(("mma", "wgmma"))

@@ -59,7 +59,7 @@ class Warp(SharedMemory):
         return found.reshape(-1), valid.reshape(-1)
 
     def redux(self, m, how, x, members, line):
-        """Return one result for the active lanes of a warp, which must equal `members` (redux.sync)."""
+        """Return one result for the active lanes of a warp. They must be those of `members` (redux.sync)."""
         active = np.ones((self.L // 32, 32), bool) if m is None else m.reshape(-1, 32)
         named = np.broadcast_to(members, self.L).reshape(-1, 32)
         if ((named != ballot(active)[:, None]) & active).any():

@@ -23,7 +23,7 @@ def dist():
 
 @pytest.fixture(scope="module")
 def made(dist, tmp_path_factory):
-    """Return ([sdist, wheel], the same built elsewhere)."""
+    """Return ([sdist, wheel], [sdist, wheel] built in another folder)."""
     return dist["twice"](tmp_path_factory.mktemp("dist"), EPOCH)
 
 
