@@ -14,7 +14,7 @@ from ..naive import pairs
 from ..naive.blocks import Block, spans
 from ..naive.formula import grouped
 from . import flash
-from .small_k import by_weights, lse_of, scores_of, weights_of
+from .small_k import by_weights, lse_of, scores_of, weights_in_place, weights_of
 from .tiling import Part, Rectangle, parts, rectangles
 from .value_mean import INFINITE, centre
 
@@ -41,9 +41,11 @@ def _by_formula(call, where, less, tensors, grad_out, out, lse, of_bias) -> Sequ
 
     lse: None if the rows see no other keys. out: None to recompute it. of_bias: accumulates the gradient of the bias.
     """
-    scores = scores_of(call, where, less, *tensors[:2])
-    weights = weights_of(scores, where.masked)
-    if lse is not None:
+    if lse is None:
+        weights = weights_in_place(lambda: scores_of(call, where, less, *tensors[:2]), where.masked)
+    else:
+        scores = scores_of(call, where, less, *tensors[:2])
+        weights = weights_of(scores, where.masked)
         weights *= (lse_of(scores, weights) - lse).exp_()[..., None]
     return by_weights(weights, call.scale, tensors, grad_out, out, of_bias)
 
@@ -129,10 +131,12 @@ def backward(
     causal = flash.at_once(call) if grad_lse is None and call.value.dtype != torch.bfloat16 else None
     if causal is not None and grad_out is not None:
         less, everything = flash.offset(call), Rectangle(0, call.query.shape[2], 0, call.key.shape[2], causal)
-        if not flash.is_exact(everything, call.query):
+        if flash.is_exact(everything, call.query):
+            query, key, value = _by_formula(call, everything, less, call[:3], grad_out, None, None, None)
+        else:
             incoming = flash.in_columns(grad_out, call.value.shape[3])
             query, key, value = _by_kernel(call, everything, less, incoming, *call[:3], out, lse)
-            return query, key, value, None, None
+        return query, key, value, None, None
     of_bias = None if call.bias is None or not need_bias else torch.zeros_like(call.bias, dtype=lse.dtype)
     inputs, call = call[:3], flash.to_wide(call)
     grad_out = None if grad_out is None else grad_out.to(kept.dtype)

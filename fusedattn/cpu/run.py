@@ -10,7 +10,7 @@ from ..call.options import INPUTS, Call, device_of
 from ..call.private import flash_attention_for_cpu, flash_attention_for_cpu_backward
 from ..naive.formula import without_autocast
 from . import flash, flash_backward
-from .small_k import FEW, has_bias_gradient
+from .small_k import FEW, has_bias_gradient, is_few
 from .tiling import is_widened
 
 # Heads with fewer columns have scores with long tails, for which the kernel's exponentials are too inaccurate.
@@ -81,13 +81,18 @@ def _kept(out: Tensor, stats: Tensor) -> Tensor:
 def forward(call: Call, need_lse: bool, need_weights: bool, save: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return (output, lse, weights, stats); a result that is not needed is empty."""
     result = flash.forward(call, save)
-    out, lse = result.out, result.lse + result.less if result.less else result.lse
+    out, lse = result.out, result.lse + result.less if result.less and need_lse else result.lse
     columns = call.key.shape[2] if call.cu_seqlens_q is None else call.max_seqlen_k
     weights = flash.weights(call, columns or 0) if need_weights else out.new_empty(0)
     kept = stats(result) if save else lse.new_empty(0)
     lse = lse.contiguous() if need_lse else lse.new_empty(0)
     # The results of an operator must not share memory.
     return out, lse, weights, kept.clone() if need_lse and save and out.dtype.itemsize != 2 else kept
+
+
+def reads_lse(call: Call) -> bool:
+    """Return whether `backward` may read the saved lse. The formula does not if it computes all keys at once."""
+    return not is_few(call) or flash.at_once(call) is None
 
 
 def too_large(lse: Tensor) -> bool:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..call.options import Call
 from ..call.private import softmax_backward
-from ..naive.formula import grouped, sums_of
+from ..naive.formula import grouped
 from .tiling import Rectangle, additive, is_nothing, is_widened
 from .value_mean import INFINITE
 
@@ -29,21 +29,28 @@ def has_bias_gradient(call: Call) -> bool:
     return wide and not call.partial and call.cu_seqlens_q is call.key_mask is call.query_mask is None
 
 
-def over_rows(a: Tensor, b: Tensor) -> Tensor:
-    """Return a.mT @ b as a sum of partial sums: MKL may lose digits when it sums many rows."""
-    rows = a.shape[-2]
+def product(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """Return scale * a @ b of batches of matrices, in new memory."""
+    out = a.new_empty(a.shape[0], a.shape[1], b.shape[2])
+    return torch.baddbmm(out, a, b, beta=0, alpha=scale, out=out)
+
+
+def over_rows(a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
+    """Return scale * a.mT @ b as a sum of partial sums: MKL may lose digits when it sums many rows."""
+    rows = a.shape[1]
     if rows < 2 * ROWS:
-        return a.mT @ b
+        return product(a.mT, b, scale)
     whole = rows - rows % ROWS
-    first, second = (x[..., :whole, :].unflatten(-2, (-1, ROWS)) for x in (a, b))
-    return (first.mT @ second).sum(-3) + a[..., whole:, :].mT @ b[..., whole:, :]
+    first, second = (x[:, :whole].unflatten(1, (-1, ROWS)) for x in (a, b))
+    return (first.mT @ second).sum(1).add_(a[:, whole:].mT @ b[:, whole:]).mul_(scale)
 
 
 def scores_of(call: Call, where: Rectangle, less: float | Tensor, rows: Tensor, keys: Tensor) -> Tensor:
     """Return the scores of a rectangle minus the offset `less`, -inf where hidden. rows, keys: its query and key."""
-    scores = rows.new_empty(*rows.shape[:3], keys.shape[2])
-    out = grouped(scores, keys.shape[1])
-    torch.baddbmm(out, grouped(rows, keys.shape[1]), keys.flatten(0, 1).mT, beta=0, alpha=call.scale, out=out)
+    scores = product(grouped(rows, keys.shape[1]), keys.flatten(0, 1).mT, call.scale)
+    scores = scores.view(*rows.shape[:3], keys.shape[2])
+    if where.causal and not where.masked and is_nothing(less):
+        return scores.add_(scores.new_full(scores.shape[-2:], -INFINITE).triu_(1))
     return scores.add_(additive(call, where, less)) if where.masked or where.causal or not is_nothing(less) else scores
 
 
@@ -87,17 +94,16 @@ def by_weights(
         of_bias: accumulates the gradient of scores, summed to its shape.
     """
     query, key, value = tensors
-    of_scores = sums_of(grad_out, value.mT)
+    size, heads = weights.shape, key.shape[1]
+    rows, weights, grad_out = (grouped(x, heads) for x in (query, weights, grad_out))
+    keys = key.flatten(0, 1)
+    of_value = over_rows(weights, grad_out).view_as(value)
+    of_scores = torch.bmm(grad_out, value.flatten(0, 1).mT)
     if out is None:  # softmax_backward rounds so that the gradients of a row's scores add up to 0
         of_scores = softmax_backward(of_scores, weights)
     else:
-        of_scores = of_scores.sub_((grad_out * out).sum(-1, keepdim=True)).mul_(weights)
+        of_scores = of_scores.sub_((grad_out * grouped(out, heads)).sum(-1, keepdim=True)).mul_(weights)
     if of_bias is not None:
-        of_bias += of_scores.sum_to_size(of_bias.shape)
-    of_scores *= scale
-    heads = key.shape[1]
-    of_key, of_value = (
-        over_rows(grouped(a, heads), grouped(b, heads)).view_as(x)
-        for a, b, x in ((of_scores, query, key), (weights, grad_out, value))
-    )
-    return sums_of(of_scores, key), of_key, of_value
+        of_bias += of_scores.view(size).sum_to_size(of_bias.shape)
+    of_query = product(of_scores, keys, scale)
+    return of_query.view_as(query), over_rows(of_scores, rows, scale).view_as(key), of_value
