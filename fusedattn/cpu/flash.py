@@ -132,9 +132,8 @@ def mask(call: Call, where: Rectangle, less: float | Tensor) -> Tensor | None:
         return additive(call, where, less)
     if is_nothing(less):
         return None
-    batch, heads = call.query.shape[:2]
-    size = batch, heads, where.last - where.first, where.end - where.begin
-    return (-less if isinstance(less, Tensor) else call.query.new_full((1, 1, 1, 1), -less)).expand(size)
+    terms = -less if isinstance(less, Tensor) else call.query.new_full((1, 1, 1, 1), -less)
+    return terms.expand(-1, -1, where.last - where.first, where.end - where.begin)
 
 
 def is_exact(where: Rectangle, query: Tensor) -> bool:
@@ -248,9 +247,13 @@ def forward(call: Call, save: bool) -> Result:
     causal = at_once(call)
     if causal is not None and not (save and call.value.dtype == torch.bfloat16):
         less, everything = offset(call), Rectangle(0, call.query.shape[2], 0, call.key.shape[2], causal)
-        out, lse = attend(call.query, call.key, call.value, causal, mask(call, everything, less), call.scale)
-        out = arrange(out, call.query)
-        return Result(out, lse, out, less)
+        tensors, shape = call[:3], call.query.shape
+        if call.key.shape[1] == shape[1] and all(x.is_contiguous() for x in tensors):
+            # The kernel's output lies in memory as (B, S, H, D). From batches of one head it needs no `arrange`.
+            tensors = [x.view(-1, 1, *x.shape[2:]) for x in tensors]
+        out, lse = attend(*tensors, causal, mask(call, everything, less), call.scale)
+        out = arrange(out.view(shape), call.query)
+        return Result(out, lse.view(shape[:3]), out, less)
     like, call = call.query, to_wide(call)
     split, less = parts(call), offset(call)
     if len(split) == 1 and split[0].call is call:
