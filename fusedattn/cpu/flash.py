@@ -78,10 +78,13 @@ def width_of(call: Call) -> int:
     return max(call.query.shape[3], call.value.shape[3])
 
 
-def inputs_of(part: Part, columns: int) -> list[Tensor]:
-    """Return [query, key, value] of a part in the kernel's layout, zero where key_mask or query_mask hides them."""
+def inputs_of(part: Part, columns: int | None) -> list[Tensor]:
+    """Return [query, key, value] of a part, zero where key_mask or query_mask hides them.
+
+    columns: pad them to this number of columns, in the kernel's layout; None leaves them as they are.
+    """
     call = part.call
-    query, key, value = (in_columns(x, columns) for x in call[:3])
+    query, key, value = call[:3] if columns is None else (in_columns(x, columns) for x in call[:3])
     if has_holes(part):
         hidden = hidden_by(call.key_mask)
         key, value = key.masked_fill(hidden, 0.0), value.masked_fill(hidden, 0.0)
@@ -247,11 +250,11 @@ def forward(call: Call, save: bool) -> Result:
     causal = at_once(call)
     if causal is not None and not (save and call.value.dtype == torch.bfloat16):
         less, everything = offset(call), Rectangle(0, call.query.shape[2], 0, call.key.shape[2], causal)
-        tensors, shape = call[:3], call.query.shape
-        if call.key.shape[1] == shape[1] and all(x.is_contiguous() for x in tensors):
+        (query, key, value), shape = call[:3], call.query.shape
+        if key.shape[1] == shape[1] and query.is_contiguous() and key.is_contiguous() and value.is_contiguous():
             # The kernel's output lies in memory as (B, S, H, D). From batches of one head it needs no `arrange`.
-            tensors = [x.view(-1, 1, *x.shape[2:]) for x in tensors]
-        out, lse = attend(*tensors, causal, mask(call, everything, less), call.scale)
+            query, key, value = (x.view(-1, 1, *x.shape[2:]) for x in (query, key, value))
+        out, lse = attend(query, key, value, causal, mask(call, everything, less), call.scale)
         out = arrange(out.view(shape), call.query)
         return Result(out, lse.view(shape[:3]), out, less)
     like, call = call.query, to_wide(call)

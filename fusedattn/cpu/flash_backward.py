@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..call.layout import arrange
-from ..call.options import Call
+from ..call.options import Call, sliced
 from ..call.private import flash_attention_for_cpu_backward
 from ..naive import pairs
 from ..naive.blocks import Block, spans
@@ -18,6 +18,7 @@ from .small_k import by_weights, lse_of, scores_of, weights_in_place, weights_of
 from .tiling import Part, Rectangle, parts, rectangles
 from .value_mean import INFINITE, centre
 
+CHUNK = 2**21  # bytes of scores that fit a cache, for gradients computed from weights
 SCORES = 2**25  # bytes of scores that the formula computes at a time for the gradient of a bias
 
 
@@ -104,6 +105,37 @@ def _backward(part: Part, less: float, rows: Incoming, of_bias: Tensor | None) -
             totals[2] = torch.zeros_like(totals[2])
     grads = zip(totals, call[:3], strict=True)
     return [grad if grad.shape == x.shape else arrange(grad[..., : x.shape[3]], x) for grad, x in grads]
+
+
+def from_weights(
+    call: Call, weights: Tensor, grad_out: Tensor, grad_lse: Tensor | None, grad_weights: Tensor, need_bias: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None]:
+    """Return what `backward` does, from all weights and their gradient, for some batches and heads at a time."""
+    (batch, heads), group = call.key.shape[:2], call.query.shape[1] // call.key.shape[1]
+    if call.query_mask is not None:
+        hidden = flash.hidden_by(call.query_mask)
+        grad_out, grad_weights = (x.masked_fill(hidden, 0.0) for x in (grad_out, grad_weights))
+        grad_lse = None if grad_lse is None else grad_lse.masked_fill(hidden[..., 0], 0.0)
+    if call.key_mask is not None:
+        grad_weights = grad_weights.masked_fill(flash.hidden_by(call.key_mask).mT, 0.0)
+    tensors = flash.inputs_of(Part(call, 0, call.query.shape[2], 0, call.key.shape[2]), None)
+    of_bias = None if call.bias is None or not need_bias else torch.zeros_like(call.bias, dtype=grad_out.dtype)
+    grads = [x.new_zeros(x.shape) for x in tensors]
+    planes = max(1, CHUNK // max(1, group * weights.shape[2:].numel() * weights.element_size()))  # key heads at a time
+    for first, last in spans(batch, planes // max(1, heads)):
+        for begin, end in spans(heads, planes):
+            of_keys = slice(first, last), slice(begin, end)
+            of_rows = slice(first, last), slice(begin * group, end * group)
+            found = by_weights(
+                weights[of_rows], call.scale, [tensors[0][of_rows], *(x[of_keys] for x in tensors[1:])],
+                grad_out[of_rows], None, sliced("bias", of_bias, B=of_rows[0], H=of_rows[1]),
+                None if grad_lse is None else grad_lse[of_rows], grad_weights[of_rows],
+            )  # fmt: skip
+            for grad, where, x in zip(grads, (of_rows, of_keys, of_keys), found, strict=True):
+                grad[where] = x
+    of_query, of_key, of_value = grads
+    of_bias = None if of_bias is None or call.bias is None else of_bias.to(call.bias.dtype)
+    return of_query, of_key, of_value, of_bias, None
 
 
 def _of_sinks(call: Call, less: float, rows: Incoming, out: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from ..call.options import INPUTS, Call, device_of
 from ..call.private import flash_attention_for_cpu, flash_attention_for_cpu_backward
 from ..naive.formula import without_autocast
 from . import flash, flash_backward
-from .small_k import FEW, has_bias_gradient, is_few
+from .small_k import FEW, has_bias_gradient, has_weights_gradient, is_few
 from .tiling import is_widened
 
 # Heads with fewer columns have scores with long tails, for which the kernel's exponentials are too inaccurate.
@@ -47,11 +47,13 @@ def lacks_gradients(call: Call, grad_weights: Tensor | None, need: Sequence[bool
     """Return why `backward` cannot compute the gradients of a call, so that the naive formula must; empty if it can."""
     needed = [name for name, wanted in zip(INPUTS, need, strict=True) if wanted]
     lacks = [f"its kernel has no gradient of {name}" for name in needed if name not in _DIFFERENTIATED]
+    if grad_weights is not None:
+        return lacks if has_weights_gradient(call) else [*lacks, "its kernel has no gradient of weights in such a call"]
     if "bias" in needed and not has_bias_gradient(call):
         lacks.append("its kernel has no gradient of bias in such a call")
     if is_narrow(call):
         lacks.append(f"its kernel is too inaccurate for float32 heads narrower than {NARROW} with more than {FEW} keys")
-    return lacks if grad_weights is None else [*lacks, "its kernel has no gradient of weights"]
+    return lacks
 
 
 def stats_columns(dtype: torch.dtype, width: int) -> int:
@@ -90,9 +92,9 @@ def forward(call: Call, need_lse: bool, need_weights: bool, save: bool) -> tuple
     return out, lse, weights, kept.clone() if need_lse and save and out.dtype.itemsize != 2 else kept
 
 
-def reads_lse(call: Call) -> bool:
+def reads_lse(call: Call, grad_weights: Tensor | None) -> bool:
     """Return whether `backward` may read the saved lse. The formula does not if it computes all keys at once."""
-    return not is_few(call) or flash.at_once(call) is None
+    return grad_weights is None and (not is_few(call) or flash.at_once(call) is None)
 
 
 def too_large(lse: Tensor) -> bool:
@@ -103,14 +105,22 @@ def too_large(lse: Tensor) -> bool:
 
 
 @without_autocast
-def backward(call: Call, incoming: Sequence[Tensor | None], out: Tensor, stats: Tensor, need: Sequence[bool]) -> tuple:
+def backward(
+    call: Call, incoming: Sequence[Tensor | None], out: Tensor, weights: Tensor, stats: Tensor, need: Sequence[bool]
+) -> tuple:
     """Return the gradients of INPUTS, empty if not needed. Call it only if `lacks_gradients` returns [].
 
     Args:
-        incoming: gradients of output, lse and weights, or None.
+        incoming: gradients of output, lse and weights, or None. weights: read only if they have a gradient.
     """
-    grad_out, grad_lse, _ = incoming
+    grad_out, grad_lse, grad_weights = incoming
     needed = dict(zip(INPUTS, need, strict=True))
-    results = flash_backward.backward(call, grad_out, grad_lse, out, _kept(out, stats), stats[..., 0], needed["bias"])
+    results: Sequence[Tensor | None]
+    if grad_weights is not None:
+        grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+        results = flash_backward.from_weights(call, weights, grad_out, grad_lse, grad_weights, needed["bias"])
+    else:
+        kept, lse = _kept(out, stats), stats[..., 0]
+        results = flash_backward.backward(call, grad_out, grad_lse, out, kept, lse, needed["bias"])
     grads = dict(zip(_DIFFERENTIATED, results, strict=True))
     return tuple(grads[name] if wanted else out.new_empty(0) for name, wanted in needed.items())

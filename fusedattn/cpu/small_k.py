@@ -35,6 +35,14 @@ def product(a: Tensor, b: Tensor, scale: float) -> Tensor:
     return torch.baddbmm(out, a, b, beta=0, alpha=scale, out=out)
 
 
+def has_weights_gradient(call: Call) -> bool:
+    """Return whether `flash_backward.from_weights` can compute the gradients of a call whose weights have a gradient.
+
+    In 16 bits the weights are rounded, and sinks need the part of the weights that they took.
+    """
+    return call.query.dtype.itemsize >= 4 and not call.partial and call.cu_seqlens_q is call.sinks is None
+
+
 def over_rows(a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
     """Return scale * a.mT @ b as a sum of partial sums: MKL may lose digits when it sums many rows."""
     rows = a.shape[1]
@@ -85,13 +93,14 @@ def lse_of(scores: Tensor, weights: Tensor) -> Tensor:
 
 def by_weights(
     weights: Tensor, scale: float, tensors: Sequence[Tensor], grad_out: Tensor, out: Tensor | None,
-    of_bias: Tensor | None = None,
+    of_bias: Tensor | None = None, grad_lse: Tensor | None = None, grad_weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return gradients of query, key and value from the weights.
 
     Args:
         out: the output of the rows over all keys; None if `weights` holds all their weights.
         of_bias: accumulates the gradient of scores, summed to its shape.
+        grad_lse, grad_weights: only with out=None.
     """
     query, key, value = tensors
     size, heads = weights.shape, key.shape[1]
@@ -99,8 +108,12 @@ def by_weights(
     keys = key.flatten(0, 1)
     of_value = over_rows(weights, grad_out).view_as(value)
     of_scores = torch.bmm(grad_out, value.flatten(0, 1).mT)
+    if grad_weights is not None:
+        of_scores.view(size).add_(grad_weights)
     if out is None:  # softmax_backward rounds so that the gradients of a row's scores add up to 0
         of_scores = softmax_backward(of_scores, weights)
+        if grad_lse is not None:
+            of_scores.addcmul_(weights, grouped(grad_lse[..., None], heads))
     else:
         of_scores = of_scores.sub_((grad_out * grouped(out, heads)).sum(-1, keepdim=True)).mul_(weights)
     if of_bias is not None:

@@ -96,6 +96,26 @@ def test_weights(case):
     assert got.dtype == case.dtype and found.ok, found
 
 
+@pytest.mark.parametrize("grads", ["out, lse and weights", "out and weights", "weights"])
+@pytest.mark.parametrize("case", sample.named(x for x in (*cases.SINGLE, *LONG) if taken(x)))
+@pytest.mark.one_in(3)
+def test_gradients_through_the_weights(case, grads, poison):
+    tensors, options = (case := case._replace(grads=grads)).draw()
+    got = with_gradients(fa.attention, tensors, options, grads, ("bias", "sinks"), backend="cpu")
+    assert_close(got, tensors, options, grads)
+
+
+def test_gradients_through_the_weights_of_many_heads():
+    """Too many scores for one step: several heads at a time, and several batches."""
+    for shape in ((2, 6, 3, 420), (9, 2, 2, 150)):
+        batch, heads, kv_heads, length = shape
+        case = Case("large", B=batch, Hq=heads, Hkv=kv_heads, Sq=length, Sk=length, grads="out and weights")
+        for options in (dict(causal=True), dict(bias="pairs"), dict(bias="keys"), dict(bias="batch")):
+            tensors, given = (case := case._replace(**options)).draw()
+            got = with_gradients(fa.attention, tensors, given, case.grads, ("bias",), backend="cpu")
+            assert_close(got, tensors, given, case.grads)
+
+
 def packed(case, number, backend):
     rows, keys = PACKINGS[number % len(PACKINGS)]
     case = case._replace(B=len(rows), Sq=max(rows), Sk=max(keys))
