@@ -1,6 +1,6 @@
 """The backward of a Call by PyTorch's fused kernel for CPUs, one rectangle of scores at a time."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,7 +18,8 @@ from .small_k import by_weights, lse_of, scores_of, weights_in_place, weights_of
 from .tiling import Part, Rectangle, parts, rectangles
 from .value_mean import INFINITE, centre
 
-CHUNK = 2**21  # bytes of scores that fit a cache, for gradients computed from weights
+Heads = tuple[slice, slice]  # of batches and of query heads
+SCORES_AT_ONCE = 2**21  # bytes of scores that fit a cache; the formula computes gradients of heads with so many
 SCORES = 2**25  # bytes of scores that the formula computes at a time for the gradient of a bias
 
 
@@ -110,8 +111,7 @@ def _backward(part: Part, less: float, rows: Incoming, of_bias: Tensor | None) -
 def from_weights(
     call: Call, weights: Tensor, grad_out: Tensor, grad_lse: Tensor | None, grad_weights: Tensor, need_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None]:
-    """Return what `backward` does, from all weights and their gradient, for some batches and heads at a time."""
-    (batch, heads), group = call.key.shape[:2], call.query.shape[1] // call.key.shape[1]
+    """Return what `backward` does, from all weights and their gradient."""
     if call.query_mask is not None:
         hidden = flash.hidden_by(call.query_mask)
         grad_out, grad_weights = (x.masked_fill(hidden, 0.0) for x in (grad_out, grad_weights))
@@ -120,22 +120,36 @@ def from_weights(
         grad_weights = grad_weights.masked_fill(flash.hidden_by(call.key_mask).mT, 0.0)
     tensors = flash.inputs_of(Part(call, 0, call.query.shape[2], 0, call.key.shape[2]), None)
     of_bias = None if call.bias is None or not need_bias else torch.zeros_like(call.bias, dtype=grad_out.dtype)
-    grads = [x.new_zeros(x.shape) for x in tensors]
-    planes = max(1, CHUNK // max(1, group * weights.shape[2:].numel() * weights.element_size()))  # key heads at a time
-    for first, last in spans(batch, planes // max(1, heads)):
-        for begin, end in spans(heads, planes):
+
+    def of_heads(of_rows: Heads, some: Sequence[Tensor]) -> Sequence[Tensor]:
+        bias = sliced("bias", of_bias, B=of_rows[0], H=of_rows[1])
+        lse = None if grad_lse is None else grad_lse[of_rows]
+        return by_weights(weights[of_rows], call.scale, some, grad_out[of_rows], None, bias, lse, grad_weights[of_rows])
+
+    query, key, value = _by_heads(tensors, of_heads)
+    return query, key, value, None if of_bias is None or call.bias is None else of_bias.to(call.bias.dtype), None
+
+
+def _by_heads(tensors: Sequence[Tensor], of_heads: Callable[[Heads, Sequence[Tensor]], Sequence[Tensor]]) -> list:
+    """Return the gradients of query, key and value, computed for a few batches and heads at a time.
+
+    of_heads: returns them for some batches and query heads, from (slices of these, their query, key and value).
+    """
+    query, key, _ = tensors
+    (batch, heads, keys, _), group, rows = key.shape, query.shape[1] // key.shape[1], query.shape[2]
+    count = max(1, SCORES_AT_ONCE // max(1, group * rows * keys * query.element_size()))  # key heads at a time
+    if count >= batch * heads:
+        return list(of_heads((slice(None), slice(None)), tensors))
+    grads = [torch.empty_like(x) for x in tensors]
+    for first, last in spans(batch, count // heads):
+        for begin, end in spans(heads, count):
             of_keys = slice(first, last), slice(begin, end)
             of_rows = slice(first, last), slice(begin * group, end * group)
-            found = by_weights(
-                weights[of_rows], call.scale, [tensors[0][of_rows], *(x[of_keys] for x in tensors[1:])],
-                grad_out[of_rows], None, sliced("bias", of_bias, B=of_rows[0], H=of_rows[1]),
-                None if grad_lse is None else grad_lse[of_rows], grad_weights[of_rows],
-            )  # fmt: skip
-            for grad, where, x in zip(grads, (of_rows, of_keys, of_keys), found, strict=True):
-                grad[where] = x
-    of_query, of_key, of_value = grads
-    of_bias = None if of_bias is None or call.bias is None else of_bias.to(call.bias.dtype)
-    return of_query, of_key, of_value, of_bias, None
+            places = of_rows, of_keys, of_keys
+            found = of_heads(of_rows, [x[place] for x, place in zip(tensors, places, strict=True)])
+            for grad, place, x in zip(grads, places, found, strict=True):
+                grad[place] = x
+    return grads
 
 
 def _of_sinks(call: Call, less: float, rows: Incoming, out: Tensor) -> Tensor:
@@ -162,11 +176,16 @@ def backward(
     """
     causal = flash.at_once(call) if grad_lse is None and call.value.dtype != torch.bfloat16 else None
     if causal is not None and grad_out is not None:
+        incoming = grad_out
         less, everything = flash.offset(call), Rectangle(0, call.query.shape[2], 0, call.key.shape[2], causal)
         if flash.is_exact(everything, call.query):
-            query, key, value = _by_formula(call, everything, less, call[:3], grad_out, None, None, None)
+
+            def of_heads(of_rows: Heads, some: Sequence[Tensor]) -> Sequence[Tensor]:
+                return _by_formula(call, everything, less, some, incoming[of_rows], None, None, None)
+
+            query, key, value = _by_heads(call[:3], of_heads)
         else:
-            incoming = flash.in_columns(grad_out, call.value.shape[3])
+            incoming = flash.in_columns(incoming, call.value.shape[3])
             query, key, value = _by_kernel(call, everything, less, incoming, *call[:3], out, lse)
         return query, key, value, None, None
     of_bias = None if call.bias is None or not need_bias else torch.zeros_like(call.bias, dtype=lse.dtype)

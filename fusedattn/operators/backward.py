@@ -33,7 +33,7 @@ def any_failed(call):
 def _backward(*arguments):
     (*incoming, out, weights, stats), call, (backend, need) = BACKWARD.split(arguments)
     grad_out, grad_lse, grad_weights = incoming
-    fused = backend == "cpu" and not cpu.lacks_gradients(call, grad_weights, need)
+    fused = backend == "cpu" and out.numel() and not cpu.lacks_gradients(call, grad_weights, need)
     if fused and (call.partial or not (cpu.reads_lse(call, grad_weights) and cpu.too_large(stats[..., 0]))):
         return cpu.backward(call, incoming, out, weights, stats, need)
     grads = new_backward(*arguments)

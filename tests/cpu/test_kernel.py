@@ -45,10 +45,12 @@ def test_sizes_of_zero(sizes, options):
     if "key_mask" in options:
         options = dict(key_mask=torch.zeros(keys, dtype=torch.bool))
     leaves = [x.requires_grad_() for x in (query, key, key.clone())]
-    out, lse = fa.attention(*leaves, **options, return_lse=True, backend="cpu")
-    grads = torch.autograd.grad(out.sum() + lse.nan_to_num(0, 0, 0).sum(), leaves)
+    out, lse, weights = fa.attention(*leaves, **options, return_lse=True, return_weights=True, backend="cpu")
     assert_like((out, lse), lambda: naive(*leaves, **options))
-    assert [x.shape for x in grads] == [x.shape for x in leaves]
+    for more in (0.0, weights.sum()):
+        loss = out.sum() + lse.nan_to_num(0, 0, 0).sum() + more
+        grads = torch.autograd.grad(loss, leaves, retain_graph=True)
+        assert [x.shape for x in grads] == [x.shape for x in leaves]
 
 
 def test_without_the_kernel_the_naive_path_is_taken(monkeypatch):
