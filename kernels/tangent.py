@@ -13,19 +13,6 @@ from .vocabulary import copies, dropout, masks, memory, row_sums, saved_stats, s
 
 
 @triton.jit
-def _of_products(q, t_q, k, t_k, like, spec: tl.constexpr):
-    """Return t_q @ k.T + q @ t_k.T, the tangent of q @ k.T. A tangent of None stands for 0."""
-    dtype: tl.constexpr = like.dtype
-    t_x = tl.zeros(like.shape, dtype)
-    if t_q is not None:
-        t_x = tl.dot(t_q, k.T, t_x, input_precision=spec.PRECISION, out_dtype=dtype)
-    if t_k is not None:
-        copies.fence_later(spec.BY_THREADS)
-        t_x = tl.dot(q, t_k.T, t_x, input_precision=spec.PRECISION, out_dtype=dtype)
-    return t_x
-
-
-@triton.jit
 def _walk(
     out, total, q, t_q, k, v, t_k, t_v, tangents, row, rows, band, rules, plane, tile_list, begin, end,
     spec: tl.constexpr, BLOCK_N: tl.constexpr, CHECK: tl.constexpr,
@@ -46,7 +33,7 @@ def _walk(
         x = tl.dot(q, k_tile.T, input_precision=spec.PRECISION, out_dtype=out.dtype)
         s, dcap = scores.apply(rules.score, x, bias, band, plane, r, c)
         p = softmax.weights(s, row, rules.score.softmax_scale)
-        t_x = _of_products(q, t_q, k_tile, t_k_tile, x, spec)
+        t_x = scores.tangent_of_products(q, t_q, k_tile, t_k_tile, x, spec)
         t_s = scores.tangent(rules.score, t_x, dcap, t_bias, tangents, band, plane, r, c)
         if CHECK:
             seen = masks.visible(rules.masks, shown, band, plane, r, c)
@@ -122,50 +109,3 @@ def tangent(
     if rules.masks.rows is not None:
         t_out = tl.where(real[:, None], t_out, 0.0)
     memory.store(memory.of_rows(TangentOut, plane), rows, q_len, t_out, spec.DV)
-
-
-@triton.jit(do_not_specialize=["heads", "q_len", "k_len", "columns", "left", "right"])
-def tangent_weights(
-    Q, K, Stats, TangentLse, TangentWeights,
-    tangents, sequences, heads, q_len, k_len, columns, left, right, rules,
-    spec: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Write TangentWeights, a View of (B, Hq, Sq, columns), after dropout: one program per tile, as in `weights`.
-
-    TangentLse comes from `tangent`.
-    """
-    across = tl.cdiv(columns, BLOCK_N)
-    pid, tile, programs = tl.program_id(0) // across, tl.program_id(0) % across, tl.num_programs(0) // across
-    block, plane, q_len, k_len = span.locate(sequences, pid, programs, q_len, k_len, heads, BLOCK_M, BY_KEYS=False)
-    if sequences is not None:
-        block = tl.maximum(block, 0)
-    rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
-    cols = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    r, c = rows[:, None], cols[None, :]
-    band = span.band(q_len, k_len, left, right, spec.TOP_LEFT)
-    begin, full, full_end, end = span.blocks(band, block * BLOCK_M, BLOCK_M, BLOCK_N)
-    dtype: tl.constexpr = Q.base.dtype.element_ty
-    t_p = tl.zeros([BLOCK_M, BLOCK_N], memory.wide(dtype))
-    if (tile >= begin) & (tile < end):
-        real = masks.real_rows(rules.masks, plane, rows, q_len)
-        exists = masks.real_keys(rules.masks, plane, cols, k_len)
-        q = memory.load(memory.of_rows(Q, plane), rows, real, spec.D)
-        t_q = None if tangents.q is None else memory.load(memory.of_rows(tangents.q, plane), rows, real, spec.D)
-        kv = span.kv_head(plane, spec.GROUP)
-        k = memory.load(memory.of_keys(K, kv), cols, exists, spec.D)
-        t_k = None if tangents.k is None else memory.load(memory.of_keys(tangents.k, kv), cols, exists, spec.D)
-        stats = saved_stats.table(Stats, plane, q_len, dtype, spec.DV)
-        row = softmax.down(saved_stats.load(stats, rows, q_len))
-        x = tl.dot(q, k.T, input_precision=spec.PRECISION, out_dtype=t_p.dtype)
-        shown = masks.shown(rules.masks, band, plane, r, c, CHECK=True)
-        bias = scores.pairs(rules.score.bias, band, plane, r, c, CHECK=True)
-        t_bias = scores.pairs(tangents.bias, band, plane, r, c, CHECK=True)
-        s, dcap = scores.apply(rules.score, x, bias, band, plane, r, c)
-        p = dropout.drop(rules.dropout, softmax.weights(s, row, rules.score.softmax_scale), plane, r, c)
-        t_x = _of_products(q, t_q, k, t_k, x, spec)
-        t_s = scores.tangent(rules.score, t_x, dcap, t_bias, tangents, band, plane, r, c)
-        if tangents.bias is not None:
-            t_s = tl.where(p > 0, t_s, 0.0)
-        mean = memory.load_column(memory.table(TangentLse, plane, q_len, 1), rows, q_len, 0)
-        t_p = tl.where(masks.visible(rules.masks, shown, band, plane, r, c), p * (t_s - mean[:, None]), 0.0)
-    memory.store_pairs(memory.of_rows(TangentWeights, plane), r, c, q_len, columns, t_p)

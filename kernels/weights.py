@@ -1,20 +1,21 @@
-"""Attention weights from the row statistics of the forward: one program per tile."""
+"""Attention weights from the row statistics of the forward, or their tangents: one program per tile."""
 
 import triton
 import triton.language as tl
 
-from .vocabulary import dropout as dropping, masks as masking, memory, saved_stats, scores, softmax, span
+from .vocabulary import dropout, masks, memory, saved_stats, scores, softmax, span
 
 
 @triton.jit(do_not_specialize=["heads", "q_len", "k_len", "columns", "left", "right"])
 def weights(
-    Q, K, Weights, Stats,
-    sequences, heads, q_len, k_len, columns, left, right, rules,
+    Q, K, Weights, Stats, TangentLse,
+    tangents, sequences, heads, q_len, k_len, columns, left, right, rules,
     spec: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Write Weights, a View of (B, Hq, Sq, columns), after dropout.
+    """Write Weights, a View of (B, Hq, Sq, columns), after dropout; unless TangentLse is None, their tangent instead.
 
-    columns is the number of keys, or of the longest packed sequence's keys. Shorter sequences are padded with 0.
+    TangentLse comes from the kernel `tangent`. columns is the number of keys, or of the longest packed sequence's keys.
+    Shorter sequences are padded with 0.
     """
     across = tl.cdiv(columns, BLOCK_N)
     pid, tile, programs = tl.program_id(0) // across, tl.program_id(0) % across, tl.num_programs(0) // across
@@ -28,19 +29,30 @@ def weights(
     begin, full, full_end, end = span.blocks(band, block * BLOCK_M, BLOCK_M, BLOCK_N)
     p = tl.zeros([BLOCK_M, BLOCK_N], memory.wide(Q.base.dtype.element_ty))
     if (tile >= begin) & (tile < end):
-        q = memory.load(memory.of_rows(Q, plane), rows, masking.real_rows(rules.masks, plane, rows, q_len), spec.D)
-        kv = memory.of_keys(K, span.kv_head(plane, spec.GROUP))
-        k = memory.load(kv, cols, masking.real_keys(rules.masks, plane, cols, k_len), spec.D)
+        real = masks.real_rows(rules.masks, plane, rows, q_len)
+        exists = masks.real_keys(rules.masks, plane, cols, k_len)
+        q = memory.load(memory.of_rows(Q, plane), rows, real, spec.D)
+        t_q = None if tangents.q is None else memory.load(memory.of_rows(tangents.q, plane), rows, real, spec.D)
+        kv = span.kv_head(plane, spec.GROUP)
+        k = memory.load(memory.of_keys(K, kv), cols, exists, spec.D)
+        t_k = None if tangents.k is None else memory.load(memory.of_keys(tangents.k, kv), cols, exists, spec.D)
         stats = saved_stats.table(Stats, plane, q_len, Q.base.dtype.element_ty, spec.DV)
         row = softmax.down(saved_stats.load(stats, rows, q_len))
         x = tl.dot(q, k.T, input_precision=spec.PRECISION, out_dtype=p.dtype)
-        shown = masking.shown(rules.masks, band, plane, r, c, CHECK=True)
+        shown = masks.shown(rules.masks, band, plane, r, c, CHECK=True)
         bias = scores.pairs(rules.score.bias, band, plane, r, c, CHECK=True)
+        t_bias = scores.pairs(tangents.bias, band, plane, r, c, CHECK=True)
         s, dcap = scores.apply(rules.score, x, bias, band, plane, r, c)
-        p = tl.where(
-            masking.visible(rules.masks, shown, band, plane, r, c),
-            softmax.weights(s, row, rules.score.softmax_scale),
-            0.0,
-        )
-        p = dropping.drop(rules.dropout, p, plane, r, c)
+        if TangentLse is None:
+            seen = masks.visible(rules.masks, shown, band, plane, r, c)
+            p = tl.where(seen, softmax.weights(s, row, rules.score.softmax_scale), 0.0)
+            p = dropout.drop(rules.dropout, p, plane, r, c)
+        else:
+            p = dropout.drop(rules.dropout, softmax.weights(s, row, rules.score.softmax_scale), plane, r, c)
+            t_x = scores.tangent_of_products(q, t_q, k, t_k, x, spec)
+            t_s = scores.tangent(rules.score, t_x, dcap, t_bias, tangents, band, plane, r, c)
+            if tangents.bias is not None:
+                t_s = tl.where(p > 0, t_s, 0.0)
+            mean = memory.load_column(memory.table(TangentLse, plane, q_len, 1), rows, q_len, 0)
+            p = tl.where(masks.visible(rules.masks, shown, band, plane, r, c), p * (t_s - mean[:, None]), 0.0)
     memory.store_pairs(memory.of_rows(Weights, plane), r, c, q_len, columns, p)

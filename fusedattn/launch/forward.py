@@ -34,13 +34,14 @@ def _forward(out, lse, stats, call):
     blocks.run_by_rows("forward", call, launched, blocks.block_mask_of(call))
 
 
-def launch_weights(name, launched, columns: int, call: Call):
-    """Launch the kernel of weights, or of their tangents. launched: arguments except `columns` and `sequences`."""
+def _launch_weights(name, weights, launched, call: Call):
+    """Launch the kernel of weights, or of their tangents. launched: arguments except those made from `weights`."""
+    columns = weights.shape[3]
     run.run_tiled(
         name,
         call,
         lambda tile: blocks.slots(call, tile.rows) * cdiv(columns, tile.keys) * call.query.shape[1],
-        {key: x for key, x in launched.items() if key != "V"} | dict(columns=columns),
+        {key: x for key, x in launched.items() if key != "V"} | dict(Weights=arguments.of(weights), columns=columns),
         lambda tile: dict(sequences=blocks.sequences_of(call, tile.rows)),
     )
 
@@ -49,8 +50,8 @@ def launch_forward(out, lse, weights, stats, call: Call, on_hopper: bool):
     """Fill out and, unless None, lse, weights and stats; weights need stats."""
     (_forward_on_hopper if on_hopper else _forward)(out, lse, stats, call)
     if weights is not None:
-        launched = arguments.common(call) | dict(Weights=arguments.of(weights), Stats=stats)
-        launch_weights("weights", launched, weights.shape[3], call)
+        launched = arguments.common(call) | dict(Stats=stats, TangentLse=None, tangents=Tangents())
+        _launch_weights("weights", weights, launched, call)
 
 
 def launch_tangent(tangent_out, tangent_lse, tangent_weights, tangents, out, stats, call: Call):
@@ -69,5 +70,4 @@ def launch_tangent(tangent_out, tangent_lse, tangent_weights, tangents, out, sta
     launched["spec"] = shared["spec"]._replace(BY_THREADS=by_threads)
     blocks.run_by_rows("tangent", call, launched, blocks.block_mask_of(call))
     if tangent_weights is not None:
-        launched = shared | dict(TangentWeights=arguments.of(tangent_weights))
-        launch_weights("tangent_weights", launched, tangent_weights.shape[3], call)
+        _launch_weights("tangent_weights", tangent_weights, shared, call)

@@ -20,7 +20,7 @@ from ..kernels.dq import dq
 from ..kernels.forward import forward
 from ..kernels.preprocess import postprocess, preprocess
 from ..kernels.sequences import fill_slots
-from ..kernels.tangent import tangent, tangent_weights
+from ..kernels.tangent import tangent
 from ..kernels.vocabulary.memory import width
 from ..kernels.weights import weights
 from . import failures, hopper, launcher, tile_table, tuned
@@ -107,9 +107,10 @@ def multiprocessors(device):
 
 
 KERNELS = {x.__name__: x for x in (forward, preprocess, postprocess, dq, dkdv, dbias, tangent, append, combine)}
-KERNELS |= {x.__name__: x for x in (weights, tangent_weights, block_mask, tile_lists, fill_slots)}
+KERNELS |= {x.__name__: x for x in (weights, block_mask, tile_lists, fill_slots)}
 KERNELS |= dict.fromkeys(tile_table.DECODE, decode)
 KERNELS["one_pass"] = dkdv  # also accumulates dq, with tiles of its own
+KERNELS["tangent_weights"] = weights
 if hopper.kernel is not None:
     KERNELS["hopper"] = hopper.kernel
     KERNELS |= dict.fromkeys(("hopper_bwd", "hopper_bwd_deterministic"), hopper.backward_kernel)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from . import memory, span
+from . import copies, memory, span
 
 
 class Score(NamedTuple):
@@ -29,12 +29,12 @@ class Score(NamedTuple):
 class Tangents(NamedTuple):
     """Tangents of the inputs: Views with the shapes of the inputs; None stands for zero."""
 
-    q: memory.View
-    k: memory.View
-    v: memory.View
-    bias: memory.View
-    alibi_slopes: memory.View
-    sinks: memory.View
+    q: memory.View = None
+    k: memory.View = None
+    v: memory.View = None
+    bias: memory.View = None
+    alibi_slopes: memory.View = None
+    sinks: memory.View = None
 
 
 def score(scale, cap=None, bias=None, shift=0, alibi_slopes=None, sinks=None):
@@ -129,6 +129,19 @@ def apply_dcap(score, dcap, ds):
 def grad(score, total):
     """Scale the gradient of q or k, which is the sum over tiles of `apply_dcap(ds)` @ (k or q)."""
     return total * (score.softmax_scale if score.scale is None else score.scale)
+
+
+@triton.jit
+def tangent_of_products(q, t_q, k, t_k, like, spec: tl.constexpr):
+    """Return t_q @ k.T + q @ t_k.T, the tangent of q @ k.T. A tangent of None stands for 0."""
+    dtype: tl.constexpr = like.dtype
+    t_x = tl.zeros(like.shape, dtype)
+    if t_q is not None:
+        t_x = tl.dot(t_q, k.T, t_x, input_precision=spec.PRECISION, out_dtype=dtype)
+    if t_k is not None:
+        copies.fence_later(spec.BY_THREADS)
+        t_x = tl.dot(q, t_k.T, t_x, input_precision=spec.PRECISION, out_dtype=dtype)
+    return t_x
 
 
 @triton.jit
