@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 import fusedattn as fa
 from fusedattn.call import decode, rules
 from fusedattn.call.options import Arguments, Call
-from fusedattn.compat import _provider
+from fusedattn.compat import _switch
 
 from .conftest import INTERPRETED, run_python
 
@@ -127,4 +127,4 @@ def passes_compiled(*files, marks=""):
 def provider_on_cpu(get_kernel):
     """Register the provider's operators for CPU tensors, for which torch has none, until `.remove()`."""
     with mock.patch.object(torch.library, "get_kernel", get_kernel):
-        return _provider.Override(_provider.REPLACED, "CPU")
+        return _switch.Override(_switch.REPLACED, "CPU")

@@ -12,9 +12,8 @@ from torch.types import Device
 from ..call.numbers import as_python
 from ..call.rules import FLOATING, check_flags, check_place, check_shape, check_strided, fail, unfit
 from ..layers.attention import attend, check_input, check_layer, check_sizes
-from ._provider import register, sdpa_provider
 from ._sdpa import scaled_dot_product_attention
-from ._switch import disable_sdpa, enable_sdpa, sdpa
+from ._switch import disable_sdpa, enable_sdpa, register, sdpa, sdpa_provider
 
 __all__ = ["MultiheadAttention", "convert", "disable_sdpa", "enable_sdpa", "register", "scaled_dot_product_attention"]
 __all__ += ["sdpa", "sdpa_provider"]
