@@ -12,6 +12,7 @@ from .call.options import Arguments, results
 from .call.overrides import overridable
 from .call.rules import check_flags, check_names, checked
 from .naive import formula
+from .naive.inputs import prepared
 
 
 def _naive(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -55,4 +56,5 @@ def eager(
     check_flags(return_lse=return_lse, return_weights=return_weights)
     check_names("eager", options, Arguments._fields)
     call = checked(Arguments(query, key, value, **options))
-    return results(query.dim(), *formula.run_eagerly(call, return_lse, return_weights))
+    as_written = formula.of_all(prepared(call, call.query.dtype), return_lse, return_weights, formula.AS_WRITTEN)
+    return results(query.dim(), *as_written)

@@ -1,6 +1,5 @@
 """Appends to key-value caches, and turns a Decode into a Call: pages are gathered, unused slots masked."""
 
-import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from ..call.decode import Decode, capacity_of
 from ..call.layout import arrange
-from ..call.options import Call, plain
+from ..call.options import Call, is_known, plain
 from ..call.private import holds, unmapped
 from ..call.rules import fail
 from .varlen import of_batches
@@ -69,25 +68,6 @@ def _gathered(cache: Tensor, table: Tensor | None) -> Tensor:
     return cache[table.long().clamp(0, pages - 1)].transpose(1, 2).flatten(2, 3)
 
 
-def _with_shifts(call: Call, shift: Tensor) -> Call:
-    """Express causal, window and slopes by mask and bias: in batch b, the diagonal of row i is at key i + shift[b]."""
-    if call.top_left or (call.left is None and call.right is None and call.alibi_slopes is None):
-        return call
-    device = shift.device
-    diagonal = torch.arange(call.query.shape[2], device=device)[:, None] + shift[:, None, None, None]
-    offset = torch.arange(call.key.shape[2], device=device) - diagonal  # (B, 1, Sq, capacity)
-    conditions = [] if call.mask is None else [call.mask]
-    conditions += [] if call.left is None else [offset >= -call.left]
-    conditions += [] if call.right is None else [offset <= call.right]
-    mask = functools.reduce(Tensor.logical_and, conditions) if conditions else None
-    bias = call.bias
-    if call.alibi_slopes is not None:
-        wide = torch.promote_types(call.query.dtype, torch.float32)
-        penalty = -call.alibi_slopes.to(wide)[:, :, None, None] * offset.abs()
-        bias = penalty if bias is None else penalty + bias
-    return call._replace(mask=mask, bias=bias, left=None, right=None, alibi_slopes=None)
-
-
 def _lengths(decode: Decode) -> tuple[Tensor, Tensor]:
     """Return the length of each sequence before and after the append."""
     before = decode.lengths.long().clamp(0, capacity_of(decode))
@@ -126,12 +106,19 @@ def append(decode: Decode) -> None:
 
 
 def dense(decode: Decode) -> Call:
-    """Return the equivalent Call of `attention`. Call this after `append`, which fills the caches."""
+    """Return the equivalent padded Call. Call this after `append`, which fills the caches.
+
+    If a diagonal counts, the Call has the offsets that `varlen.padded` would give it: sequences differ in length.
+    """
     call, (_, after) = rotated_query(decode), _lengths(decode)
     real = torch.arange(call.key.shape[2], device=after.device) < after[:, None]
     real = real if call.key_mask is None else real & call.key_mask
     key, value = _gathered(decode.key_cache, decode.table), _gathered(decode.value_cache, decode.table)
-    return _with_shifts(call, after - call.query.shape[2])._replace(key=key, value=value, key_mask=real)
+    call = call._replace(key=key, value=value, key_mask=real)
+    if call.top_left or call.left is call.right is call.alibi_slopes is None:
+        return call
+    rows = torch.arange(after.shape[0] + 1, device=after.device) * call.query.shape[2]
+    return call._replace(cu_seqlens_q=rows, cu_seqlens_k=torch.nn.functional.pad(after.cumsum(0), (1, 0)))
 
 
 def by_length(decode: Decode) -> list[Call] | None:
@@ -139,9 +126,7 @@ def by_length(decode: Decode) -> list[Call] | None:
 
     Return None if that skips too few keys, or if reading lengths would cause a host sync, a graph break or an error.
     """
-    if torch.compiler.is_compiling() or decode.lengths.device.type != "cpu" or not len(decode.lengths):
-        return None
-    if not plain((*decode, *decode.call)):
+    if not is_known(decode.lengths) or not len(decode.lengths) or not plain((*decode, *decode.call)):
         return None
     call, lengths = rotated_query(decode), _lengths(decode)[1].tolist()
     runs = list(alike(lengths))

@@ -224,10 +224,9 @@ def without_autocast(function):
     return run
 
 
-@without_autocast
 def run_naive(call: Call, need_lse: bool, need_weights: bool) -> tuple:
     """Return (output, lse or None, weights or None) of a checked call: the backend "naive"."""
-    return by_sequence(lambda padded: _run(padded, need_lse, need_weights), call)
+    return by_sequence(lambda padded: run_padded(padded, need_lse, need_weights), call)
 
 
 def by_part(run: Callable[..., tuple], *cuts: list[list[Part]]) -> tuple:
@@ -258,8 +257,9 @@ def by_sequence(run: Callable[..., tuple], *calls: Call) -> tuple:
     return arrange(out, call.query), lse, weights
 
 
-def _run(call: Call, need_lse: bool, need_weights: bool) -> tuple:
-    """Compute `run_naive` of a call without packed sequences. `by_sequence` may have padded it."""
+@without_autocast
+def run_padded(call: Call, need_lse: bool, need_weights: bool) -> tuple:
+    """Compute `run_naive` of a call without packed sequences; if it has offsets, it was padded."""
     wide = prepared(call, wide_dtype(call))
     if not sized(wide):  # with symbolic sizes torch 2.10 cannot export merged dimensions
         out, lse, weights = of_all(wide, need_lse, need_weights, AS_WRITTEN)
@@ -273,17 +273,12 @@ def _run(call: Call, need_lse: bool, need_weights: bool) -> tuple:
     return arrange(out, call.query), lse, weights
 
 
-def run_eagerly(call: Call, need_lse: bool, need_weights: bool) -> tuple:
-    """Compute `run_naive` as users write attention: all rows at once, each step in the dtype of the inputs."""
-    return of_all(prepared(call, call.query.dtype), need_lse, need_weights, AS_WRITTEN)
-
-
 def run_decode(decode: Decode, need_lse: bool, need_weights: bool) -> tuple:
     """Append new keys, and return (output, lse or None, weights or None) of a Decode: the backend "naive"."""
     append(decode)
     calls = by_length(decode)
     if calls is None:
-        return run_naive(dense(decode), need_lse, need_weights)
+        return run_padded(dense(decode), need_lse, need_weights)
     results = [run_naive(call, need_lse, need_weights) for call in calls]
     out, lse, weights = joined(results, 0, decode.call.key.shape[2])
     return arrange(out, decode.call.query), lse, weights

@@ -49,7 +49,7 @@ def _attend(decode: Decode, need_lse: bool, backend: str) -> tuple[Tensor, Tenso
         from ..launch.decode import launch_decode
 
         def naive():
-            fallback.fill(results, formula.run_naive(naive_decode.dense(decode), need_lse, False))
+            fallback.fill(results, formula.run_padded(naive_decode.dense(decode), need_lse, False))
 
         fallback.by_kernel(decode.call, [lambda: launch_decode(out, lse, decode)], naive)
     return results
@@ -75,7 +75,8 @@ def _new_decode(*arguments):
 
 def _decompose(*arguments):
     decode, need_lse, _ = _decode(*arguments)
-    return fallback.results(naive_decode.dense(decode), need_lse, False, False)[:2]
+    out, lse, _ = formula.run_padded(naive_decode.dense(decode), need_lse, False)
+    return out, out.new_empty(0) if lse is None else lse
 
 
 def _check_decode(*arguments):
@@ -126,7 +127,7 @@ def _run(decode: Decode, need_lse: bool, need_weights: bool, backend: str):
             out, lse = OPERATORS.decode(call.query, *caches, decode.added, *rotary, *options, need_lse, backend)
     if appends and not compiling:  # a compiler knows from the operator's schema that caches change
         torch.autograd.graph.increment_version((decode.key_cache, decode.value_cache))
-    weights = formula.run_naive(naive_decode.dense(decode), False, True)[2] if need_weights else None
+    weights = formula.run_padded(naive_decode.dense(decode), False, True)[2] if need_weights else None
     return out, lse if need_lse else None, weights
 
 
