@@ -5,7 +5,6 @@ import multiprocessing
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from typing import NamedTuple
 
 import torch
 
@@ -18,18 +17,8 @@ from .output import Output, Problem
 PASSES = ("backward", "training", "inference")  # the slowest first; training is a forward that saves for a backward
 
 
-class Compiled(NamedTuple):
-    """Result of compiling one of PASSES for a case: number of kernels, seconds, and the error or ''."""
-
-    case: Case
-    what: str  # one of PASSES
-    kernels: int
-    seconds: float
-    why: str
-
-
-def compile_pass(case: Case, what: str, device: torch.device) -> Compiled:
-    """Compile the kernels of one of PASSES for a case, without launching them."""
+def compile_pass(case: Case, what: str, device: torch.device) -> dict:
+    """Compile the kernels of one of PASSES for a case, without launching them; return the entry for --json."""
     from ..dispatch.recording import Recorder
     from ..launch import forward, hopper, run
     from ..launch.backward import launch_backward
@@ -55,7 +44,8 @@ def compile_pass(case: Case, what: str, device: torch.device) -> Compiled:
                 forward.launch_forward(out, None, None, stats if stats.numel() else None, call, on_hopper)
     except Exception as error:  # a compiler may raise anything; the command reports it
         why = f"{type(error).__name__}: {error}".partition("\n")[0][:300]
-    return Compiled(case, what, len(recorder.steps), time.monotonic() - began, why)
+    seconds = time.monotonic() - began
+    return dict(case=case.name, what=what, kernels=len(recorder.steps), seconds=seconds, why=why)
 
 
 def run(arguments, output: Output) -> int:
@@ -73,15 +63,15 @@ def run(arguments, output: Output) -> int:
         try:
             for one in as_completed([pool.submit(compile_pass, *each, device) for each in work]):
                 done.append(one.result())
-                advance(f"{done[-1].case.name}, {done[-1].what}")
+                advance(f"{done[-1]['case']}, {done[-1]['what']}")
         except BrokenProcessPool:
             raise Problem("a compiling process was killed, perhaps for its memory; try fewer --jobs") from None
-    done.sort(key=lambda one: (cases.index(one.case), passes.index(one.what)))
-    rows = [[one.case.name, one.what, one.kernels, f"{one.seconds:.1f}", one.why or "ok"] for one in done]
+    names = [case.name for case in cases]
+    done.sort(key=lambda one: (names.index(one["case"]), passes.index(one["what"])))
+    rows = [[one["case"], one["what"], one["kernels"], f"{one['seconds']:.1f}", one["why"] or "ok"] for one in done]
     seconds = time.monotonic() - began
     output.table("Compiled kernels", ["shape", "pass", "kernels", "seconds", ""], rows)
-    output.say(f"{sum(one.kernels for one in done)} kernels in {seconds:.1f} s with {jobs} processes.")
-    failed = [one for one in done if one.why]
-    entries = [one._asdict() | dict(case=one.case.name) for one in done]
-    output.finish(dict(seconds=seconds, jobs=jobs, failed=len(failed), passes=entries))
+    output.say(f"{sum(one['kernels'] for one in done)} kernels in {seconds:.1f} s with {jobs} processes.")
+    failed = sum(one["why"] != "" for one in done)
+    output.finish(dict(seconds=seconds, jobs=jobs, failed=failed, passes=done))
     return 1 if failed else 0

@@ -146,8 +146,9 @@ def candidates(name, call):
     fitting = tile_table.fitting.get(kind)
     if fitting is None:
         _, device, dtype, most, pressure, small = kind
+        right, wrong, _ = tuned.forms_of(device, tuned.place(name, dtype, most, pressure))
         table = tile_table.tiles_for(name, capability(device), dtype.itemsize, most, pressure)
-        fitting = tuned.of(device).tiles(tuned.place(name, dtype, most, pressure), table)
+        fitting = *right, *(tile for tile in table if tile_table.same(tile) not in (*right, *wrong))
         fitting = tile_table.fitting[kind] = tile_table.small_enough(fitting) if small else fitting
     return fitting
 
@@ -162,8 +163,7 @@ def form_on_hopper(name, call):
     """Return the pipeline of a Hopper kernel for a call; None if a tuning file found all of them wrong."""
     place = tuned.place(name, call.query.dtype, widest(call))
     length = min(call.query.shape[2], call.key.shape[2])
-    choices = tuned.of(device_of(call.query))
-    ranked, wrong = choices.right.get(place, ()), choices.wrong.get(place, ())
+    ranked, wrong, _ = tuned.forms_of(device_of(call.query), place)
     forms = tile_table.forms_on_hopper(name, row_width(widest(call)), length, hopper.band_of(call), ranked)
     return next((form for form in forms if form not in wrong), None)
 

@@ -20,7 +20,7 @@ import torch
 from ..call.options import Call, Device
 from ..call.private import constant
 from . import tile_table
-from .tile_table import row_width, same
+from .tile_table import row_width
 
 SLOWER = "it was slower when `fusedattn tune` measured this GPU, so it runs only if backend='hopper' names it"
 RIVALS = {"hopper": ("forward",)} | {  # kernels for any GPU that each Hopper kernel replaces
@@ -45,20 +45,15 @@ class Row(NamedTuple):
     why: str = ""
 
 
-class Choices(NamedTuple):
-    """Measured forms by place. right: correct, fastest first. wrong: incorrect. best: times of the fastest."""
+class Forms(NamedTuple):
+    """Measured forms of a place. right: correct, fastest first. wrong: incorrect. best: times of the fastest."""
 
-    right: Mapping[tuple, tuple]
-    wrong: Mapping[tuple, tuple]
-    best: Mapping[tuple, Mapping[str, float]]
-
-    def tiles(self, place: tuple, table: tuple[tile_table.Tile, ...]) -> tuple[tile_table.Tile, ...]:
-        """Return the tiles to try: measured ones, then the rest of the table, without those measured as wrong."""
-        right, wrong = self.right.get(place, ()), self.wrong.get(place, ())
-        return (*right, *(tile for tile in table if same(tile) not in (*right, *wrong)))
+    right: tuple = ()
+    wrong: tuple = ()
+    best: Mapping[str, float] = {}
 
 
-NOTHING = Choices({}, {}, {})
+Choices = Mapping[tuple, Forms]  # by place
 
 
 def choose(rows: Iterable[Row]) -> Choices:
@@ -66,15 +61,13 @@ def choose(rows: Iterable[Row]) -> Choices:
     places: dict[tuple, list[Row]] = {}
     for row in rows:
         places.setdefault(row[:4], []).append(row)
-    right, wrong, best = {}, {}, {}
+    choices = {}
     for place, some in places.items():
         cases = {case for row in some for case in row.ms}
         ranked = sorted((x for x in some if not x.why), key=lambda x: sum(x.ms.get(case, math.inf) for case in cases))
-        if ranked:
-            right[place], best[place] = tuple(row.form for row in ranked), ranked[0].ms
-        if len(ranked) < len(some):
-            wrong[place] = tuple(row.form for row in some if row.why)
-    return Choices(right, wrong, best)
+        right, wrong = (tuple(row.form for row in rows) for rows in (ranked, [row for row in some if row.why]))
+        choices[place] = Forms(right, wrong, ranked[0].ms if ranked else {})
+    return choices
 
 
 def place(kernel: str, dtype: torch.dtype, width: int, pressure: str = "plain") -> tuple[str, str, int, str]:
@@ -129,22 +122,26 @@ _override: Choices | None = None
 @functools.cache
 def _of_files(device):
     if not (loaded or os.path.isdir(path("").parent)):
-        return NOTHING
+        return {}
     name = torch.cuda.get_device_name(device)
     if name in loaded or not os.path.isfile(path(name)):
-        return loaded.get(name, NOTHING)
+        return loaded.get(name, {})
     try:
         return read(path(name), [about(device)])[1]
     except (OSError, ValueError) as error:
         warnings.warn(f"fusedattn ignores a tuning file: {error}", stacklevel=2)
-        return NOTHING
+        return {}
 
 
 def of(device: Device) -> Choices:
-    """Return the Choices of a device; NOTHING for a CPU or an assumed GPU, unless `ask` has set some."""
+    """Return the Choices of a device; none for a CPU or an assumed GPU, unless `ask` has set some."""
     if _override is not None:
         return _override
-    return _of_files(device) if device.type == "cuda" and isinstance(device, torch.device) else NOTHING
+    return _of_files(device) if device.type == "cuda" and isinstance(device, torch.device) else {}
+
+
+def forms_of(device: Device, place: tuple) -> Forms:
+    return of(device).get(place, Forms())
 
 
 def ask(choices: Choices | None) -> None:
@@ -157,7 +154,7 @@ def ask(choices: Choices | None) -> None:
 
 @constant
 def _is_faster(device: Device, one: str, other: str, where: tuple, banded: bool) -> bool:
-    first, second = (of(device).best.get((kernel, *where), {}) for kernel in (one, other))
+    first, second = (forms_of(device, (kernel, *where)).best for kernel in (one, other))
     cases = [case for case in first if case in second and ("causal" in case) == banded]
     return sum(first[case] for case in cases) < sum(second[case] for case in cases)
 

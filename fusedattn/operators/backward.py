@@ -27,7 +27,7 @@ def new_backward(*arguments):
 
 def any_failed(call):
     """Return whether any kernel is known to fail or to be wrong on the device of a call."""
-    return bool(failures.failed_kernels or tuned.of(device_of(call.query)).wrong)
+    return bool(failures.failed_kernels) or any(x.wrong for x in tuned.of(device_of(call.query)).values())
 
 
 def _backward(*arguments):

@@ -36,9 +36,9 @@ def test_calls_of_other_sizes_compile_nothing_more(what, tmp_path):
 
     with absent.gpu(90, folder=str(tmp_path)):
         done = warmup.compile_pass(CASE, what, torch.device("cpu"))
-    assert done.why == "" and done.kernels == {"backward": 3, "training": 1, "inference": 1}[what]
+    assert done["why"] == "" and done["kernels"] == {"backward": 3, "training": 1, "inference": 1}[what]
     names = kernels(tmp_path)
-    assert len(names) == done.kernels
+    assert len(names) == done["kernels"]
     with absent.gpu(90, folder=str(tmp_path)):  # a new process
         for batch, heads, kv_heads, rows in ((1, 8, 2, 77), (3, 8, 2, 640)):
             shapes = [(batch, rows, h, 64) for h in (heads, kv_heads, kv_heads)]
@@ -59,7 +59,7 @@ def gpu(monkeypatch):
 
     def answered(case, what, device):
         asked.append((case, what))
-        return warmup.Compiled(case, what, 2, 0.5, "no room" if case.D == 256 else "")
+        return dict(case=case.name, what=what, kernels=2, seconds=0.5, why="no room" if case.D == 256 else "")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

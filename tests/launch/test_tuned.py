@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="kernels need Triton")
 import fusedattn as fa
 from fusedattn.dispatch import replay
 from fusedattn.launch import backward, run, tile_table as table, tuned
-from fusedattn.launch.tuned import NOTHING, Row, choose
+from fusedattn.launch.tuned import Row, choose
 
 from ..inside import fields
 
@@ -68,15 +68,15 @@ def test_a_file_is_about_the_gpu_and_all_versions(monkeypatch):
 def test_a_file_counts_until_it_is_forgotten_and_reaches_calls_made_before(file, monkeypatch):
     mine, forgotten = file.parent / "mine.json", []
     mine.write_text(json.dumps(content()))
-    assert said() == (NOTHING, []), "it is of no GPU by its name"
+    assert said() == ({}, []), "it is of no GPU by its name"
     monkeypatch.setattr(replay, "forget", lambda: forgotten.append(True))
-    for step, found in ((lambda: fa.tuning.load(mine), choose(ROWS)), (fa.tuning.forget, NOTHING)):
+    for step, found in ((lambda: fa.tuning.load(mine), choose(ROWS)), (fa.tuning.forget, {})):
         table.fitting["a kind of call"] = ()
         step()
         assert not table.fitting and forgotten.pop() and said() == (found, [])
     mine.rename(file)
     fa.tuning.forget()
-    assert said() == (choose(ROWS), []) and said(torch.device("cpu")) == (NOTHING, [])
+    assert said() == (choose(ROWS), []) and said(torch.device("cpu")) == ({}, [])
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     assert str(tuned.path("NVIDIA A100")).endswith("/.cache/fusedattn/tuning/nvidia-a100.json")
 
@@ -98,7 +98,7 @@ def test_a_file_of_another_machine_or_a_damaged_one_is_ignored_with_one_warning(
         file.write_text(text)
         fa.tuning.forget()
         found, (warning,) = said()
-        assert found is NOTHING and f"ignores a tuning file: {file}" in warning and part in warning
+        assert found == {} and f"ignores a tuning file: {file}" in warning and part in warning
         with pytest.raises(ValueError, match="of another machine or version, or damaged"):
             fa.tuning.load(file)
 
