@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .options import Plan, in_full
+from .options import Lengths, Plan, in_full
 from .rules import check_bool, check_floating, fail
 
 
@@ -28,11 +28,18 @@ def check_masks(masks: Mapping[str, Any], ranks: Mapping[str, tuple[int, ...]]) 
             fail(ValueError, name, f"rank {allowed}", mask.shape)
 
 
-def pairs_of(name: str, mask: Tensor) -> tuple[int, ...]:
-    """Return the shape with which a mask or bias (rank 4) or token mask (rank 2) broadcasts to (B, Hq, Sq, Sk)."""
+def pairs_of(name: str, mask: Tensor, lengths: Lengths | None = None) -> tuple[Any, ...]:
+    """Return the shape with which a mask or bias (rank 4) or token mask (rank 2) broadcasts to (B, Hq, Sq, Sk).
+
+    lengths: of packed sequences; a token mask is then (1, total), and stands for pairs of the maximum lengths.
+    """
     if name in ("mask", "bias"):
         return tuple(mask.shape)
-    batch, length = mask.shape
+    sizes: Any = mask.shape
+    if lengths is not None and lengths.cu_seqlens_q is not None:
+        longest = lengths.max_seqlen_k if name == "key_mask" else lengths.max_seqlen_q
+        sizes = lengths.cu_seqlens_q.shape[0] - 1, longest
+    batch, length = sizes
     return (batch, 1, 1, length) if name == "key_mask" else (batch, 1, length, 1)
 
 

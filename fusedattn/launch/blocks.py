@@ -4,6 +4,7 @@ import torch
 from triton import cdiv
 
 from ..call.options import hiding, lengths_of
+from ..call.plan import pairs_of
 from ..kernels.vocabulary.span import Sequences
 from . import arguments, run, tile_table
 
@@ -23,19 +24,12 @@ def new_block_mask(mask, key_mask, query_mask, bias, lengths, mask_size):
     """
     if lengths is None:
         key_mask, query_mask = _narrow(key_mask), _narrow(query_mask)
-    mask, key_mask, query_mask, bias = masks = _narrow(mask), key_mask, query_mask, _narrow(bias)
-    shapes = [x.shape for x in (mask, bias) if x is not None]
-    if lengths is None:
-        shapes += [] if key_mask is None else [key_mask[:, None, None, :].shape]
-        shapes += [] if query_mask is None else [query_mask[:, None, :, None].shape]
-    else:
-        count = lengths.cu_seqlens_q.shape[0] - 1
-        shapes += [] if key_mask is None else [(count, 1, 1, lengths.max_seqlen_k)]
-        shapes += [] if query_mask is None else [(count, 1, lengths.max_seqlen_q, 1)]
+    masks = dict(mask=_narrow(mask), key_mask=key_mask, query_mask=query_mask, bias=_narrow(bias))
+    shapes = [pairs_of(name, x, lengths) for name, x in masks.items() if x is not None]
     batch, heads, rows, keys = torch.broadcast_shapes(*shapes)
-    first = next(x for x in masks if x is not None)
+    first = next(x for x in masks.values() if x is not None)
     block_mask = first.new_empty((batch, heads, -(-rows // mask_size), -(-keys // mask_size)), dtype=torch.uint8)
-    return block_mask, (rows, keys), masks
+    return block_mask, (rows, keys), masks.values()
 
 
 def block_mask(mask, key_mask, query_mask, bias, lengths, mask_size):
@@ -138,7 +132,6 @@ def block_mask_of(call):
 
 
 def walks(call, block_mask, tile, by_keys=False):
-    """Return the `sequences` and `tile_lists` arguments of a kernel."""
     sequences, lists = sequences_of(call, tile.keys if by_keys else tile.rows, by_keys), None
     if block_mask is not None:
         lists = tile_lists(call, block_mask, block_mask_size(), tile, by_keys, sequences)

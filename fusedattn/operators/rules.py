@@ -155,21 +155,18 @@ def check_block_mask(
     masks = dict(mask=mask, key_mask=key_mask, query_mask=query_mask, bias=bias)
     masks = {name: x for name, x in masks.items() if x is not None}
     check_masks(masks, dict(mask=(4,), key_mask=(2,), query_mask=(2,), bias=(4,)))
-    shapes = {name: pairs_of(name, x) for name, x in masks.items()}
+    lengths = None
     if not cu_seqlens_q is cu_seqlens_k is None:
         for name, length in (("rows", rows), ("keys", keys)):
             if holds(length < 0, False):
                 fail(ValueError, name, "0 or more", length)
         lengths = Lengths(cu_seqlens_q, cu_seqlens_k, rows, keys, max_seqlen_q, max_seqlen_k)
         check_lengths(lengths, next(iter(masks.values())).device)
-        count = cu_seqlens_q.shape[0] - 1
-        of_tokens = dict(key_mask=(keys, (1, max_seqlen_k)), query_mask=(rows, (max_seqlen_q, 1)))
-        for name, (total, pairs) in of_tokens.items():
+        for name, total in dict(key_mask=keys, query_mask=rows).items():
             if name in masks:
                 rules.check_shape(name, masks[name], (1, total), why="one for each packed token")
                 _check_longest(max_seqlen_q, max_seqlen_k, name)
-                shapes[name] = (count, 1, *pairs)
-    check_fit(shapes)
+    check_fit({name: pairs_of(name, x, lengths) for name, x in masks.items()})
 
 
 def check_append(
