@@ -227,7 +227,10 @@ def flex_function(case):
 
 
 def flex(case, tensors, real=None):
-    """Return the Call of FlexAttention, compiled for the shape, with a block mask if a pair is hidden."""
+    """Return the Call of FlexAttention, compiled for the shape, with a block mask if a pair is hidden.
+
+    real: from `_real`, to pack sequences as documents in one sequence.
+    """
     attend, device = flex_function(case), tensors.query.device
     if real is None:
         _refuse(case, "lengths", "filled")
@@ -237,11 +240,6 @@ def flex(case, tensors, real=None):
     torch._functorch.config.donated_buffer = False  # the backward runs many times on one graph
     compiled = torch.compile(attend, dynamic=False)
     return Call(functools.partial(compiled, block_mask=mask_of(create_block_mask, case, device, real)), real=real)
-
-
-def flex_packed(case, tensors):
-    """Return the Call of FlexAttention on packed sequences, as documents in one sequence."""
-    return flex(case, tensors, _real(case, tensors))
 
 
 def flash(case, tensors):
@@ -316,7 +314,7 @@ PROVIDERS = {
     "flash-attn": flash,
     "flash-attn+packed": flash_packed,
     "flex": flex,
-    "flex+packed": flex_packed,
+    "flex+packed": lambda case, tensors: flex(case, tensors, _real(case, tensors)),
     "naive": functools.partial(formula, fa.reference.eager),
 }
 MODULES = {

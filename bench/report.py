@@ -16,7 +16,6 @@ RATIO, MORE_US = 1.10, 100.0  # promised: a CPU call takes at most RATIO times P
 
 
 def reason(row: Row) -> str:
-    """Return why a row has no time."""
     return "out of memory" if row.status == "oom" else row.status.removeprefix("unsupported: ")
 
 
@@ -162,7 +161,6 @@ def wrong(rows: Sequence[Row]) -> list[Row]:
 
 
 def sentences(rows: Sequence[Row]) -> list[str]:
-    """Return the verdict in words."""
     best, each = standings(rows)
     said = [one.text for one in each]
     # If one provider is the fastest in all cases, its own sentence says the same.

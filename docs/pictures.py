@@ -31,7 +31,6 @@ def weights(rows: int, keys: int, **options: Any) -> torch.Tensor:
 
 
 def svg(panels: Sequence[Panel]) -> str:
-    """Draw panels side by side."""
     drawn, left = [], 2
     for title, shades, row_name, column_name in panels:
         rows, columns = shades.shape

@@ -129,5 +129,4 @@ TABLES |= {"cpu_machine": partial(_machine, "cpu.csv"), "gpu_machine": partial(_
 
 
 def expanded(page: str) -> str:
-    """Return a page with its tables."""
     return re.sub(r"^<!-- table: (\w+) -->$", lambda match: TABLES[match[1]](), page, flags=re.M)

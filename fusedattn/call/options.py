@@ -276,7 +276,7 @@ def must_dispatch() -> bool:
     return is_compiling() or dispatch_modes() != 0 or transforms_active() or bool(tracing()) or forward_level() >= 0
 
 
-_CLASSES = frozenset((Tensor, Parameter))
+CLASSES = frozenset((Tensor, Parameter))  # no subclass of them
 
 
 def in_memory(tensors: Iterable[Any]) -> bool:
@@ -286,7 +286,7 @@ def in_memory(tensors: Iterable[Any]) -> bool:
     """
     for x in tensors:
         if isinstance(x, Tensor) and (
-            type(x) not in _CLASSES
+            type(x) not in CLASSES
             or x.layout is not torch.strided
             or x.is_nested
             or not has_storage(x)

@@ -117,11 +117,11 @@ def check_floating(name: str, x: Any, device: torch.device | None, of: str = "qu
     check_place(name, x, device, of)
 
 
-def check_dtype(name: str, x: Any, dtype: torch.dtype, device: torch.device) -> None:
+def check_dtype(name: str, x: Any, dtype: torch.dtype, device: torch.device, of: str = "query") -> None:
     if not isinstance(x, Tensor) or x.dtype != dtype:
         got = f"{x.dtype}: call .to({dtype}) on it" if isinstance(x, Tensor) else type_name(x)
         fail(TypeError, name, f"a tensor of {dtype}", got)
-    check_place(name, x, device)
+    check_place(name, x, device, of)
 
 
 def check_rank(name: str, x: Tensor, layout: str) -> None:

@@ -20,7 +20,6 @@ def device() -> str:
 
 
 def check_device(name: str | None) -> None:
-    """Raise a Problem for a GPU that this machine does not have."""
     if name == "cuda" and not torch.cuda.is_available():
         raise Problem("device: expected cpu, got cuda: torch finds no GPU")
 

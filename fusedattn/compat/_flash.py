@@ -15,7 +15,7 @@ from ..call.decode import CacheArguments
 from ..call.numbers import as_python, is_int, is_number
 from ..call.options import Arguments, autocast_dtype, autocasting, is_known, override
 from ..call.padding import longest, padding
-from ..call.rules import check_flags, check_place, check_rank, check_strided, fail, type_name
+from ..call.rules import check_dtype, check_flags, check_place, check_rank, check_shape, check_strided, fail, type_name
 from ..naive.decode import rotated
 
 _PACKED = "query", "key", "value", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
@@ -102,10 +102,8 @@ def attend(names: Sequence[str], options: Sequence[Any], q: Any, k: Any, v: Any,
 
 def check_int32(name: str, x: Any, layout: str, of: str, device: torch.device) -> None:
     """Raise unless x is an int32 tensor with the rank of `layout`, on the device of the argument `of`."""
-    check_tensor(name, x, layout)
-    if x.dtype != torch.int32:
-        fail(TypeError, name, "an int32 tensor", f"{x.dtype}: call .int() on it")
-    check_place(name, x, device, of)
+    check_dtype(name, x, torch.int32, device, of)
+    check_rank(name, x, layout)
 
 
 def check_range(name: str, x: Tensor, what: str, most: int) -> None:
@@ -151,8 +149,7 @@ def gather_pages(
 def check_numbers(name: str, x: Any, q: Tensor, most: int) -> None:
     """Check an int32 tensor (B,) of numbers from 0 to most; values on a GPU are not read."""
     check_int32(name, x, "(B,)", "q", q.device)
-    if x.shape[0] != q.shape[0]:
-        fail(ValueError, name, f"shape ({q.shape[0]},), one number for each sequence of q", x.shape)
+    check_shape(name, x, (q.shape[0],), why="one number for each sequence of q")
     if is_known(x):
         check_range(name, x, "numbers", most)
 

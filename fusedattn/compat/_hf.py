@@ -54,7 +54,7 @@ def install(name: str, forward: Callable[..., Any]) -> None:
             _follow(PreTrainedModel, method, _settle_built)
         _follow(PreTrainedModel, "set_attn_implementation", _settle_again)
         for method in ("to_dict", "to_diff_dict"):
-            _follow(PretrainedConfig, method, _remove_masks)
+            _follow(PretrainedConfig, method, lambda _, saved, *__, **___: {x: saved[x] for x in saved if x != MASKS})
     NAMES.add(name)
     AttentionInterface.register(name, forward)
     AttentionMaskInterface.register(name, attention_mask)
@@ -103,11 +103,6 @@ def _settle_again(model: Any, result: Any, attn_implementation: Any, *_: Any, **
         vars(config).pop(MASKS, None)
     _settle(model, isinstance(attn_implementation, str) and attn_implementation in NAMES)
     return result
-
-
-def _remove_masks(_: Any, saved: Any, *__: Any, **___: Any) -> Any:
-    saved.pop(MASKS, None)
-    return saved
 
 
 def _names(code: CodeType) -> set[str]:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, float32
 from torch.compiler import is_compiling
-from torch.nn import Parameter
 
 from ..call import options as of_calls
 from ..call.options import INPUTS, TENSORS, Arguments, Call, Plan, in_full, must_dispatch, results, thread_overrides
@@ -28,7 +27,7 @@ RECORD_AFTER = 2  # calls of a signature: recording costs as much as a first cal
 RECENT = 8  # limit on signatures with equal options that TensorGuards compare in C++, and on recorded backwards of one
 
 RECORDED = attention.run_triton, attention.run_hopper
-_CLASSES = frozenset((Tensor, Parameter))
+_CLASSES = of_calls.CLASSES
 _NUMBERS = frozenset((int, float, bool, str, type(None)))
 _PLACES = {name: place for place, name in enumerate(TENSORS)}
 # Getters of the tensors of an Arguments, in the order of TENSORS, and of its other fields.
@@ -220,9 +219,8 @@ class Replay:
         with Recorder(self.device, of_calls.tensors(bare)) as recorder:
             new = attention.new_forward(*bare, return_lse, return_weights, self.save, "triton")
             made = [recorder.make(x) if x.numel() else None for x in new]
-            masks = bare.mask, bare.key_mask, bare.query_mask, bare.bias
-            if self.save and bare.block_mask is None and any(x is not None for x in masks):
-                bare = bare._replace(block_mask=blocks.block_mask(*masks, None, blocks.block_mask_size()))
+            if self.save:
+                bare = bare._replace(block_mask=blocks.block_mask_of(bare))
             out, lse, weights, stats = made
             forward.launch_forward(out, lse, weights, stats, bare, on_hopper)
         self.out, self.lse, self.weights, self.stats = map(recorder.number, made)
@@ -240,7 +238,6 @@ class Replay:
         self.backwards: dict[tuple, Any] = {}
 
     def __call__(self, tensors: tuple):
-        """Compute `attention` for a call with this signature."""
         if self.drops:
             tensors = *tensors[:_SEED], of_calls.seed_tensor(tensors[_SEED], self.device), *tensors[_SEED + 1 :]
         if self.save:

@@ -76,7 +76,6 @@ class GlobalCall(NamedTuple):
         return Chunk(first, max(first, last) if row.length else first, key.at + first - key.first)
 
     def sees_all(self, row: Chunk, key: Chunk) -> bool:
-        """Return whether each of the rows sees all of the keys."""
         left, right = self.call.left, self.call.right
         seen_from = left is None or key.first >= row.last - 1 + self.shift - left
         return seen_from and (right is None or key.last <= row.first + self.shift + right + 1)

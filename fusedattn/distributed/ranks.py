@@ -153,7 +153,6 @@ class Transfer(NamedTuple):
     peer: int | None
 
     def wait(self) -> tuple[Tensor, ...]:
-        """Return the received tensors."""
         try:
             for work in self.works:
                 work.wait()

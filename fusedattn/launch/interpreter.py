@@ -12,7 +12,6 @@ import threading
 
 import numpy
 import triton.language as tl
-from triton._C.libtriton import ir
 from triton.runtime import interpreter as upstream
 
 
@@ -33,7 +32,7 @@ def _narrow(handle):
 
 
 def repair():
-    """Patch the interpreter once: product, cast, additions by descriptor, and a lock for all copies of this package."""
+    """Patch the interpreter once: product, cast, and a lock for all copies of this package."""
     builder = upstream.InterpreterBuilder
     if not hasattr(builder, "turn"):
         builder.turn = turn = threading.RLock()
@@ -53,14 +52,7 @@ def repair():
             return _narrow(source)
         return cast(self, _wide(source), kind)
 
-    def create_descriptor_reduce(self, kind, descriptor, value, offsets):
-        assert kind == ir.DESCRIPTOR_REDUCE_KIND.ADD, kind
-        pointers, inside = descriptor.materialize_pointers(offsets)
-        add = ir.ATOMIC_OP.FADD, pointers, value, inside, ir.MEM_SEMANTIC.RELAXED, ir.MEM_SYNC_SCOPE.GPU
-        return self.create_atomic_rmw(*add)
-
     builder.create_dot, builder.cast_impl, builder.knows_bfloat16 = create_dot, cast_impl, True
-    builder.create_descriptor_reduce = create_descriptor_reduce
 
 
 @contextlib.contextmanager

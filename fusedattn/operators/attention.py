@@ -28,17 +28,13 @@ _RESULTS = *RESULTS, "stats"
 KERNELS = "hopper", "triton"  # backends that launch kernels
 
 
-def _new(call, need_lse, need_weights, save, backend):
+def new_forward(*arguments):
     """Return uninitialised (out, lse, weights, stats); all but out are empty unless needed."""
+    _, call, (need_lse, need_weights, save, backend) = FORWARD.split(arguments)
     out, lse, weights = new_results(call, need_lse, need_weights)
     columns = stats_columns(out.dtype, out.shape[3], backend)
     save = save or (need_weights and backend in KERNELS)  # kernels compute weights from stats
     return out, lse, weights, lse.new_empty((*out.shape[:3], columns) if save else (0,))
-
-
-def new_forward(*arguments):
-    _, call, more = FORWARD.split(arguments)
-    return _new(call, *more)
 
 
 def _forward(*arguments):
@@ -47,7 +43,7 @@ def _forward(*arguments):
         forward_of = cpu.forward if backend == "cpu" else fallback.results
         results = forward_of(call, need_lse, need_weights, save)
         return tuple(map(own_storage, results)) if save else results  # forward mode needs it
-    out, *rest = results = _new(call, need_lse, need_weights, save, backend)
+    out, *rest = results = new_forward(*arguments)
     if out.numel():
         from ..launch import forward, run  # imports Triton
 

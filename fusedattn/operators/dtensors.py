@@ -35,7 +35,6 @@ def is_dtensor(x: Any) -> bool:
 
 
 def refuse(function: str, tensors: Mapping[str, Any]) -> None:
-    """Raise if an argument of a function is a DTensor."""
     for name, x in tensors.items():
         if is_dtensor(x):
             raise NotImplementedError(f"{name}: expected a tensor, got a DTensor: pass its to_local() to {function}")

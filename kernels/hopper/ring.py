@@ -73,7 +73,6 @@ def fill(ring, step, desc, plane, row, column=0):
 
 @gluon.jit
 def wait(ring, step, pred=True):
-    """Wait until a tile is filled."""
     TILES: gl.constexpr = ring.tiles.shape[0]
     mbarrier.wait(ring.ready.index(step % TILES), step // TILES & 1, pred=pred)
 

@@ -47,13 +47,11 @@ def load(Rows, plane, rows, n):
 
 @triton.jit
 def down(row):
-    """Return the Row shaped [rows, 1]."""
     return Row(softmax.down(row.softmax), row.delta[:, None], row.dlse[:, None])
 
 
 @triton.jit
 def across(row):
-    """Return the Row shaped [1, rows]."""
     s = row.softmax
     return Row(softmax.Row(s.pivot[None, :], s.neg_log2_sum[None, :]), row.delta[None, :], row.dlse[None, :])
 

@@ -30,7 +30,6 @@ def table(Kept, plane, n, dtype: tl.constexpr, DV: tl.constexpr):
 
 @triton.jit
 def load(m, rows, n):
-    """Load the softmax.Row of rows."""
     return softmax.row(memory.load_column(m, rows, n, 0), memory.load_column(m, rows, n, 1))
 
 
