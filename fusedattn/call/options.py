@@ -1,7 +1,7 @@
 """Arguments of a call as the caller wrote them, and the checked Call that every backend takes."""
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
@@ -180,9 +180,14 @@ def with_dims(letters: str) -> list[str]:
     return [name for name, dims in DIMS.items() if set(letters) <= set(dims)]
 
 
-def sliced(name: str, x: Any, **slices: slice) -> Any:
-    """Slice x, the tensor of Call field `name`, by letters of its Dims, as in B=slice(2, 4), unless they broadcast."""
+def sliced(name: str, x: Any, pairs: Mapping[str, slice] | None = None, **slices: slice) -> Any:
+    """Slice x, the tensor of Call field `name`, by letters of its Dims, as in B=slice(2, 4), unless they broadcast.
+
+    pairs: other slices for masks and biases of pairs, unless None.
+    """
     letters = DIMS[name]
+    if letters == "BHQK" and pairs is not None:
+        slices |= pairs
     for axis, letter in enumerate(letters if x is not None else ""):
         # Rows and keys broadcast in masks and biases of pairs only: elsewhere a size of 1 is a single row or key.
         if letter in slices and (x.shape[axis] != 1 or (letter in "QK" and letters != "BHQK")):

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ..call.layout import arrange
-from ..call.options import BY_HEAD, DIMS, INPUTS, Call, sliced, wide_dtype, with_dims
+from ..call.options import BY_HEAD, INPUTS, Call, sliced, wide_dtype, with_dims
 from ..naive.formula import without_autocast
 from ..operators import partial
 from . import ranks as ranks_of
@@ -36,10 +36,8 @@ def in_pieces(keys: _Keys) -> Method:
 
 def _sliced(name: str, x: Tensor | None, piece: Piece) -> Any:
     """Return a Piece's view of a field of a Call, or of its gradient."""
-    rows, keys = piece.rows, piece.keys
-    if DIMS[name] == "BHQK":
-        rows, keys = piece.pair_rows or rows, piece.pair_keys or keys
-    return sliced(name, x, B=piece.batch, Q=rows, K=keys)
+    pairs = dict(Q=piece.pair_rows or piece.rows, K=piece.pair_keys or piece.keys)
+    return sliced(name, x, pairs, B=piece.batch, Q=piece.rows, K=piece.keys)
 
 
 def _part_of(call: Call, piece: Piece) -> Call:

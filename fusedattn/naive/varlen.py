@@ -1,13 +1,13 @@
 """Splits a packed call into parts of similar lengths, pads each part to a batch, and unpads and joins the results."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..call.options import DIMS, Call, is_known, sliced, with_dims
+from ..call.options import Call, is_known, sliced, with_dims
 from ..call.padding import Padding, padding
 
 WASTE = 2  # maximum ratio of scores in a padded call to scores of its sequences
@@ -80,9 +80,9 @@ def sequences(call: Call) -> list[Call]:
     return [part_of(call, rows, keys, *run) for run in runs(lengths, WASTE, SLACK)]
 
 
-def of_batches(call: Call, **slices: slice) -> Call:
+def of_batches(call: Call, pairs: Mapping[str, slice] | None = None, **slices: slice) -> Call:
     """Slice the tensors of a call that have a batch dimension (see `sliced`): B=slice(2, 4) keeps batches 2 and 3."""
-    fields: dict[str, Any] = {name: sliced(name, getattr(call, name), **slices) for name in with_dims("B")}
+    fields: dict[str, Any] = {name: sliced(name, getattr(call, name), pairs, **slices) for name in with_dims("B")}
     return call._replace(**fields)
 
 
@@ -96,16 +96,11 @@ def part_of(call: Call, rows: list[int], keys: list[int], first: int, last: int)
     max_seqlen_q, max_seqlen_k = (max(_differences(x[first : last + 1])) for x in (rows, keys))
     tokens = dict(Q=slice(rows[first], rows[last]), K=slice(keys[first], keys[last]))
     pairs = dict(Q=slice(max_seqlen_q), K=slice(max_seqlen_k))  # mask and bias count from the start of each sequence
-    fields: dict[str, Any] = {
-        name: sliced(name, getattr(call, name), B=slice(first, last), **(pairs if DIMS[name] == "BHQK" else tokens))
-        for name in with_dims("B")
-    }
-    return call._replace(
+    return of_batches(call, pairs, B=slice(first, last), **tokens)._replace(
         cu_seqlens_q=call.cu_seqlens_q[first : last + 1] - rows[first],
         cu_seqlens_k=call.cu_seqlens_k[first : last + 1] - keys[first],
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
-        **fields,
     )
 
 
