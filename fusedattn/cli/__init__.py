@@ -24,9 +24,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="fusedattn", description="Inspect, check and time fused multi-head attention on this machine."
-    )
+    parser = _Parser(prog="fusedattn", description="Inspect, check and time fused attention on this machine.")
     parser.add_argument("--version", action="version", version=f"fusedattn {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 

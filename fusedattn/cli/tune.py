@@ -42,9 +42,8 @@ def run(arguments, output: Output) -> int:
                 advance(case.name)
     except KeyboardInterrupt:
         output.say("Stopped. Rows so far:")
-    found = sorted(
-        rows.values(), key=lambda row: (row[1:4], tile_table.MEASURED.index(row.kernel), sum(row.ms.values()))
-    )
+    order = tile_table.MEASURED.index
+    found = sorted(rows.values(), key=lambda row: (row[1:4], order(row.kernel), sum(row.ms.values())))
     file = tuned.path(about["gpu"])
     content = dict(about=about, forms=[row._asdict() | dict(form=row.form and row.form._asdict()) for row in found])
     if found:

@@ -194,9 +194,7 @@ def learn(tensors: tuple, numbers: tuple, call: Call, chosen: backends.Backend) 
 
 def _without_data(tensors) -> list:
     """Return meta tensors with the same shapes, strides and dtypes."""
-    return [
-        None if x is None else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in tensors
-    ]
+    return [x if x is None else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in tensors]
 
 
 class Replay:
