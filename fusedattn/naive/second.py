@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call.options import INPUTS, Call, wide_dtype
+from ..call.options import INPUTS, Call, sizes, wide_dtype
 from . import formula
 from .blocks import sized, spans, uncut
 from .formula import of_all, of_block, without_autocast
@@ -37,8 +37,7 @@ def _bounded(call: Call) -> Call:
     """Return the call with max_seqlen_q and max_seqlen_k. If traced, unknown ones become the total lengths."""
     if call.cu_seqlens_q is None or type(call.cu_seqlens_q) is Tensor:
         return call
-    most = ((call.max_seqlen_q, call.query), (call.max_seqlen_k, call.key))
-    max_seqlen_q, max_seqlen_k = (x.shape[2] if length is None else length for length, x in most)
+    _, _, max_seqlen_q, max_seqlen_k = sizes(call)
     return call._replace(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
 
 

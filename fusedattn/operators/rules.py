@@ -11,7 +11,7 @@ from torch import Tensor
 from ..call import rules
 from ..call.decode import CacheArguments, check_sizes
 from ..call.layout import broadcasts, is_shape
-from ..call.options import BY_HEAD, INPUTS, Arguments, Call, Lengths, Origin, inputs, wide_dtype
+from ..call.options import BY_HEAD, INPUTS, Arguments, Call, Lengths, Origin, inputs, sizes as sizes_of, wide_dtype
 from ..call.plan import check_fit, check_masks, pairs_of
 from ..call.private import holds
 from ..call.rules import FLOATING, Sizes, fail
@@ -29,9 +29,8 @@ def check_call(call: Call, backend: str, need_weights: bool = False, capacity: i
     batch, heads, rows, _ = query.shape
     tokens = sizes = Sizes(query.device, query.dtype, batch, heads, rows, keys)
     if call.cu_seqlens_q is not None or call.cu_seqlens_k is not None:
-        sizes = sizes._replace(B=_check_packed(call, need_weights))
-        sizes = sizes if call.max_seqlen_q is None else sizes._replace(Sq=call.max_seqlen_q)
-        sizes = sizes if call.max_seqlen_k is None else sizes._replace(Sk=call.max_seqlen_k)
+        _check_packed(call, need_weights)
+        sizes = Sizes(query.device, query.dtype, *sizes_of(call))
     for name in ("left", "right"):
         if (side := getattr(call, name)) is not None and side < 0:
             fail(ValueError, name, "0 or more, or None for unbounded", side)
@@ -62,16 +61,14 @@ def check_call(call: Call, backend: str, need_weights: bool = False, capacity: i
     check_backend(call, backend, ("naive",) if capacity is None else ())
 
 
-def _check_packed(call: Call, need_weights: bool) -> int:
-    """Check the offsets and maximum lengths of packed sequences. Return the number of sequences."""
+def _check_packed(call: Call, need_weights: bool) -> None:
+    """Check the offsets and maximum lengths of packed sequences."""
     if call.query.shape[0] != 1:
         fail(ValueError, "query", "a batch of 1, because cu_seqlens_q is given", call.query.shape)
     offsets, longest = (call.cu_seqlens_q, call.cu_seqlens_k), (call.max_seqlen_q, call.max_seqlen_k)
     check_lengths(Lengths(*offsets, call.query.shape[2], call.key.shape[2], *longest), call.query.device)
     if need_weights or not call.mask is call.bias is call.key_mask is None:
         _check_longest(*longest, "mask, bias, key_mask and need_weights")
-    assert call.cu_seqlens_q is not None
-    return call.cu_seqlens_q.shape[0] - 1
 
 
 def _check_longest(max_seqlen_q: int | None, max_seqlen_k: int | None, needed: str) -> None:
