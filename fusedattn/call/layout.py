@@ -57,8 +57,8 @@ def is_shape(shape: Sequence[Any], *allowed: Sequence[Any]) -> bool:
     same_rank = [one for one in allowed if len(one) == len(shape)]
     if not same_rank:  # a branch, because torch 2.11 does not compile bool() of a list
         return False
-    for axis, size in enumerate(shape):
-        if not is_size(size, *[one[axis] for one in same_rank]):
+    for size, *wanted in zip(shape, *same_rank, strict=True):
+        if not is_size(size, *wanted):
             return False
     return True
 

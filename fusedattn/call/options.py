@@ -361,18 +361,19 @@ def normalise(arguments: Arguments, **more: Any) -> Call:
     a = arguments
     left, right = (None, None) if a.window is None else map(as_python, a.window)
     fields: dict[str, Any] = {name: in_full(name, x) for name in _SHORT if (x := getattr(a, name)) is not None}
-    fields |= dict(
-        seed=seed_tensor(a.seed, a.query.device) if a.dropout_p else None,
-        left=None if left is None else min(left, UNBOUNDED),
-        right=0 if a.causal else None if right is None else min(right, UNBOUNDED),
+    # Not dict(...), which a compiler traces item by item.
+    fields |= {
+        "seed": seed_tensor(a.seed, a.query.device) if a.dropout_p else None,
+        "left": None if left is None else min(left, UNBOUNDED),
+        "right": 0 if a.causal else None if right is None else min(right, UNBOUNDED),
         # Without causal, window and slopes, align has no effect: False then saves compiling a second kernel.
-        top_left=a.align == "top_left"
+        "top_left": a.align == "top_left"
         and (left is not None or right is not None or a.causal or a.alibi_slopes is not None),
-        scale=_default_scale(a.query.shape[-1]) if a.scale is None else float(a.scale),
-        softcap=None if a.softcap is None else float(a.softcap),
-        dropout_p=float(a.dropout_p),
-        deterministic=thread_overrides.deterministic,
-    )
+        "scale": _default_scale(a.query.shape[-1]) if a.scale is None else float(a.scale),
+        "softcap": None if a.softcap is None else float(a.softcap),
+        "dropout_p": float(a.dropout_p),
+        "deterministic": thread_overrides.deterministic,
+    }
     return Call(**{**fields, **more})
 
 

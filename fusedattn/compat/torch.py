@@ -30,11 +30,15 @@ def _stay(module: nn.Module, inputs: Any) -> None:
 
 def _check_flags(**flags: Any) -> None:
     """Raise unless flags are bools, or 0 or 1, as torch.nn.MultiheadAttention allows."""
-    check_flags(**{name: bool(x) if isinstance(x, int) and x in (0, 1) else x for name, x in flags.items()})
+    for name, flag in flags.items():
+        if not (isinstance(flag, int) and flag in (0, 1)):
+            check_flags(**{name: flag})
 
 
 def _check_inputs(layer: nn.MultiheadAttention, batch_dim: int, query: Tensor, key: Tensor, value: Tensor) -> None:
-    for name, x in (("query", query), ("key", key), ("value", value)):
+    # One check is enough for self-attention: a compiler traces each check in each layer of a model.
+    same = query is key and key is value and layer._qkv_same_embed_dim
+    for name, x in (("query", query), ("key", key), ("value", value))[: 1 if same else 3]:
         if isinstance(x, Tensor) and x.is_nested:
             expected = "a dense tensor, or one nested tensor for all three inputs, with batch_first and without masks"
             fail(TypeError, name, expected, "a nested tensor")
@@ -45,6 +49,8 @@ def _check_inputs(layer: nn.MultiheadAttention, batch_dim: int, query: Tensor, k
     if len(leading) == 2:
         leading[batch_dim] = "batch"
     check_input("query", query, (*leading, layer.embed_dim), layer.out_proj)
+    if same:
+        return
     if len(leading) == 2:
         leading[batch_dim] = query.shape[batch_dim]
     check_input("key", key, (*leading, layer.kdim), layer.out_proj)
@@ -213,6 +219,8 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     def _extend(self, k: Tensor, v: Tensor, along: int) -> tuple[Tensor, Tensor]:
         """Return k and v, followed by bias_k and bias_v, and by the zeros of add_zero_attn."""
+        if self.bias_k is None and not self.add_zero_attn:
+            return k, v
         shape = [1 if dim == along else size for dim, size in enumerate(k.shape)]
         if self.bias_k is not None and self.bias_v is not None:
             k, v = (torch.cat([x, more.expand(shape)], along) for x, more in ((k, self.bias_k), (v, self.bias_v)))

@@ -7,10 +7,10 @@ from torch import Tensor, fx, nn
 from torch.types import Device
 
 from ..api import attention
-from ..call.layout import irregular, is_shape
+from ..call.layout import irregular, is_size
 from ..call.numbers import as_python, is_int
 from ..call.options import Arguments, Plan, autocasting
-from ..call.rules import FLOATING, check_flags, check_number, check_options, check_strided, fail, type_name
+from ..call.rules import FLOATING, check_flags, check_number, check_options, check_place, fail, type_name
 from ..dispatch.backends import check_name
 from ..distributed.parallel import ContextParallel, attend as attend_in_parallel, by_heads, check_parallel
 
@@ -41,9 +41,11 @@ def check_input(
     if isinstance(tensor, fx.Proxy):
         return
     if not (jagged and getattr(tensor, "layout", None) == torch.jagged):
-        check_strided(**{name: tensor})
-    sizes = [size if isinstance(want, str) else want for want, size in zip(shape, tensor.shape, strict=False)]
-    if tensor.dim() != len(shape) or not is_shape(tensor.shape, sizes):
+        check_place(name, tensor)
+    fits = tensor.dim() == len(shape)
+    for size, want in zip(tensor.shape, shape, strict=False):
+        fits = fits and (isinstance(want, str) or is_size(size, want))
+    if not fits:
         fail(ValueError, name, "shape " + str(shape).replace("'", ""), tensor.shape)
     check_fits(name, tensor, layer)
 
@@ -60,7 +62,8 @@ def check_fits(name: str, tensor: Tensor, layer: nn.Module | None, same_dtype: b
     """
     # Not layer.weight: torch.nn.utils.parametrize would compute it for this check alone.
     weight = None if layer is None else layer._parameters.get("weight")
-    if weight is None or not weight.is_floating_point() or weight.is_meta:
+    # Not weight.is_meta: a compiler makes it a node of its graph.
+    if weight is None or not weight.is_floating_point() or weight.device.type == "meta":
         return
     if same_dtype and tensor.dtype != weight.dtype and not (tensor.is_floating_point() and autocasting(tensor)):
         fail(TypeError, name, f"the dtype of the parameters, {weight.dtype}", tensor.dtype)

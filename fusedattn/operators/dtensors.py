@@ -72,9 +72,10 @@ def local_call(call: Call, seed: Any) -> LocalCall | None:
     A replicated tensor beside sharded ones is cut here, and its gradient is Partial. Options that are not DTensors
     must be equal on all ranks. seed: the caller's argument. Raise on all ranks if the call would need communication.
     """
-    tensors: dict[str, Any] = dict(zip(TENSORS, tensors_of(call), strict=True))
-    if not [x for x in tensors.values() if x is not None and is_dtensor(x)]:
+    present = tensors_of(call)
+    if not [x for x in present if x is not None and is_dtensor(x)]:
         return None
+    tensors: dict[str, Any] = dict(zip(TENSORS, present, strict=True))
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     (mesh, cut), query = _checked(tensors), call.query

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
+import fusedattn as fa
 import fusedattn.compat.torch as compat
 
 from ..close import assert_as_good, assert_like, exactly, flat
@@ -200,6 +201,24 @@ def test_converted_models_compile():
     out, want = compiled(*arguments, **causal), model(*arguments, **causal)
     same(out, want)
     same(*(torch.autograd.grad(x.square().sum(), list(model.parameters())) for x in (out, want)))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("attend", [compat.MultiheadAttention(16, 4, batch_first=True), fa.MultiHeadAttention(16, 4)])
+def test_inductor_compiles_no_kernel_for_self_attention(attend):
+    """A module's graph holds only calls of operators: each C++ kernel would take its compiler a second."""
+    from torch._inductor.utils import run_and_get_code  # imports a compiler
+
+    graphs = []
+    compiled = torch.compile(attend.eval(), fullgraph=True, backend=lambda graph, _: graphs.append(graph) or graph)
+    with torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
+        compiled(X, X, X, need_weights=False)
+        assert all(node.target is not getattr for node in graphs[0].graph.nodes)
+        torch.compiler.reset()
+        compiled = torch.compile(attend, fullgraph=True)
+        out, (code,) = run_and_get_code(lambda: compiled(X, X, X, need_weights=False)[0])
+    assert "fusedattn.forward" in code and "async_compile.cpp" not in code
+    assert torch.equal(out, attend(X, X, X, need_weights=False)[0])
 
 
 class Adapted(nn.Module):
