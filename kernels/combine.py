@@ -1,4 +1,4 @@
-"""Kernel that merges the partial results of `decode`: one program per row and head. The order of sums is fixed.
+"""Kernel that merges results of splits of the keys: one program per row and head. The order of sums is fixed.
 
 Source: Flash-Decoding, pytorch.org/blog/flash-decoding.
 """
@@ -6,32 +6,36 @@ Source: Flash-Decoding, pytorch.org/blog/flash-decoding.
 import triton
 import triton.language as tl
 
-from .vocabulary import memory, partials as splitting, softmax, span
+from .vocabulary import memory, partials as splitting, saved_stats, softmax, span
 
 
 @triton.jit(do_not_specialize=["heads", "rows", "splits"])
 def combine(
-    Out, Lse,
+    Out, Lse, Stats,
     partials, scale, heads, rows, splits,
     DV: tl.constexpr, MOST: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Write Out, a View of (B, H, rows, DV), and Lse (B, H, rows) unless None.
+    """Write Out, a View of (B, H, rows, DV), and unless None Lse and Stats, as kernels/forward.py does.
 
-    `decode` divided the keys into `splits` parts; BLOCK_M are read at a time. MOST is a power of two and >= splits.
+    BLOCK_M splits are read at a time. MOST is a power of two, and at least their number.
     """
     row, plane = span.place(tl.program_id(0), rows, heads, 1)
-    first, n = row * splits, rows * splits
-    last = first + splits
-    state = softmax.join(splitting.states(partials, plane, first + tl.arange(0, MOST)[:, None], last, n), scale)
+    n = rows * splits
+    state = softmax.join(splitting.states(partials, plane, row + tl.arange(0, MOST)[:, None] * rows, n), scale)
     sums = memory.table(partials.sums, plane, n, DV)
     out = tl.zeros([1, memory.width(DV)], state.row_sum.dtype)
-    for start in tl.range(first, last, BLOCK_M):
-        at = start + tl.arange(0, BLOCK_M)
-        part = splitting.states(partials, plane, at, last, n)
+    for start in tl.range(0, splits, BLOCK_M):
+        at = row + (start + tl.arange(0, BLOCK_M)) * rows
+        part = splitting.states(partials, plane, at, n)
         tile = memory.load(sums, at, part.row_sum > 0, DV)
         out += tl.sum(tile * softmax.share(part, state, scale)[:, None], 0)[None, :]
-    out, lse, _ = softmax.finish(out, state, scale)
+    out, lse, log2_sum = softmax.finish(out, state, scale)
     one = row + tl.arange(0, 1)
-    memory.store(memory.matrix(Out, plane), one, rows, out, DV)
     if Lse is not None:
         memory.store_column(memory.table(Lse, plane, rows, 1), one, rows, 0, lse)
+    if Stats is not None:
+        dtype: tl.constexpr = Out.base.dtype.element_ty
+        stats = saved_stats.table(Stats, plane, rows, dtype, DV)
+        saved_stats.store(stats, one, rows, state.row_max, log2_sum)
+        saved_stats.store_tail(stats, one, rows, out, tl.arange(0, memory.width(DV))[None, :], DV, dtype)
+    memory.store(memory.matrix(Out, plane), one, rows, out, DV)

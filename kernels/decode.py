@@ -90,7 +90,8 @@ def decode(
         )
     if partials is not None:
         some = (start < stop) | (split == 0)
-        splitting.keep(partials, head, rows * splits + split, q_len * splits, out, state, some, spec.DV)
+        c = tl.arange(0, memory.width(spec.DV))[None, :]
+        splitting.keep(partials, head, rows, c, q_len, split, splits, out, state, some, spec.DV)
     else:
         out, lse, log2_sum = softmax.finish(out, state, rules.score.softmax_scale)
         memory.store(memory.matrix(Out, plane), rows, q_len, out, spec.DV)

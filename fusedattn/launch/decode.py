@@ -81,6 +81,19 @@ def splits(programs, blocks, multiprocessors):
     return next(n for n in useful if efficiency(n) >= enough)
 
 
+def new_partials(out, count: int, dtype) -> Partials:
+    """Return buffers for the results of `count` splits of the keys."""
+    *planes, rows, columns = out.shape
+    return Partials(*(out.new_empty((*planes, count, rows, last), dtype=dtype) for last in (columns, 2)))
+
+
+def combine(call, launched: dict, scale, shape) -> None:
+    """Merge the partials. launched: Out, Lse, Stats, partials and splits. shape: of the output."""
+    batch, heads, rows, columns = shape
+    sizes = dict(rows=rows, heads=heads, DV=columns, MOST=tile_table.MOST_SPLITS, scale=scale)
+    run.run_tiled("combine", call, lambda tile: batch * heads * rows, dict(Stats=None) | launched | sizes)
+
+
 def failed(decode: Decode):
     reading = decoder(_rows_of_a_tile(decode)), "combine"
     return run.failed(decode.call, reading if decode.new_key is None else (*reading, "append"))
@@ -89,7 +102,7 @@ def failed(decode: Decode):
 def launch_decode(out, lse, decode: Decode):
     """Fill out, and lse if it is not empty."""
     call, rows = decode.call, _rows_of_a_tile(decode)
-    (batch, heads, length, _), kv_heads = call.query.shape, decode.key_cache.shape[1]
+    (batch, _, length, _), kv_heads = call.query.shape, decode.key_cache.shape[1]
     launched = _common(decode) | dict(Q=arguments.of(call.query)) | arguments.band(call)
     rules = launched["rules"] = Rules(arguments.masks_of(call), arguments.scored(call), None)
     launched["spec"] = launched["spec"]._replace(BY_THREADS=arguments.by_threads(decode.key_cache))
@@ -109,13 +122,9 @@ def launch_decode(out, lse, decode: Decode):
         partials.update(splits=n, partials=None)
         if n == 1:
             return results | partials
-        sums, states = (out.new_empty((batch, heads, length, n, last), dtype=lse.dtype) for last in (out.shape[3], 2))
-        partials["partials"] = Partials(sums, states)
+        partials["partials"] = new_partials(out, n, lse.dtype)
         return dict(Out=None, Lse=None) | partials
 
     run.run_tiled(decoder(rows), call, lambda tile: programs(tile) * partials["splits"], launched, targets)
     if partials["partials"] is not None:
-        sizes = dict(
-            rows=length, heads=heads, DV=out.shape[3], MOST=tile_table.MOST_SPLITS, scale=rules.score.softmax_scale
-        )
-        run.run_tiled("combine", call, lambda tile: batch * heads * length, results | partials | sizes)
+        combine(call, results | partials, rules.score.softmax_scale, out.shape)

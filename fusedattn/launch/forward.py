@@ -1,10 +1,11 @@
 """Launches the forward (the Hopper kernel or the kernel for any GPU), its tangents, and the kernels of weights."""
 
+import torch
 from triton import cdiv
 
 from ..call.options import BY_HEAD, INPUTS, Call
 from ..kernels.vocabulary.scores import Tangents
-from . import arguments, blocks, hopper, run, tile_table
+from . import arguments, blocks, decode, hopper, run, tile_table
 
 
 def _forward_on_hopper(out, lse, stats, call):
@@ -16,11 +17,19 @@ def _forward_on_hopper(out, lse, stats, call):
     assert target is out or run.current_recorder() is None, "what is recorded are launches: a copy would be lost"
     if pipeline is None:
         raise run.none_is_right("hopper", device)
-    launched = hopper.arguments(call, target, pipeline) | dict(Lse=lse, Stats=stats)
+    processors = run.multiprocessors(device)
+    count, results = hopper.splits(call, pipeline, processors), dict(Lse=lse, Stats=stats)
+    partials = decode.new_partials(out, count, torch.float32) if count > 1 else None
+    launched = hopper.arguments(call, target, pipeline, partials, count)
+    launched |= results if partials is None else dict.fromkeys(results)
     registers = tile_table.REGISTERS[pipeline.warpgroups][0]
     with run.surroundings(device):
-        programs = hopper.programs(call, pipeline, run.multiprocessors(device))
+        programs = hopper.programs(call, pipeline, count, processors)
         run.run_kernel("hopper", programs, launched, device, num_warps=4, maxnreg=registers)
+    if partials is not None:
+        more = dict(Out=arguments.of(out), partials=partials, splits=count)
+        decode.combine(call, results | more, launched["scale"], out.shape)
+        return
     if target is not out:
         out.copy_(target)
 

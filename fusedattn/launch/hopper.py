@@ -12,6 +12,7 @@ from triton import cdiv
 from ..call.options import BY_HEAD, Call
 from ..call.private import holds
 from ..kernels.vocabulary.memory import width
+from ..kernels.vocabulary.partials import Partials
 from . import arguments as kernel_arguments, tile_table
 from .tile_table import Backward, Pipeline
 
@@ -20,7 +21,7 @@ try:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from ..kernels.hopper.backward import backward as backward_kernel  # noqa: F401  # for `launch.run`
-    from ..kernels.hopper.forward import Form, forward as kernel
+    from ..kernels.hopper.forward import Form, Spec, forward as kernel
     from ..kernels.hopper.stored import (  # noqa: F401  # for `launch.run`
         grad_product as product_kernel,
         stored_backward as stored_backward_kernel,
@@ -107,12 +108,44 @@ def band_of(call: Call) -> str:
     return ("full", "causal", "window")[(call.left is not None) + (call.right is not None)]
 
 
-def programs(call: Call, pipeline: Pipeline, multiprocessors: int) -> int:
-    """Return the grid size. If it is smaller than the number of blocks, each program computes several blocks."""
+def _visible(call, more):
+    """Return how many keys `more` + 1 neighbouring rows see at most."""
+    keys = call.key.shape[2]
+    return keys if call.left is None or call.right is None else min(keys, call.left + call.right + 1 + more)
+
+
+def splits(call: Call, pipeline: Pipeline, multiprocessors: int) -> int:
+    """Return how many splits of the keys each block of rows has. It depends on sizes alone, as a result's bits must."""
     batch, heads, rows, _ = kernel_arguments.sizes(call)
-    blocks, band, keys = cdiv(rows, pipeline.rows) * batch * heads, band_of(call), call.key.shape[2]
-    if call.left is not None and call.right is not None:
-        keys = min(keys, call.left + call.right + 1)
+    blocks, steps = cdiv(rows, pipeline.rows) * batch * heads, cdiv(_visible(call, pipeline.rows - 1), 64)
+    merged = 8 * batch * heads * rows * call.value.shape[3] / tile_table.MERGED_BYTES_A_US
+    return _fastest(blocks, steps, *tile_table.BLOCK_US[_row_width(call)], merged, multiprocessors)
+
+
+@cache
+def _fastest(blocks, steps, fixed, each, merged, multiprocessors):
+    """Return the number of splits for which a forward is estimated fastest; 1 if that saves less than a tenth.
+
+    steps: 64 keys each. fixed, each, merged: us of a block of rows, of a step of it, and of merging a split.
+    """
+
+    def estimate(count):
+        rounds = cdiv(blocks * count, multiprocessors)
+        return rounds * (fixed + each * cdiv(steps, count)) + (count > 1) * (tile_table.MERGE_US + merged * count)
+
+    most = min(4 * multiprocessors // max(1, blocks), tile_table.MOST_SPLITS, steps)
+    best = min(range(1, max(1, most) + 1), key=estimate)
+    return best if estimate(best) < 0.9 * estimate(1) else 1
+
+
+def programs(call: Call, pipeline: Pipeline, count: int, multiprocessors: int) -> int:
+    """Return the grid size. If it is smaller than the number of blocks, each program computes several blocks.
+
+    count: number of splits of the keys.
+    """
+    batch, heads, rows, _ = kernel_arguments.sizes(call)
+    planes, band, keys = batch * heads * count, band_of(call), _visible(call, 0)
+    blocks = cdiv(rows, pipeline.rows) * planes
     most = tile_table.SHARED_KEYS if band == "full" else tile_table.SHARED_KEYS_OF_BANDS
     if not pipeline.persistent or keys > most.get(_row_width(call), keys):
         return blocks
@@ -120,13 +153,13 @@ def programs(call: Call, pipeline: Pipeline, multiprocessors: int) -> int:
         return min(blocks, multiprocessors)
     pairs = blocks // 2
     rounds = cdiv(pairs, multiprocessors)
-    if batch * heads % 2 or pairs < tile_table.SHARED_PAIRS * rounds * multiprocessors:
+    if planes % 2 or pairs < tile_table.SHARED_PAIRS * rounds * multiprocessors:
         return blocks
     return min(pairs, multiprocessors)
 
 
-def arguments(call: Call, out: Tensor, pipeline: Pipeline) -> dict:
-    """Return the arguments of the forward, except Lse and Stats."""
+def arguments(call: Call, out: Tensor, pipeline: Pipeline, partials: Partials | None, count: int) -> dict:
+    """Return the arguments of the forward, except Lse and Stats. count: number of splits of the keys."""
     query, key, value = call.query, call.key, call.value
     batch, heads = query.shape[:2]
     group, each = heads // key.shape[1], tile_table.WARPGROUP_ROWS
@@ -136,16 +169,15 @@ def arguments(call: Call, out: Tensor, pipeline: Pipeline) -> dict:
         Q=descriptor(query, each),
         K=descriptor(key, pipeline.keys),
         V=descriptor(value, pipeline.keys),
-        Out=descriptor(out, each) if out.dtype == query.dtype else None,
-        Wide=None if out.dtype == query.dtype else kernel_arguments.of(out),
+        Out=descriptor(out, each) if partials is None and out.dtype == query.dtype else None,
+        Wide=None if partials is not None or out.dtype == query.dtype else kernel_arguments.of(out),
+        partials=partials,
         scale=kernel_arguments.scored(call).softmax_scale,
-        planes=batch * heads,
-        section=min(batch * heads, max(1, together) * group),
-        HEADS=heads,
-        GROUP=group,
-        DV=value.shape[3],
+        planes=batch * heads * count,
+        section=min(batch * heads, max(1, together) * group) * count,
+        splits=count,
+        spec=Spec(heads, group, value.shape[3], call.top_left),
         form=Form(pipeline.warpgroups, pipeline.stages, pipeline.ping_pong, registers, fewer),
-        TOP_LEFT=call.top_left,
         **kernel_arguments.band(call),
     )
 

@@ -81,6 +81,10 @@ SECTION_BYTES = 16 << 20
 # With more keys, one block per program was 0.98 to 1.04 times as fast as several on an H200 (bench/NOTES.md).
 SHARED_KEYS = {128: 16384}
 SHARED_KEYS_OF_BANDS = {64: 4096, 128: 16384, 256: 2048}
+# Estimate of the Hopper forward by width, in us on an H200 (bench/NOTES.md): (fixed time of a block of rows, time of 64
+# keys of it). It decides how many splits of the keys share a call with few blocks.
+BLOCK_US = {64: (1.5, 0.63), 128: (2.5, 0.8), 256: (5.6, 1.44)}
+MERGE_US, MERGED_BYTES_A_US = 5.0, 3e6  # fixed time of merging splits, and how much it reads and writes in a us
 SHARED_PAIRS = 0.9  # causal programs take pairs of blocks if the pairs keep this share of multiprocessors busy
 
 

@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.language.nvidia.hopper.tma import store_wait, tensor_descriptor
 
-from ..vocabulary import memory, saved_stats, softmax, span
+from ..vocabulary import memory, partials as splitting, saved_stats, softmax, span
 from . import ring, schedule
 from .copies import async_store
 
@@ -50,50 +50,77 @@ class Form(NamedTuple):
     PRODUCER_REGISTERS: int
 
 
+class Spec(NamedTuple):
+    """Compile-time facts of a call: HEADS of query, GROUP of them for each head of key, columns DV of a value.
+
+    TOP_LEFT is as in `span.band`.
+    """
+
+    HEADS: int
+    GROUP: int
+    DV: int
+    TOP_LEFT: bool
+
+
 class Results(NamedTuple):
-    """Outputs: Out (TMA descriptor) or Wide (float32 View), the other None; Lse and Stats as in kernels/forward.py."""
+    """Outputs: Out (TMA descriptor), Wide (float32 View) or partials (splitting.Partials), of which two are None.
+
+    Lse and Stats are as in kernels/forward.py, and None beside partials. splits: the number of splits in partials.
+    """
 
     Out: tensor_descriptor
     Wide: memory.View
+    partials: splitting.Partials
     Lse: gl.tensor
     Stats: gl.tensor
+    splits: gl.tensor
 
 
 @gluon.jit
-def _extent(band, first, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Return (last visible block of keys, number of visible blocks); the number is at least one."""
+def _extent(band, first, plane, results, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Return (last visible block of keys, number of visible blocks) of a plane; the number is at least one.
+
+    With splits, each has an equal part of the blocks. A split without blocks reads one past the last key.
+    """
     begin, full, full_end, end = span.blocks(band, first, ROWS, BLOCK_N)
+    if results.partials is not None:
+        split, count = plane.index % results.splits, gl.maximum(end - begin, 0)
+        end = begin + (split + 1) * count // results.splits
+        begin += split * count // results.splits
+        begin = gl.where(begin < end, begin, gl.cdiv(band.keys, BLOCK_N))
     count = gl.maximum(end - begin, 1)
     return begin + count - 1, count
 
 
 @gluon.jit
 def _take(
-    g: gl.constexpr, order, n, band, HEADS: gl.constexpr, GROUPS: gl.constexpr, ROWS: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-):  # fmt: skip
+    g: gl.constexpr, order, n, band, results, heads, GROUPS: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr
+):
     """Return a program's n-th block of rows: (first row, batch, head, index of the plane, last, count, full, full_end).
 
     last and count are as in `_extent`. Warpgroup g sees the blocks of keys full .. full_end - 1 without a mask.
     """
-    first, plane = schedule.take(order, n, gl.program_id(0), gl.num_programs(0), HEADS, GROUPS * ROWS)
-    last, count = _extent(band, first, GROUPS * ROWS, BLOCK_N)
+    first, plane = schedule.take(order, n, gl.program_id(0), gl.num_programs(0), heads, GROUPS * ROWS)
+    last, count = _extent(band, first, plane, results, GROUPS * ROWS, BLOCK_N)
     _, full, full_end, _ = span.blocks(band, first + g * ROWS, ROWS, BLOCK_N)
     return first, plane.batch, plane.head, plane.index, last, count, full, full_end
 
 
 @gluon.jit
-def _produce(shared, Q, K, V, order, band, HEADS: gl.constexpr, GROUP: gl.constexpr):
+def _produce(shared, results, Q, K, V, order, band, HEADS: gl.constexpr, GROUP: gl.constexpr):
     """Copy tiles in: the work of one warp. Keys go from last to first, so that blocks that need a mask come first."""
     GROUPS: gl.constexpr = 3 if shared.q.tiles.shape[0] > 4 else 2
     ROWS: gl.constexpr = shared.q.tiles.shape[3]
     BLOCK_N: gl.constexpr = shared.k.tiles.shape[3]
     program, programs = gl.program_id(0), gl.num_programs(0)
+    heads = HEADS if results.partials is None else HEADS * results.splits
     step = 0
     for n in range(schedule.share(order, program, programs)):
-        first, plane = schedule.take(order, n, program, programs, HEADS, GROUPS * ROWS)
+        first, plane = schedule.take(order, n, program, programs, heads, GROUPS * ROWS)
+        last, count = _extent(band, first, plane, results, GROUPS * ROWS, BLOCK_N)
+        if results.partials is not None:  # a plane is one split of a head
+            plane = span.kv_head(plane, results.splits)
         kv = span.kv_head(plane, GROUP)
-        last, count = _extent(band, first, GROUPS * ROWS, BLOCK_N)
         ring.fill(shared.k, step, K, kv, last * BLOCK_N)  # this tile is free before the tile of q
         for g in gl.static_range(GROUPS):
             ring.fill(shared.q, n * GROUPS + g, Q, plane, first + g * ROWS)
@@ -187,8 +214,11 @@ def _consume(
     # (EARLY), the first scores of the next block are then computed before the output of this one is stored.
     TWO: gl.constexpr = shared.q.tiles.shape[0] > GROUPS
     EARLY: gl.constexpr = TWO and GROUPS == 2
+    heads = HEADS if results.partials is None else HEADS * results.splits
     share = schedule.share(order, gl.program_id(0), gl.num_programs(0))  # at least one
-    first, batch, head, index, last, count, full, full_end = _take(g, order, 0, band, HEADS, GROUPS, ROWS, BLOCK_N)
+    first, batch, head, index, last, count, full, full_end = _take(
+        g, order, 0, band, results, heads, GROUPS, ROWS, BLOCK_N
+    )
     zero = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
     s = zero
     if EARLY:
@@ -248,7 +278,7 @@ def _consume(
             # A wait ends a basic block, so ptxas does not put what follows between the instructions of the product.
             ring.wait(shared.k, step + 1, pred=more)
         # Call _take here: its divisions then run during this product and do not delay the next one.
-        following = _take(g, order, gl.minimum(n + 1, share - 1), band, HEADS, GROUPS, ROWS, BLOCK_N)
+        following = _take(g, order, gl.minimum(n + 1, share - 1), band, results, heads, GROUPS, ROWS, BLOCK_N)
         out, p = warpgroup_mma_wait(num_outstanding=1 if EARLY else 0, deps=(out, p))
         ring.release(shared.v, step)
         step += 1
@@ -256,7 +286,9 @@ def _consume(
         row_max = gl.convert_layout(state.row_max, O_ROWS)
         row_sum = state.row_sum if GROUPS > 2 else gl.sum(state.row_sum, 1)
         row_sum = gl.convert_layout(row_sum, O_ROWS)
-        out, lse, log2_sum = softmax.finish(out, softmax.State(row_max, row_sum), scale)
+        state = softmax.State(row_max, row_sum)
+        if results.partials is None:
+            out, lse, log2_sum = softmax.finish(out, state, scale)
         rows = gl.convert_layout(rows, O_ROWS)
         if results.Lse is not None:
             memory.store_column(memory.table(results.Lse, plane, band.rows, 1), rows, band.rows, 0, lse)
@@ -272,6 +304,11 @@ def _consume(
             r, c = rows[:, None], gl.arange(0, WIDTH, layout=gl.SliceLayout(0, O_LAYOUT))[None, :]
             where = memory.pointers(memory.of_rows(results.Wide, plane), r, c)
             gl.store(where, out, mask=(r < band.rows) & (c < DV))
+        elif results.partials is not None:
+            c = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, O_LAYOUT))[None, :]
+            split = plane.index % results.splits
+            plane = span.kv_head(plane, results.splits)
+            splitting.keep(results.partials, plane, rows, c, band.rows, split, results.splits, out, state, True, DV)
         else:
             tile = q.reshape([1, 1, ROWS, WIDTH]) if SHARE else shared.out.index(g)
             tile.reshape([ROWS, WIDTH]).store(out.to(dtype))
@@ -288,33 +325,37 @@ def _consume(
     store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["q_len", "k_len", "left", "right", "planes", "section"])
+@gluon.jit(do_not_specialize=["q_len", "k_len", "left", "right", "planes", "section", "splits"])
 def forward(
-    Q, K, V, Out, Wide, Lse, Stats,
-    q_len, k_len, left, right, scale, planes, section,
-    HEADS: gl.constexpr, GROUP: gl.constexpr, DV: gl.constexpr, TOP_LEFT: gl.constexpr, form: gl.constexpr,
+    Q, K, V, Out, Wide, partials, Lse, Stats,
+    q_len, k_len, left, right, scale, planes, section, splits,
+    spec: gl.constexpr, form: gl.constexpr,
 ):  # fmt: skip
     """Write Out (or Wide), Lse and Stats as kernels/forward.py does; a program may compute several blocks of rows.
 
-    Either Out or Wide, a View of float32 (B, H, Sq, DV), is None. Q, K, V and Out are TMA descriptors of (B, H, S, D)
-    with blocks of [1, 1, rows, width(D)]; blocks of Q and Out have 64 rows. planes is B * Hq. `section` is as in
-    schedule.py. Under a causal mask a program with several blocks takes them in pairs; planes must then be even.
+    Only one of Out, Wide, a View of float32 (B, H, Sq, DV), and partials is not None. Q, K, V and Out are TMA
+    descriptors of (B, H, S, D) with blocks of [1, 1, rows, width(D)]; blocks of Q and Out have 64 rows. planes is
+    B * Hq * splits, where a plane is one split of the keys of one head, and `section` is as in schedule.py. Under a
+    causal mask a program with several blocks takes them in pairs; planes must then be even.
     """
     GROUPS: gl.constexpr = form.GROUPS
     STAGES: gl.constexpr = form.STAGES
+    HEADS: gl.constexpr = spec.HEADS
+    GROUP: gl.constexpr = spec.GROUP
+    DV: gl.constexpr = spec.DV
     gl.static_assert(STAGES >= 2, "the next k is waited for before v is given back")
-    band = span.band(q_len, k_len, left, right, TOP_LEFT)
+    band = span.band(q_len, k_len, left, right, spec.TOP_LEFT)
     ROWS: gl.constexpr = Q.block_type.shape[2]
     blocks, paired = gl.cdiv(q_len, GROUPS * ROWS), 0
     if (left is None) != (right is None):
         paired = (gl.num_programs(0) < blocks * planes).to(gl.int32)
     order = schedule.Schedule(blocks, planes, section, paired)
     # With equal widths a warpgroup's output overwrites its q.
-    SHARE: gl.constexpr = Wide is None and Q.block_type.shape[3] == Out.block_type.shape[3]
+    SHARE: gl.constexpr = Out is not None and Q.block_type.shape[3] == Out.block_type.shape[3]
     # Two tiles of q per warpgroup: the next is loaded when a block ends. Heads wider than 128 leave space for one.
     q = ring.ring(Q, GROUPS if Q.block_type.shape[3] > 128 else 2 * GROUPS, 1)
     k, v = ring.ring(K, STAGES, GROUPS), ring.ring(V, STAGES, GROUPS)
-    if SHARE or Wide is not None:
+    if SHARE or Out is None:
         out = q.tiles
     else:
         out = gl.allocate_shared_memory(Out.dtype, [GROUPS] + Out.block_type.shape, Out.layout)
@@ -324,8 +365,8 @@ def forward(
         for i in gl.static_range(2):
             mbarrier.init(ping_pong.index(i), count=1)
     fence_async_shared()
-    shared, results = Shared(q, k, v, out, ping_pong), Results(Out, Wide, Lse, Stats)
-    produce = (shared, Q, K, V, order, band, HEADS, GROUP)
+    shared, results = Shared(q, k, v, out, ping_pong), Results(Out, Wide, partials, Lse, Stats, splits)
+    produce = (shared, results, Q, K, V, order, band, HEADS, GROUP)
     if GROUPS == 2:
         gl.warp_specialize(
             [

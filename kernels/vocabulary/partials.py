@@ -1,4 +1,4 @@
-"""Partial results of `decode`, whose programs have one split (part) of the keys each; `combine` merges them."""
+"""Results of programs that see one split (part) of the keys each; `combine` merges them."""
 
 from typing import NamedTuple
 
@@ -9,9 +9,9 @@ from . import memory, softmax
 
 
 class Partials(NamedTuple):
-    """Unnormalised outputs (B, H, rows, splits, DV) and softmax States (B, H, rows, splits, 2), contiguous.
+    """Unnormalised outputs (B, H, splits, rows, DV) and softmax States (B, H, splits, rows, 2), contiguous.
 
-    If the row_sum of a State is 0, its output was not written.
+    If the row_sum of a State is 0, its output may not have been written.
     """
 
     sums: tl.tensor
@@ -19,20 +19,24 @@ class Partials(NamedTuple):
 
 
 @triton.jit
-def states(partials, plane, at, last, n):
-    """Load the States at indices `at`, of a head's n. From index `last` on, return States that have seen nothing."""
+def states(partials, plane, at, n):
+    """Load the States at indices `at` of a head's n. From index n on, return States that have seen nothing."""
     m = memory.table(partials.states, plane, n, 2)
-    row_max, row_sum = memory.load_column(m, at, last, 0), memory.load_column(m, at, last, 1)
+    row_max, row_sum = memory.load_column(m, at, n, 0), memory.load_column(m, at, n, 1)
     return softmax.State(tl.where(row_sum > 0, row_max, float("-inf")), row_sum)
 
 
 @triton.jit
-def keep(partials, plane, at, n, sums, state, some, DV: tl.constexpr):
-    """Store each row's State and, if `some`, its unnormalised output (sums) at index `at`. A head has n indices."""
+def keep(partials, plane, rows, c, length, split, splits, sums, state, some, DV: tl.constexpr):
+    """Store each row's State of a split and, if `some`, its unnormalised output (sums), a tile of rows and columns c.
+
+    A head has `length` rows.
+    """
+    at, n = tl.where(rows < length, split * length + rows, 0x7FFFFFFF), splits * length
     if some:
         r = at[:, None]
-        head = memory.View(partials.sums + (tl.cast(plane.index, tl.int64) * n * DV)[:, None], (DV, 1))
-        c = tl.arange(0, memory.width(DV))[None, :]
+        first = tl.cast(plane.index, tl.int64) * n * DV
+        head = memory.View(partials.sums + (first[:, None] if len(first.shape) == 1 else first), (DV, 1))
         tl.store(memory.pointers(head, r, c), sums, mask=(r < n) & (c < DV))
     m = memory.table(partials.states, plane, n, 2)
     memory.store_column(m, at, n, 0, state.row_max)

@@ -10,6 +10,7 @@ pytest.importorskip("triton", reason="kernels need Triton")
 import fusedattn as fa
 from fusedattn.launch import tile_table as table
 from fusedattn.launch.decode import splits
+from fusedattn.launch.hopper import _fastest
 
 GPUS = ((8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1))
 OPTIONS = {"plain": {}, "masked": dict(key_mask=True), "rich": dict(softcap=2.0, bias=True)}
@@ -63,3 +64,11 @@ def test_shares_of_keys_fill_the_gpu_and_none_is_empty():
     # 1055 of 1056 places are taken: one more program would need a second wave.
     assert [splits(*x, 132) for x in ((211, 1000), (8, 128), (1, 1000), (132, 64))] == [5, 32, 112, 2]
     assert [splits(9, blocks, None) for blocks in (0, 1, 2, 9)] == [1, 1, 2, 2]
+
+
+def test_calls_with_few_blocks_of_rows_and_many_keys_are_split():
+    """An H200's estimate: 32 blocks of 8192 keys take four splits; nothing is gained where all multiprocessors work."""
+    us, merged = table.BLOCK_US[128], 1.4
+    assert _fastest(32, 128, *us, merged, 132) == 4
+    for blocks, steps in ((132, 128), (528, 8), (64, 1), (1, 1), (0, 0)):
+        assert _fastest(blocks, steps, *us, merged, 132) == 1, (blocks, steps)

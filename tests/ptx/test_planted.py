@@ -26,6 +26,7 @@ from .report import Fault
 SPAN, TILES, SCORES = (f"vocabulary/{name}.py" for name in ("span", "memory", "scores"))
 RING, HOPPER, WAY_BACK = "hopper/ring.py", "hopper/forward.py", "hopper/backward.py"
 PLAIN, LONG, ONE_ROW, MANY = "plain D64", "hopper long", "hopper one row", "hopper many blocks a program"
+SPLITS = "hopper empty splits, causal D128"
 ADD = 'tl.atomic_add(pointers(of_rows(sums, plane), r, c), tile, mask=exists, sem="relaxed")'
 LOAD_AND_STORE = """where = pointers(of_rows(sums, plane), r, c)
         tl.store(where, tl.load(where, mask=exists, other=0.0) + tile, mask=exists)"""
@@ -55,7 +56,14 @@ UNSEEN = (
         PLAIN,
         90,
     ),
-    ("a split left out", "combine.py", "first + splits", "first + splits - 1", "decode: cache, split and merged", 90),
+    (
+        "a split left out",
+        "combine.py",
+        "rows * splits",
+        "rows * splits - rows",
+        "decode: cache, split and merged",
+        90,
+    ),
     ("dq in another sequence", TILES, f"[plane.batch * 0, {PLACE}", f"[plane.batch, {PLACE}", "packed causal", 90),
     ("other rows of q", HOPPER, "Q, plane, first + g * ROWS)", "Q, plane, first + g * 16)", "hopper D64", 90),
     ("a phase of two stages", RING, "step // TILES & 1 ^ 1", "step // 2 & 1 ^ 1", LONG, 90),
@@ -72,6 +80,10 @@ DK = "        dk, ds = warpgroup_mma_wait(num_outstanding=3 + GROUPS, deps=(dk, 
 ON_HOPPER = tuple(
     (name, f"hopper/{file}.py", text, becomes, call, 90)
     for name, file, text, becomes, call in (
+        ("keys of two splits", "forward", "(split + 1) * count //", "(split + 2) * count //", "hopper splits"),
+        ("an empty split", "forward", "begin, gl.cdiv(band.keys, BLOCK_N))", "begin, begin)", SPLITS),
+        ("keys of another head", "forward",
+         "plane = span.kv_head(plane, results.splits)\n        kv", "pass\n        kv", SPLITS),
         ("k given back before its product", "forward", MULTIPLIED + K_RELEASED, K_RELEASED + MULTIPLIED, LONG),
         ("a wait for the first q", "forward", "wait(shared.q, n * GROUPS + g,", "wait(shared.q, g,", MANY),
         ("the next scores are of this q", "forward", "shared, n + 1, step + 1,", "shared, n, step + 1,", MANY),
