@@ -157,7 +157,7 @@ _ON_HOPPER = dense(
             ("window, two passes", dict(window=(200, 20), Sq=300, Sk=600, Hq=4, Hkv=2, **TWO)),
             ("causal D256, two passes", dict(causal=True, D=256, Sq=300, Sk=333, **TWO)),
             ("window D136 Dv32 fp16, two passes", dict(window=(40, 20), dtype=FP16, D=136, Dv=32, **TWO)),
-            ("splits", dict(Sq=100, Sk=1200, Hq=4, Hkv=2)),
+            ("splits", dict(Sq=100, Sk=1200, Hq=4, Hkv=2, times=3)),  # the third call is a replay
             ("empty splits, causal D128", dict(causal=True, align="top_left", Sq=300, Sk=1200, **WIDE)),
             ("splits, window D256 Dv128", dict(window=(900, 0), D=256, Dv=128, Sq=70, Sk=1000)),
             ("many blocks a program", dict(Sq=400, Sk=150, Hq=4, Hkv=2, multiprocessors=3)),
