@@ -172,6 +172,8 @@ MORE = [  # each differs from PAPER in one thing
     Case(4, 32, 8, 4096, 4096, 128, 128, True, "bfloat16"),  # grouped heads
     Case(4, 16, 16, 4096, 4096, 192, 128, True, "bfloat16"),
     Case(16, 16, 16, 128, 8192, 128, 128, False, "bfloat16"),  # few queries, many keys
+    Case(1, 32, 8, 128, 8192, 128, 128, False, "bfloat16"),  # fewer blocks of rows than multiprocessors, like the next
+    Case(1, 2, 2, 4096, 4096, 128, 128, False, "bfloat16"),
     Case(4, 16, 16, 4095, 4095, 128, 128, True, "bfloat16"),
     _paper(4096, 128, True, "float16"),
     _paper(4096, 64, False, "float32"),

@@ -1,6 +1,7 @@
 """On compute capability 9.0 calls take the Hopper kernels by default, forward and backward."""
 
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,14 +9,18 @@ import torch._dynamo.config
 
 pytest.importorskip("triton", reason="kernels need Triton")
 
+from fusedattn.bench import rows
+
 import fusedattn as fa
 from fusedattn.call.options import override
 from fusedattn.dispatch import backends
 from fusedattn.launch import hopper, run, tile_table, tuned
 
-from ..inside import compiled
+from ..inside import call_of, compiled
 from ..offline import absent
 from .test_tuned import FORWARD, GRID, PLACE, ROWS, chosen  # noqa: F401
+
+RESULTS = Path(__file__).parents[2] / "bench" / "results" / "h200.csv"
 
 if hopper.missing is not None:
     pytest.skip(hopper.missing, allow_module_level=True)
@@ -189,3 +194,26 @@ def test_what_a_file_finds_slower_or_wrong_is_left_to_calls_that_name_it(chosen,
             got = torch.autograd.grad(graph(*leaves).sum(), leaves)
     want = torch.autograd.grad(fa.attention(*leaves, backend="naive").sum(), leaves)
     assert all(map(torch.equal, got, want)), "the gradients are of the path that computed the forward"
+
+
+def _measured():
+    """Return {(B, Hq, S, D, causal): {pipeline: ms}} of the last run in h200.csv that timed several pipelines."""
+    found = {}
+    for row in rows.read(RESULTS):
+        kind, _, name = row.provider.partition(":hopper/")
+        if name and row.mode == "forward" and row.status == "ok":
+            found.setdefault((row.case, row.date), {})[name] = row.ms_p50
+    return {case: ms for (case, _), ms in sorted(found.items(), key=lambda item: item[0][1]) if len(ms) > 1}
+
+
+def test_the_chosen_pipeline_is_the_fastest_that_was_measured():
+    """Within 3 %, the spread between runs. A name in the CSV ends with +grid if each program computed one block of rows."""
+    measured = _measured()
+    assert len(measured) > 30
+    for case, ms in measured.items():
+        x = torch.empty(case.B, case.Hq, case.Sq, case.D, dtype=torch.bfloat16, device="meta")
+        form = fa.explain(x, x, x, causal=case.causal, capability=(9, 0)).tiles["hopper"]
+        blocks = -(-case.Sq // form.rows) * case.B * case.Hq
+        alone = hopper.programs(call_of(x, x, x, causal=case.causal), form, 1, tile_table.MULTIPROCESSORS) == blocks
+        name = f"{form.rows}x{form.keys}s{form.stages}{'+grid' * alone}"
+        assert ms.get(name, ms[name.removesuffix("+grid")]) <= 1.03 * min(ms.values()), (case.name, name, ms)
