@@ -207,7 +207,7 @@ def _measured():
 
 
 def test_the_chosen_pipeline_is_the_fastest_that_was_measured():
-    """Within 3 %, the spread between runs. A name in the CSV ends with +grid if each program computed one block of rows."""
+    """Within 3 %, the spread between runs. In the CSV, +grid means that each program computed one block of rows."""
     measured = _measured()
     assert len(measured) > 30
     for case, ms in measured.items():
