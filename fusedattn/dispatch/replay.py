@@ -36,6 +36,7 @@ _take_tensors = itemgetter(*map(Arguments._fields.index, _WRITTEN))
 _take_numbers = itemgetter(*(place for place, name in enumerate(Arguments._fields) if name not in TENSORS))
 _NOT_WRITTEN = (None,) * (len(TENSORS) - len(_WRITTEN))
 _SEED = _PLACES["seed"]
+_GRAD = -1  # stands for the gradient of the output among numbers of tensors
 _ATTENDED = "query", "key", "value"
 _ARE_LEARNED = [name not in _ATTENDED for name in INPUTS]
 
@@ -234,6 +235,7 @@ class Replay:
         self.facts: list = []  # `schema.facts` of the tensors saved for the backward, from the first forward
         self.forward = recorder.recording()
         self.backwards: dict[tuple, Any] = {}
+        self.recent: list[tuple] = []  # (facts of a backward, its TensorGuards, Recording, getter, places) for `again`
 
     def __call__(self, tensors: tuple):
         if self.drops:
@@ -272,10 +274,7 @@ class Replay:
         there = tuple(x for x in given if x is not None)
         if not of_calls.in_memory(there) or not _aligned(there):
             return self._differentiate_slowly(kept, tensors, incoming, out, weights, stats, need)
-        # Saved-tensor hooks may have changed strides or device.
-        facts = tuple(None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in given)
-        wanted = need, _precision(out), torch.are_deterministic_algorithms_enabled(), facts
-        recorded = self.backwards.get(wanted)
+        recorded = self.backwards.get(wanted := self._facts(given, need))
         if recorded is None:
             schema.check_saved(self.facts, schema.facts(kept.values()))
             if len(self.backwards) >= RECENT:
@@ -289,6 +288,42 @@ class Replay:
         recording, places = recorded
         made = recording.run(given)
         return [None if place is None else made[place] for place in places]
+
+    def again(self, present: tuple, need: tuple) -> list | None:
+        """Return the gradients of the inputs from a backward like this one, found by TensorGuards; None without one.
+
+        present: the saved tensors and the gradient of the output, the only incoming one. need: of all inputs.
+        """
+        if torch.is_grad_enabled() or must_dispatch():
+            return None
+        settings = need, _precision(present[-1]), torch.are_deterministic_algorithms_enabled()
+        for known, guards, recording, take, places in self.recent:
+            if known == settings and guards.check(*present) and _aligned(present):
+                made = recording.run(take((*present, None)))
+                return [None if place is None else made[place] for place in places]
+        return None
+
+    def remember(self, present: tuple, need: tuple) -> None:
+        """Let `again` find a backward that `differentiate` may have recorded."""
+        if TensorGuards is None or not can_guard(present) or len(set(map(id, present))) < len(present):
+            return
+        saved = [self.block_mask if name == "block_mask" else _PLACES[name] for name in TENSORS]
+        numbers = {number: place for place, number in enumerate(self.kept)} | {_GRAD: len(self.kept)}
+        wanted = *saved, _GRAD, None, None, self.out, self.weights, self.stats
+        take = itemgetter(*[numbers.get(number, -1) for number in wanted])
+        needed = dict(zip(self.inputs, need, strict=True))
+        facts = self._facts(take((*present, None)), tuple([needed.get(_PLACES[name], False) for name in INPUTS]))
+        if (recorded := self.backwards.get(facts)) is not None:
+            recording, places = recorded
+            guards = TensorGuards(*present, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+            places = [place for name, place in zip(INPUTS, places, strict=True) if _PLACES[name] in needed]
+            self.recent = [((need, *facts[1:3]), guards, recording, take, places), *self.recent[: RECENT - 1]]
+
+    @staticmethod
+    def _facts(given: tuple, need: tuple) -> tuple:
+        """Return the key of a recorded backward. Saved-tensor hooks may have changed strides or device."""
+        facts = tuple(None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in given)
+        return need, _precision(given[-3]), torch.are_deterministic_algorithms_enabled(), facts
 
     def _backward(self, given, need):
         """Return (Recording of a backward, for each input the number of its gradient in the Recording, or None)."""
@@ -331,15 +366,21 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        replay = ctx.replay
+        replay, need_grads = ctx.replay, ctx.needs_input_grad
         if all(grad is None for grad in grads):
-            return (None,) * len(ctx.needs_input_grad)
-        tensors = dict(zip(replay.kept, ctx.saved_tensors, strict=True))
+            return (None,) * len(need_grads)
+        saved = ctx.saved_tensors
+        alone = grads[0] is not None and all(grad is None for grad in grads[1:])
+        if alone and (found := replay.again((*saved, grads[0]), need_grads[1:])) is not None:
+            return None, *found
+        tensors = dict(zip(replay.kept, saved, strict=True))
         came = dict(zip(replay.results, grads, strict=True))
         incoming = [came.get(number) for number in (replay.out, replay.lse, replay.weights)]
-        needed = dict(zip(replay.inputs, ctx.needs_input_grad[1:], strict=True))
+        needed = dict(zip(replay.inputs, need_grads[1:], strict=True))
         need = tuple([needed.get(_PLACES[name], False) for name in INPUTS])
         gradients = dict(zip(INPUTS, replay.differentiate(tensors, incoming, need), strict=True))
+        if alone:
+            replay.remember((*saved, grads[0]), need_grads[1:])
         return None, *[grad for name, grad in gradients.items() if _PLACES[name] in needed]
 
 
