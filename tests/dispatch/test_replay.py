@@ -47,6 +47,22 @@ def found(monkeypatch):
     return answers
 
 
+def test_a_backward_is_repeated_where_nothing_but_numbers_changed(device, poison, monkeypatch):
+    """Not with an unaligned gradient, and not if torch now wants deterministic results."""
+    repeated, again = [], replay.Replay.again
+    monkeypatch.setattr(replay.Replay, "again", lambda *given: repeated.append(again(*given)) or repeated[-1])
+    for first, ordered in [(0, False)] * 4 + [(1, False), (0, True)]:
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda ordered=ordered: ordered)
+        inputs = draw(device, requires_grad=True)
+        out = attend(inputs, dict(causal=True))
+        incoming = torch.randn(out.numel() + 1, device=device)[first:][: out.numel()].view(out.shape)
+        want = lambda *inputs, grad=incoming: torch.autograd.grad(  # noqa: E731
+            fa.reference.eager(*inputs, causal=True), inputs, grad
+        )
+        assert_like(torch.autograd.grad(out, inputs, incoming), want, *inputs)
+    assert [found is not None for found in repeated] == [False, True, True, True, False, False]
+
+
 @pytest.mark.parametrize("name, grads", [*((name, True) for name in OPTIONS), ("masks", False), ("added", False)])
 def test_other_tensors_of_the_same_kind(name, grads, device, poison, found):
     for again in range(3):
