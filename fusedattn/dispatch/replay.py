@@ -154,7 +154,9 @@ def find(tensors: tuple, numbers: tuple) -> "Replay | None":
     if split is None:
         return None
     present, most = split
-    for guards, replay in _recent.get(most, ()) if can_guard(present) else ():
+    if not can_guard(present):  # key or value may be anything
+        return None
+    for guards, replay in _recent.get(most, ()):
         if guards.check(*present):
             return replay if _aligned(present) else None
     signature = None if must_dispatch() else _signature(present, most)

@@ -142,6 +142,17 @@ def test_what_is_refused_is_refused_after_something_like_it(right, wrong, device
         attend(inputs, wrong)
 
 
+@pytest.mark.parametrize("name", ["key", "value"])
+def test_no_tensor_is_refused_after_recorded_calls(name, device):
+    inputs = dict(zip(("query", "key", "value"), draw(device), strict=True))
+    for _ in range(3):
+        fa.attention(**inputs, backend="triton")
+    for wrong in (None, [1.0], inputs[name].tolist(), fa.plan(torch.ones(SQ, SK, device=device).bool())):
+        for backend in ("triton", None):
+            with pytest.raises(TypeError, match=f"^{name}: expected"):
+                fa.attention(**inputs | {name: wrong}, backend=backend)
+
+
 def test_a_named_backend_is_part_of_the_kind(device, found):
     inputs = draw(device)
     attend(inputs, {})
