@@ -22,11 +22,11 @@ from .schema import BACKWARD, FORWARD, TANGENT, stats_columns
 
 def check_call(call: Call, backend: str, need_weights: bool = False, capacity: int | None = None) -> None:
     """Raise if an operator cannot take a Call. capacity: of caches, checked before; None without caches."""
-    query, keys = call.query, call.key.shape[2] if capacity is None else capacity
+    query = call.query
     if capacity is None:
         rules.check_rank("query", query, "(B, H, S, D)")
         rules.check_query_key_value(query, call.key, call.value)
-    batch, heads, rows, _ = query.shape
+    (batch, heads, rows, _), keys = query.shape, call.key.shape[2] if capacity is None else capacity
     tokens = sizes = Sizes(query.device, query.dtype, batch, heads, rows, keys)
     if call.cu_seqlens_q is not None or call.cu_seqlens_k is not None:
         _check_packed(call, need_weights)
@@ -151,6 +151,8 @@ def check_block_mask(
 ) -> None:
     masks = dict(mask=mask, key_mask=key_mask, query_mask=query_mask, bias=bias)
     masks = {name: x for name, x in masks.items() if x is not None}
+    if not masks:
+        fail(ValueError, "mask", "a tensor, because key_mask, query_mask and bias are None", None)
     check_masks(masks, dict(mask=(4,), key_mask=(2,), query_mask=(2,), bias=(4,)))
     lengths = None
     if not cu_seqlens_q is cu_seqlens_k is None:

@@ -50,7 +50,7 @@ RIGHT = {  # valid arguments of each operator
 }
 SHAPES = {
     "forward": dict(
-        query=[(SQ, D)], key=[(1, HKV, SK, D), (B, HKV, SK, D + 1)], value=[(B, HKV, SK - 1, DV)],
+        query=[(SQ, D)], key=[(SK, D), (1, HKV, SK, D), (B, HKV, SK, D + 1)], value=[(D,), (B, HKV, SK - 1, DV)],
         mask=[(SQ, SK), (B, HQ, SQ, SK + 1)], bias=[(SQ, SK), (B, HKV, SQ, SK)], key_mask=[(SK,), (1, SQ)],
         query_mask=[(3, SQ), (SQ,)], alibi_slopes=[(HQ,), (3, HQ)], sinks=[(3, HQ), (HKV,)], seed=[(2,)],
         block_mask=[(1, 1, 1, 2), (1, 1, 1)],
@@ -60,10 +60,10 @@ SHAPES = {
         query_mask=[(1, TQ + 1)], bias=[(2, HQ, 4, 4)], alibi_slopes=[(2, HQ)],
     ),
     "backward": dict(
-        key=[(1, HKV, SK, D)], grad_out=[(B, HQ, SQ, DV - 1)], grad_lse=[(B, HQ, SK)], grad_weights=[(B, HQ, SQ, 1)],
-        out=[(B, HQ, 1, DV)], weights=[(0,)], stats=[(0,), (B, HQ, SQ, 3)],
+        key=[(SK, D), (1, HKV, SK, D)], grad_out=[(B, HQ, SQ, DV - 1)], grad_lse=[(B, HQ, SK)],
+        grad_weights=[(B, HQ, SQ, 1)], out=[(B, HQ, 1, DV)], weights=[(0,)], stats=[(0,), (B, HQ, SQ, 3)],
     ),
-    "tangent": dict(tangent_key=[(B, HKV, SK, 1)], out=[(B, HQ, SQ, 1)], stats=[(0,), (B, HQ, SQ, 3)]),
+    "tangent": dict(key=[(SK, D)], tangent_key=[(B, HKV, SK, 1)], out=[(B, HQ, SQ, 1)], stats=[(0,), (B, HQ, SQ, 3)]),
     "block_mask": dict(
         mask=[(SQ, SK)], key_mask=[(SK,), (1, SK + 1)], query_mask=[(3, SQ)], bias=[(B, 1, SQ, SK + 1)],
     ),
@@ -96,6 +96,7 @@ WRONG = {
     "tangent": of_values(dict(tangent_bias=[ones(1, 1, SQ, SK)], partial=[True]) | BACKEND),
     "block_mask": [],
     "packed block_mask": of_values(dict(rows=[-TQ], max_seqlen_k=[None])) + [
+        wrong("mask", **dict.fromkeys(MASKS)),
         wrong("cu_seqlens_k", TypeError, cu_seqlens_k=None)
     ],
     "append": of_values(dict(backend=["naive"], rotary_sin=[None])) + [
