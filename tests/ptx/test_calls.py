@@ -32,7 +32,8 @@ def _first(capability):
     axes = tile_table.INTERPRETED, (2, 4), (64, 128, 256), ("plain", "masked", "rich"), (False, True)
     for kernel, itemsize, width, load, narrow in itertools.product(*axes):
         if kernel not in ("one_pass", "postprocess") or width <= tile_table.ONE_PASS:
-            for tile in tile_table.tiles_for(kernel, capability, itemsize, width, load, narrow)[:1]:
+            tiles = tile_table.tiles_for(kernel, capability, itemsize, width, load)
+            for tile in (tile_table.small_enough(tiles) if narrow else tiles)[:1]:
                 yield calls.Taken(kernel, itemsize, width, tile)
     if capability == HOPPER:
         for kernel, rows in tile_table.ON_HOPPER.items():
