@@ -45,7 +45,7 @@ def _backward(*arguments):
         fallback.gradients(grads, incoming, call)
         return grads
     from ..launch import run
-    from ..launch.backward import launch_backward
+    from ..launch.backward import launch_backward, reasons_not_on_hopper
 
     if grad_out is None:
         grad_out = out.new_zeros(()).expand(out.shape)
@@ -59,8 +59,9 @@ def _backward(*arguments):
         wanted = [grad if grad.numel() else None for grad in grads]
         launch_backward(wanted, grad_out, grad_lse, grad_weights, out, weights, stats, call, backend)
 
-    # If the Hopper kernel fails in the first launch, the second runs the Triton kernels for any GPU.
-    fallback.by_kernel(call, (launch, launch), lambda: fallback.gradients(grads, incoming, call))
+    # If a Hopper kernel fails in the first launch, the second runs the Triton kernels for any GPU.
+    on_hopper = run.has_hopper(call.query) and not reasons_not_on_hopper(call, need, backend)
+    fallback.by_kernel(call, [launch] * (2 if on_hopper else 1), lambda: fallback.gradients(grads, incoming, call))
     return grads
 
 
