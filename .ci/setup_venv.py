@@ -53,6 +53,8 @@ def make_venv(python, folders):
     made_before = os.path.exists(STAMP) and pathlib.Path(STAMP).read_text().strip() == python
     if not (made_before and succeeds(VENV_PYTHON, "-m", "pip", "--version")):
         has_pip = bool(folders) and importlib.util.find_spec("pip") is not None
+        if not (importlib.util.find_spec("venv") and (has_pip or importlib.util.find_spec("ensurepip"))):
+            stop(f"{python} cannot make a venv; install it, for example: apt install python3-venv")
         call(sys.executable, "-m", "venv", "--clear", *(["--without-pip"] if has_pip else []), ".venv")
     if folders:  # --system-site-packages would show the system's packages if PYTHON is in a venv itself
         (packages,) = pathlib.Path(".venv/lib").glob("python*/site-packages")
