@@ -52,22 +52,28 @@ def run(arguments, output: Output) -> int:
                     written.append(row)
                     whys.append(why)
                     if path is not None:
-                        rows.append(path, row)
+                        try:
+                            rows.append(path, row)
+                        except OSError as error:  # a full disk
+                            raise Problem(f"csv: cannot write {path}: {error.strerror or error}") from error
                     advance(f"{row.provider} {row.mode}, {row.case.name}")
                     if measure.broke(row.status):
                         raise Problem(f"the GPU stopped working: {report.reason(row)}")
-    except (KeyboardInterrupt, Problem) as error:  # the rows so far are shown
+    except (KeyboardInterrupt, Problem, OSError) as error:  # the rows so far are shown
         ended = error
-    except OSError as error:  # a full disk
-        ended = Problem(f"csv: cannot write {path}: {error.strerror or error}")
+    complete = ended is None
 
     for line in report.lines(written, whys):
         output.say(line)
     for text in report.over_promise(written) if device == "cpu" else ():
         output.say(f"slower than promised on a CPU: {text}")
     if picture and plot.drawable(written):
-        plot.figure(written).savefig(picture, format="png")
-        output.say(f"Plot: {picture}")
+        try:
+            plot.figure(written).savefig(picture, format="png")
+            output.say(f"Plot: {picture}")
+        except OSError as error:
+            ended = ended or Problem(f"plot: cannot write {picture}: {error.strerror or error}")
+            picture = None
     elif picture:
         output.say("No plot: nothing was measured.")
         picture = None
@@ -78,7 +84,7 @@ def run(arguments, output: Output) -> int:
     preset = None if arguments.shape or arguments.questions else arguments.preset or "quick"
     verdict = dict(text=report.sentences(written), fastest=fastest, each=each)
     output.finish(
-        dict(ok=ok, complete=ended is None, seconds=seconds, versions=rows.versions(), device=device, preset=preset)
+        dict(ok=ok, complete=complete, seconds=seconds, versions=rows.versions(), device=device, preset=preset)
         | dict(rows=[row | dict(why=why) for row, why in zip(plain, whys, strict=True)])
         | dict(verdict=verdict, csv=path, picture=picture)
     )

@@ -1,6 +1,7 @@
 """`fusedattn bench`: the rows that it measures, its verdict and its exit status."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -67,6 +68,46 @@ def test_rows_before_the_end_of_a_run_are_shown(error, status, capsys, monkeypat
     found, shown = cli.main([*SQUARE, "--shape", "1,2,2,16,16,8", "--json"]), capsys.readouterr()
     assert found == status and not json.loads(shown.out)["complete"] and len(json.loads(shown.out)["rows"]) < 8
     assert ("the GPU stopped working" in shown.err) == (status == 2)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+@pytest.mark.parametrize("json_only", [True, False], ids=["json", "text"])
+def test_a_picture_that_cannot_be_written_loses_no_rows(json_only, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "a.png").symlink_to("/dev/full")
+    picture = str(tmp_path / "a.png")
+    assert cli.main([*SQUARE, "--plot", picture, *["--json"] * json_only]) == 2
+    shown = capsys.readouterr()
+    assert shown.err.count("\n") == 1 and f"plot: cannot write {picture}: No space left" in shown.err
+    if json_only:
+        found = json.loads(shown.out)
+        assert found["ok"] and found["complete"] and found["picture"] is None and len(found["rows"]) == 4
+    else:
+        assert "4 of 4 rows" in shown.out and "Plot:" not in shown.out
+
+
+@pytest.mark.parametrize("of_csv", [True, False], ids=["csv", "another file"])
+def test_an_error_of_a_file_loses_no_rows(of_csv, tmp_path, capsys, monkeypatch):
+    append, measure, appended = rows.append, bench.measure.measure, []
+
+    def full(path, row):
+        if appended:
+            raise OSError(28, "No space left")
+        appended.append(append(path, row))  # the header
+
+    def ends(*arguments):
+        yield next(measure(*arguments))
+        raise OSError(5, "Input/output error", "other")
+
+    if of_csv:
+        monkeypatch.setattr(rows, "append", full)
+    else:
+        monkeypatch.setattr(bench.measure, "measure", ends)
+    assert cli.main([*SQUARE, "--csv", str(tmp_path / "a.csv"), "--json"]) == 2
+    shown = capsys.readouterr()
+    found = json.loads(shown.out)
+    assert not found["complete"] and len(found["rows"]) == 1
+    assert ("csv: cannot write" in shown.err) == of_csv and ("No space left" if of_csv else "other") in shown.err
 
 
 def test_rows_are_appended_and_drawn(tmp_path, capsys):

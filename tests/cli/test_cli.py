@@ -187,6 +187,13 @@ def test_a_disk_that_is_full():
     assert said.count("\n") == 1 and said.startswith("fusedattn") and "No space left on device" in said
 
 
+def test_an_error_of_another_file_keeps_what_was_printed():
+    code = "import sys; from fusedattn import cli; from fusedattn.cli import info\n"
+    code += "info.run = lambda *_: print('printed') or open('nowhere')\nsys.exit(cli.main(['info']))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "printed\n") and "nowhere" in done.stderr
+
+
 def test_a_reader_that_has_gone():
     read, write = os.pipe()
     os.close(read)
