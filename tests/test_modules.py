@@ -76,6 +76,10 @@ def test_masks_of_every_rank_and_query_mask():
     want = layer(x, mask=mask)[0]
     for shape in ((3, 4, 4), (3, 1, 4, 4), (3, 2, 4, 4), (1, 4, 4)):
         assert torch.equal(layer(x, mask=mask.expand(shape))[0], want)
+    for name, pairs in (("mask", torch.ones(2, 4, 4).bool()), ("bias", torch.ones(3, 5, 4))):
+        with pytest.raises(ValueError, match=f"^{name}: ") as raised:
+            layer(x, **{name: pairs})
+        assert all(str(tuple(shape)) in str(raised.value) for shape in ((3, 4, 4), pairs.shape))
     query_mask = torch.tensor([[True, False, True, True]])
     out, weights = layer(x, query_mask=query_mask, need_weights=True)
     assert (weights[:, :, 1] == 0).all()

@@ -7,7 +7,7 @@ from torch import Tensor, fx, nn
 from torch.types import Device
 
 from ..api import attention
-from ..call.layout import irregular, is_size
+from ..call.layout import broadcasts, irregular, is_size
 from ..call.numbers import as_python, is_int
 from ..call.options import Arguments, Plan, autocasting
 from ..call.rules import FLOATING, check_flags, check_number, check_options, check_place, fail, type_name
@@ -79,12 +79,18 @@ def _linear(inputs: int, outputs: int, bias: bool, **factory: Any) -> nn.Linear:
     return layer
 
 
-def _add_head_dim(pairs: Any) -> Any:
-    """Insert a head dimension into a mask, plan or bias of rank 3: (B, Sq, Sk) becomes (B, 1, Sq, Sk)."""
+def _add_head_dim(name: str, pairs: Any, sizes: tuple[int, ...] | None) -> Any:
+    """Insert a head dimension into a mask, plan or bias of rank 3: (B, Sq, Sk) becomes (B, 1, Sq, Sk).
+
+    sizes: B, Sq and Sk; None if they are not known yet.
+    """
     if isinstance(pairs, Plan):
-        return pairs._replace(mask=_add_head_dim(pairs.mask))
-    rank_3 = isinstance(pairs, Tensor) and irregular(pairs) is None and pairs.dim() == 3
-    return pairs.unsqueeze(1) if rank_3 else pairs
+        return pairs._replace(mask=_add_head_dim(name, pairs.mask, sizes))
+    if not isinstance(pairs, Tensor) or irregular(pairs) is not None or pairs.dim() != 3:
+        return pairs
+    if sizes is not None and not broadcasts(pairs, sizes):
+        fail(ValueError, name, f"(B, Sq, Sk), broadcastable to {sizes}, because its rank is 3", pairs.shape)
+    return pairs.unsqueeze(1)
 
 
 @fx.wrap
@@ -110,7 +116,9 @@ def _attend_by_heads(
     if q.shape[1] * num_kv_heads != k.shape[1] * num_heads:
         shared = f"{q.shape[1]} of {num_heads} heads and {k.shape[1]} of {num_kv_heads} key heads"
         fail(ValueError, "num_kv_heads", "q_proj and k_proj cut over the same number of processes", shared)
-    options |= dict(mask=_add_head_dim(mask), bias=_add_head_dim(bias))
+    dense = parallel is None and torch.jagged not in (q.layout, k.layout)
+    sizes = (q.shape[0], q.shape[2], k.shape[2]) if dense else None
+    options |= {name: _add_head_dim(name, pairs, sizes) for name, pairs in (("mask", mask), ("bias", bias))}
     if parallel is None:
         out, weights = attend(q, k, v, need_weights, **options)
     else:
