@@ -254,7 +254,7 @@ def by_sequence(run: Callable[..., tuple], *calls: Call) -> tuple:
         batches = [padded(x) for x in some]
         results.append(packed(batches[0][1], *run(*[batch for batch, _ in batches])))
     out, lse, weights = joined(results, 2, call.max_seqlen_k)
-    return arrange(out, call.query), lse, weights
+    return arrange(out, call.query, out.dtype), lse, weights
 
 
 @without_autocast

@@ -35,11 +35,14 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
         row_max = row_max.masked_fill(empty, 0.0)
         weights = (scores - row_max[..., None]).exp()
         total = weights.sum(-1).masked_fill(empty, 1.0)
-        log2_sum = (total.log2() + (row_max - largest) / LN2).masked_fill(empty, INFINITE)
+        log2_sum = total.log2() + (row_max - largest) / LN2
         out = _sums(part, where, weights) / total[..., None]
         return out.to(largest.dtype), torch.stack([largest, log2_sum.to(largest.dtype)], -1), None
 
-    return by_sequence(lambda batch: by_part(of_block, parts(batch, most(batch))), prepared(call, torch.float64))[:2]
+    exact = prepared(call, torch.float64)
+    out, stats, _ = by_sequence(lambda batch: by_part(of_block, parts(batch, most(batch))), exact)
+    stats[..., 1].masked_fill_(stats[..., 0] == -INFINITE, INFINITE)  # rows outside all sequences
+    return out, stats
 
 
 def _sequences(call: Call) -> Iterator[tuple[Call, slice]]:

@@ -1,12 +1,17 @@
 """Attention to parts of the keys, merged, equals attention to all keys."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
 from fusedattn import reference
+from fusedattn.operators import partial
 from fusedattn.testing.tolerance import verdicts
 
 from ..conftest import INTERPRETED
+from ..inside import fields, same
+from ..mistakes import ints
 from ..partial import at_once, by_parts, draw, oracle
 
 TRITON = pytest.param("triton", marks=pytest.mark.skipif(not INTERPRETED, reason="kernels need the interpreter"))
@@ -89,6 +94,20 @@ def test_large_scores_stay_finite(scale, backend):
     tensors, _ = draw(torch.float32, 9, 20)
     found = by_parts(tensors, dict(scale=scale), slice(0, 9), (0, 10, 20), backend)
     assert all(x.isfinite().all() for x in found.values()), {name: x.isfinite().all() for name, x in found.items()}
+
+
+def test_packed_sequences_have_the_results_of_each():
+    """Rows 5 and 6 are outside all sequences."""
+    inputs = [torch.randn(1, 2, length, 8) for length in (7, 9, 9)]
+    cuts, of_keys = (0, 2, 2, 5), (0, 4, 6, 9)
+    packed = dict(cu_seqlens_q=ints(*cuts), cu_seqlens_k=ints(*of_keys), max_seqlen_q=3, max_seqlen_k=4)
+    out, stats = partial.forward(fields(*inputs, partial=True, **packed), "naive")
+    assert out.dtype == stats.dtype == torch.float32
+    assert (out[:, :, 5:] == 0).all() and (stats[:, :, 5:] == torch.tensor([-float("inf"), float("inf")])).all()
+    for rows, keys in zip(pairwise(cuts), pairwise(of_keys), strict=True):
+        rows, keys = slice(*rows), slice(*keys)
+        one = fields(inputs[0][:, :, rows], *(x[:, :, keys] for x in inputs[1:]), partial=True)
+        same([out[:, :, rows], stats[:, :, rows]], partial.forward(one, "naive"))
 
 
 def test_rows_that_see_nothing_stay_empty():
