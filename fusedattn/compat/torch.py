@@ -257,7 +257,8 @@ def convert(model: nn.Module) -> nn.Module:
     fused: dict[nn.Module | None, nn.Module] = {x: _converted(x) for x in torchs}
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
-            parent._modules[name] = fused.get(child, child)
+            if child in fused:
+                parent._modules[name] = fused[child]
     for encoder in (x for x in model.modules() if isinstance(x, nn.TransformerEncoder)):
         if any(isinstance(x, MultiheadAttention) for x in encoder.modules()):
             encoder.use_nested_tensor = False

@@ -11,6 +11,7 @@ The kernel's own gradients miss the tolerance of `testing.tolerance`. Four measu
 - Both passes pad to the same number of columns. Otherwise they would round the same score differently.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from itertools import groupby
@@ -279,19 +280,18 @@ def forward(call: Call, save: bool) -> Result:
 
 def weights(call: Call, columns: int) -> Tensor:
     """Return the weights (B, Hq, Sq, columns) of a call."""
-    whole: Tensor | None = None
+    shape = *call.query.shape[:3], columns
+    whole = functools.cache(lambda: call.query.new_zeros(shape))  # not needed if one rectangle holds all weights
     for part in parts(call):
         tensors = [x.to(wide_dtype(call)) for x in inputs_of(part, call.query.shape[3])]
         for _, same_rows in groupby(rectangles(part), key=lambda where: where[:2]):
             some = list(same_rows)
             where = some[0] if len(some) == 1 else some[0]._replace(end=some[-1].end, masked=True)
             of_rows = _weights(part.call, where, *cut(where, tensors)[:2])
-            if part.call is call and call.query_mask is None and of_rows.shape == (*call.query.shape[:3], columns):
-                return of_rows.to(call.query.dtype)  # one rectangle holds all weights
-            whole = call.query.new_zeros(*call.query.shape[:3], columns) if whole is None else whole
-            part.of_rows(whole)[:, :, where.first : where.last, where.begin : where.end] = of_rows
-    whole = call.query.new_zeros(*call.query.shape[:3], columns) if whole is None else whole
-    return whole if call.query_mask is None else whole.masked_fill_(hidden_by(call.query_mask), 0.0)
+            if part.call is call and call.query_mask is None and of_rows.shape == shape:
+                return of_rows.to(call.query.dtype)
+            part.of_rows(whole())[:, :, where.first : where.last, where.begin : where.end] = of_rows
+    return whole() if call.query_mask is None else whole().masked_fill_(hidden_by(call.query_mask), 0.0)
 
 
 def _weights(call: Call, where: Rectangle, query: Tensor, key: Tensor) -> Tensor:

@@ -303,7 +303,7 @@ def _explained(call: Call, chosen: str | None, return_weights: bool) -> Explanat
         why = f"{taken!r} takes the call and is preferred"
     else:
         taken, why = "naive" if reasons["cpu"] else "cpu", "the tensors are not on a GPU and no backend is named"
-        reasons["naive"] += ["'cpu' takes the call and is preferred"]
+        reasons["naive"] = [] if taken == "naive" else ["'cpu' takes the call and is preferred"]
     others = {name: sentences or [why] for name, sentences in reasons.items() if name != taken}
     if taken == "cpu":
         need = [x is not None and x.requires_grad for x in of_calls.inputs(call)]

@@ -107,6 +107,7 @@ def part_of(call: Call, rows: list[int], keys: list[int], first: int, last: int)
 def joined(results: list[tuple], axis: int, columns: int | None = None) -> tuple:
     """Join the results of a call's parts, with weights padded to `columns`. Any result may be None."""
     outs, lses, weights = zip(*results, strict=True)
+    assert weights[0] is None or columns is not None or len(weights) == 1, "weights of parts differ in width"
     if weights[0] is not None and columns is not None:
         weights = tuple(torch.nn.functional.pad(x, (0, columns - x.shape[3])) for x in weights)
     return join(outs, axis), join(lses, axis), join(weights, axis)

@@ -120,8 +120,14 @@ def test_all_is_shared_and_nothing_is_renamed():
 
 
 def test_a_shared_module_stays_one_and_subclasses_stay_as_they_are():
+    class Watched(dict):
+        def __setitem__(self, name, child):
+            assert type(child) is compat.MultiheadAttention, "only replaced modules are assigned"
+            super().__setitem__(name, child)
+
     attention, custom = nn.MultiheadAttention(16, 4), Custom(16, 4)
     model = nn.ModuleDict(dict(a=attention, b=nn.ModuleList([custom, attention]), c=attention))
+    model._modules = Watched(model._modules)
     compat.convert(model)
     assert model["a"] is model["b"][1] is model["c"] and type(model["a"]) is compat.MultiheadAttention
     assert model["b"][0] is custom and type(custom) is Custom and not custom._forward_pre_hooks

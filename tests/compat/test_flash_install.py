@@ -12,7 +12,7 @@ from fusedattn.compat import flash_attn as compat
 from ..conftest import run_python
 
 INSTALL = """
-import importlib.metadata, importlib.util, sys
+import importlib.metadata, importlib.util, os, sys
 import fusedattn
 assert not [name for name in sys.modules if name.startswith("flash_attn")]
 fusedattn.compat.flash_attn.install()
@@ -25,6 +25,7 @@ ours = vars(fusedattn.compat.flash_attn)
 functions = [name for name in ours if name.startswith("flash_attn_")]
 assert len(functions) == 7
 assert all(getattr(flash_attn, name) is getattr(interface, name) is ours[name] for name in functions)
+assert os.path.isdir(os.path.dirname(flash_attn.__file__)) and os.path.isfile(interface.__file__)
 assert {importlib.util.find_spec(name).name for name in sys.modules if name.startswith("flash_attn")} == {
     "flash_attn", "flash_attn.bert_padding", "flash_attn.flash_attn_interface"}
 assert flash_attn.__version__.startswith("2.8.") and flash_attn.__version__.endswith("+fusedattn")
