@@ -45,13 +45,6 @@ def _rounds(counter: list[Tensor], key: list[Tensor]) -> list[Tensor]:
     return [c0, c1, c2, c3]
 
 
-def _eights(kept: Tensor) -> Tensor:
-    """View bools (.., n) as int64 (.., n / 8, 1), which is copied faster; in compiled code as bools (.., n / 8, 8)."""
-    if torch.compiler.is_compiling():
-        return kept.unflatten(-1, (kept.shape[-1] // 8, 8))
-    return kept.view(torch.int64)[..., None]
-
-
 def keep(seed: Tensor, planes: Tensor, rows: tuple[int, int], keys: tuple[int, int], dropout_p: float) -> Tensor:
     """Return bool (planes, rows, keys): True for the pairs that dropout keeps.
 
@@ -66,19 +59,26 @@ def keep(seed: Tensor, planes: Tensor, rows: tuple[int, int], keys: tuple[int, i
     start, stop = first // 16 * 8, (last + 15) // 16 * 8  # counters of the rows
     key = [seed.reshape(()) & WORD, (seed.reshape(()) >> 32) & WORD]
     plane, column = planes.reshape(-1, 1, 1), torch.arange(left, left + columns, device=device)[None, None, :]
-    # Compiled code has one slab: it is fused anyway, and the number of slabs would be a guard on sizes.
-    whole = torch.compiler.is_compiling()
+
+    def kept(row: int, after: int) -> list[Tensor]:
+        """Return four bools (planes, after - row, columns), one for each word of the counters."""
+        row_counters = torch.arange(row, after, device=device)[None, :, None]
+        words = _rounds([row_counters, column, plane & WORD, plane >> 32], key)
+        return [word.bitwise_and_(WORD) >= least for word in words]
+
+    if torch.compiler.is_compiling():  # slabs, views and slices would guard on sizes
+        i, j = torch.arange(first, last, device=device)[:, None], torch.arange(begin, end, device=device)
+        counter_i, counter_j = i // 16 * 8 + i % 8 - start, j // 16 * 8 + j % 8 - left
+        return torch.stack(kept(start, stop), -1)[:, counter_i, counter_j, i // 8 % 2 * 2 + j // 8 % 2]
     step = max(1, SLAB // max(1, planes.numel() * columns * 8)) * 8
     slabs = []
-    for row in (start,) if whole else range(start, stop if columns else start, step):
-        row_counters = torch.arange(row, stop if whole else min(row + step, stop), device=device)[None, :, None]
-        words = _rounds([row_counters, column, plane & WORD, plane >> 32], key)
-        # dimensions, for row i and key j: plane, i // 16, i % 8, j // 16, j % 8, bit 3 of i, bit 3 of j
-        slab = torch.stack([_eights(word.bitwise_and_(WORD) >= least) for word in words], -1)
+    for row in range(start, stop if columns else start, step):
+        # Eight bools are copied faster as one int64.
+        # dimensions, for row i and key j: plane, i // 16, i % 8, j // 16, the int64 of j % 8, bit 3 of i, bit 3 of j
+        slab = torch.stack([word.view(torch.int64)[..., None] for word in kept(row, min(row + step, stop))], -1)
         slab = slab.unflatten(1, (slab.shape[1] // 8, 8)).unflatten(5, (2, 2))
         slabs.append(slab.permute(0, 1, 5, 2, 3, 6, 4).flatten(1, 3).flatten(2))
     if not slabs:
         return planes.new_zeros(planes.numel(), last - first, end - begin, dtype=torch.bool)
-    grid = torch.cat(slabs, 1)
-    grid = grid if whole else grid.view(torch.bool)
+    grid = torch.cat(slabs, 1).view(torch.bool)
     return grid[:, first - start * 2 : last - start * 2, begin - left * 2 : end - left * 2]

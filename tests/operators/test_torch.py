@@ -62,6 +62,19 @@ def test_compiled_dropout_knows_no_lengths(fresh):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4
 
 
+def test_an_export_of_dropout_takes_any_lengths():
+    class Attend(torch.nn.Module):
+        def forward(self, query, key):
+            return fa.attention(query, key, key, dropout_p=0.3, seed=5)
+
+    given = torch.randn(1, 2, 20, 8), torch.randn(1, 2, 37, 8)
+    rows, keys = torch.export.Dim("rows"), torch.export.Dim("keys")
+    exported = torch.export.export(Attend(), given, dynamic_shapes=({2: rows}, {2: keys})).module()
+    for sq, sk in ((20, 37), (32, 16), (5, 70)):
+        given = torch.randn(1, 2, sq, 8), torch.randn(1, 2, sk, 8)
+        same([exported(*given)], [Attend()(*given)])
+
+
 OPEN = {0: torch.export.Dim("batch", min=2, max=64), 1: torch.export.Dim("length", min=2, max=4096)}
 
 
