@@ -1,7 +1,7 @@
 """The forward of a Call by PyTorch's fused kernel for CPUs, one rectangle of scores at a time.
 
 Source of the kernel: FlashAttention-2, arXiv:2307.08691; in PyTorch aten/src/ATen/native/cpu/FlashAttentionKernel.cpp.
-The kernel's own gradients miss the tolerance of `testing.tolerance`. Four measures mend that:
+The kernel's own gradients miss the tolerance of `testing.tolerance`. Five measures mend that:
 
 - bfloat16 rounds the output that the backward reads, and a mean shared by all values multiplies that error. So the
   forward saves the output of the values minus their mean (`value_mean`).
@@ -9,6 +9,7 @@ The kernel's own gradients miss the tolerance of `testing.tolerance`. Four measu
   from the exact formula (`small_k`).
 - All weights of a row share the rounding error of its lse. Subtracting an offset (`less`) from scores keeps it small.
 - Both passes pad to the same number of columns. Otherwise they would round the same score differently.
+- Both get a power of two as scale, and a query times the rest. They would round scores times another scale differently.
 """
 
 import functools
@@ -42,10 +43,19 @@ class Result(NamedTuple):
     less: float = 0.0  # the offset
 
 
+def by_power(query: Tensor, scale: float) -> tuple[Tensor, float, float]:
+    """Return (query * factor, scale / factor, factor). scale / factor is a power of two, except in bfloat16."""
+    factor, exponent = math.frexp(scale)
+    if abs(factor) in (0.0, 0.5) or exponent > 127 or query.dtype == torch.bfloat16:
+        return query, scale, 1.0
+    return query * factor, 2.0**exponent, factor
+
+
 def attend(
     query: Tensor, key: Tensor, value: Tensor, causal: bool, added: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Return the kernel's (output, lse); a row that sees nothing has lse 0. added: tensor to add to scores, or None."""
+    query, scale, _ = by_power(query, scale)
     out, lse = flash_attention_for_cpu(query, key, value, 0.0, causal, attn_mask=added, scale=scale)
     if added is None and key.shape[2] < VECTOR and not lse.all():
         # The kernel may have ignored a NaN and returned an lse of 0. With an added tensor it checks every score.

@@ -34,8 +34,10 @@ def _in_blocks(where: Rectangle, call: Call) -> list[Rectangle]:
 
 def _by_kernel(call: Call, where: Rectangle, less: float, *tensors: Tensor) -> Sequence[Tensor]:
     """Return the gradients of query, key and value of a rectangle. tensors: grad_out, query, key, value, out, lse."""
-    added = flash.mask(call, where, less)
-    return flash_attention_for_cpu_backward(*tensors, 0.0, where.causal, attn_mask=added, scale=call.scale)
+    (grad_out, query, *others), added = tensors, flash.mask(call, where, less)
+    query, scale, factor = flash.by_power(query, call.scale)
+    grads = flash_attention_for_cpu_backward(grad_out, query, *others, 0.0, where.causal, attn_mask=added, scale=scale)
+    return grads if factor == 1 else (grads[0].mul_(factor), *grads[1:])
 
 
 def _by_formula(call, where, less, tensors, grad_out, out, lse, of_bias) -> Sequence[Tensor]:

@@ -34,7 +34,8 @@ def _backward(*arguments):
     (*incoming, out, weights, stats), call, (backend, need) = BACKWARD.split(arguments)
     grad_out, grad_lse, grad_weights = incoming
     fused = backend == "cpu" and out.numel() and not cpu.lacks_gradients(call, grad_weights, need)
-    if fused and (call.partial or not (cpu.reads_lse(call, grad_weights) and cpu.too_large(stats[..., 0]))):
+    reads_lse = fused and not call.partial and cpu.reads_lse(call, grad_weights)
+    if fused and not (reads_lse and cpu.too_large(stats[..., 0], call.query.dtype)):
         return cpu.backward(call, incoming, out, weights, stats, need)
     grads = new_backward(*arguments)
     if not out.numel():
