@@ -282,8 +282,8 @@ CANDIDATES = {
         Tile(128, 128, 8, 2),
     ),
     ("forward", 90, 2, 256): (
-        Tile(128, 32, 8, 4, tma=True),
-        Tile(128, 64, 8, 2, tma=True),
+        Tile(128, 32, 8, 4, spills=8, tma=True),
+        Tile(128, 64, 8, 2, spills=4, tma=True),
         Tile(128, 32, 8, 4),
         Tile(128, 64, 8, 2),
     ),

@@ -75,6 +75,7 @@ VARIANTS |= {
     | dict(mask=_meta(8, 1, LENGTH, LENGTH), bias=_meta(8, 1, LENGTH, LENGTH, dtype=torch.bfloat16))
     | dict(key_mask=_meta(1, LENGTH), query_mask=_meta(1, LENGTH), max_seqlen_q=LENGTH, max_seqlen_k=LENGTH),
 }
+VARIANTS |= dict(partial=dict(partial=True), splits={})  # splits: few heads, so that programs share the keys of a row
 ALL = ("everything", "packed all")  # variants with every option
 # Variants of calls to a cache.
 PAGES = {"contiguous": None, "one page": 32768, "pages": 256, "small pages": 16, "everything": 16}
@@ -190,12 +191,13 @@ def _everything_but_a_gpu(kernels, row):
 def _call(row):
     """Call the operator of a kernel on tensors without data."""
     everything, batch = row.variant in ALL, 1 if "packed" in row.variant else BATCH
-    group = 4 if everything else 1
+    few = row.variant == "splits"
+    batch, all_heads, group = 1 if few else batch, 1 if few else HEADS, 4 if everything else 1
 
     def tensor(heads):
         return torch.empty(batch, LENGTH, heads, row.dim, dtype=DTYPES[row.dtype], device="meta").transpose(1, 2)
 
-    tensors = dict(query=tensor(HEADS), key=tensor(HEADS // group), value=tensor(HEADS // group))
+    tensors = dict(query=tensor(all_heads), **{name: tensor(all_heads // group) for name in ("key", "value")})
     plain = dict.fromkeys(Call._fields) | dict(top_left=False, scale=row.dim**-0.5, dropout_p=0.0, named=True)
     call = Call(**plain | tensors | VARIANTS[row.variant])
     moves = row.kernel in ("tangent", "tangent_weights")
