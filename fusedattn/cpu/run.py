@@ -68,7 +68,7 @@ def stats(result: flash.Result) -> Tensor:
     """Return the tensor saved for the backward besides the output, (B, Hq, Sq, stats_columns)."""
     lse, dtype = result.lse[..., None], result.out.dtype
     if dtype.itemsize != 2:
-        return lse.contiguous()
+        return lse.clone(memory_format=torch.contiguous_format)  # not a view, nor in the memory of another result
     kept = result.kept
     if not is_widened(dtype):  # two bfloat16 numbers in one float32
         kept = pad(kept, (0, kept.shape[-1] % 2)).clone(memory_format=torch.contiguous_format).view(torch.float32)
@@ -90,9 +90,7 @@ def forward(call: Call, need_lse: bool, need_weights: bool, save: bool) -> tuple
     columns = call.key.shape[2] if call.cu_seqlens_q is None else call.max_seqlen_k
     weights = flash.weights(call, columns or 0) if need_weights else out.new_empty(0)
     kept = stats(result) if save else lse.new_empty(0)
-    lse = lse.contiguous() if need_lse else lse.new_empty(0)
-    # The results of an operator must not share memory.
-    return out, lse, weights, kept.clone() if need_lse and save and out.dtype.itemsize != 2 else kept
+    return out, lse.contiguous() if need_lse else lse.new_empty(0), weights, kept
 
 
 def reads_lse(call: Call, grad_weights: Tensor | None) -> bool:

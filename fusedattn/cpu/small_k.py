@@ -29,6 +29,11 @@ def has_bias_gradient(call: Call) -> bool:
     return wide and not call.partial and call.cu_seqlens_q is call.key_mask is call.query_mask is None
 
 
+def in_shape(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return x in another shape, not as a view: forward mode refuses results of operators that are views."""
+    return torch.ops.aten._unsafe_view(x, shape)
+
+
 def product(a: Tensor, b: Tensor, scale: float) -> Tensor:
     """Return scale * a @ b of batches of matrices, in new memory."""
     out = a.new_empty(a.shape[0], a.shape[1], b.shape[2])
@@ -56,7 +61,7 @@ def over_rows(a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
 def scores_of(call: Call, where: Rectangle, less: float | Tensor, rows: Tensor, keys: Tensor) -> Tensor:
     """Return the scores of a rectangle minus the offset `less`, -inf where hidden. rows, keys: its query and key."""
     scores = product(grouped(rows, keys.shape[1]), keys.flatten(0, 1).mT, call.scale)
-    scores = scores.view(*rows.shape[:3], keys.shape[2])
+    scores = in_shape(scores, (*rows.shape[:3], keys.shape[2]))
     if where.causal and not where.masked and is_nothing(less):
         return scores.add_(scores.new_full(scores.shape[-2:], -INFINITE).triu_(1))
     return scores.add_(additive(call, where, less)) if where.masked or where.causal or not is_nothing(less) else scores
