@@ -14,7 +14,7 @@ def block_mask(BlockMask, extents, masks, bias, heads, rows, keys, BLOCK_MASK_SI
     masks.rows does not stop a block from counting as fully visible, because its output is overwritten. extents is for
     packed sequences: rows and keys are then the maximum lengths, and pairs past the end of a sequence do not count.
     """
-    down, right, plane = span.place_tile(tl.program_id(0), rows, keys, heads, BLOCK_MASK_SIZE, BLOCK_MASK_SIZE)
+    down, right, plane = span.place_tile(rows, keys, heads, BLOCK_MASK_SIZE, BLOCK_MASK_SIZE)
     r = down * BLOCK_MASK_SIZE + tl.arange(0, BLOCK_MASK_SIZE)[:, None]
     c = right * BLOCK_MASK_SIZE + tl.arange(0, BLOCK_MASK_SIZE)[None, :]
     plane, seq_rows, seq_keys = span.within(extents, plane, rows, keys, ())
@@ -46,9 +46,8 @@ def tile_lists(
     list, is GROUP * tile_count. With BY_KEYS H counts kv heads, and a block of keys lists tiles of rows in GROUP query
     heads: the upper half of an entry is the head's index. For packed sequences B is 1, and each block is a slot.
     """
-    pid, programs = tl.program_id(0), tl.num_programs(0)
     BLOCK: tl.constexpr = BLOCK_N if BY_KEYS else BLOCK_M
-    block, plane, q_len, k_len = span.locate(sequences, pid, programs, q_len, k_len, heads, BLOCK, BY_KEYS)
+    block, plane, q_len, k_len = span.locate(sequences, q_len, k_len, heads, BLOCK, BY_KEYS)
     if sequences is not None and not BY_KEYS:
         block = span.latest_first(block, q_len, BLOCK_M) // BLOCK_M  # slots count blocks from the end
     band = span.band(q_len, k_len, left, right, TOP_LEFT)

@@ -93,10 +93,7 @@ def dkdv(
     zeros at first. The three columns of key_sums add up to the gradient of the scores, summed over rows.
     """
     # ids
-    pid, programs = tl.program_id(0), tl.num_programs(0)
-    block, kv, q_len, k_len = span.locate(
-        sequences, pid, programs, q_len, k_len, heads // spec.GROUP, BLOCK_N, BY_KEYS=True
-    )
+    block, kv, q_len, k_len = span.locate(sequences, q_len, k_len, heads // spec.GROUP, BLOCK_N, BY_KEYS=True)
     first = block * BLOCK_N
     cols = first + tl.arange(0, BLOCK_N)
     real = masking.real_keys(rules.masks, kv, cols, k_len)

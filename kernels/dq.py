@@ -61,8 +61,7 @@ def dq(
     grads.bias, unless None, is a View of (B, Hq, Sq, Sk) that holds zeros at first.
     """
     # ids
-    pid, programs = tl.program_id(0), tl.num_programs(0)
-    block, plane, q_len, k_len = span.locate(sequences, pid, programs, q_len, k_len, heads, BLOCK_M, BY_KEYS=False)
+    block, plane, q_len, k_len = span.locate(sequences, q_len, k_len, heads, BLOCK_M, BY_KEYS=False)
     first = span.latest_first(block, q_len, BLOCK_M)
     rows = first + tl.arange(0, BLOCK_M)
     real = masking.real_rows(rules.masks, plane, rows, q_len)

@@ -40,8 +40,7 @@ def forward(
     tile_lists is None if only causal and window hide pairs. For packed sequences B is 1; q_len and k_len are totals.
     """
     # ids
-    pid, programs = tl.program_id(0), tl.num_programs(0)
-    block, plane, q_len, k_len = span.locate(sequences, pid, programs, q_len, k_len, heads, BLOCK_M, BY_KEYS=False)
+    block, plane, q_len, k_len = span.locate(sequences, q_len, k_len, heads, BLOCK_M, BY_KEYS=False)
     first = span.latest_first(block, q_len, BLOCK_M)
     rows = first + tl.arange(0, BLOCK_M)
     real = masking.real_rows(rules.masks, plane, rows, q_len)

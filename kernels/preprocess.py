@@ -9,23 +9,16 @@ LARGEST = tl.constexpr(3.3895313892515355e38)  # largest finite bfloat16
 
 
 @triton.jit
-def _terms(x):
-    """Split x into three numbers that bfloat16 can hold and whose sum is x. For inf and NaN the last two are 0."""
+def _put_terms(x, columns, at: tl.constexpr, tile):
+    """Put x into three columns of a tile, as bfloat16 numbers whose sum is x. For inf and NaN the last two are 0."""
     # Clamp finite numbers that bfloat16 would round to infinity: the second term holds the rest.
     near = tl.where(tl.abs(x) < float("inf"), tl.minimum(tl.maximum(x, -LARGEST), LARGEST), x)
     first = near.to(tl.bfloat16).to(tl.float32)
     rest = tl.where(tl.abs(x) < float("inf"), x - first, 0.0)
     second = rest.to(tl.bfloat16).to(tl.float32)
-    return first, second, rest - second
-
-
-@triton.jit
-def _put_terms(x, columns, at: tl.constexpr, tile):
-    """Return the tile [rows, columns] with the `_terms` of x in three columns."""
-    first, second, third = _terms(x)
     tile = tl.where(columns == at, first[:, None], tile)
     tile = tl.where(columns == at + 1, second[:, None], tile)
-    return tl.where(columns == at + 2, third[:, None], tile)
+    return tl.where(columns == at + 2, (rest - second)[:, None], tile)
 
 
 @triton.jit

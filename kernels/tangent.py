@@ -62,8 +62,7 @@ def tangent(
 ):  # fmt: skip
     """Write TangentOut, a View of (B, Hq, Sq, DV), and, unless None, TangentLse (B, Hq, Sq), contiguous."""
     # ids
-    pid, programs = tl.program_id(0), tl.num_programs(0)
-    block, plane, q_len, k_len = span.locate(sequences, pid, programs, q_len, k_len, heads, BLOCK_M, BY_KEYS=False)
+    block, plane, q_len, k_len = span.locate(sequences, q_len, k_len, heads, BLOCK_M, BY_KEYS=False)
     first = span.latest_first(block, q_len, BLOCK_M)
     rows = first + tl.arange(0, BLOCK_M)
     real = masks.real_rows(rules.masks, plane, rows, q_len)

@@ -18,8 +18,8 @@ def weights(
     Shorter sequences are padded with 0.
     """
     across = tl.cdiv(columns, BLOCK_N)
-    pid, tile, programs = tl.program_id(0) // across, tl.program_id(0) % across, tl.num_programs(0) // across
-    block, plane, q_len, k_len = span.locate(sequences, pid, programs, q_len, k_len, heads, BLOCK_M, BY_KEYS=False)
+    tile = tl.program_id(0) % across
+    block, plane, q_len, k_len = span.locate(sequences, q_len, k_len, heads, BLOCK_M, BY_KEYS=False, across=across)
     if sequences is not None:
         block = tl.maximum(block, 0)
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)

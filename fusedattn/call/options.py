@@ -148,8 +148,6 @@ INPUTS = tuple(name for name, dims in _DIMS.items() if dims.differentiable)
 DIMS = {name: dims.letters for name, dims in _DIMS.items()}
 BY_HEAD = tuple(name for name in INPUTS if DIMS[name] == "BH")
 CACHED = tuple(name for name, notes in _NOTES.items() if NOT_CACHED not in notes)
-# Tensors that callers may pass with fewer dimensions than a Call has.
-_SHORT = tuple(name for name, letters in DIMS.items() if letters)
 
 
 def inputs(call: Call) -> list[Tensor | None]:
@@ -285,10 +283,7 @@ CLASSES = frozenset((Tensor, Parameter))  # no subclass of them
 
 
 def in_memory(tensors: Iterable[Any]) -> bool:
-    """Return whether kernels can read every tensor among the arguments at its address.
-
-    False for subclasses, for wrappers of other tensors, and for negated views.
-    """
+    """Return whether kernels can read all tensors at their addresses: no subclass, wrapper or negated view."""
     for x in tensors:
         if isinstance(x, Tensor) and (
             type(x) not in CLASSES
@@ -360,7 +355,7 @@ def normalise(arguments: Arguments, **more: Any) -> Call:
     """Return the Call of checked arguments. more: further fields of the Call."""
     a = arguments
     left, right = (None, None) if a.window is None else map(as_python, a.window)
-    fields: dict[str, Any] = {name: in_full(name, x) for name in _SHORT if (x := getattr(a, name)) is not None}
+    fields: dict[str, Any] = {name: in_full(name, getattr(a, name)) for name, letters in DIMS.items() if letters}
     # Not dict(...), which a compiler traces item by item.
     fields |= {
         "seed": seed_tensor(a.seed, a.query.device) if a.dropout_p else None,

@@ -248,10 +248,7 @@ def _number_of(scale: Tensor) -> Any:
 
 
 def check_options(arguments: Arguments, sizes: Sizes | None = None) -> Arguments:
-    """Check the options, and return the arguments with scale as a number.
-
-    sizes: None for options of a module, which hold no tensors except scale.
-    """
+    """Check the options, and return the arguments with scale as a number. sizes: None for options of a module."""
     a, s = arguments, sizes
     if s is not None:
         for name in ("mask", "bias", "key_mask", "query_mask"):

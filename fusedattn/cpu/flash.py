@@ -90,10 +90,7 @@ def width_of(call: Call) -> int:
 
 
 def inputs_of(part: Part, columns: int | None) -> list[Tensor]:
-    """Return [query, key, value] of a part, zero where key_mask or query_mask hides them.
-
-    columns: pad them to this number of columns, in the kernel's layout; None leaves them as they are.
-    """
+    """Return [query, key, value] of a part, 0 where masks hide them, padded to `columns` for the kernel unless None."""
     call = part.call
     query, key, value = call[:3] if columns is None else (in_columns(x, columns) for x in call[:3])
     if has_holes(part):
@@ -164,10 +161,7 @@ def are_complete(call: Call, some: list[Rectangle]) -> bool:
 def _attend(
     call: Call, where: Rectangle, tensors: Sequence[Tensor], less: float | Tensor, complete: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return (output, lse minus the offset) of a rectangle. The lse is (B, H, S) with any strides.
-
-    complete: the rows see no other keys, so no gradient is computed from the lse.
-    """
+    """Return (output, lse minus the offset) of a rectangle. complete: no gradient is computed from the lse."""
     query, key, value = cut(where, tensors)
     if is_exact(where, query) and not complete:
         scores = scores_of(call, where, less, query, key)
@@ -281,10 +275,10 @@ def forward(call: Call, save: bool) -> Result:
         kept = torch.zeros_like(out, dtype=call.query.dtype) if save and like.dtype.itemsize == 2 else out
         for part in split:
             of_part = _forward(part, save, less)
-            part.of_rows(out).copy_(of_part.out)
-            part.of_rows(lse).copy_(of_part.lse)
+            part.view(out, part.rows).copy_(of_part.out)
+            part.view(lse, part.rows).copy_(of_part.lse)
             if kept is not out:
-                part.of_rows(kept).copy_(of_part.kept)
+                part.view(kept, part.rows).copy_(of_part.kept)
     return Result(out, lse, kept.to(call.query.dtype), less)
 
 
@@ -300,7 +294,7 @@ def weights(call: Call, columns: int) -> Tensor:
             of_rows = _weights(part.call, where, *cut(where, tensors)[:2])
             if part.call is call and call.query_mask is None and of_rows.shape == shape:
                 return of_rows.to(call.query.dtype)
-            part.of_rows(whole())[:, :, where.first : where.last, where.begin : where.end] = of_rows
+            part.view(whole(), part.rows)[:, :, where.first : where.last, where.begin : where.end] = of_rows
     return whole() if call.query_mask is None else whole().masked_fill_(hidden_by(call.query_mask), 0.0)
 
 

@@ -133,10 +133,7 @@ def from_weights(
 
 
 def _by_heads(tensors: Sequence[Tensor], of_heads: Callable[[Heads, Sequence[Tensor]], Sequence[Tensor]]) -> list:
-    """Return the gradients of query, key and value, computed for a few batches and heads at a time.
-
-    of_heads: returns them for some batches and query heads, from (slices of these, their query, key and value).
-    """
+    """Return the gradients of query, key and value, which of_heads computes for a few batches and heads at a time."""
     query, key, _ = tensors
     (batch, heads, keys, _), group, rows = key.shape, query.shape[1] // key.shape[1], query.shape[2]
     count = max(1, SCORES_AT_ONCE // max(1, group * rows * keys * query.element_size()))  # key heads at a time
@@ -169,12 +166,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Return the gradients of query, key, value, bias and sinks, each contiguous and in its input's dtype.
 
-    They are sums over rectangles. Each rectangle reads the output and lse of its rows over all their keys.
-
-    Args:
-        grad_out, grad_lse: either may be None.
-        out, kept, lse: from the Result of the forward.
-        need_bias: compute the bias gradient, for which `small_k.has_bias_gradient` must hold. Otherwise it is None.
+    out, kept, lse: from the Result of the forward, over all keys. need_bias: compute the bias gradient, for which
+    `small_k.has_bias_gradient` must hold; otherwise it is None.
     """
     causal = flash.at_once(call) if grad_lse is None and call.value.dtype != torch.bfloat16 else None
     if causal is not None and grad_out is not None:
@@ -207,8 +200,9 @@ def backward(
     else:
         grads = [x.new_zeros(x.shape, dtype=lse.dtype) for x in call[:3]]
         for part in split if not (grad_out is grad_lse is None) else ():
-            of_part = rows._replace(**{name: part.of_rows(x) for name, x in rows._asdict().items() if x is not None})
-            views = part.of_rows(grads[0]), part.of_keys(grads[1]), part.of_keys(grads[2])
+            present = {name: part.view(x, part.rows) for name, x in rows._asdict().items() if x is not None}
+            of_part = rows._replace(**present)
+            views = [part.view(x, here) for x, here in zip(grads, (part.rows, part.keys, part.keys), strict=True)]
             for view, grad in zip(views, _backward(part, less, of_part, None), strict=True):
                 view.copy_(grad)
     of_sinks = None if call.sinks is None else _of_sinks(call, less, rows, out)

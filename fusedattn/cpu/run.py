@@ -111,11 +111,7 @@ def too_large(lse: Tensor, dtype: torch.dtype | None = None) -> bool:
 def backward(
     call: Call, incoming: Sequence[Tensor | None], out: Tensor, weights: Tensor, stats: Tensor, need: Sequence[bool]
 ) -> tuple:
-    """Return the gradients of INPUTS, empty if not needed. Call it only if `lacks_gradients` returns [].
-
-    Args:
-        incoming: gradients of output, lse and weights, or None. weights: read only if they have a gradient.
-    """
+    """Return the gradients of INPUTS, empty if not needed. Call it only if `lacks_gradients` returns []."""
     grad_out, grad_lse, grad_weights = incoming
     needed = dict(zip(INPUTS, need, strict=True))
     results: Sequence[Tensor | None]

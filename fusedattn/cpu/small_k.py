@@ -76,10 +76,7 @@ def weights_of(scores: Tensor, masked: bool) -> Tensor:
 
 
 def weights_in_place(scores: Callable[[], Tensor], masked: bool) -> Tensor:
-    """Return `weights_of` new scores, in their memory, because an allocation takes longer than a softmax.
-
-    scores: a function that returns new scores. It is called again if a row is NaN.
-    """
+    """Return `weights_of` the new scores that `scores` makes, in their memory: allocating takes longer than softmax."""
     made = scores()
     weights = torch.softmax(made, -1, out=made)
     return weights_of(scores(), True) if masked and _has_nan(weights) else weights
@@ -100,12 +97,9 @@ def by_weights(
     weights: Tensor, scale: float, tensors: Sequence[Tensor], grad_out: Tensor, out: Tensor | None,
     of_bias: Tensor | None = None, grad_lse: Tensor | None = None, grad_weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return gradients of query, key and value from the weights.
+    """Return gradients of query, key and value from the weights; add the gradient of scores to of_bias.
 
-    Args:
-        out: the output of the rows over all keys; None if `weights` holds all their weights.
-        of_bias: accumulates the gradient of scores, summed to its shape.
-        grad_lse, grad_weights: only with out=None.
+    out: over all keys that the rows see; None, as grad_lse and grad_weights need, if `weights` has all their weights.
     """
     query, key, value = tensors
     size, heads = weights.shape, key.shape[1]

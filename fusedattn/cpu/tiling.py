@@ -48,15 +48,8 @@ class Part(NamedTuple):
     keys: slice = slice(None)
     sequences: int = 0
 
-    def of_rows(self, x: Tensor) -> Tensor:
-        """Return a view of the rows of this part. x: a tensor of the whole call."""
-        return self._view(x, self.rows)
-
-    def of_keys(self, x: Tensor) -> Tensor:
-        """Return a view of the keys of this part. x: a tensor of the whole call."""
-        return self._view(x, self.keys)
-
-    def _view(self, x, where):
+    def view(self, x: Tensor, where: slice) -> Tensor:
+        """Return a view of the rows or keys of this part. x: a tensor of the whole call. where: `rows` or `keys`."""
         x = x[self.batches, :, where]
         return x.squeeze(0).unflatten(1, (self.sequences, -1)).transpose(0, 1) if self.sequences else x
 
@@ -149,9 +142,9 @@ def _alike(call: Call, start: int, stop: int, rows: int, first: int, keys: int, 
         for name in ("bias", "mask", "alibi_slopes")
     }
     dense = call._replace(
-        query=part.of_rows(call.query),
-        key=part.of_keys(call.key),
-        value=part.of_keys(call.value),
+        query=part.view(call.query, part.rows),
+        key=part.view(call.key, part.keys),
+        value=part.view(call.value, part.keys),
         **cut,
         key_mask=tokens(call.key_mask, part.keys, keys),
         query_mask=tokens(call.query_mask, part.rows, rows),
@@ -265,10 +258,7 @@ def is_nothing(less: float | Tensor) -> bool:
 
 
 def additive(call: Call, where: Rectangle, less: float | Tensor = 0.0) -> Tensor:
-    """Return the tensor to add to the scores of a rectangle, broadcastable to them: -inf for hidden pairs.
-
-    less: an offset to subtract from the scores: a number, or (B, Hq, rows, 1).
-    """
+    """Return the tensor to add to the scores of a rectangle: -inf for hidden pairs, otherwise terms minus `less`."""
     block = Block(*where[:4])
     if is_additive(call) and call.left is call.right is None and is_nothing(less):
         assert call.bias is not None

@@ -38,20 +38,12 @@ def centre(value: Tensor) -> Tensor | None:
 
 
 def with_centre(out: Tensor, kept: Tensor, lse: Tensor, common: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (the output to save, the centre) of each head.
+    """Return (the output to save, the centre) of each head. kept: the output minus the centre.
 
     Outputs much smaller than the centre lose digits when it is subtracted, as in rows that see few keys with small
     values. If most rows of a head are like that, its whole output is saved, and its centre is 0.
-
-    Args:
-        out, kept: the whole output, and the output minus the centre.
     """
-    small = _mostly_small(out, lse != -INFINITE, common)
+    outputs, seen = (grouped(x, common.shape[1]) for x in (out, (lse != -INFINITE)[..., None]))
+    mean = outputs.abs().sum((1, 2), dtype=torch.float32) / (seen.sum((1, 2)).clamp_min(1) * out.shape[3])
+    small = mean.view(*common.shape[:2], 1, 1) < common.abs().mean((2, 3), True, dtype=torch.float32) / 2
     return torch.where(repeated(small, out.shape[1]), out, kept), common.masked_fill(small, 0.0)
-
-
-def _mostly_small(out: Tensor, seen: Tensor, common: Tensor) -> Tensor:
-    """Return, as (B, Hkv, 1, 1), whether a head's outputs are much smaller than its centre on average."""
-    out, seen = (grouped(x, common.shape[1]) for x in (out, seen[..., None]))
-    mean = out.abs().sum((1, 2), dtype=torch.float32) / (seen.sum((1, 2)).clamp_min(1) * out.shape[2])
-    return mean.view(*common.shape[:2], 1, 1) < common.abs().mean((2, 3), True, dtype=torch.float32) / 2

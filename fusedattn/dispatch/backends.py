@@ -85,7 +85,7 @@ def _marked_blocks(call: Call) -> int:
         return 0
     batch, heads, rows, keys = of_calls.sizes(call)
     shared = all(x.dim() < 4 or holds(x.shape[1] == 1, False) or holds(x.stride(1) == 0, False) for x in tensors)
-    size = tile_table.block_mask_size(interpreted=False)
+    size = tile_table.BLOCK_MASK_SIZE
     return batch * (1 if shared else heads) * -(-rows // size) * -(-keys // size)
 
 
@@ -200,11 +200,9 @@ def _on_gpu(call: Call | Decode) -> bool:
     return device_of((call.call if isinstance(call, Decode) else call).query).type == "cuda"
 
 
-def _slower_on_hopper(name: str, call: Call | Decode) -> bool:
+def _is_slower(name: str, call: Any) -> bool:
     """Return whether `name` is "hopper" and a tuning file measured it as slower: it then needs backend="hopper"."""
-    if name != "hopper" or isinstance(call, Decode):
-        return False
-    return not tuned.prefers_hopper("hopper", call, device_of(call.query))
+    return name == "hopper" and not tuned.prefers_hopper(name, call, device_of(call.query))
 
 
 def choose(call: Call | Decode, need_weights: bool, name: str | None = None) -> Backend:
@@ -217,9 +215,7 @@ def choose(call: Call | Decode, need_weights: bool, name: str | None = None) -> 
         return among[taken]
     if not _on_gpu(call):
         return among["naive" if among["cpu"].reasons(call, need_weights) else "cpu"]
-    taken = next(
-        name for name, one in among.items() if not _slower_on_hopper(name, call) and not one.reasons(call, need_weights)
-    )
+    taken = next(x for x, one in among.items() if not one.reasons(call, need_weights) and not _is_slower(x, call))
     if taken == "naive" and not torch.compiler.is_compiling():  # the compiler cannot trace a warning
         for reason in among["triton"].reasons(call, need_weights):
             warn_once(reason, f"the naive one, because {reason}", stacklevel=3)
@@ -294,7 +290,7 @@ def explain(
 def _explained(call: Call, chosen: str | None, return_weights: bool) -> Explanation:
     reasons = {name: known.reasons(call, return_weights) for name, known in BACKENDS.items()}
     on_gpu = _on_gpu(call)
-    if on_gpu and chosen != "hopper" and _slower_on_hopper("hopper", call):
+    if on_gpu and chosen != "hopper" and _is_slower("hopper", call):
         reasons["hopper"].append(tuned.SLOWER)
     if chosen is not None:
         taken, why = (None if reasons[chosen] else chosen), f"{chosen!r} is named, and a named backend never falls back"

@@ -91,7 +91,6 @@ class Recorder(contextlib.ExitStack):
         return tensor
 
     def position(self) -> tuple[int, int]:
-        """Return the state that `back` restores."""
         return len(self.steps), len(self.tensors)
 
     def back(self, position: tuple[int, int]) -> None:

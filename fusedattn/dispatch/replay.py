@@ -167,10 +167,7 @@ def find(tensors: tuple, numbers: tuple) -> "Replay | None":
 
 
 def learn(tensors: tuple, numbers: tuple, call: Call, chosen: backends.Backend) -> "Replay | None":
-    """Count a checked call by its signature. The RECORD_AFTER-th such call is recorded: return its Replay.
-
-    Return None before that, if the call has no signature, or if its backend launches no kernels.
-    """
+    """Count a checked call. For the RECORD_AFTER-th of a signature, record it and return its Replay; otherwise None."""
     if chosen.run not in RECORDED:
         return None
     split = _split(tensors, numbers) if can_replay and not must_dispatch() else None
@@ -259,12 +256,7 @@ class Replay:
         return of_calls.with_tensors(self.call, given)
 
     def differentiate(self, kept: dict, incoming: list, need: tuple) -> Sequence:
-        """Return the gradients of INPUTS, None where not needed.
-
-        Args:
-            kept: the saved tensors, by their index in the recorded forward.
-            incoming: gradients of output, lse and weights, or None.
-        """
+        """Return the gradients of INPUTS, None where not needed. kept: saved tensors by their index in the forward."""
         tensors = [kept.get(self.block_mask if name == "block_mask" else _PLACES[name]) for name in TENSORS]
         out, weights, stats = kept[self.out], kept.get(self.weights), kept[self.stats]
         if torch.is_grad_enabled() or must_dispatch() or incoming[0] is None or any(compress(need, _ARE_LEARNED)):

@@ -186,8 +186,8 @@ def _store_on_hopper(name, p, grads, form):
             for kernel, launched, members, length in launches:
                 planes = min(at_a_time, heads - before) * members
                 programs = cdiv(length, form.keys) * planes
-                if kernel != name:
-                    programs = hopper.product_programs(call, programs, multiprocessors)
+                if kernel != name and call.left is call.right is None:
+                    programs = min(programs, multiprocessors)
                 section = min(planes, launched["section"])
                 run.run_kernel(
                     kernel, programs, launched | dict(planes=planes, section=section, before=before), **options
@@ -269,7 +269,8 @@ def launch_backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats
     query_sums = None
     form = None if special is None else run.form_on_hopper(special, call)
     if "postprocess" in names and form is not None:
-        query_sums = hopper.new_sums(call, stats, form)
+        (batch, heads, length, _), (rows, columns) = call.query.shape, hopper.unit(call, form)
+        query_sums = stats.new_empty((batch, heads, cdiv(length, rows) * rows, columns))
     elif "postprocess" in names:
         # Sum into the gradient itself if it has the dtype of sums, unless TMA adds, which needs aligned rows.
         width = call.query.shape[3]
@@ -278,7 +279,9 @@ def launch_backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats
         query_sums = grads["query"] if in_place else p.table(stats, cdiv(width, 4) * 4)[..., :width]
 
     only_value = all(grad is None for name, grad in grads.items() if name != "value")
-    turns = hopper.new_turns(call) if special == "hopper_bwd_deterministic" else None
+    turns = None
+    if special == "hopper_bwd_deterministic":  # counters that order the additions to dq
+        turns = call.query.new_empty(1 + 2 * call.query.shape[:3].numel(), dtype=torch.int32)
     saved = None if only_value else out  # without gradients of scores there is no delta
     used_weights = None if grad_weights is None else weights
     launched["Rows"] = _preprocess(p, saved, grad_lse, used_weights, stats, query_sums, turns, form)

@@ -16,12 +16,12 @@ def _narrow(tensor):
     return tensor[tuple(slice(0, 1) if step == 0 else slice(None) for step in tensor.stride())]
 
 
-def new_block_mask(mask, key_mask, query_mask, bias, lengths, mask_size):
+def new_block_mask(mask, key_mask, query_mask, bias, lengths):
     """Return (an uninitialised block mask, (rows, keys) that it covers, the masks and the bias without broadcasts).
 
-    A byte stands for mask_size x mask_size pairs. At least one mask or the bias is not None. Dimensions along which all
-    of them broadcast have size 1.
+    At least one mask or the bias is not None. Dimensions along which all of them broadcast have size 1.
     """
+    mask_size = block_mask_size()
     if lengths is None:
         key_mask, query_mask = _narrow(key_mask), _narrow(query_mask)
     masks = dict(mask=_narrow(mask), key_mask=key_mask, query_mask=query_mask, bias=_narrow(bias))
@@ -32,8 +32,8 @@ def new_block_mask(mask, key_mask, query_mask, bias, lengths, mask_size):
     return block_mask, (rows, keys), masks.values()
 
 
-def block_mask(mask, key_mask, query_mask, bias, lengths, mask_size):
-    block_mask, (rows, keys), masks = new_block_mask(mask, key_mask, query_mask, bias, lengths, mask_size)
+def block_mask(mask, key_mask, query_mask, bias, lengths):
+    block_mask, (rows, keys), masks = new_block_mask(mask, key_mask, query_mask, bias, lengths)
     (mask, key_mask, query_mask, bias), (batch, heads, *_) = masks, block_mask.shape
     if block_mask.numel():
         # Without token masks all packed sequences may share a block mask, which does not depend on their lengths.
@@ -45,7 +45,7 @@ def block_mask(mask, key_mask, query_mask, bias, lengths, mask_size):
             rows=rows,
             keys=keys,
             heads=heads,
-            BLOCK_MASK_SIZE=mask_size,
+            BLOCK_MASK_SIZE=block_mask_size(),
         )
         with run.surroundings(run.device_of(block_mask)):
             launched["extents"] = extents(lengths) if packed else None
@@ -94,8 +94,8 @@ def extents(lengths):
     return None if lengths is None else packed_sequences(lengths, 1).extents
 
 
-def tile_lists(call, block_mask, mask_size, tile, by_keys=False, sequences=None):
-    batch, heads, rows, keys = arguments.sizes(call)
+def tile_lists(call, block_mask, tile, by_keys=False, sequences=None):
+    (batch, heads, rows, keys), mask_size = arguments.sizes(call), block_mask_size()
     group = heads // call.key.shape[1]
     planes, length, across = block_mask.shape[1], cdiv(rows, tile.rows), cdiv(keys, tile.keys)
     if by_keys:
@@ -128,13 +128,13 @@ def block_mask_of(call):
     """Return the block mask of a call; None if it has no mask and no bias."""
     if call.block_mask is not None or all(x is None for x in hiding(call)):
         return call.block_mask
-    return block_mask(*hiding(call), lengths_of(call), block_mask_size())
+    return block_mask(*hiding(call), lengths_of(call))
 
 
 def walks(call, block_mask, tile, by_keys=False):
     sequences, lists = sequences_of(call, tile.keys if by_keys else tile.rows, by_keys), None
     if block_mask is not None:
-        lists = tile_lists(call, block_mask, block_mask_size(), tile, by_keys, sequences)
+        lists = tile_lists(call, block_mask, tile, by_keys, sequences)
     return dict(sequences=sequences, tile_lists=lists)
 
 
@@ -149,4 +149,4 @@ def run_by_rows(name, call, launched, block_mask):
 
 
 def block_mask_size():
-    return tile_table.block_mask_size(run.interpreting())
+    return 16 if run.interpreting() else tile_table.BLOCK_MASK_SIZE

@@ -59,10 +59,8 @@ def decoder(rows):
 def splits(programs, blocks, multiprocessors):
     """Return how many programs share the keys of a sequence, so that the GPU is full and the merge pays off.
 
-    Args:
-        programs: the grid size before splitting. blocks: key blocks of the longest possible sequence.
-        multiprocessors: of the GPU; None is Triton's interpreter, which splits only to test the merge.
-
+    programs: the grid size before splitting. blocks: key blocks of the longest possible sequence. multiprocessors: None
+    is Triton's interpreter, which splits only to test the merge.
     Source: the rule of FlashAttention-2, which counts each multiprocessor twice.
     """
     if multiprocessors is None:

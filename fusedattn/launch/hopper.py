@@ -139,10 +139,7 @@ def _fastest(blocks, steps, fixed, each, merged, multiprocessors):
 
 
 def programs(call: Call, pipeline: Pipeline, count: int, multiprocessors: int) -> int:
-    """Return the grid size. If it is smaller than the number of blocks, each program computes several blocks.
-
-    count: number of splits of the keys.
-    """
+    """Return the grid size; below the number of blocks, programs take several. count: number of splits of the keys."""
     batch, heads, rows, _ = kernel_arguments.sizes(call)
     planes, band, keys = batch * heads * count, band_of(call), _visible(call, 0)
     blocks = cdiv(rows, pipeline.rows) * planes
@@ -225,17 +222,6 @@ def new_rows(call: Call, stats: Tensor) -> tuple[Tensor, int | None]:
     return stats.new_empty((batch, heads, 4, pitch)), pitch
 
 
-def new_sums(call: Call, stats: Tensor, form: Backward) -> Tensor:
-    """Return the buffer in which dq is summed."""
-    (batch, heads, length, _), (rows, columns) = call.query.shape, unit(call, form)
-    return stats.new_empty((batch, heads, cdiv(length, rows) * rows, columns))
-
-
-def new_turns(call: Call) -> Tensor:
-    """Return the counters by which the deterministic backward orders its additions to dq."""
-    return call.query.new_empty(1 + 2 * call.query.shape[:3].numel(), dtype=torch.int32)
-
-
 def backward_arguments(
     call: Call,
     grad_out: Tensor,
@@ -310,10 +296,9 @@ def new_scores(call: Call) -> Tensor:
 def _section(call, fits, size, blocks, multiprocessors):
     """Return how many kv heads are scheduled together, so that their blocks read from L2.
 
-    Args:
-        fits: bytes of L2 to use. size: bytes of a head that its blocks read.
-        blocks: number of blocks in a head. A band makes them unequal, and the short blocks of a section cannot fill a
-            GPU: sections then have nearly equal numbers of heads, and at least 1.5 blocks per multiprocessor.
+    fits: bytes of L2 to use. size: bytes of a head that its blocks read. blocks: number of blocks in a head. A band
+    makes them unequal, and the short blocks of a section cannot fill a GPU: sections then have nearly equal numbers of
+    heads, and at least 1.5 blocks per multiprocessor.
     """
     heads, most = heads_at_a_time(call), max(1, fits // size)
     if call.left is None and call.right is None:
@@ -346,10 +331,6 @@ def stored_arguments(
         GradScores=descriptor(grad_scores[..., :length], each, form.rows),
         GradV=descriptor(grad_value, each, width_v),
     )
-
-
-def product_programs(call: Call, blocks: int, multiprocessors: int) -> int:
-    return min(blocks, multiprocessors) if call.left is None and call.right is None else blocks
 
 
 def product_arguments(

@@ -53,13 +53,8 @@ def device_of(tensor):
 def run_kernel(name, programs, arguments, device, kind=None, last=True, **options):
     """Launch a kernel, or have the Recorder of this thread record the launch.
 
-    Args:
-        kind: `kind_of` the call. By default, a failure counts for all calls of the kernel on the device.
-        last: whether this is the last tile to try.
-
-    Raises:
-        KernelUnavailable: if it does not compile or load.
-        OutOfResources: if the tile does not fit and is not the last.
+    kind: `kind_of` the call; by default, a failure counts for all calls of the kernel on the device. Raise
+    KernelUnavailable if it does not compile or load, OutOfResources if the tile does not fit and is not the last.
     """
     kernel, recorder, compiled = KERNELS[name], current_recorder(), None
     if not interpreting():
@@ -205,11 +200,7 @@ def surroundings(device):
 
 
 def run_tiled(name, call, programs, arguments, more=None):
-    """Run a kernel with the first of its tiles that fits the device.
-
-    Args:
-        programs(tile): the grid size. more(tile): further arguments.
-    """
+    """Run a kernel on programs(tile), with the arguments more(tile) too, for the first of its tiles that fits."""
     kind, device, recorder = kind_of(name, call), device_of(call.query), current_recorder()
     tiles = candidates(name, call)
     if not tiles:

@@ -72,6 +72,7 @@ MULTIPROCESSORS = 132  # of an H100 or H200, which `explain` assumes for compute
 # {number of multiplying warpgroups: registers per thread (at launch, of multiplying warps, of copying warps)}. If the
 # multiplying and copying warps together need more than all had at launch, setmaxnreg waits for ever.
 REGISTERS = {2: (168, 240, 24), 3: (128, 160, 24)}
+BLOCK_MASK_SIZE = 64  # rows and keys of a block of the block mask, the same on every GPU
 FEW_ROWS = 64  # calls with at most this many rows use tiles of at most 64 x 64; `pack_gqa` makes no more rows
 L2_BYTES = 32 << 20  # limit on keys and values of the heads that are scheduled together
 # The same for queries and incoming gradients in hopper_bwd_ds; the kernels PRODUCTS use half of it. Without this limit,
@@ -311,11 +312,6 @@ fitting: dict[tuple, tuple[Tile, ...]] = {}
 def architecture(capability):
     """Return the architecture whose table rows a GPU uses first; 86 stands for GPUs with little shared memory."""
     return 90 if 90 <= capability < 120 else 80 if capability in (80, 87) else 86
-
-
-def block_mask_size(interpreted: bool) -> int:
-    """Return the rows and keys of a block of the block mask, the same on every GPU."""
-    return 16 if interpreted else 64
 
 
 def row_width(width: int) -> int:

@@ -48,9 +48,8 @@ def _rounds(counter: list[Tensor], key: list[Tensor]) -> list[Tensor]:
 def keep(seed: Tensor, planes: Tensor, rows: tuple[int, int], keys: tuple[int, int], dropout_p: float) -> Tensor:
     """Return bool (planes, rows, keys): True for the pairs that dropout keeps.
 
-    The four words of a counter serve the pairs of rows i and i + 8 with keys j and j + 8.
-
-    seed: one int64. planes: int64, b * Hq + h of each plane. rows, keys: (first, last + 1).
+    The four words of a counter serve the pairs of rows i and i + 8 with keys j and j + 8. planes: int64, b * Hq + h of
+    each plane. rows, keys: (first, last + 1).
     """
     (first, last), (begin, end), device = rows, keys, planes.device
     least = int(dropout_p * 2**32)  # pairs with a smaller word are dropped; with dropout_p = 1, all pairs

@@ -230,10 +230,7 @@ def run_naive(call: Call, need_lse: bool, need_weights: bool) -> tuple:
 
 
 def by_part(run: Callable[..., tuple], *cuts: list[list[Part]]) -> tuple:
-    """Join run(*parts, block) over all blocks of all parts. cuts: the `parts` of each call, all of equal shapes.
-
-    run: returns (output, lse or None, weights or None) of a block.
-    """
+    """Join the results of run(*parts, block) over all blocks. cuts: the `parts` of each call, all of equal shapes."""
     rows = []
     for some in zip(*cuts, strict=True):
         columns = [joined([run(*each, block) for block in each[0].blocks], 2) for each in zip(*some, strict=True)]
@@ -242,10 +239,7 @@ def by_part(run: Callable[..., tuple], *cuts: list[list[Part]]) -> tuple:
 
 
 def by_sequence(run: Callable[..., tuple], *calls: Call) -> tuple:
-    """Return run(*calls). Packed calls, which must have the same offsets, are first padded to batches.
-
-    run: returns (output, lse or None, weights or None).
-    """
+    """Return run(*calls). Packed calls, which must have the same offsets, are first padded to batches."""
     call = calls[0]
     if call.cu_seqlens_q is None:
         return run(*calls)

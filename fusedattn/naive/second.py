@@ -42,10 +42,7 @@ def _bounded(call: Call) -> Call:
 
 
 def _of_rows(call: Call, span: tuple[int, int], incoming: Sequence, grad_grads: Sequence) -> dict[Any, Tensor]:
-    """Return `second_derivative` of the rows in `span`, as {index of a result or name of one of INPUTS: gradient}.
-
-    incoming: gradients of the results of these rows.
-    """
+    """Return `second_derivative` of rows in `span`, as {index of a result or name of an input: gradient}."""
     names = [name for name in INPUTS if getattr(call, name) is not None]
     wanted = [name for name, grad in zip(INPUTS, grad_grads, strict=True) if grad is not None]
     present = [number for number, grad in enumerate(incoming) if grad is not None]
@@ -70,14 +67,8 @@ def _of_rows(call: Call, span: tuple[int, int], incoming: Sequence, grad_grads: 
 def second_derivative(call: Call, incoming: Sequence, grad_grads: Sequence) -> tuple:
     """Return the gradients of sum(grad * grad_grad), where grad are the gradients of a call's INPUTS.
 
-    It is a sum over rows, computed a block of rows at a time.
-
-    Args:
-        incoming: gradients of output, lse and weights, from which grad was computed. Any may be None.
-        grad_grads: for each of the INPUTS; any may be None.
-
-    Returns:
-        gradients of the incoming gradients, then of the INPUTS; None if an input of this function is None.
+    incoming: gradients of output, lse and weights, from which grad was computed. Those gradients come first in the
+    result, then those of the INPUTS; each is None if the argument is. Rows are computed a block at a time.
     """
     call, of_incoming = _bounded(call), []
     totals: dict[str, Tensor] = {}

@@ -51,9 +51,8 @@ def packed(rows: Padding, out: Tensor, lse: Tensor | None, weights: Tensor | Non
 def runs(lengths: list[tuple[int, int]], waste: float, slack: float) -> Iterator[tuple[int, int]]:
     """Yield (first, last + 1) for each run of sequences that can be padded to the longest of the run.
 
-    Args:
-        lengths: (rows, keys) of each sequence.
-        waste, slack: a padded run has at most `waste` times the scores of its sequences, plus `slack`.
+    lengths: (rows, keys) of each sequence. A padded run has at most `waste` times the scores of its sequences, plus
+    `slack`.
     """
     first, real, max_seqlen_q, max_seqlen_k = 0, 0, 0, 0
     for b, (rows, keys) in enumerate(lengths):

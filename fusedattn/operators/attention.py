@@ -72,7 +72,7 @@ def _of_masks(function, mask, key_mask, query_mask, bias, *lengths):
     from ..launch import blocks
 
     packed = None if lengths[0] is None else Lengths(*lengths)
-    return getattr(blocks, function)(mask, key_mask, query_mask, bias, packed, blocks.block_mask_size())
+    return getattr(blocks, function)(mask, key_mask, query_mask, bias, packed)
 
 
 register(
@@ -206,10 +206,7 @@ def failed(call: Call, need_weights: bool, on_hopper: bool) -> list[str]:
 
 
 def explained(call: Call, need_weights: bool, backend: str, has_hopper: bool) -> tuple[dict, Sequence[str]]:
-    """Return ({kernel: tiles}, reasons why the Hopper backward does not run on a Hopper GPU), for `explain`.
-
-    The backward computes the gradients of query, key, value and of options that require one.
-    """
+    """Return ({kernel: tiles}, reasons why the Hopper backward does not run on a Hopper GPU), for `explain`."""
     from ..launch import backward, run
 
     pairs = zip(INPUTS, inputs_of(call), strict=True)

@@ -88,14 +88,10 @@ def _check_decode(*arguments):
     rules.check_call(_decode(*arguments)[0].call, backend, capacity=capacity(caches_and_angles))
 
 
-def _refuse(operator: str):
-    """Return a function that raises if a derivative is wanted with respect to an argument of the operator."""
-
-    def refuse(*arguments):
-        names = argument_names(getattr(OPERATORS, operator).default)
-        check_gradients(dict(zip(names, arguments, strict=False)))
-
-    return refuse
+def _refuse(operator: str, *arguments):
+    """Raise if a derivative is wanted with respect to an argument of the operator."""
+    names = argument_names(getattr(OPERATORS, operator).default)
+    check_gradients(dict(zip(names, arguments, strict=False)))
 
 
 register(
@@ -104,10 +100,11 @@ register(
     _append_operator,
     lambda *_: None,
     rules.check_append,
-    _refuse("append"),
+    functools.partial(_refuse, "append"),
 )
 _SCHEMA = f"decode({DECODE.schema}) -> (Tensor out, Tensor lse)"
-register(_SCHEMA, _decode_operator, _new_decode, _check_decode, _refuse("decode"), _decompose)
+_refuse_decode = functools.partial(_refuse, "decode")
+register(_SCHEMA, _decode_operator, _new_decode, _check_decode, _refuse_decode, _decompose)
 
 
 def _run(decode: Decode, need_lse: bool, need_weights: bool, backend: str):

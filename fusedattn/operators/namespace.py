@@ -33,15 +33,11 @@ def register(
 ) -> None:
     """Define an operator that runs on CUDA tensors, and on CPU tensors in Triton's interpreter.
 
-    torch's own register_autograd drops tangents in silence, so a call that may need a derivative goes to
-    `differentiate`.
-
     Args:
         run: computes the operator.
         new: the fake. It returns results of the same shapes, dtypes and strides, for tensors without data.
-        check: raises for shapes, strides, dtypes, devices and numbers that `run` cannot take. It reads no values of
-            tensors. It runs before `run` and `new`.
-        differentiate: computes it with derivatives. None: autograd ignores the operator.
+        check: raises, before `run` and `new`, for arguments that `run` cannot take. It reads no values of tensors.
+        differentiate: computes it with derivatives, as torch's register_autograd drops tangents. None: there are none.
         decompose: computes it with torch's own operators, for ONNX, without branches on sizes.
     """
     name, _, declared = schema.partition("(")

@@ -11,7 +11,18 @@ from torch import Tensor
 from ..call import rules
 from ..call.decode import CacheArguments, check_sizes
 from ..call.layout import broadcasts, is_shape
-from ..call.options import BY_HEAD, INPUTS, Arguments, Call, Lengths, Origin, inputs, sizes as sizes_of, wide_dtype
+from ..call.options import (
+    BY_HEAD,
+    DIMS,
+    INPUTS,
+    Arguments,
+    Call,
+    Lengths,
+    Origin,
+    inputs,
+    sizes as sizes_of,
+    wide_dtype,
+)
 from ..call.plan import check_fit, check_masks, pairs_of
 from ..call.private import holds
 from ..call.rules import FLOATING, Sizes, fail
@@ -40,13 +51,11 @@ def check_call(call: Call, backend: str, need_weights: bool = False, capacity: i
     rules.check_options(Arguments(query, call.key, call.value, call.mask, call.bias, **numbers), sizes)
     if call.dropout_p and call.seed is None:
         fail(ValueError, "seed", "a tensor, because dropout_p is given", None)
-    for name, layout in dict(
-        mask="(B, H, Sq, Sk)", bias="(B, H, Sq, Sk)", key_mask="(B, S)", query_mask="(B, S)"
-    ).items():
+    for name in ("mask", "bias", "key_mask", "query_mask"):
         if (x := getattr(call, name)) is not None:
-            if layout == "(B, S)":  # covers all packed tokens; a mask or bias covers the longest sequence
+            if name.endswith("_mask"):  # covers all packed tokens; a mask or bias covers the longest sequence
                 rules.check_tokens(name, x, tokens)
-            rules.check_rank(name, x, layout)
+            rules.check_rank(name, x, f"({', '.join(DIMS[name])})")
     for name in BY_HEAD:
         if (x := getattr(call, name)) is not None:
             rules.check_heads(name, x, query.device, (1, heads), (sizes.B, heads))

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper.tma import store_wait, ten
 from ..vocabulary import memory, span
 from . import halves, ring, turns
 from .copies import async_add, async_store
-from .steps import WARPS, begin_dp, begin_scores, extent, following, leave, lines, ones, weights
+from .steps import GROUPS, WARPS, begin_dp, begin_scores, extent, following, leave, lines, ones, weights
 
 
 class Shared(NamedTuple):
@@ -66,7 +66,6 @@ def _turn(g: gl.constexpr, results, plane, block, first, band, KEYS: gl.constexp
 @gluon.jit
 def _produce(shared, Q, K, V, GradOut, Rows, kv, first, band, GROUP: gl.constexpr):
     """Copy tiles in: the work of one warp."""
-    GROUPS: gl.constexpr = shared.k.tiles.shape[0]
     KEYS: gl.constexpr = shared.k.tiles.shape[3]
     BLOCK_M: gl.constexpr = shared.q.tiles.shape[3]
     for g in gl.static_range(GROUPS):
@@ -89,7 +88,6 @@ def _produce(shared, Q, K, V, GradOut, Rows, kv, first, band, GROUP: gl.constexp
 @gluon.jit
 def _give(g: gl.constexpr, shared, results, kv, first, band, GROUP: gl.constexpr):
     """Add a warpgroup's dq to memory, and store its dk and dv: the work of one warp."""
-    GROUPS: gl.constexpr = shared.k.tiles.shape[0]
     KEYS: gl.constexpr = shared.k.tiles.shape[3]
     BLOCK_M: gl.constexpr = shared.q.tiles.shape[3]
     begin, full, full_end, end = extent(band, first, GROUPS * KEYS, BLOCK_M)
@@ -122,7 +120,6 @@ def _consume_whole(g: gl.constexpr, shared, first, band, scale, GROUP: gl.conste
 
     The weights of the next step are computed while dq is multiplied.
     """
-    GROUPS: gl.constexpr = shared.k.tiles.shape[0]
     KEYS: gl.constexpr = shared.k.tiles.shape[3]
     BLOCK_M: gl.constexpr = shared.q.tiles.shape[3]
     WIDTH: gl.constexpr = shared.k.tiles.shape[4]

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..vocabulary import span
 from . import ring
-from .steps import OPERANDS_STAY, WARPS, begin_dp, begin_scores, extent, following, leave, lines, weights
+from .steps import GROUPS, OPERANDS_STAY, WARPS, begin_dp, begin_scores, extent, following, leave, lines, weights
 
 
 @gluon.jit
@@ -42,7 +42,6 @@ def _differ(p, dp, half: gl.constexpr, tile):
 @gluon.jit
 def consume(g: gl.constexpr, shared, first, band, scale, GROUP: gl.constexpr):
     """Compute dk and dv of keys first + g * 64 .. first + g * 64 + 63: the work of one warpgroup."""
-    GROUPS: gl.constexpr = shared.k.tiles.shape[0]
     KEYS: gl.constexpr = shared.k.tiles.shape[3]
     BLOCK_M: gl.constexpr = shared.q.tiles.shape[3]
     WIDTH: gl.constexpr = shared.k.tiles.shape[4]

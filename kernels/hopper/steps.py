@@ -14,6 +14,7 @@ from ..vocabulary import softmax, span
 from . import ring
 
 WARPS = gl.constexpr(4)  # warps of a warpgroup
+GROUPS = gl.constexpr(2)  # warpgroups that multiply
 # True if left operands stay in registers. Triton 3.9 and newer copy them for each product, and copies may not fit.
 OPERANDS_STAY = gl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9))
 

@@ -65,12 +65,13 @@ def within(extents, plane, q_len, k_len, slot):
 
 
 @triton.jit
-def locate(sequences, pid, programs, q_len, k_len, heads, BLOCK: tl.constexpr, BY_KEYS: tl.constexpr):
-    """Return (block of rows or keys, Plane, number of rows, number of keys) of a program.
+def locate(sequences, q_len, k_len, heads, BLOCK: tl.constexpr, BY_KEYS: tl.constexpr, across=1):
+    """Return (block of rows or keys, Plane, rows, keys) of a program; `across` programs have the same.
 
     For packed sequences each head has all slots (sequence, block), so that concurrent programs read the same keys. A
     program with an unused slot has no rows and no keys; its block of rows is -1, for which `latest_first` returns 0.
     """
+    pid, programs = tl.program_id(0) // across, tl.num_programs(0) // across
     if sequences is None:
         block, plane = place(pid, k_len if BY_KEYS else q_len, heads, BLOCK)
         return block, plane, q_len, k_len
@@ -88,9 +89,9 @@ def locate(sequences, pid, programs, q_len, k_len, heads, BLOCK: tl.constexpr, B
 
 
 @triton.jit
-def place_tile(pid, rows, keys, heads, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def place_tile(rows, keys, heads, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Return (block of rows, block of keys, Plane) of a program in a grid with one program per tile."""
-    across = tl.cdiv(keys, BLOCK_N)
+    pid, across = tl.program_id(0), tl.cdiv(keys, BLOCK_N)
     block, plane = place(pid // across, rows, heads, BLOCK_M)
     return block, pid % across, plane
 
