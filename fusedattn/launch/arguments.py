@@ -55,9 +55,7 @@ def by_threads(tensor: Tensor) -> bool:
     Triton knows only which addresses are multiples of 16 bytes, and which strides are multiples of 16 elements.
     """
     *strides, last = of(tensor).strides
-    if last != 1 or tensor.shape[3] % 2 != 0 or any(step % 16 for step in strides):
-        return True
-    return not torch.compiler.is_compiling() and has_storage(tensor) and tensor.data_ptr() % TMA_BYTES != 0
+    return last != 1 or tensor.shape[3] % 2 != 0 or any(step % 16 for step in strides) or not aligned(tensor)
 
 
 def block(tensor: Tensor, rows: int) -> tuple[list, list, list]:

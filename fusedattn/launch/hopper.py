@@ -20,12 +20,8 @@ try:
     from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16, float16, float32
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    from ..kernels.hopper.backward import backward as backward_kernel  # noqa: F401  # for `launch.run`
+    from ..kernels.hopper import backward, stored  # noqa: F401  # for `launch.run`
     from ..kernels.hopper.forward import Form, Spec, forward as kernel
-    from ..kernels.hopper.stored import (  # noqa: F401  # for `launch.run`
-        grad_product as product_kernel,
-        stored_backward as stored_backward_kernel,
-    )
 except (ImportError, AttributeError) as error:  # Gluon is experimental: names come and go
     kernel, _why = None, str(error)
 

@@ -10,19 +10,21 @@ from triton.runtime.driver import driver
 from triton.runtime.errors import OutOfResources
 
 from ..call.options import BY_HEAD, AssumedGPU, Call, device_of as device_of_tensor, hiding, lengths_of, sizes
-from ..kernels.append import append
-from ..kernels.block_mask import block_mask, tile_lists
-from ..kernels.combine import combine
-from ..kernels.dbias import dbias
-from ..kernels.decode import decode
-from ..kernels.dkdv import dkdv
-from ..kernels.dq import dq
-from ..kernels.forward import forward
-from ..kernels.preprocess import postprocess, preprocess
-from ..kernels.sequences import fill_slots
-from ..kernels.tangent import tangent
+from ..kernels import (
+    append,
+    block_mask,
+    combine,
+    dbias,
+    decode,
+    dkdv,
+    dq,
+    forward,
+    preprocess,
+    sequences,
+    tangent,
+    weights,
+)
 from ..kernels.vocabulary.memory import width
-from ..kernels.weights import weights
 from . import failures, hopper, launcher, tile_table, tuned
 from .tile_table import row_width
 
@@ -101,16 +103,17 @@ def multiprocessors(device):
     return 1 if interpreting() else torch.cuda.get_device_properties(device).multi_processor_count
 
 
-KERNELS = {x.__name__: x for x in (forward, preprocess, postprocess, dq, dkdv, dbias, tangent, append, combine)}
-KERNELS |= {x.__name__: x for x in (weights, block_mask, tile_lists, fill_slots)}
-KERNELS |= dict.fromkeys(tile_table.DECODE, decode)
-KERNELS["one_pass"] = dkdv  # also accumulates dq, with tiles of its own
-KERNELS["tangent_weights"] = weights
+KERNELS = {x.__name__: x for x in (forward.forward, dq.dq, dkdv.dkdv, dbias.dbias, tangent.tangent, append.append)}
+KERNELS |= {x.__name__: x for x in (preprocess.preprocess, preprocess.postprocess, combine.combine, weights.weights)}
+KERNELS |= {x.__name__: x for x in (block_mask.block_mask, block_mask.tile_lists, sequences.fill_slots)}
+KERNELS |= dict.fromkeys(tile_table.DECODE, decode.decode)
+KERNELS["one_pass"] = dkdv.dkdv  # also accumulates dq, with tiles of its own
+KERNELS["tangent_weights"] = weights.weights
 if hopper.kernel is not None:
     KERNELS["hopper"] = hopper.kernel
-    KERNELS |= dict.fromkeys(("hopper_bwd", "hopper_bwd_deterministic"), hopper.backward_kernel)
-    KERNELS["hopper_bwd_ds"] = hopper.stored_backward_kernel
-    KERNELS |= dict.fromkeys(tile_table.PRODUCTS, hopper.product_kernel)
+    KERNELS |= dict.fromkeys(("hopper_bwd", "hopper_bwd_deterministic"), hopper.backward.backward)
+    KERNELS["hopper_bwd_ds"] = hopper.stored.stored_backward
+    KERNELS |= dict.fromkeys(tile_table.PRODUCTS, hopper.stored.grad_product)
 
 
 def widest(call):

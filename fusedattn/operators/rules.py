@@ -11,18 +11,7 @@ from torch import Tensor
 from ..call import rules
 from ..call.decode import CacheArguments, check_sizes
 from ..call.layout import broadcasts, is_shape
-from ..call.options import (
-    BY_HEAD,
-    DIMS,
-    INPUTS,
-    Arguments,
-    Call,
-    Lengths,
-    Origin,
-    inputs,
-    sizes as sizes_of,
-    wide_dtype,
-)
+from ..call.options import BY_HEAD, INPUTS, Arguments, Call, Lengths, Origin, inputs, sizes as sizes_of, wide_dtype
 from ..call.plan import check_fit, check_masks, pairs_of
 from ..call.private import holds
 from ..call.rules import FLOATING, Sizes, fail
@@ -55,7 +44,7 @@ def check_call(call: Call, backend: str, need_weights: bool = False, capacity: i
         if (x := getattr(call, name)) is not None:
             if name.endswith("_mask"):  # covers all packed tokens; a mask or bias covers the longest sequence
                 rules.check_tokens(name, x, tokens)
-            rules.check_rank(name, x, f"({', '.join(DIMS[name])})")
+            rules.check_rank(name, x, "(B, S)" if name.endswith("_mask") else "(B, H, Sq, Sk)")
     for name in BY_HEAD:
         if (x := getattr(call, name)) is not None:
             rules.check_heads(name, x, query.device, (1, heads), (sizes.B, heads))
