@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .call.rules import check_number, check_strided, fail, kind
+from .call.rules import check_bool, check_number, check_strided, fail
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -148,8 +148,7 @@ def _maps(weights: Tensor, mask: Tensor | None) -> Tensor:
         fail(ValueError, "weights", "finite numbers, 0 or more", f"{low:.3g} to {high:.3g}")
     if mask is None:
         return maps
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        fail(TypeError, "mask", "a bool tensor, True = may attend", kind(mask))
+    check_bool("mask", mask, None)
     seen = _values("mask", mask, torch.bool)
     try:
         return maps.masked_fill(~seen, math.nan).view_as(maps)

@@ -50,14 +50,12 @@ def type_name(x: Any) -> str:
     return name if library in ("builtins", "torch") else f"{library}.{name}"
 
 
-def kind(x: Any) -> Any:
-    return x.dtype if isinstance(x, Tensor) else type_name(x)
-
-
 def unfit(x: Any) -> Any:
     """Describe x, whose dtype is not in FLOATING, for an error."""
-    strange = isinstance(x, Tensor) and x.dtype.is_floating_point
-    return f"{x.dtype}, which is none of float16, bfloat16, float32 and float64" if strange else kind(x)
+    if not isinstance(x, Tensor):
+        return type_name(x)
+    strange = ", which is none of float16, bfloat16, float32 and float64" if x.dtype.is_floating_point else ""
+    return f"{x.dtype}{strange}"
 
 
 def value(x: Any) -> str:

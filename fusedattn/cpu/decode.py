@@ -12,7 +12,6 @@ from . import flash
 
 
 def append(decode: Decode) -> None:
-    """Write the new keys and values into the caches."""
     if decode.new_key is None:
         return
     lengths = decode.lengths.tolist()

@@ -85,10 +85,6 @@ def hidden_by(mask: Tensor | None) -> Tensor:
     return ~mask[:, None, :, None]
 
 
-def width_of(call: Call) -> int:
-    return max(call.query.shape[3], call.value.shape[3])
-
-
 def inputs_of(part: Part, columns: int | None) -> list[Tensor]:
     """Return [query, key, value] of a part, 0 where masks hide them, padded to `columns` for the kernel unless None."""
     call = part.call
@@ -183,7 +179,7 @@ def sinks_less(call: Call, dtype: torch.dtype, less: float) -> Tensor:
 
 def _forward(part: Part, save: bool, less: float) -> Result:
     call = part.call
-    query, key, value = inputs_of(part, width_of(call))
+    query, key, value = inputs_of(part, max(call.query.shape[3], call.value.shape[3]))
     out, lse = _of_all_rows(part, (query, key, value), less)
     common = centre(value[:, :, part.begin : part.end]) if save else None
     kept = out if common is None else _of_all_rows(part, (query, key, value - common), less)[0]

@@ -66,7 +66,8 @@ class Incoming(NamedTuple):
 
 def _backward(part: Part, less: float, rows: Incoming, of_bias: Tensor | None) -> Sequence[Tensor]:
     """Return the gradients of query, key and value of a part. of_bias: accumulates the gradient of the bias."""
-    call, columns = part.call, flash.width_of(part.call)
+    call = part.call
+    columns = max(call.query.shape[3], call.value.shape[3])
     tensors = flash.inputs_of(part, columns)
     grad_out, grad_lse, out, kept, lse = rows
     common = None if grad_out is None else centre(tensors[2][:, :, part.begin : part.end])

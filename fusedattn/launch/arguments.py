@@ -148,10 +148,6 @@ def common(call):
     )
 
 
-def _merges(tensor):
-    return tensor.shape[2] == 1 or tensor.stride(1) == tensor.shape[2] * tensor.stride(2)
-
-
 def can_pack_gqa(call, out):
     """Return whether the query heads that share a key head can become rows of one head."""
     (_, heads, rows, _), kv_heads, within = sizes(call), call.key.shape[1], bounded(call)
@@ -163,8 +159,7 @@ def can_pack_gqa(call, out):
         and all(x is None for x in others)
         and all(x.shape[1] == x.shape[2] == 1 for x in pairs)
         and within.left is within.right is None
-        and _merges(call.query)
-        and _merges(out)
+        and all(x.shape[2] == 1 or x.stride(1) == x.shape[2] * x.stride(2) for x in (call.query, out))
     )
 
 

@@ -160,7 +160,7 @@ def _dkdv(name, p, query_sums, grads):
 def _add_on_hopper(name, p, query_sums, turns, grads, form):
     """Compute dk and dv, and add up dq in query_sums, by a Hopper kernel."""
     call, device = p.call, run.device_of(p.call.query)
-    grads = grads["key"], grads["value"]
+    grads = [grads["key"], grads["value"]]
     launched = hopper.backward_arguments(call, p.grad_out, p.launched["Rows"], query_sums, turns, grads, form)
     with run.surroundings(device):
         programs = cdiv(p.keys, form.keys) * p.batch * call.key.shape[1]

@@ -80,7 +80,6 @@ def splits(programs, blocks, multiprocessors):
 
 
 def new_partials(out, count: int, dtype) -> Partials:
-    """Return buffers for the results of `count` splits of the keys."""
     *planes, rows, columns = out.shape
     return Partials(*(out.new_empty((*planes, count, rows, last), dtype=dtype) for last in (columns, 2)))
 

@@ -1,7 +1,6 @@
 """Limits of the Hopper kernels, and their arguments: TMA descriptors, buffers and (`form`) the tile."""
 
 import math
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -86,10 +85,7 @@ def _layout(rows, columns, dtype):
 
 
 def descriptor(tensor: Tensor, rows: int, columns: int | None = None) -> "TensorDescriptor":
-    """Return a descriptor that copies `rows` rows of one head of a (B, H, S, D) tensor; past its end it reads 0.
-
-    columns: width of the copied block, a power of two; by default D rounded up, at least 16.
-    """
+    """Return a descriptor that copies `rows` rows, and `columns` or all columns, of a head of a (B, H, S, D) tensor."""
     shape, strides, block = kernel_arguments.block(tensor, rows)
     block[3] = block[3] if columns is None else columns
     return TensorDescriptor(tensor, shape, strides, block, _layout(*block[2:], tensor.dtype))
@@ -186,7 +182,6 @@ def backward_limits(call: Call) -> list[str]:
 
 
 def reachable(*tensors: Tensor) -> bool:
-    """Return whether TMA can access all of these tensors."""
     return all(kernel_arguments.strided(x) and kernel_arguments.aligned(x) for x in tensors)
 
 
@@ -219,15 +214,9 @@ def new_rows(call: Call, stats: Tensor) -> tuple[Tensor, int | None]:
 
 
 def backward_arguments(
-    call: Call,
-    grad_out: Tensor,
-    rows: Tensor,
-    sums: Tensor,
-    turns: Tensor | None,
-    grads: Sequence[Tensor],
-    form: Backward,
+    call: Call, grad_out: Tensor, rows: Tensor, sums: Tensor, turns: Tensor | None, grads: list[Tensor], form: Backward
 ) -> dict:
-    """Return the arguments of hopper_bwd and hopper_bwd_deterministic. grads: (grad_key, grad_value)."""
+    """Return the arguments of hopper_bwd and hopper_bwd_deterministic. grads: [grad_key, grad_value]."""
     each = tile_table.WARPGROUP_ROWS
     width_k, width_v = _widths(call)
     at_once = width_k if _row_width(call) == 64 else width_k // 2  # columns of dq
@@ -304,13 +293,7 @@ def _section(call, fits, size, blocks, multiprocessors):
 
 
 def stored_arguments(
-    call: Call,
-    grad_out: Tensor,
-    rows: Tensor,
-    grad_scores: Tensor,
-    grad_value: Tensor,
-    form: Backward,
-    multiprocessors: int,
+    call: Call, grad_out: Tensor, rows: Tensor, scores: Tensor, grad_value: Tensor, form: Backward, multiprocessors: int
 ) -> dict:
     """Return the arguments of the kernel for gradients of scores and values, except `planes` and `before`."""
     each, length = tile_table.WARPGROUP_ROWS, call.query.shape[2]
@@ -324,7 +307,7 @@ def stored_arguments(
         V=descriptor(call.value, each, width_v),
         GradOut=descriptor(grad_out, form.rows, width_v // 2),
         Rows=descriptor(rows[..., :length], 4, form.rows),
-        GradScores=descriptor(grad_scores[..., :length], each, form.rows),
+        GradScores=descriptor(scores[..., :length], each, form.rows),
         GradV=descriptor(grad_value, each, width_v),
     )
 

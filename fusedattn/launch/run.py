@@ -133,8 +133,7 @@ def kind_of(name, call):
     """Return a dict key. Calls with equal keys use the same tiles; if the kernel fails for one, no other tries it."""
     query, (_, _, rows, _) = call.query, sizes(call)
     small = rows <= tile_table.FEW_ROWS and name in ("forward", "dq", "tangent")
-    if not small and call.left is not None and call.right is not None:
-        small = tile_table.narrow(call.left, call.right)
+    small = small or tile_table.narrow(call.left, call.right)
     return name, device_of(query), query.dtype, widest(call), pressure_of(call), small
 
 

@@ -335,7 +335,6 @@ def tiles_for(kernel, capability, itemsize, width, pressure="plain"):
     """Return the tiles to try, best first, for one kernel on one GPU.
 
     Args:
-        kernel: one of INTERPRETED.
         capability: 90 for (9, 0); None is Triton's interpreter. A GPU that has no rows uses the rows of 80.
         itemsize: bytes of an element of query. width: the wider of D and Dv.
         pressure: register pressure: "plain", "masked" (a mask of pairs) or "rich" (bias, slopes, cap or dropout).

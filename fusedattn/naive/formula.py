@@ -131,10 +131,7 @@ def hiding(call: Call, block: Block, in_place: bool) -> dict:
 
 
 def of_block(part: Part, block: Block, need_lse: bool, need_weights: bool, products: tuple = FEWEST_COPIES) -> tuple:
-    """Return (output, lse or None, weights or None) of a block, with each step in the dtype of the inputs.
-
-    products: functions for the scores (of query, key, scale) and the output (of weights, value).
-    """
+    """Return (output, lse or None, weights or None) of a block. products: functions for the scores and the output."""
     call, (first, last, begin, end) = part.call, block
     all_rows, all_keys = last - first == call.query.shape[2], end - begin == call.key.shape[2]
     query = call.query if all_rows else call.query[:, :, first:last]

@@ -82,10 +82,7 @@ def second_derivative(call: Call, incoming: Sequence, grad_grads: Sequence) -> t
 
 @without_autocast
 def second_tangent(call: Call, directions: Sequence, moved: Sequence, need_weights: bool) -> tuple:
-    """Return the second derivative of (output, lse, weights or None) in two directions, a block of rows at a time.
-
-    directions, moved: the two, each with a tensor or None (zero) for each of the INPUTS. Neither is all None.
-    """
+    """Return the second derivative of (output, lse, weights or None) in two directions; in each, None is zero."""
     call, parts = _bounded(call), []
     columns: Any = call.key.shape[2] if call.cu_seqlens_q is None else call.max_seqlen_k
     dtypes, widths = (call.query.dtype, wide_dtype(call), call.query.dtype), ((call.value.shape[3],), (), (columns,))

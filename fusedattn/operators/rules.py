@@ -60,7 +60,6 @@ def check_call(call: Call, backend: str, need_weights: bool = False, capacity: i
 
 
 def _check_packed(call: Call, need_weights: bool) -> None:
-    """Check the offsets and maximum lengths of packed sequences."""
     if call.query.shape[0] != 1:
         fail(ValueError, "query", "a batch of 1, because cu_seqlens_q is given", call.query.shape)
     offsets, longest = (call.cu_seqlens_q, call.cu_seqlens_k), (call.max_seqlen_q, call.max_seqlen_k)

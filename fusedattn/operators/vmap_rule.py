@@ -63,13 +63,10 @@ class _Folded:
 
 
 def vmap_rule(apply, names, results, info, in_dims, arguments):
-    """Return (results, their mapped dimensions) of a Function under torch.vmap.
+    """Return (results, their mapped dimensions) of a Function, which `apply` computes, under torch.vmap.
 
-    Args:
-        apply: computes the Function.
-        names, results: names of its arguments, which include all fields of a Call, and of its results. A derivative has
-            its tensor's name, maybe with the prefix grad_, tangent_ or moved_, and with "number:" before that.
-        info, in_dims, arguments: as torch passes them to `vmap`.
+    names, results: names of its arguments, which include all fields of a Call, and of its results. A derivative has its
+    tensor's name, maybe with the prefix grad_, tangent_ or moved_, and with "number:" before that.
     """
     values, fields = dict(zip(names, arguments, strict=True)), Call._fields
     # For a list argument torch passes a list of dimensions. Our lists hold no tensors.

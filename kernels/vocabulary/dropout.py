@@ -109,11 +109,10 @@ def _four(dropout, plane, r, c):
     words = tl.join(tl.join(w0, w1), tl.join(w2, w3))  # [.., .., bit 3 of the key, bit 3 of the row]
     if r.shape[1] == 1:
         words = tl.permute(tl.reshape(words, [ROWS // 16, 8, KEYS // 16, 8, 2, 2]), [0, 5, 1, 2, 4, 3])
-        words = tl.reshape(words, [ROWS, KEYS])
+        return tl.reshape(words, [ROWS, KEYS])
     else:
         words = tl.permute(tl.reshape(words, [KEYS // 16, 8, ROWS // 16, 8, 2, 2]), [0, 4, 1, 2, 5, 3])
-        words = tl.reshape(words, [KEYS, ROWS])
-    return words
+        return tl.reshape(words, [KEYS, ROWS])
 
 
 @triton.jit
