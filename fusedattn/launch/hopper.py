@@ -2,13 +2,12 @@
 
 import math
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 from triton import cdiv
 
-from ..call.options import BY_HEAD, Call
+from ..call.options import Call
 from ..call.private import holds
 from ..kernels.vocabulary.memory import width
 from ..kernels.vocabulary.partials import Partials
@@ -43,9 +42,7 @@ def limits(call: Call) -> list[str]:
         lacks.append("it does not support dropout_p")
     if call.query.dtype not in (torch.float16, torch.bfloat16):
         lacks.append(f"it supports float16 and bfloat16, not {call.query.dtype}")
-    changes: dict[str, Any] = dict(softcap=None, bias=None) | dict.fromkeys(BY_HEAD)
-    bare = call._replace(**changes)
-    if kernel_arguments.scored(bare).softmax_scale is None:
+    if kernel_arguments.score(call.scale).softmax_scale is None:
         lacks.append(f"it supports a scale between 2**-100 and 2**100, not {call.scale}")
     if holds(call.key.shape[2] == 0, False):  # unknown to a compiler; the operator checks again when it runs
         lacks.append("there are no keys")

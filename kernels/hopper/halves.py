@@ -15,27 +15,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..vocabulary import span
 from . import ring
-from .steps import GROUPS, OPERANDS_STAY, WARPS, begin_dp, begin_scores, extent, following, leave, lines, weights
-
-
-@gluon.jit
-def _half(tile, number: gl.constexpr):
-    ROWS: gl.constexpr = tile.shape[0] // 2
-    return tile.slice(number * ROWS, ROWS, dim=0)
+from .steps import GROUPS, OPERANDS_STAY, WARPS, begin_dp, begin_scores, extent, following, half, leave, lines, weights
 
 
 @gluon.jit
 def _columns(tile, number: gl.constexpr):
     """Return half of the rows of a tile, transposed, as a right operand."""
-    return _half(tile, number).permute((1, 0))
+    return half(tile, number, 0).permute((1, 0))
 
 
 @gluon.jit
-def _differ(p, dp, half: gl.constexpr, tile):
+def _differ(p, dp, number: gl.constexpr, tile):
     """Return ds of half of the rows, and store it in their columns of a tile [keys, rows]."""
-    ROWS: gl.constexpr = dp.shape[1]
     ds = (p * dp).to(tile.dtype)
-    tile.slice(half * ROWS, ROWS, dim=1).store(ds)
+    half(tile, number, 1).store(ds)
     return ds
 
 
@@ -79,20 +72,20 @@ def consume(g: gl.constexpr, shared, first, band, scale, GROUP: gl.constexpr):
         both = step % 2 * GROUPS
         s1 = begin_scores(k, _columns(q, 1), shared, step, zero, 1, 2)
         w0 = gl.convert_layout(p0.to(dtype), OF_DV)
-        dv = warpgroup_mma(w0, _half(do, 0), dv, is_async=True)
+        dv = warpgroup_mma(w0, half(do, 0, 0), dv, is_async=True)
         ds0 = gl.convert_layout(_differ(p0, dp0, 0, shared.ds.index(both + g)), OF_DK)
         dp1 = begin_dp(v, _columns(do, 1), shared, step, zero, 1, 2)
-        dk = warpgroup_mma(ds0, _half(q, 0), dk, is_async=True)
+        dk = warpgroup_mma(ds0, half(q, 0, 0), dk, is_async=True)
         s1, dv, w0 = warpgroup_mma_wait(num_outstanding=3, deps=(s1, dv, w0))
         p1 = weights(s1, shared, block, full, full_end, earliest, band, scale, 1)
         w1 = gl.convert_layout(p1.to(dtype), OF_DV)
-        dv = warpgroup_mma(w1, _half(do, 1), dv, is_async=True)
+        dv = warpgroup_mma(w1, half(do, 1, 0), dv, is_async=True)
         dp1, dk, ds0 = warpgroup_mma_wait(num_outstanding=1, deps=(dp1, dk, ds0))
         ds1 = _differ(p1, dp1, 1, shared.ds.index(both + g))
         fence_async_shared()
         mbarrier.arrive(shared.met, count=1)
         ds1 = gl.convert_layout(ds1, OF_DK)
-        dk = warpgroup_mma(ds1, _half(q, 1), dk, is_async=True)
+        dk = warpgroup_mma(ds1, half(q, 1, 0), dk, is_async=True)
         # After the last block this reads old data; the result is unused.
         ring.wait(shared.q, step + 1, pred=step + 1 < steps)
         next_q, next_do = _columns(ring.tile(shared.q, step + 1), 0), _columns(ring.at(shared.do, step + 1), 0)
@@ -100,7 +93,7 @@ def consume(g: gl.constexpr, shared, first, band, scale, GROUP: gl.constexpr):
         mbarrier.wait(shared.met, step & 1)
         dq = no_dq
         for other in gl.static_range(GROUPS):
-            of_rows = _half(shared.ds.index(both + other).permute((1, 0)), g)
+            of_rows = half(shared.ds.index(both + other).permute((1, 0)), g, 0)
             dq = warpgroup_mma(of_rows, ring.tile(shared.k, other + none), dq, use_acc=other > 0, is_async=True)
         dv, w1, dk, ds1 = warpgroup_mma_wait(num_outstanding=3 + GROUPS, deps=(dv, w1, dk, ds1))
         ring.release(shared.q, step)

@@ -37,9 +37,9 @@ def following(block, member, begin, end, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def half(tile, h: gl.constexpr):
-    HALF: gl.constexpr = tile.shape[1] // 2
-    return tile.slice(h * HALF, HALF, dim=1)
+def half(tile, h: gl.constexpr, dim: gl.constexpr):
+    HALF: gl.constexpr = tile.shape[dim] // 2
+    return tile.slice(h * HALF, HALF, dim=dim)
 
 
 @gluon.jit
@@ -54,12 +54,6 @@ def ones(KEYS: gl.constexpr):
     column = gl.arange(0, 16, layout=gl.SliceLayout(0, LAYOUT))[None, :]
     one = (column // 8 == which).to(gl.float32).to(gl.bfloat16)
     return gl.allocate_shared_memory(gl.bfloat16, [2 * KEYS, 16], SHARED, one)
-
-
-@gluon.jit
-def _of(one, which: gl.constexpr):
-    KEYS: gl.constexpr = one.shape[0] // 2
-    return one.slice(which * KEYS, KEYS, dim=0)
 
 
 @gluon.jit
@@ -79,15 +73,15 @@ def begin_scores(k, q, shared, step, zero, part: gl.constexpr = 0, PARTS: gl.con
     """
     table = _numbers(shared.rows, step, 0, part, PARTS)
     s = warpgroup_mma(k, q, zero, use_acc=False, is_async=True)
-    s = warpgroup_mma(_of(shared.one, 0), table, s, is_async=True)
-    return warpgroup_mma(_of(shared.one, 1), table, s, is_async=True)
+    s = warpgroup_mma(half(shared.one, 0, 0), table, s, is_async=True)
+    return warpgroup_mma(half(shared.one, 1, 0), table, s, is_async=True)
 
 
 @gluon.jit
 def begin_dp(v, do, shared, step, zero, part: gl.constexpr = 0, PARTS: gl.constexpr = 1):
     """Begin dp - delta, [keys, rows]; times p it is ds."""
     dp = warpgroup_mma(v, do, zero, use_acc=False, is_async=True)
-    return warpgroup_mma(_of(shared.one, 0), _numbers(shared.rows, step, 1, part, PARTS), dp, is_async=True)
+    return warpgroup_mma(half(shared.one, 0, 0), _numbers(shared.rows, step, 1, part, PARTS), dp, is_async=True)
 
 
 @gluon.jit

@@ -124,10 +124,10 @@ def _begin_dp(v, shared, step, exists, zero):
     """Begin dp of a step: one half of the columns is multiplied while the other arrives."""
     ring.wait(shared.do, 2 * step, pred=exists)
     one = ring.tile(shared.do, 2 * step).permute((1, 0))
-    dp = warpgroup_mma(half(v, 0), one, zero, use_acc=False, is_async=True)
+    dp = warpgroup_mma(half(v, 0, 1), one, zero, use_acc=False, is_async=True)
     ring.wait(shared.do, 2 * step + 1, pred=exists)
     other = ring.tile(shared.do, 2 * step + 1).permute((1, 0))
-    return warpgroup_mma(half(v, 1), other, dp, is_async=True)
+    return warpgroup_mma(half(v, 1, 1), other, dp, is_async=True)
 
 
 @gluon.jit
@@ -201,8 +201,8 @@ def _consume(g: gl.constexpr, shared, first, band, scale, GROUP: gl.constexpr):
         p = weights_of_rows(s, shared.rows.tiles, step + 1, block, full, full_end, earliest, band, scale)
         dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp,))
     v = ring.at(shared.v, g)
-    half(v, 0).store(dv0.to(dtype))
-    half(v, 1).store(dv1.to(dtype))
+    half(v, 0, 1).store(dv0.to(dtype))
+    half(v, 1, 1).store(dv1.to(dtype))
     fence_async_shared()
     mbarrier.arrive(shared.out.index(g), count=1)
 
