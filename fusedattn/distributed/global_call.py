@@ -20,35 +20,26 @@ from .shards import Chunk, check_balance, chunks_of, rows_of
 
 
 class Piece(NamedTuple):
-    """Attention of some rows of this rank to some of the keys that it has received.
-
-    fields: the fields of its Call that depend on positions. A mask or bias is sliced by batch, pair_rows and pair_keys,
-    slopes by batch. If pair_rows or pair_keys is None, rows or keys is used instead.
-    """
+    """Attention of some rows of this rank to some of the keys that it has received."""
 
     rows: slice
     keys: slice
-    fields: dict[str, Any]
-    batch: slice = slice(None)
-    pair_rows: slice | None = None
-    pair_keys: slice | None = None
+    fields: dict[str, Any]  # the fields of its Call that depend on positions
+    batch: slice = slice(None)  # of masks, biases and slopes
+    pair_rows: slice | None = None  # rows of masks and biases, if they differ from `rows`
+    pair_keys: slice | None = None  # keys of masks and biases, if they differ from `keys`
 
 
 class GlobalCall(NamedTuple):
-    """A call of all ranks.
-
-    call has this rank's rows and keys, and options that are the same on all ranks. rows and keys are the Chunks of each
-    rank. The diagonal of row i of the whole sequence is at key i + shift. needs: for each rank, the names of the inputs
-    that require a gradient.
-    """
+    """A call of all ranks."""
 
     backend: str
     ranks: Ranks
-    call: Call
-    rows: list[list[Chunk]]
-    keys: list[list[Chunk]]
-    shift: int
-    needs: list[list[str]]
+    call: Call  # this rank's rows and keys, and options that are the same on all ranks
+    rows: list[list[Chunk]]  # of each rank
+    keys: list[list[Chunk]]  # of each rank
+    shift: int  # the diagonal of row i of the whole sequence is at key i + shift
+    needs: list[list[str]]  # of each rank: the names of the inputs that require a gradient
     need_lse: bool
     need_weights: bool
 
@@ -213,8 +204,7 @@ def agreed(function: str, given: dict[str, Any], prepare: Prepare = prepared) ->
     for name in ("mask", "bias"):
         for rank, entry in enumerate(table):
             if entry.get(name) not in (None, 1, total_keys):
-                got = f"{entry[name]} on rank {rank}"
-                fail(ValueError, name, f"a last dimension of 1 or {total_keys}, the number of all keys", got)
+                fail(ValueError, name, f"a last dimension of 1 or {total_keys}", f"{entry[name]} on rank {rank}")
     needs = [entry["needs"] for entry in table]
     chosen = _backend(call, set().union(*needs), flags["return_weights"], backends.named(backend))
     shift = 0 if call.top_left else total_keys - total_rows

@@ -1,7 +1,7 @@
 """Attention of a rank's rows, one Piece (some rows, some keys) at a time, with the results merged into one softmax."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -12,25 +12,16 @@ from ..operators import partial
 from . import ranks as ranks_of
 from .global_call import GlobalCall, Method, Piece
 
-
-class Keys(Protocol):
-    """The keys and values of all ranks, in the order in which they come to this rank."""
-
-    def __iter__(self) -> Iterator[tuple[int | None, Call, list[Piece]]]:
-        """Yield (owner, the call with the owner's keys and values, its Pieces). owner: a rank; None for all ranks."""
-
-    def give_back(self, owner: int | None, key: Tensor | None, value: Tensor | None) -> None:
-        """Take the gradients of the owner's keys and values that this rank's rows contribute."""
-
-    def gradients(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return the gradients of this rank's keys and values, summed over all ranks."""
-
-
-_Keys = Callable[[GlobalCall], Keys]
+_Keys = Callable[[GlobalCall], Any]
 
 
 def in_pieces(keys: _Keys) -> Method:
-    """Return the Method by which rows stay on their rank, and `keys` brings keys and values to them."""
+    """Return the Method by which rows stay on their rank, and `keys` brings keys and values to them.
+
+    It makes an iterator of (owner, the call with the owner's keys and values, its Pieces); owner None is all ranks.
+    Its give_back() takes the gradients that this rank's rows contribute to the owner's keys and values. Its gradients()
+    returns those of this rank's keys and values, summed over all ranks.
+    """
     return Method(lambda whole: _forward(whole, keys), lambda whole, *grads: _backward(whole, *grads, keys))
 
 

@@ -77,9 +77,7 @@ def agree(
         raise problem
     for rank, other in enumerate(table):
         if other["function"] != table[0]["function"]:
-            raise ValueError(
-                f"{function}: expected the same function on all ranks, got different ones on rank {rank} and rank 0"
-            )
+            fail(ValueError, function, "the same function on all ranks", f"different ones on rank {rank} and rank 0")
         if other["error"] is not None:
             raise ValueError(f"{function}: rank {rank} raised {other['error']}")
     for name, x in options.items():
@@ -157,8 +155,7 @@ class Transfer(NamedTuple):
             for work in self.works:
                 work.wait()
         except RuntimeError as error:
-            message = f"fusedattn.distributed: no answer from rank {self.peer} of the group: {error}"
-            raise RuntimeError(message) from error
+            raise RuntimeError(f"fusedattn.distributed: no answer from rank {self.peer}: {error}") from error
         return self.tensors
 
 
@@ -191,7 +188,6 @@ def all_to_all(ranks: Ranks, sent: Sequence[Tensor], shapes: Sequence[Sequence[i
 
 
 def sum_of(ranks: Ranks, x: Tensor) -> Tensor:
-    """Return the sum of a tensor over all ranks, on each."""
     total = x.contiguous().clone()
     dist.all_reduce(total, group=ranks.group)
     return total

@@ -111,8 +111,7 @@ def positions(length: int, *, group: Any = None, balance: str | None = None, dev
         fail(TypeError, "length", "an int", type_name(length))
     if not 0 <= length < 2**63:
         fail(ValueError, "length", "a number from 0 to 2**63 - 1", length)
-    own = _own(length, group, balance)
-    return torch.cat([torch.arange(chunk.first, chunk.last, device=device) for chunk in own])
+    return torch.cat([torch.arange(x.first, x.last, device=device) for x in _own(length, group, balance)])
 
 
 def _checked_dim(x: Tensor, dim: Any) -> int:

@@ -78,15 +78,12 @@ def ulysses_attention(
 
 
 class _Route(NamedTuple):
-    """Transfer of a tensor (B, H, rows, ...) from all heads of some rows to some heads of all rows, and back.
-
-    heads: the heads that each rank computes. total: the number of all heads. rows: the number of each rank's rows.
-    """
+    """Transfer of a tensor (B, H, rows, ...) from all heads of some rows to some heads of all rows, and back."""
 
     ranks: Ranks
-    heads: list[list[int]]
-    total: int
-    rows: list[int]
+    heads: list[list[int]]  # that each rank computes
+    total: int  # number of all heads
+    rows: list[int]  # number of each rank's rows
 
     @property
     def own(self) -> list[int]:
