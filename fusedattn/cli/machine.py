@@ -37,5 +37,4 @@ def explained(device: str, dtype: str, backend: str | None = None) -> Explanatio
 
 
 def cores() -> int:
-    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -39,7 +39,6 @@ def ask(names: Mapping[str, str], function: Callable[..., Any], *tensors: Any, *
 
 
 def check_tensor(name: str, x: Any, layout: str) -> None:
-    """Raise unless x is a strided tensor with as many dimensions as a layout such as "(B, S, H, D)"."""
     check_strided(**{name: x})
     check_rank(name, x, layout)
 
@@ -101,7 +100,6 @@ def attend(names: Sequence[str], options: Sequence[Any], q: Any, k: Any, v: Any,
 
 
 def check_int32(name: str, x: Any, layout: str, of: str, device: torch.device) -> None:
-    """Raise unless x is an int32 tensor with the rank of `layout`, on the device of the argument `of`."""
     check_dtype(name, x, torch.int32, device, of)
     check_rank(name, x, layout)
 
@@ -124,17 +122,14 @@ def gather_pages(
     check_int32("cu_seqlens_k", cu_seqlens_k, "(B + 1,)", "k", k.device)
     check_int32("block_table", block_table, "(B, n)", "k", k.device)
     (pages, page), count = k.shape[:2], cu_seqlens_k.shape[0] - 1
-    if v.shape[:2] != k.shape[:2]:
-        fail(ValueError, "v", f"{k.shape[0]} pages of {k.shape[1]} keys, as k has", v.shape)
+    check_shape("v", v, (pages, page, *v.shape[2:]), why="with as many pages and keys as k")
     check_place("v", v, k.device, "k")
-    if block_table.shape[0] != count:
-        fail(ValueError, "block_table", f"{count} rows, one for each sequence", block_table.shape)
+    check_shape("block_table", block_table, (count, block_table.shape[1]), why="one row for each sequence")
     capacity = block_table.shape[1] * page if pages else 0
     if is_known(cu_seqlens_k):
         most, total = longest(cu_seqlens_k, "max_seqlen_k"), max(0, int(cu_seqlens_k[-1] - cu_seqlens_k[0]))
         if most > capacity:
-            expected = f"sequences of at most {capacity} keys, as block_table has pages for"
-            fail(ValueError, "cu_seqlens_k", expected, most)
+            fail(ValueError, "cu_seqlens_k", f"sequences of at most {capacity} keys, to fit into their pages", most)
         if is_known(block_table):
             starts = torch.arange(block_table.shape[1]) * page
             check_range("block_table", block_table[starts < cu_seqlens_k.diff()[:, None]], "pages", pages - 1)
@@ -147,7 +142,6 @@ def gather_pages(
 
 
 def check_numbers(name: str, x: Any, q: Tensor, most: int) -> None:
-    """Check an int32 tensor (B,) of numbers from 0 to most; values on a GPU are not read."""
     check_int32(name, x, "(B,)", "q", q.device)
     check_shape(name, x, (q.shape[0],), why="one number for each sequence of q")
     if is_known(x):
@@ -166,16 +160,12 @@ def lengths_of(cache_seqlens: Any, q: Tensor, k: Tensor | None, capacity: int) -
     if not 0 <= length <= capacity:
         fail(ValueError, "cache_seqlens", f"a length from 0 to the capacity, {capacity}", length)
     if k is not None and length + k.shape[1] > capacity:
-        expected = f"at most {capacity - length} rows, because a sequence holds {length} of at most {capacity} keys"
-        fail(ValueError, "k", expected, k.shape[1])
+        fail(ValueError, "k", f"at most {capacity - length} rows, after {length} of {capacity} keys", k.shape[1])
     return torch.full((q.shape[0],), length, dtype=torch.int32, device=q.device)
 
 
 def rotate_as_flash_attn(caches: CacheArguments, options: dict[str, Any], spread: bool) -> CacheArguments:
-    """Check the arguments, and rotate query and new_key, which `attention_decode` would rotate differently.
-
-    A new key is rotated by its slot; query i by the length before the append, plus i if spread.
-    """
+    """Check the arguments; rotate new_key by slot, and query i by the length before the append, plus i if spread."""
     # Check everything before computing. With "top_left" no check is about the positions of queries.
     decode.checked(caches, Arguments(None, None, None, align="top_left", **options))
     start, device = caches.cache_seqlens.long()[:, None], caches.query.device

@@ -115,13 +115,11 @@ def _causal_bias(mask: Any, rows: int, keys: int) -> str | None:
     if module is None or not isinstance(mask, module.CausalBias):
         return None
     if (mask.seq_len_q, mask.seq_len_kv) != (rows, keys):
-        got = f"one for {(mask.seq_len_q, mask.seq_len_kv)}"
-        fail(ValueError, "attn_mask", f"a causal bias for lengths {(rows, keys)}", got)
+        fail(ValueError, "attn_mask", f"a bias for lengths {(rows, keys)}", (mask.seq_len_q, mask.seq_len_kv))
     return "top_left" if mask.variant == module.CausalVariant.UPPER_LEFT else "bottom_right"
 
 
 def _common(shapes: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
-    """Return the shape that leading dimensions broadcast to."""
     common = [1] * max(map(len, shapes.values()))
     for name, shape in shapes.items():
         for axis in range(-len(shape), 0):

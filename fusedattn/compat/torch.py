@@ -40,8 +40,7 @@ def _check_inputs(layer: nn.MultiheadAttention, batch_dim: int, query: Tensor, k
     same = query is key and key is value and layer._qkv_same_embed_dim
     for name, x in (("query", query), ("key", key), ("value", value))[: 1 if same else 3]:
         if isinstance(x, Tensor) and x.is_nested:
-            expected = "a dense tensor, or one nested tensor for all three inputs, with batch_first and without masks"
-            fail(TypeError, name, expected, "a nested tensor")
+            fail(TypeError, name, "a dense tensor, or one nested for all, batch_first and unmasked", "a nested tensor")
     check_strided(query=query)
     if query.dim() not in (2, 3):
         fail(ValueError, "query", "rank 2 or 3", query.shape)
@@ -267,8 +266,7 @@ def convert(model: nn.Module) -> nn.Module:
         already = f"; {before} were converted before" if before else ""
         _log.info("convert: replaced %d torch.nn.MultiheadAttention in %s%s", len(fused), kind, already)
         if left:
-            kinds = ", ".join(sorted(set(left)))
-            _log.warning("convert: left subclasses of torch.nn.MultiheadAttention as they are: %s", kinds)
+            _log.warning("convert: left subclasses of torch's module as they are: %s", ", ".join(sorted(set(left))))
     else:
         but = f" ({len(left)} of its subclasses stay as they are)" if left else ""
         text = "convert: replaced nothing, because %s has no torch.nn.MultiheadAttention%s. %s"

@@ -57,9 +57,8 @@ class _Configurable(nn.Module):
         Raises ValueError for a config that needs more than this module implements, TypeError for a missing attribute.
         """
         for name in cls.CHECKS:
-            if getattr(config, name, IMPLEMENTED[name]) != IMPLEMENTED[name]:
-                expected = f"{IMPLEMENTED[name]!r}, the only one that {cls.__name__} implements"
-                fail(ValueError, f"config.{name}", expected, repr(getattr(config, name)))
+            if (x := getattr(config, name, IMPLEMENTED[name])) != IMPLEMENTED[name]:
+                fail(ValueError, f"config.{name}", repr(IMPLEMENTED[name]), f"{x!r}, which {cls.__name__} lacks")
         for name in cls.READS:
             if not hasattr(config, name) and name not in OPTIONAL:
                 fail(TypeError, "config", f"an object with {name}", type(config).__name__)

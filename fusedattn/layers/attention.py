@@ -105,10 +105,7 @@ def _attend_by_heads(
     query: Tensor, key: Tensor, value: Tensor, heads: tuple[int, int], widths: tuple[int, int],
     parallel: ContextParallel | None, need_weights: bool, *, mask: Any, bias: Any, **options: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Return (output (B, Sq, H * Dv), weights or None) of projections (B, S, H * D).
-
-    heads: (number of query heads, number of key and value heads). widths: (D, Dv).
-    """
+    """Return (output (B, Sq, H * Dv), weights or None) of projections (B, S, H * D); widths are (D, Dv)."""
     (num_heads, num_kv_heads), (head_dim, value_head_dim) = heads, widths
     q = by_heads(query, "num_heads", num_heads, head_dim)
     k = by_heads(key, "num_kv_heads", num_kv_heads, head_dim)
@@ -163,14 +160,12 @@ class MultiHeadAttention(nn.Module):
         device: Device = None, dtype: torch.dtype | None = None,
     ):  # fmt: skip
         super().__init__()
-        kdim = embed_dim if kdim is None else kdim
-        vdim = embed_dim if vdim is None else vdim
+        kdim, vdim = (embed_dim if x is None else x for x in (kdim, vdim))
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         check_sizes(embed_dim=embed_dim, num_heads=num_heads, kdim=kdim, vdim=vdim, num_kv_heads=num_kv_heads)
         if head_dim is None:
             if embed_dim % num_heads:
-                got = f"{num_heads}: pass head_dim if that is meant"
-                fail(ValueError, "num_heads", f"a divisor of embed_dim, {embed_dim}", got)
+                fail(ValueError, "num_heads", f"a divisor of embed_dim, {embed_dim}", f"{num_heads}: or pass head_dim")
             head_dim = embed_dim // num_heads
         value_head_dim = head_dim if value_head_dim is None else value_head_dim
         check_sizes(head_dim=head_dim, value_head_dim=value_head_dim)
@@ -265,7 +260,6 @@ class SelfAttention(nn.Module):
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         for name, projected in (("q_proj", q), ("k_proj", k), ("v_proj", v)):
             if not isinstance(projected, fx.Proxy) and projected.shape[-1] != self.embed_dim:
-                expected = f"{self.embed_dim} columns, because processes cannot share one head"
-                fail(ValueError, name, expected, projected.shape[-1])
+                fail(ValueError, name, f"all {self.embed_dim} columns of its one head", projected.shape[-1])
         out, weights = attend(q, k, v, need_weights, mask=mask, key_mask=key_mask, **options)
         return out, weights  # a pair, also if torch.fx traces this
