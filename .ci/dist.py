@@ -45,12 +45,6 @@ def sources():
     return sorted(name for name in names if (ROOT / name).is_file())
 
 
-def epoch():
-    """Return the time to give all files, in seconds, from the environment, the commit or the source archive."""
-    known = os.environ.get("SOURCE_DATE_EPOCH") or git("log", "-1", "--format=%ct")
-    return int(known or (ROOT / "PKG-INFO").stat().st_mtime)
-
-
 def copy(names, into, mtime=None):
     """Copy files of the repository; each has one of two modes, whatever the umask."""
     for name in names:
@@ -93,10 +87,7 @@ def rewrite(path, seconds):
 
 
 def twice(scratch, seconds):
-    """Return [sdist, wheel] twice. The second pair is built elsewhere, later, from files in another order.
-
-    The first wheel is built from the unpacked sdist, the second from the repository.
-    """
+    """Return [sdist, wheel] twice. The second pair is built elsewhere, later, from files in another order."""
     names = sources()
     first, second = scratch / "first", scratch / "somewhere" / "else"
     copy(names, first)
@@ -116,7 +107,8 @@ def main():
     if forgotten := git("ls-files", "--others", "--exclude-standard", "fusedattn", "kernels", "bench"):
         sys.exit(f"dist: git does not know {forgotten.split()[0]}: add or remove it")
     scratch = pathlib.Path(tempfile.mkdtemp(prefix="fusedattn-dist-"))
-    made, again = twice(scratch, epoch())
+    time = os.environ.get("SOURCE_DATE_EPOCH") or git("log", "-1", "--format=%ct")
+    made, again = twice(scratch, int(time or (ROOT / "PKG-INFO").stat().st_mtime))
     for one, other in zip(made, again, strict=True):
         if one.read_bytes() != other.read_bytes():
             sys.exit(f"dist: two builds of {one.name} differ; see {one} and {other}")

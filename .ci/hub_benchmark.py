@@ -7,14 +7,11 @@ from kernels.benchmarks import FlashAttentionBenchmark, FlashAttentionCausalBenc
 
 if torch.cuda.is_available():  # these workloads always put their tensors on a GPU
 
-    class FlashAttention(FlashAttentionBenchmark):
-        """Workload of flash_attn_func."""
+    class FlashAttention(FlashAttentionBenchmark): ...
 
-    class FlashAttentionCausal(FlashAttentionCausalBenchmark):
-        """Workload of flash_attn_func, causal."""
+    class FlashAttentionCausal(FlashAttentionCausalBenchmark): ...
 
-    class FlashAttentionVarlen(FlashAttentionVarlenBenchmark):
-        """Workload of flash_attn_varlen_func."""
+    class FlashAttentionVarlen(FlashAttentionVarlenBenchmark): ...
 
 
 class Attention(Benchmark):

@@ -13,10 +13,7 @@ PASSES = {"forward": 1.0, "graph": 1.0, "backward": 2.5, "forward_backward": 3.5
 
 
 class Tensors(NamedTuple):
-    """The inputs of a case, the gradient of its output, and its masks as keyword arguments of `attention`.
-
-    A module has one input: query, (B, S, Hq * D).
-    """
+    """Inputs of a case (a module has only query, (B, S, Hq * D)), gradient of its output, options of `attention`."""
 
     query: Tensor
     key: Tensor | None

@@ -71,10 +71,7 @@ class Workload:
 
 
 def of_head(case, x):
-    """Return the last head of x, which is compared with float64: a wrong stride shows there most.
-
-    x: a tensor (B or 1, heads, ...) or its gradient. A tensor of a module is returned whole.
-    """
+    """Return the last head of x (B or 1, heads, ...), where a wrong stride shows most; a tensor of a module whole."""
     if "module" in case.words:
         return x
     count = case.Hq // case.Hkv if x.shape[1] == case.Hq else 1

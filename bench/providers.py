@@ -31,18 +31,13 @@ class Unsupported(Exception):
 
 
 class Call(NamedTuple):
-    """A function of query, key, value and bias, and the layout of its tensors.
-
-    by_token: tensors are (B, S, H, D). real: bool (B, S), True for the tokens to pack; packed tensors are (T, H, D) if
-    by_token, otherwise (1, H, T, D). inside: makes the context to call the function in. parameters: further tensors
-    that get gradients.
-    """
+    """A function of query, key, value and bias, and the layout of its tensors."""
 
     attend: Callable
-    by_token: bool = False
-    real: torch.Tensor | None = None
-    inside: Callable = contextlib.nullcontext
-    parameters: tuple = ()
+    by_token: bool = False  # tensors are (B, S, H, D)
+    real: torch.Tensor | None = None  # bool (B, S): tokens to pack into (T, H, D) if by_token, otherwise (1, H, T, D)
+    inside: Callable = contextlib.nullcontext  # makes the context to call the function in
+    parameters: tuple = ()  # further tensors that get gradients
 
     def pack(self, tensors):
         """Return tensors (B, H, S, D) in the layout of the call, and the bias, if there is one, unchanged."""
@@ -227,10 +222,7 @@ def flex_function(case):
 
 
 def flex(case, tensors, real=None):
-    """Return the Call of FlexAttention, compiled for the shape, with a block mask if a pair is hidden.
-
-    real: from `_real`, to pack sequences as documents in one sequence.
-    """
+    """Return the Call of FlexAttention, compiled for the shape. real: from `_real`, to pack sequences as documents."""
     attend, device = flex_function(case), tensors.query.device
     if real is None:
         _refuse(case, "lengths", "filled")
@@ -277,7 +269,6 @@ def module(make, case, tensors):
 
 
 def _our_module(theirs, causal):
-    """Return fusedattn's module with the weights of torch's."""
     like = dict(device=theirs.in_proj_weight.device, dtype=theirs.in_proj_weight.dtype)
     layer = fa.MultiHeadAttention(theirs.embed_dim, theirs.num_heads, causal=causal, **like)
     weights, biases = theirs.in_proj_weight.chunk(3), theirs.in_proj_bias.chunk(3)
@@ -296,19 +287,16 @@ def setup(name, case, tensors):
     return call if isinstance(call, Call) else Call(call)
 
 
-_ANY = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+_SDPA = dict(cudnn=SDPBackend.CUDNN_ATTENTION, flash=SDPBackend.FLASH_ATTENTION)
+_SDPA |= dict(efficient=SDPBackend.EFFICIENT_ATTENTION, math=SDPBackend.MATH)
 PROVIDERS = {
     "fusedattn": fusedattn,
     **{f"fusedattn:{name}": functools.partial(fusedattn, backend=name) for name in BACKENDS},
     "fusedattn+packed": ours_packed,
     "fusedattn:cache": functools.partial(cached, None),
-    "fusedattn:pages=256": functools.partial(cached, 256),
-    "fusedattn:pages=16": functools.partial(cached, 16),
-    "sdpa": functools.partial(sdpa, _ANY),  # the backend that torch chooses
-    "sdpa:cudnn": functools.partial(sdpa, SDPBackend.CUDNN_ATTENTION),
-    "sdpa:flash": functools.partial(sdpa, SDPBackend.FLASH_ATTENTION),
-    "sdpa:efficient": functools.partial(sdpa, SDPBackend.EFFICIENT_ATTENTION),
-    "sdpa:math": functools.partial(sdpa, SDPBackend.MATH),
+    **{f"fusedattn:pages={page}": functools.partial(cached, page) for page in (256, 16)},
+    "sdpa": functools.partial(sdpa, [*_SDPA.values()]),  # the backend that torch chooses
+    **{f"sdpa:{name}": functools.partial(sdpa, backend) for name, backend in _SDPA.items()},
     "sdpa+slice": sliced,
     "torch:varlen": torch_packed,
     "flash-attn": flash,

@@ -156,7 +156,6 @@ def lines(rows: Sequence[Row], whys: Sequence[str] = ()) -> Iterator[str]:
 
 
 def wrong(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows of fusedattn that fail the tolerance."""
     return [row for row in rows if row.status == "wrong" and is_ours(row)]
 
 

@@ -80,12 +80,7 @@ def row(machine, mode, provider, case, status="ok", **measured) -> Row:
 
 
 def create(path) -> None:
-    """Create a CSV file, or check the columns of an existing one.
-
-    Raises:
-        OSError: the file cannot be written, for example because its folder is missing.
-        ValueError: it has other columns, or is no file.
-    """
+    """Create a CSV file, or raise ValueError if an existing one has other columns or is no file."""
     path = pathlib.Path(path)
     if not path.exists():
         append(path, COLUMNS)

@@ -72,7 +72,6 @@ def _packed() -> str:
 
 
 def _cache() -> str:
-    """Draw queries against a cache with 6 of 8 slots filled."""
     cache, filled, panels = torch.zeros(1, 1, 8, 1), torch.tensor([6], dtype=torch.int32), []
     options = dict(cache_seqlens=filled, causal=True, return_weights=True, backend="naive")
     for title, rows in (("1 query", 1), ("3 queries", 3)):
@@ -92,7 +91,6 @@ def _heads() -> str:
 
 
 def _shards() -> str:
-    """Draw which of 4 ranks holds each of 16 rows."""
     panels = []
     for title, balance in (("balance=None", None), ('balance="zigzag"', "zigzag")):
         shades = torch.zeros(4, 16)

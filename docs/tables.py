@@ -112,7 +112,6 @@ _CALL = "computed", "B, Hq, Hkv, Sq, Sk, D", "causal"
 
 
 def _call(mode: str, case: cases.Case) -> tuple[str, str, str]:
-    """Return the cells of the columns _CALL."""
     return _MODES[mode], ", ".join(map(str, case[:6])), "yes" if case.causal else "no"
 
 

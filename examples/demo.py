@@ -119,7 +119,6 @@ def checks(model, windows, on_kernels):
 
 
 def time_attention(device):
-    """Print the times of fused attention, the formula and PyTorch's attention."""
     some = [Case(BATCH, HEADS, HEADS, CONTEXT, CONTEXT, WIDTH // HEADS, WIDTH // HEADS, True, "float32")]
     if device == "cuda":
         some.append(Case(4, 16, 16, 2048, 2048, 64, 64, True, "bfloat16"))
@@ -175,8 +174,7 @@ def main(arguments=None):
     model.eval()
     windows = held_out[: 8 if device == "cuda" else 1]  # Triton's interpreter takes a second for each window
     heads = heads_of(model.encoder.layers[0], model.inputs(windows[:, :-1])[0])
-    left_out = fa.explain(*heads, backend="triton").reasons
-    left_out = left_out.get("triton", [])
+    left_out = fa.explain(*heads, backend="triton").reasons.get("triton", [])
     print("\nlargest error / that of eager PyTorch, against float64")
     right = []
     for name, judged in checks(model, windows, on_kernels=not left_out):

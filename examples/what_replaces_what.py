@@ -15,7 +15,6 @@ from fusedattn.compat.flash_attn import flash_attn_func  # in place of: from fla
 
 BATCH, LENGTH, HEADS, WIDTH = 2, 100, 4, 128
 
-
 torch.set_grad_enabled(False)
 torch.manual_seed(0)
 device = "cuda" if torch.cuda.is_available() else "cpu"
