@@ -148,10 +148,7 @@ def torch_packed(case, tensors):
 
 
 def mask_of(create, case, device, real=None):
-    """Return the mask of a case, (B or 1, 1, Sq, Sk), or None if no pair is hidden.
-
-    create: FlexAttention's create_mask or create_block_mask. real: bool (B, S), to pack sequences as documents.
-    """
+    """Return FlexAttention's mask of a case, by its create_mask or create_block_mask; None if no pair is hidden."""
     (left, right), rows, keys, mods, batch = case.sides, case.Sq, case.Sk, [], 1
     document = case.documents(device) if "documents" in case.options else None
     if real is not None:

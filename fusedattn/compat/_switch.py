@@ -33,9 +33,7 @@ _TORCHS = F.scaled_dot_product_attention, _OPERATOR, _OPERATOR.default
 class Override:
     """Replaces operators of aten for a dispatch key, until remove() or until this object is deleted.
 
-    Args:
-        operators: {name: function}. If a function returns None, torch's kernel runs.
-        kernel_key: the dispatch key of torch's kernel, if not `key`.
+    operators: {name: function}. If one returns None, torch's kernel runs. kernel_key: its dispatch key, if not `key`.
     """
 
     def __init__(self, operators: Mapping[str, Callable[..., Any]], key: str, kernel_key: str | None = None):

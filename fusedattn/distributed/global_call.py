@@ -103,13 +103,11 @@ def _joined(chunks: list[Chunk]) -> slice:
 
 
 class Method(NamedTuple):
-    """Functions that compute this rank's rows of a GlobalCall, and their gradients.
+    """Functions that compute this rank's rows of a GlobalCall, and their gradients."""
 
-    forward returns ([output, lse or None, weights or None], a GlobalCall, tensors and numbers to save). backward takes
-    this GlobalCall, what was saved, and the gradients of the results. It returns {input: gradient}.
-    """
-
+    # Returns ([output, lse or None, weights or None], a GlobalCall, tensors and numbers to save).
     forward: Callable[[GlobalCall], tuple[list[Tensor | None], GlobalCall, Sequence[Any]]]
+    # Takes this GlobalCall, what was saved, and the gradients of the results. Returns {input: gradient}.
     backward: Callable[[GlobalCall, Sequence[Any], Sequence[Any]], dict[str, Tensor | None]]
 
 

@@ -63,10 +63,7 @@ def attend(parallel: ContextParallel, q: Tensor, k: Tensor, v: Tensor, need_weig
 
 
 def by_heads(projected: Tensor, name: str, heads: int, columns: int) -> Tensor:
-    """Return a projection's output (B, S, H * D) as (B, H, S, D). columns: D. heads: the number on all processes.
-
-    Tensor parallelism leaves each process some of the heads. Raise if it would cut a head.
-    """
+    """Return a projection (B, S, H * D) as (B, H, S, D), with this process's share of all `heads` of D `columns`."""
     width, cut = projected.shape[-1], 1
     if is_dtensor(projected):
         mesh, last = projected.device_mesh, projected.dim() - 1  # type: ignore[attr-defined]

@@ -34,10 +34,7 @@ def check_layer(dtype: Any = None, layer_norm_eps: Any = 0.0, **dropouts: Any) -
 def check_input(
     name: str, tensor: Tensor, shape: tuple[int | str, ...], layer: nn.Module | None = None, jagged: bool = False
 ) -> None:
-    """Raise unless a tensor has this shape, and the dtype and device of a layer. A name in the shape allows any size.
-
-    With jagged a nested tensor of torch.jagged passes, too. A Proxy of torch.fx is not checked.
-    """
+    """Raise unless a tensor has this shape (a name allows any size), and the dtype and device of a layer."""
     if isinstance(tensor, fx.Proxy):
         return
     if not (jagged and getattr(tensor, "layout", None) == torch.jagged):
