@@ -117,10 +117,7 @@ def _positive(text: str) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status.
-
-    0: success. 1: a check failed. 2: the command could not run. 130: interrupted. 141: the reader closed the pipe.
-    """
+    """Return a command's exit status: 1 if a check failed, 2 if it could not run, 130 if interrupted, 141 at EPIPE."""
     command = "fusedattn"
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # for terminals that cannot show all characters
