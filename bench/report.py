@@ -12,7 +12,7 @@ from .cases import PAPER, Case
 from .rows import Row
 
 ON_A_CPU = "These times are of a CPU. They say nothing about the kernels, which need an NVIDIA GPU."
-RATIO, MORE_US = 1.10, 100.0  # promised: a CPU call takes at most RATIO times PyTorch's time, or MORE_US longer
+RATIO, MORE_US = 1.10, 100.0  # the aim: a CPU call takes at most RATIO times PyTorch's time, or MORE_US longer
 
 
 def reason(row: Row) -> str:
@@ -181,7 +181,7 @@ def sentences(rows: Sequence[Row]) -> list[str]:
 
 
 def over_promise(rows: Sequence[Row]) -> list[str]:
-    """Return the CPU calls that are slower than the README allows, as text."""
+    """Return the CPU calls that are slower than the aim, as text."""
     return [
         f"{case.name} {mode}: {mine.ms_p50:.3f} ms beside {other.ms_p50:.3f} ms of {other.provider}"
         for mode, case, _, mine, other in compared(rows, without="naive")

@@ -66,7 +66,7 @@ def run(arguments, output: Output) -> int:
     for line in report.lines(written, whys):
         output.say(line)
     for text in report.over_promise(written) if device == "cpu" else ():
-        output.say(f"slower than promised on a CPU: {text}")
+        output.say(f"slower than the aim on a CPU: {text}")
     if picture and plot.drawable(written):
         try:
             plot.figure(written).savefig(picture, format="png")

@@ -31,6 +31,7 @@ from .small_k import FEW, in_shape, lse_of, scores_of, weights_in_place, weights
 from .tiling import Part, Rectangle, additive, has_holes, is_additive, is_nothing, is_widened, parts, rectangles
 from .value_mean import INFINITE, centre, with_centre
 
+LARGE = 2**17  # elements whose copy takes longer than a few views
 VECTOR = 16  # float32 numbers in the widest vector register
 
 
@@ -252,7 +253,8 @@ def forward(call: Call, save: bool) -> Result:
     if causal is not None and not (save and call.value.dtype == torch.bfloat16):
         less, everything = offset(call), Rectangle(0, call.query.shape[2], 0, call.key.shape[2], causal)
         (query, key, value), shape = call[:3], call.query.shape
-        if key.shape[1] == shape[1] and query.is_contiguous() and key.is_contiguous() and value.is_contiguous():
+        large = query.numel() > LARGE and key.shape[1] == shape[1]
+        if large and query.is_contiguous() and key.is_contiguous() and value.is_contiguous():
             # The kernel's output lies in memory as (B, S, H, D). From batches of one head it needs no `arrange`.
             query, key, value = (x.view(-1, 1, *x.shape[2:]) for x in (query, key, value))
         out, lse = attend(query, key, value, causal, mask(call, everything, less), call.scale)
