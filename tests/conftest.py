@@ -141,7 +141,7 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Of a test marked `one_in(n)`, leave all but the first and each n-th of its parameters to `make test-all`."""
+    """Leave parameters of tests marked `one_in(n)` to `make test-all`, except the first and each n-th."""
     counts = collections.Counter()
     for item in items:
         if (mark := item.get_closest_marker("one_in")) is not None:
