@@ -32,11 +32,11 @@ def figure(written):
     timed = drawable(written)
     if not timed:
         raise ValueError("no row has a speed to draw")
-    panels, styles, (name, factor) = collections.defaultdict(list), _styles(timed), unit(timed)
+    panels, (name, factor) = collections.defaultdict(list), unit(timed)
     for row in sorted(timed, key=lambda row: (row.mode != "forward", row.mode, row.causal, row.D)):
         panels[row.mode, kind(row.case)].append(row)
     panels = {key: some for key, some in panels.items() if len({row.Sk for row in some}) > 1} or panels
-    across = min(ACROSS, len(panels))
+    styles, across = _styles([row for some in panels.values() for row in some]), min(ACROSS, len(panels))
     down = math.ceil(len(panels) / across)
     size = max(7.0, WIDTH * across), HEIGHT * down + 0.9
     drawn = Figure(figsize=size, dpi=150, facecolor="white", layout="constrained")
@@ -59,7 +59,9 @@ def figure(written):
     for ax in axes[len(panels) :]:
         ax.remove()
     last = timed[-1]
-    drawn.suptitle(f"Attention on {last.gpu}, torch {last.torch}, {last.date[:10]}", fontsize=12)
+    drawn.suptitle(
+        f"Attention on {'a CPU' if last.gpu == 'cpu' else last.gpu}, torch {last.torch}, {last.date[:10]}", fontsize=12
+    )
     lines = {line.get_label(): line for ax in drawn.axes for line in ax.lines}
     columns = max(1, int(size[0] / 1.5 / max(1, max(map(len, lines)) / 14)))  # 14 letters take 1.5 inches
     drawn.legend(lines.values(), lines, loc="outside lower center", ncols=columns, frameon=False, fontsize=10)
@@ -83,7 +85,7 @@ def _title(mode, case):
     words += [f"D {case.D}" if case.D == case.Dv else f"D {case.D}, Dv {case.Dv}", "causal" if case.causal else "full"]
     words += [f"{case.Hq // case.Hkv} heads share keys"] * (case.Hq != case.Hkv)
     words += [f"{case.Sq} queries"] * (case.Sq > 0) + case.words
-    return textwrap.fill(", ".join(words), 40)  # characters that fit over a panel
+    return textwrap.fill(", ".join(words), 36)  # characters that fit over a panel
 
 
 if __name__ == "__main__":
