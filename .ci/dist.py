@@ -61,7 +61,7 @@ def mode_of(mode):
 
 
 def build(kind, source, into, seconds, **environment):
-    """Build the sdist or wheel of a folder as pip does. setuptools makes canonical wheels; sdists are rewritten."""
+    """Build the sdist or wheel of a folder as pip does, with the same bytes each time: it rewrites sdists."""
     into.mkdir()
     environment = os.environ | environment | {"SOURCE_DATE_EPOCH": str(seconds)}
     command = [sys.executable, "-c", BUILD, kind, str(into)]

@@ -1,4 +1,4 @@
-"""Benchmarks for Hugging Face's command `kernels benchmark`: its own attention workloads, and further features."""
+"""Benchmarks for Hugging Face's command `kernels benchmark`: the workloads it brings, and others for what they lack."""
 
 import torch
 import torch.nn.functional as F

@@ -23,7 +23,10 @@ def _put_terms(x, columns, at: tl.constexpr, tile):
 
 @triton.jit
 def _store_added(Rows, plane, rows, n, row, delta, scale):
-    """Store row statistics as tables (B, 2 Hq, Sq, 16): products in hopper/steps.py add them to scores and dp."""
+    """Store row statistics as sums of bfloat16 numbers, in a table (B, 2 Hq, Sq, 16) for scores and one for dp.
+
+    Products with matrices of ones (hopper/steps.py) add them to scores and dp.
+    """
     r, c = rows[:, None], tl.arange(0, 16)[None, :]
     zeros = tl.zeros([rows.shape[0], 16], tl.float32)
     # A row that saw nothing gets a finite number far below 0: a product also multiplies it by 0, and inf * 0 is NaN.

@@ -12,7 +12,7 @@ def weights(
     tangents, sequences, heads, q_len, k_len, columns, left, right, rules,
     spec: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Write Weights, a View of (B, Hq, Sq, columns), after dropout; unless TangentLse is None, their tangent instead.
+    """Write the weights after dropout, or with TangentLse their tangent, to Weights, a View of (B, Hq, Sq, columns).
 
     TangentLse comes from the kernel `tangent`. columns is the number of keys, or of the longest packed sequence's keys.
     Shorter sequences are padded with 0.

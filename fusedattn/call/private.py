@@ -188,7 +188,7 @@ torch_function_enabled: Callable[[], bool] = _find("_C._is_torch_function_enable
 # Modules of torch's own classes whose __torch_function__ is ignored: causal biases and jagged tensors are accepted, and
 # lazy parameters, which have no sizes yet, get a clearer error from this package.
 TENSORS_OF_TORCH = ("torch.nn.attention.bias", "torch.nested._internal.nested_tensor", "torch.nn.parameter")
-# The mode of set_default_device; torch asserts that it is the first.
+# The mode that set_default_device pushes. torch asserts that it is at the bottom of the stack of modes.
 DeviceContext: Any
 try:
     from torch.utils._device import DeviceContext

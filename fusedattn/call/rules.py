@@ -209,7 +209,10 @@ def check_number(
     name: str, x: Any, expected: str, least: float = -LARGEST, most: float = LARGEST, dtype: torch.dtype | None = None,
     positive: bool = False,
 ) -> None:  # fmt: skip
-    """Raise unless x is a number in least .. most and, with a dtype (query's) other than float64, fits float32."""
+    """Raise unless x is a number in least .. most, above 0 if `positive`. Unless dtype is float64, it must fit float32.
+
+    dtype: of query; None if it is unknown.
+    """
     if not is_number(x):
         fail(TypeError, name, "a number", type_name(x))
     # Not math.isfinite: the compiler cannot trace it on a number that varies.

@@ -181,7 +181,7 @@ def _wanted(config: Any) -> str | None:
 
 
 def _settle(model: Any, everywhere: bool = False) -> None:
-    """Change each config that asks for a registered name to that name or "eager". Warn of parts that get "eager".
+    """Let each config that asks for one of NAMES have it if its attention can use it, else "eager", with a warning.
 
     everywhere: warn also of parts whose config did not ask.
     """

@@ -265,7 +265,7 @@ def install() -> None:
 def _module(name: str, members: dict[str, Any]) -> types.ModuleType:
     spec = importlib.machinery.ModuleSpec(name, None, origin=__name__, is_package="." not in name)
     module = importlib.util.module_from_spec(spec)
-    vars(module).update(members, __file__=__file__)  # programs ask for its folder
+    vars(module).update(members, __file__=__file__)  # programs ask for the folder of flash_attn
     return module
 
 

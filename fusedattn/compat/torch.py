@@ -37,7 +37,7 @@ def _check_flags(**flags: Any) -> None:
 
 def _check_inputs(layer: nn.MultiheadAttention, batch_dim: int, query: Tensor, key: Tensor, value: Tensor) -> None:
     # One check is enough for self-attention: a compiler traces each check in each layer of a model.
-    same = query is key and key is value and layer._qkv_same_embed_dim
+    same = query is key and key is value and layer.kdim == layer.vdim == layer.embed_dim
     for name, x in (("query", query), ("key", key), ("value", value))[: 1 if same else 3]:
         if isinstance(x, Tensor) and x.is_nested:
             fail(TypeError, name, "a dense tensor, or one nested for all, batch_first and unmasked", "a nested tensor")

@@ -27,7 +27,7 @@ from ..call.options import Call, diagonal, wide_dtype
 from ..call.private import flash_attention_for_cpu
 from ..naive.formula import repeated, sums_of
 from .merge import exact, merged, shares_of
-from .small_k import FEW, in_shape, lse_of, scores_of, weights_in_place, weights_of
+from .small_k import FEW, lse_of, scores_of, weights_in_place, weights_of
 from .tiling import Part, Rectangle, additive, has_holes, is_additive, is_nothing, is_widened, parts, rectangles
 from .value_mean import INFINITE, centre, with_centre
 
@@ -253,13 +253,15 @@ def forward(call: Call, save: bool) -> Result:
     if causal is not None and not (save and call.value.dtype == torch.bfloat16):
         less, everything = offset(call), Rectangle(0, call.query.shape[2], 0, call.key.shape[2], causal)
         (query, key, value), shape = call[:3], call.query.shape
-        large = query.numel() > LARGE and key.shape[1] == shape[1]
-        if large and query.is_contiguous() and key.is_contiguous() and value.is_contiguous():
-            # The kernel's output lies in memory as (B, S, H, D). From batches of one head it needs no `arrange`.
+        large = not save and query.numel() > LARGE and key.shape[1] == shape[1]  # forward mode refuses views
+        apart = large and query.is_contiguous() and key.is_contiguous() and value.is_contiguous()
+        if apart:  # the kernel's output lies in memory as (B, S, H, D): from batches of one head it needs no `arrange`
             query, key, value = (x.view(-1, 1, *x.shape[2:]) for x in (query, key, value))
         out, lse = attend(query, key, value, causal, mask(call, everything, less), call.scale)
-        out = arrange(in_shape(out, shape), call.query)
-        return Result(out, in_shape(lse, shape[:3]), out, less)
+        if apart:
+            out, lse = out.view(shape), lse.view(shape[:3])
+        out = arrange(out, call.query)
+        return Result(out, lse, out, less)
     like, call = call.query, to_wide(call)
     split, less = parts(call), offset(call)
     if len(split) == 1 and split[0].call is call:

@@ -29,14 +29,9 @@ def has_bias_gradient(call: Call) -> bool:
     return wide and not call.partial and call.cu_seqlens_q is call.key_mask is call.query_mask is None
 
 
-def in_shape(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return x in another shape, not as a view: forward mode refuses results of operators that are views."""
-    return torch.ops.aten._unsafe_view(x, shape)
-
-
-def product(a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """Return scale * a @ b of batches of matrices, in new memory."""
-    out = a.new_empty(a.shape[0], a.shape[1], b.shape[2])
+def product(a: Tensor, b: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
+    """Return scale * a @ b of batches of matrices, in `out` or new memory."""
+    out = a.new_empty(a.shape[0], a.shape[1], b.shape[2]) if out is None else out
     return torch.baddbmm(out, a, b, beta=0, alpha=scale, out=out)
 
 
@@ -60,8 +55,8 @@ def over_rows(a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
 
 def scores_of(call: Call, where: Rectangle, less: float | Tensor, rows: Tensor, keys: Tensor) -> Tensor:
     """Return the scores of a rectangle minus the offset `less`, -inf where hidden. rows, keys: its query and key."""
-    scores = product(grouped(rows, keys.shape[1]), keys.flatten(0, 1).mT, call.scale)
-    scores = in_shape(scores, (*rows.shape[:3], keys.shape[2]))
+    heads, scores = keys.shape[1], rows.new_empty(*rows.shape[:3], keys.shape[2])  # forward mode refuses a view of it
+    product(grouped(rows, heads), keys.flatten(0, 1).mT, call.scale, grouped(scores, heads))
     if where.causal and not where.masked and is_nothing(less):
         return scores.add_(scores.new_full(scores.shape[-2:], -INFINITE).triu_(1))
     return scores.add_(additive(call, where, less)) if where.masked or where.causal or not is_nothing(less) else scores

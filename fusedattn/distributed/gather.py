@@ -175,7 +175,7 @@ def _documents(whole: GlobalCall, offsets: list[int]) -> list[Piece]:
 
 
 def _piece(whole: GlobalCall, chunk: Chunk, offsets: list[int], first: int, last: int) -> Piece:
-    """Return the Piece for the rows of documents first .. last - 1 in a Chunk; only one may begin before it."""
+    """Return the Piece for the rows of documents first .. last - 1 in a Chunk. Only the first may begin before it."""
     begin, device, heads = offsets[first], whole.query.device, whole.query.shape[1]
     before = max(0, chunk.first - begin)  # rows of the first document before the chunk
     rows = [min(max(x, chunk.first), chunk.last) - chunk.first for x in offsets[first : last + 1]]

@@ -24,7 +24,7 @@ except (ImportError, AttributeError) as error:  # Gluon is experimental: names c
     kernel, _why = None, str(error)
 
 missing = None if kernel is not None else f"this version of Triton lacks names that its kernel uses ({_why})"
-# Optional fields of a Call that the kernels support, or that `limits` reports itself. They support no others.
+# Optional fields of a Call that the kernels support, or that `limits` checks one by one. It refuses others (_LACKS).
 _KNOWN = ("left", "right", "origin", "seed", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 _LACKS = tuple(name for name, default in Call._field_defaults.items() if default is None and name not in _KNOWN)
 _DESCRIPTORS = (

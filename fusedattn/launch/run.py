@@ -67,7 +67,7 @@ def run_kernel(name, programs, arguments, device, kind=None, last=True, **option
         try:
             compiled = launcher.load(kernel, programs, arguments, options)
         except Exception as error:  # whatever Triton raises here, the kernel is unavailable
-            passing = any(words in str(error) for words in ("out of memory", "captur"))  # during a graph capture
+            passing = any(words in str(error) for words in ("out of memory", "captur"))  # "captur": of a CUDA graph
             if passing or (isinstance(error, OutOfResources) and not last):
                 raise  # another call, or another tile, may succeed
             raise failures.remember(kind, error) from error
@@ -92,7 +92,7 @@ def capability(device):
 
 
 def has_hopper(tensor):
-    """Return whether Hopper kernels run on a tensor's device. A compiled graph may come from another machine."""
+    """Return whether Hopper kernels run on a tensor's device. A graph may have been compiled on another machine."""
     return hopper.missing is None and capability(device_of(tensor)) in (90, None)
 
 
@@ -170,7 +170,7 @@ def is_default(name, call, device):
 
 
 def is_to_take(name, call, backend):
-    """Return whether the Hopper backward `name` runs for a call that it supports, by default or because it is named."""
+    """Return whether the Hopper backward `name` runs for a call that it supports, by default or if named."""
     device = device_of(call.query)
     chosen = is_default(name, call, device) and failures.known((name, device)) is None
     wanted = backend == "hopper" if call.named else chosen
@@ -202,7 +202,7 @@ def surroundings(device):
 
 
 def run_tiled(name, call, programs, arguments, more=None):
-    """Run a kernel on programs(tile), with the arguments more(tile) too, for the first of its tiles that fits."""
+    """Run a kernel with the first of its tiles that fits. programs(tile): the grid size. more(tile): more arguments."""
     kind, device, recorder = kind_of(name, call), device_of(call.query), current_recorder()
     tiles = candidates(name, call)
     if not tiles:

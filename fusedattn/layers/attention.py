@@ -48,7 +48,7 @@ def check_input(
 
 
 def _size(tensor: Tensor, dim: int, name: str) -> int | str:
-    """Return a size that other inputs must have; for a Proxy or nested tensor, `name`, which allows any size."""
+    """Return a size for `check_input`; for a Proxy or nested tensor, `name`: then `check_input` accepts any size."""
     return name if isinstance(tensor, fx.Proxy) or tensor.layout == torch.jagged else tensor.shape[dim]
 
 
@@ -259,4 +259,4 @@ class SelfAttention(nn.Module):
             if not isinstance(projected, fx.Proxy) and projected.shape[-1] != self.embed_dim:
                 fail(ValueError, name, f"all {self.embed_dim} columns of its one head", projected.shape[-1])
         out, weights = attend(q, k, v, need_weights, mask=mask, key_mask=key_mask, **options)
-        return out, weights  # a pair, also if torch.fx traces this
+        return out, weights  # under torch.fx the result of `attend` is one Proxy, and callers expect a pair

@@ -115,7 +115,7 @@ def _logsumexp(scores: Tensor) -> Tensor:
 
 
 def hiding(call: Call, block: Block, in_place: bool) -> dict:
-    """Return the arguments visible, limits and empty of `softmax` for a block. in_place: `limits` is allowed."""
+    """Return arguments of `softmax` that hide pairs of a block: `visible`, `empty`, or `limits`, only if `in_place`."""
     if holds(block.begin == block.end, False):
         return dict(empty=call.query.new_ones(1, 1, 1, 1, dtype=torch.bool))
     if call.left is call.right is call.mask is call.bias is call.key_mask is call.query_mask is None:

@@ -101,7 +101,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_out, grad_lse, grad_weights, _):
-        # A compiled graph passes zeros for missing gradients, and for gradients of results that were not needed.
+        # A result that was not needed has one dimension. A compiled graph passes zeros as its gradient.
         grad_lse, grad_weights = (None if x is None or x.dim() == 1 else x for x in (grad_lse, grad_weights))
         incoming = grad_out, grad_lse, grad_weights
         if all(grad is None for grad in incoming):

@@ -32,7 +32,10 @@ class Formula(NamedTuple):
     results: tuple[str, ...] = ()
 
     def linear(self, transform: Callable, more: Sequence[str], results: Sequence[str]) -> "Formula":
-        """Return a derivative of this formula: `transform`, whose arguments are `more`, then those of this formula."""
+        """Return the Formula of `transform`, a derivative of this one, linear in its first arguments, named `more`.
+
+        The arguments of this formula follow them.
+        """
         # The number distinguishes the name of a tangent from the name of the tangent's own tangent.
         named = tuple(f"{len(self.names)}:{name}" for name in more)
         return Formula(transform, (*named, *self.names), tuple(results))
@@ -153,7 +156,7 @@ def double_backward(call: Call, incoming: Sequence[Any], grad_grads: Sequence[An
 
 
 def double_tangent(call: Call, tangents: Sequence[Any], moved: Sequence[Any], need_weights: bool) -> list:
-    """Return `second_tangent` as one autograd node."""
+    """Compute `second_tangent` in one autograd node, and return its results."""
 
     def compute(*arguments):
         tangents, moved = arguments[: len(INPUTS)], arguments[len(INPUTS) : len(_TANGENTS)]

@@ -48,7 +48,7 @@ class Signature:
         return tuple([values.get(name) for name in self.names])
 
     def of_inputs(self, values: Sequence[Any], prefix: str = "") -> list[Any]:
-        """Pick the values of INPUTS from one value per argument. prefix: of their names, as in tangent_query."""
+        """Return the values of INPUTS out of one for each argument. prefix: before each name, as in tangent_query."""
         return [values[self.names.index(f"{prefix}{name}")] for name in INPUTS]
 
 

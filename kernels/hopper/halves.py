@@ -26,7 +26,7 @@ def _columns(tile, number: gl.constexpr):
 
 @gluon.jit
 def _differ(p, dp, number: gl.constexpr, tile):
-    """Return ds of half of the rows, and store it in their columns of a tile [keys, rows]."""
+    """Return ds for half of the rows, and store it in the columns of `tile` [keys, rows] that belong to them."""
     ds = (p * dp).to(tile.dtype)
     half(tile, number, 1).store(ds)
     return ds

@@ -24,7 +24,7 @@ class Schedule(NamedTuple):
 
 @triton.jit
 def _at(n, program, programs):
-    """Return the place in the order of the n-th block of a program.
+    """Return which block of the Schedule, counted in its order, a program takes as its n-th.
 
     Programs take turns in alternating directions (0, 1, 2, 2, 1, 0): blocks get shorter, but sums are nearly equal.
     """

@@ -278,7 +278,10 @@ def _factors_of(work, n, factors, OF_K: gl.constexpr):
 
 @gluon.jit
 def _load(factors, GradScores, Others, work, before, GROUP: gl.constexpr, OF_K: gl.constexpr):
-    """Copy tiles in: the work of one warp. dk takes ds and queries of all query heads of a kv head."""
+    """Copy in the tiles of both factors: the work of one warp.
+
+    For dq they are ds and keys of one head; for dk, ds and queries of all query heads that share the kv head.
+    """
     DEPTH: gl.constexpr = Others.block_type.shape[2]
     MEMBERS: gl.constexpr = GROUP if OF_K else 1
     step = 0

@@ -28,7 +28,10 @@ def states(partials, plane, at, n):
 
 @triton.jit
 def keep(partials, plane, rows, c, length, split, splits, sums, state, some, DV: tl.constexpr):
-    """Store each row's State of a split and, if `some`, its output (sums). c: all columns. A head has `length` rows."""
+    """Store each row's State over one split and, if `some` (the split has keys), its unnormalised output `sums`.
+
+    c: all columns. A head has `length` rows.
+    """
     at, n = tl.where(rows < length, split * length + rows, 0x7FFFFFFF), splits * length
     if some:
         r = at[:, None]

@@ -30,7 +30,10 @@ class Row(NamedTuple):
 
 @triton.jit
 def start(sink, ROWS: tl.constexpr, dtype: tl.constexpr):
-    """Return the State of rows that have seen nothing, or only a sink. The sink is a score; scale is then None."""
+    """Return the State of rows that have seen nothing, or only a sink.
+
+    The sink is a scaled score: with one, the other functions here take scaled scores too, and scale=None.
+    """
     if sink is None:
         return State(tl.full([ROWS], float("-inf"), dtype), tl.zeros([ROWS], dtype))
     else:
