@@ -1,1 +1,1 @@
-"""The Triton kernels for any GPU, one in each file, built from the functions and words of `vocabulary`."""
+"""The Triton kernels for any GPU, one kernel a file, built from the shared functions of `vocabulary`."""

@@ -1,4 +1,4 @@
-"""Kernels that compute the block mask (blocks with some or only visible pairs), and list the tiles to compute."""
+"""Kernels that compute the block mask (blocks with some or all pairs visible), and list the tiles to compute."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,7 @@ from .vocabulary import masks as masking, memory, span, walk
 
 @triton.jit(do_not_specialize=["heads", "rows", "keys"])
 def block_mask(BlockMask, extents, masks, bias, heads, rows, keys, BLOCK_MASK_SIZE: tl.constexpr):
-    """Fill BlockMask (B, H, row blocks, key blocks), contiguous: a program and a byte (`walk.SOME` | `ALL`) per block.
+    """Fill BlockMask (B, H, row blocks, key blocks), contiguous: a program and a byte (SOME, ALL of walk) per block.
 
     B or H is 1 if masks and bias do not differ along it. A bias (View or None) of -inf hides its pair. A row hidden by
     masks.rows does not stop a block from counting as fully visible, because its output is overwritten. extents is for
@@ -39,7 +39,7 @@ def tile_lists(
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TOP_LEFT: tl.constexpr,
     BLOCK_MASK_SIZE: tl.constexpr, BY_KEYS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Fill Lists (B, H, blocks, 2, most + 2), int64, contiguous: the tiles to compute for each block of rows.
+    """Fill Lists (B, H, blocks, 2, most + 2), int64, contiguous, with the tiles to compute for each block of rows.
 
     A list is [count, tile 0, tile 1, ..., 0]. Loops read one entry ahead, and ignore the last 0. The first list has the
     tiles that need a mask (or the band), the second the others. block_mask is a View. `most`, the maximum length of a

@@ -1,4 +1,4 @@
-"""Kernel that merges results of splits of the keys: one program per row and head. The order of sums is fixed.
+"""Kernel that merges the results of splits of the keys, in a fixed order: one program per row and head.
 
 Source: Flash-Decoding, pytorch.org/blog/flash-decoding.
 """
@@ -15,7 +15,7 @@ def combine(
     partials, scale, heads, rows, splits,
     DV: tl.constexpr, MOST: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Write Out, a View of (B, H, rows, DV), and unless None Lse and Stats, as kernels/forward.py does.
+    """Merge the partials into Out, a View of (B, H, rows, DV), and unless None into Lse and Stats as in forward.py.
 
     BLOCK_M splits are read at a time. MOST is a power of two, and at least their number.
     """

@@ -1,4 +1,4 @@
-"""Gradient of a bias that several heads or batches share: one program per tile of the bias, without atomics."""
+"""Kernel for the gradient of a bias that heads or batches share: one program per tile of the bias, no atomics."""
 
 import triton
 import triton.language as tl
@@ -13,11 +13,11 @@ def dbias(
     heads, bias_heads, q_len, k_len, max_seqlen_q, max_seqlen_k, left, right, batches,
     spec: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Fill GradBias, a View of (1 or B, bias_heads, max_seqlen_q, max_seqlen_k). A program sums one tile.
+    """Fill GradBias, a View of (1 or B, bias_heads, max_seqlen_q, max_seqlen_k); each program sums one tile.
 
-    It sums over the heads and batches that share the bias; `batches` is how many batches do, 1 or all. block_mask,
-    a View with the batches and heads of GradBias, marks blocks that are visible in any of the summed heads. extents is
-    for packed sequences. Without it the maximum lengths are q_len and k_len.
+    The sum is over the heads and batches that share the bias; `batches` is the number of those batches, 1 or B.
+    block_mask, a View with the batches and heads of GradBias, marks blocks that are visible in any of the summed heads.
+    extents is for packed sequences. Without it the maximum lengths are q_len and k_len.
     """
     if extents is None:
         max_seqlen_q, max_seqlen_k = q_len, k_len  # saves variables, and up to 58 registers on sm_90 (Triton 3.7.1)

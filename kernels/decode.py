@@ -1,4 +1,4 @@
-"""Attention of few queries to a cache: one program for each kv head, block of rows, and split (part) of the keys.
+"""Kernel for attention of few queries to a cache: one program per kv head, block of rows, and split of the keys.
 
 A row is a pair of a query and a query head that reads the kv head; rows of one query are adjacent.
 Source: Flash-Decoding, pytorch.org/blog/flash-decoding; PagedAttention, arXiv:2309.06180.
@@ -13,7 +13,7 @@ from .vocabulary.attend import attend
 
 @triton.constexpr_function
 def spanned(BLOCK, GROUP):
-    """Return the maximum number of queries that have rows in one block."""
+    """Return the maximum number of queries that have rows in one block of BLOCK rows."""
     if BLOCK % GROUP == 0:
         return BLOCK // GROUP
     return 1 if GROUP % BLOCK == 0 else (BLOCK + GROUP - 2) // GROUP + 1
@@ -42,11 +42,11 @@ def decode(
     partials, cache, rotary, rules, heads, q_len, capacity, added, pages, positions, splits, left, right,
     spec: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Write partials for `combine`. If they are None, write Out, a View of (B, Hq, Sq, DV), and Lse, unless None.
+    """Write partials for `combine`; if they are None, write Out, a View of (B, Hq, Sq, DV), and Lse unless None.
 
     The cached lengths do not yet count the `added` keys of each sequence that `append` wrote.
     """
-    # ids
+    # indices of this program
     split = tl.program_id(0) % splits
     block, kv = span.place(tl.program_id(0) // splits, q_len * spec.GROUP, heads, BLOCK_M)
     first = span.latest_first(block, q_len * spec.GROUP, BLOCK_M)
@@ -54,7 +54,7 @@ def decode(
     rows, member = folded // spec.GROUP, folded % spec.GROUP
     head, plane = span.query_head(kv, member, spec.GROUP), span.query_head(kv, member[:, None], spec.GROUP)
 
-    # what it sees
+    # visible blocks
     before = paging.length(cache, kv, capacity)
     band = span.band(q_len, before + tl.minimum(added, capacity - before), left, right, spec.TOP_LEFT)
     real = masks.real_rows(rules.masks, kv, rows, q_len)
@@ -64,7 +64,7 @@ def decode(
     # Each split gets an equal part of the key blocks that the rows see.
     each = ranges[3] - ranges[0]
     start, stop = ranges[0] + split * each // splits, ranges[0] + (split + 1) * each // splits
-    # walk it
+    # loop over the blocks
     out = tl.zeros([BLOCK_M, memory.width(spec.DV)], memory.wide(Q.base.dtype.element_ty))
     nothing = None  # only the first split sees the sink
     if rules.score.sinks is not None:
@@ -81,7 +81,7 @@ def decode(
                 spec, BLOCK_N, CHECK=n != 1,
             )  # fmt: skip
 
-    # store it
+    # store the results
     if rules.masks.rows is not None:
         unseen = softmax.start(nothing, BLOCK_M, out.dtype)
         out = tl.where(real[:, None], out, 0.0)

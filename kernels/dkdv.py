@@ -1,4 +1,4 @@
-"""Gradients of keys and values: one program per block of keys; weights are recomputed.
+"""Kernel for the gradients of keys and values: one program per block of keys; softmax weights are recomputed.
 
 Source: FlashAttention-2, arXiv:2307.08691, algorithm 2.
 """
@@ -92,7 +92,7 @@ def dkdv(
     products a tile instead of seven. grads.bias, a View of (B, Hq, Sq, Sk), and grads.key_sums (B, Hq, Sk, 3) hold
     zeros at first. The three columns of key_sums add up to the gradient of the scores, summed over rows.
     """
-    # ids
+    # indices of this program
     block, kv, q_len, k_len = span.locate(sequences, q_len, k_len, heads // spec.GROUP, BLOCK_N, BY_KEYS=True)
     first = block * BLOCK_N
     cols = first + tl.arange(0, BLOCK_N)
@@ -103,12 +103,12 @@ def dkdv(
     dk = tl.zeros([BLOCK_N, memory.width(spec.D)], wide)
     dv = tl.zeros([BLOCK_N, memory.width(spec.DV)], wide)
 
-    # what it sees
+    # visible blocks
     band = span.band(q_len, k_len, left, right, spec.TOP_LEFT)
     ranges = span.blocks(span.flip(band), first, BLOCK_N, BLOCK_M)
     if GradQ is not None:
         ranges = span.masked_past(ranges, first + BLOCK_N, k_len)
-    # walk it
+    # loop over the blocks
     incoming = gradient.Incoming(GradOut, GradWeights, Rows)
     # Walk (loop) 0 masks the blocks before `full`. Without a right bound there are none: omit its code to save spills.
     FIRST: tl.constexpr = 1 if tile_lists is None and right is None else 0
@@ -119,7 +119,7 @@ def dkdv(
             dk, dv, k, v, Q, incoming, GradQ, grads, cols, band, rules, kv, tile_list, begin, end,
             spec, BLOCK_M, CHECK=n != 1, WALK=n,
         )  # fmt: skip
-    # store it
+    # store the results
     if grads.k is not None:
         memory.store(memory.of_keys(grads.k, kv), cols, k_len, scores.grad(rules.score, dk), spec.D)
     if grads.v is not None:

@@ -1,4 +1,4 @@
-"""Gradient of the queries: one program per block of rows; weights are recomputed.
+"""Kernel for the gradient of the queries: one program per block of rows; softmax weights are recomputed.
 
 Source: FlashAttention-2, arXiv:2307.08691, algorithm 2, by blocks of rows, so that dq needs no atomics.
 """
@@ -16,9 +16,9 @@ def _walk_keys(
     grads, row, rows, band, rules, plane, tile_list, begin, end,
     spec: tl.constexpr, BLOCK_N: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
-    """Add the contribution of key blocks [begin, end) to dq, and to `sums` over the keys of each row.
+    """Add the contribution of key blocks [begin, end) to dq, and to the row sums `sums` of weights and score gradients.
 
-    If GradQ is None, dq stays as it is; so do the sums if no gradient by row is wanted. grads.bias, unless None, gets
+    If GradQ is None, dq stays as it is; the sums do if no gradient by row is wanted. grads.bias, unless None, gets
     the gradient of the scores.
     """
     following = walk.first(tile_list, begin)
@@ -55,12 +55,12 @@ def dq(
     grads, sequences, tile_lists, heads, q_len, k_len, left, right, rules,
     spec: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Write GradQ (B, Hq, Sq, D), unless None, and grads.rows, the gradients with one number per row.
+    """Write GradQ (B, Hq, Sq, D), unless None, and grads.rows, the gradients that have one number per row.
 
     K and V are Views (pointer and strides), or both TMA descriptors. Rows has the statistics of `preprocess`.
     grads.bias, unless None, is a View of (B, Hq, Sq, Sk) that holds zeros at first.
     """
-    # ids
+    # indices of this program
     block, plane, q_len, k_len = span.locate(sequences, q_len, k_len, heads, BLOCK_M, BY_KEYS=False)
     first = span.latest_first(block, q_len, BLOCK_M)
     rows = first + tl.arange(0, BLOCK_M)
@@ -71,10 +71,10 @@ def dq(
     kv = span.kv_head(plane, spec.GROUP)
     k, v = memory.of_keys(K, kv), memory.of_keys(V, kv)
 
-    # what it sees
+    # visible blocks
     band = span.band(q_len, k_len, left, right, spec.TOP_LEFT)
     ranges = span.blocks(band, first, BLOCK_M, BLOCK_N)
-    # walk it
+    # loop over the blocks
     wide: tl.constexpr = memory.wide(Q.base.dtype.element_ty)
     grad = tl.zeros([BLOCK_M, memory.width(spec.D)], wide)
     zero = tl.zeros([BLOCK_M], wide)
@@ -88,7 +88,7 @@ def dq(
             grad, sums, q, do, k, v, GradWeights, GradQ, grads, row, rows, band, rules, plane, tile_list, begin, end,
             spec, BLOCK_N, CHECK=n != 1,
         )  # fmt: skip
-    # store it
+    # store the results
     if GradQ is not None:
         memory.store(memory.of_rows(GradQ, plane), rows, q_len, scores.grad(rules.score, grad), spec.D)
     if row_sums.wanted(grads.rows):

@@ -1,4 +1,4 @@
-"""Kernels around the backward: preprocess computes delta = sum(out * grad_out), postprocess scales and casts dq."""
+"""Kernels before and after the backward: preprocess computes delta = sum(out * grad_out), postprocess scales dq."""
 
 import triton
 import triton.language as tl
@@ -10,7 +10,7 @@ LARGEST = tl.constexpr(3.3895313892515355e38)  # largest finite bfloat16
 
 @triton.jit
 def _put_terms(x, columns, at: tl.constexpr, tile):
-    """Put x into three columns of a tile, as bfloat16 numbers whose sum is x. For inf and NaN the last two are 0."""
+    """Split x into three bfloat16 numbers whose sum is x, and store them in columns at, at + 1 and at + 2 of a tile."""
     # Clamp finite numbers that bfloat16 would round to infinity: the second term holds the rest.
     near = tl.where(tl.abs(x) < float("inf"), tl.minimum(tl.maximum(x, -LARGEST), LARGEST), x)
     first = near.to(tl.bfloat16).to(tl.float32)
@@ -23,13 +23,13 @@ def _put_terms(x, columns, at: tl.constexpr, tile):
 
 @triton.jit
 def _store_added(Rows, plane, rows, n, row, delta, scale):
-    """Store row statistics as sums of bfloat16 numbers, in a table (B, 2 Hq, Sq, 16) for scores and one for dp.
+    """Store row statistics for the Hopper backward as sums of bfloat16 terms, in two tables of 16 columns.
 
-    Products with matrices of ones (hopper/steps.py) add them to scores and dp.
+    The tables are (B, 2 Hq, Sq, 16), for scores and for dp. Products with matrices of ones (hopper/steps.py) add them.
     """
     r, c = rows[:, None], tl.arange(0, 16)[None, :]
     zeros = tl.zeros([rows.shape[0], 16], tl.float32)
-    # A row that saw nothing gets a finite number far below 0: a product also multiplies it by 0, and inf * 0 is NaN.
+    # A fully masked row gets a finite number far below 0: a product also multiplies it by 0, and inf * 0 is NaN.
     log2_sum = tl.where(row.neg_log2_sum == float("-inf"), -1.7e38, row.neg_log2_sum / (scale * softmax.LOG2E))
     of_scores = _put_terms(log2_sum, c, 8, _put_terms(-row.pivot, c, 0, zeros))
     table = Rows + (2 * tl.cast(plane.index, tl.int64) * n + r) * 16 + c
@@ -43,7 +43,7 @@ def preprocess(
     heads, q_len, k_len, pitch, scale,
     spec: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Write Rows (B, Hq, Sq, 4: pivot and neg_log2_sum of the softmax, delta, gradient of lse), contiguous.
+    """Write Rows (B, Hq, Sq, 4), contiguous: softmax pivot and neg_log2_sum of a row, delta, and gradient of lse.
 
     The Hopper backward kernels read other layouts: (B, Hq, 4, pitch), with pitch at least Sq; or, if Rows is bfloat16,
     the layout of `_store_added`, which needs scale. Otherwise pitch is None. Stats has COLUMNS as in `saved_stats`, or
@@ -112,7 +112,7 @@ def preprocess(
 
 @triton.jit
 def _ordered(m, first, n, ROWS: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr):
-    """Load rows first .. first + ROWS - 1 of the sums of dq, which are stored in the order of `lines` in steps.py."""
+    """Load rows first .. first + ROWS - 1 of dq, which the Hopper backward sums in the order of `lines` in steps.py."""
     line = tl.arange(0, ROWS * WIDTH // 32)[:, None]
     at = first.to(tl.int64) * WIDTH + line * 32 + tl.arange(0, 32)[None, :]
     total = tl.load(m.base + at, mask=at < tl.cast(n, tl.int64) * WIDTH, other=0.0)
@@ -125,7 +125,7 @@ def postprocess(
     Sums, GradQ, heads, q_len, score,
     D: tl.constexpr, BLOCK_M: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Write Sums times the scale to GradQ, a View of (B, Hq, Sq, D). Sums is a View of this shape, or GradQ itself.
+    """Write Sums times the softmax scale to GradQ, a View of (B, Hq, Sq, D). Sums is a View of this shape, or GradQ.
 
     With UNIT, Sums has the order of `lines` in hopper/steps.py, in tiles of UNIT rows and WIDTH columns.
     """

@@ -1,4 +1,4 @@
-"""Layout of packed sequences: where each begins, how long it is, and the order in which programs take blocks."""
+"""Kernel that computes the layout of packed sequences: their starts, lengths, and the order of their blocks."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def _extent(offsets, i, exists, total, most):
-    """Return (start, length) of sequences i. Nobody checked the offsets, so they are clamped to the total."""
+    """Return (start, length) of packed sequences i. The offsets are unchecked, so they are clamped to [0, total]."""
     start = tl.minimum(tl.maximum(tl.load(offsets + i, mask=exists, other=0), 0), total)
     end = tl.minimum(tl.maximum(tl.load(offsets + i + 1, mask=exists, other=0), 0), total)
     return start, tl.minimum(tl.maximum(end - start, 0), most)
@@ -21,7 +21,7 @@ def fill_slots(
     """Write Extents (n, 4: first row, rows, first key, keys) and, unless None, Slots (size, 2: sequence, block), int32.
 
     A slot tells a program of each head which block of BLOCK rows (or keys) to compute. Blocks with the most work come
-    first, so that no long one starts last. Unused slots stay as they are. Each sequence has a program.
+    first, so that no long block starts last. Unused slots stay as they are. Each sequence has a program.
     """
     number = tl.program_id(0)
     row, rows = _extent(OffsetsQ, number, True, q_len, max_seqlen_q)

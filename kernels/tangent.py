@@ -1,4 +1,4 @@
-"""Forward-mode derivative of attention: one more pass over the tiles that the forward visited.
+"""Kernel for the forward-mode derivative of attention: a second pass over the tiles of the forward.
 
 With tangents t_q, t_k, ... of the inputs, weights p and tangents of the scores t_s = scale (t_q k + q t_k) cap' +
 t_bias - t_slope distance, the tangents of the results are t_lse = sum p t_s, t_p = p (t_s - t_lse) and t_out = sum t_p
@@ -17,7 +17,7 @@ def _walk(
     out, total, q, t_q, k, v, t_k, t_v, tangents, row, rows, band, rules, plane, tile_list, begin, end,
     spec: tl.constexpr, BLOCK_N: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
-    """Add the contribution of key blocks [begin, end): p (t_s v + t_v) to out, p t_s to total."""
+    """Add the contribution of key blocks [begin, end) to both sums: p (t_s v + t_v) to out, p t_s to total."""
     following = walk.first(tile_list, begin)
     for n in tl.range(begin, end):
         j, member, following = walk.step(tile_list, n, following)
@@ -60,8 +60,8 @@ def tangent(
     tangents, sequences, tile_lists, heads, q_len, k_len, left, right, rules,
     spec: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Write TangentOut, a View of (B, Hq, Sq, DV), and, unless None, TangentLse (B, Hq, Sq), contiguous."""
-    # ids
+    """Write the tangents of output and lse: TangentOut, a View of (B, Hq, Sq, DV), and TangentLse unless None."""
+    # indices of this program
     block, plane, q_len, k_len = span.locate(sequences, q_len, k_len, heads, BLOCK_M, BY_KEYS=False)
     first = span.latest_first(block, q_len, BLOCK_M)
     rows = first + tl.arange(0, BLOCK_M)
@@ -77,10 +77,10 @@ def tangent(
     t_k = None if tangents.k is None else memory.of_keys(tangents.k, kv)
     t_v = None if tangents.v is None else memory.of_keys(tangents.v, kv)
 
-    # what it sees
+    # visible blocks
     band = span.band(q_len, k_len, left, right, spec.TOP_LEFT)
     ranges = span.blocks(band, first, BLOCK_M, BLOCK_N)
-    # walk it
+    # loop over the blocks
     wide: tl.constexpr = memory.wide(dtype)
     t_out = tl.zeros([BLOCK_M, memory.width(spec.DV)], wide)
     t_lse = tl.zeros([BLOCK_M], wide)
@@ -93,7 +93,7 @@ def tangent(
             spec, BLOCK_N, CHECK=n != 1,
         )  # fmt: skip
 
-    # store it
+    # store the results
     if rules.masks.rows is not None:
         t_lse = tl.where(real, t_lse, 0.0)
     if tangents.sinks is not None:

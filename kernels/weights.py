@@ -1,4 +1,4 @@
-"""Attention weights from the row statistics of the forward, or their tangents: one program per tile."""
+"""Kernel for attention weights or their tangents, from the forward's row statistics: one program per tile."""
 
 import triton
 import triton.language as tl
@@ -12,9 +12,9 @@ def weights(
     tangents, sequences, heads, q_len, k_len, columns, left, right, rules,
     spec: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Write the weights after dropout, or with TangentLse their tangent, to Weights, a View of (B, Hq, Sq, columns).
+    """Write the weights after dropout, or with TangentLse their tangents, to Weights, a View of (B, Hq, Sq, columns).
 
-    TangentLse comes from the kernel `tangent`. columns is the number of keys, or of the longest packed sequence's keys.
+    TangentLse comes from the kernel `tangent`. columns is the number of keys, or the length of the longest sequence.
     Shorter sequences are padded with 0.
     """
     across = tl.cdiv(columns, BLOCK_N)

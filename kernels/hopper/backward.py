@@ -1,4 +1,4 @@
-"""Backward attention for Hopper: one warp copies in, two copy out, two warpgroups of 64 keys each multiply.
+"""Backward attention for Hopper: one warp loads tiles, two store results, two warpgroups of 64 keys each multiply.
 
 A program has a block of keys. A warpgroup keeps dk and dv in registers and computes scores transposed, [keys, rows], so
 that weights and gradients of scores go from registers straight into the next products. TMA adds dq in global memory.
@@ -24,11 +24,12 @@ from .steps import GROUPS, WARPS, begin_dp, begin_scores, extent, following, lea
 
 
 class Shared(NamedTuple):
-    """Shared memory. k and v: a tile for each warpgroup. q, do (from `GradOut`), rows: tiles with one ring's barriers.
+    """Shared memory of the backward: tiles of k and v, one for each warpgroup, and rings of tiles of the other tensors.
 
-    ds: gradients of scores, [step and warpgroup, keys, rows], of two steps. dq: float32, in `steps.lines`. A warpgroup
-    computes half of a tile of dq from the ds of both, once both have arrived at the barrier met: half the rows for
-    heads up to 64 wide, else half the columns. one: `steps.ones`. out: signals that k and v now hold dk and dv.
+    q, do (from `GradOut`), rows: tiles with one ring's barriers. ds: gradients of scores, [step and warpgroup, keys,
+    rows], of two steps. dq: float32, in `steps.lines`. Each warpgroup computes half of a tile of dq, once the ds of
+    both has arrived at the barrier met: half the rows for heads up to 64 wide, else half the columns. one:
+    `steps.ones`. out: signals that k and v now hold dk and dv.
     """
 
     k: ring.Ring
@@ -44,7 +45,7 @@ class Shared(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Outputs: descriptors of the sums of dq (float32, in `lines`), dk and dv, and counters that order the sums."""
+    """Outputs: TMA descriptors of the sums of dq (float32, in `lines`), dk and dv, and counters that order the sums."""
 
     Sums: tensor_descriptor
     GradK: tensor_descriptor
@@ -54,7 +55,7 @@ class Results(NamedTuple):
 
 @gluon.jit
 def _turn(g: gl.constexpr, results, plane, block, first, band, KEYS: gl.constexpr, BLOCK_M: gl.constexpr):
-    """Return (counter of warpgroup g's half of a tile of dq, number of additions before this one).
+    """Return (counter of warpgroup g's half of a tile of dq, number of earlier additions to it by other programs).
 
     The last keys add first: under a causal band their programs have the fewest rows, so none waits for a longer one.
     """
@@ -65,7 +66,7 @@ def _turn(g: gl.constexpr, results, plane, block, first, band, KEYS: gl.constexp
 
 @gluon.jit
 def _produce(shared, Q, K, V, GradOut, Rows, kv, first, band, GROUP: gl.constexpr):
-    """Copy tiles in: the work of one warp."""
+    """Load all input tiles by TMA: the work of one warp."""
     KEYS: gl.constexpr = shared.k.tiles.shape[3]
     BLOCK_M: gl.constexpr = shared.q.tiles.shape[3]
     for g in gl.static_range(GROUPS):
@@ -87,7 +88,7 @@ def _produce(shared, Q, K, V, GradOut, Rows, kv, first, band, GROUP: gl.constexp
 
 @gluon.jit
 def _give(g: gl.constexpr, shared, results, kv, first, band, GROUP: gl.constexpr):
-    """Add a warpgroup's dq to memory, and store its dk and dv: the work of one warp."""
+    """Add a warpgroup's dq to global memory, and store its dk and dv: the work of one warp."""
     KEYS: gl.constexpr = shared.k.tiles.shape[3]
     BLOCK_M: gl.constexpr = shared.q.tiles.shape[3]
     begin, full, full_end, end = extent(band, first, GROUPS * KEYS, BLOCK_M)
@@ -116,7 +117,7 @@ def _give(g: gl.constexpr, shared, results, kv, first, band, GROUP: gl.constexpr
 
 @gluon.jit
 def _consume_whole(g: gl.constexpr, shared, first, band, scale, GROUP: gl.constexpr):
-    """Compute dk and dv of 64 keys with heads wider than 64: the work of one warpgroup.
+    """Compute dk and dv of 64 keys, for heads wider than 64: the work of one warpgroup.
 
     The weights of the next step are computed while dq is multiplied.
     """

@@ -1,4 +1,4 @@
-"""TMA copies under the names of Triton 3.8. Older versions have other names.
+"""TMA copies by the function names of Triton 3.8; older versions have other names.
 
 Triton 3.9 keeps the older names, which raise when a kernel that calls them is compiled.
 """
@@ -15,6 +15,6 @@ else:
 
 @builtin
 def async_add(tensor_desc, coord, src, _semantic=None):
-    """Begin to add a tile of shared memory to global memory; `store_wait` waits for it too."""
+    """Begin to add a tile of shared memory to global memory by TMA; `store_wait` waits for the end."""
     coord = _semantic._convert_to_ir_values(coord, require_i64=False)
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)

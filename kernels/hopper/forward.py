@@ -1,4 +1,4 @@
-"""Forward attention for Hopper: one warp copies tiles in, and warpgroups of 64 rows each multiply.
+"""Forward attention for Hopper: one warp loads tiles, and two or three warpgroups of 64 rows each multiply.
 
 A warpgroup keeps two products in flight, q @ k.T of this block of keys and p @ v of the one before, and computes the
 softmax of the first while the second runs. Source: FlashAttention-3, arXiv:2407.08608, algorithms 1 and 2.
@@ -27,7 +27,7 @@ COLUMNS = gl.constexpr(8)  # partial sums of a row, in registers: each of four n
 class Shared(NamedTuple):
     """Shared memory: rings of q, k and v, and an output tile for each warpgroup, which may be its tile of q.
 
-    ping_pong, unless None, has a barrier for each of two warpgroups that take turns to multiply.
+    ping_pong, unless None, has a barrier for each of two warpgroups that multiply alternately.
     """
 
     q: ring.Ring
@@ -38,7 +38,7 @@ class Shared(NamedTuple):
 
 
 class Form(NamedTuple):
-    """Compile-time options: GROUPS warpgroups multiply; shared memory holds STAGES tiles of K and of V.
+    """Compile-time options of the pipeline: GROUPS warpgroups multiply; shared memory holds STAGES tiles of K and of V.
 
     REGISTERS is for each multiplying thread, PRODUCER_REGISTERS for each copying thread.
     """
@@ -51,7 +51,7 @@ class Form(NamedTuple):
 
 
 class Spec(NamedTuple):
-    """Compile-time facts of a call: HEADS of query, GROUP of them for each head of key, columns DV of a value.
+    """Compile-time constants of a call: HEADS query heads, GROUP of them per kv head, and DV columns of a value.
 
     TOP_LEFT is as in `span.band`.
     """
@@ -63,9 +63,9 @@ class Spec(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Outputs: Out (TMA descriptor), Wide (float32 View) or partials (splitting.Partials), of which two are None.
+    """Outputs: Out (TMA descriptor), Wide (float32 View) or partials (splitting.Partials); two of the three are None.
 
-    Lse and Stats are as in kernels/forward.py, and None beside partials. splits: the number of splits in partials.
+    Lse and Stats are as in kernels/forward.py, and None if there are partials. splits: the number of splits.
     """
 
     Out: tensor_descriptor
@@ -78,7 +78,7 @@ class Results(NamedTuple):
 
 @gluon.jit
 def _extent(band, first, plane, results, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Return (last visible block of keys, number of visible blocks) of a plane; the number is at least one.
+    """Return (last visible block of keys, number of visible blocks) for a block of rows; the number is at least one.
 
     With splits, each has an equal part of the blocks. A split without blocks reads one past the last key.
     """
@@ -96,9 +96,9 @@ def _extent(band, first, plane, results, ROWS: gl.constexpr, BLOCK_N: gl.constex
 def _take(
     g: gl.constexpr, order, n, band, results, heads, GROUPS: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr
 ):
-    """Return a program's n-th block of rows: (first row, batch, head, index of the plane, last, count, full, full_end).
+    """Return the n-th block of a program: (first row, batch, head, plane index, last, count, full, full_end).
 
-    last and count are as in `_extent`. Warpgroup g sees the blocks of keys full .. full_end - 1 without a mask.
+    last and count are as in `_extent`. Warpgroup g needs no mask for the blocks of keys full .. full_end - 1.
     """
     first, plane = schedule.take(order, n, gl.program_id(0), gl.num_programs(0), heads, GROUPS * ROWS)
     last, count = _extent(band, first, plane, results, GROUPS * ROWS, BLOCK_N)
@@ -108,7 +108,7 @@ def _take(
 
 @gluon.jit
 def _produce(shared, results, Q, K, V, order, band, HEADS: gl.constexpr, GROUP: gl.constexpr):
-    """Copy tiles in: the work of one warp. Keys go from last to first, so that blocks that need a mask come first."""
+    """Load tiles by TMA: the work of one warp. Keys go from last to first, so that masked blocks come first."""
     GROUPS: gl.constexpr = 3 if shared.q.tiles.shape[0] > 4 else 2
     ROWS: gl.constexpr = shared.q.tiles.shape[3]
     BLOCK_N: gl.constexpr = shared.k.tiles.shape[3]
@@ -143,7 +143,7 @@ def _largest(s, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _step(state, s, scale):
-    """Do a `softmax.step`. If a row has COLUMNS partial sums in row_sum, they are not added across threads."""
+    """Do a `softmax.step`. If row_sum has COLUMNS partial sums a row, they are not added across threads."""
     ROWS: gl.constexpr = s.shape[0]
     ROW: gl.constexpr = state.row_max.type.layout
     largest = _largest(s, ROW)
@@ -170,7 +170,7 @@ def _weights(s, state, masked, scale, band, rows, block, LAYOUT: gl.constexpr, d
 
 @gluon.jit
 def _await_ping_pong(ping_pong, g: gl.constexpr, step):
-    """Wait until the other warpgroup has begun to multiply, so that its products overlap with this one's softmax."""
+    """Wait until the other warpgroup has begun to multiply, so that its product overlaps with this softmax."""
     if ping_pong is not None:
         # The first step of warpgroup 0 does not wait.
         mbarrier.wait(ping_pong.index(g), (step + g + 1) & 1)
@@ -184,7 +184,7 @@ def _pass_ping_pong(ping_pong, g: gl.constexpr):
 
 @gluon.jit
 def _begin_scores(g: gl.constexpr, shared, n, step, zero, GROUPS: gl.constexpr, exists=True):
-    """Begin q @ k.T of a program's n-th block of rows and its first keys, at `step`; exists is False past the last."""
+    """Begin q"""
     ring.wait(shared.q, n * GROUPS + g, pred=exists)
     ring.wait(shared.k, step, pred=exists)
     _await_ping_pong(shared.ping_pong, g, step)

@@ -1,4 +1,4 @@
-"""Work of a warpgroup in the Hopper backward for heads up to 64 wide: 128 rows at a time, half after half.
+"""Hopper backward of one warpgroup for heads up to 64 wide: 128 rows at a time, half after half.
 
 One half is computed while products of the other run, and the first half of the next step during the products for dq.
 Source: as in backward.py.
@@ -20,13 +20,13 @@ from .steps import GROUPS, OPERANDS_STAY, WARPS, begin_dp, begin_scores, extent,
 
 @gluon.jit
 def _columns(tile, number: gl.constexpr):
-    """Return half of the rows of a tile, transposed, as a right operand."""
+    """Return half of the rows of a tile, transposed, as a right operand of wgmma."""
     return half(tile, number, 0).permute((1, 0))
 
 
 @gluon.jit
 def _differ(p, dp, number: gl.constexpr, tile):
-    """Return ds for half of the rows, and store it in the columns of `tile` [keys, rows] that belong to them."""
+    """Return ds = p * dp for half of the rows, and store it in the matching columns of `tile` [keys, rows]."""
     ds = (p * dp).to(tile.dtype)
     half(tile, number, 1).store(ds)
     return ds

@@ -1,4 +1,4 @@
-"""Ring of tiles in shared memory: the producer waits until a tile is free, consumers until it is filled.
+"""Ring of tiles in shared memory: the producer waits until a tile is free, consumers wait until it is filled.
 
 Step i of a ring of n tiles is use i // n of tile i % n; the phase of its barriers is the parity of the use.
 """
@@ -13,7 +13,7 @@ from .copies import async_load
 
 
 class Ring(NamedTuple):
-    """Tiles of (B, H, S, D) tensors, [step, 1, 1, rows, columns], and two barriers for each."""
+    """Tiles of (B, H, S, D) tensors, [step, 1, 1, rows, columns], and two mbarriers for each tile."""
 
     tiles: gl.shared_memory_descriptor
     ready: gl.shared_memory_descriptor
@@ -22,7 +22,7 @@ class Ring(NamedTuple):
 
 @gluon.jit
 def ring(desc, TILES: gl.constexpr, READERS: gl.constexpr):
-    """Return a Ring of blocks of a descriptor, each read by READERS warpgroups."""
+    """Return a Ring of TILES blocks of a TMA descriptor; READERS warpgroups read each block."""
     tiles = gl.allocate_shared_memory(desc.dtype, [TILES] + desc.block_type.shape, desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [TILES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [TILES, 1], mbarrier.MBarrierLayout())
@@ -40,7 +40,7 @@ def claim(ring, step):
 
 @gluon.jit
 def put(ring, step, value):
-    """Store registers into a tile once it is free, for an asynchronous reader."""
+    """Store registers into the tile of a step once it is free, for an asynchronous reader such as TMA."""
     TILES: gl.constexpr = ring.tiles.shape[0]
     claim(ring, step)
     tile(ring, step).store(value)
@@ -50,7 +50,7 @@ def put(ring, step, value):
 
 @gluon.jit
 def reserve(ring, step, nbytes: gl.constexpr):
-    """Wait until a tile is free, and expect nbytes for it and the tiles that share its barrier."""
+    """Wait until the tile of a step is free, and announce nbytes for it and for the tiles that share its barrier."""
     TILES: gl.constexpr = ring.tiles.shape[0]
     claim(ring, step)
     mbarrier.expect(ring.ready.index(step % TILES), nbytes)
@@ -58,7 +58,7 @@ def reserve(ring, step, nbytes: gl.constexpr):
 
 @gluon.jit
 def copy(ring, tiles, step, desc, plane, row, column=0):
-    """Begin to copy a block of one head from (row, column) into tiles that use the ring's barriers."""
+    """Begin the TMA copy of a block of one head, at (row, column), into `tiles`, which use the ring's barriers."""
     TILES: gl.constexpr = ring.tiles.shape[0]
     place = [plane.batch, plane.head, row, column]
     async_load(desc, place, ring.ready.index(step % TILES), tiles.index(step % TILES))
@@ -66,7 +66,7 @@ def copy(ring, tiles, step, desc, plane, row, column=0):
 
 @gluon.jit
 def fill(ring, step, desc, plane, row, column=0):
-    """Begin to copy a block of one head from (row, column), once its tile is free."""
+    """Begin the TMA copy of a block of one head, at (row, column), once the tile of the step is free."""
     reserve(ring, step, desc.block_type.nbytes)
     copy(ring, ring.tiles, step, desc, plane, row, column)
 
@@ -90,6 +90,6 @@ def tile(ring, step):
 
 @gluon.jit
 def release(ring, step, pred=True):
-    """Mark a tile as read by one reader."""
+    """Tell the producer that one reader has finished with the tile of a step."""
     TILES: gl.constexpr = ring.tiles.shape[0]
     mbarrier.arrive(ring.free.index(step % TILES), count=1, pred=pred)

@@ -1,4 +1,4 @@
-"""Order in which the programs of a persistent grid take blocks of rows, or of keys, several each."""
+"""Order in which the programs of a persistent grid process blocks of rows or keys; each program has several."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from ..vocabulary import span
 
 
 class Schedule(NamedTuple):
-    """Order of blocks of rows: the longest first. A plane is one head of one batch.
+    """Order of the blocks of rows, longest first. A plane is one head of one batch.
 
     blocks: number in each plane. planes: their number. section: number of planes whose keys and values stay in L2
     together; one section is done before the next. paired: 1 if programs take pairs, a long block of one plane and a
@@ -24,16 +24,16 @@ class Schedule(NamedTuple):
 
 @triton.jit
 def _at(n, program, programs):
-    """Return which block of the Schedule, counted in its order, a program takes as its n-th.
+    """Return the index, in the Schedule's order, of a program's n-th block.
 
-    Programs take turns in alternating directions (0, 1, 2, 2, 1, 0): blocks get shorter, but sums are nearly equal.
+    Programs alternate in direction (0, 1, 2, 2, 1, 0): blocks get shorter, but sums of work are nearly equal.
     """
     return n * programs + program + (n % 2) * (programs - 1 - 2 * program)
 
 
 @triton.jit
 def share(schedule, program, programs):
-    """Return how many blocks a program takes."""
+    """Return how many blocks of the Schedule a program processes."""
     total = schedule.blocks * schedule.planes >> schedule.paired
     whole = total // programs
     return whole + (_at(whole, program, programs) < total).to(tl.int32) << schedule.paired
@@ -41,7 +41,7 @@ def share(schedule, program, programs):
 
 @triton.jit
 def take(schedule, n, program, programs, heads, BLOCK: tl.constexpr, first_plane=0):
-    """Return (first row, Plane) of the n-th block of a program, among the planes from first_plane on."""
+    """Return (first row, Plane) of a program's n-th block; planes count from first_plane."""
     paired, is_second = schedule.paired, n & schedule.paired
     at = _at(n >> paired, program, programs)
     section = tl.maximum(schedule.section >> paired, 1)

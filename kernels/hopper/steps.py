@@ -21,14 +21,14 @@ OPERANDS_STAY = gl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) 
 
 @gluon.jit
 def extent(band, first, KEYS: gl.constexpr, BLOCK_M: gl.constexpr):
-    """Return (begin, full, full_end, end), as `span.blocks`, of row blocks that see the KEYS keys from `first` on."""
+    """Return (begin, full, full_end, end), as `span.blocks`, of the row blocks that see KEYS keys from `first`."""
     ranges = span.blocks(span.flip(band), first, KEYS, BLOCK_M)
     return span.masked_past(ranges, first + KEYS, band.keys)
 
 
 @gluon.jit
 def following(block, member, begin, end, GROUP: gl.constexpr):
-    """Return the next (block of rows, query head within its group): all blocks of one head, then of the next head."""
+    """Return the next (block of rows, query head within its group); a head's blocks come before the next head's."""
     if GROUP == 1:
         return block + 1, member
     else:
@@ -58,7 +58,7 @@ def ones(KEYS: gl.constexpr):
 
 @gluon.jit
 def _numbers(rows, step, which: gl.constexpr, part: gl.constexpr = 0, PARTS: gl.constexpr = 1):
-    """Return one of a head's two tables of row statistics, as [16, rows] for one part of the rows."""
+    """Return one of the two tables of row statistics, as [16, rows], for one of PARTS equal parts of the rows."""
     ROWS: gl.constexpr = rows.shape[3]
     COUNT: gl.constexpr = ROWS // PARTS
     tables = rows.index(step % rows.shape[0]).reshape([2 * ROWS, 16])
@@ -67,7 +67,7 @@ def _numbers(rows, step, which: gl.constexpr, part: gl.constexpr = 0, PARTS: gl.
 
 @gluon.jit
 def begin_scores(k, q, shared, step, zero, part: gl.constexpr = 0, PARTS: gl.constexpr = 1):
-    """Begin scores, [keys, rows], minus each row's pivot (row max) and the logarithm of its row sum.
+    """Begin the product for scores, [keys, rows], minus each row's pivot (row max) and the logarithm of its row sum.
 
     The pivot is subtracted first: if it is large, its sum with the logarithm would round off the latter.
     """
@@ -79,14 +79,14 @@ def begin_scores(k, q, shared, step, zero, part: gl.constexpr = 0, PARTS: gl.con
 
 @gluon.jit
 def begin_dp(v, do, shared, step, zero, part: gl.constexpr = 0, PARTS: gl.constexpr = 1):
-    """Begin dp - delta, [keys, rows]; times p it is ds."""
+    """Begin the product for dp - delta, [keys, rows]; ds is p times it."""
     dp = warpgroup_mma(v, do, zero, use_acc=False, is_async=True)
     return warpgroup_mma(half(shared.one, 0, 0), _numbers(shared.rows, step, 1, part, PARTS), dp, is_async=True)
 
 
 @gluon.jit
 def hide(p, first, earliest, band):
-    """Set p, [keys, rows from `first` on], to 0 where the band (causal, window) hides the pair.
+    """Set the weights p, [keys, rows from `first` on], to 0 where the band (causal, window) hides the pair.
 
     earliest is `span.first_to_see`. If no row sees any key, nothing is hidden, but p is 0 already.
     """
@@ -99,7 +99,7 @@ def hide(p, first, earliest, band):
 
 @gluon.jit
 def weights(s, shared, block, full, full_end, earliest, band, scale, part: gl.constexpr = 0):
-    """Return p of a block of rows, or of one part of it, from the scores of `begin_scores`."""
+    """Return the weights p of a block of rows, or of one part of it, from the scores of `begin_scores`."""
     p = softmax.powers(s, scale)
     if (block < full) | (block >= full_end):
         p = hide(p, block * shared.q.tiles.shape[3] + part * p.shape[1], earliest, band)
@@ -108,13 +108,13 @@ def weights(s, shared, block, full, full_end, earliest, band, scale, part: gl.co
 
 @gluon.jit
 def across(rows, step, column: gl.constexpr, LAYOUT: gl.constexpr):
-    """Load one of the numbers of each row, as [1, rows], from tiles [step, 1, 1, 4, rows]."""
+    """Load one row statistic, as [1, rows], from tiles [step, 1, 1, 4, rows]."""
     return ring.at(rows, step).slice(column, 1, dim=0).load(LAYOUT)
 
 
 @gluon.jit
 def weights_of_rows(s, rows, step, block, full, full_end, earliest, band, scale):
-    """Return p of a block of rows from scores, [keys, rows], and tiles of row statistics."""
+    """Return the weights p of a block of rows from scores, [keys, rows], and tiles of row statistics."""
     LAYOUT: gl.constexpr = s.type.layout
     row = softmax.Row(across(rows, step, 0, LAYOUT), across(rows, step, 1, LAYOUT))
     p = softmax.weights(s, row, scale)
@@ -125,7 +125,7 @@ def weights_of_rows(s, rows, step, block, full, full_end, earliest, band, scale)
 
 @gluon.jit
 def lines(dq):
-    """Reorder dq [rows, columns] to [lines, 32], so that the elements of 8 columns in one thread are contiguous.
+    """Reorder dq [rows, columns] to [lines, 32], so that a thread's elements of 8 columns are contiguous.
 
     Each thread then stores 16 bytes at a time, straight from registers, without bank conflicts. A line has 8 columns of
     rows r, r + 1, r + 8 and r + 9. `_ordered` of `preprocess` is the inverse.

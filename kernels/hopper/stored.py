@@ -1,4 +1,4 @@
-"""Backward attention for Hopper with heads wider than 128, from stored gradients of scores.
+"""Backward attention for Hopper with heads wider than 128, in two kernels: score gradients go through global memory.
 
 The dv of 128 keys fills the registers of two warpgroups, so dk does not fit beside it. A first kernel computes dv, and
 stores the gradients of scores, ds, transposed (16 bits each), for some heads at a time. A second multiplies ds by keys
@@ -26,9 +26,9 @@ from .steps import OPERANDS_STAY, WARPS, across, extent, following, half, weight
 
 
 class Shared(NamedTuple):
-    """Shared memory. k and v: a tile per warpgroup. do: a ring of half tiles (half the columns). rows: row statistics.
+    """Shared memory of the first kernel: k and v, a tile per warpgroup, and rings of q, do, row statistics and ds.
 
-    ds: a tile [keys, rows] for each warpgroup. out: signals that v now holds dv.
+    do: half tiles, half the columns each. ds: a tile [keys, rows] for each warpgroup. out: signals that v now holds dv.
     """
 
     k: ring.Ring
@@ -42,7 +42,7 @@ class Shared(NamedTuple):
 
 @gluon.jit
 def _stored_blocks(band, first, TILE: gl.constexpr):
-    """For the TILE rows from `first` on, return [begin, end), the blocks of TILE keys with which they have a stored ds.
+    """Return [begin, end), the blocks of TILE keys for which the ds of rows first .. first + TILE - 1 is stored.
 
     Rows and keys are rounded up to whole blocks, so that rows, and keys with a flipped band, find the same tiles.
     """
@@ -64,7 +64,7 @@ def _row_blocks(shared, first, band):
 
 @gluon.jit
 def _take(order, n, heads, before, TILE: gl.constexpr, OF_K: gl.constexpr):
-    """Return (first row, or key if OF_K; Plane) of a program's n-th block, among the planes from `before` on."""
+    """Return (first row, or first key if OF_K; Plane) of a program's n-th block; planes count from `before`."""
     first, plane = schedule.take(order, n, gl.program_id(0), gl.num_programs(0), heads, TILE, before)
     if OF_K:  # under a causal band the first keys have the most rows
         first = (order.blocks - 1) * TILE - first
@@ -73,7 +73,7 @@ def _take(order, n, heads, before, TILE: gl.constexpr, OF_K: gl.constexpr):
 
 @gluon.jit
 def _produce(shared, Q, K, V, GradOut, Rows, kv, first, band, GROUP: gl.constexpr):
-    """Copy tiles in: the work of one warp."""
+    """Load all input tiles by TMA: the work of one warp."""
     KEYS: gl.constexpr = shared.k.tiles.shape[3]
     BLOCK_M: gl.constexpr = shared.q.tiles.shape[3]
     for g in gl.static_range(2):
@@ -93,7 +93,7 @@ def _produce(shared, Q, K, V, GradOut, Rows, kv, first, band, GROUP: gl.constexp
 
 @gluon.jit
 def _store(g: gl.constexpr, shared, GradScores, GradV, kv, before, first, band, GROUP: gl.constexpr):
-    """Store a warpgroup's ds and dv: the work of one warp."""
+    """Store a warpgroup's ds and dv in global memory: the work of one warp."""
     KEYS: gl.constexpr = shared.k.tiles.shape[3]
     BLOCK_M: gl.constexpr = shared.q.tiles.shape[3]
     begin, end = _row_blocks(shared, first, band)
@@ -112,7 +112,7 @@ def _store(g: gl.constexpr, shared, GradScores, GradV, kv, before, first, band, 
 
 @gluon.jit
 def _begin_scores(g: gl.constexpr, shared, step, exists, none, zero):
-    """Begin scores, [keys, rows], of a step. exists: False past the last step. none: a 0 that ptxas cannot know."""
+    """Begin the product for scores, [keys, rows], of a step. exists: False past the last. none: a hidden 0."""
     ring.wait(shared.q, step, pred=exists)
     # If ptxas knows the index of a tile, it keeps the tile's addresses in registers and spills others.
     q = shared.q.tiles.index(none).reshape([shared.q.tiles.shape[3], shared.q.tiles.shape[4]]).permute((1, 0))
@@ -121,7 +121,7 @@ def _begin_scores(g: gl.constexpr, shared, step, exists, none, zero):
 
 @gluon.jit
 def _begin_dp(v, shared, step, exists, zero):
-    """Begin dp of a step: one half of the columns is multiplied while the other arrives."""
+    """Begin the product for dp of a step: one half of the columns is multiplied while the other arrives."""
     ring.wait(shared.do, 2 * step, pred=exists)
     one = ring.tile(shared.do, 2 * step).permute((1, 0))
     dp = warpgroup_mma(half(v, 0, 1), one, zero, use_acc=False, is_async=True)
@@ -132,7 +132,7 @@ def _begin_dp(v, shared, step, exists, zero):
 
 @gluon.jit
 def _begin_dv(shared, step, p, dv0, dv1):
-    """Begin p @ do of a step. Return (first half of the columns of dv, second half, left operand)."""
+    """Begin p @ do of a step. Return dv, as two halves of its columns, and the left operand."""
     LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dv0.type.layout, k_width=2)
     w = gl.convert_layout(p.to(shared.q.tiles.dtype), LAYOUT)
     dv0 = warpgroup_mma(w, ring.tile(shared.do, 2 * step), dv0, is_async=True)
@@ -141,7 +141,7 @@ def _begin_dv(shared, step, p, dv0, dv1):
 
 @gluon.jit
 def _give_ds(g: gl.constexpr, shared, step, p, dp):
-    """Store the gradients of the scores of a step in shared memory."""
+    """Compute the gradients of the scores of a step, and store them in shared memory."""
     LAYOUT: gl.constexpr = dp.type.layout
     ds = p * (dp - across(shared.rows.tiles, step, 2, LAYOUT))
     ring.put(shared.ds, 2 * step + g, ds.to(shared.q.tiles.dtype))
@@ -245,7 +245,7 @@ def stored_backward(
 
 
 class Factors(NamedTuple):
-    """Shared memory of the second kernel. ds: a ring. others: keys or queries, on ds's barriers. product: results."""
+    """Shared memory of the second kernel: ring of ds, tiles of keys or queries on its barriers, and results."""
 
     ds: ring.Ring
     others: gl.shared_memory_descriptor
@@ -253,7 +253,7 @@ class Factors(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Blocks of the second kernel: their order, the number of planes before them, heads of a batch, and the band."""
+    """Work of the second kernel: order of blocks, number of planes before them, heads of a batch, and band."""
 
     order: schedule.Schedule
     before: gl.tensor
@@ -268,7 +268,7 @@ def _share(work):
 
 @gluon.jit
 def _factors_of(work, n, factors, OF_K: gl.constexpr):
-    """Return (first row, Plane, begin, end) of a program's n-th block: it multiplies the tiles of ds [begin, end)."""
+    """Return (first row, Plane, begin, end) of a program's n-th block; it multiplies ds tiles [begin, end)."""
     TILE: gl.constexpr = factors.product.tiles.shape[0] * factors.product.tiles.shape[3]
     PARTS: gl.constexpr = TILE // factors.others.shape[3]
     first, plane = _take(work.order, n, work.heads, work.before, TILE, OF_K)
@@ -278,7 +278,7 @@ def _factors_of(work, n, factors, OF_K: gl.constexpr):
 
 @gluon.jit
 def _load(factors, GradScores, Others, work, before, GROUP: gl.constexpr, OF_K: gl.constexpr):
-    """Copy in the tiles of both factors: the work of one warp.
+    """Load the tiles of both factors by TMA: the work of one warp.
 
     For dq they are ds and keys of one head; for dk, ds and queries of all query heads that share the kv head.
     """
@@ -348,7 +348,7 @@ def grad_product(
     GROUP: gl.constexpr, OF_K: gl.constexpr, TOP_LEFT: gl.constexpr, STAGES: gl.constexpr,
     REGISTERS: gl.constexpr, COPYING_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Write Product: dq = ds @ keys, with Others K; or, if OF_K, dk = ds.T @ queries, with Others Q.
+    """Write Product: dq = ds @ keys, where Others is K; or, if OF_K, dk = ds.T @ queries, where Others is Q.
 
     heads, planes and section refer to Product; before counts kv heads; others are as in `stored_backward`. Blocks
     have 64 rows; a block of GradScores has 128 rows of Product as its columns, or as its rows if OF_K. A program takes

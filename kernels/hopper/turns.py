@@ -1,4 +1,4 @@
-"""Turns in which programs add to one tile in memory, so that the order of additions is fixed.
+"""Turns in which programs add to the same tile in memory, so that the order of additions is fixed.
 
 Source: the deterministic backward of FlashAttention-3, https://github.com/Dao-AILab/flash-attention.
 """
@@ -9,13 +9,13 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def number(numbers):
-    """Return this program's number. Programs with smaller numbers have begun, whatever the order of launch."""
+    """Return a number for this program: programs with smaller numbers have begun, whatever the order of launch."""
     return gl.atomic_add(numbers, 1)
 
 
 @gluon.jit
 def wait(counter, turn):
-    """Wait until `turn` programs have had their turn, and make visible what they wrote."""
+    """Wait until `turn` earlier programs have added to the tile, and make their writes visible."""
     now = gl.load(counter, volatile=True)
     while now != turn:
         now = gl.load(counter, volatile=True)
@@ -24,7 +24,7 @@ def wait(counter, turn):
 
 @gluon.jit
 def end(counter, turn):
-    """Pass the turn on, once the TMA writes of all threads of this warp are done."""
+    """Let the next program add, once the TMA writes of all threads of this warp are done."""
     _execute("cp.async.bulk.wait_group 0; fence.proxy.async.global; bar.warp.sync -1;", turn)
     gl.atomic_add(counter, 1, sem="release", scope="gpu")
 

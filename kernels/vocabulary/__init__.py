@@ -1,12 +1,12 @@
-"""The functions that kernels share, and their words.
+"""The functions that kernels share, and the words in their names.
 
 A plane is one head of one batch. A View is a pointer with strides. A table is a contiguous buffer with n rows of some
 numbers for each plane. The band is the stripe of (row, key) pairs that causal and window leave visible. A walk is a
-kernel's loop over blocks; some walks need no mask. A slot is a program's (sequence, block) among packed sequences.
+kernel's loop over blocks; some walks apply no mask. A slot is a program's (sequence, block) among packed sequences.
 
 memory: loads and stores.  span: rows, keys and blocks of a program.  masks: hidden rows, keys and pairs.
 walk: the blocks that a loop visits.  scores: a score from a product.  softmax: weights from scores.
-dropout: the weights that are dropped.  saved_stats: statistics that the forward saves for the backward.
+dropout: random bits and scale of the weights.  saved_stats: statistics that the forward saves for the backward.
 gradient, row_sums: the backward of a tile, and its sums by row.
 pages, rotary, partials: the keys of a cache, their rotation, and the results of programs that split them.
 """

@@ -1,4 +1,4 @@
-"""The body of the forward's loop: adds a tile of keys and values to the running softmax of a block of rows."""
+"""The body of the forward's loop, which adds a tile of keys and values to the running softmax of a block of rows."""
 
 import triton
 import triton.language as tl
@@ -10,7 +10,7 @@ from . import copies, dropout as dropping, masks as masking, memory, scores, sof
 def attend(
     out, state, q, k, v, first, k_rows, exists, r, c, band, rules, plane, kv, spec: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
-    """Return (out, State of the softmax) after one more tile of keys, the rows k_rows of the matrices k and v.
+    """Return (out, softmax State) after one more tile of keys and values, the rows k_rows of the matrices k and v.
 
     exists is True for the k_rows that exist; None if all do. first is the first of k_rows; only TMA needs it. r
     [rows, 1] and c [1, keys] count from the start of the sequence. plane is the queries' batch and head, in `decode`

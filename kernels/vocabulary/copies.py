@@ -1,4 +1,4 @@
-"""Fences between copies to shared memory and asynchronous products, which some versions of Triton leave out."""
+"""Fences between copies to shared memory and asynchronous products; some versions of Triton leave them out."""
 
 import triton
 import triton.language as tl
@@ -21,7 +21,7 @@ def _fence():
 
 @triton.jit
 def fence():
-    """Order the loads of a loop before its first product: wgmma reads shared memory through another proxy.
+    """Make earlier loads visible to wgmma, which reads shared memory through another proxy.
 
     PTX ISA, "Async proxy": https://docs.nvidia.com/cuda/parallel-thread-execution/#async-proxy
     """
@@ -31,9 +31,9 @@ def fence():
 
 @triton.jit
 def fence_later(BY_THREADS: tl.constexpr):
-    """Order a load before a later product of the loop, if threads copy some tiles. Call it right after the load.
+    """Make a load visible to a later wgmma, if threads copy some tiles. Call it right after the load.
 
-    In such a loop Triton before 3.9 waits for the copies of this tile only here, and its own fence comes before that.
+    In this case Triton before 3.9 waits for the copies of the tile only here, and its own fence comes earlier.
     """
     if BY_THREADS and LATER_UNFENCED and cuda_capability_geq(9, 0):
         _fence()

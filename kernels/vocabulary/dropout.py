@@ -1,4 +1,4 @@
-"""Dropout of weights: Philox bits, and the scale of kept weights.
+"""Dropout of attention weights by Philox bits.
 
 Philox4x32 with seven rounds. Its key is the seed. Its counter is the position: row, key and plane (a head of a batch).
 Nothing else changes the bits.
@@ -12,7 +12,7 @@ import triton.language as tl
 
 
 class Dropout(NamedTuple):
-    """Options of dropout, made by `of`. seed points to one int64, so that a replayed graph can get a new one.
+    """Dropout of a call, made by `of`. seed points to one int64, so that a replayed CUDA graph can get a new seed.
 
     A weight is dropped if its random word is below the threshold, otherwise multiplied by scale. origin is an Origin if
     this call is part of a larger one. Otherwise it is (), because Triton 3.6 cannot compare a tuple that holds None.
@@ -25,10 +25,10 @@ class Dropout(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """Start of the counters, for a part of a larger call: the part's first row, key and plane, and the whole's heads.
+    """Start of the Philox counters if this call is part of a larger one: first row, first key, first plane, all heads.
 
-    If first row and first key are multiples of 16, `aligned` has both, in units of 16, and `unaligned` is (). Otherwise
-    `unaligned` has both, and `aligned` is ().
+    heads is the larger call's. If first row and first key are multiples of 16, `aligned` has both, in units of 16, and
+    `unaligned` is (). Otherwise `unaligned` has both, and `aligned` is ().
     """
 
     aligned: tuple
@@ -49,7 +49,7 @@ def of(seed, dropout_p, origin=None):
 
 @triton.jit
 def _counters(x, SIZE: tl.constexpr):
-    """Return one counter for each pair of indices that differ only in bit 3. x counts up from a multiple of 16."""
+    """Return one Philox counter for each two indices that differ only in bit 3. x counts up from a multiple of 16."""
     x, other = tl.split(tl.permute(tl.reshape(x, [SIZE // 16, 2, 8]), [0, 2, 1]))
     x = tl.reshape(x, [SIZE // 2])
     return (x >> 4) * 8 + (x & 7)
@@ -57,7 +57,7 @@ def _counters(x, SIZE: tl.constexpr):
 
 @triton.jit
 def _plane(dropout, plane):
-    """Return the index of a plane (a head of a batch) in this call, or in the larger call that this one is part of."""
+    """Return the index of this (batch, head) in the whole call, if this call is part of a larger one."""
     origin = dropout.origin
     if len(origin) == 0:
         return plane.index
@@ -67,7 +67,7 @@ def _plane(dropout, plane):
 
 @triton.jit
 def _word(dropout, plane, i, j):
-    """Return the random word of each pair (i, j) for any origin, with four times as many Philox calls as `_four`."""
+    """Return the random word of each pair (i, j), at any origin; `_four` needs a quarter of the Philox calls."""
     r, c = tl.broadcast(i, j)
     low, high = (r >> 4) * 8 + (r & 7), (c >> 4) * 8 + (c & 7)
     zero = tl.full(r.shape, 0, tl.int32)
@@ -90,7 +90,7 @@ def _kept(dropout, plane, r, c):
 
 @triton.jit
 def _four(dropout, plane, r, c):
-    """Return a random 32-bit word for each pair (r, c). One Philox call gives the words of four pairs.
+    """Return a random 32-bit word for each pair (r, c). One call of Philox gives the words of four pairs.
 
     The four words go to rows i, i + 8 and keys j, j + 8. A thread that holds one of these elements of a product holds
     all four, so no data moves between threads.
@@ -134,13 +134,13 @@ def sign_dropped(dropout, p, plane, r, c):
 
 @triton.jit
 def before(dropout, signed):
-    """Return the weights before dropout, from the result of `sign_dropped`."""
+    """Return the weights before dropout from `signed`, the result of `sign_dropped`."""
     return signed if dropout is None else tl.abs(signed)
 
 
 @triton.jit
 def after(dropout, signed):
-    """Return the weights after dropout, from the result of `sign_dropped`."""
+    """Return the weights after dropout from `signed`, the result of `sign_dropped`."""
     return signed if dropout is None else tl.maximum(signed, 0.0) * dropout.scale
 
 

@@ -1,4 +1,4 @@
-"""A tile of the backward: its recomputed weights, and the gradient of its scores."""
+"""The backward of a tile: its recomputed weights, and the gradient of its scores."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from . import dropout as dropping, masks as masking, memory, row_sums, scores, s
 
 
 class Row(NamedTuple):
-    """Row statistics of the backward: softmax, delta (sum of out * grad_out, minus dlse), dlse (gradient of lse)."""
+    """Row statistics of the backward: softmax, delta = sum(out * grad_out) - dlse, and dlse, the gradient of lse."""
 
     softmax: softmax.Row
     delta: tl.tensor
@@ -17,7 +17,7 @@ class Row(NamedTuple):
 
 
 class Grads(NamedTuple):
-    """Gradients that a kernel writes, None if not wanted; the gradient of q is a separate argument.
+    """Gradients that a kernel writes, each None if not wanted. The gradient of q is a separate argument of the kernels.
 
     k, v and bias are Views (pointer and strides); bias is the gradient of the scores (B, Hq, Sq, Sk). key_sums (B, Hq,
     Sk, 3) is its sum over rows. rows is a `row_sums.ByRow`. partial: 1 if rows see keys outside this call, or None.
@@ -32,7 +32,7 @@ class Grads(NamedTuple):
 
 
 class Incoming(NamedTuple):
-    """Incoming gradients: Views for the output and for the weights (or None), and Rows from `preprocess`."""
+    """Incoming gradients: Views for the output and for the weights (or None), and the Rows of `preprocess`."""
 
     grad_out: memory.View
     grad_weights: memory.View
@@ -58,7 +58,7 @@ def across(row):
 
 @triton.jit
 def weights(x, shown, bias, row, r, c, band, rules, plane, CHECK: tl.constexpr):
-    """Return (weights, derivative of softcap) for products x; dropped weights are negative. row is a broadcast Row."""
+    """Return (weights, derivative of softcap) from products x = q @ k.T; dropped weights get a negative sign."""
     s, dcap = scores.apply(rules.score, x, bias, band, plane, r, c)
     p = softmax.weights(s, row.softmax, rules.score.softmax_scale)
     if CHECK:
@@ -71,7 +71,7 @@ def weights(x, shown, bias, row, r, c, band, rules, plane, CHECK: tl.constexpr):
 
 @triton.jit
 def of_scores(signed, dp, row, r, c, band, rules, plane, GradWeights):
-    """Return the gradient of the scores of a tile, from `weights` and dp = dout @ v.T."""
+    """Return the gradient of a tile's scores, from the result of `weights` and dp = dout @ v.T."""
     if GradWeights is not None:
         # Incoming gradients of hidden rows and keys may be NaN.
         exists = masking.real_rows(rules.masks, plane, r, band.rows) & masking.real_keys(

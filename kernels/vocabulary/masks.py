@@ -1,4 +1,4 @@
-"""The caller's masks: visible rows, keys and pairs."""
+"""The masks that a caller passes: key masks, row masks, and masks of (row, key) pairs."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from . import memory, span
 
 
 class Masks(NamedTuple):
-    """Views (pointer and strides) of 8-bit tensors, nonzero = visible; an absent mask is None.
+    """Views (pointer and strides) of the caller's masks, 8-bit, nonzero = visible; an absent mask is None.
 
     pairs is (B, H, Sq, Sk); the scores that it hides are finite. keys is (B, 1, Sk, 1), rows (B, 1, Sq, 1): hidden
     tokens may be NaN, so they are never loaded.
@@ -42,7 +42,7 @@ def real_rows(masks, plane, r, n):
 
 @triton.jit
 def shown(masks, band, plane, r, c, CHECK: tl.constexpr):
-    """Return masks.pairs at (r, c) for `visible`; 1 if absent or without CHECK.
+    """Load the pair mask at (r, c), for `visible`; return 1 if there is no pair mask, or without CHECK.
 
     Call it before the product: a load in between keeps wgmma from running asynchronously.
     """
@@ -54,9 +54,9 @@ def shown(masks, band, plane, r, c, CHECK: tl.constexpr):
 
 @triton.jit
 def visible(masks, shown, band, plane, r, c):
-    """Return True for the visible pairs. r and c are [n, 1] and [1, m], or the reverse.
+    """Return True for the (row, key) pairs that all masks leave visible. r and c are [n, 1] and [1, m], or the reverse.
 
-    masks.rows is not needed here: the saved statistics of a hidden row say that it saw nothing.
+    masks.rows is not needed here: the saved statistics of a hidden row give it weights of 0.
     """
     seen = span.inside(band, r, c)
     if masks.keys is not None:

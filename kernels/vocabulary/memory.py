@@ -1,4 +1,4 @@
-"""Loads and stores of tiles, by Views (pointer and strides) or TMA descriptors. A plane is one head of one batch."""
+"""Loads and stores of tiles, by Views (pointer and strides) or TMA descriptors."""
 
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ class View(NamedTuple):
 
 
 class Described(NamedTuple):
-    """Matrix that TMA reads: one batch and head of a (B, H, S, D) descriptor, from `row` on.
+    """Matrix that TMA reads: one batch and head of a descriptor of (B, H, S, D), starting at `row`.
 
     packed is the Plane's. Rows past the end are zeros; in packed sequences they are rows of the next sequence.
     """
@@ -47,7 +47,7 @@ def _same(x):
 
 @triton.jit
 def opaque(x):
-    """Return x, and hide from the compiler how it was computed. It costs no instruction.
+    """Return x, and hide from the compiler how x was computed. It costs no instruction.
 
     Before triton-lang/triton#11691 the compiler lays out an operand of mma.sync for the narrowest load that it depends
     on, such as a byte of a mask, and for half its width after a tl.join. At best this costs a detour through shared
@@ -85,21 +85,21 @@ def _of(view, plane, first):
 
 @triton.jit
 def of_rows(view, plane):
-    """Return the `matrix` of a tensor with one row per query; a packed sequence starts at its own row."""
+    """Return the (Sq, D) matrix of a head in a (B, H, Sq, D) tensor; a packed sequence starts at its first row."""
     return _of(view, plane, 0 if len(plane.packed) == 0 else plane.packed.row)
 
 
 @triton.jit
 def of_keys(view, plane):
-    """Return a plane's `matrix` of a tensor with one row per key; a packed sequence starts at its own key."""
+    """Return the (Sk, D) matrix of a head in a (B, H, Sk, D) tensor; a packed sequence starts at its first key."""
     return _of(view, plane, 0 if len(plane.packed) == 0 else plane.packed.key)
 
 
 @triton.jit
 def table(base, plane, n, COLUMNS: tl.constexpr, BY_KEYS: tl.constexpr = False):
-    """Return a plane's matrix (n, COLUMNS) in a contiguous buffer (planes, n, COLUMNS), with a row per query or key.
+    """Return the rows of one (batch, head) in a contiguous buffer (B * H, n, COLUMNS), as a matrix.
 
-    Packed sequences share one buffer (heads, total rows or keys, COLUMNS).
+    n counts queries or keys. Packed sequences share one buffer (heads, total rows or keys, COLUMNS).
     """
     if len(plane.packed) == 0:
         first = tl.cast(plane.index, tl.int64) * n
@@ -112,7 +112,7 @@ def table(base, plane, n, COLUMNS: tl.constexpr, BY_KEYS: tl.constexpr = False):
 
 @triton.jit
 def load(m, rows, exists, D: tl.constexpr, first=0):
-    """Load a [rows, width(D)] tile, with zeros past column D and in rows that do not exist. exists None: all do.
+    """Load a [rows, width(D)] tile, with zeros past column D and where `exists` is False. None: all rows exist.
 
     A Described matrix is read from row `first` on, whatever `rows` says; its missing rows must lie past the end.
     """
@@ -139,14 +139,14 @@ def store(m, rows, n, tile, D: tl.constexpr):
 
 @triton.jit
 def store_rows(m, rows, exists, tile, D: tl.constexpr):
-    """Store the rows of a tile that exist, before column D. m may hold one matrix for each row."""
+    """Store columns 0 .. D - 1 of the rows of a tile where `exists` is True. m may have a matrix for each row."""
     r, c = rows[:, None], tl.arange(0, width(D))[None, :]
     tl.store(pointers(m, r, c), tile, mask=exists[:, None] & (c < D))
 
 
 @triton.jit
 def add(sums, plane, rows, first, n, tile, D: tl.constexpr):
-    """Add a tile atomically to rows of one head, from `first` on and before row n.
+    """Add a tile atomically to rows first .. n - 1 of `sums`, in one head of one batch.
 
     sums is a View, or a descriptor of (B, H, S, D). With a descriptor TMA adds the tile asynchronously, and threads
     need no addresses.
@@ -166,7 +166,7 @@ def add(sums, plane, rows, first, n, tile, D: tl.constexpr):
 
 @triton.jit
 def load_pairs(m, r, c, rows, keys, CHECK: tl.constexpr):
-    """Load m[r, c] of a (rows, keys) matrix, zero past its end. r and c are [n, 1] and [1, m], or the reverse.
+    """Load elements (r, c) of a (rows, keys) matrix, zero past its end. r and c are [n, 1] and [1, m], or the reverse.
 
     Without CHECK the tile must not pass the end along its second axis.
     """
@@ -180,13 +180,13 @@ def load_pairs(m, r, c, rows, keys, CHECK: tl.constexpr):
 
 @triton.jit
 def store_pairs(m, r, c, rows, keys, tile):
-    """Store the part of a tile within a (rows, keys) matrix, in its dtype."""
+    """Store the part of a tile that lies within a (rows, keys) matrix, in the matrix's dtype."""
     tl.store(pointers(m, r, c), tile.to(m.base.dtype.scalar.element_ty), mask=(r < rows) & (c < keys))
 
 
 @triton.jit
 def scalar(view, plane):
-    """Load the number of a plane from a (batch, head, 1, 1) tensor."""
+    """Load the number of one (batch, head) from a (B, H, 1, 1) tensor."""
     return tl.load(matrix(view, plane).base)
 
 

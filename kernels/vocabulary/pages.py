@@ -1,4 +1,4 @@
-"""Positions of a sequence's keys in a cache, which is contiguous or consists of pages of a pool."""
+"""Memory of a key-value cache, which is contiguous or consists of pages of a shared pool."""
 
 from typing import NamedTuple
 
@@ -9,10 +9,10 @@ from . import memory, span
 
 
 class Cache(NamedTuple):
-    """Views of K and V (pages, Hkv, rows, columns), lengths (B,), and a table (B, n) of page numbers.
+    """Key-value cache: Views of K and V (pages, Hkv, rows, columns), of lengths (B,), and of page numbers (B, n).
 
-    Without a table, page b has all keys of sequence b. PAGE, in the functions below, is the number of rows of a page.
-    It is None if a sequence has only one page, so that the capacity is not compiled in.
+    If the table of page numbers is None, page b has all keys of sequence b. PAGE, in the functions below, is the
+    number of rows of a page, or None if a sequence has only one page, so that the capacity is not compiled in.
     """
 
     K: memory.View
@@ -29,14 +29,14 @@ def _several(PAGE, BLOCK):
 
 @triton.jit
 def length(cache, plane, capacity):
-    """Return the cached length of the sequence that a plane (head of a batch) belongs to, clamped to the capacity."""
+    """Return the cached length of a plane's sequence (a plane is one head of one batch), clamped to the capacity."""
     n = tl.load(cache.lengths.base + tl.cast(plane.batch, tl.int64) * cache.lengths.strides[0])
     return tl.minimum(tl.maximum(n, 0), capacity)
 
 
 @triton.jit
 def number(cache, plane, at, exists, PAGE: tl.constexpr):
-    """Return the page number of each position `at`; 0 for positions that do not exist."""
+    """Return the page number of each position `at` of a sequence; 0 where `exists` is False."""
     if cache.table is None:
         return plane.batch + at * 0
     else:
@@ -47,7 +47,7 @@ def number(cache, plane, at, exists, PAGE: tl.constexpr):
 
 @triton.jit
 def of_block(cache, plane, j, capacity, PAGE: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the page number of block j, or [BLOCK, 1] numbers if the block may span several pages.
+    """Return the page number of a sequence's block j of BLOCK keys, or [BLOCK, 1] numbers if it may span several pages.
 
     Loops call it one step ahead, so that loads of tiles start early; j may be past the last block.
     """
@@ -62,7 +62,7 @@ def of_block(cache, plane, j, capacity, PAGE: tl.constexpr, BLOCK: tl.constexpr)
 
 @triton.jit
 def rows(at, PAGE: tl.constexpr):
-    """Return the rows of positions within their pages."""
+    """Return the row within its page of each position of a sequence."""
     return at if PAGE is None else at % PAGE
 
 
@@ -76,6 +76,6 @@ def rows_of_block(j, PAGE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def matrix(view, plane, page, pages):
-    """Return the matrix of a head in a page. `page` may differ by row. Page numbers are clamped to the pool."""
+    """Return the matrix of a head in a page, which may differ by row. Page numbers are clamped to the pool."""
     page = tl.minimum(tl.maximum(page, 0), pages - 1)
     return memory.matrix(view, span.Plane(page, plane.head, plane.index, ()))

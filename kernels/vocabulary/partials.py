@@ -1,4 +1,4 @@
-"""Results of programs that see one split (part) of the keys each; `combine` merges them."""
+"""Results of programs that each process one split of the keys; `combine` merges them."""
 
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ class Partials(NamedTuple):
 
 @triton.jit
 def states(partials, plane, at, n):
-    """Load the States at indices `at` of a head's n. From index n on, return States that have seen nothing."""
+    """Load n softmax States of a head at indices `at`. From index n on, return States of a sum over no keys."""
     m = memory.table(partials.states, plane, n, 2)
     row_max, row_sum = memory.load_column(m, at, n, 0), memory.load_column(m, at, n, 1)
     return softmax.State(tl.where(row_sum > 0, row_max, float("-inf")), row_sum)
@@ -28,9 +28,9 @@ def states(partials, plane, at, n):
 
 @triton.jit
 def keep(partials, plane, rows, c, length, split, splits, sums, state, some, DV: tl.constexpr):
-    """Store each row's State over one split and, if `some` (the split has keys), its unnormalised output `sums`.
+    """Store the softmax State of each row over one split of the keys, and its unnormalised output `sums`.
 
-    c: all columns. A head has `length` rows.
+    The output is stored if `some`: the split has keys. c: all columns. A head has `length` rows.
     """
     at, n = tl.where(rows < length, split * length + rows, 0x7FFFFFFF), splits * length
     if some:

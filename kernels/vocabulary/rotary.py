@@ -1,4 +1,4 @@
-"""Rotary embedding: rotates pairs of columns by the angles of their position.
+"""Rotary position embedding: rotates pairs of columns by angles that depend on the position.
 
 Source: RoFormer, arXiv:2104.09864, section 3.2.
 """
@@ -12,7 +12,7 @@ from . import memory
 
 
 class Rotary(NamedTuple):
-    """Views of (positions, ROTARY_DIM / 2): cosines and sines for the first ROTARY_DIM columns."""
+    """Views of the cosines and sines, (positions, ROTARY_DIM / 2), that rotate the first ROTARY_DIM columns."""
 
     cos: memory.View
     sin: memory.View
@@ -20,7 +20,7 @@ class Rotary(NamedTuple):
 
 @triton.jit
 def load(m, rows, exists, rotary, position, positions, spec: tl.constexpr):
-    """Load a tile as `memory.load` does, rotated by the angles of each row's position. rotary may be None.
+    """Load a tile as `memory.load` does, rotated by the angles of each row's position; rotary may be None.
 
     Positions are clamped. A pair is columns 2n and 2n + 1 if INTERLEAVED, otherwise n and n + ROTARY_DIM / 2. The other
     half of each pair is loaded again, because a tile cannot be permuted along its columns.

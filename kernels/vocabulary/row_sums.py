@@ -1,4 +1,4 @@
-"""Sums over the keys of a row in the backward, for gradients of slopes, sinks and biases that a row's keys share."""
+"""Sums over the keys of a row in the backward, for gradients of ALiBi slopes, sinks and row biases."""
 
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ class ByRow(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Sums over the keys of a row: weights p, gradients of scores ds, and both times the ALiBi distance (far)."""
+    """Sums over the keys of a row: weights p, score gradients ds, and both times the ALiBi distance."""
 
     p: tl.tensor
     ds: tl.tensor
@@ -33,7 +33,7 @@ def wanted(by_row):
 
 @triton.jit
 def total(x):
-    """Return sums along axis 1 with the same bits in all lanes.
+    """Return sums along axis 1 that have the same bits in all lanes of a warp.
 
     If x is a product, the compiler would fuse it with the first addition, differently in each lane, and their sums
     would differ. Adding 0 makes LLVM round x in an instruction of its own.
@@ -53,7 +53,7 @@ def add(sums, p, ds, far):
 
 @triton.jit
 def _mend(sums, delta, dlse):
-    """Return (sums, delta) with a more exact delta: `preprocess` computed it from the rounded output.
+    """Return (sums, delta) with a more exact delta, which `preprocess` computed from the rounded output.
 
     All keys of a row share the error of delta. It is small in one gradient, but not in a sum over keys times distances.
     """
@@ -63,7 +63,7 @@ def _mend(sums, delta, dlse):
 
 @triton.jit
 def store(by_row, sums, row, score, plane, rows, n, PARTIAL: tl.constexpr):
-    """Store the gradients of a block of rows. PARTIAL: rows also see keys outside this call, so delta is not mended."""
+    """Store the gradients of a block of rows. PARTIAL: rows also see keys of other calls, so delta is not mended."""
     delta = row.delta
     if not PARTIAL:
         sums, delta = _mend(sums, row.delta, row.dlse)

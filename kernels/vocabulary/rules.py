@@ -1,4 +1,4 @@
-"""Options of a call in the form that kernels take, besides tensors and lengths."""
+"""Options of a call as kernels take them: Rules and the compile-time Spec."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ from . import dropout, masks, scores
 
 
 class Rules(NamedTuple):
-    """Masks, options of scores, and dropout or None."""
+    """Masks, options of scores, and dropout (or None) of a call."""
 
     masks: masks.Masks
     score: scores.Score
@@ -14,10 +14,11 @@ class Rules(NamedTuple):
 
 
 class Spec(NamedTuple):
-    """Compile-time constants, in one constexpr argument. A kernel reads those that it needs.
+    """Compile-time constants of a call, in one constexpr argument.
 
-    GROUP query heads share a kv head. D and DV are the head dimensions of keys and values. PRECISION is for tl.dot.
-    BY_THREADS: threads load keys synchronously. ROTARY_DIM, INTERLEAVED and PAGE (rows of a page) are for caches.
+    Each kernel reads some of them. GROUP query heads share a kv head. D and DV are the head dimensions of keys and
+    values. PRECISION is for tl.dot. BY_THREADS: threads load keys synchronously. ROTARY_DIM, INTERLEAVED and PAGE (rows of a
+    page) are for caches.
     """
 
     GROUP: int

@@ -1,4 +1,4 @@
-"""Row statistics saved for the backward: the softmax, and the rounding error of 16-bit outputs.
+"""Row statistics that the forward saves for the backward: the softmax, and the rounding error of 16-bit outputs.
 
 The backward subtracts delta, a row's sum of out * grad_out, from the gradient of each weight. Rounding the output to 16
 bits shifts delta for all keys of a row. Values with a large common part make that error large, and keys with a common
@@ -13,7 +13,7 @@ from . import memory, softmax
 
 @triton.constexpr_function
 def columns(dtype, DV):
-    """Return how many numbers a row saves: row_max, log2_sum, and the rounding errors, one byte each."""
+    """Return how many float32 numbers a row saves: row_max, log2_sum, and rounding errors of one byte each."""
     return 2 + (triton.cdiv(DV, 4) if dtype.primitive_bitwidth == 16 else 0)
 
 
@@ -35,7 +35,7 @@ def load(m, rows, n):
 
 @triton.jit
 def _bytes(m):
-    """Return the rounding errors in a `table` as a matrix of the output's shape."""
+    """Return the rounding errors that a `table` holds, as an int8 matrix with the shape of the output."""
     return memory.View(tl.cast(m.base + 2, tl.pointer_type(tl.int8), bitcast=True), (m.strides[0] * 4, 1))
 
 
@@ -47,7 +47,7 @@ def store(m, rows, n, row_max, log2_sum):
 
 @triton.jit
 def store_tail(m, rows, n, out, c, DV: tl.constexpr, dtype: tl.constexpr):
-    """Store the rounding error of a tile (rows, c) of the output, a byte for each element, if dtype has 16 bits.
+    """Store the rounding error of a tile of the output, one byte per element, if dtype has 16 bits.
 
     Call it before the output is stored: the compiler may then keep only the rounded output, in half the registers.
     """
@@ -71,7 +71,7 @@ def store_tail(m, rows, n, out, c, DV: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def lost(m, rows, n, out, DV: tl.constexpr):
-    """Return the rounding error of a loaded tile of the output; zero past the end."""
+    """Return the rounding error of a tile of the output that was loaded as `out`; zero past the end."""
     left: tl.constexpr = _shift(out.dtype)
     rounded = out.to(tl.float32)
     steps = memory.load(_bytes(m), rows, rows < n, DV).to(tl.int32)

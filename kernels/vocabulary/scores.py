@@ -1,4 +1,4 @@
-"""Scores from products q @ k.T: scale, softcap, bias, ALiBi, sinks; and their derivative."""
+"""Scores from products q @ k.T, by scale, softcap, bias, ALiBi and sinks; and their derivative."""
 
 from typing import NamedTuple
 
@@ -27,7 +27,7 @@ class Score(NamedTuple):
 
 
 class Tangents(NamedTuple):
-    """Tangents of the inputs: Views with the shapes of the inputs; None stands for zero."""
+    """Tangents of a call's inputs: Views with the shapes of the inputs; None stands for zero."""
 
     q: memory.View = None
     k: memory.View = None
@@ -38,7 +38,7 @@ class Tangents(NamedTuple):
 
 
 def score(scale, cap=None, bias=None, shift=0, alibi_slopes=None, sinks=None):
-    """Return the Score for options of a call. If no other option needs scaled scores, the softmax scales them.
+    """Return the Score for a call's options. If no other option needs scaled scores, the softmax scales them.
 
     Scaling inside the softmax costs no instruction. Its scale must be positive, because the softmax takes the maximum
     first. The bounds keep products of a few scales within the range of float32.
@@ -54,7 +54,7 @@ def score(scale, cap=None, bias=None, shift=0, alibi_slopes=None, sinks=None):
 
 @triton.jit
 def _tanh(x):
-    """Return tanh to 2 units in the last place. Coefficients of the float32 polynomial: Cephes, tanhf.c."""
+    """Return tanh(x) to 2 units in the last place. Coefficients of the float32 polynomial: Cephes, tanhf.c."""
     size = tl.abs(x)
     far = 1 - 2 / (tl.exp(2 * size) + 1)
     far = tl.where(x < 0, -far, far)
@@ -92,7 +92,7 @@ def pairs(view, band, plane, r, c, CHECK: tl.constexpr):
 
 @triton.jit
 def distance(score, band, r, c):
-    """Return the distance of key c from the position of row r. r and c are [n, 1] and [1, m], or the reverse."""
+    """Return the ALiBi distance of key c from row r. r and c are [n, 1] and [1, m], or the reverse."""
     return span.distance(band, r, c if score.shift is None else c - score.shift)
 
 
@@ -127,13 +127,13 @@ def apply_dcap(score, dcap, ds):
 
 @triton.jit
 def grad(score, total):
-    """Scale the gradient of q or k, which is the sum over tiles of `apply_dcap(ds)` @ (k or q)."""
+    """Multiply the gradient of q or k by the softmax scale, once for all tiles; `apply_dcap` handles the softcap."""
     return total * (score.softmax_scale if score.scale is None else score.scale)
 
 
 @triton.jit
 def tangent_of_products(q, t_q, k, t_k, like, spec: tl.constexpr):
-    """Return t_q @ k.T + q @ t_k.T, the tangent of q @ k.T. A tangent of None stands for 0."""
+    """Return t_q @ k.T + q @ t_k.T, the tangent of q @ k.T; t_q or t_k of None stands for 0."""
     dtype: tl.constexpr = like.dtype
     t_x = tl.zeros(like.shape, dtype)
     if t_q is not None:
@@ -146,7 +146,7 @@ def tangent_of_products(q, t_q, k, t_k, like, spec: tl.constexpr):
 
 @triton.jit
 def tangent(score, t_x, dcap, t_bias, tangents, band, plane, r, c):
-    """Return the tangents of scores from the tangents of products (t_x), biases (t_bias) and slopes (in `tangents`)."""
+    """Return the tangents of scores from those of products (t_x), biases (t_bias) and slopes (`tangents`)."""
     t_s = apply_dcap(score, dcap, grad(score, t_x)) + memory.cast(t_bias, t_x.dtype)
     if tangents.alibi_slopes is not None:
         t_slope = memory.cast(memory.scalar(tangents.alibi_slopes, plane), t_x.dtype)

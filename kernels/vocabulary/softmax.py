@@ -1,4 +1,4 @@
-"""The running softmax of a block of rows. Its lse is a natural logarithm; inside, exponents have base 2.
+"""The running softmax of a block of rows. Its lse is a natural logarithm; its internal exponents have base 2.
 
 Scores are multiplied by `scale`, a positive number; None is 1. A row's largest score is subtracted before scaling, so
 that scores may have any size: the difference of two close scores is exact, a product is not.
@@ -22,7 +22,7 @@ class State(NamedTuple):
 
 
 class Row(NamedTuple):
-    """Final softmax of a row: the pivot (row max) to subtract from scores, and -log2(row sum) to add to exponents."""
+    """Final softmax of a row: the row max, which is subtracted from scores, and -log2(row sum), added to exponents."""
 
     pivot: tl.tensor
     neg_log2_sum: tl.tensor
@@ -30,7 +30,7 @@ class Row(NamedTuple):
 
 @triton.jit
 def start(sink, ROWS: tl.constexpr, dtype: tl.constexpr):
-    """Return the State of rows that have seen nothing, or only a sink.
+    """Return the State of rows before the first key, with or without a sink.
 
     The sink is a scaled score: with one, the other functions here take scaled scores too, and scale=None.
     """
@@ -43,7 +43,7 @@ def start(sink, ROWS: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def _pivot(row_max):
-    """Return the row max, or 0 for a row that has seen nothing, because -inf - -inf is NaN."""
+    """Return the row max, or 0 for a row without a visible key, because -inf - -inf is NaN."""
     return tl.where(row_max == float("-inf"), 0.0, row_max)
 
 
@@ -54,14 +54,14 @@ def _log2(difference, scale):
 
 @triton.jit
 def relative(s, row_max, before, scale):
-    """Return (weights relative to row_max, factor that rescales sums relative to `before`)."""
+    """Return (weights relative to row_max, factor that rescales sums from the earlier maximum `before`)."""
     pivot = _pivot(row_max)
     return tl.math.exp2(_log2(s - pivot[:, None], scale)), tl.math.exp2(_log2(before - pivot, scale))
 
 
 @triton.jit
 def step(state, s, largest, scale):
-    """Return (weights of a tile of scores with row max `largest`, factor for earlier sums, new State)."""
+    """Return (weights of a tile, factor that rescales earlier sums, new State); `largest` is the tile's row max."""
     row_max = tl.maximum(state.row_max, largest)
     p, decay = relative(s, row_max, state.row_max, scale)
     return p, decay, State(row_max, state.row_sum * decay + tl.sum(p, 1))
@@ -69,20 +69,20 @@ def step(state, s, largest, scale):
 
 @triton.jit
 def share(state, whole, scale):
-    """Return the factor that rescales a State's sums to `whole`, the State of these keys and others."""
+    """Return the factor that rescales the sums of one State to the row max of a merged State, `whole`."""
     return tl.math.exp2(_log2(state.row_max - _pivot(whole.row_max), scale))
 
 
 @triton.jit
 def join(states, scale):
-    """Merge the States of splits of the keys, along the first axis, into one State for each row."""
+    """Merge the States of splits of the keys, stacked along the first axis, into one State for each row."""
     row_max = tl.max(states.row_max, 0)
     return State(row_max, tl.sum(states.row_sum * share(states, State(row_max, row_max), scale), 0))
 
 
 @triton.jit
 def finish(out, state, scale):
-    """Return (normalised output, lse, log2_sum as `row` takes it). For a row that saw nothing: 0, -inf and +inf."""
+    """Return (normalised output, lse, log2_sum for `row`); for a row without a visible key 0, -inf and +inf."""
     seen = state.row_sum != 0  # true for NaN too
     log2_sum = tl.math.log2(tl.where(seen, state.row_sum, 1.0))
     row_max = state.row_max if scale is None else state.row_max * scale
@@ -92,7 +92,7 @@ def finish(out, state, scale):
 
 @triton.jit
 def row(row_max, log2_sum):
-    """Return the Row from row_max and the log2_sum of `finish`.
+    """Return the Row (pivot, -log2 of the row sum) from row_max and the log2_sum of `finish`.
 
     They stay two numbers: if row_max is large, their float32 sum would lose the logarithm, and each of n equal keys
     would weigh 1 instead of 1 / n.
@@ -102,17 +102,17 @@ def row(row_max, log2_sum):
 
 @triton.jit
 def down(row):
-    """Return the Row with each of its tensors [rows] as [rows, 1], to broadcast over a tile [rows, keys]."""
+    """Return a Row with tensors of shape [rows, 1], to broadcast over a tile [rows, keys]."""
     return Row(row.pivot[:, None], row.neg_log2_sum[:, None])
 
 
 @triton.jit
 def weights(s, row, scale):
-    """Return weights from scores and their broadcast Row. In a row that saw nothing they are 0."""
+    """Return weights from scores and their broadcast Row; 0 in a row without a visible key."""
     return tl.math.exp2(_log2(s - row.pivot, scale) + row.neg_log2_sum)
 
 
 @triton.jit
 def powers(s, scale):
-    """Return weights from scores minus each row's pivot and the logarithm of its row sum."""
+    """Return exp(scale * s), for scores s minus each row's pivot and the logarithm of its row sum."""
     return tl.math.exp2(_log2(s, scale))

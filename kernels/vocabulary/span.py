@@ -7,14 +7,14 @@ import triton.language as tl
 
 
 class Sequences(NamedTuple):
-    """Packed sequences, each of which counts as a batch: slots and extents from `sequences.fill_slots`."""
+    """Packed sequences, each of which counts as a batch: the slots and extents that `sequences.fill_slots` wrote."""
 
     slots: tl.tensor
     extents: tl.tensor
 
 
 class Packed(NamedTuple):
-    """First row and key of a packed sequence, numbers of all rows and of all keys, and the program's slot, or ()."""
+    """Position of a packed sequence: its first row and key, the total rows and keys, and the program's slot or ()."""
 
     row: tl.tensor
     key: tl.tensor
@@ -55,7 +55,7 @@ def place(pid, length, heads, BLOCK: tl.constexpr):
 
 @triton.jit
 def within(extents, plane, q_len, k_len, slot):
-    """Return (Plane, number of rows, number of keys) of a packed sequence; without extents, the arguments unchanged."""
+    """Return (Plane, numbers of rows and keys) of a packed sequence; if extents is None, the same arguments."""
     if extents is None:
         return plane, q_len, k_len
     else:
@@ -66,7 +66,7 @@ def within(extents, plane, q_len, k_len, slot):
 
 @triton.jit
 def locate(sequences, q_len, k_len, heads, BLOCK: tl.constexpr, BY_KEYS: tl.constexpr, across=1):
-    """Return (block of rows or keys, Plane, rows, keys) of a program; `across` programs have the same.
+    """Return (block of rows or keys, Plane, rows, keys) that a program computes; `across` programs share them.
 
     For packed sequences each head has all slots (sequence, block), so that concurrent programs read the same keys. A
     program with an unused slot has no rows and no keys; its block of rows is -1, for which `latest_first` returns 0.
@@ -98,13 +98,13 @@ def place_tile(rows, keys, heads, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def latest_first(block, length, BLOCK: tl.constexpr):
-    """Return the first row of a block, with blocks counted from the end: causal blocks start longest first."""
+    """Return the first row of a block, counting from the end, because causal blocks start with the longest."""
     return (tl.cdiv(length, BLOCK) - 1 - block) * BLOCK
 
 
 @triton.jit
 def query_head(plane, i, GROUP: tl.constexpr):
-    """Return the Plane of query head i of the GROUP that share a kv head."""
+    """Return the Plane (batch and head) of query head i of the GROUP query heads that share a kv head."""
     return Plane(plane.batch, plane.head * GROUP + i, plane.index * GROUP + i, plane.packed)
 
 
@@ -127,13 +127,13 @@ def band(rows, keys, left, right, TOP_LEFT: tl.constexpr):
 
 @triton.jit
 def flip(b):
-    """Return the same band seen from the keys: key c is seen by rows c + low .. c + high."""
+    """Return the transposed band, with rows and keys swapped: key c is seen by rows c + low .. c + high."""
     return Band(b.keys, b.rows, -b.high, -b.low, -b.diagonal)
 
 
 @triton.jit
 def distance(b, r, c):
-    """Return |position of row r - c|. r and c are [n, 1] and [1, m], or the reverse."""
+    """Return |position of row r - c|, the distance of a pair. r and c are [n, 1] and [1, m], or the reverse."""
     return tl.abs(r + b.diagonal - c)
 
 
@@ -174,7 +174,7 @@ def blocks(b, first, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def masked_past(ranges, n, length):
-    """Return the ranges of `blocks`. If n, the end of the tile, is past `length`, all blocks need a mask.
+    """Return the ranges of `blocks`, with a mask for every block if n, the end of the tile, is past `length`.
 
     Without a mask a key past the end would have score 0 and weight exp(-lse). If that is inf, inf * 0 would reach dq.
     """

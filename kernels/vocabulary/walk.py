@@ -1,4 +1,4 @@
-"""The blocks that a kernel's walks (loops) visit: a range, or a list of tiles. Walk 1 takes no mask, 0 and 2 do."""
+"""The blocks that a kernel's three loops (walks) visit: ranges or lists of tiles. Loops 0 and 2 apply masks, 1 none."""
 
 import triton
 import triton.language as tl
@@ -14,7 +14,7 @@ def covered(
     block_mask, plane, i, j, rows, keys, live,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_MASK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Return (some pair is visible, all pairs are visible) for the tiles (i, j) that are live, from the block mask."""
+    """Return (some pair is visible, all pairs are visible) of tiles (i, j), from the block mask."""
     view = memory.matrix(block_mask, plane)
     some, every = live & False, live | True
     for a in tl.static_range(max(1, BLOCK_M // BLOCK_MASK_SIZE)):
@@ -29,14 +29,14 @@ def covered(
 
 @triton.jit
 def tile_list(tile_lists, plane, block, N: tl.constexpr):
-    """Return a pointer to the tiles of walk N of a block. Walk 0 has the tiles that need a mask, walk 1 the others."""
+    """Return a pointer to the tiles of a block for loop N: tiles that need a mask for loop 0, the others for 1."""
     place = block if len(plane.packed) == 0 else plane.packed.slot
     return memory.pointers(memory.matrix(tile_lists, plane), place * 2 + N, place * 0) + 1
 
 
 @triton.jit
 def extent(ranges, tile_list, N: tl.constexpr):
-    """Return (begin, end) of walk N: entries of a tile list, or blocks from the ranges of `span.blocks`."""
+    """Return (begin, end) of loop (walk) N: entries of a tile list, or blocks from the ranges of `span.blocks`."""
     if tile_list is None:
         return ranges[N], ranges[N + 1]
     else:
@@ -45,13 +45,13 @@ def extent(ranges, tile_list, N: tl.constexpr):
 
 @triton.jit
 def first(tile_list, begin):
-    """Return the first entry, for the argument `following` of `step`."""
+    """Return the first entry of a tile list, or begin without a list, for the argument `following` of `step`."""
     return begin if tile_list is None else tl.load(tile_list)
 
 
 @triton.jit
 def step(tile_list, n, following):
-    """Return (tile, query head within its group) of step n, and the next entry.
+    """Return (tile, query head within its group) of step n of a loop, and the next entry of the tile list.
 
     An entry is read one step ahead, so that loads of tiles start early. Without a list the caller counts the heads.
     """
