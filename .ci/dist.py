@@ -1,4 +1,4 @@
-"""Builds the source archive and the wheel twice, and keeps them if they are equal: python .ci/dist.py [--into dist]
+"""Builds the source archive and the wheel twice, and keeps them if equal: python .ci/dist.py [--into dist]
 
 Times (SOURCE_DATE_EPOCH, or the commit's), order, owners and permissions of files depend only on the sources. The bytes
 still depend on the versions of zlib and setuptools; releases use the setuptools of .ci/setuptools.txt.
@@ -26,7 +26,7 @@ sys.modules["torch"] = None
 from setuptools import build_meta
 getattr(build_meta, "build_" + sys.argv[1])(sys.argv[2])
 """
-OTHER = dict(TZ="Pacific/Kiritimati", LC_ALL="C", PYTHONHASHSEED="7", HOME="/")  # stands for another machine
+OTHER = dict(TZ="Pacific/Kiritimati", LC_ALL="C", PYTHONHASHSEED="7", HOME="/")  # environment of the second build
 
 
 def git(*arguments):
@@ -37,7 +37,7 @@ def git(*arguments):
 
 
 def sources():
-    """Return the names of the repository's files; in an unpacked source archive, the files that it lists."""
+    """Return the names of the repository's files; in an unpacked source archive, the names that SOURCES.txt lists."""
     tracked = git("ls-files", "-z")
     listed = ROOT / "fusedattn.egg-info" / "SOURCES.txt"
     names = listed.read_text().splitlines() if tracked is None else tracked.split("\0")
@@ -46,7 +46,7 @@ def sources():
 
 
 def copy(names, into, mtime=None):
-    """Copy files of the repository; each has one of two modes, whatever the umask."""
+    """Copy files of the repository into a folder, with mode 755 or 644 whatever the umask."""
     for name in names:
         target = into / name
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -61,7 +61,7 @@ def mode_of(mode):
 
 
 def build(kind, source, into, seconds, **environment):
-    """Build the sdist or wheel of a folder as pip does, with the same bytes each time: it rewrites sdists."""
+    """Build the sdist or wheel of a folder as pip does, with the same bytes each time; sdists are rewritten."""
     into.mkdir()
     environment = os.environ | environment | {"SOURCE_DATE_EPOCH": str(seconds)}
     command = [sys.executable, "-c", BUILD, kind, str(into)]
@@ -75,7 +75,7 @@ def build(kind, source, into, seconds, **environment):
 
 
 def rewrite(path, seconds):
-    """Rewrite a tar.gz: files sorted, without owners, with one time and one of two modes."""
+    """Rewrite a tar.gz with reproducible bytes: sorted files, no owners, one time, and one of two modes."""
     with tarfile.open(path) as archive:
         files = {entry.name: (entry.mode, archive.extractfile(entry).read()) for entry in archive if entry.isfile()}
     with path.open("wb") as raw, gzip.GzipFile("", "wb", mtime=seconds, fileobj=raw) as packed:
@@ -87,7 +87,7 @@ def rewrite(path, seconds):
 
 
 def twice(scratch, seconds):
-    """Return [sdist, wheel] twice. The second pair is built elsewhere, later, from files in another order."""
+    """Build [sdist, wheel] twice and return both. The second build is elsewhere, later, from files in another order."""
     names = sources()
     first, second = scratch / "first", scratch / "somewhere" / "else"
     copy(names, first)

@@ -17,7 +17,7 @@ import shutil
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 NAME = "fusedattn"
-LEFT_OUT = ("cli", "testing", "__main__.py")  # the commands and their helpers
+LEFT_OUT = ("cli", "testing", "__main__.py")  # folders and files of the commands, which the repository leaves out
 # Triton compiles at the first launch, for any compute capability from 8.0 on.
 BACKENDS = {"cpu": {"type": "cpu"}, "cuda": {"type": "cuda", "archs": ["8.0+PTX"]}}
 MINIMUM = "0.17.0"  # the version of kernels that this layout was tested with
@@ -30,7 +30,7 @@ __all__ += ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcach
 
 
 def package():
-    """Return {path in the installed package: content}."""
+    """Return {path in the installed package: content} of the package without its commands."""
     files = {}
     for folder, inside in ((ROOT / "fusedattn", ""), (ROOT / "kernels", "kernels/")):
         for path in sorted(folder.rglob("*")):
@@ -47,7 +47,7 @@ def version():
 
 
 def metadata(files, backend):
-    """Return the content of metadata.json. `id`, with a hash of the files, names the module and its torch.ops."""
+    """Return the content of metadata.json. Its `id`, with a hash of the files, names the module and its torch.ops."""
     digests = {name: hashlib.sha256(content).digest() for name, content in sorted(files.items())}
     unique = hashlib.sha256(repr(sorted(digests.items())).encode()).hexdigest()[:12]
     return {
@@ -66,7 +66,7 @@ def metadata(files, backend):
 
 
 def write(into):
-    """Write the repository into a folder, which is emptied first."""
+    """Write the repository into a folder, whose old content is deleted."""
     files = package()
     shutil.rmtree(into, ignore_errors=True)
     for backend in BACKENDS:

@@ -1,4 +1,4 @@
-"""Benchmarks for Hugging Face's command `kernels benchmark`: the workloads it brings, and others for what they lack."""
+"""Benchmarks for Hugging Face's command `kernels benchmark`: its own workloads, and others for missing options."""
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ if torch.cuda.is_available():  # these workloads always put their tensors on a G
 
 
 class Attention(Benchmark):
-    """`attention` beside F.scaled_dot_product_attention, or beside the formula for options that it lacks."""
+    """Benchmark of `attention` beside SDPA (F.scaled_dot_product_attention), or the formula for other options."""
 
     seed = 42
 
@@ -66,7 +66,7 @@ class Attention(Benchmark):
         return scores.softmax(-1).to(value.dtype) @ value
 
     def gradients(self, function, **options):
-        """Return the gradient of query, with the output as incoming gradient."""
+        """Return the gradient of the query, with the output itself as incoming gradient."""
         query = self.q.detach().requires_grad_()
         out = function(query, self.k, self.v, **options)
         return torch.autograd.grad(out, query, out.detach())[0]

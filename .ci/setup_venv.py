@@ -62,7 +62,7 @@ def make_venv(python, folders):
 
 
 def add_package_and_missing():
-    """Install this repository, and the packages that its tests lack. Without a network some tests skip."""
+    """Install this repository, and the packages that its tests lack. Without a network some tests are skipped."""
     new_enough = "import setuptools; assert int(setuptools.__version__.split('.')[0]) >= 77"
     isolation = ["--no-build-isolation"] if succeeds(VENV_PYTHON, "-c", new_enough) else []
     call(*PIP, "-q", "--no-deps", *isolation, "-e", ".")
@@ -78,7 +78,7 @@ def add_package_and_missing():
 
 
 def check_compiler():
-    """Say what Triton needs to launch on a GPU but lacks, and stop if there is a GPU."""
+    """Say which tools Triton needs to launch on a GPU but lacks, and stop if this machine has a GPU."""
     missing = []
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         missing.append("a C compiler (for example: apt install gcc)")

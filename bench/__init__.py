@@ -1,1 +1,1 @@
-"""Benchmarks by question (see `cases`): their rows in one CSV format, and tables and plots of the rows."""
+"""Benchmarks of attention, grouped by question (see `cases`), with their results as CSV rows, tables and plots."""

@@ -1,4 +1,4 @@
-"""Benchmark cases by question (forward, backward, options, packed, decode, module), the most important first."""
+"""Benchmark cases for each question (forward, backward, options, packed, decode, module), most important first."""
 
 from typing import NamedTuple
 
@@ -8,12 +8,12 @@ from torch import Tensor
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 SEED = 0  # for the inputs, and for fusedattn's dropout
 TOKENS, WIDTH = 16384, 2048  # B * S and Hq * D, as in the FlashAttention papers
-# Matrix products of each mode, relative to a forward.
+# Matrix products of each mode, relative to those of a forward.
 PASSES = {"forward": 1.0, "graph": 1.0, "backward": 2.5, "forward_backward": 3.5}
 
 
 class Tensors(NamedTuple):
-    """Inputs of a case (a module has only query, (B, S, Hq * D)), gradient of its output, options of `attention`."""
+    """Tensors of a case: inputs, the gradient of its output, and masks; a module has only query, (B, S, Hq * D)."""
 
     query: Tensor
     key: Tensor | None
@@ -24,12 +24,12 @@ class Tensors(NamedTuple):
 
     @property
     def inputs(self) -> tuple:
-        """Return query, key, value and bias, except for None."""
+        """Return the inputs of the case that exist, among query, key, value and bias."""
         return tuple(x for x in (self.query, self.key, self.value, self.bias) if x is not None)
 
 
 class Case(NamedTuple):
-    """Sizes, as in the columns of the CSV; dtype is the name of a torch dtype.
+    """One benchmark case: the sizes of a call, as in the columns of the CSV; dtype is the name of a torch dtype.
 
     Words of `options`: bias (1, Hq, Sq, Sk); documents=N, a mask for N documents in a sequence; keys=SHARE, the share
     of keys that are not padding; lengths=KIND, packed sequences with lengths from LENGTHS; filled=SHARE, the filled
@@ -49,7 +49,7 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Sizes in the order of `fusedattn bench --shape`, then the other fields, as text."""
+        """Return the case as text: sizes in the order of `fusedattn bench --shape`, then the other fields."""
         words = [f"Dv {self.Dv}"] * (self.D != self.Dv) + ["causal"] * self.causal
         return " ".join([",".join(map(str, self[:6])), *words, DTYPES.get(self.dtype, self.dtype), *self.words])
 
@@ -58,17 +58,17 @@ class Case(NamedTuple):
         return self.options.split()
 
     def option(self, name: str) -> str | None:
-        """Return the value of an option: "" if it takes no value, None if the case lacks the option."""
+        """Return the value of an option: "" if the option takes no value, None if the case lacks it."""
         return dict(word.partition("=")[::2] for word in self.words).get(name)
 
     @property
     def sides(self) -> tuple[int | None, int | None]:
-        """Window (left, right); causal makes right 0."""
+        """Return the attention window as (left, right), where None is unbounded; causal makes right 0."""
         left, right = map(int, (self.option("window") or "-1,-1").split(","))
         return None if left < 0 else left, 0 if self.causal else None if right < 0 else right
 
     def draw(self, device) -> Tensors:
-        """Return normal random tensors, the same each time. Zeros would run faster on a GPU."""
+        """Return normal random tensors, the same each time. Tensors of zeros would run faster on a GPU."""
         generator, dtype = torch.Generator(device).manual_seed(SEED), getattr(torch, self.dtype)
 
         def normal(*shape):
@@ -89,7 +89,7 @@ class Case(NamedTuple):
         return torch.searchsorted(ends.sort().values, torch.arange(self.Sk), right=True).to(device)
 
     def lengths(self, device) -> Tensor:
-        """Return (B,), the number of real tokens of each sequence, or of filled slots of its cache."""
+        """Return (B,), the number of real tokens of each sequence, or of filled slots of each cache."""
         generator = torch.Generator().manual_seed(SEED)
         if share := self.option("keys"):
             half = torch.rand(self.B // 2, generator=generator)
@@ -114,7 +114,7 @@ class Case(NamedTuple):
         return masks
 
     def arguments(self, masks) -> dict:
-        """Return the keyword arguments of `attention`, without the bias."""
+        """Return the keyword arguments of `attention` for this case, without the bias."""
         options = dict(causal=self.causal) | masks
         if "weights" in self.words:
             options["return_weights"] = True
@@ -127,7 +127,7 @@ class Case(NamedTuple):
         return options
 
     def flops(self, mode: str) -> float:
-        """Return the floating-point operations of the matrix products. causal halves them; other masks do not count."""
+        """Return the FLOPs of the matrix products of a call. A causal mask halves them; other masks do not count."""
         pairs = int(self.lengths("cpu").square().sum()) if "lengths" in self.options else self.B * self.Sq * self.Sk
         operations = 2 * self.Hq * pairs * (self.D + self.Dv) / (2 if self.causal else 1)
         if "module" in self.words:  # four projections; their backward is twice their forward
@@ -136,13 +136,13 @@ class Case(NamedTuple):
         return operations * PASSES[mode]
 
     def moved(self) -> int:
-        """Return the bytes of query, key, value and output."""
+        """Return the total bytes of query, key, value and output."""
         element = getattr(torch, self.dtype).itemsize
         return element * self.B * (self.Hq * self.Sq + self.Hkv * self.Sk) * (self.D + self.Dv)
 
 
 def _uniform(count, longest):
-    """Return random lengths; their mean is half the longest."""
+    """Return `count` random lengths whose mean is half the longest."""
     half = torch.rand(count // 2, generator=torch.Generator().manual_seed(SEED))
     lengths = torch.cat([half, 1 - half, torch.full((count % 2,), 0.5)]).mul(longest)
     lengths[lengths.argmax()] = longest
@@ -165,11 +165,11 @@ def _paper(length, dim, causal, dtype="bfloat16", options=""):
 _BOTH = False, True
 LENGTHS_OF_PAPERS = 4096, 16384, 2048, 8192, 1024, 512
 PAPER = [_paper(x, dim, causal) for x in LENGTHS_OF_PAPERS for dim in (128, 64, 256) for causal in _BOTH]
-MORE = [  # each differs from PAPER in one thing
+MORE = [  # each case differs from PAPER in one property
     Case(4, 32, 8, 4096, 4096, 128, 128, True, "bfloat16"),  # grouped heads
     Case(4, 16, 16, 4096, 4096, 192, 128, True, "bfloat16"),
     Case(16, 16, 16, 128, 8192, 128, 128, False, "bfloat16"),  # few queries, many keys
-    Case(1, 32, 8, 128, 8192, 128, 128, False, "bfloat16"),  # fewer blocks of rows than multiprocessors, like the next
+    Case(1, 32, 8, 128, 8192, 128, 128, False, "bfloat16"),  # few blocks of rows, as in the next case
     Case(1, 2, 2, 4096, 4096, 128, 128, False, "bfloat16"),
     Case(4, 16, 16, 4095, 4095, 128, 128, True, "bfloat16"),
     _paper(4096, 128, True, "float16"),
@@ -202,14 +202,14 @@ MODULE = [
     *(Case(8, 16, 16, 2048, 2048, 64, 64, causal, "bfloat16", "module") for causal in _BOTH),
 ]
 
-# The same questions on a CPU.
+# The same questions, with cases for a CPU.
 _CPU = Case(4, 8, 8, 512, 512, 64, 64, False, "float32")
 CPU_PAPER = [
     Case(4 if length == 512 else 1, 8, 8, length, length, 64, 64, causal, dtype)
     for dtype, lengths in (("float32", (128, 512, 1024, 2048, 4096)), ("bfloat16", (128, 512, 2048)))
     for causal in _BOTH
     for length in lengths
-] + [Case(1, 1, 1, 1, 1, 8, 8, False, "float32")]  # measures only the time of the host
+] + [Case(1, 1, 1, 1, 1, 8, 8, False, "float32")]  # measures only the host overhead of a call
 CPU_OPTIONS = [_CPU._replace(options=x) for x in ("bias", "documents=4", "keys=0.5", "window=64,0")]
 CPU_OPTIONS += [_CPU._replace(Hkv=2)]
 CPU_PACKED = [_CPU._replace(B=8, causal=causal, options="lengths=uniform") for causal in _BOTH]
@@ -221,7 +221,7 @@ CPU_MODULE = [_CPU._replace(Sq=length, Sk=length, options="module") for length i
 
 
 class Question(NamedTuple):
-    """A question: the modes to measure, and its cases and providers on a GPU and on a CPU."""
+    """A question that a benchmark answers: the modes to measure, and its cases and providers on a GPU and on a CPU."""
 
     modes: tuple
     on_gpu: list[Case]
@@ -230,7 +230,7 @@ class Question(NamedTuple):
     cpu_providers: tuple
 
     def here(self, device: str) -> tuple[list[Case], tuple, tuple]:
-        """Return (cases, providers, modes) for a device."""
+        """Return (cases, providers, modes) of this question for a device."""
         if torch.device(device).type == "cuda":
             return self.on_gpu, self.providers, self.modes
         modes = tuple(mode for mode in self.modes if mode != "graph")

@@ -1,4 +1,4 @@
-"""Measures cases, providers and modes: compares each result with float64 by the tests' tolerance, then times it."""
+"""Measures attention calls: checks each result against float64 by the tolerance of the tests, then times the call."""
 
 import contextlib
 import functools
@@ -24,7 +24,7 @@ FEWEST = 5  # minimum number of turns of each step
 
 
 class Workload:
-    """The tensors of a case, its correct results, and the Call of each provider. All are computed once."""
+    """Tensors of a case, its float64 results, and the Call of each provider; all are computed once."""
 
     def __init__(self, case, device):
         self.case, self.tensors = case, (tensors := case.draw(device))
@@ -35,13 +35,13 @@ class Workload:
         return truth(self.case, self.tensors)
 
     def label(self, name):
-        """Return the text for the column provider: the name and, for fusedattn, the backend that takes the case."""
+        """Return a provider's name for the CSV; for fusedattn it includes the backend that takes the case."""
         if name != "fusedattn" or "module" in self.case.words:
             return name
         return f"{name}:{providers.explain(self.case, self.tensors).backend}"
 
     def step(self, mode, call):
-        """Return the function to time. It returns the output, or the gradients of all inputs and parameters."""
+        """Return the function to time, which returns the output or the gradients of all inputs and parameters."""
         inputs = call.pack(self.tensors.inputs)
         if mode not in MODES[1:]:
             return lambda: call.attend(*inputs)
@@ -63,7 +63,7 @@ class Workload:
         return lambda: torch.autograd.grad(output(), leaves, grad_out)
 
     def judge(self, mode, call, result):
-        """Return (error, eager PyTorch's error, what is wrong or "") for a step's result."""
+        """Return (error, eager PyTorch's error, reason why a step's result is wrong or "") for a result."""
         names = NAMES[: len(self.tensors.inputs)] if mode in MODES[1:] else ("out", "weights")
         result = dict(zip(names, result if isinstance(result, tuple) else (result,), strict=False))
         unpacked = {name: x if name in ("weights", "bias") else call.unpack(x) for name, x in result.items()}
@@ -71,18 +71,18 @@ class Workload:
 
 
 def of_head(case, x):
-    """Return the last head of x (B or 1, heads, ...), where a wrong stride shows most; a tensor of a module whole."""
+    """Return the last head of x (B or 1, heads, ...), where a wrong stride shows most; a module's tensor whole."""
     if "module" in case.words:
         return x
     count = case.Hq // case.Hkv if x.shape[1] == case.Hq else 1
-    if "dropout" in case.options:  # the first head: its bits depend on the head's index, which is 0 in a slice
+    if "dropout" in case.options:  # the first head: dropout bits depend on its index, which is 0 in a slice
         return x[:1, :count]
     return x[:, -count:] if "bias" in case.words else x[-1:, -count:]  # the bias's gradient sums over the batch
 
 
 @torch.enable_grad()
 def truth(case, tensors):
-    """Return two dicts {name: result or gradient} for the head of `of_head`: by float64 and by eager PyTorch."""
+    """Return {name: result or gradient} twice, by float64 and by eager PyTorch, for the head that `of_head` selects."""
     *inputs, bias = (x if x is None else of_head(case, x) for x in tensors[:5])
     masks = {name: of_head(case, x[:, None])[:, 0] if x.dim() == 2 else x for name, x in tensors.masks.items()}
     head = Tensors(*inputs, bias, masks)
@@ -106,7 +106,7 @@ def truth(case, tensors):
 
 
 def compare(results, oracle, eager):
-    """Return (error, eager PyTorch's error) of the worst of {name: tensor}, and what is wrong with any, or ""."""
+    """Return (error, eager PyTorch's error) of the worst tensor, and the reasons why tensors are wrong, or ""."""
     judged = verdicts(results, eager, {name: oracle[name] for name in results})
     worst = max(judged.values(), key=lambda one: (not one.ok, one.max_error / one.max_allowed))
     why = "; ".join(f"{name}: {one.why}" for name, one in judged.items() if not one.ok)
@@ -114,7 +114,7 @@ def compare(results, oracle, eager):
 
 
 def measure(machine, cases, names, modes, device, budget_ms=100.0):
-    """Yield (row, what is wrong or "") for each case, mode and provider. A row says why it could not be measured.
+    """Yield (row, reason why it is wrong or "") for each case, mode and provider; a failure becomes the row's status.
 
     On a CPU one thread computes and the providers take turns, so that ratios are steady while other programs run.
     """
@@ -142,7 +142,7 @@ def measure(machine, cases, names, modes, device, budget_ms=100.0):
 
 
 def _measure(workload, mode, names, device, budget_ms):
-    """Return [(label, columns, what is wrong or "")], one for each provider."""
+    """Return [(label, columns of the row, reason why the result is wrong or "")], one for each provider."""
     case, found, steps = workload.case, {}, {}
     with torch.set_grad_enabled(mode in MODES[1:]):
         for name in names:
@@ -176,7 +176,7 @@ def _measure(workload, mode, names, device, budget_ms):
 
 
 def _peak(step, device):
-    """Return (result of a step, peak of additional GPU memory in MiB or "" on a CPU)."""
+    """Return (result of a step, peak of additional GPU memory in MiB; "" on a CPU)."""
     if torch.device(device).type != "cuda":
         return step(), ""
     step()  # may compile
@@ -189,7 +189,7 @@ def _peak(step, device):
 
 
 def times(steps, mode, device, budget_ms, inside=contextlib.nullcontext):
-    """Return {name: (20%, 50% and 80% quantiles)} of milliseconds; inside(name) is the context to call a step in.
+    """Return {name: 20%, 50% and 80% quantiles of milliseconds}; inside(name) is the context to call a step in.
 
     On a GPU Triton's timer measures the device's time with cold caches, or a call's share of a CUDA graph. The timer
     overwrites 256 MB between calls, some 60 us on an H200: a step whose launch takes longer includes host time.
@@ -209,7 +209,7 @@ def times(steps, mode, device, budget_ms, inside=contextlib.nullcontext):
 
 
 def in_turns(steps, budget_ms, inside=contextlib.nullcontext):
-    """Return {name: quantiles of CPU time in milliseconds} of {name: step}; the steps take turns."""
+    """Return {name: quantiles of CPU time in milliseconds} of {name: step}, calling the steps alternately."""
 
     def turn(name, calls):
         step = steps[name]
@@ -232,7 +232,7 @@ def in_turns(steps, budget_ms, inside=contextlib.nullcontext):
 
 
 def status(error):
-    """Return the status of a row that raised an error."""
+    """Return the text for a row's status column if its measurement raised an error."""
     if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):  # the latter on a CPU
         return "oom"
     text = str(error) if isinstance(error, Unsupported) else f"{type(error).__name__}: {error}"

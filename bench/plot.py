@@ -17,16 +17,16 @@ OURS = "#d1371f"
 OTHERS = ("#0072b2", "#009e73", "#e69f00", "#56b4e9", "#7f7f7f", "#cc79a7", "#5a3d8a", "#8c6d31", "#222222")
 LINES, MARKERS = ("-", "--", ":", "-."), "s^DvP<X>"
 LABELS = {"sdpa:cudnn": "cuDNN (sdpa:cudnn)", "sdpa:flash": "FlashAttention-2 (sdpa:flash)"}
-ACROSS, WIDTH, HEIGHT = 3, 3.2, 2.1  # maximum number of panels in a row, and the inches of one
+ACROSS, WIDTH, HEIGHT = 3, 3.2, 2.1  # maximum number of panels in a row, and width and height of a panel in inches
 
 
 def drawable(written):
-    """Return the rows that have a speed, without wrong results of fusedattn."""
+    """Return the rows to draw: those that have a speed, except for wrong results of fusedattn."""
     return [row for row in written if row.tflops != "" and not (is_ours(row) and row.status == "wrong")]
 
 
 def figure(written):
-    """Return a figure: a line for each provider, a panel for each mode and kind of case that has several lengths."""
+    """Return a figure with a line for each provider and a panel for each mode and kind of case with several lengths."""
     from matplotlib.figure import Figure
 
     timed = drawable(written)
@@ -69,7 +69,7 @@ def figure(written):
 
 
 def _styles(timed):
-    """Return {provider: style of its line}, fusedattn first. A provider has the same colour in all pictures."""
+    """Return {provider: style of its line}, fusedattn first. A provider has the same colour in all plots."""
     names = dict.fromkeys(row.provider for row in timed)
     styles = {}
     for i, name in enumerate(name for name in names if name.startswith("fusedattn")):
@@ -85,7 +85,7 @@ def _title(mode, case):
     words += [f"D {case.D}" if case.D == case.Dv else f"D {case.D}, Dv {case.Dv}", "causal" if case.causal else "full"]
     words += [f"{case.Hq // case.Hkv} heads share keys"] * (case.Hq != case.Hkv)
     words += [f"{case.Sq} queries"] * (case.Sq > 0) + case.words
-    return textwrap.fill(", ".join(words), 36)  # characters that fit over a panel
+    return textwrap.fill(", ".join(words), 36)  # 36 characters fit over a panel
 
 
 if __name__ == "__main__":

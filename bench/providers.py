@@ -1,4 +1,4 @@
-"""Providers of attention, by name: fusedattn, the eager formula, and the peers.
+"""Providers of attention, by name: fusedattn, the eager formula, and other libraries.
 
 A provider is a function of a case and its tensors. It returns a function of query, key, value and, if there is one, the
 bias; or a Call, if tensors are not (B, H, S, D). It raises Unsupported(why) for a case that it cannot compute.
@@ -27,20 +27,20 @@ _NOT_WITH_A_CACHE = "bias", "documents", "keys", "lengths", "window", "softcap",
 
 
 class Unsupported(Exception):
-    """A provider cannot compute a case; the text says why."""
+    """Error of a provider that cannot compute a case; the text says why."""
 
 
 class Call(NamedTuple):
-    """A function of query, key, value and bias, and the layout of its tensors."""
+    """One provider's function of query, key, value and bias for one case, and the layout of its tensors."""
 
     attend: Callable
     by_token: bool = False  # tensors are (B, S, H, D)
     real: torch.Tensor | None = None  # bool (B, S): tokens to pack into (T, H, D) if by_token, otherwise (1, H, T, D)
-    inside: Callable = contextlib.nullcontext  # makes the context to call the function in
+    inside: Callable = contextlib.nullcontext  # returns the context to call the function in
     parameters: tuple = ()  # further tensors that get gradients
 
     def pack(self, tensors):
-        """Return tensors (B, H, S, D) in the layout of the call, and the bias, if there is one, unchanged."""
+        """Return tensors (B, H, S, D) in the layout that the function takes; a bias stays unchanged."""
         return (*map(self._pack, tensors[:3]), *tensors[3:])
 
     def _pack(self, x):
@@ -50,7 +50,7 @@ class Call(NamedTuple):
         return x.transpose(1, 2).contiguous() if self.by_token else x
 
     def unpack(self, x):
-        """Return a result as (B, H, S, D); padding is 0."""
+        """Return a result of the function as (B, H, S, D), with zeros at padding."""
         if self.real is None:
             return x.transpose(1, 2) if self.by_token else x
         x = x if self.by_token else x[0].transpose(0, 1)
@@ -78,7 +78,7 @@ def explain(case, tensors, backend=None):
 
 
 def formula(function, case, tensors, **options):
-    """Return a function like `attention` with the options of a case."""
+    """Return a function that calls an `attention` function with the options of a case."""
     options |= case.arguments(tensors.masks)
     return lambda query, key, value, bias=None: function(query, key, value, bias=bias, **options)
 
@@ -91,7 +91,7 @@ def fusedattn(case, tensors, backend=None):
 
 
 def cached(page, case, tensors):
-    """Return a function that decodes from a contiguous cache, or from shuffled pages of `page` keys."""
+    """Return a function that decodes from a contiguous cache or, if `page` is not None, from pages of `page` keys."""
     _refuse(case, *_NOT_WITH_A_CACHE)
     device = tensors.query.device
     options = dict(cache_seqlens=case.lengths(device).int(), causal=case.causal)
@@ -148,7 +148,7 @@ def torch_packed(case, tensors):
 
 
 def mask_of(create, case, device, real=None):
-    """Return FlexAttention's mask of a case, by its create_mask or create_block_mask; None if no pair is hidden."""
+    """Return FlexAttention's mask for a case, by create_mask or create_block_mask; None if no pair is hidden."""
     (left, right), rows, keys, mods, batch = case.sides, case.Sq, case.Sk, [], 1
     document = case.documents(device) if "documents" in case.options else None
     if real is not None:
@@ -191,7 +191,7 @@ def sdpa(backend, case, tensors):
 
 
 def sliced(case, tensors):
-    """Return torch's SDPA on the filled part of a cache, sliced by hand."""
+    """Return a call of torch's SDPA with the filled part of a cache, sliced by hand."""
     _refuse(case, *_NOT_WITH_A_CACHE)
     length, grouped = int(case.lengths("cpu").max()), case.Hq != case.Hkv
 
@@ -202,7 +202,7 @@ def sliced(case, tensors):
 
 
 def flex_function(case):
-    """Return FlexAttention with the options of a case, not compiled yet."""
+    """Return an uncompiled call of FlexAttention with the options of a case."""
     _refuse(case, "dropout", "weights")
     cap, grouped = _number(case, "softcap"), case.Hq != case.Hkv
 
@@ -219,13 +219,13 @@ def flex_function(case):
 
 
 def flex(case, tensors, real=None):
-    """Return the Call of FlexAttention, compiled for the shape. real: from `_real`, to pack sequences as documents."""
+    """Return the Call of FlexAttention, compiled for the shape. With `real`, from `_real`, sequences are packed."""
     attend, device = flex_function(case), tensors.query.device
     if real is None:
         _refuse(case, "lengths", "filled")
     if device.type == "cpu" and not any(map(shutil.which, COMPILERS)):
         raise Unsupported(f"torch.compile needs a C++ compiler: {', '.join(COMPILERS)}")
-    torch._dynamo.reset()  # or else it stops compiling after eight shapes
+    torch._dynamo.reset()  # otherwise it stops compiling after eight shapes
     torch._functorch.config.donated_buffer = False  # the backward runs many times on one graph
     compiled = torch.compile(attend, dynamic=False)
     return Call(functools.partial(compiled, block_mask=mask_of(create_block_mask, case, device, real)), real=real)
@@ -253,7 +253,7 @@ def _flash_options(case):
 
 
 def module(make, case, tensors):
-    """Return the Call of a module. make(torch's module, causal) returns the module to call, with the same weights."""
+    """Return the Call of a module, which make(torch's module, causal) returns, with the same weights as torch's."""
     torch.manual_seed(SEED)  # the same weights each time
     width, like = case.Hq * case.D, dict(device=tensors.query.device, dtype=tensors.query.dtype)
     # torch's module takes its fast path only in eval mode, and without gradients.

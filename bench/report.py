@@ -1,4 +1,4 @@
-"""Benchmark rows as text: a table, ratios of times within a run, and the verdict in words.
+"""Benchmark results as text: a table of rows, ratios of times within a run, and a summary in sentences.
 
 A wrong result of fusedattn has no ratio. A peer's has one, even if its error exceeds the tolerance.
 """
@@ -24,24 +24,24 @@ def is_ours(row: Row) -> bool:
 
 
 def fastest(rows: Sequence[Row], ours: bool) -> Row | None:
-    """Return the fastest row of fusedattn with a right result, or of the others; None if none has a time."""
+    """Return the fastest row of fusedattn with a right result, or of the other providers; None if none has a time."""
     usable = (row for row in rows if row.ms_p50 != "" and is_ours(row) == ours and not (ours and row.status == "wrong"))
     return min(usable, key=lambda row: row.ms_p50, default=None)
 
 
 def kind(case: Case) -> Case:
-    """Return a case without batch and length: all points of a line in a plot have the same kind."""
+    """Return a case without batch size and length; a plot draws the cases with equal results as one line."""
     return case._replace(B=0, Sq=0 if case.Sq == case.Sk else case.Sq, Sk=0)
 
 
 def unit(rows: Sequence[Row]) -> tuple[str, float]:
-    """Return (unit of speed that suits the rows, factor from TFLOP/s to it)."""
+    """Return (unit of speed for the rows, factor from TFLOP/s to this unit)."""
     most = max((row.tflops for row in rows if row.tflops != ""), default=1.0)
     return ("TFLOP/s", 1.0) if most >= 1.0 else ("GFLOP/s", 1e3)
 
 
 def groups(rows: Sequence[Row]) -> dict[tuple[str, Case], list[Row]]:
-    """Return {(mode, case): its rows}, sorted by mode, kind and length."""
+    """Return {(mode, case): its rows}, sorted by mode, `kind` and length."""
     grouped = collections.defaultdict(list)
     for row in rows:
         grouped[row.mode, row.case].append(row)
@@ -51,7 +51,7 @@ def groups(rows: Sequence[Row]) -> dict[tuple[str, Case], list[Row]]:
 
 
 def compared(rows: Sequence[Row], without: str = "") -> Iterator[tuple[str, Case, list[Row], Row, Row]]:
-    """Yield (mode, case, rows, fusedattn's fastest row, fastest other row) if both exist. without: ignored provider."""
+    """Yield (mode, case, rows, fusedattn's fastest row, fastest other row) if both exist, except for `without`."""
     for (mode, case), some in groups(rows).items():
         mine, other = fastest(some, ours=True), fastest([x for x in some if x.provider != without], ours=False)
         if mine and other:
@@ -59,7 +59,7 @@ def compared(rows: Sequence[Row], without: str = "") -> Iterator[tuple[str, Case
 
 
 def last_runs(rows: Sequence[Row], providers: Sequence[str]) -> dict[tuple[str, Case], list[Row]]:
-    """Return {(mode, case): rows of the providers} for cases in PAPER, from the last run that has all providers."""
+    """Return {(mode, case): rows of the providers} for cases in PAPER, from the last run that timed all providers."""
     runs = collections.defaultdict(dict)
     for row in rows:
         if row.status == "ok" and row.provider in providers and row.case in PAPER:
@@ -69,12 +69,12 @@ def last_runs(rows: Sequence[Row], providers: Sequence[str]) -> dict[tuple[str, 
 
 
 def differ(one: Row, other: Row) -> bool:
-    """Return True if the ranges of two times do not overlap."""
+    """Return True if the 20% to 80% ranges of two times do not overlap."""
     return one.ms_p80 < other.ms_p20 or other.ms_p80 < one.ms_p20
 
 
 def words(ratio: float, clear: bool = True) -> str:
-    """Return the ratio of a peer's time to fusedattn's in words, as "1.20x faster"."""
+    """Return the ratio of another provider's time to fusedattn's in words, such as "1.20x faster"."""
     if not clear:
         return "within noise"
     if f"{ratio:.2f}" == "1.00":
@@ -95,7 +95,7 @@ class Standing(NamedTuple):
     cases: int
     faster: int  # cases in which fusedattn is faster and the times `differ`
     within_noise: int  # cases in which the times do not `differ`
-    median: float  # median ratio of the other's time to fusedattn's; least, most: the extremes
+    median: float  # median ratio of the other provider's time to fusedattn's; least, most: the extremes
     least: float
     most: float
 
@@ -109,7 +109,7 @@ class Standing(NamedTuple):
 
 
 def standings(rows: Sequence[Row]) -> tuple[list[Standing], list[Standing]]:
-    """Return two lists of Standings, by mode: beside the fastest other of each case, and beside each provider."""
+    """Return two lists of Standings by mode: against the fastest other provider of each case, and against each."""
     best, each = collections.defaultdict(list), collections.defaultdict(list)
     for mode, _, some, mine, other in compared(rows):
         best[mode].append((mine, other))
@@ -129,7 +129,7 @@ def _standing(pairs):
 
 
 def lines(rows: Sequence[Row], whys: Sequence[str] = ()) -> Iterator[str]:
-    """Yield the text of a run: a line for each row, by mode and case; what is wrong; and the verdict."""
+    """Yield the text of a run: a line for each row, by mode and case; the reasons for wrong results; a summary."""
     width, (speed, factor), last = max((len(row.provider) for row in rows), default=0), unit(rows), ""
     for (mode, case), some in groups(rows).items():
         if mode != last:
@@ -181,7 +181,7 @@ def sentences(rows: Sequence[Row]) -> list[str]:
 
 
 def over_promise(rows: Sequence[Row]) -> list[str]:
-    """Return the CPU calls that are slower than the aim, as text."""
+    """Return the CPU calls that are slower than our aim (RATIO, MORE_US), as text."""
     return [
         f"{case.name} {mode}: {mine.ms_p50:.3f} ms beside {other.ms_p50:.3f} ms of {other.provider}"
         for mode, case, _, mine, other in compared(rows, without="naive")

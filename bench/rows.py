@@ -1,4 +1,4 @@
-"""The CSV of all benchmarks, a row for each case, provider and mode, and the versions that a row depends on."""
+"""Rows of the CSV of all benchmarks, one for each case, provider and mode, and the versions that a row depends on."""
 
 import collections
 import csv
@@ -20,7 +20,7 @@ _COUNTS = "B Hq Hkv Sq Sk D Dv causal".split()
 
 
 class Row(collections.namedtuple("Row", COLUMNS)):
-    """A row of the CSV; "" stands for a missing number."""
+    """One row of the CSV; "" stands for a missing number."""
 
     @property
     def case(self) -> Case:
@@ -28,7 +28,7 @@ class Row(collections.namedtuple("Row", COLUMNS)):
 
 
 def _output(*command):
-    """Return what a command prints; "" if it fails or is missing."""
+    """Return the output of a command; "" if the command fails or is missing."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
@@ -36,7 +36,7 @@ def _output(*command):
 
 
 def commit() -> str:
-    """Return the commit of this checkout, with a + if files were changed, or "unknown" outside a checkout."""
+    """Return the commit of this checkout, with a + if files were changed; outside a checkout "unknown"."""
     here = pathlib.Path(__file__).resolve()
     git = ("git", "-c", "safe.directory=*", "-C", str(here.parent))
     if not _output(*git, "ls-files", here.name):  # an installed copy inside another repository
@@ -46,7 +46,7 @@ def commit() -> str:
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions that results depend on; None if something is missing."""
+    """Return the versions of software that results depend on; None if something is missing."""
     try:
         import triton
     except Exception:  # a broken installation raises anything; `fusedattn info` lists the reason
@@ -66,7 +66,7 @@ def versions() -> dict[str, str | None]:
 
 
 def machine(device: str, commit_name: str | None = None) -> dict[str, str]:
-    """Return the columns that all rows of a run share."""
+    """Return the columns that all rows of a run share: GPU, versions, date and commit."""
     about: dict = {name: version or "" for name, version in versions().items()}
     date = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
     gpu = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else "cpu"
@@ -80,7 +80,7 @@ def row(machine, mode, provider, case, status="ok", **measured) -> Row:
 
 
 def create(path) -> None:
-    """Create a CSV file, or raise ValueError if an existing one has other columns or is no file."""
+    """Create a CSV file, or raise ValueError if the path has a file with other columns, or no regular file."""
     path = pathlib.Path(path)
     if not path.exists():
         append(path, COLUMNS)
@@ -97,7 +97,7 @@ def append(path, row) -> None:
 
 
 def read(path) -> list[Row]:
-    """Return the rows of a CSV file, without lines that were cut off."""
+    """Return the rows of a CSV file, except for truncated lines."""
     with open(path, newline="") as file:
         reader = csv.reader(file)
         header = tuple(next(reader, ()))

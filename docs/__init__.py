@@ -1,1 +1,1 @@
-"""The site: pages, and the code for their pictures and tables. `make docs` builds it."""
+"""The documentation's site: pages, and the code for their pictures and tables. `make docs` builds it."""

@@ -1,4 +1,4 @@
-"""Hooks of mkdocs that draw pictures and make tables when the site is built."""
+"""Hooks of mkdocs, which draw the pictures and make the tables while the site is built."""
 
 from mkdocs.structure.files import File
 

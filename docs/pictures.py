@@ -1,4 +1,4 @@
-"""Draws the pairs of query and key that masks leave visible: a cell is coloured if its attention weight is not 0."""
+"""Draws the query-key pairs that masks leave visible: a cell is coloured if its attention weight is not 0."""
 
 import functools
 import itertools
@@ -15,7 +15,7 @@ SEEN, HIDDEN, INK = "#4051b5", "#e8e8ee", "#777777"  # INK is legible on white a
 
 
 class Panel(NamedTuple):
-    """A grid of queries (rows) and keys (columns); a shade is 0 for a hidden pair, and at most 1."""
+    """Grid of queries (rows) and keys (columns); a cell's shade is 0 for a hidden pair, and at most 1."""
 
     title: str
     shades: torch.Tensor
@@ -24,7 +24,7 @@ class Panel(NamedTuple):
 
 
 def weights(rows: int, keys: int, **options: Any) -> torch.Tensor:
-    """Return (rows, keys), the weights of attention for equal scores, divided by the largest."""
+    """Return attention weights (rows, keys) for equal scores, divided by the largest weight."""
     query, key = torch.zeros(1, 1, rows, 1), torch.zeros(1, 1, keys, 1)
     _, found = fa.attention(query, key, key, **options, return_weights=True, backend="naive")
     return found[0, 0] / found.max()
@@ -81,7 +81,7 @@ def _cache() -> str:
 
 
 def _heads() -> str:
-    """Draw which key head each of 8 query heads reads: values are unit vectors, so the output shows the key head."""
+    """Draw the key head that each of 8 query heads reads: values are unit vectors, so the output shows the key head."""
     panels = []
     for title, groups in (("8 key heads", 8), ("2 key heads", 2), ("1 key head", 1)):
         value = torch.eye(groups)[None, :, None, :]  # (1, Hkv, 1, Dv)
@@ -102,7 +102,7 @@ def _shards() -> str:
 
 
 def _visible(panels: dict[str, tuple]) -> str:
-    """Draw the visible pairs of {title: (rows, keys, options of attention)}."""
+    """Draw the visible pairs of each panel in {title: (rows, keys, options of attention)}."""
     return svg([Panel(title, (weights(*sizes, **options) > 0).float()) for title, (*sizes, options) in panels.items()])
 
 

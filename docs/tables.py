@@ -1,4 +1,4 @@
-"""Makes the tables of the pages from the CSV files in bench/results: <!-- table: NAME --> stands for TABLES[NAME]()."""
+"""Makes the tables of the pages from the CSV files in bench/results; <!-- table: NAME --> becomes TABLES[NAME]()."""
 
 import collections
 import itertools
@@ -13,7 +13,7 @@ from fusedattn.bench import cases, report, rows
 import fusedattn
 
 RESULTS = pathlib.Path(__file__).parent.parent / "bench" / "results"
-SAID = {  # {options of a row: text}; other options are shown as the CSV has them
+SAID = {  # {options of a row: text in a table}; other options are shown as in the CSV
     "keys=0.5": "half of the keys are padding (`key_mask`)",
     "window=64,0": "`window=(64, 0)`",
     "window=1024,0": "`window=(1024, 0)`",
@@ -43,7 +43,7 @@ def table(head: Sequence[str], body: Iterable[Sequence[object]]) -> str:
 
 
 def cpu() -> str:
-    """Return a table of the calls in cpu.csv beside the same calls of PyTorch."""
+    """Return a table of CPU times from cpu.csv, fusedattn beside PyTorch in the same calls."""
     lines = []
     for mode, case, some, ours, theirs in report.compared(_right("cpu.csv"), without="naive"):
         formula = next((_ms(row) for row in some if row.provider == "naive"), "-")
@@ -54,7 +54,7 @@ def cpu() -> str:
 
 
 def gpu_speeds() -> str:
-    """Return a table of full and causal calls on an H200 beside cuDNN, each from the last run that timed both."""
+    """Return a table of full and causal calls on an H200 beside cuDNN, from the last run that timed both."""
     found = {}
     written = rows.read(RESULTS / "h200.csv")
     for (mode, case), (ours, theirs) in report.last_runs(written, ("fusedattn:hopper", "sdpa:cudnn")).items():
@@ -83,7 +83,7 @@ def gpu_others() -> str:
 
 
 def choices() -> str:
-    """Return a table of the kernels that `fusedattn.explain` names for some calls on each kind of GPU."""
+    """Return a table of the backend and kernels that `fusedattn.explain` names for some calls on each kind of GPU."""
     lines = []
     for (what, options), (gpu, capability) in itertools.product(CALLS.items(), GPUS.items()):
         inputs = [torch.empty(1, 8, 4096, options.get("D", 128), dtype=torch.bfloat16, device="meta")] * 3

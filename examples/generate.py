@@ -14,7 +14,7 @@ BATCH, PROMPT, STEPS, CAPACITY = 3, 10, 40, 64
 
 
 class Model(nn.Module):
-    """tokens (B, S) -> logits (B, S, VOCABULARY). With a cache, they follow `length` cached tokens."""
+    """Transformer: tokens (B, S) -> logits (B, S, VOCABULARY). With a cache, they follow `length` cached tokens."""
 
     def __init__(self):
         super().__init__()

@@ -20,13 +20,13 @@ CONFIG = LlamaConfig(**SIZES, num_key_value_heads=2, initializer_range=0.2)
 
 
 def ring(module, query, key, value, mask, scaling=None, dropout=0.0, **others):
-    """Compute attention, with the arguments of transformers: queries of this process, keys of all processes."""
+    """Compute ring attention, with the arguments of transformers: queries of this process, keys of all processes."""
     out = distributed.ring_attention(query, key, value, causal=True, scale=scaling, dropout_p=dropout, **SHARDS)
     return out.transpose(1, 2), None
 
 
 def loss_and_gradients(model, tokens, following, positions):
-    """Return [share of these tokens in the mean loss, its gradient for each parameter ...]."""
+    """Return [these tokens' share of the mean loss, its gradient for each parameter ...]."""
     more = dict(labels=following, shift_labels=following, num_items_in_batch=LENGTH - 1)
     loss = model(tokens, position_ids=positions, use_cache=False, **more).loss
     return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
@@ -40,7 +40,7 @@ def train(rank, store):
     model = LlamaForCausalLM._from_config(CONFIG, attn_implementation="ring")
 
     tokens = torch.randint(VOCABULARY, (1, LENGTH))
-    following = torch.cat([tokens[:, 1:], torch.tensor([[-100]])], 1)  # to be predicted; the last token has none
+    following = torch.cat([tokens[:, 1:], torch.tensor([[-100]])], 1)  # next tokens; the last has none
     positions = distributed.positions(LENGTH, **SHARDS)[None]
     ours = loss_and_gradients(model, *(distributed.shard(x, 1, **SHARDS) for x in (tokens, following)), positions)
     for x in ours:
