@@ -1,8 +1,8 @@
-"""Tensor copies (TMA): boxes of a tensor in global memory, which are dense and swizzled in shared memory.
+"""Emulates TMA copies (cp.async.bulk.tensor): a box of a global tensor is dense and swizzled in shared memory.
 
-A load reads global memory when it begins, and arrives when its mbarrier is waited for. Until then its place is NaN. A
-store writes global memory when it begins; nobody may overwrite its source until its group is waited for. An addition
-is done when its group is waited for, but not by a wait for reads alone.
+A load reads global memory when it begins, and arrives when a thread waits for its mbarrier. Until then its destination
+is NaN. A store writes global memory when it begins; its source must not be overwritten before its group is waited
+for. An addition is done when its group is waited for, but not by a wait for reads alone.
 """
 
 import numpy as np
@@ -19,7 +19,7 @@ FLOAT32 = 7  # the number of a type in a descriptor; only this type can be added
 
 
 def elements(of, coordinates):
-    """Return (mask of the box elements inside the tensor, address of each) for coordinates in a TensorMap."""
+    """Return (mask of the box elements inside the tensor, address of each element) for a box at some coordinates."""
     rows = of.strides[:-1]
     if of.base % 16 or any(step * of.itemsize % 16 for step in rows) or of.strides[-1] != 1 or max(of.block) > 256:
         raise Fault(f"the driver refuses this descriptor: {of}")
@@ -33,7 +33,7 @@ def elements(of, coordinates):
 
 
 class Boxes(GlobalMemory, Mbarriers):
-    """The stores in flight, and the number of groups that each lane has committed."""
+    """TMA copies of a launch: the stores in flight, and the number of groups that each lane (thread) has committed."""
 
     def __init__(self, *launch):
         super().__init__(*launch)
@@ -41,7 +41,7 @@ class Boxes(GlobalMemory, Mbarriers):
         self.additions = []  # (lane, groups committed before, float32 memory, places in it, numbers)
 
     def boxes(self, m, descriptor, coordinates, pointer, offset, line):
-        """Yield (lane, TensorMap, mask of elements inside, addresses, places in `smem`) for each active lane."""
+        """Yield (lane, TensorMap, mask of elements in the tensor, addresses, indices in `smem`) per active lane."""
         coordinates = [self.full(x).view(S32) for x in coordinates]
         for lane, address, shared, *start in self.each(m, descriptor, pointer, *coordinates):
             encoded = self.param_at(address)
@@ -57,12 +57,12 @@ class Boxes(GlobalMemory, Mbarriers):
             yield lane, of, inside, addresses, at + self.cta[lane] * self.stride
 
     def pieces(self, lane, at, size):
-        """Return (lane, place) of each piece of 16 bytes; a swizzle keeps pieces together."""
+        """Return (lane, place) of each 16-byte piece of a box; a swizzle moves such pieces as a whole."""
         at = at[:: 16 // size]
         return np.full(len(at), lane), at
 
     def bulk_in(self, m, descriptor, coordinates, pointer, offset, barrier, barrier_offset, line):
-        """Start a load; elements outside the tensor are 0."""
+        """Start a TMA load of a box into shared memory; elements outside the tensor are 0."""
         for lane, of, inside, addresses, at in self.boxes(m, descriptor, coordinates, pointer, offset, line):
             data = np.zeros(len(at), f"u{of.itemsize}")
             if inside.any():
@@ -77,7 +77,7 @@ class Boxes(GlobalMemory, Mbarriers):
             self.wake_up()
 
     def bulk_out(self, m, add, descriptor, coordinates, pointer, offset, line):
-        """Start a store, or an addition."""
+        """Start a TMA store of a box, or an addition to global memory."""
         for lane, of, inside, addresses, at in self.boxes(m, descriptor, coordinates, pointer, offset, line):
             owner, pieces = self.pieces(lane, at, of.itemsize)
             self.reads_async(self.gwarp[owner], pieces, 16, "a copy", line)
@@ -105,7 +105,7 @@ class Boxes(GlobalMemory, Mbarriers):
         self.stored += 1 if m is None else m
 
     def add_up(self, m=None, limit=None):
-        """Do the additions of groups below a limit, for some lanes; by default all that are left, last first."""
+        """Do the additions of groups below a limit for some lanes; by default do all that are left, last first."""
         left = []
         for lane, group, memory, places, numbers in self.additions if limit is not None else reversed(self.additions):
             if limit is None or (group < limit[lane] and (m is None or m[lane])):
@@ -115,12 +115,12 @@ class Boxes(GlobalMemory, Mbarriers):
         self.additions = left
 
     def bulk_wait(self, m, count):
-        """End all but the last `count` groups (cp.async.bulk.wait_group)."""
+        """Wait until at most `count` groups of stores are in flight (cp.async.bulk.wait_group)."""
         self.add_up(m, self.stored - count)
         self.bulk_wait_read(m, count)
 
     def bulk_wait_read(self, m, count):
-        """End the reads of all but the last `count` groups (cp.async.bulk.wait_group.read)."""
+        """Wait until at most `count` groups still read shared memory (cp.async.bulk.wait_group.read)."""
         done, self.stores = waited(self.stores, self.stored - count, m)
         for pieces in done:
             self.release(self.gwarp[pieces.lane], pieces.at, 16)

@@ -1,4 +1,4 @@
-"""Calls of the package, forward and backward, by emulated kernels, checked against the package's tolerance."""
+"""Runs whole calls of the package, forward and backward, on an emulated GPU, and checks results by our tolerance."""
 
 import contextlib
 import copy
@@ -30,14 +30,14 @@ OF_TRITON = (*HARMLESS, "unfenced mbarrier")
 
 
 class Outcome(NamedTuple):
-    """Result of a call: {result: Verdict}, the Device with its launches, and {result: tensor}."""
+    """Result of an executed call: {result: Verdict}, the Device with its launches, and {result: tensor}."""
 
     verdicts: dict
     device: Device
     results: dict
 
     def wrong(self):
-        """Return a text for each wrong result and each launch with errors."""
+        """Return one text for each wrong result, and for each launch in which the emulator found errors."""
         found = [f"{name}: {verdict.why}" for name, verdict in self.verdicts.items() if not verdict.ok]
         for launch in self.device.launches:
             harmless = HARMLESS if launch.kernel.src.fn.is_gluon() else OF_TRITON
@@ -48,7 +48,7 @@ class Outcome(NamedTuple):
 
 
 def _far(tensor, axis, apart):
-    """Return a copy whose heads (axis 1) or rows (2) lie far apart, in memory allocated on first touch."""
+    """Return a copy whose heads (axis 1) or rows (axis 2) lie `apart` elements apart in a sparse buffer."""
     batch, heads, rows, columns = tensor.shape
     head, row = (apart, columns) if axis == 1 else (columns, apart)
     plane = tensor.shape[axis] * apart
@@ -58,7 +58,7 @@ def _far(tensor, axis, apart):
 
 
 class _Moved(torch.autograd.Function):
-    """`_far` of a packed (T, H, D) tensor, as an autograd function."""
+    """Autograd function that moves the heads or rows of a packed (T, H, D) tensor apart, as `_far` does."""
 
     @staticmethod
     def forward(ctx, tensor, far):
@@ -70,7 +70,7 @@ class _Moved(torch.autograd.Function):
 
 
 def _packed_far(far, backend):
-    """Return `fa.attention_varlen` of tensors moved far apart."""
+    """Return `fa.attention_varlen` with query, key and value copied by `_far`."""
 
     def attend(*tensors, **options):
         moved = (_Moved.apply(x, far) for x in tensors[:3])
@@ -81,7 +81,7 @@ def _packed_far(far, backend):
 
 @contextlib.contextmanager
 def other_tiles(number):
-    """Let kernels take their tile or pipeline with an index, or the last one if there are fewer."""
+    """Make kernels use the tile or pipeline at index `number` of their row in the tile table, or the row's last."""
     candidates, form = run.candidates, run.form_on_hopper
 
     def others(name, call):
@@ -97,7 +97,7 @@ def other_tiles(number):
 
 
 class _ByTf32(TorchDispatchMode):
-    """Matrix products of float32 that ignore the last 13 bits of their operands, as tensor cores do."""
+    """Dispatch mode in which float32 matrix products ignore the last 13 bits of their operands, as tf32 does."""
 
     def __torch_dispatch__(self, operator, types, arguments=(), options=None):
         if operator in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default):
@@ -123,7 +123,7 @@ def _of(multiprocessors):
 
 
 def _attention(entry, device):
-    """Call an Entry. Return its results, and a function without arguments that returns their verdicts."""
+    """Call attention as an Entry says. Return its results, and a function that compares them and returns verdicts."""
     case, lengths = entry.case, entry.lengths
     tensors, given = case.draw()
     attend = functools.partial(fa.attention, backend=entry.backend)
@@ -154,7 +154,7 @@ def _attention(entry, device):
 
 
 def _decode(entry, device):
-    """Call an Entry on a cache, and return what `_attention` returns."""
+    """Call attention with a cache as an Entry says, and return the same pair as `_attention`."""
     arguments = entry.case.draw()
     untouched = copy.deepcopy(arguments)
     if entry.far is not None:
@@ -176,7 +176,7 @@ def _decode(entry, device):
 
 
 def _tangents(entry, device):
-    """Compute the tangents of an Entry in one direction of all inputs, and return what `_attention` returns."""
+    """Compute the tangents of an Entry in one direction of all inputs, and return the same pair as `_attention`."""
     tensors, given = entry.case.draw()
     moved = tangents.directions(tensors, given)
     attend = functools.partial(fa.attention, backend=entry.backend)
@@ -191,7 +191,7 @@ def _call_of(entry):
 
 
 def execute(entry, capability, tile=0, **options):
-    """Run an Entry on a GPU of a compute capability and return its Outcome.
+    """Run an Entry on an emulated GPU of a compute capability, and return its Outcome.
 
     Args:
         tile: index of the tile or pipeline of each kernel. options: arguments of `Device`.
@@ -202,7 +202,7 @@ def execute(entry, capability, tile=0, **options):
 
 
 class Taken(NamedTuple):
-    """A tile or pipeline, and the calls it serves: a kernel, bytes of an element, columns of the widest tile."""
+    """A tile or pipeline, and the calls that use it: kernel, bytes of an element, columns of the widest tile."""
 
     kernel: str
     itemsize: int
@@ -211,7 +211,7 @@ class Taken(NamedTuple):
 
 
 def taken(entry, capability, tile=0):
-    """Return each Taken of an Entry, without compiling or executing."""
+    """Return each tile that an Entry would use, as a set of Taken, without compiling or executing."""
     found = set()
 
     def note(name, call, tile):

@@ -1,4 +1,4 @@
-"""Named calls whose compiled kernels are executed."""
+"""Named calls of the package whose compiled PTX the tests execute."""
 
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ HOPPER = 90
 
 
 class Entry(NamedTuple):
-    """A Case or a Cached, and options of its call."""
+    """A named call to execute: a Case or a Cached, and options of the call and of the emulated GPU."""
 
     case: Case | Cached
     backend: str = "triton"

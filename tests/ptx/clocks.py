@@ -1,4 +1,4 @@
-"""Vector clocks: which accesses to shared memory a warp knows of, and which bytes products and copies still use.
+"""Vector clocks that find races in shared memory: the accesses that each warp knows of, and the bytes still in use.
 
 A warp learns of another's accesses only by barriers and mbarriers. An access is a race if it conflicts with an unknown
 access of another warp, whichever was executed first. The lanes of a warp are always in order, so `bar.warp.sync` does
@@ -15,7 +15,7 @@ from .ops import S32
 
 
 class Clocks(Lanes):
-    """Accesses of warps to ranges [at, at + size) of at most 16 bytes. `gwarp` numbers warps over all blocks."""
+    """Accesses of warps to bytes [at, at + size), at most 16 each. `gwarp` numbers warps over all blocks."""
 
     def __init__(self, *launch):
         super().__init__(*launch)
@@ -29,18 +29,18 @@ class Clocks(Lanes):
         self.used = np.zeros(cells, S32)  # how many products and copies use each cell
 
     def cells(self, at, size):
-        """Return the cells of n ranges, (cells a range, n)."""
+        """Return the clock cells that each of n byte ranges covers, as (cells per range, n)."""
         return at // self.grain + np.arange(max(1, size // self.grain))[:, None]
 
     def publish(self, gwarp):
-        """Publish the accesses of warps so far. Their later accesses get a later time."""
+        """Return the clock rows of warps, which a barrier passes on. Their later accesses get a later time."""
         rows = self.row[gwarp]
         known = self.knows[rows].copy()
         self.knows[rows, rows % self.clocks] += 1
         return known
 
     def learn(self, gwarp, published):
-        """Let warps learn what others have published."""
+        """Merge the clock rows `published` by other warps into those of warps `gwarp`, which have passed a barrier."""
         rows = self.row[gwarp]
         self.knows[rows] = np.maximum(self.knows[rows], published)
 
@@ -52,7 +52,7 @@ class Clocks(Lanes):
             self.report.add(kind, line, text, bad.sum())
 
     def reads(self, gwarp, at, size, line):
-        """Record reads. A reader must know of the last write."""
+        """Record reads of shared memory, and report a race if the reader does not know of the last write."""
         cells, row, warp = self.cells(at, size), self.row[gwarp], gwarp % self.W
         other = self.wrote[cells]
         late = self.wrote_at[cells] > self.knows[row, other]
@@ -60,7 +60,7 @@ class Clocks(Lanes):
         self.read_at[warp, cells] = self.knows[row, warp]
 
     def writes(self, gwarp, at, size, line, changed=True):
-        """Record writes. A writer that changes bytes must know of their last write and of all reads."""
+        """Record writes; report a race if a warp changes bytes whose last write or reads it does not know of."""
         cells, row, warp = self.cells(at, size), self.row[gwarp], gwarp % self.W
         other = self.wrote[cells]
         late = (self.wrote_at[cells] > self.knows[row, other]) & changed
@@ -73,15 +73,15 @@ class Clocks(Lanes):
         if used:
             self.report.add("async", line, "overwrites what a product or a copy still uses", used)
 
-    # The async proxy: products and copies of boxes
+    # The async proxy: wgmma and TMA copies
 
     def fence_async(self, m):
-        """Let products and copies read the writes that the active warps know of (fence.proxy.async)."""
+        """Make the writes that the active warps know of visible to wgmma and TMA (fence.proxy.async)."""
         warps = np.arange(self.L // 32) if m is None else np.flatnonzero(m.reshape(-1, 32).any(1))
         self.fenced[self.row[warps]] = self.publish(warps)
 
     def reads_async(self, gwarp, at, size, what, line):
-        """Record reads by products or copies, which use the ranges until `release`.
+        """Record reads by wgmma or TMA, which use the bytes until `release`.
 
         The writer or the reader must have fenced each write. The writer's fence counts once it is executed, even
         without a barrier between it and the read.
@@ -95,25 +95,28 @@ class Clocks(Lanes):
         self.use(at, size, 1)
 
     def begins_async(self, cta):
-        """Return the time at which a block's engine begins a copy. Knowing a copy means knowing all before it."""
+        """Return the time at which a block's engine begins a copy; to know of a copy is to know of all before."""
         row = cta * self.clocks + self.W
         self.knows[row, self.W] += 1
         return int(self.knows[row, self.W]) - 1
 
     def writes_async(self, at, size, begun):
-        """Record writes of the copy engine, for a copy that began at time `begun`."""
+        """Record writes of the copy engine (TMA), for a copy that began at time `begun`."""
         cells = self.cells(at, size)
         self.wrote[cells], self.wrote_at[cells] = self.W, begun
 
     # Objects other than bytes
 
     def now(self, gwarp):
-        """Return (a warp's number in its block, the time on its clock)."""
+        """Return (a warp's number in its block, the current time on the warp's clock)."""
         warp = int(gwarp) % self.W
         return warp, int(self.knows[self.row[gwarp], warp])
 
     def finds(self, gwarp, other, when, what, line, fenced=False):
-        """Record the use of an object that warp `other` made. If `fenced`, maker or user must have fenced."""
+        """Report a race if a warp uses an object that warp `other` made at time `when` without a barrier in between.
+
+        If `fenced`, the maker or the user must also have executed a proxy fence.
+        """
         row = self.row[gwarp]
         maker = row // self.clocks * self.clocks + other
         if (when > self.knows[row, other]).any():
@@ -122,10 +125,10 @@ class Clocks(Lanes):
             self.report.add("unfenced mbarrier", line, f"{what} of warp {other} that nobody fenced")
 
     def use(self, at, size, by):
-        """Count uses by products and copies: by = 1 begins one, by = -1 ends one."""
+        """Count the wgmma and TMA accesses that use a byte range: by = 1 begins one, by = -1 ends one."""
         np.add.at(self.used, self.cells(at, size).reshape(-1), S32(by))  # equal dtypes are 40 times as fast
 
     def release(self, gwarp, at, size):
-        """End the use of ranges by products and copies, which read them until now."""
+        """End the use of byte ranges by wgmma or TMA, which read them until now."""
         self.use(at, size, -1)
         self.read_at[gwarp % self.W, self.cells(at, size)] = self.knows[self.row[gwarp], gwarp % self.W]

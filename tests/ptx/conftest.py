@@ -1,4 +1,4 @@
-"""Calls and tiles that `make ptx` executes; with ARGS=--everything each tile on each GPU."""
+"""Selects the calls and tiles that `make ptx` executes; with ARGS=--everything each tile on each GPU."""
 
 import itertools
 import zlib
@@ -9,7 +9,7 @@ from .cases import ALSO, ENTRIES, FEW, HOPPER
 
 CAPABILITIES = 80, HOPPER  # --everything also runs OTHERS
 OTHERS = 86, 120
-TILES = 4  # the most tiles in a row of a table
+TILES = 4  # maximum number of tiles in a row of a table
 
 
 def pytest_addoption(parser):
@@ -32,7 +32,7 @@ def _row(entry, capability, tile=0, marks=()):
 
 
 def each_once():
-    """Yield (Entry, capability). Each call has one GPU, chosen by its name; FEW have both, ALSO names more."""
+    """Yield (Entry, capability): one GPU for each call, chosen by its name, both for FEW, and those of ALSO."""
     for entry in ENTRIES.values():
         for capability in filter(entry.runs_on, CAPABILITIES):
             if capability == _first(entry) or entry.name in (*FEW, *ALSO[capability]):
@@ -45,7 +45,7 @@ def _first(entry):
 
 
 def _marked(entry, capability):
-    """Mark all calls for `make test-all`, except one run of each of FEW."""
+    """Return the test parameters of a call, marked for `make test-all`, except for one run of each call in FEW."""
     few = entry.name in FEW and capability == _first(entry)
     return _row(entry, capability, marks=() if few else pytest.mark.matrix)
 

@@ -1,7 +1,7 @@
-"""cp.async: threads copy bytes from global to shared memory, and wait for their copies by groups.
+"""Emulates cp.async: threads copy bytes from global to shared memory, and wait for groups of their copies.
 
-A copy reads global memory when it begins, and arrives when its thread waits for its group. Until then its place is
-NaN, and nobody may write there.
+A copy reads global memory when it begins, and arrives when its thread waits for its group. Until then its destination
+is NaN, and a write there is an error.
 """
 
 import numpy as np
@@ -12,14 +12,14 @@ from .shared import Flight, SharedMemory, waited
 
 
 class Copies(GlobalMemory, SharedMemory):
-    """The copies in flight, and the number of groups that each lane has committed."""
+    """Copies by cp.async: those in flight, and the number of groups that each lane (thread) has committed."""
 
     def __init__(self, *launch):
         super().__init__(*launch)
         self.copies, self.committed = [], np.zeros(self.L, S64)
 
     def cp_async(self, m, target, target_offset, source, source_offset, size, given, line):
-        """Copy `size` bytes a lane, or fill with zeros where `given` is 0."""
+        """Copy `size` bytes in each active lane, or write zeros where `given` is 0."""
         lanes = np.arange(self.L)[self.lanes(m)]
         at = self.smem_at(lanes, target, target_offset, size, line)
         count = self.full(U32(size) if given is None else given)
@@ -36,7 +36,7 @@ class Copies(GlobalMemory, SharedMemory):
         self.committed += 1 if m is None else m
 
     def cp_wait(self, m, count):
-        """Let all but the last `count` groups arrive (cp.async.wait_group)."""
+        """Complete all but the last `count` groups of copies (cp.async.wait_group)."""
         done, self.copies = waited(self.copies, self.committed - count, m)
         for copy in done:
             size = 4 * copy.data.shape[1]

@@ -1,4 +1,4 @@
-"""An emulated GPU: it executes the package's launches on the CPU tensors themselves."""
+"""An emulated GPU, which executes the package's kernel launches on CPU tensors in place."""
 
 import contextlib
 import pathlib
@@ -28,7 +28,7 @@ _programs: dict[str, Program] = {}
 
 
 class Launch(NamedTuple):
-    """An executed launch: a compiled kernel, its grid, and its errors."""
+    """One executed launch: the compiled kernel, its grid, and the errors found."""
 
     kernel: object
     grid: tuple
@@ -40,14 +40,14 @@ class Launch(NamedTuple):
 
 
 def program(ptx):
-    """Return the Program of PTX, translated once."""
+    """Return the Program of a PTX text; each text is translated once."""
     if ptx not in _programs:
         _programs[ptx] = Program(parse(ptx))
     return _programs[ptx]
 
 
 def _encoded(descriptor, meta):
-    """Return a descriptor as the launcher passes it. Triton 3.9 takes one more argument, which is ignored."""
+    """Return a TMA descriptor as the launcher passes it. Triton 3.9 takes one more argument, which is ignored."""
     take = driver.make_tensordesc_arg
     return take(*(descriptor, meta, None)[: take.__code__.co_argcount])
 
@@ -57,7 +57,7 @@ def _is_descriptor(kind):
 
 
 def _parameters(signature):
-    """Yield (name, type) of each argument. The launcher passes shape and strides after a descriptor."""
+    """Yield (name, type) of each kernel parameter. The launcher passes shape and strides after a descriptor."""
     for name, kind in signature.items():
         if _is_descriptor(kind):
             rank = kind.split("[")[1].split("]")[0].count(",") + 1
@@ -71,7 +71,7 @@ _OF_DESCRIPTOR = dict(shape="i32", strides="i64")
 
 
 def _flattened(names, signature, values):
-    """Yield (name, type, value) of each argument of a kernel: no constants, tuples element by element."""
+    """Yield (name, type, value) of each argument of a kernel, without constants and with tuples flattened."""
     for name, kind, value in zip(names, signature, values, strict=True):
         if isinstance(kind, tuple):
             yield from _flattened([f"{name}.{i}" for i in range(len(kind))], kind, value)
@@ -80,14 +80,14 @@ def _flattened(names, signature, values):
 
 
 def _packed(kind, value):
-    """Return the bytes of an argument as the launcher passes it."""
+    """Return the bytes of a kernel argument, as Triton's launcher passes it."""
     if kind[0] == "*":
         return struct.pack("Q", 0 if value is None else value if isinstance(value, int) else value.data_ptr())
     return struct.pack(_PACKED[kind], value)
 
 
 class Device:
-    """An emulated GPU that kernels are launched on.
+    """An emulated GPU, on which kernels are launched.
 
     Args:
         max_lanes: threads executed at once. tensor_core: the TensorCore that adds products; by default sums are
@@ -100,19 +100,19 @@ class Device:
         self.order = None if order is None else np.random.default_rng(order)
 
     def load(self, kernel):
-        """Make the launcher of a compiled kernel execute it here."""
+        """Replace the launcher of a compiled kernel, so that its launches run on this Device."""
         kernel.module = kernel.function = 0
         kernel._run = absent.Run(lambda *given: self.launch(kernel, given[:3], given[9:]))
 
     def launch(self, kernel, grid, values):
-        """Execute a kernel with the arguments of Triton's launcher."""
+        """Execute a kernel with the arguments that Triton's launcher gets."""
         code = program(kernel.asm["ptx"])
         params = self._arguments(code, kernel, values)
         report = self.execute(code, params, grid, kernel.metadata.shared)
         self.launches.append(Launch(kernel, grid, report))
 
     def execute(self, code, params, grid, shared):
-        """Run a Program on the tensors of `memory` and return its Report."""
+        """Run a Program on the tensors of `memory`, and return the Report of its errors."""
         report, total = Report(), grid[0] * grid[1] * grid[2]
         blocks = np.stack(np.unravel_index(np.arange(total), grid[::-1])[::-1], 1)
         if self.order is not None:
@@ -124,7 +124,7 @@ class Device:
         return report
 
     def _arguments(self, code, kernel, values):
-        """Return {parameter: bytes or descriptor} of a launch, and pass its tensors to `memory`."""
+        """Return {parameter: bytes or descriptor} of a launch, and register its tensors with `memory`."""
         meta = getattr(kernel.metadata, "tensordesc_meta", None) or ()
         given, descriptors, rest = [], iter(meta), iter(values)
         for kind in kernel.src.signature.values():
@@ -154,7 +154,7 @@ class Device:
 
 @contextlib.contextmanager
 def _poisoned(memory):
-    """Mark tensors that torch does not initialise."""
+    """Fill tensors that torch does not initialise with NaN bytes, and mark them as unwritten."""
 
     def fresh(make):
         return lambda *args, **kwargs: memory.is_fresh(make(*args, **kwargs))
@@ -171,7 +171,7 @@ _EMPTY = "empty", "empty_like", "empty_strided"
 
 
 def _only_ptx(backend=None, stages=None, options=None, language=None, capability=None):
-    """Skip machine code, which takes half of the time (Triton's hook for the stages of a compilation)."""
+    """Skip compilation to machine code, which takes half of the time: Triton's hook for the stages of a compilation."""
     if stages is None:  # a part of Triton's cache key
         return "only ptx", "only ptx"
     stages |= dict(cubin=lambda module, metadata: b"none")
@@ -179,7 +179,7 @@ def _only_ptx(backend=None, stages=None, options=None, language=None, capability
 
 @contextlib.contextmanager
 def gpu(capability, **options):
-    """Emulate a GPU as in `absent.gpu`, but execute its launches; yields the Device."""
+    """Emulate a GPU as in `absent.gpu`, and execute the launches on it; yield the Device."""
     device = Device(**options)
     with absent.gpu(capability, device.load, _only_ptx, str(CACHE)), _poisoned(device.memory):
         yield device

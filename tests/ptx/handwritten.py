@@ -1,4 +1,4 @@
-"""Kernels of a few lines of PTX, to test the machine instruction by instruction."""
+"""Runs short handwritten PTX kernels, which test the emulator instruction by instruction."""
 
 import struct
 
@@ -43,12 +43,12 @@ ROW += "add.u64 %d1, %x, %d0; add.u64 %d2, %out, %d0;"
 
 
 def line_of(body, mark="// here"):
-    """Return the line of the whole source with a mark in the body."""
+    """Return the line number, in the whole source, of a mark in the kernel's body."""
     return SOURCE[: SOURCE.index("{body}")].count("\n") + body[: body.index(mark)].count("\n") + 1
 
 
 def execute(body, threads=64, ctas=1, smem=1024, box=None, fresh=(), tensor_core=None, **tensors):
-    """Execute a kernel on tensors and return the Report. Tensors named in `fresh` count as uninitialised."""
+    """Execute a PTX body on tensors and return the Report. Tensors named in `fresh` count as uninitialised."""
     memory, report = Memory(), Report()
     for name in fresh:
         memory.is_fresh(tensors[name])

@@ -1,4 +1,4 @@
-"""Lanes: the threads of several blocks (CTAs), executed together. An array has one element a lane.
+"""Lanes: the threads of several blocks (CTAs), executed together. Arrays have one element per lane.
 
 A mask m marks the active lanes, which execute an instruction; None stands for all. Each block is its own cluster.
 """
@@ -13,7 +13,7 @@ PARAMS_AT = 1 << 30  # address of the kernel parameters, in 32 or 64 bits
 
 
 def disagree(stored, given):
-    """Return which lanes differ from the stored number, if several lanes store to one place.
+    """Return a mask of the lanes whose number is not the one stored, if several lanes store to one address.
 
     Two NaNs are equal: hardware has one NaN, NumPy has many. A store has no type, so this also holds for integers of
     16 and 32 bits.
@@ -28,7 +28,7 @@ def disagree(stored, given):
 
 
 class Lanes:
-    """The lanes, their registers, and the arguments of their launch.
+    """The lanes (threads) of a launch, their registers, and the kernel's arguments.
 
     Args:
         program: the Program to execute. memory: the Memory. params: {name: bytes, or a descriptor}.
@@ -55,15 +55,15 @@ class Lanes:
             self.specials[f"%nctaid.{name}"] = np.full(self.L, grid[axis], U32)
 
     def _poison(self, home):
-        """Return a register before its first write: all bits set, which is NaN in floats."""
+        """Return a register before its first write: all bits are set, which is NaN in a float."""
         if home is np.bool_:
             return np.ones(self.L, bool)
         return np.full(self.L * np.dtype(home).itemsize, 0xFF, U8).view(home)
 
-    # Which lanes
+    # Active lanes
 
     def lanes(self, m):
-        """Return the index of the active lanes."""
+        """Return the index of the active lanes in an array of all lanes."""
         return ALL if m is None else np.flatnonzero(m)
 
     def each(self, m, *values):
@@ -73,7 +73,7 @@ class Lanes:
             yield lane, *(int(x[lane]) for x in values)
 
     def converged(self, m, line, size=32):
-        """Return the numbers of the active warps, or groups of another size. None may be active in part."""
+        """Return the indices of the active warps (groups of `size` lanes); raise Fault if one is partly active."""
         if m is None:
             return np.arange(self.L // size)
         groups = m.reshape(-1, size)
@@ -84,7 +84,7 @@ class Lanes:
     # Values
 
     def full(self, x):
-        """Return an array of all lanes, from an array or a number."""
+        """Return an array with one element per lane, from an array or a single number."""
         if isinstance(x, np.ndarray) and x.ndim:
             return x
         key = x.dtype.str, x.tobytes()
@@ -93,14 +93,14 @@ class Lanes:
         return self.consts[key]
 
     def alike(self, m, x, line):
-        """Return the number that all active lanes have in common."""
+        """Return the number that x has in all active lanes; raise NotImplementedError if it differs between lanes."""
         found = self.full(x)[self.lanes(m)]
         if (found != found[0]).any():
             raise NotImplementedError(f"line {line}: lanes differ")
         return int(found[0])
 
     def spread(self, m, found):
-        """Return rows over the active lanes as rows over all lanes, with 0 in the others."""
+        """Return an array (rows, active lanes) as (rows, all lanes), with 0 in the inactive lanes."""
         if m is None:
             return found
         result = np.zeros((len(found), self.L), found.dtype)
@@ -115,7 +115,7 @@ class Lanes:
     # Parameters of the kernel
 
     def param_address(self, name, dtype):
-        """Return the address of a parameter, for `param_at`."""
+        """Return the address of a kernel parameter, for `param_at`."""
         return self.full(dtype(PARAMS_AT + 4096 * list(self.program.params).index(name)))
 
     def param_at(self, address):

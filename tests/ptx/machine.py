@@ -1,7 +1,8 @@
-"""The machine: executes a Program, each instruction on all lanes that have reached it.
+"""Emulator of a GPU: executes a Program, each instruction for all lanes (threads) that have reached it.
 
-Lanes that diverge go on as groups. The group furthest behind in the code runs first, a group that polls memory last.
-Groups that meet are merged. There is no time: asynchronous results arrive as late as the program allows.
+Lanes that diverge continue as groups. The group furthest behind in the code runs first, a group that polls memory
+last. Groups that reach the same instruction are merged. There is no time: asynchronous results arrive as late as the
+program allows.
 """
 
 import warnings
@@ -16,7 +17,7 @@ from .report import Fault
 
 
 class Arrived(NamedTuple):
-    """Lanes that wait at a barrier, the clocks that their warps published, and the block that comes next."""
+    """Lanes that wait at a barrier, the clocks that their warps passed to it, and the basic block that follows."""
 
     number: int
     mask: np.ndarray
@@ -26,7 +27,7 @@ class Arrived(NamedTuple):
 
 
 class Machine(Copies, Products, Boxes):
-    """Lanes with all their instructions; see `Lanes` for the arguments."""
+    """Emulator with the instructions of all base classes; see `Lanes` for the arguments."""
 
     def __init__(self, *launch):
         super().__init__(*launch)
@@ -51,14 +52,14 @@ class Machine(Copies, Products, Boxes):
         raise Fault(f"the program has not ended after {self.most_steps} blocks of instructions")
 
     def next(self, step):
-        """Return the block to run: the first; if all poll, the one that has waited longest."""
+        """Return the basic block to run: the first; if all blocks poll memory, the longest waiting."""
         at = min(self.ready, key=lambda at: (self.polled.get(at, -1), at)) if self.program.polls else min(self.ready)
         if at in self.program.polls:
             self.polled[at] = step
         return at
 
     def enter(self, at, m):
-        """Let lanes go on at a block of instructions; -1 is the end."""
+        """Let lanes continue at a basic block of instructions; -1 is the end."""
         if at < 0 or not (m is None or m.any()):
             return
         there = self.ready.get(at, m)
@@ -66,7 +67,7 @@ class Machine(Copies, Products, Boxes):
         self.ready[at] = None if m is None or m.all() else m
 
     def finish(self):
-        """Check the end: no lane may wait, and only additions to global memory may still run."""
+        """Check the end of a launch: no lane may wait, and only additions to global memory may still be in flight."""
         self.add_up()
         waiting = [(each.mask, f"barrier {each.number}, line {each.line}") for each in self.arrived]
         waiting += [(m, f"an mbarrier, line {line}") for _, m, line in self.sleepers]
@@ -90,7 +91,7 @@ class Machine(Copies, Products, Boxes):
             self.enter(target, index == number if m is None else (index == number) & m)
 
     def at_bar(self, m, number, count, then, line):
-        """Let lanes wait at a barrier, which opens when `count` threads have arrived (bar.sync).
+        """Make lanes wait at a barrier, which opens when `count` threads have arrived (bar.sync).
 
         A thread that has ended never arrives; hardware may count it.
         """
@@ -108,7 +109,7 @@ class Machine(Copies, Products, Boxes):
             self.open_barrier(number, (counts == needed)[self.cta])
 
     def open_barrier(self, number, lanes):
-        """Open a barrier for the lanes of some blocks, which learn what all had published."""
+        """Open a barrier in the blocks of some lanes. Their warps learn of the accesses of all warps that arrived."""
         here = [each for each in self.arrived if each.number == number]
         self.arrived = [each for each in self.arrived if each.number != number]
         known = np.maximum.reduce([each.known for each in here])

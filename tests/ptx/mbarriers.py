@@ -1,8 +1,8 @@
-"""mbarriers: barriers in shared memory that count threads and bytes. Threads wait for their phases by parity.
+"""Emulates mbarriers: barriers in shared memory that count threads and bytes. Threads wait for a phase by its parity.
 
 The bytes of a copy arrive when a thread waits for the phase and all threads have arrived. A wait lasts until its phase
-is complete; hardware may give up earlier. A user of an mbarrier must know of its initialisation, which must be fenced
-before a copy uses it.
+is complete; hardware may give up earlier. The initialisation of an mbarrier must be ordered before each use, and
+fenced before a copy uses it.
 """
 
 import numpy as np
@@ -13,7 +13,7 @@ from .shared import SharedMemory
 
 
 class Barrier:
-    """An mbarrier of a block, with the threads and bytes that its phase still waits for.
+    """State of an mbarrier of a block: the threads and bytes that its current phase still waits for.
 
     copies: (places in `smem`, elements, start time, line) of copies in flight. coming, known: the clocks published by
     the arrivals of this phase, and of the phase before. made: the warp that initialised it, and the time.
@@ -25,7 +25,7 @@ class Barrier:
 
 
 class Mbarriers(SharedMemory):
-    """The mbarriers of all blocks, and the sleeping lanes: (next block of instructions, mask, line)."""
+    """The mbarriers of all blocks, and the lanes that wait at them: (next basic block, mask, line)."""
 
     def __init__(self, *launch):
         super().__init__(*launch)
@@ -41,7 +41,7 @@ class Mbarriers(SharedMemory):
         return found
 
     def mbarrier_init(self, m, pointer, offset, count, line):
-        """Make a Barrier that `count` threads arrive at in each phase."""
+        """Create a Barrier at which `count` threads arrive in each phase (mbarrier.init)."""
         self.smem_at(self.lanes(m), self.full(pointer), offset, 8, line)
         for lane, address, n in self.each(m, pointer, count):
             cta, made = int(self.cta[lane]), self.now(self.gwarp[lane])
@@ -53,7 +53,7 @@ class Mbarriers(SharedMemory):
             del self.barriers[int(self.cta[lane]), address + offset]
 
     def mbarrier_arrive(self, m, pointer, offset, count, expected, line):
-        """Count `count` arrivals and expect `expected` more bytes; None is 0."""
+        """Count `count` arrivals at an mbarrier, and expect `expected` more bytes; None is 0."""
         zero = U32(0)
         count, expected = (zero if x is None else x for x in (count, expected))
         for lane, address, arrive, more in self.each(m, pointer, count, expected):
@@ -67,7 +67,7 @@ class Mbarriers(SharedMemory):
             self.complete(barrier)
 
     def complete(self, barrier):
-        """Start the next phase if this one is complete."""
+        """Start the next phase of an mbarrier if its current phase is complete."""
         if barrier.pending == 0 and barrier.bytes == 0:
             barrier.phase += 1
             barrier.pending = barrier.count
@@ -75,7 +75,7 @@ class Mbarriers(SharedMemory):
             self.wake_up()
 
     def wake_up(self):
-        """Let sleeping lanes try again."""
+        """Let all lanes that wait at mbarriers test them again."""
         for here, m, _ in self.sleepers:
             self.enter(here, m)
         self.sleepers = []
@@ -90,7 +90,7 @@ class Mbarriers(SharedMemory):
         self.complete(barrier)
 
     def at_try(self, m, pointer, offset, parity, result, here, then, line):
-        """Let lanes go on if their phase is complete, and sleep if not (mbarrier.try_wait)."""
+        """Let lanes continue if their phase is complete, or make them wait (mbarrier.try_wait)."""
         lanes = np.arange(self.L)[self.lanes(m)]
         keys = np.stack([self.full(x)[lanes].astype(S64) for x in (self.cta, pointer, parity)])
         kinds, kind = np.unique(keys, axis=1, return_inverse=True)

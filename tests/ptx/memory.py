@@ -1,4 +1,4 @@
-"""Global memory: the storages of tensors, at their own addresses.
+"""Emulates global memory: the storages of tensors, at their own addresses, and errors of accesses to them.
 
 An access must lie in the storage of a tensor that was passed to the kernel; all lanes of an instruction access one
 storage. Accesses to bytes between the elements of a tensor are reported. Every lane sees a store at once, so fences of
@@ -23,14 +23,14 @@ MAP_NORESERVE = 0x4000  # a flag of Linux: memory is allocated when it is first 
 
 
 def sparse(count, dtype):
-    """Return zeros whose memory is allocated when it is first touched."""
+    """Return an array of zeros whose memory is allocated when it is first touched."""
     size = count * np.dtype(dtype).itemsize
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
     return np.zeros(count, dtype) if size <= LARGE else np.frombuffer(mmap.mmap(-1, size, flags=flags), dtype)
 
 
 class TensorMap(NamedTuple):
-    """A tensor descriptor with the driver's arguments; sizes and strides count elements."""
+    """A TMA tensor descriptor: the driver's arguments; sizes and strides count elements."""
 
     base: int
     swizzle: int
@@ -43,10 +43,10 @@ class TensorMap(NamedTuple):
 
 
 class Allocation:
-    """The storage of one or more tensors.
+    """Storage of one or more tensors, and the state of its bytes.
 
-    written: whether each byte was written; None if all are initialised. between: whether each byte lies outside all
-    elements of the passed tensors; None if no byte does.
+    written: mask of the bytes that were written; None if all are initialised. between: mask of the bytes outside all
+    elements of the passed tensors; None if no byte is.
     """
 
     def __init__(self, base, size, name, written=None, between=None):
@@ -55,31 +55,31 @@ class Allocation:
         self.owner = None  # for each pair of bytes: 1 + the block that stored there in this launch
 
     def view(self, dtype):
-        """Return the bytes as elements of a dtype."""
+        """Return the bytes of the storage as elements of a dtype."""
         size = np.dtype(dtype).itemsize
         return self.bytes[: self.size // size * size].view(dtype)
 
     def unwritten(self, at, size):
-        """Return which ranges [at, at + size) contain a byte that was never written."""
+        """Return a mask of the ranges [at, at + size) that contain a byte which was never written."""
         if self.written is None:
             return np.zeros(at.shape, bool)
         return ~self.written[at + np.arange(size)[:, None]].all(0)
 
     def astray(self, at, size):
-        """Return which ranges contain a byte outside every tensor element."""
+        """Return a mask of the ranges that contain a byte outside every tensor element."""
         if self.between is None:
             return np.zeros(at.shape, bool)
         return self.between[at + np.arange(size)[:, None]].any(0)
 
     def foreign(self, at, size, blocks):
-        """Return which ranges another block stored to. Owners are known by pairs of bytes, so single bytes pass."""
+        """Return a mask of the ranges that another block stored to; single bytes pass, as owners have two each."""
         if self.owner is None or size == 1:
             return np.zeros(at.shape, bool)
         owner = self.owner[at // 2 + np.arange(size // 2)[:, None]]
         return ((owner != 0) & (owner != blocks + 1)).any(0)
 
     def claim(self, at, size, blocks):
-        """Record stores of blocks. Return which ranges another block stored to, before or at the same time."""
+        """Record stores of blocks. Return a mask of the ranges that another block also stored to."""
         if self.owner is None:
             self.owner = sparse(self.size // 2 + 1, np.int32)
         before = self.foreign(at, size, blocks)
@@ -93,7 +93,7 @@ NOTHING = Allocation(0, 0, "nothing")  # stands for an access by no lane
 
 
 def _between(size, strided):
-    """Return whether each byte is outside all tensors, given as (first byte, shape, strides in bytes, itemsize)."""
+    """Return a mask of the bytes outside all tensors, given as (first byte, shape, strides in bytes, itemsize)."""
     none = np.ones(size if size <= LARGE else 0, bool)
     for first, shape, steps, itemsize in strided:
         if none.size and 0 not in shape:
@@ -108,13 +108,13 @@ def _strided(tensor):
 
 
 class Memory:
-    """The storages that a launch may access, and the uninitialised bytes of all tensors."""
+    """The storages that a launch may access, and the uninitialised bytes of each tensor."""
 
     def __init__(self):
         self.allocations, self.fresh, self.kept = [], {}, []
 
     def is_fresh(self, tensor):
-        """Fill a new, uninitialised tensor with poison and return it."""
+        """Fill a new, uninitialised tensor with NaN bytes, mark them as unwritten, and return the tensor."""
         storage = tensor.untyped_storage()
         if type(tensor) is torch.Tensor and tensor.device.type == "cpu" and storage.nbytes():  # fakes have no memory
             Allocation(storage.data_ptr(), storage.nbytes(), "").bytes[:] = POISON
@@ -123,7 +123,7 @@ class Memory:
         return tensor
 
     def begin(self, tensors, described):
-        """Begin a launch that may access tensors and descriptors: both {name of a parameter: value}.
+        """Begin a launch that may access tensors and descriptors, each as {parameter name: value}.
 
         A byte of a fresh tensor that is not poison was written by torch. If torch wrote poison, the byte counts as
         uninitialised.
@@ -163,10 +163,10 @@ class Memory:
 
 
 class GlobalMemory(Lanes):
-    """Instructions on global memory: n neighbouring elements a lane."""
+    """Instructions on global memory; each lane (thread) accesses n neighbouring elements."""
 
     def global_at(self, m, pointer, offset, size, line):
-        """Return (Allocation, byte offset of each active lane) for `size` bytes a lane."""
+        """Return (Allocation, byte offset of each active lane) for an access of `size` bytes per lane."""
         address = (pointer.view(S64) + offset)[self.lanes(m)]
         if not address.size:
             return NOTHING, address
@@ -181,24 +181,24 @@ class GlobalMemory(Lanes):
             self.report.add(kind, line, f"{allocation.name} at byte {int(at[bad][0])} {what}", bad.sum())
 
     def complain_of_bytes(self, allocation, at, size, line):
-        """Report reads of ranges that nobody wrote, or that lie outside all elements."""
+        """Report reads of bytes that were never written, or that lie outside all tensor elements."""
         self.complain("uninitialised", allocation.unwritten(at, size), allocation, at, "was written by nobody", line)
         self.complain("astray", allocation.astray(at, size), allocation, at, "is of no element", line)
 
     def reads_global(self, allocation, at, size, blocks, line):
-        """Report loads of ranges that nobody wrote, or that another block stored to."""
+        """Report loads of bytes that were never written, or that another block stored to."""
         self.complain_of_bytes(allocation, at, size, line)
         foreign = allocation.foreign(at, size, blocks)
         self.complain("race between CTAs", foreign, allocation, at, "was stored by another CTA", line)
 
     def writes_global(self, allocation, at, size, blocks, line):
-        """Record stores, and report stores to ranges of another block."""
+        """Record stores, and report stores to bytes that another block stored to."""
         foreign = allocation.claim(at, size, blocks)
         self.complain("astray", allocation.astray(at, size), allocation, at, "is of no element", line)
         self.complain("race between CTAs", foreign, allocation, at, "is stored by two CTAs", line)
 
     def load_global(self, m, pointer, offset, dtype, n, line):
-        """Return (n, L) elements (ld.global)."""
+        """Return the (n, lanes) elements that a load reads (ld.global)."""
         size = np.dtype(dtype).itemsize
         allocation, at = self.global_at(m, pointer, offset, n * size, line)
         self.reads_global(allocation, at, n * size, self.number[self.lanes(m)], line)
@@ -214,14 +214,14 @@ class GlobalMemory(Lanes):
         self.complain("lanes differ", bad, allocation, at, "is stored with different values", line)
 
     def add_global(self, m, pointer, offset, dtype, values, line):
-        """Add without a result (atom.global.add, red.global.add)."""
+        """Add to global memory without returning the old values (atom.global.add, red.global.add)."""
         lanes, n, size = self.lanes(m), len(values), np.dtype(dtype).itemsize
         allocation, at = self.global_at(m, pointer, offset, n * size, line)
         self.complain_of_bytes(allocation, at, n * size, line)
         np.add.at(allocation.view(dtype), at // size + np.arange(n)[:, None], np.stack(values)[:, lanes])
 
     def take_global(self, m, pointer, offset, value, line):
-        """Add to one u32 a lane, and return the previous values (L,)."""
+        """Add to one u32 in each active lane, and return the previous values (atom.global.add)."""
         allocation, at = self.global_at(m, pointer, offset, 4, line)
         self.complain_of_bytes(allocation, at, 4, line)
         there, found = allocation.view(np.uint32), []

@@ -1,4 +1,4 @@
-"""Results of arithmetic instructions, on arrays with one element a lane. Any operand may be a scalar.
+"""Results of arithmetic PTX instructions, on arrays with one element per lane. An operand may be a scalar.
 
 Differences from hardware: `ex2` is NumPy's and `div.full` is exact, while a GPU approximates both. `fma` rounds twice.
 """
@@ -17,7 +17,7 @@ where = np.where
 
 
 def ftz(x):
-    """Return float32 with subnormal numbers replaced by a 0 of the same sign."""
+    """Return float32 x with subnormal numbers replaced by 0 of the same sign."""
     return where(np.abs(x) < SMALLEST, np.copysign(F32(0), x), x)
 
 
@@ -27,7 +27,7 @@ def fma(a, b, c):
 
 
 def largest(a, b):
-    """Return the maximum. 0 is above -0, and a number is above NaN."""
+    """Return the maximum of a and b. 0 is above -0, and a number is above NaN."""
     result = np.fmax(a, b)
     zeros = (result == 0) & (a == b)
     return where(zeros, a + b, result) if zeros.any() else result  # -0 + 0 is 0
@@ -42,7 +42,7 @@ def from_bf16(bits):
 
 
 def to_bf16(x):
-    """Round to nearest even."""
+    """Return float32 x as the bits of a bfloat16, rounded to nearest even."""
     bits = x.view(U32)
     rounded = (bits + U32(0x7FFF) + ((bits >> U32(16)) & U32(1))) >> U32(16)
     return where(np.isnan(x), NAN16, rounded.astype(U16))
@@ -53,7 +53,7 @@ def from_f16(bits):
 
 
 def to_f16(x):
-    """Round to nearest even."""
+    """Return float32 x as the bits of a float16, rounded to nearest even."""
     return where(np.isnan(x), NAN16, x.astype(F16).view(U16))
 
 
@@ -61,7 +61,7 @@ def to_f16(x):
 
 
 def div(a, b):
-    """Return a / b rounded to 0, as in C. A division by 0 gives all ones."""
+    """Return a / b rounded towards 0, as in C. A division by 0 gives all ones."""
     zero = b == 0
     safe = where(zero, S32(1), b)
     quotient = a // safe
@@ -75,19 +75,19 @@ def rem(a, b):
 
 
 def mul_hi(a, b):
-    """Return the upper 32 bits of a product of 64 bits."""
+    """Return the upper 32 bits of the 64-bit product of a and b."""
     wide = S64 if a.dtype.kind == "i" else U64
     return (a.astype(wide) * b.astype(wide) >> wide(32)).astype(a.dtype)
 
 
 def shl(x, n):
-    """Return x << n; 0 if the unsigned n is the width or more."""
+    """Return x << n; 0 if n, unsigned, is at least the width of x."""
     bits = 8 * x.dtype.itemsize
     return where(n < bits, x << np.minimum(n, bits - 1).astype(x.dtype), x.dtype.type(0))
 
 
 def shr(x, n):
-    """Return x >> n, filled with the sign of signed numbers. n may be the width or more."""
+    """Return x >> n, filled with the sign bit of a signed x. n may exceed the width."""
     bits = 8 * x.dtype.itemsize
     shifted = x >> np.minimum(n, bits - 1).astype(x.dtype)
     return shifted if x.dtype.kind == "i" else where(n < bits, shifted, x.dtype.type(0))
@@ -103,7 +103,7 @@ def shf_l_wrap(low, high, n):
 
 
 def bfe(x, position, length):
-    """Return bits [position, position + length) of x. The field of a signed x is sign-extended."""
+    """Return bits [position, position + length) of x, sign-extended if x is signed."""
     wide = x.astype(S64 if x.dtype.kind == "i" else U64)
     position = np.minimum(position & U32(255), 63).astype(wide.dtype)
     above = (64 - np.clip(length & U32(255), 1, 64)).astype(wide.dtype)
@@ -111,7 +111,7 @@ def bfe(x, position, length):
 
 
 def prmt(a, b, selector):
-    """Return four bytes, each chosen from the eight of (b, a) by 4 bits. The highest bit asks for the byte's sign."""
+    """Return four bytes, each chosen by 4 bits of the selector from the eight of (b, a), or a byte's sign repeated."""
     pool = a.astype(U64) | (b.astype(U64) << U64(32))
     result = U32(0)
     for i in range(4):

@@ -1,4 +1,4 @@
-"""Parser of PTX text into a Kernel: parameters, registers, and instructions and labels in order.
+"""Parser of PTX text into a Kernel: its parameters, registers, instructions and labels.
 
 Debug information, pragmas and comments are dropped. Anything else that is unknown raises Unsupported.
 """
@@ -23,11 +23,11 @@ _GUARD = re.compile(r"@(!?)(\S+)\s+")
 
 
 class Unsupported(NotImplementedError):
-    """PTX that the emulator does not know. The message has its line and text."""
+    """Error for PTX that the emulator does not know. The message has the line and its text."""
 
 
 class Instruction(NamedTuple):
-    """An instruction, with operands as text."""
+    """One PTX instruction, with its operands as text."""
 
     line: int
     text: str
@@ -37,7 +37,7 @@ class Instruction(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """A parsed entry point."""
+    """A parsed entry point of a PTX module."""
 
     name: str
     params: dict  # {name: bytes}
@@ -47,7 +47,7 @@ class Kernel(NamedTuple):
 
 
 class _Scope:
-    """A pair of braces. Names declared in an inner pair get its number, so that all names of a kernel differ."""
+    """Scope of a pair of braces. Names of inner scopes get a number, so that all names of a kernel differ."""
 
     def __init__(self, number, outer):
         self.number, self.outer, self.names = number, outer, set()
@@ -59,7 +59,7 @@ class _Scope:
 
 
 def split(text):
-    """Return text split at commas outside brackets."""
+    """Return text split at the commas outside brackets, as a tuple."""
     if not _BRACKETS.search(text):  # most operands
         return tuple(operand.strip() for operand in text.split(",")) if text else ()
     operands, depth, start = [], 0, 0
@@ -72,7 +72,7 @@ def split(text):
 
 
 def parse(ptx):
-    """Return the Kernel of a module with one entry."""
+    """Return the Kernel of a PTX module that has one entry point."""
     ptx = _NO_CODE.sub("", ptx)  # keeps line numbers
     entry = _ENTRY.search(ptx)
     begin = ptx.index("{", entry.end())
@@ -93,9 +93,9 @@ def _line(ptx, at):
 
 
 def _statements(ptx, at):
-    """Return [(line, text, scope)] of the body that begins at a brace. The text of a label ends with a colon.
+    """Return [(line, text, scope)] of the statements after an opening brace. The text of a label ends with a colon.
 
-    It is a list so that all names are declared before the caller sees a statement: labels follow branches to them.
+    All names are declared before the caller sees a statement, because labels follow the branches to them.
     """
     statements, scope, scopes, line, last = [], None, 0, _line(ptx, at), at
     while token := _TOKEN.match(ptx, at):
@@ -120,7 +120,7 @@ def _statements(ptx, at):
 
 
 def _statement(line, text, scope, registers, body):
-    """Add a declaration to registers, or an instruction or label to the body."""
+    """Add a declaration to `registers`, or an instruction or label to `body`."""
     text = _NAME.sub(lambda name: scope.unique(name[0]), text)
     if text.endswith(":"):
         body.append(text[:-1])

@@ -1,7 +1,7 @@
-"""wgmma: asynchronous products of a warpgroup (128 lanes).
+"""Emulates wgmma: asynchronous matrix products of a warpgroup (128 lanes).
 
-A product reads its operands when it begins, and its sums arrive when their group is waited for. Until then the
-registers of the sums are NaN, and nobody may write the operands, in registers or in shared memory.
+A product reads its operands when it begins, and its sums arrive when a wait ends its group. Until then the registers of
+the sums are NaN, and a write to the operands, in registers or in shared memory, is an error.
 """
 
 import functools
@@ -17,13 +17,13 @@ SPANS = {0: 16, 1: 128, 2: 64, 3: 32}  # bytes of a row that a swizzle permutes,
 
 
 def swizzled(address, span):
-    """Return an address with bits 4 to 6 XORed with bits 7 to 9. The span says how many of them."""
+    """Return an address with bits 4 to 6 XORed with bits 7 to 9; `span` gives the number of XORed bits."""
     return address ^ (((address >> 7) & (span // 16 - 1)) << 4)
 
 
 @functools.cache
 def layout(descriptor, rows, across, size):
-    """Return byte offsets of the elements of a (rows, 32 bytes) matrix, before the swizzle.
+    """Return the byte offsets of the elements of a (rows, 32 bytes) matrix of wgmma, before the swizzle.
 
     Args:
         across: whether memory is contiguous along the rows (MN-major) or along k (K-major).
@@ -43,7 +43,7 @@ def layout(descriptor, rows, across, size):
 
 
 class Sums:
-    """Values of n registers that products in flight add to, and the lanes that do."""
+    """Sums of wgmma products in flight: the values of n registers, and the lanes that add to them."""
 
     def __init__(self, n, lanes):
         self.values, self.lanes = np.zeros((n, lanes), F32), np.zeros(lanes, bool)
@@ -52,7 +52,7 @@ class Sums:
 
 
 class Products(Warp):
-    """The products in flight: their sums by register numbers, and their reads of shared memory."""
+    """The wgmma products in flight: their sums by register number, and their reads of shared memory."""
 
     def __init__(self, *launch):
         super().__init__(*launch)
@@ -62,14 +62,14 @@ class Products(Warp):
         self.at_fence = list(self.R)
 
     def wgmma_fence(self, m):
-        """Fence registers. A fence of one warpgroup counts for all."""
+        """Execute wgmma.fence for all registers. The fence of one warpgroup counts for all warpgroups."""
         self.at_fence = list(self.R)
 
     def wgmma_commit(self, m):
         self.issued += 1 if m is None else m
 
     def wgmma(self, m, n, kind, d, a, a_names, b, scale, flips, line):
-        """Start d = scale * d + a @ b, of (64, 32 bytes) and (32 bytes, n) (wgmma.mma_async).
+        """Start d = scale * d + a @ b for matrices (64, 32 bytes) and (32 bytes, n) (wgmma.mma_async).
 
         Args:
             d: register numbers. a: arrays of the registers a_names; the array of a descriptor if a_names is None.
@@ -90,7 +90,7 @@ class Products(Warp):
         self.sums[d].operands += [(*operand, active, line) for operand in zip(a_names or (), a, strict=False)]
 
     def operand(self, descriptor, rows, across, kind, groups, line):
-        """Return (G, rows, k) elements of a matrix, (G, n) places of its 16-byte pieces, and their rows."""
+        """Return (G, rows, k) elements of a matrix, (G, n) indices in `smem` of its 16-byte pieces, and their rows."""
         by_group = self.full(descriptor).view(U64).reshape(-1, 128)[groups]
         if (by_group != by_group[:, :1]).any():
             raise Fault(f"line {line}: lanes of a warpgroup have different descriptors")
@@ -107,13 +107,13 @@ class Products(Warp):
         return floats(raw, kind), at[:, pieces], pieces // (32 // size)
 
     def begin_reading(self, gwarp, at, line):
-        """Record reads of 16-byte pieces, which last until the group of the product is waited for."""
+        """Record reads of 16-byte pieces of shared memory, which last until the group of the product is waited for."""
         gwarp, at = (x.reshape(-1) for x in np.broadcast_arrays(gwarp, at))
         self.reads_async(gwarp, at, 16, "a product", line)
         self.reading.append(Flight(gwarp * 32, self.issued[gwarp * 32], at, line))
 
     def accumulate(self, d, active, factors, scale, line):
-        """Add a product to sums. Their registers are NaN from now on."""
+        """Add a product to its sums, and set the registers of the sums to NaN."""
         if d not in self.sums:
             if any(set(other) & set(d) for other in self.sums):
                 raise NotImplementedError(f"line {line}: sums overlap with sums in flight")
@@ -132,19 +132,19 @@ class Products(Warp):
         sums.lanes |= active
 
     def check_fenced(self, names, mask, line):
-        """Report registers that changed since the last wgmma.fence."""
+        """Report registers of a product that were written after the last wgmma.fence."""
         for i in names:
             if self.differs(i, self.at_fence[i], mask):
                 self.report.add("unfenced", line, "a register that a product uses was written after wgmma.fence")
                 return
 
     def differs(self, i, then, mask):
-        """Return whether a register differs from an array in any lane of a mask."""
+        """Return True if a register differs from an array in any lane of a mask."""
         now = self.R[i]
         return now is not then and (now.view(U32)[mask] != then.view(U32)[mask]).any()
 
     def wgmma_wait(self, m, count, line):
-        """End all but the last `count` groups (wgmma.wait_group)."""
+        """Complete all but the last `count` groups of products (wgmma.wait_group)."""
         limit = self.issued - count
         for d, sums in list(self.sums.items()):
             done = sums.lanes & (sums.group < limit)
@@ -157,7 +157,7 @@ class Products(Warp):
             self.release(pieces.lane // 32, pieces.at, 16)
 
     def finish_sums(self, d, sums, done, line):
-        """Write sums to some lanes. Report registers of the sums or of A that changed meanwhile."""
+        """Write finished sums to the registers of some lanes. Report registers of sums or A that changed meanwhile."""
         if any(self.differs(i, self.nan, done) for i in d):
             self.report.add("async", line, "a register was written while a product adds to it")
         for i, values in zip(d, sums.values, strict=True):

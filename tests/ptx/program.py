@@ -1,4 +1,4 @@
-"""A parsed kernel as Python functions, one for each basic block.
+"""Translates a parsed PTX kernel to Python functions, one for each basic block.
 
 `run(S, R, m)` executes a block for many lanes at once. S is the machine, R the list of registers, each an array with
 one element a lane, and m the mask of active lanes. A second version of the function, without m, serves if all are
@@ -15,14 +15,14 @@ from .emit import TYPES, UNSIGNED, Emitter
 from .parse import BITS
 
 _ENDS = re.compile(r"(bra|brx|ret|mbarrier\.try_wait)\b|bar(rier)?\.sync\b")
-_BEGINS = "mbarrier.try_wait"  # a wait that is not over repeats its block
-_TYPE = re.compile(r"\.([su]\d+|f32|f64)\b")  # the first is the type of the result, the last of the operands
+_BEGINS = "mbarrier.try_wait"  # a wait that is not over repeats its basic block
+_TYPE = re.compile(r"\.([su]\d+|f32|f64)\b")  # first match: type of the result, last: of the operands
 _NAME = re.compile(r"[%\w.$]+")
 _SPACE = vars(ops) | {dtype.__name__: dtype for dtype in TYPES.values()} | {"np": np}
 
 
 class Program:
-    """A kernel cut into basic blocks, each compiled on first use.
+    """A PTX kernel cut into basic blocks; each is compiled to Python on first use.
 
     Attributes:
         kernel: the parsed Kernel. params: {name: bytes}. blocks: lists of instructions.
@@ -51,7 +51,7 @@ class Program:
         return volatile and any(each.op == "bra" and self.labels[each.args[0]] == block for each in self.blocks[block])
 
     def _homes(self, instructions):
-        """Return the dtype in which each register is stored: that of most instructions, so that few need a view."""
+        """Return the dtype in which each register is stored: that of most of its uses, so that few uses need a view."""
         votes = [Counter() for _ in self.width]
         for each in instructions:
             kinds, product = _TYPE.findall(each.op), each.op.startswith(("mma", "wgmma"))
@@ -74,7 +74,7 @@ class Program:
 
 
 def _cut(body):
-    """Return (blocks, labels, tables) of a kernel's body."""
+    """Return the basic blocks, labels and branch tables of a kernel's body."""
     blocks, labels, tables = [[]], {}, {}
     for each in body:
         label = isinstance(each, str)
@@ -92,12 +92,12 @@ def _cut(body):
 
 
 def _read_by(instruction):
-    """Return the text of the operands read: all but the first, and the first if it is an address."""
+    """Return the text of the operands that an instruction reads: all but the result, and the address of a store."""
     first, rest = instruction.args[:1], instruction.args[1:]
     return " ".join((*(instruction.guard or ())[:1], *(x for x in first if x.startswith("[")), *rest))
 
 
 def _shared_bytes(instruction):
-    """Return the bytes of a load from or store to shared memory; 4 for other instructions."""
+    """Return the bytes of an access to shared memory; 4 for an instruction without one."""
     load_or_store = re.match(r"(ld|st)\..*shared.*\.[a-z]+(\d+)$", instruction.op)
     return int(load_or_store[2]) // 8 if load_or_store else 4

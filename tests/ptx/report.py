@@ -1,17 +1,17 @@
-"""Errors of a kernel: a Fault ends its run, a Report counts the other errors."""
+"""Errors of an emulated kernel: a Fault ends its run, a Report counts the other errors."""
 
 
 class Fault(Exception):
-    """An error on any GPU: an access out of bounds or misaligned, a deadlock, a warp instruction without all lanes."""
+    """An error that ends the run: an access out of bounds or misaligned, a deadlock, a warp that is not converged."""
 
 
 class Report:
-    """The errors of a kernel that ran to its end.
+    """Counts the errors of a kernel that ran to its end.
 
     found: {kind: {line of PTX: (count, an example)}}. The kinds:
-        uninitialised: a load of bytes of global memory that nobody wrote.
+        uninitialised: a load of bytes of global memory that were never written.
         astray: an access to bytes of global memory between the elements of a tensor.
-        race: accesses of two warps to one place of shared memory, without a barrier between them.
+        race: conflicting accesses of two warps to shared memory, without a barrier between them.
         race between CTAs: a store to, or a load from, global memory that another block stored to.
         lanes differ: different numbers stored at one place by one instruction.
         async: a product or copy without a wait, with unfenced operands, or with operands overwritten meanwhile.
@@ -23,7 +23,7 @@ class Report:
         self.found = {}
 
     def add(self, kind, line, text, count=1):
-        """Count errors of a line; the first text is the example."""
+        """Add `count` errors of a kind at a line of PTX; the first text is the example."""
         lines = self.found.setdefault(kind, {})
         before, example = lines.get(line, (0, text))
         lines[line] = before + int(count), example

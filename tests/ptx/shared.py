@@ -1,4 +1,4 @@
-"""Shared memory: its bytes, loads and stores of threads, and asynchronous accesses."""
+"""Emulates shared memory: its bytes, the loads and stores of threads, and asynchronous accesses."""
 
 from typing import NamedTuple
 
@@ -13,9 +13,9 @@ SMEM_BASE = 1024  # the first KB of a block's shared memory is the driver's
 
 
 class Flight(NamedTuple):
-    """Asynchronous accesses of one instruction to n places of shared memory.
+    """Asynchronous accesses of one instruction to n addresses in shared memory.
 
-    lane: the lane that began each. group: the groups which that lane had committed before. data: the bytes of a copy.
+    lane: the lane that began each. group: the number of groups which the lane had committed. data: the bytes of a copy.
     """
 
     lane: np.ndarray
@@ -29,7 +29,7 @@ class Flight(NamedTuple):
 
 
 def waited(flights, limit, m):
-    """Return (ended, running) flights after the lanes of a mask waited for the groups below their limits."""
+    """Return (ended, running) accesses after the lanes of a mask waited for the groups below their limits."""
     done, left = [], []
     for flight in flights:
         ends = flight.group < limit[flight.lane]
@@ -43,18 +43,18 @@ def waited(flights, limit, m):
 
 
 class SharedMemory(Clocks):
-    """The shared memory of all blocks, one after the other. It starts as poison."""
+    """Shared memory of all blocks, one after the other. Its first bytes are NaN."""
 
     def __init__(self, *launch):
         super().__init__(*launch)
         self.smem = np.full(self.stride * self.C, 0xFF, U8)
 
     def smem_address(self, dtype):
-        """Return the address of the kernel's shared memory."""
+        """Return the address at which the kernel's shared memory begins."""
         return self.full(dtype(SMEM_BASE))
 
     def smem_at(self, lanes, pointer, offset, size, line):
-        """Return the places in `smem` where lanes access `size` bytes each."""
+        """Return the indices in `smem` of the bytes where lanes begin to access `size` bytes each."""
         at = (pointer.astype(S64) + (offset - SMEM_BASE))[lanes]
         if (at & (size - 1)).any():
             raise Fault(f"line {line}: misaligned shared access of {size} bytes")
@@ -62,13 +62,13 @@ class SharedMemory(Clocks):
         return at + self.cta[lanes] * self.stride
 
     def check_bounds(self, at, size, line):
-        """Raise Fault for accesses outside a block's shared memory; `at` are offsets in it."""
+        """Raise Fault for accesses outside a block's shared memory; `at` are offsets within it."""
         if at.size and (at.min() < 0 or at.max() + size > self.smem_size):
             text = f"shared access [{at.min()}, {at.max() + size}) of {self.smem_size} bytes"
             raise Fault(f"line {line}: {text}")
 
     def load_shared(self, m, pointer, offset, dtype, n, line):
-        """Return (n, L) elements (ld.shared)."""
+        """Return the (n, lanes) elements that a load reads (ld.shared)."""
         lanes, size = self.lanes(m), np.dtype(dtype).itemsize
         at = self.smem_at(lanes, pointer, offset, n * size, line)
         self.reads(self.gwarp[lanes], at, n * size, line)
@@ -80,7 +80,7 @@ class SharedMemory(Clocks):
         self.put(self.gwarp[lanes], at, given[:, lanes], line)
 
     def put(self, gwarp, at, given, line):
-        """Store (n, k) elements: n neighbours at each of k places."""
+        """Store (n, k) elements: n neighbours at each of k addresses."""
         n, size, view = len(given), given.itemsize, self.smem.view(given.dtype)
         place = at // size + np.arange(n)[:, None]
         self.writes(gwarp, at, n * size, line, (view[place] != given).any(0))

@@ -1,4 +1,4 @@
-"""Summation of tensor cores: groups of products, aligned to the largest and truncated instead of rounded.
+"""Emulates sums of tensor cores: groups of products, aligned to the largest exponent and truncated, not rounded.
 
 Products are exact. A group of products and the running sum are aligned to the largest exponent among them; the exponent
 of a product is the sum of the exponents of its factors. Bits far below the last bit of float32 are truncated, the rest
@@ -24,19 +24,19 @@ def _exponents(x):
 
 
 def _cut(x):
-    """Return float64 as float32, rounded towards 0."""
+    """Return float64 x as float32, rounded towards 0."""
     return (x.view(np.int64) & -(1 << 29)).view(np.float64).astype(F32)
 
 
 class TensorCore(NamedTuple):
-    """Constants of the tensor cores of a GPU."""
+    """Constants of the tensor cores of one GPU, and sums computed as these cores do."""
 
     terms: int  # products of 16 bits in a group; tf32 has half as many
     extra: int  # bits kept below the last bit of float32
     smallest: int  # smallest exponent to align to
 
     def plus(self, sums, left, right, kind):
-        """Return float32 sums (B, rows, n) plus (B, rows, k) @ transposed (B, n, k)."""
+        """Return float32 sums (B, rows, n) plus the products of (B, rows, k) and transposed (B, n, k)."""
         terms = self.terms // 2 if kind == "tf32" else self.terms
         for first in range(0, left.shape[2], terms):
             sums = self._group(sums, left[:, :, None, first : first + terms], right[:, None, :, first : first + terms])

@@ -1,4 +1,4 @@
-"""Whole calls by the kernels' PTX, on an emulated GPU."""
+"""Tests whole calls: the PTX of their kernels runs on an emulated GPU."""
 
 import itertools
 
@@ -21,14 +21,14 @@ def test_a_call_by_its_compiled_kernels(entry, capability, tile):
 
 
 def test_few_has_each_kernel():
-    """FEW has Hopper's kernels and each universal kernel, except those for weights and tangents."""
+    """The calls in FEW execute Hopper's kernels and each universal kernel, except those for weights and tangents."""
     assert len(FEW) == 10 and set(FEW) <= set(ENTRIES)
     assert any(ENTRIES[name].backend == "hopper" for name in FEW)
     assert any(ENTRIES[name].two_passes for name in FEW)
 
 
 def _first(capability):
-    """Yield the first tile of each kind of call of each kernel."""
+    """Yield the first tile in the tile table for each kernel and kind of call, as a Taken."""
     axes = tile_table.INTERPRETED, (2, 4), (64, 128, 256), ("plain", "masked", "rich"), (False, True)
     for kernel, itemsize, width, load, narrow in itertools.product(*axes):
         if kernel not in ("one_pass", "postprocess") or width <= tile_table.ONE_PASS:
@@ -54,9 +54,9 @@ def test_no_row_has_more_tiles_than_everything_executes():
 
 @pytest.mark.matrix
 def test_heads_whose_gradients_of_scores_are_stored_at_a_time(monkeypatch):
-    """Two of three kv heads are stored at a time, each shared by two query heads; the third call is a replay.
+    """The stored backward is right if it processes kv heads in chunks, two of three; the third call is a replay.
 
-    One program computes all blocks of dq of two heads, and one all blocks of dk.
+    Each kv head has two query heads. One program computes all blocks of dq of two heads, and one all blocks of dk.
     """
     monkeypatch.setattr(tile_table, "SCORES_BYTES", 1)
     monkeypatch.setattr(hopper, "stored_limits", lambda call: [])
@@ -71,7 +71,7 @@ def test_heads_whose_gradients_of_scores_are_stored_at_a_time(monkeypatch):
 @pytest.mark.matrix
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_a_sequence_with_nan_leaves_the_others_alone(capability):
-    """TMA adds whole tiles of dq. Rows of a tile past the end of a sequence belong to the next sequence."""
+    """NaN in one packed sequence does not reach the next, although TMA adds whole tiles of dq, which may span both."""
     torch.manual_seed(0)
     inputs = [torch.randn(170, 2, 64).bfloat16() for _ in range(3)]
     inputs[1][7], inputs[2][9] = float("nan"), float("inf")

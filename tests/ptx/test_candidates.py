@@ -1,4 +1,4 @@
-"""Candidate tiles, by the kernels' PTX. Calls take them only after `fusedattn tune` found them faster."""
+"""Tests candidate tiles by the kernels' PTX; calls use such tiles only after `fusedattn tune` found them faster."""
 
 import pytest
 
@@ -17,8 +17,8 @@ CANDIDATES = [
 FIRST = list({place[0]: (place, some[0], 1) for place, some in tile_table.CANDIDATES.items()}.values())
 BACKWARD = Row("one_pass", "bfloat16", 64, "plain", tile_table.CANDIDATES["one_pass", 90, 2, 64][0])
 FORWARD = Row("forward", "bfloat16", 128, "plain", tile_table.CANDIDATES["forward", 90, 2, 128][0])
-# Cases of loads by TMA: sequences that end inside a tile, heads narrower than a tile, grouped heads, and
-# replays with new descriptors.
+# Cases of loads by TMA: sequences that end inside a tile, heads narrower than a tile, grouped heads, and replays
+# with new descriptors.
 LOADED = {
     "packed, forward": (FORWARD, _TOGETHER | dict(causal=True, D=128)),
     "narrow heads, forward": (FORWARD, dict(D=80)),
@@ -28,7 +28,7 @@ LOADED = {
 
 
 def pytest_generate_tests(metafunc):
-    """Run one candidate of each kernel, all with --everything. `fusedattn tune` checks each before calls take it."""
+    """Run one candidate of each kernel, or all with --everything. `fusedattn tune` checks each before calls use it."""
     if "place" in metafunc.fixturenames:
         some = CANDIDATES if metafunc.config.getoption("--everything", False) else FIRST
         ids = [f"{'-'.join(map(str, place))}-{number}" for number, (place, *_) in enumerate(some)]
@@ -36,7 +36,7 @@ def pytest_generate_tests(metafunc):
 
 
 def executed(candidate, entry, capability=90):
-    """Make the calls of an Entry take a candidate, run it, and return its Outcome."""
+    """Run an Entry with a candidate tile in place of the tile table's, and return its Outcome."""
     form = tile_table.same(candidate.form)
     tuned.ask(choose([candidate._replace(form=form)]))
     try:
@@ -48,7 +48,7 @@ def executed(candidate, entry, capability=90):
 
 
 def loads(outcome):
-    """Return {kernel: whether it loads by TMA} of the launched kernels."""
+    """Return {kernel: True if it loads tiles by TMA} of the launched kernels."""
     return {
         x.name: "cp.async.bulk.tensor.4d.shared::cta.global" in x.kernel.asm["ptx"] for x in outcome.device.launches
     }

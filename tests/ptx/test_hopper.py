@@ -1,4 +1,4 @@
-"""Instructions new in sm_90: products of a warpgroup, mbarriers and copies of boxes, in small kernels."""
+"""Tests of instructions that are new in sm_90, in small kernels: wgmma, mbarriers and TMA copies."""
 
 import re
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from .shared import SMEM_BASE
 
 
 def permuted(row, byte, span):
-    """Return the address of a byte in a row of `span` bytes. 16-byte groups are swizzled, by lines of 128 bytes."""
+    """Return the swizzled address of a byte in a row of `span` bytes; 16-byte groups swap within 128-byte lines."""
     return row * span + (byte // 16 ^ row * span // 128 % (span // 16)) * 16 + byte % 16
 
 
@@ -25,7 +25,7 @@ COLUMNS, MATRIX = 64, 8192
 
 
 def matrix(x, base, span, across):
-    """Return (bytes of shared memory, descriptor) of a matrix (64, k), contiguous along k or across the rows."""
+    """Return (bytes of shared memory, wgmma descriptor) of a matrix (64, k), contiguous along k or across the rows."""
     size = x.itemsize
     r, k = np.indices(x.shape)
     if span == 16:
@@ -79,7 +79,7 @@ def product(
     draw=torch.randn,
     **options,
 ):
-    """Return (Report, result, expected result) of 1 + a @ b, by a kernel that `change` may edit."""
+    """Return (Report, result, expected result) of the wgmma product 1 + a @ b; `change` may edit the kernel's text."""
     k = 32 // dtype.itemsize
     a, b = draw(64, k).to(dtype), draw(COLUMNS, k).to(dtype)
     if dtype is torch.float32:
@@ -192,7 +192,7 @@ over:"""
 
 
 def handed_over(old="", new=""):
-    """Return (Report, words that the second warp loaded) of the edited kernel."""
+    """Return (Report, words that the second warp loaded) of the mbarrier kernel, with `old` replaced by `new`."""
     assert old in HANDED_OVER
     out = torch.zeros(64, dtype=torch.int32)
     return execute(HANDED_OVER.replace(old, new) if old else HANDED_OVER, out=out), out
@@ -229,7 +229,7 @@ def test_a_handover_that_is_wrong_is_a_fault_or_a_race(name):
     assert re.search(message, said)
 
 
-# Boxes of 1 KB. The rows of the tensor are longer than the descriptor says.
+# TMA boxes of 1 KB. The rows of the tensor are longer than the descriptor says.
 
 SPANS = {0: 128, 1: 32, 2: 64, 3: 128}
 HEIGHT, WIDTH, PITCH, UINT16, FLOAT32 = 40, 72, 80, 1, 7
@@ -255,14 +255,14 @@ st.shared.v4.b32 [%r0+1024], {{%t, %t, %t, %t}}; // store"""
 
 
 def tensor_map(x, swizzle, kind=UINT16):
-    """Return a descriptor with boxes of 1 KB. It covers the first WIDTH of the PITCH elements of each row of x."""
+    """Return a TMA descriptor of the first WIDTH of the PITCH elements in each row of x, with boxes of 1 KB."""
     span, size = SPANS[swizzle], x.itemsize
     block, shape, strides = (1, 1, 1024 // span, span // size), (1, 1, HEIGHT, WIDTH), (*LARGE, PITCH, 1)
     return SimpleNamespace(what=TensorMap(x.data_ptr(), swizzle, size, kind, block, shape, strides, 0))
 
 
 def lines(box, corner, size=2):
-    """Return (place in 1 KB of shared memory, row, column, whether these exist) of the elements of a box."""
+    """Return (index in 1 KB of shared memory, row, column, mask of those inside the tensor) of a box's elements."""
     r, c = np.indices(box.what.block[2:])
     span = SPANS[box.what.swizzle]
     place = permuted(r, c * size, span) if box.what.swizzle else r * span + c * size
@@ -271,7 +271,7 @@ def lines(box, corner, size=2):
 
 
 def at(body, corner, change=("", "")):
-    """Return the edited kernel for a box at a row and a column."""
+    """Return the edited text of a TMA kernel for a box at a row and a column."""
     assert change[0] in body
     return body.replace("LINE", str(corner[0])).replace("COLUMN", str(corner[1])).replace(*change)
 

@@ -1,4 +1,4 @@
-"""Calls of backend="hopper" with extreme numbers and awkward memory, by compiled code."""
+"""Tests calls of backend="hopper" by compiled code, with extreme numbers and unusual memory layouts."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def _gradients(inputs, **options):
 
 @pytest.mark.parametrize("width", [64, 128])
 def test_keys_past_the_end_weigh_nothing(width):
-    """All scores are far below 0, so a score of 0 past the end would have an infinite weight in float32."""
+    """Keys past the end of a tile get weight 0, although their score of 0 is far above all real scores."""
     sizes = (150, 8.0), (70, -8.0), (70, 1.0)
     inputs = [torch.full((1, 1, size, width), value) + torch.randn(1, 1, size, width) / 8 for size, value in sizes]
     with gpu(90):
@@ -41,7 +41,10 @@ def test_keys_past_the_end_weigh_nothing(width):
 
 @pytest.mark.parametrize("width", [64, 128])
 def test_the_row_max_is_added_before_the_logarithm(width):
-    """In float32, a large score plus a logarithm loses the logarithm: each of 40 keys would weigh 1."""
+    """With large scores the softmax keeps the logarithm of the row sum: each of 40 equal keys weighs 1/40.
+
+    In float32, a large score plus a logarithm loses the logarithm, and each key would weigh 1.
+    """
     inputs = _drawn(width=width)
     inputs[:2] = [torch.full_like(x, 2.0**15).requires_grad_() for x in inputs[:2]]
     incoming = torch.randn(1, 1, 70, width, **BF16)
@@ -54,7 +57,7 @@ def test_the_row_max_is_added_before_the_logarithm(width):
 
 @pytest.mark.parametrize("width", [64, 128])
 def test_scores_may_be_larger_than_a_number_of_16_bits(width):
-    """Scores may exceed the largest bfloat16, but not the largest float32."""
+    """Gradients stay finite if scores exceed the largest bfloat16, but not the largest float32."""
     query, key = (torch.zeros(1, 1, size, width, **BF16) for size in (40, 33))
     query[..., 0], key[..., 0] = 2.0**64, 2.0**63
     query[..., 1], key[..., 1] = 2.0**60, 2.0**67 - 2.0**59  # together 2**128 - 2**119
@@ -66,7 +69,7 @@ def test_scores_may_be_larger_than_a_number_of_16_bits(width):
 
 
 def test_tensors_that_tma_cannot_read_are_copied_or_left_to_another_kernel():
-    """The forward of a compiled call copies. The universal backward takes an expanded gradient of one element."""
+    """A compiled call copies unaligned inputs for TMA. An expanded gradient goes to the universal backward instead."""
     inputs = _drawn()
     odd = [torch.cat([x.new_zeros(1), x.detach().flatten()])[1:].view(x.shape) for x in inputs]
     assert all(x.data_ptr() % 16 for x in odd)

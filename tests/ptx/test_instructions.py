@@ -1,4 +1,4 @@
-"""Results of instructions by the PTX manual, parsing of text, and refusal of both if unknown."""
+"""Tests of single PTX instructions: their results by the PTX manual, their parsing, and errors for unknown text."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ mad.wide.u32 %in, %t, 32, %x; mad.wide.u32 %to, %t, 8, %out;
 
 
 def results(body, operands=()):
-    """Return (32, 8) bytes that the lanes store at %to, from the bytes of the operands of some lanes."""
+    """Return (32, 8) bytes, the results that the lanes stored, from the operands of some lanes as bytes."""
     x, out = torch.zeros(LANES, 32, dtype=torch.uint8), torch.zeros(LANES, 8, dtype=torch.uint8)
     for row, values in zip(x, operands, strict=False):
         row[: len(values)] = torch.tensor(list(values), dtype=torch.uint8)
@@ -28,7 +28,7 @@ def results(body, operands=()):
 
 
 def dtype_of(kind):
-    """Return the NumPy dtype of a PTX type: b is unsigned, pred is 0 or 1."""
+    """Return the NumPy dtype of a PTX type: b types are unsigned, pred is 0 or 1."""
     return np.dtype({"s": "i", "f": "f"}.get(kind[0], "u") + str(max(BITS[kind], 8) // 8))
 
 
@@ -37,7 +37,7 @@ def register(kind, number):
 
 
 def compute(text, rows):
-    """Apply an instruction to rows of operands, for a text such as "s64 = mul.wide.s32 s32 -3".
+    """Return an instruction's results for rows of operands, given a text such as "s64 = mul.wide.s32 s32 -3".
 
     The text has the type of the result, the instruction, and for each operand a type or a literal.
     """
@@ -170,7 +170,7 @@ COMPARISONS |= {
 
 
 def alike(x, y):
-    """Return whether both are the same number, NaN or signed zero."""
+    """Return True if both are the same number, both NaN, or zeros of the same sign."""
     if isinstance(y, float):
         return (np.isnan(x) and np.isnan(y)) or (x == y and np.signbit(x) == np.signbit(y))
     return int(x) == y

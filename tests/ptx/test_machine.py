@@ -1,4 +1,4 @@
-"""The machine, by kernels of a few lines: its results, and its reports on wrong kernels."""
+"""Tests of the emulator by kernels of a few lines: results of right kernels, and reports on wrong kernels."""
 
 import numpy as np
 import pytest
@@ -235,7 +235,7 @@ KINDS = {
 
 
 def product_of_a_warp(kind, a, b, c, **options):
-    """Return the registers of c + a @ transposed b."""
+    """Return the registers of c + a @ transposed b, computed by mma.sync."""
     _, _, (of_a, of_b) = KINDS[kind]
     body = f"{ROW} ld.global.v4.b32 {FOUR}, [%d1]; shr.u64 %d0, %d0, 1; add.u64 %d3, %y, %d0;"
     body += "ld.global.v2.b32 {%r5, %r6}, [%d3]; add.u64 %d0, %d0, %d0; add.u64 %d4, %z, %d0;"

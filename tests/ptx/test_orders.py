@@ -1,6 +1,6 @@
-"""Programs of a launch run one by one in another order. Only sums by several programs may round differently.
+"""Tests that the order in which programs run changes no bits, except where several programs add to one sum.
 
-Only programs of Hopper's deterministic backward wait for others, which began earlier. So every order ends.
+Only programs of Hopper's deterministic backward wait for other programs, which began earlier. So every order ends.
 """
 
 import functools
@@ -22,26 +22,29 @@ execute = functools.partial(calls.execute, max_lanes=1)
 
 
 def differ(outcome, others):
-    """Return the results with other bits in one of the other Outcomes."""
+    """Return the names of results whose bits differ between an Outcome and any of the others."""
     bits = [{name: x.contiguous().view(torch.uint8) for name, x in each.results.items()} for each in (outcome, *others)]
     return {name for other in bits[1:] for name, x in other.items() if not torch.equal(x, bits[0][name])}
 
 
 def executed(name, capability):
-    """Return the correct Outcomes of a call, in the order of program numbers and in ORDERS."""
+    """Return the Outcomes of a call, checked for errors, in the order of program numbers and in ORDERS."""
     outcomes = [execute(ENTRIES[name], capability, order=order) for order in (None, *ORDERS)]
     assert not any(outcome.wrong() for outcome in outcomes), [outcome.wrong() for outcome in outcomes]
     return outcomes
 
 
 def test_sums_of_dq_by_atomics_round_otherwise():
-    """There are four blocks of keys: with two, 0 + a + b equals 0 + b + a."""
+    """Another order of programs changes the last bits of dq if it is summed by atomics.
+
+    There are four blocks of keys: with two, 0 + a + b equals 0 + b + a.
+    """
     numbered, *others = executed("plain D64 fp32 ieee", 80)
     assert differ(numbered, others) == {"query"}
 
 
 def test_sums_of_dq_by_the_copy_engine_may_round_otherwise():
-    """The sums are float32, so the 16 bits of dq need not differ."""
+    """Another order of programs changes at most dq if TMA sums it in float32; its 16 bits may stay equal."""
     numbered, *others = executed("long, no tails", 90)
     assert differ(numbered, others) <= {"query"}
 
@@ -69,7 +72,7 @@ def test_results_of_one_program_have_the_same_bits(name, capability):
 
 
 def one_by_one_and_all_at_once(name):
-    """Return the results that differ if programs of Hopper's backward run in another order or all at once."""
+    """Return the names of results that differ if programs of Hopper's backward run in another order or all at once."""
     numbered, *others = executed(name, 90)
     others.append(calls.execute(ENTRIES[name], 90))
     assert not others[-1].wrong()
@@ -103,13 +106,16 @@ def test_a_turn_that_is_not_waited_for_is_seen_in_bits(file, text, becomes):
 
 
 def test_fences_around_a_turn_are_in_order():
-    """Read the PTX: the emulator shows each store at once, so it cannot show a missing fence."""
+    """The deterministic Hopper backward has its fences in order, by the text of its PTX.
+
+    The emulator shows each store at once, so it cannot show a missing fence.
+    """
     ptx = [x.kernel.asm["ptx"] for x in calls.execute(ENTRIES["hopper D64, two passes"], 90).device.launches]
     (ordered,) = (text for text in ptx if "ld.volatile.global" in text and "cp.reduce.async.bulk" in text)
     waits = "ld.volatile.global", "fence.acq_rel.gpu", "fence.proxy.async.global", "cp.reduce.async.bulk"
     ends = "cp.async.bulk.wait_group ", "fence.proxy.async.global", "bar.warp.sync", ".release.add.u32"
     found = re.findall("|".join(re.escape(x) for x in dict.fromkeys((*waits, *ends))), ordered)
-    found = [x for x, before in zip(found, ["", *found], strict=False) if x != before]  # a box is added in parts
+    found = [x for x, before in zip(found, ["", *found], strict=False) if x != before]  # TMA adds a box in parts
     for turn in (waits[1:], ends):
         places = [i for i in range(len(found)) if tuple(found[i : i + len(turn)]) == turn]
         assert len(places) == 2, f"each of two warps: {turn}"

@@ -1,4 +1,4 @@
-"""Partial calls, which have only some of the keys of their rows, by the kernels' PTX: results are float32."""
+"""Tests calls that have only some of the keys of their rows, by the kernels' PTX: results are float32."""
 
 import pytest
 import torch

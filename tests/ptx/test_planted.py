@@ -1,4 +1,4 @@
-"""Planted mistakes in the sources of kernels, which tests of their compiled code must find.
+"""Plants mistakes in the sources of kernels, which the tests of their compiled code must find.
 
 No barrier is removed: Triton places barriers, and the fence before the copy of an output tile.
 """
@@ -130,7 +130,7 @@ LACKING = (
 
 
 def functions():
-    """Return the Triton functions of the kernels package, each once."""
+    """Return all Triton functions of the kernels package, without duplicates."""
     found = {}
     for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
         for value in vars(importlib.import_module(module.name)).values():
@@ -141,7 +141,7 @@ def functions():
 
 @contextlib.contextmanager
 def planted(file, text, becomes):
-    """Replace a text in a file of the kernels. Compiled kernels are forgotten."""
+    """Replace a text in a file of the kernels within a context, and forget compiled kernels."""
     module = ".".join((kernels.__name__, *pathlib.PurePath(file).with_suffix("").parts))
     (owner,) = (each for each in functions() if each.__module__ == module and text in each.src)
     original, hashes = owner.src, {each.fn: each.hash for each in functions()}  # hashes cover callees

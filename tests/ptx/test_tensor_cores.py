@@ -1,4 +1,4 @@
-"""Sums truncated as tensor cores do: against results by hand, in single instructions, and in whole calls."""
+"""Tests of sums truncated as in tensor cores: by hand, in single instructions, and in whole calls."""
 
 import math
 
@@ -18,7 +18,7 @@ INF, NAN = math.inf, math.nan
 
 
 def _sum(tensor_core, start, factors, kind="bf16"):
-    """Return start plus 16 products, given as {place: (a, b)}; the others are 0 * 0."""
+    """Return a tensor core's sum of start and 16 products, given as {place: (a, b)}; the others are 0 * 0."""
     left, right = np.zeros((2, 1, 1, 16), F32)
     for place, (a, b) in factors.items():
         left[..., place], right[..., place] = a, b
@@ -65,7 +65,7 @@ def test_groups_of_tf32_are_half_as_long():
 
 
 def _three(rows, k):
-    """Return rows whose products with each other are 1.5 times the last bit of 1."""
+    """Return a matrix (rows, k) whose product with its transpose has only elements of 1.5 times the last bit of 1."""
     return torch.tensor([2.0**-12] * 3 + [0.0] * (k - 3)).expand(rows, k)
 
 

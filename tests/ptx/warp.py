@@ -1,4 +1,4 @@
-"""Instructions of a whole warp: shuffle, redux, elect; loads, stores and products of small matrices."""
+"""Emulates instructions of a whole warp: shuffle, redux, elect, and loads, stores and products of small matrices."""
 
 import numpy as np
 
@@ -10,7 +10,7 @@ REDUCTIONS = dict(min=np.minimum, max=np.maximum, add=np.add)
 
 
 def ballot(votes):
-    """Return a number for each warp, with the bits of (warps, 32) bools."""
+    """Return one number for each warp, whose bits are the rows of (warps, 32) bools."""
     return (votes.astype(U32) << np.arange(32, dtype=U32)).sum(1, dtype=U32)
 
 
@@ -22,19 +22,19 @@ def floats(raw, kind):
 
 
 def transposed(words):
-    """Return transposed matrices (.., 8, 4) of pairs of 16 bits."""
+    """Return 8 x 8 matrices of 16-bit elements, stored as (.., 8, 4) words, transposed."""
     return np.ascontiguousarray(np.ascontiguousarray(words).view(U16).swapaxes(-1, -2)).view(U32)
 
 
 def registers(sums):
-    """Return the registers (n / 2, lanes) that hold sums (B, rows, n) of warps with 16 rows each."""
+    """Return the registers (n / 2, lanes) that hold sums (B, rows, n); each warp has 16 rows."""
     n = sums.shape[2]
     by_warp = sums.reshape(-1, 2, 8, n // 8, 4, 2)  # warp, half, row, columns, pair of columns, element
     return by_warp.transpose(3, 1, 5, 0, 2, 4).reshape(n // 2, -1)
 
 
 def matrices(sums, rows):
-    """Return the sums (B, rows, n) that registers (n / 2, lanes) hold."""
+    """Return the sums (B, rows, n) that are held in registers (n / 2, lanes)."""
     n = 2 * len(sums)
     by_register = sums.reshape(n // 8, 2, 2, -1, 8, 4)
     return by_register.transpose(3, 1, 4, 0, 5, 2).reshape(-1, rows, n)
@@ -48,7 +48,7 @@ class Warp(SharedMemory):
         self.fragments = {}  # matrices by the ids of their registers: products often reuse one
 
     def shuffle(self, m, how, x, b, c, line):
-        """Return (value for each lane, whether its source lies in its segment) (shfl.sync)."""
+        """Return (value for each lane, mask of lanes whose source lane is in its segment) (shfl.sync)."""
         self.converged(m, line)
         lane, segment, clamp = np.arange(32), c >> 8 & 31, c & 31
         last = (lane & segment) | (clamp & ~segment)
@@ -59,7 +59,7 @@ class Warp(SharedMemory):
         return found.reshape(-1), valid.reshape(-1)
 
     def redux(self, m, how, x, members, line):
-        """Return one result for the active lanes of a warp. They must be those of `members` (redux.sync)."""
+        """Return one result for the active lanes of each warp, which must be the lanes in `members` (redux.sync)."""
         active = np.ones((self.L // 32, 32), bool) if m is None else m.reshape(-1, 32)
         named = np.broadcast_to(members, self.L).reshape(-1, 32)
         if ((named != ballot(active)[:, None]) & active).any():
@@ -71,19 +71,19 @@ class Warp(SharedMemory):
         return result.reshape(-1)
 
     def elect(self, m, line):
-        """Return (the elected lane of the warp, whether a lane is elected) (elect.sync)."""
+        """Return (the elected lane of each warp, mask of elected lanes) (elect.sync)."""
         self.converged(m, line)
         return np.zeros(self.L, U32), np.arange(self.L) % 32 == 0
 
     # Matrices of 8 rows of 16 bytes
 
     def matrix_rows(self, m, pointer, offset, count, line):
-        """Return (warp, place in `smem`) of each row; lane 8 * matrix + row holds its address."""
+        """Return (warp, address in `smem`) of each matrix row; lane 8 * matrix + row holds its address."""
         lanes = (self.converged(m, line)[:, None] * 32 + np.arange(8 * count)).reshape(-1)
         return lanes // 32, self.smem_at(lanes, pointer, offset, 16, line)
 
     def ldmatrix(self, m, pointer, offset, count, transpose, line):
-        """Return (count, L) registers of two elements each (ldmatrix)."""
+        """Load `count` 8 x 8 matrices from shared memory into registers (count, lanes) (ldmatrix)."""
         gwarp, at = self.matrix_rows(m, pointer, offset, count, line)
         self.reads(gwarp, at, 16, line)
         words = self.smem.view(U32)[at[:, None] // 4 + np.arange(4)].reshape(-1, count, 8, 4)  # warp, matrix, row
@@ -98,7 +98,7 @@ class Warp(SharedMemory):
         self.put(gwarp, at, words.reshape(-1, 4).T, line)
 
     def fragment(self, registers, kind, shape):
-        """Return the matrices (warps, *shape) that registers hold: A is (16, k), B is (8, k)."""
+        """Return the matrices (warps, *shape) that registers hold as operand A, (16, k), or B, (8, k)."""
         key = kind, shape, *map(id, registers)
         if key not in self.fragments:
             raw = np.stack(registers).view(U32 if kind == "tf32" else U16)
@@ -111,13 +111,13 @@ class Warp(SharedMemory):
         return self.fragments[key][1]
 
     def mma(self, m, shape, kind, a, b, c, line):
-        """Return c + a @ b (mma.sync)."""
+        """Return c + a @ b for small matrices in the registers of each warp (mma.sync)."""
         self.converged(m, line)
         k = int(shape.split("k")[1])
         return list(self.plus(np.stack(c), self.fragment(a, kind, (16, k)), self.fragment(b, kind, (8, k)), kind))
 
     def plus(self, sums, left, right, kind):
-        """Return registers of sums plus the products of (B, rows, k) and (B, n, k)."""
+        """Return the registers of sums plus the products of (B, rows, k) and transposed (B, n, k)."""
         if self.tensor_core is None:
             return sums + registers(np.matmul(left, right.swapaxes(1, 2)))
         return registers(self.tensor_core.plus(matrices(sums, left.shape[1]), left, right, kind))

@@ -1,4 +1,4 @@
-"""Translation of PTX instructions into lines of Python for all lanes at once. Each family has a file."""
+"""Translation of PTX instructions into lines of Python that act on all lanes (threads) at once; one file per family."""
 
 from . import arithmetic, control, copies, matrices, memory, values, warps
 from .emitter import Emitter

@@ -1,4 +1,4 @@
-"""Arithmetic and logic: each instruction is a formula, with {} for each operand.
+"""Translates arithmetic and logic instructions: each is a formula, with {} for each operand.
 
 float16 and bfloat16 are converted to float32 first.
 """
@@ -15,7 +15,7 @@ DOUBLED = {"s16": "s32", "s32": "s64", "u16": "u32", "u32": "u64"}
 
 
 class Format(NamedTuple):
-    """Conversions of a register's bits to float32 or float64 for a formula, and of its result back."""
+    """Conversions of a register's bits to float32 or float64 for a formula, and of the formula's result back."""
 
     dtype: type  # NumPy type of the register's bits
     unpack: str = "{}"
@@ -58,20 +58,20 @@ LOGIC = {"and": "{} & {}", "or": "{} | {}", "xor": "{} ^ {}", "not": "~{}"}
 
 
 def fill(formula, sources):
-    """Return a formula with its operands."""
+    """Return a formula with {} replaced by the sources of its operands."""
     if formula.count("{}") != len(sources):
         raise ValueError(f"{len(sources)} operands")
     return formula.format(*sources)
 
 
 def unpack(e, op, operands):
-    """Return sources of floating-point operands as formulas take them."""
+    """Return the Python sources of floating-point operands, converted for use in a formula."""
     form = FLOATS[op.kind]
     return [form.unpack.format(source) for source in e.read_all(operands, form.dtype)]
 
 
 def floating(e, op, d, *operands):
-    """Emit an operation on floats. `ftz` replaces subnormal operands and results by 0."""
+    """Emit a floating-point operation. `ftz` replaces subnormal operands and results by 0."""
     form, flush = FLOATS[op.kind], "ftz({})" if "ftz" in op.words else "{}"
     e.require("ftz" not in op.words or op.kind == "f32")
     source = fill(FLOATING[op.name][-1], [flush.format(source) for source in unpack(e, op, operands)])
@@ -99,7 +99,7 @@ def signless(e, op, d, *operands):
 @instruction("mul.hi", "s32 u32")
 @instruction("div rem", "s32")
 def by_function(e, op, d, a, *operands):
-    """Emit a call of the function in `ops` of the same name."""
+    """Emit a call of the function in `ops` that has the instruction's name."""
     dtype = TYPES[op.kind]
     sources = e.array(a, dtype), *(e.read(x, U32 if op.name in UNSIGNED_OPERANDS else dtype) for x in operands)
     e.write(d, f"{op.name.replace('.', '_')}({', '.join(sources)})", dtype)
@@ -107,7 +107,7 @@ def by_function(e, op, d, a, *operands):
 
 @instruction("mul.wide mad.wide", " ".join(DOUBLED))
 def wide(e, op, d, a, b, *addend):
-    """Emit a product of twice the width of its operands, plus an optional addend."""
+    """Emit a product twice as wide as its operands, plus an optional addend."""
     large = DOUBLED[op.kind]
     dtype = e.integer(d, large)
     source = f"np.multiply({', '.join(e.read_all((a, b), TYPES[op.kind]))}, dtype={TYPES[large].__name__})"
@@ -120,7 +120,7 @@ def wide(e, op, d, a, b, *addend):
 
 @instruction("shl shr", "b16 b32 b64 s16 s32 s64 u16 u32 u64")
 def shift(e, op, d, x, n):
-    """Emit a shift: by NumPy's operator for a literal below the width, else by the function in `ops`."""
+    """Emit a shift: by NumPy's operator for a literal below the width, otherwise by the function in `ops`."""
     dtype = TYPES[op.kind] if op.name == "shr" else e.integer(d, op.kind)
     (x,), by = e.read_all([x], dtype), literal(n)
     if by is not None and 0 <= by < BITS[op.kind]:

@@ -1,4 +1,4 @@
-"""Branches, barriers of a block, and instructions that do nothing here."""
+"""Translates branches, barriers of a block, and instructions without an effect here."""
 
 from ..ops import U32
 from .registry import instruction
@@ -36,4 +36,4 @@ def bar(e, op, number, count=None):
 @instruction("bar.warp.sync")
 @instruction("setmaxnreg.inc.sync.aligned setmaxnreg.dec.sync.aligned", "u32")
 def nothing(e, op, *operands):
-    """Emit nothing: lanes see each other's writes at once, and registers are not counted."""
+    """Emit nothing: lanes of a warp see each other's writes at once, and registers are not counted."""

@@ -1,6 +1,6 @@
-"""Python source of a basic block: reads of operands, writes of registers, masks.
+"""Emitter of the Python source of a basic block of PTX: reads of operands, writes of registers, masks.
 
-The functions registered by `registry.instruction` write each instruction.
+The functions registered by `registry.instruction` emit each instruction.
 """
 
 import re
@@ -17,10 +17,10 @@ _SPECIAL = re.compile(r"%(tid\.x|n?ctaid\.[xyz])$")
 
 
 class Emitter:
-    """Writer of the source of one block.
+    """Writes the Python source of one basic block of PTX.
 
     Args:
-        masked: whether some lanes may be inactive. Then the variable m is the mask of active lanes.
+        masked: True if some lanes may be inactive. Then the variable m is the mask of active lanes.
     """
 
     def __init__(self, program, block, masked=False):
@@ -28,7 +28,7 @@ class Emitter:
         self.lines, self.constants, self.temporaries, self.ended = [], {}, 0, False
 
     def source(self):
-        """Return the source of `def run(S, R, m)`, which uses the names in `constants`."""
+        """Return the Python source of this block, a function `run(S, R, m)` that uses the names in `constants`."""
         for instruction in self.program.blocks[self.block]:
             self.current, self._mask = instruction, None
             function, op = lookup(instruction.op)
@@ -42,7 +42,7 @@ class Emitter:
         return "def run(S, R, m):\n" + "".join(f"    {line}\n" for line in self.lines)
 
     def require(self, condition):
-        """Raise Unsupported for the current instruction unless a condition holds."""
+        """Raise Unsupported for the current instruction if a condition is False."""
         if not condition:
             raise Unsupported(f"line {self.current.line}: {self.current.text}")
 
@@ -63,13 +63,13 @@ class Emitter:
         return name
 
     def constant(self, value):
-        """Return a name for a NumPy scalar."""
+        """Return a name for a NumPy scalar, under which the source can use it."""
         name = f"K{len(self.constants)}"
         self.constants[name] = value
         return name
 
     def call(self, name, *arguments):
-        """Return the source of a call of the machine with the mask, the arguments and the line."""
+        """Return the source of a call of the machine's method `name` with the mask, the arguments and the line."""
         return f"S.{name}({', '.join(map(str, (self.mask(), *arguments, self.current.line)))})"
 
     # Masks
@@ -90,7 +90,7 @@ class Emitter:
         return self._mask
 
     def everyone(self):
-        """Return the mask of an instruction that may have no guard."""
+        """Return the mask of an instruction that must not have a guard."""
         self.require(self.current.guard is None)
         return self.mask()
 
@@ -104,7 +104,7 @@ class Emitter:
         return self.program.home[self.program.index[register]]
 
     def integer(self, register, kind):
-        """Return a dtype for a signless instruction: the register's own if it is an integer."""
+        """Return an integer dtype of the width of `kind`: the register's own dtype if that fits."""
         home = self.home(register)
         return UNSIGNED[BITS[kind]] if is_float(home) or bits(home) != BITS[kind] else home
 
@@ -141,28 +141,28 @@ class Emitter:
         return f"{source}.view({UNSIGNED[width].__name__}).astype({dtype.__name__})"
 
     def read_all(self, texts, dtype):
-        """Return sources of operands. At least one is an array, so that the result is one."""
+        """Return the sources of operands. At least one is an array, so that the result is an array."""
         sources = [self.read(text, dtype) for text in texts]
         if all(literal(text) is not None for text in texts):
             sources[0] = f"S.full({sources[0]})"
         return sources
 
     def array(self, text, dtype):
-        """Return the source of an operand as an array, even for a literal."""
+        """Return the source of an operand as an array over all lanes, even for a literal."""
         source = self.read(text, dtype)
         return source if literal(text) is None else f"S.full({source})"
 
     def arrays(self, texts, dtype):
-        """Return the source of a tuple of arrays."""
+        """Return the source of a tuple of arrays, one for each operand."""
         return "(" + "".join(f"{self.array(text, dtype)}, " for text in texts) + ")"
 
     def pointer(self, text):
-        """Return (source of addresses, offset) of an operand [register + offset]."""
+        """Return (source of the addresses, offset) of an operand [register + offset]."""
         base, offset = address(text)
         return self.read(base, U32 if base == SHARED else UNSIGNED[self.width(base)]), offset
 
     def write(self, register, source, dtype):
-        """Write an array to a register. An integer is extended to a wider register, signed or with zeros."""
+        """Emit the write of an array to a register. An integer is sign- or zero-extended to a wider register."""
         i, width, home = self.program.index[register], self.width(register), self.home(register)
         if bits(dtype) < width and np.dtype(dtype).kind in "iu":
             dtype = TYPES[("s" if np.dtype(dtype).kind == "i" else "u") + str(width)]
@@ -174,7 +174,7 @@ class Emitter:
         self.lines.append(f"R[{i}] = {source if mask == 'None' else f'where({mask}, {source}, R[{i}])'}")
 
     def write_all(self, registers, source, dtype):
-        """Write arrays to registers, skipping `_`. A dtype of None is the register's own."""
+        """Emit the writes of arrays to registers, skipping `_`. A dtype of None is the register's own."""
         results = self.temporary(source)
         for i, register in enumerate(registers):
             if register != "_":

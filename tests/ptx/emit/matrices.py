@@ -1,4 +1,4 @@
-"""Products of matrices, by a warp or asynchronously by a warpgroup, and loads and stores of their fragments."""
+"""Translates matrix products, by a warp or asynchronously by a warpgroup, and loads and stores of their operands."""
 
 import re
 
@@ -31,7 +31,7 @@ def stmatrix(e, op, address, a):
 
 @instruction(" ".join(f"mma.sync.aligned.m16n8k{k}.row.col.f32.{kind}.{kind}.f32" for k, kind in MMA))
 def mma(e, op, d, a, b, c):
-    """Emit a product of 16-bit or tf32 numbers, added in float32."""
+    """Emit a warp's product of 16-bit or tf32 matrices, added in float32."""
     shape, kind = op.name.split(".")[3], op.name.split(".")[7]
     operands = [e.arrays(vector(x), dtype) for x, dtype in ((a, U32), (b, U32), (c, F32))]
     e.write_all(vector(d), e.call("mma", repr(shape), repr(kind), *operands), F32)
@@ -39,7 +39,7 @@ def mma(e, op, d, a, b, c):
 
 @instruction("wgmma.mma_async.sync.aligned", "bf16 f16 tf32", f"f32 bf16 f16 tf32 {SHAPES}")
 def wgmma(e, op, d, a, b, scale, scale_a, scale_b, *transposed):
-    """Emit the start of a warpgroup product: d = a b, plus d if `scale` is set.
+    """Emit the start of a warpgroup's product d = a b, plus d if `scale` is set.
 
     b is a descriptor of shared memory, a is another or a list of registers. `transposed` has a flag for each
     descriptor of 16-bit numbers.

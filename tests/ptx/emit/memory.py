@@ -1,4 +1,4 @@
-"""Loads, stores and additions to memory. Memory order between blocks is not modelled."""
+"""Translates loads, stores and additions to memory. Memory order between blocks is not modelled."""
 
 from ..parse import BITS
 from .operands import TYPES, UNSIGNED, address, vector
@@ -14,7 +14,7 @@ def _dtype(e, op, register):
 
 
 def _vector(e, op, text):
-    """Return the operands of a vector, and refuse a number of them that the modifier does not say."""
+    """Return the operands of a vector; raise Unsupported if their number contradicts the modifier."""
     operands = vector(text)
     e.require(len(operands) == next((VECTORS[word] for word in op.words if word in VECTORS), 1))
     return operands
@@ -54,7 +54,7 @@ def add(e, op, operand, values):
 
 @instruction("atom.global.gpu", "u32 f32", f"relaxed release acq_rel add {' '.join(VECTORS)}")
 def atom(e, op, results, operand, values):
-    """Emit an addition. Only the previous value of a u32 may be read."""
+    """Emit an atomic addition. A kernel may read only the previous value of a u32."""
     if e.program.used.isdisjoint(vector(results)):
         add(e, op, operand, values)
         return

@@ -1,4 +1,4 @@
-"""Types of operands, and operands that are not registers."""
+"""Types of PTX operands, and operands that are literals, vectors or addresses."""
 
 import functools
 import re
@@ -19,7 +19,7 @@ _ADDRESS = re.compile(r"\[\s*([%$\w.]+)\s*(?:\+\s*(-?\w+)\s*)?\]$")
 
 @functools.cache
 def bits(dtype):
-    """Return the width of a register that holds a dtype."""
+    """Return the width in bits of a register that holds a dtype."""
     return 1 if dtype is np.bool_ else 8 * np.dtype(dtype).itemsize
 
 
@@ -38,7 +38,7 @@ def literal(text):
 
 
 def scalar(value, dtype):
-    """Return a `literal` in a dtype: converted for floats, otherwise the same bits."""
+    """Return a literal's value as a dtype: floats are converted, other dtypes get the same bits."""
     if dtype is np.bool_ or (is_float(dtype) and isinstance(value, np.floating)):
         return dtype(value)
     if isinstance(value, np.floating):
@@ -48,7 +48,7 @@ def scalar(value, dtype):
 
 
 def vector(text):
-    """Return the operands in braces, or a single operand as a tuple."""
+    """Return the operands of a vector in braces; for a single operand a tuple of one."""
     return split(text[1:-1]) if text.startswith("{") else (text,)
 
 

@@ -1,4 +1,4 @@
-"""Registry of the functions that emit instructions."""
+"""Registry of the functions that emit instructions, by PTX name and type."""
 
 import functools
 from typing import NamedTuple
@@ -34,7 +34,7 @@ def instruction(names, types="", modifiers=""):
 
 @functools.cache
 def lookup(text):
-    """Return (function, Op) of an instruction without its operands, or (None, None)."""
+    """Return (function, Op) for the text of an instruction without operands; (None, None) if it is unknown."""
     parts = text.split(".")
     for length in range(len(parts), 0, -1):
         name, rest = ".".join(parts[:length]), tuple(parts[length:])

@@ -1,4 +1,4 @@
-"""Instructions that move, convert, compare and select values."""
+"""Translates instructions that move, convert, compare and select values."""
 
 import numpy as np
 
@@ -17,7 +17,7 @@ FLOAT_COMPARISONS = COMPARISONS | {
 
 @instruction("mov", "pred b16 b32 b64 u16 u32 u64")
 def mov(e, op, d, a):
-    """Emit a move of a register, or of the parts of a wide one, lowest first."""
+    """Emit a move of a register, or of the parts of a wide register, lowest part first."""
     if d.startswith("{"):
         parts, whole = vector(d), UNSIGNED[e.width(a)]
         part, x = UNSIGNED[bits(whole) // len(parts)], e.temporary(e.read(a, whole))
@@ -42,7 +42,7 @@ def cvta(e, op, d, a):
 
 @instruction("cvt", NUMBERS, f"rn {NUMBERS}")
 def cvt(e, op, d, a):
-    """Emit a conversion, but not from float to integer. One to float16 or bfloat16 goes by float32."""
+    """Emit a conversion, except from float to integer. Conversions to float16 and bfloat16 go through float32."""
     to, floats = op.words[-1], op.kind in FLOATS
     (x,) = unpack(e, op, [a]) if floats else e.read_all([a], TYPES[op.kind])
     if to in FLOATS:
@@ -54,7 +54,7 @@ def cvt(e, op, d, a):
 
 @instruction("cvt.rn.bf16x2 cvt.rn.f16x2", "f32")
 def cvt_pair(e, op, d, high, low):
-    """Emit a conversion of two numbers to the halves of a register."""
+    """Emit a conversion of two float32 numbers to the two halves of a register."""
     low, high = (f"to_{op.name.split('.')[-1][:-2]}({x}).astype(uint32)" for x in e.read_all((low, high), F32))
     e.write(d, f"{low} | ({high} << {e.constant(U32(16))})", U32)
 
@@ -70,7 +70,7 @@ def selp(e, op, d, a, b, p):
 @instruction("setp", "f16 bf16 f16x2 bf16x2 f32 f64", " ".join(FLOAT_COMPARISONS))
 @instruction("setp", "b16 b32 b64 s16 s32 s64 u16 u32 u64", " ".join(COMPARISONS))
 def setp(e, op, d, a, b):
-    """Emit a comparison. Pairs of 16-bit floats have two results, that of the lower halves first."""
+    """Emit a comparison. Pairs of 16-bit floats have two results, first that of the lower halves."""
     (comparison,) = op.words
     if op.kind in FLOATS:
         source = FLOAT_COMPARISONS[comparison].format(*unpack(e, op, (a, b)))

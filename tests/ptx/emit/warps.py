@@ -1,4 +1,4 @@
-"""Instructions that exchange and reduce values within a warp."""
+"""Translates instructions that exchange and reduce values within a warp."""
 
 import numpy as np
 
@@ -13,7 +13,7 @@ def require_all_lanes(e, members):
 
 @instruction("shfl.sync.up shfl.sync.bfly shfl.sync.idx", "b32")
 def shuffle(e, op, d, a, b, clamp, members):
-    """Emit a shuffle. Its optional second result tells whether the source lane exists."""
+    """Emit a shuffle within a warp. Its optional second result is True if the source lane exists."""
     require_all_lanes(e, members)
     registers, lane, how = d.split("|"), literal(b), op.name.rpartition(".")[2]
     a, b = e.read(a, e.home(registers[0])), e.read(b, U32) if lane is None else lane
@@ -28,7 +28,7 @@ def redux(e, op, d, a, members):
 
 @instruction("elect.sync")
 def elect(e, op, d, members):
-    """Emit the election of a lane. Its number may not be read."""
+    """Emit the election of one lane of a warp. A kernel must not read the lane's number."""
     require_all_lanes(e, members)
     number, chosen = d.split("|")
     e.require(number not in e.program.used)
