@@ -1,4 +1,4 @@
-"""Fixtures: devices, NaN in new memory, tiles and replays. They also make Triton's interpreter faster."""
+"""Fixtures of all tests, and changes that make Triton's interpreter faster."""
 
 import collections
 import gc
@@ -15,13 +15,13 @@ import torch
 from . import cases
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-gc.set_threshold(200_000, 20, 20)  # torch and Triton are a million objects: walking them took 7 to 15% of the time
+gc.set_threshold(200_000, 20, 20)  # torch and Triton are a million objects: collecting them took 7 to 15% of the time
 
 
 def _call_device_function_at_once(self, *args, **kwargs):
-    """Replace `InterpretedFunction.__call__`: two fifths of its time goes into patching the language at each call.
+    """Replace `InterpretedFunction.__call__`, which spent two fifths of its time on patching the language anew.
 
-    The launch has patched it for functions of ours. For one of Triton's own, the first call does, and it stays patched.
+    A launch patches it for our functions. For Triton's own functions the first call does, and it stays patched.
     """
     from triton.runtime import interpreter
 
@@ -63,12 +63,12 @@ def _make_block_type(self, element_type, shape):
 
 
 def _broadcast(self, lhs, rhs):
-    """Replace `broadcast_impl_value`. Tensors of one shape hold the same shape object, from `_make_tensor`."""
+    """Replace `broadcast_impl_value`: tensors with the same shape object, from `_make_tensor`, need no broadcast."""
     return (lhs, rhs) if lhs.shape is rhs.shape else _broadcast_of(self, lhs, rhs)
 
 
 def _check_operands(self, lhs, rhs, *allowed, **more):
-    """Replace `binary_op_type_checking_impl`, a fifth of the time, where no dtype changes."""
+    """Replace `binary_op_type_checking_impl`, which takes a fifth of the time, where it would change no dtype."""
     if type(lhs) is language.tensor and lhs.dtype.name in _STAY:
         if type(rhs) is language.tensor and rhs.dtype.name == lhs.dtype.name:
             return _broadcast(self, lhs, rhs)
@@ -88,7 +88,7 @@ def _unwrap(x):
 
 
 def _patch_attribute(owner, name, member, builder, scope):
-    """Replace `_patch_attr`: its functions are called most of all, and copied their options each time."""
+    """Replace `_patch_attr`, whose functions are called most often and copied their options each time."""
     function = getattr(member, "__wrapped__", member)
 
     def call(*args, **options):
@@ -99,7 +99,7 @@ def _patch_attribute(owner, name, member, builder, scope):
 
 
 def _add_by_descriptor(builder, kind, descriptor, value, offsets):
-    """Add as TMA does: tests give the interpreter tiles that no call takes there."""
+    """Add a tile as TMA does: some tests use tiles with TMA additions, which the interpreter does not know."""
     assert kind == ir.DESCRIPTOR_REDUCE_KIND.ADD, kind
     pointers, inside = descriptor.materialize_pointers(offsets)
     add = ir.ATOMIC_OP.FADD, pointers, value, inside, ir.MEM_SEMANTIC.RELAXED, ir.MEM_SYNC_SCOPE.GPU
@@ -134,14 +134,14 @@ if INTERPRETED and importlib.util.find_spec("triton"):
 
 
 def pytest_configure(config):
-    """Give each worker of xdist one thread: there are as many workers as cores."""
+    """Limit each worker of xdist to one thread, because there are as many workers as cores."""
     if hasattr(config, "workerinput"):
         torch.set_num_threads(1)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Leave parameters of tests marked `one_in(n)` to `make test-all`, except the first and each n-th."""
+    """Mark for `make test-all` all parameters of tests marked `one_in(n)`, except for the first and each n-th."""
     counts = collections.Counter()
     for item in items:
         if (mark := item.get_closest_marker("one_in")) is not None:
@@ -152,14 +152,14 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Hide modules and tests, which stay until the end, from the garbage collector."""
+    """Exclude modules and tests, which exist until the end, from garbage collection."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000)  # Python 3.11 has 700, which costs a tenth of the time of compiling kernels
 
 
 def pytest_generate_tests(metafunc):
-    """Run a test that takes `device` in the interpreter, and again on a GPU."""
+    """Run a test that has the argument `device` in the interpreter, and again on a GPU."""
     if "device" in metafunc.fixturenames:
         metafunc.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
 
@@ -183,7 +183,7 @@ def cuda():
 
 
 def pytest_runtest_logfinish():
-    """End a worker of xdist whose GPU has failed: all its later tests would fail, and other workers take them over."""
+    """End a worker of xdist whose GPU has failed; otherwise all its later tests would fail. Other workers run them."""
     if "PYTEST_XDIST_WORKER" in os.environ and torch.cuda.is_initialized():
         try:
             torch.cuda.synchronize()
@@ -192,7 +192,7 @@ def pytest_runtest_logfinish():
 
 
 def wrap_allocations(monkeypatch, wrap, names=("new_empty", "new_empty_strided")):
-    """Replace each function that allocates for the package by `wrap(function, its name)`."""
+    """Replace each function that allocates memory for the package by `wrap(function, its name)`."""
     from fusedattn.call import private
 
     for name in names:
@@ -203,7 +203,7 @@ def wrap_allocations(monkeypatch, wrap, names=("new_empty", "new_empty_strided")
 
 @pytest.fixture
 def poison(monkeypatch):
-    """Fill new memory of the package with NaN, so an element that no kernel writes fails every comparison."""
+    """Fill new memory of the package with NaN, so that an element which no kernel writes fails every comparison."""
 
     def poisoned(make, _):
         def new_nan(*shape, **options):
@@ -217,7 +217,7 @@ def poison(monkeypatch):
 
 @pytest.fixture
 def passes():
-    """Return a function: passes(2) asks torch for determinism, and so for two passes; passes(1) allows one pass."""
+    """Return a function: passes(2) makes the backward use two kernels, by torch's deterministic mode; passes(1) not."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     yield lambda number: torch.use_deterministic_algorithms(number == 2, warn_only=True)
     torch.use_deterministic_algorithms(before[0], warn_only=before[1])
@@ -230,14 +230,14 @@ def two_passes(passes):
 
 @pytest.fixture
 def deterministic(passes):
-    """Ask torch for determinism on a GPU, where dq has the same bits each time only then."""
+    """Ask torch for deterministic algorithms on a GPU, where dq has the same bits each time only then."""
     if not INTERPRETED:
         passes(2)
 
 
 @pytest.fixture
 def launched(monkeypatch):
-    """Record (name, arguments) of each kernel launch, except those of replays."""
+    """Return a list of (name, arguments) of the kernel launches of the test, except for replays."""
     from fusedattn.launch import run
 
     seen, run_kernel = [], run.run_kernel
@@ -252,11 +252,11 @@ def launched(monkeypatch):
 
 @pytest.fixture
 def tiles(monkeypatch):
-    """Change the tile table for one test: tiles(name, value) replaces one of its tables or functions.
+    """Return an object that changes the tile table for one test: tiles(name, value) replaces a table or function in it.
 
     tiles.change(*kernels, **fields) changes all tiles of some kernels in the interpreter.
-    tiles.choose(function) lets calls take `function(their tiles)`.
-    tiles.splits(n) lets n programs share the keys of a cached sequence; n may be a function in place of `splits`.
+    tiles.choose(function) makes calls use `function(their tiles)`.
+    tiles.splits(n) makes n programs share the keys of a cached sequence; n may be a function in place of `splits`.
     tiles.multiprocessors(n) sets the number of multiprocessors of the GPU.
     """
     from fusedattn.dispatch import replay
@@ -291,7 +291,7 @@ def tiles(monkeypatch):
 
 @pytest.fixture
 def record_after(monkeypatch):
-    """record_after(n): record the n-th equal call; None records none."""
+    """Return a function: record_after(n) makes the n-th equal call recorded for replays, record_after(None) none."""
     from fusedattn.dispatch import replay
 
     def set_count(n):
@@ -303,7 +303,7 @@ def record_after(monkeypatch):
 
 @pytest.fixture
 def unchecked(monkeypatch):
-    """Do not check offsets, lengths and pages on a CPU, as calls on a GPU do not."""
+    """Skip the checks of offsets, lengths and pages on a CPU, as calls on a GPU do."""
     from fusedattn.call import decode, varlen
 
     for module in (decode, varlen):
@@ -312,14 +312,14 @@ def unchecked(monkeypatch):
 
 @pytest.fixture
 def overflow(monkeypatch):
-    """Let the interpreter check that each index fits its type, which takes two fifths of its time."""
+    """Make the interpreter check that each index fits its type, which takes two fifths of its time."""
     if INTERPRETED:
         monkeypatch.setattr(upstream.interpreter_builder, "options", _careful)
 
 
 @pytest.fixture
 def one_thread():
-    """Use one thread: on a busy machine, tiny steps would only wait for other threads."""
+    """Limit torch to one thread: on a busy machine, tiny steps would only wait for other threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -328,7 +328,7 @@ def one_thread():
 
 @pytest.fixture
 def impatient():
-    """Switch threads as often as possible."""
+    """Make Python switch between threads as often as possible."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
@@ -336,14 +336,14 @@ def impatient():
 
 
 def in_threads(*functions):
-    """Run functions at the same time, each in a thread, and raise the first error."""
+    """Run functions at the same time, each in its own thread, and raise the first error."""
     with ThreadPoolExecutor(len(functions)) as pool:
         for future in [pool.submit(function) for function in functions]:
             future.result()
 
 
 def run_python(*arguments, cwd=None, **environment):
-    """Run Python with some arguments and return what it printed; a variable that is None is removed."""
+    """Run Python with some arguments and return its output. An environment variable that is None is removed."""
     known = {name: value for name, value in (os.environ | environment).items() if value is not None}
     done = subprocess.run([sys.executable, *arguments], env=known, cwd=cwd, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -352,7 +352,7 @@ def run_python(*arguments, cwd=None, **environment):
 
 @pytest.fixture
 def at_once(monkeypatch):
-    """Replace timing by fixed numbers."""
+    """Replace the timing of benchmarks by fixed numbers."""
     from fusedattn.bench import measure
 
     monkeypatch.setattr(measure, "times", lambda steps, *_: dict.fromkeys(steps, (1.0, 2.0, 3.0)))
@@ -360,7 +360,7 @@ def at_once(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def _anew(request, monkeypatch):
-    """Seed each test, and forget the replays of earlier tests, which may have changed the tiles.
+    """Seed each test, and forget the replays of earlier tests, which may have used other tiles.
 
     Calls are recorded and replayed at once. Half of the cases run as a user's first call instead.
     """

@@ -1,4 +1,4 @@
-"""A simulated GPU: Triton compiles for it, and launches do nothing."""
+"""Simulates a GPU that is absent: Triton compiles for it, and launches do nothing."""
 
 import atexit
 import contextlib
@@ -21,13 +21,13 @@ MULTIPROCESSORS = 132
 
 
 class Encoded(NamedTuple):
-    """A tensor descriptor: the arguments with which the driver would encode it."""
+    """A TMA descriptor: the arguments with which the driver would encode it."""
 
     what: tuple
 
 
 class _Utils:
-    """Stand-in for the driver's functions that encode descriptors, by both names."""
+    """Replaces the driver's functions that encode TMA descriptors, under their two names."""
 
     def fill_tma_descriptor(self, *what):
         return Encoded(what)
@@ -36,7 +36,7 @@ class _Utils:
 
 
 class Run:
-    """Launcher of a compiled kernel that passes its arguments to a function."""
+    """Launcher of a compiled kernel that passes its arguments to a function instead."""
 
     def __init__(self, launched=lambda *grid_and_all: None):
         self.launch = self._wrap(launched)
@@ -49,7 +49,7 @@ class Run:
 
 
 class Driver:
-    """Stand-in for Triton's driver, enough to choose a target."""
+    """Replaces Triton's driver; it knows enough to choose a target."""
 
     def __init__(self, capability):
         self.capability, self.utils = capability, _Utils()
@@ -66,7 +66,7 @@ class Driver:
 
 @contextlib.contextmanager
 def target(capability):
-    """Let Triton compile for a compute capability, such as 90 for sm_90."""
+    """Make Triton compile for a compute capability, such as 90 for sm_90, within a context."""
     previous = driver._active
     driver.set_active(Driver(capability))
     try:
@@ -85,7 +85,7 @@ _UNUSED |= dict(profile_scratch_size=0, profile_scratch_align=1)
 
 
 def _no_machine_code(backend=None, stages=None, options=None, language=None, capability=None):
-    """Skip the stages after TTGIR (Triton's hook for the stages of a compilation)."""
+    """Skip the compilation stages after TTGIR: Triton's hook for the stages of a compilation."""
     if stages is None:  # Triton asks for a part of its cache key
         return "no machine code", "no machine code"
 
@@ -110,7 +110,7 @@ def _load(kernel):
 
 @contextlib.contextmanager
 def gpu(capability=90, load=_load, stages=_no_machine_code, folder=None):
-    """Let calls of CPU tensors with backend="triton" do all host work and compute nothing.
+    """Make calls of CPU tensors with backend="triton" do all work of the host, but compute nothing.
 
     Args:
         load: function of a compiled kernel, called before its first launch.

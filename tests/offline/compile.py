@@ -1,4 +1,4 @@
-"""Registers, spills, shared memory and tensor-core instructions of kernels, compiled without a GPU.
+"""Compiles kernels without a GPU, and prints their registers, spills, shared memory and tensor-core instructions.
 
 python -m tests.offline.compile [--capability 80 90] [--filter forward]
 python -m tests.offline.compile --few    # one row of each kernel and GPU, as in `make test`
@@ -43,10 +43,11 @@ HEADER = f"{'kernel':25}{'GPU':8}{'dtype':6}{'D':5}{'variant':11}{'tile':17}" + 
 
 
 def faults(row, report, committed=None, other=False):
-    """Yield the faults of a compiled row, in words.
+    """Yield a sentence for each rule that a compiled kernel breaks.
 
     Args:
-        committed: `kernels.loops` of the committed table. other: whether another Triton compiled the row.
+        committed: `kernels.loops` of the committed table. other: True if another Triton than the table's compiled the
+        kernel.
     """
     index, count = row.place
     on_hopper = row.kernel in ON_HOPPER
@@ -108,12 +109,12 @@ def _faults_on_hopper(row, report, length):
 
 
 def _hopper_table():
-    """Yield rows of each pipeline that compiles to a different kernel; `persistent` does not matter."""
+    """Yield a Row (a kernel to compile) for each Hopper pipeline with code of its own; `persistent` does not matter."""
     for width, pipelines in tile_table.HOPPER.items():
         distinct = tuple(dict.fromkeys(each._replace(persistent=True) for each in pipelines))
         first = distinct[0], (0, len(distinct))
         for index, pipeline in enumerate(distinct):
-            for variant in ("full", "causal", "window") if index == 0 else ("causal",):  # one shows the others
+            for variant in ("full", "causal", "window") if index == 0 else ("causal",):  # windows have the code of one
                 yield Row("hopper", 90, "bf16", width, variant, pipeline, (index, len(distinct)))
         yield Row("hopper", 90, "fp16", width, "full", *first)
         for dim in {64: (32, 16), 128: (80,)}.get(width, ()):
@@ -134,7 +135,7 @@ def _hopper_table():
 
 
 def _packed_table(capability):
-    """Yield rows of packed sequences. Their loops are the usual ones; the code before the loop differs."""
+    """Yield the Rows (kernels to compile) of packed sequences; only the code before their loops differs."""
     yield Row("fill_slots", capability, "bf16", 128, "packed", tile_table.Tile(64, None, 4, 1), (0, 1))
     for kernel, width in (
         ("forward", 64),
@@ -154,14 +155,14 @@ def _packed_table(capability):
 
 
 def _candidate_table():
-    """Yield rows of candidates, which calls take only after `fusedattn tune` found them faster."""
+    """Yield the Rows (kernels to compile) of candidate tiles, which calls use only after `fusedattn tune`."""
     for (kernel, capability, _, width), tiles in tile_table.CANDIDATES.items():
         for index, tile in enumerate(tiles, 1):  # its index is never the first or the last of a row
             yield Row(kernel, capability, "bf16", width, "full", tile, (index, len(tiles) + 2))
 
 
 def _small_table():
-    """Yield rows of the tiles for GPUs with little shared memory."""
+    """Yield the Rows (kernels to compile) of the tiles for GPUs with little shared memory."""
     for (kernel, capability, _, width), tiles in (tile_table.TABLE | tile_table.RICH).items():
         if capability == 86:
             for index, tile in enumerate(tiles):
@@ -169,7 +170,7 @@ def _small_table():
 
 
 def _cache_table(capabilities):
-    """Yield rows of the kernels for caches: the first tile of each width, and other kinds of calls."""
+    """Yield the Rows (kernels to compile) for caches: the first tile of each width, and other kinds of calls."""
     last = capabilities[-1]
     for kernel, capability, width in itertools.product(tile_table.ON_CACHES, capabilities, (64, 128, 256)):
         if kernel != "decode_16" and capability != last:
@@ -196,7 +197,7 @@ def _cache_table(capabilities):
 
 
 def table(capabilities=(80, 90)):
-    """Yield every Row: each tile of each dtype, and with the first tile the other kinds of calls."""
+    """Yield a Row for each kernel to compile: all tiles and dtypes, and other kinds of calls for first tiles."""
     if 90 in capabilities:
         yield from _hopper_table()
         yield from _candidate_table()
@@ -249,7 +250,7 @@ def table(capabilities=(80, 90)):
 
 
 def reported(row):
-    """Return whether the committed table has a row: calls without options that use tensor cores."""
+    """Return True if the committed table of compiled kernels has a line for a Row."""
     if row.kernel in ON_HOPPER:
         return True
     if row.capability == 86:
@@ -258,7 +259,7 @@ def reported(row):
 
 
 def few(rows, some=False):
-    """Yield the first row of each kernel and GPU; `some`: also each variant, dtype and kernel with all options."""
+    """Yield the first Row of each kernel and GPU; `some`: also of each variant and dtype, and with all options."""
     seen = set()
     for row in sorted(rows, key=lambda row: (row.place[0] > 0, row.variant != "full", row.variant == "packed all")):
         found = {(row.kernel, row.capability)}
@@ -270,7 +271,7 @@ def few(rows, some=False):
 
 
 def measure(rows, read=False, committed=None, other=False):
-    """Compile and print rows. Return ({row: faults} of rows with faults, the reports)."""
+    """Compile Rows and print them. Return {row: broken rules} and the Reports."""
     bad, reports = {}, []
     with pool() as processes:
         compiled = processes.map(functools.partial(compile_row, read=read), rows)

@@ -1,4 +1,4 @@
-"""Compilation of a kernel without a GPU, and its registers, spills, shared memory and instructions.
+"""Compiles one kernel without a GPU, and reads its registers, spills, shared memory and instructions.
 
 The package launches the kernel as on a GPU, so that each argument is the same.
 """
@@ -84,7 +84,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "ieee": torch.float32, 
 
 
 class Row(NamedTuple):
-    """One kernel to compile. place: (index of the tile, number of tiles) in its row of the table."""
+    """A kernel to compile, for one kind of call. place: (index of the tile, number of tiles) in the tile table."""
+
 
     kernel: str
     capability: int
@@ -96,7 +97,7 @@ class Row(NamedTuple):
 
     @property
     def turning(self):
-        """Return the number of warps that run the main loop."""
+        """Return the number of warps that run the kernel's main loop."""
         return self.tile.warps if isinstance(self.tile, tile_table.Tile) else 4 * self.tile.warpgroups
 
     def __str__(self):
@@ -108,7 +109,7 @@ class Row(NamedTuple):
 
 
 class Report(NamedTuple):
-    """Resources of a kernel, instruction counts of its PTX, and its main loop.
+    """Report of a compiled kernel: its resources, the instruction counts of its PTX, and its main loop.
 
     loops: one step of each main loop; `loop` is the shortest. asked: numbers of registers after `setmaxnreg`. copied:
     names of tensor copies. overtaken: findings of `hazards`. fusible: number of findings of `fusing`. disordered:
@@ -140,7 +141,7 @@ class Report(NamedTuple):
 
 
 class _Skipped:
-    """Stand-in for a kernel and its compiled form that does nothing."""
+    """Replaces a kernel and its compiled form; it does nothing."""
 
     arg_names, run = (), None
 
@@ -152,7 +153,7 @@ class _Skipped:
 
 
 class _Compiler(_Skipped):
-    """Stand-in for a kernel that compiles and is never launched."""
+    """Replaces a kernel; it compiles and is never launched."""
 
     def __init__(self, kernel):
         self.kernel, self.compiled = kernel, None
@@ -164,7 +165,7 @@ class _Compiler(_Skipped):
 
 @contextlib.contextmanager
 def _everything_but_a_gpu(kernels, row):
-    """Let launches only compile, with the tile of a row, for its GPU."""
+    """Make launches only compile, for the GPU and with the tile of a Row, within a context."""
     tiles = tile_table.INTERPRETED | {row.kernel: (row.tile,)}
     form, in_gluon = launch.form_on_hopper, row.kernel in ON_HOPPER
     precision = torch.backends.cuda.matmul.fp32_precision
@@ -189,7 +190,7 @@ def _everything_but_a_gpu(kernels, row):
 
 
 def _call(row):
-    """Call the operator of a kernel on tensors without data."""
+    """Call the operator that launches a Row's kernel, on tensors without data."""
     everything, batch = row.variant in ALL, 1 if "packed" in row.variant else BATCH
     few = row.variant == "splits"
     batch, all_heads, group = 1 if few else batch, 1 if few else HEADS, 4 if everything else 1
@@ -218,7 +219,7 @@ def _call(row):
 
 
 def _call_on_cache(row):
-    """Call the operator of a kernel that reads a cache."""
+    """Call the operator that launches a Row's kernel for caches, on tensors without data."""
     heads, capacity, dtype = 8, CAPACITY.get(row.variant, 32768), DTYPES[row.dtype]
     rows = tile_table.DECODE.get(row.kernel, 16) // heads
     page = PAGES[row.variant]
@@ -250,7 +251,7 @@ def _call_on_cache(row):
 
 
 def compile_row(row, read=False):
-    """Return the Report of a Row. If `read`, read the loop of any row, not only of plain ones."""
+    """Compile a Row and return its Report. If `read`, its SASS is read, as it is for plain calls and wgmma."""
     compiler, log, began = _Compiler(launch.KERNELS[row.kernel]), io.StringIO(), time.monotonic()
     compiler.kernel.device_caches.clear()  # a cached kernel would leave no log
     kernels = dict.fromkeys(launch.KERNELS, _Skipped()) | {row.kernel: compiler}
@@ -283,6 +284,6 @@ def compile_row(row, read=False):
 
 
 def pool():
-    """Return a pool with a process for each core."""
+    """Return a pool of one process for each CPU core."""
     start = "spawn" if torch.cuda.is_initialized() else "fork"  # CUDA does not survive a fork
     return ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=multiprocessing.get_context(start))

@@ -1,4 +1,4 @@
-"""Control flow of compiled code: basic blocks, loops, and one step of each loop that multiplies."""
+"""Control flow of SASS: basic blocks, loops, and one step of each loop that multiplies matrices."""
 
 import itertools
 import re
@@ -10,25 +10,25 @@ _JUMPS = re.compile(r"BRA|JMP|CALL")
 _ANYWHERE = re.compile(r"BRX|JMX")
 _ENDS = re.compile(r"EXIT|RET|KILL|BRX|JMX")
 _LEAVES = re.compile(r"EXIT|RET|KILL|BRX|JMX|BRA|JMP")  # each leaves its block, unless it has a condition
-_PRODUCTS = "HGMMA", "HMMA", "FFMA"  # the first that occurs multiplies the matrices
+_PRODUCTS = "HGMMA", "HMMA", "FFMA"  # the first of them that occurs multiplies the matrices
 _EFFECTS = {"tensor", "load", "store", "barrier"}  # kinds that masks do not use, except _READS
 _READS = re.compile(r"LD[SL]\b")  # without LDSM, which loads matrices
 
 
 class Block(NamedTuple):
-    """Instructions in sequence, and the indices of the blocks that may follow."""
+    """A basic block: its instructions, and the indices of the blocks that may follow."""
 
     code: tuple
     after: tuple
 
 
 def _conditional(text):
-    """Return whether a jump has a predicate before it, or operands before its target."""
+    """Return True if a jump has a predicate before it, or operands before its target."""
     return text.startswith("@") or "," in text
 
 
 def _linked(code):
-    """Yield Blocks of [(address, instruction)], without the successors of a jump by a table."""
+    """Yield the basic Blocks of [(address, instruction)], with their successors, except those of a jump by a table."""
     index = {at: i for i, (at, _) in enumerate(code)}
     targets = {
         i: index[int(re.findall(r"0x([0-9a-f]+)", text)[-1], 16)]
@@ -47,7 +47,7 @@ def _linked(code):
 
 
 def _unled(blocks):
-    """Return the first blocks of code that cannot be reached from the first block, in order."""
+    """Return the first blocks of all code that cannot be reached from the entry, in order."""
     found, reached = [], set()
     for n in range(len(blocks)):
         if n not in reached:
@@ -62,7 +62,7 @@ def _unled(blocks):
 
 
 def blocks(sass):
-    """Return the Blocks of a kernel, entry first; () for text without instructions.
+    """Return the basic Blocks of a kernel's SASS, entry first; () for text without instructions.
 
     A jump by a table may lead to any code that nothing else leads to. A call leads to its function and to the next
     block.
@@ -107,7 +107,7 @@ def _dominators(blocks, before):
 
 
 def loops(blocks):
-    """Return {first block: all blocks} of each natural loop, by index."""
+    """Return {first block: all blocks} of each natural loop, by block index."""
     if not blocks:
         return {}
     previous = _before(blocks)
@@ -129,11 +129,11 @@ def _acts(instruction):
 
 
 def _turn(blocks, head, body, inner):
-    """Return one step of a loop: the path with the most effects outside `inner`, then the shortest."""
+    """Return one step of a loop: the path with the most effects (such as loads) outside `inner`, then the shortest."""
     best = {}
 
     def find(n):
-        """Return (minus effects, length, next block) of the best path from a block to the head, or None."""
+        """Return (minus effects, length, next block) of the best path from block n to the loop's head, or None."""
         if n not in best:
             best[n] = None  # until it is found, so that paths through this block again do not count
             ways = [
@@ -157,7 +157,7 @@ def _turn(blocks, head, body, inner):
 
 
 def steps(sass):
-    """Return one step of each innermost loop that multiplies matrices, except loops with few products.
+    """Return one step of each innermost loop of matrix products, except for loops with few products.
 
     Of the paths around a loop that store, copy, wait and multiply the most, the step is the shortest. So it has no
     masks that a branch skips, but stores of some warps, and waits of all steps but the last.

@@ -1,4 +1,4 @@
-"""Multiplications and additions of PTX that ptxas may fuse, because neither has a rounding mode."""
+"""Finds multiplications and additions of PTX that ptxas may fuse, because neither has a rounding mode."""
 
 import re
 
@@ -6,7 +6,7 @@ _INSTRUCTION = re.compile(r"^\s*(?:@!?%p\d+\s+)?([a-z][\w.:]*)\s+(%\w+)(?:\|%p\d
 
 
 def left(ptx):
-    """Return the additions that ptxas may fuse with the multiplication of an operand (PTX ISA, "add").
+    """Return the additions in PTX that ptxas may fuse with the multiplication of an operand (PTX ISA, "add").
 
     Sums between lanes must not be among them: each lane would round differently (`vocabulary/row_sums.py`).
     """

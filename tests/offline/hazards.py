@@ -1,4 +1,4 @@
-"""Hazards of asynchronous products and copies in compiled code.
+"""Finds hazards of asynchronous products (wgmma) and copies in SASS, the machine code of NVIDIA GPUs.
 
 A wgmma reads its left operand from registers while it runs. ptxas before 13.3 may overwrite them before the wait that
 ends it (triton-lang/triton#9433). Operands must be written before the fence of the product. Triton 3.6 and 3.7 move
@@ -25,7 +25,7 @@ _PREDICATE = re.compile(r"!?U?P(\d|T|R)$")
 
 
 def _width(name):
-    """Return the number of registers of an instruction's result, or more."""
+    """Return the number of registers that hold an instruction's result, or more."""
     matrix = re.match(r"HGMMA\.\d+x(\d+)x", name)
     if matrix:
         return int(matrix[1]) // (2 if ".F32" in name else 4)
@@ -53,7 +53,7 @@ def written(instruction):
 
 
 def _merged(*states):
-    """Return {register: (age, product)}: the youngest product that reads each register on any path."""
+    """Return {register: (age, product)} of joined paths, with the youngest product that reads each register."""
     found = {}
     for state in states:
         for register, reader in state.items():
@@ -62,7 +62,7 @@ def _merged(*states):
 
 
 def _after(state, instruction):
-    """Return the registers that products still read after an instruction. Ages count later groups."""
+    """Return the registers that products still read after an instruction; ages count the later groups."""
     left, wait, name = _LEFT.search(instruction), _WAIT.search(instruction), operation(instruction)
     if not name.startswith(("HGMMA", "WARPGROUP.DEPBAR")):
         return state
@@ -77,7 +77,7 @@ def _after(state, instruction):
 
 
 def _over_all_ways(code, start, merged, after):
-    """Follow all paths through `flow.blocks` with states: after(state, instruction), and merged(*states) at joins."""
+    """Follow all paths through basic blocks: `after` updates a state, `merged` joins states where paths meet."""
     starts, left = [None] * len(code), list(range(min(1, len(code))))
     starts[:1] = [start] * len(left)
     while left:
@@ -93,7 +93,7 @@ def _over_all_ways(code, start, merged, after):
 
 
 def overwritten(sass):
-    """Return a text for each register that is written while a product may still read it, over all paths."""
+    """Return a text for each register that is overwritten while a product may still read it, on any path."""
     found = {}
 
     def after(state, instruction):
@@ -109,7 +109,7 @@ def overwritten(sass):
 
 
 def _read(product):
-    """Return the registers that a product reads: its left operand, if in registers, and its sums."""
+    """Return the registers that a wgmma instruction reads: its sums, and its left operand if it is in registers."""
     left, sums = _LEFT.search(product), re.search(r"HGMMA\S* R\d+, .*gdesc\S*, (R\d+|!UPT|RZ)", product)
     registers = list(range(int(left[1]), int(left[1]) + _LEFT_REGISTERS)) if left else []
     if sums and sums[1][1:].isdigit():
@@ -119,7 +119,7 @@ def _read(product):
 
 
 def unfenced(sass):
-    """Return a text for each register of a product that is written after the product's fence, over all paths.
+    """Return a text for each register of a product that is written after the product's fence, on any path.
 
     Source: PTX ISA, "wgmma.fence".
     """
@@ -146,7 +146,7 @@ _ALL_MEET = re.compile(r"BAR\.SYNC\S* 0x1$")
 
 
 def _repeated(code):
-    """Return the instructions that a thread may reach again within a partition."""
+    """Return the instructions that a thread may execute again within a partition of a warp-specialised kernel."""
     found = set()
     within = [not any(map(_ALL_MEET.match, block.code)) for block in code]
     for n, block in enumerate(code):
@@ -164,7 +164,7 @@ RUNNING = ("a product of these warps may be running", (), False)
 
 
 def given_back(sass):
-    """Return a text for each load that may read its place after an arrival gave the place back, over all paths.
+    """Return a text for each load that may read a tile of shared memory after the tile was released, on any path.
 
     On an H200 such a load caused wrong gradients.
 
@@ -200,7 +200,7 @@ def given_back(sass):
 
 
 def overlapped(step):
-    """Return (exponentials that run while a product does, all exponentials) of a step of a loop.
+    """Return (number of exponentials that run during a product, number of exponentials) in one step of a loop.
 
     A product runs from its first instruction to a wait after its last one, which commits it.
     """

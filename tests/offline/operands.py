@@ -1,4 +1,4 @@
-"""Order of mma.sync operands in registers, from TTGIR."""
+"""Finds operands of mma.sync, in TTGIR, whose order in registers is unfavourable."""
 
 import re
 
@@ -7,7 +7,7 @@ _OPERAND = re.compile(r"x([a-z]+(\d+)), #ttg\.dot_op<\{opIdx = \d, parent = #\w+
 
 
 def disordered(ttgir):
-    """Return the operands of which a thread holds more neighbours than fit a 32-bit register of mma.sync, in words.
+    """Return a text for each operand of which a thread holds more neighbours than fit a 32-bit register of mma.sync.
 
     Triton chooses that order for narrower loads, at the cost of shared memory (`opaque` in `vocabulary/memory.py`).
     """

@@ -1,4 +1,4 @@
-"""The table of compiled kernels, a line for each, so that changes show in its diff."""
+"""Text table of compiled kernels, one line each, so that changes show in its diff."""
 
 import textwrap
 
@@ -36,13 +36,13 @@ def _columns():
 
 
 def text(found):
-    """Return the text of the file from (Row, Report) pairs."""
+    """Return the text of the table's file from (Row, Report) pairs."""
     lines = [_columns(), *(_row(row, report) for row, report in found)]
     return f"{HEADING}\ntriton {triton.__version__}:\n\n" + textwrap.indent("\n".join(lines), "    ") + "\n"
 
 
 def loops(text):
-    """Return {Row as text: instructions of its loop, or None} from the text of a file."""
+    """Return {Row as text: number of instructions in its loop, or None} from the text of the table's file."""
     header, *lines = (line.strip() for line in text.splitlines() if line.startswith("    "))
     length, column = header.index("regs"), header[header.index("regs") :].split().index("loop")
     counts = {line[:length].rstrip(): line[length:].split()[column] for line in lines}

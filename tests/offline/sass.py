@@ -1,4 +1,4 @@
-"""SASS, the GPU's machine code, and the kinds of its instructions."""
+"""Reads SASS, the machine code of NVIDIA GPUs: its text, and the kinds of its instructions."""
 
 import collections
 import re
@@ -20,7 +20,7 @@ KINDS = {  # the first match counts; `alu` is selections, conversions and intege
 
 
 def disassemble(cubin):
-    """Return SASS, one instruction a line."""
+    """Return the SASS of a compiled kernel (cubin), one instruction a line."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -29,7 +29,7 @@ def disassemble(cubin):
 
 
 def operation(instruction):
-    """Return the name, such as HGMMA.64x128x16.F32.BF16, without predicate and operands; "" if it never runs."""
+    """Return an instruction's name, such as HGMMA.64x128x16.F32.BF16; "" if its predicate is never true."""
     guard, name = re.match(r"(@\S+\s+)?(\S+)", instruction).groups()
     return "" if guard is not None and guard.strip() == "@!PT" else name
 
@@ -40,6 +40,6 @@ def kind(instruction):
 
 
 def mix(loop):
-    """Return {kind: number of instructions} of a loop."""
+    """Return {kind: number of instructions} for the instructions of a loop."""
     found = collections.Counter(map(kind, loop))
     return {kind: found[kind] for kind in KINDS}

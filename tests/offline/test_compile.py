@@ -1,4 +1,4 @@
-"""Kernels of each kind compile within their budgets, and faults of compiled kernels are found."""
+"""Tests that kernels compile within their budgets of spills and memory, and that broken rules are found."""
 
 import functools
 import re
@@ -13,14 +13,14 @@ from ..inside import compiled, only_interpreted, passes_compiled
 from . import compile as offline, compiled as compiling, hazards, operands, report as kernels
 
 
-@pytest.mark.matrix  # `make test` also compiles a row of each kernel
+@pytest.mark.matrix  # `make test` also compiles one tile of each kernel
 @only_interpreted
 def test_this_file_without_the_interpreter():
     passes_compiled(__file__)
 
 
 def first(kernel, variant="full"):
-    """Return the row that a call in bfloat16 with D = 64 tries first on sm_90."""
+    """Return the Row (kernel and tile) that a call in bfloat16 with D = 64 tries first on sm_90."""
     tiles = tile_table.HOPPER[64] if kernel == "hopper" else tile_table.tiles_for(kernel, 90, 2, 64)
     return compiling.Row(kernel, 90, "bf16", 64, variant, tiles[0], (0, len(tiles)))
 
@@ -30,7 +30,7 @@ def report(kernel):
     return compiling.compile_row(first(kernel))
 
 
-# `make compile` compiles all rows; these tests show that it would find faults.
+# `make compile` compiles all kernels and tiles; these tests show that it would find faults.
 @compiled
 @pytest.mark.parametrize("kernel", ["forward", "dkdv", "hopper"])
 def test_a_kernel_is_within_its_budget(kernel):
@@ -157,7 +157,7 @@ def test_warpgroups_may_not_ask_for_more_registers_than_a_block_has(registers, g
 
 
 def test_the_committed_table_has_all_tiles():
-    """If this fails after a change of `tile_table`, run `make compile ARGS=--report`."""
+    """The committed table of compiled kernels has all tiles. Otherwise run `make compile ARGS=--report`."""
     rows = [str(row).rstrip() for row in offline.table() if offline.reported(row)]
     committed = kernels.loops(offline.TABLE.read_text())
     assert list(committed) == rows

@@ -1,4 +1,4 @@
-"""Control flow, steps of loops, and hazards of compiled code, from a few lines of SASS."""
+"""Tests of control flow, steps of loops, and hazards, with a few lines of SASS."""
 
 import re
 
@@ -10,7 +10,7 @@ from . import flow, fusing, hazards
 
 
 def code(*lines):
-    """Yield instructions as cuobjdump prints them. `LABEL: ` before one is a target of jumps."""
+    """Yield instructions as cuobjdump prints them. `LABEL: ` before an instruction makes it a target of jumps."""
     labels = {text.partition(": ")[0]: 16 * i for i, text in enumerate(lines) if ": " in text}
     for i, text in enumerate(lines):
         text = text.rpartition(": ")[2]
@@ -41,7 +41,7 @@ def test_steps_are_of_innermost_loops_with_many_products():
 def test_a_step_skips_masks_and_includes_waits():
     wait = "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R2"
     lines = [
-        "BRX R4 -0x1a0",  # jumps to the code of both warpgroups, which has no other way in
+        "BRX R4 -0x1a0",  # jumps to the code of both warpgroups, which nothing else jumps to
         *["LOOP: NOP", "@P3 BRA NEXT", wait, "@!P0 BRA SPIN", "NEXT: NOP", QK, "@P1 BRA P2, PLAIN"],
         *["FSEL R24, R24, -INF, P4"] * 9,
         *["PLAIN: NOP", "@P4 BRA STORED", "STS [R2], R3", "STORED: MUFU.EX2 R24, R24", "@P5 BRA LOOP", "EXIT"],
@@ -98,7 +98,7 @@ HAZARDS = {  # function: [(code, number of findings)]
     hazards.overwritten: [
         ([PV, WRITE, LEAVE_NONE], 1),
         ([PV, LEAVE_NONE, WRITE], 0),
-        ([PV, "STS.128 [R152], R156", "FADD R2, R152, R153", LEAVE_NONE, WRITE], 0),  # reads are harmless
+        ([PV, "STS.128 [R152], R156", "FADD R2, R152, R153", LEAVE_NONE, WRITE], 0),  # only reads
         ([PV, "LDS.128 R149, [R2]", LEAVE_NONE], 1),  # writes four registers, the last one is read by PV
         ([PV, "HGMMA.64x128x16.F32.BF16 R90, gdesc[UR8], R90, gsb0", LEAVE_NONE], 2),  # writes 64 registers
         ([QK, PV, LEAVE_ONE, WRITE, LEAVE_NONE], 1),  # the wait leaves the younger group running

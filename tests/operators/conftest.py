@@ -1,4 +1,4 @@
-"""Fixtures of tests of operators."""
+"""Fixtures of the tests of operators."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 
 @pytest.fixture
 def fresh():
-    """Remove the graphs that other tests have compiled."""
+    """Remove the graphs that earlier tests have compiled."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()

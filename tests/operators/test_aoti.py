@@ -1,4 +1,4 @@
-"""A model compiled ahead of time by AOTInductor, into a package that calls the operators."""
+"""Tests a model that AOTInductor compiles ahead of time, into a package that calls our operators."""
 
 import functools
 import shutil
@@ -13,11 +13,11 @@ from ..inside import same
 pytestmark = [pytest.mark.matrix, pytest.mark.filterwarnings("ignore")]
 
 
-BACKENDS = "triton", None  # one package has both, because compiling takes most of the time
+BACKENDS = "triton", None  # one package has both backends, because compiling takes most of the time
 
 
 class Model(torch.nn.Module):
-    """Dense and packed attention between projections, by each backend."""
+    """Module with dense and packed attention between projections, by each backend."""
 
     def __init__(self, device):
         super().__init__()

@@ -1,4 +1,4 @@
-"""If a tensor changes in place after the forward, the backward raises, or does not need it."""
+"""Tests that a backward raises if a saved tensor was changed in place, or computes the same gradients."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ LEARNED = dict(cpu=INPUTS, naive=(*INPUTS, "bias", "sinks", "alibi_slopes"))  # 
 
 
 def drawn(packed, names, backend):
-    """Return the arguments of a call with some options."""
+    """Return random arguments of a call with some options, by name."""
     learned = LEARNED["cpu" if backend == "cpu" else "naive"]
     rows, keys = (4, 4) if packed else (Sq, Sk)
     made = dict(mask=torch.rand(rows, keys) < 0.7, bias=torch.randn(rows, keys), seed=torch.tensor([3]))
@@ -51,7 +51,7 @@ def change(x):
 
 
 def hold(inputs, name, results):
-    """Assert that a change does not change gradients. Return True if the backward raises torch's error instead."""
+    """Assert that a change in place leaves gradients equal. Return True if the backward raises instead."""
     learned = [x for x in inputs.values() if x.requires_grad]
     incoming = [torch.ones_like(x) for x in results]
     before = torch.autograd.grad(results, learned, incoming, retain_graph=True)
@@ -85,7 +85,7 @@ def test_a_tensor_that_was_changed_gives_no_other_gradient(names, packed, backen
 
 
 def test_a_call_that_is_like_an_earlier_one(backend):
-    """The third of three equal calls is a replay, which saves its tensors by other code."""
+    """The backward of a replayed call also notices changes in place: a replay saves its tensors by other code."""
     for name in (*INPUTS, "out"):
         for _ in range(3):
             inputs = drawn(False, (), backend)

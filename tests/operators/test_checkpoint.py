@@ -1,4 +1,4 @@
-"""Recomputed calls save the same tensors. An operator that a checkpoint keeps by name is not recomputed."""
+"""Tests of checkpoints: recomputed calls save the same tensors, and operators kept by name are not recomputed."""
 
 import functools
 
@@ -11,7 +11,7 @@ from ..inside import HQ, SK, SQ, by, draw, same
 
 pytestmark = pytest.mark.usefixtures("deterministic")
 
-# Options with fewer dimensions than the backends use.
+# options with fewer dimensions than the backends use
 LESS = {
     "key_mask": lambda: dict(key_mask=torch.arange(SK) < SK - 2),
     "query_mask": lambda: dict(query_mask=torch.arange(SQ) > 0),
@@ -28,7 +28,7 @@ def attend(backend, options, query, key, value):
 
 @pytest.mark.parametrize("name", LESS)
 def test_a_call_saves_the_same_whether_replayed_or_not(name, device, record_after):
-    """One of the two calls of a checkpoint is a replay. It raises if the two save different tensors."""
+    """The two calls of a checkpoint, one of them a replay, save the same tensors; otherwise torch raises."""
     record_after(2)
     options = {key: x.to(device) for key, x in LESS[name]().items()}
     inputs = draw(device, requires_grad=True)
@@ -39,7 +39,7 @@ def test_a_call_saves_the_same_whether_replayed_or_not(name, device, record_afte
 
 
 def kept_by_name(step):
-    """Wrap a step in a checkpoint that keeps the operator's results and recomputes everything else."""
+    """Wrap a function in a checkpoint that keeps our operator's results and recomputes everything else."""
     keep = functools.partial(create_selective_checkpoint_contexts, [torch.ops.fusedattn.forward.default])
     return lambda *inputs: checkpoint(step, *inputs, use_reentrant=False, context_fn=keep)
 
@@ -53,7 +53,7 @@ def graded(step, inputs):
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", KEPT)
 def test_what_is_kept_by_name_is_not_computed_again(name, compiled, device, launched):
-    """This also holds for a call that would otherwise be replayed, without the operator."""
+    """A call whose results a checkpoint keeps runs its forward once, even where a repeated call would be replayed."""
     if compiled and name != "plain":
         pytest.skip("one call is enough")
     options = {key: x.to(device) if isinstance(x, torch.Tensor) else x for key, x in KEPT[name].items()}

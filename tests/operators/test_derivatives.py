@@ -1,4 +1,4 @@
-"""Second derivatives, and torch.vmap of gradients."""
+"""Tests of second derivatives, and of torch.vmap of gradients."""
 
 import functools
 
@@ -61,7 +61,7 @@ def test_vmap_over_masks(device):
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_gradient_penalty_is_right(name, device):
-    """Compare second derivatives of a loss of output, lse and weights, by every input."""
+    """Second derivatives by each input, of a loss of output, lse and weights, equal those of eager PyTorch."""
     options = OPTIONS[name](SQ, SK, device)
     inputs = [*draw(device, requires_grad=True), *learned(options)]
 

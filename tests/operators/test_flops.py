@@ -1,4 +1,4 @@
-"""torch's FLOP counter counts our operators as it counts torch's own attention."""
+"""Tests that torch's FLOP counter counts our operators as it counts torch's own attention."""
 
 import functools
 import importlib
@@ -23,7 +23,7 @@ ROWS, KEYS = (3, 0, 2), (4, 2, 1)
 
 
 def counted(function):
-    """Return ({operator: FLOPs}, the function's result)."""
+    """Return ({operator: FLOPs}, result) of a function."""
     with flop_counter.FlopCounterMode(display=False) as counter:
         result = function()
     return counter.get_flop_counts().get("Global", {}), result
@@ -34,7 +34,7 @@ def both(forward, backward):
 
 
 def of_torch(shapes):
-    """Return the counts of a forward and a backward of torch's own kernel for GPUs."""
+    """Return the FLOP counts of a forward and a backward of torch's own memory-efficient kernel."""
     query, key, value = (torch.empty(shape, device="meta", dtype=torch.float16) for shape in shapes)
     key, value = (x.repeat_interleave(2, 1) for x in (key, value))
     aten = torch.ops.aten
@@ -57,7 +57,7 @@ def test_a_forward_and_a_backward_count_as_torchs(name, backend, device):
 
 
 def of_packed(tensors, cu_seqlens, backend):
-    """Return the counts of packed sequences, and those of torch's own formulas."""
+    """Return the FLOP counts of packed sequences by our operators and by torch's own formulas."""
     query, key, value = tensors
     options = dict(max_seqlen_q=max(ROWS), max_seqlen_k=max(KEYS), backend=backend)
     got, _ = counted(lambda: fa.attention_varlen(*tensors, *cu_seqlens, **options).sum().backward())
@@ -89,7 +89,7 @@ def test_packed_sequences_of_unknown_lengths_count_with_the_longest_or_all_pairs
 @pytest.mark.parametrize("page", [None, 2], ids=["dense", "pages"])
 @pytest.mark.parametrize("known", [True, False])
 def test_each_row_of_a_cache_counts_with_its_own_length(known, page, backend, device):
-    """New keys count. If lengths are unknown, the capacity counts."""
+    """FLOPs of a cache count each row's own length and its new keys; if lengths are unknown, the capacity counts."""
     with torch.enable_grad() if known else FakeTensorMode():
         query, new = torch.randn(2, 4, 1, 8, device=device), torch.randn(2, 2, 1, 8, device=device)
         shape = (2, 2, 6, 8) if page is None else (6, 2, page, 8)
@@ -103,7 +103,7 @@ def test_each_row_of_a_cache_counts_with_its_own_length(known, page, backend, de
 
 @pytest.fixture
 def late_counter(monkeypatch):
-    """Import torch's counter again, after the package and other calls."""
+    """Import torch's FLOP counter again, after the package and other calls."""
     monkeypatch.delitem(sys.modules, "torch.utils.flop_counter")
     monkeypatch.setattr(torch.utils, "flop_counter", None)
     module = importlib.import_module("torch.utils.flop_counter")

@@ -1,4 +1,4 @@
-"""Derivatives of the kernels against finite differences, in float64: each option and each pair."""
+"""Tests the kernels' derivatives against finite differences in float64, for each option and each pair of options."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ CASES = sample.named(FEW) + sample.matrix(*sample.named(ALONE))
 
 
 def small(case):
-    """Return the case with few rows and keys, and a window narrow enough to hide some."""
+    """Return a case with few rows and keys, and with a window narrow enough to hide some of them."""
     window = case.window and tuple(None if side is None else side % 3 for side in case.window)
     sizes = {name: size for name, size in SMALL.items() if getattr(case, name) == getattr(cases.Case(""), name)}
     sizes |= {name: min(getattr(case, name), 7) for name in SMALL if name not in sizes}
@@ -28,7 +28,7 @@ STRICT = dict(fast_mode=True, check_undefined_grad=False, rtol=1e-6, atol=1e-6)
 
 
 def _function(case, device):
-    """Return (a function of the lengths of steps, one along a direction of each input; steps of length 0)."""
+    """Return (function of step lengths, one for each input along a random direction; step lengths of 0)."""
     if device != "cpu":
         pytest.skip("float64 is for the interpreter")
     case = small(case)
@@ -42,7 +42,7 @@ def _function(case, device):
     directions = [torch.randn_like(x) for x in inputs]
 
     def compute(steps):
-        """Return a weighted sum of all results after a step along the direction of each input."""
+        """Return a weighted sum of all results after moving each input along its direction."""
         query, key, value, *given = (x + t * u for x, t, u in zip(inputs, steps, directions, strict=True))
         given = dict(zip(learned, given, strict=True))
         if "bias" in given:
@@ -60,12 +60,12 @@ def _function(case, device):
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.one_in(3)
 def test_derivatives(case, device):
-    """Gradients, and tangents in forward mode."""
+    """First derivatives, in reverse and in forward mode, equal finite differences."""
     assert torch.autograd.gradcheck(*_function(case, device), check_forward_ad=True, **STRICT)
 
 
 @pytest.mark.parametrize("case", TWICE)
 @pytest.mark.one_in(4)
 def test_second_derivatives(case, device):
-    """Gradients of gradients, and tangents of gradients."""
+    """Second derivatives, reverse over reverse and forward over reverse, equal finite differences."""
     assert torch.autograd.gradgradcheck(*_function(case, device), check_fwd_over_rev=True, **STRICT)

@@ -1,4 +1,4 @@
-"""Two copies of the package in one process: installed, and vendored by another package."""
+"""Tests two copies of the package in one process: the installed copy, and a copy inside another package."""
 
 import shutil
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""ONNX export: operators decompose into torch's own, and onnxruntime computes what the model does."""
+"""Tests of ONNX export: operators decompose into torch's own, and onnxruntime computes the model's results."""
 
 import copy
 
@@ -16,7 +16,7 @@ for package in ("onnx", "onnxscript", "onnxruntime"):
     pytest.importorskip(package)
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-SIZES = dict(B=3, Hq=4, Hkv=2, Sq=37, Sk=45)  # all different, so that a size tells its dimension
+SIZES = dict(B=3, Hq=4, Hkv=2, Sq=37, Sk=45)  # all sizes differ, so that a size identifies its dimension
 OTHERS = dict(B=2, Sq=70, Sk=19)
 DIMS = {SIZES[name]: torch.export.Dim(name, min=2, max=4096) for name in OTHERS}
 MASKS = Case("masks", **SIZES, mask="pairs", key_mask="own", query_mask="own", causal=True)
@@ -26,7 +26,7 @@ ALONE = [Case(name, **FEATURES[name] | SIZES) for name in OPTIONS]
 
 
 class Call(torch.nn.Module):
-    """A module that calls a function; its inputs are the tensors, in the order of `names`."""
+    """Module that calls a function; its inputs are the function's tensors, in the order of `names`."""
 
     def __init__(self, function, names, **options):
         super().__init__()
@@ -37,7 +37,7 @@ class Call(torch.nn.Module):
 
 
 def exported(call, tensors, dims=None):
-    """Return the ONNX program of a Call; dims: {size: Dim} of the sizes that are dynamic."""
+    """Return the ONNX program of a module; dims: {size: Dim} of the sizes that are dynamic."""
     tensors = tuple(tensors)
     shapes = tuple({axis: dims[size] for axis, size in enumerate(x.shape) if size in dims} for x in tensors if dims)
     shapes = (shapes,) if dims else None
@@ -45,7 +45,7 @@ def exported(call, tensors, dims=None):
 
 
 def check(case):
-    """Export a call, and run it at the exported sizes and at others."""
+    """Export a call, and check its results at the exported sizes and at other sizes."""
     program, wanted = None, dict(return_lse=True, return_weights=True)
     for sizes in ({}, OTHERS):
         drawn, options = case._replace(**sizes).draw()
@@ -132,7 +132,7 @@ def operators(program):
 
 @pytest.mark.matrix
 def test_only_onnx_decomposes():
-    """torch.export does not decompose, and an exported program becomes ONNX as a model does."""
+    """torch.export keeps our operator; only the export to ONNX decomposes it, from a program or from a module."""
     tensors, dims = torch.randn(3, 3, 4, 37, 16).unbind(), {0: DIMS[3], 2: DIMS[37]}
     call = Call(fa.attention, ("query", "key", "value"))
     program = torch.export.export(call, tensors, dynamic_shapes=((dims,) * 3,))
@@ -144,7 +144,7 @@ def test_only_onnx_decomposes():
 
 @pytest.mark.matrix
 def test_inductor_keeps_what_onnx_decomposes(monkeypatch):
-    """If CI is set, Inductor raises for operators in torch's table of decompositions."""
+    """Inductor compiles an operator that ONNX decomposed; with CI set it raises for torch's decompositions."""
     monkeypatch.setenv("CI", "1")
     tensors = torch.randn(3, 2, 4, 37, 16).unbind()
     exported(Call(fa.attention, ("query", "key", "value")), tensors)

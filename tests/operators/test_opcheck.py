@@ -1,4 +1,4 @@
-"""torch.library.opcheck of every operator and of its derivative."""
+"""Tests each operator and its derivative by torch.library.opcheck."""
 
 import pytest
 import torch
@@ -29,11 +29,11 @@ def cu_seqlens(device):
 
 
 def random_tensors(device):
-    """Return functions that draw numbers, and masks, of a shape."""
+    """Return two functions of a shape: the first draws numbers, the second masks."""
     return (lambda *shape: torch.randn(shape, device=device)), (lambda *shape: torch.rand(shape, device=device) < 0.8)
 
 
-# Every option, and every form of a bias, in a few calls.
+# every option, and every shape of a bias, in a few calls
 def _window(device):
     query, key, value = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in dense(device))
     return fields(query, key, value, left=2, right=1, top_left=True)
@@ -58,7 +58,7 @@ def _bias_of_keys(device):
 
 
 def _bias_of_rows(device):
-    # Stats hold the rounding error of the output as bytes. These may look like NaN, which is not equal to itself.
+    # The rounding errors in the saved statistics are bytes, which may look like NaN, and NaN is not equal to itself.
     for _ in range(100):
         call = fields(*dense(device, torch.float16), bias=random_tensors(device)[0](B, 1, SQ, 1))
         if not OPERATORS.forward(*call, False, False, True, "triton")[3].isnan().any():
@@ -76,7 +76,7 @@ def _no_keys(device):
 
 
 def _given_bias(device):
-    """Draw a bias and slopes that want no gradient."""
+    """Return a call with a bias and slopes that need no gradient."""
     draw, _ = random_tensors(device)
     inputs, sinks = leaves_of(dense(device, torch.bfloat16)), draw(1, HQ).requires_grad_()
     return fields(*inputs, bias=draw(B, 1, SQ, SK), alibi_slopes=draw(1, HQ).abs(), sinks=sinks)

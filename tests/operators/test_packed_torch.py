@@ -1,4 +1,4 @@
-"""Packed sequences inside PyTorch: compiled, exported, and derived twice."""
+"""Tests of packed sequences in compiled and exported code, and of their second derivatives."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def test_compiled_code_knows_no_lengths(backend, device):
 
         if backend != "naive":
             same(results(compiled), results(attend))
-        else:  # compiled code may round in another way
+        else:  # compiled code may round differently
             assert_like(results(compiled), lambda: results(attend))
     assert counter["unique_graphs"] == 1
 

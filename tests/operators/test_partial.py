@@ -1,4 +1,4 @@
-"""Attention to parts of the keys, merged, equals attention to all keys."""
+"""Tests that attention to parts of the keys, merged, equals attention to all keys."""
 
 from itertools import pairwise
 
@@ -69,7 +69,7 @@ def test_parts_make_the_whole(name, cut, backend):
 
 
 def _difference(found, exact):
-    """Return the largest difference, relative to the largest number if that exceeds 1."""
+    """Return the largest difference of two tensors, relative to the largest element if that exceeds 1."""
     found, exact = (x.nan_to_num(0.0, 0.0, 0.0) for x in (found, exact))
     return float((found - exact).abs().max() / exact.abs().max().clamp_min(1.0))
 
@@ -90,14 +90,14 @@ def test_no_part_is_rounded_to_16_bits(backend):
 @pytest.mark.parametrize("backend", ["naive", "cpu", TRITON])
 @pytest.mark.parametrize("scale", [1e9, 1e30])
 def test_large_scores_stay_finite(scale, backend):
-    """float32 rounds them by more than the largest exponent."""
+    """Results stay finite if rounding scores to float32 changes them by more than the largest exponent."""
     tensors, _ = draw(torch.float32, 9, 20)
     found = by_parts(tensors, dict(scale=scale), slice(0, 9), (0, 10, 20), backend)
     assert all(x.isfinite().all() for x in found.values()), {name: x.isfinite().all() for name, x in found.items()}
 
 
 def test_packed_sequences_have_the_results_of_each():
-    """Rows 5 and 6 are outside all sequences."""
+    """Partial results of packed sequences equal those of each sequence. Rows 5 and 6 are outside all sequences."""
     inputs = [torch.randn(1, 2, length, 8) for length in (7, 9, 9)]
     cuts, of_keys = (0, 2, 2, 5), (0, 4, 6, 9)
     packed = dict(cu_seqlens_q=ints(*cuts), cu_seqlens_k=ints(*of_keys), max_seqlen_q=3, max_seqlen_k=4)

@@ -1,4 +1,4 @@
-"""Operators called by name are as safe as the functions: mistakes raise before a launch."""
+"""Tests that operators called by name are as safe as the functions: wrong arguments raise before a launch."""
 
 import contextlib
 import io
@@ -179,7 +179,7 @@ HIDING = {
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_wrong_argument_is_named_where_a_gradient_is_asked(name, device):
-    """Autograd Functions see the arguments before the operator checks them, and a wrong size would crash them."""
+    """The error names the argument, although autograd Functions, which would crash, see it before the check."""
     for argument, error, changed in rows_of(name) if "ward" in name else absent(name):
         given = moved(RIGHT[name] | changed, device)
         given = dict(zip(given, leaves_of(given.values()), strict=True))
@@ -187,7 +187,7 @@ def test_a_wrong_argument_is_named_where_a_gradient_is_asked(name, device):
 
 
 def among_nan(*shape, dtype=torch.float32):
-    """Return some tokens, and their whole memory, which is NaN before and behind them."""
+    """Return random tokens, and the memory around them, which is NaN before and after the tokens."""
     heads, tokens, columns = shape
     whole = torch.full((1, heads, 3 * tokens, columns), float("nan"), dtype=dtype)
     part = whole[:, :, tokens : 2 * tokens]
@@ -195,7 +195,7 @@ def among_nan(*shape, dtype=torch.float32):
 
 
 def packed_on_cpu(inputs, offsets, most, need_weights, options):
-    """Return the results of both passes."""
+    """Return the results of a forward and a backward of packed sequences, for the backend "cpu"."""
     longest = dict(zip(LONGEST, most, strict=True))
     cu_seqlens = {name: ints(*x) for name, x in zip(OFFSETS, offsets, strict=True)}
     call = fields(*inputs, **cu_seqlens, **longest, **options)
@@ -208,7 +208,7 @@ def packed_on_cpu(inputs, offsets, most, need_weights, options):
 @pytest.mark.parametrize("hiding", HIDING)
 @pytest.mark.parametrize("offsets", HOSTILE.values(), ids=HOSTILE)
 def test_wrong_offsets_read_and_write_nothing_outside_on_a_cpu(offsets, hiding):
-    """NaN before and behind the tokens is neither read nor written; offsets beyond an end are clamped to it."""
+    """Calls with wrong offsets neither read nor write memory outside the tokens; offsets are clamped to the ends."""
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         shapes = (HQ, TQ, D), (HKV, TK, D), (HKV, TK, DV)
         inputs, wholes = zip(*(among_nan(*shape, dtype=dtype) for shape in shapes), strict=True)
@@ -299,7 +299,7 @@ def test_a_block_mask_has_no_gradient(device):
 
 @pytest.mark.parametrize("options", [{}, dict(dropout_p=0.5, seed=3)], ids=["plain", "dropout"])
 def test_derivatives_by_name(options, device, backend):
-    """A forward that saved nothing has a gradient. Without incoming gradients, gradients are 0."""
+    """Operators called by name have derivatives, even if the forward saved nothing, or no gradient comes in."""
     if backend == "cpu" and options:
         pytest.skip("it knows no dropout")
     inputs = leaves(*drawn(device))
@@ -319,7 +319,7 @@ def test_derivatives_by_name(options, device, backend):
 
 @pytest.mark.parametrize("backend", ["cpu", "naive"])
 def test_a_gradient_of_what_is_absent_is_named_where_a_derivative_is_wanted(backend):
-    """Autograd sees this call before the operator's own check."""
+    """The error names the argument `need`, although autograd sees the call before the operator checks it."""
     call = fields(*drawn("cpu"))
     out, _, weights, stats = OPERATORS.forward(*call, False, False, True, backend)
     incoming = torch.ones_like(out).requires_grad_()

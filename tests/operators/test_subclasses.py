@@ -1,4 +1,4 @@
-"""Tensor subclasses, modes and default devices give the same numbers in the same class."""
+"""Tests that tensor subclasses, modes and default devices change neither numbers nor classes of results."""
 
 import contextlib
 from typing import NamedTuple
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("deterministic")
 
 
 class Kind(NamedTuple):
-    """A context, a wrapper of inputs, an unwrapper of results, and the class of the results."""
+    """One kind of tensors: a context, a wrapper of inputs, an unwrapper of results, and the class of the results."""
 
     context: object = contextlib.nullcontext
     wrap: object = lambda x: x
@@ -68,7 +68,7 @@ def cached(device, backend):
 
 
 def computed(kind, inputs, attend):
-    """Return the results of a call, and the gradients of its inputs if there are any."""
+    """Return the results of a call with one kind of tensors, and the gradients of its inputs if there are any."""
     inputs = [kind.wrap(x.detach().clone()).requires_grad_() for x in inputs]
     torch.manual_seed(3)
     with kind.context():
@@ -84,7 +84,7 @@ def computed(kind, inputs, attend):
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.one_in(2)
 def test_the_numbers_are_those_of_plain_tensors(name, call, backend, device):
-    """This includes a call that would be replayed."""
+    """Results and gradients equal those of plain tensors, also for a call that would be replayed."""
     if backend == "cpu" and (device != "cpu" or call is dropped):
         pytest.skip("the backend is for CPU tensors, and knows no dropout")
     inputs, attend = call(device, backend)

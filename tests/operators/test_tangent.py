@@ -1,4 +1,4 @@
-"""Tangents of output, lse and weights in forward mode, for every option and backend."""
+"""Tests the tangents of output, lse and weights in forward mode, for each option and backend."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def _held(found):
 
 
 def _on(device, case):
-    """Return the case in a dtype that kernels take on a device."""
+    """Return the case in a dtype that the kernels support on a device."""
     return case._replace(dtype=torch.float16) if (case.dtype, device) == (torch.float64, "cuda") else case
 
 
@@ -55,7 +55,7 @@ def test_tangents_by_kernels(case, device):
     "case", [*named(cases.COVERING), *matrix(*named([*cases.SHAPES, *cases.SINGLE, *cases.OPTION_PAIRS]))]
 )
 def test_tangents_on_a_cpu(case, weights):
-    """The backend is "cpu" if it takes the call, else "naive"."""
+    """Tangents on a CPU are right, by the backend "cpu" if it supports the call, otherwise by "naive"."""
     _hold(case, None, weights=weights)
 
 
@@ -93,7 +93,7 @@ def test_tangents_of_packed_sequences_on_a_cpu(number, case):
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("backend", ["triton", "naive", None])
 def test_a_bias_of_minus_infinity_may_have_any_tangent(backend, dropout, device):
-    """The log of a closed gate has the tangent 1 / 0."""
+    """Results do not depend on the tangent of a bias of -inf, which may be inf: log(0) has the tangent 1 / 0."""
     query, key, value = torch.randn(3, 1, 2, 40, 16, device=device)
     gate = torch.rand(40, device=device).masked_fill(torch.arange(40, device=device) % 3 == 0, 0.0)
 
@@ -112,7 +112,7 @@ def test_a_bias_of_minus_infinity_may_have_any_tangent(backend, dropout, device)
 
 @pytest.mark.parametrize("backend", ["triton", "naive"])
 def test_a_hidden_key_may_be_huge(backend, device):
-    """Its score is infinite, and its weight is 0."""
+    """A hidden key may be so large that its score is infinite: its weight is 0, and the tangent is right."""
     query, key, value = torch.randn(3, 1, 1, 20, 16, device=device)
     key[..., -1, :] = 3e38
     mask = torch.arange(20, device=device).expand(20, 20) < 19
@@ -129,7 +129,7 @@ def test_a_hidden_key_may_be_huge(backend, device):
 
 @pytest.mark.parametrize("backend, options", [("cpu", {}), ("naive", dict(sinks=torch.zeros(1), return_weights=True))])
 def test_a_row_whose_results_are_parts_of_more(backend, options):
-    """torch wants a tangent with the layout of its result, and one row of a wider tensor counts as contiguous."""
+    """The tangent of one row of a wider tensor has the layout that torch wants: such a row counts as contiguous."""
     query, key, value = torch.randn(1, 64), torch.randn(3, 64), torch.randn(3, 32)
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(query, torch.ones_like(query))
@@ -161,7 +161,7 @@ PACKED = {"packed": {}, "packed causal": dict(causal=True), "packed sinks": OPEN
 @pytest.mark.parametrize("backend", ["naive", None], ids=str)
 @pytest.mark.parametrize("name", [*OPEN, *PACKED])
 def test_gradients_of_a_tangent_while_its_level_is_open(name, backend):
-    """Gradients of tangents equal those of torch.func and the formula."""
+    """Gradients of tangents inside an open forward-mode level equal those of torch.func and the formula."""
     packed = name in PACKED
     options = (PACKED if packed else OPEN)[name] | dict(return_lse=True, return_weights=not packed)
     learned = [each for each in ("bias", "alibi_slopes", "sinks") if each in options]

@@ -1,4 +1,4 @@
-"""Memory of forward mode grows linearly with the sequence."""
+"""Tests that the memory of forward mode grows linearly with the sequence length."""
 
 import pathlib
 

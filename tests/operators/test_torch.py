@@ -1,4 +1,4 @@
-"""The operators inside PyTorch: compile, export, checkpoints, autocast and fake tensors."""
+"""Tests the operators inside PyTorch: compile, export, checkpoints, autocast and fake tensors."""
 
 import functools
 import shutil
@@ -54,7 +54,7 @@ def test_compile_does_not_recompile_for_each_length(device, fresh):
 
 
 def test_compiled_dropout_knows_no_lengths(fresh):
-    """Dropout draws rows in blocks of 16. Lengths that are multiples of 16 must not compile again."""
+    """Compiled dropout is not compiled again for multiples of 16, the size of its blocks of rows."""
     torch._dynamo.utils.counters.clear()
     step = torch.compile(lambda x: fa.attention(x, x, x, dropout_p=0.3), fullgraph=True, backend="eager")
     for length in (16, 32, 48, 64, 96, 128, 176, 33, 47, 5):
@@ -93,7 +93,7 @@ def test_an_export_of_weights_of_grouped_heads_takes_any_length(options):
 
 @pytest.mark.parametrize("backend, dropout_p", [(None, 0.0), (None, 0.3), ("naive", 0.0)])
 def test_a_checkpoint_may_keep_products(backend, dropout_p):
-    """A checkpoint raises if a tensor that it keeps is written to."""
+    """A checkpoint may keep matrix products: attention writes to none of them, which would make torch raise."""
     keep = [torch.ops.aten.mm.default, torch.ops.aten.bmm.default]
     contexts = functools.partial(checkpoints.create_selective_checkpoint_contexts, keep)
     inputs = draw("cpu", sq=33, sk=33, requires_grad=True)
@@ -221,7 +221,7 @@ def test_a_mode_sees_each_operator_and_a_negated_view_is_read_as_such(backend, d
 
 @pytest.mark.matrix
 def test_a_compiler_drops_the_same(device):
-    """Inductor's C++ assumes that products of integers do not overflow."""
+    """Compiled dropout drops the weights that eager drops, although Inductor's C++ assumes no integer overflow."""
     if device == "cpu" and shutil.which("g++") is None and shutil.which("clang++") is None:
         pytest.skip("needs a C++ compiler")
 

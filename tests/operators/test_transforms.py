@@ -1,4 +1,4 @@
-"""Transforms of PyTorch inside each other, inside of torch.compile and around it, against eager PyTorch."""
+"""Tests nested transforms of PyTorch, inside and around torch.compile, against eager PyTorch."""
 
 import pytest
 import torch
@@ -21,13 +21,13 @@ def backend(request, device):
 
 
 def _draw(device, dtype):
-    """Return query, key, value and a direction of the query."""
+    """Return random query, key and value, and a direction of the query."""
     shapes = (1, HQ, SQ, D), (1, HKV, SK, D), (1, HKV, SK, DV), (1, HQ, SQ, D)
     return [torch.randn(shape, dtype=torch.float64).to(device, dtype) for shape in shapes]
 
 
 def _total(backend, options, dtype):
-    """Return a function of query, key and value: a sum over output, lse and weights."""
+    """Return a function of query, key and value: a sum of cubes of output, lse and weights."""
     options = {name: x.detach() if isinstance(x, torch.Tensor) else x for name, x in options.items()}
     options = {name: x.to(dtype) if name in ("bias", "alibi_slopes", "sinks") else x for name, x in options.items()}
 
@@ -56,7 +56,7 @@ TRANSFORMS = {
         lambda y: jvp(lambda x: grad(f)(x, k, v), (y,), (t,))[1], (q,), (t,)
     )[1],
     "vmap of jvp": lambda f, q, k, v, t: vmap(lambda d: jvp(lambda x: f(x, k, v), (q,), (d,))[1])(torch.stack([t, q])),
-    # One number would leave the size of eager's error to chance, so many calls are mapped.
+    # The error of eager for a single number would be up to chance, so many calls are mapped.
     "jvp of vmap": lambda f, q, k, v, t: jvp(
         lambda x: vmap(f, (0, None, 2), randomness="same")(x, k, torch.stack([v, -v] * D, 2)),
         (torch.stack([x.roll(n, -1) for x in (q, t) for n in range(D)]),),
@@ -73,7 +73,7 @@ TRANSFORMS = {
     ),
 }
 COMPILED = "jacrev", "hvp, forward over reverse", "hvp, reverse over forward", "vmap of jvp", "vmap of grad"
-# torch refuses to compile a function of dual numbers.
+# torch refuses to compile functions of dual numbers.
 AROUND = "jacrev", "hvp, forward over reverse", "vmap of grad"
 SOME = "plain", "masks", "dropout", "added"
 
@@ -97,7 +97,7 @@ def _derivative(function, mode):
 @pytest.mark.parametrize(("first", "second", "third", "name"), product(*[("forward", "reverse")] * 3, OPTIONS)[::5])
 @pytest.mark.one_in(7)
 def test_third_derivatives(first, second, third, name, backend, device):
-    """Take derivatives along a line by transforms in each order. A lost inner derivative would be 0, not an error."""
+    """Third derivatives are right in each order of forward and reverse mode; a lost derivative would be 0."""
 
     def derive(backend, dtype, inputs, options, lines):
         return torch.stack([on_line(backend, dtype, inputs, options, n) for n in range(lines)])
@@ -152,7 +152,7 @@ def test_transforms_of_compiled_functions(transform, name, backend, device, fres
 
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
 def test_gradients_by_sample(dropout, backend, device):
-    """Gradients of a module's parameters by sample; randomness="same" drops the same in each."""
+    """Gradients of a module's parameters per sample are right; randomness="same" drops the same in each sample."""
     layer = fa.MultiHeadAttention(D, HQ, num_kv_heads=HKV, causal=True, backend=backend, device=device)
     parameters = {name: parameter.detach() for name, parameter in layer.named_parameters()}
     x = torch.randn(3, SK, D, device=device)
@@ -188,7 +188,7 @@ def test_gradients_by_sample(dropout, backend, device):
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
 @pytest.mark.one_in(5)
 def test_mapped_derivatives_of_packed_sequences(dropout, second, backend, device):
-    """Mapped calls may differ in lengths. Dropout has the bits of one call with all sequences."""
+    """Mapped calls with different lengths have right derivatives, and the dropout bits of one joint call."""
     generator = torch.Generator().manual_seed(4)
     dtype, error = (torch.float32, 1e-4) if (backend, device) == ("triton", "cuda") else (torch.float64, 1e-9)
     query, key, value, moved = (torch.randn(3, 8, HQ, 4, generator=generator).to(device, dtype) for _ in range(4))

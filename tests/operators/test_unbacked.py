@@ -1,4 +1,4 @@
-"""Compiled and exported calls with data-dependent sizes: no guards, and wrong sizes raise at run time."""
+"""Tests that calls compiled or exported with data-dependent sizes need no guards, and check sizes at run time."""
 
 import functools
 
@@ -100,7 +100,7 @@ CASES = {
 
 
 def results(function, given):
-    """Return the results of a function, and the gradients of its inputs."""
+    """Return the results of a function, and the gradients of those inputs that need one."""
     got = function(*given)
     got = got if isinstance(got, tuple) else (got,)
     needed = [x for x in given if x.requires_grad]

@@ -1,4 +1,4 @@
-"""torch.vmap of empty batches, of sinks of packed sequences, and of caches that are written to."""
+"""Tests torch.vmap of empty batches, of packed sequences with sinks, and of caches that are written in place."""
 
 import functools
 
@@ -64,7 +64,7 @@ def test_sinks_of_packed_sequences(backend, lengths, dims, mode, device):
 @pytest.mark.parametrize("slopes", [False, True])
 @pytest.mark.parametrize("backend", ["triton", "cpu", "naive"])
 def test_the_gradient_of_value_alone_from_the_lse_as_well(backend, slopes, device):
-    """The lse does not depend on value, but with dropout and slopes it still has a gradient function."""
+    """Mapped gradients of value do not change if the loss includes lse, which does not depend on value."""
     if backend == "cpu":
         device = "cpu"
     query, key, value = (torch.randn(2, 1, 2, 5, 16, device=device) for _ in range(3))
@@ -81,7 +81,7 @@ def test_the_gradient_of_value_alone_from_the_lse_as_well(backend, slopes, devic
 
 
 def test_caches_that_are_written_to():
-    """With separate indices, torch.vmap would write values elsewhere."""
+    """torch.vmap of a call with new keys writes them into the right places of the cache."""
     key, value, new = torch.randn(2, 2, 2, 8, 4), torch.randn(2, 2, 2, 8, 4), torch.randn(2, 2, 2, 1, 4)
     lengths = torch.tensor([3, 5], dtype=torch.int32)
 

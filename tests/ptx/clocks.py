@@ -113,10 +113,7 @@ class Clocks(Lanes):
         return warp, int(self.knows[self.row[gwarp], warp])
 
     def finds(self, gwarp, other, when, what, line, fenced=False):
-        """Report a race if a warp uses an object that warp `other` made at time `when` without a barrier in between.
-
-        If `fenced`, the maker or the user must also have executed a proxy fence.
-        """
+        """Report a race if a warp uses an object that warp `other` made, without a barrier or (`fenced`) a fence."""
         row = self.row[gwarp]
         maker = row // self.clocks * self.clocks + other
         if (when > self.knows[row, other]).any():

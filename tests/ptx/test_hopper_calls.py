@@ -41,10 +41,7 @@ def test_keys_past_the_end_weigh_nothing(width):
 
 @pytest.mark.parametrize("width", [64, 128])
 def test_the_row_max_is_added_before_the_logarithm(width):
-    """With large scores the softmax keeps the logarithm of the row sum: each of 40 equal keys weighs 1/40.
-
-    In float32, a large score plus a logarithm loses the logarithm, and each key would weigh 1.
-    """
+    """Each of 40 equal keys weighs 1/40 if scores are so large that score + log loses the log in float32."""
     inputs = _drawn(width=width)
     inputs[:2] = [torch.full_like(x, 2.0**15).requires_grad_() for x in inputs[:2]]
     incoming = torch.randn(1, 1, 70, width, **BF16)

@@ -35,10 +35,7 @@ def executed(name, capability):
 
 
 def test_sums_of_dq_by_atomics_round_otherwise():
-    """Another order of programs changes the last bits of dq if it is summed by atomics.
-
-    There are four blocks of keys: with two, 0 + a + b equals 0 + b + a.
-    """
+    """Another order of programs changes bits of dq if atomics add it; two key blocks would not show it."""
     numbered, *others = executed("plain D64 fp32 ieee", 80)
     assert differ(numbered, others) == {"query"}
 
@@ -106,10 +103,7 @@ def test_a_turn_that_is_not_waited_for_is_seen_in_bits(file, text, becomes):
 
 
 def test_fences_around_a_turn_are_in_order():
-    """The deterministic Hopper backward has its fences in order, by the text of its PTX.
-
-    The emulator shows each store at once, so it cannot show a missing fence.
-    """
+    """The PTX of the deterministic backward has its fences in order; the emulator cannot show a missing fence."""
     ptx = [x.kernel.asm["ptx"] for x in calls.execute(ENTRIES["hopper D64, two passes"], 90).device.launches]
     (ordered,) = (text for text in ptx if "ld.volatile.global" in text and "cp.reduce.async.bulk" in text)
     waits = "ld.volatile.global", "fence.acq_rel.gpu", "fence.proxy.async.global", "cp.reduce.async.bulk"
