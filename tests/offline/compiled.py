@@ -86,7 +86,6 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "ieee": torch.float32, 
 class Row(NamedTuple):
     """A kernel to compile, for one kind of call. place: (index of the tile, number of tiles) in the tile table."""
 
-
     kernel: str
     capability: int
     dtype: str
