@@ -1,4 +1,4 @@
-"""gpu.sh with a stand-in for Python that succeeds, hangs or fails: each step leaves its results in the archive."""
+"""Tests gpu.sh with a fake Python that succeeds, hangs or fails: each step leaves its results in the archive."""
 
 import os
 import shutil
@@ -29,7 +29,7 @@ exec %s -s INT -k 0.5 2 "${@:6}"
 
 @pytest.fixture
 def run(tmp_path):
-    """Return a function that runs gpu.sh; does: {word of a command: shell code that the stand-in runs for it}."""
+    """Return a function that runs gpu.sh; does: {word of a command: shell code that the fake Python runs for it}."""
     for name, text in (("python", PYTHON), ("timeout", TIMEOUT % shutil.which("timeout"))):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)

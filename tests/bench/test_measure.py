@@ -1,4 +1,4 @@
-"""Rows of a benchmark: each question is measured, wrong results are found, and a row without a time gives a reason."""
+"""Tests benchmark rows: all questions are measured, wrong results are found, and failures are explained in a row."""
 
 import re
 
@@ -17,12 +17,12 @@ FEW = ("fusedattn", "naive", "sdpa:math")
 
 @pytest.fixture(autouse=True)
 def _no_compiler(monkeypatch):
-    """Leave FlexAttention out, which takes half a minute to compile for each case."""
+    """Skip FlexAttention, which takes half a minute to compile for each case."""
     monkeypatch.setattr(providers, "COMPILERS", ("no such compiler",))
 
 
 def measured(some, names=FEW, modes=measure.MODES):
-    """Return the rows of cases on the CPU."""
+    """Return the rows of cases, measured on the CPU."""
     return [row for row, _ in measure.measure(rows.machine("cpu"), some, names, modes, "cpu")]
 
 
@@ -31,7 +31,7 @@ def statuses(some, names=FEW, modes=measure.MODES):
 
 
 def smaller(case):
-    """Return a case of the same kind that takes little time."""
+    """Return a case of the same kind with small sizes, which takes little time."""
     sizes = dict(B=min(case.B, 3), Hq=4, Hkv=4 if case.Hq == case.Hkv else 2, D=16, Dv=16 if case.D == case.Dv else 8)
     return case._replace(
         Sq=min(case.Sq, 48), Sk=64 if case.Sq < case.Sk else min(case.Sk, 48), dtype="float32", **sizes

@@ -1,4 +1,4 @@
-"""Rows of the CSV, and the report and the plot made from them."""
+"""Tests the rows of the CSV, and the report and the plot made from them."""
 
 import csv
 from pathlib import Path
@@ -54,7 +54,7 @@ def test_the_rows_of_a_cpu_are_right():
 
 @pytest.mark.xfail(reason="an aim: bench/results/TODO.md has the calls that take longer")
 def test_the_rows_of_a_cpu_keep_the_promise():
-    """A call takes at most 1.10 times PyTorch's time, or 100 us more."""
+    """A CPU call takes at most 1.10 times PyTorch's time, or 100 us more."""
     assert report.over_promise(rows.read(RESULTS / "cpu.csv")) == []
 
 

@@ -1,4 +1,4 @@
-"""Cases that PyTorch's kernel for CPUs gets wrong, and the number of scores that it computes."""
+"""Tests cases that PyTorch's kernel for CPUs gets wrong, and the number of scores that our calls compute."""
 
 import itertools
 
@@ -27,7 +27,7 @@ def naive(*inputs, **options):
 
 
 def assert_right(got, *inputs, **options):
-    """Assert that output and lse are as good as eager PyTorch's."""
+    """Assert that output and lse are as exact as eager PyTorch's."""
     exact = naive(*(x.double() for x in inputs), **options)
     for each in zip(got, fa.reference.eager(*inputs, return_lse=True, **options), exact, strict=True):
         assert_as_good(*each)
@@ -37,7 +37,7 @@ def assert_right(got, *inputs, **options):
 @pytest.mark.parametrize("options", [{}, dict(causal=True), dict(sinks=True), dict(key_mask=True)], ids=str)
 @pytest.mark.one_in(3)
 def test_sizes_of_zero(sizes, options):
-    """PyTorch's kernel would crash the process."""
+    """Calls with sizes of 0 have results and gradients of the right shape; PyTorch's kernel would crash the process."""
     batch, heads, rows, keys = sizes
     query, key = torch.randn(batch, heads, rows, 8), torch.randn(batch, heads, keys, 8)
     if "sinks" in options:
@@ -62,7 +62,7 @@ def test_without_the_kernel_the_naive_path_is_taken(monkeypatch):
 @pytest.mark.parametrize("scale", [100.0, -1e5, 1e10, 1e20, 1e30], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
 def test_gradients_of_large_scores_are_finite_and_right(dtype, scale):
-    """PyTorch's backward rounds scores differently than its forward, which made its weights infinite."""
+    """Gradients of large scores are finite and right; PyTorch's backward may compute infinite weights for them."""
     query, key, value = draw(1, 2, 100, 16, dtype=dtype)
 
     def grads(backend):
@@ -77,7 +77,7 @@ def test_gradients_of_large_scores_are_finite_and_right(dtype, scale):
 
 @pytest.mark.parametrize("keys", [8, 100])
 def test_rows_that_query_mask_hides_have_no_weights_beside_a_sink_either(keys):
-    """The lse of such a row is the sink. A weight computed from it may be infinite, and 0 times infinity is NaN."""
+    """Rows that query_mask hides have no weights and no NaN gradients, although the lse of such a row is the sink."""
     inputs, real = [x.requires_grad_() for x in draw(1, 2, keys, 16)], torch.arange(keys) != 3
     options = dict(bias=torch.zeros(keys, 1).masked_fill(~real[:, None], 500.0), sinks=torch.zeros(2), query_mask=real)
     grads = lambda name: torch.autograd.grad(by(name)(*inputs, **options).sum(), inputs)  # noqa: E731
@@ -98,9 +98,10 @@ STRIDED = {
 
 @pytest.mark.parametrize("options", [{}, dict(causal=True), dict(window=(100, 40)), dict(key_mask=True)], ids=str)
 def test_gradients_that_are_summed_over_keys(options):
-    """The gradient of a projection's bias is such a sum. The kernel's rounded lse is an error of a whole row.
+    """Gradients summed over keys are right, although the kernel's rounded lse shifts a whole row.
 
-    With sinks, the value's gradient has 1.2 times the allowed mean error for 600 keys: the kernel's own sums.
+    The gradient of a projection's bias is such a sum. With sinks, the value's gradient has 1.2 times the allowed
+    mean error for 600 keys: the kernel's own sums.
     """
     query, key, value = draw(2, 4, 600, 64)
     options = dict(key_mask=torch.rand(2, 600) > 0.3) if "key_mask" in options else options
@@ -121,7 +122,7 @@ def test_gradients_that_are_summed_over_keys(options):
 
 @pytest.mark.parametrize("inputs", [(2, 1, 90, 16), (1, 90, 1, 16), (1, 1, 1, 16), (2, 90, 4, 1)], ids=str)
 def test_sizes_of_one_have_any_stride(inputs):
-    """Saved bfloat16 tensors are viewed as float32, which needs an inner stride of 1 and even outer ones."""
+    """Sizes of 1 may have any stride; saved bfloat16 tensors are viewed as float32, which needs even strides."""
     order = 0, 3, 1, 2
     leaves = [torch.randn(inputs).bfloat16().permute(order).mT.detach().requires_grad_() for _ in range(3)]
     for _ in range(2):
@@ -130,7 +131,7 @@ def test_sizes_of_one_have_any_stride(inputs):
 
 
 def test_one_key_has_all_the_weight():
-    """With large scores, a softmax by one kernel would not fit the lse of another."""
+    """A single key has a weight of exactly 1, also for large scores."""
     for size in (1.0, 300.0, 2.0**18):
         query, key = torch.full((1, 1, 5, 64), size).sqrt(), torch.full((1, 1, 1, 64), size).sqrt() / 3
         weights = fa.attention(query, key, key, return_weights=True, backend="cpu")[1]
@@ -139,7 +140,7 @@ def test_one_key_has_all_the_weight():
 
 @pytest.mark.parametrize(("rows", "dim"), [(64, 24), (64, 32), (64, 128), (1, 24)])
 def test_gradients_of_rather_large_scores(rows, dim):
-    """A scale that is no power of two was rounded differently by the two passes. The single row takes the formula."""
+    """Gradients are right for large scores with a scale that is no power of two, which PyTorch rounds in two ways."""
     torch.manual_seed(5)
     tensors = dict(query=torch.randn(4, 4, rows, dim) * (4.0 if rows > 1 else 12.0), key=torch.randn(4, 4, 130, dim))
     tensors |= dict(value=torch.randn(4, 4, 130, dim), out=torch.randn(4, 4, rows, dim), lse=torch.randn(4, 4, rows))
@@ -153,7 +154,7 @@ def test_gradients_of_rather_large_scores(rows, dim):
 @pytest.mark.parametrize("saves", [True, False])
 @pytest.mark.one_in(5)
 def test_large_scores_that_are_exact(saves, dtype, options, size):
-    """These scores are exact. Merged rectangles and sinks must not take their weights from a rounded lse."""
+    """Weights of large exact scores are right: merged rectangles and sinks do not compute them from a rounded lse."""
     query, key = (torch.randint(-4, 5, (1, 2, n, 16)) / 4.0 for n in (100, 200))
     query[..., 0], key[..., 0] = 1.0, size
     value = torch.randn(1, 2, 200, 16)
@@ -175,7 +176,7 @@ def test_large_scores_that_are_exact(saves, dtype, options, size):
 
 @pytest.mark.parametrize("keys", [9, 90])
 def test_a_row_that_sees_nothing_has_no_gradient(keys):
-    """The incoming gradient of its lse, -inf, may be infinite."""
+    """A row that sees no key has no gradient, even if the incoming gradient of its lse, -inf, is infinite."""
     mask = torch.ones(9, keys, dtype=torch.bool)
     mask[5] = False
     leaves = draw(1, 2, 9, 16, requires_grad=True)[:1] + [x.requires_grad_() for x in draw(1, 2, keys, 16)[:2]]
@@ -192,10 +193,10 @@ def test_a_row_that_sees_nothing_has_no_gradient(keys):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.one_in(3)
 def test_any_strides(name, causal):
-    """PyTorch's kernel reads each tensor as if its last stride were 1."""
+    """Tensors of any strides are right; PyTorch's kernel reads each tensor as if its last stride were 1."""
     leaves = [STRIDED[name](x).requires_grad_() for x in draw(2, 4, 40, 16)]
     incoming = STRIDED[name](torch.randn(2, 4, 40, 16))
-    for _ in range(3):  # the last ones are replays
+    for _ in range(3):  # the last calls are replays
 
         def results(backend):
             out = by(backend)(*leaves, causal=causal)
@@ -209,7 +210,7 @@ def test_any_strides(name, causal):
 @pytest.mark.parametrize("widths", [(16, 9), (9, 16)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_channels_last_of_other_widths(widths, dtype):
-    """Padded copies keep the order of dimensions, so the columns of a row do not become contiguous."""
+    """Channels-last tensors of different widths are right; padded copies keep the order of dimensions."""
     shapes = ((2, 4, n, widths[wide]) for n, wide in ((40, 0), (90, 0), (90, 1), (40, 1)))
     tensors = [STRIDED["channels last"](torch.randn(shape).to(dtype)) for shape in shapes]
     names = dict(zip(("query", "key", "value", "out"), tensors, strict=True))
@@ -218,7 +219,7 @@ def test_channels_last_of_other_widths(widths, dtype):
 
 @pytest.mark.parametrize("hidden", [slice(0, 3), slice(600, 640), slice(0, 600)], ids=str)
 def test_rows_that_see_nothing_at_first_or_at_all(hidden):
-    """The kernel takes 512 keys at a time; for a row that sees none of them it returns an lse of 0."""
+    """Rows that see none of the first 512 keys, or no key, are right; PyTorch's kernel gives them an lse of 0."""
     inputs = draw(1, 2, 20, 16)
     inputs[1:] = draw(1, 2, 640, 16)[:2]
     mask = torch.ones(20, 640, dtype=torch.bool)
@@ -242,7 +243,7 @@ def test_an_lse_of_0_is_no_row_that_sees_nothing():
 @pytest.mark.parametrize("differentiated", [False, True])
 @pytest.mark.one_in(4)
 def test_nan_that_a_row_sees_makes_it_nan(dtype, keys, differentiated):
-    """PyTorch's kernel returns an empty row if all its scores are NaN and do not fill a vector register."""
+    """A row that sees NaN is NaN; PyTorch's kernel returns an empty row if all its scores are NaN."""
     query, key, value = draw(2, 2, keys, 16, dtype=dtype)
     query[0, 1, 0], key[1, 0] = float("nan"), float("nan")
     bad = torch.zeros(2, 2, keys, dtype=torch.bool)
@@ -262,7 +263,7 @@ def test_nan_that_a_row_sees_makes_it_nan(dtype, keys, differentiated):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
 def test_a_bias_in_another_dtype(dtype):
-    """With a float64 query, PyTorch's kernel would read a float32 mask as float64."""
+    """A bias in another dtype is right; with a float64 query, PyTorch's kernel would read a float32 mask as float64."""
     inputs = draw(1, 2, 40, 16, dtype=dtype)
     for of in (torch.float32, torch.float64, dtype):
         bias = torch.randn(40, 40, dtype=of)
@@ -282,7 +283,7 @@ ROWS, COLUMNS = torch.arange(300)[:, None], torch.arange(330)
 
 
 def scores_of(call):
-    """Count the scores of one head that the kernel computes; a causal square counts half."""
+    """Return the number of scores that the kernel computes for one head; a causal square counts half."""
     total = 0
     for part in tiling.parts(call):
         for where in tiling.rectangles(part):

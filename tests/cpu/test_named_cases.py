@@ -1,4 +1,4 @@
-"""Every named case, and every pair of options, on a CPU, with and without a named backend."""
+"""Tests each named case, and each pair of options, on a CPU, with and without a named backend."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from ..kernels.test_packed import FEW, PACKINGS, TOGETHER
 from ..sequences import attention_varlen, by_sequence
 
 EITHER = pytest.mark.parametrize("backend", ["cpu", None])
-# With so many keys PyTorch's kernel computes the gradients, not the formula.
+# With so many keys PyTorch's kernel computes the gradients, not our formula.
 LONG = [case._replace(Sq=130, Sk=150) for case in cases.SINGLE]
 LONG += [
     case._replace(name=f"{case.name} {alike}, {dtype}", dtype=dtype, alike=alike, Sq=300, Sk=280)
@@ -27,14 +27,14 @@ LONG += [
 
 
 def taken(case):
-    """Return (the part of a case that "cpu" takes, its learned options), or None."""
+    """Return (the part of a case that "cpu" supports, options that get gradients), or None."""
     if case.softcap is not None or case.dropout:
         return None
     return case._replace(grads="out and lse" if "weights" in case.grads else case.grads), ("sinks",)
 
 
 def computed(case, backend, function=fa.attention):
-    """Return (results, tensors, options, case), or None for a case that "cpu" must refuse and does."""
+    """Return (results, tensors, options, case); None if "cpu" must refuse the case, and does."""
     learned = LEARNED
     if backend == "cpu":
         if taken(case) is None:
@@ -106,7 +106,7 @@ def test_gradients_through_the_weights(case, grads, poison):
 
 
 def test_gradients_through_the_weights_of_many_heads():
-    """Too many scores for one step: several heads at a time, and several batches."""
+    """Gradients through the weights are right if scores are computed for a few heads or batches at a time."""
     for shape in ((2, 6, 3, 420), (9, 2, 2, 150)):
         batch, heads, kv_heads, length = shape
         case = Case("large", B=batch, Hq=heads, Hkv=kv_heads, Sq=length, Sk=length, grads="out and weights")

@@ -1,4 +1,4 @@
-"""The autograd node of a CPU call: any incoming gradient, hooks, and repeated backwards."""
+"""Tests the autograd node of a CPU call: incoming gradients, hooks, and repeated backwards."""
 
 import functools
 import threading
@@ -45,7 +45,7 @@ def test_any_gradient_of_the_output(name):
 @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2)])
 @pytest.mark.parametrize("again", [False, True])
 def test_some_gradients(wanted, again):
-    """Ask for some gradients, if all inputs require one and if only the asked ones do; also for second derivatives."""
+    """Asking for some gradients gives right results, whether all inputs require one or only those; also twice."""
     for alone in (False, True):
         leaves = draw()
         for number, leaf in enumerate(leaves):

@@ -1,4 +1,4 @@
-"""float32 calls with few keys, such as Swin's windows: the kernel, gradients, and the gradient of the bias."""
+"""Tests float32 calls with few keys, such as Swin's windows: the kernel, gradients, and the bias's gradient."""
 
 from collections import Counter
 
@@ -29,7 +29,7 @@ def draw():
 
 
 def operators(function):
-    """Count the calls of each operator of torch."""
+    """Return how often a function calls each operator of torch."""
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         function()
     return Counter({event.key: event.count for event in seen.key_averages()})
@@ -38,7 +38,7 @@ def operators(function):
 @pytest.mark.parametrize("requires", [False, True])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_forward_is_one_call_of_torchs_kernel(name, requires):
-    """The formula would be as fast, but ten times slower for denormal weights, as a bias of -100 makes them."""
+    """A forward calls PyTorch's kernel once; our formula would be ten times slower for denormal weights (bias -100)."""
     inputs = [x.requires_grad_(requires) for x in draw()]
     found = operators(lambda: fa.attention(*inputs, **OPTIONS[name], backend="cpu"))
     assert found[KERNEL] == 1
@@ -74,7 +74,7 @@ def test_the_gradient_of_a_bias_is_as_good_as_eagers(name):
 @pytest.mark.parametrize("dim, keys", [(1, 5), (4, 17), (8, 17), (8, 64), (64, 33)])
 @pytest.mark.one_in(3)
 def test_gradients_of_few_keys_are_as_good_as_eagers(dim, keys, seed):
-    """PyTorch's order of sums over rows depends on the CPU. We sum in two stages on every CPU."""
+    """Gradients for few keys are as exact as eager's, whose order of sums over rows depends on the CPU."""
     torch.manual_seed(seed)
     sizes = dict(query=(4, 3, 1030, dim), key=(4, 3, keys, dim), value=(4, 3, keys, dim))
     sizes |= dict(out=(4, 3, 1030, dim), lse=(4, 3, 1030))

@@ -1,4 +1,4 @@
-"""The backend "cpu" inside PyTorch: exports, hooks, autocast and forked processes."""
+"""Tests the backend "cpu" inside PyTorch: exports, hooks, autocast and forked processes."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def _compiled_anew():
 @pytest.mark.parametrize("gradients", [True, False])
 @pytest.mark.one_in(2)
 def test_a_program_takes_any_length(gradients, heads):
-    """The way to compute gradients of narrow heads depends on the number of keys, which a graph may not ask."""
+    """An exported module takes any length, although gradients of narrow heads depend on the number of keys."""
     layer, length = fa.MultiHeadAttention(16, heads), torch.export.Dim("length", min=2, max=4096)
     layer.requires_grad_(gradients)
     for traced in (10, 90):
@@ -60,7 +60,7 @@ def test_tensors_that_come_back_with_other_strides(dtype, common):
 
 
 def test_tensors_that_come_back_smaller():
-    """The number of saved tensors depends on the CPU: without bfloat16 units the call is computed in float32."""
+    """A backward raises if a hook returns a smaller saved tensor; the number of saved tensors depends on the CPU."""
     leaves = [(x + 4.0).bfloat16().requires_grad_() for x in draw(1, 2, 90, 16)]
 
     def differentiated(smaller):
@@ -84,7 +84,7 @@ def test_tensors_that_come_back_smaller():
 
 @pytest.mark.parametrize("lengths", [(40, 15, 1), (40, 39, 5), (200, 150, 200)], ids=str)
 def test_many_gradients_of_values_with_much_in_common(lengths):
-    """Under vmap the backward has another batch. It must subtract the same mean of the values as the forward."""
+    """Mapped gradients (vmap) subtract the same mean of the values as the forward, although the batch differs."""
     leaves = [(x + 3.0).bfloat16() for x in draw(3, 2, max(lengths), 16)]
     key_mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
     out, pull = torch.func.vjp(lambda *x: fa.attention(*x, key_mask=key_mask, backend="cpu"), *leaves)
@@ -96,7 +96,7 @@ def test_many_gradients_of_values_with_much_in_common(lengths):
 
 @pytest.mark.parametrize("keys", [64, 65])
 def test_autocast_around_a_backward_rounds_nothing(keys):
-    for _ in range(3):  # the last one is replayed
+    for _ in range(3):  # the last call is a replay
         inputs = [x.requires_grad_() for x in draw(1, 2, keys, 16)]
         grad, out = torch.randn(1, 2, keys, 16), fa.attention(*inputs, backend="cpu")
         want = torch.autograd.grad(out, inputs, grad, retain_graph=True)

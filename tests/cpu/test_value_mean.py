@@ -1,4 +1,4 @@
-"""bfloat16 values with a large common mean or outliers keep exact outputs."""
+"""Tests that outputs are exact for bfloat16 values with a large common mean or outliers."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ CALLS_WITH_OUTLIERS = {
 
 @pytest.mark.parametrize("name", CALLS_WITH_OUTLIERS)
 def test_values_of_bfloat16_with_outliers(name):
-    """A mean that comes from a few outliers is not subtracted."""
+    """Outputs are exact if outliers dominate the mean of the values: such a mean is not subtracted."""
     fields = CALLS_WITH_OUTLIERS[name]
     query, key, value, out = (torch.randn(1, 1, fields["keys"], 64) for _ in range(4))
     query[..., 0], key[..., 0], value[:] = 8.0, 0.0, value + fields.get("mean", 0.0)
@@ -32,7 +32,7 @@ def test_values_of_bfloat16_with_outliers(name):
 
 @pytest.mark.parametrize("hidden", ["bias", "mask"])
 def test_what_rows_see_may_be_small_beside_what_they_do_not(hidden):
-    """Small bfloat16 values lose their digits if a large mean is subtracted."""
+    """Outputs are exact if visible values are small beside hidden ones: the large mean is not subtracted."""
     torch.manual_seed(0)
     tensors = dict(zip(("query", "key", "value", "out"), torch.randn(4, 1, 1, 120, 16).bfloat16(), strict=True))
     tensors["value"] = tensors["value"] / 20
@@ -45,7 +45,7 @@ def test_what_rows_see_may_be_small_beside_what_they_do_not(hidden):
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
 def test_each_row_that_sees_small_values_alone_is_exact(share):
-    """Other rows of the head, and rows that query_mask hides, change nothing."""
+    """Rows that see only small values are exact, whatever other rows of the head and hidden rows see."""
     query, key, value = torch.randn(3, 1, 1, 120, 16).bfloat16()
     value[..., :-3, :], value[..., -3:, :] = 10.0, value[..., -3:, :] / 20
     small = torch.arange(120) >= 120 * (1 - share)

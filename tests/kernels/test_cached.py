@@ -1,4 +1,4 @@
-"""Kernels that read caches: split sequences, unchecked lengths and pages, and the operators inside PyTorch."""
+"""Tests of the kernels for caches: split sequences, unchecked lengths and pages, and the operators inside PyTorch."""
 
 import pytest
 import torch
@@ -52,7 +52,7 @@ def test_what_is_not_a_number_is_not_hidden(splits, device, tiles):
 
 
 def test_how_long_caches_are_is_no_part_of_what_is_compiled(device, tiles, launched):
-    """The same kernels serve each capacity, also with a table of one page for each sequence."""
+    """Caches of any capacity use the same compiled kernels, also with a page table of one page per sequence."""
     tiles.splits(1)
     for page in (None, 1):
         found = []
@@ -64,7 +64,7 @@ def test_how_long_caches_are_is_no_part_of_what_is_compiled(device, tiles, launc
 
 
 def test_a_tile_that_does_not_fit_leaves_nothing_behind(device, tiles, monkeypatch):
-    """The next tile may split the keys of a sequence among another number of programs."""
+    """A tile that does not fit has no effect on the next, which may split the keys among fewer or more programs."""
     case, run_kernel = PACKED._replace(lengths=(0, 44)), run.run_kernel
     names, two = [], [tiles.table.Tile(16, keys, 4, 1) for keys in (32, 16)]
     tiles.choose(lambda found: two if found[0].rows == 16 and found[0].keys is not None else found)
@@ -103,7 +103,7 @@ WRONG = {
 
 @pytest.mark.parametrize("wrong, page", sample.checkered(WRONG, [None, 16, 12]))
 def test_what_nobody_checked_is_read_and_written_inside(wrong, page, device, unchecked):
-    """Values on a GPU are not checked; kernels and the naive path clamp them in the same way."""
+    """Kernels and the naive path clamp wrong lengths and pages in the same way; on a GPU nobody checks them."""
     if "table" in WRONG[wrong] and page is None:
         pytest.skip("there are no pages")
     case = Cached("wrong", Hq=2, lengths=(0, 17, 44), page=page, new=4, Sq=2, causal=True, half=3, strided=True)
@@ -136,7 +136,7 @@ def test_what_nobody_checked_is_read_and_written_inside(wrong, page, device, unc
 
 
 def _slots(arguments, name):
-    """Return a mask of all memory of a cache: True where the call may write, after lengths and pages are clamped."""
+    """Return a mask of a cache's memory: True where the call may write, after lengths and pages are clamped."""
     cache, table = arguments[name], arguments.get("block_table")
     pages, _, page, _ = cache.shape
     room = page if table is None else page * table.shape[1]
@@ -210,7 +210,7 @@ def test_compiled_whole_it_never_compiles_again_for_a_length(backend, device):
 
 
 def test_caches_may_be_fake(device):
-    """Fake tensors have no values to check."""
+    """A call works on fake tensors, which have no values to check."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     arguments = PACKED.draw(device)

@@ -1,4 +1,4 @@
-"""Parts of the contract beyond the tolerance: unchanged bits, empty rows, sizes of 0, extreme numbers, layouts."""
+"""Tests of the contract besides the tolerance: unchanged bits, empty rows, sizes of 0, extreme numbers, layouts."""
 
 import subprocess
 import sys
@@ -73,7 +73,7 @@ def test_a_row_that_sees_nothing_is_zero_and_has_zero_gradient(device, backend):
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 def test_incoming_gradients_of_hidden_rows_are_ignored(packed, device, backend):
-    """The lse of a hidden row is the sink, but passes no gradient to it."""
+    """Incoming gradients of hidden rows change no gradient, not even the sink's, which such a row's lse equals."""
     inputs = [torch.randn(2, 2, 7, 4, device=device) for _ in range(3)]
     real = torch.rand(2, 7, device=device) < 0.5
     learned = dict(sinks=torch.randn(2, device=device), alibi_slopes=torch.rand(2, device=device))
@@ -149,7 +149,7 @@ def test_equal_scores_of_any_size_share_their_weight(scale, device, backend):
 def test_scores_up_to_a_million_meet_the_tolerance(dtype, device, backend):
     case = Case("large", dtype=dtype, scale=1.0, grads="out")
     tensors, options = case.draw(device)
-    # Multiples of 1024: every product and sum is exact in float32.
+    # Multiples of 1024: each product and sum is exact in float32.
     tensors["query"] = (tensors["query"] * 4).round().clamp(-8, 8) * 32
     tensors["key"] = (tensors["key"] * 4).round().clamp(-8, 8) * 32
     largest = (tensors["query"].float() @ tensors["key"].float().mT).abs().max()
@@ -168,7 +168,7 @@ def test_larger_scores_are_finite(size, sign, device, backend):
     got = results(Case("huge"), device, backend, tensors, dict(scale=1.0))
     assert all(x.isfinite().all() for x in got.values())
     assert same_bits(got, results(Case("huge"), device, backend, tensors, dict(scale=1.0)))
-    # One key outweighs all others
+    # One key outweighs all others.
     assert_like(got["out"][:, :, 0 if sign > 0 else 10], tensors["value"][:, :, 5].double())
 
 
@@ -236,7 +236,7 @@ def test_scales_at_the_ends_of_float32(scale, device, backend):
 
 
 def test_addresses_beyond_two_to_the_31(device, overflow):
-    """The second batch lies 2**31 elements after the first. A process of its own, as 32-bit addresses would crash."""
+    """A tensor may extend beyond 2**31 elements. This runs in a new process, which 32-bit addresses would crash."""
     if device != "cpu":
         pytest.skip("test_gpu tests this with real memory")
     program = """

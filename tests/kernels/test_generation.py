@@ -1,4 +1,4 @@
-"""Attention to a cache, compared with a loop over the sequences and with one causal call."""
+"""Tests attention to a cache against a loop over the sequences, and against one causal call."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def backend(request):
 
 
 def check(case, device, backend):
-    """Check the results of a case, and that only the rows of new keys changed."""
+    """Check the results of a case, and that only the cache rows of new keys changed."""
     if case.dtype == torch.float64 and device == "cuda":
         case = case._replace(dtype=torch.float16)
     arguments = case.draw(device)
@@ -50,7 +50,7 @@ def test_a_naive_call_is_as_good_as_eager(case, device):
 @pytest.mark.matrix
 @pytest.mark.parametrize("case", caches.PAIRS, ids=lambda case: case.name)
 def test_pairs_of_options(case, device, backend, poison, tiles):
-    """One program reads all keys of a sequence. In the tests of single options, several share them."""
+    """Pairs of options are right if one program reads all keys of a sequence; other tests split the keys."""
     tiles.splits(1)
     check(case, device, backend)
 
@@ -58,7 +58,7 @@ def test_pairs_of_options(case, device, backend, poison, tiles):
 @pytest.mark.parametrize("page, half", [(16, 3), (None, 0), (5, 3)])
 @pytest.mark.one_in(2)
 def test_a_generation_is_the_slices_of_one_causal_call(page, half, device, backend):
-    """One prompt is empty, the other has 14 tokens. Each step appends one token or several."""
+    """Steps of a generation give the rows of one causal call, for an empty prompt and one of 14 tokens."""
     prompts, steps, dim = (0, 14), (1, 1, 3, 1, 2, 1), 8
     total, dtype = max(prompts) + sum(steps), caches.widest(device)
     query, key, value = (torch.randn(2, heads, total, dim, device=device).to(dtype) for heads in (4, 2, 2))
@@ -162,7 +162,7 @@ def test_autocast_casts_the_query_alone(device, backend):
 @pytest.mark.parametrize("page", [None, 12])
 @pytest.mark.one_in(3)
 def test_a_write_to_a_cache_is_seen_by_autograd(page, device, backend):
-    """An earlier operation saved the cache for its gradients."""
+    """Autograd raises if a call writes to a cache that an earlier operation saved for its gradients."""
     arguments = Cached("written", new=1, page=page).draw(device)
     cache = arguments["key_cache"]
     grows = torch.randn(1, device=device, requires_grad=True)

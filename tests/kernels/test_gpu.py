@@ -38,7 +38,7 @@ def captured(step, warm=True):
 
 
 def waits_for_its_stream(cuda, backend):
-    """Check that a call waits for earlier work on its stream."""
+    """Check that a call waits for earlier work on its CUDA stream."""
     inputs = [torch.zeros(2, 4, 512, 64, device=cuda, dtype=torch.float16) for _ in range(3)]
     new = [torch.randn_like(x) for x in inputs]
     fa.attention(*inputs, backend=backend)
@@ -54,7 +54,7 @@ def waits_for_its_stream(cuda, backend):
 
 
 def replays_on_new_values(cuda, backend, passes=2):
-    """Check a graph of forward and backward on new values. In one pass only dq's rounding may change."""
+    """Check that a CUDA graph of forward and backward is right on new values. In one pass dq's rounding may vary."""
     inputs = [torch.randn(2, 4, 100, 64, device=cuda, dtype=torch.float16, requires_grad=True) for _ in range(3)]
     grad = torch.randn_like(inputs[0])
 
@@ -75,7 +75,7 @@ def replays_on_new_values(cuda, backend, passes=2):
 
 
 def reaches_far(cuda, backend):
-    """Check a batch, and rows, that lie more than 2**31 elements after the start of a tensor."""
+    """Check tensors whose batches or rows lie more than 2**31 elements after the start."""
     query, key, value = (torch.randn(2, 1, 17000, 64, device=cuda).half() for _ in range(3))
     buffer = torch.zeros(2**31 + 2**22, dtype=torch.float16, device=cuda)
     far = buffer.as_strided(key.shape, (2**31, 2**21, 64, 1))
@@ -91,7 +91,7 @@ def reaches_far(cuda, backend):
 
 
 def of_lengths(lengths, dim):
-    """Yield a case for each order of two lengths."""
+    """Yield a case for each order of two lengths, as queries and as keys."""
     rows, keys = lengths
     for number, (sq, sk) in enumerate({(rows, keys), (keys, rows)}):
         options = ({}, dict(causal=True), dict(window=(128, 33)))[(rows + number) % 3]
@@ -103,7 +103,7 @@ PLANES = Case("planes", B=70000, Hq=1, Hkv=1, Sq=3, Sk=5, dtype=torch.float16)  
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_first_contact(dim, cuda, poison):
-    """A forward, and a backward in one pass. On compute capability 9.0 and newer TMA adds dq."""
+    """A forward and a backward in one pass are right; on compute capability 9.0 and newer TMA adds dq."""
     case = Case("first", B=2, Hq=4, Hkv=2, Sq=500, Sk=700, D=dim, Dv=dim, dtype=torch.bfloat16, causal=True)
     check(case, cuda)
     query, key, value = (case.draw(cuda)[0][name].requires_grad_() for name in INPUTS)
@@ -126,7 +126,7 @@ def test_lengths(lengths, dim, cuda, poison):
         check(case, cuda)
 
 
-# The tiles of this GPU, and of one with little shared memory. A place is an index in a row of the table.
+# The tiles for this GPU, and for a GPU with little shared memory. A place is an index in a row of the tile table.
 CAPABILITIES = [pytest.param(None, id="its own"), *sample.matrix(pytest.param(80, id="8.0"))]
 PLACES = range(4)
 
@@ -137,7 +137,7 @@ PLACES = range(4)
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_every_tile_of_the_table(dtype, dim, capability, passed, place, cuda, passes, tiles):
-    """Each tile runs on this GPU, also the ones that only smaller GPUs would take."""
+    """Each tile in the table is right on this GPU, also a tile that only smaller GPUs use."""
     if passed == 1 and dim > 128:
         pytest.skip("there is no backward in one pass")
     most = []
@@ -155,7 +155,7 @@ def test_every_tile_of_the_table(dtype, dim, capability, passed, place, cuda, pa
     check(case._replace(B=2, mask="batch", bias="heads", softcap=5.0, dropout=0.2, grads="out, lse and weights"), cuda)
 
 
-# Each way to sum the gradient of a bias, and masks that show blocks in full, in part or not at all.
+# each way to sum the gradient of a bias, and masks that show blocks in full, in part or not at all
 LARGE = {
     "masks": dict(mask="batch", key_mask="own", query_mask="own"),
     "mask of each head": dict(mask="pairs", window=(200, 100)),
@@ -174,7 +174,7 @@ def test_options_in_many_tiles(name, dim, cuda, poison):
 
 
 def test_a_document_mask_with_a_plan(cuda, two_passes):
-    """Tiles are larger than the blocks of the plan. Keys that no tile list names may be NaN."""
+    """A document mask as a plan is right for tiles larger than the plan's blocks; keys in no tile list may be NaN."""
     case = Case("documents", B=2, Hq=4, Hkv=2, Sq=1024, Sk=1024, D=64, Dv=64, dtype=torch.bfloat16)
     tensors, options = case.draw(cuda)
     document = torch.arange(1024, device=cuda) // 300
@@ -196,7 +196,7 @@ def test_a_document_mask_with_a_plan(cuda, two_passes):
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("passed", [1, 2])
 def test_many_runs_give_the_same_bits(passed, dim, options, cuda, passes, launched):
-    """Two passes give equal bits. In one pass dq differs by rounding."""
+    """Repeated calls give equal bits if the backward takes two passes; in one pass dq differs by rounding."""
     passes(passed)
     sizes = dict(B=30, Hq=4, Hkv=2, Sq=455, Sk=523, D=dim, Dv=dim, dtype=torch.bfloat16, causal=True)
     tensors, options = Case("races")._replace(**sizes, **options).draw(cuda)
@@ -212,7 +212,7 @@ def test_many_runs_give_the_same_bits(passed, dim, options, cuda, passes, launch
         if differ and (again["query"] - first["query"]).abs().max() > (largest["query"] - first["query"]).abs().max():
             largest = again
     one = slice(0, 1)  # compare one batch with float64
-    if "bias" not in options:  # its gradient sums over all batches
+    if "bias" not in options:  # the bias's gradient sums over all batches
         options = {name: x[one] if name == "mask" else x for name, x in options.items()}
         tensors = {name: x[one] for name, x in tensors.items()}
         assert_close({name: x[one] for name, x in largest.items()}, tensors, options)
@@ -233,7 +233,7 @@ def test_a_graph_replays_on_new_values(passed, cuda, passes):
 
 
 def test_the_backward_of_a_graph_drops_what_its_forward_dropped(cuda):
-    """Each replay drops other weights, and computes the gradient of value with them."""
+    """Each replay of a CUDA graph drops new weights, and its backward drops the same ones as its forward."""
     inputs = [torch.randn(2, 4, 100, 64, device=cuda, dtype=torch.float16, requires_grad=True) for _ in range(3)]
     grad = torch.randn_like(inputs[0])
 
@@ -261,7 +261,7 @@ def test_every_gpu_of_the_machine(cuda):
 
 
 def test_float32_products_follow_torchs_setting(cuda):
-    """With "ieee" errors are those of float32, with "tf32" those of TF32."""
+    """With torch's setting "ieee" errors are those of float32, with "tf32" those of TF32."""
     case = Case("precision", Sq=200, Sk=200, D=64, Dv=64)
     tensors, options = case.draw(cuda)
     before = torch.backends.cuda.matmul.fp32_precision
@@ -279,7 +279,7 @@ def test_float32_products_follow_torchs_setting(cuda):
 
 @pytest.mark.parametrize("passed", [1, 2])
 def test_memory_is_linear_in_the_sequence(passed, cuda, passes):
-    """One pass also needs the float32 sums of dq, twice its size."""
+    """The memory of forward and backward is linear in the sequence; one pass also needs float32 sums of dq."""
     passes(passed)
     peaks = []
     for length in (4096, 8192):

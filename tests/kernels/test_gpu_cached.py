@@ -1,4 +1,4 @@
-"""Tests of caches that need a GPU: real sizes, every tile, graphs, no synchronisation, far addresses."""
+"""Tests of caches that need a GPU: real sizes, each tile, graphs, no synchronisation, far addresses."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ DIMS = (16, 40, 64, 80, 128, 160, 256)
 
 
 def filled(device, batch=3, heads=8, kv_heads=2, rows=1, keys=3000, dim=128, dtype=torch.bfloat16, page=None):
-    """Return (arguments of a call, dense keys and values). Caches are random, and NaN beyond each length."""
+    """Return (arguments of a call, dense keys and values). Caches are random, with NaN after each length."""
     query = torch.randn(batch, heads, rows, dim, device=device, dtype=dtype)
     lengths = torch.tensor([keys, 1, *(keys * n // batch for n in range(1, batch - 1))], device=device).int()
     pages = -(-keys // (page or keys))
@@ -34,7 +34,7 @@ def filled(device, batch=3, heads=8, kv_heads=2, rows=1, keys=3000, dim=128, dty
 
 
 def judged(arguments, held, **options):
-    """Check a call against the tolerance, one sequence after the other."""
+    """Check a call with a cache against the tolerance, one sequence after the other."""
     out, lse = fa.attention_decode(**arguments, **options, return_lse=True, backend="triton")
     for b, length in enumerate(arguments["cache_seqlens"].tolist()):
         given = dict(query=arguments["query"][b : b + 1], key=held[0, b : b + 1, :, :length])
@@ -49,7 +49,7 @@ def judged(arguments, held, **options):
 
 @pytest.mark.parametrize("number", range(2 * len(DIMS)), ids=lambda number: f"D {DIMS[number // 2]}, {number % 2}")
 def test_head_dimensions(number, cuda, poison):
-    """Each head dimension has two of four layouts of the cache."""
+    """Each head dimension is right with two of four layouts of the cache."""
     dtype = (torch.bfloat16, torch.float16, torch.float32)[number // 2 % 3]
     judged(*filled(cuda, dim=DIMS[number // 2], dtype=dtype, page=(None, 16, 256, 48)[(number + number // 4 * 2) % 4]))
 
@@ -75,7 +75,7 @@ def test_every_tile_of_the_table(dim, dtype, capability, place, cuda, tiles):
 
 @pytest.mark.parametrize("page", [None, 16])
 def test_a_graph_replays_with_other_lengths(page, cuda):
-    """Only the lengths change: append, rotate and attend until the caches are full."""
+    """A CUDA graph that appends, rotates and attends is right in each replay, until the caches are full."""
     case = Cached("graph", page=page, new=1, half=4, causal=True, lengths=(0, 3, 20), sinks=True, dtype=torch.float16)
     held, eager = case.draw(cuda), case.draw(cuda)
     angles = torch.rand(2, 48, 4, device=cuda)
@@ -88,7 +88,7 @@ def test_a_graph_replays_with_other_lengths(page, cuda):
     with torch.cuda.stream(torch.cuda.Stream()):
         fa.attention_decode(**{k: x.clone() if torch.is_tensor(x) else x for k, x in held.items()}, backend="triton")
     graph, (out, lse) = captured(lambda: fa.attention_decode(**held, return_lse=True, backend="triton"), warm=False)
-    for _ in range(30):  # in the last two, one cache is full
+    for _ in range(30):  # in the last two replays one cache is full
         new = torch.randn(case.Hkv * 2 + case.Hq, 3, 16, device=cuda, dtype=torch.float16)
         for arguments in (held, eager):
             arguments["query"].copy_(new[: case.Hq].transpose(0, 1)[:, :, None])

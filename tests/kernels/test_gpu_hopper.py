@@ -1,6 +1,6 @@
-"""Tests of Hopper's kernels on a GPU: each pipeline, races, descriptors, graphs, streams.
+"""Tests of Hopper's kernels on a GPU: each pipeline, races, TMA descriptors, graphs, streams.
 
-gpu.sh runs them in a process of their own, as a kernel with wrong barriers waits for ever.
+gpu.sh runs them in a process of their own, because a kernel with wrong barriers never ends.
 """
 
 import pytest
@@ -28,7 +28,7 @@ PIPELINES = [(width, taken) for width, some in HOPPER.items() for taken in some]
 
 @pytest.fixture
 def cuda():
-    """Return the device; skip the test unless it is a GPU of compute capability 9.0."""
+    """Return the device "cuda"; skip the test unless it is a GPU of compute capability 9.0."""
     if INTERPRETED or not torch.cuda.is_available():
         pytest.skip("needs a GPU, and TRITON_INTERPRET unset")
     if (found := torch.cuda.get_device_capability()) != (9, 0):
@@ -38,7 +38,7 @@ def cuda():
 
 @pytest.fixture
 def take(tiles):
-    """Return a function that makes later calls take a given pipeline."""
+    """Return a function that makes later calls use a given pipeline."""
     return lambda taken: tiles("ON_HOPPER", tiles.table.ON_HOPPER | {"hopper": dict.fromkeys(HOPPER, (taken,))})
 
 
@@ -85,7 +85,7 @@ def inputs_of(device, batch=2, heads=4, kv_heads=2, rows=300, keys=421, dim=64):
 @pytest.mark.parametrize("width, taken", PIPELINES, ids=str)
 @pytest.mark.parametrize("band", [{}, dict(causal=True), dict(window=(128, 33))], ids=["full", "causal", "window"])
 def test_every_pipeline_at_a_ragged_shape(band, width, taken, take, cuda, tiles, poison):
-    """First more blocks of rows than multiprocessors, then all blocks by one and by seven programs."""
+    """Each pipeline is right with more blocks of rows than multiprocessors, and with one or seven programs."""
     take(taken)
     sizes = dict(B=30, Hq=4, Hkv=2, Sq=300, Sk=421, D=width, Dv=width)
     check(Case("pipelines", **sizes, dtype=HALF[len(band)], **band), cuda)
@@ -97,7 +97,7 @@ def test_every_pipeline_at_a_ragged_shape(band, width, taken, take, cuda, tiles,
 @pytest.mark.parametrize("width, taken", PIPELINES, ids=str)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_every_pipeline_gives_the_same_bits(causal, width, taken, take, cuda):
-    """Bits would differ if p were overwritten while it is multiplied. Benchmarks have the same sizes."""
+    """Each pipeline gives equal bits in 200 runs; they would differ if p were overwritten while it is multiplied."""
     take(taken)
     heads = timed.WIDTH // width
     inputs = inputs_of(cuda, 8, heads, heads, 1000, 1111, width)
@@ -110,14 +110,14 @@ def test_every_pipeline_gives_the_same_bits(causal, width, taken, take, cuda):
 
 
 def backward(inputs, given, backend="hopper", **options):
-    """Return the gradients of query, key and value."""
+    """Return the gradients of query, key and value for the output gradient `given`."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     return torch.autograd.grad(fa.attention(*leaves, backend=backend, **options), leaves, given)
 
 
 @pytest.fixture
 def names(launched, record_after):
-    """Return a function that returns the names of launched kernels. Calls are not replayed."""
+    """Return a function that returns the names of the launched kernels, with replays switched off."""
     record_after(None)
     return lambda: {name for name, _ in launched}
 
@@ -125,7 +125,7 @@ def names(launched, record_after):
 @pytest.mark.parametrize("width", HOPPER)
 @pytest.mark.parametrize("band", [{}, dict(causal=True), dict(window=(128, 33))], ids=["full", "causal", "window"])
 def test_each_backward_at_a_ragged_shape(band, width, cuda, tiles, passes, poison, names):
-    """Test the deterministic backward and the other one, with more programs than run at once.
+    """The deterministic backward and the other backward are right, with more programs than run at once.
 
     Wide heads store the ds of a few heads at a time, and each of seven programs computes several blocks of a product.
     """
@@ -145,7 +145,7 @@ def test_each_backward_at_a_ragged_shape(band, width, cuda, tiles, passes, poiso
     "options", [dict(causal=True, align="top_left"), dict(window=(40, 9))], ids=["causal", "window"]
 )
 def test_backwards_of_head_dimensions(options, number, cuda, passes, poison, names):
-    """Some keys are seen by no row, and some rows see no key."""
+    """Backwards of all head dimensions are right, also where no row sees a key and where a row sees no key."""
     dims = dict(zip(("D", "Dv"), DIMS[number], strict=True))
     case = Case("dims", B=2, Hq=4, Hkv=2, Sq=190, Sk=331, dtype=HALF[number % 2], **options, **dims)
     passes(1)
@@ -156,7 +156,7 @@ def test_backwards_of_head_dimensions(options, number, cuda, passes, poison, nam
 @pytest.mark.parametrize("width", HOPPER)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_a_backward_gives_the_same_bits(causal, width, cuda, tiles, names):
-    """SCORES_BYTES is small, so that wide heads need several rounds: each stores the ds of a few heads."""
+    """Repeated backwards give equal bits; wide heads need several rounds, because SCORES_BYTES is small."""
     tiles("SCORES_BYTES", 12 << 20)
     heads = timed.WIDTH // width
     inputs = inputs_of(cuda, 4, heads, heads, 1000, 1111, width)
@@ -178,7 +178,7 @@ def test_lengths(lengths, cuda, poison):
 
 @pytest.mark.parametrize("dim", [56, 64, 128])
 def test_strided_inputs(dim, cuda):
-    """NaN surround the inputs, whose orders of memory TMA can read: nothing outside a head may be used."""
+    """Inputs in any order of memory that TMA can read are right, and nothing outside a head, which is NaN, is used."""
     want = [x.contiguous() for x in inputs_of(cuda, dim=dim)]
 
     def spread(tensor, order, more):
@@ -194,7 +194,7 @@ def test_strided_inputs(dim, cuda):
 
 
 def test_columns_that_are_no_multiple_of_eight(cuda):
-    """The strides of rows are multiples of 8, as TMA needs."""
+    """Head dimensions that are no multiple of 8 are right if the strides of rows are multiples of 8, as TMA needs."""
     query, key, value = inputs_of(cuda)
     got = attend(query[..., :59], key[..., :59], value)
     for x in (query, key):
@@ -204,7 +204,7 @@ def test_columns_that_are_no_multiple_of_eight(cuda):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_planes_in_several_sections(causal, cuda, tiles, poison):
-    """L2 is set so small that heads are computed in several sections, the last one not full."""
+    """Heads are right if they are computed in several groups (sections), as with a small L2; the last is not full."""
     tiles("L2_BYTES", 3 * 2 * 421 * (128 + 128))
     check(Case("sections", B=4, Hq=22, Hkv=11, Sq=300, Sk=421, D=128, Dv=128, dtype=HALF[0], causal=causal), cuda)
 
@@ -218,7 +218,7 @@ def test_tensors_beyond_two_to_the_31(cuda):
 
 
 def test_a_repeated_call_finds_its_tensors_wherever_they_lie(cuda, record_after):
-    """Descriptors are cached by address; this test has more addresses than the cache has entries."""
+    """Repeated calls are right with more addresses than the cache of TMA descriptors, by address, has entries."""
     batches = [inputs_of(cuda, batch=1) for _ in range(300)]
     record_after(None)
     want = [attend(*inputs, causal=True) for inputs in batches]

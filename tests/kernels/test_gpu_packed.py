@@ -1,4 +1,4 @@
-"""Packed sequences on a GPU: real sizes, more sequences than a grid axis holds, graphs, and no synchronisation."""
+"""Tests of packed sequences on a GPU: real sizes, 80,000 sequences, graphs, and no synchronisation."""
 
 import random
 
@@ -28,7 +28,7 @@ LARGE = {
 
 
 def draw(rows, keys, cuda, heads=(4, 2), dim=64, dtype=torch.bfloat16):
-    """Return query, key, value, the gradient of the output, and cu_seqlens of rows and keys."""
+    """Return random query, key, value, gradient of the output, and cu_seqlens of rows and keys."""
     shapes = (sum(rows), heads[0], dim), *[(sum(keys), heads[1], dim)] * 2
     inputs = [torch.randn(shape, device=cuda, dtype=dtype, requires_grad=True) for shape in shapes]
     return *inputs, torch.randn(shapes[0], device=cuda, dtype=dtype), offsets(rows, cuda), offsets(keys, cuda)
@@ -46,7 +46,7 @@ def test_options_in_many_tiles(name, dim, cuda, poison):
 
 
 def test_eighty_thousand_sequences(cuda):
-    """Axes y and z of a grid hold at most 65,535 programs."""
+    """80,000 sequences are right, although axes y and z of a grid hold at most 65,535 programs."""
     lengths = (16,) * 80_000
     query, key, value, grad, cu, _ = draw(lengths, lengths, cuda, (2, 1), 32)
     for most in (None, 16):
@@ -61,7 +61,7 @@ def test_eighty_thousand_sequences(cuda):
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_the_same_bits_each_time(deterministic, cuda, passes):
-    """Programs take their sequences in any order. Without determinism dq may depend on it."""
+    """Repeated calls have equal bits in any order of programs; only without determinism dq may depend on the order."""
     passes(1 + deterministic)
     generator = random.Random(3)
     lengths = [generator.randint(1, 700) for _ in range(40)]

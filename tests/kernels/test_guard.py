@@ -1,4 +1,4 @@
-"""Memory around inputs, results and scratch changes no result and is not changed."""
+"""Tests that memory around inputs, results and scratch neither changes results nor is changed."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ GUARDS = [(NAN, 0), (PLAUSIBLE, 3)]  # (values of canaries, canaries after each 
 
 
 def computed(attend, arguments, incoming, backend):
-    """Return results and gradients of a call."""
+    """Return the results and gradients of a call."""
     given = {name: x.detach() if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
     wanted = [given[name].requires_grad_() for name in LEARNED if name in given]
     results = attend(**given, backend=backend)
@@ -32,7 +32,7 @@ def computed(attend, arguments, incoming, backend):
 
 
 def guarded(attend, arguments, incoming, backend, monkeypatch, fill, gap):
-    """Return the same as `computed`, with canaries around all tensors and allocations, and check the canaries."""
+    """Return the same as `computed` with canaries around all tensors and allocations, and check the canaries."""
     guard = Guard(fill, gap)
     arguments, incoming = (
         {name: guard.inside(x, name) if isinstance(x, torch.Tensor) else x for name, x in given.items()}
@@ -46,7 +46,7 @@ def guarded(attend, arguments, incoming, backend, monkeypatch, fill, gap):
 
 
 def alike(got, want, backend):
-    """Assert equal bits for kernels. PyTorch's products may round differently at other addresses."""
+    """Assert that kernels give equal bits; PyTorch's products may round differently at other addresses."""
     for a, b in zip(got, want, strict=True):
         if backend == "triton":
             assert torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) and torch.equal(a.isnan(), b.isnan())
@@ -99,7 +99,7 @@ MOST = max(ROWS), max(KEYS)
 
 
 def _drawn(**shapes):
-    """Draw options by shape: masks are bool, others numbers."""
+    """Draw random options from {name: shape}: masks are bool, other options are numbers."""
     made = {}
     for name, shape in shapes.items():
         x = torch.randn(shape, generator=torch.Generator().manual_seed(len(name)))
@@ -143,7 +143,7 @@ CACHED = [
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", one_in(5, named(CACHED)))
 def test_caches(case, backend, monkeypatch):
-    """Only the slots of new keys and values change."""
+    """A call with a cache changes only the slots of the new keys and values, and no memory around its tensors."""
     arguments = case.draw()
     results = fa.attention_decode(**arguments, return_lse=True, backend=backend)
     for fill, gap in GUARDS:

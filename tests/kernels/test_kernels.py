@@ -1,4 +1,4 @@
-"""Output, lse and gradients of the kernels with every option, alone and in pairs."""
+"""Tests output, lse and gradients of the kernels with each option, alone and in pairs."""
 
 import pytest
 import torch

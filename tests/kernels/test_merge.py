@@ -1,4 +1,4 @@
-"""`fa.merge` of attention over two sets of keys is attention over both, with gradients."""
+"""Tests that `fa.merge` of attention over two sets of keys equals attention over both, with gradients."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Options against the definition, computed pair by pair in Python floats, and against exact facts."""
+"""Tests options against the definition, computed pair by pair in Python floats, and against exact results."""
 
 import itertools
 import math
@@ -24,7 +24,7 @@ def draw(dtype=torch.float64, requires_grad=False):
 def bias(*shape):
     made = torch.randn(*shape, dtype=torch.float64)
     if made.shape[-2:] == (SQ, SK):
-        made[..., 1, :] = float("-inf")  # a row that sees nothing
+        made[..., 1, :] = float("-inf")  # a row that sees no key
         made[..., 2, ::2] = float("-inf")
     return made
 
@@ -53,7 +53,7 @@ OPTIONS = {
 
 
 def by_the_definition(query, key, value, o):
-    """Return (out, lse, weights), computed pair by pair in Python floats, as the docstring of `attention` defines."""
+    """Return (out, lse, weights), computed pair by pair in Python floats by the definition of `attention`."""
     shift = 0 if o.get("align") == "top_left" else SK - SQ
     left, right = (SK + SQ if side is None else side for side in o.get("window", (None, None)))
     right = min(right, 0) if o.get("causal") else right
@@ -84,7 +84,7 @@ def by_the_definition(query, key, value, o):
 
 
 def by_numpy(seed, plane, rows, keys):
-    """Return the dropout word of each pair of a plane: Philox4x32-7, computed by NumPy."""
+    """Return the dropout words of one head of one batch (`plane`): Philox4x32-7, computed by NumPy."""
     low, word = numpy.uint64(0xFFFFFFFF), numpy.uint64(32)
     i, j = numpy.arange(rows, dtype=numpy.uint64)[:, None], numpy.arange(keys, dtype=numpy.uint64)[None, :]
     i_half, j_half = ((x >> numpy.uint64(4)) * numpy.uint64(8) + (x & numpy.uint64(7)) for x in (i, j))
@@ -104,7 +104,7 @@ def joined(names):
 
 
 def pairs(n):
-    """Return parameters: each option, and each pair of options. `make test` takes one pair in n."""
+    """Return test parameters: each option, and each pair of options, of which `make test` takes one in n."""
     pairs = (x for x in itertools.combinations(OPTIONS, 2) if x[0].split()[0] != x[1].split()[0])
     named = [pytest.param(x, id=" + ".join(x)) for x in (*((name,) for name in OPTIONS), *pairs)]
     return named[: len(OPTIONS)] + sample.one_in(n, named[len(OPTIONS) :])
@@ -194,7 +194,7 @@ def test_a_row_of_the_lowest_number_is_not_empty(dtype, device, backend):
     assert_like(weights[:, :, 1], torch.full((B, HQ, SK), 1 / SK, device=device, dtype=torch.float64))
     assert_like(out[:, :, 1], lambda: tensors[2].mean(2).repeat_interleave(HQ // HKV, 1))
     assert lse.isfinite().all()
-    # Its gradients, through output, lse and weights, are those of a mean.
+    # Its gradients, through output, lse and weights, are those of a mean over the keys.
     given = [torch.randn_like(x) for x in (out, lse, weights)]
     bias = lowest.clone().requires_grad_()
     results = fa.attention(*tensors, bias=bias, return_lse=True, return_weights=True)
@@ -267,7 +267,7 @@ def test_caps_of_any_size(cap, device, backend):
 
 
 def test_dropout_keeps_the_same_weights_on_every_path(device):
-    """Forward, weights and backward drop by the words that NumPy computes, in tiles of S and of S transposed."""
+    """Forward, weights and backward drop by the random words that NumPy computes, in tiles of S and of S transposed."""
     rows, keys, seed = 33, 50, 2**63 - 25
     query, key, value = (
         torch.randn(B, HQ, length, 16, device=device, requires_grad=True) for length in (rows, keys, keys)

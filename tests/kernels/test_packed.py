@@ -1,4 +1,4 @@
-"""Packed sequences are independent: each gets the results of a separate call."""
+"""Tests that packed sequences are independent: each has the results of a separate call."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ PACKINGS = [
     ((20, 20), (13, 33)),
     ((3, 33, 0, 0, 64), (17, 16, 0, 1, 48)),
 ]
-# Features that set the lengths are left out.
+# options that set the lengths are left out
 ALONE = {name: options for name, options in cases.FEATURES.items() if not {"Sq", "Sk", "expanded"} & set(options)}
 TOGETHER = [case for case in cases.OPTION_PAIRS if case.Sq == 37 and case.Sk == 45 and not case.expanded]
 FEW = cases.covering(8, cases.OPTIONS)
@@ -29,7 +29,7 @@ PACKED_TOGETHER = [pytest.param(number, case, id=case.name) for number, case in 
 
 
 def draw(case, number, device):
-    """Draw (rows, keys, tensors, options) of a case with the lengths of a packing."""
+    """Return (rows, keys, tensors, options) of a case with the lengths of a packing."""
     rows, keys = PACKINGS[number % len(PACKINGS)]
     tensors, options = case._replace(B=len(rows), Sq=max(rows), Sk=max(keys)).draw(device)
     return rows, keys, tensors, options
@@ -89,7 +89,7 @@ def test_equal_lengths_are_a_batch_bit_for_bit(options, device, two_passes):
 
 @pytest.mark.parametrize("way", ["two passes", "one pass", "copy engine", "naive"])
 def test_a_sequence_does_not_see_its_neighbours(way, device, passes, tiles):
-    """One pass adds whole tiles of dq. Rows of a tile past the end of a sequence belong to the next sequence."""
+    """Results of a packed sequence do not depend on its neighbours, even if one pass adds whole tiles of dq."""
     backend = "naive" if way == "naive" else "triton"
     passes(1 + (way == "two passes"))
     if way == "copy engine" and device == "cpu":
@@ -166,7 +166,7 @@ def test_results_lie_as_the_query_does(device):
         assert out["triton"].stride() == out["naive"].stride() == torch.empty_like(made[..., :8]).stride()
 
 
-# A mask hides some blocks and shows others in full. In those, token masks hide tokens.
+# A mask hides some blocks and shows others in full. In the latter, token masks hide tokens.
 TOKENS = {"pairs alone": (), "keys": ("key_mask",), "queries": ("query_mask",), "both": ("key_mask", "query_mask")}
 
 
@@ -199,7 +199,7 @@ WRONG = [(0, 80, 0, 80), (0, 30, 10, 80), (5, 10, 20, 30), (-9, 50, 90, 2**31 - 
 
 @pytest.mark.parametrize("wrong, most", sample.one_in(5, sample.product(WRONG, [None, (17, 19), (0, 19), (17, 0)])))
 def test_wrong_offsets_write_nothing_outside(wrong, most, device, unchecked, monkeypatch):
-    """Offsets on a GPU are not checked; `unchecked` skips the check on a CPU as well."""
+    """Calls with wrong offsets write nothing outside their tensors, if offsets are not checked, as on a GPU."""
     if device == "cuda":
         pytest.skip("test_gpu_packed tests this")
     rows = keys = (40, 40)
