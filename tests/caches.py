@@ -1,4 +1,4 @@
-"""Named calls of `attention_decode`, and a loop that computes them by `attention`, sequence by sequence."""
+"""Named calls of `attention_decode`, and a reference that computes them sequence by sequence with `attention`."""
 
 import itertools
 from typing import NamedTuple
@@ -13,7 +13,7 @@ OPTIONS = ("causal", "window", "align", "scale", "softcap")  # fields of Cached 
 
 
 class Cached(NamedTuple):
-    """Shapes, dtype, layout and options of one call; `lengths` count the keys of each sequence before the new ones."""
+    """A named call of `attention_decode`; `lengths` count the keys of each sequence before the new keys."""
 
     name: str
     Hq: int = 4
@@ -42,7 +42,7 @@ class Cached(NamedTuple):
     softcap: float | None = None
 
     def draw(self, device="cpu", seed=0):
-        """Return the arguments. Memory that may not be read is NaN."""
+        """Return the call's arguments; memory that must not be read is NaN."""
         generator = torch.Generator(device).manual_seed(seed)
         batch = len(self.lengths)
 
@@ -120,12 +120,12 @@ class Cached(NamedTuple):
 
 
 def numbered(table, batch, device):
-    """Return the page numbers of each sequence."""
+    """Return the page numbers of each sequence, as lists."""
     return torch.arange(batch, device=device)[:, None].tolist() if table is None else table.tolist()
 
 
 def turned(x, positions, cos, sin, interleaved):
-    """Rotate the pairs of (H, S, D) as complex numbers, in float32 or wider."""
+    """Apply the rotary embedding to x (H, S, D) by complex products, in float32 or wider."""
     half = cos.shape[1]
     wide = torch.promote_types(x.dtype, torch.float32)
     first, second = (
@@ -139,7 +139,7 @@ def turned(x, positions, cos, sin, interleaved):
 
 
 def widest(device):
-    """Return the widest dtype that kernels take."""
+    """Return the widest dtype that the kernels support on a device."""
     return torch.float64 if device == "cpu" else torch.float32
 
 
@@ -148,7 +148,7 @@ def in_float64(arguments):
 
 
 def one_by_one(attend, arguments):
-    """Compute a call one sequence after the other; return ({"out", "lse", "weights"}, the caches afterwards)."""
+    """Compute a call one sequence at a time; return ({"out", "lse", "weights"}, the caches afterwards)."""
     a = dict(arguments)
     query, caches = a.pop("query"), [a.pop("key_cache").clone(), a.pop("value_cache").clone()]
     lengths, table = a.pop("cache_seqlens").tolist(), a.pop("block_table", None)
@@ -187,14 +187,14 @@ def one_by_one(attend, arguments):
 
 
 def bits(tensor):
-    """Return all memory of a tensor as integers, so that NaN compare too."""
+    """Return all memory of a tensor as integers, so that NaN can be compared."""
     flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
     kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     return flat.view(kind)
 
 
 def touched(cache, arguments):
-    """Return a mask of all memory of a cache: True where new keys may be written."""
+    """Return a mask of all memory of a cache: True where the call may write new keys or values."""
     mark = torch.zeros_like(bits(cache), dtype=torch.bool)
     view = mark.as_strided(cache.shape, cache.stride(), cache.storage_offset())
     batch, page = arguments["query"].shape[0], cache.shape[2]
@@ -213,7 +213,7 @@ def truths(arguments):
 
 
 def assert_written(arguments, before, expected):
-    """Assert that the caches hold the new rows, and otherwise the `bits` of before: {name: bits}."""
+    """Assert that the caches hold the new rows, and that all other memory is unchanged; before: {name: `bits`}."""
     for name, want in zip(("key_cache", "value_cache"), expected, strict=True):
         cache = arguments[name]
         old = ~touched(cache, arguments)
@@ -257,7 +257,7 @@ SINGLE = [
     Cached(name, dtype=DTYPES[number % 3])._replace(**options)
     for number, (name, options) in enumerate({"plain": {}, **FEATURES}.items())
 ]
-# Every eleventh pair: each feature is in about four. If both set a field, the first one wins.
+# Every eleventh pair: each option is in about four of them. If both set a field, the first one wins.
 PAIRS = [
     Cached(f"{a}, {b}", dtype=DTYPES[number % 4])._replace(
         **FEATURES[a], **{k: v for k, v in FEATURES[b].items() if k not in FEATURES[a]}
@@ -274,7 +274,7 @@ EDGES = [
     Cached("edges of blocks", lengths=(0, 1, 15, 16, 17, 48), Hq=2),
     Cached("new at the edges of pages", page=16, lengths=(14, 15, 16, 46), new=2, Sq=2, causal=True, Hq=2),
     Cached("D 1", D=1, Dv=1),
-    Cached("large scores", Hq=16, Hkv=8, scale=30000.0),  # 16 heads: with few rows, chance decides the mean error
+    Cached("large scores", Hq=16, Hkv=8, scale=30000.0),  # 16 heads: for few rows, the mean error would be up to chance
     Cached("large scores and a bias", scale=-30000.0, bias=True, page=16),
     Cached("D 256", Hq=2, Hkv=1, D=256, Dv=256, lengths=(3, 20), C=20, dtype=torch.float16),
     Cached("empty", lengths=(0, 0)),

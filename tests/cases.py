@@ -1,4 +1,4 @@
-"""Named cases: the tensors and options of a call, small enough for Triton's interpreter."""
+"""Named cases: tensors and options of calls, small enough for Triton's interpreter."""
 
 import itertools
 import zlib
@@ -12,7 +12,7 @@ WRONG = (float("nan"), float("inf"), float("-inf"))
 
 
 class Case(NamedTuple):
-    """Shapes, dtype, layout and options of one call."""
+    """A named call of `attention`: shapes, dtype, layout and options."""
 
     name: str
     B: int = 1
@@ -90,14 +90,14 @@ class Case(NamedTuple):
         if self.mask is not None:
             options["mask"] = visible(*shapes[self.mask])
             if self.mask in ("pairs", "rank 2"):
-                options["mask"][..., 3:5, :] = False  # rows that see nothing
+                options["mask"][..., 3:5, :] = False  # rows that see no key
         if self.bias is not None:
             options["bias"] = normal(*shapes[self.bias]).to(self.bias_dtype or self.dtype)
             if self.bias not in ("rows", "one a head"):
                 options["bias"].masked_fill_(~visible(*shapes[self.bias]), float("-inf"))
                 options["bias"][..., self.Sk // 2 :] = float("-inf")  # hides whole blocks
                 if self.bias in ("pairs", "rank 2"):
-                    options["bias"][..., 3:5, :] = float("-inf")  # rows that see nothing
+                    options["bias"][..., 3:5, :] = float("-inf")  # rows that see no key
             if self.bias == "pairs" and self.strided:
                 options["bias"] = among_nan(options["bias"], "bhds")
         if self.softcap is not None:
@@ -122,12 +122,12 @@ class Case(NamedTuple):
 
 
 def replayed(case):
-    """Return whether calls of a case are recorded and replayed at once: half of the cases, chosen by name."""
+    """Return True for the half of the cases, chosen by name, whose calls are recorded and replayed."""
     return zlib.crc32(case.name.encode()) % 2 == 0
 
 
 def among_nan(tensor, order):
-    """Return the same values in another memory order, at an odd offset, with NaN after each innermost line."""
+    """Return a copy with another order of dimensions, at an odd offset, with NaN after each innermost line."""
     axes = [AXES.index(axis) for axis in order]
     shape = [tensor.shape[axis] for axis in axes]
     lines = tensor.new_full((3 + torch.Size(shape[:-1]).numel() * (shape[-1] + 5),), float("nan"))[3:]
@@ -136,7 +136,7 @@ def among_nan(tensor, order):
 
 
 def _spoil(tensor, seen):
-    """Write NaN and infinities to the tokens that the mask `seen` (B, S) hides."""
+    """Overwrite the tokens that the mask `seen` (B, S) hides with NaN and infinities."""
     hidden = ~(seen[:, None, :, None] if tensor.dim() == 4 else seen[:, None, :])
     wrong = torch.tensor(WRONG, device=tensor.device, dtype=tensor.dtype)
     noise = wrong[torch.arange(tensor.numel(), device=tensor.device) % 3].view(tensor.shape)
@@ -221,7 +221,7 @@ SINGLE = [
     for number, (name, options) in enumerate({"plain": {}, **FEATURES}.items())
     for dtype in (torch.float32, DTYPES[1 + number % 3])
 ]
-# In pairs, one feature of each kind is enough.
+# In pairs, one option of each kind is enough.
 DISTINCT = (
     *("grouped heads", "awkward", "more keys", "expanded", "causal", "window"),
     *("top left", "mask of pairs", "mask over heads", "key mask", "query mask", "negative scale"),
@@ -231,7 +231,7 @@ DISTINCT = (
 
 
 def _together(*names):
-    """Return a case of several features, or None if they set the same field differently."""
+    """Return a case with several options of FEATURES, or None if two of them set a field differently."""
     features = [FEATURES[name] for name in names]
     fields = {name: value for feature in features for name, value in feature.items()}
     agree = all(fields[name] == value for feature in features for name, value in feature.items())
@@ -244,13 +244,13 @@ def _all_together(combinations):
 
 
 PAIRS = _all_together(itertools.combinations(DISTINCT, 2))
-# Features that are options of a call, not properties of its tensors.
+# names in FEATURES of options of a call, not of properties of its tensors
 OPTIONS = tuple(name for name in DISTINCT if name not in ("awkward", "more keys", "expanded"))
 OPTION_PAIRS = _all_together(itertools.combinations(OPTIONS, 2))
 
 
 def covering(size, names=DISTINCT):
-    """Return a few cases, of up to `size` features each, that together have each possible pair of `names`."""
+    """Return a few cases, with up to `size` options each, that together have each possible pair of `names`."""
     agree = {frozenset(pair) for pair in itertools.combinations(names, 2) if _together(*pair)}
     chosen, left = [], dict.fromkeys(sorted(agree, key=sorted))  # sorted, as sets have no fixed order
     while left:

@@ -1,4 +1,4 @@
-"""Assertions by the one tolerance rule, which is in `fusedattn.testing.tolerance`."""
+"""Assertions by the only rule of tolerance, which is in `fusedattn.testing.tolerance`."""
 
 import copy
 
@@ -11,36 +11,36 @@ from fusedattn.testing.tolerance import verdict
 
 
 def assert_close(got, tensors, options, grads="out and lse", **of):
-    """Assert that `got`, from `with_gradients`, is as good as eager PyTorch in its dtype, measured against float64."""
+    """Assert that results are as exact as eager PyTorch's in the same dtype, measured against float64."""
     found = compare(got, tensors, options, grads, **of)
     wrong = {name: verdict.why for name, verdict in found.items() if not verdict.ok}
     assert not wrong, wrong
 
 
 def assert_as_good(got, eager, oracle, name="result"):
-    """Assert that `got` is as good as `eager`; `oracle` is the same computed by eager PyTorch in float64."""
+    """Assert that `got` is as exact as `eager`, measured against `oracle`, eager PyTorch's result in float64."""
     found = verdict(got, eager, oracle)
     assert found.ok, f"{name}: {found.why}"
 
 
 def assert_like(got, want, *arguments):
-    """Assert that each tensor is as good as eager PyTorch's `want(*arguments)`, or as a `want` in float64."""
+    """Assert that each tensor is as exact as that of eager PyTorch's `want(*arguments)`, or equals a float64 `want`."""
     eager, oracle = (want(*arguments), exactly(want, *arguments)) if callable(want) else (want, want)
     results = list(zip(*map(tree_leaves, (got, eager, oracle)), strict=True))
-    # All results are judged together: for a few elements, chance decides how large eager's error is.
+    # All results are judged together: the error of eager for a few elements is up to chance.
     together = [torch.cat([x.flatten().double() for x in each]) for each in zip(*results, strict=True)]
     for number, each in enumerate(results):
         assert each[2].dtype == torch.float64 and each[0].shape == each[2].shape
         few = each[2].numel() < 32
         x, *held_to = together if few else each
-        # A gradient may be 0 by cancellation alone.
+        # A gradient may be 0 by mere cancellation.
         zero = torch.zeros(x.shape[:-1], dtype=torch.bool, device=x.device)
         found = verdict(x, *held_to, zero=zero, dtype=each[0].dtype)
         assert found.ok, f"result {number}: {found.why}"
 
 
 class InFloat64(TorchFunctionMode):
-    """Computes in float64: a float64 twin stands for each narrower tensor, in autograd too."""
+    """Function mode that computes in float64: each narrower tensor is replaced by a float64 copy, in autograd too."""
 
     def __init__(self):
         super().__init__()
@@ -81,5 +81,5 @@ def exactly(function, *arguments, **options):
 
 
 def flat(tensors):
-    """Return the elements of all tensors as one; None is left out."""
+    """Return the elements of all tensors as one tensor, without None."""
     return torch.cat([x.flatten() for x in tensors if x is not None])

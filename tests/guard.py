@@ -1,4 +1,4 @@
-"""Tensors in the middle of larger buffers, surrounded by canaries, which nothing may write or depend on."""
+"""Guarded tensors: they lie in larger buffers of canaries, which no call may change or depend on."""
 
 from typing import NamedTuple
 
@@ -26,7 +26,7 @@ NAN, PLAUSIBLE = Fill(float("nan"), True, 1), Fill(3.0, False, 10**6)
 
 
 class Guard:
-    """Makes guarded tensors and checks their canaries.
+    """Makes guarded tensors, and checks their canaries.
 
     Args:
         fill: a Fill.
@@ -76,7 +76,7 @@ class Guard:
         return guarded
 
     def check(self, **may_change):
-        """Raise AssertionError if canaries or inputs changed.
+        """Raise AssertionError if canaries or inputs have changed.
 
         may_change: {name of an input: a mask of the bytes of its memory that may change}. The package may write all
         elements of memory that it allocated.

@@ -29,7 +29,7 @@ def draw(device, batch=2, sq=SQ, sk=SK, dtype=torch.float32, requires_grad=False
 
 
 def leaves(*tensors):
-    """Return copies that require gradients."""
+    """Return copies of tensors that require gradients."""
     return [x.detach().clone().requires_grad_() for x in tensors]
 
 
@@ -44,20 +44,20 @@ def call_of(query, key, value, **options):
 
 
 def cache_call(arguments):
-    """Return the Call of `attention_decode`'s arguments."""
+    """Return the checked Call for the arguments of `attention_decode`."""
     given = {name: x for name, x in arguments.items() if name in decode.CacheArguments._fields}
     options = {name: x for name, x in arguments.items() if name not in given}
     return decode.checked(decode.CacheArguments(**given), Arguments(None, None, None, **options))
 
 
 def leaves_of(arguments):
-    """Return an operator's arguments; floating tensors among them require gradients."""
+    """Return an operator's arguments, with copies of floating tensors that require gradients."""
     floating = lambda x: isinstance(x, torch.Tensor) and x.is_floating_point()  # noqa: E731
     return [x.detach().clone().requires_grad_() if floating(x) else x for x in arguments]
 
 
 def shake(module, spread=0.1):
-    """Add noise to all parameters. Initial biases are 0, so a test would not notice an unused one."""
+    """Add noise to all parameters, because tests would not notice an unused bias that is 0."""
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.add_(torch.randn_like(parameter) * spread)
@@ -65,18 +65,18 @@ def shake(module, spread=0.1):
 
 
 def by(backend):
-    """Return `fa.attention` of one backend, or eager PyTorch's."""
+    """Return `fa.attention` with a backend, or eager PyTorch's formula for "eager"."""
     return fa.reference.eager if backend == "eager" else functools.partial(fa.attention, backend=backend)
 
 
 def same(got, want):
-    """Assert equal bits."""
+    """Assert that tensors have equal bits."""
     for a, b in zip(tree_leaves(got), tree_leaves(want), strict=True):
         assert torch.equal(a, b)
 
 
 class Seen(TorchDispatchMode):
-    """Records the names of operators that are called."""
+    """Dispatch mode that records the names of called operators."""
 
     def __init__(self):
         super().__init__()
@@ -120,11 +120,11 @@ def loss(backend):
 
 
 def passes_compiled(*files, marks=""):
-    """Run the tests of some files marked `compiled`, in a process that does not interpret kernels."""
+    """Run the tests marked `compiled` of some files, in a process without Triton's interpreter."""
     run_python(*"-m pytest -q -p no:cacheprovider -m".split(), marks, *map(str, files), TRITON_INTERPRET=None)
 
 
 def provider_on_cpu(get_kernel):
-    """Register the provider's operators for CPU tensors, for which torch has none, until `.remove()`."""
+    """Register the provider's operators for CPU tensors, for which torch has none, until `.remove()` is called."""
     with mock.patch.object(torch.library, "get_kernel", get_kernel):
         return _switch.Override(_switch.REPLACED, "CPU")

@@ -1,4 +1,4 @@
-"""Mistakes of callers: (argument that the error names, class of the error, changed arguments)."""
+"""Mistakes of callers, as tuples (argument that the error names, class of the error, changed arguments)."""
 
 import pytest
 import torch
@@ -27,32 +27,32 @@ def wrong(name, error=ValueError, **changed):
 
 
 def of_types(arguments, by_name=False):
-    """Give each tensor another dtype and another device.
+    """Return mistakes that give each tensor another dtype or another device.
 
-    by_name: whether an operator is called by name. If not, also give a list and a sparse tensor, which torch itself
-        refuses for operators.
+    by_name: True if an operator is called by name. Otherwise there are also a list and a sparse tensor, which torch
+        itself refuses for operators.
     """
     rows, tensors = [], {name: x for name, x in arguments.items() if isinstance(x, torch.Tensor)}
     for n, (name, x) in enumerate(tensors.items()):
         other = x.to(_WRONG_DTYPES.get(x.dtype, torch.int32))
         rows += of_values({name: [other] if by_name else [other, [1.0], x.to_sparse()]}, TypeError)
-        if name != "query" and (n > 0 or len(tensors) == 1):  # the other devices are compared with this one
+        if name != "query" and (n > 0 or len(tensors) == 1):  # other devices are compared with this tensor's
             rows.append(wrong(name, **{name: x.to("meta")}))
     return rows
 
 
 def of_shapes(arguments, shapes):
-    """Give tensors wrong shapes: {argument: several}."""
+    """Return mistakes that give tensors wrong shapes, from {argument: wrong shapes}."""
     return of_values({name: [arguments[name].new_ones(x) for x in several] for name, several in shapes.items()})
 
 
 def of_values(values, error=ValueError):
-    """Give arguments wrong values: {argument: several}."""
+    """Return mistakes that give arguments wrong values, from {argument: wrong values}."""
     return [wrong(name, error, **{name: value}) for name, several in values.items() for value in several]
 
 
 def assert_named(function, arguments, row):
-    """Assert that a call raises the error of a row, in one line that names the argument, and writes nothing."""
+    """Assert that a mistake raises its error, in one line that names the argument, and that nothing is written."""
     name, error, changed = row
     given = arguments | changed
     tensors = [x for x in given.values() if isinstance(x, torch.Tensor) and not x.is_meta]

@@ -1,4 +1,4 @@
-"""Attention of some rows to keys in several parts, as `fusedattn.distributed` computes it."""
+"""Attention of some rows to keys that are split into parts, as `fusedattn.distributed` computes it."""
 
 import torch
 
@@ -9,7 +9,7 @@ from fusedattn.testing.compare import LEARNED, in_float64, with_gradients
 
 
 def draw(dtype, rows, keys, columns=(24, 16), heads=(4, 2), batch=2, learned=()):
-    """Return ({query, key, value, and gradients of output and lse}, the options named in `learned`)."""
+    """Return (random query, key, value and gradients of output and lse by name, options named in `learned`)."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape):
@@ -28,9 +28,9 @@ def draw(dtype, rows, keys, columns=(24, 16), heads=(4, 2), batch=2, learned=())
 
 
 def by_parts(tensors, options, rows, cuts, backend, key_mask=None):
-    """Return {"out", "lse", and gradients by inputs and learned options} of some rows, from keys cut at `cuts`.
+    """Return output, lse and gradients of some rows, from keys split at `cuts` and merged.
 
-    Gradients are float32 (float64), summed over the parts.
+    Gradients of inputs and learned options are float32 (float64), summed over the parts.
     """
     query, key, value = (tensors[name] for name in ("query", "key", "value"))
     call = checked(Arguments(query, key, value, key_mask=key_mask, **options))
@@ -69,7 +69,7 @@ def by_parts(tensors, options, rows, cuts, backend, key_mask=None):
 
 
 def at_once(function, tensors, options, rows, key_mask=None):
-    """Return the results of `by_parts` from one call of a function like `attention`."""
+    """Return the same results as `by_parts` from one call of a function like `attention`."""
     only = torch.zeros_like(tensors["lse"], dtype=torch.bool)
     only[:, :, rows] = True
     given = tensors | dict(
@@ -82,6 +82,6 @@ def at_once(function, tensors, options, rows, key_mask=None):
 
 
 def oracle(function, tensors, options, rows, key_mask=None):
-    """Return the results of `at_once` in float64."""
+    """Return the same results as `at_once`, computed in float64."""
     options = options | {name: options[name].double() for name in LEARNED if name in options}
     return at_once(function, in_float64(tensors), options, rows, key_mask)

@@ -1,4 +1,4 @@
-"""Samples of parameters for `make test`; `make test-all` runs all."""
+"""Samples of test parameters: `make test` runs them, `make test-all` runs all parameters."""
 
 import itertools
 
@@ -6,17 +6,17 @@ import pytest
 
 
 def matrix(*parameters):
-    """Leave parameters to `make test-all`."""
+    """Mark test parameters so that only `make test-all` runs them."""
     return [pytest.param(*each.values, marks=(*each.marks, pytest.mark.matrix), id=each.id) for each in parameters]
 
 
 def one_in(n, parameters):
-    """Leave all parameters but the first and each n-th to `make test-all`."""
+    """Mark all parameters except the first and each n-th, so that only `make test-all` runs them."""
     return [x for i, each in enumerate(parameters) for x in ([each] if i % n == 0 else matrix(each))]
 
 
 def planted(mistakes):
-    """Mark two of three planted mistakes, so that `make test-all` leaves them out."""
+    """Mark two of three planted mistakes, which `make test-all` then leaves out."""
     return [
         pytest.param(*each.values, marks=(*each.marks, *([pytest.mark.planted] if n % 3 else [])), id=each.id)
         for n, each in enumerate(mistakes)
@@ -24,12 +24,12 @@ def planted(mistakes):
 
 
 def named(values):
-    """Return a parameter of each case, by its name."""
+    """Return a test parameter for each case, with the case's name as its id."""
     return [pytest.param(each, id=each.name) for each in values]
 
 
 def product(*axes):
-    """Return a parameter of each combination of values, which have names or are names."""
+    """Return a test parameter for each combination of values, which have names or are names."""
     return [
         pytest.param(*values, id="-".join(getattr(each, "name", str(each)) for each in values))
         for values in itertools.product(*axes)
@@ -37,7 +37,7 @@ def product(*axes):
 
 
 def checkered(*axes):
-    """Return a parameter of each combination; `make test` runs every second one, as on a chess board."""
+    """Return a test parameter for each combination; `make test` runs every second one, as on a chess board."""
     places = itertools.product(*(range(len(axis)) for axis in axes))
     return [
         x for at, each in zip(places, product(*axes), strict=True) for x in (matrix(each) if sum(at) % 2 else [each])

@@ -1,6 +1,6 @@
-"""Sequences of unequal lengths, padded, and computed by one call for each sequence or by one packed call.
+"""Sequences of unequal lengths as padded tensors, computed one at a time or by one packed call.
 
-Both functions take padded tensors and the options of `attention`, and return padded results.
+Functions here take padded tensors and the options of `attention`, and return padded results.
 """
 
 import torch
@@ -9,17 +9,17 @@ import fusedattn as fa
 
 from .inside import leaves
 
-# The axes of rows and of keys.
+# the dimensions of rows and of keys
 AXES = dict(mask=(2, 3), bias=(2, 3), key_mask=(None, 1), query_mask=(1, None), alibi_slopes=(None, None))
 
 
 def offsets(lengths, device="cpu"):
-    """Return the cu_seqlens of some lengths."""
+    """Return the cu_seqlens of sequences with some lengths."""
     return torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
 
 
 def draw_packed(rows, keys, device="cpu", heads=(4, 2), dims=(16, 8), dtype=torch.float32):
-    """Return query, key and value of packed sequences, and the gradient of the output."""
+    """Return random query, key and value of packed sequences, and the gradient of the output."""
     generator = torch.Generator(device).manual_seed(5)
     shapes = (sum(rows), heads[0], dims[0]), (sum(keys), heads[1], dims[0]), (sum(keys), heads[1], dims[1])
     shapes = *shapes, (sum(rows), heads[0], dims[1])
@@ -28,7 +28,7 @@ def draw_packed(rows, keys, device="cpu", heads=(4, 2), dims=(16, 8), dtype=torc
 
 
 def _sliced(option, axes, b, rows, keys):
-    """Return one sequence of an option that broadcasts to a batch."""
+    """Return an option, which broadcasts to a batch, for sequence b alone."""
     if option.dim() == 2 and axes == (2, 3):
         option = option[None, None]
     if option.dim() == 1:
@@ -41,7 +41,7 @@ def _sliced(option, axes, b, rows, keys):
 
 
 def _padded(results, rows, keys):
-    """Pad (out, lse, weights) of one sequence to the longest rows and keys, by 0, -inf and 0."""
+    """Pad output, lse and weights of one sequence to the longest rows and keys, by 0, -inf and 0."""
     out, *rest = results
     pad = torch.nn.functional.pad
     more = rows - out.shape[1]

@@ -1,4 +1,4 @@
-"""Tangents of calls of any function like `attention`, judged against float64 by the tolerance rule."""
+"""Tangents (forward mode) of functions like `attention`, compared with float64 by the tolerance rule."""
 
 import torch
 from torch.autograd import forward_ad
@@ -11,7 +11,7 @@ RESULTS = "out", "lse", "weights"
 
 
 def directions(tensors, options, names=None, seed=1):
-    """Return {name: tangent} of the inputs and learned options, or only of `names`.
+    """Return {name: random tangent} of the inputs and learned options, or only of `names`.
 
     Tangents of hidden elements, which may not be read, are NaN or infinite like the elements.
     """
@@ -25,15 +25,15 @@ def directions(tensors, options, names=None, seed=1):
 
 
 def whole(x):
-    """Return a tensor without shared elements: a copy if x is expanded."""
+    """Return a tensor without shared elements: a copy if x is expanded, otherwise x."""
     return x.contiguous() if 0 in x.stride() else x
 
 
 def with_tangents(function, tensors, options, moved, weights=True):
-    """Return {result: tangent} of a function like `attention`, in the direction `moved`."""
+    """Return {result: tangent} of a function like `attention`, along the input tangents `moved`."""
     given = {name: tensors[name] for name in INPUTS} | options
     with forward_ad.dual_level():
-        # torch makes no dual tensor of an expanded one.
+        # torch makes no dual tensor of an expanded tensor.
         dual = {name: forward_ad.make_dual(whole(given[name]), x.clone()) for name, x in moved.items()}
         results = function(**given | dual, return_lse=True, return_weights=weights)
         pairs = (forward_ad.unpack_dual(x) for x in results)
@@ -44,7 +44,7 @@ def with_tangents(function, tensors, options, moved, weights=True):
 
 
 def compare(got, tensors, options, moved, apply=lambda function: function):
-    """Return {result: Verdict} of tangents; `apply` wraps the functions that they are compared with."""
+    """Return {result: Verdict} of tangents; `apply` wraps the reference functions."""
     weights = "weights" in got
     exact = options | in_float64({name: x for name, x in options.items() if name in LEARNED})
     with torch.no_grad():  # otherwise the naive path would use our formula of tangents, not torch's
@@ -54,7 +54,7 @@ def compare(got, tensors, options, moved, apply=lambda function: function):
 
 
 def _terms(tensors, options, moved):
-    """Return {result: size of its summed terms} of large terms, as slopes are multiplied by distances."""
+    """Return {result: size of the largest summed term}, which is large if slopes multiply distances."""
     if "alibi_slopes" not in moved or not moved["alibi_slopes"].numel():
         return {}
     far = max(tensors["query"].shape[2], tensors["key"].shape[2]) * moved["alibi_slopes"].abs().max().item()

@@ -1,4 +1,4 @@
-"""Modules that are copied or saved, and modules with wrapped, replaced or parametrized projections."""
+"""Tests modules that are copied or saved, and modules with wrapped, replaced or parametrized projections."""
 
 import copy
 import io
@@ -18,7 +18,7 @@ WIDTH, INSIDE = 16, 32
 X, KEY_MASK = torch.randn(2, 5, WIDTH), torch.arange(5) < torch.tensor([[5], [3]])
 IDS = torch.tensor([[1, 2, 3], [4, 0, 6]])
 
-# name: (how to make it, how to call it)
+# {name: (function that makes the module, function that calls it)}
 MODULES = {
     "attention": (
         lambda: fa.MultiHeadAttention(WIDTH, 4, num_kv_heads=2, causal=True, window=(3, None), softcap=3.0),
@@ -39,7 +39,7 @@ MODULES = {
 
 
 def saved(thing, **options):
-    """Return `thing` after torch.save and torch.load."""
+    """Return an object after torch.save and torch.load."""
     file = io.BytesIO()
     torch.save(thing, file)
     file.seek(0)
@@ -52,7 +52,7 @@ def saved_whole(module):
 
 
 def loaded(module):
-    """Return another module of the same sizes that has loaded the saved weights."""
+    """Return another module of the same sizes, with the saved weights loaded."""
     other = copy.deepcopy(module)
     with torch.no_grad():
         for parameter in other.parameters():
@@ -81,7 +81,7 @@ def test_a_copy_gives_the_same_bits_and_shares_nothing(name, how):
 
 
 class Adapted(nn.Module):
-    """A linear layer plus a LoRA, without most attributes of nn.Linear."""
+    """Linear layer plus a LoRA, without most attributes of nn.Linear."""
 
     def __init__(self, layer):
         super().__init__()
@@ -98,7 +98,7 @@ def quantized(module):
 
 
 def replaced(change):
-    """Return a function that replaces each linear layer of a module by `change` of it."""
+    """Return a function that replaces each linear layer of a module by `change(layer)`."""
 
     def replace(module):
         for parent in list(module.modules()):
@@ -119,7 +119,7 @@ WRAPPED = {
 
 
 def by_hand(*projected):
-    """Compute the input of out_proj of a MultiHeadAttention of two heads."""
+    """Return the input of out_proj of a MultiHeadAttention with two heads, by the formula."""
     query, key, value = (x.unflatten(-1, (2, -1)).transpose(1, 2) for x in projected)
     weights = (query @ key.mT / query.shape[-1] ** 0.5).softmax(-1)
     return (weights @ value).transpose(1, 2).flatten(2)
@@ -131,7 +131,7 @@ def test_projections_that_were_wrapped_are_called(how):
     if how == "quantized" and torch.backends.quantized.engine == "none":
         pytest.skip("this torch has no quantized layers")
     layer = WRAPPED[how](fa.MultiHeadAttention(WIDTH, 2).eval())
-    given = []  # inputs of out_proj: quantized outputs turn rounding into whole steps
+    given = []  # inputs of out_proj: in quantized outputs rounding errors are whole steps
     layer.out_proj.register_forward_hook(lambda module, inputs, out: given.append((*inputs, out)))
     result = layer(X)[0]
     ((got, out),) = given
@@ -150,7 +150,7 @@ class Counted(nn.Module):
 
 
 def test_a_weight_that_is_computed_is_computed_once_a_call():
-    """spectral_norm takes a step each time, and a computed weight may be expensive."""
+    """A parametrized weight is computed once a call: spectral_norm takes a step each time, and it may be expensive."""
     layer, twin = fa.MultiHeadAttention(WIDTH, 2), fa.MultiHeadAttention(WIDTH, 2)
     twin.load_state_dict(layer.state_dict())
     counts = [Counted() for _ in range(4)]

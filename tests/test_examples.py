@@ -1,4 +1,4 @@
-"""The examples run on a CPU, and the demo trains, checks, times and plots."""
+"""Tests that the examples run on a CPU, and that the demo trains, checks, times and plots."""
 
 import importlib.util
 import os
@@ -17,7 +17,7 @@ EXAMPLES = sorted({*(ROOT / "examples").glob("*.py")} - {DEMO})
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 @pytest.mark.one_in(8)
 def test_what_it_shows_is_true(path):
-    """Each example raises if its claim is false."""
+    """Each example runs; it raises if its claim is false."""
     if "from transformers import" in path.read_text():
         pytest.importorskip("transformers")
     paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -1,4 +1,4 @@
-"""Wrong values of every kind, for each argument of functions, modules, layers, drop-ins, plots and shards."""
+"""Tests wrong values of each kind for each argument of functions, modules, layers, drop-ins, plots and shards."""
 
 import decimal
 import math
@@ -63,7 +63,7 @@ if numpy is not None:
 
 
 def tensors(like):
-    """Return {kind: a tensor that differs from `like` in one thing}."""
+    """Return {kind: tensor}: tensors that differ from `like` in one property."""
     numbers, rows = like.detach().float(), list(like) if like.dim() and len(like) else [like.reshape(-1)]
     return {
         "int32": like.int(),
@@ -91,13 +91,13 @@ def tensors(like):
 
 
 def wrong(value, but=()):
-    """Return {kind: value} of all values to try instead of `value`. Some kinds are right."""
+    """Return {kind: value} of all wrong values to try in place of `value`, except for some kinds."""
     every = SCALARS | (tensors(value) if isinstance(value, torch.Tensor) else {})
     return {kind: x for kind, x in every.items() if kind not in but}
 
 
 def with_numpys(right):
-    """Add NumPy's ints to the right kinds if they include Python's."""
+    """Add NumPy's ints to the accepted kinds if these include Python's."""
     return right | {"numpy int"} if "1" in right and "True" not in right else right
 
 
@@ -106,7 +106,7 @@ def taken(function, arguments, name, value, beside=(), but=()):
 
     Args:
         arguments: returns all arguments; the one called `name` is then replaced.
-        beside: other arguments that an error may name.
+        beside: other arguments that the error may name.
     Raises: AssertionError if an error does not name the wrong argument in one line.
     """
     results = {}
@@ -123,7 +123,7 @@ def taken(function, arguments, name, value, beside=(), but=()):
 
 
 B, H, S, E, D = 2, 2, 4, 8, 4
-# Right kinds of value for some arguments.
+# accepted kinds of value for some arguments
 FLAG, FLOATING, MASK = {"True", "False"}, {"None", "half", "double"}, {"None", "bool"}
 NUMBERS = {"0", "-0.0", "-1", "1", "1.5", "tiny", "2**31", "2**63"}
 POSITIVE = NUMBERS - {"0", "-0.0", "-1"}
@@ -146,12 +146,12 @@ KINDS = dict(
 
 
 def tensors_of(arguments, *names, **kinds):
-    """Return {argument: (a right value, other right kinds)} of the named arguments, or of all."""
+    """Return {argument: (a valid value, other accepted kinds)} of the named arguments, or of all."""
     return {name: (arguments[name], kinds.get(name, KINDS.get(name, set()))) for name in names or arguments}
 
 
 def required(arguments, *others):
-    """Return the arguments that are no options, and the options named in `others`."""
+    """Return the arguments that are not options, and the options named in `others`."""
     options = "mask", "bias", "alibi_slopes", "sinks", "key_mask", "query_mask"
     return {name: x for name, x in arguments.items() if name not in options or name in others}
 
@@ -184,7 +184,7 @@ TOGETHER = dict(
 
 
 def hold(function, arguments, values, but=()):
-    """Assert that all other kinds of value are refused; values: {argument: (a right value, right kinds)}."""
+    """Assert that a function refuses all kinds of value except those in {argument: (a valid value, accepted kinds)}."""
     for name, (value, right) in values.items():
         right = with_numpys(right)
         results = taken(function, lambda: dict(arguments), name, value, TOGETHER.get(name, ()), but)
@@ -309,7 +309,7 @@ def test_flash_attns_functions():
 
 
 def test_flash_attns_padding():
-    """Masks may have any dtype that holds 0 and 1."""
+    """The padding functions of flash-attn accept masks of any dtype that holds 0 and 1."""
     x, mask = ones(2, 4, 3), torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0]])
     real = {"int32", "int64", "uint8", "bool", "half", "double"}
     masks = dict(attention_mask=(mask, real), unused_mask=(1 - mask, real | {"None"}))

@@ -1,4 +1,4 @@
-"""The layers against textbook implementations of each variant, and the names of their parameters."""
+"""Tests the layers against textbook implementations of each variant, and the names of their parameters."""
 
 import contextlib
 import functools
@@ -19,7 +19,7 @@ BATCH, LENGTH, WIDTH, INSIDE = 2, 4, 6, 10
 
 
 def assert_textbook(got, textbook, inputs):
-    """Assert that results, and gradients of the first one, are as good as those of `textbook()`."""
+    """Assert that results, and gradients of the first result, are as exact as those of `textbook()`."""
 
     def with_gradients(results):
         first = results[0]
@@ -46,7 +46,7 @@ def fed(x, feed_forward):
 
 
 def attended(layer, query, key, visible, divisor, kept=None):
-    """Return output and weights (B, H, Sq, Sk) of multi-head attention, computed head by head.
+    """Return output and weights (B, H, Sq, Sk) of multi-head attention, computed head by head by the formula.
 
     visible, kept: bool (B, H, Sq, Sk); dropout keeps half of the weights.
     """
@@ -67,7 +67,7 @@ def attended(layer, query, key, visible, divisor, kept=None):
 
 
 def pairs(*shape):
-    """Return a mask in which each query sees something."""
+    """Return a random mask in which each query sees a key."""
     return (torch.rand(shape) < 0.6) | torch.eye(shape[-1], dtype=torch.bool)
 
 
@@ -118,7 +118,7 @@ def test_a_textbook_encoder_layer(name, backend, device):
             want = x + out
             return want + fed(normed(want, layer.layer_norm_2, 1e-5), layer.feed_forward), weights
 
-        # A bias of the key projection changes no weight, so its gradient is only rounding.
+        # A bias of the key projection changes no weight, so its gradient is mere rounding.
         inputs = [x, *(p for name, p in layer.named_parameters() if "k_proj.bias" not in name)]
         assert_textbook([got, got_weights], textbook, inputs)
     if kept is not None:
@@ -126,7 +126,7 @@ def test_a_textbook_encoder_layer(name, backend, device):
 
 
 def stepped(decoder, input, hidden, encoder_outputs, visible, divisor, kept=None):
-    """Compute one step of the decoder, each gate of its GRU in turn."""
+    """Compute one step of the decoder by the formula, each gate of its GRU in turn."""
     embedded = decoder.embedding.weight[input]
     found = [
         attended(layer, hidden[:, None], encoder_outputs, visible, divisor, None if kept is None else kept[:, index])

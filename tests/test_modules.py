@@ -1,4 +1,4 @@
-"""The modules against torch's own: masks, weights, dropout, parameters and nested tensors."""
+"""Tests the modules against torch's own: masks, weights, dropout, parameters and nested tensors."""
 
 import functools
 
@@ -13,7 +13,7 @@ from .inside import shake
 
 
 def copied(layer):
-    """Return torch's module with the parameters of ours."""
+    """Return torch's module with the parameters of our module."""
     twin = nn.MultiheadAttention(layer.embed_dim, layer.num_heads, kdim=layer.kdim, vdim=layer.vdim, batch_first=True)
     inner = dict(q=layer.q_proj, k=layer.k_proj, v=layer.v_proj)
     state = dict(in_proj_bias=torch.cat([x.bias for x in inner.values()]))
@@ -64,7 +64,7 @@ def test_grouped_heads_widths_and_options(backend, device):
     value = layer.v_proj(x).unflatten(-1, (2, 5)).transpose(1, 2).repeat_interleave(2, 1)
     again = layer.out_proj((weights @ value).transpose(1, 2).flatten(2))
     assert_as_good(out, again, exact[0])
-    assert torch.equal(layer(x)[0], out)  # asking for weights changes nothing
+    assert torch.equal(layer(x)[0], out)  # returned weights change nothing
     out.sum().backward()
     assert x.grad.isfinite().all()
 
@@ -92,7 +92,7 @@ def test_dropout_is_for_training_and_for_weights():
     torch.manual_seed(3)
     out, weights = layer(x, need_weights=True)
     torch.manual_seed(3)
-    assert torch.equal(layer(x)[0], out)  # asking for weights changes nothing
+    assert torch.equal(layer(x)[0], out)  # returned weights change nothing
     value = layer.v_proj(x).unflatten(-1, (2, 4)).transpose(1, 2)
     assert_like(out, lambda: layer.out_proj((weights @ value).transpose(1, 2).flatten(2)))
     assert 0.4 < (weights == 0).float().mean() < 0.6 and not torch.equal(layer(x)[0], out)
@@ -148,7 +148,7 @@ def test_self_attention_is_one_head_without_output_projection():
 
 @pytest.mark.parametrize("name", ["mask", "bias"])
 def test_pairs_of_rank_3_beside_nested_inputs(name):
-    """Masks and biases (B, Sq, Sk) have the sizes of the longest sequences."""
+    """Masks and biases (B, Sq, Sk) work with nested inputs; their sizes are those of the longest sequences."""
     layer, rows = fa.MultiHeadAttention(16, 4), (torch.randn(3, 16), torch.randn(5, 16))
     nested, padded = torch.nested.nested_tensor(list(rows), layout=torch.jagged), torch.zeros(2, 5, 16)
     for batch, x in enumerate(rows):

@@ -1,4 +1,4 @@
-"""Imports between the rooms of the package, and the cost of `import fusedattn`."""
+"""Tests the imports between the folders (rooms) of the package, and the cost of `import fusedattn`."""
 
 import ast
 import graphlib
@@ -30,7 +30,7 @@ ROOMS = {
     "testing": {"api", "reference"},
     "bench": {"", "dispatch", "testing"},
 }
-# Modules that import Triton at once. They are imported when a call first needs a kernel.
+# modules that import Triton at once; they are imported when a call first needs a kernel
 LAUNCHES = "arguments backward blocks decode forward hopper interpreter launcher run".split()
 KNOWS_TRITON = {"dispatch.recording", *(f"launch.{name}" for name in LAUNCHES)}
 ASKS_FOR_TRITON = {"dispatch.backends", "launch.tuned"}  # its version, if it is installed
@@ -38,7 +38,7 @@ KERNELS_KNOW = {"triton", "typing"}
 
 
 def sources(folder):
-    """Yield (dotted name, path) of each module of a folder, by the name that it is installed under."""
+    """Yield (dotted name, path) of each module in a folder, by the name under which it is installed."""
     package = "fusedattn" if folder == "fusedattn" else f"fusedattn.{folder}"
     for path in sorted((ROOT / folder).rglob("*.py")):
         inner = path.relative_to(ROOT / folder).with_suffix("").parts
@@ -46,7 +46,7 @@ def sources(folder):
 
 
 def imported(module, path, on_import=False):
-    """Yield the dotted names that a file imports, or only those that are imported with it."""
+    """Yield the dotted names that a file imports, or only those that it imports when it is imported itself."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     if on_import:
         tree.body = [node for node in tree.body if not isinstance(node, (ast.FunctionDef, ast.ClassDef))]
@@ -75,7 +75,7 @@ def test_kernels_import_triton_and_each_other_and_nothing_else():
 
 
 def inner_imports():
-    """Return {module: the modules of fusedattn that it ever imports}, without the prefix "fusedattn."."""
+    """Return {module: modules of fusedattn that it ever imports}, without the prefix "fusedattn."."""
     modules = dict(sources("fusedattn")) | dict(sources("bench"))
     found = {}
     for module, path in modules.items():
@@ -146,7 +146,7 @@ def test_importing_adds_little_to_torch(tmp_path):
 
 @pytest.mark.matrix
 def test_launching_kernels_needs_no_numpy():
-    """Only Triton's interpreter needs NumPy, on which neither we nor torch depend."""
+    """Kernels launch without NumPy, which only Triton's interpreter needs; neither we nor torch depend on it."""
     pytest.importorskip("triton")
     quiet = "import sys, warnings; sys.modules['numpy'] = None; warnings.simplefilter('ignore')"
     run_python("-c", f"{quiet}; import fusedattn.launch.run", TRITON_INTERPRET=None)

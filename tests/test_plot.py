@@ -1,4 +1,4 @@
-"""The plots: values, colours, names of ticks, and errors."""
+"""Tests the plots: values, colours, tick labels, and errors."""
 
 import io
 import math
@@ -15,12 +15,12 @@ matplotlib = pytest.importorskip("matplotlib")
 
 
 def panels(figure):
-    """Return the axes that show weights, without the colour bar."""
+    """Return the axes of a figure that show weights, without the colour bar."""
     return [axes for axes in figure.axes if axes.images]
 
 
 def drawn(axes):
-    """Return the values of an image, NaN where nothing is drawn."""
+    """Return the values of an image as a tensor, NaN where nothing is drawn."""
     data = axes.images[0].get_array()
     return torch.tensor(data.astype(float).filled(math.nan))
 
@@ -58,7 +58,7 @@ def test_a_panel_a_head_in_one_scale(shape):
 
 
 WORDS = ["a", " the", "$x$", "\n"]
-# (tokens, key_tokens, texts at the queries, texts at the keys, angle of the latter)
+# (tokens, key_tokens, labels of the queries, labels of the keys, angle of the latter)
 NAMED = {
     "words": (WORDS, None, ["a", "\u00b7the", "$x$", "\u21b5"], ["a", "\u00b7the", "$x$", "\u21b5"], 90.0),
     "letters of a string": ("abc", None, "abc", "abc", 0.0),

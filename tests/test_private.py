@@ -1,4 +1,4 @@
-"""Private names of torch: if one is missing, the package is slower and still right."""
+"""Tests that the package stays right, but becomes slower, if a private name of torch is missing."""
 
 import importlib
 import os
@@ -10,7 +10,7 @@ import torch
 
 from . import conftest
 
-# {name: its owner}. Without a name of FORBIDDING there are no replays; without one of SLOWING they are slower.
+# {name: its owner}. Without a name of FORBIDDING there are no replays; without a name of SLOWING replays are slower.
 FORBIDDING = {
     "_are_functorch_transforms_active": torch._C,
     "_is_any_autocast_enabled": torch._C,
@@ -33,7 +33,7 @@ ASKED = {"_current_level"}  # looked up at each call, not at import; torch's com
 
 
 def _attend(fa, backend, put_back):
-    """Repeat a call until it is replayed, then use vmap and compile; compare all with eager PyTorch."""
+    """Repeat a call until it is replayed, then use vmap and compile; compare all results with eager PyTorch."""
     from .close import assert_as_good, exactly  # not at the top: close imports the package
 
     inputs = [torch.randn(1, 1, 5, 16, requires_grad=True) for _ in range(3)]
@@ -63,7 +63,7 @@ def _attend(fa, backend, put_back):
 
 
 def without(names, backend):
-    """Import the package without some names, in a new process, and use it."""
+    """Import the package without some private names of torch, in a new process, and use it."""
     torch.set_num_threads(1)
     there = {name: getattr(owner, name) for name, owner in names.items() if hasattr(owner, name)}  # CUDA has more
     for name in there:
@@ -89,7 +89,7 @@ def test_names_that_are_gone_cost_time_and_nothing_else(group):
     conftest.run_python("-c", code)
 
 
-# Names of ours, of named tuples and of transformers. All others with an underscore are torch's.
+# Private names of ours, of named tuples and of transformers. All others with an underscore are torch's.
 OURS = r"_vendor|_replace|_asdict|_fields|_field_defaults|_known|_device|_leave_fast_path|_asks_\w*|_attn\w*|_run"
 DOCUMENTED = r"_base|_modules|_parameters"  # attributes of tensors and modules
 

@@ -1,4 +1,4 @@
-"""The examples of the READMEs run, and links lead somewhere."""
+"""Tests that the examples of the READMEs run, and that their links lead somewhere."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Random calls from many threads: results stay right; memory, objects, files and threads do not grow."""
+"""Tests random calls from many threads: results stay right; memory, objects, files and threads do not grow."""
 
 import ctypes
 import functools
@@ -33,7 +33,7 @@ def drawn(kind):
 
 
 def measured(record_after):
-    """Return memory in MiB, and the numbers of objects, open files and threads, without replays."""
+    """Return the process's memory in MiB, and its numbers of objects, open files and threads, without replays."""
     record_after(1)
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)

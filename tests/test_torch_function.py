@@ -1,4 +1,4 @@
-"""Public functions and modules under torch.fx, and for tensor classes and modes with a __torch_function__."""
+"""Tests public functions and modules under torch.fx, and with classes and modes that define __torch_function__."""
 
 import copy
 import pickle
@@ -70,7 +70,7 @@ every_call = pytest.mark.parametrize("function, call, inputs", CALLS.values(), i
 
 
 def computed(function, call, inputs):
-    """Return results, and gradients if the function has any."""
+    """Return the results of a call, and gradients if the function has any."""
     grads = function not in (fa.attention_decode, flash.flash_attn_with_kvcache)
     inputs = [x.detach().clone().requires_grad_(grads and x.is_floating_point()) for x in inputs]
     results = call(*inputs)
@@ -139,7 +139,7 @@ def test_a_traced_module_computes_the_same(make):
 
 
 class Seen(torch.Tensor):
-    """Records the functions that its tensors are passed to."""
+    """Tensor class that records the functions to which its tensors are passed."""
 
     log: list = []
 

@@ -1,4 +1,4 @@
-"""Caches: overlapping memory, inference mode, vmap, and inputs that require gradients."""
+"""Tests checks of caches: overlapping memory, inference mode, vmap, and inputs that require gradients."""
 
 import shutil
 
@@ -26,7 +26,7 @@ PLACES = {  # (rows, columns) of each of two caches in one tensor
 
 @pytest.mark.parametrize("name", PLACES)
 def test_caches_share_no_memory_where_something_is_written(name):
-    """First calls and replays both check this."""
+    """Overlapping caches are refused if the call writes to them, in first calls and in replays."""
     both, places = torch.zeros(1, 1, 8, 24), torch.arange(8 * 24).view(8, 24)
     caches = [both[0, 0][where][None, None] for where in PLACES[name]]
     shared = set.intersection(*({*places[where].flatten().tolist()} for where in PLACES[name]))
@@ -48,7 +48,7 @@ INDUCTOR = pytest.mark.matrix, pytest.mark.skipif(shutil.which("g++") is None, r
 @pytest.mark.parametrize("pages", [False, True])
 @pytest.mark.parametrize("backend", [None, "naive", "triton"])
 def test_what_is_new_may_lie_in_a_cache(backend, pages):
-    """New keys are read before the append overwrites them, also in replays."""
+    """New keys may lie in the cache: they are read before the append overwrites them, also in replays."""
     interpreted = pytest.importorskip("triton").knobs.runtime.interpret
     if backend == "triton" and not interpreted:
         pytest.skip("on a CPU kernels are interpreted")
@@ -122,7 +122,7 @@ def test_a_cache_is_mapped_where_what_is_written_there_is(name):
 
 @pytest.mark.parametrize("backend", [None, "naive"])
 def test_values_may_be_the_first_columns_of_keys(backend):
-    """Keys and values may share a latent vector. New ones must be equal and not rotated."""
+    """Values may be the first columns of keys (a shared latent vector), if new ones are equal and not rotated."""
     cache, apart, new = torch.zeros(1, 1, 8, 16), torch.zeros(1, 1, 8, 12), torch.randn(1, 1, 1, 16)
     query, lengths = torch.randn(1, 2, 1, 16), torch.tensor([0], dtype=torch.int32)
     options = dict(cache_seqlens=lengths, new_key=new, backend=backend)
@@ -137,7 +137,7 @@ def test_values_may_be_the_first_columns_of_keys(backend):
 @pytest.mark.parametrize("backend", [None, "naive", "cpu"])
 @pytest.mark.parametrize("name", FROZEN)
 def test_a_cache_of_inference_mode_is_written_to_in_it_alone(name, backend):
-    """Outside of inference mode torch itself raises for such a cache, but only after it was written."""
+    """A cache made in inference mode is refused outside of it; torch itself would raise only after the write."""
     arguments = CACHED | {name: FROZEN[name].clone() for name in FROZEN} | dict(backend=backend)
     frozen = {name: FROZEN[name]}
     assert_named(fa.attention_decode, arguments, wrong(name, **frozen))

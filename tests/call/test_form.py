@@ -1,4 +1,4 @@
-"""Ranks, windows, alignment and seeds."""
+"""Tests ranks of inputs, windows, alignment and seeds."""
 
 import pytest
 import torch

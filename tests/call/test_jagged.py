@@ -1,4 +1,4 @@
-"""Nested tensors of torch.jagged equal `attention_varlen` of their values."""
+"""Tests that nested tensors (torch.jagged) give the results of `attention_varlen` of their values."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def nested(values, offsets):
 
 
 def draw():
-    """Return packed query, key and value."""
+    """Return random packed query, key and value."""
     return [torch.randn(shape, requires_grad=True) for shape in ((10, 4, 8), (9, 2, 8), (9, 2, 6))]
 
 
@@ -141,7 +141,7 @@ MODULES = dict(
 )
 @pytest.mark.one_in(9)
 def test_compiled_modules_take_nested_tensors(module, name, backend):
-    """The function catches ValueError, and must still get the results of an eager call."""
+    """Compiled modules that catch ValueError get the results of eager calls with nested tensors."""
     torch._dynamo.reset()
     model, x = MODULES[module](backend), torch.randn(10, 32, requires_grad=True)
 

@@ -1,4 +1,4 @@
-"""With few queries, the heads that share keys and values are rows of one tile."""
+"""Tests that for few queries the query heads of a kv head become rows of one tile."""
 
 import pytest
 import torch
@@ -60,7 +60,7 @@ def test_a_mask_of_keys_is_packed(device):
 
 
 def test_heads_stay_apart_where_multiprocessors_would_be_idle(device, tiles, launched):
-    """With heads in shared tiles, four programs would run on five multiprocessors."""
+    """Heads do not share tiles if multiprocessors would be idle: four programs on five multiprocessors."""
     tiles.multiprocessors(5)
     tensors, options = DECODE.draw(device)
     fa.attention(tensors["query"], tensors["key"], tensors["value"], backend="triton")

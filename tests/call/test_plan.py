@@ -1,4 +1,4 @@
-"""Block masks: which blocks are marked, that hidden ones are skipped, and that results do not change."""
+"""Tests block masks: their values, that hidden blocks are skipped, and that results do not change."""
 
 import pytest
 import torch
@@ -19,12 +19,12 @@ NONE, SOME, ALL = 0, 1, 3
 
 @pytest.fixture
 def grain(device):
-    """Return the number of rows, and keys, of a block."""
+    """Return the number of rows, and of keys, of a block."""
     return 512 // fa.plan(torch.ones(1, 512, dtype=torch.bool, device=device)).block_mask.shape[-1]
 
 
 def by_hand(mask, grain):
-    """Compute the block mask of a mask (B, H, Sq, Sk)."""
+    """Return the block mask of a mask (B, H, Sq, Sk), computed block by block."""
     batch, heads, rows, keys = mask.shape
     block_mask = torch.zeros(batch, heads, -(-rows // grain), -(-keys // grain), dtype=torch.uint8)
     for b, h, i, j in torch.cartesian_prod(*(torch.arange(n) for n in block_mask.shape)).tolist():
@@ -34,7 +34,7 @@ def by_hand(mask, grain):
 
 
 def blocky(*shape, device, grain):
-    """Return a mask with blocks that are all True, all False, or mixed."""
+    """Return a random mask with blocks that are all True, all False, or mixed."""
     coarse = torch.randint(3, [*shape[:2], *(-(-n // grain) for n in shape[2:])], device=device)
     whole = coarse.repeat_interleave(grain, 2).repeat_interleave(grain, 3)[:, :, : shape[2], : shape[3]]
     return torch.where(whole == 2, torch.rand(shape, device=device) < 0.5, whole.bool())
@@ -62,7 +62,7 @@ def test_marks_of_all_masks_together(device, grain):
 
 @pytest.mark.parametrize(("kind", "options"), [("plan", {}), ("mask", dict(causal=True)), ("bias", {})], ids=str)
 def test_what_is_hidden_is_not_computed(kind, options, device):
-    """NaN in hidden blocks of keys and values shows that kernels skip them. Callers may not rely on this."""
+    """Kernels skip hidden blocks: NaN in their keys and values changes nothing. Callers must not rely on this."""
     if device == "cuda":
         pytest.skip("no block of the tiles of a GPU is that small")
     tensors, _ = Case("skipped", B=1, Hq=2, Hkv=1, Sq=40, Sk=96).draw(device)
@@ -95,7 +95,7 @@ def test_a_plan_gives_the_same_bits(name, device):
 
 @pytest.mark.parametrize("shape", one_in(3, product(["batch", "heads", "rank 2"])))
 def test_a_bias_gradient_leaves_out_no_block_that_another_plane_sees(shape, device, grain):
-    """Each head and batch sees different blocks. The gradient of their common bias is summed tile by tile."""
+    """The gradient of a bias that heads share is right, although each head and batch sees different blocks."""
     case = Case("bias", B=2, Hq=3, Hkv=3, Sq=40, Sk=70, bias=shape)
     tensors, options = case.draw(device)
     options["bias"] = options["bias"].nan_to_num(0.0, 0.0, 0.0)

@@ -1,4 +1,4 @@
-"""A wrong argument raises an error that names it, before anything is written. Similar valid arguments are accepted."""
+"""Tests that a wrong argument raises an error that names it, before any write, and that valid ones are accepted."""
 
 import math
 
@@ -41,7 +41,7 @@ CACHED |= dict(key_cache=ones(B, HKV, 8, D), value_cache=ones(B, HKV, 8, DV))
 with torch.inference_mode():
     FROZEN = {name: CACHED[name].clone() for name in ("key_cache", "value_cache")}
 
-# tests/test_hostile.py has values of all other types.
+# tests/test_hostile.py has values of all other types
 COMMON = of_values(dict(bias=[ones(1, 1).to(FLOAT8)], window=[(1.5, 2), (True, 2)]), TypeError) + of_values(
     dict(window=[(-1, 0), (None, -1)], align=["left"], scale=[math.nan, 1e39], softcap=[0, -1.0, 1e39])
 )
@@ -214,7 +214,7 @@ def test_queries_of_lower_ranks(shape):
 
 
 def test_plans():
-    """A call with a plan takes none of its masks, and `plan` checks that its masks fit each other."""
+    """A call with a plan accepts no other masks, and `plan` checks that its masks fit each other."""
     plan = fa.plan(bools(SQ, SK))
     given = DENSE | dict(key_mask=None, query_mask=None)
     fa.attention(**given | dict(mask=plan))
@@ -250,7 +250,7 @@ def test_an_unknown_option_is_named():
 
 
 def test_values_on_a_device_are_not_fetched():
-    """Meta tensors have no values, so a check of values would fail."""
+    """Calls do not read values of tensors on a device: meta tensors have none, and a check would fail."""
     given = {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in PACKED.items()}
     out = fa.attention_varlen(**given, max_seqlen_q=4, max_seqlen_k=4)
     assert out.shape == (TQ, HQ, DV)
@@ -260,7 +260,7 @@ def test_values_on_a_device_are_not_fetched():
     "options", [{}, dict(softcap=3.0), dict(dropout_p=0.2, seed=1), dict(backend="naive")], ids=str
 )
 def test_weights_have_a_column_for_each_key_that_there_may_be(options):
-    """This holds for each backend, also if all sequences are shorter than the maximum."""
+    """Weights of packed sequences have max_seqlen_k columns, also if all sequences are shorter."""
     given = {name: PACKED[name] for name in ("query", "key", "value", "cu_seqlens_q", "cu_seqlens_k")}
     given |= dict(max_seqlen_q=30, max_seqlen_k=40, return_weights=True)
     found = fa.attention_varlen(**given, **options)[1]

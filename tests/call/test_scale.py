@@ -1,4 +1,4 @@
-"""Scales that are tensors of rank 0, as in torch, and numbers of NumPy."""
+"""Tests scales that are tensors of rank 0, as in torch, or numbers of NumPy."""
 
 import functools
 
@@ -86,7 +86,7 @@ def test_what_holds_no_number_is_refused():
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.one_in(2)
 def test_compiled(whole):
-    """Under fullgraph the tensor must be a constant, as for torch's own function."""
+    """Compiled calls accept a scale tensor; under fullgraph it must be a constant, as for torch's own function."""
 
     def attend(query, scale):
         return compat.scaled_dot_product_attention(query, X, X, scale=torch.tensor(0.5) if whole else scale)

@@ -1,4 +1,4 @@
-"""`fusedattn bench`: the rows that it measures, its verdict and its exit status."""
+"""Tests `fusedattn bench`: its rows, its verdict and its exit status."""
 
 import json
 import os
@@ -20,7 +20,7 @@ SQUARE = ["bench", "--device", "cpu", "--shape", "1,2,2,32,32,16", "--providers"
 
 
 def said(capsys, *arguments):
-    """Return (exit status, the text that a command printed)."""
+    """Return (exit status, printed text) of a command."""
     return cli.main(arguments), capsys.readouterr().out
 
 

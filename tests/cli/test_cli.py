@@ -1,4 +1,4 @@
-"""The command line: info, check, and errors for mistakes, a full disk, a closed pipe and Ctrl-C."""
+"""Tests the command line: info, check, and errors for mistakes, a full disk, a closed pipe and Ctrl-C."""
 
 import json
 import os
@@ -24,7 +24,7 @@ ONE = ["bench", "--shape", "1,1,1,8,8,8", "--providers", "fusedattn", "--mode", 
 
 @pytest.fixture(autouse=True)
 def _environment(tmp_path, monkeypatch):
-    """Undo changes of the environment, and run among unrelated files."""
+    """Restore the environment after each test, and run it in a folder of unrelated files."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TRITON_INTERPRET", os.environ.get("TRITON_INTERPRET", "0"))
     (tmp_path / "folder").mkdir()
@@ -32,13 +32,13 @@ def _environment(tmp_path, monkeypatch):
 
 
 def answer(capsys, *arguments):
-    """Return (exit status, the JSON that a command printed)."""
+    """Return (exit status, printed JSON) of a command."""
     status = cli.main([*arguments, "--json"])
     return status, json.loads(capsys.readouterr().out)
 
 
 def plant(monkeypatch, run):
-    """Replace the function of the naive backend by `run`."""
+    """Replace the function that runs the naive backend by `run`."""
     monkeypatch.setitem(backends.BACKENDS, "naive", backends.BACKENDS["naive"]._replace(run=run))
     replay.forget()
 

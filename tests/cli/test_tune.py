@@ -1,4 +1,4 @@
-"""fusedattn tune: calls never take wrong candidates, the fastest comes first, and launches read the file."""
+"""Tests `fusedattn tune`: wrong candidates are never used, the fastest comes first, and launches read the file."""
 
 import itertools
 import json
@@ -62,7 +62,7 @@ def test_a_mistake_costs_its_form_and_nothing_else(monkeypatch):
 
 @pytest.fixture
 def gpu(file, monkeypatch):  # noqa: F811
-    """Pretend a GPU on which a candidate with n rows takes n milliseconds; return its tuning file."""
+    """Simulate a GPU on which a candidate with n rows takes n milliseconds; return its tuning file."""
     monkeypatch.setattr(machine, "need_gpu", lambda why: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     timed = lambda row, case, device: row._replace(ms={**row.ms, case.name: (row.form or (1.0,))[0]})  # noqa: E731

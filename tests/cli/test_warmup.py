@@ -1,4 +1,4 @@
-"""fusedattn warmup: later calls find their kernels compiled."""
+"""Tests `fusedattn warmup`: later calls find their kernels compiled."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +25,7 @@ def test_this_file_without_the_interpreter():
 
 
 def kernels(folder):
-    """Return the kernels in a cache folder of Triton."""
+    """Return the file names of the kernels in a cache folder of Triton."""
     return sorted(path.name for path in folder.rglob("*.json") if not path.name.startswith("__grp__"))
 
 
@@ -54,7 +54,7 @@ def test_calls_of_other_sizes_compile_nothing_more(what, tmp_path):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Pretend a GPU, and threads that compile nothing; return the list of passes that were asked for."""
+    """Simulate a GPU, and threads that compile nothing; return the list of requested passes."""
     asked = []
 
     def answered(case, what, device):

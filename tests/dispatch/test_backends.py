@@ -1,4 +1,4 @@
-"""The choice of a backend, and the reasons against the others."""
+"""Tests the choice of a backend, and the reasons why others are not chosen."""
 
 import functools
 import importlib.abc
@@ -159,7 +159,7 @@ def test_a_gpu_call_that_triton_cannot_take_warns_once_a_reason(monkeypatch):
 
 
 class OtherTriton(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """An import hook that runs a function on the module `triton`."""
+    """Import hook that runs a function on the module `triton`."""
 
     def __init__(self, does):
         self.exec_module = does
@@ -220,7 +220,7 @@ def test_without_a_triton_that_works_all_else_does(machine, reason):
 
 
 def test_a_triton_that_kernels_cannot_be_imported_with(monkeypatch):
-    """A future Triton may lack a name that the kernels import."""
+    """If a future Triton lacks a name that the kernels import, the reason says so."""
     pytest.importorskip("triton", reason="kernels need Triton")
     monkeypatch.delitem(sys.modules, "fusedattn.launch.run", raising=False)
     monkeypatch.delattr("fusedattn.launch.run", raising=False)

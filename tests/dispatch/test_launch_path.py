@@ -1,4 +1,4 @@
-"""Replays launch what the first call launched, and take little host time."""
+"""Tests that replays launch the same kernels as the first call, and take little host time."""
 
 import functools
 import inspect
@@ -23,14 +23,14 @@ from fusedattn.operators import attention
 from ..inside import OPTIONS, compiled, draw
 from ..offline import absent
 
-# {whether with gradients: microseconds}: the goal, and the time of torch's own calls on an idle machine.
+# {with gradients: microseconds}: the aim, and the time of torch's own calls on an idle machine.
 GOAL_US, UNDISTURBED_US = {False: 12.0, True: 25.0}, {False: 6.0, True: 8.2}
 LENGTH, STREAM = 64, 7
 
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    """Use the tiles that compile fastest."""
+    """Make calls use the tiles that compile fastest."""
     tiles = tile_table.tiles_for
 
     def small(*key, **more):
@@ -42,9 +42,9 @@ def small_tiles(monkeypatch):
 
 
 class Launches:
-    """Records launches: (kernel, grid, arguments). A tensor is recorded as its number in `given`, or as "made".
+    """Records launches as (kernel, grid, arguments); a tensor becomes its number in `given`, or "made".
 
-    Descriptors appear as the driver encodes them, each with its tensor.
+    TMA descriptors appear as the driver encodes them, each with its tensor.
     """
 
     def __init__(self):
@@ -121,7 +121,7 @@ def test_a_repeated_call_launches_what_the_long_way_launches(name, grads, monkey
 )
 @pytest.mark.one_in(2)
 def test_the_kernel_for_hopper_is_launched_again_with_other_tensors(options, dim, ordered, monkeypatch):
-    """Replays also encode the same descriptors, whatever tensor was at an address before."""
+    """Replays of Hopper kernels encode the descriptors of the new tensors, even at addresses of earlier tensors."""
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: ordered)
     seen, said = Launches(), {}
     with absent.gpu(load=seen.load):
@@ -201,7 +201,7 @@ def test_hooks_of_launches_are_called():
 
 @compiled
 def test_the_host_takes_little_time():
-    """Time replayed calls beside torch's own calls of tiny tensors, which take host time only."""
+    """Replayed calls take little host time, measured beside torch's own calls of tiny tensors."""
     steps = {}
     with absent.gpu():
         for grads in (False, True):

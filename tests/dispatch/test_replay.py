@@ -1,4 +1,4 @@
-"""Replays are right for other tensors, and a call that differs is not replayed."""
+"""Tests that replays are right for other tensors, and that a call with another signature is not replayed."""
 
 import contextlib
 import functools
@@ -36,7 +36,7 @@ def everything(inputs, options, backend):
 
 @pytest.fixture
 def found(monkeypatch):
-    """Record the replay of each call, None for a call of a new kind."""
+    """Return a list that gets the replay of each call, or None for a call with a new signature."""
     answers, find = [], replay.find
 
     def watched(*arguments):
@@ -48,7 +48,7 @@ def found(monkeypatch):
 
 
 def test_a_backward_is_repeated_where_nothing_but_numbers_changed(device, poison, monkeypatch):
-    """Not with an unaligned gradient, and not if torch now wants deterministic results."""
+    """A backward is replayed, except with an unaligned gradient, or if torch now wants deterministic results."""
     repeated, again = [], replay.Replay.again
     monkeypatch.setattr(replay.Replay, "again", lambda *given: repeated.append(again(*given)) or repeated[-1])
     for first, ordered in [(0, False)] * 4 + [(1, False), (0, True)]:
@@ -179,7 +179,7 @@ def test_dropout_draws_as_it_does_the_first_time(device):
     assert torch.equal(seeded[0], seeded[2]) and torch.equal(seeded[0], seeded[3])
     assert not torch.equal(seeded[0], seeded[1])
     plain = attend(inputs, {})
-    for seed in (3, torch.tensor([3], device=device)):  # without dropout_p a seed is not used
+    for seed in (3, torch.tensor([3], device=device)):  # without dropout_p a seed is unused
         assert all(torch.equal(attend(inputs, dict(seed=seed)), plain) for _ in range(2))
 
 
@@ -195,7 +195,7 @@ def test_plans(device, found):
 
 
 def test_what_must_see_operators_sees_them(device):
-    """Dispatch modes, vmap, torch.func, autocast and forward mode see a repeated call, too."""
+    """Dispatch modes, vmap, torch.func, autocast and forward mode also see a repeated call."""
 
     inputs = draw(device)
     want = [attend(inputs, {}) for _ in range(2)][0]
@@ -241,7 +241,7 @@ def test_what_the_backward_needs_is_kept_as_torch_keeps_it(device):
 
 
 def test_what_was_kept_may_come_back_in_another_order(device):
-    """torch.autograd.graph.save_on_cpu(pin_memory=True) changes strides like this."""
+    """Gradients are right if a hook returns saved tensors with other strides, as save_on_cpu(pin_memory=True) does."""
 
     def as_it_is(x):
         return x
@@ -321,7 +321,7 @@ def test_a_checkpoint_is_computed_again_the_other_way(device):
 @pytest.mark.parametrize("record_after", [1, 2], ids=["replayed", "first"])
 @pytest.mark.parametrize("change", [lambda x: x.half(), lambda x: x[:, :, :4].contiguous()], ids=["dtype", "shape"])
 def test_saved_tensors_that_hooks_change_are_refused(change, record_after, monkeypatch):
-    """Otherwise kernels would read out of bounds, or misread another dtype."""
+    """A hook that returns saved tensors of another shape or dtype raises; kernels would read out of bounds."""
     monkeypatch.setattr(replay, "RECORD_AFTER", record_after)
     inputs = draw("cpu", requires_grad=True)
 
@@ -335,7 +335,7 @@ def test_saved_tensors_that_hooks_change_are_refused(change, record_after, monke
 
 
 def test_a_backward_is_not_repeated_for_tensors_of_another_shape():
-    """A hook that drops heads must leave no recording that calls without the hook replay."""
+    """A hook that drops heads leaves no recording for calls without the hook."""
     inputs = draw("cpu", requires_grad=True)
 
     def gradients(unpack):
@@ -349,7 +349,7 @@ def test_a_backward_is_not_repeated_for_tensors_of_another_shape():
 
 
 def test_threads_that_forget_at_once(monkeypatch, one_thread, impatient):
-    """Each call has a new length, and only two signatures are remembered, so every call forgets one."""
+    """Threads get right results while each call forgets a signature: lengths vary, and only two are kept."""
     monkeypatch.setattr(replay, "MAX_KEPT", 2)
     most, threads = [], 4
 

@@ -1,4 +1,4 @@
-"""The backward in one pass and in two: the kernels that run, and results that depend on the order of programs."""
+"""Tests the backward in one pass and in two: which kernels run, and results in any order of programs."""
 
 import random
 
@@ -26,7 +26,7 @@ LAUNCHED = [
     ("query key value", dict(Dv=129), TWO, TWO),
     ("query key value", dict(D=128, Dv=1), ONE, TWO),
     *(
-        (f"query key value {name}", options, TWO, TWO)  # these gradients need sums over whole rows
+        (f"query key value {name}", options, TWO, TWO)  # these gradients need the sum over a whole row
         for name, options in (
             ("alibi_slopes", dict(alibi="own")),
             ("sinks", dict(sinks=True)),
@@ -52,7 +52,7 @@ NAMES = ("query", "key", "value", "bias", "alibi_slopes", "sinks")
 
 @pytest.fixture
 def names(launched):
-    """Return a function that lists the launched kernels, except those that prepare masks."""
+    """Return a function that lists the launched kernels, except for those that prepare masks."""
     return lambda: [name for name, _ in launched if name not in ("block_mask", "tile_lists")]
 
 
@@ -97,7 +97,7 @@ def test_two_passes(case, device, poison, two_passes, names):
 
 @pytest.fixture
 def shuffled(monkeypatch):
-    """Return a function of a seed that makes later launches run their programs in random order."""
+    """Return a function: shuffled(seed) makes later launches run their programs in random order."""
     upstream = pytest.importorskip("triton.runtime.interpreter", reason="kernels need Triton")
     builder = upstream.interpreter_builder
     set_dim, set_index = builder.set_grid_dim, builder.set_grid_idx
@@ -116,7 +116,7 @@ def shuffled(monkeypatch):
     return shuffle
 
 
-ORDERED = [  # at least three blocks of keys: 0 + a + b equals 0 + b + a
+ORDERED = [  # at least three blocks of keys: with two, 0 + a + b equals 0 + b + a
     Case("plain", Sq=17, Sk=101, Hq=2, Hkv=1, D=24, causal=True),
     Case("bias of keys", Sq=17, Sk=101, Hq=2, Hkv=1, bias="keys"),
     Case("sums of rows", Sq=17, Sk=101, Hq=1, Hkv=1, bias="rows", alibi="own", sinks=True),
@@ -131,7 +131,7 @@ ORDERED = [  # at least three blocks of keys: 0 + a + b equals 0 + b + a
 @pytest.mark.parametrize("passed", [1, 2])
 @pytest.mark.one_in(4)
 def test_in_which_order_programs_run_is_seen_in_dq_alone(passed, case, shuffled, device, passes):
-    """Only the rounding of dq depends on the order; nothing does if torch asks for determinism."""
+    """The order of programs changes only the rounding of dq, and nothing if torch wants determinism."""
     if device == "cuda":
         pytest.skip("a GPU has orders of its own: test_gpu")
     passes(passed)
@@ -148,7 +148,7 @@ def test_in_which_order_programs_run_is_seen_in_dq_alone(passed, case, shuffled,
 @pytest.mark.parametrize("fields", [{}, dict(causal=True), dict(mask="batch"), dict(key_mask="own")], ids=str)
 @pytest.mark.one_in(2)
 def test_what_is_past_the_last_key_gives_nothing_to_dq(fields, device):
-    """A key past the end has score 0. All others are below -100, so its weight would be infinite if not hidden."""
+    """Keys past the end add nothing to dq, although their score of 0 is far above all real scores."""
     case = Case("past", B=2, Sq=40, Sk=41, dtype=torch.float16)._replace(**fields)
     tensors, options = case.draw(device)
     tensors["query"].abs_().add_(3), tensors["key"].abs_().add_(3).neg_()
@@ -163,7 +163,7 @@ def test_what_is_past_the_last_key_gives_nothing_to_dq(fields, device):
 
 @pytest.mark.matrix
 def test_torch_may_want_the_same_bits_now_and_not_then(device, shuffled, passes):
-    """The backward of a replayed call reads torch's flag again."""
+    """The backward of a replayed call reads torch's deterministic flag again."""
     if device == "cuda":
         pytest.skip("a GPU has orders of its own: test_gpu")
     inputs = [torch.randn(1, 2, 101, 16, requires_grad=True) for _ in range(3)]

@@ -1,4 +1,4 @@
-"""Runs tests that need compiled kernels in one process, without Triton's interpreter."""
+"""Runs the tests that need compiled kernels in one process, without Triton's interpreter."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Kernels that do not compile or load: Triton fails at each stage, and the next backend takes the call."""
+"""Tests kernels that do not compile or load: Triton fails at each stage, and the next backend takes the call."""
 
 import errno
 import subprocess
@@ -39,7 +39,7 @@ STAGES = {
 
 @pytest.fixture
 def failing(monkeypatch, tiles):
-    """Return a function (stage, error, names) that pretends a GPU on which Triton fails for the named kernels."""
+    """Return a function (stage, error, names) that simulates a GPU on which Triton fails for the named kernels."""
     monkeypatch.setattr(backends, "_on_gpu", lambda call: True)
     for table in (backends.BACKENDS, backends.DECODERS):
         monkeypatch.setitem(table, "cpu", table["cpu"]._replace(reasons=lambda *_: ["it is for CPUs"]))
@@ -65,7 +65,7 @@ def failing(monkeypatch, tiles):
 
 
 def once(caught):
-    """Return the text of the only warning."""
+    """Return the text of the only warning about a slower path."""
     (warning,) = [x for x in caught if "fusedattn takes a slower path" in str(x.message)]
     return str(warning.message)
 
@@ -117,7 +117,7 @@ def test_a_named_backend_that_fails_raises_each_time(kernels, failing):
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.one_in(3)
 def test_a_backward_that_fails_is_computed_by_the_naive_path(name, failing, monkeypatch):
-    """The kernels compute nothing here: gradients need no results of the forward."""
+    """If a backward kernel fails, the naive path computes the gradients; the launched kernels compute nothing here."""
     gpu, _ = failing("compile", PTXASError("ptxas fatal"), BACKWARD)
     inputs, options = draw("cpu", requires_grad=True), OPTIONS[name](9, 11, "cpu")
     wanted = [*inputs, *learned(options)]
@@ -251,7 +251,7 @@ def test_only_a_backward_on_hopper_is_launched_again(dtype, launches, failing, r
 
 @compiled
 def test_weights_that_cannot_be_had(failing):
-    """From the second call on, calls with weights take another backend. Calls without weights keep their kernel."""
+    """If the kernel for weights fails, later calls with weights use another backend; calls without weights do not."""
     gpu, tried = failing("compile", PTXASError("ptxas fatal"), {"weights"})
     inputs = draw("cpu")
     with gpu, pytest.warns(UserWarning, match="PTXASError"):

@@ -1,4 +1,4 @@
-"""On compute capability 9.0 calls take the Hopper kernels by default, forward and backward."""
+"""Tests that calls on compute capability 9.0 use the Hopper kernels by default, forward and backward."""
 
 import itertools
 from pathlib import Path
@@ -117,7 +117,7 @@ def test_a_named_backend_is_the_one_that_runs_or_raises():
     ids=str,
 )
 def test_long_calls_of_narrow_heads_take_three_warpgroups(length, options, warpgroups):
-    """These limits were measured on an H200 (bench/NOTES.md)."""
+    """Long calls with narrow heads use three warpgroups, by limits measured on an H200 (bench/NOTES.md)."""
     assert explain(*draw(64, length), **options).tiles["hopper"].warpgroups == warpgroups
     assert explain(*draw(128, length), **options).tiles["hopper"].warpgroups == 2
 
@@ -130,7 +130,7 @@ def test_heads_whose_gradients_of_scores_take_too_much_memory_take_the_universal
 
 
 def test_the_answer_is_not_about_the_machine_that_gives_it():
-    """`explain` with a capability takes tensors on a CPU, and does not change the backend of calls."""
+    """`explain` with a capability accepts tensors on a CPU, and does not change the backend of calls."""
     inputs = [torch.randn(1, 2, 70, 64, dtype=torch.bfloat16) for _ in range(3)]
     assert explain(*inputs).backend == "hopper"
     assert fa.explain(*inputs).backend == "cpu"
@@ -207,7 +207,7 @@ def _measured():
 
 
 def test_the_chosen_pipeline_is_the_fastest_that_was_measured():
-    """Within 3 %, the spread between runs. In the CSV, +grid means that each program computed one block of rows."""
+    """The default pipeline is at most 3 % (the spread between runs) slower than the fastest in h200.csv."""
     measured = _measured()
     assert len(measured) > 30
     for case, ms in measured.items():
@@ -215,5 +215,5 @@ def test_the_chosen_pipeline_is_the_fastest_that_was_measured():
         form = fa.explain(x, x, x, causal=case.causal, capability=(9, 0)).tiles["hopper"]
         blocks = -(-case.Sq // form.rows) * case.B * case.Hq
         alone = hopper.programs(call_of(x, x, x, causal=case.causal), form, 1, tile_table.MULTIPROCESSORS) == blocks
-        name = f"{form.rows}x{form.keys}s{form.stages}{'+grid' * alone}"
+        name = f"{form.rows}x{form.keys}s{form.stages}{'+grid' * alone}"  # +grid: a program had one block of rows
         assert ms.get(name, ms[name.removesuffix("+grid")]) <= 1.03 * min(ms.values()), (case.name, name, ms)

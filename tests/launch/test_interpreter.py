@@ -1,4 +1,4 @@
-"""Threads and processes that use Triton's interpreter at the same time."""
+"""Tests threads and processes that use Triton's interpreter at the same time."""
 
 import functools
 import multiprocessing

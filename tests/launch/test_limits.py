@@ -1,4 +1,4 @@
-"""Calls past 32 bits or past a GPU's shared memory are refused with a reason."""
+"""Tests that calls beyond 32-bit indices, or beyond a GPU's shared memory, are refused with a reason."""
 
 import warnings
 
@@ -20,7 +20,7 @@ MANY = 70_000  # programs along y or z of a grid are at most 65,535
 
 
 def huge(*shape):
-    """Return a tensor of this shape with the memory of one element."""
+    """Return a tensor of a given shape with the memory of one element."""
     return torch.empty(1, dtype=torch.float16).expand(shape)
 
 
@@ -67,7 +67,7 @@ def test_a_named_backend_raises_for_a_grid_that_is_too_large(device):
 
 @pytest.fixture
 def launched(monkeypatch, tiles):
-    """Return a function that pretends a GPU with some shared memory, and the list of launches.
+    """Return a function that simulates a GPU with some shared memory, and the list of launches.
 
     A tile needs shared memory for its rows once, and for keys and values in each stage.
     """

@@ -1,4 +1,4 @@
-"""Every call has a tile on every GPU, of sizes that kernels take."""
+"""Tests that each call has a tile on each GPU, of a size that the kernels support."""
 
 import itertools
 
@@ -67,7 +67,7 @@ def test_shares_of_keys_fill_the_gpu_and_none_is_empty():
 
 
 def test_calls_with_few_blocks_of_rows_and_many_keys_are_split():
-    """An H200's estimate: 32 blocks of 8192 keys take four splits; nothing is gained where all multiprocessors work."""
+    """Calls with few row blocks and many keys are split, by an H200's estimate, unless all multiprocessors work."""
     us, merged = table.BLOCK_US[128], 1.4
     assert _fastest(32, 128, *us, merged, 132) == 4
     for blocks, steps in ((132, 128), (528, 8), (64, 1), (1, 1), (0, 0)):

@@ -1,4 +1,4 @@
-"""Tuning files: valid ones change calls, others are ignored with a warning."""
+"""Tests tuning files: valid files change calls, others are ignored with a warning."""
 
 import json
 import types

@@ -1,4 +1,4 @@
-"""Blocks of the naive path: they fit a cache, hold only visible keys, and change nothing but rounding."""
+"""Tests blocks of the naive path: they fit a cache, hold only visible keys, and change nothing but rounding."""
 
 import functools
 
@@ -29,7 +29,7 @@ def budget(monkeypatch):
 
 @pytest.fixture
 def computed(monkeypatch):
-    """Record the arguments of each softmax, and the shape of its scores."""
+    """Return a list of the arguments of each softmax, with the shape of its scores."""
     seen, softmax = [], formula.softmax
 
     def record(scores, need_lse, **more):
@@ -108,7 +108,7 @@ def test_blocks_fit_a_cache(computed, shape, options, budget):
 
 
 def saved(function, *tensors):
-    """Return the bytes of all storages that autograd saves."""
+    """Return the bytes of all tensors that autograd saves for a call."""
     sizes = {}
 
     def keep(x):

@@ -1,4 +1,4 @@
-"""The naive path against torch's SDPA; tests/kernels/test_options.py compares it with the definition."""
+"""Tests the naive path against torch's SDPA; tests/kernels/test_options.py compares it with the definition."""
 
 import functools
 
@@ -30,7 +30,7 @@ def test_it_takes_any_head_dimension():
 
 
 def test_anomaly_detection_finds_no_nan():
-    """Rows that see nothing make no NaN in the backward, not even one that a later step drops."""
+    """Rows that see no key make no NaN in the backward, not even one that a later step drops."""
     query, key, value = (torch.randn(1, 1, n, 8, requires_grad=True) for n in (9, 4, 4))
     with torch.autograd.set_detect_anomaly(True):
         out, lse = fa.reference.attention(query, key, value, causal=True, return_lse=True)
