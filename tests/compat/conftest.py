@@ -1,4 +1,4 @@
-"""Fixtures of tests of transformers' models."""
+"""Fixtures of the tests of transformers' models."""
 
 import warnings
 
@@ -10,7 +10,7 @@ from fusedattn.compat import transformers as compat
 
 @pytest.fixture
 def told():
-    """Yield a function that returns our warnings so far. Models that warned in earlier tests warn again."""
+    """Return a function that returns our warnings so far; models that warned in earlier tests warn again."""
     judge = pytest.importorskip("fusedattn.compat._hf")
     before = set(judge._warned)
     judge._warned.clear()
@@ -23,7 +23,7 @@ def told():
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Record the keywords of each call of `fusedattn.attention` by transformers."""
+    """Return a list of the keywords of each call of `fusedattn.attention` by transformers."""
     seen = []
 
     def attention(*args, **options):

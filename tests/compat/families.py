@@ -1,4 +1,4 @@
-"""Families of Hugging Face models: tiny configs, random weights, and inputs with padding."""
+"""Families of Hugging Face models for tests: tiny configs, random weights, and inputs with padding."""
 
 from typing import NamedTuple
 
@@ -31,7 +31,7 @@ MODERN = dict(local_attention=4, global_attn_every_n_layers=2, cls_token_id=1, s
 
 
 class Family(NamedTuple):
-    """A class of models, with a tiny config."""
+    """A class of Hugging Face models, with a tiny config."""
 
     name: str
     model: str
@@ -61,7 +61,7 @@ FAMILIES = [
     Family("DeepSeek-V3", "DeepseekV3ForCausalLM", TINY | LATENT),
 ]
 XGLM = dict(SIDES, ffn_dim=40, num_layers=2, attention_heads=4)
-# Models that do not call the interface, in transformers 4 and 5.
+# models that do not call the attention interface, in transformers 4 and 5
 SILENT = [
     Family("Bloom", "BloomForCausalLM", dict(vocab_size=64, hidden_size=32, n_layer=2, n_head=4)),
     Family("XGLM", "XGLMForCausalLM", XGLM),
@@ -72,7 +72,7 @@ BY_NAME = {family.name: family for family in FAMILIES + SILENT}
 
 
 def drawn(family, **options):
-    """Return a model whose weights are large enough for attention to be far from uniform."""
+    """Return a model with random weights so large that attention is far from uniform."""
     config = getattr(transformers, family.config or family.model.partition("For")[0] + "Config")(**family.options)
     return weighted(getattr(transformers, family.model)._from_config(config, **options))
 
@@ -95,7 +95,7 @@ def images(batch):
 
 
 def padding(length):
-    """Return a mask (3, length): one sample padded on the left, one on the right, one not at all."""
+    """Return a padding mask (3, length): one sample padded on the left, one on the right, one not at all."""
     mask = torch.ones(3, length, dtype=torch.long)
     mask[0, :3] = mask[1, -2:] = 0
     return mask

@@ -1,4 +1,4 @@
-"""`convert` of fusedattn.compat.torch, also of modules with computed parameters or another out_proj."""
+"""Tests `convert` of fusedattn.compat.torch, also of modules with computed parameters or another out_proj."""
 
 import copy
 import pickle
@@ -63,7 +63,7 @@ def valid(out, name):
 
 @pytest.fixture
 def counted(monkeypatch):
-    """Count calls of our attention without a hook, which would keep torch off its fast path."""
+    """Return a list with an entry for each call of our attention; a hook would keep torch off its fast path."""
     count, attend = [], compat.attend
     monkeypatch.setattr(compat, "attend", lambda *a, **k: (count.append(1), attend(*a, **k))[1])
     return count
@@ -203,7 +203,7 @@ def test_converted_models_compile():
     model = compat.convert(shake(nn.Transformer(16, 4, 1, 1, 32, dropout=0.0, batch_first=True)))
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     arguments = (X, X[:, :5], None, CAUSAL[:5, :5], None, PADDING)
-    causal = dict(tgt_is_causal=True)  # else torch 2.10 reads the mask, which breaks the graph
+    causal = dict(tgt_is_causal=True)  # otherwise torch 2.10 reads the mask, which breaks the graph
     out, want = compiled(*arguments, **causal), model(*arguments, **causal)
     same(out, want)
     same(*(torch.autograd.grad(x.square().sum(), list(model.parameters())) for x in (out, want)))
@@ -212,7 +212,7 @@ def test_converted_models_compile():
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("attend", [compat.MultiheadAttention(16, 4, batch_first=True), fa.MultiHeadAttention(16, 4)])
 def test_inductor_compiles_no_kernel_for_self_attention(attend):
-    """A module's graph holds only calls of operators: each C++ kernel would take its compiler a second."""
+    """A compiled module has only calls of operators: each C++ kernel would take its compiler a second."""
     from torch._inductor.utils import run_and_get_code  # imports a compiler
 
     graphs = []
@@ -228,7 +228,7 @@ def test_inductor_compiles_no_kernel_for_self_attention(attend):
 
 
 class Adapted(nn.Module):
-    """A layer plus an adapter. `weight` is the weight of the layer without the adapter."""
+    """A linear layer plus an adapter. `weight` is that of the layer without the adapter."""
 
     def __init__(self, base):
         super().__init__()
@@ -293,7 +293,7 @@ def test_computed_parameters(norm, name, options, training):
     [(Adapted, "compiled"), *((x, y) for x in (Adapted, nn.Sequential, nn.Identity) for y in ("train", "no_grad"))],
 )
 def test_another_out_proj_is_called(wrap, mode):
-    """Torch's fast path would read its weight, and an nn.Sequential has none."""
+    """A replaced out_proj is called; torch's fast path would read its weight, which an nn.Sequential lacks."""
     padding = torch.arange(6) >= torch.tensor([[6], [3]])
     model = compat.convert(nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)).train(mode == "train")
     plain = copy.deepcopy(model)

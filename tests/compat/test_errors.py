@@ -1,4 +1,4 @@
-"""Errors of drop-ins use the argument names of torch and flash-attn, and classes that their callers catch."""
+"""Tests that drop-ins raise with the argument names of torch and flash-attn, and in classes that callers catch."""
 
 import functools
 import math
@@ -18,7 +18,7 @@ NOT_FLASH = re.compile(r"(?<!new )\b(query|key|value|key_cache|value_cache|new_k
 
 
 def assert_refused(error, name, call):
-    """Assert that a call raises one line that names the argument, in a class that callers of the original catch."""
+    """Assert that a call raises one line that names the argument, in classes that callers of the original catch."""
     with pytest.raises(error, match=f"^{name}: expected .* got ") as raised:
         call()
     assert "\n" not in str(raised.value)
@@ -127,7 +127,7 @@ WRONG = [
 
 @pytest.mark.parametrize("row", WRONG, ids=lambda row: f"{row[0]}, {row[2]}")
 def test_errors_name_the_arguments_of_the_original(row):
-    """tests/test_hostile.py has values of all other types."""
+    """Errors name the arguments of the original function; tests/test_hostile.py has values of all other types."""
     name, error, argument, wrong, *more = row
     function = OTHERS.get(name) or getattr(flash, name)
     function(**CALLS[name])

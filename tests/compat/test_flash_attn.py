@@ -1,4 +1,4 @@
-"""flash-attn's functions with gradients: signatures, values and layouts."""
+"""Tests flash-attn's functions with gradients: signatures, values and layouts."""
 
 import functools
 import inspect
@@ -99,7 +99,7 @@ def test_dropout():
 
 
 def together(function, packed, *rest):
-    """Return output, lse and the gradient of each tensor in `packed`."""
+    """Return output, lse and the gradient of each tensor in `packed`, which holds q, k and v together."""
     packed = [x.detach().requires_grad_() for x in packed]
     out, lse, _ = function(*packed, *rest, causal=True, softcap=2.0, return_attn_probs=True)
     assert out.is_contiguous()
@@ -140,7 +140,7 @@ VARLEN = [
 
 
 def check_varlen(case, device, backend):
-    """Check sequences some of which have no rows or no keys. Alignment and window are per sequence."""
+    """Check packed sequences, some without rows or keys; alignment and window count per sequence."""
     tensors, options = case.draw(device)
     for b, n in enumerate(ROWS):
         tensors["out"][b, :, n:] = tensors["lse"][b, :, n:] = 0
@@ -172,7 +172,7 @@ def in_pages(page, *tensors):
 @pytest.mark.parametrize("page", [3, 256])
 @pytest.mark.parametrize("traced", [False, True])
 def test_packed_sequences_of_keys_in_pages(page, traced):
-    """Results and gradients equal those of packed keys, also in a graph, which cannot read lengths."""
+    """Paged keys give the results and gradients of packed keys, also in a graph, which cannot read lengths."""
     sizes = (ROWS, 4), (KEYS, 2), (KEYS, 2)
     tensors = leaves(*(torch.randn(sum(n), h, 8, dtype=torch.float64) for n, h in sizes))
     rest = offsets(ROWS), offsets(KEYS), max(ROWS), max(KEYS)
@@ -192,7 +192,7 @@ def test_packed_sequences_of_keys_in_pages(page, traced):
 
 
 def test_deterministic_is_of_one_call(device):
-    """The flag holds until the backward of its call; torch's own flag does not change."""
+    """The flag `deterministic` holds until the backward of its call; torch's own flag does not change."""
     q, k, v = (torch.randn(1, 40, 2, 16, device=device, requires_grad=True) for _ in range(3))
     packed, offset = [x.detach()[0].requires_grad_() for x in (q, k, v)], offsets([15, 25], device)
     calls = (

@@ -1,4 +1,4 @@
-"""flash_attn_with_kvcache against a loop over the sequences: results, and what it writes."""
+"""Tests flash_attn_with_kvcache against a loop over the sequences: results, and writes to the caches."""
 
 import math
 from typing import NamedTuple
@@ -20,7 +20,7 @@ BASE = dict(Hq=4, Hkv=HKV, D=D, Dv=DV, C=C, lengths=(0, 5, 9))
 
 
 class Case(NamedTuple):
-    """A call of attention_decode, and the same call for flash-attn."""
+    """A named call of attention_decode, and the same call for flash-attn."""
 
     name: str
     cached: Cached
@@ -31,7 +31,7 @@ class Case(NamedTuple):
     said: str = "each"  # lengths are given for "each" cache, once for "all", or not ("nothing"): whole caches
 
     def draw(self, device="cpu"):
-        """Return arguments of attention_decode and of flash_attn_with_kvcache; both share the caches."""
+        """Return the arguments of attention_decode and those of flash_attn_with_kvcache; both share the caches."""
         a = self.cached.draw(device)
         lengths, length = a["cache_seqlens"], self.cached.lengths[0]
         window = tuple(-1 if side is None else side for side in a.get("window") or (None, None))
@@ -55,7 +55,7 @@ class Case(NamedTuple):
     def turned(self, a, given):
         """Return the arguments with rotated queries and new keys.
 
-        Queries begin where the new keys do. Without causality or a window all are rotated by the first position.
+        Queries begin at the positions of the new keys. Without causality or a window all use the first position.
         """
         if not self.half:
             return a

@@ -1,4 +1,4 @@
-"""`import flash_attn` after install(), and its padding."""
+"""Tests `import flash_attn` after install(), and the padding functions of flash-attn."""
 
 import importlib.util
 import sys
@@ -82,7 +82,7 @@ def test_padding():
     assert torch.equal(padded, x * mask[..., None, None])
     (grad,) = torch.autograd.grad(padded.sum(), x)
     assert torch.equal(grad, mask[..., None, None].expand_as(x).float())
-    # Unused tokens are kept, and counted apart.
+    # unused tokens are kept, and counted separately
     kept = torch.zeros(3, 5, dtype=torch.bool)
     kept[1, :2] = kept[2, 4] = True
     packed, _, cu_seqlens, longest, used = padding.unpad_input(x, mask.bool(), kept)

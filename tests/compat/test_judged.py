@@ -1,4 +1,4 @@
-"""Models that call transformers' attention interface use ours. Others stay eager, with a warning."""
+"""Tests that models which call transformers' attention interface use ours; others stay eager, with a warning."""
 
 import copy
 import functools
@@ -34,13 +34,13 @@ compat.register()
 from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb  # noqa: E402
 
 ROUTES = ["from_config", "from_pretrained", "set_attn_implementation", "deepcopy"]
-SHOWN = padding(9) == 1  # a row that sees nothing is a mean in eager, and 0 in ours
+SHOWN = padding(9) == 1  # a row that sees no key is a mean in eager, and 0 in ours
 PADDED = dict(input_ids=tokens(3, 9), attention_mask=padding(9), use_cache=False)
 PLAIN = dict(PADDED, attention_mask=None)
 
 
 def made(model, route, tmp_path=None, name="fusedattn"):
-    """Return a model of the same weights that selects `name` by one of the routes."""
+    """Return a model of the same weights that selects the implementation `name` by one of the routes."""
     if route == "set_attn_implementation":
         other = copy.deepcopy(model)
         other.set_attn_implementation(attn_implementation=name)
@@ -64,7 +64,7 @@ def assert_eagers(model, want, inputs=PADDED):
 
 
 class OwnAttention(LlamaAttention):
-    """Attention that inherits code which calls the interface, but runs its own."""
+    """Attention that inherits code which calls transformers' interface, but runs code of its own."""
 
     def weights(self, scores):
         return scores.softmax(-1)
@@ -81,14 +81,14 @@ class OwnAttention(LlamaAttention):
 
 
 class ExpAttention(OwnAttention):
-    """The same as OwnAttention, but its source does not show this."""
+    """Attention like OwnAttention, but with a source that does not show it."""
 
     def forward(self, *arguments, **options):
         return OwnAttention.forward(self, *arguments, **options)
 
 
 class PassingOn(LlamaAttention):
-    """Attention that calls the interface through its base class."""
+    """Attention that calls transformers' interface through its base class."""
 
     def forward(self, *arguments, **options):
         return super().forward(*arguments, **options)
@@ -114,7 +114,7 @@ class Unmasked(LlamaAttention):
 
 
 class Changed(transformers.LlamaForCausalLM):
-    """A Llama with one of the attention classes per layer."""
+    """A Llama in which each layer has an attention class from `attentions`."""
 
     attentions: tuple = (PassingOn, PassingOn)
 
@@ -134,7 +134,7 @@ AllOwn = llama("AllOwn", OwnAttention, OwnAttention)
 HalfExp = llama("HalfExp", ExpAttention, LlamaAttention)
 MaskedOnly = llama("MaskedOnly", NotCausal, NotCausal)
 Open = llama("Open", Unmasked, Unmasked)
-# It calls the interface, but declares support for eager's masks only.
+# The model calls the interface, but declares support for eager's masks only.
 FOR_EAGER = dict.fromkeys(("_supports_sdpa", "_supports_flex_attn", "_supports_flash_attn"), False)
 OnlyEager = llama("OnlyEager", PassingOn, PassingOn, **FOR_EAGER)
 
@@ -200,7 +200,7 @@ def own(module):
 
 
 def hooked(module):
-    """Wrap a forward as accelerate does."""
+    """Wrap the forward of a module as accelerate does."""
     module._old_forward = module.forward
     space = {"__name__": "accelerate.hooks"}
     exec("def new_forward(module, *args, **options): return module._old_forward(*args, **options)", space)
@@ -303,7 +303,7 @@ SEEN = dict(
     attention_mask=torch.cat([torch.ones(3, 9, dtype=torch.long), padding(9).flip(1)], dim=1),
     pixel_values=images(3),
 )
-# {name: (model, inputs, number of attentions that are ours, name in the warning)}
+# {name: (model, inputs, number of attentions that are ours, names in the warning)}
 PARTS = {
     "Llava": (lambda: see_and_speak(transformers.LlamaConfig(**GROUPED)), SEEN, 3, []),  # one layer of CLIP runs
     "Llava, XGLM": (lambda: see_and_speak(transformers.XGLMConfig(**XGLM)), SEEN, 1, ["XGLMModel"]),

@@ -1,4 +1,4 @@
-"""MultiheadAttention of fusedattn.compat.torch against torch's own, and cases that torch gets wrong."""
+"""Tests MultiheadAttention of fusedattn.compat.torch against torch's own, and cases that torch computes wrong."""
 
 import inspect
 import math
@@ -37,7 +37,7 @@ def draw_inputs(layer, batch, rows, keys, dtype=torch.float32):
 
 
 def results(layer, inputs, *masks, **options):
-    """Return output, weights and gradients of inputs, parameters and float masks."""
+    """Return output, weights, and gradients of inputs, parameters and float masks."""
     out, weights = layer(*inputs, **options)
     loss = (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device).view(out.shape)).sum()
     wanted = [*dict.fromkeys(inputs), *layer.parameters(), *(x for x in masks if x is not None and x.requires_grad)]
@@ -95,7 +95,7 @@ def test_signatures_are_torchs(method):
     assert [(x.name, x.default, x.kind) for x in ours] == [(x.name, x.default, x.kind) for x in theirs]
 
 
-ROW = torch.zeros(4, 3, 3).bool()  # (samples * heads, rows, keys): row 0 of sample 0 sees nothing
+ROW = torch.zeros(4, 3, 3).bool()  # (samples * heads, rows, keys): row 0 of sample 0 sees no key
 ROW[:2, 0] = True
 SAMPLE = torch.tensor([[True] * 3, [False] * 3])
 HIDING = {

@@ -1,4 +1,4 @@
-"""Tiny random models of each family of Hugging Face Transformers, ours against eager."""
+"""Tests tiny random models of each family of Hugging Face Transformers against eager attention."""
 
 import copy
 import functools
@@ -42,10 +42,10 @@ def outcome(model, implementation, inputs):
 
 
 def assert_same(got, want, exact):
-    """Assert that logits, loss and gradients are as good as eager's, measured against float64."""
+    """Assert that logits, loss and gradients are as exact as eager's, measured against float64."""
     assert [name for name in got if got[name] is None] == [name for name in want if want[name] is None]
     assert_as_good(got["logits"], want["logits"], exact["logits"], "logits")
-    # All gradients together: for a few elements, chance decides how large eager's error is.
+    # All gradients together: the error of eager for a few elements is up to chance.
     assert_as_good(*(flat(x for name, x in each.items() if name != "logits") for each in (got, want, exact)))
 
 
@@ -63,7 +63,7 @@ def test_logits_loss_and_gradients_are_eagers(family, case, calls):
 
 
 def generated(model, implementation, inputs, **options):
-    """Return tokens (B, L) and the scores of each step."""
+    """Return generated tokens (B, L) and the scores of each step."""
     model.set_attn_implementation(implementation)
     options |= dict(max_new_tokens=6, do_sample=False, return_dict_in_generate=True, output_scores=True)
     out = model.generate(**inputs, **options)
@@ -106,7 +106,7 @@ def test_the_prompt_in_a_static_cache_is_causal_and_sees_no_empty_slot(calls):
 
 @pytest.mark.skipif(not hasattr(transformers, "Gemma4TextConfig"), reason="came with transformers 5")
 def test_layers_that_share_keys_may_be_handed_the_last_rows_alone(calls):
-    """Without a mask we could not know that these are the last rows."""
+    """Layers that share keys are right if only the last rows come in; only the mask tells that they are the last."""
     options = dict(vocab_size_per_layer_input=64, hidden_size_per_layer_input=8, global_head_dim=8, num_hidden_layers=4)
     options |= dict(layer_types=["sliding_attention", "full_attention"] * 2, sliding_window=32, num_kv_shared_layers=2)
     config = transformers.Gemma4TextConfig(**{**GROUPED, **options, "head_dim": 8})
@@ -152,7 +152,7 @@ def test_attentions_are_eagers_where_they_are_asked_for(name, padded):
 
 @pytest.mark.parametrize("given", ["offsets", "positions", "both"])
 def test_packed_sequences_do_not_see_each_other(given):
-    """Positions need not restart: rotary embeddings depend on their differences only."""
+    """Packed sequences are independent, by offsets or positions; these need not restart, as only differences count."""
     model, ids, lengths = model_of("Llama"), tokens(1, 11), (4, 1, 6)
     offsets = torch.tensor([0, *lengths]).cumsum(0).int()
     of = dict(cu_seq_lens_q=offsets, cu_seq_lens_k=offsets, max_length_q=6, max_length_k=6)
@@ -187,7 +187,7 @@ def test_checkpointing_changes_no_bit_of_a_gradient(name, reentrant, calls):
     model.gradient_checkpointing_enable(dict(use_reentrant=reentrant))
     torch.manual_seed(1)
     got = outcome(model, "fusedattn", inputs)
-    assert len(calls) == 3 * once  # each was computed again
+    assert len(calls) == 3 * once  # each call was computed again
     assert all(torch.equal(got[key], want[key]) for key in want)
 
 

@@ -1,4 +1,4 @@
-"""`register` and `sdpa_provider` of fusedattn.compat.torch: torch's own attention by our kernels."""
+"""Tests `register` and `sdpa_provider` of fusedattn.compat.torch: torch's own attention by our kernels."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from ..inside import provider_on_cpu
 
 @pytest.fixture
 def registry():
-    """Restore torch's table of implementations after a test."""
+    """Restore torch's table of attention implementations after a test."""
     from torch.nn.attention import _registry
 
     before = dict(_registry._FLASH_ATTENTION_IMPLS)
@@ -45,7 +45,7 @@ def test_the_provider_names_cuda_where_there_is_none(registry):
 
 
 class Original:
-    """A stand-in for torch's kernel on CUDA."""
+    """Replaces torch's CUDA kernel in tests."""
 
     def __init__(self, name):
         self.name = name

@@ -1,4 +1,4 @@
-"""scaled_dot_product_attention of fusedattn.compat.torch against torch's own, and cases that torch gets wrong."""
+"""Tests our scaled_dot_product_attention against torch's own, and cases that torch computes wrong."""
 
 import math
 
@@ -20,7 +20,7 @@ LOWEST = torch.finfo(torch.float32).min
 
 
 def results(function, query, key, value, mask, **options):
-    """Return output and gradients, also of a float mask."""
+    """Return the output and the gradients of the inputs and a float mask."""
     inputs = leaves(query, key, value)
     if mask is not None and mask.dtype != torch.bool:
         inputs.append(mask.detach().clone().requires_grad_())
@@ -39,7 +39,7 @@ def assert_equals_torch(query, key, value, mask=None, **options):
 
 @st.composite
 def calls(draw):
-    """Draw (query, key, value, mask, options) that torch takes."""
+    """Draw (query, key, value, mask, options) that torch's function accepts."""
     size = st.integers(1, 4)
     lead = draw(st.lists(st.integers(0, 3), max_size=4))
     gqa = bool(lead) and draw(st.booleans())
@@ -55,7 +55,7 @@ def calls(draw):
         shapes[1][-3] = shapes[2][-3] = kv_heads
     whole = torch.broadcast_shapes(*(s[: -3 if gqa else -2] for s in shapes))
     scores = (*whole, *(shapes[0][-3:-2] if gqa else ()), rows, keys)
-    # An empty result of torch has the query's shape, even if that should broadcast.
+    # An empty result of torch has the query's shape, even if this shape should broadcast.
     hypothesis.assume(0 not in scores[:-2] or tuple(shapes[0][:-2]) == scores[:-2])
     draws = torch.Generator().manual_seed(draw(st.integers(0, 99)))
     dtype = draw(st.sampled_from([torch.float32, torch.float64]))
@@ -189,7 +189,7 @@ def test_it_computes_by_the_backend_that_is_named(device):
 @pytest.mark.parametrize("options", [{}, dict(is_causal=True), dict(attn_mask=torch.ones(3, 3).tril().bool())], ids=str)
 @pytest.mark.parametrize("dim, dv", [(0, 4), (0, 0), (16, 0)])
 def test_heads_without_columns_are_torchs(dim, dv, options):
-    """Without columns all scores are 0: each row is the mean of the visible values."""
+    """Heads without columns are right: all scores are 0, and each row is the mean of the visible values."""
     inputs = leaves(*(torch.randn(1, 2, 3, size, dtype=torch.float64) for size in (dim, dim, dv)))
     got, want = (
         function(*inputs, **options)

@@ -1,4 +1,4 @@
-"""`sdpa`, `enable_sdpa` and `disable_sdpa` of fusedattn.compat.torch."""
+"""Tests `sdpa`, `enable_sdpa` and `disable_sdpa` of fusedattn.compat.torch, which replace torch's function."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +27,7 @@ X = torch.randn(2, 3, 4, 8, generator=torch.Generator().manual_seed(0))
 
 @pytest.fixture
 def answered(monkeypatch):
-    """Record the thread of each call that reached our function."""
+    """Return a list of the threads of calls that reached our function."""
     threads, ours = [], _switch.scaled_dot_product_attention
 
     def counted(*args, **kwargs):
@@ -175,7 +175,7 @@ def test_a_backend_that_computes_by_torch_is_not_answered_by_itself(everywhere, 
         fa.attention(X, X, X)
         in_a_thread(fa.attention, X, X, X)
         assert not answered
-        with pytest.raises(RuntimeError), torch._C.DisableTorchFunction():  # afterwards ours answers again
+        with pytest.raises(RuntimeError), torch._C.DisableTorchFunction():  # afterwards our function is called again
             taken_before(X, X[:, :2], X)
         taken_before(X, X, X)
         assert len(answered) == 1
@@ -221,7 +221,7 @@ def test_nested_tensors_are_ours_or_refused_by_name(answered):
 
 
 class Answering(torch.Tensor):
-    """A tensor class that computes attention itself, like DTensor."""
+    """Tensor class that computes attention itself, as DTensor does."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -260,7 +260,7 @@ def test_models_of_torch_leave_their_fast_path(mode, answered):
 
 
 class Watched:
-    """A backend of torch.compile that records its graphs and runs them."""
+    """Backend of torch.compile that records its graphs and runs them."""
 
     def __init__(self):
         self.graphs = []
@@ -270,7 +270,7 @@ class Watched:
         return graph.forward
 
     def ours(self):
-        """Return a bool for each graph: whether all of its attention is ours."""
+        """Return a bool for each graph: True if all of its attention is ours."""
         torchs = {*_switch._TORCHS, F.multi_head_attention_forward}
         return [not torchs & set(filter(callable, targets)) for targets in self.graphs]
 

@@ -1,4 +1,4 @@
-"""The function that models of Hugging Face Transformers call, and its registration."""
+"""Tests the function that models of Hugging Face Transformers call, and its registration."""
 
 import functools
 import math
@@ -16,7 +16,7 @@ transformers = pytest.importorskip("transformers")
 
 
 class Module:
-    """The module that transformers passes as the first argument."""
+    """Replaces the module that transformers passes as the first argument."""
 
     def __init__(self, is_causal=None):
         if is_causal is not None:
@@ -24,14 +24,14 @@ class Module:
 
 
 def drawn(B=2, Hq=4, Hkv=2, Lq=5, Lk=7, D=6, Dv=3, dtype=torch.float32):
-    """Return query, key and value with gradients, as views of (B, L, H, D); value is part of a wider tensor."""
+    """Return random query, key and value with gradients, as views of (B, L, H, D); value is part of a wider tensor."""
     query, key = torch.randn(B, Lq, Hq, D, dtype=dtype), torch.randn(B, Lk, Hkv, D, dtype=dtype)
     value = torch.randn(B, Lk, Hkv, 2 * Dv, dtype=dtype)
     return [x.transpose(1, 2).requires_grad_() for x in (query, key, value[..., Dv:])]
 
 
 def eager(query, key, value, scores=0.0, visible=None, scaling=None, softcap=None, s_aux=None):
-    """Return the models' own attention, (B, Lq, Hq, Dv)."""
+    """Return eager attention of a model, (B, Lq, Hq, Dv)."""
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     found = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
@@ -50,7 +50,7 @@ def upper_left(rows, columns):
 
 
 def assert_attends(got, formula, inputs):
-    """Assert that output and gradients are as good as those of formula(*inputs), and the layout is transformers'."""
+    """Assert that output and gradients are as exact as formula(*inputs), in the layout of transformers."""
     out, weights = got
     assert weights is None and out.is_contiguous() and out.dtype == inputs[0].dtype
     gradient = torch.randn_like(out)
@@ -70,7 +70,7 @@ def assert_attends(got, formula, inputs):
 )
 @pytest.mark.parametrize("Lq, Lk", [(5, 3), (5, 5), (5, 7), (1, 7)])
 def test_causality_without_a_mask(is_causal, attribute, causal, Lq, Lk):
-    """A single query sees all keys."""
+    """Without a mask attention is causal as transformers defines it; a single query sees all keys."""
     inputs = drawn(Lq=Lq, Lk=Lk)
     got = compat.fusedattn_forward(Module(attribute), *inputs, None, is_causal=is_causal)
     assert_attends(got, functools.partial(eager, visible=upper_left(Lq, Lk) if causal and Lq > 1 else None), inputs)
@@ -89,7 +89,7 @@ def test_the_empty_slots_of_a_static_cache_may_hold_anything():
 @pytest.mark.parametrize("rank", [2, 3, 4])
 @pytest.mark.parametrize("kind", ["bool", "float"])
 def test_a_mask_is_all_there_is(kind, rank):
-    """With a mask, causality and windows do not apply. Columns of the mask past the last key are cut."""
+    """If there is a mask, causality and windows do not apply; columns of the mask past the last key are cut off."""
     inputs = drawn()
     visible = torch.rand(2, 4, 5, 9) < 0.6 if rank == 4 else torch.rand((4, 5, 9)[-rank:]) < 0.6
     visible[..., 0] = True
@@ -162,7 +162,7 @@ def test_queries_for_all_samples_come_as_a_batch_of_one():
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("beside", [None, "mask", "scores", "position_bias"])
 def test_documents_do_not_see_each_other(beside, causal, dtype):
-    """Masks and biases apply within documents."""
+    """Documents do not see each other, and masks and biases apply within documents."""
     inputs = drawn(B=1, Lq=6, Lk=6)
     documents = torch.tensor([0, 0, 0, 2, 2, 2])
     visible = documents[:, None] == documents

@@ -1,4 +1,4 @@
-"""Pools of processes that talk over gloo; each pool starts once and runs one test after another."""
+"""Pools of processes that communicate by gloo; a pool starts once and runs one test after another."""
 
 import datetime
 import functools
@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-LIMIT = datetime.timedelta(seconds=120)  # a rank waits so long for another
-# Ranks fork from a process that has imported the modules of the first tests, and computed nothing.
+LIMIT = datetime.timedelta(seconds=120)  # maximum time that a rank waits for another
+# Ranks fork from a process that has imported the modules of the first tests, and has computed nothing.
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["tests.conftest", "tests.distributed.test_calls", "torch._dynamo"])
 
@@ -40,12 +40,12 @@ def _serve(rank, size, port, pipe):
             torch.manual_seed(0)
             getattr(importlib.import_module(module), name).of_rank(rank, size, **arguments)
             pipe.send(None)
-        except BaseException:  # pytest's failures included
+        except BaseException:  # includes pytest's failures
             pipe.send(traceback.format_exc())
 
 
 class Pool:
-    """Processes that run tests together."""
+    """A number of processes, one per rank, that run tests together."""
 
     def __init__(self, size):
         self.size = size
@@ -60,7 +60,7 @@ class Pool:
             self.processes[-1].start()
 
     def run(self, module, name, arguments):
-        """Run a test in each process."""
+        """Run a test in each process, and raise the first error."""
         for pipe in self.pipes:
             pipe.send((module, name, arguments))
         waiting = dict(zip(self.pipes, range(self.size), strict=True))
@@ -73,14 +73,14 @@ class Pool:
                     pytest.fail(f"rank {rank}: {error}")
 
     def stop(self):
-        """Kill the processes. Leaving a group in order takes seconds."""
+        """Kill the processes; leaving a process group in order takes seconds."""
         for process in self.processes:
             process.kill()
 
 
 @pytest.fixture(scope="session")
 def pool_of():
-    """Return a function of a size that returns the Pool of that many processes."""
+    """Return a function: pool_of(size) returns the Pool of that many processes."""
     pools = {}
 
     def pool_of(size):

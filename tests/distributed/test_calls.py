@@ -1,4 +1,4 @@
-"""Calls of several processes: groups, seeds, gradients, checkpoints, modules and shards."""
+"""Tests calls of several processes: groups, seeds, gradients, checkpoints, modules and shards."""
 
 import copy
 import functools
@@ -82,7 +82,7 @@ def test_without_gradients(rank, size, method):
 @each_method
 @pytest.mark.one_in(2)
 def test_a_checkpoint_has_the_same_bits(rank, size, method):
-    """This includes dropout without a seed."""
+    """A checkpointed call has the same bits as a plain call, with dropout and no seed."""
     attend = functools.partial(getattr(distributed, method), causal=True, dropout_p=0.3)
     found = []
     for function in (attend, functools.partial(checkpoint, attend, use_reentrant=False)):
@@ -150,7 +150,7 @@ def test_ranks_may_use_different_results(rank, size, method):
 @on_ranks(2)
 @each_method
 def test_what_changes_in_place(rank, size, method):
-    """A seed may change. A changed mask raises, unless it was copied."""
+    """A seed may change in place before the backward; a changed mask raises, unless it was copied."""
     attend, seed, found = getattr(distributed, method), torch.tensor([5]), []
     for step in (0, 3):
         inputs = shards()
@@ -189,7 +189,7 @@ def test_under_autocast(rank, size, method):
 
 
 class Elements(TorchDispatchMode):
-    """Counts the elements of all tensors that operators return."""
+    """Dispatch mode that counts the elements of all tensors that operators return."""
 
     count = 0
 

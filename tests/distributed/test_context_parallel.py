@@ -1,4 +1,4 @@
-"""torch's own context_parallel: its ring calls our operators if the provider replaces torch's."""
+"""Tests torch's own context_parallel, whose ring calls our operators if the provider replaces torch's."""
 
 import os
 
@@ -17,7 +17,7 @@ from .conftest import on_ranks
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="on the CPU kernels need TRITON_INTERPRET=1")
 @on_ranks(2)
 def test_the_operators_of_the_provider_run_inside_torchs_ring(rank, size):
-    """Compare results and gradients of the replaced operators with one process.
+    """The provider's operators in torch's ring give the results and gradients of one process.
 
     On a CPU torch lacks these operators and its attention never calls them, so the test calls them by name.
     """

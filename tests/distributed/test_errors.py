@@ -1,4 +1,4 @@
-"""If ranks disagree, all raise. If a rank is missing, the others name it instead of waiting for ever."""
+"""Tests that all ranks raise if they disagree, and that the others name a missing rank instead of waiting."""
 
 import datetime
 import multiprocessing

@@ -1,4 +1,4 @@
-"""Every method on 4 processes equals one process, for covering pairs of options."""
+"""Tests that each method gives the results of one process, for cases that cover all pairs of options."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ PLANS = {
 
 
 def cases_of(method, features):
-    """Return cases with each pair of features that a method takes, and some features alone."""
+    """Return cases that together have each pair of options that a method supports, and some options alone."""
     names = RING if method == "ring_attention" else [name for name in DISTINCT if name != "weights"]
     names = DISTINCT if method == "ulysses_attention" else names
     every = covering(8, names) + SHORT + [Case(name)._replace(**FEATURES[name]) for name in features]
@@ -116,7 +116,7 @@ def test_documents_may_be_cut_anywhere(rank, size, balance, case):
 @on_ranks(4)
 @pytest.mark.parametrize("method", METHODS)
 def test_16_bits_are_as_exact_as_in_one_process(rank, size, method):
-    """Partial results are not rounded to 16 bits, such as the gradient of a key head that four ranks share."""
+    """16-bit results are as exact as in one process: partial results are not rounded to 16 bits."""
     balance = {} if method == "ulysses_attention" else dict(balance="zigzag")
     for Hkv in (1, 4):
         case = Case("16 bits", B=2, Hq=8, Hkv=Hkv, Sq=128, Sk=128, D=32, Dv=32, causal=True, dtype=torch.bfloat16)
@@ -127,7 +127,7 @@ def test_16_bits_are_as_exact_as_in_one_process(rank, size, method):
 @on_ranks(2)
 @pytest.mark.parametrize("backend", ["naive", "cpu"])
 def test_rows_of_the_lowest_bias_are_means(rank, size, backend):
-    """Scores of -1.8e308 or -3.4e38 absorb the log of the sum, in float64 too."""
+    """Rows whose bias is the lowest number are means: scores of -1.8e308 or -3.4e38 absorb the log of the sum."""
     for dtype, bias_dtype in ((torch.float64,) * 2, (torch.float32,) * 2, (torch.float32, torch.float64)):
         tensors, _ = Case("lowest bias", Sq=8, Sk=8, dtype=dtype).draw()
         bias = torch.randn(8, 8, dtype=bias_dtype)

@@ -1,4 +1,4 @@
-"""DTensors sharded on batch or heads: each rank computes its part, and nothing is sent."""
+"""Tests DTensors sharded on batch or heads: each rank computes its part, and nothing is sent."""
 
 import os
 
@@ -34,7 +34,7 @@ CASES = {
     "dropout": ((), dict(dropout_p=0.4, seed=7, causal=True)),
     "weights": ((), dict(causal=True, return_weights=True)),
 }
-# Torch 2.10 gathers gradients of uneven shards with the strides of even ones.
+# Torch 2.10 gathers gradients of uneven shards with the strides of even shards.
 OLDEST = torch.__version__ < (2, 11)
 interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="kernels need TRITON_INTERPRET=1")
 
@@ -54,7 +54,7 @@ def distributed(x, *names, mesh=None):
 
 
 def drawn(heads, key_heads, options=()):
-    """Return {name: whole tensor}, float64 with a gradient, or bool."""
+    """Return {name: random whole tensor}, float64 with a gradient, or bool."""
     generator = torch.Generator().manual_seed(0)
     shapes = dict(query=(B, heads, SQ, D), key=(B, key_heads, SK, D), value=(B, key_heads, SK, D))
     shapes |= {name: OPTIONS[name][0] for name in options}
@@ -63,7 +63,7 @@ def drawn(heads, key_heads, options=()):
 
 
 def assert_same(found, wanted):
-    """Assert that DTensors equal tensors of one process."""
+    """Assert that DTensors equal the tensors of one process."""
     for mine, one in zip(found, wanted, strict=True):
         torch.testing.assert_close(mine.full_tensor(), one, rtol=0, atol=TOLERANCE, equal_nan=False)
 
@@ -73,7 +73,7 @@ def called(tensors, options):
 
 
 def check(tensors, places, options, function=called, compiled=False, sends=0, mesh=None):
-    """Compare results and gradients with one process, and count the messages."""
+    """Compare results and gradients with one process, and check the number of messages."""
     from torch.distributed.tensor.debug import CommDebugMode
 
     wanted = function(tensors, options)
@@ -212,7 +212,7 @@ def operators(tensors, options):
     [(2, BATCH, BATCH, 0), (2, HEADS, HEADS, 0), (1, HEADS, SAME, 0), (2, SAME, SAME, 0), (2, *["Shard(2)"] * 2, 1)],
 )
 def test_the_operators_by_name(rank, size, key_heads, where, key_where, sends):
-    """DTensor gathers shards that an operator cannot use as they are."""
+    """Operators called by name accept DTensors; DTensor gathers shards that an operator cannot use."""
     register_sharding()
     register_sharding()
     tensors = drawn(4, key_heads, ("sinks", "key_mask"))

@@ -1,4 +1,4 @@
-"""torch's parallelize_module splits the heads of modules over two processes; results equal one process."""
+"""Tests torch's parallelize_module, which splits the heads of modules over two processes."""
 
 import copy
 
@@ -22,7 +22,7 @@ MODULES = dict(
 
 
 def parallel(module, size, local=True):
-    """Return a copy of a module, split as is usual for a transformer."""
+    """Return a copy of a module, split over processes as usual for a transformer."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     columns, rows = ("q_proj", "k_proj", "v_proj", "linear_1"), ("out_proj", "linear_2")

@@ -1,4 +1,4 @@
-"""Transfers of a ring: unseen keys are not sent, and a transfer overlaps with computing."""
+"""Tests the transfers of a ring: unseen keys are not sent, and transfers overlap with computation."""
 
 import contextlib
 from unittest import mock
@@ -19,7 +19,7 @@ SHARD = ROWS * KEY_HEADS * 2 * COLUMNS * 4  # bytes of the float32 keys and valu
 
 @contextlib.contextmanager
 def recorded():
-    """Record events: the bytes of each exchange, "wait", "compute", and names of other operations."""
+    """Return a list of events: the bytes of each exchange, "wait", "compute", and names of other operations."""
     events, exchange, wait, forward = [], ranks.exchange, ranks.Transfer.wait, partial.forward
 
     def begin(group, sent, to, *rest):
@@ -40,7 +40,7 @@ def recorded():
 
 
 def ring(balance=None, **options):
-    """Return (events, bytes sent forward, bytes sent backward) of a ring."""
+    """Return (events, bytes sent in the forward, bytes sent in the backward) of a ring."""
     query = torch.randn(1, HEADS, ROWS, COLUMNS, requires_grad=True)
     key, value = (torch.randn(1, KEY_HEADS, ROWS, COLUMNS, requires_grad=True) for _ in range(2))
     with recorded() as events:
@@ -54,7 +54,7 @@ def ring(balance=None, **options):
 @on_ranks(4)
 @pytest.mark.parametrize("balance", [None, "zigzag"])
 def test_a_ring_sends_each_shard_once_to_each_rank(rank, size, balance):
-    """The backward sends keys again, and float32 gradients return."""
+    """A ring sends each shard once to each rank; the backward sends keys again, and float32 gradients return."""
     events, forward, backward = ring(balance)
     assert (forward, backward) == ((size - 1) * SHARD, 2 * (size - 1) * SHARD)
     assert set(events) <= {SHARD, "wait", "compute"}
@@ -64,7 +64,7 @@ def test_a_ring_sends_each_shard_once_to_each_rank(rank, size, balance):
 
 @on_ranks(4)
 def test_what_no_row_sees_is_not_sent(rank, size):
-    """Causal keys go to later ranks only; with a window of one shard, to the next rank only."""
+    """A ring does not send keys that no row sees: causal keys go to later ranks, with a window to the next."""
     _, forward, backward = ring(causal=True)
     assert (forward, backward) == ((3 - rank) * SHARD, 3 * SHARD)
     _, forward, _ = ring(causal=True, window=(ROWS, None))

@@ -1,4 +1,4 @@
-"""FSDP2 and DDP train our modules over two processes as one process does."""
+"""Tests that FSDP2 and DDP train our modules over two processes as one process does."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ class Row(nn.Module):
 
 
 def train(model, inputs, targets, of_rank=slice(None)):
-    """Return the losses of STEPS steps on part of the batch. Adam would amplify rounding."""
+    """Return the losses of STEPS steps on part of the batch. SGD is used, as Adam would amplify rounding."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     real, losses = torch.arange(ROWS) < torch.tensor(LENGTHS)[:, None], []
     for x, target in zip(inputs, targets, strict=True):

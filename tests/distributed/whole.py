@@ -1,4 +1,4 @@
-"""Methods of `fusedattn.distributed` as functions of a whole sequence."""
+"""Methods of `fusedattn.distributed` as functions of the tensors of a whole sequence."""
 
 import torch
 import torch.distributed as dist
@@ -27,14 +27,14 @@ def by_shards(method, group=None, **balance):
 
 
 def put_together(x, dim, group=None, **balance):
-    """Unshard. All ranks compute the same loss, so divide the gradient by the number of ranks."""
+    """Gather the shards. All ranks compute the same loss, so divide the gradient by the number of ranks."""
     if x.requires_grad:
         x.register_hook(lambda grad: None if grad is None else grad / dist.get_world_size(group))
     return distributed.unshard(x, dim, group=group, **balance)
 
 
 def summed_gradients(function, tensors, options, grads="out and lse", group=None):
-    """Return `with_gradients` of a function made by `by_shards`, with gradients summed over ranks."""
+    """Return `with_gradients` of a function that `by_shards` made, with gradients summed over ranks."""
     found = with_gradients(function, tensors, options, grads)
     for name in ("query", "key", "value", "bias"):
         if name in found:
@@ -43,7 +43,7 @@ def summed_gradients(function, tensors, options, grads="out and lse", group=None
 
 
 def largest(found, wanted):
-    """Return the largest difference of tensors. Equal NaN or infinities differ by 0; a single NaN gives NaN."""
+    """Return the largest difference of tensors; equal NaN or infinities differ by 0, a single NaN gives NaN."""
     differences = [0.0]
     for x, y in zip(found, wanted, strict=True):
         assert x.shape == y.shape and x.dtype == y.dtype

@@ -1,4 +1,4 @@
-"""The migration pages name every argument of other libraries, and two replacements give the same results."""
+"""Tests that the migration pages name each argument of other libraries, and that two replacements are right."""
 
 import inspect
 import re

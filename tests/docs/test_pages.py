@@ -1,4 +1,4 @@
-"""The code of pages and docstrings runs, and the reference has every public name. `make docs` checks links."""
+"""Tests that the code of pages and docstrings runs, and that the reference has each public name."""
 
 import doctest
 import inspect
@@ -31,7 +31,7 @@ def text(page):
 
 @pytest.fixture
 def alone(tmp_path, monkeypatch):
-    """Run a page in a new folder. Afterwards forget the flash_attn that it may install."""
+    """Run a page in a new folder; afterwards forget the module flash_attn, which it may install."""
     monkeypatch.chdir(tmp_path)
     before = set(sys.modules)
     yield
@@ -69,7 +69,7 @@ def test_tables_are_made_from_rows():
 
 
 def public():
-    """Return {public name: object}."""
+    """Return {dotted name: object} of all public names."""
     modules = {"fusedattn": fa, "fusedattn.compat.torch": fa.compat.torch, "fusedattn.distributed": fa.distributed}
     modules |= {"fusedattn.tuning": fa.tuning, "fusedattn.compat": fa.compat}
     found = {f"{module}.{name}": getattr(own, name) for module, own in modules.items() for name in own.__all__}
@@ -88,7 +88,7 @@ def test_the_reference_has_every_public_name():
     assert not set(public()) - entries
 
 
-# Names without an example: results of functions, a callback, and functions that refer to another docstring.
+# names without an example: results of functions, a callback, and functions that refer to another docstring
 BARE = {"fusedattn.Plan", "fusedattn.Explanation", "fusedattn.compat.transformers.fusedattn_forward"}
 BARE |= {f"fusedattn.reference.{name}" for name in ("attention", "attention_varlen", "attention_decode")}
 PUBLIC = {name: x for name, x in public().items() if not inspect.ismodule(x)} | {

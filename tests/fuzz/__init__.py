@@ -1,1 +1,1 @@
-"""Random calls: hypothesis draws them, and each must meet the tolerance and other rules of all calls."""
+"""Random calls, drawn by hypothesis, each of which must meet the tolerance and the other rules of all calls."""

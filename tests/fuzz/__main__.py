@@ -1,6 +1,6 @@
 """Draw random calls and check them.    python -m tests.fuzz --draws 20000 [--seed N]
 
-Run it with TRITON_INTERPRET=1. Each kind of call is drawn in parts of a hundred, each with its own seed. A part ends
+Run it with TRITON_INTERPRET=1. Each kind of call is drawn in batches of a hundred, each with its own seed. A batch ends
 with its first failure, which is shrunk for 15 seconds and printed as code that repeats it.
 """
 
@@ -16,13 +16,13 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from .. import conftest  # makes the interpreter faster
 from .kinds import KINDS, hold
 
-PART = 100  # draws of a kind by one seed
+PART = 100  # number of draws with one seed
 SHRINKS = 15.0  # seconds
 QUIET = dict(database=None, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def run(kind, number, draws):
-    """Draw a part. Return the smallest call that failed and its traceback, or None."""
+    """Draw a batch of calls. Return the smallest call that failed and its traceback, or None."""
     failed, since = None, None
 
     def one(call):

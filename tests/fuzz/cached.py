@@ -1,4 +1,4 @@
-"""Random calls to caches, compared with a loop over the sequences."""
+"""Random calls with caches, compared with a loop over the sequences."""
 
 import torch
 from hypothesis import strategies as st
@@ -14,7 +14,7 @@ from .strategies import DTYPES, rarely
 
 @st.composite
 def calls(draw, name):
-    """Draw (a Cached, its seed)."""
+    """Draw (a Cached, the seed of its values)."""
     Hkv, group = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 2, 3, 5]))
     C = draw(st.sampled_from([8, 1, 5, 15, 16, 17, 33, 48, 49]))
     page = rarely(draw, st.sampled_from([1, 3, 4, 7, 16, 20]), None, 2)
@@ -45,13 +45,13 @@ def calls(draw, name):
 
 
 def hold(call):
-    """Raise AssertionError for results or caches unlike those of the loop."""
+    """Raise AssertionError if results or caches differ from those of the loop."""
     case, seed = call
     hold_draws(lambda backend, n: _drawn(case, seed + 1000 * n, backend), _judged)
 
 
 def _drawn(case, seed, backend):
-    """Return results of a call, of eager PyTorch and of float64. Raise Wrong if other memory changed."""
+    """Return results of a call, of eager PyTorch and of float64; raise Wrong if other memory changed."""
     arguments = case.draw(seed=seed)
     eager, oracle, expected = caches.truths(arguments)
     given = {name: x for name, x in arguments.items() if isinstance(x, torch.Tensor)}

@@ -1,4 +1,4 @@
-"""A call of `attention` or of a similar function, as plain values from which its tensors and options are drawn."""
+"""Random calls of functions like `attention`, as plain values from which tensors and options are drawn."""
 
 from typing import NamedTuple
 
@@ -26,7 +26,7 @@ class Pairs(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """A key_mask or query_mask: each batch its "own", "shared" by all, or of "rank 1"."""
+    """A key_mask or query_mask: each batch has its "own", all have a "shared" one, or one of "rank 1"."""
 
     kind: str = "own"
     keep: float = 0.7
@@ -36,7 +36,7 @@ class Tokens(NamedTuple):
 
 
 class Dense(NamedTuple):
-    """One call: route, sizes, layouts, values, options and requested results."""
+    """One random call: its route (function), sizes, layouts, values, options and requested results."""
 
     route: str = "attention"
     B: int = 1
@@ -92,7 +92,7 @@ class Dense(NamedTuple):
         return torch.promote_types(self.dtype, torch.float32)
 
     def draw(self, more=0):
-        """Return ({"query", "key", "value", "out", "lse", "weights": tensor}, options). more: number of the draw."""
+        """Return ({"query", "key", "value", "out", "lse", "weights": tensor}, options) for draw number `more`."""
         dice = torch.Generator().manual_seed(self.values + 1000 * more)
         B, Hq, Sq, Sk = self.B, self.Hq, self.Sq, self.Sk
 
@@ -153,7 +153,7 @@ class Dense(NamedTuple):
         return tensors, options
 
     def _spoil(self, tensors, name, real):
-        """Fill hidden places and their incoming gradients with NaN and infinities, unless they share memory."""
+        """Fill hidden elements and their incoming gradients with NaN and infinities, unless elements share memory."""
         names = ("key", "value") if name == "key_mask" else ("query", "out", "lse", "weights")
         for each in names:
             x = tensors[each]

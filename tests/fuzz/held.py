@@ -1,4 +1,4 @@
-"""Checks of a Dense by several backends: the tolerance, dtypes, unchanged inputs, and repeatable bits."""
+"""Checks of a random call (Dense) by several backends: tolerance, dtypes, unchanged inputs, repeatable bits."""
 
 import torch
 
@@ -21,11 +21,11 @@ OTHERS = 7  # more draws of values, judged together if a draw exceeds the tolera
 
 
 class Wrong(AssertionError):
-    """A wrong result."""
+    """Error of a random call whose results are wrong."""
 
 
 def of_backend(function, case, backend):
-    """Return a function with a backend, by keyword or by `use_backend`. Drop-ins have no keyword."""
+    """Return a function that calls `function` with a backend, by keyword or by `use_backend`."""
 
     def attend(*tensors, **options):
         if backend is not None and case.by_keyword and case.route in ("attention", "attention_varlen"):
@@ -37,7 +37,7 @@ def of_backend(function, case, backend):
 
 
 def computed(function, tensors, options, case, lse):
-    """Return {result: tensor, input: gradient}, detached."""
+    """Return {result: tensor, input: gradient} of a call, detached."""
     inputs = {name: tensors[name].detach() for name in INPUTS}
     inputs |= {name: options[name].detach() for name in LEARNED if name in options}
     wanted = [name for name in case.wanted if name in inputs]
@@ -59,7 +59,7 @@ def computed(function, tensors, options, case, lse):
 
 
 def peak(tensors, options, case):
-    """Return (largest |query| |key|, a bound of the unscaled scores; a bound of the scores) of a case."""
+    """Return (bound of the unscaled scores: the largest |query| |key|; bound of the scores) of a case."""
     query, key = (tensors[name].double().nan_to_num(0, 0, 0) for name in ("query", "key"))
     if not query.numel() or not key.numel():
         return 0.0, 0.0
@@ -128,7 +128,7 @@ class Truth:
 
     @property
     def lonely(self):
-        """Return whether dropout leaves one key to a row of half precision: its gradient is rounding instead of 0."""
+        """Return True if dropout leaves a 16-bit row only one key: its gradient is then rounding instead of 0."""
         if self.case.dtype.itemsize != 2 or not self.case.dropout:
             return False
         tensors, options = self.case.draw(self.more)
@@ -139,7 +139,7 @@ class Truth:
 
 
 def judged(found, truths):
-    """Return {result: fault} of one case, for one draw of values or several together."""
+    """Return {result: fault} of a case, for one draw of values or several draws together."""
 
     def stacked(each):
         return each[0] if len(each) == 1 else {name: torch.stack([x[name] for x in each]) for name in each[0]}
@@ -154,7 +154,7 @@ def judged(found, truths):
 
 
 def run(case, backend, more=0):
-    """Compute a case by a backend. Raise Wrong for changed inputs or wrong dtypes."""
+    """Compute a case by a backend; raise Wrong if inputs changed or dtypes are wrong."""
     tensors, options = case.draw(more)
     given = {**tensors, **{name: x for name, x in options.items() if isinstance(x, torch.Tensor)}}
     before = {name: memory(x) for name, x in given.items()}
@@ -177,7 +177,7 @@ def _finite(found, backend):
 
 
 def is_coarse(case, truth):
-    """Return whether gradients come from PyTorch's kernel and are coarser than the tolerance."""
+    """Return True if gradients come from PyTorch's kernel and are less exact than the tolerance."""
     if case.softcap is not None or case.dropout or case.dtype == torch.float64:
         return False
     if case.dtype == torch.bfloat16:
@@ -186,7 +186,7 @@ def is_coarse(case, truth):
 
 
 def hold_draws(compute, judge):
-    """Raise Wrong for a fault of a backend. A large error only counts if several draws, judged together, have it.
+    """Raise Wrong for a fault of a backend; a large error counts only if several draws, judged together, have it.
 
     Args:
         compute: function of (backend, number of a draw) that returns a draw.
@@ -203,7 +203,7 @@ def hold_draws(compute, judge):
 
 
 def hold(case):
-    """Raise Wrong for the first backend with a fault."""
+    """Check a case by several backends; raise Wrong for the first backend with a fault."""
     truth = Truth(case)
     for backend in ["triton", None] + ([case.backend] if case.backend else []):
         try:

@@ -1,4 +1,4 @@
-"""Kinds of random calls, each with its strategy and its check."""
+"""Kinds of random calls, each with its hypothesis strategy and its check."""
 
 import zlib
 from unittest import mock
@@ -15,7 +15,7 @@ KINDS |= dict.fromkeys(modules.MODULES, (modules.calls, modules.hold, 1))
 
 
 def hold(name, call):
-    """Check one call of a kind. It is recorded at the first or at the second call."""
+    """Check one random call of a kind. It is recorded at its first or its second call."""
     replay.forget()
     with mock.patch.object(replay, "RECORD_AFTER", 1 + zlib.crc32(repr(call).encode()) % 2):
         KINDS[name][1](call)

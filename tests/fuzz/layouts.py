@@ -7,13 +7,13 @@ import torch
 
 
 def shown(case):
-    """Return a NamedTuple as code, without default values."""
+    """Return a NamedTuple as Python code, without default values."""
     named = {name: x for name, x in case._asdict().items() if x != case._field_defaults.get(name, shown)}
     return f"{type(case).__name__}({', '.join(f'{name}={x!r}' for name, x in named.items())})"
 
 
 class Layout(NamedTuple):
-    """order: index of a permutation of the dimensions. step: of the innermost one. gap: elements after each line."""
+    """Layout in memory: order (index of a permutation), step of the innermost dimension, and gap after each line."""
 
     order: int = 0
     step: int = 1
@@ -26,7 +26,7 @@ class Layout(NamedTuple):
 
     @property
     def shared(self):
-        """Return whether elements share memory."""
+        """Return True if elements of the tensor share memory."""
         return bool(self.expanded) or self.overlapping
 
 
@@ -34,7 +34,7 @@ PLAIN = Layout()
 
 
 def lay(tensor, layout):
-    """Return a copy with a layout. Elements that share memory get one value."""
+    """Return a copy of a tensor with a layout; elements that share memory get one value."""
     if layout == PLAIN or tensor.dim() == 0:
         return tensor.clone()
     rank, shape = tensor.dim(), tensor.shape
@@ -58,7 +58,7 @@ def lay(tensor, layout):
 
 
 def _padding(like, size):
-    """Return memory filled with NaN, True or the largest integer."""
+    """Return a new tensor filled with NaN, True or the largest integer."""
     if like.dtype == torch.bool:
         return like.new_ones(size)
     return like.new_full((size,), float("nan") if like.is_floating_point() else torch.iinfo(like.dtype).max)

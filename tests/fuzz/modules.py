@@ -23,7 +23,7 @@ KEEPS = st.sampled_from([0.7, 1.0, 0.3, 0.0])
 
 
 class Module(NamedTuple):
-    """A module's class and arguments, and the sizes, masks and results of its call."""
+    """One random module: its class and arguments, and the sizes, masks and results of its call."""
 
     kind: str
     made: dict  # arguments of the constructor
@@ -39,7 +39,7 @@ class Module(NamedTuple):
     __repr__ = shown
 
     def results(self, dtype, backend, kind=None):
-        """Return {name: output, weights or gradient}, from values drawn in the dtype of the case."""
+        """Return {name: output, weights or gradient} of the module, from values drawn in the dtype of the case."""
         torch.manual_seed(self.values)
         layer = (nn.MultiheadAttention if kind == "torch's" else MODULES[self.kind])(**self.made)
         with torch.no_grad():
@@ -71,7 +71,7 @@ class Module(NamedTuple):
         return {name: x.detach() for name, x in found.items()} | dict(zip(leaves, grads, strict=True))
 
     def oracle(self):
-        """Return float64 results: torch's own unless they have NaN or dropout, else ours by the naive path."""
+        """Return float64 results: those of torch unless they have NaN or dropout, otherwise ours by the naive path."""
         if self.kind == "MultiheadAttention" and not (self.training and self.made["dropout"]):
             found = self.results(torch.float64, None, "torch's")
             if not any(x.isnan().any() for x in found.values()):
@@ -79,7 +79,7 @@ class Module(NamedTuple):
         return self.results(torch.float64, "naive")
 
     def eager(self):
-        """Return results of eager PyTorch in the dtype of the inputs."""
+        """Return the module's results by eager PyTorch, in the dtype of the inputs."""
 
         def attention(*tensors, backend=None, **options):
             return reference.eager(*tensors, **options)

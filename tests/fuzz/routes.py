@@ -1,4 +1,4 @@
-"""Routes: functions with the arguments of `attention`, rank 4, that compute it by another function or in another form.
+"""Routes: functions with the arguments of `attention`, rank 4, that compute it by another public function.
 
 A Route makes such a function from a Dense, and lists its options and results. All have the same oracle.
 """
@@ -19,7 +19,7 @@ EVERYTHING = MASKS | {"scale", "softcap", "slopes", "sinks", "causal", "window",
 
 
 class Route(NamedTuple):
-    """make(case) returns the function; options and results are the names it supports."""
+    """A way to compute attention: make(case) returns the function; options and results are names that it supports."""
 
     make: Callable
     options: frozenset = EVERYTHING
@@ -46,7 +46,7 @@ def direct(case):
 
 
 def of_lower_rank(case, rank):
-    """Call with inputs of rank 3 (one head) or rank 2 (one head, one batch)."""
+    """Return a function that calls `attention` with inputs of rank 3 (one head) or 2 (one head, one batch)."""
 
     def lower(x):
         return x.squeeze(1) if rank == 3 else x.squeeze(1).squeeze(0)
@@ -63,7 +63,7 @@ def of_lower_rank(case, rank):
 
 
 def split(case):
-    """Merge calls on two parts of the keys."""
+    """Return a function that merges calls on two parts of the keys."""
 
     def attend(query, key, value, *, return_lse, return_weights, **options):
         half, length, found = case.values % (case.Sk + 1), case.Sk, []
@@ -90,7 +90,7 @@ def varlen(case):
 
 
 def jagged(case):
-    """Call with nested tensors, made from packed ones."""
+    """Return a function that calls `attention` with nested tensors, made from packed tensors."""
 
     def attend(query, key, value, cu_seqlens_q, cu_seqlens_k, *, max_seqlen_q=None, max_seqlen_k=None, **options):
         rows, keys = cu_seqlens_q.long(), cu_seqlens_k.long()
@@ -109,7 +109,7 @@ def jagged(case):
 
 
 def mapped(case):
-    """Call torch.vmap over the batch. Inputs shared by all batches are not mapped."""
+    """Return a function that calls torch.vmap over the batch; inputs that all batches share are not mapped."""
     per_batch = dict(mask=4, bias=4, key_mask=2, query_mask=2, alibi_slopes=2)
 
     def attend(query, key, value, **options):
@@ -136,7 +136,7 @@ def mapped(case):
 
 
 def sdpa(case):
-    """Call our drop-in of torch's function, sometimes with another leading dimension."""
+    """Return a function that calls our drop-in of torch's SDPA, sometimes with another leading dimension."""
 
     def attend(query, key, value, *, return_lse, return_weights, **options):
         given = dict(attn_mask=options.get("mask", options.get("bias")), scale=options.get("scale"))

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for a Dense of each route. The first of a list is the simplest."""
+"""Hypothesis strategies for random calls of each route. The first element of a list is the simplest."""
 
 import torch
 from hypothesis import strategies as st
@@ -7,7 +7,7 @@ from .dense import Dense, Pairs, Tokens
 from .layouts import PLAIN, Layout
 from .routes import ROUTES
 
-BLOCKS = 6  # the most blocks of 32 rows by 16 keys in a call: more take too long
+BLOCKS = 6  # maximum number of blocks of 32 rows by 16 keys in a call: more take too long
 LENGTHS = (1, 2, 3, 4, 5, 7, 9, 15, 16, 17, 18, 31, 32, 33, 40, 48, 49, 64, 65, 70, 0)
 WIDTHS = (1, 2, 3, 4, 5, 8, 8, 8, 12, 15, 16, 16, 16, 16, 17, 20, 24, 31, 32, 33, 40)
 WIDE = (63, 64, 65, 80, 127, 128, 129, 192, 255, 256)
@@ -16,7 +16,7 @@ SEEDS = st.one_of(st.integers(0, 9), st.integers(-(2**63), 2**63 - 1))
 
 
 def rarely(draw, strategy, otherwise=None, one_in=4):
-    """Draw from a strategy one time in `one_in`, else return `otherwise`."""
+    """Draw from a strategy one time in `one_in`, otherwise return `otherwise`."""
     return draw(strategy) if draw(st.integers(0, one_in - 1)) == one_in - 1 else otherwise
 
 
@@ -57,7 +57,7 @@ def tokens(draw):
 
 @st.composite
 def sizes(draw, route):
-    """Draw the sizes of a Dense with few enough blocks for the interpreter."""
+    """Draw the sizes of a random call with few enough blocks for the interpreter."""
     length = st.sampled_from(LENGTHS)
     Hkv, group = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 2, 3, 4]))
     if route.heads is not None:
@@ -82,7 +82,7 @@ def sizes(draw, route):
 
 @st.composite
 def options(draw, takes, route):
-    """Draw the options of a Dense that a route takes."""
+    """Draw the options of a random call that a route supports."""
     made = {}
     if "causal" in takes:
         made["causal"] = draw(st.booleans())
@@ -129,7 +129,7 @@ def some(draw, names, one_in=2):
 
 @st.composite
 def calls(draw, name):
-    """Draw a Dense for a route."""
+    """Draw a random call (Dense) for a route."""
     route = ROUTES[name]
     made = dict(route=name, dtype=draw(st.sampled_from(DTYPES)), values=draw(st.integers(0, 99)))
     made |= draw(sizes(route)) | draw(options(route.options, route))

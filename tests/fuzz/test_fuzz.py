@@ -1,4 +1,4 @@
-"""A few random calls of each kind, always the same ones; `python -m tests.fuzz` draws thousands."""
+"""Tests a few random calls of each kind, always the same calls; `python -m tests.fuzz` draws thousands."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Load the build for Hugging Face's `kernels` by that package, beside another copy of fusedattn.
+"""Loads the build for Hugging Face's package `kernels` by that package, beside another copy of fusedattn.
 
     python hub.py FOLDER ROOT      FOLDER: the build; ROOT: the repository, which stands for an installed copy
 
@@ -22,7 +22,7 @@ FOLDER, ROOT = map(Path, sys.argv[1:])
 
 
 def suite():
-    """Import kernels.cli.benchmark without its package, which needs packages that are not installed."""
+    """Import kernels.cli.benchmark alone, because its package needs packages that are not installed."""
     spec = importlib.util.spec_from_file_location("suite", Path(kernels.__file__).parent / "cli" / "benchmark.py")
     sys.modules["suite"] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -30,7 +30,7 @@ def suite():
 
 
 class OnCpu(TorchFunctionMode):
-    """Puts tensors that ask for a GPU on the CPU: the suite's workloads ask for one."""
+    """Function mode that creates tensors on the CPU if a GPU is asked for, as the benchmark workloads do."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
@@ -45,7 +45,7 @@ def no_network(event, arguments):
 
 
 def metadata_fits():
-    """Check the metadata of both builds as `kernels` reads it."""
+    """Check the metadata of both builds, as `kernels` reads it."""
     for backend in ("cpu", "cuda"):
         variant = FOLDER / "build" / f"torch-{backend}"
         read = Metadata.read_from_file(variant / "metadata.json")
@@ -55,7 +55,7 @@ def metadata_fits():
 
 
 def benchmarks_run():
-    """Run our workloads and the small ones of the suite, which verifies their results."""
+    """Run our benchmark workloads and the small ones of `kernels`, which checks their results."""
     run, ran = suite(), []
     (script,) = run.discover_benchmark_scripts("fusedattn", FOLDER)
     available, torch.cuda.is_available = torch.cuda.is_available, lambda: True  # else the suite has no classes

@@ -1,4 +1,4 @@
-"""The source archive and the wheel: reproducible and complete."""
+"""Tests that the source archive and the wheel are reproducible and complete."""
 
 import re
 import runpy
@@ -59,7 +59,7 @@ def test_the_wheel_is_small_and_holds_the_packages_alone_and_asks_for_torch_and_
     assert needed == {"Requires-Dist: torch>=2.10", 'Requires-Dist: triton>=3.6; sys_platform == "linux"'}
 
 
-# Runs a module without the editable installation of the repository.
+# runs a module without the editable installation of the repository
 ALONE = """
 import runpy, sys
 sys.meta_path = [finder for finder in sys.meta_path if "editable" not in str(finder)]
@@ -87,7 +87,7 @@ def test_a_module_that_git_does_not_know_is_not_forgotten(dist, monkeypatch, tmp
 
 
 def test_the_changelog_knows_the_version():
-    """A released version has a dated section below Unreleased."""
+    """The changelog has a dated section for a released version, below Unreleased."""
     version = re.search(r'^__version__ = "(.*)"$', (ROOT / "fusedattn" / "__init__.py").read_text(), re.M)[1]
     sections = re.findall(r"^## \[(.*?)\](?: - (\d{4}-\d\d-\d\d))?$", (ROOT / "CHANGELOG.md").read_text(), re.M)
     assert sections[0] == ("Unreleased", "")

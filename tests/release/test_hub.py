@@ -1,4 +1,4 @@
-"""The build for Hugging Face's kernels: its contents, and loading it beside pip's copy."""
+"""Tests the build for Hugging Face's kernels: its contents, and loading it beside pip's copy."""
 
 import importlib.metadata
 import json
@@ -40,7 +40,7 @@ def test_it_has_a_build_for_each_backend_and_benchmarks(folder):
 
 
 def test_kernels_loads_it_beside_the_installed_copy(folder, tmp_path):
-    """Its benchmarks are right, its operators have names of their own, and it needs no other copy and no network."""
+    """The build loads beside the installed copy, has operator names of its own, and needs no network."""
     pytest.importorskip("triton", reason="one of the backends is Triton's")
     if not KERNELS.exists():
         try:

@@ -1,4 +1,4 @@
-"""The package unpickles nothing, evaluates nothing, runs no shell and opens no connection."""
+"""Tests that the package unpickles nothing, evaluates nothing, runs no shell and opens no connection."""
 
 import ast
 from pathlib import Path
@@ -6,16 +6,16 @@ from pathlib import Path
 from ..conftest import run_python
 
 ROOT = Path(__file__).parents[2]
-# Modules that read objects from bytes, run text as code, or reach other machines.
+# modules that read objects from bytes, run text as code, or reach other machines
 MODULES = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "code", "pty", "commands"}
 MODULES |= {"socket", "ssl", "http", "urllib", "urllib3", "requests", "httpx", "aiohttp", "ftplib", "smtplib", "xmlrpc"}
 MODULES |= {"socketserver", "webbrowser", "huggingface_hub", "wandb"}
 CALLS = {"eval", "exec", "compile", "__import__"}  # builtins only: re.compile and torch.compile are allowed
-# Functions of other modules, by the last parts of their names.
+# functions of other modules, by the last parts of their names
 METHODS = {"os.system", "os.popen", "torch.load", "torch.package", "torch.hub", "np.load", "numpy.load", "yaml.load"}
 METHODS |= {"cpp_extension.load", "cpp_extension.load_inline", "load_state_dict_from_url", "runpy.run_path"}
 METHODS |= {f"os.{kind}{how}" for kind in ("exec", "spawn") for how in ("l", "le", "lp", "lpe", "v", "ve", "vp", "vpe")}
-# {(file, what it uses): the reason}
+# {(file, module or function): the reason why it is used}
 NAMED = {
     ("fusedattn/launch/failures.py", "subprocess"): "knows the error of a C compiler that Triton calls",
     ("bench/rows.py", "subprocess"): "asks git for the commit of a row, and nvidia-smi for the driver",
@@ -29,7 +29,7 @@ def sources():
 
 
 def found(tree):
-    """Yield (line, what) of everything that needs a reason."""
+    """Yield (line, name) of each import and call that needs a reason."""
     for node in ast.walk(tree):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []

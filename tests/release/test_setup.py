@@ -1,4 +1,4 @@
-"""The script that makes .venv says in one line what to install."""
+"""Tests that the script which makes .venv says in one line what to install."""
 
 import importlib.util
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""GitHub's workflows: least permissions, pinned actions, and no text of strangers in commands."""
+"""Tests GitHub's workflows: least permissions, pinned actions, and no text of strangers in commands."""
 
 import re
 from pathlib import Path
