@@ -51,7 +51,7 @@ def groups(rows: Sequence[Row]) -> dict[tuple[str, Case], list[Row]]:
 
 
 def compared(rows: Sequence[Row], without: str = "") -> Iterator[tuple[str, Case, list[Row], Row, Row]]:
-    """Yield (mode, case, rows, fusedattn's fastest row, fastest other row) if both exist, except for `without`."""
+    """Yield (mode, case, rows, fusedattn's fastest row, fastest other row) if both exist; `without` is ignored."""
     for (mode, case), some in groups(rows).items():
         mine, other = fastest(some, ours=True), fastest([x for x in some if x.provider != without], ours=False)
         if mine and other:

@@ -8,7 +8,7 @@ from .vocabulary import masks as masking, memory, span, walk
 
 @triton.jit(do_not_specialize=["heads", "rows", "keys"])
 def block_mask(BlockMask, extents, masks, bias, heads, rows, keys, BLOCK_MASK_SIZE: tl.constexpr):
-    """Fill BlockMask (B, H, row blocks, key blocks), contiguous: a program and a byte (SOME, ALL of walk) per block.
+    """Fill BlockMask (B, H, row blocks, key blocks), contiguous: a program and a byte (bits SOME, ALL) per block.
 
     B or H is 1 if masks and bias do not differ along it. A bias (View or None) of -inf hides its pair. A row hidden by
     masks.rows does not stop a block from counting as fully visible, because its output is overwritten. extents is for

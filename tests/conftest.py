@@ -217,7 +217,7 @@ def poison(monkeypatch):
 
 @pytest.fixture
 def passes():
-    """Return a function: passes(2) makes the backward use two kernels, by torch's deterministic mode; passes(1) not."""
+    """Return a function: passes(2) makes the backward use two kernels, by torch's deterministic mode, passes(1) one."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     yield lambda number: torch.use_deterministic_algorithms(number == 2, warn_only=True)
     torch.use_deterministic_algorithms(before[0], warn_only=before[1])

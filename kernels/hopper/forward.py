@@ -143,7 +143,7 @@ def _largest(s, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _step(state, s, scale):
-    """Do a `softmax.step`. If row_sum has COLUMNS partial sums a row, they are not added across threads."""
+    """Update the running softmax. Partial sums of a row (COLUMNS in row_sum) are not added across threads."""
     ROWS: gl.constexpr = s.shape[0]
     ROW: gl.constexpr = state.row_max.type.layout
     largest = _largest(s, ROW)
@@ -184,7 +184,7 @@ def _pass_ping_pong(ping_pong, g: gl.constexpr):
 
 @gluon.jit
 def _begin_scores(g: gl.constexpr, shared, n, step, zero, GROUPS: gl.constexpr, exists=True):
-    """Begin q"""
+    """Begin q @ k.T of a program's n-th block of rows at a step. exists is False past the last block."""
     ring.wait(shared.q, n * GROUPS + g, pred=exists)
     ring.wait(shared.k, step, pred=exists)
     _await_ping_pong(shared.ping_pong, g, step)

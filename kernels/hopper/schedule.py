@@ -9,7 +9,7 @@ from ..vocabulary import span
 
 
 class Schedule(NamedTuple):
-    """Order of the blocks of rows, longest first. A plane is one head of one batch.
+    """Order in which programs process blocks of rows, longest first. A plane is one head of one batch.
 
     blocks: number in each plane. planes: their number. section: number of planes whose keys and values stay in L2
     together; one section is done before the next. paired: 1 if programs take pairs, a long block of one plane and a
@@ -41,7 +41,7 @@ def share(schedule, program, programs):
 
 @triton.jit
 def take(schedule, n, program, programs, heads, BLOCK: tl.constexpr, first_plane=0):
-    """Return (first row, Plane) of a program's n-th block; planes count from first_plane."""
+    """Return (first row, batch and head as a Plane) of a program's n-th block; planes count from first_plane."""
     paired, is_second = schedule.paired, n & schedule.paired
     at = _at(n >> paired, program, programs)
     section = tl.maximum(schedule.section >> paired, 1)

@@ -44,7 +44,7 @@ def half(tile, h: gl.constexpr, dim: gl.constexpr):
 
 @gluon.jit
 def ones(KEYS: gl.constexpr):
-    """Return two matrices [keys, 16] of zeros and ones, left operands for a product with a table [16, rows].
+    """Return two matrices [keys, 16] of zeros and ones, whose products with a table [16, rows] sum its columns.
 
     The product with the first sums columns 0 to 7 of the table, the product with the second columns 8 to 15.
     """
@@ -79,7 +79,7 @@ def begin_scores(k, q, shared, step, zero, part: gl.constexpr = 0, PARTS: gl.con
 
 @gluon.jit
 def begin_dp(v, do, shared, step, zero, part: gl.constexpr = 0, PARTS: gl.constexpr = 1):
-    """Begin the product for dp - delta, [keys, rows]; ds is p times it."""
+    """Begin the product for dp - delta, [keys, rows]; ds is p * (dp - delta)."""
     dp = warpgroup_mma(v, do, zero, use_acc=False, is_async=True)
     return warpgroup_mma(half(shared.one, 0, 0), _numbers(shared.rows, step, 1, part, PARTS), dp, is_async=True)
 

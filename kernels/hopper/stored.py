@@ -64,7 +64,7 @@ def _row_blocks(shared, first, band):
 
 @gluon.jit
 def _take(order, n, heads, before, TILE: gl.constexpr, OF_K: gl.constexpr):
-    """Return (first row, or first key if OF_K; Plane) of a program's n-th block; planes count from `before`."""
+    """Return (first row, or first key if OF_K; batch and head as a Plane) of a program's n-th block."""
     first, plane = schedule.take(order, n, gl.program_id(0), gl.num_programs(0), heads, TILE, before)
     if OF_K:  # under a causal band the first keys have the most rows
         first = (order.blocks - 1) * TILE - first
@@ -112,7 +112,7 @@ def _store(g: gl.constexpr, shared, GradScores, GradV, kv, before, first, band, 
 
 @gluon.jit
 def _begin_scores(g: gl.constexpr, shared, step, exists, none, zero):
-    """Begin the product for scores, [keys, rows], of a step. exists: False past the last. none: a hidden 0."""
+    """Begin k @ q.T of a step, [keys, rows]. exists: False past the last step. none: a 0 that ptxas cannot know."""
     ring.wait(shared.q, step, pred=exists)
     # If ptxas knows the index of a tile, it keeps the tile's addresses in registers and spills others.
     q = shared.q.tiles.index(none).reshape([shared.q.tiles.shape[3], shared.q.tiles.shape[4]]).permute((1, 0))
@@ -245,7 +245,7 @@ def stored_backward(
 
 
 class Factors(NamedTuple):
-    """Shared memory of the second kernel: ring of ds, tiles of keys or queries on its barriers, and results."""
+    """Shared memory of the second kernel: a ring of ds, keys or queries that share its barriers, and results."""
 
     ds: ring.Ring
     others: gl.shared_memory_descriptor
@@ -268,7 +268,7 @@ def _share(work):
 
 @gluon.jit
 def _factors_of(work, n, factors, OF_K: gl.constexpr):
-    """Return (first row, Plane, begin, end) of a program's n-th block; it multiplies ds tiles [begin, end)."""
+    """Return (first row, batch and head, begin, end) of a program's n-th block, which uses ds tiles [begin, end)."""
     TILE: gl.constexpr = factors.product.tiles.shape[0] * factors.product.tiles.shape[3]
     PARTS: gl.constexpr = TILE // factors.others.shape[3]
     first, plane = _take(work.order, n, work.heads, work.before, TILE, OF_K)

@@ -25,10 +25,10 @@ class Dropout(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """Start of the Philox counters if this call is part of a larger one: first row, first key, first plane, all heads.
+    """Start of the Philox counters in the larger call that this call is a part of: row, key, plane, and its heads.
 
-    heads is the larger call's. If first row and first key are multiples of 16, `aligned` has both, in units of 16, and
-    `unaligned` is (). Otherwise `unaligned` has both, and `aligned` is ().
+    A plane is one head of one batch. If first row and first key are multiples of 16, `aligned` has both, in units of
+    16, and `unaligned` is (). Otherwise `unaligned` has both, and `aligned` is ().
     """
 
     aligned: tuple
@@ -49,7 +49,7 @@ def of(seed, dropout_p, origin=None):
 
 @triton.jit
 def _counters(x, SIZE: tl.constexpr):
-    """Return one Philox counter for each two indices that differ only in bit 3. x counts up from a multiple of 16."""
+    """Return one Philox counter for each pair of indices that differ only in bit 3. x starts at a multiple of 16."""
     x, other = tl.split(tl.permute(tl.reshape(x, [SIZE // 16, 2, 8]), [0, 2, 1]))
     x = tl.reshape(x, [SIZE // 2])
     return (x >> 4) * 8 + (x & 7)

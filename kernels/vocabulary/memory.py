@@ -146,7 +146,7 @@ def store_rows(m, rows, exists, tile, D: tl.constexpr):
 
 @triton.jit
 def add(sums, plane, rows, first, n, tile, D: tl.constexpr):
-    """Add a tile atomically to rows first .. n - 1 of `sums`, in one head of one batch.
+    """Add a tile atomically to rows of one head in `sums`, from row `first` on; rows from n on are left out.
 
     sums is a View, or a descriptor of (B, H, S, D). With a descriptor TMA adds the tile asynchronously, and threads
     need no addresses.

@@ -47,7 +47,7 @@ class Band(NamedTuple):
 
 @triton.jit
 def place(pid, length, heads, BLOCK: tl.constexpr):
-    """Return (block of rows, Plane) of a program. Grids have only an x dimension: y and z are limited to 65,535."""
+    """Return (block of rows, Plane) of a program. Grids have only axis x, because y and z hold 65,535 programs."""
     blocks = tl.cdiv(length, BLOCK)
     index = pid // blocks
     return pid % blocks, Plane(index // heads, index % heads, index, ())
@@ -55,7 +55,7 @@ def place(pid, length, heads, BLOCK: tl.constexpr):
 
 @triton.jit
 def within(extents, plane, q_len, k_len, slot):
-    """Return (Plane, numbers of rows and keys) of a packed sequence; if extents is None, the same arguments."""
+    """Return (Plane with offsets, rows, keys) of a packed sequence; if extents is None, the same arguments."""
     if extents is None:
         return plane, q_len, k_len
     else:
@@ -66,10 +66,10 @@ def within(extents, plane, q_len, k_len, slot):
 
 @triton.jit
 def locate(sequences, q_len, k_len, heads, BLOCK: tl.constexpr, BY_KEYS: tl.constexpr, across=1):
-    """Return (block of rows or keys, Plane, rows, keys) that a program computes; `across` programs share them.
+    """Return (block of rows or keys, batch and head, numbers of rows and keys) of a program.
 
-    For packed sequences each head has all slots (sequence, block), so that concurrent programs read the same keys. A
-    program with an unused slot has no rows and no keys; its block of rows is -1, for which `latest_first` returns 0.
+    `across` programs share a block. In packed sequences each head has all slots, so that concurrent programs read the
+    same keys; an unused slot has no rows and keys, and its block of rows is -1, for which `latest_first` returns 0.
     """
     pid, programs = tl.program_id(0) // across, tl.num_programs(0) // across
     if sequences is None:
@@ -90,7 +90,7 @@ def locate(sequences, q_len, k_len, heads, BLOCK: tl.constexpr, BY_KEYS: tl.cons
 
 @triton.jit
 def place_tile(rows, keys, heads, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return (block of rows, block of keys, Plane) of a program in a grid with one program per tile."""
+    """Return (block of rows, block of keys, batch and head) of a program in a grid of one program per tile."""
     pid, across = tl.program_id(0), tl.cdiv(keys, BLOCK_N)
     block, plane = place(pid // across, rows, heads, BLOCK_M)
     return block, pid % across, plane
@@ -104,7 +104,7 @@ def latest_first(block, length, BLOCK: tl.constexpr):
 
 @triton.jit
 def query_head(plane, i, GROUP: tl.constexpr):
-    """Return the Plane (batch and head) of query head i of the GROUP query heads that share a kv head."""
+    """Return the Plane (batch and head) of query head i of the GROUP heads that share the kv head of `plane`."""
     return Plane(plane.batch, plane.head * GROUP + i, plane.index * GROUP + i, plane.packed)
 
 

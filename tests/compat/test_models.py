@@ -152,7 +152,7 @@ def test_attentions_are_eagers_where_they_are_asked_for(name, padded):
 
 @pytest.mark.parametrize("given", ["offsets", "positions", "both"])
 def test_packed_sequences_do_not_see_each_other(given):
-    """Packed sequences are independent, by offsets or positions; these need not restart, as only differences count."""
+    """Packed sequences are independent, given by offsets or positions; with offsets, positions need not restart."""
     model, ids, lengths = model_of("Llama"), tokens(1, 11), (4, 1, 6)
     offsets = torch.tensor([0, *lengths]).cumsum(0).int()
     of = dict(cu_seq_lens_q=offsets, cu_seq_lens_k=offsets, max_length_q=6, max_length_k=6)

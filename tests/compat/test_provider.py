@@ -45,7 +45,7 @@ def test_the_provider_names_cuda_where_there_is_none(registry):
 
 
 class Original:
-    """Replaces torch's CUDA kernel in tests."""
+    """Substitute for torch's CUDA kernel."""
 
     def __init__(self, name):
         self.name = name

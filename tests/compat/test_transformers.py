@@ -16,7 +16,7 @@ transformers = pytest.importorskip("transformers")
 
 
 class Module:
-    """Replaces the module that transformers passes as the first argument."""
+    """Substitute for the module that transformers passes as the first argument."""
 
     def __init__(self, is_causal=None):
         if is_causal is not None:

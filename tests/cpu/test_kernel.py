@@ -98,10 +98,9 @@ STRIDED = {
 
 @pytest.mark.parametrize("options", [{}, dict(causal=True), dict(window=(100, 40)), dict(key_mask=True)], ids=str)
 def test_gradients_that_are_summed_over_keys(options):
-    """Gradients summed over keys are right, although the kernel's rounded lse shifts a whole row.
+    """Gradients summed over keys, as for a projection's bias, are right, although a rounded lse shifts a whole row.
 
-    The gradient of a projection's bias is such a sum. With sinks, the value's gradient has 1.2 times the allowed
-    mean error for 600 keys: the kernel's own sums.
+    With sinks, the value's gradient has 1.2 times the allowed mean error for 600 keys: the kernel's own sums.
     """
     query, key, value = draw(2, 4, 600, 64)
     options = dict(key_mask=torch.rand(2, 600) > 0.3) if "key_mask" in options else options

@@ -26,7 +26,7 @@ class Pairs(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """A key_mask or query_mask: each batch has its "own", all have a "shared" one, or one of "rank 1"."""
+    """A key_mask or query_mask. kind: "own" for each batch, "shared" by all batches, or "rank 1"."""
 
     kind: str = "own"
     keep: float = 0.7

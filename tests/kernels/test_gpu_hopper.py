@@ -145,7 +145,7 @@ def test_each_backward_at_a_ragged_shape(band, width, cuda, tiles, passes, poiso
     "options", [dict(causal=True, align="top_left"), dict(window=(40, 9))], ids=["causal", "window"]
 )
 def test_backwards_of_head_dimensions(options, number, cuda, passes, poison, names):
-    """Backwards of all head dimensions are right, also where no row sees a key and where a row sees no key."""
+    """Backwards of all head dimensions are right, with keys that no row sees and rows that see no key."""
     dims = dict(zip(("D", "Dv"), DIMS[number], strict=True))
     case = Case("dims", B=2, Hq=4, Hkv=2, Sq=190, Sk=331, dtype=HALF[number % 2], **options, **dims)
     passes(1)
@@ -178,7 +178,7 @@ def test_lengths(lengths, cuda, poison):
 
 @pytest.mark.parametrize("dim", [56, 64, 128])
 def test_strided_inputs(dim, cuda):
-    """Inputs in any order of memory that TMA can read are right, and nothing outside a head, which is NaN, is used."""
+    """Inputs in any memory order that TMA can read give right results; NaN around the heads is never used."""
     want = [x.contiguous() for x in inputs_of(cuda, dim=dim)]
 
     def spread(tensor, order, more):
@@ -218,7 +218,7 @@ def test_tensors_beyond_two_to_the_31(cuda):
 
 
 def test_a_repeated_call_finds_its_tensors_wherever_they_lie(cuda, record_after):
-    """Repeated calls are right with more addresses than the cache of TMA descriptors, by address, has entries."""
+    """Repeated calls are right with more tensor addresses than the cache of TMA descriptors has entries."""
     batches = [inputs_of(cuda, batch=1) for _ in range(300)]
     record_after(None)
     want = [attend(*inputs, causal=True) for inputs in batches]

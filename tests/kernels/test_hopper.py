@@ -46,7 +46,7 @@ def test_each_block_of_rows_is_taken_once(paired, device):
 
 
 def test_gradients_of_scores_are_stored_for_a_few_heads_at_a_time(tiles):
-    """Score gradients are stored for as many heads as the limit allows, but at least two, or all if there is one."""
+    """Score gradients are stored for as many heads as fit a memory limit, but for at least two if there are two."""
     query, key = (torch.empty(9, n, 128, 136, dtype=torch.bfloat16, device="meta") for n in (1, 1))
     for room, some in ((100, 9), (9, 9), (8, 8), (3, 3), (1, 2)):
         tiles("SCORES_BYTES", room * 128 * 128 * 2)

@@ -27,7 +27,7 @@ class Encoded(NamedTuple):
 
 
 class _Utils:
-    """Replaces the driver's functions that encode TMA descriptors, under their two names."""
+    """Substitute for the driver's functions that encode TMA descriptors, under their two names."""
 
     def fill_tma_descriptor(self, *what):
         return Encoded(what)
@@ -49,7 +49,7 @@ class Run:
 
 
 class Driver:
-    """Replaces Triton's driver; it knows enough to choose a target."""
+    """Substitute for Triton's driver, with what Triton needs to choose a target."""
 
     def __init__(self, capability):
         self.capability, self.utils = capability, _Utils()

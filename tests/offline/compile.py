@@ -46,8 +46,7 @@ def faults(row, report, committed=None, other=False):
     """Yield a sentence for each rule that a compiled kernel breaks.
 
     Args:
-        committed: `kernels.loops` of the committed table. other: True if another Triton than the table's compiled the
-        kernel.
+        committed: `kernels.loops` of the committed table. other: True if another Triton compiled the kernel.
     """
     index, count = row.place
     on_hopper = row.kernel in ON_HOPPER
@@ -114,7 +113,7 @@ def _hopper_table():
         distinct = tuple(dict.fromkeys(each._replace(persistent=True) for each in pipelines))
         first = distinct[0], (0, len(distinct))
         for index, pipeline in enumerate(distinct):
-            for variant in ("full", "causal", "window") if index == 0 else ("causal",):  # windows have the code of one
+            for variant in ("full", "causal", "window") if index == 0 else ("causal",):  # other tiles need one kind
                 yield Row("hopper", 90, "bf16", width, variant, pipeline, (index, len(distinct)))
         yield Row("hopper", 90, "fp16", width, "full", *first)
         for dim in {64: (32, 16), 128: (80,)}.get(width, ()):
@@ -250,7 +249,7 @@ def table(capabilities=(80, 90)):
 
 
 def reported(row):
-    """Return True if the committed table of compiled kernels has a line for a Row."""
+    """Return True if the committed table lists a Row: calls without options that use tensor cores."""
     if row.kernel in ON_HOPPER:
         return True
     if row.capability == 86:

@@ -140,7 +140,7 @@ class Report(NamedTuple):
 
 
 class _Skipped:
-    """Replaces a kernel and its compiled form; it does nothing."""
+    """Substitute for a kernel and its compiled form that does nothing."""
 
     arg_names, run = (), None
 
@@ -152,7 +152,7 @@ class _Skipped:
 
 
 class _Compiler(_Skipped):
-    """Replaces a kernel; it compiles and is never launched."""
+    """Substitute for a kernel that compiles and is never launched."""
 
     def __init__(self, kernel):
         self.kernel, self.compiled = kernel, None
@@ -250,7 +250,7 @@ def _call_on_cache(row):
 
 
 def compile_row(row, read=False):
-    """Compile a Row and return its Report. If `read`, its SASS is read, as it is for plain calls and wgmma."""
+    """Compile a Row and return its Report. SASS is read for plain calls and wgmma, and always if `read`."""
     compiler, log, began = _Compiler(launch.KERNELS[row.kernel]), io.StringIO(), time.monotonic()
     compiler.kernel.device_caches.clear()  # a cached kernel would leave no log
     kernels = dict.fromkeys(launch.KERNELS, _Skipped()) | {row.kernel: compiler}

@@ -90,7 +90,7 @@ def _before(blocks):
 
 
 def _dominators(blocks, before):
-    """Return the dominators of each block, as bits."""
+    """Return the dominators of each block, as a bit mask of block indices."""
     everything = (1 << len(blocks)) - 1
     found = [1, *[everything] * (len(blocks) - 1)]
     changed = True

@@ -25,7 +25,7 @@ _PREDICATE = re.compile(r"!?U?P(\d|T|R)$")
 
 
 def _width(name):
-    """Return the number of registers that hold an instruction's result, or more."""
+    """Return the number of registers that hold an instruction's result, or an upper bound."""
     matrix = re.match(r"HGMMA\.\d+x(\d+)x", name)
     if matrix:
         return int(matrix[1]) // (2 if ".F32" in name else 4)

@@ -144,7 +144,7 @@ def test_only_onnx_decomposes():
 
 @pytest.mark.matrix
 def test_inductor_keeps_what_onnx_decomposes(monkeypatch):
-    """Inductor compiles an operator that ONNX decomposed; with CI set it raises for torch's decompositions."""
+    """Inductor compiles our operator after an ONNX export, which must remove its decomposition from torch's table."""
     monkeypatch.setenv("CI", "1")
     tensors = torch.randn(3, 2, 4, 37, 16).unbind()
     exported(Call(fa.attention, ("query", "key", "value")), tensors)

@@ -29,18 +29,18 @@ class Clocks(Lanes):
         self.used = np.zeros(cells, S32)  # how many products and copies use each cell
 
     def cells(self, at, size):
-        """Return the clock cells that each of n byte ranges covers, as (cells per range, n)."""
+        """Return the indices of the cells that each of n byte ranges covers, as (cells per range, n)."""
         return at // self.grain + np.arange(max(1, size // self.grain))[:, None]
 
     def publish(self, gwarp):
-        """Return the clock rows of warps, which a barrier passes on. Their later accesses get a later time."""
+        """Return the vector clocks of warps, which a barrier passes on. Later accesses get a later time."""
         rows = self.row[gwarp]
         known = self.knows[rows].copy()
         self.knows[rows, rows % self.clocks] += 1
         return known
 
     def learn(self, gwarp, published):
-        """Merge the clock rows `published` by other warps into those of warps `gwarp`, which have passed a barrier."""
+        """Merge the vector clocks of other warps, `published` at a barrier, into those of warps `gwarp`."""
         rows = self.row[gwarp]
         self.knows[rows] = np.maximum(self.knows[rows], published)
 
@@ -95,7 +95,7 @@ class Clocks(Lanes):
         self.use(at, size, 1)
 
     def begins_async(self, cta):
-        """Return the time at which a block's engine begins a copy; to know of a copy is to know of all before."""
+        """Return the time at which a block's TMA copy begins; who knows of a copy knows of all earlier copies."""
         row = cta * self.clocks + self.W
         self.knows[row, self.W] += 1
         return int(self.knows[row, self.W]) - 1

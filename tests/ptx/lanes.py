@@ -63,7 +63,7 @@ class Lanes:
     # Active lanes
 
     def lanes(self, m):
-        """Return the index of the active lanes in an array of all lanes."""
+        """Return an index that selects the active lanes from an array of all lanes."""
         return ALL if m is None else np.flatnonzero(m)
 
     def each(self, m, *values):

@@ -1,8 +1,7 @@
 """Emulator of a GPU: executes a Program, each instruction for all lanes (threads) that have reached it.
 
-Lanes that diverge continue as groups. The group furthest behind in the code runs first, a group that polls memory
-last. Groups that reach the same instruction are merged. There is no time: asynchronous results arrive as late as the
-program allows.
+Lanes that diverge continue as groups. The group furthest behind in the code runs first, a group that polls memory last.
+Groups at the same instruction are merged. There is no time: asynchronous results arrive as late as the program allows.
 """
 
 import warnings
@@ -52,7 +51,7 @@ class Machine(Copies, Products, Boxes):
         raise Fault(f"the program has not ended after {self.most_steps} blocks of instructions")
 
     def next(self, step):
-        """Return the basic block to run: the first; if all blocks poll memory, the longest waiting."""
+        """Return the basic block to run: the first or, if all poll memory, the one that has waited longest."""
         at = min(self.ready, key=lambda at: (self.polled.get(at, -1), at)) if self.program.polls else min(self.ready)
         if at in self.program.polls:
             self.polled[at] = step

@@ -98,6 +98,6 @@ def _read_by(instruction):
 
 
 def _shared_bytes(instruction):
-    """Return the bytes of an access to shared memory; 4 for an instruction without one."""
+    """Return the bytes of an instruction's access to shared memory; 4 if it does not access it."""
     load_or_store = re.match(r"(ld|st)\..*shared.*\.[a-z]+(\d+)$", instruction.op)
     return int(load_or_store[2]) // 8 if load_or_store else 4

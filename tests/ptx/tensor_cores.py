@@ -29,7 +29,7 @@ def _cut(x):
 
 
 class TensorCore(NamedTuple):
-    """Constants of the tensor cores of one GPU, and sums computed as these cores do."""
+    """Constants of the tensor cores of one GPU; `plus` adds products as they do."""
 
     terms: int  # products of 16 bits in a group; tf32 has half as many
     extra: int  # bits kept below the last bit of float32

@@ -1,4 +1,4 @@
-"""Tests calls that have only some of the keys of their rows, by the kernels' PTX: results are float32."""
+"""Tests partial calls, which have only some of the keys that rows see, by the kernels' PTX: results are float32."""
 
 import pytest
 import torch
