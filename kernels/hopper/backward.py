@@ -26,7 +26,7 @@ from .steps import GROUPS, WARPS, begin_dp, begin_scores, extent, following, lea
 class Shared(NamedTuple):
     """Shared memory of the backward: tiles of k and v, one for each warpgroup, and rings of tiles of the other tensors.
 
-    q, do, rows: tiles with one ring's barriers. ds: gradients of scores, [step and warpgroup, keys, rows], of two steps.
+    q, do, rows: tiles with one ring's barriers. ds: gradients of scores of two steps, [step and warpgroup, keys, rows].
     dq: float32, in `steps.lines`. Each warpgroup computes half of its rows (columns, if heads are wider than 64), once
     the ds of both has arrived at the barrier met. one: `steps.ones`. out: signals that k and v now hold dk and dv.
     """

@@ -113,7 +113,7 @@ def _hopper_table():
         distinct = tuple(dict.fromkeys(each._replace(persistent=True) for each in pipelines))
         first = distinct[0], (0, len(distinct))
         for index, pipeline in enumerate(distinct):
-            for variant in ("full", "causal", "window") if index == 0 else ("causal",):  # other tiles need one kind
+            for variant in ("full", "causal", "window") if index == 0 else ("causal",):  # one kind is enough for others
                 yield Row("hopper", 90, "bf16", width, variant, pipeline, (index, len(distinct)))
         yield Row("hopper", 90, "fp16", width, "full", *first)
         for dim in {64: (32, 16), 128: (80,)}.get(width, ()):
