@@ -24,13 +24,13 @@ class Cached(NamedTuple):
     Dv: int = 16
     lengths: tuple = (17, 44)
     new: int = 0
-    page: int | None = None  # keys per page; pages are shuffled, and the table is invalid past each length
+    page: int | None = None  # keys per page; pages are shuffled, and page numbers past a length are invalid
     dtype: torch.dtype = torch.float32
     strided: bool = False  # caches, query, new keys, lengths and table are views of larger buffers
     half: int = 0  # pairs of columns that are rotated
     interleaved: bool = False
     mask: bool = False
-    bias: bool = False  # with some -inf
+    bias: bool = False  # some elements are -inf
     key_mask: str | None = None  # "own" or "shared"
     query_mask: bool = False
     alibi: bool = False
@@ -274,7 +274,7 @@ EDGES = [
     Cached("edges of blocks", lengths=(0, 1, 15, 16, 17, 48), Hq=2),
     Cached("new at the edges of pages", page=16, lengths=(14, 15, 16, 46), new=2, Sq=2, causal=True, Hq=2),
     Cached("D 1", D=1, Dv=1),
-    Cached("large scores", Hq=16, Hkv=8, scale=30000.0),  # 16 heads: for few rows, the mean error would be up to chance
+    Cached("large scores", Hq=16, Hkv=8, scale=30000.0),  # with few rows and heads, the mean error would be random
     Cached("large scores and a bias", scale=-30000.0, bias=True, page=16),
     Cached("D 256", Hq=2, Hkv=1, D=256, Dv=256, lengths=(3, 20), C=20, dtype=torch.float16),
     Cached("empty", lengths=(0, 0)),

@@ -27,17 +27,17 @@ class Case(NamedTuple):
     expanded: bool = False  # key and value expand one batch to B, the incoming gradient expands one element
     spread: float = 1.0  # standard deviation of query and key
     alike: float = 0.0  # standard deviation of a vector added to all keys of a head, and of one added to all values
-    mask: str | None = None  # the shape it broadcasts from: "pairs", "batch", "heads", "rank 2", "rows", "keys"
-    key_mask: str | None = None  # "own" for each batch, "shared" by all, "rank 1"
+    mask: str | None = None  # the shape that broadcasts: "pairs", "batch", "heads", "rank 2", "rows", "keys"
+    key_mask: str | None = None  # "own" for each batch, "shared" by all batches, "rank 1"
     query_mask: str | None = None
     causal: bool = False
     window: tuple | None = None
     align: str = "bottom_right"
     scale: float | None = None
-    bias: str | None = None  # as mask, or "one a head"; with some -inf
-    bias_dtype: torch.dtype | None = None  # the query's by default
+    bias: str | None = None  # shape as for mask, or "one a head"; some elements are -inf
+    bias_dtype: torch.dtype | None = None  # None: the query's
     softcap: float | None = None
-    alibi: str | None = None  # "own" for each batch, "shared" by all
+    alibi: str | None = None  # "own" for each batch, "shared" by all batches
     sinks: bool = False
     dropout: float = 0.0
     grads: str = "out and lse"  # results that the loss depends on
@@ -244,7 +244,7 @@ def _all_together(combinations):
 
 
 PAIRS = _all_together(itertools.combinations(DISTINCT, 2))
-# names in FEATURES of options of a call, not of properties of its tensors
+# the names in FEATURES that are options of a call, not properties of its tensors
 OPTIONS = tuple(name for name in DISTINCT if name not in ("awkward", "more keys", "expanded"))
 OPTION_PAIRS = _all_together(itertools.combinations(OPTIONS, 2))
 
@@ -252,7 +252,7 @@ OPTION_PAIRS = _all_together(itertools.combinations(OPTIONS, 2))
 def covering(size, names=DISTINCT):
     """Return a few cases, with up to `size` options each, that together have each possible pair of `names`."""
     agree = {frozenset(pair) for pair in itertools.combinations(names, 2) if _together(*pair)}
-    chosen, left = [], dict.fromkeys(sorted(agree, key=sorted))  # sorted, as sets have no fixed order
+    chosen, left = [], dict.fromkeys(sorted(agree, key=sorted))  # sorted, because sets have no fixed order
     while left:
         case = [name for name in names if name in next(iter(left))]
         while len(case) < size:

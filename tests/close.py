@@ -33,7 +33,7 @@ def assert_like(got, want, *arguments):
         assert each[2].dtype == torch.float64 and each[0].shape == each[2].shape
         few = each[2].numel() < 32
         x, *held_to = together if few else each
-        # A gradient may be 0 by mere cancellation.
+        # A gradient may be 0 because all its terms cancel.
         zero = torch.zeros(x.shape[:-1], dtype=torch.bool, device=x.device)
         found = verdict(x, *held_to, zero=zero, dtype=each[0].dtype)
         assert found.ok, f"result {number}: {found.why}"

@@ -36,7 +36,7 @@ def of_types(arguments, by_name=False):
     for n, (name, x) in enumerate(tensors.items()):
         other = x.to(_WRONG_DTYPES.get(x.dtype, torch.int32))
         rows += of_values({name: [other] if by_name else [other, [1.0], x.to_sparse()]}, TypeError)
-        if name != "query" and (n > 0 or len(tensors) == 1):  # other devices are compared with this tensor's
+        if name != "query" and (n > 0 or len(tensors) == 1):  # devices of other tensors are compared with this tensor's
             rows.append(wrong(name, **{name: x.to("meta")}))
     return rows
 

@@ -187,7 +187,7 @@ def test_decoder_without_a_mask_and_dropout_in_training_alone():
     assert logits.shape == (2, 7) and state.shape == (2, 4) and weights.shape == (2, 2, 1, 9)
     assert_like(weights.sum(-1), torch.ones(2, 2, 1, dtype=torch.float64))
     assert torch.equal(decoder(tokens, hidden, encoded, key_mask=torch.ones(2, 9).bool())[0], logits)
-    got = decoder(tokens, hidden.T.contiguous().T, encoded)[1]  # any strides will do
+    got = decoder(tokens, hidden.T.contiguous().T, encoded)[1]  # an input of any strides is right
     assert_like(got, lambda decoder: decoder(tokens, hidden, encoded)[1], decoder)
     decoder.train()
     torch.manual_seed(3)
@@ -239,7 +239,7 @@ def test_embeddings():
 
     assert torch.equal(layer(ids.int()), layer(ids))
     assert_textbook([layer(ids)], textbook, list(layer.parameters()))
-    assert layer(torch.zeros(2, 5, dtype=torch.int64)).shape == (2, 5, WIDTH)  # all positions
+    assert layer(torch.zeros(2, 5, dtype=torch.int64)).shape == (2, 5, WIDTH)  # as many tokens as positions
     assert layer(ids[:, :0]).shape == (2, 0, WIDTH)
 
 

@@ -33,7 +33,7 @@ ROOMS = {
 # modules that import Triton at once; they are imported when a call first needs a kernel
 LAUNCHES = "arguments backward blocks decode forward hopper interpreter launcher run".split()
 KNOWS_TRITON = {"dispatch.recording", *(f"launch.{name}" for name in LAUNCHES)}
-ASKS_FOR_TRITON = {"dispatch.backends", "launch.tuned"}  # its version, if it is installed
+ASKS_FOR_TRITON = {"dispatch.backends", "launch.tuned"}  # they ask for the version of Triton, if it is installed
 KERNELS_KNOW = {"triton", "typing"}
 
 

@@ -111,7 +111,7 @@ def test_options_may_be_numbers_of_numpy():
     options = dict(scale=0.5, softcap=3.0, window=(2, 1), dropout_p=0.5, seed=3)
     of_numpy = dict(scale=numpy.float32(0.5), softcap=numpy.float64(3), window=(numpy.int32(2), numpy.int64(1)))
     of_numpy |= dict(dropout_p=numpy.float16(0.5), seed=numpy.int64(3))
-    for _ in range(4):  # the last ones are replays
+    for _ in range(4):  # the last calls are replays
         assert torch.equal(fa.attention(X, X, X, **of_numpy), fa.attention(X, X, X, **options))
     longest = dict(max_seqlen_q=numpy.int32(5), max_seqlen_k=numpy.int64(5))
     got, want = (fa.attention_varlen(*PACKED, return_weights=True, **each)[1] for each in (longest, {}))

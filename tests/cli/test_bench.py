@@ -93,7 +93,7 @@ def test_an_error_of_a_file_loses_no_rows(of_csv, tmp_path, capsys, monkeypatch)
     def full(path, row):
         if appended:
             raise OSError(28, "No space left")
-        appended.append(append(path, row))  # the header
+        appended.append(append(path, row))  # the first row is the header
 
     def ends(*arguments):
         yield next(measure(*arguments))

@@ -165,7 +165,7 @@ def test_a_mistake_is_one_line(command, said, capsys):
         pytest.skip("there is one")
     try:
         status = cli.main(command)
-    except SystemExit as exited:  # argparse
+    except SystemExit as exited:  # raised by argparse
         status = exited.code
     shown = capsys.readouterr()
     assert status == 2

@@ -39,7 +39,7 @@ def test_calls_of_other_sizes_compile_nothing_more(what, tmp_path):
     assert done["why"] == "" and done["kernels"] == {"backward": 3, "training": 1, "inference": 1}[what]
     names = kernels(tmp_path)
     assert len(names) == done["kernels"]
-    with absent.gpu(90, folder=str(tmp_path)):  # a new process
+    with absent.gpu(90, folder=str(tmp_path)):  # as in a new process
         for batch, heads, kv_heads, rows in ((1, 8, 2, 77), (3, 8, 2, 640)):
             shapes = [(batch, rows, h, 64) for h in (heads, kv_heads, kv_heads)]
             inputs = [torch.zeros(shape, dtype=torch.bfloat16).transpose(1, 2) for shape in shapes]

@@ -140,7 +140,7 @@ def test_errors_show_the_shapes_that_the_caller_has():
     for call, shape in (
         (lambda: flash.flash_attn_func(Q, K, K[:, :6]), "(2, 6, 2, 8)"),
         (lambda: flash.flash_attn_varlen_func(**CALLS["flash_attn_varlen_func"] | dict(q=Q)), "(2, 5, 4, 8)"),
-        (lambda: flash.flash_attn_with_kvcache(Q[:1], K, K[:, :6]), "(2, 6, 2, 8)"),  # the call uses one cache of two
+        (lambda: flash.flash_attn_with_kvcache(Q[:1], K, K[:, :6]), "(2, 6, 2, 8)"),  # the call uses one of two caches
     ):
         with pytest.raises(ValueError) as raised:
             call()

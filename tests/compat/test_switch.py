@@ -93,7 +93,7 @@ def test_enabled_it_answers_every_thread_with_gradients_and_autocast(answered):
         return low, out, torch.autograd.grad(out.sin().sum(), x)[0]
 
     with ThreadPoolExecutor(1, "early") as early:
-        want, exact = early.submit(step).result(), exactly(step)  # a thread from before the switch
+        want, exact = early.submit(step).result(), exactly(step)  # a thread that started before the switch
         assert not answered
         with enabled():
             compat.enable_sdpa()

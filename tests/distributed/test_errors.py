@@ -107,7 +107,7 @@ def test_wrong_shards(rank, size):
         distributed.unshard(torch.ones(3), rank)
 
 
-# These processes end, so they are not a Pool.
+# These processes end, so they cannot form a Pool.
 LIMIT = datetime.timedelta(seconds=1)
 
 

@@ -135,8 +135,8 @@ def test_compiled(rank, size, name):
     "heads, key_heads, where, key_where",
     [
         (4, 2, SAME, SAME),
-        (5, 5, HEADS, HEADS),  # three heads and two
-        (4, 1, HEADS, SAME),  # one head of keys for all ranks
+        (5, 5, HEADS, HEADS),  # one rank has three heads, the other two
+        (4, 1, HEADS, SAME),  # one kv head, which all ranks use
         (8, 2, HEADS, SAME),
         (4, 2, SAME, HEADS),
         (4, 2, BATCH, SAME),

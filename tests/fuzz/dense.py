@@ -15,7 +15,7 @@ class Pairs(NamedTuple):
 
     axes: str = "ij"
     keep: float = 0.7
-    rank2: bool = False  # a shape of (Sq, Sk); axes are a part of "ij"
+    rank2: bool = False  # shape (Sq, Sk); axes are then a subset of "ij"
     hides: str = ""  # also hides "rows", "keys" or a "block" of pairs
     layout: Layout = PLAIN
     dtype: torch.dtype | None = None  # dtype of a bias; None is the query's
@@ -41,7 +41,7 @@ class Dense(NamedTuple):
     route: str = "attention"
     B: int = 1
     Hkv: int = 1
-    group: int = 1  # query heads that share a key
+    group: int = 1  # query heads that share a kv head
     Sq: int = 1
     Sk: int = 1
     D: int = 1
@@ -65,10 +65,10 @@ class Dense(NamedTuple):
     align: str = "bottom_right"
     scale: float | None = None
     softcap: float | None = None
-    slopes: float | None = None  # their standard deviation
+    slopes: float | None = None  # standard deviation of the slopes
     slopes_dtype: torch.dtype = torch.float32
     own_slopes: bool = False
-    sinks: str | None = None  # "normal", "none": -inf, "some", "large"
+    sinks: str | None = None  # "normal", "none" (-inf), "some" or "large"
     sinks_dtype: torch.dtype | None = None  # None is the query's
     dropout: float = 0.0
     seed: int = 0

@@ -148,7 +148,7 @@ def calls(draw, name):
             made["bias"] = made["bias"]._replace(dtype=draw(st.sampled_from([None, torch.float32])))
     made["lse"] = "lse" in route.results and draw(st.booleans())
     made["weights"] = "weights" in route.results and rarely(draw, st.just(True), False)
-    made["lse"] = made["lse"] or made["weights"] and route.packed  # tests/sequences.py returns both
+    made["lse"] = made["lse"] or made["weights"] and route.packed  # tests/sequences.py returns both or none
     there = ["query", "key", "value"]
     there += [
         x for x, of in (("bias", "bias"), ("alibi_slopes", "slopes"), ("sinks", "sinks")) if made.get(of) is not None

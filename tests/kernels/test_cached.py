@@ -111,7 +111,7 @@ def test_what_nobody_checked_is_read_and_written_inside(wrong, page, device, unc
     for backend in ("exact", "naive", "triton", *(["cpu"] if device == "cpu" else [])):
         arguments = case.draw(device)
         names = dict.fromkeys(("key_cache", "value_cache"))
-        for name in names:  # finite everywhere: clamped calls read pages of others
+        for name in names:  # finite everywhere: clamped calls read pages of other sequences
             arguments[name].copy_(torch.randn(arguments[name].shape, generator=torch.Generator().manual_seed(3)))
         lengths = WRONG[wrong].get("cache_seqlens", case.lengths)
         arguments["cache_seqlens"] = torch.tensor(lengths, dtype=torch.int32, device=device)

@@ -63,7 +63,7 @@ def test_nan_reaches_the_rows_that_see_it_and_no_others(name, value, options, de
 def test_a_row_that_sees_nothing_is_zero_and_has_zero_gradient(device, backend):
     case = Case("empty rows", Sq=40, Sk=10, causal=True)  # rows before the first key
     tensors, options = case.draw(device)
-    tensors["lse"][:, :, :30] = float("inf")  # as lse ** 2 would give for -inf
+    tensors["lse"][:, :, :30] = float("inf")  # lse ** 2 would give this for -inf
     got = results(case, device, backend, tensors, options)
     assert (got["out"][:, :, :30] == 0).all() and (got["query"][:, :, :30] == 0).all()
     assert (got["lse"][:, :, :30] == float("-inf")).all() and got["lse"][:, :, 30:].isfinite().all()

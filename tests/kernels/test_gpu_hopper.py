@@ -130,7 +130,7 @@ def test_each_backward_at_a_ragged_shape(band, width, cuda, tiles, passes, poiso
     Wide heads store the ds of a few heads at a time, and each of seven programs computes several blocks of a product.
     """
     tiles("SECTION_BYTES", 2 << 20)
-    tiles("SCORES_BYTES", 8 << 20)  # room for a few heads
+    tiles("SCORES_BYTES", 8 << 20)  # enough memory for a few heads
     tiles.multiprocessors(7)
     case = Case("backward", B=30, Hq=4, Hkv=2, Sq=300, Sk=421, D=width, Dv=width, grads="out and lse", **band)
     check(case._replace(dtype=HALF[len(band)]), cuda)

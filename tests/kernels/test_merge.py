@@ -16,7 +16,7 @@ def draw(dtype=torch.float64):
 def test_two_parts_merge(dtype):
     query, key, value = draw(dtype)
     mask = torch.rand(2, 1, 10, 15) < 0.6
-    mask[:, :, 0] = mask[:, :, 1, :7] = mask[:, :, 2, 7:] = False  # hidden in both parts, in one, in the other
+    mask[:, :, 0] = mask[:, :, 1, :7] = mask[:, :, 2, 7:] = False  # hidden in both parts, in the first, in the second
     halves = [
         fa.attention(query, key[:, :, part], value[:, :, part], mask=mask[..., part], return_lse=True)
         for part in (slice(0, 7), slice(7, 15))

@@ -61,7 +61,7 @@ def test_shares_of_keys_fill_the_gpu_and_none_is_empty():
         assert -(-blocks // n) * (n - 1) < blocks, (programs, blocks, places, n)
         if programs >= 2 * places or blocks <= 4:
             assert n == 1, (programs, blocks, places, n)
-    # 1055 of 1056 places are taken: one more program would need a second wave.
+    # 1055 programs fit in 1056 places: one more would need a second wave.
     assert [splits(*x, 132) for x in ((211, 1000), (8, 128), (1, 1000), (132, 64))] == [5, 32, 112, 2]
     assert [splits(9, blocks, None) for blocks in (0, 1, 2, 9)] == [1, 1, 2, 2]
 

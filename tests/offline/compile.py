@@ -35,7 +35,7 @@ EXTRA_OF_ONE_PASS = {"masked": 768, "everything": 1320, "packed": 32, "packed al
 SPILLS_BY_OTHERS = 2304
 # Relative difference of a Hopper loop's length from the committed table.
 DRIFT = 0.05
-PRODUCTS = ("wgmma", "mma", "tcgen05")  # tensor core products of 9.0, of all GPUs, of 10.0
+PRODUCTS = ("wgmma", "mma", "tcgen05")  # tensor core products of compute capability 9.0, of all GPUs, of 10.0
 
 HEADER = f"{'kernel':25}{'GPU':8}{'dtype':6}{'D':5}{'variant':11}{'tile':17}" + " ".join(
     ["regs", "spills", " shared", *INSTRUCTIONS, " loop", "     wgmma", "    s"]
@@ -124,7 +124,7 @@ def _hopper_table():
     stored = tile_table.BACKWARDS["hopper_bwd_ds"]
     for kernel, rows in (tile_table.BACKWARDS | dict.fromkeys(tile_table.PRODUCTS, stored)).items():
         for width, (form,) in rows.items():
-            seldom = kernel in ("hopper_bwd_deterministic", *tile_table.PRODUCTS)  # no other code for windows
+            seldom = kernel in ("hopper_bwd_deterministic", *tile_table.PRODUCTS)  # windows do not change the code
             for variant in ("full", "causal", *(() if seldom else ("window",))):
                 yield Row(kernel, 90, "bf16", width, variant, form, (0, 1))
             if not seldom:
@@ -228,7 +228,7 @@ def table(capabilities=(80, 90)):
                 for index, tile in enumerate(rich):
                     yield Row(kernel, capability, dtype, width, "biased", tile, (index, len(rich)))
             if dtype == "bf16" and kernel not in ("weights", "tangent_weights") and not seldom:
-                if capability >= 90:  # elsewhere a band has the loops of a full call
+                if capability >= 90:  # on older GPUs causal and window calls have the loops of a full call
                     yield Row(kernel, capability, dtype, width, "causal", *best)
                 if capability >= 90 and width <= 128:
                     narrow = tile_table.small_enough(of())
@@ -238,7 +238,7 @@ def table(capabilities=(80, 90)):
                     yield Row(kernel, capability, dtype, width, "dropout", rich[0], (0, len(rich)))
             if dtype == "bf16" or (dtype == "tf32" and width == 64 and capability == capabilities[-1]):
                 yield Row(kernel, capability, dtype, width, "everything", rich[0], (0, len(rich)))
-            if dtype == "bf16" and kernel in ("one_pass", "dkdv"):  # stores sums in the loop
+            if dtype == "bf16" and kernel in ("one_pass", "dkdv"):  # these kernels store sums in the loop
                 yield Row(kernel, capability, dtype, width, "bias keys", rich[0], (0, len(rich)))
             if dtype == "bf16" and width == 64 and not seldom and capability == capabilities[-1]:
                 yield Row(kernel, capability, "fp16", 64, "full", *best)

@@ -24,7 +24,7 @@ from fusedattn.operators import attention, backward, decode, tangent
 from . import absent, flow, fusing, hazards, operands
 from .sass import disassemble
 
-SHARED = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}  # bytes for a block
+SHARED = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}  # bytes of shared memory per block
 SMALLEST = min(SHARED.values())
 INSTRUCTIONS = {
     "wgmma": r"\bwgmma\.mma_async",
@@ -252,7 +252,7 @@ def _call_on_cache(row):
 def compile_row(row, read=False):
     """Compile a Row and return its Report. SASS is read for plain calls and wgmma, and always if `read`."""
     compiler, log, began = _Compiler(launch.KERNELS[row.kernel]), io.StringIO(), time.monotonic()
-    compiler.kernel.device_caches.clear()  # a cached kernel would leave no log
+    compiler.kernel.device_caches.clear()  # a cached kernel would write no log
     kernels = dict.fromkeys(launch.KERNELS, _Skipped()) | {row.kernel: compiler}
     with _everything_but_a_gpu(kernels, row), contextlib.redirect_stdout(log):
         _call_on_cache(row) if row.kernel in tile_table.ON_CACHES else _call(row)
@@ -284,5 +284,5 @@ def compile_row(row, read=False):
 
 def pool():
     """Return a pool of one process for each CPU core."""
-    start = "spawn" if torch.cuda.is_initialized() else "fork"  # CUDA does not survive a fork
+    start = "spawn" if torch.cuda.is_initialized() else "fork"  # CUDA does not work after a fork
     return ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=multiprocessing.get_context(start))

@@ -9,7 +9,7 @@ from .sass import kind, operation
 _JUMPS = re.compile(r"BRA|JMP|CALL")
 _ANYWHERE = re.compile(r"BRX|JMX")
 _ENDS = re.compile(r"EXIT|RET|KILL|BRX|JMX")
-_LEAVES = re.compile(r"EXIT|RET|KILL|BRX|JMX|BRA|JMP")  # each leaves its block, unless it has a condition
+_LEAVES = re.compile(r"EXIT|RET|KILL|BRX|JMX|BRA|JMP")  # each ends its block, unless it has a predicate
 _PRODUCTS = "HGMMA", "HMMA", "FFMA"  # the first of them that occurs multiplies the matrices
 _EFFECTS = {"tensor", "load", "store", "barrier"}  # kinds that masks do not use, except _READS
 _READS = re.compile(r"LD[SL]\b")  # without LDSM, which loads matrices
@@ -135,7 +135,7 @@ def _turn(blocks, head, body, inner):
     def find(n):
         """Return (minus effects, length, next block) of the best path from block n to the loop's head, or None."""
         if n not in best:
-            best[n] = None  # until it is found, so that paths through this block again do not count
+            best[n] = None  # None until a path is found, so that paths through this block again do not count
             ways = [
                 (*((0, 0) if follower == head else find(follower)[:2]), follower)
                 for follower in blocks[n].after

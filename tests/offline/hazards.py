@@ -15,7 +15,7 @@ _LEFT_REGISTERS = 4  # 64 rows x 32 bytes, over 128 threads
 _COMMIT = re.compile(r"\bgsb0$")
 _WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x([0-9a-f]+)$")
 _OPEN = -1  # age of a product whose group is not committed
-_OLDEST = 63  # no wait leaves so many groups in flight
+_OLDEST = 63  # no wait allows so many groups in flight
 
 # Instructions without a result in registers: their first register, if any, is read.
 _NO_RESULT = re.compile(

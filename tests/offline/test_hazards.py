@@ -98,18 +98,18 @@ HAZARDS = {  # function: [(code, number of findings)]
     hazards.overwritten: [
         ([PV, WRITE, LEAVE_NONE], 1),
         ([PV, LEAVE_NONE, WRITE], 0),
-        ([PV, "STS.128 [R152], R156", "FADD R2, R152, R153", LEAVE_NONE, WRITE], 0),  # only reads
-        ([PV, "LDS.128 R149, [R2]", LEAVE_NONE], 1),  # writes four registers, the last one is read by PV
+        ([PV, "STS.128 [R152], R156", "FADD R2, R152, R153", LEAVE_NONE, WRITE], 0),  # reads are harmless
+        ([PV, "LDS.128 R149, [R2]", LEAVE_NONE], 1),  # writes four registers; PV reads the last of them
         ([PV, "HGMMA.64x128x16.F32.BF16 R90, gdesc[UR8], R90, gsb0", LEAVE_NONE], 2),  # writes 64 registers
-        ([QK, PV, LEAVE_ONE, WRITE, LEAVE_NONE], 1),  # the wait leaves the younger group running
+        ([QK, PV, LEAVE_ONE, WRITE, LEAVE_NONE], 1),  # the wait leaves the later group running
         ([PV, QK, LEAVE_ONE, WRITE, LEAVE_NONE], 0),
         ([PV, QK, "WARPGROUP.DEPBAR.LE gsb0, 0x2", WRITE], 1),
         ([PV.removesuffix(", gsb0"), LEAVE_NONE, WRITE], 1),  # the group is not committed
         ([PV, "@P0 " + LEAVE_NONE, WRITE], 1),
         ([PV, "@P0 BRA AFTER", LEAVE_NONE, "AFTER: NOP", WRITE], 1),  # one path does not wait
-        (again(WRITE, PV) + [LEAVE_NONE], 1),  # the next step writes
+        (again(WRITE, PV) + [LEAVE_NONE], 1),  # the next step of the loop writes
         (again(WRITE, PV, LEAVE_NONE), 0),
-        (again(QK, PV, LEAVE_ONE, "NOP", LEAVE_NONE, WRITE) + [PV, WRITE], 1),  # after the loop
+        (again(QK, PV, LEAVE_ONE, "NOP", LEAVE_NONE, WRITE) + [PV, WRITE], 1),  # after the end of the loop
         ([PV, "CALL.REL.NOINC FUNCTION", LEAVE_NONE, "EXIT", "FUNCTION: NOP", WRITE, "RET.REL.NODEC R2 0x0"], 1),
     ],
     hazards.unfenced: [

@@ -15,7 +15,7 @@ from ..mistakes import ints
 from ..partial import at_once, by_parts, draw, oracle
 
 TRITON = pytest.param("triton", marks=pytest.mark.skipif(not INTERPRETED, reason="kernels need the interpreter"))
-CASES = {  # (options, learned options, are keys hidden?)
+CASES = {  # (options, options that get gradients, True if keys are hidden)
     "full": ({}, (), False),
     "causal": (dict(causal=True), (), False),
     "window": (dict(window=(20, 3)), (), False),
@@ -80,7 +80,7 @@ def test_no_part_is_rounded_to_16_bits(backend):
     tensors, _ = draw(torch.bfloat16, 20, 40)
     found, exact = by_parts(tensors, {}, rows, (0, 30, 40), backend), oracle(reference.attention, tensors, {}, rows)
     assert all(x.dtype == torch.float32 for x in found.values())
-    if backend == "triton":  # its products round weights
+    if backend == "triton":  # its products round the weights
         return
     for name in ("out", "query", "key", "value"):
         rounded = exact[name].bfloat16() - exact[name]

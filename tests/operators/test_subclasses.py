@@ -25,7 +25,7 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "default device": Kind(lambda: torch.device("meta")),  # as torch.set_default_device sets
+    "default device": Kind(lambda: torch.device("meta")),  # what torch.set_default_device sets
     "__torch_dispatch__": Kind(wrap=lambda x: TwoTensor(x, x.clone()), unwrap=lambda x: x.a, made=TwoTensor),
 }
 

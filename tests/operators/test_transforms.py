@@ -113,7 +113,7 @@ def test_third_derivatives(first, second, third, name, backend, device):
             along = _derivative(along, mode)
         return along(query.new_zeros(()))
 
-    # On a GPU kernels take no float64. In float32 chance decides eager's error of one number, so there are 16.
+    # On a GPU kernels take no float64. In float32 the error of eager for one number is up to chance, so there are 16.
     dtype, lines = (torch.float64, 1) if device == "cpu" else (torch.float32, 16)
     options, inputs = OPTIONS[name](SQ, SK, device), _draw(device, dtype)
     assert_like(derive(backend, dtype, inputs, options, lines), derive, "eager", dtype, inputs, options, lines)

@@ -14,8 +14,8 @@ from .products import swizzled
 from .report import Fault
 from .shared import SMEM_BASE, Flight, waited
 
-SPANS = {0: 16, 1: 32, 2: 64, 3: 128}  # bytes of a row that a swizzle permutes, by its number in a descriptor
-FLOAT32 = 7  # the number of a type in a descriptor; only this type can be added
+SPANS = {0: 16, 1: 32, 2: 64, 3: 128}  # {swizzle mode in a descriptor: bytes of a row that it permutes}
+FLOAT32 = 7  # number of the type float32 in a descriptor; only this type can be added
 
 
 def elements(of, coordinates):

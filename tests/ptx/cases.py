@@ -143,7 +143,7 @@ _ON_HOPPER = dense(
             ("D128", WIDE),
             ("D256", dict(D=256)),
             ("D80 fp16", dict(dtype=FP16, D=80)),
-            ("causal", dict(causal=True, Sq=300, Sk=300, multiprocessors=1)),  # pairs of blocks, like the next
+            ("causal", dict(causal=True, Sq=300, Sk=300, multiprocessors=1)),  # pairs of blocks, as in the next case
             ("causal D128", dict(causal=True, Sq=300, Sk=333, multiprocessors=1, **WIDE)),
             ("window", dict(window=(40, 20), Sq=300, Sk=300, multiprocessors=2)),
             ("causal D256", dict(causal=True, D=256, Sq=150, Sk=170, multiprocessors=1)),

@@ -51,7 +51,7 @@ def _marked(entry, capability):
 
 
 def _everything():
-    from . import calls  # needs Triton
+    from . import calls  # imports Triton
 
     for entry, capability in itertools.product(ENTRIES.values(), (*CAPABILITIES, *OTHERS)):
         before = set()

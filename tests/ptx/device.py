@@ -20,8 +20,8 @@ from .parse import parse
 from .program import Program
 from .report import Report
 
-CACHE = pathlib.Path(__file__).parents[2] / ".ptx_cache"  # compiled kernels, by their sources
-LANES = 2048  # threads executed at once; at least one block
+CACHE = pathlib.Path(__file__).parents[2] / ".ptx_cache"  # compiled kernels, by a hash of their sources
+LANES = 2048  # maximum number of threads executed at once, but at least one block
 _PACKED = dict(i1="?", u1="?", i8="b", i16="h", i32="i", i64="q", u8="B", u16="H", u32="I", u64="Q")
 _PACKED |= dict(fp32="f", f32="f", fp64="d", fp16="e")
 _programs: dict[str, Program] = {}

@@ -22,7 +22,7 @@ def disagree(stored, given):
     if found.any() and stored.dtype.itemsize == 4:
         found &= ~(np.isnan(stored.view(F32)) & np.isnan(given.view(F32)))
     elif found.any() and stored.dtype.itemsize == 2:
-        infinity = U16(0x7C00)  # infinity of float16, below that of bfloat16
+        infinity = U16(0x7C00)  # bits of infinity in float16, which are below those in bfloat16
         found &= ~((stored & U16(0x7FFF) > infinity) & (given & U16(0x7FFF) > infinity))
     return found
 

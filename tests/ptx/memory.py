@@ -89,7 +89,7 @@ class Allocation:
         return before | self.foreign(at, size, blocks)
 
 
-NOTHING = Allocation(0, 0, "nothing")  # stands for an access by no lane
+NOTHING = Allocation(0, 0, "nothing")  # allocation of an access by no lane
 
 
 def _between(size, strided):
@@ -119,7 +119,7 @@ class Memory:
         if type(tensor) is torch.Tensor and tensor.device.type == "cpu" and storage.nbytes():  # fakes have no memory
             Allocation(storage.data_ptr(), storage.nbytes(), "").bytes[:] = POISON
             self.fresh[storage.data_ptr()] = np.zeros(storage.nbytes(), bool)
-            self.kept.append(storage)  # so that no other tensor gets its address
+            self.kept.append(storage)  # keeps the memory, so that no other tensor gets its address
         return tensor
 
     def begin(self, tensors, described):

@@ -31,7 +31,7 @@ class Instruction(NamedTuple):
 
     line: int
     text: str
-    guard: tuple | None  # (register, whether it is negated)
+    guard: tuple | None  # (register, True if it is negated)
     op: str
     args: tuple
 
@@ -60,7 +60,7 @@ class _Scope:
 
 def split(text):
     """Return text split at the commas outside brackets, as a tuple."""
-    if not _BRACKETS.search(text):  # most operands
+    if not _BRACKETS.search(text):  # true of most operands
         return tuple(operand.strip() for operand in text.split(",")) if text else ()
     operands, depth, start = [], 0, 0
     for i, char in enumerate(text):
@@ -73,7 +73,7 @@ def split(text):
 
 def parse(ptx):
     """Return the Kernel of a PTX module that has one entry point."""
-    ptx = _NO_CODE.sub("", ptx)  # keeps line numbers
+    ptx = _NO_CODE.sub("", ptx)  # this keeps the line numbers
     entry = _ENTRY.search(ptx)
     begin = ptx.index("{", entry.end())
     head = ptx[entry.end() : begin]

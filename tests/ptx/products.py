@@ -13,7 +13,7 @@ from .report import Fault
 from .shared import SMEM_BASE, Flight, waited
 from .warp import Warp, floats
 
-SPANS = {0: 16, 1: 128, 2: 64, 3: 32}  # bytes of a row that a swizzle permutes, by the mode in a descriptor
+SPANS = {0: 16, 1: 128, 2: 64, 3: 32}  # {swizzle mode in a descriptor: bytes of a row that it permutes}
 
 
 def swizzled(address, span):

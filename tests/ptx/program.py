@@ -88,7 +88,7 @@ def _cut(body):
             blocks[-1].append(each)
             if _ENDS.match(each.op):
                 blocks.append([])
-    return [block for block in blocks if block], labels, tables  # the last may be empty
+    return [block for block in blocks if block], labels, tables  # the last block may be empty
 
 
 def _read_by(instruction):

@@ -35,7 +35,7 @@ def pytest_generate_tests(metafunc):
 
 @pytest.mark.matrix
 def test_parts_by_compiled_code(name, monkeypatch):
-    if "splits" in name:  # as few keys are not split by themselves
+    if "splits" in name:  # otherwise so few keys would not be split
         monkeypatch.setattr(hopper, "splits", lambda *_: 3)
     backend, capability, dtype, columns, options, learned, (rows, cuts) = CASES[name]
     tensors, more = draw(dtype, 150, 200, columns, batch=1, learned=learned)

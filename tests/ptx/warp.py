@@ -45,7 +45,7 @@ class Warp(SharedMemory):
 
     def __init__(self, *launch):
         super().__init__(*launch)
-        self.fragments = {}  # matrices by the ids of their registers: products often reuse one
+        self.fragments = {}  # matrices by the ids of their register arrays: several products often use the same matrix
 
     def shuffle(self, m, how, x, b, c, line):
         """Return (value for each lane, mask of lanes whose source lane is in its segment) (shfl.sync)."""

@@ -58,7 +58,7 @@ def benchmarks_run():
     """Run our benchmark workloads and the small ones of `kernels`, which checks their results."""
     run, ran = suite(), []
     (script,) = run.discover_benchmark_scripts("fusedattn", FOLDER)
-    available, torch.cuda.is_available = torch.cuda.is_available, lambda: True  # else the suite has no classes
+    available, torch.cuda.is_available = torch.cuda.is_available, lambda: True  # otherwise the suite finds no classes
     classes = run.discover_benchmark_classes(script, FOLDER)
     torch.cuda.is_available = available
     for one in classes:

@@ -33,7 +33,7 @@ def load_param(e, op, register, operand):
 def load(e, op, registers, operand):
     registers = _vector(e, op, registers)
     dtype = _dtype(e, op, next(register for register in registers if register != "_"))
-    name = f"load_{op.name.rpartition('.')[2]}"  # a volatile load is like any other
+    name = f"load_{op.name.rpartition('.')[2]}"  # a volatile load is treated like any other load
     source = e.call(name, *e.pointer(operand), dtype.__name__, len(registers))
     e.write_all(registers, source, dtype)
 

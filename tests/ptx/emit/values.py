@@ -10,8 +10,8 @@ from .registry import instruction
 NUMBERS = "s8 s16 s32 s64 u8 u16 u32 u64 f16 bf16 f32 f64"
 COMPARISONS = {"eq": "{} == {}", "ne": "{} != {}", "lt": "{} < {}", "le": "{} <= {}", "gt": "{} > {}", "ge": "{} >= {}"}
 FLOAT_COMPARISONS = COMPARISONS | {
-    "ne": "({0} < {1}) | ({0} > {1})",  # false for a NaN, like the others
-    "neu": "{} != {}",  # true for a NaN
+    "ne": "({0} < {1}) | ({0} > {1})",  # false for NaN, like the other comparisons
+    "neu": "{} != {}",  # true for NaN
 }
 
 
