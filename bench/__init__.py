@@ -1,1 +1,1 @@
-"""Benchmarks of attention, grouped by question (see `cases`), with their results as CSV rows, tables and plots."""
+"""Benchmarks of attention: their cases, measurements, and results as CSV rows, tables and plots."""

@@ -1,4 +1,4 @@
-"""Benchmark cases for each question (forward, backward, options, packed, decode, module), most important first."""
+"""Benchmark cases in groups, named questions (forward, backward, options, packed, decode, module), by importance."""
 
 from typing import NamedTuple
 
@@ -221,7 +221,7 @@ CPU_MODULE = [_CPU._replace(Sq=length, Sk=length, options="module") for length i
 
 
 class Question(NamedTuple):
-    """A question that a benchmark answers: the modes to measure, and its cases and providers on a GPU and on a CPU."""
+    """A group of benchmark cases: the modes to measure, and the cases and providers on a GPU and on a CPU."""
 
     modes: tuple
     on_gpu: list[Case]
@@ -230,7 +230,7 @@ class Question(NamedTuple):
     cpu_providers: tuple
 
     def here(self, device: str) -> tuple[list[Case], tuple, tuple]:
-        """Return (cases, providers, modes) of this question for a device."""
+        """Return the (cases, providers, modes) of this group for a device."""
         if torch.device(device).type == "cuda":
             return self.on_gpu, self.providers, self.modes
         modes = tuple(mode for mode in self.modes if mode != "graph")

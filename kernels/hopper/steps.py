@@ -67,7 +67,7 @@ def _numbers(rows, step, which: gl.constexpr, part: gl.constexpr = 0, PARTS: gl.
 
 @gluon.jit
 def begin_scores(k, q, shared, step, zero, part: gl.constexpr = 0, PARTS: gl.constexpr = 1):
-    """Begin the product for scores, [keys, rows], minus each row's pivot (row max) and the logarithm of its row sum.
+    """Begin wgmma for scores, [keys, rows], minus each row's pivot (row max) and the logarithm of its row sum.
 
     The pivot is subtracted first: if it is large, its sum with the logarithm would round off the latter.
     """
@@ -79,7 +79,7 @@ def begin_scores(k, q, shared, step, zero, part: gl.constexpr = 0, PARTS: gl.con
 
 @gluon.jit
 def begin_dp(v, do, shared, step, zero, part: gl.constexpr = 0, PARTS: gl.constexpr = 1):
-    """Begin the product for dp - delta, [keys, rows]; ds is p * (dp - delta)."""
+    """Begin wgmma for dp - delta, [keys, rows]; ds is p * (dp - delta)."""
     dp = warpgroup_mma(v, do, zero, use_acc=False, is_async=True)
     return warpgroup_mma(half(shared.one, 0, 0), _numbers(shared.rows, step, 1, part, PARTS), dp, is_async=True)
 

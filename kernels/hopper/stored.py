@@ -121,7 +121,7 @@ def _begin_scores(g: gl.constexpr, shared, step, exists, none, zero):
 
 @gluon.jit
 def _begin_dp(v, shared, step, exists, zero):
-    """Begin the product for dp of a step: one half of the columns is multiplied while the other arrives."""
+    """Begin wgmma for dp of a step: one half of the columns is multiplied while the other is loaded."""
     ring.wait(shared.do, 2 * step, pred=exists)
     one = ring.tile(shared.do, 2 * step).permute((1, 0))
     dp = warpgroup_mma(half(v, 0, 1), one, zero, use_acc=False, is_async=True)
@@ -305,7 +305,7 @@ def _load(factors, GradScores, Others, work, before, GROUP: gl.constexpr, OF_K: 
 
 @gluon.jit
 def _store_product(g: gl.constexpr, factors, Product, work, OF_K: gl.constexpr):
-    """Store each product of a warpgroup while the warpgroup computes the next: the work of one warp."""
+    """Store each block of dq or dk of a warpgroup while the next is computed: the work of one warp."""
     ROWS: gl.constexpr = Product.block_type.shape[2]
     for n in range(_share(work)):
         first, plane, _, _ = _factors_of(work, n, factors, OF_K)

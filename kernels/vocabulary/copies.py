@@ -1,4 +1,4 @@
-"""Fences between copies to shared memory and asynchronous products; some versions of Triton leave them out."""
+"""Fences between copies to shared memory and wgmma, which some versions of Triton leave out."""
 
 import triton
 import triton.language as tl

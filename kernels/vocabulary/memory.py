@@ -132,7 +132,7 @@ def load(m, rows, exists, D: tl.constexpr, first=0):
 
 @triton.jit
 def store(m, rows, n, tile, D: tl.constexpr):
-    """Store the part of a tile before row n and column D, in the dtype of the matrix."""
+    """Store rows below n and columns below D of a tile, in the dtype of the matrix."""
     r, c = rows[:, None], tl.arange(0, width(D))[None, :]
     tl.store(pointers(m, r, c), tile.to(m.base.dtype.scalar.element_ty), mask=(r < n) & (c < D))
 

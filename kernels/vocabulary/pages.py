@@ -29,7 +29,7 @@ def _several(PAGE, BLOCK):
 
 @triton.jit
 def length(cache, plane, capacity):
-    """Return the cached length of a plane's sequence (a plane is one head of one batch), clamped to the capacity."""
+    """Return the cached length of the sequence of a plane (one head of one batch), clamped to the capacity."""
     n = tl.load(cache.lengths.base + tl.cast(plane.batch, tl.int64) * cache.lengths.strides[0])
     return tl.minimum(tl.maximum(n, 0), capacity)
 

@@ -98,7 +98,7 @@ def distance(score, band, r, c):
 
 @triton.jit
 def apply(score, x, bias, band, plane, r, c):
-    """Return (scores, derivative of the softcap) from products x of pairs (r, c)."""
+    """Return (scores, derivative of the softcap) from products x = q @ k.T of rows r and keys c."""
     dcap = 1.0
     if score.scale is not None:
         added = tl.zeros([], x.dtype) if score.bias is None else memory.cast(bias, x.dtype)

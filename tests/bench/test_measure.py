@@ -1,4 +1,4 @@
-"""Tests benchmark rows: all questions are measured, wrong results are found, and failures are explained in a row."""
+"""Tests benchmark rows: all cases are measured, wrong results are found, and failures are explained in a row."""
 
 import re
 

@@ -46,7 +46,7 @@ def guarded(attend, arguments, incoming, backend, monkeypatch, fill, gap):
 
 
 def alike(got, want, backend):
-    """Assert that kernels give equal bits; PyTorch's products may round differently at other addresses."""
+    """Assert that kernels give equal bits; PyTorch's matmul may round differently at other addresses."""
     for a, b in zip(got, want, strict=True):
         if backend == "triton":
             assert torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) and torch.equal(a.isnan(), b.isnan())

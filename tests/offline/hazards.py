@@ -1,4 +1,4 @@
-"""Finds hazards of asynchronous products (wgmma) and copies in SASS, the machine code of NVIDIA GPUs.
+"""Finds hazards of wgmma (asynchronous matrix products) and copies in SASS, the machine code of NVIDIA GPUs.
 
 A wgmma reads its left operand from registers while it runs. ptxas before 13.3 may overwrite them before the wait that
 ends it (triton-lang/triton#9433). Operands must be written before the fence of the product. Triton 3.6 and 3.7 move
@@ -53,7 +53,7 @@ def written(instruction):
 
 
 def _merged(*states):
-    """Return {register: (age, product)} of joined paths, with the youngest product that reads each register."""
+    """Return {register: (age, wgmma)} of joined paths, with the youngest wgmma that reads each register."""
     found = {}
     for state in states:
         for register, reader in state.items():
@@ -62,7 +62,7 @@ def _merged(*states):
 
 
 def _after(state, instruction):
-    """Return the registers that products still read after an instruction; ages count the later groups."""
+    """Return the registers that wgmma may still read after an instruction; ages count the later groups."""
     left, wait, name = _LEFT.search(instruction), _WAIT.search(instruction), operation(instruction)
     if not name.startswith(("HGMMA", "WARPGROUP.DEPBAR")):
         return state
@@ -93,7 +93,7 @@ def _over_all_ways(code, start, merged, after):
 
 
 def overwritten(sass):
-    """Return a text for each register that is overwritten while a product may still read it, on any path."""
+    """Return a text for each register that is overwritten while wgmma may still read it, on any path."""
     found = {}
 
     def after(state, instruction):
@@ -119,7 +119,7 @@ def _read(product):
 
 
 def unfenced(sass):
-    """Return a text for each register of a product that is written after the product's fence, on any path.
+    """Return a text for each register of a wgmma that is written after the wgmma's fence, on any path.
 
     Source: PTX ISA, "wgmma.fence".
     """
@@ -200,7 +200,7 @@ def given_back(sass):
 
 
 def overlapped(step):
-    """Return (number of exponentials that run during a product, number of exponentials) in one step of a loop.
+    """Return (number of exponentials that run during a wgmma, number of exponentials) in one step of a loop.
 
     A product runs from its first instruction to a wait after its last one, which commits it.
     """

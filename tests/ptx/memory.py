@@ -72,7 +72,7 @@ class Allocation:
         return self.between[at + np.arange(size)[:, None]].any(0)
 
     def foreign(self, at, size, blocks):
-        """Return a mask of the ranges that another block stored to. An owner is known per two bytes: one passes."""
+        """Return a mask of the ranges, of two or more bytes, that another block stored to."""
         if self.owner is None or size == 1:
             return np.zeros(at.shape, bool)
         owner = self.owner[at // 2 + np.arange(size // 2)[:, None]]

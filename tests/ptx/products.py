@@ -107,13 +107,13 @@ class Products(Warp):
         return floats(raw, kind), at[:, pieces], pieces // (32 // size)
 
     def begin_reading(self, gwarp, at, line):
-        """Record reads of 16-byte pieces of shared memory, which last until the group of the product is waited for."""
+        """Record reads of 16-byte pieces of shared memory by wgmma, which last until a wait for its group."""
         gwarp, at = (x.reshape(-1) for x in np.broadcast_arrays(gwarp, at))
         self.reads_async(gwarp, at, 16, "a product", line)
         self.reading.append(Flight(gwarp * 32, self.issued[gwarp * 32], at, line))
 
     def accumulate(self, d, active, factors, scale, line):
-        """Add a product to its sums, and set the registers of the sums to NaN."""
+        """Add a matrix product to its sums, and set the registers of the sums to NaN."""
         if d not in self.sums:
             if any(set(other) & set(d) for other in self.sums):
                 raise NotImplementedError(f"line {line}: sums overlap with sums in flight")
@@ -132,7 +132,7 @@ class Products(Warp):
         sums.lanes |= active
 
     def check_fenced(self, names, mask, line):
-        """Report registers of a product that were written after the last wgmma.fence."""
+        """Report registers of a wgmma that were written after the last wgmma.fence."""
         for i in names:
             if self.differs(i, self.at_fence[i], mask):
                 self.report.add("unfenced", line, "a register that a product uses was written after wgmma.fence")
@@ -144,7 +144,7 @@ class Products(Warp):
         return now is not then and (now.view(U32)[mask] != then.view(U32)[mask]).any()
 
     def wgmma_wait(self, m, count, line):
-        """Complete all but the last `count` groups of products (wgmma.wait_group)."""
+        """Complete all but the last `count` groups of wgmma (wgmma.wait_group)."""
         limit = self.issued - count
         for d, sums in list(self.sums.items()):
             done = sums.lanes & (sums.group < limit)

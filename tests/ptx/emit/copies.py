@@ -1,4 +1,4 @@
-"""Translates asynchronous copies, mbarriers, and the groups and fences of copies and products."""
+"""Translates asynchronous copies, mbarriers, and the groups and fences of copies and wgmma."""
 
 import re
 
@@ -30,7 +30,7 @@ def cp_async(e, op, target, source, size, count=None):
 
 @instruction(" ".join(GROUPS))
 def group(e, op, *count):
-    """Emit a commit of a group of copies or products, a wait until only `count` groups run, or a fence."""
+    """Emit a commit of a group of copies or wgmma, a wait until only `count` groups run, or a fence."""
     e.line(f"S.{GROUPS[op.name]}({', '.join((e.everyone(), *count))})")
 
 
