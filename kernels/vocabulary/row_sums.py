@@ -53,7 +53,7 @@ def add(sums, p, ds, far):
 
 @triton.jit
 def _mend(sums, delta, dlse):
-    """Return (sums, delta) with a more exact delta, which `preprocess` computed from the rounded output.
+    """Return (sums, delta) corrected for the error of delta, which `preprocess` computed from a rounded output.
 
     All keys of a row share the error of delta. It is small in one gradient, but not in a sum over keys times distances.
     """
@@ -63,7 +63,7 @@ def _mend(sums, delta, dlse):
 
 @triton.jit
 def store(by_row, sums, row, score, plane, rows, n, PARTIAL: tl.constexpr):
-    """Store the gradients of a block of rows. PARTIAL: rows also see keys of other calls, so delta is not mended."""
+    """Store the gradients of a block of rows. PARTIAL: rows also see keys of other calls: delta is not corrected."""
     delta = row.delta
     if not PARTIAL:
         sums, delta = _mend(sums, row.delta, row.dlse)
