@@ -46,7 +46,7 @@ def decode(
 
     The cached lengths do not yet count the `added` keys of each sequence that `append` wrote.
     """
-    # indices of this program
+    # ids
     split = tl.program_id(0) % splits
     block, kv = span.place(tl.program_id(0) // splits, q_len * spec.GROUP, heads, BLOCK_M)
     first = span.latest_first(block, q_len * spec.GROUP, BLOCK_M)
@@ -54,7 +54,7 @@ def decode(
     rows, member = folded // spec.GROUP, folded % spec.GROUP
     head, plane = span.query_head(kv, member, spec.GROUP), span.query_head(kv, member[:, None], spec.GROUP)
 
-    # visible blocks
+    # what it sees
     before = paging.length(cache, kv, capacity)
     band = span.band(q_len, before + tl.minimum(added, capacity - before), left, right, spec.TOP_LEFT)
     real = masks.real_rows(rules.masks, kv, rows, q_len)
@@ -64,7 +64,7 @@ def decode(
     # Each split gets an equal part of the key blocks that the rows see.
     each = ranges[3] - ranges[0]
     start, stop = ranges[0] + split * each // splits, ranges[0] + (split + 1) * each // splits
-    # loop over the blocks
+    # walk it
     out = tl.zeros([BLOCK_M, memory.width(spec.DV)], memory.wide(Q.base.dtype.element_ty))
     nothing = None  # only the first split sees the sink
     if rules.score.sinks is not None:
@@ -81,7 +81,7 @@ def decode(
                 spec, BLOCK_N, CHECK=n != 1,
             )  # fmt: skip
 
-    # store the results
+    # store it
     if rules.masks.rows is not None:
         unseen = softmax.start(nothing, BLOCK_M, out.dtype)
         out = tl.where(real[:, None], out, 0.0)

@@ -92,7 +92,7 @@ def dkdv(
     products a tile instead of seven. grads.bias, a View of (B, Hq, Sq, Sk), and grads.key_sums (B, Hq, Sk, 3) hold
     zeros at first. The three columns of key_sums add up to the gradient of the scores, summed over rows.
     """
-    # indices of this program
+    # ids
     block, kv, q_len, k_len = span.locate(sequences, q_len, k_len, heads // spec.GROUP, BLOCK_N, BY_KEYS=True)
     first = block * BLOCK_N
     cols = first + tl.arange(0, BLOCK_N)
@@ -103,12 +103,12 @@ def dkdv(
     dk = tl.zeros([BLOCK_N, memory.width(spec.D)], wide)
     dv = tl.zeros([BLOCK_N, memory.width(spec.DV)], wide)
 
-    # visible blocks
+    # what it sees
     band = span.band(q_len, k_len, left, right, spec.TOP_LEFT)
     ranges = span.blocks(span.flip(band), first, BLOCK_N, BLOCK_M)
     if GradQ is not None:
         ranges = span.masked_past(ranges, first + BLOCK_N, k_len)
-    # loop over the blocks
+    # walk it
     incoming = gradient.Incoming(GradOut, GradWeights, Rows)
     # Walk (loop) 0 masks the blocks before `full`. Without a right bound there are none: omit its code to save spills.
     FIRST: tl.constexpr = 1 if tile_lists is None and right is None else 0
@@ -119,7 +119,7 @@ def dkdv(
             dk, dv, k, v, Q, incoming, GradQ, grads, cols, band, rules, kv, tile_list, begin, end,
             spec, BLOCK_M, CHECK=n != 1, WALK=n,
         )  # fmt: skip
-    # store the results
+    # store it
     if grads.k is not None:
         memory.store(memory.of_keys(grads.k, kv), cols, k_len, scores.grad(rules.score, dk), spec.D)
     if grads.v is not None:

@@ -60,7 +60,7 @@ def dq(
     K and V are Views (pointer and strides), or both TMA descriptors. Rows has the statistics of `preprocess`.
     grads.bias, unless None, is a View of (B, Hq, Sq, Sk) that holds zeros at first.
     """
-    # indices of this program
+    # ids
     block, plane, q_len, k_len = span.locate(sequences, q_len, k_len, heads, BLOCK_M, BY_KEYS=False)
     first = span.latest_first(block, q_len, BLOCK_M)
     rows = first + tl.arange(0, BLOCK_M)
@@ -71,10 +71,10 @@ def dq(
     kv = span.kv_head(plane, spec.GROUP)
     k, v = memory.of_keys(K, kv), memory.of_keys(V, kv)
 
-    # visible blocks
+    # what it sees
     band = span.band(q_len, k_len, left, right, spec.TOP_LEFT)
     ranges = span.blocks(band, first, BLOCK_M, BLOCK_N)
-    # loop over the blocks
+    # walk it
     wide: tl.constexpr = memory.wide(Q.base.dtype.element_ty)
     grad = tl.zeros([BLOCK_M, memory.width(spec.D)], wide)
     zero = tl.zeros([BLOCK_M], wide)
@@ -88,7 +88,7 @@ def dq(
             grad, sums, q, do, k, v, GradWeights, GradQ, grads, row, rows, band, rules, plane, tile_list, begin, end,
             spec, BLOCK_N, CHECK=n != 1,
         )  # fmt: skip
-    # store the results
+    # store it
     if GradQ is not None:
         memory.store(memory.of_rows(GradQ, plane), rows, q_len, scores.grad(rules.score, grad), spec.D)
     if row_sums.wanted(grads.rows):

@@ -39,7 +39,7 @@ def forward(
     Q, K, V and Out are Views (pointer and strides); K and V may both be TMA descriptors. Lse and Stats are contiguous.
     tile_lists is None if only causal and window hide pairs. For packed sequences B is 1; q_len and k_len are totals.
     """
-    # indices of this program
+    # ids
     block, plane, q_len, k_len = span.locate(sequences, q_len, k_len, heads, BLOCK_M, BY_KEYS=False)
     first = span.latest_first(block, q_len, BLOCK_M)
     rows = first + tl.arange(0, BLOCK_M)
@@ -48,10 +48,10 @@ def forward(
     kv = span.kv_head(plane, spec.GROUP)
     k, v = memory.of_keys(K, kv), memory.of_keys(V, kv)
 
-    # visible blocks
+    # what it sees
     band = span.band(q_len, k_len, left, right, spec.TOP_LEFT)
     ranges = span.blocks(band, first, BLOCK_M, BLOCK_N)
-    # loop over the blocks
+    # walk it
     out = tl.zeros([BLOCK_M, memory.width(spec.DV)], memory.wide(Q.base.dtype.element_ty))
     nothing = None if rules.score.sinks is None else scores.sink(rules.score, plane, out.dtype)
     state = softmax.start(nothing, BLOCK_M, out.dtype)
@@ -64,7 +64,7 @@ def forward(
             out, state, q, k, v, rows, band, rules, plane, tile_list, begin, end, spec, BLOCK_N, CHECK=n != 1
         )  # fmt: skip
 
-    # store the results
+    # store it
     out, lse, log2_sum = softmax.finish(out, state, rules.score.softmax_scale)
     if rules.masks.rows is not None:
         out = tl.where(real[:, None], out, 0.0)
