@@ -1,4 +1,4 @@
-"""python -m fusedattn: the command line."""
+"""Runs the command line, as `python -m fusedattn`."""
 
 import sys
 

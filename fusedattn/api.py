@@ -79,7 +79,7 @@ def attention(
 
     Source: FlashAttention-2, arXiv:2307.08691.
     """
-    # Arguments(...) takes twice as long, 5 % of a call that is replayed.
+    # Arguments(...) would take twice as long, 5 % of a replayed call.
     arguments = tuple.__new__(Arguments, (
         query, key, value, mask, bias, key_mask, query_mask,
         causal, window, align, scale, softcap, alibi_slopes, sinks, dropout_p, seed,
@@ -221,7 +221,7 @@ def attention_decode(
 
 
 def plan(mask: Tensor | None = None, key_mask: Tensor | None = None, query_mask: Tensor | None = None) -> Plan:
-    """Compute the block mask of masks once, and pass the result as `mask` to many calls.
+    """Return masks with their block mask, computed once, to pass as `mask` to many calls.
 
     Examples:
         >>> layers = [fusedattn.MultiHeadAttention(64, 4) for _ in range(2)]
@@ -251,7 +251,7 @@ def plan(mask: Tensor | None = None, key_mask: Tensor | None = None, query_mask:
 
 @overridable
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge attention over two disjoint sets of keys into attention over both.
+    """Merge the outputs of attention over two disjoint sets of keys into the output over both.
 
     Examples:
         >>> query, key, value = torch.randn(1, 8, 10, 64), *torch.randn(2, 1, 8, 100, 64)
@@ -286,7 +286,7 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
         if out_a.dim() == 0 or x.shape != shape:
             expected = f"shape {tuple(shape)}, as out_a has {tuple(out_a.shape)}" if out_a.dim() else "rank 1 or more"
             fail(ValueError, name, expected, x.shape)
-    # Detached: the result does not depend on the pivot.
+    # Detached, because the result does not depend on the maximum that is subtracted.
     top = torch.maximum(lse_a, lse_b).detach()
     empty = top == float("-inf")
     top = top.masked_fill(empty, 0.0)

@@ -26,7 +26,7 @@ def _naive(function: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(function)
     parameters = [x for x in signature.parameters.values() if x.name != "backend"]
     vars(naive)["__signature__"] = signature.replace(parameters=parameters)
-    naive.__doc__ = f"Compute `fusedattn.{function.__name__}` by the naive path: same arguments and answers, anywhere."
+    naive.__doc__ = f"Compute `fusedattn.{function.__name__}` by the naive path: same arguments and results, on any device."
     return naive
 
 
@@ -42,7 +42,7 @@ attention_decode = _naive(api.attention_decode)
 def eager(
     query: Tensor, key: Tensor, value: Tensor, *, return_lse: bool = False, return_weights: bool = False, **options: Any
 ) -> Tensor | Any:
-    """Compute `attention` as people write it by hand: each step in the dtype of the inputs, all rows at once.
+    """Compute `attention` by plain PyTorch operations in the dtype of the inputs, for all rows at once.
 
     Tests allow a multiple of the error of this function. Benchmarks call it `naive`.
 

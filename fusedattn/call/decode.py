@@ -14,7 +14,7 @@ from .rules import Sizes, check_dtype, check_floating, check_options, check_quer
 
 
 class CacheArguments(NamedTuple):
-    """Unchecked arguments of `attention_decode`, except the options that `attention` has, too."""
+    """Unchecked arguments of `attention_decode`, without the options that it shares with `attention`."""
 
     query: Any
     key_cache: Any
@@ -64,7 +64,7 @@ def apart(decode: Decode) -> list[Tensor]:
 
 # Functions, not properties: the compiler of torch 2.10 does not trace properties of a NamedTuple.
 def capacity_of(decode: Decode) -> int:
-    """Return how many keys a sequence can hold; kernels clamp lengths to it. It is 0 if the cache has no pages."""
+    """Return the number of keys that a cache can hold for one sequence. It is 0 if the cache has no pages."""
     return decode.call.key.shape[2] if holds(decode.key_cache.shape[0] != 0, True) else 0
 
 
@@ -74,7 +74,7 @@ def capacity(arguments: CacheArguments) -> int:
 
 
 def stand_in(cache: Tensor, table: Tensor | None) -> Tensor:
-    """Return a Call's key or value: the cache, or with a table an uninitialised tensor (B, Hkv, capacity, D)."""
+    """Return the key or value of a Call: the cache, or for a paged cache an uninitialised (B, Hkv, capacity, D)."""
     if table is None:
         return cache
     batch, (_, heads, page, dim) = table.shape[0], cache.shape
@@ -82,14 +82,14 @@ def stand_in(cache: Tensor, table: Tensor | None) -> Tensor:
 
 
 def check_inputs(a: CacheArguments) -> None:
-    """Raise if query, caches and lengths do not fit. The caches' first dimension (batch or pages) is checked later."""
+    """Raise if query, caches and cache_seqlens do not match. The caches' batch size or pages are checked later."""
     check_query_key_value(a.query, a.key_cache, a.value_cache, "key_cache", "value_cache", "(B, H, S, D)")
     check_dtype("cache_seqlens", a.cache_seqlens, torch.int32, a.query.device)
     check_shape("cache_seqlens", a.cache_seqlens, (a.query.shape[0],), why="one for each batch of query")
 
 
 def check_sizes(a: CacheArguments) -> None:
-    """Raise if a type or size is wrong. No values are read."""
+    """Raise if an argument of `attention_decode` has a wrong dtype, device or shape. No values are read."""
     check_inputs(a)
     batch = a.query.shape[0]
     if a.block_table is not None:
@@ -222,7 +222,7 @@ def _check_positions(a: CacheArguments, options: Arguments, after: Tensor, rows:
 
 
 def checked(arguments: CacheArguments, options: Arguments, named: bool = False) -> Decode:
-    """Apply autocast, check the arguments, and return their Decode. named: the caller named the backend.
+    """Apply autocast, check the arguments, and return them as a Decode. named: the caller chose a backend.
 
     options: Arguments with None as query, key and value. Values on a GPU and in compiled code are not read.
     """

@@ -28,7 +28,7 @@ def _check(query: Any, key: Any, value: Any) -> None:
 
 
 def _tokens(name: str, mask: Any, like: Tensor) -> Tensor | None:
-    """Check a jagged mask (B, ragged) of the tokens of `like`, (B, H, ragged, D), and return it packed, (T,)."""
+    """Check a jagged token mask (B, ragged) against `like` (B, H, ragged, D), and return it packed as (T,)."""
     if mask is None:
         return None
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
@@ -52,7 +52,7 @@ def attend_nested(function: Callable[..., Any], arguments: Arguments, **more: An
     _check(query, key, value)
     needed = more.get("return_weights") or any(x is not None for x in (options["mask"], options["bias"], key_mask))
     if needed and torch.compiler.is_compiling() and (longest(query) is None or longest(key) is None):
-        # The lengths are unknown: break the graph. An error could be caught in compiled code, and change its result.
+        # The lengths are unknown, so break the graph. Compiled code might catch an error, and return something else.
         return _attend_eagerly(function, arguments, **more)
     more |= dict(key_mask=_tokens("key_mask", key_mask, key), query_mask=_tokens("query_mask", query_mask, query))
     query, key, value = (x.transpose(1, 2).contiguous() for x in (query, key, value))  # (B, ragged, H, D)

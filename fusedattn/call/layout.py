@@ -38,7 +38,7 @@ def broadcasts(tensor: Tensor, shape: tuple[int, ...]) -> bool:
 
 
 def is_size(size: Any, *allowed: Any) -> bool:
-    """Return whether a size is in `allowed`. Use it to raise, not to choose between computations.
+    """Return whether a size equals one of `allowed`. Use the result to raise, not to choose between computations.
 
     If a compiler cannot know the size, it counts as the last of `allowed`, and the compiled program asserts that.
     """
@@ -52,7 +52,7 @@ def is_size(size: Any, *allowed: Any) -> bool:
 
 
 def is_shape(shape: Sequence[Any], *allowed: Sequence[Any]) -> bool:
-    """Return whether a shape is in `allowed`. Allowed shapes of equal rank must differ in at most one dimension."""
+    """Return whether a shape is one of `allowed`. Allowed shapes of equal rank must differ in at most one dimension."""
     # Compare only shapes of the same rank: torch.export would turn other comparisons of sizes into guards.
     same_rank = [one for one in allowed if len(one) == len(shape)]
     if not same_rank:  # a branch, because torch 2.11 does not compile bool() of a list
@@ -76,14 +76,14 @@ def is_contiguous(tensor: Tensor) -> bool:
 
 
 def _is_smaller(stride: Any, other: Any) -> bool:
-    """Return whether a stride is smaller than another, or, if a compiler cannot know, whether it divides the other."""
+    """Return whether stride < other, or, if a compiler cannot know that, whether the stride divides the other."""
     if holds(stride < other, False):
         return True
     return holds(stride < other, True) and holds(other % stride == 0, False)
 
 
 def order(tensor: Tensor) -> tuple[int, ...]:
-    """Return the dimensions from the largest stride to the smallest; row-major order if one is expanded."""
+    """Return the dimensions sorted from the largest stride to the smallest; unsorted if a dimension is expanded."""
     axes, strides = list(range(tensor.dim())), tensor.stride()
     # Dimensions of one element keep their place, whatever their stride.
     places = [] if is_contiguous(tensor) else [axis for axis in axes if holds(tensor.shape[axis] > 1, True)]
@@ -101,7 +101,7 @@ def order(tensor: Tensor) -> tuple[int, ...]:
 
 
 def in_order(tensor: Tensor, axes: Sequence[int]) -> Tensor:
-    """Return the tensor with its dimensions in this order in memory, a copy if needed."""
+    """Return the tensor with its dimensions in the order `axes` in memory, copied if needed."""
     return tensor.permute(*axes).contiguous().permute([axes.index(axis) for axis in range(len(axes))])
 
 
@@ -151,10 +151,10 @@ def span(tensor: Tensor) -> tuple[int, int]:
 
 
 def own_storage(tensor: Tensor) -> Tensor:
-    """Return `tensor`, copied unless it fills its storage: torch requires the same layout of its tangent."""
+    """Return `tensor`, copied unless it fills its storage, because torch requires the same layout of its tangent."""
     return tensor if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize else tensor.clone()
 
 
 def row_major(tensor: Tensor) -> Tensor:
-    """Return `tensor` with row-major strides; torch takes an empty one as contiguous whatever its strides."""
+    """Return `tensor` with row-major strides, even if it is empty: torch calls every empty tensor contiguous."""
     return tensor.contiguous() if holds(tensor.numel() != 0, True) else tensor.new_empty(tensor.shape)

@@ -1,4 +1,4 @@
-"""Type checks that accept numbers of NumPy wherever torch accepts Python's."""
+"""Type checks of numbers, which accept NumPy's scalars like Python's numbers."""
 
 import numbers
 from typing import Any
@@ -19,7 +19,7 @@ def is_int(x: Any) -> bool:
 
 
 def as_python(x: Any) -> Any:
-    """Return a number of NumPy as Python's, anything else unchanged."""
+    """Convert a NumPy scalar to a Python number, and return anything else unchanged."""
     if type(x).__module__ != "numpy" or not isinstance(x, numbers.Real):
         return x
     return int(x) if isinstance(x, numbers.Integral) else float(x)

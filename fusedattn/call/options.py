@@ -67,7 +67,7 @@ WHOLE = Lengths(None, None, 0, 0, None, None)  # for a call without packed seque
 
 
 class Origin(NamedTuple):
-    """Position of a call that is a part of a larger one, split over processes.
+    """Position of a call's rows, keys and heads in a larger call that is split over processes.
 
     causal, window and alibi_slopes align row i with key diagonal + shift + i. Dropout counts row i as row + i, key j as
     key + j, and head h of batch b as plane + b * heads + h, where heads is the number of heads of the larger call.
@@ -83,7 +83,7 @@ class Origin(NamedTuple):
 class Dims(NamedTuple):
     """Dimensions of a tensor of a Call, one letter each: batch, query Heads, key heads (G), Q rows, K keys, D columns.
 
-    Any dimension may be 1 and broadcast, except in query, key and value. differentiable: it may have a gradient.
+    Any dimension may be 1 and broadcast, except in query, key and value. differentiable: it may have gradients.
     """
 
     letters: str
@@ -94,7 +94,7 @@ NOT_CACHED = "not of a call to a cache"  # marks fields that the operators of `a
 
 
 class Call(NamedTuple):
-    """A checked call, as backends and operators take it: the table of all options.
+    """Checked arguments of a call, as backends and operators take them.
 
     Each option is declared here, once: its name, type, default, and for a tensor its Dims. Operator schemas, saved
     tensors, slices by batch and head, and the limits of a backend are derived from these declarations.
@@ -164,7 +164,7 @@ def with_tensors(call: Call, tensors: Sequence[Tensor | None]) -> Call:
 
 
 def in_full(name: str, x: Any) -> Any:
-    """Return the tensor of an option with the dimensions that a caller may leave out; None stays None."""
+    """Return an option's tensor in full rank: omitted dimensions become dimensions of size 1. None stays None."""
     rank = len(DIMS[name])
     if x is None or not rank or x.dim() == rank:
         return x
@@ -174,20 +174,20 @@ def in_full(name: str, x: Any) -> Any:
 
 
 def with_dims(letters: str) -> list[str]:
-    """Return the names of the tensors that have all of these dimensions."""
+    """Return the names of a Call's tensors that have all of these dimensions (see Dims)."""
     return [name for name, dims in DIMS.items() if set(letters) <= set(dims)]
 
 
 def sliced(name: str, x: Any, pairs: Mapping[str, slice] | None = None, **slices: slice) -> Any:
-    """Slice x, the tensor of Call field `name`, by letters of its Dims, as in B=slice(2, 4), unless they broadcast.
+    """Slice x, the tensor of Call field `name`, by dimension, as in B=slice(2, 4); broadcast dimensions stay.
 
-    pairs: other slices for masks and biases of pairs, unless None.
+    pairs: slices that replace the others for mask and bias, which have dimensions BHQK.
     """
     letters = DIMS[name]
     if letters == "BHQK" and pairs is not None:
         slices |= pairs
     for axis, letter in enumerate(letters if x is not None else ""):
-        # Rows and keys broadcast in masks and biases of pairs only: elsewhere a size of 1 is a single row or key.
+        # Rows and keys broadcast only in mask and bias; elsewhere a size of 1 is a single row or key.
         if letter in slices and (x.shape[axis] != 1 or (letter in "QK" and letters != "BHQK")):
             x = x[(slice(None),) * axis + (slices[letter],)]
     return x
@@ -212,7 +212,7 @@ def sizes(call: Call) -> tuple[int, int, int, int]:
 
 
 def hiding(call: Call) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Return the mask, key_mask, query_mask and bias that the block mask of a call is made from.
+    """Return the mask, key_mask, query_mask and bias from which the block mask of a call is computed.
 
     For packed sequences query_mask is left out: with it, each sequence would have a block mask as large as that of the
     longest. Kernels apply query_mask in any case.
@@ -221,7 +221,7 @@ def hiding(call: Call) -> tuple[Tensor | None, Tensor | None, Tensor | None, Ten
 
 
 def diagonal(call: Call) -> int:
-    """Return the key that causal and window align with row 0."""
+    """Return the position of the key that causal and window align with row 0."""
     return (0 if call.top_left else call.key.shape[2] - call.query.shape[2]) + shift(call)
 
 
@@ -230,12 +230,12 @@ def shift(call: Call) -> int:
 
 
 def wide_dtype(call: Call) -> torch.dtype:
-    """Return the dtype of sums and of partial results: float32, or float64 for float64."""
+    """Return the dtype in which a call accumulates: float32, or float64 for float64 inputs."""
     return torch.promote_types(call.query.dtype, torch.float32)
 
 
 class AssumedGPU(NamedTuple):
-    """A GPU that `explain` describes, present or not. capability: 90 for (9, 0)."""
+    """A GPU for which `explain` answers, even if this machine has none. capability: 90 for (9, 0)."""
 
     capability: int
     type: str = "cuda"
@@ -270,7 +270,7 @@ def override(**wanted: Any) -> Iterator[None]:
 
 
 def device_of(tensor: Tensor) -> Device:
-    """Return the device of a tensor, or the GPU that `explain` assumes."""
+    """Return the device of a tensor, or the GPU that `explain` assumes, if any."""
     return tensor.device if thread_overrides.gpu is None else thread_overrides.gpu
 
 
@@ -279,7 +279,7 @@ def must_dispatch() -> bool:
     return is_compiling() or dispatch_modes() != 0 or transforms_active() or bool(tracing()) or forward_level() >= 0
 
 
-CLASSES = frozenset((Tensor, Parameter))  # no subclass of them
+CLASSES = frozenset((Tensor, Parameter))  # exact classes: subclasses do not count
 
 
 def in_memory(tensors: Iterable[Any]) -> bool:
@@ -303,7 +303,7 @@ def plain(arguments: Iterable[Any]) -> bool:
 
 
 def is_known(x: Tensor) -> bool:
-    """Return whether the values can be read now: a CPU tensor, not compiled, mapped or wrapped."""
+    """Return whether a tensor's values can be read now: it is on a CPU, and not compiled, vmapped or wrapped."""
     return type(x) is Tensor and x.device.type == "cpu" and not is_compiling() and has_storage(x)
 
 
@@ -352,7 +352,7 @@ def _default_scale(columns: Any) -> float:
 
 
 def normalise(arguments: Arguments, **more: Any) -> Call:
-    """Return the Call of checked arguments. more: further fields of the Call."""
+    """Convert checked arguments to a Call. more: further fields of the Call."""
     a = arguments
     left, right = (None, None) if a.window is None else map(as_python, a.window)
     fields: dict[str, Any] = {name: in_full(name, getattr(a, name)) for name, letters in DIMS.items() if letters}
@@ -373,7 +373,7 @@ def normalise(arguments: Arguments, **more: Any) -> Call:
 
 
 def results(rank: int, *results: Tensor | None) -> Tensor | Any:
-    """Return the results that are not None, in the rank of query; a single one without a tuple."""
+    """Return the results that are not None, with the rank of query, as a tuple if there are several."""
     wanted = [x for x in results if x is not None]
     if rank < 4:
         wanted = [x.squeeze(1) if rank == 3 else x.squeeze((0, 1)) for x in wanted]

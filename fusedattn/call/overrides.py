@@ -13,7 +13,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def overridable(function: _Function) -> _Function:
-    """Have a public function call the __torch_function__ of modes and tensor classes first, as torch's functions do."""
+    """Wrap a public function so that modes and tensor subclasses can override it by __torch_function__."""
 
     @functools.wraps(function)
     def public(*args: Any, **kwargs: Any) -> Any:

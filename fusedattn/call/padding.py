@@ -20,7 +20,7 @@ class Padding:
 
     @property
     def exists(self) -> Tensor:
-        """Return bool (n, most): True for real rows, False for padding."""
+        """Return a bool mask (n, most): True for real rows, False for padding."""
         return torch.arange(self.most, device=self.starts.device) < self.lengths[:, None]
 
     @property
@@ -29,13 +29,13 @@ class Padding:
         return torch.nn.functional.pad(self.lengths.cumsum(0), (1, 0))
 
     def pad(self, packed: Tensor) -> Tensor:
-        """Return (total, ...) as (n, most, ...), zero past the end of each sequence."""
+        """Pad packed rows (total, ...) with zeros to a batch (n, most, ...)."""
         place = self.starts[:, None] + torch.arange(self.most, device=self.starts.device)
         place = torch.where(self.exists, place, self.total)
         return torch.cat([packed, packed.new_zeros(1, *packed.shape[1:])])[place]
 
     def unpad(self, padded: Tensor, nothing: float = 0.0) -> Tensor:
-        """Return (n, most, ...) as (total, ...). Rows outside of all sequences, from wrong offsets, are `nothing`."""
+        """Pack a batch (n, most, ...) into rows (total, ...). Rows outside of all sequences become `nothing`."""
         if 0 in padded.shape[:2]:
             return torch.cat([padded.flatten(0, 1), padded.new_full((self.total, *padded.shape[2:]), nothing)])
         row = torch.arange(self.total, device=self.starts.device)
@@ -52,7 +52,7 @@ class Padding:
 
 
 def longest(offsets: Tensor, name: str) -> int:
-    """Return the maximum length, by a host sync on a GPU. name: the argument that an error asks to pass instead."""
+    """Return the maximum sequence length, with a host sync on a GPU. name: the argument that an error asks for."""
     if torch.compiler.is_compiling() or unmapped(offsets) is not offsets or offsets.is_meta:
         expected = "an int, because offsets cannot be read in compiled code, under torch.vmap and on meta"
         fail(ValueError, name, expected, None)
@@ -60,7 +60,7 @@ def longest(offsets: Tensor, name: str) -> int:
 
 
 def padding(offsets: Tensor, total: int, most: int | None, name: str = "max_seqlen") -> Padding:
-    """Return the layout of sequences between `offsets` (n + 1,), clamped to 0 .. total. most: the maximum length."""
+    """Return the Padding of sequences with cu_seqlens `offsets`, clamped to 0 .. total. most: the maximum length."""
     offsets = offsets.long().clamp(0, total)
     lengths = offsets.diff().clamp(min=0)
     most = longest(offsets, name) if most is None else most

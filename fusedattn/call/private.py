@@ -28,7 +28,7 @@ def _find(path: str, otherwise: Any = None) -> Any:
 
 
 def constant(function: _Function) -> _Function:
-    """Have torch.compile run a function once and keep its result. A torch that ignores the mark traces the function."""
+    """Make torch.compile run a function once and keep its result. A torch that ignores the mark traces the function."""
     marked: Any = function
     # The mark of torch.compiler.assume_constant_result, which would import the compiler.
     marked._dynamo_marked_constant = True
@@ -42,7 +42,7 @@ def is_exporting() -> bool:
 
 
 def eager(function: _Function, reason: str | None = None) -> _Function:
-    """Have torch.compile break the graph at a function. reason: the compiler's error with fullgraph=True."""
+    """Make torch.compile run a function eagerly, by a graph break. reason: the compiler's error with fullgraph=True."""
 
     @functools.wraps(function)
     def run(*args: Any, **options: Any) -> Any:
@@ -57,7 +57,7 @@ def eager(function: _Function, reason: str | None = None) -> _Function:
 
 
 def holds(condition: Any, otherwise: bool) -> bool:
-    """Return a condition on sizes, or `otherwise` if a compiler cannot know it."""
+    """Return whether a condition on sizes is true, or `otherwise` if a compiler cannot know."""
     if condition is True or condition is False:  # the quickest test: eager code runs it about thirty times a call
         return condition
     if not (torch.compiler.is_compiling() or isinstance(condition, torch.SymBool)):
@@ -87,7 +87,7 @@ def _in_transform() -> bool:
     return _find("_C._functorch.peek_interpreter_stack", lambda: True)() is not None
 
 
-# Tell whether a transform of torch.func, forward mode (level 0 or more), a TorchDispatchMode or torch.jit is active.
+# Return whether a transform of torch.func, forward mode (level 0 or more), a TorchDispatchMode or torch.jit is active.
 # Without a name the answer is yes: no replay, and without the first two no whole graph.
 transforms_active: Callable[[], bool] = _find("_C._are_functorch_transforms_active", _in_transform)
 forward_level: Callable[[], int] = functools.partial(getattr, forward_ad, "_current_level", 0)
@@ -108,14 +108,14 @@ def flop_formulas() -> list[dict[Any, Callable[..., Any]]]:
 
 
 def unmapped(tensor: Tensor) -> Tensor:
-    """Return the tensor inside the wrappers of vmap; torch cannot read the tangent of a wrapper."""
+    """Return the tensor inside vmap's wrappers, because torch cannot read the tangent of a wrapper."""
     is_mapped, below = _find("_C._functorch.is_batchedtensor"), _find("_C._functorch.get_unwrapped")
     while is_mapped is not None and below is not None and is_mapped(tensor):
         tensor = below(tensor)
     return tensor
 
 
-# Tells whether a tensor has memory of its own: wrappers of functorch have none.
+# Returns whether a tensor has a storage: functorch's wrappers have none.
 _is_wrapped: Callable[[Tensor], bool] = _find("_C._functorch.is_functorch_wrapped_tensor", lambda tensor: False)
 has_storage: Callable[[Tensor], bool] = _find("_C._has_storage", lambda tensor: not _is_wrapped(tensor))
 can_replay = hasattr(torch.UntypedStorage, "_cdata")
@@ -130,14 +130,14 @@ TensorGuards: Any = _find("_C._dynamo.guards.TensorGuards")  # compares tensors 
 
 
 def can_guard(tensors: Iterable[Any]) -> bool:
-    """Return whether all objects are tensors and none is nested: nested ones may crash TensorGuards."""
+    """Return whether TensorGuards can compare all objects. Nested tensors may crash it."""
     for x in tensors:  # not any(), which takes longer
         if getattr(x, "is_nested", True):
             return False
     return True
 
 
-# Tell whether any tensor requires a gradient, and which GPU is the current one. Without them: the public functions.
+# Return whether any tensor requires grad, and the index of the current GPU. Without them: the public functions.
 any_requires_grad: Callable[..., bool] = _find(
     "_C._any_requires_grad", lambda *x: any(isinstance(one, Tensor) and one.requires_grad for one in x)
 )
@@ -261,7 +261,7 @@ def write_store(key: str, value: str) -> None:
 
 
 def read_store(key: str, limit: timedelta) -> str | None:
-    """Return the value that another process writes within the time limit, or None."""
+    """Return the value that another process writes to the store under `key`, or None after the time limit."""
     if (store := _store()) is None:
         return None
     try:

@@ -38,20 +38,20 @@ class ArgumentTypeError(TypeError, RuntimeError, AssertionError): ...
 
 
 def fail(error: type[Exception], argument: str, expected: Any, got: Any) -> NoReturn:
-    """Raise "argument: expected X, got Y"."""
+    """Raise `error` with the message "argument: expected X, got Y"."""
     error = {ValueError: ArgumentValueError, TypeError: ArgumentTypeError}.get(error, error)
     got = f"shape {tuple(got)}" if isinstance(got, torch.Size) else got
     raise error(f"{argument}: expected {expected}, got {got}")
 
 
 def type_name(x: Any) -> str:
-    """Return the name of the type of x, with its library if that is neither Python nor torch."""
+    """Return the name of x's type, with its library unless that is Python or torch."""
     library, name = type(x).__module__.partition(".")[0], type(x).__name__
     return name if library in ("builtins", "torch") else f"{library}.{name}"
 
 
 def unfit(x: Any) -> Any:
-    """Describe x, whose dtype is not in FLOATING, for an error."""
+    """Describe x, which is not a tensor of a FLOATING dtype, for an error message."""
     if not isinstance(x, Tensor):
         return type_name(x)
     strange = ", which is none of float16, bfloat16, float32 and float64" if x.dtype.is_floating_point else ""
@@ -87,7 +87,7 @@ def check_strided(**tensors: Any) -> None:
 
 
 def check_place(name: str, x: Any, device: torch.device | None = None, of: str = "query") -> None:
-    """Raise unless x is a strided tensor, and on `device` unless that is None. of: the argument with that device."""
+    """Raise unless x is a strided tensor on `device` (None: on any). of: the argument that has this device."""
     if not isinstance(x, Tensor):
         fail(TypeError, name, "a tensor", type_name(x))
     if (got := irregular(x)) is not None:
@@ -103,7 +103,7 @@ def check_bool(name: str, x: Any, device: torch.device | None, of: str = "query"
 
 
 def got_for_mask(x: Any) -> str:
-    """Return the dtype or type of x, which is no bool tensor, with advice, for an error about a mask."""
+    """Describe x, a mask that is not a bool tensor, for an error message, with advice."""
     if not isinstance(x, Tensor):
         return type_name(x)
     return f"{x.dtype}: {'pass what is added to scores as bias' if x.dtype.is_floating_point else 'call .bool() on it'}"
@@ -130,7 +130,7 @@ def check_rank(name: str, x: Tensor, layout: str) -> None:
 
 
 def check_shape(name: str, x: Tensor, *shapes: tuple[int, ...], why: str) -> None:
-    """Raise unless a tensor has one of the shapes; why: which sizes of which argument they are, for the message."""
+    """Raise unless a tensor has one of the shapes. why: text for the message, which says where the sizes come from."""
     if not is_shape(x.shape, *shapes):
         fail(ValueError, name, f"shape {' or '.join(map(str, shapes))}, {why}", x.shape)
 
@@ -138,7 +138,7 @@ def check_shape(name: str, x: Tensor, *shapes: tuple[int, ...], why: str) -> Non
 def check_query_key_value(
     query: Any, key: Any, value: Any, key_name: str = "key", value_name: str = "value", layout: str = ""
 ) -> None:
-    """Raise if query, key and value do not fit together.
+    """Raise if query, key and value do not match in dtype, device, rank or sizes.
 
     layout: their dimensions, heads second; the batch size of key may then differ. Without it, the rank is 2, 3 or 4.
     """
@@ -237,7 +237,7 @@ def check_seed(seed: Any, device: torch.device) -> None:
 
 
 def _number_of(scale: Tensor) -> Any:
-    """Return the number in a tensor of rank 0, or any other tensor unchanged."""
+    """Return the number in a scale of rank 0, or any other tensor unchanged."""
     if irregular(scale) is not None or scale.dim() or scale.dtype == torch.bool or scale.is_complex():
         return scale
     if scale.requires_grad or differentiated((scale,)):
@@ -283,7 +283,7 @@ def check_options(arguments: Arguments, sizes: Sizes | None = None) -> Arguments
 
 
 def checked(arguments: Arguments, named: bool = False) -> Call:
-    """Apply autocast and a plan, check the arguments, and return their Call. named: the caller named the backend."""
+    """Apply autocast and a plan, check the arguments, and return them as a Call. named: the caller chose a backend."""
     arguments, block_mask = autocast(arguments), None
     if isinstance(arguments.mask, Plan):
         plan = arguments.mask

@@ -67,7 +67,7 @@ def run(arguments, output: Output) -> int:
 
 
 def _check(case: Case, backend: str, device: str, dtype: str) -> tuple[dict[str, Verdict], str]:
-    """Return ({result: verdict}, ""), or ({}, reason) if the backend does not take the case."""
+    """Compare a case: return ({result: Verdict}, ""), or ({}, reason) if the backend does not take the case."""
     try:
         verdicts = compare(case.grown() if device == "cuda" else case, backend, device, getattr(torch, dtype))
     except NotImplementedError as refused:

@@ -40,7 +40,7 @@ class Output:
 
     @contextlib.contextmanager
     def progress(self, title: str, total: int) -> Iterator[Callable[[str], None]]:
-        """Yield advance(note), which moves a bar on stderr, if that is a terminal and rich is installed."""
+        """Yield advance(note), which moves a progress bar on stderr if that is a terminal and rich is installed."""
         if importlib.util.find_spec("rich") is None or not sys.stderr.isatty():
             yield lambda note: None
             return
@@ -52,6 +52,6 @@ class Output:
             yield lambda note: bar.update(task, advance=1, description=note.replace("[", r"\["))
 
     def finish(self, answer: dict[str, Any]) -> None:
-        """Print the JSON object with `only_json`. NaN and infinity become null."""
+        """Print `answer` as JSON if `only_json` is set. NaN and infinity become null."""
         if self.only_json:
             print(json.dumps(json.loads(json.dumps(answer), parse_constant=lambda _: None), indent=2))

@@ -63,7 +63,7 @@ def named(form) -> str:
 
 
 def measure(rows: dict, case: Case, load: str, device, capability: int | None) -> None:
-    """Check and time each tile or pipeline of each kernel on a case, full and causal, and add its Row to rows."""
+    """Check and time each kernel configuration on a case, with and without causal, and add its Row to rows."""
     width = tile_table.row_width(max(case.D, case.Dv))
     for kernel in tile_table.MEASURED:
         for form in tile_table.candidates(kernel, capability, getattr(torch, case.dtype).itemsize, width, load):
@@ -85,7 +85,7 @@ def measure(rows: dict, case: Case, load: str, device, capability: int | None) -
 
 @contextlib.contextmanager
 def taking(row: Row, rows, capability: int | None):
-    """Make calls use the tile or pipeline of a row, and for other kernels the best ones so far."""
+    """Make calls use the kernel configuration of a row, and for other kernels the best configurations so far."""
     itemsize = getattr(torch, row.dtype).itemsize
     forms = tile_table.candidates(row.kernel, capability, itemsize, row.width, row.pressure)
     others = [row._replace(form=x, ms={}, why="another is measured") for x in forms if x != row.form]
@@ -101,7 +101,7 @@ def taking(row: Row, rows, capability: int | None):
 
 
 def measured(row: Row, case: Case, device) -> Row:
-    """Return the row with its time for a case, or with its error; unchanged if the call does not use its tile."""
+    """Return a row with the time of a case added, or an error; unchanged if the call does not use the row's tile."""
     small = case._replace(Sq=min(case.Sq, CHECKED), Sk=min(case.Sk, CHECKED))
     check, step = step_of(row, small, device), step_of(row, case, device)
     if check is None or step is None:
@@ -121,7 +121,7 @@ def milliseconds(step, device) -> float:
 
 
 def step_of(row: Row, case: Case, device):
-    """Return a function that computes a case's RESULTS; None if the call would not use the tile of the tuning row."""
+    """Return a function that computes the RESULTS of a case, or None if the call would not use the row's tile."""
     names, tensors = RESULTS.get(row.kernel, GRADIENTS), case.draw(device)
     inputs = {x: getattr(tensors, x).requires_grad_(x in names or names[0] == "out") for x in GRADIENTS}
     call = case.arguments(tensors.masks) | inputs

@@ -28,7 +28,7 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """Pack the real rows of a padded batch hidden_states (B, S, ...).
+    """Remove the padding from a batch hidden_states (B, S, ...), and pack its real rows.
 
     Args:
         attention_mask: bool or int (B, S), 1 for real rows.
@@ -57,7 +57,7 @@ def unpad_input(
 
 @overridable
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """Return (batch, seqlen, ...) with packed rows (T, ...) at their indices and 0 elsewhere."""
+    """Pad packed rows (T, ...) to (batch, seqlen, ...): each row goes to its index, and all others are 0."""
     check_strided(hidden_states=hidden_states, indices=indices)
     check_sizes(**{name: x for name, x in dict(batch=batch, seqlen=seqlen).items() if not (is_int(x) and x == 0)})
     if indices.dtype not in (torch.int32, torch.int64):

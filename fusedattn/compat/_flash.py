@@ -25,7 +25,7 @@ _SHAPE = re.compile(r"\((\w+), (\w+), (\w+), (\w+)\)")
 
 
 def ask(names: Mapping[str, str], function: Callable[..., Any], *tensors: Any, **options: Any) -> Any:
-    """Call a function of this package. Its errors get flash-attn's layout and argument names, {ours: theirs}."""
+    """Call a function, and rewrite its errors with flash-attn's layout and argument names, {ours: theirs}."""
     try:
         return function(*tensors, **options)
     except (ValueError, TypeError, NotImplementedError) as error:
@@ -44,7 +44,7 @@ def check_tensor(name: str, x: Any, layout: str) -> None:
 
 
 def unpacked(name: str, x: Tensor, layout: str) -> tuple[Tensor, ...]:
-    """Split a tensor named qkv or kv into queries, keys and values, or keys and values."""
+    """Check a packed tensor, and split it: into q, k and v if its name is qkv, into k and v if it is kv."""
     check_tensor(name, x, layout)
     if x.shape[-3] != len(name):
         fail(ValueError, name, f"shape {layout}", x.shape)
@@ -52,7 +52,7 @@ def unpacked(name: str, x: Tensor, layout: str) -> tuple[Tensor, ...]:
 
 
 def scores(softmax_scale: Any, causal: Any, window_size: Any, softcap: Any, alibi_slopes: Any) -> dict[str, Any]:
-    """Return flash-attn's options as `attention` takes them."""
+    """Convert flash-attn's options to keyword arguments of `attention`."""
     sides = window_size
     if isinstance(sides, Tensor):
         check_strided(window_size=sides)
@@ -70,7 +70,7 @@ def scores(softmax_scale: Any, causal: Any, window_size: Any, softcap: Any, alib
 
 
 def without_autocast_of_half(q: Any) -> contextlib.AbstractContextManager[Any]:
-    """Turn autocast off if q is float16 or bfloat16, which flash-attn does not cast. float32 is cast."""
+    """Return a context that disables autocast if q is float16 or bfloat16: flash-attn casts only float32."""
     half = isinstance(q, Tensor) and q.dtype in (torch.float16, torch.bfloat16)
     return torch.autocast(q.device.type, enabled=False) if half and autocasting(q) else contextlib.nullcontext()
 
@@ -149,7 +149,7 @@ def check_numbers(name: str, x: Any, q: Tensor, most: int) -> None:
 
 
 def lengths_of(cache_seqlens: Any, q: Tensor, k: Tensor | None, capacity: int) -> Tensor:
-    """Return cache_seqlens as a tensor (B,); a sequence has room for `capacity` keys."""
+    """Convert cache_seqlens to a tensor (B,). An int holds for all sequences, and None means `capacity`."""
     if isinstance(cache_seqlens, Tensor):
         return cache_seqlens
     if cache_seqlens is None and k is not None:
@@ -165,7 +165,10 @@ def lengths_of(cache_seqlens: Any, q: Tensor, k: Tensor | None, capacity: int) -
 
 
 def rotate_as_flash_attn(caches: CacheArguments, options: dict[str, Any], spread: bool) -> CacheArguments:
-    """Check the arguments; rotate new_key by slot, and query i by the length before the append, plus i if spread."""
+    """Check the arguments, and rotate queries and new keys by flash-attn's positions.
+
+    With n keys before the append, new key j has position n + j, and query i has n + i if `spread`, otherwise n.
+    """
     # Check everything before computing. With "top_left" no check is about the positions of queries.
     decode.checked(caches, Arguments(None, None, None, align="top_left", **options))
     start, device = caches.cache_seqlens.long()[:, None], caches.query.device

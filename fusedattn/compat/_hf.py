@@ -1,10 +1,10 @@
 """Decides which Hugging Face models use fusedattn, and which masks they get.
 
-The flag `_supports_attention_backend` does not tell: BART, T5 and Whisper call transformers' attention interface
+The flag `_supports_attention_backend` is unreliable: BART, T5 and Whisper call transformers' attention interface
 without it, and Gemma 3n has it but also computes attention itself. So the code of attention modules is searched for a
 few names. A model that asks for a registered name, such as "fusedattn", is built as "eager". Then each of its configs
 gets the name if at least one of its attention modules calls the interface; otherwise it stays "eager", with a warning.
-It gets bool masks if all of them do, otherwise eager's floating masks.
+The config gets bool masks if all its attention modules call the interface, otherwise eager's floating masks.
 """
 
 import functools
@@ -47,7 +47,7 @@ class _Attention(NamedTuple):
 
 
 def install(name: str, forward: Callable[..., Any]) -> None:
-    """Register `forward` as `name`, and from now on decide about every model that asks for it."""
+    """Register `forward` with transformers under `name`, and patch it to check each model that asks for the name."""
     if not NAMES:
         _follow(PreTrainedModel, "_check_and_adjust_attn_implementation", _postpone)
         for method in ("init_weights", "from_pretrained", "_from_config"):  # some models never call init_weights
@@ -61,7 +61,7 @@ def install(name: str, forward: Callable[..., Any]) -> None:
 
 
 def _follow(cls: type, name: str, after: Callable[..., Any]) -> None:
-    """Make a method of a class return after(self, its result, *its arguments)."""
+    """Patch a method of a class, so that it returns after(self, its original result, *its arguments)."""
     static = inspect.getattr_static(cls, name)
     original = getattr(static, "__func__", static)
 
@@ -85,7 +85,7 @@ def attention_mask(*sizes: Any, config: Any = None, **options: Any) -> Any:
 
 
 def _postpone(model: Any, name: Any, asked: Any = None, is_init_check: bool = False, *_: Any, **__: Any) -> Any:
-    """Build a model that asks for a registered name as "eager". Meanwhile MASKS of its config holds the name."""
+    """Return "eager" for a model that is built with a registered name, and keep that name in its config's MASKS."""
     if is_init_check and name in NAMES:
         setattr(model.config, MASKS, name)
         model._asks_for_fusedattn, name = True, "eager"
@@ -110,7 +110,7 @@ def _names(code: CodeType) -> set[str]:
 
 
 def _function(method: Any, module: Any = None) -> Any:
-    """Return the function behind wrappers of known libraries; None if there is none, or if `module` is not its self."""
+    """Unwrap a function from known libraries' wrappers; None if there is none, or if it is bound to another module."""
     while getattr(method, "__self__", module) is module:
         within = getattr(method, "__func__", None) or getattr(method, "__wrapped__", None)
         wrapper = getattr(method, "func", method)  # accelerate's are partials
@@ -122,7 +122,7 @@ def _function(method: Any, module: Any = None) -> Any:
 
 @functools.cache
 def _read(kind: Any, runs: Any, forwards: tuple[FunctionType, ...], beneath: bool) -> tuple[bool, bool, bool]:
-    """Return whether a module calls the attention interface, computes attention itself, or is sparse.
+    """Return three bools: a module calls the attention interface, computes attention itself, is sparse.
 
     It reads `runs`, the function that runs as forward. If that is in `forwards`, the forwards of class `kind` and
     its bases, it also reads the methods of these classes. beneath: the module contains other attention.
@@ -174,16 +174,16 @@ def _configs(model: Any) -> dict[int, Any]:
 
 
 def _wanted(config: Any) -> str | None:
-    """Return the registered name that a config has, or asked for when its model was built; None without one."""
+    """Return the registered attention name that a config has or asked for when its model was built, or None."""
     pending = getattr(config, MASKS, None)
     name = pending if isinstance(pending, str) else config._attn_implementation
     return name if name in NAMES else None
 
 
 def _settle(model: Any, everywhere: bool = False) -> None:
-    """Let each config that asks for one of NAMES have it if its attention can use it, else "eager", with a warning.
+    """Set the attention of each config that asks for one of NAMES: to that name if possible, else to "eager".
 
-    everywhere: warn also of parts whose config did not ask.
+    A config that becomes "eager" gives a warning. everywhere: also warn about configs that did not ask.
     """
     _models.add(model)
     configs = _configs(model)

@@ -4,12 +4,12 @@ from typing import Any
 
 NAMES: set[str] = set()  # the registered names
 MASKS = "_fusedattn_masks"  # attribute of a config: see masks_of; the registered name while its model is being built
-# Keywords of some models. Leaving one out would change the answer.
+# Keywords that some models pass. Ignoring one would change the result.
 REFUSED = dict(indices="sparse attention by indices", block_indices="sparse attention by blocks")
 REFUSED |= dict(sinks="a sink for each query", head_mask="a weight for each head")
 
 
 def masks_of(config: Any) -> tuple[bool, bool] | None:
-    """Return whether an absent mask may mean (causal, nothing hidden); None if the config gets eager's masks."""
+    """Return two bools: mask=None may mean causal, and may mean no mask. None if the config gets eager's masks."""
     masks = getattr(config, MASKS, None)
     return masks if isinstance(masks, tuple) else None

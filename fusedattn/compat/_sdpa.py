@@ -1,4 +1,4 @@
-"""scaled_dot_product_attention with the signature and the answers of torch."""
+"""scaled_dot_product_attention with the signature and the results of torch's."""
 
 import math
 import sys
@@ -22,14 +22,14 @@ def scaled_dot_product_attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
     dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """`torch.nn.functional.scaled_dot_product_attention`: same arguments, same answers.
+    """Compute attention with the arguments and results of `torch.nn.functional.scaled_dot_product_attention`.
 
     Examples:
         >>> query = key = value = torch.randn(2, 8, 128, 64)
         >>> out = fusedattn.compat.torch.scaled_dot_product_attention(query, key, value, is_causal=True)
 
     A row that sees nothing is 0 and has gradients 0. attn_mask together with is_causal raises, and so do key and value
-    of different lengths, for which torch's answer depends on its kernel.
+    of different lengths, for which torch's result depends on its kernel.
 
     Args:
         query, key, value: (..., Hq, L, D), (..., H, S, D), (..., H, S, Dv); leading dimensions broadcast as in
@@ -110,7 +110,7 @@ def scaled_dot_product_attention(
 
 
 def _causal_bias(mask: Any, rows: int, keys: int) -> str | None:
-    """Return the alignment of a causal bias of torch, a tensor without data; None for any other mask."""
+    """Return the align= of a causal bias of torch, which is a tensor without data; None for any other mask."""
     module = sys.modules.get("torch.nn.attention.bias")  # whoever has such a bias imported it; importing it is slow
     if module is None or not isinstance(mask, module.CausalBias):
         return None
@@ -134,7 +134,7 @@ def _common(shapes: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
 
 
 def _rank4(tensor: Tensor, batch: tuple[int, ...], shared: bool = False) -> Tensor:
-    """Broadcast a tensor to (product of `batch`, heads, rows, columns). shared: the first size may stay 1."""
+    """Broadcast a tensor to rank 4, with the dimensions `batch` flattened into the first. shared: that may stay 1."""
     if tensor.dim() == 4 and len(batch) == 1 and (shared or holds(tensor.shape[0] == batch[0], False)):
         return tensor
     rank = max(len(batch), 1) + 3

@@ -33,7 +33,7 @@ _TORCHS = F.scaled_dot_product_attention, _OPERATOR, _OPERATOR.default
 class Override:
     """Replaces operators of aten for a dispatch key, until remove() or until this object is deleted.
 
-    operators: {name: function}. If one returns None, torch's kernel runs. kernel_key: its dispatch key, if not `key`.
+    operators: {name: function}. If one returns None, torch's kernel runs. kernel_key: that kernel's key, if not `key`.
     """
 
     def __init__(self, operators: Mapping[str, Callable[..., Any]], key: str, kernel_key: str | None = None):
@@ -54,14 +54,14 @@ def _call(run: Callable[..., Any], original: Any, keyset: Any, *args: Any, **kwa
 
 
 def sdpa() -> AbstractContextManager[Any]:
-    """In the `with`, F.scaled_dot_product_attention is `scaled_dot_product_attention` of this module, on any device.
+    """Return a context in which F.scaled_dot_product_attention runs this package, on any device.
 
     Examples:
         >>> query = key = value = torch.randn(2, 8, 128, 64, requires_grad=True)
         >>> with fusedattn.compat.torch.sdpa():
         ...     torch.nn.functional.scaled_dot_product_attention(query, key, value).sum().backward()
 
-    It is a TorchFunctionMode, so it also answers references that were imported before,
+    It is a TorchFunctionMode, so it also replaces references that were imported before,
     torch.ops.aten.scaled_dot_product_attention, and torch.nn.MultiheadAttention with need_weights=False, whose fast
     path is not taken. Gradients and autocast work; torch.compile compiles separately inside and outside.
     `fusedattn.use_backend` chooses the kernels; torch's sdpa_kernel does not. attn_mask together with is_causal raises,
@@ -160,7 +160,7 @@ def _have_own_attention(types: Iterable[Any]) -> bool:
 
 
 def _answer(*args: Any, **kwargs: Any) -> Tensor | None:
-    """Compute the operator behind scaled_dot_product_attention; None leaves the call to torch."""
+    """Compute aten::scaled_dot_product_attention, or return None to let torch's kernel run."""
     # A traced graph is kept after disable_sdpa: no guard would notice that it contains this operator.
     if torch.compiler.is_compiling() or private.dispatch_modes() or private.is_as_torch_has_it():
         return None
@@ -187,7 +187,7 @@ def register() -> None:
 
 @contextmanager
 def sdpa_provider() -> Iterator[None]:
-    """In the `with`, F.scaled_dot_product_attention runs this package in place of torch's flash attention.
+    """Return a context in which F.scaled_dot_product_attention runs this package in place of torch's flash attention.
 
     Examples:
         >>> query = key = value = torch.randn(2, 8, 128, 64, dtype=torch.float16, device="cuda")  # doctest: +SKIP
@@ -195,8 +195,8 @@ def sdpa_provider() -> Iterator[None]:
         ...     out = torch.nn.functional.scaled_dot_product_attention(query, key, value)
 
     torch runs flash attention on CUDA for float16 and bfloat16, one head dimension up to 256 and no mask. Calls that
-    its kernels do not take run torch's. On Hopper and later GPUs torch prefers cuDNN to flash attention: choose flash
-    attention by `sdpa_kernel(SDPBackend.FLASH_ATTENTION)` of torch.nn.attention, or set
+    this package does not take run torch's kernels. On Hopper and later GPUs torch prefers cuDNN to flash attention:
+    choose flash attention by `sdpa_kernel(SDPBackend.FLASH_ATTENTION)` of torch.nn.attention, or set
     TORCH_CUDNN_SDPA_DEPRIORITIZED=1. Run the backward inside the `with`, too. On exit the previous implementation is
     active again.
 
@@ -230,7 +230,7 @@ def _activate() -> Override:
 
 
 def _checked(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None) -> Call | None:
-    """Return the checked call, or None if the kernels cannot take it."""
+    """Check the arguments, and return them as a Call, or None if the Triton kernels cannot take it."""
     call = checked(Arguments(query, key, value, causal=is_causal, align="top_left", scale=scale))
     return None if backends.BACKENDS["triton"].reasons(call, False) else call
 
@@ -239,7 +239,7 @@ def flash_forward(
     query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, is_causal: bool = False,
     return_debug_mask: bool = False, *, scale: float | None = None,
 ) -> tuple[Any, ...] | None:  # fmt: skip
-    """Return (out, lse, None, None, L, S, seed, unused, debug mask); None if the kernels cannot take the call."""
+    """Compute torch's _scaled_dot_product_flash_attention, or return None if the kernels cannot take the call."""
     if _checked(query, key, value, is_causal, scale) is None:
         return None
     if return_debug_mask:
@@ -255,8 +255,8 @@ def flash_forward(
 
 
 def flash_backward(*arguments: Any, scale: float | None = None) -> tuple[Any, ...] | None:
-    """Return gradients of query, key and value; None if the kernels cannot take the call."""
-    # Between logsumexp and dropout_p: cum_seq_q, cum_seq_k, max_q and max_k; at the end philox_offset.
+    """Return the gradients of query, key and value, or None if the kernels cannot take the call."""
+    # The unused arguments are cum_seq_q, cum_seq_k, max_q and max_k, and at the end philox_offset.
     grad_out, query, key, value, out, logsumexp, _, _, _, _, dropout_p, is_causal, philox_seed, _ = arguments
     call = _checked(query, key, value, is_causal, scale)
     if call is None:

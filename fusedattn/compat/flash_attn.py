@@ -44,7 +44,7 @@ def flash_attn_func(
     causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
     alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Tensor | Any:  # fmt: skip
-    """Attention of q (B, Sq, H, D) to k (B, Sk, Hkv, D) and v (B, Sk, Hkv, Dv); head h reads kv head h // (H // Hkv).
+    """Compute attention of q (B, Sq, H, D) to k (B, Sk, Hkv, D) and v (B, Sk, Hkv, Dv), with GQA if Hkv < H.
 
     Examples:
         >>> q = k = v = torch.randn(2, 128, 8, 64)
@@ -95,7 +95,7 @@ def flash_attn_varlen_func(
     alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
     block_table: Tensor | None = None,
 ) -> Tensor | Any:  # fmt: skip
-    """Attention within each of B packed sequences: q (Tq, H, D), k (Tk, Hkv, D), v (Tk, Hkv, Dv).
+    """Compute attention within each of B packed sequences: q (Tq, H, D), k (Tk, Hkv, D), v (Tk, Hkv, Dv).
 
     Examples:
         >>> q = k = v = torch.randn(100, 8, 64)
@@ -165,7 +165,7 @@ def flash_attn_with_kvcache(
     rotary_interleaved: bool = True, alibi_slopes: Tensor | None = None, num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Tensor | Any:  # fmt: skip
-    """Write k and v into caches, in place; return the attention of q (B, Sq, H, D) to them. There are no gradients.
+    """Append k and v to the caches in place, and return attention of q (B, Sq, H, D) to the caches, without gradients.
 
     Examples:
         >>> k_cache, v_cache = torch.zeros(2, 2, 128, 8, 64)

@@ -25,7 +25,7 @@ _ADVICE = (
 
 
 def _stay(module: nn.Module, inputs: Any) -> None:
-    """Do nothing. A forward pre-hook keeps torch.nn.TransformerEncoderLayer from computing attention itself."""
+    """Do nothing. As a forward pre-hook it keeps torch.nn.TransformerEncoderLayer from computing attention itself."""
 
 
 def _check_flags(**flags: Any) -> None:
@@ -64,7 +64,7 @@ def _check_mask(name: str, mask: Tensor, query: Tensor, *shapes: tuple[int, ...]
 
 
 def _masks(attn_mask: Tensor | None, padding: Tensor | None, extra: int) -> dict[str, Tensor]:
-    """Return arguments of `attention` for attn_mask and key padding. Every query sees the `extra` keys after S."""
+    """Convert attn_mask and key padding to arguments of `attention`. Every query sees the last `extra` keys."""
     masks = {}
     if attn_mask is not None:
         attn_mask = pad(attn_mask, (0, extra))
@@ -84,13 +84,13 @@ def _masks(attn_mask: Tensor | None, padding: Tensor | None, extra: int) -> dict
 
 
 class MultiheadAttention(nn.MultiheadAttention):
-    """`torch.nn.MultiheadAttention`, fused: same constructor, parameters, initial values, state dict and forward.
+    """Fused `torch.nn.MultiheadAttention`, with equal constructor, parameters, initial values, state dict and forward.
 
     Examples:
         >>> layer, x = fusedattn.compat.torch.MultiheadAttention(64, 4, batch_first=True), torch.randn(2, 100, 64)
         >>> output, weights = layer(x, x, x)
 
-    torch's answer depends on need_weights, on the mode and on its fast path. Ours does not:
+    torch's result depends on need_weights, on the mode and on its fast path. Ours does not:
 
     - A query that sees nothing gets the bias of out_proj, weights 0 and finite gradients. In torch it is NaN if
       need_weights is True.
@@ -126,7 +126,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         hooks: Any = self._forward_pre_hooks
         hooks.setdefault("fusedattn", _stay)
         if type(self) is MultiheadAttention:
-            # A Tracer of torch.fx takes modules with this name as leaves.
+            # torch.fx does not trace into modules of torch.nn.
             self.__module__ = nn.MultiheadAttention.__module__
 
     def forward(
@@ -205,7 +205,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         return torch.nested.as_nested_tensor([row[:end] for row, end in zip(out, lengths, strict=True)]), weights
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        """Return q, k and v; one matrix product for inputs that are the same tensor."""
+        """Return the projections q, k and v. Inputs that are the same tensor share one matrix product."""
         weight, bias, width = self.in_proj_weight, self.in_proj_bias, self.embed_dim
         if weight is not None and query is key and key is value:
             return linear(query, weight, bias).chunk(3, -1)
@@ -217,7 +217,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         return q, linear(key, weights[1], biases[1]), linear(value, weights[2], biases[2])
 
     def _extend(self, k: Tensor, v: Tensor, along: int) -> tuple[Tensor, Tensor]:
-        """Return k and v, followed by bias_k and bias_v, and by the zeros of add_zero_attn."""
+        """Append bias_k and bias_v, and the zeros of add_zero_attn, to k and v in dimension `along`."""
         if self.bias_k is None and not self.add_zero_attn:
             return k, v
         shape = [1 if dim == along else size for dim, size in enumerate(k.shape)]

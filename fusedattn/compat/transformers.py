@@ -148,7 +148,7 @@ def _offsets(others: dict[str, Any], batch: int) -> tuple[Tensor, Tensor] | None
 
 
 def _pairs(name: str, scores: Tensor | None, keys: int) -> Tensor | None:
-    """Return a mask or bias with rank 4, cut to the keys: some masks of transformers 4 have columns after them."""
+    """Return a mask or bias with rank 4 and one column per key. Some masks of transformers 4 have more columns."""
     if scores is None:
         return None
     check_strided(**{name: scores})

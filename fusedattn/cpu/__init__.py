@@ -1,1 +1,1 @@
-"""The backend "cpu": attention by PyTorch's fused CPU kernel, called on rectangles of visible scores."""
+"""The backend "cpu": attention by PyTorch's fused CPU kernel, called for each rectangle of visible scores."""

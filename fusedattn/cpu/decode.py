@@ -36,7 +36,7 @@ def _of_call(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def attend(decode: Decode) -> tuple[Tensor, Tensor]:
-    """Return (output, lse). Call it after `append`, which has written the new keys into the caches."""
+    """Return (output, lse) of attention to the caches. Call `append` first, which writes the new keys into them."""
     most = capacity_of(decode)
     after = [min(max(length, 0) + decode.added, most) for length in decode.lengths.tolist()]
     call = naive.rotated_query(decode)

@@ -1,7 +1,7 @@
-"""The forward of a Call by PyTorch's fused kernel for CPUs, one rectangle of scores at a time.
+"""Computes the forward of a Call by PyTorch's fused CPU kernel, one rectangle of scores at a time.
 
 Source of the kernel: FlashAttention-2, arXiv:2307.08691; in PyTorch aten/src/ATen/native/cpu/FlashAttentionKernel.cpp.
-The kernel's own gradients miss the tolerance of `testing.tolerance`. Five measures mend that:
+The kernel's own gradients miss the tolerance of `testing.tolerance`. Five measures correct that:
 
 - bfloat16 rounds the output that the backward reads, and a mean shared by all values multiplies that error. So the
   forward saves the output of the values minus their mean (`value_mean`).
@@ -9,7 +9,7 @@ The kernel's own gradients miss the tolerance of `testing.tolerance`. Five measu
   from the exact formula (`small_k`).
 - All weights of a row share the rounding error of its lse. Subtracting an offset (`less`) from scores keeps it small.
 - Both passes pad to the same number of columns. Otherwise they would round the same score differently.
-- Both get a power of two as scale, and a query times the rest. They would round scores times another scale differently.
+- Both get a power of two as scale; the query is multiplied by the rest. Other scales they would round differently.
 """
 
 import functools
@@ -36,7 +36,7 @@ VECTOR = 16  # float32 numbers in the widest vector register
 
 
 class Result(NamedTuple):
-    """Output, lse minus the offset, and the output that the backward reads."""
+    """Result of the forward: output, lse minus the offset, and the output that the backward reads."""
 
     out: Tensor
     lse: Tensor
@@ -45,7 +45,7 @@ class Result(NamedTuple):
 
 
 def by_power(query: Tensor, scale: float) -> tuple[Tensor, float, float]:
-    """Return (query * factor, scale / factor, factor). scale / factor is a power of two, except in bfloat16."""
+    """Make the scale a power of two, unless in bfloat16: return (query * factor, scale / factor, factor)."""
     factor, exponent = math.frexp(scale)
     if abs(factor) in (0.0, 0.5) or exponent > 127 or query.dtype == torch.bfloat16:
         return query, scale, 1.0
@@ -55,7 +55,7 @@ def by_power(query: Tensor, scale: float) -> tuple[Tensor, float, float]:
 def attend(
     query: Tensor, key: Tensor, value: Tensor, causal: bool, added: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the kernel's (output, lse); a row that sees nothing has lse 0. added: tensor to add to scores, or None."""
+    """Call the kernel: return (output, lse). Fully masked rows have lse 0. added: tensor to add to scores, or None."""
     query, scale, _ = by_power(query, scale)
     out, lse = flash_attention_for_cpu(query, key, value, 0.0, causal, attn_mask=added, scale=scale)
     if added is None and key.shape[2] < VECTOR and not lse.all():
@@ -75,19 +75,19 @@ def in_rows(x: Tensor) -> bool:
 
 
 def in_columns(x: Tensor, columns: int) -> Tensor:
-    """Return a tensor that the kernel can read, padded with zeros to a number of columns."""
+    """Pad a tensor with zeros to a number of columns, and copy it if the kernel cannot read its strides."""
     x = x if x.shape[-1] == columns else pad(x, (0, columns - x.shape[-1]))  # keeps the order of dimensions
     return x if in_rows(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 def hidden_by(mask: Tensor | None) -> Tensor:
-    """Return the complement of a key_mask or query_mask, (1 or B, 1, S, 1)."""
+    """Invert a key_mask or query_mask: return bool (1 or B, 1, S, 1), True = hidden."""
     assert mask is not None
     return ~mask[:, None, :, None]
 
 
 def inputs_of(part: Part, columns: int | None) -> list[Tensor]:
-    """Return [query, key, value] of a part, 0 where masks hide them, padded to `columns` for the kernel unless None."""
+    """Return [query, key, value] of a part, 0 where token masks hide them, and padded to `columns` unless None."""
     call = part.call
     query, key, value = call[:3] if columns is None else (in_columns(x, columns) for x in call[:3])
     if has_holes(part):
@@ -99,7 +99,7 @@ def inputs_of(part: Part, columns: int | None) -> list[Tensor]:
 
 
 def cut(where: Rectangle, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Cut the first tensor to the rows of a rectangle, the others to its keys."""
+    """Slice the first tensor to the rows of a rectangle, and all other tensors to its keys."""
     query, *others = tensors
     if where.first or where.last < query.shape[2]:
         query = query[:, :, where.first : where.last]
@@ -109,7 +109,7 @@ def cut(where: Rectangle, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def to_wide(call: Call) -> Call:
-    """Cast query, key and value to a dtype in which the kernel is fast."""
+    """Cast query, key and value to float32 if the kernel is slow in their dtype."""
     if not is_widened(call.query.dtype):
         return call
     query, key, value = (x.float() for x in call[:3])
@@ -117,7 +117,7 @@ def to_wide(call: Call) -> Call:
 
 
 def offset(call: Call) -> float:
-    """Return the offset to subtract from the scores: the expected lse of scores of variance 1.
+    """Return the number to subtract from all scores: the expected lse of scores of variance 1.
 
     It stays the same if `to_wide` or torch.vmap changes the call.
     """
@@ -145,12 +145,12 @@ def mask(call: Call, where: Rectangle, less: float | Tensor) -> Tensor | None:
 
 
 def is_exact(where: Rectangle, query: Tensor) -> bool:
-    """Return whether the gradients of a rectangle come from the exact formula."""
+    """Return whether the exact formula, not the kernel, computes the gradients of a rectangle."""
     return query.dtype == torch.float32 and where.end - where.begin <= FEW
 
 
 def are_complete(call: Call, some: list[Rectangle]) -> bool:
-    """Return whether each rectangle holds all visible keys of its rows."""
+    """Return whether each rectangle contains all visible keys of its rows."""
     rows_of = [(where.first, where.last) for where in some]
     return call.sinks is None and not call.partial and len(set(rows_of)) == len(rows_of)
 
@@ -173,7 +173,7 @@ def _attend(
 
 
 def sinks_less(call: Call, dtype: torch.dtype, less: float) -> Tensor:
-    """Return the sinks' scores minus the offset, (1 or B, Hq, 1)."""
+    """Return the sinks minus the offset, as (1 or B, Hq, 1)."""
     assert call.sinks is not None
     return call.sinks.to(dtype)[:, :, None] - less
 
@@ -202,7 +202,7 @@ def _forward(part: Part, save: bool, less: float) -> Result:
 
 
 def _of_all_rows(part: Part, tensors: Sequence[Tensor], less: float) -> tuple[Tensor, Tensor]:
-    """Return (output, lse minus the offset) of a part."""
+    """Return (output, lse minus the offset) of a part, from all its rectangles."""
     call, columns = part.call, part.call.value.shape[3]
     some, rows = list(rectangles(part)), call.query.shape[2]
     all_complete = are_complete(call, some)
@@ -299,7 +299,7 @@ def weights(call: Call, columns: int) -> Tensor:
 
 
 def _weights(call: Call, where: Rectangle, query: Tensor, key: Tensor) -> Tensor:
-    """Return the weights of a rectangle that holds all keys its rows see."""
+    """Return the softmax weights of a rectangle that contains all visible keys of its rows."""
 
     def scores() -> Tensor:
         scores = scores_of(call, where, 0.0, query, key)

@@ -1,4 +1,4 @@
-"""The backward of a Call by PyTorch's fused kernel for CPUs, one rectangle of scores at a time."""
+"""Computes the backward of a Call by PyTorch's fused CPU kernel, one rectangle of scores at a time."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -19,12 +19,12 @@ from .tiling import Part, Rectangle, parts, rectangles
 from .value_mean import INFINITE, centre
 
 Heads = tuple[slice, slice]  # of batches and of query heads
-SCORES_AT_ONCE = 2**21  # bytes of scores that fit a cache; the formula computes gradients of heads with so many
+SCORES_AT_ONCE = 2**21  # bytes of scores that fit a cache; the formula computes so many heads at a time
 SCORES = 2**25  # bytes of scores that the formula computes at a time for the gradient of a bias
 
 
 def _in_blocks(where: Rectangle, call: Call) -> list[Rectangle]:
-    """Cut a rectangle along its rows, so that the scores of a block take at most SCORES bytes."""
+    """Split a rectangle into blocks of rows whose scores take at most SCORES bytes each."""
     if where.causal:  # a block of later rows would not be a causal rectangle
         return [where]
     step = SCORES // (call.query.shape[:2].numel() * (where.end - where.begin) * call.query.element_size())
@@ -33,7 +33,7 @@ def _in_blocks(where: Rectangle, call: Call) -> list[Rectangle]:
 
 
 def _by_kernel(call: Call, where: Rectangle, less: float, *tensors: Tensor) -> Sequence[Tensor]:
-    """Return the gradients of query, key and value of a rectangle. tensors: grad_out, query, key, value, out, lse."""
+    """Return gradients of query, key and value by the kernel. tensors: grad_out, query, key, value, out, lse."""
     (grad_out, query, *others), added = tensors, flash.mask(call, where, less)
     query, scale, factor = flash.by_power(query, call.scale)
     grads = flash_attention_for_cpu_backward(grad_out, query, *others, 0.0, where.causal, attn_mask=added, scale=scale)
@@ -41,7 +41,7 @@ def _by_kernel(call: Call, where: Rectangle, less: float, *tensors: Tensor) -> S
 
 
 def _by_formula(call, where, less, tensors, grad_out, out, lse, of_bias) -> Sequence[Tensor]:
-    """Return the gradients of query, key and value of a rectangle.
+    """Return the gradients of query, key and value of a rectangle by the exact formula.
 
     lse: None if the rows see no other keys. out: None to recompute it. of_bias: accumulates the gradient of the bias.
     """
@@ -55,7 +55,7 @@ def _by_formula(call, where, less, tensors, grad_out, out, lse, of_bias) -> Sequ
 
 
 class Incoming(NamedTuple):
-    """Gradients of output and lse, either of which may be None, and the Result of the forward."""
+    """Inputs of a backward: the gradients of output and lse, each of which may be None, and the forward's results."""
 
     grad_out: Tensor | None
     grad_lse: Tensor | None
@@ -114,7 +114,7 @@ def _backward(part: Part, less: float, rows: Incoming, of_bias: Tensor | None) -
 def from_weights(
     call: Call, weights: Tensor, grad_out: Tensor, grad_lse: Tensor | None, grad_weights: Tensor, need_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None]:
-    """Return what `backward` does, from all weights and their gradient."""
+    """Return the same gradients as `backward`, computed from all attention weights and their gradient."""
     if call.query_mask is not None:
         hidden = flash.hidden_by(call.query_mask)
         grad_out, grad_weights = (x.masked_fill(hidden, 0.0) for x in (grad_out, grad_weights))
@@ -134,7 +134,7 @@ def from_weights(
 
 
 def _by_heads(tensors: Sequence[Tensor], of_heads: Callable[[Heads, Sequence[Tensor]], Sequence[Tensor]]) -> list:
-    """Return the gradients of query, key and value, which of_heads computes for a few batches and heads at a time."""
+    """Return the gradients of query, key and value, computed by `of_heads` for a few batches and heads at a time."""
     query, key, _ = tensors
     (batch, heads, keys, _), group, rows = key.shape, query.shape[1] // key.shape[1], query.shape[2]
     count = max(1, SCORES_AT_ONCE // max(1, group * rows * keys * query.element_size()))  # key heads at a time

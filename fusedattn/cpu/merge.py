@@ -1,4 +1,4 @@
-"""Merges partial softmaxes and sinks, from the lse of each."""
+"""Merges attention over disjoint sets of keys, and sinks, by their lse."""
 
 from collections.abc import Callable, Sequence
 
@@ -14,7 +14,7 @@ LARGE = {torch.bfloat16: 2.0**13}  # lse above which float32 is too inaccurate f
 def exact(call: Call, lse: Tensor, less: float, again: Callable[[Tensor], Tensor]) -> Tensor:
     """Return an lse minus the offset, in float64 if its rounding error would be visible in the merged result.
 
-    again: recomputes the lse minus an offset for each row that brings it near 0, where its rounding error is small.
+    again(near): recomputes the lse minus `near`. That is close to 0, where the rounding error is small.
     """
     large = LARGE.get(call.query.dtype, 16.0)
     if lse.dtype == torch.float64 or not bool(((lse.abs() > large) & lse.isfinite()).any()):
@@ -24,7 +24,7 @@ def exact(call: Call, lse: Tensor, less: float, again: Callable[[Tensor], Tensor
 
 
 def merged(results: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Return (output, lse) over several sets of keys, from (output, lse) over each set."""
+    """Merge (output, lse) over each of several sets of keys into (output, lse) over all keys."""
     shares, total = shares_of([lse for _, lse in results])
     shares = shares.to(torch.promote_types(results[0][0].dtype, torch.float32))
     terms = [out * share[..., None] for (out, _), share in zip(results, shares, strict=True)]

@@ -1,4 +1,4 @@
-"""The backend "cpu": calls that it supports, and its results in the form that operators return."""
+"""The backend "cpu": the calls that it supports, and forward and backward as operators call them."""
 
 from collections.abc import Sequence
 
@@ -30,7 +30,7 @@ _LACKS = tuple(name for name, default in Call._field_defaults.items() if default
 
 
 def limits(call: Call) -> list[str]:
-    """Return why the backend cannot take a call; empty if it can."""
+    """Return the reasons why the CPU backend cannot take a call; [] if it can."""
     lacks = []
     if flash_attention_for_cpu is None or flash_attention_for_cpu_backward is None:
         lacks.append("this version of PyTorch does not have its kernel")
@@ -47,7 +47,7 @@ def is_narrow(call: Call) -> bool:
 
 
 def lacks_gradients(call: Call, grad_weights: Tensor | None, need: Sequence[bool]) -> list[str]:
-    """Return why `backward` cannot compute the gradients of a call, so that the naive formula must; empty if it can."""
+    """Return the reasons why the naive formula, not `backward`, must compute the gradients of a call; [] if none."""
     needed = [name for name, wanted in zip(INPUTS, need, strict=True) if wanted]
     lacks = [f"its kernel has no gradient of {name}" for name in needed if name not in _DIFFERENTIATED]
     if grad_weights is not None:
@@ -60,7 +60,7 @@ def lacks_gradients(call: Call, grad_weights: Tensor | None, need: Sequence[bool
 
 
 def stats_columns(dtype: torch.dtype, width: int) -> int:
-    """Return how many float32 numbers are saved for a row: the lse, and for 16-bit dtypes a more exact output."""
+    """Return how many float32 numbers a row saves for the backward: lse, and for 16-bit dtypes a more exact output."""
     return 1 + (width if is_widened(dtype) else -(-width // 2) if dtype == torch.bfloat16 else 0)
 
 
@@ -111,7 +111,7 @@ def too_large(lse: Tensor, dtype: torch.dtype | None = None) -> bool:
 def backward(
     call: Call, incoming: Sequence[Tensor | None], out: Tensor, weights: Tensor, stats: Tensor, need: Sequence[bool]
 ) -> tuple:
-    """Return the gradients of INPUTS, empty if not needed. Call it only if `lacks_gradients` returns []."""
+    """Return the gradients of a call's INPUTS, empty tensors if not needed. First check `lacks_gradients`."""
     grad_out, grad_lse, grad_weights = incoming
     needed = dict(zip(INPUTS, need, strict=True))
     results: Sequence[Tensor | None]

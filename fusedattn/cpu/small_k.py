@@ -1,4 +1,4 @@
-"""Gradients of attention to few keys, from the formula: the fused kernel's exponentials are too inaccurate for them."""
+"""Gradients by the softmax formula for few keys, where the fused kernel's exponentials are too inaccurate."""
 
 from collections.abc import Callable, Sequence
 
@@ -16,14 +16,14 @@ ROWS = 128  # rows of a partial sum
 
 
 def is_few(call: Call) -> bool:
-    """Return whether the formula computes the gradients of a call."""
+    """Return whether the formula computes a call's gradients: in float32, with at most FEW keys."""
     return call.query.dtype == torch.float32 and call.key.shape[2] <= FEW
 
 
 def has_bias_gradient(call: Call) -> bool:
-    """Return whether the formula can compute the bias gradient.
+    """Return whether the formula can compute the gradient of a call's bias.
 
-    It can if the call has one part, is not computed in bfloat16, and is not partial: it would round a partial gradient.
+    It can if the call is a single Part, not computed in bfloat16, and not partial, which would round the gradient.
     """
     wide = is_widened(call.query.dtype) or call.query.dtype != torch.bfloat16
     return wide and not call.partial and call.cu_seqlens_q is call.key_mask is call.query_mask is None
@@ -38,7 +38,7 @@ def product(a: Tensor, b: Tensor, scale: float, out: Tensor | None = None) -> Te
 def has_weights_gradient(call: Call) -> bool:
     """Return whether `flash_backward.from_weights` can compute the gradients of a call whose weights have a gradient.
 
-    In 16 bits the weights are rounded, and sinks need the part of the weights that they took.
+    It cannot in 16 bits, where the weights are rounded, or with sinks, whose own weights it would need.
     """
     return call.query.dtype.itemsize >= 4 and not call.partial and call.cu_seqlens_q is call.sinks is None
 
@@ -71,7 +71,7 @@ def weights_of(scores: Tensor, masked: bool) -> Tensor:
 
 
 def weights_in_place(scores: Callable[[], Tensor], masked: bool) -> Tensor:
-    """Return `weights_of` the new scores that `scores` makes, in their memory: allocating takes longer than softmax."""
+    """Return the softmax of scores(), in their memory, because allocating takes longer than softmax."""
     made = scores()
     weights = torch.softmax(made, -1, out=made)
     return weights_of(scores(), True) if masked and _has_nan(weights) else weights
@@ -94,7 +94,7 @@ def by_weights(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return gradients of query, key and value from the weights; add the gradient of scores to of_bias.
 
-    out: over all keys that the rows see; None, as grad_lse and grad_weights need, if `weights` has all their weights.
+    out: the output over all visible keys; None, which grad_lse and grad_weights need, if `weights` covers these keys.
     """
     query, key, value = tensors
     size, heads = weights.shape, key.shape[1]

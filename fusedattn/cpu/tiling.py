@@ -1,4 +1,4 @@
-"""Splits a call into dense parts, and a part into rectangles of scores, to skip hidden scores."""
+"""Splits a call into dense calls (parts), and their scores into rectangles, so that hidden scores are skipped."""
 
 import functools
 import itertools
@@ -32,7 +32,7 @@ def is_widened(dtype: torch.dtype) -> bool:
 
 
 class Part(NamedTuple):
-    """A dense call. Only its rows first .. last - 1 and keys begin .. end - 1 are visible.
+    """A dense call split off a larger call. Only rows first .. last - 1 and keys begin .. end - 1 are visible.
 
     batches, rows and keys locate it in the whole call. sequences: the number of consecutive packed sequences
     of equal length that form its batch, or 0.
@@ -69,7 +69,7 @@ class Rectangle(NamedTuple):
 
 
 def parts(call: Call) -> list[Part]:
-    """Split a call into its parts. Empty parts are left out, because they crash the kernel."""
+    """Split a call into dense Parts. Empty ones are left out, because they crash the kernel."""
     if 0 in (*call.query.shape[:3], call.key.shape[2]):
         return []
     if call.cu_seqlens_q is not None:
@@ -90,7 +90,7 @@ def _ranges(mask: Tensor | None, batch: int, length: int) -> list[tuple[int, int
 
 
 def _of_batches(call: Call) -> list[Part]:
-    """Group consecutive batches with equal visible ranges. Outside bfloat16, similar ranges are enough."""
+    """Split a call into Parts of consecutive batches with equal visible ranges; outside bfloat16, similar ranges."""
     batch, heads, rows, _ = call.query.shape
     of_rows, of_keys = _ranges(call.query_mask, batch, rows), _ranges(call.key_mask, batch, call.key.shape[2])
     lengths = [(last - first, end - begin) for (first, last), (begin, end) in zip(of_rows, of_keys, strict=True)]
@@ -115,7 +115,7 @@ def _of_batches(call: Call) -> list[Part]:
 
 
 def _of_sequences(call: Call) -> list[Part]:
-    """Return the parts of a packed call. Consecutive sequences of equal lengths are one part."""
+    """Split a packed call into Parts. Consecutive sequences of equal lengths form one Part."""
     assert call.cu_seqlens_q is not None and call.cu_seqlens_k is not None
     columns: list[list[int]] = []
     sides = (call.cu_seqlens_q, call.query, call.max_seqlen_q), (call.cu_seqlens_k, call.key, call.max_seqlen_k)
@@ -129,7 +129,7 @@ def _of_sequences(call: Call) -> list[Part]:
 
 
 def _alike(call: Call, start: int, stop: int, rows: int, first: int, keys: int, begin: int) -> Part:
-    """Return sequences start .. stop - 1 as one part. Sequence b has `rows` rows from first + b * rows on."""
+    """Return packed sequences start .. stop - 1 as one Part. Sequence b has `rows` rows from first + b * rows on."""
     count = stop - start
     where = slice(first + start * rows, first + stop * rows), slice(begin + start * keys, begin + stop * keys)
     part = Part(call, 0, rows, 0, keys, slice(None), *where, count if count > 1 else 0)
@@ -181,7 +181,7 @@ def has_holes(part: Part) -> bool:
 
 
 def is_additive(call: Call) -> bool:
-    """Return whether the kernel can add the bias as it is: its dtype fits, and nothing else masks or adds to scores."""
+    """Return whether the kernel can add the caller's bias uncopied: its dtype fits, without masks and slopes."""
     dtype, wide = call.query.dtype, wide_dtype(call)
     dtypes = wide, wide if is_widened(dtype) else dtype
     others = call.mask is call.alibi_slopes is call.key_mask is None
@@ -189,7 +189,7 @@ def is_additive(call: Call) -> bool:
 
 
 def _staircase(first: int, last: int, begin: int, end: int, high: int) -> Iterator[Rectangle]:
-    """Yield rectangles for rows i that see keys up to i + high: unmasked ones, and squares with a causal diagonal."""
+    """Cover a causal mask, where row i sees keys up to i + high, with unmasked rectangles and causal squares."""
     first = max(first, begin - high)
     top = min(last, end - high)  # the first row that sees all keys
     if first < top:
@@ -206,7 +206,7 @@ def _staircase(first: int, last: int, begin: int, end: int, high: int) -> Iterat
 
 
 def _steps(call, first, last, begin, end, low, high, dense) -> Iterator[Rectangle]:
-    """Yield blocks of rows with the range of keys that they see, for masks and windows."""
+    """Yield one rectangle per block of rows, with the range of keys that masks and windows leave visible to it."""
     if dense:
         width = (end if high is None else high) - (begin if low is None else low)
         step = min(max(width, BAND[0]), BAND[1])
@@ -231,7 +231,7 @@ def _steps(call, first, last, begin, end, low, high, dense) -> Iterator[Rectangl
 
 
 def _seen(mask: Tensor, of: Block, most: int) -> list[Block]:
-    """Return blocks of at most `most` rows with the range of keys that a mask leaves visible to them."""
+    """Split rows into Blocks of at most `most` rows, each with the range of keys that a mask leaves visible to it."""
     height, rows, keys = min(MASK_ROWS, most), of.last - of.first, of.end - of.begin
     count = -(-rows // height)
     seen = pairs.cut(mask, of).view(torch.uint8).expand(-1, -1, -1, keys)
@@ -258,7 +258,7 @@ def is_nothing(less: float | Tensor) -> bool:
 
 
 def additive(call: Call, where: Rectangle, less: float | Tensor = 0.0) -> Tensor:
-    """Return the tensor to add to the scores of a rectangle: -inf for hidden pairs, otherwise terms minus `less`."""
+    """Return the tensor to add to a rectangle's scores: -inf where hidden, otherwise bias and ALiBi minus `less`."""
     block = Block(*where[:4])
     if is_additive(call) and call.left is call.right is None and is_nothing(less):
         assert call.bias is not None

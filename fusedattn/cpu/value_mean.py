@@ -38,7 +38,7 @@ def centre(value: Tensor) -> Tensor | None:
 
 
 def with_centre(out: Tensor, kept: Tensor, lse: Tensor, common: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (the output to save, the centre) of each head. kept: the output minus the centre.
+    """Return the output to save and its centre: per head, `kept` (the output minus the centre), or the whole output.
 
     Outputs much smaller than the centre lose digits when it is subtracted, as in rows that see few keys with small
     values. If most rows of a head are like that, its whole output is saved, and its centre is 0.

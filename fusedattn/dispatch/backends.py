@@ -60,12 +60,12 @@ def _find_machine_reasons(device: torch.device | AssumedGPU) -> tuple[str, ...]:
 
 @constant
 def machine_reasons(device: torch.device | AssumedGPU) -> tuple[str, ...]:
-    """Return why Triton kernels cannot run on a device at all."""
+    """Return the reasons why Triton kernels cannot run on a device; () if they can."""
     return _find_machine_reasons(device)
 
 
 def _kernel_reasons(call: Call) -> list[str]:
-    """Return why no Triton kernel takes the dtype, device and sizes of a call."""
+    """Return the reasons why Triton kernels cannot take the dtype, device and sizes of a call."""
     device = device_of(call.query)
     reasons = list(machine_reasons(device))
     if call.query.dtype == torch.float64 and device.type == "cuda":
@@ -90,7 +90,7 @@ def _marked_blocks(call: Call) -> int:
 
 
 def _grid_reasons(call: Call) -> list[str]:
-    """Return why the kernels of "triton" cannot take a call, except failures to compile on this machine."""
+    """Return the reasons why the backend "triton" cannot take a call, except failures to compile on this machine."""
     reasons = _kernel_reasons(call)
     batch, heads, rows, _ = call.query.shape
     blocks = batch * -(-max(rows, call.key.shape[2]) // 16)  # no tile has fewer than 16 rows or keys
@@ -105,7 +105,7 @@ def _grid_reasons(call: Call) -> list[str]:
 
 @constant
 def hopper_reasons(device: torch.device | AssumedGPU) -> tuple[str, ...]:
-    """Return why a device that runs the kernels of "triton" cannot run those of "hopper"."""
+    """Return the reasons why a device that runs the backend "triton" cannot run the backend "hopper"."""
     from ..launch import run as launch
 
     if (number := launch.capability(device)) is None:
@@ -123,7 +123,7 @@ def _hopper_reasons(call: Call, need_weights: bool) -> list[str]:
 
 
 class Backend(NamedTuple):
-    """A way to compute a call.
+    """A backend: its name, the reasons why it refuses a call, and the function that computes a call.
 
     reasons(call, need_weights): why it cannot take the call; empty if it can. run(call, need_lse, need_weights):
     (output, lse, weights), None for a result that is not needed.
@@ -169,7 +169,7 @@ def check_name(name: str | None) -> None:
 
 
 def use_backend(name: str | None) -> AbstractContextManager[None]:
-    """Use this backend for all calls of this thread inside the `with`. `backend=` of a call takes precedence.
+    """Return a context in which all calls of this thread use a backend. `backend=` of a call takes precedence.
 
     torch.utils.checkpoint recomputes the forward during the backward: keep the backward inside, too. On a GPU, autograd
     runs backwards in another thread, which this function does not reach: pass `backend=` instead.
@@ -191,12 +191,12 @@ def use_backend(name: str | None) -> AbstractContextManager[None]:
 
 
 def named(name: str | None) -> str | None:
-    """Return the backend that the call passes or else `use_backend` sets, unchecked; None if neither does."""
+    """Return `name`, the caller's backend=, or if that is None the backend set by `use_backend`, if any."""
     return name if name is not None else thread_overrides.backend
 
 
 def _on_gpu(call: Call | Decode) -> bool:
-    """Return whether kernels are the default. They are interpreted on a CPU only with backend="triton"."""
+    """Return whether a call is on a GPU. On a CPU, kernels run only with backend="triton", in the interpreter."""
     return device_of((call.call if isinstance(call, Decode) else call).query).type == "cuda"
 
 
@@ -206,7 +206,7 @@ def _is_slower(name: str, call: Any) -> bool:
 
 
 def choose(call: Call | Decode, need_weights: bool, name: str | None = None) -> Backend:
-    """Return the backend that takes a call: the named one, or the first one without reasons against it."""
+    """Return the backend for a call: the one that the caller named, or the first one that can take the call."""
     check_name(name)
     among = DECODERS if isinstance(call, Decode) else BACKENDS
     if (taken := named(name)) is not None:
@@ -254,7 +254,7 @@ def explain(
     backend: str | None = None, return_lse: bool = False, return_weights: bool = False,
     capability: tuple[int, int] | None = None, **options: Any,
 ) -> Explanation:  # fmt: skip
-    """Return the backend that `fusedattn.attention` takes for these arguments, and why not the others.
+    """Return the backend that `fusedattn.attention` uses for these arguments, and why it does not use the others.
 
     Examples:
         >>> query = key = value = torch.randn(2, 8, 128, 64)

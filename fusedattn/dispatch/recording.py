@@ -34,7 +34,7 @@ class Recording(NamedTuple):
     steps: tuple
 
     def run(self, given: Sequence) -> list:
-        """Allocate tensors and launch the kernels; return the given and the allocated tensors."""
+        """Allocate new tensors and launch the recorded kernels; return the given tensors and the new ones."""
         if self.interpreted or (self.kind == "cuda" and current_device() != self.device.index):
             with launch.surroundings(self.device):
                 return self._run(given)
@@ -85,7 +85,7 @@ class Recorder(contextlib.ExitStack):
         return self
 
     def make(self, tensor: Tensor) -> Tensor:
-        """Register a tensor that each replay allocates."""
+        """Register and return a tensor that each replay must allocate."""
         self.numbers[storage(tensor)] = len(self.tensors)
         self.tensors.append(tensor)
         return tensor
@@ -94,7 +94,7 @@ class Recorder(contextlib.ExitStack):
         return len(self.steps), len(self.tensors)
 
     def back(self, position: tuple[int, int]) -> None:
-        """Forget the steps and tensors added since `position`."""
+        """Forget the launches and tensors recorded since `position`."""
         steps, tensors = position
         for tensor in self.tensors[tensors:]:
             del self.numbers[storage(tensor)]
@@ -110,7 +110,7 @@ class Recorder(contextlib.ExitStack):
         return self.numbers[storage(tensor)]
 
     def add(self, kernel, compiled, programs: int, arguments: dict, options: dict) -> None:
-        """Record a launch. compiled is None in the interpreter."""
+        """Record a kernel launch. compiled: the compiled kernel, None in the interpreter."""
         values: list = []
         views: list[tuple] = []
         others: list[tuple] = []
@@ -138,7 +138,7 @@ class Recorder(contextlib.ExitStack):
         self.steps.append((run, programs, values, tuple(views), tuple(others)))
 
     def _place(self, value) -> Callable[[Sequence], Any] | None:
-        """Return a function that makes the argument from a replay's tensors; None if the argument is constant."""
+        """Return a function that makes a kernel argument from a replay's tensors; None if the argument is constant."""
         if isinstance(value, Tensor):
             number = self.number(value)
             if self.tensors[number].dtype == value.dtype or not launch.interpreting():

@@ -55,7 +55,7 @@ def forget() -> None:
 
 
 def attend(arguments: Arguments, return_lse: bool, return_weights: bool, backend: str | None) -> Tensor | Any:
-    """Compute `attention`: replay an earlier call like this one, or check and run it."""
+    """Compute `attention`: replay an earlier call with the same signature, or check the arguments and run the call."""
     named = thread_overrides.backend if backend is None else backend
     known = None
     if not is_compiling():
@@ -77,7 +77,7 @@ def attend(arguments: Arguments, return_lse: bool, return_weights: bool, backend
 
 
 def _of_plan(arguments: Arguments) -> tuple:
-    """Return the tensors of arguments whose mask is a plan, in the order of TENSORS."""
+    """Return the tensors of a call whose mask is a plan, in the order of TENSORS."""
     plan = arguments.mask
     if arguments.key_mask is arguments.query_mask is None:
         arguments = arguments._replace(mask=plan.mask, key_mask=plan.key_mask, query_mask=plan.query_mask)
@@ -86,7 +86,7 @@ def _of_plan(arguments: Arguments) -> tuple:
 
 
 def _usual(numbers: tuple) -> bool:
-    """Return whether numbers have Python's own types. Tensors and arrays do not: their values may change."""
+    """Return whether all options are Python's own numbers, strings or tuples. The values of tensors may change."""
     for x in numbers:
         if type(x) not in _NUMBERS and not (type(x) is tuple and all(side is None or type(side) is int for side in x)):
             return False
@@ -109,7 +109,7 @@ def _precision(tensor: Tensor) -> str | None:
 
 
 def _split(tensors: tuple, numbers: tuple) -> tuple[tuple, tuple] | None:
-    """Return (the tensors present, the signature without their properties); None for a call without a signature.
+    """Return (tensors that are not None, signature without properties of tensors); None for a call without a signature.
 
     numbers: the arguments that are no tensors, then return_lse, return_weights, the named backend and whether autograd
     records. Their types count too, because True, 1 and 1.0 are equal.
@@ -146,7 +146,7 @@ def _remember(present: tuple, most: tuple, replay: Any) -> None:
 
 
 def find(tensors: tuple, numbers: tuple) -> "Replay | None":
-    """Return the Replay for a call, or None. tensors: the caller's, in the order of TENSORS; the seed may be an int."""
+    """Return the Replay of a call's signature, or None. tensors: in the order of TENSORS; the seed may be an int."""
     # TensorGuards do not notice tangents and some modes, such as selective checkpointing.
     if not _known or dispatch_modes() != 0 or forward_level() >= 0:
         return None
@@ -167,7 +167,7 @@ def find(tensors: tuple, numbers: tuple) -> "Replay | None":
 
 
 def learn(tensors: tuple, numbers: tuple, call: Call, chosen: backends.Backend) -> "Replay | None":
-    """Count a checked call. For the RECORD_AFTER-th of a signature, record it and return its Replay; otherwise None."""
+    """Count a checked call. Record the RECORD_AFTER-th call of a signature, and return its Replay; otherwise None."""
     if chosen.run not in RECORDED:
         return None
     split = _split(tensors, numbers) if can_replay and not must_dispatch() else None
@@ -249,7 +249,7 @@ class Replay:
         return self.take_results(self.forward.run(tensors))
 
     def fields(self, tensors: Sequence) -> Call:
-        """Return the Call with these tensors, which may lack dimensions, as the caller passed them."""
+        """Return the recorded Call with other tensors, which may be of lower rank, as the caller passed them."""
         given = [in_full(name, x) for name, x in zip(TENSORS, tensors, strict=True)]
         if not self.drops:
             given[_SEED] = None  # may be an int
@@ -284,7 +284,7 @@ class Replay:
         return [None if place is None else made[place] for place in places]
 
     def again(self, present: tuple, need: tuple) -> list | None:
-        """Return the gradients of the inputs from a backward like this one, found by TensorGuards; None without one.
+        """Replay a recorded backward that TensorGuards match, and return the gradients of the inputs, or return None.
 
         present: the saved tensors and the gradient of the output, the only incoming one. need: of all inputs.
         """
@@ -298,7 +298,7 @@ class Replay:
         return None
 
     def remember(self, present: tuple, need: tuple) -> None:
-        """Let `again` find a backward that `differentiate` may have recorded."""
+        """Make TensorGuards by which `again` finds the backward, if `differentiate` has recorded it."""
         if TensorGuards is None or not can_guard(present) or len(set(map(id, present))) < len(present):
             return
         saved = [self.block_mask if name == "block_mask" else _PLACES[name] for name in TENSORS]
@@ -315,12 +315,12 @@ class Replay:
 
     @staticmethod
     def _facts(given: tuple, need: tuple) -> tuple:
-        """Return the key of a recorded backward. Saved-tensor hooks may have changed strides or device."""
+        """Return the dictionary key of a recorded backward. Saved-tensor hooks may have changed strides or device."""
         facts = tuple(None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in given)
         return need, _precision(given[-3]), torch.are_deterministic_algorithms_enabled(), facts
 
     def _backward(self, given, need):
-        """Return (Recording of a backward, for each input the number of its gradient in the Recording, or None)."""
+        """Record a backward: return the Recording, and the index of each input's gradient in `run`'s result, or None."""
         from ..launch.backward import launch_backward
         from .recording import Recorder
 

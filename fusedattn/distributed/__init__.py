@@ -1,4 +1,4 @@
-"""Attention of a sequence that is cut over the processes of a torch.distributed group."""
+"""Context parallelism: attention over a sequence that is split among the ranks of a torch.distributed group."""
 
 from ..operators.dtensors import register_sharding
 from .gather import gather_attention, gather_attention_varlen

@@ -39,7 +39,7 @@ def gather_attention(
     alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
     dropout_p: float = 0.0, seed: int | Tensor | None = None, return_lse: bool = False, backend: str | None = None,
 ) -> Tensor | Any:  # fmt: skip
-    """Compute `ring_attention` with all options of `fusedattn.attention` but return_weights. Ranks gather all keys.
+    """Compute `fusedattn.attention` over a sequence split among ranks, each of which gathers all keys and values.
 
     Examples:
         >>> shards = (torch.randn(1, 8, 1000, 64) for _ in range(3))  # of this rank
@@ -64,7 +64,7 @@ def gather_attention(
 
 
 class _Keys:
-    """Keys and values for `in_pieces`, gathered from all ranks at once. Their gradients go back to their ranks."""
+    """Keys and values for `in_pieces`, gathered from all ranks at once. Their gradients are sent back and summed."""
 
     def __init__(self, whole: GlobalCall, pieces: list[Piece] | None = None):
         self.whole = whole
@@ -98,7 +98,7 @@ def gather_attention_varlen(
     alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
     dropout_p: float = 0.0, seed: int | Tensor | None = None, return_lse: bool = False, backend: str | None = None,
 ) -> Tensor | Any:  # fmt: skip
-    """Compute `fusedattn.attention_varlen` of packed documents, which are cut wherever a shard ends.
+    """Compute `fusedattn.attention_varlen` of packed documents split among ranks; a shard may end inside a document.
 
     Examples:
         >>> shards = (torch.randn(100, 8, 64) for _ in range(3))  # of this rank
@@ -162,7 +162,7 @@ def _longest(offsets: list[int]) -> int:
 
 
 def _documents(whole: GlobalCall, offsets: list[int]) -> list[Piece]:
-    """Return up to two Pieces per Chunk of rows: for a document that begins before it, and for all that begin in it."""
+    """Return up to two Pieces per Chunk of rows: one for a document begun before the Chunk, one for all begun in it."""
     pieces = []
     for chunk in whole.rows[whole.ranks.rank]:
         # Documents number `inside` to `after` - 1 begin in the chunk.
@@ -175,7 +175,7 @@ def _documents(whole: GlobalCall, offsets: list[int]) -> list[Piece]:
 
 
 def _piece(whole: GlobalCall, chunk: Chunk, offsets: list[int], first: int, last: int) -> Piece:
-    """Return the Piece for the rows of documents first .. last - 1 in a Chunk. Only the first may begin before it."""
+    """Return the Piece for documents first .. last - 1 in a Chunk. Only the first may begin before the Chunk."""
     begin, device, heads = offsets[first], whole.query.device, whole.query.shape[1]
     before = max(0, chunk.first - begin)  # rows of the first document before the chunk
     rows = [min(max(x, chunk.first), chunk.last) - chunk.first for x in offsets[first : last + 1]]

@@ -1,4 +1,4 @@
-"""A call of all ranks: each has some of the rows and keys, and all agree on the options before anything is sent."""
+"""A call split among all ranks: each has some rows and keys, and all agree on the options before anything is sent."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -31,7 +31,7 @@ class Piece(NamedTuple):
 
 
 class GlobalCall(NamedTuple):
-    """A call of all ranks."""
+    """An attention call whose rows and keys are split among all ranks."""
 
     backend: str
     ranks: Ranks
@@ -60,7 +60,7 @@ class GlobalCall(NamedTuple):
         return sum(map(rows_of, self.keys))
 
     def seen(self, row: Chunk, key: Chunk) -> Chunk:
-        """Return the part of Chunk `key` from the first to the last key that any row of `row` sees."""
+        """Shrink the Chunk `key` to the keys from the first to the last that any row of the Chunk `row` sees."""
         left, right = self.call.left, self.call.right
         first = key.first if left is None else max(key.first, row.first + self.shift - left)
         last = key.last if right is None else min(key.last, row.last + self.shift + right)
@@ -107,7 +107,7 @@ class Method(NamedTuple):
 
     # Returns ([output, lse or None, weights or None], a GlobalCall, tensors and numbers to save).
     forward: Callable[[GlobalCall], tuple[list[Tensor | None], GlobalCall, Sequence[Any]]]
-    # Takes this GlobalCall, what was saved, and the gradients of the results. Returns {input: gradient}.
+    # Takes the returned GlobalCall, what was saved, and the gradients of the results. Returns {input: gradient}.
     backward: Callable[[GlobalCall, Sequence[Any], Sequence[Any]], dict[str, Tensor | None]]
 
 
@@ -115,7 +115,7 @@ Prepare = Callable[[Arguments, Any, Ranks], tuple[Call, dict[str, Any]]]
 
 
 def prepared(arguments: Arguments, backend: Any, ranks: Ranks) -> tuple[Call, dict[str, Any]]:
-    """Check a rank's arguments. Return (their Call, more options that must be equal on all ranks)."""
+    """Check this rank's arguments, and return (Call, further options that must be equal on all ranks)."""
     query = arguments.query
     if isinstance(query, Tensor) and query.dim() != 4:
         fail(ValueError, "query", "rank 4, (B, H, rows, D)", query.shape)
@@ -133,7 +133,7 @@ def prepared(arguments: Arguments, backend: Any, ranks: Ranks) -> tuple[Call, di
 
 
 def attend(function: str, given: dict[str, Any], method: Method) -> Any:
-    """Return the results of the public function named `function`, or of `attention` if there is no process group."""
+    """Compute the results of a public function of this package by a Method, or `attention` without a process group."""
     whole = agreed(function, given)
     if whole is None:
         return attention(**{name: x for name, x in given.items() if name not in ("group", "balance")})
@@ -169,7 +169,7 @@ class _Attend(torch.autograd.Function):
 
 
 def agreed(function: str, given: dict[str, Any], prepare: Prepare = prepared) -> GlobalCall | None:
-    """Return the GlobalCall for this rank's arguments, `given` by name; None without a process group.
+    """Agree with all ranks on a call, and return the GlobalCall; None without a process group. given: {name: argument}.
 
     Raise TypeError, ValueError or NotImplementedError on all ranks if an argument is wrong on one, or differs.
     """
@@ -253,7 +253,7 @@ def _common(call: Call, arguments: Arguments) -> dict[str, Any]:
 
 
 def _backend(call: Call, needs: set[str], need_weights: bool, named: str | None) -> str:
-    """Return the backend for the partial calls of a call. needs: the inputs that require a gradient on any rank."""
+    """Return the backend's name for the partial calls of a rank. needs: inputs that require a gradient on any rank."""
     call = call._replace(partial=True, sinks=None)
     if needs:
         tensors = {name: getattr(call, name) for name in INPUTS}

@@ -1,4 +1,4 @@
-"""Modules on several processes: a sequence cut by context_parallel=, heads cut by tensor parallelism."""
+"""Modules on several processes: context_parallel= splits the sequence, tensor parallelism splits the heads."""
 
 import math
 from collections.abc import Callable
@@ -51,7 +51,7 @@ def check_parallel(parallel: Any) -> None:
 
 
 def attend(parallel: ContextParallel, q: Tensor, k: Tensor, v: Tensor, need_weights: bool, **options: Any) -> Any:
-    """Return (output, weights or None) of this rank's rows. Raise for options that the method does not support."""
+    """Run a context-parallel method: return (output, weights or None) of this rank's rows, or raise for its options."""
     check_parallel(parallel)  # the caller may have set the attribute of the module
     options = {name: x for name, x in options.items() if x is not None}
     for name in LACKS[parallel.method]:
@@ -63,7 +63,7 @@ def attend(parallel: ContextParallel, q: Tensor, k: Tensor, v: Tensor, need_weig
 
 
 def by_heads(projected: Tensor, name: str, heads: int, columns: int) -> Tensor:
-    """Return a projection (B, S, H * D) as (B, H, S, D), with this process's share of all `heads` of D `columns`."""
+    """Reshape a projection (B, S, H * D) to (B, H, S, D). H is this process's share of `heads`, and D is `columns`."""
     width, cut = projected.shape[-1], 1
     if is_dtensor(projected):
         mesh, last = projected.device_mesh, projected.dim() - 1  # type: ignore[attr-defined]

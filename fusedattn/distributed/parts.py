@@ -1,4 +1,4 @@
-"""Attention of a rank's rows, one Piece (some rows, some keys) at a time, with the results merged into one softmax."""
+"""Computes attention of a rank's rows, one Piece (some rows, some keys) at a time, and merges the results."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -16,9 +16,9 @@ _Keys = Callable[[GlobalCall], Any]
 
 
 def in_pieces(keys: _Keys) -> Method:
-    """Return the Method by which rows stay on their rank, and `keys` brings keys and values to them.
+    """Return a Method in which rows stay on their rank, and keys and values are brought there by `keys`.
 
-    It makes an iterator of (owner, the call with the owner's keys and values, its Pieces); owner None is all ranks.
+    keys(whole) iterates over (owner, the call with the owner's keys and values, its Pieces); owner None is all ranks.
     Its give_back() takes the gradients that this rank's rows contribute to the owner's keys and values. Its gradients()
     returns those of this rank's keys and values, summed over all ranks.
     """
@@ -26,7 +26,7 @@ def in_pieces(keys: _Keys) -> Method:
 
 
 def _sliced(name: str, x: Tensor | None, piece: Piece) -> Any:
-    """Return a Piece's view of a field of a Call, or of its gradient."""
+    """Slice a field of a Call, or its gradient, to the rows and keys of a Piece."""
     pairs = dict(Q=piece.pair_rows or piece.rows, K=piece.pair_keys or piece.keys)
     return sliced(name, x, pairs, B=piece.batch, Q=piece.rows, K=piece.keys)
 

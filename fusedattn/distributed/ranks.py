@@ -101,7 +101,7 @@ def _exchange_statements(ranks: Ranks, function: str, statement: dict[str, Any])
 
 
 def _fill(table: Tensor, ranks: Ranks, function: str) -> None:
-    """Receive the statements of the other ranks into their rows. Before, each row is a copy of this rank's."""
+    """Receive the statements of all ranks into the rows of `table`, each of which is a copy of this rank's before."""
     limit, key = group_timeout(ranks.group), f"fusedattn, lost of {dist.get_process_group_ranks(ranks.group)}"
 
     def missing(rank: int) -> RuntimeError:
@@ -139,7 +139,7 @@ def _fill(table: Tensor, ranks: Ranks, function: str) -> None:
 
 
 def anchor(like: Tensor) -> Tensor:
-    """Return a leaf that requires a gradient, so that the backward runs on a rank whose inputs require none."""
+    """Return a leaf tensor that requires grad, so that the backward runs on a rank whose inputs do not require grad."""
     return torch.zeros((), device=like.device, requires_grad=True)
 
 
@@ -178,7 +178,7 @@ def exchange(
 
 
 def all_to_all(ranks: Ranks, sent: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Send sent[r] to each rank r. Return the tensors received from the ranks, of these shapes. All have one dtype."""
+    """Send sent[r] to each rank r, and return the tensors of these shapes received from the ranks, in one dtype."""
     dtype = sent[0].dtype
     flat = torch.cat([as_bytes(x.contiguous()) for x in sent])
     came = [dtype.itemsize * math.prod(shape) for shape in shapes]

@@ -32,7 +32,7 @@ def ring_attention(
     alibi_slopes: Tensor | None = None, sinks: Tensor | None = None, key_mask: Tensor | None = None,
     dropout_p: float = 0.0, seed: int | Tensor | None = None, return_lse: bool = False, backend: str | None = None,
 ) -> Tensor | Any:  # fmt: skip
-    """Compute `fusedattn.attention` of a sequence that is cut over the ranks of a group.
+    """Compute `fusedattn.attention` over a sequence that is split among the ranks of a process group.
 
     Examples:
         >>> shards = (torch.randn(1, 8, 1000, 64) for _ in range(3))  # of this rank
@@ -67,7 +67,7 @@ def ring_attention(
 
 
 class _Keys:
-    """Keys and values for `in_pieces`, from one rank after another. Their gradients are sent back to that rank."""
+    """Keys and values for `in_pieces`, received from one rank after another. Their gradients are sent back."""
 
     def __init__(self, whole: GlobalCall):
         fields = {name: getattr(whole.call, name) for name in ("key", "value", "key_mask")}

@@ -1,4 +1,4 @@
-"""Cuts a sequence over the ranks of a group, and joins it again."""
+"""Splits a sequence among the ranks of a group, and joins it again."""
 
 import itertools
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ def check_balance(balance: Any) -> None:
 
 
 def chunks(length: int, size: int, balance: str | None) -> list[list[Chunk]]:
-    """Return the Chunks of each of `size` ranks, for a sequence of this length."""
+    """Split a sequence of this length among `size` ranks, and return the Chunks of each rank."""
     count = size if balance is None else 2 * size
     rows, more = divmod(length, count)
     spans = list(itertools.pairwise(n * rows + min(n, more) for n in range(count + 1)))
@@ -125,7 +125,7 @@ def _checked_dim(x: Tensor, dim: Any) -> int:
 
 @overridable
 def unshard(x: Tensor, dim: int, *, group: Any = None, balance: str | None = None) -> Tensor:
-    """Return the whole tensor on every rank, from the rows that `shard` gave each rank: the inverse of `shard`.
+    """Gather the rows that `shard` gave to each rank, and return the whole tensor on every rank.
 
     Examples:
         >>> x = torch.arange(8)[None]
@@ -161,7 +161,7 @@ def unshard(x: Tensor, dim: int, *, group: Any = None, balance: str | None = Non
 
 
 def gathered(x: Tensor, dim: int, ranks: Ranks, every: list[list[Chunk]]) -> Tensor:
-    """Return the whole tensor from the Chunks of all ranks along a dimension."""
+    """Gather the Chunks of all ranks along a dimension, and return the whole tensor."""
     most, own = max(map(rows_of, every)), x.movedim(dim, 0)
     sent = own.new_zeros(most, *own.shape[1:])  # all ranks send equally many rows
     sent[: own.shape[0]] = own

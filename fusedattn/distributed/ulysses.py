@@ -52,7 +52,7 @@ def ulysses_attention(
     dropout_p: float = 0.0, seed: int | Tensor | None = None,
     return_lse: bool = False, return_weights: bool = False, backend: str | None = None,
 ) -> Tensor | Any:  # fmt: skip
-    """Compute `ring_attention` with all options of `fusedattn.attention`: each rank takes some heads of all rows.
+    """Compute `fusedattn.attention` over a sequence split among ranks, each of which computes some heads of all rows.
 
     Examples:
         >>> shards = (torch.randn(1, 8, 1000, 64) for _ in range(3))  # of this rank
@@ -91,7 +91,7 @@ class _Route(NamedTuple):
 
     @property
     def repeated(self) -> bool:
-        """True if a head goes to several ranks, or twice to one."""
+        """True if a head is sent to several ranks, or twice to one rank."""
         return sum(map(len, self.heads)) > self.total
 
     def to_heads(self, x: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ class _Route(NamedTuple):
 
 
 def _route(whole: GlobalCall, name: str) -> _Route:
-    """Return how a tensor of the Call moves between ranks: the rows each rank has before, and the heads after."""
+    """Return the _Route of a tensor of the Call: each rank's rows before the transfer, and its heads afterwards."""
     ranks, letters, x = whole.ranks, DIMS[name], getattr(whole.call, name)
     rows = [rows_of(some) for some in (whole.rows if "Q" in letters else whole.keys)]
     if "G" not in letters and ("H" not in letters or x.shape[1] == 1):  # equal for all heads: each rank needs it
@@ -122,7 +122,7 @@ def _route(whole: GlobalCall, name: str) -> _Route:
 
 
 def _local(whole: GlobalCall) -> Call:
-    """Return the call of this rank's heads, with all rows and all keys."""
+    """Return a Call with this rank's heads only, but with all rows and all keys."""
     tensors: dict[str, Any] = {name: getattr(whole.call, name) for name in with_dims("B")}
     heads = _route(whole, "query")
     for name, x in tensors.items():

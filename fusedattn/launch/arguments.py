@@ -111,7 +111,7 @@ def scored(call):
 
 
 def bounded(call):
-    """Return a call whose left and right are None if they hide no pair."""
+    """Return the call with `left` and `right` set to None if they hide no keys."""
     rows, keys, first = call.query.shape[2], call.key.shape[2], diagonal(call)
     left = None if call.left is None or call.left >= first + rows - 1 else call.left
     right = None if call.right is None or call.right + first >= keys - 1 else call.right
@@ -119,7 +119,7 @@ def bounded(call):
 
 
 def band(call):
-    """Return the lengths and the window of a call as kernels take them: numbers of 32 bits, None if unbounded."""
+    """Return the lengths and the window of a call as kernel arguments: 32-bit numbers, None if unbounded."""
     rows, keys, by = call.query.shape[2], call.key.shape[2], shift(call)
     most = rows + keys
     left = None if call.left is None else max(-most, min(call.left - by, most))
@@ -128,7 +128,7 @@ def band(call):
 
 
 def common(call):
-    """Return the arguments that are the same for all kernels over pairs of query and key."""
+    """Return the arguments that all kernels which compute scores have in common."""
     query, key, value = call.query, call.key, call.value
     drop = None if call.seed is None else dropout.of(call.seed, call.dropout_p, call.origin)
     return dict(
@@ -164,7 +164,7 @@ def can_pack_gqa(call, out):
 
 
 def pack_gqa(call, out):
-    """Return (call, output) with the query heads that share a key head as rows of one head."""
+    """Reshape a call and its output, so that query heads which share a key head become rows of one head."""
 
     def rows(tensor):
         return tensor.unflatten(1, (call.key.shape[1], -1)).flatten(2, 3)

@@ -29,12 +29,12 @@ class _Pass(NamedTuple):
         return cdiv(length, tile.rows) * batches * heads
 
     def table(self, like, columns):
-        """Return an uninitialised buffer with some columns for each row of query."""
+        """Return an uninitialised buffer (B, Hq, Sq, columns), with the dtype and device of `like`."""
         return like.new_empty((*self.call.query.shape[:3], columns))
 
 
 def _bias_sum(call):
-    """Return how a bias gradient sums: over keys ("rows"), rows ("keys"), batch or heads ("planes"), not ("pairs")."""
+    """Return over what a bias gradient sums: "rows": over keys; "keys": rows; "planes": batch or heads; "pairs": none."""
     batch, heads, rows, keys = arguments.sizes(call)
     if call.bias.shape[3] == 1:
         return "rows"
@@ -60,7 +60,7 @@ def _lacks_on_hopper(call, need, kernel):
 
 
 def reasons_not_on_hopper(call: Call, need, backend: str) -> list[str]:
-    """Return why a Hopper GPU does not run the backward by a Hopper kernel; empty if it does."""
+    """Return the reasons why a Hopper GPU does not run a Hopper kernel for the backward; [] if it does."""
     kernel = run.backward_on_hopper(call, _is_deterministic(call))
     lacks = _lacks_on_hopper(call, dict(zip(INPUTS, need, strict=True)), kernel)
     if lacks or run.is_to_take(kernel, call, backend):
@@ -76,7 +76,7 @@ def reasons_not_on_hopper(call: Call, need, backend: str) -> list[str]:
 
 
 def passes(call: Call, need, backend: str = "triton", reachable: bool = True) -> tuple[str, ...]:
-    """Return the kernels of a backward, in order. need: for each of INPUTS, whether its gradient is needed.
+    """Return the names of a backward's kernels, in order. need: for each of INPUTS, whether its gradient is needed.
 
     A Hopper kernel runs if it is chosen (`run.is_to_take`) and supports the call. Otherwise one_pass runs if dq may be
     summed in any order and no other gradient is summed by row. Otherwise dq and dkdv run; both are deterministic.
@@ -99,7 +99,7 @@ def passes(call: Call, need, backend: str = "triton", reachable: bool = True) ->
 
 
 def _spread(sums, offsets, most):
-    """Return sums by row, padded to (n, H, most, 1) for packed sequences."""
+    """Pad sums by row of packed sequences to (n, H, most, 1); return other sums unchanged."""
     if offsets is None:
         return sums
     return padding(offsets, sums.shape[2], most).pad(sums[0].transpose(0, 1)).transpose(1, 2)
@@ -115,12 +115,12 @@ def _totals(sums, offsets, batch):
 
 
 def _unit(p, form):
-    """Return {UNIT: rows, WIDTH: columns} of a Hopper backward's blocks of dq (`hopper.unit`); None without a form."""
+    """Return the arguments UNIT and WIDTH: rows and columns of a Hopper kernel's blocks of dq, None without `form`."""
     return dict(zip(("UNIT", "WIDTH"), (None, None) if form is None else hopper.unit(p.call, form), strict=True))
 
 
 def _preprocess(p, out, grad_lse, weights, stats, query_sums, turns, form):
-    """Return the row statistics (softmax and delta) that later kernels read; set query_sums and turns, if any, to 0."""
+    """Compute the row statistics (softmax and delta) that later kernels read, and zero query_sums and turns, if any."""
     rows, pitch = (p.table(stats, 4), None) if form is None else hopper.new_rows(p.call, stats)
     names = "GradOut", "GradWeights", "heads", "q_len"
     launched = {name: p.launched[name] for name in names} | dict(
@@ -251,7 +251,7 @@ def _add_up(p, by_row, by_key, grads):
 
 
 def launch_backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats, call: Call, backend: str):
-    """Fill grads, a tensor for each of the INPUTS of a Call, or None if not needed."""
+    """Compute the backward of a Call into `grads`, a tensor for each of INPUTS, or None if not needed."""
     grads = dict(zip(INPUTS, grads, strict=True))
     gradients = [grad_out, *(grads[name] for name in ("query", "key", "value") if grads[name] is not None)]
     reachable = grad_weights is None and hopper.reachable(*gradients)

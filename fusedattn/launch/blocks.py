@@ -139,7 +139,7 @@ def walks(call, block_mask, tile, by_keys=False):
 
 
 def run_by_rows(name, call, launched, block_mask):
-    """Run a kernel whose programs each walk the keys of a block of rows of one head."""
+    """Run a kernel in which each program loops over the keys for one block of rows of one head."""
 
     def more(tile):
         described = arguments.described(tile, tile.keys, call.key_mask, K=call.key, V=call.value)

@@ -85,7 +85,7 @@ def new_partials(out, count: int, dtype) -> Partials:
 
 
 def combine(call, launched: dict, scale, shape) -> None:
-    """Merge the partials. launched: Out, Lse, Stats, partials and splits. shape: of the output."""
+    """Merge the partial results of split keys. launched: Out, Lse, Stats, partials and splits. shape: of the output."""
     batch, heads, rows, columns = shape
     sizes = dict(rows=rows, heads=heads, DV=columns, MOST=tile_table.MOST_SPLITS, scale=scale)
     run.run_tiled("combine", call, lambda tile: batch * heads * rows, dict(Stats=None) | launched | sizes)
@@ -97,7 +97,7 @@ def failed(decode: Decode):
 
 
 def launch_decode(out, lse, decode: Decode):
-    """Fill out, and lse if it is not empty."""
+    """Compute attention to caches into `out`, and into `lse` if it is not empty."""
     call, rows = decode.call, _rows_of_a_tile(decode)
     (batch, _, length, _), kv_heads = call.query.shape, decode.key_cache.shape[1]
     launched = _common(decode) | dict(Q=arguments.of(call.query)) | arguments.band(call)

@@ -15,7 +15,7 @@ _warned: set[str] = set()
 
 
 class KernelUnavailable(Exception):
-    """A kernel cannot run here. The message says which, why, and what to do."""
+    """Error of a kernel that cannot run on this machine. The message names the kernel, the cause and a remedy."""
 
 
 def forget() -> None:
@@ -24,13 +24,13 @@ def forget() -> None:
 
 
 def known(key: tuple) -> "KernelUnavailable | None":
-    """Return why a kernel is known to fail, or None. key: as in `failed_kernels`."""
+    """Return the error of a kernel that has failed before, or None. key: as in `failed_kernels`."""
     why = failed_kernels.get(("every kernel", key[1])) or failed_kernels.get(key) if failed_kernels else None
     return None if why is None else KernelUnavailable(why)
 
 
 def remember(key: tuple, error: Exception) -> "KernelUnavailable":
-    """Return the error to raise for a failed kernel, and remember it, unless the error may be temporary."""
+    """Return the error to raise for a failed kernel, and keep it for later calls, unless its cause may be temporary."""
     name, device, *_ = key
     whole, what, advice = _judge(name, error)
     message = f"{what} on {device} ({cause(error)}); {advice}"
@@ -40,14 +40,14 @@ def remember(key: tuple, error: Exception) -> "KernelUnavailable":
 
 
 def fall_back(why: "KernelUnavailable", named: bool) -> None:
-    """Warn once for each cause, or raise if the call names its backend."""
+    """Warn once that another backend takes calls, because a kernel failed; raise if the caller named the backend."""
     if named:
         raise NotImplementedError(f"backend: the named one cannot take this call: {why}") from why
     warn_once(str(why), str(why), stacklevel=2)
 
 
 def warn_once(reason: str, sentence: str, stacklevel: int) -> None:
-    """Warn, the first time for this reason, that another backend takes the calls."""
+    """Warn, once for each reason, that another backend takes the calls."""
     if reason not in _warned:
         _warned.add(reason)
         warnings.warn(f"fusedattn takes a slower path: {sentence}", stacklevel=stacklevel + 1)

@@ -44,7 +44,7 @@ def _forward(out, lse, stats, call):
 
 
 def _launch_weights(name, weights, launched, call: Call):
-    """Launch the kernel of weights, or of their tangents. launched: arguments except those made from `weights`."""
+    """Launch the kernel that fills `weights`, or their tangents. launched: its arguments, except from `weights`."""
     columns = weights.shape[3]
     run.run_tiled(
         name,
@@ -56,7 +56,7 @@ def _launch_weights(name, weights, launched, call: Call):
 
 
 def launch_forward(out, lse, weights, stats, call: Call, on_hopper: bool):
-    """Fill out and, unless None, lse, weights and stats; weights need stats."""
+    """Compute the forward into `out` and, unless None, lse, weights and stats. Weights need stats."""
     (_forward_on_hopper if on_hopper else _forward)(out, lse, stats, call)
     if weights is not None:
         launched = arguments.common(call) | dict(Stats=stats, TangentLse=None, tangents=Tangents())
@@ -64,7 +64,7 @@ def launch_forward(out, lse, weights, stats, call: Call, on_hopper: bool):
 
 
 def launch_tangent(tangent_out, tangent_lse, tangent_weights, tangents, out, stats, call: Call):
-    """Fill tangent_out, tangent_lse and, unless None, tangent_weights. tangents: of the INPUTS of the call."""
+    """Compute the tangents of the results from `tangents`, those of INPUTS. tangent_weights may be None."""
     tangents = dict(zip(INPUTS, tangents, strict=True))
     (batch, heads, rows, keys), bias = arguments.sizes(call), tangents["bias"]
     views = Tangents(

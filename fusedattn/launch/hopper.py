@@ -34,7 +34,7 @@ _LAYOUTS = {} if kernel is None else {torch.bfloat16: bfloat16, torch.float16: f
 
 
 def limits(call: Call) -> list[str]:
-    """Return why the forward does not support the options of a call; empty if it does."""
+    """Return the reasons why the Hopper forward does not support the options of a call; [] if it does."""
     lacks = [f"it does not support {name}" for name in _LACKS if getattr(call, name) is not None]
     if call.cu_seqlens_q is not None:
         lacks.append("it does not support packed sequences")
@@ -52,7 +52,7 @@ def limits(call: Call) -> list[str]:
 
 
 def reasons(call: Call) -> list[str]:
-    """Return why the forward cannot take a call, whatever the GPU; empty if it can."""
+    """Return the reasons why the Hopper forward cannot take a call, whatever the GPU; [] if it can."""
     return limits(call) + unreachable(call) if missing is None else [missing]
 
 
@@ -69,7 +69,7 @@ def unreachable(call: Call) -> list[str]:
 
 
 def readable(tensor: Tensor) -> Tensor:
-    """Return the tensor, or a copy that TMA can read."""
+    """Return the tensor if TMA can read it, otherwise a copy that TMA can read."""
     if reachable(tensor):
         return tensor
     *shape, columns = tensor.shape
@@ -82,7 +82,7 @@ def _layout(rows, columns, dtype):
 
 
 def descriptor(tensor: Tensor, rows: int, columns: int | None = None) -> "TensorDescriptor":
-    """Return a descriptor that copies `rows` rows, and `columns` or all columns, of a head of a (B, H, S, D) tensor."""
+    """Return a TMA descriptor of (B, H, S, D) that copies `rows` rows and `columns` columns (None: all) of a head."""
     shape, strides, block = kernel_arguments.block(tensor, rows)
     block[3] = block[3] if columns is None else columns
     return TensorDescriptor(tensor, shape, strides, block, _layout(*block[2:], tensor.dtype))
@@ -98,13 +98,13 @@ def band_of(call: Call) -> str:
 
 
 def _visible(call, more):
-    """Return how many keys `more` + 1 neighbouring rows see at most."""
+    """Return the maximum number of keys that `more` + 1 neighbouring rows see."""
     keys = call.key.shape[2]
     return keys if call.left is None or call.right is None else min(keys, call.left + call.right + 1 + more)
 
 
 def splits(call: Call, pipeline: Pipeline, multiprocessors: int) -> int:
-    """Return how many splits of the keys each block of rows has. It depends on sizes alone, as a result's bits must."""
+    """Return into how many splits to divide the keys. It depends on sizes alone, so equal calls give equal bits."""
     batch, heads, rows, _ = kernel_arguments.sizes(call)
     blocks, steps = cdiv(rows, pipeline.rows) * batch * heads, cdiv(_visible(call, pipeline.rows - 1), 64)
     merged = 8 * batch * heads * rows * call.value.shape[3] / tile_table.MERGED_BYTES_A_US
@@ -115,7 +115,7 @@ def splits(call: Call, pipeline: Pipeline, multiprocessors: int) -> int:
 def _fastest(blocks, steps, fixed, each, merged, multiprocessors):
     """Return the number of splits for which a forward is estimated fastest; 1 if that saves less than a tenth.
 
-    steps: 64 keys each. fixed, each, merged: us of a block of rows, of a step of it, and of merging a split.
+    steps: 64 keys each. fixed, each, merged: us for a block of rows, for one of its steps, and for merging a split.
     """
 
     def estimate(count):
@@ -128,7 +128,7 @@ def _fastest(blocks, steps, fixed, each, merged, multiprocessors):
 
 
 def programs(call: Call, pipeline: Pipeline, count: int, multiprocessors: int) -> int:
-    """Return the grid size; below the number of blocks, programs take several. count: number of splits of the keys."""
+    """Return the grid size. If it is less than the blocks, programs compute several. count: splits of the keys."""
     batch, heads, rows, _ = kernel_arguments.sizes(call)
     planes, band, keys = batch * heads * count, band_of(call), _visible(call, 0)
     blocks = cdiv(rows, pipeline.rows) * planes
@@ -145,7 +145,7 @@ def programs(call: Call, pipeline: Pipeline, count: int, multiprocessors: int) -
 
 
 def arguments(call: Call, out: Tensor, pipeline: Pipeline, partials: Partials | None, count: int) -> dict:
-    """Return the arguments of the forward, except Lse and Stats. count: number of splits of the keys."""
+    """Return the arguments of the Hopper forward, except Lse and Stats. count: number of splits of the keys."""
     query, key, value = call.query, call.key, call.value
     batch, heads = query.shape[:2]
     group, each = heads // key.shape[1], tile_table.WARPGROUP_ROWS
@@ -169,7 +169,7 @@ def arguments(call: Call, out: Tensor, pipeline: Pipeline, partials: Partials | 
 
 
 def backward_limits(call: Call) -> list[str]:
-    """Return why the backward does not support the options of a call; empty if it does."""
+    """Return the reasons why the Hopper backward does not support the options of a call; [] if it does."""
     lacks = limits(call)
     if call.partial:
         lacks.append("it does not support keys in several parts")
@@ -278,9 +278,9 @@ def new_scores(call: Call) -> Tensor:
 def _section(call, fits, size, blocks, multiprocessors):
     """Return how many kv heads are scheduled together, so that their blocks read from L2.
 
-    fits: bytes of L2 to use. size: bytes of a head that its blocks read. blocks: number of blocks in a head. A band
-    makes them unequal, and the short blocks of a section cannot fill a GPU: sections then have nearly equal numbers of
-    heads, and at least 1.5 blocks per multiprocessor.
+    fits: bytes of L2 to use. size: bytes of a head that its blocks read. blocks: number of blocks in a head. A mask
+    or window makes blocks unequal, and the short ones cannot fill a GPU: sections (heads scheduled together) then have
+    nearly equal numbers of heads, and at least 1.5 blocks per multiprocessor.
     """
     heads, most = heads_at_a_time(call), max(1, fits // size)
     if call.left is None and call.right is None:

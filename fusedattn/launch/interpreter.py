@@ -32,7 +32,7 @@ def _narrow(handle):
 
 
 def repair():
-    """Patch the interpreter once: product, cast, and a lock for all copies of this package."""
+    """Patch the interpreter once: its matrix product, its casts, and a lock shared by all copies of this package."""
     builder = upstream.InterpreterBuilder
     if not hasattr(builder, "turn"):
         builder.turn = turn = threading.RLock()

@@ -27,7 +27,7 @@ _hashed: set[int] = set()  # the id of each function that `_hash` has seen
 
 
 def _hash(function: object) -> None:
-    """Have Triton hash a function for its disk cache, after all functions that it calls.
+    """Make Triton hash a function for its disk cache, after all functions that it calls.
 
     Before Triton 3.9 a hash includes only the constants of callees that were hashed earlier (triton-lang/triton#10494),
     so processes with different first calls would not share the cache.

@@ -53,7 +53,7 @@ def device_of(tensor):
 
 
 def run_kernel(name, programs, arguments, device, kind=None, last=True, **options):
-    """Launch a kernel, or have the Recorder of this thread record the launch.
+    """Launch a kernel, or record the launch if this thread has a Recorder.
 
     kind: `kind_of` the call; by default, a failure counts for all calls of the kernel on the device. Raise
     KernelUnavailable if it does not compile or load, OutOfResources if the tile does not fit and is not the last.
@@ -82,7 +82,7 @@ def run_kernel(name, programs, arguments, device, kind=None, last=True, **option
 
 @functools.cache
 def capability(device):
-    """Return 90 for compute capability (9, 0); None in the interpreter."""
+    """Return the compute capability of a GPU, as 90 for (9, 0); None in the interpreter."""
     if isinstance(device, AssumedGPU):
         return device.capability
     if interpreting():
@@ -130,7 +130,7 @@ def pressure_of(call):
 
 
 def kind_of(name, call):
-    """Return a dict key. Calls with equal keys use the same tiles; if the kernel fails for one, no other tries it."""
+    """Return a dict key. Calls with equal keys use the same tiles, and do not retry a kernel that failed for one."""
     query, (_, _, rows, _) = call.query, sizes(call)
     small = rows <= tile_table.FEW_ROWS and name in ("forward", "dq", "tangent")
     small = small or tile_table.narrow(call.left, call.right)
@@ -170,7 +170,7 @@ def is_default(name, call, device):
 
 
 def is_to_take(name, call, backend):
-    """Return whether the Hopper backward `name` runs for a call that it supports, by default or if named."""
+    """Return whether the Hopper backward `name` is the caller's choice or the default. It must support the call."""
     device = device_of(call.query)
     chosen = is_default(name, call, device) and failures.known((name, device)) is None
     wanted = backend == "hopper" if call.named else chosen
@@ -228,7 +228,7 @@ def run_tiled(name, call, programs, arguments, more=None):
 
 
 def failed(call: Call, names) -> "failures.KernelUnavailable | None":
-    """Return why one of these kernels is known to fail for a call, or None."""
+    """Return the error of the first of these kernels that is known to fail for a call, or None."""
     device = device_of(call.query)
     for name in names:
         if form_of(name, call) is None:

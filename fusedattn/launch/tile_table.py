@@ -63,7 +63,7 @@ class Backward(NamedTuple):
 
 
 def same(form):
-    """Return a Tile without its allowed spills; anything else unchanged."""
+    """Return a Tile with its allowed spills set to 0, and anything else unchanged."""
     return form._replace(spills=0) if isinstance(form, Tile) else form
 
 
@@ -129,7 +129,7 @@ INTERPRETED |= dict(decode_16=(Tile(16, 16, 4, 1),), combine=(Tile(2, None, 4, 1
 
 
 def _one_each(kernel, architecture, itemsize, *tiles):
-    """Return the rows of a kernel with a single tile for each width."""
+    """Return the table rows of a kernel that has a single tile for each width."""
     return {(kernel, architecture, itemsize, width): (tile,) for width, tile in zip((64, 128, 256), tiles, strict=True)}
 
 

@@ -46,7 +46,7 @@ class Row(NamedTuple):
 
 
 class Forms(NamedTuple):
-    """Measured forms of a place. right: correct, fastest first. wrong: incorrect. best: times of the fastest."""
+    """Measured tiles or pipelines of a place. right: correct, fastest first. wrong: incorrect. best: lowest times."""
 
     right: tuple = ()
     wrong: tuple = ()
@@ -57,7 +57,7 @@ Choices = Mapping[tuple, Forms]  # by place
 
 
 def choose(rows: Iterable[Row]) -> Choices:
-    """Rank the forms of each place, fastest first. A form that lacks a time comes last."""
+    """Rank the measured tiles or pipelines of each place, fastest first. Those that lack a time come last."""
     places: dict[tuple, list[Row]] = {}
     for row in rows:
         places.setdefault(row[:4], []).append(row)
@@ -75,7 +75,7 @@ def place(kernel: str, dtype: torch.dtype, width: int, pressure: str = "plain") 
 
 
 def about(device: torch.device) -> dict[str, str]:
-    """Return the GPU and the versions that a file must name to be valid."""
+    """Return the GPU and the versions that a valid tuning file must name."""
     import triton
     from torch.utils.collect_env import get_nvidia_driver_version, run
 
@@ -92,7 +92,7 @@ def path(gpu: str) -> Path:
 
 
 def read(file: Path, here: Collection[dict[str, str]]) -> tuple[str, Choices]:
-    """Return (GPU, Choices) of a file; raise ValueError if it is damaged or for a machine not in `here` ([]: any)."""
+    """Read (GPU, Choices) from a tuning file. Raise if it is damaged, or for a machine not in `here` ([]: any)."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         was = dict(content["about"])
@@ -134,7 +134,7 @@ def _of_files(device):
 
 
 def of(device: Device) -> Choices:
-    """Return the Choices of a device; none for a CPU or an assumed GPU, unless `ask` has set some."""
+    """Return the tuned Choices of a device: none for a CPU or an assumed GPU, unless `ask` has set some."""
     if _override is not None:
         return _override
     return _of_files(device) if device.type == "cuda" and isinstance(device, torch.device) else {}
@@ -145,7 +145,7 @@ def forms_of(device: Device, place: tuple) -> Forms:
 
 
 def ask(choices: Choices | None) -> None:
-    """Use these choices in this process, on any device; None goes back to files."""
+    """Use these Choices in place of tuning files, on any device of this process; None goes back to the files."""
     global _override
     _override = choices
     _of_files.cache_clear()
@@ -165,5 +165,5 @@ def is_faster(one: str, other: str, call: Call, device: Device, pressure: str = 
 
 
 def prefers_hopper(kernel: str, call: Call, device: Device) -> bool:
-    """Return whether a Hopper kernel is the default: no tuning file has a faster kernel for any GPU."""
+    """Return whether a Hopper kernel is the default: no tuning file measured a kernel for all GPUs as faster."""
     return not any(is_faster(rival, kernel, call, device) for rival in RIVALS[kernel])

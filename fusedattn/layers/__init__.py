@@ -1,6 +1,6 @@
-"""Layers of textbook transformers, and a recurrent decoder, around `fusedattn.MultiHeadAttention`.
+"""Layers of standard transformers, and a recurrent decoder, which use `fusedattn.MultiHeadAttention`.
 
-`backend="naive"` computes attention by the textbook's formula. True in a mask = may attend.
+`backend="naive"` computes attention by the plain formula. True in a mask = may attend.
 """
 
 import inspect
@@ -47,7 +47,7 @@ class _Configurable(nn.Module):
 
     @classmethod
     def from_config(cls: type[_Layer], config: Any, **options: Any) -> _Layer:
-        """Return a module with the sizes, dropouts and eps of a BertConfig or a similar object; options override it.
+        """Return a module with the sizes, dropouts and eps of a BertConfig or a similar object; options override them.
 
         Examples:
             >>> from types import SimpleNamespace
@@ -75,7 +75,7 @@ def _add_positions(x: Tensor, pe: Tensor) -> Tensor:
 
 
 class SinusoidalPositionalEncoding(nn.Module):
-    """x (B, S, E) -> x + P[:S], with P[i, 2j] = sin(i / 10000^(2j/E)) and P[i, 2j+1] = cos(i / 10000^(2j/E)).
+    """Adds positions P[:S] to x (B, S, E): P[i, 2j] = sin(i / 10000^(2j/E)), P[i, 2j+1] = cos(i / 10000^(2j/E)).
 
     Examples:
         >>> layer = fusedattn.layers.SinusoidalPositionalEncoding(512, 1000)
@@ -106,7 +106,7 @@ class SinusoidalPositionalEncoding(nn.Module):
         self.pe[:, 1::2] = angles[:, : self.embed_dim // 2].cos()
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (B, S, E), floating, S <= max_len -> the same shape and dtype. Raises ValueError or TypeError otherwise."""
+        """Return x (B, S, E) plus P[:S], in x's dtype. Raises ValueError or TypeError unless floating, S <= max_len."""
         check_input("x", x, ("batch", "length", self.embed_dim))
         return _add_positions(x, self.pe)
 
@@ -123,7 +123,7 @@ def _positions(input_ids: Tensor, max_length: int) -> Tensor:
 
 
 class Embeddings(_Configurable):
-    """ids (B, S) -> (B, S, hidden): dropout(layer_norm(token_embeddings(ids) + position_embeddings(0..S-1))).
+    """Embeds ids (B, S): dropout(layer_norm(token_embeddings(ids) + position_embeddings(0..S-1))), (B, S, hidden).
 
     Examples:
         >>> layer = fusedattn.layers.Embeddings(1000, 64, 128)
@@ -150,7 +150,7 @@ class Embeddings(_Configurable):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """input_ids (B, S), int32 or int64 -> (B, S, hidden). Raises ValueError or TypeError otherwise."""
+        """Return embeddings (B, S, hidden) of ids (B, S), int32 or int64. Raises ValueError or TypeError otherwise."""
         _check_ids("input_ids", input_ids, ("batch", "length"), self.token_embeddings)
         positions = self.position_embeddings(_positions(input_ids, self.position_embeddings.num_embeddings))
         tokens = _look_up(self.token_embeddings, "input_ids", input_ids)
@@ -158,7 +158,7 @@ class Embeddings(_Configurable):
 
 
 class FeedForward(_Configurable):
-    """x (..., hidden) -> (..., hidden): dropout(linear_2(gelu(linear_1(x)))), with the exact gelu.
+    """Computes dropout(linear_2(gelu(linear_1(x)))) for x (..., hidden), with the exact gelu.
 
     Examples:
         >>> layer = fusedattn.layers.FeedForward(64, 256)
@@ -180,7 +180,7 @@ class FeedForward(_Configurable):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (..., hidden) -> the same shape. Raises ValueError for another width."""
+        """Return the output for x (..., hidden), of the same shape. Raises ValueError for another width."""
         if not isinstance(x, fx.Proxy):
             if getattr(x, "layout", None) != torch.jagged:
                 check_strided(x=x)
@@ -195,7 +195,7 @@ _OPTIONS = set(inspect.signature(MultiHeadAttention).parameters) - {"embed_dim",
 
 
 class TransformerEncoderLayer(_Configurable):
-    """A pre-norm layer: x = x + attention(layer_norm_1(x)); x = x + feed_forward(layer_norm_2(x)).
+    """Pre-norm transformer layer: x = x + attention(layer_norm_1(x)); x = x + feed_forward(layer_norm_2(x)).
 
     Examples:
         >>> layer = fusedattn.layers.TransformerEncoderLayer(512, 8, 2048)
@@ -235,7 +235,7 @@ class TransformerEncoderLayer(_Configurable):
         self.feed_forward = FeedForward(hidden_size, intermediate_size, dropout, **factory)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, *, key_mask: Tensor | None = None) -> Tensor:
-        """x (B, S, E) -> (B, S, E); mask and key_mask as in `fusedattn.MultiHeadAttention`."""
+        """Return the output (B, S, E) for x (B, S, E). mask and key_mask are as in `fusedattn.MultiHeadAttention`."""
         check_input("x", x, ("batch", "length", self.attention.embed_dim), self.layer_norm_1, jagged=True)
         x = x + self.attention(self.layer_norm_1(x), mask=mask, key_mask=key_mask)[0]
         return x + self.feed_forward(self.layer_norm_2(x))  # type: ignore[no-any-return]
@@ -260,7 +260,7 @@ class TransformerEncoder(_Configurable):
         self.layers = nn.ModuleList(TransformerEncoderLayer(*sizes, **options) for _ in range(num_hidden_layers))
 
     def forward(self, x: Tensor, mask: Tensor | None = None, *, key_mask: Tensor | None = None) -> Tensor:
-        """x (B, S, E) -> (B, S, E); every layer takes the same mask and key_mask."""
+        """Return the output (B, S, E) for x (B, S, E). Every layer gets the same mask and key_mask."""
         for layer in self.layers:
             x = layer(x, mask, key_mask=key_mask)
         return x
@@ -312,7 +312,7 @@ class AttentionDecoder(nn.Module):
         self, input: Tensor, hidden: Tensor, encoder_outputs: Tensor, *,
         key_mask: Tensor | None = None, need_weights: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-        """Compute one step.
+        """Compute one decoding step: the logits, the next state and the attention weights.
 
         Args:
             input: (B,) ids of the previous tokens, int32 or int64.

@@ -48,7 +48,7 @@ def check_input(
 
 
 def _size(tensor: Tensor, dim: int, name: str) -> int | str:
-    """Return a size for `check_input`; for a Proxy or nested tensor, `name`: then `check_input` accepts any size."""
+    """Return tensor.shape[dim] for `check_input`, or for a Proxy or nested tensor `name`, which accepts any size."""
     return name if isinstance(tensor, fx.Proxy) or tensor.layout == torch.jagged else tensor.shape[dim]
 
 
@@ -102,7 +102,7 @@ def _attend_by_heads(
     query: Tensor, key: Tensor, value: Tensor, heads: tuple[int, int], widths: tuple[int, int],
     parallel: ContextParallel | None, need_weights: bool, *, mask: Any, bias: Any, **options: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Return (output (B, Sq, H * Dv), weights or None) of projections (B, S, H * D); widths are (D, Dv)."""
+    """Compute attention of projections (B, S, H * D): (output (B, Sq, H * Dv), weights or None). widths: (D, Dv)."""
     (num_heads, num_kv_heads), (head_dim, value_head_dim) = heads, widths
     q = by_heads(query, "num_heads", num_heads, head_dim)
     k = by_heads(key, "num_kv_heads", num_kv_heads, head_dim)
@@ -251,7 +251,7 @@ class SelfAttention(nn.Module):
     def forward(
         self, x: Tensor, mask: Tensor | None = None, *, key_mask: Tensor | None = None, need_weights: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """x (B, S, E), mask (S, S) or (B, S, S), key_mask (B, S) -> (output (B, S, E), weights (B, S, S) or None)."""
+        """Return (output (B, S, E), weights (B, S, S) or None) for x (B, S, E). mask: (S, S) or (B, S, S)."""
         check_input("x", x, ("batch", "length", self.embed_dim), self.q_proj)
         options = dict(dropout_p=self.dropout if self.training else 0.0, scale=self.scale, backend=self.backend)
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)

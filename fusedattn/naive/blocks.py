@@ -43,7 +43,7 @@ def uncut(call: Call) -> Part:
 
 
 def sized(call: Call) -> bool:
-    """Return whether sizes are plain ints. Compiled code that reads sizes would be compiled again for each length."""
+    """Return whether a call's sizes are Python ints. Compiled code that reads sizes is recompiled for each length."""
     if torch.compiler.is_compiling() or tracing():
         return False
     batch, heads, rows, _ = call.query.shape
@@ -51,7 +51,7 @@ def sized(call: Call) -> bool:
 
 
 def readable(call: Call) -> bool:
-    """Return whether values of tensors can be read without a host sync, a graph break, or an error in a transform."""
+    """Return whether a call's values can be read without a host sync, a graph break, or an error in a transform."""
     return not torch.compiler.is_compiling() and call.query.device.type == "cpu" and plain(call)
 
 
@@ -122,7 +122,7 @@ def _split(x: Tensor | None, size: int, dim: int, length: int) -> list | tuple:
 
 
 def _cut(call: Call, planes: Tensor | None, axis: int, size: int) -> Iterator[tuple[Call, Tensor | None]]:
-    """Yield (call, planes) of `size` batches (axis 0) or heads (axis 1) at a time."""
+    """Split a call by batches (axis 0) or heads (axis 1), and yield (call, planes) for `size` of them at a time."""
     whole, kv_heads = call.query.shape[axis], call.key.shape[1]
     fields = {name: _split(getattr(call, name), size, axis, whole) for name in with_dims("BH"[axis])}
     if axis == 1:

@@ -106,9 +106,9 @@ def append(decode: Decode) -> None:
 
 
 def dense(decode: Decode) -> Call:
-    """Return the equivalent padded Call. Call this after `append`, which fills the caches.
+    """Convert a Decode to the equivalent padded Call. Call this after `append`, which fills the caches.
 
-    If a diagonal counts, the Call has the offsets that `varlen.padded` would give it: sequences differ in length.
+    If causal, window or slopes align sequences at their ends, the Call gets offsets, as from `varlen.padded`.
     """
     call, (_, after) = rotated_query(decode), _lengths(decode)
     real = torch.arange(call.key.shape[2], device=after.device) < after[:, None]
@@ -122,7 +122,7 @@ def dense(decode: Decode) -> Call:
 
 
 def by_length(decode: Decode) -> list[Call] | None:
-    """Return the dense call as several, one for each run of sequences of equal length, with keys cut to that length.
+    """Split a Decode into dense Calls, one for each run of sequences of equal length, with keys cut to that length.
 
     Return None if that skips too few keys, or if reading lengths would cause a host sync, a graph break or an error.
     """

@@ -115,7 +115,7 @@ def _logsumexp(scores: Tensor) -> Tensor:
 
 
 def hiding(call: Call, block: Block, in_place: bool) -> dict:
-    """Return arguments of `softmax` that hide pairs of a block: `visible`, `empty`, or `limits`, only if `in_place`."""
+    """Return the arguments of `softmax` that hide pairs of a block: `visible`, `empty`, or if `in_place` `limits`."""
     if holds(block.begin == block.end, False):
         return dict(empty=call.query.new_ones(1, 1, 1, 1, dtype=torch.bool))
     if call.left is call.right is call.mask is call.bias is call.key_mask is call.query_mask is None:
@@ -131,7 +131,7 @@ def hiding(call: Call, block: Block, in_place: bool) -> dict:
 
 
 def of_block(part: Part, block: Block, need_lse: bool, need_weights: bool, products: tuple = FEWEST_COPIES) -> tuple:
-    """Return (output, lse or None, weights or None) of a block. products: functions for the scores and the output."""
+    """Compute a block: (output, lse or None, weights or None). products: functions for the scores and the output."""
     call, (first, last, begin, end) = part.call, block
     all_rows, all_keys = last - first == call.query.shape[2], end - begin == call.key.shape[2]
     query = call.query if all_rows else call.query[:, :, first:last]
@@ -163,7 +163,7 @@ def of_all(call: Call, need_lse: bool, need_weights: bool, products: tuple = FEW
 
 
 def _recomputed(part: Part, block: Block, need_lse: bool) -> tuple:
-    """Return `of_block` without weights. Autograd keeps no scores: the backward computes the block again."""
+    """Compute `of_block` without weights. Autograd saves no scores, because the backward computes the block again."""
 
     def run(*fields):  # torch's checkpoint takes tensors as separate arguments
         return of_block(part._replace(call=Call(*fields)), block, need_lse, False)
@@ -172,12 +172,12 @@ def _recomputed(part: Part, block: Block, need_lse: bool) -> tuple:
 
 
 def most(call: Call) -> int:
-    """Return the largest size of a block's scores, in bytes."""
+    """Return how many bytes the scores of a block may take."""
     return min(BUDGET, CACHE * torch.get_num_threads()) if call.query.device.type == "cpu" else BUDGET
 
 
 def _is_one(call: Call) -> bool:
-    """Return whether the whole call as one block is about as fast as several blocks."""
+    """Return whether computing the whole call as one block is about as fast as computing several blocks."""
     (batch, heads, rows, _), keys = call.query.shape, call.key.shape[2]
     scores = batch * heads * rows * keys
     if scores <= SMALL and call.query.device.type == "cpu":
@@ -250,7 +250,7 @@ def by_sequence(run: Callable[..., tuple], *calls: Call) -> tuple:
 
 @without_autocast
 def run_padded(call: Call, need_lse: bool, need_weights: bool) -> tuple:
-    """Compute `run_naive` of a call without packed sequences; if it has offsets, it was padded."""
+    """Compute `run_naive` of a dense call. Offsets in the call mean that packed sequences were padded to it."""
     wide = prepared(call, wide_dtype(call))
     if not sized(wide):  # with symbolic sizes torch 2.10 cannot export merged dimensions
         out, lse, weights = of_all(wide, need_lse, need_weights, AS_WRITTEN)

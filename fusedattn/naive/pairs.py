@@ -13,7 +13,7 @@ from .inputs import cast
 
 
 def cut(pairs: Tensor, block: Block) -> Tensor:
-    """Return the block of a tensor that broadcasts to (B, Hq, Sq, Sk)."""
+    """Slice a mask or bias, which broadcasts to (B, Hq, Sq, Sk), to the rows and keys of a block."""
     for dim, start, stop in ((2, block.first, block.last), (3, block.begin, block.end)):
         if not (holds(pairs.shape[dim] == 1, False) or holds(stop - start == pairs.shape[dim], False)):
             pairs = pairs.narrow(dim, start, stop - start)
@@ -32,7 +32,7 @@ def _offsets(call: Call, block: Block) -> Tensor:
 
 
 def visible(call: Call, block: Block) -> Tensor | None:
-    """Return the visible pairs of a block, broadcastable to (B, Hq, rows, keys); None if all are."""
+    """Return a bool mask of the visible pairs of a block, broadcastable to (B, Hq, rows, keys); None if all are."""
     conditions = []
     if call.mask is not None:
         conditions.append(cut(call.mask, block))
@@ -52,7 +52,7 @@ def visible(call: Call, block: Block) -> Tensor | None:
 
 
 def edges(call: Call, block: Block) -> list[tuple[slice, Tensor]]:
-    """Return [(columns, bool: pairs hidden there by causal or window)] of a block for which `only_edges` is true."""
+    """Return [(slice of columns, mask of the pairs that causal or window hides there)], for `only_edges` blocks."""
     offset, sides, hidden = known_diagonal(call), [], []
     first, last, begin, end = block
     assert offset is not None

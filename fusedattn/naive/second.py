@@ -34,7 +34,7 @@ def _row_spans(call: Call) -> Iterator[tuple[int, int]]:
 
 
 def _bounded(call: Call) -> Call:
-    """Return the call with max_seqlen_q and max_seqlen_k. If traced, unknown ones become the total lengths."""
+    """Set unknown max_seqlen_q and max_seqlen_k to the total lengths, if the call is packed and traced."""
     if call.cu_seqlens_q is None or type(call.cu_seqlens_q) is Tensor:
         return call
     _, _, max_seqlen_q, max_seqlen_k = sizes(call)

@@ -20,7 +20,7 @@ from .inputs import prepared
 
 
 def _products(out: Tensor, scale: float, factors: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Write the sum of scale * rows @ keys.T over the (rows, keys) in factors to `out`, (B, Hq, Sq, Sk)."""
+    """Write to `out` (B, Hq, Sq, Sk) the sum of scale * rows @ keys.T over all (rows, keys) in `factors`."""
     if not factors:
         return out.zero_()
     for number, (rows, keys) in enumerate(factors):
@@ -73,7 +73,7 @@ def _of_block(
 
 
 def _tangent(call: Call, moved: Call, has: Sequence[bool], need_weights: bool) -> tuple:
-    """Compute `tangent` of a call without packed sequences; it may be padded."""
+    """Compute `tangent` of a dense call, which may have been padded from packed sequences."""
     wide, moved = (prepared(x, wide_dtype(call)) for x in (call, moved))
     # Give each thread at least ROWS rows: products of fewer rows took a quarter longer with 12288 keys.
     row_bytes = wide.key.shape[2] * wide.query.element_size()

@@ -15,7 +15,7 @@ SLACK = 2**14  # wasted scores of one head that are cheaper than another call
 
 
 def padded(call: Call) -> tuple[Call, Padding]:
-    """Return (a packed call padded to a batch of its sequences, still with offsets; the Padding of its rows)."""
+    """Pad a packed call to a batch of its sequences: return (call, which keeps offsets; the Padding of its rows)."""
     assert call.cu_seqlens_q is not None and call.cu_seqlens_k is not None
     rows = padding(call.cu_seqlens_q, call.query.shape[2], call.max_seqlen_q, "max_seqlen_q")
     keys = padding(call.cu_seqlens_k, call.key.shape[2], call.max_seqlen_k, "max_seqlen_k")
@@ -39,7 +39,7 @@ def padded(call: Call) -> tuple[Call, Padding]:
 
 
 def packed(rows: Padding, out: Tensor, lse: Tensor | None, weights: Tensor | None) -> tuple:
-    """Return the results of a padded call as packed sequences. rows: from `padded`."""
+    """Convert the results of a padded call back to packed sequences. rows: the Padding from `padded`."""
 
     def unpad(tensor, nothing=0.0):
         return None if tensor is None else rows.unpad(tensor.transpose(1, 2), nothing).transpose(0, 1)[None]
@@ -104,7 +104,7 @@ def part_of(call: Call, rows: list[int], keys: list[int], first: int, last: int)
 
 
 def joined(results: list[tuple], axis: int, columns: int | None = None) -> tuple:
-    """Join the results of a call's parts, with weights padded to `columns`. Any result may be None."""
+    """Concatenate the results of a call's parts, with weights padded to `columns`. Any result may be None."""
     outs, lses, weights = zip(*results, strict=True)
     assert weights[0] is None or columns is not None or len(weights) == 1, "weights of parts differ in width"
     if weights[0] is not None and columns is not None:
@@ -113,5 +113,5 @@ def joined(results: list[tuple], axis: int, columns: int | None = None) -> tuple
 
 
 def join(parts: Sequence[Any], axis: int) -> Any:
-    """Return tensors joined along an axis; None if the first is None."""
+    """Concatenate tensors along an axis, or return None if the first is None."""
     return parts[0] if len(parts) == 1 or parts[0] is None else torch.cat(list(parts), axis)

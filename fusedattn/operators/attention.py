@@ -193,7 +193,7 @@ def block_mask_or_none(masks: Sequence[Tensor | None], lengths: Lengths | None =
 
 
 def failed(call: Call, need_weights: bool, on_hopper: bool) -> list[str]:
-    """Return why a kernel of a call is known to fail on this machine; [] if no kernel is."""
+    """Return a list with the reason why a kernel of the call has failed on this machine; [] if none has."""
     if torch.compiler.is_compiling() or not any_failed(call):
         return []
     from ..launch import backward, run

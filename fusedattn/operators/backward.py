@@ -26,7 +26,7 @@ def new_backward(*arguments):
 
 
 def any_failed(call):
-    """Return whether any kernel is known to fail or to be wrong on the device of a call."""
+    """Return whether any kernel is known to fail, or to give wrong results, on the device of a call."""
     return bool(failures.failed_kernels) or any(x.wrong for x in tuned.of(device_of(call.query)).values())
 
 

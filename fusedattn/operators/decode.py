@@ -56,7 +56,7 @@ def _attend(decode: Decode, need_lse: bool, backend: str) -> tuple[Tensor, Tenso
 
 
 def _decode(*arguments):
-    """Return (Decode, need_lse, backend) from the arguments of the operator."""
+    """Convert the arguments of the operator `decode` to (Decode, need_lse, backend)."""
     (query, *caches, added, cos, sin, interleaved), options, (need_lse, backend) = DECODE.parts(arguments)
     key_cache, value_cache, _, table = caches
     fields = dict(zip(DECODE.fields, options, strict=True))
@@ -132,7 +132,7 @@ run_triton, run_cpu = (functools.partial(_run, backend=name) for name in ("trito
 
 
 def unmappable(decode: Decode) -> list[str]:
-    """Return why the operators cannot take a call under torch.vmap; [] if they can."""
+    """Return the reasons why the operators cannot take a call under torch.vmap; [] if they can."""
     if decode.new_key is None or torch.compiler.is_compiling():
         return []
     if all(unmapped(x) is x for x in decode if isinstance(x, Tensor)):
@@ -141,7 +141,7 @@ def unmappable(decode: Decode) -> list[str]:
 
 
 def failed(decode: Decode) -> list[str]:
-    """Return why a kernel of a call is known to fail on this machine; [] if no kernel is."""
+    """Return a list with the reason why a kernel of the call has failed on this machine; [] if none has."""
     if not failures.failed_kernels or torch.compiler.is_compiling():
         return []
     from ..launch import decode as launch_decode

@@ -1,4 +1,4 @@
-"""Formulas as single autograd nodes. The derivatives of a node, and its torch.vmap, are single nodes again.
+"""Wraps a formula as one autograd node, whose derivatives and torch.vmap are single nodes again.
 
 torch runs the `jvp` of a Function with forward mode off, so an outer jvp would silently treat tangents of plain
 operations in it as zero. And torch.vmap of plain operations would number batches and heads wrongly for dropout.
@@ -32,7 +32,7 @@ class Formula(NamedTuple):
     results: tuple[str, ...] = ()
 
     def linear(self, transform: Callable, more: Sequence[str], results: Sequence[str]) -> "Formula":
-        """Return the Formula of `transform`, a derivative of this one, linear in its first arguments, named `more`.
+        """Return a Formula for `transform`, a derivative of this one that is linear in its first arguments, `more`.
 
         The arguments of this formula follow them.
         """
@@ -136,7 +136,7 @@ def plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 
 def double_backward(call: Call, incoming: Sequence[Any], grad_grads: Sequence[Any]) -> list[Tensor | None]:
-    """Return `second_derivative` as one autograd node; the results have the strides of the inputs."""
+    """Compute `second_derivative` as one autograd node. The results have the strides of the inputs."""
     inputs = inputs_of(call)
     some = any(x is not None for x in incoming) and any(x is not None for x in grad_grads)
     places = [n for n, x in enumerate((*incoming, *inputs)) if some and x is not None]

@@ -28,7 +28,7 @@ DIMS: dict[str, tuple[int, ...]] = {
 
 
 def is_dtensor(x: Any) -> bool:
-    """Return whether x is a DTensor. Its class takes a second to import."""
+    """Return whether x is a DTensor, without importing that class, which takes a second."""
     if type(x) in _CLASSES or not isinstance(x, Tensor):
         return False
     return hasattr(x, "device_mesh") and hasattr(x, "placements")
@@ -49,7 +49,7 @@ class LocalCall(NamedTuple):
     query: Tensor
 
     def whole(self, x: Tensor | None, like_query: bool = False) -> Tensor | None:
-        """Return a result of this rank as a DTensor. like_query: with the query's order of dimensions."""
+        """Wrap this rank's result in a DTensor. like_query: with the query's order of dimensions."""
         from torch.distributed.tensor import DTensor
 
         if x is None:
@@ -120,13 +120,13 @@ def local_call(call: Call, seed: Any) -> LocalCall | None:
 
 
 def _by_dim(cut: Iterable[int | None]) -> tuple[tuple[int, ...], ...]:
-    """Return (mesh dimensions that cut the batch, mesh dimensions that cut the heads)."""
+    """Return (mesh dimensions that shard the batch, mesh dimensions that shard the heads)."""
     numbered = list(enumerate(cut))
     return tuple(tuple(number for number, cuts in numbered if cuts == dim) for dim in (BATCH, HEADS))
 
 
 def _checked(tensors: Mapping[str, Any]) -> tuple[Any, list[int | None]]:
-    """Check the placements. Return (mesh, [the dimension of the query that each mesh dimension cuts, or None])."""
+    """Check the placements. Return (mesh, [dimension of the query that each mesh dimension shards, or None])."""
     from torch.distributed.tensor import Shard
 
     first = next(name for name, x in tensors.items() if is_dtensor(x))
@@ -179,7 +179,7 @@ def _span(
     """Return (first, count): the batches or heads in a rank's part of a tensor that its part of the query needs.
 
     Return None if a rank lacks any of them, or if its key heads serve unequal numbers of query heads. wanted, had: the
-    mesh dimensions that cut the query and this tensor.
+    mesh dimensions that shard the query and this tensor.
     """
     span = None
     for other in {coordinate, *itertools.product(*map(range, shape))}:
@@ -202,7 +202,7 @@ _kept_span = functools.lru_cache(maxsize=1024)(_span)  # torch.compile would war
 
 @functools.cache
 def register_sharding() -> None:
-    """Register how torch.ops.fusedattn.forward and backward take DTensors: sharded on batch or heads, or replicated.
+    """Register DTensor shardings for torch.ops.fusedattn.forward and backward: on batch, on heads, or replicated.
 
     Examples:
         >>> fusedattn.distributed.register_sharding()

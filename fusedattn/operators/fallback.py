@@ -30,7 +30,7 @@ def fill(targets: Sequence[Tensor], results: Sequence[Tensor | None]) -> None:
 
 
 def results(call: Call, need_lse: bool, need_weights: bool, save: bool) -> tuple[Tensor, ...]:
-    """Return (output, lse, weights, stats) by the naive path; empty if not needed."""
+    """Compute (output, lse, weights, stats) by the naive path. Results that are not needed are empty."""
     out, *more = formula.run_naive(call, need_lse, need_weights)
     nothing = out.new_empty(0), out.new_empty(0)
     # torch wants the same layout for a result and its tangent.

@@ -52,7 +52,7 @@ def _formula(operator: Any) -> Callable[..., Any]:
 
 
 def offer(operator: Any) -> None:
-    """Give torch's counters the formula of an operator. Call this before the operator.
+    """Add an operator's FLOP formula to torch's active counters. Call this before the operator.
 
     It is not done at import: torch's module imports Triton, and a counter copies the formulas when it is created.
     """

@@ -1,4 +1,4 @@
-"""Attention over keys that come in parts: a backend computes each, and the results are merged into one softmax.
+"""Attention over keys that come in parts: a backend computes each part, and the results are merged.
 
 Parts are partial Calls, with results in float32, or float64 for float64 inputs. A row keeps two numbers, as in the
 kernels: its largest score and log2(sum of exp(score - largest)). The log-sum-exp alone would lose digits of these.
@@ -68,7 +68,7 @@ def backward(
 
 
 def unit(call: Call, backend: str) -> float:
-    """Return the factor from the largest score in stats to the real one. Kernels leave scores unscaled if they can."""
+    """Return the factor to apply to the largest score in stats: kernels leave scores unscaled if they can."""
     if backend not in KERNELS:
         return 1.0
     from ..launch import arguments
@@ -78,7 +78,7 @@ def unit(call: Call, backend: str) -> float:
 
 
 class RowStats(NamedTuple):
-    """Output and stats of rows over the parts so far."""
+    """Output and softmax statistics of rows over the parts of the keys that are merged so far."""
 
     out: Tensor
     stats: Tensor
@@ -91,13 +91,13 @@ class RowStats(NamedTuple):
 
 
 def start(call: Call, unit: float) -> RowStats:
-    """Return the RowStats of a call before its first part."""
+    """Return the RowStats of a call before any part of the keys is merged."""
     out = call.query.new_zeros((*call.query.shape[:3], call.value.shape[3]), dtype=wide_dtype(call))
     return RowStats(out, torch.stack([out.new_full(out.shape[:3], x) for x in (-INFINITE, INFINITE)], -1), unit)
 
 
 def add(rows: RowStats, here: slice, out: Tensor | None, stats: Tensor) -> None:
-    """Merge the results of a part into the rows `here`. Sinks are a part without values, so their out is None."""
+    """Merge the results of a part of the keys into the rows `here`. Sinks are a part without values (out is None)."""
     before, place = rows.stats[:, :, here], rows.out[:, :, here]
     largest, log2_sum = torch.stack([before, stats]).unbind(-1)
     most = largest.amax(0)
@@ -117,7 +117,7 @@ def add_sinks(rows: RowStats, sinks: Tensor) -> None:
 
 
 def of_sinks(call: Call, rows: RowStats, grad_out: Tensor, grad_lse: Tensor | None) -> Tensor:
-    """Return the gradient of the sinks (1 or B, Hq) in float32 (float64)."""
+    """Return the gradient of the sinks (1 or B, Hq) in float32, or float64 for float64 inputs."""
     sinks, (largest, log2_sum) = call.sinks, rows.stats.unbind(-1)
     assert sinks is not None
     exponent = (sinks.to(largest.dtype)[:, :, None] / rows.unit - largest) * (rows.unit / LN2) - log2_sum

@@ -1,4 +1,4 @@
-"""Signatures of the operators, and how an operator is run."""
+"""Signatures of the operators, the tensors that they save, and functions that run them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -44,11 +44,11 @@ class Signature:
         return before, Call(*fields), after
 
     def named(self, values: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Return the values, given by name, in the order of the arguments; None for missing ones."""
+        """Return {name: value} as a tuple in the order of the operator's arguments, with None for missing names."""
         return tuple([values.get(name) for name in self.names])
 
     def of_inputs(self, values: Sequence[Any], prefix: str = "") -> list[Any]:
-        """Return the values of INPUTS out of one for each argument. prefix: before each name, as in tangent_query."""
+        """Select the values of INPUTS from a value for each argument. prefix: of each name, as in tangent_query."""
         return [values[self.names.index(f"{prefix}{name}")] for name in INPUTS]
 
 
@@ -89,7 +89,7 @@ def saved(ctx: Any) -> tuple[list[Any], list[Tensor | None]]:
 
 
 def run_operator(operator, implementation, arguments):
-    """Run an operator on checked arguments: its implementation, or torch's dispatcher if a mode must see the call.
+    """Run an operator on checked arguments: directly, or by torch's dispatcher if a mode must see the call.
 
     The dispatcher also materialises negated views and wrappers.
     """

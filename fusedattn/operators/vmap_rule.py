@@ -63,7 +63,7 @@ class _Folded:
 
 
 def vmap_rule(apply, names, results, info, in_dims, arguments):
-    """Return (results, their mapped dimensions) of a Function, which `apply` computes, under torch.vmap.
+    """Compute an autograd Function under torch.vmap by `apply`, and return (results, their mapped dimensions).
 
     names, results: names of its arguments, which include all fields of a Call, and of its results. A derivative has its
     tensor's name, maybe with the prefix grad_, tangent_ or moved_, and with "number:" before that.

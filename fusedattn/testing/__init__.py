@@ -1,1 +1,1 @@
-"""Tolerance, comparison and cases that tests, `fusedattn check` and the benchmarks share."""
+"""Tolerance, comparison and named cases, which tests, `fusedattn check` and the benchmarks share."""

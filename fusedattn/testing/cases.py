@@ -1,4 +1,4 @@
-"""Named cases of `fusedattn check`."""
+"""Named attention calls that `fusedattn check` compares with eager PyTorch."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from .tolerance import Verdict
 
 
 class Case(NamedTuple):
-    """A call: options, and sizes that suit Triton's interpreter."""
+    """A named attention call: its options, and sizes that suit Triton's interpreter."""
 
     name: str  # without a comma, which separates names on the command line
     batch: int = 1
@@ -32,7 +32,7 @@ class Case(NamedTuple):
         return self._replace(**{name: factor * getattr(self, name) for name, factor in factors.items()})
 
     def draw(self, device: str, dtype: torch.dtype) -> tuple[dict, dict]:
-        """Return ({name: query, key, value or gradient of out, lse, weights}, options). Hidden elements are NaN."""
+        """Draw ({name: query, key, value or gradient of out, lse, weights}, options). Hidden elements are NaN."""
         dice = torch.Generator().manual_seed(sum(map(ord, self.name)))
         wide = torch.promote_types(dtype, torch.float32)
         batch, heads, rows, keys = self.batch, self.heads, self.rows, self.keys

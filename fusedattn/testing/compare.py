@@ -1,4 +1,4 @@
-"""Results and gradients of an attention function, judged by the tolerance rule."""
+"""Compares results and gradients of an attention function with eager PyTorch, by the tolerance rule."""
 
 from collections.abc import Callable, Collection, Mapping
 
@@ -16,7 +16,7 @@ def with_gradients(
     function: Callable, tensors: Results, options: Mapping,
     grads: str = "out and lse", learned: Collection[str] = LEARNED, **call,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Return {"out", "lse", "weights": result} of a function like `attention`, and {name: gradient} of its inputs.
+    """Run a function like `attention` and its backward. Return {"out", "lse", "weights": result, input: gradient}.
 
     Args:
         tensors: query, key and value; under "out", "lse" and "weights" the gradients of the loss.
@@ -40,7 +40,7 @@ def in_float64(tensors: Results) -> dict[str, Tensor]:
 
 
 def _sizes_of_terms(tensors, options, grads, apply, lengths):
-    """Return `terms`, as `verdict` takes them, for the gradient of each learned option."""
+    """Return the argument `terms` of `verdict` for the gradient of each option in LEARNED."""
     if not any(name in options for name in LEARNED):
         return {}
     rows, keys = tensors["query"].shape[2], tensors["key"].shape[2]
@@ -64,7 +64,7 @@ def compare(
     got: Results, tensors: Results, options: dict, grads: str = "out and lse",
     apply: Callable = lambda function: function, lengths: tuple | None = None,
 ) -> dict[str, Verdict]:  # fmt: skip
-    """Judge the results of `with_gradients`.
+    """Compare the results of `with_gradients` with eager PyTorch and float64, and return their Verdicts.
 
     Args:
         apply: turns `reference.attention` or `reference.eager` into the function that computed `got`.

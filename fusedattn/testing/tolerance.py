@@ -30,7 +30,7 @@ def verdict(
     got: Tensor, eager: Tensor, oracle: Tensor,
     zero: Tensor | None = None, terms: float = 1.0, dtype: torch.dtype | None = None,
 ) -> Verdict:  # fmt: skip
-    """Judge a result by the rule.
+    """Compare a result with eager PyTorch and float64, by the tolerance rule.
 
     Args:
         got: any floating dtype.
@@ -67,7 +67,7 @@ def verdict(
 def verdicts(
     got: Results, eager: Results, oracle: Results, terms: Mapping[str, float] | None = None
 ) -> dict[str, Verdict]:
-    """Return a `verdict` for each result of a call in `oracle`.
+    """Return {name: `verdict`} for each result and gradient of a call in `oracle`.
 
     got, eager, oracle: {name: tensor} of results (out, lse, weights) and gradients (query, key, value and others). Any
     may be absent. With gradients, no row of the incoming gradient of `out` is 0. terms: as in `verdict`.
