@@ -320,7 +320,7 @@ class Replay:
         return need, _precision(given[-3]), torch.are_deterministic_algorithms_enabled(), facts
 
     def _backward(self, given, need):
-        """Record a backward: return the Recording, and the index of each input's gradient in `run`'s result, or None."""
+        """Record a backward: return the Recording, and the index of each input's gradient in the result of `run`."""
         from ..launch.backward import launch_backward
         from .recording import Recorder
 

@@ -34,7 +34,7 @@ class _Pass(NamedTuple):
 
 
 def _bias_sum(call):
-    """Return over what a bias gradient sums: "rows": over keys; "keys": rows; "planes": batch or heads; "pairs": none."""
+    """Return which sum a bias gradient is: over keys "rows", rows "keys", batch or heads "planes", of none "pairs"."""
     batch, heads, rows, keys = arguments.sizes(call)
     if call.bias.shape[3] == 1:
         return "rows"
