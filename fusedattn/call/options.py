@@ -235,7 +235,7 @@ def wide_dtype(call: Call) -> torch.dtype:
 
 
 class AssumedGPU(NamedTuple):
-    """A GPU for which `explain` answers, even if this machine has none. capability: 90 for (9, 0)."""
+    """GPU that `explain` assumes in place of this machine's device. capability: 90 for (9, 0)."""
 
     capability: int
     type: str = "cuda"
@@ -373,7 +373,7 @@ def normalise(arguments: Arguments, **more: Any) -> Call:
 
 
 def results(rank: int, *results: Tensor | None) -> Tensor | Any:
-    """Return the results that are not None, with the rank of query, as a tuple if there are several."""
+    """Return the results that are not None, squeezed to the rank of query, as a tuple if there are several."""
     wanted = [x for x in results if x is not None]
     if rank < 4:
         wanted = [x.squeeze(1) if rank == 3 else x.squeeze((0, 1)) for x in wanted]

@@ -1,4 +1,4 @@
-"""The __torch_function__ protocol: tensor classes, modes and torch.fx see a public function as one call."""
+"""Implements __torch_function__: tensor subclasses, modes and torch.fx see a public function as one call."""
 
 import functools
 from collections.abc import Callable

@@ -133,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Problem as problem:
         print(f"{command}: {problem}", file=sys.stderr)
     except OSError as error:  # a closed pipe, or a full disk
-        with contextlib.suppress(OSError):  # an error of another file leaves text to print
+        with contextlib.suppress(OSError):  # if another file has the error, print what is buffered
             sys.stdout.flush()
         with contextlib.suppress(OSError):  # keeps Python from writing the rest at exit, which would raise again
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -169,7 +169,7 @@ def rotate_as_flash_attn(caches: CacheArguments, options: dict[str, Any], spread
 
     With n keys before the append, new key j has position n + j, and query i has n + i if `spread`, otherwise n.
     """
-    # Check everything before computing. With "top_left" no check is about the positions of queries.
+    # Check all arguments before computing. With "top_left", queries at negative positions do not raise.
     decode.checked(caches, Arguments(None, None, None, align="top_left", **options))
     start, device = caches.cache_seqlens.long()[:, None], caches.query.device
     rows, new = (torch.arange(x.shape[2], device=device) for x in (caches.query, caches.new_key))

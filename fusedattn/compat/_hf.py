@@ -76,7 +76,7 @@ def attention_mask(*sizes: Any, config: Any = None, **options: Any) -> Any:
     """Return sdpa's bool mask, or None, for a config whose attention takes it; otherwise eager's floating mask."""
     if (masks := masks_of(config)) is None:
         return eager_mask(*sizes, config=config, **options)
-    # Layers that share keys may compute only the last rows, which only a mask shows.
+    # Layers that share keys may compute only the last rows. Without a mask it is unknown which rows these are.
     if not masks[0] or getattr(config, "num_kv_shared_layers", False):
         options["allow_is_causal_skip"] = False
     if not masks[1]:
@@ -113,7 +113,7 @@ def _function(method: Any, module: Any = None) -> Any:
     """Unwrap a function from known libraries' wrappers; None if there is none, or if it is bound to another module."""
     while getattr(method, "__self__", module) is module:
         within = getattr(method, "__func__", None) or getattr(method, "__wrapped__", None)
-        wrapper = getattr(method, "func", method)  # accelerate's are partials
+        wrapper = getattr(method, "func", method)  # accelerate's wrappers are partials
         name = getattr(wrapper, "__globals__", {}).get("__name__", "")
         if within is None or not (name.startswith(_TRUSTED_WRAPPERS) or hasattr(method, "__func__")):
             return method if isinstance(method, FunctionType) else None
@@ -122,7 +122,7 @@ def _function(method: Any, module: Any = None) -> Any:
 
 @functools.cache
 def _read(kind: Any, runs: Any, forwards: tuple[FunctionType, ...], beneath: bool) -> tuple[bool, bool, bool]:
-    """Return three bools: a module calls the attention interface, computes attention itself, is sparse.
+    """Return three bools: a module calls transformers' attention interface, computes attention itself, is sparse.
 
     It reads `runs`, the function that runs as forward. If that is in `forwards`, the forwards of class `kind` and
     its bases, it also reads the methods of these classes. beneath: the module contains other attention.

@@ -10,6 +10,6 @@ REFUSED |= dict(sinks="a sink for each query", head_mask="a weight for each head
 
 
 def masks_of(config: Any) -> tuple[bool, bool] | None:
-    """Return two bools: mask=None may mean causal, and may mean no mask. None if the config gets eager's masks."""
+    """Return two bools: mask=None may mean causal, mask=None may mean unmasked. None if a config gets eager's masks."""
     masks = getattr(config, MASKS, None)
     return masks if isinstance(masks, tuple) else None

@@ -102,7 +102,7 @@ def scaled_dot_product_attention(
         mask, bias = (mask, None) if mask.dtype == torch.bool else (None, mask)
     out = attention(q, k, v, mask=mask, bias=bias, causal=causal, align=align, scale=scale, dropout_p=dropout_p)
     fused = query.dim() == 4 and query.shape[-1] == value.shape[-1] and all(x.stride(-1) == 1 for x in inputs.values())
-    # Not by is_shape, which makes torch check at run time that sizes agree.
+    # Do not use is_shape here: it makes torch assert at run time that the sizes agree.
     leading_pairs = (zip(x.shape[:2], query.shape[:2], strict=True) for x in (key, value))
     if fused and (enable_gqa or all(holds(a == b, False) for pairs in leading_pairs for a, b in pairs)):
         return out
@@ -111,7 +111,7 @@ def scaled_dot_product_attention(
 
 def _causal_bias(mask: Any, rows: int, keys: int) -> str | None:
     """Return the align= of a causal bias of torch, which is a tensor without data; None for any other mask."""
-    module = sys.modules.get("torch.nn.attention.bias")  # whoever has such a bias imported it; importing it is slow
+    module = sys.modules.get("torch.nn.attention.bias")  # a caller with such a bias has imported it; importing it here is slow
     if module is None or not isinstance(mask, module.CausalBias):
         return None
     if (mask.seq_len_q, mask.seq_len_kv) != (rows, keys):

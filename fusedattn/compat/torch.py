@@ -74,7 +74,7 @@ def _masks(attn_mask: Tensor | None, padding: Tensor | None, extra: int) -> dict
         masks["key_mask"] = ~pad(padding, (0, extra))
     elif padding is not None:
         padding = pad(padding, (0, extra))[:, None, None]
-        if (bias := masks.get("bias")) is not None:  # keep finite sums finite: finfo.min + finfo.min
+        if (bias := masks.get("bias")) is not None:  # so that finfo.min + finfo.min stays finite
             dtype = torch.promote_types(torch.promote_types(bias.dtype, padding.dtype), torch.float32)
             hidden = (bias == float("-inf")) | (padding == float("-inf"))
             both = (bias.to(dtype) + padding.to(dtype)).clamp_min(torch.finfo(dtype).min)
@@ -122,7 +122,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         self._leave_fast_path()
 
     def _leave_fast_path(self) -> None:
-        # Not by register_forward_pre_hook: after a pickle another hook may get the same number.
+        # Do not use register_forward_pre_hook: after unpickling, another hook may get the same number.
         hooks: Any = self._forward_pre_hooks
         hooks.setdefault("fusedattn", _stay)
         if type(self) is MultiheadAttention:
@@ -164,7 +164,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         batch_dim, along = (0, 1) if self.batch_first else (1, 0)
         _check_inputs(self, batch_dim, query, key, value)
         batched = query.dim() == 3
-        if not batched:  # inputs that are one tensor stay one, for `_project`
+        if not batched:  # inputs that are the same tensor stay so, for `_project`
             batches = {id(x): x.unsqueeze(batch_dim) for x in (query, key, value)}
             query, key, value = (batches[id(x)] for x in (query, key, value))
         batch, rows, keys = query.shape[batch_dim], query.shape[along], key.shape[along]

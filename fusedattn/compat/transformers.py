@@ -10,7 +10,7 @@ from ..call.rules import check_strided, fail
 from ._flash import check_tensor
 from ._hf_names import NAMES, REFUSED, masks_of
 
-# transformers reads a name that contains one of these as something else.
+# {substring: what transformers takes a name with this substring for}
 RESERVED = {"flash": "FlashAttention", "/": "a kernel of the hub", "|": "a prefix"}
 
 

@@ -87,7 +87,7 @@ def hidden_by(mask: Tensor | None) -> Tensor:
 
 
 def inputs_of(part: Part, columns: int | None) -> list[Tensor]:
-    """Return [query, key, value] of a part, 0 where token masks hide them, and padded to `columns` unless None."""
+    """Return a part's [query, key, value], 0 where token masks hide them, and padded to `columns` unless None."""
     call = part.call
     query, key, value = call[:3] if columns is None else (in_columns(x, columns) for x in call[:3])
     if has_holes(part):
@@ -135,7 +135,7 @@ def offset(call: Call) -> float:
 
 
 def mask(call: Call, where: Rectangle, less: float | Tensor) -> Tensor | None:
-    """Return the tensor that the kernel adds to the scores of a rectangle, or None."""
+    """Return the tensor that the kernel must add to a rectangle's scores: masks, bias, ALiBi and -less; or None."""
     if where.masked:
         return additive(call, where, less)
     if is_nothing(less):
@@ -158,7 +158,7 @@ def are_complete(call: Call, some: list[Rectangle]) -> bool:
 def _attend(
     call: Call, where: Rectangle, tensors: Sequence[Tensor], less: float | Tensor, complete: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return (output, lse minus the offset) of a rectangle. complete: no gradient is computed from the lse."""
+    """Compute attention within a rectangle of scores: (output, lse - less). complete: no gradient uses the lse."""
     query, key, value = cut(where, tensors)
     if is_exact(where, query) and not complete:
         scores = scores_of(call, where, less, query, key)
@@ -202,7 +202,7 @@ def _forward(part: Part, save: bool, less: float) -> Result:
 
 
 def _of_all_rows(part: Part, tensors: Sequence[Tensor], less: float) -> tuple[Tensor, Tensor]:
-    """Return (output, lse minus the offset) of a part, from all its rectangles."""
+    """Compute attention of a dense part of a call, a rectangle at a time: (output, lse - less)."""
     call, columns = part.call, part.call.value.shape[3]
     some, rows = list(rectangles(part)), call.query.shape[2]
     all_complete = are_complete(call, some)

@@ -65,7 +65,7 @@ class Incoming(NamedTuple):
 
 
 def _backward(part: Part, less: float, rows: Incoming, of_bias: Tensor | None) -> Sequence[Tensor]:
-    """Return the gradients of query, key and value of a part. of_bias: accumulates the gradient of the bias."""
+    """Return the gradients of query, key and value of a dense part. of_bias: accumulates the gradient of the bias."""
     call = part.call
     columns = max(call.query.shape[3], call.value.shape[3])
     tensors = flash.inputs_of(part, columns)

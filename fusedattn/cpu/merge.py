@@ -12,7 +12,7 @@ LARGE = {torch.bfloat16: 2.0**13}  # lse above which float32 is too inaccurate f
 
 
 def exact(call: Call, lse: Tensor, less: float, again: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return an lse minus the offset, in float64 if its rounding error would be visible in the merged result.
+    """Return the given lse - less, in float64 if its rounding error would be visible in the merged result.
 
     again(near): recomputes the lse minus `near`. That is close to 0, where the rounding error is small.
     """
@@ -32,7 +32,7 @@ def merged(results: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 def shares_of(lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return (shares, lse) from the lse of each set of keys; a sink counts as a set.
+    """Return the share of each set of keys in the softmax over all, and the lse over all. A sink counts as a set.
 
     A share is a set's total weight in the softmax over all. Shares (sets, ...) add up to 1, to 0 if every lse is -inf.
     """

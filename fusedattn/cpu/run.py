@@ -111,7 +111,7 @@ def too_large(lse: Tensor, dtype: torch.dtype | None = None) -> bool:
 def backward(
     call: Call, incoming: Sequence[Tensor | None], out: Tensor, weights: Tensor, stats: Tensor, need: Sequence[bool]
 ) -> tuple:
-    """Return the gradients of a call's INPUTS, empty tensors if not needed. First check `lacks_gradients`."""
+    """Return the gradients of a call's INPUTS, empty if not needed. First check that `lacks_gradients` is []."""
     grad_out, grad_lse, grad_weights = incoming
     needed = dict(zip(INPUTS, need, strict=True))
     results: Sequence[Tensor | None]

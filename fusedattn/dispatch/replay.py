@@ -23,7 +23,7 @@ from ..operators import attention, backward, dtensors, schema
 from . import backends
 
 MAX_KEPT = 1024  # limit on kept signatures; then all are forgotten
-RECORD_AFTER = 2  # calls of a signature: recording costs as much as a first call, and many signatures never return
+RECORD_AFTER = 2  # which call of a signature is recorded: recording takes as long as a first call, and many signatures never recur
 RECENT = 8  # limit on signatures with equal options that TensorGuards compare in C++, and on recorded backwards of one
 
 RECORDED = attention.run_triton, attention.run_hopper
@@ -86,7 +86,7 @@ def _of_plan(arguments: Arguments) -> tuple:
 
 
 def _usual(numbers: tuple) -> bool:
-    """Return whether all options are Python's own numbers, strings or tuples. The values of tensors may change."""
+    """Return whether all options are Python's own numbers, strings or tuples. Tensors may change values."""
     for x in numbers:
         if type(x) not in _NUMBERS and not (type(x) is tuple and all(side is None or type(side) is int for side in x)):
             return False
@@ -256,7 +256,7 @@ class Replay:
         return of_calls.with_tensors(self.call, given)
 
     def differentiate(self, kept: dict, incoming: list, need: tuple) -> Sequence:
-        """Return the gradients of INPUTS, None where not needed. kept: saved tensors by their index in the forward."""
+        """Return the gradients in the order of INPUTS, None where not needed. kept: {index in the forward: tensor}."""
         tensors = [kept.get(self.block_mask if name == "block_mask" else _PLACES[name]) for name in TENSORS]
         out, weights, stats = kept[self.out], kept.get(self.weights), kept[self.stats]
         if torch.is_grad_enabled() or must_dispatch() or incoming[0] is None or any(compress(need, _ARE_LEARNED)):

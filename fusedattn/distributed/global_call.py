@@ -103,7 +103,7 @@ def _joined(chunks: list[Chunk]) -> slice:
 
 
 class Method(NamedTuple):
-    """Functions that compute this rank's rows of a GlobalCall, and their gradients."""
+    """Forward and backward of a distributed method, which compute this rank's rows of a GlobalCall."""
 
     # Returns ([output, lse or None, weights or None], a GlobalCall, tensors and numbers to save).
     forward: Callable[[GlobalCall], tuple[list[Tensor | None], GlobalCall, Sequence[Any]]]
@@ -133,7 +133,7 @@ def prepared(arguments: Arguments, backend: Any, ranks: Ranks) -> tuple[Call, di
 
 
 def attend(function: str, given: dict[str, Any], method: Method) -> Any:
-    """Compute the results of a public function of this package by a Method, or `attention` without a process group."""
+    """Run a distributed function, given by its name, by its Method; without a process group run `attention`."""
     whole = agreed(function, given)
     if whole is None:
         return attention(**{name: x for name, x in given.items() if name not in ("group", "balance")})
@@ -141,7 +141,7 @@ def attend(function: str, given: dict[str, Any], method: Method) -> Any:
 
 
 def attend_globally(whole: GlobalCall, method: Method) -> Sequence[Tensor | None]:
-    """Return [output, lse or None, weights or None] of this rank's rows."""
+    """Run a GlobalCall by a Method: return [output, lse or None, weights or None] of this rank's rows."""
     if not whole.wanted():
         return method.forward(whole)[0]
     tensors = of_calls.tensors(whole.call)

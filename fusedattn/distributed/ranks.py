@@ -53,7 +53,7 @@ def as_bytes(x: Tensor) -> Tensor:
 def agree(
     ranks: Ranks, function: str, facts: Callable[[], tuple[Any, dict[str, Any], dict[str, Any]]]
 ) -> tuple[Any, list[dict[str, Any]]]:
-    """Return (value, [`own` of each rank]) once all ranks have called the same function with equal options.
+    """Wait until all ranks call the same function with equal options; return (value, [`own` of each rank]).
 
     `facts` checks the arguments of this rank, and returns (value, options, own). The reprs of options must be equal on
     all ranks; `own` is data that JSON can hold, and may differ. Rank 0 collects the statements of all ranks and sends
@@ -69,7 +69,7 @@ def agree(
     try:
         value, options, own = facts()
     except (TypeError, ValueError, NotImplementedError) as error:
-        kind = next(x.__name__ for x in type(error).__mro__ if x.__module__ == "builtins")  # our errors derive from it
+        kind = next(x.__name__ for x in type(error).__mro__ if x.__module__ == "builtins")  # the class that our error derives from
         problem, text = error, f"{kind}: {error}"[:MESSAGE]
     digests = {name: hashlib.sha256(repr(x).encode()).hexdigest()[:14] for name, x in options.items()}
     table = _exchange_statements(ranks, function, dict(function=function, error=text, options=digests, own=own))
@@ -101,7 +101,7 @@ def _exchange_statements(ranks: Ranks, function: str, statement: dict[str, Any])
 
 
 def _fill(table: Tensor, ranks: Ranks, function: str) -> None:
-    """Receive the statements of all ranks into the rows of `table`, each of which is a copy of this rank's before."""
+    """Receive the statements of all ranks into the rows of `table`, which before hold this rank's statement."""
     limit, key = group_timeout(ranks.group), f"fusedattn, lost of {dist.get_process_group_ranks(ranks.group)}"
 
     def missing(rank: int) -> RuntimeError:
@@ -120,7 +120,7 @@ def _fill(table: Tensor, ranks: Ranks, function: str) -> None:
             (dist.irecv, {r: table[r] for r in others}),
             (dist.isend, dict.fromkeys(others, table)),
         ):
-            for r, work in zip(others, begin(operation, tensors), strict=False):  # NCCL returns one for all
+            for r, work in zip(others, begin(operation, tensors), strict=False):  # NCCL returns one work for all
                 try:
                     work.wait()
                 except RuntimeError as error:

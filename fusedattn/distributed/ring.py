@@ -1,6 +1,6 @@
 """Ring attention: rows stay on their rank. Keys and values are sent from rank to rank during the computation.
 
-A shard goes straight to each rank that sees it: at step t, to the rank t places after its owner. That takes as many
+A shard is sent directly to each rank that sees it: at step t, to the rank t places after its owner. That takes as many
 bytes as sending from neighbour to neighbour, and a rank that sees nothing of a shard does not get it.
 Source: Ring Attention with Blockwise Transformers, arXiv:2310.01889. Balanced causal work ("zigzag"): Striped
 Attention, arXiv:2311.09431, and zhuzilin/ring-flash-attention.

@@ -34,7 +34,7 @@ class _Pass(NamedTuple):
 
 
 def _bias_sum(call):
-    """Return which sum a bias gradient is: over keys "rows", rows "keys", batch or heads "planes", of none "pairs"."""
+    """Classify a bias gradient's sum: over keys ("rows"), rows ("keys"), batch or heads ("planes"), none ("pairs")."""
     batch, heads, rows, keys = arguments.sizes(call)
     if call.bias.shape[3] == 1:
         return "rows"
@@ -234,7 +234,7 @@ def _dbias(p, grad_bias):
 
 
 def _add_up(p, by_row, by_key, grads):
-    """Fill the gradients of bias and of options by head from sums that kernels stored by row or by key.
+    """Reduce the sums that kernels stored by row or by key to the gradients of bias, slopes and sinks.
 
     The totals are float64, which costs nothing here. In float32 the error would grow with the number of rows.
     """

@@ -68,7 +68,7 @@ def splits(programs, blocks, multiprocessors):
     places = 2 * multiprocessors
     if programs >= 0.8 * places or blocks <= 4:
         return 1
-    # More splits with as many blocks each finish no earlier.
+    # Skip n splits if n - 1 splits have as few blocks each: n would finish no earlier.
     most = min(tile_table.MOST_SPLITS, places, blocks)
     useful = [n for n in range(1, most + 1) if n == 1 or -(-blocks // n) < -(-blocks // (n - 1))]
 

@@ -64,7 +64,7 @@ def launch_forward(out, lse, weights, stats, call: Call, on_hopper: bool):
 
 
 def launch_tangent(tangent_out, tangent_lse, tangent_weights, tangents, out, stats, call: Call):
-    """Compute the tangents of the results from `tangents`, those of INPUTS. tangent_weights may be None."""
+    """Compute the tangents of output, lse and weights from `tangents` of the INPUTS. tangent_weights may be None."""
     tangents = dict(zip(INPUTS, tangents, strict=True))
     (batch, heads, rows, keys), bias = arguments.sizes(call), tangents["bias"]
     views = Tangents(

@@ -53,7 +53,7 @@ def load(kernel, programs: int, arguments: dict, options: dict):
         compiled._run = None  # otherwise it counts as loaded the next time
         raise
     if isinstance(run, functools.partial):
-        run()  # raises the error of the first time
+        run()  # raises the error of the first load
     return compiled
 
 
@@ -127,7 +127,7 @@ def encoders(compiled, descriptors: Sequence, device: torch.device) -> list[Call
     if run is None or _launcher_of(run) is None or not kinds or len(kinds) != len(descriptors) or None in kinds:
         return None
     make = getattr(nvidia, "make_tensordesc_arg", None)
-    unused = -1 if make is None else len(inspect.signature(make).parameters) - 2  # Triton 3.8 added one
+    unused = -1 if make is None else len(inspect.signature(make).parameters) - 2  # Triton 3.8 added a parameter
     if unused not in (0, 1):
         return None
     encoded = []

@@ -130,7 +130,7 @@ def pressure_of(call):
 
 
 def kind_of(name, call):
-    """Return a dict key. Calls with equal keys use the same tiles, and do not retry a kernel that failed for one."""
+    """Return the dict key of a kernel and a call. Calls with equal keys use the same tiles and share failures."""
     query, (_, _, rows, _) = call.query, sizes(call)
     small = rows <= tile_table.FEW_ROWS and name in ("forward", "dq", "tangent")
     small = small or tile_table.narrow(call.left, call.right)
@@ -170,7 +170,7 @@ def is_default(name, call, device):
 
 
 def is_to_take(name, call, backend):
-    """Return whether the Hopper backward `name` is the caller's choice or the default. It must support the call."""
+    """Return whether to run a Hopper backward kernel that supports the call: by the caller's choice or by default."""
     device = device_of(call.query)
     chosen = is_default(name, call, device) and failures.known((name, device)) is None
     wanted = backend == "hopper" if call.named else chosen

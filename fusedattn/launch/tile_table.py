@@ -75,7 +75,7 @@ REGISTERS = {2: (168, 240, 24), 3: (128, 160, 24)}
 BLOCK_MASK_SIZE = 64  # rows and keys of a block of the block mask, the same on every GPU
 FEW_ROWS = 64  # calls with at most this many rows use tiles of at most 64 x 64; `pack_gqa` makes no more rows
 L2_BYTES = 32 << 20  # limit on keys and values of the heads that are scheduled together
-# The same for queries and incoming gradients in hopper_bwd_ds; the kernels PRODUCTS use half of it. Without this limit,
+# The same limit for queries and incoming gradients in hopper_bwd_ds; the kernels PRODUCTS use half of it. Without it,
 # on an H200, the backward takes 1.25 times as long at 1024 tokens, 1.17 times at 2048.
 SECTION_BYTES = 16 << 20
 # By width, for full calls and for bands: a program takes several blocks of rows if a row sees at most this many keys.
@@ -168,7 +168,7 @@ TABLE = {
     ("dkdv", 80, 4, 64): (Tile(32, 32, 8, 2), Tile(16, 16, 8, 2)),
     ("dkdv", 80, 4, 128): (Tile(16, 32, 8, 2), Tile(16, 16, 8, 2)),
     ("dkdv", 80, 4, 256): (Tile(16, 16, 8, 2), Tile(16, 16, 8, 1)),
-    # dkdv that also adds dq to memory. A tile of dq takes registers; so do its addresses, unless TMA adds it.
+    # one_pass also adds dq to memory. A tile of dq takes registers, and so do its addresses, unless TMA adds it.
     ("one_pass", 80, 2, 64): (Tile(64, 128, 8, 2, spills=40), Tile(64, 64, 4, 2, spills=40)),
     ("one_pass", 80, 2, 128): (Tile(64, 64, 8, 2), Tile(32, 64, 8, 2)),
     ("one_pass", 90, 2, 64): (Tile(64, 128, 8, 3, bulk=True), Tile(64, 64, 4, 2, bulk=True)),

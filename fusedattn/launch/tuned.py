@@ -46,18 +46,18 @@ class Row(NamedTuple):
 
 
 class Forms(NamedTuple):
-    """Measured tiles or pipelines of a place. right: correct, fastest first. wrong: incorrect. best: lowest times."""
+    """Tiles measured for one kernel and kind of call. right: correct, fastest first. wrong: incorrect. best: times."""
 
     right: tuple = ()
     wrong: tuple = ()
     best: Mapping[str, float] = {}
 
 
-Choices = Mapping[tuple, Forms]  # by place
+Choices = Mapping[tuple, Forms]  # {place: Forms}
 
 
 def choose(rows: Iterable[Row]) -> Choices:
-    """Rank the measured tiles or pipelines of each place, fastest first. Those that lack a time come last."""
+    """Rank the measured tiles for each kernel and kind of call, fastest first. Those that lack a time come last."""
     places: dict[tuple, list[Row]] = {}
     for row in rows:
         places.setdefault(row[:4], []).append(row)

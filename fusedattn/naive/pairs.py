@@ -63,7 +63,7 @@ def edges(call: Call, block: Block) -> list[tuple[slice, Tensor]]:
     for start, stop, limit, right in sides:
         if start < stop:
             rows, columns = last - first, stop - start
-            # Edges are cached: blocks of one call, and calls of one model, repeat a few.
+            # Edges are cached, because the blocks of a call and the calls of a model use the same few.
             edge = (_kept_edge if rows * columns <= LARGEST_KEPT else _edge)(rows, columns, limit - start, right)
             hidden.append((slice(start - begin, stop - begin), edge))
     return hidden

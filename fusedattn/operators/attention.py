@@ -42,7 +42,7 @@ def _forward(*arguments):
     if backend in ("cpu", "naive"):
         forward_of = cpu.forward if backend == "cpu" else fallback.results
         results = forward_of(call, need_lse, need_weights, save)
-        return tuple(map(own_storage, results)) if save else results  # forward mode needs it
+        return tuple(map(own_storage, results)) if save else results  # for forward mode
     out, *rest = results = new_forward(*arguments)
     if out.numel():
         from ..launch import forward, run  # imports Triton

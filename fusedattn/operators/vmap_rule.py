@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..call.options import DIMS, Call
 
-# {tensor with packed rows or keys: the axis of these}. In other tensors, the first dimension is the batch or 1.
+# {tensor with packed rows or keys: their axis}. In other tensors, the first dimension is the batch or 1.
 _AXES = {name: dims.index(dims.strip("BHGD")) for name, dims in DIMS.items() if len(dims.strip("BHGD")) == 1}
 _AXES |= dict.fromkeys(("out", "lse", "weights", "stats"), 2)
 

@@ -72,7 +72,7 @@ def verdicts(
     got, eager, oracle: {name: tensor} of results (out, lse, weights) and gradients (query, key, value and others). Any
     may be absent. With gradients, no row of the incoming gradient of `out` is 0. terms: as in `verdict`.
     """
-    # A row sees nothing if its lse is -inf; nothing sees a key if it and its value have zero gradients.
+    # A row sees no key if its lse is -inf. No row sees a key if the gradients of the key and its value are 0.
     unseen = {}
     if "lse" in oracle:
         unseen["query"] = oracle["lse"] == -math.inf
