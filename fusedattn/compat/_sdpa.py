@@ -111,7 +111,7 @@ def scaled_dot_product_attention(
 
 def _causal_bias(mask: Any, rows: int, keys: int) -> str | None:
     """Return the align= of a causal bias of torch, which is a tensor without data; None for any other mask."""
-    module = sys.modules.get("torch.nn.attention.bias")  # a caller with such a bias has imported it; importing it here is slow
+    module = sys.modules.get("torch.nn.attention.bias")  # a caller with such a bias has imported it
     if module is None or not isinstance(mask, module.CausalBias):
         return None
     if (mask.seq_len_q, mask.seq_len_kv) != (rows, keys):

@@ -23,7 +23,7 @@ from ..operators import attention, backward, dtensors, schema
 from . import backends
 
 MAX_KEPT = 1024  # limit on kept signatures; then all are forgotten
-RECORD_AFTER = 2  # which call of a signature is recorded: recording takes as long as a first call, and many signatures never recur
+RECORD_AFTER = 2  # record the second call: recording takes as long as a first call, and many signatures never recur
 RECENT = 8  # limit on signatures with equal options that TensorGuards compare in C++, and on recorded backwards of one
 
 RECORDED = attention.run_triton, attention.run_hopper

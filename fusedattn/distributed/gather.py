@@ -1,8 +1,8 @@
 """Attention with keys and values gathered from all ranks. Rows stay on their rank, and all options of attention apply.
 
 The backward gathers keys and values again instead of saving them. Their gradients are summed over ranks in float32, or
-float64 for float64 inputs. Source: Llama 3, arXiv:2407.21783, section 3.3.2. Documents are cut where a shard ends, as in
-pytorch/pytorch #181078.
+float64 for float64 inputs. Source: Llama 3, arXiv:2407.21783, section 3.3.2. Documents are cut where a shard ends, as
+in pytorch/pytorch #181078.
 """
 
 import bisect

@@ -69,7 +69,7 @@ def agree(
     try:
         value, options, own = facts()
     except (TypeError, ValueError, NotImplementedError) as error:
-        kind = next(x.__name__ for x in type(error).__mro__ if x.__module__ == "builtins")  # the class that our error derives from
+        kind = next(x.__name__ for x in type(error).__mro__ if x.__module__ == "builtins")  # our errors derive from it
         problem, text = error, f"{kind}: {error}"[:MESSAGE]
     digests = {name: hashlib.sha256(repr(x).encode()).hexdigest()[:14] for name, x in options.items()}
     table = _exchange_statements(ranks, function, dict(function=function, error=text, options=digests, own=own))
