@@ -151,7 +151,7 @@ def span(tensor: Tensor) -> tuple[int, int]:
 
 
 def own_storage(tensor: Tensor) -> Tensor:
-    """Return `tensor`, copied unless it fills its storage, because torch requires the same layout of its tangent."""
+    """Return `tensor`, copied unless it fills its storage, because torch requires its tangent to match."""
     return tensor if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize else tensor.clone()
 
 

@@ -17,7 +17,7 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 class _Parser(argparse.ArgumentParser):
-    """Parser whose errors are one line, with a hint at --help."""
+    """Argument parser whose errors are one line, with a hint at --help."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
@@ -117,7 +117,7 @@ def _positive(text: str) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return a command's exit status: 1 if a check failed, 2 if it could not run, 130 if interrupted, 141 at EPIPE."""
+    """Run a command: return 0, or 1 if a check failed, 2 if it could not run, 130 if interrupted, 141 at EPIPE."""
     command = "fusedattn"
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # for terminals that cannot show all characters

@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Problem(Exception):
-    """A command cannot run; the message is one line."""
+    """Error of a command that cannot run. Its message is one line."""
 
 
 def check_names(option: str, names: Sequence[str], known: Collection[str]) -> None:

@@ -165,10 +165,7 @@ def lengths_of(cache_seqlens: Any, q: Tensor, k: Tensor | None, capacity: int) -
 
 
 def rotate_as_flash_attn(caches: CacheArguments, options: dict[str, Any], spread: bool) -> CacheArguments:
-    """Check the arguments, and rotate queries and new keys by flash-attn's positions.
-
-    With n keys before the append, new key j has position n + j, and query i has n + i if `spread`, otherwise n.
-    """
+    """Check arguments, and rotate as flash-attn: new keys by slot, query i by the old length, plus i if `spread`."""
     # Check all arguments before computing. With "top_left", queries at negative positions do not raise.
     decode.checked(caches, Arguments(None, None, None, align="top_left", **options))
     start, device = caches.cache_seqlens.long()[:, None], caches.query.device

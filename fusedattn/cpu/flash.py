@@ -99,7 +99,7 @@ def inputs_of(part: Part, columns: int | None) -> list[Tensor]:
 
 
 def cut(where: Rectangle, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Slice the first tensor to the rows of a rectangle, and all other tensors to its keys."""
+    """Slice the first tensor to the rows of a rectangle of scores, and all other tensors to its keys."""
     query, *others = tensors
     if where.first or where.last < query.shape[2]:
         query = query[:, :, where.first : where.last]
@@ -145,12 +145,12 @@ def mask(call: Call, where: Rectangle, less: float | Tensor) -> Tensor | None:
 
 
 def is_exact(where: Rectangle, query: Tensor) -> bool:
-    """Return whether the exact formula, not the kernel, computes the gradients of a rectangle."""
+    """Return whether the exact formula, not the kernel, computes the gradients of a rectangle of scores."""
     return query.dtype == torch.float32 and where.end - where.begin <= FEW
 
 
 def are_complete(call: Call, some: list[Rectangle]) -> bool:
-    """Return whether each rectangle contains all visible keys of its rows."""
+    """Return whether each of these rectangles of scores contains all visible keys of its rows."""
     rows_of = [(where.first, where.last) for where in some]
     return call.sinks is None and not call.partial and len(set(rows_of)) == len(rows_of)
 
@@ -299,7 +299,7 @@ def weights(call: Call, columns: int) -> Tensor:
 
 
 def _weights(call: Call, where: Rectangle, query: Tensor, key: Tensor) -> Tensor:
-    """Return the softmax weights of a rectangle that contains all visible keys of its rows."""
+    """Return the softmax weights of a rectangle of scores that contains all visible keys of its rows."""
 
     def scores() -> Tensor:
         scores = scores_of(call, where, 0.0, query, key)

@@ -24,7 +24,7 @@ SCORES = 2**25  # bytes of scores that the formula computes at a time for the gr
 
 
 def _in_blocks(where: Rectangle, call: Call) -> list[Rectangle]:
-    """Split a rectangle into blocks of rows whose scores take at most SCORES bytes each."""
+    """Split a rectangle of scores into blocks of rows that take at most SCORES bytes each."""
     if where.causal:  # a block of later rows would not be a causal rectangle
         return [where]
     step = SCORES // (call.query.shape[:2].numel() * (where.end - where.begin) * call.query.element_size())
@@ -41,7 +41,7 @@ def _by_kernel(call: Call, where: Rectangle, less: float, *tensors: Tensor) -> S
 
 
 def _by_formula(call, where, less, tensors, grad_out, out, lse, of_bias) -> Sequence[Tensor]:
-    """Return the gradients of query, key and value of a rectangle by the exact formula.
+    """Return the gradients of query, key and value of a rectangle of scores, by the exact formula.
 
     lse: None if the rows see no other keys. out: None to recompute it. of_bias: accumulates the gradient of the bias.
     """
@@ -65,7 +65,7 @@ class Incoming(NamedTuple):
 
 
 def _backward(part: Part, less: float, rows: Incoming, of_bias: Tensor | None) -> Sequence[Tensor]:
-    """Return the gradients of query, key and value of a dense part. of_bias: accumulates the gradient of the bias."""
+    """Return the gradients of query, key and value of a dense call. of_bias: accumulates the gradient of the bias."""
     call = part.call
     columns = max(call.query.shape[3], call.value.shape[3])
     tensors = flash.inputs_of(part, columns)

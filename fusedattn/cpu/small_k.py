@@ -63,7 +63,7 @@ def scores_of(call: Call, where: Rectangle, less: float | Tensor, rows: Tensor, 
 
 
 def weights_of(scores: Tensor, masked: bool) -> Tensor:
-    """Return the softmax of scores, with zeros for rows that see nothing. masked: such rows may exist."""
+    """Return the softmax of scores, with zeros for fully masked rows. masked: whether there may be any."""
     weights = scores.softmax(-1)
     if masked and _has_nan(weights):
         weights.masked_fill_(scores.amax(-1, keepdim=True) == -INFINITE, 0.0)

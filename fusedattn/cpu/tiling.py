@@ -175,7 +175,7 @@ def rectangles(part: Part) -> Iterator[Rectangle]:
 
 
 def has_holes(part: Part) -> bool:
-    """Return whether key_mask hides keys inside a part."""
+    """Return whether key_mask hides any key between the first and the last visible key of a part."""
     mask = part.call.key_mask
     return mask is not None and not bool(mask[:, part.begin : part.end].all())
 

@@ -201,7 +201,7 @@ def _on_gpu(call: Call | Decode) -> bool:
 
 
 def _is_slower(name: str, call: Any) -> bool:
-    """Return whether `name` is "hopper" and a tuning file measured it as slower: it then needs backend="hopper"."""
+    """Return whether `name` is "hopper", and a tuning file says that other kernels are faster for the call."""
     return name == "hopper" and not tuned.prefers_hopper(name, call, device_of(call.query))
 
 

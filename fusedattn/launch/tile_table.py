@@ -365,7 +365,7 @@ def candidates(kernel, capability, itemsize, width, pressure="plain"):
 
 
 def forms_on_hopper(kernel, width, length, band, ranked=()):
-    """Return the pipelines of a Hopper kernel, best first.
+    """Return the tiles to try for a Hopper kernel, best first.
 
     Args:
         width: `row_width` of D and Dv. length: min(Sq, Sk). band: "full", "causal" or "window".

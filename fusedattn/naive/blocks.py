@@ -25,7 +25,7 @@ class Block(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Some batches and heads of a call, cut into blocks. planes: (B, Hq), the planes' numbers for dropout, or None."""
+    """Some batches and heads of a call, cut into blocks. planes: (B, Hq), each head's number for dropout, or None."""
 
     call: Call
     planes: Tensor | None
@@ -56,7 +56,7 @@ def readable(call: Call) -> bool:
 
 
 def known_diagonal(call: Call) -> int | None:
-    """Return the key on the diagonal of row 0; None if it differs between sequences, or if sizes are symbolic."""
+    """Return the position of the key aligned with row 0; None if it differs by sequence, or if sizes are symbolic."""
     if (call.cu_seqlens_q is not None and not call.top_left) or not sized(call):
         return None
     return diagonal(call)

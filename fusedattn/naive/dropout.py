@@ -46,7 +46,7 @@ def _rounds(counter: list[Tensor], key: list[Tensor]) -> list[Tensor]:
 
 
 def keep(seed: Tensor, planes: Tensor, rows: tuple[int, int], keys: tuple[int, int], dropout_p: float) -> Tensor:
-    """Return bool (planes, rows, keys): True for the pairs that dropout keeps.
+    """Return a bool dropout mask (planes, rows, keys), where True keeps a weight.
 
     The four words of a counter serve the pairs of rows i and i + 8 with keys j and j + 8. planes: int64, b * Hq + h of
     each plane. rows, keys: (first, last + 1).
@@ -60,7 +60,7 @@ def keep(seed: Tensor, planes: Tensor, rows: tuple[int, int], keys: tuple[int, i
     plane, column = planes.reshape(-1, 1, 1), torch.arange(left, left + columns, device=device)[None, None, :]
 
     def kept(row: int, after: int) -> list[Tensor]:
-        """Return four bools (planes, after - row, columns), one for each word of the counters."""
+        """Return four bool tensors (planes, after - row, columns), one for each word of the counters."""
         row_counters = torch.arange(row, after, device=device)[None, :, None]
         words = _rounds([row_counters, column, plane & WORD, plane >> 32], key)
         return [word.bitwise_and_(WORD) >= least for word in words]

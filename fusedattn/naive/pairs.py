@@ -80,7 +80,7 @@ _kept_edge = functools.lru_cache(maxsize=16)(_edge)
 
 
 def only_edges(call: Call, block: Block) -> bool:
-    """Return whether no mask or bias hides pairs of a block, and each of its rows sees a key."""
+    """Return whether only causal or window hides pairs of a block, and each of the block's rows sees a key."""
     offset = known_diagonal(call)
     if offset is None or block.end == block.begin:
         return False

@@ -96,7 +96,7 @@ def _tangent(call: Call, moved: Call, has: Sequence[bool], need_weights: bool) -
 def tangent(
     call: Call, directions: Sequence[Tensor | None], need_weights: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the tangents of (output, lse, weights or None) of a call from those of its INPUTS; None is zero."""
+    """Return the tangents of (output, lse, weights or None) from the tangents of a call's INPUTS; None is zero."""
     # As fields of a Call, tangents are cut and padded like inputs. If query, key or value has none, it fills its field.
     fields: dict[str, Any] = dict(zip(INPUTS, directions, strict=True))
     has = [fields[name] is not None for name in ("query", "key", "value")]

@@ -67,7 +67,7 @@ def _laid_out(axes: Sequence[int], gradient: Tensor | None) -> Tensor | None:
 
 
 def local_call(call: Call, seed: Any) -> LocalCall | None:
-    """Return this rank's part of a checked call; None if the call has no DTensor.
+    """Convert a checked call of DTensors to this rank's LocalCall; return None if the call has no DTensor.
 
     A replicated tensor beside sharded ones is cut here, and its gradient is Partial. Options that are not DTensors
     must be equal on all ranks. seed: the caller's argument. Raise on all ranks if the call would need communication.
@@ -176,7 +176,7 @@ def _span(
     of_query: int, size: int, shape: tuple[int, ...], coordinate: tuple[int, ...],
     wanted: tuple[int, ...], had: tuple[int, ...],
 ) -> tuple[int, int] | None:  # fmt: skip
-    """Return (first, count): the batches or heads in a rank's part of a tensor that its part of the query needs.
+    """Return (first, count) of the batches or heads in a rank's shard of a tensor that its shard of the query needs.
 
     Return None if a rank lacks any of them, or if its key heads serve unequal numbers of query heads. wanted, had: the
     mesh dimensions that shard the query and this tensor.

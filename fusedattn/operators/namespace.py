@@ -22,7 +22,7 @@ MOST = 1024  # maximum number of calls remembered as checked, per operator; at t
 
 
 def _facts(x):
-    """Return the properties of an argument that the checks read, in hashable form: no values of tensors."""
+    """Return the shape, strides, dtype and device of a tensor, or any other argument, in hashable form."""
     if isinstance(x, torch.Tensor):
         return x.shape, x.stride(), x.dtype, x.device
     return (*x,) if isinstance(x, list) else x
