@@ -70,7 +70,7 @@ def scores(softmax_scale: Any, causal: Any, window_size: Any, softcap: Any, alib
 
 
 def without_autocast_of_half(q: Any) -> contextlib.AbstractContextManager[Any]:
-    """Return a context that disables autocast if q is float16 or bfloat16: flash-attn casts only float32."""
+    """Return a context that disables autocast if q is float16 or bfloat16, which flash-attn does not cast."""
     half = isinstance(q, Tensor) and q.dtype in (torch.float16, torch.bfloat16)
     return torch.autocast(q.device.type, enabled=False) if half and autocasting(q) else contextlib.nullcontext()
 

@@ -47,7 +47,7 @@ class _Attention(NamedTuple):
 
 
 def install(name: str, forward: Callable[..., Any]) -> None:
-    """Register `forward` with transformers under `name`, and patch it to check each model that asks for the name."""
+    """Register `forward` under `name`, and patch transformers so that each model that asks for the name is checked."""
     if not NAMES:
         _follow(PreTrainedModel, "_check_and_adjust_attn_implementation", _postpone)
         for method in ("init_weights", "from_pretrained", "_from_config"):  # some models never call init_weights

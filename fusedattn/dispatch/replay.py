@@ -86,7 +86,7 @@ def _of_plan(arguments: Arguments) -> tuple:
 
 
 def _usual(numbers: tuple) -> bool:
-    """Return whether all options are Python's own numbers, strings or tuples. Tensors may change values."""
+    """Return whether all options have Python's own types, because the values of tensors and arrays may change."""
     for x in numbers:
         if type(x) not in _NUMBERS and not (type(x) is tuple and all(side is None or type(side) is int for side in x)):
             return False

@@ -1,1 +1,1 @@
-"""Launches of kernels: tiles, arguments, failures. Triton is imported here and in dispatch.recording."""
+"""Launches kernels: tiles, arguments and failures. Triton is imported here and in dispatch.recording."""

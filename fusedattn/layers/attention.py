@@ -251,7 +251,7 @@ class SelfAttention(nn.Module):
     def forward(
         self, x: Tensor, mask: Tensor | None = None, *, key_mask: Tensor | None = None, need_weights: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """Return (output (B, S, E), weights (B, S, S) or None) for x (B, S, E). mask: (S, S) or (B, S, S)."""
+        """Return (output, weights (B, S, S) or None) for x (B, S, E), mask (S, S) or (B, S, S) and key_mask (B, S)."""
         check_input("x", x, ("batch", "length", self.embed_dim), self.q_proj)
         options = dict(dropout_p=self.dropout if self.training else 0.0, scale=self.scale, backend=self.backend)
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
