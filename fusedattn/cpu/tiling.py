@@ -181,7 +181,7 @@ def has_holes(part: Part) -> bool:
 
 
 def is_additive(call: Call) -> bool:
-    """Return whether the kernel can add the caller's bias uncopied: its dtype fits, and there are no masks or slopes."""
+    """Return whether the kernel can add the caller's bias uncopied: its dtype fits, and no mask or slopes exist."""
     dtype, wide = call.query.dtype, wide_dtype(call)
     dtypes = wide, wide if is_widened(dtype) else dtype
     others = call.mask is call.alibi_slopes is call.key_mask is None
