@@ -36,7 +36,6 @@ _take_tensors = itemgetter(*map(Arguments._fields.index, _WRITTEN))
 _take_numbers = itemgetter(*(place for place, name in enumerate(Arguments._fields) if name not in TENSORS))
 _NOT_WRITTEN = (None,) * (len(TENSORS) - len(_WRITTEN))
 _SEED = _PLACES["seed"]
-_GRAD = -1  # stands for the gradient of the output among numbers of tensors
 _ATTENDED = "query", "key", "value"
 _ARE_LEARNED = [name not in _ATTENDED for name in INPUTS]
 
@@ -137,12 +136,19 @@ def _signature(present: tuple, most: tuple) -> tuple | None:
     return (*most, tuple(facts))
 
 
-def _remember(present: tuple, most: tuple, replay: Any) -> None:
+def _guards(present: tuple) -> Any:
+    """Return the TensorGuards of tensors in memory; None if some are the same tensor, which guards do not support.
+
+    Guards also compare dispatch keys, so autocast, transforms, modes, wrappers and negated views never match.
+    """
     if TensorGuards is None or len(set(map(id, present))) < len(present):
-        return  # guards need distinct tensors
-    # Guards also compare dispatch keys, so autocast, transforms, modes, wrappers and negated views never match.
-    guards = TensorGuards(*present, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-    _recent[most] = [(guards, replay), *_recent.get(most, [])[: RECENT - 1]]
+        return None
+    return TensorGuards(*present, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+
+
+def _remember(present: tuple, most: tuple, replay: Any) -> None:
+    if (guards := _guards(present)) is not None:
+        _recent[most] = [(guards, replay), *_recent.get(most, [])[: RECENT - 1]]
 
 
 def find(tensors: tuple, numbers: tuple) -> "Replay | None":
@@ -234,7 +240,7 @@ class Replay:
         self.facts: list = []  # `schema.facts` of the tensors saved for the backward, from the first forward
         self.forward = recorder.recording()
         self.backwards: dict[tuple, Any] = {}
-        self.recent: list[tuple] = []  # (facts of a backward, its TensorGuards, Recording, getter, places) for `again`
+        self.recent: list[tuple] = []  # (settings of a backward, its TensorGuards, Recording, places) for `again`
 
     def __call__(self, tensors: tuple):
         if self.drops:
@@ -268,7 +274,10 @@ class Replay:
         there = tuple(x for x in given if x is not None)
         if not of_calls.in_memory(there) or not _aligned(there):
             return self._differentiate_slowly(kept, tensors, incoming, out, weights, stats, need)
-        recorded = self.backwards.get(wanted := self._facts(given, need))
+        # Saved-tensor hooks may have changed strides or device.
+        facts = tuple(None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in given)
+        settings = _precision(out), torch.are_deterministic_algorithms_enabled()
+        recorded = self.backwards.get(wanted := (need, facts, *settings))
         if recorded is None:
             schema.check_saved(self.facts, schema.facts(kept.values()))
             if len(self.backwards) >= RECENT:
@@ -280,44 +289,26 @@ class Replay:
                 fall_back(why, self.call.named)
                 return self._differentiate_slowly(kept, tensors, incoming, out, weights, stats, need)
         recording, places = recorded
-        made = recording.run(given)
+        if grad_lse is grad_weights is None and (guards := _guards(there)) is not None:
+            present = [_PLACES[name] in self.inputs for name in INPUTS]
+            of_inputs, needed = (tuple(compress(each, present)) for each in (places, need))
+            self.recent = [((needed, *settings), guards, recording, of_inputs), *self.recent[: RECENT - 1]]
+        made = recording.run(there)
         return [None if place is None else made[place] for place in places]
 
     def again(self, present: tuple, need: tuple) -> list | None:
         """Replay a recorded backward that TensorGuards match, and return the gradients of the inputs, or return None.
 
-        present: the saved tensors and the gradient of the output, the only incoming one. need: of all inputs.
+        present: the saved tensors and, before the output, its gradient, the only incoming one. need: of all inputs.
         """
         if torch.is_grad_enabled() or must_dispatch():
             return None
-        settings = need, _precision(present[-1]), torch.are_deterministic_algorithms_enabled()
-        for known, guards, recording, take, places in self.recent:
+        settings = need, _precision(present[0]), torch.are_deterministic_algorithms_enabled()
+        for known, guards, recording, places in self.recent:
             if known == settings and guards.check(*present) and _aligned(present):
-                made = recording.run(take((*present, None)))
+                made = recording.run(present)
                 return [None if place is None else made[place] for place in places]
         return None
-
-    def remember(self, present: tuple, need: tuple) -> None:
-        """Make TensorGuards by which `again` finds the backward, if `differentiate` has recorded it."""
-        if TensorGuards is None or not can_guard(present) or len(set(map(id, present))) < len(present):
-            return
-        saved = [self.block_mask if name == "block_mask" else _PLACES[name] for name in TENSORS]
-        numbers = {number: place for place, number in enumerate(self.kept)} | {_GRAD: len(self.kept)}
-        wanted = *saved, _GRAD, None, None, self.out, self.weights, self.stats
-        take = itemgetter(*[numbers.get(number, -1) for number in wanted])
-        needed = dict(zip(self.inputs, need, strict=True))
-        facts = self._facts(take((*present, None)), tuple([needed.get(_PLACES[name], False) for name in INPUTS]))
-        if (recorded := self.backwards.get(facts)) is not None:
-            recording, places = recorded
-            guards = TensorGuards(*present, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-            places = [place for name, place in zip(INPUTS, places, strict=True) if _PLACES[name] in needed]
-            self.recent = [((need, *facts[1:3]), guards, recording, take, places), *self.recent[: RECENT - 1]]
-
-    @staticmethod
-    def _facts(given: tuple, need: tuple) -> tuple:
-        """Return the dictionary key of a recorded backward. Saved-tensor hooks may have changed strides or device."""
-        facts = tuple(None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in given)
-        return need, _precision(given[-3]), torch.are_deterministic_algorithms_enabled(), facts
 
     def _backward(self, given, need):
         """Record a backward: return the Recording, and the index of each input's gradient in the result of `run`."""
@@ -327,7 +318,7 @@ class Replay:
         bare = _without_data(given)
         *incoming, out, weights, stats = bare[len(TENSORS) :]
         call = of_calls.with_tensors(self.call, bare[: len(TENSORS)])
-        with Recorder(self.device, bare) as recorder:
+        with Recorder(self.device, [x for x in bare if x is not None]) as recorder:
             grads = backward.new_backward(*incoming, out, weights, stats, *call, "triton", need)
             made = [recorder.make(x) if x.numel() else None for x in grads]
             launch_backward(made, *incoming, out, weights, stats, call, self.backend)
@@ -364,17 +355,17 @@ class _Differentiable(torch.autograd.Function):
         if all(grad is None for grad in grads):
             return (None,) * len(need_grads)
         saved = ctx.saved_tensors
-        alone = grads[0] is not None and all(grad is None for grad in grads[1:])
-        if alone and (found := replay.again((*saved, grads[0]), need_grads[1:])) is not None:
-            return None, *found
+        if grads[0] is not None and all(grad is None for grad in grads[1:]):
+            count = replay.kept.index(replay.out)
+            present = *saved[:count], grads[0], *saved[count:]
+            if (found := replay.again(present, need_grads[1:])) is not None:
+                return None, *found
         tensors = dict(zip(replay.kept, saved, strict=True))
         came = dict(zip(replay.results, grads, strict=True))
         incoming = [came.get(number) for number in (replay.out, replay.lse, replay.weights)]
         needed = dict(zip(replay.inputs, need_grads[1:], strict=True))
         need = tuple([needed.get(_PLACES[name], False) for name in INPUTS])
         gradients = dict(zip(INPUTS, replay.differentiate(tensors, incoming, need), strict=True))
-        if alone:
-            replay.remember((*saved, grads[0]), need_grads[1:])
         return None, *[grad for name, grad in gradients.items() if _PLACES[name] in needed]
 
 

@@ -308,6 +308,18 @@ def test_gradients_that_come_in_as_they_like(device):
         torch.autograd.grad(out, inputs, out.new_ones(3, *out.shape), is_grads_batched=True, create_graph=True)
 
 
+def test_what_is_not_in_memory_does_not_repeat_a_backward(device):
+    """A negated view and a batched gradient have the shape and strides of a plain one, but other bits or none."""
+    inputs = draw(device, requires_grad=True)
+    plain = torch.randn_like(attend(inputs, {}))
+    gradients = lambda backend, grad, **options: torch.autograd.grad(by(backend)(*inputs), inputs, grad, **options)  # noqa: E731
+    for grad in (plain, plain, torch._neg_view(plain), torch._neg_view(plain), plain):
+        assert_like(gradients("triton", grad), gradients, "eager", grad)
+    for _ in range(2):
+        batched = functools.partial(gradients, is_grads_batched=True)
+        assert_like(batched("triton", plain[None]), batched, "eager", plain[None])
+
+
 def test_a_checkpoint_is_computed_again_the_other_way(device):
     inputs = draw(device, requires_grad=True)
     want = torch.autograd.grad(attend(inputs, {}).sum(), inputs)
