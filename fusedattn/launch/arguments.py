@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..call.options import BY_HEAD, CLASSES, diagonal, shift, sizes
+from ..call.options import BY_HEAD, diagonal, shift, sizes
 from ..call.private import has_storage, holds
 from ..kernels.vocabulary import dropout
 from ..kernels.vocabulary.masks import Masks
@@ -44,7 +44,8 @@ def aligned(tensor: Tensor) -> bool:
 
     True if it has no address, as in a compiler, functorch and fake tensors: the operator checks again when it runs.
     """
-    if torch.compiler.is_compiling() or type(tensor) not in CLASSES or not has_storage(tensor):
+    wraps = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    if torch.compiler.is_compiling() or wraps or not has_storage(tensor):
         return True
     return tensor.data_ptr() % TMA_BYTES == 0
 

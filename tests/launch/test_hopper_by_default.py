@@ -71,6 +71,11 @@ def test_where_torch_wants_the_same_bits_the_backward_is_one_that_has_them(dim, 
         assert BACKWARDS[dim][wanted] in found.tiles and not found.backward
 
 
+class Other(torch.Tensor):
+    """A subclass whose tensors have addresses, as torch's own have."""
+
+
+ODD = [torch.empty(2 * 8 * 300 * 64 + 1, dtype=torch.bfloat16)[1:].view(2, 8, 300, 64) for _ in range(3)]
 EXPANDED = [draw(64, heads=(8, 1))[0], *(x.expand(-1, 8, -1, -1) for x in draw(64, heads=(8, 1))[1:])]
 OTHERS = {  # (inputs, options, backend of the call, reason against the preferred backend)
     "softcap": (draw(128), dict(softcap=3.0), "triton", "it does not support softcap"),
@@ -78,6 +83,8 @@ OTHERS = {  # (inputs, options, backend of the call, reason against the preferre
     "bias": (draw(128), dict(bias=torch.empty(300, 300, device="meta")), "triton", "it does not support bias"),
     "scale": (draw(128), dict(scale=0.0), "triton", "a scale between"),
     "strides": (EXPANDED, {}, "triton", "strides of key"),  # TMA cannot read stride 0
+    "address": (ODD, {}, "triton", "query lies at an address that is no multiple of 16"),
+    "address of a subclass": ([x.as_subclass(Other) for x in ODD], {}, "triton", "key lies at an address"),
     "float32": (draw(64, dtype=torch.float32), {}, "triton", "float32"),
     "float64": (draw(64, dtype=torch.float64), {}, "naive", "float64"),
     "an old GPU": (draw(64), dict(capability=(7, 5)), "naive", "7.5, less than 8.0"),
