@@ -13,13 +13,13 @@ def _forward_on_hopper(out, lse, stats, call):
     call = arguments.bounded(call)
     call = call._replace(**{name: hopper.readable(getattr(call, name)) for name in ("query", "key", "value")})
     pipeline, device = run.form_on_hopper("hopper", call), run.device_of(call.query)
-    target = out if call.partial else hopper.readable(out)
-    assert target is out or run.current_recorder() is None, "what is recorded are launches: a copy would be lost"
     if pipeline is None:
         raise run.none_is_right("hopper", device)
     processors = run.multiprocessors(device)
     count, results = hopper.splits(call, pipeline, processors), dict(Lse=lse, Stats=stats)
     partials = decode.new_partials(out, count, torch.float32) if count > 1 else None
+    target = out if call.partial or count > 1 else hopper.readable(out)
+    assert target is out or run.current_recorder() is None, "what is recorded are launches: a copy would be lost"
     launched = hopper.arguments(call, target, pipeline, partials, count)
     launched |= results if partials is None else dict.fromkeys(results)
     registers = tile_table.REGISTERS[pipeline.warpgroups][0]
@@ -29,8 +29,7 @@ def _forward_on_hopper(out, lse, stats, call):
     if partials is not None:
         more = dict(Out=arguments.of(out), partials=partials, splits=count)
         decode.combine(call, results | more, launched["scale"], out.shape)
-        return
-    if target is not out:
+    elif target is not out:
         out.copy_(target)
 
 

@@ -1,7 +1,7 @@
 """Limits of the Hopper kernels, and their arguments: TMA descriptors, buffers and (`form`) the tile."""
 
 import math
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
@@ -111,7 +111,7 @@ def splits(call: Call, pipeline: Pipeline, multiprocessors: int) -> int:
     return _fastest(blocks, steps, *tile_table.BLOCK_US[_row_width(call)], merged, multiprocessors)
 
 
-@cache
+@lru_cache(maxsize=1024)  # sequences may have any length
 def _fastest(blocks, steps, fixed, each, merged, multiprocessors):
     """Return the number of splits for which a forward is estimated fastest; 1 if that saves less than a tenth.
 

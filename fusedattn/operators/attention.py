@@ -201,7 +201,8 @@ def failed(call: Call, need_weights: bool, on_hopper: bool) -> list[str]:
     need = [isinstance(x, Tensor) and x.requires_grad for x in inputs_of(call)]
     needed = torch.is_grad_enabled() and any(need)
     passes = backward.passes(call, need, "hopper" if on_hopper else "triton") if needed else ()
-    names = ["hopper" if on_hopper else "forward", *["weights"] * need_weights, *passes]
+    # "combine" merges the splits of keys, which calls with few rows have.
+    names = [*(("hopper", "combine") if on_hopper else ("forward",)), *["weights"] * need_weights, *passes]
     return [str(why)] if (why := run.failed(call, names)) is not None else []
 
 

@@ -250,6 +250,22 @@ def test_only_a_backward_on_hopper_is_launched_again(dtype, launches, failing, r
 
 
 @compiled
+def test_splits_that_cannot_be_merged_are_not_tried_again(failing):
+    """A few rows and many keys: the Hopper forward splits the keys, and the kernel `combine` would merge them."""
+    gpu, tried = failing("compile", PTXASError("ptxas fatal"), {"combine"})
+    inputs = draw("cpu", sk=4096, dtype=torch.bfloat16)
+    with gpu, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert fa.explain(*inputs).backend == "hopper"
+        fa.attention(*inputs)
+        assert fa.explain(*inputs).backend == "triton"
+        tried.clear()
+        fa.attention(*inputs)
+        assert tried == []
+    assert "combine" in once(caught)
+
+
+@compiled
 def test_weights_that_cannot_be_had(failing):
     """If the kernel for weights fails, later calls with weights use another backend; calls without weights do not."""
     gpu, tried = failing("compile", PTXASError("ptxas fatal"), {"weights"})
