@@ -159,6 +159,8 @@ _ON_HOPPER = dense(
             ("window D136 Dv32 fp16, two passes", dict(window=(40, 20), dtype=FP16, D=136, Dv=32, **TWO)),
             ("splits", dict(Sq=100, Sk=1200, Hq=4, Hkv=2, times=3)),  # the third call is a replay
             ("empty splits, causal D128", dict(causal=True, align="top_left", Sq=300, Sk=1200, **WIDE)),
+            # Three splits of two blocks of rows make three pairs, one for each program.
+            ("splits in pairs, causal", dict(causal=True, Sq=128, Sk=3840, multiprocessors=3)),
             ("splits, window D256 Dv128", dict(window=(900, 0), D=256, Dv=128, Sq=70, Sk=1000)),
             ("many blocks a program", dict(Sq=400, Sk=150, Hq=4, Hkv=2, multiprocessors=3)),
             ("many blocks a program D64 Dv128", dict(Sq=300, Sk=90, Dv=128, multiprocessors=2)),
