@@ -112,13 +112,14 @@ def _backward(part: Part, less: float, rows: Incoming, of_bias: Tensor | None) -
 
 
 def from_weights(
-    call: Call, weights: Tensor, grad_out: Tensor, grad_lse: Tensor | None, grad_weights: Tensor, need_bias: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None]:
+    call: Call, weights: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None, grad_weights: Tensor,
+    need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None]:  # fmt: skip
     """Return the same gradients as `backward`, computed from all attention weights and their gradient."""
-    if call.query_mask is not None:
-        hidden = flash.hidden_by(call.query_mask)
-        grad_out, grad_weights = (x.masked_fill(hidden, 0.0) for x in (grad_out, grad_weights))
-        grad_lse = None if grad_lse is None else grad_lse.masked_fill(hidden[..., 0], 0.0)
+    empty = lse == -INFINITE  # rows that see nothing or that query_mask hides: their incoming gradients may be NaN
+    if bool(empty.any()):
+        grad_out, grad_weights = (x.masked_fill(empty[..., None], 0.0) for x in (grad_out, grad_weights))
+        grad_lse = None if grad_lse is None else grad_lse.masked_fill(empty, 0.0)
     if call.key_mask is not None:
         grad_weights = grad_weights.masked_fill(flash.hidden_by(call.key_mask).mT, 0.0)
     tensors = flash.inputs_of(Part(call, 0, call.query.shape[2], 0, call.key.shape[2]), None)

@@ -115,11 +115,11 @@ def backward(
     grad_out, grad_lse, grad_weights = incoming
     needed = dict(zip(INPUTS, need, strict=True))
     results: Sequence[Tensor | None]
+    lse = stats[..., 0]
     if grad_weights is not None:
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-        results = flash_backward.from_weights(call, weights, grad_out, grad_lse, grad_weights, needed["bias"])
+        results = flash_backward.from_weights(call, weights, lse, grad_out, grad_lse, grad_weights, needed["bias"])
     else:
-        kept, lse = _kept(out, stats), stats[..., 0]
-        results = flash_backward.backward(call, grad_out, grad_lse, out, kept, lse, needed["bias"])
+        results = flash_backward.backward(call, grad_out, grad_lse, out, _kept(out, stats), lse, needed["bias"])
     grads = dict(zip(_DIFFERENTIATED, results, strict=True))
     return tuple(grads[name] if wanted else out.new_empty(0) for name, wanted in needed.items())

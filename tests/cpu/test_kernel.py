@@ -53,6 +53,25 @@ def test_sizes_of_zero(sizes, options):
         assert [x.shape for x in grads] == [x.shape for x in leaves]
 
 
+@pytest.mark.parametrize("keys", [6, 70])
+@pytest.mark.parametrize("given", ["lse", "weights", "lse and weights"])
+@pytest.mark.parametrize("options", [dict(causal=True), dict(mask=torch.arange(80)[:, None] > 70)])
+def test_incoming_gradients_of_rows_that_see_nothing_are_ignored(options, given, keys):
+    """A loss such as lse.square() or weights / weights.norm() gives them infinite or NaN gradients."""
+    query, key, value = draw(1, 2, 80, 16, dtype=torch.float64)
+    leaves = [query.requires_grad_(), key[:, :, :keys].requires_grad_(), value[:, :, :keys].requires_grad_()]
+    found = []
+    for backend in ("cpu", "naive"):
+        torch.manual_seed(0)
+        _, *results = fa.attention(*leaves, **options, return_lse=True, return_weights=True, backend=backend)
+        results = [x for name, x in zip(("lse", "weights"), results, strict=True) if name in given]
+        incoming = [torch.randn_like(x) for x in results]
+        for x in incoming:
+            x[:, :, :2] = float("nan")
+        found.append(torch.autograd.grad(results, leaves, incoming, materialize_grads=True))
+    assert_like(*found)
+
+
 def test_without_the_kernel_the_naive_path_is_taken(monkeypatch):
     monkeypatch.setattr("fusedattn.cpu.run.flash_attention_for_cpu", None)
     found = fa.explain(*draw(1, 2, 9, 8))
