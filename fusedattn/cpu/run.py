@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..call.options import INPUTS, Call, device_of
+from ..call.padding import longest
 from ..call.private import flash_attention_for_cpu, flash_attention_for_cpu_backward
 from ..naive.formula import without_autocast
 from . import flash, flash_backward
@@ -98,9 +99,13 @@ def reads_lse(call: Call, grad_weights: Tensor | None) -> bool:
     return grad_weights is None and (not is_few(call) or flash.at_once(call) is None)
 
 
-def too_large(lse: Tensor, dtype: torch.dtype | None = None) -> bool:
-    """Return whether an lse is too large for the kernel's backward to be accurate. dtype: of its gradients, or None."""
-    few = dtype == torch.float32 and lse.shape[2] < AVERAGED_ROWS
+def _longest(call: Call) -> int:
+    return call.query.shape[2] if call.cu_seqlens_q is None else longest(call.cu_seqlens_q, "max_seqlen_q")
+
+
+def too_large(lse: Tensor, call: Call | None = None) -> bool:
+    """Return whether an lse is too large for the kernel's backward to be accurate. call: for its gradients, or None."""
+    few = call is not None and call.query.dtype == torch.float32 and _longest(call) < AVERAGED_ROWS
     largest = LARGEST_LSE_OF_FEW if few else LARGEST_LSE
     if not lse.numel() or lse.abs().amax().item() <= largest:
         return False
