@@ -12,7 +12,7 @@ from .call.decode import CacheArguments, checked as checked_decode
 from .call.options import Arguments, Plan, in_full, results
 from .call.overrides import overridable
 from .call.plan import check_plan
-from .call.rules import FLOATING, check_flags, check_place, check_strided, fail
+from .call.rules import FLOATING, FLOATS, check_flags, check_place, check_strided, fail, unfit
 from .call.varlen import checked_varlen
 from .dispatch import backends, replay
 from .operators import dtensors
@@ -276,7 +276,7 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     tensors = dict(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
     check_strided(**tensors)
     if out_a.dtype not in FLOATING:
-        fail(TypeError, "out_a", "float16, bfloat16, float32 or float64", out_a.dtype)
+        fail(TypeError, "out_a", f"a tensor of {FLOATS}", unfit(out_a))
     lse_dtype = torch.promote_types(out_a.dtype, torch.float32)
     for name, x in tensors.items():
         dtype, shape = (lse_dtype, out_a.shape[:-1]) if name.startswith("lse") else (out_a.dtype, out_a.shape)

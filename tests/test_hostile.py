@@ -171,7 +171,7 @@ CALLS = {
     "pages": (fa.attention_decode, required(PAGED), tensors_of(PAGED, "key_cache", "block_table")),
     "merge": (fa.merge, PARTS, tensors_of(PARTS)),
     "plan": (fa.plan, PLANNED, OF_PLAN),
-    "use_backend": (lambda backend: fa.use_backend(backend).__enter__(), {}, dict(backend=("naive", {"None"}))),
+    "use_backend": (lambda name: fa.use_backend(name).__enter__(), {}, dict(name=("naive", {"None"}))),
 }
 # {wrong argument: other arguments that its error may name}
 TOGETHER = dict(

@@ -362,6 +362,10 @@ def decode(token=1, **sizes):
     return layers.AttentionDecoder(7, 3, 4, 5, **sizes)(torch.tensor([token]), torch.zeros(1, 4), torch.zeros(1, 3, 5))
 
 
+def attend(*shapes, dtype=torch.float32, **sizes):
+    return fa.MultiHeadAttention(8, 2, **sizes)(torch.zeros(1, 3, 8), *(torch.zeros(x, dtype=dtype) for x in shapes))
+
+
 LONG = torch.zeros(1, 4, dtype=torch.int64)
 WRONG = [  # tests/test_hostile.py has every kind of value for each argument
     ("x: .*at most 3, got 4", ValueError, lambda: layers.SinusoidalPositionalEncoding(2, 3)(torch.zeros(1, 4, 2))),
@@ -370,9 +374,15 @@ WRONG = [  # tests/test_hostile.py has every kind of value for each argument
     ("input_ids: .*0 to 3, got 4 to 4", ValueError, lambda: layers.Embeddings(4, 8, 4)(LONG + 4)),
     ("input_ids: .*0 to 3, got -1 to -1", ValueError, lambda: layers.Embeddings(4, 8, 4)(LONG - 1)),
     ("input: .*0 to 6, got 9 to 9", ValueError, lambda: decode(9)),
+    (r"query: .*\(1, length, 6\).* key .*\(1, 3, 8\)", ValueError, lambda: attend(kdim=6)),
+    (r"query: .*\(1, 3, 4\).* value .*\(1, 3, 8\)", ValueError, lambda: attend(vdim=4)),
+    (r"key: .*\(1, 3, 4\).* value .*\(1, 3, 6\)", ValueError, lambda: attend((1, 3, 6), kdim=6, vdim=4)),
+    (r"value: .*\(1, 3, 4\).*\(1, 2, 4\)", ValueError, lambda: attend((1, 3, 6), (1, 2, 4), kdim=6, vdim=4)),
+    (r"key: .*\(3, 3\).* mask", ValueError, lambda: attend((3, 3), dtype=torch.bool)),
     ("num_heads: .*hidden_size, 4", ValueError, lambda: decode(num_heads=3)),
     ("num_attention_heads: .*hidden_size, 8", ValueError, lambda: layers.TransformerEncoderLayer(8, 3, 16)),
     (r"TransformerEncoderLayer\(\) .*'kdim'", TypeError, lambda: layers.TransformerEncoderLayer(8, 2, 16, kdim=3)),
+    ("dtype: .*torch.float16.* str 'float16'", TypeError, lambda: decode(dtype="float16")),
     ("dtype: ", TypeError, lambda: decode(dtype=torch.int32)),
     ("dtype: ", TypeError, lambda: layers.Embeddings(7, 4, 5, dtype=torch.int32)),
     ("dtype: ", TypeError, lambda: layers.FeedForward(4, 8, dtype=torch.int32)),

@@ -46,8 +46,10 @@ def pairs_of(name: str, mask: Tensor, lengths: Lengths | None = None) -> tuple[A
 def check_fit(shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raise if shapes of rank 4, {name: shape}, do not broadcast together."""
     whole: tuple[int, ...] = (1, 1, 1, 1)
-    for name, shape in shapes.items():
+    own = {"key_mask": (slice(0, 4, 3), "the (B, Sk)"), "query_mask": (slice(0, 4, 2), "the (B, Sq)")}
+    for place, (name, shape) in enumerate(shapes.items()):
         if any(1 != size != other != 1 for size, other in zip(shape, whole, strict=True)):
-            got = {"key_mask": shape[::3], "query_mask": shape[::2]}.get(name, shape)  # as the caller wrote it
-            fail(ValueError, name, f"a shape that broadcasts with that of the other masks, {whole}", f"shape {got}")
+            part, dimensions = own.get(name, (slice(4), "the (B, H, Sq, Sk)"))
+            expected = f"a shape that broadcasts with {whole[part]}, {dimensions} of {' and '.join([*shapes][:place])}"
+            fail(ValueError, name, expected, f"shape {shape[part]}")
         whole = tuple(other if size == 1 else size for size, other in zip(shape, whole, strict=True))

@@ -11,11 +11,13 @@ from torch.compiler import is_compiling
 from .layout import broadcasts, divides, irregular, is_shape, is_size
 from .numbers import as_python, is_int, is_number
 from .options import Arguments, Call, Plan, autocast, differentiated, normalise
-from .private import unmapped
+from .private import holds, unmapped
 
 LARGEST, LARGEST_SINGLE = torch.finfo(torch.float64).max, torch.finfo(torch.float32).max
 MASK = "a bool tensor, True = may attend"
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+FLOATS = "torch.float16, torch.bfloat16, torch.float32 or torch.float64"
+ORDER = ": tensors in the order (B, S, H, D) need .transpose(1, 2)"
 
 
 class Sizes(NamedTuple):
@@ -46,16 +48,15 @@ def fail(error: type[Exception], argument: str, expected: Any, got: Any) -> NoRe
 
 def type_name(x: Any) -> str:
     """Return the name of x's type, with its library unless that is Python or torch."""
+    if isinstance(x, Tensor):
+        return "a tensor: call .item() on it"
     library, name = type(x).__module__.partition(".")[0], type(x).__name__
     return name if library in ("builtins", "torch") else f"{library}.{name}"
 
 
-def unfit(x: Any) -> Any:
-    """Describe x, which is not a tensor of a FLOATING dtype, for an error message."""
-    if not isinstance(x, Tensor):
-        return type_name(x)
-    strange = ", which is none of float16, bfloat16, float32 and float64" if x.dtype.is_floating_point else ""
-    return f"{x.dtype}{strange}"
+def unfit(x: Any, advice: str = "call .float() on it") -> str:
+    """Describe x, which has a wrong dtype or is no tensor, for an error message."""
+    return f"{x.dtype}: {advice}" if isinstance(x, Tensor) else type_name(x)
 
 
 def value(x: Any) -> str:
@@ -104,21 +105,22 @@ def check_bool(name: str, x: Any, device: torch.device | None, of: str = "query"
 
 def got_for_mask(x: Any) -> str:
     """Describe x, a mask that is not a bool tensor, for an error message, with advice."""
-    if not isinstance(x, Tensor):
-        return type_name(x)
-    return f"{x.dtype}: {'pass what is added to scores as bias' if x.dtype.is_floating_point else 'call .bool() on it'}"
+    if isinstance(x, Plan):
+        return "a plan: pass its mask, key_mask and query_mask instead"
+    added = isinstance(x, Tensor) and x.dtype.is_floating_point
+    return unfit(x, "pass what is added to scores as bias of attention" if added else "call .bool() on it")
 
 
 def check_floating(name: str, x: Any, device: torch.device | None, of: str = "query") -> None:
     if not isinstance(x, Tensor) or x.dtype not in FLOATING:
-        fail(TypeError, name, "a floating tensor", unfit(x))
+        advice = "call .float() on it" + (", or pass what may attend as mask" if name == "bias" else "")
+        fail(TypeError, name, f"a tensor of {FLOATS}", unfit(x, advice))
     check_place(name, x, device, of)
 
 
 def check_dtype(name: str, x: Any, dtype: torch.dtype, device: torch.device, of: str = "query") -> None:
     if not isinstance(x, Tensor) or x.dtype != dtype:
-        got = f"{x.dtype}: call .to({dtype}) on it" if isinstance(x, Tensor) else type_name(x)
-        fail(TypeError, name, f"a tensor of {dtype}", got)
+        fail(TypeError, name, f"a tensor of {dtype}", unfit(x, f"call .to({dtype}) on it"))
     check_place(name, x, device, of)
 
 
@@ -145,7 +147,7 @@ def check_query_key_value(
     check_place("query", query)
     dtype, device, rank = query.dtype, query.device, query.dim()
     if dtype not in FLOATING:
-        fail(TypeError, "query", "a floating dtype", unfit(query))
+        fail(TypeError, "query", f"a tensor of {FLOATS}", unfit(query))
     if layout:
         check_rank("query", query, layout)
     elif rank not in (2, 3, 4):
@@ -166,16 +168,24 @@ def check_query_key_value(
         fail(ValueError, key_name, f"a head dimension of {sizes[-1]}, as query has", key_sizes)
     if (layout or rank == 4) and not divides(sizes[1], key_sizes[1]):
         expected = f"a number of heads that divides the {sizes[1]} heads of query"
-        fail(ValueError, key_name, expected, f"{key_sizes[1]} heads")
+        swapped = rank == 4 and holds(key_sizes[2] < key_sizes[1], False) and divides(sizes[2], key_sizes[2])
+        fail(ValueError, key_name, expected, f"{key_sizes[1]} heads{ORDER if swapped else ''}")
     if not is_shape(value_sizes[:-1], key_sizes[:-1]):
         expected = f"the shape of {key_name}, {tuple(key_sizes)}, except for the last dimension"
         fail(ValueError, value_name, expected, value_sizes)
 
 
-def _tokens_hint(mask: Tensor, s: Sizes) -> str:
-    lengths = {"key_mask": (s.Sk, "keys"), "query_mask": (s.Sq, "queries")}
-    hints = [f"a mask of {of} as {name}" for name, (n, of) in lengths.items() if tuple(mask.shape) in ((n,), (s.B, n))]
-    return f": pass {', '.join(hints)}" if hints else ""
+def _wrong_shape(name: str, x: Tensor, s: Sizes) -> str:
+    """Describe a wrong shape, with advice if it suggests another argument, another rank, or (B, S, H, D) tensors."""
+    shape, hints = tuple(x.shape), []
+    if name == "mask":
+        lengths = {"key_mask": (s.Sk, "keys"), "query_mask": (s.Sq, "queries")}
+        hints = [f"pass a mask of {of} as {mask}" for mask, (n, of) in lengths.items() if shape in ((n,), (s.B, n))]
+    if name in ("mask", "bias") and s.rank == 4 and x.dim() == 3 and broadcasts(x, (s.B, s.Sq, s.Sk)):
+        hints = [f"call .unsqueeze(1) on a {name} of all heads"]
+    length = shape[-1] if shape and (name.endswith("_mask") or shape[-2:-1] == shape[-1:]) else None
+    swapped = s.rank == 4 and length is not None and holds(length == s.Hq, False) and holds(s.Hq > s.Sk, False)
+    return f"shape {shape}" + (f": {', or '.join(hints)}" if hints else ORDER if swapped else "")
 
 
 def check_pairs(name: str, x: Any, s: Sizes) -> None:
@@ -188,8 +198,7 @@ def check_pairs(name: str, x: Any, s: Sizes) -> None:
         expected = f"a shape that broadcasts to that of the scores, {shape}"
     else:
         return
-    hint = _tokens_hint(x, s) if name == "mask" else ""
-    fail(ValueError, name, expected, f"shape {tuple(x.shape)}{hint}")
+    fail(ValueError, name, expected, _wrong_shape(name, x, s))
 
 
 def check_tokens(name: str, x: Any, s: Sizes) -> None:
@@ -197,7 +206,7 @@ def check_tokens(name: str, x: Any, s: Sizes) -> None:
     size = s.Sk if name == "key_mask" else s.Sq
     if x.dim() not in (1, 2) or not is_size(x.shape[-1], size) or not broadcasts(x, (s.B, size)):
         of_batches = ", ".join(f"({batch}, {size})" for batch in dict.fromkeys((s.B, 1)))
-        fail(ValueError, name, f"shape {of_batches} or ({size},)", x.shape)
+        fail(ValueError, name, f"shape {of_batches} or ({size},)", _wrong_shape(name, x, s))
 
 
 def check_heads(name: str, x: Any, device: torch.device, *shapes: tuple[int, ...]) -> None:

@@ -20,7 +20,14 @@ class _Parser(argparse.ArgumentParser):
     """Argument parser whose errors are one line, with a hint at --help."""
 
     def error(self, message: str) -> NoReturn:
+        message += ", got none" * message.endswith("expected one argument")
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+    def parse_known_args(self, args=None, namespace=None):
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:  # argparse would leave them to the parser of all commands, whose help does not list the options
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -61,13 +68,12 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument(
         "questions", nargs="*", metavar="QUESTION", help="forward, backward, options, packed, decode or module, in full"
     )
-    what = bench.add_mutually_exclusive_group()
-    what.add_argument(
+    bench.add_argument(
         "--preset",
         choices=("quick", "paper", "full"),
         help="quick (default): some sizes, in minutes; paper: forward and backward; full: every question",
     )
-    option(what, "shape", "this size instead", metavar=SIZES, type=_sizes)
+    option(bench, "shape", "this size instead", metavar=SIZES, type=_sizes)
     option(bench, "dtype", "in this dtype", choices=DTYPES)
     bench.add_argument("--causal", action="store_true", help="a causal mask for --shape; only causal cases of a preset")
     option(bench, "mode", "of forward,backward,forward_backward,graph", metavar="LIST")

@@ -10,7 +10,7 @@ from ..bench import measure, plot, report, rows
 from ..bench.cases import QUESTIONS, Case
 from ..bench.providers import PROVIDERS
 from . import machine
-from .output import Output, Problem, check_names
+from .output import Output, Problem, check_file, check_names
 
 BUDGET_MS = {"cpu": 300.0, "cuda": 100.0}  # to measure each provider
 MODULES = QUESTIONS["module"].providers
@@ -31,16 +31,18 @@ def run(arguments, output: Output) -> int:
         if importlib.util.find_spec("matplotlib") is None:
             raise Problem("plot: needs matplotlib: pip install 'fusedattn[bench]'")
         if Path(picture).suffix.lower() != ".png":  # so that a mistyped name overwrites no other file
-            raise Problem(f"plot: expected a name that ends in .png, got {picture}")
-        if Path(picture).is_dir() or not Path(picture).resolve().parent.is_dir():
-            raise Problem(f"plot: there is no folder {Path(picture).resolve().parent}, or {picture} is a folder")
+            raise Problem(f"plot: expected a name that ends in .png, got {picture or 'nothing'}")
+        check_file("plot", picture)
     if path is not None:
+        check_file("csv", path)
         try:
             rows.create(path)
         except (OSError, ValueError) as error:
             why = getattr(error, "strerror", None) or error
-            raise Problem(f"csv: cannot append to {path or 'a file without a name'}: {why}") from error
+            raise Problem(f"csv: cannot append to {path}: {why}") from error
     total = sum(len(some) * len(names) * len(modes) for some, names, modes in work)
+    if not total:
+        raise Problem("no case fits all of the options: change --providers, --causal or --shape")
     name = torch.cuda.get_device_name() if device == "cuda" else "the CPU, one thread"
     output.say(f"{report.count(total, 'row')} on {name}, torch {torch.__version__}.")
 
@@ -97,9 +99,12 @@ def choose(arguments, device: str) -> list[tuple[list[Case], list[str], list[str
     """Return the benchmarks that the command's options select, as a list of (cases, providers, modes)."""
     names = _list("providers", arguments.providers, [*PROVIDERS, *MODULES[1:]])
     asked, preset = _list("mode", arguments.mode, [*measure.MODES, "graph"]), arguments.preset or "quick"
+    if "graph" in asked and device == "cpu":
+        raise Problem(f"mode: expected some of {', '.join(measure.MODES)}, got graph: a CUDA graph needs a GPU")
     questions = _list("question", arguments.questions, [*QUESTIONS]) or PRESETS[preset]
-    if arguments.questions and (arguments.preset or arguments.shape):
-        raise Problem(f"question: not allowed with --preset or --shape, got {' '.join(arguments.questions)}")
+    given = [f"{name} {x}" for name in ("questions", "preset", "shape") if (x := getattr(arguments, name))]
+    if len(given) > 1:
+        raise Problem(f"question: expected questions, --preset or --shape, but not two, got {' and '.join(given)}")
     work: list = [QUESTIONS[question].here(device) for question in questions]
     if preset == "quick" and not arguments.questions:
         work = [([x for x in some if x.Sq in QUICK[device]], *rest) for some, *rest in work]

@@ -60,7 +60,8 @@ def run(arguments, output: Output) -> int:
         where = f"{one['backend']} on {one['device']} in {one['dtype']}, {one['case']}, {one['result']}"
         output.say(f"FAIL {where}: {one['why']}")
     seconds, total, ok = round(time.monotonic() - began, 1), len(results), bool(results) and not wrong
-    summary = f"{total - len(wrong)} of {total} results are as good as eager PyTorch's" if results else "nothing ran"
+    nothing = "nothing ran: the lines above say why; change or leave out --backend, --dtype, --case and --device"
+    summary = f"{total - len(wrong)} of {total} results are as good as eager PyTorch's" if results else nothing
     output.say(f"{summary} ({seconds} s).")
     output.finish(dict(ok=ok, seconds=seconds, versions=rows.versions(), results=results, left_out=left_out))
     return 0 if ok else 1

@@ -26,7 +26,7 @@ def check_device(name: str | None) -> None:
 
 def need_gpu(why: str) -> None:
     if not torch.cuda.is_available():
-        raise Problem(f"it {why} an NVIDIA GPU, but torch finds none")
+        raise Problem(f"it {why} an NVIDIA GPU, but torch finds none: run it on a machine with one")
     if device() != "cuda":
         raise Problem(f"it {why} an NVIDIA GPU, but TRITON_INTERPRET makes kernels run on the CPU: unset it")
 

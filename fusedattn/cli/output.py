@@ -6,6 +6,7 @@ import importlib.util
 import json
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 
@@ -18,7 +19,15 @@ def check_names(option: str, names: Sequence[str], known: Collection[str]) -> No
         if name not in known:
             near = difflib.get_close_matches(name, known, 1, 0.7)
             hint = f": did you mean {near[0]}?" if near else ""
-            raise Problem(f"{option}: expected one of {', '.join(known)}, got {name}{hint}")
+            raise Problem(f"{option}: expected one of {', '.join(known)}, got {name or 'nothing'}{hint}")
+
+
+def check_file(option: str, path: str) -> None:
+    """Raise unless a file of this name could be created."""
+    if Path(path).is_dir():  # as "" is
+        raise Problem(f"{option}: expected the name of a file, got {'the folder ' * bool(path)}{path!r}")
+    if not (folder := Path(path).absolute().parent).is_dir():
+        raise Problem(f"{option}: expected a file in a folder that exists, got {path}: create {folder} first")
 
 
 class Output:

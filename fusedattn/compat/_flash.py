@@ -25,13 +25,13 @@ _SHAPE = re.compile(r"\((\w+), (\w+), (\w+), (\w+)\)")
 
 
 def ask(names: Mapping[str, str], function: Callable[..., Any], *tensors: Any, **options: Any) -> Any:
-    """Call a function, and rewrite its errors with flash-attn's layout and argument names, {ours: theirs}."""
+    """Call a function, and rewrite its errors with other argument names, {ours: theirs}, and flash-attn's layout."""
     try:
         return function(*tensors, **options)
     except (ValueError, TypeError, NotImplementedError) as error:
-        names = dict(scale="softmax_scale", window="window_size", **names)
+        names = dict(scale="softmax_scale", window="window_size") | dict(names)
         text = _NAMED.sub(lambda match: match[1] + names.get(match[2], match[2]), str(error))
-        if function is not attention_varlen:
+        if function is not attention_varlen and "query" in names:
             text = _SHAPE.sub(r"(\1, \3, \2, \4)", text)
         if text == str(error):
             raise

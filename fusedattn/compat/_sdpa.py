@@ -14,7 +14,7 @@ from ..call.layout import broadcasts, divides, irregular, is_size
 from ..call.options import CAST, autocast_dtype, autocasting
 from ..call.overrides import overridable
 from ..call.private import holds
-from ..call.rules import check_flags, check_place, check_tensors, fail
+from ..call.rules import check_flags, check_place, check_tensors, fail, unfit
 
 
 @overridable
@@ -149,6 +149,6 @@ def _check_mask(mask: Tensor, query: Tensor, scores: tuple[int, ...]) -> None:
     dtype = autocast_dtype(query)
     cast = CAST if dtype in CAST and autocasting(query) else ()
     if mask.dtype not in (torch.bool, torch.float32, dtype, *cast):
-        fail(TypeError, "attn_mask", f"a dtype of torch.bool, torch.float32 or that of query, {dtype}", mask.dtype)
+        fail(TypeError, "attn_mask", f"torch.bool, torch.float32 or {dtype}", unfit(mask, "call .bool() or .float()"))
     if mask.dim() < 2 or not broadcasts(mask, scores):
-        fail(ValueError, "attn_mask", f"rank 2 or more, to broadcast to the scores, {scores}", mask.shape)
+        fail(ValueError, "attn_mask", f"shape {scores}, or one of rank 2 or more that broadcasts to it", mask.shape)

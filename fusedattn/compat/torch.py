@@ -58,7 +58,8 @@ def _check_inputs(layer: nn.MultiheadAttention, batch_dim: int, query: Tensor, k
 
 def _check_mask(name: str, mask: Tensor, query: Tensor, *shapes: tuple[int, ...]) -> None:
     if not isinstance(mask, Tensor) or mask.dtype not in (torch.bool, *FLOATING):
-        fail(TypeError, name, "a bool tensor, True = hidden, or a floating one, which is added to scores", unfit(mask))
+        got = unfit(mask, "call .bool() or .float() on it")
+        fail(TypeError, name, "a bool tensor, True = hidden, or a floating one, which is added to scores", got)
     check_place(name, mask, query.device)
     check_shape(name, mask, *shapes, why="as query and key have")
 

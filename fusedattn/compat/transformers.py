@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ..api import attention, attention_varlen
 from ..call.rules import check_strided, fail
-from ._flash import check_tensor
+from ._flash import ask, check_tensor
 from ._hf_names import NAMES, REFUSED, masks_of
 
 # {substring: what transformers takes a name with this substring for}
@@ -113,6 +113,9 @@ def fusedattn_forward(
             fail(TypeError, "attention_mask", "a bool or floating tensor", mask.dtype)
         bias, mask = mask if bias is None else bias + mask, None
     options: dict[str, Any] = dict(scale=scaling, softcap=softcap, sinks=s_aux, dropout_p=dropout)
+    names = dict(cu_seqlens_q="cu_seq_lens_q", cu_seqlens_k="cu_seq_lens_k", scale="scaling", dropout_p="dropout")
+    names |= dict(max_seqlen_q="max_length_q", max_seqlen_k="max_length_k", sinks="s_aux", mask="attention_mask")
+    names |= dict(bias="attention_mask" if position_bias is None else "position_bias")
     need_weights = others.get("output_attentions")
     need_weights = getattr(config, "output_attentions", False) if need_weights is None else need_weights
     if (offsets := _offsets(others, batch)) is not None:
@@ -120,7 +123,7 @@ def fusedattn_forward(
             longest = {f"max_seqlen_{side}": others.get(f"max_length_{side}") for side in "qk"}
             options |= {name: x.item() if isinstance(x, Tensor) else x for name, x in longest.items()}
             q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-            return attention_varlen(q, k, v, *offsets, causal=causal, **options)[None], None
+            return ask(names, attention_varlen, q, k, v, *offsets, causal=causal, **options)[None], None
         rows, keys = (
             torch.searchsorted(x[1:], torch.arange(of.shape[2], device=x.device), right=True)
             for x, of in zip(offsets, (query, key), strict=True)
@@ -128,7 +131,7 @@ def fusedattn_forward(
         same = (rows[:, None] == keys)[None, None]
         mask = same if mask is None else mask & same
     options |= dict(mask=mask, bias=bias, causal=causal, align="top_left")
-    results = attention(query, key, value, **options, return_weights=bool(need_weights))
+    results = ask(names, attention, query, key, value, **options, return_weights=bool(need_weights))
     out, weights = results if need_weights else (results, None)
     return out.transpose(1, 2).contiguous(), weights
 

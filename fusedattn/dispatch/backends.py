@@ -163,9 +163,9 @@ DECODERS = {
 }
 
 
-def check_name(name: str | None) -> None:
+def check_name(name: str | None, argument: str = "backend") -> None:
     if name is not None and not (isinstance(name, str) and name in BACKENDS):
-        fail(ValueError, "backend", f"None or one of {', '.join(map(repr, BACKENDS))}", repr(name))
+        fail(ValueError, argument, f"None or one of {', '.join(map(repr, BACKENDS))}", repr(name))
 
 
 def use_backend(name: str | None) -> AbstractContextManager[None]:
@@ -186,7 +186,7 @@ def use_backend(name: str | None) -> AbstractContextManager[None]:
         ValueError: there is no backend of that name.
         NotImplementedError: raised by a call inside that the backend cannot take.
     """
-    check_name(name)
+    check_name(name, "name")
     return override(backend=name)
 
 

@@ -183,7 +183,7 @@ def agreed(function: str, given: dict[str, Any], prepare: Prepare = prepared) ->
     def facts() -> tuple[Call, dict[str, Any], dict[str, Any]]:
         dtensors.refuse("fusedattn.distributed", arguments._asdict())
         if transforms_active():
-            raise NotImplementedError("fusedattn.distributed: torch.func cannot transform communication between ranks")
+            raise NotImplementedError("fusedattn.distributed: torch.func cannot transform it, use backward()")
         with torch.no_grad():  # now only a tangent counts as a derivative
             if of_calls.differentiated(arguments):
                 raise NotImplementedError("fusedattn.distributed: it does not support forward mode, use backward()")

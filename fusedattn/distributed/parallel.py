@@ -56,7 +56,7 @@ def attend(parallel: ContextParallel, q: Tensor, k: Tensor, v: Tensor, need_weig
     options = {name: x for name, x in options.items() if x is not None}
     for name in LACKS[parallel.method]:
         if name in options or (need_weights and name == "need_weights"):
-            raise NotImplementedError(f"{name}: {parallel.method!r} of context_parallel does not support it")
+            fail(NotImplementedError, name, "none, or method 'ulysses' of context_parallel", repr(parallel.method))
     options |= dict(return_weights=need_weights) if parallel.method == "ulysses" else dict(balance=parallel.balance)
     results = METHODS[parallel.method](q, k, v, group=parallel.group, **options)
     return results if need_weights else (results, None)

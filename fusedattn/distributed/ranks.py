@@ -106,7 +106,7 @@ def _fill(table: Tensor, ranks: Ranks, function: str) -> None:
 
     def missing(rank: int) -> RuntimeError:
         late = f"did not call it within {limit.total_seconds():g} s"
-        return RuntimeError(f"{function}: rank {rank} of the group has ended, or {late}")
+        return RuntimeError(f"{function}: rank {rank} of the group has ended, or {late}: see what that rank printed")
 
     def begin(operation: Any, tensors: dict[int, Tensor]) -> list[Any]:
         """Begin all transfers at once. One by one, NCCL would open a connection for each."""

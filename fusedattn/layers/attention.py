@@ -10,7 +10,7 @@ from ..api import attention
 from ..call.layout import broadcasts, irregular, is_size
 from ..call.numbers import as_python, is_int
 from ..call.options import Arguments, Plan, autocasting
-from ..call.rules import FLOATING, check_flags, check_number, check_options, check_place, fail, type_name
+from ..call.rules import FLOATING, FLOATS, check_flags, check_number, check_options, check_place, fail, type_name
 from ..dispatch.backends import check_name
 from ..distributed.parallel import ContextParallel, attend as attend_in_parallel, by_heads, check_parallel
 
@@ -28,12 +28,13 @@ def check_layer(dtype: Any = None, layer_norm_eps: Any = 0.0, **dropouts: Any) -
         check_number(name, dropout, "a number from 0 to 1", 0, 1)
     check_number("layer_norm_eps", layer_norm_eps, "a finite number of 0 or more", 0)
     if dtype is not None and dtype not in FLOATING:
-        fail(TypeError, "dtype", "float16, bfloat16, float32 or float64", dtype)
+        fail(TypeError, "dtype", FLOATS, f"the {type_name(dtype)} {dtype!r}")
 
 
 def check_input(
-    name: str, tensor: Tensor, shape: tuple[int | str, ...], layer: nn.Module | None = None, jagged: bool = False
-) -> None:
+    name: str, tensor: Tensor, shape: tuple[int | str, ...], layer: nn.Module | None = None, jagged: bool = False,
+    source: str = "",  # the argument that the caller passed, if `name` was left out
+) -> None:  # fmt: skip
     """Raise unless a tensor has this shape (a name allows any size), and the dtype and device of a layer."""
     if isinstance(tensor, fx.Proxy):
         return
@@ -43,8 +44,11 @@ def check_input(
     for size, want in zip(tensor.shape, shape, strict=False):
         fits = fits and (isinstance(want, str) or is_size(size, want))
     if not fits:
-        fail(ValueError, name, "shape " + str(shape).replace("'", ""), tensor.shape)
-    check_fits(name, tensor, layer)
+        why = f", because {name} was left out and is {source} by default" if source not in ("", name) else ""
+        hint = ": pass a mask by its name" if tensor.dtype == torch.bool else ""
+        expected = "shape " + str(shape).replace("'", "") + why
+        fail(ValueError, source or name, expected, f"shape {tuple(tensor.shape)}{hint}")
+    check_fits(source or name, tensor, layer)
 
 
 def _size(tensor: Tensor, dim: int, name: str) -> int | str:
@@ -203,12 +207,12 @@ class MultiHeadAttention(nn.Module):
         Returns:
             (output (B, Sq, E), weights (B, H, Sq, Sk) or None). A row that sees nothing: out_proj's bias, and 0.
         """
-        key = query if key is None else key
-        value = key if value is None else value
+        key, of_key = (query, "query") if key is None else (key, "key")
+        value, of_value = (key, of_key) if value is None else (value, "value")
         check_input("query", query, ("batch", "length", self.embed_dim), self.q_proj, jagged=True)
         batch = _size(query, 0, "batch")
-        check_input("key", key, (batch, "length", self.kdim), self.k_proj, jagged=True)
-        check_input("value", value, (batch, _size(key, 1, "length"), self.vdim), self.v_proj, jagged=True)
+        check_input("key", key, (batch, "length", self.kdim), self.k_proj, True, of_key)
+        check_input("value", value, (batch, _size(key, 1, "length"), self.vdim), self.v_proj, True, of_value)
         out, weights = _attend_by_heads(
             self.q_proj(query), self.k_proj(key), self.v_proj(value),
             (self.num_heads, self.num_kv_heads), (self.head_dim, self.value_head_dim), self.context_parallel,

@@ -140,7 +140,7 @@ def _checked(tensors: Mapping[str, Any]) -> tuple[Any, list[int | None]]:
                 fail(TypeError, name, f"a DTensor, as {first} is", "a tensor")
             continue
         if x.device_mesh != mesh:
-            fail(ValueError, name, f"the mesh of {first}", "another")
+            fail(ValueError, name, f"the mesh of {first}, {mesh}", x.device_mesh)
         for number, placement in enumerate(x.placements):
             if placement.is_replicate():
                 continue

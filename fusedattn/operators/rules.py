@@ -65,7 +65,7 @@ def _check_packed(call: Call, need_weights: bool) -> None:
     offsets, longest = (call.cu_seqlens_q, call.cu_seqlens_k), (call.max_seqlen_q, call.max_seqlen_k)
     check_lengths(Lengths(*offsets, call.query.shape[2], call.key.shape[2], *longest), call.query.device)
     if need_weights or not call.mask is call.bias is call.key_mask is None:
-        _check_longest(*longest, "mask, bias, key_mask and need_weights")
+        _check_longest(*longest, "one of mask, bias, key_mask and need_weights")
 
 
 def _check_longest(max_seqlen_q: int | None, max_seqlen_k: int | None, needed: str) -> None:

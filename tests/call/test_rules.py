@@ -63,6 +63,7 @@ OF_DENSE = COMMON + NOISE + of_types(DENSE) + of_shapes(
     wrong("key", TypeError, key=ones(B, HKV, SK, D).half()),
     wrong("key", key=ones(1, HKV, SK, D), value=ones(1, HKV, SK, DV)),
     wrong("key", key=ones(B, 3, SK, D), value=ones(B, 3, SK, DV)),
+    wrong("scale", TypeError, scale=ones(2)),
 ]  # fmt: skip
 OF_PACKED = COMMON + NOISE + of_types(PACKED) + of_shapes(
     PACKED,
@@ -144,6 +145,31 @@ def test_a_wrong_argument_is_named_and_nothing_is_written(name, argument):
         for row in rows:
             if row[0] == argument:
                 assert_named(function, arguments, row)
+
+
+TRANSPOSED = DENSE | dict.fromkeys(options(B, SQ, SK)) | dict(key_mask=None, query_mask=None)
+TRANSPOSED |= dict(query=ones(B, 9, HQ, D), key=ones(B, 9, HKV, D), value=ones(B, 9, HKV, DV))
+ADVICE = [  # (arguments, a mistake, what its error tells the caller to write)
+    (TRANSPOSED, wrong("key", key=ones(B, 7, HKV, D), value=ones(B, 7, HKV, DV)), ".transpose(1, 2)"),
+    (TRANSPOSED, wrong("mask", mask=bools(9, 9)), ".transpose(1, 2)"),
+    (TRANSPOSED, wrong("bias", bias=ones(9, 9)), ".transpose(1, 2)"),
+    (TRANSPOSED, wrong("key_mask", key_mask=bools(B, 9)), ".transpose(1, 2)"),
+    (DENSE, wrong("mask", mask=bools(B, SQ, SK)), ".unsqueeze(1)"),
+    (DENSE, wrong("bias", bias=ones(1, SQ, SK)), ".unsqueeze(1)"),
+    (DENSE, wrong("mask", mask=bools(SK)), "key_mask"),
+    (DENSE, wrong("mask", TypeError, mask=ones(SQ, SK)), "bias"),
+    (DENSE, wrong("bias", TypeError, bias=bools(SQ, SK)), "mask"),
+    (DENSE, wrong("bias", TypeError, bias=ints(*[1] * SK)), ".float()"),
+    (DENSE, wrong("key_mask", TypeError, key_mask=fa.plan(key_mask=bools(B, SK))), "plan"),
+]
+
+
+@pytest.mark.parametrize("arguments, row, advice", ADVICE)
+def test_an_error_says_what_to_write_instead(arguments, row, advice):
+    assert_named(fa.attention, arguments, row)
+    with pytest.raises(row[1]) as raised:
+        fa.attention(**arguments | row[2])
+    assert advice in str(raised.value).partition(", got ")[2]
 
 
 def test_a_softcap_of_0_is_refused_where_denormal_numbers_are_flushed():
@@ -235,6 +261,7 @@ def test_plans():
         wrong("key_mask", mask=bools(3, 4), key_mask=bools(2, 5)),
         wrong("query_mask", mask=bools(2, 1, 3, 4), query_mask=bools(3, 3)),
         wrong("query_mask", key_mask=bools(2, 5), query_mask=bools(3, 5)),
+        wrong("key_mask", mask=bools(4, 3, 5), key_mask=bools(2, 5)),
         wrong("key_mask", mask=bools(3, 4), key_mask=bools(4).to("meta")),
     ):
         assert_named(fa.plan, {}, row)

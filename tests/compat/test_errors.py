@@ -112,6 +112,7 @@ WRONG = [
     ("sdpa", ValueError, "attn_mask", torch.zeros(3, 4)),
     ("sdpa", ValueError, "attn_mask", torch.zeros(1, 2, 4, 3, 5)),
     ("sdpa", TypeError, "attn_mask", torch.ones(3, 5).double()),
+    ("sdpa", TypeError, "attn_mask", torch.ones(3, 5).int()),
     ("MultiheadAttention", ValueError, "embed_dim", 0),
     ("MultiheadAttention", ValueError, "num_heads", 3),
     ("layer", ValueError, "query", torch.randn(1, 2, 3, 8)),
@@ -122,6 +123,7 @@ WRONG = [
     ("layer", TypeError, "key_padding_mask", torch.zeros(2, 5).byte()),
     ("layer", ValueError, "attn_mask", torch.zeros(5, 3)),
     ("layer", ValueError, "attn_mask", torch.zeros(2, 3, 5)),
+    ("layer", TypeError, "attn_mask", torch.zeros(3, 5).int()),
 ]
 
 
