@@ -56,7 +56,8 @@ def attend(
     query: Tensor, key: Tensor, value: Tensor, causal: bool, added: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Call the kernel: return (output, lse). Fully masked rows have lse 0. added: tensor to add to scores, or None."""
-    query, scale, _ = by_power(query, scale)
+    if query.dtype != torch.float32 or key.shape[2] > FEW:  # otherwise the gradients come from the formula
+        query, scale, _ = by_power(query, scale)
     out, lse = flash_attention_for_cpu(query, key, value, 0.0, causal, attn_mask=added, scale=scale)
     if added is None and key.shape[2] < VECTOR and not lse.all():
         # The kernel may have ignored a NaN and returned an lse of 0. With an added tensor it checks every score.
@@ -250,7 +251,7 @@ def forward(call: Call, save: bool) -> Result:
     save: also compute `kept`, for a backward. This changes no bit of output and lse.
     """
     causal = at_once(call)
-    if causal is not None and not (save and call.value.dtype == torch.bfloat16):
+    if causal is not None and not (save and centre(call.value) is not None):
         less, everything = offset(call), Rectangle(0, call.query.shape[2], 0, call.key.shape[2], causal)
         (query, key, value), shape = call[:3], call.query.shape
         large = not save and query.numel() > LARGE and key.shape[1] == shape[1]  # forward mode refuses views
@@ -287,11 +288,11 @@ def weights(call: Call, columns: int) -> Tensor:
     shape = *call.query.shape[:3], columns
     whole = functools.cache(lambda: call.query.new_zeros(shape))  # not needed if one rectangle holds all weights
     for part in parts(call):
-        tensors = [x.to(wide_dtype(call)) for x in inputs_of(part, call.query.shape[3])]
+        tensors = [x.to(wide_dtype(call)) for x in inputs_of(part, None)[:2]]
         for _, same_rows in groupby(rectangles(part), key=lambda where: where[:2]):
             some = list(same_rows)
             where = some[0] if len(some) == 1 else some[0]._replace(end=some[-1].end, masked=True)
-            of_rows = _weights(part.call, where, *cut(where, tensors)[:2])
+            of_rows = _weights(part.call, where, *cut(where, tensors))
             if part.call is call and call.query_mask is None and of_rows.shape == shape:
                 return of_rows.to(call.query.dtype)
             part.view(whole(), part.rows)[:, :, where.first : where.last, where.begin : where.end] = of_rows

@@ -171,8 +171,8 @@ def backward(
     out, kept, lse: from the Result of the forward, over all keys. need_bias: compute the bias gradient, for which
     `small_k.has_bias_gradient` must hold; otherwise it is None.
     """
-    causal = flash.at_once(call) if grad_lse is None and call.value.dtype != torch.bfloat16 else None
-    if causal is not None and grad_out is not None:
+    causal = flash.at_once(call) if grad_lse is None else None
+    if causal is not None and grad_out is not None and centre(call.value) is None:
         incoming = grad_out
         less, everything = flash.offset(call), Rectangle(0, call.query.shape[2], 0, call.key.shape[2], causal)
         if flash.is_exact(everything, call.query):

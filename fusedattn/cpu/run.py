@@ -67,13 +67,13 @@ def stats_columns(dtype: torch.dtype, width: int) -> int:
 
 def stats(result: flash.Result) -> Tensor:
     """Return the tensor saved for the backward besides the output, (B, Hq, Sq, stats_columns)."""
-    lse, dtype = result.lse[..., None], result.out.dtype
-    if dtype.itemsize != 2:
+    lse, kept = result.lse[..., None], result.kept
+    if (dtype := result.out.dtype).itemsize != 2:
         return lse.clone(memory_format=torch.contiguous_format)  # not a view, nor in the memory of another result
-    kept = result.kept
-    if not is_widened(dtype):  # two bfloat16 numbers in one float32
-        kept = pad(kept, (0, kept.shape[-1] % 2)).clone(memory_format=torch.contiguous_format).view(torch.float32)
-    return torch.cat([lse, kept], -1)
+    if is_widened(dtype):
+        return torch.cat([lse, kept], -1)
+    kept = pad(kept, (0, 1)) if kept.shape[-1] % 2 else kept
+    return torch.cat([lse.view(kept.dtype), kept.contiguous()], -1).view(lse.dtype)  # two bfloat16 in one float32
 
 
 def _kept(out: Tensor, stats: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ def too_large(lse: Tensor, call: Call | None = None) -> bool:
     """Return whether an lse is too large for the kernel's backward to be accurate. call: for its gradients, or None."""
     few = call is not None and call.query.dtype == torch.float32 and _longest(call) < AVERAGED_ROWS
     largest = LARGEST_LSE_OF_FEW if few else LARGEST_LSE
-    if not lse.numel() or lse.abs().amax().item() <= largest:
+    if not lse.numel() or torch.linalg.vector_norm(lse, float("inf")).item() <= largest:
         return False
     return bool(lse.masked_fill(lse.isinf(), 0.0).abs().gt(largest).any())  # -inf: a row that sees nothing
 

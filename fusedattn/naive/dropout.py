@@ -28,20 +28,18 @@ def _xor(a: Tensor, b: Tensor) -> Tensor:
     return a.bitwise_xor_(b) if a.shape == b.shape else a ^ b
 
 
-def _rounds(counter: list[Tensor], key: list[Tensor]) -> list[Tensor]:
+def _rounds(counter: list[Tensor], keys: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
     """Return four random words for each counter; only their lower 32 bits are valid.
 
     The four words of the counters broadcast to a grid, so that the first rounds compute few numbers.
     """
     c0, c1, c2, c3 = counter
-    k0, k1 = key
     c0, c2 = c0.clone(), c2.clone()
-    for _ in range(ROUNDS):
+    for k0, k1 in keys:
         (a, of_a), (b, of_b) = (
             _multiplied(word.bitwise_and_(WORD), by) for word, by in zip((c0, c2), MULTIPLIERS, strict=True)
         )
         c0, c1, c2, c3 = _xor(of_b, c1).bitwise_xor_(k0), b, _xor(of_a, c3).bitwise_xor_(k1), a
-        k0, k1 = (k0 + WEYL[0]) & WORD, (k1 + WEYL[1]) & WORD
     return [c0, c1, c2, c3]
 
 
@@ -56,13 +54,15 @@ def keep(seed: Tensor, planes: Tensor, rows: tuple[int, int], keys: tuple[int, i
     left = begin // 16 * 8  # first counter of the keys: 8 counters for 16 keys
     columns = (end + 15) // 16 * 8 - left  # not by -(-end // 16): ONNX rounds quotients towards 0
     start, stop = first // 16 * 8, (last + 15) // 16 * 8  # counters of the rows
-    key = [seed.reshape(()) & WORD, (seed.reshape(()) >> 32) & WORD]
+    rounds = torch.arange(ROUNDS, device=device)
+    words = seed.reshape(()) & WORD, (seed.reshape(()) >> 32) & WORD
+    keys = list(zip(*((word + rounds * step).unbind() for word, step in zip(words, WEYL, strict=True)), strict=True))
     plane, column = planes.reshape(-1, 1, 1), torch.arange(left, left + columns, device=device)[None, None, :]
 
     def kept(row: int, after: int) -> list[Tensor]:
         """Return four bool tensors (planes, after - row, columns), one for each word of the counters."""
         row_counters = torch.arange(row, after, device=device)[None, :, None]
-        words = _rounds([row_counters, column, plane & WORD, plane >> 32], key)
+        words = _rounds([row_counters, column, plane & WORD, plane >> 32], keys)
         return [word.bitwise_and_(WORD) >= least for word in words]
 
     if torch.compiler.is_compiling():  # slabs, views and slices would guard on sizes
