@@ -28,14 +28,14 @@ def _xor(a: Tensor, b: Tensor) -> Tensor:
     return a.bitwise_xor_(b) if a.shape == b.shape else a ^ b
 
 
-def _rounds(counter: list[Tensor], keys: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+def _rounds(counter: list[Tensor], keys: list[tuple[Tensor, ...]]) -> list[Tensor]:
     """Return four random words for each counter; only their lower 32 bits are valid.
 
     The four words of the counters broadcast to a grid, so that the first rounds compute few numbers.
     """
     c0, c1, c2, c3 = counter
     c0, c2 = c0.clone(), c2.clone()
-    for k0, k1 in keys:
+    for k0, k1 in zip(*keys, strict=True):
         (a, of_a), (b, of_b) = (
             _multiplied(word.bitwise_and_(WORD), by) for word, by in zip((c0, c2), MULTIPLIERS, strict=True)
         )
@@ -56,13 +56,13 @@ def keep(seed: Tensor, planes: Tensor, rows: tuple[int, int], keys: tuple[int, i
     start, stop = first // 16 * 8, (last + 15) // 16 * 8  # counters of the rows
     rounds = torch.arange(ROUNDS, device=device)
     words = seed.reshape(()) & WORD, (seed.reshape(()) >> 32) & WORD
-    keys = list(zip(*((word + rounds * step).unbind() for word, step in zip(words, WEYL, strict=True)), strict=True))
+    round_keys = [(word + rounds * step).unbind() for word, step in zip(words, WEYL, strict=True)]
     plane, column = planes.reshape(-1, 1, 1), torch.arange(left, left + columns, device=device)[None, None, :]
 
     def kept(row: int, after: int) -> list[Tensor]:
         """Return four bool tensors (planes, after - row, columns), one for each word of the counters."""
         row_counters = torch.arange(row, after, device=device)[None, :, None]
-        words = _rounds([row_counters, column, plane & WORD, plane >> 32], keys)
+        words = _rounds([row_counters, column, plane & WORD, plane >> 32], round_keys)
         return [word.bitwise_and_(WORD) >= least for word in words]
 
     if torch.compiler.is_compiling():  # slabs, views and slices would guard on sizes
