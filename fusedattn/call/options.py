@@ -355,7 +355,8 @@ def normalise(arguments: Arguments, **more: Any) -> Call:
     """Convert checked arguments to a Call. more: further fields of the Call."""
     a = arguments
     left, right = (None, None) if a.window is None else map(as_python, a.window)
-    fields: dict[str, Any] = {name: in_full(name, getattr(a, name)) for name, letters in DIMS.items() if letters}
+    names = [name for name, letters in DIMS.items() if letters and getattr(a, name) is not None]
+    fields: dict[str, Any] = {name: in_full(name, getattr(a, name)) for name in names}
     # Not dict(...), which a compiler traces item by item.
     fields |= {
         "seed": seed_tensor(a.seed, a.query.device) if a.dropout_p else None,

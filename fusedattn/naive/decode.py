@@ -147,9 +147,9 @@ def alike(lengths: Sequence[Any]) -> Iterator[tuple[int, int, Any]]:
 
 def of_length(call: Call, decode: Decode, first: int, last: int, length: int) -> Call:
     """Return the Call of sequences first .. last - 1, which all have this length. call: from `rotated_query`."""
-    batches = slice(first, last)
-    if (first, last, length) != (0, len(decode.lengths), capacity_of(decode)):
-        call = of_batches(call, B=batches, K=slice(length))
+    batches, whole = slice(first, last), dict(B=slice(0, len(decode.lengths)), K=slice(call.key.shape[2]))
+    slices = dict(B=batches, K=slice(length))
+    call = of_batches(call, None, **{name: x for name, x in slices.items() if x != whole[name]})  # a slice takes 3 us
     if decode.table is None:
         return call
     table = decode.table[batches, : -(-length // max(1, decode.key_cache.shape[2]))]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..call.layout import dense
-from ..call.options import CACHED, INPUTS, TYPES, Call, plain, wide_dtype
+from ..call.options import CACHED, INPUTS, TYPES, Call, must_dispatch, plain, wide_dtype
 from ..call.private import below_autograd
 from ..call.rules import fail
 from ..cpu import run as cpu
@@ -74,7 +74,8 @@ def save(ctx: Any, arguments: Sequence[Any], *results: Tensor | None) -> None:
     """Save the arguments and some results of a Function for its derivatives."""
     tensors = [x if isinstance(x, Tensor) else None for x in arguments]
     ctx.save_for_backward(*tensors, *results)
-    ctx.save_for_forward(*tensors, *results)
+    if must_dispatch():  # forward mode or a transform may ask for a tangent
+        ctx.save_for_forward(*tensors, *results)
     ctx.others = [None if x is tensor else x for x, tensor in zip(arguments, tensors, strict=True)]
     ctx.facts = facts((*tensors, *results))
     ctx.set_materialize_grads(False)
