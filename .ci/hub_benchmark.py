@@ -30,11 +30,6 @@ class Attention(Benchmark):
         self.places = torch.arange(self.length, device=self.device)
         self.real = self.places < lengths[:, None]  # (B, Sk): up to half of a sequence is padding
 
-    def visible(self, window):
-        """Return a causal mask (Sq, Sk) of the last `window` keys of each query."""
-        distance = self.places[:, None] - self.places
-        return (distance >= 0) & (distance < window)
-
     def sdpa(self, **options):
         return F.scaled_dot_product_attention(self.q, self.k, self.v, enable_gqa=True, **options)
 
@@ -54,16 +49,8 @@ class Attention(Benchmark):
         self.out = self.kernel.attention(self.q, self.k, self.v, causal=True, window=(self.length // 8 - 1, 0))
 
     def verify_window(self):
-        return self.sdpa(attn_mask=self.visible(self.length // 8))
-
-    def benchmark_softcap(self):
-        self.out = self.kernel.attention(self.q, self.k, self.v, causal=True, softcap=20.0)
-
-    def verify_softcap(self):
-        key, value = (x.repeat_interleave(self.q.shape[1] // x.shape[1], dim=1) for x in (self.k, self.v))
-        scores = (self.q @ key.mT).float() * self.q.shape[-1] ** -0.5
-        scores = (20 * torch.tanh(scores / 20)).masked_fill(~self.visible(self.length), float("-inf"))
-        return scores.softmax(-1).to(value.dtype) @ value
+        distance = self.places[:, None] - self.places
+        return self.sdpa(attn_mask=(distance >= 0) & (distance < self.length // 8))
 
     def gradients(self, function, **options):
         """Return the gradient of the query, with the output itself as incoming gradient."""
