@@ -211,14 +211,6 @@ def test_what_is_taken_gives_what_the_formula_gives(backend, device):
             assert_like(out, lambda options=options: fa.reference.eager(**inputs, **options))
 
 
-@pytest.mark.parametrize("name", ["attention", "varlen", "decode"])
-def test_nothing_wrong_is_taken_where_a_call_is_like_an_earlier_one(name):
-    function, arguments, values = CALLS[name]
-    for _ in range(3):
-        function(**arguments)
-    hold(function, arguments, {key: values[key] for key in arguments})
-
-
 def test_masks_of_nested_tensors():
     query = torch.nested.nested_tensor([ones(n, 2, D) for n in (3, 4)], layout=torch.jagged).transpose(1, 2)
     given = dict(query=query, key=query, value=query)

@@ -175,8 +175,9 @@ def test_dropout_draws_as_it_does_the_first_time(device):
         found.append([attend(inputs, options) for _ in range(2)])
         replay.forget()
     same(*found)
-    seeded = [attend(inputs, dict(options, seed=seed)) for seed in (3, 4, 3, torch.tensor([3], device=device))]
-    assert torch.equal(seeded[0], seeded[2]) and torch.equal(seeded[0], seeded[3])
+    seeds = 3, 4, 3, torch.tensor([3], device=device), torch.tensor(3, device=device)
+    seeded = [attend(inputs, dict(options, seed=seed)) for seed in seeds]
+    assert all(torch.equal(seeded[0], x) for x in seeded[2:])
     assert not torch.equal(seeded[0], seeded[1])
     plain = attend(inputs, {})
     for seed in (3, torch.tensor([3], device=device)):  # without dropout_p a seed is unused

@@ -45,6 +45,7 @@ OPTIONS = {
     "causal": lambda: dict(causal=True),
     "window": lambda: dict(window=(2, 1)),
     "left window, top left": lambda: dict(window=(1, None), align="top_left"),
+    "right window": lambda: dict(window=(None, 1)),
     "negative scale": lambda: dict(scale=-0.3),
     "masks": lambda: dict(
         mask=torch.rand(B, 1, SQ, SK) < 0.7, query_mask=torch.rand(B, SQ) < 0.8, key_mask=torch.rand(B, SK) < 0.8

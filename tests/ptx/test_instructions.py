@@ -307,68 +307,6 @@ def test_unknown_text_is_refused_with_its_line(text):
     assert str(refusal.value).startswith(f"line {line_of(body)}: {text.split(';')[0]}")
 
 
-SCOPES = """
-.target sm_90a
-.extern .shared .align 16 .b8 global_smem[];
-.visible .entry _scopes$1(  // a comment; with a semicolon
-	.param .u64 .ptr .global .align 1 p_0,
-	.param .align 64 .b8 p_1[128],
-	.param .f32 p_2
-)
-.reqntid 128
-.maxnreg 168
-{
-	.reg .pred %p<3>;
-	.reg .b32 %r<2>, x;
-	.loc	1 3 0                          // scopes.py:3:0
-$L__one:
-	{ .reg .pred P;
-	again: mbarrier.try_wait.parity.shared::cta.b64 P, [%r0], 0;
-	@!P bra.uni again;
-	@%p1 bra done; }
-	{
-	.reg .b32 x, y;
-	again:
-	mov.b32 x,
-		%r1; { .reg .b64 y; mov.b64 y, {x, %r1}; } mov.b32 y, x;
-	bra again;
-	}
-	mov.b32 x, %r1;
-	.pragma "nounroll";
-done: ret;
-}
-	.section .debug_info { }
-"""
-
-
-def test_parsing_keeps_parameters_registers_and_lines():
-    kernel = parse(SCOPES)
-    assert (kernel.name, kernel.threads) == ("_scopes$1", 128)
-    assert kernel.params == dict(p_0=8, p_1=128, p_2=4)
-    names = ["%p0", "%p1", "%p2", "%r0", "%r1", "x", "P__1", "x__2", "y__2", "y__3"]
-    assert kernel.registers == dict(zip(names, ["pred"] * 3 + ["b32"] * 3 + ["pred", "b32", "b32", "b64"], strict=True))
-    assert [each.line for each in kernel.body if not isinstance(each, str)] == [17, 18, 19, 23, 24, 24, 25, 27, 29]
-
-
-def test_names_in_braces_differ_from_names_outside():
-    body = [each if isinstance(each, str) else (each.guard, each.op, *each.args) for each in parse(SCOPES).body]
-    assert body == [
-        "$L__one",
-        "again__1",
-        (None, "mbarrier.try_wait.parity.shared::cta.b64", "P__1", "[%r0]", "0"),
-        (("P__1", True), "bra.uni", "again__1"),
-        (("%p1", False), "bra", "done"),
-        "again__2",
-        (None, "mov.b32", "x__2", "%r1"),
-        (None, "mov.b64", "y__3", "{x__2, %r1}"),
-        (None, "mov.b32", "y__2", "x__2"),
-        (None, "bra", "again__2"),
-        (None, "mov.b32", "x", "%r1"),
-        "done",
-        (None, "ret"),
-    ]
-
-
 @pytest.mark.parametrize("head, line", [(".maxnreg 5", 3), (".reqntid 32\n.noreturn", 4)])
 def test_a_kernel_must_say_how_many_threads_it_has_and_nothing_unknown(head, line):
     with pytest.raises(Unsupported, match=f"line {line}"):
