@@ -6,7 +6,6 @@ import functools
 import pytest
 import torch
 
-import fusedattn as fa
 from fusedattn.compat import transformers as compat
 
 from .. import sample
@@ -197,19 +196,3 @@ def test_hidden_rows_are_finite_in_half_precision():
     assert all(x.isfinite().all() for x in got.values() if x is not None)
     everything = model(input_ids=tokens(3, 9), attention_mask=padding(9)).logits
     assert everything.dtype == torch.bfloat16 and everything.isfinite().all()
-
-
-def test_a_tiny_llama_through_the_kernels(device, calls):
-    options = dict(GROUPED, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
-    torch.manual_seed(5)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**options)).to(device)
-    ids = tokens(2, 5).to(device)
-    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]], device=device)
-    labels = ids.masked_fill(mask * mask.roll(1, 1) == 0, -100)
-    for more in (dict(labels=ids), dict(labels=labels, attention_mask=mask)):
-        inputs = dict(input_ids=ids) | more
-        want = outcome(model, "eager", inputs)
-        with fa.use_backend("triton"):
-            got = outcome(model, "fusedattn", inputs)
-        assert_same(got, want, exactly(outcome, model, "eager", inputs))
-    assert len(calls) == 2

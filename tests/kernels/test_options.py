@@ -6,7 +6,6 @@ import math
 import numpy
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 import fusedattn as fa
 
@@ -289,20 +288,6 @@ def test_dropout_of_everything_and_of_nothing(device, backend):
     state = torch.get_rng_state()
     assert torch.equal(fa.attention(*tensors, dropout_p=0.0, seed=3), fa.attention(*tensors))
     assert torch.equal(torch.get_rng_state(), state)
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_dropout_inside_checkpoint(reentrant, device, backend, deterministic):
-    tensors = on(device, torch.float32, requires_grad=True)
-
-    def total(*inputs):
-        return fa.attention(*inputs, dropout_p=0.4, backend=backend).square().sum()
-
-    torch.manual_seed(5)
-    plain = torch.autograd.grad(total(*tensors), tensors)
-    torch.manual_seed(5)
-    checkpoint(total, *tensors, use_reentrant=reentrant).backward()
-    assert all(torch.equal(x.grad, want) for x, want in zip(tensors, plain, strict=True))
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -15,7 +15,7 @@ from triton.runtime.jit import JITFunction
 
 import fusedattn as fa
 from fusedattn.dispatch import backends
-from fusedattn.launch import backward, failures, forward
+from fusedattn.launch import failures, forward
 
 from ..close import assert_like
 from ..inside import OPTIONS, compiled, draw, learned, leaves, same
@@ -234,19 +234,6 @@ def test_a_disk_that_is_full_is_asked_again(failing):
             same([fa.attention(*inputs)], [fa.reference.attention(*inputs)])
             assert "forward" in tried and fa.explain(*inputs).backend == "triton"
     assert "No space left" in once(caught)
-
-
-@compiled
-@pytest.mark.parametrize("dtype, launches", [(torch.float32, 1), (torch.bfloat16, 2)], ids=["triton", "hopper"])
-def test_only_a_backward_on_hopper_is_launched_again(dtype, launches, failing, record_after, monkeypatch):
-    record_after(None)
-    gpu, _ = failing("compile", OSError(errno.ENOSPC, "No space left on device"), BACKWARD)
-    launched, inputs = [], draw("cpu", dtype=dtype, requires_grad=True)
-    launch = backward.launch_backward
-    monkeypatch.setattr(backward, "launch_backward", lambda *given: launched.append(given) or launch(*given))
-    with gpu, pytest.warns(UserWarning, match="No space left"):
-        torch.autograd.grad(fa.attention(*inputs).sum(), inputs)
-    assert len(launched) == launches
 
 
 @compiled

@@ -155,16 +155,6 @@ def test_half_precision_is_converted_once(budget):
     assert saved(functools.partial(fa.attention, causal=True), *tensors) <= inputs + weights
 
 
-def test_under_torch_func_blocks_are_right_too(budget):
-    query, key, value = (torch.randn(1, 2, 33, 8) for _ in range(3))
-
-    def grad(attend, query):
-        return torch.func.grad(lambda q: attend(q, key, value).square().sum())(query)
-
-    budget(4 * 33 * 10)
-    assert_like(grad(fa.reference.attention, query), grad, fa.reference.eager, query)
-
-
 @pytest.mark.parametrize("name", ["causal", "bias", "weights"])
 def test_one_long_sequence_does_not_make_all_as_long(name, computed, monkeypatch):
     rows, keys = (3, 40, 0, 5, 37, 2), (4, 45, 3, 6, 45, 1)

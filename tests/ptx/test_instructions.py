@@ -195,13 +195,6 @@ BODIES = {
         or.b32 %r0, %r1, %r2;""",
         [2] * 32,
     ),
-    "parts of a register": ("mov.b32 %r1, 0x10002; mov.b32 {%h1, %h2}, %r1; mov.b32 %r0, {%h2, %h1};", [0x20001] * 32),
-    "a choice": ("setp.lt.u32 %p1, %t, 3; selp.b32 %r0, %t, -1, %p1;", [0, 1, 2] + [M] * 29),
-    "predicates": (
-        """setp.lt.u32 %p1, %t, 3; not.pred %p2, %p1; mov.pred %p3, -1; and.pred %p4, %p2, %p3;
-        selp.b32 %r0, 1, 0, %p4;""",
-        [0] * 3 + [1] * 29,
-    ),
     "only where the guard holds": (
         "mov.b32 %r0, 5; setp.lt.u32 %p1, %t, 3; @%p1 mov.b32 %r0, 6;",
         [6] * 3 + [5] * 29,
@@ -239,20 +232,6 @@ BODIES = {
         [54, 57] + [56] * 30,
     ),
     "some have ended": ("setp.lt.u32 %p1, %t, 3; @%p1 ret; mov.b32 %r0, 1;", [0] * 3 + [1] * 29),
-    "vectors": (
-        """st.global.v2.b32 [%in+8], {%t, 4}; ld.global.v2.b32 {_, %r1}, [%in+8]; ld.volatile.global.b32 %r2, [%in+8];
-        add.s32 %r0, %r1, %r2;""",
-        [i + 4 for i in RANGE],
-    ),
-    "additions to one place": (
-        """red.global.gpu.relaxed.add.u32 [%x], %t; atom.global.gpu.relaxed.add.u32 %r1, [%x], 1;
-        ld.global.b32 %r0, [%x];""",
-        [496 + 32] * 32,
-    ),
-    "what additions have found": (
-        """red.global.gpu.relaxed.add.u32 [%x], %t; atom.global.gpu.acq_rel.add.u32 %r1, [%x], 2; mov.b32 %r0, %r1;""",
-        [496 + 2 * i for i in RANGE],
-    ),
 }
 
 

@@ -128,18 +128,6 @@ def test_a_hazard_is_reported_at_its_line(kind, name):
     assert report.count(kind) >= 1 and kind in str(report)
 
 
-def test_a_warp_loads_the_store_of_another_after_a_barrier():
-    out = words()
-    execute(f"{STORE} bar.sync 0; {OTHER} {LOAD} st.global.b32 [%out_mine], %r1;", out=out)
-    assert out.tolist() == [i ^ 32 for i in range(64)]
-
-
-def test_additions_of_all_lanes_and_blocks_count():
-    out = words(1)
-    execute("mov.u32 %r0, 1; red.global.gpu.relaxed.add.u32 [%out], %r0;", ctas=3, out=out)
-    assert out.tolist() == [192]
-
-
 # Of two copies, each a group, `there` have arrived when the kernel reads them.
 @pytest.mark.parametrize("wait, there", [("", 0), (WAIT.format(2), 0), (WAIT.format(1), 1), (WAIT.format(0), 2)])
 def test_a_copy_is_there_when_its_group_was_waited_for(wait, there):
@@ -189,33 +177,6 @@ def test_redux_among_some_lanes():
         out=out,
     )
     assert out.tolist() == [6] * 4 + [*range(4, 64)]
-
-
-MATRICES = {
-    "ldmatrix": f"{ROW} ld.global.v4.b32 {FOUR}, [%d1]; st.shared.v4.b32 [%r0], {FOUR};"
-    f"ldmatrix.sync.aligned.m8n8.x4TRANS.shared.b16 {FOUR}, [%r0]; st.global.v4.b32 [%d2], {FOUR};",
-    "stmatrix": f"{ROW} ld.global.v4.b32 {FOUR}, [%d1]; stmatrix.sync.aligned.m8n8.x4TRANS.shared.b16 [%r0], {FOUR};"
-    f"ld.shared.v4.b32 {FOUR}, [%r0]; st.global.v4.b32 [%d2], {FOUR};",
-}
-
-
-@pytest.mark.parametrize("transposed", ["", ".trans"])
-@pytest.mark.parametrize("name", MATRICES)
-def test_four_matrices_of_8_by_8(name, transposed):
-    x, out = torch.arange(256, dtype=torch.int16), torch.zeros(256, dtype=torch.int16)
-    execute(MATRICES[name].replace("TRANS", transposed), threads=32, x=x, out=out)
-    rows, lanes = (x, out) if name == "ldmatrix" else (out, x)  # a lane has two neighbours in a row of each matrix
-    matrices = rows.view(4, 8, 8)
-    want = (matrices.transpose(1, 2) if transposed else matrices).reshape(4, 32, 2).transpose(0, 1)
-    assert torch.equal(lanes.view(32, 4, 2), want)
-
-
-def test_two_matrices_of_the_eight():
-    x, out = torch.arange(64, dtype=torch.int32), words()
-    body = f"{ROW} ld.global.v4.b32 {FOUR}, [%d1]; st.shared.v4.b32 [%r0], {FOUR};"
-    body += "ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%r5, %r6}, [%r0]; st.global.b32 [%out_mine+128], %r6;"
-    execute(body, threads=32, x=torch.cat((x, x)), out=out)
-    assert out[32:].tolist() == [*range(32, 64)]
 
 
 # The registers of a lane (group g, member m) by the PTX manual: of A and C (row, column), of B (column, row).
