@@ -249,9 +249,3 @@ def test_a_misaligned_view_is_refused_or_copied(cuda):
     with pytest.raises(NotImplementedError, match="query lies at an address that is no multiple of 16"):
         attend(*odd)
     assert torch.equal(torch.compile(attend, fullgraph=True, backend="eager")(*odd), attend(*inputs))
-
-
-def test_it_is_what_explain_says(cuda):
-    inputs = inputs_of(cuda)
-    said = fa.explain(*inputs, backend="hopper")
-    assert said.backend == "hopper" and said.tiles["hopper"] == HOPPER[64][0]

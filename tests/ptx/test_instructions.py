@@ -61,26 +61,17 @@ def compute(text, rows):
 INTEGERS = {
     "s32 = div.s32 s32 s32": {(7, 2): 3, (-7, 2): -3, (7, -2): -3, (-7, -2): 3, (-6, 3): -2, (-1, 5): 0},
     "s32 = rem.s32 s32 s32": {(7, 2): 1, (-7, 2): -1, (7, -2): 1, (-7, -2): -1, (-6, 3): 0, (-1, 5): -1},
-    "s32 = add.s32 s32 s32": {(2**31 - 1, 1): -(2**31), (-1, 1): 0},
-    "s32 = sub.s32 5 s32": {(7,): -2},
-    "s32 = mul.lo.s32 s32 s32": {(-3, 5): -15, (2**30, 4): 0},
     "s32 = mul.hi.s32 s32 s32": {(-1, 1): -1, (2**31 - 1, 2**31 - 1): 2**30 - 1, (-(2**31), 4): -2},
     "u32 = mul.hi.u32 u32 u32": {(M, M): M - 1, (2**31, 2): 1},
     "s64 = mul.wide.s32 s32 s32": {(-2, 2**31 - 1): -(2**32) + 2},
     "u64 = mul.wide.u32 u32 u32": {(M, M): M * M},
     "s64 = mad.wide.s32 s32 s32 s64": {(-1, 5, 2**40): 2**40 - 5},
-    "s32 = mad.lo.s32 s32 s32 s32": {(-2, 3, 1): -5},
     "s32 = min.s32 s32 s32": {(-1, 1): -1},
     "u32 = min.u32 u32 u32": {(M, 1): 1},
     "s32 = min.relu.s32 s32 s32": {(-1, 1): 0, (3, 2): 2},
     "s64 = max.s64 s64 0": {(-(2**40),): 0, (2**40,): 2**40},
-    "s32 = abs.s32 s32": {(-5,): 5, (5,): 5},
-    "s32 = neg.s32 s32": {(-5,): 5, (-(2**31),): -(2**31)},
-    "b32 = and.b32 b32 b32": {(12, 10): 8},
-    "b64 = or.b64 b64 b64": {(2**40, 1): 2**40 + 1},
     "b32 = not.b32 b32": {(1,): M - 1},
     "b32 = shl.b32 b32 b32": {(1, 31): 2**31, (1, 32): 0, (1, 255): 0, (3, 31): 2**31},
-    "b64 = shl.b64 b64 33": {(3,): 3 * 2**33},
     "b32 = shl.b32 b32 32": {(3,): 0},
     "b16 = shl.b16 b16 b32": {(1, 15): 2**15, (1, 16): 0},
     "u32 = shr.u32 u32 b32": {(M, 31): 1, (M, 32): 0, (M, M): 0},
@@ -96,7 +87,6 @@ INTEGERS = {
 
 FLOATS = {
     "f32 = add.f32 f32 f32": {(1.0, 2.0**-24): 1.0, (INF, -INF): NAN, (-0.0, -0.0): -0.0, (TINY, TINY): 2 * TINY},
-    "f32 = mul.f32 f32 0f40000000": {(3.0,): 6.0},
     "f32 = fma.rn.f32 f32 f32 f32": {(1 + 2.0**-12, 1 + 2.0**-12, -1.0): 2.0**-11 + 2.0**-24, (TINY, 1.0, 0.0): TINY},
     "f32 = fma.rn.ftz.f32 f32 f32 f32": {
         (TINY, 2.0**100, 0.0): 0.0,  # operands are flushed to 0, too
@@ -195,10 +185,6 @@ BODIES = {
         or.b32 %r0, %r1, %r2;""",
         [2] * 32,
     ),
-    "only where the guard holds": (
-        "mov.b32 %r0, 5; setp.lt.u32 %p1, %t, 3; @%p1 mov.b32 %r0, 6;",
-        [6] * 3 + [5] * 29,
-    ),
     "a guard that its own instruction changes": (
         """setp.lt.u32 %p1, %t, 3; mov.pred %p2, 0; @!%p1 setp.eq.bf16x2 %p1|%p2, %r0, %r0;
         selp.b32 %r1, 1, 0, %p1; selp.b32 %r0, %r1, 2, %p2; add.s32 %r0, %r0, %r1;""",
@@ -221,16 +207,6 @@ BODIES = {
         @%p1 bra LOOP;""",
         [i * (i + 1) // 2 for i in RANGE],
     ),
-    "a table of branches": (
-        """TABLE: .branchtargets ZERO, ONE, TWO;
-        min.u32 %r1, %t, 2;
-        mov.b32 %r0, 50;
-        brx.idx %r1, TABLE;
-        ONE: add.s32 %r0, %r0, 1;
-        TWO: add.s32 %r0, %r0, 2;
-        ZERO: add.s32 %r0, %r0, 4;""",
-        [54, 57] + [56] * 30,
-    ),
     "some have ended": ("setp.lt.u32 %p1, %t, 3; @%p1 ret; mov.b32 %r0, 1;", [0] * 3 + [1] * 29),
 }
 
@@ -240,11 +216,6 @@ def test_instructions_leave_what_they_should(name):
     body, expected = BODIES[name]
     stored = results(f"mov.b32 %r0, 0;\n{body}\nst.global.b32 [%to], %r0;")
     assert stored.view(np.uint32)[:, 0].tolist() == expected
-
-
-def test_a_guarded_store_writes_where_the_guard_holds():
-    stored = results("setp.lt.u32 %p1, %t, 3; @%p1 st.global.b64 [%to], -1;")
-    assert (stored[:3] == 255).all() and (stored[3:] == 0).all()
 
 
 UNKNOWN = (

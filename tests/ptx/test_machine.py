@@ -138,47 +138,6 @@ def test_a_copy_is_there_when_its_group_was_waited_for(wait, there):
     assert out.view(2, 64).tolist() == [COUNT.tolist() if i < there else [-1] * 64 for i in range(2)]
 
 
-def test_a_copy_of_no_bytes_reads_nothing_and_fills_with_zeros():
-    out, some = words(), COPY.replace("4;", "4, %r2;", 1)
-    body = f"setp.lt.u32 %p0, %t, 10; selp.b32 %r2, 4, 0, %p0; {some} {WAIT.format(0)}"
-    execute(f"{body} ld.shared.b32 %r1, [%mine]; st.global.b32 [%out_mine], %r1;", x=COUNT[:10].clone() + 5, out=out)
-    assert out.tolist() == [*range(5, 15)] + [0] * 54
-
-
-# The %r0 of each lane of two warps, by NumPy.
-T = np.arange(64)
-WARPS = T.reshape(2, 32)
-LANE = T % 32
-TOGETHER = {
-    "shfl.sync.bfly.b32 %r0, %t, 5, 31, -1;": T ^ 5,
-    "shfl.sync.up.b32 %r0, %t, 3, 0, -1;": np.where(LANE < 3, T, T - 3),
-    "shfl.sync.idx.b32 %r0, %t, 9, 31, -1;": T // 32 * 32 + 9,
-    "and.b32 %r1, %t, 3; shfl.sync.idx.b32 %r0, %t, %r1, 7199, -1;": T // 4 * 4 + T % 4,  # segments of 4 lanes
-    "shfl.sync.up.b32 %r1|%p0, %t, 3, 0, -1; selp.b32 %r0, 1, 0, %p0;": LANE >= 3,
-    "redux.sync.add.s32 %r0, %t, -1;": WARPS.sum(1).repeat(32),
-    "redux.sync.max.s32 %r0, %t, -1;": WARPS.max(1).repeat(32),
-    "redux.sync.min.s32 %r0, %t, -1;": WARPS.min(1).repeat(32),
-    "elect.sync _|%p0, -1; selp.b32 %r0, 1, 0, %p0;": LANE == 0,
-}
-
-
-@pytest.mark.parametrize("body", TOGETHER)
-def test_lanes_exchange_values(body):
-    out = words()
-    execute(f"{body} st.global.b32 [%out_mine], %r0;", out=out)
-    assert out.tolist() == TOGETHER[body].astype(int).tolist()
-
-
-def test_redux_among_some_lanes():
-    out = words()
-    execute(
-        "mov.u32 %r1, %t; setp.ge.u32 %p0, %t, 4; @%p0 bra over; redux.sync.add.s32 %r1, %t, 15;\n"
-        "over: st.global.b32 [%out_mine], %r1;",
-        out=out,
-    )
-    assert out.tolist() == [6] * 4 + [*range(4, 64)]
-
-
 # The registers of a lane (group g, member m) by the PTX manual: of A and C (row, column), of B (column, row).
 g, m = np.divmod(np.arange(32)[:, None], 4)
 PAIRS, FOURS, TWOS, ONES = np.arange(8), np.arange(4), np.arange(2), np.arange(4)
