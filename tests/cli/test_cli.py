@@ -44,7 +44,7 @@ def plant(monkeypatch, run):
 
 
 def slightly_wrong(*call):
-    out, *rest = formula.run_naive(*call)
+    out, *rest = formula.run_naive(*call[:3])
     return out if out.dtype == torch.float64 else out * 1.001, *rest  # the float64 oracle stays right
 
 
