@@ -38,7 +38,7 @@ class Origin(NamedTuple):
 
 
 def of(seed, dropout_p, origin=None):
-    """Return a Dropout. If dropout_p is 1 the threshold wraps to 0, which keeps all weights, but scale is 0."""
+    """Return a Dropout. For dropout_p = 1 the threshold wraps to 0, which drops nothing, but scale is 0."""
     place = ()
     if origin is not None:
         _, row, key, plane, heads = origin
@@ -57,7 +57,7 @@ def _counters(x, SIZE: tl.constexpr):
 
 @triton.jit
 def _plane(dropout, plane):
-    """Return the index of this (batch, head) in the whole call, if this call is part of a larger one."""
+    """Return the index of this (batch, head), in the larger call if this call is part of one."""
     origin = dropout.origin
     if len(origin) == 0:
         return plane.index
@@ -67,7 +67,7 @@ def _plane(dropout, plane):
 
 @triton.jit
 def _word(dropout, plane, i, j):
-    """Return the random word of each pair (i, j), at any origin; `_four` needs a quarter of the Philox calls."""
+    """Return the random word of each (row i, key j), by four times the Philox calls of `_four`, but at any origin."""
     r, c = tl.broadcast(i, j)
     low, high = (r >> 4) * 8 + (r & 7), (c >> 4) * 8 + (c & 7)
     zero = tl.full(r.shape, 0, tl.int32)
@@ -106,7 +106,7 @@ def _four(dropout, plane, r, c):
         i, j = i + dropout.origin.aligned[0] * 8, j + dropout.origin.aligned[1] * 8
     zero = tl.full(i.shape, 0, tl.int32)
     w0, w1, w2, w3 = tl.philox(tl.load(dropout.seed), i, j, zero + _plane(dropout, plane), zero, 7)
-    words = tl.join(tl.join(w0, w1), tl.join(w2, w3))  # [.., .., bit 3 of the key, bit 3 of the row]
+    words = tl.join(tl.join(w0, w1), tl.join(w2, w3))  # the last two axes are bit 3 of the key, and of the row
     if r.shape[1] == 1:
         words = tl.permute(tl.reshape(words, [ROWS // 16, 8, KEYS // 16, 8, 2, 2]), [0, 5, 1, 2, 4, 3])
         return tl.reshape(words, [ROWS, KEYS])

@@ -112,7 +112,7 @@ def table(base, plane, n, COLUMNS: tl.constexpr, BY_KEYS: tl.constexpr = False):
 
 @triton.jit
 def load(m, rows, exists, D: tl.constexpr, first=0):
-    """Load a [rows, width(D)] tile, with zeros past column D and where `exists` is False. None: all rows exist.
+    """Load a [rows, width(D)] tile; zeros past column D and where `exists` is False (None if all rows exist).
 
     A Described matrix is read from row `first` on, whatever `rows` says; its missing rows must lie past the end.
     """
