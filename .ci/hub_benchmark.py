@@ -3,7 +3,7 @@
 import torch
 from kernels.benchmarks import FlashAttentionBenchmark, FlashAttentionCausalBenchmark, FlashAttentionVarlenBenchmark
 
-if torch.cuda.is_available():  # these workloads always put their tensors on a GPU
+if torch.cuda.is_available():  # the workloads of `kernels` always put their tensors on a GPU
 
     class FlashAttention(FlashAttentionBenchmark): ...
 

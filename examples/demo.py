@@ -92,18 +92,18 @@ def write(model, tokens, count):
 
 
 def results(model, windows, backend=None):
-    """Return {"logits": logits} and, by the name of each module, the gradients of its parameters as one vector."""
+    """Return {"logits": logits, module's name: one vector with the gradients of the module's parameters, ...}."""
     model.zero_grad()
     with fa.use_backend(backend):
         logits = model(windows[:, :-1])
         loss_of(logits, windows, reduction="sum").backward()
-    # One vector per module: the bias of the keys has gradient 0, so a vector of it would be pure rounding.
+    # One vector per module: the gradient of the keys' bias is 0 up to rounding, so alone it cannot be compared.
     gradients = {name: [x.grad.flatten() for x in one.parameters(recurse=False)] for name, one in model.named_modules()}
     return {"logits": logits} | {name: torch.cat(parts) for name, parts in gradients.items() if parts}
 
 
 def checks(model, windows, on_kernels):
-    """Yield (name, {result: verdict}) for the model, and for the kernels on the model's activations."""
+    """Yield (name, {result: verdict}) of the model and, if `on_kernels`, of the kernels on each layer's activations."""
     wanted = results(copy.deepcopy(model).double(), windows, "naive")
     formula = results(model, windows, "naive")
     yield "the model", verdicts(results(model, windows), formula, wanted)

@@ -21,8 +21,7 @@ def fill_slots(
     """Write the Extents (n, 4) of n packed sequences and, unless None, the Slots (size, 2) of their blocks, int32.
 
     An extent is (first row, rows, first key, keys). A slot, (sequence, block of BLOCK rows or keys), tells a program of
-    each head what to compute. The blocks with the most work come first, so that none of them starts last. Unused slots
-    stay as they are. Each sequence has a program.
+    each head what to compute; the most work comes first. Unused slots stay as they are. Each sequence has a program.
     """
     number = tl.program_id(0)
     row, rows = _extent(OffsetsQ, number, True, q_len, max_seqlen_q)

@@ -14,7 +14,7 @@ def covered(
     block_mask, plane, i, j, rows, keys, live,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_MASK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Return (some pair is visible, all pairs are visible) of row block i and key block j; (False, True) if not live."""
+    """Return (some pair is visible, all are) of row block i and key block j; where `live` is False, (False, True)."""
     view = memory.matrix(block_mask, plane)
     some, every = live & False, live | True
     for a in tl.static_range(max(1, BLOCK_M // BLOCK_MASK_SIZE)):
