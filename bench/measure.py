@@ -28,7 +28,7 @@ class Workload:
 
     def __init__(self, case, device):
         self.case, self.tensors = case, (tensors := case.draw(device))
-        self.call = functools.cache(lambda name: providers.setup(name, case, tensors))  # no self in it: no reference cycle
+        self.call = functools.cache(lambda name: providers.setup(name, case, tensors))  # no cycle by self
 
     @functools.cached_property
     def truth(self):
@@ -41,7 +41,7 @@ class Workload:
         return f"{name}:{providers.explain(self.case, self.tensors).backend}"
 
     def step(self, mode, call):
-        """Return the function to time: it returns the output or, in a backward mode, gradients of inputs and parameters."""
+        """Return the function to time: it returns the output, or in a backward mode gradients of inputs and parameters."""
         inputs = call.pack(self.tensors.inputs)
         if mode not in MODES[1:]:
             return lambda: call.attend(*inputs)

@@ -58,7 +58,7 @@ def test_sizes_of_zero(sizes, options):
 @pytest.mark.parametrize("given", ["lse", "weights", "lse and weights"])
 @pytest.mark.parametrize("options", [dict(causal=True), dict(mask=torch.arange(80)[:, None] > 70)])
 def test_incoming_gradients_of_rows_that_see_nothing_are_ignored(options, given, keys):
-    """A loss such as lse.square() or weights / weights.norm() gives them infinite or NaN gradients."""
+    """Incoming NaN gradients of empty rows are ignored; losses such as lse.square() give infinite or NaN ones."""
     query, key, value = draw(1, 2, 80, 16, dtype=torch.float64)
     leaves = [query.requires_grad_(), key[:, :, :keys].requires_grad_(), value[:, :, :keys].requires_grad_()]
     found = []
@@ -98,7 +98,7 @@ def test_gradients_of_large_scores_are_finite_and_right(dtype, scale):
 @pytest.mark.parametrize("sequences, rows", [(1, 7), (70, 1)])
 @pytest.mark.parametrize("seed", range(5))
 def test_gradients_of_few_rows_with_large_scores_are_as_good_as_eagers(sequences, rows, seed):
-    """The kernel's are not, because errors of few weights do not average out, also if other sequences follow."""
+    """Gradients of few rows are as exact as eager's; those of PyTorch's kernel are not, as few errors do not average."""
     torch.manual_seed(seed)
     query, incoming = torch.randn(2, sequences, 2, rows, 32)
     inputs = query, *torch.randn(2, sequences, 2, 100, 32)
