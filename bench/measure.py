@@ -41,7 +41,7 @@ class Workload:
         return f"{name}:{providers.explain(self.case, self.tensors).backend}"
 
     def step(self, mode, call):
-        """Return the function to time: it returns the output, or in a backward mode gradients of inputs and parameters."""
+        """Return the function to time; it returns the output, or in a backward mode all gradients."""
         inputs = call.pack(self.tensors.inputs)
         if mode not in MODES[1:]:
             return lambda: call.attend(*inputs)

@@ -291,7 +291,7 @@ def tiles(monkeypatch):
 
 @pytest.fixture
 def record_after(monkeypatch):
-    """Return a function: record_after(n) makes each n-th equal call be recorded for replays, record_after(None) none."""
+    """Return a function: record_after(n) records the n-th equal call for replays, record_after(None) no call."""
     from fusedattn.dispatch import replay
 
     def set_count(n):

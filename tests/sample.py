@@ -29,7 +29,7 @@ def named(values):
 
 
 def product(*axes):
-    """Return a test parameter for each combination of values, which have names or are names."""
+    """Return a test parameter for each combination of values; its id joins the values' names."""
     return [
         pytest.param(*values, id="-".join(getattr(each, "name", str(each)) for each in values))
         for values in itertools.product(*axes)

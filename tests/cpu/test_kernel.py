@@ -98,7 +98,7 @@ def test_gradients_of_large_scores_are_finite_and_right(dtype, scale):
 @pytest.mark.parametrize("sequences, rows", [(1, 7), (70, 1)])
 @pytest.mark.parametrize("seed", range(5))
 def test_gradients_of_few_rows_with_large_scores_are_as_good_as_eagers(sequences, rows, seed):
-    """Gradients of few rows are as exact as eager's; those of PyTorch's kernel are not, as few errors do not average."""
+    """Gradients of few rows are as exact as eager's; PyTorch's kernel is less exact, as few errors do not cancel."""
     torch.manual_seed(seed)
     query, incoming = torch.randn(2, sequences, 2, rows, 32)
     inputs = query, *torch.randn(2, sequences, 2, 100, 32)

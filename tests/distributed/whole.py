@@ -34,7 +34,7 @@ def put_together(x, dim, group=None, **balance):
 
 
 def summed_gradients(function, tensors, options, grads="out and lse", group=None):
-    """Return `with_gradients` of a function that `by_shards` made, with gradients summed over ranks."""
+    """Return results and gradients of a function that `by_shards` made; gradients are summed over all ranks."""
     found = with_gradients(function, tensors, options, grads)
     for name in ("query", "key", "value", "bias"):
         if name in found:

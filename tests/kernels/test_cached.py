@@ -103,7 +103,7 @@ WRONG = {
 
 @pytest.mark.parametrize("wrong, page", sample.checkered(WRONG, [None, 16, 12]))
 def test_what_nobody_checked_is_read_and_written_inside(wrong, page, device, unchecked):
-    """Kernels and the naive path clamp wrong lengths and pages in the same way; on a GPU nobody checks them."""
+    """Kernels and the naive path clamp wrong lengths and page numbers, which a call on a GPU does not check, alike."""
     if "table" in WRONG[wrong] and page is None:
         pytest.skip("there are no pages")
     case = Cached("wrong", Hq=2, lengths=(0, 17, 44), page=page, new=4, Sq=2, causal=True, half=3, strided=True)
@@ -111,7 +111,7 @@ def test_what_nobody_checked_is_read_and_written_inside(wrong, page, device, unc
     for backend in ("exact", "naive", "triton", *(["cpu"] if device == "cpu" else [])):
         arguments = case.draw(device)
         names = dict.fromkeys(("key_cache", "value_cache"))
-        for name in names:  # finite everywhere: clamped calls read pages of other sequences
+        for name in names:  # no NaN: clamped page numbers lead to other sequences
             arguments[name].copy_(torch.randn(arguments[name].shape, generator=torch.Generator().manual_seed(3)))
         lengths = WRONG[wrong].get("cache_seqlens", case.lengths)
         arguments["cache_seqlens"] = torch.tensor(lengths, dtype=torch.int32, device=device)

@@ -267,7 +267,7 @@ def test_caps_of_any_size(cap, device, backend):
 
 
 def test_dropout_keeps_the_same_weights_on_every_path(device):
-    """Forward, weights and backward drop by the random words that NumPy computes, in tiles of S and of S transposed."""
+    """Output, weights and gradients drop by the words of `by_numpy`, in tiles [rows, keys] and [keys, rows]."""
     rows, keys, seed = 33, 50, 2**63 - 25
     query, key, value = (
         torch.randn(B, HQ, length, 16, device=device, requires_grad=True) for length in (rows, keys, keys)

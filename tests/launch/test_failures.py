@@ -238,7 +238,7 @@ def test_a_disk_that_is_full_is_asked_again(failing):
 
 @compiled
 def test_splits_that_cannot_be_merged_are_not_tried_again(failing):
-    """A few rows and many keys: the Hopper forward splits the keys, and the kernel `combine` would merge them."""
+    """If the kernel `combine` fails, calls whose keys the Hopper forward would split use another backend."""
     gpu, tried = failing("compile", PTXASError("ptxas fatal"), {"combine"})
     inputs = draw("cpu", sk=4096, dtype=torch.bfloat16)
     with gpu, warnings.catch_warnings(record=True) as caught:

@@ -11,7 +11,7 @@ _ANYWHERE = re.compile(r"BRX|JMX")
 _ENDS = re.compile(r"EXIT|RET|KILL|BRX|JMX")
 _LEAVES = re.compile(r"EXIT|RET|KILL|BRX|JMX|BRA|JMP")  # each ends its block, unless it has a predicate
 _PRODUCTS = "HGMMA", "HMMA", "FFMA"  # the first of them that occurs multiplies the matrices
-_EFFECTS = {"tensor", "load", "store", "barrier"}  # kinds that masks do not use, except _READS
+_EFFECTS = {"tensor", "load", "store", "barrier"}  # kinds of instructions that masks lack, without _READS
 _READS = re.compile(r"LD[SL]\b")  # without LDSM, which loads matrices
 
 

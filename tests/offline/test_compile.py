@@ -70,7 +70,7 @@ def test_the_kernel_for_hopper_is_read_as_it_is():
     sass = found.asm["sass"]
     assert [hazards.overlapped(step) for step in found.loops] == [(66, 66)] * 2
     assert found.asked >= {24, 240} and found.copied == {"UTMALDG", "UTMASTG"}
-    for step in found.loops:  # steps without a mask, with a wait
+    for step in found.loops:  # each step has no mask, but a wait
         assert sum(text.startswith("FSEL") for text in step) < 10
         assert sum("SYNCS.PHASECHK" in text for text in step) == 2
     planted = re.sub(r"^(\s+/\*[0-9a-f]{4,}\*/\s+)WARPGROUP\.DEPBAR\S* gsb0, 0x0 ;", r"\1NOP ;", sass, flags=re.M)

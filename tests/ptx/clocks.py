@@ -15,7 +15,7 @@ from .ops import S32
 
 
 class Clocks(Lanes):
-    """Accesses of warps to bytes [at, at + size), at most 16 each. `gwarp` numbers warps over all blocks."""
+    """Vector clocks of the warps `gwarp`, numbered over all blocks; accesses are [at, at + size), at most 16 bytes."""
 
     def __init__(self, *launch):
         super().__init__(*launch)
