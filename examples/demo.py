@@ -30,7 +30,7 @@ DTYPES = torch.float32, torch.float16, torch.bfloat16  # for checks of the kerne
 
 
 class Model(nn.Module):
-    """tokens (B, S) -> logits (B, S, 256) of the next byte."""
+    """Language model: tokens (B, S) -> logits (B, S, 256) of the next byte."""
 
     def __init__(self):
         super().__init__()
@@ -39,7 +39,7 @@ class Model(nn.Module):
         self.head = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256))
 
     def inputs(self, tokens):
-        """Return the inputs of all layers and of the head for tokens (B, S)."""
+        """Return, for tokens (B, S), the input of each encoder layer and of the output head."""
         xs = [self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]]
         for layer in self.encoder.layers:
             xs.append(layer(xs[-1]))

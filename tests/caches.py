@@ -120,7 +120,7 @@ class Cached(NamedTuple):
 
 
 def numbered(table, batch, device):
-    """Return the page numbers of each sequence, as lists."""
+    """Return the page numbers of each sequence, as lists; without a table sequence b has page b alone."""
     return torch.arange(batch, device=device)[:, None].tolist() if table is None else table.tolist()
 
 

@@ -35,7 +35,7 @@ _patched: set[str] = set()
 
 
 def _numpy_dtype(kind):
-    """Replace `_get_np_dtype`, which builds the table of all dtypes at each call: a tenth of the time."""
+    """Replace `_get_np_dtype`, which builds the table of all dtypes at each call: a tenth of the interpreter's time."""
     name = kind.scalar.name
     if name not in _dtypes:
         _dtypes[name] = _dtype_of(kind)
@@ -43,7 +43,7 @@ def _numpy_dtype(kind):
 
 
 def _make_tensor(self, handle, kind):
-    """Replace `tensor.__init__`, which builds the objects of a shape at each call: an eighth of the time."""
+    """Replace `tensor.__init__`, which builds a shape's objects at each call: an eighth of the interpreter's time."""
     shape = kind.shape if kind.is_block() else ()
     if shape not in _shapes:
         _tensor_of(self, handle, kind)
@@ -68,7 +68,7 @@ def _broadcast(self, lhs, rhs):
 
 
 def _check_operands(self, lhs, rhs, *allowed, **more):
-    """Replace `binary_op_type_checking_impl`, a fifth of the time, for operands whose dtypes it would not change."""
+    """Replace `binary_op_type_checking_impl`, a fifth of the time, for operands whose dtypes it would leave alone."""
     if type(lhs) is language.tensor and lhs.dtype.name in _STAY:
         if type(rhs) is language.tensor and rhs.dtype.name == lhs.dtype.name:
             return _broadcast(self, lhs, rhs)

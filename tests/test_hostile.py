@@ -91,7 +91,7 @@ def tensors(like):
 
 
 def wrong(value, but=()):
-    """Return {kind: value} of all wrong values to try in place of `value`, except for some kinds."""
+    """Return {kind: value} of all wrong values to try in place of `value`, except for the kinds in `but`."""
     every = SCALARS | (tensors(value) if isinstance(value, torch.Tensor) else {})
     return {kind: x for kind, x in every.items() if kind not in but}
 

@@ -28,7 +28,7 @@ def extent(band, first, KEYS: gl.constexpr, BLOCK_M: gl.constexpr):
 
 @gluon.jit
 def following(block, member, begin, end, GROUP: gl.constexpr):
-    """Return the (block of rows, query head within its group) after (block, member): the next block or a new head."""
+    """Return the (row block, query head in its group) after (block, member): all blocks of a head, then of the next."""
     if GROUP == 1:
         return block + 1, member
     else:

@@ -26,7 +26,7 @@ from .steps import OPERANDS_STAY, WARPS, across, extent, following, half, weight
 
 
 class Shared(NamedTuple):
-    """Shared memory of the first kernel: k and v, a tile per warpgroup, and rings of q, do, row statistics and ds.
+    """Shared memory of `stored_backward`: k and v, a tile per warpgroup; rings of q, do, row statistics and ds.
 
     do: tiles of half the columns. ds: a tile [keys, rows] for each warpgroup. out: signals that v now holds dv.
     """
@@ -55,7 +55,7 @@ def _stored_blocks(band, first, TILE: gl.constexpr):
 
 @gluon.jit
 def _row_blocks(shared, first, band):
-    """Return [begin, end) of the blocks of rows that a program of the first kernel visits."""
+    """Return [begin, end) of the blocks of rows that a program of `stored_backward` visits."""
     BLOCK_M: gl.constexpr = shared.q.tiles.shape[3]
     TILE: gl.constexpr = shared.k.tiles.shape[0] * shared.k.tiles.shape[3]
     begin, end = _stored_blocks(span.flip(band), first, TILE)
@@ -73,7 +73,7 @@ def _take(order, n, heads, before, TILE: gl.constexpr, OF_K: gl.constexpr):
 
 @gluon.jit
 def _produce(shared, Q, K, V, GradOut, Rows, kv, first, band, GROUP: gl.constexpr):
-    """Load all input tiles by TMA: the work of one warp."""
+    """Load by TMA all tiles that the warpgroups of `stored_backward` read: the work of one warp."""
     KEYS: gl.constexpr = shared.k.tiles.shape[3]
     BLOCK_M: gl.constexpr = shared.q.tiles.shape[3]
     for g in gl.static_range(2):
@@ -121,7 +121,7 @@ def _begin_scores(g: gl.constexpr, shared, step, exists, none, zero):
 
 @gluon.jit
 def _begin_dp(v, shared, step, exists, zero):
-    """Begin wgmma for dp of a step: one half of the columns is multiplied while the other is loaded."""
+    """Begin wgmma for dp = v @ do.T of a step: the first half of the columns may run while the second is loaded."""
     ring.wait(shared.do, 2 * step, pred=exists)
     one = ring.tile(shared.do, 2 * step).permute((1, 0))
     dp = warpgroup_mma(half(v, 0, 1), one, zero, use_acc=False, is_async=True)
@@ -278,7 +278,7 @@ def _factors_of(work, n, factors, OF_K: gl.constexpr):
 
 @gluon.jit
 def _load(factors, GradScores, Others, work, before, GROUP: gl.constexpr, OF_K: gl.constexpr):
-    """Load the tiles that `_multiply` multiplies by TMA: the work of one warp.
+    """Load by TMA the tiles that `_multiply` multiplies: the work of one warp.
 
     For dq these are ds and keys of one head; for dk, ds and queries of all query heads that share the kv head.
     """

@@ -15,7 +15,7 @@ def number(numbers):
 
 @gluon.jit
 def wait(counter, turn):
-    """Wait until `turn` programs have added to the tile, by its counter, and make their writes visible."""
+    """Wait until the tile's counter says that `turn` programs have added to it, and make their writes visible."""
     now = gl.load(counter, volatile=True)
     while now != turn:
         now = gl.load(counter, volatile=True)

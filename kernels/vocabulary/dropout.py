@@ -25,7 +25,7 @@ class Dropout(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """Start of the Philox counters in the larger call that this call is a part of: row, key, plane, and its heads.
+    """Position of this call in a larger call, where its Philox counters start: row, key, plane; heads of the latter.
 
     A plane is one head of one batch. If first row and first key are multiples of 16, `aligned` has both, in units of
     16, and `unaligned` is (). Otherwise `unaligned` has both, and `aligned` is ().

@@ -31,7 +31,7 @@ class Described(NamedTuple):
 
 @triton.constexpr_function
 def width(D):
-    """Return the number of columns of a tile that holds D: a power of two, and at least 16, as tensor cores need."""
+    """Return the width of a tile that holds D columns: a power of two, and at least 16, as tensor cores need."""
     return max(16, triton.next_power_of_2(D))
 
 

@@ -122,7 +122,7 @@ def test_a_cache_is_mapped_where_what_is_written_there_is(name):
 
 @pytest.mark.parametrize("backend", [None, "naive"])
 def test_values_may_be_the_first_columns_of_keys(backend):
-    """Values may be the first columns of keys (a shared latent vector), if new ones are, too, and nothing rotates."""
+    """Values may be the first columns of keys (a shared latent vector), if new values are, too, without rotation."""
     cache, apart, new = torch.zeros(1, 1, 8, 16), torch.zeros(1, 1, 8, 12), torch.randn(1, 1, 1, 16)
     query, lengths = torch.randn(1, 2, 1, 16), torch.tensor([0], dtype=torch.int32)
     options = dict(cache_seqlens=lengths, new_key=new, backend=backend)

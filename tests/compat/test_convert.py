@@ -63,7 +63,7 @@ def valid(out, name):
 
 @pytest.fixture
 def counted(monkeypatch):
-    """Return a list with an entry for each call of our attention; a hook would keep torch off its fast path."""
+    """Return a list that gets an entry for each call of our attention, without hooks, which disable the fast path."""
     count, attend = [], compat.attend
     monkeypatch.setattr(compat, "attend", lambda *a, **k: (count.append(1), attend(*a, **k))[1])
     return count

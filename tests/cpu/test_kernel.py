@@ -58,7 +58,7 @@ def test_sizes_of_zero(sizes, options):
 @pytest.mark.parametrize("given", ["lse", "weights", "lse and weights"])
 @pytest.mark.parametrize("options", [dict(causal=True), dict(mask=torch.arange(80)[:, None] > 70)])
 def test_incoming_gradients_of_rows_that_see_nothing_are_ignored(options, given, keys):
-    """Incoming NaN gradients of empty rows are ignored; losses such as lse.square() give infinite or NaN ones."""
+    """Incoming gradients of rows that see no key are ignored; a loss such as lse.square() makes them infinite."""
     query, key, value = draw(1, 2, 80, 16, dtype=torch.float64)
     leaves = [query.requires_grad_(), key[:, :, :keys].requires_grad_(), value[:, :, :keys].requires_grad_()]
     found = []
@@ -176,7 +176,7 @@ def test_one_key_has_all_the_weight():
 
 @pytest.mark.parametrize(("rows", "dim"), [(64, 24), (64, 32), (64, 128), (1, 24)])
 def test_gradients_of_rather_large_scores(rows, dim):
-    """Gradients are right for large scores with a scale that is no power of two, which PyTorch rounds in two ways."""
+    """Gradients are right for large scores, whose scale PyTorch's forward and backward round in different ways."""
     torch.manual_seed(5)
     tensors = dict(query=torch.randn(4, 4, rows, dim) * (4.0 if rows > 1 else 12.0), key=torch.randn(4, 4, 130, dim))
     tensors |= dict(value=torch.randn(4, 4, 130, dim), out=torch.randn(4, 4, rows, dim), lse=torch.randn(4, 4, rows))

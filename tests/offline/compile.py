@@ -108,7 +108,7 @@ def _faults_on_hopper(row, report, length):
 
 
 def _hopper_table():
-    """Yield a Row (a kernel to compile) for each Hopper pipeline with code of its own; `persistent` does not matter."""
+    """Yield a Row (a kernel to compile) for each Hopper pipeline, one for those that differ only in `persistent`."""
     for width, pipelines in tile_table.HOPPER.items():
         distinct = tuple(dict.fromkeys(each._replace(persistent=True) for each in pipelines))
         first = distinct[0], (0, len(distinct))
@@ -134,7 +134,7 @@ def _hopper_table():
 
 
 def _packed_table(capability):
-    """Yield the Rows (kernels to compile) of packed sequences; only the code before their loops differs."""
+    """Yield the Rows (kernels to compile) of packed sequences, a few, as their loops are those of padded calls."""
     yield Row("fill_slots", capability, "bf16", 128, "packed", tile_table.Tile(64, None, 4, 1), (0, 1))
     for kernel, width in (
         ("forward", 64),

@@ -47,7 +47,7 @@ def _linked(code):
 
 
 def _unled(blocks):
-    """Return the first blocks of all code that cannot be reached from the entry, in order."""
+    """Return, in order, the first block of each piece of code that only a jump by a table can lead to."""
     found, reached = [], set()
     for n in range(len(blocks)):
         if n not in reached:
