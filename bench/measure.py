@@ -28,7 +28,7 @@ class Workload:
 
     def __init__(self, case, device):
         self.case, self.tensors = case, (tensors := case.draw(device))
-        self.call = functools.cache(lambda name: providers.setup(name, case, tensors))  # no cycle by self
+        self.call = functools.cache(lambda name: providers.setup(name, case, tensors))  # does not refer to self
 
     @functools.cached_property
     def truth(self):
@@ -179,7 +179,7 @@ def _peak(step, device):
     """Return (result of a step, peak of additional GPU memory in MiB; "" on a CPU)."""
     if torch.device(device).type != "cuda":
         return step(), ""
-    step()  # may compile
+    step()  # the first call may compile
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -233,7 +233,7 @@ def in_turns(steps, budget_ms, inside=contextlib.nullcontext):
 
 def status(error):
     """Return the text for a row's status column if its measurement raised an error."""
-    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):  # the latter on a CPU
+    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):  # a CPU's error
         return "oom"
     text = str(error) if isinstance(error, Unsupported) else f"{type(error).__name__}: {error}"
     return "unsupported: " + text.strip().partition("\n")[0][:300]

@@ -162,7 +162,7 @@ def wrong(rows: Sequence[Row]) -> list[Row]:
 def sentences(rows: Sequence[Row]) -> list[str]:
     best, each = standings(rows)
     said = [one.text for one in each]
-    # If one provider is the fastest in all cases, its own sentence says the same.
+    # If one provider is the fastest in all cases, the sentence about this provider is enough.
     several = [one for one in best if ", " in one.other]
     said += [one._replace(other=f"the fastest other of each case ({one.other})").text for one in several]
     for mode in dict.fromkeys(row.mode for row in rows):

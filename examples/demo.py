@@ -25,7 +25,7 @@ from fusedattn.testing.compare import compare, with_gradients
 from fusedattn.testing.tolerance import verdicts
 
 CONTEXT, WIDTH, HEADS, LAYERS, DROPOUT = 64, 128, 4, 2, 0.1
-BATCH, RATE, SHORTEST = 12, 1.5e-3, 1000  # SHORTEST: minimum number of bytes of text
+BATCH, RATE, SHORTEST = 12, 1.5e-3, 1000  # SHORTEST: minimum number of bytes of the text
 DTYPES = torch.float32, torch.float16, torch.bfloat16  # for checks of the kernels
 
 

@@ -27,7 +27,7 @@ class Cached(NamedTuple):
     page: int | None = None  # keys per page; pages are shuffled, and page numbers past a length are invalid
     dtype: torch.dtype = torch.float32
     strided: bool = False  # caches, query, new keys, lengths and table are views of larger buffers
-    half: int = 0  # pairs of columns that are rotated
+    half: int = 0  # number of column pairs that are rotated
     interleaved: bool = False
     mask: bool = False
     bias: bool = False  # some elements are -inf

@@ -66,7 +66,7 @@ def _row_blocks(shared, first, band):
 def _take(order, n, heads, before, TILE: gl.constexpr, OF_K: gl.constexpr):
     """Return (first row, or first key if OF_K; batch and head as a Plane) of a program's n-th block."""
     first, plane = schedule.take(order, n, gl.program_id(0), gl.num_programs(0), heads, TILE, before)
-    if OF_K:  # under a causal band the first keys have the most rows
+    if OF_K:  # reverse: under a causal band the first keys have the most rows
         first = (order.blocks - 1) * TILE - first
     return first, plane
 

@@ -16,7 +16,7 @@ class Cache(NamedTuple):
     """
 
     K: memory.View
-    V: memory.View  # not `values`, an attribute of Triton's tuples
+    V: memory.View  # not K and `values`: Triton's tuples have an attribute `values`
     lengths: memory.View
     table: memory.View
 

@@ -130,7 +130,7 @@ def test_a_backward_that_fails_is_computed_by_the_naive_path(name, failing, monk
         for _ in range(2):
             results = fa.attention(*inputs, **options, return_lse=True)
             assert_like(torch.autograd.grad(results, wanted, incoming), want)
-        assert fa.explain(*inputs, **options).backend == "naive"  # forward and backward
+        assert fa.explain(*inputs, **options).backend == "naive"  # of both forward and backward
         assert fa.explain(*[x.detach() for x in inputs], **OPTIONS["plain"](9, 11, "cpu")).backend == "triton"
     assert "PTXASError" in once(caught)
 
