@@ -128,7 +128,7 @@ class Truth:
 
     @property
     def lonely(self):
-        """Return True if dropout leaves a 16-bit row only one key: its gradient is then rounding instead of 0."""
+        """Return True if dropout leaves a row of 16-bit numbers one key: its score's gradient is rounding, not 0."""
         if self.case.dtype.itemsize != 2 or not self.case.dropout:
             return False
         tensors, options = self.case.draw(self.more)

@@ -17,7 +17,7 @@ from ..sequences import attention_varlen, by_sequence
 
 @pytest.fixture
 def budget(monkeypatch):
-    """Return a function (cache, scores) that sets the bytes for scores of one block, and for all saved scores."""
+    """Return a function of (cache, scores): it limits the bytes of one block's scores, and of all saved scores."""
 
     def limit(cache, scores=formula.BUDGET):
         monkeypatch.setattr(formula, "CACHE", cache)
@@ -29,7 +29,7 @@ def budget(monkeypatch):
 
 @pytest.fixture
 def computed(monkeypatch):
-    """Return a list of the arguments of each softmax, with the shape of its scores."""
+    """Return a list that gets the arguments of each softmax, and the shape of its scores."""
     seen, softmax = [], formula.softmax
 
     def record(scores, need_lse, **more):
