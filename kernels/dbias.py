@@ -13,7 +13,7 @@ def dbias(
     heads, bias_heads, q_len, k_len, max_seqlen_q, max_seqlen_k, left, right, batches,
     spec: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Fill GradBias, a View of (1 or B, bias_heads, max_seqlen_q, max_seqlen_k); each program sums one tile.
+    """Fill GradBias, a View of (1 or B, bias_heads, max_seqlen_q, max_seqlen_k); each program computes one tile.
 
     The sum is over the heads and batches that share the bias; `batches` is the number of those batches, 1 or B.
     block_mask, a View with the batches and heads of GradBias, marks blocks that are visible in any of the summed heads.

@@ -12,7 +12,7 @@ import triton.language as tl
 
 
 class Dropout(NamedTuple):
-    """Dropout of a call, made by `of`. seed points to one int64, so that a replayed CUDA graph can get a new seed.
+    """Dropout options of a call, from `of`. seed points to an int64, so that a replayed CUDA graph can get a new one.
 
     A weight is dropped if its random word is below the threshold, otherwise multiplied by scale. origin is an Origin if
     this call is part of a larger one. Otherwise it is (), because Triton 3.6 cannot compare a tuple that holds None.
@@ -25,7 +25,7 @@ class Dropout(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """Position of this call in a larger call, where its Philox counters start: row, key, plane; heads of the latter.
+    """Start of this call's Philox counters in a larger call: row, key and plane; `heads` is the larger call's number.
 
     A plane is one head of one batch. If first row and first key are multiples of 16, `aligned` has both, in units of
     16, and `unaligned` is (). Otherwise `unaligned` has both, and `aligned` is ().
@@ -49,7 +49,7 @@ def of(seed, dropout_p, origin=None):
 
 @triton.jit
 def _counters(x, SIZE: tl.constexpr):
-    """Return one Philox counter for each pair of indices that differ only in bit 3. x starts at a multiple of 16."""
+    """Return a Philox counter for each two indices of x that differ only in bit 3; x starts at a multiple of 16."""
     x, other = tl.split(tl.permute(tl.reshape(x, [SIZE // 16, 2, 8]), [0, 2, 1]))
     x = tl.reshape(x, [SIZE // 2])
     return (x >> 4) * 8 + (x & 7)

@@ -192,7 +192,7 @@ def scalar(view, plane):
 
 @triton.jit
 def cast(x, dtype: tl.constexpr):
-    """Convert x. Finite float64 numbers below the range of float32 become its lowest number, not -inf."""
+    """Convert x to a dtype. Finite float64 numbers below the range of float32 become its lowest number, not -inf."""
     if x.dtype == tl.float64 and dtype != tl.float64:
         x = tl.where(x == float("-inf"), x, tl.maximum(x, -3.4028234663852886e38))
     return x.to(dtype)

@@ -62,7 +62,7 @@ def of_block(cache, plane, j, capacity, PAGE: tl.constexpr, BLOCK: tl.constexpr)
 
 @triton.jit
 def rows(at, PAGE: tl.constexpr):
-    """Return the row within its page of each position of a sequence."""
+    """Return, for each position `at` of a sequence, its row within its page."""
     return at if PAGE is None else at % PAGE
 
 

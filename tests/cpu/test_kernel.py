@@ -158,7 +158,7 @@ def test_gradients_that_are_summed_over_keys(options):
 
 @pytest.mark.parametrize("inputs", [(2, 1, 90, 16), (1, 90, 1, 16), (1, 1, 1, 16), (2, 90, 4, 1)], ids=str)
 def test_sizes_of_one_have_any_stride(inputs):
-    """Sizes of 1 may have any stride; saved bfloat16 tensors are viewed as float32, which needs even strides."""
+    """Dimensions of size 1 may have any stride; saved bfloat16 tensors become float32 views, which need even ones."""
     order = 0, 3, 1, 2
     leaves = [torch.randn(inputs).bfloat16().permute(order).mT.detach().requires_grad_() for _ in range(3)]
     for _ in range(2):

@@ -91,7 +91,7 @@ def reaches_far(cuda, backend):
 
 
 def of_lengths(lengths, dim):
-    """Yield a case for each order of two lengths, as queries and as keys."""
+    """Yield a case for each order of two lengths: the first as queries, the second as keys, and the reverse."""
     rows, keys = lengths
     for number, (sq, sk) in enumerate({(rows, keys), (keys, rows)}):
         options = ({}, dict(causal=True), dict(window=(128, 33)))[(rows + number) % 3]

@@ -29,7 +29,7 @@ PACKED_TOGETHER = [pytest.param(number, case, id=case.name) for number, case in 
 
 
 def draw(case, number, device):
-    """Return (rows, keys, tensors, options) of a case with the lengths of a packing."""
+    """Return (rows, keys, tensors, options) of a case with lengths from PACKINGS, of which `number` picks one."""
     rows, keys = PACKINGS[number % len(PACKINGS)]
     tensors, options = case._replace(B=len(rows), Sq=max(rows), Sk=max(keys)).draw(device)
     return rows, keys, tensors, options
