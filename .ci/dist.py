@@ -61,7 +61,7 @@ def mode_of(mode):
 
 
 def build(kind, source, into, seconds, **environment):
-    """Build the sdist or wheel of a folder as pip does, with the same bytes each time; sdists are rewritten."""
+    """Build the sdist or wheel (`kind`) of a folder as pip does, with the same bytes each time."""
     into.mkdir()
     environment = os.environ | environment | {"SOURCE_DATE_EPOCH": str(seconds)}
     command = [sys.executable, "-c", BUILD, kind, str(into)]
@@ -87,7 +87,7 @@ def rewrite(path, seconds):
 
 
 def twice(scratch, seconds):
-    """Build [sdist, wheel] twice and return both. The second build is elsewhere, later, from files in another order."""
+    """Build [sdist, wheel] in two folders and return both lists. The second has newer files, listed in reverse."""
     names = sources()
     first, second = scratch / "first", scratch / "somewhere" / "else"
     copy(names, first)

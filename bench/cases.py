@@ -1,4 +1,4 @@
-"""Benchmark cases in groups, named questions (forward, backward, options, packed, decode, module), by importance."""
+"""Benchmark cases in six groups (questions), such as forward, backward and decode; the important cases come first."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 SEED = 0  # for the inputs, and for fusedattn's dropout
-TOKENS, WIDTH = 16384, 2048  # B * S and Hq * D, as in the FlashAttention papers
+TOKENS, WIDTH = 16384, 2048  # B * S and Hq * D of a case, as in the FlashAttention papers
 # Matrix products of each mode, relative to those of a forward.
 PASSES = {"forward": 1.0, "graph": 1.0, "backward": 2.5, "forward_backward": 3.5}
 
@@ -136,7 +136,7 @@ class Case(NamedTuple):
         return operations * PASSES[mode]
 
     def moved(self) -> int:
-        """Return the total bytes of query, key, value and output."""
+        """Return the bytes that a call reads and writes: query, key, value and output."""
         element = getattr(torch, self.dtype).itemsize
         return element * self.B * (self.Hq * self.Sq + self.Hkv * self.Sk) * (self.D + self.Dv)
 
@@ -169,7 +169,7 @@ MORE = [  # each case differs from PAPER in one property
     Case(4, 32, 8, 4096, 4096, 128, 128, True, "bfloat16"),  # grouped heads
     Case(4, 16, 16, 4096, 4096, 192, 128, True, "bfloat16"),
     Case(16, 16, 16, 128, 8192, 128, 128, False, "bfloat16"),  # few queries, many keys
-    Case(1, 32, 8, 128, 8192, 128, 128, False, "bfloat16"),  # few blocks of rows, as in the next case
+    Case(1, 32, 8, 128, 8192, 128, 128, False, "bfloat16"),  # fewer row blocks than multiprocessors; so has the next
     Case(1, 2, 2, 4096, 4096, 128, 128, False, "bfloat16"),
     Case(4, 16, 16, 4095, 4095, 128, 128, True, "bfloat16"),
     _paper(4096, 128, True, "float16"),
@@ -202,7 +202,7 @@ MODULE = [
     *(Case(8, 16, 16, 2048, 2048, 64, 64, causal, "bfloat16", "module") for causal in _BOTH),
 ]
 
-# The same questions, with cases for a CPU.
+# Smaller cases of the same groups, for a CPU.
 _CPU = Case(4, 8, 8, 512, 512, 64, 64, False, "float32")
 CPU_PAPER = [
     Case(4 if length == 512 else 1, 8, 8, length, length, 64, 64, causal, dtype)

@@ -19,7 +19,7 @@ from .providers import Unsupported
 MODES = ("forward", "backward", "forward_backward")
 REPEATED = 3  # forwards before a backward is timed alone: fusedattn then replays them, as in training
 NAMES = ("query", "key", "value", "bias")
-TURN_MS = 5.0  # on a CPU steps take turns: in this time a quick step is called several times
+TURN_MS = 5.0  # on a CPU steps take turns of about this time, in which a quick step is called several times
 FEWEST = 5  # minimum number of turns of each step
 
 
@@ -28,20 +28,20 @@ class Workload:
 
     def __init__(self, case, device):
         self.case, self.tensors = case, (tensors := case.draw(device))
-        self.call = functools.cache(lambda name: providers.setup(name, case, tensors))  # not a cycle through self
+        self.call = functools.cache(lambda name: providers.setup(name, case, tensors))  # does not refer to self
 
     @functools.cached_property
     def truth(self):
         return truth(self.case, self.tensors)
 
     def label(self, name):
-        """Return a provider's name for the CSV; for fusedattn it includes the backend that takes the case."""
+        """Return a provider's name for the CSV; for fusedattn it includes the backend that computes the case."""
         if name != "fusedattn" or "module" in self.case.words:
             return name
         return f"{name}:{providers.explain(self.case, self.tensors).backend}"
 
     def step(self, mode, call):
-        """Return the function to time, which returns the output or the gradients of all inputs and parameters."""
+        """Return the function to time; it returns the output, or in a backward mode all gradients."""
         inputs = call.pack(self.tensors.inputs)
         if mode not in MODES[1:]:
             return lambda: call.attend(*inputs)
@@ -54,7 +54,7 @@ class Workload:
 
         out = None
         for _ in range(REPEATED if mode == "backward" else 1):
-            out = None  # one graph at a time
+            out = None  # free the previous graph before building the next
             out = output()
         # The gradient has the strides of the output, so that no provider has to copy it.
         grad_out = torch.empty_like(out).copy_(call.pack([self.tensors.grad_out])[0])
@@ -63,7 +63,7 @@ class Workload:
         return lambda: torch.autograd.grad(output(), leaves, grad_out)
 
     def judge(self, mode, call, result):
-        """Return (error, eager PyTorch's error, reason why a step's result is wrong or "") for a result."""
+        """Return (error of a step's result, eager PyTorch's error, reason why the result is wrong or "")."""
         names = NAMES[: len(self.tensors.inputs)] if mode in MODES[1:] else ("out", "weights")
         result = dict(zip(names, result if isinstance(result, tuple) else (result,), strict=False))
         unpacked = {name: x if name in ("weights", "bias") else call.unpack(x) for name, x in result.items()}
@@ -71,13 +71,13 @@ class Workload:
 
 
 def of_head(case, x):
-    """Return the last head of x (B or 1, heads, ...), where a wrong stride shows most; a module's tensor whole."""
+    """Return the last head of x (B or 1, heads, ...), where a wrong stride shows most; for a module all of x."""
     if "module" in case.words:
         return x
     count = case.Hq // case.Hkv if x.shape[1] == case.Hq else 1
     if "dropout" in case.options:  # the first head: dropout bits depend on its index, which is 0 in a slice
         return x[:1, :count]
-    return x[:, -count:] if "bias" in case.words else x[-1:, -count:]  # the bias's gradient sums over the batch
+    return x[:, -count:] if "bias" in case.words else x[-1:, -count:]  # all batches: the bias's gradient is their sum
 
 
 @torch.enable_grad()
@@ -179,7 +179,7 @@ def _peak(step, device):
     """Return (result of a step, peak of additional GPU memory in MiB; "" on a CPU)."""
     if torch.device(device).type != "cuda":
         return step(), ""
-    step()  # may compile
+    step()  # the first call may compile
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -214,7 +214,7 @@ def in_turns(steps, budget_ms, inside=contextlib.nullcontext):
     def turn(name, calls):
         step = steps[name]
         with inside(name):
-            step()  # brings its data back into the caches
+            step()  # brings the step's data back into the CPU's caches
             began = time.process_time()
             for _ in range(calls):
                 step()
@@ -233,7 +233,7 @@ def in_turns(steps, budget_ms, inside=contextlib.nullcontext):
 
 def status(error):
     """Return the text for a row's status column if its measurement raised an error."""
-    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):  # the latter on a CPU
+    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):  # a CPU's error
         return "oom"
     text = str(error) if isinstance(error, Unsupported) else f"{type(error).__name__}: {error}"
     return "unsupported: " + text.strip().partition("\n")[0][:300]

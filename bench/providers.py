@@ -141,7 +141,7 @@ def torch_packed(case, tensors):
     options = dict(enable_gqa=True) if case.Hq != case.Hkv else {}
     if "window_size" in inspect.signature(varlen_attn).parameters:
         options |= dict(window_size=_window(case))
-    else:  # torch 2.10
+    else:  # torch 2.10 has no windows
         _refuse(case, "window")
         options |= dict(is_causal=case.causal)
     return packed(varlen_attn, options, case, tensors)

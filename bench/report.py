@@ -24,13 +24,13 @@ def is_ours(row: Row) -> bool:
 
 
 def fastest(rows: Sequence[Row], ours: bool) -> Row | None:
-    """Return the fastest row of fusedattn with a right result, or of the other providers; None if none has a time."""
+    """Return the fastest right row of fusedattn if `ours`, else of the other providers; None if no row has a time."""
     usable = (row for row in rows if row.ms_p50 != "" and is_ours(row) == ours and not (ours and row.status == "wrong"))
     return min(usable, key=lambda row: row.ms_p50, default=None)
 
 
 def kind(case: Case) -> Case:
-    """Return a case without batch size and length; a plot draws the cases with equal results as one line."""
+    """Return a case without batch size and length: a plot draws all cases of the same kind as one line."""
     return case._replace(B=0, Sq=0 if case.Sq == case.Sk else case.Sq, Sk=0)
 
 
@@ -51,7 +51,7 @@ def groups(rows: Sequence[Row]) -> dict[tuple[str, Case], list[Row]]:
 
 
 def compared(rows: Sequence[Row], without: str = "") -> Iterator[tuple[str, Case, list[Row], Row, Row]]:
-    """Yield (mode, case, rows, fusedattn's fastest row, fastest other row) if both exist; `without` is ignored."""
+    """Yield (mode, case, its rows, fusedattn's fastest row, fastest row of another provider, except `without`)."""
     for (mode, case), some in groups(rows).items():
         mine, other = fastest(some, ours=True), fastest([x for x in some if x.provider != without], ours=False)
         if mine and other:
@@ -109,7 +109,7 @@ class Standing(NamedTuple):
 
 
 def standings(rows: Sequence[Row]) -> tuple[list[Standing], list[Standing]]:
-    """Return two lists of Standings by mode: against the fastest other provider of each case, and against each."""
+    """Return the Standings of each mode against each case's fastest other provider, and against each provider."""
     best, each = collections.defaultdict(list), collections.defaultdict(list)
     for mode, _, some, mine, other in compared(rows):
         best[mode].append((mine, other))
@@ -162,7 +162,7 @@ def wrong(rows: Sequence[Row]) -> list[Row]:
 def sentences(rows: Sequence[Row]) -> list[str]:
     best, each = standings(rows)
     said = [one.text for one in each]
-    # If one provider is the fastest in all cases, its own sentence says the same.
+    # If one provider is the fastest in all cases, the sentence about this provider is enough.
     several = [one for one in best if ", " in one.other]
     said += [one._replace(other=f"the fastest other of each case ({one.other})").text for one in several]
     for mode in dict.fromkeys(row.mode for row in rows):

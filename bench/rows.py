@@ -75,7 +75,7 @@ def machine(device: str, commit_name: str | None = None) -> dict[str, str]:
 
 
 def row(machine, mode, provider, case, status="ok", **measured) -> Row:
-    values = dict.fromkeys(_MEASURED, "") | measured | dict(status=" ".join(str(status).split()))  # one line
+    values = dict.fromkeys(_MEASURED, "") | measured | dict(status=" ".join(str(status).split()))  # in one line
     return Row(**machine, mode=mode, provider=provider, **case._asdict() | {"causal": int(case.causal)}, **values)
 
 

@@ -15,7 +15,7 @@ SEEN, HIDDEN, INK = "#4051b5", "#e8e8ee", "#777777"  # INK is legible on white a
 
 
 class Panel(NamedTuple):
-    """Grid of queries (rows) and keys (columns); a cell's shade is 0 for a hidden pair, and at most 1."""
+    """Grid of queries (rows) and keys (columns) in a picture; `shades` is 0 for a hidden pair, and at most 1."""
 
     title: str
     shades: torch.Tensor

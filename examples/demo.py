@@ -25,12 +25,12 @@ from fusedattn.testing.compare import compare, with_gradients
 from fusedattn.testing.tolerance import verdicts
 
 CONTEXT, WIDTH, HEADS, LAYERS, DROPOUT = 64, 128, 4, 2, 0.1
-BATCH, RATE, SHORTEST = 12, 1.5e-3, 1000  # SHORTEST: minimum number of bytes of text
+BATCH, RATE, SHORTEST = 12, 1.5e-3, 1000  # SHORTEST: minimum number of bytes of the text
 DTYPES = torch.float32, torch.float16, torch.bfloat16  # for checks of the kernels
 
 
 class Model(nn.Module):
-    """tokens (B, S) -> logits (B, S, 256) of the next byte."""
+    """Language model: tokens (B, S) -> logits (B, S, 256) of the next byte."""
 
     def __init__(self):
         super().__init__()
@@ -39,7 +39,7 @@ class Model(nn.Module):
         self.head = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256))
 
     def inputs(self, tokens):
-        """Return the inputs of all layers and of the head for tokens (B, S)."""
+        """Return, for tokens (B, S), the input of each encoder layer and of the output head."""
         xs = [self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]]
         for layer in self.encoder.layers:
             xs.append(layer(xs[-1]))
@@ -92,18 +92,18 @@ def write(model, tokens, count):
 
 
 def results(model, windows, backend=None):
-    """Return {"logits": logits} and, by the name of each module, the gradients of its parameters as one vector."""
+    """Return {"logits": logits, module's name: one vector with the gradients of the module's parameters, ...}."""
     model.zero_grad()
     with fa.use_backend(backend):
         logits = model(windows[:, :-1])
         loss_of(logits, windows, reduction="sum").backward()
-    # One vector per module: the bias of the keys has gradient 0, so a vector of it would be pure rounding.
+    # One vector per module: the gradient of the keys' bias is 0 up to rounding, so alone it cannot be compared.
     gradients = {name: [x.grad.flatten() for x in one.parameters(recurse=False)] for name, one in model.named_modules()}
     return {"logits": logits} | {name: torch.cat(parts) for name, parts in gradients.items() if parts}
 
 
 def checks(model, windows, on_kernels):
-    """Yield (name, {result: verdict}) for the model, and for the kernels on the model's activations."""
+    """Yield (name, {result: verdict}) of the model and, if `on_kernels`, of the kernels on each layer's activations."""
     wanted = results(copy.deepcopy(model).double(), windows, "naive")
     formula = results(model, windows, "naive")
     yield "the model", verdicts(results(model, windows), formula, wanted)

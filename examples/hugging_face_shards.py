@@ -26,7 +26,7 @@ def ring(module, query, key, value, mask, scaling=None, dropout=0.0, **others):
 
 
 def loss_and_gradients(model, tokens, following, positions):
-    """Return [these tokens' share of the mean loss, its gradient for each parameter ...]."""
+    """Return [sum of the tokens' losses, divided by the number of all tokens; its gradient by each parameter ...]."""
     more = dict(labels=following, shift_labels=following, num_items_in_batch=LENGTH - 1)
     loss = model(tokens, position_ids=positions, use_cache=False, **more).loss
     return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]

@@ -1,22 +1,47 @@
 """The public functions: attention, attention_varlen, attention_decode, plan and merge."""
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.fx import Proxy
-from torch.overrides import handle_torch_function
+from torch.overrides import handle_torch_function, has_torch_function
 
 from .call import jagged
 from .call.decode import CacheArguments, checked as checked_decode
-from .call.options import Arguments, Plan, in_full, results
-from .call.overrides import overridable
+from .call.options import Arguments, Plan, in_full
 from .call.plan import check_plan
+from .call.private import TENSORS_OF_TORCH, torch_function_enabled
 from .call.rules import FLOATING, FLOATS, check_flags, check_place, check_strided, fail, unfit
 from .call.varlen import checked_varlen
 from .dispatch import backends, replay
 from .operators import dtensors
 from .operators.attention import block_mask_or_none
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def overridable(function: _Function) -> _Function:
+    """Wrap a public function so that modes and tensor subclasses can override it by __torch_function__."""
+
+    @functools.wraps(function)
+    def public(*args: Any, **kwargs: Any) -> Any:
+        if has_torch_function(args) or has_torch_function(tuple(kwargs.values())):
+            # Torch's own classes, such as nested tensors, do not know this function. None stands for all modes.
+            overriding = None, *[x for x in (*args, *kwargs.values()) if type(x).__module__ not in TENSORS_OF_TORCH]
+            # The compiler's has_torch_function also returns True while __torch_function__ is disabled.
+            if (torch_function_enabled() or not is_compiling()) and has_torch_function(overriding):
+                return handle_torch_function(public, overriding, *args, **kwargs)
+        return function(*args, **kwargs)
+
+    made: Any = public
+    # torch.compile limits the recompilations of a code object. If all public functions shared one, `attention` with 8
+    # lengths would leave none to `merge` (tests/test_torch_function.py).
+    made.__code__ = made.__code__.replace(co_name=function.__name__)
+    return made  # type: ignore[no-any-return]
 
 
 @overridable
@@ -147,7 +172,7 @@ def attention_varlen(
     call = checked_varlen(arguments, *offsets, return_weights, backends.named(backend) is not None)
     out, lse, weights = backends.choose(call, return_weights, backend).run(call, return_lse, return_weights)
     lse, weights = (None if x is None else x.squeeze(0) for x in (lse if return_lse else None, weights))
-    return results(4, out.squeeze(0).transpose(0, 1), lse, weights)
+    return replay.results(4, out.squeeze(0).transpose(0, 1), lse, weights)
 
 
 @overridable
@@ -217,7 +242,7 @@ def attention_decode(
     dtensors.refuse("attention_decode", options._asdict() | arguments._asdict())
     decode = checked_decode(arguments, options, backends.named(backend) is not None)
     out, lse, weights = backends.choose(decode, return_weights, backend).run(decode, return_lse, return_weights)
-    return results(4, out, lse if return_lse else None, weights)
+    return replay.results(4, out, lse if return_lse else None, weights)
 
 
 def plan(mask: Tensor | None = None, key_mask: Tensor | None = None, query_mask: Tensor | None = None) -> Plan:

@@ -8,11 +8,11 @@ from typing import Any
 from torch import Tensor
 
 from . import api
-from .call.options import Arguments, results
-from .call.overrides import overridable
+from .call.options import Arguments
 from .call.rules import check_flags, check_names, checked
+from .dispatch.replay import results
 from .naive import formula
-from .naive.inputs import prepared
+from .naive.pairs import prepared
 
 
 def _naive(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -38,7 +38,7 @@ attention_varlen = _naive(api.attention_varlen)
 attention_decode = _naive(api.attention_decode)
 
 
-@overridable
+@api.overridable
 def eager(
     query: Tensor, key: Tensor, value: Tensor, *, return_lse: bool = False, return_weights: bool = False, **options: Any
 ) -> Tensor | Any:

@@ -12,7 +12,7 @@ def append(
     cache, rotary, heads, capacity, added, pages, positions,
     spec: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Write new keys K and values V, Views of (B, Hkv, added, D or DV), into the cache, up to its capacity."""
+    """Append new keys K and values V, Views of (B, Hkv, added, D or DV), to the cache; drop those past its capacity."""
     block, plane = span.place(tl.program_id(0), added, heads, BLOCK_M)
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     before = paging.length(cache, plane, capacity)

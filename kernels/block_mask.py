@@ -8,9 +8,9 @@ from .vocabulary import masks as masking, memory, span, walk
 
 @triton.jit(do_not_specialize=["heads", "rows", "keys"])
 def block_mask(BlockMask, extents, masks, bias, heads, rows, keys, BLOCK_MASK_SIZE: tl.constexpr):
-    """Fill BlockMask (B, H, row blocks, key blocks), contiguous: a program and a byte (bits SOME, ALL) per block.
+    """Fill BlockMask (B, H, row blocks, key blocks), contiguous: a program sets the bits SOME and ALL of one block.
 
-    B or H is 1 if masks and bias do not differ along it. A bias (View or None) of -inf hides its pair. A row hidden by
+    B or H is 1 if masks and bias do not vary along it. A bias (View or None) of -inf hides its pair. A row hidden by
     masks.rows does not stop a block from counting as fully visible, because its output is overwritten. extents is for
     packed sequences: rows and keys are then the maximum lengths, and pairs past the end of a sequence do not count.
     """
@@ -39,17 +39,17 @@ def tile_lists(
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TOP_LEFT: tl.constexpr,
     BLOCK_MASK_SIZE: tl.constexpr, BY_KEYS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Fill Lists (B, H, blocks, 2, most + 2), int64, contiguous, with the tiles to compute for each block of rows.
+    """Fill Lists (B, H, blocks, 2, most + 2), int64: of each block, the partly and then the fully visible tiles.
 
-    A list is [count, tile 0, tile 1, ..., 0]. Loops read one entry ahead, and ignore the last 0. The first list has the
-    tiles that need a mask (or the band), the second the others. block_mask is a View. `most`, the maximum length of a
-    list, is GROUP * tile_count. With BY_KEYS H counts kv heads, and a block of keys lists tiles of rows in GROUP query
-    heads: the upper half of an entry is the head's index. For packed sequences B is 1, and each block is a slot.
+    Contiguous. A list is [count, tile 0, tile 1, ..., 0]. Loops read one entry ahead, and ignore the last 0. Partly
+    visible tiles need a mask or the band. block_mask is a View. `most`, the maximum length of a list, is
+    GROUP * tile_count. With BY_KEYS H counts kv heads, and a block of keys lists tiles of rows in GROUP query heads:
+    the upper half of an entry is the head's index. For packed sequences B is 1, and each block is a slot.
     """
     BLOCK: tl.constexpr = BLOCK_N if BY_KEYS else BLOCK_M
     block, plane, q_len, k_len = span.locate(sequences, q_len, k_len, heads, BLOCK, BY_KEYS)
     if sequences is not None and not BY_KEYS:
-        block = span.latest_first(block, q_len, BLOCK_M) // BLOCK_M  # slots count blocks from the end
+        block = span.latest_first(block, q_len, BLOCK_M) // BLOCK_M  # slots count the blocks of rows from the last
     band = span.band(q_len, k_len, left, right, TOP_LEFT)
     if BY_KEYS:
         ranges = span.blocks(span.flip(band), block * BLOCK_N, BLOCK_N, BLOCK_M)

@@ -15,9 +15,9 @@ def combine(
     partials, scale, heads, rows, splits,
     DV: tl.constexpr, MOST: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Merge the partials into Out, a View of (B, H, rows, DV), and unless None into Lse and Stats as in forward.py.
+    """Merge the Partials of all splits into Out, a View of (B, H, rows, DV), and into Lse and Stats unless None.
 
-    BLOCK_M splits are read at a time. MOST is a power of two, and at least their number.
+    Lse and Stats are as in forward.py. BLOCK_M splits are read at a time. MOST is a power of two, at least `splits`.
     """
     row, plane = span.place(tl.program_id(0), rows, heads, 1)
     n = rows * splits

@@ -13,7 +13,7 @@ from .vocabulary.attend import attend
 
 @triton.constexpr_function
 def spanned(BLOCK, GROUP):
-    """Return the maximum number of queries that have rows in one block of BLOCK rows."""
+    """Return how many queries, of GROUP adjacent rows each, a block of BLOCK rows spans at most."""
     if BLOCK % GROUP == 0:
         return BLOCK // GROUP
     return 1 if GROUP % BLOCK == 0 else (BLOCK + GROUP - 2) // GROUP + 1
@@ -42,7 +42,7 @@ def decode(
     partials, cache, rotary, rules, heads, q_len, capacity, added, pages, positions, splits, left, right,
     spec: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Write partials for `combine`; if they are None, write Out, a View of (B, Hq, Sq, DV), and Lse unless None.
+    """Write the Partials of each split, or if `partials` is None Out, a View of (B, Hq, Sq, DV), and Lse unless None.
 
     The cached lengths do not yet count the `added` keys of each sequence that `append` wrote.
     """
@@ -72,7 +72,7 @@ def decode(
     state = softmax.start(nothing, BLOCK_M, out.dtype)
     MASKED: tl.constexpr = rules.masks.pairs is not None or rules.masks.keys is not None
     for n in tl.static_range(1 if MASKED else 3):
-        # Masks may hide pairs of any block: one loop checks them all. Without a left bound loop 0 has no blocks.
+        # Masks may hide pairs of any block, so one loop masks all blocks. Without a left bound loop 0 has no blocks.
         if MASKED or n > 0 or left is not None:
             begin = start if MASKED else tl.maximum(ranges[n], start)
             end = stop if MASKED else tl.minimum(ranges[n + 1], stop)

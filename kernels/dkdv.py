@@ -110,7 +110,7 @@ def dkdv(
         ranges = span.masked_past(ranges, first + BLOCK_N, k_len)
     # walk it
     incoming = gradient.Incoming(GradOut, GradWeights, Rows)
-    # Walk (loop) 0 masks the blocks before `full`. Without a right bound there are none: omit its code to save spills.
+    # Walk (loop) 0 masks the blocks before `full`. Without a right bound it has no blocks: leave it out to save spills.
     FIRST: tl.constexpr = 1 if tile_lists is None and right is None else 0
     for n in tl.static_range(FIRST, 3 if tile_lists is None else 2):
         tile_list = None if tile_lists is None else walk.tile_list(tile_lists, kv, block, n)

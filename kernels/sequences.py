@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def _extent(offsets, i, exists, total, most):
-    """Return (start, length) of packed sequences i. The offsets are unchecked, so they are clamped to [0, total]."""
+    """Return (start, length) of packed sequences i. Offsets are unchecked, so clamp them to [0, total]."""
     start = tl.minimum(tl.maximum(tl.load(offsets + i, mask=exists, other=0), 0), total)
     end = tl.minimum(tl.maximum(tl.load(offsets + i + 1, mask=exists, other=0), 0), total)
     return start, tl.minimum(tl.maximum(end - start, 0), most)
@@ -18,10 +18,10 @@ def fill_slots(
     n, q_len, k_len, max_seqlen_q, max_seqlen_k, size,
     BLOCK: tl.constexpr, BY_KEYS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Write Extents (n, 4: first row, rows, first key, keys) and, unless None, Slots (size, 2: sequence, block), int32.
+    """Write the Extents (n, 4) of n packed sequences and, unless None, the Slots (size, 2) of their blocks, int32.
 
-    A slot tells a program of each head which block of BLOCK rows (or keys) to compute. Blocks with the most work come
-    first, so that no long block starts last. Unused slots stay as they are. Each sequence has a program.
+    An extent is (first row, rows, first key, keys). A slot, (sequence, block of BLOCK rows or keys), tells a program of
+    each head what to compute; the most work comes first. Unused slots stay as they are. Each sequence has a program.
     """
     number = tl.program_id(0)
     row, rows = _extent(OffsetsQ, number, True, q_len, max_seqlen_q)
@@ -32,7 +32,7 @@ def fill_slots(
     tl.store(Extents + number * 4 + 3, keys)
     if Slots is not None:
         length = rows if BY_KEYS else keys
-        before = number.to(tl.int64) * 0  # int64: decreasing offsets may describe over 2**31 rows
+        before = number.to(tl.int64) * 0  # int64: unchecked offsets that fall and rise may add up to over 2**31 rows
         for start in tl.range(0, n, CHUNK):
             i = start + tl.arange(0, CHUNK)
             exists = i < n

@@ -27,7 +27,7 @@ class Cached(NamedTuple):
     page: int | None = None  # keys per page; pages are shuffled, and page numbers past a length are invalid
     dtype: torch.dtype = torch.float32
     strided: bool = False  # caches, query, new keys, lengths and table are views of larger buffers
-    half: int = 0  # pairs of columns that are rotated
+    half: int = 0  # number of column pairs that are rotated
     interleaved: bool = False
     mask: bool = False
     bias: bool = False  # some elements are -inf
@@ -120,7 +120,7 @@ class Cached(NamedTuple):
 
 
 def numbered(table, batch, device):
-    """Return the page numbers of each sequence, as lists."""
+    """Return the page numbers of each sequence, as lists; without a table sequence b has page b alone."""
     return torch.arange(batch, device=device)[:, None].tolist() if table is None else table.tolist()
 
 

@@ -24,7 +24,7 @@ def assert_as_good(got, eager, oracle, name="result"):
 
 
 def assert_like(got, want, *arguments):
-    """Assert that each tensor is as exact as that of eager PyTorch's `want(*arguments)`, or equals a float64 `want`."""
+    """Assert that tensors are as exact as eager PyTorch's `want(*arguments)`, or match `want` itself, in float64."""
     eager, oracle = (want(*arguments), exactly(want, *arguments)) if callable(want) else (want, want)
     results = list(zip(*map(tree_leaves, (got, eager, oracle)), strict=True))
     # All results are judged together: the error of eager for a few elements is up to chance.

@@ -15,13 +15,13 @@ import torch
 from . import cases
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-gc.set_threshold(200_000, 20, 20)  # torch and Triton are a million objects: collecting them took 7 to 15% of the time
+gc.set_threshold(200_000, 20, 20)  # torch and Triton have a million objects: scanning them took 7 to 15% of the time
 
 
 def _call_device_function_at_once(self, *args, **kwargs):
-    """Replace `InterpretedFunction.__call__`, which spent two fifths of its time on patching the language anew.
+    """Replace `InterpretedFunction.__call__`, which spent two fifths of its time on patching `tl` at each call.
 
-    A launch patches it for our functions. For Triton's own functions the first call does, and it stays patched.
+    A launch patches `tl` for our functions. For Triton's own functions the first call does, and `tl` stays patched.
     """
     from triton.runtime import interpreter
 
@@ -35,7 +35,7 @@ _patched: set[str] = set()
 
 
 def _numpy_dtype(kind):
-    """Replace `_get_np_dtype`, which builds the table of all dtypes at each call: a tenth of the time."""
+    """Replace `_get_np_dtype`, which builds the table of all dtypes at each call: a tenth of the interpreter's time."""
     name = kind.scalar.name
     if name not in _dtypes:
         _dtypes[name] = _dtype_of(kind)
@@ -43,7 +43,7 @@ def _numpy_dtype(kind):
 
 
 def _make_tensor(self, handle, kind):
-    """Replace `tensor.__init__`, which builds the objects of a shape at each call: an eighth of the time."""
+    """Replace `tensor.__init__`, which builds a shape's objects at each call: an eighth of the interpreter's time."""
     shape = kind.shape if kind.is_block() else ()
     if shape not in _shapes:
         _tensor_of(self, handle, kind)
@@ -53,7 +53,7 @@ def _make_tensor(self, handle, kind):
 
 
 def _make_block_type(self, element_type, shape):
-    """Replace `block_type.__init__`, which checks and prints each shape again."""
+    """Replace `block_type.__init__`, which checks a shape and formats its name at each call."""
     key = (*shape,)
     if key not in _block_types:
         _block_type_of(self, element_type, shape)
@@ -68,7 +68,7 @@ def _broadcast(self, lhs, rhs):
 
 
 def _check_operands(self, lhs, rhs, *allowed, **more):
-    """Replace `binary_op_type_checking_impl`, which takes a fifth of the time, where it would change no dtype."""
+    """Replace `binary_op_type_checking_impl`, a fifth of the time, for operands whose dtypes it would leave alone."""
     if type(lhs) is language.tensor and lhs.dtype.name in _STAY:
         if type(rhs) is language.tensor and rhs.dtype.name == lhs.dtype.name:
             return _broadcast(self, lhs, rhs)
@@ -88,7 +88,7 @@ def _unwrap(x):
 
 
 def _patch_attribute(owner, name, member, builder, scope):
-    """Replace `_patch_attr`, whose functions are called most often and copied their options each time."""
+    """Replace `_patch_attr`: Triton's wrappers, called more than any function, copied their keywords each time."""
     function = getattr(member, "__wrapped__", member)
 
     def call(*args, **options):
@@ -99,7 +99,7 @@ def _patch_attribute(owner, name, member, builder, scope):
 
 
 def _add_by_descriptor(builder, kind, descriptor, value, offsets):
-    """Add a tile as TMA does: some tests use tiles with TMA additions, which the interpreter does not know."""
+    """Add a tile to memory by a TMA descriptor, as some tiles do; Triton's interpreter lacks this operation."""
     assert kind == ir.DESCRIPTOR_REDUCE_KIND.ADD, kind
     pointers, inside = descriptor.materialize_pointers(offsets)
     add = ir.ATOMIC_OP.FADD, pointers, value, inside, ir.MEM_SEMANTIC.RELAXED, ir.MEM_SYNC_SCOPE.GPU
@@ -217,7 +217,7 @@ def poison(monkeypatch):
 
 @pytest.fixture
 def passes():
-    """Return a function: passes(2) makes the backward use two kernels, by torch's deterministic mode, passes(1) one."""
+    """Return a function: passes(2) makes the backward take two passes, by torch's deterministic mode, passes(1) one."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     yield lambda number: torch.use_deterministic_algorithms(number == 2, warn_only=True)
     torch.use_deterministic_algorithms(before[0], warn_only=before[1])
@@ -230,7 +230,7 @@ def two_passes(passes):
 
 @pytest.fixture
 def deterministic(passes):
-    """Ask torch for deterministic algorithms on a GPU, where dq has the same bits each time only then."""
+    """Ask torch for deterministic algorithms on a GPU; otherwise the bits of dq may change from run to run."""
     if not INTERPRETED:
         passes(2)
 
@@ -291,7 +291,7 @@ def tiles(monkeypatch):
 
 @pytest.fixture
 def record_after(monkeypatch):
-    """Return a function: record_after(n) makes the n-th equal call recorded for replays, record_after(None) none."""
+    """Return a function: record_after(n) records the n-th equal call for replays, record_after(None) no call."""
     from fusedattn.dispatch import replay
 
     def set_count(n):
@@ -362,7 +362,7 @@ def at_once(monkeypatch):
 def _anew(request, monkeypatch):
     """Seed each test, and forget the replays of earlier tests, which may have used other tiles.
 
-    Calls are recorded and replayed at once. Half of the cases run as a user's first call instead.
+    The first call is recorded, and the next is replayed. Half of the cases run as a user's first call instead.
     """
     from fusedattn.dispatch import replay
     from fusedattn.launch import failures

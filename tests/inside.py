@@ -29,7 +29,7 @@ def draw(device, batch=2, sq=SQ, sk=SK, dtype=torch.float32, requires_grad=False
 
 
 def leaves(*tensors):
-    """Return copies of tensors that require gradients."""
+    """Return copies of tensors; the copies require gradients."""
     return [x.detach().clone().requires_grad_() for x in tensors]
 
 
@@ -51,7 +51,7 @@ def cache_call(arguments):
 
 
 def leaves_of(arguments):
-    """Return an operator's arguments, with copies of floating tensors that require gradients."""
+    """Return an operator's arguments, where floating tensors are copies that require gradients."""
     floating = lambda x: isinstance(x, torch.Tensor) and x.is_floating_point()  # noqa: E731
     return [x.detach().clone().requires_grad_() if floating(x) else x for x in arguments]
 

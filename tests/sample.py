@@ -16,7 +16,7 @@ def one_in(n, parameters):
 
 
 def planted(mistakes):
-    """Mark two of three planted mistakes, which `make test-all` then leaves out."""
+    """Mark two of three planted mistakes as `planted`, so that `make test-all` leaves them out."""
     return [
         pytest.param(*each.values, marks=(*each.marks, *([pytest.mark.planted] if n % 3 else [])), id=each.id)
         for n, each in enumerate(mistakes)
@@ -29,7 +29,7 @@ def named(values):
 
 
 def product(*axes):
-    """Return a test parameter for each combination of values, which have names or are names."""
+    """Return a test parameter for each combination of values; its id joins the values' names."""
     return [
         pytest.param(*values, id="-".join(getattr(each, "name", str(each)) for each in values))
         for values in itertools.product(*axes)

@@ -54,7 +54,7 @@ def compare(got, tensors, options, moved, apply=lambda function: function):
 
 
 def _terms(tensors, options, moved):
-    """Return {result: size of the largest summed term}, which is large if slopes multiply distances."""
+    """Return {result: size of its largest summed term} if slopes, which multiply distances, have tangents, else {}."""
     if "alibi_slopes" not in moved or not moved["alibi_slopes"].numel():
         return {}
     far = max(tensors["query"].shape[2], tensors["key"].shape[2]) * moved["alibi_slopes"].abs().max().item()

@@ -43,7 +43,7 @@ def test_the_reference_has_the_signature_of_the_function_less_backend(name):
 
 
 def test_attention_passes_each_argument_by_its_name(monkeypatch):
-    """`attention` passes each argument under its name, although it builds a tuple by position."""
+    """`attention` puts each argument into the field of its name, although it builds the Arguments by position."""
     monkeypatch.setattr(api.replay, "attend", lambda arguments, *flags: (arguments, flags))
     given = {name: f"the {name}" for name in (*Arguments._fields, *FLAGS)}
     arguments, flags = fa.attention(**given)

@@ -21,7 +21,7 @@ ROOMS = {
     "operators": {"call", "cpu", "launch", "naive"},
     "dispatch": {"call", "cpu", "kernels", "launch", "naive", "operators"},
     "api": {"call", "dispatch", "operators"},
-    "reference": {"api", "call", "naive"},
+    "reference": {"api", "call", "dispatch", "naive"},
     "tuning": {"dispatch", "launch"},
     "plot": {"call"},
     "distributed": {"api", "call", "dispatch", "naive", "operators"},

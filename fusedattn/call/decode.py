@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from .layout import is_shape, is_size, share, span
-from .options import INPUTS, Arguments, Call, autocast_dtype, differentiated, in_memory, is_known, normalise
+from . import rules
+from .layout import share, span
+from .options import INPUTS, Arguments, Call, differentiated, is_known
 from .private import holds
-from .rules import Sizes, check_dtype, check_floating, check_options, check_query_key_value, check_shape, fail
+from .rules import check_dtype, check_floating, check_options, check_query_key_value, check_shape, fail, is_size
 
 
 class CacheArguments(NamedTuple):
@@ -111,7 +112,7 @@ def _check_new(a: CacheArguments) -> None:
     for name, new in (("new_key", a.new_key), ("new_value", a.new_value)):
         check_dtype(name, new, a.query.dtype, a.query.device)
     new_key = a.new_key.shape
-    if len(new_key) != 4 or not is_shape((*new_key[:2], new_key[3]), (batch, heads, columns)):
+    if len(new_key) != 4 or not rules.is_shape((*new_key[:2], new_key[3]), (batch, heads, columns)):
         fail(ValueError, "new_key", f"shape ({batch}, {heads}, new, {columns})", new_key)
     fits = (*new_key[:3], a.value_cache.shape[3])
     check_shape("new_value", a.new_value, fits, why="as new_key has, with the columns of value_cache")
@@ -177,9 +178,11 @@ def _check_apart(a: CacheArguments) -> None:
     value_cache may be the first columns of key_cache if new_value is these columns of new_key and nothing is rotated.
     """
     pairs = (a.key_cache, a.value_cache), (a.new_key, a.new_value)
-    if not in_memory(pairs[0]) or not share(*pairs[0]):
+    if not rules.in_memory(pairs[0]) or not share(*pairs[0]):
         return
-    alike = in_memory(pairs[1]) and all(x.data_ptr() == y.data_ptr() and x.stride() == y.stride() for x, y in pairs)
+    alike = rules.in_memory(pairs[1]) and all(
+        x.data_ptr() == y.data_ptr() and x.stride() == y.stride() for x, y in pairs
+    )
     if not alike or a.rotary_cos is not None:
         expected = "no memory in common with key_cache, because new_key is given"
         fail(ValueError, "value_cache", expected, "a tensor that overlaps it")
@@ -228,10 +231,10 @@ def checked(arguments: CacheArguments, options: Arguments, named: bool = False) 
     """
     a = arguments
     if isinstance(a.query, Tensor):
-        a = a._replace(query=a.query.to(autocast_dtype(a.query)))
+        a = a._replace(query=a.query.to(rules.autocast_dtype(a.query)))
     check_sizes(a)
     query, (batch, heads, rows, _) = a.query, a.query.shape
-    options = check_options(options, Sizes(query.device, query.dtype, batch, heads, rows, capacity(a)))
+    options = check_options(options, rules.Sizes(query.device, query.dtype, batch, heads, rows, capacity(a)))
     learned = {name: getattr(options, name) for name in INPUTS if name not in arguments._fields}
     check_gradients({**arguments._asdict(), **learned})
     check_values(a, options)
@@ -239,7 +242,7 @@ def checked(arguments: CacheArguments, options: Arguments, named: bool = False) 
     options = options._replace(query=query, key=key, value=value)
     # Rotary positions always depend on align, which `normalise` ignores without causal and window.
     alignment = dict(top_left=options.align == "top_left") if a.rotary_cos is not None else {}
-    call = normalise(options, named=named, **alignment)
+    call = rules.normalise(options, named=named, **alignment)
     caches = a.key_cache, a.value_cache, a.cache_seqlens, a.block_table
     new = 0 if a.new_key is None else a.new_key.shape[2], a.new_key, a.new_value
     return Decode(call, *caches, *new, a.rotary_cos, a.rotary_sin, a.rotary_interleaved)

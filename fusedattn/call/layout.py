@@ -1,66 +1,12 @@
-"""Shapes and strides: checks of sizes, and the order of dimensions in memory."""
+"""Strides: the order of dimensions in memory, and tensors that share it."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import UninitializedBuffer, UninitializedParameter
 
-from .private import assert_at_run_time, holds
-
-
-def irregular(x: Any) -> Any:
-    """Describe a nested, sparse or lazy tensor for an error message; return None for anything else."""
-    if not isinstance(x, Tensor):
-        return None
-    if x.is_nested:
-        return "a nested tensor"
-    if x.layout != torch.strided:
-        return x.layout
-    lazy = type(x) is not Tensor and isinstance(x, UninitializedParameter | UninitializedBuffer)
-    return "a parameter of a lazy module that has not run yet" if lazy else None
-
-
-def divides(heads: int, kv_heads: int) -> bool:
-    return heads == kv_heads or (kv_heads != 0 and heads % kv_heads == 0)
-
-
-def broadcasts(tensor: Tensor, shape: tuple[int, ...]) -> bool:
-    """Return whether a tensor broadcasts to a shape without enlarging the shape."""
-    first = len(shape) - tensor.dim()
-    if first < 0:
-        return False
-    for size, whole in zip(tensor.shape, shape[first:], strict=True):
-        if not is_size(size, 1, whole):
-            return False
-    return True
-
-
-def is_size(size: Any, *allowed: Any) -> bool:
-    """Return whether a size equals one of `allowed`. Use the result to raise, not to choose between computations.
-
-    If a compiler cannot know the size, it counts as the last of `allowed`, and the compiled program asserts that.
-    """
-    for one in allowed:  # a loop: a compiler traces it in a third of the steps that any() takes
-        if holds(size == one, False):
-            return True
-    if not holds(size == allowed[-1], True):
-        return False
-    assert_at_run_time(size == allowed[-1])
-    return True
-
-
-def is_shape(shape: Sequence[Any], *allowed: Sequence[Any]) -> bool:
-    """Return whether a shape is one of `allowed`. Allowed shapes of equal rank must differ in at most one dimension."""
-    # Compare only shapes of the same rank: torch.export would turn other comparisons of sizes into guards.
-    same_rank = [one for one in allowed if len(one) == len(shape)]
-    if not same_rank:  # a branch, because torch 2.11 does not compile bool() of a list
-        return False
-    for size, *wanted in zip(shape, *same_rank, strict=True):
-        if not is_size(size, *wanted):
-            return False
-    return True
+from .private import holds
 
 
 def is_contiguous(tensor: Tensor) -> bool:

@@ -1,5 +1,6 @@
 """Arguments of a call as the caller wrote them, and the checked Call that every backend takes."""
 
+import functools
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -9,12 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
-from torch.nn import Parameter
 
-from .numbers import as_python
-from .private import dispatch_modes, forward_level, has_storage, tracing, transforms_active, unmapped
-
-UNBOUNDED = 2**31  # sides of a window are clamped to this, above any length, because kernels would overflow
+from .private import forward_level, has_storage, unmapped
 
 
 class Arguments(NamedTuple):
@@ -229,9 +226,8 @@ def shift(call: Call) -> int:
     return 0 if call.origin is None else call.origin[0]
 
 
-def wide_dtype(call: Call) -> torch.dtype:
-    """Return the dtype in which a call accumulates: float32, or float64 for float64 inputs."""
-    return torch.promote_types(call.query.dtype, torch.float32)
+# Returns the dtype in which a call accumulates, from that of query: float32, or float64 for float64 inputs.
+wide_dtype = functools.partial(torch.promote_types, torch.float32)
 
 
 class AssumedGPU(NamedTuple):
@@ -269,39 +265,6 @@ def override(**wanted: Any) -> Iterator[None]:
             setattr(thread_overrides, name, value)
 
 
-def device_of(tensor: Tensor) -> Device:
-    """Return the device of a tensor, or the GPU that `explain` assumes, if any."""
-    return tensor.device if thread_overrides.gpu is None else thread_overrides.gpu
-
-
-def must_dispatch() -> bool:
-    """Return whether operators must go through torch's dispatcher, where a compiler, transform or mode sees them."""
-    return is_compiling() or dispatch_modes() != 0 or transforms_active() or bool(tracing()) or forward_level() >= 0
-
-
-CLASSES = frozenset((Tensor, Parameter))  # exact classes: subclasses do not count
-
-
-def in_memory(tensors: Iterable[Any]) -> bool:
-    """Return whether kernels can read all tensors at their addresses: no subclass, wrapper or negated view."""
-    for x in tensors:
-        if isinstance(x, Tensor) and (
-            type(x) not in CLASSES
-            or x.layout is not torch.strided
-            or x.is_nested
-            or not has_storage(x)
-            or x.is_neg()
-            or (x.data_ptr() == 0 and x.numel() != 0)
-        ):
-            return False
-    return True
-
-
-def plain(arguments: Iterable[Any]) -> bool:
-    """Return whether an operator with these arguments may run without torch's dispatcher."""
-    return not must_dispatch() and in_memory(arguments)
-
-
 def is_known(x: Tensor) -> bool:
     """Return whether a tensor's values can be read now: it is on a CPU, and not compiled, vmapped or wrapped."""
     return type(x) is Tensor and x.device.type == "cpu" and not is_compiling() and has_storage(x)
@@ -316,66 +279,8 @@ def differentiated(arguments: Iterable[Any]) -> bool:
     return dual and any(forward_ad.unpack_dual(unmapped(x)).tangent is not None for x in tensors)
 
 
-def autocasting(tensor: Tensor) -> bool:
-    kind = tensor.device.type
-    # Meta and some other devices have no autocast. CPUs and GPUs do; asking torch takes longer than this test.
-    return (kind in ("cpu", "cuda") or torch.amp.is_autocast_available(kind)) and torch.is_autocast_enabled(kind)
-
-
-CAST = (torch.float16, torch.bfloat16, torch.float32)  # dtypes that autocast casts
-
-
-def autocast_dtype(tensor: Tensor) -> torch.dtype:
-    """Return the dtype of a tensor after autocast, as in torch's SDPA; float64 stays."""
-    cast = tensor.dtype in CAST and autocasting(tensor)
-    return torch.get_autocast_dtype(tensor.device.type) if cast else tensor.dtype
-
-
-def autocast(arguments: Arguments) -> Arguments:
-    query = arguments.query
-    if not isinstance(query, Tensor) or not autocasting(query):
-        return arguments
-    cast = [x.to(autocast_dtype(x)) if isinstance(x, Tensor) else x for x in (query, arguments.key, arguments.value)]
-    return arguments._replace(query=cast[0], key=cast[1], value=cast[2])
-
-
 def seed_tensor(seed: Any, device: torch.device) -> Tensor:
     """Return the seed as int64 (1,); None draws one from torch's generator, without a host sync."""
     if seed is None:
         return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=device)
     return seed.reshape(1) if isinstance(seed, Tensor) else torch.full((1,), seed, dtype=torch.int64, device=device)
-
-
-def _default_scale(columns: Any) -> float:
-    scale = columns**-0.5
-    return float(scale) if isinstance(scale, Tensor) else scale  # a tensor while torch.jit traces
-
-
-def normalise(arguments: Arguments, **more: Any) -> Call:
-    """Convert checked arguments to a Call. more: further fields of the Call."""
-    a = arguments
-    left, right = (None, None) if a.window is None else map(as_python, a.window)
-    names = [name for name, letters in DIMS.items() if letters and getattr(a, name) is not None]
-    fields: dict[str, Any] = {name: in_full(name, getattr(a, name)) for name in names}
-    # Not dict(...), which a compiler traces item by item.
-    fields |= {
-        "seed": seed_tensor(a.seed, a.query.device) if a.dropout_p else None,
-        "left": None if left is None else min(left, UNBOUNDED),
-        "right": 0 if a.causal else None if right is None else min(right, UNBOUNDED),
-        # Without causal, window and slopes, align has no effect: False then saves compiling a second kernel.
-        "top_left": a.align == "top_left"
-        and (left is not None or right is not None or a.causal or a.alibi_slopes is not None),
-        "scale": _default_scale(a.query.shape[-1]) if a.scale is None else float(a.scale),
-        "softcap": None if a.softcap is None else float(a.softcap),
-        "dropout_p": float(a.dropout_p),
-        "deterministic": thread_overrides.deterministic,
-    }
-    return Call(**{**fields, **more})
-
-
-def results(rank: int, *results: Tensor | None) -> Tensor | Any:
-    """Return the results that are not None, squeezed to the rank of query, as a tuple if there are several."""
-    wanted = [x for x in results if x is not None]
-    if rank < 4:
-        wanted = [x.squeeze(1) if rank == 3 else x.squeeze((0, 1)) for x in wanted]
-    return tuple(wanted) if len(wanted) > 1 else wanted[0]

@@ -1,23 +1,37 @@
 """Checks of the arguments of `attention`, shared with packed sequences, caches and direct calls of operators."""
 
 import difflib
-from collections.abc import Collection, Iterable
+import numbers
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
+from torch.nn import Parameter, UninitializedBuffer, UninitializedParameter
 
-from .layout import broadcasts, divides, irregular, is_shape, is_size
-from .numbers import as_python, is_int, is_number
-from .options import Arguments, Call, Plan, autocast, differentiated, normalise
-from .private import holds, unmapped
+from .options import DIMS, Arguments, Call, Plan, differentiated, in_full, seed_tensor, thread_overrides
+from .private import (
+    assert_at_run_time,
+    dispatch_modes,
+    forward_level,
+    has_storage,
+    holds,
+    tracing,
+    transforms_active,
+    unmapped,
+)
 
 LARGEST, LARGEST_SINGLE = torch.finfo(torch.float64).max, torch.finfo(torch.float32).max
 MASK = "a bool tensor, True = may attend"
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FLOATS = "torch.float16, torch.bfloat16, torch.float32 or torch.float64"
 ORDER = ": tensors in the order (B, S, H, D) need .transpose(1, 2)"
+UNBOUNDED = 2**31  # sides of a window are clamped to this, above any length, because kernels would overflow
+_RANKS = {name: len(letters) for name, letters in DIMS.items() if letters}
+# Types that torch.compile traces. They are in tuples, because torch 2.10 does not trace isinstance of a union.
+_INTS = (int, torch.SymInt)
+_NUMBERS = (*_INTS, float, torch.SymFloat)
 
 
 class Sizes(NamedTuple):
@@ -63,6 +77,49 @@ def value(x: Any) -> str:
     return "a tensor" if isinstance(x, Tensor) else repr(x)  # the repr of a tensor takes many lines
 
 
+def is_number(x: Any) -> bool:
+    return (isinstance(x, _NUMBERS) or isinstance(x, numbers.Real)) and not isinstance(x, bool)
+
+
+def is_int(x: Any) -> bool:
+    return (isinstance(x, _INTS) or isinstance(x, numbers.Integral)) and not isinstance(x, bool)
+
+
+def as_python(x: Any) -> Any:
+    """Convert a NumPy scalar to a Python number, and return anything else unchanged."""
+    if type(x).__module__ != "numpy" or not isinstance(x, numbers.Real):
+        return x
+    return int(x) if isinstance(x, numbers.Integral) else float(x)
+
+
+def must_dispatch() -> bool:
+    """Return whether operators must go through torch's dispatcher, where a compiler, transform or mode sees them."""
+    return is_compiling() or dispatch_modes() != 0 or transforms_active() or bool(tracing()) or forward_level() >= 0
+
+
+CLASSES = frozenset((Tensor, Parameter))  # exact classes: subclasses do not count
+
+
+def in_memory(tensors: Iterable[Any]) -> bool:
+    """Return whether kernels can read all tensors at their addresses: no subclass, wrapper or negated view."""
+    for x in tensors:
+        if isinstance(x, Tensor) and (
+            type(x) not in CLASSES
+            or x.layout is not torch.strided
+            or x.is_nested
+            or not has_storage(x)
+            or x.is_neg()
+            or (x.data_ptr() == 0 and x.numel() != 0)
+        ):
+            return False
+    return True
+
+
+def plain(arguments: Iterable[Any]) -> bool:
+    """Return whether an operator with these arguments may run without torch's dispatcher."""
+    return not must_dispatch() and in_memory(arguments)
+
+
 def check_names(function: str, options: Iterable[str], known: Collection[str]) -> None:
     for name in options:
         if name not in known:
@@ -74,6 +131,59 @@ def check_flags(**flags: Any) -> None:
     for name, flag in flags.items():
         if not isinstance(flag, bool):
             fail(TypeError, name, "a bool", type_name(flag))
+
+
+def irregular(x: Any) -> Any:
+    """Describe a nested, sparse or lazy tensor for an error message; return None for anything else."""
+    if not isinstance(x, Tensor):
+        return None
+    if x.is_nested:
+        return "a nested tensor"
+    if x.layout != torch.strided:
+        return x.layout
+    lazy = type(x) is not Tensor and isinstance(x, UninitializedParameter | UninitializedBuffer)
+    return "a parameter of a lazy module that has not run yet" if lazy else None
+
+
+def divides(heads: int, kv_heads: int) -> bool:
+    return heads == kv_heads or (kv_heads != 0 and heads % kv_heads == 0)
+
+
+def broadcasts(tensor: Tensor, shape: tuple[int, ...]) -> bool:
+    """Return whether a tensor broadcasts to a shape without enlarging the shape."""
+    first = len(shape) - tensor.dim()
+    if first < 0:
+        return False
+    for size, whole in zip(tensor.shape, shape[first:], strict=True):
+        if not is_size(size, 1, whole):
+            return False
+    return True
+
+
+def is_size(size: Any, *allowed: Any) -> bool:
+    """Return whether a size equals one of `allowed`. Use the result to raise, not to choose between computations.
+
+    If a compiler cannot know the size, it counts as the last of `allowed`, and the compiled program asserts that.
+    """
+    for one in allowed:  # a loop: a compiler traces it in a third of the steps that any() takes
+        if (same := size == one) is True or holds(same, False):
+            return True
+    if not holds(size == allowed[-1], True):
+        return False
+    assert_at_run_time(size == allowed[-1])
+    return True
+
+
+def is_shape(shape: Sequence[Any], *allowed: Sequence[Any]) -> bool:
+    """Return whether a shape is one of `allowed`. Allowed shapes of equal rank must differ in at most one dimension."""
+    # Compare only shapes of the same rank: torch.export would turn other comparisons of sizes into guards.
+    same_rank = [one for one in allowed if len(one) == len(shape)]
+    if not same_rank:  # a branch, because torch 2.11 does not compile bool() of a list
+        return False
+    for size, *wanted in zip(shape, *same_rank, strict=True):
+        if not is_size(size, *wanted):
+            return False
+    return True
 
 
 def check_tensors(**tensors: Any) -> None:
@@ -289,6 +399,58 @@ def check_options(arguments: Arguments, sizes: Sizes | None = None) -> Arguments
         check_number("softcap", a.softcap, "a finite number above 0", dtype=dtype, positive=True)
     check_number("dropout_p", a.dropout_p, "a number from 0 to 1", 0, 1)
     return a
+
+
+def autocasting(tensor: Tensor) -> bool:
+    kind = tensor.device.type
+    # Meta and some other devices have no autocast. CPUs and GPUs do; asking torch takes longer than this test.
+    return (kind in ("cpu", "cuda") or torch.amp.is_autocast_available(kind)) and torch.is_autocast_enabled(kind)
+
+
+CAST = (torch.float16, torch.bfloat16, torch.float32)  # dtypes that autocast casts
+
+
+def autocast_dtype(tensor: Tensor) -> torch.dtype:
+    """Return the dtype of a tensor after autocast, as in torch's SDPA; float64 stays."""
+    cast = tensor.dtype in CAST and autocasting(tensor)
+    return torch.get_autocast_dtype(tensor.device.type) if cast else tensor.dtype
+
+
+def autocast(arguments: Arguments) -> Arguments:
+    query = arguments.query
+    if not isinstance(query, Tensor) or not autocasting(query):
+        return arguments
+    cast = [x.to(autocast_dtype(x)) if isinstance(x, Tensor) else x for x in (query, arguments.key, arguments.value)]
+    return arguments._replace(query=cast[0], key=cast[1], value=cast[2])
+
+
+def _default_scale(columns: Any) -> float:
+    scale = columns**-0.5
+    return float(scale) if isinstance(scale, Tensor) else scale  # a tensor while torch.jit traces
+
+
+def normalise(arguments: Arguments, **more: Any) -> Call:
+    """Convert checked arguments to a Call. more: further fields of the Call."""
+    a = arguments
+    left, right = (None, None) if a.window is None else map(as_python, a.window)
+    fields: dict[str, Any] = {}
+    for name, rank in _RANKS.items():
+        x = getattr(a, name)
+        fields[name] = x if x is None or x.dim() == rank else in_full(name, x)
+    # Not dict(...), which a compiler traces item by item.
+    fields |= {
+        "seed": seed_tensor(a.seed, a.query.device) if a.dropout_p else None,
+        "left": None if left is None else min(left, UNBOUNDED),
+        "right": 0 if a.causal else None if right is None else min(right, UNBOUNDED),
+        # Without causal, window and slopes, align has no effect: False then saves compiling a second kernel.
+        "top_left": a.align == "top_left"
+        and (left is not None or right is not None or a.causal or a.alibi_slopes is not None),
+        "scale": _default_scale(a.query.shape[-1]) if a.scale is None else float(a.scale),
+        "softcap": None if a.softcap is None else float(a.softcap),
+        "dropout_p": float(a.dropout_p),
+        "deterministic": thread_overrides.deterministic,
+    }
+    return Call(**{**fields, **more})
 
 
 def checked(arguments: Arguments, named: bool = False) -> Call:

@@ -4,12 +4,11 @@ from typing import Any
 
 import torch
 
-from .layout import is_size
-from .numbers import as_python, is_int
-from .options import Arguments, Call, Lengths, Plan, autocast, is_known, normalise
+from . import rules
+from .options import Arguments, Call, Lengths, Plan, is_known
 from .padding import longest
 from .private import holds
-from .rules import Sizes, check_bool, check_dtype, check_options, check_query_key_value, check_shape, fail, type_name
+from .rules import as_python, check_dtype, check_options, check_query_key_value, check_shape, fail, type_name
 
 
 def check_lengths(lengths: Lengths, device: torch.device, values: bool = False) -> None:
@@ -23,13 +22,13 @@ def check_lengths(lengths: Lengths, device: torch.device, values: bool = False) 
             fail(ValueError, name, "shape (n + 1,), of n sequences", offsets.shape)
         if holds(offsets.shape[0] == 1, False) and holds(rows != 0, False):
             fail(ValueError, name, f"2 offsets or more, because {tensor} has {rows} rows", 1)
-        if most is not None and not is_int(most):
+        if most is not None and not rules.is_int(most):
             fail(TypeError, longest_name, "an int or None", type_name(most))
         if most is not None and (holds(most < 0, False) or holds(most >= 2**31, False)):
             fail(ValueError, longest_name, "a length of 0 or more, below 2**31", most)
         sides.append((name, longest_name, tensor, offsets, rows, most))
     count, count_k = (offsets.shape[0] for *_, offsets, _, _ in sides)
-    if not is_size(count_k, count):
+    if not rules.is_size(count_k, count):
         fail(ValueError, "cu_seqlens_k", f"{count} offsets, as cu_seqlens_q has", count_k)
     for name, longest_name, tensor, offsets, rows, most in sides if values else ():
         if not is_known(offsets):
@@ -51,7 +50,7 @@ def checked_varlen(
     need_weights: bool, named: bool = False,
 ) -> Call:  # fmt: skip
     """Apply autocast and a plan, check the arguments, and return them as a Call. named: the caller chose a backend."""
-    arguments, block_mask = autocast(arguments), None
+    arguments, block_mask = rules.autocast(arguments), None
     query, key, value, *_ = arguments
     masks: dict[str, Any] = dict(key_mask=arguments.key_mask, query_mask=arguments.query_mask)
     if isinstance(plan := arguments.mask, Plan):
@@ -66,7 +65,7 @@ def checked_varlen(
     check_lengths(lengths, query.device, values=True)
     for name, mask in masks.items():
         if mask is not None:
-            check_bool(name, mask, query.device)
+            rules.check_bool(name, mask, query.device)
             size = lengths.keys if name == "key_mask" else lengths.rows
             check_shape(name, mask, (size,), why=f"one for each row of {name.removesuffix('_mask')}")
     max_seqlen_q, max_seqlen_k = as_python(max_seqlen_q), as_python(max_seqlen_k)
@@ -76,9 +75,9 @@ def checked_varlen(
     # Options are checked as for a batch of sequences that all have the maximum lengths.
     most_q = lengths.rows if max_seqlen_q is None else max_seqlen_q
     most_k = lengths.keys if max_seqlen_k is None else max_seqlen_k
-    sizes = Sizes(query.device, query.dtype, cu_seqlens_q.shape[0] - 1, query.shape[1], most_q, most_k)
+    sizes = rules.Sizes(query.device, query.dtype, cu_seqlens_q.shape[0] - 1, query.shape[1], most_q, most_k)
     arguments = check_options(arguments._replace(key_mask=None, query_mask=None), sizes)
     query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
     arguments = arguments._replace(query=query, key=key, value=value, **masks)
     fields = dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, block_mask=block_mask, named=named)
-    return normalise(arguments, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, **fields)
+    return rules.normalise(arguments, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, **fields)

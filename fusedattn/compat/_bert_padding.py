@@ -3,11 +3,10 @@
 import torch
 from torch import Tensor
 
-from ..call.numbers import is_int
+from ..api import overridable
 from ..call.options import is_known
-from ..call.overrides import overridable
 from ..call.padding import longest
-from ..call.rules import FLOATING, check_place, check_shape, check_strided, fail
+from ..call.rules import FLOATING, check_place, check_shape, check_strided, fail, is_int
 from ..layers.attention import check_sizes
 from ._flash import check_range
 

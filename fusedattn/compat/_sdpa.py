@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..api import attention
-from ..call.layout import broadcasts, divides, irregular, is_size
-from ..call.options import CAST, autocast_dtype, autocasting
-from ..call.overrides import overridable
+from ..api import attention, overridable
+from ..call import rules
 from ..call.private import holds
 from ..call.rules import check_flags, check_place, check_tensors, fail, unfit
 
@@ -53,7 +51,7 @@ def scaled_dot_product_attention(
     check_tensors(**inputs)
     for name, tensor in inputs.items():
         jagged = query.is_nested and tensor.layout == torch.jagged
-        if not jagged and (got := irregular(tensor)) is not None:
+        if not jagged and (got := rules.irregular(tensor)) is not None:
             fail(TypeError, name, "a dense tensor, or nested query, key and value of layout torch.jagged", got)
         if tensor.dim() < 2:
             fail(ValueError, name, "rank 2 or more", tensor.shape)
@@ -82,7 +80,7 @@ def scaled_dot_product_attention(
         for name, tensor in inputs.items():
             if tensor.dim() < 3:
                 fail(ValueError, name, "rank 3 or more with enable_gqa", tensor.shape)
-            if not divides(query.shape[-3], tensor.shape[-3]):
+            if not rules.divides(query.shape[-3], tensor.shape[-3]):
                 expected = f"a number of heads that divides the {query.shape[-3]} heads of query"
                 fail(ValueError, name, expected, f"{tensor.shape[-3]} heads")
     broadcast = -3 if enable_gqa else -2
@@ -125,9 +123,9 @@ def _common(shapes: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
         for axis in range(-len(shape), 0):
             if holds(common[axis] == 1, False):
                 common[axis] = shape[axis]
-            elif not is_size(shape[axis], 1, common[axis]):
+            elif not rules.is_size(shape[axis], 1, common[axis]):
                 expected = f"leading dimensions that broadcast with {tuple(common)}"
-                gqa_fits = axis == -1 and name != "query" and divides(common[axis], shape[axis])
+                gqa_fits = axis == -1 and name != "query" and rules.divides(common[axis], shape[axis])
                 hint = ": pass enable_gqa=True to share heads" * gqa_fits
                 fail(ValueError, name, expected, f"{tuple(shape)}{hint}")
     return tuple(common)
@@ -146,9 +144,9 @@ def _rank4(tensor: Tensor, batch: tuple[int, ...], shared: bool = False) -> Tens
 
 def _check_mask(mask: Tensor, query: Tensor, scores: tuple[int, ...]) -> None:
     check_place("attn_mask", mask, query.device)
-    dtype = autocast_dtype(query)
-    cast = CAST if dtype in CAST and autocasting(query) else ()
+    dtype = rules.autocast_dtype(query)
+    cast = rules.CAST if dtype in rules.CAST and rules.autocasting(query) else ()
     if mask.dtype not in (torch.bool, torch.float32, dtype, *cast):
         fail(TypeError, "attn_mask", f"torch.bool, torch.float32 or {dtype}", unfit(mask, "call .bool() or .float()"))
-    if mask.dim() < 2 or not broadcasts(mask, scores):
+    if mask.dim() < 2 or not rules.broadcasts(mask, scores):
         fail(ValueError, "attn_mask", f"shape {scores}, or one of rank 2 or more that broadcasts to it", mask.shape)

@@ -30,11 +30,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..api import attention_decode
+from ..api import attention_decode, overridable
 from ..call.decode import CacheArguments, check_inputs
-from ..call.options import autocast_dtype
-from ..call.overrides import overridable
-from ..call.rules import check_flags, fail
+from ..call.rules import autocast_dtype, check_flags, fail
 from . import _bert_padding, _flash
 
 

@@ -42,6 +42,6 @@ def attend(decode: Decode) -> tuple[Tensor, Tensor]:
     call = naive.rotated_query(decode)
     if not after:
         out = dense(call.query, (*call.query.shape[:3], call.value.shape[3]))
-        return out, out.new_empty(out.shape[:3], dtype=wide_dtype(call))
+        return out, out.new_empty(out.shape[:3], dtype=wide_dtype(call.query.dtype))
     out, lse, _ = joined([(*_of_call(naive.of_length(call, decode, *run)), None) for run in naive.alike(after)], 0)
     return arrange(out, call.query), lse

@@ -194,7 +194,7 @@ def _forward(part: Part, save: bool, less: float) -> Result:
         kept, common = with_centre(out, kept, lse, common[..., : out.shape[3]])
     if call.sinks is not None:
         shares, total = shares_of((lse, sinks_less(call, torch.float64, less)))
-        factor, lse = shares[0, ..., None].to(wide_dtype(call)), total.to(wide_dtype(call))
+        factor, lse = shares[0, ..., None].to(wide_dtype(call.query.dtype)), total.to(wide_dtype(call.query.dtype))
         out = out * factor
         if common is not None:  # scale the whole output, then subtract the mean again
             common = repeated(common, call.query.shape[1])
@@ -217,7 +217,8 @@ def _of_all_rows(part: Part, tensors: Sequence[Tensor], less: float) -> tuple[Te
     if len(some) == 1 and some[0].last - some[0].first == rows:
         return attended(some[0], True)
     out = dense(call.query, (*call.query.shape[:3], columns)).zero_()
-    lse = out.new_full(out.shape[:3], -INFINITE, dtype=wide_dtype(call) if call.sinks is None else torch.float64)
+    dtype = wide_dtype(call.query.dtype) if call.sinks is None else torch.float64
+    lse = out.new_full(out.shape[:3], -INFINITE, dtype=dtype)
     for (first, last), same_rows in groupby(some, key=lambda where: where[:2]):
         of_keys = list(same_rows)
         results = [attended(where, len(of_keys) == 1) for where in of_keys]
@@ -270,7 +271,7 @@ def forward(call: Call, save: bool) -> Result:
         out = arrange(out, like)
     else:
         out = dense(like, (*like.shape[:3], call.value.shape[3])).zero_()
-        lse = out.new_full(out.shape[:3], -INFINITE, dtype=wide_dtype(call))
+        lse = out.new_full(out.shape[:3], -INFINITE, dtype=wide_dtype(call.query.dtype))
         if call.sinks is not None:
             lse = torch.maximum(lse, sinks_less(call, lse.dtype, less).detach())
         kept = torch.zeros_like(out, dtype=call.query.dtype) if save and like.dtype.itemsize == 2 else out
@@ -288,7 +289,7 @@ def weights(call: Call, columns: int) -> Tensor:
     shape = *call.query.shape[:3], columns
     whole = functools.cache(lambda: call.query.new_zeros(shape))  # not needed if one rectangle holds all weights
     for part in parts(call):
-        tensors = [x.to(wide_dtype(call)) for x in inputs_of(part, None)[:2]]
+        tensors = [x.to(wide_dtype(call.query.dtype)) for x in inputs_of(part, None)[:2]]
         for _, same_rows in groupby(rectangles(part), key=lambda where: where[:2]):
             some = list(same_rows)
             where = some[0] if len(some) == 1 else some[0]._replace(end=some[-1].end, masked=True)

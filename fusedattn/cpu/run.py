@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..call.options import INPUTS, Call, device_of
+from ..call.options import INPUTS, Call, thread_overrides
 from ..call.padding import longest
 from ..call.private import flash_attention_for_cpu, flash_attention_for_cpu_backward
 from ..naive.formula import without_autocast
@@ -35,7 +35,7 @@ def limits(call: Call) -> list[str]:
     lacks = []
     if flash_attention_for_cpu is None or flash_attention_for_cpu_backward is None:
         lacks.append("this version of PyTorch does not have its kernel")
-    if (device := device_of(call.query)).type != "cpu":
+    if (device := thread_overrides.gpu or call.query.device).type != "cpu":
         lacks.append(f"the tensors are on {device.type}, not on a CPU")
     if call.seed is not None:
         lacks.append("it does not support dropout")

@@ -182,7 +182,7 @@ def has_holes(part: Part) -> bool:
 
 def is_additive(call: Call) -> bool:
     """Return whether the kernel can add the caller's bias uncopied: its dtype fits, and no mask or slopes exist."""
-    dtype, wide = call.query.dtype, wide_dtype(call)
+    dtype, wide = call.query.dtype, wide_dtype(call.query.dtype)
     dtypes = wide, wide if is_widened(dtype) else dtype
     others = call.mask is call.alibi_slopes is call.key_mask is None
     return others and call.bias is not None and call.bias.dtype in dtypes
@@ -263,7 +263,7 @@ def additive(call: Call, where: Rectangle, less: float | Tensor = 0.0) -> Tensor
     if is_additive(call) and call.left is call.right is None and is_nothing(less):
         assert call.bias is not None
         return pairs.cut(call.bias, block)
-    wide = wide_dtype(call)
+    wide = wide_dtype(call.query.dtype)
     terms = pairs.added(call, block, wide)
     if isinstance(less, Tensor):
         terms.append(-less)

@@ -12,17 +12,18 @@ from torch import Tensor
 
 from ..call import options as of_calls
 from ..call.decode import Decode
-from ..call.options import Arguments, AssumedGPU, Call, device_of, hiding, override, thread_overrides
+from ..call.options import Arguments, AssumedGPU, Call, Device, hiding, override, thread_overrides
 from ..call.private import constant, eager, holds
 from ..call.rules import check_flags, check_names, checked, fail
 from ..cpu import run as cpu
 from ..launch import tile_table, tuned
-from ..launch.failures import cause, warn_once
+from ..launch.failures import cause, failed_kernels, warn_once
 from ..naive import formula
 from ..operators import attention, decode as cached
 
 OLDEST_TRITON = (3, 6)  # as in pyproject.toml
 MOST_POSITIONS = 2**31 - 1024  # kernels count rows, keys and shift in 32 bits, up to the end of the last tile
+MOST_PROGRAMS = 2**31 - 1
 ADVICE = ". Leave backend unset to use another"
 INTERPRETED = " (to debug them here, set TRITON_INTERPRET=1 before Triton is imported)"
 
@@ -64,24 +65,36 @@ def machine_reasons(device: torch.device | AssumedGPU) -> tuple[str, ...]:
     return _find_machine_reasons(device)
 
 
+def _device(call: Call) -> Device:
+    return thread_overrides.gpu or call.query.device
+
+
+def _exceeds(number: Any, most: int) -> bool:
+    """Return whether a number exceeds a limit; False if a compiler cannot know."""
+    over = number > most
+    return over if over is True or over is False else holds(over, False)
+
+
 def _kernel_reasons(call: Call) -> list[str]:
     """Return the reasons why Triton kernels cannot take the dtype, device and sizes of a call."""
-    device = device_of(call.query)
+    device = _device(call)
     reasons = list(machine_reasons(device))
     if call.query.dtype == torch.float64 and device.type == "cuda":
         reasons.append("only the naive path computes float64")
     for name, dim in (("query", call.query.shape[3]), ("value", call.value.shape[3])):
         if dim > 256:
             reasons.append(f"the head dimension of {name} is {dim}, more than 256")
-    if holds(call.query.shape[2] + call.key.shape[2] > MOST_POSITIONS, False):
+    if _exceeds(call.query.shape[2] + call.key.shape[2], MOST_POSITIONS):
         reasons.append("rows and keys together exceed 2**31")
     return reasons
 
 
 def _marked_blocks(call: Call) -> int:
     """Return an upper bound on the number of blocks in the block mask of a call; 0 if it needs no block mask."""
+    if call.block_mask is not None or call.mask is call.bias is call.key_mask is call.query_mask is None:
+        return 0
     tensors = [x for x in hiding(call) if x is not None]
-    if not tensors or call.block_mask is not None:
+    if not tensors:
         return 0
     batch, heads, rows, keys = of_calls.sizes(call)
     shared = all(x.dim() < 4 or holds(x.shape[1] == 1, False) or holds(x.stride(1) == 0, False) for x in tensors)
@@ -96,9 +109,9 @@ def _grid_reasons(call: Call) -> list[str]:
     blocks = batch * -(-max(rows, call.key.shape[2]) // 16)  # no tile has fewer than 16 rows or keys
     if call.cu_seqlens_q is not None:
         blocks += call.cu_seqlens_q.shape[0]  # each sequence starts a new block
-    if holds(blocks * heads >= 2**31, False):
+    if _exceeds(blocks * heads, MOST_PROGRAMS):
         reasons.append("the grid would exceed 2**31 programs")
-    if holds(_marked_blocks(call) >= 2**31, False):
+    if _exceeds(_marked_blocks(call), MOST_PROGRAMS):
         reasons.append("its block mask would exceed 2**31 blocks")
     return reasons
 
@@ -113,29 +126,43 @@ def hopper_reasons(device: torch.device | AssumedGPU) -> tuple[str, ...]:
     return () if number == 90 else (f"the GPU has compute capability {number / 10}, not 9.0",)
 
 
+def _failures(call: Call, need_weights: bool, on_hopper: bool) -> list[str]:
+    """Return why a kernel of a call is known to fail, or to be wrong, on this machine."""
+    if torch.compiler.is_compiling() or not (failed_kernels or any(x.wrong for x in tuned.of(_device(call)).values())):
+        return []
+    from ..launch import backward, run
+
+    need = [isinstance(x, Tensor) and x.requires_grad for x in of_calls.inputs(call)]
+    needed = torch.is_grad_enabled() and any(need)
+    passes = backward.passes(call, need, "hopper" if on_hopper else "triton") if needed else ()
+    # "combine" merges the splits of keys, which calls with few rows have.
+    names = [*(("hopper", "combine") if on_hopper else ("forward",)), *["weights"] * need_weights, *passes]
+    return [str(why)] if (why := run.failed(call, names)) is not None else []
+
+
 def _hopper_reasons(call: Call, need_weights: bool) -> list[str]:
     if reasons := _grid_reasons(call):
         return [reason.removesuffix(INTERPRETED) for reason in reasons]
     from ..launch import hopper
 
-    reasons = [*hopper_reasons(device_of(call.query)), *hopper.reasons(call)]
-    return reasons or attention.failed(call, need_weights, on_hopper=True)
+    reasons = [*hopper_reasons(_device(call)), *hopper.reasons(call)]
+    return reasons or _failures(call, need_weights, on_hopper=True)
 
 
 class Backend(NamedTuple):
     """A backend: its name, the reasons why it refuses a call, and the function that computes a call.
 
     reasons(call, need_weights): why it cannot take the call; empty if it can. run(call, need_lse, need_weights):
-    (output, lse, weights), None for a result that is not needed.
+    (output, lse, weights), None for a result that is not needed. Backends of `attention` also take `plain` of the call.
     """
 
     name: str
     reasons: Callable[[Any, bool], list[str]]
-    run: Callable[[Any, bool, bool], tuple[Any, ...]]
+    run: Callable[..., tuple[Any, ...]]
 
 
 def _triton_reasons(call: Call, need_weights: bool) -> list[str]:
-    return _grid_reasons(call) or attention.failed(call, need_weights, on_hopper=False)
+    return _grid_reasons(call) or _failures(call, need_weights, on_hopper=False)
 
 
 BACKENDS = {
@@ -149,7 +176,7 @@ BACKENDS = {
 def _decode_reasons(decode: Decode, need_weights: bool) -> list[str]:
     reasons = _kernel_reasons(decode.call) + cached.unmappable(decode)
     batch, heads, rows, _ = decode.call.query.shape
-    if holds(batch * heads * max(rows, decode.added) >= 2**31, False):
+    if _exceeds(batch * heads * max(rows, decode.added), MOST_PROGRAMS):
         reasons.append("the grid would exceed 2**31 programs")
     return reasons or cached.failed(decode)
 
@@ -197,12 +224,12 @@ def named(name: str | None) -> str | None:
 
 def _on_gpu(call: Call | Decode) -> bool:
     """Return whether a call is on a GPU. On a CPU, kernels run only with backend="triton", in the interpreter."""
-    return device_of((call.call if isinstance(call, Decode) else call).query).type == "cuda"
+    return _device(call.call if isinstance(call, Decode) else call).type == "cuda"
 
 
 def _is_slower(name: str, call: Any) -> bool:
     """Return whether `name` is "hopper", and a tuning file says that other kernels are faster for the call."""
-    return name == "hopper" and not tuned.prefers_hopper(name, call, device_of(call.query))
+    return name == "hopper" and not tuned.prefers_hopper(name, call, _device(call))
 
 
 def choose(call: Call | Decode, need_weights: bool, name: str | None = None) -> Backend:
@@ -306,6 +333,11 @@ def _explained(call: Call, chosen: str | None, return_weights: bool) -> Explanat
         return Explanation(taken, {}, others, cpu.lacks_gradients(call, None, need) if any(need) else [])
     if taken not in ("hopper", "triton"):
         return Explanation(taken, {}, others)
-    has_hopper = not hopper_reasons(device_of(call.query))
-    tiles, backward = attention.explained(call, return_weights, taken, has_hopper)
-    return Explanation(taken, tiles, others, backward)
+    from ..launch import backward, run
+
+    pairs = zip(of_calls.INPUTS, of_calls.inputs(call), strict=True)
+    need = [name in ("query", "key", "value") or (x is not None and x.requires_grad) for name, x in pairs]
+    names = "hopper" if taken == "hopper" else "forward", *["weights"] * return_weights
+    tiles = {name: run.form_of(name, call) for name in (*names, *backward.passes(call, need, taken))}
+    why_not = () if hopper_reasons(_device(call)) else backward.reasons_not_on_hopper(call, need, taken)
+    return Explanation(taken, tiles, others, why_not)

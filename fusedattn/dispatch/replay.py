@@ -14,9 +14,9 @@ from torch import Tensor, float32
 from torch.compiler import is_compiling
 
 from ..call import options as of_calls
-from ..call.options import INPUTS, TENSORS, Arguments, Call, Plan, in_full, must_dispatch, results, thread_overrides
+from ..call.options import INPUTS, TENSORS, Arguments, Call, Plan, in_full, thread_overrides
 from ..call.private import TensorGuards, any_autocast, can_guard, can_replay, dispatch_modes, forward_level
-from ..call.rules import check_flags, checked
+from ..call.rules import CLASSES, check_flags, checked, in_memory, must_dispatch, plain
 from ..launch import tile_table
 from ..launch.failures import KernelUnavailable, fall_back
 from ..operators import attention, backward, dtensors, schema
@@ -27,7 +27,6 @@ RECORD_AFTER = 2  # record the second call: recording takes as long as a first c
 RECENT = 8  # limit on signatures with equal options that TensorGuards compare in C++, and on recorded backwards of one
 
 RECORDED = attention.run_triton, attention.run_hopper
-_CLASSES = of_calls.CLASSES
 _NUMBERS = frozenset((int, float, bool, str, type(None)))
 _PLACES = {name: place for place, name in enumerate(TENSORS)}
 # Getters of the tensors of an Arguments, in the order of TENSORS, and of its other fields.
@@ -56,23 +55,31 @@ def forget() -> None:
 def attend(arguments: Arguments, return_lse: bool, return_weights: bool, backend: str | None) -> Tensor | Any:
     """Compute `attention`: replay an earlier call with the same signature, or check the arguments and run the call."""
     named = thread_overrides.backend if backend is None else backend
-    known = None
     if not is_compiling():
         tensors = _of_plan(arguments) if type(arguments.mask) is Plan else _take_tensors(arguments) + _NOT_WRITTEN
-        known = tensors, (*_take_numbers(arguments), return_lse, return_weights, named, torch.is_grad_enabled())
-        if (replay := find(*known)) is not None:
+        numbers = *_take_numbers(arguments), return_lse, return_weights, named, torch.is_grad_enabled()
+        if (replay := find(tensors, numbers)) is not None:
             return replay(tensors)
     check_flags(return_lse=return_lse, return_weights=return_weights)
     call, rank = checked(arguments, named is not None), arguments.query.dim()
-    if (own := dtensors.local_call(call, arguments.seed)) is not None:
+    direct = plain(call)
+    if not direct and (own := dtensors.local_call(call, arguments.seed)) is not None:
         run = backends.choose(own.call, return_weights, named).run
         out, lse, weights = run(own.call, return_lse, return_weights)
         return results(rank, own.whole(out, True), own.whole(lse) if return_lse else None, own.whole(weights))
     chosen = backends.choose(call, return_weights, named)
-    if known is not None and (replay := learn(*known, call, chosen)) is not None:
+    if direct and chosen.run in RECORDED and (replay := learn(tensors, numbers, call, chosen)) is not None:
         return replay((*tensors[:_SEED], call.seed, *tensors[_SEED + 1 :]))
-    out, lse, weights = chosen.run(call, return_lse, return_weights)
+    out, lse, weights = chosen.run(call, return_lse, return_weights, direct)
     return results(rank, out, lse if return_lse else None, weights)
+
+
+def results(rank: int, *results: Tensor | None) -> Tensor | Any:
+    """Return the results that are not None, squeezed to the rank of query, as a tuple if there are several."""
+    wanted = [x for x in results if x is not None]
+    if rank < 4:
+        wanted = [x.squeeze(1) if rank == 3 else x.squeeze((0, 1)) for x in wanted]
+    return tuple(wanted) if len(wanted) > 1 else wanted[0]
 
 
 def _of_plan(arguments: Arguments) -> tuple:
@@ -116,7 +123,7 @@ def _split(tensors: tuple, numbers: tuple) -> tuple[tuple, tuple] | None:
     present: tuple
     query, key, value, *options = tensors
     kinds = tuple(map(type, numbers))
-    if type(query) not in _CLASSES or (kinds not in _kinds and not _usual(numbers)):
+    if type(query) not in CLASSES or (kinds not in _kinds and not _usual(numbers)):
         return None
     present, there = (query, key, value), None
     for x in options:
@@ -130,7 +137,7 @@ def _split(tensors: tuple, numbers: tuple) -> tuple[tuple, tuple] | None:
 
 
 def _signature(present: tuple, most: tuple) -> tuple | None:
-    if any_autocast() or not (of_calls.in_memory(present) and _aligned(present)):
+    if any_autocast() or not _aligned(present):
         return None
     facts = [(x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.is_inference()) for x in present]
     return (*most, tuple(facts))
@@ -165,7 +172,7 @@ def find(tensors: tuple, numbers: tuple) -> "Replay | None":
     for guards, replay in _recent.get(most, ()):
         if guards.check(*present):
             return replay if _aligned(present) else None
-    signature = None if must_dispatch() else _signature(present, most)
+    signature = None if must_dispatch() or not in_memory(present) else _signature(present, most)
     replay = None if signature is None else _known.get(signature)
     if replay is not None:
         _remember(present, most, replay)
@@ -173,10 +180,8 @@ def find(tensors: tuple, numbers: tuple) -> "Replay | None":
 
 
 def learn(tensors: tuple, numbers: tuple, call: Call, chosen: backends.Backend) -> "Replay | None":
-    """Count a checked call. Record the RECORD_AFTER-th call of a signature, and return its Replay; otherwise None."""
-    if chosen.run not in RECORDED:
-        return None
-    split = _split(tensors, numbers) if can_replay and not must_dispatch() else None
+    """Count a plain call. Record the RECORD_AFTER-th call of a signature, and return its Replay; otherwise None."""
+    split = _split(tensors, numbers) if can_replay else None
     if split is None or call.query is not tensors[0]:
         return None
     present, most = split
@@ -272,7 +277,7 @@ class Replay:
         grad_lse = None if grad_lse is None else grad_lse.to(stats.dtype).contiguous()
         given = *tensors, grad_out, grad_lse, grad_weights, out, weights, stats
         there = tuple(x for x in given if x is not None)
-        if not of_calls.in_memory(there) or not _aligned(there):
+        if not in_memory(there) or not _aligned(there):
             return self._differentiate_slowly(kept, tensors, incoming, out, weights, stats, need)
         # Saved-tensor hooks may have changed strides or device.
         facts = tuple(None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in given)

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..api import attention_varlen
+from ..api import attention_varlen, overridable
 from ..call.options import DIMS, Arguments, Call, Lengths, Origin, in_full
-from ..call.overrides import overridable
 from ..call.private import eager
 from ..call.rules import Sizes, check_options, check_tensors, fail
 from ..call.varlen import check_lengths

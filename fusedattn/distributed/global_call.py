@@ -12,7 +12,7 @@ from ..call import options as of_calls
 from ..call.options import DIMS, INPUTS, TENSORS, Arguments, Call, Origin, Plan, in_full
 from ..call.private import transforms_active
 from ..call.rules import Sizes, check_flags, check_options, checked, fail
-from ..dispatch import backends
+from ..dispatch import backends, replay
 from ..operators import dtensors, partial, schema
 from . import ranks as ranks_of
 from .ranks import Ranks
@@ -137,7 +137,7 @@ def attend(function: str, given: dict[str, Any], method: Method) -> Any:
     whole = agreed(function, given)
     if whole is None:
         return attention(**{name: x for name, x in given.items() if name not in ("group", "balance")})
-    return of_calls.results(4, *attend_globally(whole, method))
+    return replay.results(4, *attend_globally(whole, method))
 
 
 def attend_globally(whole: GlobalCall, method: Method) -> Sequence[Tensor | None]:

@@ -53,8 +53,8 @@ def _forward(whole: GlobalCall, keys: _Keys) -> tuple[list[Tensor | None], Globa
 
 def _zeros(call: Call, names: Iterable[str]) -> dict[str, Any]:
     """Return a zero gradient for each named tensor that a call has, in float32 (float64 for float64 inputs)."""
-    tensors = {name: getattr(call, name) for name in names}
-    return {name: x.new_zeros(x.shape, dtype=wide_dtype(call)) for name, x in tensors.items() if x is not None}
+    tensors, dtype = {name: getattr(call, name) for name in names}, wide_dtype(call.query.dtype)
+    return {name: x.new_zeros(x.shape, dtype=dtype) for name, x in tensors.items() if x is not None}
 
 
 @without_autocast

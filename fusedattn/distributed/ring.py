@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..api import overridable
 from ..call.options import DIMS, Call, wide_dtype
-from ..call.overrides import overridable
 from ..call.private import eager
 from . import ranks as ranks_of
 from .global_call import GlobalCall, Piece, attend
@@ -77,7 +77,7 @@ class _Keys:
     @functools.cached_property
     def totals(self) -> dict[str, Tensor]:
         """Gradients of this rank's keys and values, summed over the ranks so far."""
-        wanted, dtype = self.whole.wanted(self.whole.ranks.rank), wide_dtype(self.whole.call)
+        wanted, dtype = self.whole.wanted(self.whole.ranks.rank), wide_dtype(self.whole.call.query.dtype)
         return {name: torch.zeros_like(x, dtype=dtype) for name, x in self.own.items() if name in wanted}
 
     def _begin(self, step: int) -> Transfer:

@@ -9,9 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.types import Device
 
-from ..call.numbers import is_int
-from ..call.overrides import overridable
-from ..call.rules import check_place, fail, type_name
+from ..api import overridable
+from ..call.rules import check_place, fail, is_int, type_name
 from . import ranks as ranks_of
 from .ranks import Ranks
 

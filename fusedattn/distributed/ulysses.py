@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..api import overridable
 from ..call.layout import arrange
 from ..call.options import DIMS, INPUTS, Call, Origin, tensors as tensors_of, wide_dtype, with_dims
-from ..call.overrides import overridable
 from ..call.private import eager
 from ..call.rules import fail
 from ..naive.formula import without_autocast
@@ -167,7 +167,7 @@ def _forward(whole: GlobalCall) -> tuple[list[Tensor | None], GlobalCall, Sequen
 def _backward(whole: GlobalCall, saved: Sequence[Any], incoming: Sequence[Any]) -> dict[str, Tensor | None]:
     *fields, out, weights, stats = saved
     call, wanted, route = Call(*fields), whole.wanted(), _route(whole, "query")
-    dtype, wide = whole.query.dtype, wide_dtype(call)
+    dtype, wide = whole.query.dtype, wide_dtype(call.query.dtype)
     out_grad, lse_grad, weights_grad = (None if x is None else route.to_heads(x) for x in incoming)
     out_grad, weights_grad = (None if x is None else x.to(call.query.dtype) for x in (out_grad, weights_grad))
     need = [name in wanted and getattr(call, name) is not None for name in INPUTS]

@@ -4,9 +4,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton import cdiv
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..call.options import BY_HEAD, diagonal, shift, sizes
+from ..call import options as of_calls
+from ..call.options import BY_HEAD, Origin, diagonal
 from ..call.private import has_storage, holds
 from ..kernels.vocabulary import dropout
 from ..kernels.vocabulary.masks import Masks
@@ -16,6 +18,31 @@ from ..kernels.vocabulary.scores import score
 from . import tile_table
 
 TMA_BYTES = 16  # TMA needs addresses and strides that are multiples of 16 bytes
+EVERYWHERE = dict(sequences=None, tile_lists=None)  # as from `blocks.walks`, of kernels that visit every block
+
+
+def sizes(call):
+    """Return `of_calls.sizes` of a call: the shapes themselves, unless sequences are packed."""
+    return of_calls.sizes(call) if call.cu_seqlens_q is not None else (*call.query.shape[:3], call.key.shape[2])
+
+
+def slots(call, block, by_keys=False):
+    """Return the number of row blocks, or key blocks, of one head over all batches; an upper bound if packed."""
+    length = (call.key if by_keys else call.query).shape[2]
+    if call.cu_seqlens_q is None:
+        return cdiv(length, block) * call.query.shape[0]
+    return length // block + call.cu_seqlens_q.shape[0] - 1
+
+
+def programs(call, tile, by_keys=False):
+    """Return the grid size of a kernel with a program for each block of rows, or of keys, of each head."""
+    block, tensor = (tile.keys, call.key) if by_keys else (tile.rows, call.query)
+    return slots(call, block, by_keys) * tensor.shape[1]
+
+
+def hides(call):
+    """Return whether a call has, or needs, a block mask."""
+    return call.block_mask is not None or not call.mask is call.bias is call.key_mask is call.query_mask is None
 
 
 def precision(dtype):
@@ -104,11 +131,15 @@ def masks_of(call):
     return masks(call.mask, call.key_mask, call.query_mask, *sizes(call), packed=call.cu_seqlens_q is not None)
 
 
+def _shift(call):
+    return 0 if call.origin is None else Origin(*call.origin).shift
+
+
 def scored(call):
     batch, heads, rows, keys = sizes(call)
     bias = None if call.bias is None else of(call.bias.expand(batch, heads, rows, keys))
     by_head = {name: each_head(getattr(call, name), batch, heads) for name in BY_HEAD}
-    return score(call.scale, call.softcap, bias, shift(call), **by_head)
+    return score(call.scale, call.softcap, bias, _shift(call), **by_head)
 
 
 def bounded(call):
@@ -121,7 +152,7 @@ def bounded(call):
 
 def band(call):
     """Return the lengths and the window of a call as kernel arguments: 32-bit numbers, None if unbounded."""
-    rows, keys, by = call.query.shape[2], call.key.shape[2], shift(call)
+    rows, keys, by = call.query.shape[2], call.key.shape[2], _shift(call)
     most = rows + keys
     left = None if call.left is None else max(-most, min(call.left - by, most))
     right = None if call.right is None else max(-most, min(call.right + by, most))
@@ -151,7 +182,7 @@ def common(call):
 
 def can_pack_gqa(call, out):
     """Return whether the query heads that share a key head can become rows of one head."""
-    (_, heads, rows, _), kv_heads, within = sizes(call), call.key.shape[1], bounded(call)
+    (_, heads, rows, _), kv_heads = call.query.shape, call.key.shape[1]
     others = *(getattr(call, name) for name in BY_HEAD), call.seed, call.query_mask, call.block_mask, call.cu_seqlens_q
     pairs = [x for x in (call.mask, call.bias) if x is not None]
     return (
@@ -159,7 +190,7 @@ def can_pack_gqa(call, out):
         and rows * (heads // kv_heads) <= tile_table.FEW_ROWS
         and all(x is None for x in others)
         and all(x.shape[1] == x.shape[2] == 1 for x in pairs)
-        and within.left is within.right is None
+        and (within := bounded(call)).left is within.right is None
         and all(x.shape[2] == 1 or x.stride(1) == x.shape[2] * x.stride(2) for x in (call.query, out))
     )
 

@@ -1,5 +1,6 @@
 """Chooses the kernels of a backward, and launches them. `form` is the tile of the Hopper kernel, None without one."""
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from ..call.padding import padding
 from ..kernels.vocabulary.gradient import Grads, Incoming
 from ..kernels.vocabulary.row_sums import ByRow
 from . import arguments, blocks, failures, hopper, run, tile_table, tuned
+from .forward import run_by_rows
 
 
 class _Pass(NamedTuple):
@@ -75,9 +77,10 @@ def reasons_not_on_hopper(call: Call, need, backend: str) -> list[str]:
     return [str(run.none_is_right(kernel, device))]
 
 
-def passes(call: Call, need, backend: str = "triton", reachable: bool = True) -> tuple[str, ...]:
+def passes(call: Call, need, backend: str = "triton", by_tma: tuple | None = ()) -> tuple[str, ...]:
     """Return the names of a backward's kernels, in order. need: for each of INPUTS, whether its gradient is needed.
 
+    by_tma: gradients that a Hopper kernel would read or write by TMA; None if it does not support one of them.
     A Hopper kernel runs if it is chosen (`run.is_to_take`) and supports the call. Otherwise one_pass runs if dq may be
     summed in any order and no other gradient is summed by row. Otherwise dq and dkdv run; both are deterministic.
     """
@@ -88,7 +91,8 @@ def passes(call: Call, need, backend: str = "triton", reachable: bool = True) ->
     deterministic = _is_deterministic(call)
     narrow = run.widest(call) <= tile_table.ONE_PASS
     special = run.backward_on_hopper(call, deterministic)
-    if reachable and run.is_to_take(special, call, backend) and not _lacks_on_hopper(call, needed, special):
+    taken = run.is_to_take(special, call, backend) and not _lacks_on_hopper(call, needed, special)
+    if taken and by_tma is not None and hopper.reachable(*by_tma):
         names = ["preprocess", special, *["postprocess"] * (special != "hopper_bwd_ds")]
     elif needed["query"] and by_keys and not by_rows and narrow and not (deterministic or run.prefers_two_passes(call)):
         names = ["preprocess", "one_pass", "postprocess"]
@@ -146,14 +150,14 @@ def _dkdv(name, p, query_sums, grads):
     """Compute the gradients of keys and values, and sums by key. The kernel "one_pass" also sums dq."""
     call = p.call
 
-    def programs(tile):
-        return blocks.slots(call, tile.keys, by_keys=True) * call.key.shape[1]
-
     def more(tile):
         sums = arguments.descriptor(query_sums, tile.rows) if tile.bulk else arguments.of(query_sums)
         described = arguments.described(tile, tile.rows, call.query_mask, Q=call.query, GradOut=p.grad_out)
-        return described | dict(GradQ=sums) | blocks.walks(call, p.block_mask, tile, by_keys=True)
+        everywhere = p.block_mask is call.cu_seqlens_q is None
+        walks = arguments.EVERYWHERE if everywhere else blocks.walks(call, p.block_mask, tile, by_keys=True)
+        return described | dict(GradQ=sums) | walks
 
+    programs = functools.partial(arguments.programs, call, by_keys=True)
     run.run_tiled(name, call, programs, p.launched | dict(grads=grads), more)
 
 
@@ -253,13 +257,14 @@ def _add_up(p, by_row, by_key, grads):
 def launch_backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats, call: Call, backend: str):
     """Compute the backward of a Call into `grads`, a tensor for each of INPUTS, or None if not needed."""
     grads = dict(zip(INPUTS, grads, strict=True))
-    gradients = [grad_out, *(grads[name] for name in ("query", "key", "value") if grads[name] is not None)]
-    reachable = grad_weights is None and hopper.reachable(*gradients)
-    names = passes(call, [x is not None for x in grads.values()], backend, reachable)
+    by_tma = (grad_out, grads["query"], grads["key"], grads["value"]) if grad_weights is None else None
+    names = passes(call, [x is not None for x in grads.values()], backend, by_tma)
     special = next((name for name in names if name in tile_table.ON_HOPPER), None)
+    bulk = "one_pass" in names and any(tile.bulk for tile in run.candidates("one_pass", call))
     call = call if special is None else arguments.bounded(call)
     launched = arguments.common(call) | dict(GradOut=arguments.of(grad_out), GradWeights=arguments.of(grad_weights))
-    p = _Pass(call, grad_out, launched, blocks.block_mask_of(call), *arguments.sizes(call))
+    block_mask = blocks.block_mask_of(call) if arguments.hides(call) else None
+    p = _Pass(call, grad_out, launched, block_mask, *arguments.sizes(call))
 
     where = None if grads["bias"] is None else _bias_sum(call)
     of_scores = arguments.of(grads["bias"].zero_()) if where == "pairs" else None
@@ -274,7 +279,6 @@ def launch_backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats
     elif "postprocess" in names:
         # Sum into the gradient itself if it has the dtype of sums, unless TMA adds, which needs aligned rows.
         width = call.query.shape[3]
-        bulk = any(tile.bulk for tile in run.candidates("one_pass", call))
         in_place = grads["query"].dtype == stats.dtype and not bulk
         query_sums = grads["query"] if in_place else p.table(stats, cdiv(width, 4) * 4)[..., :width]
 
@@ -289,7 +293,7 @@ def launch_backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats
     if "dq" in names:
         of_rows = Grads(None, None, of_scores, None, ByRow(**by_row), partial)
         more = dict(GradQ=arguments.of(grads["query"]), grads=of_rows)
-        blocks.run_by_rows("dq", call, p.launched | more, p.block_mask)
+        run_by_rows("dq", call, p.launched | more, p.block_mask)
         of_scores = None
     if special == "hopper_bwd_ds":
         _store_on_hopper(special, p, grads, form)

@@ -53,14 +53,6 @@ def block_mask(mask, key_mask, query_mask, bias, lengths):
     return block_mask
 
 
-def slots(call, block, by_keys=False):
-    """Return the number of row blocks, or key blocks, of one head over all batches; an upper bound if packed."""
-    batch, _, rows, keys = arguments.sizes(call)
-    if call.cu_seqlens_q is None:
-        return cdiv(keys if by_keys else rows, block) * batch
-    return (call.key if by_keys else call.query).shape[2] // block + batch
-
-
 def packed_sequences(lengths, block, by_keys=False, count=0):
     batch, new = lengths.cu_seqlens_q.shape[0] - 1, lengths.cu_seqlens_q.new_full
     sequences = Sequences(new((count, 2), -1) if count else None, new((batch, 4), 0))
@@ -87,7 +79,7 @@ def packed_sequences(lengths, block, by_keys=False, count=0):
 def sequences_of(call, block, by_keys=False):
     if call.cu_seqlens_q is None:
         return None
-    return packed_sequences(lengths_of(call), block, by_keys, slots(call, block, by_keys))
+    return packed_sequences(lengths_of(call), block, by_keys, arguments.slots(call, block, by_keys))
 
 
 def extents(lengths):
@@ -125,7 +117,7 @@ def tile_lists(call, block_mask, tile, by_keys=False, sequences=None):
 
 
 def block_mask_of(call):
-    """Return the block mask of a call; None if it has no mask and no bias."""
+    """Return the block mask of a call; None if it needs none."""
     if call.block_mask is not None or all(x is None for x in hiding(call)):
         return call.block_mask
     return block_mask(*hiding(call), lengths_of(call))
@@ -136,16 +128,6 @@ def walks(call, block_mask, tile, by_keys=False):
     if block_mask is not None:
         lists = tile_lists(call, block_mask, tile, by_keys, sequences)
     return dict(sequences=sequences, tile_lists=lists)
-
-
-def run_by_rows(name, call, launched, block_mask):
-    """Run a kernel in which each program loops over the keys for one block of rows of one head."""
-
-    def more(tile):
-        described = arguments.described(tile, tile.keys, call.key_mask, K=call.key, V=call.value)
-        return described | walks(call, block_mask, tile)
-
-    run.run_tiled(name, call, lambda tile: slots(call, tile.rows) * call.query.shape[1], launched, more)
 
 
 def block_mask_size():

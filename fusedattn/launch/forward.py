@@ -1,5 +1,7 @@
 """Launches the forward (the Hopper kernel or the kernel for any GPU), its tangents, and the kernels of weights."""
 
+import functools
+
 import torch
 from triton import cdiv
 
@@ -33,13 +35,24 @@ def _forward_on_hopper(out, lse, stats, call):
         out.copy_(target)
 
 
+def run_by_rows(name, call, launched, block_mask):
+    """Run a kernel in which each program loops over the keys for one block of rows of one head."""
+
+    def more(tile):
+        described = arguments.described(tile, tile.keys, call.key_mask, K=call.key, V=call.value)
+        everywhere = block_mask is call.cu_seqlens_q is None
+        return described | (arguments.EVERYWHERE if everywhere else blocks.walks(call, block_mask, tile))
+
+    run.run_tiled(name, call, functools.partial(arguments.programs, call), launched, more)
+
+
 def _forward(out, lse, stats, call):
     planes = call.query.shape[0] * call.key.shape[1]
     if arguments.can_pack_gqa(call, out) and planes >= run.multiprocessors(run.device_of(call.query)):
         call, out = arguments.pack_gqa(call, out)
     launched = arguments.common(call) | dict(Out=arguments.of(out), Lse=lse, Stats=stats)
     launched["spec"] = launched["spec"]._replace(BY_THREADS=arguments.by_threads(call.key))
-    blocks.run_by_rows("forward", call, launched, blocks.block_mask_of(call))
+    run_by_rows("forward", call, launched, blocks.block_mask_of(call) if arguments.hides(call) else None)
 
 
 def _launch_weights(name, weights, launched, call: Call):
@@ -48,7 +61,7 @@ def _launch_weights(name, weights, launched, call: Call):
     run.run_tiled(
         name,
         call,
-        lambda tile: blocks.slots(call, tile.rows) * cdiv(columns, tile.keys) * call.query.shape[1],
+        lambda tile: arguments.slots(call, tile.rows) * cdiv(columns, tile.keys) * call.query.shape[1],
         {key: x for key, x in launched.items() if key != "V"} | dict(Weights=arguments.of(weights), columns=columns),
         lambda tile: dict(sequences=blocks.sequences_of(call, tile.rows)),
     )
@@ -76,6 +89,6 @@ def launch_tangent(tangent_out, tangent_lse, tangent_weights, tangents, out, sta
     by_threads = any(arguments.by_threads(x) for x in loaded if x is not None)
     launched = shared | dict(Out=arguments.of(out), TangentOut=arguments.of(tangent_out))
     launched["spec"] = shared["spec"]._replace(BY_THREADS=by_threads)
-    blocks.run_by_rows("tangent", call, launched, blocks.block_mask_of(call))
+    run_by_rows("tangent", call, launched, blocks.block_mask_of(call))
     if tangent_weights is not None:
         _launch_weights("tangent_weights", tangent_weights, shared, call)

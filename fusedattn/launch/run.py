@@ -9,7 +9,7 @@ from triton import knobs
 from triton.runtime.driver import driver
 from triton.runtime.errors import OutOfResources
 
-from ..call.options import BY_HEAD, AssumedGPU, Call, device_of as device_of_tensor, hiding, lengths_of, sizes
+from ..call.options import BY_HEAD, AssumedGPU, Call, hiding, lengths_of, thread_overrides
 from ..kernels import (
     append,
     block_mask,
@@ -49,7 +49,7 @@ def current_recorder():
 def device_of(tensor):
     """Return the device that runs kernels on a tensor."""
     recorder = current_recorder()
-    return device_of_tensor(tensor) if recorder is None else recorder.device
+    return (thread_overrides.gpu or tensor.device) if recorder is None else recorder.device
 
 
 def run_kernel(name, programs, arguments, device, kind=None, last=True, **options):
@@ -131,9 +131,10 @@ def pressure_of(call):
 
 def kind_of(name, call):
     """Return the dict key of a kernel and a call. Calls with equal keys use the same tiles and share failures."""
-    query, (_, _, rows, _) = call.query, sizes(call)
+    query, rows = call.query, call.query.shape[2] if call.max_seqlen_q is None else call.max_seqlen_q
     small = rows <= tile_table.FEW_ROWS and name in ("forward", "dq", "tangent")
-    small = small or tile_table.narrow(call.left, call.right)
+    # A tile of n rows visits n - 1 keys more than one row does. With 128 rows that is over a tenth of a narrow window.
+    small = small or (None not in (call.left, call.right) and call.left + 1 + call.right < 10 * 127)
     return name, device_of(query), query.dtype, widest(call), pressure_of(call), small
 
 
@@ -143,7 +144,7 @@ def candidates(name, call):
     fitting = tile_table.fitting.get(kind)
     if fitting is None:
         _, device, dtype, most, pressure, small = kind
-        right, wrong, _ = tuned.forms_of(device, tuned.place(name, dtype, most, pressure))
+        right, wrong, _ = tuned.of(device).get(tuned.place(name, dtype, most, pressure), tuned.Forms())
         table = tile_table.tiles_for(name, capability(device), dtype.itemsize, most, pressure)
         fitting = *right, *(tile for tile in table if tile_table.same(tile) not in (*right, *wrong))
         fitting = tile_table.fitting[kind] = tile_table.small_enough(fitting) if small else fitting
@@ -160,7 +161,7 @@ def form_on_hopper(name, call):
     """Return the pipeline of a Hopper kernel for a call; None if a tuning file found all of them wrong."""
     place = tuned.place(name, call.query.dtype, widest(call))
     length = min(call.query.shape[2], call.key.shape[2])
-    ranked, wrong, _ = tuned.forms_of(device_of(call.query), place)
+    ranked, wrong, _ = tuned.of(device_of(call.query)).get(place, tuned.Forms())
     forms = tile_table.forms_on_hopper(name, row_width(widest(call)), length, hopper.band_of(call), ranked)
     return next((form for form in forms if form not in wrong), None)
 
@@ -177,7 +178,7 @@ def is_to_take(name, call, backend):
     return wanted and has_hopper(call.query) and form_on_hopper(name, call) is not None
 
 
-def form_of(name, call):
+def form_of(name: str, call: Call):
     """Return the tile or pipeline of a kernel for a call, or None."""
     if name in tile_table.ON_HOPPER:
         return form_on_hopper(name, call)
@@ -190,8 +191,9 @@ def none_is_right(name, device):
 
 def prefers_two_passes(call):
     """Return whether a tuning file found dq and dkdv faster than one_pass, or every tile of one_pass wrong."""
-    faster = "two_passes", "one_pass", call, device_of(call.query), pressure_of(call)
-    return not candidates("one_pass", call) or tuned.is_faster(*faster)
+    device = device_of(call.query)
+    faster = "two_passes", "one_pass", call, device, pressure_of(call)
+    return not candidates("one_pass", call) or (bool(tuned.of(device)) and tuned.is_faster(*faster))
 
 
 def surroundings(device):

@@ -323,14 +323,6 @@ def small_enough(tiles):
     return tuple(tile for tile in tiles if max(tile.rows, tile.keys or 0) <= 64)
 
 
-def narrow(left, right):
-    """Return whether calls with this window should use tiles of at most 64 x 64.
-
-    A tile of n rows visits n - 1 keys more than one row does. With 128 rows that is over a tenth of a narrow window.
-    """
-    return left is not None and right is not None and left + 1 + right < 10 * 127
-
-
 def tiles_for(kernel, capability, itemsize, width, pressure="plain"):
     """Return the tiles to try, best first, for one kernel on one GPU.
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..call.options import Call, Device
+from ..call.options import AssumedGPU, Call, Device
 from ..call.private import constant
 from . import tile_table
 from .tile_table import row_width
@@ -120,8 +120,11 @@ _override: Choices | None = None
 
 
 @functools.cache
-def _of_files(device):
-    if not (loaded or os.path.isdir(path("").parent)):
+def of(device: Device) -> Choices:
+    """Return the tuned Choices of a device: none for a CPU or an assumed GPU, unless `ask` has set some."""
+    if _override is not None:
+        return _override
+    if device.type != "cuda" or isinstance(device, AssumedGPU) or not (loaded or os.path.isdir(path("").parent)):
         return {}
     name = torch.cuda.get_device_name(device)
     if name in loaded or not os.path.isfile(path(name)):
@@ -133,28 +136,17 @@ def _of_files(device):
         return {}
 
 
-def of(device: Device) -> Choices:
-    """Return the tuned Choices of a device: none for a CPU or an assumed GPU, unless `ask` has set some."""
-    if _override is not None:
-        return _override
-    return _of_files(device) if device.type == "cuda" and isinstance(device, torch.device) else {}
-
-
-def forms_of(device: Device, place: tuple) -> Forms:
-    return of(device).get(place, Forms())
-
-
 def ask(choices: Choices | None) -> None:
     """Use these Choices in place of tuning files, on any device of this process; None goes back to the files."""
     global _override
     _override = choices
-    _of_files.cache_clear()
+    of.cache_clear()
     tile_table.fitting.clear()
 
 
 @constant
 def _is_faster(device: Device, one: str, other: str, where: tuple, banded: bool) -> bool:
-    first, second = (forms_of(device, (kernel, *where)).best for kernel in (one, other))
+    first, second = (of(device).get((kernel, *where), Forms()).best for kernel in (one, other))
     cases = [case for case in first if case in second and ("causal" in case) == banded]
     return sum(first[case] for case in cases) < sum(second[case] for case in cases)
 

@@ -7,17 +7,16 @@ from torch import Tensor, fx, nn
 from torch.types import Device
 
 from ..api import attention
-from ..call.layout import broadcasts, irregular, is_size
-from ..call.numbers import as_python, is_int
-from ..call.options import Arguments, Plan, autocasting
-from ..call.rules import FLOATING, FLOATS, check_flags, check_number, check_options, check_place, fail, type_name
+from ..call import rules
+from ..call.options import Arguments, Plan
+from ..call.rules import FLOATING, FLOATS, as_python, check_flags, check_options, check_place, fail, type_name
 from ..dispatch.backends import check_name
 from ..distributed.parallel import ContextParallel, attend as attend_in_parallel, by_heads, check_parallel
 
 
 def check_sizes(**sizes: Any) -> None:
     for name, size in sizes.items():
-        if not is_int(size):
+        if not rules.is_int(size):
             fail(TypeError, name, "an int", type_name(size))
         if not 1 <= size < 2**63:
             fail(ValueError, name, "1 or more, and less than 2**63", size)
@@ -25,8 +24,8 @@ def check_sizes(**sizes: Any) -> None:
 
 def check_layer(dtype: Any = None, layer_norm_eps: Any = 0.0, **dropouts: Any) -> None:
     for name, dropout in dropouts.items():
-        check_number(name, dropout, "a number from 0 to 1", 0, 1)
-    check_number("layer_norm_eps", layer_norm_eps, "a finite number of 0 or more", 0)
+        rules.check_number(name, dropout, "a number from 0 to 1", 0, 1)
+    rules.check_number("layer_norm_eps", layer_norm_eps, "a finite number of 0 or more", 0)
     if dtype is not None and dtype not in FLOATING:
         fail(TypeError, "dtype", FLOATS, f"the {type_name(dtype)} {dtype!r}")
 
@@ -42,7 +41,7 @@ def check_input(
         check_place(name, tensor)
     fits = tensor.dim() == len(shape)
     for size, want in zip(tensor.shape, shape, strict=False):
-        fits = fits and (isinstance(want, str) or is_size(size, want))
+        fits = fits and (isinstance(want, str) or rules.is_size(size, want))
     if not fits:
         why = f", because {name} was left out and is {source} by default" if source not in ("", name) else ""
         hint = ": pass a mask by its name" if tensor.dtype == torch.bool else ""
@@ -66,7 +65,7 @@ def check_fits(name: str, tensor: Tensor, layer: nn.Module | None, same_dtype: b
     # Not weight.is_meta: a compiler makes it a node of its graph.
     if weight is None or not weight.is_floating_point() or weight.device.type == "meta":
         return
-    if same_dtype and tensor.dtype != weight.dtype and not (tensor.is_floating_point() and autocasting(tensor)):
+    if same_dtype and tensor.dtype != weight.dtype and not (tensor.is_floating_point() and rules.autocasting(tensor)):
         fail(TypeError, name, f"the dtype of the parameters, {weight.dtype}", tensor.dtype)
     if tensor.device != weight.device:
         fail(ValueError, name, f"the device of the parameters, {weight.device}", tensor.device)
@@ -87,9 +86,9 @@ def _add_head_dim(name: str, pairs: Any, sizes: tuple[int, ...] | None) -> Any:
     """
     if isinstance(pairs, Plan):
         return pairs._replace(mask=_add_head_dim(name, pairs.mask, sizes))
-    if not isinstance(pairs, Tensor) or irregular(pairs) is not None or pairs.dim() != 3:
+    if not isinstance(pairs, Tensor) or rules.irregular(pairs) is not None or pairs.dim() != 3:
         return pairs
-    if sizes is not None and not broadcasts(pairs, sizes):
+    if sizes is not None and not rules.broadcasts(pairs, sizes):
         fail(ValueError, name, f"(B, Sq, Sk), broadcastable to {sizes}, because its rank is 3", pairs.shape)
     return pairs.unsqueeze(1)
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ..call.decode import Decode, capacity_of
 from ..call.layout import arrange
-from ..call.options import Call, is_known, plain
+from ..call.options import Call, is_known
 from ..call.private import holds, unmapped
-from ..call.rules import fail
+from ..call.rules import fail, plain
 from .varlen import of_batches
 
 WORTH = 2**13  # elements of a key cache that an extra call must skip to pay off: the call takes 0.1 ms on a CPU

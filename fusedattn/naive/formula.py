@@ -9,12 +9,13 @@ from torch.utils.checkpoint import checkpoint
 
 from ..call.decode import Decode
 from ..call.layout import arrange
-from ..call.options import Call, autocasting, wide_dtype
+from ..call.options import Call, wide_dtype
 from ..call.private import dispatch_modes, holds, transforms_active
+from ..call.rules import autocasting
 from . import pairs
 from .blocks import CACHE, CUT_ROWS, Block, Part, block, parts, readable, sized, uncut
 from .decode import append, by_length, dense
-from .inputs import prepared
+from .pairs import prepared
 from .varlen import joined, packed, padded, sequences
 
 # A softcap above LARGEST_CAP has no effect and is skipped. One below SMALLEST_CAP is raised to it: score / softcap or
@@ -182,7 +183,7 @@ def _is_one(call: Call) -> bool:
     scores = batch * heads * rows * keys
     if scores <= SMALL and call.query.device.type == "cpu":
         return True
-    if scores * wide_dtype(call).itemsize > most(call):
+    if scores * wide_dtype(call.query.dtype).itemsize > most(call):
         return False
     # Few rows see nearly the same keys, so cutting them skips little.
     return call.left is call.right is None or (rows <= CUT_ROWS and block(call, 0, rows) == (0, rows, 0, keys))
@@ -251,7 +252,7 @@ def by_sequence(run: Callable[..., tuple], *calls: Call) -> tuple:
 @without_autocast
 def run_padded(call: Call, need_lse: bool, need_weights: bool) -> tuple:
     """Compute `run_naive` of a dense call. Offsets in the call mean that packed sequences were padded to it."""
-    wide = prepared(call, wide_dtype(call))
+    wide = prepared(call, wide_dtype(call.query.dtype))
     if not sized(wide):  # with symbolic sizes torch 2.10 cannot export merged dimensions
         out, lse, weights = of_all(wide, need_lse, need_weights, AS_WRITTEN)
     elif _is_one(wide):

@@ -1,15 +1,15 @@
-"""Masks, biases and dropout for the (row, key) pairs of a block."""
+"""Inputs of the formula in one dtype, and masks, biases and dropout for the (row, key) pairs of a block."""
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..call.options import Call, Origin, diagonal, shift
+from ..call.options import INPUTS, Call, Origin, diagonal, inputs, shift
 from ..call.private import holds
 from . import dropout
 from .blocks import Block, known_diagonal
-from .inputs import cast
 
 
 def cut(pairs: Tensor, block: Block) -> Tensor:
@@ -113,3 +113,26 @@ def factor(call: Call, planes: Tensor | None, block: Block) -> Tensor | None:
     kept = dropout.keep(call.seed, planes.flatten(), rows, keys, call.dropout_p).to(call.query.dtype)
     scale = 1 / (1 - call.dropout_p) if call.dropout_p < 1 else 0.0
     return kept.mul_(scale).view(*planes.shape, last - first, end - begin)
+
+
+def prepared(call: Call, dtype: torch.dtype) -> Call:
+    """Return the call in `dtype`, with zeros for rows and keys that query_mask and key_mask hide."""
+    if call.key_mask is call.query_mask is None and all(x is None or x.dtype == dtype for x in inputs(call)):
+        return call
+    present = [name for name in INPUTS if getattr(call, name) is not None]
+    fields: dict[str, Any] = {name: cast(getattr(call, name), dtype) for name in present}
+    for name, mask in dict(query=call.query_mask, key=call.key_mask, value=call.key_mask).items():
+        if mask is not None:
+            fields[name] = fields[name].masked_fill(~mask[:, None, :, None], 0.0)
+    return call._replace(**fields)
+
+
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a tensor in `dtype`. Finite values beyond its range are clamped: as -inf, they would hide the score."""
+    lowest = torch.finfo(dtype).min
+    if torch.finfo(tensor.dtype).min < lowest:
+        hidden = tensor == float("-inf")
+        finite = tensor.masked_fill(hidden, 0.0)
+        clamped = tensor.detach().clamp(lowest, -lowest).masked_fill(hidden, float("-inf"))
+        tensor = clamped + (finite - finite.detach())  # a plain clamp would stop gradients
+    return tensor.to(dtype)

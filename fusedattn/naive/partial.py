@@ -15,7 +15,7 @@ from ..call.options import INPUTS, Call, Origin, inputs
 from . import pairs
 from .blocks import Block, Part, block, parts, spans, uncut
 from .formula import BUDGET, by_part, by_sequence, most, scored, scores_of, sums_of
-from .inputs import prepared
+from .pairs import prepared
 from .varlen import part_of
 
 LN2 = math.log(2)

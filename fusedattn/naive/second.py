@@ -10,17 +10,17 @@ from ..call.options import INPUTS, Call, sizes, wide_dtype
 from . import formula
 from .blocks import sized, spans, uncut
 from .formula import of_all, of_block, without_autocast
-from .inputs import prepared
+from .pairs import prepared
 from .varlen import join, packed, padded
 
 
 def _whole(call: Call, first: int, last: int) -> tuple:
     """Return (output, lse, weights) of rows first .. last - 1. For a packed call these must be all rows."""
     if call.cu_seqlens_q is None:
-        part = uncut(prepared(call, wide_dtype(call)))
+        part = uncut(prepared(call, wide_dtype(call.query.dtype)))
         return of_block(part, part.blocks[0]._replace(first=first, last=last), True, True)
     batch, rows = padded(call)
-    return packed(rows, *of_all(prepared(batch, wide_dtype(call)), True, True))
+    return packed(rows, *of_all(prepared(batch, wide_dtype(call.query.dtype)), True, True))
 
 
 def _row_spans(call: Call) -> Iterator[tuple[int, int]]:
@@ -85,7 +85,8 @@ def second_tangent(call: Call, directions: Sequence, moved: Sequence, need_weigh
     """Return the second derivative of (output, lse, weights or None) in two directions; in each, None is zero."""
     call, parts = _bounded(call), []
     columns: Any = call.key.shape[2] if call.cu_seqlens_q is None else call.max_seqlen_k
-    dtypes, widths = (call.query.dtype, wide_dtype(call), call.query.dtype), ((call.value.shape[3],), (), (columns,))
+    dtype, widths = call.query.dtype, ((call.value.shape[3],), (), (columns,))
+    dtypes = dtype, wide_dtype(dtype), dtype
     names = [name for name, x in zip(INPUTS, moved, strict=True) if x is not None]
     for first, last in _row_spans(call):
         rows = *call.query.shape[:2], last - first

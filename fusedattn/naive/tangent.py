@@ -16,7 +16,7 @@ from ..call.options import INPUTS, Call, wide_dtype
 from . import formula, pairs
 from .blocks import ROWS, Block, Part, parts, uncut
 from .formula import LARGEST_CAP, SMALLEST_CAP, by_part, by_sequence, grouped, without_autocast
-from .inputs import prepared
+from .pairs import prepared
 
 
 def _products(out: Tensor, scale: float, factors: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
@@ -74,7 +74,7 @@ def _of_block(
 
 def _tangent(call: Call, moved: Call, has: Sequence[bool], need_weights: bool) -> tuple:
     """Compute `tangent` of a dense call, which may have been padded from packed sequences."""
-    wide, moved = (prepared(x, wide_dtype(call)) for x in (call, moved))
+    wide, moved = (prepared(x, wide_dtype(call.query.dtype)) for x in (call, moved))
     # Give each thread at least ROWS rows: products of fewer rows took a quarter longer with 12288 keys.
     row_bytes = wide.key.shape[2] * wide.query.element_size()
     limit = max(formula.most(wide), min(formula.BUDGET, ROWS * row_bytes * torch.get_num_threads()))

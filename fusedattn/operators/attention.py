@@ -6,21 +6,22 @@ The implementation serves CUDA and CPU tensors. A torch.autograd.Function, which
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..call.layout import own_storage
-from ..call.options import INPUTS, WHOLE, Call, Lengths, hiding, inputs as inputs_of, lengths_of
+from ..call.layout import own_storage, row_major
+from ..call.options import INPUTS, WHOLE, Call, Lengths, hiding, lengths_of, wide_dtype
 from ..call.private import constant, forward_level, is_exporting, transforms_active
-from ..call.rules import fail
+from ..call.rules import fail, plain
 from ..cpu import run as cpu
 from ..launch.failures import KernelUnavailable
 from ..naive import formula
-from . import fallback, rules
-from .backward import any_failed, gradients, saved_stats
+from . import rules, schema
+from .backward import differentiate, saved_stats
 from .namespace import OPERATORS, register
-from .schema import FORWARD, RESULTS, apply, new_results, run_operator, save as save_arguments, saved, stats_columns
+from .schema import FORWARD, RESULTS, by_kernel, fill, new_results, run_operator, saved, stats_columns
 from .tangent import Tangent
 from .vmap_rule import vmap_rule
 
@@ -30,17 +31,26 @@ KERNELS = "hopper", "triton"  # backends that launch kernels
 
 def new_forward(*arguments):
     """Return uninitialised (out, lse, weights, stats); all but out are empty unless needed."""
-    _, call, (need_lse, need_weights, save, backend) = FORWARD.split(arguments)
+    call, (need_lse, need_weights, save, backend) = Call(*arguments[: FORWARD.last]), arguments[FORWARD.last :]
     out, lse, weights = new_results(call, need_lse, need_weights)
     columns = stats_columns(out.dtype, out.shape[3], backend)
     save = save or (need_weights and backend in KERNELS)  # kernels compute weights from stats
     return out, lse, weights, lse.new_empty((*out.shape[:3], columns) if save else (0,))
 
 
+def _naive(call: Call, need_lse: bool, need_weights: bool, save: bool) -> tuple[Tensor, ...]:
+    """Compute (output, lse, weights, stats) by the naive path. Results that are not needed are empty."""
+    out, *more = formula.run_naive(call, need_lse, need_weights)
+    nothing = out.new_empty(0), out.new_empty(0)
+    # torch wants the same layout for a result and its tangent.
+    lse, weights = (empty if x is None else row_major(x) for x, empty in zip(more, nothing, strict=True))
+    return out, lse, weights, out.new_empty((*out.shape[:3], 0) if save else (0,), dtype=wide_dtype(call.query.dtype))
+
+
 def _forward(*arguments):
-    _, call, (need_lse, need_weights, save, backend) = FORWARD.split(arguments)
+    call, (need_lse, need_weights, save, backend) = Call(*arguments[: FORWARD.last]), arguments[FORWARD.last :]
     if backend in ("cpu", "naive"):
-        forward_of = cpu.forward if backend == "cpu" else fallback.results
+        forward_of = cpu.forward if backend == "cpu" else _naive
         results = forward_of(call, need_lse, need_weights, save)
         return tuple(map(own_storage, results)) if save else results  # for forward mode
     out, *rest = results = new_forward(*arguments)
@@ -54,10 +64,10 @@ def _forward(*arguments):
         launches = [functools.partial(forward.launch_forward, out, *filled, call, on_hopper) for on_hopper in kinds]
 
         def naive():
-            fallback.fill(results, formula.run_naive(call, need_lse, need_weights))
+            fill(results, formula.run_naive(call, need_lse, need_weights))
             results[3].fill_(float("nan"))  # the backward will be naive too, and reads no stats
 
-        fallback.by_kernel(call, launches, naive)
+        by_kernel(call, launches, naive)
     return results
 
 
@@ -65,7 +75,7 @@ def _decompose(*arguments):
     _, call, (*needs, _) = FORWARD.split(arguments)
     if call.partial:
         fail(ValueError, "partial", "False: parts cannot be exported", True)
-    return fallback.results(call, *needs)
+    return _naive(call, *needs)
 
 
 def _of_masks(function, mask, key_mask, query_mask, bias, *lengths):
@@ -89,28 +99,17 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(*arguments):
-        return run_operator(OPERATORS.forward, _forward, arguments)
+        return run_operator(OPERATORS.forward, _forward, *arguments)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         out, lse, weights, stats = output
         # Save what a replay (dispatch/replay.py) saves: a checkpoint may recompute this call by a replay.
-        save_arguments(ctx, inputs, out, None if weights.dim() == 1 else weights, stats)
+        schema.save(ctx, inputs, out, None if weights.dim() == 1 else weights, stats)
         ctx.has_lse, ctx.has_weights = lse.dim() > 1, weights.dim() > 1
         ctx.mark_non_differentiable(stats)
 
-    @staticmethod
-    def backward(ctx, grad_out, grad_lse, grad_weights, _):
-        # A result that was not needed has one dimension. A compiled graph passes zeros as its gradient.
-        grad_lse, grad_weights = (None if x is None or x.dim() == 1 else x for x in (grad_lse, grad_weights))
-        incoming = grad_out, grad_lse, grad_weights
-        if all(grad is None for grad in incoming):
-            return FORWARD.named({})
-        arguments, (out, weights, stats) = saved(ctx)
-        _, call, (*_, backend) = FORWARD.split(arguments)
-        need = FORWARD.of_inputs(ctx.needs_input_grad)
-        grads = gradients(incoming, out, weights, stats, call, backend, need)
-        return FORWARD.named(dict(zip(INPUTS, grads, strict=True)))
+    backward = staticmethod(differentiate)
 
     @staticmethod
     def jvp(ctx, *tangents):
@@ -126,6 +125,13 @@ class _Attention(torch.autograd.Function):
         return vmap_rule(_Attention.apply, FORWARD.names, _RESULTS, info, in_dims, arguments)
 
 
+class _Direct(_Attention):
+    """The same for a call that is `plain`, without torch's dispatcher."""
+
+    forward = staticmethod(_forward)
+
+
+_direct = super(torch.autograd.Function, _Direct).apply  # C++'s: Python's takes 70 us to look for functorch's wrappers
 _FORWARD = f"forward({FORWARD.schema}) -> (Tensor out, Tensor lse, Tensor weights, Tensor stats)"
 register(_FORWARD, _forward, new_forward, rules.check_forward, _Attention.apply, _decompose)
 
@@ -141,32 +147,34 @@ def allow_in_graph() -> None:
     torch.compiler.allow_in_graph(_transformed)
 
 
-def _attend(call: Call, need_lse: bool, need_weights: bool, backend: str):
-    """Return (output, lse or None, weights or None) of a checked call."""
-    save = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs_of(call))
+def _attend(call: Call, need_lse: bool, need_weights: bool, direct: bool | None = None, *, backend: str):
+    """Return (output, lse or None, weights or None) of a checked call. direct: `plain` of it, if known."""
+    direct, compiling = plain(call) if direct is None else direct, torch.compiler.is_compiling()
+    save = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in call[: len(INPUTS)])
     # A transform or forward mode may take a derivative although no tensor requires a gradient.
-    transformed = transforms_active() or forward_level() >= 0
-    if torch.compiler.is_compiling() and transformed:
+    transformed = not direct and (transforms_active() or forward_level() >= 0)
+    run: Any
+    if compiling and transformed:
         allow_in_graph()
-        out, lse, weights, _ = _transformed(*call, need_lse, need_weights, True, backend)
-    elif torch.compiler.is_compiling():
-        out, lse, weights, _ = OPERATORS.forward(*call, need_lse, need_weights, save, backend)
+        run = _transformed
+    elif compiling:
+        run = OPERATORS.forward
     elif save or transformed:
         # Forward and backward share a block mask. In graphs and under vmap its size is unknown, so each makes its own.
-        masked = backend in KERNELS and not transformed and any(x is not None for x in hiding(call))
-        if masked and call.block_mask is None:
+        hides = not call.mask is call.bias is call.key_mask is call.query_mask is None
+        if hides and backend in KERNELS and not transformed and call.block_mask is None:
             call = call._replace(block_mask=block_mask_or_none(hiding(call), lengths_of(call)))
-        out, lse, weights, _ = apply(_Attention, (*call, need_lse, need_weights, True, backend))
+        run = _direct if direct else _Attention.apply
     else:
-        arguments = *call, need_lse, need_weights, False, backend
-        out, lse, weights, _ = run_operator(OPERATORS.forward, _forward, arguments)
+        run = _forward if direct else functools.partial(run_operator, OPERATORS.forward, _forward)
+    out, lse, weights, _ = run(*call, need_lse, need_weights, save or transformed, backend)
     return out, lse if need_lse else None, weights if need_weights else None
 
 
 run_triton, run_hopper, run_cpu = (functools.partial(_attend, backend=name) for name in ("triton", "hopper", "cpu"))
 
 
-def run_naive(call: Call, need_lse: bool, need_weights: bool):
+def run_naive(call: Call, need_lse: bool, need_weights: bool, direct: bool | None = None):
     """Compute attention by plain PyTorch operations, which autograd records; where they would fail, by one operator."""
     transformed, compiling, packed = transforms_active(), torch.compiler.is_compiling(), call.cu_seqlens_q is not None
     # The operator finds the longest sequence at run time, which a compiler cannot.
@@ -179,39 +187,16 @@ def run_naive(call: Call, need_lse: bool, need_weights: bool):
     dropped = compiling and call.seed is not None and call.query.device.type == "cpu" and not is_exporting()
     dropped = dropped and not transformed and forward_level() < 0
     if unknown or mapped or reversed_tangent or dropped:
-        return _attend(call, need_lse, need_weights, "naive")
+        return _attend(call, need_lse, need_weights, direct, backend="naive")
     return formula.run_naive(call, need_lse, need_weights)
 
 
 def block_mask_or_none(masks: Sequence[Tensor | None], lengths: Lengths | None = None) -> Tensor | None:
     """Return the block mask of (mask, key_mask, query_mask, bias) of a Call; None if its kernel does not run here."""
     *bools, bias = masks
+    if bias is None and not any(x is not None for x in bools):
+        return None
     try:
         return OPERATORS.block_mask(*bools, None if bias is None else bias.detach(), *(lengths or WHOLE))
     except KernelUnavailable:
         return None
-
-
-def failed(call: Call, need_weights: bool, on_hopper: bool) -> list[str]:
-    """Return a list with the reason why a kernel of the call has failed on this machine; [] if none has."""
-    if torch.compiler.is_compiling() or not any_failed(call):
-        return []
-    from ..launch import backward, run
-
-    need = [isinstance(x, Tensor) and x.requires_grad for x in inputs_of(call)]
-    needed = torch.is_grad_enabled() and any(need)
-    passes = backward.passes(call, need, "hopper" if on_hopper else "triton") if needed else ()
-    # "combine" merges the splits of keys, which calls with few rows have.
-    names = [*(("hopper", "combine") if on_hopper else ("forward",)), *["weights"] * need_weights, *passes]
-    return [str(why)] if (why := run.failed(call, names)) is not None else []
-
-
-def explained(call: Call, need_weights: bool, backend: str, has_hopper: bool) -> tuple[dict, Sequence[str]]:
-    """Return ({kernel: tiles}, reasons why the Hopper backward does not run on a Hopper GPU), for `explain`."""
-    from ..launch import backward, run
-
-    pairs = zip(INPUTS, inputs_of(call), strict=True)
-    need = [name in ("query", "key", "value") or (x is not None and x.requires_grad) for name, x in pairs]
-    names = "hopper" if backend == "hopper" else "forward", *["weights"] * need_weights
-    tiles = {name: run.form_of(name, call) for name in (*names, *backward.passes(call, need, backend))}
-    return tiles, backward.reasons_not_on_hopper(call, need, backend) if has_hopper else ()

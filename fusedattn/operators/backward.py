@@ -1,37 +1,56 @@
 """The torch.library operator `backward`, which computes the gradients of attention, and its own derivatives."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from ..call.layout import arrange, dense
-from ..call.options import INPUTS, Call, device_of, inputs as inputs_of, plain, wide_dtype
-from ..call.private import has_storage, transforms_active
+from ..call.layout import arrange
+from ..call.options import INPUTS, Call, inputs as inputs_of, wide_dtype
+from ..call.private import autograd_inside, has_storage, transforms_active
+from ..call.rules import plain
 from ..cpu import run as cpu
-from ..launch import failures, tuned
-from . import fallback, rules
+from ..launch import tuned
+from ..launch.failures import failed_kernels
+from ..naive import formula
+from . import rules
 from .derived import Formula, derived, double_backward, plus
 from .namespace import OPERATORS, register
-from .schema import BACKWARD, RESULTS, run_operator, save, saved
+from .schema import BACKWARD, FORWARD, RESULTS, by_kernel, new_dense, run_operator, save, saved
 from .vmap_rule import vmap_rule
 
 
 def new_backward(*arguments):
     """Return uninitialised gradients, each with the strides of its input; empty if not needed."""
-    _, call, (_, need) = BACKWARD.split(arguments)
+    call, need = Call(*arguments[BACKWARD.first : BACKWARD.last]), arguments[-1]
     grads = []
-    for name, x, needed in zip(INPUTS, inputs_of(call), need, strict=True):
-        wide = wide_dtype(call) if call.partial and name in ("query", "key", "value") else None
-        grads.append(dense(x, x.shape, wide) if needed else call.query.new_empty(0))
+    for name, x, needed in zip(INPUTS, call[: len(INPUTS)], need, strict=True):
+        wide = wide_dtype(call.query.dtype) if call.partial and name in ("query", "key", "value") else None
+        grads.append(new_dense(x, x.shape, wide) if needed else call.query.new_empty(0))
     return tuple(grads)
 
 
-def any_failed(call):
-    """Return whether any kernel is known to fail, or to give wrong results, on the device of a call."""
-    return bool(failures.failed_kernels) or any(x.wrong for x in tuned.of(device_of(call.query)).values())
+def _naive_gradients(grads: Sequence[Tensor], incoming: Sequence[Tensor | None], call: Call) -> None:
+    """Compute gradients by the naive path into `grads`. An empty tensor means that its gradient is not needed."""
+    wanted = {name: grad for name, grad in zip(INPUTS, grads, strict=True) if grad.numel()}
+    if not wanted:
+        return
+    with autograd_inside(call.query.device), torch.enable_grad():
+        leaves = {name: getattr(call, name).detach().requires_grad_() for name in wanted}
+        of_lse, of_weights = (grad is not None for grad in incoming[1:])
+        outcome = formula.run_naive(call._replace(**leaves), of_lse, of_weights)
+        pairs = [(x, grad) for x, grad in zip(outcome, incoming, strict=True) if grad is not None]
+        pairs = [(x, grad.to(x.dtype)) for x, grad in pairs if x.requires_grad]  # lse does not depend on value
+        results, cotangents = zip(*pairs, strict=True) if pairs else ((), ())
+        options = dict(allow_unused=True, materialize_grads=True)
+        gradients = torch.autograd.grad(results, list(leaves.values()), cotangents, **options)
+    for grad, x in zip(wanted.values(), gradients, strict=True):
+        grad.copy_(x)
 
 
 def _backward(*arguments):
-    (*incoming, out, weights, stats), call, (backend, need) = BACKWARD.split(arguments)
+    *incoming, out, weights, stats = arguments[: BACKWARD.first]
+    call, (backend, need) = Call(*arguments[BACKWARD.first : BACKWARD.last]), arguments[BACKWARD.last :]
     grad_out, grad_lse, grad_weights = incoming
     fused = backend == "cpu" and out.numel() and not cpu.lacks_gradients(call, grad_weights, need)
     reads_lse = fused and not call.partial and cpu.reads_lse(call, grad_weights)
@@ -43,7 +62,7 @@ def _backward(*arguments):
             grad.zero_()
         return grads
     if backend in ("cpu", "naive"):
-        fallback.gradients(grads, incoming, call)
+        _naive_gradients(grads, incoming, call)
         return grads
     from ..launch import run
     from ..launch.backward import launch_backward, reasons_not_on_hopper
@@ -55,14 +74,15 @@ def _backward(*arguments):
 
     def launch():
         names = ["forward", *["weights"] * (weights.dim() == 4)]
-        if any_failed(call) and (why := run.failed(call, names)) is not None:
+        known = failed_kernels or any(x.wrong for x in tuned.of(call.query.device).values())
+        if known and (why := run.failed(call, names)) is not None:
             raise why  # the forward was computed by the naive path, and there are no stats
         wanted = [grad if grad.numel() else None for grad in grads]
         launch_backward(wanted, grad_out, grad_lse, grad_weights, out, weights, stats, call, backend)
 
     # If a Hopper kernel fails in the first launch, the second runs the Triton kernels for any GPU.
-    on_hopper = run.has_hopper(call.query) and not reasons_not_on_hopper(call, need, backend)
-    fallback.by_kernel(call, [launch] * (2 if on_hopper else 1), lambda: fallback.gradients(grads, incoming, call))
+    on_hopper = run.capability(call.query.device) == 90 and not reasons_not_on_hopper(call, need, backend)
+    by_kernel(call, [launch] * (2 if on_hopper else 1), lambda: _naive_gradients(grads, incoming, call))
     return grads
 
 
@@ -96,12 +116,25 @@ def gradients(incoming, out, weights, stats, call, backend, need):
     return [grad if needed else None for grad, needed in zip(grads, need, strict=True)]
 
 
+def differentiate(ctx, grad_out, grad_lse, grad_weights, _):
+    """Compute the gradients of the arguments of the operator `forward`, from what its node saved."""
+    # A result that was not needed has one dimension. A compiled graph passes zeros as its gradient.
+    grad_lse, grad_weights = (None if x is None or x.dim() == 1 else x for x in (grad_lse, grad_weights))
+    incoming, others = (grad_out, grad_lse, grad_weights), (None,) * (len(FORWARD.names) - len(INPUTS))
+    if all(grad is None for grad in incoming):
+        return (*[None] * len(INPUTS), *others)
+    arguments, (out, weights, stats) = saved(ctx)
+    call, backend = Call(*arguments[: FORWARD.last]), arguments[-1]
+    grads = gradients(incoming, out, weights, stats, call, backend, [*ctx.needs_input_grad[: len(INPUTS)]])
+    return *grads, *others
+
+
 class Backward(torch.autograd.Function):
     """The backward operator with its derivatives."""
 
     @staticmethod
     def forward(*arguments):
-        return run_operator(OPERATORS.backward, _backward, arguments)
+        return run_operator(OPERATORS.backward, _backward, *arguments)
 
     @staticmethod
     def setup_context(ctx, inputs, output):

@@ -8,15 +8,15 @@ from torch import Tensor
 
 from ..call.decode import CacheArguments, Decode, capacity, check_gradients, check_sizes, stand_in
 from ..call.layout import dense
-from ..call.options import Call, plain
+from ..call.options import Call
 from ..call.private import argument_names, below_autograd, unmapped
-from ..call.rules import fail
+from ..call.rules import fail, plain
 from ..cpu import decode as cpu_decode
 from ..launch import failures
 from ..naive import decode as naive_decode, formula
-from . import fallback, flops, rules
+from . import flops, rules
 from .namespace import OPERATORS, register
-from .schema import DECODE, ROTARY
+from .schema import DECODE, ROTARY, by_kernel, fill
 
 
 def _append(decode: Decode, backend: str) -> None:
@@ -25,7 +25,7 @@ def _append(decode: Decode, backend: str) -> None:
         return
     from ..launch.decode import launch_append
 
-    fallback.by_kernel(decode.call, [lambda: launch_append(decode)], lambda: naive_decode.append(decode))
+    by_kernel(decode.call, [lambda: launch_append(decode)], lambda: naive_decode.append(decode))
 
 
 def _append_operator(key_cache, value_cache, lengths, table, new_key, new_value, cos, sin, interleaved, named, backend):
@@ -49,9 +49,9 @@ def _attend(decode: Decode, need_lse: bool, backend: str) -> tuple[Tensor, Tenso
         from ..launch.decode import launch_decode
 
         def naive():
-            fallback.fill(results, formula.run_padded(naive_decode.dense(decode), need_lse, False))
+            fill(results, formula.run_padded(naive_decode.dense(decode), need_lse, False))
 
-        fallback.by_kernel(decode.call, [lambda: launch_decode(out, lse, decode)], naive)
+        by_kernel(decode.call, [lambda: launch_decode(out, lse, decode)], naive)
     return results
 
 

@@ -15,7 +15,7 @@ from ..cpu import flash, small_k
 from ..cpu.merge import shares_of
 from ..cpu.run import is_narrow, lacks_gradients, too_large
 from ..naive import partial
-from ..naive.inputs import cast
+from ..naive.pairs import cast
 from ..naive.partial import INFINITE, LN2
 from . import flops
 from .attention import KERNELS, OPERATORS
@@ -23,7 +23,7 @@ from .attention import KERNELS, OPERATORS
 
 def widened(call: Call) -> Call:
     pairs = zip(INPUTS, inputs(call), strict=True)
-    fields: dict[str, Any] = {name: cast(x, wide_dtype(call)) for name, x in pairs if x is not None}
+    fields: dict[str, Any] = {name: cast(x, wide_dtype(call.query.dtype)) for name, x in pairs if x is not None}
     return call._replace(**fields)
 
 
@@ -92,7 +92,7 @@ class RowStats(NamedTuple):
 
 def start(call: Call, unit: float) -> RowStats:
     """Return the RowStats of a call before any part of the keys is merged."""
-    out = call.query.new_zeros((*call.query.shape[:3], call.value.shape[3]), dtype=wide_dtype(call))
+    out = call.query.new_zeros((*call.query.shape[:3], call.value.shape[3]), dtype=wide_dtype(call.query.dtype))
     return RowStats(out, torch.stack([out.new_full(out.shape[:3], x) for x in (-INFINITE, INFINITE)], -1), unit)
 
 

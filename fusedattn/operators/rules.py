@@ -10,11 +10,10 @@ from torch import Tensor
 
 from ..call import rules
 from ..call.decode import CacheArguments, check_sizes
-from ..call.layout import broadcasts, is_shape
 from ..call.options import BY_HEAD, INPUTS, Arguments, Call, Lengths, Origin, inputs, sizes as sizes_of, wide_dtype
 from ..call.plan import check_fit, check_masks, pairs_of
 from ..call.private import holds
-from ..call.rules import FLOATING, Sizes, fail
+from ..call.rules import FLOATING, Sizes, broadcasts, fail, is_shape
 from ..call.varlen import check_lengths
 from ..cpu import run as cpu
 from .schema import BACKWARD, FORWARD, TANGENT, stats_columns
@@ -109,7 +108,7 @@ def check_backward(*arguments: Any) -> None:
     (grad_out, grad_lse, grad_weights, out, weights, stats), call, (backend, need) = BACKWARD.split(arguments)
     check_call(call, backend, grad_weights is not None)
     rows, dtype, width = tuple(call.query.shape[:3]), call.query.dtype, call.value.shape[3]
-    stored = wide_dtype(call) if call.partial else dtype
+    stored = wide_dtype(call.query.dtype) if call.partial else dtype
     columns = call.key.shape[2] if call.cu_seqlens_q is None else call.max_seqlen_k
     # Kernels also take stats without the rounding error of the output.
     rounded = backend == "cpu" or stats.dim() != 4 or stats.shape[3] != 2
@@ -119,7 +118,7 @@ def check_backward(*arguments: Any) -> None:
     _check_result("grad_weights", grad_weights, call, dtype, (*rows, columns))
     _check_result("weights", None if grad_weights is None else weights, call, dtype, (*rows, columns))
     _check_result("out", out, call, stored, (*rows, width))
-    _check_result("stats", stats, call, wide_dtype(call), (*rows, saved))
+    _check_result("stats", stats, call, wide_dtype(call.query.dtype), (*rows, saved))
     if len(need) != len(INPUTS):
         fail(ValueError, "need", f"{len(INPUTS)} bools", need)
     for name, x, needed in zip(INPUTS, inputs(call), need, strict=True):
@@ -135,7 +134,7 @@ def check_tangent(*arguments: Any) -> None:
     rows, dtype, width = tuple(call.query.shape[:3]), call.query.dtype, call.value.shape[3]
     _check_result("out", out, call, dtype, (*rows, width))
     if backend != "naive":
-        _check_result("stats", stats, call, wide_dtype(call), (*rows, stats_columns(dtype, width, backend)))
+        _check_result("stats", stats, call, wide_dtype(call.query.dtype), (*rows, stats_columns(dtype, width, backend)))
     for name, tangent, field in zip(INPUTS, tangents, inputs(call), strict=True):
         if field is not None:
             _check_result(f"tangent_{name}", tangent, call, field.dtype, tuple(field.shape))

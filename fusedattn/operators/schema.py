@@ -1,16 +1,17 @@
 """Signatures of the operators, the tensors that they save, and functions that run them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..call.layout import dense
-from ..call.options import CACHED, INPUTS, TYPES, Call, must_dispatch, plain, wide_dtype
+from ..call.options import CACHED, INPUTS, TYPES, Call, wide_dtype
 from ..call.private import below_autograd
-from ..call.rules import fail
+from ..call.rules import CLASSES, fail, must_dispatch, plain
 from ..cpu import run as cpu
+from ..launch.failures import KernelUnavailable, fall_back
 from . import flops
 
 RESULTS = "out", "lse", "weights"  # results with derivatives
@@ -89,7 +90,7 @@ def saved(ctx: Any) -> tuple[list[Any], list[Tensor | None]]:
     return arguments, list(tensors[len(others) :])
 
 
-def run_operator(operator, implementation, arguments):
+def run_operator(operator, implementation, *arguments):
     """Run an operator on checked arguments: directly, or by torch's dispatcher if a mode must see the call.
 
     The dispatcher also materialises negated views and wrappers.
@@ -101,17 +102,33 @@ def run_operator(operator, implementation, arguments):
         return operator(*arguments)
 
 
-def apply(function, arguments):
-    if plain(arguments):
-        # Call the C++ `apply`. Python's takes 70 us to read the signature of `forward` and find functorch's wrappers.
-        return super(torch.autograd.Function, function).apply(*arguments)
-    return function.apply(*arguments)
+def by_kernel(call: Call, launches: Sequence[Callable[[], None]], naive: Callable[[], None]) -> None:
+    """Run the first launch whose kernels run here, otherwise the naive path. Warn about kernels that do not run."""
+    for launch in launches:
+        try:
+            return launch()
+        except KernelUnavailable as why:
+            fall_back(why, call.named)
+    naive()
+
+
+def fill(targets: Sequence[Tensor], results: Sequence[Tensor | None]) -> None:
+    """Copy results into targets. An empty target means that its result is not needed."""
+    for target, x in zip(targets, results, strict=False):
+        if x is not None and target.numel():
+            target.copy_(x)
+
+
+def new_dense(like, shape, dtype=None):
+    """Return `layout.dense`, which a contiguous tensor does not need."""
+    usual = type(like) in CLASSES and like.is_contiguous()
+    return like.new_empty(shape, dtype=dtype) if usual else dense(like, shape, dtype)
 
 
 def new_results(call: Call, need_lse: bool, need_weights: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return uninitialised (output, lse, weights) of a call, or their tangents; empty unless needed."""
-    query, rows, wide = call.query, call.query.shape[:3], wide_dtype(call)
-    out = dense(query, (*rows, call.value.shape[3]), wide if call.partial else None)
+    query, rows, wide = call.query, call.query.shape[:3], wide_dtype(call.query.dtype)
+    out = new_dense(query, (*rows, call.value.shape[3]), wide if call.partial else None)
     columns: Any = call.key.shape[2] if call.cu_seqlens_q is None else call.max_seqlen_k
     weights = query.new_empty((*rows, columns) if need_weights else (0,))
     return out, query.new_empty(rows if need_lse else (0,), dtype=wide), weights

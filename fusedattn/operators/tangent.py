@@ -13,11 +13,11 @@ from torch import Tensor
 from ..call.layout import arrange, row_major
 from ..call.options import INPUTS, Call
 from ..naive.tangent import tangent as naive_tangent
-from . import fallback, rules
+from . import rules
 from .backward import gradients
 from .derived import double_backward, double_tangent, plus
 from .namespace import OPERATORS, register
-from .schema import RESULTS, TANGENT, new_results, run_operator, save, saved
+from .schema import RESULTS, TANGENT, by_kernel, fill, new_results, run_operator, save, saved
 from .vmap_rule import vmap_rule
 
 
@@ -49,7 +49,7 @@ def _tangent(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         filled = *results[:2], results[2] if need_weights else None
         launch_tangent(*filled, directions, out, stats.contiguous(), call)
 
-    fallback.by_kernel(call, [launch], lambda: fallback.fill(results, _by_formula(call, directions, need_weights)))
+    by_kernel(call, [launch], lambda: fill(results, _by_formula(call, directions, need_weights)))
     return results
 
 
@@ -58,7 +58,7 @@ class Tangent(torch.autograd.Function):
 
     @staticmethod
     def forward(*arguments):
-        return run_operator(OPERATORS.tangent, _tangent, arguments)
+        return run_operator(OPERATORS.tangent, _tangent, *arguments)
 
     @staticmethod
     def setup_context(ctx, inputs, output):

@@ -1,4 +1,4 @@
-"""TMA copies by the function names of Triton 3.8; older versions have other names.
+"""TMA copies under the names that Triton 3.8 gives them, for each version of Triton.
 
 Triton 3.9 keeps the older names, which raise when a kernel that calls them is compiled.
 """

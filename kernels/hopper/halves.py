@@ -20,13 +20,13 @@ from .steps import GROUPS, OPERANDS_STAY, WARPS, begin_dp, begin_scores, extent,
 
 @gluon.jit
 def _columns(tile, number: gl.constexpr):
-    """Return half of the rows of a tile, transposed, as a right operand of wgmma."""
+    """Return half `number` (0 or 1) of the rows of a tile, transposed, as a right operand of wgmma."""
     return half(tile, number, 0).permute((1, 0))
 
 
 @gluon.jit
 def _differ(p, dp, number: gl.constexpr, tile):
-    """Return ds = p * dp for half of the rows, and store it in the matching columns of `tile` [keys, rows]."""
+    """Return ds = p * dp of half `number` (0 or 1) of the rows; also store ds in that half of `tile` [keys, rows]."""
     ds = (p * dp).to(tile.dtype)
     half(tile, number, 1).store(ds)
     return ds

@@ -1,4 +1,4 @@
-"""Order in which the programs of a persistent grid process blocks of rows or keys; each program has several."""
+"""Order in which the programs of a persistent grid process blocks of rows or keys, several blocks each."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from ..vocabulary import span
 class Schedule(NamedTuple):
     """Order in which programs process blocks of rows, longest first. A plane is one head of one batch.
 
-    blocks: number in each plane. planes: their number. section: number of planes whose keys and values stay in L2
+    blocks: number in each plane. planes: number of planes. section: how many planes keep their keys and values in L2
     together; one section is done before the next. paired: 1 if programs take pairs, a long block of one plane and a
     short block of the next; then planes is even, and under a causal mask with Sq = Sk all pairs are equally long.
     """

@@ -15,20 +15,20 @@ from . import ring
 
 WARPS = gl.constexpr(4)  # warps of a warpgroup
 GROUPS = gl.constexpr(2)  # warpgroups that multiply
-# True if left operands stay in registers. Triton 3.9 and newer copy them for each product, and copies may not fit.
+# True if products read left operands from the registers that hold them. Triton 3.9 copies them first: they may not fit.
 OPERANDS_STAY = gl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9))
 
 
 @gluon.jit
 def extent(band, first, KEYS: gl.constexpr, BLOCK_M: gl.constexpr):
-    """Return (begin, full, full_end, end), as `span.blocks`, of the row blocks that see KEYS keys from `first`."""
+    """Return the row blocks that see any of KEYS keys from `first`: (begin, full, full_end, end) of `span.blocks`."""
     ranges = span.blocks(span.flip(band), first, KEYS, BLOCK_M)
     return span.masked_past(ranges, first + KEYS, band.keys)
 
 
 @gluon.jit
 def following(block, member, begin, end, GROUP: gl.constexpr):
-    """Return the next (block of rows, query head within its group); a head's blocks come before the next head's."""
+    """Return the (row block, query head in its group) after (block, member): all blocks of a head, then of the next."""
     if GROUP == 1:
         return block + 1, member
     else:
@@ -44,9 +44,9 @@ def half(tile, h: gl.constexpr, dim: gl.constexpr):
 
 @gluon.jit
 def ones(KEYS: gl.constexpr):
-    """Return two matrices [keys, 16] of zeros and ones, whose products with a table [16, rows] sum its columns.
+    """Return two matrices [keys, 16] of zeros and ones; a product with [16, rows] then sums half of each column.
 
-    The product with the first sums columns 0 to 7 of the table, the product with the second columns 8 to 15.
+    The product with the first sums elements 0 to 7 of a column, the product with the second elements 8 to 15.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [WARPS, 1], [1, 0])
     SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([2 * KEYS, 16], gl.bfloat16)
@@ -58,7 +58,7 @@ def ones(KEYS: gl.constexpr):
 
 @gluon.jit
 def _numbers(rows, step, which: gl.constexpr, part: gl.constexpr = 0, PARTS: gl.constexpr = 1):
-    """Return one of the two tables of row statistics, as [16, rows], for one of PARTS equal parts of the rows."""
+    """Return part `part` of PARTS of the row statistics, [16, rows]: for scores if `which` is 0, for dp if it is 1."""
     ROWS: gl.constexpr = rows.shape[3]
     COUNT: gl.constexpr = ROWS // PARTS
     tables = rows.index(step % rows.shape[0]).reshape([2 * ROWS, 16])
@@ -86,12 +86,12 @@ def begin_dp(v, do, shared, step, zero, part: gl.constexpr = 0, PARTS: gl.conste
 
 @gluon.jit
 def hide(p, first, earliest, band):
-    """Set the weights p, [keys, rows from `first` on], to 0 where the band (causal, window) hides the pair.
+    """Return the weights p, [keys, rows from `first` on], with 0 where the band (causal, window) hides the pair.
 
     earliest is `span.first_to_see`. If no row sees any key, nothing is hidden, but p is 0 already.
     """
     r = first + gl.arange(0, p.shape[1], layout=gl.SliceLayout(0, p.type.layout))[None, :]
-    # An impure instruction keeps the caller's branch: without one this would be computed in each step.
+    # An impure instruction makes the compiler keep the caller's `if`. Otherwise each step would compute this.
     r = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [r], dtype=gl.int32, is_pure=False, pack=1)
     seen = (r - earliest).to(gl.uint32) <= (band.high - band.low).to(gl.uint32)  # unsigned: a negative number is huge
     return gl.where(seen, p, 0.0)
@@ -99,7 +99,7 @@ def hide(p, first, earliest, band):
 
 @gluon.jit
 def weights(s, shared, block, full, full_end, earliest, band, scale, part: gl.constexpr = 0):
-    """Return the weights p of a block of rows, or of one part of it, from the scores of `begin_scores`."""
+    """Return the weights p, [keys, rows], of a block of rows or its part `part`, from the scores of `begin_scores`."""
     p = softmax.powers(s, scale)
     if (block < full) | (block >= full_end):
         p = hide(p, block * shared.q.tiles.shape[3] + part * p.shape[1], earliest, band)
@@ -108,13 +108,13 @@ def weights(s, shared, block, full, full_end, earliest, band, scale, part: gl.co
 
 @gluon.jit
 def across(rows, step, column: gl.constexpr, LAYOUT: gl.constexpr):
-    """Load one row statistic, as [1, rows], from tiles [step, 1, 1, 4, rows]."""
+    """Load row statistic `column` of a step as [1, rows]; `rows` is a ring of tiles [1, 1, 4, rows]."""
     return ring.at(rows, step).slice(column, 1, dim=0).load(LAYOUT)
 
 
 @gluon.jit
 def weights_of_rows(s, rows, step, block, full, full_end, earliest, band, scale):
-    """Return the weights p of a block of rows from scores, [keys, rows], and tiles of row statistics."""
+    """Return the weights p of a block from its scores s, [keys, rows]; `rows` is the ring of row statistics."""
     LAYOUT: gl.constexpr = s.type.layout
     row = softmax.Row(across(rows, step, 0, LAYOUT), across(rows, step, 1, LAYOUT))
     p = softmax.weights(s, row, scale)
@@ -138,7 +138,7 @@ def lines(dq):
 
 @gluon.jit
 def leave(g: gl.constexpr, shared, dk, dv, steps):
-    """Store dk and dv over k and v in shared memory, once the other warpgroup has read them."""
+    """Overwrite k and v in shared memory by dk and dv, once the other warpgroup has read its k and v."""
     dtype: gl.constexpr = shared.q.tiles.dtype
     mbarrier.arrive(shared.met, count=1)
     mbarrier.wait(shared.met, steps & 1)

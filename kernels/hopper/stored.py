@@ -26,9 +26,9 @@ from .steps import OPERANDS_STAY, WARPS, across, extent, following, half, weight
 
 
 class Shared(NamedTuple):
-    """Shared memory of the first kernel: k and v, a tile per warpgroup, and rings of q, do, row statistics and ds.
+    """Shared memory of `stored_backward`: k and v, a tile per warpgroup; rings of q, do, row statistics and ds.
 
-    do: half tiles, half the columns each. ds: a tile [keys, rows] for each warpgroup. out: signals that v now holds dv.
+    do: tiles of half the columns. ds: a tile [keys, rows] for each warpgroup. out: signals that v now holds dv.
     """
 
     k: ring.Ring
@@ -55,7 +55,7 @@ def _stored_blocks(band, first, TILE: gl.constexpr):
 
 @gluon.jit
 def _row_blocks(shared, first, band):
-    """Return [begin, end) of the blocks of rows that a program of the first kernel visits."""
+    """Return [begin, end) of the blocks of rows that a program of `stored_backward` visits."""
     BLOCK_M: gl.constexpr = shared.q.tiles.shape[3]
     TILE: gl.constexpr = shared.k.tiles.shape[0] * shared.k.tiles.shape[3]
     begin, end = _stored_blocks(span.flip(band), first, TILE)
@@ -66,14 +66,14 @@ def _row_blocks(shared, first, band):
 def _take(order, n, heads, before, TILE: gl.constexpr, OF_K: gl.constexpr):
     """Return (first row, or first key if OF_K; batch and head as a Plane) of a program's n-th block."""
     first, plane = schedule.take(order, n, gl.program_id(0), gl.num_programs(0), heads, TILE, before)
-    if OF_K:  # under a causal band the first keys have the most rows
+    if OF_K:  # reverse: under a causal band the first keys have the most rows
         first = (order.blocks - 1) * TILE - first
     return first, plane
 
 
 @gluon.jit
 def _produce(shared, Q, K, V, GradOut, Rows, kv, first, band, GROUP: gl.constexpr):
-    """Load all input tiles by TMA: the work of one warp."""
+    """Load by TMA all tiles that the warpgroups of `stored_backward` read: the work of one warp."""
     KEYS: gl.constexpr = shared.k.tiles.shape[3]
     BLOCK_M: gl.constexpr = shared.q.tiles.shape[3]
     for g in gl.static_range(2):
@@ -121,7 +121,7 @@ def _begin_scores(g: gl.constexpr, shared, step, exists, none, zero):
 
 @gluon.jit
 def _begin_dp(v, shared, step, exists, zero):
-    """Begin wgmma for dp of a step: one half of the columns is multiplied while the other is loaded."""
+    """Begin wgmma for dp = v @ do.T of a step: the first half of the columns may run while the second is loaded."""
     ring.wait(shared.do, 2 * step, pred=exists)
     one = ring.tile(shared.do, 2 * step).permute((1, 0))
     dp = warpgroup_mma(half(v, 0, 1), one, zero, use_acc=False, is_async=True)
@@ -132,7 +132,7 @@ def _begin_dp(v, shared, step, exists, zero):
 
 @gluon.jit
 def _begin_dv(shared, step, p, dv0, dv1):
-    """Begin p @ do of a step. Return dv, as two halves of its columns, and the left operand."""
+    """Begin p @ do of a step. Return dv, as two halves of its columns, and p as a left operand."""
     LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dv0.type.layout, k_width=2)
     w = gl.convert_layout(p.to(shared.q.tiles.dtype), LAYOUT)
     dv0 = warpgroup_mma(w, ring.tile(shared.do, 2 * step), dv0, is_async=True)
@@ -183,7 +183,7 @@ def _consume(g: gl.constexpr, shared, first, band, scale, GROUP: gl.constexpr):
         if OPERANDS_STAY:
             dv0, dv1, w = _begin_dv(shared, step, p, dv0, dv1)
             _give_ds(g, shared, step, p, dp)
-        else:  # too few registers for ds beside copies of w
+        else:  # ds first: copies of w, the left operand, leave no registers for ds
             _give_ds(g, shared, step, p, dp)
             dv0, dv1, w = _begin_dv(shared, step, p, dv0, dv1)
         # After the last step this reads old data; the result is unused.
@@ -213,7 +213,7 @@ def stored_backward(
     q_len, k_len, left, right, scale, heads, planes, section, before,
     GROUP: gl.constexpr, TOP_LEFT: gl.constexpr, REGISTERS: gl.constexpr, COPYING_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Write GradV (B, Hkv, Sk, Dv) and GradScores (query heads, 1, Sk, Sq) of `planes` kv heads, from `before` on.
+    """Write GradV (B, Hkv, Sk, Dv) and GradScores (query heads, 1, Sk, Sq) of `planes` kv heads, after `before` others.
 
     A program takes two blocks of keys; a `section` of planes is done before the next. heads is Hkv. All are TMA
     descriptors. A block has 64 keys, or the rows of a block of Q, and at least 128 columns (GradOut: half). Rows is
@@ -245,7 +245,7 @@ def stored_backward(
 
 
 class Factors(NamedTuple):
-    """Shared memory of the second kernel: a ring of ds, keys or queries that share its barriers, and results."""
+    """Shared memory of `grad_product`: a ring of ds, keys or queries with the barriers of ds, and a ring of results."""
 
     ds: ring.Ring
     others: gl.shared_memory_descriptor
@@ -253,7 +253,7 @@ class Factors(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Work of the second kernel: order of blocks, number of planes before them, heads of a batch, and band."""
+    """Blocks that `grad_product` computes: their order, planes before the first, heads of a batch, and the band."""
 
     order: schedule.Schedule
     before: gl.tensor
@@ -278,9 +278,9 @@ def _factors_of(work, n, factors, OF_K: gl.constexpr):
 
 @gluon.jit
 def _load(factors, GradScores, Others, work, before, GROUP: gl.constexpr, OF_K: gl.constexpr):
-    """Load the tiles of both factors by TMA: the work of one warp.
+    """Load by TMA the tiles that `_multiply` multiplies: the work of one warp.
 
-    For dq they are ds and keys of one head; for dk, ds and queries of all query heads that share the kv head.
+    For dq these are ds and keys of one head; for dk, ds and queries of all query heads that share the kv head.
     """
     DEPTH: gl.constexpr = Others.block_type.shape[2]
     MEMBERS: gl.constexpr = GROUP if OF_K else 1
@@ -305,7 +305,7 @@ def _load(factors, GradScores, Others, work, before, GROUP: gl.constexpr, OF_K: 
 
 @gluon.jit
 def _store_product(g: gl.constexpr, factors, Product, work, OF_K: gl.constexpr):
-    """Store each block of dq or dk of a warpgroup while the next is computed: the work of one warp."""
+    """Store the blocks of dq or dk of warpgroup g, each while the next is computed: the work of one warp."""
     ROWS: gl.constexpr = Product.block_type.shape[2]
     for n in range(_share(work)):
         first, plane, _, _ = _factors_of(work, n, factors, OF_K)
@@ -317,7 +317,7 @@ def _store_product(g: gl.constexpr, factors, Product, work, OF_K: gl.constexpr):
 
 @gluon.jit
 def _multiply(g: gl.constexpr, factors, work, scale, MEMBERS: gl.constexpr, OF_K: gl.constexpr):
-    """Compute half of the rows of each block of dq or dk: the work of one warpgroup."""
+    """Compute half g (0 or 1) of the rows of each block of dq or dk: the work of one warpgroup."""
     ROWS: gl.constexpr = factors.product.tiles.shape[3]
     WIDTH: gl.constexpr = factors.product.tiles.shape[4]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, WIDTH, 16])

@@ -9,13 +9,13 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def number(numbers):
-    """Return a number for this program: programs with smaller numbers have begun, whatever the order of launch."""
+    """Take the next number from a counter: programs with smaller numbers have begun, whatever the order of launch."""
     return gl.atomic_add(numbers, 1)
 
 
 @gluon.jit
 def wait(counter, turn):
-    """Wait until `turn` earlier programs have added to the tile, and make their writes visible."""
+    """Wait until the tile's counter says that `turn` programs have added to it, and make their writes visible."""
     now = gl.load(counter, volatile=True)
     while now != turn:
         now = gl.load(counter, volatile=True)

@@ -5,8 +5,8 @@ import triton.language as tl
 from triton import knobs
 from triton.language.target_info import cuda_capability_geq
 
-# Triton 3.6.0 puts its fence before the wait for a copy, where it orders nothing. 3.7.1 puts it after the wait, as we
-# do: triton-lang/triton#9610, #10537.
+# Triton 3.6.0 puts its fence before the wait for a copy, where it orders nothing. Triton 3.7.1 puts it after the wait,
+# as `fence` does: triton-lang/triton#9610, #10537.
 _MAJOR, _MINOR, _PATCH = triton.__version__.split(".")[:3]
 _VERSION = int(_MAJOR), int(_MINOR), int(_PATCH[0])
 UNFENCED = tl.constexpr(_VERSION < (3, 7, 1) and not knobs.runtime.interpret)
@@ -31,9 +31,9 @@ def fence():
 
 @triton.jit
 def fence_later(BY_THREADS: tl.constexpr):
-    """Make a load visible to a later wgmma, if threads copy some tiles. Call it right after the load.
+    """Make the load just before visible to a later wgmma, if BY_THREADS: threads, not TMA, copy some tiles.
 
-    In this case Triton before 3.9 waits for the copies of the tile only here, and its own fence comes earlier.
+    Then Triton before 3.9 waits for the copies of the tile only here, and its own fence comes earlier.
     """
     if BY_THREADS and LATER_UNFENCED and cuda_capability_geq(9, 0):
         _fence()

@@ -12,7 +12,7 @@ import triton.language as tl
 
 
 class Dropout(NamedTuple):
-    """Dropout of a call, made by `of`. seed points to one int64, so that a replayed CUDA graph can get a new seed.
+    """Dropout options of a call, from `of`. seed points to an int64, so that a replayed CUDA graph can get a new one.
 
     A weight is dropped if its random word is below the threshold, otherwise multiplied by scale. origin is an Origin if
     this call is part of a larger one. Otherwise it is (), because Triton 3.6 cannot compare a tuple that holds None.
@@ -25,7 +25,7 @@ class Dropout(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """Start of the Philox counters in the larger call that this call is a part of: row, key, plane, and its heads.
+    """Start of this call's Philox counters in a larger call: row, key and plane; `heads` is the larger call's number.
 
     A plane is one head of one batch. If first row and first key are multiples of 16, `aligned` has both, in units of
     16, and `unaligned` is (). Otherwise `unaligned` has both, and `aligned` is ().
@@ -38,7 +38,7 @@ class Origin(NamedTuple):
 
 
 def of(seed, dropout_p, origin=None):
-    """Return a Dropout. If dropout_p is 1 the threshold wraps to 0, which keeps all weights, but scale is 0."""
+    """Return a Dropout. For dropout_p = 1 the threshold wraps to 0, which drops nothing, but scale is 0."""
     place = ()
     if origin is not None:
         _, row, key, plane, heads = origin
@@ -49,7 +49,7 @@ def of(seed, dropout_p, origin=None):
 
 @triton.jit
 def _counters(x, SIZE: tl.constexpr):
-    """Return one Philox counter for each pair of indices that differ only in bit 3. x starts at a multiple of 16."""
+    """Return a Philox counter for each two indices of x that differ only in bit 3; x starts at a multiple of 16."""
     x, other = tl.split(tl.permute(tl.reshape(x, [SIZE // 16, 2, 8]), [0, 2, 1]))
     x = tl.reshape(x, [SIZE // 2])
     return (x >> 4) * 8 + (x & 7)
@@ -57,7 +57,7 @@ def _counters(x, SIZE: tl.constexpr):
 
 @triton.jit
 def _plane(dropout, plane):
-    """Return the index of this (batch, head) in the whole call, if this call is part of a larger one."""
+    """Return the index of this (batch, head), in the larger call if this call is part of one."""
     origin = dropout.origin
     if len(origin) == 0:
         return plane.index
@@ -67,7 +67,7 @@ def _plane(dropout, plane):
 
 @triton.jit
 def _word(dropout, plane, i, j):
-    """Return the random word of each pair (i, j), at any origin; `_four` needs a quarter of the Philox calls."""
+    """Return the random word of each (row i, key j), by four times the Philox calls of `_four`, but at any origin."""
     r, c = tl.broadcast(i, j)
     low, high = (r >> 4) * 8 + (r & 7), (c >> 4) * 8 + (c & 7)
     zero = tl.full(r.shape, 0, tl.int32)
@@ -106,7 +106,7 @@ def _four(dropout, plane, r, c):
         i, j = i + dropout.origin.aligned[0] * 8, j + dropout.origin.aligned[1] * 8
     zero = tl.full(i.shape, 0, tl.int32)
     w0, w1, w2, w3 = tl.philox(tl.load(dropout.seed), i, j, zero + _plane(dropout, plane), zero, 7)
-    words = tl.join(tl.join(w0, w1), tl.join(w2, w3))  # [.., .., bit 3 of the key, bit 3 of the row]
+    words = tl.join(tl.join(w0, w1), tl.join(w2, w3))  # the last two axes are bit 3 of the key, and of the row
     if r.shape[1] == 1:
         words = tl.permute(tl.reshape(words, [ROWS // 16, 8, KEYS // 16, 8, 2, 2]), [0, 5, 1, 2, 4, 3])
         return tl.reshape(words, [ROWS, KEYS])

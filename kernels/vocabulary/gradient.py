@@ -64,7 +64,7 @@ def weights(x, shown, bias, row, r, c, band, rules, plane, CHECK: tl.constexpr):
     if CHECK:
         seen = masking.visible(rules.masks, shown, band, plane, r, c)
         if rules.score.slopes is not None:
-            seen &= r < band.rows  # hide rows past the end: they load zeros, but their distances are not 0
+            seen &= r < band.rows  # hide rows past the end: their q is 0, but not their ALiBi distance
         p = tl.where(seen, p, 0.0)
     return memory.opaque(dropping.sign_dropped(rules.dropout, p, plane, r, c)), dcap
 

@@ -31,7 +31,7 @@ class Described(NamedTuple):
 
 @triton.constexpr_function
 def width(D):
-    """Return the number of columns of a tile that holds D: a power of two, and at least 16, as tensor cores need."""
+    """Return the width of a tile that holds D columns: a power of two, and at least 16, as tensor cores need."""
     return max(16, triton.next_power_of_2(D))
 
 
@@ -112,7 +112,7 @@ def table(base, plane, n, COLUMNS: tl.constexpr, BY_KEYS: tl.constexpr = False):
 
 @triton.jit
 def load(m, rows, exists, D: tl.constexpr, first=0):
-    """Load a [rows, width(D)] tile, with zeros past column D and where `exists` is False. None: all rows exist.
+    """Load a [rows, width(D)] tile; zeros past column D and where `exists` is False (None if all rows exist).
 
     A Described matrix is read from row `first` on, whatever `rows` says; its missing rows must lie past the end.
     """
@@ -192,7 +192,7 @@ def scalar(view, plane):
 
 @triton.jit
 def cast(x, dtype: tl.constexpr):
-    """Convert x. Finite float64 numbers below the range of float32 become its lowest number, not -inf."""
+    """Convert x to a dtype. Finite float64 numbers below the range of float32 become its lowest number, not -inf."""
     if x.dtype == tl.float64 and dtype != tl.float64:
         x = tl.where(x == float("-inf"), x, tl.maximum(x, -3.4028234663852886e38))
     return x.to(dtype)

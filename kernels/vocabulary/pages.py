@@ -16,7 +16,7 @@ class Cache(NamedTuple):
     """
 
     K: memory.View
-    V: memory.View  # not `values`, an attribute of Triton's tuples
+    V: memory.View  # not K and `values`: Triton's tuples have an attribute `values`
     lengths: memory.View
     table: memory.View
 
@@ -47,9 +47,9 @@ def number(cache, plane, at, exists, PAGE: tl.constexpr):
 
 @triton.jit
 def of_block(cache, plane, j, capacity, PAGE: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the page number of a sequence's block j of BLOCK keys, or [BLOCK, 1] numbers if it may span several pages.
+    """Return the page number of a sequence's block j of BLOCK keys, or of each key [BLOCK, 1] if blocks span pages.
 
-    Loops call it one step ahead, so that loads of tiles start early; j may be past the last block.
+    Loops call this one step ahead, so that loads of tiles start early; j may be past the last block.
     """
     if cache.table is None:
         return plane.batch
@@ -62,7 +62,7 @@ def of_block(cache, plane, j, capacity, PAGE: tl.constexpr, BLOCK: tl.constexpr)
 
 @triton.jit
 def rows(at, PAGE: tl.constexpr):
-    """Return the row within its page of each position of a sequence."""
+    """Return, for each position `at` of a sequence, its row within its page."""
     return at if PAGE is None else at % PAGE
 
 
@@ -76,6 +76,6 @@ def rows_of_block(j, PAGE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def matrix(view, plane, page, pages):
-    """Return the matrix of a head in a page, which may differ by row. Page numbers are clamped to the pool."""
+    """Return the matrix of a head in a page, or in a page for each row. Page numbers are clamped to the pool."""
     page = tl.minimum(tl.maximum(page, 0), pages - 1)
     return memory.matrix(view, span.Plane(page, plane.head, plane.index, ()))

@@ -20,7 +20,7 @@ class Partials(NamedTuple):
 
 @triton.jit
 def states(partials, plane, at, n):
-    """Load n softmax States of a head at indices `at`. From index n on, return States of a sum over no keys."""
+    """Load the softmax States of a head at indices `at`; at indices from n on, States of a sum over no keys."""
     m = memory.table(partials.states, plane, n, 2)
     row_max, row_sum = memory.load_column(m, at, n, 0), memory.load_column(m, at, n, 1)
     return softmax.State(tl.where(row_sum > 0, row_max, float("-inf")), row_sum)

@@ -9,7 +9,7 @@ from . import memory, scores, softmax
 
 
 class ByRow(NamedTuple):
-    """Gradients with one number per row, contiguous (B, Hq, Sq, 1), named as their options; None if not wanted."""
+    """Gradients of options, one number per row, contiguous (B, Hq, Sq, 1); None for each that is not wanted."""
 
     bias: tl.tensor
     alibi_slopes: tl.tensor
@@ -27,7 +27,7 @@ class Sums(NamedTuple):
 
 @triton.jit
 def wanted(by_row):
-    """Return True if a gradient by row is wanted. Triton 3.6 cannot compare a tuple that holds None with None."""
+    """Return True if any field of a ByRow is wanted: a gradient with one number per row."""
     return (by_row.bias is not None) or (by_row.alibi_slopes is not None) or (by_row.sinks is not None)
 
 
@@ -44,7 +44,7 @@ def total(x):
 @triton.jit
 def add(sums, p, ds, far):
     return Sums(
-        sums.p + tl.sum(p, 1),  # p comes from exp2, so there is no product to fuse
+        sums.p + tl.sum(p, 1),  # `total` is not needed: p comes from exp2, not from a product that could be fused
         sums.ds + total(ds),
         sums.p_far + total(p * far),
         sums.ds_far + total(ds * far),
@@ -63,7 +63,7 @@ def _mend(sums, delta, dlse):
 
 @triton.jit
 def store(by_row, sums, row, score, plane, rows, n, PARTIAL: tl.constexpr):
-    """Store the gradients of a block of rows. PARTIAL: rows also see keys of other calls: delta is not corrected."""
+    """Store the gradients of a block of rows. If PARTIAL, rows also see keys of other calls: delta stays as it is."""
     delta = row.delta
     if not PARTIAL:
         sums, delta = _mend(sums, row.delta, row.dlse)

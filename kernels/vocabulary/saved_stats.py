@@ -13,13 +13,13 @@ from . import memory, softmax
 
 @triton.constexpr_function
 def columns(dtype, DV):
-    """Return how many float32 numbers a row saves: row_max, log2_sum, and rounding errors of one byte each."""
+    """Return how many float32 numbers a row saves: row_max, log2_sum and, for a 16-bit output, a byte per column."""
     return 2 + (triton.cdiv(DV, 4) if dtype.primitive_bitwidth == 16 else 0)
 
 
 @triton.constexpr_function
 def _shift(dtype):
-    """Return the number of lowest bits of a float32 that neither the 16-bit number nor the saved byte holds."""
+    """Return how many of a float32's lowest bits are lost: neither its 16-bit rounding nor the saved byte has them."""
     return 5 if dtype == tl.float16 else 8
 
 
@@ -35,7 +35,7 @@ def load(m, rows, n):
 
 @triton.jit
 def _bytes(m):
-    """Return the rounding errors that a `table` holds, as an int8 matrix with the shape of the output."""
+    """Return an int8 View of a `table`: the rounding error of each element of the output."""
     return memory.View(tl.cast(m.base + 2, tl.pointer_type(tl.int8), bitcast=True), (m.strides[0] * 4, 1))
 
 
@@ -53,8 +53,8 @@ def store_tail(m, rows, n, out, c, DV: tl.constexpr, dtype: tl.constexpr):
     """
     if dtype.primitive_bitwidth == 16:
         if dtype == tl.bfloat16:
-            # A bfloat16 is the upper half of a float32. The lower half, as a signed number, is the error. A tie, half
-            # of the last bit, is rounded to even, which decides its sign.
+            # A bfloat16 is the upper half of a float32. The lower half, as a signed number, is the error. If it is half
+            # of the last bit, the output was rounded to even, so the last bit decides the sign of the error.
             bits = out.to(tl.int32, bitcast=True)
             error = (bits + ((bits >> 16) & 1) - 1) << 16 >> 16
             tail = (tl.minimum(error + 128, 0x7FFF) >> 8).to(tl.int8)

@@ -14,7 +14,7 @@ def covered(
     block_mask, plane, i, j, rows, keys, live,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_MASK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Return (some pair is visible, all pairs are visible) of tiles (i, j), from the block mask."""
+    """Return (some pair is visible, all are) of row block i and key block j; where `live` is False, (False, True)."""
     view = memory.matrix(block_mask, plane)
     some, every = live & False, live | True
     for a in tl.static_range(max(1, BLOCK_M // BLOCK_MASK_SIZE)):
@@ -29,7 +29,7 @@ def covered(
 
 @triton.jit
 def tile_list(tile_lists, plane, block, N: tl.constexpr):
-    """Return a pointer to the tiles of a block for loop N: tiles that need a mask for loop 0, the others for 1."""
+    """Return a pointer to the tiles of a block that loop N visits: loop 0 those that need a mask, loop 1 the others."""
     place = block if len(plane.packed) == 0 else plane.packed.slot
     return memory.pointers(memory.matrix(tile_lists, plane), place * 2 + N, place * 0) + 1
 
@@ -45,7 +45,7 @@ def extent(ranges, tile_list, N: tl.constexpr):
 
 @triton.jit
 def first(tile_list, begin):
-    """Return the first entry of a tile list, or begin without a list, for the argument `following` of `step`."""
+    """Return the `following` of the first `step`: the first entry of a tile list, or `begin` without a list."""
     return begin if tile_list is None else tl.load(tile_list)
 
 

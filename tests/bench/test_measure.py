@@ -22,7 +22,7 @@ def _no_compiler(monkeypatch):
 
 
 def measured(some, names=FEW, modes=measure.MODES):
-    """Return the rows of cases, measured on the CPU."""
+    """Return the benchmark rows of the cases `some`, measured on the CPU."""
     return [row for row, _ in measure.measure(rows.machine("cpu"), some, names, modes, "cpu")]
 
 

@@ -122,7 +122,7 @@ def test_a_cache_is_mapped_where_what_is_written_there_is(name):
 
 @pytest.mark.parametrize("backend", [None, "naive"])
 def test_values_may_be_the_first_columns_of_keys(backend):
-    """Values may be the first columns of keys (a shared latent vector), if new ones are equal and not rotated."""
+    """Values may be the first columns of keys (a shared latent vector), if new values are, too, without rotation."""
     cache, apart, new = torch.zeros(1, 1, 8, 16), torch.zeros(1, 1, 8, 12), torch.randn(1, 1, 1, 16)
     query, lengths = torch.randn(1, 2, 1, 16), torch.tensor([0], dtype=torch.int32)
     options = dict(cache_seqlens=lengths, new_key=new, backend=backend)
@@ -137,7 +137,7 @@ def test_values_may_be_the_first_columns_of_keys(backend):
 @pytest.mark.parametrize("backend", [None, "naive", "cpu"])
 @pytest.mark.parametrize("name", FROZEN)
 def test_a_cache_of_inference_mode_is_written_to_in_it_alone(name, backend):
-    """A cache made in inference mode is refused outside of it; torch itself would raise only after the write."""
+    """A cache made in inference mode is refused outside of that mode; torch itself would raise only after the write."""
     arguments = CACHED | {name: FROZEN[name].clone() for name in FROZEN} | dict(backend=backend)
     frozen = {name: FROZEN[name]}
     assert_named(fa.attention_decode, arguments, wrong(name, **frozen))

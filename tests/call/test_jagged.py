@@ -141,7 +141,7 @@ MODULES = dict(
 )
 @pytest.mark.one_in(9)
 def test_compiled_modules_take_nested_tensors(module, name, backend):
-    """Compiled modules that catch ValueError get the results of eager calls with nested tensors."""
+    """Nested tensors give the same results compiled as eager, also inside a function that catches ValueError."""
     torch._dynamo.reset()
     model, x = MODULES[module](backend), torch.randn(10, 32, requires_grad=True)
 

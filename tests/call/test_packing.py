@@ -60,7 +60,7 @@ def test_a_mask_of_keys_is_packed(device):
 
 
 def test_heads_stay_apart_where_multiprocessors_would_be_idle(device, tiles, launched):
-    """Heads do not share tiles if multiprocessors would be idle: four programs on five multiprocessors."""
+    """Heads do not share tiles if that would leave a multiprocessor idle, as four programs on five of them do."""
     tiles.multiprocessors(5)
     tensors, options = DECODE.draw(device)
     fa.attention(tensors["query"], tensors["key"], tensors["value"], backend="triton")

@@ -19,7 +19,7 @@ NONE, SOME, ALL = 0, 1, 3
 
 @pytest.fixture
 def grain(device):
-    """Return the number of rows, and of keys, of a block."""
+    """Return the number of rows, and of keys, in a block of a device's block masks."""
     return 512 // fa.plan(torch.ones(1, 512, dtype=torch.bool, device=device)).block_mask.shape[-1]
 
 

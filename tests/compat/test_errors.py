@@ -18,7 +18,7 @@ NOT_FLASH = re.compile(r"(?<!new )\b(query|key|value|key_cache|value_cache|new_k
 
 
 def assert_refused(error, name, call):
-    """Assert that a call raises one line that names the argument, in classes that callers of the original catch."""
+    """Assert that a call's error names the argument in one line, and has a class that callers of the original catch."""
     with pytest.raises(error, match=f"^{name}: expected .* got ") as raised:
         call()
     assert "\n" not in str(raised.value)

@@ -28,7 +28,7 @@ class Case(NamedTuple):
     interleaved: bool = True
     chosen: bool = False  # pass cache_batch_idx instead of a block table
     leftpad: tuple | None = None
-    said: str = "each"  # lengths are given for "each" cache, once for "all", or not ("nothing"): whole caches
+    said: str = "each"  # lengths: one for "each" cache, one for "all", or "nothing", then caches are full
 
     def draw(self, device="cpu"):
         """Return the arguments of attention_decode and those of flash_attn_with_kvcache; both share the caches."""

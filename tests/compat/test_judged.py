@@ -40,7 +40,7 @@ PLAIN = dict(PADDED, attention_mask=None)
 
 
 def made(model, route, tmp_path=None, name="fusedattn"):
-    """Return a model of the same weights that selects the implementation `name` by one of the routes."""
+    """Return a model with the weights of `model` whose attention implementation `name` was set by a route."""
     if route == "set_attn_implementation":
         other = copy.deepcopy(model)
         other.set_attn_implementation(attn_implementation=name)
@@ -64,7 +64,7 @@ def assert_eagers(model, want, inputs=PADDED):
 
 
 class OwnAttention(LlamaAttention):
-    """Attention that inherits code which calls transformers' interface, but runs code of its own."""
+    """Attention with a formula of its own, although its base class calls transformers' attention interface."""
 
     def weights(self, scores):
         return scores.softmax(-1)
@@ -81,7 +81,7 @@ class OwnAttention(LlamaAttention):
 
 
 class ExpAttention(OwnAttention):
-    """Attention like OwnAttention, but with a source that does not show it."""
+    """Attention that calls the formula of OwnAttention, so its own source does not show it."""
 
     def forward(self, *arguments, **options):
         return OwnAttention.forward(self, *arguments, **options)

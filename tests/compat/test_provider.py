@@ -45,7 +45,7 @@ def test_the_provider_names_cuda_where_there_is_none(registry):
 
 
 class Original:
-    """Substitute for torch's CUDA kernel."""
+    """Substitute for torch's CUDA kernel of an operator, which raises if it is called."""
 
     def __init__(self, name):
         self.name = name

@@ -27,7 +27,7 @@ def results(function, query, key, value, mask, **options):
         mask = inputs[3]
     out = function(*inputs[:3], mask, **options)
     weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device).view(out.shape)
-    return out, *torch.autograd.grad((out * weight).sum(), inputs, materialize_grads=True)  # torch omits empty ones
+    return out, *torch.autograd.grad((out * weight).sum(), inputs, materialize_grads=True)  # empty inputs have none
 
 
 def assert_equals_torch(query, key, value, mask=None, **options):

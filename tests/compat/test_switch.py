@@ -151,7 +151,7 @@ def test_other_modes_are_left_as_they_are(answered):
             return func(*args, **(kwargs or {}))
 
     seen = []
-    torch.set_default_device("cpu")  # it asserts that its own mode is the first
+    torch.set_default_device("cpu")  # before Watching: it must be the outermost mode
     with Watching():
         compat.enable_sdpa()
         taken_before(X, X, X)
@@ -164,7 +164,7 @@ def test_other_modes_are_left_as_they_are(answered):
 
 @pytest.mark.parametrize("everywhere", [False, True], ids=["with", "enabled"])
 def test_a_backend_that_computes_by_torch_is_not_answered_by_itself(everywhere, answered, monkeypatch):
-    def run(call, need_lse, need_weights):
+    def run(call, *_):
         with torch._C.DisableTorchFunction():
             return F.scaled_dot_product_attention(*call[:3]), None, None
 
@@ -175,7 +175,7 @@ def test_a_backend_that_computes_by_torch_is_not_answered_by_itself(everywhere, 
         fa.attention(X, X, X)
         in_a_thread(fa.attention, X, X, X)
         assert not answered
-        with pytest.raises(RuntimeError), torch._C.DisableTorchFunction():  # afterwards our function is called again
+        with pytest.raises(RuntimeError), torch._C.DisableTorchFunction():  # our function must come back after it
             taken_before(X, X[:, :2], X)
         taken_before(X, X, X)
         assert len(answered) == 1

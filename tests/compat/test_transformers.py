@@ -24,7 +24,7 @@ class Module:
 
 
 def drawn(B=2, Hq=4, Hkv=2, Lq=5, Lk=7, D=6, Dv=3, dtype=torch.float32):
-    """Return random query, key and value with gradients, as views of (B, L, H, D); value is part of a wider tensor."""
+    """Return random query, key and value that require gradients, views of (B, L, H, D); value is a slice of more."""
     query, key = torch.randn(B, Lq, Hq, D, dtype=dtype), torch.randn(B, Lk, Hkv, D, dtype=dtype)
     value = torch.randn(B, Lk, Hkv, 2 * Dv, dtype=dtype)
     return [x.transpose(1, 2).requires_grad_() for x in (query, key, value[..., Dv:])]

@@ -58,7 +58,7 @@ def test_sizes_of_zero(sizes, options):
 @pytest.mark.parametrize("given", ["lse", "weights", "lse and weights"])
 @pytest.mark.parametrize("options", [dict(causal=True), dict(mask=torch.arange(80)[:, None] > 70)])
 def test_incoming_gradients_of_rows_that_see_nothing_are_ignored(options, given, keys):
-    """A loss such as lse.square() or weights / weights.norm() gives them infinite or NaN gradients."""
+    """Incoming gradients of rows that see no key are ignored; a loss such as lse.square() makes them infinite."""
     query, key, value = draw(1, 2, 80, 16, dtype=torch.float64)
     leaves = [query.requires_grad_(), key[:, :, :keys].requires_grad_(), value[:, :, :keys].requires_grad_()]
     found = []
@@ -98,7 +98,7 @@ def test_gradients_of_large_scores_are_finite_and_right(dtype, scale):
 @pytest.mark.parametrize("sequences, rows", [(1, 7), (70, 1)])
 @pytest.mark.parametrize("seed", range(5))
 def test_gradients_of_few_rows_with_large_scores_are_as_good_as_eagers(sequences, rows, seed):
-    """The kernel's are not, because errors of few weights do not average out, also if other sequences follow."""
+    """Gradients of few rows are as exact as eager's; PyTorch's kernel is less exact, as few errors do not cancel."""
     torch.manual_seed(seed)
     query, incoming = torch.randn(2, sequences, 2, rows, 32)
     inputs = query, *torch.randn(2, sequences, 2, 100, 32)
@@ -158,7 +158,7 @@ def test_gradients_that_are_summed_over_keys(options):
 
 @pytest.mark.parametrize("inputs", [(2, 1, 90, 16), (1, 90, 1, 16), (1, 1, 1, 16), (2, 90, 4, 1)], ids=str)
 def test_sizes_of_one_have_any_stride(inputs):
-    """Sizes of 1 may have any stride; saved bfloat16 tensors are viewed as float32, which needs even strides."""
+    """Dimensions of size 1 may have any stride; saved bfloat16 tensors become float32 views, which need even ones."""
     order = 0, 3, 1, 2
     leaves = [torch.randn(inputs).bfloat16().permute(order).mT.detach().requires_grad_() for _ in range(3)]
     for _ in range(2):
@@ -176,7 +176,7 @@ def test_one_key_has_all_the_weight():
 
 @pytest.mark.parametrize(("rows", "dim"), [(64, 24), (64, 32), (64, 128), (1, 24)])
 def test_gradients_of_rather_large_scores(rows, dim):
-    """Gradients are right for large scores with a scale that is no power of two, which PyTorch rounds in two ways."""
+    """Gradients are right for large scores, whose scale PyTorch's forward and backward round in different ways."""
     torch.manual_seed(5)
     tensors = dict(query=torch.randn(4, 4, rows, dim) * (4.0 if rows > 1 else 12.0), key=torch.randn(4, 4, 130, dim))
     tensors |= dict(value=torch.randn(4, 4, 130, dim), out=torch.randn(4, 4, rows, dim), lse=torch.randn(4, 4, rows))

@@ -45,7 +45,7 @@ def test_any_gradient_of_the_output(name):
 @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2)])
 @pytest.mark.parametrize("again", [False, True])
 def test_some_gradients(wanted, again):
-    """Gradients of some inputs are right, first and second, whether all inputs or only those require one."""
+    """First and second gradients of some inputs are right, whether all inputs or only these require a gradient."""
     for alone in (False, True):
         leaves = draw()
         for number, leaf in enumerate(leaves):

@@ -8,7 +8,6 @@ import torch.utils.checkpoint
 import fusedattn as fa
 
 from ..close import assert_like
-from ..conftest import run_python
 from ..inside import same
 
 
@@ -60,7 +59,7 @@ def test_tensors_that_come_back_with_other_strides(dtype, common):
 
 
 def test_tensors_that_come_back_smaller():
-    """A backward raises if a hook returns a smaller saved tensor; the number of saved tensors depends on the CPU."""
+    """A backward raises if a hook returns any of the saved tensors with fewer rows, instead of reading past its end."""
     leaves = [(x + 4.0).bfloat16().requires_grad_() for x in draw(1, 2, 90, 16)]
 
     def differentiated(smaller):
@@ -102,30 +101,3 @@ def test_autocast_around_a_backward_rounds_nothing(keys):
         want = torch.autograd.grad(out, inputs, grad, retain_graph=True)
         with torch.autocast("cpu", torch.bfloat16):
             same(torch.autograd.grad(out, inputs, grad), want)
-
-
-IN_PROCESSES = """
-import multiprocessing, sys
-import torch
-import fusedattn as fa
-
-def step(seed):
-    x = torch.randn(2, 2, 200, 16, generator=torch.Generator().manual_seed(seed), requires_grad=True)
-    fa.attention(x, x, x, causal=True).sum().backward()
-    return x.grad.sum().item()
-
-if __name__ == "__main__":
-    torch.set_num_threads(2)
-    want = [step(seed) for seed in range(4)]  # threads of OpenMP are there before the fork
-    with multiprocessing.get_context("fork").Pool(2, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        forked = pool.map(step, range(4))
-    assert forked == want
-    print("same")
-"""
-
-
-@pytest.mark.matrix
-def test_processes_that_were_forked(tmp_path):
-    file = tmp_path / "in_processes.py"
-    file.write_text(IN_PROCESSES)
-    assert run_python(file) == "same\n"

@@ -23,7 +23,7 @@ from fusedattn.operators import attention
 from ..inside import OPTIONS, compiled, draw
 from ..offline import absent
 
-# {with gradients: microseconds}: the aim, and the time of torch's own calls on an idle machine.
+# {with gradients: microseconds}: the aim for our calls, and the time of torch's own calls on an idle machine.
 GOAL_US, UNDISTURBED_US = {False: 12.0, True: 25.0}, {False: 6.0, True: 8.2}
 LENGTH, STREAM = 64, 7
 
@@ -34,7 +34,7 @@ def small_tiles(monkeypatch):
     tiles = tile_table.tiles_for
 
     def small(*key, **more):
-        least = 64 if key[0] in ("preprocess", "postprocess") else 16  # the size of `hopper.unit`
+        least = 64 if key[0] in ("preprocess", "postprocess") else 16  # 64 rows, as `hopper.unit` has
         for n, tile in enumerate(tiles(*key, **more)):
             yield tile._replace(rows=least, keys=tile.keys and (16 if n else 32), stages=1)
 
@@ -42,7 +42,7 @@ def small_tiles(monkeypatch):
 
 
 class Launches:
-    """Records launches as (kernel, grid, arguments); a tensor becomes its number in `given`, or "made".
+    """Record of launches as (kernel, grid, arguments); a tensor appears as "given" with its index, or as "made".
 
     TMA descriptors appear as the driver encodes them, each with its tensor.
     """

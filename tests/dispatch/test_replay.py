@@ -175,8 +175,9 @@ def test_dropout_draws_as_it_does_the_first_time(device):
         found.append([attend(inputs, options) for _ in range(2)])
         replay.forget()
     same(*found)
-    seeded = [attend(inputs, dict(options, seed=seed)) for seed in (3, 4, 3, torch.tensor([3], device=device))]
-    assert torch.equal(seeded[0], seeded[2]) and torch.equal(seeded[0], seeded[3])
+    seeds = 3, 4, 3, torch.tensor([3], device=device), torch.tensor(3, device=device)
+    seeded = [attend(inputs, dict(options, seed=seed)) for seed in seeds]
+    assert all(torch.equal(seeded[0], x) for x in seeded[2:])
     assert not torch.equal(seeded[0], seeded[1])
     plain = attend(inputs, {})
     for seed in (3, torch.tensor([3], device=device)):  # without dropout_p a seed is unused
@@ -309,7 +310,7 @@ def test_gradients_that_come_in_as_they_like(device):
 
 
 def test_what_is_not_in_memory_does_not_repeat_a_backward(device):
-    """A negated view and a batched gradient have the shape and strides of a plain one, but other bits or none."""
+    """A recorded backward is not replayed for a negated view or a batched gradient, which look like a plain tensor."""
     inputs = draw(device, requires_grad=True)
     plain = torch.randn_like(attend(inputs, {}))
     gradients = lambda backend, grad, **options: torch.autograd.grad(by(backend)(*inputs), inputs, grad, **options)  # noqa: E731
@@ -347,7 +348,7 @@ def test_saved_tensors_that_hooks_change_are_refused(change, record_after, monke
 
 
 def test_a_backward_is_not_repeated_for_tensors_of_another_shape():
-    """A hook that drops heads leaves no recording for calls without the hook."""
+    """After a hook returned saved tensors with fewer heads, and the backward raised, a call without it is right."""
     inputs = draw("cpu", requires_grad=True)
 
     def gradients(unpack):

@@ -68,7 +68,7 @@ class Pool:
             for pipe in multiprocessing.connection.wait(list(waiting)):
                 rank, error = waiting.pop(pipe), pipe.recv()
                 if error is not None:
-                    self.stop()  # ranks that wait for this one do not answer
+                    self.stop()  # the other ranks may wait for this one forever
                     self.start()
                     pytest.fail(f"rank {rank}: {error}")
 
@@ -94,7 +94,7 @@ def pool_of():
 
 
 def on_ranks(size):
-    """Run a test, a function of rank, size and parameters, in each of `size` processes."""
+    """Return a decorator that runs a test, a function of (rank, size, parameters), in each of `size` processes."""
 
     def decorate(function):
         @functools.wraps(function)

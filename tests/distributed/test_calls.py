@@ -276,7 +276,7 @@ def test_a_module_attends_over_shards(rank, size, method, balance):
 
 
 def test_a_copy_of_a_module_has_the_same_group():
-    group = torch.nn.Module()  # only copies of the module would use it
+    group = torch.nn.Module()  # stands for a process group, which must not be copied
     group.__deepcopy__ = group.__reduce_ex__ = lambda *given: pytest.fail("the group was copied")
     layer = fa.MultiHeadAttention(8, 2, context_parallel=distributed.ContextParallel("ring", group))
     assert copy.deepcopy(layer).context_parallel.group is group

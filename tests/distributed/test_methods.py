@@ -127,7 +127,7 @@ def test_16_bits_are_as_exact_as_in_one_process(rank, size, method):
 @on_ranks(2)
 @pytest.mark.parametrize("backend", ["naive", "cpu"])
 def test_rows_of_the_lowest_bias_are_means(rank, size, backend):
-    """Rows whose bias is the lowest number are means: scores of -1.8e308 or -3.4e38 absorb the log of the sum."""
+    """A row whose bias is the lowest number everywhere is the mean of the values, as all its scores are equal."""
     for dtype, bias_dtype in ((torch.float64,) * 2, (torch.float32,) * 2, (torch.float32, torch.float64)):
         tensors, _ = Case("lowest bias", Sq=8, Sk=8, dtype=dtype).draw()
         bias = torch.randn(8, 8, dtype=bias_dtype)

@@ -54,7 +54,7 @@ def distributed(x, *names, mesh=None):
 
 
 def drawn(heads, key_heads, options=()):
-    """Return {name: random whole tensor}, float64 with a gradient, or bool."""
+    """Return {name: random unsharded tensor}: float64 that requires a gradient, or bool."""
     generator = torch.Generator().manual_seed(0)
     shapes = dict(query=(B, heads, SQ, D), key=(B, key_heads, SK, D), value=(B, key_heads, SK, D))
     shapes |= {name: OPTIONS[name][0] for name in options}

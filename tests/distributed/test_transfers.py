@@ -54,7 +54,7 @@ def ring(balance=None, **options):
 @on_ranks(4)
 @pytest.mark.parametrize("balance", [None, "zigzag"])
 def test_a_ring_sends_each_shard_once_to_each_rank(rank, size, balance):
-    """A ring sends each shard once to each rank; the backward sends keys again, and float32 gradients return."""
+    """A ring sends each shard once to each rank; the backward sends keys again, and their float32 gradients back."""
     events, forward, backward = ring(balance)
     assert (forward, backward) == ((size - 1) * SHARD, 2 * (size - 1) * SHARD)
     assert set(events) <= {SHARD, "wait", "compute"}

@@ -27,14 +27,14 @@ def by_shards(method, group=None, **balance):
 
 
 def put_together(x, dim, group=None, **balance):
-    """Gather the shards. All ranks compute the same loss, so divide the gradient by the number of ranks."""
+    """Gather the shards x. Divide their gradients by the number of ranks, as all ranks compute the same loss."""
     if x.requires_grad:
         x.register_hook(lambda grad: None if grad is None else grad / dist.get_world_size(group))
     return distributed.unshard(x, dim, group=group, **balance)
 
 
 def summed_gradients(function, tensors, options, grads="out and lse", group=None):
-    """Return `with_gradients` of a function that `by_shards` made, with gradients summed over ranks."""
+    """Return results and gradients of a function that `by_shards` made; gradients are summed over all ranks."""
     found = with_gradients(function, tensors, options, grads)
     for name in ("query", "key", "value", "bias"):
         if name in found:

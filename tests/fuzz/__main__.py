@@ -22,7 +22,7 @@ QUIET = dict(database=None, deadline=None, suppress_health_check=list(HealthChec
 
 
 def run(kind, number, draws):
-    """Draw a batch of calls. Return the smallest call that failed and its traceback, or None."""
+    """Check `draws` random calls of a kind, with seed `number`. Return the smallest failure and its traceback."""
     failed, since = None, None
 
     def one(call):

@@ -14,7 +14,7 @@ from .strategies import DTYPES, rarely
 
 @st.composite
 def calls(draw, name):
-    """Draw (a Cached, the seed of its values)."""
+    """Draw a random call with caches: (Cached, seed of its values)."""
     Hkv, group = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 2, 3, 5]))
     C = draw(st.sampled_from([8, 1, 5, 15, 16, 17, 33, 48, 49]))
     page = rarely(draw, st.sampled_from([1, 3, 4, 7, 16, 20]), None, 2)
@@ -45,7 +45,7 @@ def calls(draw, name):
 
 
 def hold(call):
-    """Raise AssertionError if results or caches differ from those of the loop."""
+    """Raise AssertionError if results or caches differ from those of a loop over the sequences."""
     case, seed = call
     hold_draws(lambda backend, n: _drawn(case, seed + 1000 * n, backend), _judged)
 

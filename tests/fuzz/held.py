@@ -13,8 +13,8 @@ from .layouts import memory
 from .routes import ROUTES
 
 RESULTS = "out", "lse", "weights"
-LARGEST = 2.0**20  # larger scores only give finite results
-LARGEST_ON_CPU = 16.0  # larger float32 scores: PyTorch's backward kernel computes them in another order
+LARGEST = 2.0**20  # with larger scores results must only be finite
+LARGEST_ON_CPU = 16.0  # larger float32 scores: PyTorch's backward sums a score in another order than its forward
 LARGEST_IN_FLOAT64 = 20.0  # with larger scores the float64 oracle is not exact enough
 LARGEST_TO_MERGE = 16.0  # with larger scores the float32 lse of a part rounds too coarsely
 OTHERS = 7  # more draws of values, judged together if a draw exceeds the tolerance
@@ -59,13 +59,13 @@ def computed(function, tensors, options, case, lse):
 
 
 def peak(tensors, options, case):
-    """Return (bound of the unscaled scores: the largest |query| |key|; bound of the scores) of a case."""
+    """Return (largest |query| |key|, which bounds the unscaled scores; bound of the scores) of a case."""
     query, key = (tensors[name].double().nan_to_num(0, 0, 0) for name in ("query", "key"))
     if not query.numel() or not key.numel():
         return 0.0, 0.0
     products = query.norm(dim=3).max().item() * key.norm(dim=3).max().item()
     score = products * abs(case.D**-0.5 if case.scale is None else case.scale)
-    if case.softcap is not None and case.dtype != torch.float64:  # the float64 oracle rounds as much
+    if case.softcap is not None and case.dtype != torch.float64:  # a float64 oracle is no more exact
         score = min(score, case.softcap)
     if "alibi_slopes" in options:
         score += options["alibi_slopes"].double().abs().max().item() * (case.Sq + case.Sk)
@@ -97,14 +97,14 @@ class Truth:
         terms = {}
         if any(name in case.wanted for name in LEARNED):
             terms = compare._sizes_of_terms(tensors, options, " ".join(case.loss), self.apply, case.lengths)
-        # The terms of the sums may be far from 1 in size.
+        # The terms that a gradient sums may be far from size 1, which the tolerance expects by default.
         if case.spread > 1.0 or case.alike or case.scale is not None or case.dropout:
             for name, size in self._sizes_of_cancelling(tensors, options).items():
                 terms[name] = max(size, terms.get(name, 1.0))
         return terms
 
     def _sizes_of_cancelling(self, tensors, options):
-        """Return {input: size of the terms that cancel in its gradient}: weights times incoming gradients.
+        """Return {input: size of the terms that may cancel in its gradient}, weights times incoming gradients.
 
         In a row with one weight of 1, the gradient of the score is a difference of two equal products.
         """
@@ -128,7 +128,7 @@ class Truth:
 
     @property
     def lonely(self):
-        """Return True if dropout leaves a 16-bit row only one key: its gradient is then rounding instead of 0."""
+        """Return True if dropout leaves a row of 16-bit numbers one key: its score's gradient is rounding, not 0."""
         if self.case.dtype.itemsize != 2 or not self.case.dropout:
             return False
         tensors, options = self.case.draw(self.more)

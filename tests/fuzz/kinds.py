@@ -15,7 +15,7 @@ KINDS |= dict.fromkeys(modules.MODULES, (modules.calls, modules.hold, 1))
 
 
 def hold(name, call):
-    """Check one random call of a kind. It is recorded at its first or its second call."""
+    """Check one random call of a kind (`name`); its first or its second execution is recorded for replays."""
     replay.forget()
     with mock.patch.object(replay, "RECORD_AFTER", 1 + zlib.crc32(repr(call).encode()) % 2):
         KINDS[name][1](call)

@@ -58,7 +58,7 @@ def lay(tensor, layout):
 
 
 def _padding(like, size):
-    """Return a new tensor filled with NaN, True or the largest integer."""
+    """Return a new tensor of `size` elements, in the dtype of `like`: NaN, True or the largest integer."""
     if like.dtype == torch.bool:
         return like.new_ones(size)
     return like.new_full((size,), float("nan") if like.is_floating_point() else torch.iinfo(like.dtype).max)

@@ -71,7 +71,7 @@ class Module(NamedTuple):
         return {name: x.detach() for name, x in found.items()} | dict(zip(leaves, grads, strict=True))
 
     def oracle(self):
-        """Return float64 results: those of torch unless they have NaN or dropout, otherwise ours by the naive path."""
+        """Return float64 results of torch's module, or of ours by the naive path if torch's have NaN or dropout."""
         if self.kind == "MultiheadAttention" and not (self.training and self.made["dropout"]):
             found = self.results(torch.float64, None, "torch's")
             if not any(x.isnan().any() for x in found.values()):

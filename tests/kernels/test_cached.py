@@ -64,7 +64,7 @@ def test_how_long_caches_are_is_no_part_of_what_is_compiled(device, tiles, launc
 
 
 def test_a_tile_that_does_not_fit_leaves_nothing_behind(device, tiles, monkeypatch):
-    """A tile that does not fit has no effect on the next, which may split the keys among fewer or more programs."""
+    """After a tile that does not fit, the next tile is right, which may split the keys among fewer or more programs."""
     case, run_kernel = PACKED._replace(lengths=(0, 44)), run.run_kernel
     names, two = [], [tiles.table.Tile(16, keys, 4, 1) for keys in (32, 16)]
     tiles.choose(lambda found: two if found[0].rows == 16 and found[0].keys is not None else found)
@@ -103,7 +103,7 @@ WRONG = {
 
 @pytest.mark.parametrize("wrong, page", sample.checkered(WRONG, [None, 16, 12]))
 def test_what_nobody_checked_is_read_and_written_inside(wrong, page, device, unchecked):
-    """Kernels and the naive path clamp wrong lengths and pages in the same way; on a GPU nobody checks them."""
+    """Kernels and the naive path clamp wrong lengths and page numbers alike; calls on a GPU do not check them."""
     if "table" in WRONG[wrong] and page is None:
         pytest.skip("there are no pages")
     case = Cached("wrong", Hq=2, lengths=(0, 17, 44), page=page, new=4, Sq=2, causal=True, half=3, strided=True)
@@ -111,7 +111,7 @@ def test_what_nobody_checked_is_read_and_written_inside(wrong, page, device, unc
     for backend in ("exact", "naive", "triton", *(["cpu"] if device == "cpu" else [])):
         arguments = case.draw(device)
         names = dict.fromkeys(("key_cache", "value_cache"))
-        for name in names:  # finite everywhere: clamped calls read pages of other sequences
+        for name in names:  # no NaN: clamped page numbers lead to other sequences
             arguments[name].copy_(torch.randn(arguments[name].shape, generator=torch.Generator().manual_seed(3)))
         lengths = WRONG[wrong].get("cache_seqlens", case.lengths)
         arguments["cache_seqlens"] = torch.tensor(lengths, dtype=torch.int32, device=device)

@@ -91,14 +91,14 @@ def reaches_far(cuda, backend):
 
 
 def of_lengths(lengths, dim):
-    """Yield a case for each order of two lengths, as queries and as keys."""
+    """Yield a case for each order of two lengths: the first as queries, the second as keys, and the reverse."""
     rows, keys = lengths
     for number, (sq, sk) in enumerate({(rows, keys), (keys, rows)}):
         options = ({}, dict(causal=True), dict(window=(128, 33)))[(rows + number) % 3]
         yield Case("lengths", B=2, Hq=4, Hkv=2, Sq=sq, Sk=sk, D=dim, Dv=dim, dtype=HALF[number % 2], **options)
 
 
-PLANES = Case("planes", B=70000, Hq=1, Hkv=1, Sq=3, Sk=5, dtype=torch.float16)  # axes y and z of a grid hold fewer
+PLANES = Case("planes", B=70000, Hq=1, Hkv=1, Sq=3, Sk=5, dtype=torch.float16)  # above 65,535, the end of a grid's y
 
 
 @pytest.mark.parametrize("dim", [64, 128])

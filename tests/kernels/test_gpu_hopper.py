@@ -241,17 +241,3 @@ def test_a_graph_replays_on_new_values(cuda):
 
 def test_it_waits_for_the_stream_it_is_called_on(cuda):
     waits_for_its_stream(cuda, "hopper")
-
-
-def test_a_misaligned_view_is_refused_or_copied(cuda):
-    inputs = inputs_of(cuda)
-    odd = [torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape) for x in inputs]
-    with pytest.raises(NotImplementedError, match="query lies at an address that is no multiple of 16"):
-        attend(*odd)
-    assert torch.equal(torch.compile(attend, fullgraph=True, backend="eager")(*odd), attend(*inputs))
-
-
-def test_it_is_what_explain_says(cuda):
-    inputs = inputs_of(cuda)
-    said = fa.explain(*inputs, backend="hopper")
-    assert said.backend == "hopper" and said.tiles["hopper"] == HOPPER[64][0]

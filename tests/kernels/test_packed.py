@@ -24,12 +24,12 @@ PACKINGS = [
 ALONE = {name: options for name, options in cases.FEATURES.items() if not {"Sq", "Sk", "expanded"} & set(options)}
 TOGETHER = [case for case in cases.OPTION_PAIRS if case.Sq == 37 and case.Sk == 45 and not case.expanded]
 FEW = cases.covering(8, cases.OPTIONS)
-PACKED_FEW = [pytest.param(len(case.name), case, id=case.name) for case in FEW]  # its length chooses the packing
+PACKED_FEW = [pytest.param(len(case.name), case, id=case.name) for case in FEW]  # the name's length chooses the packing
 PACKED_TOGETHER = [pytest.param(number, case, id=case.name) for number, case in enumerate(TOGETHER)]
 
 
 def draw(case, number, device):
-    """Return (rows, keys, tensors, options) of a case with the lengths of a packing."""
+    """Return (rows, keys, tensors, options) of a case with lengths from PACKINGS, of which `number` picks one."""
     rows, keys = PACKINGS[number % len(PACKINGS)]
     tensors, options = case._replace(B=len(rows), Sq=max(rows), Sk=max(keys)).draw(device)
     return rows, keys, tensors, options

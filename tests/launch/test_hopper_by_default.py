@@ -72,7 +72,7 @@ def test_where_torch_wants_the_same_bits_the_backward_is_one_that_has_them(dim, 
 
 
 class Other(torch.Tensor):
-    """A subclass whose tensors have addresses, as torch's own have."""
+    """Tensor subclass whose tensors have addresses, as torch's own have."""
 
 
 ODD = [torch.empty(2 * 8 * 300 * 64 + 1, dtype=torch.bfloat16)[1:].view(2, 8, 300, 64) for _ in range(3)]

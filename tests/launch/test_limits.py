@@ -67,7 +67,7 @@ def test_a_named_backend_raises_for_a_grid_that_is_too_large(device):
 
 @pytest.fixture
 def launched(monkeypatch, tiles):
-    """Return a function that simulates a GPU with some shared memory, and the list of launches.
+    """Return (function that simulates a GPU with a limit of shared memory, list of its launches).
 
     A tile needs shared memory for its rows once, and for keys and values in each stage.
     """

@@ -61,13 +61,13 @@ def test_shares_of_keys_fill_the_gpu_and_none_is_empty():
         assert -(-blocks // n) * (n - 1) < blocks, (programs, blocks, places, n)
         if programs >= 2 * places or blocks <= 4:
             assert n == 1, (programs, blocks, places, n)
-    # 1055 programs fit in 1056 places: one more would need a second wave.
+    # 211 * 5 = 1055 programs fit in 8 * 132 = 1056 places. Six splits would need a second wave.
     assert [splits(*x, 132) for x in ((211, 1000), (8, 128), (1, 1000), (132, 64))] == [5, 32, 112, 2]
     assert [splits(9, blocks, None) for blocks in (0, 1, 2, 9)] == [1, 1, 2, 2]
 
 
 def test_calls_with_few_blocks_of_rows_and_many_keys_are_split():
-    """Calls with few row blocks and many keys are split, by an H200's estimate, unless all multiprocessors work."""
+    """Calls with few row blocks and many keys are split, and no others, by the times estimated for an H200."""
     us, merged = table.BLOCK_US[128], 1.4
     assert _fastest(32, 128, *us, merged, 132) == 4
     for blocks, steps in ((132, 128), (528, 8), (64, 1), (1, 1), (0, 0)):

@@ -42,7 +42,7 @@ class Run:
         self.launch = self._wrap(launched)
 
     def _wrap(self, launcher):
-        return lambda *grid_and_all: launcher(*grid_and_all)  # Triton's own encodes descriptors here
+        return lambda *grid_and_all: launcher(*grid_and_all)  # Triton's wrapper encodes descriptors here
 
     def __call__(self, gridX, gridY, gridZ, stream, function, *rest):
         self.launch(gridX, gridY, gridZ, stream, function, *rest)

@@ -91,7 +91,7 @@ def _faults_on_hopper(row, report, length):
     if not {each, fewer} <= report.asked:
         yield f"goes on with {sorted(report.asked)} registers a thread, not with {each} and {fewer}"
     adds = row.kernel in tile_table.BACKWARDS and row.kernel != "hopper_bwd_ds"
-    stored = set() if row.variant in ("partial", "splits") else {"UTMASTG"}  # these write float32 by threads
+    stored = set() if row.variant in ("partial", "splits") else {"UTMASTG"}  # these store float32, without TMA
     copies = {"UTMALDG"} | stored | ({"UTMAREDG"} if adds else set())
     if missing := sorted(copies - report.copied):
         yield f"does not use the copy engine: no {' and no '.join(missing)}"
@@ -102,18 +102,18 @@ def _faults_on_hopper(row, report, length):
         if under < exponentials or not (exponentials or row.kernel in tile_table.PRODUCTS):
             yield f"computes {under} of {exponentials} exponentials of loop {number} while a product runs"
     for number, step in enumerate(report.loops):
-        few = 4 if row.kernel in tile_table.PRODUCTS else 0  # short loops of two warpgroups differ by as much
+        few = 4 if row.kernel in tile_table.PRODUCTS else 0  # short loops of two warpgroups differ by up to 4
         if length is not None and abs(len(step) - length) > max(DRIFT * length, few):
             yield f"has {len(step)} instructions in loop {number}, not within {DRIFT:.0%} of the committed {length}"
 
 
 def _hopper_table():
-    """Yield a Row (a kernel to compile) for each Hopper pipeline with code of its own; `persistent` does not matter."""
+    """Yield a Row (a kernel to compile) for each Hopper pipeline, one for those that differ only in `persistent`."""
     for width, pipelines in tile_table.HOPPER.items():
         distinct = tuple(dict.fromkeys(each._replace(persistent=True) for each in pipelines))
         first = distinct[0], (0, len(distinct))
         for index, pipeline in enumerate(distinct):
-            for variant in ("full", "causal", "window") if index == 0 else ("causal",):  # one kind is enough for others
+            for variant in ("full", "causal", "window") if index == 0 else ("causal",):  # one for the others
                 yield Row("hopper", 90, "bf16", width, variant, pipeline, (index, len(distinct)))
         yield Row("hopper", 90, "fp16", width, "full", *first)
         for dim in {64: (32, 16), 128: (80,)}.get(width, ()):
@@ -134,7 +134,7 @@ def _hopper_table():
 
 
 def _packed_table(capability):
-    """Yield the Rows (kernels to compile) of packed sequences; only the code before their loops differs."""
+    """Yield the Rows (kernels to compile) of packed sequences, a few, as their loops are those of padded calls."""
     yield Row("fill_slots", capability, "bf16", 128, "packed", tile_table.Tile(64, None, 4, 1), (0, 1))
     for kernel, width in (
         ("forward", 64),
@@ -156,7 +156,7 @@ def _packed_table(capability):
 def _candidate_table():
     """Yield the Rows (kernels to compile) of candidate tiles, which calls use only after `fusedattn tune`."""
     for (kernel, capability, _, width), tiles in tile_table.CANDIDATES.items():
-        for index, tile in enumerate(tiles, 1):  # its index is never the first or the last of a row
+        for index, tile in enumerate(tiles, 1):  # an index between the first and the last tile of a row
             yield Row(kernel, capability, "bf16", width, "full", tile, (index, len(tiles) + 2))
 
 
@@ -258,7 +258,7 @@ def reported(row):
 
 
 def few(rows, some=False):
-    """Yield the first Row of each kernel and GPU; `some`: also of each variant and dtype, and with all options."""
+    """Yield the first Row of each kernel and GPU; `some`: also of each variant, dtype and kernel's "everything"."""
     seen = set()
     for row in sorted(rows, key=lambda row: (row.place[0] > 0, row.variant != "full", row.variant == "packed all")):
         found = {(row.kernel, row.capability)}

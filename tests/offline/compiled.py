@@ -211,7 +211,7 @@ def _call(row):
     elif row.kernel not in ("forward", "weights", "hopper"):
         need = [x is not None for x in inputs(call)]
         if row.kernel in ONE_PASS:
-            need[-2:] = False, False  # its gradients have no sums over whole rows
+            need[-2:] = False, False  # one pass cannot sum over whole rows, as these gradients do
         repeatable = row.kernel not in ONE_PASS or row.kernel in REPEATABLE
         with mock.patch.object(torch, "are_deterministic_algorithms_enabled", lambda: repeatable):
             backward._backward(out, None, weights if everything else None, out, weights, stats, *call, backend, need)

@@ -11,7 +11,7 @@ _ANYWHERE = re.compile(r"BRX|JMX")
 _ENDS = re.compile(r"EXIT|RET|KILL|BRX|JMX")
 _LEAVES = re.compile(r"EXIT|RET|KILL|BRX|JMX|BRA|JMP")  # each ends its block, unless it has a predicate
 _PRODUCTS = "HGMMA", "HMMA", "FFMA"  # the first of them that occurs multiplies the matrices
-_EFFECTS = {"tensor", "load", "store", "barrier"}  # kinds that masks do not use, except _READS
+_EFFECTS = {"tensor", "load", "store", "barrier"}  # kinds of instructions that masks lack, without _READS
 _READS = re.compile(r"LD[SL]\b")  # without LDSM, which loads matrices
 
 
@@ -47,7 +47,7 @@ def _linked(code):
 
 
 def _unled(blocks):
-    """Return the first blocks of all code that cannot be reached from the entry, in order."""
+    """Return, in order, the first block of each piece of code that only a jump by a table can lead to."""
     found, reached = [], set()
     for n in range(len(blocks)):
         if n not in reached:

@@ -53,7 +53,7 @@ def written(instruction):
 
 
 def _merged(*states):
-    """Return {register: (age, wgmma)} of joined paths, with the youngest wgmma that reads each register."""
+    """Return the union of states {register: (age, wgmma)}, with the youngest wgmma that reads each register."""
     found = {}
     for state in states:
         for register, reader in state.items():
@@ -62,7 +62,7 @@ def _merged(*states):
 
 
 def _after(state, instruction):
-    """Return the registers that wgmma may still read after an instruction; ages count the later groups."""
+    """Return {register: (age, wgmma)} of what wgmma may still read after an instruction; age counts later groups."""
     left, wait, name = _LEFT.search(instruction), _WAIT.search(instruction), operation(instruction)
     if not name.startswith(("HGMMA", "WARPGROUP.DEPBAR")):
         return state

@@ -11,6 +11,7 @@ from fusedattn.launch import tile_table
 
 from ..inside import compiled, only_interpreted, passes_compiled
 from . import compile as offline, compiled as compiling, hazards, operands, report as kernels
+from .test_hazards import EXP2, LEAVE_NONE, LEAVE_ONE, PV, QK
 
 
 @pytest.mark.matrix  # `make test` also compiles one tile of each kernel
@@ -69,7 +70,7 @@ def test_the_kernel_for_hopper_is_read_as_it_is():
     sass = found.asm["sass"]
     assert [hazards.overlapped(step) for step in found.loops] == [(66, 66)] * 2
     assert found.asked >= {24, 240} and found.copied == {"UTMALDG", "UTMASTG"}
-    for step in found.loops:  # steps without a mask, with a wait
+    for step in found.loops:  # each step has no mask, but a wait
         assert sum(text.startswith("FSEL") for text in step) < 10
         assert sum("SYNCS.PHASECHK" in text for text in step) == 2
     planted = re.sub(r"^(\s+/\*[0-9a-f]{4,}\*/\s+)WARPGROUP\.DEPBAR\S* gsb0, 0x0 ;", r"\1NOP ;", sass, flags=re.M)
@@ -114,10 +115,6 @@ def test_faults_of_a_universal_kernel(change, said):
     assert found == [] if said is None else any(said in fault for fault in found)
 
 
-QK = "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8], RZ, !UPT, gsb0"
-PV = "HGMMA.64x64x16.F32.BF16 R88, R152, gdesc[UR8].tnspB, R88, gsb0"
-LEAVE_ONE, LEAVE_NONE = "WARPGROUP.DEPBAR.LE gsb0, 0x1", "WARPGROUP.DEPBAR.LE gsb0, 0x0"
-EXP2 = "MUFU.EX2 R24, R24"
 STEP = QK, PV, LEAVE_ONE, *[EXP2] * 34, LEAVE_NONE, "@P0 BRA 0x0"
 ON_HOPPER = GOOD._replace(
     registers=168,

@@ -89,7 +89,7 @@ def test_packed_sequences_of_unknown_lengths_count_with_the_longest_or_all_pairs
 @pytest.mark.parametrize("page", [None, 2], ids=["dense", "pages"])
 @pytest.mark.parametrize("known", [True, False])
 def test_each_row_of_a_cache_counts_with_its_own_length(known, page, backend, device):
-    """FLOPs of a cache count each row's own length and its new keys; if lengths are unknown, the capacity counts."""
+    """FLOPs of a cache count the length and new keys of each sequence; if lengths are unknown, the capacity counts."""
     with torch.enable_grad() if known else FakeTensorMode():
         query, new = torch.randn(2, 4, 1, 8, device=device), torch.randn(2, 2, 1, 8, device=device)
         shape = (2, 2, 6, 8) if page is None else (6, 2, page, 8)

@@ -59,7 +59,7 @@ def test_parts_make_the_whole(name, cut, backend):
         exact = oracle(reference.attention, tensors, options, rows, key_mask)
         if tolerance is None:
             eager = at_once(reference.eager, tensors, options, rows, key_mask)
-            del found["lse"], eager["lse"]  # empty rows have the lse of all rows in the oracle
+            del found["lse"], eager["lse"]  # the lse is compared in float64 alone
             exact.pop("lse")
             wrong = {name: each.why for name, each in verdicts(found, eager, exact).items() if each.why}
             assert not wrong

@@ -179,7 +179,7 @@ HIDING = {
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_wrong_argument_is_named_where_a_gradient_is_asked(name, device):
-    """The error names the argument, although autograd Functions, which would crash, see it before the check."""
+    """Errors name a wrong argument also if inputs need gradients; autograd sees it first, and must not crash."""
     for argument, error, changed in rows_of(name) if "ward" in name else absent(name):
         given = moved(RIGHT[name] | changed, device)
         given = dict(zip(given, leaves_of(given.values()), strict=True))
@@ -319,7 +319,7 @@ def test_derivatives_by_name(options, device, backend):
 
 @pytest.mark.parametrize("backend", ["cpu", "naive"])
 def test_a_gradient_of_what_is_absent_is_named_where_a_derivative_is_wanted(backend):
-    """The error names the argument `need`, although autograd sees the call before the operator checks it."""
+    """Asking for the gradient of an absent option raises for `need`, also if the backward is differentiated."""
     call = fields(*drawn("cpu"))
     out, _, weights, stats = OPERATORS.forward(*call, False, False, True, backend)
     incoming = torch.ones_like(out).requires_grad_()

@@ -129,7 +129,7 @@ def test_a_hidden_key_may_be_huge(backend, device):
 
 @pytest.mark.parametrize("backend, options", [("cpu", {}), ("naive", dict(sinks=torch.zeros(1), return_weights=True))])
 def test_a_row_whose_results_are_parts_of_more(backend, options):
-    """The tangent of one row of a wider tensor has the layout that torch wants: such a row counts as contiguous."""
+    """A tangent has the layout that torch wants, even if the output is one row of a wider tensor."""
     query, key, value = torch.randn(1, 64), torch.randn(3, 64), torch.randn(3, 32)
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(query, torch.ones_like(query))

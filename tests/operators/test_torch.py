@@ -54,7 +54,7 @@ def test_compile_does_not_recompile_for_each_length(device, fresh):
 
 
 def test_compiled_dropout_knows_no_lengths(fresh):
-    """Compiled dropout is not compiled again for multiples of 16, the size of its blocks of rows."""
+    """Dropout is not compiled again for lengths that are multiples of 16, the size of its blocks of random bits."""
     torch._dynamo.utils.counters.clear()
     step = torch.compile(lambda x: fa.attention(x, x, x, dropout_p=0.3), fullgraph=True, backend="eager")
     for length in (16, 32, 48, 64, 96, 128, 176, 33, 47, 5):

@@ -44,17 +44,10 @@ TRANSFORMS = {
     "hessian": lambda f, q, k, v, t: hessian(f)(q[..., :3], k[..., :3], v),
     "jacrev of jacrev": lambda f, q, k, v, t: jacrev(jacrev(f))(q[..., :3], k[..., :3], v),
     "jacrev of jacfwd": lambda f, q, k, v, t: jacrev(jacfwd(f))(q[..., :3], k[..., :3], v),
-    "jacfwd of jacfwd": lambda f, q, k, v, t: jacfwd(jacfwd(f))(q[..., :1], k[..., :1], v),
     "hvp, forward over reverse": lambda f, q, k, v, t: jvp(lambda x: grad(f, argnums=(0, 1, 2))(x, k, v), (q,), (t,)),
     "hvp, reverse over forward": lambda f, q, k, v, t: grad(
         lambda *x: jvp(lambda y: f(y, *x[1:]), (x[0],), (t,))[1], argnums=(0, 1, 2)
     )(q, k, v),
-    "hvp, reverse over reverse": lambda f, q, k, v, t: vjp(lambda x: grad(f, argnums=(0, 1, 2))(x, k, v), q)[1](
-        (t, k, v)
-    ),
-    "third, forward over forward over reverse": lambda f, q, k, v, t: jvp(
-        lambda y: jvp(lambda x: grad(f)(x, k, v), (y,), (t,))[1], (q,), (t,)
-    )[1],
     "vmap of jvp": lambda f, q, k, v, t: vmap(lambda d: jvp(lambda x: f(x, k, v), (q,), (d,))[1])(torch.stack([t, q])),
     # The error of eager for a single number would be up to chance, so many calls are mapped.
     "jvp of vmap": lambda f, q, k, v, t: jvp(

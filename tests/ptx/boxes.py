@@ -105,7 +105,7 @@ class Boxes(GlobalMemory, Mbarriers):
         self.stored += 1 if m is None else m
 
     def add_up(self, m=None, limit=None):
-        """Do the additions of groups below a limit for some lanes; by default do all that are left, last first."""
+        """Do the TMA additions of groups below `limit` in the lanes of m; by default all that are left, last first."""
         left = []
         for lane, group, memory, places, numbers in self.additions if limit is not None else reversed(self.additions):
             if limit is None or (group < limit[lane] and (m is None or m[lane])):

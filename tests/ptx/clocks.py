@@ -15,7 +15,7 @@ from .ops import S32
 
 
 class Clocks(Lanes):
-    """Accesses of warps to bytes [at, at + size), at most 16 each. `gwarp` numbers warps over all blocks."""
+    """Vector clocks of all warps. Methods take numbers of warps, `gwarp`, and bytes [at, at + size), at most 16."""
 
     def __init__(self, *launch):
         super().__init__(*launch)
@@ -95,7 +95,7 @@ class Clocks(Lanes):
         self.use(at, size, 1)
 
     def begins_async(self, cta):
-        """Return the time at which a block's TMA copy begins; who knows of a copy knows of all earlier copies."""
+        """Return the time at which a block's TMA copy begins; to know of a copy is to know of all earlier copies."""
         row = cta * self.clocks + self.W
         self.knows[row, self.W] += 1
         return int(self.knows[row, self.W]) - 1

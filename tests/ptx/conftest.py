@@ -32,7 +32,7 @@ def _row(entry, capability, tile=0, marks=()):
 
 
 def each_once():
-    """Yield (Entry, capability): each call on one GPU, chosen by its name; FEW on both, ALSO on another."""
+    """Yield (Entry, capability): each call on one GPU, chosen by its name; calls in FEW and ALSO on the other, too."""
     for entry in ENTRIES.values():
         for capability in filter(entry.runs_on, CAPABILITIES):
             if capability == _first(entry) or entry.name in (*FEW, *ALSO[capability]):

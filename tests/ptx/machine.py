@@ -108,7 +108,7 @@ class Machine(Copies, Products, Boxes):
             self.open_barrier(number, (counts == needed)[self.cta])
 
     def open_barrier(self, number, lanes):
-        """Open a barrier in the blocks of some lanes. Their warps learn of the accesses of all warps that arrived."""
+        """Let the threads of `lanes` that wait at a barrier continue. Their warps learn of all accesses before it."""
         here = [each for each in self.arrived if each.number == number]
         self.arrived = [each for each in self.arrived if each.number != number]
         known = np.maximum.reduce([each.known for each in here])

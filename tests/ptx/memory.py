@@ -116,7 +116,7 @@ class Memory:
     def is_fresh(self, tensor):
         """Fill a new, uninitialised tensor with NaN bytes, mark them as unwritten, and return the tensor."""
         storage = tensor.untyped_storage()
-        if type(tensor) is torch.Tensor and tensor.device.type == "cpu" and storage.nbytes():  # fakes have no memory
+        if type(tensor) is torch.Tensor and tensor.device.type == "cpu" and storage.nbytes():  # fake tensors have none
             Allocation(storage.data_ptr(), storage.nbytes(), "").bytes[:] = POISON
             self.fresh[storage.data_ptr()] = np.zeros(storage.nbytes(), bool)
             self.kept.append(storage)  # keeps the memory, so that no other tensor gets its address

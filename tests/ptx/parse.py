@@ -60,7 +60,7 @@ class _Scope:
 
 def split(text):
     """Return text split at the commas outside brackets, as a tuple."""
-    if not _BRACKETS.search(text):  # true of most operands
+    if not _BRACKETS.search(text):  # most operands have no brackets
         return tuple(operand.strip() for operand in text.split(",")) if text else ()
     operands, depth, start = [], 0, 0
     for i, char in enumerate(text):

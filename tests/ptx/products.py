@@ -90,7 +90,7 @@ class Products(Warp):
         self.sums[d].operands += [(*operand, active, line) for operand in zip(a_names or (), a, strict=False)]
 
     def operand(self, descriptor, rows, across, kind, groups, line):
-        """Return (G, rows, k) elements of a matrix, (G, n) indices in `smem` of its 16-byte pieces, and their rows."""
+        """Return an operand of G warpgroups: (G, rows, k) elements, (G, n) places of 16 bytes in `smem`, their rows."""
         by_group = self.full(descriptor).view(U64).reshape(-1, 128)[groups]
         if (by_group != by_group[:, :1]).any():
             raise Fault(f"line {line}: lanes of a warpgroup have different descriptors")

@@ -43,7 +43,7 @@ def waited(flights, limit, m):
 
 
 class SharedMemory(Clocks):
-    """Shared memory of all blocks, one after the other. Its first bytes are NaN."""
+    """Shared memory of all blocks, one after the other. Bytes are NaN until they are written."""
 
     def __init__(self, *launch):
         super().__init__(*launch)

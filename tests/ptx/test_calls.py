@@ -11,20 +11,13 @@ import fusedattn as fa
 from fusedattn.launch import hopper, tile_table
 
 from . import calls, device
-from .cases import ENTRIES, FEW, HOPPER, dense
+from .cases import HOPPER, dense
 from .conftest import CAPABILITIES, TILES, each_once
 
 
 def test_a_call_by_its_compiled_kernels(entry, capability, tile):
     outcome = calls.execute(entry, capability, tile)
     assert not outcome.wrong(), "\n".join(outcome.wrong())
-
-
-def test_few_has_each_kernel():
-    """The calls in FEW execute Hopper's kernels and each universal kernel, except those for weights and tangents."""
-    assert len(FEW) == 10 and set(FEW) <= set(ENTRIES)
-    assert any(ENTRIES[name].backend == "hopper" for name in FEW)
-    assert any(ENTRIES[name].two_passes for name in FEW)
 
 
 def _first(capability):

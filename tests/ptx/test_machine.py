@@ -128,18 +128,6 @@ def test_a_hazard_is_reported_at_its_line(kind, name):
     assert report.count(kind) >= 1 and kind in str(report)
 
 
-def test_a_warp_loads_the_store_of_another_after_a_barrier():
-    out = words()
-    execute(f"{STORE} bar.sync 0; {OTHER} {LOAD} st.global.b32 [%out_mine], %r1;", out=out)
-    assert out.tolist() == [i ^ 32 for i in range(64)]
-
-
-def test_additions_of_all_lanes_and_blocks_count():
-    out = words(1)
-    execute("mov.u32 %r0, 1; red.global.gpu.relaxed.add.u32 [%out], %r0;", ctas=3, out=out)
-    assert out.tolist() == [192]
-
-
 # Of two copies, each a group, `there` have arrived when the kernel reads them.
 @pytest.mark.parametrize("wait, there", [("", 0), (WAIT.format(2), 0), (WAIT.format(1), 1), (WAIT.format(0), 2)])
 def test_a_copy_is_there_when_its_group_was_waited_for(wait, there):
@@ -148,74 +136,6 @@ def test_a_copy_is_there_when_its_group_was_waited_for(wait, there):
     load = "ld.shared.b32 {0}, [%mine+{1}]; st.global.b32 [%out_mine+{1}], {0};"
     execute(f"{copies} {wait} {load.format('%r1', 0)} {load.format('%r2', 256)} {WAIT.format(0)}", x=COUNT, out=out)
     assert out.view(2, 64).tolist() == [COUNT.tolist() if i < there else [-1] * 64 for i in range(2)]
-
-
-def test_a_copy_of_no_bytes_reads_nothing_and_fills_with_zeros():
-    out, some = words(), COPY.replace("4;", "4, %r2;", 1)
-    body = f"setp.lt.u32 %p0, %t, 10; selp.b32 %r2, 4, 0, %p0; {some} {WAIT.format(0)}"
-    execute(f"{body} ld.shared.b32 %r1, [%mine]; st.global.b32 [%out_mine], %r1;", x=COUNT[:10].clone() + 5, out=out)
-    assert out.tolist() == [*range(5, 15)] + [0] * 54
-
-
-# The %r0 of each lane of two warps, by NumPy.
-T = np.arange(64)
-WARPS = T.reshape(2, 32)
-LANE = T % 32
-TOGETHER = {
-    "shfl.sync.bfly.b32 %r0, %t, 5, 31, -1;": T ^ 5,
-    "shfl.sync.up.b32 %r0, %t, 3, 0, -1;": np.where(LANE < 3, T, T - 3),
-    "shfl.sync.idx.b32 %r0, %t, 9, 31, -1;": T // 32 * 32 + 9,
-    "and.b32 %r1, %t, 3; shfl.sync.idx.b32 %r0, %t, %r1, 7199, -1;": T // 4 * 4 + T % 4,  # segments of 4 lanes
-    "shfl.sync.up.b32 %r1|%p0, %t, 3, 0, -1; selp.b32 %r0, 1, 0, %p0;": LANE >= 3,
-    "redux.sync.add.s32 %r0, %t, -1;": WARPS.sum(1).repeat(32),
-    "redux.sync.max.s32 %r0, %t, -1;": WARPS.max(1).repeat(32),
-    "redux.sync.min.s32 %r0, %t, -1;": WARPS.min(1).repeat(32),
-    "elect.sync _|%p0, -1; selp.b32 %r0, 1, 0, %p0;": LANE == 0,
-}
-
-
-@pytest.mark.parametrize("body", TOGETHER)
-def test_lanes_exchange_values(body):
-    out = words()
-    execute(f"{body} st.global.b32 [%out_mine], %r0;", out=out)
-    assert out.tolist() == TOGETHER[body].astype(int).tolist()
-
-
-def test_redux_among_some_lanes():
-    out = words()
-    execute(
-        "mov.u32 %r1, %t; setp.ge.u32 %p0, %t, 4; @%p0 bra over; redux.sync.add.s32 %r1, %t, 15;\n"
-        "over: st.global.b32 [%out_mine], %r1;",
-        out=out,
-    )
-    assert out.tolist() == [6] * 4 + [*range(4, 64)]
-
-
-MATRICES = {
-    "ldmatrix": f"{ROW} ld.global.v4.b32 {FOUR}, [%d1]; st.shared.v4.b32 [%r0], {FOUR};"
-    f"ldmatrix.sync.aligned.m8n8.x4TRANS.shared.b16 {FOUR}, [%r0]; st.global.v4.b32 [%d2], {FOUR};",
-    "stmatrix": f"{ROW} ld.global.v4.b32 {FOUR}, [%d1]; stmatrix.sync.aligned.m8n8.x4TRANS.shared.b16 [%r0], {FOUR};"
-    f"ld.shared.v4.b32 {FOUR}, [%r0]; st.global.v4.b32 [%d2], {FOUR};",
-}
-
-
-@pytest.mark.parametrize("transposed", ["", ".trans"])
-@pytest.mark.parametrize("name", MATRICES)
-def test_four_matrices_of_8_by_8(name, transposed):
-    x, out = torch.arange(256, dtype=torch.int16), torch.zeros(256, dtype=torch.int16)
-    execute(MATRICES[name].replace("TRANS", transposed), threads=32, x=x, out=out)
-    rows, lanes = (x, out) if name == "ldmatrix" else (out, x)  # a lane has two neighbours in a row of each matrix
-    matrices = rows.view(4, 8, 8)
-    want = (matrices.transpose(1, 2) if transposed else matrices).reshape(4, 32, 2).transpose(0, 1)
-    assert torch.equal(lanes.view(32, 4, 2), want)
-
-
-def test_two_matrices_of_the_eight():
-    x, out = torch.arange(64, dtype=torch.int32), words()
-    body = f"{ROW} ld.global.v4.b32 {FOUR}, [%d1]; st.shared.v4.b32 [%r0], {FOUR};"
-    body += "ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%r5, %r6}, [%r0]; st.global.b32 [%out_mine+128], %r6;"
-    execute(body, threads=32, x=torch.cat((x, x)), out=out)
-    assert out[32:].tolist() == [*range(32, 64)]
 
 
 # The registers of a lane (group g, member m) by the PTX manual: of A and C (row, column), of B (column, row).

@@ -109,7 +109,7 @@ def test_fences_around_a_turn_are_in_order():
     waits = "ld.volatile.global", "fence.acq_rel.gpu", "fence.proxy.async.global", "cp.reduce.async.bulk"
     ends = "cp.async.bulk.wait_group ", "fence.proxy.async.global", "bar.warp.sync", ".release.add.u32"
     found = re.findall("|".join(re.escape(x) for x in dict.fromkeys((*waits, *ends))), ordered)
-    found = [x for x, before in zip(found, ["", *found], strict=False) if x != before]  # TMA adds a box in parts
+    found = [x for x, before in zip(found, ["", *found], strict=False) if x != before]  # a box is several additions
     for turn in (waits[1:], ends):
         places = [i for i in range(len(found)) if tuple(found[i : i + len(turn)]) == turn]
         assert len(places) == 2, f"each of two warps: {turn}"

@@ -144,7 +144,7 @@ def planted(file, text, becomes):
     """Replace a text in a file of the kernels within a context, and forget compiled kernels."""
     module = ".".join((kernels.__name__, *pathlib.PurePath(file).with_suffix("").parts))
     (owner,) = (each for each in functions() if each.__module__ == module and text in each.src)
-    original, hashes = owner.src, {each.fn: each.hash for each in functions()}  # hashes cover callees
+    original, hashes = owner.src, {each.fn: each.hash for each in functions()}  # of kernels and callees
     owner._unsafe_update_src(original.replace(text, becomes))
     for each in functions():
         each.hash = None

@@ -102,7 +102,7 @@ class Warp(SharedMemory):
         key = kind, shape, *map(id, registers)
         if key not in self.fragments:
             raw = np.stack(registers).view(U32 if kind == "tf32" else U16)
-            halves = shape[0] // 8  # of the rows; register, half, warp, row, pair of lanes, element
+            halves = shape[0] // 8  # of 8 rows; axes: register, half, warp, row, pair of lanes, element
             x = floats(raw, kind).reshape(len(registers) // halves, halves, self.L // 32, 8, 4, -1)
             found = np.ascontiguousarray(x.transpose(2, 1, 3, 0, 4, 5)).reshape(-1, *shape)
             if len(self.fragments) > 512:

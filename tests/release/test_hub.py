@@ -11,10 +11,7 @@ from ..conftest import run_python
 
 ROOT = Path(__file__).parents[2]
 KERNELS = ROOT / ".kernels"  # from `make .kernels`; not the folder `kernels` of the repository
-WORKLOADS = {
-    *(f"Attention.{name}" for name in ("grouped_causal", "padding", "softcap", "training", "window")),
-    *(f"{name}.small" for name in ("FlashAttention", "FlashAttentionCausal", "FlashAttentionVarlen")),
-}
+WORKLOADS = {f"{name}.small" for name in ("FlashAttention", "FlashAttentionCausal", "FlashAttentionVarlen")}
 
 
 @pytest.fixture(scope="module")

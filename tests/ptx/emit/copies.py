@@ -61,7 +61,7 @@ def mbarrier(e, op, barrier, *count):
 
 @instruction("mbarrier.arrive mbarrier.arrive.expect_tx", "b64", SHARED)
 def arrive(e, op, state, barrier, number="1"):
-    """Emit `number` mbarrier arrivals, or one that expects `number` more bytes. The state must not be read."""
+    """Emit `number` mbarrier arrivals, or one that expects `number` more bytes. No instruction may read `state`."""
     e.require(state not in e.program.used)
     count, size = ("1", number) if "expect_tx" in op.name else (number, None)
     e.line(e.call("mbarrier_arrive", *e.pointer(barrier), e.read(count, U32), size and e.read(size, U32)))

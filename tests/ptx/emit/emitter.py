@@ -75,7 +75,7 @@ class Emitter:
     # Masks
 
     def guard(self):
-        """Return the source of the instruction's guard, or None."""
+        """Return the source of the instruction's guard (predicate), or None if it has none."""
         if self.current.guard is None:
             return None
         register, negated = self.current.guard
