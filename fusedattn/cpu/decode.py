@@ -9,6 +9,7 @@ from ..naive import decode as naive
 from ..naive.formula import without_autocast
 from ..naive.varlen import joined
 from . import flash
+from .small_k import is_few
 
 
 def append(decode: Decode) -> None:
@@ -31,7 +32,7 @@ def _of_call(call: Call) -> tuple[Tensor, Tensor]:
     if causal is None:
         result = flash.forward(call, False)
         return result.out, result.lse + result.less
-    out, lse = flash.attend(*call[:3], causal, None, call.scale)
+    out, lse = flash.attend(*call[:3], causal, None, call.scale, is_few(call))
     return arrange(out, call.query), lse
 
 

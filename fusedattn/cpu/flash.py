@@ -5,8 +5,8 @@ The kernel's own gradients miss the tolerance of `testing.tolerance`. Five measu
 
 - bfloat16 rounds the output that the backward reads, and a mean shared by all values multiplies that error. So the
   forward saves the output of the values minus their mean (`value_mean`).
-- float32 exponentials have an error of 2**-20, which does not average out over few keys. Gradients of few keys come
-  from the exact formula (`small_k`).
+- float32 exponentials have an error of 2**-20, which does not average out over few keys, and scores are rounded in two
+  ways, which does not average out over few rows. Their gradients come from the exact formula (`small_k`).
 - All weights of a row share the rounding error of its lse. Subtracting an offset (`less`) from scores keeps it small.
 - Both passes pad to the same number of columns. Otherwise they would round the same score differently.
 - Both get a power of two as scale; the query is multiplied by the rest. Other scales they would round differently.
@@ -27,7 +27,7 @@ from ..call.options import Call, diagonal, wide_dtype
 from ..call.private import flash_attention_for_cpu
 from ..naive.formula import repeated, sums_of
 from .merge import exact, merged, shares_of
-from .small_k import FEW, lse_of, scores_of, weights_in_place, weights_of
+from .small_k import FEW, FEW_ROWS, is_few, lse_of, scores_of, weights_in_place, weights_of
 from .tiling import Part, Rectangle, additive, has_holes, is_additive, is_nothing, is_widened, parts, rectangles
 from .value_mean import INFINITE, centre, with_centre
 
@@ -53,10 +53,13 @@ def by_power(query: Tensor, scale: float) -> tuple[Tensor, float, float]:
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, causal: bool, added: Tensor | None, scale: float
+    query: Tensor, key: Tensor, value: Tensor, causal: bool, added: Tensor | None, scale: float, exact: bool
 ) -> tuple[Tensor, Tensor]:
-    """Call the kernel: return (output, lse). Fully masked rows have lse 0. added: tensor to add to scores, or None."""
-    if query.dtype != torch.float32 or key.shape[2] > FEW:  # otherwise the gradients come from the formula
+    """Call the kernel: return (output, lse). Fully masked rows have lse 0.
+
+    added: tensor to add to scores, or None. exact: as `is_exact`; no scores of a backward must round as these do.
+    """
+    if not exact:
         query, scale, _ = by_power(query, scale)
     out, lse = flash_attention_for_cpu(query, key, value, 0.0, causal, attn_mask=added, scale=scale)
     if added is None and key.shape[2] < VECTOR and not lse.all():
@@ -122,12 +125,14 @@ def offset(call: Call) -> float:
 
     It stays the same if `to_wide` or torch.vmap changes the call.
     """
-    seen = longest = call.key.shape[2]
+    rows, seen = call.query.shape[2], call.key.shape[2]
+    longest = seen
     if call.cu_seqlens_k is not None:
-        seen //= max(1, call.cu_seqlens_k.numel() - 1)
+        count = max(1, call.cu_seqlens_k.numel() - 1)
+        rows, seen = rows // count if call.max_seqlen_q is None else call.max_seqlen_q, seen // count
         longest = seen if call.max_seqlen_k is None else call.max_seqlen_k
     dtype = torch.float32 if is_widened(call.query.dtype) else call.query.dtype
-    few = dtype == torch.float32 and longest <= FEW
+    few = dtype == torch.float32 and (longest <= FEW or rows < FEW_ROWS)
     if dtype == torch.bfloat16 or few or call.key.shape[2] == 0 or is_additive(call):
         return 0.0
     if call.left is not None and call.right is not None:
@@ -145,9 +150,9 @@ def mask(call: Call, where: Rectangle, less: float | Tensor) -> Tensor | None:
     return terms.expand(-1, -1, where.last - where.first, where.end - where.begin)
 
 
-def is_exact(where: Rectangle, query: Tensor) -> bool:
+def is_exact(call: Call, where: Rectangle) -> bool:
     """Return whether the exact formula, not the kernel, computes the gradients of a rectangle of scores."""
-    return query.dtype == torch.float32 and where.end - where.begin <= FEW
+    return is_few(call) or (call.query.dtype == torch.float32 and where.end - where.begin <= FEW)
 
 
 def are_complete(call: Call, some: list[Rectangle]) -> bool:
@@ -161,12 +166,13 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """Compute attention within a rectangle of scores: (output, lse - less). complete: no gradient uses the lse."""
     query, key, value = cut(where, tensors)
-    if is_exact(where, query) and not complete:
+    of_formula = is_exact(call, where)
+    if of_formula and not complete:
         scores = scores_of(call, where, less, query, key)
         weights = weights_of(scores, where.masked)
         return sums_of(weights, value), lse_of(scores, weights)
     added = mask(call, where, less)
-    out, lse = attend(query, key, value, where.causal, added, call.scale)
+    out, lse = attend(query, key, value, where.causal, added, call.scale, of_formula)
     if where.masked and not lse.all():  # the kernel returns 0 for a row that sees nothing
         assert added is not None
         lse = lse.masked_fill((added == -INFINITE).all(-1), -INFINITE)
@@ -259,7 +265,7 @@ def forward(call: Call, save: bool) -> Result:
         apart = large and query.is_contiguous() and key.is_contiguous() and value.is_contiguous()
         if apart:  # the kernel's output lies in memory as (B, S, H, D): from batches of one head it needs no `arrange`
             query, key, value = (x.view(-1, 1, *x.shape[2:]) for x in (query, key, value))
-        out, lse = attend(query, key, value, causal, mask(call, everything, less), call.scale)
+        out, lse = attend(query, key, value, causal, mask(call, everything, less), call.scale, is_few(call))
         if apart:
             out, lse = out.view(shape), lse.view(shape[:3])
         out = arrange(out, call.query)
@@ -293,14 +299,14 @@ def weights(call: Call, columns: int) -> Tensor:
         for _, same_rows in groupby(rectangles(part), key=lambda where: where[:2]):
             some = list(same_rows)
             where = some[0] if len(some) == 1 else some[0]._replace(end=some[-1].end, masked=True)
-            of_rows = _weights(part.call, where, *cut(where, tensors))
+            of_rows = exact_weights(part.call, where, *cut(where, tensors))
             if part.call is call and call.query_mask is None and of_rows.shape == shape:
                 return of_rows.to(call.query.dtype)
             part.view(whole(), part.rows)[:, :, where.first : where.last, where.begin : where.end] = of_rows
     return whole() if call.query_mask is None else whole().masked_fill_(hidden_by(call.query_mask), 0.0)
 
 
-def _weights(call: Call, where: Rectangle, query: Tensor, key: Tensor) -> Tensor:
+def exact_weights(call: Call, where: Rectangle, query: Tensor, key: Tensor) -> Tensor:
     """Return the softmax weights of a rectangle of scores that contains all visible keys of its rows."""
 
     def scores() -> Tensor:

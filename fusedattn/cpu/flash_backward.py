@@ -14,7 +14,7 @@ from ..naive import pairs
 from ..naive.blocks import Block, spans
 from ..naive.formula import grouped
 from . import flash
-from .small_k import by_weights, lse_of, scores_of, weights_in_place, weights_of
+from .small_k import by_weights, is_few, lse_of, scores_of, weights_of
 from .tiling import Part, Rectangle, parts, rectangles
 from .value_mean import INFINITE, centre
 
@@ -46,7 +46,7 @@ def _by_formula(call, where, less, tensors, grad_out, out, lse, of_bias) -> Sequ
     lse: None if the rows see no other keys. out: None to recompute it. of_bias: accumulates the gradient of the bias.
     """
     if lse is None:
-        weights = weights_in_place(lambda: scores_of(call, where, less, *tensors[:2]), where.masked)
+        weights = flash.exact_weights(call, where, *tensors[:2])
     else:
         scores = scores_of(call, where, less, *tensors[:2])
         weights = weights_of(scores, where.masked)
@@ -75,7 +75,7 @@ def _backward(part: Part, less: float, rows: Incoming, of_bias: Tensor | None) -
         same = grouped(kept == out.to(kept.dtype), common.shape[1]).all(2).all(1)  # heads that saved whole outputs
         tensors[2] = tensors[2] - common.masked_fill(same.view(*common.shape[:2], 1, 1), 0.0)
     some = list(rectangles(part))
-    complete = flash.are_complete(call, some)
+    complete = flash.are_complete(call._replace(sinks=None), some)
     if of_bias is not None:
         some = [block for where in some for block in _in_blocks(where, call)]
     whole = len(some) == 1 and some[0][:4] == (0, call.query.shape[2], 0, call.key.shape[2])
@@ -86,7 +86,7 @@ def _backward(part: Part, less: float, rows: Incoming, of_bias: Tensor | None) -
         for where in some:
             inputs = flash.cut(where, tensors)
             of_out, out, total = (x[:, :, where.first : where.last] for x in (grad_out, kept, lse))
-            if of_bias is not None or flash.is_exact(where, inputs[0]):
+            if of_bias is not None or flash.is_exact(call, where):
                 out, total = out if by_output else None, None if complete else total
                 bias = None if of_bias is None else pairs.cut(of_bias, Block(*where[:4]))
                 grads = _by_formula(call, where, less, inputs, of_out, out, total, bias)
@@ -175,7 +175,7 @@ def backward(
     if causal is not None and grad_out is not None and centre(call.value) is None:
         incoming = grad_out
         less, everything = flash.offset(call), Rectangle(0, call.query.shape[2], 0, call.key.shape[2], causal)
-        if flash.is_exact(everything, call.query):
+        if is_few(call):
 
             def of_heads(of_rows: Heads, some: Sequence[Tensor]) -> Sequence[Tensor]:
                 return _by_formula(call, everything, less, some, incoming[of_rows], None, None, None)

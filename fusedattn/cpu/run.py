@@ -7,21 +7,21 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..call.options import INPUTS, Call, thread_overrides
-from ..call.padding import longest
 from ..call.private import flash_attention_for_cpu, flash_attention_for_cpu_backward
-from ..naive.formula import without_autocast
+from ..naive.formula import run_naive, without_autocast
 from . import flash, flash_backward
 from .small_k import FEW, has_bias_gradient, has_weights_gradient, is_few
 from .tiling import is_widened
+from .value_mean import INFINITE
 
 # Heads with fewer columns have scores with long tails, for which the kernel's exponentials are too inaccurate.
 NARROW = 16
 # The kernel's backward sums a score in another order than its forward. Above this lse, weights would have an error of
 # more than 1e-5. They would overflow if the rounding error of a score exceeded 88.
 LARGEST_LSE = 128.0
-# Gradients of few rows have a lower limit in float32: below it, 2 to 11 % of random calls with 1 or 7 rows miss the
-# tolerance of `testing.tolerance`; with an lse of 32 to 64 it was 19 to 55 %. With 64 rows or more it is 4 %.
-AVERAGED_ROWS, LARGEST_LSE_OF_FEW = 64, 16.0
+# In bfloat16 the kernel's exp(0) is 1 - 5e-5. That shows if every lse is smaller than this, as in rows that see one key
+# with a score near 0.
+SMALL_LSE = 0.125
 
 _DIFFERENTIATED = "query", "key", "value", "bias", "sinks"  # inputs whose gradients `flash_backward.backward` returns
 # Options with the default None that the backend supports, or that `limits` checks separately. It lacks all others.
@@ -88,6 +88,8 @@ def forward(call: Call, need_lse: bool, need_weights: bool, save: bool) -> tuple
     """Return (output, lse, weights, stats); a result that is not needed is empty."""
     result = flash.forward(call, save)
     out, lse = result.out, result.lse + result.less if result.less and need_lse else result.lse
+    if need_lse and out.dtype == torch.bfloat16 and lse.masked_fill(lse == -INFINITE, 0.0).abs().lt(SMALL_LSE).all():
+        lse = run_naive(call, True, False)[1]
     columns = call.key.shape[2] if call.cu_seqlens_q is None else call.max_seqlen_k
     weights = flash.weights(call, columns or 0) if need_weights else out.new_empty(0)
     kept = stats(result) if save else lse.new_empty(0)
@@ -99,17 +101,11 @@ def reads_lse(call: Call, grad_weights: Tensor | None) -> bool:
     return grad_weights is None and (not is_few(call) or flash.at_once(call) is None)
 
 
-def _longest(call: Call) -> int:
-    return call.query.shape[2] if call.cu_seqlens_q is None else longest(call.cu_seqlens_q, "max_seqlen_q")
-
-
-def too_large(lse: Tensor, call: Call | None = None) -> bool:
-    """Return whether an lse is too large for the kernel's backward to be accurate. call: for its gradients, or None."""
-    few = call is not None and call.query.dtype == torch.float32 and _longest(call) < AVERAGED_ROWS
-    largest = LARGEST_LSE_OF_FEW if few else LARGEST_LSE
-    if not lse.numel() or torch.linalg.vector_norm(lse, float("inf")).item() <= largest:
+def too_large(lse: Tensor) -> bool:
+    """Return whether an lse is too large for the kernel's backward to be accurate."""
+    if not lse.numel() or torch.linalg.vector_norm(lse, float("inf")).item() <= LARGEST_LSE:
         return False
-    return bool(lse.masked_fill(lse.isinf(), 0.0).abs().gt(largest).any())  # -inf: a row that sees nothing
+    return bool(lse.masked_fill(lse.isinf(), 0.0).abs().gt(LARGEST_LSE).any())  # -inf: a row that sees nothing
 
 
 @without_autocast

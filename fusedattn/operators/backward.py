@@ -54,7 +54,7 @@ def _backward(*arguments):
     grad_out, grad_lse, grad_weights = incoming
     fused = backend == "cpu" and out.numel() and not cpu.lacks_gradients(call, grad_weights, need)
     reads_lse = fused and not call.partial and cpu.reads_lse(call, grad_weights)
-    if fused and not (reads_lse and cpu.too_large(stats[..., 0], call)):
+    if fused and not (reads_lse and cpu.too_large(stats[..., 0])):
         return cpu.backward(call, incoming, out, weights, stats, need)
     grads = new_backward(*arguments)
     if not out.numel():

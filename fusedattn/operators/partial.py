@@ -60,7 +60,7 @@ def backward(
         largest, log2_sum = stats.unbind(-1)
         lse = torch.where(log2_sum == INFINITE, -INFINITE, (largest - flash.offset(call)) + log2_sum * LN2)
         by_kernel = backend != "naive" and not small_k.is_few(call) and not lacks_gradients(call, None, need)
-        if not by_kernel or too_large(lse, call):
+        if not by_kernel or too_large(lse):
             return partial.backward(call, grad_out, grad_lse, out, stats, need)
         grad_out, stats = grad_out.to(call.query.dtype), lse[..., None]
     grads = OPERATORS.backward(grad_out, grad_lse, None, out, grad_out.new_empty(0), stats, *call, backend, need)

@@ -57,7 +57,8 @@ def _sizes_of_terms(tensors, options, grads, apply, lengths):
     dlse = tensors["lse"].double().nan_to_num(0, 0, 0) if "lse" in grads else ds.new_zeros(())
     terms = {"bias": ds, "alibi_slopes": ds * (i + shift - j).abs(), "sinks": (dlse - ds.sum(3))[..., None]}
     shapes = {name: (whole[1], 1, 1) if name != "bias" else options[name].shape for name in LEARNED if name in options}
-    return {name: terms[name].square().sum_to_size(shape).sqrt().max().item() for name, shape in shapes.items()}
+    sums = {name: terms[name].square().sum_to_size(shape) for name, shape in shapes.items()}
+    return {name: x.sqrt().max().item() for name, x in sums.items() if x.numel()}
 
 
 def compare(

@@ -95,6 +95,38 @@ def test_gradients_of_large_scores_are_finite_and_right(dtype, scale):
     assert_like(got, grads, "eager")
 
 
+@pytest.mark.parametrize("scale", [1.7e38, -3.4e38])
+@pytest.mark.parametrize("keys", [5, 40, 70])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_a_scale_whose_product_with_a_key_overflows(dtype, keys, scale):
+    query, key, value = ((x * size).to(dtype) for x, size in zip(draw(1, 2, keys, 16), (1e-18, 1.0, 1.0), strict=True))
+    tensors = dict(query=query, key=key, value=value, out=torch.randn_like(query))
+    got = with_gradients(fa.attention, tensors, dict(scale=scale), "out", backend="cpu")
+    assert_close(got, tensors, dict(scale=scale), "out")
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1e-40])
+def test_the_lse_of_rows_that_see_one_key_with_a_score_near_0(scale):
+    """The kernel's exp(0) of bfloat16 is 1 - 5e-5, but the lse is float32."""
+    inputs = draw(1, 2, 100, 16, dtype=torch.bfloat16)
+    options = dict(scale=scale, window=(0, 0))
+    assert_right(fa.attention(*inputs, **options, return_lse=True, backend="cpu"), *inputs, **options)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 32])
+@pytest.mark.parametrize("options", [{}, dict(window=(90, 0)), dict(sinks=torch.zeros(1))], ids=str)
+def test_gradients_of_few_rows_are_as_good_as_eagers(options, rows):
+    """At most 2 % of random calls with an lse of 8 to 15 may exceed the tolerance, as eager may be exact by chance."""
+    exceeded = 0
+    for seed in range(50):
+        torch.manual_seed(seed)
+        (query, out), (key, value) = torch.randn(2, 1, 1, rows, 32), torch.randn(2, 1, 1, 100, 32)
+        tensors, scaled = dict(query=query, key=key, value=value, out=out), dict(options, scale=0.6)
+        found = compare(with_gradients(fa.attention, tensors, scaled, "out", backend="cpu"), tensors, scaled, "out")
+        exceeded += not all(found[name].ok for name in ("query", "key", "value"))
+    assert exceeded <= 1
+
+
 @pytest.mark.parametrize("sequences, rows", [(1, 7), (70, 1)])
 @pytest.mark.parametrize("seed", range(5))
 def test_gradients_of_few_rows_with_large_scores_are_as_good_as_eagers(sequences, rows, seed):

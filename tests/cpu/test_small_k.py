@@ -70,6 +70,13 @@ def test_the_gradient_of_a_bias_is_as_good_as_eagers(name):
         assert_close(got, tensors, options | dict(bias=bias), grads)
 
 
+def test_a_bias_of_no_keys_can_be_compared():
+    tensors = {name: torch.randn(1, 2, 5, 8) for name in ("query", "out")}
+    tensors |= {name: torch.randn(1, 2, 0, 8) for name in ("key", "value")}
+    options = dict(bias=torch.randn(1, 2, 5, 0))
+    assert_close(with_gradients(fa.attention, tensors, options, "out"), tensors, options, "out")
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("dim, keys", [(1, 5), (4, 17), (8, 17), (8, 64), (64, 33)])
 @pytest.mark.one_in(3)
