@@ -1,1 +1,1 @@
-"""Checks the arguments of a call, brings them into one form (a Call), and shapes results. Imports only torch."""
+"""Checks the arguments of a call, converts them to a Call, and gives results the rank of query. Imports only torch."""

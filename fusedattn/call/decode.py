@@ -75,7 +75,7 @@ def capacity(arguments: CacheArguments) -> int:
 
 
 def stand_in(cache: Tensor, table: Tensor | None) -> Tensor:
-    """Return the key or value of a Call: the cache, or for a paged cache an uninitialised (B, Hkv, capacity, D)."""
+    """Return the cache; if it is paged, an uninitialised tensor with only the shape (B, Hkv, capacity, D)."""
     if table is None:
         return cache
     batch, (_, heads, page, dim) = table.shape[0], cache.shape
@@ -204,7 +204,7 @@ def _check_pages(a: CacheArguments, before: Tensor, new: int) -> None:
         expected = "new rows at positions of the cache that are free"
         if len((written * page + place).unique()) < place.numel():
             fail(ValueError, "block_table", expected, "one for two rows: give each sequence its own page there")
-        old = before[:, None] - torch.arange(number.shape[1], device=before.device) * page  # old keys from each page on
+        old = before[:, None] - torch.arange(number.shape[1], device=before.device) * page  # old keys from page n on
         most = before.new_zeros(pages).scatter_reduce_(0, number[old > 0], old[old > 0], "amax")
         if bool((place < most[written]).any()):
             fail(ValueError, "block_table", expected, "one that another sequence uses: copy the shared page first")

@@ -52,7 +52,7 @@ def attend_nested(function: Callable[..., Any], arguments: Arguments, **more: An
     _check(query, key, value)
     needed = more.get("return_weights") or any(x is not None for x in (options["mask"], options["bias"], key_mask))
     if needed and torch.compiler.is_compiling() and (longest(query) is None or longest(key) is None):
-        # The lengths are unknown, so break the graph. Compiled code might catch an error, and return something else.
+        # The lengths are unknown, so break the graph. If this raised, code that catches errors would change its result.
         return _attend_eagerly(function, arguments, **more)
     more |= dict(key_mask=_tokens("key_mask", key_mask, key), query_mask=_tokens("query_mask", query_mask, query))
     query, key, value = (x.transpose(1, 2).contiguous() for x in (query, key, value))  # (B, ragged, H, D)

@@ -22,7 +22,7 @@ def is_contiguous(tensor: Tensor) -> bool:
 
 
 def _is_smaller(stride: Any, other: Any) -> bool:
-    """Return whether stride < other, or, if a compiler cannot know that, whether the stride divides the other."""
+    """Return whether `stride` < `other`. If a compiler cannot know that, return whether `stride` divides `other`."""
     if holds(stride < other, False):
         return True
     return holds(stride < other, True) and holds(other % stride == 0, False)
@@ -70,7 +70,7 @@ def arrange(tensor: Tensor, like: Tensor, dtype: torch.dtype | None = None) -> T
 
 
 def share(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors share an element; with different strides, whether they begin at the same address."""
+    """Return whether two tensors overlap in memory; if their strides differ, whether they begin at the same address."""
     if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr() or not (a.numel() and b.numel()):
         return False
     distance = b.storage_offset() - a.storage_offset()
@@ -80,11 +80,11 @@ def share(a: Tensor, b: Tensor) -> bool:
 
 
 def _reaches(distance: int, dims: list[tuple[int, int, int]]) -> bool:
-    """Return whether two elements, one of each tensor, lie `distance` apart. dims: (stride, size, other size)."""
+    """Return whether elements of two tensors can lie `distance` apart. dims: [(stride, size, size of the other)]."""
     if not dims:
         return distance == 0
     (stride, size, other), *rest = dims
-    steps = (distance // stride, distance // stride + 1) if stride else (0,)  # smaller strides span under one step
+    steps = (distance // stride, distance // stride + 1) if stride else (0,)  # all smaller strides reach under one step
     return any(-other < n < size and _reaches(distance - n * stride, rest) for n in steps)
 
 
@@ -97,7 +97,7 @@ def span(tensor: Tensor) -> tuple[int, int]:
 
 
 def own_storage(tensor: Tensor) -> Tensor:
-    """Return `tensor`, copied unless it fills its storage, because torch requires its tangent to match."""
+    """Return `tensor`, copied unless it fills its storage: torch requires a tangent with a storage of the same size."""
     return tensor if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize else tensor.clone()
 
 

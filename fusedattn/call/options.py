@@ -78,7 +78,7 @@ class Origin(NamedTuple):
 
 
 class Dims(NamedTuple):
-    """Dimensions of a tensor of a Call, one letter each: batch, query Heads, key heads (G), Q rows, K keys, D columns.
+    """Dimensions of a Call's tensor, a letter each: B batch, H query heads, G key heads, Q rows, K keys, D columns.
 
     Any dimension may be 1 and broadcast, except in query, key and value. differentiable: it may have gradients.
     """
@@ -165,18 +165,18 @@ def in_full(name: str, x: Any) -> Any:
     rank = len(DIMS[name])
     if x is None or not rank or x.dim() == rank:
         return x
-    if x.dim() == 3:  # (B, Sq, Sk), of one head
+    if x.dim() == 3:  # (B, Sq, Sk), the same for all heads
         return x.unsqueeze(1)
     return x[None] if rank == 2 else x[None, None]
 
 
 def with_dims(letters: str) -> list[str]:
-    """Return the names of a Call's tensors that have all of these dimensions (see Dims)."""
+    """Return the names of a Call's tensors that have all the dimensions in `letters` (see Dims)."""
     return [name for name, dims in DIMS.items() if set(letters) <= set(dims)]
 
 
 def sliced(name: str, x: Any, pairs: Mapping[str, slice] | None = None, **slices: slice) -> Any:
-    """Slice x, the tensor of Call field `name`, by dimension, as in B=slice(2, 4); broadcast dimensions stay.
+    """Slice x, the tensor of Call field `name`, as in B=slice(2, 4). Dimensions of size 1 that broadcast are not cut.
 
     pairs: slices that replace the others for mask and bias, which have dimensions BHQK.
     """
@@ -199,7 +199,7 @@ def lengths_of(call: Call) -> Lengths | None:
 
 
 def sizes(call: Call) -> tuple[int, int, int, int]:
-    """Return (B, Hq, Sq, Sk). For packed sequences: their number, Hq, and maximum lengths, or totals if unknown."""
+    """Return (B, Hq, Sq, Sk). If packed: B sequences, with maximum lengths Sq and Sk (total lengths if unknown)."""
     (batch, heads, rows, _), keys = call.query.shape, call.key.shape[2]
     if call.cu_seqlens_q is not None:
         batch = call.cu_seqlens_q.shape[0] - 1

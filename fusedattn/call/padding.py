@@ -11,7 +11,7 @@ from .rules import fail
 
 @dataclass
 class Padding:
-    """Layout of n packed sequences: their starts and lengths (n,), the total and the maximum length."""
+    """Layout of n packed sequences: starts (n,), lengths (n,), `total` rows in all, `most` rows in the longest."""
 
     starts: Tensor
     lengths: Tensor

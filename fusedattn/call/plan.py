@@ -18,7 +18,7 @@ def check_plan(plan: Plan) -> None:
 
 
 def check_masks(masks: Mapping[str, Any], ranks: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise if a mask or bias has a wrong dtype or rank, or if they are on several devices. ranks: {name: allowed}."""
+    """Raise if a mask or bias has a wrong dtype or rank, or if their devices differ. ranks: {name: allowed ranks}."""
     device = None
     for name, mask in masks.items():
         (check_floating if name == "bias" else check_bool)(name, mask, device, "the other masks")
@@ -29,7 +29,7 @@ def check_masks(masks: Mapping[str, Any], ranks: Mapping[str, tuple[int, ...]]) 
 
 
 def pairs_of(name: str, mask: Tensor, lengths: Lengths | None = None) -> tuple[Any, ...]:
-    """Return the shape with which a mask or bias (rank 4) or token mask (rank 2) broadcasts to (B, Hq, Sq, Sk).
+    """Return the rank-4 shape of a mask or bias; for a token mask (rank 2) return (B, 1, 1, Sk) or (B, 1, Sq, 1).
 
     lengths: of packed sequences; a token mask is then (1, total), and stands for pairs of the maximum lengths.
     """

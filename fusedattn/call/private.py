@@ -28,7 +28,7 @@ def _find(path: str, otherwise: Any = None) -> Any:
 
 
 def constant(function: _Function) -> _Function:
-    """Make torch.compile run a function once and keep its result. A torch that ignores the mark traces the function."""
+    """Mark a function: torch.compile runs it once and keeps its result. A torch without this mark traces it instead."""
     marked: Any = function
     # The mark of torch.compiler.assume_constant_result, which would import the compiler.
     marked._dynamo_marked_constant = True
@@ -37,7 +37,7 @@ def constant(function: _Function) -> _Function:
 
 @constant
 def is_exporting() -> bool:
-    """Return whether torch.export is tracing. Some versions of torch.compile take torch's own function as True."""
+    """Return whether torch.export is tracing. Some versions of torch.compile assume True for torch's function."""
     return torch.compiler.is_exporting()
 
 
@@ -74,11 +74,11 @@ def multiplies_bfloat16() -> bool:
     if platform.machine() not in ("x86_64", "AMD64"):
         return True
     has_units = any(_find(f"cpu._is_{name}_supported", bool)() for name in ("amx_tile", "avx512_bf16"))
-    # The environment variable ATEN_CPU_CAPABILITY may keep torch from using them.
+    # The environment variable ATEN_CPU_CAPABILITY may keep torch from using these units.
     return has_units and torch.backends.cpu.get_cpu_capability() not in ("DEFAULT", "AVX2")
 
 
-# Asserts at run time a condition on sizes that a compiler cannot know. Without it nothing is asserted.
+# Asserts at run time a condition on sizes that a compiler cannot know. If torch lacks it, nothing is asserted.
 assert_at_run_time: Callable[[Any], None] = _find("_check", lambda condition: None)
 
 
@@ -87,19 +87,19 @@ def _in_transform() -> bool:
     return _find("_C._functorch.peek_interpreter_stack", lambda: True)() is not None
 
 
-# Return whether a transform of torch.func, forward mode (level 0 or more), a TorchDispatchMode or torch.jit is active.
-# Without a name the answer is yes: no replay, and without the first two no whole graph.
+# Whether a transform of torch.func, forward mode (level 0 or more), a TorchDispatchMode or torch.jit is active. If a
+# name is missing, it counts as active: calls are not replayed, and for the first two torch.compile breaks the graph.
 transforms_active: Callable[[], bool] = _find("_C._are_functorch_transforms_active", _in_transform)
 forward_level: Callable[[], int] = functools.partial(getattr, forward_ad, "_current_level", 0)
 dispatch_modes: Callable[[], int] = _find("_C._len_torch_dispatch_stack", lambda: 1)
 tracing: Callable[[], Any] = _find("_C._get_tracing_state", lambda: True)
-# The TorchDispatchModes of this thread. Without it, an active FlopCounterMode does not count this package's operators.
+# The TorchDispatchModes of this thread. If missing, an active FlopCounterMode does not count this package's operators.
 _dispatch_modes: Callable[[], list[Any]] = _find("utils._python_dispatch._get_current_dispatch_mode_stack", list)
-any_autocast: Callable[[], bool] = _find("_C._is_any_autocast_enabled", lambda: True)  # without it: no replay
+any_autocast: Callable[[], bool] = _find("_C._is_any_autocast_enabled", lambda: True)  # if missing, no replay
 
 
 def flop_formulas() -> list[dict[Any, Callable[..., Any]]]:
-    """Return the tables {operator: formula} of torch.utils.flop_counter; none if it is not imported."""
+    """Return the tables {operator: formula} of torch.utils.flop_counter; [] if that module is not imported."""
     module: Any = sys.modules.get("torch.utils.flop_counter")
     if module is None:
         return []
@@ -122,7 +122,7 @@ can_replay = hasattr(torch.UntypedStorage, "_cdata")
 
 
 def storage(tensor: Tensor) -> int:
-    """Return an int that identifies a tensor's storage. Without the private name: no replay."""
+    """Return an int that identifies a tensor's storage. If torch lacks it, calls are not replayed (`can_replay`)."""
     return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
 
 
@@ -130,14 +130,14 @@ TensorGuards: Any = _find("_C._dynamo.guards.TensorGuards")  # compares tensors 
 
 
 def can_guard(tensors: Iterable[Any]) -> bool:
-    """Return whether TensorGuards can compare all objects. Nested tensors may crash it."""
+    """Return whether TensorGuards can compare all objects. They may crash on nested tensors."""
     for x in tensors:  # not any(), which takes longer
         if getattr(x, "is_nested", True):
             return False
     return True
 
 
-# Return whether any tensor requires grad, and the index of the current GPU. Without them: the public functions.
+# Two fast functions: whether any tensor requires grad, the index of the current GPU. The fallbacks are public ones.
 any_requires_grad: Callable[..., bool] = _find(
     "_C._any_requires_grad", lambda *x: any(isinstance(one, Tensor) and one.requires_grad for one in x)
 )
@@ -154,13 +154,13 @@ EMPTY: dict[str, Callable[..., Tensor]] = {
     "cuda": _find("_C._dynamo.guards._empty_strided_cuda", _empty_on("cuda")),
 }
 
-# A context without autograd, for operators without derivatives. Without it autograd inspects their arguments.
+# A context without autograd, for operators without derivatives. If missing, autograd inspects their arguments.
 below_autograd: Callable[[], Any] = _find("_C._AutoDispatchBelowAutograd", contextlib.nullcontext)
 
 
 def redispatch(operator: Any, keyset: Any, arguments: tuple[Any, ...]) -> Any:
-    """Call an operator below autograd, from its own autograd kernel."""
-    after = _find("_C._after_autograd_keyset")  # without it: a call from the top of the dispatcher
+    """Call an operator's kernel below autograd, from inside its autograd kernel."""
+    after = _find("_C._after_autograd_keyset")  # if missing, the call starts at the top of the dispatcher
     with below_autograd():
         return operator(*arguments) if after is None else operator.redispatch(keyset & after, *arguments)
 
@@ -178,12 +178,12 @@ def autograd_inside(device: torch.device) -> Any:
     return guard(included(), below - keys(key.ADInplaceOrView))
 
 
-# For `compat.torch.sdpa`: a context that disables modes, and a test for it (without the name: False).
+# For `compat.torch.sdpa`: a context that disables modes, and whether it is active (False if torch lacks the name).
 as_torch_has_it: Callable[[], Any] = _find("_C.DisableTorchFunction", contextlib.nullcontext)
 is_as_torch_has_it: Callable[[], bool] = _find("_C._is_torch_function_all_disabled", lambda: False)
-# The __torch_function__ of a class that overrides no function. Without it, such a class counts as overriding all.
+# The __torch_function__ of a class that overrides no function. If missing, such a class counts as overriding all.
 disabled_torch_function = _find("_C._disabled_torch_function_impl")
-# Without it torch.compile accepts no tensors of classes with a __torch_function__.
+# Whether __torch_function__ is enabled. Without this name torch.compile accepts no tensors of classes that have it.
 torch_function_enabled: Callable[[], bool] = _find("_C._is_torch_function_enabled", lambda: True)
 # Modules of torch's own classes whose __torch_function__ is ignored: causal biases and jagged tensors are accepted, and
 # lazy parameters, which have no sizes yet, get a clearer error from this package.
@@ -207,7 +207,7 @@ def replace_function_modes(modes: list[Any]) -> None:
         _push_mode(mode)
 
 
-# The maximum length and the ragged dimension of a jagged tensor. Without them: unknown, and 2.
+# The maximum length and the ragged dimension of a jagged tensor. If torch lacks these attributes: None and 2.
 def longest(nested: Tensor) -> int | None:
     return getattr(nested, "_maybe_max_seqlen", None)
 
@@ -226,7 +226,7 @@ def in_onnx_export() -> bool:
     return "torch.onnx" in sys.modules and torch.onnx.is_in_onnx_export()
 
 
-# PyTorch's fused attention for CPUs and its backward. Without them: the naive path.
+# PyTorch's fused attention for CPUs and its backward. If torch lacks them, CPU calls take the naive path.
 flash_attention_for_cpu: Any = _find("_scaled_dot_product_flash_attention_for_cpu")  # 2 us faster than by torch.ops
 flash_attention_for_cpu_backward: Any = _find("ops.aten._scaled_dot_product_flash_attention_for_cpu_backward")
 
@@ -236,7 +236,7 @@ _softmax_backward: Callable[..., Tensor] = _find(
 
 
 def softmax_backward(grad: Tensor, weights: Tensor) -> Tensor:
-    """Return the gradient of scores from the gradient of their softmax. Without torch's function: in three passes."""
+    """Return the gradient of scores from the gradient of their softmax, by torch's function if it exists."""
     return _softmax_backward(grad, weights, -1, weights.dtype)
 
 

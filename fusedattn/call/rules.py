@@ -27,7 +27,7 @@ MASK = "a bool tensor, True = may attend"
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FLOATS = "torch.float16, torch.bfloat16, torch.float32 or torch.float64"
 ORDER = ": tensors in the order (B, S, H, D) need .transpose(1, 2)"
-UNBOUNDED = 2**31  # sides of a window are clamped to this, above any length, because kernels would overflow
+UNBOUNDED = 2**31  # sides of a window are clamped to this, above any length: larger ones overflow in kernels
 _RANKS = {name: len(letters) for name, letters in DIMS.items() if letters}
 # Types that torch.compile traces. They are in tuples, because torch 2.10 does not trace isinstance of a union.
 _INTS = (int, torch.SymInt)
@@ -161,9 +161,9 @@ def broadcasts(tensor: Tensor, shape: tuple[int, ...]) -> bool:
 
 
 def is_size(size: Any, *allowed: Any) -> bool:
-    """Return whether a size equals one of `allowed`. Use the result to raise, not to choose between computations.
+    """Return whether a size equals one of `allowed`. Use it only to raise errors: an unknown size counts as allowed.
 
-    If a compiler cannot know the size, it counts as the last of `allowed`, and the compiled program asserts that.
+    A size that a compiler cannot know counts as the last of `allowed`, and the compiled program asserts that.
     """
     for one in allowed:  # a loop: a compiler traces it in a third of the steps that any() takes
         if (same := size == one) is True or holds(same, False):

@@ -139,7 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Problem as problem:
         print(f"{command}: {problem}", file=sys.stderr)
     except OSError as error:  # a closed pipe, or a full disk
-        with contextlib.suppress(OSError):  # if another file has the error, print what is buffered
+        with contextlib.suppress(OSError):  # if stdout did not raise it, print what stdout has buffered
             sys.stdout.flush()
         with contextlib.suppress(OSError):  # keeps Python from writing the rest at exit, which would raise again
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

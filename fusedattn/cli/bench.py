@@ -12,7 +12,7 @@ from ..bench.providers import PROVIDERS
 from . import machine
 from .output import Output, Problem, check_file, check_names
 
-BUDGET_MS = {"cpu": 300.0, "cuda": 100.0}  # to measure each provider
+BUDGET_MS = {"cpu": 300.0, "cuda": 100.0}  # milliseconds for measuring one provider
 MODULES = QUESTIONS["module"].providers
 PRESETS = {"quick": ["forward", "backward", "module"], "paper": ["forward", "backward"], "full": [*QUESTIONS]}
 QUICK = {"cuda": (512, 4096), "cpu": (128, 512)}  # lengths Sq

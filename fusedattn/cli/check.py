@@ -49,7 +49,7 @@ def run(arguments, output: Output) -> int:
             title = f"{part['backend']} on {where}, {part['dtype']}"
             output.table(title, ["", "", "largest error / largest error of eager PyTorch, against float64"], table)
 
-    alike: dict[tuple, list[str]] = {}  # dtypes that a backend leaves out for the same reasons
+    alike: dict[tuple, list[str]] = {}  # {(backend and device, reasons to leave it out): dtypes}
     for one in left_out:
         where = f"{one['backend']} on {one['device']}" + (f", {one['case']}" if "case" in one else "")
         alike.setdefault((where, "; ".join(one["reasons"])), []).append(one["dtype"])

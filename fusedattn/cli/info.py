@@ -17,7 +17,7 @@ def run(arguments, output: Output) -> int:
         )
         for gpu in map(torch.cuda.get_device_properties, range(count))
     ]  # fmt: skip
-    alike: dict[tuple, list[str]] = {}  # dtypes with equal backends and reasons
+    alike: dict[tuple, list[str]] = {}  # {(device, backend, reasons against others): dtypes}
     for device in (*(f"cuda:{index}" for index in range(count)), "cpu"):
         for dtype in DTYPES:
             answer = machine.explained(device, dtype)

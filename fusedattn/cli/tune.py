@@ -63,7 +63,7 @@ def named(form) -> str:
 
 
 def measure(rows: dict, case: Case, load: str, device, capability: int | None) -> None:
-    """Check and time each kernel configuration on a case, with and without causal, and add its Row to rows."""
+    """Check and time each kernel configuration on a case, and add a Row to rows. load: the register pressure."""
     width = tile_table.row_width(max(case.D, case.Dv))
     for kernel in tile_table.MEASURED:
         for form in tile_table.candidates(kernel, capability, getattr(torch, case.dtype).itemsize, width, load):

@@ -18,7 +18,7 @@ PASSES = ("backward", "training", "inference")  # the slowest first; training is
 
 
 def compile_pass(case: Case, what: str, device: torch.device) -> dict:
-    """Compile the kernels that a case needs for one of PASSES, without a launch, and return the entry for --json."""
+    """Compile the kernels of a case for the pass `what`, without a launch, and return the entry for --json."""
     from ..dispatch.recording import Recorder
     from ..launch import forward, hopper, run
     from ..launch.backward import launch_backward

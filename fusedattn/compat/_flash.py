@@ -24,7 +24,7 @@ _SHAPE = re.compile(r"\((\w+), (\w+), (\w+), (\w+)\)")
 
 
 def ask(names: Mapping[str, str], function: Callable[..., Any], *tensors: Any, **options: Any) -> Any:
-    """Call a function, and rewrite its errors with other argument names, {ours: theirs}, and flash-attn's layout."""
+    """Call a function, and put flash-attn's layout and argument names into its errors. names: {ours: flash-attn's}."""
     try:
         return function(*tensors, **options)
     except (ValueError, TypeError, NotImplementedError) as error:
@@ -111,7 +111,7 @@ def check_range(name: str, x: Tensor, what: str, most: int) -> None:
 def gather_pages(
     k: Tensor, v: Tensor, cu_seqlens_k: Tensor, max_seqlen_k: Any, block_table: Tensor
 ) -> tuple[Tensor, ...]:
-    """Return packed keys and values (Tk, Hkv, D) from pages (pages, page, Hkv, D), which get gradients.
+    """Gather pages (pages, page size, Hkv, D) to packed keys and values (Tk, Hkv, D), differentiably.
 
     Values on a GPU are not read: Tk is then an upper bound of the sum of the lengths, the last rows are 0, and a wrong
     offset or page reads another row of k and v, never memory outside them.
@@ -164,7 +164,7 @@ def lengths_of(cache_seqlens: Any, q: Tensor, k: Tensor | None, capacity: int) -
 
 
 def rotate_as_flash_attn(caches: CacheArguments, options: dict[str, Any], spread: bool) -> CacheArguments:
-    """Check arguments, and rotate as flash-attn: new keys by slot, query i by the old length, plus i if `spread`."""
+    """Check arguments; rotate as flash-attn: new key j at old length + j, query i at old length (+ i if `spread`)."""
     # Check all arguments before computing. With "top_left", queries at negative positions do not raise.
     decode.checked(caches, Arguments(None, None, None, align="top_left", **options))
     start, device = caches.cache_seqlens.long()[:, None], caches.query.device

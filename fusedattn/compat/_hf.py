@@ -24,13 +24,13 @@ from ._hf_names import MASKS, NAMES, REFUSED, masks_of
 if not hasattr(PreTrainedModel, "_check_and_adjust_attn_implementation"):
     raise ImportError("transformers before 4.54 chooses attention in another way")
 
-# Names in code that computes attention. A softmax of something else also matches: it costs eager masks and a warning.
+# Names in code that computes attention itself. Any softmax matches: its model gets a warning and slower eager masks.
 _ATTENDS = re.compile(
     r"(?i:softmax)(?!_(in|scale|dtype))|logsumexp|scaled_dot_product|sdpa_attention|flash_attention_forward"
     r"|flash_attn_(varlen_)?func|multi_?head_attention_forward|^MultiheadAttention$|flex_attention$"
 )
 _FLAGS = "_supports_sdpa", "_supports_flex_attn", "_supports_flash_attn"
-_SPARSE = frozenset(REFUSED) - {"head_mask"}  # models that have one of these keywords pass a tensor, not None
+_SPARSE = frozenset(REFUSED) - {"head_mask"}  # refused keywords for which models always pass a tensor, never None
 _TRUSTED_WRAPPERS = "torch.", "transformers.utils.", "transformers.integrations.", "accelerate."
 _models: WeakSet[PreTrainedModel] = WeakSet()  # all models that `_settle` has seen and that still exist
 _warned: set[type] = set()
@@ -38,11 +38,11 @@ _warned: set[type] = set()
 
 class _Attention(NamedTuple):
     root: Any  # the outermost model
-    configs: tuple[Any, ...]  # the configs of the modules around it, the nearest last
-    stray: str  # the name of its class if it does not call the attention interface
+    configs: tuple[Any, ...]  # the configs of the models around the attention module, the nearest last
+    stray: str  # the module's class name if it does not call the attention interface, or ""
     sparse: bool
     causal: bool
-    used: bool  # it calls the interface, and its nearest config asks for a registered name
+    used: bool  # the module calls the interface, and its nearest config asks for a registered name
     safe: bool  # used, and the model takes bool masks
 
 
@@ -73,7 +73,7 @@ def _follow(cls: type, name: str, after: Callable[..., Any]) -> None:
 
 
 def attention_mask(*sizes: Any, config: Any = None, **options: Any) -> Any:
-    """Return sdpa's bool mask, or None, for a config whose attention takes it; otherwise eager's floating mask."""
+    """Return sdpa's mask (bool or None) if a config's attention accepts it, otherwise eager's mask (floating)."""
     if (masks := masks_of(config)) is None:
         return eager_mask(*sizes, config=config, **options)
     # Layers that share keys may compute only the last rows. Without a mask it is unknown which rows these are.
@@ -85,7 +85,7 @@ def attention_mask(*sizes: Any, config: Any = None, **options: Any) -> Any:
 
 
 def _postpone(model: Any, name: Any, asked: Any = None, is_init_check: bool = False, *_: Any, **__: Any) -> Any:
-    """Return "eager" for a model that is built with a registered name, and keep that name in its config's MASKS."""
+    """Return "eager" in place of a registered name while a model is built. Its config keeps the name for `_settle`."""
     if is_init_check and name in NAMES:
         setattr(model.config, MASKS, name)
         model._asks_for_fusedattn, name = True, "eager"
@@ -110,7 +110,7 @@ def _names(code: CodeType) -> set[str]:
 
 
 def _function(method: Any, module: Any = None) -> Any:
-    """Unwrap a function from known libraries' wrappers; None if there is none, or if it is bound to another module."""
+    """Return the function inside known libraries' wrappers; None for no function, or a method of another nn.Module."""
     while getattr(method, "__self__", module) is module:
         within = getattr(method, "__func__", None) or getattr(method, "__wrapped__", None)
         wrapper = getattr(method, "func", method)  # accelerate's wrappers are partials
@@ -122,7 +122,7 @@ def _function(method: Any, module: Any = None) -> Any:
 
 @functools.cache
 def _read(kind: Any, runs: Any, forwards: tuple[FunctionType, ...], beneath: bool) -> tuple[bool, bool, bool]:
-    """Return three bools: a module calls transformers' attention interface, computes attention itself, is sparse.
+    """Return (whether a module calls transformers' attention interface, computes attention itself, is sparse).
 
     It reads `runs`, the function that runs as forward. If that is in `forwards`, the forwards of class `kind` and
     its bases, it also reads the methods of these classes. beneath: the module contains other attention.
@@ -174,7 +174,7 @@ def _configs(model: Any) -> dict[int, Any]:
 
 
 def _wanted(config: Any) -> str | None:
-    """Return the registered attention name that a config has or asked for when its model was built, or None."""
+    """Return the registered name that a config asks for, or asked for before its model was built; otherwise None."""
     pending = getattr(config, MASKS, None)
     name = pending if isinstance(pending, str) else config._attn_implementation
     return name if name in NAMES else None
@@ -187,7 +187,7 @@ def _settle(model: Any, everywhere: bool = False) -> None:
     """
     _models.add(model)
     configs = _configs(model)
-    asks = vars(model).pop("_asks_for_fusedattn", everywhere)  # not set inside a model that is being built
+    asks = vars(model).pop("_asks_for_fusedattn", everywhere)  # models inside one that is being built lack it
     if not asks and not any(config._attn_implementation in NAMES for config in configs.values()):
         return
     within = set(model.modules())

@@ -132,7 +132,7 @@ def _common(shapes: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
 
 
 def _rank4(tensor: Tensor, batch: tuple[int, ...], shared: bool = False) -> Tensor:
-    """Broadcast a tensor to rank 4, with the dimensions `batch` flattened into the first. shared: that may stay 1."""
+    """Expand the leading dimensions of a tensor to `batch`, and flatten them. shared: if all are 1, only flatten."""
     if tensor.dim() == 4 and len(batch) == 1 and (shared or holds(tensor.shape[0] == batch[0], False)):
         return tensor
     rank = max(len(batch), 1) + 3

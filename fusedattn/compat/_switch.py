@@ -112,7 +112,7 @@ def _ours(*args: Any, **kwargs: Any) -> Tensor:
 
 
 def _without_modes(function: Any, **names: Any) -> Callable[..., Any]:
-    """Return a copy of a torch function that no TorchFunctionMode handles. names: global names to replace.
+    """Return a copy of a torch function that no TorchFunctionMode handles. names: {global name: object to use instead}.
 
     Torch disables a mode until the function that it handles returns, but the mode must handle the calls inside that
     function. There is no public way to do that: if the mode is pushed again, the function hands itself to the mode and
@@ -230,7 +230,7 @@ def _activate() -> Override:
 
 
 def _checked(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None) -> Call | None:
-    """Check the arguments, and return them as a Call, or None if the Triton kernels cannot take it."""
+    """Check the arguments, and return them as a Call, or None if the Triton kernels cannot take this call."""
     call = checked(Arguments(query, key, value, causal=is_causal, align="top_left", scale=scale))
     return None if backends.BACKENDS["triton"].reasons(call, False) else call
 

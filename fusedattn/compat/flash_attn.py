@@ -226,7 +226,7 @@ def flash_attn_with_kvcache(
         if rotary_cos is not None or rotary_sin is not None:
             if k is None:
                 fail(ValueError, "rotary_cos", "None, because there are no new keys k to rotate", "a tensor")
-            # flash-attn takes a side of the window that is as long as the cache as unbounded.
+            # flash-attn treats a side of the window that is as long as the cache as unbounded.
             spread = causal or any(side is not None and side < capacity for side in options["window"])
             if q.shape[1] != k.shape[1] or not (spread or q.shape[1] == 1):
                 caches = _flash.ask(names, _flash.rotate_as_flash_attn, caches, options, spread)

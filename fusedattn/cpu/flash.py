@@ -31,21 +31,21 @@ from .small_k import FEW, FEW_ROWS, is_few, lse_of, scores_of, weights_in_place,
 from .tiling import Part, Rectangle, additive, has_holes, is_additive, is_nothing, is_widened, parts, rectangles
 from .value_mean import INFINITE, centre, with_centre
 
-LARGE = 2**17  # elements whose copy takes longer than a few views
+LARGE = 2**17  # number of elements from which on a copy takes longer than a few views
 VECTOR = 16  # float32 numbers in the widest vector register
 
 
 class Result(NamedTuple):
-    """Result of the forward: output, lse minus the offset, and the output that the backward reads."""
+    """Result of the forward: output, lse minus the offset, and `kept`, the output in the form the backward needs."""
 
     out: Tensor
     lse: Tensor
     kept: Tensor  # the output in the dtype of the computation; in bfloat16 minus the mean of the values
-    less: float = 0.0  # the offset
+    less: float = 0.0  # the offset: a number subtracted from all scores
 
 
 def by_power(query: Tensor, scale: float) -> tuple[Tensor, float, float]:
-    """Make the scale a power of two, unless in bfloat16: return (query * factor, scale / factor, factor)."""
+    """Make the scale a power of two: return (query * factor, scale / factor, factor). In bfloat16 the factor is 1."""
     factor, exponent = math.frexp(scale)
     if abs(factor) in (0.0, 0.5) or exponent > 127 or query.dtype == torch.bfloat16:
         return query, scale, 1.0
@@ -55,9 +55,9 @@ def by_power(query: Tensor, scale: float) -> tuple[Tensor, float, float]:
 def attend(
     query: Tensor, key: Tensor, value: Tensor, causal: bool, added: Tensor | None, scale: float, exact: bool
 ) -> tuple[Tensor, Tensor]:
-    """Call the kernel: return (output, lse). Fully masked rows have lse 0.
+    """Call PyTorch's kernel: return (output, lse). Fully masked rows have lse 0.
 
-    added: tensor to add to scores, or None. exact: as `is_exact`; no scores of a backward must round as these do.
+    added: tensor to add to scores, or None. exact: from `is_exact`: the kernel's backward, whose scores must round as these do, is not used.
     """
     if not exact:
         query, scale, _ = by_power(query, scale)
@@ -141,7 +141,7 @@ def offset(call: Call) -> float:
 
 
 def mask(call: Call, where: Rectangle, less: float | Tensor) -> Tensor | None:
-    """Return the tensor that the kernel must add to a rectangle's scores: masks, bias, ALiBi and -less; or None."""
+    """Return the tensor to add to a rectangle's scores, from masks, bias, ALiBi and -less; None if it would be zero."""
     if where.masked:
         return additive(call, where, less)
     if is_nothing(less):
@@ -151,7 +151,7 @@ def mask(call: Call, where: Rectangle, less: float | Tensor) -> Tensor | None:
 
 
 def is_exact(call: Call, where: Rectangle) -> bool:
-    """Return whether the exact formula, not the kernel, computes the gradients of a rectangle of scores."""
+    """Return whether the softmax formula, not the kernel, computes the gradients of a rectangle of scores."""
     return is_few(call) or (call.query.dtype == torch.float32 and where.end - where.begin <= FEW)
 
 
@@ -164,7 +164,7 @@ def are_complete(call: Call, some: list[Rectangle]) -> bool:
 def _attend(
     call: Call, where: Rectangle, tensors: Sequence[Tensor], less: float | Tensor, complete: bool
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention within a rectangle of scores: (output, lse - less). complete: no gradient uses the lse."""
+    """Return (output, lse - less) of a rectangle of scores. complete: no gradient uses the lse (`are_complete`)."""
     query, key, value = cut(where, tensors)
     of_formula = is_exact(call, where)
     if of_formula and not complete:
@@ -180,7 +180,7 @@ def _attend(
 
 
 def sinks_less(call: Call, dtype: torch.dtype, less: float) -> Tensor:
-    """Return the sinks minus the offset, as (1 or B, Hq, 1)."""
+    """Return the sinks minus the offset `less`, with shape (1 or B, Hq, 1)."""
     assert call.sinks is not None
     return call.sinks.to(dtype)[:, :, None] - less
 
@@ -263,7 +263,7 @@ def forward(call: Call, save: bool) -> Result:
         (query, key, value), shape = call[:3], call.query.shape
         large = not save and query.numel() > LARGE and key.shape[1] == shape[1]  # forward mode refuses views
         apart = large and query.is_contiguous() and key.is_contiguous() and value.is_contiguous()
-        if apart:  # the kernel's output lies in memory as (B, S, H, D): from batches of one head it needs no `arrange`
+        if apart:  # the kernel's output lies in memory as (B, S, H, D): with each head as a batch it needs no `arrange`
             query, key, value = (x.view(-1, 1, *x.shape[2:]) for x in (query, key, value))
         out, lse = attend(query, key, value, causal, mask(call, everything, less), call.scale, is_few(call))
         if apart:
@@ -291,7 +291,7 @@ def forward(call: Call, save: bool) -> Result:
 
 
 def weights(call: Call, columns: int) -> Tensor:
-    """Return the weights (B, Hq, Sq, columns) of a call."""
+    """Return the attention weights (B, Hq, Sq, columns) of a call."""
     shape = *call.query.shape[:3], columns
     whole = functools.cache(lambda: call.query.new_zeros(shape))  # not needed if one rectangle holds all weights
     for part in parts(call):

@@ -18,8 +18,8 @@ from .small_k import by_weights, is_few, lse_of, scores_of, weights_of
 from .tiling import Part, Rectangle, parts, rectangles
 from .value_mean import INFINITE, centre
 
-Heads = tuple[slice, slice]  # of batches and of query heads
-SCORES_AT_ONCE = 2**21  # bytes of scores that fit a cache; the formula computes so many heads at a time
+Heads = tuple[slice, slice]  # slices of batches and of query heads
+SCORES_AT_ONCE = 2**21  # bytes of scores that fit a cache: limits the heads that the formula computes at a time
 SCORES = 2**25  # bytes of scores that the formula computes at a time for the gradient of a bias
 
 
@@ -33,7 +33,7 @@ def _in_blocks(where: Rectangle, call: Call) -> list[Rectangle]:
 
 
 def _by_kernel(call: Call, where: Rectangle, less: float, *tensors: Tensor) -> Sequence[Tensor]:
-    """Return gradients of query, key and value by the kernel. tensors: grad_out, query, key, value, out, lse."""
+    """Return the gradients of query, key and value from the kernel. tensors: grad_out, query, key, value, out, lse."""
     (grad_out, query, *others), added = tensors, flash.mask(call, where, less)
     query, scale, factor = flash.by_power(query, call.scale)
     grads = flash_attention_for_cpu_backward(grad_out, query, *others, 0.0, where.causal, attn_mask=added, scale=scale)
@@ -41,7 +41,7 @@ def _by_kernel(call: Call, where: Rectangle, less: float, *tensors: Tensor) -> S
 
 
 def _by_formula(call, where, less, tensors, grad_out, out, lse, of_bias) -> Sequence[Tensor]:
-    """Return the gradients of query, key and value of a rectangle of scores, by the exact formula.
+    """Return the gradients of query, key and value of a rectangle of scores, by the softmax formula.
 
     lse: None if the rows see no other keys. out: None to recompute it. of_bias: accumulates the gradient of the bias.
     """
@@ -55,7 +55,7 @@ def _by_formula(call, where, less, tensors, grad_out, out, lse, of_bias) -> Sequ
 
 
 class Incoming(NamedTuple):
-    """Inputs of a backward: the gradients of output and lse, each of which may be None, and the forward's results."""
+    """Inputs of a backward: gradients of output and lse, None for zero, and the results of the forward."""
 
     grad_out: Tensor | None
     grad_lse: Tensor | None
@@ -154,7 +154,7 @@ def _by_heads(tensors: Sequence[Tensor], of_heads: Callable[[Heads, Sequence[Ten
 
 
 def _of_sinks(call: Call, less: float, rows: Incoming, out: Tensor) -> Tensor:
-    """Return the gradient of the sinks: the sum over rows of weight * (grad_lse - sum(grad_out * out))."""
+    """Return the gradient of the sinks: the sum over rows of the sink's weight * (grad_lse - sum(grad_out * out))."""
     missing = torch.zeros_like(rows.lse) if rows.grad_lse is None else rows.grad_lse
     missing = missing if rows.grad_out is None else missing - (rows.grad_out.to(rows.lse.dtype) * out).sum(-1)
     assert call.sinks is not None

@@ -12,7 +12,7 @@ LARGE = {torch.bfloat16: 2.0**13}  # lse above which float32 is too inaccurate f
 
 
 def exact(call: Call, lse: Tensor, less: float, again: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the given lse - less, in float64 if its rounding error would be visible in the merged result.
+    """Return an lse minus the offset `less`, in float64 if its rounding error would be visible in the merged result.
 
     again(near): recomputes the lse minus `near`. That is close to 0, where the rounding error is small.
     """

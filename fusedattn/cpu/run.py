@@ -43,12 +43,12 @@ def limits(call: Call) -> list[str]:
 
 
 def is_narrow(call: Call) -> bool:
-    """Return whether the kernel's gradients are too inaccurate for this head dimension."""
+    """Return whether D is so small, in float32 with many keys, that the kernel's gradients are too inaccurate."""
     return call.query.dtype == torch.float32 and call.query.shape[3] < NARROW and call.key.shape[2] > FEW
 
 
 def lacks_gradients(call: Call, grad_weights: Tensor | None, need: Sequence[bool]) -> list[str]:
-    """Return the reasons why the naive formula, not `backward`, must compute the gradients of a call; [] if none."""
+    """Return the reasons why the naive path must replace `backward` for the gradients of a call; [] if it need not."""
     needed = [name for name, wanted in zip(INPUTS, need, strict=True) if wanted]
     lacks = [f"its kernel has no gradient of {name}" for name in needed if name not in _DIFFERENTIATED]
     if grad_weights is not None:
@@ -98,7 +98,7 @@ def forward(call: Call, need_lse: bool, need_weights: bool, save: bool) -> tuple
 
 
 def reads_lse(call: Call, grad_weights: Tensor | None) -> bool:
-    """Return whether `backward` may read the saved lse. The formula does not if it computes all keys at once."""
+    """Return whether `backward` may read the saved lse. It does not if the softmax formula computes all weights at once."""
     return grad_weights is None and (not is_few(call) or flash.at_once(call) is None)
 
 
@@ -113,7 +113,7 @@ def too_large(lse: Tensor) -> bool:
 def backward(
     call: Call, incoming: Sequence[Tensor | None], out: Tensor, weights: Tensor, stats: Tensor, need: Sequence[bool]
 ) -> tuple:
-    """Return the gradients of a call's INPUTS, empty if not needed. First check that `lacks_gradients` is []."""
+    """Return the gradients of a call's INPUTS, empty if not needed. Call this only if `lacks_gradients` returns []."""
     grad_out, grad_lse, grad_weights = incoming
     needed = dict(zip(INPUTS, need, strict=True))
     results: Sequence[Tensor | None]

@@ -12,19 +12,19 @@ from .tiling import Rectangle, additive, is_nothing, is_widened
 from .value_mean import INFINITE
 
 FEW = 64  # the formula computes float32 gradients of at most this many keys
-FEW_ROWS = 64  # or of fewer rows; the kernel misses the tolerance in 4 to 27 % of calls with an lse of 10
-LARGE_SCALE = 2.0**60  # or with a larger scale; the kernel's backward multiplies keys by it, which may overflow
+FEW_ROWS = 64  # and of calls with fewer rows: the kernel misses the tolerance in 4 to 27 % of those with an lse of 10
+LARGE_SCALE = 2.0**60  # and of calls with a larger scale: the kernel's backward multiplies keys by it, which may overflow
 ROWS = 128  # rows of a partial sum
 
 
 def is_few(call: Call) -> bool:
-    """Return whether the formula computes a call's gradients: in float32, for few keys or rows, or a large scale."""
+    """Return whether the softmax formula computes the gradients: in float32, for few keys or rows, or a large scale."""
     few = call.key.shape[2] <= FEW or call.query.shape[2] < FEW_ROWS
     return call.query.dtype == torch.float32 and (few or abs(call.scale) > LARGE_SCALE)
 
 
 def has_bias_gradient(call: Call) -> bool:
-    """Return whether the formula can compute the gradient of a call's bias.
+    """Return whether the softmax formula can compute the gradient of a call's bias.
 
     It can if the call is a single Part, not computed in bfloat16, and not partial, which would round the gradient.
     """
@@ -39,7 +39,7 @@ def product(a: Tensor, b: Tensor, scale: float, out: Tensor | None = None) -> Te
 
 
 def has_weights_gradient(call: Call) -> bool:
-    """Return whether `flash_backward.from_weights` can compute the gradients of a call whose weights have a gradient.
+    """Return whether `flash_backward.from_weights` supports a call whose attention weights have an incoming gradient.
 
     It cannot in 16 bits, where the weights are rounded, or with sinks, whose own weights it would need.
     """
@@ -57,8 +57,8 @@ def over_rows(a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
 
 
 def scores_of(call: Call, where: Rectangle, less: float | Tensor, rows: Tensor, keys: Tensor) -> Tensor:
-    """Return the scores of a rectangle minus the offset `less`, -inf where hidden. rows, keys: its query and key."""
-    heads, scores = keys.shape[1], rows.new_empty(*rows.shape[:3], keys.shape[2])  # forward mode refuses a view of it
+    """Return a rectangle's scores minus the offset `less`, -inf where hidden. rows, keys: its part of query and key."""
+    heads, scores = keys.shape[1], rows.new_empty(*rows.shape[:3], keys.shape[2])  # not a view: forward mode refuses it
     product(grouped(rows, heads), keys.flatten(0, 1).mT, call.scale, grouped(scores, heads))
     if where.causal and not where.masked and is_nothing(less):
         return scores.add_(scores.new_full(scores.shape[-2:], -INFINITE).triu_(1))
@@ -66,7 +66,7 @@ def scores_of(call: Call, where: Rectangle, less: float | Tensor, rows: Tensor, 
 
 
 def weights_of(scores: Tensor, masked: bool) -> Tensor:
-    """Return the softmax of scores, with zeros for fully masked rows. masked: whether there may be any."""
+    """Return the softmax of scores, with zeros for fully masked rows. masked: such rows may exist."""
     weights = scores.softmax(-1)
     if masked and _has_nan(weights):
         weights.masked_fill_(scores.amax(-1, keepdim=True) == -INFINITE, 0.0)
@@ -74,7 +74,7 @@ def weights_of(scores: Tensor, masked: bool) -> Tensor:
 
 
 def weights_in_place(scores: Callable[[], Tensor], masked: bool) -> Tensor:
-    """Return the softmax of scores(), in their memory, because allocating takes longer than softmax."""
+    """Return the softmax of scores(), written over the scores: allocating new memory takes longer than the softmax."""
     made = scores()
     weights = torch.softmax(made, -1, out=made)
     return weights_of(scores(), True) if masked and _has_nan(weights) else weights
@@ -86,7 +86,7 @@ def _has_nan(weights: Tensor) -> bool:
 
 
 def lse_of(scores: Tensor, weights: Tensor) -> Tensor:
-    """Return the log-sum-exp of scores from their softmax. torch.logsumexp takes as long as the whole formula."""
+    """Return the log-sum-exp of scores, computed from their softmax because torch.logsumexp is slow."""
     largest = scores.amax(-1)
     return torch.where(largest.isinf(), largest, largest - weights.amax(-1).log_())
 
@@ -95,7 +95,7 @@ def by_weights(
     weights: Tensor, scale: float, tensors: Sequence[Tensor], grad_out: Tensor, out: Tensor | None,
     of_bias: Tensor | None = None, grad_lse: Tensor | None = None, grad_weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return gradients of query, key and value from the weights; add the gradient of scores to of_bias.
+    """Return gradients of query, key and value from the softmax weights; add the gradient of scores to of_bias.
 
     out: the output over all visible keys; None, which grad_lse and grad_weights need, if `weights` covers these keys.
     """

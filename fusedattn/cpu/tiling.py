@@ -19,11 +19,11 @@ from ..naive.varlen import of_batches, runs
 CACHE = 2**22  # bytes of an additive mask built at a time
 ROWS = 32  # minimum rows of a rectangle; the kernel works on 32, 64 or 256 at a time
 BAND = 64, 256  # minimum and maximum rows of a rectangle along a window
-MASK_ROWS = 128  # rows whose visible keys are read from a mask at a time
+MASK_ROWS = 128  # rows of a block for which a mask is searched for the range of visible keys
 WASTE = 1  # maximum ratio of hidden to visible scores that a part computes
-CALL = 2**12  # scores of one head that take as long as the overhead of one kernel call
+CALL = 2**12  # scores of one head that take as long to compute as the overhead of a kernel call
 FEWEST = 128  # minimum keys of a rectangle cut by a mask: float32 gradients of few keys are slower
-PART = 2**17  # scores that take as long as the overhead of another part, mainly its copies
+PART = 2**17  # scores that take as long to compute as the overhead of one more part, mainly its copies
 
 
 def is_widened(dtype: torch.dtype) -> bool:
@@ -90,7 +90,7 @@ def _ranges(mask: Tensor | None, batch: int, length: int) -> list[tuple[int, int
 
 
 def _of_batches(call: Call) -> list[Part]:
-    """Split a call into Parts of consecutive batches with equal visible ranges; outside bfloat16, similar ranges."""
+    """Split a call into Parts: consecutive batches with equal (bfloat16) or similar (other dtypes) visible ranges."""
     batch, heads, rows, _ = call.query.shape
     of_rows, of_keys = _ranges(call.query_mask, batch, rows), _ranges(call.key_mask, batch, call.key.shape[2])
     lengths = [(last - first, end - begin) for (first, last), (begin, end) in zip(of_rows, of_keys, strict=True)]
@@ -129,7 +129,7 @@ def _of_sequences(call: Call) -> list[Part]:
 
 
 def _alike(call: Call, start: int, stop: int, rows: int, first: int, keys: int, begin: int) -> Part:
-    """Return packed sequences start .. stop - 1 as one Part. Sequence b has `rows` rows from first + b * rows on."""
+    """Return sequences start .. stop - 1 as a Part. Sequence b starts at row first + b * rows, key begin + b * keys."""
     count = stop - start
     where = slice(first + start * rows, first + stop * rows), slice(begin + start * keys, begin + stop * keys)
     part = Part(call, 0, rows, 0, keys, slice(None), *where, count if count > 1 else 0)
@@ -270,5 +270,5 @@ def additive(call: Call, where: Rectangle, less: float | Tensor = 0.0) -> Tensor
     elif less or not terms:
         terms.append(torch.full((), -less, dtype=wide, device=call.query.device))
     total = functools.reduce(torch.add, terms)
-    seen = pairs.visible(call._replace(bias=None, query_mask=None), block)  # a bias is -inf already where it hides
+    seen = pairs.visible(call._replace(bias=None, query_mask=None), block)  # `total` has the -inf of a bias
     return total if seen is None else torch.where(seen, total, float("-inf"))

@@ -10,12 +10,12 @@ from torch import Tensor
 from ..naive.formula import grouped, repeated
 
 INFINITE = float("inf")
-SAMPLE = 64  # keys read for a first guess
+SAMPLE = 64  # keys read for a first guess whether the mean is small
 OFF_CENTRE = 0.5  # values are centred if mean / root mean square exceeds this
 
 
 def centre(value: Tensor) -> Tensor | None:
-    """Return the mean over keys of bfloat16 values, (B, Hkv, 1, Dv), with 0 for a small mean; None if all are small.
+    """Return the mean of bfloat16 values over keys, (B, Hkv, 1, Dv), with 0 for small means; None if all are small.
 
     A head's mean depends on its values alone: under vmap, forward and backward may get different batches.
     """
@@ -37,7 +37,7 @@ def centre(value: Tensor) -> Tensor | None:
 
 
 def with_centre(out: Tensor, kept: Tensor, lse: Tensor, common: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the output to save and its centre: per head, `kept` (the output minus the centre), or the whole output.
+    """Return (output to save, mean subtracted from it). For each head, this is (`kept`, `common`) or (`out`, 0).
 
     Outputs much smaller than the centre lose digits when it is subtracted, as in rows that see few keys with small
     values. If most rows of a head are like that, its whole output is saved, and its centre is 0.

@@ -33,7 +33,7 @@ def _find_machine_reasons(device: torch.device | AssumedGPU) -> tuple[str, ...]:
     try:
         import triton
     except Exception as error:  # a broken installation may raise anything
-        absent = isinstance(error, ImportError) and error.name in (None, "triton")  # not one of its dependencies
+        absent = isinstance(error, ImportError) and error.name in (None, "triton")  # not a missing dependency of Triton
         why = str(error) if isinstance(error, ImportError) else cause(error)
         return (f"Triton {'is not installed' if absent else 'cannot be imported'} ({why})",)
     version = getattr(triton, "__version__", "")  # a folder named triton has none

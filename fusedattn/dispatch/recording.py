@@ -65,7 +65,7 @@ def _interpreted(kernel, options, views):
 
 
 class Recorder(contextlib.ExitStack):
-    """Collects the launches of this thread inside the `with`, on meta tensors, for a Recording.
+    """Collects kernel launches of this thread inside the `with`, which runs on meta tensors, and makes a Recording.
 
     A tensor is identified by its storage, and starts at its beginning. The first tensors are the caller's; a replay
     allocates all others.

@@ -24,7 +24,7 @@ from . import backends
 
 MAX_KEPT = 1024  # limit on kept signatures; then all are forgotten
 RECORD_AFTER = 2  # record the second call: recording takes as long as a first call, and many signatures never recur
-RECENT = 8  # limit on signatures with equal options that TensorGuards compare in C++, and on recorded backwards of one
+RECENT = 8  # limit on recorded calls with equal options, compared by TensorGuards, and on a Replay's backwards
 
 RECORDED = attention.run_triton, attention.run_hopper
 _NUMBERS = frozenset((int, float, bool, str, type(None)))
@@ -38,9 +38,9 @@ _SEED = _PLACES["seed"]
 _ATTENDED = "query", "key", "value"
 _ARE_LEARNED = [name not in _ATTENDED for name in INPUTS]
 
-_known: dict[tuple, "Replay"] = {}  # by signature
-_met: dict[tuple, int] = {}  # calls of signatures that are not recorded yet
-_kinds: set[tuple] = set()  # types of the numbers of calls without a window that passed `_usual`
+_known: dict[tuple, "Replay"] = {}  # {signature: its Replay}
+_met: dict[tuple, int] = {}  # {signature that is not recorded yet: number of calls}
+_kinds: set[tuple] = set()  # types of options that passed `_usual`, of calls without a window
 _recent: dict[tuple, list] = {}  # {a signature without tensor properties: [(TensorGuards, Replay)]}
 
 
@@ -115,7 +115,7 @@ def _precision(tensor: Tensor) -> str | None:
 
 
 def _split(tensors: tuple, numbers: tuple) -> tuple[tuple, tuple] | None:
-    """Return (tensors that are not None, signature without properties of tensors); None for a call without a signature.
+    """Return (tensors that are not None, signature without the tensors' properties); None if a call cannot be replayed.
 
     numbers: the arguments that are no tensors, then return_lse, return_weights, the named backend and whether autograd
     records. Their types count too, because True, 1 and 1.0 are equal.
@@ -144,7 +144,7 @@ def _signature(present: tuple, most: tuple) -> tuple | None:
 
 
 def _guards(present: tuple) -> Any:
-    """Return the TensorGuards of tensors in memory; None if some are the same tensor, which guards do not support.
+    """Return TensorGuards that match these tensors; None if a tensor occurs twice, which guards do not support.
 
     Guards also compare dispatch keys, so autocast, transforms, modes, wrappers and negated views never match.
     """
@@ -260,14 +260,14 @@ class Replay:
         return self.take_results(self.forward.run(tensors))
 
     def fields(self, tensors: Sequence) -> Call:
-        """Return the recorded Call with other tensors, which may be of lower rank, as the caller passed them."""
+        """Return the recorded Call with the caller's tensors in place of its own, reshaped if their rank is lower."""
         given = [in_full(name, x) for name, x in zip(TENSORS, tensors, strict=True)]
         if not self.drops:
             given[_SEED] = None  # may be an int
         return of_calls.with_tensors(self.call, given)
 
     def differentiate(self, kept: dict, incoming: list, need: tuple) -> Sequence:
-        """Return the gradients in the order of INPUTS, None where not needed. kept: {index in the forward: tensor}."""
+        """Return gradients of INPUTS, None where not needed. kept: {index in the recorded forward: saved tensor}."""
         tensors = [kept.get(self.block_mask if name == "block_mask" else _PLACES[name]) for name in TENSORS]
         out, weights, stats = kept[self.out], kept.get(self.weights), kept[self.stats]
         if torch.is_grad_enabled() or must_dispatch() or incoming[0] is None or any(compress(need, _ARE_LEARNED)):
@@ -302,7 +302,7 @@ class Replay:
         return [None if place is None else made[place] for place in places]
 
     def again(self, present: tuple, need: tuple) -> list | None:
-        """Replay a recorded backward that TensorGuards match, and return the gradients of the inputs, or return None.
+        """Replay the recorded backward whose TensorGuards match, and return gradients of inputs; None if none matches.
 
         present: the saved tensors and, before the output, its gradient, the only incoming one. need: of all inputs.
         """

@@ -164,7 +164,7 @@ def _documents(whole: GlobalCall, offsets: list[int]) -> list[Piece]:
     """Return up to two Pieces per Chunk of rows: one for a document begun before the Chunk, one for all begun in it."""
     pieces = []
     for chunk in whole.rows[whole.ranks.rank]:
-        # Documents number `inside` to `after` - 1 begin in the chunk.
+        # Documents `inside` .. `after` - 1 begin in the chunk.
         inside, after = (bisect.bisect_left(offsets, row, 0, len(offsets) - 1) for row in chunk[:2])
         if chunk.length and offsets[inside] > chunk.first:
             pieces.append(_piece(whole, chunk, offsets, inside - 1, inside))

@@ -25,7 +25,7 @@ class Piece(NamedTuple):
     rows: slice
     keys: slice
     fields: dict[str, Any]  # the fields of its Call that depend on positions
-    batch: slice = slice(None)  # of masks, biases and slopes
+    batch: slice = slice(None)  # batches of masks, biases and slopes
     pair_rows: slice | None = None  # rows of masks and biases, if they differ from `rows`
     pair_keys: slice | None = None  # keys of masks and biases, if they differ from `keys`
 
@@ -36,8 +36,8 @@ class GlobalCall(NamedTuple):
     backend: str
     ranks: Ranks
     call: Call  # this rank's rows and keys, and options that are the same on all ranks
-    rows: list[list[Chunk]]  # of each rank
-    keys: list[list[Chunk]]  # of each rank
+    rows: list[list[Chunk]]  # Chunks of rows on each rank
+    keys: list[list[Chunk]]  # Chunks of keys on each rank
     shift: int  # the diagonal of row i of the whole sequence is at key i + shift
     needs: list[list[str]]  # of each rank: the names of the inputs that require a gradient
     need_lse: bool
@@ -48,7 +48,7 @@ class GlobalCall(NamedTuple):
         return set().union(*(self.needs if rank is None else [self.needs[rank]]))
 
     def with_tensors(self, tensors: Sequence[Tensor | None]) -> "GlobalCall":
-        """Return a copy with other TENSORS in its call. Autograd saves the tensors; its context keeps the rest."""
+        """Return a copy with these TENSORS in its call, as autograd saves tensors apart from the other fields."""
         return self._replace(call=of_calls.with_tensors(self.call, tensors))
 
     @property
@@ -103,7 +103,7 @@ def _joined(chunks: list[Chunk]) -> slice:
 
 
 class Method(NamedTuple):
-    """Forward and backward of a distributed method, which compute this rank's rows of a GlobalCall."""
+    """Forward and backward of a distributed method: they compute this rank's results and gradients of a GlobalCall."""
 
     # Returns ([output, lse or None, weights or None], a GlobalCall, tensors and numbers to save).
     forward: Callable[[GlobalCall], tuple[list[Tensor | None], GlobalCall, Sequence[Any]]]
@@ -133,7 +133,7 @@ def prepared(arguments: Arguments, backend: Any, ranks: Ranks) -> tuple[Call, di
 
 
 def attend(function: str, given: dict[str, Any], method: Method) -> Any:
-    """Run a distributed function, given by its name, by its Method; without a process group run `attention`."""
+    """Run the distributed function of this name by its Method; without a process group, run `attention`."""
     whole = agreed(function, given)
     if whole is None:
         return attention(**{name: x for name, x in given.items() if name not in ("group", "balance")})
@@ -184,7 +184,7 @@ def agreed(function: str, given: dict[str, Any], prepare: Prepare = prepared) ->
         dtensors.refuse("fusedattn.distributed", arguments._asdict())
         if transforms_active():
             raise NotImplementedError("fusedattn.distributed: torch.func cannot transform it, use backward()")
-        with torch.no_grad():  # now only a tangent counts as a derivative
+        with torch.no_grad():  # so that `differentiated` sees only tangents
             if of_calls.differentiated(arguments):
                 raise NotImplementedError("fusedattn.distributed: it does not support forward mode, use backward()")
         check_balance(balance)

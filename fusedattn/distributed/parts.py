@@ -16,7 +16,7 @@ _Keys = Callable[[GlobalCall], Any]
 
 
 def in_pieces(keys: _Keys) -> Method:
-    """Return a Method in which rows stay on their rank, and keys and values are brought there by `keys`.
+    """Return a Method in which rows stay on their rank, and `keys` brings keys and values to each rank.
 
     keys(whole) iterates over (owner, the call with the owner's keys and values, its Pieces); owner None is all ranks.
     Its give_back() takes the gradients that this rank's rows contribute to the owner's keys and values. Its gradients()
@@ -26,7 +26,7 @@ def in_pieces(keys: _Keys) -> Method:
 
 
 def _sliced(name: str, x: Tensor | None, piece: Piece) -> Any:
-    """Slice a field of a Call, or its gradient, to the rows and keys of a Piece."""
+    """Slice x, the Call's field `name` or its gradient, to the rows and keys of a Piece."""
     pairs = dict(Q=piece.pair_rows or piece.rows, K=piece.pair_keys or piece.keys)
     return sliced(name, x, pairs, B=piece.batch, Q=piece.rows, K=piece.keys)
 
@@ -85,6 +85,6 @@ def _backward(
     if call.sinks is not None and "sinks" in of_all:
         grads["sinks"] = partial.of_sinks(call, rows, out_grad, lse_grad)
     for name in BY_HEAD:
-        if (grad := grads.get(name)) is not None:  # all ranks have the same tensor, so sum their gradients
+        if (grad := grads.get(name)) is not None:  # all ranks have the same tensor: sum its gradients over ranks
             grads[name] = ranks_of.sum_of(whole.ranks, grad)
     return grads

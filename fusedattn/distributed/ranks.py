@@ -53,7 +53,7 @@ def as_bytes(x: Tensor) -> Tensor:
 def agree(
     ranks: Ranks, function: str, facts: Callable[[], tuple[Any, dict[str, Any], dict[str, Any]]]
 ) -> tuple[Any, list[dict[str, Any]]]:
-    """Wait until all ranks call the same function with equal options; return (value, [`own` of each rank]).
+    """Wait until all ranks call the same function with equal options; return (value of this rank, [`own` of all]).
 
     `facts` checks the arguments of this rank, and returns (value, options, own). The reprs of options must be equal on
     all ranks; `own` is data that JSON can hold, and may differ. Rank 0 collects the statements of all ranks and sends
@@ -101,7 +101,7 @@ def _exchange_statements(ranks: Ranks, function: str, statement: dict[str, Any])
 
 
 def _fill(table: Tensor, ranks: Ranks, function: str) -> None:
-    """Receive the statements of all ranks into the rows of `table`, which before hold this rank's statement."""
+    """Receive the statement of each rank into its row of `table`. Before, each row holds this rank's statement."""
     limit, key = group_timeout(ranks.group), f"fusedattn, lost of {dist.get_process_group_ranks(ranks.group)}"
 
     def missing(rank: int) -> RuntimeError:
@@ -178,7 +178,7 @@ def exchange(
 
 
 def all_to_all(ranks: Ranks, sent: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Send sent[r] to each rank r, and return the tensors of these shapes received from the ranks, in one dtype."""
+    """Send sent[r] to each rank r, and return [tensor of shape shapes[r] received from rank r]. All have one dtype."""
     dtype = sent[0].dtype
     flat = torch.cat([as_bytes(x.contiguous()) for x in sent])
     came = [dtype.itemsize * math.prod(shape) for shape in shapes]

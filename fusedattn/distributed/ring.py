@@ -105,14 +105,14 @@ class _Keys:
                 tensors = transfer.wait()
 
     def give_back(self, owner: int | None, key: Tensor | None, value: Tensor | None) -> None:
-        """Add the gradients to `totals` if this rank is the owner; otherwise send them. None: there is no gradient."""
+        """Add the gradients to `totals` if this rank is the owner of these keys; else send them. None: no gradient."""
         whole, (_, rank, size) = self.whole, self.whole.ranks
         grads = [x for x in (key, value) if x is not None]
         if owner is None or owner == rank:
             self._add(grads)
             return
         self._wait()
-        source = (2 * rank - owner) % size  # as far behind this rank as the owner is ahead
+        source = (2 * rank - owner) % size  # the rank as far behind this one as the owner is ahead
         buffers = [torch.empty_like(x) for x in self.totals.values()] if whole.rank_sees(source, rank) else []
         receiver, sender = owner if grads else None, source if buffers else None
         self.incoming = ranks_of.exchange(whole.ranks, grads, receiver, buffers, sender)

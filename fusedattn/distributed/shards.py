@@ -48,7 +48,7 @@ def chunks(length: int, size: int, balance: str | None) -> list[list[Chunk]]:
 
 
 def chunks_of(argument: str, lengths: Sequence[int], size: int, balance: str | None) -> list[list[Chunk]]:
-    """Return the Chunks of each rank. Raise if a rank has a wrong number of rows. argument: a name for the error."""
+    """Return the Chunks of each rank. Raise if a rank has a wrong number of rows (`lengths`) of the named argument."""
     every = chunks(sum(lengths), size, balance)
     for rank, (got, expected) in enumerate(zip(lengths, map(rows_of, every), strict=True)):
         if got != expected:

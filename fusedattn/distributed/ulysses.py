@@ -81,7 +81,7 @@ class _Route(NamedTuple):
     """Transfer of a tensor (B, H, rows, ...) from all heads of some rows to some heads of all rows, and back."""
 
     ranks: Ranks
-    heads: list[list[int]]  # that each rank computes
+    heads: list[list[int]]  # the heads that each rank computes
     total: int  # number of all heads
     rows: list[int]  # number of each rank's rows
 
@@ -112,7 +112,7 @@ class _Route(NamedTuple):
 
 
 def _route(whole: GlobalCall, name: str) -> _Route:
-    """Return the _Route of a tensor of the Call: each rank's rows before the transfer, and its heads afterwards."""
+    """Return the _Route of the Call's tensor `name`: each rank's rows before the transfer, and its heads afterwards."""
     ranks, letters, x = whole.ranks, DIMS[name], getattr(whole.call, name)
     rows = [rows_of(some) for some in (whole.rows if "Q" in letters else whole.keys)]
     if "G" not in letters and ("H" not in letters or x.shape[1] == 1):  # equal for all heads: each rank needs it

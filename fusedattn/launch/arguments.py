@@ -59,7 +59,7 @@ def of(tensor):
 
 
 def strided(tensor: Tensor) -> bool:
-    """Return whether the strides of a (B, H, S, D) tensor are as TMA requires."""
+    """Return whether TMA supports the strides of a (B, H, S, D) tensor."""
     pairs = zip(tensor.stride()[:3], tensor.shape[:3], strict=True)
     steps = [step * tensor.element_size() for step, size in pairs if holds(size != 1, True)]
     readable = all(holds(step > 0, True) and holds(step % TMA_BYTES == 0, False) for step in steps)
@@ -78,7 +78,7 @@ def aligned(tensor: Tensor) -> bool:
 
 
 def by_threads(tensor: Tensor) -> bool:
-    """Return whether compiled code may load a (B, H, S, D) tensor by single elements, without asynchronous copies.
+    """Return whether Triton may load a (B, H, S, D) tensor by single elements, because it cannot know the alignment.
 
     Triton knows only which addresses are multiples of 16 bytes, and which strides are multiples of 16 elements.
     """
@@ -99,7 +99,7 @@ def descriptor(tensor: Tensor, rows: int) -> TensorDescriptor:
 
 
 def described(tile: tile_table.Tile, rows: int, hiding: Tensor | None, **tensors: Tensor) -> dict[str, Any]:
-    """Return {name: TMA descriptor} if the tile uses TMA and TMA can read all tensors; otherwise {}, to keep Views.
+    """Return {name: TMA descriptor} if the tile uses TMA and TMA can read all tensors; otherwise {}, to use Views.
 
     hiding: the mask of the tensors' rows, or None. Masked rows may be NaN, and TMA cannot skip them.
     """
@@ -181,7 +181,7 @@ def common(call):
 
 
 def can_pack_gqa(call, out):
-    """Return whether the query heads that share a key head can become rows of one head."""
+    """Return whether query heads that share a key head can be stacked as rows of one head."""
     (_, heads, rows, _), kv_heads = call.query.shape, call.key.shape[1]
     others = *(getattr(call, name) for name in BY_HEAD), call.seed, call.query_mask, call.block_mask, call.cu_seqlens_q
     pairs = [x for x in (call.mask, call.bias) if x is not None]

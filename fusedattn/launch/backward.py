@@ -15,7 +15,7 @@ from .forward import run_by_rows
 
 
 class _Pass(NamedTuple):
-    """Values that all kernels of a backward share. batch, heads, rows and keys are `arguments.sizes`."""
+    """Values that all kernels of a backward share. batch, heads, rows and keys come from `arguments.sizes`."""
 
     call: Call
     grad_out: torch.Tensor
@@ -36,7 +36,7 @@ class _Pass(NamedTuple):
 
 
 def _bias_sum(call):
-    """Classify a bias gradient's sum: over keys ("rows"), rows ("keys"), batch or heads ("planes"), none ("pairs")."""
+    """Return how to sum the gradient of the bias: by row ("rows"), by key ("keys"), over "planes", or not ("pairs")."""
     batch, heads, rows, keys = arguments.sizes(call)
     if call.bias.shape[3] == 1:
         return "rows"
@@ -46,7 +46,7 @@ def _bias_sum(call):
 
 
 def _by_row(needed, where):
-    """Return {option: whether the kernel dq stores its gradient as a sum for each row}. where: `_bias_sum`, or None."""
+    """Return {option: whether the kernel dq stores its gradient as a sum for each row}. where: from `_bias_sum`."""
     return {name: where == "rows" if name == "bias" else needed[name] for name in ByRow._fields}
 
 
@@ -62,7 +62,7 @@ def _lacks_on_hopper(call, need, kernel):
 
 
 def reasons_not_on_hopper(call: Call, need, backend: str) -> list[str]:
-    """Return the reasons why a Hopper GPU does not run a Hopper kernel for the backward; [] if it does."""
+    """Return the reasons why the backward on a Hopper GPU does not run a Hopper kernel; [] if it does."""
     kernel = run.backward_on_hopper(call, _is_deterministic(call))
     lacks = _lacks_on_hopper(call, dict(zip(INPUTS, need, strict=True)), kernel)
     if lacks or run.is_to_take(kernel, call, backend):
@@ -103,7 +103,7 @@ def passes(call: Call, need, backend: str = "triton", by_tma: tuple | None = ())
 
 
 def _spread(sums, offsets, most):
-    """Pad sums by row of packed sequences to (n, H, most, 1); return other sums unchanged."""
+    """Pad sums by row of packed sequences to (n, H, maximum length, 1); return other sums unchanged."""
     if offsets is None:
         return sums
     return padding(offsets, sums.shape[2], most).pad(sums[0].transpose(0, 1)).transpose(1, 2)
@@ -119,12 +119,12 @@ def _totals(sums, offsets, batch):
 
 
 def _unit(p, form):
-    """Return the arguments UNIT and WIDTH: rows and columns of a Hopper kernel's blocks of dq, None without `form`."""
+    """Return UNIT and WIDTH, the rows and columns of a block in Hopper's buffer of dq; both None without `form`."""
     return dict(zip(("UNIT", "WIDTH"), (None, None) if form is None else hopper.unit(p.call, form), strict=True))
 
 
 def _preprocess(p, out, grad_lse, weights, stats, query_sums, turns, form):
-    """Compute the row statistics (softmax and delta) that later kernels read, and zero query_sums and turns, if any."""
+    """Compute the row statistics (softmax, delta) for later kernels, and zero the buffers query_sums and turns."""
     rows, pitch = (p.table(stats, 4), None) if form is None else hopper.new_rows(p.call, stats)
     names = "GradOut", "GradWeights", "heads", "q_len"
     launched = {name: p.launched[name] for name in names} | dict(

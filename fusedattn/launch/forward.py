@@ -1,4 +1,4 @@
-"""Launches the forward (the Hopper kernel or the kernel for any GPU), its tangents, and the kernels of weights."""
+"""Launches the kernels of the forward (Hopper's or the general one), its tangents, and the attention weights."""
 
 import functools
 
@@ -56,7 +56,7 @@ def _forward(out, lse, stats, call):
 
 
 def _launch_weights(name, weights, launched, call: Call):
-    """Launch the kernel that fills `weights`, or their tangents. launched: its arguments, except from `weights`."""
+    """Launch the kernel that fills `weights` with attention weights or tangents. launched: its other arguments."""
     columns = weights.shape[3]
     run.run_tiled(
         name,

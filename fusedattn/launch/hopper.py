@@ -1,4 +1,4 @@
-"""Limits of the Hopper kernels, and their arguments: TMA descriptors, buffers and (`form`) the tile."""
+"""Limits and arguments of the Hopper kernels. In all functions, `form` is the tile of a backward kernel."""
 
 import math
 from functools import cache, lru_cache
@@ -128,7 +128,7 @@ def _fastest(blocks, steps, fixed, each, merged, multiprocessors):
 
 
 def programs(call: Call, pipeline: Pipeline, count: int, multiprocessors: int) -> int:
-    """Return the grid size. If it is less than the blocks, programs compute several. count: splits of the keys."""
+    """Return the grid size. If it is below the number of blocks, a program computes several. count: key splits."""
     batch, heads, rows, _ = kernel_arguments.sizes(call)
     planes, band, keys = batch * heads * count, band_of(call), _visible(call, 0)
     blocks = cdiv(rows, pipeline.rows) * planes
@@ -197,7 +197,7 @@ def _row_width(call):
 
 
 def unit(call: Call, form: Backward) -> tuple[int, int]:
-    """Return (rows, columns) of a block of dq. In the buffer that sums dq, each block is contiguous."""
+    """Return (rows, columns) of a block in the buffer that sums dq. Each block is contiguous."""
     return form.rows // 2 if _row_width(call) == 64 else form.rows, _widths(call)[0]
 
 
@@ -216,10 +216,10 @@ def backward_arguments(
     """Return the arguments of hopper_bwd and hopper_bwd_deterministic. grads: [grad_key, grad_value]."""
     each = tile_table.WARPGROUP_ROWS
     width_k, width_v = _widths(call)
-    at_once = width_k if _row_width(call) == 64 else width_k // 2  # columns of dq
+    at_once = width_k if _row_width(call) == 64 else width_k // 2  # columns of dq that are added at a time
     lines = sums.view(*sums.shape[:2], -1, 32)
     shape, strides, block = kernel_arguments.block(rows, form.rows)
-    block[1] = 2  # the two tables of a head
+    block[1] = 2  # a head has two tables of row statistics
     return dict(
         Q=descriptor(call.query, form.rows, width_k),
         K=descriptor(call.key, each, width_k),
@@ -292,7 +292,7 @@ def _section(call, fits, size, blocks, multiprocessors):
 def stored_arguments(
     call: Call, grad_out: Tensor, rows: Tensor, scores: Tensor, grad_value: Tensor, form: Backward, multiprocessors: int
 ) -> dict:
-    """Return the arguments of the kernel for gradients of scores and values, except `planes` and `before`."""
+    """Return the arguments of hopper_bwd_ds (gradients of scores and values), except `planes` and `before`."""
     each, length = tile_table.WARPGROUP_ROWS, call.query.shape[2]
     width_k, width_v = _widths(call)
     common, blocks = _common(call), cdiv(call.key.shape[2], form.keys)
@@ -312,7 +312,7 @@ def stored_arguments(
 def product_arguments(
     call: Call, grad_scores: Tensor, grad: Tensor, of_key: bool, form: Backward, multiprocessors: int
 ) -> dict:
-    """Return the arguments of the kernel for the gradient of key, or of query, except `planes` and `before`."""
+    """Return the arguments of hopper_dk (`of_key`) or hopper_dq, except `planes` and `before`."""
     each, (width_k, _), others = tile_table.WARPGROUP_ROWS, _widths(call), call.query if of_key else call.key
     block = (2 * each, each) if of_key else (each, 2 * each)
     common = _common(call)

@@ -93,7 +93,7 @@ def _run_of(compiled) -> Any:
 
 
 def _launcher_of(run) -> Any:
-    """Return the inner function of a launcher that encodes descriptors, or None."""
+    """If the launcher first encodes descriptors and then calls an inner function, return that function, else None."""
     wrapped: Any = getattr(run, "launch", None)
     names = getattr(getattr(wrapped, "__code__", None), "co_freevars", ())
     return wrapped.__closure__[names.index("launcher")].cell_contents if "launcher" in names else None
@@ -104,7 +104,7 @@ def rebased(descriptor, tensor: Tensor):
 
 
 def _encoder(descriptor, encode: Callable) -> Callable[[Tensor], Any]:
-    """Return a function that encodes a descriptor for another tensor of the same layout, and caches by address."""
+    """Return a function that encodes a descriptor for another tensor of the same layout, and caches the result."""
     known: dict[int, Any] = {}
 
     def encoded(tensor):

@@ -130,7 +130,7 @@ def pressure_of(call):
 
 
 def kind_of(name, call):
-    """Return the dict key of a kernel and a call. Calls with equal keys use the same tiles and share failures."""
+    """Return a key of a kernel and a call. Calls with equal keys try the same tiles and share failures."""
     query, rows = call.query, call.query.shape[2] if call.max_seqlen_q is None else call.max_seqlen_q
     small = rows <= tile_table.FEW_ROWS and name in ("forward", "dq", "tangent")
     # A tile of n rows visits n - 1 keys more than one row does. With 128 rows that is over a tenth of a narrow window.
@@ -158,7 +158,7 @@ def backward_on_hopper(call, ordered):
 
 
 def form_on_hopper(name, call):
-    """Return the pipeline of a Hopper kernel for a call; None if a tuning file found all of them wrong."""
+    """Return the tile of a Hopper kernel for a call; None if a tuning file found all of its tiles wrong."""
     place = tuned.place(name, call.query.dtype, widest(call))
     length = min(call.query.shape[2], call.key.shape[2])
     ranked, wrong, _ = tuned.of(device_of(call.query)).get(place, tuned.Forms())
@@ -171,7 +171,7 @@ def is_default(name, call, device):
 
 
 def is_to_take(name, call, backend):
-    """Return whether to run a Hopper backward kernel that supports the call: by the caller's choice or by default."""
+    """Return whether to run a Hopper backward kernel that supports the call, as the caller's backend or by default."""
     device = device_of(call.query)
     chosen = is_default(name, call, device) and failures.known((name, device)) is None
     wanted = backend == "hopper" if call.named else chosen
@@ -179,7 +179,7 @@ def is_to_take(name, call, backend):
 
 
 def form_of(name: str, call: Call):
-    """Return the tile or pipeline of a kernel for a call, or None."""
+    """Return the tile or pipeline that a kernel tries first for a call; None if it has none."""
     if name in tile_table.ON_HOPPER:
         return form_on_hopper(name, call)
     return next(iter(candidates(name, call)), None)

@@ -25,7 +25,7 @@ class Tile(NamedTuple):
 
 
 class Pipeline(NamedTuple):
-    """Tile of the Hopper forward. No row of its table may spill.
+    """Tile of the Hopper forward, which may not spill registers.
 
     warpgroups: number that multiply, WARPGROUP_ROWS rows each. stages: blocks of keys, and of values, in shared memory.
     persistent: a program may compute several blocks (`hopper.programs`); causal ones in pairs, because with unequal
@@ -82,10 +82,10 @@ SECTION_BYTES = 16 << 20
 # With more keys, one block per program was 0.98 to 1.04 times as fast as several on an H200 (bench/NOTES.md).
 SHARED_KEYS = {128: 16384}
 SHARED_KEYS_OF_BANDS = {64: 4096, 128: 16384, 256: 2048}
-# Estimate of the Hopper forward by width, in us on an H200 (bench/NOTES.md): (fixed time of a block of rows, time of 64
-# keys of it). It decides how many splits of the keys share a call with few blocks.
+# Estimate of the Hopper forward by width, in us on an H200 (bench/NOTES.md): (fixed time of a block of rows, its time
+# for every 64 keys). It decides into how many splits the keys of a call with few blocks are divided.
 BLOCK_US = {64: (1.5, 0.63), 128: (2.5, 0.8), 256: (5.6, 1.44)}
-MERGE_US, MERGED_BYTES_A_US = 5.0, 3e6  # fixed time of merging splits, and how much it reads and writes in a us
+MERGE_US, MERGED_BYTES_A_US = 5.0, 3e6  # fixed time of merging splits, and the bytes that it reads and writes in a us
 SHARED_PAIRS = 0.9  # causal programs take pairs of blocks if the pairs keep this share of multiprocessors busy
 
 
@@ -93,7 +93,7 @@ def _variants(pipeline):
     return pipeline, pipeline._replace(ping_pong=True), pipeline._replace(persistent=False)
 
 
-# By width: the first is used, the others are candidates of `fusedattn tune`. bench/results/h200.csv has their times.
+# Tiles by width: the first is used, others are candidates of `fusedattn tune`. bench/results/h200.csv has their times.
 HOPPER = {
     64: (*_variants(Pipeline(2, 128, 3)), Pipeline(3, 128, 2)),
     128: (*_variants(Pipeline(2, 128, 2)), Pipeline(2, 64, 4)),
@@ -129,7 +129,7 @@ INTERPRETED |= dict(decode_16=(Tile(16, 16, 4, 1),), combine=(Tile(2, None, 4, 1
 
 
 def _one_each(kernel, architecture, itemsize, *tiles):
-    """Return the table rows of a kernel that has a single tile for each width."""
+    """Return the rows of TABLE for a kernel with one tile for each width. tiles: for the widths 64, 128 and 256."""
     return {(kernel, architecture, itemsize, width): (tile,) for width, tile in zip((64, 128, 256), tiles, strict=True)}
 
 
@@ -142,7 +142,7 @@ TABLE = {
     ("forward", 80, 2, 256): (Tile(64, 64, 8, 2), Tile(64, 32, 8, 2), Tile(32, 32, 4, 2)),
     ("forward", 86, 2, 256): (Tile(64, 32, 8, 2), Tile(32, 32, 4, 2)),
     ("forward", 90, 2, 64): (Tile(128, 128, 8, 3), Tile(128, 64, 4, 2), Tile(64, 64, 4, 2)),
-    ("forward", 90, 2, 128): (Tile(128, 128, 8, 3, spills=40), Tile(128, 64, 8, 3), Tile(64, 64, 4, 2)),  # at D = 80
+    ("forward", 90, 2, 128): (Tile(128, 128, 8, 3, spills=40), Tile(128, 64, 8, 3), Tile(64, 64, 4, 2)),  # D 80 spills
     ("forward", 90, 2, 256): (Tile(128, 32, 8, 3), Tile(64, 32, 8, 2)),
     ("forward", 80, 4, 64): (Tile(64, 32, 8, 2), Tile(32, 32, 8, 2)),
     ("forward", 80, 4, 128): (Tile(32, 16, 8, 2),),
@@ -173,7 +173,7 @@ TABLE = {
     ("one_pass", 80, 2, 128): (Tile(64, 64, 8, 2), Tile(32, 64, 8, 2)),
     ("one_pass", 90, 2, 64): (Tile(64, 128, 8, 3, bulk=True), Tile(64, 64, 4, 2, bulk=True)),
     ("one_pass", 90, 2, 128): (
-        Tile(64, 128, 8, 3, spills=208, bulk=True),  # at D = 80
+        Tile(64, 128, 8, 3, spills=208, bulk=True),  # spills at D = 80
         # With 8 warps it hardly spills, but takes 35 instructions a pair instead of 19.
         Tile(64, 64, 4, 1, spills=576, bulk=True),
     ),
@@ -259,8 +259,8 @@ RICH = {
     ("dkdv", 90, 2, 256): (Tile(16, 64, 8, 2, spills=252), Tile(16, 32, 4, 2)),
     ("one_pass", 80, 2, 64): (Tile(32, 64, 8, 2), Tile(32, 32, 4, 2)),
     ("one_pass", 80, 2, 128): (Tile(64, 64, 8, 2, spills=32), Tile(32, 64, 8, 2)),
-    # Half as many keys hardly spill, but take twice as many instructions a pair. With two stages and dropout, ptxas
-    # makes each product wait for the one before.
+    # Tiles of half as many keys hardly spill, but take twice as many instructions a pair. With two stages and dropout,
+    # ptxas makes each product wait for the one before.
     ("one_pass", 90, 2, 128): (Tile(64, 128, 8, 3, spills=440, bulk=True), Tile(64, 64, 4, 1, spills=432, bulk=True)),
 }
 

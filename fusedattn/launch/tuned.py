@@ -46,18 +46,18 @@ class Row(NamedTuple):
 
 
 class Forms(NamedTuple):
-    """Tiles measured for one kernel and kind of call. right: correct, fastest first. wrong: incorrect. best: times."""
+    """Measured tiles of a kernel and kind of call. right: correct, fastest first. wrong: rest. best: ms of right[0]."""
 
     right: tuple = ()
     wrong: tuple = ()
     best: Mapping[str, float] = {}
 
 
-Choices = Mapping[tuple, Forms]  # {place: Forms}
+Choices = Mapping[tuple, Forms]  # {(kernel, dtype, width, register pressure): Forms}
 
 
 def choose(rows: Iterable[Row]) -> Choices:
-    """Rank the measured tiles for each kernel and kind of call, fastest first. Those that lack a time come last."""
+    """Rank the measured tiles of each kernel and kind of call, fastest first. Tiles that lack a time come last."""
     places: dict[tuple, list[Row]] = {}
     for row in rows:
         places.setdefault(row[:4], []).append(row)
@@ -92,7 +92,7 @@ def path(gpu: str) -> Path:
 
 
 def read(file: Path, here: Collection[dict[str, str]]) -> tuple[str, Choices]:
-    """Read (GPU, Choices) from a tuning file. Raise if it is damaged, or for a machine not in `here` ([]: any)."""
+    """Read (GPU, Choices) from a tuning file. Raise if it is damaged or not of a machine in `here` ([]: any)."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         was = dict(content["about"])

@@ -39,7 +39,7 @@ _Layer = TypeVar("_Layer", bound="_Configurable")
 
 
 class _Configurable(nn.Module):
-    """Module made from a config. READS: attributes that it reads. CHECKS: attributes whose values are checked."""
+    """Module made from a config. READS, CHECKS: the config's attributes that it reads, and whose values it checks."""
 
     READS: tuple[str, ...]
     CHECKS: tuple[str, ...]
@@ -97,7 +97,7 @@ class SinusoidalPositionalEncoding(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Compute P, in its dtype and on its device."""
+        """Compute P into the buffer `pe`, in its dtype and on its device."""
         powers = torch.arange(0, self.embed_dim, 2, device=self.pe.device).double() / self.embed_dim
         positions = torch.arange(self.max_len, device=self.pe.device).double()
         angles = positions[:, None] / 10000.0**powers  # (max_len, ceil(E / 2))
@@ -105,7 +105,7 @@ class SinusoidalPositionalEncoding(nn.Module):
         self.pe[:, 1::2] = angles[:, : self.embed_dim // 2].cos()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x (B, S, E) plus P[:S], in x's dtype. Raises ValueError or TypeError unless floating, S <= max_len."""
+        """Return x (B, S, E) plus P[:S], in x's dtype. Raises if x is not floating or S > max_len."""
         check_input("x", x, ("batch", "length", self.embed_dim))
         return _add_positions(x, self.pe)
 

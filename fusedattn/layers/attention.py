@@ -51,7 +51,7 @@ def check_input(
 
 
 def _size(tensor: Tensor, dim: int, name: str) -> int | str:
-    """Return tensor.shape[dim] for `check_input`, or for a Proxy or nested tensor `name`, which accepts any size."""
+    """Return tensor.shape[dim] for `check_input`; for a Proxy or nested tensor, return `name`: it accepts any size."""
     return name if isinstance(tensor, fx.Proxy) or tensor.layout == torch.jagged else tensor.shape[dim]
 
 

@@ -80,7 +80,7 @@ def spans(rows: int, step: int) -> Iterator[tuple[int, int]]:
 
 
 def parts(call: Call, limit: int) -> list[list[Part]]:
-    """Return the Parts of a call in nested lists, by batches and then by heads.
+    """Split a call into Parts: return a list for each span of batches, with a Part for each span of heads.
 
     A block has at most `limit` bytes of scores, but at least one row of the query heads of one key head.
     """
@@ -116,7 +116,7 @@ def _flat(call: Call) -> Call:
 
 
 def _split(x: Tensor | None, size: int, dim: int, length: int) -> list | tuple:
-    """Split x into pieces of `size` along a dimension. Repeat x if it is None or broadcasts (has another length)."""
+    """Split x into pieces of `size` along a dimension. Repeat x if it is None or has a length other than `length`."""
     count = -(-length // size)
     # Use `split`, not slices: the gradient of each slice would be as large as x.
     return [x] * count if x is None or count == 1 or x.shape[dim] != length else x.split(size, dim)

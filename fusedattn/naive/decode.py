@@ -37,7 +37,7 @@ def rotated(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved:
 def _to_write(
     cache: Tensor, new: Tensor, position: Tensor, table: Tensor | None, capacity: int
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return (page numbers, slots in pages, rows to write) for `new` (B, H, S, D) at positions (B, S); None if empty.
+    """Return (page of each row, its index in the page, row) to write `new` (B, H, S, D) at `position` (B, S), or None.
 
     Rows past the capacity or on pages outside the pool are dropped.
     """

@@ -11,7 +11,7 @@ ROUNDS = 7
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 WEYL = 0x9E3779B9, 0xBB67AE85
 SLAB = 2**15  # counters computed at a time: their words fit a cache
-WORD = 0xFFFFFFFF  # words are stored as int64; the lower 64 bits of their products are right
+WORD = 0xFFFFFFFF  # mask of a 32-bit word; words are stored as int64, where products wrap
 
 
 def _multiplied(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
@@ -53,14 +53,14 @@ def keep(seed: Tensor, planes: Tensor, rows: tuple[int, int], keys: tuple[int, i
     least = int(dropout_p * 2**32)  # pairs with a smaller word are dropped; with dropout_p = 1, all pairs
     left = begin // 16 * 8  # first counter of the keys: 8 counters for 16 keys
     columns = (end + 15) // 16 * 8 - left  # not by -(-end // 16): ONNX rounds quotients towards 0
-    start, stop = first // 16 * 8, (last + 15) // 16 * 8  # counters of the rows
+    start, stop = first // 16 * 8, (last + 15) // 16 * 8  # first counter of the rows, last counter + 1
     rounds = torch.arange(ROUNDS, device=device)
     words = seed.reshape(()) & WORD, (seed.reshape(()) >> 32) & WORD
     round_keys = [(word + rounds * step).unbind() for word, step in zip(words, WEYL, strict=True)]
     plane, column = planes.reshape(-1, 1, 1), torch.arange(left, left + columns, device=device)[None, None, :]
 
     def kept(row: int, after: int) -> list[Tensor]:
-        """Return four bool tensors (planes, after - row, columns), one for each word of the counters."""
+        """Return four bool tensors (planes, after - row, columns), True = keep: one per word of a Philox counter."""
         row_counters = torch.arange(row, after, device=device)[None, :, None]
         words = _rounds([row_counters, column, plane & WORD, plane >> 32], round_keys)
         return [word.bitwise_and_(WORD) >= least for word in words]

@@ -75,7 +75,7 @@ def softmax(scores, need_lse, visible=None, empty=None, *, limits=(), sinks=None
     """
     if visible is not None:
         scores = scores.masked_fill(~visible, float("-inf"))
-    for columns, hidden in limits:  # autograd need not see it: a score whose weight is 0 has the gradient 0
+    for columns, hidden in limits:  # detached: a score whose weight is 0 has the gradient 0 anyway
         scores.detach()[..., columns].masked_fill_(hidden, float("-inf"))
     if sinks is not None:
         sink = sinks[:, :, None, None].expand(*scores.shape[:3], 1)
@@ -116,7 +116,7 @@ def _logsumexp(scores: Tensor) -> Tensor:
 
 
 def hiding(call: Call, block: Block, in_place: bool) -> dict:
-    """Return the arguments of `softmax` that hide pairs of a block: `visible`, `empty`, or if `in_place` `limits`."""
+    """Return arguments of `softmax` that hide pairs of a block: `empty`, and `limits` if `in_place`, else `visible`."""
     if holds(block.begin == block.end, False):
         return dict(empty=call.query.new_ones(1, 1, 1, 1, dtype=torch.bool))
     if call.left is call.right is call.mask is call.bias is call.key_mask is call.query_mask is None:
@@ -132,7 +132,7 @@ def hiding(call: Call, block: Block, in_place: bool) -> dict:
 
 
 def of_block(part: Part, block: Block, need_lse: bool, need_weights: bool, products: tuple = FEWEST_COPIES) -> tuple:
-    """Compute a block: (output, lse or None, weights or None). products: functions for the scores and the output."""
+    """Compute a block: (output, lse or None, weights or None). products: functions for scores and output."""
     call, (first, last, begin, end) = part.call, block
     all_rows, all_keys = last - first == call.query.shape[2], end - begin == call.key.shape[2]
     query = call.query if all_rows else call.query[:, :, first:last]
@@ -228,7 +228,7 @@ def run_naive(call: Call, need_lse: bool, need_weights: bool) -> tuple:
 
 
 def by_part(run: Callable[..., tuple], *cuts: list[list[Part]]) -> tuple:
-    """Join the results of run(*parts, block) over all blocks. cuts: the `parts` of each call, all of equal shapes."""
+    """Join the results of run(*parts, block) over all blocks. cuts: `parts` of calls with equal shapes."""
     rows = []
     for some in zip(*cuts, strict=True):
         columns = [joined([run(*each, block) for block in each[0].blocks], 2) for each in zip(*some, strict=True)]
@@ -251,7 +251,7 @@ def by_sequence(run: Callable[..., tuple], *calls: Call) -> tuple:
 
 @without_autocast
 def run_padded(call: Call, need_lse: bool, need_weights: bool) -> tuple:
-    """Compute `run_naive` of a dense call. Offsets in the call mean that packed sequences were padded to it."""
+    """Compute `run_naive` of a call that is not packed, or of packed sequences padded to a batch (it has offsets)."""
     wide = prepared(call, wide_dtype(call.query.dtype))
     if not sized(wide):  # with symbolic sizes torch 2.10 cannot export merged dimensions
         out, lse, weights = of_all(wide, need_lse, need_weights, AS_WRITTEN)
@@ -259,7 +259,7 @@ def run_padded(call: Call, need_lse: bool, need_weights: bool) -> tuple:
         out, lse, weights = of_all(wide, need_lse, need_weights)
     else:
         out, lse, weights = _in_blocks(wide, need_lse)
-        if need_weights:  # for all rows at once; the output keeps the bits that it has without weights
+        if need_weights:  # for all rows at once, without changing any bit of the output
             weights = of_all(wide, False, True)[2]
     weights = weights.to(call.query.dtype).contiguous() if need_weights else None
     return arrange(out, call.query), lse, weights

@@ -128,7 +128,7 @@ def prepared(call: Call, dtype: torch.dtype) -> Call:
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a tensor in `dtype`. Finite values beyond its range are clamped: as -inf, they would hide the score."""
+    """Return a tensor in `dtype`. Finite values beyond its range are clamped: -inf in a bias would hide a score."""
     lowest = torch.finfo(dtype).min
     if torch.finfo(tensor.dtype).min < lowest:
         hidden = tensor == float("-inf")

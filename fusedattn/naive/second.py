@@ -24,7 +24,7 @@ def _whole(call: Call, first: int, last: int) -> tuple:
 
 
 def _row_spans(call: Call) -> Iterator[tuple[int, int]]:
-    """Yield (first, last + 1) of the rows to differentiate at a time."""
+    """Yield (first, last + 1) of each span of rows to differentiate at a time."""
     batch, heads, rows, _ = call.query.shape
     # A second derivative needs three times the memory of a first. Packed calls are not cut: rows belong to sequences.
     if not sized(call) or call.cu_seqlens_q is not None or not rows:
@@ -82,7 +82,7 @@ def second_derivative(call: Call, incoming: Sequence, grad_grads: Sequence) -> t
 
 @without_autocast
 def second_tangent(call: Call, directions: Sequence, moved: Sequence, need_weights: bool) -> tuple:
-    """Return the second derivative of (output, lse, weights or None) in two directions; in each, None is zero."""
+    """Return the second derivative of (output, lse, weights or None) along two tangents of INPUTS, None for zero."""
     call, parts = _bounded(call), []
     columns: Any = call.key.shape[2] if call.cu_seqlens_q is None else call.max_seqlen_k
     dtype, widths = call.query.dtype, ((call.value.shape[3],), (), (columns,))

@@ -97,7 +97,7 @@ def tangent(
     call: Call, directions: Sequence[Tensor | None], need_weights: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the tangents of (output, lse, weights or None) from the tangents of a call's INPUTS; None is zero."""
-    # As fields of a Call, tangents are cut and padded like inputs. If query, key or value has none, it fills its field.
+    # As fields of a Call, tangents are cut and padded like inputs. A missing one is replaced by query, key or value.
     fields: dict[str, Any] = dict(zip(INPUTS, directions, strict=True))
     has = [fields[name] is not None for name in ("query", "key", "value")]
     fields |= {name: getattr(call, name) for name in ("query", "key", "value") if fields[name] is None}

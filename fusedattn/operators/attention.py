@@ -52,7 +52,7 @@ def _forward(*arguments):
     if backend in ("cpu", "naive"):
         forward_of = cpu.forward if backend == "cpu" else _naive
         results = forward_of(call, need_lse, need_weights, save)
-        return tuple(map(own_storage, results)) if save else results  # for forward mode
+        return tuple(map(own_storage, results)) if save else results  # forward mode requires own storages
     out, *rest = results = new_forward(*arguments)
     if out.numel():
         from ..launch import forward, run  # imports Triton

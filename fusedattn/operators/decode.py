@@ -141,7 +141,7 @@ def unmappable(decode: Decode) -> list[str]:
 
 
 def failed(decode: Decode) -> list[str]:
-    """Return a list with the reason why a kernel of the call has failed on this machine; [] if none has."""
+    """Return [reason why a kernel of the call has failed on this machine], or [] if none has failed."""
     if not failures.failed_kernels or torch.compiler.is_compiling():
         return []
     from ..launch import decode as launch_decode

@@ -32,9 +32,9 @@ class Formula(NamedTuple):
     results: tuple[str, ...] = ()
 
     def linear(self, transform: Callable, more: Sequence[str], results: Sequence[str]) -> "Formula":
-        """Return a Formula for `transform`, a derivative of this one that is linear in its first arguments, `more`.
+        """Return a Formula for `transform`, a derivative of self. It is linear in its first arguments, named `more`.
 
-        The arguments of this formula follow them.
+        The arguments of self follow them.
         """
         # The number distinguishes the name of a tangent from the name of the tangent's own tangent.
         named = tuple(f"{len(self.names)}:{name}" for name in more)
@@ -46,7 +46,7 @@ def _at(names: Sequence[str], places: Sequence[int]) -> list[str]:
 
 
 def _function_of(formula: Formula, places: Sequence[int], arguments: Sequence[Any]) -> tuple[Callable, list[Any]]:
-    """Return (a formula as a function of arguments[places] alone, arguments[places])."""
+    """Return (the formula as a function of arguments[places] only, arguments[places])."""
 
     def some(*x):
         replaced = dict(zip(places, x, strict=True))

@@ -49,7 +49,7 @@ class LocalCall(NamedTuple):
     query: Tensor
 
     def whole(self, x: Tensor | None, like_query: bool = False) -> Tensor | None:
-        """Wrap this rank's result in a DTensor. like_query: with the query's order of dimensions."""
+        """Wrap this rank's result in a DTensor. like_query: its dimensions are ordered in memory as the query's."""
         from torch.distributed.tensor import DTensor
 
         if x is None:
@@ -86,7 +86,7 @@ def local_call(call: Call, seed: Any) -> LocalCall | None:
     # The compiler of torch 2.10 takes no tuple of mesh.shape.
     place = tuple([mesh.size(number) for number in range(mesh.ndim)]), tuple(coordinate)
     of_query = _by_dim(cut)
-    fields: dict[str, Any] = dict(block_mask=None)  # the caller's is global; each rank makes one for its part
+    fields: dict[str, Any] = dict(block_mask=None)  # the caller's block mask is global, so each rank makes its own
     for name, x in tensors.items():
         if name not in DIMS or x is None:
             continue
@@ -176,7 +176,7 @@ def _span(
     of_query: int, size: int, shape: tuple[int, ...], coordinate: tuple[int, ...],
     wanted: tuple[int, ...], had: tuple[int, ...],
 ) -> tuple[int, int] | None:  # fmt: skip
-    """Return (first, count) of the batches or heads in a rank's shard of a tensor that its shard of the query needs.
+    """Return (first, count) of the batches or heads that a rank's shard of the query needs from its shard of a tensor.
 
     Return None if a rank lacks any of them, or if its key heads serve unequal numbers of query heads. wanted, had: the
     mesh dimensions that shard the query and this tensor.
@@ -185,7 +185,7 @@ def _span(
     for other in {coordinate, *itertools.product(*map(range, shape))}:
         first, count = _place(of_query, shape, other, wanted)
         start, size_there = _place(size, shape, other, had)
-        share = max(of_query // max(size, 1), 1)  # query heads of a key head
+        share = max(of_query // max(size, 1), 1)  # number of query heads of a key head
         begin, end = first // share, -(-(first + count) // share)
         even = end - begin <= 1 or (first % share == 0 and count % share == 0)
         if count == 0:
@@ -230,7 +230,7 @@ def register_sharding() -> None:
 
     def forward(*arguments: Any) -> Iterator[tuple[list[Any], list[Any]]]:
         _, call, (need_lse, need_weights, save, backend) = FORWARD.split(arguments)
-        present = True, need_lse, need_weights, save or (need_weights and backend != "cpu")  # results
+        present = True, need_lse, need_weights, save or (need_weights and backend != "cpu")  # which results exist
         for whole, tensors in ways(call):
             yield [whole if result else Replicate() for result in present], [*FORWARD.named(tensors)]
 

@@ -68,7 +68,7 @@ def backward(
 
 
 def unit(call: Call, backend: str) -> float:
-    """Return the factor to apply to the largest score in stats: kernels leave scores unscaled if they can."""
+    """Return the factor of the row max in stats: the scale if kernels leave scores unscaled, otherwise 1."""
     if backend not in KERNELS:
         return 1.0
     from ..launch import arguments

@@ -20,7 +20,7 @@ from .schema import BACKWARD, FORWARD, TANGENT, stats_columns
 
 
 def check_call(call: Call, backend: str, need_weights: bool = False, capacity: int | None = None) -> None:
-    """Raise if an operator cannot take a Call. capacity: of caches, checked before; None without caches."""
+    """Raise if an operator cannot take a Call. capacity: keys in the (already checked) caches; None without caches."""
     query = call.query
     if capacity is None:
         rules.check_rank("query", query, "(B, H, S, D)")
@@ -110,7 +110,7 @@ def check_backward(*arguments: Any) -> None:
     rows, dtype, width = tuple(call.query.shape[:3]), call.query.dtype, call.value.shape[3]
     stored = wide_dtype(call.query.dtype) if call.partial else dtype
     columns = call.key.shape[2] if call.cu_seqlens_q is None else call.max_seqlen_k
-    # Kernels also take stats without the rounding error of the output.
+    # Kernels also take stats of two columns, which lack the rounding error of the output.
     rounded = backend == "cpu" or stats.dim() != 4 or stats.shape[3] != 2
     saved = stats_columns(stored, width, backend) if rounded else 2
     _check_result("grad_out", grad_out, call, dtype, (*rows, width))

@@ -49,7 +49,7 @@ class Signature:
         return tuple([values.get(name) for name in self.names])
 
     def of_inputs(self, values: Sequence[Any], prefix: str = "") -> list[Any]:
-        """Select the values of INPUTS from a value for each argument. prefix: of each name, as in tangent_query."""
+        """Select values of INPUTS from the values of all arguments. prefix: of their names, as in tangent_query."""
         return [values[self.names.index(f"{prefix}{name}")] for name in INPUTS]
 
 

@@ -23,7 +23,7 @@ class Case(NamedTuple):
     value_dim: int = 16
     options: dict = {}
     drawn: tuple[str, ...] = ()  # options that are random tensors
-    views: bool = False  # no tensor is contiguous
+    views: bool = False  # if True, no tensor is contiguous
     grads: str = "out and lse"  # results that the loss depends on
 
     def grown(self) -> "Case":
@@ -32,7 +32,7 @@ class Case(NamedTuple):
         return self._replace(**{name: factor * getattr(self, name) for name, factor in factors.items()})
 
     def draw(self, device: str, dtype: torch.dtype) -> tuple[dict, dict]:
-        """Draw ({name: query, key, value or gradient of out, lse, weights}, options). Hidden elements are NaN."""
+        """Draw (tensors, options). tensors: query, key, value, gradients of out, lse, weights; NaN where hidden."""
         dice = torch.Generator().manual_seed(sum(map(ord, self.name)))
         wide = torch.promote_types(dtype, torch.float32)
         batch, heads, rows, keys = self.batch, self.heads, self.rows, self.keys
@@ -56,7 +56,7 @@ class Case(NamedTuple):
 
 
 _LAYOUTS: dict[str, Callable] = {
-    "query": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),  # the order of a projection's output
+    "query": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),  # (B, S, H, D) in memory, as projections are
     "key": lambda x: torch.stack((x, x), -1)[..., 0],  # every second element
     "value": lambda x: torch.cat((x, x, x), 2)[:, :, x.shape[2] : 2 * x.shape[2]],  # a slice, at an offset
     "out": lambda x: x.mT.contiguous().mT,  # columns are contiguous

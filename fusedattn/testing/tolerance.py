@@ -89,7 +89,7 @@ def verdicts(
 
 
 def _floor(dtype, size, share, terms):
-    """Return the error that a result of this size may have even if eager PyTorch happens to have none.
+    """Return the error allowed for a result of magnitude `size` even if eager PyTorch happens to have none.
 
     The mean error may be a `share` of this, the sum of three roundings: of the result; of terms that cancel, in the
     dtype of sums (the gradient of a row that sees one key is the difference of two equal sums); and of the oracle (exp,
