@@ -127,7 +127,7 @@ def hopper_reasons(device: torch.device | AssumedGPU) -> tuple[str, ...]:
 
 
 def _failures(call: Call, need_weights: bool, on_hopper: bool) -> list[str]:
-    """Return why a kernel of a call is known to fail, or to be wrong, on this machine."""
+    """Return [reason why a kernel of a call is known to fail or to be wrong on this machine], or [] if none is."""
     if torch.compiler.is_compiling() or not (failed_kernels or any(x.wrong for x in tuned.of(_device(call)).values())):
         return []
     from ..launch import backward, run

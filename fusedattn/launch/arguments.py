@@ -18,11 +18,11 @@ from ..kernels.vocabulary.scores import score
 from . import tile_table
 
 TMA_BYTES = 16  # TMA needs addresses and strides that are multiples of 16 bytes
-EVERYWHERE = dict(sequences=None, tile_lists=None)  # as from `blocks.walks`, of kernels that visit every block
+EVERYWHERE = dict(sequences=None, tile_lists=None)  # in place of `blocks.walks`, for kernels that visit every block
 
 
 def sizes(call):
-    """Return `of_calls.sizes` of a call: the shapes themselves, unless sequences are packed."""
+    """Return (B, Hq, Sq, Sk) of a call. Unless it is packed, read them from shapes, faster than `of_calls.sizes`."""
     return of_calls.sizes(call) if call.cu_seqlens_q is not None else (*call.query.shape[:3], call.key.shape[2])
 
 
@@ -41,7 +41,7 @@ def programs(call, tile, by_keys=False):
 
 
 def hides(call):
-    """Return whether a call has, or needs, a block mask."""
+    """Return whether a call has a block mask, or needs one for its masks or bias."""
     return call.block_mask is not None or not call.mask is call.bias is call.key_mask is call.query_mask is None
 
 

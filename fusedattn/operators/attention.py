@@ -126,12 +126,12 @@ class _Attention(torch.autograd.Function):
 
 
 class _Direct(_Attention):
-    """The same for a call that is `plain`, without torch's dispatcher."""
+    """Autograd node like `_Attention`, for calls that are `plain`: its forward skips torch's dispatcher."""
 
     forward = staticmethod(_forward)
 
 
-_direct = super(torch.autograd.Function, _Direct).apply  # C++'s: Python's takes 70 us to look for functorch's wrappers
+_direct = super(torch.autograd.Function, _Direct).apply  # the C++ `apply`: Python's takes 70 us to find wrappers
 _FORWARD = f"forward({FORWARD.schema}) -> (Tensor out, Tensor lse, Tensor weights, Tensor stats)"
 register(_FORWARD, _forward, new_forward, rules.check_forward, _Attention.apply, _decompose)
 

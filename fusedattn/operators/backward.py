@@ -117,7 +117,7 @@ def gradients(incoming, out, weights, stats, call, backend, need):
 
 
 def differentiate(ctx, grad_out, grad_lse, grad_weights, _):
-    """Compute the gradients of the arguments of the operator `forward`, from what its node saved."""
+    """Return the gradients of the operator `forward`'s arguments, from the tensors that its autograd node saved."""
     # A result that was not needed has one dimension. A compiled graph passes zeros as its gradient.
     grad_lse, grad_weights = (None if x is None or x.dim() == 1 else x for x in (grad_lse, grad_weights))
     incoming, others = (grad_out, grad_lse, grad_weights), (None,) * (len(FORWARD.names) - len(INPUTS))

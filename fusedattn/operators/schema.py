@@ -120,7 +120,7 @@ def fill(targets: Sequence[Tensor], results: Sequence[Tensor | None]) -> None:
 
 
 def new_dense(like, shape, dtype=None):
-    """Return `layout.dense`, which a contiguous tensor does not need."""
+    """Return the result of `layout.dense`, by the faster `new_empty` if `like` is a contiguous plain tensor."""
     usual = type(like) in CLASSES and like.is_contiguous()
     return like.new_empty(shape, dtype=dtype) if usual else dense(like, shape, dtype)
 
