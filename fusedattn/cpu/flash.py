@@ -57,7 +57,7 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Call PyTorch's kernel: return (output, lse). Fully masked rows have lse 0.
 
-    added: tensor to add to scores, or None. exact: from `is_exact`: the kernel's backward, whose scores must round as these do, is not used.
+    added: tensor to add to scores, or None. exact: from `is_exact`: no backward needs scores that round as these do.
     """
     if not exact:
         query, scale, _ = by_power(query, scale)

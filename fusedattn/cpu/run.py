@@ -98,7 +98,7 @@ def forward(call: Call, need_lse: bool, need_weights: bool, save: bool) -> tuple
 
 
 def reads_lse(call: Call, grad_weights: Tensor | None) -> bool:
-    """Return whether `backward` may read the saved lse. It does not if the softmax formula computes all weights at once."""
+    """Return whether `backward` may read the saved lse. It does not if the formula computes all weights at once."""
     return grad_weights is None and (not is_few(call) or flash.at_once(call) is None)
 
 

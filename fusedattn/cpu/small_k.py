@@ -13,7 +13,7 @@ from .value_mean import INFINITE
 
 FEW = 64  # the formula computes float32 gradients of at most this many keys
 FEW_ROWS = 64  # and of calls with fewer rows: the kernel misses the tolerance in 4 to 27 % of those with an lse of 10
-LARGE_SCALE = 2.0**60  # and of calls with a larger scale: the kernel's backward multiplies keys by it, which may overflow
+LARGE_SCALE = 2.0**60  # and of calls with a larger scale: the kernel's backward multiplies keys by it and may overflow
 ROWS = 128  # rows of a partial sum
 
 
