@@ -28,7 +28,18 @@ from ..call.private import flash_attention_for_cpu
 from ..naive.formula import repeated, sums_of
 from .merge import exact, merged, shares_of
 from .small_k import FEW, FEW_ROWS, is_few, lse_of, scores_of, weights_in_place, weights_of
-from .tiling import Part, Rectangle, additive, has_holes, is_additive, is_nothing, is_widened, parts, rectangles
+from .tiling import (
+    Part,
+    Rectangle,
+    additive,
+    has_holes,
+    is_additive,
+    is_nothing,
+    is_widened,
+    parts,
+    rectangles,
+    rectangles_of_rows,
+)
 from .value_mean import INFINITE, centre, with_centre
 
 LARGE = 2**17  # number of elements from which on a copy takes longer than a few views
@@ -155,6 +166,14 @@ def is_exact(call: Call, where: Rectangle) -> bool:
     return is_few(call) or (call.query.dtype == torch.float32 and where.end - where.begin <= FEW)
 
 
+def covering(part: Part) -> list[Rectangle]:
+    """Return rectangles that cover the visible scores of a part. Where the formula computes gradients, whole rows.
+
+    So each softmax there is exact: merged ones would share the rounding error of the lse.
+    """
+    return list((rectangles_of_rows if is_few(part.call) else rectangles)(part))
+
+
 def are_complete(call: Call, some: list[Rectangle]) -> bool:
     """Return whether each of these rectangles of scores contains all visible keys of its rows."""
     rows_of = [(where.first, where.last) for where in some]
@@ -211,7 +230,7 @@ def _forward(part: Part, save: bool, less: float) -> Result:
 def _of_all_rows(part: Part, tensors: Sequence[Tensor], less: float) -> tuple[Tensor, Tensor]:
     """Compute attention of a dense part of a call, a rectangle at a time: (output, lse - less)."""
     call, columns = part.call, part.call.value.shape[3]
-    some, rows = list(rectangles(part)), call.query.shape[2]
+    some, rows = covering(part), call.query.shape[2]
     all_complete = are_complete(call, some)
 
     def attended(where: Rectangle, complete: bool) -> tuple[Tensor, Tensor]:
@@ -296,9 +315,7 @@ def weights(call: Call, columns: int) -> Tensor:
     whole = functools.cache(lambda: call.query.new_zeros(shape))  # not needed if one rectangle holds all weights
     for part in parts(call):
         tensors = [x.to(wide_dtype(call.query.dtype)) for x in inputs_of(part, None)[:2]]
-        for _, same_rows in groupby(rectangles(part), key=lambda where: where[:2]):
-            some = list(same_rows)
-            where = some[0] if len(some) == 1 else some[0]._replace(end=some[-1].end, masked=True)
+        for where in rectangles_of_rows(part):
             of_rows = exact_weights(part.call, where, *cut(where, tensors))
             if part.call is call and call.query_mask is None and of_rows.shape == shape:
                 return of_rows.to(call.query.dtype)

@@ -15,7 +15,7 @@ from ..naive.blocks import Block, spans
 from ..naive.formula import grouped
 from . import flash
 from .small_k import by_weights, is_few, lse_of, scores_of, weights_of
-from .tiling import Part, Rectangle, parts, rectangles
+from .tiling import Part, Rectangle, parts
 from .value_mean import INFINITE, centre
 
 Heads = tuple[slice, slice]  # slices of batches and of query heads
@@ -74,7 +74,7 @@ def _backward(part: Part, less: float, rows: Incoming, of_bias: Tensor | None) -
     if common is not None:
         same = grouped(kept == out.to(kept.dtype), common.shape[1]).all(2).all(1)  # heads that saved whole outputs
         tensors[2] = tensors[2] - common.masked_fill(same.view(*common.shape[:2], 1, 1), 0.0)
-    some = list(rectangles(part))
+    some = flash.covering(part)
     complete = flash.are_complete(call._replace(sinks=None), some)
     if of_bias is not None:
         some = [block for where in some for block in _in_blocks(where, call)]

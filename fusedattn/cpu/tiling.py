@@ -174,6 +174,13 @@ def rectangles(part: Part) -> Iterator[Rectangle]:
         yield from _steps(call, first, last, begin, end, low, high, dense)
 
 
+def rectangles_of_rows(part: Part) -> Iterator[Rectangle]:
+    """Yield rectangles as `rectangles` does, but join those of the same rows, so that each has all their keys."""
+    for _, same_rows in itertools.groupby(rectangles(part), key=lambda where: where[:2]):
+        some = list(same_rows)
+        yield some[0] if len(some) == 1 else some[0]._replace(end=some[-1].end, masked=True)
+
+
 def has_holes(part: Part) -> bool:
     """Return whether key_mask hides any key between the first and the last visible key of a part."""
     mask = part.call.key_mask
