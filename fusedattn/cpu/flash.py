@@ -167,9 +167,10 @@ def is_exact(call: Call, where: Rectangle) -> bool:
 
 
 def covering(part: Part) -> list[Rectangle]:
-    """Return rectangles that cover the visible scores of a part. Where the formula computes gradients, whole rows.
+    """Return rectangles that cover the visible scores of a part.
 
-    So each softmax there is exact: merged ones would share the rounding error of the lse.
+    If the formula computes the gradients, each rectangle has all keys of its rows: weights from a merged lse would
+    share its rounding error.
     """
     return list((rectangles_of_rows if is_few(part.call) else rectangles)(part))
 
