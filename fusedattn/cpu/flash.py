@@ -5,8 +5,8 @@ The kernel's own gradients miss the tolerance of `testing.tolerance`. Five measu
 
 - bfloat16 rounds the output that the backward reads, and a mean shared by all values multiplies that error. So the
   forward saves the output of the values minus their mean (`value_mean`).
-- float32 exponentials have an error of 2**-20, which does not average out over few keys, and scores are rounded in two
-  ways, which does not average out over few rows. Their gradients come from the exact formula (`small_k`).
+- float32 exponentials have an error of 2**-20, which does not average out over few keys. The forward and the backward
+  round scores differently, which does not average out over few rows. The exact formula (`small_k`) serves both cases.
 - All weights of a row share the rounding error of its lse. Subtracting an offset (`less`) from scores keeps it small.
 - Both passes pad to the same number of columns. Otherwise they would round the same score differently.
 - Both get a power of two as scale; the query is multiplied by the rest. Other scales they would round differently.

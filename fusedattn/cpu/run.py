@@ -19,8 +19,8 @@ NARROW = 16
 # The kernel's backward sums a score in another order than its forward. Above this lse, weights would have an error of
 # more than 1e-5. They would overflow if the rounding error of a score exceeded 88.
 LARGEST_LSE = 128.0
-# In bfloat16 the kernel's exp(0) is 1 - 5e-5. That shows if every lse is smaller than this, as in rows that see one key
-# with a score near 0.
+# In bfloat16 the kernel's exp(0) is 1 - 5e-5. That error exceeds the tolerance if every lse is below this limit, as in
+# rows that see one key with a score near 0.
 SMALL_LSE = 0.125
 
 _DIFFERENTIATED = "query", "key", "value", "bias", "sinks"  # inputs whose gradients `flash_backward.backward` returns
