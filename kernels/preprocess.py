@@ -122,21 +122,26 @@ def _ordered(m, first, n, ROWS: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.cons
 
 @triton.jit(do_not_specialize=["heads", "q_len"])
 def postprocess(
-    Sums, GradQ, heads, q_len, score,
-    D: tl.constexpr, BLOCK_M: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr,
+    Sums, GradQ, sequences, heads, q_len, score,
+    D: tl.constexpr, BLOCK_M: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write Sums times the softmax scale to GradQ, a View of (B, Hq, Sq, D). Sums is a View of this shape, or GradQ.
 
-    With UNIT, Sums has the order of `lines` in hopper/steps.py, in tiles of UNIT rows and WIDTH columns.
+    With UNIT, Sums has the order of `lines` in hopper/steps.py, in tiles of UNIT rows and WIDTH columns. If sequences
+    are packed, which needs UNIT, each has whole blocks of BLOCK rows there (`span.padded`).
     """
-    block, plane = span.place(tl.program_id(0), q_len, heads, BLOCK_M)
+    block, plane, q_len, _ = span.locate(sequences, q_len, q_len, heads, BLOCK_M, BY_KEYS=False)
+    if sequences is not None:  # an unused slot has no rows, and block -1
+        block = tl.maximum(block, 0)
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     if UNIT is None:
         total = memory.load(memory.matrix(Sums, plane), rows, rows < q_len, D)
         memory.store(memory.matrix(GradQ, plane), rows, q_len, scores.grad(score, total), D)
     else:
-        padded = tl.cdiv(q_len, UNIT) * UNIT
-        total = _ordered(memory.matrix(Sums, plane), block * BLOCK_M, padded, BLOCK_M, UNIT, WIDTH)
-        m, r, c = memory.matrix(GradQ, plane), rows[:, None], tl.arange(0, WIDTH)[None, :]
+        batch, before = span.padded(plane, 0, BLOCK)
+        first = before * BLOCK
+        sums = memory.matrix(Sums, span.Plane(batch, plane.head, plane.index, ()))
+        total = _ordered(sums, first + block * BLOCK_M, first + tl.cdiv(q_len, UNIT) * UNIT, BLOCK_M, UNIT, WIDTH)
+        m, r, c = memory.of_rows(GradQ, plane), rows[:, None], tl.arange(0, WIDTH)[None, :]
         total = scores.grad(score, total).to(GradQ.base.dtype.element_ty)
         tl.store(memory.pointers(m, r, c), total, mask=(r < q_len) & (c < D))

@@ -14,14 +14,15 @@ def _extent(offsets, i, exists, total, most):
 
 @triton.jit(do_not_specialize=["n", "q_len", "k_len", "max_seqlen_q", "max_seqlen_k", "size"])
 def fill_slots(
-    Slots, Extents, OffsetsQ, OffsetsK,
+    Slots, Extents, Used, OffsetsQ, OffsetsK,
     n, q_len, k_len, max_seqlen_q, max_seqlen_k, size,
     BLOCK: tl.constexpr, BY_KEYS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Write the Extents (n, 4) of n packed sequences and, unless None, the Slots (size, 2) of their blocks, int32.
 
     An extent is (first row, rows, first key, keys). A slot, (sequence, block of BLOCK rows or keys), tells a program of
-    each head what to compute; the most work comes first. Unused slots stay as they are. Each sequence has a program.
+    each head what to compute; the most work comes first. Unused slots stay as they are. Used, unless None, gets the
+    number of used slots. Each sequence has a program.
     """
     number = tl.program_id(0)
     row, rows = _extent(OffsetsQ, number, True, q_len, max_seqlen_q)
@@ -33,6 +34,7 @@ def fill_slots(
     if Slots is not None:
         length = rows if BY_KEYS else keys
         before = number.to(tl.int64) * 0  # int64: unchecked offsets that fall and rise may add up to over 2**31 rows
+        used = before
         for start in tl.range(0, n, CHUNK):
             i = start + tl.arange(0, CHUNK)
             exists = i < n
@@ -40,7 +42,11 @@ def fill_slots(
             _, other_keys = _extent(OffsetsK, i, exists, k_len, max_seqlen_k)
             longer = other_rows if BY_KEYS else other_keys
             count = tl.cdiv(other_keys if BY_KEYS else other_rows, BLOCK)
+            if Used is not None:
+                used += tl.sum(tl.where(exists, count, 0))
             before += tl.sum(tl.where(exists & ((longer > length) | ((longer == length) & (i < number))), count, 0))
+        if Used is not None:
+            tl.store(Used, tl.minimum(used, size).to(tl.int32), mask=number == 0)
         blocks = tl.cdiv(keys if BY_KEYS else rows, BLOCK)
         for start in tl.range(0, blocks, CHUNK):
             block = start + tl.arange(0, CHUNK)

@@ -139,11 +139,13 @@ def scored(call):
     batch, heads, rows, keys = sizes(call)
     bias = None if call.bias is None else of(call.bias.expand(batch, heads, rows, keys))
     by_head = {name: each_head(getattr(call, name), batch, heads) for name in BY_HEAD}
-    return score(call.scale, call.softcap, bias, _shift(call), **by_head)
+    return score(call.scale, call.softcap, bias, _shift(call), **by_head, narrow=call.query.element_size() == 2)
 
 
 def bounded(call):
-    """Return the call with `left` and `right` set to None if they hide no keys."""
+    """Return the call with `left` and `right` set to None if they hide no keys. Packed calls stay unchanged."""
+    if call.cu_seqlens_q is not None:
+        return call
     rows, keys, first = call.query.shape[2], call.key.shape[2], diagonal(call)
     left = None if call.left is None or call.left >= first + rows - 1 else call.left
     right = None if call.right is None or call.right + first >= keys - 1 else call.right

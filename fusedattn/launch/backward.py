@@ -167,7 +167,8 @@ def _add_on_hopper(name, p, query_sums, turns, grads, form):
     grads = [grads["key"], grads["value"]]
     launched = hopper.backward_arguments(call, p.grad_out, p.launched["Rows"], query_sums, turns, grads, form)
     with run.surroundings(device):
-        programs = cdiv(p.keys, form.keys) * p.batch * call.key.shape[1]
+        launched["sequences"] = blocks.sequences_of(call, form.keys, by_keys=True)
+        programs = arguments.slots(call, form.keys, by_keys=True) * call.key.shape[1]
         run.run_kernel(name, programs, launched, device, num_warps=4, maxnreg=tile_table.REGISTERS[2][0])
 
 
@@ -206,9 +207,17 @@ def _postprocess(p, query_sums, grad_query, form):
         D=p.launched["spec"].D,
         Sums=arguments.of(query_sums),
         GradQ=arguments.of(grad_query),
+        BLOCK=None if form is None else form.rows,
         **_unit(p, form),
     )
-    run.run_tiled("postprocess", p.call, p.blocks_of_rows, launched)
+    if form is None or p.call.cu_seqlens_q is None:
+        run.run_tiled("postprocess", p.call, p.blocks_of_rows, launched | dict(sequences=None))
+        return
+
+    def more(tile):
+        return dict(sequences=blocks.sequences_of(p.call, tile.rows))
+
+    run.run_tiled("postprocess", p.call, functools.partial(arguments.programs, p.call), launched, more)
 
 
 def _dbias(p, grad_bias):
@@ -275,7 +284,10 @@ def launch_backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats
     form = None if special is None else run.form_on_hopper(special, call)
     if "postprocess" in names and form is not None:
         (batch, heads, length, _), (rows, columns) = call.query.shape, hopper.unit(call, form)
-        query_sums = stats.new_empty((batch, heads, cdiv(length, rows) * rows, columns))
+        if call.cu_seqlens_q is None:
+            query_sums = stats.new_empty((batch, heads, cdiv(length, rows) * rows, columns))
+        else:  # each sequence has whole blocks (`span.padded`)
+            query_sums = stats.new_zeros((batch, heads, arguments.slots(call, form.rows) * form.rows, columns))
     elif "postprocess" in names:
         # Sum into the gradient itself if it has the dtype of sums, unless TMA adds, which needs aligned rows.
         width = call.query.shape[3]
@@ -288,7 +300,8 @@ def launch_backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats
         turns = call.query.new_empty(1 + 2 * call.query.shape[:3].numel(), dtype=torch.int32)
     saved = None if only_value else out  # without gradients of scores there is no delta
     used_weights = None if grad_weights is None else weights
-    launched["Rows"] = _preprocess(p, saved, grad_lse, used_weights, stats, query_sums, turns, form)
+    to_clear = query_sums if form is None or call.cu_seqlens_q is None else None
+    launched["Rows"] = _preprocess(p, saved, grad_lse, used_weights, stats, to_clear, turns, form)
     partial = 1 if call.partial else None
     if "dq" in names:
         of_rows = Grads(None, None, of_scores, None, ByRow(**by_row), partial)

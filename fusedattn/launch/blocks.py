@@ -53,12 +53,14 @@ def block_mask(mask, key_mask, query_mask, bias, lengths):
     return block_mask
 
 
-def packed_sequences(lengths, block, by_keys=False, count=0):
+def packed_sequences(lengths, block, by_keys=False, count=0, used=None):
+    """Return Sequences with `count` slots for blocks of rows or keys. A tensor `used` gets the number of used ones."""
     batch, new = lengths.cu_seqlens_q.shape[0] - 1, lengths.cu_seqlens_q.new_full
     sequences = Sequences(new((count, 2), -1) if count else None, new((batch, 4), 0))
     launched = dict(
         Slots=sequences.slots,
         Extents=sequences.extents,
+        Used=used,
         OffsetsQ=lengths.cu_seqlens_q.contiguous(),
         OffsetsK=lengths.cu_seqlens_k.contiguous(),
         n=batch,
@@ -76,10 +78,10 @@ def packed_sequences(lengths, block, by_keys=False, count=0):
     return sequences
 
 
-def sequences_of(call, block, by_keys=False):
+def sequences_of(call, block, by_keys=False, used=None):
     if call.cu_seqlens_q is None:
         return None
-    return packed_sequences(lengths_of(call), block, by_keys, arguments.slots(call, block, by_keys))
+    return packed_sequences(lengths_of(call), block, by_keys, arguments.slots(call, block, by_keys), used)
 
 
 def extents(lengths):

@@ -26,11 +26,13 @@ def _forward_on_hopper(out, lse, stats, call):
     launched |= results if partials is None else dict.fromkeys(results)
     registers = tile_table.REGISTERS[pipeline.warpgroups][0]
     with run.surroundings(device):
+        used = None if call.cu_seqlens_q is None else call.cu_seqlens_q.new_zeros(1)
+        launched |= dict(sequences=blocks.sequences_of(call, pipeline.rows, used=used), used=used)
         programs = hopper.programs(call, pipeline, count, processors)
         run.run_kernel("hopper", programs, launched, device, num_warps=4, maxnreg=registers)
     if partials is not None:
         more = dict(Out=arguments.of(out), partials=partials, splits=count)
-        decode.combine(call, results | more, launched["scale"], out.shape)
+        decode.combine(call, results | more, launched["rules"].score.softmax_scale, out.shape)
     elif target is not out:
         out.copy_(target)
 

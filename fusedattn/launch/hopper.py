@@ -9,8 +9,10 @@ from triton import cdiv
 
 from ..call.options import Call
 from ..call.private import holds
+from ..kernels.vocabulary.masks import Masks
 from ..kernels.vocabulary.memory import width
 from ..kernels.vocabulary.partials import Partials
+from ..kernels.vocabulary.rules import Rules
 from . import arguments as kernel_arguments, tile_table
 from .tile_table import Backward, Pipeline
 
@@ -24,28 +26,31 @@ except (ImportError, AttributeError) as error:  # Gluon is experimental: names c
     kernel, _why = None, str(error)
 
 missing = None if kernel is not None else f"this version of Triton lacks names that its kernel uses ({_why})"
-# Optional fields of a Call that the kernels support, or that `limits` checks one by one. It refuses others (_LACKS).
+RAGGED_ROWS = 2**30  # limit on the rows of packed sequences
+# Optional fields of a Call that the kernels support, or that `limits` checks one by one. It refuses others.
 _KNOWN = ("left", "right", "origin", "seed", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-_LACKS = tuple(name for name, default in Call._field_defaults.items() if default is None and name not in _KNOWN)
+_IN_FORWARD = "query_mask", "softcap", "alibi_slopes", "sinks"
+_OTHERS = tuple(name for name, default in Call._field_defaults.items() if default is None and name not in _KNOWN)
 _DESCRIPTORS = (
     (kernel_arguments.TensorDescriptor,) if kernel is None else (kernel_arguments.TensorDescriptor, TensorDescriptor)
 )
 _LAYOUTS = {} if kernel is None else {torch.bfloat16: bfloat16, torch.float16: float16, torch.float32: float32}
 
 
-def limits(call: Call) -> list[str]:
+def limits(call: Call, known: tuple[str, ...] = _IN_FORWARD) -> list[str]:
     """Return the reasons why the Hopper forward does not support the options of a call; [] if it does."""
-    lacks = [f"it does not support {name}" for name in _LACKS if getattr(call, name) is not None]
-    if call.cu_seqlens_q is not None:
-        lacks.append("it does not support packed sequences")
+    given = [name for name in _OTHERS if getattr(call, name) is not None]
+    lacks = [f"it does not support {name}" for name in given if name not in known]
     if call.seed is not None:
         lacks.append("it does not support dropout_p")
     if call.query.dtype not in (torch.float16, torch.bfloat16):
         lacks.append(f"it supports float16 and bfloat16, not {call.query.dtype}")
-    if kernel_arguments.score(call.scale).softmax_scale is None:
-        lacks.append(f"it supports a scale between 2**-100 and 2**100, not {call.scale}")
+    if call.cu_seqlens_q is not None and holds(max(call.query.shape[2], call.key.shape[2]) > RAGGED_ROWS, False):
+        lacks.append("packed sequences have more than 2**30 rows")
     if holds(call.key.shape[2] == 0, False):  # unknown to a compiler; the operator checks again when it runs
         lacks.append("there are no keys")
+    if call.alibi_slopes is not None and _row_width(call) > 128:
+        lacks.append("it does not support alibi_slopes with heads wider than 128: registers would spill")
     if call.value.shape[3] % 8:
         lacks.append(f"the head dimension of value is {call.value.shape[3]}, not a multiple of 8")
     return lacks
@@ -77,15 +82,28 @@ def readable(tensor: Tensor) -> Tensor:
 
 
 @cache
-def _layout(rows, columns, dtype):
-    return NVMMASharedLayout.get_default_for([1, 1, rows, columns], _LAYOUTS[dtype])
+def _layout(tile, dtype):
+    return NVMMASharedLayout.get_default_for([*tile], _LAYOUTS[dtype])
 
 
-def descriptor(tensor: Tensor, rows: int, columns: int | None = None) -> "TensorDescriptor":
-    """Return a TMA descriptor of (B, H, S, D) that copies `rows` rows and `columns` columns (None: all) of a head."""
+def descriptor(
+    tensor: Tensor, rows: int, columns: int | None = None, packed: bool = False, heads: int = 1
+) -> "TensorDescriptor":
+    """Return a TMA descriptor of (B, H, S, D) that copies `rows` rows and `columns` columns (None: all) of `heads`.
+
+    If packed, B is 1, and TMA neither loads nor stores past the end of a sequence. Source: triton/tools/ragged_tma.py.
+    Two more dimensions, with strides of 2**34 - row and row elements, have the coordinates 2**30 and the sequence's
+    end. In addresses of 64 bits they lead to 2**30 rows before the end. From there a row of the sequence is at
+    2**30 - length + row, and the tensor is 2**30 rows long, so the row behind the sequence is outside.
+    """
     shape, strides, block = kernel_arguments.block(tensor, rows)
-    block[3] = block[3] if columns is None else columns
-    return TensorDescriptor(tensor, shape, strides, block, _layout(*block[2:], tensor.dtype))
+    block = [1, heads, rows, block[3] if columns is None else columns]
+    tile = [1, 1, heads * rows, block[3]]
+    if packed:
+        (_, all_heads, total, width), (_, head, row, _) = shape, strides
+        shape = [RAGGED_ROWS + 1, total + 1, all_heads, RAGGED_ROWS, width]
+        strides, block, tile = [2**34 - row, row, head, row, 1], [1, *block], [1, *tile]
+    return TensorDescriptor(tensor, shape, strides, block, _layout(tuple(tile), tensor.dtype))
 
 
 def is_descriptor(value) -> bool:
@@ -99,12 +117,14 @@ def band_of(call: Call) -> str:
 
 def _visible(call, more):
     """Return the maximum number of keys that `more` + 1 neighbouring rows see."""
-    keys = call.key.shape[2]
+    keys = kernel_arguments.sizes(call)[3]
     return keys if call.left is None or call.right is None else min(keys, call.left + call.right + 1 + more)
 
 
 def splits(call: Call, pipeline: Pipeline, multiprocessors: int) -> int:
     """Return into how many splits to divide the keys. It depends on sizes alone, so equal calls give equal bits."""
+    if call.cu_seqlens_q is not None or call.sinks is not None or call.query_mask is not None:
+        return 1
     batch, heads, rows, _ = kernel_arguments.sizes(call)
     blocks, steps = cdiv(rows, pipeline.rows) * batch * heads, cdiv(_visible(call, pipeline.rows - 1), 64)
     merged = 8 * batch * heads * rows * call.value.shape[3] / tile_table.MERGED_BYTES_A_US
@@ -129,14 +149,16 @@ def _fastest(blocks, steps, fixed, each, merged, multiprocessors):
 
 def programs(call: Call, pipeline: Pipeline, count: int, multiprocessors: int) -> int:
     """Return the grid size. If it is below the number of blocks, a program computes several. count: key splits."""
-    batch, heads, rows, _ = kernel_arguments.sizes(call)
+    batch, heads, _, _ = kernel_arguments.sizes(call)
     planes, band, keys = batch * heads * count, band_of(call), _visible(call, 0)
-    blocks = cdiv(rows, pipeline.rows) * planes
+    blocks = kernel_arguments.slots(call, pipeline.rows) * heads * count
     most = tile_table.SHARED_KEYS if band == "full" else tile_table.SHARED_KEYS_OF_BANDS
     if not pipeline.persistent or keys > most.get(_row_width(call), keys):
         return blocks
     if band != "causal":
         return min(blocks, multiprocessors)
+    if call.cu_seqlens_q is not None:
+        return blocks
     pairs = blocks // 2
     rounds = cdiv(pairs, multiprocessors)
     if planes % 2 or pairs < tile_table.SHARED_PAIRS * rounds * multiprocessors:
@@ -145,20 +167,21 @@ def programs(call: Call, pipeline: Pipeline, count: int, multiprocessors: int) -
 
 
 def arguments(call: Call, out: Tensor, pipeline: Pipeline, partials: Partials | None, count: int) -> dict:
-    """Return the arguments of the Hopper forward, except Lse and Stats. count: number of splits of the keys."""
+    """Return the arguments of the Hopper forward, except results and sequences. count: number of splits of the keys."""
     query, key, value = call.query, call.key, call.value
     batch, heads = query.shape[:2]
-    group, each = heads // key.shape[1], tile_table.WARPGROUP_ROWS
-    together = tile_table.L2_BYTES // (2 * key.shape[2] * (query.shape[3] + value.shape[3]))
+    group, each, packed = heads // key.shape[1], tile_table.WARPGROUP_ROWS, call.cu_seqlens_q is not None
+    keys = max(1, kernel_arguments.sizes(call)[3])
+    together = tile_table.L2_BYTES // (2 * keys * (query.shape[3] + value.shape[3]))
     _, registers, fewer = tile_table.REGISTERS[pipeline.warpgroups]
     return dict(
-        Q=descriptor(query, each),
-        K=descriptor(key, pipeline.keys),
-        V=descriptor(value, pipeline.keys),
-        Out=descriptor(out, each) if partials is None and out.dtype == query.dtype else None,
+        Q=descriptor(query, each, packed=packed),
+        K=descriptor(key, pipeline.keys, packed=packed),
+        V=descriptor(value, pipeline.keys, packed=packed),
+        Out=descriptor(out, each, packed=packed) if partials is None and out.dtype == query.dtype else None,
         Wide=None if partials is not None or out.dtype == query.dtype else kernel_arguments.of(out),
         partials=partials,
-        scale=kernel_arguments.scored(call).softmax_scale,
+        rules=Rules(Masks(None, None, kernel_arguments.masks_of(call).rows), kernel_arguments.scored(call), None),
         planes=batch * heads * count,
         section=min(batch * heads, max(1, together) * group) * count,
         splits=count,
@@ -170,7 +193,9 @@ def arguments(call: Call, out: Tensor, pipeline: Pipeline, partials: Partials | 
 
 def backward_limits(call: Call) -> list[str]:
     """Return the reasons why the Hopper backward does not support the options of a call; [] if it does."""
-    lacks = limits(call)
+    lacks = limits(call, ())
+    if kernel_arguments.score(call.scale).softmax_scale is None:
+        lacks.append(f"it supports a scale between 2**-100 and 2**100, not {call.scale}")
     if call.partial:
         lacks.append("it does not support keys in several parts")
     if call.query.shape[3] % 8:
@@ -217,19 +242,17 @@ def backward_arguments(
     each = tile_table.WARPGROUP_ROWS
     width_k, width_v = _widths(call)
     at_once = width_k if _row_width(call) == 64 else width_k // 2  # columns of dq that are added at a time
-    lines = sums.view(*sums.shape[:2], -1, 32)
-    shape, strides, block = kernel_arguments.block(rows, form.rows)
-    block[1] = 2  # a head has two tables of row statistics
+    lines, packed = sums.view(*sums.shape[:2], -1, 32), call.cu_seqlens_q is not None
     return dict(
-        Q=descriptor(call.query, form.rows, width_k),
-        K=descriptor(call.key, each, width_k),
-        V=descriptor(call.value, each, width_v),
-        GradOut=descriptor(grad_out, form.rows, width_v),
-        Rows=TensorDescriptor(rows, shape, strides, block, _layout(2 * form.rows, 16, rows.dtype)),
+        Q=descriptor(call.query, form.rows, width_k, packed),
+        K=descriptor(call.key, each, width_k, packed),
+        V=descriptor(call.value, each, width_v, packed),
+        GradOut=descriptor(grad_out, form.rows, width_v, packed),
+        Rows=descriptor(rows, form.rows, packed=packed, heads=2),  # the two tables of a head
         Sums=descriptor(lines, unit(call, form)[0] // 2 * at_once // 16),
         Turns=turns,
-        GradK=descriptor(grads[0], each, width_k),
-        GradV=descriptor(grads[1], each, width_v),
+        GradK=descriptor(grads[0], each, width_k, packed),
+        GradV=descriptor(grads[1], each, width_v, packed),
         STAGES=form.stages,
         **_common(call),
     )
@@ -256,6 +279,8 @@ def _scores_of_a_head(call):
 
 
 def stored_limits(call: Call) -> list[str]:
+    if call.cu_seqlens_q is not None:
+        return ["it does not support packed sequences with heads wider than 128"]
     _, size = _scores_of_a_head(call)
     if size <= tile_table.SCORES_BYTES:
         return []

@@ -66,21 +66,21 @@ def _turn(g: gl.constexpr, results, plane, block, first, band, KEYS: gl.constexp
 @gluon.jit
 def _produce(shared, Q, K, V, GradOut, Rows, kv, first, band, GROUP: gl.constexpr):
     """Load all input tiles by TMA: the work of one warp."""
-    KEYS: gl.constexpr = shared.k.tiles.shape[3]
-    BLOCK_M: gl.constexpr = shared.q.tiles.shape[3]
+    KEYS: gl.constexpr = shared.k.tiles.shape[-2]
+    BLOCK_M: gl.constexpr = shared.q.tiles.shape[-2]
     for g in gl.static_range(GROUPS):
         ring.reserve(shared.k, g, K.block_type.nbytes + V.block_type.nbytes)
-        ring.copy(shared.k, shared.k.tiles, g, K, kv, first + g * KEYS)
-        ring.copy(shared.k, shared.v, g, V, kv, first + g * KEYS)
+        ring.copy(shared.k, shared.k.tiles, g, K, ring.of_keys(kv, band), first + g * KEYS)
+        ring.copy(shared.k, shared.v, g, V, ring.of_keys(kv, band), first + g * KEYS)
     NBYTES: gl.constexpr = Q.block_type.nbytes + GradOut.block_type.nbytes + Rows.block_type.nbytes
     begin, full, full_end, end = extent(band, first, GROUPS * KEYS, BLOCK_M)
     block, member = begin, begin * 0
     for step in range((end - begin) * GROUP):
-        plane = span.query_head(kv, member, GROUP)
+        plane = ring.of_rows(span.query_head(kv, member, GROUP), band)
         ring.reserve(shared.q, step, NBYTES)
         ring.copy(shared.q, shared.q.tiles, step, Q, plane, block * BLOCK_M)
         ring.copy(shared.q, shared.do, step, GradOut, plane, block * BLOCK_M)
-        tables = span.Plane(plane.batch, 2 * plane.head, 2 * plane.index, ())
+        tables = span.Plane(plane.batch, 2 * plane.head, 2 * plane.index, plane.packed)
         ring.copy(shared.q, shared.rows, step, Rows, tables, block * BLOCK_M)
         block, member = following(block, member, begin, end, GROUP)
 
@@ -88,16 +88,17 @@ def _produce(shared, Q, K, V, GradOut, Rows, kv, first, band, GROUP: gl.constexp
 @gluon.jit
 def _give(g: gl.constexpr, shared, results, kv, first, band, GROUP: gl.constexpr):
     """Add a warpgroup's dq to global memory, and store its dk and dv: the work of one warp."""
-    KEYS: gl.constexpr = shared.k.tiles.shape[3]
-    BLOCK_M: gl.constexpr = shared.q.tiles.shape[3]
+    KEYS: gl.constexpr = shared.k.tiles.shape[-2]
+    BLOCK_M: gl.constexpr = shared.q.tiles.shape[-2]
     begin, full, full_end, end = extent(band, first, GROUPS * KEYS, BLOCK_M)
     block, member = begin, begin * 0
     # lines (`steps.lines`) of dq that one warpgroup adds: half the lines of a block of rows
-    LINES: gl.constexpr = shared.dq.tiles.shape[3]
+    LINES: gl.constexpr = shared.dq.tiles.shape[-2]
     for step in range((end - begin) * GROUP):
         plane = span.query_head(kv, member, GROUP)
         ring.wait(shared.dq, step * GROUPS + g)
-        place = [plane.batch, plane.head, (block * GROUPS + g) * LINES, 0]
+        batch, padded = span.padded(plane, block, BLOCK_M)
+        place = [batch, plane.head, (padded * GROUPS + g) * LINES, 0]
         if results.Turns is not None:
             counter, turn = _turn(g, results, plane, block, first, band, GROUPS * KEYS, BLOCK_M)
             turns.wait(counter, turn)
@@ -108,7 +109,7 @@ def _give(g: gl.constexpr, shared, results, kv, first, band, GROUP: gl.constexpr
             turns.end(counter, turn)
         block, member = following(block, member, begin, end, GROUP)
     mbarrier.wait(shared.out.index(g), 0)
-    place = [kv.batch, kv.head, first + g * KEYS, 0]
+    place = ring.place(ring.of_keys(kv, band), first + g * KEYS, 0)
     async_store(results.GradK, place, shared.k.tiles.index(g))
     async_store(results.GradV, place, shared.v.index(g))
     store_wait(0)
@@ -120,10 +121,10 @@ def _consume_whole(g: gl.constexpr, shared, first, band, scale, GROUP: gl.conste
 
     The weights of the next step are computed while dq is multiplied.
     """
-    KEYS: gl.constexpr = shared.k.tiles.shape[3]
-    BLOCK_M: gl.constexpr = shared.q.tiles.shape[3]
-    WIDTH: gl.constexpr = shared.k.tiles.shape[4]
-    V_WIDTH: gl.constexpr = shared.v.shape[4]
+    KEYS: gl.constexpr = shared.k.tiles.shape[-2]
+    BLOCK_M: gl.constexpr = shared.q.tiles.shape[-2]
+    WIDTH: gl.constexpr = shared.k.tiles.shape[-1]
+    V_WIDTH: gl.constexpr = shared.v.shape[-1]
     PART: gl.constexpr = WIDTH // GROUPS
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
     K_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, WIDTH, 16])
@@ -186,7 +187,7 @@ def _consume_whole(g: gl.constexpr, shared, first, band, scale, GROUP: gl.conste
 
 @gluon.jit
 def _consume(g: gl.constexpr, shared, first, band, scale, GROUP: gl.constexpr):
-    if shared.k.tiles.shape[4] <= 64:
+    if shared.k.tiles.shape[-1] <= 64:
         halves.consume(g, shared, first, band, scale, GROUP)
     else:
         _consume_whole(g, shared, first, band, scale, GROUP)
@@ -195,7 +196,7 @@ def _consume(g: gl.constexpr, shared, first, band, scale, GROUP: gl.constexpr):
 @gluon.jit(do_not_specialize=["q_len", "k_len", "left", "right", "heads"])
 def backward(
     Q, K, V, GradOut, Rows, Sums, GradK, GradV, Turns,
-    q_len, k_len, left, right, scale, heads,
+    sequences, q_len, k_len, left, right, scale, heads,
     GROUP: gl.constexpr, TOP_LEFT: gl.constexpr, STAGES: gl.constexpr,
     REGISTERS: gl.constexpr, COPYING_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -206,19 +207,22 @@ def backward(
     warpgroup's `steps.lines`. Rows, from `preprocess`, is (B, 2 Hq, Sq, 16): a block has both tables of a head, and as
     many rows as Q's. heads is Hkv. Turns, if not None, is int32 zeros, one for program numbers and two for each row of
     each query head: it makes Sums deterministic.
+
+    sequences, unless None, are packed: B is 1, q_len and k_len are totals, and descriptors except Sums are ragged.
     """
-    KEYS: gl.constexpr = K.block_type.shape[2]
-    BLOCK_M: gl.constexpr = Q.block_type.shape[2]
-    if Turns is None:
-        block, kv = span.place(gl.program_id(0), k_len, heads, 2 * KEYS)
-    else:
-        block, kv = span.place(turns.number(Turns), k_len, heads, 2 * KEYS)
-        block = gl.cdiv(k_len, 2 * KEYS) - 1 - block
-    band = span.band(q_len, k_len, left, right, TOP_LEFT)
+    KEYS: gl.constexpr = K.block_type.shape[-2]
+    BLOCK_M: gl.constexpr = Q.block_type.shape[-2]
+    number = gl.program_id(0) if Turns is None else turns.number(Turns)
+    block, kv, rows, keys = span.locate(sequences, q_len, k_len, heads, 2 * KEYS, BY_KEYS=True, number=number)
+    if Turns is not None:
+        block = gl.cdiv(keys, 2 * KEYS) - 1 - block
+        if sequences is not None:  # an unused slot has no keys
+            block = gl.maximum(block, 0)
+    band = span.band(rows, keys, left, right, TOP_LEFT)
     k, q = ring.ring(K, 2, 1), ring.ring(Q, STAGES, 2)
     v = gl.allocate_shared_memory(V.dtype, [2] + V.block_type.shape, V.layout)
     do = gl.allocate_shared_memory(GradOut.dtype, [STAGES] + GradOut.block_type.shape, GradOut.layout)
-    rows = gl.allocate_shared_memory(Rows.dtype, [STAGES] + Rows.block_type.shape, Rows.layout)
+    tables = gl.allocate_shared_memory(Rows.dtype, [STAGES] + Rows.block_type.shape, Rows.layout)
     SCORES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, BLOCK_M], Q.dtype)
     ds = gl.allocate_shared_memory(Q.dtype, [4, KEYS, BLOCK_M], SCORES)
     dq = ring.ring(Sums, 2, 1)
@@ -228,7 +232,7 @@ def backward(
     gl.static_assert(STAGES >= 2, "the next q is waited for before q is given back")
     met = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(met, count=2)
-    shared, results = Shared(k, v, q, do, rows, ds, dq, ones(KEYS), met, out), Results(Sums, GradK, GradV, Turns)
+    shared, results = Shared(k, v, q, do, tables, ds, dq, ones(KEYS), met, out), Results(Sums, GradK, GradV, Turns)
     fence_async_shared()
     first = block * 2 * KEYS
     gl.warp_specialize(

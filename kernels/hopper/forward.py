@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.language.nvidia.hopper.tma import store_wait, tensor_descriptor
 
-from ..vocabulary import memory, partials as splitting, saved_stats, softmax, span
+from ..vocabulary import masks as masking, memory, partials as splitting, saved_stats, scores, softmax, span
 from . import ring, schedule
 from .copies import async_store
 
@@ -62,6 +62,19 @@ class Spec(NamedTuple):
     TOP_LEFT: bool
 
 
+class Work(NamedTuple):
+    """Blocks of rows that the programs compute, in their order, and the band (visible keys) of each.
+
+    band holds for all blocks if sequences is None. Otherwise each packed sequence has its own, from `left` and `right`.
+    """
+
+    order: schedule.Schedule
+    band: span.Band
+    sequences: span.Sequences
+    left: gl.tensor
+    right: gl.tensor
+
+
 class Results(NamedTuple):
     """Outputs: Out (TMA descriptor), Wide (float32 View) or partials (splitting.Partials); two of the three are None.
 
@@ -74,6 +87,25 @@ class Results(NamedTuple):
     Lse: gl.tensor
     Stats: gl.tensor
     splits: gl.tensor
+
+
+@gluon.jit
+def _block(work, n, heads, TOP_LEFT: gl.constexpr, BLOCK: gl.constexpr):
+    """Return the first row, the Plane (batch and head) and the Band of a program's n-th block of rows."""
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    if work.sequences is None:
+        first, plane = schedule.take(work.order, n, program, programs, heads, BLOCK)
+        return first, plane, work.band
+    else:
+        # A plane of the order is one head, and a block of it is a slot; the first slot has the most work.
+        program = gl.minimum(program, work.order.blocks * work.order.planes - 1)
+        slot, plane = schedule.take(work.order, n, program, programs, heads, 1)
+        entry = work.sequences.slots + (work.order.blocks - 1 - slot).to(gl.int64) * 2
+        batch, block = gl.maximum(gl.load(entry), 0), gl.load(entry + 1)  # -1 if all sequences are empty
+        plane = span.Plane(batch, plane.head, plane.index, ())
+        plane, rows, keys = span.within(work.sequences.extents, plane, work.band.rows, work.band.keys, slot)
+        band = span.band(rows, keys, work.left, work.right, TOP_LEFT)
+        return span.latest_first(block, rows, BLOCK), plane, band
 
 
 @gluon.jit
@@ -94,36 +126,38 @@ def _extent(band, first, plane, results, ROWS: gl.constexpr, BLOCK_N: gl.constex
 
 @gluon.jit
 def _take(
-    g: gl.constexpr, order, n, band, results, heads, GROUPS: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr
-):
-    """Return the n-th block of a program: (first row, batch, head, plane index, last, count, full, full_end).
+    g: gl.constexpr, work, n, results, heads, TOP_LEFT: gl.constexpr,
+    GROUPS: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """Return the n-th block of rows of a program: (first row, Plane, Band, last, count, full, full_end).
 
     last and count are as in `_extent`. Warpgroup g needs no mask for the blocks of keys full .. full_end - 1.
     """
-    first, plane = schedule.take(order, n, gl.program_id(0), gl.num_programs(0), heads, GROUPS * ROWS)
+    first, plane, band = _block(work, n, heads, TOP_LEFT, GROUPS * ROWS)
     last, count = _extent(band, first, plane, results, GROUPS * ROWS, BLOCK_N)
     _, full, full_end, _ = span.blocks(band, first + g * ROWS, ROWS, BLOCK_N)
-    return first, plane.batch, plane.head, plane.index, last, count, full, full_end
+    return first, plane, band, last, count, full, full_end
 
 
 @gluon.jit
-def _produce(shared, results, Q, K, V, order, band, HEADS: gl.constexpr, GROUP: gl.constexpr):
+def _produce(
+    shared, results, Q, K, V, work, HEADS: gl.constexpr, GROUP: gl.constexpr, TOP_LEFT: gl.constexpr
+):  # fmt: skip
     """Load tiles by TMA: the work of one warp. Keys go from last to first, so that masked blocks come first."""
     GROUPS: gl.constexpr = 3 if shared.q.tiles.shape[0] > 4 else 2
-    ROWS: gl.constexpr = shared.q.tiles.shape[3]
-    BLOCK_N: gl.constexpr = shared.k.tiles.shape[3]
-    program, programs = gl.program_id(0), gl.num_programs(0)
+    ROWS: gl.constexpr = shared.q.tiles.shape[-2]
+    BLOCK_N: gl.constexpr = shared.k.tiles.shape[-2]
     heads = HEADS if results.partials is None else HEADS * results.splits
     step = 0
-    for n in range(schedule.share(order, program, programs)):
-        first, plane = schedule.take(order, n, program, programs, heads, GROUPS * ROWS)
+    for n in range(schedule.share(work.order, gl.program_id(0), gl.num_programs(0))):
+        first, plane, band = _block(work, n, heads, TOP_LEFT, GROUPS * ROWS)
         last, count = _extent(band, first, plane, results, GROUPS * ROWS, BLOCK_N)
         if results.partials is not None:  # a plane is one split of a head
             plane = span.kv_head(plane, results.splits)
-        kv = span.kv_head(plane, GROUP)
+        kv = ring.of_keys(span.kv_head(plane, GROUP), band)
         ring.fill(shared.k, step, K, kv, last * BLOCK_N)  # this tile is free before the tile of q
         for g in gl.static_range(GROUPS):
-            ring.fill(shared.q, n * GROUPS + g, Q, plane, first + g * ROWS)
+            ring.fill(shared.q, n * GROUPS + g, Q, ring.of_rows(plane, band), first + g * ROWS)
         ring.fill(shared.v, step, V, kv, last * BLOCK_N)
         step += 1
         for i in range(1, count):
@@ -159,12 +193,15 @@ def _step(state, s, scale):
 
 
 @gluon.jit
-def _weights(s, state, masked, scale, band, rows, block, LAYOUT: gl.constexpr, dtype: gl.constexpr):
+def _weights(s, state, masked, score, band, plane, rows, block, LAYOUT: gl.constexpr, dtype: gl.constexpr):
     """Return (p as the left operand of p @ v, factor that rescales earlier sums, new State)."""
+    if score.scale is not None:
+        cols = block * s.shape[1] + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))
+        s, _ = scores.apply(score, s, 0.0, band, plane, rows[:, None], cols[None, :])
     if masked:  # a branch, because two loops (masked or not) would repack p between them
         cols = block * s.shape[1] + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))
         s = gl.where(span.inside(band, rows[:, None], cols[None, :]), s, float("-inf"))
-    p, decay, state = _step(state, s, scale)
+    p, decay, state = _step(state, s, score.softmax_scale)
     return gl.convert_layout(p.to(dtype), LAYOUT), decay, state
 
 
@@ -196,13 +233,14 @@ def _begin_scores(g: gl.constexpr, shared, n, step, zero, GROUPS: gl.constexpr, 
 
 @gluon.jit
 def _consume(
-    g: gl.constexpr, shared, results, order, band, scale, HEADS: gl.constexpr, DV: gl.constexpr, SHARE: gl.constexpr
+    g: gl.constexpr, shared, results, work, rules,
+    HEADS: gl.constexpr, DV: gl.constexpr, TOP_LEFT: gl.constexpr, SHARE: gl.constexpr,
 ):  # fmt: skip
     """Compute rows g * 64 .. g * 64 + 63 of each block of rows: the work of one warpgroup."""
     GROUPS: gl.constexpr = 3 if shared.q.tiles.shape[0] > 4 else 2
-    ROWS: gl.constexpr = shared.q.tiles.shape[3]
-    BLOCK_N: gl.constexpr = shared.k.tiles.shape[3]
-    WIDTH: gl.constexpr = shared.v.tiles.shape[4]
+    ROWS: gl.constexpr = shared.q.tiles.shape[-2]
+    BLOCK_N: gl.constexpr = shared.k.tiles.shape[-2]
+    WIDTH: gl.constexpr = shared.v.tiles.shape[-1]
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, WIDTH, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
@@ -214,28 +252,39 @@ def _consume(
     # (EARLY), the first scores of the next block are then computed before the output of this one is stored.
     TWO: gl.constexpr = shared.q.tiles.shape[0] > GROUPS
     EARLY: gl.constexpr = TWO and GROUPS == 2
+    PACKED: gl.constexpr = work.sequences is not None
     heads = HEADS if results.partials is None else HEADS * results.splits
-    share = schedule.share(order, gl.program_id(0), gl.num_programs(0))  # at least one
-    first, batch, head, index, last, count, full, full_end = _take(
-        g, order, 0, band, results, heads, GROUPS, ROWS, BLOCK_N
-    )
+    share = schedule.share(work.order, gl.program_id(0), gl.num_programs(0))
+    some = share > 0 if PACKED else gl.constexpr(True)  # packed sequences may have fewer blocks than programs
+    first, plane, band, last, count, full, full_end = _take(
+        g, work, 0, results, heads, TOP_LEFT, GROUPS, ROWS, BLOCK_N
+    )  # fmt: skip
     zero = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
     s = zero
     if EARLY:
-        s = _begin_scores(g, shared, 0, 0, zero, GROUPS)
+        s = _begin_scores(g, shared, 0, 0, zero, GROUPS, some)
         s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
-        ring.release(shared.k, 0)
+        ring.release(shared.k, 0, pred=some)
     step = 0
     for n in range(share):
-        plane = span.Plane(batch, head, index, ())
         rows = first + g * ROWS + gl.arange(0, ROWS, layout=S_ROWS)
         out = gl.zeros([ROWS, WIDTH], gl.float32, O_LAYOUT)
-        lowest = gl.full([ROWS], float("-inf"), gl.float32, S_ROWS)
+        score = rules.score
+        if score.slopes is not None:
+            slope = scores.slope(score, plane, gl.float32)
+            cap, at_zero, sinks = score.cap, score.slope_at_zero, score.sinks
+            score = scores.Score(score.scale, None, cap, at_zero, slope, None, sinks, score.shift, score.rough)
+        # A sink is the largest score at first, and has the weight 1.
+        lowest, weight = float("-inf"), 0.0
+        if score.sinks is not None:
+            lowest = scores.sink(score, plane, gl.float32)
+            weight = gl.where(lowest == float("-inf"), 0.0, 1.0)
+        row_max = gl.full([ROWS], lowest, gl.float32, S_ROWS)
         if GROUPS == 2:
-            row_sum = gl.zeros([ROWS, COLUMNS], gl.float32, SUMS)
+            row_sum = gl.full([ROWS, COLUMNS], weight / COLUMNS, gl.float32, SUMS)
         else:  # too few registers for partial sums
-            row_sum = gl.zeros([ROWS], gl.float32, S_ROWS)
-        state = softmax.State(lowest, row_sum)
+            row_sum = gl.full([ROWS], weight, gl.float32, S_ROWS)
+        state = softmax.State(row_max, row_sum)
 
         if not EARLY:
             s = _begin_scores(g, shared, n, step, zero, GROUPS)
@@ -243,7 +292,7 @@ def _consume(
             ring.release(shared.k, step)
         q = ring.tile(shared.q, n * GROUPS + g)
         masked = (last < full) | (last >= full_end)
-        p, decay, state = _weights(s, state, masked, scale, band, rows, last, P_LAYOUT, dtype)
+        p, decay, state = _weights(s, state, masked, score, band, plane, rows, last, P_LAYOUT, dtype)
         if TWO:
             store_wait(0)  # of the previous block's output
             if SHARE:
@@ -260,7 +309,7 @@ def _consume(
             ring.release(shared.k, step)
             block = last - i
             masked = (block < full) | (block >= full_end)
-            next_p, decay, state = _weights(s, state, masked, scale, band, rows, block, P_LAYOUT, dtype)
+            next_p, decay, state = _weights(s, state, masked, score, band, plane, rows, block, P_LAYOUT, dtype)
             # ptxas moves the wait for p @ v up over the exponentials, and they no longer overlap. It moves nothing over
             # the end of a basic block, and a barrier's wait is a loop: so the wait for the next k is here.
             ring.wait(shared.k, step + 1, pred=i + 1 < count)
@@ -278,7 +327,9 @@ def _consume(
             # A wait ends a basic block, so ptxas does not put what follows between the instructions of the product.
             ring.wait(shared.k, step + 1, pred=more)
         # Call _take here: its divisions then run during this product and do not delay the next one.
-        following = _take(g, order, gl.minimum(n + 1, share - 1), band, results, heads, GROUPS, ROWS, BLOCK_N)
+        following = _take(
+            g, work, gl.minimum(n + 1, share - 1), results, heads, TOP_LEFT, GROUPS, ROWS, BLOCK_N
+        )  # fmt: skip
         out, p = warpgroup_mma_wait(num_outstanding=1 if EARLY else 0, deps=(out, p))
         ring.release(shared.v, step)
         step += 1
@@ -288,8 +339,13 @@ def _consume(
         row_sum = gl.convert_layout(row_sum, O_ROWS)
         state = softmax.State(row_max, row_sum)
         if results.partials is None:
-            out, lse, log2_sum = softmax.finish(out, state, scale)
+            out, lse, log2_sum = softmax.finish(out, state, score.softmax_scale)
         rows = gl.convert_layout(rows, O_ROWS)
+        if rules.masks.rows is not None:
+            real = masking.real_rows(rules.masks, plane, rows, band.rows)
+            out = gl.where(real[:, None], out, 0.0)
+            lse = gl.where(real, lse, float("-inf") if score.sinks is None else lowest)
+            log2_sum = gl.where(real, log2_sum, float("inf"))
         if results.Lse is not None:
             memory.store_column(memory.table(results.Lse, plane, band.rows, 1), rows, band.rows, 0, lse)
         if results.Stats is not None:
@@ -306,14 +362,13 @@ def _consume(
             gl.store(where, out, mask=(r < band.rows) & (c < DV))
         elif results.partials is not None:
             c = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, O_LAYOUT))[None, :]
-            split = plane.index % results.splits
-            plane = span.kv_head(plane, results.splits)
-            splitting.keep(results.partials, plane, rows, c, band.rows, split, results.splits, out, state, True, DV)
+            split, head = plane.index % results.splits, span.kv_head(plane, results.splits)
+            splitting.keep(results.partials, head, rows, c, band.rows, split, results.splits, out, state, True, DV)
         else:
-            tile = q.reshape([1, 1, ROWS, WIDTH]) if SHARE else shared.out.index(g)
+            tile = q.reshape(results.Out.block_type.shape) if SHARE else shared.out.index(g)
             tile.reshape([ROWS, WIDTH]).store(out.to(dtype))
             fence_async_shared()
-            async_store(results.Out, [plane.batch, plane.head, first + g * ROWS, 0], tile)
+            async_store(results.Out, ring.place(ring.of_rows(plane, band), first + g * ROWS, 0), tile)
         if EARLY:
             s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
             ring.release(shared.k, step, pred=more)
@@ -321,14 +376,14 @@ def _consume(
             store_wait(0)
             if SHARE:
                 ring.release(shared.q, n * GROUPS + g)
-        first, batch, head, index, last, count, full, full_end = following
+        first, plane, band, last, count, full, full_end = following
     store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["q_len", "k_len", "left", "right", "planes", "section", "splits"])
 def forward(
     Q, K, V, Out, Wide, partials, Lse, Stats,
-    q_len, k_len, left, right, scale, planes, section, splits,
+    sequences, used, q_len, k_len, left, right, rules, planes, section, splits,
     spec: gl.constexpr, form: gl.constexpr,
 ):  # fmt: skip
     """Write Out (or Wide), Lse and Stats as kernels/forward.py does; a program may compute several blocks of rows.
@@ -337,23 +392,29 @@ def forward(
     descriptors of (B, H, S, D) with blocks of [1, 1, rows, width(D)]; blocks of Q and Out have 64 rows. planes is
     B * Hq * splits, where a plane is one split of the keys of one head, and `section` is as in schedule.py. Under a
     causal mask a program with several blocks takes them in pairs; planes must then be even.
+
+    sequences, unless None, are packed: B is 1, q_len and k_len are totals, planes is Hq, and descriptors are ragged.
+    `used` is then the number of used slots, an int32 tensor with one element.
     """
     GROUPS: gl.constexpr = form.GROUPS
     STAGES: gl.constexpr = form.STAGES
     HEADS: gl.constexpr = spec.HEADS
     GROUP: gl.constexpr = spec.GROUP
     DV: gl.constexpr = spec.DV
+    TOP_LEFT: gl.constexpr = spec.TOP_LEFT
     gl.static_assert(STAGES >= 2, "the next k is waited for before v is given back")
     band = span.band(q_len, k_len, left, right, spec.TOP_LEFT)
-    ROWS: gl.constexpr = Q.block_type.shape[2]
+    ROWS: gl.constexpr = Q.block_type.shape[-2]
     blocks, paired = gl.cdiv(q_len, GROUPS * ROWS), 0
-    if (left is None) != (right is None):
+    if sequences is not None:
+        blocks = gl.maximum(gl.load(used), 1)
+    elif (left is None) != (right is None):
         paired = (gl.num_programs(0) < blocks * planes).to(gl.int32)
-    order = schedule.Schedule(blocks, planes, section, paired)
+    work = Work(schedule.Schedule(blocks, planes, section, paired), band, sequences, left, right)
     # With equal widths a warpgroup's output overwrites its q.
-    SHARE: gl.constexpr = Out is not None and Q.block_type.shape[3] == Out.block_type.shape[3]
+    SHARE: gl.constexpr = Out is not None and Q.block_type.shape[-1] == Out.block_type.shape[-1]
     # Two tiles of q per warpgroup: the next is loaded when a block ends. Heads wider than 128 leave space for one.
-    q = ring.ring(Q, GROUPS if Q.block_type.shape[3] > 128 else 2 * GROUPS, 1)
+    q = ring.ring(Q, GROUPS if Q.block_type.shape[-1] > 128 else 2 * GROUPS, 1)
     k, v = ring.ring(K, STAGES, GROUPS), ring.ring(V, STAGES, GROUPS)
     if SHARE or Out is None:
         out = q.tiles
@@ -366,12 +427,12 @@ def forward(
             mbarrier.init(ping_pong.index(i), count=1)
     fence_async_shared()
     shared, results = Shared(q, k, v, out, ping_pong), Results(Out, Wide, partials, Lse, Stats, splits)
-    produce = (shared, results, Q, K, V, order, band, HEADS, GROUP)
+    produce = (shared, results, Q, K, V, work, HEADS, GROUP, TOP_LEFT)
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (_consume, (0, shared, results, order, band, scale, HEADS, DV, SHARE)),
-                (_consume, (1, shared, results, order, band, scale, HEADS, DV, SHARE)),
+                (_consume, (0, shared, results, work, rules, HEADS, DV, TOP_LEFT, SHARE)),
+                (_consume, (1, shared, results, work, rules, HEADS, DV, TOP_LEFT, SHARE)),
                 (_produce, produce),
             ],
             [WARPS, 1],
@@ -380,9 +441,9 @@ def forward(
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, shared, results, order, band, scale, HEADS, DV, SHARE)),
-                (_consume, (1, shared, results, order, band, scale, HEADS, DV, SHARE)),
-                (_consume, (2, shared, results, order, band, scale, HEADS, DV, SHARE)),
+                (_consume, (0, shared, results, work, rules, HEADS, DV, TOP_LEFT, SHARE)),
+                (_consume, (1, shared, results, work, rules, HEADS, DV, TOP_LEFT, SHARE)),
+                (_consume, (2, shared, results, work, rules, HEADS, DV, TOP_LEFT, SHARE)),
                 (_produce, produce),
             ],
             [WARPS, WARPS, 1],

@@ -35,10 +35,10 @@ def _differ(p, dp, number: gl.constexpr, tile):
 @gluon.jit
 def consume(g: gl.constexpr, shared, first, band, scale, GROUP: gl.constexpr):
     """Compute dk and dv of keys first + g * 64 .. first + g * 64 + 63: the work of one warpgroup."""
-    KEYS: gl.constexpr = shared.k.tiles.shape[3]
-    BLOCK_M: gl.constexpr = shared.q.tiles.shape[3]
-    WIDTH: gl.constexpr = shared.k.tiles.shape[4]
-    V_WIDTH: gl.constexpr = shared.v.shape[4]
+    KEYS: gl.constexpr = shared.k.tiles.shape[-2]
+    BLOCK_M: gl.constexpr = shared.q.tiles.shape[-2]
+    WIDTH: gl.constexpr = shared.k.tiles.shape[-1]
+    V_WIDTH: gl.constexpr = shared.v.shape[-1]
     ROWS: gl.constexpr = BLOCK_M // 2
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, 16])
     K_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, WIDTH, 16])

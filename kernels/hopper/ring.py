@@ -9,15 +9,29 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from ..vocabulary.span import Plane
 from .copies import async_load
+
+# The rows of a ragged descriptor, and the coordinate at which 64-bit addresses wrap around (launch/hopper.py).
+ROWS = gl.constexpr(2**30)
 
 
 class Ring(NamedTuple):
-    """Tiles of (B, H, S, D) tensors, [step, 1, 1, rows, columns], and two mbarriers for each tile."""
+    """Tiles of (B, H, S, D) tensors, [step, 1, 1, rows, columns], and two mbarriers for each tile.
+
+    Tiles of packed sequences have one more dimension, as their descriptors have.
+    """
 
     tiles: gl.shared_memory_descriptor
     ready: gl.shared_memory_descriptor
     free: gl.shared_memory_descriptor
+
+
+class Ragged(NamedTuple):
+    """First row (or key) of a packed sequence, and its number of rows (or keys): `packed` of a Plane."""
+
+    first: gl.tensor
+    length: gl.tensor
 
 
 @gluon.jit
@@ -57,11 +71,41 @@ def reserve(ring, step, nbytes: gl.constexpr):
 
 
 @gluon.jit
+def of_rows(plane, band):
+    """Return the Plane with which `place` finds rows; in packed sequences it has the first row and their number."""
+    if len(plane.packed) == 0:
+        return plane
+    else:
+        return Plane(plane.batch, plane.head, plane.index, Ragged(plane.packed.row, band.rows))
+
+
+@gluon.jit
+def of_keys(plane, band):
+    """Return the Plane with which `place` finds keys; in packed sequences it has the first key and their number."""
+    if len(plane.packed) == 0:
+        return plane
+    else:
+        return Plane(plane.batch, plane.head, plane.index, Ragged(plane.packed.key, band.keys))
+
+
+@gluon.jit
+def place(plane, row, column):
+    """Return the coordinates of a block of one head; for packed sequences, those of a ragged descriptor.
+
+    TMA then loads zeros past the end of the sequence, and stores nothing there.
+    """
+    if len(plane.packed) == 0:
+        return [plane.batch, plane.head, row, column]
+    else:
+        end, length = plane.packed.first + plane.packed.length, plane.packed.length
+        return [ROWS, end, plane.head, ROWS - length + row, column]
+
+
+@gluon.jit
 def copy(ring, tiles, step, desc, plane, row, column=0):
     """Begin the TMA copy of a block of one head, at (row, column), into `tiles`, which use the ring's barriers."""
     TILES: gl.constexpr = ring.tiles.shape[0]
-    place = [plane.batch, plane.head, row, column]
-    async_load(desc, place, ring.ready.index(step % TILES), tiles.index(step % TILES))
+    async_load(desc, place(plane, row, column), ring.ready.index(step % TILES), tiles.index(step % TILES))
 
 
 @gluon.jit
@@ -80,7 +124,7 @@ def wait(ring, step, pred=True):
 @gluon.jit
 def at(tiles, step):
     """Return the tile of a step as a matrix in shared memory."""
-    return tiles.index(step % tiles.shape[0]).reshape([tiles.shape[3], tiles.shape[4]])
+    return tiles.index(step % tiles.shape[0]).reshape([tiles.shape[-2], tiles.shape[-1]])
 
 
 @gluon.jit

@@ -59,7 +59,7 @@ def ones(KEYS: gl.constexpr):
 @gluon.jit
 def _numbers(rows, step, which: gl.constexpr, part: gl.constexpr = 0, PARTS: gl.constexpr = 1):
     """Return part `part` of PARTS of the row statistics, [16, rows]: for scores if `which` is 0, for dp if it is 1."""
-    ROWS: gl.constexpr = rows.shape[3]
+    ROWS: gl.constexpr = rows.shape[-2]
     COUNT: gl.constexpr = ROWS // PARTS
     tables = rows.index(step % rows.shape[0]).reshape([2 * ROWS, 16])
     return tables.slice(which * ROWS + part * COUNT, COUNT, dim=0).permute((1, 0))
@@ -102,7 +102,7 @@ def weights(s, shared, block, full, full_end, earliest, band, scale, part: gl.co
     """Return the weights p, [keys, rows], of a block of rows or its part `part`, from the scores of `begin_scores`."""
     p = softmax.powers(s, scale)
     if (block < full) | (block >= full_end):
-        p = hide(p, block * shared.q.tiles.shape[3] + part * p.shape[1], earliest, band)
+        p = hide(p, block * shared.q.tiles.shape[-2] + part * p.shape[1], earliest, band)
     return p
 
 

@@ -65,13 +65,16 @@ def within(extents, plane, q_len, k_len, slot):
 
 
 @triton.jit
-def locate(sequences, q_len, k_len, heads, BLOCK: tl.constexpr, BY_KEYS: tl.constexpr, across=1):
+def locate(sequences, q_len, k_len, heads, BLOCK: tl.constexpr, BY_KEYS: tl.constexpr, across=1, number=None):
     """Return (block of rows or keys, batch and head, numbers of rows and keys) of a program.
 
-    `across` programs share a block. In packed sequences each head has all slots, so that concurrent programs read the
-    same keys; an unused slot has no rows and keys, and its block of rows is -1, for which `latest_first` returns 0.
+    `across` programs share a block. number: None stands for the program's own number. In packed sequences each head has
+    all slots, so that concurrent programs read the same keys; an unused slot has no rows and keys, and its block of
+    rows is -1, for which `latest_first` returns 0.
     """
     pid, programs = tl.program_id(0) // across, tl.num_programs(0) // across
+    if number is not None:
+        pid = number
     if sequences is None:
         block, plane = place(pid, k_len if BY_KEYS else q_len, heads, BLOCK)
         return block, plane, q_len, k_len
@@ -86,6 +89,18 @@ def locate(sequences, q_len, k_len, heads, BLOCK: tl.constexpr, BY_KEYS: tl.cons
         plane = Plane(batch, head, batch * heads + head, ())
         plane, rows, keys = within(sequences.extents, plane, q_len, k_len, slot)
         return block, plane, tl.where(none, 0, rows), tl.where(none, 0, keys)
+
+
+@triton.jit
+def padded(plane, block, ROWS: tl.constexpr):
+    """Return (batch, block) of a block of rows in a buffer where each packed sequence starts with a new block.
+
+    Sequence i begins there with block row // ROWS + i, because the sequence before it needs no more blocks.
+    """
+    if len(plane.packed) == 0:
+        return plane.batch, block
+    else:
+        return plane.batch * 0, plane.packed.row // ROWS + plane.batch + block
 
 
 @triton.jit

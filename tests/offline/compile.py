@@ -119,13 +119,15 @@ def _hopper_table():
         for dim in {64: (32, 16), 128: (80,)}.get(width, ()):
             yield Row("hopper", 90, "bf16", dim, "full", *first)
     for width, forms in tile_table.HOPPER.items():
-        for variant in ("partial", "splits"):
-            yield Row("hopper", 90, "bf16", width, variant, forms[0], (0, len(forms)))
+        for variant in ("partial", "splits", "packed", "softcap", "alibi_slopes", "sinks", "query_mask", "registers"):
+            if width <= 128 or variant not in ("alibi_slopes", "registers"):  # not supported, because of spills
+                yield Row("hopper", 90, "bf16", width, variant, forms[0], (0, len(forms)))
     stored = tile_table.BACKWARDS["hopper_bwd_ds"]
     for kernel, rows in (tile_table.BACKWARDS | dict.fromkeys(tile_table.PRODUCTS, stored)).items():
         for width, (form,) in rows.items():
-            seldom = kernel in ("hopper_bwd_deterministic", *tile_table.PRODUCTS)  # windows do not change the code
-            for variant in ("full", "causal", *(() if seldom else ("window",))):
+            seldom = kernel in ("hopper_bwd_deterministic", *tile_table.PRODUCTS)  # no other code for windows
+            packed = kernel in ("hopper_bwd", "hopper_bwd_deterministic")
+            for variant in ("full", "causal", *(() if seldom else ("window",)), *["packed"] * packed):
                 yield Row(kernel, 90, "bf16", width, variant, form, (0, 1))
             if not seldom:
                 yield Row(kernel, 90, "fp16", width, "full", form, (0, 1))

@@ -76,6 +76,9 @@ VARIANTS |= {
     | dict(key_mask=_meta(1, LENGTH), query_mask=_meta(1, LENGTH), max_seqlen_q=LENGTH, max_seqlen_k=LENGTH),
 }
 VARIANTS |= dict(partial=dict(partial=True), splits={})  # splits: few heads, so that programs share the keys of a row
+_ALL_OPTIONS = VARIANTS["everything"]
+VARIANTS |= {name: {name: _ALL_OPTIONS[name]} for name in ("softcap", "alibi_slopes", "sinks", "query_mask")}
+VARIANTS["registers"] = {name: _ALL_OPTIONS[name] for name in ("softcap", "alibi_slopes", "sinks", "query_mask")}
 ALL = ("everything", "packed all")  # variants with every option
 # Variants of calls to a cache.
 PAGES = {"contiguous": None, "one page": 32768, "pages": 256, "small pages": 16, "everything": 16}

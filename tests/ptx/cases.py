@@ -135,6 +135,7 @@ _PACKED = dense(
     ("packed, rows far apart", _TOGETHER | dict(far=(2, 2**24), causal=True)),
     ("packed masks", _TOGETHER | dict(key_mask="own", query_mask="own", mask="batch", bias="heads")),
 )
+_PACKED_HEADS = _TOGETHER | dict(causal=True, align="top_left", Hq=4, Hkv=2, D=80, Dv=80, dtype=FP16)
 _ON_HOPPER = dense(
     *(
         (f"hopper {name}", fields | dict(backend="hopper"))
@@ -147,6 +148,18 @@ _ON_HOPPER = dense(
             ("causal D128", dict(causal=True, Sq=300, Sk=333, multiprocessors=1, **WIDE)),
             ("window", dict(window=(40, 20), Sq=300, Sk=300, multiprocessors=2)),
             ("causal D256", dict(causal=True, D=256, Sq=150, Sk=170, multiprocessors=1)),
+            ("softcap, a repeated call", dict(softcap=1.5, times=3)),
+            ("slopes D128 causal", dict(alibi="own", causal=True, B=2, **WIDE)),
+            ("sinks, packed", _TOGETHER | dict(sinks=True, window=(60, 0))),
+            ("sinks, query mask D256", dict(sinks=True, query_mask="own", B=2, D=256, **SHORT)),
+            ("query mask, slopes, cap D128", dict(query_mask="own", B=2, alibi="own", softcap=5.0, scale=-0.4, **WIDE)),
+            ("scale 0", dict(scale=0.0)),
+            ("packed", _TOGETHER | dict(multiprocessors=3)),  # full: programs take several blocks
+            ("packed causal D128", _TOGETHER | dict(causal=True, **WIDE)),
+            ("packed D64, two passes", _TOGETHER | dict(window=(60, 0)) | TWO),
+            ("packed D128", _TOGETHER | WIDE),
+            ("packed top left, heads 4:2, D80 fp16, two passes", _PACKED_HEADS | TWO),
+            ("packed window D256 fp16", _TOGETHER | dict(window=(30, 9), D=256, dtype=FP16)),
             ("window D136 Dv32 fp16", dict(window=(40, 20), dtype=FP16, D=136, Dv=32)),
             ("long", dict(Sq=150, Sk=1000, Hq=4, Hkv=2)),
             ("one row", dict(Sq=1, Sk=300)),
@@ -243,7 +256,7 @@ ENTRIES = {
 FEW = (
     *("plain D64", "window, two passes", "dropout under a key mask", "bias over batch (dbias)", "packed causal"),
     *("decode: new keys in pages", "decode: cache, split and merged"),
-    *("hopper window", "hopper D128", "hopper causal D256"),
+    *("hopper window", "hopper D128", "hopper causal D256", "hopper packed causal D128"),
 )
 
 # `make test-all` runs each named call for one GPU, and these for the other GPU, too. So it runs each first tile.

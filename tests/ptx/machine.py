@@ -53,6 +53,8 @@ class Machine(Copies, Products, Boxes):
     def next(self, step):
         """Return the basic block to run: the first or, if all poll memory, the one that has waited longest."""
         at = min(self.ready, key=lambda at: (self.polled.get(at, -1), at)) if self.program.polls else min(self.ready)
+        # LLVM may place a block before one that jumps to it, but lanes of both go on together.
+        at = min((each for each in self.ready if self.program.jumps.get(each) == at), default=at)
         if at in self.program.polls:
             self.polled[at] = step
         return at

@@ -41,6 +41,13 @@ class TensorMap(NamedTuple):
     strides: tuple
     padding: int
 
+    def elements(self):
+        """Return (shape, strides) of the tensor. Those of a ragged descriptor have two more dimensions."""
+        if self.strides[0] + self.strides[1] != 2**34:
+            return self.shape, self.strides
+        _, total, heads, _, columns = self.shape
+        return (heads, total - 1, columns), self.strides[2:]
+
 
 class Allocation:
     """Storage of one or more tensors, and the state of its bytes.
@@ -135,7 +142,8 @@ class Memory:
             strided.setdefault(storage.data_ptr(), []).append(_strided(tensor))
         for name, descriptor in described.items():
             of = TensorMap(*descriptor.what)
-            length = (sum((n - 1) * step for n, step in zip(of.shape, of.strides, strict=True)) + 1) * of.itemsize
+            shape, strides = of.elements()
+            length = (sum((n - 1) * step for n, step in zip(shape, strides, strict=True)) + 1) * of.itemsize
             for first, (size, names) in ranges.items():
                 if first <= of.base and of.base + length <= first + size:
                     names.append(name)
@@ -143,8 +151,8 @@ class Memory:
             else:
                 first = of.base
                 ranges[of.base] = (self.fresh[of.base].size if of.base in self.fresh else length), [name]
-            steps = [step * of.itemsize for step in of.strides]
-            strided.setdefault(first, []).append((of.base - first, of.shape, steps, of.itemsize))
+            steps = [step * of.itemsize for step in strides]
+            strided.setdefault(first, []).append((of.base - first, shape, steps, of.itemsize))
         self.allocations = []
         for base, (size, names) in sorted(ranges.items()):
             allocation, written = Allocation(base, size, " ".join(names)), self.fresh.get(base)

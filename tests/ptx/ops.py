@@ -1,6 +1,7 @@
 """Results of arithmetic PTX instructions, on arrays with one element per lane. An operand may be a scalar.
 
-Differences from hardware: `ex2` is NumPy's and `div.full` is exact, while a GPU approximates both. `fma` rounds twice.
+Differences from hardware: `ex2` and `rsqrt` are NumPy's and `div.full` is exact, while a GPU approximates them. `fma`
+rounds twice.
 """
 
 import numpy as np

@@ -29,6 +29,7 @@ class Program:
         index: {register: place in R}. width, home: by place, the bits and the stored dtype of a register.
         labels: {label: number of a block}. tables: {name of a branch table: labels}.
         polls: blocks that load a volatile number until it changes.
+        jumps: {block: the block that it always jumps to}.
         used: registers that an instruction reads.
         grain: bytes of the smallest access to shared memory.
     """
@@ -45,6 +46,8 @@ class Program:
         self.home = self._homes(instructions)
         self._functions = {}
         self.polls = set(filter(self._waits, range(len(self.blocks))))
+        last = [(number, block[-1]) for number, block in enumerate(self.blocks) if block]
+        self.jumps = {n: self.labels[x.args[0]] for n, x in last if x.op.startswith("bra") and not x.guard}
 
     def _waits(self, block):
         volatile = any(".volatile" in each.op for each in self.blocks[block])

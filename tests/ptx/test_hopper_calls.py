@@ -97,3 +97,30 @@ def test_a_backward_that_fails_leaves_the_call_to_the_kernels_of_every_gpu(monke
     finally:
         failures.forget()
     assert [x.name for x in device.launches][-3:] == ["preprocess", "dkdv", "postprocess"]
+
+
+@pytest.mark.parametrize("options", [{}, dict(causal=True, align="top_left")], ids=["full", "top_left"])
+def test_packed_sequences_are_those_of_dense_calls(options):
+    """Each sequence has the bits of a dense call, and NaN in the sequences between them changes none."""
+    lengths = (70, 40), (9, 9), (130, 200)  # rows, keys
+    rows, keys = ([n[i] for n in lengths] for i in (0, 1))
+    query, key, value = (torch.randn(sum(n), 2, 64, **BF16) for n in (rows, keys, keys))
+    for x, n in ((query, rows), (key, keys), (value, keys)):
+        x[n[0] : n[0] + n[1]] = float("nan")
+        x.requires_grad_()
+    ends = [torch.tensor([0, *n]).cumsum(0).int() for n in (rows, keys)]
+    with gpu(90) as device:
+        out = fa.attention_varlen(query, key, value, *ends, **options, backend="hopper")
+        incoming = torch.randn_like(out)
+        gradients = torch.autograd.grad(out, (query, key, value), incoming)
+        assert [x.name for x in device.launches].count("backward") == 1
+        for b in (0, 2):
+            at = [slice(*e[b : b + 2].tolist()) for e in ends]
+            pick = at[0], at[1], at[1]
+            own = [x[i].detach() for x, i in zip((query, key, value), pick, strict=True)]
+            dense = [x.transpose(0, 1)[None].requires_grad_() for x in own]
+            want = _attend(*dense, **options)
+            assert torch.equal(out[at[0]], want[0].transpose(0, 1))
+            wanted = torch.autograd.grad(want, dense, incoming[at[0]].transpose(0, 1)[None])
+            for got, of_dense, i in zip(gradients, wanted, pick, strict=True):
+                assert torch.equal(got[i], of_dense[0].transpose(0, 1))

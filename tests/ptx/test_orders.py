@@ -56,6 +56,7 @@ CALLS = [
         ("bias of rows", 80),
         ("hopper one row", 90),
         ("hopper window, two passes", 90),
+        ("hopper packed D64, two passes", 90),
         ("hopper causal D128, two passes", 90),
         ("hopper window D136 Dv32 fp16, two passes", 90),
     )

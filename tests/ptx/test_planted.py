@@ -32,6 +32,7 @@ LOAD_AND_STORE = """where = pointers(of_rows(sums, plane), r, c)
         tl.store(where, tl.load(where, mask=exists, other=0.0) + tile, mask=exists)"""
 ADD_BOX = "sums.atomic_add(place, tile.reshape(sums.block_shape))"
 LOAD_AND_STORE_BOX = "sums.store(place, sums.load(place) + tile.reshape(sums.block_shape))"
+V = "\n        ring.fill(shared.v"
 PLACE = "plane.head, first + plane.packed.row, 0]"
 MULTIPLIED = """        s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
 """
@@ -64,9 +65,12 @@ UNSEEN = (
         "decode: cache, split and merged",
         90,
     ),
+    ("sums of two sequences", SPAN, "ROWS + plane.batch + block", "ROWS + block", "hopper packed", 90),
+    ("a slot too few", "sequences.py", "tl.minimum(used, size)", "tl.minimum(used - 1, size)", "hopper packed", 90),
+    ("turns of an empty slot", WAY_BACK, "block = gl.maximum(block, 0)", "pass", "hopper packed D64, two passes", 90),
     ("stats without the largest score", "combine.py", "one, rows, state.row_max,", "one, rows, lse,", SPLITS, 90),
     ("dq in another sequence", TILES, f"[plane.batch * 0, {PLACE}", f"[plane.batch, {PLACE}", "packed causal", 90),
-    ("other rows of q", HOPPER, "Q, plane, first + g * ROWS)", "Q, plane, first + g * 16)", "hopper D64", 90),
+    ("other rows of q", HOPPER, f"band), first + g * ROWS){V}", f"band), first + g * 16){V}", "hopper D64", 90),
     ("a phase of two stages", RING, "step // TILES & 1 ^ 1", "step // 2 & 1 ^ 1", LONG, 90),
     ("the other half of dq", WAY_BACK, "slice(g * PART, PART", "slice((1 - g) * PART, PART", "hopper causal D128", 90),
     ("four tiles of ds for one", WAY_BACK, "step % 2 * GROUPS", "step % 1 * GROUPS", "hopper causal D128", 90),
@@ -75,6 +79,7 @@ UNSEEN = (
 if copies.LATER_UNFENCED.value:  # with a later Triton this is no mistake
     LATER = "vocabulary/attend.py", "copies.fence_later(spec.BY_THREADS)", "pass"
     UNSEEN += (("values that nobody fenced", *LATER, "keys by threads", 90),)
+PACKED, PACKED_CAUSAL = "hopper packed", "hopper packed causal D128"
 D128, D64, STORED = "hopper causal D128", "hopper window", "hopper causal D256, two passes"
 RELEASED = "        ring.release(shared.q, step)\n"
 DK = "        dk, ds = warpgroup_mma_wait(num_outstanding=3 + GROUPS, deps=(dk, ds))\n"
@@ -85,6 +90,11 @@ ON_HOPPER = tuple(
         ("an empty split", "forward", "begin, gl.cdiv(band.keys, BLOCK_N))", "begin, begin)", SPLITS),
         ("keys of another head", "forward",
          "plane = span.kv_head(plane, results.splits)\n        kv", "pass\n        kv", SPLITS),
+        ("rows of the next sequence", "ring", ".packed.row, band.rows)", ".packed.row, band.rows + 1)", PACKED),
+        ("keys of the next sequence", "ring", ".packed.key, band.keys)", ".packed.key, band.keys + 1)", PACKED),
+        ("a program too many", "forward", "share > 0 if PACKED", "share >= 0 if PACKED", PACKED_CAUSAL),
+        ("the wrong end of the slots", "forward", "work.order.blocks - 1 - slot", "slot + 1", PACKED),
+        ("a band for all sequences", "forward", "rows, keys, work.left", "keys, rows, work.left", PACKED_CAUSAL),
         ("k given back before its product", "forward", MULTIPLIED + K_RELEASED, K_RELEASED + MULTIPLIED, LONG),
         ("a wait for the first q", "forward", "wait(shared.q, n * GROUPS + g,", "wait(shared.q, g,", MANY),
         ("the next scores are of this q", "forward", "shared, n + 1, step + 1,", "shared, n, step + 1,", MANY),

@@ -39,6 +39,7 @@ FLOATING = {  # types, modifiers, formula
     "max": ("f32 f64", "", "largest({}, {})"),
     "div.full": ("f32", "", "{} / {}"),
     "ex2.approx": ("f32", "ftz", "np.exp2({})"),
+    "rsqrt.approx": ("f32", "ftz", "1 / np.sqrt({})"),
 }
 SIGNED = {
     "min": "np.minimum({}, {})",

@@ -41,14 +41,18 @@ def _box(e, text):
 
 
 @instruction("cp.async.bulk.tensor.4d.shared::cta.global.mbarrier::complete_tx::bytes")
+@instruction("cp.async.bulk.tensor.5d.shared::cta.global.mbarrier::complete_tx::bytes")
 @instruction("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes")
+@instruction("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes")
 def bulk_in(e, op, target, box, barrier):
     """Emit the start of a TMA load of a box; its bytes arrive at an mbarrier."""
     e.line(e.call("bulk_in", *_box(e, box), *e.pointer(target), *e.pointer(barrier)))
 
 
 @instruction("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group")
+@instruction("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group")
 @instruction("cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.bulk_group")
+@instruction("cp.reduce.async.bulk.tensor.5d.global.shared::cta.add.bulk_group")
 def bulk_out(e, op, box, source):
     """Emit the start of a TMA store or addition of a box."""
     e.line(e.call("bulk_out", "reduce" in op.name, *_box(e, box), *e.pointer(source)))
