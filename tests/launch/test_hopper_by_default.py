@@ -78,10 +78,20 @@ class Other(torch.Tensor):
 ODD = [torch.empty(2 * 8 * 300 * 64 + 1, dtype=torch.bfloat16)[1:].view(2, 8, 300, 64) for _ in range(3)]
 EXPANDED = [draw(64, heads=(8, 1))[0], *(x.expand(-1, 8, -1, -1) for x in draw(64, heads=(8, 1))[1:])]
 OTHERS = {  # (inputs, options, backend of the call, reason against the preferred backend)
-    "softcap": (draw(128), dict(softcap=3.0), "triton", "it does not support softcap"),
+    "mask": (
+        draw(128),
+        dict(mask=torch.ones(300, 300, dtype=torch.bool, device="meta")),
+        "triton",
+        "it does not support mask",
+    ),
+    "slopes": (
+        draw(256),
+        dict(alibi_slopes=torch.ones(8, device="meta")),
+        "triton",
+        "alibi_slopes with heads wider than 128",
+    ),
     "dropout": (draw(128), dict(dropout_p=0.1, seed=1), "triton", "it does not support dropout_p"),
     "bias": (draw(128), dict(bias=torch.empty(300, 300, device="meta")), "triton", "it does not support bias"),
-    "scale": (draw(128), dict(scale=0.0), "triton", "a scale between"),
     "strides": (EXPANDED, {}, "triton", "strides of key"),  # TMA cannot read stride 0
     "address": (ODD, {}, "triton", "query lies at an address that is no multiple of 16"),
     "address of a subclass": ([x.as_subclass(Other) for x in ODD], {}, "triton", "key lies at an address"),
@@ -93,6 +103,26 @@ OTHERS = {  # (inputs, options, backend of the call, reason against the preferre
         for major, minor in ((8, 0), (8, 6), (8, 9), (10, 0), (12, 0))
     },
 }
+
+
+ONLY_FORWARD = {  # options, and the reason against a Hopper backward
+    "softcap": (dict(softcap=3.0), "it does not support softcap"),
+    "sinks": (dict(sinks=torch.ones(8, device="meta")), "it does not support sinks"),
+    "slopes": (dict(alibi_slopes=torch.ones(8, device="meta")), "it does not support alibi_slopes"),
+    "query mask": (
+        dict(query_mask=torch.ones(2, 300, dtype=torch.bool, device="meta")),
+        "it does not support query_mask",
+    ),
+    "scale": (dict(scale=0.0), "a scale between"),
+}
+
+
+@pytest.mark.parametrize("name", ONLY_FORWARD)
+def test_options_whose_backward_others_take(name):
+    options, why = ONLY_FORWARD[name]
+    found = explain(*draw(128), **options)
+    assert found.backend == "hopper" and any(why in sentence for sentence in found.backward)
+    assert "hopper" in found.tiles and "hopper_bwd" not in found.tiles
 
 
 @pytest.mark.parametrize("name", OTHERS)
