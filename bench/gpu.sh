@@ -3,7 +3,7 @@
 #
 # It needs a python3 (or PYTHON) with torch, triton and pytest, better with pytest-xdist; no network, no installation.
 # Steps have time limits and are independent. All take half an hour; in slots of ten minutes:
-#     info first forward backward decode | kernels hopper | others matrix | tune options packed module | flex check
+#     info first forward backward packed | kernels hopper | others matrix decode | tune options module | flex check
 # Logs, CSV files and the file of `fusedattn tune` go into results.tgz in the folder OUT (default: out), and are added to
 # those of earlier runs. COMMIT is written into the rows if there is no git. The exit status is 1 if a step failed or did
 # not finish. Without a GPU it is a rehearsal.
@@ -72,6 +72,7 @@ step info 60 40 "$python" -m fusedattn info
 step first 60 5 "$python" -m pytest -q -p no:cacheprovider tests/kernels/test_gpu.py::test_first_contact
 question 150 forward --providers "$peers"
 question 200 backward --providers "$peers"
+question 90 packed
 question 60 decode
 tests kernels 280 "gpu and not matrix and not sample" tests/kernels --ignore=tests/kernels/test_gpu_hopper.py
 tests hopper 200 gpu tests/kernels/test_gpu_hopper.py
@@ -79,7 +80,6 @@ tests others 280 "gpu and not matrix and not sample" tests --ignore=tests/ptx --
 tests matrix 280 "gpu and matrix" tests --ignore=tests/ptx --ignore=tests/kernels/test_gpu_hopper.py
 XDG_CACHE_HOME=$results step tune 250 30 "$python" -m fusedattn tune
 question 120 options
-question 90 packed
 question 60 module
 step flex 240 15 "$python" -m fusedattn bench forward backward --providers fusedattn,flex \
     --csv "$results/flex.csv" --commit "$commit"
