@@ -36,7 +36,7 @@ V = "\n        ring.fill(shared.v"
 PLACE = "plane.head, first + plane.packed.row, 0]"
 MULTIPLIED = """        s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
 """
-K_RELEASED = """        ring.release(shared.k, 0)
+K_RELEASED = """        ring.release(shared.k, 0, pred=some)
 """
 NEXT = """            s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
 """
