@@ -271,7 +271,8 @@ def _consume(
         out = gl.zeros([ROWS, WIDTH], gl.float32, O_LAYOUT)
         score = rules.score
         if score.slopes is not None:
-            slope = scores.slope(score, plane, gl.float32)
+            head = plane if results.partials is None else span.kv_head(plane, results.splits)
+            slope = scores.slope(score, head, gl.float32)
             cap, at_zero, sinks = score.cap, score.slope_at_zero, score.sinks
             score = scores.Score(score.scale, None, cap, at_zero, slope, None, sinks, score.shift, score.rough)
         # A sink is the largest score at first, and has the weight 1.

@@ -172,6 +172,7 @@ _ON_HOPPER = dense(
             ("window D136 Dv32 fp16, two passes", dict(window=(40, 20), dtype=FP16, D=136, Dv=32, **TWO)),
             ("splits", dict(Sq=100, Sk=1200, Hq=4, Hkv=2, times=3)),  # the third call is a replay
             ("empty splits, causal D128", dict(causal=True, align="top_left", Sq=300, Sk=1200, **WIDE)),
+            ("splits, slopes", dict(alibi="own", softcap=5.0, B=2, Sq=70, Sk=1200, Hq=4, Hkv=2)),
             # Three splits of two blocks of rows make three pairs, one for each program.
             ("splits in pairs, causal", dict(causal=True, Sq=128, Sk=3840, multiprocessors=3)),
             ("splits, window D256 Dv128", dict(window=(900, 0), D=256, Dv=128, Sq=70, Sk=1000)),
