@@ -28,7 +28,8 @@ except (ImportError, AttributeError) as error:  # Gluon is experimental: names c
 missing = None if kernel is not None else f"this version of Triton lacks names that its kernel uses ({_why})"
 RAGGED_ROWS = 2**30  # limit on the rows of packed sequences
 # Optional fields of a Call that the kernels support, or that `limits` checks one by one. It refuses others.
-_KNOWN = ("left", "right", "origin", "seed", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+# A block mask needs no support: it marks what other masks hide.
+_KNOWN = "block_mask", "left", "right", "origin", "seed", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
 _IN_FORWARD = "query_mask", "softcap", "alibi_slopes", "sinks"
 _OTHERS = tuple(name for name, default in Call._field_defaults.items() if default is None and name not in _KNOWN)
 _DESCRIPTORS = (
@@ -45,7 +46,8 @@ def limits(call: Call, known: tuple[str, ...] = _IN_FORWARD) -> list[str]:
         lacks.append("it does not support dropout_p")
     if call.query.dtype not in (torch.float16, torch.bfloat16):
         lacks.append(f"it supports float16 and bfloat16, not {call.query.dtype}")
-    if call.cu_seqlens_q is not None and holds(max(call.query.shape[2], call.key.shape[2]) > RAGGED_ROWS, False):
+    lengths = call.query.shape[2], call.key.shape[2]
+    if call.cu_seqlens_q is not None and any(holds(length > RAGGED_ROWS, False) for length in lengths):
         lacks.append("packed sequences have more than 2**30 rows")
     if holds(call.key.shape[2] == 0, False):  # unknown to a compiler; the operator checks again when it runs
         lacks.append("there are no keys")

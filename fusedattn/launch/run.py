@@ -159,9 +159,9 @@ def backward_on_hopper(call, ordered):
 
 def form_on_hopper(name, call):
     """Return the tile of a Hopper kernel for a call; None if a tuning file found all of its tiles wrong."""
-    place, packed = tuned.place(name, call.query.dtype, widest(call)), call.cu_seqlens_q
-    sequences = 1 if packed is None else max(1, packed.shape[0] - 1)  # packed sequences count with their mean length
-    length = min(call.query.shape[2], call.key.shape[2]) // sequences
+    place = tuned.place(name, call.query.dtype, widest(call))
+    # Packed sequences count as short: the bits of one must not depend on the lengths of others.
+    length = min(call.query.shape[2], call.key.shape[2]) if call.cu_seqlens_q is None else 0
     ranked, wrong, _ = tuned.of(device_of(call.query)).get(place, tuned.Forms())
     forms = tile_table.forms_on_hopper(name, row_width(widest(call)), length, hopper.band_of(call), ranked)
     return next((form for form in forms if form not in wrong), None)

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 pytest.importorskip("triton", reason="kernels need Triton")
 
 import fusedattn as fa
-from fusedattn.launch import failures, run
+from fusedattn.launch import failures, run, tile_table
 from fusedattn.testing.tolerance import verdict
 
 from ..close import assert_like
@@ -124,3 +125,44 @@ def test_packed_sequences_are_those_of_dense_calls(options):
             wanted = torch.autograd.grad(want, dense, incoming[at[0]].transpose(0, 1)[None])
             for got, of_dense, i in zip(gradients, wanted, pick, strict=True):
                 assert torch.equal(got[i], of_dense[0].transpose(0, 1))
+
+
+def test_a_mode_sees_a_query_mask_of_a_forward_on_hopper():
+    """With gradients the call has a block mask; the operator's check accepts it, too."""
+    inputs, shown = _drawn(), torch.arange(70)[None] % 3 > 0
+    with gpu(90) as device:
+        want = _attend(*inputs, query_mask=shown)
+        with FlopCounterMode(display=False) as counter:
+            assert torch.equal(_attend(*inputs, query_mask=shown), want)
+    assert counter.get_total_flops() and [x.name for x in device.launches].count("forward") == 2
+
+
+class Packed(torch.nn.Module):
+    def forward(self, query, key, *ends):
+        options = dict(max_seqlen_q=130, max_seqlen_k=130, backend="hopper")
+        return fa.attention_varlen(query, key, key, *ends, **options)
+
+
+def test_an_export_takes_more_rows_than_keys_and_fewer():
+    few, many = (torch.randn(n, 1, 64, **BF16) for n in (150, 200))
+    ends = [torch.tensor([0, 70, n], dtype=torch.int32) for n in (150, 200)]
+    lengths = [{0: torch.export.Dim(name, min=4, max=9999)} for name in ("rows", "keys")]
+    with gpu(90):
+        inputs = few, many, *ends
+        exported = torch.export.export(Packed(), inputs, dynamic_shapes=(*lengths, ({}, {})), strict=True)
+        inputs = many, few, *ends[::-1]
+        assert torch.equal(exported.module()(*inputs), Packed()(*inputs))
+
+
+def test_bits_do_not_depend_on_other_sequences(monkeypatch):
+    """A short sequence beside a long one does not change the tile, which depends on lengths in dense calls."""
+    monkeypatch.setitem(tile_table.HOPPER_LONG, 64, (dict(full=260), tile_table.Pipeline(3, 128, 2)))
+    tensors, results = [torch.randn(560, 1, 64, **BF16) for _ in range(3)], []
+    for total in (560, 300):
+        ends = torch.tensor([0, 280, total], dtype=torch.int32)
+        with gpu(90):
+            results.append(
+                fa.attention_varlen(*(x[:total] for x in tensors), ends, ends, return_lse=True, backend="hopper")
+            )
+    (out, lse), (beside, lse_beside) = results
+    assert torch.equal(out[:280], beside[:280]) and torch.equal(lse[:, :280], lse_beside[:, :280])
