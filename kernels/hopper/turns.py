@@ -15,9 +15,12 @@ def number(numbers):
 
 @gluon.jit
 def wait(counter, turn):
-    """Wait until the tile's counter says that `turn` programs have added to it, and make their writes visible."""
+    """Wait until the tile's counter says that `turn` programs have added to it, and make their writes visible.
+
+    If unchecked offsets make sequences overlap, more may have added.
+    """
     now = gl.load(counter, volatile=True)
-    while now != turn:
+    while now < turn:
         now = gl.load(counter, volatile=True)
     _execute("fence.acq_rel.gpu; fence.proxy.async.global;", turn)
 

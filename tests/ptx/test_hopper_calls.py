@@ -166,3 +166,17 @@ def test_bits_do_not_depend_on_other_sequences(monkeypatch):
             )
     (out, lse), (beside, lse_beside) = results
     assert torch.equal(out[:280], beside[:280]) and torch.equal(lse[:, :280], lse_beside[:, :280])
+
+
+def test_overlapping_sequences_wait_for_no_turn_that_has_passed():
+    """Offsets on a GPU are unchecked: if they decrease, a deterministic backward is wrong, but it ends."""
+    inputs, ends = [torch.randn(130, 1, 64, **BF16, requires_grad=True) for _ in range(2)], [0, 130, 0, 130]
+    torch.use_deterministic_algorithms(True)
+    try:
+        with gpu(90) as device:
+            attend = torch.compile(Packed(), fullgraph=True, backend="eager")  # compiled code cannot check them
+            out = attend(*inputs, *[torch.tensor(ends, dtype=torch.int32)] * 2)
+            torch.autograd.grad(out, inputs, torch.ones_like(out))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert [x.name for x in device.launches].count("backward") == 1
