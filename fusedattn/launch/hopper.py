@@ -27,6 +27,7 @@ except (ImportError, AttributeError) as error:  # Gluon is experimental: names c
 
 missing = None if kernel is not None else f"this version of Triton lacks names that its kernel uses ({_why})"
 RAGGED_ROWS = 2**30  # limit on the rows of packed sequences
+FEWEST_ROWS = 32  # of packed sequences, on average, in the backward: its sums of dq pad each to whole blocks
 # Optional fields of a Call that the kernels support, or that `limits` checks one by one. It refuses others.
 # A block mask needs no support: it marks what other masks hide.
 _KNOWN = "block_mask", "left", "right", "origin", "seed", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
@@ -200,6 +201,10 @@ def backward_limits(call: Call) -> list[str]:
         lacks.append(f"it supports a scale between 2**-100 and 2**100, not {call.scale}")
     if call.partial:
         lacks.append("it does not support keys in several parts")
+    if call.cu_seqlens_q is not None and (call.cu_seqlens_q.shape[0] - 1) * FEWEST_ROWS > call.query.shape[2]:
+        lacks.append(
+            f"packed sequences have fewer than {FEWEST_ROWS} rows on average: sums of dq would be mostly padding"
+        )
     if call.query.shape[3] % 8:
         lacks.append(f"the head dimension of query is {call.query.shape[3]}, not a multiple of 8")
     return lacks
