@@ -46,8 +46,8 @@ class Program:
         self.home = self._homes(instructions)
         self._functions = {}
         self.polls = set(filter(self._waits, range(len(self.blocks))))
-        last = [(number, block[-1]) for number, block in enumerate(self.blocks) if block]
-        self.jumps = {n: self.labels[x.args[0]] for n, x in last if x.op.startswith("bra") and not x.guard}
+        last = ((number, block[-1]) for number, block in enumerate(self.blocks))
+        self.jumps = {n: self.labels.get(x.args[0]) for n, x in last if x.op.startswith("bra") and not x.guard}
 
     def _waits(self, block):
         volatile = any(".volatile" in each.op for each in self.blocks[block])
