@@ -154,7 +154,7 @@ def _attentions(module: Any, models: Any = (), configs: Any = ()) -> Iterator[_A
     configs = (*configs, config) if isinstance(config, PretrainedConfig) else configs
     beneath = [x for child in module.children() for x in _attentions(child, models, configs)]
     yield from beneath
-    if isinstance(module, PreTrainedModel):  # a model may use softmax for its loss
+    if isinstance(module, PreTrainedModel):  # a softmax in its own code may be that of its loss
         return
     kind: Any = type(module)
     forwards = tuple(x for cls in kind.__mro__ if (x := _function(vars(cls).get("forward"))))

@@ -184,7 +184,7 @@ def are_complete(call: Call, some: list[Rectangle]) -> bool:
 def _attend(
     call: Call, where: Rectangle, tensors: Sequence[Tensor], less: float | Tensor, complete: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return (output, lse - less) of a rectangle of scores. complete: no gradient uses the lse (`are_complete`)."""
+    """Return (output, lse - less) of a rectangle of scores. complete: it has all visible keys of its rows."""
     query, key, value = cut(where, tensors)
     of_formula = is_exact(call, where)
     if of_formula and not complete:

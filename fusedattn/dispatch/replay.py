@@ -24,7 +24,7 @@ from . import backends
 
 MAX_KEPT = 1024  # limit on kept signatures; then all are forgotten
 RECORD_AFTER = 2  # record the second call: recording takes as long as a first call, and many signatures never recur
-RECENT = 8  # limit on recorded calls with equal options, compared by TensorGuards, and on a Replay's backwards
+RECENT = 8  # limit on the Replays in each list of `_recent`, and on the backwards that a Replay keeps
 
 RECORDED = attention.run_triton, attention.run_hopper
 _NUMBERS = frozenset((int, float, bool, str, type(None)))
@@ -40,7 +40,7 @@ _ARE_LEARNED = [name not in _ATTENDED for name in INPUTS]
 
 _known: dict[tuple, "Replay"] = {}  # {signature: its Replay}
 _met: dict[tuple, int] = {}  # {signature that is not recorded yet: number of calls}
-_kinds: set[tuple] = set()  # types of options that passed `_usual`, of calls without a window
+_kinds: set[tuple] = set()  # types of options that `_usual` accepts with any values: none is a tuple (a window)
 _recent: dict[tuple, list] = {}  # {a signature without tensor properties: [(TensorGuards, Replay)]}
 
 
@@ -83,7 +83,7 @@ def results(rank: int, *results: Tensor | None) -> Tensor | Any:
 
 
 def _of_plan(arguments: Arguments) -> tuple:
-    """Return the tensors of a call whose mask is a plan, in the order of TENSORS."""
+    """Return the tensors of a call whose mask is a Plan (from `fusedattn.plan`), in the order of TENSORS."""
     plan = arguments.mask
     if arguments.key_mask is arguments.query_mask is None:
         arguments = arguments._replace(mask=plan.mask, key_mask=plan.key_mask, query_mask=plan.query_mask)

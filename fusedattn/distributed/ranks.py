@@ -101,7 +101,7 @@ def _exchange_statements(ranks: Ranks, function: str, statement: dict[str, Any])
 
 
 def _fill(table: Tensor, ranks: Ranks, function: str) -> None:
-    """Receive the statement of each rank into its row of `table`. Before, each row holds this rank's statement."""
+    """Receive each rank's statement (JSON) into its row of `table`; at first every row holds this rank's."""
     limit, key = group_timeout(ranks.group), f"fusedattn, lost of {dist.get_process_group_ranks(ranks.group)}"
 
     def missing(rank: int) -> RuntimeError:

@@ -130,7 +130,7 @@ def pressure_of(call):
 
 
 def kind_of(name, call):
-    """Return a key of a kernel and a call. Calls with equal keys try the same tiles and share failures."""
+    """Return a dict key for a kernel and a call. Calls with equal keys try the same tiles and share failures."""
     query, rows = call.query, call.query.shape[2] if call.max_seqlen_q is None else call.max_seqlen_q
     small = rows <= tile_table.FEW_ROWS and name in ("forward", "dq", "tangent")
     # A tile of n rows visits n - 1 keys more than one row does. With 128 rows that is over a tenth of a narrow window.
@@ -172,7 +172,7 @@ def is_default(name, call, device):
 
 
 def is_to_take(name, call, backend):
-    """Return whether to run a Hopper backward kernel that supports the call, as the caller's backend or by default."""
+    """Return whether to run this Hopper backward: the caller named "hopper", or named none and it is preferred."""
     device = device_of(call.query)
     chosen = is_default(name, call, device) and failures.known((name, device)) is None
     wanted = backend == "hopper" if call.named else chosen

@@ -44,7 +44,7 @@ def _rounds(counter: list[Tensor], keys: list[tuple[Tensor, ...]]) -> list[Tenso
 
 
 def keep(seed: Tensor, planes: Tensor, rows: tuple[int, int], keys: tuple[int, int], dropout_p: float) -> Tensor:
-    """Return a bool dropout mask (planes, rows, keys), where True keeps a weight.
+    """Return a bool dropout mask (planes, rows, keys), True = keep. A plane is one head of one batch.
 
     The four words of a counter serve the pairs of rows i and i + 8 with keys j and j + 8. planes: int64, b * Hq + h of
     each plane. rows, keys: (first, last + 1).

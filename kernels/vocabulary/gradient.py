@@ -9,7 +9,7 @@ from . import dropout as dropping, masks as masking, memory, row_sums, scores, s
 
 
 class Row(NamedTuple):
-    """Row statistics of the backward: softmax, delta = sum(out * grad_out) - dlse, and dlse, the gradient of lse."""
+    """Row statistics: softmax (row max and sum), delta = sum(out * grad_out) - dlse, and dlse, the gradient of lse."""
 
     softmax: softmax.Row
     delta: tl.tensor

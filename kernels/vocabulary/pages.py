@@ -76,6 +76,6 @@ def rows_of_block(j, PAGE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def matrix(view, plane, page, pages):
-    """Return the matrix of a head in a page, or in a page for each row. Page numbers are clamped to the pool."""
+    """Return a head's matrix in a page, clamped to the pool. If `page` is a tensor [BLOCK, 1], each row has a page."""
     page = tl.minimum(tl.maximum(page, 0), pages - 1)
     return memory.matrix(view, span.Plane(page, plane.head, plane.index, ()))

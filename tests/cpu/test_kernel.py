@@ -284,7 +284,7 @@ def test_any_strides(name, causal):
 @pytest.mark.parametrize("widths", [(16, 9), (9, 16)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_channels_last_of_other_widths(widths, dtype):
-    """Channels-last tensors of different widths are right; padded copies keep the order of dimensions."""
+    """Results for channels-last tensors with D != Dv are right; copies padded to one D keep the order of dimensions."""
     shapes = ((2, 4, n, widths[wide]) for n, wide in ((40, 0), (90, 0), (90, 1), (40, 1)))
     tensors = [STRIDED["channels last"](torch.randn(shape).to(dtype)) for shape in shapes]
     names = dict(zip(("query", "key", "value", "out"), tensors, strict=True))

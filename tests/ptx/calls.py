@@ -58,7 +58,7 @@ def _far(tensor, axis, apart):
 
 
 class _Moved(torch.autograd.Function):
-    """Autograd function that moves the heads or rows of a packed (T, H, D) tensor apart, as `_far` does."""
+    """Differentiable `_far` of a packed (T, H, D) tensor: a copy whose heads or rows lie far apart in memory."""
 
     @staticmethod
     def forward(ctx, tensor, far):
