@@ -101,7 +101,7 @@ def _block(work, n, heads, TOP_LEFT: gl.constexpr, BLOCK: gl.constexpr):
         program = gl.minimum(program, work.order.blocks * work.order.planes - 1)
         slot, plane = schedule.take(work.order, n, program, programs, heads, 1)
         entry = work.sequences.slots + (work.order.blocks - 1 - slot).to(gl.int64) * 2
-        batch, block = gl.maximum(gl.load(entry), 0), gl.load(entry + 1)  # -1 if all sequences are empty
+        batch, block = gl.maximum(gl.load(entry), 0), gl.load(entry + 1)  # if all sequences are empty, slot 0 holds -1
         plane = span.Plane(batch, plane.head, plane.index, ())
         plane, rows, keys = span.within(work.sequences.extents, plane, work.band.rows, work.band.keys, slot)
         band = span.band(rows, keys, work.left, work.right, TOP_LEFT)

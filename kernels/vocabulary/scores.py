@@ -82,7 +82,7 @@ def _tanh(x):
 
 @triton.jit
 def _number(value, dtype: tl.constexpr):
-    """Return a scalar of a dtype. In Gluon `tl.full` needs a layout, but a cast rounds float64 numbers to float32."""
+    """Return a scalar of a dtype: by a cast, as Gluon's `tl.full` needs a layout; in float64 a cast would round it."""
     return tl.full([], value, dtype) if dtype == tl.float64 else tl.cast(value, dtype)
 
 

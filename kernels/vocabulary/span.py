@@ -68,9 +68,9 @@ def within(extents, plane, q_len, k_len, slot):
 def locate(sequences, q_len, k_len, heads, BLOCK: tl.constexpr, BY_KEYS: tl.constexpr, across=1, number=None):
     """Return (block of rows or keys, batch and head, numbers of rows and keys) of a program.
 
-    `across` programs share a block. number: None stands for the program's own number. In packed sequences each head has
-    all slots, so that concurrent programs read the same keys; an unused slot has no rows and keys, and its block of
-    rows is -1, for which `latest_first` returns 0.
+    `across` programs share a block. number: the program's number, by default `tl.program_id(0)`. In packed sequences
+    each head has all slots, so that concurrent programs read the same keys. An unused slot has no rows and no keys; its
+    block of rows is -1, for which `latest_first` returns 0.
     """
     pid, programs = tl.program_id(0) // across, tl.num_programs(0) // across
     if number is not None:
@@ -95,7 +95,7 @@ def locate(sequences, q_len, k_len, heads, BLOCK: tl.constexpr, BY_KEYS: tl.cons
 def padded(plane, block, ROWS: tl.constexpr):
     """Return (batch, block) of a block of rows in a buffer where each packed sequence starts with a new block.
 
-    Sequence i begins there with block row // ROWS + i, because the sequence before it needs no more blocks.
+    Sequence i begins there with block (its first row) // ROWS + i. All sequences before it end below that block.
     """
     if len(plane.packed) == 0:
         return plane.batch, block
