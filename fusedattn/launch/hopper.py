@@ -96,8 +96,8 @@ def descriptor(
 
     If packed, B is 1, and TMA neither loads nor stores past the end of a sequence. Source: triton/tools/ragged_tma.py.
     Two more dimensions have strides of 2**34 - s and s, where s is the stride of a row. Their coordinates, 2**30 and
-    the end of the sequence, add up to the address of 2**30 rows before that end, because addresses wrap around at 2**64.
-    Counted from there, the sequence ends with row 2**30 - 1. The descriptor has 2**30 rows, so later rows are outside.
+    the end of the sequence, add up to the address of 2**30 rows before that end, as addresses wrap around at 2**64.
+    Counted from there, the sequence ends with row 2**30 - 1. The descriptor has 2**30 rows: later rows are outside.
     """
     shape, strides, block = kernel_arguments.block(tensor, rows)
     block = [1, heads, rows, block[3] if columns is None else columns]
