@@ -149,7 +149,7 @@ def attention_varlen(
         key_mask, query_mask: bool (Tk,) and (Tq,), True = a real token; otherwise as in `attention`.
         alibi_slopes: floating (Hq,) or (n, Hq).
         causal, window, align, scale, softcap, sinks, dropout_p, seed, return_lse, return_weights, backend: as in
-            `attention`. "hopper" takes no packed sequences.
+            `attention`.
 
     Returns:
         output (Tq, Hq, Dv) in query's dtype and order of dimensions, or a tuple (output, lse?, weights?): lse

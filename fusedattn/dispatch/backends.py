@@ -15,6 +15,7 @@ from ..call.decode import Decode
 from ..call.options import Arguments, AssumedGPU, Call, Device, hiding, override, thread_overrides
 from ..call.private import constant, eager, holds
 from ..call.rules import check_flags, check_names, checked, fail
+from ..call.varlen import checked_varlen
 from ..cpu import run as cpu
 from ..launch import tile_table, tuned
 from ..launch.failures import cause, failed_kernels, warn_once
@@ -279,9 +280,10 @@ class Explanation(NamedTuple):
 def explain(
     query: Tensor, key: Tensor, value: Tensor, *,
     backend: str | None = None, return_lse: bool = False, return_weights: bool = False,
-    capability: tuple[int, int] | None = None, **options: Any,
+    capability: tuple[int, int] | None = None, cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, **options: Any,
 ) -> Explanation:  # fmt: skip
-    """Return the backend that `fusedattn.attention` uses for these arguments, and why it does not use the others.
+    """Return the backend that takes a call of `attention` or `attention_varlen`, and why the others do not.
 
     Examples:
         >>> query = key = value = torch.randn(2, 8, 128, 64)
@@ -294,6 +296,7 @@ def explain(
     Args:
         capability: None explains the call for the device of the tensors. (9, 0), for example, explains it for an H100
             or H200 without a tuning file, on any device; needs Triton.
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: explain a call of `fusedattn.attention_varlen`.
         **options: as in `fusedattn.attention`.
 
     Raises:
@@ -303,7 +306,12 @@ def explain(
     check_names("explain", options, Arguments._fields)
     check_name(backend)
     chosen = named(backend)
-    call = checked(Arguments(query, key, value, **options), named=chosen is not None)
+    arguments = Arguments(query, key, value, **options)
+    offsets = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    if all(x is None for x in offsets):
+        call = checked(arguments, named=chosen is not None)
+    else:
+        call = checked_varlen(arguments, *offsets, return_weights, chosen is not None)
     gpu = None
     if capability is not None:
         pair = isinstance(capability, (tuple, list)) and [type(x) for x in capability] == [int, int]

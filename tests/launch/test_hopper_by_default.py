@@ -71,6 +71,16 @@ def test_where_torch_wants_the_same_bits_the_backward_is_one_that_has_them(dim, 
         assert BACKWARDS[dim][wanted] in found.tiles and not found.backward
 
 
+@pytest.mark.parametrize("dim", BACKWARDS)
+def test_packed_sequences_take_its_kernels(dim):
+    lengths = torch.tensor([0, 100, 300], dtype=torch.int32)
+    inputs = [x.new_empty(300, x.shape[1], dim, device="cpu") for x in draw(dim, heads=(8, 2))]
+    found = explain(*inputs, cu_seqlens_q=lengths, cu_seqlens_k=lengths, causal=True)
+    assert found.backend == "hopper" and (dim > 128 or BACKWARDS[dim][0] in found.tiles)
+    with pytest.raises(TypeError, match="cu_seqlens_k"):
+        explain(*inputs, cu_seqlens_q=lengths)
+
+
 class Other(torch.Tensor):
     """Tensor subclass whose tensors have addresses, as torch's own have."""
 
