@@ -182,14 +182,14 @@ def common(call):
     )
 
 
-def can_pack_gqa(call, out):
-    """Return whether query heads that share a key head can be stacked as rows of one head."""
+def can_pack_gqa(call, out, most):
+    """Return whether query heads that share a key head can be stacked as rows of one head, `most` rows or fewer."""
     (_, heads, rows, _), kv_heads = call.query.shape, call.key.shape[1]
     others = *(getattr(call, name) for name in BY_HEAD), call.seed, call.query_mask, call.block_mask, call.cu_seqlens_q
     pairs = [x for x in (call.mask, call.bias) if x is not None]
     return (
         kv_heads < heads
-        and rows * (heads // kv_heads) <= tile_table.FEW_ROWS
+        and rows * (heads // kv_heads) <= most
         and all(x is None for x in others)
         and all(x.shape[1] == x.shape[2] == 1 for x in pairs)
         and (within := bounded(call)).left is within.right is None

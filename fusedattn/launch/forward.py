@@ -14,6 +14,8 @@ def _forward_on_hopper(out, lse, stats, call):
     """Run the Hopper kernel. Tensors that TMA cannot read are copied first."""
     call = arguments.bounded(call)
     call = call._replace(**{name: hopper.readable(getattr(call, name)) for name in ("query", "key", "value")})
+    if arguments.can_pack_gqa(call, out, 2 * tile_table.WARPGROUP_ROWS):
+        call, out = arguments.pack_gqa(call, out)
     pipeline, device = run.form_on_hopper("hopper", call), run.device_of(call.query)
     if pipeline is None:
         raise run.none_is_right("hopper", device)
@@ -50,7 +52,8 @@ def run_by_rows(name, call, launched, block_mask):
 
 def _forward(out, lse, stats, call):
     planes = call.query.shape[0] * call.key.shape[1]
-    if arguments.can_pack_gqa(call, out) and planes >= run.multiprocessors(run.device_of(call.query)):
+    enough = planes >= run.multiprocessors(run.device_of(call.query))
+    if enough and arguments.can_pack_gqa(call, out, tile_table.FEW_ROWS):
         call, out = arguments.pack_gqa(call, out)
     launched = arguments.common(call) | dict(Out=arguments.of(out), Lse=lse, Stats=stats)
     launched["spec"] = launched["spec"]._replace(BY_THREADS=arguments.by_threads(call.key))

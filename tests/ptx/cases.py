@@ -163,6 +163,7 @@ _ON_HOPPER = dense(
             ("window D136 Dv32 fp16", dict(window=(40, 20), dtype=FP16, D=136, Dv=32)),
             ("long", dict(Sq=150, Sk=1000, Hq=4, Hkv=2)),
             ("one row", dict(Sq=1, Sk=300)),
+            ("heads in one tile", dict(Sq=9, Sk=300, B=2, Hq=8, Hkv=2, times=3)),
             ("far apart", dict(causal=True, **FAR)),
             ("D64, two passes", TWO),
             ("causal D128, two passes", dict(causal=True, Sq=300, Sk=333, **WIDE | TWO)),

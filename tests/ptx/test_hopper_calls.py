@@ -127,6 +127,14 @@ def test_packed_sequences_are_those_of_dense_calls(options):
                 assert torch.equal(got[i], of_dense[0].transpose(0, 1))
 
 
+def test_heads_of_one_key_head_share_a_block():
+    query, key = (torch.randn(1, heads, rows, 64, **BF16) for heads, rows in ((8, 9), (2, 70)))
+    with gpu(90) as device:
+        _attend(query, key, key)
+        _attend(query, key, key, sinks=torch.zeros(8))
+    assert [x.grid for x in device.launches] == [(2, 1, 1), (8, 1, 1)]
+
+
 def test_a_mode_sees_a_query_mask_of_a_forward_on_hopper():
     """With gradients the call has a block mask; the operator's check accepts it, too."""
     inputs, shown = _drawn(), torch.arange(70)[None] % 3 > 0
