@@ -6,6 +6,7 @@ import pathlib
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from fusedattn.bench import cases, report, rows
@@ -33,7 +34,21 @@ CALLS = {
     "D 128, causal": dict(causal=True),
     "D 128, `window=(512, 0)`": dict(window=(512, 0)),
     "D 256, causal": dict(D=256, causal=True),
-    "D 128, `softcap=20.0`": dict(softcap=20.0),
+}
+OFFSETS = torch.tensor([0, 2048, 4096], dtype=torch.int32)
+OPTIONS = {  # names of arguments, and those of a call of D 128 on an H100 or H200
+    "`softcap`": dict(softcap=20.0),
+    "`scale` of 0 or less": dict(scale=-0.1),
+    "`sinks`": dict(sinks=torch.empty(8, device="meta")),
+    "`alibi_slopes`": dict(alibi_slopes=torch.empty(8, device="meta")),
+    "`query_mask`": dict(query_mask=torch.empty(1, 4096, dtype=torch.bool, device="meta")),
+    "`key_mask`": dict(key_mask=torch.empty(1, 4096, dtype=torch.bool, device="meta")),
+    "`mask`": dict(mask=torch.empty(4096, 4096, dtype=torch.bool, device="meta")),
+    "`bias`": dict(bias=torch.empty(8, 4096, 4096, dtype=torch.bfloat16, device="meta")[None]),
+    "`dropout_p`": dict(dropout_p=0.1, seed=0),
+    "`return_weights`": dict(return_weights=True),
+    "packed sequences": dict(cu_seqlens_q=OFFSETS, cu_seqlens_k=OFFSETS),
+    "packed sequences, D 256": dict(D=256, cu_seqlens_q=OFFSETS, cu_seqlens_k=OFFSETS),
 }
 
 
@@ -82,15 +97,33 @@ def gpu_others() -> str:
     return table(head, sorted(lines))
 
 
+def _explained(capability: tuple[int, int], D: int = 128, **options: Any) -> fusedattn.Explanation:
+    packed = "cu_seqlens_q" in options
+    shape, device = ((4096, 8, D), "cpu") if packed else ((1, 8, 4096, D), "meta")
+    query = torch.empty(shape, dtype=torch.bfloat16, device=device)
+    return fusedattn.explain(query, query, query, capability=capability, **options)
+
+
 def choices() -> str:
     """Return a table of the backend and kernels that `fusedattn.explain` names for some calls on each kind of GPU."""
     lines = []
     for (what, options), (gpu, capability) in itertools.product(CALLS.items(), GPUS.items()):
-        inputs = [torch.empty(1, 8, 4096, options.get("D", 128), dtype=torch.bfloat16, device="meta")] * 3
-        found = fusedattn.explain(*inputs, capability=capability, **{x: y for x, y in options.items() if x != "D"})
+        found = _explained(capability, **options)
         forward, *backward = (f"`{name}`" for name in found.tiles)
         lines.append((what, gpu, f'`"{found.backend}"`', forward, ", ".join(backward)))
     return table(("call, bfloat16, 4096 tokens", "GPU", "backend", "forward", "backward"), lines)
+
+
+def options() -> str:
+    """Return a table of options that Hopper's kernels support, with the reasons of `fusedattn.explain` where not."""
+    lines = []
+    for what, given in OPTIONS.items():
+        found = _explained((9, 0), **given)
+        forward, why = found.backend == "hopper", [*found.reasons.get("hopper", []), *found.backward]
+        lines.append(
+            (what, *("yes" if x else "no" for x in (forward, not found.backward)), "; ".join(dict.fromkeys(why)))
+        )
+    return table(("call with", "forward", "backward", "why not"), lines)
 
 
 def _machine(name: str) -> str:
@@ -123,7 +156,7 @@ def _ms(row: rows.Row) -> str:
     return f"{row.ms_p50:,.0f}" if row.ms_p50 >= 100 else f"{row.ms_p50:.3g}"
 
 
-TABLES: dict[str, Callable[[], str]] = {one.__name__: one for one in (cpu, gpu_speeds, gpu_others, choices)}
+TABLES: dict[str, Callable[[], str]] = {one.__name__: one for one in (cpu, gpu_speeds, gpu_others, choices, options)}
 TABLES |= {"cpu_machine": partial(_machine, "cpu.csv"), "gpu_machine": partial(_machine, "h200.csv")}
 
 
