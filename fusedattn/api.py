@@ -1,50 +1,23 @@
 """The public functions: attention, attention_varlen, attention_decode, plan and merge."""
 
-import functools
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 from torch.fx import Proxy
-from torch.overrides import handle_torch_function, has_torch_function
+from torch.overrides import handle_torch_function
 
 from .call import jagged
 from .call.decode import CacheArguments, checked as checked_decode
-from .call.options import Arguments, Plan, in_full
+from .call.options import Arguments, Plan, in_full, non_default
 from .call.plan import check_plan
-from .call.private import TENSORS_OF_TORCH, torch_function_enabled
-from .call.rules import FLOATING, FLOATS, check_flags, check_place, check_strided, fail, unfit
+from .call.rules import FLOATING, FLOATS, check_flags, check_place, check_strided, fail, overriding, unfit
 from .call.varlen import checked_varlen
 from .dispatch import backends, replay
 from .operators import dtensors
 from .operators.attention import block_mask_or_none
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 
-
-def overridable(function: _Function) -> _Function:
-    """Wrap a public function so that modes and tensor subclasses can override it by __torch_function__."""
-
-    @functools.wraps(function)
-    def public(*args: Any, **kwargs: Any) -> Any:
-        if has_torch_function(args) or has_torch_function(tuple(kwargs.values())):
-            # Torch's own classes, such as nested tensors, do not know this function. None stands for all modes.
-            overriding = None, *[x for x in (*args, *kwargs.values()) if type(x).__module__ not in TENSORS_OF_TORCH]
-            # The compiler's has_torch_function also returns True while __torch_function__ is disabled.
-            if (torch_function_enabled() or not is_compiling()) and has_torch_function(overriding):
-                return handle_torch_function(public, overriding, *args, **kwargs)
-        return function(*args, **kwargs)
-
-    made: Any = public
-    # torch.compile limits the recompilations of a code object. If all public functions shared one, `attention` with 8
-    # lengths would leave none to `merge` (tests/test_torch_function.py).
-    made.__code__ = made.__code__.replace(co_name=function.__name__)
-    return made  # type: ignore[no-any-return]
-
-
-@overridable
 def attention(
     query: Tensor, key: Tensor, value: Tensor, *,
     mask: Tensor | Plan | None = None, bias: Tensor | None = None,
@@ -104,18 +77,19 @@ def attention(
 
     Source: FlashAttention-2, arXiv:2307.08691.
     """
-    # Arguments(...) would take twice as long, 5 % of a replayed call.
-    arguments = tuple.__new__(Arguments, (
+    given = (
         query, key, value, mask, bias, key_mask, query_mask,
         causal, window, align, scale, softcap, alibi_slopes, sinks, dropout_p, seed,
-    ))  # fmt: skip
+    )  # fmt: skip
+    arguments = tuple.__new__(Arguments, given)  # Arguments(...) would take twice as long, 5 % of a replayed call
+    more: dict[str, Any] = dict(return_lse=return_lse, return_weights=return_weights, backend=backend)
+    if others := overriding(given):
+        return handle_torch_function(attention, others, query, key, value, **non_default(arguments), **more)
     if isinstance(query, Tensor) and query.is_nested:
-        more = dict(return_lse=return_lse, return_weights=return_weights, backend=backend)
         return jagged.attend_nested(attention_varlen, arguments, **more)
     return replay.attend(arguments, return_lse, return_weights, backend)
 
 
-@overridable
 def attention_varlen(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *,
     max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
@@ -165,6 +139,10 @@ def attention_varlen(
         causal, window, align, scale, softcap, alibi_slopes, sinks, dropout_p, seed,
     )  # fmt: skip
     offsets = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    if others := overriding((*arguments, *offsets)):
+        more = dict(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, **non_default(arguments))
+        more |= dict(return_lse=return_lse, return_weights=return_weights, backend=backend)
+        return handle_torch_function(attention_varlen, others, query, key, value, *offsets[:2], **more)
     check_flags(return_lse=return_lse, return_weights=return_weights)
     dtensors.refuse(
         "attention_varlen", dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k) | arguments._asdict()
@@ -175,7 +153,6 @@ def attention_varlen(
     return replay.results(4, out.squeeze(0).transpose(0, 1), lse, weights)
 
 
-@overridable
 def attention_decode(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, *, cache_seqlens: Tensor,
     block_table: Tensor | None = None, new_key: Tensor | None = None, new_value: Tensor | None = None,
@@ -238,6 +215,10 @@ def attention_decode(
     options = Arguments(
         None, None, None, mask, bias, key_mask, query_mask, causal, window, align, scale, softcap, alibi_slopes, sinks
     )
+    if others := overriding((*arguments, *options)):
+        more = dict(cache_seqlens=cache_seqlens, **non_default(arguments), **non_default(options))
+        more |= dict(return_lse=return_lse, return_weights=return_weights, backend=backend)
+        return handle_torch_function(attention_decode, others, query, key_cache, value_cache, **more)
     check_flags(rotary_interleaved=rotary_interleaved, return_lse=return_lse, return_weights=return_weights)
     dtensors.refuse("attention_decode", options._asdict() | arguments._asdict())
     decode = checked_decode(arguments, options, backends.named(backend) is not None)
@@ -274,7 +255,6 @@ def plan(mask: Tensor | None = None, key_mask: Tensor | None = None, query_mask:
     return Plan(*masks, block_mask_or_none(full))
 
 
-@overridable
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """Merge the outputs of attention over two disjoint sets of keys into the output over both.
 
@@ -299,6 +279,8 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     Source: Online normalizer calculation for softmax, arXiv:1805.02867, section 3.1.
     """
     tensors = dict(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
+    if others := overriding(tuple(tensors.values())):
+        return handle_torch_function(merge, others, *tensors.values())
     check_strided(**tensors)
     if out_a.dtype not in FLOATING:
         fail(TypeError, "out_a", f"a tensor of {FLOATS}", unfit(out_a))

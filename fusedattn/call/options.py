@@ -35,6 +35,12 @@ class Arguments(NamedTuple):
     seed: Any = None
 
 
+def non_default(arguments: Any) -> dict[str, Any]:
+    """Return the fields of a NamedTuple that do not hold their default."""
+    defaults = arguments._field_defaults.items()
+    return {name: x for name, default in defaults if (x := getattr(arguments, name)) is not default}
+
+
 class Plan(NamedTuple):
     """Masks with their block mask, made once by `fusedattn.plan` and passed as mask= to many calls.
 

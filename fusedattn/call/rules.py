@@ -9,14 +9,17 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn import Parameter, UninitializedBuffer, UninitializedParameter
+from torch.overrides import has_torch_function
 
 from .options import DIMS, Arguments, Call, Plan, differentiated, in_full, seed_tensor, thread_overrides
 from .private import (
+    TENSORS_OF_TORCH,
     assert_at_run_time,
     dispatch_modes,
     forward_level,
     has_storage,
     holds,
+    torch_function_enabled,
     tracing,
     transforms_active,
     unmapped,
@@ -98,6 +101,20 @@ def must_dispatch() -> bool:
 
 
 CLASSES = frozenset((Tensor, Parameter))  # exact classes: subclasses do not count
+
+
+def overriding(arguments: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the arguments that override a public function by __torch_function__, after None, which stands for modes.
+
+    Return () if no class or mode overrides it.
+    """
+    if not has_torch_function(arguments):
+        return ()
+    # Torch's own classes, such as nested tensors, do not know our functions.
+    overriding = None, *[x for x in arguments if type(x).__module__ not in TENSORS_OF_TORCH]
+    # The compiler's has_torch_function also returns True while __torch_function__ is disabled.
+    enabled = torch_function_enabled() or not is_compiling()
+    return overriding if enabled and has_torch_function(overriding) else ()
 
 
 def in_memory(tensors: Iterable[Any]) -> bool:

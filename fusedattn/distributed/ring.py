@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..api import overridable
 from ..call.options import DIMS, Call, wide_dtype
 from ..call.private import eager
 from . import ranks as ranks_of
@@ -23,7 +22,6 @@ from .ranks import Transfer
 from .shards import rows_of
 
 
-@overridable
 @eager
 def ring_attention(
     query: Tensor, key: Tensor, value: Tensor, *, group: Any = None, balance: str | None = None,
@@ -63,7 +61,7 @@ def ring_attention(
         ValueError: as `attention`, and for options that differ between ranks.
         RuntimeError: if a rank has ended, or did not call this within the time limit of the group.
     """
-    return attend("ring_attention", locals(), in_pieces(_Keys))
+    return attend(ring_attention, locals(), in_pieces(_Keys))
 
 
 class _Keys:

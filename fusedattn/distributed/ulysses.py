@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..api import overridable
 from ..call.layout import arrange
 from ..call.options import DIMS, INPUTS, Call, Origin, tensors as tensors_of, wide_dtype, with_dims
 from ..call.private import eager
@@ -40,7 +39,6 @@ def heads_of(heads: int, key_heads: int, size: int) -> tuple[list[list[int]], li
     return queries, keys
 
 
-@overridable
 @eager
 def ulysses_attention(
     query: Tensor, key: Tensor, value: Tensor, *, group: Any = None,
@@ -74,7 +72,7 @@ def ulysses_attention(
         TypeError, NotImplementedError, RuntimeError: as `ring_attention`.
         ValueError: as `ring_attention`, and if the number of ranks does not divide Hq, before anything is sent.
     """
-    return attend("ulysses_attention", locals(), Method(_forward, _backward))
+    return attend(ulysses_attention, locals(), Method(_forward, _backward))
 
 
 class _Route(NamedTuple):
