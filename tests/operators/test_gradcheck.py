@@ -1,4 +1,4 @@
-"""Tests the kernels' derivatives against finite differences in float64, for each option and each pair of options."""
+"""Tests derivatives against finite differences in float64, for each option and each pair of options."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def small(case):
 STRICT = dict(fast_mode=True, check_undefined_grad=False, rtol=1e-6, atol=1e-6)
 
 
-def _function(case, device):
+def _function(case, device, backend):
     """Return (function of step lengths, one for each input along a random direction; step lengths of 0)."""
     if device != "cpu":
         pytest.skip("float64 is for the interpreter")
@@ -48,7 +48,7 @@ def _function(case, device):
         if "bias" in given:
             given["bias"] = given["bias"].masked_fill(hidden, float("-inf"))
         wanted = dict(return_lse=True, return_weights="weights" in case.grads)
-        out, lse, *weights = fa.attention(query, key, value, backend="triton", **options | given, **wanted)
+        out, lse, *weights = fa.attention(query, key, value, backend=backend, **options | given, **wanted)
         if case.query_mask:  # incoming gradients of hidden rows are ignored, also for sinks
             lse = lse.masked_fill(~options["query_mask"][..., None, :], 0.0)
         results = (out, lse.masked_fill(lse.isinf(), 0.0), *weights)
@@ -57,15 +57,21 @@ def _function(case, device):
     return compute, torch.zeros(len(inputs), dtype=torch.float64, requires_grad=True)
 
 
+# None: the backend "cpu" if it takes the call, otherwise "naive".
+either = pytest.mark.parametrize("backend", ["triton", None])
+
+
+@either
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.one_in(3)
-def test_derivatives(case, device):
+def test_derivatives(case, device, backend):
     """First derivatives, in reverse and in forward mode, equal finite differences."""
-    assert torch.autograd.gradcheck(*_function(case, device), check_forward_ad=True, **STRICT)
+    assert torch.autograd.gradcheck(*_function(case, device, backend), check_forward_ad=True, **STRICT)
 
 
+@either
 @pytest.mark.parametrize("case", TWICE)
 @pytest.mark.one_in(4)
-def test_second_derivatives(case, device):
+def test_second_derivatives(case, device, backend):
     """Second derivatives, reverse over reverse and forward over reverse, equal finite differences."""
-    assert torch.autograd.gradgradcheck(*_function(case, device), check_fwd_over_rev=True, **STRICT)
+    assert torch.autograd.gradgradcheck(*_function(case, device, backend), check_fwd_over_rev=True, **STRICT)

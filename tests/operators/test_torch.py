@@ -60,6 +60,7 @@ def test_compiled_dropout_knows_no_lengths(fresh):
     for length in (16, 32, 48, 64, 96, 128, 176, 33, 47, 5):
         assert step(torch.randn(1, 2, length, 16)).shape == (1, 2, length, 16)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4
+    assert not torch.equal(*(step(torch.ones(1, 2, 33, 16)) for _ in range(2)))  # each call draws a seed
 
 
 def test_an_export_of_dropout_takes_any_lengths():
