@@ -24,7 +24,6 @@ class Tensors(NamedTuple):
 
     @property
     def inputs(self) -> tuple:
-        """Return the inputs of the case that exist, among query, key, value and bias."""
         return tuple(x for x in (self.query, self.key, self.value, self.bias) if x is not None)
 
 

@@ -232,7 +232,6 @@ def in_turns(steps, budget_ms, inside=contextlib.nullcontext):
 
 
 def status(error):
-    """Return the text for a row's status column if its measurement raised an error."""
     if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):  # a CPU's error
         return "oom"
     text = str(error) if isinstance(error, Unsupported) else f"{type(error).__name__}: {error}"

@@ -21,7 +21,6 @@ ACROSS, WIDTH, HEIGHT = 3, 3.2, 2.1  # maximum number of panels in a row, and wi
 
 
 def drawable(written):
-    """Return the rows to draw: those that have a speed, except for wrong results of fusedattn."""
     return [row for row in written if row.tflops != "" and not (is_ours(row) and row.status == "wrong")]
 
 

@@ -78,7 +78,6 @@ def explain(case, tensors, backend=None):
 
 
 def formula(function, case, tensors, **options):
-    """Return a function that calls an `attention` function with the options of a case."""
     options |= case.arguments(tensors.masks)
     return lambda query, key, value, bias=None: function(query, key, value, bias=bias, **options)
 
@@ -276,7 +275,6 @@ def _our_module(theirs, causal):
 
 
 def setup(name, case, tensors):
-    """Return the Call of a provider, or raise Unsupported."""
     known = MODULES if "module" in case.words else PROVIDERS
     if name not in known:
         raise Unsupported("it is no module" if known is MODULES else "it computes modules alone")

@@ -28,7 +28,6 @@ class Row(collections.namedtuple("Row", COLUMNS)):
 
 
 def _output(*command):
-    """Return the output of a command; "" if the command fails or is missing."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):

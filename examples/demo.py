@@ -57,7 +57,6 @@ def heads_of(layer, x):
 
 
 def loss_of(logits, windows, **options):
-    """Return the cross entropy of logits for windows (B, S + 1) of bytes."""
     return F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten(), **options)
 
 
@@ -128,7 +127,6 @@ def time_attention(device):
 
 
 def draw(path, points, model, prompt):
-    """Save a plot of the losses, and of the attention in the last layer."""
     from matplotlib.figure import Figure
 
     heads = heads_of(model.encoder.layers[-1], model.inputs(prompt)[-2])

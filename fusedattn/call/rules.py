@@ -57,7 +57,6 @@ class ArgumentTypeError(TypeError, RuntimeError, AssertionError): ...
 
 
 def fail(error: type[Exception], argument: str, expected: Any, got: Any) -> NoReturn:
-    """Raise `error` with the message "argument: expected X, got Y"."""
     error = {ValueError: ArgumentValueError, TypeError: ArgumentTypeError}.get(error, error)
     got = f"shape {tuple(got)}" if isinstance(got, torch.Size) else got
     raise error(f"{argument}: expected {expected}, got {got}")

@@ -219,7 +219,6 @@ def use_backend(name: str | None) -> AbstractContextManager[None]:
 
 
 def named(name: str | None) -> str | None:
-    """Return `name`, the caller's backend=, or if that is None the backend set by `use_backend`, if any."""
     return name if name is not None else thread_overrides.backend
 
 

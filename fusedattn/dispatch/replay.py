@@ -110,7 +110,6 @@ def _aligned(tensors: tuple) -> bool:
 
 
 def _precision(tensor: Tensor) -> str | None:
-    """Return torch's float32 precision setting, or None for other dtypes."""
     return torch.backends.cuda.matmul.fp32_precision if tensor.dtype is float32 else None
 
 
@@ -204,7 +203,6 @@ def learn(tensors: tuple, numbers: tuple, call: Call, chosen: backends.Backend) 
 
 
 def _without_data(tensors) -> list:
-    """Return meta tensors with the same shapes, strides and dtypes."""
     return [x if x is None else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in tensors]
 
 

@@ -73,7 +73,6 @@ class GlobalCall(NamedTuple):
         return seen_from and (right is None or key.last <= row.first + self.shift + right + 1)
 
     def rank_sees(self, rank: int, owner: int) -> bool:
-        """Return whether any row of `rank` sees any key of the rank `owner`."""
         return any(self.seen(row, key).length for row in self.rows[rank] for key in self.keys[owner])
 
     def pieces(self, keys: list[Chunk]) -> list[Piece]:

@@ -117,7 +117,6 @@ if hopper.kernel is not None:
 
 
 def widest(call):
-    """Return the larger of D and Dv, rounded up to a tile width."""
     return max(width.fn(call.query.shape[3]), width.fn(call.value.shape[3]))
 
 
