@@ -6,7 +6,6 @@ in pytorch/pytorch #181078.
 """
 
 import bisect
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +18,7 @@ from ..call.options import DIMS, Arguments, Call, Lengths, Origin, in_full
 from ..call.private import eager
 from ..call.rules import Sizes, check_options, check_tensors, fail, overriding
 from ..call.varlen import check_lengths
+from ..naive.varlen import differences
 from . import ranks as ranks_of
 from .global_call import GlobalCall, Piece, agreed, attend, attend_globally, prepared
 from .parts import in_pieces
@@ -142,7 +142,8 @@ def gather_attention_varlen(
         check_lengths(Lengths(cu_seqlens, cu_seqlens, query.shape[0], key.shape[0], None, None), query.device)
         offsets.extend(cu_seqlens.tolist())
         by_document: dict[str, Any] = {name: getattr(arguments, name) for name in _BY_DOCUMENT}
-        sizes = Sizes(query.device, query.dtype, len(offsets) - 1, query.shape[1], *(_longest(offsets),) * 2)
+        longest = max(differences(offsets), default=0)
+        sizes = Sizes(query.device, query.dtype, len(offsets) - 1, query.shape[1], *(longest,) * 2)
         check_options(Arguments(call.query, call.key, call.value, **by_document), sizes)
         fields = {name: in_full(name, x) for name, x in by_document.items()}
         return call._replace(**fields, cu_seqlens_q=cu_seqlens), dict(cu_seqlens=tuple(offsets))
@@ -156,10 +157,6 @@ def gather_attention_varlen(
     assert out is not None
     out = out.squeeze(0).transpose(0, 1)
     return out if lse is None else (out, lse.squeeze(0))
-
-
-def _longest(offsets: list[int]) -> int:
-    return max([b - a for a, b in itertools.pairwise(offsets)], default=0)
 
 
 def _documents(whole: GlobalCall, offsets: list[int]) -> list[Piece]:
@@ -181,7 +178,7 @@ def _piece(whole: GlobalCall, chunk: Chunk, offsets: list[int], first: int, last
     before = max(0, chunk.first - begin)  # rows of the first document before the chunk
     rows = [min(max(x, chunk.first), chunk.last) - chunk.first for x in offsets[first : last + 1]]
     keys = [x - begin for x in offsets[first : last + 1]]
-    max_rows, max_keys = _longest(rows), _longest(keys)
+    max_rows, max_keys = max(differences(rows)), max(differences(keys))
     fields = dict(
         cu_seqlens_q=torch.tensor(rows, dtype=torch.int32, device=device) - rows[0],
         cu_seqlens_k=torch.tensor(keys, dtype=torch.int32, device=device),

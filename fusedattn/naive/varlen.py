@@ -75,7 +75,7 @@ def sequences(call: Call) -> list[Call]:
     if not known or call.seed is not None or len(call.cu_seqlens_q) == 1:
         return [call]
     rows, keys = call.cu_seqlens_q.tolist(), call.cu_seqlens_k.tolist()
-    lengths = list(zip(_differences(rows), _differences(keys), strict=True))
+    lengths = list(zip(differences(rows), differences(keys), strict=True))
     return [part_of(call, rows, keys, *run) for run in runs(lengths, WASTE, SLACK)]
 
 
@@ -85,14 +85,14 @@ def of_batches(call: Call, pairs: Mapping[str, slice] | None = None, **slices: s
     return call._replace(**fields)
 
 
-def _differences(offsets: list[int]) -> list[int]:
+def differences(offsets: list[int]) -> list[int]:
     return [after - before for before, after in itertools.pairwise(offsets)]
 
 
 def part_of(call: Call, rows: list[int], keys: list[int], first: int, last: int) -> Call:
     """Return sequences first .. last - 1 of a packed call. rows, keys: its offsets."""
     assert call.cu_seqlens_q is not None and call.cu_seqlens_k is not None
-    max_seqlen_q, max_seqlen_k = (max(_differences(x[first : last + 1])) for x in (rows, keys))
+    max_seqlen_q, max_seqlen_k = (max(differences(x[first : last + 1])) for x in (rows, keys))
     tokens = dict(Q=slice(rows[first], rows[last]), K=slice(keys[first], keys[last]))
     pairs = dict(Q=slice(max_seqlen_q), K=slice(max_seqlen_k))  # mask and bias count from the start of each sequence
     return of_batches(call, pairs, B=slice(first, last), **tokens)._replace(
