@@ -108,28 +108,16 @@ WRONG = [
     ("sdpa", ValueError, "key", torch.randn(2, 4, 5, 6)),
     ("sdpa", TypeError, "value", SDPA_KEY.double()),
     ("sdpa", ValueError, "is_causal", True, dict(attn_mask=torch.ones(3, 5).bool())),
-    ("sdpa", ValueError, "attn_mask", torch.zeros(5)),
-    ("sdpa", ValueError, "attn_mask", torch.zeros(3, 4)),
     ("sdpa", ValueError, "attn_mask", torch.zeros(1, 2, 4, 3, 5)),
-    ("sdpa", TypeError, "attn_mask", torch.ones(3, 5).double()),
-    ("sdpa", TypeError, "attn_mask", torch.ones(3, 5).int()),
-    ("MultiheadAttention", ValueError, "embed_dim", 0),
     ("MultiheadAttention", ValueError, "num_heads", 3),
-    ("layer", ValueError, "query", torch.randn(1, 2, 3, 8)),
-    ("layer", ValueError, "key", MODULE_KEY[0]),
-    ("layer", TypeError, "key", MODULE_KEY.double()),
-    ("layer", ValueError, "value", MODULE_KEY[:, 1:]),
     ("layer", ValueError, "key_padding_mask", torch.zeros(2, 3).bool()),
     ("layer", TypeError, "key_padding_mask", torch.zeros(2, 5).byte()),
-    ("layer", ValueError, "attn_mask", torch.zeros(5, 3)),
-    ("layer", ValueError, "attn_mask", torch.zeros(2, 3, 5)),
-    ("layer", TypeError, "attn_mask", torch.zeros(3, 5).int()),
 ]
 
 
 @pytest.mark.parametrize("row", WRONG, ids=lambda row: f"{row[0]}, {row[2]}")
 def test_errors_name_the_arguments_of_the_original(row):
-    """Errors name the arguments of the original function; tests/test_hostile.py has values of all other types."""
+    """Errors name the arguments of the original function; tests/test_hostile.py has values of all other kinds."""
     name, error, argument, wrong, *more = row
     function = OTHERS.get(name) or getattr(flash, name)
     function(**CALLS[name])
