@@ -172,7 +172,7 @@ def backward(
     `small_k.has_bias_gradient` must hold; otherwise it is None.
     """
     causal = flash.at_once(call) if grad_lse is None else None
-    if causal is not None and grad_out is not None and centre(call.value) is None:
+    if causal is not None and grad_out is not None and (kept is out or centre(call.value) is None):
         incoming = grad_out
         less, everything = flash.offset(call), Rectangle(0, call.query.shape[2], 0, call.key.shape[2], causal)
         if is_few(call):

@@ -1,6 +1,7 @@
 """The backend "cpu": the calls that it supports, and forward and backward as operators call them."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,41 +66,44 @@ def stats_columns(dtype: torch.dtype, width: int) -> int:
     return 1 + (width if is_widened(dtype) else -(-width // 2) if dtype == torch.bfloat16 else 0)
 
 
-def stats(result: flash.Result) -> Tensor:
-    """Return the tensor saved for the backward besides the output, (B, Hq, Sq, stats_columns)."""
+def _stats(result: flash.Result) -> Tensor:
+    """Return what a plain call saves for its backward besides the output: one column, the lse, if that is enough."""
     lse, kept = result.lse[..., None], result.kept
-    if (dtype := result.out.dtype).itemsize != 2:
-        return lse.clone(memory_format=torch.contiguous_format)  # not a view, nor in the memory of another result
-    if is_widened(dtype):
-        return torch.cat([lse, kept], -1)
+    if kept is result.out or result.out.dtype.itemsize != 2:
+        return lse
+    return torch.cat([lse, kept], -1) if is_widened(result.out.dtype) else _packed(lse, kept)
+
+
+def _packed(lse: Tensor, kept: Tensor) -> Tensor:
     kept = pad(kept, (0, 1)) if kept.shape[-1] % 2 else kept
     return torch.cat([lse.view(kept.dtype), kept.contiguous()], -1).view(lse.dtype)  # two bfloat16 in one float32
 
 
+def with_all_columns(stats: Tensor, out: Tensor) -> Tensor:
+    """Return saved stats with all their stats_columns, as the operators take them."""
+    return _packed(stats, out.detach()) if out.dtype.itemsize == 2 and stats.shape[-1] == 1 else stats
+
+
 def _kept(out: Tensor, stats: Tensor) -> Tensor:
-    if out.dtype.itemsize != 2:
+    if out.dtype.itemsize != 2 or stats.shape[-1] == 1:
         return out
     kept = stats.contiguous()[..., 1:]  # saved-tensor hooks may have changed its strides
     return kept if is_widened(out.dtype) else kept.view(torch.bfloat16)[..., : out.shape[-1]]
 
 
 @without_autocast
-def forward(call: Call, need_lse: bool, need_weights: bool, save: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return (output, lse, weights, stats); a result that is not needed is empty."""
-    result = flash.forward(call, save)
-    out, lse = result.out, result.lse + result.less if result.less and need_lse else result.lse
-    exact = need_lse and out.dtype == torch.bfloat16 and call.cu_seqlens_q is None  # offsets may be wrong
-    if exact and lse.masked_fill(lse == -INFINITE, 0.0).abs().lt(SMALL_LSE).all():
-        lse = run_naive(call, True, False)[1]
+def forward(call: Call, need_lse: bool, need_weights: bool, save: bool) -> tuple[Any, ...]:
+    """Return (output, lse, weights, stats), None for a result that is not needed."""
+    result, lse = flash.forward(call, save), None
+    out = result.out
+    if need_lse:
+        lse = (result.lse + result.less).contiguous()
+        exact = out.dtype == torch.bfloat16 and call.cu_seqlens_q is None  # offsets may be wrong
+        if exact and lse.masked_fill(lse == -INFINITE, 0.0).abs().lt(SMALL_LSE).all():
+            lse = run_naive(call, True, False)[1].contiguous()
     columns = call.key.shape[2] if call.cu_seqlens_q is None else call.max_seqlen_k
-    weights = flash.weights(call, columns or 0) if need_weights else out.new_empty(0)
-    kept = stats(result) if save else lse.new_empty(0)
-    return out, lse.contiguous() if need_lse else lse.new_empty(0), weights, kept
-
-
-def reads_lse(call: Call, grad_weights: Tensor | None) -> bool:
-    """Return whether `backward` may read the saved lse. It does not if the formula computes all weights at once."""
-    return grad_weights is None and (not is_few(call) or flash.at_once(call) is None)
+    weights = flash.weights(call, columns or 0) if need_weights else None
+    return out, lse, weights, _stats(result) if save else None
 
 
 def too_large(lse: Tensor) -> bool:
@@ -112,16 +116,20 @@ def too_large(lse: Tensor) -> bool:
 @without_autocast
 def backward(
     call: Call, incoming: Sequence[Tensor | None], out: Tensor, weights: Tensor, stats: Tensor, need: Sequence[bool]
-) -> tuple:
-    """Return the gradients of a call's INPUTS, empty if not needed. Call this only if `lacks_gradients` returns []."""
+) -> tuple | None:
+    """Return the gradients of a call's INPUTS, also if not needed. Return None if the naive path must compute them."""
     grad_out, grad_lse, grad_weights = incoming
-    needed = dict(zip(INPUTS, need, strict=True))
-    results: Sequence[Tensor | None]
-    lse = stats[..., 0]
+    grads: Sequence[Tensor | None]
+    if lacks_gradients(call, grad_weights, need):
+        return None
+    lse, need_bias = stats[..., 0], need[INPUTS.index("bias")]
     if grad_weights is not None:
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-        results = flash_backward.from_weights(call, weights, lse, grad_out, grad_lse, grad_weights, needed["bias"])
+        grads = flash_backward.from_weights(call, weights, lse, grad_out, grad_lse, grad_weights, need_bias)
+    # The formula reads no lse if it computes all weights at once.
+    elif (call.partial or (is_few(call) and flash.at_once(call) is not None)) or not too_large(lse):
+        grads = flash_backward.backward(call, grad_out, grad_lse, out, _kept(out, stats), lse, need_bias)
     else:
-        results = flash_backward.backward(call, grad_out, grad_lse, out, _kept(out, stats), lse, needed["bias"])
-    grads = dict(zip(_DIFFERENTIATED, results, strict=True))
-    return tuple(grads[name] if wanted else out.new_empty(0) for name, wanted in needed.items())
+        return None
+    *others, of_sinks = grads
+    return *others, None, of_sinks

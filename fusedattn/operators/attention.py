@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..call.layout import own_storage, row_major
-from ..call.options import INPUTS, WHOLE, Call, Lengths, hiding, lengths_of, wide_dtype
+from ..call.options import INPUTS, WHOLE, Call, Lengths, hiding, inputs as inputs_of, lengths_of, wide_dtype
 from ..call.private import constant, forward_level, is_exporting, transforms_active
 from ..call.rules import fail, plain
 from ..cpu import run as cpu
@@ -26,6 +26,7 @@ from .tangent import Tangent
 from .vmap_rule import vmap_rule
 
 _RESULTS = *RESULTS, "stats"
+_NOT_INPUTS = (None,) * (len(FORWARD.names) - len(INPUTS))
 KERNELS = "hopper", "triton"  # backends that launch kernels
 
 
@@ -38,22 +39,25 @@ def new_forward(*arguments):
     return out, lse, weights, lse.new_empty((*out.shape[:3], columns) if save else (0,))
 
 
-def _naive(call: Call, need_lse: bool, need_weights: bool, save: bool) -> tuple[Tensor, ...]:
-    """Compute (output, lse, weights, stats) by the naive path. Results that are not needed are empty."""
-    out, *more = formula.run_naive(call, need_lse, need_weights)
-    nothing = out.new_empty(0), out.new_empty(0)
-    # torch wants the same layout for a result and its tangent.
-    lse, weights = (empty if x is None else row_major(x) for x, empty in zip(more, nothing, strict=True))
-    return out, lse, weights, out.new_empty((*out.shape[:3], 0) if save else (0,), dtype=wide_dtype(call.query.dtype))
+def _naive(call: Call, need_lse: bool, need_weights: bool, save: bool) -> tuple[Tensor | None, ...]:
+    out, lse, weights = formula.run_naive(call, need_lse, need_weights)
+    stats = out.new_empty((*out.shape[:3], 0), dtype=wide_dtype(call.query.dtype)) if save else None
+    return out, lse, weights, stats
 
 
-def _forward(*arguments):
-    call, (need_lse, need_weights, save, backend) = Call(*arguments[: FORWARD.last]), arguments[FORWARD.last :]
+def _filled(call: Call, out: Tensor, lse: Tensor | None, weights: Tensor | None, stats: Tensor | None) -> tuple:
+    """Return the results of a forward, with empty tensors for None. All but the output become row-major."""
+    query, wide = call.query, wide_dtype(call.query.dtype)
+    dtypes = wide, query.dtype, wide
+    pairs = zip((lse, weights, stats), dtypes, strict=True)
+    return out, *[query.new_empty(0, dtype=dtype) if x is None else row_major(x) for x, dtype in pairs]
+
+
+def _compute(call, need_lse, need_weights, save, backend):
+    """Compute (output, lse, weights, stats). Results that are not needed are None or empty."""
     if backend in ("cpu", "naive"):
-        forward_of = cpu.forward if backend == "cpu" else _naive
-        results = forward_of(call, need_lse, need_weights, save)
-        return tuple(map(own_storage, results)) if save else results  # forward mode requires own storages
-    out, *rest = results = new_forward(*arguments)
+        return (cpu.forward if backend == "cpu" else _naive)(call, need_lse, need_weights, save)
+    out, *rest = results = new_forward(*call, need_lse, need_weights, save, backend)
     if out.numel():
         from ..launch import forward, run  # imports Triton
 
@@ -71,11 +75,20 @@ def _forward(*arguments):
     return results
 
 
+def _forward(*arguments):
+    _, call, options = FORWARD.split(arguments)
+    *results, stats = _compute(call, *options)
+    if options[-1] == "cpu" and stats is not None:  # a copy, because it may be a view
+        stats = cpu.with_all_columns(stats, results[0]).clone(memory_format=torch.contiguous_format)
+    results = _filled(call, *results, stats)
+    return tuple(map(own_storage, results)) if options[2] else results  # forward mode requires own storages
+
+
 def _decompose(*arguments):
     _, call, (*needs, _) = FORWARD.split(arguments)
     if call.partial:
         fail(ValueError, "partial", "False: parts cannot be exported", True)
-    return _naive(call, *needs)
+    return _filled(call, *_naive(call, *needs))
 
 
 def _of_masks(function, mask, key_mask, query_mask, bias, *lengths):
@@ -109,7 +122,9 @@ class _Attention(torch.autograd.Function):
         ctx.has_lse, ctx.has_weights = lse.dim() > 1, weights.dim() > 1
         ctx.mark_non_differentiable(stats)
 
-    backward = staticmethod(differentiate)
+    @staticmethod
+    def backward(ctx, *incoming):
+        return *differentiate(ctx, incoming[: len(RESULTS)], ctx.needs_input_grad[: len(INPUTS)]), *_NOT_INPUTS
 
     @staticmethod
     def jvp(ctx, *tangents):
@@ -125,10 +140,18 @@ class _Attention(torch.autograd.Function):
         return vmap_rule(_Attention.apply, FORWARD.names, _RESULTS, info, in_dims, arguments)
 
 
-class _Direct(_Attention):
-    """Autograd node like `_Attention`, for calls that are `plain`: its forward skips torch's dispatcher."""
+class _Direct(torch.autograd.Function):
+    """Autograd node of a call that is `plain`: its forward skips torch's dispatcher. It tracks `inputs`."""
 
-    forward = staticmethod(_forward)
+    @staticmethod
+    def forward(ctx, call, options, *inputs):
+        out, lse, weights, stats = _compute(call, *options)
+        schema.save(ctx, (*call, *options), out, weights if options[1] else None, stats)
+        return out, lse, weights
+
+    @staticmethod
+    def backward(ctx, *incoming):
+        return None, None, *differentiate(ctx, incoming, ctx.needs_input_grad[2:])
 
 
 _direct = super(torch.autograd.Function, _Direct).apply  # the C++ `apply`: Python's takes 70 us to find wrappers
@@ -150,25 +173,27 @@ def allow_in_graph() -> None:
 def _attend(call: Call, need_lse: bool, need_weights: bool, direct: bool | None = None, *, backend: str):
     """Return (output, lse or None, weights or None) of a checked call. direct: `plain` of it, if known."""
     direct, compiling = plain(call) if direct is None else direct, torch.compiler.is_compiling()
-    save = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in call[: len(INPUTS)])
+    inputs = inputs_of(call)
+    save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     # A transform or forward mode may take a derivative although no tensor requires a gradient.
     transformed = not direct and (transforms_active() or forward_level() >= 0)
-    run: Any
-    if compiling and transformed:
-        allow_in_graph()
-        run = _transformed
+    # Forward and backward share a block mask. In graphs and under vmap its size is unknown, so each makes its own.
+    hides = not call.mask is call.bias is call.key_mask is call.query_mask is None
+    if hides and backend in KERNELS and save and not (compiling or transformed) and call.block_mask is None:
+        call = call._replace(block_mask=block_mask_or_none(hiding(call), lengths_of(call)))
+    options: Any = need_lse, need_weights, save or transformed, backend
+    if direct:
+        results = _direct(call, options, *inputs) if save else _compute(call, *options)
+    elif compiling and not transformed:
+        results = OPERATORS.forward(*call, *options)
     elif compiling:
-        run = OPERATORS.forward
+        allow_in_graph()
+        results = _transformed(*call, *options)
     elif save or transformed:
-        # Forward and backward share a block mask. In graphs and under vmap its size is unknown, so each makes its own.
-        hides = not call.mask is call.bias is call.key_mask is call.query_mask is None
-        if hides and backend in KERNELS and not transformed and call.block_mask is None:
-            call = call._replace(block_mask=block_mask_or_none(hiding(call), lengths_of(call)))
-        run = _direct if direct else _Attention.apply
+        results = _Attention.apply(*call, *options)
     else:
-        run = _forward if direct else functools.partial(run_operator, OPERATORS.forward, _forward)
-    out, lse, weights, _ = run(*call, need_lse, need_weights, save or transformed, backend)
-    return out, lse if need_lse else None, weights if need_weights else None
+        results = run_operator(OPERATORS.forward, _forward, *call, *options)
+    return results[0], results[1] if need_lse else None, results[2] if need_weights else None
 
 
 run_triton, run_hopper, run_cpu = (functools.partial(_attend, backend=name) for name in ("triton", "hopper", "cpu"))

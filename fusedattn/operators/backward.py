@@ -48,15 +48,12 @@ def _naive_gradients(grads: Sequence[Tensor], incoming: Sequence[Tensor | None],
         grad.copy_(x)
 
 
-def _backward(*arguments):
-    *incoming, out, weights, stats = arguments[: BACKWARD.first]
-    call, (backend, need) = Call(*arguments[BACKWARD.first : BACKWARD.last]), arguments[BACKWARD.last :]
+def _compute(incoming, out, weights, stats, call, backend, need):
+    """Return the gradients of INPUTS, None or empty if not needed."""
     grad_out, grad_lse, grad_weights = incoming
-    fused = backend == "cpu" and out.numel() and not cpu.lacks_gradients(call, grad_weights, need)
-    reads_lse = fused and not call.partial and cpu.reads_lse(call, grad_weights)
-    if fused and not (reads_lse and cpu.too_large(stats[..., 0])):
-        return cpu.backward(call, incoming, out, weights, stats, need)
-    grads = new_backward(*arguments)
+    if backend == "cpu" and out.numel() and (found := cpu.backward(call, incoming, out, weights, stats, need)):
+        return found
+    grads = new_backward(*incoming, out, weights, stats, *call, backend, need)
     if not out.numel():
         for grad in grads:
             grad.zero_()
@@ -86,11 +83,11 @@ def _backward(*arguments):
     return grads
 
 
-def _arranged_backward(*arguments):
-    """Compute `_backward`, and give each gradient the strides of its input, as the operator's fake does."""
-    _, call, (_, need) = BACKWARD.split(arguments)
-    triples = zip(_backward(*arguments), inputs_of(call), need, strict=True)
-    return tuple([arrange(grad, x, grad.dtype) if needed else grad for grad, x, needed in triples])
+def _backward(*arguments):
+    """Compute the gradients as the operator's fake has them: with the strides of the inputs, empty if not needed."""
+    (*incoming, out, weights, stats), call, (backend, need) = BACKWARD.split(arguments)
+    triples = zip(_compute(incoming, out, weights, stats, call, backend, need), inputs_of(call), need, strict=True)
+    return tuple([arrange(grad, x, grad.dtype) if needed else out.new_empty(0) for grad, x, needed in triples])
 
 
 def saved_stats(stats, call, backend):
@@ -116,17 +113,15 @@ def gradients(incoming, out, weights, stats, call, backend, need):
     return [grad if needed else None for grad, needed in zip(grads, need, strict=True)]
 
 
-def differentiate(ctx, grad_out, grad_lse, grad_weights, _):
-    """Return the gradients of the operator `forward`'s arguments, from the tensors that its autograd node saved."""
+def differentiate(ctx, incoming, need):
+    """Return the gradients of INPUTS for an autograd node of `forward`, from the tensors that it saved."""
     # A result that was not needed has one dimension. A compiled graph passes zeros as its gradient.
-    grad_lse, grad_weights = (None if x is None or x.dim() == 1 else x for x in (grad_lse, grad_weights))
-    incoming, others = (grad_out, grad_lse, grad_weights), (None,) * (len(FORWARD.names) - len(INPUTS))
-    if all(grad is None for grad in incoming):
-        return (*[None] * len(INPUTS), *others)
+    grad_out, grad_lse, grad_weights = [None if x is None or x.dim() == 1 else x for x in incoming]
+    if grad_out is grad_lse is grad_weights is None:
+        return [None] * len(INPUTS)
     arguments, (out, weights, stats) = saved(ctx)
     call, backend = Call(*arguments[: FORWARD.last]), arguments[-1]
-    grads = gradients(incoming, out, weights, stats, call, backend, [*ctx.needs_input_grad[: len(INPUTS)]])
-    return *grads, *others
+    return gradients((grad_out, grad_lse, grad_weights), out, weights, stats, call, backend, [*need])
 
 
 class Backward(torch.autograd.Function):
@@ -171,13 +166,14 @@ class Backward(torch.autograd.Function):
 
 def backward(*arguments):
     """Compute the gradients as one autograd node. Raise if a derivative of the gradients would be lost."""
+    (*incoming, out, weights, stats), call, (backend, need) = BACKWARD.split(arguments)
     if not torch.is_grad_enabled() and plain(arguments):
-        return _backward(*arguments)
-    batched = any(x is not None and not has_storage(x) for x in arguments[:3])
+        return _compute(incoming, out, weights, stats, call, backend, need)
+    batched = any(x is not None and not has_storage(x) for x in incoming)
     if batched and torch.is_grad_enabled() and not transforms_active():
         raise NotImplementedError("fusedattn: is_grads_batched with create_graph needs backend='naive', or torch.func")
-    return Backward.apply(*arguments)
+    return Backward.apply(*incoming, out, weights, cpu.with_all_columns(stats, out), *call, backend, need)
 
 
 _SCHEMA = f"backward({BACKWARD.schema}) -> ({', '.join(f'Tensor grad_{name}' for name in INPUTS)})"
-register(_SCHEMA, _arranged_backward, new_backward, rules.check_backward, backward)
+register(_SCHEMA, _backward, new_backward, rules.check_backward, backward)

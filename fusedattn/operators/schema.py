@@ -8,8 +8,8 @@ from torch import Tensor
 
 from ..call.layout import dense
 from ..call.options import CACHED, INPUTS, TYPES, Call, wide_dtype
-from ..call.private import below_autograd
-from ..call.rules import CLASSES, fail, must_dispatch, plain
+from ..call.private import below_autograd, forward_level, transforms_active
+from ..call.rules import CLASSES, fail, plain
 from ..cpu import run as cpu
 from ..launch.failures import KernelUnavailable, fall_back
 from . import flops
@@ -75,7 +75,7 @@ def save(ctx: Any, arguments: Sequence[Any], *results: Tensor | None) -> None:
     """Save the arguments and some results of a Function for its derivatives."""
     tensors = [x if isinstance(x, Tensor) else None for x in arguments]
     ctx.save_for_backward(*tensors, *results)
-    if must_dispatch():  # forward mode or a transform may ask for a tangent
+    if forward_level() >= 0 or transforms_active():  # they may ask for a tangent
         ctx.save_for_forward(*tensors, *results)
     ctx.others = [None if x is tensor else x for x, tensor in zip(arguments, tensors, strict=True)]
     ctx.facts = facts((*tensors, *results))
@@ -152,6 +152,8 @@ def facts(tensors) -> list:
 
 def check_saved(before: list, after: list) -> None:
     """Raise if saved tensors came back from hooks with another shape or dtype."""
+    if before == after:
+        return
     for saved, returned in zip(before, after, strict=True):
         if saved != returned:
             expected = f"a tensor of {saved[1]} and shape {tuple(saved[0])} back, as it was saved"
