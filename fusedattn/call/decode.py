@@ -230,8 +230,8 @@ def checked(arguments: CacheArguments, options: Arguments, named: bool = False) 
     options: Arguments with None as query, key and value. Values on a GPU and in compiled code are not read.
     """
     a = arguments
-    if isinstance(a.query, Tensor):
-        a = a._replace(query=a.query.to(rules.autocast_dtype(a.query)))
+    if isinstance(a.query, Tensor) and (dtype := rules.autocast_dtype(a.query)) != a.query.dtype:
+        a = a._replace(query=a.query.to(dtype))
     check_sizes(a)
     query, (batch, heads, rows, _) = a.query, a.query.shape
     options = check_options(options, rules.Sizes(query.device, query.dtype, batch, heads, rows, capacity(a)))

@@ -149,6 +149,8 @@ _DIMS = {name: note for name, notes in _NOTES.items() for note in notes if isins
 TENSORS = tuple(_DIMS)
 INPUTS = tuple(name for name, dims in _DIMS.items() if dims.differentiable)
 DIMS = {name: dims.letters for name, dims in _DIMS.items()}
+# {letter of Dims: names of a Call's tensors with that dimension}
+WITH_DIM = {letter: [name for name, letters in DIMS.items() if letter in letters] for letter in "BHGQKD"}
 BY_HEAD = tuple(name for name in INPUTS if DIMS[name] == "BH")
 CACHED = tuple(name for name, notes in _NOTES.items() if NOT_CACHED not in notes)
 
@@ -174,11 +176,6 @@ def in_full(name: str, x: Any) -> Any:
     if x.dim() == 3:  # (B, Sq, Sk), the same for all heads
         return x.unsqueeze(1)
     return x[None] if rank == 2 else x[None, None]
-
-
-def with_dims(letters: str) -> list[str]:
-    """Return the names of a Call's tensors that have all the dimensions in `letters` (see Dims)."""
-    return [name for name, dims in DIMS.items() if set(letters) <= set(dims)]
 
 
 def sliced(name: str, x: Any, pairs: Mapping[str, slice] | None = None, **slices: slice) -> Any:
@@ -278,10 +275,12 @@ def is_known(x: Tensor) -> bool:
 
 def differentiated(arguments: Iterable[Any]) -> bool:
     """Return whether autograd or forward mode tracks one of the arguments."""
+    recorded, dual = torch.is_grad_enabled(), not is_compiling() and forward_level() >= 0
+    if not (recorded or dual):
+        return False
     tensors = [x for x in arguments if isinstance(x, Tensor)]
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+    if recorded and any(x.requires_grad for x in tensors):
         return True
-    dual = not is_compiling() and forward_level() >= 0
     return dual and any(forward_ad.unpack_dual(unmapped(x)).tangent is not None for x in tensors)
 
 

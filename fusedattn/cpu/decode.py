@@ -32,8 +32,7 @@ def _of_call(call: Call) -> tuple[Tensor, Tensor]:
     if causal is None:
         result = flash.forward(call, False)
         return result.out, result.lse + result.less
-    out, lse = flash.attend(*call[:3], causal, None, call.scale, is_few(call))
-    return arrange(out, call.query), lse
+    return flash.attend(*call[:3], causal, None, call.scale, is_few(call))
 
 
 def attend(decode: Decode) -> tuple[Tensor, Tensor]:

@@ -151,13 +151,18 @@ def offset(call: Call) -> float:
     return float(round(math.log(max(1, seen)) + 0.5))  # subtracting a whole number rounds large scores least
 
 
+@functools.cache
+def _constant(number: float, dtype: torch.dtype) -> Tensor:
+    return torch.full((1, 1, 1, 1), number, dtype=dtype, device="cpu")
+
+
 def mask(call: Call, where: Rectangle, less: float | Tensor) -> Tensor | None:
     """Return the tensor to add to a rectangle's scores, from masks, bias, ALiBi and -less; None if it would be zero."""
     if where.masked:
         return additive(call, where, less)
     if is_nothing(less):
         return None
-    terms = -less if isinstance(less, Tensor) else call.query.new_full((1, 1, 1, 1), -less)
+    terms = -less if isinstance(less, Tensor) else _constant(-less, call.query.dtype)
     return terms.expand(-1, -1, where.last - where.first, where.end - where.begin)
 
 

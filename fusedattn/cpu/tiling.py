@@ -189,10 +189,10 @@ def has_holes(part: Part) -> bool:
 
 def is_additive(call: Call) -> bool:
     """Return whether the kernel can add the caller's bias uncopied: its dtype fits, and no mask or slopes exist."""
+    if call.bias is None or not call.mask is call.alibi_slopes is call.key_mask is None:
+        return False
     dtype, wide = call.query.dtype, wide_dtype(call.query.dtype)
-    dtypes = wide, wide if is_widened(dtype) else dtype
-    others = call.mask is call.alibi_slopes is call.key_mask is None
-    return others and call.bias is not None and call.bias.dtype in dtypes
+    return call.bias.dtype in (wide, wide if is_widened(dtype) else dtype)
 
 
 def _staircase(first: int, last: int, begin: int, end: int, high: int) -> Iterator[Rectangle]:

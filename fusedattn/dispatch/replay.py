@@ -38,7 +38,7 @@ _SEED = _PLACES["seed"]
 _ATTENDED = "query", "key", "value"
 _ARE_LEARNED = [name not in _ATTENDED for name in INPUTS]
 
-_known: dict[tuple, "Replay"] = {}  # {signature: its Replay}
+_known: dict[tuple, "Checked"] = {}  # {signature: its Replay or Checked}
 _met: dict[tuple, int] = {}  # {signature that is not recorded yet: number of calls}
 _kinds: set[tuple] = set()  # types of options that `_usual` accepts with any values: none is a tuple (a window)
 _recent: dict[tuple, list] = {}  # {a signature without tensor properties: [(TensorGuards, Replay)]}
@@ -68,7 +68,7 @@ def attend(arguments: Arguments, return_lse: bool, return_weights: bool, backend
         out, lse, weights = run(own.call, return_lse, return_weights)
         return results(rank, own.whole(out, True), own.whole(lse) if return_lse else None, own.whole(weights))
     chosen = backends.choose(call, return_weights, named)
-    if direct and chosen.run in RECORDED and (replay := learn(tensors, numbers, call, chosen)) is not None:
+    if direct and (replay := learn(tensors, numbers, call, chosen)) is not None:
         return replay((*tensors[:_SEED], call.seed, *tensors[_SEED + 1 :]))
     out, lse, weights = chosen.run(call, return_lse, return_weights, direct)
     return results(rank, out, lse if return_lse else None, weights)
@@ -157,8 +157,8 @@ def _remember(present: tuple, most: tuple, replay: Any) -> None:
         _recent[most] = [(guards, replay), *_recent.get(most, [])[: RECENT - 1]]
 
 
-def find(tensors: tuple, numbers: tuple) -> "Replay | None":
-    """Return the Replay of a call's signature, or None. tensors: in the order of TENSORS; the seed may be an int."""
+def find(tensors: tuple, numbers: tuple) -> Any:
+    """Return what `learn` made of a signature, or None. tensors: in the order of TENSORS; the seed may be an int."""
     # TensorGuards do not notice tangents and some modes, such as selective checkpointing.
     if not _known or dispatch_modes() != 0 or forward_level() >= 0:
         return None
@@ -178,9 +178,10 @@ def find(tensors: tuple, numbers: tuple) -> "Replay | None":
     return replay
 
 
-def learn(tensors: tuple, numbers: tuple, call: Call, chosen: backends.Backend) -> "Replay | None":
-    """Count a plain call. Record the RECORD_AFTER-th call of a signature, and return its Replay; otherwise None."""
-    split = _split(tensors, numbers) if can_replay else None
+def learn(tensors: tuple, numbers: tuple, call: Call, chosen: backends.Backend) -> Any:
+    """Count a plain call. Return a Replay (on a CPU: Checked) of a signature's RECORD_AFTER-th call; otherwise None."""
+    recorded = chosen.run in RECORDED
+    split = _split(tensors, numbers) if can_replay and (recorded or call.query.device.type == "cpu") else None
     if split is None or call.query is not tensors[0]:
         return None
     present, most = split
@@ -194,7 +195,7 @@ def learn(tensors: tuple, numbers: tuple, call: Call, chosen: backends.Backend) 
         return None
     _met.pop(signature, None)  # another thread may have removed it
     try:
-        replay = Replay(tensors, call, numbers, chosen.run is attention.run_hopper)
+        replay = (Replay if recorded else Checked)(tensors, call, numbers, chosen.run)
     except KernelUnavailable:
         return None  # the unrecorded call warns, and takes another backend
     _known[signature] = replay
@@ -206,21 +207,40 @@ def _without_data(tensors) -> list:
     return [x if x is None else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in tensors]
 
 
-class Replay:
-    """Recordings of one call signature: its forward, and a backward for each set of gradients that were needed."""
+class Checked:
+    """A checked call on a CPU. Later calls of its signature run with new tensors, without checks."""
 
-    def __init__(self, tensors: tuple, call, numbers: tuple, on_hopper: bool):
-        from ..launch import blocks, forward
-        from .recording import Recorder
-
-        self.device = call.query.device
-        self.call = bare = of_calls.with_tensors(call, _without_data(of_calls.tensors(call)))
-        self.backend = "hopper" if on_hopper else "triton"
-        self.drops = call.seed is not None
+    def __init__(self, tensors: tuple, call, numbers: tuple, run):
+        self.device, self.drops, self.rank = call.query.device, call.seed is not None, tensors[0].dim()
         pairs: Any = zip(tensors, of_calls.tensors(call), strict=True)
         # A seed may be given without dropout, and then the Call has none.
         short = [isinstance(x, Tensor) and of_call is not None and x.dim() != of_call.dim() for x, of_call in pairs]
         self.short = [(place, name) for place, name in enumerate(TENSORS) if short[place]]
+        self.run, self.needs, self.others = run, numbers[-4:-2], call[len(TENSORS) :]
+
+    def in_full(self, tensors: Sequence) -> list:
+        """Return the tensors as a first call has them: the seed as a tensor, and all in full rank."""
+        given = list(tensors)
+        for place, name in self.short:
+            given[place] = in_full(name, given[place])
+        given[_SEED] = of_calls.seed_tensor(given[_SEED], self.device) if self.drops else None
+        return given
+
+    def __call__(self, tensors: tuple):
+        return results(self.rank, *self.run(Call(*self.in_full(tensors), *self.others), *self.needs, True))
+
+
+class Replay(Checked):
+    """Recordings of one call signature: its forward, and a backward for each set of gradients that were needed."""
+
+    def __init__(self, tensors: tuple, call, numbers: tuple, run):
+        from ..launch import blocks, forward
+        from .recording import Recorder
+
+        super().__init__(tensors, call, numbers, run)
+        on_hopper = run is attention.run_hopper
+        self.call = bare = of_calls.with_tensors(call, _without_data(of_calls.tensors(call)))
+        self.backend = "hopper" if on_hopper else "triton"
         return_lse, return_weights, _, grad = numbers[-4:]
         self.save = grad and any(x is not None and x.requires_grad for x in of_calls.inputs(call))
         with Recorder(self.device, of_calls.tensors(bare)) as recorder:
@@ -246,23 +266,15 @@ class Replay:
         self.recent: list[tuple] = []  # (settings of a backward, its TensorGuards, Recording, places) for `again`
 
     def __call__(self, tensors: tuple):
-        if self.drops:
-            tensors = *tensors[:_SEED], of_calls.seed_tensor(tensors[_SEED], self.device), *tensors[_SEED + 1 :]
+        if self.drops or (self.save and self.short):  # save what a first call saves: checkpoints compare it
+            tensors = tuple(self.in_full(tensors))
         if self.save:
-            if self.short:  # save the same tensors as a first call: checkpoints compare them
-                given = list(tensors)
-                for place, name in self.short:
-                    given[place] = in_full(name, given[place])
-                tensors = tuple(given)
             return _differentiable((self, tensors), *self.take_inputs(tensors))
         return self.take_results(self.forward.run(tensors))
 
     def fields(self, tensors: Sequence) -> Call:
         """Return the recorded Call with the caller's tensors in place of its own, reshaped if their rank is lower."""
-        given = [in_full(name, x) for name, x in zip(TENSORS, tensors, strict=True)]
-        if not self.drops:
-            given[_SEED] = None  # may be an int
-        return of_calls.with_tensors(self.call, given)
+        return of_calls.with_tensors(self.call, self.in_full(tensors))
 
     def differentiate(self, kept: dict, incoming: list, need: tuple) -> Sequence:
         """Return gradients of INPUTS, None where not needed. kept: {index in the recorded forward: saved tensor}."""

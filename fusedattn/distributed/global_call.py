@@ -235,7 +235,7 @@ def _own(call: Call) -> dict[str, Any]:
 def _common(call: Call, arguments: Arguments) -> dict[str, Any]:
     """Return the options that must be equal on all ranks; for tensors, their devices, dtypes and sizes."""
     common: dict[str, Any] = {}
-    for name in of_calls.with_dims("B"):
+    for name in of_calls.WITH_DIM["B"]:
         common[name] = x = getattr(call, name)
         if x is not None:
             sizes = [size for letter, size in zip(DIMS[name], x.shape, strict=True) if letter not in "QK"]

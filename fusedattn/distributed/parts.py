@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from ..call.layout import arrange
-from ..call.options import BY_HEAD, INPUTS, Call, sliced, wide_dtype, with_dims
+from ..call.options import BY_HEAD, INPUTS, WITH_DIM, Call, sliced, wide_dtype
 from ..naive.formula import without_autocast
 from ..operators import partial
 from . import ranks as ranks_of
@@ -32,7 +32,7 @@ def _sliced(name: str, x: Tensor | None, piece: Piece) -> Any:
 
 
 def _part_of(call: Call, piece: Piece) -> Call:
-    tensors = {name: _sliced(name, getattr(call, name), piece) for name in with_dims("B")}
+    tensors = {name: _sliced(name, getattr(call, name), piece) for name in WITH_DIM["B"]}
     return call._replace(**tensors | dict(sinks=None, partial=True) | piece.fields)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..call.layout import arrange
-from ..call.options import DIMS, INPUTS, Call, Origin, tensors as tensors_of, wide_dtype, with_dims
+from ..call.options import DIMS, INPUTS, WITH_DIM, Call, Origin, tensors as tensors_of, wide_dtype
 from ..call.private import eager
 from ..call.rules import fail
 from ..naive.formula import without_autocast
@@ -121,7 +121,7 @@ def _route(whole: GlobalCall, name: str) -> _Route:
 
 def _local(whole: GlobalCall) -> Call:
     """Return a Call with this rank's heads only, but with all rows and all keys."""
-    tensors: dict[str, Any] = {name: getattr(whole.call, name) for name in with_dims("B")}
+    tensors: dict[str, Any] = {name: getattr(whole.call, name) for name in WITH_DIM["B"]}
     heads = _route(whole, "query")
     for name, x in tensors.items():
         letters = DIMS[name]

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..call.options import Call, Origin, diagonal, with_dims
+from ..call.options import WITH_DIM, Call, Origin, diagonal
 from ..call.private import tracing
 from ..call.rules import plain
 
@@ -125,9 +125,9 @@ def _split(x: Tensor | None, size: int, dim: int, length: int) -> list | tuple:
 def _cut(call: Call, planes: Tensor | None, axis: int, size: int) -> Iterator[tuple[Call, Tensor | None]]:
     """Split a call by batches (axis 0) or heads (axis 1), and yield (call, planes) for `size` of them at a time."""
     whole, kv_heads = call.query.shape[axis], call.key.shape[1]
-    fields = {name: _split(getattr(call, name), size, axis, whole) for name in with_dims("BH"[axis])}
+    fields = {name: _split(getattr(call, name), size, axis, whole) for name in WITH_DIM["BH"[axis]]}
     if axis == 1:
-        fields |= {name: _split(getattr(call, name), size * kv_heads // whole, 1, kv_heads) for name in with_dims("G")}
+        fields |= {name: _split(getattr(call, name), size * kv_heads // whole, 1, kv_heads) for name in WITH_DIM["G"]}
     elif call.cu_seqlens_q is not None and call.cu_seqlens_k is not None:
         for name, x in dict(cu_seqlens_q=call.cu_seqlens_q, cu_seqlens_k=call.cu_seqlens_k).items():
             fields[name] = [x[first : first + size + 1] for first in range(0, whole, size)]

@@ -147,9 +147,13 @@ def alike(lengths: Sequence[Any]) -> Iterator[tuple[int, int, Any]]:
 
 def of_length(call: Call, decode: Decode, first: int, last: int, length: int) -> Call:
     """Return the Call of sequences first .. last - 1, which all have this length. call: from `rotated_query`."""
-    batches, whole = slice(first, last), dict(B=slice(0, len(decode.lengths)), K=slice(call.key.shape[2]))
-    slices = dict(B=batches, K=slice(length))
-    call = of_batches(call, None, **{name: x for name, x in slices.items() if x != whole[name]})  # a slice takes 3 us
+    batches = slice(first, last)
+    slices: dict[str, slice] = {}
+    if last - first < decode.lengths.shape[0]:  # a slice takes 3 us
+        slices["B"] = batches
+    if length < call.key.shape[2]:
+        slices["K"] = slice(length)
+    call = of_batches(call, None, **slices) if slices else call
     if decode.table is None:
         return call
     table = decode.table[batches, : -(-length // max(1, decode.key_cache.shape[2]))]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call.options import Call, is_known, sliced, with_dims
+from ..call.options import WITH_DIM, Call, is_known, sliced
 from ..call.padding import Padding, padding
 
 WASTE = 2  # maximum ratio of scores in a padded call to scores of its sequences
@@ -81,7 +81,8 @@ def sequences(call: Call) -> list[Call]:
 
 def of_batches(call: Call, pairs: Mapping[str, slice] | None = None, **slices: slice) -> Call:
     """Slice the tensors of a call that have a batch dimension (see `sliced`): B=slice(2, 4) keeps batches 2 and 3."""
-    fields: dict[str, Any] = {name: sliced(name, getattr(call, name), pairs, **slices) for name in with_dims("B")}
+    present = {name: x for name in WITH_DIM["B"] if (x := getattr(call, name)) is not None}
+    fields: dict[str, Any] = {name: sliced(name, x, pairs, **slices) for name, x in present.items()}
     return call._replace(**fields)
 
 

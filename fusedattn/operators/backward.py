@@ -108,8 +108,7 @@ def gradients(incoming, out, weights, stats, call, backend, need):
 
         fields = [x.detach() if isinstance(x, Tensor) else x for x in call]
         (weights,) = derived(Formula(weights_of, Call._fields, ("weights",)), *fields)
-    weights = out.new_empty(0) if weights is None else weights
-    grads = backward(*incoming, out, weights, stats, *call, backend, need)
+    grads = backward(*incoming, out, out.new_empty(0) if weights is None else weights, stats, *call, backend, need)
     return [grad if needed else None for grad, needed in zip(grads, need, strict=True)]
 
 

@@ -36,7 +36,7 @@ def is_dtensor(x: Any) -> bool:
 
 def refuse(function: str, tensors: Mapping[str, Any]) -> None:
     for name, x in tensors.items():
-        if is_dtensor(x):
+        if type(x) not in _CLASSES and is_dtensor(x):
             raise NotImplementedError(f"{name}: expected a tensor, got a DTensor: pass its to_local() to {function}")
 
 

@@ -73,21 +73,26 @@ DECODE = Signature(
 
 def save(ctx: Any, arguments: Sequence[Any], *results: Tensor | None) -> None:
     """Save the arguments and some results of a Function for its derivatives."""
-    tensors = [x if isinstance(x, Tensor) else None for x in arguments]
-    ctx.save_for_backward(*tensors, *results)
+    # The first test is for speed: isinstance of None takes three times as long.
+    ctx.places = [place for place, x in enumerate(arguments) if x is not None and isinstance(x, Tensor)]
+    kept = *[arguments[place] for place in ctx.places], *results
+    ctx.save_for_backward(*kept)
     if forward_level() >= 0 or transforms_active():  # they may ask for a tangent
-        ctx.save_for_forward(*tensors, *results)
-    ctx.others = [None if x is tensor else x for x, tensor in zip(arguments, tensors, strict=True)]
-    ctx.facts = facts((*tensors, *results))
+        ctx.save_for_forward(*kept)
+    ctx.others = list(arguments)
+    for place in ctx.places:
+        ctx.others[place] = None
+    ctx.facts = facts(kept)
     ctx.set_materialize_grads(False)
 
 
 def saved(ctx: Any) -> tuple[list[Any], list[Tensor | None]]:
     """Return (arguments, results) saved by `save`. Raise if saved-tensor hooks changed a shape or dtype."""
-    tensors, others = ctx.saved_tensors, ctx.others
+    tensors, arguments = ctx.saved_tensors, ctx.others.copy()
     check_saved(ctx.facts, facts(tensors))
-    arguments = [b if a is None else a for a, b in zip(tensors, others, strict=False)]
-    return arguments, list(tensors[len(others) :])
+    for place, x in zip(ctx.places, tensors, strict=False):
+        arguments[place] = x
+    return arguments, list(tensors[len(ctx.places) :])
 
 
 def run_operator(operator, implementation, *arguments):
