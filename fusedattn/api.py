@@ -9,7 +9,7 @@ from torch.overrides import handle_torch_function
 
 from .call import jagged
 from .call.decode import CacheArguments, checked as checked_decode
-from .call.options import Arguments, Plan, in_full, non_default
+from .call.options import WHOLE, Arguments, Plan, in_full, non_default
 from .call.plan import check_plan
 from .call.rules import FLOATING, FLOATS, check_flags, check_place, check_strided, fail, overriding, unfit
 from .call.varlen import checked_varlen
@@ -144,9 +144,7 @@ def attention_varlen(
         more |= dict(return_lse=return_lse, return_weights=return_weights, backend=backend)
         return handle_torch_function(attention_varlen, others, query, key, value, *offsets[:2], **more)
     check_flags(return_lse=return_lse, return_weights=return_weights)
-    dtensors.refuse(
-        "attention_varlen", dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k) | arguments._asdict()
-    )
+    dtensors.refuse("attention_varlen", WHOLE._replace(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k), arguments)
     call = checked_varlen(arguments, *offsets, return_weights, backends.named(backend) is not None)
     out, lse, weights = backends.choose(call, return_weights, backend).run(call, return_lse, return_weights)
     lse, weights = (None if x is None else x.squeeze(0) for x in (lse if return_lse else None, weights))
@@ -220,7 +218,7 @@ def attention_decode(
         more |= dict(return_lse=return_lse, return_weights=return_weights, backend=backend)
         return handle_torch_function(attention_decode, others, query, key_cache, value_cache, **more)
     check_flags(rotary_interleaved=rotary_interleaved, return_lse=return_lse, return_weights=return_weights)
-    dtensors.refuse("attention_decode", options._asdict() | arguments._asdict())
+    dtensors.refuse("attention_decode", options, arguments)
     decode = checked_decode(arguments, options, backends.named(backend) is not None)
     out, lse, weights = backends.choose(decode, return_weights, backend).run(decode, return_lse, return_weights)
     return replay.results(4, out, lse if return_lse else None, weights)

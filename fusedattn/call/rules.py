@@ -119,18 +119,13 @@ def overriding(arguments: Sequence[Any]) -> tuple[Any, ...]:
 def in_memory(tensors: Iterable[Any]) -> bool:
     """Return whether kernels can read all tensors at their addresses: no subclass, wrapper or negated view."""
     for x in tensors:
-        # The first test is for speed: isinstance takes as long as all the others.
-        if (
-            x is not None
-            and isinstance(x, Tensor)
-            and (
-                type(x) not in CLASSES
-                or x.layout is not torch.strided
-                or x.is_nested
-                or not has_storage(x)
-                or x.is_neg()
-                or (x.data_ptr() == 0 and x.numel() != 0)
-            )
+        if isinstance(x, Tensor) and (
+            type(x) not in CLASSES
+            or x.layout is not torch.strided
+            or x.is_nested
+            or not has_storage(x)
+            or x.is_neg()
+            or (x.data_ptr() == 0 and x.numel() != 0)
         ):
             return False
     return True

@@ -184,7 +184,7 @@ def agreed(function: str, given: dict[str, Any], prepare: Prepare = prepared) ->
     flags = {name: given.get(name, False) for name in ("return_lse", "return_weights")}
 
     def facts() -> tuple[Call, dict[str, Any], dict[str, Any]]:
-        dtensors.refuse("fusedattn.distributed", arguments._asdict())
+        dtensors.refuse("fusedattn.distributed", arguments)
         if transforms_active():
             raise NotImplementedError("fusedattn.distributed: torch.func cannot transform it, use backward()")
         with torch.no_grad():  # so that `differentiated` sees only tangents

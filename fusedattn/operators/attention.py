@@ -48,8 +48,7 @@ def _naive(call: Call, need_lse: bool, need_weights: bool, save: bool) -> tuple[
 def _filled(call: Call, out: Tensor, lse: Tensor | None, weights: Tensor | None, stats: Tensor | None) -> tuple:
     """Return the results of a forward, with empty tensors for None. All but the output become row-major."""
     query, wide = call.query, wide_dtype(call.query.dtype)
-    dtypes = wide, query.dtype, wide
-    pairs = zip((lse, weights, stats), dtypes, strict=True)
+    pairs = (lse, wide), (weights, query.dtype), (stats, wide)
     return out, *[query.new_empty(0, dtype=dtype) if x is None else row_major(x) for x, dtype in pairs]
 
 
