@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..call.layout import own_storage, row_major
 from ..call.options import INPUTS, WHOLE, Call, Lengths, hiding, inputs as inputs_of, lengths_of, wide_dtype
-from ..call.private import constant, forward_level, is_exporting, transforms_active
+from ..call.private import constant, forward_level, is_exporting, saved_tensors_hooks, transforms_active
 from ..call.rules import fail, plain
 from ..cpu import run as cpu
 from ..launch.failures import KernelUnavailable
@@ -145,6 +145,8 @@ class _Direct(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call, options, *inputs):
         out, lse, weights, stats = _compute(call, *options)
+        if saved_tensors_hooks(False) is not None:  # a checkpoint may recompute this call by the operator
+            stats = cpu.with_all_columns(stats, out)
         schema.save(ctx, (*call, *options), out, weights if options[1] else None, stats)
         return out, lse, weights
 

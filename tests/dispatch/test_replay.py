@@ -63,12 +63,13 @@ def test_a_backward_is_repeated_where_nothing_but_numbers_changed(device, poison
     assert [found is not None for found in repeated] == [False, True, True, True, False, False]
 
 
+@pytest.mark.parametrize("backend", ["triton", None])
 @pytest.mark.parametrize("name, grads", [*((name, True) for name in OPTIONS), ("masks", False), ("added", False)])
-def test_other_tensors_of_the_same_kind(name, grads, device, poison, found):
+def test_other_tensors_of_the_same_kind(name, grads, backend, device, poison, found):
     for again in range(3):
         inputs, options = draw(device, requires_grad=grads), OPTIONS[name](SQ, SK, device)
         with torch.set_grad_enabled(grads):
-            assert_like(everything(inputs, options, "triton"), everything, inputs, options, "eager")
+            assert_like(everything(inputs, options, backend), everything, inputs, options, "eager")
         assert (found[again] is not None) == (again > 0)
 
 
@@ -321,12 +322,13 @@ def test_what_is_not_in_memory_does_not_repeat_a_backward(device):
         assert_like(batched("triton", plain[None]), batched, "eager", plain[None])
 
 
-def test_a_checkpoint_is_computed_again_the_other_way(device):
-    inputs = draw(device, requires_grad=True)
-    want = torch.autograd.grad(attend(inputs, {}).sum(), inputs)
+@pytest.mark.parametrize("backend, dtype", [("triton", torch.float32), (None, torch.bfloat16)])
+def test_a_checkpoint_is_computed_again_the_other_way(backend, dtype, device):
+    inputs = draw(device, requires_grad=True, dtype=dtype)
+    want = torch.autograd.grad(by(backend)(*inputs).sum(), inputs)
     for inside in (True, False):
         with Seen() if inside else contextlib.nullcontext():
-            out = checkpoint(lambda *x: attend(x, {}), *inputs, use_reentrant=False)
+            out = checkpoint(by(backend), *inputs, use_reentrant=False)
         with contextlib.nullcontext() if inside else Seen():
             same(torch.autograd.grad(out.sum(), inputs), want)
 
