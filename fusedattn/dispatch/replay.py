@@ -1,7 +1,8 @@
 """Finds the recording of an earlier call with the same signature, and replays it on new tensors.
 
-On a CPU a repeated call only skips its checks. Two calls have the same signature if only the addresses and the contents of their tensors differ. Calls under autocast,
-inside torch.compile or with tensor subclasses have no signature: they are checked and prepared each time.
+Two calls have the same signature if only the addresses and the contents of their tensors differ. Calls under autocast,
+inside torch.compile or with tensor subclasses have no signature: they are checked and prepared each time. On a CPU a
+repeated call only skips its checks.
 """
 
 from collections.abc import Sequence
