@@ -9,13 +9,12 @@ from torch.overrides import handle_torch_function
 
 from .call import jagged
 from .call.decode import CacheArguments, checked as checked_decode
-from .call.options import WHOLE, Arguments, Plan, in_full, non_default
-from .call.plan import check_plan
+from .call.options import WHOLE, Arguments, Plan, non_default
+from .call.plan import make_plan
 from .call.rules import FLOATING, FLOATS, check_flags, check_place, check_strided, fail, overriding, unfit
 from .call.varlen import checked_varlen
 from .dispatch import backends, replay
 from .operators import dtensors
-from .operators.attention import block_mask_or_none
 
 
 def attention(
@@ -224,8 +223,13 @@ def attention_decode(
     return replay.results(4, out, lse if return_lse else None, weights)
 
 
-def plan(mask: Tensor | None = None, key_mask: Tensor | None = None, query_mask: Tensor | None = None) -> Plan:
-    """Return masks with their block mask, computed once, to pass as `mask` to many calls.
+def plan(
+    mask: Tensor | Callable[..., Tensor] | None = None, key_mask: Tensor | None = None,
+    query_mask: Tensor | None = None, *,
+    batch: int = 1, heads: int = 1, rows: int | None = None, keys: int | None = None,
+    device: torch.device | str | None = None,
+) -> Plan:  # fmt: skip
+    """Prepare masks once, to pass as `mask` to many calls: a bool tensor, or a function of positions.
 
     Examples:
         >>> layers = [fusedattn.MultiHeadAttention(64, 4) for _ in range(2)]
@@ -233,24 +237,30 @@ def plan(mask: Tensor | None = None, key_mask: Tensor | None = None, query_mask:
         >>> for layer in layers:
         ...     x, _ = layer(x, mask=plan)
 
-    A plan saves each call one read of its masks, which must not change while the plan is in use. On a machine without
-    kernels, such as a CPU, it holds only the masks.
+        >>> plan = fusedattn.plan(lambda b, h, i, j: (i >= j) | (j < 40), rows=4096, keys=4096)
+
+    A plan keeps 4 bytes for each 64 x 64 pairs, and a bit for each pair of the blocks that the mask shows in part.
 
     Args:
         mask, key_mask, query_mask: as in `attention`, at least one. A call with a plan takes no other masks. mask may
-            also have rank 3, (B, Sq, Sk), for calls of rank 3 and for `MultiHeadAttention`.
+            also have rank 3, (B, Sq, Sk), for calls of rank 3 and for `MultiHeadAttention`. Or it is a function of
+            index tensors (batch, head, query, key) that broadcast, which returns a bool tensor, True = may attend, as
+            FlexAttention's mask_mod. `fusedattn.masks` has some. It is called here, for about 4 million pairs at once.
+        batch, heads, rows, keys: sizes of a mask that is a function; with batch or heads of 1, all share it.
+        device: of a mask that is a function; by default that of key_mask or query_mask, or else torch's.
 
     Raises:
         TypeError, ValueError: the masks are wrong, or do not fit together.
     """
-    masks = mask, key_mask, query_mask
-    if any(isinstance(x, Proxy) for x in masks):
-        return handle_torch_function(plan, masks, *masks)
-    check_plan(Plan(*masks, None))
-    if backends.machine_reasons(next(x.device for x in masks if x is not None)):
-        return Plan(*masks, None)
-    full = in_full("mask", mask), in_full("key_mask", key_mask), in_full("query_mask", query_mask), None
-    return Plan(*masks, block_mask_or_none(full))
+    masks: dict[str, Any] = dict(mask=mask, key_mask=key_mask, query_mask=query_mask)
+    if any(isinstance(x, Proxy) for x in masks.values()):
+        return handle_torch_function(plan, tuple(masks.values()), **masks)
+    places = [x.device for x in masks.values() if isinstance(x, Tensor)]
+    if device is not None or not places:
+        places = [torch.empty(0, device=device).device]  # with its index
+    place = places[0]
+    sizes = dict(batch=batch, heads=heads, rows=rows, keys=keys)
+    return make_plan(masks, sizes, place, backends.block_size(place))
 
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,43 +1,57 @@
-"""Kernels that compute the block mask (blocks with some or all pairs visible), and list the tiles to compute."""
+"""Kernels that compute the block mask (blocks with no, some or all pairs visible), and list the tiles to compute."""
 
 import triton
 import triton.language as tl
 
 from .vocabulary import masks as masking, memory, span, walk
+from .vocabulary.masks import BLOCK, CONSTANT, EMPTY, FULL, SOME
 
 
 @triton.jit(do_not_specialize=["heads", "rows", "keys"])
-def block_mask(BlockMask, extents, masks, bias, heads, rows, keys, BLOCK_MASK_SIZE: tl.constexpr):
-    """Fill BlockMask (B, H, row blocks, key blocks), contiguous: a program sets the bits SOME and ALL of one block.
+def block_mask(BlockMask, Words, extents, masks, bias, heads, rows, keys):
+    """Fill BlockMask (B, H, row blocks, key blocks), int32, contiguous: a program computes the entry of one block.
 
-    B or H is 1 if masks and bias do not vary along it. A bias (View or None) of -inf hides its pair. A row hidden by
-    masks.rows does not stop a block from counting as fully visible, because its output is overwritten. extents is for
-    packed sequences: rows and keys are then the maximum lengths, and pairs past the end of a sequence do not count.
+    Words, unless None, gets masks.pairs of the blocks that it shows in part (see `masks.Bits`). B or H is 1 if masks
+    and bias do not vary along it. A bias (View or None) of -inf hides its pair. A row hidden by masks.rows does not
+    stop a block from counting as fully visible, because its output is overwritten. extents is for packed sequences:
+    rows and keys are then the maximum lengths, and pairs past the end of a sequence do not count.
     """
-    down, right, plane = span.place_tile(rows, keys, heads, BLOCK_MASK_SIZE, BLOCK_MASK_SIZE)
-    r = down * BLOCK_MASK_SIZE + tl.arange(0, BLOCK_MASK_SIZE)[:, None]
-    c = right * BLOCK_MASK_SIZE + tl.arange(0, BLOCK_MASK_SIZE)[None, :]
+    down, right, plane = span.place_tile(rows, keys, heads, BLOCK, BLOCK)
+    bits = tl.arange(0, BLOCK)
+    r, c = down * BLOCK + bits[:, None], right * BLOCK + bits[None, :]
     plane, seq_rows, seq_keys = span.within(extents, plane, rows, keys, ())
     seq_rows, seq_keys = tl.minimum(seq_rows, rows), tl.minimum(seq_keys, keys)
     exists = (r < seq_rows) & (c < seq_keys)
     real = masking.real_rows(masks, plane, r, seq_rows)
     seen = exists & masking.real_keys(masks, plane, c, seq_keys)
     if masks.pairs is not None:
-        seen &= memory.load_pairs(memory.matrix(masks.pairs, plane), r, c, rows, keys, CHECK=True) != 0
+        shown = memory.load_pairs(memory.matrix(masks.pairs, plane), r, c, rows, keys, CHECK=True) != 0
+        seen &= shown
     every = tl.min(tl.min((seen | ~exists | ~real).to(tl.int32), 1), 0)
     seen &= real
     if bias is not None:
         b = memory.load_pairs(memory.matrix(bias, plane), r, c, rows, keys, CHECK=True)
         seen &= memory.cast(b, tl.float32) > float("-inf")
     some = tl.max(tl.max(seen.to(tl.int32), 1), 0)
-    tl.store(BlockMask + tl.program_id(0), (some * walk.SOME + every * walk.ALL).to(tl.uint8))
+    mark = tl.where(some == 0, EMPTY, tl.where(every != 0, FULL, SOME))
+    if Words is not None:
+        number = tl.program_id(0) + CONSTANT
+        whole = tl.min(tl.min((shown | (r >= rows) | (c >= keys)).to(tl.int32), 1), 0)
+        cut = (mark == SOME) & (whole == 0)
+        mark = tl.where(cut, number, mark)
+        words = tl.sum(shown.to(tl.int64) << bits[None, :], 1)
+        tl.store(Words + number.to(tl.int64) * BLOCK + bits, words, mask=(bits >= 0) & cut)
+        if tl.program_id(0) == 0:
+            for constant in tl.static_range(CONSTANT):
+                tl.store(Words + constant * BLOCK + bits, words * 0 - (constant != EMPTY))
+    tl.store(BlockMask + tl.program_id(0), mark)
 
 
 @triton.jit(do_not_specialize=["heads", "q_len", "k_len", "tile_count", "left", "right"])
 def tile_lists(
     Lists, sequences, block_mask, heads, q_len, k_len, tile_count, left, right,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TOP_LEFT: tl.constexpr,
-    BLOCK_MASK_SIZE: tl.constexpr, BY_KEYS: tl.constexpr, CHUNK: tl.constexpr,
+    BY_KEYS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Fill Lists (B, H, blocks, 2, most + 2), int64: of each block, the partly and then the fully visible tiles.
 
@@ -46,8 +60,8 @@ def tile_lists(
     GROUP * tile_count. With BY_KEYS H counts kv heads, and a block of keys lists tiles of rows in GROUP query heads:
     the upper half of an entry is the head's index. For packed sequences B is 1, and each block is a slot.
     """
-    BLOCK: tl.constexpr = BLOCK_N if BY_KEYS else BLOCK_M
-    block, plane, q_len, k_len = span.locate(sequences, q_len, k_len, heads, BLOCK, BY_KEYS)
+    OWN: tl.constexpr = BLOCK_N if BY_KEYS else BLOCK_M
+    block, plane, q_len, k_len = span.locate(sequences, q_len, k_len, heads, OWN, BY_KEYS)
     if sequences is not None and not BY_KEYS:
         block = span.latest_first(block, q_len, BLOCK_M) // BLOCK_M  # slots count the blocks of rows from the last
     band = span.band(q_len, k_len, left, right, TOP_LEFT)
@@ -66,7 +80,7 @@ def tile_lists(
         live = (n < most) & (tile >= begin) & (tile < end)
         i, j = (tile, tile * 0 + block) if BY_KEYS else (tile * 0 + block, tile)
         head = span.query_head(plane, member, GROUP)
-        some, every = walk.covered(block_mask, head, i, j, q_len, k_len, live, BLOCK_M, BLOCK_N, BLOCK_MASK_SIZE)
+        some, every = walk.covered(block_mask, head, i, j, q_len, k_len, live, BLOCK_M, BLOCK_N)
         every &= (tile >= full) & (tile < full_end)
         entry = (member.to(tl.int64) << 32) | tile
         partial, full_tiles = (some & ~every).to(tl.int32), (some & every).to(tl.int32)

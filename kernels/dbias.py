@@ -33,7 +33,7 @@ def dbias(
         begin, full, full_end, end = span.blocks(band, block * BLOCK_M, BLOCK_M, BLOCK_N)
         visible = (tile >= begin) & (tile < end)
     visible, every = walk.covered(
-        block_mask, bias_plane, block, tile, max_seqlen_q, max_seqlen_k, visible, BLOCK_M, BLOCK_N, spec.BLOCK_MASK_SIZE
+        block_mask, bias_plane, block, tile, max_seqlen_q, max_seqlen_k, visible, BLOCK_M, BLOCK_N
     )
     for n in tl.range(0, tl.where(visible, batches * together, 0)):
         batch, head = bias_plane.batch + n // together, bias_plane.head + n % together
@@ -49,7 +49,7 @@ def dbias(
         k = memory.load(memory.of_keys(K, kv), cols, real_keys, spec.D)
         v = memory.load(memory.of_keys(V, kv), cols, real_keys, spec.DV)
         row = gradient.down(gradient.load(incoming.rows, plane, rows, seq_rows))
-        shown = masking.shown(rules.masks, band, plane, r, c, CHECK=True)
+        shown = masking.shown(rules.masks, band, plane, r, c, tile * BLOCK_N, CHECK=True)
         bias = scores.pairs(rules.score.bias, band, plane, r, c, CHECK=True)
         copies.fence()
         x = tl.dot(q, k.T, input_precision=spec.PRECISION, out_dtype=grad.dtype)

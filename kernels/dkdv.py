@@ -13,7 +13,7 @@ from .vocabulary import copies, dropout as dropping, gradient, masks as masking,
 def _walk_rows(
     dk, dv, k, v,
     Q, incoming, GradQ, grads,
-    cols, band, rules, kv, tile_list, begin, end,
+    cols, first_key, band, rules, kv, tile_list, begin, end,
     spec: tl.constexpr, BLOCK_M: tl.constexpr, CHECK: tl.constexpr, WALK: tl.constexpr,
 ):  # fmt: skip
     """Add the contribution of row blocks [begin, end) of GROUP query heads to dk and dv. Tiles are [keys, rows].
@@ -41,7 +41,7 @@ def _walk_rows(
         q = memory.load(memory.of_rows(Q, plane), rows, exists, spec.D, first)
         do = memory.load(memory.of_rows(incoming.grad_out, plane), rows, exists, spec.DV, first)
         row = gradient.across(gradient.load(incoming.rows, plane, rows, band.rows))
-        shown = masking.shown(rules.masks, band, plane, r, c, CHECK)
+        shown = masking.shown(rules.masks, band, plane, r, c, first_key, CHECK)
         bias = scores.pairs(rules.score.bias, band, plane, r, c, CHECK)
         copies.fence()
         x = tl.dot(k, q.T, input_precision=spec.PRECISION, out_dtype=row.delta.dtype)
@@ -116,7 +116,7 @@ def dkdv(
         tile_list = None if tile_lists is None else walk.tile_list(tile_lists, kv, block, n)
         begin, end = walk.extent(ranges, tile_list, n)
         dk, dv = _walk_rows(
-            dk, dv, k, v, Q, incoming, GradQ, grads, cols, band, rules, kv, tile_list, begin, end,
+            dk, dv, k, v, Q, incoming, GradQ, grads, cols, first, band, rules, kv, tile_list, begin, end,
             spec, BLOCK_M, CHECK=n != 1, WALK=n,
         )  # fmt: skip
     # store it

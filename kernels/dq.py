@@ -29,7 +29,7 @@ def _walk_keys(
         r, c = rows[:, None], cols[None, :]
         first = j * BLOCK_N
         k_tile, v_tile = memory.load(k, cols, exists, spec.D, first), memory.load(v, cols, exists, spec.DV, first)
-        shown = masking.shown(rules.masks, band, plane, r, c, CHECK)
+        shown = masking.shown(rules.masks, band, plane, r, c, first, CHECK)
         bias = scores.pairs(rules.score.bias, band, plane, r, c, CHECK)
         copies.fence()
         x = tl.dot(q, k_tile.T, input_precision=spec.PRECISION, out_dtype=row.delta.dtype)

@@ -26,7 +26,7 @@ def _walk(
         r, c = rows[:, None], cols[None, :]
         k_tile = memory.load(k, cols, exists, spec.D)
         t_k_tile = None if t_k is None else memory.load(t_k, cols, exists, spec.D)
-        shown = masks.shown(rules.masks, band, plane, r, c, CHECK)
+        shown = masks.shown(rules.masks, band, plane, r, c, j * BLOCK_N, CHECK)
         bias = scores.pairs(rules.score.bias, band, plane, r, c, CHECK)
         t_bias = scores.pairs(tangents.bias, band, plane, r, c, CHECK)
         copies.fence()

@@ -39,7 +39,7 @@ def weights(
         stats = saved_stats.table(Stats, plane, q_len, Q.base.dtype.element_ty, spec.DV)
         row = softmax.down(saved_stats.load(stats, rows, q_len))
         x = tl.dot(q, k.T, input_precision=spec.PRECISION, out_dtype=p.dtype)
-        shown = masks.shown(rules.masks, band, plane, r, c, CHECK=True)
+        shown = masks.shown(rules.masks, band, plane, r, c, tile * BLOCK_N, CHECK=True)
         bias = scores.pairs(rules.score.bias, band, plane, r, c, CHECK=True)
         t_bias = scores.pairs(tangents.bias, band, plane, r, c, CHECK=True)
         s, dcap = scores.apply(rules.score, x, bias, band, plane, r, c)

@@ -96,6 +96,13 @@ def span(tensor: Tensor) -> tuple[int, int]:
     return first, first + elements * tensor.itemsize
 
 
+def narrow(tensor: Tensor) -> Tensor:
+    """Undo an expand: keep one element along each dimension with stride 0."""
+    if 0 not in tensor.stride():
+        return tensor
+    return tensor[tuple([slice(0, 1) if step == 0 else slice(None) for step in tensor.stride()])]
+
+
 def own_storage(tensor: Tensor) -> Tensor:
     """Return `tensor`, copied unless it fills its storage: torch requires a tangent with a storage of the same size."""
     return tensor if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize else tensor.clone()

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
+from . import bits
 from .private import forward_level, has_storage, unmapped
 
 
@@ -42,17 +43,37 @@ def non_default(arguments: Any) -> dict[str, Any]:
 
 
 class Plan(NamedTuple):
-    """Masks with their block mask, made once by `fusedattn.plan` and passed as mask= to many calls.
+    """Masks that `fusedattn.plan` prepared once, to pass as mask= to many calls.
 
-    mask, key_mask and query_mask are the caller's tensors; they must not change while the plan is in use. block_mask
-    (1 or B, 1 or Hq, blocks of queries, blocks of keys) has a byte for each 64 x 64 pairs: 0 if no pair is visible, 3
-    if all are. It is None on a machine that cannot run the kernels.
+    block_mask (1 or B, 1 or Hq, blocks of queries, blocks of keys), int32, has an entry for each 64 x 64 pairs: 0 if no
+    pair is visible, 1 if all are, 2 if key_mask hides some, or the index of the block in mask_bits. mask_bits (n, 64),
+    int64, has a bit for each pair of these blocks, and is None without a mask of pairs. key_mask and query_mask are the
+    caller's tensors, which must not change. shape is (B, Hq, Sq, Sk) of the calls, or 1 where the masks broadcast.
     """
 
-    mask: Tensor | None
+    block_mask: Tensor | None
+    mask_bits: Tensor | None
     key_mask: Tensor | None
     query_mask: Tensor | None
-    block_mask: Tensor | None
+    shape: tuple[int, ...]
+
+    def to(self, device: torch.device | str) -> "Plan":
+        """Return the plan with its tensors on a device."""
+        tensors: Any = [None if x is None else x.to(device) for x in self[:4]]
+        return Plan(*tensors, self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the plan's tensors."""
+        return sum(x.nbytes for x in self[:4] if x is not None)
+
+    @property
+    def density(self) -> float:
+        """Share of pairs that the mask of pairs leaves visible. It reads the mask, which may take a GPU sync."""
+        return bits.density(self.block_mask, self.mask_bits, self.shape)
+
+    def __str__(self) -> str:
+        return f"Plan of {tuple(self.shape)}, {self.density:.2%} visible, {self.nbytes / 2**20:.2f} MiB"
 
 
 class Lengths(NamedTuple):
@@ -86,7 +107,8 @@ class Origin(NamedTuple):
 class Dims(NamedTuple):
     """Dimensions of a Call's tensor, a letter each: B batch, H query heads, G key heads, Q rows, K keys, D columns.
 
-    Any dimension may be 1 and broadcast, except in query, key and value. differentiable: it may have gradients.
+    q and k count blocks of rows and keys. Any dimension may be 1 and broadcast, except in query, key and value.
+    differentiable: it may have gradients.
     """
 
     letters: str
@@ -102,7 +124,9 @@ class Call(NamedTuple):
     Each option is declared here, once: its name, type, default, and for a tensor its Dims. Operator schemas, saved
     tensors, slices by batch and head, and the limits of a backend are derived from these declarations.
 
-    seed is one int64 if dropout_p is not 0, otherwise None. block_mask comes from a Plan. Row i sees the keys
+    seed is one int64 if dropout_p is not 0, otherwise None. block_mask (1 or B, 1 or Hq, blocks of queries, blocks of
+    keys) is int32, as kernels/vocabulary/masks.py defines it, and mask_bits has the words of its blocks. Both come from
+    a Plan, which has no mask, or from the masks of the call. Row i sees the keys
     diagonal + i - left to diagonal + i + right; None is unbounded. diagonal is 0 if top_left, otherwise Sk - Sq.
 
     With cu_seqlens_q and cu_seqlens_k, int32 (n + 1,), the call holds n packed sequences and B is 1. Sequence b has
@@ -126,7 +150,8 @@ class Call(NamedTuple):
     key_mask: Annotated[Tensor | None, Dims("BK")] = None
     query_mask: Annotated[Tensor | None, Dims("BQ")] = None
     seed: Annotated[Tensor | None, Dims(""), NOT_CACHED] = None
-    block_mask: Annotated[Tensor | None, Dims(""), NOT_CACHED] = None
+    block_mask: Annotated[Tensor | None, Dims("BHqk"), NOT_CACHED] = None
+    mask_bits: Annotated[Tensor | None, Dims(""), NOT_CACHED] = None
     cu_seqlens_q: Annotated[Tensor | None, Dims(""), NOT_CACHED] = None
     cu_seqlens_k: Annotated[Tensor | None, Dims(""), NOT_CACHED] = None
     left: int | None = None

@@ -1,20 +1,69 @@
-"""Checks the masks of a plan: dtypes, ranks, and shapes that broadcast together."""
+"""Checks the masks of a plan (dtypes, ranks, and shapes that broadcast together), and packs them."""
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from . import bits
+from .layout import narrow
 from .options import Lengths, Plan, in_full
-from .rules import check_bool, check_floating, fail
+from .rules import broadcasts, check_bool, check_floating, fail, is_int, type_name, value
 
 
-def check_plan(plan: Plan) -> None:
-    masks = {name: x for name, x in plan._asdict().items() if x is not None}
-    if not masks:
+def make_plan(masks: Mapping[str, Any], sizes: Mapping[str, Any], device: torch.device, kernels: int | None) -> Plan:
+    """Check masks, and return their Plan. masks["mask"] may be a function; sizes are its batch, heads, rows and keys.
+
+    kernels: rows and keys of a block, or None if no kernel runs on the device.
+    """
+    function, given = None, {name: x for name, x in masks.items() if x is not None}
+    if not given:
         fail(ValueError, "mask", "a mask, a key_mask or a query_mask", "none of them")
-    check_masks(masks, dict(mask=(2, 3, 4), key_mask=(1, 2), query_mask=(1, 2)))
-    check_fit({name: pairs_of(name, in_full(name, x)) for name, x in masks.items()})
+    if callable(masks["mask"]):
+        function = given.pop("mask")
+        for name, size in sizes.items():
+            if not is_int(size) or size < 0:
+                fail(TypeError, name, "an int of 0 or more, because mask is a function", value(size))
+    check_masks(given, dict(mask=(2, 3, 4), key_mask=(1, 2), query_mask=(1, 2)))
+    tensors: dict[str, Any] = {name: in_full(name, x) for name, x in given.items()}
+    shapes = {name: pairs_of(name, x) for name, x in tensors.items()}
+    shape = check_fit(shapes if function is None else dict(mask=tuple(sizes.values())) | shapes)
+    key_mask, query_mask, size = tensors.get("key_mask"), tensors.get("query_mask"), kernels or bits.BLOCK
+    block_mask = mask_bits = None
+    if masks["mask"] is not None:
+        whole = tuple(sizes.values()) if function is not None else tuple(narrow(tensors["mask"]).shape)
+        # A mask of one row broadcasts, so a block has equal rows; keys likewise.
+        wide = *whole[:2], *(size if n == 1 else n for n in whole[2:])
+        if function is None:
+            mask = narrow(tensors["mask"]).expand(wide)
+            block_mask, mask_bits = bits.pack(lambda *where: mask[where], wide, size, device)
+        else:
+            pairs = functools.partial(_evaluate, function, whole, device)
+            block_mask, mask_bits = bits.pack(pairs, wide, size, device)
+    elif kernels is not None:
+        block_mask = torch.full((1, 1, 1, 1), bits.FULL, dtype=torch.int32, device=device)
+    if block_mask is not None:
+        block_mask = bits.hide_tokens(block_mask, key_mask, query_mask, size)
+    return Plan(block_mask, mask_bits, key_mask, query_mask, shape)
+
+
+def _evaluate(function: Callable[..., Any], whole: tuple[int, ...], device: torch.device, *where: slice) -> Tensor:
+    """Return function(batch, head, row, key) for the positions in four slices of a mask of shape `whole`."""
+    index = [torch.arange(x.start, min(x.stop, n), device=device) for x, n in zip(where, whole, strict=True)]
+    shape = tuple(x.stop - x.start for x in where)
+    seen = function(*(x.view([-1 if axis == own else 1 for axis in range(4)]) for own, x in enumerate(index)))
+    if not isinstance(seen, Tensor) or seen.dtype != torch.bool:
+        got = seen.dtype if isinstance(seen, Tensor) else type_name(seen)
+        fail(TypeError, "mask", "a function that returns a bool tensor", got)
+    if seen.device != device:
+        fail(ValueError, "mask", f"a function that returns a tensor on {device}", seen.device)
+    if not broadcasts(seen, shape):
+        fail(
+            ValueError, "mask", f"a function whose result broadcasts to {shape}, the shape of its arguments", seen.shape
+        )
+    return seen.expand(shape)
 
 
 def check_masks(masks: Mapping[str, Any], ranks: Mapping[str, tuple[int, ...]]) -> None:
@@ -43,8 +92,8 @@ def pairs_of(name: str, mask: Tensor, lengths: Lengths | None = None) -> tuple[A
     return (batch, 1, 1, length) if name == "key_mask" else (batch, 1, length, 1)
 
 
-def check_fit(shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise if shapes of rank 4, {name: shape}, do not broadcast together."""
+def check_fit(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+    """Return the shape that shapes of rank 4, {name: shape}, broadcast to. Raise if they do not."""
     whole: tuple[int, ...] = (1, 1, 1, 1)
     own = {"key_mask": (slice(0, 4, 3), "the (B, Sk)"), "query_mask": (slice(0, 4, 2), "the (B, Sq)")}
     for place, (name, shape) in enumerate(shapes.items()):
@@ -53,3 +102,4 @@ def check_fit(shapes: Mapping[str, tuple[int, ...]]) -> None:
             expected = f"a shape that broadcasts with {whole[part]}, {dimensions} of {' and '.join([*shapes][:place])}"
             fail(ValueError, name, expected, f"shape {shape[part]}")
         whole = tuple(other if size == 1 else size for size, other in zip(shape, whole, strict=True))
+    return whole

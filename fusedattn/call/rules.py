@@ -31,7 +31,7 @@ FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FLOATS = "torch.float16, torch.bfloat16, torch.float32 or torch.float64"
 ORDER = ": tensors in the order (B, S, H, D) need .transpose(1, 2)"
 UNBOUNDED = 2**31  # sides of a window are clamped to this, above any length: larger ones overflow in kernels
-_RANKS = {name: len(letters) for name, letters in DIMS.items() if letters}
+_RANKS = {name: len(letters) for name, letters in DIMS.items() if letters and name in Arguments._fields}
 # Types that torch.compile traces. They are in tuples, because torch 2.10 does not trace isinstance of a union.
 _INTS = (int, torch.SymInt)
 _NUMBERS = (*_INTS, float, torch.SymFloat)
@@ -232,7 +232,7 @@ def check_bool(name: str, x: Any, device: torch.device | None, of: str = "query"
 def got_for_mask(x: Any) -> str:
     """Describe x, a mask that is not a bool tensor, for an error message, with advice."""
     if isinstance(x, Plan):
-        return "a plan: pass its mask, key_mask and query_mask instead"
+        return "a plan: pass a bool tensor"
     added = isinstance(x, Tensor) and x.dtype.is_floating_point
     return unfit(x, "pass what is added to scores as bias of attention" if added else "call .bool() on it")
 
@@ -471,17 +471,29 @@ def normalise(arguments: Arguments, **more: Any) -> Call:
 
 def checked(arguments: Arguments, named: bool = False) -> Call:
     """Apply autocast and a plan, check the arguments, and return them as a Call. named: the caller chose a backend."""
-    arguments, block_mask = autocast(arguments), None
-    if isinstance(arguments.mask, Plan):
-        plan = arguments.mask
+    arguments, plan = autocast(arguments), arguments.mask
+    if isinstance(plan, Plan):
         for name in ("key_mask", "query_mask"):
             if getattr(arguments, name) is not None:
                 fail(ValueError, name, "None, because mask is a plan", f"a mask: pass {name} to fusedattn.plan instead")
-        arguments = arguments._replace(mask=plan.mask, key_mask=plan.key_mask, query_mask=plan.query_mask)
-        block_mask = plan.block_mask
+        arguments = arguments._replace(mask=None, key_mask=plan.key_mask, query_mask=plan.query_mask)
     query, key = arguments.query, arguments.key
     check_query_key_value(query, key, arguments.value)
     shape, rank = query.shape, query.dim()
     batch, heads = shape[0] if rank > 2 else 1, shape[1] if rank == 4 else 1
-    arguments = check_options(arguments, Sizes(query.device, query.dtype, batch, heads, shape[-2], key.shape[-2], rank))
-    return normalise(arguments, block_mask=block_mask, named=named)
+    sizes = Sizes(query.device, query.dtype, batch, heads, shape[-2], key.shape[-2], rank)
+    return normalise(check_options(arguments, sizes), **marks_of(plan, sizes), named=named)
+
+
+def marks_of(plan: Any, sizes: Sizes) -> dict[str, Any]:
+    """Return the fields of a Call that come from a Plan, {} for another mask. Raise if the plan has other sizes."""
+    if not isinstance(plan, Plan):
+        return {}
+    scores = sizes.B, sizes.Hq, sizes.Sq, sizes.Sk
+    if not all(is_size(size, 1, whole) for size, whole in zip(plan.shape, scores, strict=True)):
+        fail(ValueError, "mask", f"a plan that broadcasts to the shape of the scores, {scores}", f"one of {plan.shape}")
+    marks = dict(block_mask=plan.block_mask, mask_bits=plan.mask_bits)
+    for x in marks.values():
+        if x is not None:
+            check_place("mask", x, sizes.device)
+    return marks

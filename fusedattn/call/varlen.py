@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from . import rules
+from .bits import FULL, SOME
 from .options import Arguments, Call, Lengths, Plan, is_known
 from .padding import longest
 from .private import holds
@@ -50,16 +51,14 @@ def checked_varlen(
     need_weights: bool, named: bool = False,
 ) -> Call:  # fmt: skip
     """Apply autocast, take the masks out of a Plan, check all, and return a Call. named: the caller chose a backend."""
-    arguments, block_mask = rules.autocast(arguments), None
+    arguments = rules.autocast(arguments)
     query, key, value, *_ = arguments
     masks: dict[str, Any] = dict(key_mask=arguments.key_mask, query_mask=arguments.query_mask)
     if isinstance(plan := arguments.mask, Plan):
         for name in masks:
             if getattr(plan, name) is not None:
                 fail(ValueError, "mask", f"a plan without {name}", f"one with it: pass {name} to attention_varlen")
-        # Blocks that the plan marks as fully visible may hold keys that key_mask hides.
-        block_mask = plan.block_mask if arguments.key_mask is None else None
-        arguments = arguments._replace(mask=plan.mask)
+        arguments = arguments._replace(mask=None)
     check_query_key_value(query, key, value, layout="(T, H, D)")
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, query.shape[0], key.shape[0], max_seqlen_q, max_seqlen_k)
     check_lengths(lengths, query.device, values=True)
@@ -69,15 +68,20 @@ def checked_varlen(
             size = lengths.keys if name == "key_mask" else lengths.rows
             check_shape(name, mask, (size,), why=f"one for each row of {name.removesuffix('_mask')}")
     max_seqlen_q, max_seqlen_k = as_python(max_seqlen_q), as_python(max_seqlen_k)
-    if need_weights or not arguments.mask is arguments.bias is arguments.key_mask is None:
+    if need_weights or not plan is arguments.bias is arguments.key_mask is None:
         max_seqlen_q = longest(cu_seqlens_q, "max_seqlen_q") if max_seqlen_q is None else max_seqlen_q
         max_seqlen_k = longest(cu_seqlens_k, "max_seqlen_k") if max_seqlen_k is None else max_seqlen_k
     # Options are checked as for a batch of sequences that all have the maximum lengths.
     most_q = lengths.rows if max_seqlen_q is None else max_seqlen_q
     most_k = lengths.keys if max_seqlen_k is None else max_seqlen_k
     sizes = rules.Sizes(query.device, query.dtype, cu_seqlens_q.shape[0] - 1, query.shape[1], most_q, most_k)
-    arguments = check_options(arguments._replace(key_mask=None, query_mask=None), sizes)
+    arguments, marks = (
+        check_options(arguments._replace(key_mask=None, query_mask=None), sizes),
+        rules.marks_of(plan, sizes),
+    )
+    if marks and masks["key_mask"] is not None:  # it may hide keys of blocks that the plan shows as a whole
+        marks["block_mask"] = torch.where(marks["block_mask"] == FULL, SOME, marks["block_mask"])
     query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
     arguments = arguments._replace(query=query, key=key, value=value, **masks)
-    fields = dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, block_mask=block_mask, named=named)
-    return rules.normalise(arguments, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, **fields)
+    fields = dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, named=named)
+    return rules.normalise(arguments, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, **fields, **marks)

@@ -262,7 +262,8 @@ def at_once(call: Call) -> bool | None:
     query, key, value = call[:3]
     rows, keys = query.shape[2], key.shape[2]
     if (
-        not (call.bias is call.alibi_slopes is call.sinks is call.mask is call.key_mask is call.query_mask is None)
+        not (call.bias is call.alibi_slopes is call.sinks is call.mask is call.mask_bits is None)
+        or not (call.key_mask is call.query_mask is None)
         or not (call.cu_seqlens_q is call.left is None)
         or call.partial
         or query.shape[3] != value.shape[3]

@@ -139,7 +139,7 @@ def _alike(call: Call, start: int, stop: int, rows: int, first: int, keys: int, 
 
     cut: dict[str, Any] = {
         name: sliced(name, getattr(call, name), B=slice(start, stop), Q=slice(rows), K=slice(keys))
-        for name in ("bias", "mask", "alibi_slopes")
+        for name in ("bias", "mask", "block_mask", "alibi_slopes")
     }
     dense = call._replace(
         query=part.view(call.query, part.rows),
@@ -163,7 +163,7 @@ def rectangles(part: Part) -> Iterator[Rectangle]:
     offset = diagonal(call)
     low = None if call.left is None or last - 1 + offset - call.left <= begin else offset - call.left
     high = None if call.right is None or first + offset + call.right >= end - 1 else offset + call.right
-    dense = call.mask is call.bias is call.alibi_slopes is None and not has_holes(part)
+    dense = call.mask is call.mask_bits is call.bias is call.alibi_slopes is None and not has_holes(part)
     if dense and low is None and high is None:
         yield Rectangle(first, last, begin, end)
     elif dense and low is None and high is not None and call.scale > 0:  # the kernel multiplies -inf by the scale
@@ -189,7 +189,7 @@ def has_holes(part: Part) -> bool:
 
 def is_additive(call: Call) -> bool:
     """Return whether the kernel can add the caller's bias uncopied: its dtype fits, and no mask or slopes exist."""
-    if call.bias is None or not call.mask is call.alibi_slopes is call.key_mask is None:
+    if call.bias is None or not call.mask is call.mask_bits is call.alibi_slopes is call.key_mask is None:
         return False
     dtype, wide = call.query.dtype, wide_dtype(call.query.dtype)
     return call.bias.dtype in (wide, wide if is_widened(dtype) else dtype)
@@ -218,15 +218,16 @@ def _steps(call, first, last, begin, end, low, high, dense) -> Iterator[Rectangl
         width = (end if high is None else high) - (begin if low is None else low)
         step = min(max(width, BAND[0]), BAND[1])
     else:
-        pairs = [x for x in (call.mask, call.bias) if x is not None]
+        pairs = [x for x in (call.mask, call.block_mask, call.bias) if x is not None]
         planes = max([1, *(x.shape[0] * x.shape[1] for x in pairs)])
         if call.alibi_slopes is not None:
             planes = max(planes, call.alibi_slopes.numel())
         step = max(ROWS, CACHE // (4 * planes * (end - begin)) // ROWS * ROWS)
     blocks = [Block(row, min(row + step, last), begin, end) for row in range(first, last, step)]
     planes, size = call.query.shape[0] * call.query.shape[1], (last - first) * (end - begin)
-    if call.mask is not None and size * planes > PART and end - begin > FEWEST:
-        smaller = _seen(call.mask, Block(first, last, begin, end), step)
+    masked = not call.mask is call.mask_bits is None
+    if masked and size * planes > PART and end - begin > FEWEST:
+        smaller = _seen(call, Block(first, last, begin, end), step)
         size -= sum((block.last - block.first) * (block.end - block.begin) for block in smaller)
         blocks = smaller if size * planes > PART * (len(smaller) - len(blocks)) else blocks
     for row, after, left, right in blocks:
@@ -237,18 +238,24 @@ def _steps(call, first, last, begin, end, low, high, dense) -> Iterator[Rectangl
             yield Rectangle(row, after, left, right, masked=cut or not dense)
 
 
-def _seen(mask: Tensor, of: Block, most: int) -> list[Block]:
-    """Split rows into Blocks of at most `most` rows, each with the range of keys that a mask leaves visible to it."""
+def _seen(call: Call, of: Block, most: int) -> list[Block]:
+    """Split rows into Blocks of at most `most` rows, each with the range of keys that the mask leaves visible to it."""
     height, rows, keys = min(MASK_ROWS, most), of.last - of.first, of.end - of.begin
     count = -(-rows // height)
-    seen = pairs.cut(mask, of).view(torch.uint8).expand(-1, -1, -1, keys)
-    for dim in (0, 1):
-        if seen.stride(dim) == 0:  # broadcast over batches or heads
-            seen = seen.narrow(dim, 0, 1)
-    if seen.shape[2] > 1:
-        seen = pad(seen, (0, 0, 0, count * height - rows)).unflatten(2, (count, height)).amax(3)
+    if call.mask is None:
+        firsts = range(of.first, of.last, height)
+        some = (pairs.of_mask(call, Block(row, min(row + height, of.last), of.begin, of.end)) for row in firsts)
+        seen = torch.stack([x.amax((0, 1, 2)) for x in some if x is not None])
+    else:
+        seen = pairs.cut(call.mask, of).view(torch.uint8).expand(-1, -1, -1, keys)
+        for dim in (0, 1):
+            if seen.stride(dim) == 0:  # broadcast over batches or heads
+                seen = seen.narrow(dim, 0, 1)
+        if seen.shape[2] > 1:
+            seen = pad(seen, (0, 0, 0, count * height - rows)).unflatten(2, (count, height)).amax(3)
+        seen = seen.amax((0, 1))
     blocks: list[Block] = []
-    for number, (left, right) in enumerate(_ranges(seen.amax((0, 1)), count, keys)):
+    for number, (left, right) in enumerate(_ranges(seen, count, keys)):
         if left < right:
             right = min(keys, max(right, left + FEWEST))
             left = max(0, min(left, right - FEWEST))

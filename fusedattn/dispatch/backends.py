@@ -66,6 +66,16 @@ def machine_reasons(device: torch.device | AssumedGPU) -> tuple[str, ...]:
     return _find_machine_reasons(device)
 
 
+def block_size(device: Device) -> int | None:
+    """Return the rows and keys of a block of a block mask; None if no kernels run on a device."""
+    if machine_reasons(device):
+        return None
+    from ..launch import blocks
+
+    size: int = blocks.BLOCK
+    return size
+
+
 def _device(call: Call) -> Device:
     return thread_overrides.gpu or call.query.device
 
@@ -82,6 +92,8 @@ def _kernel_reasons(call: Call) -> list[str]:
     reasons = list(machine_reasons(device))
     if call.query.dtype == torch.float64 and device.type == "cuda":
         reasons.append("only the naive path computes float64")
+    if call.mask_bits is not None and not reasons and call.mask_bits.shape[1] != (size := block_size(device)):
+        reasons.append(f"its plan was made elsewhere: its blocks have {call.mask_bits.shape[1]} rows, not {size}")
     for name, dim in (("query", call.query.shape[3]), ("value", call.value.shape[3])):
         if dim > 256:
             reasons.append(f"the head dimension of {name} is {dim}, more than 256")

@@ -36,6 +36,7 @@ _take_tensors = itemgetter(*map(Arguments._fields.index, _WRITTEN))
 _take_numbers = itemgetter(*(place for place, name in enumerate(Arguments._fields) if name not in TENSORS))
 _NOT_WRITTEN = (None,) * (len(TENSORS) - len(_WRITTEN))
 _SEED = _PLACES["seed"]
+_MARKS = "block_mask", "mask_bits"  # made from the masks of a call, or from a plan
 _ATTENDED = "query", "key", "value"
 _ARE_LEARNED = [name not in _ATTENDED for name in INPUTS]
 
@@ -57,8 +58,10 @@ def attend(arguments: Arguments, return_lse: bool, return_weights: bool, backend
     """Compute `attention`: replay an earlier call with the same signature, or check the arguments and run the call."""
     named = thread_overrides.backend if backend is None else backend
     if not is_compiling():
-        tensors = _of_plan(arguments) if type(arguments.mask) is Plan else _take_tensors(arguments) + _NOT_WRITTEN
-        numbers = *_take_numbers(arguments), return_lse, return_weights, named, torch.is_grad_enabled()
+        tensors, shape = _take_tensors(arguments) + _NOT_WRITTEN, None
+        if type(arguments.mask) is Plan:
+            tensors, shape = _of_plan(arguments), arguments.mask.shape
+        numbers = *_take_numbers(arguments), shape, return_lse, return_weights, named, torch.is_grad_enabled()
         if (replay := find(tensors, numbers)) is not None:
             return replay(tensors)
     check_flags(return_lse=return_lse, return_weights=return_weights)
@@ -87,9 +90,10 @@ def _of_plan(arguments: Arguments) -> tuple:
     """Return the tensors of a call whose mask is a Plan (from `fusedattn.plan`), in the order of TENSORS."""
     plan = arguments.mask
     if arguments.key_mask is arguments.query_mask is None:
-        arguments = arguments._replace(mask=plan.mask, key_mask=plan.key_mask, query_mask=plan.query_mask)
-    written = dict(zip(_WRITTEN, _take_tensors(arguments), strict=True))
-    return tuple([plan.block_mask if name == "block_mask" else written.get(name) for name in TENSORS])
+        arguments = arguments._replace(key_mask=plan.key_mask, query_mask=plan.query_mask)
+    written = dict(zip(_WRITTEN, _take_tensors(arguments), strict=True)) | dict(mask=None)
+    written |= {name: getattr(plan, name) for name in _MARKS}
+    return tuple([written.get(name) for name in TENSORS])
 
 
 def _usual(numbers: tuple) -> bool:
@@ -248,15 +252,15 @@ class Replay(Checked):
             new = attention.new_forward(*bare, return_lse, return_weights, self.save, "triton")
             made = [recorder.make(x) if x.numel() else None for x in new]
             if self.save:
-                bare = bare._replace(block_mask=blocks.block_mask_of(bare))
+                bare = blocks.marked(bare)
             out, lse, weights, stats = made
             forward.launch_forward(out, lse, weights, stats, bare, on_hopper)
         self.out, self.lse, self.weights, self.stats = map(recorder.number, made)
-        self.block_mask = recorder.number(bare.block_mask)
+        self.marks = {name: recorder.number(getattr(bare, name)) for name in _MARKS}
         self.results = [x for x in (self.out, self.lse, self.weights) if x is not None]
         self.inputs = [_PLACES[name] for name in INPUTS if getattr(bare, name) is not None]
-        present = [_PLACES[name] for name in TENSORS if name != "block_mask" and getattr(bare, name) is not None]
-        kept = *present, self.block_mask, self.out
+        present = [_PLACES[name] for name in TENSORS if name not in _MARKS and getattr(bare, name) is not None]
+        kept = *present, *self.marks.values(), self.out
         self.kept = [number for number in (*kept, self.weights, self.stats) if number is not None]
         self.take_results, self.take_inputs, self.take_kept = (
             itemgetter(*numbers) for numbers in (self.results, self.inputs, self.kept)
@@ -279,7 +283,7 @@ class Replay(Checked):
 
     def differentiate(self, kept: dict, incoming: list, need: tuple) -> Sequence:
         """Return gradients of INPUTS, None where not needed. kept: {index in the recorded forward: saved tensor}."""
-        tensors = [kept.get(self.block_mask if name == "block_mask" else _PLACES[name]) for name in TENSORS]
+        tensors = [kept.get(self.marks.get(name, _PLACES[name])) for name in TENSORS]
         out, weights, stats = kept[self.out], kept.get(self.weights), kept[self.stats]
         if torch.is_grad_enabled() or must_dispatch() or incoming[0] is None or any(compress(need, _ARE_LEARNED)):
             return self._differentiate_slowly(kept, tensors, incoming, out, weights, stats, need)

@@ -123,7 +123,7 @@ def prepared(arguments: Arguments, backend: Any, ranks: Ranks) -> tuple[Call, di
     pairs: dict[str, Any] = dict(mask=arguments.mask, bias=arguments.bias)
     for name, x in pairs.items():
         if isinstance(x, Plan):
-            fail(TypeError, name, "a tensor", "a plan, which one process cannot make for all: pass its mask")
+            fail(TypeError, name, "a tensor", "a plan, which one process cannot make for all: pass a bool tensor")
         # The number of all keys is not known yet.
         keys = x.shape[-1] if isinstance(x, Tensor) and x.dim() else 1
         batch, heads, rows, _ = call.query.shape

@@ -11,7 +11,7 @@ from ..call import options as of_calls
 from ..call.options import BY_HEAD, Origin, diagonal
 from ..call.private import has_storage, holds
 from ..kernels.vocabulary import dropout
-from ..kernels.vocabulary.masks import Masks
+from ..kernels.vocabulary.masks import BLOCK, Bits, Masks
 from ..kernels.vocabulary.memory import View, width
 from ..kernels.vocabulary.rules import Rules, Spec
 from ..kernels.vocabulary.scores import score
@@ -41,8 +41,8 @@ def programs(call, tile, by_keys=False):
 
 
 def hides(call):
-    """Return whether a call has a block mask, or needs one for its masks or bias."""
-    return call.block_mask is not None or not call.mask is call.bias is call.key_mask is call.query_mask is None
+    """Return whether a call has masks or a bias, for which `blocks.marked` makes a block mask."""
+    return not call.mask is call.bias is call.key_mask is call.query_mask is None
 
 
 def precision(dtype):
@@ -128,7 +128,13 @@ def each_head(tensor, batch, heads):
 
 
 def masks_of(call):
-    return masks(call.mask, call.key_mask, call.query_mask, *sizes(call), packed=call.cu_seqlens_q is not None)
+    (batch, heads, rows, keys), words = sizes(call), call.mask_bits
+    mask, bits = call.mask, None
+    if words is not None:
+        block_mask = call.block_mask.expand(batch, heads, cdiv(rows, BLOCK.value), cdiv(keys, BLOCK.value))
+        mask, bits = None, Bits(of(block_mask), words, words.shape[0])
+    made = masks(mask, call.key_mask, call.query_mask, batch, heads, rows, keys, call.cu_seqlens_q is not None)
+    return made._replace(bits=bits)
 
 
 def _shift(call):

@@ -9,6 +9,7 @@ from triton import cdiv
 from ..call.options import INPUTS, Call, lengths_of
 from ..call.padding import padding
 from ..kernels.vocabulary.gradient import Grads, Incoming
+from ..kernels.vocabulary.masks import EMPTY
 from ..kernels.vocabulary.row_sums import ByRow
 from . import arguments, blocks, failures, hopper, run, tile_table, tuned
 from .forward import run_by_rows
@@ -20,7 +21,6 @@ class _Pass(NamedTuple):
     call: Call
     grad_out: torch.Tensor
     launched: dict[str, Any]
-    block_mask: torch.Tensor | None
     batch: int
     heads: int
     rows: int
@@ -153,8 +153,8 @@ def _dkdv(name, p, query_sums, grads):
     def more(tile):
         sums = arguments.descriptor(query_sums, tile.rows) if tile.bulk else arguments.of(query_sums)
         described = arguments.described(tile, tile.rows, call.query_mask, Q=call.query, GradOut=p.grad_out)
-        everywhere = p.block_mask is call.cu_seqlens_q is None
-        walks = arguments.EVERYWHERE if everywhere else blocks.walks(call, p.block_mask, tile, by_keys=True)
+        everywhere = call.block_mask is call.cu_seqlens_q is None
+        walks = arguments.EVERYWHERE if everywhere else blocks.walks(call, tile, by_keys=True)
         return described | dict(GradQ=sums) | walks
 
     programs = functools.partial(arguments.programs, call, by_keys=True)
@@ -221,8 +221,8 @@ def _postprocess(p, query_sums, grad_query, form):
 
 
 def _dbias(p, grad_bias):
-    (batch, heads), size = grad_bias.shape[:2], blocks.block_mask_size()
-    some = p.block_mask & 1
+    (batch, heads), size = grad_bias.shape[:2], blocks.BLOCK
+    some = (p.call.block_mask != EMPTY.value).to(torch.int32)
     some = some if batch == p.batch else some.amax(0, keepdim=True)
     some = some if heads == p.heads else some.amax(1, keepdim=True)
     some = some.expand(batch, heads, cdiv(p.rows, size), cdiv(p.keys, size))
@@ -235,7 +235,6 @@ def _dbias(p, grad_bias):
         incoming=Incoming(*(launched.pop(name) for name in ("GradOut", "GradWeights", "Rows"))),
         GradBias=arguments.of(grad_bias),
         block_mask=arguments.of(some),
-        spec=p.launched["spec"]._replace(BLOCK_MASK_SIZE=size),
     )
     run.run_tiled(
         "dbias",
@@ -271,9 +270,9 @@ def launch_backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats
     special = next((name for name in names if name in tile_table.ON_HOPPER), None)
     bulk = "one_pass" in names and any(tile.bulk for tile in run.candidates("one_pass", call))
     call = call if special is None else arguments.bounded(call)
+    call = blocks.marked(call) if arguments.hides(call) else call
     launched = arguments.common(call) | dict(GradOut=arguments.of(grad_out), GradWeights=arguments.of(grad_weights))
-    block_mask = blocks.block_mask_of(call) if arguments.hides(call) else None
-    p = _Pass(call, grad_out, launched, block_mask, *arguments.sizes(call))
+    p = _Pass(call, grad_out, launched, *arguments.sizes(call))
 
     where = None if grads["bias"] is None else _bias_sum(call)
     of_scores = arguments.of(grads["bias"].zero_()) if where == "pairs" else None
@@ -306,7 +305,7 @@ def launch_backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats
     if "dq" in names:
         of_rows = Grads(None, None, of_scores, None, ByRow(**by_row), partial)
         more = dict(GradQ=arguments.of(grads["query"]), grads=of_rows)
-        run_by_rows("dq", call, p.launched | more, p.block_mask)
+        run_by_rows("dq", call, p.launched | more)
         of_scores = None
     if special == "hopper_bwd_ds":
         _store_on_hopper(special, p, grads, form)

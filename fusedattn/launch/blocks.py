@@ -1,56 +1,63 @@
 """Launches the kernels that make block masks, lists of tiles to visit, and the layout of packed sequences."""
 
+import math
+
 import torch
 from triton import cdiv
 
+from ..call.layout import narrow
 from ..call.options import hiding, lengths_of
 from ..call.plan import pairs_of
+from ..kernels.vocabulary import masks as masking
 from ..kernels.vocabulary.span import Sequences
-from . import arguments, run, tile_table
+from . import arguments, run
+
+BLOCK, CONSTANT = masking.BLOCK.value, masking.CONSTANT.value
 
 
 def _narrow(tensor):
-    """Undo an expand: keep one element along each dimension with stride 0."""
-    if tensor is None or 0 not in tensor.stride():
-        return tensor
-    return tensor[tuple(slice(0, 1) if step == 0 else slice(None) for step in tensor.stride())]
+    return None if tensor is None else narrow(tensor)
 
 
 def new_block_mask(mask, key_mask, query_mask, bias, lengths):
-    """Return (an uninitialised block mask, (rows, keys) that it covers, the masks and the bias without broadcasts).
+    """Return (uninitialised block_mask and mask_bits, (rows, keys) covered, the masks and the bias without broadcasts).
 
-    At least one mask or the bias is not None. Dimensions along which all of them broadcast have size 1.
+    mask_bits is empty for a mask of fewer rows or keys than a block, which kernels read by bytes. At least one mask or
+    the bias is not None. Dimensions along which all of them broadcast have size 1.
     """
-    mask_size = block_mask_size()
     if lengths is None:
         key_mask, query_mask = _narrow(key_mask), _narrow(query_mask)
     masks = dict(mask=_narrow(mask), key_mask=key_mask, query_mask=query_mask, bias=_narrow(bias))
     shapes = [pairs_of(name, x, lengths) for name, x in masks.items() if x is not None]
     batch, heads, rows, keys = torch.broadcast_shapes(*shapes)
     first = next(x for x in masks.values() if x is not None)
-    block_mask = first.new_empty((batch, heads, -(-rows // mask_size), -(-keys // mask_size)), dtype=torch.uint8)
-    return block_mask, (rows, keys), masks.values()
+    blocks = batch, heads, -(-rows // BLOCK), -(-keys // BLOCK)
+    mask = masks["mask"]
+    count = 0 if mask is None or min(mask.shape[2:]) < BLOCK else CONSTANT + math.prod(blocks)
+    made = first.new_empty(blocks, dtype=torch.int32), first.new_empty((-(-count // 16) * 16, BLOCK), dtype=torch.int64)
+    return made, (rows, keys), masks.values()
 
 
 def block_mask(mask, key_mask, query_mask, bias, lengths):
-    block_mask, (rows, keys), masks = new_block_mask(mask, key_mask, query_mask, bias, lengths)
+    made, (rows, keys), masks = new_block_mask(mask, key_mask, query_mask, bias, lengths)
+    block_mask, mask_bits = made
     (mask, key_mask, query_mask, bias), (batch, heads, *_) = masks, block_mask.shape
     if block_mask.numel():
         # Without token masks all packed sequences may share a block mask, which does not depend on their lengths.
         packed = lengths is not None and not (key_mask is query_mask is None)
         launched = dict(
             BlockMask=block_mask,
+            Words=mask_bits if mask_bits.numel() else None,
             masks=arguments.masks(mask, key_mask, query_mask, batch, heads, rows, keys, packed),
             bias=None if bias is None else arguments.of(bias.expand(batch, heads, rows, keys)),
             rows=rows,
             keys=keys,
             heads=heads,
-            BLOCK_MASK_SIZE=block_mask_size(),
         )
         with run.surroundings(run.device_of(block_mask)):
             launched["extents"] = extents(lengths) if packed else None
             run.run_kernel("block_mask", block_mask.numel(), launched, run.device_of(block_mask), num_warps=4)
-    return block_mask
+    return made
 
 
 def packed_sequences(lengths, block, by_keys=False, count=0, used=None):
@@ -88,8 +95,8 @@ def extents(lengths):
     return None if lengths is None else packed_sequences(lengths, 1).extents
 
 
-def tile_lists(call, block_mask, tile, by_keys=False, sequences=None):
-    (batch, heads, rows, keys), mask_size = arguments.sizes(call), block_mask_size()
+def tile_lists(call, tile, by_keys=False, sequences=None):
+    (batch, heads, rows, keys), block_mask = arguments.sizes(call), call.block_mask
     group = heads // call.key.shape[1]
     planes, length, across = block_mask.shape[1], cdiv(rows, tile.rows), cdiv(keys, tile.keys)
     if by_keys:
@@ -104,13 +111,12 @@ def tile_lists(call, block_mask, tile, by_keys=False, sequences=None):
             Lists=lists,
             sequences=sequences,
             tile_count=across,
-            block_mask=arguments.of(block_mask.expand(-1, -1, cdiv(rows, mask_size), cdiv(keys, mask_size))),
+            block_mask=arguments.of(block_mask.expand(-1, -1, cdiv(rows, BLOCK), cdiv(keys, BLOCK))),
             heads=planes,
             GROUP=group if by_keys else 1,
             TOP_LEFT=call.top_left,
             BLOCK_M=tile.rows,
             BLOCK_N=tile.keys,
-            BLOCK_MASK_SIZE=mask_size,
             BY_KEYS=by_keys,
             CHUNK=256,
         )
@@ -118,19 +124,19 @@ def tile_lists(call, block_mask, tile, by_keys=False, sequences=None):
     return arguments.of(lists.flatten(2, 3).expand(batch, heads // group if by_keys else heads, -1, -1))
 
 
-def block_mask_of(call):
-    """Return the block mask of a call; None if it needs none."""
+def marked(call):
+    """Return a call with its block mask, and with the mask in bits if that pays. A call that has them is unchanged."""
     if call.block_mask is not None or all(x is None for x in hiding(call)):
-        return call.block_mask
-    return block_mask(*hiding(call), lengths_of(call))
+        return call
+    return with_blocks(call, *block_mask(*hiding(call), lengths_of(call)))
 
 
-def walks(call, block_mask, tile, by_keys=False):
+def with_blocks(call, block_mask, mask_bits):
+    return call._replace(block_mask=block_mask, mask_bits=mask_bits if mask_bits.numel() else None)
+
+
+def walks(call, tile, by_keys=False):
     sequences, lists = sequences_of(call, tile.keys if by_keys else tile.rows, by_keys), None
-    if block_mask is not None:
-        lists = tile_lists(call, block_mask, tile, by_keys, sequences)
+    if call.block_mask is not None:
+        lists = tile_lists(call, tile, by_keys, sequences)
     return dict(sequences=sequences, tile_lists=lists)
-
-
-def block_mask_size():
-    return 16 if run.interpreting() else tile_table.BLOCK_MASK_SIZE

@@ -39,13 +39,13 @@ def _forward_on_hopper(out, lse, stats, call):
         out.copy_(target)
 
 
-def run_by_rows(name, call, launched, block_mask):
+def run_by_rows(name, call, launched):
     """Run a kernel in which each program loops over the keys for one block of rows of one head."""
 
     def more(tile):
         described = arguments.described(tile, tile.keys, call.key_mask, K=call.key, V=call.value)
-        everywhere = block_mask is call.cu_seqlens_q is None
-        return described | (arguments.EVERYWHERE if everywhere else blocks.walks(call, block_mask, tile))
+        everywhere = call.block_mask is call.cu_seqlens_q is None
+        return described | (arguments.EVERYWHERE if everywhere else blocks.walks(call, tile))
 
     run.run_tiled(name, call, functools.partial(arguments.programs, call), launched, more)
 
@@ -55,9 +55,10 @@ def _forward(out, lse, stats, call):
     enough = planes >= run.multiprocessors(run.device_of(call.query))
     if enough and arguments.can_pack_gqa(call, out, tile_table.FEW_ROWS):
         call, out = arguments.pack_gqa(call, out)
+    call = blocks.marked(call) if arguments.hides(call) else call
     launched = arguments.common(call) | dict(Out=arguments.of(out), Lse=lse, Stats=stats)
     launched["spec"] = launched["spec"]._replace(BY_THREADS=arguments.by_threads(call.key))
-    run_by_rows("forward", call, launched, blocks.block_mask_of(call) if arguments.hides(call) else None)
+    run_by_rows("forward", call, launched)
 
 
 def _launch_weights(name, weights, launched, call: Call):
@@ -82,7 +83,7 @@ def launch_forward(out, lse, weights, stats, call: Call, on_hopper: bool):
 
 def launch_tangent(tangent_out, tangent_lse, tangent_weights, tangents, out, stats, call: Call):
     """Compute the tangents of output, lse and weights from `tangents` of the INPUTS. tangent_weights may be None."""
-    tangents = dict(zip(INPUTS, tangents, strict=True))
+    tangents, call = dict(zip(INPUTS, tangents, strict=True)), blocks.marked(call)
     (batch, heads, rows, keys), bias = arguments.sizes(call), tangents["bias"]
     views = Tangents(
         **{name[0]: arguments.of(tangents[name]) for name in ("query", "key", "value")},
@@ -94,6 +95,6 @@ def launch_tangent(tangent_out, tangent_lse, tangent_weights, tangents, out, sta
     by_threads = any(arguments.by_threads(x) for x in loaded if x is not None)
     launched = shared | dict(Out=arguments.of(out), TangentOut=arguments.of(tangent_out))
     launched["spec"] = shared["spec"]._replace(BY_THREADS=by_threads)
-    run_by_rows("tangent", call, launched, blocks.block_mask_of(call))
+    run_by_rows("tangent", call, launched)
     if tangent_weights is not None:
         _launch_weights("tangent_weights", tangent_weights, shared, call)

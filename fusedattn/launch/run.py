@@ -125,7 +125,7 @@ def pressure_of(call):
     added = [getattr(call, name) for name in BY_HEAD if name != "sinks"]
     if any(x is not None for x in (call.bias, call.softcap, call.seed, *added)):
         return "rich"
-    return "plain" if call.mask is None else "masked"
+    return "plain" if call.mask is call.mask_bits is None else "masked"
 
 
 def kind_of(name, call):

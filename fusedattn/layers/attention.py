@@ -80,12 +80,10 @@ def _linear(inputs: int, outputs: int, bias: bool, **factory: Any) -> nn.Linear:
 
 
 def _add_head_dim(name: str, pairs: Any, sizes: tuple[int, ...] | None) -> Any:
-    """Insert a head dimension into a mask, plan or bias of rank 3: (B, Sq, Sk) becomes (B, 1, Sq, Sk).
+    """Insert a head dimension into a mask or bias of rank 3: (B, Sq, Sk) becomes (B, 1, Sq, Sk).
 
     sizes: B, Sq and Sk; None if they are not known yet.
     """
-    if isinstance(pairs, Plan):
-        return pairs._replace(mask=_add_head_dim(name, pairs.mask, sizes))
     if not isinstance(pairs, Tensor) or rules.irregular(pairs) is not None or pairs.dim() != 3:
         return pairs
     if sizes is not None and not rules.broadcasts(pairs, sizes):

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..call.bits import unpack
 from ..call.options import INPUTS, Call, Origin, diagonal, inputs, shift
 from ..call.private import holds
 from . import dropout
@@ -18,6 +19,14 @@ def cut(pairs: Tensor, block: Block) -> Tensor:
         if not (holds(pairs.shape[dim] == 1, False) or holds(stop - start == pairs.shape[dim], False)):
             pairs = pairs.narrow(dim, start, stop - start)
     return pairs
+
+
+def of_mask(call: Call, block: Block) -> Tensor | None:
+    """Return the mask of pairs of a block, or None without one."""
+    if call.mask is not None or call.mask_bits is None:
+        return None if call.mask is None else cut(call.mask, block)
+    assert call.block_mask is not None
+    return unpack(call.block_mask, call.mask_bits, *block)
 
 
 def _offsets(call: Call, block: Block) -> Tensor:
@@ -34,8 +43,8 @@ def _offsets(call: Call, block: Block) -> Tensor:
 def visible(call: Call, block: Block) -> Tensor | None:
     """Return a bool mask of the visible pairs of a block, broadcastable to (B, Hq, rows, keys); None if all are."""
     conditions = []
-    if call.mask is not None:
-        conditions.append(cut(call.mask, block))
+    if (mask := of_mask(call, block)) is not None:
+        conditions.append(mask)
     if call.bias is not None:
         conditions.append(cut(call.bias, block) > float("-inf"))
     if call.key_mask is not None:
@@ -84,7 +93,7 @@ def only_edges(call: Call, block: Block) -> bool:
     offset = known_diagonal(call)
     if offset is None or block.end == block.begin:
         return False
-    if not (call.mask is call.bias is call.key_mask is call.query_mask is None):
+    if not (call.mask is call.mask_bits is call.bias is call.key_mask is call.query_mask is None):
         return False
     # If `right` hides all keys of any row, it does so for the first row; `left`, for the last.
     return (call.right is None or block.first + offset + call.right >= 0) and (

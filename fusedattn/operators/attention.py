@@ -5,7 +5,6 @@ The implementation serves CUDA and CPU tensors. A torch.autograd.Function, which
 """
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -99,7 +98,8 @@ def _of_masks(function, mask, key_mask, query_mask, bias, *lengths):
 
 register(
     "block_mask(Tensor? mask, Tensor? key_mask, Tensor? query_mask, Tensor? bias, Tensor? cu_seqlens_q, "
-    "Tensor? cu_seqlens_k, SymInt rows, SymInt keys, SymInt? max_seqlen_q, SymInt? max_seqlen_k) -> Tensor",
+    "Tensor? cu_seqlens_k, SymInt rows, SymInt keys, SymInt? max_seqlen_q, SymInt? max_seqlen_k)"
+    " -> (Tensor block_mask, Tensor mask_bits)",
     lambda *arguments: _of_masks("block_mask", *arguments),
     lambda *arguments: _of_masks("new_block_mask", *arguments)[0],
     rules.check_block_mask,
@@ -181,7 +181,7 @@ def _attend(call: Call, need_lse: bool, need_weights: bool, direct: bool | None 
     # Forward and backward share a block mask. In graphs and under vmap its size is unknown, so each makes its own.
     hides = not call.mask is call.bias is call.key_mask is call.query_mask is None
     if hides and backend in KERNELS and save and not (compiling or transformed) and call.block_mask is None:
-        call = call._replace(block_mask=block_mask_or_none(hiding(call), lengths_of(call)))
+        call = _marked(call)
     options: Any = need_lse, need_weights, save or transformed, backend
     if direct:
         results = _direct(call, options, *inputs) if save else _compute(call, *options)
@@ -217,12 +217,15 @@ def run_naive(call: Call, need_lse: bool, need_weights: bool, direct: bool | Non
     return formula.run_naive(call, need_lse, need_weights)
 
 
-def block_mask_or_none(masks: Sequence[Tensor | None], lengths: Lengths | None = None) -> Tensor | None:
-    """Return the block mask of (mask, key_mask, query_mask, bias) of a Call; None if its kernel does not run here."""
-    *bools, bias = masks
+def _marked(call: Call) -> Call:
+    """Return a call as `blocks.marked` does, by the operator; unchanged if its kernel does not run here."""
+    from ..launch import blocks
+
+    *bools, bias = hiding(call)
     if bias is None and not any(x is not None for x in bools):
-        return None
+        return call
+    bias = None if bias is None else bias.detach()
     try:
-        return OPERATORS.block_mask(*bools, None if bias is None else bias.detach(), *(lengths or WHOLE))
+        return blocks.with_blocks(call, *OPERATORS.block_mask(*bools, bias, *(lengths_of(call) or WHOLE)))
     except KernelUnavailable:
-        return None
+        return call

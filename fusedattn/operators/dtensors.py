@@ -87,7 +87,7 @@ def local_call(call: Call, seed: Any) -> LocalCall | None:
     # The compiler of torch 2.10 takes no tuple of mesh.shape.
     place = tuple([mesh.size(number) for number in range(mesh.ndim)]), tuple(coordinate)
     of_query = _by_dim(cut)
-    fields: dict[str, Any] = dict(block_mask=None)  # the caller's block mask is global, so each rank makes its own
+    fields: dict[str, Any] = {}
     for name, x in tensors.items():
         if name not in DIMS or x is None:
             continue

@@ -47,12 +47,22 @@ def check_call(call: Call, backend: str, need_weights: bool = False, capacity: i
     for name in BY_HEAD:
         if (x := getattr(call, name)) is not None:
             rules.check_heads(name, x, query.device, (1, heads), (sizes.B, heads))
+    if call.mask_bits is not None:
+        rules.check_dtype("mask_bits", call.mask_bits, torch.int64, query.device)
+        if call.mask_bits.dim() != 2 or 0 in call.mask_bits.shape:
+            fail(ValueError, "mask_bits", "rank 2, and not empty", call.mask_bits.shape)
+        if call.block_mask is None:
+            fail(ValueError, "block_mask", "a tensor, because mask_bits is given", None)
     if call.block_mask is not None:
-        from ..launch import blocks  # a block mask exists, so Triton is imported already
+        size = None if call.mask_bits is None else call.mask_bits.shape[1]
+        if size is None or backend not in ("cpu", "naive"):
+            from ..launch import blocks
 
-        size = blocks.block_mask_size()
+            if size not in (None, blocks.BLOCK):
+                fail(ValueError, "mask_bits", f"{blocks.BLOCK} words a block", size)
+            size = blocks.BLOCK
         shape = sizes.B, heads, -(-sizes.Sq // size), -(-sizes.Sk // size)
-        rules.check_dtype("block_mask", call.block_mask, torch.uint8, query.device)
+        rules.check_dtype("block_mask", call.block_mask, torch.int32, query.device)
         if call.block_mask.dim() != 4 or not broadcasts(call.block_mask, shape):
             fail(ValueError, "block_mask", f"rank 4, broadcastable to {shape}", call.block_mask.shape)
     check_backend(call, backend, ("naive",) if capacity is None else ())

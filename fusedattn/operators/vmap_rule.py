@@ -2,7 +2,7 @@
 
 Dense calls are folded into the batch, packed calls into one call with all sequences; dropout then differs between them.
 Calls are made one by one if they need equal dropout (randomness="same", or derivatives of a call that was not mapped
-itself), or if their seeds are mapped.
+itself), or if their seeds or the bits of their masks are mapped.
 """
 
 import re
@@ -38,7 +38,7 @@ class _Folded:
         self.shared = {name for name, shape in shapes.items() if len(shape) > 1 and shape[0] == 1}
 
     def fold(self, name: str, x: Any, dim: int | None) -> Any:
-        if not isinstance(x, Tensor) or name == "seed":
+        if not isinstance(x, Tensor) or name in ("seed", "mask_bits"):
             return x
         x = x.expand(self.size, *x.shape) if dim is None else x.movedim(dim, 0)
         if name in self.totals:
@@ -73,6 +73,7 @@ def vmap_rule(apply, names, results, info, in_dims, arguments):
     dims = {name: dim if isinstance(values[name], Tensor) else None for name, dim in zip(names, in_dims, strict=True)}
     is_mapped = any(dims[name] is not None for name in fields if name != "seed")
     one_by_one = values["seed"] is not None and (dims["seed"] is not None or not is_mapped or info.randomness == "same")
+    one_by_one = one_by_one or dims["mask_bits"] is not None
     packed_sinks = not (values["cu_seqlens_q"] is None or values["sinks"] is None)
     # The backend "cpu" takes no sinks that differ between sequences.
     if (one_by_one or (packed_sinks and values.get("backend") == "cpu")) and info.batch_size:

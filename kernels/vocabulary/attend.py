@@ -12,12 +12,12 @@ def attend(
 ):  # fmt: skip
     """Return (out, softmax State) after one more tile of keys and values, the rows k_rows of the matrices k and v.
 
-    exists is True for the k_rows that exist; None if all do. first is the first of k_rows; only TMA needs it. r
+    exists is True for the k_rows that exist; None if all do. first is the first of k_rows, for TMA and masks in bits. r
     [rows, 1] and c [1, keys] count from the start of the sequence. plane is the queries' batch and head, in `decode`
     one for each row; kv is the same for key masks. Without CHECK every row sees every key, and no mask is read.
     """
     k_tile = memory.load(k, k_rows, exists, spec.D, first)  # [keys, D]
-    shown = masking.shown(rules.masks, band, plane, r, c, CHECK)
+    shown = masking.shown(rules.masks, band, plane, r, c, first, CHECK)
     bias = scores.pairs(rules.score.bias, band, plane, r, c, CHECK)
     copies.fence()
     x = tl.dot(q, k_tile.T, input_precision=spec.PRECISION, out_dtype=out.dtype)  # [rows, keys]

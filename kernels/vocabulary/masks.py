@@ -7,17 +7,34 @@ import triton.language as tl
 
 from . import memory, span
 
+BLOCK = tl.constexpr(16 if memory.INTERPRETED else 64)  # rows and keys of a block of the block mask
+# Entries of a block mask: no pair of the block is visible, all are, or some because another mask than that of pairs
+# hides the others. Any other entry is the number of the block's words in Bits. Words EMPTY are 0, FULL and SOME are -1.
+EMPTY, FULL, SOME, CONSTANT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+
+
+class Bits(NamedTuple):
+    """A mask of pairs in bits: bit c of words[block_mask[r // BLOCK, c // BLOCK], r % BLOCK] is set if r sees c.
+
+    block_mask is a View of (B, H, row blocks, key blocks), int32. words is int64 (count, BLOCK), contiguous.
+    """
+
+    block_mask: memory.View
+    words: tl.tensor
+    count: tl.tensor
+
 
 class Masks(NamedTuple):
     """Views (pointer and strides) of the caller's masks, 8-bit, nonzero = visible; an absent mask is None.
 
-    pairs is (B, H, Sq, Sk); the scores that it hides are finite. keys is (B, 1, Sk, 1), rows (B, 1, Sq, 1): hidden
-    tokens may be NaN, so they are never loaded.
+    pairs is (B, H, Sq, Sk); the scores that it hides are finite. bits has the same pairs, and pairs is then None. keys
+    is (B, 1, Sk, 1), rows (B, 1, Sq, 1): hidden tokens may be NaN, so they are never loaded.
     """
 
     pairs: memory.View
     keys: memory.View
     rows: memory.View
+    bits: Bits = None
 
 
 @triton.jit
@@ -41,12 +58,30 @@ def real_rows(masks, plane, r, n):
 
 
 @triton.jit
-def shown(masks, band, plane, r, c, CHECK: tl.constexpr):
+def _words(bits, plane, r, first, band):
+    """Load the words of rows r for the block that holds key `first`."""
+    blocks = memory.matrix(bits.block_mask, plane)
+    exists = (r < band.rows) & (first < band.keys)
+    number = tl.load(memory.pointers(blocks, r // BLOCK, first // BLOCK), mask=exists, other=EMPTY)
+    number = tl.minimum(number.to(tl.uint32, bitcast=True), bits.count - 1)  # never outside, whatever the caller wrote
+    return tl.load(bits.words + number.to(tl.int64) * BLOCK + r % BLOCK)
+
+
+@triton.jit
+def shown(masks, band, plane, r, c, first, CHECK: tl.constexpr):
     """Load the pair mask at (r, c), for `visible`; return 1 if there is no pair mask, or without CHECK.
 
-    Call it before the product: a load in between keeps wgmma from running asynchronously.
+    Call it before the product: a load in between keeps wgmma from running asynchronously. first: the first of the keys
+    c, a multiple of their number.
     """
-    if CHECK and masks.pairs is not None:
+    if CHECK and masks.bits is not None:
+        word = _words(masks.bits, plane, r, first, band)
+        if c.numel <= BLOCK:
+            return (word,)
+        else:
+            tl.static_assert(c.numel == 2 * BLOCK)
+            return word, _words(masks.bits, plane, r, first + BLOCK, band)
+    elif CHECK and masks.pairs is not None:
         return memory.load_pairs(memory.matrix(masks.pairs, plane), r, c, band.rows, band.keys, CHECK=True)
     else:
         return 1
@@ -61,6 +96,11 @@ def visible(masks, shown, band, plane, r, c):
     seen = span.inside(band, r, c)
     if masks.keys is not None:
         seen &= real_keys(masks, plane, c, band.keys)
-    if masks.pairs is not None:
+    if masks.bits is not None:
+        word = shown[0] if c.numel <= BLOCK else tl.where((c & BLOCK) == 0, shown[0], shown[1])
+        bit = c & (BLOCK - 1)
+        half = tl.where(bit < 32, word, word >> 32).to(tl.int32)  # a shift of 32 bits is one instruction
+        seen &= ((half >> (bit & 31)) & 1) != 0
+    elif masks.pairs is not None:
         seen &= shown != 0
     return seen

@@ -29,4 +29,3 @@ class Spec(NamedTuple):
     ROTARY_DIM: int = 0
     INTERLEAVED: bool = False
     PAGE: "int | None" = None
-    BLOCK_MASK_SIZE: "int | None" = None

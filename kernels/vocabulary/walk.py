@@ -4,26 +4,21 @@ import triton
 import triton.language as tl
 
 from . import memory
-
-SOME = tl.constexpr(1)  # bit of a block mask's byte: some pair of the block is visible
-ALL = tl.constexpr(2)  # bit: all pairs of the block are visible
+from .masks import BLOCK, EMPTY, FULL
 
 
 @triton.jit
-def covered(
-    block_mask, plane, i, j, rows, keys, live,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_MASK_SIZE: tl.constexpr,
-):  # fmt: skip
+def covered(block_mask, plane, i, j, rows, keys, live, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Return (some pair is visible, all are) of row block i and key block j; where `live` is False, (False, True)."""
     view = memory.matrix(block_mask, plane)
     some, every = live & False, live | True
-    for a in tl.static_range(max(1, BLOCK_M // BLOCK_MASK_SIZE)):
-        for b in tl.static_range(max(1, BLOCK_N // BLOCK_MASK_SIZE)):
-            down, right = i * BLOCK_M // BLOCK_MASK_SIZE + a, j * BLOCK_N // BLOCK_MASK_SIZE + b
-            exists = live & (down * BLOCK_MASK_SIZE < rows) & (right * BLOCK_MASK_SIZE < keys)
-            seen = tl.load(memory.pointers(view, down, right), mask=exists, other=ALL)
-            some |= (seen & SOME) != 0
-            every &= (seen & ALL) != 0
+    for a in tl.static_range(max(1, BLOCK_M // BLOCK)):
+        for b in tl.static_range(max(1, BLOCK_N // BLOCK)):
+            down, right = i * BLOCK_M // BLOCK + a, j * BLOCK_N // BLOCK + b
+            exists = live & (down * BLOCK < rows) & (right * BLOCK < keys)
+            mark = tl.load(memory.pointers(view, down, right), mask=exists, other=EMPTY)
+            some |= mark != EMPTY
+            every &= (mark == FULL) | ~exists
     return some, every
 
 

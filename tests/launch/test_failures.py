@@ -166,10 +166,7 @@ def test_masks_that_cannot_be_marked(failing):
     inputs, options = draw("cpu", requires_grad=True), OPTIONS["masks"](9, 11, "cpu")
     want = fa.reference.attention(*inputs, **options)
     with gpu, pytest.warns(UserWarning, match="PTXASError"):
-        plan = fa.plan(options["mask"])
-        assert plan.block_mask is None
         same([fa.attention(*inputs, **options)], [want])
-        same([fa.attention(*inputs, mask=plan)], [fa.reference.attention(*inputs, mask=plan)])
 
 
 @compiled

@@ -68,7 +68,7 @@ def _bias_of_rows(device):
 
 def _bias_over_batch(device):
     bias = random_tensors(device)[0](1, HQ, SQ, SK)
-    return fields(*dense(device), bias=bias, block_mask=OPERATORS.block_mask(None, None, None, bias, **WHOLE))
+    return fields(*dense(device), bias=bias, block_mask=OPERATORS.block_mask(None, None, None, bias, **WHOLE)[0])
 
 
 def _no_keys(device):

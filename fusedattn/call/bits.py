@@ -1,0 +1,134 @@
+"""Packs masks of pairs in bits: a block mask, and a word of 64 bits for each row of a block that is shown in part."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+from torch.nn.functional import pad
+
+from .private import transforms_active
+
+# Entries of a block mask, which kernels/vocabulary/masks.py explains. From CONSTANT on they count the blocks of words.
+EMPTY, FULL, SOME, CONSTANT = range(4)
+BLOCK = 64  # rows and keys of a block; 16 in Triton's interpreter
+CHUNK = 2**22  # pairs that are looked at together
+ALIGNED = 16  # the number of blocks of words is a multiple: kernels are compiled once for all such numbers
+_GATHER = sum(1 << 56 - 7 * i for i in range(8))  # x * _GATHER has the lowest bit of byte i of x as bit 56 + i
+
+
+def _words(blocks: Tensor) -> Tensor:
+    """Return bool (n, size, size) as int64 (n, size): bit c of a word is column c."""
+    lanes = pad(blocks, (0, 64 - blocks.shape[2])).contiguous().view(torch.int64)
+    return (lanes * _GATHER >> 56).to(torch.uint8).view(torch.int64).squeeze(-1)
+
+
+def _packed(mask: Tensor, size: int, compact: bool) -> tuple[Tensor, Tensor]:
+    """Return (block mask, words of its blocks) of a mask (B, H, rows, keys). Unless compact, each block has words."""
+    batch, heads, rows, keys = mask.shape
+    down, across = -(-rows // size), -(-keys // size)
+    if rows % size or keys % size:
+        mask = pad(mask, (0, across * size - keys, 0, down * size - rows))
+    mask = mask.contiguous().view(batch, heads, down, size, across * size)
+    lanes = mask.view(torch.int64).sum(3)  # a byte counts up to `size` pairs
+    seen = lanes.view(torch.uint8).view(batch, heads, down, across, size).sum(4, dtype=torch.int32)
+    in_rows, in_keys = (
+        (n - torch.arange(0, n, size, device=mask.device, dtype=torch.int32)).clamp(max=size) for n in (rows, keys)
+    )
+    block_mask = torch.where(seen == in_rows[:, None] * in_keys, FULL, EMPTY).to(torch.int32)
+    cut = (seen > 0) & (block_mask == EMPTY)
+    blocks = mask.view(batch, heads, down, size, across, size).transpose(3, 4)
+    blocks = blocks[cut] if compact else blocks.flatten(0, 3)
+    if compact:
+        block_mask[cut] = torch.arange(CONSTANT, CONSTANT + len(blocks), dtype=torch.int32, device=mask.device)
+    else:
+        numbers = torch.arange(CONSTANT, CONSTANT + cut.numel(), dtype=torch.int32, device=mask.device)
+        block_mask = torch.where(cut, numbers.view_as(cut), block_mask)
+    return block_mask, _words(blocks)
+
+
+def pack(
+    pairs: Callable[..., Tensor], shape: tuple[int, ...], size: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return (block_mask, mask_bits) of a mask of shape (B, H, rows, keys), as a Plan has them.
+
+    pairs(batches, heads, rows, keys), four slices, returns that part of the mask. It is called for parts of about CHUNK
+    pairs. Compiled or transformed code looks at all pairs at once, and has words for each block.
+    """
+    constant = torch.tensor([0, -1, -1], device=device)[:, None].expand(-1, size)
+    if is_compiling() or transforms_active():
+        block_mask, words = _packed(pairs(*(slice(0, n) for n in shape)), size, compact=False)
+        return block_mask, torch.cat([constant, words, words.new_zeros(-(len(words) + CONSTANT) % ALIGNED, size)])
+    steps, room = [0, 0, 0, 0], CHUNK
+    for axis, least in ((3, size), (2, size), (1, 1), (0, 1)):
+        most = room // (size if axis == 3 else 1)  # keys leave room for a block of rows
+        steps[axis] = max(least, min(-(-shape[axis] // least) * least, most // least * least))
+        room //= steps[axis]
+    block_mask = torch.empty(*shape[:2], *(-(-n // size) for n in shape[2:]), dtype=torch.int32, device=device)
+    found, count = [constant], CONSTANT
+    for starts in _starts(shape, steps):
+        where = [slice(start, min(start + step, n)) for start, step, n in zip(starts, steps, shape, strict=True)]
+        part, words = _packed(pairs(*where), size, compact=True)
+        where[2:] = (slice(x.start // size, -(-x.stop // size)) for x in where[2:])
+        block_mask[tuple(where)] = torch.where(part >= CONSTANT, part + (count - CONSTANT), part)
+        found, count = [*found, words], count + len(words)
+    found.append(constant.new_zeros(-count % ALIGNED, size))
+    return block_mask, torch.cat(found)
+
+
+def _starts(shape: tuple[int, ...], steps: list[int]) -> Any:
+    ranges = [torch.arange(0, n, step) for n, step in zip(shape, steps, strict=True)]
+    return torch.cartesian_prod(*ranges).tolist() if math.prod(shape) else []
+
+
+def hide_tokens(block_mask: Tensor, key_mask: Tensor | None, query_mask: Tensor | None, size: int) -> Tensor:
+    """Return a block mask after key_mask and query_mask (1 or B, S) hide pairs, too.
+
+    Rows that query_mask hides do not stop a block from counting as fully visible: their output is overwritten.
+    """
+    for axis, tokens in ((-1, key_mask), (-2, query_mask)):
+        if tokens is not None:
+            blocks = pad(tokens, (0, -tokens.shape[1] % size)).unflatten(1, (-1, size))
+            count = blocks.sum(2)
+            left = pad(torch.ones_like(tokens), (0, -tokens.shape[1] % size)).unflatten(1, (-1, size)).sum(2)
+            some, every = (
+                (x[:, None, None, :] if axis == -1 else x[:, None, :, None]) for x in (count > 0, count == left)
+            )
+            if axis == -1:
+                block_mask = torch.where((block_mask == FULL) & ~every, SOME, block_mask)
+            block_mask = torch.where(some, block_mask, EMPTY)
+    return block_mask.to(torch.int32)
+
+
+def unpack(block_mask: Tensor, mask_bits: Tensor, first: int, last: int, begin: int, end: int) -> Tensor:
+    """Return the pairs of rows first .. last - 1 and keys begin .. end - 1, bool (1 or B, 1 or H, rows, keys)."""
+    size, device = mask_bits.shape[1], mask_bits.device
+    rows = torch.arange(first, last, device=device)
+    across = torch.arange(begin // size, -(-end // size), device=device)
+    # A block mask of one block of rows or keys may be broadcast along them.
+    numbers = block_mask[:, :, rows // size % block_mask.shape[2]][..., across % block_mask.shape[3]]
+    octets = mask_bits[numbers, (rows % size)[:, None]][..., None].view(torch.uint8)[..., : size // 8]
+    bits = octets[..., None].bitwise_and(torch.tensor([1 << i for i in range(8)], dtype=torch.uint8, device=device))
+    start = begin // size * size
+    return bits.ne(0).flatten(3)[..., begin - start : end - start]
+
+
+def density(block_mask: Tensor | None, mask_bits: Tensor | None, shape: tuple[int, ...]) -> float:
+    """Return the share of visible pairs of a Plan. Token masks count only where they hide whole blocks."""
+    if block_mask is None or mask_bits is None:
+        return 1.0 if block_mask is None else block_mask.ne(EMPTY).double().mean().item()
+    size, x = mask_bits.shape[1], mask_bits.view(torch.uint8)
+    x = x - (x >> 1 & 0x55)
+    x = (x & 0x33) + (x >> 2 & 0x33)
+    of_words = (x + (x >> 4) & 0x0F).sum(1)
+    rows, keys = (
+        size if n == 1 or (blocks == 1 and n > size) else n
+        for n, blocks in zip(shape[2:], block_mask.shape[2:], strict=True)
+    )
+    in_rows, in_keys = ((n - torch.arange(0, n, size, device=x.device)).clamp(max=size) for n in (rows, keys))
+    return (
+        torch.minimum(of_words[block_mask], in_rows[:, None] * in_keys).sum()
+        / (block_mask[..., 0, 0].numel() * rows * keys)
+    ).item()
