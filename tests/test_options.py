@@ -54,4 +54,4 @@ def test_attention_passes_each_argument_by_its_name(monkeypatch):
 def test_a_tensor_that_the_caller_writes_is_a_field_of_a_call():
     assert {name for name in Arguments._fields if name in Call._fields} >= {*INPUTS, "mask", "key_mask", "query_mask"}
     assert set(TENSORS) == set(DIMS) and set(INPUTS) == {"query", "key", "value", *LEARNED}
-    assert all(set(letters) <= set("BHGQKD") for letters in DIMS.values())
+    assert all(set(letters) <= set("BHGQKDqk") for letters in DIMS.values())

@@ -59,8 +59,8 @@ class Plan(NamedTuple):
 
     def to(self, device: torch.device | str) -> "Plan":
         """Return the plan with its tensors on a device."""
-        tensors: Any = [None if x is None else x.to(device) for x in self[:4]]
-        return Plan(*tensors, self.shape)
+        moved: dict[str, Any] = {name: x.to(device) for name, x in self._asdict().items() if isinstance(x, Tensor)}
+        return self._replace(**moved)
 
     @property
     def nbytes(self) -> int:

@@ -68,6 +68,13 @@ def _words(bits, plane, r, first, band):
 
 
 @triton.jit
+def _half(words, c):
+    """Return the 32 bits with key c of the words of one block, or of two."""
+    word = words[0] if c.numel <= BLOCK else tl.where((c & BLOCK) == 0, words[0], words[1])
+    return tl.where((c & (BLOCK - 1)) < 32, word, word >> 32).to(tl.int32)
+
+
+@triton.jit
 def shown(masks, band, plane, r, c, first, CHECK: tl.constexpr):
     """Load the pair mask at (r, c), for `visible`; return 1 if there is no pair mask, or without CHECK.
 
@@ -77,10 +84,12 @@ def shown(masks, band, plane, r, c, first, CHECK: tl.constexpr):
     if CHECK and masks.bits is not None:
         word = _words(masks.bits, plane, r, first, band)
         if c.numel <= BLOCK:
-            return (word,)
+            words = (word,)
         else:
             tl.static_assert(c.numel == 2 * BLOCK)
-            return word, _words(masks.bits, plane, r, first + BLOCK, band)
+            words = word, _words(masks.bits, plane, r, first + BLOCK, band)
+        # In a transposed tile a thread has many rows, and few keys: one half of each word is enough.
+        return words if r.shape[1] == 1 else (_half(words, c),)
     elif CHECK and masks.pairs is not None:
         return memory.load_pairs(memory.matrix(masks.pairs, plane), r, c, band.rows, band.keys, CHECK=True)
     else:
@@ -97,10 +106,8 @@ def visible(masks, shown, band, plane, r, c):
     if masks.keys is not None:
         seen &= real_keys(masks, plane, c, band.keys)
     if masks.bits is not None:
-        word = shown[0] if c.numel <= BLOCK else tl.where((c & BLOCK) == 0, shown[0], shown[1])
-        bit = c & (BLOCK - 1)
-        half = tl.where(bit < 32, word, word >> 32).to(tl.int32)  # a shift of 32 bits is one instruction
-        seen &= ((half >> (bit & 31)) & 1) != 0
+        half = _half(shown, c) if r.shape[1] == 1 else shown[0]
+        seen &= ((half >> (c & (BLOCK - 1) & 31)) & 1) != 0  # a shift of 32 bits is one instruction
     elif masks.pairs is not None:
         seen &= shown != 0
     return seen
