@@ -1,6 +1,6 @@
 """Fused multi-head attention in Triton for NVIDIA GPUs, with a naive PyTorch path that runs anywhere."""
 
-from . import compat, distributed, layers, plot, reference, tuning
+from . import compat, distributed, layers, masks, plot, reference, tuning
 from .api import attention, attention_decode, attention_varlen, merge, plan
 from .call.options import Plan
 from .dispatch.backends import Explanation, explain, use_backend
@@ -8,5 +8,5 @@ from .layers.attention import MultiHeadAttention, SelfAttention
 
 __all__ = ["attention", "attention_decode", "attention_varlen", "explain", "merge", "plan", "use_backend"]
 __all__ += ["Explanation", "MultiHeadAttention", "Plan", "SelfAttention"]
-__all__ += ["compat", "distributed", "layers", "plot", "reference", "tuning"]
+__all__ += ["compat", "distributed", "layers", "masks", "plot", "reference", "tuning"]
 __version__ = "0.1.0"

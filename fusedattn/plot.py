@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .call import bits
+from .call.options import Plan
 from .call.rules import check_bool, check_number, check_strided, fail
 
 if TYPE_CHECKING:
@@ -114,6 +116,30 @@ def positional_encoding(pe: Tensor, *, figure: Any = None) -> "Figure":
         axis.set_label_text(name, color=INK, fontsize=10)
     axes.spines[:].set_color(FRAME)
     return _with_bar(figure, image, [axes], "value")
+
+
+def plan(plan: Plan, *, figure: Any = None) -> "Figure":
+    """Draw the blocks of a plan: empty ones grey, full ones dark, others pale. A panel for each head of each batch.
+
+    Examples:
+        >>> plan = fusedattn.plan(fusedattn.masks.sliding_window(500, 0), rows=4096, keys=4096)
+        >>> fusedattn.plot.plan(plan).savefig("plan.png")
+
+    Args:
+        plan: from `fusedattn.plan`, with a mask of pairs.
+        figure: a matplotlib Figure or SubFigure to draw in, by default a new one.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError, TypeError: an argument is wrong.
+    """
+    if not isinstance(plan, Plan):
+        fail(TypeError, "plan", "a fusedattn.plan", type(plan).__name__)
+    if plan.block_mask is None or plan.mask_bits is None:
+        fail(ValueError, "plan", "one with a mask of pairs", "token masks alone")
+    marks, size = plan.block_mask.flatten(0, 1), plan.mask_bits.shape[1]
+    shown = torch.where(marks == bits.FULL, 1.0, 0.25)
+    return attention_map(shown, mask=marks != bits.EMPTY, label=f"blocks of {size} x {size}", top=1.0, figure=figure)
 
 
 def _matplotlib(figure: Any) -> Any:

@@ -23,6 +23,7 @@ ROOMS = {
     "api": {"call", "dispatch", "operators"},
     "reference": {"api", "call", "dispatch", "naive"},
     "tuning": {"dispatch", "launch"},
+    "masks": set(),
     "plot": {"call"},
     "distributed": {"api", "call", "dispatch", "naive", "operators"},
     "layers": {"api", "call", "dispatch", "distributed"},

@@ -27,7 +27,7 @@ SMALL_LSE = 0.125
 _DIFFERENTIATED = "query", "key", "value", "bias", "sinks"  # inputs whose gradients `flash_backward.backward` returns
 # Options with the default None that the backend supports, or that `limits` checks separately. It lacks all others.
 _KNOWN = {"bias", "alibi_slopes", "sinks", "mask", "key_mask", "query_mask", "block_mask", "left", "right", "origin"}
-_KNOWN |= {"seed", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"}
+_KNOWN |= {"seed", "mask_bits", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"}
 _LACKS = tuple(name for name, default in Call._field_defaults.items() if default is None and name not in _KNOWN)
 
 

@@ -23,9 +23,15 @@ from . import calls
 from .cases import ENTRIES
 from .report import Fault
 
-SPAN, TILES, SCORES = (f"vocabulary/{name}.py" for name in ("span", "memory", "scores"))
+SPAN, TILES, SCORES, MASKS = (f"vocabulary/{name}.py" for name in ("span", "memory", "scores", "masks"))
 RING, HOPPER, WAY_BACK = "hopper/ring.py", "hopper/forward.py", "hopper/backward.py"
-PLAIN, LONG, ONE_ROW, MANY = "plain D64", "hopper long", "hopper one row", "hopper many blocks a program"
+PAIRS, PLAIN, LONG, ONE_ROW, MANY = (
+    "mask of pairs",
+    "plain D64",
+    "hopper long",
+    "hopper one row",
+    "hopper many blocks a program",
+)
 SPLITS = "hopper empty splits, causal D128"
 ADD = 'tl.atomic_add(pointers(of_rows(sums, plane), r, c), tile, mask=exists, sem="relaxed")'
 LOAD_AND_STORE = """where = pointers(of_rows(sums, plane), r, c)
@@ -60,6 +66,17 @@ UNSEEN = (
     ("a phase of two stages", RING, "step // TILES & 1 ^ 1", "step // 2 & 1 ^ 1", MANY, 90),
     ("the other half of dq", WAY_BACK, "slice(g * PART, PART", "slice((1 - g) * PART, PART", "hopper causal D128", 90),
     ("four tiles of ds for one", WAY_BACK, "step % 2 * GROUPS", "step % 1 * GROUPS", "hopper causal D128", 90),
+    ("bits in the wrong order", MASKS, "(half >> (c &", "(half >> (~c &", PAIRS, 80),
+    (
+        "a block in part taken for full",
+        "block_mask.py",
+        "where(cut, number, mark)",
+        "where(cut, FULL, mark)",
+        PAIRS,
+        80,
+    ),
+    ("the last ragged block", MASKS, "(first < band.keys)", "(first + BLOCK <= band.keys)", PAIRS, 90),
+    ("the words of another block of keys", MASKS, "r, first + BLOCK, band", "r, first, band", PAIRS, 90),
     ("mbarriers that nobody fenced", HOPPER, FENCED, FENCED.split("\n")[1], ONE_ROW, 90),
 )
 if copies.LATER_UNFENCED.value:  # with a later Triton this is no mistake

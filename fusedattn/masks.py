@@ -1,0 +1,70 @@
+"""Mask functions for `fusedattn.plan`: (batch, head, query, key) index tensors to a bool tensor, True = may attend.
+
+Positions count from the first query and the first key. Any such function will do; these are ready.
+"""
+
+import functools
+from collections.abc import Callable
+
+from torch import Tensor
+
+MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def _at(x: Tensor, plane: Tensor, *index: Tensor) -> Tensor:
+    """Return x[index], or x[plane, index] if x has one more dimension."""
+    at = index if x.dim() == len(index) else (plane, *index)
+    return x[at]
+
+
+def causal(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    """Hide the keys after a query's own position."""
+    return j <= i
+
+
+def sliding_window(left: int, right: int) -> MaskFunction:
+    """Show `left` keys before a query's own position, its own key, and `right` keys after it."""
+    return lambda b, h, i, j: (j >= i - left) & (j <= i + right)
+
+
+def prefix(length: int | Tensor) -> MaskFunction:
+    """Show the first `length` keys, an int or a tensor (B,). A prefix language model is or_(causal, prefix(length))."""
+    return lambda b, h, i, j: j < (length[b] if isinstance(length, Tensor) else length)
+
+
+def documents(ids: Tensor) -> MaskFunction:
+    """Show the keys of a query's own document. ids: the document of each position, (S,) or (B, S)."""
+    return lambda b, h, i, j: _at(ids, b, i) == _at(ids, b, j)
+
+
+def spans(ids: Tensor) -> MaskFunction:
+    """Show the keys of a query's own span, such as an image inside text. ids: (S,) or (B, S), below 0 outside of spans.
+
+    Images that see themselves both ways are or_(causal, spans(ids)).
+    """
+    return lambda b, h, i, j: (_at(ids, b, i) == _at(ids, b, j)) & (_at(ids, b, i) >= 0)
+
+
+def dilated(step: int) -> MaskFunction:
+    """Show every `step`-th key, counted from a query's own position."""
+    return lambda b, h, i, j: (i - j) % step == 0
+
+
+def block_sparse(table: Tensor, size: int) -> MaskFunction:
+    """Show the blocks of size x size pairs that a bool table shows: (row blocks, key blocks), or with heads before."""
+    return lambda b, h, i, j: _at(table, h, i // size, j // size)
+
+
+def and_(*masks: MaskFunction) -> MaskFunction:
+    """Show the pairs that all masks show."""
+    return lambda b, h, i, j: functools.reduce(Tensor.logical_and, [mask(b, h, i, j) for mask in masks])
+
+
+def or_(*masks: MaskFunction) -> MaskFunction:
+    """Show the pairs that any of the masks shows."""
+    return lambda b, h, i, j: functools.reduce(Tensor.logical_or, [mask(b, h, i, j) for mask in masks])
+
+
+def not_(mask: MaskFunction) -> MaskFunction:
+    """Show the pairs that a mask hides."""
+    return lambda b, h, i, j: ~mask(b, h, i, j)

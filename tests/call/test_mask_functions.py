@@ -1,0 +1,169 @@
+"""Tests plans of mask functions: they equal the dense mask of the same function, in all backends."""
+
+import copy
+import functools
+import itertools
+import pickle
+
+import pytest
+import torch
+
+import fusedattn as fa
+from fusedattn.testing.compare import with_gradients
+
+from ..cases import Case
+from ..mistakes import assert_named, bools, wrong
+
+hypothesis = pytest.importorskip("hypothesis")
+st = hypothesis.strategies
+pytestmark = pytest.mark.usefixtures("deterministic")
+
+IDS = [0, 0, 0, 1, 1, -1, -1, 2, 2, 2, 2, -1] * 6
+LENGTHS, TABLE = [3, 20], [[True, False, True, False], [False, False, True, True]]
+MASKS = fa.masks
+# {name: (function from `fa.masks`, the formula of one pair)}
+PATTERNS = {
+    "causal": (lambda: MASKS.causal, lambda b, h, i, j: i - j >= 0),
+    "sliding_window": (lambda: MASKS.sliding_window(20, 3), lambda b, h, i, j: -3 <= i - j <= 20),
+    "prefix": (lambda: MASKS.prefix(19), lambda b, h, i, j: j in range(19)),
+    "prefix of each batch": (lambda: MASKS.prefix(torch.tensor(LENGTHS)), lambda b, h, i, j: j < LENGTHS[b]),
+    "documents": (lambda: MASKS.documents(torch.tensor(IDS)), lambda b, h, i, j: IDS[i] == IDS[j]),
+    "spans": (
+        lambda: MASKS.or_(MASKS.causal, MASKS.spans(torch.tensor([IDS, IDS[::-1]]))),
+        lambda b, h, i, j: j <= i or (IDS, IDS[::-1])[b][i] == (IDS, IDS[::-1])[b][j] >= 0,
+    ),
+    "dilated": (lambda: MASKS.dilated(3), lambda b, h, i, j: abs(i - j) in range(0, 100, 3)),
+    "block_sparse": (lambda: MASKS.block_sparse(torch.tensor(TABLE), 20), lambda b, h, i, j: TABLE[i // 20][j // 20]),
+    "block_sparse by head": (
+        lambda: MASKS.block_sparse(torch.tensor([TABLE, TABLE[::-1]]), 20),
+        lambda b, h, i, j: TABLE[::-1][i // 20][j // 20] if h else TABLE[i // 20][j // 20],
+    ),
+    "and_, not_": (
+        lambda: MASKS.and_(MASKS.causal, MASKS.not_(MASKS.sliding_window(5, 0)), MASKS.dilated(2)),
+        lambda b, h, i, j: i - j > 5 and (i - j) % 2 == 0,
+    ),
+    "nothing": (lambda: lambda b, h, i, j: (i < 0) & (j < 0), lambda *at: False),
+    "all": (lambda: lambda b, h, i, j: b.new_ones((), dtype=torch.bool), lambda *at: True),
+}
+
+
+def by_formula(formula, *sizes):
+    places = itertools.product(*map(range, sizes))
+    return torch.tensor([formula(*place) for place in places], dtype=torch.bool).view(sizes)
+
+
+def equal(function, mask, options=(), backends=("naive", "triton")):
+    """Assert that calls with a plan of a function have the bits of calls with a mask (B, H, Sq, Sk)."""
+    batch, heads, rows, keys = mask.shape
+    case = Case("plan", B=max(batch, 2), Hq=max(heads, 2), Hkv=1, Sq=rows, Sk=keys, grads="out, lse and weights")
+    tensors, _ = case.draw(mask.device)
+    sizes = dict(batch=batch, heads=heads, rows=rows, keys=keys, device=mask.device)
+    for backend in backends:
+        got, want = (
+            with_gradients(fa.attention, tensors, dict(options) | dict(mask=x), case.grads, backend=backend)
+            for x in (fa.plan(function, **sizes), mask)
+        )
+        assert all(torch.equal(got[name], want[name]) for name in want), backend
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_a_pattern_equals_its_formula(name, device):
+    (make, formula), keys = PATTERNS[name], 70
+    with torch.device(device):
+        function = make()
+    mask = by_formula(formula, 2, 2, 40, keys).to(device)
+    cpu = ("cpu",) if device == "cpu" else ()
+    equal(function, mask, backends=("naive", "triton", *cpu))
+    equal(function, mask, dict(causal=True, window=(30, None), key_mask=None), backends=("triton",))
+
+
+@hypothesis.settings(max_examples=25, deadline=None, derandomize=True, database=None)
+@hypothesis.given(
+    st.tuples(*[st.integers(1, 2)] * 2, *[st.integers(1, 90)] * 2),
+    st.tuples(*[st.integers(-3, 3)] * 4), st.integers(1, 9), st.integers(0, 9), st.integers(0, 90),
+)  # fmt: skip
+def test_a_random_function(sizes, factors, period, residues, reach):
+    def function(b, h, i, j):
+        ramp = sum(factor * x for factor, x in zip(factors, (b, h, i, j), strict=True))
+        return (
+            (ramp % period < residues) | (i + j < reach) if reach % 2 else (ramp % period < residues) & (i + j < reach)
+        )
+
+    mask = torch.tensor([bool(function(*map(torch.tensor, at))) for at in itertools.product(*map(range, sizes))])
+    equal(function, mask.view(sizes))
+
+
+def test_batches_rows_and_keys_of_none(device):
+    for sizes in ((0, 2, 4, 4), (2, 2, 0, 4), (2, 2, 4, 0)):
+        batch, _, rows, keys = sizes
+        plan = fa.plan(MASKS.causal, batch=batch, rows=rows, keys=keys, device=device)
+        query, key = torch.randn(batch, 2, rows, 8, device=device), torch.randn(batch, 2, keys, 8, device=device)
+        assert torch.equal(fa.attention(query, key, key, mask=plan), torch.zeros_like(query))
+
+
+def test_chunks(monkeypatch):
+    """A function is called for a bounded number of pairs at once, whatever the sizes."""
+    monkeypatch.setattr("fusedattn.call.bits.CHUNK", 2**12)
+    pairs = []
+
+    def function(b, h, i, j):
+        pairs.append(b.numel() * h.numel() * i.numel() * j.numel())
+        return (i * 7 + j * (b + 1)) % (5 + h) == 0
+
+    mask = function(*torch.meshgrid(*map(torch.arange, (2, 3, 200, 333)), indexing="ij"))
+    pairs.clear()
+    plan = fa.plan(function, batch=2, heads=3, rows=200, keys=333)
+    assert max(pairs) <= 2**12 and sum(pairs) == mask.numel()
+    query, key = torch.randn(2, 3, 200, 16), torch.randn(2, 3, 333, 16)
+    assert torch.equal(*(fa.attention(query, key, key, mask=x, backend="naive") for x in (plan, mask)))
+    assert plan.density == pytest.approx(mask.double().mean().item())
+
+
+def test_a_plan_moves_and_pickles(device):
+    plan = fa.plan(MASKS.or_(MASKS.causal, MASKS.prefix(50)), rows=200, keys=200, device=device)
+    x = torch.randn(1, 2, 200, 16, device=device)
+    attend = functools.partial(fa.attention, x, x, x)
+    want = attend(mask=plan)
+    for same in (plan.to("cpu").to(device), pickle.loads(pickle.dumps(plan)), copy.deepcopy(plan)):
+        assert torch.equal(attend(mask=same), want)
+    assert plan.to("meta").block_mask.is_meta
+    assert plan.nbytes == plan.block_mask.nbytes + plan.mask_bits.nbytes < 40000 / 4
+    assert "(1, 1, 200, 200)" in str(plan) and f"{plan.density:.2%}" in str(plan)
+
+    class Attend(torch.nn.Module):
+        def forward(self, x, plan):
+            return fa.attention(x, x, x, mask=plan)
+
+    exported = torch.export.export(Attend(), (x, plan)).module()
+    compiled = torch.compile(Attend(), fullgraph=True, backend="aot_eager")
+    assert torch.equal(exported(x, plan), want) and torch.equal(compiled(x, plan), want)
+
+
+SIZES = dict(rows=4, keys=4)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        wrong("mask", TypeError, mask=lambda *at: True),
+        wrong("mask", TypeError, mask=lambda b, h, i, j: i + j),
+        wrong("mask", mask=lambda b, h, i, j: bools(5, 4)),
+        wrong("mask", mask=lambda b, h, i, j: bools(1, 1, 4, 4, 1)),
+        wrong("mask", mask=lambda b, h, i, j: bools(4, 4).to("meta")),
+        wrong("rows", TypeError, rows=None),
+        wrong("keys", TypeError, keys=-1),
+        wrong("key_mask", key_mask=bools(5)),
+    ],
+)
+def test_wrong_functions(row):
+    assert_named(fa.plan, dict(mask=MASKS.causal) | SIZES, row)
+
+
+@pytest.mark.parametrize("size", [dict(rows=5), dict(keys=3), dict(batch=3), dict(heads=3)], ids=str)
+def test_a_plan_for_other_sizes(size):
+    """A plan for other sizes is found also if its blocks are as many, in a first call and in a replay."""
+    good, bad = (fa.plan(MASKS.causal, **SIZES | more) for more in ({}, size))
+    query = torch.randn(2, 2, 4, 16)
+    for _ in range(3):
+        fa.attention(query, query, query, mask=good, backend="triton")
+    assert_named(functools.partial(fa.attention, query, query, query, backend="triton"), {}, wrong("mask", mask=bad))
