@@ -25,6 +25,11 @@ def _words(blocks: Tensor) -> Tensor:
     return (lanes * _GATHER >> 56).to(torch.uint8).view(torch.int64).squeeze(-1)
 
 
+def _lengths(n: int, size: int, device: torch.device) -> Tensor:
+    """Return how many of n rows or keys each block has."""
+    return (n - torch.arange(0, n, size, device=device)).clamp(max=size)
+
+
 def _packed(mask: Tensor, size: int, compact: bool) -> tuple[Tensor, Tensor]:
     """Return (block mask, words of its blocks) of a mask (B, H, rows, keys). Unless compact, each block has words."""
     batch, heads, rows, keys = mask.shape
@@ -33,20 +38,14 @@ def _packed(mask: Tensor, size: int, compact: bool) -> tuple[Tensor, Tensor]:
         mask = pad(mask, (0, across * size - keys, 0, down * size - rows))
     mask = mask.contiguous().view(batch, heads, down, size, across * size)
     lanes = mask.view(torch.int64).sum(3)  # a byte counts up to `size` pairs
-    seen = lanes.view(torch.uint8).view(batch, heads, down, across, size).sum(4, dtype=torch.int32)
-    in_rows, in_keys = (
-        (n - torch.arange(0, n, size, device=mask.device, dtype=torch.int32)).clamp(max=size) for n in (rows, keys)
-    )
-    block_mask = torch.where(seen == in_rows[:, None] * in_keys, FULL, EMPTY).to(torch.int32)
-    cut = (seen > 0) & (block_mask == EMPTY)
+    seen = lanes.view(torch.uint8).view(batch, heads, down, across, size).sum(4)
+    full = seen == _lengths(rows, size, mask.device)[:, None] * _lengths(keys, size, mask.device)
+    cut = (seen > 0) & ~full
+    counted = cut if compact else torch.ones_like(cut)
+    numbers = counted.flatten().cumsum(0).view_as(cut) + (CONSTANT - 1)
     blocks = mask.view(batch, heads, down, size, across, size).transpose(3, 4)
-    blocks = blocks[cut] if compact else blocks.flatten(0, 3)
-    if compact:
-        block_mask[cut] = torch.arange(CONSTANT, CONSTANT + len(blocks), dtype=torch.int32, device=mask.device)
-    else:
-        numbers = torch.arange(CONSTANT, CONSTANT + cut.numel(), dtype=torch.int32, device=mask.device)
-        block_mask = torch.where(cut, numbers.view_as(cut), block_mask)
-    return block_mask, _words(blocks)
+    words = _words(blocks[cut] if compact else blocks.flatten(0, 3))
+    return torch.where(cut, numbers, full * FULL).to(torch.int32), words
 
 
 def pack(
@@ -88,18 +87,18 @@ def hide_tokens(block_mask: Tensor, key_mask: Tensor | None, query_mask: Tensor 
 
     Rows that query_mask hides do not stop a block from counting as fully visible: their output is overwritten.
     """
-    for axis, tokens in ((-1, key_mask), (-2, query_mask)):
-        if tokens is not None:
-            blocks = pad(tokens, (0, -tokens.shape[1] % size)).unflatten(1, (-1, size))
-            count = blocks.sum(2)
-            left = pad(torch.ones_like(tokens), (0, -tokens.shape[1] % size)).unflatten(1, (-1, size)).sum(2)
-            some, every = (
-                (x[:, None, None, :] if axis == -1 else x[:, None, :, None]) for x in (count > 0, count == left)
-            )
-            if axis == -1:
-                block_mask = torch.where((block_mask == FULL) & ~every, SOME, block_mask)
-            block_mask = torch.where(some, block_mask, EMPTY)
-    return block_mask.to(torch.int32)
+
+    def blocks(tokens: Tensor) -> Tensor:
+        padded = pad(tokens.to(torch.uint8), (0, -tokens.shape[1] % size), value=2)
+        return padded.view(len(padded), padded.shape[1] // size, size)
+
+    if key_mask is not None:
+        keys = blocks(key_mask)[:, None, None]
+        block_mask = torch.where((block_mask == FULL) & (keys == 0).any(-1), SOME, block_mask)
+        block_mask = torch.where((keys == 1).any(-1), block_mask, EMPTY)
+    if query_mask is not None:
+        block_mask = torch.where((blocks(query_mask) == 1).any(-1)[:, None, :, None], block_mask, EMPTY)
+    return block_mask
 
 
 def unpack(block_mask: Tensor, mask_bits: Tensor, first: int, last: int, begin: int, end: int) -> Tensor:
@@ -123,12 +122,10 @@ def density(block_mask: Tensor | None, mask_bits: Tensor | None, shape: tuple[in
     x = x - (x >> 1 & 0x55)
     x = (x & 0x33) + (x >> 2 & 0x33)
     of_words = (x + (x >> 4) & 0x0F).sum(1)
-    rows, keys = (
-        size if n == 1 or (blocks == 1 and n > size) else n
-        for n, blocks in zip(shape[2:], block_mask.shape[2:], strict=True)
-    )
-    in_rows, in_keys = ((n - torch.arange(0, n, size, device=x.device)).clamp(max=size) for n in (rows, keys))
-    return (
-        torch.minimum(of_words[block_mask], in_rows[:, None] * in_keys).sum()
-        / (block_mask[..., 0, 0].numel() * rows * keys)
-    ).item()
+    # A mask that broadcasts has one block of equal rows or keys.
+    lengths = [
+        size if n == 1 or n > size * blocks else n for n, blocks in zip(shape[2:], block_mask.shape[2:], strict=True)
+    ]
+    rows, keys = (_lengths(n, size, x.device) for n in lengths)
+    seen = torch.minimum(of_words[block_mask], rows[:, None] * keys)
+    return (seen.sum() / max(1, math.prod(block_mask.shape[:2]) * math.prod(lengths))).item()

@@ -19,32 +19,25 @@ st = hypothesis.strategies
 pytestmark = pytest.mark.usefixtures("deterministic")
 
 IDS = [0, 0, 0, 1, 1, -1, -1, 2, 2, 2, 2, -1] * 6
-LENGTHS, TABLE = [3, 20], [[True, False, True, False], [False, False, True, True]]
-MASKS = fa.masks
-# {name: (function from `fa.masks`, the formula of one pair)}
-PATTERNS = {
-    "causal": (lambda: MASKS.causal, lambda b, h, i, j: i - j >= 0),
-    "sliding_window": (lambda: MASKS.sliding_window(20, 3), lambda b, h, i, j: -3 <= i - j <= 20),
-    "prefix": (lambda: MASKS.prefix(19), lambda b, h, i, j: j in range(19)),
-    "prefix of each batch": (lambda: MASKS.prefix(torch.tensor(LENGTHS)), lambda b, h, i, j: j < LENGTHS[b]),
-    "documents": (lambda: MASKS.documents(torch.tensor(IDS)), lambda b, h, i, j: IDS[i] == IDS[j]),
-    "spans": (
-        lambda: MASKS.or_(MASKS.causal, MASKS.spans(torch.tensor([IDS, IDS[::-1]]))),
-        lambda b, h, i, j: j <= i or (IDS, IDS[::-1])[b][i] == (IDS, IDS[::-1])[b][j] >= 0,
-    ),
-    "dilated": (lambda: MASKS.dilated(3), lambda b, h, i, j: abs(i - j) in range(0, 100, 3)),
-    "block_sparse": (lambda: MASKS.block_sparse(torch.tensor(TABLE), 20), lambda b, h, i, j: TABLE[i // 20][j // 20]),
-    "block_sparse by head": (
-        lambda: MASKS.block_sparse(torch.tensor([TABLE, TABLE[::-1]]), 20),
-        lambda b, h, i, j: TABLE[::-1][i // 20][j // 20] if h else TABLE[i // 20][j // 20],
-    ),
-    "and_, not_": (
-        lambda: MASKS.and_(MASKS.causal, MASKS.not_(MASKS.sliding_window(5, 0)), MASKS.dilated(2)),
-        lambda b, h, i, j: i - j > 5 and (i - j) % 2 == 0,
-    ),
-    "nothing": (lambda: lambda b, h, i, j: (i < 0) & (j < 0), lambda *at: False),
-    "all": (lambda: lambda b, h, i, j: b.new_ones((), dtype=torch.bool), lambda *at: True),
-}
+SPANS, LENGTHS, MASKS = [IDS, IDS[::-1]], [3, 20], fa.masks
+TABLE = [[True, False, True, False], [False, False, True, True]]
+TABLES = [TABLE, TABLE[::-1]]
+# name, function from `fa.masks`, the formula of one pair
+PATTERNS = (
+    ("causal", lambda: MASKS.causal, lambda b, h, i, j: i - j >= 0),
+    ("window", lambda: MASKS.sliding_window(20, 3), lambda b, h, i, j: -3 <= i - j <= 20),
+    ("prefix", lambda: MASKS.prefix(19), lambda b, h, i, j: j in range(19)),
+    ("prefixes", lambda: MASKS.prefix(torch.tensor(LENGTHS)), lambda b, h, i, j: j < LENGTHS[b]),
+    ("documents", lambda: MASKS.documents(torch.tensor(IDS)), lambda b, h, i, j: IDS[i] == IDS[j]),
+    ("spans", lambda: MASKS.spans(torch.tensor(SPANS)), lambda b, h, i, j: SPANS[b][i] == SPANS[b][j] >= 0),
+    ("dilated", lambda: MASKS.dilated(3), lambda b, h, i, j: abs(i - j) in range(0, 100, 3)),
+    ("table", lambda: MASKS.block_sparse(torch.tensor(TABLE), 20), lambda b, h, i, j: TABLE[i // 20][j // 20]),
+    ("tables", lambda: MASKS.block_sparse(torch.tensor(TABLES), 20), lambda b, h, i, j: TABLES[h][i // 20][j // 20]),
+    ("or", lambda: MASKS.or_(MASKS.causal, MASKS.prefix(9)), lambda b, h, i, j: j <= max(i, 8)),
+    ("and", lambda: MASKS.and_(MASKS.causal, MASKS.not_(MASKS.prefix(9))), lambda b, h, i, j: 9 <= j <= i),
+    ("nothing", lambda: lambda b, h, i, j: (i < 0) & (j < 0), lambda *at: False),
+    ("all", lambda: lambda b, h, i, j: b.new_ones((), dtype=torch.bool), lambda *at: True),
+)
 
 
 def by_formula(formula, *sizes):
@@ -66,12 +59,11 @@ def equal(function, mask, options=(), backends=("naive", "triton")):
         assert all(torch.equal(got[name], want[name]) for name in want), backend
 
 
-@pytest.mark.parametrize("name", PATTERNS)
-def test_a_pattern_equals_its_formula(name, device):
-    (make, formula), keys = PATTERNS[name], 70
+@pytest.mark.parametrize(("name", "make", "formula"), PATTERNS, ids=[name for name, *_ in PATTERNS])
+def test_a_pattern_equals_its_formula(name, make, formula, device):
     with torch.device(device):
         function = make()
-    mask = by_formula(formula, 2, 2, 40, keys).to(device)
+    mask = by_formula(formula, 2, 2, 40, 70).to(device)
     cpu = ("cpu",) if device == "cpu" else ()
     equal(function, mask, backends=("naive", "triton", *cpu))
     equal(function, mask, dict(causal=True, window=(30, None), key_mask=None), backends=("triton",))
