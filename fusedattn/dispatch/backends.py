@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..call import options as of_calls
+from ..call import bits, options as of_calls
 from ..call.decode import Decode
 from ..call.options import Arguments, AssumedGPU, Call, Device, hiding, override, thread_overrides
 from ..call.private import constant, eager, holds
@@ -111,7 +111,7 @@ def _marked_blocks(call: Call) -> int:
         return 0
     batch, heads, rows, keys = of_calls.sizes(call)
     shared = all(x.dim() < 4 or holds(x.shape[1] == 1, False) or holds(x.stride(1) == 0, False) for x in tensors)
-    size = tile_table.BLOCK_MASK_SIZE
+    size = bits.BLOCK
     return batch * (1 if shared else heads) * -(-rows // size) * -(-keys // size)
 
 
