@@ -1,5 +1,6 @@
 """The public functions: attention, attention_varlen, attention_decode, plan and merge."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
