@@ -73,7 +73,7 @@ def _check_packed(call: Call, need_weights: bool) -> None:
         fail(ValueError, "query", "a batch of 1, because cu_seqlens_q is given", call.query.shape)
     offsets, longest = (call.cu_seqlens_q, call.cu_seqlens_k), (call.max_seqlen_q, call.max_seqlen_k)
     check_lengths(Lengths(*offsets, call.query.shape[2], call.key.shape[2], *longest), call.query.device)
-    if need_weights or not call.mask is call.bias is call.key_mask is None:
+    if need_weights or not call.mask is call.mask_bits is call.bias is call.key_mask is None:
         _check_longest(*longest, "one of mask, bias, key_mask and need_weights")
 
 
