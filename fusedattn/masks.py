@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+_MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def _at(x: Tensor, plane: Tensor, *index: Tensor) -> Tensor:
@@ -22,22 +22,22 @@ def causal(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
     return j <= i
 
 
-def sliding_window(left: int, right: int) -> MaskFunction:
+def sliding_window(left: int, right: int) -> _MaskFunction:
     """Show `left` keys before a query's own position, its own key, and `right` keys after it."""
     return lambda b, h, i, j: (j >= i - left) & (j <= i + right)
 
 
-def prefix(length: int | Tensor) -> MaskFunction:
+def prefix(length: int | Tensor) -> _MaskFunction:
     """Show the first `length` keys, an int or a tensor (B,). A prefix language model is or_(causal, prefix(length))."""
     return lambda b, h, i, j: j < (length[b] if isinstance(length, Tensor) else length)
 
 
-def documents(ids: Tensor) -> MaskFunction:
+def documents(ids: Tensor) -> _MaskFunction:
     """Show the keys of a query's own document. ids: the document of each position, (S,) or (B, S)."""
     return lambda b, h, i, j: _at(ids, b, i) == _at(ids, b, j)
 
 
-def spans(ids: Tensor) -> MaskFunction:
+def spans(ids: Tensor) -> _MaskFunction:
     """Show the keys of a query's own span, such as an image inside text. ids: (S,) or (B, S), below 0 outside of spans.
 
     Images that see themselves both ways are or_(causal, spans(ids)).
@@ -45,26 +45,26 @@ def spans(ids: Tensor) -> MaskFunction:
     return lambda b, h, i, j: (_at(ids, b, i) == _at(ids, b, j)) & (_at(ids, b, i) >= 0)
 
 
-def dilated(step: int) -> MaskFunction:
+def dilated(step: int) -> _MaskFunction:
     """Show every `step`-th key, counted from a query's own position."""
     return lambda b, h, i, j: (i - j) % step == 0
 
 
-def block_sparse(table: Tensor, size: int) -> MaskFunction:
+def block_sparse(table: Tensor, size: int) -> _MaskFunction:
     """Show the blocks of size x size pairs that a bool table shows: (row blocks, key blocks), or with heads before."""
     return lambda b, h, i, j: _at(table, h, i // size, j // size)
 
 
-def and_(*masks: MaskFunction) -> MaskFunction:
+def and_(*masks: _MaskFunction) -> _MaskFunction:
     """Show the pairs that all masks show."""
     return lambda b, h, i, j: functools.reduce(Tensor.logical_and, [mask(b, h, i, j) for mask in masks])
 
 
-def or_(*masks: MaskFunction) -> MaskFunction:
+def or_(*masks: _MaskFunction) -> _MaskFunction:
     """Show the pairs that any of the masks shows."""
     return lambda b, h, i, j: functools.reduce(Tensor.logical_or, [mask(b, h, i, j) for mask in masks])
 
 
-def not_(mask: MaskFunction) -> MaskFunction:
+def not_(mask: _MaskFunction) -> _MaskFunction:
     """Show the pairs that a mask hides."""
     return lambda b, h, i, j: ~mask(b, h, i, j)

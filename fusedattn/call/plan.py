@@ -21,7 +21,7 @@ def make_plan(masks: Mapping[str, Any], sizes: Mapping[str, Any], device: torch.
     function, given = None, {name: x for name, x in masks.items() if x is not None}
     if not given:
         fail(ValueError, "mask", "a mask, a key_mask or a query_mask", "none of them")
-    if callable(masks["mask"]):
+    if callable(masks["mask"]) and not isinstance(masks["mask"], type):
         function = given.pop("mask")
         for name, size in sizes.items():
             if not is_int(size) or size < 0:
