@@ -14,7 +14,7 @@ from .private import transforms_active
 # Entries of a block mask, which kernels/vocabulary/masks.py explains. From CONSTANT on they count the blocks of words.
 EMPTY, FULL, SOME, CONSTANT = range(4)
 BLOCK = 64  # rows and keys of a block; 16 in Triton's interpreter
-CHUNK = 2**22  # pairs that are looked at together
+CHUNK = 2**20  # pairs that are looked at together: int64 indices of more would not fit a cache
 ALIGNED = 16  # the number of blocks of words is a multiple: kernels are compiled once for all such numbers
 _GATHER = sum(1 << 56 - 7 * i for i in range(8))  # x * _GATHER has the lowest bit of byte i of x as bit 56 + i
 
