@@ -66,15 +66,18 @@ def pack(
         steps[axis] = max(least, min(-(-shape[axis] // least) * least, most // least * least))
         room //= steps[axis]
     block_mask = torch.empty(*shape[:2], *(-(-n // size) for n in shape[2:]), dtype=torch.int32, device=device)
-    found, count = [constant], CONSTANT
+    # One tensor that doubles, not many small ones: between temporary tensors they would fragment the memory.
+    found, count = torch.cat([constant, constant.new_zeros(2 * ALIGNED - CONSTANT, size)]), CONSTANT
     for starts in _starts(shape, steps):
         where = [slice(start, min(start + step, n)) for start, step, n in zip(starts, steps, shape, strict=True)]
         part, words = _packed(pairs(*where), size, compact=True)
         where[2:] = (slice(x.start // size, -(-x.stop // size)) for x in where[2:])
         block_mask[tuple(where)] = torch.where(part >= CONSTANT, part + (count - CONSTANT), part)
-        found, count = [*found, words], count + len(words)
-    found.append(constant.new_zeros(-count % ALIGNED, size))
-    return block_mask, torch.cat(found)
+        while len(found) < count + len(words):
+            found = torch.cat([found, torch.zeros_like(found)])
+        found[count : count + len(words)] = words
+        count += len(words)
+    return block_mask, found[: count + -count % ALIGNED].clone()
 
 
 def _starts(shape: tuple[int, ...], steps: list[int]) -> Any:
