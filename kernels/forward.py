@@ -68,7 +68,7 @@ def forward(
     out, lse, log2_sum = softmax.finish(out, state, rules.score.softmax_scale)
     if rules.masks.rows is not None:
         out = tl.where(real[:, None], out, 0.0)
-        lse = tl.where(real, lse, float("-inf") if nothing is None else nothing)
+        lse = tl.where(real, lse, scores.unseen(rules.score, plane, lse.dtype))
         log2_sum = tl.where(real, log2_sum, float("inf"))
     if Stats is not None:
         dtype: tl.constexpr = Out.base.dtype.element_ty

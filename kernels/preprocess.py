@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .vocabulary import memory, saved_stats, scores, softmax, span
+from .vocabulary import gradient, memory, row_sums, saved_stats, scores, softmax, span
 
 LARGEST = tl.constexpr(3.3895313892515355e38)  # largest finite bfloat16
 
@@ -39,19 +39,20 @@ def _store_added(Rows, plane, rows, n, row, delta, scale):
 
 @triton.jit(do_not_specialize=["heads", "q_len", "k_len", "pitch"])
 def preprocess(
-    Out, GradOut, GradLse, Weights, GradWeights, Stats, Rows, GradQ, Turns,
-    heads, q_len, k_len, pitch, scale,
+    Out, GradOut, GradLse, Weights, GradWeights, Stats, Rows, GradQ, Turns, GradSinks,
+    heads, q_len, k_len, pitch, score,
     spec: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Write Rows (B, Hq, Sq, 4), contiguous: softmax pivot and neg_log2_sum of a row, delta, and gradient of lse.
 
     The Hopper backward kernels read other layouts: (B, Hq, 4, pitch), with pitch at least Sq; or, if Rows is bfloat16,
-    the layout of `_store_added`, which needs scale. Otherwise pitch is None. Stats has COLUMNS as in `saved_stats`, or
+    the layout of `_store_added`, which needs score. Otherwise pitch is None. Stats has COLUMNS as in `saved_stats`, or
     only row_max and log2_sum. Stats and GradLse (or None) are contiguous; Weights and GradWeights are Views of (B, Hq,
     Sq, Sk), or None. A row that saw nothing has delta 0, even if its incoming gradients are NaN. If no gradient of
     scores is wanted, Out is None and delta is 0. GradQ, unless None, is set to 0, because other kernels add to it. With
     UNIT it is the buffer that `postprocess` reads, (B, Hq, Sq rounded up to UNIT, WIDTH). Turns, unless None, is set to
-    0: int32, the counters of hopper/turns.py, one for program numbers and two for each row.
+    0: int32, the counters of hopper/turns.py, one for program numbers and two for each row. GradSinks, unless None, gets
+    each row's gradient of its sink, (B, Hq, Sq, 1).
     """
     block, plane = span.place(tl.program_id(0), q_len, heads, BLOCK_M)
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -97,8 +98,11 @@ def preprocess(
                 dp_tile = memory.load_pairs(dp, r, c, q_len, k_len, CHECK=True).to(log2_sum.dtype)
                 delta += tl.sum(tl.where(p_tile == 0, 0.0, p_tile * dp_tile), 1)  # gradients of hidden pairs may be NaN
         delta = tl.where(log2_sum == float("inf"), 0.0, delta - dlse)
+    if GradSinks is not None:
+        known = gradient.Row(row, delta, dlse)
+        row_sums.store(row_sums.ByRow(None, None, GradSinks), None, known, score, plane, rows, q_len, PARTIAL=True)
     if Rows.dtype.element_ty == tl.bfloat16:
-        _store_added(Rows, plane, rows, q_len, row, delta, scale)
+        _store_added(Rows, plane, rows, q_len, row, delta, score.softmax_scale)
     else:
         if pitch is None:
             table = memory.table(Rows, plane, q_len, 4)

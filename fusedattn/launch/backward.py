@@ -123,7 +123,7 @@ def _unit(p, form):
     return dict(zip(("UNIT", "WIDTH"), (None, None) if form is None else hopper.unit(p.call, form), strict=True))
 
 
-def _preprocess(p, out, grad_lse, weights, stats, query_sums, turns, form):
+def _preprocess(p, out, grad_lse, weights, stats, query_sums, turns, grad_sinks, form):
     """Compute the row statistics (softmax, delta) for later kernels, and zero the buffers query_sums and turns."""
     rows, pitch = (p.table(stats, 4), None) if form is None else hopper.new_rows(p.call, stats)
     names = "GradOut", "GradWeights", "heads", "q_len"
@@ -136,9 +136,10 @@ def _preprocess(p, out, grad_lse, weights, stats, query_sums, turns, form):
         COLUMNS=stats.shape[3],
         Rows=rows,
         pitch=pitch,
-        scale=None if form is None else arguments.scored(p.call).softmax_scale,
+        score=None if form is None else p.launched["rules"].score,
         GradQ=arguments.of(query_sums),
         Turns=turns,
+        GradSinks=grad_sinks,
         k_len=p.keys,
         **_unit(p, form),
     )
@@ -300,7 +301,8 @@ def launch_backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats
     saved = None if only_value else out  # without gradients of scores there is no delta
     used_weights = None if grad_weights is None else weights
     to_clear = query_sums if form is None or call.cu_seqlens_q is None else None
-    launched["Rows"] = _preprocess(p, saved, grad_lse, used_weights, stats, to_clear, turns, form)
+    grad_sinks = by_row["sinks"] if special else None
+    launched["Rows"] = _preprocess(p, saved, grad_lse, used_weights, stats, to_clear, turns, grad_sinks, form)
     partial = 1 if call.partial else None
     if "dq" in names:
         of_rows = Grads(None, None, of_scores, None, ByRow(**by_row), partial)

@@ -32,6 +32,7 @@ FEWEST_ROWS = 32  # of packed sequences, on average, in the backward: its sums o
 # A block mask needs no support: it marks what other masks hide.
 _KNOWN = "block_mask", "left", "right", "origin", "seed", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
 _IN_FORWARD = "query_mask", "softcap", "alibi_slopes", "sinks"
+_IN_BACKWARD = ("sinks",)
 _OTHERS = tuple(name for name, default in Call._field_defaults.items() if default is None and name not in _KNOWN)
 _DESCRIPTORS = (
     (kernel_arguments.TensorDescriptor,) if kernel is None else (kernel_arguments.TensorDescriptor, TensorDescriptor)
@@ -196,9 +197,11 @@ def arguments(call: Call, out: Tensor, pipeline: Pipeline, partials: Partials | 
 
 def backward_limits(call: Call) -> list[str]:
     """Return the reasons why the Hopper backward does not support the options of a call; [] if it does."""
-    lacks = limits(call, ())
-    if kernel_arguments.score(call.scale).softmax_scale is None:
+    lacks = limits(call, _IN_BACKWARD)
+    if kernel_arguments.scored(call).softmax_scale is None:
         lacks.append(f"it supports a scale between 2**-100 and 2**100, not {call.scale}")
+    if call.cu_seqlens_q is not None and call.sinks is not None and call.sinks.shape[0] > 1:
+        lacks.append("it does not support packed sequences with a sink each")
     if call.partial:
         lacks.append("it does not support keys in several parts")
     if call.cu_seqlens_q is not None and (call.cu_seqlens_q.shape[0] - 1) * FEWEST_ROWS > call.query.shape[2]:

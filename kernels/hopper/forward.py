@@ -345,7 +345,7 @@ def _consume(
         if rules.masks.rows is not None:
             real = masking.real_rows(rules.masks, plane, rows, band.rows)
             out = gl.where(real[:, None], out, 0.0)
-            lse = gl.where(real, lse, float("-inf") if score.sinks is None else lowest)
+            lse = gl.where(real, lse, scores.unseen(score, plane, gl.float32))
             log2_sum = gl.where(real, log2_sum, float("inf"))
         if results.Lse is not None:
             memory.store_column(memory.table(results.Lse, plane, band.rows, 1), rows, band.rows, 0, lse)

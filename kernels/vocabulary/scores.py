@@ -45,12 +45,13 @@ def score(scale, cap=None, bias=None, shift=0, alibi_slopes=None, sinks=None, na
     """Return the Score for a call's options. If no other option needs scaled scores, the softmax scales them.
 
     Scaling inside the softmax costs no instruction. Its scale must be positive, because the softmax takes the maximum
-    first. The bounds keep products of a few scales within the range of float32. narrow: inputs have 16 bits.
+    first. The bounds keep products of a few scales, and sinks divided by it, within the range of float32. narrow:
+    inputs have 16 bits.
     """
     if cap is not None and cap > 2.0**60:
         cap = None  # it changes no score below 2**20, and scale / cap may underflow in float32
-    if cap is bias is alibi_slopes is sinks is None and 2.0**-100 < scale < 2.0**100:
-        return Score(None, scale, None, None, None, None, None, None)
+    if cap is bias is alibi_slopes is None and 2.0 ** (-100 if sinks is None else -20) < scale < 2.0**100:
+        return Score(None, scale, None, None, None, None, sinks, None)
     slope_at_zero = None if cap is None else max(-3e38, min(scale / cap, 3e38))
     shift = None if alibi_slopes is None else shift or None
     rough = 1 if narrow and cap is not None and cap <= 256 else None  # scores then have errors of at most 1.3e-4
@@ -143,8 +144,23 @@ def apply(score, x, bias, band, plane, r, c):
 
 
 @triton.jit
+def unseen(score, plane, dtype: tl.constexpr):
+    """Return the lse of a row that sees no key: its sink, or -inf."""
+    if score.sinks is None:
+        return _number(float("-inf"), dtype)
+    else:
+        return memory.cast(memory.scalar(score.sinks, plane), dtype)
+
+
+@triton.jit
 def sink(score, plane, dtype: tl.constexpr):
-    return memory.cast(memory.scalar(score.sinks, plane), dtype)
+    """Return the sink of a head as a score for the softmax, which may multiply it by softmax_scale."""
+    x = unseen(score, plane, dtype)
+    if score.softmax_scale is None:
+        return x
+    else:
+        x /= score.softmax_scale
+        return tl.where(x == float("inf"), 3.4e38, x)  # as -inf - -inf, inf - inf is NaN
 
 
 @triton.jit

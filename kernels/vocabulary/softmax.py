@@ -30,10 +30,7 @@ class Row(NamedTuple):
 
 @triton.jit
 def start(sink, ROWS: tl.constexpr, dtype: tl.constexpr):
-    """Return the State of rows before the first key, with or without a sink.
-
-    The sink is a scaled score: with one, the other functions here take scaled scores too, and scale=None.
-    """
+    """Return the State of rows before the first key, with or without a sink (`scores.sink`)."""
     if sink is None:
         return State(tl.full([ROWS], float("-inf"), dtype), tl.zeros([ROWS], dtype))
     else:

@@ -150,7 +150,7 @@ _ON_HOPPER = dense(
             ("causal D256", dict(causal=True, D=256, Sq=150, Sk=170, multiprocessors=1)),
             ("softcap, a repeated call", dict(softcap=1.5, times=3)),
             ("slopes D128 causal", dict(alibi="own", causal=True, B=2, **WIDE)),
-            ("sinks, packed", _TOGETHER | dict(sinks=True, window=(60, 0))),
+            ("sinks, packed", _TOGETHER | dict(sinks=True, window=(60, 0), **TWO)),
             ("sinks, query mask D256", dict(sinks=True, query_mask="own", B=2, D=256, **SHORT)),
             ("query mask, slopes, cap D128", dict(query_mask="own", B=2, alibi="own", softcap=5.0, scale=-0.4, **WIDE)),
             ("scale 0", dict(scale=0.0)),

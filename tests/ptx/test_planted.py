@@ -32,7 +32,7 @@ PAIRS, PLAIN, LONG, ONE_ROW, MANY = (
     "hopper one row",
     "hopper many blocks a program",
 )
-SPLITS = "hopper empty splits, causal D128"
+SPLITS, SINKS = "hopper empty splits, causal D128", "hopper sinks, packed"
 ADD = 'tl.atomic_add(pointers(of_rows(sums, plane), r, c), tile, mask=exists, sem="relaxed")'
 LOAD_AND_STORE = """where = pointers(of_rows(sums, plane), r, c)
         tl.store(where, tl.load(where, mask=exists, other=0.0) + tile, mask=exists)"""
@@ -58,6 +58,7 @@ UNSEEN = (
     ("dq in other rows", "dkdv.py", "first, band.rows, dq", "block * 16, band.rows, dq", PLAIN, 90),
     ("a split left out", "combine.py", "rows * splits", "rows * splits - rows", "decode: cache, split and merged", 90),
     ("sums of two sequences", SPAN, "ROWS + plane.batch + block", "ROWS + block", "hopper packed", 90),
+    ("sinks without delta", "preprocess.py", "gradient.Row(row, delta,", "gradient.Row(row, dlse,", SINKS, 90),
     ("a slot too few", "sequences.py", "tl.minimum(used, size)", "tl.minimum(used - 1, size)", "hopper packed", 90),
     ("turns of an empty slot", WAY_BACK, "block = gl.maximum(block, 0)", "pass", "hopper packed D64, two passes", 90),
     ("stats without the largest score", "combine.py", "one, rows, state.row_max,", "one, rows, lse,", SPLITS, 90),
