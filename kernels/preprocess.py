@@ -51,8 +51,9 @@ def preprocess(
     Sq, Sk), or None. A row that saw nothing has delta 0, even if its incoming gradients are NaN. If no gradient of
     scores is wanted, Out is None and delta is 0. GradQ, unless None, is set to 0, because other kernels add to it. With
     UNIT it is the buffer that `postprocess` reads, (B, Hq, Sq rounded up to UNIT, WIDTH). Turns, unless None, is set to
-    0: int32, the counters of hopper/turns.py, one for program numbers and two for each row. GradSinks, unless None, gets
-    each row's gradient of its sink, (B, Hq, Sq, 1).
+    0: int32, the counters of hopper/turns.py, one for program numbers and two for each row.
+    GradSinks, unless None, gets each
+    row's gradient of its sink, (B, Hq, Sq, 1).
     """
     block, plane = span.place(tl.program_id(0), q_len, heads, BLOCK_M)
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -108,8 +109,11 @@ def preprocess(
             table = memory.table(Rows, plane, q_len, 4)
         else:
             table = memory.View(Rows + tl.cast(plane.index, tl.int64) * 4 * pitch, (1, pitch))
+        neg_log2_sum = row.neg_log2_sum
+        if score is not None and score.rough is not None:  # scores are small: one number instead of two
+            neg_log2_sum -= row.pivot * softmax.LOG2E
         memory.store_column(table, rows, q_len, 0, row.pivot)
-        memory.store_column(table, rows, q_len, 1, row.neg_log2_sum)
+        memory.store_column(table, rows, q_len, 1, neg_log2_sum)
         memory.store_column(table, rows, q_len, 2, delta)
         memory.store_column(table, rows, q_len, 3, dlse)
 

@@ -32,7 +32,7 @@ FEWEST_ROWS = 32  # of packed sequences, on average, in the backward: its sums o
 # A block mask needs no support: it marks what other masks hide.
 _KNOWN = "block_mask", "left", "right", "origin", "seed", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
 _IN_FORWARD = "query_mask", "softcap", "alibi_slopes", "sinks"
-_IN_BACKWARD = ("sinks",)
+_IN_BACKWARD = "softcap", "sinks"
 _OTHERS = tuple(name for name, default in Call._field_defaults.items() if default is None and name not in _KNOWN)
 _DESCRIPTORS = (
     (kernel_arguments.TensorDescriptor,) if kernel is None else (kernel_arguments.TensorDescriptor, TensorDescriptor)
@@ -198,8 +198,6 @@ def arguments(call: Call, out: Tensor, pipeline: Pipeline, partials: Partials | 
 def backward_limits(call: Call) -> list[str]:
     """Return the reasons why the Hopper backward does not support the options of a call; [] if it does."""
     lacks = limits(call, _IN_BACKWARD)
-    if kernel_arguments.scored(call).softmax_scale is None:
-        lacks.append(f"it supports a scale between 2**-100 and 2**100, not {call.scale}")
     if call.cu_seqlens_q is not None and call.sinks is not None and call.sinks.shape[0] > 1:
         lacks.append("it does not support packed sequences with a sink each")
     if call.partial:
@@ -236,11 +234,18 @@ def unit(call: Call, form: Backward) -> tuple[int, int]:
     return form.rows // 2 if _row_width(call) == 64 else form.rows, _widths(call)[0]
 
 
+def _is_table(call):
+    """Return whether products subtract row statistics from scores: not if scores are scaled first."""
+    return kernel_arguments.scored(call).softmax_scale is not None
+
+
 def new_rows(call: Call, stats: Tensor) -> tuple[Tensor, int | None]:
     """Return (buffer of row statistics that `preprocess` fills, its padded number of rows or None)."""
     batch, heads, length, _ = call.query.shape
-    if _row_width(call) <= tile_table.ONE_PASS:
+    if _row_width(call) <= tile_table.ONE_PASS and _is_table(call):
         return stats.new_empty((batch, 2 * heads, length, 16), dtype=torch.bfloat16), None
+    if _row_width(call) <= tile_table.ONE_PASS:
+        return stats.new_empty((batch, heads, length, 4)), None
     pitch = cdiv(length, 4) * 4  # TMA reads 16 bytes at a time
     return stats.new_empty((batch, heads, 4, pitch)), pitch
 
@@ -258,20 +263,24 @@ def backward_arguments(
         K=descriptor(call.key, each, width_k, packed),
         V=descriptor(call.value, each, width_v, packed),
         GradOut=descriptor(grad_out, form.rows, width_v, packed),
-        Rows=descriptor(rows, form.rows, packed=packed, heads=2),  # the two tables of a head
+        Rows=descriptor(rows, form.rows, rows.shape[3], packed, heads=2 if _is_table(call) else 1),
         Sums=descriptor(lines, unit(call, form)[0] // 2 * at_once // 16),
         Turns=turns,
         GradK=descriptor(grads[0], each, width_k, packed),
         GradV=descriptor(grads[1], each, width_v, packed),
         STAGES=form.stages,
+        rules=_rules(call),
         **_common(call),
     )
+
+
+def _rules(call):
+    return Rules(Masks(None, None, None), kernel_arguments.scored(call), None)
 
 
 def _common(call):
     _, registers, fewer = tile_table.REGISTERS[2]
     return dict(
-        scale=kernel_arguments.scored(call).softmax_scale,
         heads=call.key.shape[1],
         GROUP=call.query.shape[1] // call.key.shape[1],
         REGISTERS=registers,
@@ -334,6 +343,7 @@ def stored_arguments(
     size = 2 * common["GROUP"] * length * (call.query.shape[3] + call.value.shape[3])
     return common | dict(
         section=_section(call, tile_table.SECTION_BYTES, size, blocks, multiprocessors),
+        rules=_rules(call),
         Q=descriptor(call.query, form.rows, width_k),
         K=descriptor(call.key, each, width_k),
         V=descriptor(call.value, each, width_v),
@@ -361,6 +371,7 @@ def product_arguments(
         Others=descriptor(others, each, width_k),
         Product=descriptor(grad, each, width_k),
         heads=grad.shape[1],
+        scale=call.scale,
         OF_K=of_key,
         STAGES=form.stages,
     )

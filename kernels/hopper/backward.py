@@ -17,10 +17,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.language.nvidia.hopper.tma import store_wait, tensor_descriptor
 
-from ..vocabulary import memory, span
+from ..vocabulary import memory, scores, span
 from . import halves, ring, turns
 from .copies import async_add, async_store
-from .steps import GROUPS, WARPS, begin_dp, begin_scores, extent, following, leave, lines, ones, weights
+from .steps import (
+    GROUPS,
+    WARPS,
+    begin_dp,
+    begin_scores,
+    extent,
+    following,
+    leave,
+    lines,
+    of_products,
+    ones,
+    operand,
+    weights,
+)
 
 
 class Shared(NamedTuple):
@@ -28,7 +41,7 @@ class Shared(NamedTuple):
 
     q, do, rows: tiles with one ring's barriers. ds: gradients of scores of two steps, [step and warpgroup, keys, rows].
     dq: float32, in `steps.lines`. Each warpgroup computes half of its rows (columns, if heads are wider than 64), once
-    the ds of both has arrived at the barrier met. one: `steps.ones`. out: signals that k and v now hold dk and dv.
+    the ds of both has arrived at the barrier met. one: `steps.ones` or None. out: signals that k and v now hold dk and dv.
     """
 
     k: ring.Ring
@@ -72,6 +85,7 @@ def _produce(shared, Q, K, V, GradOut, Rows, kv, first, band, GROUP: gl.constexp
         ring.reserve(shared.k, g, K.block_type.nbytes + V.block_type.nbytes)
         ring.copy(shared.k, shared.k.tiles, g, K, ring.of_keys(kv, band), first + g * KEYS)
         ring.copy(shared.k, shared.v, g, V, ring.of_keys(kv, band), first + g * KEYS)
+    TABLES: gl.constexpr = Rows.block_type.shape[-3]  # of a head
     NBYTES: gl.constexpr = Q.block_type.nbytes + GradOut.block_type.nbytes + Rows.block_type.nbytes
     begin, full, full_end, end = extent(band, first, GROUPS * KEYS, BLOCK_M)
     block, member = begin, begin * 0
@@ -80,7 +94,7 @@ def _produce(shared, Q, K, V, GradOut, Rows, kv, first, band, GROUP: gl.constexp
         ring.reserve(shared.q, step, NBYTES)
         ring.copy(shared.q, shared.q.tiles, step, Q, plane, block * BLOCK_M)
         ring.copy(shared.q, shared.do, step, GradOut, plane, block * BLOCK_M)
-        tables = span.Plane(plane.batch, 2 * plane.head, 2 * plane.index, plane.packed)
+        tables = span.Plane(plane.batch, TABLES * plane.head, TABLES * plane.index, plane.packed)
         ring.copy(shared.q, shared.rows, step, Rows, tables, block * BLOCK_M)
         block, member = following(block, member, begin, end, GROUP)
 
@@ -116,7 +130,7 @@ def _give(g: gl.constexpr, shared, results, kv, first, band, GROUP: gl.constexpr
 
 
 @gluon.jit
-def _consume_whole(g: gl.constexpr, shared, first, band, scale, GROUP: gl.constexpr):
+def _consume_whole(g: gl.constexpr, shared, first, band, rules, GROUP: gl.constexpr):
     """Compute dk and dv of 64 keys, for heads wider than 64: the work of one warpgroup.
 
     The weights of the next step are computed while dq is multiplied.
@@ -132,7 +146,9 @@ def _consume_whole(g: gl.constexpr, shared, first, band, scale, GROUP: gl.conste
     Q_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, PART, 16])
     OF_DK: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=K_LAYOUT, k_width=2)
     OF_DV: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=V_LAYOUT, k_width=2)
+    FOR_S: gl.constexpr = 1 if shared.one is None else 3  # products for scores
     dtype: gl.constexpr = shared.q.tiles.dtype
+    score = rules.score
     cols = first + g * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, S_LAYOUT))
     earliest = span.first_to_see(band, cols[:, None])
     zero = gl.zeros([KEYS, BLOCK_M], gl.float32, S_LAYOUT)
@@ -148,16 +164,16 @@ def _consume_whole(g: gl.constexpr, shared, first, band, scale, GROUP: gl.conste
     first_q = ring.tile(shared.q, 0).permute((1, 0))
     s = begin_scores(ring.tile(shared.k, g), first_q, shared, 0, zero)
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
-    p = weights(s, shared, block, full, full_end, earliest, band, scale)
+    p = weights(s, shared.rows, 0, block, full, full_end, earliest, band, score, dtype)
     for step in range(steps):
         none = (block < begin).to(gl.int32)  # always 0; if ptxas knew, tile addresses would fill registers
         k, v = ring.tile(shared.k, g + none), ring.at(shared.v, g + none)
         q, do = ring.tile(shared.q, step), ring.at(shared.do, step)
         dp = begin_dp(v, do.permute((1, 0)), shared, step, zero)
-        w = gl.convert_layout(p.to(dtype), OF_DV)
-        dv = warpgroup_mma(w, do, dv, is_async=True)
+        p16 = operand(p, OF_DV, dtype)
+        dv = warpgroup_mma(p16, do, dv, is_async=True)
         dp = warpgroup_mma_wait(num_outstanding=1, deps=(dp,))
-        ds = (p * dp).to(dtype)
+        ds = of_products(p, dp, shared.rows, step, dtype).to(dtype)
         both = step % 2 * GROUPS
         shared.ds.index(both + g).store(ds)
         fence_async_shared()
@@ -167,7 +183,7 @@ def _consume_whole(g: gl.constexpr, shared, first, band, scale, GROUP: gl.conste
         # After the last block this reads old data; the result is unused.
         ring.wait(shared.q, step + 1, pred=step + 1 < steps)
         next_q = ring.tile(shared.q, step + 1).permute((1, 0))
-        dv, w = warpgroup_mma_wait(num_outstanding=1, deps=(dv, w))  # frees the registers of w
+        dv, p16 = warpgroup_mma_wait(num_outstanding=1, deps=(dv, p16))  # frees the registers of p16
         next_s = begin_scores(k, next_q, shared, step + 1, zero)
         mbarrier.wait(shared.met, step & 1)
         dq = no_dq
@@ -175,28 +191,28 @@ def _consume_whole(g: gl.constexpr, shared, first, band, scale, GROUP: gl.conste
             of_rows = shared.ds.index(both + other).permute((1, 0))
             columns = ring.tile(shared.k, other + none).slice(g * PART, PART, dim=1)
             dq = warpgroup_mma(of_rows, columns, dq, use_acc=other > 0, is_async=True)
-        dk, ds = warpgroup_mma_wait(num_outstanding=3 + GROUPS, deps=(dk, ds))
+        dk, ds = warpgroup_mma_wait(num_outstanding=FOR_S + GROUPS, deps=(dk, ds))
         ring.release(shared.q, step)
         s = warpgroup_mma_wait(num_outstanding=GROUPS, deps=(next_s,))
         block, member = following(block, member, begin, end, GROUP)
-        p = weights(s, shared, block, full, full_end, earliest, band, scale)
+        p = weights(s, shared.rows, step + 1, block, full, full_end, earliest, band, score, dtype)
         dq = warpgroup_mma_wait(num_outstanding=0, deps=(dq,))
         ring.put(shared.dq, step * GROUPS + g, lines(dq))
-    leave(g, shared, dk * scale, dv, steps)
+    leave(g, shared, scores.grad(score, dk), dv, steps)
 
 
 @gluon.jit
-def _consume(g: gl.constexpr, shared, first, band, scale, GROUP: gl.constexpr):
+def _consume(g: gl.constexpr, shared, first, band, rules, GROUP: gl.constexpr):
     if shared.k.tiles.shape[-1] <= 64:
-        halves.consume(g, shared, first, band, scale, GROUP)
+        halves.consume(g, shared, first, band, rules, GROUP)
     else:
-        _consume_whole(g, shared, first, band, scale, GROUP)
+        _consume_whole(g, shared, first, band, rules, GROUP)
 
 
 @gluon.jit(do_not_specialize=["q_len", "k_len", "left", "right", "heads"])
 def backward(
     Q, K, V, GradOut, Rows, Sums, GradK, GradV, Turns,
-    sequences, q_len, k_len, left, right, scale, heads,
+    sequences, q_len, k_len, left, right, rules, heads,
     GROUP: gl.constexpr, TOP_LEFT: gl.constexpr, STAGES: gl.constexpr,
     REGISTERS: gl.constexpr, COPYING_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -205,7 +221,7 @@ def backward(
     All are TMA descriptors of (B, H, S, D) with blocks of [1, 1, rows, width(D)], except that blocks of keys have 128
     columns if Dv > 64. Blocks of keys and values have 64 rows. Sums is (B, Hq, lines, 32) float32, in blocks of a
     warpgroup's `steps.lines`. Rows, from `preprocess`, is (B, 2 Hq, Sq, 16): a block has both tables of a head, and as
-    many rows as Q's. heads is Hkv. Turns, if not None, is int32 zeros, one for program numbers and two for each row of
+    many rows as Q's. If scores are scaled before the softmax, it is (B, Hq, Sq, 4), float32. heads is Hkv. Turns, if not None, is int32 zeros, one for program numbers and two for each row of
     each query head: it makes Sums deterministic.
 
     sequences, unless None, are packed: B is 1, q_len and k_len are totals, and descriptors except Sums are ragged.
@@ -232,13 +248,14 @@ def backward(
     gl.static_assert(STAGES >= 2, "the next q is waited for before q is given back")
     met = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(met, count=2)
-    shared, results = Shared(k, v, q, do, tables, ds, dq, ones(KEYS), met, out), Results(Sums, GradK, GradV, Turns)
+    one = ones(KEYS) if Rows.dtype == gl.bfloat16 else None
+    shared, results = Shared(k, v, q, do, tables, ds, dq, one, met, out), Results(Sums, GradK, GradV, Turns)
     fence_async_shared()
     first = block * 2 * KEYS
     gl.warp_specialize(
         [
-            (_consume, (0, shared, first, band, scale, GROUP)),
-            (_consume, (1, shared, first, band, scale, GROUP)),
+            (_consume, (0, shared, first, band, rules, GROUP)),
+            (_consume, (1, shared, first, band, rules, GROUP)),
             (_produce, (shared, Q, K, V, GradOut, Rows, kv, first, band, GROUP)),
             (_give, (0, shared, results, kv, first, band, GROUP)),
             (_give, (1, shared, results, kv, first, band, GROUP)),

@@ -13,9 +13,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..vocabulary import span
+from ..vocabulary import scores, span
 from . import ring
-from .steps import GROUPS, OPERANDS_STAY, WARPS, begin_dp, begin_scores, extent, following, half, leave, lines, weights
+from .steps import (
+    GROUPS,
+    OPERANDS_STAY,
+    WARPS,
+    begin_dp,
+    begin_scores,
+    extent,
+    following,
+    half,
+    leave,
+    lines,
+    of_products,
+    operand,
+    weights,
+)
 
 
 @gluon.jit
@@ -25,15 +39,15 @@ def _columns(tile, number: gl.constexpr):
 
 
 @gluon.jit
-def _differ(p, dp, number: gl.constexpr, tile):
-    """Return ds = p * dp of half `number` (0 or 1) of the rows; also store ds in that half of `tile` [keys, rows]."""
-    ds = (p * dp).to(tile.dtype)
+def _differ(p, dp, rows, step, number: gl.constexpr, tile):
+    """Return ds of half `number` (0 or 1) of the rows of a step; also store it in that half of `tile` [keys, rows]."""
+    ds = of_products(p, dp, rows, step, tile.dtype, number, 2).to(tile.dtype)
     half(tile, number, 1).store(ds)
     return ds
 
 
 @gluon.jit
-def consume(g: gl.constexpr, shared, first, band, scale, GROUP: gl.constexpr):
+def consume(g: gl.constexpr, shared, first, band, rules, GROUP: gl.constexpr):
     """Compute dk and dv of keys first + g * 64 .. first + g * 64 + 63: the work of one warpgroup."""
     KEYS: gl.constexpr = shared.k.tiles.shape[-2]
     BLOCK_M: gl.constexpr = shared.q.tiles.shape[-2]
@@ -46,7 +60,10 @@ def consume(g: gl.constexpr, shared, first, band, scale, GROUP: gl.constexpr):
     OF_S: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=S_LAYOUT, k_width=2)
     OF_DK: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=K_LAYOUT, k_width=2)
     OF_DV: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=V_LAYOUT, k_width=2)
+    FOR_S: gl.constexpr = 1 if shared.one is None else 3  # products for scores
+    FOR_DP: gl.constexpr = 1 if shared.one is None else 2
     dtype: gl.constexpr = shared.q.tiles.dtype
+    score = rules.score
     cols = first + g * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, S_LAYOUT))
     earliest = span.first_to_see(band, cols[:, None])
     zero = gl.zeros([KEYS, ROWS], gl.float32, S_LAYOUT)
@@ -65,23 +82,23 @@ def consume(g: gl.constexpr, shared, first, band, scale, GROUP: gl.constexpr):
     s0 = begin_scores(k, _columns(ring.tile(shared.q, 0), 0), shared, 0, zero, 0, 2)
     dp0 = begin_dp(v, _columns(ring.at(shared.do, 0), 0), shared, 0, zero, 0, 2)
     s0, dp0 = warpgroup_mma_wait(num_outstanding=0, deps=(s0, dp0))
-    p0 = weights(s0, shared, block, full, full_end, earliest, band, scale)
+    p0 = weights(s0, shared.rows, 0, block, full, full_end, earliest, band, score, dtype, 0, 2)
     for step in range(steps):
         none = (block < begin).to(gl.int32)  # always 0; if ptxas knew, tile addresses would fill registers
         q, do = ring.tile(shared.q, step), ring.at(shared.do, step)
         both = step % 2 * GROUPS
         s1 = begin_scores(k, _columns(q, 1), shared, step, zero, 1, 2)
-        w0 = gl.convert_layout(p0.to(dtype), OF_DV)
-        dv = warpgroup_mma(w0, half(do, 0, 0), dv, is_async=True)
-        ds0 = gl.convert_layout(_differ(p0, dp0, 0, shared.ds.index(both + g)), OF_DK)
+        first16 = operand(p0, OF_DV, dtype)
+        dv = warpgroup_mma(first16, half(do, 0, 0), dv, is_async=True)
+        ds0 = gl.convert_layout(_differ(p0, dp0, shared.rows, step, 0, shared.ds.index(both + g)), OF_DK)
         dp1 = begin_dp(v, _columns(do, 1), shared, step, zero, 1, 2)
         dk = warpgroup_mma(ds0, half(q, 0, 0), dk, is_async=True)
-        s1, dv, w0 = warpgroup_mma_wait(num_outstanding=3, deps=(s1, dv, w0))
-        p1 = weights(s1, shared, block, full, full_end, earliest, band, scale, 1)
-        w1 = gl.convert_layout(p1.to(dtype), OF_DV)
-        dv = warpgroup_mma(w1, half(do, 1, 0), dv, is_async=True)
+        s1, dv, first16 = warpgroup_mma_wait(num_outstanding=FOR_DP + 1, deps=(s1, dv, first16))
+        p1 = weights(s1, shared.rows, step, block, full, full_end, earliest, band, score, dtype, 1, 2)
+        other16 = operand(p1, OF_DV, dtype)
+        dv = warpgroup_mma(other16, half(do, 1, 0), dv, is_async=True)
         dp1, dk, ds0 = warpgroup_mma_wait(num_outstanding=1, deps=(dp1, dk, ds0))
-        ds1 = _differ(p1, dp1, 1, shared.ds.index(both + g))
+        ds1 = _differ(p1, dp1, shared.rows, step, 1, shared.ds.index(both + g))
         fence_async_shared()
         mbarrier.arrive(shared.met, count=1)
         ds1 = gl.convert_layout(ds1, OF_DK)
@@ -95,13 +112,13 @@ def consume(g: gl.constexpr, shared, first, band, scale, GROUP: gl.constexpr):
         for other in gl.static_range(GROUPS):
             of_rows = half(shared.ds.index(both + other).permute((1, 0)), g, 0)
             dq = warpgroup_mma(of_rows, ring.tile(shared.k, other + none), dq, use_acc=other > 0, is_async=True)
-        dv, w1, dk, ds1 = warpgroup_mma_wait(num_outstanding=3 + GROUPS, deps=(dv, w1, dk, ds1))
+        dv, other16, dk, ds1 = warpgroup_mma_wait(num_outstanding=FOR_S + GROUPS, deps=(dv, other16, dk, ds1))
         ring.release(shared.q, step)
         next_dp = begin_dp(v, next_do, shared, step + 1, zero, 0, 2)
-        s0 = warpgroup_mma_wait(num_outstanding=2 + GROUPS, deps=(next_s,))
+        s0 = warpgroup_mma_wait(num_outstanding=FOR_DP + GROUPS, deps=(next_s,))
         block, member = following(block, member, begin, end, GROUP)
-        p0 = weights(s0, shared, block, full, full_end, earliest, band, scale)
-        dq = warpgroup_mma_wait(num_outstanding=2, deps=(dq,))
+        p0 = weights(s0, shared.rows, step + 1, block, full, full_end, earliest, band, score, dtype, 0, 2)
+        dq = warpgroup_mma_wait(num_outstanding=FOR_DP, deps=(dq,))
         ring.put(shared.dq, step * GROUPS + g, lines(dq))
         dp0 = warpgroup_mma_wait(num_outstanding=0, deps=(next_dp,))
-    leave(g, shared, dk * scale, dv, steps)
+    leave(g, shared, scores.grad(score, dk), dv, steps)

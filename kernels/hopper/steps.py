@@ -2,7 +2,8 @@
 
 A product of ones with a table of 16 columns subtracts pivot and logarithm of a row from scores, and delta from dp. In
 the table, which `preprocess` writes, each number is three bfloat16 terms. This takes products of K = 16, two for scores
-and one for dp, but no loads into registers and no arithmetic.
+and one for dp, but no loads into registers and no arithmetic. Options that change scores before the pivot is subtracted
+need the statistics in registers: `across` loads them from float32 tiles.
 """
 
 import triton
@@ -10,13 +11,20 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 
-from ..vocabulary import softmax, span
+from ..vocabulary import scores, softmax, span
 from . import ring
 
 WARPS = gl.constexpr(4)  # warps of a warpgroup
 GROUPS = gl.constexpr(2)  # warpgroups that multiply
 # True if products read left operands from the registers that hold them. Triton 3.9 copies them first: they may not fit.
 OPERANDS_STAY = gl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9))
+
+# The layout of [64, 1] numbers, one for each column of scores [64, 64], in the threads that hold the columns.
+OF_ROWS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[1, 0], [8, 0], [16, 0], [32, 0]], [[2, 0], [4, 0], [0, 0], [0, 0], [0, 0]], [[0, 0], [0, 0]], [], [64, 1]
+    )
+)
 
 
 @gluon.jit
@@ -67,21 +75,26 @@ def _numbers(rows, step, which: gl.constexpr, part: gl.constexpr = 0, PARTS: gl.
 
 @gluon.jit
 def begin_scores(k, q, shared, step, zero, part: gl.constexpr = 0, PARTS: gl.constexpr = 1):
-    """Begin wgmma for scores, [keys, rows], minus each row's pivot (row max) and the logarithm of its row sum.
+    """Begin wgmma for products k @ q.T, [keys, rows]; with `ones`, minus each row's pivot and logarithm of its row sum.
 
-    The pivot is subtracted first: if it is large, its sum with the logarithm would round off the latter.
+    The pivot (row max) is subtracted first: if it is large, its sum with the logarithm would round off the latter.
     """
-    table = _numbers(shared.rows, step, 0, part, PARTS)
     s = warpgroup_mma(k, q, zero, use_acc=False, is_async=True)
-    s = warpgroup_mma(half(shared.one, 0, 0), table, s, is_async=True)
-    return warpgroup_mma(half(shared.one, 1, 0), table, s, is_async=True)
+    if shared.one is not None:
+        table = _numbers(shared.rows, step, 0, part, PARTS)
+        s = warpgroup_mma(half(shared.one, 0, 0), table, s, is_async=True)
+        s = warpgroup_mma(half(shared.one, 1, 0), table, s, is_async=True)
+    return s
 
 
 @gluon.jit
 def begin_dp(v, do, shared, step, zero, part: gl.constexpr = 0, PARTS: gl.constexpr = 1):
-    """Begin wgmma for dp - delta, [keys, rows]; ds is p * (dp - delta)."""
+    """Begin wgmma for dp, [keys, rows]; with `ones`, minus each row's delta."""
     dp = warpgroup_mma(v, do, zero, use_acc=False, is_async=True)
-    return warpgroup_mma(half(shared.one, 0, 0), _numbers(shared.rows, step, 1, part, PARTS), dp, is_async=True)
+    if shared.one is not None:
+        table = _numbers(shared.rows, step, 1, part, PARTS)
+        dp = warpgroup_mma(half(shared.one, 0, 0), table, dp, is_async=True)
+    return dp
 
 
 @gluon.jit
@@ -94,33 +107,73 @@ def hide(p, first, earliest, band):
     # An impure instruction makes the compiler keep the caller's `if`. Otherwise each step would compute this.
     r = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [r], dtype=gl.int32, is_pure=False, pack=1)
     seen = (r - earliest).to(gl.uint32) <= (band.high - band.low).to(gl.uint32)  # unsigned: a negative number is huge
-    return gl.where(seen, p, 0.0)
+    return gl.where(seen, p, 0 if p.dtype == gl.int32 else 0.0)
 
 
 @gluon.jit
-def weights(s, shared, block, full, full_end, earliest, band, scale, part: gl.constexpr = 0):
-    """Return the weights p, [keys, rows], of a block of rows or its part `part`, from the scores of `begin_scores`."""
-    p = softmax.powers(s, scale)
+def across(rows, step, column: gl.constexpr, LAYOUT: gl.constexpr, part: gl.constexpr = 0, PARTS: gl.constexpr = 1):
+    """Load row statistic `column` of a step or its part as [1, rows], from tiles [1, 1, 4, rows] or [1, 1, rows, 4]."""
+    tile = ring.at(rows, step)
+    if tile.shape[1] == 4:
+        COUNT: gl.constexpr = tile.shape[0] // PARTS
+        gl.static_assert(COUNT == 64)
+        x = tile.slice(part * COUNT, COUNT, dim=0).slice(column, 1, dim=1).load(OF_ROWS)
+        return gl.convert_layout(x.permute((1, 0)), LAYOUT)
+    else:
+        return tile.slice(column, 1, dim=0).load(LAYOUT)
+
+
+@gluon.jit
+def _pair(high, low, dtype: gl.constexpr):
+    """Return int32 with `high` and `low`, rounded to a dtype of 16 bits, in its halves."""
+    CVT: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $1, $2;" if dtype == gl.bfloat16 else "cvt.rn.f16x2.f32 $0, $1, $2;"
+    return gl.inline_asm_elementwise(CVT, "=r,r,r", [high, low], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def weights(
+    s, rows, step, block, full, full_end, earliest, band, score, dtype: gl.constexpr,
+    part: gl.constexpr = 0, PARTS: gl.constexpr = 1,
+):  # fmt: skip
+    """Return the weights p, [keys, rows], of a block of rows or its part `part`, from the scores of `begin_scores`.
+
+    With a softcap return pairs of 16 bits, p and p times the derivative, in as many registers as p.
+    """
+    dcap = 1.0
+    if rows.dtype == gl.bfloat16:
+        p = softmax.powers(s, score.softmax_scale)
+    else:
+        LAYOUT: gl.constexpr = s.type.layout
+        s, dcap = scores.apply(score, s, 0.0, band, (), (), ())
+        pivot = across(rows, step, 0, LAYOUT, part, PARTS) if score.rough is None else 0.0
+        row = softmax.Row(pivot, across(rows, step, 1, LAYOUT, part, PARTS))
+        p = softmax.weights(s, row, score.softmax_scale)
+    if score.cap is not None:
+        p = _pair(p, scores.apply_dcap(score, dcap, p), dtype)
     if (block < full) | (block >= full_end):
-        p = hide(p, block * shared.q.tiles.shape[-2] + part * p.shape[1], earliest, band)
+        p = hide(p, block * (PARTS * p.shape[1]) + part * p.shape[1], earliest, band)
     return p
 
 
 @gluon.jit
-def across(rows, step, column: gl.constexpr, LAYOUT: gl.constexpr):
-    """Load row statistic `column` of a step as [1, rows]; `rows` is a ring of tiles [1, 1, 4, rows]."""
-    return ring.at(rows, step).slice(column, 1, dim=0).load(LAYOUT)
+def operand(p, LAYOUT: gl.constexpr, dtype: gl.constexpr):
+    """Return the weights of a result of `weights` in 16 bits, as a left operand of wgmma."""
+    if p.dtype == gl.int32:
+        w = (p >> 16).to(gl.int16).to(dtype, bitcast=True)
+    else:
+        w = p.to(dtype)
+    return gl.convert_layout(w, LAYOUT)
 
 
 @gluon.jit
-def weights_of_rows(s, rows, step, block, full, full_end, earliest, band, scale):
-    """Return the weights p of a block from its scores s, [keys, rows]; `rows` is the ring of row statistics."""
-    LAYOUT: gl.constexpr = s.type.layout
-    row = softmax.Row(across(rows, step, 0, LAYOUT), across(rows, step, 1, LAYOUT))
-    p = softmax.weights(s, row, scale)
-    if (block < full) | (block >= full_end):
-        p = hide(p, block * s.shape[1], earliest, band)
-    return p
+def of_products(p, dp, rows, step, dtype: gl.constexpr, part: gl.constexpr = 0, PARTS: gl.constexpr = 1):
+    """Return the gradient of products k @ q.T from the results of `weights` and `begin_dp`."""
+    if p.dtype == gl.int32:
+        p = p.to(gl.int16).to(dtype, bitcast=True).to(gl.float32)
+    if rows.dtype == gl.bfloat16:
+        return p * dp
+    else:
+        return p * (dp - across(rows, step, 2, dp.type.layout, part, PARTS))
 
 
 @gluon.jit

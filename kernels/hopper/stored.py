@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper.tma import store_wait
 from ..vocabulary import span
 from . import ring, schedule
 from .copies import async_store
-from .steps import OPERANDS_STAY, WARPS, across, extent, following, half, weights_of_rows
+from .steps import OPERANDS_STAY, WARPS, extent, following, half, of_products, operand, weights
 
 
 class Shared(NamedTuple):
@@ -134,7 +134,7 @@ def _begin_dp(v, shared, step, exists, zero):
 def _begin_dv(shared, step, p, dv0, dv1):
     """Begin p @ do of a step. Return dv, as two halves of its columns, and p as a left operand."""
     LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dv0.type.layout, k_width=2)
-    w = gl.convert_layout(p.to(shared.q.tiles.dtype), LAYOUT)
+    w = operand(p, LAYOUT, shared.q.tiles.dtype)
     dv0 = warpgroup_mma(w, ring.tile(shared.do, 2 * step), dv0, is_async=True)
     return dv0, warpgroup_mma(w, ring.tile(shared.do, 2 * step + 1), dv1, is_async=True), w
 
@@ -142,14 +142,13 @@ def _begin_dv(shared, step, p, dv0, dv1):
 @gluon.jit
 def _give_ds(g: gl.constexpr, shared, step, p, dp):
     """Compute the gradients of the scores of a step, and store them in shared memory."""
-    LAYOUT: gl.constexpr = dp.type.layout
-    ds = p * (dp - across(shared.rows.tiles, step, 2, LAYOUT))
+    ds = of_products(p, dp, shared.rows.tiles, step, shared.q.tiles.dtype)
     ring.put(shared.ds, 2 * step + g, ds.to(shared.q.tiles.dtype))
     ring.release(shared.rows, step)
 
 
 @gluon.jit
-def _consume(g: gl.constexpr, shared, first, band, scale, GROUP: gl.constexpr):
+def _consume(g: gl.constexpr, shared, first, band, score, GROUP: gl.constexpr):
     """Compute dv and ds of keys first + g * 64 .. first + g * 64 + 63: the work of one warpgroup.
 
     ds is computed during p @ do, and the next p during do @ v.
@@ -176,29 +175,29 @@ def _consume(g: gl.constexpr, shared, first, band, scale, GROUP: gl.constexpr):
     ring.release(shared.q, 0, pred=some)
     ring.wait(shared.rows, 0, pred=some)
     dp = _begin_dp(ring.at(shared.v, g), shared, 0, some, zero)
-    p = weights_of_rows(s, shared.rows.tiles, 0, block, full, full_end, earliest, band, scale)
+    p = weights(s, shared.rows.tiles, 0, block, full, full_end, earliest, band, score, dtype)
     dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp,))
     for step in range(steps):
         none = (block < begin).to(gl.int32)  # always 0; if ptxas knew, tile addresses would fill registers
         if OPERANDS_STAY:
-            dv0, dv1, w = _begin_dv(shared, step, p, dv0, dv1)
+            dv0, dv1, p16 = _begin_dv(shared, step, p, dv0, dv1)
             _give_ds(g, shared, step, p, dp)
-        else:  # ds first: copies of w, the left operand, leave no registers for ds
+        else:  # ds first: copies of p16, the left operand, leave no registers for ds
             _give_ds(g, shared, step, p, dp)
-            dv0, dv1, w = _begin_dv(shared, step, p, dv0, dv1)
+            dv0, dv1, p16 = _begin_dv(shared, step, p, dv0, dv1)
         # After the last step this reads old data; the result is unused.
         more = step + 1 < steps
         s = _begin_scores(g, shared, step + 1, more, none, zero)
-        dv0, w = warpgroup_mma_wait(num_outstanding=2, deps=(dv0, w))
+        dv0, p16 = warpgroup_mma_wait(num_outstanding=2, deps=(dv0, p16))
         ring.release(shared.do, 2 * step)
-        dv1, w = warpgroup_mma_wait(num_outstanding=1, deps=(dv1, w))
+        dv1, p16 = warpgroup_mma_wait(num_outstanding=1, deps=(dv1, p16))
         ring.release(shared.do, 2 * step + 1)
         s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
         ring.release(shared.q, step + 1, pred=more)
         block, member = following(block, member, begin, end, GROUP)
         dp = _begin_dp(ring.at(shared.v, g + none), shared, step + 1, more, zero)
         ring.wait(shared.rows, step + 1, pred=more)
-        p = weights_of_rows(s, shared.rows.tiles, step + 1, block, full, full_end, earliest, band, scale)
+        p = weights(s, shared.rows.tiles, step + 1, block, full, full_end, earliest, band, score, dtype)
         dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp,))
     v = ring.at(shared.v, g)
     half(v, 0, 1).store(dv0.to(dtype))
@@ -210,7 +209,7 @@ def _consume(g: gl.constexpr, shared, first, band, scale, GROUP: gl.constexpr):
 @gluon.jit(do_not_specialize=["q_len", "k_len", "left", "right", "heads", "planes", "section", "before"])
 def stored_backward(
     Q, K, V, GradOut, Rows, GradScores, GradV,
-    q_len, k_len, left, right, scale, heads, planes, section, before,
+    q_len, k_len, left, right, rules, heads, planes, section, before,
     GROUP: gl.constexpr, TOP_LEFT: gl.constexpr, REGISTERS: gl.constexpr, COPYING_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Write GradV (B, Hkv, Sk, Dv) and GradScores (query heads, 1, Sk, Sq) of `planes` kv heads, after `before` others.
@@ -233,8 +232,8 @@ def stored_backward(
     shared = Shared(k, v, q, do, rows, ds, out)
     gl.warp_specialize(
         [
-            (_consume, (0, shared, first, band, scale, GROUP)),
-            (_consume, (1, shared, first, band, scale, GROUP)),
+            (_consume, (0, shared, first, band, rules.score, GROUP)),
+            (_consume, (1, shared, first, band, rules.score, GROUP)),
             (_produce, (shared, Q, K, V, GradOut, Rows, kv, first, band, GROUP)),
             (_store, (0, shared, GradScores, GradV, kv, before, first, band, GROUP)),
             (_store, (1, shared, GradScores, GradV, kv, before, first, band, GROUP)),

@@ -75,7 +75,9 @@ VARIANTS |= {
     | dict(mask=_meta(8, 1, LENGTH, LENGTH), bias=_meta(8, 1, LENGTH, LENGTH, dtype=torch.bfloat16))
     | dict(key_mask=_meta(1, LENGTH), query_mask=_meta(1, LENGTH), max_seqlen_q=LENGTH, max_seqlen_k=LENGTH),
 }
-VARIANTS |= dict(partial=dict(partial=True), splits={})  # splits: few heads, so that programs share the keys of a row
+VARIANTS |= dict(
+    scale=dict(scale=-0.1), partial=dict(partial=True), splits={}
+)  # splits: few heads, so that programs share the keys of a row
 _ALL_OPTIONS = VARIANTS["everything"]
 VARIANTS |= {name: {name: _ALL_OPTIONS[name]} for name in ("softcap", "alibi_slopes", "sinks", "query_mask")}
 VARIANTS["registers"] = {name: _ALL_OPTIONS[name] for name in ("softcap", "alibi_slopes", "sinks", "query_mask")}

@@ -136,6 +136,7 @@ _PACKED = dense(
     ("packed masks", _TOGETHER | dict(key_mask="own", query_mask="own", mask="batch", bias="heads")),
 )
 _PACKED_HEADS = _TOGETHER | dict(causal=True, align="top_left", Hq=4, Hkv=2, D=80, Dv=80, dtype=FP16)
+_CAPPED = dict(softcap=5.0, scale=-0.4, sinks=True, dtype=FP16)
 _ON_HOPPER = dense(
     *(
         (f"hopper {name}", fields | dict(backend="hopper"))
@@ -149,6 +150,9 @@ _ON_HOPPER = dense(
             ("window", dict(window=(40, 20), Sq=300, Sk=300, multiprocessors=2)),
             ("causal D256", dict(causal=True, D=256, Sq=150, Sk=170, multiprocessors=1)),
             ("softcap, a repeated call", dict(softcap=1.5, times=3)),
+            ("softcap D128 causal, two passes", dict(softcap=1.5, causal=True, Sq=300, Sk=333, **WIDE | TWO)),
+            ("softcap, sinks, scale, packed D128 fp16", _TOGETHER | WIDE | _CAPPED),
+            ("softcap D256 fp16", dict(softcap=1.5, D=256, causal=True, dtype=FP16, **SHORT)),
             ("slopes D128 causal", dict(alibi="own", causal=True, B=2, **WIDE)),
             ("sinks, packed", _TOGETHER | dict(sinks=True, window=(60, 0), **TWO)),
             ("sinks, query mask D256", dict(sinks=True, query_mask="own", B=2, D=256, **SHORT)),
