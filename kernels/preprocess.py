@@ -1,9 +1,11 @@
 """Kernels before and after the backward: preprocess computes delta = sum(out * grad_out), postprocess scales dq."""
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
-from .vocabulary import gradient, memory, row_sums, saved_stats, scores, softmax, span
+from .vocabulary import gradient, masks as masking, memory, row_sums, saved_stats, scores, softmax, span
 
 LARGEST = tl.constexpr(3.3895313892515355e38)  # largest finite bfloat16
 
@@ -37,9 +39,23 @@ def _store_added(Rows, plane, rows, n, row, delta, scale):
     tl.store(table + tl.cast(n, tl.int64) * 16, _put_terms(-delta, c, 0, zeros).to(tl.bfloat16), mask=r < n)
 
 
+class Shown(NamedTuple):
+    """Copies of queries and incoming gradients in which hidden rows are 0, for TMA: Views, the Masks, and queries."""
+
+    q: memory.View
+    grad_out: memory.View
+    masks: masking.Masks
+    Q: memory.View
+
+
+@triton.jit
+def _copy(To, From, plane, rows, exists, n, D: tl.constexpr):
+    memory.store(memory.matrix(To, plane), rows, n, memory.load(memory.matrix(From, plane), rows, exists, D), D)
+
+
 @triton.jit(do_not_specialize=["heads", "q_len", "k_len", "pitch"])
 def preprocess(
-    Out, GradOut, GradLse, Weights, GradWeights, Stats, Rows, GradQ, Turns, GradSinks,
+    Out, GradOut, GradLse, Weights, GradWeights, Stats, Rows, GradQ, Turns, GradSinks, shown,
     heads, q_len, k_len, pitch, score,
     spec: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -53,7 +69,7 @@ def preprocess(
     UNIT it is the buffer that `postprocess` reads, (B, Hq, Sq rounded up to UNIT, WIDTH). Turns, unless None, is set to
     0: int32, the counters of hopper/turns.py, one for program numbers and two for each row.
     GradSinks, unless None, gets each
-    row's gradient of its sink, (B, Hq, Sq, 1).
+    row's gradient of its sink, (B, Hq, Sq, 1). shown, unless None, gets copies without hidden rows.
     """
     block, plane = span.place(tl.program_id(0), q_len, heads, BLOCK_M)
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -71,6 +87,10 @@ def preprocess(
         memory.store_column(counters, rows, q_len, 1, none)
         if tl.program_id(0) == 0:
             tl.store(Turns, 0)
+    if shown is not None:
+        exists = masking.real_rows(shown.masks, plane, rows, q_len)
+        _copy(shown.q, shown.Q, plane, rows, exists, q_len, spec.D)
+        _copy(shown.grad_out, GradOut, plane, rows, exists, q_len, spec.DV)
     stats = memory.table(Stats, plane, q_len, COLUMNS)
     log2_sum = memory.load_column(stats, rows, q_len, 1)
     row = softmax.row(memory.load_column(stats, rows, q_len, 0), log2_sum)

@@ -8,6 +8,7 @@ from triton import cdiv
 
 from ..call.options import INPUTS, Call, lengths_of
 from ..call.padding import padding
+from ..kernels.preprocess import Shown
 from ..kernels.vocabulary.gradient import Grads, Incoming
 from ..kernels.vocabulary.masks import EMPTY
 from ..kernels.vocabulary.row_sums import ByRow
@@ -123,7 +124,7 @@ def _unit(p, form):
     return dict(zip(("UNIT", "WIDTH"), (None, None) if form is None else hopper.unit(p.call, form), strict=True))
 
 
-def _preprocess(p, out, grad_lse, weights, stats, query_sums, turns, grad_sinks, form):
+def _preprocess(p, out, grad_lse, weights, stats, query_sums, turns, grad_sinks, shown, form):
     """Compute the row statistics (softmax, delta) for later kernels, and zero the buffers query_sums and turns."""
     rows, pitch = (p.table(stats, 4), None) if form is None else hopper.new_rows(p.call, stats)
     names = "GradOut", "GradWeights", "heads", "q_len"
@@ -140,6 +141,7 @@ def _preprocess(p, out, grad_lse, weights, stats, query_sums, turns, grad_sinks,
         GradQ=arguments.of(query_sums),
         Turns=turns,
         GradSinks=grad_sinks,
+        shown=shown,
         k_len=p.keys,
         **_unit(p, form),
     )
@@ -302,7 +304,14 @@ def launch_backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats
     used_weights = None if grad_weights is None else weights
     to_clear = query_sums if form is None or call.cu_seqlens_q is None else None
     grad_sinks = by_row["sinks"] if special else None
-    launched["Rows"] = _preprocess(p, saved, grad_lse, used_weights, stats, to_clear, turns, grad_sinks, form)
+    shown, of_shown = None, p
+    if special and call.query_mask is not None:
+        of_shown = p._replace(
+            call=call._replace(query=torch.empty_like(call.query)), grad_out=torch.empty_like(grad_out)
+        )
+        copies = arguments.of(of_shown.call.query), arguments.of(of_shown.grad_out)
+        shown = Shown(*copies, launched["rules"].masks, launched["Q"])
+    launched["Rows"] = _preprocess(p, saved, grad_lse, used_weights, stats, to_clear, turns, grad_sinks, shown, form)
     partial = 1 if call.partial else None
     if "dq" in names:
         of_rows = Grads(None, None, of_scores, None, ByRow(**by_row), partial)
@@ -310,9 +319,9 @@ def launch_backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats
         run_by_rows("dq", call, p.launched | more)
         of_scores = None
     if special == "hopper_bwd_ds":
-        _store_on_hopper(special, p, grads, form)
+        _store_on_hopper(special, of_shown, grads, form)
     elif special:
-        _add_on_hopper(special, p, query_sums, turns, grads, form)
+        _add_on_hopper(special, of_shown, query_sums, turns, grads, form)
     elif "dkdv" in names or "one_pass" in names:
         of_keys = Grads(*map(arguments.of, (grads["key"], grads["value"])), of_scores, by_key, None, partial)
         _dkdv("one_pass" if "one_pass" in names else "dkdv", p, query_sums, of_keys)

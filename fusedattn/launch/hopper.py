@@ -32,7 +32,7 @@ FEWEST_ROWS = 32  # of packed sequences, on average, in the backward: its sums o
 # A block mask needs no support: it marks what other masks hide.
 _KNOWN = "block_mask", "left", "right", "origin", "seed", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
 _IN_FORWARD = "query_mask", "softcap", "alibi_slopes", "sinks"
-_IN_BACKWARD = "softcap", "sinks"
+_IN_BACKWARD = "query_mask", "softcap", "sinks"
 _OTHERS = tuple(name for name, default in Call._field_defaults.items() if default is None and name not in _KNOWN)
 _DESCRIPTORS = (
     (kernel_arguments.TensorDescriptor,) if kernel is None else (kernel_arguments.TensorDescriptor, TensorDescriptor)

@@ -41,7 +41,7 @@ class Shared(NamedTuple):
 
     q, do, rows: tiles with one ring's barriers. ds: gradients of scores of two steps, [step and warpgroup, keys, rows].
     dq: float32, in `steps.lines`. Each warpgroup computes half of its rows (columns, if heads are wider than 64), once
-    the ds of both has arrived at the barrier met. one: `steps.ones` or None. out: signals that k and v now hold dk and dv.
+    the ds of both has arrived at the barrier met. one: `steps.ones` or None. out: signals that k and v hold dk and dv.
     """
 
     k: ring.Ring
@@ -221,8 +221,9 @@ def backward(
     All are TMA descriptors of (B, H, S, D) with blocks of [1, 1, rows, width(D)], except that blocks of keys have 128
     columns if Dv > 64. Blocks of keys and values have 64 rows. Sums is (B, Hq, lines, 32) float32, in blocks of a
     warpgroup's `steps.lines`. Rows, from `preprocess`, is (B, 2 Hq, Sq, 16): a block has both tables of a head, and as
-    many rows as Q's. If scores are scaled before the softmax, it is (B, Hq, Sq, 4), float32. heads is Hkv. Turns, if not None, is int32 zeros, one for program numbers and two for each row of
-    each query head: it makes Sums deterministic.
+    many rows as Q's. If scores are scaled before the softmax, it is (B, Hq, Sq, 4), float32. heads is Hkv. Turns, if
+    not None, is int32 zeros, one for program numbers and two for each row of each query head: it makes Sums
+    deterministic.
 
     sequences, unless None, are packed: B is 1, q_len and k_len are totals, and descriptors except Sums are ragged.
     """

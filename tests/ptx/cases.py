@@ -155,6 +155,7 @@ _ON_HOPPER = dense(
             ("softcap D256 fp16", dict(softcap=1.5, D=256, causal=True, dtype=FP16, **SHORT)),
             ("slopes D128 causal", dict(alibi="own", causal=True, B=2, **WIDE)),
             ("sinks, packed", _TOGETHER | dict(sinks=True, window=(60, 0), **TWO)),
+            ("query mask, packed", _TOGETHER | dict(query_mask="own", times=3)),
             ("sinks, query mask D256", dict(sinks=True, query_mask="own", B=2, D=256, **SHORT)),
             ("query mask, slopes, cap D128", dict(query_mask="own", B=2, alibi="own", softcap=5.0, scale=-0.4, **WIDE)),
             ("scale 0", dict(scale=0.0)),

@@ -33,6 +33,7 @@ PAIRS, PLAIN, LONG, ONE_ROW, MANY = (
     "hopper many blocks a program",
 )
 SPLITS, SINKS = "hopper empty splits, causal D128", "hopper sinks, packed"
+HIDDEN = "hopper sinks, query mask D256"
 ADD = 'tl.atomic_add(pointers(of_rows(sums, plane), r, c), tile, mask=exists, sem="relaxed")'
 LOAD_AND_STORE = """where = pointers(of_rows(sums, plane), r, c)
         tl.store(where, tl.load(where, mask=exists, other=0.0) + tile, mask=exists)"""
@@ -59,6 +60,7 @@ UNSEEN = (
     ("a split left out", "combine.py", "rows * splits", "rows * splits - rows", "decode: cache, split and merged", 90),
     ("sums of two sequences", SPAN, "ROWS + plane.batch + block", "ROWS + block", "hopper packed", 90),
     ("sinks without delta", "preprocess.py", "gradient.Row(row, delta,", "gradient.Row(row, dlse,", SINKS, 90),
+    ("hidden rows copied", "preprocess.py", "plane, rows, exists, D)", "plane, rows, rows < n, D)", HIDDEN, 90),
     ("a slot too few", "sequences.py", "tl.minimum(used, size)", "tl.minimum(used - 1, size)", "hopper packed", 90),
     ("turns of an empty slot", WAY_BACK, "block = gl.maximum(block, 0)", "pass", "hopper packed D64, two passes", 90),
     ("stats without the largest score", "combine.py", "one, rows, state.row_max,", "one, rows, lse,", SPLITS, 90),
@@ -120,7 +122,7 @@ ON_HOPPER = tuple(
          "begin_scores(k, _columns(q, 1), shared, step, zero, 0, 2)", D64),
         ("the next q not waited for", "halves",
          "        ring.wait(shared.q, step + 1, pred=step + 1 < steps)\n", "", D64),
-        ("the cap's derivative left out", "steps", "scores.apply_dcap(score, dcap, p)", "p", "hopper softcap D256 fp16"),
+        ("no derivative of the cap", "steps", "scores.apply_dcap(score, dcap, p)", "p", "hopper softcap D256 fp16"),
         ("numbers of the other half", "steps", "slice(part * COUNT,", "slice(0,", "hopper softcap, a repeated call"),
         ("another has the turn", "backward", "last - first // KEYS", "last - first // KEYS + 1",
          "hopper causal D128, two passes"),
