@@ -60,7 +60,7 @@ UNSEEN = (
     ("a split left out", "combine.py", "rows * splits", "rows * splits - rows", "decode: cache, split and merged", 90),
     ("sums of two sequences", SPAN, "ROWS + plane.batch + block", "ROWS + block", "hopper packed", 90),
     ("sinks without delta", "preprocess.py", "gradient.Row(row, delta,", "gradient.Row(row, dlse,", SINKS, 90),
-    ("hidden rows copied", "preprocess.py", "plane, rows, exists, D)", "plane, rows, rows < n, D)", HIDDEN, 90),
+    ("hidden rows copied", "preprocess.py", "rows, exists, D)", "rows, rows < n, D)", HIDDEN, 90),
     ("a slot too few", "sequences.py", "tl.minimum(used, size)", "tl.minimum(used - 1, size)", "hopper packed", 90),
     ("turns of an empty slot", WAY_BACK, "block = gl.maximum(block, 0)", "pass", "hopper packed D64, two passes", 90),
     ("stats without the largest score", "combine.py", "one, rows, state.row_max,", "one, rows, lse,", SPLITS, 90),
