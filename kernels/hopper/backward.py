@@ -23,15 +23,21 @@ from .copies import async_add, async_store
 from .steps import (
     GROUPS,
     WARPS,
+    Slopes,
     begin_dp,
     begin_scores,
     extent,
     following,
+    keys_of,
     leave,
     lines,
+    next_head,
+    no_sums,
     of_products,
     ones,
     operand,
+    slope_of,
+    store_sums,
     weights,
 )
 
@@ -130,7 +136,7 @@ def _give(g: gl.constexpr, shared, results, kv, first, band, GROUP: gl.constexpr
 
 
 @gluon.jit
-def _consume_whole(g: gl.constexpr, shared, first, band, rules, GROUP: gl.constexpr):
+def _consume_whole(g: gl.constexpr, shared, first, band, rules, slopes, GROUP: gl.constexpr):
     """Compute dk and dv of 64 keys, for heads wider than 64: the work of one warpgroup.
 
     The weights of the next step are computed while dq is multiplied.
@@ -149,14 +155,14 @@ def _consume_whole(g: gl.constexpr, shared, first, band, rules, GROUP: gl.conste
     FOR_S: gl.constexpr = 1 if shared.one is None else 3  # products for scores
     dtype: gl.constexpr = shared.q.tiles.dtype
     score = rules.score
-    cols = first + g * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, S_LAYOUT))
-    earliest = span.first_to_see(band, cols[:, None])
     zero = gl.zeros([KEYS, BLOCK_M], gl.float32, S_LAYOUT)
     no_dq = gl.zeros([BLOCK_M, PART], gl.float32, Q_LAYOUT)
     dk = gl.zeros([KEYS, WIDTH], gl.float32, K_LAYOUT)
     dv = gl.zeros([KEYS, V_WIDTH], gl.float32, V_LAYOUT)
     begin, full, full_end, end = extent(band, first, GROUPS * KEYS, BLOCK_M)
+    keys = keys_of(first + g * KEYS, KEYS, full, full_end, band, score, BLOCK_M, S_LAYOUT)
     block, member = begin, begin * 0
+    slope, sums = slope_of(slopes, member, score, GROUP), no_sums(slopes, score, KEYS)
     steps = gl.maximum(end - begin, 0) * GROUP
     for other in gl.static_range(GROUPS):
         ring.wait(shared.k, other)
@@ -164,7 +170,7 @@ def _consume_whole(g: gl.constexpr, shared, first, band, rules, GROUP: gl.conste
     first_q = ring.tile(shared.q, 0).permute((1, 0))
     s = begin_scores(ring.tile(shared.k, g), first_q, shared, 0, zero)
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
-    p = weights(s, shared.rows, 0, block, full, full_end, earliest, band, score, dtype)
+    p = weights(s, shared.rows, 0, block, keys, score, slope, dtype)
     for step in range(steps):
         none = (block < begin).to(gl.int32)  # always 0; if ptxas knew, tile addresses would fill registers
         k, v = ring.tile(shared.k, g + none), ring.at(shared.v, g + none)
@@ -173,7 +179,8 @@ def _consume_whole(g: gl.constexpr, shared, first, band, rules, GROUP: gl.conste
         p16 = operand(p, OF_DV, dtype)
         dv = warpgroup_mma(p16, do, dv, is_async=True)
         dp = warpgroup_mma_wait(num_outstanding=1, deps=(dp,))
-        ds = of_products(p, dp, shared.rows, step, dtype).to(dtype)
+        ds, sums = of_products(p, dp, sums, shared.rows, step, block, keys, score, dtype)
+        ds = ds.to(dtype)
         both = step % 2 * GROUPS
         shared.ds.index(both + g).store(ds)
         fence_async_shared()
@@ -194,24 +201,27 @@ def _consume_whole(g: gl.constexpr, shared, first, band, rules, GROUP: gl.conste
         dk, ds = warpgroup_mma_wait(num_outstanding=FOR_S + GROUPS, deps=(dk, ds))
         ring.release(shared.q, step)
         s = warpgroup_mma_wait(num_outstanding=GROUPS, deps=(next_s,))
+        sums, slope = next_head(sums, slope, slopes, block, member, end, keys, score, GROUP)
         block, member = following(block, member, begin, end, GROUP)
-        p = weights(s, shared.rows, step + 1, block, full, full_end, earliest, band, score, dtype)
+        p = weights(s, shared.rows, step + 1, block, keys, score, slope, dtype)
         dq = warpgroup_mma_wait(num_outstanding=0, deps=(dq,))
         ring.put(shared.dq, step * GROUPS + g, lines(dq))
+    if GROUP == 1 and isinstance(sums, gl.tensor):
+        store_sums(sums, slopes, 0, keys, GROUP)
     leave(g, shared, scores.grad(score, dk), dv, steps)
 
 
 @gluon.jit
-def _consume(g: gl.constexpr, shared, first, band, rules, GROUP: gl.constexpr):
+def _consume(g: gl.constexpr, shared, first, band, rules, slopes, GROUP: gl.constexpr):
     if shared.k.tiles.shape[-1] <= 64:
-        halves.consume(g, shared, first, band, rules, GROUP)
+        halves.consume(g, shared, first, band, rules, slopes, GROUP)
     else:
-        _consume_whole(g, shared, first, band, rules, GROUP)
+        _consume_whole(g, shared, first, band, rules, slopes, GROUP)
 
 
 @gluon.jit(do_not_specialize=["q_len", "k_len", "left", "right", "heads"])
 def backward(
-    Q, K, V, GradOut, Rows, Sums, GradK, GradV, Turns,
+    Q, K, V, GradOut, Rows, Sums, GradK, GradV, Turns, GradSlopes,
     sequences, q_len, k_len, left, right, rules, heads,
     GROUP: gl.constexpr, TOP_LEFT: gl.constexpr, STAGES: gl.constexpr,
     REGISTERS: gl.constexpr, COPYING_REGISTERS: gl.constexpr,
@@ -223,7 +233,7 @@ def backward(
     warpgroup's `steps.lines`. Rows, from `preprocess`, is (B, 2 Hq, Sq, 16): a block has both tables of a head, and as
     many rows as Q's. If scores are scaled before the softmax, it is (B, Hq, Sq, 4), float32. heads is Hkv. Turns, if
     not None, is int32 zeros, one for program numbers and two for each row of each query head: it makes Sums
-    deterministic.
+    deterministic. GradSlopes, unless None, is (B, Hq, Sk, 1), zeros at first: a sum over rows for each key.
 
     sequences, unless None, are packed: B is 1, q_len and k_len are totals, and descriptors except Sums are ragged.
     """
@@ -253,10 +263,11 @@ def backward(
     shared, results = Shared(k, v, q, do, tables, ds, dq, one, met, out), Results(Sums, GradK, GradV, Turns)
     fence_async_shared()
     first = block * 2 * KEYS
+    slopes = () if rules.score.slopes is None else Slopes(kv, GradSlopes)
     gl.warp_specialize(
         [
-            (_consume, (0, shared, first, band, rules, GROUP)),
-            (_consume, (1, shared, first, band, rules, GROUP)),
+            (_consume, (0, shared, first, band, rules, slopes, GROUP)),
+            (_consume, (1, shared, first, band, rules, slopes, GROUP)),
             (_produce, (shared, Q, K, V, GradOut, Rows, kv, first, band, GROUP)),
             (_give, (0, shared, results, kv, first, band, GROUP)),
             (_give, (1, shared, results, kv, first, band, GROUP)),

@@ -6,16 +6,19 @@ and one for dp, but no loads into registers and no arithmetic. Options that chan
 need the statistics in registers: `across` loads them from float32 tiles.
 """
 
+from typing import NamedTuple
+
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 
-from ..vocabulary import scores, softmax, span
+from ..vocabulary import memory, scores, softmax, span
 from . import ring
 
 WARPS = gl.constexpr(4)  # warps of a warpgroup
 GROUPS = gl.constexpr(2)  # warpgroups that multiply
+COLUMNS = gl.constexpr(8)  # partial sums of a key, in registers: each of four neighbouring threads has two
 # True if products read left operands from the registers that hold them. Triton 3.9 copies them first: they may not fit.
 OPERANDS_STAY = gl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9))
 
@@ -25,6 +28,31 @@ OF_ROWS = gl.constexpr(
         [[1, 0], [8, 0], [16, 0], [32, 0]], [[2, 0], [4, 0], [0, 0], [0, 0], [0, 0]], [[0, 0], [0, 0]], [], [64, 1]
     )
 )
+
+
+class Keys(NamedTuple):
+    """A warpgroup's keys: their columns, the first row that sees each, the band, and the range of `span.blocks`."""
+
+    cols: gl.tensor
+    earliest: gl.tensor
+    band: span.Band
+    full: gl.tensor
+    full_end: gl.tensor
+
+
+class Slopes(NamedTuple):
+    """The kv head of a program, and the gradient of ALiBi slopes summed over rows, float32 (B, Hq, Sk), or None."""
+
+    kv: span.Plane
+    Grad: gl.tensor
+
+
+@gluon.jit
+def keys_of(first, KEYS: gl.constexpr, full, full_end, band, score, BLOCK_M: gl.constexpr, LAYOUT: gl.constexpr):
+    cols = first + gl.arange(0, KEYS, layout=gl.SliceLayout(1, LAYOUT))
+    if score.slopes is not None:  # hide rows past the end: their q is 0, but not their ALiBi distance
+        full_end = gl.minimum(full_end, band.rows // BLOCK_M)
+    return Keys(cols, span.first_to_see(band, cols[:, None]), band, full, full_end)
 
 
 @gluon.jit
@@ -98,7 +126,7 @@ def begin_dp(v, do, shared, step, zero, part: gl.constexpr = 0, PARTS: gl.conste
 
 
 @gluon.jit
-def hide(p, first, earliest, band):
+def hide(p, first, earliest, band, score):
     """Return the weights p, [keys, rows from `first` on], with 0 where the band (causal, window) hides the pair.
 
     earliest is `span.first_to_see`. If no row sees any key, nothing is hidden, but p is 0 already.
@@ -107,6 +135,8 @@ def hide(p, first, earliest, band):
     # An impure instruction makes the compiler keep the caller's `if`. Otherwise each step would compute this.
     r = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [r], dtype=gl.int32, is_pure=False, pack=1)
     seen = (r - earliest).to(gl.uint32) <= (band.high - band.low).to(gl.uint32)  # unsigned: a negative number is huge
+    if score.slopes is not None:
+        seen &= r < band.rows
     return gl.where(seen, p, 0 if p.dtype == gl.int32 else 0.0)
 
 
@@ -124,6 +154,13 @@ def across(rows, step, column: gl.constexpr, LAYOUT: gl.constexpr, part: gl.cons
 
 
 @gluon.jit
+def _rows(tile, block, part: gl.constexpr, PARTS: gl.constexpr):
+    """Return the rows of part `part` of a block, [1, rows], for a tile [keys, rows]."""
+    first = block * (PARTS * tile.shape[1]) + part * tile.shape[1]
+    return first + gl.arange(0, tile.shape[1], layout=gl.SliceLayout(0, tile.type.layout))[None, :]
+
+
+@gluon.jit
 def _pair(high, low, dtype: gl.constexpr):
     """Return int32 with `high` and `low`, rounded to a dtype of 16 bits, in its halves."""
     CVT: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $1, $2;" if dtype == gl.bfloat16 else "cvt.rn.f16x2.f32 $0, $1, $2;"
@@ -132,8 +169,7 @@ def _pair(high, low, dtype: gl.constexpr):
 
 @gluon.jit
 def weights(
-    s, rows, step, block, full, full_end, earliest, band, score, dtype: gl.constexpr,
-    part: gl.constexpr = 0, PARTS: gl.constexpr = 1,
+    s, rows, step, block, keys, score, slope, dtype: gl.constexpr, part: gl.constexpr = 0, PARTS: gl.constexpr = 1
 ):  # fmt: skip
     """Return the weights p, [keys, rows], of a block of rows or its part `part`, from the scores of `begin_scores`.
 
@@ -144,14 +180,20 @@ def weights(
         p = softmax.powers(s, score.softmax_scale)
     else:
         LAYOUT: gl.constexpr = s.type.layout
-        s, dcap = scores.apply(score, s, 0.0, band, (), (), ())
+        if score.slopes is None:
+            s, dcap = scores.apply(score, s, 0.0, keys.band, (), (), ())
+        else:
+            r = _rows(s, block, part, PARTS)
+            cap, at_zero, shift = score.cap, score.slope_at_zero, score.shift
+            with_slope = scores.Score(score.scale, None, cap, at_zero, slope, None, None, shift, score.rough)
+            s, dcap = scores.apply(with_slope, s, 0.0, keys.band, (), r, keys.cols[:, None])
         pivot = across(rows, step, 0, LAYOUT, part, PARTS) if score.rough is None else 0.0
         row = softmax.Row(pivot, across(rows, step, 1, LAYOUT, part, PARTS))
         p = softmax.weights(s, row, score.softmax_scale)
     if score.cap is not None:
         p = _pair(p, scores.apply_dcap(score, dcap, p), dtype)
-    if (block < full) | (block >= full_end):
-        p = hide(p, block * (PARTS * p.shape[1]) + part * p.shape[1], earliest, band)
+    if (block < keys.full) | (block >= keys.full_end):
+        p = hide(p, block * (PARTS * p.shape[1]) + part * p.shape[1], keys.earliest, keys.band, score)
     return p
 
 
@@ -166,14 +208,64 @@ def operand(p, LAYOUT: gl.constexpr, dtype: gl.constexpr):
 
 
 @gluon.jit
-def of_products(p, dp, rows, step, dtype: gl.constexpr, part: gl.constexpr = 0, PARTS: gl.constexpr = 1):
-    """Return the gradient of products k @ q.T from the results of `weights` and `begin_dp`."""
+def of_products(
+    p, dp, sums, rows, step, block, keys, score, dtype: gl.constexpr, part: gl.constexpr = 0, PARTS: gl.constexpr = 1
+):  # fmt: skip
+    """Return (gradient of products k @ q.T, sums) from the results of `weights` and `begin_dp`.
+
+    sums, [keys, COLUMNS], unless (), gets added the gradient of scores times the ALiBi distance.
+    """
+    w = p
     if p.dtype == gl.int32:
+        w = (p >> 16).to(gl.int16).to(dtype, bitcast=True).to(gl.float32)
         p = p.to(gl.int16).to(dtype, bitcast=True).to(gl.float32)
-    if rows.dtype == gl.bfloat16:
-        return p * dp
+    if rows.dtype != gl.bfloat16:
+        dp -= across(rows, step, 2, dp.type.layout, part, PARTS)
+    if isinstance(sums, gl.tensor):
+        far = scores.distance(score, keys.band, _rows(dp, block, part, PARTS), keys.cols[:, None]).to(gl.float32)
+        by_key = gl.sum((w * dp * far).reshape([dp.shape[0], dp.shape[1] // COLUMNS, COLUMNS]), 1)
+        sums += gl.convert_layout(by_key, sums.type.layout)
+    return p * dp, sums
+
+
+@gluon.jit
+def no_sums(slopes, score, KEYS: gl.constexpr):
+    """Return zeros for the sums of `of_products`; () if no gradient of slopes is wanted."""
+    if score.slopes is None:
+        return ()
+    elif slopes.Grad is None:
+        return ()
     else:
-        return p * (dp - across(rows, step, 2, dp.type.layout, part, PARTS))
+        return gl.zeros([KEYS, COLUMNS], gl.float32, gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, COLUMNS, 16]))
+
+
+@gluon.jit
+def slope_of(slopes, member, score, GROUP: gl.constexpr):
+    """Return the slope of query head `member` of the group; () without ALiBi."""
+    if score.slopes is None:
+        return ()
+    else:
+        return scores.slope(score, span.query_head(slopes.kv, member, GROUP), gl.float32)
+
+
+@gluon.jit
+def store_sums(sums, slopes, member, keys, GROUP: gl.constexpr):
+    """Store the gradient of the slope of query head `member`, a number for each key."""
+    x = gl.convert_layout(gl.sum(sums, 1), keys.cols.type.layout)
+    table = memory.table(slopes.Grad, span.query_head(slopes.kv, member, GROUP), keys.band.keys, 1, BY_KEYS=True)
+    memory.store_column(table, keys.cols, keys.band.keys, 0, -x)
+
+
+@gluon.jit
+def next_head(sums, slope, slopes, block, member, end, keys, score, GROUP: gl.constexpr):
+    """Return the (sums, slope) after a block of rows: after the last of a head, those of the next head."""
+    if GROUP > 1 and score.slopes is not None:
+        if block + 1 == end:
+            if isinstance(sums, gl.tensor):
+                store_sums(sums, slopes, member, keys, GROUP)
+                sums = no_sums(slopes, score, sums.shape[0])
+            slope = slope_of(slopes, gl.minimum(member + 1, GROUP - 1), score, GROUP)
+    return sums, slope
 
 
 @gluon.jit

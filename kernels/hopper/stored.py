@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper.tma import store_wait
 from ..vocabulary import span
 from . import ring, schedule
 from .copies import async_store
-from .steps import OPERANDS_STAY, WARPS, extent, following, half, of_products, operand, weights
+from .steps import OPERANDS_STAY, WARPS, extent, following, half, keys_of, of_products, operand, weights
 
 
 class Shared(NamedTuple):
@@ -140,10 +140,11 @@ def _begin_dv(shared, step, p, dv0, dv1):
 
 
 @gluon.jit
-def _give_ds(g: gl.constexpr, shared, step, p, dp):
+def _give_ds(g: gl.constexpr, shared, step, block, p, dp, keys, score):
     """Compute the gradients of the scores of a step, and store them in shared memory."""
-    ds = of_products(p, dp, shared.rows.tiles, step, shared.q.tiles.dtype)
-    ring.put(shared.ds, 2 * step + g, ds.to(shared.q.tiles.dtype))
+    dtype: gl.constexpr = shared.q.tiles.dtype
+    ds, _ = of_products(p, dp, (), shared.rows.tiles, step, block, keys, score, dtype)
+    ring.put(shared.ds, 2 * step + g, ds.to(dtype))
     ring.release(shared.rows, step)
 
 
@@ -159,12 +160,11 @@ def _consume(g: gl.constexpr, shared, first, band, score, GROUP: gl.constexpr):
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
     V_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HALF, 16])
     dtype: gl.constexpr = shared.q.tiles.dtype
-    cols = first + g * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, S_LAYOUT))
-    earliest = span.first_to_see(band, cols[:, None])
     zero = gl.zeros([KEYS, BLOCK_M], gl.float32, S_LAYOUT)
     dv0 = gl.zeros([KEYS, HALF], gl.float32, V_LAYOUT)
     dv1 = gl.zeros([KEYS, HALF], gl.float32, V_LAYOUT)
     _, full, full_end, _ = extent(band, first, 2 * KEYS, BLOCK_M)
+    keys = keys_of(first + g * KEYS, KEYS, full, full_end, band, score, BLOCK_M, S_LAYOUT)
     begin, end = _row_blocks(shared, first, band)
     block, member = begin, begin * 0
     steps = (end - begin) * GROUP
@@ -175,15 +175,15 @@ def _consume(g: gl.constexpr, shared, first, band, score, GROUP: gl.constexpr):
     ring.release(shared.q, 0, pred=some)
     ring.wait(shared.rows, 0, pred=some)
     dp = _begin_dp(ring.at(shared.v, g), shared, 0, some, zero)
-    p = weights(s, shared.rows.tiles, 0, block, full, full_end, earliest, band, score, dtype)
+    p = weights(s, shared.rows.tiles, 0, block, keys, score, (), dtype)
     dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp,))
     for step in range(steps):
         none = (block < begin).to(gl.int32)  # always 0; if ptxas knew, tile addresses would fill registers
         if OPERANDS_STAY:
             dv0, dv1, p16 = _begin_dv(shared, step, p, dv0, dv1)
-            _give_ds(g, shared, step, p, dp)
+            _give_ds(g, shared, step, block, p, dp, keys, score)
         else:  # ds first: copies of p16, the left operand, leave no registers for ds
-            _give_ds(g, shared, step, p, dp)
+            _give_ds(g, shared, step, block, p, dp, keys, score)
             dv0, dv1, p16 = _begin_dv(shared, step, p, dv0, dv1)
         # After the last step this reads old data; the result is unused.
         more = step + 1 < steps
@@ -197,7 +197,7 @@ def _consume(g: gl.constexpr, shared, first, band, score, GROUP: gl.constexpr):
         block, member = following(block, member, begin, end, GROUP)
         dp = _begin_dp(ring.at(shared.v, g + none), shared, step + 1, more, zero)
         ring.wait(shared.rows, step + 1, pred=more)
-        p = weights(s, shared.rows.tiles, step + 1, block, full, full_end, earliest, band, score, dtype)
+        p = weights(s, shared.rows.tiles, step + 1, block, keys, score, (), dtype)
         dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp,))
     v = ring.at(shared.v, g)
     half(v, 0, 1).store(dv0.to(dtype))
