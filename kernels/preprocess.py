@@ -129,10 +129,10 @@ def preprocess(
             table = memory.table(Rows, plane, q_len, 4)
         else:
             table = memory.View(Rows + tl.cast(plane.index, tl.int64) * 4 * pitch, (1, pitch))
-        neg_log2_sum = row.neg_log2_sum
+        pivot, neg_log2_sum = row.pivot, row.neg_log2_sum
         if score is not None and score.rough is not None:  # scores are small: one number instead of two
-            neg_log2_sum -= row.pivot * softmax.LOG2E
-        memory.store_column(table, rows, q_len, 0, row.pivot)
+            pivot, neg_log2_sum = pivot * 0.0, neg_log2_sum - pivot * softmax.LOG2E
+        memory.store_column(table, rows, q_len, 0, pivot)
         memory.store_column(table, rows, q_len, 1, neg_log2_sum)
         memory.store_column(table, rows, q_len, 2, delta)
         memory.store_column(table, rows, q_len, 3, dlse)

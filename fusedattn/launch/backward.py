@@ -94,7 +94,13 @@ def passes(call: Call, need, backend: str = "triton", by_tma: tuple | None = ())
     special = run.backward_on_hopper(call, deterministic)
     taken = run.is_to_take(special, call, backend) and not _lacks_on_hopper(call, needed, special)
     if taken and by_tma is not None and hopper.reachable(*by_tma):
-        names = ["preprocess", special, *["postprocess"] * (special != "hopper_bwd_ds")]
+        # The gradient of slopes needs sums over rows of distances, for which the Hopper kernels have no registers.
+        names = [
+            "preprocess",
+            special,
+            *["postprocess"] * (special != "hopper_bwd_ds"),
+            *["dq"] * needed["alibi_slopes"],
+        ]
     elif needed["query"] and by_keys and not by_rows and narrow and not (deterministic or run.prefers_two_passes(call)):
         names = ["preprocess", "one_pass", "postprocess"]
     else:
@@ -164,10 +170,10 @@ def _dkdv(name, p, query_sums, grads):
     run.run_tiled(name, call, programs, p.launched | dict(grads=grads), more)
 
 
-def _add_on_hopper(name, p, query_sums, turns, grads, of_slopes, form):
-    """Compute dk, dv and sums by key for the slopes, and add up dq in query_sums, by a Hopper kernel."""
+def _add_on_hopper(name, p, query_sums, turns, grads, form):
+    """Compute dk and dv, and add up dq in query_sums, by a Hopper kernel."""
     call, device = p.call, run.device_of(p.call.query)
-    grads = [grads["key"], grads["value"], of_slopes]
+    grads = [grads["key"], grads["value"]]
     launched = hopper.backward_arguments(call, p.grad_out, p.launched["Rows"], query_sums, turns, grads, form)
     with run.surroundings(device):
         launched["sequences"] = blocks.sequences_of(call, form.keys, by_keys=True)
@@ -248,7 +254,7 @@ def _dbias(p, grad_bias):
     )
 
 
-def _add_up(p, by_row, by_key, grads, on_hopper):
+def _add_up(p, by_row, by_key, grads):
     """Reduce the sums that kernels stored by row or by key to the gradients of bias, slopes and sinks.
 
     The totals are float64, which costs nothing here. In float32 the error would grow with the number of rows.
@@ -262,8 +268,7 @@ def _add_up(p, by_row, by_key, grads, on_hopper):
         total = _spread(by_key.double().sum(3, keepdim=True), call.cu_seqlens_k, p.keys).mT
         grads["bias"].copy_(total.sum_to_size(grads["bias"].shape))
     for name, x in sums.items():
-        offsets = call.cu_seqlens_k if on_hopper and name == "alibi_slopes" else call.cu_seqlens_q
-        grads[name].copy_(_totals(x, offsets, grads[name].shape[0]).sum_to_size(grads[name].shape))
+        grads[name].copy_(_totals(x, call.cu_seqlens_q, grads[name].shape[0]).sum_to_size(grads[name].shape))
 
 
 def launch_backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats, call: Call, backend: str):
@@ -282,8 +287,6 @@ def launch_backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats
     of_scores = arguments.of(grads["bias"].zero_()) if where == "pairs" else None
     summed = _by_row({name: grad is not None for name, grad in grads.items()}, where)
     by_row = {name: p.table(stats, 1) if wanted else None for name, wanted in summed.items()}
-    if special and summed["alibi_slopes"]:  # sums by key
-        by_row["alibi_slopes"] = stats.new_zeros((*call.query.shape[:2], call.key.shape[2], 1))
     by_key = stats.new_zeros((*call.query.shape[:2], call.key.shape[2], 3)) if where == "keys" else None
     query_sums = None
     form = None if special is None else run.form_on_hopper(special, call)
@@ -306,7 +309,7 @@ def launch_backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats
     saved = None if only_value else out  # without gradients of scores there is no delta
     used_weights = None if grad_weights is None else weights
     to_clear = query_sums if form is None or call.cu_seqlens_q is None else None
-    grad_sinks = by_row["sinks"] if special else None
+    grad_sinks = by_row["sinks"] if special and "dq" not in names else None
     shown, of_shown = None, p
     if special and call.query_mask is not None:
         of_shown = p._replace(
@@ -318,13 +321,13 @@ def launch_backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats
     partial = 1 if call.partial else None
     if "dq" in names:
         of_rows = Grads(None, None, of_scores, None, ByRow(**by_row), partial)
-        more = dict(GradQ=arguments.of(grads["query"]), grads=of_rows)
+        more = dict(GradQ=None if special else arguments.of(grads["query"]), grads=of_rows)
         run_by_rows("dq", call, p.launched | more)
         of_scores = None
     if special == "hopper_bwd_ds":
         _store_on_hopper(special, of_shown, grads, form)
     elif special:
-        _add_on_hopper(special, of_shown, query_sums, turns, grads, by_row["alibi_slopes"], form)
+        _add_on_hopper(special, of_shown, query_sums, turns, grads, form)
     elif "dkdv" in names or "one_pass" in names:
         of_keys = Grads(*map(arguments.of, (grads["key"], grads["value"])), of_scores, by_key, None, partial)
         _dkdv("one_pass" if "one_pass" in names else "dkdv", p, query_sums, of_keys)
@@ -332,4 +335,4 @@ def launch_backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats
         _postprocess(p, query_sums, grads["query"], form)
     if "dbias" in names:
         _dbias(p, grads["bias"])
-    _add_up(p, by_row, by_key, grads, special is not None)
+    _add_up(p, by_row, by_key, grads)

@@ -251,9 +251,9 @@ def new_rows(call: Call, stats: Tensor) -> tuple[Tensor, int | None]:
 
 
 def backward_arguments(
-    call: Call, grad_out: Tensor, rows: Tensor, sums: Tensor, turns: Tensor | None, grads: list, form: Backward
+    call: Call, grad_out: Tensor, rows: Tensor, sums: Tensor, turns: Tensor | None, grads: list[Tensor], form: Backward
 ) -> dict:
-    """Return the arguments of hopper_bwd and hopper_bwd_deterministic. grads: of key, value and (by key) slopes."""
+    """Return the arguments of hopper_bwd and hopper_bwd_deterministic. grads: [grad_key, grad_value]."""
     each = tile_table.WARPGROUP_ROWS
     width_k, width_v = _widths(call)
     at_once = width_k if _row_width(call) == 64 else width_k // 2  # columns of dq that are added at a time
@@ -266,7 +266,6 @@ def backward_arguments(
         Rows=descriptor(rows, form.rows, rows.shape[3], packed, heads=2 if _is_table(call) else 1),
         Sums=descriptor(lines, unit(call, form)[0] // 2 * at_once // 16),
         Turns=turns,
-        GradSlopes=grads[2],
         GradK=descriptor(grads[0], each, width_k, packed),
         GradV=descriptor(grads[1], each, width_v, packed),
         STAGES=form.stages,

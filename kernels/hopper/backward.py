@@ -23,7 +23,6 @@ from .copies import async_add, async_store
 from .steps import (
     GROUPS,
     WARPS,
-    Slopes,
     begin_dp,
     begin_scores,
     extent,
@@ -31,13 +30,11 @@ from .steps import (
     keys_of,
     leave,
     lines,
-    next_head,
-    no_sums,
+    next_slope,
     of_products,
     ones,
     operand,
     slope_of,
-    store_sums,
     weights,
 )
 
@@ -136,7 +133,7 @@ def _give(g: gl.constexpr, shared, results, kv, first, band, GROUP: gl.constexpr
 
 
 @gluon.jit
-def _consume_whole(g: gl.constexpr, shared, first, band, rules, slopes, GROUP: gl.constexpr):
+def _consume_whole(g: gl.constexpr, shared, kv, first, band, rules, GROUP: gl.constexpr):
     """Compute dk and dv of 64 keys, for heads wider than 64: the work of one warpgroup.
 
     The weights of the next step are computed while dq is multiplied.
@@ -162,7 +159,7 @@ def _consume_whole(g: gl.constexpr, shared, first, band, rules, slopes, GROUP: g
     begin, full, full_end, end = extent(band, first, GROUPS * KEYS, BLOCK_M)
     keys = keys_of(first + g * KEYS, KEYS, full, full_end, band, score, BLOCK_M, S_LAYOUT)
     block, member = begin, begin * 0
-    slope, sums = slope_of(slopes, member, score, GROUP), no_sums(slopes, score, KEYS)
+    slope = slope_of(score, kv, member, GROUP)
     steps = gl.maximum(end - begin, 0) * GROUP
     for other in gl.static_range(GROUPS):
         ring.wait(shared.k, other)
@@ -179,8 +176,7 @@ def _consume_whole(g: gl.constexpr, shared, first, band, rules, slopes, GROUP: g
         p16 = operand(p, OF_DV, dtype)
         dv = warpgroup_mma(p16, do, dv, is_async=True)
         dp = warpgroup_mma_wait(num_outstanding=1, deps=(dp,))
-        ds, sums = of_products(p, dp, sums, shared.rows, step, block, keys, score, dtype)
-        ds = ds.to(dtype)
+        ds = of_products(p, dp, shared.rows, step, dtype).to(dtype)
         both = step % 2 * GROUPS
         shared.ds.index(both + g).store(ds)
         fence_async_shared()
@@ -201,27 +197,25 @@ def _consume_whole(g: gl.constexpr, shared, first, band, rules, slopes, GROUP: g
         dk, ds = warpgroup_mma_wait(num_outstanding=FOR_S + GROUPS, deps=(dk, ds))
         ring.release(shared.q, step)
         s = warpgroup_mma_wait(num_outstanding=GROUPS, deps=(next_s,))
-        sums, slope = next_head(sums, slope, slopes, block, member, end, keys, score, GROUP)
+        slope = next_slope(slope, score, kv, block, member, end, GROUP)
         block, member = following(block, member, begin, end, GROUP)
         p = weights(s, shared.rows, step + 1, block, keys, score, slope, dtype)
         dq = warpgroup_mma_wait(num_outstanding=0, deps=(dq,))
         ring.put(shared.dq, step * GROUPS + g, lines(dq))
-    if GROUP == 1 and isinstance(sums, gl.tensor):
-        store_sums(sums, slopes, 0, keys, GROUP)
     leave(g, shared, scores.grad(score, dk), dv, steps)
 
 
 @gluon.jit
-def _consume(g: gl.constexpr, shared, first, band, rules, slopes, GROUP: gl.constexpr):
+def _consume(g: gl.constexpr, shared, kv, first, band, rules, GROUP: gl.constexpr):
     if shared.k.tiles.shape[-1] <= 64:
-        halves.consume(g, shared, first, band, rules, slopes, GROUP)
+        halves.consume(g, shared, kv, first, band, rules, GROUP)
     else:
-        _consume_whole(g, shared, first, band, rules, slopes, GROUP)
+        _consume_whole(g, shared, kv, first, band, rules, GROUP)
 
 
 @gluon.jit(do_not_specialize=["q_len", "k_len", "left", "right", "heads"])
 def backward(
-    Q, K, V, GradOut, Rows, Sums, GradK, GradV, Turns, GradSlopes,
+    Q, K, V, GradOut, Rows, Sums, GradK, GradV, Turns,
     sequences, q_len, k_len, left, right, rules, heads,
     GROUP: gl.constexpr, TOP_LEFT: gl.constexpr, STAGES: gl.constexpr,
     REGISTERS: gl.constexpr, COPYING_REGISTERS: gl.constexpr,
@@ -233,7 +227,7 @@ def backward(
     warpgroup's `steps.lines`. Rows, from `preprocess`, is (B, 2 Hq, Sq, 16): a block has both tables of a head, and as
     many rows as Q's. If scores are scaled before the softmax, it is (B, Hq, Sq, 4), float32. heads is Hkv. Turns, if
     not None, is int32 zeros, one for program numbers and two for each row of each query head: it makes Sums
-    deterministic. GradSlopes, unless None, is (B, Hq, Sk, 1), zeros at first: a sum over rows for each key.
+    deterministic.
 
     sequences, unless None, are packed: B is 1, q_len and k_len are totals, and descriptors except Sums are ragged.
     """
@@ -263,11 +257,10 @@ def backward(
     shared, results = Shared(k, v, q, do, tables, ds, dq, one, met, out), Results(Sums, GradK, GradV, Turns)
     fence_async_shared()
     first = block * 2 * KEYS
-    slopes = () if rules.score.slopes is None else Slopes(kv, GradSlopes)
     gl.warp_specialize(
         [
-            (_consume, (0, shared, first, band, rules, slopes, GROUP)),
-            (_consume, (1, shared, first, band, rules, slopes, GROUP)),
+            (_consume, (0, shared, kv, first, band, rules, GROUP)),
+            (_consume, (1, shared, kv, first, band, rules, GROUP)),
             (_produce, (shared, Q, K, V, GradOut, Rows, kv, first, band, GROUP)),
             (_give, (0, shared, results, kv, first, band, GROUP)),
             (_give, (1, shared, results, kv, first, band, GROUP)),

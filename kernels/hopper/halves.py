@@ -27,12 +27,10 @@ from .steps import (
     keys_of,
     leave,
     lines,
-    next_head,
-    no_sums,
+    next_slope,
     of_products,
     operand,
     slope_of,
-    store_sums,
     weights,
 )
 
@@ -44,16 +42,15 @@ def _columns(tile, number: gl.constexpr):
 
 
 @gluon.jit
-def _differ(p, dp, sums, rows, step, block, keys, score, number: gl.constexpr, tile):
-    """Return ds of half `number` (0 or 1) of the rows, and sums; also store ds in that half of `tile` [keys, rows]."""
-    ds, sums = of_products(p, dp, sums, rows, step, block, keys, score, tile.dtype, number, 2)
-    ds = ds.to(tile.dtype)
+def _differ(p, dp, rows, step, number: gl.constexpr, tile):
+    """Return ds of half `number` (0 or 1) of the rows of a step; also store it in that half of `tile` [keys, rows]."""
+    ds = of_products(p, dp, rows, step, tile.dtype, number, 2).to(tile.dtype)
     half(tile, number, 1).store(ds)
-    return ds, sums
+    return ds
 
 
 @gluon.jit
-def consume(g: gl.constexpr, shared, first, band, rules, slopes, GROUP: gl.constexpr):
+def consume(g: gl.constexpr, shared, kv, first, band, rules, GROUP: gl.constexpr):
     """Compute dk and dv of keys first + g * 64 .. first + g * 64 + 63: the work of one warpgroup."""
     KEYS: gl.constexpr = shared.k.tiles.shape[-2]
     BLOCK_M: gl.constexpr = shared.q.tiles.shape[-2]
@@ -77,7 +74,7 @@ def consume(g: gl.constexpr, shared, first, band, rules, slopes, GROUP: gl.const
     begin, full, full_end, end = extent(band, first, GROUPS * KEYS, BLOCK_M)
     keys = keys_of(first + g * KEYS, KEYS, full, full_end, band, score, BLOCK_M, S_LAYOUT)
     block, member = begin, begin * 0
-    slope, sums = slope_of(slopes, member, score, GROUP), no_sums(slopes, score, KEYS)
+    slope = slope_of(score, kv, member, GROUP)
     steps = gl.maximum(end - begin, 0) * GROUP
     for other in gl.static_range(GROUPS):
         ring.wait(shared.k, other)
@@ -96,8 +93,7 @@ def consume(g: gl.constexpr, shared, first, band, rules, slopes, GROUP: gl.const
         s1 = begin_scores(k, _columns(q, 1), shared, step, zero, 1, 2)
         first16 = operand(p0, OF_DV, dtype)
         dv = warpgroup_mma(first16, half(do, 0, 0), dv, is_async=True)
-        ds0, sums = _differ(p0, dp0, sums, shared.rows, step, block, keys, score, 0, shared.ds.index(both + g))
-        ds0 = gl.convert_layout(ds0, OF_DK)
+        ds0 = gl.convert_layout(_differ(p0, dp0, shared.rows, step, 0, shared.ds.index(both + g)), OF_DK)
         dp1 = begin_dp(v, _columns(do, 1), shared, step, zero, 1, 2)
         dk = warpgroup_mma(ds0, half(q, 0, 0), dk, is_async=True)
         s1, dv, first16 = warpgroup_mma_wait(num_outstanding=FOR_DP + 1, deps=(s1, dv, first16))
@@ -105,7 +101,7 @@ def consume(g: gl.constexpr, shared, first, band, rules, slopes, GROUP: gl.const
         other16 = operand(p1, OF_DV, dtype)
         dv = warpgroup_mma(other16, half(do, 1, 0), dv, is_async=True)
         dp1, dk, ds0 = warpgroup_mma_wait(num_outstanding=1, deps=(dp1, dk, ds0))
-        ds1, sums = _differ(p1, dp1, sums, shared.rows, step, block, keys, score, 1, shared.ds.index(both + g))
+        ds1 = _differ(p1, dp1, shared.rows, step, 1, shared.ds.index(both + g))
         fence_async_shared()
         mbarrier.arrive(shared.met, count=1)
         ds1 = gl.convert_layout(ds1, OF_DK)
@@ -123,12 +119,10 @@ def consume(g: gl.constexpr, shared, first, band, rules, slopes, GROUP: gl.const
         ring.release(shared.q, step)
         next_dp = begin_dp(v, next_do, shared, step + 1, zero, 0, 2)
         s0 = warpgroup_mma_wait(num_outstanding=FOR_DP + GROUPS, deps=(next_s,))
-        sums, slope = next_head(sums, slope, slopes, block, member, end, keys, score, GROUP)
+        slope = next_slope(slope, score, kv, block, member, end, GROUP)
         block, member = following(block, member, begin, end, GROUP)
         p0 = weights(s0, shared.rows, step + 1, block, keys, score, slope, dtype, 0, 2)
         dq = warpgroup_mma_wait(num_outstanding=FOR_DP, deps=(dq,))
         ring.put(shared.dq, step * GROUPS + g, lines(dq))
         dp0 = warpgroup_mma_wait(num_outstanding=0, deps=(next_dp,))
-    if GROUP == 1 and isinstance(sums, gl.tensor):
-        store_sums(sums, slopes, 0, keys, GROUP)
     leave(g, shared, scores.grad(score, dk), dv, steps)

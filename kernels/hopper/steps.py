@@ -13,12 +13,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 
-from ..vocabulary import memory, scores, softmax, span
+from ..vocabulary import scores, softmax, span
 from . import ring
 
 WARPS = gl.constexpr(4)  # warps of a warpgroup
 GROUPS = gl.constexpr(2)  # warpgroups that multiply
-COLUMNS = gl.constexpr(8)  # partial sums of a key, in registers: each of four neighbouring threads has two
 # True if products read left operands from the registers that hold them. Triton 3.9 copies them first: they may not fit.
 OPERANDS_STAY = gl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9))
 
@@ -38,13 +37,6 @@ class Keys(NamedTuple):
     band: span.Band
     full: gl.tensor
     full_end: gl.tensor
-
-
-class Slopes(NamedTuple):
-    """The kv head of a program, and the gradient of ALiBi slopes summed over rows, float32 (B, Hq, Sk), or None."""
-
-    kv: span.Plane
-    Grad: gl.tensor
 
 
 @gluon.jit
@@ -208,64 +200,32 @@ def operand(p, LAYOUT: gl.constexpr, dtype: gl.constexpr):
 
 
 @gluon.jit
-def of_products(
-    p, dp, sums, rows, step, block, keys, score, dtype: gl.constexpr, part: gl.constexpr = 0, PARTS: gl.constexpr = 1
-):  # fmt: skip
-    """Return (gradient of products k @ q.T, sums) from the results of `weights` and `begin_dp`.
-
-    sums, [keys, COLUMNS], unless (), gets added the gradient of scores times the ALiBi distance.
-    """
-    w = p
+def of_products(p, dp, rows, step, dtype: gl.constexpr, part: gl.constexpr = 0, PARTS: gl.constexpr = 1):
+    """Return the gradient of products k @ q.T from the results of `weights` and `begin_dp`."""
     if p.dtype == gl.int32:
-        w = (p >> 16).to(gl.int16).to(dtype, bitcast=True).to(gl.float32)
         p = p.to(gl.int16).to(dtype, bitcast=True).to(gl.float32)
-    if rows.dtype != gl.bfloat16:
-        dp -= across(rows, step, 2, dp.type.layout, part, PARTS)
-    if isinstance(sums, gl.tensor):
-        far = scores.distance(score, keys.band, _rows(dp, block, part, PARTS), keys.cols[:, None]).to(gl.float32)
-        by_key = gl.sum((w * dp * far).reshape([dp.shape[0], dp.shape[1] // COLUMNS, COLUMNS]), 1)
-        sums += gl.convert_layout(by_key, sums.type.layout)
-    return p * dp, sums
-
-
-@gluon.jit
-def no_sums(slopes, score, KEYS: gl.constexpr):
-    """Return zeros for the sums of `of_products`; () if no gradient of slopes is wanted."""
-    if score.slopes is None:
-        return ()
-    elif slopes.Grad is None:
-        return ()
+    if rows.dtype == gl.bfloat16:
+        return p * dp
     else:
-        return gl.zeros([KEYS, COLUMNS], gl.float32, gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, COLUMNS, 16]))
+        return p * (dp - across(rows, step, 2, dp.type.layout, part, PARTS))
 
 
 @gluon.jit
-def slope_of(slopes, member, score, GROUP: gl.constexpr):
-    """Return the slope of query head `member` of the group; () without ALiBi."""
+def slope_of(score, kv, member, GROUP: gl.constexpr):
+    """Return the ALiBi slope of query head `member` of the group; () without ALiBi."""
     if score.slopes is None:
         return ()
     else:
-        return scores.slope(score, span.query_head(slopes.kv, member, GROUP), gl.float32)
+        return scores.slope(score, span.query_head(kv, member, GROUP), gl.float32)
 
 
 @gluon.jit
-def store_sums(sums, slopes, member, keys, GROUP: gl.constexpr):
-    """Store the gradient of the slope of query head `member`, a number for each key."""
-    x = gl.convert_layout(gl.sum(sums, 1), keys.cols.type.layout)
-    table = memory.table(slopes.Grad, span.query_head(slopes.kv, member, GROUP), keys.band.keys, 1, BY_KEYS=True)
-    memory.store_column(table, keys.cols, keys.band.keys, 0, -x)
-
-
-@gluon.jit
-def next_head(sums, slope, slopes, block, member, end, keys, score, GROUP: gl.constexpr):
-    """Return the (sums, slope) after a block of rows: after the last of a head, those of the next head."""
+def next_slope(slope, score, kv, block, member, end, GROUP: gl.constexpr):
+    """Return the slope after a block of rows: after the last of a head, that of the next head."""
     if GROUP > 1 and score.slopes is not None:
         if block + 1 == end:
-            if isinstance(sums, gl.tensor):
-                store_sums(sums, slopes, member, keys, GROUP)
-                sums = no_sums(slopes, score, sums.shape[0])
-            slope = slope_of(slopes, gl.minimum(member + 1, GROUP - 1), score, GROUP)
-    return sums, slope
+            slope = slope_of(score, kv, gl.minimum(member + 1, GROUP - 1), GROUP)
+    return slope
 
 
 @gluon.jit

@@ -140,10 +140,10 @@ def _begin_dv(shared, step, p, dv0, dv1):
 
 
 @gluon.jit
-def _give_ds(g: gl.constexpr, shared, step, block, p, dp, keys, score):
+def _give_ds(g: gl.constexpr, shared, step, p, dp):
     """Compute the gradients of the scores of a step, and store them in shared memory."""
     dtype: gl.constexpr = shared.q.tiles.dtype
-    ds, _ = of_products(p, dp, (), shared.rows.tiles, step, block, keys, score, dtype)
+    ds = of_products(p, dp, shared.rows.tiles, step, dtype)
     ring.put(shared.ds, 2 * step + g, ds.to(dtype))
     ring.release(shared.rows, step)
 
@@ -181,9 +181,9 @@ def _consume(g: gl.constexpr, shared, first, band, score, GROUP: gl.constexpr):
         none = (block < begin).to(gl.int32)  # always 0; if ptxas knew, tile addresses would fill registers
         if OPERANDS_STAY:
             dv0, dv1, p16 = _begin_dv(shared, step, p, dv0, dv1)
-            _give_ds(g, shared, step, block, p, dp, keys, score)
+            _give_ds(g, shared, step, p, dp)
         else:  # ds first: copies of p16, the left operand, leave no registers for ds
-            _give_ds(g, shared, step, block, p, dp, keys, score)
+            _give_ds(g, shared, step, p, dp)
             dv0, dv1, p16 = _begin_dv(shared, step, p, dv0, dv1)
         # After the last step this reads old data; the result is unused.
         more = step + 1 < steps
