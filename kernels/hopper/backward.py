@@ -157,7 +157,7 @@ def _consume_whole(g: gl.constexpr, shared, kv, first, band, rules, GROUP: gl.co
     dk = gl.zeros([KEYS, WIDTH], gl.float32, K_LAYOUT)
     dv = gl.zeros([KEYS, V_WIDTH], gl.float32, V_LAYOUT)
     begin, full, full_end, end = extent(band, first, GROUPS * KEYS, BLOCK_M)
-    keys = keys_of(first + g * KEYS, KEYS, full, full_end, band, score, BLOCK_M, S_LAYOUT)
+    keys = keys_of(first + g * KEYS, KEYS, full, full_end, band, S_LAYOUT)
     block, member = begin, begin * 0
     slope = slope_of(score, kv, member, GROUP)
     steps = gl.maximum(end - begin, 0) * GROUP

@@ -40,10 +40,8 @@ class Keys(NamedTuple):
 
 
 @gluon.jit
-def keys_of(first, KEYS: gl.constexpr, full, full_end, band, score, BLOCK_M: gl.constexpr, LAYOUT: gl.constexpr):
+def keys_of(first, KEYS: gl.constexpr, full, full_end, band, LAYOUT: gl.constexpr):
     cols = first + gl.arange(0, KEYS, layout=gl.SliceLayout(1, LAYOUT))
-    if score.slopes is not None:  # hide rows past the end: their q is 0, but not their ALiBi distance
-        full_end = gl.minimum(full_end, band.rows // BLOCK_M)
     return Keys(cols, span.first_to_see(band, cols[:, None]), band, full, full_end)
 
 
@@ -184,7 +182,10 @@ def weights(
         p = softmax.weights(s, row, score.softmax_scale)
     if score.cap is not None:
         p = _pair(p, scores.apply_dcap(score, dcap, p), dtype)
-    if (block < keys.full) | (block >= keys.full_end):
+    masked = (block < keys.full) | (block >= keys.full_end)
+    if score.slopes is not None:  # hide rows past the end: their q is 0, but not their ALiBi distance
+        masked |= block >= keys.band.rows // (PARTS * p.shape[1])
+    if masked:
         p = hide(p, block * (PARTS * p.shape[1]) + part * p.shape[1], keys.earliest, keys.band, score)
     return p
 

@@ -164,7 +164,7 @@ def _consume(g: gl.constexpr, shared, first, band, score, GROUP: gl.constexpr):
     dv0 = gl.zeros([KEYS, HALF], gl.float32, V_LAYOUT)
     dv1 = gl.zeros([KEYS, HALF], gl.float32, V_LAYOUT)
     _, full, full_end, _ = extent(band, first, 2 * KEYS, BLOCK_M)
-    keys = keys_of(first + g * KEYS, KEYS, full, full_end, band, score, BLOCK_M, S_LAYOUT)
+    keys = keys_of(first + g * KEYS, KEYS, full, full_end, band, S_LAYOUT)
     begin, end = _row_blocks(shared, first, band)
     block, member = begin, begin * 0
     steps = (end - begin) * GROUP
