@@ -32,7 +32,7 @@ FEWEST_ROWS = 32  # of packed sequences, on average, in the backward: its sums o
 # A block mask needs no support: it marks what other masks hide.
 _KNOWN = "block_mask", "left", "right", "origin", "seed", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
 _IN_FORWARD = "query_mask", "softcap", "alibi_slopes", "sinks"
-_IN_BACKWARD = "query_mask", "softcap", "alibi_slopes", "sinks"
+_IN_BACKWARD = "key_mask", "query_mask", "softcap", "alibi_slopes", "sinks"
 _OTHERS = tuple(name for name, default in Call._field_defaults.items() if default is None and name not in _KNOWN)
 _DESCRIPTORS = (
     (kernel_arguments.TensorDescriptor,) if kernel is None else (kernel_arguments.TensorDescriptor, TensorDescriptor)
@@ -275,7 +275,7 @@ def backward_arguments(
 
 
 def _rules(call):
-    return Rules(Masks(None, None, None), kernel_arguments.scored(call), None)
+    return Rules(Masks(None, kernel_arguments.masks_of(call).keys, None), kernel_arguments.scored(call), None)
 
 
 def _common(call):
@@ -300,6 +300,8 @@ def _scores_of_a_head(call):
 def stored_limits(call: Call) -> list[str]:
     if call.cu_seqlens_q is not None:
         return ["it does not support packed sequences with heads wider than 128"]
+    if call.key_mask is not None:
+        return ["it does not support key_mask with heads wider than 128"]
     _, size = _scores_of_a_head(call)
     if size <= tile_table.SCORES_BYTES:
         return []

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.language.nvidia.hopper.tma import store_wait, tensor_descriptor
 
-from ..vocabulary import memory, scores, span
+from ..vocabulary import masks as masking, memory, scores, span
 from . import halves, ring, turns
 from .copies import async_add, async_store
 from .steps import (
@@ -25,6 +25,7 @@ from .steps import (
     WARPS,
     begin_dp,
     begin_scores,
+    clean,
     extent,
     following,
     keys_of,
@@ -133,7 +134,7 @@ def _give(g: gl.constexpr, shared, results, kv, first, band, GROUP: gl.constexpr
 
 
 @gluon.jit
-def _consume_whole(g: gl.constexpr, shared, kv, first, band, rules, GROUP: gl.constexpr):
+def _consume_whole(g: gl.constexpr, shared, kv, first, band, all_real, rules, GROUP: gl.constexpr):
     """Compute dk and dv of 64 keys, for heads wider than 64: the work of one warpgroup.
 
     The weights of the next step are computed while dq is multiplied.
@@ -157,12 +158,16 @@ def _consume_whole(g: gl.constexpr, shared, kv, first, band, rules, GROUP: gl.co
     dk = gl.zeros([KEYS, WIDTH], gl.float32, K_LAYOUT)
     dv = gl.zeros([KEYS, V_WIDTH], gl.float32, V_LAYOUT)
     begin, full, full_end, end = extent(band, first, GROUPS * KEYS, BLOCK_M)
-    keys = keys_of(first + g * KEYS, KEYS, full, full_end, band, S_LAYOUT)
+    keys = keys_of(first + g * KEYS, KEYS, full, full_end, band, rules.masks, kv, all_real, S_LAYOUT)
     block, member = begin, begin * 0
     slope = slope_of(score, kv, member, GROUP)
     steps = gl.maximum(end - begin, 0) * GROUP
     for other in gl.static_range(GROUPS):
         ring.wait(shared.k, other)
+    if rules.masks.keys is not None:
+        clean(ring.tile(shared.k, g), first + g * KEYS, rules.masks, kv, band.keys)
+        clean(ring.at(shared.v, g), first + g * KEYS, rules.masks, kv, band.keys)
+        fence_async_shared()
     ring.wait(shared.q, 0, pred=steps > 0)
     first_q = ring.tile(shared.q, 0).permute((1, 0))
     s = begin_scores(ring.tile(shared.k, g), first_q, shared, 0, zero)
@@ -206,11 +211,11 @@ def _consume_whole(g: gl.constexpr, shared, kv, first, band, rules, GROUP: gl.co
 
 
 @gluon.jit
-def _consume(g: gl.constexpr, shared, kv, first, band, rules, GROUP: gl.constexpr):
+def _consume(g: gl.constexpr, shared, kv, first, band, all_real, rules, GROUP: gl.constexpr):
     if shared.k.tiles.shape[-1] <= 64:
-        halves.consume(g, shared, kv, first, band, rules, GROUP)
+        halves.consume(g, shared, kv, first, band, all_real, rules, GROUP)
     else:
-        _consume_whole(g, shared, kv, first, band, rules, GROUP)
+        _consume_whole(g, shared, kv, first, band, all_real, rules, GROUP)
 
 
 @gluon.jit(do_not_specialize=["q_len", "k_len", "left", "right", "heads"])
@@ -256,11 +261,17 @@ def backward(
     one = ones(KEYS) if Rows.dtype == gl.bfloat16 else None
     shared, results = Shared(k, v, q, do, tables, ds, dq, one, met, out), Results(Sums, GradK, GradV, Turns)
     fence_async_shared()
-    first = block * 2 * KEYS
+    first, all_real = block * 2 * KEYS, ()
+    if rules.masks.keys is not None:
+        cols = first + gl.arange(0, 2 * KEYS, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
+        real = gl.sum(masking.real_keys(rules.masks, kv, cols, keys).to(gl.int32), 0)
+        all_real = (real == gl.minimum(2 * KEYS, keys - first)).to(gl.int32)
+        if Turns is None:  # without real keys there is no step; turns count all programs
+            band = span.Band(gl.where(real > 0, band.rows, 0), band.keys, band.low, band.high, band.diagonal)
     gl.warp_specialize(
         [
-            (_consume, (0, shared, kv, first, band, rules, GROUP)),
-            (_consume, (1, shared, kv, first, band, rules, GROUP)),
+            (_consume, (0, shared, kv, first, band, all_real, rules, GROUP)),
+            (_consume, (1, shared, kv, first, band, all_real, rules, GROUP)),
             (_produce, (shared, Q, K, V, GradOut, Rows, kv, first, band, GROUP)),
             (_give, (0, shared, results, kv, first, band, GROUP)),
             (_give, (1, shared, results, kv, first, band, GROUP)),

@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 
-from ..vocabulary import scores, softmax, span
+from ..vocabulary import masks as masking, scores, softmax, span
 from . import ring
 
 WARPS = gl.constexpr(4)  # warps of a warpgroup
@@ -40,9 +40,21 @@ class Keys(NamedTuple):
 
 
 @gluon.jit
-def keys_of(first, KEYS: gl.constexpr, full, full_end, band, LAYOUT: gl.constexpr):
+def keys_of(first, KEYS: gl.constexpr, full, full_end, band, masks, kv, all_real, LAYOUT: gl.constexpr):
     cols = first + gl.arange(0, KEYS, layout=gl.SliceLayout(1, LAYOUT))
-    return Keys(cols, span.first_to_see(band, cols[:, None]), band, full, full_end)
+    earliest = span.first_to_see(band, cols[:, None])
+    if masks.keys is not None:  # no row sees a hidden key
+        earliest = gl.where(masking.real_keys(masks, kv, cols, band.keys)[:, None], earliest, 0x7FFFFFFF)
+        full_end = gl.where(all_real > 0, full_end, full)
+    return Keys(cols, earliest, band, full, full_end)
+
+
+@gluon.jit
+def clean(tile, first, masks, kv, n):
+    """Set rows of a tile of k or v in shared memory to 0 if their keys are hidden: they may be NaN."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [WARPS, 1], [1, 0])
+    cols = first + gl.arange(0, tile.shape[0], layout=gl.SliceLayout(1, LAYOUT))
+    tile.store(gl.where(masking.real_keys(masks, kv, cols, n)[:, None], tile.load(LAYOUT), 0.0))
 
 
 @gluon.jit

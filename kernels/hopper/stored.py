@@ -149,7 +149,7 @@ def _give_ds(g: gl.constexpr, shared, step, p, dp):
 
 
 @gluon.jit
-def _consume(g: gl.constexpr, shared, first, band, score, GROUP: gl.constexpr):
+def _consume(g: gl.constexpr, shared, first, band, rules, GROUP: gl.constexpr):
     """Compute dv and ds of keys first + g * 64 .. first + g * 64 + 63: the work of one warpgroup.
 
     ds is computed during p @ do, and the next p during do @ v.
@@ -160,11 +160,12 @@ def _consume(g: gl.constexpr, shared, first, band, score, GROUP: gl.constexpr):
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
     V_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HALF, 16])
     dtype: gl.constexpr = shared.q.tiles.dtype
+    score = rules.score
     zero = gl.zeros([KEYS, BLOCK_M], gl.float32, S_LAYOUT)
     dv0 = gl.zeros([KEYS, HALF], gl.float32, V_LAYOUT)
     dv1 = gl.zeros([KEYS, HALF], gl.float32, V_LAYOUT)
     _, full, full_end, _ = extent(band, first, 2 * KEYS, BLOCK_M)
-    keys = keys_of(first + g * KEYS, KEYS, full, full_end, band, S_LAYOUT)
+    keys = keys_of(first + g * KEYS, KEYS, full, full_end, band, rules.masks, (), (), S_LAYOUT)
     begin, end = _row_blocks(shared, first, band)
     block, member = begin, begin * 0
     steps = (end - begin) * GROUP
@@ -232,8 +233,8 @@ def stored_backward(
     shared = Shared(k, v, q, do, rows, ds, out)
     gl.warp_specialize(
         [
-            (_consume, (0, shared, first, band, rules.score, GROUP)),
-            (_consume, (1, shared, first, band, rules.score, GROUP)),
+            (_consume, (0, shared, first, band, rules, GROUP)),
+            (_consume, (1, shared, first, band, rules, GROUP)),
             (_produce, (shared, Q, K, V, GradOut, Rows, kv, first, band, GROUP)),
             (_store, (0, shared, GradScores, GradV, kv, before, first, band, GROUP)),
             (_store, (1, shared, GradScores, GradV, kv, before, first, band, GROUP)),

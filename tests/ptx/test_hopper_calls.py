@@ -100,6 +100,25 @@ def test_a_backward_that_fails_leaves_the_call_to_the_kernels_of_every_gpu(monke
     assert [x.name for x in device.launches][-3:] == ["preprocess", "dkdv", "postprocess"]
 
 
+@pytest.mark.parametrize("ordered", [False, True], ids=["unordered", "ordered"])
+@pytest.mark.parametrize("width", [64, 128])
+def test_blocks_of_hidden_keys_get_zeros(width, ordered, monkeypatch):
+    """The universal forward and the Hopper backward share a call: 100 of 300 keys are real, others are NaN."""
+    monkeypatch.setattr(fa.dispatch.backends, "_on_gpu", lambda call: True)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: ordered)
+    inputs, real = _drawn(150, 300, width), (torch.arange(300) < 100) & (torch.arange(300) % 7 > 0)
+    shown = [x.detach().clone().requires_grad_() for x in inputs]
+    for x in inputs[1:]:
+        x.data[:, :, ~real] = float("nan")
+    with gpu(90) as device:
+        out = fa.attention(*inputs, key_mask=real)
+        incoming = torch.randn_like(out)
+        gradients = torch.autograd.grad(out, inputs, incoming)
+    assert [x.name for x in device.launches].count("backward") == 1
+    assert not any(x[:, :, ~real].any() for x in gradients[1:])
+    assert_like(gradients, lambda: torch.autograd.grad(fa.reference.eager(*shown, key_mask=real), shown, incoming))
+
+
 @pytest.mark.parametrize("options", [{}, dict(causal=True, align="top_left")], ids=["full", "top_left"])
 def test_packed_sequences_are_those_of_dense_calls(options):
     """Each sequence has the bits of a dense call, and NaN in the sequences between them changes none."""
