@@ -220,7 +220,8 @@ def of_products(p, dp, rows, step, dtype: gl.constexpr, part: gl.constexpr = 0, 
     if rows.dtype == gl.bfloat16:
         return p * dp
     else:
-        return p * (dp - across(rows, step, 2, dp.type.layout, part, PARTS))
+        LAYOUT: gl.constexpr = dp.type.layout
+        return p * (dp - across(rows, step, 2, LAYOUT, part, PARTS))
 
 
 @gluon.jit
