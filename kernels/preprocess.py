@@ -40,11 +40,11 @@ def _store_added(Rows, plane, rows, n, row, delta, scale):
 
 
 class Shown(NamedTuple):
-    """Copies of queries and incoming gradients in which hidden rows are 0, for TMA: Views, the Masks, and queries."""
+    """Copies of queries and incoming gradients in which hidden rows are 0, for TMA; the row mask, and queries."""
 
     q: memory.View
     grad_out: memory.View
-    masks: masking.Masks
+    rows: memory.View
     Q: memory.View
 
 
@@ -56,7 +56,7 @@ def _copy(To, From, plane, rows, exists, n, D: tl.constexpr):
 @triton.jit(do_not_specialize=["heads", "q_len", "k_len", "pitch"])
 def preprocess(
     Out, GradOut, GradLse, Weights, GradWeights, Stats, Rows, GradQ, Turns, GradSinks, shown,
-    heads, q_len, k_len, pitch, score,
+    heads, q_len, k_len, pitch, score, rough,
     spec: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Write Rows (B, Hq, Sq, 4), contiguous: softmax pivot and neg_log2_sum of a row, delta, and gradient of lse.
@@ -69,7 +69,8 @@ def preprocess(
     UNIT it is the buffer that `postprocess` reads, (B, Hq, Sq rounded up to UNIT, WIDTH). Turns, unless None, is set to
     0: int32, the counters of hopper/turns.py, one for program numbers and two for each row.
     GradSinks, unless None, gets each
-    row's gradient of its sink, (B, Hq, Sq, 1). shown, unless None, gets copies without hidden rows.
+    row's gradient of its sink, (B, Hq, Sq, 1). shown, unless None, gets copies without hidden rows. rough is
+    that of the score if a Hopper kernel follows, otherwise None.
     """
     block, plane = span.place(tl.program_id(0), q_len, heads, BLOCK_M)
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -88,7 +89,7 @@ def preprocess(
         if tl.program_id(0) == 0:
             tl.store(Turns, 0)
     if shown is not None:
-        exists = masking.real_rows(shown.masks, plane, rows, q_len)
+        exists = masking.real_rows(masking.Masks(None, None, shown.rows), plane, rows, q_len)
         _copy(shown.q, shown.Q, plane, rows, exists, q_len, spec.D)
         _copy(shown.grad_out, GradOut, plane, rows, exists, q_len, spec.DV)
     stats = memory.table(Stats, plane, q_len, COLUMNS)
@@ -130,7 +131,7 @@ def preprocess(
         else:
             table = memory.View(Rows + tl.cast(plane.index, tl.int64) * 4 * pitch, (1, pitch))
         pivot, neg_log2_sum = row.pivot, row.neg_log2_sum
-        if score is not None and score.rough is not None:  # scores are small: one number instead of two
+        if rough is not None:  # scores are small: one number instead of two
             pivot, neg_log2_sum = pivot * 0.0, neg_log2_sum - pivot * softmax.LOG2E
         memory.store_column(table, rows, q_len, 0, pivot)
         memory.store_column(table, rows, q_len, 1, neg_log2_sum)

@@ -144,6 +144,7 @@ def _preprocess(p, out, grad_lse, weights, stats, query_sums, turns, grad_sinks,
         Rows=rows,
         pitch=pitch,
         score=None if form is None else p.launched["rules"].score,
+        rough=None if form is None else p.launched["rules"].score.rough,
         GradQ=arguments.of(query_sums),
         Turns=turns,
         GradSinks=grad_sinks,
@@ -316,7 +317,7 @@ def launch_backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats
             call=call._replace(query=torch.empty_like(call.query)), grad_out=torch.empty_like(grad_out)
         )
         copies = arguments.of(of_shown.call.query), arguments.of(of_shown.grad_out)
-        shown = Shown(*copies, launched["rules"].masks, launched["Q"])
+        shown = Shown(*copies, launched["rules"].masks.rows, launched["Q"])
     launched["Rows"] = _preprocess(p, saved, grad_lse, used_weights, stats, to_clear, turns, grad_sinks, shown, form)
     partial = 1 if call.partial else None
     if "dq" in names:

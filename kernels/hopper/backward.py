@@ -244,7 +244,13 @@ def backward(
         block = gl.cdiv(keys, 2 * KEYS) - 1 - block
         if sequences is not None:  # an unused slot has no keys
             block = gl.maximum(block, 0)
-    band = span.band(rows, keys, left, right, TOP_LEFT)
+    band, all_real = span.band(rows, keys, left, right, TOP_LEFT), ()
+    if rules.masks.keys is not None:
+        cols = block * 2 * KEYS + gl.arange(0, 2 * KEYS, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
+        real = gl.sum(masking.real_keys(rules.masks, kv, cols, keys).to(gl.int32), 0)
+        all_real = (real == gl.minimum(2 * KEYS, keys - block * 2 * KEYS)).to(gl.int32)
+        if Turns is None:  # without real keys there is no step; turns count all programs
+            band = span.Band(gl.where(real > 0, band.rows, 0), band.keys, band.low, band.high, band.diagonal)
     k, q = ring.ring(K, 2, 1), ring.ring(Q, STAGES, 2)
     v = gl.allocate_shared_memory(V.dtype, [2] + V.block_type.shape, V.layout)
     do = gl.allocate_shared_memory(GradOut.dtype, [STAGES] + GradOut.block_type.shape, GradOut.layout)
@@ -261,13 +267,7 @@ def backward(
     one = ones(KEYS) if Rows.dtype == gl.bfloat16 else None
     shared, results = Shared(k, v, q, do, tables, ds, dq, one, met, out), Results(Sums, GradK, GradV, Turns)
     fence_async_shared()
-    first, all_real = block * 2 * KEYS, ()
-    if rules.masks.keys is not None:
-        cols = first + gl.arange(0, 2 * KEYS, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
-        real = gl.sum(masking.real_keys(rules.masks, kv, cols, keys).to(gl.int32), 0)
-        all_real = (real == gl.minimum(2 * KEYS, keys - first)).to(gl.int32)
-        if Turns is None:  # without real keys there is no step; turns count all programs
-            band = span.Band(gl.where(real > 0, band.rows, 0), band.keys, band.low, band.high, band.diagonal)
+    first = block * 2 * KEYS
     gl.warp_specialize(
         [
             (_consume, (0, shared, kv, first, band, all_real, rules, GROUP)),
