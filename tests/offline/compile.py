@@ -130,7 +130,8 @@ def _hopper_table():
             for variant in ("full", "causal", *(() if seldom else ("window",)), *["packed"] * packed):
                 yield Row(kernel, 90, "bf16", width, variant, form, (0, 1))
             if not seldom:
-                for variant in ("softcap", "scale"):
+                wide = ("alibi_slopes", "key_mask", "registers") if width <= 128 else ()  # not supported otherwise
+                for variant in ("scale", "softcap", *wide):
                     yield Row(kernel, 90, "bf16", width, variant, form, (0, 1))
                 yield Row(kernel, 90, "fp16", width, "full", form, (0, 1))
                 for dim in {64: (32, 16), 128: (80,), 256: (136,)}[width]:

@@ -79,7 +79,8 @@ VARIANTS |= dict(
     scale=dict(scale=-0.1), partial=dict(partial=True), splits={}
 )  # splits: few heads, so that programs share the keys of a row
 _ALL_OPTIONS = VARIANTS["everything"]
-VARIANTS |= {name: {name: _ALL_OPTIONS[name]} for name in ("softcap", "alibi_slopes", "sinks", "query_mask")}
+_SINGLE = "softcap", "alibi_slopes", "sinks", "key_mask", "query_mask"
+VARIANTS |= {name: {name: _ALL_OPTIONS[name]} for name in _SINGLE}
 VARIANTS["registers"] = {name: _ALL_OPTIONS[name] for name in ("softcap", "alibi_slopes", "sinks", "query_mask")}
 ALL = ("everything", "packed all")  # variants with every option
 # Variants of calls to a cache.
