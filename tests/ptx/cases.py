@@ -152,6 +152,7 @@ _ON_HOPPER = dense(
             ("softcap, a repeated call", dict(softcap=1.5, times=3)),
             ("softcap D128 causal, two passes", dict(softcap=1.5, causal=True, Sq=300, Sk=333, **WIDE | TWO)),
             ("softcap, sinks, scale, packed D128 fp16", _TOGETHER | WIDE | _CAPPED),
+            ("slopes, packed top left, heads 4:2", _PACKED_HEADS | TWO | dict(alibi="own", softcap=5.0)),
             ("softcap D256 fp16", dict(softcap=1.5, D=256, causal=True, dtype=FP16, **SHORT)),
             ("slopes D128 causal", dict(alibi="own", causal=True, B=2, **WIDE)),
             ("sinks, packed", _TOGETHER | dict(sinks=True, window=(60, 0), **TWO)),

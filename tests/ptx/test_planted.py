@@ -122,6 +122,8 @@ ON_HOPPER = tuple(
          "begin_scores(k, _columns(q, 1), shared, step, zero, 0, 2)", D64),
         ("the next q not waited for", "halves",
          "        ring.wait(shared.q, step + 1, pred=step + 1 < steps)\n", "", D64),
+        ("the slope of the head before", "steps", "member + 1, GROUP - 1)", "member, GROUP - 1)",
+         "hopper slopes, packed top left, heads 4:2"),
         ("no derivative of the cap", "steps", "scores.apply_dcap(score, dcap, p)", "p", "hopper softcap D256 fp16"),
         ("numbers of the other half", "steps", "slice(part * COUNT,", "slice(0,", "hopper softcap, a repeated call"),
         ("another has the turn", "backward", "last - first // KEYS", "last - first // KEYS + 1",
