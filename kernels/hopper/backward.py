@@ -23,12 +23,13 @@ from .copies import async_add, async_store
 from .steps import (
     GROUPS,
     WARPS,
+    Keys,
     begin_dp,
     begin_scores,
     clean,
     extent,
+    first_to_see,
     following,
-    keys_of,
     leave,
     lines,
     next_slope,
@@ -153,12 +154,16 @@ def _consume_whole(g: gl.constexpr, shared, kv, first, band, all_real, rules, GR
     FOR_S: gl.constexpr = 1 if shared.one is None else 3  # products for scores
     dtype: gl.constexpr = shared.q.tiles.dtype
     score = rules.score
+    cols = first + g * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, S_LAYOUT))
+    earliest = first_to_see(cols, band, rules.masks, kv)
     zero = gl.zeros([KEYS, BLOCK_M], gl.float32, S_LAYOUT)
     no_dq = gl.zeros([BLOCK_M, PART], gl.float32, Q_LAYOUT)
     dk = gl.zeros([KEYS, WIDTH], gl.float32, K_LAYOUT)
     dv = gl.zeros([KEYS, V_WIDTH], gl.float32, V_LAYOUT)
     begin, full, full_end, end = extent(band, first, GROUPS * KEYS, BLOCK_M)
-    keys = keys_of(first + g * KEYS, KEYS, full, full_end, band, rules.masks, kv, all_real, S_LAYOUT)
+    if rules.masks.keys is not None:
+        full_end = gl.where(all_real > 0, full_end, full)
+    keys = Keys(cols, earliest, band, full, full_end)
     block, member = begin, begin * 0
     slope = slope_of(score, kv, member, GROUP)
     steps = gl.maximum(end - begin, 0) * GROUP

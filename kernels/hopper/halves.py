@@ -19,13 +19,14 @@ from .steps import (
     GROUPS,
     OPERANDS_STAY,
     WARPS,
+    Keys,
     begin_dp,
     begin_scores,
     clean,
     extent,
+    first_to_see,
     following,
     half,
-    keys_of,
     leave,
     lines,
     next_slope,
@@ -68,12 +69,16 @@ def consume(g: gl.constexpr, shared, kv, first, band, all_real, rules, GROUP: gl
     FOR_DP: gl.constexpr = 1 if shared.one is None else 2
     dtype: gl.constexpr = shared.q.tiles.dtype
     score = rules.score
+    cols = first + g * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, S_LAYOUT))
+    earliest = first_to_see(cols, band, rules.masks, kv)
     zero = gl.zeros([KEYS, ROWS], gl.float32, S_LAYOUT)
     no_dq = gl.zeros([ROWS, WIDTH], gl.float32, K_LAYOUT)
     dk = gl.zeros([KEYS, WIDTH], gl.float32, K_LAYOUT)
     dv = gl.zeros([KEYS, V_WIDTH], gl.float32, V_LAYOUT)
     begin, full, full_end, end = extent(band, first, GROUPS * KEYS, BLOCK_M)
-    keys = keys_of(first + g * KEYS, KEYS, full, full_end, band, rules.masks, kv, all_real, S_LAYOUT)
+    if rules.masks.keys is not None:
+        full_end = gl.where(all_real > 0, full_end, full)
+    keys = Keys(cols, earliest, band, full, full_end)
     block, member = begin, begin * 0
     slope = slope_of(score, kv, member, GROUP)
     steps = gl.maximum(end - begin, 0) * GROUP

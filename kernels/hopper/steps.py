@@ -40,13 +40,12 @@ class Keys(NamedTuple):
 
 
 @gluon.jit
-def keys_of(first, KEYS: gl.constexpr, full, full_end, band, masks, kv, all_real, LAYOUT: gl.constexpr):
-    cols = first + gl.arange(0, KEYS, layout=gl.SliceLayout(1, LAYOUT))
+def first_to_see(cols, band, masks, kv):
+    """Return the first row that sees each key, [keys, 1]; no row sees a hidden key."""
     earliest = span.first_to_see(band, cols[:, None])
-    if masks.keys is not None:  # no row sees a hidden key
+    if masks.keys is not None:
         earliest = gl.where(masking.real_keys(masks, kv, cols, band.keys)[:, None], earliest, 0x7FFFFFFF)
-        full_end = gl.where(all_real > 0, full_end, full)
-    return Keys(cols, earliest, band, full, full_end)
+    return earliest
 
 
 @gluon.jit

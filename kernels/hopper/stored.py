@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper.tma import store_wait
 from ..vocabulary import span
 from . import ring, schedule
 from .copies import async_store
-from .steps import OPERANDS_STAY, WARPS, extent, following, half, keys_of, of_products, operand, weights
+from .steps import OPERANDS_STAY, WARPS, Keys, extent, first_to_see, following, half, of_products, operand, weights
 
 
 class Shared(NamedTuple):
@@ -161,11 +161,13 @@ def _consume(g: gl.constexpr, shared, first, band, rules, GROUP: gl.constexpr):
     V_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HALF, 16])
     dtype: gl.constexpr = shared.q.tiles.dtype
     score = rules.score
+    cols = first + g * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, S_LAYOUT))
+    earliest = first_to_see(cols, band, rules.masks, ())
     zero = gl.zeros([KEYS, BLOCK_M], gl.float32, S_LAYOUT)
     dv0 = gl.zeros([KEYS, HALF], gl.float32, V_LAYOUT)
     dv1 = gl.zeros([KEYS, HALF], gl.float32, V_LAYOUT)
     _, full, full_end, _ = extent(band, first, 2 * KEYS, BLOCK_M)
-    keys = keys_of(first + g * KEYS, KEYS, full, full_end, band, rules.masks, (), (), S_LAYOUT)
+    keys = Keys(cols, earliest, band, full, full_end)
     begin, end = _row_blocks(shared, first, band)
     block, member = begin, begin * 0
     steps = (end - begin) * GROUP
