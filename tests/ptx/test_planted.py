@@ -88,7 +88,7 @@ if copies.LATER_UNFENCED.value:  # with a later Triton this is no mistake
 PACKED, PACKED_CAUSAL = "hopper packed", "hopper packed causal D128"
 D128, D64, STORED = "hopper causal D128", "hopper window", "hopper causal D256, two passes"
 RELEASED = "        ring.release(shared.q, step)\n"
-DK = "        dk, ds = warpgroup_mma_wait(num_outstanding=3 + GROUPS, deps=(dk, ds))\n"
+DK = "        dk, ds = warpgroup_mma_wait(num_outstanding=FOR_S + GROUPS, deps=(dk, ds))\n"
 ON_HOPPER = tuple(
     (name, f"hopper/{file}.py", text, becomes, call, 90)
     for name, file, text, becomes, call in (
@@ -116,7 +116,7 @@ ON_HOPPER = tuple(
         ("q given back while it is read", "backward", DK + RELEASED, RELEASED + DK, D128),
         ("the ds of the other not waited for", "backward", "        mbarrier.wait(shared.met, step & 1)\n", "", D128),
         ("scores have the numbers of dp", "steps", "step, 0, part, PARTS)", "step, 1, part, PARTS)", D128),
-        ("the far end of a window", "steps", "(block >= full_end):", "(block > full_end):", D64),
+        ("the far end of a window", "steps", "block >= keys.full_end)", "block > keys.full_end)", D64),
         ("the second half has the numbers of the first", "halves",
          "begin_scores(k, _columns(q, 1), shared, step, zero, 1, 2)",
          "begin_scores(k, _columns(q, 1), shared, step, zero, 0, 2)", D64),
