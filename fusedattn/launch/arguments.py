@@ -58,6 +58,13 @@ def of(tensor):
     return View(tensor, tuple(0 if size == 1 else step for size, step in sizes))
 
 
+def narrow(tensor):
+    """Undo an expand: keep one element along each dimension with stride 0."""
+    if tensor is None or 0 not in tensor.stride():
+        return tensor
+    return tensor[tuple(slice(0, 1) if step == 0 else slice(None) for step in tensor.stride())]
+
+
 def strided(tensor: Tensor) -> bool:
     """Return whether TMA supports the strides of a (B, H, S, D) tensor."""
     pairs = zip(tensor.stride()[:3], tensor.shape[:3], strict=True)
@@ -161,15 +168,19 @@ def band(call):
     return dict(q_len=rows, k_len=keys, left=left, right=right)
 
 
+def rules(call):
+    drop = None if call.seed is None else dropout.of(call.seed, call.dropout_p, call.origin)
+    return Rules(masks_of(call), scored(call), drop)
+
+
 def common(call):
     """Return the arguments that all kernels which compute scores have in common."""
     query, key, value = call.query, call.key, call.value
-    drop = None if call.seed is None else dropout.of(call.seed, call.dropout_p, call.origin)
     return dict(
         Q=of(query),
         K=of(key),
         V=of(value),
-        rules=Rules(masks_of(call), scored(call), drop),
+        rules=rules(call),
         heads=query.shape[1],
         spec=Spec(
             GROUP=query.shape[1] // key.shape[1],

@@ -9,13 +9,6 @@ from ..kernels.vocabulary.span import Sequences
 from . import arguments, run, tile_table
 
 
-def _narrow(tensor):
-    """Undo an expand: keep one element along each dimension with stride 0."""
-    if tensor is None or 0 not in tensor.stride():
-        return tensor
-    return tensor[tuple(slice(0, 1) if step == 0 else slice(None) for step in tensor.stride())]
-
-
 def new_block_mask(mask, key_mask, query_mask, bias, lengths):
     """Return (an uninitialised block mask, (rows, keys) that it covers, the masks and the bias without broadcasts).
 
@@ -23,8 +16,8 @@ def new_block_mask(mask, key_mask, query_mask, bias, lengths):
     """
     mask_size = block_mask_size()
     if lengths is None:
-        key_mask, query_mask = _narrow(key_mask), _narrow(query_mask)
-    masks = dict(mask=_narrow(mask), key_mask=key_mask, query_mask=query_mask, bias=_narrow(bias))
+        key_mask, query_mask = arguments.narrow(key_mask), arguments.narrow(query_mask)
+    masks = dict(mask=arguments.narrow(mask), key_mask=key_mask, query_mask=query_mask, bias=arguments.narrow(bias))
     shapes = [pairs_of(name, x, lengths) for name, x in masks.items() if x is not None]
     batch, heads, rows, keys = torch.broadcast_shapes(*shapes)
     first = next(x for x in masks.values() if x is not None)
@@ -125,8 +118,8 @@ def block_mask_of(call):
     return block_mask(*hiding(call), lengths_of(call))
 
 
-def walks(call, block_mask, tile, by_keys=False):
-    sequences, lists = sequences_of(call, tile.keys if by_keys else tile.rows, by_keys), None
+def walks(call, block_mask, tile, by_keys=False, used=None):
+    sequences, lists = sequences_of(call, tile.keys if by_keys else tile.rows, by_keys, used), None
     if block_mask is not None:
         lists = tile_lists(call, block_mask, tile, by_keys, sequences)
     return dict(sequences=sequences, tile_lists=lists)

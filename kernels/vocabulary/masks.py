@@ -53,14 +53,15 @@ def shown(masks, band, plane, r, c, CHECK: tl.constexpr):
 
 
 @triton.jit
-def visible(masks, shown, band, plane, r, c):
+def visible(masks, shown, band, plane, r, c, real=None):
     """Return True for the (row, key) pairs that all masks leave visible. r and c are [n, 1] and [1, m], or the reverse.
 
+    real: `real_keys` of c, if loaded already.
     masks.rows is not needed here: the saved statistics of a hidden row give it weights of 0.
     """
     seen = span.inside(band, r, c)
     if masks.keys is not None:
-        seen &= real_keys(masks, plane, c, band.keys)
+        seen &= real_keys(masks, plane, c, band.keys) if real is None else real
     if masks.pairs is not None:
         seen &= shown != 0
     return seen

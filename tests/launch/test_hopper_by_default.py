@@ -100,8 +100,14 @@ OTHERS = {  # (inputs, options, backend of the call, reason against the preferre
         "triton",
         "alibi_slopes with heads wider than 128",
     ),
-    "dropout": (draw(128), dict(dropout_p=0.1, seed=1), "triton", "it does not support dropout_p"),
-    "bias": (draw(128), dict(bias=torch.empty(300, 300, device="meta")), "triton", "it does not support bias"),
+    "dropout": (draw(256), dict(dropout_p=0.1, seed=1), "triton", "dropout_p with heads wider than 128"),
+    "bias": (draw(128), dict(bias=torch.empty(300, 301, device="meta")[:, 1:]), "triton", "strides of bias"),
+    "a wide bias": (
+        [*draw(128)[:2], draw(256)[2]],
+        dict(bias=torch.empty(300, 300, device="meta")),
+        "triton",
+        "no tile fits shared memory beside this bias",
+    ),
     "strides": (EXPANDED, {}, "triton", "strides of key"),  # TMA cannot read stride 0
     "address": (ODD, {}, "triton", "query lies at an address that is no multiple of 16"),
     "address of a subclass": ([x.as_subclass(Other) for x in ODD], {}, "triton", "key lies at an address"),
@@ -119,10 +125,12 @@ ONLY_FORWARD = {  # options, and the reason against a Hopper backward
     "softcap": (dict(softcap=3.0), "it does not support softcap"),
     "sinks": (dict(sinks=torch.ones(8, device="meta")), "it does not support sinks"),
     "slopes": (dict(alibi_slopes=torch.ones(8, device="meta")), "it does not support alibi_slopes"),
-    "query mask": (
-        dict(query_mask=torch.ones(2, 300, dtype=torch.bool, device="meta")),
-        "it does not support query_mask",
-    ),
+    "bias": (dict(bias=torch.empty(300, 300, device="meta")), "it does not support bias"),
+    "dropout": (dict(dropout_p=0.1, seed=1), "it does not support dropout_p"),
+    **{
+        name: ({name: torch.ones(2, 300, dtype=torch.bool, device="meta")}, f"it does not support {name}")
+        for name in ("key_mask", "query_mask")
+    },
     "scale": (dict(scale=0.0), "a scale between"),
 }
 

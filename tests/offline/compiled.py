@@ -77,8 +77,17 @@ VARIANTS |= {
 }
 VARIANTS |= dict(partial=dict(partial=True), splits={})  # splits: few heads, so that programs share the keys of a row
 _ALL_OPTIONS = VARIANTS["everything"]
-VARIANTS |= {name: {name: _ALL_OPTIONS[name]} for name in ("softcap", "alibi_slopes", "sinks", "query_mask")}
-VARIANTS["registers"] = {name: _ALL_OPTIONS[name] for name in ("softcap", "alibi_slopes", "sinks", "query_mask")}
+BY_HOPPER = (
+    "biased",
+    "dropout",
+    "softcap",
+    "alibi_slopes",
+    "sinks",
+    "query_mask",
+    "key_mask",
+)  # options of the Hopper forward
+VARIANTS |= {name: {name: _ALL_OPTIONS[name]} for name in BY_HOPPER if name in _ALL_OPTIONS}
+VARIANTS["registers"] = {name: _ALL_OPTIONS[name] for name in BY_HOPPER if name in _ALL_OPTIONS}
 ALL = ("everything", "packed all")  # variants with every option
 # Variants of calls to a cache.
 PAGES = {"contiguous": None, "one page": 32768, "pages": 256, "small pages": 16, "everything": 16}
