@@ -167,15 +167,19 @@ def band(call):
     return dict(q_len=rows, k_len=keys, left=left, right=right)
 
 
+def rules(call):
+    drop = None if call.seed is None else dropout.of(call.seed, call.dropout_p, call.origin)
+    return Rules(masks_of(call), scored(call), drop)
+
+
 def common(call):
     """Return the arguments that all kernels which compute scores have in common."""
     query, key, value = call.query, call.key, call.value
-    drop = None if call.seed is None else dropout.of(call.seed, call.dropout_p, call.origin)
     return dict(
         Q=of(query),
         K=of(key),
         V=of(value),
-        rules=Rules(masks_of(call), scored(call), drop),
+        rules=rules(call),
         heads=query.shape[1],
         spec=Spec(
             GROUP=query.shape[1] // key.shape[1],

@@ -15,10 +15,6 @@ from . import arguments, run
 BLOCK, CONSTANT = masking.BLOCK.value, masking.CONSTANT.value
 
 
-def _narrow(tensor):
-    return None if tensor is None else narrow(tensor)
-
-
 def new_block_mask(mask, key_mask, query_mask, bias, lengths):
     """Return (uninitialised block_mask and mask_bits, (rows, keys) covered, the masks and the bias without broadcasts).
 
@@ -26,8 +22,8 @@ def new_block_mask(mask, key_mask, query_mask, bias, lengths):
     the bias is not None. Dimensions along which all of them broadcast have size 1.
     """
     if lengths is None:
-        key_mask, query_mask = _narrow(key_mask), _narrow(query_mask)
-    masks = dict(mask=_narrow(mask), key_mask=key_mask, query_mask=query_mask, bias=_narrow(bias))
+        key_mask, query_mask = narrow(key_mask), narrow(query_mask)
+    masks = dict(mask=narrow(mask), key_mask=key_mask, query_mask=query_mask, bias=narrow(bias))
     shapes = [pairs_of(name, x, lengths) for name, x in masks.items() if x is not None]
     batch, heads, rows, keys = torch.broadcast_shapes(*shapes)
     first = next(x for x in masks.values() if x is not None)
@@ -135,8 +131,8 @@ def with_blocks(call, block_mask, mask_bits):
     return call._replace(block_mask=block_mask, mask_bits=mask_bits if mask_bits.numel() else None)
 
 
-def walks(call, tile, by_keys=False):
-    sequences, lists = sequences_of(call, tile.keys if by_keys else tile.rows, by_keys), None
+def walks(call, tile, by_keys=False, used=None):
+    sequences, lists = sequences_of(call, tile.keys if by_keys else tile.rows, by_keys, used), None
     if call.block_mask is not None:
         lists = tile_lists(call, tile, by_keys, sequences)
     return dict(sequences=sequences, tile_lists=lists)

@@ -14,6 +14,8 @@ def _forward_on_hopper(out, lse, stats, call):
     """Run the Hopper kernel. Tensors that TMA cannot read are copied first."""
     call = arguments.bounded(call)
     call = call._replace(**{name: hopper.readable(getattr(call, name)) for name in ("query", "key", "value")})
+    if (bias := hopper.by_tiles(call)) is not None:
+        call = call._replace(bias=hopper.readable(bias))
     if arguments.can_pack_gqa(call, out, 2 * tile_table.WARPGROUP_ROWS):
         call, out = arguments.pack_gqa(call, out)
     pipeline, device = run.form_on_hopper("hopper", call), run.device_of(call.query)
@@ -29,7 +31,10 @@ def _forward_on_hopper(out, lse, stats, call):
     registers = tile_table.REGISTERS[pipeline.warpgroups][0]
     with run.surroundings(device):
         used = None if call.cu_seqlens_q is None else call.cu_seqlens_q.new_zeros(1)
-        launched |= dict(sequences=blocks.sequences_of(call, pipeline.rows, used=used), used=used)
+        # A bias hides by itself. A block mask would read all of it, so a bias has one only if the backward needs it.
+        hides = call.key_mask is not None or (call.bias is not None and call.block_mask is not None)
+        call = blocks.marked(call) if hides else call._replace(block_mask=None)
+        launched |= blocks.walks(call, pipeline, used=used) | dict(used=used)
         programs = hopper.programs(call, pipeline, count, processors)
         run.run_kernel("hopper", programs, launched, device, num_warps=4, maxnreg=registers)
     if partials is not None:

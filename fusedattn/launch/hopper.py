@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from triton import cdiv
 
+from ..call.layout import narrow
 from ..call.options import Call
 from ..call.private import holds
 from ..kernels.vocabulary.masks import Masks
@@ -31,7 +32,7 @@ FEWEST_ROWS = 32  # of packed sequences, on average, in the backward: its sums o
 # Optional fields of a Call that the kernels support, or that `limits` checks one by one. It refuses others.
 # A block mask needs no support: it marks what other masks hide.
 _KNOWN = "block_mask", "left", "right", "origin", "seed", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
-_IN_FORWARD = "query_mask", "softcap", "alibi_slopes", "sinks"
+_IN_FORWARD = "seed", "bias", "key_mask", "query_mask", "softcap", "alibi_slopes", "sinks"
 _IN_BACKWARD = "key_mask", "query_mask", "softcap", "alibi_slopes", "sinks"
 _OTHERS = tuple(name for name, default in Call._field_defaults.items() if default is None and name not in _KNOWN)
 _DESCRIPTORS = (
@@ -43,18 +44,24 @@ _LAYOUTS = {} if kernel is None else {torch.bfloat16: bfloat16, torch.float16: f
 def limits(call: Call, known: tuple[str, ...] = _IN_FORWARD) -> list[str]:
     """Return the reasons why the Hopper forward does not support the options of a call; [] if it does."""
     given = [name for name in _OTHERS if getattr(call, name) is not None]
-    lacks = [f"it does not support {name}" for name in given if name not in known]
-    if call.seed is not None:
+    lacks = [f"it does not support {name.removesuffix('_bits')}" for name in given if name not in known]
+    if call.seed is not None and "seed" not in known:
         lacks.append("it does not support dropout_p")
     if call.query.dtype not in (torch.float16, torch.bfloat16):
         lacks.append(f"it supports float16 and bfloat16, not {call.query.dtype}")
     lengths = call.query.shape[2], call.key.shape[2]
+    if call.bias is not None and call.bias.dtype not in _LAYOUTS:
+        lacks.append(f"it does not support a bias of {call.bias.dtype}")
+    pipelines = tile_table.HOPPER.get(_row_width(call), ())
+    if not any(fits(call, pipeline) for pipeline in pipelines):
+        lacks.append("no tile fits shared memory beside this bias")
     if call.cu_seqlens_q is not None and any(holds(length > RAGGED_ROWS, False) for length in lengths):
         lacks.append("packed sequences have more than 2**30 rows")
     if holds(call.key.shape[2] == 0, False):  # unknown to a compiler; the operator checks again when it runs
         lacks.append("there are no keys")
-    if call.alibi_slopes is not None and _row_width(call) > 128:
-        lacks.append("it does not support alibi_slopes with heads wider than 128: registers would spill")
+    for name, option in (("alibi_slopes", call.alibi_slopes), ("dropout_p", call.seed)):
+        if option is not None and _row_width(call) > 128:
+            lacks.append(f"it does not support {name} with heads wider than 128: registers would spill")
     if call.value.shape[3] % 8:
         lacks.append(f"the head dimension of value is {call.value.shape[3]}, not a multiple of 8")
     return lacks
@@ -66,12 +73,15 @@ def reasons(call: Call) -> list[str]:
 
 
 def unreachable(call: Call) -> list[str]:
-    """Return a sentence for each of query, key and value that TMA cannot read."""
+    """Return a sentence for each of query, key, value and bias that TMA cannot read."""
     lacks = []
-    for name in ("query", "key", "value"):
-        tensor = getattr(call, name)
+    for name in ("query", "key", "value", "bias"):
+        tensor = getattr(call, name) if name != "bias" else by_tiles(call)
+        if tensor is None:
+            continue
         if not kernel_arguments.strided(tensor):
-            lacks.append(f"the strides of {name} are {tuple(tensor.stride())}, not multiples of 8 that end with 1")
+            step = kernel_arguments.TMA_BYTES // tensor.element_size()
+            lacks.append(f"the strides of {name} are {tuple(tensor.stride())}, not multiples of {step} that end with 1")
         elif not kernel_arguments.aligned(tensor):
             lacks.append(f"{name} lies at an address that is no multiple of 16")
     return lacks
@@ -170,6 +180,27 @@ def programs(call: Call, pipeline: Pipeline, count: int, multiprocessors: int) -
     return min(pairs, multiprocessors)
 
 
+def by_tiles(call: Call) -> Tensor | None:
+    """Return the bias without broadcasts if TMA is to load it: if there is one, and it is not equal for all keys."""
+    bias = narrow(call.bias)
+    return None if bias is None or bias.shape[3] == 1 else bias
+
+
+def fits(call: Call, form: Pipeline) -> bool:
+    """Return whether the tiles of a pipeline fit into shared memory beside those of a bias; without one they do."""
+    bias, columns, columns_v = by_tiles(call), width.fn(call.query.shape[3]), width.fn(call.value.shape[3])
+    if bias is None:
+        return True
+    elements = form.rows * columns * (1 if columns > 128 else 2) + form.stages * form.keys * (columns + columns_v)
+    elements += 0 if columns == columns_v else form.rows * columns_v  # of the output
+    return 2 * elements + form.rows * form.keys * bias.element_size() <= tile_table.TILE_BYTES
+
+
+def _bias(call, keys):
+    bias = by_tiles(call)
+    return None if bias is None else descriptor(bias, 1 if bias.shape[2] == 1 else tile_table.WARPGROUP_ROWS, keys)
+
+
 def arguments(call: Call, out: Tensor, pipeline: Pipeline, partials: Partials | None, count: int) -> dict:
     """Return the arguments of the Hopper forward, except results and sequences. count: number of splits of the keys."""
     query, key, value = call.query, call.key, call.value
@@ -177,15 +208,17 @@ def arguments(call: Call, out: Tensor, pipeline: Pipeline, partials: Partials | 
     group, each, packed = heads // key.shape[1], tile_table.WARPGROUP_ROWS, call.cu_seqlens_q is not None
     keys = max(1, kernel_arguments.sizes(call)[3])
     together = tile_table.L2_BYTES // (2 * keys * (query.shape[3] + value.shape[3]))
-    _, registers, fewer = tile_table.REGISTERS[pipeline.warpgroups]
+    by_groups = tile_table.REGISTERS if call.key_mask is None else tile_table.CLEANING_REGISTERS
+    _, registers, fewer = by_groups[pipeline.warpgroups]
     return dict(
         Q=descriptor(query, each, packed=packed),
         K=descriptor(key, pipeline.keys, packed=packed),
         V=descriptor(value, pipeline.keys, packed=packed),
+        Bias=_bias(call, pipeline.keys),
         Out=descriptor(out, each, packed=packed) if partials is None and out.dtype == query.dtype else None,
         Wide=None if partials is not None or out.dtype == query.dtype else kernel_arguments.of(out),
         partials=partials,
-        rules=Rules(Masks(None, None, kernel_arguments.masks_of(call).rows), kernel_arguments.scored(call), None),
+        rules=kernel_arguments.rules(call),
         planes=batch * heads * count,
         section=min(batch * heads, max(1, together) * group) * count,
         splits=count,

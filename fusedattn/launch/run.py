@@ -159,11 +159,14 @@ def backward_on_hopper(call, ordered):
 def form_on_hopper(name, call):
     """Return the tile of a Hopper kernel for a call; None if a tuning file found all of its tiles wrong."""
     place = tuned.place(name, call.query.dtype, widest(call))
-    # Packed sequences count as short: the bits of one must not depend on the lengths of others.
-    length = min(call.query.shape[2], call.key.shape[2]) if call.cu_seqlens_q is None else 0
+    # Packed sequences count as short: the bits of one must not depend on the lengths of others. So do calls with a
+    # bias, slopes or dropout, which need the registers of two warpgroups.
+    is_short = not call.cu_seqlens_q is call.bias is call.alibi_slopes is call.seed is None
+    length = 0 if is_short else min(call.query.shape[2], call.key.shape[2])
     ranked, wrong, _ = tuned.of(device_of(call.query)).get(place, tuned.Forms())
     forms = tile_table.forms_on_hopper(name, row_width(widest(call)), length, hopper.band_of(call), ranked)
-    return next((form for form in forms if form not in wrong), None)
+    right = (form for form in forms if form not in wrong)
+    return next((form for form in right if name != "hopper" or hopper.fits(call, form)), None)
 
 
 def is_default(name, call, device):

@@ -6,6 +6,7 @@ softmax of the first while the second runs. Source: FlashAttention-3, arXiv:2407
 
 from typing import NamedTuple
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -16,8 +17,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.language.nvidia.hopper.tma import store_wait, tensor_descriptor
 
-from ..vocabulary import masks as masking, memory, partials as splitting, saved_stats, scores, softmax, span
-from . import ring, schedule
+from ..vocabulary import (
+    dropout as dropping,
+    masks as masking,
+    memory,
+    partials as splitting,
+    rules as of_calls,
+    saved_stats,
+    scores,
+    softmax,
+    span,
+    walk,
+)
+from . import notes as noting, ring, schedule
 from .copies import async_store
 
 WARPS = gl.constexpr(4)  # warps of a warpgroup
@@ -27,12 +39,17 @@ COLUMNS = gl.constexpr(8)  # partial sums of a row, in registers: each of four n
 class Shared(NamedTuple):
     """Shared memory: rings of q, k and v, and an output tile for each warpgroup, which may be its tile of q.
 
-    ping_pong, unless None, has a barrier for each of two warpgroups that multiply alternately.
+    landed, unless None, is the ring of v by which the producer waits for its own copies. notes are None if only the
+    band hides pairs. bias, unless None, is a ring with a tile for each warpgroup. ping_pong, unless None, has a barrier
+    for each of two warpgroups that multiply alternately.
     """
 
     q: ring.Ring
     k: ring.Ring
     v: ring.Ring
+    landed: ring.Ring
+    notes: noting.Notes
+    bias: ring.Ring
     out: gl.shared_memory_descriptor
     ping_pong: gl.shared_memory_descriptor
 
@@ -66,11 +83,13 @@ class Work(NamedTuple):
     """Blocks of rows that the programs compute, in their order, and the band (visible keys) of each.
 
     band holds for all blocks if sequences is None. Otherwise each packed sequence has its own, from `left` and `right`.
+    tile_lists is a View, or None if only the band hides pairs.
     """
 
     order: schedule.Schedule
     band: span.Band
     sequences: span.Sequences
+    tile_lists: memory.View
     left: gl.tensor
     right: gl.tensor
 
@@ -89,6 +108,28 @@ class Results(NamedTuple):
     splits: gl.tensor
 
 
+@triton.constexpr_function
+def _counters(BLOCK_N):
+    """Return the layout of Philox counters, for 2 x 2 scores each, in which each thread has those of its own scores."""
+    registers = [[0, 1], *([0, 8 << i] for i in range(BLOCK_N.bit_length() - 5))]
+    lanes, warps = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [[8, 0], [16, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [32, BLOCK_N // 2])
+
+
+class Rows(NamedTuple):
+    """Rows of a warpgroup, and what their scores depend on. head is the Plane without splits.
+
+    counters are those of dropout, one for each two rows, or ().
+    """
+
+    rules: of_calls.Rules
+    band: span.Band
+    plane: span.Plane
+    head: span.Plane
+    rows: gl.tensor
+    counters: gl.tensor
+
+
 @gluon.jit
 def _block(work, n, heads, TOP_LEFT: gl.constexpr, BLOCK: gl.constexpr):
     """Return the first row, the Plane (batch and head) and the Band of a program's n-th block of rows."""
@@ -102,10 +143,19 @@ def _block(work, n, heads, TOP_LEFT: gl.constexpr, BLOCK: gl.constexpr):
         slot, plane = schedule.take(work.order, n, program, programs, heads, 1)
         entry = work.sequences.slots + (work.order.blocks - 1 - slot).to(gl.int64) * 2
         batch, block = gl.maximum(gl.load(entry), 0), gl.load(entry + 1)  # if all sequences are empty, slot 0 holds -1
-        plane = span.Plane(batch, plane.head, plane.index, ())
+        plane = span.Plane(batch, plane.head, batch * heads + plane.head, ())
+        slot = work.order.blocks - 1 - slot
         plane, rows, keys = span.within(work.sequences.extents, plane, work.band.rows, work.band.keys, slot)
         band = span.band(rows, keys, work.left, work.right, TOP_LEFT)
         return span.latest_first(block, rows, BLOCK), plane, band
+
+
+@gluon.jit
+def _split(begin, end, plane, results):
+    """Return the part of begin .. end - 1 that a plane, which is one split of a head, visits."""
+    split, count = plane.index % results.splits, gl.maximum(end - begin, 0)
+    end = begin + (split + 1) * count // results.splits
+    return begin + split * count // results.splits, end
 
 
 @gluon.jit
@@ -116,12 +166,84 @@ def _extent(band, first, plane, results, ROWS: gl.constexpr, BLOCK_N: gl.constex
     """
     begin, full, full_end, end = span.blocks(band, first, ROWS, BLOCK_N)
     if results.partials is not None:
-        split, count = plane.index % results.splits, gl.maximum(end - begin, 0)
-        end = begin + (split + 1) * count // results.splits
-        begin += split * count // results.splits
+        begin, end = _split(begin, end, plane, results)
         begin = gl.where(begin < end, begin, gl.cdiv(band.keys, BLOCK_N))
     count = gl.maximum(end - begin, 1)
     return begin + count - 1, count
+
+
+class Steps(NamedTuple):
+    """Steps of a block of rows: `count` of them, the first of them at the block of keys `start`.
+
+    Without tile lists the blocks are start, start - 1 and so on. With tile lists step i is the entry at lists[0] + i if
+    i < masked, and otherwise at lists[1] + i. The first `masked` steps need a mask.
+    """
+
+    count: gl.tensor
+    start: gl.tensor
+    masked: gl.tensor
+    lists: tuple
+
+
+@gluon.jit
+def _steps(work, band, first, plane, results, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
+    if work.tile_lists is None:
+        last, count = _extent(band, first, plane, results, ROWS, BLOCK_N)
+        return Steps(count, last, (), ())
+    else:
+        head = plane if results.partials is None else span.kv_head(plane, results.splits)
+        masked_list = walk.tile_list(work.tile_lists, head, first // ROWS, 0)
+        full_list = walk.tile_list(work.tile_lists, head, first // ROWS, 1)
+        masked = walk.extent((), masked_list, 0)[1]
+        begin, end = 0, masked + walk.extent((), full_list, 1)[1]
+        if results.partials is not None:
+            begin, end = _split(begin, end, plane, results)
+        masked -= begin
+        lists = masked_list + begin, full_list - masked
+        start = gl.load(gl.where(masked > 0, lists[0], lists[1])).to(gl.int32)
+        start = gl.where(begin < end, start, gl.cdiv(band.keys, BLOCK_N))  # one past the last key
+        return Steps(gl.maximum(end - begin, 1), start, gl.where(begin < end, masked, 1), lists)
+
+
+@gluon.jit
+def _following(steps, i):
+    """Load the block of step i from tile lists, one step ahead; return () without them."""
+    if len(steps.lists) == 0:
+        return ()
+    else:
+        entry = gl.where(i < steps.masked, steps.lists[0], steps.lists[1]) + i
+        return gl.load(entry, mask=i < steps.count, other=0).to(gl.int32)
+
+
+@gluon.jit
+def _write_note(shared, step, masks, plane, band, steps, i, block, BLOCK_N: gl.constexpr):
+    if shared.notes is not None:
+        masked = i < steps.masked
+        ring.claim(shared.k, step)
+        noting.write(shared.notes, step, block, masked, steps.count)
+        if masks.keys is not None:
+            cols = block * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.BlockedLayout([1], [32], [1], [0]))
+            real = masking.real_keys(masks, plane, cols, gl.where(masked, band.keys, 0))
+            noting.real_keys(shared.notes, step).store(real.to(gl.int8))
+
+
+@gluon.jit
+def _pass_on(shared, step, steps, i):
+    """Give the values of step i to their readers, without hidden ones."""
+    if shared.landed is not None:
+        ring.pass_on(shared.landed, shared.v, step, i < steps.masked, noting.real_keys(shared.notes, step))
+
+
+@gluon.jit
+def _fill_bias(shared, step, Bias, plane, first, block, GROUPS: gl.constexpr):
+    """Load the bias of each warpgroup. Its descriptor has one batch, head or row if the bias is equal for all."""
+    if shared.bias is not None:
+        ROWS: gl.constexpr = shared.q.tiles.shape[-2]
+        batch, head = gl.minimum(plane.batch, Bias.shape[0] - 1), gl.minimum(plane.head, Bias.shape[1] - 1)
+        for g in gl.static_range(GROUPS):
+            row = 0 if Bias.block_type.shape[-2] == 1 else first + g * ROWS
+            column = block * Bias.block_type.shape[-1]
+            ring.fill(shared.bias, step * GROUPS + g, Bias, span.Plane(batch, head, plane.index, ()), row, column)
 
 
 @gluon.jit
@@ -134,36 +256,49 @@ def _take(
     last and count are as in `_extent`. Warpgroup g needs no mask for the blocks of keys full .. full_end - 1.
     """
     first, plane, band = _block(work, n, heads, TOP_LEFT, GROUPS * ROWS)
-    last, count = _extent(band, first, plane, results, GROUPS * ROWS, BLOCK_N)
-    _, full, full_end, _ = span.blocks(band, first + g * ROWS, ROWS, BLOCK_N)
-    return first, plane, band, last, count, full, full_end
+    if work.tile_lists is None:
+        last, count = _extent(band, first, plane, results, GROUPS * ROWS, BLOCK_N)
+        _, full, full_end, _ = span.blocks(band, first + g * ROWS, ROWS, BLOCK_N)
+        return first, plane, band, last, count, full, full_end
+    else:  # notes have the rest
+        return first, plane, band, (), (), (), ()
 
 
 @gluon.jit
 def _produce(
-    shared, results, Q, K, V, work, HEADS: gl.constexpr, GROUP: gl.constexpr, TOP_LEFT: gl.constexpr
+    shared, results, Q, K, V, Bias, work, rules, HEADS: gl.constexpr, GROUP: gl.constexpr, TOP_LEFT: gl.constexpr
 ):  # fmt: skip
     """Load tiles by TMA: the work of one warp. Keys go from last to first, so that masked blocks come first."""
     GROUPS: gl.constexpr = 3 if shared.q.tiles.shape[0] > 4 else 2
     ROWS: gl.constexpr = shared.q.tiles.shape[-2]
     BLOCK_N: gl.constexpr = shared.k.tiles.shape[-2]
     heads = HEADS if results.partials is None else HEADS * results.splits
+    v = shared.v if shared.landed is None else shared.landed
     step = 0
     for n in range(schedule.share(work.order, gl.program_id(0), gl.num_programs(0))):
         first, plane, band = _block(work, n, heads, TOP_LEFT, GROUPS * ROWS)
-        last, count = _extent(band, first, plane, results, GROUPS * ROWS, BLOCK_N)
+        steps = _steps(work, band, first, plane, results, GROUPS * ROWS, BLOCK_N)
+        block, following = steps.start, _following(steps, 1)
+        _write_note(shared, step, rules.masks, plane, band, steps, 0, block, BLOCK_N)
         if results.partials is not None:  # a plane is one split of a head
             plane = span.kv_head(plane, results.splits)
         kv = ring.of_keys(span.kv_head(plane, GROUP), band)
-        ring.fill(shared.k, step, K, kv, last * BLOCK_N)  # this tile is free before the tile of q
+        ring.fill(shared.k, step, K, kv, block * BLOCK_N)  # this tile is free before the tile of q
         for g in gl.static_range(GROUPS):
             ring.fill(shared.q, n * GROUPS + g, Q, ring.of_rows(plane, band), first + g * ROWS)
-        ring.fill(shared.v, step, V, kv, last * BLOCK_N)
+        _fill_bias(shared, step, Bias, plane, first, block, GROUPS)
+        ring.fill(v, step, V, kv, block * BLOCK_N)
         step += 1
-        for i in range(1, count):
-            ring.fill(shared.k, step, K, kv, (last - i) * BLOCK_N)
-            ring.fill(shared.v, step, V, kv, (last - i) * BLOCK_N)
+        for i in range(1, steps.count):
+            block = steps.start - i if len(steps.lists) == 0 else following
+            following = _following(steps, i + 1)
+            _write_note(shared, step, rules.masks, plane, band, steps, i, block, BLOCK_N)
+            ring.fill(shared.k, step, K, kv, block * BLOCK_N)
+            _fill_bias(shared, step, Bias, plane, first, block, GROUPS)
+            _pass_on(shared, step - 1, steps, i - 1)
+            ring.fill(v, step, V, kv, block * BLOCK_N)
             step += 1
+        _pass_on(shared, step - 1, steps, steps.count - 1)
 
 
 @gluon.jit
@@ -193,15 +328,62 @@ def _step(state, s, scale):
 
 
 @gluon.jit
-def _weights(s, state, masked, score, band, plane, rows, block, LAYOUT: gl.constexpr, dtype: gl.constexpr):
+def _visit(notes, step, block, count, full, full_end):
+    """Return (block of keys, whether it needs a mask, number of steps), from the step's note if there are notes."""
+    if notes is None:
+        return block, (block < full) | (block >= full_end), count
+    else:
+        return noting.read(notes, step)
+
+
+@gluon.jit
+def _drop(dropout, p, of, block):
+    """Drop weights of a block of keys."""
+    LAYOUT: gl.constexpr = of.counters.type.layout.parent
+    HALF: gl.constexpr = p.shape[1] // 2
+    keys = block * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, LAYOUT))
+    words = dropping.four(dropout, of.head, of.counters[:, None], keys[None, :])
+    return dropping.drop_by(dropout, p, gl.convert_layout(words, p.type.layout))
+
+
+@gluon.jit
+def _bias(shared, at, of, LAYOUT: gl.constexpr):
+    """Load a bias: [rows, keys], or [1, keys] or [rows, 1] if it is equal for all rows or keys; 0 without a bias."""
+    if shared.bias is None:
+        r = of.rows[:, None]
+        return scores.pairs(of.rules.score.bias, of.band, of.head, r, r * 0, CHECK=True)
+    else:
+        ring.wait(shared.bias, at)
+        tile = ring.tile(shared.bias, at)
+        if tile.shape[0] == 1:
+            return tile.reshape([tile.shape[1]]).load(gl.SliceLayout(0, LAYOUT))[None, :]
+        else:
+            return tile.load(LAYOUT)
+
+
+@gluon.jit
+def _weights(
+    g: gl.constexpr, s, state, masked, of, block, shared, step,
+    GROUPS: gl.constexpr, LAYOUT: gl.constexpr, dtype: gl.constexpr,
+):  # fmt: skip
     """Return (p as the left operand of p @ v, factor that rescales earlier sums, new State)."""
+    score, masks, r, notes = of.rules.score, of.rules.masks, of.rows[:, None], shared.notes
     if score.scale is not None:
         cols = block * s.shape[1] + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))
-        s, _ = scores.apply(score, s, 0.0, band, plane, rows[:, None], cols[None, :])
+        S_LAYOUT: gl.constexpr = s.type.layout
+        bias = _bias(shared, step * GROUPS + g, of, S_LAYOUT)
+        s, _ = scores.apply(score, s, bias, of.band, of.plane, r, cols[None, :])
     if masked:  # a branch, because two loops (masked or not) would repack p between them
         cols = block * s.shape[1] + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))
-        s = gl.where(span.inside(band, rows[:, None], cols[None, :]), s, float("-inf"))
+        real = None
+        if masks.keys is not None:
+            real = noting.real_keys(notes, step).load(gl.SliceLayout(0, s.type.layout))[None, :] != 0
+        s = gl.where(masking.visible(masks, 1, of.band, of.plane, r, cols[None, :], real), s, float("-inf"))
+    if shared.bias is not None:  # after a branch: ptxas would move it up, before the loads of the bias have arrived
+        ring.release(shared.bias, step * GROUPS + g)
     p, decay, state = _step(state, s, score.softmax_scale)
+    if of.rules.dropout is not None:
+        p = _drop(of.rules.dropout, p, of, block)
     return gl.convert_layout(p.to(dtype), LAYOUT), decay, state
 
 
@@ -270,11 +452,11 @@ def _consume(
         rows = first + g * ROWS + gl.arange(0, ROWS, layout=S_ROWS)
         out = gl.zeros([ROWS, WIDTH], gl.float32, O_LAYOUT)
         score = rules.score
+        head = plane if results.partials is None else span.kv_head(plane, results.splits)
         if score.slopes is not None:
-            head = plane if results.partials is None else span.kv_head(plane, results.splits)
             slope = scores.slope(score, head, gl.float32)
             cap, at_zero, sinks = score.cap, score.slope_at_zero, score.sinks
-            score = scores.Score(score.scale, None, cap, at_zero, slope, None, sinks, score.shift, score.rough)
+            score = scores.Score(score.scale, None, cap, at_zero, slope, score.bias, sinks, score.shift, score.rough)
         # A sink is the largest score at first, and has the weight 1.
         lowest, weight = float("-inf"), 0.0
         if score.sinks is not None:
@@ -286,21 +468,28 @@ def _consume(
         else:  # too few registers for partial sums
             row_sum = gl.full([ROWS], weight, gl.float32, S_ROWS)
         state = softmax.State(row_max, row_sum)
+        counters = ()
+        if rules.dropout is not None:
+            pairs = gl.arange(0, ROWS // 2, layout=gl.SliceLayout(1, _counters(BLOCK_N)))
+            counters = (first + g * ROWS) // 2 + pairs
+        of = Rows(of_calls.Rules(rules.masks, score, rules.dropout), band, plane, head, rows, counters)
 
         if not EARLY:
             s = _begin_scores(g, shared, n, step, zero, GROUPS)
             s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
             ring.release(shared.k, step)
         q = ring.tile(shared.q, n * GROUPS + g)
-        masked = (last < full) | (last >= full_end)
-        p, decay, state = _weights(s, state, masked, score, band, plane, rows, last, P_LAYOUT, dtype)
+        block, masked, steps = _visit(shared.notes, step, last, count, full, full_end)
+        p, decay, state = _weights(g, s, state, masked, of, block, shared, step, GROUPS, P_LAYOUT, dtype)
         if TWO:
             store_wait(0)  # of the previous block's output
             if SHARE:
                 ring.release(shared.q, (n - 1) * GROUPS + g, pred=n > 0)
-        ring.wait(shared.k, step + 1, pred=count > 1)
-        for i in range(1, count):
+        ring.wait(shared.k, step + 1, pred=steps > 1)
+        for i in range(1, steps):
             step += 1
+            block = last - i if shared.notes is None else ()
+            block, masked, _ = _visit(shared.notes, step, block, count, full, full_end)
             _await_ping_pong(shared.ping_pong, g, step)
             s = warpgroup_mma(q, ring.tile(shared.k, step).permute((1, 0)), zero, use_acc=False, is_async=True)
             ring.wait(shared.v, step - 1)
@@ -308,12 +497,10 @@ def _consume(
             _pass_ping_pong(shared.ping_pong, g)
             s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
             ring.release(shared.k, step)
-            block = last - i
-            masked = (block < full) | (block >= full_end)
-            next_p, decay, state = _weights(s, state, masked, score, band, plane, rows, block, P_LAYOUT, dtype)
+            next_p, decay, state = _weights(g, s, state, masked, of, block, shared, step, GROUPS, P_LAYOUT, dtype)
             # ptxas moves the wait for p @ v up over the exponentials, and they no longer overlap. It moves nothing over
             # the end of a basic block, and a barrier's wait is a loop: so the wait for the next k is here.
-            ring.wait(shared.k, step + 1, pred=i + 1 < count)
+            ring.wait(shared.k, step + 1, pred=i + 1 < steps)
             # wgmma reads p from its registers until here.
             out, p = warpgroup_mma_wait(num_outstanding=0, deps=(next_out, p))
             ring.release(shared.v, step - 1)
@@ -383,8 +570,8 @@ def _consume(
 
 @gluon.jit(do_not_specialize=["q_len", "k_len", "left", "right", "planes", "section", "splits"])
 def forward(
-    Q, K, V, Out, Wide, partials, Lse, Stats,
-    sequences, used, q_len, k_len, left, right, rules, planes, section, splits,
+    Q, K, V, Bias, Out, Wide, partials, Lse, Stats,
+    sequences, tile_lists, used, q_len, k_len, left, right, rules, planes, section, splits,
     spec: gl.constexpr, form: gl.constexpr,
 ):  # fmt: skip
     """Write Out (or Wide), Lse and Stats as kernels/forward.py does; a program may compute several blocks of rows.
@@ -411,7 +598,7 @@ def forward(
         blocks = gl.maximum(gl.load(used), 1)
     elif (left is None) != (right is None):
         paired = (gl.num_programs(0) < blocks * planes).to(gl.int32)
-    work = Work(schedule.Schedule(blocks, planes, section, paired), band, sequences, left, right)
+    work = Work(schedule.Schedule(blocks, planes, section, paired), band, sequences, tile_lists, left, right)
     # With equal widths a warpgroup's output overwrites its q.
     SHARE: gl.constexpr = Out is not None and Q.block_type.shape[-1] == Out.block_type.shape[-1]
     # Two tiles of q per warpgroup: the next is loaded when a block ends. Heads wider than 128 leave space for one.
@@ -421,14 +608,21 @@ def forward(
         out = q.tiles
     else:
         out = gl.allocate_shared_memory(Out.dtype, [GROUPS] + Out.block_type.shape, Out.layout)
+    KEYS: gl.constexpr = rules.masks.keys is not None
+    landed = ring.landing(v) if KEYS else None
+    notes = None if tile_lists is None else noting.notes(STAGES, K.block_type.shape[-2])
+    bias = None if Bias is None else ring.ring(Bias, GROUPS, 1)
     ping_pong = None
     if form.PING_PONG:
         ping_pong = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
         for i in gl.static_range(2):
             mbarrier.init(ping_pong.index(i), count=1)
     fence_async_shared()
-    shared, results = Shared(q, k, v, out, ping_pong), Results(Out, Wide, partials, Lse, Stats, splits)
-    produce = (shared, results, Q, K, V, work, HEADS, GROUP, TOP_LEFT)
+    shared, results = (
+        Shared(q, k, v, landed, notes, bias, out, ping_pong),
+        Results(Out, Wide, partials, Lse, Stats, splits),
+    )
+    produce = (shared, results, Q, K, V, Bias, work, rules, HEADS, GROUP, TOP_LEFT)
     if GROUPS == 2:
         gl.warp_specialize(
             [

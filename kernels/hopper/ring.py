@@ -14,6 +14,8 @@ from .copies import async_load
 
 # The rows of a ragged descriptor, and the coordinate at which 64-bit addresses wrap around (launch/hopper.py).
 ROWS = gl.constexpr(2**30)
+# Layout in which one warp sets rows of a tile to 0: a thread has 16 bytes of a row, and swizzling prevents conflicts.
+LINES = gl.constexpr(gl.BlockedLayout([1, 8], [32, 1], [1, 1], [1, 0]))
 
 
 class Ring(NamedTuple):
@@ -119,6 +121,36 @@ def fill(ring, step, desc, plane, row, column=0):
 def wait(ring, step, pred=True):
     TILES: gl.constexpr = ring.tiles.shape[0]
     mbarrier.wait(ring.ready.index(step % TILES), step // TILES & 1, pred=pred)
+
+
+@gluon.jit
+def landing(ring):
+    """Return a Ring of the same tiles, for copies that the producer itself waits for and passes on by `pass_on`."""
+    TILES: gl.constexpr = ring.tiles.shape[0]
+    ready = gl.allocate_shared_memory(gl.int64, [TILES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(TILES):
+        mbarrier.init(ready.index(i), count=1)
+    return Ring(ring.tiles, ready, ring.free)
+
+
+@gluon.jit
+def pass_on(landed, ring, step, hides, real):
+    """Give a tile to its readers once its copy has landed; if `hides`, set the rows to 0 first where `real` is 0.
+
+    Hidden rows may be NaN, and 0 * NaN is NaN. One warp does this. real: int8 [rows] in shared memory.
+    """
+    TILES: gl.constexpr = ring.tiles.shape[0]
+    wait(landed, step)
+    if hides:
+        whole = tile(ring, step)
+        WIDTH: gl.constexpr = min(whole.shape[1], 16)  # of a part, which a thread holds in registers
+        for i in gl.static_range(whole.shape[0] // 32):
+            seen = real.slice(32 * i, 32).load(gl.SliceLayout(1, LINES)) != 0
+            for j in gl.static_range(whole.shape[1] // WIDTH):
+                part = whole.slice(32 * i, 32).slice(WIDTH * j, WIDTH, dim=1)
+                part.store(gl.where(seen[:, None], part.load(LINES), 0.0))
+        fence_async_shared()
+    mbarrier.arrive(ring.ready.index(step % TILES), count=1)
 
 
 @gluon.jit

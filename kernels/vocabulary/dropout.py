@@ -66,11 +66,12 @@ def _plane(dropout, plane):
 
 
 @triton.jit
-def _word(dropout, plane, i, j):
-    """Return the random word of each (row i, key j), by four times the Philox calls of `_four`, but at any origin."""
-    r, c = tl.broadcast(i, j)
+def _word(dropout, plane, r, c):
+    """Return the random word of each pair (r, c), by four times the Philox calls of `four`, but at any origin."""
+    row, key = dropout.origin.unaligned
+    r, c = tl.broadcast(r + row, c + key)
     low, high = (r >> 4) * 8 + (r & 7), (c >> 4) * 8 + (c & 7)
-    zero = tl.full(r.shape, 0, tl.int32)
+    zero = low & 0
     w0, w1, w2, w3 = tl.philox(tl.load(dropout.seed), low, high, zero + _plane(dropout, plane), zero, 7)
     of_row = (r & 8) != 0
     return tl.where((c & 8) != 0, tl.where(of_row, w3, w1), tl.where(of_row, w2, w0))
@@ -78,36 +79,48 @@ def _word(dropout, plane, i, j):
 
 @triton.jit
 def _kept(dropout, plane, r, c):
-    threshold = tl.cast(dropout.threshold, tl.uint32)
     if len(dropout.origin) == 0:
-        return _four(dropout, plane, r, c) >= threshold
+        return _not_below(dropout, _four(dropout, plane, r, c))
     elif len(dropout.origin.aligned) == 0:
-        row, key = dropout.origin.unaligned
-        return _word(dropout, plane, r + row, c + key) >= threshold
+        return _not_below(dropout, _word(dropout, plane, r, c))
     else:
-        return _four(dropout, plane, r, c) >= threshold
+        return _not_below(dropout, _four(dropout, plane, r, c))
+
+
+@triton.jit
+def _not_below(dropout, words):
+    return words >= tl.cast(dropout.threshold, tl.uint32)
 
 
 @triton.jit
 def _four(dropout, plane, r, c):
-    """Return a random 32-bit word for each pair (r, c). One call of Philox gives the words of four pairs.
-
-    The four words go to rows i, i + 8 and keys j, j + 8. A thread that holds one of these elements of a product holds
-    all four, so no data moves between threads.
-    """
+    """Return a random word for each pair (r, c), by `four`. r and c are [n, 1] and [1, m], or the reverse."""
     ROWS: tl.constexpr = r.shape[0] * r.shape[1]
     KEYS: tl.constexpr = c.shape[0] * c.shape[1]
     i, j = _counters(tl.reshape(r, [ROWS]), ROWS), _counters(tl.reshape(c, [KEYS]), KEYS)
     if r.shape[1] == 1:
-        i, j = tl.broadcast(i[:, None], j[None, :])
+        return four(dropout, plane, i[:, None], j[None, :])
     else:
-        i, j = tl.broadcast(i[None, :], j[:, None])
+        return four(dropout, plane, i[None, :], j[:, None])
+
+
+@triton.jit
+def four(dropout, plane, i, j):
+    """Return a random 32-bit word for each pair, from the Philox counters of two rows (i) and of two keys (j) each.
+
+    One call of Philox gives four words. They go to rows r, r + 8 and keys c, c + 8. A thread that holds one of these
+    elements of a product holds all four, so no data moves between threads.
+    """
+    BY_ROWS: tl.constexpr = i.shape[1] == 1
+    ROWS: tl.constexpr = 2 * i.shape[0] * i.shape[1]
+    KEYS: tl.constexpr = 2 * j.shape[0] * j.shape[1]
+    i, j = tl.broadcast(i, j)
     if len(dropout.origin) > 0:
         i, j = i + dropout.origin.aligned[0] * 8, j + dropout.origin.aligned[1] * 8
-    zero = tl.full(i.shape, 0, tl.int32)
+    zero = i & 0
     w0, w1, w2, w3 = tl.philox(tl.load(dropout.seed), i, j, zero + _plane(dropout, plane), zero, 7)
     words = tl.join(tl.join(w0, w1), tl.join(w2, w3))  # the last two axes are bit 3 of the key, and of the row
-    if r.shape[1] == 1:
+    if BY_ROWS:
         words = tl.permute(tl.reshape(words, [ROWS // 16, 8, KEYS // 16, 8, 2, 2]), [0, 5, 1, 2, 4, 3])
         return tl.reshape(words, [ROWS, KEYS])
     else:
@@ -121,6 +134,12 @@ def drop(dropout, p, plane, r, c):
         return p
     else:
         return tl.where(_kept(dropout, plane, r, c), p * dropout.scale, 0.0)
+
+
+@triton.jit
+def drop_by(dropout, p, words):
+    """Return `drop` of p by the words of `four`, in the layout of p: for Gluon, where `drop` cannot find layouts."""
+    return tl.where(_not_below(dropout, words), p * dropout.scale, 0.0)
 
 
 @triton.jit

@@ -97,14 +97,15 @@ def shown(masks, band, plane, r, c, first, CHECK: tl.constexpr):
 
 
 @triton.jit
-def visible(masks, shown, band, plane, r, c):
+def visible(masks, shown, band, plane, r, c, real=None):
     """Return True for the (row, key) pairs that all masks leave visible. r and c are [n, 1] and [1, m], or the reverse.
 
+    real: `real_keys` of c, if loaded already.
     masks.rows is not needed here: the saved statistics of a hidden row give it weights of 0.
     """
     seen = span.inside(band, r, c)
     if masks.keys is not None:
-        seen &= real_keys(masks, plane, c, band.keys)
+        seen &= real_keys(masks, plane, c, band.keys) if real is None else real
     if masks.bits is not None:
         half = _half(shown, c) if r.shape[1] == 1 else shown[0]
         seen &= ((half >> (c & (BLOCK - 1) & 31)) & 1) != 0  # a shift of 32 bits is one instruction

@@ -100,8 +100,14 @@ OTHERS = {  # (inputs, options, backend of the call, reason against the preferre
         "triton",
         "alibi_slopes with heads wider than 128",
     ),
-    "dropout": (draw(128), dict(dropout_p=0.1, seed=1), "triton", "it does not support dropout_p"),
-    "bias": (draw(128), dict(bias=torch.empty(300, 300, device="meta")), "triton", "it does not support bias"),
+    "dropout": (draw(256), dict(dropout_p=0.1, seed=1), "triton", "dropout_p with heads wider than 128"),
+    "bias": (draw(128), dict(bias=torch.empty(300, 301, device="meta")[:, 1:]), "triton", "strides of bias"),
+    "a wide bias": (
+        [*draw(128)[:2], draw(256)[2]],
+        dict(bias=torch.empty(300, 300, device="meta")),
+        "triton",
+        "no tile fits shared memory beside this bias",
+    ),
     "strides": (EXPANDED, {}, "triton", "strides of key"),  # TMA cannot read stride 0
     "address": (ODD, {}, "triton", "query lies at an address that is no multiple of 16"),
     "address of a subclass": ([x.as_subclass(Other) for x in ODD], {}, "triton", "key lies at an address"),
@@ -120,6 +126,7 @@ OF_SCORES = {
     "sinks": dict(sinks=torch.ones(8, device="meta")),
     "slopes": dict(alibi_slopes=torch.ones(8, device="meta")),
     "query mask": dict(query_mask=torch.ones(2, 300, dtype=torch.bool, device="meta")),
+    "key mask": dict(key_mask=torch.ones(2, 300, dtype=torch.bool, device="meta")),
     "scale": dict(scale=0.0),
 }
 
@@ -128,6 +135,16 @@ OF_SCORES = {
 def test_options_of_scores(name):
     found = explain(*draw(128), **OF_SCORES[name])
     assert found.backend == "hopper" and not found.backward and {"hopper", "hopper_bwd"} <= {*found.tiles}
+
+
+ONLY_FORWARD = {"bias": dict(bias=torch.empty(300, 300, device="meta")), "dropout_p": dict(dropout_p=0.1, seed=1)}
+
+
+@pytest.mark.parametrize("name", ONLY_FORWARD)
+def test_options_whose_backward_others_take(name):
+    found = explain(*draw(128), **ONLY_FORWARD[name])
+    assert found.backend == "hopper" and f"it does not support {name}" in found.backward
+    assert "hopper" in found.tiles and "hopper_bwd" not in found.tiles
 
 
 @pytest.mark.parametrize("name", OTHERS)

@@ -46,10 +46,11 @@ def test_candidates_are_no_tiles_that_calls_take_anyway():
     assert table.candidates("two_passes", 90, 2, 64) == (None,) and not table.candidates("one_pass", 90, 2, 256)
 
 
-def test_a_pipeline_asks_for_no_more_registers_than_there_are():
+@pytest.mark.parametrize("registers", [table.REGISTERS, table.CLEANING_REGISTERS])
+def test_a_pipeline_asks_for_no_more_registers_than_there_are(registers):
     for pipelines in table.HOPPER.values():
         for each in pipelines:
-            launched, many, few = table.REGISTERS[each.warpgroups]
+            launched, many, few = registers[each.warpgroups]
             assert each.warpgroups == 2 or not each.ping_pong
             assert many * each.warpgroups + few <= launched * (each.warpgroups + 1), "it would wait for ever"
 

@@ -21,15 +21,16 @@ import triton
 from fusedattn.launch import run, tile_table
 
 from . import hazards, report as kernels
-from .compiled import ALL, DTYPES, INSTRUCTIONS, ON_HOPPER, SHARED, SMALLEST, Row, compile_row, pool
+from .compiled import ALL, BY_HOPPER, DTYPES, INSTRUCTIONS, ON_HOPPER, SHARED, SMALLEST, Row, compile_row, pool
 
 ROOT = pathlib.Path(__file__).parents[2]
 TABLE = ROOT / "bench" / "results" / "kernels.md"
 # Bytes that a variant may spill beyond its tile's budget. Few tiles are masked. One pass does the work of two kernels,
 # so it spills more with all options together. Packed sequences need more addresses, and a bias over keys a sum for each
-# key: dk/dv at D 256 spills 16 bytes more with it, and 16 more with Triton 3.6. A partial call of Hopper's forward at
-# D 256 spills 16, outside of the loop, where it stores float32.
-EXTRA_SPILLS = {"masked": 768, "everything": 768, "packed": 32, "packed all": 768, "bias keys": 32, "partial": 16}
+# key: dk/dv at D 256 spills 16 bytes more with it, and 16 more with Triton 3.6. Hopper's kernels may spill outside of
+# their loops.
+EXTRA_SPILLS = {"masked": 768, "everything": 768, "packed": 32, "packed all": 768, "bias keys": 32}
+EXTRA_ON_HOPPER = {"partial": 16, "biased": 8, "dropout": 24, "key_mask": 16}
 EXTRA_OF_ONE_PASS = {"masked": 768, "everything": 1320, "packed": 32, "packed all": 1320, "bias keys": 256}
 # Bytes that a row may spill with another Triton than that of the committed table. 3.6, 3.8 and 3.9 spill up to 2260.
 SPILLS_BY_OTHERS = 2304
@@ -50,7 +51,7 @@ def faults(row, report, committed=None, other=False):
     """
     index, count = row.place
     on_hopper = row.kernel in ON_HOPPER
-    extra = EXTRA_OF_ONE_PASS if row.kernel == "one_pass" else EXTRA_SPILLS
+    extra = EXTRA_OF_ONE_PASS if row.kernel == "one_pass" else EXTRA_ON_HOPPER if on_hopper else EXTRA_SPILLS
     own = extra.get(row.variant, 0) + (0 if on_hopper else row.tile.spills)
     budget = SPILLS_BY_OTHERS if other else own
     if report.spills > budget:
@@ -82,7 +83,8 @@ def faults(row, report, committed=None, other=False):
 
 def _faults_on_hopper(row, report, length):
     groups = row.tile.warpgroups
-    launched, each, fewer = tile_table.REGISTERS[groups]
+    cleans = row.variant in ("key_mask", "registers")
+    launched, each, fewer = (tile_table.CLEANING_REGISTERS if cleans else tile_table.REGISTERS)[groups]
     asked, there = groups * each + fewer, launched * (groups + 1)
     if asked > there:
         yield f"asks for {asked} registers, a thread of each warpgroup; it is launched with {there}"
@@ -119,9 +121,12 @@ def _hopper_table():
         for dim in {64: (32, 16), 128: (80,)}.get(width, ()):
             yield Row("hopper", 90, "bf16", dim, "full", *first)
     for width, forms in tile_table.HOPPER.items():
-        for variant in ("partial", "splits", "packed", "softcap", "alibi_slopes", "sinks", "query_mask", "registers"):
-            if width <= 128 or variant not in ("alibi_slopes", "registers"):  # not supported, because of spills
+        for variant in ("partial", "splits", "packed", *BY_HOPPER, "registers"):
+            heavy = variant in ("alibi_slopes", "biased", "dropout", "registers")
+            if width <= 128 or variant == "biased" or not heavy:  # not supported, because of spills
                 yield Row("hopper", 90, "bf16", width, variant, forms[0], (0, len(forms)))
+                if forms[-1].warpgroups > 2 and variant in BY_HOPPER and not heavy:
+                    yield Row("hopper", 90, "bf16", width, variant, forms[-1], (len(forms) - 1, len(forms)))
     stored = tile_table.BACKWARDS["hopper_bwd_ds"]
     for kernel, rows in (tile_table.BACKWARDS | dict.fromkeys(tile_table.PRODUCTS, stored)).items():
         for width, (form,) in rows.items():

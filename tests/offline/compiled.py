@@ -79,9 +79,10 @@ VARIANTS |= dict(
     scale=dict(scale=-0.1), partial=dict(partial=True), splits={}
 )  # splits: few heads, so that programs share the keys of a row
 _ALL_OPTIONS = VARIANTS["everything"]
-_SINGLE = "softcap", "alibi_slopes", "sinks", "key_mask", "query_mask"
-VARIANTS |= {name: {name: _ALL_OPTIONS[name]} for name in _SINGLE}
-VARIANTS["registers"] = {name: _ALL_OPTIONS[name] for name in ("softcap", "alibi_slopes", "sinks", "query_mask")}
+# options of the Hopper forward
+BY_HOPPER = "biased", "dropout", "softcap", "alibi_slopes", "sinks", "query_mask", "key_mask"
+VARIANTS |= {name: {name: _ALL_OPTIONS[name]} for name in BY_HOPPER if name in _ALL_OPTIONS}
+VARIANTS["registers"] = {name: _ALL_OPTIONS[name] for name in BY_HOPPER if name in _ALL_OPTIONS}
 ALL = ("everything", "packed all")  # variants with every option
 # Variants of calls to a cache.
 PAGES = {"contiguous": None, "one page": 32768, "pages": 256, "small pages": 16, "everything": 16}

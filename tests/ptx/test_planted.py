@@ -87,6 +87,7 @@ if copies.LATER_UNFENCED.value:  # with a later Triton this is no mistake
     UNSEEN += (("values that nobody fenced", *LATER, "keys by threads", 90),)
 PACKED, PACKED_CAUSAL = "hopper packed", "hopper packed causal D128"
 D128, D64, STORED = "hopper causal D128", "hopper window", "hopper causal D256, two passes"
+KEYS = "hopper key mask, causal"
 RELEASED = "        ring.release(shared.q, step)\n"
 DK = "        dk, ds = warpgroup_mma_wait(num_outstanding=FOR_S + GROUPS, deps=(dk, ds))\n"
 ON_HOPPER = tuple(
@@ -96,6 +97,11 @@ ON_HOPPER = tuple(
         ("an empty split", "forward", "begin, gl.cdiv(band.keys, BLOCK_N))", "begin, begin)", SPLITS),
         ("keys of another head", "forward",
          "plane = span.kv_head(plane, results.splits)\n        kv", "pass\n        kv", SPLITS),
+        ("hidden values stay", "ring", "gl.where(seen[:, None], part.load(LINES), 0.0)", "part.load(LINES)", KEYS),
+        ("hidden values not fenced", "ring", "0.0))\n        fence_async_shared()\n", "0.0))\n", KEYS),
+        ("a tile list read too far", "forward", "steps.lists[1]) + i\n", "steps.lists[1]) + i + 1\n", KEYS),
+        ("bits of another sequence", "forward", "batch * heads + plane.head, ())", "plane.index, ())",
+         "hopper dropout D128, packed"),
         ("rows of the next sequence", "ring", ".packed.row, band.rows)", ".packed.row, band.rows + 1)", PACKED),
         ("keys of the next sequence", "ring", ".packed.key, band.keys)", ".packed.key, band.keys + 1)", PACKED),
         ("a program too many", "forward", "share > 0 if PACKED", "share >= 0 if PACKED", PACKED_CAUSAL),
