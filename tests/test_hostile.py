@@ -177,7 +177,8 @@ CALLS = {
 TOGETHER = dict(
     query=("key", "key_cache", "cache_seqlens", "cu_seqlens_q"), key=("value",), key_cache=("value_cache",),
     value_cache=("new_value",), cu_seqlens_q=("cu_seqlens_k",), rotary_cos=("rotary_sin",),
-    block_table=("cache_seqlens", "key_cache"), out_a=("lse_a", "out_b"), mask=("key_mask", "rows"), new_key=("new_value",),
+    block_table=("cache_seqlens", "key_cache"), out_a=("lse_a", "out_b"), mask=("key_mask", "rows"),
+    new_key=("new_value",),
     embed_dim=("num_heads",), hidden_size=("num_attention_heads", "num_heads"), num_heads=("num_kv_heads",),
     input=("hidden",), hidden=("encoder_outputs",),
 )  # fmt: skip
