@@ -54,6 +54,8 @@ def limits(call: Call, known: tuple[str, ...] = _IN_FORWARD) -> list[str]:
         lacks.append("there are no keys")
     if call.alibi_slopes is not None and _row_width(call) > 128:
         lacks.append("it does not support alibi_slopes with heads wider than 128: registers would spill")
+    if _row_width(call) > (widest := max(tile_table.HOPPER)):
+        lacks.append(f"it does not support heads wider than {widest}")
     if call.value.shape[3] % 8:
         lacks.append(f"the head dimension of value is {call.value.shape[3]}, not a multiple of 8")
     return lacks
