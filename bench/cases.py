@@ -32,7 +32,8 @@ class Case(NamedTuple):
 
     Words of `options`: bias (1, Hq, Sq, Sk); documents=N, a mask for N documents in a sequence; keys=SHARE, the share
     of keys that are not padding; lengths=KIND, packed sequences with lengths from LENGTHS; filled=SHARE, the filled
-    share of a cache; window=LEFT,RIGHT; softcap=CAP; dropout=P; weights: returned too; module: projections as well.
+    share of a cache; latent: values are the first columns of the keys; window=LEFT,RIGHT; softcap=CAP; dropout=P;
+    weights: returned too; module: projections as well.
     """
 
     B: int
@@ -77,9 +78,11 @@ class Case(NamedTuple):
             shape = self.B, self.Sq, self.Hq * self.D
             return Tensors(normal(*shape), None, None, normal(*shape))
         queries, keys = (self.B, self.Hq, self.Sq), (self.B, self.Hkv, self.Sk)
-        inputs = normal(*queries, self.D), normal(*keys, self.D), normal(*keys, self.Dv), normal(*queries, self.Dv)
+        query, key, value = normal(*queries, self.D), normal(*keys, self.D), normal(*keys, self.Dv)
+        value = key[..., : self.Dv] if "latent" in self.words else value
+        grad_out = normal(*queries, self.Dv)
         bias = normal(1, self.Hq, self.Sq, self.Sk) if "bias" in self.words else None
-        return Tensors(*inputs, bias, self.masks(device))
+        return Tensors(query, key, value, grad_out, bias, self.masks(device))
 
     def documents(self, device) -> Tensor:
         """Return (S,), the index of the document that each token belongs to."""
@@ -136,8 +139,9 @@ class Case(NamedTuple):
 
     def moved(self) -> int:
         """Return the bytes that a call reads and writes: query, key, value and output."""
-        element = getattr(torch, self.dtype).itemsize
-        return element * self.B * (self.Hq * self.Sq + self.Hkv * self.Sk) * (self.D + self.Dv)
+        element, both = getattr(torch, self.dtype).itemsize, self.D + self.Dv
+        cached = self.D if "latent" in self.words else both
+        return element * self.B * (self.Hq * self.Sq * both + self.Hkv * self.Sk * cached)
 
 
 def _uniform(count, longest):
@@ -167,6 +171,7 @@ PAPER = [_paper(x, dim, causal) for x in LENGTHS_OF_PAPERS for dim in (128, 64, 
 MORE = [  # each case differs from PAPER in one property
     Case(4, 32, 8, 4096, 4096, 128, 128, True, "bfloat16"),  # grouped heads
     Case(4, 16, 16, 4096, 4096, 192, 128, True, "bfloat16"),
+    *(_paper(4096, 512, causal) for causal in _BOTH),
     Case(16, 16, 16, 128, 8192, 128, 128, False, "bfloat16"),  # few queries, many keys
     Case(1, 32, 8, 128, 8192, 128, 128, False, "bfloat16"),  # fewer row blocks than multiprocessors; so has the next
     Case(1, 2, 2, 4096, 4096, 128, 128, False, "bfloat16"),
@@ -196,6 +201,7 @@ DECODE = [
     for batch in batches
     if batch * (32 // group) * keys * 128 * 2 * 2 <= 8 << 30
 ]
+DECODE += [Case(64, heads, 1, 1, 8192, 576, 512, False, "bfloat16", "latent") for heads in (16, 128)]
 MODULE = [
     *(_paper(length, 128, causal, options="module") for length in (2048, 512, 8192) for causal in _BOTH),
     *(Case(8, 16, 16, 2048, 2048, 64, 64, causal, "bfloat16", "module") for causal in _BOTH),

@@ -178,8 +178,8 @@ def attention_decode(
         query: (B, Hq, Sq, D), of float16, bfloat16, float32 or float64. Autocast casts it as torch's SDPA; caches and
             new keys must have the resulting dtype.
         key_cache, value_cache: (B, Hkv, C, D) and (B, Hkv, C, Dv), or pages of a pool, (pages, Hkv, page, D or Dv). Any
-            strides. New keys and values are written into them; then the two may share no memory, unless values are the
-            first columns of keys without rotary embedding.
+            strides. If values are the first columns of the keys (latent attention), kernels load both at once. New keys
+            and values are written into the caches, which then may share memory only so, and without rotary embedding.
         cache_seqlens: int32 (B,), the number of keys of each sequence before the append; it is not changed.
         block_table: int32 (B, n), the pages of each sequence, in order. Entries beyond a length are ignored. Sequences
             may share a page, but not the position of a new key.

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .vocabulary import memory, pages as paging, rotary as turning, span
+from .vocabulary import columns, memory, pages as paging, rotary as turning, span
 
 
 @triton.jit(do_not_specialize=["heads", "capacity", "added", "pages", "positions"])
@@ -24,5 +24,7 @@ def append(
     lines = paging.rows(at, spec.PAGE)
     k = turning.load(memory.matrix(K, plane), rows, exists, rotary, at, positions, spec)
     v = memory.load(memory.matrix(V, plane), rows, exists, spec.DV)
-    memory.store_rows(paging.matrix(cache.K, plane, page[:, None], pages), lines, exists, k, spec.D)
+    keys = paging.matrix(cache.K, plane, page[:, None], pages)
+    for n in tl.static_range(len(k.tiles)):
+        memory.store_rows(columns.part(keys, n), lines, exists, k.tiles[n], columns.size(spec.D, n))
     memory.store_rows(paging.matrix(cache.V, plane, page[:, None], pages), lines, exists, v, spec.DV)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .vocabulary import copies, gradient, masks as masking, memory, scores, span, walk
+from .vocabulary import columns, copies, gradient, masks as masking, memory, scores, span, walk
 
 
 @triton.jit(do_not_specialize="heads bias_heads q_len k_len max_seqlen_q max_seqlen_k left right batches".split())
@@ -44,16 +44,16 @@ def dbias(
         kv = span.kv_head(plane, spec.GROUP)
         real_rows = masking.real_rows(rules.masks, plane, rows, seq_rows)
         real_keys = masking.real_keys(rules.masks, plane, cols, seq_keys)
-        q = memory.load(memory.of_rows(Q, plane), rows, real_rows, spec.D)
-        do = memory.load(memory.of_rows(incoming.grad_out, plane), rows, real_rows, spec.DV)
-        k = memory.load(memory.of_keys(K, kv), cols, real_keys, spec.D)
-        v = memory.load(memory.of_keys(V, kv), cols, real_keys, spec.DV)
+        q = columns.load(memory.of_rows(Q, plane), rows, real_rows, spec.D)
+        do = columns.load(memory.of_rows(incoming.grad_out, plane), rows, real_rows, spec.DV)
+        k = columns.load(memory.of_keys(K, kv), cols, real_keys, spec.D)
+        v = columns.load(memory.of_keys(V, kv), cols, real_keys, spec.DV)
         row = gradient.down(gradient.load(incoming.rows, plane, rows, seq_rows))
         shown = masking.shown(rules.masks, band, plane, r, c, tile * BLOCK_N, CHECK=True)
         bias = scores.pairs(rules.score.bias, band, plane, r, c, CHECK=True)
         copies.fence()
-        x = tl.dot(q, k.T, input_precision=spec.PRECISION, out_dtype=grad.dtype)
+        x = columns.dot(q, k, spec.D, spec, grad.dtype)
         p, dcap = gradient.weights(x, shown, bias, row, r, c, band, rules, plane, CHECK=True)
-        dp = tl.dot(do, v.T, input_precision=spec.PRECISION, out_dtype=grad.dtype)
+        dp = columns.dot(do, v, spec.DV, spec, grad.dtype)
         grad += gradient.of_scores(p, dp, row, r, c, band, rules, plane, incoming.grad_weights)
     memory.store_pairs(memory.matrix(GradBias, bias_plane), r, c, max_seqlen_q, max_seqlen_k, grad)

@@ -9,6 +9,7 @@ import triton.language as tl
 
 from .vocabulary import masks, memory, pages as paging, partials as splitting, rotary as turning, scores, softmax, span
 from .vocabulary.attend import attend
+from .vocabulary.columns import finish, indices, store, zeros
 
 
 @triton.constexpr_function
@@ -30,7 +31,8 @@ def _walk(
         exists = masks.real_keys(rules.masks, kv, cols, band.keys) if CHECK else None
         r, c = rows[:, None], cols[None, :]
         k_rows = paging.rows_of_block(j, spec.PAGE, BLOCK_N)
-        k, v = paging.matrix(cache.K, kv, page, pages), paging.matrix(cache.V, kv, page, pages)
+        k = paging.matrix(cache.K, kv, page, pages)
+        v = None if cache.V is None else paging.matrix(cache.V, kv, page, pages)
         page = paging.of_block(cache, kv, j + 1, capacity, spec.PAGE, BLOCK_N)
         out, state = attend(out, state, q, k, v, 0, k_rows, exists, r, c, band, rules, plane, kv, spec, CHECK)
     return out, state
@@ -65,11 +67,12 @@ def decode(
     each = ranges[3] - ranges[0]
     start, stop = ranges[0] + split * each // splits, ranges[0] + (split + 1) * each // splits
     # walk it
-    out = tl.zeros([BLOCK_M, memory.width(spec.DV)], memory.wide(Q.base.dtype.element_ty))
+    wide: tl.constexpr = memory.wide(Q.base.dtype.element_ty)
+    out = zeros(BLOCK_M, spec.DV, wide)
     nothing = None  # only the first split sees the sink
     if rules.score.sinks is not None:
-        nothing = tl.where(split == 0, scores.sink(rules.score, head, out.dtype), float("-inf"))
-    state = softmax.start(nothing, BLOCK_M, out.dtype)
+        nothing = tl.where(split == 0, scores.sink(rules.score, head, wide), float("-inf"))
+    state = softmax.start(nothing, BLOCK_M, wide)
     MASKED: tl.constexpr = rules.masks.pairs is not None or rules.masks.keys is not None
     for n in tl.static_range(1 if MASKED else 3):
         # Masks may hide pairs of any block, so one loop masks all blocks. Without a left bound loop 0 has no blocks.
@@ -83,17 +86,18 @@ def decode(
 
     # store it
     if rules.masks.rows is not None:
-        unseen = softmax.start(nothing, BLOCK_M, out.dtype)
-        out = tl.where(real[:, None], out, 0.0)
+        unseen = softmax.start(nothing, BLOCK_M, wide)
+        out = [tl.where(real[:, None], tile, 0.0) for tile in out]
         state = softmax.State(
             tl.where(real, state.row_max, unseen.row_max), tl.where(real, state.row_sum, unseen.row_sum)
         )
     if partials is not None:
         some = (start < stop) | (split == 0)
-        c = tl.arange(0, memory.width(spec.DV))[None, :]
-        splitting.keep(partials, head, rows, c, q_len, split, splits, out, state, some, spec.DV)
+        for n in tl.static_range(len(out)):
+            c = indices(spec.DV, n)
+            splitting.keep(partials, head, rows, c, q_len, split, splits, out[n], state, some, spec.DV)
     else:
-        out, lse, log2_sum = softmax.finish(out, state, rules.score.softmax_scale)
-        memory.store(memory.matrix(Out, plane), rows, q_len, out, spec.DV)
+        out, lse, log2_sum = finish(out, state, rules.score.softmax_scale)
+        store(memory.matrix(Out, plane), rows, q_len, out, spec.DV)
         if Lse is not None:
             memory.store_column(memory.table(Lse, head, q_len, 1), rows, q_len, 0, lse)

@@ -6,7 +6,7 @@ Source: FlashAttention-2, arXiv:2307.08691, algorithm 2.
 import triton
 import triton.language as tl
 
-from .vocabulary import copies, dropout as dropping, gradient, masks as masking, memory, row_sums, scores, span, walk
+from .vocabulary import columns, copies, dropout, gradient, masks as masking, memory, row_sums, scores, span, walk
 
 
 @triton.jit
@@ -27,7 +27,7 @@ def _walk_rows(
     """
     following = walk.first(tile_list, begin)
     member, block = begin * 0, begin
-    sums = tl.zeros(cols.shape, dk.dtype)
+    sums = tl.zeros(cols.shape, dk[0].dtype)
     for n in tl.range(0, (end - begin) * spec.GROUP if tile_list is None else end):
         if tile_list is not None:
             block, member, following = walk.step(tile_list, n, following)
@@ -38,18 +38,17 @@ def _walk_rows(
             masking.real_rows(rules.masks, plane, rows, band.rows) if CHECK or rules.masks.rows is not None else None
         )
         r, c = rows[None, :], cols[:, None]
-        q = memory.load(memory.of_rows(Q, plane), rows, exists, spec.D, first)
-        do = memory.load(memory.of_rows(incoming.grad_out, plane), rows, exists, spec.DV, first)
+        q = columns.load(memory.of_rows(Q, plane), rows, exists, spec.D, first)
+        do = columns.load(memory.of_rows(incoming.grad_out, plane), rows, exists, spec.DV, first)
         row = gradient.across(gradient.load(incoming.rows, plane, rows, band.rows))
         shown = masking.shown(rules.masks, band, plane, r, c, first_key, CHECK)
         bias = scores.pairs(rules.score.bias, band, plane, r, c, CHECK)
         copies.fence()
-        x = tl.dot(k, q.T, input_precision=spec.PRECISION, out_dtype=row.delta.dtype)
+        x = columns.dot(k, q, spec.D, spec, row.delta.dtype)
         p, dcap = gradient.weights(x, shown, bias, row, r, c, band, rules, plane, CHECK)
         if grads.v is not None:
-            w = dropping.after(rules.dropout, p).to(do.dtype)
-            dv = tl.dot(w, do, dv, input_precision=spec.PRECISION, out_dtype=dv.dtype)
-        dp = tl.dot(v, do.T, input_precision=spec.PRECISION, out_dtype=row.delta.dtype)
+            dv = columns.add(dv, dropout.after(rules.dropout, p), do, spec.DV, spec)
+        dp = columns.dot(v, do, spec.DV, spec, row.delta.dtype)
         ds = gradient.of_scores(p, dp, row, r, c, band, rules, plane, incoming.grad_weights)
         if grads.key_sums is not None:
             sums += row_sums.total(ds)
@@ -64,11 +63,13 @@ def _walk_rows(
         if grads.bias is not None:
             memory.store_pairs(memory.matrix(grads.bias, plane), r, c, band.rows, band.keys, ds)
         if grads.k is not None or GradQ is not None:
-            ds = scores.apply_dcap(rules.score, dcap, ds).to(q.dtype)
-        if grads.k is not None:
-            dk = tl.dot(ds, q, dk, input_precision=spec.PRECISION, out_dtype=dk.dtype)
+            ds = scores.apply_dcap(rules.score, dcap, ds)
         if GradQ is not None:
-            dq = tl.dot(ds.T, k, input_precision=spec.PRECISION, out_dtype=dk.dtype)
+            ds = ds.to(k.tiles[0].dtype)
+        if grads.k is not None:
+            dk = columns.add(dk, ds, q, spec.D, spec)
+        if GradQ is not None:
+            dq = tl.dot(ds.T, k.tiles[0], input_precision=spec.PRECISION, out_dtype=dk[0].dtype)
             memory.add(GradQ, plane, rows, first, band.rows, dq, spec.D)
         if tile_list is None:
             block += 1
@@ -97,11 +98,11 @@ def dkdv(
     first = block * BLOCK_N
     cols = first + tl.arange(0, BLOCK_N)
     real = masking.real_keys(rules.masks, kv, cols, k_len)
-    k = memory.load(memory.of_keys(K, kv), cols, real, spec.D)
-    v = memory.load(memory.of_keys(V, kv), cols, real, spec.DV)
+    k = columns.load(memory.of_keys(K, kv), cols, real, spec.D)
+    v = columns.load(memory.of_keys(V, kv), cols, real, spec.DV)
     wide: tl.constexpr = memory.wide(K.base.dtype.element_ty)
-    dk = tl.zeros([BLOCK_N, memory.width(spec.D)], wide)
-    dv = tl.zeros([BLOCK_N, memory.width(spec.DV)], wide)
+    dk = columns.zeros(BLOCK_N, spec.D, wide)
+    dv = columns.zeros(BLOCK_N, spec.DV, wide)
 
     # what it sees
     band = span.band(q_len, k_len, left, right, spec.TOP_LEFT)
@@ -121,6 +122,7 @@ def dkdv(
         )  # fmt: skip
     # store it
     if grads.k is not None:
-        memory.store(memory.of_keys(grads.k, kv), cols, k_len, scores.grad(rules.score, dk), spec.D)
+        m = memory.of_keys(grads.k, kv)
+        columns.store(m, cols, k_len, [scores.grad(rules.score, tile) for tile in dk], spec.D)
     if grads.v is not None:
-        memory.store(memory.of_keys(grads.v, kv), cols, k_len, dv, spec.DV)
+        columns.store(memory.of_keys(grads.v, kv), cols, k_len, dv, spec.DV)

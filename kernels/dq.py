@@ -6,7 +6,7 @@ Source: FlashAttention-2, arXiv:2307.08691, algorithm 2, by blocks of rows, so t
 import triton
 import triton.language as tl
 
-from .vocabulary import copies, dropout, gradient, masks as masking, memory, row_sums, scores, span, walk
+from .vocabulary import columns, copies, dropout, gradient, masks as masking, memory, row_sums, scores, span, walk
 
 
 @triton.jit
@@ -28,14 +28,14 @@ def _walk_keys(
         exists = masking.real_keys(rules.masks, plane, cols, band.keys) if CHECK else None
         r, c = rows[:, None], cols[None, :]
         first = j * BLOCK_N
-        k_tile, v_tile = memory.load(k, cols, exists, spec.D, first), memory.load(v, cols, exists, spec.DV, first)
+        k_tile, v_tile = columns.load(k, cols, exists, spec.D, first), columns.load(v, cols, exists, spec.DV, first)
         shown = masking.shown(rules.masks, band, plane, r, c, first, CHECK)
         bias = scores.pairs(rules.score.bias, band, plane, r, c, CHECK)
         copies.fence()
-        x = tl.dot(q, k_tile.T, input_precision=spec.PRECISION, out_dtype=row.delta.dtype)
+        x = columns.dot(q, k_tile, spec.D, spec, row.delta.dtype)
         known = gradient.down(row)
         p, dcap = gradient.weights(x, shown, bias, known, r, c, band, rules, plane, CHECK)
-        dp = tl.dot(do, v_tile.T, input_precision=spec.PRECISION, out_dtype=row.delta.dtype)
+        dp = columns.dot(do, v_tile, spec.DV, spec, row.delta.dtype)
         ds = gradient.of_scores(p, dp, known, r, c, band, rules, plane, GradWeights)
         if grads.bias is not None:
             memory.store_pairs(memory.matrix(grads.bias, plane), r, c, band.rows, band.keys, ds)
@@ -44,8 +44,8 @@ def _walk_keys(
                 sums, dropout.before(rules.dropout, p), ds, scores.distance(rules.score, band, r, c).to(ds.dtype)
             )
         if GradQ is not None:
-            ds = scores.apply_dcap(rules.score, dcap, ds).to(k_tile.dtype)
-            dq = tl.dot(ds, k_tile, dq, input_precision=spec.PRECISION, out_dtype=dq.dtype)
+            ds = scores.apply_dcap(rules.score, dcap, ds)
+            dq = columns.add(dq, ds, k_tile, spec.D, spec)
     return dq, sums
 
 
@@ -65,8 +65,8 @@ def dq(
     first = span.latest_first(block, q_len, BLOCK_M)
     rows = first + tl.arange(0, BLOCK_M)
     real = masking.real_rows(rules.masks, plane, rows, q_len)
-    q = memory.load(memory.of_rows(Q, plane), rows, real, spec.D)
-    do = memory.load(memory.of_rows(GradOut, plane), rows, real, spec.DV)
+    q = columns.load(memory.of_rows(Q, plane), rows, real, spec.D)
+    do = columns.load(memory.of_rows(GradOut, plane), rows, real, spec.DV)
     row = gradient.load(Rows, plane, rows, q_len)
     kv = span.kv_head(plane, spec.GROUP)
     k, v = memory.of_keys(K, kv), memory.of_keys(V, kv)
@@ -76,7 +76,7 @@ def dq(
     ranges = span.blocks(band, first, BLOCK_M, BLOCK_N)
     # walk it
     wide: tl.constexpr = memory.wide(Q.base.dtype.element_ty)
-    grad = tl.zeros([BLOCK_M, memory.width(spec.D)], wide)
+    grad = columns.zeros(BLOCK_M, spec.D, wide)
     zero = tl.zeros([BLOCK_M], wide)
     sums = row_sums.Sums(zero, zero, zero, zero)
     # Walk (loop) 0 masks the blocks before `full`. Without a left bound it has no blocks: leave it out to save spills.
@@ -90,6 +90,7 @@ def dq(
         )  # fmt: skip
     # store it
     if GradQ is not None:
-        memory.store(memory.of_rows(GradQ, plane), rows, q_len, scores.grad(rules.score, grad), spec.D)
+        m = memory.of_rows(GradQ, plane)
+        columns.store(m, rows, q_len, [scores.grad(rules.score, tile) for tile in grad], spec.D)
     if row_sums.wanted(grads.rows):
         row_sums.store(grads.rows, sums, row, rules.score, plane, rows, q_len, grads.partial is not None)

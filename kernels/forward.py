@@ -6,7 +6,7 @@ Source: FlashAttention-2, arXiv:2307.08691, algorithm 1.
 import triton
 import triton.language as tl
 
-from .vocabulary import masks as masking, memory, saved_stats, scores, softmax, span, walk
+from .vocabulary import columns, masks as masking, memory, saved_stats, scores, softmax, span, walk
 from .vocabulary.attend import attend
 
 
@@ -44,7 +44,7 @@ def forward(
     first = span.latest_first(block, q_len, BLOCK_M)
     rows = first + tl.arange(0, BLOCK_M)
     real = masking.real_rows(rules.masks, plane, rows, q_len)
-    q = memory.load(memory.of_rows(Q, plane), rows, real, spec.D)
+    q = columns.load(memory.of_rows(Q, plane), rows, real, spec.D)
     kv = span.kv_head(plane, spec.GROUP)
     k, v = memory.of_keys(K, kv), memory.of_keys(V, kv)
 
@@ -52,9 +52,10 @@ def forward(
     band = span.band(q_len, k_len, left, right, spec.TOP_LEFT)
     ranges = span.blocks(band, first, BLOCK_M, BLOCK_N)
     # walk it
-    out = tl.zeros([BLOCK_M, memory.width(spec.DV)], memory.wide(Q.base.dtype.element_ty))
-    nothing = None if rules.score.sinks is None else scores.sink(rules.score, plane, out.dtype)
-    state = softmax.start(nothing, BLOCK_M, out.dtype)
+    wide: tl.constexpr = memory.wide(Q.base.dtype.element_ty)
+    out = columns.zeros(BLOCK_M, spec.DV, wide)
+    nothing = None if rules.score.sinks is None else scores.sink(rules.score, plane, wide)
+    state = softmax.start(nothing, BLOCK_M, wide)
     # Walk (loop) 0 masks the blocks before `full`. Without a left bound it has no blocks: leave it out to save spills.
     FIRST: tl.constexpr = 1 if tile_lists is None and left is None else 0
     for n in tl.static_range(FIRST, 3 if tile_lists is None else 2):
@@ -65,9 +66,9 @@ def forward(
         )  # fmt: skip
 
     # store it
-    out, lse, log2_sum = softmax.finish(out, state, rules.score.softmax_scale)
+    out, lse, log2_sum = columns.finish(out, state, rules.score.softmax_scale)
     if rules.masks.rows is not None:
-        out = tl.where(real[:, None], out, 0.0)
+        out = [tl.where(real[:, None], tile, 0.0) for tile in out]
         lse = tl.where(real, lse, scores.unseen(rules.score, plane, lse.dtype))
         log2_sum = tl.where(real, log2_sum, float("inf"))
     if Stats is not None:
@@ -77,5 +78,6 @@ def forward(
     if Lse is not None:
         memory.store_column(memory.table(Lse, plane, q_len, 1), rows, q_len, 0, lse)
     if Stats is not None:
-        saved_stats.store_tail(stats, rows, q_len, out, tl.arange(0, memory.width(spec.DV))[None, :], spec.DV, dtype)
-    memory.store(memory.of_rows(Out, plane), rows, q_len, out, spec.DV)
+        for n in tl.static_range(len(out)):
+            saved_stats.store_tail(stats, rows, q_len, out[n], columns.indices(spec.DV, n), spec.DV, dtype)
+    columns.store(memory.of_rows(Out, plane), rows, q_len, out, spec.DV)

@@ -110,7 +110,9 @@ def preprocess(
         else:
             delta = tl.sum(out * grad_out.to(out.dtype), 1)
         if COLUMNS > 2:
-            delta += tl.sum(saved_stats.lost(stats, rows, q_len, out, spec.DV) * grad_out.to(tl.float32), 1)
+            delta += tl.sum(
+                saved_stats.lost(saved_stats.errors(stats), rows, q_len, out, spec.DV) * grad_out.to(tl.float32), 1
+            )
         if GradWeights is not None:
             p, dp = memory.matrix(Weights, plane), memory.matrix(GradWeights, plane)
             r = rows[:, None]

@@ -9,7 +9,7 @@ Source: the derivative of softmax, FlashAttention-2, arXiv:2307.08691, section 2
 import triton
 import triton.language as tl
 
-from .vocabulary import copies, dropout, masks, memory, row_sums, saved_stats, scores, softmax, span, walk
+from .vocabulary import columns, copies, dropout, masks, memory, row_sums, saved_stats, scores, softmax, span, walk
 
 
 @triton.jit
@@ -24,13 +24,13 @@ def _walk(
         cols = j * BLOCK_N + tl.arange(0, BLOCK_N)
         exists = masks.real_keys(rules.masks, plane, cols, band.keys) if CHECK else None
         r, c = rows[:, None], cols[None, :]
-        k_tile = memory.load(k, cols, exists, spec.D)
-        t_k_tile = None if t_k is None else memory.load(t_k, cols, exists, spec.D)
+        k_tile = columns.load(k, cols, exists, spec.D, LATER=True)
+        t_k_tile = None if t_k is None else columns.load(t_k, cols, exists, spec.D, LATER=True)
         shown = masks.shown(rules.masks, band, plane, r, c, j * BLOCK_N, CHECK)
         bias = scores.pairs(rules.score.bias, band, plane, r, c, CHECK)
         t_bias = scores.pairs(tangents.bias, band, plane, r, c, CHECK)
         copies.fence()
-        x = tl.dot(q, k_tile.T, input_precision=spec.PRECISION, out_dtype=out.dtype)
+        x = columns.dot(q, k_tile, spec.D, spec, total.dtype)
         s, dcap = scores.apply(rules.score, x, bias, band, plane, r, c)
         p = softmax.weights(s, row, rules.score.softmax_scale)
         t_x = scores.tangent_of_products(q, t_q, k_tile, t_k_tile, x, spec)
@@ -41,17 +41,26 @@ def _walk(
         if tangents.bias is not None:  # the tangent of a bias of -inf may not be finite
             t_s = tl.where(p > 0, t_s, 0.0)
         total += row_sums.total(p * t_s)
-        v_tile = memory.load(v, cols, exists, spec.DV)
+        v_tile = columns.load(v, cols, exists, spec.DV, LATER=True)
         copies.fence_later(spec.BY_THREADS)
         p = dropout.drop(rules.dropout, p, plane, r, c)
-        t_p = memory.opaque(p * t_s).to(v_tile.dtype)
-        out = tl.dot(t_p, v_tile, out, input_precision=spec.PRECISION, out_dtype=out.dtype)
+        out = columns.add(out, memory.opaque(p * t_s), v_tile, spec.DV, spec)
         if t_v is not None:
-            t_v_tile = memory.load(t_v, cols, exists, spec.DV)
+            t_v_tile = columns.load(t_v, cols, exists, spec.DV, LATER=True)
             copies.fence_later(spec.BY_THREADS)
-            p = memory.opaque(p).to(v_tile.dtype)
-            out = tl.dot(p, t_v_tile, out, input_precision=spec.PRECISION, out_dtype=out.dtype)
+            out = columns.add(out, memory.opaque(p), t_v_tile, spec.DV, spec)
     return out, total
+
+
+@triton.jit
+def _less(tile, t_lse, Out, stats, rows, length, n: tl.constexpr, spec: tl.constexpr):
+    """Return part n of the tangent of the output, less t_lse times the output."""
+    COLUMNS: tl.constexpr = columns.size(spec.DV, n)
+    out = memory.load(columns.part(Out, n), rows, rows < length, COLUMNS)
+    if out.dtype.primitive_bitwidth == 16:
+        errors = columns.part(saved_stats.errors(stats), n)
+        tile -= t_lse[:, None] * saved_stats.lost(errors, rows, length, out, COLUMNS)
+    return tile - t_lse[:, None] * out.to(tile.dtype)
 
 
 @triton.jit(do_not_specialize=["heads", "q_len", "k_len", "left", "right"])
@@ -66,8 +75,10 @@ def tangent(
     first = span.latest_first(block, q_len, BLOCK_M)
     rows = first + tl.arange(0, BLOCK_M)
     real = masks.real_rows(rules.masks, plane, rows, q_len)
-    q = memory.load(memory.of_rows(Q, plane), rows, real, spec.D)
-    t_q = None if tangents.q is None else memory.load(memory.of_rows(tangents.q, plane), rows, real, spec.D)
+    q = columns.load(memory.of_rows(Q, plane), rows, real, spec.D, LATER=True)
+    t_q = (
+        None if tangents.q is None else columns.load(memory.of_rows(tangents.q, plane), rows, real, spec.D, LATER=True)
+    )
     dtype: tl.constexpr = Out.base.dtype.element_ty
     stats = saved_stats.table(Stats, plane, q_len, dtype, spec.DV)
     row = saved_stats.load(stats, rows, q_len)
@@ -82,7 +93,7 @@ def tangent(
     ranges = span.blocks(band, first, BLOCK_M, BLOCK_N)
     # walk it
     wide: tl.constexpr = memory.wide(dtype)
-    t_out = tl.zeros([BLOCK_M, memory.width(spec.DV)], wide)
+    t_out = columns.zeros(BLOCK_M, spec.DV, wide)
     t_lse = tl.zeros([BLOCK_M], wide)
     FIRST: tl.constexpr = 1 if tile_lists is None and left is None else 0
     for n in tl.static_range(FIRST, 3 if tile_lists is None else 2):
@@ -101,10 +112,9 @@ def tangent(
         t_lse += p * memory.cast(memory.scalar(tangents.sinks, plane), wide)
     if TangentLse is not None:
         memory.store_column(memory.table(TangentLse, plane, q_len, 1), rows, q_len, 0, t_lse)
-    out = memory.load(memory.of_rows(Out, plane), rows, rows < q_len, spec.DV)
-    if dtype.primitive_bitwidth == 16:
-        t_out -= t_lse[:, None] * saved_stats.lost(stats, rows, q_len, out, spec.DV)
-    t_out -= t_lse[:, None] * out.to(wide)
-    if rules.masks.rows is not None:
-        t_out = tl.where(real[:, None], t_out, 0.0)
-    memory.store(memory.of_rows(TangentOut, plane), rows, q_len, t_out, spec.DV)
+    for n in tl.static_range(len(t_out)):
+        tile = _less(t_out[n], t_lse, memory.of_rows(Out, plane), stats, rows, q_len, n, spec)
+        if rules.masks.rows is not None:
+            tile = tl.where(real[:, None], tile, 0.0)
+        m = columns.part(memory.of_rows(TangentOut, plane), n)
+        memory.store(m, rows, q_len, tile, columns.size(spec.DV, n))

@@ -3,21 +3,21 @@
 import triton
 import triton.language as tl
 
-from .vocabulary import dropout, masks, memory, saved_stats, scores, softmax, span
+from .vocabulary import columns, dropout, masks, memory, saved_stats, scores, softmax, span
 
 
-@triton.jit(do_not_specialize=["heads", "q_len", "k_len", "columns", "left", "right"])
+@triton.jit(do_not_specialize=["heads", "q_len", "k_len", "width", "left", "right"])
 def weights(
     Q, K, Weights, Stats, TangentLse,
-    tangents, sequences, heads, q_len, k_len, columns, left, right, rules,
+    tangents, sequences, heads, q_len, k_len, width, left, right, rules,
     spec: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Write the weights after dropout, or with TangentLse their tangents, to Weights, a View of (B, Hq, Sq, columns).
+    """Write the weights after dropout, or with TangentLse their tangents, to Weights, a View of (B, Hq, Sq, width).
 
-    TangentLse comes from the kernel `tangent`. columns is the number of keys, or the length of the longest sequence.
+    TangentLse comes from the kernel `tangent`. width is the number of keys, or the length of the longest sequence.
     Shorter sequences are padded with 0.
     """
-    across = tl.cdiv(columns, BLOCK_N)
+    across = tl.cdiv(width, BLOCK_N)
     tile = tl.program_id(0) % across
     block, plane, q_len, k_len = span.locate(sequences, q_len, k_len, heads, BLOCK_M, BY_KEYS=False, across=across)
     if sequences is not None:
@@ -31,14 +31,14 @@ def weights(
     if (tile >= begin) & (tile < end):
         real = masks.real_rows(rules.masks, plane, rows, q_len)
         exists = masks.real_keys(rules.masks, plane, cols, k_len)
-        q = memory.load(memory.of_rows(Q, plane), rows, real, spec.D)
-        t_q = None if tangents.q is None else memory.load(memory.of_rows(tangents.q, plane), rows, real, spec.D)
+        q = columns.load(memory.of_rows(Q, plane), rows, real, spec.D)
+        t_q = None if tangents.q is None else columns.load(memory.of_rows(tangents.q, plane), rows, real, spec.D)
         kv = span.kv_head(plane, spec.GROUP)
-        k = memory.load(memory.of_keys(K, kv), cols, exists, spec.D)
-        t_k = None if tangents.k is None else memory.load(memory.of_keys(tangents.k, kv), cols, exists, spec.D)
+        k = columns.load(memory.of_keys(K, kv), cols, exists, spec.D)
+        t_k = None if tangents.k is None else columns.load(memory.of_keys(tangents.k, kv), cols, exists, spec.D)
         stats = saved_stats.table(Stats, plane, q_len, Q.base.dtype.element_ty, spec.DV)
         row = softmax.down(saved_stats.load(stats, rows, q_len))
-        x = tl.dot(q, k.T, input_precision=spec.PRECISION, out_dtype=p.dtype)
+        x = columns.dot(q, k, spec.D, spec, p.dtype)
         shown = masks.shown(rules.masks, band, plane, r, c, tile * BLOCK_N, CHECK=True)
         bias = scores.pairs(rules.score.bias, band, plane, r, c, CHECK=True)
         t_bias = scores.pairs(tangents.bias, band, plane, r, c, CHECK=True)
@@ -55,4 +55,4 @@ def weights(
                 t_s = tl.where(p > 0, t_s, 0.0)
             mean = memory.load_column(memory.table(TangentLse, plane, q_len, 1), rows, q_len, 0)
             p = tl.where(masks.visible(rules.masks, shown, band, plane, r, c), p * (t_s - mean[:, None]), 0.0)
-    memory.store_pairs(memory.of_rows(Weights, plane), r, c, q_len, columns, p)
+    memory.store_pairs(memory.of_rows(Weights, plane), r, c, q_len, width, p)

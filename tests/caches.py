@@ -26,6 +26,7 @@ class Cached(NamedTuple):
     new: int = 0
     page: int | None = None  # keys per page; pages are shuffled, and page numbers past a length are invalid
     dtype: torch.dtype = torch.float32
+    shared: bool = False  # the values are the first columns of the keys, in the same memory
     strided: bool = False  # caches, query, new keys, lengths and table are views of larger buffers
     half: int = 0  # number of column pairs that are rotated
     interleaved: bool = False
@@ -72,16 +73,19 @@ class Cached(NamedTuple):
             lengths = torch.stack([lengths, lengths * 0 - 7], 1)[:, 0]
             table = None if table is None else torch.stack([table.mT, table.mT * 0 - 7], 1)[:, 0].mT
         names = numbered(table, batch, device)
-        for cache in caches:
+        for cache in caches[: 1 if self.shared else 2]:
             for b, length in enumerate(self.lengths):
                 for position in range(length):
                     cache[names[b][position // page], :, position % page] = normal(self.Hkv, cache.shape[3])
+        if self.shared:
+            caches[1] = caches[0][..., : self.Dv]
         arguments = dict(query=query, key_cache=caches[0], value_cache=caches[1], cache_seqlens=lengths)
         if table is not None:
             arguments["block_table"] = table
         if self.new:
             arguments["new_key"] = normal(batch, self.Hkv, self.new, self.D)
-            arguments["new_value"] = normal(batch, self.Hkv, self.new, self.Dv)
+            values = normal(batch, self.Hkv, self.new, self.Dv)
+            arguments["new_value"] = arguments["new_key"][..., : self.Dv] if self.shared else values
             if self.strided:
                 for name, order in (("new_key", "bhds"), ("new_value", "sbhd")):
                     arguments[name] = among_nan(arguments[name], order)
@@ -216,7 +220,8 @@ def assert_written(arguments, before, expected):
     """Assert that the caches hold the new rows, and that all other memory is unchanged; before: {name: `bits`}."""
     for name, want in zip(("key_cache", "value_cache"), expected, strict=True):
         cache = arguments[name]
-        old = ~touched(cache, arguments)
+        same = cache.data_ptr() == arguments["key_cache"].data_ptr()  # of shared memory, the keys write more
+        old = ~touched(arguments["key_cache"] if same else cache, arguments)
         assert torch.equal(bits(cache)[old], before[name][old]), f"{name} changed outside the new rows"
         rounding = dict(rtol=2 * torch.finfo(cache.dtype).eps, atol=1e-6, equal_nan=True)
         assert torch.allclose(cache.double(), want, **rounding), f"{name} does not hold the new rows"
@@ -277,6 +282,13 @@ EDGES = [
     Cached("large scores", Hq=16, Hkv=8, scale=30000.0),  # with few rows and heads, the mean error would be random
     Cached("large scores and a bias", scale=-30000.0, bias=True, page=16),
     Cached("D 256", Hq=2, Hkv=1, D=256, Dv=256, lengths=(3, 20), C=20, dtype=torch.float16),
+    Cached("D 576", Hq=2, Hkv=1, D=576, Dv=512, lengths=(3, 20), C=24, new=3, half=32, dtype=torch.bfloat16),
+    Cached("D 513, fp32", Hq=2, Hkv=1, D=513, Dv=320, page=4, lengths=(3, 20), C=24),
+    Cached(
+        "D 576, shared", Hq=4, Hkv=1, D=576, Dv=512, lengths=(3, 20), C=24, new=3, shared=True, dtype=torch.bfloat16
+    ),
+    Cached("D 70, shared", Hq=2, Hkv=1, D=70, Dv=66, page=4, lengths=(3, 20), C=24, shared=True, key_mask="own"),
+    Cached("D 70, shared but loaded", Hq=2, Hkv=1, D=70, Dv=16, page=4, lengths=(3, 20), C=24, shared=True),
     Cached("empty", lengths=(0, 0)),
     Cached("turned from the top left", half=4, align="top_left", Sq=2, lengths=(3, 17), Hq=2),
     # A tile of 32 rows holds rows of 11 queries; only the last query sees another block of keys.

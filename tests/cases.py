@@ -209,6 +209,8 @@ SHAPES = [
     Case("D 64", B=1, Hq=1, Hkv=1, D=64, Dv=64),
     Case("D 80", B=1, Hq=1, Hkv=1, D=80, Dv=80),
     Case("D 256", B=1, Hq=1, Hkv=1, Sq=20, Sk=20, D=256, Dv=256),
+    Case("D 512", B=1, Hq=1, Hkv=1, Sq=20, Sk=20, D=512, Dv=512),
+    Case("D 257, Dv 320", B=1, Hq=1, Hkv=1, Sq=20, Sk=20, D=257, Dv=320),
     Case("D 1", B=1, D=1, Dv=1),
     Case("keys and values alike, float16", dtype=torch.float16, alike=4.0, D=20, Dv=21),
     Case("keys and values alike, bfloat16", dtype=torch.bfloat16, alike=4.0, D=24, Dv=24),
@@ -220,6 +222,15 @@ SINGLE = [
     Case("")._replace(name=f"{name}, {str(dtype).removeprefix('torch.')}", dtype=dtype, **options)
     for number, (name, options) in enumerate({"plain": {}, **FEATURES}.items())
     for dtype in (torch.float32, DTYPES[1 + number % 3])
+]
+# Wide heads with each option: tiles then have several parts of columns.
+WIDE = [
+    case._replace(name=f"{case.name}, D {D} Dv {Dv}", D=D, Dv=Dv)
+    for (D, Dv), case in zip(
+        itertools.cycle([(512, 512), (320, 257), (512, 64), (64, 512), (192, 128)]),
+        [case for number, case in enumerate(SINGLE) if number % 4 in (1, 2) and (case.D, case.Dv) == (16, 16)],
+        strict=False,
+    )
 ]
 # In pairs, one option of each kind is enough.
 DISTINCT = (

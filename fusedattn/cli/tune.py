@@ -31,7 +31,7 @@ def run(arguments, output: Output) -> int:
     machine.need_gpu("checks and times kernels on")
     device = torch.device("cuda", torch.cuda.current_device())
     about, rows = tuned.about(device), dict[tuple, Row]()
-    usual = [(TOKENS // LENGTH, WIDTH // d, WIDTH // d, LENGTH, LENGTH, d) for d in (128, 64, 256)]
+    usual = [(TOKENS // LENGTH, WIDTH // d, WIDTH // d, LENGTH, LENGTH, d) for d in (128, 64, 256, 512)]
     every = itertools.product(arguments.dtype or ["bfloat16"], arguments.shape or usual)
     cases = [Case(*shape, shape[-1], False, dtype) for dtype, shape in every]
     sizes = [(case, load) for load in OPTIONS for case in cases if case.Sq == case.Sk or load != "masked"]

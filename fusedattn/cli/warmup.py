@@ -20,14 +20,14 @@ PASSES = ("backward", "training", "inference")  # the slowest first; training is
 def compile_pass(case: Case, what: str, device: torch.device) -> dict:
     """Compile the kernels of a case for the pass `what`, without a launch, and return the entry for --json."""
     from ..dispatch.recording import Recorder
-    from ..launch import forward, hopper, run
+    from ..launch import forward, hopper, run, tile_table
     from ..launch.backward import launch_backward
     from ..operators import attention, backward
 
     began, why, recorder = time.monotonic(), "", Recorder(device, ())
     try:
-        if max(case.D, case.Dv) > 256:
-            raise NotImplementedError(f"expected D of at most 256, got {max(case.D, case.Dv)}")
+        if max(case.D, case.Dv) > (most := tile_table.WIDTHS[-1]):
+            raise NotImplementedError(f"expected D of at most {most}, got {max(case.D, case.Dv)}")
         keys = case.B, case.Hkv, case.Sk
         sizes = (case.B, case.Hq, case.Sq, case.D), (*keys, case.D), (*keys, case.Dv)
         query, key, value = (torch.empty(size, dtype=getattr(torch, case.dtype), device="meta") for size in sizes)

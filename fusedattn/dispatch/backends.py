@@ -86,7 +86,7 @@ def _exceeds(number: Any, most: int) -> bool:
     return over if over is True or over is False else holds(over, False)
 
 
-def _kernel_reasons(call: Call) -> list[str]:
+def _kernel_reasons(call: Call, widest_key: int = tile_table.WIDTHS[-1]) -> list[str]:
     """Return the reasons why Triton kernels cannot take the dtype, device and sizes of a call."""
     device = _device(call)
     reasons = list(machine_reasons(device))
@@ -94,9 +94,12 @@ def _kernel_reasons(call: Call) -> list[str]:
         reasons.append("only the naive path computes float64")
     if call.mask_bits is not None and not reasons and call.mask_bits.shape[1] != (size := block_size(device)):
         reasons.append(f"its plan was made elsewhere: its blocks have {call.mask_bits.shape[1]} rows, not {size}")
-    for name, dim in (("query", call.query.shape[3]), ("value", call.value.shape[3])):
-        if dim > 256:
-            reasons.append(f"the head dimension of {name} is {dim}, more than 256")
+    for name, dim, most in (
+        ("query", call.query.shape[3], widest_key),
+        ("value", call.value.shape[3], tile_table.WIDTHS[-1]),
+    ):
+        if dim > most:
+            reasons.append(f"the head dimension of {name} is {dim}, more than {most}")
     if _exceeds(call.query.shape[2] + call.key.shape[2], MOST_POSITIONS):
         reasons.append("rows and keys together exceed 2**31")
     return reasons
@@ -187,7 +190,7 @@ BACKENDS = {
 
 
 def _decode_reasons(decode: Decode, need_weights: bool) -> list[str]:
-    reasons = _kernel_reasons(decode.call) + cached.unmappable(decode)
+    reasons = _kernel_reasons(decode.call, tile_table.WIDEST_CACHED) + cached.unmappable(decode)
     batch, heads, rows, _ = decode.call.query.shape
     if _exceeds(batch * heads * max(rows, decode.added), MOST_PROGRAMS):
         reasons.append("the grid would exceed 2**31 programs")

@@ -6,6 +6,7 @@ from typing import Any
 from triton import cdiv
 
 from ..call.decode import Decode, apart, capacity_of
+from ..kernels.vocabulary.columns import alike
 from ..kernels.vocabulary.pages import Cache
 from ..kernels.vocabulary.partials import Partials
 from ..kernels.vocabulary.rotary import Rotary
@@ -35,6 +36,13 @@ def _common(decode: Decode):
             PAGE=None if table is None or table.shape[1] == 1 else decode.key_cache.shape[2],
         ),
     )
+
+
+def _keys_hold_values(decode: Decode) -> bool:
+    """Return whether the values are the first columns of the keys, so that the kernel need not load them."""
+    key, value = decode.key_cache, decode.value_cache
+    same = key.data_ptr() == value.data_ptr() != 0 and key.stride() == value.stride()
+    return same and alike.fn(key.shape[3], value.shape[3])
 
 
 def launch_append(decode: Decode):
@@ -103,6 +111,8 @@ def launch_decode(out, lse, decode: Decode):
     launched = _common(decode) | dict(Q=arguments.of(call.query)) | arguments.band(call)
     rules = launched["rules"] = Rules(arguments.masks_of(call), arguments.scored(call), None)
     launched["spec"] = launched["spec"]._replace(BY_THREADS=arguments.by_threads(decode.key_cache))
+    if _keys_hold_values(decode):
+        launched["cache"] = launched["cache"]._replace(V=None)
     del launched["k_len"]
     results = dict(Out=arguments.of(out), Lse=lse if lse.numel() else None)
     # An upper bound of the keys that a query sees, from shapes alone, so that CUDA graphs replay.

@@ -73,7 +73,7 @@ def _launch_weights(name, weights, launched, call: Call):
         name,
         call,
         lambda tile: arguments.slots(call, tile.rows) * cdiv(columns, tile.keys) * call.query.shape[1],
-        {key: x for key, x in launched.items() if key != "V"} | dict(Weights=arguments.of(weights), columns=columns),
+        {key: x for key, x in launched.items() if key != "V"} | dict(Weights=arguments.of(weights), width=columns),
         lambda tile: dict(sequences=blocks.sequences_of(call, tile.rows)),
     )
 

@@ -52,8 +52,9 @@ def limits(call: Call, known: tuple[str, ...] = _IN_FORWARD) -> list[str]:
     lengths = call.query.shape[2], call.key.shape[2]
     if call.bias is not None and call.bias.dtype not in _LAYOUTS:
         lacks.append(f"it does not support a bias of {call.bias.dtype}")
-    pipelines = tile_table.HOPPER.get(_row_width(call), ())
-    if not any(fits(call, pipeline) for pipeline in pipelines):
+    if _row_width(call) > (widest := max(tile_table.HOPPER)):
+        lacks.append(f"it does not support heads wider than {widest}")
+    elif not any(fits(call, pipeline) for pipeline in tile_table.HOPPER[_row_width(call)]):
         lacks.append("no tile fits shared memory beside this bias")
     if call.cu_seqlens_q is not None and any(holds(length > RAGGED_ROWS, False) for length in lengths):
         lacks.append("packed sequences have more than 2**30 rows")

@@ -122,6 +122,9 @@ DECODE = {"decode_16": 16, "decode_32": 32, "decode_64": 64}  # {decode kernel: 
 ON_CACHES = (*DECODE, "combine", "append")
 MOST_SPLITS = 128  # the most programs that share the keys of a sequence
 
+WIDTHS = 64, 128, 256, 512  # of the rows of TABLE
+WIDEST_CACHED = 576  # most columns of keys in a cache: 512 that are also values and 64 of positions (latent attention)
+
 # Small tiles, so that tiny shapes have blocks of every kind; at least 16 rows and keys, as tensor cores need.
 INTERPRETED = dict.fromkeys(("forward", "dq", "dbias", "tangent", "decode_32", "decode_64"), (Tile(32, 16, 4, 1),))
 INTERPRETED |= dict.fromkeys(("weights", "tangent_weights", "dkdv", "one_pass"), (Tile(16, 32, 4, 1),))
@@ -130,8 +133,8 @@ INTERPRETED |= dict(decode_16=(Tile(16, 16, 4, 1),), combine=(Tile(2, None, 4, 1
 
 
 def _one_each(kernel, architecture, itemsize, *tiles):
-    """Return the rows of TABLE for a kernel with one tile for each width. tiles: for the widths 64, 128 and 256."""
-    return {(kernel, architecture, itemsize, width): (tile,) for width, tile in zip((64, 128, 256), tiles, strict=True)}
+    """Return the rows of TABLE for a kernel with one tile for each of WIDTHS."""
+    return {(kernel, architecture, itemsize, width): (tile,) for width, tile in zip(WIDTHS, tiles, strict=True)}
 
 
 # (kernel, architecture, bytes of an element, `row_width` of D and Dv): tiles from the best to one that fits anywhere.
@@ -141,27 +144,37 @@ TABLE = {
     ("forward", 80, 2, 64): (Tile(128, 64, 4, 3), Tile(64, 64, 4, 2)),
     ("forward", 80, 2, 128): (Tile(128, 64, 8, 2, spills=12), Tile(64, 32, 4, 2)),  # spills at D = 80
     ("forward", 80, 2, 256): (Tile(64, 64, 8, 2), Tile(64, 32, 8, 2), Tile(32, 32, 4, 2)),
+    # Here and in dk/dv the loop spills a few addresses. Half of the rows would not, but load each key twice as often.
+    ("forward", 80, 2, 512): (Tile(64, 32, 8, 2, spills=28), Tile(32, 32, 8, 2), Tile(32, 16, 8, 2)),
     ("forward", 86, 2, 256): (Tile(64, 32, 8, 2), Tile(32, 32, 4, 2)),
+    ("forward", 86, 2, 512): (Tile(32, 32, 8, 2), Tile(32, 16, 8, 2)),
     ("forward", 90, 2, 64): (Tile(128, 128, 8, 3), Tile(128, 64, 4, 2), Tile(64, 64, 4, 2)),
     ("forward", 90, 2, 128): (Tile(128, 128, 8, 3, spills=40), Tile(128, 64, 8, 3), Tile(64, 64, 4, 2)),  # D 80 spills
     ("forward", 90, 2, 256): (Tile(128, 32, 8, 3), Tile(64, 32, 8, 2)),
+    ("forward", 90, 2, 512): (Tile(64, 16, 8, 3, spills=4), Tile(32, 32, 8, 2), Tile(32, 16, 8, 2)),
     ("forward", 80, 4, 64): (Tile(64, 32, 8, 2), Tile(32, 32, 8, 2)),
     ("forward", 80, 4, 128): (Tile(32, 16, 8, 2),),
     ("forward", 80, 4, 256): (Tile(16, 16, 8, 1),),
+    ("forward", 80, 4, 512): (Tile(16, 16, 8, 1),),
     ("dq", 80, 2, 64): (Tile(128, 64, 8, 2), Tile(64, 32, 4, 2)),
     ("dq", 80, 2, 128): (Tile(128, 32, 8, 2), Tile(64, 32, 4, 2)),
     ("dq", 80, 2, 256): (Tile(64, 32, 8, 2), Tile(32, 32, 4, 2), Tile(32, 16, 4, 2)),
+    ("dq", 80, 2, 512): (Tile(32, 32, 8, 2), Tile(32, 16, 8, 2), Tile(16, 16, 8, 2)),
     ("dq", 86, 2, 256): (Tile(32, 32, 4, 2), Tile(32, 16, 4, 2)),
+    ("dq", 86, 2, 512): (Tile(32, 16, 8, 2), Tile(16, 16, 8, 2)),
     ("dq", 90, 2, 64): (Tile(128, 64, 8, 3), Tile(64, 64, 4, 2)),
     ("dq", 90, 2, 128): (Tile(128, 64, 8, 3), Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
     ("dq", 90, 2, 256): (Tile(128, 32, 8, 3), Tile(128, 32, 8, 2), Tile(64, 32, 8, 2), Tile(32, 16, 4, 2)),
     ("dq", 80, 4, 64): (Tile(32, 32, 8, 2), Tile(32, 16, 8, 2)),
     ("dq", 80, 4, 128): (Tile(32, 16, 8, 2), Tile(16, 16, 8, 2)),
     ("dq", 80, 4, 256): (Tile(16, 16, 8, 2), Tile(16, 16, 8, 1)),
+    ("dq", 80, 4, 512): (Tile(16, 16, 8, 1, spills=40),),
     ("dkdv", 80, 2, 64): (Tile(64, 128, 8, 2), Tile(64, 64, 4, 2)),
     ("dkdv", 80, 2, 128): (Tile(64, 64, 8, 2, spills=8), Tile(32, 64, 4, 2)),  # spills at D = 80, by triton 3.6.0
     ("dkdv", 80, 2, 256): (Tile(32, 64, 8, 2), Tile(32, 32, 8, 2), Tile(16, 32, 4, 2)),
+    ("dkdv", 80, 2, 512): (Tile(32, 32, 8, 2, spills=20), Tile(32, 16, 8, 2)),
     ("dkdv", 86, 2, 256): (Tile(32, 32, 8, 2), Tile(16, 32, 4, 2)),
+    ("dkdv", 86, 2, 512): (Tile(32, 16, 8, 2),),
     ("dkdv", 90, 2, 64): (Tile(64, 128, 8, 3), Tile(64, 64, 4, 2)),
     # dk and dv take half of the registers. 32 x 128 does not spill, but takes 30% more instructions a row.
     ("dkdv", 90, 2, 128): (Tile(64, 128, 8, 3, spills=192), Tile(32, 64, 4, 2)),
@@ -169,6 +182,7 @@ TABLE = {
     ("dkdv", 80, 4, 64): (Tile(32, 32, 8, 2), Tile(16, 16, 8, 2)),
     ("dkdv", 80, 4, 128): (Tile(16, 32, 8, 2), Tile(16, 16, 8, 2)),
     ("dkdv", 80, 4, 256): (Tile(16, 16, 8, 2), Tile(16, 16, 8, 1)),
+    ("dkdv", 80, 4, 512): (Tile(16, 16, 8, 1, spills=800),),  # without tensor cores; none with tf32
     # one_pass also adds dq to memory. A tile of dq takes registers, and so do its addresses, unless TMA adds it.
     ("one_pass", 80, 2, 64): (Tile(64, 128, 8, 2, spills=40), Tile(64, 64, 4, 2, spills=40)),
     ("one_pass", 80, 2, 128): (Tile(64, 64, 8, 2), Tile(32, 64, 8, 2)),
@@ -181,56 +195,73 @@ TABLE = {
     ("one_pass", 80, 4, 64): (Tile(32, 32, 8, 2), Tile(16, 16, 8, 2)),
     ("one_pass", 80, 4, 128): (Tile(16, 32, 8, 2), Tile(16, 16, 8, 2)),
     # Memory bound: enough rows to keep every thread busy.
-    **_one_each("preprocess", 80, 2, Tile(64, None, 4, 1), Tile(32, None, 4, 1), Tile(16, None, 4, 1)),
+    **_one_each("preprocess", 80, 2, *(Tile(n, None, 4, 1) for n in (64, 32, 16, 16))),
     # With 64 rows delta is a wgmma like dp, with the same order of sums: dp - delta is 0 if one key has all weight.
     ("preprocess", 90, 2, 128): (Tile(64, None, 4, 1),),
     ("preprocess", 90, 2, 256): (Tile(64, None, 8, 1),),
     ("postprocess", 90, 2, 128): (Tile(64, None, 8, 1),),
     ("postprocess", 80, 2, 64): (Tile(64, None, 4, 1),),
     ("postprocess", 80, 2, 128): (Tile(32, None, 4, 1),),
-    **_one_each("weights", 80, 2, Tile(64, 64, 4, 1), Tile(64, 64, 4, 1), Tile(32, 64, 4, 1)),
-    **_one_each("weights", 80, 4, Tile(32, 32, 4, 1), Tile(32, 32, 8, 1), Tile(16, 32, 8, 1)),
-    **_one_each("dbias", 80, 2, Tile(64, 64, 8, 2, spills=72), Tile(32, 32, 8, 2), Tile(32, 32, 8, 2)),
-    **_one_each("dbias", 90, 2, Tile(64, 64, 4, 2), Tile(64, 64, 8, 1), Tile(64, 32, 8, 1)),
-    **_one_each("dbias", 80, 4, Tile(32, 32, 8, 1), Tile(16, 32, 8, 1), Tile(16, 16, 8, 1, spills=104)),
+    **_one_each("weights", 80, 2, *(Tile(n, 64, 4, 1) for n in (64, 64, 32, 32))),
+    **_one_each("weights", 80, 4, Tile(32, 32, 4, 1), Tile(32, 32, 8, 1), Tile(16, 32, 8, 1), Tile(16, 32, 8, 1)),
+    **_one_each(
+        "dbias", 80, 2, Tile(64, 64, 8, 2, spills=72), Tile(32, 32, 8, 2), Tile(32, 32, 8, 2), Tile(16, 32, 8, 1)
+    ),
+    **_one_each("dbias", 90, 2, Tile(64, 64, 4, 2), Tile(64, 64, 8, 1), Tile(64, 32, 8, 1), Tile(16, 32, 8, 1)),
+    **_one_each(
+        "dbias", 80, 4, Tile(32, 32, 8, 1), Tile(16, 32, 8, 1), *(Tile(16, 16, 8, 1, spills=n) for n in (104, 52))
+    ),
     # tangent computes five matrix products a tile, dq three.
     ("tangent", 80, 2, 64): (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
     ("tangent", 80, 2, 128): (Tile(64, 32, 8, 2, spills=144), Tile(32, 32, 4, 2)),
     ("tangent", 80, 2, 256): (Tile(32, 32, 8, 2, spills=64), Tile(16, 16, 4, 2)),
+    ("tangent", 80, 2, 512): (Tile(32, 32, 8, 1),),
     ("tangent", 90, 2, 64): (Tile(128, 64, 8, 2), Tile(64, 64, 4, 2)),
     ("tangent", 90, 2, 128): (Tile(128, 32, 8, 2), Tile(64, 32, 4, 2)),
     ("tangent", 90, 2, 256): (Tile(32, 32, 8, 2, spills=164), Tile(16, 16, 4, 2)),
     ("tangent", 80, 4, 64): (Tile(32, 32, 8, 1), Tile(16, 16, 8, 1)),
     ("tangent", 80, 4, 128): (Tile(16, 16, 8, 1),),
     ("tangent", 80, 4, 256): (Tile(16, 16, 8, 1, spills=1140),),
+    ("tangent", 80, 4, 512): (Tile(16, 16, 8, 1),),
     ("tangent_weights", 80, 2, 64): (Tile(64, 64, 4, 1),),
     ("tangent_weights", 80, 2, 128): (Tile(64, 64, 8, 1, spills=136), Tile(32, 32, 4, 1)),
     ("tangent_weights", 80, 2, 256): (Tile(32, 32, 8, 1, spills=84),),
+    ("tangent_weights", 80, 2, 512): (Tile(16, 32, 8, 1),),
     ("tangent_weights", 80, 4, 64): (Tile(32, 32, 8, 1),),
     ("tangent_weights", 80, 4, 128): (Tile(16, 32, 8, 1, spills=84),),
     ("tangent_weights", 80, 4, 256): (Tile(16, 16, 8, 1, spills=132),),
+    ("tangent_weights", 80, 4, 512): (Tile(16, 16, 8, 1),),
     # Memory bound: as many keys in flight as fit, in tiles of few rows.
     ("decode_16", 80, 2, 64): (Tile(16, 128, 4, 3), Tile(16, 64, 4, 3)),
     ("decode_16", 80, 2, 128): (Tile(16, 64, 4, 3), Tile(16, 32, 4, 3)),
     ("decode_16", 80, 2, 256): (Tile(16, 64, 4, 2), Tile(16, 32, 4, 2)),
+    ("decode_16", 80, 2, 512): (Tile(16, 64, 8, 2, spills=20), Tile(16, 32, 4, 2)),
     ("decode_16", 90, 2, 64): (Tile(16, 128, 4, 4), Tile(16, 64, 4, 3)),
     ("decode_16", 90, 2, 128): (Tile(16, 64, 4, 4), Tile(16, 32, 4, 3)),
     ("decode_16", 90, 2, 256): (Tile(16, 64, 4, 3), Tile(16, 32, 4, 2)),
+    ("decode_16", 90, 2, 512): (Tile(16, 32, 4, 3), Tile(16, 32, 4, 2)),
     ("decode_16", 80, 4, 64): (Tile(16, 64, 4, 2), Tile(16, 32, 4, 2)),
     ("decode_16", 80, 4, 128): (Tile(16, 32, 8, 2, spills=4), Tile(16, 16, 8, 2)),
     ("decode_16", 80, 4, 256): (Tile(16, 16, 8, 2),),
+    ("decode_16", 80, 4, 512): (Tile(16, 16, 8, 2, spills=12), Tile(16, 16, 8, 1, spills=624)),
     ("decode_32", 80, 2, 64): (Tile(32, 128, 4, 3), Tile(32, 64, 4, 3)),
     ("decode_32", 80, 2, 128): (Tile(32, 64, 4, 3), Tile(32, 32, 4, 3)),
     ("decode_32", 80, 2, 256): (Tile(32, 64, 8, 2), Tile(32, 32, 4, 2)),
-    **_one_each("decode_32", 80, 4, Tile(32, 32, 4, 2), Tile(32, 16, 8, 2), Tile(16, 16, 8, 2)),
+    ("decode_32", 80, 2, 512): (Tile(32, 32, 8, 2), Tile(32, 16, 8, 2)),
+    ("decode_32", 80, 4, 64): (Tile(32, 32, 4, 2),),
+    ("decode_32", 80, 4, 128): (Tile(32, 16, 8, 2),),
+    ("decode_32", 80, 4, 256): (Tile(16, 16, 8, 2),),
+    ("decode_32", 80, 4, 512): (Tile(16, 16, 8, 2, spills=12), Tile(16, 16, 8, 1, spills=624)),
     ("decode_64", 80, 2, 64): (Tile(64, 64, 4, 3), Tile(64, 32, 4, 2)),
     ("decode_64", 80, 2, 128): (Tile(64, 64, 4, 3), Tile(64, 32, 4, 2)),
     ("decode_64", 80, 2, 256): (Tile(64, 64, 8, 2), Tile(32, 32, 4, 2)),
+    ("decode_64", 80, 2, 512): (Tile(64, 32, 8, 2, spills=88), Tile(32, 16, 8, 2)),
     ("decode_64", 80, 4, 64): (Tile(64, 32, 8, 2), Tile(32, 32, 8, 2)),
     ("decode_64", 80, 4, 128): (Tile(32, 16, 8, 2),),
     ("decode_64", 80, 4, 256): (Tile(16, 16, 8, 2),),
-    **_one_each("combine", 80, 2, Tile(16, None, 1, 1), Tile(16, None, 2, 1), Tile(16, None, 4, 1)),
-    **_one_each("append", 80, 2, Tile(16, None, 4, 1), Tile(16, None, 4, 1), Tile(16, None, 4, 1)),
+    ("decode_64", 80, 4, 512): (Tile(16, 16, 8, 2, spills=12), Tile(16, 16, 8, 1, spills=624)),
+    **_one_each("combine", 80, 2, *(Tile(16, None, n, 1) for n in (1, 2, 4, 8))),
+    **_one_each("append", 80, 2, *[Tile(16, None, 4, 1)] * 4),
 }
 
 # Tiles for calls that need more registers. MASKED: with a mask of pairs, which is also copied in stages. RICH: with a
@@ -255,6 +286,8 @@ RICH = {
     ("dkdv", 80, 2, 64): (Tile(32, 128, 8, 2, spills=24), Tile(32, 32, 4, 2)),
     ("dkdv", 80, 2, 128): (Tile(32, 64, 8, 2), Tile(32, 32, 4, 2, spills=16)),
     ("dkdv", 80, 2, 256): (Tile(32, 32, 8, 2), Tile(16, 32, 4, 2)),
+    # A bias of keys, with a sum for each key, spills most. 32 x 16 spills nothing, but its loop is 1.4 times as long.
+    ("dkdv", 80, 2, 512): (Tile(32, 32, 8, 2, spills=504), Tile(32, 16, 8, 2)),
     ("dkdv", 90, 2, 64): (Tile(32, 128, 8, 2), Tile(32, 64, 4, 2)),
     ("dkdv", 90, 2, 128): (Tile(64, 64, 8, 2, spills=160), Tile(32, 64, 4, 2, spills=92)),
     ("dkdv", 90, 2, 256): (Tile(16, 64, 8, 2, spills=252), Tile(16, 32, 4, 2)),
@@ -289,6 +322,7 @@ CANDIDATES = {
         Tile(128, 32, 8, 4),
         Tile(128, 64, 8, 2),
     ),
+    ("forward", 90, 2, 512): (Tile(64, 32, 8, 2, spills=40), Tile(64, 16, 8, 2)),
     ("dq", 90, 2, 64): (Tile(128, 128, 8, 2, tma=True), Tile(128, 64, 8, 3, tma=True), Tile(128, 128, 8, 2)),
     ("dq", 90, 2, 128): (Tile(128, 64, 8, 3, tma=True),),
     ("dq", 90, 2, 256): (Tile(128, 32, 8, 3, spills=72, tma=True),),
@@ -316,8 +350,8 @@ def architecture(capability):
 
 
 def row_width(width: int) -> int:
-    """Round a head dimension up to a width of the tile table: 64, 128 or 256."""
-    return 64 if width <= 64 else 128 if width <= 128 else 256
+    """Round a head dimension up to a width of the tile table: 64, 128, 256 or 512."""
+    return next((each for each in WIDTHS if width <= each), WIDTHS[-1])
 
 
 def small_enough(tiles):

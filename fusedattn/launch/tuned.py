@@ -32,8 +32,8 @@ RIVALS = {"hopper": ("forward",)} | {  # kernels for any GPU that each Hopper ke
 class Row(NamedTuple):
     """A measured tile or pipeline of a kernel: its times, or why its results are wrong.
 
-    width: 64, 128 or 256. pressure: as in `tile_table.tiles_for`. form: None for two_passes. ms: {case: milliseconds};
-    the names of causal cases have "causal" in them. why: what is wrong, or "". A wrong form never runs.
+    width: of `tile_table.WIDTHS`. pressure: as in `tile_table.tiles_for`. form: None for two_passes. ms: {case:
+    milliseconds}; the names of causal cases have "causal" in them. why: what is wrong, or "". A wrong form never runs.
     """
 
     kernel: str

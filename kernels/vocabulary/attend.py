@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from . import copies, dropout as dropping, masks as masking, memory, scores, softmax
+from . import columns, copies, dropout as dropping, masks as masking, memory, scores, softmax
 
 
 @triton.jit
@@ -12,21 +12,21 @@ def attend(
 ):  # fmt: skip
     """Return (out, softmax State) after one more tile of keys and values, the rows k_rows of the matrices k and v.
 
+    out is a tuple of tiles (`columns`). If v is None, the values are the first columns of the keys.
     exists is True for the k_rows that exist; None if all do. first is the first of k_rows, for TMA and masks in bits. r
     [rows, 1] and c [1, keys] count from the start of the sequence. plane is the queries' batch and head, in `decode`
     one for each row; kv is the same for key masks. Without CHECK every row sees every key, and no mask is read.
     """
-    k_tile = memory.load(k, k_rows, exists, spec.D, first)  # [keys, D]
+    k_tile = columns.load(k, k_rows, exists, spec.D, first)  # [keys, D]
     shown = masking.shown(rules.masks, band, plane, r, c, first, CHECK)
     bias = scores.pairs(rules.score.bias, band, plane, r, c, CHECK)
     copies.fence()
-    x = tl.dot(q, k_tile.T, input_precision=spec.PRECISION, out_dtype=out.dtype)  # [rows, keys]
+    x = columns.dot(q, k_tile, spec.D, spec, out[0].dtype)  # [rows, keys]
     s, dcap = scores.apply(rules.score, x, bias, band, plane, r, c)
     if CHECK:
         s = tl.where(masking.visible(rules.masks, shown, band, kv, r, c), s, float("-inf"))
     p, decay, state = softmax.step(state, s, tl.max(s, 1), rules.score.softmax_scale)
-    v_tile = memory.load(v, k_rows, exists, spec.DV, first)  # [keys, DV]
+    v_tile = k_tile if v is None else columns.load(v, k_rows, exists, spec.DV, first)  # [keys, DV]
     copies.fence_later(spec.BY_THREADS)
-    p = memory.opaque(dropping.drop(rules.dropout, p, plane, r, c)).to(v_tile.dtype)
-    out = tl.dot(p, v_tile, out * decay[:, None], input_precision=spec.PRECISION, out_dtype=out.dtype)
-    return out, state
+    p = memory.opaque(dropping.drop(rules.dropout, p, plane, r, c))
+    return columns.add(out, p, v_tile, spec.DV, spec, decay[:, None]), state

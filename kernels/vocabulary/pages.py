@@ -11,7 +11,8 @@ from . import memory, span
 class Cache(NamedTuple):
     """Key-value cache: Views of K and V (pages, Hkv, rows, columns), of lengths (B,), and of page numbers (B, n).
 
-    If the table of page numbers is None, page b has all keys of sequence b. PAGE, in the functions below, is the
+    V is None if the values are the first columns of the keys. If the table of page numbers is None, page b has all keys
+    of sequence b. PAGE, in the functions below, is the
     number of rows of a page, or None if a sequence has only one page, so that the capacity is not compiled in.
     """
 

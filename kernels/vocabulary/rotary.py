@@ -8,7 +8,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from . import memory
+from . import columns, memory
 
 
 class Rotary(NamedTuple):
@@ -20,17 +20,25 @@ class Rotary(NamedTuple):
 
 @triton.jit
 def load(m, rows, exists, rotary, position, positions, spec: tl.constexpr):
-    """Load a tile as `memory.load` does, rotated by the angles of each row's position; rotary may be None.
+    """Load the Columns of a tile, rotated by the angles of each row's position; rotary may be None.
 
     Positions are clamped. A pair is columns 2n and 2n + 1 if INTERLEAVED, otherwise n and n + ROTARY_DIM / 2. The other
     half of each pair is loaded again, because a tile cannot be permuted along its columns.
     """
-    x = memory.load(m, rows, exists, spec.D)
+    tiles = ()
+    for n in tl.static_range(columns.count(spec.D)):
+        tiles += (_load(m, rows, exists, rotary, position, positions, spec, n),)
+    return columns.Columns(tiles, (), (), ())
+
+
+@triton.jit
+def _load(m, rows, exists, rotary, position, positions, spec: tl.constexpr, n: tl.constexpr):
+    x = memory.load(columns.part(m, n), rows, exists, columns.size(spec.D, n))
     if rotary is None:
         return x
     else:
         dtype: tl.constexpr = memory.wide(x.dtype)
-        c = tl.arange(0, memory.width(spec.D))[None, :]
+        c = columns.indices(spec.D, n)
         if spec.INTERLEAVED:
             other, pair, first = c ^ 1, c // 2, c % 2 == 0
         else:

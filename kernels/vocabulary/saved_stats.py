@@ -34,7 +34,7 @@ def load(m, rows, n):
 
 
 @triton.jit
-def _bytes(m):
+def errors(m):
     """Return an int8 View of a `table`: the rounding error of each element of the output."""
     return memory.View(tl.cast(m.base + 2, tl.pointer_type(tl.int8), bitcast=True), (m.strides[0] * 4, 1))
 
@@ -66,13 +66,13 @@ def store_tail(m, rows, n, out, c, DV: tl.constexpr, dtype: tl.constexpr):
             # After overflow, or near subnormals, the error does not fit in a byte.
             tail = tl.where(tl.abs(steps) <= 128, tl.minimum(steps, 127), 0).to(tl.int8)
         r = rows[:, None]
-        tl.store(memory.pointers(_bytes(m), r, c), tail, mask=(r < n) & (c < DV))
+        tl.store(memory.pointers(errors(m), r, c), tail, mask=(r < n) & (c < DV))
 
 
 @triton.jit
-def lost(m, rows, n, out, DV: tl.constexpr):
-    """Return the rounding error of a tile of the output that was loaded as `out`; zero past the end."""
+def lost(errors, rows, n, out, DV: tl.constexpr):
+    """Return the rounding error, from `errors`, of a tile of the output that was loaded as `out`; zero past the end."""
     left: tl.constexpr = _shift(out.dtype)
     rounded = out.to(tl.float32)
-    steps = memory.load(_bytes(m), rows, rows < n, DV).to(tl.int32)
+    steps = memory.load(errors, rows, rows < n, DV).to(tl.int32)
     return (rounded.to(tl.int32, bitcast=True) + (steps << left)).to(tl.float32, bitcast=True) - rounded

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from . import copies, memory, span
+from . import columns, copies, memory, span
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -181,10 +181,10 @@ def tangent_of_products(q, t_q, k, t_k, like, spec: tl.constexpr):
     dtype: tl.constexpr = like.dtype
     t_x = tl.zeros(like.shape, dtype)
     if t_q is not None:
-        t_x = tl.dot(t_q, k.T, t_x, input_precision=spec.PRECISION, out_dtype=dtype)
+        t_x = columns.dot(t_q, k, spec.D, spec, dtype, t_x)
     if t_k is not None:
         copies.fence_later(spec.BY_THREADS)
-        t_x = tl.dot(q, t_k.T, t_x, input_precision=spec.PRECISION, out_dtype=dtype)
+        t_x = columns.dot(q, t_k, spec.D, spec, dtype, t_x)
     return t_x
 
 

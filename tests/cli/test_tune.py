@@ -71,7 +71,7 @@ def gpu(file, monkeypatch):  # noqa: F811
 
 
 @pytest.mark.parametrize("options, dtype, widths, loads", [
-    ([], "bfloat16", {64, 128, 256}, {"plain", "masked", "rich"}),
+    ([], "bfloat16", {*table.WIDTHS}, {"plain", "masked", "rich"}),
     (["--shape", "1,8,8,512,256,64", "--dtype", "float16"], "float16", {64}, {"plain", "rich"}),
 ])  # fmt: skip
 def test_the_command_writes_a_file_that_launches_read(options, dtype, widths, loads, gpu, capsys):

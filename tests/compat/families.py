@@ -20,8 +20,8 @@ SIDES |= {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in
           dict(layers=2, attention_heads=4, ffn_dim=40).items()}  # fmt: skip
 IMAGE = dict(hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4)
 IMAGE |= dict(image_size=12, patch_size=4)
-LATENT = dict(num_key_value_heads=4, q_lora_rank=12, kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4)
-LATENT |= dict(v_head_dim=7, n_routed_experts=4, num_experts_per_tok=2, n_group=2, topk_group=1)
+LATENT = dict(num_key_value_heads=4, q_lora_rank=12, kv_lora_rank=10, qk_nope_head_dim=128, qk_rope_head_dim=64)
+LATENT |= dict(v_head_dim=128, n_routed_experts=4, num_experts_per_tok=2, n_group=2, topk_group=1)
 LATENT |= dict(n_shared_experts=1, moe_intermediate_size=16, first_k_dense_replace=1)
 SPEECH = dict(num_mel_bins=6, max_source_positions=11, max_target_positions=32)
 SPEECH |= dict(suppress_tokens=None, begin_suppress_tokens=None)
@@ -60,6 +60,11 @@ FAMILIES = [
     Family("GPT-OSS", "GptOssForCausalLM", dict(HEADS, **WINDOWS, num_local_experts=2, num_experts_per_tok=1)),
     Family("DeepSeek-V3", "DeepseekV3ForCausalLM", TINY | LATENT),
 ]
+if hasattr(transformers, "Gemma4TextConfig"):  # came with transformers 5
+    WIDE = dict(HEADS, **WINDOWS, global_head_dim=512, vocab_size_per_layer_input=64, hidden_size_per_layer_input=8)
+    FAMILIES.append(
+        Family("Gemma 4", "Gemma4ForCausalLM", WIDE | dict(num_kv_shared_layers=0), config="Gemma4TextConfig")
+    )
 XGLM = dict(SIDES, ffn_dim=40, num_layers=2, attention_heads=4)
 # models that do not call the attention interface, in transformers 4 and 5
 SILENT = [
@@ -74,7 +79,11 @@ BY_NAME = {family.name: family for family in FAMILIES + SILENT}
 def drawn(family, **options):
     """Return a model with random weights so large that attention is far from uniform."""
     config = getattr(transformers, family.config or family.model.partition("For")[0] + "Config")(**family.options)
-    return weighted(getattr(transformers, family.model)._from_config(config, **options))
+    model = weighted(getattr(transformers, family.model)._from_config(config, **options))
+    for name, parameter in model.named_parameters():
+        if family.name == "Gemma 4" and "q_norm" in name:  # its scores have no other scale
+            parameter.data *= parameter.numel() ** -0.5
+    return model
 
 
 def weighted(model):

@@ -353,7 +353,7 @@ def test_models_of_other_implementations_are_left_alone(told):
 
 @pytest.mark.skipif(not hasattr(transformers, "DeepseekV32Config"), reason="came with transformers 5")
 def test_sparse_attention_of_transformers(told, calls):
-    options = TINY | LATENT | dict(index_topk=3, index_n_heads=2, index_head_dim=8)
+    options = TINY | LATENT | dict(index_topk=3, index_n_heads=2, index_head_dim=64)
     config = transformers.DeepseekV32Config(**options)
     model = weighted(transformers.DeepseekV32ForCausalLM._from_config(config, attn_implementation="eager"))
     want = logits(model, PADDED)

@@ -6,6 +6,7 @@ import functools
 import pytest
 import torch
 
+import fusedattn as fa
 from fusedattn.compat import transformers as compat
 
 from .. import sample
@@ -59,6 +60,20 @@ def test_logits_loss_and_gradients_are_eagers(family, case, calls):
     got = outcome(model, "fusedattn", inputs)
     assert len(calls) == (6 if family.kind in ("seq2seq", "speech") else 2)  # each layer, and cross attention
     assert_same(got, want, exactly(outcome, model, "eager", inputs))
+
+
+@pytest.mark.parametrize("name, width", [("Gemma 4", 512), ("DeepSeek-V3", 192)])
+def test_wide_heads_by_kernels(name, width, device, monkeypatch):
+    widths = []
+    monkeypatch.setattr(
+        compat, "attention", lambda *x, **options: widths.append(x[0].shape[3]) or fa.attention(*x, **options)
+    )
+    model = copy.deepcopy(model_of(name)).to(device)
+    inputs = {key: x.to(device) for key, x in inputs_of(BY_NAME[name], padded=True).items()}
+    want, exact = outcome(model, "eager", inputs), exactly(outcome, model, "eager", inputs)
+    with fa.use_backend("triton"):
+        assert_same(outcome(model, "fusedattn", inputs), want, exact)
+    assert max(widths) == width
 
 
 def generated(model, implementation, inputs, **options):

@@ -10,7 +10,7 @@ from .routes import ROUTES
 BLOCKS = 6  # maximum number of blocks of 32 rows by 16 keys in a call: more take too long
 LENGTHS = (1, 2, 3, 4, 5, 7, 9, 15, 16, 17, 18, 31, 32, 33, 40, 48, 49, 64, 65, 70, 0)
 WIDTHS = (1, 2, 3, 4, 5, 8, 8, 8, 12, 15, 16, 16, 16, 16, 17, 20, 24, 31, 32, 33, 40)
-WIDE = (63, 64, 65, 80, 127, 128, 129, 192, 255, 256)
+WIDE = (63, 64, 65, 80, 127, 128, 129, 192, 255, 256, 257, 320, 511, 512)
 DTYPES = (torch.float32, torch.float32, torch.float16, torch.bfloat16, torch.float64)
 SEEDS = st.one_of(st.integers(0, 9), st.integers(-(2**63), 2**63 - 1))
 

@@ -84,9 +84,22 @@ def test_a_tile_that_does_not_fit_leaves_nothing_behind(device, tiles, monkeypat
         assert names == ["append", "decode_16", *(["combine"] if second > 1 else [])]
 
 
+def test_values_that_are_columns_of_the_keys_are_not_loaded(device, launched):
+    case = Cached("shared", Hq=2, Hkv=1, shared=True, lengths=(44,))
+    for D, Dv, shared, loaded in (
+        (576, 512, True, False),
+        (576, 512, False, True),
+        (64, 48, True, False),
+        (64, 32, True, True),
+    ):
+        launched.clear()
+        attend(case._replace(D=D, Dv=Dv, shared=shared).draw(device))
+        assert (launched[0][1]["cache"].V is not None) == loaded, (D, Dv)
+
+
 def test_what_kernels_do_not_take_is_said(device):
-    arguments = Cached("wide", D=257, lengths=(3,)).draw(device)
-    with pytest.raises(NotImplementedError, match="'triton' cannot take this call: the head dimension of query is 257"):
+    arguments = Cached("wide", D=577, lengths=(3,)).draw(device)
+    with pytest.raises(NotImplementedError, match="'triton' cannot take this call: the head dimension of query is 577"):
         attend(arguments)
     tall, cache = (torch.empty(1, device=device).half().expand(2**15, heads, 1, 16) for heads in (2**16, 1))
     lengths = torch.ones(2**15, dtype=torch.int32, device=device)

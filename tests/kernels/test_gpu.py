@@ -12,7 +12,7 @@ from ..close import assert_close
 
 pytestmark = pytest.mark.gpu
 HALF = (torch.bfloat16, torch.float16)
-DIMS = (8, 16, 32, 40, 59, 64, 80, 96, 111, 128, 160, 192, 224, 256)
+DIMS = (8, 16, 32, 40, 59, 64, 80, 96, 111, 128, 160, 192, 224, 256, 320, 512)
 LENGTHS = (
     *((1, 239), (3, 799), (127, 512), (127, 513), (113, 203), (128, 217), (108, 256), (256, 512), (1023, 1024)),
     *((1, 1), (3, 3), (64, 1), (255, 256), (239, 1), (799, 3), (129, 127), (65, 63), (191, 193), (257, 33)),
@@ -134,7 +134,7 @@ PLACES = range(4)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("passed", [1, 2])
 @pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 128, 256, 512])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_every_tile_of_the_table(dtype, dim, capability, passed, place, cuda, passes, tiles):
     """Each tile in the table is right on this GPU, also a tile that only smaller GPUs use."""

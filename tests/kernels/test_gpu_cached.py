@@ -14,7 +14,7 @@ from .test_generation import check
 from .test_gpu import CAPABILITIES, captured
 
 pytestmark = pytest.mark.gpu
-DIMS = (16, 40, 64, 80, 128, 160, 256)
+DIMS = (16, 40, 64, 80, 128, 160, 256, 512)
 
 
 def filled(device, batch=3, heads=8, kv_heads=2, rows=1, keys=3000, dim=128, dtype=torch.bfloat16, page=None):
@@ -64,7 +64,7 @@ def test_rows_and_groups(rows, kv_heads, cuda, poison):
 @pytest.mark.parametrize("place", range(2))
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 128, 256, 512])
 def test_every_tile_of_the_table(dim, dtype, capability, place, cuda, tiles):
     tiles.choose(lambda found: found[min(place, len(found) - 1) :], capability)
     for rows in (2, 7, 16):

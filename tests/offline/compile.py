@@ -181,7 +181,7 @@ def _small_table():
 def _cache_table(capabilities):
     """Yield the Rows (kernels to compile) for caches: the first tile of each width, and other kinds of calls."""
     last = capabilities[-1]
-    for kernel, capability, width in itertools.product(tile_table.ON_CACHES, capabilities, (64, 128, 256)):
+    for kernel, capability, width in itertools.product(tile_table.ON_CACHES, capabilities, tile_table.WIDTHS):
         if kernel != "decode_16" and capability != last:
             continue
         of = functools.partial(tile_table.tiles_for, kernel, capability, 2, width)
@@ -192,13 +192,16 @@ def _cache_table(capabilities):
             if width == 128 and kernel == "append":
                 yield Row(kernel, capability, "bf16", width, "one page", *first)
             continue
-        yield Row(kernel, capability, "bf16", width, "pages", *first)
+        dim = tile_table.WIDEST_CACHED if width == tile_table.WIDTHS[-1] else width
+        for variant in ("pages", *["shared"] * (dim != width)):
+            yield Row(kernel, capability, "bf16", dim, variant, *first)
         if capability == last and kernel == "decode_16":
-            yield Row(kernel, capability, "bf16", width, "everything", of("rich")[0], (0, len(of("rich"))))
+            yield Row(kernel, capability, "bf16", dim, "everything", of("rich")[0], (0, len(of("rich"))))
             single = tile_table.tiles_for(kernel, capability, 4, width)
-            yield Row(kernel, capability, "ieee", width, "pages", single[0], (0, len(single)))
-            if width == 256:
-                yield Row(kernel, capability, "bf16", width, "pages", of()[-1], (len(of()) - 1, len(of())))
+            for index, tile in enumerate(single if dim != width else single[:1]):
+                yield Row(kernel, capability, "ieee", dim, "pages", tile, (index, len(single)))
+            if width >= 256:
+                yield Row(kernel, capability, "bf16", dim, "pages", of()[-1], (len(of()) - 1, len(of())))
             if width == 128:
                 yield Row(kernel, capability, "bf16", width, "contiguous", *first)
                 yield Row(kernel, capability, "bf16", width, "one page", *first)
@@ -217,7 +220,7 @@ def table(capabilities=(80, 90)):
         yield Row(kernel, capability, "bf16", 128, "everything", tile_table.Tile(64, None, 4, 1), (0, 1))
     yield from _cache_table(capabilities)
     others = [kernel for kernel in tile_table.INTERPRETED if kernel not in tile_table.ON_CACHES]
-    for kernel, capability, width in itertools.product(others, capabilities, (64, 128, 256)):
+    for kernel, capability, width in itertools.product(others, capabilities, tile_table.WIDTHS):
         for dtype in ("bf16", "tf32", "ieee"):
             if dtype != "bf16" and capability != capabilities[-1]:
                 continue  # float32 has the same tiles on every GPU and no wgmma, so the last GPU is enough

@@ -18,7 +18,7 @@ import torch
 import triton
 
 from fusedattn.call.options import Call, inputs
-from fusedattn.launch import run as launch, tile_table
+from fusedattn.launch import decode as launch_decode, run as launch, tile_table
 from fusedattn.operators import attention, backward, decode, tangent
 
 from . import absent, flow, fusing, hazards, operands
@@ -85,7 +85,7 @@ VARIANTS |= {name: {name: _ALL_OPTIONS[name]} for name in BY_HOPPER if name in _
 VARIANTS["registers"] = {name: _ALL_OPTIONS[name] for name in BY_HOPPER if name in _ALL_OPTIONS}
 ALL = ("everything", "packed all")  # variants with every option
 # Variants of calls to a cache.
-PAGES = {"contiguous": None, "one page": 32768, "pages": 256, "small pages": 16, "everything": 16}
+PAGES = {"contiguous": None, "shared": None, "one page": 32768, "pages": 256, "small pages": 16, "everything": 16}
 CAPACITY = {"everything": 256}  # too few keys to split among programs
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "ieee": torch.float32, "tf32": torch.float32}
 
@@ -181,6 +181,7 @@ def _everything_but_a_gpu(kernels, row):
             absent.target(row.capability),
             mock.patch.object(launch, "KERNELS", kernels),
             mock.patch.object(launch, "candidates", lambda name, *_: tiles[name]),
+            mock.patch.object(launch_decode, "_keys_hold_values", lambda decode: row.variant == "shared"),
             mock.patch.object(launch, "form_on_hopper", lambda *of: row.tile if in_gluon else form(*of)),
             triton.knobs.compilation.scope(),
             triton.knobs.nvidia.scope(),
@@ -233,12 +234,12 @@ def _call_on_cache(row):
     if page is not None:
         batch, table = BATCH * capacity // page, _meta(BATCH, capacity // page, dtype=torch.int32)
 
-    def tensor(batch, length, heads):
-        return _meta(batch, length, heads, row.dim, dtype=dtype).transpose(1, 2)
+    def tensor(batch, length, heads, most=tile_table.WIDEST_CACHED):
+        return _meta(batch, length, heads, min(row.dim, most), dtype=dtype).transpose(1, 2)
 
     query, new = tensor(BATCH, rows, heads), tensor(BATCH, 32, 1)
-    pool = tensor(batch, page or capacity, 1)
-    caches = pool, pool, _meta(BATCH, dtype=torch.int32), table
+    pools = [tensor(batch, page or capacity, 1, most) for most in (tile_table.WIDEST_CACHED, tile_table.WIDTHS[-1])]
+    caches = *pools, _meta(BATCH, dtype=torch.int32), table
     turning, masks, numbers = (None, None, False), (None,) * 6, (None, 0)
     if row.variant == "everything":
         angles = _meta(capacity, row.dim // 2, dtype=torch.float32)
@@ -248,7 +249,8 @@ def _call_on_cache(row):
         masks = bias, each_head, each_head, _meta(BATCH, 1, rows, capacity), _meta(BATCH, capacity), _meta(BATCH, rows)
         numbers = 100, 10
     if row.kernel == "append":
-        decode._append_operator(*caches, new, new, *turning, True, "triton")
+        values = tensor(BATCH, 32, 1, tile_table.WIDTHS[-1])
+        decode._append_operator(*caches, new, values, *turning, True, "triton")
     else:
         cap = 30.0 if row.variant == "everything" else None
         decode._decode_operator(

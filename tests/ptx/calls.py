@@ -216,7 +216,7 @@ def taken(entry, capability, tile=0):
 
     def note(name, call, tile):
         if tile is not None:
-            found.add(Taken(name, call.query.dtype.itemsize, max(64, run.widest(call)), tile))
+            found.add(Taken(name, call.query.dtype.itemsize, tile_table.row_width(run.widest(call)), tile))
         return tile
 
     with other_tiles(tile), gpu(capability) as device:

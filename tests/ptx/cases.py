@@ -125,6 +125,22 @@ _OPTIONS = dense(
     ("bias, weights fp32 D128, two passes", OF_FP32 | WIDE | TWO),
     ("bias, weights fp32 D256", OF_FP32 | dict(D=256)),
 )
+_TINY = dict(Sq=40, Sk=60)
+_WIDE = dense(
+    ("D512", dict(D=512, Sq=70, Sk=60)),
+    ("D512 Dv64 causal", dict(D=512, Dv=64, causal=True, **_TINY)),
+    ("D64 Dv512 fp16", dict(dtype=FP16, D=64, Dv=512, **_TINY)),
+    ("D257 Dv320 strided", dict(D=257, Dv=320, strided=True, **_TINY)),
+    ("D192 Dv128", dict(D=192, Dv=128, **_TINY)),
+    ("everything D512", EVERYTHING | dict(D=512, **_TINY)),
+    ("bias of keys D512", dict(D=512, bias="keys", **_TINY)),
+    ("mask of pairs, dropout D320", dict(D=320, mask="pairs", dropout=0.2, **_TINY)),
+    ("bias over batch D512 (dbias)", dict(D=512, bias="heads", B=2, **_TINY)),
+    ("bias, weights fp32 D320", OF_FP32 | dict(D=320)),
+    ("dropout fp32 D512", dict(dtype=FP32, D=512, dropout=0.2, **_TINY)),
+    ("tf32 D512", dict(dtype=FP32, tf32=True, D=512, **_TINY)),
+    ("packed D512", dict(B=3, Sq=40, Sk=40, D=512, lengths=((40, 0, 17), (30, 20, 40)))),
+)
 _LENGTHS = (70, 0, 130, 1, 33), (100, 20, 130, 64, 0)
 _TOGETHER = dict(B=5, Sq=130, Sk=130, lengths=_LENGTHS)
 _PACKED = dense(
@@ -213,6 +229,9 @@ _TANGENTS = dense(
             ("D128 fp16", dict(dtype=FP16, causal=True, **WIDE)),
             ("D256", dict(D=256, **SHORT)),
             ("keys by threads", BY_THREADS | SHORT),
+            ("D512", dict(D=512, **_TINY)),
+            ("everything D320 Dv257", _MANY | dict(D=320, Dv=257, **_TINY)),
+            ("fp32 D512", dict(dtype=FP32, D=512, **_TINY)),
             ("window", dict(window=(40, 20))),
             ("window D128", dict(window=(40, 20), **WIDE)),
             ("everything", _MANY | SHORT),
@@ -231,6 +250,7 @@ def _decode():
     of_32 = dict(Sq=11, Hq=4, Hkv=2, causal=True, new=11)
     of_64 = dict(Sq=18, Hq=6, Hkv=2, causal=True)
     fp32, widest = dict(dtype=FP32), dict(D=256, Dv=256)
+    latent = dict(dtype=BF16, Hq=16, Hkv=1, D=576, Dv=512, shared=True, C=120, lengths=(17, 100))
     for name, fields in (
         ("cache", cache),
         ("cache D128", cache | wide),
@@ -261,6 +281,15 @@ def _decode():
         ("fp32, split and merged D128", cache | many | fp32 | wide),
         ("fp32, split and merged D256", cache | many | fp32 | widest),
         ("D 256", pages | widest),
+        ("D 576, shared", latent | dict(new=2)),
+        ("D 576, shared pages, split and merged", latent | dict(page=16, C=1024, lengths=(900, 17), Hq=8)),
+        ("D 576, turned, not shared", latent | dict(shared=False, half=32, new=2, Sq=2, causal=True, page=7, C=126)),
+        ("D 576, shared fp32", latent | fp32 | dict(C=512, lengths=(400, 17), new=2)),
+        ("decode_32 D 576, shared", latent | dict(Hq=32)),
+        ("decode_64 D 576, shared", latent | dict(Hq=40, sinks=True, window=(40, 0))),
+        ("decode_32 D 576 fp32", latent | fp32 | dict(Hq=32, shared=False)),
+        ("decode_64 D 576, shared fp32", latent | fp32 | dict(Hq=40)),
+        ("decode_64 D 512", cache | of_64 | dict(D=512, Dv=512)),
         ("cache, far apart", cache | caches.BOTH | FAR),
         ("pages, far apart", pages | caches.BOTH | dict(far=(1, 2**27))),
         ("everything in pages", caches.EVERYTHING._asdict() | dict(dtype=BF16)),
@@ -271,7 +300,7 @@ def _decode():
 
 ENTRIES = {
     entry.name: entry
-    for group in (_PLAIN, _BANDS, _OPTIONS, _PACKED, _decode(), _ON_HOPPER, _TANGENTS)
+    for group in (_PLAIN, _BANDS, _OPTIONS, _WIDE, _PACKED, _decode(), _ON_HOPPER, _TANGENTS)
     for entry in group
 }
 # `make test` executes these: both backwards, each kernel, and each kind of instruction.
@@ -290,6 +319,8 @@ ALSO = {
         *("decode: everything in pages", "decode: fp32", "decode: fp32, split and merged D128", "decode: D 256"),
         *("decode: decode_32", "decode: decode_32 D128", "decode: decode_32 fp32 D128"),
         *("decode: decode_64", "decode: decode_64 D128", "decode: decode_64 fp32 D256"),
+        *("D512", "everything D512", "bias over batch D512 (dbias)", "dropout fp32 D512"),
+        *("decode: decode_32 D 576 fp32", "decode: decode_64 D 576, shared fp32"),
         *("tangent D128 fp16", "tangent D256", "tangent fp32 D40", "tangent fp32 D128"),
     ),
     HOPPER: (
@@ -299,7 +330,10 @@ ALSO = {
         *("decode: cache D128", "decode: fp32, split and merged D256", "decode: decode_32, window"),
         *("decode: decode_32 fp32", "decode: decode_32 fp32 D256", "decode: decode_32 D256"),
         *("decode: decode_64 fp32", "decode: decode_64 fp32 D128", "decode: decode_64 D256"),
-        *("tangent D64", "tangent fp32 D256"),
+        *("tangent D64", "tangent fp32 D256", "tangent fp32 D512", "bias, weights fp32 D320"),
+        *("decode: D 576, shared pages, split and merged", "decode: D 576, turned, not shared"),
+        *("decode: decode_32 D 576, shared", "decode: decode_64 D 576, shared"),
+        *(f"decode: {name}" for name in ("D 576, shared fp32", "decode_32 D 576 fp32", "decode_64 D 576, shared fp32")),
         *("keys by threads", "tangent keys by threads", "decode: decode_64, keys by threads"),
     ),
 }

@@ -22,7 +22,7 @@ def test_a_call_by_its_compiled_kernels(entry, capability, tile):
 
 def _first(capability):
     """Yield the first tile in the tile table for each kernel and kind of call, as a Taken."""
-    axes = tile_table.INTERPRETED, (2, 4), (64, 128, 256), ("plain", "masked", "rich"), (False, True)
+    axes = tile_table.INTERPRETED, (2, 4), tile_table.WIDTHS, ("plain", "masked", "rich"), (False, True)
     for kernel, itemsize, width, load, narrow in itertools.product(*axes):
         if kernel not in ("one_pass", "postprocess") or width <= tile_table.ONE_PASS:
             tiles = tile_table.tiles_for(kernel, capability, itemsize, width, load)

@@ -1,0 +1,132 @@
+"""Tiles of heads in parts of at most PART columns: D 320 takes tiles of 256 and 64 columns, not one of 512."""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from . import memory, softmax
+
+PART = tl.constexpr(256)
+
+
+class Columns(NamedTuple):
+    """Tiles [rows, columns] of the parts. Without tiles, each product loads the parts of `matrix` that it needs."""
+
+    tiles: tuple
+    matrix: memory.View
+    rows: tl.tensor
+    exists: tl.tensor
+
+
+@triton.constexpr_function
+def count(D):
+    return triton.cdiv(D, PART.value)
+
+
+@triton.constexpr_function
+def size(D, n):
+    """Return the number of columns of part n."""
+    return min(D - n * PART.value, PART.value)
+
+
+@triton.constexpr_function
+def alike(D, DV):
+    """Return whether tiles of DV columns have the shapes of the first tiles of D columns."""
+    widths = [[memory.width.fn(size.fn(x, n)) for n in range(count.fn(x))] for x in (D, DV)]
+    return widths[0][: len(widths[1])] == widths[1]
+
+
+@triton.jit
+def indices(D: tl.constexpr, n: tl.constexpr):
+    """Return the column numbers [1, width] of part n."""
+    c = tl.arange(0, memory.width(size(D, n)))[None, :]
+    return c if n == 0 else c + n * PART
+
+
+@triton.jit
+def part(m, n: tl.constexpr):
+    """Return the matrix that begins with part n."""
+    return m if n == 0 else memory.View(m.base + tl.cast(m.strides[1], tl.int64) * (n * PART), m.strides)
+
+
+@triton.jit
+def load(m, rows, exists, D: tl.constexpr, first=0, LATER: tl.constexpr = False):
+    """Return the Columns of a [rows, D] tile, loaded as `memory.load` does; a Described matrix has one part.
+
+    With LATER, or if elements have 32 bits, wide tiles are loaded by each product: registers and shared memory cannot
+    hold all tiles of a step.
+    """
+    if isinstance(m.base, tl.tensor_descriptor):
+        return Columns((memory.load(m, rows, exists, D, first),), (), (), ())
+    elif D > PART and (LATER or m.base.dtype.scalar.element_ty.primitive_bitwidth >= 32):
+        return Columns((), m, rows, rows >= 0 if exists is None else exists)
+    else:
+        tiles = ()
+        for n in tl.static_range(count(D)):
+            tiles += (memory.load(part(m, n), rows, exists, size(D, n), first),)
+        return Columns(tiles, (), (), ())
+
+
+@triton.jit
+def _tile(x, n: tl.constexpr, D: tl.constexpr):
+    if len(x.tiles) > 0:
+        return x.tiles[n]
+    else:
+        return memory.load(part(x.matrix, n), x.rows, x.exists, size(D, n))
+
+
+@triton.jit
+def _chunk(x, at, D: tl.constexpr):
+    c = at + tl.arange(0, PART)[None, :]
+    return tl.load(memory.pointers(x.matrix, x.rows[:, None], c), mask=x.exists[:, None] & (c < D), other=0.0)
+
+
+@triton.jit
+def zeros(ROWS: tl.constexpr, D: tl.constexpr, dtype: tl.constexpr):
+    tiles = ()
+    for n in tl.static_range(count(D)):
+        tiles += (tl.zeros([ROWS, memory.width(size(D, n))], dtype),)
+    return tiles
+
+
+@triton.jit
+def dot(a, b, D: tl.constexpr, spec: tl.constexpr, dtype: tl.constexpr, x=None):
+    """Return a @ b.T, summed over D columns, plus x unless None."""
+    if len(a.tiles) > 0 or len(b.tiles) > 0:
+        for n in tl.static_range(count(D)):
+            x = tl.dot(_tile(a, n, D), _tile(b, n, D).T, x, input_precision=spec.PRECISION, out_dtype=dtype)
+    else:
+        x = tl.zeros([a.rows.shape[0], b.rows.shape[0]], dtype) if x is None else x
+        for at in tl.range(0, D, PART):
+            x = tl.dot(_chunk(a, at, D), _chunk(b, at, D).T, x, input_precision=spec.PRECISION, out_dtype=dtype)
+    return x
+
+
+@triton.jit
+def add(sums, x, b, D: tl.constexpr, spec: tl.constexpr, decay=None):
+    """Return the tiles of sums (times decay, unless None) + x @ b; x is rounded to the dtype of b."""
+    tiles = ()
+    for n in tl.static_range(count(D)):
+        tile = _tile(b, n, D)
+        w = x.to(tile.dtype)
+        total = sums[n] if decay is None else sums[n] * decay
+        tiles += (tl.dot(w, tile, total, input_precision=spec.PRECISION, out_dtype=total.dtype),)
+    return tiles
+
+
+@triton.jit
+def finish(tiles, state, scale):
+    """Return `softmax.finish` of an output in tiles."""
+    out = ()
+    for n in tl.static_range(len(tiles)):
+        tile, lse, log2_sum = softmax.finish(tiles[n], state, scale)
+        out += (tile,)
+    return out, lse, log2_sum
+
+
+@triton.jit
+def store(m, rows, n, tiles, D: tl.constexpr):
+    """Store tiles as `memory.store` does."""
+    for i in tl.static_range(count(D)):
+        memory.store(part(m, i), rows, n, tiles[i], size(D, i))
