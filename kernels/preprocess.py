@@ -40,7 +40,7 @@ def _store_added(Rows, plane, rows, n, row, delta, scale):
 
 
 class Shown(NamedTuple):
-    """Copies of queries and incoming gradients in which hidden rows are 0, for TMA; the row mask, and queries."""
+    """For TMA, which cannot skip rows: copies q and grad_out with zeros in the rows that the mask hides; queries Q."""
 
     q: memory.View
     grad_out: memory.View
@@ -67,10 +67,9 @@ def preprocess(
     Sq, Sk), or None. A row that saw nothing has delta 0, even if its incoming gradients are NaN. If no gradient of
     scores is wanted, Out is None and delta is 0. GradQ, unless None, is set to 0, because other kernels add to it. With
     UNIT it is the buffer that `postprocess` reads, (B, Hq, Sq rounded up to UNIT, WIDTH). Turns, unless None, is set to
-    0: int32, the counters of hopper/turns.py, one for program numbers and two for each row.
-    GradSinks, unless None, gets each
-    row's gradient of its sink, (B, Hq, Sq, 1). shown, unless None, gets copies without hidden rows. rough is
-    that of the score if a Hopper kernel follows, otherwise None.
+    0: int32, the counters of hopper/turns.py, one for program numbers and two for each row. GradSinks, unless None,
+    gets each row's gradient of its sink, (B, Hq, Sq, 1). shown, unless None, gets copies without hidden rows. rough is
+    score.rough if a Hopper kernel follows, otherwise None.
     """
     block, plane = span.place(tl.program_id(0), q_len, heads, BLOCK_M)
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
