@@ -100,7 +100,7 @@ def test_the_provider_drops_the_same_in_both_passes(override):
 
 
 def test_what_the_kernels_do_not_take_goes_to_torch(override):
-    wide, narrow = torch.randn(1, 1, 2, 264).half(), torch.randn(1, 1, 2, 8).half()
+    wide, narrow = torch.randn(1, 1, 2, 520).half(), torch.randn(1, 1, 2, 8).half()
     with pytest.raises(LookupError, match="aten::_scaled_dot_product_flash_attention$"):
         override(wide, wide, wide)
     with pytest.raises(NotImplementedError, match="return_debug_mask"):

@@ -183,7 +183,7 @@ def test_it_computes_by_the_backend_that_is_named(device):
         got = results(compat.scaled_dot_product_attention, query, key, value, mask)
     assert_like(got, lambda: results(theirs, query, key, value, mask))
     with fa.use_backend("triton"), pytest.raises(NotImplementedError):
-        compat.scaled_dot_product_attention(*(torch.randn(2, 300, device=device) for _ in range(3)))
+        compat.scaled_dot_product_attention(*(torch.randn(2, 600, device=device) for _ in range(3)))
 
 
 @pytest.mark.parametrize("options", [{}, dict(is_causal=True), dict(attn_mask=torch.ones(3, 3).tril().bool())], ids=str)
