@@ -55,21 +55,21 @@ def _copy(To, From, plane, rows, exists, n, D: tl.constexpr):
 
 @triton.jit(do_not_specialize=["heads", "q_len", "k_len", "pitch"])
 def preprocess(
-    Out, GradOut, GradLse, Weights, GradWeights, Stats, Rows, GradQ, Turns, GradSinks, shown,
+    Out, incoming, GradLse, Weights, Stats, GradQ, Turns, GradSinks, shown,
     heads, q_len, k_len, pitch, score, rough,
     spec: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Write Rows (B, Hq, Sq, 4), contiguous: softmax pivot and neg_log2_sum of a row, delta, and gradient of lse.
 
-    The Hopper backward kernels read other layouts: (B, Hq, 4, pitch), with pitch at least Sq; or, if Rows is bfloat16,
-    the layout of `_store_added`, which needs score. Otherwise pitch is None. Stats has COLUMNS as in `saved_stats`, or
-    only row_max and log2_sum. Stats and GradLse (or None) are contiguous; Weights and GradWeights are Views of (B, Hq,
-    Sq, Sk), or None. A row that saw nothing has delta 0, even if its incoming gradients are NaN. If no gradient of
-    scores is wanted, Out is None and delta is 0. GradQ, unless None, is set to 0, because other kernels add to it. With
-    UNIT it is the buffer that `postprocess` reads, (B, Hq, Sq rounded up to UNIT, WIDTH). Turns, unless None, is set to
-    0: int32, the counters of hopper/turns.py, one for program numbers and two for each row. GradSinks, unless None,
-    gets each row's gradient of its sink, (B, Hq, Sq, 1). shown, unless None, gets copies without hidden rows. rough is
-    score.rough if a Hopper kernel follows, otherwise None.
+    Rows is incoming.rows. Hopper's backward kernels read other layouts: (B, Hq, 4, pitch), with pitch at least Sq; or,
+    if Rows is bfloat16, the layout of `_store_added`, which needs score. Otherwise pitch is None. Stats has COLUMNS as
+    in `saved_stats`, or only row_max and log2_sum. Stats and GradLse (or None) are contiguous; Weights and
+    incoming.grad_weights are Views of (B, Hq, Sq, Sk), or None. A row that saw nothing has delta 0, even if its
+    incoming gradients are NaN. If no gradient of scores is wanted, Out is None and delta is 0. GradQ, unless None, is
+    set to 0, because other kernels add to it. With UNIT it is the buffer that `postprocess` reads, (B, Hq, Sq rounded
+    up to UNIT, WIDTH). Turns, unless None, is set to 0: int32, the counters of hopper/turns.py, one for program numbers
+    and two for each row. GradSinks, unless None, gets each row's gradient of its sink, (B, Hq, Sq, 1). shown, unless
+    None, gets copies without hidden rows. rough is score.rough if a Hopper kernel follows, otherwise None.
     """
     block, plane = span.place(tl.program_id(0), q_len, heads, BLOCK_M)
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -90,7 +90,7 @@ def preprocess(
     if shown is not None:
         exists = masking.real_rows(masking.Masks(None, None, shown.rows), plane, rows, q_len)
         _copy(shown.q, shown.Q, plane, rows, exists, q_len, spec.D)
-        _copy(shown.grad_out, GradOut, plane, rows, exists, q_len, spec.DV)
+        _copy(shown.grad_out, incoming.grad_out, plane, rows, exists, q_len, spec.DV)
     stats = memory.table(Stats, plane, q_len, COLUMNS)
     log2_sum = memory.load_column(stats, rows, q_len, 1)
     row = softmax.row(memory.load_column(stats, rows, q_len, 0), log2_sum)
@@ -100,7 +100,7 @@ def preprocess(
         dlse = memory.load_column(memory.table(GradLse, plane, q_len, 1), rows, q_len, 0)
     if Out is not None:
         out = memory.load(memory.matrix(Out, plane), rows, rows < q_len, spec.DV)
-        grad_out = memory.load(memory.matrix(GradOut, plane), rows, rows < q_len, spec.DV)
+        grad_out = memory.load(memory.matrix(incoming.grad_out, plane), rows, rows < q_len, spec.DV)
         if out.dtype == grad_out.dtype:
             # The diagonal of a product is summed in the order of dp: dp - delta is exactly 0 if one key has all weight.
             products = tl.dot(out, grad_out.T, input_precision=spec.PRECISION, out_dtype=log2_sum.dtype)
@@ -112,8 +112,8 @@ def preprocess(
             delta += tl.sum(
                 saved_stats.lost(saved_stats.errors(stats), rows, q_len, out, spec.DV) * grad_out.to(tl.float32), 1
             )
-        if GradWeights is not None:
-            p, dp = memory.matrix(Weights, plane), memory.matrix(GradWeights, plane)
+        if incoming.grad_weights is not None:
+            p, dp = memory.matrix(Weights, plane), memory.matrix(incoming.grad_weights, plane)
             r = rows[:, None]
             for start in tl.range(0, k_len, 64):
                 c = start + tl.arange(0, 64)[None, :]
@@ -124,13 +124,13 @@ def preprocess(
     if GradSinks is not None:
         known = gradient.Row(row, delta, dlse)
         row_sums.store(row_sums.ByRow(None, None, GradSinks), None, known, score, plane, rows, q_len, PARTIAL=True)
-    if Rows.dtype.element_ty == tl.bfloat16:
-        _store_added(Rows, plane, rows, q_len, row, delta, score.softmax_scale)
+    if incoming.rows.dtype.element_ty == tl.bfloat16:
+        _store_added(incoming.rows, plane, rows, q_len, row, delta, score.softmax_scale)
     else:
         if pitch is None:
-            table = memory.table(Rows, plane, q_len, 4)
+            table = memory.table(incoming.rows, plane, q_len, 4)
         else:
-            table = memory.View(Rows + tl.cast(plane.index, tl.int64) * 4 * pitch, (1, pitch))
+            table = memory.View(incoming.rows + tl.cast(plane.index, tl.int64) * 4 * pitch, (1, pitch))
         pivot, neg_log2_sum = row.pivot, row.neg_log2_sum
         if rough is not None:  # scores are small: one number instead of two
             pivot, neg_log2_sum = pivot * 0.0, neg_log2_sum - pivot * softmax.LOG2E

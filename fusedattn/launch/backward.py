@@ -133,15 +133,14 @@ def _unit(p, form):
 def _preprocess(p, out, grad_lse, weights, stats, query_sums, turns, grad_sinks, shown, form):
     """Compute the row statistics (softmax, delta) for later kernels, and zero the buffers query_sums and turns."""
     rows, pitch = (p.table(stats, 4), None) if form is None else hopper.new_rows(p.call, stats)
-    names = "GradOut", "GradWeights", "heads", "q_len"
-    launched = {name: p.launched[name] for name in names} | dict(
+    launched = {name: p.launched[name] for name in ("heads", "q_len")} | dict(
         spec=p.launched["spec"]._replace(GROUP=1, TOP_LEFT=False),  # not read; fixed, so that one kernel is compiled
         Out=arguments.of(out),
         GradLse=grad_lse,
         Weights=arguments.of(weights),
         Stats=stats,
         COLUMNS=stats.shape[3],
-        Rows=rows,
+        incoming=Incoming(p.launched["GradOut"], p.launched["GradWeights"], rows),
         pitch=pitch,
         score=None if form is None else p.launched["rules"].score,
         rough=None if form is None else p.launched["rules"].score.rough,

@@ -22,12 +22,11 @@ def _forward_on_hopper(out, lse, stats, call):
     if pipeline is None:
         raise run.none_is_right("hopper", device)
     processors = run.multiprocessors(device)
-    count, results = hopper.splits(call, pipeline, processors), dict(Lse=lse, Stats=stats)
+    count = hopper.splits(call, pipeline, processors)
     partials = decode.new_partials(out, count, torch.float32) if count > 1 else None
     target = out if call.partial or count > 1 else hopper.readable(out)
     assert target is out or run.current_recorder() is None, "what is recorded are launches: a copy would be lost"
-    launched = hopper.arguments(call, target, pipeline, partials, count)
-    launched |= results if partials is None else dict.fromkeys(results)
+    launched = hopper.arguments(call, target, lse, stats, pipeline, partials, count)
     registers = tile_table.REGISTERS[pipeline.warpgroups][0]
     with run.surroundings(device):
         used = None if call.cu_seqlens_q is None else call.cu_seqlens_q.new_zeros(1)
@@ -38,8 +37,8 @@ def _forward_on_hopper(out, lse, stats, call):
         programs = hopper.programs(call, pipeline, count, processors)
         run.run_kernel("hopper", programs, launched, device, num_warps=4, maxnreg=registers)
     if partials is not None:
-        more = dict(Out=arguments.of(out), partials=partials, splits=count)
-        decode.combine(call, results | more, launched["rules"].score.softmax_scale, out.shape)
+        more = dict(Out=arguments.of(out), partials=partials, splits=count, Lse=lse, Stats=stats)
+        decode.combine(call, more, launched["rules"].score.softmax_scale, out.shape)
     elif target is not out:
         out.copy_(target)
 

@@ -22,7 +22,7 @@ try:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from ..kernels.hopper import backward, stored  # noqa: F401  # for `launch.run`
-    from ..kernels.hopper.forward import Form, Spec, forward as kernel
+    from ..kernels.hopper.forward import Form, Spec, Stored, forward as kernel
 except (ImportError, AttributeError) as error:  # Gluon is experimental: names come and go
     kernel, _why = None, str(error)
 
@@ -202,13 +202,17 @@ def _bias(call, keys):
     return None if bias is None else descriptor(bias, 1 if bias.shape[2] == 1 else tile_table.WARPGROUP_ROWS, keys)
 
 
-def arguments(call: Call, out: Tensor, pipeline: Pipeline, partials: Partials | None, count: int) -> dict:
-    """Return the arguments of the Hopper forward, except results and sequences. count: number of splits of the keys."""
+def arguments(
+    call: Call, out: Tensor, lse: Tensor | None, stats: Tensor | None, pipeline: Pipeline, partials: Partials | None,
+    count: int,
+) -> dict:  # fmt: skip
+    """Return the arguments of the Hopper forward, except sequences and tile lists. count: number of key splits."""
     query, key, value = call.query, call.key, call.value
     batch, heads = query.shape[:2]
     group, each, packed = heads // key.shape[1], tile_table.WARPGROUP_ROWS, call.cu_seqlens_q is not None
     keys = max(1, kernel_arguments.sizes(call)[3])
     together = tile_table.L2_BYTES // (2 * keys * (query.shape[3] + value.shape[3]))
+    wide = None if partials is not None or out.dtype == query.dtype else kernel_arguments.of(out)
     by_groups = tile_table.REGISTERS if call.key_mask is None else tile_table.CLEANING_REGISTERS
     _, registers, fewer = by_groups[pipeline.warpgroups]
     return dict(
@@ -217,8 +221,7 @@ def arguments(call: Call, out: Tensor, pipeline: Pipeline, partials: Partials | 
         V=descriptor(value, pipeline.keys, packed=packed),
         Bias=_bias(call, pipeline.keys),
         Out=descriptor(out, each, packed=packed) if partials is None and out.dtype == query.dtype else None,
-        Wide=None if partials is not None or out.dtype == query.dtype else kernel_arguments.of(out),
-        partials=partials,
+        stored=Stored(wide, partials, *((lse, stats) if partials is None else (None, None))),
         rules=kernel_arguments.rules(call),
         planes=batch * heads * count,
         section=min(batch * heads, max(1, together) * group) * count,
@@ -313,12 +316,10 @@ def _rules(call):
 
 
 def _common(call):
-    _, registers, fewer = tile_table.REGISTERS[2]
     return dict(
         heads=call.key.shape[1],
         GROUP=call.query.shape[1] // call.key.shape[1],
-        REGISTERS=registers,
-        COPYING_REGISTERS=fewer,
+        REGISTERS=tile_table.REGISTERS[2][1:],
         TOP_LEFT=call.top_left,
         **kernel_arguments.band(call),
     )

@@ -227,8 +227,7 @@ def _consume(g: gl.constexpr, shared, kv, first, band, all_real, rules, GROUP: g
 def backward(
     Q, K, V, GradOut, Rows, Sums, GradK, GradV, Turns,
     sequences, q_len, k_len, left, right, rules, heads,
-    GROUP: gl.constexpr, TOP_LEFT: gl.constexpr, STAGES: gl.constexpr,
-    REGISTERS: gl.constexpr, COPYING_REGISTERS: gl.constexpr,
+    GROUP: gl.constexpr, TOP_LEFT: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Write GradK (B, Hkv, Sk, D) and GradV (B, Hkv, Sk, Dv), and add dq, not yet scaled, to Sums.
 
@@ -282,5 +281,5 @@ def backward(
             (_give, (1, shared, results, kv, first, band, GROUP)),
         ],
         [WARPS, 1, 1, 1],
-        [REGISTERS, COPYING_REGISTERS, COPYING_REGISTERS, COPYING_REGISTERS],
+        [REGISTERS[0], REGISTERS[1], REGISTERS[1], REGISTERS[1]],
     )

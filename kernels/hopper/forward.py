@@ -94,11 +94,20 @@ class Work(NamedTuple):
     right: gl.tensor
 
 
-class Results(NamedTuple):
-    """Outputs: Out (TMA descriptor), Wide (float32 View) or partials (splitting.Partials); two of the three are None.
+class Stored(NamedTuple):
+    """Outputs that threads store: Wide (float32 View) or partials (splitting.Partials) in place of Out, or neither.
 
-    Lse and Stats are as in kernels/forward.py, and None if there are partials. splits: the number of splits.
+    Lse and Stats are as in kernels/forward.py, and None if there are partials.
     """
+
+    Wide: memory.View
+    partials: splitting.Partials
+    Lse: gl.tensor
+    Stats: gl.tensor
+
+
+class Results(NamedTuple):
+    """All outputs: Out (TMA descriptor, or None) and those of Stored. splits: the number of splits."""
 
     Out: tensor_descriptor
     Wide: memory.View
@@ -570,14 +579,15 @@ def _consume(
 
 @gluon.jit(do_not_specialize=["q_len", "k_len", "left", "right", "planes", "section", "splits"])
 def forward(
-    Q, K, V, Bias, Out, Wide, partials, Lse, Stats,
+    Q, K, V, Bias, Out, stored,
     sequences, tile_lists, used, q_len, k_len, left, right, rules, planes, section, splits,
     spec: gl.constexpr, form: gl.constexpr,
 ):  # fmt: skip
-    """Write Out (or Wide), Lse and Stats as kernels/forward.py does; a program may compute several blocks of rows.
+    """Write Out, or what is `stored`, as kernels/forward.py does; a program may compute several blocks of rows.
 
-    Only one of Out, Wide, a View of float32 (B, H, Sq, DV), and partials is not None. Q, K, V and Out are TMA
-    descriptors of (B, H, S, D) with blocks of [1, 1, rows, width(D)]; blocks of Q and Out have 64 rows. planes is
+    Only one of Out, stored.Wide, a View of float32 (B, H, Sq, DV), and stored.partials is not None. Q, K, V and Out are
+    TMA descriptors of (B, H, S, D) with blocks of [1, 1, rows, width(D)]; blocks of Q and Out have 64 rows. Bias, or
+    None, is one of (B, H, Sq, Sk), 1 for equal ones. tile_lists, or None, are as in kernels/forward.py. planes is
     B * Hq * splits, where a plane is one split of the keys of one head, and `section` is as in schedule.py. Under a
     causal mask a program with several blocks takes them in pairs; planes must then be even.
 
@@ -620,7 +630,7 @@ def forward(
     fence_async_shared()
     shared, results = (
         Shared(q, k, v, landed, notes, bias, out, ping_pong),
-        Results(Out, Wide, partials, Lse, Stats, splits),
+        Results(Out, stored.Wide, stored.partials, stored.Lse, stored.Stats, splits),
     )
     produce = (shared, results, Q, K, V, Bias, work, rules, HEADS, GROUP, TOP_LEFT)
     if GROUPS == 2:

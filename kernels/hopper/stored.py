@@ -213,7 +213,7 @@ def _consume(g: gl.constexpr, shared, first, band, rules, GROUP: gl.constexpr):
 def stored_backward(
     Q, K, V, GradOut, Rows, GradScores, GradV,
     q_len, k_len, left, right, rules, heads, planes, section, before,
-    GROUP: gl.constexpr, TOP_LEFT: gl.constexpr, REGISTERS: gl.constexpr, COPYING_REGISTERS: gl.constexpr,
+    GROUP: gl.constexpr, TOP_LEFT: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Write GradV (B, Hkv, Sk, Dv) and GradScores (query heads, 1, Sk, Sq) of `planes` kv heads, after `before` others.
 
@@ -242,7 +242,7 @@ def stored_backward(
             (_store, (1, shared, GradScores, GradV, kv, before, first, band, GROUP)),
         ],
         [WARPS, 1, 1, 1],
-        [REGISTERS, COPYING_REGISTERS, COPYING_REGISTERS, COPYING_REGISTERS],
+        [REGISTERS[0], REGISTERS[1], REGISTERS[1], REGISTERS[1]],
     )
 
 
@@ -347,8 +347,7 @@ def _multiply(g: gl.constexpr, factors, work, scale, MEMBERS: gl.constexpr, OF_K
 def grad_product(
     GradScores, Others, Product,
     q_len, k_len, left, right, scale, heads, planes, section, before,
-    GROUP: gl.constexpr, OF_K: gl.constexpr, TOP_LEFT: gl.constexpr, STAGES: gl.constexpr,
-    REGISTERS: gl.constexpr, COPYING_REGISTERS: gl.constexpr,
+    GROUP: gl.constexpr, OF_K: gl.constexpr, TOP_LEFT: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Write Product: dq = ds @ keys, where Others is K; or, if OF_K, dk = ds.T @ queries, where Others is Q.
 
@@ -377,5 +376,5 @@ def grad_product(
             (_store_product, (1, factors, Product, work, OF_K)),
         ],
         [WARPS, 1, 1, 1],
-        [REGISTERS, COPYING_REGISTERS, COPYING_REGISTERS, COPYING_REGISTERS],
+        [REGISTERS[0], REGISTERS[1], REGISTERS[1], REGISTERS[1]],
     )
