@@ -30,7 +30,7 @@ def _forward_on_hopper(out, lse, stats, call):
     registers = tile_table.REGISTERS[pipeline.warpgroups][0]
     with run.surroundings(device):
         used = None if call.cu_seqlens_q is None else call.cu_seqlens_q.new_zeros(1)
-        # A bias hides by itself; its block mask, which gradients need, would read all of it, and order blocks otherwise.
+        # A bias hides by itself: its block mask, which gradients need, would read all of it and order blocks otherwise.
         call = call._replace(block_mask=None) if call.key_mask is None else blocks.marked(call)
         launched |= blocks.walks(call, pipeline, used=used) | dict(used=used)
         programs = hopper.programs(call, pipeline, count, processors)
