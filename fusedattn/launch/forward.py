@@ -16,7 +16,8 @@ def _forward_on_hopper(out, lse, stats, call):
     call = call._replace(**{name: hopper.readable(getattr(call, name)) for name in ("query", "key", "value")})
     if (bias := hopper.by_tiles(call)) is not None:
         call = call._replace(bias=hopper.readable(bias))
-    if arguments.can_pack_gqa(call, out, 2 * tile_table.WARPGROUP_ROWS):
+    # Masks and biases have a block mask only with gradients. Packing them without one would give other bits.
+    if not arguments.hides(call) and arguments.can_pack_gqa(call, out, 2 * tile_table.WARPGROUP_ROWS):
         call, out = arguments.pack_gqa(call, out)
     pipeline, device = run.form_on_hopper("hopper", call), run.device_of(call.query)
     if pipeline is None:
