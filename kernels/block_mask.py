@@ -40,7 +40,7 @@ def block_mask(BlockMask, Words, extents, masks, bias, heads, rows, keys):
         cut = (mark == SOME) & (whole == 0)
         mark = tl.where(cut, number, mark)
         words = tl.sum(shown.to(tl.int64) << bits[None, :], 1)
-        tl.store(Words + number.to(tl.int64) * BLOCK + bits, words, mask=(bits >= 0) & cut)
+        tl.store(Words + number.to(tl.int64) * BLOCK + bits, words, mask=bits < tl.where(cut, BLOCK, 0))
         if tl.program_id(0) == 0:
             for constant in tl.static_range(CONSTANT):
                 tl.store(Words + constant * BLOCK + bits, words * 0 - (constant != EMPTY))

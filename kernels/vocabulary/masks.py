@@ -61,7 +61,7 @@ def real_rows(masks, plane, r, n):
 def _words(bits, plane, r, first, band):
     """Load the words of rows r for the block that holds key `first`."""
     blocks = memory.matrix(bits.block_mask, plane)
-    exists = (r < band.rows) & (first < band.keys)
+    exists = r < tl.where(first < band.keys, band.rows, 0)
     number = tl.load(memory.pointers(blocks, r // BLOCK, first // BLOCK), mask=exists, other=EMPTY)
     number = tl.minimum(number.to(tl.uint32, bitcast=True), bits.count - 1)  # never outside, whatever the caller wrote
     return tl.load(bits.words + number.to(tl.int64) * BLOCK + r % BLOCK)
