@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.language.nvidia.hopper.tma import store_wait, tensor_descriptor
+from triton.experimental.gluon.language.nvidia.hopper.tma import store_wait
 
 from ..vocabulary import (
     dropout as dropping,
@@ -27,31 +27,14 @@ from ..vocabulary import (
     scores,
     softmax,
     span,
-    walk,
 )
 from . import notes as noting, ring, schedule
 from .copies import async_store
+from .producer import produce
+from .work import Results, Shared, Work, block_of_rows, extent
 
 WARPS = gl.constexpr(4)  # warps of a warpgroup
 COLUMNS = gl.constexpr(8)  # partial sums of a row, in registers: each of four neighbouring threads has two
-
-
-class Shared(NamedTuple):
-    """Shared memory: rings of q, k and v, and an output tile for each warpgroup, which may be its tile of q.
-
-    landed, unless None, is the ring of v by which the producer waits for its own copies. notes are None if only the
-    band hides pairs. bias, unless None, is a ring with a tile for each warpgroup. ping_pong, unless None, has a barrier
-    for each of two warpgroups that multiply alternately.
-    """
-
-    q: ring.Ring
-    k: ring.Ring
-    v: ring.Ring
-    landed: ring.Ring
-    notes: noting.Notes
-    bias: ring.Ring
-    out: gl.shared_memory_descriptor
-    ping_pong: gl.shared_memory_descriptor
 
 
 class Form(NamedTuple):
@@ -79,21 +62,6 @@ class Spec(NamedTuple):
     TOP_LEFT: bool
 
 
-class Work(NamedTuple):
-    """Blocks of rows that the programs compute, in their order, and the band (visible keys) of each.
-
-    band holds for all blocks if sequences is None. Otherwise each packed sequence has its own, from `left` and `right`.
-    tile_lists is a View, or None if only the band hides pairs.
-    """
-
-    order: schedule.Schedule
-    band: span.Band
-    sequences: span.Sequences
-    tile_lists: memory.View
-    left: gl.tensor
-    right: gl.tensor
-
-
 class Stored(NamedTuple):
     """Outputs that threads store: Wide (float32 View) or partials (splitting.Partials) in place of Out, or neither.
 
@@ -104,17 +72,6 @@ class Stored(NamedTuple):
     partials: splitting.Partials
     Lse: gl.tensor
     Stats: gl.tensor
-
-
-class Results(NamedTuple):
-    """All outputs: Out (TMA descriptor, or None) and those of Stored. splits: the number of splits."""
-
-    Out: tensor_descriptor
-    Wide: memory.View
-    partials: splitting.Partials
-    Lse: gl.tensor
-    Stats: gl.tensor
-    splits: gl.tensor
 
 
 @triton.constexpr_function
@@ -140,174 +97,21 @@ class Rows(NamedTuple):
 
 
 @gluon.jit
-def _block(work, n, heads, TOP_LEFT: gl.constexpr, BLOCK: gl.constexpr):
-    """Return the first row, the Plane (batch and head) and the Band of a program's n-th block of rows."""
-    program, programs = gl.program_id(0), gl.num_programs(0)
-    if work.sequences is None:
-        first, plane = schedule.take(work.order, n, program, programs, heads, BLOCK)
-        return first, plane, work.band
-    else:
-        # A plane of the order is one head, and a block of it is a slot; the first slot has the most work.
-        program = gl.minimum(program, work.order.blocks * work.order.planes - 1)
-        slot, plane = schedule.take(work.order, n, program, programs, heads, 1)
-        entry = work.sequences.slots + (work.order.blocks - 1 - slot).to(gl.int64) * 2
-        batch, block = gl.maximum(gl.load(entry), 0), gl.load(entry + 1)  # if all sequences are empty, slot 0 holds -1
-        plane = span.Plane(batch, plane.head, batch * heads + plane.head, ())
-        slot = work.order.blocks - 1 - slot
-        plane, rows, keys = span.within(work.sequences.extents, plane, work.band.rows, work.band.keys, slot)
-        band = span.band(rows, keys, work.left, work.right, TOP_LEFT)
-        return span.latest_first(block, rows, BLOCK), plane, band
-
-
-@gluon.jit
-def _split(begin, end, plane, results):
-    """Return the part of begin .. end - 1 that a plane, which is one split of a head, visits."""
-    split, count = plane.index % results.splits, gl.maximum(end - begin, 0)
-    end = begin + (split + 1) * count // results.splits
-    return begin + split * count // results.splits, end
-
-
-@gluon.jit
-def _extent(band, first, plane, results, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Return (last visible block of keys, number of visible blocks) for a block of rows; the number is at least one.
-
-    With splits, each has an equal part of the blocks. A split without blocks reads one past the last key.
-    """
-    begin, full, full_end, end = span.blocks(band, first, ROWS, BLOCK_N)
-    if results.partials is not None:
-        begin, end = _split(begin, end, plane, results)
-        begin = gl.where(begin < end, begin, gl.cdiv(band.keys, BLOCK_N))
-    count = gl.maximum(end - begin, 1)
-    return begin + count - 1, count
-
-
-class Steps(NamedTuple):
-    """Steps of a block of rows: `count` of them, the first of them at the block of keys `start`.
-
-    Without tile lists the blocks are start, start - 1 and so on. With tile lists step i is the entry at lists[0] + i if
-    i < masked, and otherwise at lists[1] + i. The first `masked` steps need a mask.
-    """
-
-    count: gl.tensor
-    start: gl.tensor
-    masked: gl.tensor
-    lists: tuple
-
-
-@gluon.jit
-def _steps(work, band, first, plane, results, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
-    if work.tile_lists is None:
-        last, count = _extent(band, first, plane, results, ROWS, BLOCK_N)
-        return Steps(count, last, (), ())
-    else:
-        head = plane if results.partials is None else span.kv_head(plane, results.splits)
-        masked_list = walk.tile_list(work.tile_lists, head, first // ROWS, 0)
-        full_list = walk.tile_list(work.tile_lists, head, first // ROWS, 1)
-        masked = walk.extent((), masked_list, 0)[1]
-        begin, end = 0, masked + walk.extent((), full_list, 1)[1]
-        if results.partials is not None:
-            begin, end = _split(begin, end, plane, results)
-        masked -= begin
-        lists = masked_list + begin, full_list - masked
-        start = gl.load(gl.where(masked > 0, lists[0], lists[1])).to(gl.int32)
-        start = gl.where(begin < end, start, gl.cdiv(band.keys, BLOCK_N))  # one past the last key
-        return Steps(gl.maximum(end - begin, 1), start, gl.where(begin < end, masked, 1), lists)
-
-
-@gluon.jit
-def _following(steps, i):
-    """Load the block of step i from tile lists, one step ahead; return () without them."""
-    if len(steps.lists) == 0:
-        return ()
-    else:
-        entry = gl.where(i < steps.masked, steps.lists[0], steps.lists[1]) + i
-        return gl.load(entry, mask=i < steps.count, other=0).to(gl.int32)
-
-
-@gluon.jit
-def _write_note(shared, step, masks, plane, band, steps, i, block, BLOCK_N: gl.constexpr):
-    if shared.notes is not None:
-        masked = i < steps.masked
-        ring.claim(shared.k, step)
-        noting.write(shared.notes, step, block, masked, steps.count)
-        if masks.keys is not None:
-            cols = block * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.BlockedLayout([1], [32], [1], [0]))
-            real = masking.real_keys(masks, plane, cols, gl.where(masked, band.keys, 0))
-            noting.real_keys(shared.notes, step).store(real.to(gl.int8))
-
-
-@gluon.jit
-def _pass_on(shared, step, steps, i):
-    """Give the values of step i to their readers, without hidden ones."""
-    if shared.landed is not None:
-        ring.pass_on(shared.landed, shared.v, step, i < steps.masked, noting.real_keys(shared.notes, step))
-
-
-@gluon.jit
-def _fill_bias(shared, step, Bias, plane, first, block, GROUPS: gl.constexpr):
-    """Load the bias of each warpgroup. Its descriptor has one batch, head or row if the bias is equal for all."""
-    if shared.bias is not None:
-        ROWS: gl.constexpr = shared.q.tiles.shape[-2]
-        batch, head = gl.minimum(plane.batch, Bias.shape[0] - 1), gl.minimum(plane.head, Bias.shape[1] - 1)
-        for g in gl.static_range(GROUPS):
-            row = 0 if Bias.block_type.shape[-2] == 1 else first + g * ROWS
-            column = block * Bias.block_type.shape[-1]
-            ring.fill(shared.bias, step * GROUPS + g, Bias, span.Plane(batch, head, plane.index, ()), row, column)
-
-
-@gluon.jit
 def _take(
     g: gl.constexpr, work, n, results, heads, TOP_LEFT: gl.constexpr,
     GROUPS: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
     """Return the n-th block of rows of a program: (first row, Plane, Band, last, count, full, full_end).
 
-    last and count are as in `_extent`. Warpgroup g needs no mask for the blocks of keys full .. full_end - 1.
+    last and count are as in `work.extent`. Warpgroup g needs no mask for the blocks of keys full .. full_end - 1.
     """
-    first, plane, band = _block(work, n, heads, TOP_LEFT, GROUPS * ROWS)
+    first, plane, band = block_of_rows(work, n, heads, TOP_LEFT, GROUPS * ROWS)
     if work.tile_lists is None:
-        last, count = _extent(band, first, plane, results, GROUPS * ROWS, BLOCK_N)
+        last, count = extent(band, first, plane, results, GROUPS * ROWS, BLOCK_N)
         _, full, full_end, _ = span.blocks(band, first + g * ROWS, ROWS, BLOCK_N)
         return first, plane, band, last, count, full, full_end
     else:  # notes have the rest
         return first, plane, band, (), (), (), ()
-
-
-@gluon.jit
-def _produce(
-    shared, results, Q, K, V, Bias, work, rules, HEADS: gl.constexpr, GROUP: gl.constexpr, TOP_LEFT: gl.constexpr
-):  # fmt: skip
-    """Load tiles by TMA: the work of one warp. Keys go from last to first, so that masked blocks come first."""
-    GROUPS: gl.constexpr = 3 if shared.q.tiles.shape[0] > 4 else 2
-    ROWS: gl.constexpr = shared.q.tiles.shape[-2]
-    BLOCK_N: gl.constexpr = shared.k.tiles.shape[-2]
-    heads = HEADS if results.partials is None else HEADS * results.splits
-    v = shared.v if shared.landed is None else shared.landed
-    step = 0
-    for n in range(schedule.share(work.order, gl.program_id(0), gl.num_programs(0))):
-        first, plane, band = _block(work, n, heads, TOP_LEFT, GROUPS * ROWS)
-        steps = _steps(work, band, first, plane, results, GROUPS * ROWS, BLOCK_N)
-        block, following = steps.start, _following(steps, 1)
-        _write_note(shared, step, rules.masks, plane, band, steps, 0, block, BLOCK_N)
-        if results.partials is not None:  # a plane is one split of a head
-            plane = span.kv_head(plane, results.splits)
-        kv = ring.of_keys(span.kv_head(plane, GROUP), band)
-        ring.fill(shared.k, step, K, kv, block * BLOCK_N)  # this tile is free before the tile of q
-        for g in gl.static_range(GROUPS):
-            ring.fill(shared.q, n * GROUPS + g, Q, ring.of_rows(plane, band), first + g * ROWS)
-        _fill_bias(shared, step, Bias, plane, first, block, GROUPS)
-        ring.fill(v, step, V, kv, block * BLOCK_N)
-        step += 1
-        for i in range(1, steps.count):
-            block = steps.start - i if len(steps.lists) == 0 else following
-            following = _following(steps, i + 1)
-            _write_note(shared, step, rules.masks, plane, band, steps, i, block, BLOCK_N)
-            ring.fill(shared.k, step, K, kv, block * BLOCK_N)
-            _fill_bias(shared, step, Bias, plane, first, block, GROUPS)
-            _pass_on(shared, step - 1, steps, i - 1)
-            ring.fill(v, step, V, kv, block * BLOCK_N)
-            step += 1
-        _pass_on(shared, step - 1, steps, steps.count - 1)
 
 
 @gluon.jit
@@ -632,13 +436,13 @@ def forward(
         Shared(q, k, v, landed, notes, bias, out, ping_pong),
         Results(Out, stored.Wide, stored.partials, stored.Lse, stored.Stats, splits),
     )
-    produce = (shared, results, Q, K, V, Bias, work, rules, HEADS, GROUP, TOP_LEFT)
+    produced = (shared, results, Q, K, V, Bias, work, rules, HEADS, GROUP, TOP_LEFT)
     if GROUPS == 2:
         gl.warp_specialize(
             [
                 (_consume, (0, shared, results, work, rules, HEADS, DV, TOP_LEFT, SHARE)),
                 (_consume, (1, shared, results, work, rules, HEADS, DV, TOP_LEFT, SHARE)),
-                (_produce, produce),
+                (produce, produced),
             ],
             [WARPS, 1],
             [form.REGISTERS, form.PRODUCER_REGISTERS],
@@ -649,7 +453,7 @@ def forward(
                 (_consume, (0, shared, results, work, rules, HEADS, DV, TOP_LEFT, SHARE)),
                 (_consume, (1, shared, results, work, rules, HEADS, DV, TOP_LEFT, SHARE)),
                 (_consume, (2, shared, results, work, rules, HEADS, DV, TOP_LEFT, SHARE)),
-                (_produce, produce),
+                (produce, produced),
             ],
             [WARPS, WARPS, 1],
             [form.REGISTERS, form.REGISTERS, form.PRODUCER_REGISTERS],

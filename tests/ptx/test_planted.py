@@ -24,7 +24,7 @@ from .cases import ENTRIES
 from .report import Fault
 
 SPAN, TILES, SCORES, MASKS = (f"vocabulary/{name}.py" for name in ("span", "memory", "scores", "masks"))
-RING, HOPPER, WAY_BACK = "hopper/ring.py", "hopper/forward.py", "hopper/backward.py"
+RING, HOPPER, PRODUCER, WAY_BACK = (f"hopper/{name}.py" for name in ("ring", "forward", "producer", "backward"))
 PAIRS, PLAIN, LONG, ONE_ROW, MANY = (
     "mask of pairs",
     "plain D64",
@@ -39,7 +39,6 @@ LOAD_AND_STORE = """where = pointers(of_rows(sums, plane), r, c)
         tl.store(where, tl.load(where, mask=exists, other=0.0) + tile, mask=exists)"""
 ADD_BOX = "sums.atomic_add(place, tile.reshape(sums.block_shape))"
 LOAD_AND_STORE_BOX = "sums.store(place, sums.load(place) + tile.reshape(sums.block_shape))"
-V = "\n        ring.fill(shared.v"
 PLACE = "plane.head, first + plane.packed.row, 0]"
 MULTIPLIED = """        s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
 """
@@ -65,7 +64,7 @@ UNSEEN = (
     ("turns of an empty slot", WAY_BACK, "block = gl.maximum(block, 0)", "pass", "hopper packed D64, two passes", 90),
     ("stats without the largest score", "combine.py", "one, rows, state.row_max,", "one, rows, lse,", SPLITS, 90),
     ("dq in another sequence", TILES, f"[plane.batch * 0, {PLACE}", f"[plane.batch, {PLACE}", "packed causal", 90),
-    ("other rows of q", HOPPER, f"band), first + g * ROWS){V}", f"band), first + g * 16){V}", "hopper D64", 90),
+    ("other rows of q", PRODUCER, "band), first + g * ROWS)", "band), first + g * 16)", "hopper D64", 90),
     ("a phase of two stages", RING, "step // TILES & 1 ^ 1", "step // 2 & 1 ^ 1", MANY, 90),
     ("the other half of dq", WAY_BACK, "slice(g * PART, PART", "slice((1 - g) * PART, PART", "hopper causal D128", 90),
     ("four tiles of ds for one", WAY_BACK, "step % 2 * GROUPS", "step % 1 * GROUPS", "hopper causal D128", 90),
@@ -93,20 +92,20 @@ DK = "        dk, ds = warpgroup_mma_wait(num_outstanding=FOR_S + GROUPS, deps=(
 ON_HOPPER = tuple(
     (name, f"hopper/{file}.py", text, becomes, call, 90)
     for name, file, text, becomes, call in (
-        ("keys of two splits", "forward", "(split + 1) * count //", "(split + 2) * count //", "hopper splits"),
-        ("an empty split", "forward", "begin, gl.cdiv(band.keys, BLOCK_N))", "begin, begin)", SPLITS),
-        ("keys of another head", "forward",
+        ("keys of two splits", "work", "(split + 1) * count //", "(split + 2) * count //", "hopper splits"),
+        ("an empty split", "work", "begin, gl.cdiv(band.keys, BLOCK_N))", "begin, begin)", SPLITS),
+        ("keys of another head", "producer",
          "plane = span.kv_head(plane, results.splits)\n        kv", "pass\n        kv", SPLITS),
         ("hidden values stay", "ring", "gl.where(seen[:, None], part.load(LINES), 0.0)", "part.load(LINES)", KEYS),
         ("hidden values not fenced", "ring", "0.0))\n        fence_async_shared()\n", "0.0))\n", KEYS),
-        ("a tile list read too far", "forward", "steps.lists[1]) + i\n", "steps.lists[1]) + i + 1\n", KEYS),
-        ("bits of another sequence", "forward", "batch * heads + plane.head, ())", "plane.index, ())",
+        ("a tile list read too far", "producer", "steps.lists[1]) + i\n", "steps.lists[1]) + i + 1\n", KEYS),
+        ("bits of another sequence", "work", "batch * heads + plane.head, ())", "plane.index, ())",
          "hopper dropout D128, packed"),
         ("rows of the next sequence", "ring", ".packed.row, band.rows)", ".packed.row, band.rows + 1)", PACKED),
         ("keys of the next sequence", "ring", ".packed.key, band.keys)", ".packed.key, band.keys + 1)", PACKED),
         ("a program too many", "forward", "share > 0 if PACKED", "share >= 0 if PACKED", PACKED_CAUSAL),
-        ("the wrong end of the slots", "forward", "work.order.blocks - 1 - slot", "slot + 1", PACKED),
-        ("a band for all sequences", "forward", "rows, keys, work.left", "keys, rows, work.left", PACKED_CAUSAL),
+        ("the wrong end of the slots", "work", "work.order.blocks - 1 - slot", "slot + 1", PACKED),
+        ("a band for all sequences", "work", "rows, keys, work.left", "keys, rows, work.left", PACKED_CAUSAL),
         ("k given back before its product", "forward", MULTIPLIED + K_RELEASED, K_RELEASED + MULTIPLIED, MANY),
         ("a wait for the first q", "forward", "wait(shared.q, n * GROUPS + g,", "wait(shared.q, g,", MANY),
         ("the next scores are of this q", "forward", "shared, n + 1, step + 1,", "shared, n, step + 1,", MANY),

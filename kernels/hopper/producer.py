@@ -1,0 +1,121 @@
+"""The copying warp of the forward: it loads tiles by TMA, and tells the multiplying warps which blocks they are."""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ..vocabulary import masks as masking, span, walk
+from . import notes as noting, ring, schedule
+from .work import block_of_rows, extent, split
+
+
+class Steps(NamedTuple):
+    """Steps of a block of rows: `count` of them, the first of them at the block of keys `start`.
+
+    Without tile lists the blocks are start, start - 1 and so on. With tile lists step i is the entry at lists[0] + i if
+    i < masked, and otherwise at lists[1] + i. The first `masked` steps need a mask.
+    """
+
+    count: gl.tensor
+    start: gl.tensor
+    masked: gl.tensor
+    lists: tuple
+
+
+@gluon.jit
+def _steps(work, band, first, plane, results, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
+    if work.tile_lists is None:
+        last, count = extent(band, first, plane, results, ROWS, BLOCK_N)
+        return Steps(count, last, (), ())
+    else:
+        head = plane if results.partials is None else span.kv_head(plane, results.splits)
+        masked_list = walk.tile_list(work.tile_lists, head, first // ROWS, 0)
+        full_list = walk.tile_list(work.tile_lists, head, first // ROWS, 1)
+        masked = walk.extent((), masked_list, 0)[1]
+        begin, end = 0, masked + walk.extent((), full_list, 1)[1]
+        if results.partials is not None:
+            begin, end = split(begin, end, plane, results)
+        masked -= begin
+        lists = masked_list + begin, full_list - masked
+        start = gl.load(gl.where(masked > 0, lists[0], lists[1])).to(gl.int32)
+        start = gl.where(begin < end, start, gl.cdiv(band.keys, BLOCK_N))  # one past the last key
+        return Steps(gl.maximum(end - begin, 1), start, gl.where(begin < end, masked, 1), lists)
+
+
+@gluon.jit
+def _following(steps, i):
+    """Load the block of step i from tile lists, one step ahead; return () without them."""
+    if len(steps.lists) == 0:
+        return ()
+    else:
+        entry = gl.where(i < steps.masked, steps.lists[0], steps.lists[1]) + i
+        return gl.load(entry, mask=i < steps.count, other=0).to(gl.int32)
+
+
+@gluon.jit
+def _write_note(shared, step, masks, plane, band, steps, i, block, BLOCK_N: gl.constexpr):
+    if shared.notes is not None:
+        masked = i < steps.masked
+        ring.claim(shared.k, step)
+        noting.write(shared.notes, step, block, masked, steps.count)
+        if masks.keys is not None:
+            cols = block * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.BlockedLayout([1], [32], [1], [0]))
+            real = masking.real_keys(masks, plane, cols, gl.where(masked, band.keys, 0))
+            noting.real_keys(shared.notes, step).store(real.to(gl.int8))
+
+
+@gluon.jit
+def _pass_on(shared, step, steps, i):
+    """Give the values of step i to their readers, without hidden ones."""
+    if shared.landed is not None:
+        ring.pass_on(shared.landed, shared.v, step, i < steps.masked, noting.real_keys(shared.notes, step))
+
+
+@gluon.jit
+def _fill_bias(shared, step, Bias, plane, first, block, GROUPS: gl.constexpr):
+    """Load the bias of each warpgroup. Its descriptor has one batch, head or row if the bias is equal for all."""
+    if shared.bias is not None:
+        ROWS: gl.constexpr = shared.q.tiles.shape[-2]
+        batch, head = gl.minimum(plane.batch, Bias.shape[0] - 1), gl.minimum(plane.head, Bias.shape[1] - 1)
+        for g in gl.static_range(GROUPS):
+            row = 0 if Bias.block_type.shape[-2] == 1 else first + g * ROWS
+            column = block * Bias.block_type.shape[-1]
+            ring.fill(shared.bias, step * GROUPS + g, Bias, span.Plane(batch, head, plane.index, ()), row, column)
+
+
+@gluon.jit
+def produce(
+    shared, results, Q, K, V, Bias, work, rules, HEADS: gl.constexpr, GROUP: gl.constexpr, TOP_LEFT: gl.constexpr
+):  # fmt: skip
+    """Load tiles by TMA: the work of one warp. Keys go from last to first, so that masked blocks come first."""
+    GROUPS: gl.constexpr = 3 if shared.q.tiles.shape[0] > 4 else 2
+    ROWS: gl.constexpr = shared.q.tiles.shape[-2]
+    BLOCK_N: gl.constexpr = shared.k.tiles.shape[-2]
+    heads = HEADS if results.partials is None else HEADS * results.splits
+    v = shared.v if shared.landed is None else shared.landed
+    step = 0
+    for n in range(schedule.share(work.order, gl.program_id(0), gl.num_programs(0))):
+        first, plane, band = block_of_rows(work, n, heads, TOP_LEFT, GROUPS * ROWS)
+        steps = _steps(work, band, first, plane, results, GROUPS * ROWS, BLOCK_N)
+        block, following = steps.start, _following(steps, 1)
+        _write_note(shared, step, rules.masks, plane, band, steps, 0, block, BLOCK_N)
+        if results.partials is not None:  # a plane is one split of a head
+            plane = span.kv_head(plane, results.splits)
+        kv = ring.of_keys(span.kv_head(plane, GROUP), band)
+        ring.fill(shared.k, step, K, kv, block * BLOCK_N)  # this tile is free before the tile of q
+        for g in gl.static_range(GROUPS):
+            ring.fill(shared.q, n * GROUPS + g, Q, ring.of_rows(plane, band), first + g * ROWS)
+        _fill_bias(shared, step, Bias, plane, first, block, GROUPS)
+        ring.fill(v, step, V, kv, block * BLOCK_N)
+        step += 1
+        for i in range(1, steps.count):
+            block = steps.start - i if len(steps.lists) == 0 else following
+            following = _following(steps, i + 1)
+            _write_note(shared, step, rules.masks, plane, band, steps, i, block, BLOCK_N)
+            ring.fill(shared.k, step, K, kv, block * BLOCK_N)
+            _fill_bias(shared, step, Bias, plane, first, block, GROUPS)
+            _pass_on(shared, step - 1, steps, i - 1)
+            ring.fill(v, step, V, kv, block * BLOCK_N)
+            step += 1
+        _pass_on(shared, step - 1, steps, steps.count - 1)

@@ -1,0 +1,96 @@
+"""Data that the warps of the forward share, and the blocks of rows and keys that each program visits."""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper.tma import tensor_descriptor
+
+from ..vocabulary import memory, partials as splitting, span
+from . import notes as noting, ring, schedule
+
+
+class Shared(NamedTuple):
+    """Shared memory: rings of q, k and v, and an output tile for each warpgroup, which may be its tile of q.
+
+    landed, unless None, is the ring of v by which the producer waits for its own copies. notes are None if only the
+    band hides pairs. bias, unless None, is a ring with a tile for each warpgroup. ping_pong, unless None, has a barrier
+    for each of two warpgroups that multiply alternately.
+    """
+
+    q: ring.Ring
+    k: ring.Ring
+    v: ring.Ring
+    landed: ring.Ring
+    notes: noting.Notes
+    bias: ring.Ring
+    out: gl.shared_memory_descriptor
+    ping_pong: gl.shared_memory_descriptor
+
+
+class Work(NamedTuple):
+    """Blocks of rows that the programs compute, in their order, and the band (visible keys) of each.
+
+    band holds for all blocks if sequences is None. Otherwise each packed sequence has its own, from `left` and `right`.
+    tile_lists is a View, or None if only the band hides pairs.
+    """
+
+    order: schedule.Schedule
+    band: span.Band
+    sequences: span.Sequences
+    tile_lists: memory.View
+    left: gl.tensor
+    right: gl.tensor
+
+
+class Results(NamedTuple):
+    """All outputs: Out (TMA descriptor, or None) and those of Stored. splits: the number of splits."""
+
+    Out: tensor_descriptor
+    Wide: memory.View
+    partials: splitting.Partials
+    Lse: gl.tensor
+    Stats: gl.tensor
+    splits: gl.tensor
+
+
+@gluon.jit
+def block_of_rows(work, n, heads, TOP_LEFT: gl.constexpr, BLOCK: gl.constexpr):
+    """Return the first row, the Plane (batch and head) and the Band of a program's n-th block of rows."""
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    if work.sequences is None:
+        first, plane = schedule.take(work.order, n, program, programs, heads, BLOCK)
+        return first, plane, work.band
+    else:
+        # A plane of the order is one head, and a block of it is a slot; the first slot has the most work.
+        program = gl.minimum(program, work.order.blocks * work.order.planes - 1)
+        slot, plane = schedule.take(work.order, n, program, programs, heads, 1)
+        slot = work.order.blocks - 1 - slot
+        entry = work.sequences.slots + slot.to(gl.int64) * 2
+        batch, block = gl.maximum(gl.load(entry), 0), gl.load(entry + 1)  # if all sequences are empty, slot 0 holds -1
+        plane = span.Plane(batch, plane.head, batch * heads + plane.head, ())
+        plane, rows, keys = span.within(work.sequences.extents, plane, work.band.rows, work.band.keys, slot)
+        band = span.band(rows, keys, work.left, work.right, TOP_LEFT)
+        return span.latest_first(block, rows, BLOCK), plane, band
+
+
+@gluon.jit
+def split(begin, end, plane, results):
+    """Return the part of begin .. end - 1 that a plane, which is one split of a head, visits."""
+    split, count = plane.index % results.splits, gl.maximum(end - begin, 0)
+    end = begin + (split + 1) * count // results.splits
+    return begin + split * count // results.splits, end
+
+
+@gluon.jit
+def extent(band, first, plane, results, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Return (last visible block of keys, number of visible blocks) for a block of rows; the number is at least one.
+
+    With splits, each has an equal part of the blocks. A split without blocks reads one past the last key.
+    """
+    begin, full, full_end, end = span.blocks(band, first, ROWS, BLOCK_N)
+    if results.partials is not None:
+        begin, end = split(begin, end, plane, results)
+        begin = gl.where(begin < end, begin, gl.cdiv(band.keys, BLOCK_N))
+    count = gl.maximum(end - begin, 1)
+    return begin + count - 1, count
