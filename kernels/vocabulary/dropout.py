@@ -139,7 +139,7 @@ def drop(dropout, p, plane, r, c):
 
 @triton.jit
 def drop_by(dropout, p, words):
-    """Return `drop` of p by the words of `four` or `word`, in the layout of p: for Gluon, where `drop` cannot find layouts."""
+    """Return `drop` of p by words in the layout of p: for Gluon, where `drop` cannot find layouts."""
     return tl.where(_not_below(dropout, words), p * dropout.scale, 0.0)
 
 
