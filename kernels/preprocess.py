@@ -56,7 +56,7 @@ def _copy(To, From, plane, rows, exists, n, D: tl.constexpr):
 @triton.jit(do_not_specialize=["heads", "q_len", "k_len", "pitch"])
 def preprocess(
     Out, incoming, GradLse, Weights, Stats, GradQ, Turns, GradSinks, shown,
-    heads, q_len, k_len, pitch, score, rough,
+    heads, q_len, k_len, pitch, score, small,
     spec: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Write Rows (B, Hq, Sq, 4), contiguous: softmax pivot and neg_log2_sum of a row, delta, and gradient of lse.
@@ -69,7 +69,7 @@ def preprocess(
     set to 0, because other kernels add to it. With UNIT it is the buffer that `postprocess` reads, (B, Hq, Sq rounded
     up to UNIT, WIDTH). Turns, unless None, is set to 0: int32, the counters of hopper/turns.py, one for program numbers
     and two for each row. GradSinks, unless None, gets each row's gradient of its sink, (B, Hq, Sq, 1). shown, unless
-    None, gets copies without hidden rows. rough is score.rough if a Hopper kernel follows, otherwise None.
+    None, gets copies without hidden rows. small is 1 for a Hopper kernel if a softcap keeps all scores small, or None.
     """
     block, plane = span.place(tl.program_id(0), q_len, heads, BLOCK_M)
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -132,7 +132,7 @@ def preprocess(
         else:
             table = memory.View(incoming.rows + tl.cast(plane.index, tl.int64) * 4 * pitch, (1, pitch))
         pivot, neg_log2_sum = row.pivot, row.neg_log2_sum
-        if rough is not None:  # scores are small: one number instead of two
+        if small is not None:  # one number instead of two
             pivot, neg_log2_sum = pivot * 0.0, neg_log2_sum - pivot * softmax.LOG2E
         memory.store_column(table, rows, q_len, 0, pivot)
         memory.store_column(table, rows, q_len, 1, neg_log2_sum)

@@ -133,6 +133,7 @@ def _unit(p, form):
 def _preprocess(p, out, grad_lse, weights, stats, query_sums, turns, grad_sinks, shown, form):
     """Compute the row statistics (softmax, delta) for later kernels, and zero the buffers query_sums and turns."""
     rows, pitch = (p.table(stats, 4), None) if form is None else hopper.new_rows(p.call, stats)
+    score = p.launched["rules"].score
     launched = {name: p.launched[name] for name in ("heads", "q_len")} | dict(
         spec=p.launched["spec"]._replace(GROUP=1, TOP_LEFT=False),  # not read; fixed, so that one kernel is compiled
         Out=arguments.of(out),
@@ -142,8 +143,8 @@ def _preprocess(p, out, grad_lse, weights, stats, query_sums, turns, grad_sinks,
         COLUMNS=stats.shape[3],
         incoming=Incoming(p.launched["GradOut"], p.launched["GradWeights"], rows),
         pitch=pitch,
-        score=None if form is None else p.launched["rules"].score,
-        rough=None if form is None else p.launched["rules"].score.rough,
+        score=None if form is None else score,
+        small=None if form is None or score.slopes is not None else score.rough,
         GradQ=arguments.of(query_sums),
         Turns=turns,
         GradSinks=grad_sinks,

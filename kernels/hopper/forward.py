@@ -152,11 +152,16 @@ def _visit(notes, step, block, count, full, full_end):
 @gluon.jit
 def _drop(dropout, p, of, block):
     """Drop weights of a block of keys."""
-    LAYOUT: gl.constexpr = of.counters.type.layout.parent
-    HALF: gl.constexpr = p.shape[1] // 2
-    keys = block * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, LAYOUT))
-    words = dropping.four(dropout, of.head, of.counters[:, None], keys[None, :])
-    return dropping.drop_by(dropout, p, gl.convert_layout(words, p.type.layout))
+    if len(dropout.origin) > 0 and len(dropout.origin.unaligned) > 0:
+        cols = block * p.shape[1] + gl.arange(0, p.shape[1], layout=gl.SliceLayout(0, p.type.layout))
+        words = dropping.word(dropout, of.head, of.rows[:, None], cols[None, :])
+    else:
+        LAYOUT: gl.constexpr = of.counters.type.layout.parent
+        HALF: gl.constexpr = p.shape[1] // 2
+        keys = block * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, LAYOUT))
+        words = dropping.four(dropout, of.head, of.counters[:, None], keys[None, :])
+        words = gl.convert_layout(words, p.type.layout)
+    return dropping.drop_by(dropout, p, words)
 
 
 @gluon.jit

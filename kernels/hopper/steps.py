@@ -188,7 +188,8 @@ def weights(
             cap, at_zero, shift = score.cap, score.slope_at_zero, score.shift
             with_slope = scores.Score(score.scale, None, cap, at_zero, slope, None, None, shift, score.rough)
             s, dcap = scores.apply(with_slope, s, 0.0, keys.band, (), r, keys.cols[:, None])
-        pivot = across(rows, step, 0, LAYOUT, part, PARTS) if score.rough is None else 0.0
+        # Slopes may make scores large; without them `preprocess` adds the pivot of a rough softcap to the logarithm.
+        pivot = 0.0 if score.slopes is None and score.rough is not None else across(rows, step, 0, LAYOUT, part, PARTS)
         row = softmax.Row(pivot, across(rows, step, 1, LAYOUT, part, PARTS))
         p = softmax.weights(s, row, score.softmax_scale)
     if score.cap is not None:

@@ -66,8 +66,11 @@ def _plane(dropout, plane):
 
 
 @triton.jit
-def _word(dropout, plane, r, c):
-    """Return the random word of each pair (r, c), by four times the Philox calls of `four`, but at any origin."""
+def word(dropout, plane, r, c):
+    """Return the random word of each pair (r, c), by four times the Philox calls of `four`, but at any origin.
+
+    r and c are [n, 1] and [1, m], or the reverse. The result has their layout.
+    """
     row, key = dropout.origin.unaligned
     r, c = tl.broadcast(r + row, c + key)
     low, high = (r >> 4) * 8 + (r & 7), (c >> 4) * 8 + (c & 7)
@@ -79,10 +82,8 @@ def _word(dropout, plane, r, c):
 
 @triton.jit
 def _kept(dropout, plane, r, c):
-    if len(dropout.origin) == 0:
-        return _not_below(dropout, _four(dropout, plane, r, c))
-    elif len(dropout.origin.aligned) == 0:
-        return _not_below(dropout, _word(dropout, plane, r, c))
+    if len(dropout.origin) > 0 and len(dropout.origin.unaligned) > 0:
+        return _not_below(dropout, word(dropout, plane, r, c))
     else:
         return _not_below(dropout, _four(dropout, plane, r, c))
 
@@ -138,7 +139,7 @@ def drop(dropout, p, plane, r, c):
 
 @triton.jit
 def drop_by(dropout, p, words):
-    """Return `drop` of p by the words of `four`, in the layout of p: for Gluon, where `drop` cannot find layouts."""
+    """Return `drop` of p by words in the layout of p: for Gluon, where `drop` cannot find layouts."""
     return tl.where(_not_below(dropout, words), p * dropout.scale, 0.0)
 
 

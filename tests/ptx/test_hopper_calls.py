@@ -54,6 +54,16 @@ def test_the_row_max_is_added_before_the_logarithm(width):
 
 
 @pytest.mark.parametrize("width", [64, 128])
+def test_slopes_beside_a_softcap_may_make_scores_large(width):
+    """Weights are right if all visible keys are so far away that their scores are about -2**20."""
+    inputs, incoming = _drawn(40, 200, width), torch.randn(1, 1, 40, width, **BF16)
+    options = dict(softcap=50.0, alibi_slopes=torch.tensor([5000.0]), key_mask=torch.arange(200)[None] < 20)
+    with gpu(90):
+        got = torch.autograd.grad(_attend(*inputs, **options), inputs, incoming)
+    assert_like(got, lambda: torch.autograd.grad(fa.reference.eager(*inputs, **options), inputs, incoming))
+
+
+@pytest.mark.parametrize("width", [64, 128])
 def test_scores_may_be_larger_than_a_number_of_16_bits(width):
     """Gradients stay finite if scores exceed the largest bfloat16, but not the largest float32."""
     query, key = (torch.zeros(1, 1, size, width, **BF16) for size in (40, 33))
