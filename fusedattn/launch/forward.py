@@ -7,13 +7,12 @@ from triton import cdiv
 
 from ..call.options import BY_HEAD, INPUTS, Call
 from ..kernels.vocabulary.scores import Tangents
-from ..naive.decode import rotated_query
 from . import arguments, blocks, decode, hopper, run, tile_table
 
 
 def launch_on_hopper(out, lse, stats, call, cached=None):
-    """Run the Hopper kernel. Tensors that TMA cannot read are copied first, except caches (of the Decode `cached`)."""
-    call = arguments.bounded(call if cached is None else rotated_query(cached))
+    """Run the Hopper kernel. Tensors that TMA cannot read are copied first, except caches (of the Decode `cached`, if given)."""
+    call = arguments.bounded(call)
     copied = ("query", "key", "value") if cached is None else ("query",)
     call = call._replace(**{name: hopper.readable(getattr(call, name)) for name in copied})
     if (bias := hopper.by_tiles(call)) is not None:

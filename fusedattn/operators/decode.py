@@ -53,8 +53,8 @@ def _attend(decode: Decode, need_lse: bool, backend: str) -> tuple[Tensor, Tenso
 
         launches = [lambda: launch.launch_decode(out, lse, decode)]
         if backend == "hopper" and run.has_hopper(out) and not hopper.cache_reasons(decode):
-            own = lse if need_lse else None
-            launches.insert(0, lambda: forward.launch_on_hopper(out, own, None, decode.call, decode))
+            call, own = naive_decode.rotated_query(decode), lse if need_lse else None
+            launches.insert(0, lambda: forward.launch_on_hopper(out, own, None, call, decode))
         by_kernel(decode.call, launches, naive)
     return results
 

@@ -78,6 +78,16 @@ def test_a_cache_on_the_cpu_takes_cpu(monkeypatch):
         fa.attention_decode(query, *caches, **given, softcap=2.0, backend="cpu")
 
 
+@pytest.mark.parametrize("rows, taken", [(127, "triton"), (128, "hopper")])
+def test_a_cache_on_a_gpu_takes_hopper_for_many_queries(rows, taken, monkeypatch):
+    for name, known in backends.DECODERS.items():
+        named = known._replace(run=lambda *call, name=name: (name, None, None))
+        monkeypatch.setitem(backends.DECODERS, name, named)
+    cache, ends = torch.zeros(1, 1, 256, 64, dtype=torch.bfloat16), torch.tensor([200], dtype=torch.int32)
+    with override(gpu=AssumedGPU(90)):
+        assert fa.attention_decode(cache[:, :, :rows], cache, cache, cache_seqlens=ends) == taken
+
+
 def test_cpu_refuses_tensors_elsewhere():
     with pytest.raises(NotImplementedError, match="'cpu' cannot take this call"):
         fa.attention(*draw(device="meta"), backend="cpu")
@@ -92,7 +102,7 @@ def test_cpu_refuses_tensors_elsewhere():
         ("does not support key_mask", {}, dict(key_mask=torch.ones(1, 256) > 0)),
         ("float16 and bfloat16, not torch.float32", dict(dtype=torch.float32), {}),
         ("strides of key_cache", dict(dim=20), {}),
-        ("do not start at multiples", dict(between=8), {}),
+        ("do not start at multiples", dict(page=128, between=8), {}),
     ],
 )
 def test_hopper_says_which_caches_it_does_not_take(why, sizes, options):
