@@ -11,7 +11,7 @@ from . import arguments, blocks, decode, hopper, run, tile_table
 
 
 def launch_on_hopper(out, lse, stats, call, cached=None):
-    """Run the Hopper kernel. Tensors that TMA cannot read are copied first, except caches (of the Decode `cached`, if given)."""
+    """Run the Hopper kernel. Tensors that TMA cannot read are copied first, except the caches of a Decode."""
     call = arguments.bounded(call)
     copied = ("query", "key", "value") if cached is None else ("query",)
     call = call._replace(**{name: hopper.readable(getattr(call, name)) for name in copied})
