@@ -201,6 +201,7 @@ DECODE = [
     for batch in batches
     if batch * (32 // group) * keys * 128 * 2 * 2 <= 8 << 30
 ]
+DECODE += [Case(1, 32, 8, rows, 8192, 128, 128, True, "bfloat16") for rows in (512, 2048)]  # prefill in chunks
 DECODE += [Case(64, heads, 1, 1, 8192, 576, 512, False, "bfloat16", "latent") for heads in (16, 128)]
 MODULE = [
     *(_paper(length, 128, causal, options="module") for length in (2048, 512, 8192) for causal in _BOTH),

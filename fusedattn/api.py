@@ -192,7 +192,8 @@ def attention_decode(
         causal, window, align, alibi_slopes: with "bottom_right" the last query of a sequence is level with its last
             key after the append, with "top_left" the first with the first.
         return_weights: also return the weights (B, Hq, Sq, capacity), computed by the naive path from a copy of pages.
-        backend: as in `attention`. "hopper" takes no caches.
+        backend: as in `attention`. "hopper" takes 128 queries or more, and pages of a multiple of 128 keys. It takes no
+            mask, bias or key_mask.
 
     Values of cache_seqlens and block_table on a CPU are checked before anything is written. On a GPU and in compiled
     code they are not read, and CUDA graphs can replay with other values: lengths are clamped to the capacity, pages to

@@ -197,9 +197,18 @@ def _decode_reasons(decode: Decode, need_weights: bool) -> list[str]:
     return reasons or cached.failed(decode)
 
 
+def _prefill_reasons(decode: Decode, need_weights: bool) -> list[str]:
+    if reasons := _decode_reasons(decode, need_weights):
+        return reasons
+    from ..launch import hopper
+
+    reasons = [*hopper_reasons(_device(decode.call)), *hopper.cache_reasons(decode)]
+    return reasons or _failures(decode.call, need_weights, on_hopper=True)
+
+
 # Backends of `attention_decode`: their reasons and run take a Decode.
 DECODERS = {
-    "hopper": Backend("hopper", lambda decode, need_weights: ["it has no kernel for caches"], cached.run_triton),
+    "hopper": Backend("hopper", _prefill_reasons, cached.run_hopper),
     "triton": Backend("triton", _decode_reasons, cached.run_triton),
     "cpu": Backend("cpu", lambda decode, _: cpu.limits(decode.call) + cached.unmappable(decode), cached.run_cpu),
     "naive": Backend("naive", lambda decode, need_weights: [], formula.run_decode),
@@ -237,12 +246,12 @@ def named(name: str | None) -> str | None:
     return name if name is not None else thread_overrides.backend
 
 
-def _on_gpu(call: Call | Decode) -> bool:
+def _on_gpu(call: Call) -> bool:
     """Return whether a call is on a GPU. On a CPU, kernels run only with backend="triton", in the interpreter."""
-    return _device(call.call if isinstance(call, Decode) else call).type == "cuda"
+    return _device(call).type == "cuda"
 
 
-def _is_slower(name: str, call: Any) -> bool:
+def _is_slower(name: str, call: Call) -> bool:
     """Return whether `name` is "hopper", and a tuning file says that other kernels are faster for the call."""
     return name == "hopper" and not tuned.prefers_hopper(name, call, _device(call))
 
@@ -255,9 +264,10 @@ def choose(call: Call | Decode, need_weights: bool, name: str | None = None) -> 
         if reasons := among[taken].reasons(call, need_weights):
             raise NotImplementedError(f"backend: {taken!r} cannot take this call: {'; '.join(reasons)}{ADVICE}")
         return among[taken]
-    if not _on_gpu(call):
+    bare = call.call if isinstance(call, Decode) else call
+    if not _on_gpu(bare):
         return among["naive" if among["cpu"].reasons(call, need_weights) else "cpu"]
-    taken = next(x for x, one in among.items() if not one.reasons(call, need_weights) and not _is_slower(x, call))
+    taken = next(x for x, one in among.items() if not one.reasons(call, need_weights) and not _is_slower(x, bare))
     if taken == "naive" and not torch.compiler.is_compiling():  # the compiler cannot trace a warning
         for reason in among["triton"].reasons(call, need_weights):
             warn_once(reason, f"the naive one, because {reason}", stacklevel=3)

@@ -10,10 +10,11 @@ from ..kernels.vocabulary.scores import Tangents
 from . import arguments, blocks, decode, hopper, run, tile_table
 
 
-def _forward_on_hopper(out, lse, stats, call):
-    """Run the Hopper kernel. Tensors that TMA cannot read are copied first."""
+def launch_on_hopper(out, lse, stats, call, cached=None):
+    """Run the Hopper kernel. Tensors that TMA cannot read are copied first, except the caches of a Decode."""
     call = arguments.bounded(call)
-    call = call._replace(**{name: hopper.readable(getattr(call, name)) for name in ("query", "key", "value")})
+    copied = ("query", "key", "value") if cached is None else ("query",)
+    call = call._replace(**{name: hopper.readable(getattr(call, name)) for name in copied})
     if (bias := hopper.by_tiles(call)) is not None:
         call = call._replace(bias=hopper.readable(bias))
     # Masks and biases have a block mask only with gradients. Packing them without one would give other bits.
@@ -27,7 +28,7 @@ def _forward_on_hopper(out, lse, stats, call):
     partials = decode.new_partials(out, count, torch.float32) if count > 1 else None
     target = out if call.partial or count > 1 else hopper.readable(out)
     assert target is out or run.current_recorder() is None, "what is recorded are launches: a copy would be lost"
-    launched = hopper.arguments(call, target, lse, stats, pipeline, partials, count)
+    launched = hopper.arguments(call, target, lse, stats, pipeline, partials, count, cached)
     registers = tile_table.REGISTERS[pipeline.warpgroups][0]
     with run.surroundings(device):
         used = None if call.cu_seqlens_q is None else call.cu_seqlens_q.new_zeros(1)
@@ -79,7 +80,7 @@ def _launch_weights(name, weights, launched, call: Call):
 
 def launch_forward(out, lse, weights, stats, call: Call, on_hopper: bool):
     """Compute the forward into `out` and, unless None, lse, weights and stats. Weights need stats."""
-    (_forward_on_hopper if on_hopper else _forward)(out, lse, stats, call)
+    (launch_on_hopper if on_hopper else _forward)(out, lse, stats, call)
     if weights is not None:
         launched = arguments.common(call) | dict(Stats=stats, TangentLse=None, tangents=Tangents())
         _launch_weights("weights", weights, launched, call)

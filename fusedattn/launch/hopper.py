@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from triton import cdiv
 
+from ..call.decode import Decode
 from ..call.layout import narrow
 from ..call.options import Call
 from ..call.private import holds
@@ -23,6 +24,7 @@ try:
 
     from ..kernels.hopper import backward, stored  # noqa: F401  # for `launch.run`
     from ..kernels.hopper.forward import Form, Spec, Stored, forward as kernel
+    from ..kernels.hopper.work import Caches
 except (ImportError, AttributeError) as error:  # Gluon is experimental: names come and go
     kernel, _why = None, str(error)
 
@@ -33,6 +35,7 @@ FEWEST_ROWS = 32  # of packed sequences, on average, in the backward: its sums o
 # A block mask needs no support: it marks what other masks hide.
 _KNOWN = "block_mask", "left", "right", "origin", "seed", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
 _IN_FORWARD = "seed", "bias", "key_mask", "query_mask", "softcap", "alibi_slopes", "sinks"
+_IN_PREFILL = "query_mask", "softcap", "alibi_slopes", "sinks"
 _IN_BACKWARD = "key_mask", "query_mask", "softcap", "alibi_slopes", "sinks"
 _OTHERS = tuple(name for name, default in Call._field_defaults.items() if default is None and name not in _KNOWN)
 _DESCRIPTORS = (
@@ -73,11 +76,34 @@ def reasons(call: Call) -> list[str]:
     return limits(call) + unreachable(call) if missing is None else [missing]
 
 
+def cache_reasons(decode: Decode) -> list[str]:
+    """Return the reasons why the Hopper forward cannot attend to these caches, whatever the GPU; [] if it can."""
+    if missing is not None:
+        return [missing]
+    (call, key, value), rows = decode[:3], decode.call.query.shape[2]
+    lacks = limits(call, _IN_PREFILL)
+    lacks += _unreadable(dict(query=call.query, key_cache=key, value_cache=value)) if key.shape[0] else ["no pages"]
+    if lacks:
+        return lacks
+    if rows < tile_table.PREFILL_ROWS:
+        lacks.append(f"it takes {tile_table.PREFILL_ROWS} queries or more of a sequence, not {rows}")
+    most = max(pipeline.keys for pipeline in tile_table.HOPPER[_row_width(call)])
+    if decode.table is not None and key.shape[2] % most:
+        lacks.append(f"pages have {key.shape[2]} keys, not a multiple of {most}")
+    alike = all(x.stride(0) % x.stride(2) == 0 and key.shape[2] <= _pitch(x) == _pitch(key) for x in (key, value))
+    if not alike or key.shape[0] * _pitch(key) > RAGGED_ROWS:
+        lacks.append("pages do not start at multiples of a row's stride, below row 2**30")
+    return lacks
+
+
 def unreachable(call: Call) -> list[str]:
     """Return a sentence for each of query, key, value and bias that TMA cannot read."""
+    return _unreadable({name: getattr(call, name) for name in ("query", "key", "value")} | dict(bias=by_tiles(call)))
+
+
+def _unreadable(tensors: dict[str, Tensor | None]) -> list[str]:
     lacks = []
-    for name in ("query", "key", "value", "bias"):
-        tensor = getattr(call, name) if name != "bias" else by_tiles(call)
+    for name, tensor in tensors.items():
         if tensor is None:
             continue
         if not kernel_arguments.strided(tensor):
@@ -99,6 +125,17 @@ def readable(tensor: Tensor) -> Tensor:
 @cache
 def _layout(tile, dtype):
     return NVMMASharedLayout.get_default_for([*tile], _LAYOUTS[dtype])
+
+
+def _pitch(cache: Tensor) -> int:
+    """Return the number of rows from the start of a page of a cache to the start of the next one in memory."""
+    return cache.shape[2] if cache.shape[0] == 1 else cache.stride(0) // cache.stride(2)
+
+
+def _rows_of(cache: Tensor) -> Tensor:
+    """Return a cache as (1, Hkv, rows of all pages, D); between pages, a head's rows may be those of other heads."""
+    (pages, heads, page, columns), strides = cache.shape, cache.stride()
+    return cache.as_strided((1, heads, (pages - 1) * _pitch(cache) + page, columns), (0, *strides[1:]))
 
 
 def descriptor(
@@ -204,10 +241,20 @@ def _bias(call, keys):
 
 def arguments(
     call: Call, out: Tensor, lse: Tensor | None, stats: Tensor | None, pipeline: Pipeline, partials: Partials | None,
-    count: int,
+    count: int, decode: Decode | None = None,
 ) -> dict:  # fmt: skip
-    """Return the arguments of the Hopper forward, except sequences and tile lists. count: number of key splits."""
+    """Return the arguments of the Hopper forward, except sequences and tile lists. count: number of key splits.
+
+    decode: None, or the Decode of the call, whose caches are then the keys and values.
+    """
     query, key, value = call.query, call.key, call.value
+    caches, page, by_rows = Caches(None, None, None), RAGGED_ROWS, call.cu_seqlens_q is not None
+    if decode is not None:
+        lengths, by_rows = decode.lengths + decode.added, True
+        key, value = _rows_of(decode.key_cache), _rows_of(decode.value_cache)
+        caches = Caches(*map(kernel_arguments.of, (lengths, decode.table)), _pitch(decode.key_cache))
+        if decode.table is not None and decode.table.shape[1] > 1:
+            page = decode.key_cache.shape[2]
     batch, heads = query.shape[:2]
     group, each, packed = heads // key.shape[1], tile_table.WARPGROUP_ROWS, call.cu_seqlens_q is not None
     keys = max(1, kernel_arguments.sizes(call)[3])
@@ -217,8 +264,9 @@ def arguments(
     _, registers, fewer = by_groups[pipeline.warpgroups]
     return dict(
         Q=descriptor(query, each, packed=packed),
-        K=descriptor(key, pipeline.keys, packed=packed),
-        V=descriptor(value, pipeline.keys, packed=packed),
+        K=descriptor(key, pipeline.keys, packed=by_rows),
+        V=descriptor(value, pipeline.keys, packed=by_rows),
+        caches=caches,
         Bias=_bias(call, pipeline.keys),
         Out=descriptor(out, each, packed=packed) if partials is None and out.dtype == query.dtype else None,
         stored=Stored(wide, partials, *((lse, stats) if partials is None else (None, None))),
@@ -226,7 +274,7 @@ def arguments(
         planes=batch * heads * count,
         section=min(batch * heads, max(1, together) * group) * count,
         splits=count,
-        spec=Spec(heads, group, value.shape[3], call.top_left),
+        spec=Spec(heads, group, value.shape[3], call.top_left, page),
         form=Form(pipeline.warpgroups, pipeline.stages, pipeline.ping_pong, registers, fewer),
         **kernel_arguments.band(call),
     )

@@ -75,6 +75,7 @@ REGISTERS = {2: (168, 240, 24), 3: (128, 160, 24)}
 CLEANING_REGISTERS = {2: (168, 232, 40), 3: (128, 160, 32)}  # with a key mask: the copying warp sets hidden values to 0
 TILE_BYTES = 230400  # of shared memory for tiles of the Hopper forward; barriers and notes take the rest
 FEW_ROWS = 64  # calls with at most this many rows use tiles of at most 64 x 64; `pack_gqa` makes no more rows
+PREFILL_ROWS = 128  # calls to caches with at least this many queries a sequence may run the Hopper forward
 L2_BYTES = 32 << 20  # limit on keys and values of the heads that are scheduled together
 # The same limit for queries and incoming gradients in hopper_bwd_ds; the kernels PRODUCTS use half of it. Without it,
 # on an H200, the backward takes 1.25 times as long at 1024 tokens, 1.17 times at 2048.

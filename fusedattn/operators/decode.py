@@ -46,12 +46,16 @@ def _attend(decode: Decode, need_lse: bool, backend: str) -> tuple[Tensor, Tenso
         return out, lse.contiguous() if need_lse else lse.new_empty(0)
     out, lse = results = _new(decode.call.query, decode.value_cache, need_lse)
     if out.numel():
-        from ..launch.decode import launch_decode
+        from ..launch import decode as launch, forward, hopper, run
 
         def naive():
             fill(results, formula.run_padded(naive_decode.dense(decode), need_lse, False))
 
-        by_kernel(decode.call, [lambda: launch_decode(out, lse, decode)], naive)
+        launches = [lambda: launch.launch_decode(out, lse, decode)]
+        if backend == "hopper" and run.has_hopper(out) and not hopper.cache_reasons(decode):
+            call, own = naive_decode.rotated_query(decode), lse if need_lse else None
+            launches.insert(0, lambda: forward.launch_on_hopper(out, own, None, call, decode))
+        by_kernel(decode.call, launches, naive)
     return results
 
 
@@ -128,7 +132,7 @@ def _run(decode: Decode, need_lse: bool, need_weights: bool, backend: str):
     return out, lse if need_lse else None, weights
 
 
-run_triton, run_cpu = (functools.partial(_run, backend=name) for name in ("triton", "cpu"))
+run_triton, run_hopper, run_cpu = (functools.partial(_run, backend=name) for name in ("triton", "hopper", "cpu"))
 
 
 def unmappable(decode: Decode) -> list[str]:

@@ -53,13 +53,14 @@ class Form(NamedTuple):
 class Spec(NamedTuple):
     """Compile-time constants of a call: HEADS query heads, GROUP of them per kv head, and DV columns of a value.
 
-    TOP_LEFT is as in `span.band`.
+    TOP_LEFT is as in `span.band`. PAGE: keys of a page, or 2**30 if each sequence has one page.
     """
 
     HEADS: int
     GROUP: int
     DV: int
     TOP_LEFT: bool
+    PAGE: int
 
 
 class Stored(NamedTuple):
@@ -389,7 +390,7 @@ def _consume(
 @gluon.jit(do_not_specialize=["q_len", "k_len", "left", "right", "planes", "section", "splits"])
 def forward(
     Q, K, V, Bias, Out, stored,
-    sequences, tile_lists, used, q_len, k_len, left, right, rules, planes, section, splits,
+    sequences, caches, tile_lists, used, q_len, k_len, left, right, rules, planes, section, splits,
     spec: gl.constexpr, form: gl.constexpr,
 ):  # fmt: skip
     """Write Out, or what is `stored`, as kernels/forward.py does; a program may compute several blocks of rows.
@@ -401,7 +402,8 @@ def forward(
     causal mask a program with several blocks takes them in pairs; planes must then be even.
 
     sequences, unless None, are packed: B is 1, q_len and k_len are totals, planes is Hq, and descriptors are ragged.
-    `used` is then the number of used slots, an int32 tensor with one element.
+    `used` is then the number of used slots, an int32 tensor with one element. caches (`work.Caches`): if they are not
+    None, K and V are ragged descriptors of (1, H, rows of all pages, D), and k_len is the capacity.
     """
     GROUPS: gl.constexpr = form.GROUPS
     STAGES: gl.constexpr = form.STAGES
@@ -409,6 +411,7 @@ def forward(
     GROUP: gl.constexpr = spec.GROUP
     DV: gl.constexpr = spec.DV
     TOP_LEFT: gl.constexpr = spec.TOP_LEFT
+    PAGE: gl.constexpr = spec.PAGE
     gl.static_assert(STAGES >= 2, "the next k is waited for before v is given back")
     band = span.band(q_len, k_len, left, right, spec.TOP_LEFT)
     ROWS: gl.constexpr = Q.block_type.shape[-2]
@@ -417,7 +420,7 @@ def forward(
         blocks = gl.maximum(gl.load(used), 1)
     elif (left is None) != (right is None):
         paired = (gl.num_programs(0) < blocks * planes).to(gl.int32)
-    work = Work(schedule.Schedule(blocks, planes, section, paired), band, sequences, tile_lists, left, right)
+    work = Work(schedule.Schedule(blocks, planes, section, paired), band, sequences, caches, tile_lists, left, right)
     # With equal widths a warpgroup's output overwrites its q.
     SHARE: gl.constexpr = Out is not None and Q.block_type.shape[-1] == Out.block_type.shape[-1]
     # Two tiles of q per warpgroup: the next is loaded when a block ends. Heads wider than 128 leave space for one.
@@ -441,7 +444,7 @@ def forward(
         Shared(q, k, v, landed, notes, bias, out, ping_pong),
         Results(Out, stored.Wide, stored.partials, stored.Lse, stored.Stats, splits),
     )
-    produced = (shared, results, Q, K, V, Bias, work, rules, HEADS, GROUP, TOP_LEFT)
+    produced = (shared, results, Q, K, V, Bias, work, rules, HEADS, GROUP, TOP_LEFT, PAGE)
     if GROUPS == 2:
         gl.warp_specialize(
             [

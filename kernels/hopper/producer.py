@@ -5,7 +5,7 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..vocabulary import masks as masking, span, walk
+from ..vocabulary import masks as masking, pages as paging, span, walk
 from . import notes as noting, ring, schedule
 from .work import block_of_rows, extent, split
 
@@ -54,6 +54,29 @@ def _following(steps, i):
 
 
 @gluon.jit
+def _page(work, K, kv, block, PAGE: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Load the page of a block of keys, one step ahead; return () without caches."""
+    if work.caches.lengths is None:
+        return ()
+    else:
+        key = gl.maximum(block, 0) * BLOCK_N
+        page = paging.number(work.caches, kv, key, key < work.band.keys, PAGE)
+        last = (K.shape[1] - 2) // work.caches.pitch  # a ragged descriptor has one row more than its tensor
+        return gl.minimum(gl.maximum(page, 0), last)
+
+
+@gluon.jit
+def _keys(caches, kv, band, block, page, PAGE: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Return (plane, row) at which TMA finds a block of keys. In a cache each block is a packed sequence of its own."""
+    if caches.lengths is None:
+        return ring.of_keys(kv, band), block * BLOCK_N
+    else:
+        first = page * caches.pitch + paging.rows(block * BLOCK_N, PAGE)
+        length = gl.minimum(gl.maximum(band.keys - block * BLOCK_N, 0), BLOCK_N)
+        return span.Plane(kv.batch, kv.head, kv.index, ring.Ragged(first, length)), 0
+
+
+@gluon.jit
 def _write_note(shared, step, masks, plane, band, steps, i, block, BLOCK_N: gl.constexpr):
     if shared.notes is not None:
         masked = i < steps.masked
@@ -86,7 +109,8 @@ def _fill_bias(shared, step, Bias, plane, first, block, GROUPS: gl.constexpr):
 
 @gluon.jit
 def produce(
-    shared, results, Q, K, V, Bias, work, rules, HEADS: gl.constexpr, GROUP: gl.constexpr, TOP_LEFT: gl.constexpr
+    shared, results, Q, K, V, Bias, work, rules,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, TOP_LEFT: gl.constexpr, PAGE: gl.constexpr,
 ):  # fmt: skip
     """Load tiles by TMA: the work of one warp. Keys go from last to first, so that masked blocks come first."""
     GROUPS: gl.constexpr = 3 if shared.q.tiles.shape[0] > 4 else 2
@@ -102,20 +126,25 @@ def produce(
         _write_note(shared, step, rules.masks, plane, band, steps, 0, block, BLOCK_N)
         if results.partials is not None:  # a plane is one split of a head
             plane = span.kv_head(plane, results.splits)
-        kv = ring.of_keys(span.kv_head(plane, GROUP), band)
-        ring.fill(shared.k, step, K, kv, block * BLOCK_N)  # this tile is free before the tile of q
+        kv = span.kv_head(plane, GROUP)
+        page = _page(work, K, kv, block, PAGE, BLOCK_N)
+        keys, row = _keys(work.caches, kv, band, block, page, PAGE, BLOCK_N)
+        page = _page(work, K, kv, block - 1, PAGE, BLOCK_N)
+        ring.fill(shared.k, step, K, keys, row)  # this tile is free before the tile of q
         for g in gl.static_range(GROUPS):
             ring.fill(shared.q, n * GROUPS + g, Q, ring.of_rows(plane, band), first + g * ROWS)
         _fill_bias(shared, step, Bias, plane, first, block, GROUPS)
-        ring.fill(v, step, V, kv, block * BLOCK_N)
+        ring.fill(v, step, V, keys, row)
         step += 1
         for i in range(1, steps.count):
             block = steps.start - i if len(steps.lists) == 0 else following
             following = _following(steps, i + 1)
             _write_note(shared, step, rules.masks, plane, band, steps, i, block, BLOCK_N)
-            ring.fill(shared.k, step, K, kv, block * BLOCK_N)
+            keys, row = _keys(work.caches, kv, band, block, page, PAGE, BLOCK_N)
+            page = _page(work, K, kv, block - 1, PAGE, BLOCK_N)
+            ring.fill(shared.k, step, K, keys, row)
             _fill_bias(shared, step, Bias, plane, first, block, GROUPS)
             _pass_on(shared, step - 1, steps, i - 1)
-            ring.fill(v, step, V, kv, block * BLOCK_N)
+            ring.fill(v, step, V, keys, row)
             step += 1
         _pass_on(shared, step - 1, steps, steps.count - 1)

@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper.tma import tensor_descriptor
 
-from ..vocabulary import memory, partials as splitting, span
+from ..vocabulary import memory, pages as paging, partials as splitting, span
 from . import notes as noting, ring, schedule
 
 
@@ -28,16 +28,28 @@ class Shared(NamedTuple):
     ping_pong: gl.shared_memory_descriptor
 
 
+class Caches(NamedTuple):
+    """Lengths of cached sequences and their table of pages, as in `pages.Cache`; all are None if there are no caches.
+
+    pitch: the number of rows from the start of a page to the start of the next one in memory.
+    """
+
+    lengths: memory.View
+    table: memory.View
+    pitch: gl.tensor
+
+
 class Work(NamedTuple):
     """Blocks of rows that the programs compute, in their order, and the band (visible keys) of each.
 
-    band holds for all blocks if sequences is None. Otherwise each packed sequence has its own, from `left` and `right`.
+    Packed and cached sequences have a band each, from `left` and `right`; otherwise band holds for all blocks.
     tile_lists is a View, or None if only the band hides pairs.
     """
 
     order: schedule.Schedule
     band: span.Band
     sequences: span.Sequences
+    caches: Caches
     tile_lists: memory.View
     left: gl.tensor
     right: gl.tensor
@@ -60,7 +72,11 @@ def block_of_rows(work, n, heads, TOP_LEFT: gl.constexpr, BLOCK: gl.constexpr):
     program, programs = gl.program_id(0), gl.num_programs(0)
     if work.sequences is None:
         first, plane = schedule.take(work.order, n, program, programs, heads, BLOCK)
-        return first, plane, work.band
+        band = work.band
+        if work.caches.lengths is not None:
+            keys = paging.length(work.caches, plane, band.keys)
+            band = span.band(band.rows, keys, work.left, work.right, TOP_LEFT)
+        return first, plane, band
     else:
         # A plane of the order is one head, and a block of it is a slot; the first slot has the most work.
         program = gl.minimum(program, work.order.blocks * work.order.planes - 1)

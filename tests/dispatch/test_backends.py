@@ -1,6 +1,5 @@
 """Tests the choice of a backend, and the reasons why others are not chosen."""
 
-import functools
 import importlib.abc
 import importlib.machinery
 import sys
@@ -11,6 +10,7 @@ import pytest
 import torch
 
 import fusedattn as fa
+from fusedattn.call.options import AssumedGPU, override
 from fusedattn.dispatch import backends
 from fusedattn.launch import failures
 
@@ -78,19 +78,43 @@ def test_a_cache_on_the_cpu_takes_cpu(monkeypatch):
         fa.attention_decode(query, *caches, **given, softcap=2.0, backend="cpu")
 
 
+@pytest.mark.parametrize("rows, taken", [(127, "triton"), (128, "hopper")])
+def test_a_cache_on_a_gpu_takes_hopper_for_many_queries(rows, taken, monkeypatch):
+    for name, known in backends.DECODERS.items():
+        named = known._replace(run=lambda *call, name=name: (name, None, None))
+        monkeypatch.setitem(backends.DECODERS, name, named)
+    cache, ends = torch.zeros(1, 1, 256, 64, dtype=torch.bfloat16), torch.tensor([200], dtype=torch.int32)
+    with override(gpu=AssumedGPU(90)):
+        assert fa.attention_decode(cache[:, :, :rows], cache, cache, cache_seqlens=ends) == taken
+
+
 def test_cpu_refuses_tensors_elsewhere():
     with pytest.raises(NotImplementedError, match="'cpu' cannot take this call"):
         fa.attention(*draw(device="meta"), backend="cpu")
     assert fa.explain(*draw(device="meta")).backend == "naive"
 
 
-def test_hopper_has_no_kernel_for_caches():
-    cache, ends = torch.randn(1, 2, 8, 16), torch.tensor([8], dtype=torch.int32)
-    call = functools.partial(fa.attention_decode, cache[:, :, :1], cache, cache, cache_seqlens=ends)
-    with pytest.raises(NotImplementedError, match="'hopper' cannot take this call: .*caches"):
-        call(backend="hopper")
-    with fa.use_backend("hopper"), pytest.raises(NotImplementedError, match="hopper"):
-        call()
+@pytest.mark.parametrize(
+    "why, sizes, options",
+    [
+        ("128 queries or more of a sequence, not 9", dict(rows=9), {}),
+        ("pages have 64 keys, not a multiple of 128", dict(page=64), {}),
+        ("does not support key_mask", {}, dict(key_mask=torch.ones(1, 256) > 0)),
+        ("float16 and bfloat16, not torch.float32", dict(dtype=torch.float32), {}),
+        ("strides of key_cache", dict(dim=20), {}),
+        ("do not start at multiples", dict(page=128, between=8), {}),
+    ],
+)
+def test_hopper_says_which_caches_it_does_not_take(why, sizes, options):
+    rows, page, dim, dtype, between = (
+        dict(rows=128, page=256, dim=64, dtype=torch.bfloat16, between=0) | sizes
+    ).values()
+    pool = torch.zeros(256 // page, page * dim + between, dtype=dtype)
+    cache, query = pool[:, : page * dim].view(-1, 1, page, dim), torch.zeros(1, 1, rows, dim, dtype=dtype)
+    table, ends = torch.arange(256 // page, dtype=torch.int32)[None], torch.tensor([200], dtype=torch.int32)
+    paged = dict(cache_seqlens=ends, block_table=table, backend="hopper")
+    with override(gpu=AssumedGPU(90)), pytest.raises(NotImplementedError, match=f"'hopper' cannot take .*{why}"):
+        fa.attention_decode(query, cache, cache, **paged, **options)
 
 
 def test_one_that_is_named_runs_or_says_why_not(device):

@@ -93,7 +93,9 @@ def _faults_on_hopper(row, report, length):
     if not {each, fewer} <= report.asked:
         yield f"goes on with {sorted(report.asked)} registers a thread, not with {each} and {fewer}"
     adds = row.kernel in tile_table.BACKWARDS and row.kernel != "hopper_bwd_ds"
-    stored = set() if row.variant in ("partial", "splits") else {"UTMASTG"}  # these store float32, without TMA
+    stored = (
+        set() if row.variant in ("partial", "splits", "prefill") else {"UTMASTG"}
+    )  # these store float32, without TMA
     copies = {"UTMALDG"} | stored | ({"UTMAREDG"} if adds else set())
     if missing := sorted(copies - report.copied):
         yield f"does not use the copy engine: no {' and no '.join(missing)}"
@@ -121,7 +123,7 @@ def _hopper_table():
         for dim in {64: (32, 16), 128: (80,)}.get(width, ()):
             yield Row("hopper", 90, "bf16", dim, "full", *first)
     for width, forms in tile_table.HOPPER.items():
-        for variant in ("partial", "splits", "packed", *BY_HOPPER, "registers"):
+        for variant in ("partial", "splits", "packed", "prefill", *BY_HOPPER, "registers"):
             heavy = variant in ("alibi_slopes", "biased", "dropout", "registers")
             if width <= 128 or variant == "biased" or not heavy:  # not supported, because of spills
                 yield Row("hopper", 90, "bf16", width, variant, forms[0], (0, len(forms)))

@@ -86,6 +86,7 @@ VARIANTS["registers"] = {name: _ALL_OPTIONS[name] for name in BY_HOPPER if name 
 ALL = ("everything", "packed all")  # variants with every option
 # Variants of calls to a cache.
 PAGES = {"contiguous": None, "shared": None, "one page": 32768, "pages": 256, "small pages": 16, "everything": 16}
+PAGES |= dict(prefill=256)  # by the Hopper forward
 CAPACITY = {"everything": 256}  # too few keys to split among programs
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "ieee": torch.float32, "tf32": torch.float32}
 
@@ -228,7 +229,7 @@ def _call(row):
 def _call_on_cache(row):
     """Call the operator that launches a Row's kernel for caches, on tensors without data."""
     heads, capacity, dtype = 8, CAPACITY.get(row.variant, 32768), DTYPES[row.dtype]
-    rows = tile_table.DECODE.get(row.kernel, 16) // heads
+    rows = tile_table.PREFILL_ROWS if row.kernel == "hopper" else tile_table.DECODE.get(row.kernel, 16) // heads
     page = PAGES[row.variant]
     batch, table = BATCH, None
     if page is not None:
@@ -253,8 +254,9 @@ def _call_on_cache(row):
         decode._append_operator(*caches, new, values, *turning, True, "triton")
     else:
         cap = 30.0 if row.variant == "everything" else None
+        backend = "hopper" if row.kernel == "hopper" else "triton"
         decode._decode_operator(
-            query, *caches, 0, *turning, *masks, *numbers, False, row.dim**-0.5, cap, True, True, "triton"
+            query, *caches, 0, *turning, *masks, *numbers, False, row.dim**-0.5, cap, True, True, backend
         )
 
 
@@ -264,7 +266,7 @@ def compile_row(row, read=False):
     compiler.kernel.device_caches.clear()  # a cached kernel would write no log
     kernels = dict.fromkeys(launch.KERNELS, _Skipped()) | {row.kernel: compiler}
     with _everything_but_a_gpu(kernels, row), contextlib.redirect_stdout(log):
-        _call_on_cache(row) if row.kernel in tile_table.ON_CACHES else _call(row)
+        _call_on_cache(row) if row.kernel in tile_table.ON_CACHES or row.variant == "prefill" else _call(row)
     seconds, asm, said = time.monotonic() - began, compiler.compiled.asm, log.getvalue()
     ptx = asm["ptx"]
     plain = row.variant == "full" and row.tile.keys and row.dtype != "ieee"

@@ -250,6 +250,7 @@ def _decode():
     of_32 = dict(Sq=11, Hq=4, Hkv=2, causal=True, new=11)
     of_64 = dict(Sq=18, Hq=6, Hkv=2, causal=True)
     fp32, widest = dict(dtype=FP32), dict(D=256, Dv=256)
+    prefill = cache | dict(Sq=200, new=200, C=512, lengths=(0, 210), causal=True, sinks=True)
     latent = dict(dtype=BF16, Hq=16, Hkv=1, D=576, Dv=512, shared=True, C=120, lengths=(17, 100))
     for name, fields in (
         ("cache", cache),
@@ -290,12 +291,18 @@ def _decode():
         ("decode_32 D 576 fp32", latent | fp32 | dict(Hq=32, shared=False)),
         ("decode_64 D 576, shared fp32", latent | fp32 | dict(Hq=40)),
         ("decode_64 D 512", cache | of_64 | dict(D=512, Dv=512)),
+        ("prefill", cache | prefill | dict(alibi=True)),
+        ("prefill D128, into pages", prefill | wide | dict(page=128, C=640, window=(100, 0))),
+        ("prefill D256, turned", prefill | widest | dict(half=32, Hq=2)),
+        ("prefill, query mask", cache | dict(Sq=130, C=256, lengths=(60, 256, 100), query_mask=True)),
+        ("prefill, splits", cache | dict(Sq=130, C=2048, lengths=(1900, 700), softcap=5.0)),
         ("cache, far apart", cache | caches.BOTH | FAR),
         ("pages, far apart", pages | caches.BOTH | dict(far=(1, 2**27))),
         ("everything in pages", caches.EVERYTHING._asdict() | dict(dtype=BF16)),
     ):
+        backend = "hopper" if "prefill" in name else "triton"
         far = fields.pop("far", None)
-        yield Entry(Cached("")._replace(**fields | dict(name=f"decode: {name}")), far=far)
+        yield Entry(Cached("")._replace(**fields | dict(name=f"decode: {name}")), backend, far=far)
 
 
 ENTRIES = {

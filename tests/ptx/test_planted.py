@@ -86,7 +86,7 @@ if copies.LATER_UNFENCED.value:  # with a later Triton this is no mistake
     UNSEEN += (("values that nobody fenced", *LATER, "keys by threads", 90),)
 PACKED, PACKED_CAUSAL = "hopper packed", "hopper packed causal D128"
 D128, D64, STORED = "hopper causal D128", "hopper window", "hopper causal D256, two passes"
-KEYS = "hopper key mask, causal"
+KEYS, PAGES = "hopper key mask, causal", "decode: prefill D128, into pages"
 RELEASED = "        ring.release(shared.q, step)\n"
 DK = "        dk, ds = warpgroup_mma_wait(num_outstanding=FOR_S + GROUPS, deps=(dk, ds))\n"
 ON_HOPPER = tuple(
@@ -99,6 +99,11 @@ ON_HOPPER = tuple(
         ("hidden values stay", "ring", "gl.where(seen[:, None], part.load(LINES), 0.0)", "part.load(LINES)", KEYS),
         ("hidden values not fenced", "ring", "0.0))\n        fence_async_shared()\n", "0.0))\n", KEYS),
         ("a tile list read too far", "producer", "steps.lists[1]) + i\n", "steps.lists[1]) + i + 1\n", KEYS),
+        ("keys past the end of a cache", "producer",
+         "gl.minimum(gl.maximum(band.keys - block * BLOCK_N, 0), BLOCK_N)", "BLOCK_N", "decode: prefill"),
+        ("the page of the block before", "producer",
+         "            page = _page(work, K, kv, block - 1, PAGE, BLOCK_N)\n", "", PAGES),
+        ("a cache taken for full", "work", "paging.length(work.caches, plane, band.keys)", "band.keys", PAGES),
         ("bits of another sequence", "work", "batch * heads + plane.head, ())", "plane.index, ())",
          "hopper dropout D128, packed"),
         ("rows of the next sequence", "ring", ".packed.row, band.rows)", ".packed.row, band.rows + 1)", PACKED),
