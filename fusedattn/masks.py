@@ -28,8 +28,11 @@ def sliding_window(left: int, right: int) -> _MaskFunction:
 
 
 def prefix(length: int | Tensor) -> _MaskFunction:
-    """Show the first `length` keys, an int or a tensor (B,). A prefix language model is or_(causal, prefix(length))."""
-    return lambda b, h, i, j: j < (length[b] if isinstance(length, Tensor) else length)
+    """Show the first `length` keys: an int, or a tensor of one number or (B,).
+
+    A prefix language model is or_(causal, prefix(length)).
+    """
+    return lambda b, h, i, j: j < (length[b] if isinstance(length, Tensor) and length.dim() else length)
 
 
 def documents(ids: Tensor) -> _MaskFunction:

@@ -1,8 +1,8 @@
 """Packs masks of pairs in bits: a block mask, and a word of 64 bits for each row of a block that is shown in part."""
 
+import itertools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,10 +54,10 @@ def pack(
     """Return (block_mask, mask_bits) of a mask of shape (B, H, rows, keys), as a Plan has them.
 
     pairs(batches, heads, rows, keys), four slices, returns that part of the mask. It is called for parts of about CHUNK
-    pairs. Compiled or transformed code looks at all pairs at once, and has words for each block.
+    pairs. Compiled or transformed code, and meta tensors, have words for each block, from all pairs at once.
     """
     constant = torch.tensor([0, -1, -1], device=device)[:, None].expand(-1, size)
-    if is_compiling() or transforms_active():
+    if is_compiling() or transforms_active() or device.type == "meta":
         block_mask, words = _packed(pairs(*(slice(0, n) for n in shape)), size, compact=False)
         return block_mask, torch.cat([constant, words, words.new_zeros(-(len(words) + CONSTANT) % ALIGNED, size)])
     steps, room = [0, 0, 0, 0], CHUNK
@@ -68,7 +68,7 @@ def pack(
     block_mask = torch.empty(*shape[:2], *(-(-n // size) for n in shape[2:]), dtype=torch.int32, device=device)
     # One tensor that doubles, not many small ones: between temporary tensors they would fragment the memory.
     found, count = torch.cat([constant, constant.new_zeros(2 * ALIGNED - CONSTANT, size)]), CONSTANT
-    for starts in _starts(shape, steps):
+    for starts in itertools.product(*map(range, (0,) * 4, shape, steps)):
         where = [slice(start, min(start + step, n)) for start, step, n in zip(starts, steps, shape, strict=True)]
         part, words = _packed(pairs(*where), size, compact=True)
         where[2:] = (slice(x.start // size, -(-x.stop // size)) for x in where[2:])
@@ -78,11 +78,6 @@ def pack(
         found[count : count + len(words)] = words
         count += len(words)
     return block_mask, found[: count + -count % ALIGNED].clone()
-
-
-def _starts(shape: tuple[int, ...], steps: list[int]) -> Any:
-    ranges = [torch.arange(0, n, step) for n, step in zip(shape, steps, strict=True)]
-    return torch.cartesian_prod(*ranges).tolist() if math.prod(shape) else []
 
 
 def hide_tokens(block_mask: Tensor, key_mask: Tensor | None, query_mask: Tensor | None, size: int) -> Tensor:
@@ -124,11 +119,15 @@ def density(block_mask: Tensor | None, mask_bits: Tensor | None, shape: tuple[in
     size, x = mask_bits.shape[1], mask_bits.view(torch.uint8)
     x = x - (x >> 1 & 0x55)
     x = (x & 0x33) + (x >> 2 & 0x33)
-    of_words = (x + (x >> 4) & 0x0F).sum(1)
+    of_words = (x + (x >> 4) & 0x0F).view(-1, size, 8).sum(2, dtype=torch.uint8)
     # A mask that broadcasts has one block of equal rows or keys.
     lengths = [
         size if n == 1 or n > size * blocks else n for n, blocks in zip(shape[2:], block_mask.shape[2:], strict=True)
     ]
-    rows, keys = (_lengths(n, size, x.device) for n in lengths)
-    seen = torch.minimum(of_words[block_mask], rows[:, None] * keys)
-    return (seen.sum() / max(1, math.prod(block_mask.shape[:2]) * math.prod(lengths))).item()
+    # The last blocks of rows and of keys may be shorter than their words, if the mask broadcasts.
+    sides = [[(slice(-1), size), (slice(-1, None), (n - 1) % size + 1)] for n in lengths]
+    seen = 0.0
+    for (down, rows), (across, keys) in itertools.product(*sides):
+        of_blocks = of_words[:, :rows].clamp(max=keys).sum(1)
+        seen += of_blocks[block_mask[..., down, across]].sum().item()
+    return seen / max(1, math.prod(block_mask.shape[:2]) * math.prod(lengths))

@@ -10,7 +10,7 @@ from torch import Tensor
 from . import bits
 from .layout import narrow
 from .options import Lengths, Plan, in_full
-from .rules import broadcasts, check_bool, check_floating, fail, is_int, type_name, value
+from .rules import as_python, broadcasts, check_bool, check_floating, fail, is_int, type_name, value
 
 
 def make_plan(masks: Mapping[str, Any], sizes: Mapping[str, Any], device: torch.device, kernels: int | None) -> Plan:
@@ -26,7 +26,8 @@ def make_plan(masks: Mapping[str, Any], sizes: Mapping[str, Any], device: torch.
         for name, size in sizes.items():
             if not is_int(size) or size < 0:
                 fail(TypeError, name, "an int of 0 or more, because mask is a function", value(size))
-    check_masks(given, dict(mask=(2, 3, 4), key_mask=(1, 2), query_mask=(1, 2)))
+    check_masks(given, dict(mask=(2, 3, 4), key_mask=(1, 2), query_mask=(1, 2)), device)
+    sizes = {name: as_python(size) for name, size in sizes.items()}
     tensors: dict[str, Any] = {name: in_full(name, x) for name, x in given.items()}
     shapes = {name: pairs_of(name, x) for name, x in tensors.items()}
     shape = check_fit(shapes if function is None else dict(mask=tuple(sizes.values())) | shapes)
@@ -66,11 +67,12 @@ def _evaluate(function: Callable[..., Any], whole: tuple[int, ...], device: torc
     return seen.expand(shape)
 
 
-def check_masks(masks: Mapping[str, Any], ranks: Mapping[str, tuple[int, ...]]) -> None:
+def check_masks(
+    masks: Mapping[str, Any], ranks: Mapping[str, tuple[int, ...]], device: torch.device | None = None
+) -> None:
     """Raise if a mask or bias has a wrong dtype or rank, or if their devices differ. ranks: {name: allowed ranks}."""
-    device = None
     for name, mask in masks.items():
-        (check_floating if name == "bias" else check_bool)(name, mask, device, "the other masks")
+        (check_floating if name == "bias" else check_bool)(name, mask, device, "the plan or the other masks")
         device = mask.device
         if mask.dim() not in ranks[name]:
             allowed = " or ".join(map(str, ranks[name])).replace(" or ", ", ", len(ranks[name]) - 2)

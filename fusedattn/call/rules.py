@@ -233,6 +233,10 @@ def got_for_mask(x: Any) -> str:
     """Describe x, a mask that is not a bool tensor, for an error message, with advice."""
     if isinstance(x, Plan):
         return "a plan: pass a bool tensor"
+    if hasattr(x, "mask_mod"):
+        return f"a {type_name(x)}: pass its mask_mod to fusedattn.plan"
+    if callable(x):
+        return "a function: pass it to fusedattn.plan"
     added = isinstance(x, Tensor) and x.dtype.is_floating_point
     return unfit(x, "pass what is added to scores as bias of attention" if added else "call .bool() on it")
 

@@ -59,7 +59,7 @@ def attend(arguments: Arguments, return_lse: bool, return_weights: bool, backend
     named = thread_overrides.backend if backend is None else backend
     if not is_compiling():
         tensors, shape = _take_tensors(arguments) + _NOT_WRITTEN, None
-        if type(arguments.mask) is Plan:
+        if isinstance(arguments.mask, Plan) and arguments.key_mask is arguments.query_mask is None:
             tensors, shape = _of_plan(arguments), arguments.mask.shape
         numbers = *_take_numbers(arguments), shape, return_lse, return_weights, named, torch.is_grad_enabled()
         if (replay := find(tensors, numbers)) is not None:
@@ -88,11 +88,8 @@ def results(rank: int, *results: Tensor | None) -> Tensor | Any:
 
 def _of_plan(arguments: Arguments) -> tuple:
     """Return the tensors of a call whose mask is a Plan (from `fusedattn.plan`), in the order of TENSORS."""
-    plan = arguments.mask
-    if arguments.key_mask is arguments.query_mask is None:
-        arguments = arguments._replace(key_mask=plan.key_mask, query_mask=plan.query_mask)
     written = dict(zip(_WRITTEN, _take_tensors(arguments), strict=True)) | dict(mask=None)
-    written |= {name: getattr(plan, name) for name in _MARKS}
+    written |= {name: getattr(arguments.mask, name) for name in (*_MARKS, "key_mask", "query_mask")}
     return tuple([written.get(name) for name in TENSORS])
 
 

@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 
 import fusedattn as fa
 from fusedattn.testing.compare import with_gradients
@@ -26,7 +27,7 @@ TABLES = [TABLE, TABLE[::-1]]
 PATTERNS = (
     ("causal", lambda: MASKS.causal, lambda b, h, i, j: i - j >= 0),
     ("window", lambda: MASKS.sliding_window(20, 3), lambda b, h, i, j: -3 <= i - j <= 20),
-    ("prefix", lambda: MASKS.prefix(19), lambda b, h, i, j: j in range(19)),
+    ("prefix", lambda: MASKS.prefix(torch.tensor(19)), lambda b, h, i, j: j in range(19)),
     ("prefixes", lambda: MASKS.prefix(torch.tensor(LENGTHS)), lambda b, h, i, j: j < LENGTHS[b]),
     ("documents", lambda: MASKS.documents(torch.tensor(IDS)), lambda b, h, i, j: IDS[i] == IDS[j]),
     ("spans", lambda: MASKS.spans(torch.tensor(SPANS)), lambda b, h, i, j: SPANS[b][i] == SPANS[b][j] >= 0),
@@ -119,6 +120,9 @@ def test_a_plan_moves_and_pickles(device):
     for same in (plan.to("cpu").to(device), pickle.loads(pickle.dumps(plan)), copy.deepcopy(plan)):
         assert torch.equal(attend(mask=same), want)
     assert plan.to("meta").block_mask.is_meta
+    with torch.device("meta"):  # as libraries build models before they read weights
+        assert fa.plan(MASKS.causal, rows=9, keys=9, device=device).density == 45 / 81
+        assert fa.plan(MASKS.causal, rows=9, keys=9).block_mask.is_meta
     assert plan.nbytes == plan.block_mask.nbytes + plan.mask_bits.nbytes < 40000 / 4
     assert "(1, 1, 200, 200)" in str(plan) and f"{plan.density:.2%}" in str(plan)
 
@@ -145,10 +149,18 @@ SIZES = dict(rows=4, keys=4)
         wrong("rows", TypeError, rows=None),
         wrong("keys", TypeError, keys=-1),
         wrong("key_mask", key_mask=bools(5)),
+        wrong("key_mask", key_mask=bools(4), device="meta"),
+        wrong("mask", mask=bools(4, 4), device="meta"),
     ],
 )
 def test_wrong_functions(row):
     assert_named(fa.plan, dict(mask=MASKS.causal) | SIZES, row)
+
+
+@pytest.mark.parametrize("mask", [MASKS.causal, create_block_mask(MASKS.causal, None, None, 4, 4, "cpu")])
+def test_a_function_that_is_no_plan_yet(mask):
+    with pytest.raises(TypeError, match="^mask: .* pass i.* to fusedattn.plan$"):
+        fa.attention(*torch.randn(3, 1, 1, 4, 8), mask=mask)
 
 
 @pytest.mark.parametrize("size", [dict(rows=5), dict(keys=3), dict(batch=3), dict(heads=3)], ids=str)
