@@ -26,6 +26,10 @@ def make_plan(masks: Mapping[str, Any], sizes: Mapping[str, Any], device: torch.
         for name, size in sizes.items():
             if not is_int(size) or size < 0:
                 fail(TypeError, name, "an int of 0 or more, because mask is a function", value(size))
+    else:
+        for name, size in sizes.items():
+            if size is not None and not (is_int(size) and size == 1):
+                fail(ValueError, name, "no size, because mask is no function", value(size))
     check_masks(given, dict(mask=(2, 3, 4), key_mask=(1, 2), query_mask=(1, 2)), device)
     sizes = {name: as_python(size) for name, size in sizes.items()}
     tensors: dict[str, Any] = {name: in_full(name, x) for name, x in given.items()}

@@ -150,7 +150,9 @@ SIZES = dict(rows=4, keys=4)
         wrong("keys", TypeError, keys=-1),
         wrong("key_mask", key_mask=bools(5)),
         wrong("key_mask", key_mask=bools(4), device="meta"),
-        wrong("mask", mask=bools(4, 4), device="meta"),
+        wrong("mask", mask=bools(4, 4), device="meta", rows=None, keys=None),
+        wrong("rows", mask=bools(4, 4)),
+        wrong("batch", mask=bools(4, 4), batch=2, rows=None, keys=None),
     ],
 )
 def test_wrong_functions(row):
