@@ -318,6 +318,10 @@ def forward(call: Call, save: bool) -> Result:
 
 def weights(call: Call, columns: int) -> Tensor:
     """Return the attention weights (B, Hq, Sq, columns) of a call."""
+    if (causal := at_once(call)) is not None:
+        query, key = (x.to(wide_dtype(x.dtype)) for x in call[:2])
+        everything = Rectangle(0, query.shape[2], 0, columns, causal)
+        return exact_weights(call, everything, query, key).to(call.query.dtype)
     shape = *call.query.shape[:3], columns
     whole = functools.cache(lambda: call.query.new_zeros(shape))  # not needed if one rectangle holds all weights
     for part in parts(call):

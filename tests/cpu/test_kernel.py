@@ -352,6 +352,13 @@ def scores_of(call):
     return total
 
 
+def test_a_true_byte_of_a_mask_may_be_larger_than_one():
+    query, key, value = draw(1, 2, 80, 16)
+    mask = torch.arange(80 * 80, dtype=torch.uint8).view(80, 80).view(torch.bool)
+    want = fa.attention(query, key, value, mask=mask.logical_not().logical_not())
+    assert torch.equal(fa.attention(query, key, value, mask=mask), want)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "mask",
