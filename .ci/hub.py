@@ -66,7 +66,6 @@ def metadata(files, backend):
 
 
 def write(into):
-    """Write the repository into a folder, whose old content is deleted."""
     files = package()
     shutil.rmtree(into, ignore_errors=True)
     for backend in BACKENDS:

@@ -40,7 +40,6 @@ def unit(rows: Sequence[Row]) -> tuple[str, float]:
 
 
 def groups(rows: Sequence[Row]) -> dict[tuple[str, Case], list[Row]]:
-    """Return {(mode, case): its rows}, sorted by mode, `kind` and length."""
     grouped = collections.defaultdict(list)
     for row in rows:
         grouped[row.mode, row.case].append(row)
@@ -108,7 +107,6 @@ class Standing(NamedTuple):
 
 
 def standings(rows: Sequence[Row]) -> list[Standing]:
-    """Return the Standing of fusedattn against each other provider in each mode."""
     pairs = collections.defaultdict(list)
     for mode, _, some, mine, _ in compared(rows):
         for row in some:

@@ -65,7 +65,6 @@ def versions() -> dict[str, str | None]:
 
 
 def machine(device: str, commit_name: str | None = None) -> dict[str, str]:
-    """Return the columns that all rows of a run share: GPU, versions, date and commit."""
     about: dict = {name: version or "" for name, version in versions().items()}
     date = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
     gpu = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else "cpu"

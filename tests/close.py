@@ -81,5 +81,4 @@ def exactly(function, *arguments, **options):
 
 
 def flat(tensors):
-    """Return the elements of all tensors as one tensor, without None."""
     return torch.cat([x.flatten() for x in tensors if x is not None])

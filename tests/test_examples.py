@@ -17,7 +17,6 @@ EXAMPLES = sorted({*(ROOT / "examples").glob("*.py")} - {DEMO})
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 @pytest.mark.one_in(8)
 def test_what_it_shows_is_true(path):
-    """Each example runs; it raises if its claim is false."""
     if "from transformers import" in path.read_text():
         pytest.importorskip("transformers")
     paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -93,7 +93,6 @@ def run(arguments, output: Output) -> int:
 
 
 def choose(arguments, device: str) -> list[tuple[list[Case], list[str], list[str]]]:
-    """Return the benchmarks that the command's options select, as a list of (cases, providers, modes)."""
     names = _list("providers", arguments.providers, [*PROVIDERS, *MODULES[1:]])
     asked, preset = _list("mode", arguments.mode, [*measure.MODES, "graph"]), arguments.preset or "quick"
     if "graph" in asked and device == "cpu":

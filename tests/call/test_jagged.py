@@ -19,7 +19,6 @@ def nested(values, offsets):
 
 
 def draw():
-    """Return random packed query, key and value."""
     return [torch.randn(shape, requires_grad=True) for shape in ((10, 4, 8), (9, 2, 8), (9, 2, 6))]
 
 

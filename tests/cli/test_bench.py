@@ -20,7 +20,6 @@ SQUARE = ["bench", "--device", "cpu", "--shape", "1,2,2,32,32,16", "--providers"
 
 
 def said(capsys, *arguments):
-    """Return (exit status, printed text) of a command."""
     return cli.main(arguments), capsys.readouterr().out
 
 

@@ -140,7 +140,6 @@ VARLEN = [
 
 
 def check_varlen(case, device, backend):
-    """Check packed sequences, some without rows or keys; alignment and window count per sequence."""
     tensors, options = case.draw(device)
     for b, n in enumerate(ROWS):
         tensors["out"][b, :, n:] = tensors["lse"][b, :, n:] = 0
@@ -192,7 +191,6 @@ def test_packed_sequences_of_keys_in_pages(page, traced):
 
 
 def test_deterministic_is_of_one_call(device):
-    """The flag `deterministic` holds for one call and its backward; torch's own flag does not change."""
     q, k, v = (torch.randn(1, 40, 2, 16, device=device, requires_grad=True) for _ in range(3))
     packed, offset = [x.detach()[0].requires_grad_() for x in (q, k, v)], offsets([15, 25], device)
     calls = (

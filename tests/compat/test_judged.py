@@ -55,7 +55,6 @@ def made(model, route, tmp_path=None, name="fusedattn"):
 
 
 def eagers(model, inputs=PADDED):
-    """Return the logits of an eager model, in its dtype and in float64."""
     return logits(model, inputs), exactly(logits, model, inputs)
 
 
@@ -114,8 +113,6 @@ class Unmasked(LlamaAttention):
 
 
 class Changed(transformers.LlamaForCausalLM):
-    """A Llama in which each layer has an attention class from `attentions`."""
-
     attentions: tuple = (PassingOn, PassingOn)
 
     def __init__(self, config):
@@ -291,7 +288,6 @@ def test_copies_stay_judged_and_what_is_saved_says_nothing_of_it(calls, tmp_path
 
 
 def see_and_speak(text):
-    """Return CLIP's vision tower joined to a language model."""
     vision = transformers.CLIPVisionConfig(**IMAGE)
     options = dict(image_token_index=63, vision_feature_layer=-1)
     config = transformers.LlavaConfig(vision_config=vision, text_config=text, **options)

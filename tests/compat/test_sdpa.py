@@ -20,7 +20,6 @@ LOWEST = torch.finfo(torch.float32).min
 
 
 def results(function, query, key, value, mask, **options):
-    """Return the output and the gradients of the inputs and a float mask."""
     inputs = leaves(query, key, value)
     if mask is not None and mask.dtype != torch.bool:
         inputs.append(mask.detach().clone().requires_grad_())

@@ -59,7 +59,6 @@ print(torch.backends.cpu.get_cpu_capability(), times[0] / times[1])
 @pytest.mark.matrix
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="about x86")
 def test_training_takes_half_of_pytorchs_time():
-    """Training takes at most half of PyTorch's time in a process that does not use bfloat16 units."""
     avx2 = dict(ATEN_CPU_CAPABILITY="avx2", ONEDNN_MAX_CPU_ISA="AVX2", MKL_ENABLE_INSTRUCTIONS="AVX2")
     capability, ratio = run_python("-c", _TIMES, **avx2).split()
     assert capability == "AVX2" and float(ratio) <= 0.5

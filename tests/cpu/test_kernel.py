@@ -28,7 +28,6 @@ def naive(*inputs, **options):
 
 
 def assert_right(got, *inputs, **options):
-    """Assert that output and lse are as exact as eager PyTorch's."""
     exact = naive(*(x.double() for x in inputs), **options)
     for each in zip(got, fa.reference.eager(*inputs, return_lse=True, **options), exact, strict=True):
         assert_as_good(*each)
@@ -206,7 +205,6 @@ def test_sizes_of_one_have_any_stride(inputs):
 
 
 def test_one_key_has_all_the_weight():
-    """A single key has a weight of exactly 1, also for large scores."""
     for size in (1.0, 300.0, 2.0**18):
         query, key = torch.full((1, 1, 5, 64), size).sqrt(), torch.full((1, 1, 1, 64), size).sqrt() / 3
         weights = fa.attention(query, key, key, return_weights=True, backend="cpu")[1]

@@ -29,7 +29,6 @@ def draw():
 
 
 def operators(function):
-    """Return how often a function calls each operator of torch."""
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         function()
     return Counter({event.key: event.count for event in seen.key_averages()})

@@ -26,7 +26,6 @@ def attend(inputs, options, **more):
 
 
 def everything(inputs, options, backend):
-    """Return output, lse, weights, and the gradients of a function of all three."""
     results = by(backend)(*inputs, **options, return_lse=True, return_weights=True)
     if not torch.is_grad_enabled():
         return results

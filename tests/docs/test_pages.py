@@ -70,7 +70,6 @@ def test_tables_are_made_from_rows():
 
 
 def public():
-    """Return {dotted name: object} of all public names."""
     modules = {"fusedattn": fa, "fusedattn.compat.torch": fa.compat.torch, "fusedattn.distributed": fa.distributed}
     modules |= {"fusedattn.tuning": importlib.import_module("fusedattn.tuning"), "fusedattn.compat": fa.compat}
     found = {f"{module}.{name}": getattr(own, name) for module, own in modules.items() for name in own.__all__}

@@ -38,7 +38,6 @@ def captured(step, warm=True):
 
 
 def waits_for_its_stream(cuda, backend):
-    """Check that a call waits for earlier work on its CUDA stream."""
     inputs = [torch.zeros(2, 4, 512, 64, device=cuda, dtype=torch.float16) for _ in range(3)]
     new = [torch.randn_like(x) for x in inputs]
     fa.attention(*inputs, backend=backend)

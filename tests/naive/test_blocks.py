@@ -108,7 +108,6 @@ def test_blocks_fit_a_cache(computed, shape, options, budget):
 
 
 def saved(function, *tensors):
-    """Return the bytes of all tensors that autograd saves for a call."""
     sizes = {}
 
     def keep(x):

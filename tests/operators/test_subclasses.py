@@ -68,7 +68,6 @@ def cached(device, backend):
 
 
 def computed(kind, inputs, attend):
-    """Return the results of a call with one kind of tensors, and the gradients of its inputs if there are any."""
     inputs = [kind.wrap(x.detach().clone()).requires_grad_() for x in inputs]
     torch.manual_seed(3)
     with kind.context():
