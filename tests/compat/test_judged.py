@@ -10,24 +10,8 @@ import torch
 from fusedattn.compat import transformers as compat
 
 from ..close import assert_as_good, exactly
-from .families import (
-    BY_NAME,
-    GROUPED,
-    IMAGE,
-    LATENT,
-    MAJOR,
-    SILENT,
-    TINY,
-    XGLM,
-    drawn,
-    images,
-    inputs_of,
-    logits,
-    padding,
-    tokens,
-    transformers,
-    weighted,
-)
+from . import families
+from .families import BY_NAME, GROUPED, MAJOR, SILENT, drawn, inputs_of, logits, padding, tokens, transformers, weighted
 
 pytestmark = pytest.mark.usefixtures("told")
 compat.register()
@@ -288,7 +272,7 @@ def test_copies_stay_judged_and_what_is_saved_says_nothing_of_it(calls, tmp_path
 
 
 def see_and_speak(text):
-    vision = transformers.CLIPVisionConfig(**IMAGE)
+    vision = transformers.CLIPVisionConfig(**families.IMAGE)
     options = dict(image_token_index=63, vision_feature_layer=-1)
     config = transformers.LlavaConfig(vision_config=vision, text_config=text, **options)
     return transformers.LlavaForConditionalGeneration._from_config(config, attn_implementation="eager")
@@ -297,12 +281,12 @@ def see_and_speak(text):
 SEEN = dict(
     input_ids=torch.cat([torch.full((3, 9), 63), tokens(3, 9).clamp(max=62)], dim=1),
     attention_mask=torch.cat([torch.ones(3, 9, dtype=torch.long), padding(9).flip(1)], dim=1),
-    pixel_values=images(3),
+    pixel_values=families.images(3),
 )
 # {name: (model, inputs, number of attentions that are ours, names in the warning)}
 PARTS = {
     "Llava": (lambda: see_and_speak(transformers.LlamaConfig(**GROUPED)), SEEN, 3, []),  # one layer of CLIP runs
-    "Llava, XGLM": (lambda: see_and_speak(transformers.XGLMConfig(**XGLM)), SEEN, 1, ["XGLMModel"]),
+    "Llava, XGLM": (lambda: see_and_speak(transformers.XGLMConfig(**families.XGLM)), SEEN, 1, ["XGLMModel"]),
 }
 
 
@@ -349,7 +333,7 @@ def test_models_of_other_implementations_are_left_alone(told):
 
 @pytest.mark.skipif(not hasattr(transformers, "DeepseekV32Config"), reason="came with transformers 5")
 def test_sparse_attention_of_transformers(told, calls):
-    options = TINY | LATENT | dict(index_topk=3, index_n_heads=2, index_head_dim=64)
+    options = families.TINY | families.LATENT | dict(index_topk=3, index_n_heads=2, index_head_dim=64)
     config = transformers.DeepseekV32Config(**options)
     model = weighted(transformers.DeepseekV32ForCausalLM._from_config(config, attn_implementation="eager"))
     want = logits(model, PADDED)
