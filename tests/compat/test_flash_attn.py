@@ -14,7 +14,7 @@ from fusedattn.compat import flash_attn as compat
 from fusedattn.testing.compare import with_gradients
 
 from ..cases import DTYPES, FEATURES, Case
-from ..close import assert_close
+from ..close import assert_case, assert_close
 from ..fuzz.routes import flash_dense, flash_packed
 from ..inside import leaves, same
 from ..sequences import by_sequence, offsets
@@ -61,16 +61,13 @@ ON_KERNELS = ("causal, fewer keys", "everything", "no keys")
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_values_and_gradients(case):
-    tensors, options = case.draw()
-    assert_close(with_gradients(flash_dense(None), tensors, options), tensors, options)
+    assert_case(case, function=flash_dense(None))
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.name in ON_KERNELS], ids=lambda case: case.name)
 def test_kernels(case, device, poison):
-    tensors, options = case.draw(device)
     with fa.use_backend("triton"):
-        got = with_gradients(flash_dense(None), tensors, options)
-    assert_close(got, tensors, options)
+        assert_case(case, device, flash_dense(None))
 
 
 @pytest.mark.parametrize("window", [torch.tensor([1, 0]), np.array([1, 0], np.int32), [1, 0]], ids=type)

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 import fusedattn as fa
-from fusedattn.testing.compare import with_gradients
 
-from ..close import assert_close
+from ..close import assert_computes
 from ..conftest import run_python
 
 OPTIONS = {
@@ -35,7 +34,7 @@ def test_output_and_gradients_are_as_good_as_eagers(name, common, without_units)
     }
     tensors["value"] += common
     assert fa.explain(*(tensors[name] for name in ("query", "key", "value")), **OPTIONS[name]).backend == "cpu"
-    assert_close(with_gradients(fa.attention, tensors, OPTIONS[name]), tensors, OPTIONS[name])
+    assert_computes(fa.attention, tensors, OPTIONS[name])
 
 
 _TIMES = """

@@ -7,9 +7,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import fusedattn as fa
-from fusedattn.testing.compare import with_gradients
 
-from ..close import assert_close
+from ..close import assert_computes
 
 WINDOWS, HEADS, TOKENS, DIM = 4, 3, 25, 16
 KERNEL = "aten::_scaled_dot_product_flash_attention_for_cpu"
@@ -65,15 +64,14 @@ def test_the_gradient_of_a_bias_is_as_good_as_eagers(name):
         bias = torch.randn(shape).to(dtype).masked_fill(torch.rand(shape[2:]) < 0.1, float("-inf"))
         tensors = dict(zip(("query", "key", "value", "out"), [*draw(), draw()[0]], strict=True))
         tensors["lse"] = torch.randn(WINDOWS, HEADS, TOKENS)
-        got = with_gradients(fa.attention, tensors, options | dict(bias=bias), grads, backend="cpu")
-        assert_close(got, tensors, options | dict(bias=bias), grads)
+        assert_computes(fa.attention, tensors, options | dict(bias=bias), grads, backend="cpu")
 
 
 def test_a_bias_of_no_keys_can_be_compared():
     tensors = {name: torch.randn(1, 2, 5, 8) for name in ("query", "out")}
     tensors |= {name: torch.randn(1, 2, 0, 8) for name in ("key", "value")}
     options = dict(bias=torch.randn(1, 2, 5, 0))
-    assert_close(with_gradients(fa.attention, tensors, options, "out"), tensors, options, "out")
+    assert_computes(fa.attention, tensors, options, "out")
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -87,4 +85,4 @@ def test_gradients_of_few_keys_are_as_good_as_eagers(dim, keys, scale, seed):
     sizes = dict(query=(4, 3, 1030, dim), key=(4, 3, keys, dim), value=(4, 3, keys, dim))
     sizes |= dict(out=(4, 3, 1030, dim), lse=(4, 3, 1030))
     tensors = {name: torch.randn(size) for name, size in sizes.items()}
-    assert_close(with_gradients(fa.attention, tensors, dict(scale=scale)), tensors, dict(scale=scale))
+    assert_computes(fa.attention, tensors, dict(scale=scale))
