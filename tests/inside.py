@@ -28,6 +28,11 @@ def draw(device, batch=2, sq=SQ, sk=SK, dtype=torch.float32, requires_grad=False
     return [torch.randn(s, dtype=dtype, device=device, requires_grad=requires_grad) for s in shapes]
 
 
+def alike(*shape, **more):
+    """Return random query, key and value of one shape."""
+    return [torch.randn(shape, **more) for _ in range(3)]
+
+
 def leaves(*tensors):
     return [x.detach().clone().requires_grad_() for x in tensors]
 

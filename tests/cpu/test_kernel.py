@@ -13,14 +13,10 @@ from fusedattn.testing.compare import compare, with_gradients
 from fusedattn.testing.tolerance import verdict
 
 from ..close import assert_as_good, assert_computes, assert_like
-from ..inside import by, call_of
+from ..inside import alike as draw, by, call_of
 from ..sequences import attention_varlen
 
 INFINITE = float("inf")
-
-
-def draw(*shape, **more):
-    return [torch.randn(shape, **more) for _ in range(3)]
 
 
 def naive(*inputs, **options):

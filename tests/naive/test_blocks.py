@@ -12,6 +12,7 @@ from fusedattn.testing.compare import with_gradients
 from .. import cases
 from ..caches import Cached, in_float64, one_by_one
 from ..close import assert_as_good, assert_case, assert_close, assert_like
+from ..inside import alike as draw
 from ..sequences import attention_varlen, by_sequence
 
 
@@ -39,10 +40,6 @@ def computed(monkeypatch):
     monkeypatch.setattr(formula, "softmax", record)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     return seen
-
-
-def draw(*shape, **more):
-    return [torch.randn(shape, **more) for _ in range(3)]
 
 
 CASES = [
