@@ -53,15 +53,9 @@ def versions() -> dict[str, str | None]:
     driver = ""
     if torch.cuda.is_available():
         driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0]
-    return {
-        "fusedattn": fusedattn.__version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": getattr(triton, "__version__", None),
-        "cuda": torch.version.cuda,
-        "driver": driver or None,
-        "system": f"{platform.system()} {platform.machine()}",
-    }
+    about: dict[str, str | None] = dict(fusedattn=fusedattn.__version__, python=platform.python_version())
+    about |= dict(torch=torch.__version__, triton=getattr(triton, "__version__", None), cuda=torch.version.cuda)
+    return about | dict(driver=driver or None, system=f"{platform.system()} {platform.machine()}")
 
 
 def machine(device: str, commit_name: str | None = None) -> dict[str, str]:
