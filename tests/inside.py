@@ -29,7 +29,6 @@ def draw(device, batch=2, sq=SQ, sk=SK, dtype=torch.float32, requires_grad=False
 
 
 def alike(*shape, **more):
-    """Return random query, key and value of one shape."""
     return [torch.randn(shape, **more) for _ in range(3)]
 
 
@@ -67,7 +66,6 @@ def shake(module, spread=0.1):
 
 
 def by(backend):
-    """Return `fa.attention` with a backend, or eager PyTorch's formula for "eager"."""
     return fa.reference.eager if backend == "eager" else functools.partial(fa.attention, backend=backend)
 
 

@@ -71,8 +71,6 @@ class ExpAttention(OwnAttention):
 
 
 class PassingOn(LlamaAttention):
-    """Attention that calls transformers' interface through its base class."""
-
     def forward(self, *arguments, **options):
         return super().forward(*arguments, **options)
 
@@ -183,7 +181,6 @@ def own(module):
 
 
 def hooked(module):
-    """Wrap the forward of a module as accelerate does."""
     module._old_forward = module.forward
     space = {"__name__": "accelerate.hooks"}
     exec("def new_forward(module, *args, **options): return module._old_forward(*args, **options)", space)
