@@ -14,13 +14,10 @@ WINDOWS, HEADS, TOKENS, DIM = 4, 3, 25, 16
 KERNEL = "aten::_scaled_dot_product_flash_attention_for_cpu"
 NOTHING = torch.zeros(TOKENS, TOKENS).masked_fill(torch.arange(TOKENS)[:, None] == 5, float("-inf"))
 OPTIONS = {
-    "plain": {},
-    "causal": dict(causal=True),
-    "bias": dict(bias=torch.randn(1, HEADS, TOKENS, TOKENS)),
+    "plain": {}, "causal": dict(causal=True), "bias": dict(bias=torch.randn(1, HEADS, TOKENS, TOKENS)),
     "bias of windows": dict(bias=torch.randn(WINDOWS, HEADS, TOKENS, TOKENS)),
-    "mask": dict(mask=torch.rand(WINDOWS, 1, TOKENS, TOKENS) < 0.7),
-    "a row sees nothing": dict(bias=NOTHING),
-}
+    "mask": dict(mask=torch.rand(WINDOWS, 1, TOKENS, TOKENS) < 0.7), "a row sees nothing": dict(bias=NOTHING),
+}  # fmt: skip
 
 
 def draw():
@@ -44,14 +41,11 @@ def test_a_forward_is_one_call_of_torchs_kernel(name, requires):
 
 
 BESIDE = {
-    "bias": {},
-    "mask": dict(mask=torch.rand(TOKENS, TOKENS) < 0.7),
-    "window": dict(window=(3, 9)),
-    "causal": dict(causal=True),
-    "sinks": dict(sinks=torch.randn(HEADS)),
+    "bias": {}, "mask": dict(mask=torch.rand(TOKENS, TOKENS) < 0.7), "window": dict(window=(3, 9)),
+    "causal": dict(causal=True), "sinks": dict(sinks=torch.randn(HEADS)),
     "alibi_slopes": dict(alibi_slopes=torch.rand(HEADS)),
     "key_mask": dict(key_mask=torch.rand(WINDOWS, TOKENS) < 0.8),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BESIDE)
