@@ -50,23 +50,13 @@ def metadata(files, backend):
     """Return the content of metadata.json. Its `id`, with a hash of the files, names the module and its torch.ops."""
     digests = {name: hashlib.sha256(content).digest() for name, content in sorted(files.items())}
     unique = hashlib.sha256(repr(sorted(digests.items())).encode()).hexdigest()[:12]
-    return {
-        "name": NAME,
-        "id": f"_{NAME}_{backend}_{unique}",
-        "version": int(version()),
-        "kernels-minver": MINIMUM,
-        "license": "Apache-2.0",
-        "python-depends": [],
-        "backend": BACKENDS[backend],
-        "digest": {
-            "algorithm": "sha256",
-            "files": {name: base64.b64encode(digest).decode() for name, digest in digests.items()},
-        },
-    }
+    encoded = {name: base64.b64encode(digest).decode() for name, digest in digests.items()}
+    about = {"name": NAME, "id": f"_{NAME}_{backend}_{unique}", "version": int(version()), "license": "Apache-2.0"}
+    about |= {"kernels-minver": MINIMUM, "python-depends": [], "backend": BACKENDS[backend]}
+    return about | {"digest": {"algorithm": "sha256", "files": encoded}}
 
 
 def write(into):
-    """Write the repository into a folder, whose old content is deleted."""
     files = package()
     shutil.rmtree(into, ignore_errors=True)
     for backend in BACKENDS:

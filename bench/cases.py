@@ -116,7 +116,6 @@ class Case(NamedTuple):
         return masks
 
     def arguments(self, masks) -> dict:
-        """Return the keyword arguments of `attention` for this case, without the bias."""
         options = dict(causal=self.causal) | masks
         if "weights" in self.words:
             options["return_weights"] = True
@@ -236,7 +235,6 @@ class Question(NamedTuple):
     cpu_providers: tuple
 
     def here(self, device: str) -> tuple[list[Case], tuple, tuple]:
-        """Return the (cases, providers, modes) of this group for a device."""
         if torch.device(device).type == "cuda":
             return self.on_gpu, self.providers, self.modes
         modes = tuple(mode for mode in self.modes if mode != "graph")

@@ -190,7 +190,6 @@ def sdpa(backend, case, tensors):
 
 
 def sliced(case, tensors):
-    """Return a call of torch's SDPA with the filled part of a cache, sliced by hand."""
     _refuse(case, *_NOT_WITH_A_CACHE)
     length, grouped = int(case.lengths("cpu").max()), case.Hq != case.Hkv
 
@@ -201,7 +200,6 @@ def sliced(case, tensors):
 
 
 def flex_function(case):
-    """Return an uncompiled call of FlexAttention with the options of a case."""
     _refuse(case, "dropout", "weights")
     cap, grouped = _number(case, "softcap"), case.Hq != case.Hkv
 

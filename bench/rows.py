@@ -53,19 +53,12 @@ def versions() -> dict[str, str | None]:
     driver = ""
     if torch.cuda.is_available():
         driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0]
-    return {
-        "fusedattn": fusedattn.__version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": getattr(triton, "__version__", None),
-        "cuda": torch.version.cuda,
-        "driver": driver or None,
-        "system": f"{platform.system()} {platform.machine()}",
-    }
+    about: dict[str, str | None] = dict(fusedattn=fusedattn.__version__, python=platform.python_version())
+    about |= dict(torch=torch.__version__, triton=getattr(triton, "__version__", None), cuda=torch.version.cuda)
+    return about | dict(driver=driver or None, system=f"{platform.system()} {platform.machine()}")
 
 
 def machine(device: str, commit_name: str | None = None) -> dict[str, str]:
-    """Return the columns that all rows of a run share: GPU, versions, date and commit."""
     about: dict = {name: version or "" for name, version in versions().items()}
     date = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
     gpu = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else "cpu"

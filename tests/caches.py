@@ -230,33 +230,21 @@ def assert_written(arguments, before, expected):
 BOTH = dict(new=3, Sq=3, causal=True, lengths=(0, 44))  # the new keys belong to the queries
 # Options and layouts of a call, used alone and in pairs.
 FEATURES = {
-    "pages": dict(page=16),
-    "small pages": dict(page=4),
-    "odd pages": dict(page=7, C=49),
-    "new": BOTH,
-    "fewer queries than new": dict(new=4, Sq=2),
-    "more queries than new": dict(new=1, Sq=5, causal=True),
+    "pages": dict(page=16), "small pages": dict(page=4), "odd pages": dict(page=7, C=49),
+    "new": BOTH, "fewer queries than new": dict(new=4, Sq=2), "more queries than new": dict(new=1, Sq=5, causal=True),
     "turned": dict(half=5, Sq=1, lengths=(1, 44)),
     "turned in neighbours": dict(half=8, interleaved=True, new=2, causal=True, Sq=2),
     "many rows": dict(Sq=18, causal=True, Hq=2, Hkv=1, lengths=(17, 44)),
-    "one head": dict(Hq=3, Hkv=1),
-    "heads of their own": dict(Hq=2, Hkv=2),
-    "groups": dict(Hq=8, Hkv=1),
-    "odd head dims": dict(D=10, Dv=24),
-    "strided": dict(strided=True),
-    "mask": dict(mask=True, Sq=2),
-    "bias": dict(bias=True, Sq=2),
-    "key mask": dict(key_mask="own"),
-    "shared key mask": dict(key_mask="shared"),
+    "one head": dict(Hq=3, Hkv=1), "heads of their own": dict(Hq=2, Hkv=2), "groups": dict(Hq=8, Hkv=1),
+    "odd head dims": dict(D=10, Dv=24), "strided": dict(strided=True),
+    "mask": dict(mask=True, Sq=2), "bias": dict(bias=True, Sq=2),
+    "key mask": dict(key_mask="own"), "shared key mask": dict(key_mask="shared"),
     "query mask": dict(query_mask=True, Sq=2),
-    "window": dict(window=(9, 0), Sq=2),
-    "two-sided window": dict(window=(20, 4), Sq=6),
+    "window": dict(window=(9, 0), Sq=2), "two-sided window": dict(window=(20, 4), Sq=6),
     "top left": dict(align="top_left", window=(None, 2), Sq=6),
-    "scale": dict(scale=-0.4),
-    "softcap": dict(softcap=1.5),
-    "slopes": dict(alibi=True, Sq=2),
-    "sinks": dict(sinks=True),
-}
+    "scale": dict(scale=-0.4), "softcap": dict(softcap=1.5),
+    "slopes": dict(alibi=True, Sq=2), "sinks": dict(sinks=True),
+}  # fmt: skip
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 SINGLE = [
     Cached(name, dtype=DTYPES[number % 3])._replace(**options)

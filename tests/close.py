@@ -6,8 +6,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fusedattn.testing.compare import compare
+import fusedattn as fa
+from fusedattn.testing.compare import LEARNED, compare, with_gradients
 from fusedattn.testing.tolerance import verdict
+
+from .sequences import by_sequence
 
 
 def assert_close(got, tensors, options, grads="out and lse", **of):
@@ -15,6 +18,22 @@ def assert_close(got, tensors, options, grads="out and lse", **of):
     found = compare(got, tensors, options, grads, **of)
     wrong = {name: verdict.why for name, verdict in found.items() if not verdict.ok}
     assert not wrong, wrong
+
+
+def assert_computes(function, tensors, options, grads="out and lse", learned=LEARNED, lengths=None, **call):
+    """Assert by `assert_close` that a function computes a call and its gradients, sequence by sequence if packed.
+
+    lengths: (rows, keys) of packed sequences. Returns the results.
+    """
+    got = with_gradients(function, tensors, options, grads, learned, **call)
+    of = {} if lengths is None else dict(apply=lambda function: by_sequence(function, *lengths), lengths=lengths)
+    assert_close(got, tensors, options, grads, **of)
+    return got
+
+
+def assert_case(case, device="cpu", function=fa.attention, **more):
+    tensors, options = case.draw(device)
+    return assert_computes(function, tensors, options, case.grads, **more)
 
 
 def assert_as_good(got, eager, oracle, name="result"):
@@ -81,5 +100,4 @@ def exactly(function, *arguments, **options):
 
 
 def flat(tensors):
-    """Return the elements of all tensors as one tensor, without None."""
     return torch.cat([x.flatten() for x in tensors if x is not None])

@@ -336,7 +336,6 @@ def impatient():
 
 
 def in_threads(*functions):
-    """Run functions at the same time, each in its own thread, and raise the first error."""
     with ThreadPoolExecutor(len(functions)) as pool:
         for future in [pool.submit(function) for function in functions]:
             future.result()

@@ -91,7 +91,6 @@ class Guard:
 
 
 def whole(tensor):
-    """Return all memory around a tensor, as bytes."""
     return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).clone()
 
 

@@ -28,13 +28,15 @@ def draw(device, batch=2, sq=SQ, sk=SK, dtype=torch.float32, requires_grad=False
     return [torch.randn(s, dtype=dtype, device=device, requires_grad=requires_grad) for s in shapes]
 
 
+def alike(*shape, **more):
+    return [torch.randn(shape, **more) for _ in range(3)]
+
+
 def leaves(*tensors):
-    """Return copies of tensors; the copies require gradients."""
     return [x.detach().clone().requires_grad_() for x in tensors]
 
 
 def fields(query, key, value, **options):
-    """Return a Call; its fields are the operators' arguments."""
     plain = dict.fromkeys(Call._fields) | dict(top_left=False, scale=0.25, dropout_p=0.0, deterministic=False)
     return Call(**plain | dict(query=query, key=key, value=value) | options)
 
@@ -44,7 +46,6 @@ def call_of(query, key, value, **options):
 
 
 def cache_call(arguments):
-    """Return the checked Call for the arguments of `attention_decode`."""
     given = {name: x for name, x in arguments.items() if name in decode.CacheArguments._fields}
     options = {name: x for name, x in arguments.items() if name not in given}
     return decode.checked(decode.CacheArguments(**given), Arguments(None, None, None, **options))
@@ -65,19 +66,15 @@ def shake(module, spread=0.1):
 
 
 def by(backend):
-    """Return `fa.attention` with a backend, or eager PyTorch's formula for "eager"."""
     return fa.reference.eager if backend == "eager" else functools.partial(fa.attention, backend=backend)
 
 
 def same(got, want):
-    """Assert that tensors have equal bits."""
     for a, b in zip(tree_leaves(got), tree_leaves(want), strict=True):
         assert torch.equal(a, b)
 
 
 class Seen(TorchDispatchMode):
-    """Dispatch mode that records the names of called operators."""
-
     def __init__(self):
         super().__init__()
         self.names = set()

@@ -24,7 +24,6 @@ def planted(mistakes):
 
 
 def named(values):
-    """Return a test parameter for each case, with the case's name as its id."""
     return [pytest.param(each, id=each.name) for each in values]
 
 

@@ -14,12 +14,10 @@ AXES = dict(mask=(2, 3), bias=(2, 3), key_mask=(None, 1), query_mask=(1, None), 
 
 
 def offsets(lengths, device="cpu"):
-    """Return the cu_seqlens of sequences with some lengths."""
     return torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
 
 
 def draw_packed(rows, keys, device="cpu", heads=(4, 2), dims=(16, 8), dtype=torch.float32):
-    """Return random query, key and value of packed sequences, and the gradient of the output."""
     generator = torch.Generator(device).manual_seed(5)
     shapes = (sum(rows), heads[0], dims[0]), (sum(keys), heads[1], dims[0]), (sum(keys), heads[1], dims[1])
     shapes = *shapes, (sum(rows), heads[0], dims[1])

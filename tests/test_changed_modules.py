@@ -39,7 +39,6 @@ MODULES = {
 
 
 def saved(thing, **options):
-    """Return an object after torch.save and torch.load."""
     file = io.BytesIO()
     torch.save(thing, file)
     file.seek(0)
@@ -52,7 +51,6 @@ def saved_whole(module):
 
 
 def loaded(module):
-    """Return another module of the same sizes, with the saved weights loaded."""
     other = copy.deepcopy(module)
     with torch.no_grad():
         for parameter in other.parameters():

@@ -21,42 +21,14 @@ from .close import assert_like
 from .mistakes import bools, ones
 
 SCALARS = {
-    "str": "1",
-    "bytes": b"1",
-    "list": [1.0],
-    "empty list": [],
-    "tuple": (1, 2),
-    "dict": {},
-    "object": object(),
-    "class": int,
-    "None": None,
-    "True": True,
-    "False": False,
-    "complex": 1j,
-    "Decimal": decimal.Decimal(1),
-    "nan": math.nan,
-    "inf": math.inf,
-    "-inf": -math.inf,
-    "0": 0,
-    "-0.0": -0.0,
-    "-1": -1,
-    "1": 1,
-    "1.5": 1.5,
-    "1e39": 1e39,
-    "tiny": 5e-324,
-    "2**31": 2**31,
-    "2**63": 2**63,
-    "10**400": 10**400,
-    "-10**400": -(10**400),
-    "float tensor": torch.tensor(1.0),
-    "bool tensor": torch.tensor(True),
-    "int tensor": torch.tensor(1),
-    "empty tensor": torch.empty(0),
-    "rank 9": torch.ones((1,) * 9),
-    "lazy": torch.nn.UninitializedParameter(),
-    "dtype": torch.float32,
-    "module": torch.nn.Identity(),
-}
+    "str": "1", "bytes": b"1", "list": [1.0], "empty list": [], "tuple": (1, 2), "dict": {}, "object": object(),
+    "class": int, "None": None, "True": True, "False": False, "complex": 1j, "Decimal": decimal.Decimal(1),
+    "nan": math.nan, "inf": math.inf, "-inf": -math.inf, "0": 0, "-0.0": -0.0, "-1": -1, "1": 1, "1.5": 1.5,
+    "1e39": 1e39, "tiny": 5e-324, "2**31": 2**31, "2**63": 2**63, "10**400": 10**400, "-10**400": -(10**400),
+    "float tensor": torch.tensor(1.0), "bool tensor": torch.tensor(True), "int tensor": torch.tensor(1),
+    "empty tensor": torch.empty(0), "rank 9": torch.ones((1,) * 9), "lazy": torch.nn.UninitializedParameter(),
+    "dtype": torch.float32, "module": torch.nn.Identity(),
+}  # fmt: skip
 if numpy is not None:
     SCALARS |= {"numpy": numpy.ones(3), "numpy rank 0": numpy.array(1.0), "numpy int": numpy.int64(1)}
     SCALARS |= {"numpy bool": numpy.bool_(True)}
@@ -66,28 +38,15 @@ def tensors(like):
     """Return {kind: tensor}: tensors that differ from `like` in one property."""
     numbers, rows = like.detach().float(), list(like) if like.dim() and len(like) else [like.reshape(-1)]
     return {
-        "int32": like.int(),
-        "int64": like.long(),
-        "uint8": like.to(torch.uint8),
-        "bool": like.bool(),
-        "half": like.half(),
-        "double": like.double(),
-        "float8": numbers.to(torch.float8_e4m3fn),
-        "complex64": numbers.to(torch.complex64),
-        "quantised": torch.quantize_per_tensor(numbers, 1.0, 0, torch.quint8),
-        "sparse": like.to_sparse(),
-        "mkldnn": numbers.contiguous().to_mkldnn(),
-        "nested": torch.nested.nested_tensor(rows),
-        "meta": like.to("meta"),
-        "a row": rows[0],
-        "rank + 1": like[None],
-        "no rows": like[:0],
-        "no columns": like[..., :0],
-        "twice the rows": torch.cat([like, like]),
-        "twice the columns": torch.cat([like, like], -1),
+        "int32": like.int(), "int64": like.long(), "uint8": like.to(torch.uint8), "bool": like.bool(),
+        "half": like.half(), "double": like.double(), "float8": numbers.to(torch.float8_e4m3fn),
+        "complex64": numbers.to(torch.complex64), "sparse": like.to_sparse(), "meta": like.to("meta"),
+        "quantised": torch.quantize_per_tensor(numbers, 1.0, 0, torch.quint8), "its list": like.tolist(),
+        "mkldnn": numbers.contiguous().to_mkldnn(), "nested": torch.nested.nested_tensor(rows),
+        "a row": rows[0], "rank + 1": like[None], "no rows": like[:0], "no columns": like[..., :0],
+        "twice the rows": torch.cat([like, like]), "twice the columns": torch.cat([like, like], -1),
         "2**40 of one": like.reshape(-1)[:1].expand(2**40),
-        "its list": like.tolist(),
-    }
+    }  # fmt: skip
 
 
 def wrong(value, but=()):

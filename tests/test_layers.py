@@ -67,7 +67,6 @@ def attended(layer, query, key, visible, divisor, kept=None):
 
 
 def pairs(*shape):
-    """Return a random mask in which each query sees at least one key."""
     return (torch.rand(shape) < 0.6) | torch.eye(shape[-1], dtype=torch.bool)
 
 

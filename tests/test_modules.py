@@ -13,7 +13,6 @@ from .inside import shake
 
 
 def copied(layer):
-    """Return torch's module with the parameters of our module."""
     twin = nn.MultiheadAttention(layer.embed_dim, layer.num_heads, kdim=layer.kdim, vdim=layer.vdim, batch_first=True)
     inner = dict(q=layer.q_proj, k=layer.k_proj, v=layer.v_proj)
     state = dict(in_proj_bias=torch.cat([x.bias for x in inner.values()]))

@@ -22,7 +22,6 @@ ROOMS = {
     "dispatch": {"call", "cpu", "kernels", "launch", "naive", "operators"},
     "api": {"call", "dispatch", "operators"},
     "reference": {"api", "call", "dispatch", "naive"},
-    "tuning": {"dispatch", "launch"},
     "masks": set(),
     "plot": {"call"},
     "distributed": {"api", "call", "dispatch", "naive", "operators"},

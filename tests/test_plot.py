@@ -15,7 +15,6 @@ matplotlib = pytest.importorskip("matplotlib")
 
 
 def panels(figure):
-    """Return the axes of a figure that show weights, without the colour bar."""
     return [axes for axes in figure.axes if axes.images]
 
 

@@ -11,24 +11,15 @@ import torch
 from . import conftest
 
 # {name: its owner}. Without a name of FORBIDDING there are no replays; without a name of SLOWING replays are slower.
-FORBIDDING = {
-    "_are_functorch_transforms_active": torch._C,
-    "_is_any_autocast_enabled": torch._C,
-    "_len_torch_dispatch_stack": torch._C,
-    "_get_tracing_state": torch._C,
-    "_current_level": torch.autograd.forward_ad,
-}
-SLOWING = {
-    "_any_requires_grad": torch._C,
-    "_AutoDispatchBelowAutograd": torch._C,
-    "_has_storage": torch._C,
-    "_cuda_getDevice": torch._C,
-    "_ForceDispatchKeyGuard": torch._C,
-    "TensorGuards": torch._C._dynamo.guards,
-    "_empty_strided_cpu": torch._C._dynamo.guards,
-    "_empty_strided_cuda": torch._C._dynamo.guards,
-    "_softmax_backward_data": torch,
-}
+FORBIDDING = {"_current_level": torch.autograd.forward_ad} | dict.fromkeys(
+    "_are_functorch_transforms_active _is_any_autocast_enabled _len_torch_dispatch_stack _get_tracing_state".split(),
+    torch._C,
+)
+SLOWING = {"_softmax_backward_data": torch} | dict.fromkeys(
+    "_any_requires_grad _AutoDispatchBelowAutograd _has_storage _cuda_getDevice _ForceDispatchKeyGuard".split(),
+    torch._C,
+)
+SLOWING |= dict.fromkeys(("TensorGuards", "_empty_strided_cpu", "_empty_strided_cuda"), torch._C._dynamo.guards)
 ASKED = {"_current_level"}  # looked up at each call, not at import; torch's compiler needs it
 
 

@@ -24,7 +24,6 @@ MOST = dict(mib=32.0, objects=500, files=0, threads=0)  # allowed growth from th
 
 
 def drawn(kind):
-    """Return 50 random calls of a kind: (function, argument)."""
     strategy, hold, _ = KINDS[kind]
     calls = []
     draw = given(strategy(kind))(lambda call: calls.append((hold, call)))

@@ -70,7 +70,6 @@ every_call = pytest.mark.parametrize("function, call, inputs", CALLS.values(), i
 
 
 def computed(function, call, inputs):
-    """Return the results of a call, and gradients if the function has any."""
     grads = function not in (fa.attention_decode, flash.flash_attn_with_kvcache)
     inputs = [x.detach().clone().requires_grad_(grads and x.is_floating_point()) for x in inputs]
     results = call(*inputs)
@@ -90,8 +89,6 @@ def test_a_traced_function_is_one_node(function, call, inputs):
 
 
 class Calls(nn.Module):
-    """Calls attention as torchvision's encoder does."""
-
     def __init__(self, attention):
         super().__init__()
         self.norm, self.attention, self.linear = nn.LayerNorm(16), attention, nn.Linear(16, 16)
@@ -139,8 +136,6 @@ def test_a_traced_module_computes_the_same(make):
 
 
 class Seen(torch.Tensor):
-    """Tensor class that records the functions to which its tensors are passed."""
-
     log: list = []
 
     @classmethod

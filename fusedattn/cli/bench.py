@@ -67,8 +67,6 @@ def run(arguments, output: Output) -> int:
 
     for line in report.lines(written, whys):
         output.say(line)
-    for text in report.over_promise(written) if device == "cpu" else ():
-        output.say(f"slower than the aim on a CPU: {text}")
     if picture and plot.drawable(written):
         try:
             plot.figure(written).savefig(picture, format="png")
@@ -81,10 +79,9 @@ def run(arguments, output: Output) -> int:
         picture = None
     seconds, ok = round(time.monotonic() - began, 1), not report.wrong(written)
     output.say(f"{len(written)} of {total} rows ({seconds} s).")
-    fastest, each = ([one._asdict() for one in some] for some in report.standings(written))
     plain = [{x: None if value == "" else value for x, value in row._asdict().items()} for row in written]
     preset = None if arguments.shape or arguments.questions else arguments.preset or "quick"
-    verdict = dict(text=report.sentences(written), fastest=fastest, each=each)
+    verdict = dict(text=report.sentences(written), each=[one._asdict() for one in report.standings(written)])
     output.finish(
         dict(ok=ok, complete=complete, seconds=seconds, versions=rows.versions(), device=device, preset=preset)
         | dict(rows=[row | dict(why=why) for row, why in zip(plain, whys, strict=True)])
@@ -96,7 +93,6 @@ def run(arguments, output: Output) -> int:
 
 
 def choose(arguments, device: str) -> list[tuple[list[Case], list[str], list[str]]]:
-    """Return the benchmarks that the command's options select, as a list of (cases, providers, modes)."""
     names = _list("providers", arguments.providers, [*PROVIDERS, *MODULES[1:]])
     asked, preset = _list("mode", arguments.mode, [*measure.MODES, "graph"]), arguments.preset or "quick"
     if "graph" in asked and device == "cpu":

@@ -23,7 +23,6 @@ def check_names(option: str, names: Sequence[str], known: Collection[str]) -> No
 
 
 def check_file(option: str, path: str) -> None:
-    """Raise unless a file of this name could be created."""
     if Path(path).is_dir():  # "" names the current folder
         raise Problem(f"{option}: expected the name of a file, got {'the folder ' * bool(path)}{path!r}")
     if not (folder := Path(path).absolute().parent).is_dir():

@@ -26,20 +26,10 @@ from ..call.layout import arrange, dense
 from ..call.options import Call, diagonal, wide_dtype
 from ..call.private import flash_attention_for_cpu
 from ..naive.formula import repeated, sums_of
+from . import tiling
 from .merge import exact, merged, shares_of
 from .small_k import FEW, FEW_ROWS, is_few, lse_of, scores_of, weights_in_place, weights_of
-from .tiling import (
-    Part,
-    Rectangle,
-    additive,
-    has_holes,
-    is_additive,
-    is_nothing,
-    is_widened,
-    parts,
-    rectangles,
-    rectangles_of_rows,
-)
+from .tiling import Part, Rectangle, additive, has_holes, is_additive, is_nothing, is_widened
 from .value_mean import INFINITE, centre, with_centre
 
 LARGE = 2**17  # number of elements from which on a copy takes longer than a few views
@@ -177,7 +167,7 @@ def covering(part: Part) -> list[Rectangle]:
     If the formula computes the gradients, each rectangle has all keys of its rows: weights from a merged lse would
     share its rounding error.
     """
-    return list((rectangles_of_rows if is_few(part.call) else rectangles)(part))
+    return list((tiling.rectangles_of_rows if is_few(part.call) else tiling.rectangles)(part))
 
 
 def are_complete(call: Call, some: list[Rectangle]) -> bool:
@@ -297,7 +287,7 @@ def forward(call: Call, save: bool) -> Result:
         out = arrange(out, call.query)
         return Result(out, lse, out, less)
     like, call = call.query, to_wide(call)
-    split, less = parts(call), offset(call)
+    split, less = tiling.parts(call), offset(call)
     if len(split) == 1 and split[0].call is call:
         out, lse, kept, _ = _forward(split[0], save, less)
         out = arrange(out, like)
@@ -324,9 +314,9 @@ def weights(call: Call, columns: int) -> Tensor:
         return exact_weights(call, everything, query, key).to(call.query.dtype)
     shape = *call.query.shape[:3], columns
     whole = functools.cache(lambda: call.query.new_zeros(shape))  # not needed if one rectangle holds all weights
-    for part in parts(call):
+    for part in tiling.parts(call):
         tensors = [x.to(wide_dtype(call.query.dtype)) for x in inputs_of(part, None)[:2]]
-        for where in rectangles_of_rows(part):
+        for where in tiling.rectangles_of_rows(part):
             of_rows = exact_weights(part.call, where, *cut(where, tensors))
             if part.call is call and call.query_mask is None and of_rows.shape == shape:
                 return of_rows.to(call.query.dtype)

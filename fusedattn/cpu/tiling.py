@@ -141,17 +141,10 @@ def _alike(call: Call, start: int, stop: int, rows: int, first: int, keys: int, 
         name: sliced(name, getattr(call, name), B=slice(start, stop), Q=slice(rows), K=slice(keys))
         for name in ("bias", "mask", "block_mask", "alibi_slopes")
     }
-    dense = call._replace(
-        query=part.view(call.query, part.rows),
-        key=part.view(call.key, part.keys),
-        value=part.view(call.value, part.keys),
-        **cut,
-        key_mask=tokens(call.key_mask, part.keys, keys),
-        query_mask=tokens(call.query_mask, part.rows, rows),
-        cu_seqlens_q=None,
-        cu_seqlens_k=None,
-    )
-    return part._replace(call=dense)
+    cut |= dict(query=part.view(call.query, part.rows), cu_seqlens_q=None, cu_seqlens_k=None)
+    cut |= dict(key=part.view(call.key, part.keys), value=part.view(call.value, part.keys))
+    key_mask, query_mask = tokens(call.key_mask, part.keys, keys), tokens(call.query_mask, part.rows, rows)
+    return part._replace(call=call._replace(key_mask=key_mask, query_mask=query_mask, **cut))
 
 
 def rectangles(part: Part) -> Iterator[Rectangle]:

@@ -179,12 +179,8 @@ def _piece(whole: GlobalCall, chunk: Chunk, offsets: list[int], first: int, last
     rows = [min(max(x, chunk.first), chunk.last) - chunk.first for x in offsets[first : last + 1]]
     keys = [x - begin for x in offsets[first : last + 1]]
     max_rows, max_keys = max(differences(rows)), max(differences(keys))
-    fields = dict(
-        cu_seqlens_q=torch.tensor(rows, dtype=torch.int32, device=device) - rows[0],
-        cu_seqlens_k=torch.tensor(keys, dtype=torch.int32, device=device),
-        max_seqlen_q=max_rows,
-        max_seqlen_k=max_keys,
-        origin=list(Origin(before, before, 0, first * heads, heads)),
-    )
+    cu_q, cu_k = (torch.tensor(each, dtype=torch.int32, device=device) - each[0] for each in (rows, keys))
+    fields = dict(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=max_rows, max_seqlen_k=max_keys)
+    fields |= dict(origin=list(Origin(before, before, 0, first * heads, heads)))
     in_shard, pair_rows = slice(chunk.at + rows[0], chunk.at + rows[-1]), slice(before, before + max_rows)
     return Piece(in_shard, slice(begin, offsets[last]), fields, slice(first, last), pair_rows, slice(0, max_keys))

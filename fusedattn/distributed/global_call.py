@@ -243,16 +243,9 @@ def _common(call: Call, arguments: Arguments) -> dict[str, Any]:
     seed = arguments.seed if call.dropout_p else None
     if isinstance(seed, Tensor):
         seed = int(seed) if seed.device.type == "cpu" else "a tensor"  # reading it would wait for the GPU
-    return common | dict(
-        causal=arguments.causal,
-        window=(call.left, call.right),
-        align="top_left" if call.top_left else "bottom_right",
-        scale=call.scale,
-        softcap=call.softcap,
-        dropout_p=call.dropout_p,
-        seed=seed,
-        grad_mode=torch.is_grad_enabled(),
-    )
+    common |= dict(causal=arguments.causal, window=(call.left, call.right), scale=call.scale, softcap=call.softcap)
+    common |= dict(dropout_p=call.dropout_p, seed=seed, grad_mode=torch.is_grad_enabled())
+    return common | dict(align="top_left" if call.top_left else "bottom_right")
 
 
 def _backend(call: Call, needs: set[str], need_weights: bool, named: str | None) -> str:

@@ -151,11 +151,8 @@ def _forward(whole: GlobalCall) -> tuple[list[Tensor | None], GlobalCall, Sequen
     needs = whole.need_lse, whole.need_weights, bool(whole.wanted())
     out, lse, weights, stats = OPERATORS.forward(*call, *needs, whole.backend)
     route = _route(whole, "query")
-    results = [
-        arrange(route.to_rows(out.to(query.dtype)), query),
-        route.to_rows(lse) if whole.need_lse else None,
-        route.to_rows(weights.to(query.dtype)) if whole.need_weights else None,
-    ]
+    results = [arrange(route.to_rows(out.to(query.dtype)), query), route.to_rows(lse) if whole.need_lse else None]
+    results.append(route.to_rows(weights.to(query.dtype)) if whole.need_weights else None)
     # The backward needs the shapes of this rank's tensors, but not their values.
     like = [None if x is None else x.new_empty(()).expand(x.shape) for x in tensors_of(whole.call)]
     return results, whole.with_tensors(like), (*call, out, weights, stats)

@@ -50,7 +50,6 @@ def sums_of(weights: Tensor, value: Tensor) -> Tensor:
 
 
 def repeated(x: Tensor, heads: int) -> Tensor:
-    """Repeat each key head for its query heads."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
@@ -173,7 +172,6 @@ def _recomputed(part: Part, block: Block, need_lse: bool) -> tuple:
 
 
 def most(call: Call) -> int:
-    """Return how many bytes the scores of a block may take."""
     return min(BUDGET, CACHE * torch.get_num_threads()) if call.query.device.type == "cpu" else BUDGET
 
 
@@ -190,7 +188,6 @@ def _is_one(call: Call) -> bool:
 
 
 def _saved_bytes(call: Call, blocks: list[Block], need_lse: bool) -> int:
-    """Return how many bytes of scores autograd would keep for the backward."""
     copies = 1 + need_lse + (call.softcap is not None) + 2 * (call.seed is not None)
     pairs = sum((last - first) * (end - begin) for first, last, begin, end in blocks)
     return copies * pairs * call.query.shape[0] * call.query.shape[1] * call.query.element_size()

@@ -22,7 +22,6 @@ def cut(pairs: Tensor, block: Block) -> Tensor:
 
 
 def of_mask(call: Call, block: Block) -> Tensor | None:
-    """Return the mask of pairs of a block, or None without one."""
     if call.mask is not None or call.mask_bits is None:
         return None if call.mask is None else cut(call.mask, block)
     assert call.block_mask is not None

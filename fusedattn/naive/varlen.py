@@ -26,16 +26,9 @@ def padded(call: Call) -> tuple[Call, Padding]:
     def real(where, mask):
         return where.exists if mask is None else where.exists & where.pad(mask[0])
 
-    batch = call._replace(
-        query=pad(rows, call.query),
-        key=pad(keys, call.key),
-        value=pad(keys, call.value),
-        query_mask=real(rows, call.query_mask),
-        key_mask=real(keys, call.key_mask),
-        cu_seqlens_q=rows.offsets,
-        cu_seqlens_k=keys.offsets,
-    )
-    return batch, rows
+    batch = call._replace(query=pad(rows, call.query), key=pad(keys, call.key), value=pad(keys, call.value))
+    masks = dict(query_mask=real(rows, call.query_mask), key_mask=real(keys, call.key_mask))
+    return batch._replace(**masks, cu_seqlens_q=rows.offsets, cu_seqlens_k=keys.offsets), rows
 
 
 def packed(rows: Padding, out: Tensor, lse: Tensor | None, weights: Tensor | None) -> tuple:

@@ -24,7 +24,7 @@ def new_backward(*arguments):
     """Return uninitialised gradients, each with the strides of its input; empty if not needed."""
     call, need = Call(*arguments[BACKWARD.first : BACKWARD.last]), arguments[-1]
     grads = []
-    for name, x, needed in zip(INPUTS, call[: len(INPUTS)], need, strict=True):
+    for name, x, needed in zip(INPUTS, inputs_of(call), need, strict=True):
         wide = wide_dtype(call.query.dtype) if call.partial and name in ("query", "key", "value") else None
         grads.append(new_dense(x, x.shape, wide) if needed else call.query.new_empty(0))
     return tuple(grads)
@@ -124,8 +124,6 @@ def differentiate(ctx, incoming, need):
 
 
 class Backward(torch.autograd.Function):
-    """The backward operator with its derivatives."""
-
     @staticmethod
     def forward(*arguments):
         return run_operator(OPERATORS.backward, _backward, *arguments)

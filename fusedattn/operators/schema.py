@@ -15,15 +15,8 @@ from ..launch.failures import KernelUnavailable, fall_back
 from . import flops
 
 RESULTS = "out", "lse", "weights"  # results with derivatives
-_TYPES = {
-    Tensor: "Tensor",
-    Tensor | None: "Tensor?",
-    int | None: "SymInt?",
-    bool: "bool",
-    float: "float",
-    float | None: "float?",
-    Sequence[int] | None: "SymInt[]?",
-}
+_TYPES: dict[Any, str] = {Tensor: "Tensor", Tensor | None: "Tensor?", bool: "bool", int | None: "SymInt?"}
+_TYPES |= {float: "float", float | None: "float?", Sequence[int] | None: "SymInt[]?"}
 
 
 class Signature:

@@ -54,8 +54,6 @@ def _tangent(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class Tangent(torch.autograd.Function):
-    """The tangent operator with its derivatives."""
-
     @staticmethod
     def forward(*arguments):
         return run_operator(OPERATORS.tangent, _tangent, *arguments)

@@ -29,7 +29,6 @@ exec %s -s INT -k 0.5 2 "${@:6}"
 
 @pytest.fixture
 def run(tmp_path):
-    """Return a function that runs gpu.sh; its `does` maps words of a command to shell code for the fake Python."""
     for name, text in (("python", PYTHON), ("timeout", TIMEOUT % shutil.which("timeout"))):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)

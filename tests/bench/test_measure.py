@@ -22,7 +22,6 @@ def _no_compiler(monkeypatch):
 
 
 def measured(some, names=FEW, modes=measure.MODES):
-    """Return the benchmark rows of the cases `some`, measured on the CPU."""
     return [row for row, _ in measure.measure(rows.machine("cpu"), some, names, modes, "cpu")]
 
 
@@ -31,7 +30,6 @@ def statuses(some, names=FEW, modes=measure.MODES):
 
 
 def smaller(case):
-    """Return a case of the same kind with small sizes, which takes little time."""
     sizes = dict(B=min(case.B, 3), Hq=4, Hkv=4 if case.Hq == case.Hkv else 2, D=16, Dv=16 if case.D == case.Dv else 8)
     return case._replace(
         Sq=min(case.Sq, 48), Sk=64 if case.Sq < case.Sk else min(case.Sk, 48), dtype="float32", **sizes

@@ -26,7 +26,6 @@ PLACES = {  # (rows, columns) of each of two caches in one tensor
 
 @pytest.mark.parametrize("name", PLACES)
 def test_caches_share_no_memory_where_something_is_written(name):
-    """Overlapping caches are refused if the call writes to them, in first calls and in replays."""
     both, places = torch.zeros(1, 1, 8, 24), torch.arange(8 * 24).view(8, 24)
     caches = [both[0, 0][where][None, None] for where in PLACES[name]]
     shared = set.intersection(*({*places[where].flatten().tolist()} for where in PLACES[name]))

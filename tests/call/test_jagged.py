@@ -19,7 +19,6 @@ def nested(values, offsets):
 
 
 def draw():
-    """Return random packed query, key and value."""
     return [torch.randn(shape, requires_grad=True) for shape in ((10, 4, 8), (9, 2, 8), (9, 2, 6))]
 
 
@@ -59,7 +58,6 @@ def test_all_results_and_masks_of_tokens():
 
 
 def test_what_comes_out_goes_in_again():
-    """The output has the query's ragged dimension: it can be added to the query, and be a query."""
     query, _, _ = jagged(*draw())
     key, value = query + 1, query * 2
     out = fa.attention(query, key, value, causal=True) + query
@@ -141,7 +139,6 @@ MODULES = dict(
 )
 @pytest.mark.one_in(9)
 def test_compiled_modules_take_nested_tensors(module, name, backend):
-    """Nested tensors give the same results compiled as eager, also inside a function that catches ValueError."""
     torch._dynamo.reset()
     model, x = MODULES[module](backend), torch.randn(10, 32, requires_grad=True)
 

@@ -4,10 +4,9 @@ import pytest
 import torch
 
 import fusedattn as fa
-from fusedattn.testing.compare import with_gradients
 
 from ..cases import Case
-from ..close import assert_close, assert_like
+from ..close import assert_computes, assert_like
 from ..inside import by
 
 DECODE = Case("decode", B=2, Hq=6, Hkv=2, Sq=1, Sk=45)
@@ -41,8 +40,7 @@ def test_heads_that_share_keys_share_a_tile(name, device, tiles, launched, poiso
     tiles.multiprocessors(2)
     case = (PACKED | APART)[name]
     tensors, options = case.draw(device)
-    got = with_gradients(fa.attention, tensors, options, backend="triton")
-    assert_close(got, tensors, options)
+    assert_computes(fa.attention, tensors, options, backend="triton")
     launched.clear()
     inputs = [tensors[name] for name in ("query", "key", "value")]
     out, lse = fa.attention(*inputs, **options, return_lse=True, backend="triton")

@@ -287,7 +287,6 @@ def test_values_on_a_device_are_not_fetched():
     "options", [{}, dict(softcap=3.0), dict(dropout_p=0.2, seed=1), dict(backend="naive")], ids=str
 )
 def test_weights_have_a_column_for_each_key_that_there_may_be(options):
-    """Weights of packed sequences have max_seqlen_k columns, also if all sequences are shorter."""
     given = {name: PACKED[name] for name in ("query", "key", "value", "cu_seqlens_q", "cu_seqlens_k")}
     given |= dict(max_seqlen_q=30, max_seqlen_k=40, return_weights=True)
     found = fa.attention_varlen(**given, **options)[1]

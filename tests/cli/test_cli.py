@@ -32,13 +32,11 @@ def _environment(tmp_path, monkeypatch):
 
 
 def answer(capsys, *arguments):
-    """Return (exit status, printed JSON) of a command."""
     status = cli.main([*arguments, "--json"])
     return status, json.loads(capsys.readouterr().out)
 
 
 def plant(monkeypatch, run):
-    """Replace the function that runs the naive backend by `run`."""
     monkeypatch.setitem(backends.BACKENDS, "naive", backends.BACKENDS["naive"]._replace(run=run))
     replay.forget()
 
@@ -206,7 +204,6 @@ def test_a_reader_that_has_gone():
 
 
 def test_an_interrupt():
-    """After Ctrl-C the command prints the rows measured so far, without a traceback."""
     heard = dict(preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # after `&` shells ignore Ctrl-C
     command = start("bench", "--csv", "rows.csv", stdout=subprocess.PIPE, **heard)
     until = time.monotonic() + 120

@@ -25,7 +25,6 @@ def test_this_file_without_the_interpreter():
 
 
 def kernels(folder):
-    """Return the file names of the kernels in a cache folder of Triton."""
     return sorted(path.name for path in folder.rglob("*.json") if not path.name.startswith("__grp__"))
 
 

@@ -73,6 +73,9 @@ SILENT = [
     Family("LED", "LEDForConditionalGeneration", dict(SIDES, attention_window=4), "seq2seq"),
     Family("YOSO, without a softmax", "YosoForMaskedLM", dict(TINY, use_expectation=True), "encoder"),
 ]
+if hasattr(transformers, "DeepseekV32Config"):  # sparse attention, which came with transformers 5
+    SPARSE = dict(index_topk=3, index_n_heads=2, index_head_dim=64)
+    SILENT.append(Family("DeepSeek-V3.2", "DeepseekV32ForCausalLM", TINY | LATENT | SPARSE))
 BY_NAME = {family.name: family for family in FAMILIES + SILENT}
 
 

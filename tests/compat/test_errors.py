@@ -50,14 +50,6 @@ CALLS = {
 }
 OTHERS = dict(pages=flash.flash_attn_varlen_func, sdpa=for_torch.scaled_dot_product_attention, layer=LAYER)
 OTHERS["MultiheadAttention"] = for_torch.MultiheadAttention
-SHARED = [
-    (ValueError, "softmax_scale", math.nan),
-    (TypeError, "causal", 1),
-    (ValueError, "window_size", (-2, 0)),
-    (ValueError, "softcap", -1.0),
-    (ValueError, "dropout_p", 1.5),
-    (ValueError, "alibi_slopes", torch.zeros(3)),
-]
 DENSE = [
     (TypeError, "q", None),
     (ValueError, "q", Q[0]),
@@ -67,6 +59,7 @@ DENSE = [
     (ValueError, "k", K.to("meta")),
     (TypeError, "v", None),
     (ValueError, "v", K[:, :6]),
+    (ValueError, "alibi_slopes", torch.zeros(3)),
 ]
 PACKED = [
     (ValueError, "q", Q),
@@ -76,10 +69,11 @@ PACKED = [
     (ValueError, "cu_seqlens_q", offsets([3, 6])),
     (ValueError, "max_seqlen_q", 6),
     (TypeError, "max_seqlen_k", 7.0),
+    (ValueError, "softmax_scale", math.nan),
 ]
 WRONG = [
-    *(("flash_attn_func", *each) for each in DENSE + SHARED),
-    *(("flash_attn_varlen_func", *each) for each in PACKED + SHARED[:4]),
+    *(("flash_attn_func", *each) for each in DENSE),
+    *(("flash_attn_varlen_func", *each) for each in PACKED),
     ("flash_attn_kvpacked_func", ValueError, "kv", K),
     ("flash_attn_kvpacked_func", ValueError, "kv", torch.zeros(2, 7, 3, 2, 8)),
     ("flash_attn_kvpacked_func", ValueError, "kv", torch.zeros(2, 7, 2, 3, 8)),

@@ -14,7 +14,7 @@ from fusedattn.compat import flash_attn as compat
 from fusedattn.testing.compare import with_gradients
 
 from ..cases import DTYPES, FEATURES, Case
-from ..close import assert_close
+from ..close import assert_case, assert_close
 from ..fuzz.routes import flash_dense, flash_packed
 from ..inside import leaves, same
 from ..sequences import by_sequence, offsets
@@ -61,16 +61,13 @@ ON_KERNELS = ("causal, fewer keys", "everything", "no keys")
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_values_and_gradients(case):
-    tensors, options = case.draw()
-    assert_close(with_gradients(flash_dense(None), tensors, options), tensors, options)
+    assert_case(case, function=flash_dense(None))
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.name in ON_KERNELS], ids=lambda case: case.name)
 def test_kernels(case, device, poison):
-    tensors, options = case.draw(device)
     with fa.use_backend("triton"):
-        got = with_gradients(flash_dense(None), tensors, options)
-    assert_close(got, tensors, options)
+        assert_case(case, device, flash_dense(None))
 
 
 @pytest.mark.parametrize("window", [torch.tensor([1, 0]), np.array([1, 0], np.int32), [1, 0]], ids=type)
@@ -140,7 +137,6 @@ VARLEN = [
 
 
 def check_varlen(case, device, backend):
-    """Check packed sequences, some without rows or keys; alignment and window count per sequence."""
     tensors, options = case.draw(device)
     for b, n in enumerate(ROWS):
         tensors["out"][b, :, n:] = tensors["lse"][b, :, n:] = 0
@@ -192,7 +188,6 @@ def test_packed_sequences_of_keys_in_pages(page, traced):
 
 
 def test_deterministic_is_of_one_call(device):
-    """The flag `deterministic` holds for one call and its backward; torch's own flag does not change."""
     q, k, v = (torch.randn(1, 40, 2, 16, device=device, requires_grad=True) for _ in range(3))
     packed, offset = [x.detach()[0].requires_grad_() for x in (q, k, v)], offsets([15, 25], device)
     calls = (

@@ -21,7 +21,6 @@ EXTRAS = [dict(add_zero_attn=True), dict(add_bias_kv=True, add_zero_attn=True, v
 
 
 def pair(num_heads=2, dtype=torch.float32, **options):
-    """Return torch's module and ours with the same parameters."""
     theirs = shake(nn.MultiheadAttention(8, num_heads, dtype=dtype, **options))
     ours = compat.MultiheadAttention(8, num_heads, dtype=dtype, **options)
     ours.load_state_dict(theirs.state_dict())
@@ -29,7 +28,6 @@ def pair(num_heads=2, dtype=torch.float32, **options):
 
 
 def draw_inputs(layer, batch, rows, keys, dtype=torch.float32):
-    """Return query, key and value in the layer's layout, unbatched if batch is None."""
     sizes = ((rows, layer.embed_dim), (keys, layer.kdim), (keys, layer.vdim))
     if batch is not None:
         sizes = (((batch, n, e) if layer.batch_first else (n, batch, e)) for n, e in sizes)
@@ -37,7 +35,6 @@ def draw_inputs(layer, batch, rows, keys, dtype=torch.float32):
 
 
 def results(layer, inputs, *masks, **options):
-    """Return output, weights, and gradients of inputs, parameters and float masks."""
     out, weights = layer(*inputs, **options)
     loss = (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device).view(out.shape)).sum()
     wanted = [*dict.fromkeys(inputs), *layer.parameters(), *(x for x in masks if x is not None and x.requires_grad)]

@@ -31,7 +31,6 @@ def model_of(name):
 
 
 def outcome(model, implementation, inputs):
-    """Return the loss, the logits of labelled rows, and the gradient of each parameter."""
     model.set_attn_implementation(implementation)
     model.zero_grad()
     out = model(**inputs)
@@ -42,7 +41,6 @@ def outcome(model, implementation, inputs):
 
 
 def assert_same(got, want, exact):
-    """Assert that logits, loss and gradients are as exact as eager's, measured against float64."""
     assert [name for name in got if got[name] is None] == [name for name in want if want[name] is None]
     assert_as_good(got["logits"], want["logits"], exact["logits"], "logits")
     # All gradients together: the error of eager for a few elements is up to chance.
@@ -77,7 +75,6 @@ def test_wide_heads_by_kernels(name, width, device, monkeypatch):
 
 
 def generated(model, implementation, inputs, **options):
-    """Return generated tokens (B, L) and the scores of each step."""
     model.set_attn_implementation(implementation)
     options |= dict(max_new_tokens=6, do_sample=False, return_dict_in_generate=True, output_scores=True)
     out = model.generate(**inputs, **options)
@@ -166,7 +163,6 @@ def test_attentions_are_eagers_where_they_are_asked_for(name, padded):
 
 @pytest.mark.parametrize("given", ["offsets", "positions", "both"])
 def test_packed_sequences_do_not_see_each_other(given):
-    """Packed sequences, given by offsets or by positions that restart, do not see each other."""
     model, ids, lengths = model_of("Llama"), tokens(1, 11), (4, 1, 6)
     offsets = torch.tensor([0, *lengths]).cumsum(0).int()
     of = dict(cu_seq_lens_q=offsets, cu_seq_lens_k=offsets, max_length_q=6, max_length_k=6)

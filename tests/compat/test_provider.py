@@ -13,7 +13,6 @@ from ..inside import provider_on_cpu
 
 @pytest.fixture
 def registry():
-    """Restore torch's table of attention implementations after a test."""
     from torch.nn.attention import _registry
 
     before = dict(_registry._FLASH_ATTENTION_IMPLS)

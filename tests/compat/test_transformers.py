@@ -31,7 +31,6 @@ def drawn(B=2, Hq=4, Hkv=2, Lq=5, Lk=7, D=6, Dv=3, dtype=torch.float32):
 
 
 def eager(query, key, value, scores=0.0, visible=None, scaling=None, softcap=None, s_aux=None):
-    """Return eager attention of a model, (B, Lq, Hq, Dv)."""
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     found = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
@@ -162,7 +161,6 @@ def test_queries_for_all_samples_come_as_a_batch_of_one():
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("beside", [None, "mask", "scores", "position_bias"])
 def test_documents_do_not_see_each_other(beside, causal, dtype):
-    """Documents do not see each other, and masks and biases apply within documents."""
     inputs = drawn(B=1, Lq=6, Lk=6)
     documents = torch.tensor([0, 0, 0, 2, 2, 2])
     visible = documents[:, None] == documents

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 import fusedattn as fa
-from fusedattn.testing.compare import with_gradients
 
-from ..close import assert_close
+from ..close import assert_computes
 from ..conftest import run_python
 
 OPTIONS = {
@@ -35,7 +34,7 @@ def test_output_and_gradients_are_as_good_as_eagers(name, common, without_units)
     }
     tensors["value"] += common
     assert fa.explain(*(tensors[name] for name in ("query", "key", "value")), **OPTIONS[name]).backend == "cpu"
-    assert_close(with_gradients(fa.attention, tensors, OPTIONS[name]), tensors, OPTIONS[name])
+    assert_computes(fa.attention, tensors, OPTIONS[name])
 
 
 _TIMES = """
@@ -59,7 +58,6 @@ print(torch.backends.cpu.get_cpu_capability(), times[0] / times[1])
 @pytest.mark.matrix
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="about x86")
 def test_training_takes_half_of_pytorchs_time():
-    """Training takes at most half of PyTorch's time in a process that does not use bfloat16 units."""
     avx2 = dict(ATEN_CPU_CAPABILITY="avx2", ONEDNN_MAX_CPU_ISA="AVX2", MKL_ENABLE_INSTRUCTIONS="AVX2")
     capability, ratio = run_python("-c", _TIMES, **avx2).split()
     assert capability == "AVX2" and float(ratio) <= 0.5

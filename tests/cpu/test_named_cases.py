@@ -5,15 +5,14 @@ import torch
 
 import fusedattn as fa
 from fusedattn.testing.cases import CASES, compare
-from fusedattn.testing.compare import INPUTS, LEARNED, with_gradients
+from fusedattn.testing.compare import INPUTS, LEARNED
 from fusedattn.testing.tolerance import verdict
 
-from .. import cases, sample
+from .. import cases, sample, sequences
 from ..caches import in_float64
 from ..cases import Case
-from ..close import assert_close
+from ..close import assert_case
 from ..kernels.test_packed import FEW, PACKINGS, TOGETHER
-from ..sequences import attention_varlen, by_sequence
 
 EITHER = pytest.mark.parametrize("backend", ["cpu", None])
 # With so many keys PyTorch's kernel computes the gradients, not our formula.
@@ -33,23 +32,14 @@ def taken(case):
     return case._replace(grads="out and lse" if "weights" in case.grads else case.grads), ("sinks",)
 
 
-def computed(case, backend, function=fa.attention):
-    """Return (results, tensors, options, case); None if "cpu" must refuse the case, and does."""
-    learned = LEARNED
-    if backend == "cpu":
-        if taken(case) is None:
-            with pytest.raises(NotImplementedError, match="'cpu' cannot take .* (dropout|softcap)"):
-                with_gradients(function, *case.draw(), case.grads, backend=backend)
-            return None
-        case, learned = taken(case)
-    tensors, options = case.draw()
-    return with_gradients(function, tensors, options, case.grads, learned, backend=backend), tensors, options, case
-
-
-def run(case, backend):
-    if (found := computed(case, backend)) is not None:
-        got, tensors, options, case = found
-        assert_close(got, tensors, options, case.grads)
+def run(case, backend, **more):
+    """Check a case by a backend; "cpu" must refuse what it does not support."""
+    if backend == "cpu" and taken(case) is None:
+        with pytest.raises(NotImplementedError, match="'cpu' cannot take .* (dropout|softcap)"):
+            assert_case(case, backend=backend, **more)
+    else:
+        case, learned = taken(case) if backend == "cpu" else (case, LEARNED)
+        assert_case(case, learned=learned, backend=backend, **more)
 
 
 @EITHER
@@ -100,9 +90,7 @@ def test_weights(case):
 @pytest.mark.parametrize("case", sample.named(x for x in (*cases.SINGLE, *LONG) if taken(x)))
 @pytest.mark.one_in(3)
 def test_gradients_through_the_weights(case, grads, poison):
-    tensors, options = (case := case._replace(grads=grads)).draw()
-    got = with_gradients(fa.attention, tensors, options, grads, ("bias", "sinks"), backend="cpu")
-    assert_close(got, tensors, options, grads)
+    assert_case(case._replace(grads=grads), learned=("bias", "sinks"), backend="cpu")
 
 
 def test_gradients_through_the_weights_of_many_heads():
@@ -111,22 +99,13 @@ def test_gradients_through_the_weights_of_many_heads():
         batch, heads, kv_heads, length = shape
         case = Case("large", B=batch, Hq=heads, Hkv=kv_heads, Sq=length, Sk=length, grads="out and weights")
         for options in (dict(causal=True), dict(bias="pairs"), dict(bias="keys"), dict(bias="batch")):
-            tensors, given = (case := case._replace(**options)).draw()
-            got = with_gradients(fa.attention, tensors, given, case.grads, ("bias",), backend="cpu")
-            assert_close(got, tensors, given, case.grads)
+            assert_case(case := case._replace(**options), learned=("bias",), backend="cpu")
 
 
 def packed(case, number, backend):
     rows, keys = PACKINGS[number % len(PACKINGS)]
     case = case._replace(B=len(rows), Sq=max(rows), Sk=max(keys))
-
-    def function(*inputs, backend, **options):
-        return attention_varlen(rows, keys, backend)(*inputs, **options)
-
-    if (found := computed(case, backend, function)) is not None:
-        got, tensors, options, case = found
-        of = dict(apply=lambda function: by_sequence(function, rows, keys), lengths=(rows, keys))
-        assert_close(got, tensors, options, case.grads, **of)
+    run(case, backend, function=sequences.packed(fa.attention_varlen, rows, keys), lengths=(rows, keys))
 
 
 @EITHER

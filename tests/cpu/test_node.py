@@ -45,7 +45,6 @@ def test_any_gradient_of_the_output(name):
 @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2)])
 @pytest.mark.parametrize("again", [False, True])
 def test_some_gradients(wanted, again):
-    """First and second gradients of some inputs are right, whether all inputs or only these require a gradient."""
     for alone in (False, True):
         leaves = draw()
         for number, leaf in enumerate(leaves):

@@ -29,7 +29,6 @@ def options():
 
 
 def outputs(query, key, value, more):
-    """Yield the output of a call twice for each combination of lse, weights and gradients."""
     for requires in (False, True):
         inputs = [x.detach().requires_grad_(requires) for x in (query, key, value)]
         given = {name: x.detach().requires_grad_(requires) if name in LEARNED else x for name, x in more.items()}

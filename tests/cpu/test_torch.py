@@ -8,11 +8,7 @@ import torch.utils.checkpoint
 import fusedattn as fa
 
 from ..close import assert_like
-from ..inside import same
-
-
-def draw(*shape, **more):
-    return [torch.randn(shape, **more) for _ in range(3)]
+from ..inside import alike as draw, same
 
 
 @pytest.fixture(autouse=True)

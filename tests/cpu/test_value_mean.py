@@ -4,10 +4,9 @@ import pytest
 import torch
 
 import fusedattn as fa
-from fusedattn.testing.compare import with_gradients
 from fusedattn.testing.tolerance import verdict
 
-from ..close import assert_close, assert_like
+from ..close import assert_computes, assert_like
 
 CALLS_WITH_OUTLIERS = {
     "one element": dict(keys=128, place=(slice(None), slice(None), 5, 7), size=1e4),
@@ -27,7 +26,7 @@ def test_values_of_bfloat16_with_outliers(name):
     tensors = dict(query=query, key=key, value=value, out=out)
     tensors = {name: x.bfloat16() for name, x in tensors.items()}
     options = dict(causal=fields.get("causal", False))
-    assert_close(with_gradients(fa.attention, tensors, options, "out"), tensors, options, "out")
+    assert_computes(fa.attention, tensors, options, "out")
 
 
 @pytest.mark.parametrize("hidden", ["bias", "mask"])
@@ -39,8 +38,7 @@ def test_what_rows_see_may_be_small_beside_what_they_do_not(hidden):
     tensors["value"][..., :-3, :] = 10.0
     seen = (torch.arange(120) >= 117).expand(120, 120)
     options = {"bias": torch.zeros(120, 120).masked_fill(~seen, float("-inf"))} if hidden == "bias" else {"mask": seen}
-    got = with_gradients(fa.attention, tensors, options, "out", learned=(), backend="cpu")
-    assert_close(got, tensors, options, "out")
+    assert_computes(fa.attention, tensors, options, "out", (), backend="cpu")
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])

@@ -241,7 +241,6 @@ def test_without_a_triton_that_works_all_else_does(machine, reason):
 
 
 def test_a_triton_that_kernels_cannot_be_imported_with(monkeypatch):
-    """If a future Triton lacks a name that the kernels import, the reason says so."""
     pytest.importorskip("triton", reason="kernels need Triton")
     monkeypatch.delitem(sys.modules, "fusedattn.launch.run", raising=False)
     monkeypatch.delattr("fusedattn.launch.run", raising=False)

@@ -30,7 +30,6 @@ LENGTH, STREAM = 64, 7
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    """Make calls use the tiles that compile fastest."""
     tiles = tile_table.tiles_for
 
     def small(*key, **more):
@@ -202,7 +201,6 @@ def test_hooks_of_launches_are_called():
 
 @compiled
 def test_the_host_takes_little_time():
-    """Replayed calls take little host time, measured beside torch's own calls of tiny tensors."""
     steps = {}
     with absent.gpu():
         for grads in (False, True):

@@ -26,7 +26,6 @@ def attend(inputs, options, **more):
 
 
 def everything(inputs, options, backend):
-    """Return output, lse, weights, and the gradients of a function of all three."""
     results = by(backend)(*inputs, **options, return_lse=True, return_weights=True)
     if not torch.is_grad_enabled():
         return results
@@ -285,7 +284,6 @@ def test_forwards_before_backwards_and_what_they_gave_stays(device):
 
 
 def test_gradients_that_come_in_as_they_like(device):
-    """Incoming gradients may be expanded, strided, unaligned, negated views, or batched."""
     inputs = draw(device, requires_grad=True)
     out, lse = attend(inputs, {}, return_lse=True)
     wide = torch.randn(*out.shape[:3], 2 * out.shape[3], device=device)

@@ -26,7 +26,6 @@ def free_port():
 
 
 def join(rank, size, port, limit=LIMIT):
-    """Make this process a rank of the default group."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=size, timeout=limit)
@@ -60,7 +59,6 @@ class Pool:
             self.processes[-1].start()
 
     def run(self, module, name, arguments):
-        """Run a test in each process, and raise the first error."""
         for pipe in self.pipes:
             pipe.send((module, name, arguments))
         waiting = dict(zip(self.pipes, range(self.size), strict=True))

@@ -82,7 +82,6 @@ def test_without_gradients(rank, size, method):
 @each_method
 @pytest.mark.one_in(2)
 def test_a_checkpoint_has_the_same_bits(rank, size, method):
-    """A checkpointed call has the same bits as a plain call, with dropout and no seed."""
     attend = functools.partial(getattr(distributed, method), causal=True, dropout_p=0.3)
     found = []
     for function in (attend, functools.partial(checkpoint, attend, use_reentrant=False)):

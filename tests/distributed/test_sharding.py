@@ -54,7 +54,6 @@ def distributed(x, *names, mesh=None):
 
 
 def drawn(heads, key_heads, options=()):
-    """Return {name: random unsharded tensor}: float64 that requires a gradient, or bool."""
     generator = torch.Generator().manual_seed(0)
     shapes = dict(query=(B, heads, SQ, D), key=(B, key_heads, SK, D), value=(B, key_heads, SK, D))
     shapes |= {name: OPTIONS[name][0] for name in options}
@@ -63,7 +62,6 @@ def drawn(heads, key_heads, options=()):
 
 
 def assert_same(found, wanted):
-    """Assert that DTensors equal the tensors of one process."""
     for mine, one in zip(found, wanted, strict=True):
         torch.testing.assert_close(mine.full_tensor(), one, rtol=0, atol=TOLERANCE, equal_nan=False)
 

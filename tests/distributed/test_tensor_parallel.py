@@ -22,7 +22,6 @@ MODULES = dict(
 
 
 def parallel(module, size, local=True):
-    """Return a copy of a module, split over processes as usual for a transformer."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     columns, rows = ("q_proj", "k_proj", "v_proj", "linear_1"), ("out_proj", "linear_2")

@@ -64,7 +64,6 @@ def test_a_ring_sends_each_shard_once_to_each_rank(rank, size, balance):
 
 @on_ranks(4)
 def test_what_no_row_sees_is_not_sent(rank, size):
-    """A ring does not send keys that no row sees: causal keys go to later ranks, with a window to the next."""
     _, forward, backward = ring(causal=True)
     assert (forward, backward) == ((3 - rank) * SHARD, 3 * SHARD)
     _, forward, _ = ring(causal=True, window=(ROWS, None))

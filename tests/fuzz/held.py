@@ -37,7 +37,6 @@ def of_backend(function, case, backend):
 
 
 def computed(function, tensors, options, case, lse):
-    """Return {result: tensor, input: gradient} of a call, detached."""
     inputs = {name: tensors[name].detach() for name in INPUTS}
     inputs |= {name: options[name].detach() for name in LEARNED if name in options}
     wanted = [name for name in case.wanted if name in inputs]

@@ -26,7 +26,6 @@ class Layout(NamedTuple):
 
     @property
     def shared(self):
-        """Return True if elements of the tensor share memory."""
         return bool(self.expanded) or self.overlapping
 
 
@@ -65,5 +64,4 @@ def _padding(like, size):
 
 
 def memory(x):
-    """Return all bytes of a tensor's storage."""
     return torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage()).clone()

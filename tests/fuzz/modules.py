@@ -39,7 +39,6 @@ class Module(NamedTuple):
     __repr__ = shown
 
     def results(self, dtype, backend, kind=None):
-        """Return {name: output, weights or gradient} of the module, from values drawn in the dtype of the case."""
         torch.manual_seed(self.values)
         layer = (nn.MultiheadAttention if kind == "torch's" else MODULES[self.kind])(**self.made)
         with torch.no_grad():
@@ -79,8 +78,6 @@ class Module(NamedTuple):
         return self.results(torch.float64, "naive")
 
     def eager(self):
-        """Return the module's results by eager PyTorch, in the dtype of the inputs."""
-
         def attention(*tensors, backend=None, **options):
             return reference.eager(*tensors, **options)
 

@@ -57,7 +57,6 @@ def tokens(draw):
 
 @st.composite
 def sizes(draw, route):
-    """Draw the sizes of a random call with few enough blocks for the interpreter."""
     length = st.sampled_from(LENGTHS)
     Hkv, group = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 2, 3, 4]))
     if route.heads is not None:
@@ -82,7 +81,6 @@ def sizes(draw, route):
 
 @st.composite
 def options(draw, takes, route):
-    """Draw the options of a random call that a route supports."""
     made = {}
     if "causal" in takes:
         made["causal"] = draw(st.booleans())
@@ -129,7 +127,6 @@ def some(draw, names, one_in=2):
 
 @st.composite
 def calls(draw, name):
-    """Draw a random call (Dense) for a route."""
     route = ROUTES[name]
     made = dict(route=name, dtype=draw(st.sampled_from(DTYPES)), values=draw(st.integers(0, 99)))
     made |= draw(sizes(route)) | draw(options(route.options, route))

@@ -223,7 +223,6 @@ def test_compiled_whole_it_never_compiles_again_for_a_length(backend, device):
 
 
 def test_caches_may_be_fake(device):
-    """A call works on fake tensors, which have no values to check."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     arguments = PACKED.draw(device)

@@ -1,5 +1,7 @@
 """Tests that need a GPU: real sizes, every tile of the table, races, graphs, streams, memory."""
 
+import functools
+
 import pytest
 import torch
 
@@ -8,7 +10,7 @@ from fusedattn.testing.compare import INPUTS, with_gradients
 
 from .. import sample
 from ..cases import Case
-from ..close import assert_close
+from ..close import assert_case, assert_close
 
 pytestmark = pytest.mark.gpu
 HALF = (torch.bfloat16, torch.float16)
@@ -19,10 +21,7 @@ LENGTHS = (
 )
 
 
-def check(case, device):
-    tensors, options = case.draw(device)
-    got = with_gradients(fa.attention, tensors, options, case.grads, backend="triton")
-    assert_close(got, tensors, options, case.grads)
+check = functools.partial(assert_case, backend="triton")
 
 
 def captured(step, warm=True):
@@ -38,7 +37,6 @@ def captured(step, warm=True):
 
 
 def waits_for_its_stream(cuda, backend):
-    """Check that a call waits for earlier work on its CUDA stream."""
     inputs = [torch.zeros(2, 4, 512, 64, device=cuda, dtype=torch.float16) for _ in range(3)]
     new = [torch.randn_like(x) for x in inputs]
     fa.attention(*inputs, backend=backend)

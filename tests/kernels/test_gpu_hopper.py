@@ -3,6 +3,8 @@
 gpu.sh runs them in a process of their own, because a kernel with wrong barriers never ends.
 """
 
+import functools
+
 import pytest
 import torch
 
@@ -12,11 +14,11 @@ from fusedattn.bench import cases as timed
 
 import fusedattn as fa
 from fusedattn.launch.tile_table import HOPPER
-from fusedattn.testing.compare import INPUTS, with_gradients
+from fusedattn.testing.compare import INPUTS
 
 from .. import cases, sample
 from ..cases import Case
-from ..close import assert_close
+from ..close import assert_case
 from ..conftest import INTERPRETED
 from .test_gpu import HALF, LENGTHS, PLANES, of_lengths, reaches_far, replays_on_new_values, waits_for_its_stream
 
@@ -59,10 +61,7 @@ def test_a_call_that_names_no_backend_takes_it(dim, options, cuda):
     assert all(map(torch.equal, *grads))
 
 
-def check(case, device):
-    tensors, options = case.draw(device)
-    got = with_gradients(attend, tensors, options, case.grads)
-    assert_close(got, tensors, options, case.grads)
+check = functools.partial(assert_case, function=attend)
 
 
 @pytest.mark.parametrize("case", sample.one_in(2, sample.named(cases.SINGLE[1::2] + cases.SHAPES)))

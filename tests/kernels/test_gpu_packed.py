@@ -6,12 +6,11 @@ import pytest
 import torch
 
 import fusedattn as fa
-from fusedattn.testing.compare import with_gradients
 
 from .. import sample
 from ..cases import Case
-from ..close import assert_close
-from ..sequences import attention_varlen, by_sequence, offsets
+from ..close import assert_case
+from ..sequences import attention_varlen, offsets
 from .test_gpu import HALF, captured
 
 pytestmark = pytest.mark.gpu
@@ -39,11 +38,8 @@ def test_options_in_many_tiles(name, dim, cuda, poison):
     rows, keys = (457, 0, 130, 1, 256), (333, 12, 571, 0, 256)
     sizes = dict(B=5, Hq=4, Hkv=2, Sq=457, Sk=571, D=dim, Dv=dim, dtype=HALF[len(name) % 2])
     case = Case(name)._replace(**sizes, **LARGE[name])
-    tensors, options = case.draw(cuda)
-    of = dict(apply=lambda function: by_sequence(function, rows, keys), lengths=(rows, keys))
     for backend in ("triton", None):  # None: on compute capability 9.0 the Hopper kernels, if they support the options
-        got = with_gradients(attention_varlen(rows, keys, backend), tensors, options, case.grads)
-        assert_close(got, tensors, options, case.grads, **of)
+        assert_case(case, cuda, attention_varlen(rows, keys, backend), lengths=(rows, keys))
 
 
 def test_eighty_thousand_sequences(cuda):

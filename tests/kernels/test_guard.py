@@ -20,7 +20,6 @@ GUARDS = [(NAN, 0), (PLAUSIBLE, 3)]  # (values of canaries, canaries after each 
 
 
 def computed(attend, arguments, incoming, backend):
-    """Return the results and gradients of a call."""
     given = {name: x.detach() if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
     wanted = [given[name].requires_grad_() for name in LEARNED if name in given]
     results = attend(**given, backend=backend)

@@ -3,17 +3,8 @@
 import pytest
 import torch
 
-import fusedattn as fa
-from fusedattn.testing.compare import with_gradients
-
 from .. import cases, sample
-from ..close import assert_close
-
-
-def run(case, device):
-    tensors, options = case.draw(device)
-    got = with_gradients(fa.attention, tensors, options, case.grads, backend="triton")
-    assert_close(got, tensors, options, case.grads)
+from ..close import assert_case
 
 
 @pytest.mark.parametrize("group", [cases.SINGLE, cases.COVERING, cases.PAIRS], ids=["alone", "covering", "pairs"])
@@ -33,7 +24,7 @@ def test_an_option_alone(case, device, poison, request):
         request.getfixturevalue("overflow")
     if case.dtype == torch.float64 and device == "cuda":
         pytest.skip("float64 is for the interpreter")
-    run(case, device)
+    assert_case(case, device, backend="triton")
 
 
 @pytest.mark.sample
@@ -47,4 +38,4 @@ def test_each_pair_of_options_in_a_few_calls(case, device, poison):
 def test_options_together(case, device, poison):
     if case.dtype == torch.float64 and device == "cuda":
         case = case._replace(dtype=torch.float16)
-    run(case, device)
+    assert_case(case, device, backend="triton")

@@ -120,7 +120,6 @@ def test_the_definition_pair_by_pair(names):
 
 @pytest.fixture(params=["naive", "triton"])
 def backend(request, device):
-    """Run the test once with each backend."""
     with fa.use_backend(request.param):
         yield request.param
 

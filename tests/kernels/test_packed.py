@@ -4,14 +4,13 @@ import pytest
 import torch
 
 import fusedattn as fa
-from fusedattn.testing.compare import with_gradients
 
 from .. import cases, sample
 from ..cases import Case
-from ..close import assert_close, assert_like
+from ..close import assert_computes, assert_like
 from ..guard import PLAUSIBLE, Guard
 from ..inside import leaves
-from ..sequences import attention_varlen, by_sequence, draw_packed, offsets
+from ..sequences import attention_varlen, draw_packed, offsets
 
 # (lengths in rows, lengths in keys) of the sequences; tiles of the interpreter are 32 by 16.
 PACKINGS = [
@@ -37,9 +36,7 @@ def draw(case, number, device):
 
 def run(case, number, device, backend):
     rows, keys, tensors, options = draw(case, number, device)
-    got = with_gradients(attention_varlen(rows, keys, backend), tensors, options, case.grads)
-    of = dict(apply=lambda function: by_sequence(function, rows, keys), lengths=(rows, keys))
-    assert_close(got, tensors, options, case.grads, **of)
+    assert_computes(attention_varlen(rows, keys, backend), tensors, options, case.grads, lengths=(rows, keys))
 
 
 def named(names):

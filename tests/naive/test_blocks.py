@@ -11,7 +11,8 @@ from fusedattn.testing.compare import with_gradients
 
 from .. import cases
 from ..caches import Cached, in_float64, one_by_one
-from ..close import assert_as_good, assert_close, assert_like
+from ..close import assert_as_good, assert_case, assert_close, assert_like
+from ..inside import alike as draw
 from ..sequences import attention_varlen, by_sequence
 
 
@@ -41,10 +42,6 @@ def computed(monkeypatch):
     return seen
 
 
-def draw(*shape, **more):
-    return [torch.randn(shape, **more) for _ in range(3)]
-
-
 CASES = [
     cases.Case("plain", B=2),
     cases.Case("masks", B=2, mask="pairs", key_mask="own", query_mask="own", causal=True),
@@ -62,10 +59,9 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.one_in(2)
 def test_blocks_change_nothing_but_rounding(case, cache, budget):
-    tensors, options = case.draw()
     for scores in (formula.BUDGET, 1):
         budget(cache, scores)
-        assert_close(with_gradients(fa.reference.attention, tensors, options), tensors, options)
+        assert_case(case, function=fa.reference.attention)
 
 
 @pytest.mark.parametrize("cache", [2**10, 2**12, 1])
@@ -108,7 +104,6 @@ def test_blocks_fit_a_cache(computed, shape, options, budget):
 
 
 def saved(function, *tensors):
-    """Return the bytes of all tensors that autograd saves for a call."""
     sizes = {}
 
     def keep(x):

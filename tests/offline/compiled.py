@@ -294,6 +294,5 @@ def compile_row(row, read=False):
 
 
 def pool():
-    """Return a pool of one process for each CPU core."""
     start = "spawn" if torch.cuda.is_initialized() else "fork"  # CUDA does not work after a fork
     return ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=multiprocessing.get_context(start))

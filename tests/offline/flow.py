@@ -81,7 +81,6 @@ def blocks(sass):
 
 
 def _before(blocks):
-    """Return the predecessors of each block."""
     found = [[] for _ in blocks]
     for n, block in enumerate(blocks):
         for follower in block.after:

@@ -36,7 +36,6 @@ def _columns():
 
 
 def text(found):
-    """Return the text of the table's file from (Row, Report) pairs."""
     lines = [_columns(), *(_row(row, report) for row, report in found)]
     return f"{HEADING}\ntriton {triton.__version__}:\n\n" + textwrap.indent("\n".join(lines), "    ") + "\n"
 

@@ -20,7 +20,6 @@ KINDS = {  # the first match counts; `alu` is selections, conversions and intege
 
 
 def disassemble(cubin):
-    """Return the SASS of a compiled kernel (cubin), one instruction a line."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -40,6 +39,5 @@ def kind(instruction):
 
 
 def mix(loop):
-    """Return {kind: number of instructions} for the instructions of a loop."""
     found = collections.Counter(map(kind, loop))
     return {kind: found[kind] for kind in KINDS}

@@ -6,7 +6,6 @@ import torch
 
 @pytest.fixture
 def fresh():
-    """Remove the graphs that earlier tests have compiled."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()

@@ -17,8 +17,6 @@ BACKENDS = "triton", None  # one package has both backends, because compiling ta
 
 
 class Model(torch.nn.Module):
-    """Module with dense and packed attention between projections, by each backend."""
-
     def __init__(self, device):
         super().__init__()
         make = functools.partial(fa.MultiHeadAttention, 32, 2, causal=True, device=device)

@@ -22,7 +22,6 @@ LEARNED = dict(cpu=INPUTS, naive=(*INPUTS, "bias", "sinks", "alibi_slopes"))  # 
 
 
 def drawn(packed, names, backend):
-    """Return random arguments of a call with some options, by name."""
     learned = LEARNED["cpu" if backend == "cpu" else "naive"]
     rows, keys = (4, 4) if packed else (Sq, Sk)
     made = dict(mask=torch.rand(rows, keys) < 0.7, bias=torch.randn(rows, keys), seed=torch.tensor([3]))

@@ -61,7 +61,6 @@ def test_vmap_over_masks(device):
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_gradient_penalty_is_right(name, device):
-    """Second derivatives by each input, of a loss of output, lse and weights, equal those of eager PyTorch."""
     options = OPTIONS[name](SQ, SK, device)
     inputs = [*draw(device, requires_grad=True), *learned(options)]
 

@@ -23,7 +23,6 @@ ROWS, KEYS = (3, 0, 2), (4, 2, 1)
 
 
 def counted(function):
-    """Return ({operator: FLOPs}, result) of a function."""
     with flop_counter.FlopCounterMode(display=False) as counter:
         result = function()
     return counter.get_flop_counts().get("Global", {}), result

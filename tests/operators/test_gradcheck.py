@@ -65,7 +65,6 @@ either = pytest.mark.parametrize("backend", ["triton", None])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.one_in(3)
 def test_derivatives(case, device, backend):
-    """First derivatives, in reverse and in forward mode, equal finite differences."""
     assert torch.autograd.gradcheck(*_function(case, device, backend), check_forward_ad=True, **STRICT)
 
 
@@ -73,5 +72,4 @@ def test_derivatives(case, device, backend):
 @pytest.mark.parametrize("case", TWICE)
 @pytest.mark.one_in(4)
 def test_second_derivatives(case, device, backend):
-    """Second derivatives, reverse over reverse and forward over reverse, equal finite differences."""
     assert torch.autograd.gradgradcheck(*_function(case, device, backend), check_fwd_over_rev=True, **STRICT)

@@ -45,7 +45,6 @@ def exported(call, tensors, dims=None):
 
 
 def check(case):
-    """Export a call, and check its results at the exported sizes and at other sizes."""
     program, wanted = None, dict(return_lse=True, return_weights=True)
     for sizes in ({}, OTHERS):
         drawn, options = case._replace(**sizes).draw()

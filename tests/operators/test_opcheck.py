@@ -29,7 +29,6 @@ def cu_seqlens(device):
 
 
 def random_tensors(device):
-    """Return two functions of a shape: the first draws numbers, the second masks."""
     return (lambda *shape: torch.randn(shape, device=device)), (lambda *shape: torch.rand(shape, device=device) < 0.8)
 
 

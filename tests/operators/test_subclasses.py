@@ -68,7 +68,6 @@ def cached(device, backend):
 
 
 def computed(kind, inputs, attend):
-    """Return the results of a call with one kind of tensors, and the gradients of its inputs if there are any."""
     inputs = [kind.wrap(x.detach().clone()).requires_grad_() for x in inputs]
     torch.manual_seed(3)
     with kind.context():
@@ -84,7 +83,6 @@ def computed(kind, inputs, attend):
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.one_in(2)
 def test_the_numbers_are_those_of_plain_tensors(name, call, backend, device):
-    """Results and gradients equal those of plain tensors, also for a call that would be replayed."""
     if backend == "cpu" and (device != "cpu" or call is dropped):
         pytest.skip("the backend is for CPU tensors, and knows no dropout")
     inputs, attend = call(device, backend)

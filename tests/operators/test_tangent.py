@@ -55,7 +55,6 @@ def test_tangents_by_kernels(case, device):
     "case", [*named(cases.COVERING), *matrix(*named([*cases.SHAPES, *cases.SINGLE, *cases.OPTION_PAIRS]))]
 )
 def test_tangents_on_a_cpu(case, weights):
-    """Tangents on a CPU are right, by the backend "cpu" if it supports the call, otherwise by "naive"."""
     _hold(case, None, weights=weights)
 
 

@@ -21,13 +21,11 @@ def backend(request, device):
 
 
 def _draw(device, dtype):
-    """Return random query, key and value, and a direction of the query."""
     shapes = (1, HQ, SQ, D), (1, HKV, SK, D), (1, HKV, SK, DV), (1, HQ, SQ, D)
     return [torch.randn(shape, dtype=torch.float64).to(device, dtype) for shape in shapes]
 
 
 def _total(backend, options, dtype):
-    """Return a function of query, key and value: a sum of cubes of output, lse and weights."""
     options = {name: x.detach() if isinstance(x, torch.Tensor) else x for name, x in options.items()}
     options = {name: x.to(dtype) if name in ("bias", "alibi_slopes", "sinks") else x for name, x in options.items()}
 

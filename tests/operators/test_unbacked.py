@@ -100,7 +100,6 @@ CASES = {
 
 
 def results(function, given):
-    """Return the results of a function, and the gradients of those inputs that need one."""
     got = function(*given)
     got = got if isinstance(got, tuple) else (got,)
     needed = [x for x in given if x.requires_grad]

@@ -81,7 +81,6 @@ def test_the_gradient_of_value_alone_from_the_lse_as_well(backend, slopes, devic
 
 
 def test_caches_that_are_written_to():
-    """torch.vmap of a call with new keys writes them into the right places of the cache."""
     key, value, new = torch.randn(2, 2, 2, 8, 4), torch.randn(2, 2, 2, 8, 4), torch.randn(2, 2, 2, 1, 4)
     lengths = torch.tensor([3, 5], dtype=torch.int32)
 

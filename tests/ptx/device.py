@@ -105,7 +105,6 @@ class Device:
         kernel._run = absent.Run(lambda *given: self.launch(kernel, given[:3], given[9:]))
 
     def launch(self, kernel, grid, values):
-        """Execute a kernel with the arguments that Triton's launcher gets."""
         code = program(kernel.asm["ptx"])
         params = self._arguments(code, kernel, values)
         report = self.execute(code, params, grid, kernel.metadata.shared)

@@ -63,7 +63,6 @@ class Lanes:
     # Active lanes
 
     def lanes(self, m):
-        """Return an index that selects the active lanes from an array of all lanes."""
         return ALL if m is None else np.flatnonzero(m)
 
     def each(self, m, *values):

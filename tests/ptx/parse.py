@@ -27,8 +27,6 @@ class Unsupported(NotImplementedError):
 
 
 class Instruction(NamedTuple):
-    """One PTX instruction, with its operands as text."""
-
     line: int
     text: str
     guard: tuple | None  # (register, True if it is negated)
@@ -37,8 +35,6 @@ class Instruction(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """A parsed entry point of a PTX module."""
-
     name: str
     params: dict  # {name: bytes}
     registers: dict  # {name: type, such as b32}
@@ -72,7 +68,6 @@ def split(text):
 
 
 def parse(ptx):
-    """Return the Kernel of a PTX module that has one entry point."""
     ptx = _NO_CODE.sub("", ptx)  # this keeps the line numbers
     entry = _ENTRY.search(ptx)
     begin = ptx.index("{", entry.end())

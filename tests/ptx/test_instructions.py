@@ -155,7 +155,6 @@ COMPARISONS |= {
 
 
 def alike(x, y):
-    """Return True if both are the same number, both NaN, or zeros of the same sign."""
     if isinstance(y, float):
         return (np.isnan(x) and np.isnan(y)) or (x == y and np.signbit(x) == np.signbit(y))
     return int(x) == y

@@ -45,7 +45,6 @@ def no_network(event, arguments):
 
 
 def metadata_fits():
-    """Check the metadata of both builds, as `kernels` reads it."""
     for backend in ("cpu", "cuda"):
         variant = FOLDER / "build" / f"torch-{backend}"
         read = Metadata.read_from_file(variant / "metadata.json")
@@ -55,7 +54,6 @@ def metadata_fits():
 
 
 def benchmarks_run():
-    """Run the small benchmark workloads of `kernels`, which checks their results."""
     run, ran = suite(), []
     (script,) = run.discover_benchmark_scripts("fusedattn", FOLDER)
     available, torch.cuda.is_available = torch.cuda.is_available, lambda: True  # otherwise the suite finds no classes

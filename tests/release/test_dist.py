@@ -87,7 +87,6 @@ def test_a_module_that_git_does_not_know_is_not_forgotten(dist, monkeypatch, tmp
 
 
 def test_the_changelog_knows_the_version():
-    """The changelog has a dated section for a released version, below Unreleased."""
     version = re.search(r'^__version__ = "(.*)"$', (ROOT / "fusedattn" / "__init__.py").read_text(), re.M)[1]
     sections = re.findall(r"^## \[(.*?)\](?: - (\d{4}-\d\d-\d\d))?$", (ROOT / "CHANGELOG.md").read_text(), re.M)
     assert sections[0] == ("Unreleased", "")

@@ -29,7 +29,6 @@ def sources():
 
 
 def found(tree):
-    """Yield (line, name) of each import and call that is only allowed with a reason in NAMED."""
     for node in ast.walk(tree):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []

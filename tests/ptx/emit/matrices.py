@@ -31,7 +31,6 @@ def stmatrix(e, op, address, a):
 
 @instruction(" ".join(f"mma.sync.aligned.m16n8k{k}.row.col.f32.{kind}.{kind}.f32" for k, kind in MMA))
 def mma(e, op, d, a, b, c):
-    """Emit a warp's product of 16-bit or tf32 matrices, added in float32."""
     shape, kind = op.name.split(".")[3], op.name.split(".")[7]
     operands = [e.arrays(vector(x), dtype) for x, dtype in ((a, U32), (b, U32), (c, F32))]
     e.write_all(vector(d), e.call("mma", repr(shape), repr(kind), *operands), F32)

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import torch
 
-from .dispatch import replay
-from .launch import tuned
+from ..launch import tuned
+from . import replay
 
 __all__ = ["forget", "load"]
 
