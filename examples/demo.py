@@ -1,8 +1,8 @@
 """A small language model learns a text, and its attention is checked against float64.    python examples/demo.py
 
 The model predicts the next byte. The program trains it, on the GPU or otherwise on the CPU; compares outputs and
-gradients of fused attention with float64; writes text; and plots the attention. The exit status is 1 if a check fails.
---help lists the options.
+gradients of fused attention with float64; times it beside the formula and PyTorch's attention; writes text; and plots
+the attention. The exit status is 1 if a check fails. --help lists the options.
 """
 
 import argparse
@@ -16,6 +16,8 @@ import re
 
 import torch
 import torch.nn.functional as F
+from fusedattn.bench import measure, report, rows
+from fusedattn.bench.cases import Case
 from torch import nn
 
 import fusedattn as fa
@@ -115,6 +117,15 @@ def checks(model, windows, on_kernels):
             yield f"layer {number} by Triton, {str(dtype)[6:]}", compare(got, tensors, dict(causal=True))
 
 
+def time_attention(device):
+    some = [Case(BATCH, HEADS, HEADS, CONTEXT, CONTEXT, WIDTH // HEADS, WIDTH // HEADS, True, "float32")]
+    if device == "cuda":
+        some.append(Case(4, 16, 16, 2048, 2048, 64, 64, True, "bfloat16"))
+    names, modes = ("fusedattn", "naive", "sdpa"), ("forward", "forward_backward")
+    timed = measure.measure(rows.machine(device), some, names, modes, device)
+    print(*report.lines([row for row, _ in timed]), sep="\n")
+
+
 def draw(path, points, model, prompt):
     from matplotlib.figure import Figure
 
@@ -138,7 +149,7 @@ def text_of(tokens):
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(description="Train a small language model on a text, check and plot it.")
+    parser = argparse.ArgumentParser(description="Train a small language model on a text, check, time and plot it.")
     readme = pathlib.Path(__file__).parent.parent / "README.md"
     parser.add_argument("--text", type=pathlib.Path, metavar="FILE", default=readme, help="text to learn (the README)")
     parser.add_argument("--steps", type=int, default=300, help="training steps (%(default)s)")
@@ -170,6 +181,7 @@ def main(arguments=None):
         print(f"{errors}  {name}: {'ok' if worst.ok else 'FAIL, ' + worst.why}")
         right.append(worst.ok)
     print(*(f"The Triton kernels are not checked: {reason}" for reason in left_out), sep="\n")
+    time_attention(device)
     found = re.search(rb"[A-Z][a-z]+(?: [a-z]+){3,}", content)
     prompt = torch.tensor([list((found.group() if found else content)[:28])], device=device)
     print(f"\nAsked to go on from {text_of(prompt)!r}, it writes:\n{text_of(write(model, prompt, 120))}\n")

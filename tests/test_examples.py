@@ -1,4 +1,4 @@
-"""Tests that the examples run on a CPU, and that the demo trains, checks and plots."""
+"""Tests that the examples run on a CPU, and that the demo trains, checks, times and plots."""
 
 import importlib.util
 import os
@@ -23,7 +23,7 @@ def test_what_it_shows_is_true(path):
     run_python(path, CUDA_VISIBLE_DEVICES="", HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", PYTHONPATH=paths)
 
 
-def test_the_demo_learns_checks_and_draws(tmp_path, monkeypatch, capsys, one_thread):
+def test_the_demo_learns_checks_times_and_draws(tmp_path, monkeypatch, capsys, one_thread, at_once):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TRITON_INTERPRET", os.environ.get("TRITON_INTERPRET", "0"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -35,6 +35,6 @@ def test_the_demo_learns_checks_and_draws(tmp_path, monkeypatch, capsys, one_thr
     vars(module).update(small)
     assert module.main(["--text", "text", "--steps", "4"]) == 0
     shown = capsys.readouterr().out
-    assert "FAIL" not in shown
+    assert "FAIL" not in shown and "2,1,1,32,32,32 causal fp32" in shown
     assert "layer 1 by Triton, float32: ok" in shown or "kernels are not checked" in shown
     assert importlib.util.find_spec("matplotlib") is None or Path("demo.png").read_bytes().startswith(b"\x89PNG")
