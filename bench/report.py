@@ -12,6 +12,7 @@ from .cases import PAPER, Case
 from .rows import Row
 
 ON_A_CPU = "These times are of a CPU. They say nothing about the kernels, which need an NVIDIA GPU."
+RATIO, MORE_US = 1.10, 100.0  # the aim: a CPU call takes at most RATIO times PyTorch's time, or MORE_US longer
 
 
 def reason(row: Row) -> str:
@@ -40,6 +41,7 @@ def unit(rows: Sequence[Row]) -> tuple[str, float]:
 
 
 def groups(rows: Sequence[Row]) -> dict[tuple[str, Case], list[Row]]:
+    """Return {(mode, case): its rows}, sorted by mode, `kind` and length."""
     grouped = collections.defaultdict(list)
     for row in rows:
         grouped[row.mode, row.case].append(row)
@@ -106,21 +108,24 @@ class Standing(NamedTuple):
         return f"{self.mode}: {self.ours} is {speed} {self.other}{counts}"
 
 
-def standings(rows: Sequence[Row]) -> list[Standing]:
-    pairs = collections.defaultdict(list)
-    for mode, _, some, mine, _ in compared(rows):
+def standings(rows: Sequence[Row]) -> tuple[list[Standing], list[Standing]]:
+    """Return the Standings of each mode against each case's fastest other provider, and against each provider."""
+    best, each = collections.defaultdict(list), collections.defaultdict(list)
+    for mode, _, some, mine, other in compared(rows):
+        best[mode].append((mine, other))
         for row in some:
             if not is_ours(row) and row.ms_p50 != "":
-                pairs[mode, row.provider].append((mine, row))
-    return [_standing(mode, other, some) for (mode, other), some in pairs.items()]
+                each[mode, row.provider].append((mine, row))
+    return list(map(_standing, best.values())), list(map(_standing, each.values()))
 
 
-def _standing(mode, other, pairs):
-    ours = ", ".join(dict.fromkeys(mine.provider for mine, _ in pairs))
-    ratios, clear = [row.ms_p50 / mine.ms_p50 for mine, row in pairs], [differ(*pair) for pair in pairs]
+def _standing(pairs):
+    names = (collections.Counter(row.provider for row in some).most_common() for some in zip(*pairs, strict=True))
+    ours, others = (", ".join(name for name, _ in each) for each in names)
+    ratios, clear = [other.ms_p50 / mine.ms_p50 for mine, other in pairs], [differ(*pair) for pair in pairs]
     faster = sum(differs and ratio > 1 for differs, ratio in zip(clear, ratios, strict=True))
     counts = len(pairs), faster, len(pairs) - sum(clear)
-    return Standing(mode, ours, other, *counts, statistics.median(ratios), min(ratios), max(ratios))
+    return Standing(pairs[0][0].mode, ours, others, *counts, statistics.median(ratios), min(ratios), max(ratios))
 
 
 def lines(rows: Sequence[Row], whys: Sequence[str] = ()) -> Iterator[str]:
@@ -155,10 +160,13 @@ def wrong(rows: Sequence[Row]) -> list[Row]:
 
 
 def sentences(rows: Sequence[Row]) -> list[str]:
-    found = standings(rows)
-    said = [one.text for one in found]
+    best, each = standings(rows)
+    said = [one.text for one in each]
+    # If one provider is the fastest in all cases, the sentence about this provider is enough.
+    several = [one for one in best if ", " in one.other]
+    said += [one._replace(other=f"the fastest other of each case ({one.other})").text for one in several]
     for mode in dict.fromkeys(row.mode for row in rows):
-        if all(one.mode != mode for one in found):
+        if all(one.mode != mode for one in best):
             said.append(f"{mode}: no comparison: no case has both a right result of fusedattn and another's time")
     held = [row for row in rows if row.status in ("ok", "wrong")]
     ours, bad = sum(map(is_ours, held)), len(wrong(rows))
@@ -170,3 +178,12 @@ def sentences(rows: Sequence[Row]) -> list[str]:
     missing = sum(row.ms_p50 == "" for row in rows)
     said += [f"{missing} of {count(len(rows), 'row')} could not be measured; their lines say why"] * bool(missing)
     return said + [ON_A_CPU] * any(row.gpu == "cpu" and is_ours(row) for row in rows)
+
+
+def over_promise(rows: Sequence[Row]) -> list[str]:
+    """Return the CPU calls that are slower than our aim (RATIO, MORE_US), as text."""
+    return [
+        f"{case.name} {mode}: {mine.ms_p50:.3f} ms beside {other.ms_p50:.3f} ms of {other.provider}"
+        for mode, case, _, mine, other in compared(rows, without="naive")
+        if mine.ms_p50 > max(RATIO * other.ms_p50, other.ms_p50 + MORE_US / 1e3)
+    ]

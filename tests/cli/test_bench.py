@@ -42,6 +42,7 @@ def test_json_has_every_row_and_the_verdict(capsys):
     assert [(one["mode"], one["other"]) for one in found["verdict"]["each"]] == [
         (mode, other) for mode in ("forward", "backward") for other in ("naive", "sdpa:math")
     ]
+    assert [one["mode"] for one in found["verdict"]["fastest"]] == ["forward", "backward"]
 
 
 def test_a_result_of_ours_that_is_wrong_fails(capsys, monkeypatch):
