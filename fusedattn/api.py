@@ -241,13 +241,14 @@ def plan(
 
         >>> plan = fusedattn.plan(lambda b, h, i, j: (i >= j) | (j < 40), rows=4096, keys=4096)
 
-    A plan keeps 4 bytes for each 64 x 64 pairs, and a bit for each pair of the blocks that the mask shows in part.
+    A plan keeps 2 bytes for each block of 64 x 64 pairs, and a bit for each pair of blocks that the mask shows in part.
+    Equal blocks are kept once. If more than 32,765 differ, each block takes 4 bytes.
 
     Args:
         mask, key_mask, query_mask: as in `attention`, at least one. A call with a plan takes no other masks. mask may
             also have rank 3, (B, Sq, Sk), for calls of rank 3 and for `MultiHeadAttention`. Or it is a function of
             index tensors (batch, head, query, key) that broadcast, which returns a bool tensor, True = may attend, as
-            FlexAttention's mask_mod. `fusedattn.masks` has some. It is called here, for up to a million pairs at once.
+            FlexAttention's mask_mod. `fusedattn.masks` has some. It is called here, for half a million pairs at once.
         batch, heads, rows, keys: sizes of a mask that is a function; with batch or heads of 1, all share it.
         device: of a mask that is a function; by default that of key_mask or query_mask, or else torch's.
 

@@ -1,4 +1,7 @@
-"""Packs masks of pairs in bits: a block mask, and a word of 64 bits for each row of a block that is shown in part."""
+"""Packs masks of pairs in bits: a block mask, and a word of 64 bits for each row of a block that is shown in part.
+
+Blocks with the same words share them. If they fit, entries of the block mask have 16 bits.
+"""
 
 import itertools
 import math
@@ -14,8 +17,9 @@ from .private import transforms_active
 # Entries of a block mask, which kernels/vocabulary/masks.py explains. From CONSTANT on they count the blocks of words.
 EMPTY, FULL, SOME, CONSTANT = range(4)
 BLOCK = 64  # rows and keys of a block; 16 in Triton's interpreter
-CHUNK = 2**20  # pairs that are looked at together: int64 indices of more would not fit a cache
+CHUNK = 2**19  # pairs that are looked at together: int64 indices of more would not fit a cache
 ALIGNED = 16  # the number of blocks of words is a multiple: kernels are compiled once for all such numbers
+_MIX = 0x1E3779B97F4A7C15  # odd, with irregular bits
 _GATHER = sum(1 << 56 - 7 * i for i in range(8))  # x * _GATHER has the lowest bit of byte i of x as bit 56 + i
 
 
@@ -30,8 +34,8 @@ def _lengths(n: int, size: int, device: torch.device) -> Tensor:
     return (n - torch.arange(0, n, size, device=device)).clamp(max=size)
 
 
-def _packed(mask: Tensor, size: int, compact: bool) -> tuple[Tensor, Tensor]:
-    """Return (block mask, words of its blocks) of a mask (B, H, rows, keys). Unless compact, each block has words."""
+def _counted(mask: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Return a mask (B, H, rows, keys) as (B, H, down, across, size, size), and the visible pairs of each block."""
     batch, heads, rows, keys = mask.shape
     down, across = -(-rows // size), -(-keys // size)
     if rows % size or keys % size:
@@ -39,13 +43,21 @@ def _packed(mask: Tensor, size: int, compact: bool) -> tuple[Tensor, Tensor]:
     mask = mask.contiguous().view(batch, heads, down, size, across * size)
     lanes = mask.view(torch.int64).sum(3)  # a byte counts up to `size` pairs
     seen = lanes.view(torch.uint8).view(batch, heads, down, across, size).sum(4)
-    full = seen == _lengths(rows, size, mask.device)[:, None] * _lengths(keys, size, mask.device)
-    cut = (seen > 0) & ~full
-    counted = cut if compact else torch.ones_like(cut)
-    numbers = counted.flatten().cumsum(0).view_as(cut) + (CONSTANT - 1)
-    blocks = mask.view(batch, heads, down, size, across, size).transpose(3, 4)
-    words = _words(blocks[cut] if compact else blocks.flatten(0, 3))
-    return torch.where(cut, numbers, full * FULL).to(torch.int32), words
+    return mask.view(batch, heads, down, size, across, size).transpose(3, 4), seen
+
+
+def _distinct(words: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the distinct rows of words (n, size), and the place of each row among them, by a 64-bit hash.
+
+    If two different rows have the same hash, all rows are returned.
+    """
+    lanes = words.view(torch.int16)  # products lose the upper bits of a factor: 49 bits tell single pairs apart
+    powers = torch.full((lanes.shape[1],), _MIX, device=words.device).cumprod(0)
+    hashes, places = torch.unique((lanes * powers).sum(1), return_inverse=True)
+    every = torch.arange(len(words), device=words.device)
+    first = torch.zeros_like(hashes).scatter_reduce(0, places, every, "amin", include_self=False)
+    distinct = words[first]
+    return (distinct, places) if torch.equal(distinct[places], words) else (words, every)
 
 
 def pack(
@@ -54,30 +66,48 @@ def pack(
     """Return (block_mask, mask_bits) of a mask of shape (B, H, rows, keys), as a Plan has them.
 
     pairs(batches, heads, rows, keys), four slices, returns that part of the mask. It is called for parts of about CHUNK
-    pairs. Compiled or transformed code, and meta tensors, have words for each block, from all pairs at once.
+    pairs, on a GPU of more. Compiled or transformed code looks at all pairs at once, and has words for each block.
     """
     constant = torch.tensor([0, -1, -1], device=device)[:, None].expand(-1, size)
+    area = _lengths(shape[2], size, device)[:, None] * _lengths(shape[3], size, device)
     if is_compiling() or transforms_active() or device.type == "meta":
-        block_mask, words = _packed(pairs(*(slice(0, n) for n in shape)), size, compact=False)
-        return block_mask, torch.cat([constant, words, words.new_zeros(-(len(words) + CONSTANT) % ALIGNED, size)])
-    steps, room = [0, 0, 0, 0], CHUNK
+        blocks, seen = _counted(pairs(*(slice(0, n) for n in shape)), size)
+        words, numbers = _words(blocks.flatten(0, 3)), torch.arange(seen.numel(), device=device) + CONSTANT
+        block_mask = torch.where((seen == 0) | (seen == area), seen.clamp(max=FULL), numbers.view_as(seen))
+        return block_mask.to(torch.int32), _aligned(constant, words)
+    if math.prod(shape):  # a mask that is the same in each batch or head broadcasts along it
+        strides = pairs(slice(0, shape[0]), slice(0, shape[1]), slice(0, 1), slice(0, 1)).stride()
+        shape = *(1 if stride == 0 else n for n, stride in zip(shape[:2], strides[:2], strict=True)), *shape[2:]
+    steps, room = [0, 0, 0, 0], CHUNK if device.type == "cpu" else 16 * CHUNK
     for axis, least in ((3, size), (2, size), (1, 1), (0, 1)):
         most = room // (size if axis == 3 else 1)  # keys leave room for a block of rows
         steps[axis] = max(least, min(-(-shape[axis] // least) * least, most // least * least))
         room //= steps[axis]
-    block_mask = torch.empty(*shape[:2], *(-(-n // size) for n in shape[2:]), dtype=torch.int32, device=device)
+    block_mask = torch.empty(*shape[:2], *area.shape, dtype=torch.int32, device=device)
     # One tensor that doubles, not many small ones: between temporary tensors they would fragment the memory.
-    found, count = torch.cat([constant, constant.new_zeros(2 * ALIGNED - CONSTANT, size)]), CONSTANT
+    found, count = constant.new_empty(ALIGNED, size), 0
     for starts in itertools.product(*map(range, (0,) * 4, shape, steps)):
         where = [slice(start, min(start + step, n)) for start, step, n in zip(starts, steps, shape, strict=True)]
-        part, words = _packed(pairs(*where), size, compact=True)
+        blocks, seen = _counted(pairs(*where), size)
         where[2:] = (slice(x.start // size, -(-x.stop // size)) for x in where[2:])
-        block_mask[tuple(where)] = torch.where(part >= CONSTANT, part + (count - CONSTANT), part)
-        while len(found) < count + len(words):
-            found = torch.cat([found, torch.zeros_like(found)])
-        found[count : count + len(words)] = words
-        count += len(words)
-    return block_mask, found[: count + -count % ALIGNED].clone()
+        full = seen == area[where[2], where[3]]
+        cut, part = (seen != 0) != full, block_mask[tuple(where)]
+        part.copy_(full)
+        if cut.any():
+            words, places = _distinct(_words(blocks[cut]))
+            part[cut] = (places + (CONSTANT + count)).int()
+            while len(found) < count + len(words):
+                found = torch.cat([found, found])
+            found[count : count + len(words)] = words
+            count += len(words)
+    words, places = _distinct(found[:count])
+    numbers = torch.cat([torch.arange(CONSTANT, device=device), places + CONSTANT])
+    numbers = numbers.to(torch.int16 if len(words) + CONSTANT < 2**15 else torch.int32)
+    return numbers.index_select(0, block_mask.flatten()).view_as(block_mask), _aligned(constant, words)
+
+
+def _aligned(constant: Tensor, words: Tensor) -> Tensor:
+    return torch.cat([constant, words, words.new_zeros(-(len(words) + CONSTANT) % ALIGNED, words.shape[1])])
 
 
 def hide_tokens(block_mask: Tensor, key_mask: Tensor | None, query_mask: Tensor | None, size: int) -> Tensor:
@@ -106,7 +136,7 @@ def unpack(block_mask: Tensor, mask_bits: Tensor, first: int, last: int, begin: 
     across = torch.arange(begin // size, -(-end // size), device=device)
     # A block mask of one block of rows or keys may be broadcast along them.
     numbers = block_mask[:, :, rows // size % block_mask.shape[2]][..., across % block_mask.shape[3]]
-    octets = mask_bits[numbers, (rows % size)[:, None]][..., None].view(torch.uint8)[..., : size // 8]
+    octets = mask_bits[numbers.int(), (rows % size)[:, None]][..., None].view(torch.uint8)[..., : size // 8]
     bits = octets[..., None].bitwise_and(torch.tensor([1 << i for i in range(8)], dtype=torch.uint8, device=device))
     start = begin // size * size
     return bits.ne(0).flatten(3)[..., begin - start : end - start]
@@ -129,5 +159,5 @@ def density(block_mask: Tensor | None, mask_bits: Tensor | None, shape: tuple[in
     seen = 0.0
     for (down, rows), (across, keys) in itertools.product(*sides):
         of_blocks = of_words[:, :rows].clamp(max=keys).sum(1)
-        seen += of_blocks[block_mask[..., down, across]].sum().item()
+        seen += of_blocks[block_mask[..., down, across].int()].sum().item()
     return seen / max(1, math.prod(block_mask.shape[:2]) * math.prod(lengths))

@@ -45,10 +45,11 @@ def non_default(arguments: Any) -> dict[str, Any]:
 class Plan(NamedTuple):
     """Masks that `fusedattn.plan` prepared once, to pass as mask= to many calls.
 
-    block_mask (1 or B, 1 or Hq, blocks of queries, blocks of keys), int32, has an entry for each 64 x 64 pairs: 0 if no
-    pair is visible, 1 if all are, 2 if key_mask hides some, or the index of the block in mask_bits. mask_bits (n, 64),
-    int64, has a bit for each pair of these blocks, and is None without a mask of pairs. key_mask and query_mask are the
-    caller's tensors, which must not change. shape is (B, Hq, Sq, Sk) of the calls, or 1 where the masks broadcast.
+    block_mask (1 or B, 1 or Hq, blocks of queries, blocks of keys) has an entry for each 64 x 64 pairs: 0 if no pair is
+    visible, 1 if all are, 2 if key_mask hides some, or the index of the block in mask_bits. It is int16 if that
+    suffices, otherwise int32. mask_bits (n, 64), int64, has a bit for each pair of different blocks, and is None
+    without a mask of pairs. key_mask and query_mask are the caller's tensors, which must not change. shape
+    is (B, Hq, Sq, Sk) of the calls, or 1 where the masks broadcast.
     """
 
     block_mask: Tensor | None
@@ -125,9 +126,9 @@ class Call(NamedTuple):
     tensors, slices by batch and head, and the limits of a backend are derived from these declarations.
 
     seed is one int64 if dropout_p is not 0, otherwise None. block_mask (1 or B, 1 or Hq, blocks of queries, blocks of
-    keys) is int32, as kernels/vocabulary/masks.py defines it, and mask_bits has the words of its blocks. Both come from
-    a Plan, which has no mask, or from the masks of the call. Row i sees the keys
-    diagonal + i - left to diagonal + i + right; None is unbounded. diagonal is 0 if top_left, otherwise Sk - Sq.
+    keys) is int16 or int32, as kernels/vocabulary/masks.py defines it, and mask_bits has the words of its blocks.
+    Both come from a Plan, which has no mask, or from the masks of the call. Row i sees the keys diagonal + i - left to
+    diagonal + i + right; None is unbounded. diagonal is 0 if top_left, otherwise Sk - Sq.
 
     With cu_seqlens_q and cu_seqlens_k, int32 (n + 1,), the call holds n packed sequences and B is 1. Sequence b has
     rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1, and keys likewise. Kernels clamp offsets to the tensors. Rows and

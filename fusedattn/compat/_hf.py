@@ -4,7 +4,8 @@ The flag `_supports_attention_backend` is unreliable: BART, T5 and Whisper call 
 without it, and Gemma 3n has it but also computes attention itself. So the code of attention modules is searched for a
 few names. A model that asks for a registered name, such as "fusedattn", is built as "eager". Then each of its configs
 gets the name if at least one of its attention modules calls the interface; otherwise it stays "eager", with a warning.
-The config gets bool masks if all its attention modules call the interface, otherwise eager's floating masks.
+The config gets bool masks if all its attention modules call the interface, otherwise eager's floating masks. Plans
+replace bool masks in models that accept FlexAttention's BlockMask, because these hand masks on untouched.
 """
 
 import functools
@@ -16,9 +17,13 @@ from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
+import torch
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
-from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, eager_mask, sdpa_mask
 
+from ..call import bits
+from ..call.options import Plan
+from ..dispatch import backends
 from ._hf_names import MASKS, NAMES, REFUSED, masks_of
 
 if not hasattr(PreTrainedModel, "_check_and_adjust_attn_implementation"):
@@ -44,9 +49,19 @@ class _Attention(NamedTuple):
     causal: bool
     used: bool  # the module calls the interface, and its nearest config asks for a registered name
     safe: bool  # used, and the model takes bool masks
+    opaque: bool  # the model takes masks that are no tensors
 
 
-def install(name: str, forward: Callable[..., Any]) -> None:
+class MaskPlan(Plan):
+    """A Plan with the members of a mask of rank 4 that generate() uses for static caches."""
+
+    ndim = 4
+
+    def contiguous(self) -> "MaskPlan":
+        return self
+
+
+def install(name: str, forward: Callable[..., Any], masks: str) -> None:
     """Register `forward` under `name`, and patch transformers so that each model that asks for the name is checked."""
     if not NAMES:
         _follow(PreTrainedModel, "_check_and_adjust_attn_implementation", _postpone)
@@ -55,7 +70,7 @@ def install(name: str, forward: Callable[..., Any]) -> None:
         _follow(PreTrainedModel, "set_attn_implementation", _settle_again)
         for method in ("to_dict", "to_diff_dict"):
             _follow(PretrainedConfig, method, lambda _, saved, *__, **___: {x: saved[x] for x in saved if x != MASKS})
-    NAMES.add(name)
+    NAMES[name] = masks
     AttentionInterface.register(name, forward)
     AttentionMaskInterface.register(name, attention_mask)
 
@@ -73,15 +88,50 @@ def _follow(cls: type, name: str, after: Callable[..., Any]) -> None:
 
 
 def attention_mask(*sizes: Any, config: Any = None, **options: Any) -> Any:
-    """Return sdpa's mask (bool or None) if a config's attention accepts it, otherwise eager's mask (floating)."""
+    """Return sdpa's mask (bool or None) or its plan if a config's attention accepts it, else eager's floating mask."""
+    if isinstance(options.get("attention_mask"), MaskPlan):  # generate() made it before the forward
+        return options["attention_mask"]
     if (masks := masks_of(config)) is None:
         return eager_mask(*sizes, config=config, **options)
-    # Layers that share keys may compute only the last rows. Without a mask it is unknown which rows these are.
-    if not masks[0] or getattr(config, "num_kv_shared_layers", False):
+    # Layers that share keys may slice the mask and compute only the last rows. Without a mask these are unknown.
+    sliced = getattr(config, "num_kv_shared_layers", False)
+    if not masks[0] or sliced:
         options["allow_is_causal_skip"] = False
     if not masks[1]:
         options["allow_is_bidirectional_skip"] = False
+    if masks[2] and not sizes and not sliced and NAMES.get(config._attn_implementation) == "blocks":
+        return _plan(options)
     return sdpa_mask(*sizes, config=config, **options)
+
+
+def _plan(options: dict[str, Any]) -> Any:
+    """Return the plan of sdpa's mask, which is computed in parts; for a single row or key return that mask."""
+    positions = options.get("cache_position")  # in transformers 4; later q_offset and q_length
+    batch, keys = options["batch_size"], options["kv_length"]
+    rows = options["q_length"] if positions is None else len(positions)
+    everything = dict(mask_function=lambda b, h, i, j: b >= 0, use_vmap=False)
+    if rows == 1 or keys == 1:
+        return sdpa_mask(**options)
+    if sdpa_mask(**options | everything) is None:  # this takes no memory
+        return None
+
+    def pairs(batches: slice, _: slice, rows: slice, keys: slice) -> Any:
+        function, padding = options.get("mask_function", causal_mask_function), options.get("attention_mask")
+        part = dict(batch_size=batches.stop - batches.start, kv_length=keys.stop - keys.start)
+        part |= dict(kv_offset=options.get("kv_offset", 0) + keys.start)
+        part |= dict(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
+        part |= dict(mask_function=lambda b, *at: function(b + batches.start, *at))
+        part |= dict(attention_mask=None if padding is None else padding[batches])
+        if positions is None:
+            part |= dict(q_length=rows.stop - rows.start, q_offset=options.get("q_offset", 0) + rows.start)
+        else:
+            part |= dict(cache_position=positions[rows])
+        return sdpa_mask(**options | part)
+
+    device = torch.device(options.get("device", "cpu")) if positions is None else positions.device
+    shape = batch, 1, rows, keys
+    block_mask, mask_bits = bits.pack(pairs, shape, backends.block_size(device) or bits.BLOCK, device)
+    return MaskPlan(block_mask, mask_bits, None, None, shape)
 
 
 def _postpone(model: Any, name: Any, asked: Any = None, is_init_check: bool = False, *_: Any, **__: Any) -> Any:
@@ -161,11 +211,12 @@ def _attentions(module: Any, models: Any = (), configs: Any = ()) -> Iterator[_A
     calls, computes, sparse = _read(kind, _function(module.forward, module), forwards, bool(beneath))
     if calls or computes or sparse:
         # A model's flags say that it takes bool masks; a module's is_causal says whether no mask means causal.
-        flagged = (x for x in models if type(x.config) is type(models[-1].config))
+        flagged = [x for x in models if type(x.config) is type(models[-1].config)]
         able = hasattr(module, "is_causal") and all(any(getattr(x, flag, 0) for flag in _FLAGS) for x in flagged)
+        opaque = all(getattr(x, "_supports_flex_attn", False) for x in flagged)
         causal, used = bool(getattr(module, "is_causal", True)), calls and _wanted(configs[-1]) is not None
         stray = "" if calls else kind.__name__
-        yield _Attention(models[0], configs, stray, sparse, causal, used, used and able and not computes)
+        yield _Attention(models[0], configs, stray, sparse, causal, used, used and able and not computes, opaque)
 
 
 def _configs(model: Any) -> dict[int, Any]:
@@ -203,7 +254,8 @@ def _settle(model: Any, everywhere: bool = False) -> None:
             vars(config).pop(MASKS, None)
             if used and all(x.safe for x in beneath):
                 kinds = [{x.causal for x in beneath if x.root is root} for root in {x.root for x in beneath}]
-                setattr(config, MASKS, tuple(all(causal in each for each in kinds) for causal in (True, False)))
+                one_kind = [all(causal in each for each in kinds) for causal in (True, False)]
+                setattr(config, MASKS, (*one_kind, all(x.opaque for x in beneath)))
         strays = {x.stray for x in nearest if x.stray}
         if not (name or everywhere) or (used and not strays):
             continue

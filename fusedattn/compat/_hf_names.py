@@ -2,14 +2,17 @@
 
 from typing import Any
 
-NAMES: set[str] = set()  # the registered names
+NAMES: dict[str, str] = {}  # {registered name: "dense" or "blocks"}
 MASKS = "_fusedattn_masks"  # a config's attribute: the result of `masks_of`; before that the name it asks for
 # Keywords that some models pass. Ignoring one would change the result.
 REFUSED = dict(indices="sparse attention by indices", block_indices="sparse attention by blocks")
 REFUSED |= dict(sinks="a sink for each query", head_mask="a weight for each head")
 
 
-def masks_of(config: Any) -> tuple[bool, bool] | None:
-    """Return whether mask=None may mean causal, and whether it may mean unmasked; or None: use eager's masks."""
+def masks_of(config: Any) -> tuple[bool, bool, bool] | None:
+    """Return whether mask=None may mean causal, whether it may mean unmasked, and whether a mask may be a plan.
+
+    None: use eager's masks.
+    """
     masks = getattr(config, MASKS, None)
     return masks if isinstance(masks, tuple) else None

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from ..api import attention, attention_varlen
+from ..call.bits import unpack
+from ..call.options import Plan
 from ..call.rules import check_strided, fail
 from ._flash import ask, check_tensor
 from ._hf_names import NAMES, REFUSED, masks_of
@@ -14,7 +16,7 @@ from ._hf_names import NAMES, REFUSED, masks_of
 RESERVED = {"flash": "FlashAttention", "/": "a kernel of the hub", "|": "a prefix"}
 
 
-def register(name: str = "fusedattn") -> None:
+def register(name: str = "fusedattn", masks: str = "dense") -> None:
     """Make `name` an attn_implementation of every model that calls transformers' AttentionInterface.
 
     Examples:
@@ -33,15 +35,26 @@ def register(name: str = "fusedattn") -> None:
     attention in a model. `register` wraps these methods of PreTrainedModel; other names behave as before. A model gets
     eager's floating masks, as large as the scores, if only some of its attention calls the interface, if a forward is
     replaced by a function that is not a method of its classes, or if the name was written into a config by hand.
+
     generate_batch() takes no registered name. output_attentions=True returns weights in models that pass the keyword
     to attention; for others, such as GPT-2, set it in the config.
 
+    Args:
+        name: of the attn_implementation.
+        masks: "dense", bool tensors (B, 1, Lq, Lk), or "blocks": `fusedattn.plan` makes a plan of the mask function in
+            each forward of more than one query, and no tensor of that size exists. Models that FlexAttention does not
+            support, those with eager's masks, and those whose layers share keys stay dense. A later call with the same
+            name replaces `masks`.
+
     Raises:
         ImportError: without transformers 4.54 or newer.
-        TypeError, ValueError: for a name that is no string, is empty, in use, or contains "flash", "/" or "|".
+        TypeError, ValueError: for a name that is no string, is empty, in use, or contains "flash", "/" or "|"; for
+            other masks.
     """
     if not isinstance(name, str):
         fail(TypeError, "name", "a string", type(name).__name__)
+    if masks not in ("dense", "blocks"):
+        fail(ValueError, "masks", '"dense" or "blocks"', repr(masks))
     for part, meaning in RESERVED.items():
         if part in name:
             fail(ValueError, "name", f"a name without {part!r}, which transformers reads as {meaning}", repr(name))
@@ -53,11 +66,11 @@ def register(name: str = "fusedattn") -> None:
         raise ImportError("fusedattn.compat.transformers: needs transformers 4.54 or newer") from error
     if name in ("", "eager") or AttentionInterface().get(name) not in (None, fusedattn_forward):
         fail(ValueError, "name", "a name that is not empty and that transformers does not use already", repr(name))
-    install(name, fusedattn_forward)
+    install(name, fusedattn_forward, masks)
 
 
 def fusedattn_forward(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | Plan | None = None,
     dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None, softcap: float | None = None,
     s_aux: Tensor | None = None, position_bias: Tensor | None = None, **others: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
@@ -72,7 +85,7 @@ def fusedattn_forward(
         module: its `is_causal`, by default True, counts if the keyword is None.
         query, key, value: (B, Hq, Lq, D), (B, Hkv, Lk, D), (B, Hkv, Lk, Dv), any strides; some may have B = 1.
         attention_mask: broadcastable to (B, Hq, Lq, Lk); bool, True = may attend, or floating, added to the scores.
-            Columns after the last key are ignored.
+            Columns after the last key are ignored. Or a plan, if `register` was called with masks="blocks".
         position_bias: floating, broadcastable to (B, Hq, Lq, Lk), added to the scores.
         dropout: the fraction of weights to drop, in training or not.
         scaling: 1 / sqrt(D) by default.
@@ -106,9 +119,11 @@ def fusedattn_forward(
     causal = bool(length > 1 and attention_mask is None and causal and not eager_masks)
     if causal and key.shape[2] > length:
         key, value = key[:, :, :length], value[:, :, :length]
-    mask = _pairs("attention_mask", attention_mask, key.shape[2])
+    mask: Any = attention_mask
+    if not isinstance(mask, Plan):
+        mask = _pairs("attention_mask", mask, key.shape[2])
     bias = _pairs("position_bias", position_bias, key.shape[2])
-    if mask is not None and mask.dtype != torch.bool:
+    if isinstance(mask, Tensor) and mask.dtype != torch.bool:
         if not mask.is_floating_point():
             fail(TypeError, "attention_mask", "a bool or floating tensor", mask.dtype)
         bias, mask = mask if bias is None else bias + mask, None
@@ -129,6 +144,8 @@ def fusedattn_forward(
             for x, of in zip(offsets, (query, key), strict=True)
         )
         same = (rows[:, None] == keys)[None, None]
+        if not isinstance(mask, Tensor | None):
+            mask = unpack(mask.block_mask, mask.mask_bits, 0, len(rows), 0, len(keys))
         mask = same if mask is None else mask & same
     options |= dict(mask=mask, bias=bias, causal=causal, align="top_left")
     results = ask(names, attention, query, key, value, **options, return_weights=bool(need_weights))

@@ -62,7 +62,8 @@ def check_call(call: Call, backend: str, need_weights: bool = False, capacity: i
                 fail(ValueError, "mask_bits", f"{blocks.BLOCK} words a block", size)
             size = blocks.BLOCK
         shape = sizes.B, heads, -(-sizes.Sq // size), -(-sizes.Sk // size)
-        rules.check_dtype("block_mask", call.block_mask, torch.int32, query.device)
+        dtype = torch.int16 if call.block_mask.dtype == torch.int16 else torch.int32
+        rules.check_dtype("block_mask", call.block_mask, dtype, query.device)
         if call.block_mask.dim() != 4 or not broadcasts(call.block_mask, shape):
             fail(ValueError, "block_mask", f"rank 4, broadcastable to {shape}", call.block_mask.shape)
     check_backend(call, backend, ("naive",) if capacity is None else ())

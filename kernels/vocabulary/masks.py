@@ -16,7 +16,7 @@ EMPTY, FULL, SOME, CONSTANT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2),
 class Bits(NamedTuple):
     """A mask of pairs in bits: bit c of words[block_mask[r // BLOCK, c // BLOCK], r % BLOCK] is set if r sees c.
 
-    block_mask is a View of (B, H, row blocks, key blocks), int32. words is int64 (count, BLOCK), contiguous.
+    block_mask is a View of (B, H, row blocks, key blocks), int16 or int32. words is int64 (count, BLOCK), contiguous.
     """
 
     block_mask: memory.View
@@ -63,7 +63,9 @@ def _words(bits, plane, r, first, band):
     blocks = memory.matrix(bits.block_mask, plane)
     exists = r < tl.where(first < band.keys, band.rows, 0)
     number = tl.load(memory.pointers(blocks, r // BLOCK, first // BLOCK), mask=exists, other=EMPTY)
-    number = tl.minimum(number.to(tl.uint32, bitcast=True), bits.count - 1)  # never outside, whatever the caller wrote
+    number = tl.minimum(
+        number.to(tl.int32).to(tl.uint32, bitcast=True), bits.count - 1
+    )  # never outside, whatever the caller wrote
     return tl.load(bits.words + number.to(tl.int64) * BLOCK + r % BLOCK)
 
 

@@ -106,10 +106,28 @@ def test_chunks(monkeypatch):
     mask = function(*torch.meshgrid(*map(torch.arange, (2, 3, 200, 333)), indexing="ij"))
     pairs.clear()
     plan = fa.plan(function, batch=2, heads=3, rows=200, keys=333)
-    assert max(pairs) <= 2**12 and sum(pairs) == mask.numel()
+    assert max(pairs) <= 2**12 and sum(pairs[1:]) == mask.numel()  # the first call asks which sizes broadcast
     query, key = torch.randn(2, 3, 200, 16), torch.randn(2, 3, 333, 16)
     assert torch.equal(*(fa.attention(query, key, key, mask=x, backend="naive") for x in (plan, mask)))
     assert plan.density == pytest.approx(mask.double().mean().item())
+
+
+@pytest.mark.parametrize(("of_blocks", "dtype"), [(20, torch.int16), (182, torch.int32)])
+def test_what_a_plan_keeps(of_blocks, dtype, device):
+    """Equal blocks, batches and heads are kept once. Entries of a block mask have 32 bits if 16 are too few."""
+    unequal, broad = (lambda b, h, i, j: (i * i * 7919 + j * j * 104729) % 997 < 400), dict(batch=3, heads=2)
+    size = fa.plan(MASKS.causal, rows=1, keys=1, device=device).mask_bits.shape[1]
+    if (size, dtype) == (64, torch.int32):
+        pytest.skip("takes a mask of 135 million pairs")
+    sizes = dict(rows=of_blocks * size, keys=of_blocks * size - 3, device=device)
+    plan = fa.plan(unequal, **sizes)
+    assert plan.block_mask.dtype == dtype and len(plan.mask_bits) > (of_blocks - 1) ** 2
+    query, key = (torch.randn(1, 1, n, 8, device=device) for n in (sizes["rows"], sizes["keys"]))
+    rows, keys = (torch.arange(x.shape[2], device=device) for x in (query, key))
+    mask = unequal(0, 0, rows[:, None], keys)
+    assert torch.equal(*(fa.attention(query, key, key, mask=x, backend="naive") for x in (plan, mask)))
+    few = fa.plan(MASKS.and_(MASKS.dilated(3), MASKS.causal), **sizes, **broad)
+    assert few.block_mask.shape[:2] == (1, 1) and few.shape[:2] == (3, 2) and len(few.mask_bits) == 16
 
 
 def test_a_plan_moves_and_pickles(device):

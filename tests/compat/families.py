@@ -36,7 +36,7 @@ class Family(NamedTuple):
     name: str
     model: str
     options: dict
-    kind: str = "decoder"  # kind of inputs: also "encoder", "image", "speech" or "seq2seq"
+    kind: str = "decoder"  # kind of inputs: also "encoder", "image", "speech", "seq2seq", or "spans" in a decoder's
     since: int = 4  # first version of transformers that calls the interface
     config: str | None = None  # class of the config; None: named like the model
 
@@ -59,6 +59,17 @@ FAMILIES = [
     Family("Gemma 3", "Gemma3ForCausalLM", dict(HEADS, **WINDOWS, query_pre_attn_scalar=5), config="Gemma3TextConfig"),
     Family("GPT-OSS", "GptOssForCausalLM", dict(HEADS, **WINDOWS, num_local_experts=2, num_experts_per_tok=1)),
     Family("DeepSeek-V3", "DeepseekV3ForCausalLM", TINY | LATENT),
+]
+SEEING = dict(
+    vision_config=dict(IMAGE, model_type="siglip_vision_model", vision_use_head=False),
+    image_token_index=2,
+    image_token_id=2,
+)
+TEXT = dict(text_config=dict(HEADS, **WINDOWS, query_pre_attn_scalar=5, model_type="gemma3_text"))
+PREFIXED = dict(text_config=dict(HEADS, model_type="gemma"), projection_dim=32)
+FAMILIES += [
+    Family("Gemma 3, images", "Gemma3ForConditionalGeneration", SEEING | TEXT, "spans", since=5),
+    Family("PaliGemma", "PaliGemmaForConditionalGeneration", SEEING | PREFIXED, "spans", since=5),
 ]
 if hasattr(transformers, "Gemma4TextConfig"):  # came with transformers 5
     WIDE = dict(HEADS, **WINDOWS, global_head_dim=512, vocab_size_per_layer_input=64, hidden_size_per_layer_input=8)
@@ -121,10 +132,12 @@ def inputs_of(family, padded):
         inputs["input_features"] = torch.randn(3, 6, 22, generator=torch.Generator().manual_seed(7))
     else:
         inputs["input_ids"] = tokens(3, 11) if family.kind == "seq2seq" else inputs["labels"]
+    if family.kind == "spans":  # tokens of an image, or of the prompt, see each other both ways
+        inputs["token_type_ids"] = torch.tensor([0, 0, 1, 1, 1, 1, 0, 1, 1]).expand(3, -1)
     if padded:
         name = "decoder_attention_mask" if family.kind == "speech" else "attention_mask"
         inputs[name] = padding(11) if family.kind == "seq2seq" else counts
-        if family.kind == "decoder":  # leave out the predictions of hidden rows
+        if family.kind in ("decoder", "spans"):  # leave out the predictions of hidden rows
             counts = counts * counts.roll(1, dims=1)
         inputs["labels"] = inputs["labels"].masked_fill(counts == 0, -100)
     return inputs

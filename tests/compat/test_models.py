@@ -5,6 +5,8 @@ import functools
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import fusedattn as fa
 from fusedattn.compat import transformers as compat
@@ -14,12 +16,14 @@ from ..close import assert_as_good, assert_like, exactly, flat
 from .families import BY_NAME, FAMILIES, GROUPED, MAJOR, drawn, inputs_of, padding, tokens, weighted
 
 transformers = pytest.importorskip("transformers")
+MaskPlan = pytest.importorskip("fusedattn.compat._hf").MaskPlan
 GENERATING = [x for x in FAMILIES if x.kind not in ("encoder", "image") and x.name != "BERT decoder"]
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _registered():
     compat.register()
+    compat.register("blocks", masks="blocks")
 
 
 @functools.cache
@@ -47,17 +51,43 @@ def assert_same(got, want, exact):
     assert_as_good(*(flat(x for name, x in each.items() if name != "logits") for each in (got, want, exact)))
 
 
-TRAINED = [x for x in sample.product(FAMILIES, ["plain", "padded"]) if x.id != "ViT-padded"]
+NAMES = "fusedattn", "blocks"
+TRAINED = [x for x in sample.product(FAMILIES, ["plain", "padded"], NAMES) if "ViT-padded" not in x.id]
 
 
-@pytest.mark.parametrize("family, case", TRAINED)
-def test_logits_loss_and_gradients_are_eagers(family, case, calls):
+@pytest.mark.parametrize("family, case, name", TRAINED)
+def test_logits_loss_and_gradients_are_eagers(family, case, name, calls):
     model, inputs = model_of(family.name), inputs_of(family, case == "padded")
     want = outcome(model, "eager", inputs)
     assert not calls
-    got = outcome(model, "fusedattn", inputs)
+    got = outcome(model, name, inputs)
     assert len(calls) == (6 if family.kind in ("seq2seq", "speech") else 2)  # each layer, and cross attention
+    assert {type(x["mask"]) for x in calls} <= {type(None), MaskPlan if name == "blocks" else torch.Tensor}
     assert_same(got, want, exactly(outcome, model, "eager", inputs))
+
+
+class Largest(TorchDispatchMode):
+    """Dispatch mode that keeps the bytes of the largest storage."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, operator, types, arguments=(), options=None):
+        made = operator(*arguments, **(options or {}))
+        storages = (x.untyped_storage().nbytes() for x in tree_leaves(made) if isinstance(x, torch.Tensor))
+        self.nbytes = max(self.nbytes, *storages, 0)
+        return made
+
+
+@pytest.mark.parametrize("name", ["Mistral", "PaliGemma"])
+def test_no_mask_of_all_pairs_is_made(name, monkeypatch):
+    monkeypatch.setattr("fusedattn.call.bits.CHUNK", 2**14)
+    model, ids, pairs = model_of(name), tokens(2, 768), 768 * 768
+    more = dict(token_type_ids=(torch.arange(768) > 300).long().expand(2, -1)) if name == "PaliGemma" else {}
+    for implementation in NAMES:
+        model.set_attn_implementation(implementation)
+        with Largest() as largest:
+            model.model(ids, **more)
+        assert largest.nbytes < pairs / 2 if implementation == "blocks" else largest.nbytes >= pairs
 
 
 @pytest.mark.parametrize("name, width", [("Gemma 4", 512), ("DeepSeek-V3", 192)])
@@ -88,20 +118,20 @@ CACHES = {
     "in chunks": dict(prefill_chunk_size=4),
     "no cache": dict(use_cache=False),
 }
-GENERATED = sample.product(GENERATING, CACHES, [False, True])
-GENERATED = [x for x in GENERATED if x.values[0].kind == "decoder" or x.values[1] != "in chunks"]
+GENERATED = sample.product(GENERATING, NAMES, CACHES, [False, True])
+GENERATED = [x for x in GENERATED if x.values[0].kind == "decoder" or x.values[2] != "in chunks"]
 
 
-@pytest.mark.parametrize("family, case, padded", sample.one_in(6, GENERATED))
-def test_generated_tokens_are_eagers(family, case, padded, calls):
+@pytest.mark.parametrize("family, name, case, padded", sample.one_in(6, GENERATED))
+def test_generated_tokens_are_eagers(family, name, case, padded, calls):
     if MAJOR < 5 and (family.name, case) == ("DeepSeek-V3", "static"):
         pytest.skip("the static cache of transformers 4 takes values for as wide as keys")
     model, inputs = model_of(family.name), inputs_of(family, padded)
-    for name in ("labels", "decoder_attention_mask"):
-        inputs.pop(name, None)
+    for key in ("labels", "decoder_attention_mask"):
+        inputs.pop(key, None)
     want, want_scores = generated(model, "eager", inputs, **CACHES[case])
     assert not calls
-    got, scores = generated(model, "fusedattn", inputs, **CACHES[case])
+    got, scores = generated(model, name, inputs, **CACHES[case])
     assert calls and len(scores) == 6
     assert torch.equal(got, want)
     tokens_too, exact = exactly(generated, model, "eager", inputs, **CACHES[case])
@@ -115,8 +145,9 @@ def test_the_prompt_in_a_static_cache_is_causal_and_sees_no_empty_slot(calls):
     assert calls[0]["causal"] and calls[0]["mask"] is None and not calls[-1]["causal"]
 
 
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.skipif(not hasattr(transformers, "Gemma4TextConfig"), reason="came with transformers 5")
-def test_layers_that_share_keys_may_be_handed_the_last_rows_alone(calls):
+def test_layers_that_share_keys_may_be_handed_the_last_rows_alone(name, calls):
     """Layers that share keys are right for the last queries alone; only the mask shows that the first are missing."""
     options = dict(vocab_size_per_layer_input=64, hidden_size_per_layer_input=8, global_head_dim=8, num_hidden_layers=4)
     options |= dict(layer_types=["sliding_attention", "full_attention"] * 2, sliding_window=32, num_kv_shared_layers=2)
@@ -135,7 +166,7 @@ def test_layers_that_share_keys_may_be_handed_the_last_rows_alone(calls):
             results = torch.cat((results, made.sequences.flatten(), torch.cat(made.scores).flatten()))
         return results
 
-    got, want = found(model, "fusedattn"), found(model, "eager")
+    got, want = found(model, name), found(model, "eager")
     assert calls
     assert_as_good(got, want, exactly(found, model, "eager"))
 
@@ -161,8 +192,9 @@ def test_attentions_are_eagers_where_they_are_asked_for(name, padded):
         model.config._output_attentions = False
 
 
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("given", ["offsets", "positions", "both"])
-def test_packed_sequences_do_not_see_each_other(given):
+def test_packed_sequences_do_not_see_each_other(given, name):
     model, ids, lengths = model_of("Llama"), tokens(1, 11), (4, 1, 6)
     offsets = torch.tensor([0, *lengths]).cumsum(0).int()
     of = dict(cu_seq_lens_q=offsets, cu_seq_lens_k=offsets, max_length_q=6, max_length_k=6)
@@ -174,7 +206,7 @@ def test_packed_sequences_do_not_see_each_other(given):
 
     model.set_attn_implementation("eager")
     want, exact = alone(model), exactly(alone, model)
-    model.set_attn_implementation("fusedattn")
+    model.set_attn_implementation(name)
     assert_as_good(model(ids, use_cache=False, **packed).logits, want, exact)
 
 

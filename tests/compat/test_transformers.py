@@ -217,6 +217,11 @@ def test_a_name_that_transformers_has_or_would_take_for_another_is_refused(name,
     assert transformers.AttentionInterface().get(name) is before
 
 
+def test_masks_of_no_known_kind_are_refused():
+    with pytest.raises(ValueError, match="^masks: "):
+        compat.register(masks="bits")
+
+
 def test_another_name_twice():
     from transformers.masking_utils import AttentionMaskInterface
 

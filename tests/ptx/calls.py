@@ -126,6 +126,7 @@ def _attention(entry, device):
     """Call attention as an Entry says. Return its results, and a function that compares them and returns verdicts."""
     case, lengths = entry.case, entry.lengths
     tensors, given = case.draw()
+    planned = dict(mask=fa.plan(given["mask"])) if entry.plan else {}
     attend = functools.partial(fa.attention, backend=entry.backend)
     if lengths is not None:
         attend = sequences.attention_varlen(*lengths, backend=entry.backend)
@@ -141,7 +142,7 @@ def _attention(entry, device):
     with _rounding(entry.tf32), two_passes, _of(entry.multiprocessors):
         for _ in range(entry.times):
             device.launches.clear()
-            got = with_gradients(attend, tensors, given, case.grads)
+            got = with_gradients(attend, tensors, given | planned, case.grads)
 
     def judge():
         if lengths is None:

@@ -24,6 +24,7 @@ class Entry(NamedTuple):
     far: tuple | None = None  # (axis, elements between neighbours along it)
     tf32: bool = False  # float32 is multiplied as tf32
     forward_mode: bool = False  # tangents instead of gradients
+    plan: bool = False  # the mask becomes a plan
 
     @property
     def name(self):
@@ -102,6 +103,7 @@ _OPTIONS = dense(
     ("dropout under a key mask", dict(key_mask="own", dropout=0.3, B=2)),
     ("query mask", dict(query_mask="own", B=2)),
     ("mask of pairs", dict(mask="pairs")),
+    ("mask in a plan, a repeated call", dict(mask="pairs", plan=True, times=3)),
     ("mask of pairs D256", dict(mask="pairs", D=256, **SHORT)),
     ("bias over batch (dbias)", dict(bias="heads", B=2)),
     ("bias of rows", dict(bias="rows")),

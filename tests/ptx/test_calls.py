@@ -2,6 +2,7 @@
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,9 +11,11 @@ pytest.importorskip("triton", reason="kernels need Triton")
 import fusedattn as fa
 from fusedattn.launch import hopper, tile_table
 
-from . import calls, device
+from . import calls, device, memory
 from .cases import HOPPER, dense
 from .conftest import CAPABILITIES, TILES, each_once
+
+BYTES, WORDS = "masks.0.0", "rules.0.3.1"  # arguments that are a mask of pairs
 
 
 def test_a_call_by_its_compiled_kernels(entry, capability, tile):
@@ -75,3 +78,24 @@ def test_a_sequence_with_nan_leaves_the_others_alone(capability):
         grads = torch.autograd.grad(out, inputs, torch.randn_like(out))
     assert out[:70].isnan().any() and grads[0][:70].isnan().any()
     assert all(x[70:].isfinite().all() for x in (out, *grads))
+
+
+@pytest.mark.parametrize("plan", [False, True])
+def test_passes_read_an_eighth_of_the_bytes_of_a_mask(plan, monkeypatch):
+    """Each pass reads a bit for each pair. Packing a dense mask reads its bytes once. Equal for all lengths."""
+    read, load = {}, memory.GlobalMemory.load_global
+
+    def counted(self, m, pointer, offset, dtype, n, line):
+        allocation, at = self.global_at(m, pointer, offset, n * np.dtype(dtype).itemsize, line)
+        blocks, first = self.number[self.lanes(m)].tolist(), at.tolist()  # a byte counts once in each thread block
+        read.setdefault((allocation.name, self), set()).update(
+            (block, x + i) for block, x in zip(blocks, first, strict=True) for i in range(n * np.dtype(dtype).itemsize)
+        )
+        return load(self, m, pointer, offset, dtype, n, line)
+
+    monkeypatch.setattr(memory.GlobalMemory, "load_global", counted)
+    (entry,) = dense(("bytes", dict(mask="pairs", plan=plan, Sq=128, Sk=128, Hq=1)))
+    outcome = calls.execute(entry, 80)
+    assert not outcome.wrong()
+    of = {key: [len(places) for (name, _), places in read.items() if name == key] for key in (BYTES, WORDS)}
+    assert of == {BYTES: [] if plan else [128 * 128], WORDS: [128 * 128 // 8] * 2}

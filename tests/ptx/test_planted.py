@@ -77,7 +77,7 @@ UNSEEN = (
         PAIRS,
         80,
     ),
-    ("the last ragged block", MASKS, "(first < band.keys)", "(first + BLOCK <= band.keys)", PAIRS, 90),
+    ("the last ragged block", MASKS, "first < band.keys, band", "first + BLOCK <= band.keys, band", PAIRS, 90),
     ("the words of another block of keys", MASKS, "r, first + BLOCK, band", "r, first, band", PAIRS, 90),
     ("mbarriers that nobody fenced", HOPPER, FENCED, FENCED.split("\n")[1], ONE_ROW, 90),
 )
