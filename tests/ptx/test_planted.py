@@ -87,6 +87,9 @@ if copies.LATER_UNFENCED.value:  # with a later Triton this is no mistake
 PACKED, PACKED_CAUSAL = "hopper packed", "hopper packed causal D128"
 D128, D64, STORED = "hopper causal D128", "hopper window", "hopper causal D256, two passes"
 KEYS, PAGES = "hopper key mask, causal", "decode: prefill D128, into pages"
+DROPPED = "hopper dropout, key mask"
+BIASED, BIAS_OF_KEYS = "hopper bias, slopes, two passes", "hopper bias of keys, cap fp16"
+WAITED = "        ring.wait(shared.bias, at, pred=exists)\n"
 RELEASED = "        ring.release(shared.q, step)\n"
 DK = "        dk, ds = warpgroup_mma_wait(num_outstanding=FOR_S + GROUPS, deps=(dk, ds))\n"
 ON_HOPPER = tuple(
@@ -134,6 +137,23 @@ ON_HOPPER = tuple(
          "        ring.wait(shared.q, step + 1, pred=step + 1 < steps)\n", "", D64),
         ("the slope of the head before", "steps", "member + 1, GROUP - 1)", "member, GROUP - 1)",
          "hopper slopes, packed top left, heads 4:2"),
+        ("hidden keys stay", "steps",
+         "gl.where(masking.real_keys(masks, kv, cols, n)[:, None], tile.load(LAYOUT), 0.0)", "tile.load(LAYOUT)", KEYS),
+        ("bits of other rows", "steps", "rows = first // 2 +", "rows = first +", DROPPED),
+        ("weights before dropout", "steps", "dropping.after(dropout, p)", "dropping.before(dropout, p)", DROPPED),
+        ("dp before dropout", "steps",
+         "of_weights(dropout, p, dp,", "of_weights(None, dropping.before(dropout, p), dp,", DROPPED),
+        ("capped weights before dropout", "steps",
+         "_pair(dropping.after(", "_pair(dropping.before(", "hopper dropout, splits"),
+        ("bits of another head", "backward",
+         "next_head = span.query_head(kv, member, GROUP)", "next_head = span.query_head(kv, 0, GROUP)",
+         "hopper dropout D128, packed"),
+        ("a bias of other rows", "backward", "block * BLOCK_M + half * 64", "block * BLOCK_M", BIASED),
+        ("a bias of other keys", "backward", "row, first + g * KEYS)\n        block", "row, first)\n        block",
+         BIASED),
+        ("a bias given back twice", "steps", WAITED, WAITED + WAITED.replace("wait", "release"), BIASED),
+        ("a pivot in one number with a bias", "steps",
+         "score.bias is None and score.rough", "score.rough", BIAS_OF_KEYS),
         ("no derivative of the cap", "steps", "scores.apply_dcap(score, dcap, p)", "p", "hopper softcap D256 fp16"),
         ("numbers of the other half", "steps", "slice(part * COUNT,", "slice(0,", "hopper softcap, a repeated call"),
         ("another has the turn", "backward", "last - first // KEYS", "last - first // KEYS + 1",
