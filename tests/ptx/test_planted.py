@@ -159,7 +159,7 @@ ON_HOPPER = tuple(
         ("another has the turn", "backward", "last - first // KEYS", "last - first // KEYS + 1",
          "hopper causal D128, two passes"),
         ("both halves of do are the first", "stored", "h * GradOut.block_type.shape[3]", "0", STORED),
-        ("delta left out", "steps", "(dp - across(rows, step, 2,", "(dp - across(rows, step, 3,", STORED),
+        ("delta left out", "steps", "across(rows, step, 2,", "across(rows, step, 3,", STORED),
         ("rows never given back", "stored", "    ring.release(shared.rows, step)\n", "", STORED),
         ("dv not fenced", "stored",
          "    fence_async_shared()\n    mbarrier.arrive(shared.out", "    mbarrier.arrive(shared.out", STORED),
