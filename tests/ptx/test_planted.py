@@ -113,7 +113,7 @@ ON_HOPPER = tuple(
         ("keys of the next sequence", "ring", ".packed.key, band.keys)", ".packed.key, band.keys + 1)", PACKED),
         ("a program too many", "forward", "share > 0 if PACKED", "share >= 0 if PACKED", PACKED_CAUSAL),
         ("the wrong end of the slots", "work", "work.order.blocks - 1 - slot", "slot + 1", PACKED),
-        ("a band for all sequences", "work", "rows, keys, work.left", "keys, rows, work.left", PACKED_CAUSAL),
+        ("a band for all sequences", "work", "band(rows, keys, work.left", "band(keys, rows, work.left", PACKED_CAUSAL),
         ("k given back before its product", "forward", MULTIPLIED + K_RELEASED, K_RELEASED + MULTIPLIED, MANY),
         ("a wait for the first q", "forward", "wait(shared.q, n * GROUPS + g,", "wait(shared.q, g,", MANY),
         ("the next scores are of this q", "forward", "shared, n + 1, step + 1,", "shared, n, step + 1,", MANY),
