@@ -94,12 +94,14 @@ def passes(call: Call, need, backend: str = "triton", by_tma: tuple | None = ())
     special = run.backward_on_hopper(call, deterministic)
     taken = run.is_to_take(special, call, backend) and not _lacks_on_hopper(call, needed, special)
     if taken and by_tma is not None and hopper.reachable(*by_tma):
-        # The gradient of slopes needs sums over rows of distances, for which the Hopper kernels have no registers.
+        # The Hopper kernels have no registers for gradients of slopes and of a bias: other kernels compute the scores'
+        # gradients again, and sum or store them.
         names = [
             "preprocess",
             special,
             *["postprocess"] * (special != "hopper_bwd_ds"),
-            *["dq"] * needed["alibi_slopes"],
+            *["dq"] * (needed["alibi_slopes"] or where in ("rows", "pairs")),
+            *["dkdv"] * (where == "keys"),
         ]
     elif needed["query"] and by_keys and not by_rows and narrow and not (deterministic or run.prefers_two_passes(call)):
         names = ["preprocess", "one_pass", "postprocess"]
@@ -127,7 +129,7 @@ def _totals(sums, offsets, batch):
 
 def _unit(p, form):
     """Return UNIT and WIDTH, the rows and columns of a block in Hopper's buffer of dq; both None without `form`."""
-    return dict(zip(("UNIT", "WIDTH"), (None, None) if form is None else hopper.unit(p.call, form), strict=True))
+    return dict(zip(("UNIT", "WIDTH"), (None, None) if form is None else hopper.unit(p.call), strict=True))
 
 
 def _preprocess(p, out, grad_lse, weights, stats, query_sums, turns, grad_sinks, shown, form):
@@ -144,7 +146,7 @@ def _preprocess(p, out, grad_lse, weights, stats, query_sums, turns, grad_sinks,
         incoming=Incoming(p.launched["GradOut"], p.launched["GradWeights"], rows),
         pitch=pitch,
         score=None if form is None else score,
-        small=None if form is None or score.slopes is not None else score.rough,
+        small=None if form is None or not score.slopes is score.bias is None else score.rough,
         GradQ=arguments.of(query_sums),
         Turns=turns,
         GradSinks=grad_sinks,
@@ -292,7 +294,7 @@ def launch_backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats
     query_sums = None
     form = None if special is None else run.form_on_hopper(special, call)
     if "postprocess" in names and form is not None:
-        (batch, heads, length, _), (rows, columns) = call.query.shape, hopper.unit(call, form)
+        (batch, heads, length, _), (rows, columns) = call.query.shape, hopper.unit(call)
         if call.cu_seqlens_q is None:
             query_sums = stats.new_empty((batch, heads, cdiv(length, rows) * rows, columns))
         else:  # each sequence has whole blocks (`span.padded`)
@@ -329,9 +331,10 @@ def launch_backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats
         _store_on_hopper(special, of_shown, grads, form)
     elif special:
         _add_on_hopper(special, of_shown, query_sums, turns, grads, form)
-    elif "dkdv" in names or "one_pass" in names:
-        of_keys = Grads(*map(arguments.of, (grads["key"], grads["value"])), of_scores, by_key, None, partial)
-        _dkdv("one_pass" if "one_pass" in names else "dkdv", p, query_sums, of_keys)
+    if "dkdv" in names or "one_pass" in names:
+        made = (None, None) if special else map(arguments.of, (grads["key"], grads["value"]))
+        of_keys = Grads(*made, of_scores, by_key, None, partial)
+        _dkdv("one_pass" if "one_pass" in names else "dkdv", p, None if special else query_sums, of_keys)
     if query_sums is not None:
         _postprocess(p, query_sums, grads["query"], form)
     if "dbias" in names:

@@ -11,10 +11,10 @@ from ..call.decode import Decode
 from ..call.layout import narrow
 from ..call.options import Call
 from ..call.private import holds
+from ..kernels.vocabulary import dropout
 from ..kernels.vocabulary.masks import Masks
 from ..kernels.vocabulary.memory import width
 from ..kernels.vocabulary.partials import Partials
-from ..kernels.vocabulary.rules import Rules
 from . import arguments as kernel_arguments, tile_table
 from .tile_table import Backward, Pipeline
 
@@ -22,7 +22,7 @@ try:
     from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16, float16, float32
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    from ..kernels.hopper import backward, stored  # noqa: F401  # for `launch.run`
+    from ..kernels.hopper import backward, stored  # noqa: F401  # stored: for `launch.run`
     from ..kernels.hopper.forward import Form, Spec, Stored, forward as kernel
     from ..kernels.hopper.work import Caches
 except (ImportError, AttributeError) as error:  # Gluon is experimental: names come and go
@@ -33,10 +33,11 @@ RAGGED_ROWS = 2**30  # limit on the rows of packed sequences
 FEWEST_ROWS = 32  # of packed sequences, on average, in the backward: its sums of dq pad each to whole blocks
 # Optional fields of a Call that the kernels support, or that `limits` checks one by one. It refuses others.
 # A block mask needs no support: it marks what other masks hide.
-_KNOWN = "block_mask", "left", "right", "origin", "seed", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
+_KNOWN = "block_mask", "left", "right", "origin", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
 _IN_FORWARD = "seed", "bias", "key_mask", "query_mask", "softcap", "alibi_slopes", "sinks"
 _IN_PREFILL = "query_mask", "softcap", "alibi_slopes", "sinks"
-_IN_BACKWARD = "key_mask", "query_mask", "softcap", "alibi_slopes", "sinks"
+_IN_BACKWARD = "seed", "bias", "key_mask", "query_mask", "softcap", "alibi_slopes", "sinks"
+_FORMS_OF_BACKWARD = tile_table.BACKWARDS["hopper_bwd"] | tile_table.BACKWARDS["hopper_bwd_ds"]
 _OTHERS = tuple(name for name, default in Call._field_defaults.items() if default is None and name not in _KNOWN)
 _DESCRIPTORS = (
     (kernel_arguments.TensorDescriptor,) if kernel is None else (kernel_arguments.TensorDescriptor, TensorDescriptor)
@@ -44,12 +45,14 @@ _DESCRIPTORS = (
 _LAYOUTS = {} if kernel is None else {torch.bfloat16: bfloat16, torch.float16: float16, torch.float32: float32}
 
 
-def limits(call: Call, known: tuple[str, ...] = _IN_FORWARD) -> list[str]:
-    """Return the reasons why the Hopper forward does not support the options of a call; [] if it does."""
+def _argument(name):
+    return {"seed": "dropout_p", "mask_bits": "mask"}.get(name, name)
+
+
+def limits(call: Call, known: tuple[str, ...] = _IN_FORWARD, forms=tile_table.HOPPER) -> list[str]:
+    """Return the reasons why the Hopper forward, or the kernels of `forms`, do not support a call; [] if they do."""
     given = [name for name in _OTHERS if getattr(call, name) is not None]
-    lacks = [f"it does not support {name.removesuffix('_bits')}" for name in given if name not in known]
-    if call.seed is not None and "seed" not in known:
-        lacks.append("it does not support dropout_p")
+    lacks = [f"it does not support {_argument(name)}" for name in given if name not in known]
     if call.query.dtype not in (torch.float16, torch.bfloat16):
         lacks.append(f"it supports float16 and bfloat16, not {call.query.dtype}")
     lengths = call.query.shape[2], call.key.shape[2]
@@ -57,7 +60,7 @@ def limits(call: Call, known: tuple[str, ...] = _IN_FORWARD) -> list[str]:
         lacks.append(f"it does not support a bias of {call.bias.dtype}")
     if _row_width(call) > (widest := max(tile_table.HOPPER)):
         lacks.append(f"it does not support heads wider than {widest}")
-    elif not any(fits(call, pipeline) for pipeline in tile_table.HOPPER[_row_width(call)]):
+    elif not any(fits(call, form) for form in forms[_row_width(call)]):
         lacks.append("no tile fits shared memory beside this bias")
     if call.cu_seqlens_q is not None and any(holds(length > RAGGED_ROWS, False) for length in lengths):
         lacks.append("packed sequences have more than 2**30 rows")
@@ -224,14 +227,26 @@ def by_tiles(call: Call) -> Tensor | None:
     return None if bias is None or bias.shape[3] == 1 else bias
 
 
-def fits(call: Call, form: Pipeline) -> bool:
-    """Return whether the tiles of a pipeline fit into shared memory beside those of a bias; without one they do."""
+def fits(call: Call, form: Pipeline | Backward) -> bool:
+    """Return whether a kernel's tiles fit into shared memory beside those of a bias; without one they do."""
     bias, columns, columns_v = by_tiles(call), width.fn(call.query.shape[3]), width.fn(call.value.shape[3])
     if bias is None:
         return True
+    if isinstance(form, Backward):
+        return _bias_tiles(call, bias, form) > 0
     elements = form.rows * columns * (1 if columns > 128 else 2) + form.stages * form.keys * (columns + columns_v)
     elements += 0 if columns == columns_v else form.rows * columns_v  # of the output
     return 2 * elements + form.rows * form.keys * bias.element_size() <= tile_table.TILE_BYTES
+
+
+def _bias_tiles(call, bias, form):
+    """Return how many bias tiles fit into shared memory beside those of a backward, at most two steps' at D 128."""
+    each, rows = tile_table.WARPGROUP_ROWS, form.stages * form.rows
+    size = each * (1 if bias.shape[2] == 1 else each) * bias.element_size()
+    elements = (form.keys + rows) * sum(_widths(call)) + 2 * form.keys * form.rows  # k, v; q, do; two steps of ds
+    singles = 2 * each * each + 4 * rows  # float32: dq, row statistics
+    left = tile_table.BACKWARD_BYTES - 2 * elements - 4 * singles
+    return 2 * max(0, min(2, left // (2 * size)))  # a warpgroup has tiles of its own, or it could miss a phase of one
 
 
 def _bias(call, keys):
@@ -282,9 +297,17 @@ def arguments(
 
 def backward_limits(call: Call) -> list[str]:
     """Return the reasons why the Hopper backward does not support the options of a call; [] if it does."""
-    lacks = limits(call, _IN_BACKWARD)
+    lacks = limits(call, _IN_BACKWARD, _FORMS_OF_BACKWARD)
+    given = [name for name in ("softcap", "alibi_slopes", "bias", "seed") if getattr(call, name) is not None]
+    if len(given) > (most := tile_table.MOST_OPTIONS.get(_row_width(call), 1)):
+        names = ", ".join(map(_argument, given))
+        lacks.append(f"it supports {most} of {names} at once: with more, registers would spill")
+    if call.bias is not None and by_tiles(call) is None:
+        lacks.append("it does not support a bias that is equal for all keys")
     if call.cu_seqlens_q is not None and call.sinks is not None and call.sinks.shape[0] > 1:
         lacks.append("it does not support packed sequences with a sink each")
+    if call.seed is not None and call.origin is not None and not dropout.is_aligned(call.origin):
+        lacks.append("it supports dropout_p in parts of a call only if rows and keys start at multiples of 16")
     if call.partial:
         lacks.append("it does not support keys in several parts")
     if call.cu_seqlens_q is not None and (call.cu_seqlens_q.shape[0] - 1) * FEWEST_ROWS > call.query.shape[2]:
@@ -303,7 +326,8 @@ def reachable(*tensors: Tensor) -> bool:
 def _widths(call: Call) -> tuple[int, int]:
     """Return (columns of a key tile, columns of a value tile).
 
-    Each of two warpgroups computes half of the columns of dq, at least 64; with D and Dv up to 64, half of the rows.
+    Each of two warpgroups computes half of the columns of dq, at least 64; with D and Dv up to 64, half of the rows, or
+    of the columns in blocks of 64 rows.
     """
     width_k, width_v = width.fn(call.key.shape[3]), width.fn(call.value.shape[3])
     is_wide = _row_width(call) > tile_table.ONE_PASS
@@ -314,14 +338,14 @@ def _row_width(call):
     return tile_table.row_width(max(call.query.shape[3], call.value.shape[3]))
 
 
-def unit(call: Call, form: Backward) -> tuple[int, int]:
+def unit(call: Call) -> tuple[int, int]:
     """Return (rows, columns) of a block in the buffer that sums dq. Each block is contiguous."""
-    return form.rows // 2 if _row_width(call) == 64 else form.rows, _widths(call)[0]
+    return tile_table.WARPGROUP_ROWS, _widths(call)[0]
 
 
 def _is_table(call):
-    """Return whether products subtract row statistics from scores: not if scores are scaled first."""
-    return kernel_arguments.scored(call).softmax_scale is not None
+    """Return whether products subtract row statistics: not if scores are scaled first, or dp is after dropout."""
+    return call.seed is None and kernel_arguments.scored(call).softmax_scale is not None
 
 
 def new_rows(call: Call, stats: Tensor) -> tuple[Tensor, int | None]:
@@ -341,26 +365,30 @@ def backward_arguments(
     """Return the arguments of hopper_bwd and hopper_bwd_deterministic. grads: [grad_key, grad_value]."""
     each = tile_table.WARPGROUP_ROWS
     width_k, width_v = _widths(call)
-    at_once = width_k if _row_width(call) == 64 else width_k // 2  # columns of dq that are added at a time
+    at_once = width_k // (2 * each // form.rows)  # columns of dq that are added at a time
     lines, packed = sums.view(*sums.shape[:2], -1, 32), call.cu_seqlens_q is not None
+    common, bias = _common(call), by_tiles(call)
+    tiles = 0 if bias is None else _bias_tiles(call, bias, form)
     return dict(
         Q=descriptor(call.query, form.rows, width_k, packed),
         K=descriptor(call.key, each, width_k, packed),
         V=descriptor(call.value, each, width_v, packed),
         GradOut=descriptor(grad_out, form.rows, width_v, packed),
         Rows=descriptor(rows, form.rows, rows.shape[3], packed, heads=2 if _is_table(call) else 1),
-        Sums=descriptor(lines, unit(call, form)[0] // 2 * at_once // 16),
+        Bias=_bias(call, each),
+        Sums=descriptor(lines, each // 2 * at_once // 16),
         Turns=turns,
         GradK=descriptor(grads[0], each, width_k, packed),
         GradV=descriptor(grads[1], each, width_v, packed),
-        STAGES=form.stages,
+        form=backward.Form(form.stages, tiles, common.pop("REGISTERS")),
         rules=_rules(call),
-        **_common(call),
+        **common,
     )
 
 
 def _rules(call):
-    return Rules(Masks(None, kernel_arguments.masks_of(call).keys, None), kernel_arguments.scored(call), None)
+    rules = kernel_arguments.rules(call)
+    return rules._replace(masks=Masks(None, rules.masks.keys, None))
 
 
 def _common(call):

@@ -166,7 +166,7 @@ def form_on_hopper(name, call):
     ranked, wrong, _ = tuned.of(device_of(call.query)).get(place, tuned.Forms())
     forms = tile_table.forms_on_hopper(name, row_width(widest(call)), length, hopper.band_of(call), ranked)
     right = (form for form in forms if form not in wrong)
-    return next((form for form in right if name != "hopper" or hopper.fits(call, form)), None)
+    return next((form for form in right if hopper.fits(call, form)), None)
 
 
 def is_default(name, call, device):

@@ -74,6 +74,7 @@ MULTIPROCESSORS = 132  # of an H100 or H200, which `explain` assumes for compute
 REGISTERS = {2: (168, 240, 24), 3: (128, 160, 24)}
 CLEANING_REGISTERS = {2: (168, 232, 40), 3: (128, 160, 32)}  # with a key mask: the copying warp sets hidden values to 0
 TILE_BYTES = 230400  # of shared memory for tiles of the Hopper forward; barriers and notes take the rest
+BACKWARD_BYTES = 231424  # the same of its backward
 FEW_ROWS = 64  # calls with at most this many rows use tiles of at most 64 x 64; `pack_gqa` makes no more rows
 PREFILL_ROWS = 128  # calls to caches with at least this many queries a sequence may run the Hopper forward
 L2_BYTES = 32 << 20  # limit on keys and values of the heads that are scheduled together
@@ -107,11 +108,16 @@ HOPPER = {
 HOPPER_LONG = {64: (dict(full=2048, causal=8192), Pipeline(3, 128, 2))}
 
 # The Hopper backwards, by width as in HOPPER. The first two add up dq in memory, "deterministic" in a fixed order. For
-# wide heads their registers would spill, so hopper_bwd_ds stores gradients of scores, which other kernels multiply.
+# wide heads their registers would spill, so hopper_bwd_ds stores gradients of scores, which other kernels multiply. The
+# second tile at 64 is for a float32 bias, which does not fit beside the first.
 BACKWARDS: dict[str, dict[int, tuple]] = {
-    **dict.fromkeys(("hopper_bwd", "hopper_bwd_deterministic"), {64: (Backward(128, 2),), 128: (Backward(64, 2),)}),
+    **dict.fromkeys(
+        ("hopper_bwd", "hopper_bwd_deterministic"), {64: (Backward(128, 2), Backward(64, 2)), 128: (Backward(64, 2),)}
+    ),
     "hopper_bwd_ds": {256: (Backward(64, 3),)},
 }
+# By width, how many of softcap, ALiBi, bias and dropout those two take at once. At 128, pairs reload up to 8 registers.
+MOST_OPTIONS = {64: 3, 128: 2}
 REPEATABLE = "hopper_bwd_deterministic", "hopper_bwd_ds"  # deterministic BACKWARDS
 PRODUCTS = "hopper_dk", "hopper_dq"  # kernels that read the scores' gradients stored by "hopper_bwd_ds"
 SCORES_BYTES = 2**29  # limit on stored gradients of scores; two heads are always stored, which may take twice that

@@ -26,7 +26,9 @@ from .steps import (
     Keys,
     begin_dp,
     begin_scores,
+    biased_weights,
     clean,
+    counters_of,
     extent,
     first_to_see,
     following,
@@ -37,16 +39,16 @@ from .steps import (
     ones,
     operand,
     slope_of,
-    weights,
 )
 
 
 class Shared(NamedTuple):
     """Shared memory of the backward: tiles of k and v, one for each warpgroup, and rings of tiles of the other tensors.
 
-    q, do, rows: tiles with one ring's barriers. ds: gradients of scores of two steps, [step and warpgroup, keys, rows].
-    dq: float32, in `steps.lines`. Each warpgroup computes half of its rows (columns, if heads are wider than 64), once
-    the ds of both has arrived at the barrier met. one: `steps.ones` or None. out: signals that k and v hold dk and dv.
+    q, do, rows: tiles with one ring's barriers. bias, unless None: tiles [rows, keys] for each warpgroup in turn, of 64
+    rows, or of one row if it is equal for all. ds: gradients of scores of two steps, [step and warpgroup, keys, rows].
+    dq: float32, in `steps.lines`. Each warpgroup computes half of its rows (columns, if a block has 64 rows), once the
+    ds of both has arrived at the barrier met. one: `steps.ones` or None. out: signals that k and v hold dk and dv.
     """
 
     k: ring.Ring
@@ -54,11 +56,23 @@ class Shared(NamedTuple):
     q: ring.Ring
     do: gl.shared_memory_descriptor
     rows: gl.shared_memory_descriptor
+    bias: ring.Ring
     ds: gl.shared_memory_descriptor
     dq: ring.Ring
     one: gl.shared_memory_descriptor
     met: gl.shared_memory_descriptor
     out: gl.shared_memory_descriptor
+
+
+class Form(NamedTuple):
+    """Compile-time options of the pipeline: numbers of tiles of q and of do, and of a bias, in shared memory.
+
+    REGISTERS: of a multiplying thread, and of other threads.
+    """
+
+    STAGES: int
+    BIAS_TILES: int
+    REGISTERS: tuple
 
 
 class Results(NamedTuple):
@@ -82,7 +96,7 @@ def _turn(g: gl.constexpr, results, plane, block, first, band, KEYS: gl.constexp
 
 
 @gluon.jit
-def _produce(shared, Q, K, V, GradOut, Rows, kv, first, band, GROUP: gl.constexpr):
+def _produce(shared, Q, K, V, GradOut, Rows, Bias, kv, first, band, GROUP: gl.constexpr):
     """Load all input tiles by TMA: the work of one warp."""
     KEYS: gl.constexpr = shared.k.tiles.shape[-2]
     BLOCK_M: gl.constexpr = shared.q.tiles.shape[-2]
@@ -101,6 +115,11 @@ def _produce(shared, Q, K, V, GradOut, Rows, kv, first, band, GROUP: gl.constexp
         ring.copy(shared.q, shared.do, step, GradOut, plane, block * BLOCK_M)
         tables = span.Plane(plane.batch, TABLES * plane.head, TABLES * plane.index, plane.packed)
         ring.copy(shared.q, shared.rows, step, Rows, tables, block * BLOCK_M)
+        if shared.bias is not None:
+            for half in gl.static_range(BLOCK_M // 64):
+                for g in gl.static_range(GROUPS):
+                    at, row = (step * (BLOCK_M // 64) + half) * GROUPS + g, block * BLOCK_M + half * 64
+                    ring.fill_bias(shared.bias, at, Bias, plane, row, first + g * KEYS)
         block, member = following(block, member, begin, end, GROUP)
 
 
@@ -136,7 +155,7 @@ def _give(g: gl.constexpr, shared, results, kv, first, band, GROUP: gl.constexpr
 
 @gluon.jit
 def _consume_whole(g: gl.constexpr, shared, kv, first, band, all_real, rules, GROUP: gl.constexpr):
-    """Compute dk and dv of 64 keys, for heads wider than 64: the work of one warpgroup.
+    """Compute dk and dv of 64 keys from 64 rows a step: the work of one warpgroup.
 
     The weights of the next step are computed while dq is multiplied.
     """
@@ -163,7 +182,8 @@ def _consume_whole(g: gl.constexpr, shared, kv, first, band, all_real, rules, GR
     begin, full, full_end, end = extent(band, first, GROUPS * KEYS, BLOCK_M)
     if rules.masks.keys is not None:
         full_end = gl.where(all_real > 0, full_end, full)
-    keys = Keys(cols, earliest, band, full, full_end)
+    counters = counters_of(rules.dropout, first + g * KEYS, KEYS, BLOCK_M)
+    keys = Keys(cols, earliest, band, full, full_end, counters)
     block, member = begin, begin * 0
     slope = slope_of(score, kv, member, GROUP)
     steps = gl.maximum(end - begin, 0) * GROUP
@@ -177,16 +197,17 @@ def _consume_whole(g: gl.constexpr, shared, kv, first, band, all_real, rules, GR
     first_q = ring.tile(shared.q, 0).permute((1, 0))
     s = begin_scores(ring.tile(shared.k, g), first_q, shared, 0, zero)
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
-    p = weights(s, shared.rows, 0, block, keys, score, slope, dtype)
+    first_head = span.query_head(kv, member, GROUP)
+    p = biased_weights(g, s, shared, 0, steps > 0, block, keys, rules, first_head, slope, dtype)
     for step in range(steps):
         none = (block < begin).to(gl.int32)  # always 0; if ptxas knew, tile addresses would fill registers
         k, v = ring.tile(shared.k, g + none), ring.at(shared.v, g + none)
         q, do = ring.tile(shared.q, step), ring.at(shared.do, step)
         dp = begin_dp(v, do.permute((1, 0)), shared, step, zero)
-        p16 = operand(p, OF_DV, dtype)
+        p16 = operand(p, rules.dropout, OF_DV, dtype)
         dv = warpgroup_mma(p16, do, dv, is_async=True)
         dp = warpgroup_mma_wait(num_outstanding=1, deps=(dp,))
-        ds = of_products(p, dp, shared.rows, step, dtype).to(dtype)
+        ds = of_products(p, rules.dropout, dp, shared.rows, step, dtype).to(dtype)
         both = step % 2 * GROUPS
         shared.ds.index(both + g).store(ds)
         fence_async_shared()
@@ -209,7 +230,8 @@ def _consume_whole(g: gl.constexpr, shared, kv, first, band, all_real, rules, GR
         s = warpgroup_mma_wait(num_outstanding=GROUPS, deps=(next_s,))
         slope = next_slope(slope, score, kv, block, member, end, GROUP)
         block, member = following(block, member, begin, end, GROUP)
-        p = weights(s, shared.rows, step + 1, block, keys, score, slope, dtype)
+        next_head = span.query_head(kv, member, GROUP)
+        p = biased_weights(g, s, shared, step + 1, step + 1 < steps, block, keys, rules, next_head, slope, dtype)
         dq = warpgroup_mma_wait(num_outstanding=0, deps=(dq,))
         ring.put(shared.dq, step * GROUPS + g, lines(dq))
     leave(g, shared, scores.grad(score, dk), dv, steps)
@@ -217,7 +239,7 @@ def _consume_whole(g: gl.constexpr, shared, kv, first, band, all_real, rules, GR
 
 @gluon.jit
 def _consume(g: gl.constexpr, shared, kv, first, band, all_real, rules, GROUP: gl.constexpr):
-    if shared.k.tiles.shape[-1] <= 64:
+    if shared.q.tiles.shape[-2] > 64:
         halves.consume(g, shared, kv, first, band, all_real, rules, GROUP)
     else:
         _consume_whole(g, shared, kv, first, band, all_real, rules, GROUP)
@@ -225,16 +247,17 @@ def _consume(g: gl.constexpr, shared, kv, first, band, all_real, rules, GROUP: g
 
 @gluon.jit(do_not_specialize=["q_len", "k_len", "left", "right", "heads"])
 def backward(
-    Q, K, V, GradOut, Rows, Sums, GradK, GradV, Turns,
+    Q, K, V, GradOut, Rows, Bias, Sums, GradK, GradV, Turns,
     sequences, q_len, k_len, left, right, rules, heads,
-    GROUP: gl.constexpr, TOP_LEFT: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    GROUP: gl.constexpr, TOP_LEFT: gl.constexpr, form: gl.constexpr,
 ):  # fmt: skip
     """Write GradK (B, Hkv, Sk, D) and GradV (B, Hkv, Sk, Dv), and add dq, not yet scaled, to Sums.
 
     All are TMA descriptors of (B, H, S, D) with blocks of [1, 1, rows, width(D)], except that blocks of keys have 128
     columns if Dv > 64. Blocks of keys and values have 64 rows. Sums is (B, Hq, lines, 32) float32, in blocks of a
     warpgroup's `steps.lines`. Rows, from `preprocess`, is (B, 2 Hq, Sq, 16): a block has both tables of a head, and as
-    many rows as Q's. If scores are scaled before the softmax, it is (B, Hq, Sq, 4), float32. heads is Hkv. Turns, if
+    many rows as Q's. If scores are scaled before the softmax, or with dropout, it is (B, Hq, Sq, 4), float32. Bias, or
+    None, is (B, Hq, Sq, Sk), 1 for equal ones, in blocks of 64 keys, and of 64 rows or 1. heads is Hkv. Turns, if
     not None, is int32 zeros, one for program numbers and two for each row of each query head: it makes Sums
     deterministic.
 
@@ -242,6 +265,7 @@ def backward(
     """
     KEYS: gl.constexpr = K.block_type.shape[-2]
     BLOCK_M: gl.constexpr = Q.block_type.shape[-2]
+    STAGES: gl.constexpr = form.STAGES
     number = gl.program_id(0) if Turns is None else turns.number(Turns)
     block, kv, rows, keys = span.locate(sequences, q_len, k_len, heads, 2 * KEYS, BY_KEYS=True, number=number)
     if Turns is not None:
@@ -262,6 +286,7 @@ def backward(
     SCORES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, BLOCK_M], Q.dtype)
     ds = gl.allocate_shared_memory(Q.dtype, [4, KEYS, BLOCK_M], SCORES)
     dq = ring.ring(Sums, 2, 1)
+    bias = None if Bias is None else ring.ring(Bias, form.BIAS_TILES, 1)
     out = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for g in gl.static_range(2):
         mbarrier.init(out.index(g), count=1)
@@ -269,17 +294,17 @@ def backward(
     met = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(met, count=2)
     one = ones(KEYS) if Rows.dtype == gl.bfloat16 else None
-    shared, results = Shared(k, v, q, do, tables, ds, dq, one, met, out), Results(Sums, GradK, GradV, Turns)
+    shared, results = Shared(k, v, q, do, tables, bias, ds, dq, one, met, out), Results(Sums, GradK, GradV, Turns)
     fence_async_shared()
     first = block * 2 * KEYS
     gl.warp_specialize(
         [
             (_consume, (0, shared, kv, first, band, all_real, rules, GROUP)),
             (_consume, (1, shared, kv, first, band, all_real, rules, GROUP)),
-            (_produce, (shared, Q, K, V, GradOut, Rows, kv, first, band, GROUP)),
+            (_produce, (shared, Q, K, V, GradOut, Rows, Bias, kv, first, band, GROUP)),
             (_give, (0, shared, results, kv, first, band, GROUP)),
             (_give, (1, shared, results, kv, first, band, GROUP)),
         ],
         [WARPS, 1, 1, 1],
-        [REGISTERS[0], REGISTERS[1], REGISTERS[1], REGISTERS[1]],
+        [form.REGISTERS[0], form.REGISTERS[1], form.REGISTERS[1], form.REGISTERS[1]],
     )

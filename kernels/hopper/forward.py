@@ -6,7 +6,6 @@ softmax of the first while the second runs. Source: FlashAttention-3, arXiv:2407
 
 from typing import NamedTuple
 
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -28,7 +27,7 @@ from ..vocabulary import (
     softmax,
     span,
 )
-from . import notes as noting, ring, schedule
+from . import counters as counting, notes as noting, ring, schedule
 from .copies import async_store
 from .producer import produce
 from .work import Results, Shared, Work, block_of_rows, extent
@@ -73,14 +72,6 @@ class Stored(NamedTuple):
     partials: splitting.Partials
     Lse: gl.tensor
     Stats: gl.tensor
-
-
-@triton.constexpr_function
-def _counters(BLOCK_N):
-    """Return the layout of Philox counters, for 2 x 2 scores each, in which each thread has those of its own scores."""
-    registers = [[0, 1], *([0, 8 << i] for i in range(BLOCK_N.bit_length() - 5))]
-    lanes, warps = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [[8, 0], [16, 0]]
-    return gl.DistributedLinearLayout(registers, lanes, warps, [], [32, BLOCK_N // 2])
 
 
 class Rows(NamedTuple):
@@ -289,7 +280,7 @@ def _consume(
         state = softmax.State(row_max, row_sum)
         counters = ()
         if rules.dropout is not None:
-            pairs = gl.arange(0, ROWS // 2, layout=gl.SliceLayout(1, _counters(BLOCK_N)))
+            pairs = gl.arange(0, ROWS // 2, layout=gl.SliceLayout(1, counting.layout(BLOCK_N)))
             counters = (first + g * ROWS) // 2 + pairs
         of = Rows(of_calls.Rules(rules.masks, score, rules.dropout), band, plane, head, rows, counters)
 

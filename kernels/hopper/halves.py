@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..vocabulary import scores
+from ..vocabulary import scores, span
 from . import ring
 from .steps import (
     GROUPS,
@@ -22,7 +22,9 @@ from .steps import (
     Keys,
     begin_dp,
     begin_scores,
+    biased_weights,
     clean,
+    counters_of,
     extent,
     first_to_see,
     following,
@@ -33,7 +35,6 @@ from .steps import (
     of_products,
     operand,
     slope_of,
-    weights,
 )
 
 
@@ -44,9 +45,9 @@ def _columns(tile, number: gl.constexpr):
 
 
 @gluon.jit
-def _differ(p, dp, rows, step, number: gl.constexpr, tile):
+def _differ(p, dropout, dp, rows, step, number: gl.constexpr, tile):
     """Return ds of half `number` (0 or 1) of the rows of a step; also store it in that half of `tile` [keys, rows]."""
-    ds = of_products(p, dp, rows, step, tile.dtype, number, 2).to(tile.dtype)
+    ds = of_products(p, dropout, dp, rows, step, tile.dtype, number, 2).to(tile.dtype)
     half(tile, number, 1).store(ds)
     return ds
 
@@ -78,7 +79,8 @@ def consume(g: gl.constexpr, shared, kv, first, band, all_real, rules, GROUP: gl
     begin, full, full_end, end = extent(band, first, GROUPS * KEYS, BLOCK_M)
     if rules.masks.keys is not None:
         full_end = gl.where(all_real > 0, full_end, full)
-    keys = Keys(cols, earliest, band, full, full_end)
+    counters = counters_of(rules.dropout, first + g * KEYS, KEYS, ROWS)
+    keys = Keys(cols, earliest, band, full, full_end, counters)
     block, member = begin, begin * 0
     slope = slope_of(score, kv, member, GROUP)
     steps = gl.maximum(end - begin, 0) * GROUP
@@ -89,30 +91,33 @@ def consume(g: gl.constexpr, shared, kv, first, band, all_real, rules, GROUP: gl
         clean(ring.at(shared.v, g), first + g * KEYS, rules.masks, kv, band.keys)
         fence_async_shared()
     k, v = ring.tile(shared.k, g), ring.at(shared.v, g)
-    # Products then read half as much shared memory: 2 % faster on an H200. Softcap with ALiBi needs the registers.
-    if OPERANDS_STAY and (score.cap is None or score.slopes is None):
+    # Products then read half as much shared memory: 2 % faster on an H200. Other options need the registers.
+    MANY: gl.constexpr = score.cap is not None and score.slopes is not None
+    if OPERANDS_STAY and not MANY and rules.dropout is None and shared.bias is None:
         k, v = k.load(OF_S), v.load(OF_S)
     ring.wait(shared.q, 0, pred=steps > 0)
     s0 = begin_scores(k, _columns(ring.tile(shared.q, 0), 0), shared, 0, zero, 0, 2)
     dp0 = begin_dp(v, _columns(ring.at(shared.do, 0), 0), shared, 0, zero, 0, 2)
     s0, dp0 = warpgroup_mma_wait(num_outstanding=0, deps=(s0, dp0))
-    p0 = weights(s0, shared.rows, 0, block, keys, score, slope, dtype, 0, 2)
+    first_head = span.query_head(kv, member, GROUP)
+    p0 = biased_weights(g, s0, shared, 0, steps > 0, block, keys, rules, first_head, slope, dtype, 0, 2)
     for step in range(steps):
         none = (block < begin).to(gl.int32)  # always 0; if ptxas knew, tile addresses would fill registers
         q, do = ring.tile(shared.q, step), ring.at(shared.do, step)
         both = step % 2 * GROUPS
         s1 = begin_scores(k, _columns(q, 1), shared, step, zero, 1, 2)
-        first16 = operand(p0, OF_DV, dtype)
+        first16 = operand(p0, rules.dropout, OF_DV, dtype)
         dv = warpgroup_mma(first16, half(do, 0, 0), dv, is_async=True)
-        ds0 = gl.convert_layout(_differ(p0, dp0, shared.rows, step, 0, shared.ds.index(both + g)), OF_DK)
+        ds0 = gl.convert_layout(_differ(p0, rules.dropout, dp0, shared.rows, step, 0, shared.ds.index(both + g)), OF_DK)
         dp1 = begin_dp(v, _columns(do, 1), shared, step, zero, 1, 2)
         dk = warpgroup_mma(ds0, half(q, 0, 0), dk, is_async=True)
         s1, dv, first16 = warpgroup_mma_wait(num_outstanding=FOR_DP + 1, deps=(s1, dv, first16))
-        p1 = weights(s1, shared.rows, step, block, keys, score, slope, dtype, 1, 2)
-        other16 = operand(p1, OF_DV, dtype)
+        head = span.query_head(kv, member, GROUP)
+        p1 = biased_weights(g, s1, shared, step, True, block, keys, rules, head, slope, dtype, 1, 2)
+        other16 = operand(p1, rules.dropout, OF_DV, dtype)
         dv = warpgroup_mma(other16, half(do, 1, 0), dv, is_async=True)
         dp1, dk, ds0 = warpgroup_mma_wait(num_outstanding=1, deps=(dp1, dk, ds0))
-        ds1 = _differ(p1, dp1, shared.rows, step, 1, shared.ds.index(both + g))
+        ds1 = _differ(p1, rules.dropout, dp1, shared.rows, step, 1, shared.ds.index(both + g))
         fence_async_shared()
         mbarrier.arrive(shared.met, count=1)
         ds1 = gl.convert_layout(ds1, OF_DK)
@@ -132,7 +137,8 @@ def consume(g: gl.constexpr, shared, kv, first, band, all_real, rules, GROUP: gl
         s0 = warpgroup_mma_wait(num_outstanding=FOR_DP + GROUPS, deps=(next_s,))
         slope = next_slope(slope, score, kv, block, member, end, GROUP)
         block, member = following(block, member, begin, end, GROUP)
-        p0 = weights(s0, shared.rows, step + 1, block, keys, score, slope, dtype, 0, 2)
+        more, next_head = step + 1 < steps, span.query_head(kv, member, GROUP)
+        p0 = biased_weights(g, s0, shared, step + 1, more, block, keys, rules, next_head, slope, dtype, 0, 2)
         dq = warpgroup_mma_wait(num_outstanding=FOR_DP, deps=(dq,))
         ring.put(shared.dq, step * GROUPS + g, lines(dq))
         dp0 = warpgroup_mma_wait(num_outstanding=0, deps=(next_dp,))

@@ -97,14 +97,12 @@ def _pass_on(shared, step, steps, i):
 
 @gluon.jit
 def _fill_bias(shared, step, Bias, plane, first, block, GROUPS: gl.constexpr):
-    """Load the bias of each warpgroup. Its descriptor has one batch, head or row if the bias is equal for all."""
+    """Load the bias of each warpgroup."""
     if shared.bias is not None:
         ROWS: gl.constexpr = shared.q.tiles.shape[-2]
-        batch, head = gl.minimum(plane.batch, Bias.shape[0] - 1), gl.minimum(plane.head, Bias.shape[1] - 1)
+        column = block * Bias.block_type.shape[-1]
         for g in gl.static_range(GROUPS):
-            row = 0 if Bias.block_type.shape[-2] == 1 else first + g * ROWS
-            column = block * Bias.block_type.shape[-1]
-            ring.fill(shared.bias, step * GROUPS + g, Bias, span.Plane(batch, head, plane.index, ()), row, column)
+            ring.fill_bias(shared.bias, step * GROUPS + g, Bias, plane, first + g * ROWS, column)
 
 
 @gluon.jit

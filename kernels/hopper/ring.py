@@ -118,6 +118,14 @@ def fill(ring, step, desc, plane, row, column=0):
 
 
 @gluon.jit
+def fill_bias(ring, step, Bias, plane, row, column):
+    """Begin the copy of a tile of a bias. Its descriptor has one batch, head or row if the bias is equal for all."""
+    batch, head = gl.minimum(plane.batch, Bias.shape[0] - 1), gl.minimum(plane.head, Bias.shape[1] - 1)
+    row = 0 if Bias.block_type.shape[-2] == 1 else row
+    fill(ring, step, Bias, Plane(batch, head, plane.index, ()), row, column)
+
+
+@gluon.jit
 def wait(ring, step, pred=True):
     TILES: gl.constexpr = ring.tiles.shape[0]
     mbarrier.wait(ring.ready.index(step % TILES), step // TILES & 1, pred=pred)

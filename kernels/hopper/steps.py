@@ -13,8 +13,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 
-from ..vocabulary import masks as masking, scores, softmax, span
-from . import ring
+from ..vocabulary import dropout as dropping, gradient, masks as masking, scores, softmax, span
+from . import counters as counting, ring
 
 WARPS = gl.constexpr(4)  # warps of a warpgroup
 GROUPS = gl.constexpr(2)  # warpgroups that multiply
@@ -30,13 +30,17 @@ OF_ROWS = gl.constexpr(
 
 
 class Keys(NamedTuple):
-    """A warpgroup's keys: their columns, the first row that sees each, the band, and the range of `span.blocks`."""
+    """A warpgroup's keys: their columns, the first row that sees each, the band, and the range of `span.blocks`.
+
+    counters are those of dropout, one for each two keys, or ().
+    """
 
     cols: gl.tensor
     earliest: gl.tensor
     band: span.Band
     full: gl.tensor
     full_end: gl.tensor
+    counters: gl.tensor
 
 
 @gluon.jit
@@ -46,6 +50,24 @@ def first_to_see(cols, band, masks, kv):
     if masks.keys is not None:
         earliest = gl.where(masking.real_keys(masks, kv, cols, band.keys)[:, None], earliest, 0x7FFFFFFF)
     return earliest
+
+
+@gluon.jit
+def counters_of(dropout, first, KEYS: gl.constexpr, ROWS: gl.constexpr):
+    """Return the Philox counters of KEYS keys from `first`, beside scores of ROWS rows; () without dropout."""
+    if dropout is None:
+        return ()
+    else:
+        return first // 2 + gl.arange(0, KEYS // 2, layout=gl.SliceLayout(1, counting.layout(ROWS)))
+
+
+@gluon.jit
+def _sign(dropout, p, plane, first, keys):
+    """Return `dropout.sign_dropped` of weights [keys, rows from `first` on]."""
+    LAYOUT: gl.constexpr = keys.counters.type.layout.parent
+    rows = first // 2 + gl.arange(0, p.shape[1] // 2, layout=gl.SliceLayout(0, LAYOUT))
+    words = dropping.four(dropout, plane, rows[None, :], keys.counters[:, None])
+    return dropping.sign_by(dropout, p, gl.convert_layout(words, p.type.layout))
 
 
 @gluon.jit
@@ -136,7 +158,7 @@ def hide(p, first, earliest, band, score):
     # An impure instruction makes the compiler keep the caller's `if`. Otherwise each step would compute this.
     r = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [r], dtype=gl.int32, is_pure=False, pack=1)
     seen = (r - earliest).to(gl.uint32) <= (band.high - band.low).to(gl.uint32)  # unsigned: a negative number is huge
-    if score.slopes is not None:
+    if score.slopes is not None or score.bias is not None:
         seen &= r < band.rows
     return gl.where(seen, p, 0 if p.dtype == gl.int32 else 0.0)
 
@@ -155,10 +177,9 @@ def across(rows, step, column: gl.constexpr, LAYOUT: gl.constexpr, part: gl.cons
 
 
 @gluon.jit
-def _rows(tile, block, part: gl.constexpr, PARTS: gl.constexpr):
-    """Return the rows of part `part` of a block, [1, rows], for a tile [keys, rows]."""
-    first = block * (PARTS * tile.shape[1]) + part * tile.shape[1]
-    return first + gl.arange(0, tile.shape[1], layout=gl.SliceLayout(0, tile.type.layout))[None, :]
+def _first(tile, block, part: gl.constexpr, PARTS: gl.constexpr):
+    """Return the first row of part `part` of a block, for a tile [keys, rows]."""
+    return block * (PARTS * tile.shape[1]) + part * tile.shape[1]
 
 
 @gluon.jit
@@ -170,50 +191,76 @@ def _pair(high, low, dtype: gl.constexpr):
 
 @gluon.jit
 def weights(
-    s, rows, step, block, keys, score, slope, dtype: gl.constexpr, part: gl.constexpr = 0, PARTS: gl.constexpr = 1
+    s, bias, rows, step, block, keys, rules, plane, slope, dtype: gl.constexpr,
+    part: gl.constexpr = 0, PARTS: gl.constexpr = 1,
 ):  # fmt: skip
     """Return the weights p, [keys, rows], of a block of rows or its part `part`, from the scores of `begin_scores`.
 
-    With a softcap return pairs of 16 bits, p and p times the derivative, in as many registers as p.
+    plane is that of the query head. Dropped weights are negative. With a softcap return pairs of 16 bits, p after
+    dropout and p times the derivative, in as many registers as p.
     """
-    dcap = 1.0
+    score, dcap = rules.score, 1.0
     if rows.dtype == gl.bfloat16:
         p = softmax.powers(s, score.softmax_scale)
     else:
         LAYOUT: gl.constexpr = s.type.layout
         if score.slopes is None:
-            s, dcap = scores.apply(score, s, 0.0, keys.band, (), (), ())
+            s, dcap = scores.apply(score, s, bias, keys.band, (), (), ())
         else:
-            r = _rows(s, block, part, PARTS)
+            r = _first(s, block, part, PARTS) + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, LAYOUT))[None, :]
             cap, at_zero, shift = score.cap, score.slope_at_zero, score.shift
-            with_slope = scores.Score(score.scale, None, cap, at_zero, slope, None, None, shift, score.rough)
-            s, dcap = scores.apply(with_slope, s, 0.0, keys.band, (), r, keys.cols[:, None])
-        # Slopes may make scores large; without them `preprocess` adds the pivot of a rough softcap to the logarithm.
-        pivot = 0.0 if score.slopes is None and score.rough is not None else across(rows, step, 0, LAYOUT, part, PARTS)
+            with_slope = scores.Score(score.scale, None, cap, at_zero, slope, score.bias, None, shift, score.rough)
+            s, dcap = scores.apply(with_slope, s, bias, keys.band, (), r, keys.cols[:, None])
+        # Slopes and a bias may make scores large. Else `preprocess` adds the pivot of a rough softcap to the logarithm.
+        SMALL: gl.constexpr = score.slopes is None and score.bias is None and score.rough is not None
+        pivot = 0.0 if SMALL else across(rows, step, 0, LAYOUT, part, PARTS)
         row = softmax.Row(pivot, across(rows, step, 1, LAYOUT, part, PARTS))
         p = softmax.weights(s, row, score.softmax_scale)
+    if rules.dropout is not None:
+        p = _sign(rules.dropout, p, plane, _first(s, block, part, PARTS), keys)
     if score.cap is not None:
-        p = _pair(p, scores.apply_dcap(score, dcap, p), dtype)
+        p = _pair(dropping.after(rules.dropout, p), scores.apply_dcap(score, dcap, p), dtype)
     masked = (block < keys.full) | (block >= keys.full_end)
-    if score.slopes is not None:  # hide rows past the end: their q is 0, but not their ALiBi distance
+    if score.slopes is not None or score.bias is not None:  # hide rows past the end: q is 0, distance and bias are not
         masked |= block >= keys.band.rows // (PARTS * p.shape[1])
     if masked:
-        p = hide(p, block * (PARTS * p.shape[1]) + part * p.shape[1], keys.earliest, keys.band, score)
+        p = hide(p, _first(s, block, part, PARTS), keys.earliest, keys.band, score)
     return p
 
 
 @gluon.jit
-def operand(p, LAYOUT: gl.constexpr, dtype: gl.constexpr):
+def biased_weights(
+    g: gl.constexpr, s, shared, step, exists, block, keys, rules, plane, slope, dtype: gl.constexpr,
+    part: gl.constexpr = 0, PARTS: gl.constexpr = 1,
+):  # fmt: skip
+    """Return `weights` with a warpgroup's bias, if there is one, from its ring. exists: False past the last step."""
+    LAYOUT: gl.constexpr = s.type.layout
+    bias, at = 0.0, (step * PARTS + part) * GROUPS + g
+    if shared.bias is not None:
+        ring.wait(shared.bias, at, pred=exists)
+        tile = ring.tile(shared.bias, at)
+        if tile.shape[0] == 1:
+            bias = tile.reshape([tile.shape[1]]).load(gl.SliceLayout(1, LAYOUT))[:, None]
+        else:
+            bias = tile.permute((1, 0)).load(LAYOUT)
+    p = weights(s, bias, shared.rows, step, block, keys, rules, plane, slope, dtype, part, PARTS)
+    if shared.bias is not None:  # after a branch: ptxas would move it up, before the loads of the bias have arrived
+        ring.release(shared.bias, at, pred=exists)
+    return p
+
+
+@gluon.jit
+def operand(p, dropout, LAYOUT: gl.constexpr, dtype: gl.constexpr):
     """Return the weights of a result of `weights` in 16 bits, as a left operand of wgmma."""
     if p.dtype == gl.int32:
         w = (p >> 16).to(gl.int16).to(dtype, bitcast=True)
     else:
-        w = p.to(dtype)
+        w = dropping.after(dropout, p).to(dtype)
     return gl.convert_layout(w, LAYOUT)
 
 
 @gluon.jit
-def of_products(p, dp, rows, step, dtype: gl.constexpr, part: gl.constexpr = 0, PARTS: gl.constexpr = 1):
+def of_products(p, dropout, dp, rows, step, dtype: gl.constexpr, part: gl.constexpr = 0, PARTS: gl.constexpr = 1):
     """Return the gradient of products k @ q.T from the results of `weights` and `begin_dp`."""
     if p.dtype == gl.int32:
         p = p.to(gl.int16).to(dtype, bitcast=True).to(gl.float32)
@@ -221,7 +268,7 @@ def of_products(p, dp, rows, step, dtype: gl.constexpr, part: gl.constexpr = 0, 
         return p * dp
     else:
         LAYOUT: gl.constexpr = dp.type.layout
-        return p * (dp - across(rows, step, 2, LAYOUT, part, PARTS))
+        return gradient.of_weights(dropout, p, dp, across(rows, step, 2, LAYOUT, part, PARTS))
 
 
 @gluon.jit

@@ -134,7 +134,7 @@ def _begin_dp(v, shared, step, exists, zero):
 def _begin_dv(shared, step, p, dv0, dv1):
     """Begin p @ do of a step. Return dv, as two halves of its columns, and p as a left operand."""
     LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dv0.type.layout, k_width=2)
-    w = operand(p, LAYOUT, shared.q.tiles.dtype)
+    w = operand(p, None, LAYOUT, shared.q.tiles.dtype)
     dv0 = warpgroup_mma(w, ring.tile(shared.do, 2 * step), dv0, is_async=True)
     return dv0, warpgroup_mma(w, ring.tile(shared.do, 2 * step + 1), dv1, is_async=True), w
 
@@ -143,7 +143,7 @@ def _begin_dv(shared, step, p, dv0, dv1):
 def _give_ds(g: gl.constexpr, shared, step, p, dp):
     """Compute the gradients of the scores of a step, and store them in shared memory."""
     dtype: gl.constexpr = shared.q.tiles.dtype
-    ds = of_products(p, dp, shared.rows.tiles, step, dtype)
+    ds = of_products(p, None, dp, shared.rows.tiles, step, dtype)
     ring.put(shared.ds, 2 * step + g, ds.to(dtype))
     ring.release(shared.rows, step)
 
@@ -160,14 +160,13 @@ def _consume(g: gl.constexpr, shared, first, band, rules, GROUP: gl.constexpr):
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
     V_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HALF, 16])
     dtype: gl.constexpr = shared.q.tiles.dtype
-    score = rules.score
     cols = first + g * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, S_LAYOUT))
     earliest = first_to_see(cols, band, rules.masks, ())
     zero = gl.zeros([KEYS, BLOCK_M], gl.float32, S_LAYOUT)
     dv0 = gl.zeros([KEYS, HALF], gl.float32, V_LAYOUT)
     dv1 = gl.zeros([KEYS, HALF], gl.float32, V_LAYOUT)
     _, full, full_end, _ = extent(band, first, 2 * KEYS, BLOCK_M)
-    keys = Keys(cols, earliest, band, full, full_end)
+    keys = Keys(cols, earliest, band, full, full_end, ())
     begin, end = _row_blocks(shared, first, band)
     block, member = begin, begin * 0
     steps = (end - begin) * GROUP
@@ -178,7 +177,7 @@ def _consume(g: gl.constexpr, shared, first, band, rules, GROUP: gl.constexpr):
     ring.release(shared.q, 0, pred=some)
     ring.wait(shared.rows, 0, pred=some)
     dp = _begin_dp(ring.at(shared.v, g), shared, 0, some, zero)
-    p = weights(s, shared.rows.tiles, 0, block, keys, score, (), dtype)
+    p = weights(s, 0.0, shared.rows.tiles, 0, block, keys, rules, (), (), dtype)
     dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp,))
     for step in range(steps):
         none = (block < begin).to(gl.int32)  # always 0; if ptxas knew, tile addresses would fill registers
@@ -200,7 +199,7 @@ def _consume(g: gl.constexpr, shared, first, band, rules, GROUP: gl.constexpr):
         block, member = following(block, member, begin, end, GROUP)
         dp = _begin_dp(ring.at(shared.v, g + none), shared, step + 1, more, zero)
         ring.wait(shared.rows, step + 1, pred=more)
-        p = weights(s, shared.rows.tiles, step + 1, block, keys, score, (), dtype)
+        p = weights(s, 0.0, shared.rows.tiles, step + 1, block, keys, rules, (), (), dtype)
         dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp,))
     v = ring.at(shared.v, g)
     half(v, 0, 1).store(dv0.to(dtype))

@@ -37,12 +37,18 @@ class Origin(NamedTuple):
     heads: tl.tensor
 
 
+def is_aligned(origin):
+    """Return whether a call's first row and first key in a larger call are multiples of 16."""
+    _, row, key, _, _ = origin
+    return row % 16 == key % 16 == 0
+
+
 def of(seed, dropout_p, origin=None):
     """Return a Dropout. For dropout_p = 1 the threshold wraps to 0, which drops nothing, but scale is 0."""
     place = ()
     if origin is not None:
         _, row, key, plane, heads = origin
-        aligned = row % 16 == key % 16 == 0
+        aligned = is_aligned(origin)
         place = Origin((row // 16, key // 16) if aligned else (), () if aligned else (row, key), plane, heads)
     return Dropout(seed, int(dropout_p * 2**32) % 2**32, 1 / (1 - dropout_p) if dropout_p < 1 else 0.0, place)
 
@@ -141,6 +147,12 @@ def drop(dropout, p, plane, r, c):
 def drop_by(dropout, p, words):
     """Return `drop` of p by words in the layout of p: for Gluon, where `drop` cannot find layouts."""
     return tl.where(_not_below(dropout, words), p * dropout.scale, 0.0)
+
+
+@triton.jit
+def sign_by(dropout, p, words):
+    """Return `sign_dropped` of p by the words of `four`, in the layout of p: for Gluon, as `drop_by`."""
+    return tl.where(_not_below(dropout, words), p, -p)
 
 
 @triton.jit

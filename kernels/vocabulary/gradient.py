@@ -78,4 +78,10 @@ def of_scores(signed, dp, row, r, c, band, rules, plane, GradWeights):
             rules.masks, plane, c, band.keys
         )
         dp += tl.load(memory.pointers(memory.of_rows(GradWeights, plane), r, c), mask=exists, other=0.0)
-    return dropping.before(rules.dropout, signed) * (dropping.grad(rules.dropout, signed, dp) - row.delta)
+    return of_weights(rules.dropout, signed, dp, row.delta)
+
+
+@triton.jit
+def of_weights(dropout, signed, dp, delta):
+    """Return the gradient of scores from the result of `weights`, dp (the gradient of dropped weights) and delta."""
+    return dropping.before(dropout, signed) * (dropping.grad(dropout, signed, dp) - delta)

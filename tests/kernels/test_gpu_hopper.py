@@ -152,6 +152,23 @@ def test_backwards_of_head_dimensions(options, number, cuda, passes, poison, nam
     assert ("hopper_bwd" if max(DIMS[number]) <= 128 else "hopper_bwd_ds") in names()
 
 
+OPTIONS = {
+    "dropout": dict(dropout=0.17, window=(128, 33)),
+    "bias": dict(bias="heads", causal=True),
+    "float32 bias, dropout": dict(bias="pairs", bias_dtype=torch.float32, dropout=0.17),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("width", [64, 128])
+def test_backwards_with_dropout_and_bias(width, name, cuda, passes, poison, names):
+    case = Case(name, B=30, Hq=4, Hkv=2, Sq=300, Sk=424, D=width, Dv=width, dtype=torch.bfloat16, **OPTIONS[name])
+    for number, kernel in ((2, "hopper_bwd_deterministic"), (1, "hopper_bwd")):
+        passes(number)
+        check(case, cuda)
+        assert kernel in names()
+
+
 @pytest.mark.parametrize("width", HOPPER)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_a_backward_gives_the_same_bits(causal, width, cuda, tiles, names):

@@ -83,7 +83,7 @@ def faults(row, report, committed=None, other=False):
 
 def _faults_on_hopper(row, report, length):
     groups = row.tile.warpgroups
-    cleans = row.variant in ("key_mask", "registers")
+    cleans = row.kernel == "hopper" and row.variant in ("key_mask", "registers")
     launched, each, fewer = (tile_table.CLEANING_REGISTERS if cleans else tile_table.REGISTERS)[groups]
     asked, there = groups * each + fewer, launched * (groups + 1)
     if asked > there:
@@ -131,13 +131,15 @@ def _hopper_table():
                     yield Row("hopper", 90, "bf16", width, variant, forms[-1], (len(forms) - 1, len(forms)))
     stored = tile_table.BACKWARDS["hopper_bwd_ds"]
     for kernel, rows in (tile_table.BACKWARDS | dict.fromkeys(tile_table.PRODUCTS, stored)).items():
-        for width, (form,) in rows.items():
+        for width, (form, *others) in rows.items():
             seldom = kernel in ("hopper_bwd_deterministic", *tile_table.PRODUCTS)  # no other code for windows
             packed = kernel in ("hopper_bwd", "hopper_bwd_deterministic")
             for variant in ("full", "causal", *(() if seldom else ("window",)), *["packed"] * packed):
-                yield Row(kernel, 90, "bf16", width, variant, form, (0, 1))
+                yield Row(kernel, 90, "bf16", width, variant, form, (0, 1 + len(others)))
+            for index, other in enumerate(others, 1):
+                yield Row(kernel, 90, "bf16", width, "full", other, (index, 1 + len(others)))
             if not seldom:
-                wide = ("alibi_slopes", "key_mask", "registers") if width <= 128 else ()  # not supported otherwise
+                wide = ("alibi_slopes", "key_mask", "dropout", "biased", "registers") if width <= 128 else ()
                 for variant in ("scale", "softcap", *wide):
                     yield Row(kernel, 90, "bf16", width, variant, form, (0, 1))
                 yield Row(kernel, 90, "fp16", width, "full", form, (0, 1))

@@ -81,7 +81,10 @@ def _packed_far(far, backend):
 
 @contextlib.contextmanager
 def other_tiles(number):
-    """Make kernels use the tile or pipeline at index `number` of their row in the tile table, or the row's last."""
+    """Make kernels use the tile or pipeline at index `number` of their row in the tile table, or the row's last.
+
+    A Hopper kernel whose first tiles do not fit beside a bias uses the first that does, or a later one.
+    """
     candidates, form = run.candidates, run.form_on_hopper
 
     def others(name, call):
@@ -89,8 +92,9 @@ def other_tiles(number):
         return found[min(number, len(found) - 1) :]
 
     def other(name, call):
-        row = next((row for row in tile_table.ON_HOPPER[name].values() if form(name, call) in row), None)
-        return row and row[min(number, len(row) - 1)]
+        own = form(name, call)
+        row = next((row for row in tile_table.ON_HOPPER[name].values() if own in row), None)
+        return row and row[min(max(number, row.index(own)), len(row) - 1)]
 
     with mock.patch.object(run, "candidates", others), mock.patch.object(run, "form_on_hopper", other):
         yield

@@ -155,6 +155,8 @@ _PACKED = dense(
 )
 _PACKED_HEADS = _TOGETHER | dict(causal=True, align="top_left", Hq=4, Hkv=2, D=80, Dv=80, dtype=FP16)
 _CAPPED = dict(softcap=5.0, scale=-0.4, sinks=True, dtype=FP16)
+_BIASED = dict(bias="pairs", alibi="own", window=(90, 20), key_mask="own", B=2, Hq=4, Hkv=2, Sk=304)
+_DROPPED = dict(dropout=0.3, alibi="own", sinks=True, window=(90, 20), key_mask="own", B=2, Hq=4, Hkv=2, Sk=300)
 _ON_HOPPER = dense(
     *(
         (f"hopper {name}", fields | dict(backend="hopper"))
@@ -187,10 +189,15 @@ _ON_HOPPER = dense(
             ("bias of keys, cap D256", dict(bias="keys", softcap=5.0, D=256, **SHORT | dict(Sk=104))),
             ("bias of rows, a repeated call", dict(bias="rows", times=3)),
             ("bias, packed", _TOGETHER | dict(bias="pairs", Sk=136)),
+            ("bias of keys, cap fp16", dict(bias="keys", softcap=5.0, dtype=FP16, B=2, Hq=4, Hkv=2, Sk=208, times=3)),
+            ("bias, slopes, two passes", _BIASED | TWO),
+            ("bias fp32, dropout D128", dict(bias="heads", bias_dtype=FP32, dropout=0.3, B=2, Sk=208, **WIDE)),
+            ("bias fp32, dropout, packed", _TOGETHER | dict(bias="pairs", bias_dtype=FP32, dropout=0.3, Sk=136)),
             ("bias, splits", dict(bias="pairs", bias_dtype=FP32, Sq=70, Sk=1200)),
             ("dropout D128, packed", _TOGETHER | dict(dropout=0.3, causal=True, Hq=4, Hkv=2, **WIDE)),
             ("dropout, key mask", dict(dropout=0.3, key_mask="own", B=2, Sq=300, Sk=200, multiprocessors=2)),
             ("dropout, splits", dict(dropout=0.3, softcap=5.0, B=2, Sq=70, Sk=1200, times=3)),
+            ("dropout, options, two passes D128", _DROPPED | WIDE | TWO),
             ("key mask, splits", dict(key_mask="own", B=2, Sq=70, Sk=1200)),
             ("packed", _TOGETHER | dict(multiprocessors=3)),  # full: programs take several blocks
             ("packed causal D128", _TOGETHER | dict(causal=True, **WIDE)),

@@ -41,6 +41,14 @@ def test_keys_past_the_end_weigh_nothing(width):
 
 
 @pytest.mark.parametrize("width", [64, 128])
+def test_rows_past_the_end_weigh_nothing(width):
+    """A bias of all rows would give rows past the end a weight of inf, and inf * 0 is NaN."""
+    with gpu(90) as device:
+        gradients = _gradients(_drawn(width=width), bias=torch.full((1, 1, 1, 40), 200.0))
+    assert all(x.isfinite().all() for x in gradients) and "backward" in [x.name for x in device.launches]
+
+
+@pytest.mark.parametrize("width", [64, 128])
 def test_the_row_max_is_added_before_the_logarithm(width):
     """Each of 40 equal keys weighs 1/40 if scores are so large that score + log loses the log in float32."""
     inputs = _drawn(width=width)

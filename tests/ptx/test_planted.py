@@ -87,6 +87,9 @@ if copies.LATER_UNFENCED.value:  # with a later Triton this is no mistake
 PACKED, PACKED_CAUSAL = "hopper packed", "hopper packed causal D128"
 D128, D64, STORED = "hopper causal D128", "hopper window", "hopper causal D256, two passes"
 KEYS, PAGES = "hopper key mask, causal", "decode: prefill D128, into pages"
+DROPPED = "hopper dropout, key mask"
+BIASED, BIAS_OF_KEYS = "hopper bias, slopes, two passes", "hopper bias of keys, cap fp16"
+WAITED = "        ring.wait(shared.bias, at, pred=exists)\n"
 RELEASED = "        ring.release(shared.q, step)\n"
 DK = "        dk, ds = warpgroup_mma_wait(num_outstanding=FOR_S + GROUPS, deps=(dk, ds))\n"
 ON_HOPPER = tuple(
@@ -110,7 +113,7 @@ ON_HOPPER = tuple(
         ("keys of the next sequence", "ring", ".packed.key, band.keys)", ".packed.key, band.keys + 1)", PACKED),
         ("a program too many", "forward", "share > 0 if PACKED", "share >= 0 if PACKED", PACKED_CAUSAL),
         ("the wrong end of the slots", "work", "work.order.blocks - 1 - slot", "slot + 1", PACKED),
-        ("a band for all sequences", "work", "rows, keys, work.left", "keys, rows, work.left", PACKED_CAUSAL),
+        ("a band for all sequences", "work", "band(rows, keys, work.left", "band(keys, rows, work.left", PACKED_CAUSAL),
         ("k given back before its product", "forward", MULTIPLIED + K_RELEASED, K_RELEASED + MULTIPLIED, MANY),
         ("a wait for the first q", "forward", "wait(shared.q, n * GROUPS + g,", "wait(shared.q, g,", MANY),
         ("the next scores are of this q", "forward", "shared, n + 1, step + 1,", "shared, n, step + 1,", MANY),
@@ -134,12 +137,29 @@ ON_HOPPER = tuple(
          "        ring.wait(shared.q, step + 1, pred=step + 1 < steps)\n", "", D64),
         ("the slope of the head before", "steps", "member + 1, GROUP - 1)", "member, GROUP - 1)",
          "hopper slopes, packed top left, heads 4:2"),
+        ("hidden keys stay", "steps",
+         "gl.where(masking.real_keys(masks, kv, cols, n)[:, None], tile.load(LAYOUT), 0.0)", "tile.load(LAYOUT)", KEYS),
+        ("bits of other rows", "steps", "rows = first // 2 +", "rows = first +", DROPPED),
+        ("weights before dropout", "steps", "dropping.after(dropout, p)", "dropping.before(dropout, p)", DROPPED),
+        ("dp before dropout", "steps",
+         "of_weights(dropout, p, dp,", "of_weights(None, dropping.before(dropout, p), dp,", DROPPED),
+        ("capped weights before dropout", "steps",
+         "_pair(dropping.after(", "_pair(dropping.before(", "hopper dropout, splits"),
+        ("bits of another head", "backward",
+         "next_head = span.query_head(kv, member, GROUP)", "next_head = span.query_head(kv, 0, GROUP)",
+         "hopper dropout D128, packed"),
+        ("a bias of other rows", "backward", "block * BLOCK_M + half * 64", "block * BLOCK_M", BIASED),
+        ("a bias of other keys", "backward", "row, first + g * KEYS)\n        block", "row, first)\n        block",
+         BIASED),
+        ("a bias given back twice", "steps", WAITED, WAITED + WAITED.replace("wait", "release"), BIASED),
+        ("a pivot in one number with a bias", "steps",
+         "score.bias is None and score.rough", "score.rough", BIAS_OF_KEYS),
         ("no derivative of the cap", "steps", "scores.apply_dcap(score, dcap, p)", "p", "hopper softcap D256 fp16"),
         ("numbers of the other half", "steps", "slice(part * COUNT,", "slice(0,", "hopper softcap, a repeated call"),
         ("another has the turn", "backward", "last - first // KEYS", "last - first // KEYS + 1",
          "hopper causal D128, two passes"),
         ("both halves of do are the first", "stored", "h * GradOut.block_type.shape[3]", "0", STORED),
-        ("delta left out", "steps", "(dp - across(rows, step, 2,", "(dp - across(rows, step, 3,", STORED),
+        ("delta left out", "steps", "across(rows, step, 2,", "across(rows, step, 3,", STORED),
         ("rows never given back", "stored", "    ring.release(shared.rows, step)\n", "", STORED),
         ("dv not fenced", "stored",
          "    fence_async_shared()\n    mbarrier.arrive(shared.out", "    mbarrier.arrive(shared.out", STORED),

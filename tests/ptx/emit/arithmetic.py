@@ -26,7 +26,7 @@ FLOATS = {"f32": Format(F32), "f64": Format(F64)}
 FLOATS["f32x2"] = Format(U64, "S.full({}).view(float32)", "({}).view(uint64)")
 for _half in ("f16", "bf16"):
     FLOATS[_half] = Format(U16, f"from_{_half}({{}})", f"to_{_half}({{}})")
-    FLOATS[f"{_half}x2"] = Format(U32, f"from_{_half}(S.full({{}}).view(uint16))")
+    FLOATS[f"{_half}x2"] = Format(U32, f"from_{_half}(S.full({{}}).view(uint16))", f"to_{_half}({{}}).view(uint32)")
 
 FLOATING = {  # types, modifiers, formula
     "add": ("f32 f32x2", "rn", "{} + {}"),
@@ -34,7 +34,7 @@ FLOATING = {  # types, modifiers, formula
     "mul": ("f32 f32x2", "rn", "{} * {}"),
     "fma": ("f32 f32x2", "rn ftz", "fma({}, {}, {})"),
     "neg": ("f32", "", "-{}"),
-    "abs": ("f32", "", "np.abs({})"),
+    "abs": ("f32 f16 bf16 f16x2 bf16x2", "", "np.abs({})"),
     "min": ("f32 f64", "", "smallest({}, {})"),
     "max": ("f32 f64", "", "largest({}, {})"),
     "div.full": ("f32", "", "{} / {}"),
