@@ -55,16 +55,16 @@ def limits(call: Call, known: tuple[str, ...] = _IN_FORWARD) -> list[str]:
     lengths = call.query.shape[2], call.key.shape[2]
     if call.bias is not None and call.bias.dtype not in _LAYOUTS:
         lacks.append(f"it does not support a bias of {call.bias.dtype}")
-    if _row_width(call) > (widest := max(tile_table.HOPPER)):
+    if row_width(call) > (widest := max(tile_table.HOPPER)):
         lacks.append(f"it does not support heads wider than {widest}")
-    elif not any(fits(call, pipeline) for pipeline in tile_table.HOPPER[_row_width(call)]):
+    elif not any(fits(call, pipeline) for pipeline in tile_table.HOPPER[row_width(call)]):
         lacks.append("no tile fits shared memory beside this bias")
     if call.cu_seqlens_q is not None and any(holds(length > RAGGED_ROWS, False) for length in lengths):
         lacks.append("packed sequences have more than 2**30 rows")
     if holds(call.key.shape[2] == 0, False):  # unknown to a compiler; the operator checks again when it runs
         lacks.append("there are no keys")
     for name, option in (("alibi_slopes", call.alibi_slopes), ("dropout_p", call.seed)):
-        if option is not None and _row_width(call) > 128:
+        if option is not None and row_width(call) > 128:
             lacks.append(f"it does not support {name} with heads wider than 128: registers would spill")
     if call.value.shape[3] % 8:
         lacks.append(f"the head dimension of value is {call.value.shape[3]}, not a multiple of 8")
@@ -87,7 +87,7 @@ def cache_reasons(decode: Decode) -> list[str]:
         return lacks
     if rows < tile_table.PREFILL_ROWS:
         lacks.append(f"it takes {tile_table.PREFILL_ROWS} queries or more of a sequence, not {rows}")
-    most = max(pipeline.keys for pipeline in tile_table.HOPPER[_row_width(call)])
+    most = max(pipeline.keys for pipeline in tile_table.HOPPER[row_width(call)])
     if decode.table is not None and key.shape[2] % most:
         lacks.append(f"pages have {key.shape[2]} keys, not a multiple of {most}")
     alike = all(x.stride(0) % x.stride(2) == 0 and key.shape[2] <= _pitch(x) == _pitch(key) for x in (key, value))
@@ -180,7 +180,7 @@ def splits(call: Call, pipeline: Pipeline, multiprocessors: int) -> int:
     batch, heads, rows, _ = kernel_arguments.sizes(call)
     blocks, steps = cdiv(rows, pipeline.rows) * batch * heads, cdiv(_visible(call, pipeline.rows - 1), 64)
     merged = 8 * batch * heads * rows * call.value.shape[3] / tile_table.MERGED_BYTES_A_US
-    return _fastest(blocks, steps, *tile_table.BLOCK_US[_row_width(call)], merged, multiprocessors)
+    return _fastest(blocks, steps, *tile_table.BLOCK_US[row_width(call)], merged, multiprocessors)
 
 
 @lru_cache(maxsize=1024)  # sequences may have any length
@@ -205,7 +205,7 @@ def programs(call: Call, pipeline: Pipeline, count: int, multiprocessors: int) -
     planes, band, keys = batch * heads * count, band_of(call), _visible(call, 0)
     blocks = kernel_arguments.slots(call, pipeline.rows) * heads * count
     most = tile_table.SHARED_KEYS if band == "full" else tile_table.SHARED_KEYS_OF_BANDS
-    if not pipeline.persistent or keys > most.get(_row_width(call), keys):
+    if not pipeline.persistent or keys > most.get(row_width(call), keys):
         return blocks
     if band != "causal":
         return min(blocks, multiprocessors)
@@ -226,11 +226,12 @@ def by_tiles(call: Call) -> Tensor | None:
 
 def fits(call: Call, form: Pipeline) -> bool:
     """Return whether the tiles of a pipeline fit into shared memory beside those of a bias; without one they do."""
-    bias, columns, columns_v = by_tiles(call), width.fn(call.query.shape[3]), width.fn(call.value.shape[3])
+    bias, part, columns_v = by_tiles(call), _part(call), width.fn(call.value.shape[3])
     if bias is None:
         return True
+    columns = width.fn(call.query.shape[3]) if part is None else row_width(call)
     elements = form.rows * columns * (1 if columns > 128 else 2) + form.stages * form.keys * (columns + columns_v)
-    elements += 0 if columns == columns_v else form.rows * columns_v  # of the output
+    elements += 0 if part or columns == columns_v else form.rows * columns_v  # of the output
     return 2 * elements + form.rows * form.keys * bias.element_size() <= tile_table.TILE_BYTES
 
 
@@ -262,9 +263,10 @@ def arguments(
     wide = None if partials is not None or out.dtype == query.dtype else kernel_arguments.of(out)
     by_groups = tile_table.REGISTERS if call.key_mask is None else tile_table.CLEANING_REGISTERS
     _, registers, fewer = by_groups[pipeline.warpgroups]
+    parts = 1 if _part(call) is None else row_width(call) // tile_table.PART
     return dict(
-        Q=descriptor(query, each, packed=packed),
-        K=descriptor(key, pipeline.keys, packed=by_rows),
+        Q=descriptor(query, each, _part(call), packed),
+        K=descriptor(key, pipeline.keys, _part(call), by_rows),
         V=descriptor(value, pipeline.keys, packed=by_rows),
         caches=caches,
         Bias=_bias(call, pipeline.keys),
@@ -274,7 +276,7 @@ def arguments(
         planes=batch * heads * count,
         section=min(batch * heads, max(1, together) * group) * count,
         splits=count,
-        spec=Spec(heads, group, value.shape[3], call.top_left, page),
+        spec=Spec(heads, group, value.shape[3], parts, call.top_left, page),
         form=Form(pipeline.warpgroups, pipeline.stages, pipeline.ping_pong, registers, fewer),
         **kernel_arguments.band(call),
     )
@@ -306,17 +308,22 @@ def _widths(call: Call) -> tuple[int, int]:
     Each of two warpgroups computes half of the columns of dq, at least 64; with D and Dv up to 64, half of the rows.
     """
     width_k, width_v = width.fn(call.key.shape[3]), width.fn(call.value.shape[3])
-    is_wide = _row_width(call) > tile_table.ONE_PASS
-    return (width_k if _row_width(call) == 64 else max(width_k, 128)), (max(width_v, 128) if is_wide else width_v)
+    is_wide = row_width(call) > tile_table.ONE_PASS
+    return (width_k if row_width(call) == 64 else max(width_k, 128)), (max(width_v, 128) if is_wide else width_v)
 
 
-def _row_width(call):
-    return tile_table.row_width(max(call.query.shape[3], call.value.shape[3]))
+def row_width(call: Call) -> int:
+    return tile_table.width_on_hopper(call.query.shape[3], call.value.shape[3])
+
+
+def _part(call):
+    """Return the columns of a part of a tile of query or key in the forward; None if tiles are not divided."""
+    return tile_table.PART if row_width(call) == tile_table.IN_PARTS else None
 
 
 def unit(call: Call, form: Backward) -> tuple[int, int]:
     """Return (rows, columns) of a block in the buffer that sums dq. Each block is contiguous."""
-    return form.rows // 2 if _row_width(call) == 64 else form.rows, _widths(call)[0]
+    return form.rows // 2 if row_width(call) == 64 else form.rows, _widths(call)[0]
 
 
 def _is_table(call):
@@ -327,9 +334,9 @@ def _is_table(call):
 def new_rows(call: Call, stats: Tensor) -> tuple[Tensor, int | None]:
     """Return (buffer of row statistics that `preprocess` fills, its padded number of rows or None)."""
     batch, heads, length, _ = call.query.shape
-    if _row_width(call) <= tile_table.ONE_PASS and _is_table(call):
+    if row_width(call) <= tile_table.ONE_PASS and _is_table(call):
         return stats.new_empty((batch, 2 * heads, length, 16), dtype=torch.bfloat16), None
-    if _row_width(call) <= tile_table.ONE_PASS:
+    if row_width(call) <= tile_table.ONE_PASS:
         return stats.new_empty((batch, heads, length, 4)), None
     pitch = cdiv(length, 4) * 4  # TMA reads 16 bytes at a time
     return stats.new_empty((batch, heads, 4, pitch)), pitch
@@ -341,7 +348,7 @@ def backward_arguments(
     """Return the arguments of hopper_bwd and hopper_bwd_deterministic. grads: [grad_key, grad_value]."""
     each = tile_table.WARPGROUP_ROWS
     width_k, width_v = _widths(call)
-    at_once = width_k if _row_width(call) == 64 else width_k // 2  # columns of dq that are added at a time
+    at_once = width_k if row_width(call) == 64 else width_k // 2  # columns of dq that are added at a time
     lines, packed = sums.view(*sums.shape[:2], -1, 32), call.cu_seqlens_q is not None
     return dict(
         Q=descriptor(call.query, form.rows, width_k, packed),
@@ -436,6 +443,7 @@ def stored_arguments(
         Rows=descriptor(rows[..., :length], 4, form.rows),
         GradScores=descriptor(scores[..., :length], each, form.rows),
         GradV=descriptor(grad_value, each, width_v),
+        D=call.query.shape[3],
     )
 
 

@@ -111,12 +111,19 @@ def _store(g: gl.constexpr, shared, GradScores, GradV, kv, before, first, band, 
 
 
 @gluon.jit
-def _begin_scores(g: gl.constexpr, shared, step, exists, none, zero):
-    """Begin k @ q.T of a step, [keys, rows]. exists: False past the last step. none: a 0 that ptxas cannot know."""
+def _begin_scores(g: gl.constexpr, shared, step, exists, none, zero, FOR_S: gl.constexpr):
+    """Begin k @ q.T of a step, [keys, rows], in FOR_S products; two leave out the last quarter of the columns.
+
+    exists: False past the last step. none: a 0 that ptxas cannot know.
+    """
     ring.wait(shared.q, step, pred=exists)
     # If ptxas knows the index of a tile, it keeps the tile's addresses in registers and spills others.
-    q = shared.q.tiles.index(none).reshape([shared.q.tiles.shape[3], shared.q.tiles.shape[4]]).permute((1, 0))
-    return warpgroup_mma(ring.tile(shared.k, g + none), q, zero, use_acc=False, is_async=True)
+    q = shared.q.tiles.index(none).reshape([shared.q.tiles.shape[3], shared.q.tiles.shape[4]])
+    k, s = ring.tile(shared.k, g + none), zero
+    if FOR_S == 2:
+        s = warpgroup_mma(half(k, 0, 1), half(q, 0, 1).permute((1, 0)), s, use_acc=False, is_async=True)
+        k, q = half(half(k, 1, 1), 0, 1), half(half(q, 1, 1), 0, 1)
+    return warpgroup_mma(k, q.permute((1, 0)), s, use_acc=FOR_S == 2, is_async=True)
 
 
 @gluon.jit
@@ -149,7 +156,7 @@ def _give_ds(g: gl.constexpr, shared, step, p, dp):
 
 
 @gluon.jit
-def _consume(g: gl.constexpr, shared, first, band, rules, GROUP: gl.constexpr):
+def _consume(g: gl.constexpr, shared, first, band, rules, GROUP: gl.constexpr, D: gl.constexpr):
     """Compute dv and ds of keys first + g * 64 .. first + g * 64 + 63: the work of one warpgroup.
 
     ds is computed during p @ do, and the next p during do @ v.
@@ -157,6 +164,7 @@ def _consume(g: gl.constexpr, shared, first, band, rules, GROUP: gl.constexpr):
     KEYS: gl.constexpr = shared.k.tiles.shape[3]
     BLOCK_M: gl.constexpr = shared.q.tiles.shape[3]
     HALF: gl.constexpr = shared.do.tiles.shape[4]
+    FOR_S: gl.constexpr = 2 if shared.k.tiles.shape[4] == 256 and D <= 192 else 1  # products for scores
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
     V_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HALF, 16])
     dtype: gl.constexpr = shared.q.tiles.dtype
@@ -173,7 +181,7 @@ def _consume(g: gl.constexpr, shared, first, band, rules, GROUP: gl.constexpr):
     steps = (end - begin) * GROUP
     ring.wait(shared.k, g)
     some = steps > 0
-    s = _begin_scores(g, shared, 0, some, begin * 0, zero)
+    s = _begin_scores(g, shared, 0, some, begin * 0, zero, FOR_S)
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
     ring.release(shared.q, 0, pred=some)
     ring.wait(shared.rows, 0, pred=some)
@@ -190,10 +198,10 @@ def _consume(g: gl.constexpr, shared, first, band, rules, GROUP: gl.constexpr):
             dv0, dv1, p16 = _begin_dv(shared, step, p, dv0, dv1)
         # After the last step this reads old data; the result is unused.
         more = step + 1 < steps
-        s = _begin_scores(g, shared, step + 1, more, none, zero)
-        dv0, p16 = warpgroup_mma_wait(num_outstanding=2, deps=(dv0, p16))
+        s = _begin_scores(g, shared, step + 1, more, none, zero, FOR_S)
+        dv0, p16 = warpgroup_mma_wait(num_outstanding=FOR_S + 1, deps=(dv0, p16))
         ring.release(shared.do, 2 * step)
-        dv1, p16 = warpgroup_mma_wait(num_outstanding=1, deps=(dv1, p16))
+        dv1, p16 = warpgroup_mma_wait(num_outstanding=FOR_S, deps=(dv1, p16))
         ring.release(shared.do, 2 * step + 1)
         s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
         ring.release(shared.q, step + 1, pred=more)
@@ -213,7 +221,7 @@ def _consume(g: gl.constexpr, shared, first, band, rules, GROUP: gl.constexpr):
 def stored_backward(
     Q, K, V, GradOut, Rows, GradScores, GradV,
     q_len, k_len, left, right, rules, heads, planes, section, before,
-    GROUP: gl.constexpr, TOP_LEFT: gl.constexpr, REGISTERS: gl.constexpr,
+    GROUP: gl.constexpr, TOP_LEFT: gl.constexpr, REGISTERS: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     """Write GradV (B, Hkv, Sk, Dv) and GradScores (query heads, 1, Sk, Sq) of `planes` kv heads, after `before` others.
 
@@ -235,8 +243,8 @@ def stored_backward(
     shared = Shared(k, v, q, do, rows, ds, out)
     gl.warp_specialize(
         [
-            (_consume, (0, shared, first, band, rules, GROUP)),
-            (_consume, (1, shared, first, band, rules, GROUP)),
+            (_consume, (0, shared, first, band, rules, GROUP, D)),
+            (_consume, (1, shared, first, band, rules, GROUP, D)),
             (_produce, (shared, Q, K, V, GradOut, Rows, kv, first, band, GROUP)),
             (_store, (0, shared, GradScores, GradV, kv, before, first, band, GROUP)),
             (_store, (1, shared, GradScores, GradV, kv, before, first, band, GROUP)),

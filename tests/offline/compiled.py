@@ -207,6 +207,8 @@ def _call(row):
         return torch.empty(batch, LENGTH, heads, row.dim, dtype=DTYPES[row.dtype], device="meta").transpose(1, 2)
 
     tensors = dict(query=tensor(all_heads), **{name: tensor(all_heads // group) for name in ("key", "value")})
+    if row.kernel in ON_HOPPER and row.dim == tile_table.IN_PARTS:
+        tensors["value"] = tensors["value"][..., :128]
     plain = dict.fromkeys(Call._fields) | dict(top_left=False, scale=row.dim**-0.5, dropout_p=0.0, named=True)
     call = Call(**plain | tensors | VARIANTS[row.variant])
     moves = row.kernel in ("tangent", "tangent_weights")

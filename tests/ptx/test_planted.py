@@ -87,6 +87,7 @@ if copies.LATER_UNFENCED.value:  # with a later Triton this is no mistake
 PACKED, PACKED_CAUSAL = "hopper packed", "hopper packed causal D128"
 D128, D64, STORED = "hopper causal D128", "hopper window", "hopper causal D256, two passes"
 KEYS, PAGES = "hopper key mask, causal", "decode: prefill D128, into pages"
+PARTS = "hopper causal D192 Dv128"
 RELEASED = "        ring.release(shared.q, step)\n"
 DK = "        dk, ds = warpgroup_mma_wait(num_outstanding=FOR_S + GROUPS, deps=(dk, ds))\n"
 ON_HOPPER = tuple(
@@ -120,6 +121,8 @@ ON_HOPPER = tuple(
          "            store_wait(0)  # of the previous block's output\n", "", MANY),
         ("the next k given back before its product", "forward", NEXT + NEXT_K, NEXT_K + NEXT, D128),
         ("a product too few waited for", "forward", "=1, deps=(s,)", "=2, deps=(s,)", ONE_ROW),
+        ("the first part taken for each", "ring", "column + i * desc.block_type.shape[-1]", "column", PARTS),
+        ("only the last part multiplied", "forward", "use_acc=i > 0", "use_acc=False", PARTS),
         ("another's reader forgotten", "ring", "count=READERS", "count=1", LONG),
         ("half of a block expected", "ring", "desc.block_type.nbytes)", "desc.block_type.nbytes // 2)", ONE_ROW),
         ("the backward's ones not fenced", "backward", "    fence_async_shared()\n    first =", "    first =", D128),
