@@ -336,7 +336,7 @@ def new_rows(call: Call, stats: Tensor) -> tuple[Tensor, int | None]:
     batch, heads, length, _ = call.query.shape
     if row_width(call) <= tile_table.ONE_PASS and _is_table(call):
         return stats.new_empty((batch, 2 * heads, length, 16), dtype=torch.bfloat16), None
-    if row_width(call) <= tile_table.ONE_PASS:
+    if row_width(call) <= tile_table.ONE_PASS or call.cu_seqlens_q is not None:
         return stats.new_empty((batch, heads, length, 4)), None
     pitch = cdiv(length, 4) * 4  # TMA reads 16 bytes at a time
     return stats.new_empty((batch, heads, 4, pitch)), pitch
@@ -362,6 +362,8 @@ def backward_arguments(
         GradV=descriptor(grads[1], each, width_v, packed),
         STAGES=form.stages,
         rules=_rules(call),
+        GROUP=_group(call),
+        TOP_LEFT=call.top_left,
         **_common(call),
     )
 
@@ -373,23 +375,26 @@ def _rules(call):
 def _common(call):
     return dict(
         heads=call.key.shape[1],
-        GROUP=call.query.shape[1] // call.key.shape[1],
         REGISTERS=tile_table.REGISTERS[2][1:],
-        TOP_LEFT=call.top_left,
         **kernel_arguments.band(call),
     )
 
 
+def _group(call):
+    return call.query.shape[1] // call.key.shape[1]
+
+
 def _scores_of_a_head(call):
-    """Return (shape, bytes) of the stored gradients of scores of one key head."""
-    group = call.query.shape[1] // call.key.shape[1]
-    shape = group, 1, call.key.shape[2], cdiv(call.query.shape[2], 64) * 64  # each row starts an L2 line
+    """Return (shape, bytes) of the stored gradients of scores of one key head; packed sequences have blocks of keys."""
+    group, (_, _, rows, keys) = _group(call), kernel_arguments.sizes(call)
+    if call.cu_seqlens_k is not None:
+        block = 2 * tile_table.WARPGROUP_ROWS
+        keys = kernel_arguments.slots(call, block, by_keys=True) * block
+    shape = group, 1, keys, cdiv(rows, 64) * 64  # each row starts an L2 line
     return shape, math.prod(shape) * call.query.element_size()
 
 
 def stored_limits(call: Call) -> list[str]:
-    if call.cu_seqlens_q is not None:
-        return ["it does not support packed sequences with heads wider than 128"]
     if call.key_mask is not None:
         return ["it does not support key_mask with heads wider than 128"]
     _, size = _scores_of_a_head(call)
@@ -428,43 +433,43 @@ def _section(call, fits, size, blocks, multiprocessors):
 def stored_arguments(
     call: Call, grad_out: Tensor, rows: Tensor, scores: Tensor, grad_value: Tensor, form: Backward, multiprocessors: int
 ) -> dict:
-    """Return the arguments of hopper_bwd_ds (gradients of scores and values), except `planes` and `before`."""
-    each, length = tile_table.WARPGROUP_ROWS, call.query.shape[2]
-    width_k, width_v = _widths(call)
-    common, blocks = _common(call), cdiv(call.key.shape[2], form.keys)
-    size = 2 * common["GROUP"] * length * (call.query.shape[3] + call.value.shape[3])
-    return common | dict(
-        section=_section(call, tile_table.SECTION_BYTES, size, blocks, multiprocessors),
+    """Return arguments of hopper_bwd_ds (gradients of scores and values): no sequences, spec, planes or before."""
+    each, (_, _, length, keys) = tile_table.WARPGROUP_ROWS, kernel_arguments.sizes(call)
+    (width_k, width_v), packed = _widths(call), call.cu_seqlens_q is not None
+    size = 2 * _group(call) * length * (call.query.shape[3] + call.value.shape[3])
+    return _common(call) | dict(
+        section=_section(call, tile_table.SECTION_BYTES, size, cdiv(keys, form.keys), multiprocessors),
         rules=_rules(call),
-        Q=descriptor(call.query, form.rows, width_k),
-        K=descriptor(call.key, each, width_k),
-        V=descriptor(call.value, each, width_v),
-        GradOut=descriptor(grad_out, form.rows, width_v // 2),
-        Rows=descriptor(rows[..., :length], 4, form.rows),
+        Q=descriptor(call.query, form.rows, width_k, packed),
+        K=descriptor(call.key, each, width_k, packed),
+        V=descriptor(call.value, each, width_v, packed),
+        GradOut=descriptor(grad_out, form.rows, width_v // 2, packed),
+        Rows=descriptor(rows, form.rows, 4, True) if packed else descriptor(rows[..., :length], 4, form.rows),
         GradScores=descriptor(scores[..., :length], each, form.rows),
-        GradV=descriptor(grad_value, each, width_v),
-        D=call.query.shape[3],
+        GradV=descriptor(grad_value, each, width_v, packed),
     )
 
 
 def product_arguments(
     call: Call, grad_scores: Tensor, grad: Tensor, of_key: bool, form: Backward, multiprocessors: int
 ) -> dict:
-    """Return the arguments of hopper_dk (`of_key`) or hopper_dq, except `planes` and `before`."""
+    """Return the arguments of hopper_dk (`of_key`) or hopper_dq, except sequences, planes and before."""
     each, (width_k, _), others = tile_table.WARPGROUP_ROWS, _widths(call), call.query if of_key else call.key
+    (_, _, length, _), packed = kernel_arguments.sizes(call), call.cu_seqlens_q is not None
     block = (2 * each, each) if of_key else (each, 2 * each)
-    common = _common(call)
-    group, blocks = common["GROUP"], cdiv(grad.shape[2], form.keys)
+    group, blocks = _group(call), cdiv(grad.shape[2], form.keys)
     size = 2 * others.shape[2] * others.shape[3] * (group if of_key else 1)
     blocks = blocks if of_key else blocks * group
     section = _section(call, tile_table.SECTION_BYTES // 2, size, blocks, multiprocessors)
-    return common | dict(
+    return _common(call) | dict(
         section=section if of_key else section * group,
-        GradScores=descriptor(grad_scores[..., : call.query.shape[2]], *block),
-        Others=descriptor(others, each, width_k),
-        Product=descriptor(grad, each, width_k),
+        GradScores=descriptor(grad_scores[..., :length], *block),
+        Others=descriptor(others, each, width_k, packed),
+        Product=descriptor(grad, each, width_k, packed),
         heads=grad.shape[1],
         scale=call.scale,
+        GROUP=group,
+        TOP_LEFT=call.top_left,
         OF_K=of_key,
         STAGES=form.stages,
     )

@@ -3,8 +3,6 @@
 Triton 3.9 keeps the older names, which raise when a kernel that calls them is compiled.
 """
 
-import math
-
 from triton._C.libtriton import ir
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
@@ -17,9 +15,9 @@ else:
 
 @builtin
 def as_blocks(tensor_desc, memory, _semantic=None):
-    """Return shared memory as blocks of a descriptor with elements of equal size, as many as it holds."""
+    """Return shared memory as blocks of a descriptor with as many rows and another number of columns."""
     block = list(tensor_desc.block_type.shape)
-    shape = [math.prod(memory.shape) // math.prod(block), *block]
+    shape = [memory.shape[0] * memory.shape[-1] // block[-1], *block]
     return _semantic.memdesc_reinterpret(memory, memory.dtype, shape, tensor_desc.layout)
 
 

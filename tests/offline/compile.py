@@ -130,12 +130,11 @@ def _hopper_table():
                 yield Row("hopper", 90, "bf16", width, variant, forms[index], (index, len(forms)))
                 if forms[-1].warpgroups > 2 and variant in BY_HOPPER and not heavy:
                     yield Row("hopper", 90, "bf16", width, variant, forms[-1], (len(forms) - 1, len(forms)))
-    stored = tile_table.BACKWARDS["hopper_bwd_ds"]
+    stored = {256: tile_table.BACKWARDS["hopper_bwd_ds"][256]}
     for kernel, rows in (tile_table.BACKWARDS | dict.fromkeys(tile_table.PRODUCTS, stored)).items():
         for width, (form,) in rows.items():
             seldom = kernel in ("hopper_bwd_deterministic", *tile_table.PRODUCTS)  # no other code for windows
-            packed = kernel in ("hopper_bwd", "hopper_bwd_deterministic")
-            for variant in ("full", "causal", *(() if seldom else ("window",)), *["packed"] * packed):
+            for variant in ("full", "causal", *(() if seldom else ("window",)), "packed"):
                 yield Row(kernel, 90, "bf16", width, variant, form, (0, 1))
             if not seldom:
                 wide = ("alibi_slopes", "key_mask", "registers") if width <= 128 else ()  # not supported otherwise
