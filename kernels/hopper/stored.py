@@ -310,7 +310,7 @@ def _share(work):
     if work.sequences is None:
         return schedule.share(work.order, gl.program_id(0), gl.num_programs(0))
     else:
-        return 1
+        return gl.minimum(gl.num_programs(0), 1)  # if ptxas knew that it is 1, it would serialise products
 
 
 @gluon.jit
