@@ -241,7 +241,8 @@ def _call_on_cache(row):
         return _meta(batch, length, heads, min(row.dim, most), dtype=dtype).transpose(1, 2)
 
     query, new = tensor(BATCH, rows, heads), tensor(BATCH, 32, 1)
-    pools = [tensor(batch, page or capacity, 1, most) for most in (tile_table.WIDEST_CACHED, tile_table.WIDTHS[-1])]
+    of_value = 128 if row.dim == tile_table.IN_PARTS else tile_table.WIDTHS[-1]
+    pools = [tensor(batch, page or capacity, 1, most) for most in (tile_table.WIDEST_CACHED, of_value)]
     caches = *pools, _meta(BATCH, dtype=torch.int32), table
     turning, masks, numbers = (None, None, False), (None,) * 6, (None, 0)
     if row.variant == "everything":
