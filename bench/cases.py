@@ -169,7 +169,7 @@ LENGTHS_OF_PAPERS = 4096, 16384, 2048, 8192, 1024, 512
 PAPER = [_paper(x, dim, causal) for x in LENGTHS_OF_PAPERS for dim in (128, 64, 256) for causal in _BOTH]
 MORE = [  # each case differs from PAPER in one property
     Case(4, 32, 8, 4096, 4096, 128, 128, True, "bfloat16"),  # grouped heads
-    Case(4, 16, 16, 4096, 4096, 192, 128, True, "bfloat16"),
+    *(Case(4, 16, 16, 4096, 4096, 192, 128, causal, "bfloat16") for causal in _BOTH),
     *(_paper(4096, 512, causal) for causal in _BOTH),
     Case(16, 16, 16, 128, 8192, 128, 128, False, "bfloat16"),  # few queries, many keys
     Case(1, 32, 8, 128, 8192, 128, 128, False, "bfloat16"),  # fewer row blocks than multiprocessors; so has the next

@@ -191,19 +191,22 @@ def _store_on_hopper(name, p, grads, form):
     first = hopper.stored_arguments(call, p.grad_out, rows, scores, grads["value"], form, multiprocessors)
     of_query = hopper.product_arguments(call, scores, grads["query"], False, form, multiprocessors)
     of_key = hopper.product_arguments(call, scores, grads["key"], True, form, multiprocessors)
-    heads, at_a_time = p.batch * call.key.shape[1], hopper.heads_at_a_time(call)
-    launches = (
-        (name, first, 1, p.keys),
-        ("hopper_dk", of_key, 1, p.keys),
-        ("hopper_dq", of_query, first["GROUP"], p.rows),
-    )
+    batch, heads, *_ = call.key.shape
+    at_a_time, several = hopper.heads_at_a_time(call), call.left is call.right is call.cu_seqlens_q is None
     options = dict(device=device, kind=(name, device), num_warps=4, maxnreg=tile_table.REGISTERS[2][0])
     with run.surroundings(device):
-        for before in range(0, heads, at_a_time):
-            for kernel, launched, members, length in launches:
-                planes = min(at_a_time, heads - before) * members
-                programs = cdiv(length, form.keys) * planes
-                if kernel != name and call.left is call.right is None:
+        by_keys = dict(sequences=blocks.sequences_of(call, form.keys, by_keys=True))
+        by_rows = dict(sequences=blocks.sequences_of(call, form.keys))
+        launches = (
+            (name, first | by_keys | dict(spec=p.launched["spec"]), 1),
+            ("hopper_dk", of_key | by_keys, 1),
+            ("hopper_dq", of_query | by_rows, p.launched["spec"].GROUP),
+        )
+        for before in range(0, batch * heads, at_a_time):
+            for kernel, launched, members in launches:
+                planes = min(at_a_time, batch * heads - before) * members
+                programs = arguments.slots(call, form.keys, kernel != "hopper_dq") // batch * planes
+                if kernel != name and several:
                     programs = min(programs, multiprocessors)
                 section = min(planes, launched["section"])
                 run.run_kernel(

@@ -58,16 +58,16 @@ def limits(call: Call, known: tuple[str, ...] = _IN_FORWARD, forms=tile_table.HO
     lengths = call.query.shape[2], call.key.shape[2]
     if call.bias is not None and call.bias.dtype not in _LAYOUTS:
         lacks.append(f"it does not support a bias of {call.bias.dtype}")
-    if _row_width(call) > (widest := max(tile_table.HOPPER)):
+    if row_width(call) > (widest := max(tile_table.HOPPER)):
         lacks.append(f"it does not support heads wider than {widest}")
-    elif not any(fits(call, form) for form in forms[_row_width(call)]):
+    elif not any(fits(call, form) for form in forms[row_width(call)]):
         lacks.append("no tile fits shared memory beside this bias")
     if call.cu_seqlens_q is not None and any(holds(length > RAGGED_ROWS, False) for length in lengths):
         lacks.append("packed sequences have more than 2**30 rows")
     if holds(call.key.shape[2] == 0, False):  # unknown to a compiler; the operator checks again when it runs
         lacks.append("there are no keys")
     for name, option in (("alibi_slopes", call.alibi_slopes), ("dropout_p", call.seed)):
-        if option is not None and _row_width(call) > 128:
+        if option is not None and row_width(call) > 128:
             lacks.append(f"it does not support {name} with heads wider than 128: registers would spill")
     if call.value.shape[3] % 8:
         lacks.append(f"the head dimension of value is {call.value.shape[3]}, not a multiple of 8")
@@ -90,7 +90,7 @@ def cache_reasons(decode: Decode) -> list[str]:
         return lacks
     if rows < tile_table.PREFILL_ROWS:
         lacks.append(f"it takes {tile_table.PREFILL_ROWS} queries or more of a sequence, not {rows}")
-    most = max(pipeline.keys for pipeline in tile_table.HOPPER[_row_width(call)])
+    most = max(pipeline.keys for pipeline in tile_table.HOPPER[row_width(call)])
     if decode.table is not None and key.shape[2] % most:
         lacks.append(f"pages have {key.shape[2]} keys, not a multiple of {most}")
     alike = all(x.stride(0) % x.stride(2) == 0 and key.shape[2] <= _pitch(x) == _pitch(key) for x in (key, value))
@@ -183,7 +183,7 @@ def splits(call: Call, pipeline: Pipeline, multiprocessors: int) -> int:
     batch, heads, rows, _ = kernel_arguments.sizes(call)
     blocks, steps = cdiv(rows, pipeline.rows) * batch * heads, cdiv(_visible(call, pipeline.rows - 1), 64)
     merged = 8 * batch * heads * rows * call.value.shape[3] / tile_table.MERGED_BYTES_A_US
-    return _fastest(blocks, steps, *tile_table.BLOCK_US[_row_width(call)], merged, multiprocessors)
+    return _fastest(blocks, steps, *tile_table.BLOCK_US[row_width(call)], merged, multiprocessors)
 
 
 @lru_cache(maxsize=1024)  # sequences may have any length
@@ -208,7 +208,7 @@ def programs(call: Call, pipeline: Pipeline, count: int, multiprocessors: int) -
     planes, band, keys = batch * heads * count, band_of(call), _visible(call, 0)
     blocks = kernel_arguments.slots(call, pipeline.rows) * heads * count
     most = tile_table.SHARED_KEYS if band == "full" else tile_table.SHARED_KEYS_OF_BANDS
-    if not pipeline.persistent or keys > most.get(_row_width(call), keys):
+    if not pipeline.persistent or keys > most.get(row_width(call), keys):
         return blocks
     if band != "causal":
         return min(blocks, multiprocessors)
@@ -229,13 +229,14 @@ def by_tiles(call: Call) -> Tensor | None:
 
 def fits(call: Call, form: Pipeline | Backward) -> bool:
     """Return whether a kernel's tiles fit into shared memory beside those of a bias; without one they do."""
-    bias, columns, columns_v = by_tiles(call), width.fn(call.query.shape[3]), width.fn(call.value.shape[3])
+    bias, part, columns_v = by_tiles(call), _part(call), width.fn(call.value.shape[3])
     if bias is None:
         return True
     if isinstance(form, Backward):
         return _bias_tiles(call, bias, form) > 0
+    columns = width.fn(call.query.shape[3]) if part is None else row_width(call)
     elements = form.rows * columns * (1 if columns > 128 else 2) + form.stages * form.keys * (columns + columns_v)
-    elements += 0 if columns == columns_v else form.rows * columns_v  # of the output
+    elements += 0 if part or columns == columns_v else form.rows * columns_v  # of the output
     return 2 * elements + form.rows * form.keys * bias.element_size() <= tile_table.TILE_BYTES
 
 
@@ -277,9 +278,10 @@ def arguments(
     wide = None if partials is not None or out.dtype == query.dtype else kernel_arguments.of(out)
     by_groups = tile_table.REGISTERS if call.key_mask is None else tile_table.CLEANING_REGISTERS
     _, registers, fewer = by_groups[pipeline.warpgroups]
+    parts = 1 if _part(call) is None else row_width(call) // tile_table.PART
     return dict(
-        Q=descriptor(query, each, packed=packed),
-        K=descriptor(key, pipeline.keys, packed=by_rows),
+        Q=descriptor(query, each, _part(call), packed),
+        K=descriptor(key, pipeline.keys, _part(call), by_rows),
         V=descriptor(value, pipeline.keys, packed=by_rows),
         caches=caches,
         Bias=_bias(call, pipeline.keys),
@@ -289,7 +291,7 @@ def arguments(
         planes=batch * heads * count,
         section=min(batch * heads, max(1, together) * group) * count,
         splits=count,
-        spec=Spec(heads, group, value.shape[3], call.top_left, page),
+        spec=Spec(heads, group, value.shape[3], parts, call.top_left, page),
         form=Form(pipeline.warpgroups, pipeline.stages, pipeline.ping_pong, registers, fewer),
         **kernel_arguments.band(call),
     )
@@ -299,7 +301,7 @@ def backward_limits(call: Call) -> list[str]:
     """Return the reasons why the Hopper backward does not support the options of a call; [] if it does."""
     lacks = limits(call, _IN_BACKWARD, _FORMS_OF_BACKWARD)
     given = [name for name in ("softcap", "alibi_slopes", "bias", "seed") if getattr(call, name) is not None]
-    if len(given) > (most := tile_table.MOST_OPTIONS.get(_row_width(call), 1)):
+    if len(given) > (most := tile_table.MOST_OPTIONS.get(row_width(call), 1)):
         names = ", ".join(map(_argument, given))
         lacks.append(f"it supports {most} of {names} at once: with more, registers would spill")
     if call.bias is not None and by_tiles(call) is None:
@@ -330,12 +332,17 @@ def _widths(call: Call) -> tuple[int, int]:
     of the columns in blocks of 64 rows.
     """
     width_k, width_v = width.fn(call.key.shape[3]), width.fn(call.value.shape[3])
-    is_wide = _row_width(call) > tile_table.ONE_PASS
-    return (width_k if _row_width(call) == 64 else max(width_k, 128)), (max(width_v, 128) if is_wide else width_v)
+    is_wide = row_width(call) > tile_table.ONE_PASS
+    return (width_k if row_width(call) == 64 else max(width_k, 128)), (max(width_v, 128) if is_wide else width_v)
 
 
-def _row_width(call):
-    return tile_table.row_width(max(call.query.shape[3], call.value.shape[3]))
+def row_width(call: Call) -> int:
+    return tile_table.width_on_hopper(call.query.shape[3], call.value.shape[3])
+
+
+def _part(call):
+    """Return the columns of a part of a tile of query or key in the forward; None if tiles are not divided."""
+    return tile_table.PART if row_width(call) == tile_table.IN_PARTS else None
 
 
 def unit(call: Call) -> tuple[int, int]:
@@ -351,9 +358,9 @@ def _is_table(call):
 def new_rows(call: Call, stats: Tensor) -> tuple[Tensor, int | None]:
     """Return (buffer of row statistics that `preprocess` fills, its padded number of rows or None)."""
     batch, heads, length, _ = call.query.shape
-    if _row_width(call) <= tile_table.ONE_PASS and _is_table(call):
+    if row_width(call) <= tile_table.ONE_PASS and _is_table(call):
         return stats.new_empty((batch, 2 * heads, length, 16), dtype=torch.bfloat16), None
-    if _row_width(call) <= tile_table.ONE_PASS:
+    if row_width(call) <= tile_table.ONE_PASS or call.cu_seqlens_q is not None:
         return stats.new_empty((batch, heads, length, 4)), None
     pitch = cdiv(length, 4) * 4  # TMA reads 16 bytes at a time
     return stats.new_empty((batch, heads, 4, pitch)), pitch
@@ -382,6 +389,8 @@ def backward_arguments(
         GradV=descriptor(grads[1], each, width_v, packed),
         form=backward.Form(form.stages, tiles, common.pop("REGISTERS")),
         rules=_rules(call),
+        GROUP=_group(call),
+        TOP_LEFT=call.top_left,
         **common,
     )
 
@@ -394,23 +403,26 @@ def _rules(call):
 def _common(call):
     return dict(
         heads=call.key.shape[1],
-        GROUP=call.query.shape[1] // call.key.shape[1],
         REGISTERS=tile_table.REGISTERS[2][1:],
-        TOP_LEFT=call.top_left,
         **kernel_arguments.band(call),
     )
 
 
+def _group(call):
+    return call.query.shape[1] // call.key.shape[1]
+
+
 def _scores_of_a_head(call):
-    """Return (shape, bytes) of the stored gradients of scores of one key head."""
-    group = call.query.shape[1] // call.key.shape[1]
-    shape = group, 1, call.key.shape[2], cdiv(call.query.shape[2], 64) * 64  # each row starts an L2 line
+    """Return (shape, bytes) of the stored gradients of scores of one key head; packed sequences have blocks of keys."""
+    group, (_, _, rows, keys) = _group(call), kernel_arguments.sizes(call)
+    if call.cu_seqlens_k is not None:
+        block = 2 * tile_table.WARPGROUP_ROWS
+        keys = kernel_arguments.slots(call, block, by_keys=True) * block
+    shape = group, 1, keys, cdiv(rows, 64) * 64  # each row starts an L2 line
     return shape, math.prod(shape) * call.query.element_size()
 
 
 def stored_limits(call: Call) -> list[str]:
-    if call.cu_seqlens_q is not None:
-        return ["it does not support packed sequences with heads wider than 128"]
     if call.key_mask is not None:
         return ["it does not support key_mask with heads wider than 128"]
     _, size = _scores_of_a_head(call)
@@ -449,42 +461,43 @@ def _section(call, fits, size, blocks, multiprocessors):
 def stored_arguments(
     call: Call, grad_out: Tensor, rows: Tensor, scores: Tensor, grad_value: Tensor, form: Backward, multiprocessors: int
 ) -> dict:
-    """Return the arguments of hopper_bwd_ds (gradients of scores and values), except `planes` and `before`."""
-    each, length = tile_table.WARPGROUP_ROWS, call.query.shape[2]
-    width_k, width_v = _widths(call)
-    common, blocks = _common(call), cdiv(call.key.shape[2], form.keys)
-    size = 2 * common["GROUP"] * length * (call.query.shape[3] + call.value.shape[3])
-    return common | dict(
-        section=_section(call, tile_table.SECTION_BYTES, size, blocks, multiprocessors),
+    """Return arguments of hopper_bwd_ds (gradients of scores and values): no sequences, spec, planes or before."""
+    each, (_, _, length, keys) = tile_table.WARPGROUP_ROWS, kernel_arguments.sizes(call)
+    (width_k, width_v), packed = _widths(call), call.cu_seqlens_q is not None
+    size = 2 * _group(call) * length * (call.query.shape[3] + call.value.shape[3])
+    return _common(call) | dict(
+        section=_section(call, tile_table.SECTION_BYTES, size, cdiv(keys, form.keys), multiprocessors),
         rules=_rules(call),
-        Q=descriptor(call.query, form.rows, width_k),
-        K=descriptor(call.key, each, width_k),
-        V=descriptor(call.value, each, width_v),
-        GradOut=descriptor(grad_out, form.rows, width_v // 2),
-        Rows=descriptor(rows[..., :length], 4, form.rows),
+        Q=descriptor(call.query, form.rows, width_k, packed),
+        K=descriptor(call.key, each, width_k, packed),
+        V=descriptor(call.value, each, width_v, packed),
+        GradOut=descriptor(grad_out, form.rows, width_v // 2, packed),
+        Rows=descriptor(rows, form.rows, 4, True) if packed else descriptor(rows[..., :length], 4, form.rows),
         GradScores=descriptor(scores[..., :length], each, form.rows),
-        GradV=descriptor(grad_value, each, width_v),
+        GradV=descriptor(grad_value, each, width_v, packed),
     )
 
 
 def product_arguments(
     call: Call, grad_scores: Tensor, grad: Tensor, of_key: bool, form: Backward, multiprocessors: int
 ) -> dict:
-    """Return the arguments of hopper_dk (`of_key`) or hopper_dq, except `planes` and `before`."""
+    """Return the arguments of hopper_dk (`of_key`) or hopper_dq, except sequences, planes and before."""
     each, (width_k, _), others = tile_table.WARPGROUP_ROWS, _widths(call), call.query if of_key else call.key
+    (_, _, length, _), packed = kernel_arguments.sizes(call), call.cu_seqlens_q is not None
     block = (2 * each, each) if of_key else (each, 2 * each)
-    common = _common(call)
-    group, blocks = common["GROUP"], cdiv(grad.shape[2], form.keys)
+    group, blocks = _group(call), cdiv(grad.shape[2], form.keys)
     size = 2 * others.shape[2] * others.shape[3] * (group if of_key else 1)
     blocks = blocks if of_key else blocks * group
     section = _section(call, tile_table.SECTION_BYTES // 2, size, blocks, multiprocessors)
-    return common | dict(
+    return _common(call) | dict(
         section=section if of_key else section * group,
-        GradScores=descriptor(grad_scores[..., : call.query.shape[2]], *block),
-        Others=descriptor(others, each, width_k),
-        Product=descriptor(grad, each, width_k),
+        GradScores=descriptor(grad_scores[..., :length], *block),
+        Others=descriptor(others, each, width_k, packed),
+        Product=descriptor(grad, each, width_k, packed),
         heads=grad.shape[1],
         scale=call.scale,
+        GROUP=group,
+        TOP_LEFT=call.top_left,
         OF_K=of_key,
         STAGES=form.stages,
     )

@@ -26,7 +26,6 @@ from ..kernels import (
 )
 from ..kernels.vocabulary.memory import width
 from . import failures, hopper, launcher, tile_table, tuned
-from .tile_table import row_width
 
 
 def interpreting() -> bool:
@@ -164,7 +163,7 @@ def form_on_hopper(name, call):
     is_short = not call.cu_seqlens_q is call.bias is call.alibi_slopes is call.seed is None
     length = 0 if is_short else min(call.query.shape[2], call.key.shape[2])
     ranked, wrong, _ = tuned.of(device_of(call.query)).get(place, tuned.Forms())
-    forms = tile_table.forms_on_hopper(name, row_width(widest(call)), length, hopper.band_of(call), ranked)
+    forms = tile_table.forms_on_hopper(name, hopper.row_width(call), length, hopper.band_of(call), ranked)
     right = (form for form in forms if form not in wrong)
     return next((form for form in right if hopper.fits(call, form)), None)
 

@@ -84,10 +84,10 @@ SECTION_BYTES = 16 << 20
 # By width, for full calls and for bands: a program takes several blocks of rows if a row sees at most this many keys.
 # With more keys, one block per program was 0.98 to 1.04 times as fast as several on an H200 (bench/NOTES.md).
 SHARED_KEYS = {128: 16384}
-SHARED_KEYS_OF_BANDS = {64: 4096, 128: 16384, 256: 2048}
+SHARED_KEYS_OF_BANDS = {64: 4096, 128: 16384, 192: 2048, 256: 2048}
 # Estimate of the Hopper forward by width, in us on an H200 (bench/NOTES.md): (fixed time of a block of rows, its time
-# for every 64 keys). It decides into how many splits the keys of a call with few blocks are divided.
-BLOCK_US = {64: (1.5, 0.63), 128: (2.5, 0.8), 256: (5.6, 1.44)}
+# for every 64 keys). It decides into how many splits the keys of a call with few blocks are divided. 192 is a guess.
+BLOCK_US = {64: (1.5, 0.63), 128: (2.5, 0.8), 192: (4.0, 0.98), 256: (5.6, 1.44)}
 MERGE_US, MERGED_BYTES_A_US = 5.0, 3e6  # fixed time of merging splits, and the bytes that it reads and writes in a us
 SHARED_PAIRS = 0.9  # causal programs take pairs of blocks if the pairs keep this share of multiprocessors busy
 
@@ -96,12 +96,15 @@ def _variants(pipeline):
     return pipeline, pipeline._replace(ping_pong=True), pipeline._replace(persistent=False)
 
 
-# Tiles by width: the first is used, others are candidates of `fusedattn tune`. bench/results/h200.csv has their times.
+# Tiles by `width_on_hopper`: the first is used, others are candidates of `fusedattn tune`, or fit beside a bias.
+# bench/results/h200.csv has their times.
 HOPPER = {
     64: (*_variants(Pipeline(2, 128, 3)), Pipeline(3, 128, 2)),
     128: (*_variants(Pipeline(2, 128, 2)), Pipeline(2, 64, 4)),
+    192: (*_variants(Pipeline(2, 128, 2)), Pipeline(2, 64, 3)),
     256: _variants(Pipeline(2, 64, 2)),
 }
+IN_PARTS, PART = 192, 64  # of this width a tile of query or key in the forward is three parts with PART columns
 
 # {width: ({band: length}, the pipeline to try first if rows and keys are at least that many)}. At D 64, from these
 # lengths on, three warpgroups are 1.03 to 1.12 times as fast as two (an H200, bench/NOTES.md).
@@ -114,7 +117,7 @@ BACKWARDS: dict[str, dict[int, tuple]] = {
     **dict.fromkeys(
         ("hopper_bwd", "hopper_bwd_deterministic"), {64: (Backward(128, 2), Backward(64, 2)), 128: (Backward(64, 2),)}
     ),
-    "hopper_bwd_ds": {256: (Backward(64, 3),)},
+    "hopper_bwd_ds": dict.fromkeys((IN_PARTS, 256), (Backward(64, 3),)),
 }
 # By width, how many of softcap, ALiBi, bias and dropout those two take at once. At 128, pairs reload up to 8 registers.
 MOST_OPTIONS = {64: 3, 128: 2}
@@ -361,6 +364,11 @@ def row_width(width: int) -> int:
     return next((each for each in WIDTHS if width <= each), WIDTHS[-1])
 
 
+def width_on_hopper(D: int, DV: int) -> int:
+    """Return the width of a call in HOPPER: `row_width`, or 192 for latent attention's keys, with narrower values."""
+    return IN_PARTS if 128 < D <= IN_PARTS and DV <= 128 else row_width(max(D, DV))
+
+
 def small_enough(tiles):
     return tuple(tile for tile in tiles if max(tile.rows, tile.keys or 0) <= 64)
 
@@ -402,11 +410,12 @@ def forms_on_hopper(kernel, width, length, band, ranked=()):
     """Return the tiles to try for a Hopper kernel, best first.
 
     Args:
-        width: `row_width` of D and Dv. length: min(Sq, Sk). band: "full", "causal" or "window".
+        width: of ON_HOPPER[kernel]. length: min(Sq, Sk). band: "full", "causal" or "window".
         ranked: pipelines of a tuning file, fastest first. Tuning times long calls, so short ones try HOPPER_LONG last.
     """
     forms = ON_HOPPER[kernel].get(width, ())
     least, long = HOPPER_LONG.get(width, ({}, None))
     is_long = length >= least.get(band, math.inf)
     first = [form for form in forms if form == long and is_long]
+    ranked = [form for form in ranked if form in forms]  # a tuning file has the same place for widths 192 and 256
     return sorted(dict.fromkeys((*ranked, *first, *forms)), key=lambda form: form == long and not is_long)

@@ -1,4 +1,4 @@
-"""TMA copies under the names that Triton 3.8 gives them, for each version of Triton.
+"""TMA copies under the names that Triton 3.8 gives them, and a view of shared memory, for each version of Triton.
 
 Triton 3.9 keeps the older names, which raise when a kernel that calls them is compiled.
 """
@@ -11,6 +11,14 @@ if hasattr(tma, "async_load"):
     async_load, async_store = tma.async_load, tma.async_store
 else:
     async_load, async_store = tma.async_copy_global_to_shared, tma.async_copy_shared_to_global
+
+
+@builtin
+def as_blocks(tensor_desc, memory, _semantic=None):
+    """Return shared memory as blocks of a descriptor with as many rows and another number of columns."""
+    block = list(tensor_desc.block_type.shape)
+    shape = [memory.shape[0] * memory.shape[-1] // block[-1], *block]
+    return _semantic.memdesc_reinterpret(memory, memory.dtype, shape, tensor_desc.layout)
 
 
 @builtin

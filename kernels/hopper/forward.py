@@ -28,7 +28,7 @@ from ..vocabulary import (
     span,
 )
 from . import counters as counting, notes as noting, ring, schedule
-from .copies import async_store
+from .copies import as_blocks, async_store
 from .producer import produce
 from .work import Results, Shared, Work, block_of_rows, extent
 
@@ -52,12 +52,14 @@ class Form(NamedTuple):
 class Spec(NamedTuple):
     """Compile-time constants of a call: HEADS query heads, GROUP of them per kv head, and DV columns of a value.
 
-    TOP_LEFT is as in `span.band`. PAGE: keys of a page, or 2**30 if each sequence has one page.
+    PARTS blocks of Q or K, side by side, are a tile. TOP_LEFT is as in `span.band`. PAGE: keys of a page, or 2**30 if
+    each sequence has one page.
     """
 
     HEADS: int
     GROUP: int
     DV: int
+    PARTS: int
     TOP_LEFT: bool
     PAGE: int
 
@@ -212,13 +214,21 @@ def _pass_ping_pong(ping_pong, g: gl.constexpr):
 
 
 @gluon.jit
+def _multiply(q, k, zero):
+    """Begin q @ k.T, the sum of the products of their parts."""
+    s = zero
+    for i in gl.static_range(len(q)):
+        s = warpgroup_mma(q[i], k[i].permute((1, 0)), s, use_acc=i > 0, is_async=True)
+    return s
+
+
+@gluon.jit
 def _begin_scores(g: gl.constexpr, shared, n, step, zero, GROUPS: gl.constexpr, exists=True):
     """Begin q @ k.T of a program's n-th block of rows at a step. exists is False past the last block."""
     ring.wait(shared.q, n * GROUPS + g, pred=exists)
     ring.wait(shared.k, step, pred=exists)
     _await_ping_pong(shared.ping_pong, g, step)
-    q, k = ring.tile(shared.q, n * GROUPS + g), ring.tile(shared.k, step)
-    s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+    s = _multiply(ring.parts(shared.q, n * GROUPS + g), ring.parts(shared.k, step), zero)
     _pass_ping_pong(shared.ping_pong, g)
     return s
 
@@ -229,7 +239,7 @@ def _consume(
     HEADS: gl.constexpr, DV: gl.constexpr, TOP_LEFT: gl.constexpr, SHARE: gl.constexpr,
 ):  # fmt: skip
     """Compute rows g * 64 .. g * 64 + 63 of each block of rows: the work of one warpgroup."""
-    GROUPS: gl.constexpr = 3 if shared.q.tiles.shape[0] > 4 else 2
+    GROUPS: gl.constexpr = 3 if shared.q.ready.shape[0] > 4 else 2
     ROWS: gl.constexpr = shared.q.tiles.shape[-2]
     BLOCK_N: gl.constexpr = shared.k.tiles.shape[-2]
     WIDTH: gl.constexpr = shared.v.tiles.shape[-1]
@@ -242,7 +252,7 @@ def _consume(
     dtype: gl.constexpr = shared.q.tiles.dtype
     # With two tiles of q, the next q is copied in while an output is copied out of the other. If registers allow it
     # (EARLY), the first scores of the next block are then computed before the output of this one is stored.
-    TWO: gl.constexpr = shared.q.tiles.shape[0] > GROUPS
+    TWO: gl.constexpr = shared.q.ready.shape[0] > GROUPS
     EARLY: gl.constexpr = TWO and GROUPS == 2
     PACKED: gl.constexpr = work.sequences is not None
     heads = HEADS if results.partials is None else HEADS * results.splits
@@ -288,7 +298,7 @@ def _consume(
             s = _begin_scores(g, shared, n, step, zero, GROUPS)
             s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
             ring.release(shared.k, step)
-        q = ring.tile(shared.q, n * GROUPS + g)
+        q = ring.parts(shared.q, n * GROUPS + g)
         block, masked, steps = _visit(shared.notes, step, last, count, full, full_end)
         p, decay, state = _weights(g, s, state, masked, of, block, shared, step, GROUPS, P_LAYOUT, dtype)
         if TWO:
@@ -301,7 +311,7 @@ def _consume(
             block = last - i if shared.notes is None else ()
             block, masked, _ = _visit(shared.notes, step, block, count, full, full_end)
             _await_ping_pong(shared.ping_pong, g, step)
-            s = warpgroup_mma(q, ring.tile(shared.k, step).permute((1, 0)), zero, use_acc=False, is_async=True)
+            s = _multiply(q, ring.parts(shared.k, step), zero)
             ring.wait(shared.v, step - 1)
             next_out = warpgroup_mma(p, ring.tile(shared.v, step - 1), out, is_async=True)
             _pass_ping_pong(shared.ping_pong, g)
@@ -363,7 +373,10 @@ def _consume(
             split, head = plane.index % results.splits, span.kv_head(plane, results.splits)
             splitting.keep(results.partials, head, rows, c, band.rows, split, results.splits, out, state, True, DV)
         else:
-            tile = q.reshape(results.Out.block_type.shape) if SHARE else shared.out.index(g)
+            if SHARE and len(q) == 1:
+                tile = q[0].reshape(results.Out.block_type.shape)
+            else:  # of several blocks in the q of a warpgroup, the first
+                tile = shared.out.index((g * shared.out.shape[0] + GROUPS - 1) // GROUPS)
             tile.reshape([ROWS, WIDTH]).store(out.to(dtype))
             fence_async_shared()
             async_store(results.Out, ring.place(ring.of_rows(plane, band), first + g * ROWS, 0), tile)
@@ -387,10 +400,11 @@ def forward(
     """Write Out, or what is `stored`, as kernels/forward.py does; a program may compute several blocks of rows.
 
     Only one of Out, stored.Wide, a View of float32 (B, H, Sq, DV), and stored.partials is not None. Q, K, V and Out are
-    TMA descriptors of (B, H, S, D) with blocks of [1, 1, rows, width(D)]; blocks of Q and Out have 64 rows. Bias, or
-    None, is one of (B, H, Sq, Sk), 1 for equal ones. tile_lists, or None, are as in kernels/forward.py. planes is
-    B * Hq * splits, where a plane is one split of the keys of one head, and `section` is as in schedule.py. Under a
-    causal mask a program with several blocks takes them in pairs; planes must then be even.
+    TMA descriptors of (B, H, S, D) with blocks of [1, 1, rows, width(D)], or of 64 columns if spec.PARTS blocks of Q or
+    K are a tile; blocks of Q and Out have 64 rows. Bias, or None, is one of (B, H, Sq, Sk), 1 for equal ones.
+    tile_lists, or None, are as in kernels/forward.py. planes is B * Hq * splits, where a plane is one split of the keys
+    of one head, and `section` is as in schedule.py. Under a causal mask a program with several blocks takes them in
+    pairs; planes must then be even.
 
     sequences, unless None, are packed: B is 1, q_len and k_len are totals, planes is Hq, and descriptors are ragged.
     `used` is then the number of used slots, an int32 tensor with one element. caches (`work.Caches`): if they are not
@@ -412,12 +426,15 @@ def forward(
     elif (left is None) != (right is None):
         paired = (gl.num_programs(0) < blocks * planes).to(gl.int32)
     work = Work(schedule.Schedule(blocks, planes, section, paired), band, sequences, caches, tile_lists, left, right)
-    # With equal widths a warpgroup's output overwrites its q.
-    SHARE: gl.constexpr = Out is not None and Q.block_type.shape[-1] == Out.block_type.shape[-1]
+    WIDTH: gl.constexpr = spec.PARTS * Q.block_type.shape[-1]
+    # With equal widths, or with parts (which are wider than the output), a warpgroup's output overwrites its q.
+    SHARE: gl.constexpr = Out is not None and (spec.PARTS > 1 or WIDTH == Out.block_type.shape[-1])
     # Two tiles of q per warpgroup: the next is loaded when a block ends. Heads wider than 128 leave space for one.
-    q = ring.ring(Q, GROUPS if Q.block_type.shape[-1] > 128 else 2 * GROUPS, 1)
-    k, v = ring.ring(K, STAGES, GROUPS), ring.ring(V, STAGES, GROUPS)
-    if SHARE or Out is None:
+    q = ring.ring(Q, GROUPS if WIDTH > 128 else 2 * GROUPS, 1, spec.PARTS)
+    k, v = ring.ring(K, STAGES, GROUPS, spec.PARTS), ring.ring(V, STAGES, GROUPS)
+    if SHARE and spec.PARTS > 1:
+        out = as_blocks(Out, q.tiles)
+    elif SHARE or Out is None:
         out = q.tiles
     else:
         out = gl.allocate_shared_memory(Out.dtype, [GROUPS] + Out.block_type.shape, Out.layout)

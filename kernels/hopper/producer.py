@@ -111,7 +111,7 @@ def produce(
     HEADS: gl.constexpr, GROUP: gl.constexpr, TOP_LEFT: gl.constexpr, PAGE: gl.constexpr,
 ):  # fmt: skip
     """Load tiles by TMA: the work of one warp. Keys go from last to first, so that masked blocks come first."""
-    GROUPS: gl.constexpr = 3 if shared.q.tiles.shape[0] > 4 else 2
+    GROUPS: gl.constexpr = 3 if shared.q.ready.shape[0] > 4 else 2
     ROWS: gl.constexpr = shared.q.tiles.shape[-2]
     BLOCK_N: gl.constexpr = shared.k.tiles.shape[-2]
     heads = HEADS if results.partials is None else HEADS * results.splits

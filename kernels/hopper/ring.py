@@ -21,7 +21,8 @@ LINES = gl.constexpr(gl.BlockedLayout([1, 8], [32, 1], [1, 1], [1, 0]))
 class Ring(NamedTuple):
     """Tiles of (B, H, S, D) tensors, [step, 1, 1, rows, columns], and two mbarriers for each tile.
 
-    Tiles of packed sequences have one more dimension, as their descriptors have.
+    Tiles of packed sequences have one more dimension, as their descriptors have. A tile may be several parts, side by
+    side, [step and part, 1, 1, rows, columns], because the columns of one tile are a power of 2.
     """
 
     tiles: gl.shared_memory_descriptor
@@ -37,9 +38,9 @@ class Ragged(NamedTuple):
 
 
 @gluon.jit
-def ring(desc, TILES: gl.constexpr, READERS: gl.constexpr):
-    """Return a Ring of TILES blocks of a TMA descriptor; READERS warpgroups read each block."""
-    tiles = gl.allocate_shared_memory(desc.dtype, [TILES] + desc.block_type.shape, desc.layout)
+def ring(desc, TILES: gl.constexpr, READERS: gl.constexpr, PARTS: gl.constexpr = 1):
+    """Return a Ring of TILES tiles of PARTS blocks of a TMA descriptor; READERS warpgroups read each tile."""
+    tiles = gl.allocate_shared_memory(desc.dtype, [TILES * PARTS] + desc.block_type.shape, desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [TILES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [TILES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(TILES):
@@ -50,7 +51,7 @@ def ring(desc, TILES: gl.constexpr, READERS: gl.constexpr):
 
 @gluon.jit
 def claim(ring, step):
-    TILES: gl.constexpr = ring.tiles.shape[0]
+    TILES: gl.constexpr = ring.ready.shape[0]
     mbarrier.wait(ring.free.index(step % TILES), step // TILES & 1 ^ 1)
 
 
@@ -67,7 +68,7 @@ def put(ring, step, value):
 @gluon.jit
 def reserve(ring, step, nbytes: gl.constexpr):
     """Wait until the tile of a step is free, and announce nbytes for it and for the tiles that share its barrier."""
-    TILES: gl.constexpr = ring.tiles.shape[0]
+    TILES: gl.constexpr = ring.ready.shape[0]
     claim(ring, step)
     mbarrier.expect(ring.ready.index(step % TILES), nbytes)
 
@@ -112,9 +113,13 @@ def copy(ring, tiles, step, desc, plane, row, column=0):
 
 @gluon.jit
 def fill(ring, step, desc, plane, row, column=0):
-    """Begin the TMA copy of a block of one head, at (row, column), once the tile of the step is free."""
-    reserve(ring, step, desc.block_type.nbytes)
-    copy(ring, ring.tiles, step, desc, plane, row, column)
+    """Begin the TMA copy of a tile of one head, at (row, column), once the tile of the step is free."""
+    TILES: gl.constexpr = ring.ready.shape[0]
+    PARTS: gl.constexpr = ring.tiles.shape[0] // TILES
+    reserve(ring, step, PARTS * desc.block_type.nbytes)
+    for i in gl.static_range(PARTS):
+        where = place(plane, row, column + i * desc.block_type.shape[-1])
+        async_load(desc, where, ring.ready.index(step % TILES), ring.tiles.index(step % TILES * PARTS + i))
 
 
 @gluon.jit
@@ -127,7 +132,7 @@ def fill_bias(ring, step, Bias, plane, row, column):
 
 @gluon.jit
 def wait(ring, step, pred=True):
-    TILES: gl.constexpr = ring.tiles.shape[0]
+    TILES: gl.constexpr = ring.ready.shape[0]
     mbarrier.wait(ring.ready.index(step % TILES), step // TILES & 1, pred=pred)
 
 
@@ -173,7 +178,19 @@ def tile(ring, step):
 
 
 @gluon.jit
+def parts(ring, step):
+    """Return the parts of the tile of a step."""
+    TILES: gl.constexpr = ring.ready.shape[0]
+    PARTS: gl.constexpr = ring.tiles.shape[0] // TILES
+    found = ()
+    for i in gl.static_range(PARTS):
+        part = ring.tiles.index(step % TILES * PARTS + i)
+        found += (part.reshape([part.shape[-2], part.shape[-1]]),)
+    return found
+
+
+@gluon.jit
 def release(ring, step, pred=True):
     """Tell the producer that one reader has finished with the tile of a step."""
-    TILES: gl.constexpr = ring.tiles.shape[0]
+    TILES: gl.constexpr = ring.ready.shape[0]
     mbarrier.arrive(ring.free.index(step % TILES), count=1, pred=pred)

@@ -56,67 +56,111 @@ def _stored_blocks(band, first, TILE: gl.constexpr):
 @gluon.jit
 def _row_blocks(shared, first, band):
     """Return [begin, end) of the blocks of rows that a program of `stored_backward` visits."""
-    BLOCK_M: gl.constexpr = shared.q.tiles.shape[3]
-    TILE: gl.constexpr = shared.k.tiles.shape[0] * shared.k.tiles.shape[3]
+    BLOCK_M: gl.constexpr = shared.q.tiles.shape[-2]
+    TILE: gl.constexpr = shared.k.tiles.shape[0] * shared.k.tiles.shape[-2]
     begin, end = _stored_blocks(span.flip(band), first, TILE)
     return begin * (TILE // BLOCK_M), end * (TILE // BLOCK_M)
 
 
+class Work(NamedTuple):
+    """Blocks of rows or keys that the programs compute: their order, planes before the first, and heads of a batch.
+
+    The rest is as in work.py. Programs of packed sequences have one block each, and `order` has only their planes.
+    """
+
+    order: schedule.Schedule
+    before: gl.tensor
+    heads: gl.tensor
+    band: span.Band
+    sequences: span.Sequences
+    left: gl.tensor
+    right: gl.tensor
+
+
 @gluon.jit
-def _take(order, n, heads, before, TILE: gl.constexpr, OF_K: gl.constexpr):
-    """Return (first row, or first key if OF_K; batch and head as a Plane) of a program's n-th block."""
-    first, plane = schedule.take(order, n, gl.program_id(0), gl.num_programs(0), heads, TILE, before)
-    if OF_K:  # reverse: under a causal band the first keys have the most rows
-        first = (order.blocks - 1) * TILE - first
-    return first, plane
+def _take(work, n, TOP_LEFT: gl.constexpr, TILE: gl.constexpr, OF_K: gl.constexpr):
+    """Return (first row, or first key if OF_K; batch and head as a Plane; Band) of a program's n-th block."""
+    if work.sequences is None:
+        programs, order = gl.num_programs(0), work.order
+        first, plane = schedule.take(order, n, gl.program_id(0), programs, work.heads, TILE, work.before)
+        if OF_K:  # reverse: under a causal band the first keys have the most rows
+            first = (order.blocks - 1) * TILE - first
+        return first, plane, work.band
+    else:
+        block, plane, rows, keys = span.locate(
+            work.sequences, work.band.rows, work.band.keys, work.order.planes, TILE, BY_KEYS=OF_K
+        )
+        head = work.before + plane.head
+        plane = span.Plane(plane.batch, head, head, plane.packed)
+        return gl.maximum(block, 0) * TILE, plane, span.band(rows, keys, work.left, work.right, TOP_LEFT)
+
+
+@gluon.jit
+def _first_key(plane, TILE: gl.constexpr):
+    """Return where the keys of a plane begin in GradScores: each packed sequence has tiles of its own."""
+    if len(plane.packed) == 0:
+        return 0
+    else:
+        return (plane.packed.key // TILE + plane.batch) * TILE
 
 
 @gluon.jit
 def _produce(shared, Q, K, V, GradOut, Rows, kv, first, band, GROUP: gl.constexpr):
     """Load by TMA all tiles that the warpgroups of `stored_backward` read: the work of one warp."""
-    KEYS: gl.constexpr = shared.k.tiles.shape[3]
-    BLOCK_M: gl.constexpr = shared.q.tiles.shape[3]
+    KEYS: gl.constexpr = shared.k.tiles.shape[-2]
+    BLOCK_M: gl.constexpr = shared.q.tiles.shape[-2]
     for g in gl.static_range(2):
         ring.reserve(shared.k, g, K.block_type.nbytes + V.block_type.nbytes)
-        ring.copy(shared.k, shared.k.tiles, g, K, kv, first + g * KEYS)
-        ring.copy(shared.k, shared.v, g, V, kv, first + g * KEYS)
+        ring.copy(shared.k, shared.k.tiles, g, K, ring.of_keys(kv, band), first + g * KEYS)
+        ring.copy(shared.k, shared.v, g, V, ring.of_keys(kv, band), first + g * KEYS)
     begin, end = _row_blocks(shared, first, band)
     block, member = begin, begin * 0
     for step in range((end - begin) * GROUP):
-        plane = span.query_head(kv, member, GROUP)
+        plane = ring.of_rows(span.query_head(kv, member, GROUP), band)
         ring.fill(shared.q, step, Q, plane, block * BLOCK_M)
-        ring.fill(shared.rows, step, Rows, plane, 0, block * BLOCK_M)
+        if len(plane.packed) == 0:
+            ring.fill(shared.rows, step, Rows, plane, 0, block * BLOCK_M)
+        else:
+            ring.fill(shared.rows, step, Rows, plane, block * BLOCK_M)
         for h in gl.static_range(2):
-            ring.fill(shared.do, 2 * step + h, GradOut, plane, block * BLOCK_M, h * GradOut.block_type.shape[3])
+            ring.fill(shared.do, 2 * step + h, GradOut, plane, block * BLOCK_M, h * GradOut.block_type.shape[-1])
         block, member = following(block, member, begin, end, GROUP)
 
 
 @gluon.jit
 def _store(g: gl.constexpr, shared, GradScores, GradV, kv, before, first, band, GROUP: gl.constexpr):
     """Store a warpgroup's ds and dv in global memory: the work of one warp."""
-    KEYS: gl.constexpr = shared.k.tiles.shape[3]
-    BLOCK_M: gl.constexpr = shared.q.tiles.shape[3]
+    KEYS: gl.constexpr = shared.k.tiles.shape[-2]
+    BLOCK_M: gl.constexpr = shared.q.tiles.shape[-2]
     begin, end = _row_blocks(shared, first, band)
     block, member = begin, begin * 0
+    key = _first_key(kv, 2 * KEYS) + first + g * KEYS
     for step in range((end - begin) * GROUP):
         here = span.query_head(kv, member, GROUP).index - before * GROUP
         ring.wait(shared.ds, 2 * step + g)
-        async_store(GradScores, [here, 0, first + g * KEYS, block * BLOCK_M], shared.ds.tiles.index(g))
+        async_store(GradScores, [here, 0, key, block * BLOCK_M], shared.ds.tiles.index(g))
         store_wait(0)
         ring.release(shared.ds, 2 * step + g)
         block, member = following(block, member, begin, end, GROUP)
     mbarrier.wait(shared.out.index(g), 0)
-    async_store(GradV, [kv.batch, kv.head, first + g * KEYS, 0], shared.v.index(g))
+    async_store(GradV, ring.place(ring.of_keys(kv, band), first + g * KEYS, 0), shared.v.index(g))
     store_wait(0)
 
 
 @gluon.jit
-def _begin_scores(g: gl.constexpr, shared, step, exists, none, zero):
-    """Begin k @ q.T of a step, [keys, rows]. exists: False past the last step. none: a 0 that ptxas cannot know."""
+def _begin_scores(g: gl.constexpr, shared, step, exists, none, zero, FOR_S: gl.constexpr):
+    """Begin k @ q.T of a step, [keys, rows], in FOR_S products; two leave out the last quarter of the columns.
+
+    exists: False past the last step. none: a 0 that ptxas cannot know.
+    """
     ring.wait(shared.q, step, pred=exists)
     # If ptxas knows the index of a tile, it keeps the tile's addresses in registers and spills others.
-    q = shared.q.tiles.index(none).reshape([shared.q.tiles.shape[3], shared.q.tiles.shape[4]]).permute((1, 0))
-    return warpgroup_mma(ring.tile(shared.k, g + none), q, zero, use_acc=False, is_async=True)
+    q = shared.q.tiles.index(none).reshape([shared.q.tiles.shape[-2], shared.q.tiles.shape[-1]])
+    k, s = ring.tile(shared.k, g + none), zero
+    if FOR_S == 2:
+        s = warpgroup_mma(half(k, 0, 1), half(q, 0, 1).permute((1, 0)), s, use_acc=False, is_async=True)
+        k, q = half(half(k, 1, 1), 0, 1), half(half(q, 1, 1), 0, 1)
+    return warpgroup_mma(k, q.permute((1, 0)), s, use_acc=FOR_S == 2, is_async=True)
 
 
 @gluon.jit
@@ -149,14 +193,15 @@ def _give_ds(g: gl.constexpr, shared, step, p, dp):
 
 
 @gluon.jit
-def _consume(g: gl.constexpr, shared, first, band, rules, GROUP: gl.constexpr):
+def _consume(g: gl.constexpr, shared, first, band, rules, GROUP: gl.constexpr, D: gl.constexpr):
     """Compute dv and ds of keys first + g * 64 .. first + g * 64 + 63: the work of one warpgroup.
 
     ds is computed during p @ do, and the next p during do @ v.
     """
-    KEYS: gl.constexpr = shared.k.tiles.shape[3]
-    BLOCK_M: gl.constexpr = shared.q.tiles.shape[3]
-    HALF: gl.constexpr = shared.do.tiles.shape[4]
+    KEYS: gl.constexpr = shared.k.tiles.shape[-2]
+    BLOCK_M: gl.constexpr = shared.q.tiles.shape[-2]
+    HALF: gl.constexpr = shared.do.tiles.shape[-1]
+    FOR_S: gl.constexpr = 2 if shared.k.tiles.shape[-1] == 256 and D <= 192 else 1  # products for scores
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
     V_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HALF, 16])
     dtype: gl.constexpr = shared.q.tiles.dtype
@@ -172,7 +217,7 @@ def _consume(g: gl.constexpr, shared, first, band, rules, GROUP: gl.constexpr):
     steps = (end - begin) * GROUP
     ring.wait(shared.k, g)
     some = steps > 0
-    s = _begin_scores(g, shared, 0, some, begin * 0, zero)
+    s = _begin_scores(g, shared, 0, some, begin * 0, zero, FOR_S)
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
     ring.release(shared.q, 0, pred=some)
     ring.wait(shared.rows, 0, pred=some)
@@ -189,10 +234,10 @@ def _consume(g: gl.constexpr, shared, first, band, rules, GROUP: gl.constexpr):
             dv0, dv1, p16 = _begin_dv(shared, step, p, dv0, dv1)
         # After the last step this reads old data; the result is unused.
         more = step + 1 < steps
-        s = _begin_scores(g, shared, step + 1, more, none, zero)
-        dv0, p16 = warpgroup_mma_wait(num_outstanding=2, deps=(dv0, p16))
+        s = _begin_scores(g, shared, step + 1, more, none, zero, FOR_S)
+        dv0, p16 = warpgroup_mma_wait(num_outstanding=FOR_S + 1, deps=(dv0, p16))
         ring.release(shared.do, 2 * step)
-        dv1, p16 = warpgroup_mma_wait(num_outstanding=1, deps=(dv1, p16))
+        dv1, p16 = warpgroup_mma_wait(num_outstanding=FOR_S, deps=(dv1, p16))
         ring.release(shared.do, 2 * step + 1)
         s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
         ring.release(shared.q, step + 1, pred=more)
@@ -211,19 +256,25 @@ def _consume(g: gl.constexpr, shared, first, band, rules, GROUP: gl.constexpr):
 @gluon.jit(do_not_specialize=["q_len", "k_len", "left", "right", "heads", "planes", "section", "before"])
 def stored_backward(
     Q, K, V, GradOut, Rows, GradScores, GradV,
-    q_len, k_len, left, right, rules, heads, planes, section, before,
-    GROUP: gl.constexpr, TOP_LEFT: gl.constexpr, REGISTERS: gl.constexpr,
+    sequences, q_len, k_len, left, right, rules, heads, planes, section, before,
+    spec: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Write GradV (B, Hkv, Sk, Dv) and GradScores (query heads, 1, Sk, Sq) of `planes` kv heads, after `before` others.
 
     A program takes two blocks of keys; a `section` of planes is done before the next. heads is Hkv. All are TMA
     descriptors. A block has 64 keys, or the rows of a block of Q, and at least 128 columns (GradOut: half). Rows is
     (B, Hq, 4, Sq), in blocks of as many rows as Q. Of GradScores only the `_stored_blocks` are written.
+
+    sequences, unless None, are packed: B is 1, q_len and k_len are totals, descriptors except GradScores are ragged,
+    and Rows is (B, Hq, Sq, 4). GradScores has the most rows of a sequence, and keys as in `_first_key`.
     """
-    KEYS: gl.constexpr = K.block_type.shape[2]
+    KEYS: gl.constexpr = K.block_type.shape[-2]
+    GROUP: gl.constexpr = spec.GROUP
+    D: gl.constexpr = spec.D
     order = schedule.Schedule(gl.cdiv(k_len, 2 * KEYS), planes, section, 0)
-    first, kv = _take(order, 0, heads, before, 2 * KEYS, True)
-    band = span.band(q_len, k_len, left, right, TOP_LEFT)
+    band = span.band(q_len, k_len, left, right, spec.TOP_LEFT)
+    work = Work(order, before, heads, band, sequences, left, right)
+    first, kv, band = _take(work, 0, spec.TOP_LEFT, 2 * KEYS, True)
     k, q, do = ring.ring(K, 2, 1), ring.ring(Q, 1, 2), ring.ring(GradOut, 3, 2)
     v = gl.allocate_shared_memory(V.dtype, [2] + V.block_type.shape, V.layout)
     rows, ds = ring.ring(Rows, 2, 2), ring.ring(GradScores, 2, 1)
@@ -234,8 +285,8 @@ def stored_backward(
     shared = Shared(k, v, q, do, rows, ds, out)
     gl.warp_specialize(
         [
-            (_consume, (0, shared, first, band, rules, GROUP)),
-            (_consume, (1, shared, first, band, rules, GROUP)),
+            (_consume, (0, shared, first, band, rules, GROUP, D)),
+            (_consume, (1, shared, first, band, rules, GROUP, D)),
             (_produce, (shared, Q, K, V, GradOut, Rows, kv, first, band, GROUP)),
             (_store, (0, shared, GradScores, GradV, kv, before, first, band, GROUP)),
             (_store, (1, shared, GradScores, GradV, kv, before, first, band, GROUP)),
@@ -253,78 +304,91 @@ class Factors(NamedTuple):
     product: ring.Ring
 
 
-class Work(NamedTuple):
-    """Blocks that `grad_product` computes: their order, planes before the first, heads of a batch, and the band."""
-
-    order: schedule.Schedule
-    before: gl.tensor
-    heads: gl.tensor
-    band: span.Band
-
-
 @gluon.jit
 def _share(work):
-    return schedule.share(work.order, gl.program_id(0), gl.num_programs(0))
+    if work.sequences is None:
+        return schedule.share(work.order, gl.program_id(0), gl.num_programs(0))
+    else:
+        return gl.minimum(gl.num_programs(0), 1)  # if ptxas knew that it is 1, it would serialise products
 
 
 @gluon.jit
-def _factors_of(work, n, factors, OF_K: gl.constexpr):
-    """Return (first row, batch and head, begin, end) of a program's n-th block, which uses ds tiles [begin, end)."""
-    TILE: gl.constexpr = factors.product.tiles.shape[0] * factors.product.tiles.shape[3]
-    PARTS: gl.constexpr = TILE // factors.others.shape[3]
-    first, plane = _take(work.order, n, work.heads, work.before, TILE, OF_K)
-    begin, end = _stored_blocks(work.band, first, TILE)
-    return first, plane, begin * PARTS, end * PARTS
+def _factors_of(work, n, factors, TOP_LEFT: gl.constexpr, OF_K: gl.constexpr):
+    """Return (first row, batch and head, Band, begin, end) of a program's n-th block; it uses ds tiles [begin, end).
+
+    If OF_K, rows are keys: the Band is flipped.
+    """
+    TILE: gl.constexpr = factors.product.tiles.shape[0] * factors.product.tiles.shape[-2]
+    PARTS: gl.constexpr = TILE // factors.others.shape[-2]
+    first, plane, band = _take(work, n, TOP_LEFT, TILE, OF_K)
+    if OF_K:
+        band = span.flip(band)
+    begin, end = _stored_blocks(band, first, TILE)
+    return first, plane, band, begin * PARTS, end * PARTS
 
 
 @gluon.jit
-def _load(factors, GradScores, Others, work, before, GROUP: gl.constexpr, OF_K: gl.constexpr):
+def _of_product(plane, band, OF_K: gl.constexpr):
+    """Return the Plane with which `ring.place` finds rows of dq, or if OF_K of dk; the Band is of `_factors_of`."""
+    return ring.of_keys(plane, span.flip(band)) if OF_K else ring.of_rows(plane, band)
+
+
+@gluon.jit
+def _load(
+    factors, GradScores, Others, work, before, GROUP: gl.constexpr, TOP_LEFT: gl.constexpr, OF_K: gl.constexpr
+):  # fmt: skip
     """Load by TMA the tiles that `_multiply` multiplies: the work of one warp.
 
     For dq these are ds and keys of one head; for dk, ds and queries of all query heads that share the kv head.
     """
-    DEPTH: gl.constexpr = Others.block_type.shape[2]
+    DEPTH: gl.constexpr = Others.block_type.shape[-2]
+    TILE: gl.constexpr = factors.product.tiles.shape[0] * factors.product.tiles.shape[-2]
     MEMBERS: gl.constexpr = GROUP if OF_K else 1
     step = 0
     for n in range(_share(work)):
-        first, plane, begin, end = _factors_of(work, n, factors, OF_K)
+        first, plane, band, begin, end = _factors_of(work, n, factors, TOP_LEFT, OF_K)
+        key = _first_key(plane, TILE)
         block, member = begin, begin * 0
         for _ in range((end - begin) * MEMBERS):
             ring.reserve(factors.ds, step, GradScores.block_type.nbytes + Others.block_type.nbytes)
             if OF_K:
                 other = span.query_head(plane, member, GROUP)
                 here = span.Plane(other.index - before * GROUP, 0, 0, ())
-                ring.copy(factors.ds, factors.ds.tiles, step, GradScores, here, first, block * DEPTH)
+                ring.copy(factors.ds, factors.ds.tiles, step, GradScores, here, key + first, block * DEPTH)
             else:
                 other = span.kv_head(plane, GROUP)
                 here = span.Plane(plane.index - before * GROUP, 0, 0, ())
-                ring.copy(factors.ds, factors.ds.tiles, step, GradScores, here, block * DEPTH, first)
+                ring.copy(factors.ds, factors.ds.tiles, step, GradScores, here, key + block * DEPTH, first)
+            other = _of_product(other, span.flip(band), not OF_K)
             ring.copy(factors.ds, factors.others, step, Others, other, block * DEPTH)
             block, member = following(block, member, begin, end, MEMBERS)
             step += 1
 
 
 @gluon.jit
-def _store_product(g: gl.constexpr, factors, Product, work, OF_K: gl.constexpr):
+def _store_product(g: gl.constexpr, factors, Product, work, TOP_LEFT: gl.constexpr, OF_K: gl.constexpr):
     """Store the blocks of dq or dk of warpgroup g, each while the next is computed: the work of one warp."""
-    ROWS: gl.constexpr = Product.block_type.shape[2]
+    ROWS: gl.constexpr = Product.block_type.shape[-2]
     for n in range(_share(work)):
-        first, plane, _, _ = _factors_of(work, n, factors, OF_K)
+        first, plane, band, _, _ = _factors_of(work, n, factors, TOP_LEFT, OF_K)
         ring.wait(factors.product, 2 * n + g)
-        async_store(Product, [plane.batch, plane.head, first + g * ROWS, 0], factors.product.tiles.index(g))
+        place = ring.place(_of_product(plane, band, OF_K), first + g * ROWS, 0)
+        async_store(Product, place, factors.product.tiles.index(g))
         store_wait(0)
         ring.release(factors.product, 2 * n + g)
 
 
 @gluon.jit
-def _multiply(g: gl.constexpr, factors, work, scale, MEMBERS: gl.constexpr, OF_K: gl.constexpr):
+def _multiply(
+    g: gl.constexpr, factors, work, scale, MEMBERS: gl.constexpr, TOP_LEFT: gl.constexpr, OF_K: gl.constexpr
+):  # fmt: skip
     """Compute half g (0 or 1) of the rows of each block of dq or dk: the work of one warpgroup."""
-    ROWS: gl.constexpr = factors.product.tiles.shape[3]
-    WIDTH: gl.constexpr = factors.product.tiles.shape[4]
+    ROWS: gl.constexpr = factors.product.tiles.shape[-2]
+    WIDTH: gl.constexpr = factors.product.tiles.shape[-1]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, WIDTH, 16])
     step = 0
     for n in range(_share(work)):
-        _, _, begin, end = _factors_of(work, n, factors, OF_K)
+        _, _, _, begin, end = _factors_of(work, n, factors, TOP_LEFT, OF_K)
         total = gl.zeros([ROWS, WIDTH], gl.float32, LAYOUT)
         steps = (end - begin) * MEMBERS
         for i in range(steps):
@@ -345,7 +409,7 @@ def _multiply(g: gl.constexpr, factors, work, scale, MEMBERS: gl.constexpr, OF_K
 @gluon.jit(do_not_specialize=["q_len", "k_len", "left", "right", "heads", "planes", "section", "before"])
 def grad_product(
     GradScores, Others, Product,
-    q_len, k_len, left, right, scale, heads, planes, section, before,
+    sequences, q_len, k_len, left, right, scale, heads, planes, section, before,
     GROUP: gl.constexpr, OF_K: gl.constexpr, TOP_LEFT: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Write Product: dq = ds @ keys, where Others is K; or, if OF_K, dk = ds.T @ queries, where Others is Q.
@@ -354,25 +418,23 @@ def grad_product(
     have 64 rows; a block of GradScores has 128 rows of Product as its columns, or as its rows if OF_K. A program takes
     two blocks of Product at a time.
     """
-    TILE: gl.constexpr = 2 * Product.block_type.shape[2]
+    TILE: gl.constexpr = 2 * Product.block_type.shape[-2]
     MEMBERS: gl.constexpr = GROUP if OF_K else 1
     length = k_len if OF_K else q_len
     band = span.band(q_len, k_len, left, right, TOP_LEFT)
-    if OF_K:
-        band = span.flip(band)
     order = schedule.Schedule(gl.cdiv(length, TILE), planes, section, 0)
-    work = Work(order, before * (GROUP // MEMBERS), heads, band)
+    work = Work(order, before * (GROUP // MEMBERS), heads, band, sequences, left, right)
     ds = ring.ring(GradScores, STAGES, 2)
     others = gl.allocate_shared_memory(Others.dtype, [STAGES] + Others.block_type.shape, Others.layout)
     factors = Factors(ds, others, ring.ring(Product, 2, 1))
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_multiply, (0, factors, work, scale, MEMBERS, OF_K)),
-            (_multiply, (1, factors, work, scale, MEMBERS, OF_K)),
-            (_load, (factors, GradScores, Others, work, before, GROUP, OF_K)),
-            (_store_product, (0, factors, Product, work, OF_K)),
-            (_store_product, (1, factors, Product, work, OF_K)),
+            (_multiply, (0, factors, work, scale, MEMBERS, TOP_LEFT, OF_K)),
+            (_multiply, (1, factors, work, scale, MEMBERS, TOP_LEFT, OF_K)),
+            (_load, (factors, GradScores, Others, work, before, GROUP, TOP_LEFT, OF_K)),
+            (_store_product, (0, factors, Product, work, TOP_LEFT, OF_K)),
+            (_store_product, (1, factors, Product, work, TOP_LEFT, OF_K)),
         ],
         [WARPS, 1, 1, 1],
         [REGISTERS[0], REGISTERS[1], REGISTERS[1], REGISTERS[1]],

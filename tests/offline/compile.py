@@ -126,15 +126,15 @@ def _hopper_table():
         for variant in ("partial", "splits", "packed", "prefill", *BY_HOPPER, "registers"):
             heavy = variant in ("alibi_slopes", "biased", "dropout", "registers")
             if width <= 128 or variant == "biased" or not heavy:  # not supported, because of spills
-                yield Row("hopper", 90, "bf16", width, variant, forms[0], (0, len(forms)))
+                index = len(forms) - 1 if (width, variant) == (tile_table.IN_PARTS, "biased") else 0  # what fits
+                yield Row("hopper", 90, "bf16", width, variant, forms[index], (index, len(forms)))
                 if forms[-1].warpgroups > 2 and variant in BY_HOPPER and not heavy:
                     yield Row("hopper", 90, "bf16", width, variant, forms[-1], (len(forms) - 1, len(forms)))
-    stored = tile_table.BACKWARDS["hopper_bwd_ds"]
+    stored = {256: tile_table.BACKWARDS["hopper_bwd_ds"][256]}
     for kernel, rows in (tile_table.BACKWARDS | dict.fromkeys(tile_table.PRODUCTS, stored)).items():
         for width, (form, *others) in rows.items():
             seldom = kernel in ("hopper_bwd_deterministic", *tile_table.PRODUCTS)  # no other code for windows
-            packed = kernel in ("hopper_bwd", "hopper_bwd_deterministic")
-            for variant in ("full", "causal", *(() if seldom else ("window",)), *["packed"] * packed):
+            for variant in ("full", "causal", *(() if seldom else ("window",)), "packed"):
                 yield Row(kernel, 90, "bf16", width, variant, form, (0, 1 + len(others)))
             for index, other in enumerate(others, 1):
                 yield Row(kernel, 90, "bf16", width, "full", other, (index, 1 + len(others)))
@@ -143,7 +143,7 @@ def _hopper_table():
                 for variant in ("scale", "softcap", *wide):
                     yield Row(kernel, 90, "bf16", width, variant, form, (0, 1))
                 yield Row(kernel, 90, "fp16", width, "full", form, (0, 1))
-                for dim in {64: (32, 16), 128: (80,), 256: (136,)}[width]:
+                for dim in {64: (32, 16), 128: (80,), 256: (136,)}.get(width, ()):
                     yield Row(kernel, 90, "bf16", dim, "full", form, (0, 1))
 
 

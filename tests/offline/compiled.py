@@ -207,6 +207,8 @@ def _call(row):
         return torch.empty(batch, LENGTH, heads, row.dim, dtype=DTYPES[row.dtype], device="meta").transpose(1, 2)
 
     tensors = dict(query=tensor(all_heads), **{name: tensor(all_heads // group) for name in ("key", "value")})
+    if row.kernel in ON_HOPPER and row.dim == tile_table.IN_PARTS:
+        tensors["value"] = tensors["value"][..., :128]
     plain = dict.fromkeys(Call._fields) | dict(top_left=False, scale=row.dim**-0.5, dropout_p=0.0, named=True)
     call = Call(**plain | tensors | VARIANTS[row.variant])
     moves = row.kernel in ("tangent", "tangent_weights")
@@ -239,7 +241,8 @@ def _call_on_cache(row):
         return _meta(batch, length, heads, min(row.dim, most), dtype=dtype).transpose(1, 2)
 
     query, new = tensor(BATCH, rows, heads), tensor(BATCH, 32, 1)
-    pools = [tensor(batch, page or capacity, 1, most) for most in (tile_table.WIDEST_CACHED, tile_table.WIDTHS[-1])]
+    of_value = 128 if row.dim == tile_table.IN_PARTS else tile_table.WIDTHS[-1]
+    pools = [tensor(batch, page or capacity, 1, most) for most in (tile_table.WIDEST_CACHED, of_value)]
     caches = *pools, _meta(BATCH, dtype=torch.int32), table
     turning, masks, numbers = (None, None, False), (None,) * 6, (None, 0)
     if row.variant == "everything":

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedattn as fa
 from fusedattn.dispatch import replay
-from fusedattn.launch import run, tile_table
+from fusedattn.launch import hopper, run, tile_table
 from fusedattn.testing.compare import compare, with_gradients
 from fusedattn.testing.tolerance import verdicts
 
@@ -92,9 +92,11 @@ def other_tiles(number):
         return found[min(number, len(found) - 1) :]
 
     def other(name, call):
-        own = form(name, call)
-        row = next((row for row in tile_table.ON_HOPPER[name].values() if own in row), None)
-        return row and row[min(max(number, row.index(own)), len(row) - 1)]
+        if (own := form(name, call)) is None:
+            return None
+        row = tile_table.ON_HOPPER[name][hopper.row_width(call)]
+        fitting = [x for x in row if hopper.fits(call, x)]
+        return fitting[min(max(number, fitting.index(own)), len(fitting) - 1)]
 
     with mock.patch.object(run, "candidates", others), mock.patch.object(run, "form_on_hopper", other):
         yield
@@ -221,7 +223,9 @@ def taken(entry, capability, tile=0):
 
     def note(name, call, tile):
         if tile is not None:
-            found.add(Taken(name, call.query.dtype.itemsize, tile_table.row_width(run.widest(call)), tile))
+            on_hopper = name in tile_table.ON_HOPPER
+            width = hopper.row_width(call) if on_hopper else tile_table.row_width(run.widest(call))
+            found.add(Taken(name, call.query.dtype.itemsize, width, tile))
         return tile
 
     with other_tiles(tile), gpu(capability) as device:

@@ -157,6 +157,7 @@ _PACKED_HEADS = _TOGETHER | dict(causal=True, align="top_left", Hq=4, Hkv=2, D=8
 _CAPPED = dict(softcap=5.0, scale=-0.4, sinks=True, dtype=FP16)
 _BIASED = dict(bias="pairs", alibi="own", window=(90, 20), key_mask="own", B=2, Hq=4, Hkv=2, Sk=304)
 _DROPPED = dict(dropout=0.3, alibi="own", sinks=True, window=(90, 20), key_mask="own", B=2, Hq=4, Hkv=2, Sk=300)
+_LATENT = dict(D=192, Dv=128)
 _ON_HOPPER = dense(
     *(
         (f"hopper {name}", fields | dict(backend="hopper"))
@@ -206,6 +207,11 @@ _ON_HOPPER = dense(
             ("packed top left, heads 4:2, D80 fp16, two passes", _PACKED_HEADS | TWO),
             ("packed window D256 fp16", _TOGETHER | dict(window=(30, 9), D=256, dtype=FP16)),
             ("window D136 Dv32 fp16", dict(window=(40, 20), dtype=FP16, D=136, Dv=32)),
+            ("causal D192 Dv128", _LATENT | dict(causal=True, Sq=300, Sk=333, multiprocessors=1)),
+            ("packed window D192 Dv128", _LATENT | _TOGETHER | dict(window=(30, 9), Hq=4, Hkv=2)),
+            ("key mask, sinks D192 Dv128 fp16", _LATENT | _CAPPED | dict(key_mask="own", query_mask="own", B=2, Sq=70)),
+            ("bias of float32 D160 Dv96", dict(bias="pairs", bias_dtype=FP32, causal=True, D=160, Dv=96, Sq=70)),
+            ("splits D192 Dv128", _LATENT | dict(Sq=40, Sk=1200)),
             ("long", dict(Sq=150, Sk=1000, Hq=4, Hkv=2)),
             ("one row", dict(Sq=1, Sk=300)),
             ("heads in one tile", dict(Sq=9, Sk=300, B=2, Hq=8, Hkv=2, times=3)),

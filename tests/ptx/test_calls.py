@@ -49,7 +49,8 @@ def test_no_row_has_more_tiles_than_everything_executes():
 
 
 @pytest.mark.matrix
-def test_heads_whose_gradients_of_scores_are_stored_at_a_time(monkeypatch):
+@pytest.mark.parametrize("packed", [{}, dict(B=2, Hq=6, Hkv=3, lengths=((70, 9), (33, 100)))], ids=["dense", "packed"])
+def test_heads_whose_gradients_of_scores_are_stored_at_a_time(packed, monkeypatch):
     """The stored backward is right if it processes kv heads in chunks, two of three; the third call is a replay.
 
     Each kv head has two query heads. One program computes all blocks of dq of two heads, and one all blocks of dk.
@@ -57,7 +58,7 @@ def test_heads_whose_gradients_of_scores_are_stored_at_a_time(monkeypatch):
     monkeypatch.setattr(tile_table, "SCORES_BYTES", 1)
     monkeypatch.setattr(hopper, "stored_limits", lambda call: [])
     fields = dict(B=3, Hq=2, Hkv=1, D=256, Sq=70, Sk=100, backend="hopper", two_passes=True, times=3)
-    fields |= dict(multiprocessors=1)
+    fields |= dict(multiprocessors=1) | packed
     outcome = calls.execute(*dense(("at a time", fields)), HOPPER)
     assert not outcome.wrong(), "\n".join(outcome.wrong())
     names = [x.name for x in outcome.device.launches]

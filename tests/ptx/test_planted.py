@@ -90,6 +90,7 @@ KEYS, PAGES = "hopper key mask, causal", "decode: prefill D128, into pages"
 DROPPED = "hopper dropout, key mask"
 BIASED, BIAS_OF_KEYS = "hopper bias, slopes, two passes", "hopper bias of keys, cap fp16"
 WAITED = "        ring.wait(shared.bias, at, pred=exists)\n"
+PARTS = "hopper causal D192 Dv128"
 RELEASED = "        ring.release(shared.q, step)\n"
 DK = "        dk, ds = warpgroup_mma_wait(num_outstanding=FOR_S + GROUPS, deps=(dk, ds))\n"
 ON_HOPPER = tuple(
@@ -123,6 +124,8 @@ ON_HOPPER = tuple(
          "            store_wait(0)  # of the previous block's output\n", "", MANY),
         ("the next k given back before its product", "forward", NEXT + NEXT_K, NEXT_K + NEXT, D128),
         ("a product too few waited for", "forward", "=1, deps=(s,)", "=2, deps=(s,)", ONE_ROW),
+        ("the first part taken for each", "ring", "column + i * desc.block_type.shape[-1]", "column", PARTS),
+        ("only the last part multiplied", "forward", "use_acc=i > 0", "use_acc=False", PARTS),
         ("another's reader forgotten", "ring", "count=READERS", "count=1", LONG),
         ("half of a block expected", "ring", "desc.block_type.nbytes)", "desc.block_type.nbytes // 2)", ONE_ROW),
         ("the backward's ones not fenced", "backward", "    fence_async_shared()\n    first =", "    first =", D128),
@@ -158,12 +161,14 @@ ON_HOPPER = tuple(
         ("numbers of the other half", "steps", "slice(part * COUNT,", "slice(0,", "hopper softcap, a repeated call"),
         ("another has the turn", "backward", "last - first // KEYS", "last - first // KEYS + 1",
          "hopper causal D128, two passes"),
-        ("both halves of do are the first", "stored", "h * GradOut.block_type.shape[3]", "0", STORED),
+        ("both halves of do are the first", "stored", "h * GradOut.block_type.shape[-1]", "0", STORED),
         ("delta left out", "steps", "across(rows, step, 2,", "across(rows, step, 3,", STORED),
         ("rows never given back", "stored", "    ring.release(shared.rows, step)\n", "", STORED),
         ("dv not fenced", "stored",
          "    fence_async_shared()\n    mbarrier.arrive(shared.out", "    mbarrier.arrive(shared.out", STORED),
         ("the band not flipped for dk", "stored", "    if OF_K:\n        band = span.flip(band)\n", "", STORED),
+        ("only the last columns of k and q", "stored", "use_acc=FOR_S == 2", "use_acc=False", PARTS),
+        ("ds of two sequences", "stored", "key // TILE + plane.batch", "key // TILE", "hopper packed window D256 fp16"),
         ("others given back while a product reads them", "stored", "num_outstanding=1, deps=(total,)",
          "num_outstanding=2, deps=(total,)", STORED),
         ("a product not waited for", "stored", "        ring.wait(factors.product, 2 * n + g)\n", "", STORED),
