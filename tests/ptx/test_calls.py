@@ -34,6 +34,8 @@ def _first(capability):
     if capability == HOPPER:
         for kernel, rows in tile_table.ON_HOPPER.items():
             yield from (calls.Taken(kernel, 2, width, forms[0]) for width, forms in rows.items())
+        width = tile_table.IN_PARTS
+        yield calls.Taken("hopper", 2, width, tile_table.HOPPER[width][-1])  # the only one that fits beside a bias
 
 
 @pytest.mark.matrix
