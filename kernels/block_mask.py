@@ -40,11 +40,20 @@ def block_mask(BlockMask, Words, extents, masks, bias, heads, rows, keys):
         cut = (mark == SOME) & (whole == 0)
         mark = tl.where(cut, number, mark)
         words = tl.sum(shown.to(tl.int64) << bits[None, :], 1)
-        tl.store(Words + number.to(tl.int64) * BLOCK + bits, words, mask=bits < tl.where(cut, BLOCK, 0))
+        tl.store(Words + number.to(tl.int64) * BLOCK + bits, words)
         if tl.program_id(0) == 0:
             for constant in tl.static_range(CONSTANT):
                 tl.store(Words + constant * BLOCK + bits, words * 0 - (constant != EMPTY))
     tl.store(BlockMask + tl.program_id(0), mark)
+
+
+@triton.jit
+def transpose_words(Words, ByKeys):
+    """Fill ByKeys, int64 like Words (count, BLOCK): bit r of word c is bit c of word r. A program takes one block."""
+    bits = tl.arange(0, BLOCK)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + bits
+    seen = (tl.load(Words + at)[:, None] >> bits[None, :]) & 1
+    tl.store(ByKeys + at, tl.sum(seen << bits[:, None], 0))
 
 
 @triton.jit(do_not_specialize=["heads", "q_len", "k_len", "tile_count", "left", "right"])

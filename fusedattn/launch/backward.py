@@ -59,6 +59,8 @@ def _lacks_on_hopper(call, need, kernel):
     lacks = hopper.backward_limits(call) + hopper.unreachable(call)
     if not (need["query"] and need["key"] and need["value"]):
         lacks.append("it makes the gradients of query, key and value together, not some of them")
+    if kernel == "hopper_bwd_deterministic" and (call.mask is not None or call.mask_bits is not None):
+        lacks.append("its deterministic backward does not support mask")
     return lacks + (hopper.stored_limits(call) if kernel == "hopper_bwd_ds" else [])
 
 
@@ -177,9 +179,13 @@ def _add_on_hopper(name, p, query_sums, turns, grads, form):
     """Compute dk and dv, and add up dq in query_sums, by a Hopper kernel."""
     call, device = p.call, run.device_of(p.call.query)
     grads = [grads["key"], grads["value"]]
-    launched = hopper.backward_arguments(call, p.grad_out, p.launched["Rows"], query_sums, turns, grads, form)
+    rows = p.launched["Rows"]
     with run.surroundings(device):
-        launched["sequences"] = blocks.sequences_of(call, form.keys, by_keys=True)
+        words = blocks.words_by_keys(call)
+        launched = hopper.backward_arguments(call, p.grad_out, rows, words, query_sums, turns, grads, form)
+        # Without a mask of pairs the kernel finds the blocks that a key mask leaves out by itself.
+        call = call._replace(block_mask=None) if words is None else call
+        launched |= blocks.walks(call, form, by_keys=True)
         programs = arguments.slots(call, form.keys, by_keys=True) * call.key.shape[1]
         run.run_kernel(name, programs, launched, device, num_warps=4, maxnreg=tile_table.REGISTERS[2][0])
 

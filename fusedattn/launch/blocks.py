@@ -18,8 +18,8 @@ BLOCK, CONSTANT = masking.BLOCK.value, masking.CONSTANT.value
 def new_block_mask(mask, key_mask, query_mask, bias, lengths):
     """Return (uninitialised block_mask and mask_bits, (rows, keys) covered, the masks and the bias without broadcasts).
 
-    mask_bits is empty for a mask of fewer rows or keys than a block, which kernels read by bytes. At least one mask or
-    the bias is not None. Dimensions along which all of them broadcast have size 1.
+    At least one mask or the bias is not None; mask_bits is empty without a mask of pairs. Dimensions along which all of
+    them broadcast have size 1; with a mask of pairs, rows and keys have a whole block.
     """
     if lengths is None:
         key_mask, query_mask = narrow(key_mask), narrow(query_mask)
@@ -27,9 +27,10 @@ def new_block_mask(mask, key_mask, query_mask, bias, lengths):
     shapes = [pairs_of(name, x, lengths) for name, x in masks.items() if x is not None]
     batch, heads, rows, keys = torch.broadcast_shapes(*shapes)
     first = next(x for x in masks.values() if x is not None)
+    if mask is not None:
+        rows, keys = (BLOCK if n == 1 else n for n in (rows, keys))
     blocks = batch, heads, -(-rows // BLOCK), -(-keys // BLOCK)
-    mask = masks["mask"]
-    count = 0 if mask is None or min(mask.shape[2:]) < BLOCK else CONSTANT + math.prod(blocks)
+    count = 0 if mask is None else CONSTANT + math.prod(blocks)
     made = first.new_empty(blocks, dtype=torch.int32), first.new_empty((-(-count // 16) * 16, BLOCK), dtype=torch.int64)
     return made, (rows, keys), masks.values()
 
@@ -81,6 +82,17 @@ def packed_sequences(lengths, block, by_keys=False, count=0, used=None):
     return sequences
 
 
+def words_by_keys(call):
+    """Return the words of a call's mask with rows and keys swapped; None without a mask in bits."""
+    if call.mask_bits is None:
+        return None
+    words = call.mask_bits.new_empty(call.mask_bits.shape)
+    used = min(words.shape[0], CONSTANT + call.block_mask.numel())
+    launched = dict(Words=call.mask_bits, ByKeys=words)
+    run.run_kernel("transpose_words", used, launched, run.device_of(words), num_warps=4)
+    return words
+
+
 def sequences_of(call, block, by_keys=False, used=None):
     if call.cu_seqlens_q is None:
         return None
@@ -121,8 +133,9 @@ def tile_lists(call, tile, by_keys=False, sequences=None):
 
 
 def marked(call):
-    """Return a call with its block mask, and with the mask in bits if that pays. A call that has them is unchanged."""
-    if call.block_mask is not None or all(x is None for x in hiding(call)):
+    """Return a call with its block mask, and with the mask in bits. A call that has them is unchanged."""
+    whole = call.block_mask is not None and (call.mask is None or call.mask_bits is not None)
+    if whole or all(x is None for x in hiding(call)):
         return call
     return with_blocks(call, *block_mask(*hiding(call), lengths_of(call)))
 

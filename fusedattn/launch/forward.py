@@ -20,6 +20,9 @@ def launch_on_hopper(out, lse, stats, call, cached=None):
     # Masks and biases have a block mask only with gradients. Packing them without one would give other bits.
     if not arguments.hides(call) and arguments.can_pack_gqa(call, out, 2 * tile_table.WARPGROUP_ROWS):
         call, out = arguments.pack_gqa(call, out)
+    # A bias hides by itself: its block mask, which gradients need, would read all of it and order blocks otherwise.
+    unmasked = call.mask is call.mask_bits is call.key_mask is None
+    call = call._replace(block_mask=None) if unmasked else blocks.marked(call)
     pipeline, device = run.form_on_hopper("hopper", call), run.device_of(call.query)
     if pipeline is None:
         raise run.none_is_right("hopper", device)
@@ -32,8 +35,6 @@ def launch_on_hopper(out, lse, stats, call, cached=None):
     registers = tile_table.REGISTERS[pipeline.warpgroups][0]
     with run.surroundings(device):
         used = None if call.cu_seqlens_q is None else call.cu_seqlens_q.new_zeros(1)
-        # A bias hides by itself: its block mask, which gradients need, would read all of it and order blocks otherwise.
-        call = call._replace(block_mask=None) if call.key_mask is None else blocks.marked(call)
         launched |= blocks.walks(call, pipeline, used=used) | dict(used=used)
         programs = hopper.programs(call, pipeline, count, processors)
         run.run_kernel("hopper", programs, launched, device, num_warps=4, maxnreg=registers)

@@ -34,9 +34,9 @@ FEWEST_ROWS = 32  # of packed sequences, on average, in the backward: its sums o
 # Optional fields of a Call that the kernels support, or that `limits` checks one by one. It refuses others.
 # A block mask needs no support: it marks what other masks hide.
 _KNOWN = "block_mask", "left", "right", "origin", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
-_IN_FORWARD = "seed", "bias", "key_mask", "query_mask", "softcap", "alibi_slopes", "sinks"
+_IN_FORWARD = "seed", "bias", "mask", "mask_bits", "key_mask", "query_mask", "softcap", "alibi_slopes", "sinks"
 _IN_PREFILL = "query_mask", "softcap", "alibi_slopes", "sinks"
-_IN_BACKWARD = "seed", "bias", "key_mask", "query_mask", "softcap", "alibi_slopes", "sinks"
+_IN_BACKWARD = "seed", "bias", "mask", "mask_bits", "key_mask", "query_mask", "softcap", "alibi_slopes", "sinks"
 _FORMS_OF_BACKWARD = tile_table.BACKWARDS["hopper_bwd"] | tile_table.BACKWARDS["hopper_bwd_ds"]
 _OTHERS = tuple(name for name, default in Call._field_defaults.items() if default is None and name not in _KNOWN)
 _DESCRIPTORS = (
@@ -101,7 +101,10 @@ def cache_reasons(decode: Decode) -> list[str]:
 
 def unreachable(call: Call) -> list[str]:
     """Return a sentence for each of query, key, value and bias that TMA cannot read."""
-    return _unreadable({name: getattr(call, name) for name in ("query", "key", "value")} | dict(bias=by_tiles(call)))
+    lacks = _unreadable({name: getattr(call, name) for name in ("query", "key", "value")} | dict(bias=by_tiles(call)))
+    if call.mask_bits is not None and not kernel_arguments.aligned(call.mask_bits):
+        lacks.append("the words of its plan lie at an address that is no multiple of 16")
+    return lacks
 
 
 def _unreadable(tensors: dict[str, Tensor | None]) -> list[str]:
@@ -228,7 +231,7 @@ def by_tiles(call: Call) -> Tensor | None:
 
 
 def fits(call: Call, form: Pipeline | Backward) -> bool:
-    """Return whether a kernel's tiles fit into shared memory beside those of a bias; without one they do."""
+    """Return whether a kernel's tiles and words of a mask fit beside tiles of a bias; without a bias they do."""
     bias, part, columns_v = by_tiles(call), _part(call), width.fn(call.value.shape[3])
     if bias is None:
         return True
@@ -237,7 +240,13 @@ def fits(call: Call, form: Pipeline | Backward) -> bool:
     columns = width.fn(call.query.shape[3]) if part is None else row_width(call)
     elements = form.rows * columns * (1 if columns > 128 else 2) + form.stages * form.keys * (columns + columns_v)
     elements += 0 if part or columns == columns_v else form.rows * columns_v  # of the output
-    return 2 * elements + form.rows * form.keys * bias.element_size() <= tile_table.TILE_BYTES
+    elements += form.rows * form.keys * bias.element_size() // 2
+    return 2 * elements + _word_bytes(call, form) <= tile_table.TILE_BYTES
+
+
+def _word_bytes(call, form):
+    """Return the bytes of shared memory for words of a mask: a bit a pair, in 2 * stages slots."""
+    return 0 if call.mask is call.mask_bits is None else form.stages * form.rows * form.keys // 4
 
 
 def _bias_tiles(call, bias, form):
@@ -246,13 +255,22 @@ def _bias_tiles(call, bias, form):
     size = each * (1 if bias.shape[2] == 1 else each) * bias.element_size()
     elements = (form.keys + rows) * sum(_widths(call)) + 2 * form.keys * form.rows  # k, v; q, do; two steps of ds
     singles = 2 * each * each + 4 * rows  # float32: dq, row statistics
-    left = tile_table.BACKWARD_BYTES - 2 * elements - 4 * singles
+    left = tile_table.BACKWARD_BYTES - 2 * elements - 4 * singles - _word_bytes(call, form)
     return 2 * max(0, min(2, left // (2 * size)))  # a warpgroup has tiles of its own, or it could miss a phase of one
 
 
 def _bias(call, keys):
     bias = by_tiles(call)
     return None if bias is None else descriptor(bias, 1 if bias.shape[2] == 1 else tile_table.WARPGROUP_ROWS, keys)
+
+
+def _words(words):
+    """Return a TMA descriptor of the words of a mask, as int32: TMA copies no elements of 64 bits."""
+    if words is None:
+        return None
+    words = words.view(torch.int32)
+    size = words.shape[1]
+    return TensorDescriptor(words, [*words.shape], [size, 1], [1, size], NVMMASharedLayout(0, 32, 2))
 
 
 def arguments(
@@ -276,23 +294,24 @@ def arguments(
     keys = max(1, kernel_arguments.sizes(call)[3])
     together = tile_table.L2_BYTES // (2 * keys * (query.shape[3] + value.shape[3]))
     wide = None if partials is not None or out.dtype == query.dtype else kernel_arguments.of(out)
-    by_groups = tile_table.REGISTERS if call.key_mask is None else tile_table.CLEANING_REGISTERS
+    by_groups = tile_table.REGISTERS if call.key_mask is call.mask_bits is None else tile_table.CLEANING_REGISTERS
     _, registers, fewer = by_groups[pipeline.warpgroups]
     parts = 1 if _part(call) is None else row_width(call) // tile_table.PART
+    form = Form(pipeline.warpgroups, pipeline.stages, pipeline.ping_pong, registers, fewer)
     return dict(
         Q=descriptor(query, each, _part(call), packed),
         K=descriptor(key, pipeline.keys, _part(call), by_rows),
         V=descriptor(value, pipeline.keys, packed=by_rows),
         caches=caches,
         Bias=_bias(call, pipeline.keys),
+        Words=_words(call.mask_bits),
         Out=descriptor(out, each, packed=packed) if partials is None and out.dtype == query.dtype else None,
         stored=Stored(wide, partials, *((lse, stats) if partials is None else (None, None))),
         rules=kernel_arguments.rules(call),
         planes=batch * heads * count,
         section=min(batch * heads, max(1, together) * group) * count,
         splits=count,
-        spec=Spec(heads, group, value.shape[3], parts, call.top_left, page),
-        form=Form(pipeline.warpgroups, pipeline.stages, pipeline.ping_pong, registers, fewer),
+        spec=Spec(heads, group, value.shape[3], parts, call.top_left, page, form),
         **kernel_arguments.band(call),
     )
 
@@ -300,7 +319,8 @@ def arguments(
 def backward_limits(call: Call) -> list[str]:
     """Return the reasons why the Hopper backward does not support the options of a call; [] if it does."""
     lacks = limits(call, _IN_BACKWARD, _FORMS_OF_BACKWARD)
-    given = [name for name in ("softcap", "alibi_slopes", "bias", "seed") if getattr(call, name) is not None]
+    heavy = "softcap", "alibi_slopes", "bias", "seed", "mask", "mask_bits"
+    given = [name for name in heavy if getattr(call, name) is not None and (name != "mask" or call.mask_bits is None)]
     if len(given) > (most := tile_table.MOST_OPTIONS.get(row_width(call), 1)):
         names = ", ".join(map(_argument, given))
         lacks.append(f"it supports {most} of {names} at once: with more, registers would spill")
@@ -367,9 +387,13 @@ def new_rows(call: Call, stats: Tensor) -> tuple[Tensor, int | None]:
 
 
 def backward_arguments(
-    call: Call, grad_out: Tensor, rows: Tensor, sums: Tensor, turns: Tensor | None, grads: list[Tensor], form: Backward
-) -> dict:
-    """Return the arguments of hopper_bwd and hopper_bwd_deterministic. grads: [grad_key, grad_value]."""
+    call: Call, grad_out: Tensor, rows: Tensor, words: Tensor | None, sums: Tensor, turns: Tensor | None,
+    grads: list[Tensor], form: Backward,
+) -> dict:  # fmt: skip
+    """Return the arguments of hopper_bwd and hopper_bwd_deterministic, except sequences and tile lists.
+
+    words: of the mask, by `transpose_words`. grads: [grad_key, grad_value].
+    """
     each = tile_table.WARPGROUP_ROWS
     width_k, width_v = _widths(call)
     at_once = width_k // (2 * each // form.rows)  # columns of dq that are added at a time
@@ -383,21 +407,20 @@ def backward_arguments(
         GradOut=descriptor(grad_out, form.rows, width_v, packed),
         Rows=descriptor(rows, form.rows, rows.shape[3], packed, heads=2 if _is_table(call) else 1),
         Bias=_bias(call, each),
+        Words=_words(words),
         Sums=descriptor(lines, each // 2 * at_once // 16),
         Turns=turns,
         GradK=descriptor(grads[0], each, width_k, packed),
         GradV=descriptor(grads[1], each, width_v, packed),
-        form=backward.Form(form.stages, tiles, common.pop("REGISTERS")),
+        form=backward.Form(form.stages, tiles, common.pop("REGISTERS"), _group(call), call.top_left),
         rules=_rules(call),
-        GROUP=_group(call),
-        TOP_LEFT=call.top_left,
         **common,
     )
 
 
 def _rules(call):
     rules = kernel_arguments.rules(call)
-    return rules._replace(masks=Masks(None, rules.masks.keys, None))
+    return rules._replace(masks=Masks(None, rules.masks.keys, None, rules.masks.bits))
 
 
 def _common(call):
@@ -425,6 +448,8 @@ def _scores_of_a_head(call):
 def stored_limits(call: Call) -> list[str]:
     if call.key_mask is not None:
         return ["it does not support key_mask with heads wider than 128"]
+    if call.mask is not None or call.mask_bits is not None:
+        return ["it does not support mask with heads wider than 128"]
     _, size = _scores_of_a_head(call)
     if size <= tile_table.SCORES_BYTES:
         return []

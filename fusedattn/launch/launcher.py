@@ -100,7 +100,7 @@ def _launcher_of(run) -> Any:
 
 
 def rebased(descriptor, tensor: Tensor):
-    return dataclasses.replace(descriptor, base=tensor)
+    return dataclasses.replace(descriptor, base=tensor.view(descriptor.base.dtype))
 
 
 def _encoder(descriptor, encode: Callable) -> Callable[[Tensor], Any]:

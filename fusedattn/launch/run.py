@@ -104,7 +104,8 @@ def multiprocessors(device):
 
 KERNELS = {x.__name__: x for x in (forward.forward, dq.dq, dkdv.dkdv, dbias.dbias, tangent.tangent, append.append)}
 KERNELS |= {x.__name__: x for x in (preprocess.preprocess, preprocess.postprocess, combine.combine, weights.weights)}
-KERNELS |= {x.__name__: x for x in (block_mask.block_mask, block_mask.tile_lists, sequences.fill_slots)}
+KERNELS |= {x.__name__: x for x in (block_mask.block_mask, block_mask.transpose_words, block_mask.tile_lists)}
+KERNELS["fill_slots"] = sequences.fill_slots
 KERNELS |= dict.fromkeys(tile_table.DECODE, decode.decode)
 KERNELS["one_pass"] = dkdv.dkdv  # also accumulates dq, with tiles of its own
 KERNELS["tangent_weights"] = weights.weights
@@ -159,8 +160,9 @@ def form_on_hopper(name, call):
     """Return the tile of a Hopper kernel for a call; None if a tuning file found all of its tiles wrong."""
     place = tuned.place(name, call.query.dtype, widest(call))
     # Packed sequences count as short: the bits of one must not depend on the lengths of others. So do calls with a
-    # bias, slopes or dropout, which need the registers of two warpgroups.
-    is_short = not call.cu_seqlens_q is call.bias is call.alibi_slopes is call.seed is None
+    # mask of pairs, bias, slopes or dropout, which need the registers of two warpgroups.
+    rich = not call.mask is call.mask_bits is call.bias is call.alibi_slopes is call.seed is None
+    is_short = rich or call.cu_seqlens_q is not None
     length = 0 if is_short else min(call.query.shape[2], call.key.shape[2])
     ranked, wrong, _ = tuned.of(device_of(call.query)).get(place, tuned.Forms())
     forms = tile_table.forms_on_hopper(name, hopper.row_width(call), length, hopper.band_of(call), ranked)

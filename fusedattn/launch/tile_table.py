@@ -119,7 +119,8 @@ BACKWARDS: dict[str, dict[int, tuple]] = {
     ),
     "hopper_bwd_ds": dict.fromkeys((IN_PARTS, 256), (Backward(64, 3),)),
 }
-# By width, how many of softcap, ALiBi, bias and dropout those two take at once. At 128, pairs reload up to 8 registers.
+# By width, how many of softcap, ALiBi, bias, dropout and mask those two take at once. At 128, pairs reload up to 9
+# registers.
 MOST_OPTIONS = {64: 3, 128: 2}
 REPEATABLE = "hopper_bwd_deterministic", "hopper_bwd_ds"  # deterministic BACKWARDS
 PRODUCTS = "hopper_dk", "hopper_dq"  # kernels that read the scores' gradients stored by "hopper_bwd_ds"

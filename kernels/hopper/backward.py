@@ -18,12 +18,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.language.nvidia.hopper.tma import store_wait, tensor_descriptor
 
 from ..vocabulary import masks as masking, memory, scores, span
-from . import halves, ring, turns
+from . import halves, lists as listing, notes as noting, ring, turns
 from .copies import async_add, async_store
 from .steps import (
     GROUPS,
     WARPS,
     Keys,
+    advance,
     begin_dp,
     begin_scores,
     biased_weights,
@@ -34,7 +35,7 @@ from .steps import (
     following,
     leave,
     lines,
-    next_slope,
+    noted,
     of_products,
     ones,
     operand,
@@ -45,10 +46,12 @@ from .steps import (
 class Shared(NamedTuple):
     """Shared memory of the backward: tiles of k and v, one for each warpgroup, and rings of tiles of the other tensors.
 
-    q, do, rows: tiles with one ring's barriers. bias, unless None: tiles [rows, keys] for each warpgroup in turn, of 64
-    rows, or of one row if it is equal for all. ds: gradients of scores of two steps, [step and warpgroup, keys, rows].
-    dq: float32, in `steps.lines`. Each warpgroup computes half of its rows (columns, if a block has 64 rows), once the
-    ds of both has arrived at the barrier met. one: `steps.ones` or None. out: signals that k and v hold dk and dv.
+    q, do, rows: tiles with one ring's barriers. notes and words, unless None, come with them, if there is a mask of
+    pairs: words of each warpgroup's keys, for 64 rows at a time. bias, unless None: tiles [rows, keys] for each
+    warpgroup in turn, of 64 rows, or of one row if it is equal for all. ds: gradients of scores of two steps, [step and
+    warpgroup, keys, rows]. dq: float32, in `steps.lines`. Each warpgroup computes half of its rows (columns, if a block
+    has 64 rows), once the ds of both has arrived at the barrier met. one: `steps.ones` or None. out: signals that
+    k and v hold dk and dv.
     """
 
     k: ring.Ring
@@ -56,6 +59,8 @@ class Shared(NamedTuple):
     q: ring.Ring
     do: gl.shared_memory_descriptor
     rows: gl.shared_memory_descriptor
+    notes: noting.Notes
+    words: gl.shared_memory_descriptor
     bias: ring.Ring
     ds: gl.shared_memory_descriptor
     dq: ring.Ring
@@ -67,12 +72,14 @@ class Shared(NamedTuple):
 class Form(NamedTuple):
     """Compile-time options of the pipeline: numbers of tiles of q and of do, and of a bias, in shared memory.
 
-    REGISTERS: of a multiplying thread, and of other threads.
+    REGISTERS: of a multiplying thread, and of other threads. GROUP and TOP_LEFT are as in Spec of the forward.
     """
 
     STAGES: int
     BIAS_TILES: int
     REGISTERS: tuple
+    GROUP: int
+    TOP_LEFT: bool
 
 
 class Results(NamedTuple):
@@ -96,7 +103,7 @@ def _turn(g: gl.constexpr, results, plane, block, first, band, KEYS: gl.constexp
 
 
 @gluon.jit
-def _produce(shared, Q, K, V, GradOut, Rows, Bias, kv, first, band, GROUP: gl.constexpr):
+def _produce(shared, Q, K, V, GradOut, Rows, Bias, Words, kv, first, band, masks, lists, GROUP: gl.constexpr):
     """Load all input tiles by TMA: the work of one warp."""
     KEYS: gl.constexpr = shared.k.tiles.shape[-2]
     BLOCK_M: gl.constexpr = shared.q.tiles.shape[-2]
@@ -107,10 +114,22 @@ def _produce(shared, Q, K, V, GradOut, Rows, Bias, kv, first, band, GROUP: gl.co
     TABLES: gl.constexpr = Rows.block_type.shape[-3]  # of a head
     NBYTES: gl.constexpr = Q.block_type.nbytes + GradOut.block_type.nbytes + Rows.block_type.nbytes
     begin, full, full_end, end = extent(band, first, GROUPS * KEYS, BLOCK_M)
-    block, member = begin, begin * 0
-    for step in range((end - begin) * GROUP):
+    block, member, ahead = begin, begin * 0, ()
+    steps = (end - begin) * GROUP if lists is None else lists.count
+    if lists is not None:
+        ahead = listing.entry(lists, 0)
+    for step in range(steps):
+        masked, numbers = (), ()
+        if lists is not None:
+            block, member, ahead = ahead.to(gl.int32), (ahead >> 32).to(gl.int32), listing.entry(lists, step + 1)
+            masked, head = step < lists.masked, span.query_head(kv, member, GROUP)
+            for n in gl.static_range(BLOCK_M // 64 * GROUPS):
+                key = gl.where(masked, first + n % GROUPS * KEYS, band.keys)
+                numbers += (masking.number(masks.bits, head, block * BLOCK_M + n // GROUPS * 64, key, band),)
+            ring.claim(shared.q, step)
+            noting.write(shared.notes, step, block, masked, member)
         plane = ring.of_rows(span.query_head(kv, member, GROUP), band)
-        ring.reserve(shared.q, step, NBYTES)
+        noting.reserve(shared.notes, shared.words, Words, shared.q, step, masked, numbers, NBYTES)
         ring.copy(shared.q, shared.q.tiles, step, Q, plane, block * BLOCK_M)
         ring.copy(shared.q, shared.do, step, GradOut, plane, block * BLOCK_M)
         tables = span.Plane(plane.batch, TABLES * plane.head, TABLES * plane.index, plane.packed)
@@ -124,7 +143,7 @@ def _produce(shared, Q, K, V, GradOut, Rows, Bias, kv, first, band, GROUP: gl.co
 
 
 @gluon.jit
-def _give(g: gl.constexpr, shared, results, kv, first, band, GROUP: gl.constexpr):
+def _give(g: gl.constexpr, shared, results, kv, first, band, lists, GROUP: gl.constexpr):
     """Add a warpgroup's dq to global memory, and store its dk and dv: the work of one warp."""
     KEYS: gl.constexpr = shared.k.tiles.shape[-2]
     BLOCK_M: gl.constexpr = shared.q.tiles.shape[-2]
@@ -132,7 +151,11 @@ def _give(g: gl.constexpr, shared, results, kv, first, band, GROUP: gl.constexpr
     block, member = begin, begin * 0
     # lines (`steps.lines`) of dq that one warpgroup adds: half the lines of a block of rows
     LINES: gl.constexpr = shared.dq.tiles.shape[-2]
-    for step in range((end - begin) * GROUP):
+    steps = (end - begin) * GROUP if lists is None else lists.count
+    for step in range(steps):
+        if shared.notes is not None:
+            ring.wait(shared.dq, step * GROUPS + g)
+            block, _, member = noting.read(shared.notes, step)
         plane = span.query_head(kv, member, GROUP)
         ring.wait(shared.dq, step * GROUPS + g)
         batch, padded = span.padded(plane, block, BLOCK_M)
@@ -154,7 +177,7 @@ def _give(g: gl.constexpr, shared, results, kv, first, band, GROUP: gl.constexpr
 
 
 @gluon.jit
-def _consume_whole(g: gl.constexpr, shared, kv, first, band, all_real, rules, GROUP: gl.constexpr):
+def _consume_whole(g: gl.constexpr, shared, kv, first, band, all_real, rules, lists, GROUP: gl.constexpr):
     """Compute dk and dv of 64 keys from 64 rows a step: the work of one warpgroup.
 
     The weights of the next step are computed while dq is multiplied.
@@ -186,7 +209,7 @@ def _consume_whole(g: gl.constexpr, shared, kv, first, band, all_real, rules, GR
     keys = Keys(cols, earliest, band, full, full_end, counters)
     block, member = begin, begin * 0
     slope = slope_of(score, kv, member, GROUP)
-    steps = gl.maximum(end - begin, 0) * GROUP
+    steps = gl.maximum(end - begin, 0) * GROUP if lists is None else lists.count
     for other in gl.static_range(GROUPS):
         ring.wait(shared.k, other)
     if rules.masks.keys is not None:
@@ -197,6 +220,9 @@ def _consume_whole(g: gl.constexpr, shared, kv, first, band, all_real, rules, GR
     first_q = ring.tile(shared.q, 0).permute((1, 0))
     s = begin_scores(ring.tile(shared.k, g), first_q, shared, 0, zero)
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
+    if shared.notes is not None:
+        block, member, keys = noted(shared.notes, 0, steps, keys)
+        slope = slope_of(score, kv, member, GROUP)
     first_head = span.query_head(kv, member, GROUP)
     p = biased_weights(g, s, shared, 0, steps > 0, block, keys, rules, first_head, slope, dtype)
     for step in range(steps):
@@ -228,8 +254,9 @@ def _consume_whole(g: gl.constexpr, shared, kv, first, band, all_real, rules, GR
         dk, ds = warpgroup_mma_wait(num_outstanding=FOR_S + GROUPS, deps=(dk, ds))
         ring.release(shared.q, step)
         s = warpgroup_mma_wait(num_outstanding=GROUPS, deps=(next_s,))
-        slope = next_slope(slope, score, kv, block, member, end, GROUP)
-        block, member = following(block, member, begin, end, GROUP)
+        block, member, keys, slope = advance(
+            shared, step + 1, steps, keys, score, slope, kv, block, member, begin, end, GROUP
+        )
         next_head = span.query_head(kv, member, GROUP)
         p = biased_weights(g, s, shared, step + 1, step + 1 < steps, block, keys, rules, next_head, slope, dtype)
         dq = warpgroup_mma_wait(num_outstanding=0, deps=(dq,))
@@ -238,18 +265,18 @@ def _consume_whole(g: gl.constexpr, shared, kv, first, band, all_real, rules, GR
 
 
 @gluon.jit
-def _consume(g: gl.constexpr, shared, kv, first, band, all_real, rules, GROUP: gl.constexpr):
+def _consume(g: gl.constexpr, shared, kv, first, band, all_real, rules, lists, GROUP: gl.constexpr):
     if shared.q.tiles.shape[-2] > 64:
-        halves.consume(g, shared, kv, first, band, all_real, rules, GROUP)
+        halves.consume(g, shared, kv, first, band, all_real, rules, lists, GROUP)
     else:
-        _consume_whole(g, shared, kv, first, band, all_real, rules, GROUP)
+        _consume_whole(g, shared, kv, first, band, all_real, rules, lists, GROUP)
 
 
 @gluon.jit(do_not_specialize=["q_len", "k_len", "left", "right", "heads"])
 def backward(
-    Q, K, V, GradOut, Rows, Bias, Sums, GradK, GradV, Turns,
-    sequences, q_len, k_len, left, right, rules, heads,
-    GROUP: gl.constexpr, TOP_LEFT: gl.constexpr, form: gl.constexpr,
+    Q, K, V, GradOut, Rows, Bias, Words, Sums, GradK, GradV, Turns,
+    sequences, tile_lists, q_len, k_len, left, right, rules, heads,
+    form: gl.constexpr,
 ):  # fmt: skip
     """Write GradK (B, Hkv, Sk, D) and GradV (B, Hkv, Sk, Dv), and add dq, not yet scaled, to Sums.
 
@@ -257,7 +284,8 @@ def backward(
     columns if Dv > 64. Blocks of keys and values have 64 rows. Sums is (B, Hq, lines, 32) float32, in blocks of a
     warpgroup's `steps.lines`. Rows, from `preprocess`, is (B, 2 Hq, Sq, 16): a block has both tables of a head, and as
     many rows as Q's. If scores are scaled before the softmax, or with dropout, it is (B, Hq, Sq, 4), float32. Bias, or
-    None, is (B, Hq, Sq, Sk), 1 for equal ones, in blocks of 64 keys, and of 64 rows or 1. heads is Hkv. Turns, if
+    None, is (B, Hq, Sq, Sk), 1 for equal ones, in blocks of 64 keys, and of 64 rows or 1. Words, unless
+    None, is as in the forward, but by `transpose_words`; tile_lists then list blocks by keys. heads is Hkv. Turns, if
     not None, is int32 zeros, one for program numbers and two for each row of each query head: it makes Sums
     deterministic.
 
@@ -266,13 +294,14 @@ def backward(
     KEYS: gl.constexpr = K.block_type.shape[-2]
     BLOCK_M: gl.constexpr = Q.block_type.shape[-2]
     STAGES: gl.constexpr = form.STAGES
+    GROUP: gl.constexpr = form.GROUP
     number = gl.program_id(0) if Turns is None else turns.number(Turns)
     block, kv, rows, keys = span.locate(sequences, q_len, k_len, heads, 2 * KEYS, BY_KEYS=True, number=number)
     if Turns is not None:
         block = gl.cdiv(keys, 2 * KEYS) - 1 - block
         if sequences is not None:  # an unused slot has no keys
             block = gl.maximum(block, 0)
-    band, all_real = span.band(rows, keys, left, right, TOP_LEFT), ()
+    band, all_real = span.band(rows, keys, left, right, form.TOP_LEFT), ()
     if rules.masks.keys is not None:
         cols = block * 2 * KEYS + gl.arange(0, 2 * KEYS, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
         real = gl.sum(masking.real_keys(rules.masks, kv, cols, keys).to(gl.int32), 0)
@@ -287,6 +316,10 @@ def backward(
     ds = gl.allocate_shared_memory(Q.dtype, [4, KEYS, BLOCK_M], SCORES)
     dq = ring.ring(Sums, 2, 1)
     bias = None if Bias is None else ring.ring(Bias, form.BIAS_TILES, 1)
+    lists, notes, words = None, None, None
+    if tile_lists is not None:
+        lists, notes = listing.lists(tile_lists, kv, block), noting.notes(STAGES, 1)
+        words = noting.words(Words, STAGES, BLOCK_M // 64 * GROUPS)
     out = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for g in gl.static_range(2):
         mbarrier.init(out.index(g), count=1)
@@ -294,16 +327,19 @@ def backward(
     met = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(met, count=2)
     one = ones(KEYS) if Rows.dtype == gl.bfloat16 else None
-    shared, results = Shared(k, v, q, do, tables, bias, ds, dq, one, met, out), Results(Sums, GradK, GradV, Turns)
+    shared, results = (
+        Shared(k, v, q, do, tables, notes, words, bias, ds, dq, one, met, out),
+        Results(Sums, GradK, GradV, Turns),
+    )
     fence_async_shared()
     first = block * 2 * KEYS
     gl.warp_specialize(
         [
-            (_consume, (0, shared, kv, first, band, all_real, rules, GROUP)),
-            (_consume, (1, shared, kv, first, band, all_real, rules, GROUP)),
-            (_produce, (shared, Q, K, V, GradOut, Rows, Bias, kv, first, band, GROUP)),
-            (_give, (0, shared, results, kv, first, band, GROUP)),
-            (_give, (1, shared, results, kv, first, band, GROUP)),
+            (_consume, (0, shared, kv, first, band, all_real, rules, lists, GROUP)),
+            (_consume, (1, shared, kv, first, band, all_real, rules, lists, GROUP)),
+            (_produce, (shared, Q, K, V, GradOut, Rows, Bias, Words, kv, first, band, rules.masks, lists, GROUP)),
+            (_give, (0, shared, results, kv, first, band, lists, GROUP)),
+            (_give, (1, shared, results, kv, first, band, lists, GROUP)),
         ],
         [WARPS, 1, 1, 1],
         [form.REGISTERS[0], form.REGISTERS[1], form.REGISTERS[1], form.REGISTERS[1]],

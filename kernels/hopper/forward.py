@@ -62,6 +62,7 @@ class Spec(NamedTuple):
     PARTS: int
     TOP_LEFT: bool
     PAGE: int
+    FORM: Form
 
 
 class Stored(NamedTuple):
@@ -174,6 +175,20 @@ def _bias(shared, at, of, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def _shown(g: gl.constexpr, shared, step, LAYOUT: gl.constexpr):
+    """Load the words of a warpgroup's rows at a step, for `masks.visible`; return 1 without a mask of pairs."""
+    if shared.words is None:
+        return 1
+    else:
+        words = ()
+        ACROSS: gl.constexpr = shared.k.tiles.shape[-2] // masking.BLOCK
+        for n in gl.static_range(ACROSS):
+            halves = noting.words_of(shared.notes, shared.words, step, g * ACROSS + n)
+            words += (noting.load_words(halves, LAYOUT),)
+        return words
+
+
+@gluon.jit
 def _weights(
     g: gl.constexpr, s, state, masked, of, block, shared, step,
     GROUPS: gl.constexpr, LAYOUT: gl.constexpr, dtype: gl.constexpr,
@@ -190,7 +205,9 @@ def _weights(
         real = None
         if masks.keys is not None:
             real = noting.real_keys(notes, step).load(gl.SliceLayout(0, s.type.layout))[None, :] != 0
-        s = gl.where(masking.visible(masks, 1, of.band, of.plane, r, cols[None, :], real), s, float("-inf"))
+        OF_S: gl.constexpr = s.type.layout
+        shown = _shown(g, shared, step, OF_S)
+        s = gl.where(masking.visible(masks, shown, of.band, of.plane, r, cols[None, :], real), s, float("-inf"))
     if shared.bias is not None:  # after a branch: ptxas would move it up, before the loads of the bias have arrived
         ring.release(shared.bias, step * GROUPS + g)
     p, decay, state = _step(state, s, score.softmax_scale)
@@ -393,23 +410,24 @@ def _consume(
 
 @gluon.jit(do_not_specialize=["q_len", "k_len", "left", "right", "planes", "section", "splits"])
 def forward(
-    Q, K, V, Bias, Out, stored,
+    Q, K, V, Bias, Words, Out, stored,
     sequences, caches, tile_lists, used, q_len, k_len, left, right, rules, planes, section, splits,
-    spec: gl.constexpr, form: gl.constexpr,
+    spec: gl.constexpr,
 ):  # fmt: skip
     """Write Out, or what is `stored`, as kernels/forward.py does; a program may compute several blocks of rows.
 
     Only one of Out, stored.Wide, a View of float32 (B, H, Sq, DV), and stored.partials is not None. Q, K, V and Out are
     TMA descriptors of (B, H, S, D) with blocks of [1, 1, rows, width(D)], or of 64 columns if spec.PARTS blocks of Q or
-    K are a tile; blocks of Q and Out have 64 rows. Bias, or None, is one of (B, H, Sq, Sk), 1 for equal ones.
-    tile_lists, or None, are as in kernels/forward.py. planes is B * Hq * splits, where a plane is one split of the keys
-    of one head, and `section` is as in schedule.py. Under a causal mask a program with several blocks takes them in
-    pairs; planes must then be even.
+    K are a tile; blocks of Q and Out have 64 rows. Bias, or None, is one of (B, H, Sq, Sk), 1 for equal ones. Words, or
+    None, is one of the words of `masks.Bits` as int32 (count, 128), in blocks [1, 128]. tile_lists, or None, are as in
+    kernels/forward.py. planes is B * Hq * splits, where a plane is one split of the keys of one head, and `section` is
+    as in schedule.py. Under a causal mask a program with several blocks takes them in pairs; planes must then be even.
 
     sequences, unless None, are packed: B is 1, q_len and k_len are totals, planes is Hq, and descriptors are ragged.
     `used` is then the number of used slots, an int32 tensor with one element. caches (`work.Caches`): if they are not
     None, K and V are ragged descriptors of (1, H, rows of all pages, D), and k_len is the capacity.
     """
+    form: gl.constexpr = spec.FORM
     GROUPS: gl.constexpr = form.GROUPS
     STAGES: gl.constexpr = form.STAGES
     HEADS: gl.constexpr = spec.HEADS
@@ -441,6 +459,9 @@ def forward(
     KEYS: gl.constexpr = rules.masks.keys is not None
     landed = ring.landing(v) if KEYS else None
     notes = None if tile_lists is None else noting.notes(STAGES, K.block_type.shape[-2])
+    words = None
+    if Words is not None:
+        words = noting.words(Words, STAGES, GROUPS * K.block_type.shape[-2] // masking.BLOCK)
     bias = None if Bias is None else ring.ring(Bias, GROUPS, 1)
     ping_pong = None
     if form.PING_PONG:
@@ -449,10 +470,10 @@ def forward(
             mbarrier.init(ping_pong.index(i), count=1)
     fence_async_shared()
     shared, results = (
-        Shared(q, k, v, landed, notes, bias, out, ping_pong),
+        Shared(q, k, v, landed, notes, words, bias, out, ping_pong),
         Results(Out, stored.Wide, stored.partials, stored.Lse, stored.Stats, splits),
     )
-    produced = (shared, results, Q, K, V, Bias, work, rules, HEADS, GROUP, TOP_LEFT, PAGE)
+    produced = (shared, results, Q, K, V, Bias, Words, work, rules, HEADS, GROUP, TOP_LEFT, PAGE)
     if GROUPS == 2:
         gl.warp_specialize(
             [

@@ -20,6 +20,7 @@ from .steps import (
     OPERANDS_STAY,
     WARPS,
     Keys,
+    advance,
     begin_dp,
     begin_scores,
     biased_weights,
@@ -27,11 +28,10 @@ from .steps import (
     counters_of,
     extent,
     first_to_see,
-    following,
     half,
     leave,
     lines,
-    next_slope,
+    noted,
     of_products,
     operand,
     slope_of,
@@ -53,7 +53,7 @@ def _differ(p, dropout, dp, rows, step, number: gl.constexpr, tile):
 
 
 @gluon.jit
-def consume(g: gl.constexpr, shared, kv, first, band, all_real, rules, GROUP: gl.constexpr):
+def consume(g: gl.constexpr, shared, kv, first, band, all_real, rules, lists, GROUP: gl.constexpr):
     """Compute dk and dv of keys first + g * 64 .. first + g * 64 + 63: the work of one warpgroup."""
     KEYS: gl.constexpr = shared.k.tiles.shape[-2]
     BLOCK_M: gl.constexpr = shared.q.tiles.shape[-2]
@@ -83,7 +83,7 @@ def consume(g: gl.constexpr, shared, kv, first, band, all_real, rules, GROUP: gl
     keys = Keys(cols, earliest, band, full, full_end, counters)
     block, member = begin, begin * 0
     slope = slope_of(score, kv, member, GROUP)
-    steps = gl.maximum(end - begin, 0) * GROUP
+    steps = gl.maximum(end - begin, 0) * GROUP if lists is None else lists.count
     for other in gl.static_range(GROUPS):
         ring.wait(shared.k, other)
     if rules.masks.keys is not None:
@@ -99,6 +99,9 @@ def consume(g: gl.constexpr, shared, kv, first, band, all_real, rules, GROUP: gl
     s0 = begin_scores(k, _columns(ring.tile(shared.q, 0), 0), shared, 0, zero, 0, 2)
     dp0 = begin_dp(v, _columns(ring.at(shared.do, 0), 0), shared, 0, zero, 0, 2)
     s0, dp0 = warpgroup_mma_wait(num_outstanding=0, deps=(s0, dp0))
+    if shared.notes is not None:
+        block, member, keys = noted(shared.notes, 0, steps, keys)
+        slope = slope_of(score, kv, member, GROUP)
     first_head = span.query_head(kv, member, GROUP)
     p0 = biased_weights(g, s0, shared, 0, steps > 0, block, keys, rules, first_head, slope, dtype, 0, 2)
     for step in range(steps):
@@ -135,8 +138,9 @@ def consume(g: gl.constexpr, shared, kv, first, band, all_real, rules, GROUP: gl
         ring.release(shared.q, step)
         next_dp = begin_dp(v, next_do, shared, step + 1, zero, 0, 2)
         s0 = warpgroup_mma_wait(num_outstanding=FOR_DP + GROUPS, deps=(next_s,))
-        slope = next_slope(slope, score, kv, block, member, end, GROUP)
-        block, member = following(block, member, begin, end, GROUP)
+        block, member, keys, slope = advance(
+            shared, step + 1, steps, keys, score, slope, kv, block, member, begin, end, GROUP
+        )
         more, next_head = step + 1 < steps, span.query_head(kv, member, GROUP)
         p0 = biased_weights(g, s0, shared, step + 1, more, block, keys, rules, next_head, slope, dtype, 0, 2)
         dq = warpgroup_mma_wait(num_outstanding=FOR_DP, deps=(dq,))

@@ -5,11 +5,17 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ..vocabulary.masks import BLOCK
+from . import ring
+from .copies import async_load
+
 LAYOUT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 class Notes(NamedTuple):
     """Slots for notes. A number has the steps of the block of rows in its upper half; below it, `block * 2 + masked`.
+
+    In the backward, blocks have rows, and the upper half has the query head in its group.
 
     If there is a key mask, `real` has 1 for each real key of a block that needs a mask, otherwise 0.
     """
@@ -23,6 +29,12 @@ def notes(STAGES: gl.constexpr, BLOCK_N: gl.constexpr):
     """Return Notes beside a ring of k with STAGES tiles. A note lasts until the k of the next step is given back."""
     numbers = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], LAYOUT)
     return Notes(numbers, gl.allocate_shared_memory(gl.int8, [2 * STAGES, BLOCK_N], LAYOUT))
+
+
+@gluon.jit
+def words(Words, STAGES: gl.constexpr, COUNT: gl.constexpr):
+    """Return slots for the words of COUNT blocks of a mask, each a block of the descriptor; they last as notes do."""
+    return gl.allocate_shared_memory(Words.dtype, [2 * STAGES * COUNT] + Words.block_type.shape, Words.layout)
 
 
 @gluon.jit
@@ -49,3 +61,33 @@ def read(notes, step):
 @gluon.jit
 def real_keys(notes, step):
     return _slot(notes.real, step)
+
+
+@gluon.jit
+def words_of(notes, words, step, n: gl.constexpr):
+    """Return the words of block n of a step in shared memory, as TMA writes them: [1, two halves of each word]."""
+    SLOTS: gl.constexpr = notes.numbers.shape[0]
+    return words.index(step % SLOTS * (words.shape[0] // SLOTS) + n)
+
+
+@gluon.jit
+def load_words(halves, LAYOUT: gl.constexpr):
+    """Load the result of `words_of` as int64 [words, 1]."""
+    halves = halves.reshape([BLOCK, 2])
+    low, high = halves.slice(0, 1, dim=1).load(LAYOUT), halves.slice(1, 1, dim=1).load(LAYOUT)
+    return (high.to(gl.int64) << 32) | low.to(gl.uint32, bitcast=True).to(gl.int64)
+
+
+@gluon.jit
+def reserve(notes, words, Words, tiles, step, masked, numbers, NBYTES: gl.constexpr):
+    """Do `ring.reserve` for the tiles of a step, and begin the copies of words with these numbers if it is masked."""
+    if words is None:
+        ring.reserve(tiles, step, NBYTES)
+    else:
+        if masked:
+            ring.reserve(tiles, step, NBYTES + len(numbers) * Words.block_type.nbytes)
+            ready = tiles.ready.index(step % tiles.ready.shape[0])
+            for n in gl.static_range(len(numbers)):
+                async_load(Words, [numbers[n].to(gl.int32), 0], ready, words_of(notes, words, step, n))
+        else:
+            ring.reserve(tiles, step, NBYTES)

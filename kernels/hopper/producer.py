@@ -77,15 +77,25 @@ def _keys(caches, kv, band, block, page, PAGE: gl.constexpr, BLOCK_N: gl.constex
 
 
 @gluon.jit
-def _write_note(shared, step, masks, plane, band, steps, i, block, BLOCK_N: gl.constexpr):
+def _begin(shared, step, K, Words, masks, keys, row, plane, band, steps, i, block, first, GROUPS: gl.constexpr):
+    """Write the note of a step, and load its keys and, if it needs a mask of pairs, its words."""
+    ROWS: gl.constexpr = shared.q.tiles.shape[-2]
+    BLOCK_N: gl.constexpr = shared.k.tiles.shape[-2]
+    ACROSS: gl.constexpr = BLOCK_N // masking.BLOCK
+    masked, numbers = i < steps.masked if shared.notes is not None else (), ()
+    if shared.words is not None:  # before the wait for a free tile
+        for n in gl.static_range(GROUPS * ACROSS):
+            key = gl.where(masked, block * BLOCK_N + n % ACROSS * masking.BLOCK, band.keys)
+            numbers += (masking.number(masks.bits, plane, first + n // ACROSS * ROWS, key, band),)
     if shared.notes is not None:
-        masked = i < steps.masked
         ring.claim(shared.k, step)
         noting.write(shared.notes, step, block, masked, steps.count)
         if masks.keys is not None:
             cols = block * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.BlockedLayout([1], [32], [1], [0]))
             real = masking.real_keys(masks, plane, cols, gl.where(masked, band.keys, 0))
             noting.real_keys(shared.notes, step).store(real.to(gl.int8))
+    noting.reserve(shared.notes, shared.words, Words, shared.k, step, masked, numbers, K.block_type.nbytes)
+    ring.copy(shared.k, shared.k.tiles, step, K, keys, row)
 
 
 @gluon.jit
@@ -107,7 +117,7 @@ def _fill_bias(shared, step, Bias, plane, first, block, GROUPS: gl.constexpr):
 
 @gluon.jit
 def produce(
-    shared, results, Q, K, V, Bias, work, rules,
+    shared, results, Q, K, V, Bias, Words, work, rules,
     HEADS: gl.constexpr, GROUP: gl.constexpr, TOP_LEFT: gl.constexpr, PAGE: gl.constexpr,
 ):  # fmt: skip
     """Load tiles by TMA: the work of one warp. Keys go from last to first, so that masked blocks come first."""
@@ -121,14 +131,14 @@ def produce(
         first, plane, band = block_of_rows(work, n, heads, TOP_LEFT, GROUPS * ROWS)
         steps = _steps(work, band, first, plane, results, GROUPS * ROWS, BLOCK_N)
         block, following = steps.start, _following(steps, 1)
-        _write_note(shared, step, rules.masks, plane, band, steps, 0, block, BLOCK_N)
         if results.partials is not None:  # a plane is one split of a head
             plane = span.kv_head(plane, results.splits)
         kv = span.kv_head(plane, GROUP)
         page = _page(work, K, kv, block, PAGE, BLOCK_N)
         keys, row = _keys(work.caches, kv, band, block, page, PAGE, BLOCK_N)
         page = _page(work, K, kv, block - 1, PAGE, BLOCK_N)
-        ring.fill(shared.k, step, K, keys, row)  # this tile is free before the tile of q
+        # The tile of k is free before the tile of q.
+        _begin(shared, step, K, Words, rules.masks, keys, row, plane, band, steps, 0, block, first, GROUPS)
         for g in gl.static_range(GROUPS):
             ring.fill(shared.q, n * GROUPS + g, Q, ring.of_rows(plane, band), first + g * ROWS)
         _fill_bias(shared, step, Bias, plane, first, block, GROUPS)
@@ -137,10 +147,9 @@ def produce(
         for i in range(1, steps.count):
             block = steps.start - i if len(steps.lists) == 0 else following
             following = _following(steps, i + 1)
-            _write_note(shared, step, rules.masks, plane, band, steps, i, block, BLOCK_N)
             keys, row = _keys(work.caches, kv, band, block, page, PAGE, BLOCK_N)
             page = _page(work, K, kv, block - 1, PAGE, BLOCK_N)
-            ring.fill(shared.k, step, K, keys, row)
+            _begin(shared, step, K, Words, rules.masks, keys, row, plane, band, steps, i, block, first, GROUPS)
             _fill_bias(shared, step, Bias, plane, first, block, GROUPS)
             _pass_on(shared, step - 1, steps, i - 1)
             ring.fill(v, step, V, keys, row)

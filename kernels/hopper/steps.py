@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 
 from ..vocabulary import dropout as dropping, gradient, masks as masking, scores, softmax, span
-from . import counters as counting, ring
+from . import counters as counting, notes as noting, ring
 
 WARPS = gl.constexpr(4)  # warps of a warpgroup
 GROUPS = gl.constexpr(2)  # warpgroups that multiply
@@ -149,10 +149,11 @@ def begin_dp(v, do, shared, step, zero, part: gl.constexpr = 0, PARTS: gl.conste
 
 
 @gluon.jit
-def hide(p, first, earliest, band, score):
-    """Return the weights p, [keys, rows from `first` on], with 0 where the band (causal, window) hides the pair.
+def hide(p, first, earliest, band, score, words):
+    """Return the weights p, [keys, rows from `first` on], with 0 where the band (causal, window) or a mask hides them.
 
-    earliest is `span.first_to_see`. If no row sees any key, nothing is hidden, but p is 0 already.
+    words, unless None, are `noting.words_of` these rows, a word for each key. earliest is `span.first_to_see`. If no
+    row sees any key, nothing is hidden, but p is 0 already.
     """
     r = first + gl.arange(0, p.shape[1], layout=gl.SliceLayout(0, p.type.layout))[None, :]
     # An impure instruction makes the compiler keep the caller's `if`. Otherwise each step would compute this.
@@ -160,6 +161,10 @@ def hide(p, first, earliest, band, score):
     seen = (r - earliest).to(gl.uint32) <= (band.high - band.low).to(gl.uint32)  # unsigned: a negative number is huge
     if score.slopes is not None or score.bias is not None:
         seen &= r < band.rows
+    if words is not None:
+        LAYOUT: gl.constexpr = p.type.layout
+        rows = gl.arange(0, p.shape[1], layout=gl.SliceLayout(0, LAYOUT))[None, :]
+        seen &= masking.bit(masking.half((noting.load_words(words, LAYOUT),), rows), rows)
     return gl.where(seen, p, 0 if p.dtype == gl.int32 else 0.0)
 
 
@@ -191,13 +196,13 @@ def _pair(high, low, dtype: gl.constexpr):
 
 @gluon.jit
 def weights(
-    s, bias, rows, step, block, keys, rules, plane, slope, dtype: gl.constexpr,
+    s, bias, words, rows, step, block, keys, rules, plane, slope, dtype: gl.constexpr,
     part: gl.constexpr = 0, PARTS: gl.constexpr = 1,
 ):  # fmt: skip
     """Return the weights p, [keys, rows], of a block of rows or its part `part`, from the scores of `begin_scores`.
 
-    plane is that of the query head. Dropped weights are negative. With a softcap return pairs of 16 bits, p after
-    dropout and p times the derivative, in as many registers as p.
+    words is as in `hide`. plane is that of the query head. Dropped weights are negative. With a softcap return pairs of
+    16 bits, p after dropout and p times the derivative, in as many registers as p.
     """
     score, dcap = rules.score, 1.0
     if rows.dtype == gl.bfloat16:
@@ -224,7 +229,7 @@ def weights(
     if score.slopes is not None or score.bias is not None:  # hide rows past the end: q is 0, distance and bias are not
         masked |= block >= keys.band.rows // (PARTS * p.shape[1])
     if masked:
-        p = hide(p, _first(s, block, part, PARTS), keys.earliest, keys.band, score)
+        p = hide(p, _first(s, block, part, PARTS), keys.earliest, keys.band, score, words)
     return p
 
 
@@ -243,7 +248,10 @@ def biased_weights(
             bias = tile.reshape([tile.shape[1]]).load(gl.SliceLayout(1, LAYOUT))[:, None]
         else:
             bias = tile.permute((1, 0)).load(LAYOUT)
-    p = weights(s, bias, shared.rows, step, block, keys, rules, plane, slope, dtype, part, PARTS)
+    words = None
+    if shared.words is not None:
+        words = noting.words_of(shared.notes, shared.words, step, part * GROUPS + g)
+    p = weights(s, bias, words, shared.rows, step, block, keys, rules, plane, slope, dtype, part, PARTS)
     if shared.bias is not None:  # after a branch: ptxas would move it up, before the loads of the bias have arrived
         ring.release(shared.bias, at, pred=exists)
     return p
@@ -287,6 +295,26 @@ def next_slope(slope, score, kv, block, member, end, GROUP: gl.constexpr):
         if block + 1 == end:
             slope = slope_of(score, kv, gl.minimum(member + 1, GROUP - 1), GROUP)
     return slope
+
+
+@gluon.jit
+def noted(notes, step, steps, keys):
+    """Return (row block, query head in its group, Keys) of a step, or past the last the last one's, from its note."""
+    block, masked, member = noting.read(notes, gl.minimum(step, gl.maximum(steps - 1, 0)))
+    full_end = gl.where(masked, block, block + 1)
+    return block, member, Keys(keys.cols, keys.earliest, keys.band, block, full_end, keys.counters)
+
+
+@gluon.jit
+def advance(shared, step, steps, keys, score, slope, kv, block, member, begin, end, GROUP: gl.constexpr):
+    """Return (row block, query head in its group, Keys, ALiBi slope) of a step, which follows (block, member)."""
+    if shared.notes is None:
+        slope = next_slope(slope, score, kv, block, member, end, GROUP)
+        block, member = following(block, member, begin, end, GROUP)
+        return block, member, keys, slope
+    else:
+        block, member, keys = noted(shared.notes, step, steps, keys)
+        return block, member, keys, slope if GROUP == 1 else slope_of(score, kv, member, GROUP)
 
 
 @gluon.jit

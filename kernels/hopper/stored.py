@@ -222,7 +222,7 @@ def _consume(g: gl.constexpr, shared, first, band, rules, GROUP: gl.constexpr, D
     ring.release(shared.q, 0, pred=some)
     ring.wait(shared.rows, 0, pred=some)
     dp = _begin_dp(ring.at(shared.v, g), shared, 0, some, zero)
-    p = weights(s, 0.0, shared.rows.tiles, 0, block, keys, rules, (), (), dtype)
+    p = weights(s, 0.0, None, shared.rows.tiles, 0, block, keys, rules, (), (), dtype)
     dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp,))
     for step in range(steps):
         none = (block < begin).to(gl.int32)  # always 0; if ptxas knew, tile addresses would fill registers
@@ -244,7 +244,7 @@ def _consume(g: gl.constexpr, shared, first, band, rules, GROUP: gl.constexpr, D
         block, member = following(block, member, begin, end, GROUP)
         dp = _begin_dp(ring.at(shared.v, g + none), shared, step + 1, more, zero)
         ring.wait(shared.rows, step + 1, pred=more)
-        p = weights(s, 0.0, shared.rows.tiles, step + 1, block, keys, rules, (), (), dtype)
+        p = weights(s, 0.0, None, shared.rows.tiles, step + 1, block, keys, rules, (), (), dtype)
         dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp,))
     v = ring.at(shared.v, g)
     half(v, 0, 1).store(dv0.to(dtype))

@@ -14,8 +14,9 @@ class Shared(NamedTuple):
     """Shared memory: rings of q, k and v, and an output tile for each warpgroup, which may be its tile of q.
 
     landed, unless None, is the ring of v by which the producer waits for its own copies. notes are None if only the
-    band hides pairs. bias, unless None, is a ring with a tile for each warpgroup. ping_pong, unless None, has a barrier
-    for each of two warpgroups that multiply alternately.
+    band hides pairs. words, unless None, has slots as notes do, for the words (`masks.Bits`) of each warpgroup's rows;
+    they come with the tile of k. bias, unless None, is a ring with a tile for each warpgroup. ping_pong, unless None,
+    has a barrier for each of two warpgroups that multiply alternately.
     """
 
     q: ring.Ring
@@ -23,6 +24,7 @@ class Shared(NamedTuple):
     v: ring.Ring
     landed: ring.Ring
     notes: noting.Notes
+    words: gl.shared_memory_descriptor
     bias: ring.Ring
     out: gl.shared_memory_descriptor
     ping_pong: gl.shared_memory_descriptor

@@ -58,22 +58,35 @@ def real_rows(masks, plane, r, n):
 
 
 @triton.jit
-def _words(bits, plane, r, first, band):
-    """Load the words of rows r for the block that holds key `first`."""
+def number(bits, plane, r, first, band):
+    """Load the number of the words of rows r for the block that holds key `first`; r may have any shape."""
     blocks = memory.matrix(bits.block_mask, plane)
     exists = r < tl.where(first < band.keys, band.rows, 0)
-    number = tl.load(memory.pointers(blocks, r // BLOCK, first // BLOCK), mask=exists, other=EMPTY)
-    number = tl.minimum(
-        number.to(tl.int32).to(tl.uint32, bitcast=True), bits.count - 1
-    )  # never outside, whatever the caller wrote
-    return tl.load(bits.words + number.to(tl.int64) * BLOCK + r % BLOCK)
+    mark = tl.load(memory.pointers(blocks, r // BLOCK, first // BLOCK), mask=exists, other=EMPTY)
+    return tl.minimum(mark.to(tl.int32).to(tl.uint32, bitcast=True), bits.count - 1)  # never outside, whatever it is
 
 
 @triton.jit
-def _half(words, c):
+def _words(bits, plane, r, first, band):
+    """Load the words of rows r for the block that holds key `first`."""
+    return tl.load(bits.words + number(bits, plane, r, first, band).to(tl.int64) * BLOCK + r % BLOCK)
+
+
+@triton.jit
+def half(words, c):
     """Return the 32 bits with key c of the words of one block, or of two."""
     word = words[0] if c.numel <= BLOCK else tl.where((c & BLOCK) == 0, words[0], words[1])
     return tl.where((c & (BLOCK - 1)) < 32, word, word >> 32).to(tl.int32)
+
+
+@triton.jit
+def bit(bits, c):
+    """Return True where the bit of c is set in the result of `half`.
+
+    In results of tensor cores the columns of a thread differ in other bits than 1 and 2. After a shift by these, which
+    neighbours share, the others are constants, and take no registers.
+    """
+    return (((bits >> (c & 6)) >> (c & (BLOCK - 1) & 25)) & 1) != 0
 
 
 @triton.jit
@@ -91,7 +104,7 @@ def shown(masks, band, plane, r, c, first, CHECK: tl.constexpr):
             tl.static_assert(c.numel == 2 * BLOCK)
             words = word, _words(masks.bits, plane, r, first + BLOCK, band)
         # In a transposed tile a thread has many rows, and few keys: one half of each word is enough.
-        return words if r.shape[1] == 1 else (_half(words, c),)
+        return words if r.shape[1] == 1 else (half(words, c),)
     elif CHECK and masks.pairs is not None:
         return memory.load_pairs(memory.matrix(masks.pairs, plane), r, c, band.rows, band.keys, CHECK=True)
     else:
@@ -109,8 +122,10 @@ def visible(masks, shown, band, plane, r, c, real=None):
     if masks.keys is not None:
         seen &= real_keys(masks, plane, c, band.keys) if real is None else real
     if masks.bits is not None:
-        half = _half(shown, c) if r.shape[1] == 1 else shown[0]
-        seen &= ((half >> (c & (BLOCK - 1) & 31)) & 1) != 0  # a shift of 32 bits is one instruction
+        if r.shape[1] == 1:
+            seen &= bit(half(shown, c), c)
+        else:
+            seen &= ((shown[0] >> (c & (BLOCK - 1) & 31)) & 1) != 0  # a shift of 32 bits is one instruction
     elif masks.pairs is not None:
         seen &= shown != 0
     return seen

@@ -88,12 +88,6 @@ class Other(torch.Tensor):
 ODD = [torch.empty(2 * 8 * 300 * 64 + 1, dtype=torch.bfloat16)[1:].view(2, 8, 300, 64) for _ in range(3)]
 EXPANDED = [draw(64, heads=(8, 1))[0], *(x.expand(-1, 8, -1, -1) for x in draw(64, heads=(8, 1))[1:])]
 OTHERS = {  # (inputs, options, backend of the call, reason against the preferred backend)
-    "mask": (
-        draw(128),
-        dict(mask=torch.ones(300, 300, dtype=torch.bool, device="meta")),
-        "triton",
-        "it does not support mask",
-    ),
     "slopes": (
         draw(256),
         dict(alibi_slopes=torch.ones(8, device="meta")),
@@ -126,6 +120,7 @@ OF_SCORES = {
     "sinks": dict(sinks=torch.ones(8, device="meta")),
     "slopes": dict(alibi_slopes=torch.ones(8, device="meta")),
     "query mask": dict(query_mask=torch.ones(2, 300, dtype=torch.bool, device="meta")),
+    "mask": dict(mask=torch.ones(300, 300, dtype=torch.bool, device="meta")),
     "key mask": dict(key_mask=torch.ones(2, 300, dtype=torch.bool, device="meta")),
     "scale": dict(scale=0.0),
     "dropout": dict(dropout_p=0.1, seed=1),
@@ -140,6 +135,7 @@ def test_options_of_scores(name):
 
 
 ONLY_FORWARD = {
+    "supports 2 of softcap, dropout_p, mask at once": OF_SCORES["softcap"] | OF_SCORES["dropout"] | OF_SCORES["mask"],
     "supports 2 of softcap, bias, dropout_p at once": OF_SCORES["softcap"] | OF_SCORES["dropout"] | OF_SCORES["bias"],
     "a bias that is equal for all keys": dict(bias=torch.empty(300, 1, device="meta")),
 }
@@ -150,6 +146,16 @@ def test_options_whose_backward_others_take(why):
     found = explain(*draw(128), **ONLY_FORWARD[why])
     assert found.backend == "hopper" and any(why in sentence for sentence in found.backward)
     assert "hopper" in found.tiles and "hopper_bwd" not in found.tiles
+
+
+@pytest.mark.parametrize(
+    "dim, count, why", [(128, 2, "its deterministic backward does not"), (256, 1, "with heads wider than 128")]
+)
+def test_backwards_without_a_mask_of_pairs(dim, count, why, passes):
+    passes(count)
+    found = explain(*draw(dim), **OF_SCORES["mask"])
+    assert found.backend == "hopper" and any("mask" in said and why in said for said in found.backward)
+    assert not {BACKWARDS[dim][count - 1]} & {*found.tiles}
 
 
 @pytest.mark.parametrize("name", OTHERS)

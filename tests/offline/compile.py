@@ -30,7 +30,7 @@ TABLE = ROOT / "bench" / "results" / "kernels.md"
 # key: dk/dv at D 256 spills 16 bytes more with it, and 16 more with Triton 3.6. Hopper's kernels may spill outside of
 # their loops.
 EXTRA_SPILLS = {"masked": 768, "everything": 768, "packed": 32, "packed all": 768, "bias keys": 32}
-EXTRA_ON_HOPPER = {"partial": 16, "biased": 8, "dropout": 24, "key_mask": 16}
+EXTRA_ON_HOPPER = {"partial": 16, "biased": 8, "dropout": 24, "key_mask": 16, "masked": 16}
 EXTRA_OF_ONE_PASS = {"masked": 768, "everything": 1320, "packed": 32, "packed all": 1320, "bias keys": 256}
 # Bytes that a row may spill with another Triton than that of the committed table. 3.6, 3.8 and 3.9 spill up to 2260.
 SPILLS_BY_OTHERS = 2304
@@ -83,7 +83,7 @@ def faults(row, report, committed=None, other=False):
 
 def _faults_on_hopper(row, report, length):
     groups = row.tile.warpgroups
-    cleans = row.kernel == "hopper" and row.variant in ("key_mask", "registers")
+    cleans = row.kernel == "hopper" and row.variant in ("key_mask", "masked", "registers")
     launched, each, fewer = (tile_table.CLEANING_REGISTERS if cleans else tile_table.REGISTERS)[groups]
     asked, there = groups * each + fewer, launched * (groups + 1)
     if asked > there:
@@ -124,8 +124,8 @@ def _hopper_table():
             yield Row("hopper", 90, "bf16", dim, "full", *first)
     for width, forms in tile_table.HOPPER.items():
         for variant in ("partial", "splits", "packed", "prefill", *BY_HOPPER, "registers"):
-            heavy = variant in ("alibi_slopes", "biased", "dropout", "registers")
-            if width <= 128 or variant == "biased" or not heavy:  # not supported, because of spills
+            heavy = variant in ("alibi_slopes", "biased", "dropout", "masked", "registers")
+            if width <= 128 or variant in ("biased", "masked") or not heavy:  # not supported, because of spills
                 index = len(forms) - 1 if (width, variant) == (tile_table.IN_PARTS, "biased") else 0  # what fits
                 yield Row("hopper", 90, "bf16", width, variant, forms[index], (index, len(forms)))
                 if forms[-1].warpgroups > 2 and variant in BY_HOPPER and not heavy:
@@ -139,8 +139,8 @@ def _hopper_table():
             for index, other in enumerate(others, 1):
                 yield Row(kernel, 90, "bf16", width, "full", other, (index, 1 + len(others)))
             if not seldom:
-                wide = ("alibi_slopes", "key_mask", "dropout", "biased", "registers") if width <= 128 else ()
-                for variant in ("scale", "softcap", *wide):
+                narrow = "alibi_slopes", "key_mask", "masked", "dropout", "biased", "registers"
+                for variant in ("scale", "softcap", *(narrow if width <= 128 else ())):
                     yield Row(kernel, 90, "bf16", width, variant, form, (0, 1))
                 yield Row(kernel, 90, "fp16", width, "full", form, (0, 1))
                 for dim in {64: (32, 16), 128: (80,), 256: (136,)}.get(width, ()):

@@ -80,7 +80,7 @@ VARIANTS |= dict(
 )  # splits: few heads, so that programs share the keys of a row
 _ALL_OPTIONS = VARIANTS["everything"]
 # options of the Hopper forward
-BY_HOPPER = "biased", "dropout", "softcap", "alibi_slopes", "sinks", "query_mask", "key_mask"
+BY_HOPPER = "biased", "dropout", "softcap", "alibi_slopes", "sinks", "query_mask", "key_mask", "masked"
 VARIANTS |= {name: {name: _ALL_OPTIONS[name]} for name in BY_HOPPER if name in _ALL_OPTIONS}
 VARIANTS["registers"] = {name: _ALL_OPTIONS[name] for name in BY_HOPPER if name in _ALL_OPTIONS}
 ALL = ("everything", "packed all")  # variants with every option

@@ -137,6 +137,37 @@ def test_blocks_of_hidden_keys_get_zeros(width, ordered, monkeypatch):
     assert_like(gradients, lambda: torch.autograd.grad(fa.reference.eager(*shown, key_mask=real), shown, incoming))
 
 
+MASKED = {"D64": (64, {}), "D128 causal": (128, dict(causal=True)), "D256": (256, dict(softcap=5.0))}
+
+
+@pytest.mark.parametrize("width, options", MASKED.values(), ids=MASKED)
+def test_a_plan_has_the_bits_of_its_mask(width, options):
+    """Three documents and 40 rows that see nothing: blocks are empty, full and in part; a key mask hides NaN."""
+    document, real = torch.tensor([0, 1, 2]).repeat_interleave(torch.tensor([200, 70, 43])), torch.arange(313) % 7 > 0
+    query, key, value = (torch.randn(1, 2, 313, width, **BF16) for _ in range(3))
+    shown = [x.clone().requires_grad_() for x in (query, key, value)]
+    key[:, :, ~real] = value[:, :, ~real] = float("nan")
+    inputs = [x.requires_grad_() for x in (query, key, value)]
+
+    def seen(batch, head, row, at):
+        return (document[row] == document[at]) & (row < 273)
+
+    mask = seen(0, 0, torch.arange(313)[:, None], torch.arange(313))
+    plan = fa.plan(seen, batch=1, heads=1, rows=313, keys=313, key_mask=real)
+    incoming, results = torch.randn(1, 2, 313, width, **BF16), []
+    with gpu(90):
+        for masks in (dict(mask=mask, key_mask=real), dict(mask=plan)):
+            out = _attend(*inputs, **masks, **options)
+            results.append([out, *torch.autograd.grad(out, inputs, incoming)])
+
+    def wanted():
+        out = fa.reference.eager(*shown, mask=mask, key_mask=real, **options)
+        return [out, *torch.autograd.grad(out, shown, incoming)]
+
+    assert all(map(torch.equal, *results))
+    assert_like(results[0], wanted)
+
+
 @pytest.mark.parametrize("options", [{}, dict(causal=True, align="top_left")], ids=["full", "top_left"])
 def test_packed_sequences_are_those_of_dense_calls(options):
     """Each sequence has the bits of a dense call, and NaN in the sequences between them changes none."""

@@ -32,6 +32,7 @@ PAIRS, PLAIN, LONG, ONE_ROW, MANY = (
     "hopper one row",
     "hopper many blocks a program",
 )
+BITS, HEADS_BITS = "hopper mask, causal D128", "hopper mask, key mask, slopes"
 SPLITS, SINKS = "hopper empty splits, causal D128", "hopper sinks, packed"
 HIDDEN = "hopper sinks, query mask D256"
 ADD = 'tl.atomic_add(pointers(of_rows(sums, plane), r, c), tile, mask=exists, sem="relaxed")'
@@ -68,7 +69,7 @@ UNSEEN = (
     ("a phase of two stages", RING, "step // TILES & 1 ^ 1", "step // 2 & 1 ^ 1", MANY, 90),
     ("the other half of dq", WAY_BACK, "slice(g * PART, PART", "slice((1 - g) * PART, PART", "hopper causal D128", 90),
     ("four tiles of ds for one", WAY_BACK, "step % 2 * GROUPS", "step % 1 * GROUPS", "hopper causal D128", 90),
-    ("bits in the wrong order", MASKS, "(half >> (c &", "(half >> (~c &", PAIRS, 80),
+    ("bits in the wrong order", MASKS, "(shown[0] >> (c &", "(shown[0] >> (~c &", PAIRS, 80),
     (
         "a block in part taken for full",
         "block_mask.py",
@@ -79,6 +80,7 @@ UNSEEN = (
     ),
     ("the last ragged block", MASKS, "first < band.keys, band", "first + BLOCK <= band.keys, band", PAIRS, 90),
     ("the words of another block of keys", MASKS, "r, first + BLOCK, band", "r, first, band", PAIRS, 90),
+    ("words of a mask by rows", "block_mask.py", "seen << bits[:, None], 0)", "seen << bits[None, :], 1)", BITS, 90),
     ("mbarriers that nobody fenced", HOPPER, FENCED, FENCED.split("\n")[1], ONE_ROW, 90),
 )
 if copies.LATER_UNFENCED.value:  # with a later Triton this is no mistake
@@ -108,6 +110,17 @@ ON_HOPPER = tuple(
         ("the page of the block before", "producer",
          "            page = _page(work, K, kv, block - 1, PAGE, BLOCK_N)\n", "", PAGES),
         ("a cache taken for full", "work", "paging.length(work.caches, plane, band.keys)", "band.keys", PAGES),
+        ("words of another block of rows", "producer", "first + n // ACROSS * ROWS", "first", BITS),
+        ("words of another block of keys", "producer", " + n % ACROSS * masking.BLOCK", "", BITS),
+        ("a step in part taken for full", "producer", "= i < steps.masked if", "= i < steps.masked - 1 if", BITS),
+        ("words not waited for", "notes", " + len(numbers) * Words.block_type.nbytes", "", BITS),
+        ("words of a mask of other rows", "backward", "BLOCK_M + n // GROUPS * 64, key", "BLOCK_M, key", HEADS_BITS),
+        ("words of a mask of other keys", "steps", "step, part * GROUPS + g)", "step, part * GROUPS)", BITS),
+        ("the other head of a mask", "backward", "(ahead >> 32).to(gl.int32)", "begin * 0", HEADS_BITS),
+        ("lists of a mask read too far", "lists", "lists.full) + i,", "lists.full) + i + 1,", BITS),
+        ("words overwritten while they are read", "notes", "= notes.numbers.shape[0]", "= 1", BITS),
+        ("halves of words swapped", "notes",
+         "(high.to(gl.int64) << 32) | low", "(low.to(gl.int64) << 32) | high", BITS),
         ("bits of another sequence", "work", "batch * heads + plane.head, ())", "plane.index, ())",
          "hopper dropout D128, packed"),
         ("rows of the next sequence", "ring", ".packed.row, band.rows)", ".packed.row, band.rows + 1)", PACKED),

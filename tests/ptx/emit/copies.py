@@ -40,8 +40,10 @@ def _box(e, text):
     return e.read(descriptor, U64), "(" + "".join(f"{e.read(x.strip(), U32)}, " for x in coordinates.split(",")) + ")"
 
 
+@instruction("cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes")
 @instruction("cp.async.bulk.tensor.4d.shared::cta.global.mbarrier::complete_tx::bytes")
 @instruction("cp.async.bulk.tensor.5d.shared::cta.global.mbarrier::complete_tx::bytes")
+@instruction("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes")
 @instruction("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes")
 @instruction("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes")
 def bulk_in(e, op, target, box, barrier):
