@@ -94,8 +94,9 @@ def _begin(shared, step, K, Words, masks, keys, row, plane, band, steps, i, bloc
             cols = block * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.BlockedLayout([1], [32], [1], [0]))
             real = masking.real_keys(masks, plane, cols, gl.where(masked, band.keys, 0))
             noting.real_keys(shared.notes, step).store(real.to(gl.int8))
-    noting.reserve(shared.notes, shared.words, Words, shared.k, step, masked, numbers, K.block_type.nbytes)
-    ring.copy(shared.k, shared.k.tiles, step, K, keys, row)
+    PARTS: gl.constexpr = shared.k.tiles.shape[0] // shared.k.ready.shape[0]
+    noting.reserve(shared.notes, shared.words, Words, shared.k, step, masked, numbers, PARTS * K.block_type.nbytes)
+    ring.load(shared.k, step, K, keys, row)
 
 
 @gluon.jit

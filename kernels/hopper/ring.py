@@ -112,14 +112,21 @@ def copy(ring, tiles, step, desc, plane, row, column=0):
 
 
 @gluon.jit
-def fill(ring, step, desc, plane, row, column=0):
-    """Begin the TMA copy of a tile of one head, at (row, column), once the tile of the step is free."""
+def load(ring, step, desc, plane, row, column=0):
+    """Begin the TMA copy of a tile of one head, at (row, column), into the tile of a step."""
     TILES: gl.constexpr = ring.ready.shape[0]
     PARTS: gl.constexpr = ring.tiles.shape[0] // TILES
-    reserve(ring, step, PARTS * desc.block_type.nbytes)
     for i in gl.static_range(PARTS):
         where = place(plane, row, column + i * desc.block_type.shape[-1])
         async_load(desc, where, ring.ready.index(step % TILES), ring.tiles.index(step % TILES * PARTS + i))
+
+
+@gluon.jit
+def fill(ring, step, desc, plane, row, column=0):
+    """Begin the TMA copy of a tile of one head, at (row, column), once the tile of the step is free."""
+    PARTS: gl.constexpr = ring.tiles.shape[0] // ring.ready.shape[0]
+    reserve(ring, step, PARTS * desc.block_type.nbytes)
+    load(ring, step, desc, plane, row, column)
 
 
 @gluon.jit

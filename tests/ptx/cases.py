@@ -200,6 +200,7 @@ _ON_HOPPER = dense(
             ("mask of keys, a repeated call", dict(mask="keys", softcap=5.0, sinks=True, times=3)),
             ("mask of rows, bias D128", dict(mask="rows", bias="batch", B=2, window=(90, 20), **WIDE)),
             ("mask D256 fp16", dict(mask="heads", D=256, dtype=FP16, **SHORT)),
+            ("mask, bias D192 Dv128", _LATENT | SHORT | dict(mask="pairs", bias="batch", causal=True, B=2, Sk=104)),
             ("mask, packed D128", _TOGETHER | WIDE | dict(mask="batch", Hq=4, Hkv=2)),
             ("mask, dropout, splits", dict(mask="rank 2", dropout=0.3, Sq=70, Sk=1200)),
             ("dropout D128, packed", _TOGETHER | dict(dropout=0.3, causal=True, Hq=4, Hkv=2, **WIDE)),
