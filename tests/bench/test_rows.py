@@ -41,7 +41,7 @@ def test_rows_survive_the_file(tmp_path):
             read(path)
 
 
-@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.csv")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted({*RESULTS.glob("*.csv")} - {RESULTS / "plans.csv"}), ids=lambda path: path.name)
 def test_the_rows_that_are_kept_are_read(path):
     with open(path, newline="") as file:
         assert len(rows.read(path)) == len(list(csv.reader(file))) - 1 > 100
