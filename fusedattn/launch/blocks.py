@@ -87,9 +87,8 @@ def words_by_keys(call):
     if call.mask_bits is None:
         return None
     words = call.mask_bits.new_empty(call.mask_bits.shape)
-    used = min(words.shape[0], CONSTANT + call.block_mask.numel())
     launched = dict(Words=call.mask_bits, ByKeys=words)
-    run.run_kernel("transpose_words", used, launched, run.device_of(words), num_warps=4)
+    run.run_kernel("transpose_words", words.shape[0], launched, run.device_of(words), num_warps=4)
     return words
 
 

@@ -84,12 +84,12 @@ def cache_reasons(decode: Decode) -> list[str]:
     if missing is not None:
         return [missing]
     (call, key, value), rows = decode[:3], decode.call.query.shape[2]
+    if rows < tile_table.PREFILL_ROWS:
+        return [f"it takes {tile_table.PREFILL_ROWS} queries or more of a sequence, not {rows}"]
     lacks = limits(call, _IN_PREFILL)
     lacks += _unreadable(dict(query=call.query, key_cache=key, value_cache=value)) if key.shape[0] else ["no pages"]
     if lacks:
         return lacks
-    if rows < tile_table.PREFILL_ROWS:
-        lacks.append(f"it takes {tile_table.PREFILL_ROWS} queries or more of a sequence, not {rows}")
     most = max(pipeline.keys for pipeline in tile_table.HOPPER[row_width(call)])
     if decode.table is not None and key.shape[2] % most:
         lacks.append(f"pages have {key.shape[2]} keys, not a multiple of {most}")
@@ -446,8 +446,9 @@ def _scores_of_a_head(call):
 
 
 def stored_limits(call: Call) -> list[str]:
-    if call.key_mask is not None:
-        return ["it does not support key_mask with heads wider than 128"]
+    for name in ("bias", "key_mask"):
+        if getattr(call, name) is not None:
+            return [f"it does not support {name} with heads wider than 128"]
     if call.mask is not None or call.mask_bits is not None:
         return ["it does not support mask with heads wider than 128"]
     _, size = _scores_of_a_head(call)

@@ -302,6 +302,7 @@ def noted(notes, step, steps, keys):
     """Return (row block, query head in its group, Keys) of a step, or past the last the last one's, from its note."""
     block, masked, member = noting.read(notes, gl.minimum(step, gl.maximum(steps - 1, 0)))
     full_end = gl.where(masked, block, block + 1)
+    member = gl.where(steps > 0, member, 0)  # without steps no note was written
     return block, member, Keys(keys.cols, keys.earliest, keys.band, block, full_end, keys.counters)
 
 
