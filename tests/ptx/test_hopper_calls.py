@@ -262,3 +262,18 @@ def test_overlapping_sequences_wait_for_no_turn_that_has_passed(passes):
         out = attend(*inputs, *[torch.tensor(ends, dtype=torch.int32)] * 2)
         torch.autograd.grad(out, inputs, torch.ones_like(out))
     assert [x.name for x in device.launches].count("backward") == 1
+
+
+@pytest.mark.parametrize("width", [64, 128])
+def test_a_block_of_keys_that_no_row_sees(width):
+    inputs = [torch.randn(1, h, n, width, **BF16, requires_grad=True) for h, n in ((4, 70), (1, 300), (1, 300))]
+    mask, slopes = torch.rand(70, 300) < 0.5, torch.rand(4)
+    mask[:, 128:256] = False
+
+    def results(function):
+        out = function(*inputs, mask=mask, alibi_slopes=slopes)
+        return [out, *torch.autograd.grad(out, inputs, torch.ones_like(out))]
+
+    with gpu(90):
+        got = results(_attend)
+    assert_like(got, lambda: results(fa.reference.eager))
