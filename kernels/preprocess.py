@@ -69,7 +69,8 @@ def preprocess(
     set to 0, because other kernels add to it. With UNIT it is the buffer that `postprocess` reads, (B, Hq, Sq rounded
     up to UNIT, WIDTH). Turns, unless None, is set to 0: int32, the counters of hopper/turns.py, one for program numbers
     and two for each row. GradSinks, unless None, gets each row's gradient of its sink, (B, Hq, Sq, 1). shown, unless
-    None, gets copies without hidden rows. small is 1 for a Hopper kernel if a softcap keeps all scores small, or None.
+    None, gets copies without hidden rows. small is 1, unless None: a Hopper kernel follows, and a softcap keeps scores
+    small.
     """
     block, plane = span.place(tl.program_id(0), q_len, heads, BLOCK_M)
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)

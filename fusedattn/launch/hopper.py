@@ -35,8 +35,8 @@ FEWEST_ROWS = 32  # of packed sequences, on average, in the backward: its sums o
 # A block mask needs no support: it marks what other masks hide.
 _KNOWN = "block_mask", "left", "right", "origin", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
 _IN_FORWARD = "seed", "bias", "mask", "mask_bits", "key_mask", "query_mask", "softcap", "alibi_slopes", "sinks"
-_IN_PREFILL = "query_mask", "softcap", "alibi_slopes", "sinks"
-_IN_BACKWARD = "seed", "bias", "mask", "mask_bits", "key_mask", "query_mask", "softcap", "alibi_slopes", "sinks"
+_IN_PREFILL = "query_mask", "softcap", "alibi_slopes", "sinks"  # of the forward, with caches
+_IN_BACKWARD = _IN_FORWARD
 _FORMS_OF_BACKWARD = tile_table.BACKWARDS["hopper_bwd"] | tile_table.BACKWARDS["hopper_bwd_ds"]
 _OTHERS = tuple(name for name, default in Call._field_defaults.items() if default is None and name not in _KNOWN)
 _DESCRIPTORS = (
@@ -93,7 +93,9 @@ def cache_reasons(decode: Decode) -> list[str]:
     most = max(pipeline.keys for pipeline in tile_table.HOPPER[row_width(call)])
     if decode.table is not None and key.shape[2] % most:
         lacks.append(f"pages have {key.shape[2]} keys, not a multiple of {most}")
-    alike = all(x.stride(0) % x.stride(2) == 0 and key.shape[2] <= _pitch(x) == _pitch(key) for x in (key, value))
+    alike = all(
+        x.stride(0) % max(1, x.stride(2)) == 0 and key.shape[2] <= _pitch(x) == _pitch(key) for x in (key, value)
+    )
     if not alike or key.shape[0] * _pitch(key) > RAGGED_ROWS:
         lacks.append("pages do not start at multiples of a row's stride, below row 2**30")
     return lacks
@@ -135,7 +137,7 @@ def _layout(tile, dtype):
 
 def _pitch(cache: Tensor) -> int:
     """Return the number of rows from the start of a page of a cache to the start of the next one in memory."""
-    return cache.shape[2] if cache.shape[0] == 1 else cache.stride(0) // cache.stride(2)
+    return cache.shape[2] if cache.shape[0] == 1 else cache.stride(0) // max(1, cache.stride(2))
 
 
 def _rows_of(cache: Tensor) -> Tensor:
@@ -231,7 +233,10 @@ def by_tiles(call: Call) -> Tensor | None:
 
 
 def fits(call: Call, form: Pipeline | Backward) -> bool:
-    """Return whether a kernel's tiles and words of a mask fit beside tiles of a bias; without a bias they do."""
+    """Return whether a kernel's tiles fit into shared memory with those of a bias and the words of a mask.
+
+    Without a bias all forms fit.
+    """
     bias, part, columns_v = by_tiles(call), _part(call), width.fn(call.value.shape[3])
     if bias is None:
         return True
@@ -250,7 +255,7 @@ def _word_bytes(call, form):
 
 
 def _bias_tiles(call, bias, form):
-    """Return how many bias tiles fit into shared memory beside those of a backward, at most two steps' at D 128."""
+    """Return how many bias tiles fit into shared memory beside those of a backward: at most two a warpgroup."""
     each, rows = tile_table.WARPGROUP_ROWS, form.stages * form.rows
     size = each * (1 if bias.shape[2] == 1 else each) * bias.element_size()
     elements = (form.keys + rows) * sum(_widths(call)) + 2 * form.keys * form.rows  # k, v; q, do; two steps of ds

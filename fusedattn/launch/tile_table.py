@@ -72,7 +72,7 @@ MULTIPROCESSORS = 132  # of an H100 or H200, which `explain` assumes for compute
 # {number of multiplying warpgroups: registers per thread (at launch, of multiplying warps, of copying warps)}. If the
 # multiplying and copying warps together need more than all had at launch, setmaxnreg waits for ever.
 REGISTERS = {2: (168, 240, 24), 3: (128, 160, 24)}
-CLEANING_REGISTERS = {2: (168, 232, 40), 3: (128, 160, 32)}  # with a key mask: the copying warp sets hidden values to 0
+CLEANING_REGISTERS = {2: (168, 232, 40), 3: (128, 160, 32)}  # with a mask of keys or pairs, for the copying warp
 TILE_BYTES = 230400  # of shared memory for tiles of the Hopper forward; barriers and notes take the rest
 BACKWARD_BYTES = 231424  # the same of its backward
 FEW_ROWS = 64  # calls with at most this many rows use tiles of at most 64 x 64; `pack_gqa` makes no more rows

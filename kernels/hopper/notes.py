@@ -1,4 +1,4 @@
-"""Notes on steps, which the producer of the forward writes into shared memory for the warpgroups that multiply."""
+"""Notes on steps, which the copying warp writes into shared memory for the warpgroups that multiply."""
 
 from typing import NamedTuple
 

@@ -99,6 +99,7 @@ def test_cpu_refuses_tensors_elsewhere():
     [
         ("128 queries or more of a sequence, not 9", dict(rows=9), {}),
         ("pages have 64 keys, not a multiple of 128", dict(page=64), {}),
+        ("pages have 1 keys", dict(page=1, row=0), {}),
         ("does not support key_mask", {}, dict(key_mask=torch.ones(1, 256) > 0)),
         ("float16 and bfloat16, not torch.float32", dict(dtype=torch.float32), {}),
         ("strides of key_cache", dict(dim=20), {}),
@@ -106,11 +107,11 @@ def test_cpu_refuses_tensors_elsewhere():
     ],
 )
 def test_hopper_says_which_caches_it_does_not_take(why, sizes, options):
-    rows, page, dim, dtype, between = (
-        dict(rows=128, page=256, dim=64, dtype=torch.bfloat16, between=0) | sizes
-    ).values()
+    usual = dict(rows=128, page=256, dim=64, dtype=torch.bfloat16, between=0, row=None)
+    rows, page, dim, dtype, between, row = (usual | sizes).values()
     pool = torch.zeros(256 // page, page * dim + between, dtype=dtype)
     cache, query = pool[:, : page * dim].view(-1, 1, page, dim), torch.zeros(1, 1, rows, dim, dtype=dtype)
+    cache = cache.as_strided(cache.shape, (*cache.stride()[:2], dim if row is None else row, 1))
     table, ends = torch.arange(256 // page, dtype=torch.int32)[None], torch.tensor([200], dtype=torch.int32)
     paged = dict(cache_seqlens=ends, block_table=table, backend="hopper")
     with override(gpu=AssumedGPU(90)), pytest.raises(NotImplementedError, match=f"'hopper' cannot take .*{why}"):

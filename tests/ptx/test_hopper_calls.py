@@ -277,3 +277,18 @@ def test_a_block_of_keys_that_no_row_sees(width):
     with gpu(90):
         got = results(_attend)
     assert_like(got, lambda: results(fa.reference.eager))
+
+
+def test_a_part_of_a_plan_shares_its_words():
+    """A plan whose block mask is the last batch of a larger one has the numbers of words far behind its own."""
+    inputs, mask = _drawn(64, 64), torch.rand(40, 1, 64, 64) < 0.5
+    plan = fa.plan(mask)
+    part = plan._replace(block_mask=plan.block_mask[39:], shape=(1, 1, 64, 64))
+
+    def results(function, mask):
+        out = function(*inputs, mask=mask)
+        return [out, *torch.autograd.grad(out, inputs, torch.ones_like(out))]
+
+    with gpu(90):
+        got = results(_attend, part)
+    assert_like(got, lambda: results(fa.reference.eager, mask[39:]))

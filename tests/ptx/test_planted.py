@@ -189,7 +189,7 @@ ON_HOPPER = tuple(
 )  # fmt: skip
 # Tangents that lack a term.
 LACKING = (
-    ("the mean", "tangent.py", "t_lse[:, None] * out.to(wide)", "0.0 * out.to(wide)"),
+    ("the mean", "tangent.py", "t_lse[:, None] * out.to(tile.dtype)", "0.0 * out.to(tile.dtype)"),
     ("the derivative of the cap", SCORES, "apply_dcap(score, dcap, grad(score, t_x))", "grad(score, t_x)"),
     ("the tangent of the bias", SCORES, " + memory.cast(t_bias, t_x.dtype)", ""),
     ("that of lse", "tangent.py", "rows, q_len, 0, t_lse)", "rows, q_len, 0, t_lse * 0.0)"),
