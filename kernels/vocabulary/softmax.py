@@ -55,14 +55,13 @@ def _exponents(row_max, scale):
     the pivot would exceed 2**27: any two different scores there are so far apart that only the larger has a weight.
     """
     row_max = _pivot(row_max)
-    unit = LOG2E if scale is None else scale * LOG2E
     if row_max.dtype == tl.float64:
-        factor = row_max * 0 + unit
+        factor = _log2(row_max * 0 + 1, scale)
     else:
         # An estimate of 2**27 / abs(row_max), up to 2**127: bits of a float32 are nearly a multiple of its logarithm.
         bits = tl.abs(row_max).to(tl.int32, bitcast=True)
         most = (254 << 23) - tl.maximum(bits - (27 << 23), 0)
-        factor = tl.minimum(most.to(tl.float32, bitcast=True), unit)
+        factor = tl.minimum(most.to(tl.float32, bitcast=True), LOG2E if scale is None else scale * LOG2E)
     return factor, _product(row_max, factor)
 
 
