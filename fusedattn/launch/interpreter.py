@@ -3,6 +3,7 @@
 bfloat16: upstream multiplies and sums its bits as integers, and truncates in casts.
 Products: in BLAS the order of sums depends on processor and shapes, on GPUs only on the inner dimension. Kernels rely
 on that: delta cancels with dp.
+fma: upstream rounds the product, too. A GPU rounds once, and the softmax of large scores relies on it.
 Threads: upstream keeps the running program and its patches of the language in globals, so threads take turns.
 """
 
@@ -32,7 +33,7 @@ def _narrow(handle):
 
 
 def repair():
-    """Patch the interpreter once: its matrix product, its casts, and a lock shared by all copies of this package."""
+    """Patch the interpreter once: its products, its casts, and a lock shared by all copies of this package."""
     builder = upstream.InterpreterBuilder
     if not hasattr(builder, "turn"):
         builder.turn = turn = threading.RLock()
@@ -47,12 +48,17 @@ def repair():
         product = numpy.matmul(_wide(a).data.astype(numpy.float64), _wide(b).data.astype(numpy.float64))
         return upstream.TensorHandle(product.astype(d.data.dtype) + d.data, d.dtype.scalar)
 
+    def create_fma(self, x, y, z):
+        product = x.data.astype(numpy.float64) * y.data  # exact for float32
+        return upstream.TensorHandle((product + z.data).astype(z.data.dtype), z.dtype.scalar)
+
     def cast_impl(self, source, kind):
         if kind.scalar == tl.bfloat16 and source.dtype.scalar in (tl.float32, tl.float64):
             return _narrow(source)
         return cast(self, _wide(source), kind)
 
-    builder.create_dot, builder.cast_impl, builder.knows_bfloat16 = create_dot, cast_impl, True
+    builder.create_dot, builder.create_fma, builder.cast_impl = create_dot, create_fma, cast_impl
+    builder.knows_bfloat16 = True
 
 
 @contextlib.contextmanager

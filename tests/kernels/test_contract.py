@@ -158,6 +158,20 @@ def test_scores_up_to_a_million_meet_the_tolerance(dtype, device, backend):
     assert_close(got, tensors, options, case.grads)
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_a_large_common_part_of_scores_cancels(sinks, sign, device, backend):
+    case = Case("common part", Sk=150, scale=1.0, sinks=sinks)
+    tensors, options = case.draw(device)
+    for name, common in ("query", 512.0), ("key", sign * 512.0):  # each score is exact in float32
+        tensors[name] = (tensors[name] * 4).round().clamp(-8, 8) / 4
+        tensors[name][..., 0] = common
+    if sinks:
+        options["sinks"] = options["sinks"].round() + 8 + sign * 2.0**18
+    got = results(case, device, backend, tensors, options)
+    assert_close(got, tensors, options, case.grads)
+
+
 @pytest.mark.parametrize("size, sign", sample.one_in(3, sample.product([1e5, 133120.0, 1e10, 1e15, 4e18], [1, -1])))
 def test_larger_scores_are_finite(size, sign, device, backend):
     tensors, _ = Case("huge", Sq=20, Sk=24).draw(device)
