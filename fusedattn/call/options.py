@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from . import bits
-from .private import forward_level, has_storage, unmapped
+from .private import exported_as, forward_level, has_storage, unmapped
 
 
 class Arguments(NamedTuple):
@@ -42,6 +42,7 @@ def non_default(arguments: Any) -> dict[str, Any]:
     return {name: x for name, default in defaults if (x := getattr(arguments, name)) is not default}
 
 
+@exported_as("fusedattn.Plan")
 class Plan(NamedTuple):
     """Masks that `fusedattn.plan` prepared once, to pass as mask= to many calls.
 

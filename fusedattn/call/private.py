@@ -244,6 +244,20 @@ def softmax_backward(grad: Tensor, weights: Tensor) -> Tensor:
     return _softmax_backward(grad, weights, -1, weights.dtype)
 
 
+_register_namedtuple: Callable[..., None] = _find("utils._pytree._register_namedtuple", lambda *_, **__: None)
+
+
+def exported_as(name: str) -> Callable[[type], type]:
+    """Return a decorator of a NamedTuple, so that torch.export can save programs with such arguments, and load them."""
+
+    def register(kind: type) -> type:
+        _register_namedtuple(kind, serialized_type_name=name)
+        torch.serialization.add_safe_globals([kind])  # so torch.load(weights_only=True) reads it, too
+        return kind
+
+    return register
+
+
 def group_timeout(group: Any) -> timedelta:
     """Return the timeout of a process group's operations; torch's default if it is unknown."""
     backend_of = getattr(group, "_get_backend", lambda kind: None)

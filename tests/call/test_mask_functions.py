@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import io
 import itertools
 import pickle
 
@@ -148,9 +149,12 @@ def test_a_plan_moves_and_pickles(device):
         def forward(self, x, plan):
             return fa.attention(x, x, x, mask=plan)
 
-    exported = torch.export.export(Attend(), (x, plan)).module()
+    exported, file = torch.export.export(Attend(), (x, plan)), io.BytesIO()
+    torch.export.save(exported, file)
+    file.seek(0)
     compiled = torch.compile(Attend(), fullgraph=True, backend="aot_eager")
-    assert torch.equal(exported(x, plan), want) and torch.equal(compiled(x, plan), want)
+    for same in (exported.module(), torch.export.load(file).module(), compiled):
+        assert torch.equal(same(x, plan), want)
 
 
 SIZES = dict(rows=4, keys=4)
