@@ -78,10 +78,13 @@ def tile_lists(
         block = span.latest_first(block, q_len, BLOCK_M) // BLOCK_M  # slots count the blocks of rows from the last
     band = span.band(q_len, k_len, left, right, TOP_LEFT)
     if BY_KEYS:
-        ranges = span.blocks(span.flip(band), block * BLOCK_N, BLOCK_N, BLOCK_M)
+        band = span.flip(band)
+        ranges = span.blocks(band, block * BLOCK_N, BLOCK_N, BLOCK_M)
         begin, full, full_end, end = span.masked_past(ranges, (block + 1) * BLOCK_N, k_len)
     else:
         begin, full, full_end, end = span.blocks(band, block * BLOCK_M, BLOCK_M, BLOCK_N)
+    # A last tile that the window leaves: without it, lists by rows and by keys have the same tiles.
+    begin = tl.where(block * OWN + band.low < band.keys, begin, end)
     most = tile_count * GROUP
     partial_list = Lists + tl.program_id(0).to(tl.int64) * 2 * (most + 2)
     full_list = partial_list + most + 2

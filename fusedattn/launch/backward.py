@@ -194,17 +194,18 @@ def _store_on_hopper(name, p, grads, form):
     """Compute the gradients of query, key and value from stored gradients of scores, some heads at a time."""
     call, device = p.call, run.device_of(p.call.query)
     scores, multiprocessors, rows = hopper.new_scores(call), run.multiprocessors(device), p.launched["Rows"]
-    first = hopper.stored_arguments(call, p.grad_out, rows, scores, grads["value"], form, multiprocessors)
-    of_query = hopper.product_arguments(call, scores, grads["query"], False, form, multiprocessors)
-    of_key = hopper.product_arguments(call, scores, grads["key"], True, form, multiprocessors)
-    batch, heads, *_ = call.key.shape
+    tile, (batch, heads, *_) = form._replace(rows=form.keys), call.key.shape
     at_a_time, several = hopper.heads_at_a_time(call), call.left is call.right is call.cu_seqlens_q is None
     options = dict(device=device, kind=(name, device), num_warps=4, maxnreg=tile_table.REGISTERS[2][0])
     with run.surroundings(device):
-        by_keys = dict(sequences=blocks.sequences_of(call, form.keys, by_keys=True))
-        by_rows = dict(sequences=blocks.sequences_of(call, form.keys))
+        words = blocks.words_by_keys(call)
+        call, several = (call._replace(block_mask=None), several) if words is None else (call, False)
+        by_keys, by_rows = blocks.walks(call, tile, by_keys=True), blocks.walks(call, tile)
+        first = hopper.stored_arguments(call, p.grad_out, rows, words, scores, grads["value"], form, multiprocessors)
+        of_query = hopper.product_arguments(call, scores, grads["query"], False, form, multiprocessors)
+        of_key = hopper.product_arguments(call, scores, grads["key"], True, form, multiprocessors)
         launches = (
-            (name, first | by_keys | dict(spec=p.launched["spec"]), 1),
+            (name, first | by_keys, 1),
             ("hopper_dk", of_key | by_keys, 1),
             ("hopper_dq", of_query | by_rows, p.launched["spec"].GROUP),
         )

@@ -22,7 +22,7 @@ try:
     from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16, float16, float32
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    from ..kernels.hopper import backward, stored  # noqa: F401  # stored: for `launch.run`
+    from ..kernels.hopper import backward, stored
     from ..kernels.hopper.forward import Form, Spec, Stored, forward as kernel
     from ..kernels.hopper.work import Caches
 except (ImportError, AttributeError) as error:  # Gluon is experimental: names come and go
@@ -454,8 +454,6 @@ def stored_limits(call: Call) -> list[str]:
     for name in ("bias", "key_mask"):
         if getattr(call, name) is not None:
             return [f"it does not support {name} with heads wider than 128"]
-    if call.mask is not None or call.mask_bits is not None:
-        return ["it does not support mask with heads wider than 128"]
     _, size = _scores_of_a_head(call)
     if size <= tile_table.SCORES_BYTES:
         return []
@@ -490,15 +488,23 @@ def _section(call, fits, size, blocks, multiprocessors):
 
 
 def stored_arguments(
-    call: Call, grad_out: Tensor, rows: Tensor, scores: Tensor, grad_value: Tensor, form: Backward, multiprocessors: int
-) -> dict:
-    """Return arguments of hopper_bwd_ds (gradients of scores and values): no sequences, spec, planes or before."""
+    call: Call, grad_out: Tensor, rows: Tensor, words: Tensor | None, scores: Tensor, grad_value: Tensor,
+    form: Backward, multiprocessors: int,
+) -> dict:  # fmt: skip
+    """Return arguments of hopper_bwd_ds (gradients of scores and values), but no sequences, tile lists, planes, before.
+
+    words: of the mask, by `transpose_words`.
+    """
     each, (_, _, length, keys) = tile_table.WARPGROUP_ROWS, kernel_arguments.sizes(call)
     (width_k, width_v), packed = _widths(call), call.cu_seqlens_q is not None
     size = 2 * _group(call) * length * (call.query.shape[3] + call.value.shape[3])
-    return _common(call) | dict(
+    common, rules = _common(call), _rules(call)
+    if words is not None:
+        rules = rules._replace(masks=rules.masks._replace(bits=rules.masks.bits._replace(words=words)))
+    return common | dict(
         section=_section(call, tile_table.SECTION_BYTES, size, cdiv(keys, form.keys), multiprocessors),
-        rules=_rules(call),
+        rules=rules,
+        form=stored.Form(_group(call), call.query.shape[3], call.top_left, common.pop("REGISTERS")),
         Q=descriptor(call.query, form.rows, width_k, packed),
         K=descriptor(call.key, each, width_k, packed),
         V=descriptor(call.value, each, width_v, packed),
@@ -512,7 +518,7 @@ def stored_arguments(
 def product_arguments(
     call: Call, grad_scores: Tensor, grad: Tensor, of_key: bool, form: Backward, multiprocessors: int
 ) -> dict:
-    """Return the arguments of hopper_dk (`of_key`) or hopper_dq, except sequences, planes and before."""
+    """Return the arguments of hopper_dk (`of_key`) or hopper_dq, except sequences, tile lists, planes and before."""
     each, (width_k, _), others = tile_table.WARPGROUP_ROWS, _widths(call), call.query if of_key else call.key
     (_, _, length, _), packed = kernel_arguments.sizes(call), call.cu_seqlens_q is not None
     block = (2 * each, each) if of_key else (each, 2 * each)

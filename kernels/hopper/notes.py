@@ -72,10 +72,13 @@ def words_of(notes, words, step, n: gl.constexpr):
 
 @gluon.jit
 def load_words(halves, LAYOUT: gl.constexpr):
-    """Load the result of `words_of` as int64 [words, 1]."""
-    halves = halves.reshape([BLOCK, 2])
-    low, high = halves.slice(0, 1, dim=1).load(LAYOUT), halves.slice(1, 1, dim=1).load(LAYOUT)
-    return (high.to(gl.int64) << 32) | low.to(gl.uint32, bitcast=True).to(gl.int64)
+    """Load the result of `words_of`, or words at a pointer, as int64 [words, 1]."""
+    if isinstance(halves, gl.tensor):
+        return gl.load(halves + gl.arange(0, BLOCK, layout=gl.SliceLayout(1, LAYOUT))[:, None])
+    else:
+        halves = halves.reshape([BLOCK, 2])
+        low, high = halves.slice(0, 1, dim=1).load(LAYOUT), halves.slice(1, 1, dim=1).load(LAYOUT)
+        return (high.to(gl.int64) << 32) | low.to(gl.uint32, bitcast=True).to(gl.int64)
 
 
 @gluon.jit

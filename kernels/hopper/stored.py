@@ -19,21 +19,47 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.language.nvidia.hopper.tma import store_wait
 
-from ..vocabulary import span
-from . import ring, schedule
+from ..vocabulary import masks as masking, memory, span
+from . import lists as listing, notes as noting, ring, schedule
 from .copies import async_store
-from .steps import OPERANDS_STAY, WARPS, Keys, extent, first_to_see, following, half, of_products, operand, weights
+from .steps import (
+    OPERANDS_STAY,
+    WARPS,
+    Keys,
+    extent,
+    first_to_see,
+    following,
+    half,
+    noted,
+    of_products,
+    operand,
+    weights,
+)
+
+
+class Form(NamedTuple):
+    """Compile-time constants: GROUP query heads per kv head, D columns of a query; TOP_LEFT is as in `span.band`.
+
+    REGISTERS: of a multiplying thread, and of other threads.
+    """
+
+    GROUP: int
+    D: int
+    TOP_LEFT: bool
+    REGISTERS: tuple
 
 
 class Shared(NamedTuple):
     """Shared memory of `stored_backward`: k and v, a tile per warpgroup; rings of q, do, row statistics and ds.
 
-    do: tiles of half the columns. ds: a tile [keys, rows] for each warpgroup. out: signals that v now holds dv.
+    do: tiles of half the columns. ds: a tile [keys, rows] for each warpgroup. out: signals that v now holds dv. notes,
+    unless None, come with q: a mask hides pairs.
     """
 
     k: ring.Ring
     v: gl.shared_memory_descriptor
     q: ring.Ring
+    notes: noting.Notes
     do: ring.Ring
     rows: ring.Ring
     ds: ring.Ring
@@ -65,7 +91,8 @@ def _row_blocks(shared, first, band):
 class Work(NamedTuple):
     """Blocks of rows or keys that the programs compute: their order, planes before the first, and heads of a batch.
 
-    The rest is as in work.py. Programs of packed sequences have one block each, and `order` has only their planes.
+    The rest is as in work.py. Programs of packed sequences have one block each, and `order` has only their planes. A
+    tile of the lists has as many rows as keys.
     """
 
     order: schedule.Schedule
@@ -73,6 +100,7 @@ class Work(NamedTuple):
     heads: gl.tensor
     band: span.Band
     sequences: span.Sequences
+    tile_lists: memory.View
     left: gl.tensor
     right: gl.tensor
 
@@ -92,7 +120,29 @@ def _take(work, n, TOP_LEFT: gl.constexpr, TILE: gl.constexpr, OF_K: gl.constexp
         )
         head = work.before + plane.head
         plane = span.Plane(plane.batch, head, head, plane.packed)
-        return gl.maximum(block, 0) * TILE, plane, span.band(rows, keys, work.left, work.right, TOP_LEFT)
+        first = gl.maximum(block, 0) * TILE
+        if work.tile_lists is not None and not OF_K:  # as `tile_lists` counts slots
+            first = span.latest_first(block, rows, TILE)
+        return first, plane, span.band(rows, keys, work.left, work.right, TOP_LEFT)
+
+
+@gluon.jit
+def _lists(work, plane, first, TILE: gl.constexpr):
+    """Return the Lists of a program's block of rows or keys, None if only the band hides pairs."""
+    if work.tile_lists is None:
+        return None
+    else:
+        return listing.lists(work.tile_lists, plane, first // TILE)
+
+
+@gluon.jit
+def _listed(lists, step, ahead, PARTS: gl.constexpr):
+    """Return (block, query head in its group) of a step, one of PARTS of a tile, and the next step's entry."""
+    return (
+        ahead.to(gl.int32) * PARTS + step % PARTS,
+        (ahead >> 32).to(gl.int32),
+        listing.entry(lists, (step + 1) // PARTS),
+    )
 
 
 @gluon.jit
@@ -105,7 +155,16 @@ def _first_key(plane, TILE: gl.constexpr):
 
 
 @gluon.jit
-def _produce(shared, Q, K, V, GradOut, Rows, kv, first, band, GROUP: gl.constexpr):
+def _steps(begin, end, lists, MEMBERS: gl.constexpr, PARTS: gl.constexpr):
+    """Return the number of steps of a program: PARTS of each listed tile, or [begin, end) for each of MEMBERS heads."""
+    if lists is None:
+        return (end - begin) * MEMBERS
+    else:
+        return lists.count * PARTS
+
+
+@gluon.jit
+def _produce(shared, Q, K, V, GradOut, Rows, kv, first, band, lists, GROUP: gl.constexpr):
     """Load by TMA all tiles that the warpgroups of `stored_backward` read: the work of one warp."""
     KEYS: gl.constexpr = shared.k.tiles.shape[-2]
     BLOCK_M: gl.constexpr = shared.q.tiles.shape[-2]
@@ -114,8 +173,14 @@ def _produce(shared, Q, K, V, GradOut, Rows, kv, first, band, GROUP: gl.constexp
         ring.copy(shared.k, shared.k.tiles, g, K, ring.of_keys(kv, band), first + g * KEYS)
         ring.copy(shared.k, shared.v, g, V, ring.of_keys(kv, band), first + g * KEYS)
     begin, end = _row_blocks(shared, first, band)
-    block, member = begin, begin * 0
-    for step in range((end - begin) * GROUP):
+    block, member, ahead = begin, begin * 0, ()
+    if lists is not None:
+        ahead = listing.entry(lists, 0)
+    for step in range(_steps(begin, end, lists, GROUP, 2 * KEYS // BLOCK_M)):
+        if lists is not None:
+            block, member, ahead = _listed(lists, step, ahead, 2 * KEYS // BLOCK_M)
+            ring.claim(shared.q, step)
+            noting.write(shared.notes, step, block, step < lists.masked * (2 * KEYS // BLOCK_M), member)
         plane = ring.of_rows(span.query_head(kv, member, GROUP), band)
         ring.fill(shared.q, step, Q, plane, block * BLOCK_M)
         if len(plane.packed) == 0:
@@ -128,14 +193,17 @@ def _produce(shared, Q, K, V, GradOut, Rows, kv, first, band, GROUP: gl.constexp
 
 
 @gluon.jit
-def _store(g: gl.constexpr, shared, GradScores, GradV, kv, before, first, band, GROUP: gl.constexpr):
+def _store(g: gl.constexpr, shared, GradScores, GradV, kv, before, first, band, lists, GROUP: gl.constexpr):
     """Store a warpgroup's ds and dv in global memory: the work of one warp."""
     KEYS: gl.constexpr = shared.k.tiles.shape[-2]
     BLOCK_M: gl.constexpr = shared.q.tiles.shape[-2]
     begin, end = _row_blocks(shared, first, band)
     block, member = begin, begin * 0
     key = _first_key(kv, 2 * KEYS) + first + g * KEYS
-    for step in range((end - begin) * GROUP):
+    for step in range(_steps(begin, end, lists, GROUP, 2 * KEYS // BLOCK_M)):
+        if shared.notes is not None:
+            ring.wait(shared.ds, 2 * step + g)
+            block, _, member = noting.read(shared.notes, step)
         here = span.query_head(kv, member, GROUP).index - before * GROUP
         ring.wait(shared.ds, 2 * step + g)
         async_store(GradScores, [here, 0, key, block * BLOCK_M], shared.ds.tiles.index(g))
@@ -193,7 +261,26 @@ def _give_ds(g: gl.constexpr, shared, step, p, dp):
 
 
 @gluon.jit
-def _consume(g: gl.constexpr, shared, first, band, rules, GROUP: gl.constexpr, D: gl.constexpr):
+def _number(shared, rules, kv, block, member, key, band, GROUP: gl.constexpr):
+    """Return the number of the words of a block of rows and 64 keys; without a mask of pairs an unused number."""
+    if rules.masks.bits is None:
+        return block
+    else:
+        head = span.query_head(kv, member, GROUP)
+        return masking.number(rules.masks.bits, head, block * shared.q.tiles.shape[-2], key, band).to(gl.int32)
+
+
+@gluon.jit
+def _words(rules, number):
+    """Return a pointer to words, one for each key; None without a mask of pairs."""
+    if rules.masks.bits is None:
+        return None
+    else:
+        return rules.masks.bits.words + number.to(gl.int64) * masking.BLOCK
+
+
+@gluon.jit
+def _consume(g: gl.constexpr, shared, kv, first, band, rules, lists, GROUP: gl.constexpr, D: gl.constexpr):
     """Compute dv and ds of keys first + g * 64 .. first + g * 64 + 63: the work of one warpgroup.
 
     ds is computed during p @ do, and the next p during do @ v.
@@ -206,7 +293,7 @@ def _consume(g: gl.constexpr, shared, first, band, rules, GROUP: gl.constexpr, D
     V_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HALF, 16])
     dtype: gl.constexpr = shared.q.tiles.dtype
     cols = first + g * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, S_LAYOUT))
-    earliest = first_to_see(cols, band, rules.masks, ())
+    earliest = first_to_see(cols, band, rules.masks, kv)
     zero = gl.zeros([KEYS, BLOCK_M], gl.float32, S_LAYOUT)
     dv0 = gl.zeros([KEYS, HALF], gl.float32, V_LAYOUT)
     dv1 = gl.zeros([KEYS, HALF], gl.float32, V_LAYOUT)
@@ -214,15 +301,18 @@ def _consume(g: gl.constexpr, shared, first, band, rules, GROUP: gl.constexpr, D
     keys = Keys(cols, earliest, band, full, full_end, ())
     begin, end = _row_blocks(shared, first, band)
     block, member = begin, begin * 0
-    steps = (end - begin) * GROUP
+    steps = _steps(begin, end, lists, GROUP, 2 * KEYS // BLOCK_M)
     ring.wait(shared.k, g)
     some = steps > 0
     s = _begin_scores(g, shared, 0, some, begin * 0, zero, FOR_S)
+    if shared.notes is not None:
+        block, member, keys = noted(shared.notes, 0, steps, keys)
+    number = _number(shared, rules, kv, block, member, first + g * KEYS, band, GROUP)
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
     ring.release(shared.q, 0, pred=some)
     ring.wait(shared.rows, 0, pred=some)
     dp = _begin_dp(ring.at(shared.v, g), shared, 0, some, zero)
-    p = weights(s, 0.0, None, shared.rows.tiles, 0, block, keys, rules, (), (), dtype)
+    p = weights(s, 0.0, _words(rules, number), shared.rows.tiles, 0, block, keys, rules, (), (), dtype)
     dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp,))
     for step in range(steps):
         none = (block < begin).to(gl.int32)  # always 0; if ptxas knew, tile addresses would fill registers
@@ -235,16 +325,20 @@ def _consume(g: gl.constexpr, shared, first, band, rules, GROUP: gl.constexpr, D
         # After the last step this reads old data; the result is unused.
         more = step + 1 < steps
         s = _begin_scores(g, shared, step + 1, more, none, zero, FOR_S)
+        if shared.notes is not None:  # here, so that the number of the words has time to arrive
+            block, member, keys = noted(shared.notes, step + 1, steps, keys)
+        number = _number(shared, rules, kv, block, member, first + g * KEYS, band, GROUP)
         dv0, p16 = warpgroup_mma_wait(num_outstanding=FOR_S + 1, deps=(dv0, p16))
         ring.release(shared.do, 2 * step)
         dv1, p16 = warpgroup_mma_wait(num_outstanding=FOR_S, deps=(dv1, p16))
         ring.release(shared.do, 2 * step + 1)
         s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
         ring.release(shared.q, step + 1, pred=more)
-        block, member = following(block, member, begin, end, GROUP)
+        if shared.notes is None:
+            block, member = following(block, member, begin, end, GROUP)
         dp = _begin_dp(ring.at(shared.v, g + none), shared, step + 1, more, zero)
         ring.wait(shared.rows, step + 1, pred=more)
-        p = weights(s, 0.0, None, shared.rows.tiles, step + 1, block, keys, rules, (), (), dtype)
+        p = weights(s, 0.0, _words(rules, number), shared.rows.tiles, step + 1, block, keys, rules, (), (), dtype)
         dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp,))
     v = ring.at(shared.v, g)
     half(v, 0, 1).store(dv0.to(dtype))
@@ -256,12 +350,13 @@ def _consume(g: gl.constexpr, shared, first, band, rules, GROUP: gl.constexpr, D
 @gluon.jit(do_not_specialize=["q_len", "k_len", "left", "right", "heads", "planes", "section", "before"])
 def stored_backward(
     Q, K, V, GradOut, Rows, GradScores, GradV,
-    sequences, q_len, k_len, left, right, rules, heads, planes, section, before,
-    spec: gl.constexpr, REGISTERS: gl.constexpr,
+    sequences, tile_lists, q_len, k_len, left, right, rules, heads, planes, section, before,
+    form: gl.constexpr,
 ):  # fmt: skip
     """Write GradV (B, Hkv, Sk, Dv) and GradScores (query heads, 1, Sk, Sq) of `planes` kv heads, after `before` others.
 
-    A program takes two blocks of keys; a `section` of planes is done before the next. heads is Hkv. All are TMA
+    A program takes two blocks of keys; a `section` of planes is done before the next. heads is Hkv. tile_lists, unless
+    None, list 128 rows by 128 keys, by keys; words of rules.masks.bits are by `transpose_words`. All are TMA
     descriptors. A block has 64 keys, or the rows of a block of Q, and at least 128 columns (GradOut: half). Rows is
     (B, Hq, 4, Sq), in blocks of as many rows as Q. Of GradScores only the `_stored_blocks` are written.
 
@@ -269,12 +364,16 @@ def stored_backward(
     and Rows is (B, Hq, Sq, 4). GradScores has the most rows of a sequence, and keys as in `_first_key`.
     """
     KEYS: gl.constexpr = K.block_type.shape[-2]
-    GROUP: gl.constexpr = spec.GROUP
-    D: gl.constexpr = spec.D
+    GROUP: gl.constexpr = form.GROUP
+    D: gl.constexpr = form.D
+    TOP_LEFT: gl.constexpr = form.TOP_LEFT
     order = schedule.Schedule(gl.cdiv(k_len, 2 * KEYS), planes, section, 0)
-    band = span.band(q_len, k_len, left, right, spec.TOP_LEFT)
-    work = Work(order, before, heads, band, sequences, left, right)
-    first, kv, band = _take(work, 0, spec.TOP_LEFT, 2 * KEYS, True)
+    band = span.band(q_len, k_len, left, right, TOP_LEFT)
+    work = Work(order, before, heads, band, sequences, tile_lists, left, right)
+    first, kv, band = _take(work, 0, TOP_LEFT, 2 * KEYS, True)
+    lists, notes = None, None
+    if tile_lists is not None:  # the warps that store ds read a note as late as two steps after it is written
+        lists, notes = listing.lists(tile_lists, kv, first // (2 * KEYS)), noting.notes(2, 1)
     k, q, do = ring.ring(K, 2, 1), ring.ring(Q, 1, 2), ring.ring(GradOut, 3, 2)
     v = gl.allocate_shared_memory(V.dtype, [2] + V.block_type.shape, V.layout)
     rows, ds = ring.ring(Rows, 2, 2), ring.ring(GradScores, 2, 1)
@@ -282,17 +381,17 @@ def stored_backward(
     for g in gl.static_range(2):
         mbarrier.init(out.index(g), count=1)
     fence_async_shared()
-    shared = Shared(k, v, q, do, rows, ds, out)
+    shared = Shared(k, v, q, notes, do, rows, ds, out)
     gl.warp_specialize(
         [
-            (_consume, (0, shared, first, band, rules, GROUP, D)),
-            (_consume, (1, shared, first, band, rules, GROUP, D)),
-            (_produce, (shared, Q, K, V, GradOut, Rows, kv, first, band, GROUP)),
-            (_store, (0, shared, GradScores, GradV, kv, before, first, band, GROUP)),
-            (_store, (1, shared, GradScores, GradV, kv, before, first, band, GROUP)),
+            (_consume, (0, shared, kv, first, band, rules, lists, GROUP, D)),
+            (_consume, (1, shared, kv, first, band, rules, lists, GROUP, D)),
+            (_produce, (shared, Q, K, V, GradOut, Rows, kv, first, band, lists, GROUP)),
+            (_store, (0, shared, GradScores, GradV, kv, before, first, band, lists, GROUP)),
+            (_store, (1, shared, GradScores, GradV, kv, before, first, band, lists, GROUP)),
         ],
         [WARPS, 1, 1, 1],
-        [REGISTERS[0], REGISTERS[1], REGISTERS[1], REGISTERS[1]],
+        [form.REGISTERS[0], form.REGISTERS[1], form.REGISTERS[1], form.REGISTERS[1]],
     )
 
 
@@ -314,9 +413,9 @@ def _share(work):
 
 @gluon.jit
 def _factors_of(work, n, factors, TOP_LEFT: gl.constexpr, OF_K: gl.constexpr):
-    """Return (first row, batch and head, Band, begin, end) of a program's n-th block; it uses ds tiles [begin, end).
+    """Return (first row, batch and head, Band, begin, end, Lists) of a program's n-th block.
 
-    If OF_K, rows are keys: the Band is flipped.
+    Without Lists it uses ds tiles [begin, end). If OF_K, rows are keys: the Band is flipped.
     """
     TILE: gl.constexpr = factors.product.tiles.shape[0] * factors.product.tiles.shape[-2]
     PARTS: gl.constexpr = TILE // factors.others.shape[-2]
@@ -324,7 +423,7 @@ def _factors_of(work, n, factors, TOP_LEFT: gl.constexpr, OF_K: gl.constexpr):
     if OF_K:
         band = span.flip(band)
     begin, end = _stored_blocks(band, first, TILE)
-    return first, plane, band, begin * PARTS, end * PARTS
+    return first, plane, band, begin * PARTS, end * PARTS, _lists(work, plane, first, TILE)
 
 
 @gluon.jit
@@ -346,10 +445,14 @@ def _load(
     MEMBERS: gl.constexpr = GROUP if OF_K else 1
     step = 0
     for n in range(_share(work)):
-        first, plane, band, begin, end = _factors_of(work, n, factors, TOP_LEFT, OF_K)
+        first, plane, band, begin, end, lists = _factors_of(work, n, factors, TOP_LEFT, OF_K)
         key = _first_key(plane, TILE)
-        block, member = begin, begin * 0
-        for _ in range((end - begin) * MEMBERS):
+        block, member, ahead = begin, begin * 0, ()
+        if lists is not None:
+            ahead = listing.entry(lists, 0)
+        for i in range(_steps(begin, end, lists, MEMBERS, TILE // DEPTH)):
+            if lists is not None:
+                block, member, ahead = _listed(lists, i, ahead, TILE // DEPTH)
             ring.reserve(factors.ds, step, GradScores.block_type.nbytes + Others.block_type.nbytes)
             if OF_K:
                 other = span.query_head(plane, member, GROUP)
@@ -370,7 +473,7 @@ def _store_product(g: gl.constexpr, factors, Product, work, TOP_LEFT: gl.constex
     """Store the blocks of dq or dk of warpgroup g, each while the next is computed: the work of one warp."""
     ROWS: gl.constexpr = Product.block_type.shape[-2]
     for n in range(_share(work)):
-        first, plane, band, _, _ = _factors_of(work, n, factors, TOP_LEFT, OF_K)
+        first, plane, band, _, _, _ = _factors_of(work, n, factors, TOP_LEFT, OF_K)
         ring.wait(factors.product, 2 * n + g)
         place = ring.place(_of_product(plane, band, OF_K), first + g * ROWS, 0)
         async_store(Product, place, factors.product.tiles.index(g))
@@ -388,9 +491,9 @@ def _multiply(
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, WIDTH, 16])
     step = 0
     for n in range(_share(work)):
-        _, _, _, begin, end = _factors_of(work, n, factors, TOP_LEFT, OF_K)
+        _, _, _, begin, end, lists = _factors_of(work, n, factors, TOP_LEFT, OF_K)
         total = gl.zeros([ROWS, WIDTH], gl.float32, LAYOUT)
-        steps = (end - begin) * MEMBERS
+        steps = _steps(begin, end, lists, MEMBERS, 2 * ROWS // factors.others.shape[-2])
         for i in range(steps):
             ring.wait(factors.ds, step)
             if OF_K:
@@ -409,21 +512,21 @@ def _multiply(
 @gluon.jit(do_not_specialize=["q_len", "k_len", "left", "right", "heads", "planes", "section", "before"])
 def grad_product(
     GradScores, Others, Product,
-    sequences, q_len, k_len, left, right, scale, heads, planes, section, before,
+    sequences, tile_lists, q_len, k_len, left, right, scale, heads, planes, section, before,
     GROUP: gl.constexpr, OF_K: gl.constexpr, TOP_LEFT: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Write Product: dq = ds @ keys, where Others is K; or, if OF_K, dk = ds.T @ queries, where Others is Q.
 
     heads, planes and section refer to Product; before counts kv heads; others are as in `stored_backward`. Blocks
     have 64 rows; a block of GradScores has 128 rows of Product as its columns, or as its rows if OF_K. A program takes
-    two blocks of Product at a time.
+    two blocks of Product at a time. tile_lists are by rows of Product.
     """
     TILE: gl.constexpr = 2 * Product.block_type.shape[-2]
     MEMBERS: gl.constexpr = GROUP if OF_K else 1
     length = k_len if OF_K else q_len
     band = span.band(q_len, k_len, left, right, TOP_LEFT)
     order = schedule.Schedule(gl.cdiv(length, TILE), planes, section, 0)
-    work = Work(order, before * (GROUP // MEMBERS), heads, band, sequences, left, right)
+    work = Work(order, before * (GROUP // MEMBERS), heads, band, sequences, tile_lists, left, right)
     ds = ring.ring(GradScores, STAGES, 2)
     others = gl.allocate_shared_memory(Others.dtype, [STAGES] + Others.block_type.shape, Others.layout)
     factors = Factors(ds, others, ring.ring(Product, 2, 1))
