@@ -307,6 +307,7 @@ def _consume(g: gl.constexpr, shared, kv, first, band, rules, lists, GROUP: gl.c
     s = _begin_scores(g, shared, 0, some, begin * 0, zero, FOR_S)
     if shared.notes is not None:
         block, member, keys = noted(shared.notes, 0, steps, keys)
+        block = gl.where(some, block, 0)  # without steps no note was written
     number = _number(shared, rules, kv, block, member, first + g * KEYS, band, GROUP)
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
     ring.release(shared.q, 0, pred=some)
