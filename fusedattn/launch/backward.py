@@ -190,6 +190,17 @@ def _add_on_hopper(name, p, query_sums, turns, grads, form):
         run.run_kernel(name, programs, launched, device, num_warps=4, maxnreg=tile_table.REGISTERS[2][0])
 
 
+def _with_real_keys(call, p, device):
+    """Return the call with a copy of its keys, 0 where key_mask hides them: they may be NaN, and 0 * NaN is NaN."""
+    if call.key_mask is None:
+        return call
+    (batch, heads, length, width), key, rows = call.key.shape, torch.empty_like(call.key), 64
+    masks, views = p.launched["rules"].masks, dict(K=arguments.of(call.key), Shown=arguments.of(key))
+    launched = views | dict(keys=masks.keys, heads=heads, k_len=length, D=width, BLOCK_M=rows)
+    run.run_kernel("real_keys", cdiv(length, rows) * batch * heads, launched, device, num_warps=8)
+    return call._replace(key=key)
+
+
 def _store_on_hopper(name, p, grads, form):
     """Compute the gradients of query, key and value from stored gradients of scores, some heads at a time."""
     call, device = p.call, run.device_of(p.call.query)
@@ -199,10 +210,14 @@ def _store_on_hopper(name, p, grads, form):
     options = dict(device=device, kind=(name, device), num_warps=4, maxnreg=tile_table.REGISTERS[2][0])
     with run.surroundings(device):
         words = blocks.words_by_keys(call)
-        call, several = (call._replace(block_mask=None), several) if words is None else (call, False)
+        if words is call.key_mask is None:
+            call = call._replace(block_mask=None)
+        several &= call.block_mask is None
         by_keys, by_rows = blocks.walks(call, tile, by_keys=True), blocks.walks(call, tile)
         first = hopper.stored_arguments(call, p.grad_out, rows, words, scores, grads["value"], form, multiprocessors)
-        of_query = hopper.product_arguments(call, scores, grads["query"], False, form, multiprocessors)
+        of_query = hopper.product_arguments(
+            _with_real_keys(call, p, device), scores, grads["query"], False, form, multiprocessors
+        )
         of_key = hopper.product_arguments(call, scores, grads["key"], True, form, multiprocessors)
         launches = (
             (name, first | by_keys, 1),

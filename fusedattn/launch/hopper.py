@@ -451,9 +451,8 @@ def _scores_of_a_head(call):
 
 
 def stored_limits(call: Call) -> list[str]:
-    for name in ("bias", "key_mask"):
-        if getattr(call, name) is not None:
-            return [f"it does not support {name} with heads wider than 128"]
+    if call.bias is not None:
+        return ["it does not support bias with heads wider than 128"]
     _, size = _scores_of_a_head(call)
     if size <= tile_table.SCORES_BYTES:
         return []

@@ -103,7 +103,8 @@ def multiprocessors(device):
 
 
 KERNELS = {x.__name__: x for x in (forward.forward, dq.dq, dkdv.dkdv, dbias.dbias, tangent.tangent, append.append)}
-KERNELS |= {x.__name__: x for x in (preprocess.preprocess, preprocess.postprocess, combine.combine, weights.weights)}
+KERNELS |= {x.__name__: x for x in (preprocess.preprocess, preprocess.real_keys, preprocess.postprocess)}
+KERNELS |= {x.__name__: x for x in (combine.combine, weights.weights)}
 KERNELS |= {x.__name__: x for x in (block_mask.block_mask, block_mask.transpose_words, block_mask.tile_lists)}
 KERNELS["fill_slots"] = sequences.fill_slots
 KERNELS |= dict.fromkeys(tile_table.DECODE, decode.decode)

@@ -26,6 +26,7 @@ from .steps import (
     OPERANDS_STAY,
     WARPS,
     Keys,
+    clean,
     extent,
     first_to_see,
     following,
@@ -53,7 +54,7 @@ class Shared(NamedTuple):
     """Shared memory of `stored_backward`: k and v, a tile per warpgroup; rings of q, do, row statistics and ds.
 
     do: tiles of half the columns. ds: a tile [keys, rows] for each warpgroup. out: signals that v now holds dv. notes,
-    unless None, come with q: a mask hides pairs.
+    unless None, come with q: a mask or a key mask hides pairs.
     """
 
     k: ring.Ring
@@ -303,6 +304,9 @@ def _consume(g: gl.constexpr, shared, kv, first, band, rules, lists, GROUP: gl.c
     block, member = begin, begin * 0
     steps = _steps(begin, end, lists, GROUP, 2 * KEYS // BLOCK_M)
     ring.wait(shared.k, g)
+    if rules.masks.keys is not None:
+        clean(ring.at(shared.v, g), first + g * KEYS, rules.masks, kv, band.keys)
+        fence_async_shared()
     some = steps > 0
     s = _begin_scores(g, shared, 0, some, begin * 0, zero, FOR_S)
     if shared.notes is not None:
