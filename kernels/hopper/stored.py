@@ -129,9 +129,9 @@ def _take(work, n, TOP_LEFT: gl.constexpr, TILE: gl.constexpr, OF_K: gl.constexp
 
 @gluon.jit
 def _lists(work, plane, first, TILE: gl.constexpr):
-    """Return the Lists of a program's block of rows or keys, None if only the band hides pairs."""
+    """Return the Lists of a program's block of rows or keys, () if only the band hides pairs."""
     if work.tile_lists is None:
-        return None
+        return ()
     else:
         return listing.lists(work.tile_lists, plane, first // TILE)
 
@@ -158,7 +158,7 @@ def _first_key(plane, TILE: gl.constexpr):
 @gluon.jit
 def _steps(begin, end, lists, MEMBERS: gl.constexpr, PARTS: gl.constexpr):
     """Return the number of steps of a program: PARTS of each listed tile, or [begin, end) for each of MEMBERS heads."""
-    if lists is None:
+    if len(lists) == 0:
         return (end - begin) * MEMBERS
     else:
         return lists.count * PARTS
@@ -175,10 +175,10 @@ def _produce(shared, Q, K, V, GradOut, Rows, kv, first, band, lists, GROUP: gl.c
         ring.copy(shared.k, shared.v, g, V, ring.of_keys(kv, band), first + g * KEYS)
     begin, end = _row_blocks(shared, first, band)
     block, member, ahead = begin, begin * 0, ()
-    if lists is not None:
+    if len(lists) > 0:
         ahead = listing.entry(lists, 0)
     for step in range(_steps(begin, end, lists, GROUP, 2 * KEYS // BLOCK_M)):
-        if lists is not None:
+        if len(lists) > 0:
             block, member, ahead = _listed(lists, step, ahead, 2 * KEYS // BLOCK_M)
             ring.claim(shared.q, step)
             noting.write(shared.notes, step, block, step < lists.masked * (2 * KEYS // BLOCK_M), member)
@@ -272,12 +272,11 @@ def _number(shared, rules, kv, block, member, key, band, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _words(rules, number):
-    """Return a pointer to words, one for each key; None without a mask of pairs."""
-    if rules.masks.bits is None:
-        return None
-    else:
-        return rules.masks.bits.words + number.to(gl.int64) * masking.BLOCK
+def _weights(s, shared, step, block, keys, number, rules):
+    """Return the weights of a step. number: of its words, one for each key, by `transpose_words`."""
+    bits = rules.masks.bits
+    words = None if bits is None else bits.words + number.to(gl.int64) * masking.BLOCK
+    return weights(s, 0.0, words, shared.rows.tiles, step, block, keys, rules, (), (), shared.q.tiles.dtype)
 
 
 @gluon.jit
@@ -309,15 +308,15 @@ def _consume(g: gl.constexpr, shared, kv, first, band, rules, lists, GROUP: gl.c
         fence_async_shared()
     some = steps > 0
     s = _begin_scores(g, shared, 0, some, begin * 0, zero, FOR_S)
+    s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
+    ring.release(shared.q, 0, pred=some)
     if shared.notes is not None:
         block, member, keys = noted(shared.notes, 0, steps, keys)
         block = gl.where(some, block, 0)  # without steps no note was written
     number = _number(shared, rules, kv, block, member, first + g * KEYS, band, GROUP)
-    s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
-    ring.release(shared.q, 0, pred=some)
     ring.wait(shared.rows, 0, pred=some)
     dp = _begin_dp(ring.at(shared.v, g), shared, 0, some, zero)
-    p = weights(s, 0.0, _words(rules, number), shared.rows.tiles, 0, block, keys, rules, (), (), dtype)
+    p = _weights(s, shared, 0, block, keys, number, rules)
     dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp,))
     for step in range(steps):
         none = (block < begin).to(gl.int32)  # always 0; if ptxas knew, tile addresses would fill registers
@@ -330,7 +329,7 @@ def _consume(g: gl.constexpr, shared, kv, first, band, rules, lists, GROUP: gl.c
         # After the last step this reads old data; the result is unused.
         more = step + 1 < steps
         s = _begin_scores(g, shared, step + 1, more, none, zero, FOR_S)
-        if shared.notes is not None:  # here, so that the number of the words has time to arrive
+        if rules.masks.bits is not None:  # here, so that the number of the words has time to arrive
             block, member, keys = noted(shared.notes, step + 1, steps, keys)
         number = _number(shared, rules, kv, block, member, first + g * KEYS, band, GROUP)
         dv0, p16 = warpgroup_mma_wait(num_outstanding=FOR_S + 1, deps=(dv0, p16))
@@ -343,7 +342,9 @@ def _consume(g: gl.constexpr, shared, kv, first, band, rules, lists, GROUP: gl.c
             block, member = following(block, member, begin, end, GROUP)
         dp = _begin_dp(ring.at(shared.v, g + none), shared, step + 1, more, zero)
         ring.wait(shared.rows, step + 1, pred=more)
-        p = weights(s, 0.0, _words(rules, number), shared.rows.tiles, step + 1, block, keys, rules, (), (), dtype)
+        if shared.notes is not None and rules.masks.bits is None:
+            block, member, keys = noted(shared.notes, step + 1, steps, keys)
+        p = _weights(s, shared, step + 1, block, keys, number, rules)
         dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp,))
     v = ring.at(shared.v, g)
     half(v, 0, 1).store(dv0.to(dtype))
@@ -376,9 +377,9 @@ def stored_backward(
     band = span.band(q_len, k_len, left, right, TOP_LEFT)
     work = Work(order, before, heads, band, sequences, tile_lists, left, right)
     first, kv, band = _take(work, 0, TOP_LEFT, 2 * KEYS, True)
-    lists, notes = None, None
+    lists, notes = _lists(work, kv, first, 2 * KEYS), None
     if tile_lists is not None:  # the warps that store ds read a note as late as two steps after it is written
-        lists, notes = listing.lists(tile_lists, kv, first // (2 * KEYS)), noting.notes(2, 1)
+        notes = noting.notes(2, 1)
     k, q, do = ring.ring(K, 2, 1), ring.ring(Q, 1, 2), ring.ring(GradOut, 3, 2)
     v = gl.allocate_shared_memory(V.dtype, [2] + V.block_type.shape, V.layout)
     rows, ds = ring.ring(Rows, 2, 2), ring.ring(GradScores, 2, 1)
@@ -453,10 +454,10 @@ def _load(
         first, plane, band, begin, end, lists = _factors_of(work, n, factors, TOP_LEFT, OF_K)
         key = _first_key(plane, TILE)
         block, member, ahead = begin, begin * 0, ()
-        if lists is not None:
+        if len(lists) > 0:
             ahead = listing.entry(lists, 0)
         for i in range(_steps(begin, end, lists, MEMBERS, TILE // DEPTH)):
-            if lists is not None:
+            if len(lists) > 0:
                 block, member, ahead = _listed(lists, i, ahead, TILE // DEPTH)
             ring.reserve(factors.ds, step, GradScores.block_type.nbytes + Others.block_type.nbytes)
             if OF_K:

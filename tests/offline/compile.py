@@ -134,13 +134,14 @@ def _hopper_table():
     for kernel, rows in (tile_table.BACKWARDS | dict.fromkeys(tile_table.PRODUCTS, stored)).items():
         for width, (form, *others) in rows.items():
             seldom = kernel in ("hopper_bwd_deterministic", *tile_table.PRODUCTS)  # no other code for windows
-            for variant in ("full", "causal", *(() if seldom else ("window",)), "packed"):
+            masked = "masked" if kernel in tile_table.PRODUCTS else None
+            for variant in filter(None, ("full", "causal", None if seldom else "window", "packed", masked)):
                 yield Row(kernel, 90, "bf16", width, variant, form, (0, 1 + len(others)))
             for index, other in enumerate(others, 1):
                 yield Row(kernel, 90, "bf16", width, "full", other, (index, 1 + len(others)))
             if not seldom:
                 narrow = "alibi_slopes", "key_mask", "masked", "dropout", "biased", "registers"
-                for variant in ("scale", "softcap", *(narrow if width <= 128 else ())):
+                for variant in ("scale", "softcap", *(narrow if width <= 128 else ("key_mask", "masked"))):
                     yield Row(kernel, 90, "bf16", width, variant, form, (0, 1))
                 yield Row(kernel, 90, "fp16", width, "full", form, (0, 1))
                 for dim in {64: (32, 16), 128: (80,), 256: (136,)}.get(width, ()):
