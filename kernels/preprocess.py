@@ -55,7 +55,7 @@ def _copy(To, From, plane, rows, exists, n, D: tl.constexpr):
 
 @triton.jit(do_not_specialize=["heads", "k_len"])
 def real_keys(K, Shown, keys, heads, k_len, D: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Copy K (B, Hkv, Sk, D) to Shown, with zeros in place of keys that `keys` of `masks.Masks` hides; all are Views."""
+    """Copy K (B, Hkv, Sk, D) to Shown, with zeros in place of keys that `keys` of `Masks` hides; all are Views."""
     block, plane = span.place(tl.program_id(0), k_len, heads, BLOCK_M)
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     exists = masking.real_keys(masking.Masks(None, keys, None), plane, rows, k_len)
