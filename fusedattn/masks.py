@@ -1,6 +1,6 @@
 """Mask functions for `fusedattn.plan`: (batch, head, query, key) index tensors to a bool tensor, True = may attend.
 
-Positions count from the first query and the first key. Any such function will do; these are ready.
+Positions count from the first query and the first key. Your own functions work as well.
 """
 
 import functools
@@ -28,7 +28,7 @@ def sliding_window(left: int, right: int) -> _MaskFunction:
 
 
 def prefix(length: int | Tensor) -> _MaskFunction:
-    """Show the first `length` keys: an int, or a tensor of one number or (B,).
+    """Show the first `length` keys. length: an int, or a tensor of rank 0 or (B,).
 
     A prefix language model is or_(causal, prefix(length)).
     """
@@ -54,7 +54,7 @@ def dilated(step: int) -> _MaskFunction:
 
 
 def block_sparse(table: Tensor, size: int) -> _MaskFunction:
-    """Show the blocks of size x size pairs that a bool table shows: (row blocks, key blocks), or with heads before."""
+    """Show blocks of size x size pairs. table: bool (row blocks, key blocks) or (H, row blocks, key blocks)."""
     return lambda b, h, i, j: _at(table, h, i // size, j // size)
 
 

@@ -107,7 +107,8 @@ def test_chunks(monkeypatch):
     mask = function(*torch.meshgrid(*map(torch.arange, (2, 3, 200, 333)), indexing="ij"))
     pairs.clear()
     plan = fa.plan(function, batch=2, heads=3, rows=200, keys=333)
-    assert max(pairs) <= 2**12 and sum(pairs[1:]) == mask.numel()  # the first call asks which sizes broadcast
+    # The first call asks which sizes broadcast, the last 8 are for one pair each.
+    assert max(pairs) <= 2**12 and sum(pairs[1:-8]) == mask.numel() and pairs[-8:] == [1] * 8
     query, key = torch.randn(2, 3, 200, 16), torch.randn(2, 3, 333, 16)
     assert torch.equal(*(fa.attention(query, key, key, mask=x, backend="naive") for x in (plan, mask)))
     assert plan.density == pytest.approx(mask.double().mean().item())
@@ -168,6 +169,8 @@ SIZES = dict(rows=4, keys=4)
         wrong("mask", mask=lambda b, h, i, j: bools(5, 4)),
         wrong("mask", mask=lambda b, h, i, j: bools(1, 1, 4, 4, 1)),
         wrong("mask", mask=lambda b, h, i, j: bools(4, 4).to("meta")),
+        wrong("mask", mask=lambda b, h, i, j: (j == torch.tensor([1])).any()),
+        wrong("mask", mask=lambda b, h, i, j: (i + j).max() > 2),
         wrong("rows", TypeError, rows=None),
         wrong("keys", TypeError, keys=-1),
         wrong("key_mask", key_mask=bools(5)),
