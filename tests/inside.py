@@ -1,6 +1,7 @@
 """Inputs, options and comparisons for tests of attention inside PyTorch."""
 
 import functools
+import importlib.util
 from unittest import mock
 
 import pytest
@@ -16,6 +17,10 @@ from fusedattn.compat import _switch
 from .conftest import INTERPRETED, run_python
 
 compiled = pytest.mark.skipif(INTERPRETED, reason="runs in a process of its own, without TRITON_INTERPRET")
+interpreted = pytest.mark.skipif(
+    not INTERPRETED or importlib.util.find_spec("triton") is None, reason="on the CPU kernels need TRITON_INTERPRET=1"
+)
+TRITON = pytest.param("triton", marks=interpreted)
 only_interpreted = pytest.mark.skipif(not INTERPRETED, reason="only where the rest of this file cannot run")
 
 BACKENDS = ("naive", "triton")

@@ -15,9 +15,10 @@ pytest.importorskip("triton", reason="kernels need Triton")
 
 from hypothesis import Phase, given, seed, settings
 
-from .conftest import INTERPRETED, in_threads
+from .conftest import in_threads
 from .fuzz.__main__ import QUIET
 from .fuzz.kinds import KINDS
+from .inside import interpreted
 
 SECONDS, ROUNDS, THREADS = 6.0, 6, 3  # change the first two for a longer run
 MOST = dict(mib=32.0, objects=500, files=0, threads=0)  # allowed growth from the second third to the last
@@ -53,7 +54,7 @@ def work(number, calls, until):
 
 
 @pytest.mark.matrix
-@pytest.mark.skipif(not INTERPRETED, reason="on the CPU kernels need TRITON_INTERPRET=1")
+@interpreted
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.usefixtures("one_thread")
 def test_nothing_grows(record_after):

@@ -8,6 +8,7 @@ import torch
 import fusedattn as fa
 
 from ..close import assert_like
+from ..inside import TRITON
 from ..mistakes import assert_named, ints, wrong
 from .test_rules import CACHED, FROZEN, HKV, HQ, NEITHER, new
 
@@ -45,12 +46,9 @@ INDUCTOR = pytest.mark.matrix, pytest.mark.skipif(shutil.which("g++") is None, r
 
 
 @pytest.mark.parametrize("pages", [False, True])
-@pytest.mark.parametrize("backend", [None, "naive", "triton"])
+@pytest.mark.parametrize("backend", [None, "naive", TRITON])
 def test_what_is_new_may_lie_in_a_cache(backend, pages):
     """New keys may lie in the cache: they are read before the append overwrites them, also in replays."""
-    interpreted = pytest.importorskip("triton").knobs.runtime.interpret
-    if backend == "triton" and not interpreted:
-        pytest.skip("on a CPU kernels are interpreted")
     both, lengths = torch.randn(2, 2, HKV, 12, 8), ints(3, 5)
     table = dict(block_table=ints([1], [0])) if pages else {}
     query = torch.randn(2, HQ, 1, 8)

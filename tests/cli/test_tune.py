@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import sys
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from triton.runtime.errors import OutOfResources
 import fusedattn as fa
 from fusedattn import cli
 from fusedattn.cli import machine, tune
-from fusedattn.dispatch import replay
 from fusedattn.launch import run, tile_table as table, tuned
 
 from ..inside import only_interpreted
@@ -25,7 +23,7 @@ SMALL = Case(1, 1, 1, 40, 40, 16, 16, False, "float32")
 
 
 @only_interpreted
-def test_a_mistake_costs_its_form_and_nothing_else(monkeypatch):
+def test_a_mistake_costs_its_form_and_nothing_else(monkeypatch, record_after):
     run_kernel, sizes = run.run_kernel, [table.Tile(rows, 16, 4, 1) for rows in (64, 32, 16)]
     raising = {("dq", 64): ValueError("an operand too many"), ("dkdv", 64): OutOfResources(300_000, 232_448, "memory")}
 
@@ -37,7 +35,7 @@ def test_a_mistake_costs_its_form_and_nothing_else(monkeypatch):
         if size == ("forward", 32):
             arguments["Out"][0].mul_(1.1)
 
-    monkeypatch.setattr(replay, "RECORD_AFTER", sys.maxsize)  # `planted` does not see the launches of replays
+    record_after(None)  # `planted` does not see the launches of replays
     monkeypatch.setattr(tune, "milliseconds", lambda *_: 1.0)
     monkeypatch.setattr(tune, "REPEATS", 2)
     monkeypatch.setattr(run, "run_kernel", planted)

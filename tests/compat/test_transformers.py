@@ -207,19 +207,17 @@ def test_what_it_cannot_do_is_named(name, error, options):
 
 
 @pytest.mark.parametrize(
-    ("name", "error"),
-    [*((x, ValueError) for x in ("my_flash", "me/fused", "paged|fused", "", "eager", "sdpa")), (1, TypeError)],
+    ("argument", "value", "error"),
+    [
+        *(("name", x, ValueError) for x in ("my_flash", "me/fused", "paged|fused", "", "eager", "sdpa")),
+        *(("name", 1, TypeError), ("masks", "bits", ValueError)),
+    ],
 )
-def test_a_name_that_transformers_has_or_would_take_for_another_is_refused(name, error):
-    before = transformers.AttentionInterface().get(name)
-    with pytest.raises(error, match="^name: "):
-        compat.register(name)
-    assert transformers.AttentionInterface().get(name) is before
-
-
-def test_masks_of_no_known_kind_are_refused():
-    with pytest.raises(ValueError, match="^masks: "):
-        compat.register(masks="bits")
+def test_a_name_that_transformers_has_or_would_take_for_another_is_refused(argument, value, error):
+    before = transformers.AttentionInterface().get(value)
+    with pytest.raises(error, match=f"^{argument}: "):
+        compat.register(**{argument: value})
+    assert transformers.AttentionInterface().get(value) is before
 
 
 def test_another_name_twice():

@@ -10,12 +10,13 @@ import fusedattn as fa
 
 from ..close import assert_like
 from ..conftest import in_threads
+from ..inside import alike
 
 NAIVE = dict(backend="naive")
 
 
-def draw(dtype=torch.float64):
-    return [torch.randn(1, 2, 90, 16, dtype=dtype).requires_grad_() for _ in range(3)]
+def draw():
+    return alike(1, 2, 90, 16, dtype=torch.float64, requires_grad=True)
 
 
 def attend(leaves, **options):

@@ -119,9 +119,9 @@ def test_a_repeated_call_launches_what_the_long_way_launches(name, grads, monkey
     ids=["in turns", "wide"],
 )
 @pytest.mark.one_in(2)
-def test_the_kernel_for_hopper_is_launched_again_with_other_tensors(options, dim, ordered, monkeypatch):
+def test_the_kernel_for_hopper_is_launched_again_with_other_tensors(options, dim, ordered, passes):
     """Replays of Hopper kernels encode the descriptors of the new tensors, even at addresses of earlier tensors."""
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: ordered)
+    passes(1 + ordered)
     seen, said = Launches(), {}
     with absent.gpu(load=seen.load):
         for backend in ("triton", "hopper"):

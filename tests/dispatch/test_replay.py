@@ -46,12 +46,12 @@ def found(monkeypatch):
     return answers
 
 
-def test_a_backward_is_repeated_where_nothing_but_numbers_changed(device, poison, monkeypatch):
+def test_a_backward_is_repeated_where_nothing_but_numbers_changed(device, poison, monkeypatch, passes):
     """A backward is replayed, except with an unaligned gradient, or if torch now wants deterministic results."""
     repeated, again = [], replay.Replay.again
     monkeypatch.setattr(replay.Replay, "again", lambda *given: repeated.append(again(*given)) or repeated[-1])
     for first, ordered in [(0, False)] * 4 + [(1, False), (0, True)]:
-        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda ordered=ordered: ordered)
+        passes(1 + ordered)
         inputs = draw(device, requires_grad=True)
         out = attend(inputs, dict(causal=True))
         incoming = torch.randn(out.numel() + 1, device=device)[first:][: out.numel()].view(out.shape)
@@ -334,11 +334,11 @@ def test_a_checkpoint_is_computed_again_the_other_way(backend, dtype, device):
             same(torch.autograd.grad(out.sum(), inputs), want)
 
 
-@pytest.mark.parametrize("record_after", [1, 2], ids=["replayed", "first"])
+@pytest.mark.parametrize("count", [1, 2], ids=["replayed", "first"])
 @pytest.mark.parametrize("change", [lambda x: x.half(), lambda x: x[:, :, :4].contiguous()], ids=["dtype", "shape"])
-def test_saved_tensors_that_hooks_change_are_refused(change, record_after, monkeypatch):
+def test_saved_tensors_that_hooks_change_are_refused(change, count, record_after):
     """A hook that returns saved tensors of another shape or dtype raises; kernels would read out of bounds."""
-    monkeypatch.setattr(replay, "RECORD_AFTER", record_after)
+    record_after(count)
     inputs = draw("cpu", requires_grad=True)
 
     def unpack(x):

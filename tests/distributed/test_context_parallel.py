@@ -1,7 +1,5 @@
 """Tests torch's own context_parallel, whose ring calls our operators if the provider replaces torch's."""
 
-import os
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,11 +8,11 @@ from torch.distributed.device_mesh import init_device_mesh
 import fusedattn as fa
 
 from ..close import assert_like
-from ..inside import provider_on_cpu
+from ..inside import interpreted, provider_on_cpu
 from .conftest import on_ranks
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="on the CPU kernels need TRITON_INTERPRET=1")
+@interpreted
 @on_ranks(2)
 def test_the_operators_of_the_provider_run_inside_torchs_ring(rank, size):
     """The provider's operators in torch's ring give the results and gradients of one process.

@@ -1,7 +1,5 @@
 """Tests DTensors sharded on batch or heads: each rank computes its part, and nothing is sent."""
 
-import os
-
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -9,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fusedattn as fa
 from fusedattn.distributed import register_sharding
 
-from ..inside import fields
+from ..inside import fields, interpreted
 from .conftest import on_ranks
 
 OPERATORS = torch.ops.fusedattn
@@ -36,7 +34,6 @@ CASES = {
 }
 # Torch 2.10 gathers gradients of uneven shards with the strides of even shards.
 OLDEST = torch.__version__ < (2, 11)
-interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="kernels need TRITON_INTERPRET=1")
 
 
 def placement(name):

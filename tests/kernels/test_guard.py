@@ -8,13 +8,12 @@ import fusedattn as fa
 from .. import caches, cases
 from ..caches import Cached
 from ..cases import Case
-from ..conftest import INTERPRETED
 from ..guard import NAN, PLAUSIBLE, Guard
+from ..inside import TRITON
 from ..sample import named, one_in
 from ..sequences import draw_packed, offsets
 
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="kernels need TRITON_INTERPRET=1")
-BACKENDS = [pytest.param("triton", marks=interpreted), None, "naive"]
+BACKENDS = [TRITON, None, "naive"]
 LEARNED = "query", "key", "value", "bias", "alibi_slopes", "sinks"
 GUARDS = [(NAN, 0), (PLAUSIBLE, 3)]  # (values of canaries, canaries after each line)
 

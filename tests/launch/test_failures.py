@@ -234,31 +234,27 @@ def test_a_disk_that_is_full_is_asked_again(failing):
     assert "No space left" in once(caught)
 
 
+LATER = {  # {kernel: (sizes, options, backend before it fails, backend after)}
+    "combine": (dict(sk=4096, dtype=torch.bfloat16), {}, "hopper", "triton"),  # the Hopper forward would split the keys
+    "weights": ({}, dict(return_weights=True), "triton", "naive"),
+}
+
+
 @compiled
-def test_splits_that_cannot_be_merged_are_not_tried_again(failing):
-    """If the kernel `combine` fails, calls whose keys the Hopper forward would split use another backend."""
-    gpu, tried = failing("compile", PTXASError("ptxas fatal"), {"combine"})
-    inputs = draw("cpu", sk=4096, dtype=torch.bfloat16)
+@pytest.mark.parametrize("kernel", LATER)
+def test_a_call_whose_second_kernel_fails_is_left_to_another_backend(kernel, failing):
+    sizes, options, before, after = LATER[kernel]
+    gpu, tried = failing("compile", PTXASError("ptxas fatal"), {kernel})
+    inputs = draw("cpu", **sizes)
     with gpu, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        assert fa.explain(*inputs).backend == "hopper"
-        fa.attention(*inputs)
-        assert fa.explain(*inputs).backend == "triton"
+        assert fa.explain(*inputs, **options).backend == before
+        first = fa.attention(*inputs, **options)
+        assert fa.explain(*inputs, **options).backend == after
         tried.clear()
-        fa.attention(*inputs)
+        again = fa.attention(*inputs, **options)
         assert tried == []
-    assert "combine" in once(caught)
-
-
-@compiled
-def test_weights_that_cannot_be_had(failing):
-    """If the kernel for weights fails, later calls with weights use another backend; calls without weights do not."""
-    gpu, tried = failing("compile", PTXASError("ptxas fatal"), {"weights"})
-    inputs = draw("cpu")
-    with gpu, pytest.warns(UserWarning, match="PTXASError"):
-        same(fa.attention(*inputs, return_weights=True), fa.reference.attention(*inputs, return_weights=True))
-        assert fa.explain(*inputs, return_weights=True).backend == "naive"
-        assert fa.explain(*inputs).backend == "triton"
-        tried.clear()
-        same(fa.attention(*inputs, return_weights=True), fa.reference.attention(*inputs, return_weights=True))
-        assert tried == []
+        if after == "naive":
+            same([first, again], [fa.reference.attention(*inputs, **options)] * 2)
+            assert fa.explain(*inputs).backend == "triton"  # calls without weights
+    assert kernel in once(caught)

@@ -5,15 +5,13 @@ import torch
 
 import fusedattn as fa
 
+from ..inside import TRITON
+
 B, Hq, Hkv, Sq, Sk, D = 2, 4, 2, 3, 5, 8
 
 
-@pytest.fixture(params=["naive", "cpu", "triton"])
+@pytest.fixture(params=["naive", "cpu", TRITON])
 def backend(request):
-    if request.param == "triton":
-        triton = pytest.importorskip("triton", reason="kernels need Triton")
-        if not triton.knobs.runtime.interpret:
-            pytest.skip("on the CPU kernels need TRITON_INTERPRET=1")
     return request.param
 
 

@@ -20,11 +20,9 @@ LAYER = drop_in.convert(torch.nn.TransformerEncoderLayer(2 * D, 4, 64, dropout=0
 
 
 @pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
+def _dynamic(fresh):
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         yield
-    torch._dynamo.reset()
 
 
 def draw(*shape):
