@@ -12,7 +12,7 @@ from ..kernels.preprocess import Shown
 from ..kernels.vocabulary.gradient import Grads, Incoming
 from ..kernels.vocabulary.masks import EMPTY
 from ..kernels.vocabulary.row_sums import ByRow
-from . import arguments, blocks, failures, hopper, run, tile_table, tuned
+from . import arguments, blocks, hopper, run, tile_table, tuned
 from .forward import run_by_rows
 
 
@@ -73,7 +73,7 @@ def reasons_not_on_hopper(call: Call, need, backend: str) -> list[str]:
     device = run.device_of(call.query)
     if call.named:
         return [f"{backend!r} is named"] if backend != "hopper" else [str(run.none_is_right(kernel, device))]
-    if (why := failures.known((kernel, device))) is not None:
+    if (why := run.known_failure(kernel, call)) is not None:
         return [str(why)]
     if not tuned.prefers_hopper(kernel, call, device):
         return [tuned.SLOWER]
@@ -180,6 +180,7 @@ def _add_on_hopper(name, p, query_sums, turns, grads, form):
     call, device = p.call, run.device_of(p.call.query)
     grads = [grads["key"], grads["value"]]
     rows = p.launched["Rows"]
+    kind = run.kind_of(name, call)
     with run.surroundings(device):
         words = blocks.words_by_keys(call)
         launched = hopper.backward_arguments(call, p.grad_out, rows, words, query_sums, turns, grads, form)
@@ -187,7 +188,7 @@ def _add_on_hopper(name, p, query_sums, turns, grads, form):
         call = call._replace(block_mask=None) if words is None else call
         launched |= blocks.walks(call, form, by_keys=True)
         programs = arguments.slots(call, form.keys, by_keys=True) * call.key.shape[1]
-        run.run_kernel(name, programs, launched, device, num_warps=4, maxnreg=tile_table.REGISTERS[2][0])
+        run.run_kernel(name, programs, launched, device, kind, num_warps=4, maxnreg=tile_table.REGISTERS[2][0])
 
 
 def _store_on_hopper(name, p, grads, form):
@@ -199,7 +200,7 @@ def _store_on_hopper(name, p, grads, form):
     of_key = hopper.product_arguments(call, scores, grads["key"], True, form, multiprocessors)
     batch, heads, *_ = call.key.shape
     at_a_time, several = hopper.heads_at_a_time(call), call.left is call.right is call.cu_seqlens_q is None
-    options = dict(device=device, kind=(name, device), num_warps=4, maxnreg=tile_table.REGISTERS[2][0])
+    options = dict(device=device, kind=run.kind_of(name, call), num_warps=4, maxnreg=tile_table.REGISTERS[2][0])
     with run.surroundings(device):
         by_keys = dict(sequences=blocks.sequences_of(call, form.keys, by_keys=True))
         by_rows = dict(sequences=blocks.sequences_of(call, form.keys))

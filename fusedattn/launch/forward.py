@@ -12,7 +12,7 @@ from . import arguments, blocks, decode, hopper, run, tile_table
 
 def launch_on_hopper(out, lse, stats, call, cached=None):
     """Run the Hopper kernel. Tensors that TMA cannot read are copied first, except the caches of a Decode."""
-    call = arguments.bounded(call)
+    call, kind = arguments.bounded(call), run.kind_of("hopper", call, cached is not None)
     copied = ("query", "key", "value") if cached is None else ("query",)
     call = call._replace(**{name: hopper.readable(getattr(call, name)) for name in copied})
     if (bias := hopper.by_tiles(call)) is not None:
@@ -37,7 +37,7 @@ def launch_on_hopper(out, lse, stats, call, cached=None):
         used = None if call.cu_seqlens_q is None else call.cu_seqlens_q.new_zeros(1)
         launched |= blocks.walks(call, pipeline, used=used) | dict(used=used)
         programs = hopper.programs(call, pipeline, count, processors)
-        run.run_kernel("hopper", programs, launched, device, num_warps=4, maxnreg=registers)
+        run.run_kernel("hopper", programs, launched, device, kind, num_warps=4, maxnreg=registers)
     if partials is not None:
         more = dict(Out=arguments.of(out), partials=partials, splits=count, Lse=lse, Stats=stats)
         decode.combine(call, more, launched["rules"].score.softmax_scale, out.shape)

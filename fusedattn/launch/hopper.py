@@ -175,6 +175,14 @@ def band_of(call: Call) -> str:
     return ("full", "causal", "window")[(call.left is not None) + (call.right is not None)]
 
 
+def variant(call: Call, cached: bool) -> str:
+    """Return a list of what selects the machine code of a Hopper kernel for a call."""
+    sizes = f"D {call.query.shape[3]}", f"Dv {call.value.shape[3]}", str(call.query.dtype).removeprefix("torch.")
+    options = sorted({_argument(name) for name in _OTHERS if getattr(call, name) is not None})
+    packed, partial = ["packed"] * (call.cu_seqlens_q is not None), ["partial"] * call.partial
+    return ", ".join((*sizes, band_of(call), *["caches"] * cached, *packed, *partial, *options))
+
+
 def _visible(call, more):
     """Return the maximum number of keys that `more` + 1 neighbouring rows see."""
     keys = kernel_arguments.sizes(call)[3]

@@ -103,7 +103,7 @@ def test_a_backward_that_fails_leaves_the_call_to_the_kernels_of_every_gpu(monke
 
     def failing(name, *given, **options):
         if name == "hopper_bwd":
-            raise failures.remember((name, torch.device("cpu")), RuntimeError("ptxas error"))
+            raise failures.remember(options["kind"], RuntimeError("ptxas error"))
         run_kernel(name, *given, **options)
 
     monkeypatch.setattr(run, "run_kernel", failing)
@@ -113,6 +113,7 @@ def test_a_backward_that_fails_leaves_the_call_to_the_kernels_of_every_gpu(monke
             out = fa.attention(*inputs)
             with pytest.warns(UserWarning, match="hopper_bwd"):
                 torch.autograd.grad(out, inputs, torch.randn_like(out))
+            assert fa.explain(*inputs).backward and not fa.explain(*inputs, causal=True).backward
     finally:
         failures.forget()
     assert [x.name for x in device.launches][-3:] == ["preprocess", "dkdv", "postprocess"]
