@@ -142,6 +142,15 @@ def hopper_reasons(device: torch.device | AssumedGPU) -> tuple[str, ...]:
     return () if number == 90 else (f"the GPU has compute capability {number / 10}, not 9.0",)
 
 
+def copies(call: Call) -> bool:
+    """Return whether Hopper kernels would read copies of the tensors of a call."""
+    if hopper_reasons(_device(call)):
+        return False
+    from ..launch import hopper
+
+    return hopper.missing is None and hopper.is_copied(call)
+
+
 def _failures(call: Call, need_weights: bool, on_hopper: bool, cached: bool = False) -> list[str]:
     """Return [reason why a kernel of a call is known to fail or to be wrong on this machine], or [] if none is."""
     if torch.compiler.is_compiling() or not (failed_kernels or any(x.wrong for x in tuned.of(_device(call)).values())):

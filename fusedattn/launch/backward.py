@@ -95,7 +95,7 @@ def passes(call: Call, need, backend: str = "triton", by_tma: tuple | None = ())
     narrow = run.widest(call) <= tile_table.ONE_PASS
     special = run.backward_on_hopper(call, deterministic)
     taken = run.is_to_take(special, call, backend) and not _lacks_on_hopper(call, needed, special)
-    if taken and by_tma is not None and hopper.reachable(*by_tma):
+    if taken and by_tma is not None and (hopper.is_copied(call) or hopper.reachable(*by_tma)):
         # The Hopper kernels have no registers for gradients of slopes and of a bias: other kernels compute the scores'
         # gradients again, and sum or store them.
         names = [
@@ -290,6 +290,11 @@ def launch_backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats
     by_tma = (grad_out, grads["query"], grads["key"], grads["value"]) if grad_weights is None else None
     names = passes(call, [x is not None for x in grads.values()], backend, by_tma)
     special = next((name for name in names if name in tile_table.ON_HOPPER), None)
+    original = dict(grads)
+    if special is not None and hopper.is_copied(call):
+        assert run.current_recorder() is None, "what is recorded are launches: copies would be lost"
+        call, grad_out = hopper.all_readable(call), hopper.readable(grad_out)
+        grads |= {name: hopper.writable(grads[name]) for name in ("query", "key", "value")}
     bulk = "one_pass" in names and any(tile.bulk for tile in run.candidates("one_pass", call))
     call = call if special is None else arguments.bounded(call)
     call = blocks.marked(call) if arguments.hides(call) else call
@@ -326,7 +331,8 @@ def launch_backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats
     shown, of_shown = None, p
     if special and call.query_mask is not None:
         of_shown = p._replace(
-            call=call._replace(query=torch.empty_like(call.query)), grad_out=torch.empty_like(grad_out)
+            call=call._replace(query=hopper.writable(torch.empty_like(call.query))),
+            grad_out=hopper.writable(torch.empty_like(grad_out)),
         )
         copies = arguments.of(of_shown.call.query), arguments.of(of_shown.grad_out)
         shown = Shown(*copies, launched["rules"].masks.rows, launched["Q"])
@@ -350,3 +356,6 @@ def launch_backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats
     if "dbias" in names:
         _dbias(p, grads["bias"])
     _add_up(p, by_row, by_key, grads)
+    for name, grad in original.items():
+        if grad is not grads[name]:
+            grad.copy_(grads[name])
