@@ -36,7 +36,7 @@ CALLS = {
     "D 256, causal": dict(D=256, causal=True),
 }
 OFFSETS = torch.tensor([0, 2048, 4096], dtype=torch.int32)
-OPTIONS = {  # names of arguments, and those of a call of D 128 on an H100 or H200
+OPTIONS = {  # names of arguments, and those of a call on an H100 or H200
     "`softcap`": dict(softcap=20.0),
     "`scale` of 0 or less": dict(scale=-0.1),
     "`sinks`": dict(sinks=torch.empty(8, device="meta")),
@@ -48,7 +48,6 @@ OPTIONS = {  # names of arguments, and those of a call of D 128 on an H100 or H2
     "`dropout_p`": dict(dropout_p=0.1, seed=0),
     "`return_weights`": dict(return_weights=True),
     "packed sequences": dict(cu_seqlens_q=OFFSETS, cu_seqlens_k=OFFSETS),
-    "packed sequences, D 256": dict(D=256, cu_seqlens_q=OFFSETS, cu_seqlens_k=OFFSETS),
 }
 
 
@@ -115,15 +114,22 @@ def choices() -> str:
 
 
 def options() -> str:
-    """Return a table of options that Hopper's kernels support, with the reasons of `fusedattn.explain` where not."""
-    lines = []
-    for what, given in OPTIONS.items():
-        found = _explained((9, 0), **given)
-        forward, why = found.backend == "hopper", [*found.reasons.get("hopper", []), *found.backward]
-        lines.append(
-            (what, *("yes" if x else "no" for x in (forward, not found.backward)), "; ".join(dict.fromkeys(why)))
-        )
-    return table(("call with", "forward", "backward", "why not"), lines)
+    """Return a table of the options that Hopper's kernels support, and of combinations that they do not support."""
+    lines, refused = [], set()
+    for count in range(1, 5):
+        for names in itertools.combinations(OPTIONS, count):
+            packed, cells, why = any("packed" in name for name in names), [], []
+            for D in (64, 128, 256) if count == 1 or not packed else ():
+                found = _explained((9, 0), D, **{key: x for name in names for key, x in OPTIONS[name].items()})
+                reasons = [*found.reasons.get("hopper", []), *found.backward]
+                cells.append("no" if found.backend != "hopper" else "forward" if reasons else "yes")
+                if reasons:
+                    refused.add((D, names))
+                    new = not any((D, part) in refused for part in itertools.combinations(names, count - 1))
+                    why += reasons * new
+            if why or count == 1:
+                lines.append((", ".join(names), *cells, "; ".join(dict.fromkeys(why))))
+    return table(("call with", "D 64", "D 128", "D 256", "why not"), lines)
 
 
 def _machine(name: str) -> str:

@@ -1,5 +1,6 @@
 """Named cases: tensors and options of calls, small enough for Triton's interpreter."""
 
+import functools
 import itertools
 import zlib
 from typing import NamedTuple
@@ -215,12 +216,16 @@ DISTINCT = (
 )
 
 
+def _merged(names, features=FEATURES):
+    """Return the fields that several `features` set, or None if two of them set a field differently."""
+    fields = {name: value for each in names for name, value in features[each].items()}
+    agree = all(fields[name] == value for each in names for name, value in features[each].items())
+    return fields if agree else None
+
+
 def _together(*names):
     """Return a case with several options of FEATURES, or None if two of them set a field differently."""
-    features = [FEATURES[name] for name in names]
-    fields = {name: value for feature in features for name, value in feature.items()}
-    agree = all(fields[name] == value for feature in features for name, value in feature.items())
-    return Case(" + ".join(names))._replace(**fields) if agree else None
+    return None if (fields := _merged(names)) is None else Case(" + ".join(names))._replace(**fields)
 
 
 def _all_together(combinations):
@@ -234,25 +239,39 @@ OPTIONS = tuple(name for name in DISTINCT if name not in ("awkward", "more keys"
 OPTION_PAIRS = _all_together(itertools.combinations(OPTIONS, 2))
 
 
+def cover(size, features, rank=lambda fields: 1):
+    """Return a few lists, with up to `size` names of `features` each, that together have each possible pair.
+
+    rank(fields): a number, 0 for impossible fields. Only lists of at least the rank of a pair alone cover it.
+    """
+
+    @functools.cache
+    def ranked(names):
+        return 0 if (fields := _merged(names, features)) is None else rank(fields)
+
+    every = {pair: ranked(pair) for pair in map(frozenset, itertools.combinations(features, 2))}
+    left = dict.fromkeys(sorted(filter(every.get, every), key=lambda pair: (-every[pair], sorted(pair))))
+    chosen = []
+    while left:
+        pair = next(iter(left))
+        case, least = [name for name in features if name in pair], every[pair]
+        while len(case) < size:
+            gain = {name: sum(frozenset((name, other)) in left for other in case) for name in features}
+            best = sorted((name for name in features if name not in case and gain[name]), key=lambda x: -gain[x])
+            more = next((name for name in best if ranked(frozenset((*case, name))) >= least), None)
+            if more is None:
+                break
+            case.append(more)
+        chosen.append(case)
+        for pair in map(frozenset, itertools.combinations(case, 2)):
+            if every[pair] <= ranked(frozenset(case)):
+                left.pop(pair, None)
+    return chosen
+
+
 def covering(size, names=DISTINCT):
     """Return a few cases, with up to `size` options each, that together have each possible pair of `names`."""
-    agree = {frozenset(pair) for pair in itertools.combinations(names, 2) if _together(*pair)}
-    chosen, left = [], dict.fromkeys(sorted(agree, key=sorted))  # sorted, because sets have no fixed order
-    while left:
-        case = [name for name in names if name in next(iter(left))]
-        while len(case) < size:
-            fitting = {
-                name: sum(frozenset((name, other)) in left for other in case)
-                for name in names
-                if all(frozenset((name, other)) in agree for other in case)
-            }
-            if not any(fitting.values()):
-                break
-            case.append(max(fitting, key=fitting.get))
-        chosen.append(case)
-        for pair in itertools.combinations(case, 2):
-            left.pop(frozenset(pair), None)
-    return _all_together(chosen)
+    return _all_together(cover(size, {name: FEATURES[name] for name in names}))
 
 
 COVERING = covering(4)

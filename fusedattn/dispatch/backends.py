@@ -142,7 +142,16 @@ def hopper_reasons(device: torch.device | AssumedGPU) -> tuple[str, ...]:
     return () if number == 90 else (f"the GPU has compute capability {number / 10}, not 9.0",)
 
 
-def _failures(call: Call, need_weights: bool, on_hopper: bool) -> list[str]:
+def copies(call: Call) -> bool:
+    """Return whether Hopper kernels would read copies of the tensors of a call."""
+    if hopper_reasons(_device(call)):
+        return False
+    from ..launch import hopper
+
+    return hopper.missing is None and hopper.is_copied(call)
+
+
+def _failures(call: Call, need_weights: bool, on_hopper: bool, cached: bool = False) -> list[str]:
     """Return [reason why a kernel of a call is known to fail or to be wrong on this machine], or [] if none is."""
     if torch.compiler.is_compiling() or not (failed_kernels or any(x.wrong for x in tuned.of(_device(call)).values())):
         return []
@@ -153,7 +162,7 @@ def _failures(call: Call, need_weights: bool, on_hopper: bool) -> list[str]:
     passes = backward.passes(call, need, "hopper" if on_hopper else "triton") if needed else ()
     # "combine" merges the splits of keys, which calls with few rows have.
     names = [*(("hopper", "combine") if on_hopper else ("forward",)), *["weights"] * need_weights, *passes]
-    return [str(why)] if (why := run.failed(call, names)) is not None else []
+    return [str(why)] if (why := run.failed(call, names, cached)) is not None else []
 
 
 def _hopper_reasons(call: Call, need_weights: bool) -> list[str]:
@@ -203,7 +212,7 @@ def _prefill_reasons(decode: Decode, need_weights: bool) -> list[str]:
     from ..launch import hopper
 
     reasons = [*hopper_reasons(_device(decode.call)), *hopper.cache_reasons(decode)]
-    return reasons or _failures(decode.call, need_weights, on_hopper=True)
+    return reasons or _failures(decode.call, need_weights, on_hopper=True, cached=True)
 
 
 # Backends of `attention_decode`: their reasons and run take a Decode.

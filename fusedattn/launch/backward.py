@@ -12,7 +12,7 @@ from ..kernels.preprocess import Shown
 from ..kernels.vocabulary.gradient import Grads, Incoming
 from ..kernels.vocabulary.masks import EMPTY
 from ..kernels.vocabulary.row_sums import ByRow
-from . import arguments, blocks, failures, hopper, run, tile_table, tuned
+from . import arguments, blocks, hopper, run, tile_table, tuned
 from .forward import run_by_rows
 
 
@@ -73,7 +73,7 @@ def reasons_not_on_hopper(call: Call, need, backend: str) -> list[str]:
     device = run.device_of(call.query)
     if call.named:
         return [f"{backend!r} is named"] if backend != "hopper" else [str(run.none_is_right(kernel, device))]
-    if (why := failures.known((kernel, device))) is not None:
+    if (why := run.known_failure(kernel, call)) is not None:
         return [str(why)]
     if not tuned.prefers_hopper(kernel, call, device):
         return [tuned.SLOWER]
@@ -95,7 +95,7 @@ def passes(call: Call, need, backend: str = "triton", by_tma: tuple | None = ())
     narrow = run.widest(call) <= tile_table.ONE_PASS
     special = run.backward_on_hopper(call, deterministic)
     taken = run.is_to_take(special, call, backend) and not _lacks_on_hopper(call, needed, special)
-    if taken and by_tma is not None and hopper.reachable(*by_tma):
+    if taken and by_tma is not None and (hopper.is_copied(call) or hopper.reachable(*by_tma)):
         # The Hopper kernels have no registers for gradients of slopes and of a bias: other kernels compute the scores'
         # gradients again, and sum or store them.
         names = [
@@ -180,6 +180,7 @@ def _add_on_hopper(name, p, query_sums, turns, grads, form):
     call, device = p.call, run.device_of(p.call.query)
     grads = [grads["key"], grads["value"]]
     rows = p.launched["Rows"]
+    kind = run.kind_of(name, call)
     with run.surroundings(device):
         words = blocks.words_by_keys(call)
         launched = hopper.backward_arguments(call, p.grad_out, rows, words, query_sums, turns, grads, form)
@@ -187,7 +188,7 @@ def _add_on_hopper(name, p, query_sums, turns, grads, form):
         call = call._replace(block_mask=None) if words is None else call
         launched |= blocks.walks(call, form, by_keys=True)
         programs = arguments.slots(call, form.keys, by_keys=True) * call.key.shape[1]
-        run.run_kernel(name, programs, launched, device, num_warps=4, maxnreg=tile_table.REGISTERS[2][0])
+        run.run_kernel(name, programs, launched, device, kind, num_warps=4, maxnreg=tile_table.REGISTERS[2][0])
 
 
 def _with_real_keys(call, p, device):
@@ -207,7 +208,7 @@ def _store_on_hopper(name, p, grads, form):
     scores, multiprocessors, rows = hopper.new_scores(call), run.multiprocessors(device), p.launched["Rows"]
     tile, (batch, heads, *_) = form._replace(rows=form.keys), call.key.shape
     at_a_time, several = hopper.heads_at_a_time(call), call.left is call.right is call.cu_seqlens_q is None
-    options = dict(device=device, kind=(name, device), num_warps=4, maxnreg=tile_table.REGISTERS[2][0])
+    options = dict(device=device, kind=run.kind_of(name, call), num_warps=4, maxnreg=tile_table.REGISTERS[2][0])
     with run.surroundings(device):
         words = blocks.words_by_keys(call)
         if words is call.key_mask is None:
@@ -305,6 +306,11 @@ def launch_backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats
     by_tma = (grad_out, grads["query"], grads["key"], grads["value"]) if grad_weights is None else None
     names = passes(call, [x is not None for x in grads.values()], backend, by_tma)
     special = next((name for name in names if name in tile_table.ON_HOPPER), None)
+    original = dict(grads)
+    if special is not None and hopper.is_copied(call):
+        assert run.current_recorder() is None, "what is recorded are launches: copies would be lost"
+        call, grad_out = hopper.all_readable(call), hopper.readable(grad_out)
+        grads |= {name: hopper.writable(grads[name]) for name in ("query", "key", "value")}
     bulk = "one_pass" in names and any(tile.bulk for tile in run.candidates("one_pass", call))
     call = call if special is None else arguments.bounded(call)
     call = blocks.marked(call) if arguments.hides(call) else call
@@ -341,7 +347,8 @@ def launch_backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats
     shown, of_shown = None, p
     if special and call.query_mask is not None:
         of_shown = p._replace(
-            call=call._replace(query=torch.empty_like(call.query)), grad_out=torch.empty_like(grad_out)
+            call=call._replace(query=hopper.writable(torch.empty_like(call.query))),
+            grad_out=hopper.writable(torch.empty_like(grad_out)),
         )
         copies = arguments.of(of_shown.call.query), arguments.of(of_shown.grad_out)
         shown = Shown(*copies, launched["rules"].masks.rows, launched["Q"])
@@ -365,3 +372,6 @@ def launch_backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats
     if "dbias" in names:
         _dbias(p, grads["bias"])
     _add_up(p, by_row, by_key, grads)
+    for name, grad in original.items():
+        if grad is not grads[name]:
+            grad.copy_(grads[name])

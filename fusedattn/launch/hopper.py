@@ -2,6 +2,7 @@
 
 import math
 from functools import cache, lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,7 +70,7 @@ def limits(call: Call, known: tuple[str, ...] = _IN_FORWARD, forms=tile_table.HO
     for name, option in (("alibi_slopes", call.alibi_slopes), ("dropout_p", call.seed)):
         if option is not None and row_width(call) > 128:
             lacks.append(f"it does not support {name} with heads wider than 128: registers would spill")
-    if call.value.shape[3] % 8:
+    if call.value.shape[3] % 8 and not _pays_copies(call):
         lacks.append(f"the head dimension of value is {call.value.shape[3]}, not a multiple of 8")
     return lacks
 
@@ -101,9 +102,27 @@ def cache_reasons(decode: Decode) -> list[str]:
     return lacks
 
 
+def _pays_copies(call):
+    """Return whether copies of query, key and value take little of the time of a call: if rows see many keys."""
+    sequences = 1 if call.cu_seqlens_q is None else max(1, call.cu_seqlens_q.shape[0] - 1)
+    rows, keys = (x.shape[2] // sequences for x in (call.query, call.key))
+    banded = keys if call.right is None else keys // 2 if call.left is None else call.left + call.right + 1
+    return all(holds(length >= tile_table.COPIED_LENGTH, False) for length in (rows, keys, banded))
+
+
+def is_copied(call: Call) -> bool:
+    """Return whether Hopper kernels read copies: TMA cannot read or write a tensor of the call, and copies pay."""
+    odd = call.query.shape[3] % 8 or call.value.shape[3] % 8
+    return _pays_copies(call) and bool(odd or _unreadable(_by_tma(call)))
+
+
+def _by_tma(call):
+    return {name: getattr(call, name) for name in ("query", "key", "value")} | dict(bias=by_tiles(call))
+
+
 def unreachable(call: Call) -> list[str]:
-    """Return a sentence for each of query, key, value and bias that TMA cannot read."""
-    lacks = _unreadable({name: getattr(call, name) for name in ("query", "key", "value")} | dict(bias=by_tiles(call)))
+    """Return a sentence for each of query, key, value and bias that TMA cannot read, unless they are copied."""
+    lacks = [] if _pays_copies(call) else _unreadable(_by_tma(call))
     if call.mask_bits is not None and not kernel_arguments.aligned(call.mask_bits):
         lacks.append("the words of its plan lie at an address that is no multiple of 16")
     return lacks
@@ -124,10 +143,23 @@ def _unreadable(tensors: dict[str, Tensor | None]) -> list[str]:
 
 def readable(tensor: Tensor) -> Tensor:
     """Return the tensor if TMA can read it, otherwise a copy that TMA can read."""
+    return tensor if reachable(tensor) else writable(tensor).copy_(tensor)
+
+
+def writable(tensor: Tensor) -> Tensor:
+    """Return the tensor if TMA can write it, otherwise a new one of the same shape. Its rows are padded in memory."""
     if reachable(tensor):
         return tensor
     *shape, columns = tensor.shape
-    return tensor.new_empty(*shape, cdiv(columns, 8) * 8)[..., :columns].copy_(tensor)
+    return tensor.new_empty(*shape, cdiv(columns, 8) * 8)[..., :columns]
+
+
+def all_readable(call: Call, names: tuple[str, ...] = ("query", "key", "value")) -> Call:
+    """Return a call with readable tensors under `names`, and a readable bias."""
+    tensors: Any = {name: readable(getattr(call, name)) for name in names}
+    if call.bias is not None and (bias := by_tiles(call)) is not None:
+        tensors["bias"] = readable(bias).expand(call.bias.shape)
+    return call._replace(**tensors)
 
 
 @cache
@@ -173,6 +205,14 @@ def is_descriptor(value) -> bool:
 def band_of(call: Call) -> str:
     call = kernel_arguments.bounded(call)
     return ("full", "causal", "window")[(call.left is not None) + (call.right is not None)]
+
+
+def variant(call: Call, cached: bool) -> str:
+    """Return a list of what selects the machine code of a Hopper kernel for a call."""
+    sizes = f"D {call.query.shape[3]}", f"Dv {call.value.shape[3]}", str(call.query.dtype).removeprefix("torch.")
+    options = sorted({_argument(name) for name in _OTHERS if getattr(call, name) is not None})
+    packed, partial = ["packed"] * (call.cu_seqlens_q is not None), ["partial"] * call.partial
+    return ", ".join((*sizes, band_of(call), *["caches"] * cached, *packed, *partial, *options))
 
 
 def _visible(call, more):
@@ -341,7 +381,7 @@ def backward_limits(call: Call) -> list[str]:
         lacks.append(
             f"packed sequences have fewer than {FEWEST_ROWS} rows on average: sums of dq would be mostly padding"
         )
-    if call.query.shape[3] % 8:
+    if call.query.shape[3] % 8 and not _pays_copies(call):
         lacks.append(f"the head dimension of query is {call.query.shape[3]}, not a multiple of 8")
     return lacks
 

@@ -129,8 +129,13 @@ def pressure_of(call):
     return "plain" if call.mask is call.mask_bits is None else "masked"
 
 
-def kind_of(name, call):
-    """Return a dict key for a kernel and a call. Calls with equal keys try the same tiles and share failures."""
+def kind_of(name, call, cached=False):
+    """Return a dict key for a kernel and a call. Calls with equal keys try the same tiles and share failures.
+
+    cached: whether a Hopper kernel reads caches.
+    """
+    if name in tile_table.ON_HOPPER:
+        return f"{name} ({hopper.variant(call, cached)})", device_of(call.query)
     query, rows = call.query, call.query.shape[2] if call.max_seqlen_q is None else call.max_seqlen_q
     small = rows <= tile_table.FEW_ROWS and name in ("forward", "dq", "tangent")
     # A tile of n rows visits n - 1 keys more than one row does. With 128 rows that is over a tenth of a narrow window.
@@ -175,10 +180,14 @@ def is_default(name, call, device):
     return capability(device) == 90 and tuned.prefers_hopper(name, call, device)
 
 
+def known_failure(name, call):
+    return failures.known(kind_of(name, call)) if failures.failed_kernels else None
+
+
 def is_to_take(name, call, backend):
     """Return whether to run this Hopper backward: the caller named "hopper", or named none and it is preferred."""
     device = device_of(call.query)
-    chosen = is_default(name, call, device) and failures.known((name, device)) is None
+    chosen = is_default(name, call, device) and known_failure(name, call) is None
     wanted = backend == "hopper" if call.named else chosen
     return wanted and has_hopper(call.query) and form_on_hopper(name, call) is not None
 
@@ -234,13 +243,13 @@ def run_tiled(name, call, programs, arguments, more=None):
                 tile_table.fitting[kind] = min(smaller, tile_table.fitting.get(kind, smaller), key=len)
 
 
-def failed(call: Call, names) -> "failures.KernelUnavailable | None":
+def failed(call: Call, names, cached: bool = False) -> "failures.KernelUnavailable | None":
     """Return the error of the first of these kernels that is known to fail for a call, or None."""
     device = device_of(call.query)
     for name in names:
         if form_of(name, call) is None:
             return none_is_right(name, device)
-    kinds = [(name, device) if name in tile_table.ON_HOPPER else kind_of(name, call) for name in names]
+    kinds = [kind_of(name, call, cached) for name in names]
     reads_caches = names[0] in tile_table.ON_CACHES
     if not reads_caches and (call.block_mask is not None or any(x is not None for x in hiding(call))):
         kinds += [(name, device) for name in ("block_mask", "tile_lists")]

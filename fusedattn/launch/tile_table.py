@@ -77,6 +77,7 @@ TILE_BYTES = 230400  # of shared memory for tiles of the Hopper forward; barrier
 BACKWARD_BYTES = 231424  # the same of its backward
 FEW_ROWS = 64  # calls with at most this many rows use tiles of at most 64 x 64; `pack_gqa` makes no more rows
 PREFILL_ROWS = 128  # calls to caches with at least this many queries a sequence may run the Hopper forward
+COPIED_LENGTH = 2048  # rows, and keys that a row sees, of calls whose tensors are copied if TMA cannot read them
 L2_BYTES = 32 << 20  # limit on keys and values of the heads that are scheduled together
 # The same limit for queries and incoming gradients in hopper_bwd_ds; the kernels PRODUCTS use half of it. Without it,
 # on an H200, the backward takes 1.25 times as long at 1024 tokens, 1.17 times at 2048.

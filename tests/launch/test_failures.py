@@ -153,12 +153,19 @@ def test_of_the_kernel_for_hopper_the_universal_one_is_next(failing, monkeypatch
     seen = []
     monkeypatch.setattr(forward, "_forward", lambda out, lse, stats, call: seen.append(out.fill_(7.0)))
     inputs = draw("cpu", dtype=torch.bfloat16)
-    with gpu, pytest.warns(UserWarning, match="PTXASError"):
+    capped, sinks = dict(causal=True, softcap=2.0), dict(sinks=torch.zeros(2))
+    with gpu, pytest.warns(UserWarning, match="PTXASError") as caught:
         assert fa.explain(*inputs).backend == "hopper"
         assert (fa.attention(*inputs) == 7).all() and len(seen) == 1
         assert fa.explain(*inputs).backend == "triton"
         with pytest.raises(NotImplementedError, match="^backend: "):
             fa.attention(*inputs, backend="hopper")
+        for _ in range(2):  # kernels with other options are not those that failed
+            assert fa.explain(*inputs, **sinks).backend == "hopper"
+            fa.attention(*inputs, **capped)
+            assert fa.explain(*inputs, **capped).backend == "triton"
+    plain, other = (str(x.message) for x in caught)
+    assert len(seen) == 3 and "causal, softcap" in other and "softcap" not in plain
 
 
 @compiled

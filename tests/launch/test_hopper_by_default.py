@@ -115,6 +115,19 @@ OTHERS = {  # (inputs, options, backend of the call, reason against the preferre
 }
 
 
+LONG = [torch.empty(1, 8, 4096, 100, dtype=torch.bfloat16, device="meta") for _ in range(3)]
+SLICED = [x.new_empty(1, 8, 4096, 65)[..., 1:] for x in LONG]
+
+
+@pytest.mark.parametrize("inputs", [LONG, SLICED, [x[..., :61] for x in LONG]], ids=["D 100", "strides", "D 61"])
+@pytest.mark.parametrize("options, taken", [({}, True), (CAUSAL, True), (dict(window=(300, 0)), False)])
+def test_copies_are_made_where_rows_see_many_keys(inputs, options, taken):
+    found = explain(*inputs, **options)
+    assert (found.backend == "hopper") == taken and not (taken and found.backward)
+    short = [x[:, :, :1000] for x in inputs]
+    assert explain(*short, **options).backend == "triton"
+
+
 OF_SCORES = {
     "softcap": dict(softcap=3.0),
     "sinks": dict(sinks=torch.ones(8, device="meta")),

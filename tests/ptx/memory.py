@@ -132,7 +132,7 @@ class Memory:
     def begin(self, tensors, described):
         """Begin a launch that may access tensors and descriptors, each as {parameter name: value}.
 
-        A byte of a fresh tensor that is not poison was written by torch. If torch wrote poison, the byte counts as
+        Two bytes of a fresh tensor that are not both poison were written by torch. If torch wrote poison, they count as
         uninitialised.
         """
         ranges, strided = {}, {}
@@ -158,7 +158,8 @@ class Memory:
             allocation, written = Allocation(base, size, " ".join(names)), self.fresh.get(base)
             allocation.between = _between(size, strided[base])
             if written is not None and written.size == size:
-                written |= allocation.bytes != POISON
+                other = allocation.bytes != POISON
+                written |= other if size % 2 else other.reshape(-1, 2).any(1).repeat(2)
                 allocation.written = None if written.all() else written
             self.allocations.append(allocation)
 

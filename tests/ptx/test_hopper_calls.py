@@ -11,6 +11,8 @@ from fusedattn.launch import failures, run, tile_table
 from fusedattn.testing.tolerance import verdict
 
 from ..close import assert_like
+from . import calls
+from .cases import dense
 from .device import gpu
 
 pytestmark = pytest.mark.matrix
@@ -98,12 +100,30 @@ def test_tensors_that_tma_cannot_read_are_copied_or_left_to_another_kernel():
     assert_like(gradients, lambda: torch.autograd.grad(fa.reference.eager(*inputs).sum(), inputs))
 
 
+COPIED = {
+    "odd sizes": dict(D=100, Dv=61, causal=True, alibi="own", sinks=True, times=3),
+    "odd sizes, packed, deterministic": dict(D=61, Dv=100, B=2, lengths=((40, 70), (77, 33)), two_passes=True),
+    "odd strides and bias": dict(D=128, strided=True, bias="pairs", query_mask="own", B=2, dtype=torch.float16),
+    "expanded": dict(D=64, expanded=True, B=2, bias="batch"),
+    "odd D 256": dict(D=250, Dv=190, softcap=2.0),
+}
+
+
+@pytest.mark.parametrize("name", COPIED)
+def test_long_calls_copy_what_tma_cannot_read(name, monkeypatch):
+    monkeypatch.setattr(tile_table, "COPIED_LENGTH", 1)
+    outcome = calls.execute(*dense((name, dict(Sq=70, Sk=77, Hq=1, backend="hopper") | COPIED[name])), 90)
+    assert not outcome.wrong(), "\n".join(outcome.wrong())
+    special = [x.name for x in outcome.device.launches if x.kernel.src.fn.is_gluon()]
+    assert special[:2] in (["forward", "backward"], ["forward", "stored_backward"])
+
+
 def test_a_backward_that_fails_leaves_the_call_to_the_kernels_of_every_gpu(monkeypatch):
     inputs, run_kernel = _drawn(), run.run_kernel
 
     def failing(name, *given, **options):
         if name == "hopper_bwd":
-            raise failures.remember((name, torch.device("cpu")), RuntimeError("ptxas error"))
+            raise failures.remember(options["kind"], RuntimeError("ptxas error"))
         run_kernel(name, *given, **options)
 
     monkeypatch.setattr(run, "run_kernel", failing)
@@ -113,6 +133,7 @@ def test_a_backward_that_fails_leaves_the_call_to_the_kernels_of_every_gpu(monke
             out = fa.attention(*inputs)
             with pytest.warns(UserWarning, match="hopper_bwd"):
                 torch.autograd.grad(out, inputs, torch.randn_like(out))
+            assert fa.explain(*inputs).backward and not fa.explain(*inputs, causal=True).backward
     finally:
         failures.forget()
     assert [x.name for x in device.launches][-3:] == ["preprocess", "dkdv", "postprocess"]
