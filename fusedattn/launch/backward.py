@@ -195,7 +195,8 @@ def _with_real_keys(call, p, device):
     """Return the call with a copy of its keys, 0 where key_mask hides them: they may be NaN, and 0 * NaN is NaN."""
     if call.key_mask is None:
         return call
-    (batch, heads, length, width), key, rows = call.key.shape, torch.empty_like(call.key), 64
+    (batch, heads, length, width), rows = call.key.shape, 64
+    key = hopper.writable(torch.empty_like(call.key))
     masks, views = p.launched["rules"].masks, dict(K=arguments.of(call.key), Shown=arguments.of(key))
     launched = views | dict(keys=masks.keys, heads=heads, k_len=length, D=width, BLOCK_M=rows)
     run.run_kernel("real_keys", cdiv(length, rows) * batch * heads, launched, device, num_warps=8)
