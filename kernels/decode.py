@@ -72,7 +72,7 @@ def decode(
     nothing = None  # only the first split sees the sink
     if rules.score.sinks is not None:
         nothing = tl.where(split == 0, scores.sink(rules.score, head, wide), float("-inf"))
-    state = softmax.start(nothing, BLOCK_M, rules.score.softmax_scale, wide)
+    state = softmax.start(nothing, BLOCK_M, wide)
     MASKED: tl.constexpr = rules.masks.pairs is not None or rules.masks.keys is not None
     for n in tl.static_range(1 if MASKED else 3):
         # Masks may hide pairs of any block, so one loop masks all blocks. Without a left bound loop 0 has no blocks.
@@ -86,7 +86,7 @@ def decode(
 
     # store it
     if rules.masks.rows is not None:
-        unseen = softmax.start(nothing, BLOCK_M, rules.score.softmax_scale, wide)
+        unseen = softmax.start(nothing, BLOCK_M, wide)
         out = [tl.where(real[:, None], tile, 0.0) for tile in out]
         state = softmax.State(
             tl.where(real, state.row_max, unseen.row_max), tl.where(real, state.row_sum, unseen.row_sum)

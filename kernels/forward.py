@@ -55,7 +55,7 @@ def forward(
     wide: tl.constexpr = memory.wide(Q.base.dtype.element_ty)
     out = columns.zeros(BLOCK_M, spec.DV, wide)
     nothing = None if rules.score.sinks is None else scores.sink(rules.score, plane, wide)
-    state = softmax.start(nothing, BLOCK_M, rules.score.softmax_scale, wide)
+    state = softmax.start(nothing, BLOCK_M, wide)
     # Walk (loop) 0 masks the blocks before `full`. Without a left bound it has no blocks: leave it out to save spills.
     FIRST: tl.constexpr = 1 if tile_lists is None and left is None else 0
     for n in tl.static_range(FIRST, 3 if tile_lists is None else 2):

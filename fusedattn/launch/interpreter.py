@@ -3,7 +3,7 @@
 bfloat16: upstream multiplies and sums its bits as integers, and truncates in casts.
 Products: in BLAS the order of sums depends on processor and shapes, on GPUs only on the inner dimension. Kernels rely
 on that: delta cancels with dp.
-fma: upstream rounds the product, too. A GPU rounds once, and the softmax of large scores relies on it.
+fma: upstream rounds the product, too. A GPU rounds once.
 Threads: upstream keeps the running program and its patches of the language in globals, so threads take turns.
 """
 

@@ -271,7 +271,6 @@ def _consume(
     # (EARLY), the first scores of the next block are then computed before the output of this one is stored.
     TWO: gl.constexpr = shared.q.ready.shape[0] > GROUPS
     EARLY: gl.constexpr = TWO and GROUPS == 2
-    APART: gl.constexpr = GROUPS == 2 and WIDTH <= 128  # partial sums of a row, if registers allow them
     PACKED: gl.constexpr = work.sequences is not None
     heads = HEADS if results.partials is None else HEADS * results.splits
     share = schedule.share(work.order, gl.program_id(0), gl.num_programs(0))
@@ -295,14 +294,15 @@ def _consume(
             slope = scores.slope(score, head, gl.float32)
             cap, at_zero, sinks = score.cap, score.slope_at_zero, score.sinks
             score = scores.Score(score.scale, None, cap, at_zero, slope, score.bias, sinks, score.shift, score.rough)
+        # A sink is the largest score at first, and has the weight 1.
         lowest, weight = float("-inf"), 0.0
-        if score.sinks is not None:  # a sink is the largest score at first
+        if score.sinks is not None:
             lowest = scores.sink(score, plane, gl.float32)
-            weight = softmax.alone(lowest, score.softmax_scale)
+            weight = gl.where(lowest == float("-inf"), 0.0, 1.0)
         row_max = gl.full([ROWS], lowest, gl.float32, S_ROWS)
-        if APART:
+        if GROUPS == 2:
             row_sum = gl.full([ROWS, COLUMNS], weight / COLUMNS, gl.float32, SUMS)
-        else:
+        else:  # too few registers for partial sums
             row_sum = gl.full([ROWS], weight, gl.float32, S_ROWS)
         state = softmax.State(row_max, row_sum)
         counters = ()
@@ -360,7 +360,7 @@ def _consume(
         step += 1
 
         row_max = gl.convert_layout(state.row_max, O_ROWS)
-        row_sum = gl.sum(state.row_sum, 1) if APART else state.row_sum
+        row_sum = state.row_sum if GROUPS > 2 else gl.sum(state.row_sum, 1)
         row_sum = gl.convert_layout(row_sum, O_ROWS)
         state = softmax.State(row_max, row_sum)
         if results.partials is None:

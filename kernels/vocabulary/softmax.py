@@ -1,8 +1,7 @@
 """The running softmax of a block of rows. Its lse is a natural logarithm; its internal exponents have base 2.
 
-Scores are multiplied by `scale`, a positive number; None is 1. They may have any size: the difference of two close
-scores must not be lost. So the forward scales a score and subtracts the scaled row max with one rounding, `fma`; the
-backward, which reads final row statistics, subtracts the row max first.
+Scores are multiplied by `scale`, a positive number; None is 1. A row's largest score is subtracted before scaling, so
+that scores may have any size: the difference of two close scores is exact, a product is not.
 Source: Online normalizer calculation for softmax, arXiv:1805.02867, section 3.
 """
 
@@ -16,7 +15,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 class State(NamedTuple):
-    """Running maximum of a row's scores, and the sum of the weights that `relative` returns for it."""
+    """Running maximum of a row's scores, and the sum of the weights exp(scale * (score - maximum))."""
 
     row_max: tl.tensor
     row_sum: tl.tensor
@@ -27,6 +26,16 @@ class Row(NamedTuple):
 
     pivot: tl.tensor
     neg_log2_sum: tl.tensor
+
+
+@triton.jit
+def start(sink, ROWS: tl.constexpr, dtype: tl.constexpr):
+    """Return the State of rows before the first key, with or without a sink (`scores.sink`)."""
+    if sink is None:
+        return State(tl.full([ROWS], float("-inf"), dtype), tl.zeros([ROWS], dtype))
+    else:
+        row_max = tl.zeros([ROWS], dtype) + sink
+        return State(row_max, tl.where(row_max == float("-inf"), 0.0, tl.full([ROWS], 1.0, dtype)))
 
 
 @triton.jit
@@ -41,59 +50,10 @@ def _log2(difference, scale):
 
 
 @triton.jit
-def _product(x, factor):
-    """Return x * factor, rounded. The compiler would fuse a plain product with a later subtraction."""
-    return tl.fma(x, factor, tl.cast(0.0, x.dtype))
-
-
-@triton.jit
-def _exponents(row_max, scale):
-    """Return (factor, pivot) of a row, for the weights exp2(factor * score - pivot).
-
-    The pivot is factor * row_max, rounded. The error of the rounding multiplies all weights of a row by one number,
-    which `finish` takes into account. So that this number is at most 2**8, the factor is less than the scale where
-    the pivot would exceed 2**27: any two different scores there are so far apart that only the larger has a weight.
-    """
-    row_max = _pivot(row_max)
-    if row_max.dtype == tl.float64:
-        factor = _log2(row_max * 0 + 1, scale)
-    else:
-        # An estimate of 2**27 / abs(row_max), up to 2**127: bits of a float32 are nearly a multiple of its logarithm.
-        bits = tl.abs(row_max).to(tl.int32, bitcast=True)
-        most = (254 << 23) - tl.maximum(bits - (27 << 23), 0)
-        factor = tl.minimum(most.to(tl.float32, bitcast=True), LOG2E if scale is None else scale * LOG2E)
-    return factor, _product(row_max, factor)
-
-
-@triton.jit
-def _rescaling(before, factor, pivot):
-    """Return the factor that rescales sums from the row max `before` to one whose `_exponents` are given."""
-    return tl.math.exp2(_product(before, factor) - pivot)
-
-
-@triton.jit
 def relative(s, row_max, before, scale):
     """Return (weights relative to row_max, factor that rescales sums from the earlier maximum `before`)."""
-    factor, pivot = _exponents(row_max, scale)
-    decay = _rescaling(before, factor, pivot)
-    return tl.math.exp2(tl.fma(s, factor[:, None], -pivot[:, None])), decay
-
-
-@triton.jit
-def alone(row_max, scale):
-    """Return the weight of a row's largest score: nearly 1, see `_exponents`; 0 if it is -inf."""
-    factor, pivot = _exponents(row_max, scale)
-    return tl.math.exp2(tl.fma(row_max, factor, -pivot))
-
-
-@triton.jit
-def start(sink, ROWS: tl.constexpr, scale, dtype: tl.constexpr):
-    """Return the State of rows before the first key, with or without a sink (`scores.sink`)."""
-    if sink is None:
-        return State(tl.full([ROWS], float("-inf"), dtype), tl.zeros([ROWS], dtype))
-    else:
-        row_max = tl.zeros([ROWS], dtype) + sink
-        return State(row_max, alone(row_max, scale))
+    pivot = _pivot(row_max)
+    return tl.math.exp2(_log2(s - pivot[:, None], scale)), tl.math.exp2(_log2(before - pivot, scale))
 
 
 @triton.jit
@@ -107,8 +67,7 @@ def step(state, s, largest, scale):
 @triton.jit
 def share(state, whole, scale):
     """Return the factor that rescales the sums of one State to the row max of a merged State, `whole`."""
-    factor, pivot = _exponents(whole.row_max, scale)
-    return _rescaling(state.row_max, factor, pivot)
+    return tl.math.exp2(_log2(state.row_max - _pivot(whole.row_max), scale))
 
 
 @triton.jit
@@ -122,8 +81,7 @@ def join(states, scale):
 def finish(out, state, scale):
     """Return (normalised output, lse, log2_sum for `row`); for a row without a visible key 0, -inf and +inf."""
     seen = state.row_sum != 0  # true for NaN too
-    factor, pivot = _exponents(state.row_max, scale)
-    log2_sum = tl.math.log2(tl.where(seen, state.row_sum, 1.0)) + tl.fma(-_pivot(state.row_max), factor, pivot)
+    log2_sum = tl.math.log2(tl.where(seen, state.row_sum, 1.0))
     row_max = state.row_max if scale is None else state.row_max * scale
     out = tl.where(seen[:, None], out * (1 / state.row_sum)[:, None], 0.0)
     return out, tl.where(seen, row_max + log2_sum * LN2, float("-inf")), tl.where(seen, log2_sum, float("inf"))
