@@ -123,7 +123,7 @@ def test_a_backward_that_fails_leaves_the_call_to_the_kernels_of_every_gpu(monke
 
     def failing(name, *given, **options):
         if name == "hopper_bwd":
-            raise failures.remember(options["kind"], RuntimeError("ptxas error"))
+            raise failures.remember(given[3], RuntimeError("ptxas error"))
         run_kernel(name, *given, **options)
 
     monkeypatch.setattr(run, "run_kernel", failing)
