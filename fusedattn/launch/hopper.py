@@ -211,7 +211,7 @@ def variant(call: Call, cached: bool) -> str:
     """Return a list of what selects the machine code of a Hopper kernel for a call."""
     sizes = f"D {call.query.shape[3]}", f"Dv {call.value.shape[3]}", str(call.query.dtype).removeprefix("torch.")
     options = sorted({_argument(name) for name in _OTHERS if getattr(call, name) is not None})
-    packed, partial = ["packed"] * (call.cu_seqlens_q is not None), ["partial"] * call.partial
+    packed, partial = ["packed"] * (call.cu_seqlens_q is not None), ["partial"] * bool(call.partial)
     return ", ".join((*sizes, band_of(call), *["caches"] * cached, *packed, *partial, *options))
 
 

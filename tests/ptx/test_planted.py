@@ -35,6 +35,7 @@ PAIRS, PLAIN, LONG, ONE_ROW, MANY = (
 BITS, HEADS_BITS = "hopper mask, causal D128", "hopper mask, key mask, slopes"
 SPLITS, SINKS = "hopper empty splits, causal D128", "hopper sinks, packed"
 HIDDEN = "hopper sinks, query mask D256"
+LISTED, LISTED_KEYS = "hopper mask, packed causal D256", "hopper key mask, packed window D256"
 ADD = 'tl.atomic_add(pointers(of_rows(sums, plane), r, c), tile, mask=exists, sem="relaxed")'
 LOAD_AND_STORE = """where = pointers(of_rows(sums, plane), r, c)
         tl.store(where, tl.load(where, mask=exists, other=0.0) + tile, mask=exists)"""
@@ -61,6 +62,7 @@ UNSEEN = (
     ("sums of two sequences", SPAN, "ROWS + plane.batch + block", "ROWS + block", "hopper packed", 90),
     ("sinks without delta", "preprocess.py", "gradient.Row(row, delta,", "gradient.Row(row, dlse,", SINKS, 90),
     ("hidden rows copied", "preprocess.py", "rows, exists, D)", "rows, rows < n, D)", HIDDEN, 90),
+    ("hidden keys copied", "preprocess.py", "rows, exists, k_len", "rows, rows < k_len, k_len", LISTED_KEYS, 90),
     ("a slot too few", "sequences.py", "tl.minimum(used, size)", "tl.minimum(used - 1, size)", "hopper packed", 90),
     ("turns of an empty slot", WAY_BACK, "block = gl.maximum(block, 0)", "pass", "hopper packed D64, two passes", 90),
     ("stats without the largest score", "combine.py", "one, rows, state.row_max,", "one, rows, lse,", SPLITS, 90),
@@ -184,6 +186,13 @@ ON_HOPPER = tuple(
         ("ds of two sequences", "stored", "key // TILE + plane.batch", "key // TILE", "hopper packed window D256 fp16"),
         ("others given back while a product reads them", "stored", "num_outstanding=1, deps=(total,)",
          "num_outstanding=2, deps=(total,)", STORED),
+        ("the other head of listed ds", "stored", "(ahead >> 32).to(gl.int32)", "step * 0", LISTED),
+        ("half of each listed tile", "stored", "lists.count * PARTS", "lists.count", LISTED),
+        ("a listed tile in part masked", "stored", "lists.masked * (2 * KEYS // BLOCK_M)", "lists.masked", LISTED),
+        ("words of other rows beside stored ds", "stored", "head, block * shared.q.tiles.shape[-2]", "head, block * 0",
+         LISTED),
+        ("hidden values beside stored ds", "stored",
+         "        clean(ring.at(shared.v, g), first + g * KEYS, rules.masks, kv, band.keys)\n", "", LISTED_KEYS),
         ("a product not waited for", "stored", "        ring.wait(factors.product, 2 * n + g)\n", "", STORED),
     )
 )  # fmt: skip
