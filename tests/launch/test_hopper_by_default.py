@@ -162,12 +162,13 @@ def test_options_whose_backward_others_take(why):
 
 
 @pytest.mark.parametrize(
-    "dim, count, why", [(128, 2, "its deterministic backward does not"), (256, 1, "with heads wider than 128")]
+    "option, dim, count, why",
+    [("mask", 128, 2, "its deterministic backward does not"), ("bias", 256, 1, "with heads wider than 128")],
 )
-def test_backwards_without_a_mask_of_pairs(dim, count, why, passes):
+def test_backwards_without_an_option(option, dim, count, why, passes):
     passes(count)
-    found = explain(*draw(dim), **OF_SCORES["mask"])
-    assert found.backend == "hopper" and any("mask" in said and why in said for said in found.backward)
+    found = explain(*draw(dim), **OF_SCORES[option])
+    assert found.backend == "hopper" and any(option in said and why in said for said in found.backward)
     assert not {BACKWARDS[dim][count - 1]} & {*found.tiles}
 
 
