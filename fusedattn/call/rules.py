@@ -339,6 +339,13 @@ def check_tokens(name: str, x: Any, s: Sizes) -> None:
         fail(ValueError, name, f"shape {of_batches} or ({size},)", _wrong_shape(name, x, s))
 
 
+def check_words(name: str, x: Tensor, device: torch.device) -> None:
+    """Raise unless x has the words of a plan as kernels read them."""
+    check_dtype(name, x, torch.int64, device)
+    if not x.is_contiguous():
+        fail(ValueError, name, "words of a plan in contiguous memory", f"strides {x.stride()}")
+
+
 def check_heads(name: str, x: Any, device: torch.device, *shapes: tuple[int, ...]) -> None:
     check_floating(name, x, device)
     check_shape(name, x, *shapes, why="one for each head of query")
@@ -496,8 +503,8 @@ def marks_of(plan: Any, sizes: Sizes) -> dict[str, Any]:
     scores = sizes.B, sizes.Hq, sizes.Sq, sizes.Sk
     if not all(is_size(size, 1, whole) for size, whole in zip(plan.shape, scores, strict=True)):
         fail(ValueError, "mask", f"a plan that broadcasts to the shape of the scores, {scores}", f"one of {plan.shape}")
-    marks = dict(block_mask=plan.block_mask, mask_bits=plan.mask_bits)
-    for x in marks.values():
-        if x is not None:
-            check_place("mask", x, sizes.device)
-    return marks
+    if plan.block_mask is not None:
+        check_place("mask", plan.block_mask, sizes.device)
+    if plan.mask_bits is not None:
+        check_words("mask", plan.mask_bits, sizes.device)
+    return dict(block_mask=plan.block_mask, mask_bits=plan.mask_bits)

@@ -41,6 +41,9 @@ CACHED |= dict(key_cache=ones(B, HKV, 8, D), value_cache=ones(B, HKV, 8, DV))
 with torch.inference_mode():
     FROZEN = {name: CACHED[name].clone() for name in ("key_cache", "value_cache")}
 
+PLAN = fa.plan(bools(1, 1))
+APART = PLAN._replace(mask_bits=PLAN.mask_bits[:1].expand(9, -1))  # kernels would read past the end
+
 # tests/test_hostile.py has values of all other types
 COMMON = of_values(dict(bias=[ones(1, 1).to(FLOAT8)], window=[(1.5, 2), (True, 2)]), TypeError) + of_values(
     dict(window=[(-1, 0), (None, -1)], align=["left"], scale=[math.nan, 1e39], softcap=[0, -1.0, 1e39])
@@ -64,6 +67,7 @@ OF_DENSE = COMMON + NOISE + of_types(DENSE) + of_shapes(
     wrong("key", key=ones(1, HKV, SK, D), value=ones(1, HKV, SK, DV)),
     wrong("key", key=ones(B, 3, SK, D), value=ones(B, 3, SK, DV)),
     wrong("scale", TypeError, scale=ones(2)),
+    wrong("mask", mask=APART, key_mask=None, query_mask=None),
 ]  # fmt: skip
 OF_PACKED = COMMON + NOISE + of_types(PACKED) + of_shapes(
     PACKED,
