@@ -286,6 +286,9 @@ def check_query_key_value(
         check_place(name, x, device)
         if x.dtype != dtype:
             fail(TypeError, name, f"the dtype of query, {dtype}", x.dtype)
+    if not layout and rank < key.dim() == value.dim() <= 4:
+        fail(ValueError, "query", f"rank {key.dim()}, as {key_name} of shape {tuple(key.shape)} has", query.shape)
+    for name, x in ((key_name, key), (value_name, value)):
         if x.dim() != rank:
             fail(ValueError, name, f"rank {rank}, as query of shape {tuple(query.shape)} has", x.shape)
     sizes, key_sizes, value_sizes = query.shape, key.shape, value.shape
@@ -311,8 +314,13 @@ def _wrong_shape(name: str, x: Tensor, s: Sizes) -> str:
     if name == "mask":
         lengths = {"key_mask": (s.Sk, "keys"), "query_mask": (s.Sq, "queries")}
         hints = [f"pass a mask of {of} as {mask}" for mask, (n, of) in lengths.items() if shape in ((n,), (s.B, n))]
-    if name in ("mask", "bias") and s.rank == 4 and x.dim() == 3 and broadcasts(x, (s.B, s.Sq, s.Sk)):
-        hints = [f"call .unsqueeze(1) on a {name} of all heads"]
+    if name in ("mask", "bias") and s.rank == 4 and x.dim() == 3:
+        axes = {"heads": (1, s.B), "batches": (0, s.Hq)}
+        hints = [
+            f"call .unsqueeze({axis}) if all {of} share it"
+            for of, (axis, first) in axes.items()
+            if broadcasts(x, (first, s.Sq, s.Sk))
+        ]
     length = shape[-1] if shape and (name.endswith("_mask") or shape[-2:-1] == shape[-1:]) else None
     swapped = s.rank == 4 and length is not None and holds(length == s.Hq, False) and holds(s.Hq > s.Sk, False)
     return f"shape {shape}" + (f": {', or '.join(hints)}" if hints else ORDER if swapped else "")
@@ -379,7 +387,7 @@ def check_seed(seed: Any, device: torch.device) -> None:
     elif not is_int(seed):
         fail(TypeError, "seed", "an int or a tensor of one int64", type_name(seed))
     elif not -(2**63) <= seed < 2**63:
-        fail(ValueError, "seed", "an int of 64 bits", value(seed))
+        fail(ValueError, "seed", "an int from -2**63 to 2**63 - 1", value(seed))
 
 
 def _number_of(scale: Tensor) -> Any:
