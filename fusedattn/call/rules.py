@@ -286,6 +286,9 @@ def check_query_key_value(
         check_place(name, x, device)
         if x.dtype != dtype:
             fail(TypeError, name, f"the dtype of query, {dtype}", x.dtype)
+    if not layout and rank < key.dim() == value.dim() <= 4:
+        fail(ValueError, "query", f"rank {key.dim()}, as {key_name} of shape {tuple(key.shape)} has", query.shape)
+    for name, x in ((key_name, key), (value_name, value)):
         if x.dim() != rank:
             fail(ValueError, name, f"rank {rank}, as query of shape {tuple(query.shape)} has", x.shape)
     sizes, key_sizes, value_sizes = query.shape, key.shape, value.shape
@@ -311,8 +314,13 @@ def _wrong_shape(name: str, x: Tensor, s: Sizes) -> str:
     if name == "mask":
         lengths = {"key_mask": (s.Sk, "keys"), "query_mask": (s.Sq, "queries")}
         hints = [f"pass a mask of {of} as {mask}" for mask, (n, of) in lengths.items() if shape in ((n,), (s.B, n))]
-    if name in ("mask", "bias") and s.rank == 4 and x.dim() == 3 and broadcasts(x, (s.B, s.Sq, s.Sk)):
-        hints = [f"call .unsqueeze(1) on a {name} of all heads"]
+    if name in ("mask", "bias") and s.rank == 4 and x.dim() == 3:
+        axes = {"heads": (1, s.B), "batches": (0, s.Hq)}
+        hints = [
+            f"call .unsqueeze({axis}) if all {of} share it"
+            for of, (axis, first) in axes.items()
+            if broadcasts(x, (first, s.Sq, s.Sk))
+        ]
     length = shape[-1] if shape and (name.endswith("_mask") or shape[-2:-1] == shape[-1:]) else None
     swapped = s.rank == 4 and length is not None and holds(length == s.Hq, False) and holds(s.Hq > s.Sk, False)
     return f"shape {shape}" + (f": {', or '.join(hints)}" if hints else ORDER if swapped else "")
@@ -337,6 +345,13 @@ def check_tokens(name: str, x: Any, s: Sizes) -> None:
     if x.dim() not in (1, 2) or not is_size(x.shape[-1], size) or not broadcasts(x, (s.B, size)):
         of_batches = ", ".join(f"({batch}, {size})" for batch in dict.fromkeys((s.B, 1)))
         fail(ValueError, name, f"shape {of_batches} or ({size},)", _wrong_shape(name, x, s))
+
+
+def check_words(name: str, x: Tensor, device: torch.device) -> None:
+    """Raise unless x has the words of a plan as kernels read them."""
+    check_dtype(name, x, torch.int64, device)
+    if not x.is_contiguous():
+        fail(ValueError, name, "words of a plan in contiguous memory", f"strides {x.stride()}")
 
 
 def check_heads(name: str, x: Any, device: torch.device, *shapes: tuple[int, ...]) -> None:
@@ -372,7 +387,7 @@ def check_seed(seed: Any, device: torch.device) -> None:
     elif not is_int(seed):
         fail(TypeError, "seed", "an int or a tensor of one int64", type_name(seed))
     elif not -(2**63) <= seed < 2**63:
-        fail(ValueError, "seed", "an int of 64 bits", value(seed))
+        fail(ValueError, "seed", "an int from -2**63 to 2**63 - 1", value(seed))
 
 
 def _number_of(scale: Tensor) -> Any:
@@ -496,8 +511,8 @@ def marks_of(plan: Any, sizes: Sizes) -> dict[str, Any]:
     scores = sizes.B, sizes.Hq, sizes.Sq, sizes.Sk
     if not all(is_size(size, 1, whole) for size, whole in zip(plan.shape, scores, strict=True)):
         fail(ValueError, "mask", f"a plan that broadcasts to the shape of the scores, {scores}", f"one of {plan.shape}")
-    marks = dict(block_mask=plan.block_mask, mask_bits=plan.mask_bits)
-    for x in marks.values():
-        if x is not None:
-            check_place("mask", x, sizes.device)
-    return marks
+    if plan.block_mask is not None:
+        check_place("mask", plan.block_mask, sizes.device)
+    if plan.mask_bits is not None:
+        check_words("mask", plan.mask_bits, sizes.device)
+    return dict(block_mask=plan.block_mask, mask_bits=plan.mask_bits)

@@ -26,7 +26,7 @@ class _Parser(argparse.ArgumentParser):
     def parse_known_args(self, args=None, namespace=None):
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:  # argparse would leave them to the parser of all commands, whose help does not list the options
-            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+            self.error(f"it does not take {' '.join(unknown)}")
         return found, unknown
 
 

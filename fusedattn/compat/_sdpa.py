@@ -151,6 +151,7 @@ def _check_mask(mask: Tensor, query: Tensor, scores: tuple[int, ...]) -> None:
     dtype = rules.autocast_dtype(query)
     cast = rules.CAST if dtype in rules.CAST and rules.autocasting(query) else ()
     if mask.dtype not in (torch.bool, torch.float32, dtype, *cast):
-        fail(TypeError, "attn_mask", f"torch.bool, torch.float32 or {dtype}", unfit(mask, "call .bool() or .float()"))
+        allowed = " or ".join(map(str, dict.fromkeys((torch.bool, torch.float32, dtype, *cast))))
+        fail(TypeError, "attn_mask", allowed, unfit(mask, "call .bool() or .float() on it"))
     if mask.dim() < 2 or not rules.broadcasts(mask, scores):
         fail(ValueError, "attn_mask", f"shape {scores}, or one of rank 2 or more that broadcasts to it", mask.shape)

@@ -289,6 +289,7 @@ class Explanation(NamedTuple):
     backend: the backend that takes the call; None if the call would raise. tiles: {kernel: Tile, Pipeline or Backward}.
     reasons: {other backend: [sentence, ...]}. backward: on a Hopper GPU, why the backward runs the kernels of "triton",
     not of "hopper"; for "cpu" and inputs that require gradients, why the naive formula computes them; otherwise empty.
+    If no input requires a gradient, `tiles` and `backward` are for gradients of query, key and value.
     """
 
     backend: str | None
@@ -369,15 +370,15 @@ def _explained(call: Call, chosen: str | None, return_weights: bool) -> Explanat
         taken, why = "naive" if reasons["cpu"] else "cpu", "the tensors are not on a GPU and no backend is named"
         reasons["naive"] = [] if taken == "naive" else ["'cpu' takes the call and is preferred"]
     others = {name: sentences or [why] for name, sentences in reasons.items() if name != taken}
+    need = [x is not None and x.requires_grad for x in of_calls.inputs(call)]
     if taken == "cpu":
-        need = [x is not None and x.requires_grad for x in of_calls.inputs(call)]
         return Explanation(taken, {}, others, cpu.lacks_gradients(call, None, need) if any(need) else [])
     if taken not in ("hopper", "triton"):
         return Explanation(taken, {}, others)
     from ..launch import backward, run
 
-    pairs = zip(of_calls.INPUTS, of_calls.inputs(call), strict=True)
-    need = [name in ("query", "key", "value") or (x is not None and x.requires_grad) for name, x in pairs]
+    if not any(need):
+        need = [name in ("query", "key", "value") for name in of_calls.INPUTS]
     names = "hopper" if taken == "hopper" else "forward", *["weights"] * return_weights
     tiles = {name: run.form_of(name, call) for name in (*names, *backward.passes(call, need, taken))}
     why_not = () if hopper_reasons(_device(call)) else backward.reasons_not_on_hopper(call, need, taken)

@@ -94,9 +94,7 @@ def cache_reasons(decode: Decode) -> list[str]:
     most = max(pipeline.keys for pipeline in tile_table.HOPPER[row_width(call)])
     if decode.table is not None and key.shape[2] % most:
         lacks.append(f"pages have {key.shape[2]} keys, not a multiple of {most}")
-    alike = all(
-        x.stride(0) % max(1, x.stride(2)) == 0 and key.shape[2] <= _pitch(x) == _pitch(key) for x in (key, value)
-    )
+    alike = all(x.stride(0) % max(1, _row(x)) == 0 and key.shape[2] <= _pitch(x) == _pitch(key) for x in (key, value))
     if not alike or key.shape[0] * _pitch(key) > RAGGED_ROWS:
         lacks.append("pages do not start at multiples of a row's stride, below row 2**30")
     return lacks
@@ -167,15 +165,21 @@ def _layout(tile, dtype):
     return NVMMASharedLayout.get_default_for([*tile], _LAYOUTS[dtype])
 
 
+def _row(cache: Tensor) -> int:
+    """Return the stride of a row of a cache. If a page is one row, its stride is arbitrary: the next row is a page."""
+    return cache.stride(0 if cache.shape[2] == 1 else 2)
+
+
 def _pitch(cache: Tensor) -> int:
     """Return the number of rows from the start of a page of a cache to the start of the next one in memory."""
-    return cache.shape[2] if cache.shape[0] == 1 else cache.stride(0) // max(1, cache.stride(2))
+    return cache.shape[2] if cache.shape[0] == 1 else cache.stride(0) // max(1, _row(cache))
 
 
 def _rows_of(cache: Tensor) -> Tensor:
     """Return a cache as (1, Hkv, rows of all pages, D); between pages, a head's rows may be those of other heads."""
-    (pages, heads, page, columns), strides = cache.shape, cache.stride()
-    return cache.as_strided((1, heads, (pages - 1) * _pitch(cache) + page, columns), (0, *strides[1:]))
+    pages, heads, page, columns = cache.shape
+    strides = 0, cache.stride(1), _row(cache), cache.stride(3)
+    return cache.as_strided((1, heads, (pages - 1) * _pitch(cache) + page, columns), strides)
 
 
 def descriptor(

@@ -48,7 +48,7 @@ def check_call(call: Call, backend: str, need_weights: bool = False, capacity: i
         if (x := getattr(call, name)) is not None:
             rules.check_heads(name, x, query.device, (1, heads), (sizes.B, heads))
     if call.mask_bits is not None:
-        rules.check_dtype("mask_bits", call.mask_bits, torch.int64, query.device)
+        rules.check_words("mask_bits", call.mask_bits, query.device)
         if call.mask_bits.dim() != 2 or 0 in call.mask_bits.shape:
             fail(ValueError, "mask_bits", "rank 2, and not empty", call.mask_bits.shape)
         if call.block_mask is None:

@@ -41,6 +41,9 @@ CACHED |= dict(key_cache=ones(B, HKV, 8, D), value_cache=ones(B, HKV, 8, DV))
 with torch.inference_mode():
     FROZEN = {name: CACHED[name].clone() for name in ("key_cache", "value_cache")}
 
+PLAN = fa.plan(bools(1, 1))
+APART = PLAN._replace(mask_bits=PLAN.mask_bits[:1].expand(9, -1))  # kernels would read past the end
+
 # tests/test_hostile.py has values of all other types
 COMMON = of_values(dict(bias=[ones(1, 1).to(FLOAT8)], window=[(1.5, 2), (True, 2)]), TypeError) + of_values(
     dict(window=[(-1, 0), (None, -1)], align=["left"], scale=[math.nan, 1e39], softcap=[0, -1.0, 1e39])
@@ -50,7 +53,7 @@ NOISE += of_values(dict(dropout_p=[1.5, -0.1, math.nan], seed=[2**63, longs(1, 2
 OF_DENSE = COMMON + NOISE + of_types(DENSE) + of_shapes(
     DENSE,
     dict(
-        query=[(D,), (1, B, HQ, SQ, D)],
+        query=[(D,), (1, B, HQ, SQ, D), (HQ, SQ, D)],
         key=[(B, SK, D), (B, HKV, SK, D + 1), (1, HKV, SK, D), (B, 3, SK, D), (B, 0, SK, D)],
         value=[(SK, DV), (B, HKV, SK, 0), (B, HKV, SK + 1, DV), (B, 1, SK, DV), (1, HKV, SK, DV)],
         mask=[(B, SQ, SK), (SK,), (SQ, SK + 1), (B, HKV, SQ, SK), (B, SK)], bias=[(B, SQ, SK), (SQ, SQ), (3, 1, 1, 1)],
@@ -63,7 +66,9 @@ OF_DENSE = COMMON + NOISE + of_types(DENSE) + of_shapes(
     wrong("key", TypeError, key=ones(B, HKV, SK, D).half()),
     wrong("key", key=ones(1, HKV, SK, D), value=ones(1, HKV, SK, DV)),
     wrong("key", key=ones(B, 3, SK, D), value=ones(B, 3, SK, DV)),
+    wrong("key", key=ones(1, B, HKV, SK, D), value=ones(1, B, HKV, SK, DV)),
     wrong("scale", TypeError, scale=ones(2)),
+    wrong("mask", mask=APART, key_mask=None, query_mask=None),
 ]  # fmt: skip
 OF_PACKED = COMMON + NOISE + of_types(PACKED) + of_shapes(
     PACKED,
@@ -83,6 +88,7 @@ OF_PACKED = COMMON + NOISE + of_types(PACKED) + of_shapes(
 ) + [
     wrong("query", query=ones(TQ, HQ, 0), key=ones(TK, HKV, 0)),
     wrong("key", key=ones(TK, 3, D), value=ones(TK, 3, DV)),
+    wrong("key", key=ones(1, TK, HKV, D), value=ones(1, TK, HKV, DV)),
     wrong("cu_seqlens_q", cu_seqlens_q=ints(0), cu_seqlens_k=ints(0)),
     wrong("cu_seqlens_k", query=ones(0, HQ, D), query_mask=None, cu_seqlens_q=ints(0), cu_seqlens_k=ints(0)),
     wrong("mask", max_seqlen_q=8),
@@ -155,7 +161,8 @@ ADVICE = [  # (arguments, a mistake, what its error tells the caller to write)
     (TRANSPOSED, wrong("bias", bias=ones(9, 9)), ".transpose(1, 2)"),
     (TRANSPOSED, wrong("key_mask", key_mask=bools(B, 9)), ".transpose(1, 2)"),
     (DENSE, wrong("mask", mask=bools(B, SQ, SK)), ".unsqueeze(1)"),
-    (DENSE, wrong("bias", bias=ones(1, SQ, SK)), ".unsqueeze(1)"),
+    (DENSE, wrong("bias", bias=ones(1, SQ, SK)), ".unsqueeze(1) if all heads share it, or call .unsqueeze(0)"),
+    (DENSE, wrong("bias", bias=ones(HQ, SQ, SK)), "call .unsqueeze(0) if all batches share it"),
     (DENSE, wrong("mask", mask=bools(SK)), "key_mask"),
     (DENSE, wrong("mask", TypeError, mask=ones(SQ, SK)), "bias"),
     (DENSE, wrong("bias", TypeError, bias=bools(SQ, SK)), "mask"),

@@ -103,6 +103,7 @@ WRONG = [
     ("sdpa", TypeError, "value", SDPA_KEY.double()),
     ("sdpa", ValueError, "is_causal", True, dict(attn_mask=torch.ones(3, 5).bool())),
     ("sdpa", ValueError, "attn_mask", torch.zeros(1, 2, 4, 3, 5)),
+    ("sdpa", TypeError, "attn_mask", torch.zeros(3, 5).double()),
     ("MultiheadAttention", ValueError, "num_heads", 3),
     ("layer", ValueError, "key_padding_mask", torch.zeros(2, 3).bool()),
     ("layer", TypeError, "key_padding_mask", torch.zeros(2, 5).byte()),
@@ -118,6 +119,8 @@ def test_errors_name_the_arguments_of_the_original(row):
     changed = {argument: wrong} | (more[0] if more else {})
     text = assert_refused(error, argument, functools.partial(function, **CALLS[name] | changed))
     assert name in ("sdpa", "MultiheadAttention", "layer") or not NOT_FLASH.search(text)
+    dtypes = re.findall(r"torch\.\w+", text.partition(", got ")[0])
+    assert len(dtypes) == len({*dtypes})
 
 
 def test_errors_show_the_shapes_that_the_caller_has():

@@ -154,6 +154,13 @@ ONLY_FORWARD = {
 }
 
 
+def test_some_gradients_take_other_kernels():
+    query, key, value = draw(64)
+    found = explain(query.requires_grad_(), key, value.requires_grad_())
+    assert found.backend == "hopper" and any("not some of them" in sentence for sentence in found.backward)
+    assert "one_pass" in found.tiles and "hopper_bwd" not in found.tiles
+
+
 @pytest.mark.parametrize("why", ONLY_FORWARD)
 def test_options_whose_backward_others_take(why):
     found = explain(*draw(128), **ONLY_FORWARD[why])

@@ -85,7 +85,8 @@ WRONG = {
     "forward": of_values(
         dict(left=[-1], right=[-2], scale=[float("nan")], softcap=[0.0], dropout_p=[1.5], seed=[None]) | BACKEND
     ) + [
-        wrong("backend", backend="hopper"), wrong("query", **OFFSETS), wrong("origin", origin=[0, -1, 0, 0, 1])
+        wrong("backend", backend="hopper"), wrong("query", **OFFSETS), wrong("origin", origin=[0, -1, 0, 0, 1]),
+        wrong("mask_bits", mask_bits=fa.plan(bools(1, 1)).mask_bits.mT.contiguous().mT),
     ],
     "packed forward": of_values(dict(cu_seqlens_q=[None], cu_seqlens_k=[None]), TypeError) + of_values(
         dict(max_seqlen_q=[-1, None], max_seqlen_k=[-1, None])

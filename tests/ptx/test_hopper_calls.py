@@ -313,3 +313,13 @@ def test_a_part_of_a_plan_shares_its_words():
     with gpu(90):
         got = results(_attend, part)
     assert_like(got, lambda: results(fa.reference.eager, mask[39:]))
+
+
+@pytest.mark.parametrize("row", [0, 1, 64])
+def test_caches_of_one_key_have_any_stride_of_rows(row):
+    query, cache = torch.randn(2, 1, 128, 64, **BF16), torch.randn(2, 1, 1, 64, **BF16)
+    cache = cache.as_strided(cache.shape, (64, 64, row, 1))
+    with gpu(90):
+        ends = torch.ones(2, dtype=torch.int32)
+        out = fa.attention_decode(query, cache, cache, cache_seqlens=ends, backend="hopper")
+    assert torch.equal(out, cache.expand_as(out))
