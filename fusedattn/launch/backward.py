@@ -59,8 +59,6 @@ def _lacks_on_hopper(call, need, kernel):
     lacks = hopper.backward_limits(call) + hopper.unreachable(call)
     if not (need["query"] and need["key"] and need["value"]):
         lacks.append("it makes the gradients of query, key and value together, not some of them")
-    if kernel == "hopper_bwd_deterministic" and (call.mask is not None or call.mask_bits is not None):
-        lacks.append("its deterministic backward does not support mask")
     return lacks + (hopper.stored_limits(call) if kernel == "hopper_bwd_ds" else [])
 
 

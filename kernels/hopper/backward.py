@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.language.nvidia.hopper.tma import store_wait, tensor_descriptor
 
-from ..vocabulary import masks as masking, memory, scores, span
+from ..vocabulary import masks as masking, memory, scores, span, walk
 from . import halves, lists as listing, notes as noting, ring, turns
 from .copies import async_add, async_store
 from .steps import (
@@ -92,14 +92,30 @@ class Results(NamedTuple):
 
 
 @gluon.jit
-def _turn(g: gl.constexpr, results, plane, block, first, band, KEYS: gl.constexpr, BLOCK_M: gl.constexpr):
-    """Return (counter of warpgroup g's half of a tile of dq, number of earlier additions to it by other programs).
+def _turn(
+    g: gl.constexpr, results, plane, block, first, band, masks, KEYS: gl.constexpr, BLOCK_M: gl.constexpr
+):  # fmt: skip
+    """Return (counter of warpgroup g's half of a tile of dq, its value before this program adds, and the increase).
 
     The last keys add first: under a causal band their programs have the fewest rows, so none waits for a longer one.
+    The counter is the number of blocks of keys, from the last, that have added, or that a mask of pairs hides.
     """
-    last = gl.minimum((block + 1) * BLOCK_M - 1 + band.high, band.keys - 1) // KEYS
+    if masks.bits is None:
+        last = gl.minimum((block + 1) * BLOCK_M - 1 + band.high, band.keys - 1) // KEYS
+        turn, more = last - first // KEYS, 1
+    else:
+        own, count = first // KEYS, gl.cdiv(band.keys, KEYS)
+        last = gl.minimum(gl.minimum((block + 1) * BLOCK_M, band.rows) - 1 + band.high, band.keys - 1) // KEYS
+        before, some = own, own < 0
+        while (before < last) & (some == 0):  # find the block of keys that adds before this one
+            before += 1
+            some, _ = walk.covered(
+                masks.bits.block_mask, plane, block, before, band.rows, band.keys, before <= last, BLOCK_M, KEYS
+            )
+        before = gl.where(some, before, count)
+        turn, more = count - before, before - own
     counter = memory.table(results.Turns + 1, plane, band.rows, 2).base + block.to(gl.int64) * (2 * BLOCK_M)
-    return counter + g, last - first // KEYS
+    return counter + g, turn, more
 
 
 @gluon.jit
@@ -143,7 +159,7 @@ def _produce(shared, Q, K, V, GradOut, Rows, Bias, Words, kv, first, band, masks
 
 
 @gluon.jit
-def _give(g: gl.constexpr, shared, results, kv, first, band, lists, GROUP: gl.constexpr):
+def _give(g: gl.constexpr, shared, results, kv, first, band, masks, lists, GROUP: gl.constexpr):
     """Add a warpgroup's dq to global memory, and store its dk and dv: the work of one warp."""
     KEYS: gl.constexpr = shared.k.tiles.shape[-2]
     BLOCK_M: gl.constexpr = shared.q.tiles.shape[-2]
@@ -161,13 +177,13 @@ def _give(g: gl.constexpr, shared, results, kv, first, band, lists, GROUP: gl.co
         batch, padded = span.padded(plane, block, BLOCK_M)
         place = [batch, plane.head, (padded * GROUPS + g) * LINES, 0]
         if results.Turns is not None:
-            counter, turn = _turn(g, results, plane, block, first, band, GROUPS * KEYS, BLOCK_M)
+            counter, turn, more = _turn(g, results, plane, block, first, band, masks, GROUPS * KEYS, BLOCK_M)
             turns.wait(counter, turn)
         async_add(results.Sums, place, shared.dq.tiles.index(g))
         store_wait(0)
         ring.release(shared.dq, step * GROUPS + g)
         if results.Turns is not None:
-            turns.end(counter, turn)
+            turns.end(counter, turn, more)
         block, member = following(block, member, begin, end, GROUP)
     mbarrier.wait(shared.out.index(g), 0)
     place = ring.place(ring.of_keys(kv, band), first + g * KEYS, 0)
@@ -298,9 +314,13 @@ def backward(
     number = gl.program_id(0) if Turns is None else turns.number(Turns)
     block, kv, rows, keys = span.locate(sequences, q_len, k_len, heads, 2 * KEYS, BY_KEYS=True, number=number)
     if Turns is not None:
-        block = gl.cdiv(keys, 2 * KEYS) - 1 - block
+        mirrored, block = block, gl.cdiv(keys, 2 * KEYS) - 1 - block
         if sequences is not None:  # an unused slot has no keys
             block = gl.maximum(block, 0)
+            if tile_lists is not None:  # slots of a sequence are neighbours
+                p = kv.packed
+                slot = gl.minimum(p.slot + block - mirrored, gl.num_programs(0) // heads - 1)
+                kv = span.Plane(kv.batch, kv.head, kv.index, span.Packed(p.row, p.key, p.rows, p.keys, slot))
     band, all_real = span.band(rows, keys, left, right, form.TOP_LEFT), ()
     if rules.masks.keys is not None:
         cols = block * 2 * KEYS + gl.arange(0, 2 * KEYS, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
@@ -338,8 +358,8 @@ def backward(
             (_consume, (0, shared, kv, first, band, all_real, rules, lists, GROUP)),
             (_consume, (1, shared, kv, first, band, all_real, rules, lists, GROUP)),
             (_produce, (shared, Q, K, V, GradOut, Rows, Bias, Words, kv, first, band, rules.masks, lists, GROUP)),
-            (_give, (0, shared, results, kv, first, band, lists, GROUP)),
-            (_give, (1, shared, results, kv, first, band, lists, GROUP)),
+            (_give, (0, shared, results, kv, first, band, rules.masks, lists, GROUP)),
+            (_give, (1, shared, results, kv, first, band, rules.masks, lists, GROUP)),
         ],
         [WARPS, 1, 1, 1],
         [form.REGISTERS[0], form.REGISTERS[1], form.REGISTERS[1], form.REGISTERS[1]],

@@ -15,9 +15,9 @@ def number(numbers):
 
 @gluon.jit
 def wait(counter, turn):
-    """Wait until the tile's counter says that `turn` programs have added to it, and make their writes visible.
+    """Wait until the tile's counter is `turn`, and make the writes of earlier programs visible.
 
-    If unchecked offsets make sequences overlap, more may have added.
+    If unchecked offsets make sequences overlap, it may be more.
     """
     now = gl.load(counter, volatile=True)
     while now < turn:
@@ -26,10 +26,10 @@ def wait(counter, turn):
 
 
 @gluon.jit
-def end(counter, turn):
-    """Let the next program add, once the TMA writes of all threads of this warp are done."""
+def end(counter, turn, by):
+    """Increase the counter, so that the next program adds, once the TMA writes of all threads of this warp are done."""
     _execute("cp.async.bulk.wait_group 0; fence.proxy.async.global; bar.warp.sync -1;", turn)
-    gl.atomic_add(counter, 1, sem="release", scope="gpu")
+    gl.atomic_add(counter, by, sem="release", scope="gpu")
 
 
 @gluon.jit

@@ -200,6 +200,8 @@ _ON_HOPPER = dense(
             ("mask of keys, a repeated call", dict(mask="keys", softcap=5.0, sinks=True, times=3)),
             ("mask of rows, bias D128", dict(mask="rows", bias="batch", B=2, window=(90, 20), **WIDE)),
             ("mask D256 fp16", dict(mask="heads", D=256, dtype=FP16, **SHORT)),
+            ("mask, packed causal, two passes", _TOGETHER | dict(mask="heads", causal=True, **TWO)),
+            ("mask, key mask D128, two passes", dict(mask="batch", key_mask="own", B=2, Sk=400, **WIDE | TWO)),
             ("mask, key mask D192", dict(mask="heads", key_mask="own", D=192, B=2, Sk=260, times=3)),
             ("mask, packed causal D256", _TOGETHER | dict(mask="heads", causal=True, Hq=4, Hkv=2, D=256)),
             ("key mask, packed window D256", _TOGETHER | dict(key_mask="own", mask="pairs", window=(60, 0), D=256)),

@@ -57,6 +57,7 @@ CALLS = [
         ("hopper one row", 90),
         ("hopper window, two passes", 90),
         ("hopper packed D64, two passes", 90),
+        ("hopper mask, packed causal, two passes", 90),
         ("hopper causal D128, two passes", 90),
         ("hopper window D136 Dv32 fp16, two passes", 90),
     )
@@ -77,19 +78,29 @@ def one_by_one_and_all_at_once(name):
     return differ(numbered, others)
 
 
-TURNS = "hopper long, two passes"
+TURNS, TURNS_OF_A_MASK = "hopper long, two passes", "hopper mask, key mask D128, two passes"
 
 
 def test_sums_of_programs_that_take_turns_have_the_same_bits():
     assert not execute(ENTRIES["hopper window"], 90, order=ORDERS[0]).wrong(), "without turns"
     assert not one_by_one_and_all_at_once(TURNS)
+    assert not one_by_one_and_all_at_once(TURNS_OF_A_MASK)
 
 
 @pytest.mark.parametrize(
-    "file, text, becomes",
+    "name, file, text, becomes",
     [
-        pytest.param("hopper/backward.py", "            turns.wait(counter, turn)\n", "", id="no_turns"),
+        pytest.param(TURNS, "hopper/backward.py", "            turns.wait(counter, turn)\n", "", id="no_turns"),
         pytest.param(
+            TURNS_OF_A_MASK,
+            "hopper/backward.py",
+            "turn, more = count - before,",
+            "turn, more = 0,",
+            id="no_turns_of_a_mask",
+            marks=pytest.mark.planted,
+        ),
+        pytest.param(
+            TURNS,
             "hopper/turns.py",
             "cp.async.bulk.wait_group 0",
             "cp.async.bulk.wait_group.read 0",
@@ -98,9 +109,9 @@ def test_sums_of_programs_that_take_turns_have_the_same_bits():
         ),
     ],
 )
-def test_a_turn_that_is_not_waited_for_is_seen_in_bits(file, text, becomes):
+def test_a_turn_that_is_not_waited_for_is_seen_in_bits(name, file, text, becomes):
     with planted(file, text, becomes):
-        assert one_by_one_and_all_at_once(TURNS) == {"query"}
+        assert one_by_one_and_all_at_once(name) == {"query"}
 
 
 def test_fences_around_a_turn_are_in_order():

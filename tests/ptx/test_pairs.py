@@ -33,8 +33,7 @@ def _on_hopper(fields):
     count = len(given & {"softcap", "alibi", "bias", "dropout", "mask"})
     if width > 128:
         return 0 if given & {"alibi", "dropout"} else 1 if "bias" in given or count > 1 else 2
-    refused = fields.get("bias") == "rows" or {"mask", "two_passes"} <= given
-    return 1 if refused or count > (3 if width == 64 else 2) else 2
+    return 1 if fields.get("bias") == "rows" or count > (3 if width == 64 else 2) else 2
 
 
 def _covering():
