@@ -58,14 +58,14 @@ def block_sparse(table: Tensor, size: int) -> _MaskFunction:
     return lambda b, h, i, j: _at(table, h, i // size, j // size)
 
 
-def and_(*masks: _MaskFunction) -> _MaskFunction:
+def and_(mask: _MaskFunction, *others: _MaskFunction) -> _MaskFunction:
     """Show the pairs that all masks show."""
-    return lambda b, h, i, j: functools.reduce(Tensor.logical_and, [mask(b, h, i, j) for mask in masks])
+    return lambda *at: functools.reduce(Tensor.logical_and, [each(*at) for each in (mask, *others)])
 
 
-def or_(*masks: _MaskFunction) -> _MaskFunction:
+def or_(mask: _MaskFunction, *others: _MaskFunction) -> _MaskFunction:
     """Show the pairs that any of the masks shows."""
-    return lambda b, h, i, j: functools.reduce(Tensor.logical_or, [mask(b, h, i, j) for mask in masks])
+    return lambda *at: functools.reduce(Tensor.logical_or, [each(*at) for each in (mask, *others)])
 
 
 def not_(mask: _MaskFunction) -> _MaskFunction:

@@ -66,11 +66,11 @@ def pack(
     """Return (block_mask, mask_bits) of a mask of shape (B, H, rows, keys), as a Plan has them.
 
     pairs(batches, heads, rows, keys), four slices, returns that part of the mask. It is called for parts of about CHUNK
-    pairs, on a GPU of more. Compiled or transformed code looks at all pairs at once, and has words for each block.
+    pairs, on a GPU of more. Compiled, transformed and fake code looks at all pairs at once, with words for each block.
     """
     constant = torch.tensor([0, -1, -1], device=device)[:, None].expand(-1, size)
     area = _lengths(shape[2], size, device)[:, None] * _lengths(shape[3], size, device)
-    if is_compiling() or transforms_active() or device.type == "meta":
+    if is_compiling() or transforms_active() or device.type == "meta" or type(constant) is not Tensor:
         blocks, seen = _counted(pairs(*(slice(0, n) for n in shape)), size)
         words, numbers = _words(blocks.flatten(0, 3)), torch.arange(seen.numel(), device=device) + CONSTANT
         block_mask = torch.where((seen == 0) | (seen == area), seen.clamp(max=FULL), numbers.view_as(seen))

@@ -8,6 +8,7 @@ import pickle
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -122,6 +123,12 @@ def test_chunks(monkeypatch):
     query, key = torch.randn(2, 3, 200, 16), torch.randn(2, 3, 333, 16)
     assert torch.equal(*(fa.attention(query, key, key, mask=x, backend="naive") for x in (plan, mask)))
     assert plan.density == pytest.approx(mask.double().mean().item())
+
+
+def test_a_plan_of_fake_tensors():
+    with FakeTensorMode():
+        query = torch.randn(1, 2, 70, 16)
+        assert fa.attention(query, query, query, mask=fa.plan(MASKS.causal, rows=70, keys=70)).shape == query.shape
 
 
 TABLE = torch.arange(70 * 70).view(70, 70) % 3 > 0
