@@ -92,7 +92,7 @@ PACKED, PACKED_CAUSAL = "hopper packed", "hopper packed causal D128"
 D128, D64, STORED = "hopper causal D128", "hopper window", "hopper causal D256, two passes"
 KEYS, PAGES = "hopper key mask, causal", "decode: prefill D128, into pages"
 DROPPED = "hopper dropout, key mask"
-DETERMINISTIC, MIRRORED = "hopper mask, key mask D128, two passes", "hopper mask, packed causal, two passes"
+MIRRORED = "hopper mask, packed causal, two passes"
 BIASED, BIAS_OF_KEYS = "hopper bias, slopes, two passes", "hopper bias of keys, cap fp16"
 WAITED = "        ring.wait(shared.bias, at, pred=exists)\n"
 PARTS = "hopper causal D192 Dv128"
@@ -113,7 +113,6 @@ ON_HOPPER = tuple(
         ("the page of the block before", "producer",
          "            page = _page(work, K, kv, block - 1, PAGE, BLOCK_N)\n", "", PAGES),
         ("a cache taken for full", "work", "paging.length(work.caches, plane, band.keys)", "band.keys", PAGES),
-        ("a turn passed to a hidden block", "backward", ", before - own\n", ", 1\n", DETERMINISTIC),
         ("lists of the mirrored block", "backward", "p.slot + block - mirrored", "p.slot", MIRRORED),
         ("words of another block of rows", "producer", "first + n // ACROSS * ROWS", "first", BITS),
         ("words of another block of keys", "producer", " + n % ACROSS * masking.BLOCK", "", BITS),
