@@ -12,7 +12,7 @@ from .call import jagged
 from .call.decode import CacheArguments, checked as checked_decode
 from .call.options import WHOLE, Arguments, Plan, non_default
 from .call.plan import make_plan
-from .call.rules import FLOATING, FLOATS, check_flags, check_place, check_strided, fail, overriding, unfit
+from .call.rules import FLOATING, FLOATS, check_flags, check_place, check_strided, fail, overridable, overriding, unfit
 from .call.varlen import checked_varlen
 from .dispatch import backends, replay
 from .operators import dtensors
@@ -90,6 +90,7 @@ def attention(
     return replay.attend(arguments, return_lse, return_weights, backend)
 
 
+@overridable
 def attention_varlen(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *,
     max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
@@ -139,10 +140,6 @@ def attention_varlen(
         causal, window, align, scale, softcap, alibi_slopes, sinks, dropout_p, seed,
     )  # fmt: skip
     offsets = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    if others := overriding((*arguments, *offsets)):
-        more = dict(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, **non_default(arguments))
-        more |= dict(return_lse=return_lse, return_weights=return_weights, backend=backend)
-        return handle_torch_function(attention_varlen, others, query, key, value, *offsets[:2], **more)
     check_flags(return_lse=return_lse, return_weights=return_weights)
     dtensors.refuse("attention_varlen", WHOLE._replace(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k), arguments)
     call = checked_varlen(arguments, *offsets, return_weights, backends.named(backend) is not None)
@@ -151,6 +148,7 @@ def attention_varlen(
     return replay.results(4, out.squeeze(0).transpose(0, 1), lse, weights)
 
 
+@overridable
 def attention_decode(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, *, cache_seqlens: Tensor,
     block_table: Tensor | None = None, new_key: Tensor | None = None, new_value: Tensor | None = None,
@@ -214,10 +212,6 @@ def attention_decode(
     options = Arguments(
         None, None, None, mask, bias, key_mask, query_mask, causal, window, align, scale, softcap, alibi_slopes, sinks
     )
-    if others := overriding((*arguments, *options)):
-        more = dict(cache_seqlens=cache_seqlens, **non_default(arguments), **non_default(options))
-        more |= dict(return_lse=return_lse, return_weights=return_weights, backend=backend)
-        return handle_torch_function(attention_decode, others, query, key_cache, value_cache, **more)
     check_flags(rotary_interleaved=rotary_interleaved, return_lse=return_lse, return_weights=return_weights)
     dtensors.refuse("attention_decode", options, arguments)
     decode = checked_decode(arguments, options, backends.named(backend) is not None)
@@ -267,6 +261,7 @@ def plan(
     return make_plan(masks, sizes, place, backends.block_size(place))
 
 
+@overridable
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """Merge the outputs of attention over two disjoint sets of keys into the output over both.
 
@@ -291,8 +286,6 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     Source: Online normalizer calculation for softmax, arXiv:1805.02867, section 3.1.
     """
     tensors = dict(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
-    if others := overriding(tuple(tensors.values())):
-        return handle_torch_function(merge, others, *tensors.values())
     check_strided(**tensors)
     if out_a.dtype not in FLOATING:
         fail(TypeError, "out_a", f"a tensor of {FLOATS}", unfit(out_a))

@@ -6,11 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
-from torch.overrides import handle_torch_function
 
 from . import api
 from .call.options import Arguments
-from .call.rules import check_flags, check_names, checked, overriding
+from .call.rules import check_flags, check_names, checked, overridable
 from .dispatch.replay import results
 from .naive import formula
 from .naive.pairs import prepared
@@ -39,6 +38,7 @@ attention_varlen = _naive(api.attention_varlen)
 attention_decode = _naive(api.attention_decode)
 
 
+@overridable
 def eager(
     query: Tensor, key: Tensor, value: Tensor, *, return_lse: bool = False, return_weights: bool = False, **options: Any
 ) -> Tensor | Any:
@@ -51,9 +51,6 @@ def eager(
         >>> fusedattn.reference.eager(query, key, value, causal=True).dtype
         torch.bfloat16
     """
-    if others := overriding((query, key, value, *options.values())):
-        flags = dict(return_lse=return_lse, return_weights=return_weights)
-        return handle_torch_function(eager, others, query, key, value, **flags, **options)
     check_flags(return_lse=return_lse, return_weights=return_weights)
     check_names("eager", options, Arguments._fields)
     call = checked(Arguments(query, key, value, **options))

@@ -1,15 +1,16 @@
 """Checks of the arguments of `attention`, shared with packed sequences, caches and direct calls of operators."""
 
 import difflib
+import functools
 import numbers
-from collections.abc import Collection, Iterable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn import Parameter, UninitializedBuffer, UninitializedParameter
-from torch.overrides import has_torch_function
+from torch.overrides import handle_torch_function, has_torch_function
 
 from .options import DIMS, Arguments, Call, Plan, differentiated, in_full, seed_tensor, thread_overrides
 from .private import (
@@ -35,6 +36,7 @@ _RANKS = {name: len(letters) for name, letters in DIMS.items() if letters and na
 # Types that torch.compile traces. They are in tuples, because torch 2.10 does not trace isinstance of a union.
 _INTS = (int, torch.SymInt)
 _NUMBERS = (*_INTS, float, torch.SymFloat)
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class Sizes(NamedTuple):
@@ -114,6 +116,18 @@ def overriding(arguments: Sequence[Any]) -> tuple[Any, ...]:
     # The compiler's has_torch_function also returns True while __torch_function__ is disabled.
     enabled = torch_function_enabled() or not is_compiling()
     return overriding if enabled and has_torch_function(overriding) else ()
+
+
+def overridable(function: _Function) -> _Function:
+    """Let the __torch_function__ of classes and modes override a public function."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        if others := overriding((*args, *options.values())):
+            return handle_torch_function(call, others, *args, **options)
+        return function(*args, **options)
+
+    return cast(_Function, call)
 
 
 def in_memory(tensors: Iterable[Any]) -> bool:

@@ -2,29 +2,27 @@
 
 import torch
 from torch import Tensor
-from torch.overrides import handle_torch_function
 
 from ..call.options import is_known
 from ..call.padding import longest
-from ..call.rules import FLOATING, check_place, check_shape, check_strided, fail, is_int, overriding
+from ..call.rules import FLOATING, check_place, check_shape, check_strided, fail, is_int, overridable
 from ..layers.attention import check_sizes
 from ._flash import check_range
 
 
+@overridable
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
     """Return the rows of input (n, ...) at these indices, differentiable."""
-    if others := overriding((input, indices)):
-        return handle_torch_function(index_first_axis, others, input, indices)
     return input[indices]
 
 
+@overridable
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
     """Return zeros (first_axis_dim, ...) with values[i] in row indices[i], differentiable."""
-    if others := overriding((values, indices, first_axis_dim)):
-        return handle_torch_function(index_put_first_axis, others, values, indices, first_axis_dim)
     return values.new_zeros(first_axis_dim, *values.shape[1:]).index_put((indices,), values)
 
 
+@overridable
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
@@ -38,8 +36,6 @@ def unpad_input(
         (rows (T, ...), their indices (T,) in the B * S rows of the batch, cu_seqlens int32 (B + 1,), the longest
         length, the number of real rows of each sequence, int32 (B,)). On a GPU the host waits for the counts.
     """
-    if others := overriding((hidden_states, attention_mask, unused_mask)):
-        return handle_torch_function(unpad_input, others, hidden_states, attention_mask, unused_mask)
     check_strided(hidden_states=hidden_states)
     if hidden_states.dim() < 2:
         fail(ValueError, "hidden_states", "shape (B, S, ...)", hidden_states.shape)
@@ -57,10 +53,9 @@ def unpad_input(
     return rows, indices, offsets, longest(offsets, "max_seqlen"), real
 
 
+@overridable
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     """Pad packed rows (T, ...) to (batch, seqlen, ...): each row goes to its index, and all others are 0."""
-    if others := overriding((hidden_states, indices, batch, seqlen)):
-        return handle_torch_function(pad_input, others, hidden_states, indices, batch, seqlen)
     check_strided(hidden_states=hidden_states, indices=indices)
     check_sizes(**{name: x for name, x in dict(batch=batch, seqlen=seqlen).items() if not (is_int(x) and x == 0)})
     if indices.dtype not in (torch.int32, torch.int64):

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from torch.overrides import handle_torch_function
 
 from ..api import attention
 from ..call import rules
 from ..call.private import holds
-from ..call.rules import check_flags, check_place, check_tensors, fail, overriding, unfit
+from ..call.rules import check_flags, check_place, check_tensors, fail, overridable, unfit
 
 
+@overridable
 def scaled_dot_product_attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
     dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
@@ -47,10 +47,6 @@ def scaled_dot_product_attention(
     Raises:
         ValueError, TypeError: for arguments that do not fit.
     """
-    if others := overriding((query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)):
-        given: Any = query, key, value, attn_mask, dropout_p, is_causal
-        more: Any = dict(scale=scale, enable_gqa=enable_gqa)
-        return handle_torch_function(scaled_dot_product_attention, others, *given, **more)
     inputs = {"query": query, "key": key, "value": value}
     check_tensors(**inputs)
     for name, tensor in inputs.items():

@@ -29,14 +29,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import handle_torch_function
 
 from ..api import attention_decode
 from ..call.decode import CacheArguments, check_inputs
-from ..call.rules import autocast_dtype, check_flags, fail, overriding
+from ..call.rules import autocast_dtype, check_flags, fail, overridable
 from . import _bert_padding, _flash
 
 
+@overridable
 def flash_attn_func(
     q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
     causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
@@ -52,11 +52,10 @@ def flash_attn_func(
         output (B, Sq, H, Dv); with return_attn_probs (output, log-sum-exp (B, H, Sq), an empty tensor).
     """
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    if others := overriding(given := (q, k, v, *options)):
-        return handle_torch_function(flash_attn_func, others, *given)
     return _flash.attend(("q", "k", "v"), options, q, k, v)
 
 
+@overridable
 def flash_attn_qkvpacked_func(
     qkv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
     causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
@@ -68,11 +67,10 @@ def flash_attn_qkvpacked_func(
         >>> out = flash_attn_qkvpacked_func(torch.randn(2, 128, 3, 8, 64), causal=True)  # (2, 128, 8, 64)
     """
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    if others := overriding(given := (qkv, *options)):
-        return handle_torch_function(flash_attn_qkvpacked_func, others, *given)
     return _flash.attend(["qkv"] * 3, options, *_flash.unpacked("qkv", qkv, "(B, S, 3, H, D)"))
 
 
+@overridable
 def flash_attn_kvpacked_func(
     q: Tensor, kv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
     causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
@@ -84,11 +82,10 @@ def flash_attn_kvpacked_func(
         >>> out = flash_attn_kvpacked_func(torch.randn(2, 128, 8, 64), torch.randn(2, 128, 2, 2, 64))  # (2, 128, 8, 64)
     """
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    if others := overriding(given := (q, kv, *options)):
-        return handle_torch_function(flash_attn_kvpacked_func, others, *given)
     return _flash.attend(("q", "kv", "kv"), options, q, *_flash.unpacked("kv", kv, "(B, S, 2, H, D)"))
 
 
+@overridable
 def flash_attn_varlen_func(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
     max_seqlen_q: int, max_seqlen_k: int, dropout_p: float = 0.0, softmax_scale: float | None = None,
@@ -115,13 +112,12 @@ def flash_attn_varlen_func(
     """
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    if others := overriding(given := (q, k, v, *lengths, *options, block_table)):
-        return handle_torch_function(flash_attn_varlen_func, others, *given)
     if block_table is not None:
         k, v = _flash.gather_pages(k, v, cu_seqlens_k, max_seqlen_k, block_table)
     return _flash.attend(("q", "k", "v"), options, q, k, v, *lengths)
 
 
+@overridable
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float = 0.0, softmax_scale: float | None = None,
     causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
@@ -134,13 +130,12 @@ def flash_attn_varlen_qkvpacked_func(
         >>> out = flash_attn_varlen_qkvpacked_func(torch.randn(100, 3, 8, 64), offsets, 70)  # (100, 8, 64)
     """
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    if others := overriding(given := (qkv, cu_seqlens, max_seqlen, *options)):
-        return handle_torch_function(flash_attn_varlen_qkvpacked_func, others, *given)
     names = "qkv", "qkv", "qkv", "cu_seqlens", "cu_seqlens", "max_seqlen", "max_seqlen"
     lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
     return _flash.attend(names, options, *_flash.unpacked("qkv", qkv, "(T, 3, H, D)"), *lengths)
 
 
+@overridable
 def flash_attn_varlen_kvpacked_func(
     q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
     max_seqlen_q: int, max_seqlen_k: int, dropout_p: float = 0.0, softmax_scale: float | None = None,
@@ -155,11 +150,10 @@ def flash_attn_varlen_kvpacked_func(
     """
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    if others := overriding(given := (q, kv, *lengths, *options)):
-        return handle_torch_function(flash_attn_varlen_kvpacked_func, others, *given)
     return _flash.attend(("q", "kv", "kv"), options, q, *_flash.unpacked("kv", kv, "(T, 2, H, D)"), *lengths)
 
 
+@overridable
 def flash_attn_with_kvcache(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None, v: Tensor | None = None,
     rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None, cache_seqlens: int | Tensor | None = None,
@@ -196,12 +190,6 @@ def flash_attn_with_kvcache(
     Raises:
         TypeError, ValueError: before anything is written. Values on a GPU are not checked.
     """
-    given = (
-        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
-        softmax_scale, causal, window_size, softcap, rotary_interleaved, alibi_slopes, num_splits, return_softmax_lse,
-    )  # fmt: skip
-    if others := overriding(given):
-        return handle_torch_function(flash_attn_with_kvcache, others, *given)
     check_flags(return_softmax_lse=return_softmax_lse, rotary_interleaved=rotary_interleaved)
     new = {name: x for name, x in dict(k=k, v=v).items() if x is not None}
     for name, x in dict(q=q, k_cache=k_cache, v_cache=v_cache, **new).items():

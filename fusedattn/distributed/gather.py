@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import handle_torch_function
 
 from ..api import attention_varlen
 from ..call.options import DIMS, Arguments, Call, Lengths, Origin, in_full
 from ..call.private import eager
-from ..call.rules import Sizes, check_options, check_tensors, fail, overriding
+from ..call.rules import Sizes, check_options, check_tensors, fail, overridable
 from ..call.varlen import check_lengths
 from ..naive.varlen import differences
 from . import ranks as ranks_of
@@ -28,6 +27,7 @@ from .shards import Chunk, gathered, scattered
 _BY_DOCUMENT = "mask", "bias", "alibi_slopes"  # options that may differ between documents
 
 
+@overridable
 @eager
 def gather_attention(
     query: Tensor, key: Tensor, value: Tensor, *, group: Any = None, balance: str | None = None,
@@ -86,6 +86,7 @@ class _Keys:
         return key, value
 
 
+@overridable
 @eager
 def gather_attention_varlen(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, *, group: Any = None, balance: str | None = None,
@@ -121,9 +122,6 @@ def gather_attention_varlen(
         TypeError, ValueError, NotImplementedError, RuntimeError: as `ring_attention`.
     """
     given = locals()
-    if others := overriding(tuple(given.values())):
-        tensors = [given.pop(name) for name in ("query", "key", "value", "cu_seqlens")]
-        return handle_torch_function(gather_attention_varlen, others, *tensors, **given)
     if ranks_of.of(group) is None:
         options = {name: x for name, x in given.items() if name not in ("group", "balance", "cu_seqlens")}
         return attention_varlen(**options, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens)

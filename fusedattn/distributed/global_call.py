@@ -6,13 +6,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.overrides import handle_torch_function
 
 from ..api import attention
 from ..call import options as of_calls
 from ..call.options import DIMS, INPUTS, TENSORS, Arguments, Call, Origin, Plan, in_full
 from ..call.private import transforms_active
-from ..call.rules import Sizes, check_flags, check_options, checked, fail, overriding
+from ..call.rules import Sizes, check_flags, check_options, checked, fail
 from ..dispatch import backends, replay
 from ..operators import dtensors, partial, schema
 from . import ranks as ranks_of
@@ -134,9 +133,6 @@ def prepared(arguments: Arguments, backend: Any, ranks: Ranks) -> tuple[Call, di
 
 def attend(function: Callable[..., Any], given: dict[str, Any], method: Method) -> Any:
     """Run a distributed function by its Method; without a process group, run `attention`."""
-    if others := overriding(tuple(given.values())):
-        tensors = [given.pop(name) for name in ("query", "key", "value")]
-        return handle_torch_function(function, others, *tensors, **given)
     whole = agreed(function.__name__, given)
     if whole is None:
         return attention(**{name: x for name, x in given.items() if name not in ("group", "balance")})

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..call.options import DIMS, Call, wide_dtype
 from ..call.private import eager
+from ..call.rules import overridable
 from . import ranks as ranks_of
 from .global_call import GlobalCall, Piece, attend
 from .parts import in_pieces
@@ -22,6 +23,7 @@ from .ranks import Transfer
 from .shards import rows_of
 
 
+@overridable
 @eager
 def ring_attention(
     query: Tensor, key: Tensor, value: Tensor, *, group: Any = None, balance: str | None = None,

@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.overrides import handle_torch_function
 from torch.types import Device
 
-from ..call.rules import check_place, fail, is_int, overriding, type_name
+from ..call.rules import check_place, fail, is_int, overridable, type_name
 from . import ranks as ranks_of
 from .ranks import Ranks
 
@@ -66,6 +65,7 @@ def _own(length: int, group: Any, balance: Any) -> list[Chunk]:
     return [Chunk(0, length, 0)] if ranks is None else chunks(length, ranks.size, balance)[ranks.rank]
 
 
+@overridable
 def shard(x: Tensor, dim: int, *, group: Any = None, balance: str | None = None) -> Tensor:
     """Return this rank's rows of a tensor that every rank has whole, without communication.
 
@@ -86,8 +86,6 @@ def shard(x: Tensor, dim: int, *, group: Any = None, balance: str | None = None)
     Raises:
         TypeError, ValueError: for wrong arguments.
     """
-    if others := overriding((x, dim)):
-        return handle_torch_function(shard, others, x, dim, group=group, balance=balance)
     dim = _checked_dim(x, dim)
     pieces = [x.narrow(dim, chunk.first, chunk.length) for chunk in _own(x.shape[dim], group, balance)]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
@@ -123,6 +121,7 @@ def _checked_dim(x: Tensor, dim: Any) -> int:
     return dim % x.dim()
 
 
+@overridable
 def unshard(x: Tensor, dim: int, *, group: Any = None, balance: str | None = None) -> Tensor:
     """Gather the rows that `shard` gave to each rank, and return the whole tensor on every rank.
 
@@ -140,8 +139,6 @@ def unshard(x: Tensor, dim: int, *, group: Any = None, balance: str | None = Non
     Raises:
         TypeError, ValueError: on all ranks, for wrong arguments on one.
     """
-    if others := overriding((x, dim)):
-        return handle_torch_function(unshard, others, x, dim, group=group, balance=balance)
     ranks = ranks_of.of(group)
 
     def facts() -> tuple[int, dict[str, Any], dict[str, Any]]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..call.layout import arrange
 from ..call.options import DIMS, INPUTS, WITH_DIM, Call, Origin, tensors as tensors_of, wide_dtype
 from ..call.private import eager
-from ..call.rules import fail
+from ..call.rules import fail, overridable
 from ..naive.formula import without_autocast
 from ..operators import flops, partial
 from ..operators.backward import gradients
@@ -39,6 +39,7 @@ def heads_of(heads: int, key_heads: int, size: int) -> tuple[list[list[int]], li
     return queries, keys
 
 
+@overridable
 @eager
 def ulysses_attention(
     query: Tensor, key: Tensor, value: Tensor, *, group: Any = None,
