@@ -172,24 +172,16 @@ def rules(call):
     return Rules(masks_of(call), scored(call), drop)
 
 
+def spec(call):
+    group, width = call.query.shape[1] // max(1, call.key.shape[1]), call.query.shape[3]
+    numbers = dict(GROUP=group, D=width, DV=call.value.shape[3], TOP_LEFT=call.top_left)
+    return Spec(**numbers, PRECISION=precision(call.query.dtype))
+
+
 def common(call):
     """Return the arguments that all kernels which compute scores have in common."""
-    query, key, value = call.query, call.key, call.value
-    return dict(
-        Q=of(query),
-        K=of(key),
-        V=of(value),
-        rules=rules(call),
-        heads=query.shape[1],
-        spec=Spec(
-            GROUP=query.shape[1] // key.shape[1],
-            D=query.shape[3],
-            DV=value.shape[3],
-            TOP_LEFT=call.top_left,
-            PRECISION=precision(query.dtype),
-        ),
-        **band(call),
-    )
+    views = dict(Q=of(call.query), K=of(call.key), V=of(call.value))
+    return views | dict(rules=rules(call), heads=call.query.shape[1], spec=spec(call)) | band(call)
 
 
 def can_pack_gqa(call, out, most):

@@ -96,13 +96,9 @@ def passes(call: Call, need, backend: str = "triton", by_tma: tuple | None = ())
     if taken and by_tma is not None and (hopper.is_copied(call) or hopper.reachable(*by_tma)):
         # The Hopper kernels have no registers for gradients of slopes and of a bias: other kernels compute the scores'
         # gradients again, and sum or store them.
-        names = [
-            "preprocess",
-            special,
-            *["postprocess"] * (special != "hopper_bwd_ds"),
-            *["dq"] * (needed["alibi_slopes"] or where in ("rows", "pairs")),
-            *["dkdv"] * (where == "keys"),
-        ]
+        by_rows = needed["alibi_slopes"] or where in ("rows", "pairs")
+        names = ["preprocess", special, *["postprocess"] * (special != "hopper_bwd_ds")]
+        names += ["dq"] * by_rows + ["dkdv"] * (where == "keys")
     elif needed["query"] and by_keys and not by_rows and narrow and not (deterministic or run.prefers_two_passes(call)):
         names = ["preprocess", "one_pass", "postprocess"]
     else:
@@ -136,24 +132,14 @@ def _preprocess(p, out, grad_lse, weights, stats, query_sums, turns, grad_sinks,
     """Compute the row statistics (softmax, delta) for later kernels, and zero the buffers query_sums and turns."""
     rows, pitch = (p.table(stats, 4), None) if form is None else hopper.new_rows(p.call, stats)
     score = p.launched["rules"].score
-    launched = {name: p.launched[name] for name in ("heads", "q_len")} | dict(
-        spec=p.launched["spec"]._replace(GROUP=1, TOP_LEFT=False),  # not read; fixed, so that one kernel is compiled
-        Out=arguments.of(out),
-        GradLse=grad_lse,
-        Weights=arguments.of(weights),
-        Stats=stats,
-        COLUMNS=stats.shape[3],
-        incoming=Incoming(p.launched["GradOut"], p.launched["GradWeights"], rows),
-        pitch=pitch,
-        score=None if form is None else score,
-        small=None if form is None or not score.slopes is score.bias is None else score.rough,
-        GradQ=arguments.of(query_sums),
-        Turns=turns,
-        GradSinks=grad_sinks,
-        shown=shown,
-        k_len=p.keys,
-        **_unit(p, form),
-    )
+    small = None if form is None or not score.slopes is score.bias is None else score.rough
+    # GROUP and TOP_LEFT are not read. They are fixed, so that one kernel is compiled.
+    spec = p.launched["spec"]._replace(GROUP=1, TOP_LEFT=False)
+    launched = dict(Out=arguments.of(out), GradLse=grad_lse, Weights=arguments.of(weights), Stats=stats, Turns=turns)
+    launched |= dict(incoming=Incoming(p.launched["GradOut"], p.launched["GradWeights"], rows))
+    launched |= dict(GradQ=arguments.of(query_sums), GradSinks=grad_sinks, shown=shown)
+    launched |= dict(heads=p.launched["heads"], q_len=p.launched["q_len"], k_len=p.keys, pitch=pitch, small=small)
+    launched |= dict(score=None if form is None else score, spec=spec, COLUMNS=stats.shape[3], **_unit(p, form))
     run.run_tiled("preprocess", p.call, p.blocks_of_rows, launched)
     return rows
 
@@ -215,9 +201,8 @@ def _store_on_hopper(name, p, grads, form):
         several &= call.block_mask is None
         by_keys, by_rows = blocks.walks(call, tile, by_keys=True), blocks.walks(call, tile)
         first = hopper.stored_arguments(call, p.grad_out, rows, words, scores, grads["value"], form, multiprocessors)
-        of_query = hopper.product_arguments(
-            _with_real_keys(call, p, device), scores, grads["query"], False, form, multiprocessors
-        )
+        shown = _with_real_keys(call, p, device)
+        of_query = hopper.product_arguments(shown, scores, grads["query"], False, form, multiprocessors)
         of_key = hopper.product_arguments(call, scores, grads["key"], True, form, multiprocessors)
         launches = (
             (name, first | by_keys, 1),
@@ -230,23 +215,14 @@ def _store_on_hopper(name, p, grads, form):
                 programs = arguments.slots(call, form.keys, kernel != "hopper_dq") // batch * planes
                 if kernel != name and several:
                     programs = min(programs, multiprocessors)
-                section = min(planes, launched["section"])
-                run.run_kernel(
-                    kernel, programs, launched | dict(planes=planes, section=section, before=before), **options
-                )
+                some = dict(planes=planes, section=min(planes, launched["section"]), before=before)
+                run.run_kernel(kernel, programs, launched | some, **options)
 
 
 def _postprocess(p, query_sums, grad_query, form):
-    launched = dict(
-        heads=p.launched["heads"],
-        q_len=p.launched["q_len"],
-        score=p.launched["rules"].score,
-        D=p.launched["spec"].D,
-        Sums=arguments.of(query_sums),
-        GradQ=arguments.of(grad_query),
-        BLOCK=None if form is None else form.rows,
-        **_unit(p, form),
-    )
+    launched = dict(Sums=arguments.of(query_sums), GradQ=arguments.of(grad_query), score=p.launched["rules"].score)
+    launched |= dict(heads=p.launched["heads"], q_len=p.launched["q_len"], D=p.launched["spec"].D)
+    launched |= dict(BLOCK=None if form is None else form.rows, **_unit(p, form))
     if form is None or p.call.cu_seqlens_q is None:
         run.run_tiled("postprocess", p.call, p.blocks_of_rows, launched | dict(sequences=None))
         return
@@ -264,22 +240,14 @@ def _dbias(p, grad_bias):
     some = some if heads == p.heads else some.amax(1, keepdim=True)
     some = some.expand(batch, heads, cdiv(p.rows, size), cdiv(p.keys, size))
     launched = dict(p.launched)
-    launched |= dict(
-        batches=p.batch // batch,
-        bias_heads=heads,
-        max_seqlen_q=p.rows,
-        max_seqlen_k=p.keys,
-        incoming=Incoming(*(launched.pop(name) for name in ("GradOut", "GradWeights", "Rows"))),
-        GradBias=arguments.of(grad_bias),
-        block_mask=arguments.of(some),
-    )
-    run.run_tiled(
-        "dbias",
-        p.call,
-        lambda tile: cdiv(p.rows, tile.rows) * cdiv(p.keys, tile.keys) * batch * heads,
-        launched,
-        lambda tile: dict(extents=blocks.extents(lengths_of(p.call))),
-    )
+    incoming = Incoming(*(launched.pop(name) for name in ("GradOut", "GradWeights", "Rows")))
+    launched |= dict(incoming=incoming, GradBias=arguments.of(grad_bias), block_mask=arguments.of(some))
+    launched |= dict(batches=p.batch // batch, bias_heads=heads, max_seqlen_q=p.rows, max_seqlen_k=p.keys)
+
+    def programs(tile):
+        return cdiv(p.rows, tile.rows) * cdiv(p.keys, tile.keys) * batch * heads
+
+    run.run_tiled("dbias", p.call, programs, launched, lambda tile: dict(extents=blocks.extents(lengths_of(p.call))))
 
 
 def _add_up(p, by_row, by_key, grads):
@@ -345,11 +313,11 @@ def launch_backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats
     grad_sinks = by_row["sinks"] if special and "dq" not in names else None
     shown, of_shown = None, p
     if special and call.query_mask is not None:
-        of_shown = p._replace(
-            call=call._replace(query=hopper.writable(torch.empty_like(call.query))),
-            grad_out=hopper.writable(torch.empty_like(grad_out)),
+        query, incoming = (hopper.writable(torch.empty_like(x)) for x in (call.query, grad_out))
+        of_shown, copies = (
+            p._replace(call=call._replace(query=query), grad_out=incoming),
+            map(arguments.of, (query, incoming)),
         )
-        copies = arguments.of(of_shown.call.query), arguments.of(of_shown.grad_out)
         shown = Shown(*copies, launched["rules"].masks.rows, launched["Q"])
     launched["Rows"] = _preprocess(p, saved, grad_lse, used_weights, stats, to_clear, turns, grad_sinks, shown, form)
     partial = 1 if call.partial else None

@@ -42,15 +42,12 @@ def block_mask(mask, key_mask, query_mask, bias, lengths):
     if block_mask.numel():
         # Without token masks all packed sequences may share a block mask, which does not depend on their lengths.
         packed = lengths is not None and not (key_mask is query_mask is None)
-        launched = dict(
-            BlockMask=block_mask,
-            Words=mask_bits if mask_bits.numel() else None,
+        launched = dict(BlockMask=block_mask, Words=mask_bits if mask_bits.numel() else None)
+        launched |= dict(
             masks=arguments.masks(mask, key_mask, query_mask, batch, heads, rows, keys, packed),
             bias=None if bias is None else arguments.of(bias.expand(batch, heads, rows, keys)),
-            rows=rows,
-            keys=keys,
-            heads=heads,
         )
+        launched |= dict(rows=rows, keys=keys, heads=heads)
         with run.surroundings(run.device_of(block_mask)):
             launched["extents"] = extents(lengths) if packed else None
             run.run_kernel("block_mask", block_mask.numel(), launched, run.device_of(block_mask), num_warps=4)
@@ -61,22 +58,12 @@ def packed_sequences(lengths, block, by_keys=False, count=0, used=None):
     """Return Sequences with `count` slots for blocks of rows or keys. A tensor `used` gets the number of used ones."""
     batch, new = lengths.cu_seqlens_q.shape[0] - 1, lengths.cu_seqlens_q.new_full
     sequences = Sequences(new((count, 2), -1) if count else None, new((batch, 4), 0))
-    launched = dict(
-        Slots=sequences.slots,
-        Extents=sequences.extents,
-        Used=used,
-        OffsetsQ=lengths.cu_seqlens_q.contiguous(),
-        OffsetsK=lengths.cu_seqlens_k.contiguous(),
-        n=batch,
-        q_len=lengths.rows,
-        k_len=lengths.keys,
-        max_seqlen_q=lengths.rows if lengths.max_seqlen_q is None else lengths.max_seqlen_q,
-        max_seqlen_k=lengths.keys if lengths.max_seqlen_k is None else lengths.max_seqlen_k,
-        size=count,
-        BLOCK=block,
-        BY_KEYS=by_keys,
-        CHUNK=64 if run.interpreting() else 1024,
-    )
+    most_q = lengths.rows if lengths.max_seqlen_q is None else lengths.max_seqlen_q
+    most_k = lengths.keys if lengths.max_seqlen_k is None else lengths.max_seqlen_k
+    launched = dict(Slots=sequences.slots, Extents=sequences.extents, Used=used)
+    launched |= dict(OffsetsQ=lengths.cu_seqlens_q.contiguous(), OffsetsK=lengths.cu_seqlens_k.contiguous())
+    launched |= dict(n=batch, q_len=lengths.rows, k_len=lengths.keys, max_seqlen_q=most_q, max_seqlen_k=most_k)
+    launched |= dict(size=count, BLOCK=block, BY_KEYS=by_keys, CHUNK=64 if run.interpreting() else 1024)
     if batch:
         run.run_kernel("fill_slots", batch, launched, run.device_of(sequences.extents), num_warps=4)
     return sequences
@@ -114,19 +101,10 @@ def tile_lists(call, tile, by_keys=False, sequences=None):
     most = across * group if by_keys else across
     lists = block_mask.new_empty((batches, planes, length, 2, most + 2), dtype=torch.int64)
     if lists.numel():
-        launched = arguments.band(call) | dict(
-            Lists=lists,
-            sequences=sequences,
-            tile_count=across,
-            block_mask=arguments.of(block_mask.expand(-1, -1, cdiv(rows, BLOCK), cdiv(keys, BLOCK))),
-            heads=planes,
-            GROUP=group if by_keys else 1,
-            TOP_LEFT=call.top_left,
-            BLOCK_M=tile.rows,
-            BLOCK_N=tile.keys,
-            BY_KEYS=by_keys,
-            CHUNK=256,
-        )
+        marks = arguments.of(block_mask.expand(-1, -1, cdiv(rows, BLOCK), cdiv(keys, BLOCK)))
+        launched = dict(Lists=lists, sequences=sequences, block_mask=marks, heads=planes, tile_count=across)
+        launched |= dict(GROUP=group if by_keys else 1, TOP_LEFT=call.top_left, BY_KEYS=by_keys, CHUNK=256)
+        launched |= arguments.band(call) | dict(BLOCK_M=tile.rows, BLOCK_N=tile.keys)
         run.run_kernel("tile_lists", batches * planes * length, launched, run.device_of(lists), num_warps=4)
     return arguments.of(lists.flatten(2, 3).expand(batch, heads // group if by_keys else heads, -1, -1))
 

@@ -10,32 +10,22 @@ from ..kernels.vocabulary.columns import alike
 from ..kernels.vocabulary.pages import Cache
 from ..kernels.vocabulary.partials import Partials
 from ..kernels.vocabulary.rotary import Rotary
-from ..kernels.vocabulary.rules import Rules, Spec
+from ..kernels.vocabulary.rules import Rules
 from . import arguments, run, tile_table
 
 
 def _common(decode: Decode):
-    capacity, cos, sin = capacity_of(decode), decode.cos, decode.sin
+    (pages, heads, page, _), capacity = decode.key_cache.shape, capacity_of(decode)
     table = decode.table if capacity else None  # without capacity nothing is read
-    return dict(
-        cache=Cache(*map(arguments.of, (decode.key_cache, decode.value_cache, decode.lengths, table))),
-        rotary=None if cos is None or sin is None else Rotary(arguments.of(cos), arguments.of(sin)),
-        capacity=capacity,
-        added=decode.added,
-        pages=decode.key_cache.shape[0],
-        positions=1 if cos is None else cos.shape[0],
-        heads=decode.key_cache.shape[1],
-        spec=Spec(
-            GROUP=decode.call.query.shape[1] // max(1, decode.key_cache.shape[1]),
-            D=decode.key_cache.shape[3],
-            DV=decode.value_cache.shape[3],
-            TOP_LEFT=decode.call.top_left,
-            PRECISION=arguments.precision(decode.call.query.dtype),
-            ROTARY_DIM=0 if cos is None else 2 * cos.shape[1],
-            INTERLEAVED=decode.interleaved,
-            PAGE=None if table is None or table.shape[1] == 1 else decode.key_cache.shape[2],
-        ),
-    )
+    cache = Cache(*map(arguments.of, (decode.key_cache, decode.value_cache, decode.lengths, table)))
+    of_cache: dict[str, Any] = dict(INTERLEAVED=decode.interleaved)
+    of_cache |= dict(PAGE=None if table is None or table.shape[1] == 1 else page)
+    rotary, positions = None, 1
+    if (cos := decode.cos) is not None:
+        rotary, positions = Rotary(arguments.of(cos), arguments.of(decode.sin)), cos.shape[0]
+        of_cache |= dict(ROTARY_DIM=2 * cos.shape[1])
+    numbers = dict(heads=heads, capacity=capacity, added=decode.added, pages=pages, positions=positions)
+    return dict(cache=cache, rotary=rotary, spec=arguments.spec(decode.call)._replace(**of_cache)) | numbers
 
 
 def _keys_hold_values(decode: Decode) -> bool:
