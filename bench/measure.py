@@ -114,10 +114,8 @@ def compare(results, oracle, eager):
 
 
 def measure(machine, cases, names, modes, device, budget_ms=100.0):
-    """Yield (row, reason why it is wrong or "") for each case, mode and provider; a failure becomes the row's status.
-
-    On a CPU one thread computes and the providers take turns, so that ratios are steady while other programs run.
-    """
+    """Yield (row, reason why it is wrong or "") for each case, mode and provider; its status reports a failure."""
+    # On a CPU one thread computes and the providers take turns, so that ratios are steady while other programs run.
     on_gpu, threads = torch.device(device).type == "cuda", torch.get_num_threads()
     torch.set_num_threads(threads if on_gpu else 1)
     try:

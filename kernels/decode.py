@@ -44,10 +44,8 @@ def decode(
     partials, cache, rotary, rules, heads, q_len, capacity, added, pages, positions, splits, left, right,
     spec: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Write the Partials of each split, or if `partials` is None Out, a View of (B, Hq, Sq, DV), and Lse unless None.
-
-    The cached lengths do not yet count the `added` keys of each sequence that `append` wrote.
-    """
+    """Write the Partials of each split; without them Out, a View of (B, Hq, Sq, DV), and Lse unless None."""
+    # The cached lengths do not yet count the `added` keys of each sequence that `append` wrote.
     # ids
     split = tl.program_id(0) % splits
     block, kv = span.place(tl.program_id(0) // splits, q_len * spec.GROUP, heads, BLOCK_M)

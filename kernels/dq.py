@@ -16,11 +16,8 @@ def _walk_keys(
     grads, row, rows, band, rules, plane, tile_list, begin, end,
     spec: tl.constexpr, BLOCK_N: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
-    """Add the contribution of key blocks [begin, end) to dq, and to the row sums `sums` of weights and score gradients.
-
-    If GradQ is None, dq stays as it is; the sums do if no gradient by row is wanted. grads.bias, unless None, gets
-    the gradient of the scores.
-    """
+    """Add key blocks [begin, end) to dq, and to the row sums `sums` of weights and score gradients."""
+    # If GradQ is None, dq stays as it is; the sums do if no gradient by row is wanted.
     following = walk.first(tile_list, begin)
     for n in tl.range(begin, end):
         j, member, following = walk.step(tile_list, n, following)

@@ -25,10 +25,8 @@ def _put_terms(x, columns, at: tl.constexpr, tile):
 
 @triton.jit
 def _store_added(Rows, plane, rows, n, row, delta, scale):
-    """Store row statistics for the Hopper backward as sums of bfloat16 terms, in two tables of 16 columns.
-
-    The tables are (B, 2 Hq, Sq, 16), for scores and for dp. Products with matrices of ones (hopper/steps.py) add them.
-    """
+    """Store row statistics for the Hopper backward as sums of bfloat16 terms, in two tables of 16 columns."""
+    # The tables are (B, 2 Hq, Sq, 16), for scores and for dp. Products with ones (hopper/steps.py) add them.
     r, c = rows[:, None], tl.arange(0, 16)[None, :]
     zeros = tl.zeros([rows.shape[0], 16], tl.float32)
     # A fully masked row gets a finite number far below 0: a product also multiplies it by 0, and inf * 0 is NaN.

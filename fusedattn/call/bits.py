@@ -47,10 +47,7 @@ def _counted(mask: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def _distinct(words: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the distinct rows of words (n, size), and the place of each row among them, by a 64-bit hash.
-
-    If two different rows have the same hash, all rows are returned.
-    """
+    """Return (distinct rows of words (n, size), place of each row among them), by a hash; all rows if it collides."""
     lanes = words.view(torch.int16)  # products lose the upper bits of a factor: 49 bits tell single pairs apart
     powers = torch.full((lanes.shape[1],), _MIX, device=words.device).cumprod(0)
     hashes, places = torch.unique((lanes * powers).sum(1), return_inverse=True)
@@ -111,10 +108,8 @@ def _aligned(constant: Tensor, words: Tensor) -> Tensor:
 
 
 def hide_tokens(block_mask: Tensor, key_mask: Tensor | None, query_mask: Tensor | None, size: int) -> Tensor:
-    """Return a block mask after key_mask and query_mask (1 or B, S) hide pairs, too.
-
-    Rows that query_mask hides do not stop a block from counting as fully visible: their output is overwritten.
-    """
+    """Return a block mask after key_mask and query_mask (1 or B, S) hide pairs, too."""
+    # Rows that query_mask hides do not stop a block from counting as fully visible: their output is overwritten.
 
     def blocks(tokens: Tensor) -> Tensor:
         padded = pad(tokens.to(torch.uint8), (0, -tokens.shape[1] % size), value=2)

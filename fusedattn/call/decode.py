@@ -52,10 +52,8 @@ class Decode(NamedTuple):
 
 
 def apart(decode: Decode) -> list[Tensor]:
-    """Return the new keys and values, copied if they may overlap a cache: an append reads and writes in any order.
-
-    Call it inside the operator that appends: a compiler sees no addresses, and would remove an earlier copy.
-    """
+    """Return the new keys and values, copied if they may overlap a cache: an append reads and writes in any order."""
+    # Call it inside the operator that appends: a compiler sees no addresses, and would remove an earlier copy.
     caches = [span(decode.key_cache), span(decode.value_cache)]
     new = [x for x in (decode.new_key, decode.new_value) if x is not None]
     spans = [span(x) for x in new]
@@ -173,10 +171,8 @@ def check_values(a: CacheArguments, options: Arguments) -> None:
 
 
 def _check_apart(a: CacheArguments) -> None:
-    """Raise if an append to one cache would overwrite the other.
-
-    value_cache may be the first columns of key_cache if new_value is these columns of new_key and nothing is rotated.
-    """
+    """Raise if an append to one cache would overwrite the other."""
+    # value_cache may be the first columns of key_cache if new_value is these columns of new_key and nothing is rotated.
     pairs = (a.key_cache, a.value_cache), (a.new_key, a.new_value)
     if not rules.in_memory(pairs[0]) or not share(*pairs[0]):
         return
@@ -225,10 +221,8 @@ def _check_positions(a: CacheArguments, options: Arguments, after: Tensor, rows:
 
 
 def checked(arguments: CacheArguments, options: Arguments, named: bool = False) -> Decode:
-    """Apply autocast, check the arguments, and return them as a Decode. named: the caller chose a backend.
-
-    options: Arguments with None as query, key and value. Values on a GPU and in compiled code are not read.
-    """
+    """Apply autocast, check the arguments, and return a Decode. options: Arguments without query, key and value."""
+    # Values on a GPU and in compiled code are not read.
     a = arguments
     if isinstance(a.query, Tensor) and (dtype := rules.autocast_dtype(a.query)) != a.query.dtype:
         a = a._replace(query=a.query.to(dtype))

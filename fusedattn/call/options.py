@@ -206,10 +206,7 @@ def in_full(name: str, x: Any) -> Any:
 
 
 def sliced(name: str, x: Any, pairs: Mapping[str, slice] | None = None, **slices: slice) -> Any:
-    """Slice x, the tensor of Call field `name`, as in B=slice(2, 4). Dimensions of size 1 that broadcast are not cut.
-
-    pairs: slices that replace the others for mask and bias, which have dimensions BHQK.
-    """
+    """Slice tensor x of a Call, as in B=slice(2, 4), unless it broadcasts. pairs: other slices for mask and bias."""
     letters = DIMS[name]
     if letters == "BHQK" and pairs is not None:
         slices |= pairs
@@ -239,11 +236,9 @@ def sizes(call: Call) -> tuple[int, int, int, int]:
 
 
 def hiding(call: Call) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Return the mask, key_mask, query_mask and bias from which the block mask of a call is computed.
-
-    For packed sequences query_mask is left out: with it, each sequence would have a block mask as large as that of the
-    longest. Kernels apply query_mask in any case.
-    """
+    """Return the mask, key_mask, query_mask and bias from which the block mask of a call is computed."""
+    # For packed sequences query_mask, which kernels apply in any case, is left out: with it, each sequence would have a
+    # block mask as large as that of the longest.
     return call.mask, call.key_mask, call.query_mask if call.cu_seqlens_q is None else None, call.bias
 
 

@@ -14,10 +14,7 @@ from .rules import as_python, check_bool, check_floating, fail, is_int, type_nam
 
 
 def make_plan(masks: Mapping[str, Any], sizes: Mapping[str, Any], device: torch.device, kernels: int | None) -> Plan:
-    """Check masks, and return their Plan. masks["mask"] may be a function; sizes are its batch, heads, rows and keys.
-
-    kernels: rows and keys of a block, or None if no kernel runs on the device.
-    """
+    """Check masks, and return their Plan. sizes: of a mask that is a function. kernels: rows of a block, or None."""
     function, given = None, {name: x for name, x in masks.items() if x is not None}
     if not given:
         fail(ValueError, "mask", "a mask, a key_mask or a query_mask", "none of them")
@@ -85,10 +82,8 @@ def check_masks(
 
 
 def pairs_of(name: str, mask: Tensor, lengths: Lengths | None = None) -> tuple[Any, ...]:
-    """Return the rank-4 shape of a mask or bias; for a token mask (rank 2) return (B, 1, 1, Sk) or (B, 1, Sq, 1).
-
-    lengths: of packed sequences; a token mask is then (1, total), and stands for pairs of the maximum lengths.
-    """
+    """Return the rank-4 shape of a mask or bias; for a token mask (rank 2) return (B, 1, 1, Sk) or (B, 1, Sq, 1)."""
+    # lengths: of packed sequences; a token mask is then (1, total), and stands for pairs of the maximum lengths.
     if name in ("mask", "bias"):
         return tuple(mask.shape)
     sizes: Any = mask.shape

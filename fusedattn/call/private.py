@@ -170,10 +170,8 @@ def redispatch(operator: Any, keyset: Any, arguments: tuple[Any, ...]) -> Any:
 
 
 def autograd_inside(device: torch.device) -> Any:
-    """Return a context in which autograd also records inside an operator.
-
-    Without these names a backward raises if its kernel does not compile.
-    """
+    """Return a context in which autograd also records inside an operator."""
+    # Without these names a backward raises if its kernel does not compile.
     names = "_ForceDispatchKeyGuard", "_dispatch_tls_local_include_set", "_dispatch_tls_local_exclude_set"
     guard, included, excluded, keys, key = (_find(f"_C.{name}") for name in (*names, "DispatchKeySet", "DispatchKey"))
     if None in (guard, included, excluded, keys, key):

@@ -105,10 +105,7 @@ CLASSES = frozenset((Tensor, Parameter))  # exact classes: subclasses do not cou
 
 
 def overriding(arguments: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the arguments that override a public function by __torch_function__, after None, which stands for modes.
-
-    Return () if no class or mode overrides it.
-    """
+    """Return None, for modes, and the arguments that override a function by __torch_function__; () if none does."""
     if not has_torch_function(arguments):
         return ()
     # Torch's own classes, such as nested tensors, do not know our functions.
@@ -191,10 +188,8 @@ def broadcasts(tensor: Tensor, shape: tuple[int, ...]) -> bool:
 
 
 def is_size(size: Any, *allowed: Any) -> bool:
-    """Return whether a size equals one of `allowed`. Use it only to raise errors: an unknown size counts as allowed.
-
-    A size that a compiler cannot know counts as the last of `allowed`, and the compiled program asserts that.
-    """
+    """Return whether a size equals one of `allowed`. Use it only to raise errors: an unknown size counts as allowed."""
+    # A size that a compiler cannot know counts as the last of `allowed`, and the compiled program asserts that.
     for one in allowed:  # a loop: a compiler traces it in a third of the steps that any() takes
         if (same := size == one) is True or holds(same, False):
             return True
@@ -284,10 +279,8 @@ def check_shape(name: str, x: Tensor, *shapes: tuple[int, ...], why: str) -> Non
 def check_query_key_value(
     query: Any, key: Any, value: Any, key_name: str = "key", value_name: str = "value", layout: str = ""
 ) -> None:
-    """Raise if query, key and value do not match in dtype, device, rank or sizes.
-
-    layout: their dimensions, heads second; the batch size of key may then differ. Without it, the rank is 2, 3 or 4.
-    """
+    """Raise if query, key and value do not match. layout: with heads second; without it the rank is 2, 3 or 4."""
+    # With a layout, the batch size of key may differ.
     check_place("query", query)
     dtype, device, rank = query.dtype, query.device, query.dim()
     if dtype not in FLOATING:
@@ -377,10 +370,7 @@ def check_number(
     name: str, x: Any, expected: str, least: float = -LARGEST, most: float = LARGEST, dtype: torch.dtype | None = None,
     positive: bool = False,
 ) -> None:  # fmt: skip
-    """Raise unless x is a number in least .. most, above 0 if `positive`. Unless dtype is float64, it must fit float32.
-
-    dtype: of query; None if it is unknown.
-    """
+    """Raise unless x is a number in least .. most, above 0 if `positive`, that float32 holds if `dtype` needs it."""
     if not is_number(x):
         fail(TypeError, name, "a number", type_name(x))
     # Not math.isfinite: the compiler cannot trace it on a number that varies.

@@ -232,10 +232,8 @@ def _wanted(config: Any) -> str | None:
 
 
 def _settle(model: Any, everywhere: bool = False) -> None:
-    """Set the attention of each config that asks for one of NAMES: to that name if possible, else to "eager".
-
-    A config that becomes "eager" gives a warning. everywhere: also warn about configs that did not ask.
-    """
+    """Set the attention of each config that asks for one of NAMES: to that name, or to "eager" with a warning."""
+    # everywhere: also warn about configs that did not ask.
     _models.add(model)
     configs = _configs(model)
     asks = vars(model).pop("_asks_for_fusedattn", everywhere)  # models inside one that is being built lack it

@@ -10,9 +10,6 @@ REFUSED |= dict(sinks="a sink for each query", head_mask="a weight for each head
 
 
 def masks_of(config: Any) -> tuple[bool, bool, bool] | None:
-    """Return whether mask=None may mean causal, whether it may mean unmasked, and whether a mask may be a plan.
-
-    None: use eager's masks.
-    """
+    """Return whether no mask may mean causal, or unmasked, and whether a mask may be a plan; None: eager's masks."""
     masks = getattr(config, MASKS, None)
     return masks if isinstance(masks, tuple) else None

@@ -31,10 +31,7 @@ _TORCHS = F.scaled_dot_product_attention, _OPERATOR, _OPERATOR.default
 
 
 class Override:
-    """Replaces operators of aten for a dispatch key, until remove() or until this object is deleted.
-
-    operators: {name: function}. If one returns None, torch's kernel runs. kernel_key: that kernel's key, if not `key`.
-    """
+    """Replaces operators of aten, {name: function}, until remove(). If one returns None, torch's kernel runs."""
 
     def __init__(self, operators: Mapping[str, Callable[..., Any]], key: str, kernel_key: str | None = None):
         self.library: torch.library.Library | None = torch.library.Library("aten", "IMPL")

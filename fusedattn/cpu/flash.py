@@ -56,10 +56,8 @@ def by_power(query: Tensor, scale: float) -> tuple[Tensor, float, float]:
 def attend(
     query: Tensor, key: Tensor, value: Tensor, causal: bool, added: Tensor | None, scale: float, exact: bool
 ) -> tuple[Tensor, Tensor]:
-    """Call PyTorch's kernel: return (output, lse). Fully masked rows have lse 0.
-
-    added: tensor to add to scores, or None. exact: from `is_exact`: no backward needs scores that round as these do.
-    """
+    """Call PyTorch's kernel, which adds `added` to scores: return (output, lse). Fully masked rows have lse 0."""
+    # exact: from `is_exact`: no backward needs scores that round as these do.
     if not exact:
         query, scale, _ = by_power(query, scale)
     out, lse = flash_attention_for_cpu(query, key, value, 0.0, causal, attn_mask=added, scale=scale)
@@ -122,10 +120,8 @@ def to_wide(call: Call) -> Call:
 
 
 def offset(call: Call) -> float:
-    """Return the number to subtract from all scores: the expected lse of scores of variance 1.
-
-    It stays the same if `to_wide` or torch.vmap changes the call.
-    """
+    """Return the number to subtract from all scores: the expected lse of scores of variance 1."""
+    # It stays the same if `to_wide` or torch.vmap changes the call.
     rows, seen = call.query.shape[2], call.key.shape[2]
     longest = seen
     if call.cu_seqlens_k is not None:
@@ -162,11 +158,8 @@ def is_exact(call: Call, where: Rectangle) -> bool:
 
 
 def covering(part: Part) -> list[Rectangle]:
-    """Return rectangles that cover the visible scores of a part.
-
-    If the formula computes the gradients, each rectangle has all keys of its rows: weights from a merged lse would
-    share its rounding error.
-    """
+    """Return rectangles that cover the visible scores of a part."""
+    # If the formula computes the gradients, each has all keys of its rows: weights from a merged lse share its error.
     return list((tiling.rectangles_of_rows if is_few(part.call) else tiling.rectangles)(part))
 
 
@@ -269,10 +262,7 @@ def at_once(call: Call) -> bool | None:
 
 
 def forward(call: Call, save: bool) -> Result:
-    """Return the Result of a call: the output in the dtype and dimension order of query, the lse in float32 or float64.
-
-    save: also compute `kept`, for a backward. This changes no bit of output and lse.
-    """
+    """Return the Result of a call. save: also compute `kept`, for a backward. This changes no bit of the others."""
     causal = at_once(call)
     if causal is not None and not (save and centre(call.value) is not None):
         less, everything = offset(call), Rectangle(0, call.query.shape[2], 0, call.key.shape[2], causal)

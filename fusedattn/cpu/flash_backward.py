@@ -41,10 +41,8 @@ def _by_kernel(call: Call, where: Rectangle, less: float, *tensors: Tensor) -> S
 
 
 def _by_formula(call, where, less, tensors, grad_out, out, lse, of_bias) -> Sequence[Tensor]:
-    """Return the gradients of query, key and value of a rectangle of scores, by the softmax formula.
-
-    lse: None if the rows see no other keys. out: None to recompute it. of_bias: accumulates the gradient of the bias.
-    """
+    """Return the gradients of query, key and value of a rectangle of scores, by the softmax formula."""
+    # lse: None if the rows see no other keys. out: None to recompute it. of_bias: accumulates the gradient of the bias.
     if lse is None:
         weights = flash.exact_weights(call, where, *tensors[:2])
     else:
@@ -166,11 +164,8 @@ def backward(
     call: Call, grad_out: Tensor | None, grad_lse: Tensor | None, out: Tensor, kept: Tensor, lse: Tensor,
     need_bias: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """Return the gradients of query, key, value, bias and sinks, each contiguous and in its input's dtype.
-
-    out, kept, lse: from the Result of the forward, over all keys. need_bias: compute the bias gradient, for which
-    `small_k.has_bias_gradient` must hold; otherwise it is None.
-    """
+    """Return the gradients of query, key, value, bias and sinks, each contiguous and in its input's dtype."""
+    # out, kept, lse: from the Result of the forward, over all keys. need_bias: needs `small_k.has_bias_gradient`.
     causal = flash.at_once(call) if grad_lse is None else None
     if causal is not None and grad_out is not None and (kept is out or centre(call.value) is None):
         incoming = grad_out

@@ -12,10 +12,8 @@ LARGE = {torch.bfloat16: 2.0**13}  # lse above which float32 is too inaccurate f
 
 
 def exact(call: Call, lse: Tensor, less: float, again: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return an lse minus the offset `less`, in float64 if its rounding error would be visible in the merged result.
-
-    again(near): recomputes the lse minus `near`. That is close to 0, where the rounding error is small.
-    """
+    """Return an lse minus the offset `less`, in float64 if its rounding error would be visible in the merged result."""
+    # again(near): recomputes the lse minus `near`. That is close to 0, where the rounding error is small.
     large = LARGE.get(call.query.dtype, 16.0)
     if lse.dtype == torch.float64 or not bool(((lse.abs() > large) & lse.isfinite()).any()):
         return lse
@@ -32,10 +30,7 @@ def merged(results: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 def shares_of(lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the share of each set of keys in the softmax over all, and the lse over all. A sink counts as a set.
-
-    A share is a set's total weight in the softmax over all. Shares (sets, ...) add up to 1, to 0 if every lse is -inf.
-    """
+    """Return (share of each set of keys in the softmax over all, 0 if every lse is -inf; lse over all)."""
     every = torch.stack(torch.broadcast_tensors(*lses))
     total = every.logsumexp(0)
     return every.softmax(0).masked_fill_(total == -INFINITE, 0.0), total

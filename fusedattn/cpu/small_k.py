@@ -24,10 +24,7 @@ def is_few(call: Call) -> bool:
 
 
 def has_bias_gradient(call: Call) -> bool:
-    """Return whether the softmax formula can compute the gradient of a call's bias.
-
-    It can if the call is a single Part, not computed in bfloat16, and not partial, which would round the gradient.
-    """
+    """Return whether the formula can compute a bias gradient: of a single Part, not in bfloat16, and not partial."""
     wide = is_widened(call.query.dtype) or call.query.dtype != torch.bfloat16
     return wide and not call.partial and call.cu_seqlens_q is call.key_mask is call.query_mask is None
 
@@ -39,10 +36,8 @@ def product(a: Tensor, b: Tensor, scale: float, out: Tensor | None = None) -> Te
 
 
 def has_weights_gradient(call: Call) -> bool:
-    """Return whether `flash_backward.from_weights` supports a call whose attention weights have an incoming gradient.
-
-    It cannot in 16 bits, where the weights are rounded, or with sinks, whose own weights it would need.
-    """
+    """Return whether `flash_backward.from_weights` supports a call whose weights have an incoming gradient."""
+    # It cannot in 16 bits, where the weights are rounded, or with sinks, whose own weights it would need.
     return call.query.dtype.itemsize >= 4 and not call.partial and call.cu_seqlens_q is call.sinks is None
 
 
@@ -95,10 +90,8 @@ def by_weights(
     weights: Tensor, scale: float, tensors: Sequence[Tensor], grad_out: Tensor, out: Tensor | None,
     of_bias: Tensor | None = None, grad_lse: Tensor | None = None, grad_weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return gradients of query, key and value from the softmax weights; add the gradient of scores to of_bias.
-
-    out: the output over all visible keys; None, which grad_lse and grad_weights need, if `weights` covers these keys.
-    """
+    """Return gradients of query, key and value from the softmax weights; add the gradient of scores to of_bias."""
+    # out: the output over all visible keys; None, which grad_lse and grad_weights need, if `weights` covers these keys.
     query, key, value = tensors
     size, heads = weights.shape, key.shape[1]
     rows, weights, grad_out = (grouped(x, heads) for x in (query, weights, grad_out))

@@ -15,10 +15,8 @@ OFF_CENTRE = 0.5  # values are centred if mean / root mean square exceeds this
 
 
 def centre(value: Tensor) -> Tensor | None:
-    """Return the mean of bfloat16 values over keys, (B, Hkv, 1, Dv), with 0 for small means; None if all are small.
-
-    A head's mean depends on its values alone: under vmap, forward and backward may get different batches.
-    """
+    """Return the mean of bfloat16 values over keys, (B, Hkv, 1, Dv), with 0 for small means; None if all are small."""
+    # A head's mean depends on its values alone: under vmap, forward and backward may get different batches.
     if value.dtype != torch.bfloat16:
         return None
     # A sample may show that the mean is small. Use few operators here: each takes 20 microseconds.
@@ -37,11 +35,9 @@ def centre(value: Tensor) -> Tensor | None:
 
 
 def with_centre(out: Tensor, kept: Tensor, lse: Tensor, common: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (output to save, mean subtracted from it). For each head, this is (`kept`, `common`) or (`out`, 0).
-
-    Outputs much smaller than the centre lose digits when it is subtracted, as in rows that see few keys with small
-    values. If most rows of a head are like that, its whole output is saved, and its centre is 0.
-    """
+    """Return (output to save, mean subtracted from it). For each head, this is (`kept`, `common`) or (`out`, 0)."""
+    # Outputs much smaller than the centre lose digits when it is subtracted, as in rows that see few keys with small
+    # values. If most rows of a head are like that, its whole output is saved, and its centre is 0.
     outputs, seen = (grouped(x, common.shape[1]) for x in (out, (lse != -INFINITE)[..., None]))
     mean = outputs.abs().sum((1, 2), dtype=torch.float32) / (seen.sum((1, 2)).clamp_min(1) * out.shape[3])
     small = mean.view(*common.shape[:2], 1, 1) < common.abs().mean((2, 3), True, dtype=torch.float32) / 2

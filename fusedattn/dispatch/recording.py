@@ -67,8 +67,7 @@ def _interpreted(kernel, options, views):
 class Recorder(contextlib.ExitStack):
     """Collects kernel launches of this thread inside the `with`, which runs on meta tensors, and makes a Recording.
 
-    A tensor is identified by its storage, and starts at its beginning. The first tensors are the caller's; a replay
-    allocates all others.
+    A tensor is identified by its storage, and starts at its beginning. The first tensors are the caller's.
     """
 
     def __init__(self, device: torch.device, given: Sequence):

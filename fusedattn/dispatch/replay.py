@@ -116,11 +116,9 @@ def _precision(tensor: Tensor) -> str | None:
 
 
 def _split(tensors: tuple, numbers: tuple) -> tuple[tuple, tuple] | None:
-    """Return (tensors that are not None, signature without the tensors' properties); None if a call cannot be replayed.
-
-    numbers: the arguments that are no tensors, then return_lse, return_weights, the named backend and whether autograd
-    records. Their types count too, because True, 1 and 1.0 are equal.
-    """
+    """Return (tensors that are not None, signature without their properties); None if a call cannot be replayed."""
+    # numbers: the arguments that are no tensors, return_lse, return_weights, the named backend and whether autograd
+    # records. Their types count too, because True, 1 and 1.0 are equal.
     present: tuple
     query, key, value, *options = tensors
     kinds = tuple(map(type, numbers))
@@ -145,10 +143,8 @@ def _signature(present: tuple, most: tuple) -> tuple | None:
 
 
 def _guards(present: tuple) -> Any:
-    """Return TensorGuards that match these tensors; None if a tensor occurs twice, which guards do not support.
-
-    Guards also compare dispatch keys, so autocast, transforms, modes, wrappers and negated views never match.
-    """
+    """Return TensorGuards that match these tensors; None if a tensor occurs twice, which guards do not support."""
+    # Guards also compare dispatch keys, so autocast, transforms, modes, wrappers and negated views never match.
     if TensorGuards is None or len(set(map(id, present))) < len(present):
         return None
     return TensorGuards(*present, dynamic_dims_sizes=None, dynamic_dims_strides=None)
@@ -314,10 +310,8 @@ class Replay(Checked):
         return [None if place is None else made[place] for place in places]
 
     def again(self, present: tuple, need: tuple) -> list | None:
-        """Replay the recorded backward whose TensorGuards match, and return gradients of inputs; None if none matches.
-
-        present: the saved tensors and, before the output, its gradient, the only incoming one. need: of all inputs.
-        """
+        """Replay the recorded backward whose TensorGuards match, and return gradients of inputs, or None."""
+        # present: the saved tensors and, before the output, its gradient, the only incoming one. need: of all inputs.
         if torch.is_grad_enabled() or must_dispatch():
             return None
         settings = need, _precision(present[0]), torch.are_deterministic_algorithms_enabled()

@@ -168,10 +168,8 @@ class _Attend(torch.autograd.Function):
 
 
 def agreed(function: str, given: dict[str, Any], prepare: Prepare = prepared) -> GlobalCall | None:
-    """Agree with all ranks on a call, and return the GlobalCall; None without a process group. given: {name: argument}.
-
-    Raise TypeError, ValueError or NotImplementedError on all ranks if an argument is wrong on one, or differs.
-    """
+    """Agree with all ranks on a call {name: argument}, and return the GlobalCall; None without a process group."""
+    # Raise on all ranks if an argument is wrong on one, or differs.
     ranks, balance, backend = ranks_of.of(given["group"]), given.get("balance"), given["backend"]
     if ranks is None:
         check_balance(balance)

@@ -162,10 +162,8 @@ class Transfer(NamedTuple):
 def exchange(
     ranks: Ranks, sent: Iterable[Tensor], to: int | None, received: Iterable[Tensor], of: int | None
 ) -> Transfer:
-    """Start to send the tensors `sent` to rank `to`, and to receive into the tensors `received` from rank `of`.
-
-    If a rank is None, its half is skipped. The tensors are contiguous, and must not change before `wait` has returned.
-    """
+    """Start to send the tensors `sent` to rank `to`, and to receive into the tensors `received` from rank `of`."""
+    # If a rank is None, its half is skipped. The tensors are contiguous, and must not change before `wait` returns.
     received = tuple(received)
     operations = [
         dist.P2POp(operation, as_bytes(x), group=ranks.group, group_peer=peer)

@@ -67,10 +67,8 @@ def strided(tensor: Tensor) -> bool:
 
 
 def aligned(tensor: Tensor) -> bool:
-    """Return whether the address of a tensor is aligned as TMA requires.
-
-    True if it has no address, as in a compiler, functorch and fake tensors: the operator checks again when it runs.
-    """
+    """Return whether the address of a tensor is aligned as TMA requires."""
+    # True if it has no address, as in a compiler, functorch and fake tensors: the operator checks again when it runs.
     wraps = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
     if torch.compiler.is_compiling() or wraps or not has_storage(tensor):
         return True
@@ -78,10 +76,8 @@ def aligned(tensor: Tensor) -> bool:
 
 
 def by_threads(tensor: Tensor) -> bool:
-    """Return whether Triton may load a (B, H, S, D) tensor by single elements, because it cannot know the alignment.
-
-    Triton knows only which addresses are multiples of 16 bytes, and which strides are multiples of 16 elements.
-    """
+    """Return whether Triton may load a (B, H, S, D) tensor by single elements, because it cannot know the alignment."""
+    # Triton knows only which addresses are multiples of 16 bytes, and which strides are multiples of 16 elements.
     *strides, last = of(tensor).strides
     return last != 1 or tensor.shape[3] % 2 != 0 or any(step % 16 for step in strides) or not aligned(tensor)
 
@@ -99,10 +95,8 @@ def descriptor(tensor: Tensor, rows: int) -> TensorDescriptor:
 
 
 def described(tile: tile_table.Tile, rows: int, hiding: Tensor | None, **tensors: Tensor) -> dict[str, Any]:
-    """Return {name: TMA descriptor} if the tile uses TMA and TMA can read all tensors; otherwise {}, to use Views.
-
-    hiding: the mask of the tensors' rows, or None. Masked rows may be NaN, and TMA cannot skip them.
-    """
+    """Return {name: TMA descriptor} if the tile uses TMA and TMA can read all tensors; otherwise {}, to use Views."""
+    # hiding: the mask of the tensors' rows, or None. Masked rows may be NaN, and TMA cannot skip them.
     if not tile.tma or hiding is not None or not all(x.numel() and strided(x) and aligned(x) for x in tensors.values()):
         return {}
     return {name: descriptor(x, rows) for name, x in tensors.items()}

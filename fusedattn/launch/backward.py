@@ -251,10 +251,8 @@ def _dbias(p, grad_bias):
 
 
 def _add_up(p, by_row, by_key, grads):
-    """Reduce the sums that kernels stored by row or by key to the gradients of bias, slopes and sinks.
-
-    The totals are float64, which costs nothing here. In float32 the error would grow with the number of rows.
-    """
+    """Reduce the sums that kernels stored by row or by key to the gradients of bias, slopes and sinks."""
+    # The totals are float64, which costs nothing here. In float32 the error would grow with the number of rows.
     call = p.call
     sums = {name: x.double() for name, x in by_row.items() if x is not None}
     if "bias" in sums:

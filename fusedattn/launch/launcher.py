@@ -27,11 +27,9 @@ _hashed: set[int] = set()  # the id of each function that `_hash` has seen
 
 
 def _hash(function: object) -> None:
-    """Make Triton hash a function for its disk cache, after all functions that it calls.
-
-    Before Triton 3.9 a hash includes only the constants of callees that were hashed earlier (triton-lang/triton#10494),
-    so processes with different first calls would not share the cache.
-    """
+    """Make Triton hash a function for its disk cache, after all functions that it calls."""
+    # Before Triton 3.9 a hash includes only the constants of callees that were hashed earlier, so processes with other
+    # first calls would not share the cache: triton-lang/triton#10494.
     if not isinstance(function, JITFunction) or id(function) in _hashed:
         return
     _hashed.add(id(function))
@@ -59,10 +57,8 @@ def load(kernel, programs: int, arguments: dict, options: dict):
 
 @functools.lru_cache(maxsize=4096)  # looking at a signature takes longer than a launch
 def launched(compiled, encodes: bool = True) -> Callable:
-    """Return a function (programs, stream, arguments) that launches a loaded kernel and calls the hooks of profilers.
-
-    encodes: whether to encode TMA descriptors. If not, the arguments already hold encoded ones (`encoders`).
-    """
+    """Return a function (programs, stream, arguments) that launches a loaded kernel and calls profilers' hooks."""
+    # encodes: whether to encode TMA descriptors. If not, the arguments already hold encoded ones (`encoders`).
     run = _run_of(compiled)
     if run is None:
         return lambda programs, stream, arguments: compiled[(programs, 1, 1)](*arguments, stream=stream)
@@ -119,10 +115,8 @@ def _encoder(descriptor, encode: Callable) -> Callable[[Tensor], Any]:
 
 
 def encoders(compiled, descriptors: Sequence, device: torch.device) -> list[Callable] | None:
-    """Return an encoder for each descriptor; None if this version of Triton encodes descriptors in another way.
-
-    Shape and strides follow each descriptor as arguments. That is checked here, with a tensor of the device.
-    """
+    """Return an encoder for each descriptor; None if this version of Triton encodes descriptors in another way."""
+    # Shape and strides follow each descriptor as arguments. That is checked here, with a tensor of the device.
     run, kinds = _run_of(compiled), getattr(compiled.metadata, "tensordesc_meta", None)
     if run is None or _launcher_of(run) is None or not kinds or len(kinds) != len(descriptors) or None in kinds:
         return None

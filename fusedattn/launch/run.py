@@ -130,10 +130,7 @@ def pressure_of(call):
 
 
 def kind_of(name, call, cached=False):
-    """Return a dict key for a kernel and a call. Calls with equal keys try the same tiles and share failures.
-
-    cached: whether a Hopper kernel reads caches.
-    """
+    """Return a key: calls with equal keys share tiles and failures. cached: whether a Hopper kernel reads caches."""
     if name in tile_table.ON_HOPPER:
         return f"{name} ({hopper.variant(call, cached)})", device_of(call.query)
     query, rows = call.query, call.query.shape[2] if call.max_seqlen_q is None else call.max_seqlen_q

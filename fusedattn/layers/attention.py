@@ -56,10 +56,8 @@ def _size(tensor: Tensor, dim: int, name: str) -> int | str:
 
 
 def check_fits(name: str, tensor: Tensor, layer: nn.Module | None, same_dtype: bool = True) -> None:
-    """Raise unless a tensor has the device of a layer's weight and, with same_dtype, its dtype.
-
-    A layer whose weight is wrapped, computed, quantized or not yet loaded checks its input itself.
-    """
+    """Raise unless a tensor has the device of a layer's weight and, with same_dtype, its dtype."""
+    # A layer whose weight is wrapped, computed, quantized or not yet loaded checks its input itself.
     # Not layer.weight: torch.nn.utils.parametrize would compute it for this check alone.
     weight = None if layer is None else layer._parameters.get("weight")
     # Not weight.is_meta: a compiler makes it a node of its graph.
@@ -80,10 +78,7 @@ def _linear(inputs: int, outputs: int, bias: bool, **factory: Any) -> nn.Linear:
 
 
 def _add_head_dim(name: str, pairs: Any, sizes: tuple[int, ...] | None) -> Any:
-    """Insert a head dimension into a mask or bias of rank 3: (B, Sq, Sk) becomes (B, 1, Sq, Sk).
-
-    sizes: B, Sq and Sk; None if they are not known yet.
-    """
+    """Make a mask or bias (B, Sq, Sk) (B, 1, Sq, Sk). sizes: B, Sq and Sk; None if they are not known yet."""
     if not isinstance(pairs, Tensor) or rules.irregular(pairs) is not None or pairs.dim() != 3:
         return pairs
     if sizes is not None and not rules.broadcasts(pairs, sizes):

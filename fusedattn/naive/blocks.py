@@ -80,10 +80,8 @@ def spans(rows: int, step: int) -> Iterator[tuple[int, int]]:
 
 
 def parts(call: Call, limit: int) -> list[list[Part]]:
-    """Split a call into Parts: return a list for each span of batches, with a Part for each span of heads.
-
-    A block has at most `limit` bytes of scores, but at least one row of the query heads of one key head.
-    """
+    """Split a call into Parts: return a list for each span of batches, with a Part for each span of heads."""
+    # A block has at most `limit` bytes of scores, but at least one row of the query heads of one key head.
     whole, (batch, heads, rows, _) = uncut(call), call.query.shape
     if 0 in (batch, heads, rows):
         return [[whole]]

@@ -37,10 +37,8 @@ def rotated(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved:
 def _to_write(
     cache: Tensor, new: Tensor, position: Tensor, table: Tensor | None, capacity: int
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return (page of each row, its index in the page, row) to write `new` (B, H, S, D) at `position` (B, S), or None.
-
-    Rows past the capacity or on pages outside the pool are dropped.
-    """
+    """Return (page, index in the page, row) to write `new` (B, H, S, D) at `position` (B, S), or None."""
+    # Rows past the capacity or on pages outside the pool are dropped.
     pages, _, page, _ = cache.shape
     if any(holds(size == 0, False) for size in (*cache.shape, *new.shape, capacity)):
         return None
@@ -106,10 +104,8 @@ def append(decode: Decode) -> None:
 
 
 def dense(decode: Decode) -> Call:
-    """Convert a Decode to the equivalent padded Call. Call this after `append`, which fills the caches.
-
-    If causal, window or slopes align sequences at their ends, the Call gets offsets, as from `varlen.padded`.
-    """
+    """Convert a Decode to the equivalent padded Call. Call this after `append`, which fills the caches."""
+    # If causal, window or slopes align sequences at their ends, the Call gets offsets, as from `varlen.padded`.
     call, (_, after) = rotated_query(decode), _lengths(decode)
     real = torch.arange(call.key.shape[2], device=after.device) < after[:, None]
     real = real if call.key_mask is None else real & call.key_mask
@@ -122,10 +118,8 @@ def dense(decode: Decode) -> Call:
 
 
 def by_length(decode: Decode) -> list[Call] | None:
-    """Split a Decode into dense Calls, one for each run of sequences of equal length, with keys cut to that length.
-
-    Return None if that skips too few keys, or if reading lengths would cause a host sync, a graph break or an error.
-    """
+    """Split a Decode into dense Calls, one for each run of sequences of equal length, with keys cut to that length."""
+    # Return None if that skips too few keys, or if reading lengths would cause a host sync, a graph break or an error.
     if not is_known(decode.lengths) or not len(decode.lengths) or not plain((*decode, *decode.call)):
         return None
     call, lengths = rotated_query(decode), _lengths(decode)[1].tolist()

@@ -29,10 +29,8 @@ def _xor(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _rounds(counter: list[Tensor], keys: list[tuple[Tensor, ...]]) -> list[Tensor]:
-    """Return four random words for each counter; only their lower 32 bits are valid.
-
-    The four words of the counters broadcast to a grid, so that the first rounds compute few numbers.
-    """
+    """Return four random words for each counter; only their lower 32 bits are valid."""
+    # The four words of the counters broadcast to a grid, so that the first rounds compute few numbers.
     c0, c1, c2, c3 = counter
     c0, c2 = c0.clone(), c2.clone()
     for k0, k1 in zip(*keys, strict=True):

@@ -23,10 +23,8 @@ INFINITE = float("inf")
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
-    """Return (output, stats) of a float32 or float64 call without sinks.
-
-    stats (B, Hq, Sq, 2): the largest score, and log2(sum of exp(score - largest)). An empty row has -inf and inf.
-    """
+    """Return (output, stats) of a float32 or float64 call without sinks."""
+    # stats (B, Hq, Sq, 2): the largest score, and log2(sum of exp(score - largest)). An empty row has -inf and inf.
 
     def of_block(part: Part, where: Block) -> tuple[Tensor, Tensor, None]:
         scores = _scores(part, where)

@@ -32,10 +32,8 @@ def _products(out: Tensor, scale: float, factors: Sequence[tuple[Tensor, Tensor]
 def _of_block(
     part: Part, moved: Call, has: Sequence[bool], block: Block, memory: Tensor, need_weights: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the tangents of (output, lse, weights or None) of a block.
-
-    moved: the Call with tangents as INPUTS. has: whether query, key and value have one. memory: (2, n), for scores.
-    """
+    """Return the tangents of (output, lse, weights or None) of a block."""
+    # moved: the Call with tangents as INPUTS. has: whether query, key and value have one. memory: (2, n), for scores.
     call, (first, last, begin, end) = part.call, block
     query, t_query = (x.query[:, :, first:last] for x in (call, moved))
     key, value, t_key, t_value = (x[:, :, begin:end] for x in (call.key, call.value, moved.key, moved.value))

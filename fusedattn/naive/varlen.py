@@ -42,11 +42,8 @@ def packed(rows: Padding, out: Tensor, lse: Tensor | None, weights: Tensor | Non
 
 
 def runs(lengths: list[tuple[int, int]], waste: float, slack: float) -> Iterator[tuple[int, int]]:
-    """Yield (first, last + 1) for each run of sequences that can be padded to the longest of the run.
-
-    lengths: (rows, keys) of each sequence. A padded run has at most `waste` times the scores of its sequences, plus
-    `slack`.
-    """
+    """Yield (first, last + 1) for each run of sequences, of lengths (rows, keys), to pad to the longest of the run."""
+    # A padded run has at most `waste` times the scores of its sequences, plus `slack`.
     first, real, max_seqlen_q, max_seqlen_k = 0, 0, 0, 0
     for b, (rows, keys) in enumerate(lengths):
         larger = max(max_seqlen_q, rows), max(max_seqlen_k, keys)
@@ -59,10 +56,8 @@ def runs(lengths: list[tuple[int, int]], waste: float, slack: float) -> Iterator
 
 
 def sequences(call: Call) -> list[Call]:
-    """Split a packed call, so that one long sequence does not pad all others to its length.
-
-    A call with dropout is not split, because dropout depends on a sequence's index. Nor is a call of unknown lengths.
-    """
+    """Split a packed call, so that one long sequence does not pad all others to its length."""
+    # A call with dropout is not split, because dropout depends on a sequence's index. Nor is a call of unknown lengths.
     assert call.cu_seqlens_q is not None and call.cu_seqlens_k is not None
     known = is_known(call.cu_seqlens_q) and is_known(call.cu_seqlens_k)
     if not known or call.seed is not None or len(call.cu_seqlens_q) == 1:

@@ -22,7 +22,7 @@ _TANGENTS = *(f"tangent_{name}" for name in INPUTS), *(f"moved_{name}" for name 
 
 
 class Formula(NamedTuple):
-    """A function that returns a tuple of tensors, with the names of its arguments and results for `vmap_rule`.
+    """A function that returns a tuple of tensors, and the names of arguments and results for `vmap_rule`.
 
     The names include the fields of a Call. An elementwise function needs none: torch.vmap maps it by itself.
     """
@@ -32,10 +32,7 @@ class Formula(NamedTuple):
     results: tuple[str, ...] = ()
 
     def linear(self, transform: Callable, more: Sequence[str], results: Sequence[str]) -> "Formula":
-        """Return a Formula for `transform`, a derivative of self. It is linear in its first arguments, named `more`.
-
-        The arguments of self follow them.
-        """
+        """Return a Formula of a derivative of self, linear in its first arguments `more`; those of self follow."""
         # The number distinguishes the name of a tangent from the name of the tangent's own tangent.
         named = tuple(f"{len(self.names)}:{name}" for name in more)
         return Formula(transform, (*named, *self.names), tuple(results))

@@ -52,10 +52,8 @@ def _formula(operator: Any) -> Callable[..., Any]:
 
 
 def offer(operator: Any) -> None:
-    """Add an operator's FLOP formula to torch's active counters. Call this before the operator.
-
-    It is not done at import: torch's module imports Triton, and a counter copies the formulas when it is created.
-    """
+    """Add an operator's FLOP formula to torch's active counters. Call this before the operator."""
+    # It is not done at import: torch's module imports Triton, and a counter copies the formulas when it is created.
     if torch.compiler.is_compiling() or operator.__name__ not in PRODUCTS:
         return
     for formulas in flop_formulas():

@@ -28,10 +28,8 @@ def widened(call: Call) -> Call:
 
 
 def forward(call: Call, backend: str) -> tuple[Tensor, Tensor]:
-    """Return (output, stats) of a partial call without sinks.
-
-    stats (B, Hq, Sq, 2): a score near the largest, divided by `unit`, and log2 of the sum; -inf and inf for empty rows.
-    """
+    """Return (output, stats) of a partial call without sinks."""
+    # stats (B, Hq, Sq, 2): a score near the largest, divided by `unit`, and log2 of the sum; -inf and inf if empty.
     flops.offer(OPERATORS.forward)
     if backend in KERNELS:
         out, _, _, stats = OPERATORS.forward(*call, False, False, True, backend)
@@ -50,10 +48,8 @@ def forward(call: Call, backend: str) -> tuple[Tensor, Tensor]:
 def backward(
     call: Call, backend: str, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, stats: Tensor, need: list[bool]
 ) -> list[Tensor | None]:
-    """Return gradients of the INPUTS of a partial call, None if not needed.
-
-    grad_out has the dtype of query. out and stats cover all keys that the rows see, not only this part.
-    """
+    """Return gradients of the INPUTS of a partial call, None if not needed."""
+    # grad_out has the dtype of query. out and stats cover all keys that the rows see, not only this part.
     stats, grad_lse = stats.contiguous(), None if grad_lse is None else grad_lse.contiguous()
     if backend not in KERNELS:
         call = widened(call)

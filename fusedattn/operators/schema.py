@@ -84,10 +84,8 @@ def saved(ctx: Any) -> tuple[list[Any], list[Tensor | None]]:
 
 
 def run_operator(operator, implementation, *arguments):
-    """Run an operator on checked arguments: directly, or by torch's dispatcher if a mode must see the call.
-
-    The dispatcher also materialises negated views and wrappers.
-    """
+    """Run an operator on checked arguments: directly, or by torch's dispatcher if a mode must see the call."""
+    # The dispatcher also materialises negated views and wrappers.
     if plain(arguments):
         return implementation(*arguments)
     flops.offer(operator)
@@ -128,10 +126,8 @@ def new_results(call: Call, need_lse: bool, need_weights: bool) -> tuple[Tensor,
 
 
 def stats_columns(dtype: torch.dtype, width: int, backend: str = "triton") -> int:
-    """Return how many float32 numbers a forward saves for each row, besides its output of `width` columns.
-
-    Kernels save two numbers of the softmax and, for an output of 16 bits, its rounding error, one byte per element.
-    """
+    """Return how many float32 numbers a forward saves for each row, besides its output of `width` columns."""
+    # Kernels save two numbers of the softmax and, for an output of 16 bits, its rounding error, one byte per element.
     if backend == "cpu":
         return cpu.stats_columns(dtype, width)
     if backend == "naive":

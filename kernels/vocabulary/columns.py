@@ -52,11 +52,9 @@ def part(m, n: tl.constexpr):
 
 @triton.jit
 def load(m, rows, exists, D: tl.constexpr, first=0, LATER: tl.constexpr = False):
-    """Return the Columns of a [rows, D] tile, loaded as `memory.load` does; a Described matrix has one part.
-
-    With LATER, or if elements have 32 bits, wide tiles are loaded by each product: registers and shared memory cannot
-    hold all tiles of a step.
-    """
+    """Return the Columns of a [rows, D] tile, loaded as `memory.load` does; a Described matrix has one part."""
+    # With LATER, or if elements have 32 bits, wide tiles are loaded by each product: registers and shared memory cannot
+    # hold all tiles of a step.
     if isinstance(m.base, tl.tensor_descriptor):
         return Columns((memory.load(m, rows, exists, D, first),), (), (), ())
     elif D > PART and (LATER or m.base.dtype.scalar.element_ty.primitive_bitwidth >= 32):

@@ -21,19 +21,15 @@ def _fence():
 
 @triton.jit
 def fence():
-    """Make earlier loads visible to wgmma, which reads shared memory through another proxy.
-
-    PTX ISA, "Async proxy": https://docs.nvidia.com/cuda/parallel-thread-execution/#async-proxy
-    """
+    """Make earlier loads visible to wgmma, which reads shared memory through another proxy."""
+    # PTX ISA, "Async proxy": https://docs.nvidia.com/cuda/parallel-thread-execution/#async-proxy
     if UNFENCED and cuda_capability_geq(9, 0):
         _fence()
 
 
 @triton.jit
 def fence_later(BY_THREADS: tl.constexpr):
-    """Make the load just before visible to a later wgmma, if BY_THREADS: threads, not TMA, copy some tiles.
-
-    Then Triton before 3.9 waits for the copies of the tile only here, and its own fence comes earlier.
-    """
+    """Make the load just before visible to a later wgmma, if BY_THREADS: threads, not TMA, copy some tiles."""
+    # Then Triton before 3.9 waits for the copies of the tile only here, and its own fence comes earlier.
     if BY_THREADS and LATER_UNFENCED and cuda_capability_geq(9, 0):
         _fence()

@@ -73,10 +73,7 @@ def _plane(dropout, plane):
 
 @triton.jit
 def word(dropout, plane, r, c):
-    """Return the random word of each pair (r, c), by four times the Philox calls of `four`, but at any origin.
-
-    r and c are [n, 1] and [1, m], or the reverse. The result has their layout.
-    """
+    """Return the random word of each pair ([n, 1], [1, m] or reverse) by four times the Philox calls, at any origin."""
     row, key = dropout.origin.unaligned
     r, c = tl.broadcast(r + row, c + key)
     low, high = (r >> 4) * 8 + (r & 7), (c >> 4) * 8 + (c & 7)
@@ -113,11 +110,9 @@ def _four(dropout, plane, r, c):
 
 @triton.jit
 def four(dropout, plane, i, j):
-    """Return a random 32-bit word for each pair, from the Philox counters of two rows (i) and of two keys (j) each.
-
-    One call of Philox gives four words. They go to rows r, r + 8 and keys c, c + 8. A thread that holds one of these
-    elements of a product holds all four, so no data moves between threads.
-    """
+    """Return a random 32-bit word for each pair, from the Philox counters of two rows (i) and of two keys (j) each."""
+    # One call of Philox gives four words. They go to rows r, r + 8 and keys c, c + 8. A thread that holds one of these
+    # elements of a product holds all four, so no data moves between threads.
     BY_ROWS: tl.constexpr = i.shape[1] == 1
     ROWS: tl.constexpr = 2 * i.shape[0] * i.shape[1]
     KEYS: tl.constexpr = 2 * j.shape[0] * j.shape[1]

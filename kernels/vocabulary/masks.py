@@ -81,11 +81,9 @@ def half(words, c):
 
 @triton.jit
 def bit(bits, c):
-    """Return True where the bit of c is set in the result of `half`.
-
-    In results of tensor cores the columns of a thread differ in other bits than 1 and 2. After a shift by these, which
-    neighbours share, the others are constants, and take no registers.
-    """
+    """Return True where the bit of c is set in the result of `half`."""
+    # In results of tensor cores the columns of a thread differ in other bits than 1 and 2. After a shift by these bits,
+    # which neighbours share, the others are constants, and take no registers.
     return (((bits >> (c & 6)) >> (c & (BLOCK - 1) & 25)) & 1) != 0
 
 
@@ -113,11 +111,8 @@ def shown(masks, band, plane, r, c, first, CHECK: tl.constexpr):
 
 @triton.jit
 def visible(masks, shown, band, plane, r, c, real=None):
-    """Return True for the (row, key) pairs that all masks leave visible. r and c are [n, 1] and [1, m], or the reverse.
-
-    real: `real_keys` of c, if loaded already.
-    masks.rows is not needed here: the saved statistics of a hidden row give it weights of 0.
-    """
+    """Return True for the (row, key) pairs that all masks leave visible. real: `real_keys` of c, if loaded already."""
+    # masks.rows is not needed here: the saved statistics of a hidden row give it weights of 0.
     seen = span.inside(band, r, c)
     if masks.keys is not None:
         seen &= real_keys(masks, plane, c, band.keys) if real is None else real

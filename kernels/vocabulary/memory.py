@@ -47,13 +47,11 @@ def _same(x):
 
 @triton.jit
 def opaque(x):
-    """Return x, and hide from the compiler how x was computed. It costs no instruction.
-
-    Before triton-lang/triton#11691 the compiler lays out an operand of mma.sync for the narrowest load that it depends
-    on, such as a byte of a mask, and for half its width after a tl.join. At best this costs a detour through shared
-    memory; at worst, with a layout for K = 8 in a product of K = 16, results are wrong. So weights that depend on masks
-    or random bits pass through here.
-    """
+    """Return x, and hide from the compiler how x was computed. It costs no instruction."""
+    # Before triton-lang/triton#11691 the compiler lays out an operand of mma.sync for the narrowest load that it needs,
+    # such as a byte of a mask, and for half its width after a tl.join. At best that is a detour through shared memory;
+    # at worst, with a layout for K = 8 in a product of K = 16, results are wrong. So weights that depend on masks or
+    # random bits pass through here.
     if INTERPRETED:
         return x
     else:
@@ -97,10 +95,8 @@ def of_keys(view, plane):
 
 @triton.jit
 def table(base, plane, n, COLUMNS: tl.constexpr, BY_KEYS: tl.constexpr = False):
-    """Return the rows of one (batch, head) in a contiguous buffer (B * H, n, COLUMNS), as a matrix.
-
-    n counts queries or keys. Packed sequences share one buffer (heads, total rows or keys, COLUMNS).
-    """
+    """Return the rows of one (batch, head) in a contiguous buffer (B * H, n, COLUMNS), as a matrix."""
+    # n counts queries or keys. Packed sequences share one buffer (heads, total rows or keys, COLUMNS).
     if len(plane.packed) == 0:
         first = tl.cast(plane.index, tl.int64) * n
     elif BY_KEYS:
@@ -112,10 +108,8 @@ def table(base, plane, n, COLUMNS: tl.constexpr, BY_KEYS: tl.constexpr = False):
 
 @triton.jit
 def load(m, rows, exists, D: tl.constexpr, first=0):
-    """Load a [rows, width(D)] tile; zeros past column D and where `exists` is False (None if all rows exist).
-
-    A Described matrix is read from row `first` on, whatever `rows` says; its missing rows must lie past the end.
-    """
+    """Load a [rows, width(D)] tile; zeros past column D and where `exists` is False (None if all rows exist)."""
+    # A Described matrix is read from row `first` on, whatever `rows` says; its missing rows must lie past the end.
     r, c = rows[:, None], tl.arange(0, width(D))[None, :]
     if isinstance(m.base, tl.tensor_descriptor):
         tile = m.base.load([m.batch, m.head, m.row + first, 0]).reshape([rows.shape[0], width(D)])
@@ -146,11 +140,8 @@ def store_rows(m, rows, exists, tile, D: tl.constexpr):
 
 @triton.jit
 def add(sums, plane, rows, first, n, tile, D: tl.constexpr):
-    """Add a tile atomically to rows of one head in `sums`, from row `first` on; rows from n on are left out.
-
-    sums is a View, or a descriptor of (B, H, S, D). With a descriptor TMA adds the tile asynchronously, and threads
-    need no addresses.
-    """
+    """Add a tile atomically to rows of one head in `sums`, from row `first` on; rows from n on are left out."""
+    # sums is a View or a descriptor of (B, H, S, D), with which TMA adds asynchronously, and threads need no addresses.
     if isinstance(sums, tl.tensor_descriptor):
         place = [plane.batch, plane.head, first, 0]
         if len(plane.packed) > 0:
@@ -166,10 +157,8 @@ def add(sums, plane, rows, first, n, tile, D: tl.constexpr):
 
 @triton.jit
 def load_pairs(m, r, c, rows, keys, CHECK: tl.constexpr):
-    """Load elements (r, c) of a (rows, keys) matrix, zero past its end. r and c are [n, 1] and [1, m], or the reverse.
-
-    Without CHECK the tile must not pass the end along its second axis.
-    """
+    """Load elements (r, c) of a (rows, keys) matrix, zero past its end. r, c are [n, 1], [1, m] or the reverse."""
+    # Without CHECK the tile must not pass the end along its second axis.
     if CHECK:
         exists = (r < rows) & (c < keys)
     else:
@@ -210,11 +199,9 @@ def store_column(m, rows, n, i, x):
 
 @triton.jit
 def load_quad(m, rows, n):
-    """Load a (row, 4) matrix as four vectors, zero past row n, in one load.
-
-    Triton 3.6 gives a load of fewer than 32 * num_warps elements the layout of the operation that uses it, with up to
-    16 copies of each element. Three loads of vectors made the dk/dv loop 1.5 times as long.
-    """
+    """Load a (row, 4) matrix as four vectors, zero past row n, in one load."""
+    # Triton 3.6 gives a load of fewer than 32 * num_warps elements the layout of the operation that uses it, with up to
+    # 16 copies of each element. Three loads of vectors made the dk/dv loop 1.5 times as long.
     r, c = rows[:, None], tl.arange(0, 4)[None, :]
     even, odd = tl.split(tl.reshape(tl.load(pointers(m, r, c), mask=r < n, other=0.0), [rows.shape[0], 2, 2]))
     first, third = tl.split(even)

@@ -9,11 +9,10 @@ from . import memory, span
 
 
 class Cache(NamedTuple):
-    """Key-value cache: Views of K and V (pages, Hkv, rows, columns), of lengths (B,), and of page numbers (B, n).
+    """Views of K and V (pages, Hkv, rows, columns), of lengths (B,), and of page numbers (B, n).
 
-    V is None if the values are the first columns of the keys. If the table of page numbers is None, page b has all keys
-    of sequence b. PAGE, in the functions below, is the
-    number of rows of a page, or None if a sequence has only one page, so that the capacity is not compiled in.
+    V is None if the values are the first columns of the keys. Without a table, page b has all keys of sequence b. PAGE,
+    in the functions below, is the number of rows of a page, or None if a sequence has only one page.
     """
 
     K: memory.View
@@ -48,10 +47,8 @@ def number(cache, plane, at, exists, PAGE: tl.constexpr):
 
 @triton.jit
 def of_block(cache, plane, j, capacity, PAGE: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the page number of a sequence's block j of BLOCK keys, or of each key [BLOCK, 1] if blocks span pages.
-
-    Loops call this one step ahead, so that loads of tiles start early; j may be past the last block.
-    """
+    """Return the page number of a sequence's block j of BLOCK keys, or of each key [BLOCK, 1] if blocks span pages."""
+    # Loops call this one step ahead, so that loads of tiles start early; j may be past the last block.
     if cache.table is None:
         return plane.batch
     elif _several(PAGE, BLOCK):

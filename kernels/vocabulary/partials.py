@@ -28,10 +28,8 @@ def states(partials, plane, at, n):
 
 @triton.jit
 def keep(partials, plane, rows, c, length, split, splits, sums, state, some, DV: tl.constexpr):
-    """Store the softmax State of each row over one split of the keys, and its unnormalised output `sums`.
-
-    The output is stored if `some`: the split has keys. c: all columns. A head has `length` rows.
-    """
+    """Store the softmax State of each row over one split of the keys and, if `some`, its unnormalised output `sums`."""
+    # some: the split has keys. c: all columns. A head has `length` rows.
     at, n = tl.where(rows < length, split * length + rows, 0x7FFFFFFF), splits * length
     if some:
         r = at[:, None]

@@ -47,10 +47,8 @@ def store(m, rows, n, row_max, log2_sum):
 
 @triton.jit
 def store_tail(m, rows, n, out, c, DV: tl.constexpr, dtype: tl.constexpr):
-    """Store the rounding error of a tile of the output, one byte per element, if dtype has 16 bits.
-
-    Call it before the output is stored: the compiler may then keep only the rounded output, in half the registers.
-    """
+    """Store the rounding error of a tile of the output, one byte per element, if dtype has 16 bits."""
+    # Call it before the output is stored: the compiler may then keep only the rounded output, in half the registers.
     if dtype.primitive_bitwidth == 16:
         if dtype == tl.bfloat16:
             # A bfloat16 is the upper half of a float32. The lower half, as a signed number, is the error. If it is half

@@ -89,20 +89,16 @@ def _number(value, dtype: tl.constexpr):
 
 @triton.jit
 def _multiply_add(x, factor, added):
-    """Return x * factor + added, rounded once, even if added is 0.
-
-    The compiler would fuse a plain product with the later subtraction of the row max, which is a rounded product: the
-    largest score of a row would then not cancel exactly.
-    """
+    """Return x * factor + added, rounded once, even if added is 0."""
+    # The compiler would fuse a plain product with the later subtraction of the row max, which is a rounded product: the
+    # largest score of a row would then not cancel exactly.
     return tl.fma(x, _number(factor, x.dtype), added)
 
 
 @triton.jit
 def pairs(view, band, plane, r, c, CHECK: tl.constexpr):
-    """Load elements (r, c) of a View of (B, H, Sq, Sk); None gives 0. r and c are [n, 1] and [1, m], or the reverse.
-
-    Load a bias before its product: a load in between keeps wgmma from running asynchronously.
-    """
+    """Load elements (r, c) of a View of (B, H, Sq, Sk); None gives 0. r and c are [n, 1] and [1, m], or the reverse."""
+    # Load a bias before its product: a load in between keeps wgmma from running asynchronously.
     if view is not None:
         return memory.load_pairs(memory.matrix(view, plane), r, c, band.rows, band.keys, CHECK)
     else:

@@ -89,11 +89,9 @@ def finish(out, state, scale):
 
 @triton.jit
 def row(row_max, log2_sum):
-    """Return the Row (pivot, -log2 of the row sum) from row_max and the log2_sum of `finish`.
-
-    They stay two numbers: if row_max is large, their float32 sum would lose the logarithm, and each of n equal keys
-    would weigh 1 instead of 1 / n.
-    """
+    """Return the Row (pivot, -log2 of the row sum) from row_max and the log2_sum of `finish`."""
+    # They stay two numbers: if row_max is large, their float32 sum would lose the logarithm, and each of n equal keys
+    # would weigh 1 instead of 1 / n.
     return Row(_pivot(row_max), -log2_sum)
 
 

@@ -93,10 +93,8 @@ def locate(sequences, q_len, k_len, heads, BLOCK: tl.constexpr, BY_KEYS: tl.cons
 
 @triton.jit
 def padded(plane, block, ROWS: tl.constexpr):
-    """Return (batch, block) of a block of rows in a buffer where each packed sequence starts with a new block.
-
-    Sequence i begins there with block (its first row) // ROWS + i. All sequences before it end below that block.
-    """
+    """Return (batch, block) of a block of rows in a buffer where each packed sequence starts with a new block."""
+    # Sequence i begins there with block (its first row) // ROWS + i. All sequences before it end below that block.
     if len(plane.packed) == 0:
         return plane.batch, block
     else:
@@ -130,10 +128,8 @@ def kv_head(plane, GROUP: tl.constexpr):
 
 @triton.jit
 def band(rows, keys, left, right, TOP_LEFT: tl.constexpr):
-    """Return the Band of a window of `left` and `right` keys; None is unbounded, causal is right = 0.
-
-    With TOP_LEFT row 0 has the position of key 0, otherwise the last row has the position of the last key.
-    """
+    """Return the Band of a window of `left` and `right` keys; None is unbounded, causal is right = 0."""
+    # With TOP_LEFT row 0 has the position of key 0, otherwise the last row has the position of the last key.
     diagonal = 0 if TOP_LEFT else keys - rows
     low = -rows if left is None else diagonal - left
     high = keys if right is None else diagonal + right
@@ -154,10 +150,8 @@ def distance(b, r, c):
 
 @triton.jit
 def inside(b, r, c):
-    """Return True for pairs within the band. r and c are [n, 1] and [1, m], or the reverse.
-
-    Rows past the end need no test: they load as zeros, contribute nothing and are not stored.
-    """
+    """Return True for pairs within the band. r and c are [n, 1] and [1, m], or the reverse."""
+    # Rows past the end need no test: they load as zeros, contribute nothing and are not stored.
     return (c >= r + b.low) & (c <= tl.minimum(r + b.high, b.keys - 1))
 
 
@@ -189,9 +183,7 @@ def blocks(b, first, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def masked_past(ranges, n, length):
-    """Return the ranges of `blocks`, with a mask for every block if n, the end of the tile, is past `length`.
-
-    Without a mask a key past the end would have score 0 and weight exp(-lse). If that is inf, inf * 0 would reach dq.
-    """
+    """Return the ranges of `blocks`, with a mask for every block if n, the end of the tile, is past `length`."""
+    # Without a mask a key past the end would have score 0 and weight exp(-lse). If that is inf, inf * 0 would reach dq.
     begin, full, full_end, end = ranges
     return begin, full, tl.where(n <= length, full_end, full), end

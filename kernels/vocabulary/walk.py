@@ -46,10 +46,8 @@ def first(tile_list, begin):
 
 @triton.jit
 def step(tile_list, n, following):
-    """Return (tile, query head within its group) of step n of a loop, and the next entry of the tile list.
-
-    An entry is read one step ahead, so that loads of tiles start early. Without a list the caller counts the heads.
-    """
+    """Return (tile, query head within its group) of step n of a loop, and the next entry of the tile list."""
+    # An entry is read one step ahead, so that loads of tiles start early. Without a list the caller counts the heads.
     if tile_list is None:
         return n, 0, following
     else:
