@@ -28,8 +28,7 @@ def figure(written):
     """Return a figure with a line for each provider and a panel for each mode and kind of case with several lengths."""
     from matplotlib.figure import Figure
 
-    timed = drawable(written)
-    if not timed:
+    if not (timed := drawable(written)):
         raise ValueError("no row has a speed to draw")
     panels, (name, factor) = collections.defaultdict(list), unit(timed)
     for row in sorted(timed, key=lambda row: (row.mode != "forward", row.mode, row.causal, row.D)):

@@ -75,10 +75,8 @@ def checked_varlen(
     most_q = lengths.rows if max_seqlen_q is None else max_seqlen_q
     most_k = lengths.keys if max_seqlen_k is None else max_seqlen_k
     sizes = rules.Sizes(query.device, query.dtype, cu_seqlens_q.shape[0] - 1, query.shape[1], most_q, most_k)
-    arguments, marks = (
-        check_options(arguments._replace(key_mask=None, query_mask=None), sizes),
-        rules.marks_of(plan, sizes),
-    )
+    arguments = check_options(arguments._replace(key_mask=None, query_mask=None), sizes)
+    marks = rules.marks_of(plan, sizes)
     if marks and masks["key_mask"] is not None:  # it may hide keys of blocks that the plan shows as a whole
         marks["block_mask"] = torch.where(marks["block_mask"] == FULL, SOME, marks["block_mask"])
     query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))

@@ -40,8 +40,7 @@ def run(arguments, output: Output) -> int:
         except (OSError, ValueError) as error:
             why = getattr(error, "strerror", None) or error
             raise Problem(f"csv: cannot append to {path}: {why}") from error
-    total = sum(len(some) * len(names) * len(modes) for some, names, modes in work)
-    if not total:
+    if not (total := sum(len(some) * len(names) * len(modes) for some, names, modes in work)):
         raise Problem("no case fits all of the options: change --providers, --causal or --shape")
     name = torch.cuda.get_device_name() if device == "cuda" else "the CPU, one thread"
     output.say(f"{report.count(total, 'row')} on {name}, torch {torch.__version__}.")

@@ -255,8 +255,7 @@ def flash_backward(*arguments: Any, scale: float | None = None) -> tuple[Any, ..
     """Return the gradients of query, key and value, or None if the kernels cannot take the call."""
     # The unused arguments are cum_seq_q, cum_seq_k, max_q and max_k, and at the end philox_offset.
     grad_out, query, key, value, out, logsumexp, _, _, _, _, dropout_p, is_causal, philox_seed, _ = arguments
-    call = _checked(query, key, value, is_causal, scale)
-    if call is None:
+    if (call := _checked(query, key, value, is_causal, scale)) is None:
         return None
     if dropout_p:
         call = call._replace(seed=philox_seed.view(torch.int64)[:1], dropout_p=dropout_p)

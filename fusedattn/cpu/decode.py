@@ -28,8 +28,7 @@ def append(decode: Decode) -> None:
 
 @without_autocast
 def _of_call(call: Call) -> tuple[Tensor, Tensor]:
-    causal = flash.at_once(call)
-    if causal is None:
+    if (causal := flash.at_once(call)) is None:
         result = flash.forward(call, False)
         return result.out, result.lse + result.less
     return flash.attend(*call[:3], causal, None, call.scale, is_few(call))

@@ -103,8 +103,7 @@ def _of_batches(call: Call) -> list[Part]:
         if saved * heads < PART * (len(groups) - 1):
             groups = [(0, batch)]
     for start, stop in groups:
-        some = [number for number in range(start, stop) if 0 not in lengths[number]]
-        if not some:
+        if all(0 in length for length in lengths[start:stop]):
             continue
         (first, last), (begin, end) = (
             (min(a for a, _ in x[start:stop]), max(b for _, b in x[start:stop])) for x in (of_rows, of_keys)

@@ -94,11 +94,8 @@ def _kernel_reasons(call: Call, widest_key: int = tile_table.WIDTHS[-1]) -> list
         reasons.append("only the naive path computes float64")
     if call.mask_bits is not None and not reasons and call.mask_bits.shape[1] != (size := block_size(device)):
         reasons.append(f"its plan was made elsewhere: its blocks have {call.mask_bits.shape[1]} rows, not {size}")
-    for name, dim, most in (
-        ("query", call.query.shape[3], widest_key),
-        ("value", call.value.shape[3], tile_table.WIDTHS[-1]),
-    ):
-        if dim > most:
+    for name, x, most in (("query", call.query, widest_key), ("value", call.value, tile_table.WIDTHS[-1])):
+        if (dim := x.shape[3]) > most:
             reasons.append(f"the head dimension of {name} is {dim}, more than {most}")
     if _exceeds(call.query.shape[2] + call.key.shape[2], MOST_POSITIONS):
         reasons.append("rows and keys together exceed 2**31")
@@ -109,8 +106,7 @@ def _marked_blocks(call: Call) -> int:
     """Return an upper bound on the number of blocks in the block mask of a call; 0 if it needs no block mask."""
     if call.block_mask is not None or call.mask is call.bias is call.key_mask is call.query_mask is None:
         return 0
-    tensors = [x for x in hiding(call) if x is not None]
-    if not tensors:
+    if not (tensors := [x for x in hiding(call) if x is not None]):
         return 0
     batch, heads, rows, keys = of_calls.sizes(call)
     shared = all(x.dim() < 4 or holds(x.shape[1] == 1, False) or holds(x.stride(1) == 0, False) for x in tensors)

@@ -160,12 +160,9 @@ def find(tensors: tuple, numbers: tuple) -> Any:
     # TensorGuards do not notice tangents and some modes, such as selective checkpointing.
     if not _known or dispatch_modes() != 0 or forward_level() >= 0:
         return None
-    split = _split(tensors, numbers)
-    if split is None:
+    if (split := _split(tensors, numbers)) is None or not can_guard(split[0]):  # key or value may be anything
         return None
     present, most = split
-    if not can_guard(present):  # key or value may be anything
-        return None
     for guards, replay in _recent.get(most, ()):
         if guards.check(*present):
             return replay if _aligned(present) else None
@@ -183,8 +180,7 @@ def learn(tensors: tuple, numbers: tuple, call: Call, chosen: backends.Backend) 
     if split is None or call.query is not tensors[0] or (recorded and backends.copies(call)):
         return None
     present, most = split
-    signature = _signature(present, most)
-    if signature is None:
+    if (signature := _signature(present, most)) is None:
         return None
     if max(len(_known), len(_met)) >= MAX_KEPT:
         forget()

@@ -133,8 +133,7 @@ def prepared(arguments: Arguments, backend: Any, ranks: Ranks) -> tuple[Call, di
 
 def attend(function: Callable[..., Any], given: dict[str, Any], method: Method) -> Any:
     """Run a distributed function by its Method; without a process group, run `attention`."""
-    whole = agreed(function.__name__, given)
-    if whole is None:
+    if (whole := agreed(function.__name__, given)) is None:
         return attention(**{name: x for name, x in given.items() if name not in ("group", "balance")})
     return replay.results(4, *attend_globally(whole, method))
 
@@ -188,8 +187,7 @@ def agreed(function: str, given: dict[str, Any], prepare: Prepare = prepared) ->
         backends.check_name(backend)
         check_flags(**flags)
         call, more = prepare(arguments, backend, ranks)
-        named = backends.named(backend)
-        if named is not None:  # all ranks raise if the caller's backend cannot run
+        if (named := backends.named(backend)) is not None:  # all ranks raise if the caller's backend cannot run
             _backend(call, set(), flags["return_weights"], named)
         return call, _common(call, arguments) | more | dict(balance=balance, **flags, backend=named), _own(call)
 

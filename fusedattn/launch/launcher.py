@@ -59,8 +59,7 @@ def load(kernel, programs: int, arguments: dict, options: dict):
 def launched(compiled, encodes: bool = True) -> Callable:
     """Return a function (programs, stream, arguments) that launches a loaded kernel and calls profilers' hooks."""
     # encodes: whether to encode TMA descriptors. If not, the arguments already hold encoded ones (`encoders`).
-    run = _run_of(compiled)
-    if run is None:
+    if (run := _run_of(compiled)) is None:
         return lambda programs, stream, arguments: compiled[(programs, 1, 1)](*arguments, stream=stream)
     if not encodes:
         inner = _launcher_of(run)  # run encodes descriptors first

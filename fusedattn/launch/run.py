@@ -217,8 +217,7 @@ def surroundings(device):
 def run_tiled(name, call, programs, arguments, more=None):
     """Run a kernel with the first of its tiles that fits. programs(tile): the grid size. more(tile): more arguments."""
     kind, device, recorder = kind_of(name, call), device_of(call.query), current_recorder()
-    tiles = candidates(name, call)
-    if not tiles:
+    if not (tiles := candidates(name, call)):
         raise none_is_right(name, device)
     with surroundings(device):
         for tile in tiles:

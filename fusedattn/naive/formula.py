@@ -140,8 +140,7 @@ def of_block(part: Part, block: Block, need_lse: bool, need_weights: bool, produ
     scores = scored(products_of(query, key, call.scale), call.softcap, pairs.added(call, block, query.dtype))
     in_place = readable(call)
     weights, lse = softmax(scores, need_lse, sinks=call.sinks, in_place=in_place, **hiding(call, block, in_place))
-    factor = pairs.factor(call, part.planes, block)
-    if factor is not None:
+    if (factor := pairs.factor(call, part.planes, block)) is not None:
         weights = weights.mul_(factor) if in_place and not weights.requires_grad else weights * factor
     out = output_of(weights, value)
     # These weights are 0 already. Masking them again also zeroes their incoming gradients, which may be NaN.
@@ -265,8 +264,7 @@ def run_padded(call: Call, need_lse: bool, need_weights: bool) -> tuple:
 def run_decode(decode: Decode, need_lse: bool, need_weights: bool) -> tuple:
     """Append new keys, and return (output, lse or None, weights or None) of a Decode: the backend "naive"."""
     append(decode)
-    calls = by_length(decode)
-    if calls is None:
+    if (calls := by_length(decode)) is None:
         return run_padded(dense(decode), need_lse, need_weights)
     results = [run_naive(call, need_lse, need_weights) for call in calls]
     out, lse, weights = joined(results, 0, decode.call.key.shape[2])

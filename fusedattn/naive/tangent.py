@@ -60,8 +60,7 @@ def _of_block(
         lse = lse.masked_fill(lse == -math.inf, math.inf)
         t_lse += (call.sinks[:, :, None] - lse).exp_() * moved.sinks[:, :, None]
     t_weights.addcmul_(weights, t_lse[..., None], value=-1)
-    factor = pairs.factor(call, part.planes, block)
-    if factor is not None:
+    if (factor := pairs.factor(call, part.planes, block)) is not None:
         t_weights *= factor
         weights = weights * factor
     t_out = formula.sums_of(t_weights, value)

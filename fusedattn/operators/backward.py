@@ -32,8 +32,7 @@ def new_backward(*arguments):
 
 def _naive_gradients(grads: Sequence[Tensor], incoming: Sequence[Tensor | None], call: Call) -> None:
     """Compute gradients by the naive path into `grads`. An empty tensor means that its gradient is not needed."""
-    wanted = {name: grad for name, grad in zip(INPUTS, grads, strict=True) if grad.numel()}
-    if not wanted:
+    if not (wanted := {name: grad for name, grad in zip(INPUTS, grads, strict=True) if grad.numel()}):
         return
     with autograd_inside(call.query.device), torch.enable_grad():
         leaves = {name: getattr(call, name).detach().requires_grad_() for name in wanted}

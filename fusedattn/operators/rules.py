@@ -157,8 +157,7 @@ def check_block_mask(
     mask, key_mask, query_mask, bias, cu_seqlens_q, cu_seqlens_k, rows, keys, max_seqlen_q, max_seqlen_k
 ) -> None:
     masks = dict(mask=mask, key_mask=key_mask, query_mask=query_mask, bias=bias)
-    masks = {name: x for name, x in masks.items() if x is not None}
-    if not masks:
+    if not (masks := {name: x for name, x in masks.items() if x is not None}):
         fail(ValueError, "mask", "a tensor, because key_mask, query_mask and bias are None", None)
     check_masks(masks, dict(mask=(4,), key_mask=(2,), query_mask=(2,), bias=(4,)))
     lengths = None
