@@ -187,11 +187,9 @@ def _peak(step, device):
 
 
 def times(steps, mode, device, budget_ms, inside=contextlib.nullcontext):
-    """Return {name: 20%, 50% and 80% quantiles of milliseconds}; inside(name) is the context to call a step in.
-
-    On a GPU Triton's timer measures the device's time with cold caches, or a call's share of a CUDA graph. The timer
-    overwrites 256 MB between calls, some 60 us on an H200: a step whose launch takes longer includes host time.
-    """
+    """Return {name: 20%, 50% and 80% quantiles of milliseconds}; inside(name) is the context to call a step in."""
+    # On a GPU Triton's timer measures the device's time with cold caches, or a call's share of a CUDA graph. The timer
+    # overwrites 256 MB between calls, some 60 us on an H200: a step whose launch takes longer includes host time.
     if torch.device(device).type != "cuda":
         return in_turns(steps, budget_ms, inside)
     from triton.testing import do_bench, do_bench_cudagraph

@@ -45,7 +45,6 @@ def decode(
     spec: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Write the Partials of each split; without them Out, a View of (B, Hq, Sq, DV), and Lse unless None."""
-    # The cached lengths do not yet count the `added` keys of each sequence that `append` wrote.
     # ids
     split = tl.program_id(0) % splits
     block, kv = span.place(tl.program_id(0) // splits, q_len * spec.GROUP, heads, BLOCK_M)
@@ -55,7 +54,7 @@ def decode(
     head, plane = span.query_head(kv, member, spec.GROUP), span.query_head(kv, member[:, None], spec.GROUP)
 
     # what it sees
-    before = paging.length(cache, kv, capacity)
+    before = paging.length(cache, kv, capacity)  # without the `added` keys of each sequence that `append` wrote
     band = span.band(q_len, before + tl.minimum(added, capacity - before), left, right, spec.TOP_LEFT)
     real = masks.real_rows(rules.masks, kv, rows, q_len)
     q = turning.load(memory.matrix(Q, plane), rows, real, rotary, rows + band.diagonal, positions, spec)

@@ -19,12 +19,10 @@ def _walk_rows(
     """Add the contribution of row blocks [begin, end) of GROUP query heads to dk and dv. Tiles are [keys, rows].
 
     If grads.k or grads.v is None, dk or dv stays as it is. GradQ, unless None, accumulates dq. grads.bias, unless None,
-    gets the gradient of the scores. grads.key_sums (B, Hq, Sk, 3), unless None, gets that gradient summed over rows, in
-    column WALK.
-
-    The loop over heads and blocks is flat: nested loops keep hoisted values alive, and spill over 1 KB at D = 128.
-    Counters replace a division, which takes 50 instructions. dv is computed before dp: x and dp together spill.
+    gets the gradient of the scores. grads.key_sums (B, Hq, Sk, 3), unless None, gets its sum over rows, in column WALK.
     """
+    # The loop over heads and blocks is flat: nested loops keep hoisted values alive, and spill over 1 KB at D = 128.
+    # Counters replace a division, which takes 50 instructions. dv is computed before dp: x and dp together spill.
     following = walk.first(tile_list, begin)
     member, block = begin * 0, begin
     sums = tl.zeros(cols.shape, dk[0].dtype)

@@ -163,11 +163,9 @@ def postprocess(
     Sums, GradQ, sequences, heads, q_len, score,
     D: tl.constexpr, BLOCK_M: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write Sums times the softmax scale to GradQ, a View of (B, Hq, Sq, D). Sums is a View of this shape, or GradQ.
-
-    With UNIT, Sums has the order of `lines` in hopper/steps.py, in tiles of UNIT rows and WIDTH columns. If sequences
-    are packed, which needs UNIT, each has whole blocks of BLOCK rows there (`span.padded`).
-    """
+    """Write Sums times the softmax scale to GradQ, a View of (B, Hq, Sq, D). Sums is a View of this shape, or GradQ."""
+    # With UNIT, Sums has the order of `lines` in hopper/steps.py, in tiles of UNIT rows and WIDTH columns. If sequences
+    # are packed, which needs UNIT, each has whole blocks of BLOCK rows there (`span.padded`).
     block, plane, q_len, _ = span.locate(sequences, q_len, q_len, heads, BLOCK_M, BY_KEYS=False)
     if sequences is not None:  # an unused slot has no rows, and block -1
         block = tl.maximum(block, 0)

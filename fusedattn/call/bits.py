@@ -60,11 +60,10 @@ def _distinct(words: Tensor) -> tuple[Tensor, Tensor]:
 def pack(
     pairs: Callable[..., Tensor], shape: tuple[int, ...], size: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return (block_mask, mask_bits) of a mask of shape (B, H, rows, keys), as a Plan has them.
-
-    pairs(batches, heads, rows, keys), four slices, returns that part of the mask. It is called for parts of about CHUNK
-    pairs, on a GPU of more. Compiled, transformed and fake code looks at all pairs at once, with words for each block.
-    """
+    """Return (block_mask, mask_bits) of a mask of shape (B, H, rows, keys), as a Plan has them."""
+    # pairs(batches, heads, rows, keys), four slices, returns that part of the mask. It is called for parts of about
+    # CHUNK pairs, on a GPU of more. Compiled, transformed and fake code looks at all pairs at once, with words for each
+    # block.
     constant = torch.tensor([0, -1, -1], device=device)[:, None].expand(-1, size)
     area = _lengths(shape[2], size, device)[:, None] * _lengths(shape[3], size, device)
     if is_compiling() or transforms_active() or device.type == "meta" or type(constant) is not Tensor:

@@ -41,11 +41,9 @@ def _tokens(name: str, mask: Any, like: Tensor) -> Tensor | None:
 
 
 def attend_nested(function: Callable[..., Any], arguments: Arguments, **more: Any) -> Tensor | Any:
-    """Compute `attention` of nested tensors; the results are nested.
-
-    function: takes the arguments of `attention_varlen`, and `more`. arguments: query, key and value (B, H, ragged, D),
-    transposed from (B, ragged, H, D); key and value share offsets. Token masks are nested bool (B, ragged), or None.
-    """
+    """Compute `attention` of nested tensors; the results are nested. function takes what `attention_varlen` takes."""
+    # Query, key and value are (B, H, ragged, D), transposed from (B, ragged, H, D); key and value share offsets. Token
+    # masks are nested bool (B, ragged), or None.
     query, key, value, *_ = arguments
     options = {name: x for name, x in arguments._asdict().items() if name not in ("query", "key", "value")}
     key_mask, query_mask = options.pop("key_mask"), options.pop("query_mask")

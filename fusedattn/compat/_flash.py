@@ -75,11 +75,9 @@ def without_autocast_of_half(q: Any) -> contextlib.AbstractContextManager[Any]:
 
 
 def attend(names: Sequence[str], options: Sequence[Any], q: Any, k: Any, v: Any, *lengths: Any) -> Tensor | Any:
-    """Compute `attention` of q, k and v (B, S, H, D), or `attention_varlen` of packed tensors (T, H, D).
-
-    names: the caller's names for q, k, v and, if they differ, for the lengths. options: the options of
-    `flash_attn_func`, in its order. lengths: cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, or none.
-    """
+    """Compute `attention` of q, k and v (B, S, H, D), or `attention_varlen` of packed tensors (T, H, D)."""
+    # names: the caller's names for q, k, v and, if they differ, for the lengths. options: the options of
+    # `flash_attn_func`, in its order. lengths: cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, or none.
     dropout_p, *of_scores, deterministic, return_attn_probs = options
     rules.check_flags(deterministic=deterministic, return_attn_probs=return_attn_probs)
     keywords = dict(scores(*of_scores), dropout_p=as_python(dropout_p), return_lse=return_attn_probs)
@@ -111,11 +109,9 @@ def check_range(name: str, x: Tensor, what: str, most: int) -> None:
 def gather_pages(
     k: Tensor, v: Tensor, cu_seqlens_k: Tensor, max_seqlen_k: Any, block_table: Tensor
 ) -> tuple[Tensor, ...]:
-    """Gather pages (pages, page size, Hkv, D) to packed keys and values (Tk, Hkv, D), differentiably.
-
-    Values on a GPU are not read: Tk is then an upper bound of the sum of the lengths, the last rows are 0, and a wrong
-    offset or page reads another row of k and v, never memory outside them.
-    """
+    """Gather pages (pages, page size, Hkv, D) to packed keys and values (Tk, Hkv, D), differentiably."""
+    # Values on a GPU are not read: Tk is then an upper bound of the sum of the lengths, the last rows are 0, and a
+    # wrong offset or page reads another row of k and v, never memory outside them.
     for name, x in (("k", k), ("v", v)):
         check_tensor(name, x, "(pages, page, Hkv, D)")
     check_int32("cu_seqlens_k", cu_seqlens_k, "(B + 1,)", "k", k.device)

@@ -172,11 +172,9 @@ def _function(method: Any, module: Any = None) -> Any:
 
 @functools.cache
 def _read(kind: Any, runs: Any, forwards: tuple[FunctionType, ...], beneath: bool) -> tuple[bool, bool, bool]:
-    """Return (whether a module calls transformers' attention interface, computes attention itself, is sparse).
-
-    It reads `runs`, the function that runs as forward. If that is in `forwards`, the forwards of class `kind` and
-    its bases, it also reads the methods of these classes. beneath: the module contains other attention.
-    """
+    """Return (whether a module calls transformers' attention interface, computes attention itself, is sparse)."""
+    # This reads `runs`, the function that runs as forward. If that is in `forwards`, the forwards of class `kind` and
+    # its bases, it also reads the methods of these classes. beneath: the module contains other attention.
     functions, stranger = [runs] if runs else [], True
     if runs in forwards:
         rest = forwards[forwards.index(runs) :]

@@ -109,13 +109,11 @@ def _ours(*args: Any, **kwargs: Any) -> Tensor:
 
 
 def _without_modes(function: Any, **names: Any) -> Callable[..., Any]:
-    """Return a copy of a torch function that no TorchFunctionMode handles. names: {global name: object to use instead}.
-
-    Torch disables a mode until the function that it handles returns, but the mode must handle the calls inside that
-    function. There is no public way to do that: if the mode is pushed again, the function hands itself to the mode and
-    never runs its own body. Replacing names in torch's modules, or the operator, would change other threads and graphs
-    of torch.compile. So this copies the function's code with other globals.
-    """
+    """Return a copy of a torch function that no TorchFunctionMode handles. names: {global name: its replacement}."""
+    # Torch disables a mode until the function that it handles returns, but the mode must handle the calls inside that
+    # function. There is no public way to do that: if the mode is pushed again, the function hands itself to the mode
+    # and never runs its own body. Replacing names in torch's modules, or the operator, would change other threads and
+    # graphs of torch.compile. So this copies the function's code with other globals.
     never = dict.fromkeys(("has_torch_function", "has_torch_function_unary"), lambda *_: False)
     space = {**function.__globals__, **never, **names}
     copy = FunctionType(function.__code__, space, function.__name__, function.__defaults__, function.__closure__)

@@ -16,12 +16,10 @@ _Keys = Callable[[GlobalCall], Any]
 
 
 def in_pieces(keys: _Keys) -> Method:
-    """Return a Method in which rows stay on their rank, and `keys` brings keys and values to each rank.
-
-    keys(whole) iterates over (owner, the call with the owner's keys and values, its Pieces); owner None is all ranks.
-    Its give_back() takes the gradients that this rank's rows contribute to the owner's keys and values. Its gradients()
-    returns those of this rank's keys and values, summed over all ranks.
-    """
+    """Return a Method in which rows stay on their rank, and `keys` brings keys and values to each rank."""
+    # keys(whole) iterates over (owner, the call with the owner's keys and values, its Pieces); owner None is all ranks.
+    # Its give_back() takes the gradients that this rank's rows contribute to the owner's keys and values. Its
+    # gradients() returns those of this rank's keys and values, summed over all ranks.
     return Method(lambda whole: _forward(whole, keys), lambda whole, *grads: _backward(whole, *grads, keys))
 
 

@@ -79,12 +79,10 @@ def reasons_not_on_hopper(call: Call, need, backend: str) -> list[str]:
 
 
 def passes(call: Call, need, backend: str = "triton", by_tma: tuple | None = ()) -> tuple[str, ...]:
-    """Return the names of a backward's kernels, in order. need: for each of INPUTS, whether its gradient is needed.
-
-    by_tma: gradients that a Hopper kernel would read or write by TMA; None if it does not support one of them.
-    A Hopper kernel runs if it is chosen (`run.is_to_take`) and supports the call. Otherwise one_pass runs if dq may be
-    summed in any order and no other gradient is summed by row. Otherwise dq and dkdv run; both are deterministic.
-    """
+    """Return the names of a backward's kernels, in order. need: for each of INPUTS, whether its gradient is needed."""
+    # by_tma: gradients that a Hopper kernel would read or write by TMA; None if it does not support one of them. A
+    # Hopper kernel runs if it is chosen (`run.is_to_take`) and supports the call. Otherwise one_pass runs if dq may be
+    # summed in any order and no other gradient is summed by row. Otherwise dq and dkdv run; both are deterministic.
     needed = dict(zip(INPUTS, need, strict=True))
     where = _bias_sum(call) if needed["bias"] else None
     by_rows = any(_by_row(needed, where).values())

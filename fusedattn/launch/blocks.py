@@ -16,11 +16,9 @@ BLOCK, CONSTANT = masking.BLOCK.value, masking.CONSTANT.value
 
 
 def new_block_mask(mask, key_mask, query_mask, bias, lengths):
-    """Return (uninitialised block_mask and mask_bits, (rows, keys) covered, the masks and the bias without broadcasts).
-
-    At least one mask or the bias is not None; mask_bits is empty without a mask of pairs. Dimensions along which all of
-    them broadcast have size 1; with a mask of pairs, rows and keys have a whole block.
-    """
+    """Return (uninitialised block_mask and mask_bits, (rows, keys) covered, masks and bias without broadcasts)."""
+    # At least one mask or the bias is not None; mask_bits is empty without a mask of pairs. Dimensions along which all
+    # of them broadcast have size 1; with a mask of pairs, rows and keys have a whole block.
     if lengths is None:
         key_mask, query_mask = narrow(key_mask), narrow(query_mask)
     masks = dict(mask=narrow(mask), key_mask=key_mask, query_mask=query_mask, bias=narrow(bias))

@@ -55,12 +55,10 @@ def decoder(rows):
 
 @functools.lru_cache(maxsize=1024)  # a growing cache asks for the same numbers at many steps
 def splits(programs, blocks, multiprocessors):
-    """Return how many programs share the keys of a sequence, so that the GPU is full and the merge pays off.
-
-    programs: the grid size before splitting. blocks: key blocks of the longest possible sequence. multiprocessors: None
-    is Triton's interpreter, which splits only to test the merge.
-    Source: the rule of FlashAttention-2, which counts each multiprocessor twice.
-    """
+    """Return how many programs share the keys of a sequence, so that the GPU is full and the merge pays off."""
+    # programs: the grid size before splitting. blocks: key blocks of the longest possible sequence. multiprocessors:
+    # None is Triton's interpreter, which splits only to test the merge.
+    # Source: the rule of FlashAttention-2, which counts each multiprocessor twice.
     if multiprocessors is None:
         return max(1, min(2, blocks))
     places = 2 * multiprocessors

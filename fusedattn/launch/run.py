@@ -52,11 +52,9 @@ def device_of(tensor):
 
 
 def run_kernel(name, programs, arguments, device, kind=None, last=True, **options):
-    """Launch a kernel, or record the launch if this thread has a Recorder.
-
-    kind: `kind_of` the call; by default, a failure counts for all calls of the kernel on the device. Raise
-    KernelUnavailable if it does not compile or load, OutOfResources if the tile does not fit and is not the last.
-    """
+    """Launch a kernel, or record the launch if this thread has a Recorder. kind: `kind_of` the call, or None."""
+    # Raise KernelUnavailable if it does not compile or load, OutOfResources if the tile does not fit and is not the
+    # last.
     kernel, recorder, compiled = KERNELS[name], current_recorder(), None
     if not interpreting():
         kind = (name, device) if kind is None else kind

@@ -18,11 +18,10 @@ WORTH = 2**13  # elements of a key cache that an extra call must skip to pay off
 
 
 def rotated(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Return x (B, H, S, D) with rotary embeddings of positions (B or 1, S) applied to its first columns.
-
-    Columns 2n and 2n + 1 are a pair if interleaved, else n and n + half. Positions beyond cos use the last row of cos.
-    Source: RoFormer, arXiv:2104.09864, section 3.2.
-    """
+    """Return x (B, H, S, D) with rotary embeddings of positions (B or 1, S) applied to its first columns."""
+    # Columns 2n and 2n + 1 are a pair if interleaved, else n and n + half. Positions beyond cos use the last row of
+    # cos.
+    # Source: RoFormer, arXiv:2104.09864, section 3.2.
     half, wide = cos.shape[1], torch.promote_types(x.dtype, torch.float32)
     positions = positions.clamp(0, cos.shape[0] - 1)
     c, s = (angles[positions][:, None].to(wide) for angles in (cos, sin))  # (B or 1, 1, S, half)

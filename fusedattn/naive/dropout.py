@@ -42,11 +42,8 @@ def _rounds(counter: list[Tensor], keys: list[tuple[Tensor, ...]]) -> list[Tenso
 
 
 def keep(seed: Tensor, planes: Tensor, rows: tuple[int, int], keys: tuple[int, int], dropout_p: float) -> Tensor:
-    """Return a bool dropout mask (planes, rows, keys), True = keep. A plane is one head of one batch.
-
-    The four words of a counter serve the pairs of rows i and i + 8 with keys j and j + 8. planes: int64, b * Hq + h of
-    each plane. rows, keys: (first, last + 1).
-    """
+    """Return a bool dropout mask (planes, rows, keys), True = keep. planes: b * Hq + h. rows, keys: (first, end)."""
+    # The four words of a counter serve the pairs of rows i and i + 8 with keys j and j + 8.
     (first, last), (begin, end), device = rows, keys, planes.device
     least = int(dropout_p * 2**32)  # pairs with a smaller word are dropped; with dropout_p = 1, all pairs
     left = begin // 16 * 8  # first counter of the keys: 8 counters for 16 keys

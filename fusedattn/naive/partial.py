@@ -59,11 +59,10 @@ def _sequences(call: Call) -> Iterator[tuple[Call, slice]]:
 def backward(
     call: Call, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, stats: Tensor, need: Sequence[bool]
 ) -> list[Tensor | None]:
-    """Return the gradients of the INPUTS, None if not needed. out, stats: over all keys that the rows see.
-
-    The gradient of a score is weight * (gradient of weight - delta), where delta = grad_out . out - grad_lse. The
-    scalar from `_weighed` has this gradient, because it divides exp(score - largest) by a constant: the sum in `stats`.
-    """
+    """Return the gradients of the INPUTS, None if not needed. out, stats: over all keys that the rows see."""
+    # The gradient of a score is weight * (gradient of weight - delta), where delta = grad_out . out - grad_lse. The
+    # scalar from `_weighed` has this gradient, because it divides exp(score - largest) by a constant: the sum in
+    # `stats`.
     row_max, log2_sum = stats.double().unbind(-1)
     empty = log2_sum == INFINITE
     row_max = row_max.masked_fill(empty, 0.0)

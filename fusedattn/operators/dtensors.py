@@ -68,11 +68,9 @@ def _laid_out(axes: Sequence[int], gradient: Tensor | None) -> Tensor | None:
 
 
 def local_call(call: Call, seed: Any) -> LocalCall | None:
-    """Convert a checked call of DTensors to this rank's LocalCall; return None if the call has no DTensor.
-
-    A replicated tensor beside sharded ones is cut here, and its gradient is Partial. Options that are not DTensors
-    must be equal on all ranks. seed: the caller's argument. Raise on all ranks if the call would need communication.
-    """
+    """Convert a checked call of DTensors to this rank's LocalCall; None without DTensors. seed: the argument."""
+    # A replicated tensor beside sharded ones is cut here, and its gradient is Partial. Options that are not DTensors
+    # must be equal on all ranks. Raise on all ranks if the call would need communication.
     present = tensors_of(call)
     if not [x for x in present if x is not None and is_dtensor(x)]:
         return None
@@ -177,11 +175,9 @@ def _span(
     of_query: int, size: int, shape: tuple[int, ...], coordinate: tuple[int, ...],
     wanted: tuple[int, ...], had: tuple[int, ...],
 ) -> tuple[int, int] | None:  # fmt: skip
-    """Return (first, count) of the batches or heads that a rank's shard of the query needs from its shard of a tensor.
-
-    Return None if a rank lacks any of them, or if its key heads serve unequal numbers of query heads. wanted, had: the
-    mesh dimensions that shard the query and this tensor.
-    """
+    """Return (first, count) of the batches or heads that a rank's shard of the query needs from a tensor's shard."""
+    # Return None if a rank lacks any of them, or if its key heads serve unequal numbers of query heads. wanted, had:
+    # the mesh dimensions that shard the query and this tensor.
     span = None
     for other in {coordinate, *itertools.product(*map(range, shape))}:
         first, count = _place(of_query, shape, other, wanted)

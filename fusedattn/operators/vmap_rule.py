@@ -63,11 +63,9 @@ class _Folded:
 
 
 def vmap_rule(apply, names, results, info, in_dims, arguments):
-    """Compute an autograd Function under torch.vmap by `apply`, and return (results, their mapped dimensions).
-
-    names, results: names of its arguments, which include all fields of a Call, and of its results. A derivative has its
-    tensor's name, maybe with the prefix grad_, tangent_ or moved_, and with "number:" before that.
-    """
+    """Compute an autograd Function under torch.vmap by `apply`, and return (results, their mapped dimensions)."""
+    # names, results: names of its arguments, which include all fields of a Call, and of its results. A derivative has
+    # its tensor's name, maybe with the prefix grad_, tangent_ or moved_, and with "number:" before that.
     values, fields = dict(zip(names, arguments, strict=True)), Call._fields
     # For a list argument torch passes a list of dimensions. Our lists hold no tensors.
     dims = {name: dim if isinstance(values[name], Tensor) else None for name, dim in zip(names, in_dims, strict=True)}

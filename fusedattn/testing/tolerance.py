@@ -89,12 +89,10 @@ def verdicts(
 
 
 def _floor(dtype, size, share, terms):
-    """Return the error allowed for a result of magnitude `size` even if eager PyTorch happens to have none.
-
-    The mean error may be a `share` of this, the sum of three roundings: of the result; of terms that cancel, in the
-    dtype of sums (the gradient of a row that sees one key is the difference of two equal sums); and of the oracle (exp,
-    log and a sum of some dozen terms: 64 roundings), which matters for float64.
-    """
+    """Return the error allowed for a result of magnitude `size` even if eager PyTorch happens to have none."""
+    # The mean error may be a `share` of this, the sum of three roundings: of the result; of terms that cancel, in the
+    # dtype of sums (the gradient of a row that sees one key is the difference of two equal sums); and of the oracle
+    # (exp, log and a sum of some dozen terms: 64 roundings), which matters for float64.
     rounded, summed = torch.finfo(dtype).eps, torch.finfo(torch.promote_types(dtype, torch.float32)).eps
     return share * (rounded * size + 8 * summed * max(1.0, terms) + 64 * torch.finfo(torch.float64).eps * (size + 1.0))
 

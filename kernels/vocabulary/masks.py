@@ -89,11 +89,9 @@ def bit(bits, c):
 
 @triton.jit
 def shown(masks, band, plane, r, c, first, CHECK: tl.constexpr):
-    """Load the pair mask at (r, c), for `visible`; return 1 if there is no pair mask, or without CHECK.
-
-    Call it before the product: a load in between keeps wgmma from running asynchronously. first: the first of the keys
-    c, a multiple of their number.
-    """
+    """Load the pair mask at (r, c), for `visible`; return 1 if there is no pair mask, or without CHECK."""
+    # Call it before the product: a load in between keeps wgmma from running asynchronously. first: the first of the
+    # keys c, a multiple of their number.
     if CHECK and masks.bits is not None:
         word = _words(masks.bits, plane, r, first, band)
         if c.numel <= BLOCK:

@@ -42,12 +42,10 @@ class Tangents(NamedTuple):
 
 
 def score(scale, cap=None, bias=None, shift=0, alibi_slopes=None, sinks=None, narrow=False):
-    """Return the Score for a call's options. If no other option needs scaled scores, the softmax scales them.
-
-    Scaling inside the softmax costs no instruction. Its scale must be positive, because the softmax takes the maximum
-    first. The bounds keep products of a few scales, and sinks divided by it, within the range of float32. narrow:
-    inputs have 16 bits.
-    """
+    """Return the Score for a call's options. narrow: inputs have 16 bits."""
+    # If no other option needs scaled scores, the softmax scales them, which costs no instruction. Its scale must be
+    # positive, because the softmax takes the maximum first. The bounds keep products of a few scales, and sinks divided
+    # by it, within the range of float32.
     if cap is not None and cap > 2.0**60:
         cap = None  # it changes no score below 2**20, and scale / cap may underflow in float32
     if cap is bias is alibi_slopes is None and 2.0 ** (-100 if sinks is None else -20) < scale < 2.0**100:
