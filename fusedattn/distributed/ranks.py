@@ -116,10 +116,8 @@ def _fill(table: Tensor, ranks: Ranks, function: str) -> None:
 
     if ranks.rank == 0:
         others = range(1, ranks.size)
-        for operation, tensors in (
-            (dist.irecv, {r: table[r] for r in others}),
-            (dist.isend, dict.fromkeys(others, table)),
-        ):
+        received, sent = {r: table[r] for r in others}, dict.fromkeys(others, table)
+        for operation, tensors in ((dist.irecv, received), (dist.isend, sent)):
             for r, work in zip(others, begin(operation, tensors), strict=False):  # NCCL returns one work for all
                 try:
                     work.wait()

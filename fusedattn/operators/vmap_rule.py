@@ -23,43 +23,39 @@ def _kind(name: str) -> str:
     return re.sub("^(.*:)?(grad_|tangent_|moved_)?", "", name)
 
 
-class _Folded:
-    """Folds mapped calls into one call, along the batch or along packed sequences."""
+def _folding(size: int, call: dict[str, Any], dims: dict[str, Any]) -> tuple[Any, Any, set[str]]:
+    """Return functions that fold mapped calls into one, and unfold its results; and names that broadcast in a call."""
+    mapped = {name: x for name, x in call.items() if isinstance(x, Tensor)}
+    shapes = {n: x.shape if dims[n] is None else x.movedim(dims[n], 0).shape[1:] for n, x in mapped.items()}
+    packed = "cu_seqlens_q" in shapes
+    totals = {"cu_seqlens_q": shapes["query"][2], "cu_seqlens_k": shapes["key"][2]}
+    batch = shapes["cu_seqlens_q"][0] - 1 if packed else shapes["query"][0]
 
-    def __init__(self, size: int, call: dict[str, Any], dims: dict[str, Any]):
-        shapes = {
-            name: x.shape if dims[name] is None else x.movedim(dims[name], 0).shape[1:]
-            for name, x in call.items()
-            if isinstance(x, Tensor)
-        }
-        self.size, self.packed = size, "cu_seqlens_q" in shapes
-        self.totals = {"cu_seqlens_q": shapes["query"][2], "cu_seqlens_k": shapes["key"][2]}
-        self.batch = shapes["cu_seqlens_q"][0] - 1 if self.packed else shapes["query"][0]
-        self.shared = {name for name, shape in shapes.items() if len(shape) > 1 and shape[0] == 1}
-
-    def fold(self, name: str, x: Any, dim: int | None) -> Any:
+    def fold(name: str, x: Any, dim: int | None) -> Any:
         if not isinstance(x, Tensor) or name in ("seed", "mask_bits"):
             return x
-        x = x.expand(self.size, *x.shape) if dim is None else x.movedim(dim, 0)
-        if name in self.totals:
-            total = self.totals[name]
-            starts = x[:, :-1] + total * torch.arange(self.size, dtype=x.dtype, device=x.device)[:, None]
-            return torch.cat([starts.flatten(), x.new_full((1,), self.size * total)])
+        x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+        if (total := totals.get(name)) is not None:
+            starts = x[:, :-1] + total * torch.arange(size, dtype=x.dtype, device=x.device)[:, None]
+            return torch.cat([starts.flatten(), x.new_full((1,), size * total)])
         if x.dim() == 2:
             return x[:1].flatten()  # an empty lse, weights or stats
         axis = _AXES.get(_kind(name))
-        if self.packed and axis is not None:
+        if packed and axis is not None:
             return x.movedim(0, axis).flatten(axis, axis + 1)
         # A tensor that broadcasts over the batch may differ between calls.
-        return x.expand(self.size, self.batch, *x.shape[2:]).flatten(0, 1)
+        return x.expand(size, batch, *x.shape[2:]).flatten(0, 1)
 
-    def unfold(self, name: str, x: Tensor) -> Tensor:
+    def unfold(name: str, x: Tensor) -> Tensor:
         kind = _kind(name)
-        if self.packed and x.dim() > 1 and kind in _AXES:
-            axis = _AXES[kind]
-            total = self.totals["cu_seqlens_k" if kind in ("key", "value") else "cu_seqlens_q"]
-            return x.unflatten(axis, (self.size, total)).movedim(axis, 0)
-        return x.reshape(self.size, self.batch if x.dim() > 1 else 0, *x.shape[1:])
+        if packed and x.dim() > 1 and kind in _AXES:
+            axis, total = _AXES[kind], totals["cu_seqlens_k" if kind in ("key", "value") else "cu_seqlens_q"]
+            return x.unflatten(axis, (size, total)).movedim(axis, 0)
+        return x.reshape(size, batch if x.dim() > 1 else 0, *x.shape[1:])
+
+    # The gradients of tensors that a call broadcasts over its batch are summed.
+    shared = {name for name, shape in shapes.items() if len(shape) > 1 and shape[0] == 1}
+    return fold, unfold, shared - (set(_AXES) if packed else set())
 
 
 def vmap_rule(apply, names, results, info, in_dims, arguments):
@@ -80,11 +76,9 @@ def vmap_rule(apply, names, results, info, in_dims, arguments):
             calls.append(apply(*(x if dims[name] is None else x.select(dims[name], n) for name, x in values.items())))
         stacked = [torch.stack(each) for each in zip(*calls, strict=True)]
     else:
-        folded = _Folded(info.batch_size, {name: values[name] for name in fields}, dims)
-        folded_in = [folded.fold(name, x, dims[name]) for name, x in values.items()]
-        stacked = [folded.unfold(name, x) for name, x in zip(results, apply(*folded_in), strict=True)]
-        # Sum the gradients of tensors that a call broadcasts over its batch.
-        shared = folded.shared - (set(_AXES) if folded.packed else set())
+        fold, unfold, shared = _folding(info.batch_size, {name: values[name] for name in fields}, dims)
+        folded = [fold(name, x, dims[name]) for name, x in values.items()]
+        stacked = [unfold(name, x) for name, x in zip(results, apply(*folded), strict=True)]
         summed = [_kind(name) in shared for name in results]
         stacked = [x.sum(1, keepdim=True) if s and x.numel() else x for x, s in zip(stacked, summed, strict=True)]
     return tuple(stacked), (0,) * len(stacked)
