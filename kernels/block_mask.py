@@ -9,13 +9,11 @@ from .vocabulary.masks import BLOCK, CONSTANT, EMPTY, FULL, SOME
 
 @triton.jit(do_not_specialize=["heads", "rows", "keys"])
 def block_mask(BlockMask, Words, extents, masks, bias, heads, rows, keys):
-    """Fill BlockMask (B, H, row blocks, key blocks), int32, contiguous: a program computes the entry of one block.
-
-    Words, unless None, gets masks.pairs of the blocks that it shows in part (see `masks.Bits`). B or H is 1 if masks
-    and bias do not vary along it. A bias (View or None) of -inf hides its pair. A row hidden by masks.rows does not
-    stop a block from counting as fully visible, because its output is overwritten. extents is for packed sequences:
-    rows and keys are then the maximum lengths, and pairs past the end of a sequence do not count.
-    """
+    """Fill BlockMask (B, H, row blocks, key blocks), int32, contiguous: a program computes the entry of one block."""
+    # Words, unless None, gets masks.pairs of the blocks that it shows in part (see `masks.Bits`). B or H is 1 if masks
+    # and bias do not vary along it. A bias (View or None) of -inf hides its pair. A row hidden by masks.rows does not
+    # stop a block from counting as fully visible, because its output is overwritten. extents is for packed sequences:
+    # rows and keys are then the maximum lengths, and pairs past the end of a sequence do not count.
     down, right, plane = span.place_tile(rows, keys, heads, BLOCK, BLOCK)
     bits = tl.arange(0, BLOCK)
     r, c = down * BLOCK + bits[:, None], right * BLOCK + bits[None, :]
@@ -65,13 +63,11 @@ def tile_lists(
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TOP_LEFT: tl.constexpr,
     BY_KEYS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Fill Lists (B, H, blocks, 2, most + 2), int64: of each block, the partly and then the fully visible tiles.
-
-    Contiguous. A list is [count, tile 0, tile 1, ..., 0]. Loops read one entry ahead, and ignore the last 0. Partly
-    visible tiles need a mask or the band. block_mask is a View. `most`, the maximum length of a list, is
-    GROUP * tile_count. With BY_KEYS H counts kv heads, and a block of keys lists tiles of rows in GROUP query heads:
-    the upper half of an entry is the head's index. For packed sequences B is 1, and each block is a slot.
-    """
+    """Fill Lists (B, H, blocks, 2, most + 2), int64: of each block, the partly and then the fully visible tiles."""
+    # Contiguous. A list is [count, tile 0, tile 1, ..., 0]. Loops read one entry ahead, and ignore the last 0. Partly
+    # visible tiles need a mask or the band. block_mask is a View. `most`, the maximum length of a list, is GROUP *
+    # tile_count. With BY_KEYS H counts kv heads, and a block of keys lists tiles of rows in GROUP query heads: the
+    # upper half of an entry is the head's index. For packed sequences B is 1, and each block is a slot.
     OWN: tl.constexpr = BLOCK_N if BY_KEYS else BLOCK_M
     block, plane, q_len, k_len = span.locate(sequences, q_len, k_len, heads, OWN, BY_KEYS)
     if sequences is not None and not BY_KEYS:

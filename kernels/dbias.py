@@ -13,12 +13,10 @@ def dbias(
     heads, bias_heads, q_len, k_len, max_seqlen_q, max_seqlen_k, left, right, batches,
     spec: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Fill GradBias, a View of (1 or B, bias_heads, max_seqlen_q, max_seqlen_k); each program computes one tile.
-
-    The sum is over the heads and batches that share the bias; `batches` is the number of those batches, 1 or B.
-    block_mask, a View with the batches and heads of GradBias, marks blocks that are visible in any of the summed heads.
-    extents is for packed sequences. Without it the maximum lengths are q_len and k_len.
-    """
+    """Fill GradBias, a View of (1 or B, bias_heads, max_seqlen_q, max_seqlen_k); each program computes one tile."""
+    # The sum is over the heads and batches that share the bias; `batches` is the number of those batches, 1 or B.
+    # block_mask, a View with the batches and heads of GradBias, marks blocks that are visible in any of the summed
+    # heads. extents is for packed sequences. Without it the maximum lengths are q_len and k_len.
     if extents is None:
         max_seqlen_q, max_seqlen_k = q_len, k_len  # fewer variables: up to 58 registers less on sm_90 (Triton 3.7.1)
     block, tile, bias_plane = span.place_tile(max_seqlen_q, max_seqlen_k, bias_heads, BLOCK_M, BLOCK_N)

@@ -18,12 +18,10 @@ def fill_slots(
     n, q_len, k_len, max_seqlen_q, max_seqlen_k, size,
     BLOCK: tl.constexpr, BY_KEYS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Write the Extents (n, 4) of n packed sequences and, unless None, the Slots (size, 2) of their blocks, int32.
-
-    An extent is (first row, rows, first key, keys). A slot, (sequence, block of BLOCK rows or keys), tells a program of
-    each head what to compute; the most work comes first. Unused slots stay as they are. Used, unless None, gets the
-    number of used slots. Each sequence has a program.
-    """
+    """Write the Extents (n, 4) of n packed sequences and, unless None, the Slots (size, 2) of their blocks, int32."""
+    # An extent is (first row, rows, first key, keys). A slot, (sequence, block of BLOCK rows or keys), tells a program
+    # of each head what to compute; the most work comes first. Unused slots stay as they are. Used, unless None, gets
+    # the number of used slots. Each sequence has a program.
     number = tl.program_id(0)
     row, rows = _extent(OffsetsQ, number, True, q_len, max_seqlen_q)
     key, keys = _extent(OffsetsK, number, True, k_len, max_seqlen_k)

@@ -232,14 +232,10 @@ def in_onnx_export() -> bool:
 flash_attention_for_cpu: Any = _find("_scaled_dot_product_flash_attention_for_cpu")  # 2 us faster than by torch.ops
 flash_attention_for_cpu_backward: Any = _find("ops.aten._scaled_dot_product_flash_attention_for_cpu_backward")
 
-_softmax_backward: Callable[..., Tensor] = _find(
+# Return the gradient of scores, from (that of their softmax, the softmax, -1, its dtype).
+softmax_backward: Callable[..., Tensor] = _find(
     "_softmax_backward_data", lambda grad, weights, *_: (grad - (grad * weights).sum(-1, keepdim=True)).mul_(weights)
 )
-
-
-def softmax_backward(grad: Tensor, weights: Tensor) -> Tensor:
-    """Return the gradient of scores from the gradient of their softmax, by torch's function if it exists."""
-    return _softmax_backward(grad, weights, -1, weights.dtype)
 
 
 _register_namedtuple: Callable[..., None] = _find("utils._pytree._register_namedtuple", lambda *_, **__: None)

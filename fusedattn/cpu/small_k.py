@@ -101,7 +101,7 @@ def by_weights(
     if grad_weights is not None:
         of_scores.view(size).add_(grad_weights)
     if out is None:  # softmax_backward rounds so that the gradients of a row's scores add up to 0
-        of_scores = softmax_backward(of_scores, weights)
+        of_scores = softmax_backward(of_scores, weights, -1, weights.dtype)
         if grad_lse is not None:
             of_scores.addcmul_(weights, grouped(grad_lse[..., None], heads))
     else:

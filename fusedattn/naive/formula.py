@@ -62,16 +62,12 @@ AS_WRITTEN = (
 
 
 def softmax(scores, need_lse, visible=None, empty=None, *, limits=(), sinks=None, in_place=False):
-    """Return (weights, lse or None) of scores (B, Hq, Sq, Sk).
-
-    Args:
-        visible: bool, broadcasts to the scores; None hides nothing.
-        limits: [(slice of columns, bool: pairs in them whose scores become -inf)]. Not under a transform.
-        empty: bool, broadcasts to (B, Hq, Sq, 1): rows that see nothing, which get weights 0 and lse -inf or the sink.
-        sinks: (1 or B, Hq), an additional logit for each head.
-        in_place: overwrite the scores if no gradient needs them: new memory takes as long as the softmax. Not under a
-            transform, a dispatch mode or a compiler.
-    """
+    """Return (weights, lse or None) of scores (B, Hq, Sq, Sk)."""
+    # visible: bool, broadcasts to the scores; None hides nothing. limits: [(slice of columns, bool: pairs in them whose
+    # scores become -inf)], not under a transform. empty: bool, broadcasts to (B, Hq, Sq, 1): rows that see nothing,
+    # which get weights 0 and lse -inf or the sink. sinks: (1 or B, Hq), an additional logit for each head. in_place:
+    # overwrite the scores if no gradient needs them, as new memory takes as long as the softmax; not under a transform,
+    # a dispatch mode or a compiler.
     if visible is not None:
         scores = scores.masked_fill(~visible, float("-inf"))
     for columns, hidden in limits:  # detached: a score whose weight is 0 has the gradient 0 anyway
