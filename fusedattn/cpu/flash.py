@@ -14,7 +14,7 @@ The kernel's own gradients miss the tolerance of `testing.tolerance`. Five measu
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
@@ -27,13 +27,13 @@ from ..call.options import Call, diagonal, wide_dtype
 from ..call.private import flash_attention_for_cpu
 from ..naive.formula import repeated, sums_of
 from . import tiling
-from .merge import exact, merged, shares_of
 from .small_k import FEW, FEW_ROWS, is_few, lse_of, scores_of, weights_in_place, weights_of
 from .tiling import Part, Rectangle, additive, has_holes, is_additive, is_nothing, is_widened
 from .value_mean import INFINITE, centre, with_centre
 
 LARGE = 2**17  # number of elements from which on a copy takes longer than a few views
 VECTOR = 16  # float32 numbers in the widest vector register
+LARGE_LSE = {torch.bfloat16: 2.0**13}  # lse above which float32 is too inaccurate for merging; 16 for other dtypes
 
 
 class Result(NamedTuple):
@@ -225,7 +225,7 @@ def _of_all_rows(part: Part, tensors: Sequence[Tensor], less: float) -> tuple[Te
     def attended(where: Rectangle, complete: bool) -> tuple[Tensor, Tensor]:
         out, lse = _attend(call, where, tensors, less, all_complete)
         if not complete or call.sinks is not None:
-            lse = exact(call, lse, less, lambda near: _attend(call, where, tensors, near, all_complete)[1])
+            lse = exact_lse(call, lse, less, lambda near: _attend(call, where, tensors, near, all_complete)[1])
         return out[..., :columns], lse
 
     if len(some) == 1 and some[0].last - some[0].first == rows:
@@ -238,6 +238,31 @@ def _of_all_rows(part: Part, tensors: Sequence[Tensor], less: float) -> tuple[Te
         results = [attended(where, len(of_keys) == 1) for where in of_keys]
         out[:, :, first:last], lse[:, :, first:last] = results[0] if len(results) == 1 else merged(results)
     return out, lse
+
+
+def exact_lse(call: Call, lse: Tensor, less: float, again: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return an lse minus the offset `less`, in float64 if its rounding error would be visible in the merged result."""
+    # again(near): recomputes the lse minus `near`. That is close to 0, where the rounding error is small.
+    large = LARGE_LSE.get(call.query.dtype, 16.0)
+    if lse.dtype == torch.float64 or not bool(((lse.abs() > large) & lse.isfinite()).any()):
+        return lse
+    near = lse.masked_fill(lse.isinf(), 0.0) + less
+    return again(near[..., None]).double() + (near.double() - less)
+
+
+def merged(results: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Merge (output, lse) over each of several sets of keys into (output, lse) over all keys."""
+    shares, total = shares_of([lse for _, lse in results])
+    shares = shares.to(torch.promote_types(results[0][0].dtype, torch.float32))
+    terms = [out * share[..., None] for (out, _), share in zip(results, shares, strict=True)]
+    return torch.stack(terms).sum(0), total
+
+
+def shares_of(lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return (share of each set of keys in the softmax over all, 0 if every lse is -inf; lse over all)."""
+    every = torch.stack(torch.broadcast_tensors(*lses))
+    total = every.logsumexp(0)
+    return every.softmax(0).masked_fill_(total == -INFINITE, 0.0), total
 
 
 def at_once(call: Call) -> bool | None:

@@ -161,15 +161,6 @@ def _failures(call: Call, need_weights: bool, on_hopper: bool, cached: bool = Fa
     return [str(why)] if (why := run.failed(call, names, cached)) is not None else []
 
 
-def _hopper_reasons(call: Call, need_weights: bool) -> list[str]:
-    if reasons := _grid_reasons(call):
-        return [reason.removesuffix(INTERPRETED) for reason in reasons]
-    from ..launch import hopper
-
-    reasons = [*hopper_reasons(_device(call)), *hopper.reasons(call)]
-    return reasons or _failures(call, need_weights, on_hopper=True)
-
-
 class Backend(NamedTuple):
     """A backend: its name, the reasons why it refuses a call, and the function that computes a call.
 
@@ -186,14 +177,6 @@ def _triton_reasons(call: Call, need_weights: bool) -> list[str]:
     return _grid_reasons(call) or _failures(call, need_weights, on_hopper=False)
 
 
-BACKENDS = {
-    "hopper": Backend("hopper", _hopper_reasons, attention.run_hopper),
-    "triton": Backend("triton", _triton_reasons, attention.run_triton),
-    "cpu": Backend("cpu", lambda call, need_weights: cpu.limits(call), attention.run_cpu),
-    "naive": Backend("naive", lambda call, need_weights: [], attention.run_naive),
-}
-
-
 def _decode_reasons(decode: Decode, need_weights: bool) -> list[str]:
     reasons = _kernel_reasons(decode.call, tile_table.WIDEST_CACHED) + cached.unmappable(decode)
     batch, heads, rows, _ = decode.call.query.shape
@@ -202,18 +185,26 @@ def _decode_reasons(decode: Decode, need_weights: bool) -> list[str]:
     return reasons or cached.failed(decode)
 
 
-def _prefill_reasons(decode: Decode, need_weights: bool) -> list[str]:
-    if reasons := _decode_reasons(decode, need_weights):
-        return reasons
+def _hopper_reasons(of: Any, need_weights: bool) -> list[str]:
+    """Return the reasons why the backend "hopper" cannot take a Call or a Decode."""
+    decode, call = (of, of.call) if isinstance(of, Decode) else (None, of)
+    if reasons := _grid_reasons(call) if decode is None else _decode_reasons(decode, need_weights):
+        return [reason.removesuffix(INTERPRETED) for reason in reasons]
     from ..launch import hopper
 
-    reasons = [*hopper_reasons(_device(decode.call)), *hopper.cache_reasons(decode)]
-    return reasons or _failures(decode.call, need_weights, on_hopper=True, cached=True)
+    lacks = hopper.reasons(call) if decode is None else hopper.cache_reasons(decode)
+    return [*hopper_reasons(_device(call)), *lacks] or _failures(call, need_weights, True, decode is not None)
 
 
+BACKENDS = {
+    "hopper": Backend("hopper", _hopper_reasons, attention.run_hopper),
+    "triton": Backend("triton", _triton_reasons, attention.run_triton),
+    "cpu": Backend("cpu", lambda call, need_weights: cpu.limits(call), attention.run_cpu),
+    "naive": Backend("naive", lambda call, need_weights: [], attention.run_naive),
+}
 # Backends of `attention_decode`: their reasons and run take a Decode.
 DECODERS = {
-    "hopper": Backend("hopper", _prefill_reasons, cached.run_hopper),
+    "hopper": Backend("hopper", _hopper_reasons, cached.run_hopper),
     "triton": Backend("triton", _decode_reasons, cached.run_triton),
     "cpu": Backend("cpu", lambda decode, _: cpu.limits(decode.call) + cached.unmappable(decode), cached.run_cpu),
     "naive": Backend("naive", lambda decode, need_weights: [], formula.run_decode),

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ..call.options import INPUTS, Call, inputs, wide_dtype
 from ..cpu import flash, small_k
-from ..cpu.merge import shares_of
 from ..cpu.run import is_narrow, lacks_gradients, too_large
 from ..naive import partial
 from ..naive.pairs import cast
@@ -98,7 +97,7 @@ def add(rows: RowStats, here: slice, out: Tensor | None, stats: Tensor) -> None:
     largest, log2_sum = torch.stack([before, stats]).unbind(-1)
     most = largest.amax(0)
     lses = (largest - most.masked_fill(most == -INFINITE, 0.0)).double() * rows.unit + log2_sum.double() * LN2
-    shares, total = shares_of(lses.masked_fill(log2_sum == INFINITE, -INFINITE).unbind(0))
+    shares, total = flash.shares_of(lses.masked_fill(log2_sum == INFINITE, -INFINITE).unbind(0))
     old, new = shares[..., None].to(place.dtype)
     place *= old
     if out is not None:
