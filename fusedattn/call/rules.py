@@ -12,19 +12,9 @@ from torch.compiler import is_compiling
 from torch.nn import Parameter, UninitializedBuffer, UninitializedParameter
 from torch.overrides import handle_torch_function, has_torch_function
 
+from . import private
 from .options import DIMS, Arguments, Call, Plan, differentiated, in_full, seed_tensor, thread_overrides
-from .private import (
-    TENSORS_OF_TORCH,
-    assert_at_run_time,
-    dispatch_modes,
-    forward_level,
-    has_storage,
-    holds,
-    torch_function_enabled,
-    tracing,
-    transforms_active,
-    unmapped,
-)
+from .private import dispatch_modes, forward_level, has_storage, holds, tracing, transforms_active
 
 LARGEST, LARGEST_SINGLE = torch.finfo(torch.float64).max, torch.finfo(torch.float32).max
 MASK = "a bool tensor, True = may attend"
@@ -109,9 +99,9 @@ def overriding(arguments: Sequence[Any]) -> tuple[Any, ...]:
     if not has_torch_function(arguments):
         return ()
     # Torch's own classes, such as nested tensors, do not know our functions.
-    overriding = None, *[x for x in arguments if type(x).__module__ not in TENSORS_OF_TORCH]
+    overriding = None, *[x for x in arguments if type(x).__module__ not in private.TENSORS_OF_TORCH]
     # The compiler's has_torch_function also returns True while __torch_function__ is disabled.
-    enabled = torch_function_enabled() or not is_compiling()
+    enabled = private.torch_function_enabled() or not is_compiling()
     return overriding if enabled and has_torch_function(overriding) else ()
 
 
@@ -195,7 +185,7 @@ def is_size(size: Any, *allowed: Any) -> bool:
             return True
     if not holds(size == allowed[-1], True):
         return False
-    assert_at_run_time(size == allowed[-1])
+    private.assert_at_run_time(size == allowed[-1])
     return True
 
 
@@ -401,7 +391,7 @@ def _number_of(scale: Tensor) -> Any:
     if scale.requires_grad or differentiated((scale,)):
         got = "one that requires grad: to learn a scale, multiply query by it and pass scale=1.0"
         fail(TypeError, "scale", "a number or a tensor without gradient", got)
-    if scale.is_meta or (not is_compiling() and unmapped(scale) is not scale):
+    if scale.is_meta or (not is_compiling() and private.unmapped(scale) is not scale):
         fail(TypeError, "scale", "a number or a tensor that holds one number", "a meta tensor or one that vmap maps")
     return scale.item()
 

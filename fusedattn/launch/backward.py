@@ -202,11 +202,8 @@ def _store_on_hopper(name, p, grads, form):
         shown = _with_real_keys(call, p, device)
         of_query = hopper.product_arguments(shown, scores, grads["query"], False, form, multiprocessors)
         of_key = hopper.product_arguments(call, scores, grads["key"], True, form, multiprocessors)
-        launches = (
-            (name, first | by_keys, 1),
-            ("hopper_dk", of_key | by_keys, 1),
-            ("hopper_dq", of_query | by_rows, p.launched["spec"].GROUP),
-        )
+        dk, dq = of_key | by_keys, of_query | by_rows
+        launches = (name, first | by_keys, 1), ("hopper_dk", dk, 1), ("hopper_dq", dq, p.launched["spec"].GROUP)
         for before in range(0, batch * heads, at_a_time):
             for kernel, launched, members in launches:
                 planes = min(at_a_time, batch * heads - before) * members
@@ -310,10 +307,8 @@ def launch_backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats
     shown, of_shown = None, p
     if special and call.query_mask is not None:
         query, incoming = (hopper.writable(torch.empty_like(x)) for x in (call.query, grad_out))
-        of_shown, copies = (
-            p._replace(call=call._replace(query=query), grad_out=incoming),
-            map(arguments.of, (query, incoming)),
-        )
+        of_shown = p._replace(call=call._replace(query=query), grad_out=incoming)
+        copies = map(arguments.of, (query, incoming))
         shown = Shown(*copies, launched["rules"].masks.rows, launched["Q"])
     launched["Rows"] = _preprocess(p, saved, grad_lse, used_weights, stats, to_clear, turns, grad_sinks, shown, form)
     partial = 1 if call.partial else None

@@ -41,11 +41,9 @@ def block_mask(mask, key_mask, query_mask, bias, lengths):
         # Without token masks all packed sequences may share a block mask, which does not depend on their lengths.
         packed = lengths is not None and not (key_mask is query_mask is None)
         launched = dict(BlockMask=block_mask, Words=mask_bits if mask_bits.numel() else None)
-        launched |= dict(
-            masks=arguments.masks(mask, key_mask, query_mask, batch, heads, rows, keys, packed),
-            bias=None if bias is None else arguments.of(bias.expand(batch, heads, rows, keys)),
-        )
-        launched |= dict(rows=rows, keys=keys, heads=heads)
+        views = arguments.masks(mask, key_mask, query_mask, batch, heads, rows, keys, packed)
+        bias = None if bias is None else arguments.of(bias.expand(batch, heads, rows, keys))
+        launched |= dict(masks=views, bias=bias, rows=rows, keys=keys, heads=heads)
         with run.surroundings(run.device_of(block_mask)):
             launched["extents"] = extents(lengths) if packed else None
             run.run_kernel("block_mask", block_mask.numel(), launched, run.device_of(block_mask), num_warps=4)

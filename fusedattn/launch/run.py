@@ -10,21 +10,9 @@ from triton.runtime.driver import driver
 from triton.runtime.errors import OutOfResources
 
 from ..call.options import BY_HEAD, AssumedGPU, Call, hiding, lengths_of, thread_overrides
-from ..kernels import (
-    append,
-    block_mask,
-    combine,
-    dbias,
-    decode,
-    dkdv,
-    dq,
-    forward,
-    preprocess,
-    sequences,
-    tangent,
-    weights,
-)
+from ..kernels import append, block_mask, combine, dbias, decode, dkdv, dq, forward, preprocess, sequences, tangent
 from ..kernels.vocabulary.memory import width
+from ..kernels.weights import weights
 from . import failures, hopper, launcher, tile_table, tuned
 
 
@@ -102,12 +90,12 @@ def multiprocessors(device):
 
 KERNELS = {x.__name__: x for x in (forward.forward, dq.dq, dkdv.dkdv, dbias.dbias, tangent.tangent, append.append)}
 KERNELS |= {x.__name__: x for x in (preprocess.preprocess, preprocess.real_keys, preprocess.postprocess)}
-KERNELS |= {x.__name__: x for x in (combine.combine, weights.weights)}
+KERNELS |= {x.__name__: x for x in (combine.combine, weights)}
 KERNELS |= {x.__name__: x for x in (block_mask.block_mask, block_mask.transpose_words, block_mask.tile_lists)}
 KERNELS["fill_slots"] = sequences.fill_slots
 KERNELS |= dict.fromkeys(tile_table.DECODE, decode.decode)
 KERNELS["one_pass"] = dkdv.dkdv  # also accumulates dq, with tiles of its own
-KERNELS["tangent_weights"] = weights.weights
+KERNELS["tangent_weights"] = weights
 if hopper.kernel is not None:
     KERNELS["hopper"] = hopper.kernel
     KERNELS |= dict.fromkeys(("hopper_bwd", "hopper_bwd_deterministic"), hopper.backward.backward)

@@ -96,14 +96,11 @@ def _of_masks(function, mask, key_mask, query_mask, bias, *lengths):
     return getattr(blocks, function)(mask, key_mask, query_mask, bias, packed)
 
 
-register(
-    "block_mask(Tensor? mask, Tensor? key_mask, Tensor? query_mask, Tensor? bias, Tensor? cu_seqlens_q, "
-    "Tensor? cu_seqlens_k, SymInt rows, SymInt keys, SymInt? max_seqlen_q, SymInt? max_seqlen_k)"
-    " -> (Tensor block_mask, Tensor mask_bits)",
-    lambda *arguments: _of_masks("block_mask", *arguments),
-    lambda *arguments: _of_masks("new_block_mask", *arguments)[0],
-    rules.check_block_mask,
-)
+_MASKS = "Tensor? mask, Tensor? key_mask, Tensor? query_mask, Tensor? bias, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k"
+_LENGTHS = "SymInt rows, SymInt keys, SymInt? max_seqlen_q, SymInt? max_seqlen_k"
+_BLOCK_MASK = f"block_mask({_MASKS}, {_LENGTHS}) -> (Tensor block_mask, Tensor mask_bits)"
+_block_mask, _new_block_mask = (functools.partial(_of_masks, name) for name in ("block_mask", "new_block_mask"))
+register(_BLOCK_MASK, _block_mask, lambda *arguments: _new_block_mask(*arguments)[0], rules.check_block_mask)
 
 
 class _Attention(torch.autograd.Function):

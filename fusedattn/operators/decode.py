@@ -98,17 +98,12 @@ def _refuse(operator: str, *arguments):
     check_gradients(dict(zip(names, arguments, strict=False)))
 
 
-register(
-    "append(Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor cache_seqlens, Tensor? block_table, Tensor new_key, "
-    f"Tensor new_value, {ROTARY}, bool named, str backend) -> ()",
-    _append_operator,
-    lambda *_: None,
-    rules.check_append,
-    functools.partial(_refuse, "append"),
-)
-_SCHEMA = f"decode({DECODE.schema}) -> (Tensor out, Tensor lse)"
-_refuse_decode = functools.partial(_refuse, "decode")
-register(_SCHEMA, _decode_operator, _new_decode, _check_decode, _refuse_decode, _decompose)
+_CACHES = "Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor cache_seqlens, Tensor? block_table"
+_APPEND = f"append({_CACHES}, Tensor new_key, Tensor new_value, {ROTARY}, bool named, str backend) -> ()"
+_DECODE = f"decode({DECODE.schema}) -> (Tensor out, Tensor lse)"
+_refuse_append, _refuse_decode = (functools.partial(_refuse, name) for name in ("append", "decode"))
+register(_APPEND, _append_operator, lambda *_: None, rules.check_append, _refuse_append)
+register(_DECODE, _decode_operator, _new_decode, _check_decode, _refuse_decode, _decompose)
 
 
 def _run(decode: Decode, need_lse: bool, need_weights: bool, backend: str):

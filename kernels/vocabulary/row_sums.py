@@ -41,12 +41,8 @@ def total(x):
 
 @triton.jit
 def add(sums, p, ds, far):
-    return Sums(
-        sums.p + tl.sum(p, 1),  # `total` is not needed: p comes from exp2, not from a product that could be fused
-        sums.ds + total(ds),
-        sums.p_far + total(p * far),
-        sums.ds_far + total(ds * far),
-    )
+    # `total` is not needed for p, which comes from exp2, not from a product that could be fused.
+    return Sums(sums.p + tl.sum(p, 1), sums.ds + total(ds), sums.p_far + total(p * far), sums.ds_far + total(ds * far))
 
 
 @triton.jit
