@@ -179,12 +179,10 @@ MORE = [  # each case differs from PAPER in one property
     _paper(4096, 64, False, "float32"),
 ]
 _WIDE = _paper(4096, 128, False)
-OPTIONS = [
-    *(_WIDE._replace(options=x) for x in ("bias", "documents=8", "keys=0.5", "window=1024,0", "weights")),
-    *(_WIDE._replace(causal=True, options=x) for x in ("dropout=0.1", "softcap=30")),
-    *(_paper(4096, 64, False, options=x) for x in ("bias", "documents=8", "dropout=0.1")),
-    *(_paper(16384, 128, False, options=x) for x in ("documents=8", "window=1024,0")),
-]
+OPTIONS = [_WIDE._replace(options=x) for x in ("bias", "documents=8", "keys=0.5", "window=1024,0", "weights")]
+OPTIONS += [_WIDE._replace(causal=True, options=x) for x in ("dropout=0.1", "softcap=30")]
+OPTIONS += [_paper(4096, 64, False, options=x) for x in ("bias", "documents=8", "dropout=0.1")]
+OPTIONS += [_paper(16384, 128, False, options=x) for x in ("documents=8", "window=1024,0")]
 _PACKS = (8, 4096, ""), (31, 8192, "lengths=zipf"), (16, 4096, "lengths=uniform"), (113, 4096, "lengths=one-long")
 PACKED = [  # about 32k tokens; without an option all lengths are equal
     _paper(longest, dim, causal, options=kind)._replace(B=count)
@@ -202,10 +200,8 @@ DECODE = [
 ]
 DECODE += [Case(1, 32, 8, rows, 8192, 128, 128, True, "bfloat16") for rows in (512, 2048)]  # prefill in chunks
 DECODE += [Case(64, heads, 1, 1, 8192, 576, 512, False, "bfloat16", "latent") for heads in (16, 128)]
-MODULE = [
-    *(_paper(length, 128, causal, options="module") for length in (2048, 512, 8192) for causal in _BOTH),
-    *(Case(8, 16, 16, 2048, 2048, 64, 64, causal, "bfloat16", "module") for causal in _BOTH),
-]
+MODULE = [_paper(length, 128, causal, options="module") for length in (2048, 512, 8192) for causal in _BOTH]
+MODULE += [Case(8, 16, 16, 2048, 2048, 64, 64, causal, "bfloat16", "module") for causal in _BOTH]
 
 # Smaller cases of the same groups, for a CPU.
 _CPU = Case(4, 8, 8, 512, 512, 64, 64, False, "float32")
@@ -218,10 +214,8 @@ CPU_PAPER = [
 CPU_OPTIONS = [_CPU._replace(options=x) for x in ("bias", "documents=4", "keys=0.5", "window=64,0")]
 CPU_OPTIONS += [_CPU._replace(Hkv=2)]
 CPU_PACKED = [_CPU._replace(B=8, causal=causal, options="lengths=uniform") for causal in _BOTH]
-CPU_DECODE = [
-    Case(1, 8, 8, 1, 1024, 64, 64, False, "float32", "filled=1"),
-    Case(8, 8, 2, 1, 2048, 64, 64, False, "float32", "filled=0.5"),
-]
+CPU_DECODE = [Case(1, 8, 8, 1, 1024, 64, 64, False, "float32", "filled=1")]
+CPU_DECODE += [Case(8, 8, 2, 1, 2048, 64, 64, False, "float32", "filled=0.5")]
 CPU_MODULE = [_CPU._replace(Sq=length, Sk=length, options="module") for length in (128, 512)]
 
 

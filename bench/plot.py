@@ -57,9 +57,8 @@ def figure(written):
     for ax in axes[len(panels) :]:
         ax.remove()
     last = timed[-1]
-    drawn.suptitle(
-        f"Attention on {'a CPU' if last.gpu == 'cpu' else last.gpu}, torch {last.torch}, {last.date[:10]}", fontsize=12
-    )
+    where = "a CPU" if last.gpu == "cpu" else last.gpu
+    drawn.suptitle(f"Attention on {where}, torch {last.torch}, {last.date[:10]}", fontsize=12)
     lines = {line.get_label(): line for ax in drawn.axes for line in ax.lines}
     columns = max(1, int(size[0] / 1.5 / max(1, max(map(len, lines)) / 14)))  # 14 letters take 1.5 inches
     drawn.legend(lines.values(), lines, loc="outside lower center", ncols=columns, frameon=False, fontsize=10)

@@ -108,6 +108,7 @@ def _visible(panels: dict[str, tuple]) -> str:
 
 _REAL, _DIAGONALS = torch.tensor([True] * 3 + [False] * 2), torch.eye(5, dtype=torch.bool)
 _DIAGONALS = _DIAGONALS | _DIAGONALS.flip(1)
+_BAND = dict(causal=True, window=(2, None))
 _VISIBLE = {
     "causal": {"no mask": (5, 5, {}), "causal=True": (5, 5, dict(causal=True))},
     "align": {
@@ -116,10 +117,7 @@ _VISIBLE = {
         for align in ("bottom_right", "top_left")
     },
     "window": {f"window={window}": (6, 6, dict(window=window)) for window in ((1, 1), (2, 0), (None, 1), (1, None))},
-    "window_causal": {
-        "causal=True, window=(2, None)": (6, 6, dict(causal=True, window=(2, None))),
-        "the same, 3 rows": (3, 6, dict(causal=True, window=(2, None))),
-    },
+    "window_causal": {"causal=True, window=(2, None)": (6, 6, _BAND), "the same, 3 rows": (3, 6, _BAND)},
     "masks": {
         "key_mask": (5, 5, dict(key_mask=_REAL)),
         "query_mask": (5, 5, dict(query_mask=_REAL)),

@@ -117,9 +117,8 @@ def preprocess(
         else:
             delta = tl.sum(out * grad_out.to(out.dtype), 1)
         if COLUMNS > 2:
-            delta += tl.sum(
-                saved_stats.lost(saved_stats.errors(stats), rows, q_len, out, spec.DV) * grad_out.to(tl.float32), 1
-            )
+            lost = saved_stats.lost(saved_stats.errors(stats), rows, q_len, out, spec.DV)
+            delta += tl.sum(lost * grad_out.to(tl.float32), 1)
         if incoming.grad_weights is not None:
             p, dp = memory.matrix(Weights, plane), memory.matrix(incoming.grad_weights, plane)
             r = rows[:, None]

@@ -145,9 +145,8 @@ def density(block_mask: Tensor | None, mask_bits: Tensor | None, shape: tuple[in
     x = (x & 0x33) + (x >> 2 & 0x33)
     of_words = (x + (x >> 4) & 0x0F).view(-1, size, 8).sum(2, dtype=torch.uint8)
     # A mask that broadcasts has one block of equal rows or keys.
-    lengths = [
-        size if n == 1 or n > size * blocks else n for n, blocks in zip(shape[2:], block_mask.shape[2:], strict=True)
-    ]
+    counts = zip(shape[2:], block_mask.shape[2:], strict=True)
+    lengths = [size if n == 1 or n > size * blocks else n for n, blocks in counts]
     # The last blocks of rows and of keys may be shorter than their words, if the mask broadcasts.
     sides = [[(slice(-1), size), (slice(-1, None), (n - 1) % size + 1)] for n in lengths]
     seen = 0.0

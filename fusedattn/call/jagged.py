@@ -68,7 +68,5 @@ def attend_nested(function: Callable[..., Any], arguments: Arguments, **more: An
     return (nested(out), *(nested(x.transpose(0, 1)) for x in others))
 
 
-_attend_eagerly = eager(
-    attend_nested,
-    "a whole graph with masks, bias or return_weights needs nested tensors made with min_seqlen and max_seqlen",
-)
+_WHY = "a whole graph with masks, bias or return_weights needs nested tensors made with min_seqlen and max_seqlen"
+_attend_eagerly = eager(attend_nested, _WHY)

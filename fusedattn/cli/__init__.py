@@ -65,14 +65,10 @@ def _parser() -> argparse.ArgumentParser:
         "formula, on the GPU or otherwise on the CPU. It prints speeds, ratios, and errors against float64. Exit "
         "status 1 if a result of fusedattn is wrong.",
     )
-    bench.add_argument(
-        "questions", nargs="*", metavar="QUESTION", help="forward, backward, options, packed, decode or module, in full"
-    )
-    bench.add_argument(
-        "--preset",
-        choices=("quick", "paper", "full"),
-        help="quick (default): some sizes, in minutes; paper: forward and backward; full: every question",
-    )
+    questions = "forward, backward, options, packed, decode or module, in full"
+    bench.add_argument("questions", nargs="*", metavar="QUESTION", help=questions)
+    presets = "quick (default): some sizes, in minutes; paper: forward and backward; full: every question"
+    bench.add_argument("--preset", choices=("quick", "paper", "full"), help=presets)
     option(bench, "shape", "this size instead", metavar=SIZES, type=_sizes)
     option(bench, "dtype", "in this dtype", choices=DTYPES)
     bench.add_argument("--causal", action="store_true", help="a causal mask for --shape; only causal cases of a preset")
@@ -99,9 +95,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     option(warmup, "shape", "of a call", metavar=SIZES, type=_sizes, required=True)
     option(warmup, "dtype", "bfloat16, or these", choices=DTYPES[:3])
-    warmup.add_argument(
-        "--causal", action=argparse.BooleanOptionalAction, help="only causal calls, or only others (default: both)"
-    )
+    causal = "only causal calls, or only others (default: both)"
+    warmup.add_argument("--causal", action=argparse.BooleanOptionalAction, help=causal)
     warmup.add_argument("--inference", action="store_true", help="only forwards without gradients")
     warmup.add_argument("--jobs", type=_positive, metavar="N", help="processes (default: one for each core)")
     return parser
@@ -110,9 +105,8 @@ def _parser() -> argparse.ArgumentParser:
 def _sizes(text: str) -> tuple[int, ...]:
     sizes = tuple(int(word) if word.isdecimal() else 0 for word in text.split(","))
     if len(sizes) != 6 or min(sizes) < 1 or max(sizes) >= 2**31 or sizes[1] % sizes[2]:
-        raise argparse.ArgumentTypeError(
-            f"expected six integers {SIZES}, each 1 or more, with Hkv dividing Hq, got {text or 'nothing'}"
-        )
+        expected = f"expected six integers {SIZES}, each 1 or more, with Hkv dividing Hq"
+        raise argparse.ArgumentTypeError(f"{expected}, got {text or 'nothing'}")
     return sizes
 
 

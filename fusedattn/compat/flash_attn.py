@@ -269,9 +269,7 @@ def _module(name: str, members: dict[str, Any]) -> types.ModuleType:
 
 _FUNCTIONS = {name: x for name, x in globals().items() if name.startswith("flash_attn_")}
 _PADDING = {name: x for name, x in vars(_bert_padding).items() if name.startswith(("index_", "pad_", "unpad_"))}
-_INNER = {
-    "flash_attn_interface": _module("flash_attn.flash_attn_interface", _FUNCTIONS),
-    "bert_padding": _module("flash_attn.bert_padding", _PADDING),
-}
+_MEMBERS = dict(flash_attn_interface=_FUNCTIONS, bert_padding=_PADDING)
+_INNER = {name: _module(f"flash_attn.{name}", members) for name, members in _MEMBERS.items()}
 _PACKAGE = dict(_FUNCTIONS, **_INNER, __version__="2.8.4+fusedattn")
 _MODULES = {module.__name__: module for module in (_module("flash_attn", _PACKAGE), *_INNER.values())}

@@ -105,9 +105,8 @@ def _of_batches(call: Call) -> list[Part]:
     for start, stop in groups:
         if all(0 in length for length in lengths[start:stop]):
             continue
-        (first, last), (begin, end) = (
-            (min(a for a, _ in x[start:stop]), max(b for _, b in x[start:stop])) for x in (of_rows, of_keys)
-        )
+        ranges = of_rows[start:stop], of_keys[start:stop]
+        (first, last), (begin, end) = ((min(a for a, _ in x), max(b for _, b in x)) for x in ranges)
         part = call if stop - start == batch else of_batches(call, B=slice(start, stop))
         split.append(Part(part, first, last, begin, end, slice(start, stop)))
     return split

@@ -251,9 +251,8 @@ class Replay(Checked):
         present = [_PLACES[name] for name in TENSORS if name not in _MARKS and getattr(bare, name) is not None]
         kept = *present, *self.marks.values(), self.out
         self.kept = [number for number in (*kept, self.weights, self.stats) if number is not None]
-        self.take_results, self.take_inputs, self.take_kept = (
-            itemgetter(*numbers) for numbers in (self.results, self.inputs, self.kept)
-        )
+        places = self.results, self.inputs, self.kept
+        self.take_results, self.take_inputs, self.take_kept = (itemgetter(*some) for some in places)
         self.facts: list = []  # `schema.facts` of the tensors saved for the backward, from the first forward
         self.forward = recorder.recording()
         self.backwards: dict[tuple, Any] = {}

@@ -110,9 +110,8 @@ def _fill(table: Tensor, ranks: Ranks, function: str) -> None:
 
     def begin(operation: Any, tensors: dict[int, Tensor]) -> list[Any]:
         """Begin all transfers at once. One by one, NCCL would open a connection for each."""
-        return dist.batch_isend_irecv(
-            [dist.P2POp(operation, x, group=ranks.group, group_peer=peer) for peer, x in tensors.items()]
-        )
+        operations = [dist.P2POp(operation, x, group=ranks.group, group_peer=r) for r, x in tensors.items()]
+        return dist.batch_isend_irecv(operations)
 
     if ranks.rank == 0:
         others = range(1, ranks.size)

@@ -66,14 +66,13 @@ def _forward(out, lse, stats, call):
 
 def _launch_weights(name, weights, launched, call: Call):
     """Launch the kernel that fills `weights` with attention weights or tangents. launched: its other arguments."""
-    columns = weights.shape[3]
-    run.run_tiled(
-        name,
-        call,
-        lambda tile: arguments.slots(call, tile.rows) * cdiv(columns, tile.keys) * call.query.shape[1],
-        {key: x for key, x in launched.items() if key != "V"} | dict(Weights=arguments.of(weights), width=columns),
-        lambda tile: dict(sequences=blocks.sequences_of(call, tile.rows)),
-    )
+    columns, launched = weights.shape[3], {key: x for key, x in launched.items() if key != "V"}
+    launched |= dict(Weights=arguments.of(weights), width=columns)
+
+    def programs(tile):
+        return arguments.slots(call, tile.rows) * cdiv(columns, tile.keys) * call.query.shape[1]
+
+    run.run_tiled(name, call, programs, launched, lambda tile: dict(sequences=blocks.sequences_of(call, tile.rows)))
 
 
 def launch_forward(out, lse, weights, stats, call: Call, on_hopper: bool):

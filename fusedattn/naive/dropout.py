@@ -34,9 +34,8 @@ def _rounds(counter: list[Tensor], keys: list[tuple[Tensor, ...]]) -> list[Tenso
     c0, c1, c2, c3 = counter
     c0, c2 = c0.clone(), c2.clone()
     for k0, k1 in zip(*keys, strict=True):
-        (a, of_a), (b, of_b) = (
-            _multiplied(word.bitwise_and_(WORD), by) for word, by in zip((c0, c2), MULTIPLIERS, strict=True)
-        )
+        factors = zip((c0, c2), MULTIPLIERS, strict=True)
+        (a, of_a), (b, of_b) = (_multiplied(word.bitwise_and_(WORD), by) for word, by in factors)
         c0, c1, c2, c3 = _xor(of_b, c1).bitwise_xor_(k0), b, _xor(of_a, c3).bitwise_xor_(k1), a
     return [c0, c1, c2, c3]
 

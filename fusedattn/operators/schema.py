@@ -47,21 +47,14 @@ class Signature:
 
 
 FORWARD = Signature("", "bool need_lse, bool need_weights, bool save, str backend")
-BACKWARD = Signature(
-    "Tensor? grad_out, Tensor? grad_lse, Tensor? grad_weights, Tensor out, Tensor weights, Tensor stats",
-    f"str backend, bool[{len(INPUTS)}] need",
-)
-TANGENT = Signature(
-    f"{', '.join(f'Tensor? tangent_{name}' for name in INPUTS)}, Tensor out, Tensor stats",
-    "bool need_weights, str backend",
-)
+_INCOMING = "Tensor? grad_out, Tensor? grad_lse, Tensor? grad_weights, Tensor out, Tensor weights, Tensor stats"
+BACKWARD = Signature(_INCOMING, f"str backend, bool[{len(INPUTS)}] need")
+_TANGENTS = ", ".join(f"Tensor? tangent_{name}" for name in INPUTS)
+TANGENT = Signature(f"{_TANGENTS}, Tensor out, Tensor stats", "bool need_weights, str backend")
 ROTARY = "Tensor? rotary_cos, Tensor? rotary_sin, bool rotary_interleaved"
-DECODE = Signature(
-    "Tensor query, Tensor key_cache, Tensor value_cache, Tensor cache_seqlens, Tensor? block_table, SymInt added, "
-    + ROTARY,
-    "bool need_lse, str backend",
-    [name for name in CACHED if name not in ("query", "key", "value")],
-)
+_CACHES = "Tensor query, Tensor key_cache, Tensor value_cache, Tensor cache_seqlens, Tensor? block_table, SymInt added"
+_OPTIONS = [name for name in CACHED if name not in ("query", "key", "value")]
+DECODE = Signature(f"{_CACHES}, {ROTARY}", "bool need_lse, str backend", _OPTIONS)
 
 
 def save(ctx: Any, arguments: Sequence[Any], *results: Tensor | None) -> None:

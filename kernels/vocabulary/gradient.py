@@ -74,9 +74,8 @@ def of_scores(signed, dp, row, r, c, band, rules, plane, GradWeights):
     """Return the gradient of a tile's scores, from the result of `weights` and dp = dout @ v.T."""
     if GradWeights is not None:
         # Incoming gradients of hidden rows and keys may be NaN.
-        exists = masking.real_rows(rules.masks, plane, r, band.rows) & masking.real_keys(
-            rules.masks, plane, c, band.keys
-        )
+        exists = masking.real_rows(rules.masks, plane, r, band.rows)
+        exists &= masking.real_keys(rules.masks, plane, c, band.keys)
         dp += tl.load(memory.pointers(memory.of_rows(GradWeights, plane), r, c), mask=exists, other=0.0)
     return of_weights(rules.dropout, signed, dp, row.delta)
 
