@@ -67,8 +67,7 @@ def write(into):
         (variant / "metadata.json").write_text(json.dumps(metadata(files, backend), indent=2) + "\n")
     (into / "benchmarks").mkdir()
     shutil.copy(ROOT / ".ci" / "hub_benchmark.py", into / "benchmarks" / "benchmark.py")
-    card = (ROOT / ".ci" / "hub_card.md").read_text()
-    (into / "README.md").write_text(card.replace("VERSION", version()))
+    (into / "README.md").write_text((ROOT / ".ci" / "hub_card.md").read_text().replace("VERSION", version()))
     shutil.copy(ROOT / "LICENSE", into)
 
 

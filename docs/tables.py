@@ -97,8 +97,7 @@ def gpu_others() -> str:
 
 
 def _explained(capability: tuple[int, int], D: int = 128, **options: Any) -> fusedattn.Explanation:
-    packed = "cu_seqlens_q" in options
-    shape, device = ((4096, 8, D), "cpu") if packed else ((1, 8, 4096, D), "meta")
+    shape, device = ((4096, 8, D), "cpu") if "cu_seqlens_q" in options else ((1, 8, 4096, D), "meta")
     query = torch.empty(shape, dtype=torch.bfloat16, device=device)
     return fusedattn.explain(query, query, query, capability=capability, **options)
 

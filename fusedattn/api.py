@@ -257,8 +257,7 @@ def plan(
     if device is not None or not places:
         places = [torch.empty(0, device=device).device]  # with its index
     place = places[0]
-    sizes = dict(batch=batch, heads=heads, rows=rows, keys=keys)
-    return make_plan(masks, sizes, place, backends.block_size(place))
+    return make_plan(masks, dict(batch=batch, heads=heads, rows=rows, keys=keys), place, backends.block_size(place))
 
 
 @overridable

@@ -13,8 +13,7 @@ _MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 def _at(x: Tensor, plane: Tensor, *index: Tensor) -> Tensor:
     """Return x[index], or x[plane, index] if x has one more dimension."""
-    at = index if x.dim() == len(index) else (plane, *index)
-    return x[at]
+    return x[index if x.dim() == len(index) else (plane, *index)]
 
 
 def causal(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:

@@ -56,8 +56,7 @@ def apart(decode: Decode) -> list[Tensor]:
     # Call it inside the operator that appends: a compiler sees no addresses, and would remove an earlier copy.
     caches = [span(decode.key_cache), span(decode.value_cache)]
     new = [x for x in (decode.new_key, decode.new_value) if x is not None]
-    spans = [span(x) for x in new]
-    overlap = [any(first < last and begin < end for begin, last in caches) for first, end in spans]
+    overlap = [any(first < last and begin < end for begin, last in caches) for first, end in [span(x) for x in new]]
     return [x.clone() if overlaps else x for x, overlaps in zip(new, overlap, strict=True)]
 
 

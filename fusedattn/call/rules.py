@@ -324,8 +324,7 @@ def _wrong_shape(name: str, x: Tensor, s: Sizes) -> str:
 
 
 def check_pairs(name: str, x: Any, s: Sizes) -> None:
-    check = check_bool if name == "mask" else check_floating
-    check(name, x, s.device)
+    (check_bool if name == "mask" else check_floating)(name, x, s.device)
     shape = (s.B, s.Hq, s.Sq, s.Sk) if s.rank == 4 else (s.B, s.Sq, s.Sk)[3 - s.rank :]
     if x.dim() not in (2, s.rank):
         expected = "rank 2" if s.rank == 2 else f"rank 2 or {s.rank}"

@@ -107,8 +107,7 @@ def choose(arguments, device: str) -> list[tuple[list[Case], list[str], list[str
     if preset == "quick" and not arguments.questions:
         work = [([x for x in some if x.Sq in QUICK[device]], *rest) for some, *rest in work]
     if arguments.shape:
-        usual = "bfloat16" if device == "cuda" else "float32"
-        dtypes = arguments.dtype or [usual]
+        dtypes = arguments.dtype or ["bfloat16" if device == "cuda" else "float32"]
         chosen = [Case(*x, x[-1], arguments.causal, dtype) for x in arguments.shape for dtype in dtypes]
         if "torch.nn" in names:  # it is compared as a whole module
             chosen = [x._replace(options="module") for x in chosen if x.Hq == x.Hkv and x.Sq == x.Sk]

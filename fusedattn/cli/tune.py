@@ -86,8 +86,7 @@ def measure(rows: dict, case: Case, load: str, device, capability: int | None) -
 @contextlib.contextmanager
 def taking(row: Row, rows, capability: int | None):
     """Make calls use the kernel configuration of a row, and for other kernels the best configurations so far."""
-    itemsize = getattr(torch, row.dtype).itemsize
-    forms = tile_table.candidates(row.kernel, capability, itemsize, row.width, row.pressure)
+    forms = tile_table.candidates(row.kernel, capability, getattr(torch, row.dtype).itemsize, row.width, row.pressure)
     others = [row._replace(form=x, ms={}, why="another is measured") for x in forms if x != row.form]
     failures.forget()  # failures of the previous tile
     replay.forget()

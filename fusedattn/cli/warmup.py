@@ -44,8 +44,7 @@ def compile_pass(case: Case, what: str, device: torch.device) -> dict:
                 forward.launch_forward(out, None, None, stats if stats.numel() else None, call, on_hopper)
     except Exception as error:  # a compiler may raise anything; the command reports it
         why = f"{type(error).__name__}: {error}".partition("\n")[0][:300]
-    seconds = time.monotonic() - began
-    return dict(case=case.name, what=what, kernels=len(recorder.steps), seconds=seconds, why=why)
+    return dict(case=case.name, what=what, kernels=len(recorder.steps), seconds=time.monotonic() - began, why=why)
 
 
 def run(arguments, output: Output) -> int:

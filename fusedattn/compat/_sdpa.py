@@ -83,8 +83,7 @@ def scaled_dot_product_attention(
             if not rules.divides(query.shape[-3], tensor.shape[-3]):
                 expected = f"a number of heads that divides the {query.shape[-3]} heads of query"
                 fail(ValueError, name, expected, f"{tensor.shape[-3]} heads")
-    broadcast = -3 if enable_gqa else -2
-    leading = _common({name: x.shape[:broadcast] for name, x in inputs.items()})
+    leading = _common({name: x.shape[: -3 if enable_gqa else -2] for name, x in inputs.items()})
     leading = (*leading, query.shape[-3]) if enable_gqa else leading
     batch, heads = leading[:-1], leading[-1] if leading else 1
     q, k, v = (_rank4(x, batch) for x in inputs.values())
@@ -135,8 +134,7 @@ def _rank4(tensor: Tensor, batch: tuple[int, ...], shared: bool = False) -> Tens
     """Expand the leading dimensions of a tensor to `batch`, and flatten them. shared: if all are 1, only flatten."""
     if tensor.dim() == 4 and len(batch) == 1 and (shared or holds(tensor.shape[0] == batch[0], False)):
         return tensor
-    rank = max(len(batch), 1) + 3
-    tensor = tensor[(None,) * (rank - tensor.dim())]
+    tensor = tensor[(None,) * (max(len(batch), 1) + 3 - tensor.dim())]
     if shared and all(holds(size == 1, False) for size in tensor.shape[:-3]):
         batch = (1,) * len(batch)
     return tensor.expand(*batch or (1,), *tensor.shape[-3:]).reshape(math.prod(batch), *tensor.shape[-3:])

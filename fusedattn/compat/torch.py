@@ -199,8 +199,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         """Attend within each sequence of a nested tensor; return (nested output, padded weights or None)."""
         lengths = [len(sequence) for sequence in x.unbind()]
         padded = torch.nested.to_padded_tensor(x, 0.0)
-        places = torch.arange(padded.shape[1], device=x.device)
-        padding = places >= torch.tensor(lengths, device=x.device)[:, None]
+        padding = torch.arange(padded.shape[1], device=x.device) >= torch.tensor(lengths, device=x.device)[:, None]
         out, weights = self.forward(padded, padded, padded, padding, *options)
         return torch.nested.as_nested_tensor([row[:end] for row, end in zip(out, lengths, strict=True)]), weights
 

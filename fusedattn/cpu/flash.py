@@ -325,8 +325,7 @@ def weights(call: Call, columns: int) -> Tensor:
     """Return the attention weights (B, Hq, Sq, columns) of a call."""
     if (causal := at_once(call)) is not None:
         query, key = (x.to(wide_dtype(x.dtype)) for x in call[:2])
-        everything = Rectangle(0, query.shape[2], 0, columns, causal)
-        return exact_weights(call, everything, query, key).to(call.query.dtype)
+        return exact_weights(call, Rectangle(0, query.shape[2], 0, columns, causal), query, key).to(call.query.dtype)
     shape = *call.query.shape[:3], columns
     whole = functools.cache(lambda: call.query.new_zeros(shape))  # not needed if one rectangle holds all weights
     for part in tiling.parts(call):
@@ -346,8 +345,7 @@ def exact_weights(call: Call, where: Rectangle, query: Tensor, key: Tensor) -> T
         scores = scores_of(call, where, 0.0, query, key)
         if call.sinks is None:
             return scores
-        sinks = sinks_less(call, scores.dtype, 0.0)[..., None].expand(*scores.shape[:3], 1)
-        return torch.cat([scores, sinks], -1)
+        return torch.cat([scores, sinks_less(call, scores.dtype, 0.0)[..., None].expand(*scores.shape[:3], 1)], -1)
 
     weights = weights_in_place(scores, where.masked)
     return weights if call.sinks is None else weights[..., :-1].contiguous()  # a view cannot be an operator's result

@@ -111,5 +111,4 @@ def by_weights(
         if of_bias.shape[2:] == (1, 1):  # the sum of a whole head cancels: in float32 it would lose digits
             terms = terms.sum((2, 3), keepdim=True, dtype=torch.float64)
         of_bias += terms.sum_to_size(of_bias.shape)
-    of_query = product(of_scores, keys, scale)
-    return of_query.view_as(query), over_rows(of_scores, rows, scale).view_as(key), of_value
+    return product(of_scores, keys, scale).view_as(query), over_rows(of_scores, rows, scale).view_as(key), of_value

@@ -216,8 +216,7 @@ def _steps(call, first, last, begin, end, low, high, dense) -> Iterator[Rectangl
         step = max(ROWS, CACHE // (4 * planes * (end - begin)) // ROWS * ROWS)
     blocks = [Block(row, min(row + step, last), begin, end) for row in range(first, last, step)]
     planes, size = call.query.shape[0] * call.query.shape[1], (last - first) * (end - begin)
-    masked = not call.mask is call.mask_bits is None
-    if masked and size * planes > PART and end - begin > FEWEST:
+    if not call.mask is call.mask_bits is None and size * planes > PART and end - begin > FEWEST:
         smaller = _seen(call, Block(first, last, begin, end), step)
         size -= sum((block.last - block.first) * (block.end - block.begin) for block in smaller)
         blocks = smaller if size * planes > PART * (len(smaller) - len(blocks)) else blocks

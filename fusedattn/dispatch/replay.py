@@ -68,8 +68,7 @@ def attend(arguments: Arguments, return_lse: bool, return_weights: bool, backend
     call, rank = checked(arguments, named is not None), arguments.query.dim()
     direct = plain(call)
     if not direct and (own := dtensors.local_call(call, arguments.seed)) is not None:
-        run = backends.choose(own.call, return_weights, named).run
-        out, lse, weights = run(own.call, return_lse, return_weights)
+        out, lse, weights = backends.choose(own.call, return_weights, named).run(own.call, return_lse, return_weights)
         return results(rank, own.whole(out, True), own.whole(lse) if return_lse else None, own.whole(weights))
     chosen = backends.choose(call, return_weights, named)
     if direct and (replay := learn(tensors, numbers, call, chosen)) is not None:

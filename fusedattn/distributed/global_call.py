@@ -161,8 +161,7 @@ class _Attend(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, *incoming):
         kept, _ = schema.saved(ctx)  # read once: a checkpoint recomputes the tensors for each access
-        whole = ctx.whole.with_tensors(kept[: len(TENSORS)])
-        grads = ctx.method.backward(whole, kept[len(TENSORS) :], incoming)
+        grads = ctx.method.backward(ctx.whole.with_tensors(kept[: len(TENSORS)]), kept[len(TENSORS) :], incoming)
         return None, None, None, *[grads.get(name) for name in TENSORS]
 
 

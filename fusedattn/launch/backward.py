@@ -308,8 +308,7 @@ def launch_backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats
     if special and call.query_mask is not None:
         query, incoming = (hopper.writable(torch.empty_like(x)) for x in (call.query, grad_out))
         of_shown = p._replace(call=call._replace(query=query), grad_out=incoming)
-        copies = map(arguments.of, (query, incoming))
-        shown = Shown(*copies, launched["rules"].masks.rows, launched["Q"])
+        shown = Shown(*map(arguments.of, (query, incoming)), launched["rules"].masks.rows, launched["Q"])
     launched["Rows"] = _preprocess(p, saved, grad_lse, used_weights, stats, to_clear, turns, grad_sinks, shown, form)
     partial = 1 if call.partial else None
     if "dq" in names:

@@ -54,8 +54,7 @@ def run_by_rows(name, call, launched):
 
 
 def _forward(out, lse, stats, call):
-    planes = call.query.shape[0] * call.key.shape[1]
-    enough = planes >= run.multiprocessors(run.device_of(call.query))
+    enough = call.query.shape[0] * call.key.shape[1] >= run.multiprocessors(run.device_of(call.query))
     if enough and arguments.can_pack_gqa(call, out, tile_table.FEW_ROWS):
         call, out = arguments.pack_gqa(call, out)
     call = blocks.marked(call) if arguments.hides(call) else call

@@ -169,8 +169,7 @@ def known_failure(name, call):
 
 def is_to_take(name, call, backend):
     """Return whether to run this Hopper backward: the caller named "hopper", or named none and it is preferred."""
-    device = device_of(call.query)
-    chosen = is_default(name, call, device) and known_failure(name, call) is None
+    chosen = is_default(name, call, device_of(call.query)) and known_failure(name, call) is None
     wanted = backend == "hopper" if call.named else chosen
     return wanted and has_hopper(call.query) and form_on_hopper(name, call) is not None
 

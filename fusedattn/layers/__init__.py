@@ -324,8 +324,7 @@ class AttentionDecoder(nn.Module):
         """
         _check_ids("input", input, ("batch",), self.embedding)
         check_input("hidden", hidden, (input.shape[0], self.hidden_size), self.embedding)
-        sizes = input.shape[0], "length", self.encoder_size
-        check_input("encoder_outputs", encoder_outputs, sizes, self.embedding)
+        check_input("encoder_outputs", encoder_outputs, (input.shape[0], "length", self.encoder_size), self.embedding)
         embedded = _look_up(self.embedding, "input", input)
         options = dict(key_mask=key_mask, need_weights=need_weights)
         attended = [attention(hidden[:, None], encoder_outputs, **options) for attention in self.attentions]

@@ -73,8 +73,7 @@ def softmax(scores, need_lse, visible=None, empty=None, *, limits=(), sinks=None
     for columns, hidden in limits:  # detached: a score whose weight is 0 has the gradient 0 anyway
         scores.detach()[..., columns].masked_fill_(hidden, float("-inf"))
     if sinks is not None:
-        sink = sinks[:, :, None, None].expand(*scores.shape[:3], 1)
-        scores = torch.cat([scores, sink], -1)
+        scores = torch.cat([scores, sinks[:, :, None, None].expand(*scores.shape[:3], 1)], -1)
         empty = None if empty is None else empty & (sinks == float("-inf"))[:, :, None, None]
     if empty is not None:
         # The softmax of a row of -inf, and its gradient, would be NaN. Scores of 0 stand in, and the weights become 0.

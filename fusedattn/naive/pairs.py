@@ -104,8 +104,7 @@ def added(call: Call, block: Block, dtype: torch.dtype) -> list[Tensor]:
     """Return the terms to add to the scores of a block: ALiBi and bias."""
     terms = []
     if call.alibi_slopes is not None:
-        distance = _offsets(call, block).abs().to(dtype)
-        terms.append(-cast(call.alibi_slopes, dtype)[:, :, None, None] * distance)
+        terms.append(-cast(call.alibi_slopes, dtype)[:, :, None, None] * _offsets(call, block).abs().to(dtype))
     if call.bias is not None:
         terms.append(cast(cut(call.bias, block), dtype))
     return terms

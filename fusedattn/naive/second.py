@@ -29,8 +29,7 @@ def _row_spans(call: Call) -> Iterator[tuple[int, int]]:
     # A second derivative needs three times the memory of a first. Packed calls are not cut: rows belong to sequences.
     if not sized(call) or call.cu_seqlens_q is not None or not rows:
         return iter([(0, rows)])
-    row_bytes = 3 * batch * heads * call.key.shape[2] * call.query.element_size()
-    return spans(rows, formula.BUDGET // max(1, row_bytes))
+    return spans(rows, formula.BUDGET // max(1, 3 * batch * heads * call.key.shape[2] * call.query.element_size()))
 
 
 def _bounded(call: Call) -> Call:

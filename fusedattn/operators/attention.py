@@ -61,8 +61,7 @@ def _compute(call, need_lse, need_weights, save, backend):
 
         filled = [x if x.numel() else None for x in rest]
         # Hopper kernels need keys. A compiler chose the backend without knowing whether there are any.
-        special = backend == "hopper" and run.has_hopper(out) and call.key.shape[2] > 0
-        kinds = (True, False) if special else (False,)
+        kinds = (True, False) if backend == "hopper" and run.has_hopper(out) and call.key.shape[2] > 0 else (False,)
         launches = [functools.partial(forward.launch_forward, out, *filled, call, on_hopper) for on_hopper in kinds]
 
         def naive():

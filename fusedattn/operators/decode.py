@@ -94,8 +94,7 @@ def _check_decode(*arguments):
 
 def _refuse(operator: str, *arguments):
     """Raise if a derivative is wanted with respect to an argument of the operator."""
-    names = argument_names(getattr(OPERATORS, operator).default)
-    check_gradients(dict(zip(names, arguments, strict=False)))
+    check_gradients(dict(zip(argument_names(getattr(OPERATORS, operator).default), arguments, strict=False)))
 
 
 _CACHES = "Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor cache_seqlens, Tensor? block_table"

@@ -72,8 +72,7 @@ def _vjp_of(formula: Formula, present: Sequence[int], places: Sequence[int]) -> 
 
     def compute(*arguments):
         some, primals = _function_of(formula, places, arguments[len(present) :])
-        pull = torch.func.vjp(lambda *x: tuple(_at(some(*x), present)), *primals)[1]
-        return pull(arguments[: len(present)])
+        return torch.func.vjp(lambda *x: tuple(_at(some(*x), present)), *primals)[1](arguments[: len(present)])
 
     return formula.linear(compute, _at(formula.results, present), _at(formula.names, places))
 

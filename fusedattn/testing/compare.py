@@ -46,8 +46,7 @@ def _sizes_of_terms(tensors, options, grads, apply, lengths):
     rows, keys = tensors["query"].shape[2], tensors["key"].shape[2]
     whole = (*tensors["query"].shape[:2], rows, keys)
     bias = options.get("bias", tensors["query"].new_zeros(1, 1)).double().expand(whole)
-    oracle = apply(reference.attention)
-    ds = with_gradients(oracle, in_float64(tensors), {**options, "bias": bias}, grads)["bias"]
+    ds = with_gradients(apply(reference.attention), in_float64(tensors), {**options, "bias": bias}, grads)["bias"]
     i, j = torch.arange(rows, device=ds.device)[:, None], torch.arange(keys, device=ds.device)[None, :]
     shift = 0 if options.get("align") == "top_left" else keys - rows
     if lengths is not None and options.get("align") != "top_left":
