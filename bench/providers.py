@@ -205,8 +205,7 @@ def flex_function(case):
 
     def attend(query, key, value, bias=None, block_mask=None):
         def modify(score, b, h, row, column):
-            if cap:
-                score = cap * torch.tanh(score / cap)
+            score = cap * torch.tanh(score / cap) if cap else score
             return score if bias is None else score + bias[0, h, row, column]
 
         modified = modify if cap or bias is not None else None

@@ -50,8 +50,7 @@ def attention_map(
     maps = _maps(weights, mask)
     heads, rows, columns = maps.shape
     row_names, key_names = _names("tokens", tokens, rows), _names("key_tokens", key_tokens, columns)
-    if key_tokens is None and rows == columns:
-        key_names = row_names
+    key_names = row_names if key_tokens is None and rows == columns else key_names
     numbered = [f"head {head + 1}" for head in range(heads)] if heads > 1 else [""]
     titles = _names("titles", titles, heads, signs={}) or numbered
     if not isinstance(label, str):
@@ -107,8 +106,7 @@ def positional_encoding(pe: Tensor, *, figure: Any = None) -> "Figure":
     if not table.isfinite().all():
         fail(ValueError, "pe", "finite numbers", "NaN or infinity")
     matplotlib = _matplotlib(figure)
-    if figure is None:
-        figure = matplotlib.figure.Figure(figsize=(7.0, 4.5), layout="constrained")
+    figure = matplotlib.figure.Figure(figsize=(7.0, 4.5), layout="constrained") if figure is None else figure
     axes, most = figure.subplots(), table.abs().max().item() or 1.0
     image = axes.imshow(table.numpy(), cmap="RdBu_r", vmin=-most, vmax=most, aspect="auto", interpolation="nearest")
     for axis, name in ((axes.xaxis, "dimension"), (axes.yaxis, "position")):

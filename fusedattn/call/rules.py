@@ -419,8 +419,7 @@ def check_options(arguments: Arguments, sizes: Sizes | None = None) -> Arguments
     if not isinstance(a.align, str) or a.align not in ("bottom_right", "top_left"):
         fail(ValueError, "align", "'bottom_right' or 'top_left'", value(a.align))
     dtype = None if s is None else s.dtype
-    if isinstance(a.scale, Tensor):
-        a = a._replace(scale=_number_of(a.scale))
+    a = a._replace(scale=_number_of(a.scale)) if isinstance(a.scale, Tensor) else a
     if a.scale is not None:
         check_number("scale", a.scale, "a finite number", dtype=dtype)
     if a.softcap is not None:

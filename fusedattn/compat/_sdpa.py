@@ -87,8 +87,7 @@ def scaled_dot_product_attention(
     leading = (*leading, query.shape[-3]) if enable_gqa else leading
     batch, heads = leading[:-1], leading[-1] if leading else 1
     q, k, v = (_rank4(x, batch) for x in inputs.values())
-    if not enable_gqa and not holds(q.shape[1] == heads, False):
-        q = q.expand(-1, heads, -1, -1)
+    q = q.expand(-1, heads, -1, -1) if not enable_gqa and not holds(q.shape[1] == heads, False) else q
     if k.shape[1] != v.shape[1]:  # `attention` shares heads only if key and value have equally many
         k, v = (x.repeat_interleave(heads // max(x.shape[1], 1), 1) for x in (k, v))
 

@@ -255,8 +255,7 @@ def flash_backward(*arguments: Any, scale: float | None = None) -> tuple[Any, ..
     grad_out, query, key, value, out, logsumexp, _, _, _, _, dropout_p, is_causal, philox_seed, _ = arguments
     if (call := _checked(query, key, value, is_causal, scale)) is None:
         return None
-    if dropout_p:
-        call = call._replace(seed=philox_seed.view(torch.int64)[:1], dropout_p=dropout_p)
+    call = call._replace(seed=philox_seed.view(torch.int64)[:1], dropout_p=dropout_p) if dropout_p else call
     # The kernels read two numbers a row whose sum is the log-sum-exp in base 2: here 0 and log2_sum.
     log2_sum = torch.where(logsumexp == float("-inf"), float("inf"), logsumexp * math.log2(math.e))
     stats = torch.stack([torch.zeros_like(log2_sum), log2_sum], -1)

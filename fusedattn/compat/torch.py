@@ -189,8 +189,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         out, weights = attend(q, k, v, need_weights, dropout_p=self.dropout if self.training else 0.0, **masks)
         # Call the module: it may be a quantized layer or an adapter, or have a hook.
         out = self.out_proj(out.permute(back).flatten(2))
-        if weights is not None and average_attn_weights:
-            weights = weights.mean(1)
+        weights = weights.mean(1) if weights is not None and average_attn_weights else weights
         if not batched:
             out, weights = out.squeeze(batch_dim), None if weights is None else weights.squeeze(0)
         return out, weights

@@ -96,16 +96,14 @@ def inputs_of(part: Part, columns: int | None) -> list[Tensor]:
     if has_holes(part):
         hidden = hidden_by(call.key_mask)
         key, value = key.masked_fill(hidden, 0.0), value.masked_fill(hidden, 0.0)
-    if call.query_mask is not None:
-        query = query.masked_fill(hidden_by(call.query_mask), 0.0)
+    query = query if call.query_mask is None else query.masked_fill(hidden_by(call.query_mask), 0.0)
     return [query, key, value]
 
 
 def cut(where: Rectangle, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Slice the first tensor to the rows of a rectangle of scores, and all other tensors to its keys."""
     query, *others = tensors
-    if where.first or where.last < query.shape[2]:
-        query = query[:, :, where.first : where.last]
+    query = query[:, :, where.first : where.last] if where.first or where.last < query.shape[2] else query
     if where.begin or where.end < others[0].shape[2]:
         others = [x[:, :, where.begin : where.end] for x in others]
     return [query, *others]
@@ -309,8 +307,7 @@ def forward(call: Call, save: bool) -> Result:
     else:
         out = dense(like, (*like.shape[:3], call.value.shape[3])).zero_()
         lse = out.new_full(out.shape[:3], -INFINITE, dtype=wide_dtype(call.query.dtype))
-        if call.sinks is not None:
-            lse = torch.maximum(lse, sinks_less(call, lse.dtype, less).detach())
+        lse = lse if call.sinks is None else torch.maximum(lse, sinks_less(call, lse.dtype, less).detach())
         kept = torch.zeros_like(out, dtype=call.query.dtype) if save and like.dtype.itemsize == 2 else out
         for part in split:
             of_part = _forward(part, save, less)

@@ -74,8 +74,7 @@ def _backward(part: Part, less: float, rows: Incoming, of_bias: Tensor | None) -
         tensors[2] = tensors[2] - common.masked_fill(same.view(*common.shape[:2], 1, 1), 0.0)
     some = flash.covering(part)
     complete = flash.are_complete(call._replace(sinks=None), some)
-    if of_bias is not None:
-        some = [block for where in some for block in _in_blocks(where, call)]
+    some = some if of_bias is None else [block for where in some for block in _in_blocks(where, call)]
     whole = len(some) == 1 and some[0][:4] == (0, call.query.shape[2], 0, call.key.shape[2])
     totals = [] if whole else [x.new_zeros(x.shape, dtype=lse.dtype) for x in tensors]
 

@@ -211,8 +211,7 @@ def _steps(call, first, last, begin, end, low, high, dense) -> Iterator[Rectangl
     else:
         pairs = [x for x in (call.mask, call.block_mask, call.bias) if x is not None]
         planes = max([1, *(x.shape[0] * x.shape[1] for x in pairs)])
-        if call.alibi_slopes is not None:
-            planes = max(planes, call.alibi_slopes.numel())
+        planes = planes if call.alibi_slopes is None else max(planes, call.alibi_slopes.numel())
         step = max(ROWS, CACHE // (4 * planes * (end - begin)) // ROWS * ROWS)
     blocks = [Block(row, min(row + step, last), begin, end) for row in range(first, last, step)]
     planes, size = call.query.shape[0] * call.query.shape[1], (last - first) * (end - begin)

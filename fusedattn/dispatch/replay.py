@@ -80,8 +80,7 @@ def attend(arguments: Arguments, return_lse: bool, return_weights: bool, backend
 def results(rank: int, *results: Tensor | None) -> Tensor | Any:
     """Return the results that are not None, squeezed to the rank of query, as a tuple if there are several."""
     wanted = [x for x in results if x is not None]
-    if rank < 4:
-        wanted = [x.squeeze(1) if rank == 3 else x.squeeze((0, 1)) for x in wanted]
+    wanted = [x.squeeze(1) if rank == 3 else x.squeeze((0, 1)) for x in wanted] if rank < 4 else wanted
     return tuple(wanted) if len(wanted) > 1 else wanted[0]
 
 
@@ -239,8 +238,7 @@ class Replay(Checked):
         with Recorder(self.device, of_calls.tensors(bare)) as recorder:
             new = attention.new_forward(*bare, return_lse, return_weights, self.save, "triton")
             made = [recorder.make(x) if x.numel() else None for x in new]
-            if self.save:
-                bare = blocks.marked(bare)
+            bare = blocks.marked(bare) if self.save else bare
             out, lse, weights, stats = made
             forward.launch_forward(out, lse, weights, stats, bare, on_hopper)
         self.out, self.lse, self.weights, self.stats = map(recorder.number, made)

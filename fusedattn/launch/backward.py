@@ -194,8 +194,7 @@ def _store_on_hopper(name, p, grads, form):
     options = dict(device=device, kind=run.kind_of(name, call), num_warps=4, maxnreg=tile_table.REGISTERS[2][0])
     with run.surroundings(device):
         words = blocks.words_by_keys(call)
-        if words is call.key_mask is None:
-            call = call._replace(block_mask=None)
+        call = call._replace(block_mask=None) if words is call.key_mask is None else call
         several &= call.block_mask is None
         by_keys, by_rows = blocks.walks(call, tile, by_keys=True), blocks.walks(call, tile)
         first = hopper.stored_arguments(call, p.grad_out, rows, words, scores, grads["value"], form, multiprocessors)
@@ -208,8 +207,7 @@ def _store_on_hopper(name, p, grads, form):
             for kernel, launched, members in launches:
                 planes = min(at_a_time, batch * heads - before) * members
                 programs = arguments.slots(call, form.keys, kernel != "hopper_dq") // batch * planes
-                if kernel != name and several:
-                    programs = min(programs, multiprocessors)
+                programs = min(programs, multiprocessors) if kernel != name and several else programs
                 some = dict(planes=planes, section=min(planes, launched["section"]), before=before)
                 run.run_kernel(kernel, programs, launched | some, **options)
 

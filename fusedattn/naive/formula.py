@@ -68,8 +68,7 @@ def softmax(scores, need_lse, visible=None, empty=None, *, limits=(), sinks=None
     # which get weights 0 and lse -inf or the sink. sinks: (1 or B, Hq), an additional logit for each head. in_place:
     # overwrite the scores if no gradient needs them, as new memory takes as long as the softmax; not under a transform,
     # a dispatch mode or a compiler.
-    if visible is not None:
-        scores = scores.masked_fill(~visible, float("-inf"))
+    scores = scores if visible is None else scores.masked_fill(~visible, float("-inf"))
     for columns, hidden in limits:  # detached: a score whose weight is 0 has the gradient 0 anyway
         scores.detach()[..., columns].masked_fill_(hidden, float("-inf"))
     if sinks is not None:

@@ -63,8 +63,7 @@ def _compute(incoming, out, weights, stats, call, backend, need):
     from ..launch import run
     from ..launch.backward import launch_backward, reasons_not_on_hopper
 
-    if grad_out is None:
-        grad_out = out.new_zeros(()).expand(out.shape)
+    grad_out = out.new_zeros(()).expand(out.shape) if grad_out is None else grad_out
     stats = stats.contiguous()  # vmap may have expanded it
     grad_lse = None if grad_lse is None else grad_lse.to(stats.dtype).contiguous()
 

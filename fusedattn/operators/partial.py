@@ -118,6 +118,5 @@ def of_sinks(call: Call, rows: RowStats, grad_out: Tensor, grad_lse: Tensor | No
     exponent = (sinks.to(largest.dtype)[:, :, None] / rows.unit - largest) * (rows.unit / LN2) - log2_sum
     weights = exponent.exp2().masked_fill(log2_sum == INFINITE, 0.0)
     grad = (0.0 if grad_lse is None else grad_lse) - (grad_out.to(rows.out.dtype) * rows.out).sum(-1)
-    if call.query_mask is not None:
-        grad = grad.masked_fill(~call.query_mask[:, None], 0.0)
+    grad = grad if call.query_mask is None else grad.masked_fill(~call.query_mask[:, None], 0.0)
     return (weights * grad).sum(2).sum_to_size(sinks.shape)
