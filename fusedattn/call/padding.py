@@ -40,10 +40,8 @@ class Padding:
             return torch.cat([padded.flatten(0, 1), padded.new_full((self.total, *padded.shape[2:]), nothing)])
         row = torch.arange(self.total, device=self.starts.device)
         ends = self.starts + self.lengths
-        if is_exporting():  # ONNX has no searchsorted
-            sequence = (ends <= row[:, None]).sum(1)
-        else:
-            sequence = torch.searchsorted(ends, row, right=True)
+        # ONNX has no searchsorted.
+        sequence = (ends <= row[:, None]).sum(1) if is_exporting() else torch.searchsorted(ends, row, right=True)
         sequence = sequence.clamp(max=self.starts.shape[0] - 1)
         place = row - self.starts[sequence]
         real = (place >= 0) & (place < self.lengths[sequence])

@@ -129,8 +129,7 @@ def kind_of(name, call, cached=False):
 def candidates(name, call):
     """Return the tiles of a kernel for a call, best first, without tiles known not to fit."""
     kind = kind_of(name, call)
-    fitting = tile_table.fitting.get(kind)
-    if fitting is None:
+    if (fitting := tile_table.fitting.get(kind)) is None:
         _, device, dtype, most, pressure, small = kind
         right, wrong, _ = tuned.of(device).get(tuned.place(name, dtype, most, pressure), tuned.Forms())
         table = tile_table.tiles_for(name, capability(device), dtype.itemsize, most, pressure)
@@ -176,9 +175,7 @@ def is_to_take(name, call, backend):
 
 def form_of(name: str, call: Call):
     """Return the tile or pipeline that a kernel tries first for a call; None if it has none."""
-    if name in tile_table.ON_HOPPER:
-        return form_on_hopper(name, call)
-    return next(iter(candidates(name, call)), None)
+    return form_on_hopper(name, call) if name in tile_table.ON_HOPPER else next(iter(candidates(name, call)), None)
 
 
 def none_is_right(name, device):

@@ -124,9 +124,7 @@ def by_length(decode: Decode) -> list[Call] | None:
     call, lengths = rotated_query(decode), _lengths(decode)[1].tolist()
     runs = list(alike(lengths))
     skipped = (len(lengths) * call.key.shape[2] - sum(lengths)) * call.key.shape[1] * call.key.shape[3]
-    if skipped < WORTH * (len(runs) - 1):
-        return None
-    return [of_length(call, decode, *run) for run in runs]
+    return None if skipped < WORTH * (len(runs) - 1) else [of_length(call, decode, *run) for run in runs]
 
 
 def alike(lengths: Sequence[Any]) -> Iterator[tuple[int, int, Any]]:
