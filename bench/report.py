@@ -1,7 +1,4 @@
-"""Benchmark results as text: a table of rows, ratios of times within a run, and a summary in sentences.
-
-A wrong result of fusedattn has no ratio. A peer's has one, even if its error exceeds the tolerance.
-"""
+"""Benchmark results as text: a table of rows, ratios of times within a run, and a summary in sentences."""
 
 import collections
 import statistics

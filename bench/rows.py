@@ -84,8 +84,7 @@ def create(path) -> None:
 
 def append(path, row) -> None:
     with open(path, "a", newline="") as file:
-        texts = (f"{x:.5g}" if isinstance(x, float) else x for x in row)
-        csv.writer(file, lineterminator="\n").writerow(texts)
+        csv.writer(file, lineterminator="\n").writerow(f"{x:.5g}" if isinstance(x, float) else x for x in row)
 
 
 def read(path) -> list[Row]:

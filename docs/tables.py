@@ -28,13 +28,8 @@ SAID = {  # {options of a row: text in a table}; other options are shown as in t
     "filled=0.5": "one token after a cache that is half full",
 }
 GPUS = {"H100, H200": (9, 0), "A100": (8, 0)}
-CALLS = {
-    "D 64": dict(D=64),
-    "D 128": {},
-    "D 128, causal": dict(causal=True),
-    "D 128, `window=(512, 0)`": dict(window=(512, 0)),
-    "D 256, causal": dict(D=256, causal=True),
-}
+CALLS = {"D 64": dict(D=64), "D 128": {}, "D 128, causal": dict(causal=True)}
+CALLS |= {"D 128, `window=(512, 0)`": dict(window=(512, 0)), "D 256, causal": dict(D=256, causal=True)}
 OFFSETS = torch.tensor([0, 2048, 4096], dtype=torch.int32)
 OPTIONS = {  # names of arguments, and those of a call on an H100 or H200
     "`softcap`": dict(softcap=20.0),
@@ -63,8 +58,7 @@ def cpu() -> str:
         formula = next((_ms(row) for row in some if row.provider == "naive"), "-")
         what = SAID.get(case.options, case.options) or case.dtype
         lines.append((what, *_call(mode, case), *_both(ours, theirs), formula))
-    head = "what", *_CALL, "fusedattn ms", "PyTorch ms", "ratio", "formula ms"
-    return table(head, lines)
+    return table(("what", *_CALL, "fusedattn ms", "PyTorch ms", "ratio", "formula ms"), lines)
 
 
 def gpu_speeds() -> str:
@@ -92,8 +86,7 @@ def gpu_others() -> str:
             what = f"packed {what or 'equal lengths'}"
         if what:
             lines.append((what, *_call(mode, case), *_both(ours, theirs), theirs.provider))
-    head = "what", *_CALL, "fusedattn ms", "PyTorch ms", "ratio", "PyTorch's way"
-    return table(head, sorted(lines))
+    return table(("what", *_CALL, "fusedattn ms", "PyTorch ms", "ratio", "PyTorch's way"), sorted(lines))
 
 
 def _explained(capability: tuple[int, int], D: int = 128, **options: Any) -> fusedattn.Explanation:

@@ -66,19 +66,17 @@ def preprocess(
     heads, q_len, k_len, pitch, score, small,
     spec: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Write Rows (B, Hq, Sq, 4), contiguous: softmax pivot and neg_log2_sum of a row, delta, and gradient of lse.
-
-    Rows is incoming.rows. Hopper's backward kernels read other layouts: (B, Hq, 4, pitch), with pitch at least Sq; or,
-    if Rows is bfloat16, the layout of `_store_added`, which needs score. Otherwise pitch is None. Stats has COLUMNS as
-    in `saved_stats`, or only row_max and log2_sum. Stats and GradLse (or None) are contiguous; Weights and
-    incoming.grad_weights are Views of (B, Hq, Sq, Sk), or None. A row that saw nothing has delta 0, even if its
-    incoming gradients are NaN. If no gradient of scores is wanted, Out is None and delta is 0. GradQ, unless None, is
-    set to 0, because other kernels add to it. With UNIT it is the buffer that `postprocess` reads, (B, Hq, Sq rounded
-    up to UNIT, WIDTH). Turns, unless None, is set to 0: int32, the counters of hopper/turns.py, one for program numbers
-    and two for each row. GradSinks, unless None, gets each row's gradient of its sink, (B, Hq, Sq, 1). shown, unless
-    None, gets copies without hidden rows. small is 1, unless None: a Hopper kernel follows, and a softcap keeps scores
-    small.
-    """
+    """Write Rows (B, Hq, Sq, 4), contiguous: softmax pivot and neg_log2_sum of a row, delta, and gradient of lse."""
+    # Rows is incoming.rows. Hopper's backward kernels read other layouts: (B, Hq, 4, pitch), with pitch at least Sq;
+    # or, if Rows is bfloat16, the layout of `_store_added`, which needs score. Otherwise pitch is None. Stats has
+    # COLUMNS as in `saved_stats`, or only row_max and log2_sum. Stats and GradLse (or None) are contiguous; Weights and
+    # incoming.grad_weights are Views of (B, Hq, Sq, Sk), or None. A row that saw nothing has delta 0, even if its
+    # incoming gradients are NaN. If no gradient of scores is wanted, Out is None and delta is 0. GradQ, unless None, is
+    # set to 0, because other kernels add to it. With UNIT it is the buffer that `postprocess` reads, (B, Hq, Sq rounded
+    # up to UNIT, WIDTH). Turns, unless None, is set to 0: int32, the counters of hopper/turns.py, one for program
+    # numbers and two for each row. GradSinks, unless None, gets each row's gradient of its sink, (B, Hq, Sq, 1). shown,
+    # unless None, gets copies without hidden rows. small is 1, unless None: a Hopper kernel follows, and a softcap
+    # keeps scores small.
     block, plane = span.place(tl.program_id(0), q_len, heads, BLOCK_M)
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     if GradQ is not None:

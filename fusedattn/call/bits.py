@@ -1,7 +1,4 @@
-"""Packs masks of pairs in bits: a block mask, and a word of 64 bits for each row of a block that is shown in part.
-
-Blocks with the same words share them. If they fit, entries of the block mask have 16 bits.
-"""
+"""Packs masks of pairs in bits: a block mask, and a word of 64 bits for each row of a block that is shown in part."""
 
 import itertools
 import math
@@ -38,8 +35,7 @@ def _counted(mask: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Return a mask (B, H, rows, keys) as (B, H, down, across, size, size), and the visible pairs of each block."""
     batch, heads, rows, keys = mask.shape
     down, across = -(-rows // size), -(-keys // size)
-    if rows % size or keys % size:
-        mask = pad(mask, (0, across * size - keys, 0, down * size - rows))
+    mask = pad(mask, (0, across * size - keys, 0, down * size - rows)) if rows % size or keys % size else mask
     mask = mask.contiguous().view(batch, heads, down, size, across * size)
     lanes = mask.view(torch.int64).sum(3)  # a byte counts up to `size` pairs
     seen = lanes.view(torch.uint8).view(batch, heads, down, across, size).sum(4)

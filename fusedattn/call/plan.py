@@ -46,8 +46,7 @@ def make_plan(masks: Mapping[str, Any], sizes: Mapping[str, Any], device: torch.
             block_mask, mask_bits = bits.pack(pairs, wide, size, device)
     elif kernels is not None:
         block_mask = torch.full((1, 1, 1, 1), bits.FULL, dtype=torch.int32, device=device)
-    if block_mask is not None:
-        block_mask = bits.hide_tokens(block_mask, key_mask, query_mask, size)
+    block_mask = None if block_mask is None else bits.hide_tokens(block_mask, key_mask, query_mask, size)
     return Plan(block_mask, mask_bits, key_mask, query_mask, shape)
 
 

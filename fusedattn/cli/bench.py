@@ -84,11 +84,9 @@ def run(arguments, output: Output) -> int:
     plain = [{x: None if value == "" else value for x, value in row._asdict().items()} for row in written]
     preset = None if arguments.shape or arguments.questions else arguments.preset or "quick"
     verdict = dict(text=report.sentences(written), fastest=fastest, each=each)
-    output.finish(
-        dict(ok=ok, complete=complete, seconds=seconds, versions=rows.versions(), device=device, preset=preset)
-        | dict(rows=[row | dict(why=why) for row, why in zip(plain, whys, strict=True)])
-        | dict(verdict=verdict, csv=path, picture=picture)
-    )
+    answer = dict(ok=ok, complete=complete, seconds=seconds, versions=rows.versions(), device=device, preset=preset)
+    answer |= dict(rows=[row | dict(why=why) for row, why in zip(plain, whys, strict=True)])
+    output.finish(answer | dict(verdict=verdict, csv=path, picture=picture))
     if ended:
         raise ended
     return 0 if ok else 1

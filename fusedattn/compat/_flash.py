@@ -30,8 +30,7 @@ def ask(names: Mapping[str, str], function: Callable[..., Any], *tensors: Any, *
     except (ValueError, TypeError, NotImplementedError) as error:
         names = dict(scale="softmax_scale", window="window_size") | dict(names)
         text = _NAMED.sub(lambda match: match[1] + names.get(match[2], match[2]), str(error))
-        if function is not attention_varlen and "query" in names:
-            text = _SHAPE.sub(r"(\1, \3, \2, \4)", text)
+        text = _SHAPE.sub(r"(\1, \3, \2, \4)", text) if function is not attention_varlen and "query" in names else text
         if text == str(error):
             raise
         raise type(error)(text) from error

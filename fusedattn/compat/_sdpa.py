@@ -134,8 +134,7 @@ def _rank4(tensor: Tensor, batch: tuple[int, ...], shared: bool = False) -> Tens
     if tensor.dim() == 4 and len(batch) == 1 and (shared or holds(tensor.shape[0] == batch[0], False)):
         return tensor
     tensor = tensor[(None,) * (max(len(batch), 1) + 3 - tensor.dim())]
-    if shared and all(holds(size == 1, False) for size in tensor.shape[:-3]):
-        batch = (1,) * len(batch)
+    batch = (1,) * len(batch) if shared and all(holds(size == 1, False) for size in tensor.shape[:-3]) else batch
     return tensor.expand(*batch or (1,), *tensor.shape[-3:]).reshape(math.prod(batch), *tensor.shape[-3:])
 
 

@@ -120,8 +120,7 @@ def fusedattn_forward(
     if causal and key.shape[2] > length:
         key, value = key[:, :, :length], value[:, :, :length]
     mask: Any = attention_mask
-    if not isinstance(mask, Plan):
-        mask = _pairs("attention_mask", mask, key.shape[2])
+    mask = mask if isinstance(mask, Plan) else _pairs("attention_mask", mask, key.shape[2])
     bias = _pairs("position_bias", position_bias, key.shape[2])
     if isinstance(mask, Tensor) and mask.dtype != torch.bool:
         if not mask.is_floating_point():

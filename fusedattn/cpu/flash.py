@@ -130,8 +130,7 @@ def offset(call: Call) -> float:
     few = dtype == torch.float32 and (longest <= FEW or rows < FEW_ROWS)
     if dtype == torch.bfloat16 or few or call.key.shape[2] == 0 or is_additive(call):
         return 0.0
-    if call.left is not None and call.right is not None:
-        seen = min(seen, call.left + call.right + 1)
+    seen = min(seen, call.left + call.right + 1) if call.left is not None and call.right is not None else seen
     return float(round(math.log(max(1, seen)) + 0.5))  # subtracting a whole number rounds large scores least
 
 

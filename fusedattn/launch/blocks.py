@@ -118,7 +118,6 @@ def with_blocks(call, block_mask, mask_bits):
 
 
 def walks(call, tile, by_keys=False, used=None):
-    sequences, lists = sequences_of(call, tile.keys if by_keys else tile.rows, by_keys, used), None
-    if call.block_mask is not None:
-        lists = tile_lists(call, tile, by_keys, sequences)
+    sequences = sequences_of(call, tile.keys if by_keys else tile.rows, by_keys, used)
+    lists = None if call.block_mask is None else tile_lists(call, tile, by_keys, sequences)
     return dict(sequences=sequences, tile_lists=lists)

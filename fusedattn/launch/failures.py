@@ -1,8 +1,4 @@
-"""Kernels that do not compile or load on this machine, with the reason and advice.
-
-Triton compiles a kernel at its first call, so a missing compiler or a rejected kernel shows only then. Later calls that
-would need this kernel use another backend.
-"""
+"""Kernels that do not compile or load on this machine, which shows at their first call, with reason and advice."""
 
 import errno
 import subprocess

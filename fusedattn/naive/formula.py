@@ -143,8 +143,7 @@ def of_block(part: Part, block: Block, need_lse: bool, need_weights: bool, produ
     if call.query_mask is not None:
         hidden = ~call.query_mask[:, None, first:last]
         out = out.masked_fill(hidden[..., None], 0.0)
-        if need_weights:
-            weights = weights.masked_fill(hidden[..., None], 0.0)
+        weights = weights.masked_fill(hidden[..., None], 0.0) if need_weights else weights
         if need_lse and call.sinks is not None:
             lse = torch.where(hidden, call.sinks.detach()[:, :, None], lse)
     return out, lse, weights if need_weights else None

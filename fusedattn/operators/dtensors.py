@@ -1,7 +1,4 @@
-"""Attention of DTensors: each rank computes its own batches and heads, without communication.
-
-Backends get the plain tensors of a rank. Their results become DTensors with the placements of the query.
-"""
+"""Attention of DTensors: each rank computes its own batches and heads, without communication."""
 
 import functools
 import itertools
