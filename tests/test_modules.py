@@ -101,14 +101,15 @@ def test_dropout_is_for_training_and_for_weights():
     assert (single(x, need_weights=True)[1] == 0).any() and (single.eval()(x, need_weights=True)[1] > 0).all()
 
 
-def test_bias_and_softcap_reach_attention():
-    layer = shake(fa.MultiHeadAttention(8, 2, softcap=0.5))
+@pytest.mark.parametrize("scale", [None, 0.4])
+def test_scale_bias_and_softcap_reach_attention(scale):
+    layer = shake(fa.MultiHeadAttention(8, 2, head_dim=9, softcap=0.5, scale=scale))
     x, bias = torch.randn(2, 5, 8), torch.randn(2, 5, 5, requires_grad=True)
     out, weights = layer(x, bias=bias, need_weights=True)
 
     def textbook():
-        query, key = (f(x).unflatten(-1, (2, 4)).transpose(1, 2) for f in (layer.q_proj, layer.k_proj))
-        return (0.5 * torch.tanh(query @ key.mT / 2 / 0.5) + bias[:, None]).softmax(-1)
+        query, key = (f(x).unflatten(-1, (2, 9)).transpose(1, 2) for f in (layer.q_proj, layer.k_proj))
+        return (0.5 * torch.tanh(query @ key.mT * (scale or 1 / 3) / 0.5) + bias[:, None]).softmax(-1)
 
     assert_like(weights, textbook)
     assert torch.equal(layer(x, bias=bias[:, None])[0], out)

@@ -220,14 +220,3 @@ def test_compiled_whole_it_never_compiles_again_for_a_length(backend, device):
             arguments["query"].normal_(generator=torch.Generator(device).manual_seed(1))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     torch._dynamo.reset()
-
-
-def test_caches_may_be_fake(device):
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    arguments = PACKED.draw(device)
-    with FakeTensorMode() as mode:
-        fake = {name: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
-        for backend in ("naive", "triton"):
-            out, lse = fa.attention_decode(**fake, return_lse=True, backend=backend)
-            assert out.shape == (3, 2, 2, 16) and lse.shape == (3, 2, 2)

@@ -1,4 +1,4 @@
-"""Tests attention to a cache against a loop over the sequences, and against one causal call."""
+"""Tests attention to a cache against a loop over the sequences."""
 
 import pytest
 import torch
@@ -8,7 +8,6 @@ from fusedattn.testing.tolerance import verdicts
 
 from .. import caches, sample
 from ..caches import Cached, bits
-from ..close import assert_like
 
 BACKENDS = ("naive", "triton")
 
@@ -53,48 +52,6 @@ def test_pairs_of_options(case, device, backend, poison, tiles):
     """Pairs of options are right if one program reads all keys of a sequence; other tests split the keys."""
     tiles.splits(1)
     check(case, device, backend)
-
-
-@pytest.mark.parametrize("page, half", [(16, 3), (None, 0), (5, 3)])
-@pytest.mark.one_in(2)
-def test_a_generation_is_the_slices_of_one_causal_call(page, half, device, backend):
-    """Steps of a generation give the rows of one causal call, for an empty prompt and one of 14 tokens."""
-    prompts, steps, dim = (0, 14), (1, 1, 3, 1, 2, 1), 8
-    total, dtype = max(prompts) + sum(steps), caches.widest(device)
-    query, key, value = (torch.randn(2, heads, total, dim, device=device).to(dtype) for heads in (4, 2, 2))
-    angles = torch.outer(torch.arange(total, device=device), 0.5 ** torch.arange(1, half + 1, device=device)).to(dtype)
-    place = torch.arange(total, device=device)
-    rotary = dict(rotary_cos=angles.cos(), rotary_sin=angles.sin()) if half else {}
-
-    def turn(x):
-        return torch.stack([caches.turned(each, place, *rotary.values(), False) for each in x]) if half else x
-
-    size = page or total
-    each = -(-total // size)
-    pool = [torch.full((2 * each, 2, size, dim), float("nan"), device=device, dtype=dtype) for _ in range(2)]
-    table = torch.randperm(2 * each).view(2, each).to(device, torch.int32) if page else None
-    names = caches.numbered(table, 2, device)
-    for cache, whole in zip(pool, (turn(key), value), strict=True):
-        for b, length in enumerate(prompts):
-            for position in range(length):
-                cache[names[b][position // size], :, position % size] = whole[b, :, position]
-    lengths = torch.tensor(prompts, dtype=torch.int32, device=device)
-    outs, rows = [], []
-    for step in steps:
-        at = [slice(n, n + step) for n in lengths.tolist()]
-        new = [torch.stack([x[b, :, rows] for b, rows in enumerate(at)]) for x in (query, key, value)]
-        given = dict(cache_seqlens=lengths, block_table=table, new_key=new[1], new_value=new[2], **rotary)
-        outs.append(fa.attention_decode(new[0], *pool, **given, causal=True, backend=backend))
-        rows.append(at)
-        lengths += step
-
-    def want():
-        turned = turn(query), turn(key), value
-        inputs = [[x[b, None, :, : p + sum(steps)] for x in turned] for b, p in enumerate(prompts)]
-        whole = [fa.reference.eager(*x, causal=True) for x in inputs]
-        return [torch.cat([x[:, :, own] for x, own in zip(whole, at, strict=True)]) for at in rows]
-
-    assert_like(outs, want)
 
 
 @pytest.mark.parametrize("page", [None, 4, 16])

@@ -132,8 +132,9 @@ ON_CPU = {
     "weights of packed": (_packed_tokens, True, True, True),
 }
 CHECKS = "test_schema", "test_autograd_registration", "test_faketensor"
+TABLES = dict(triton=CALLS, cpu=ON_CPU)
 # Tracing with unknown sizes costs five times as much: one second derivative is enough.
-SYMBOLIC = {"forward": ("window", "masks", "keys", "packed bias"), "backward": ("masks",)}
+SYMBOLIC = dict(triton=("window", "masks", "keys", "packed bias"), cpu=("window",))
 
 
 def opcheck(operator, arguments, symbolic):
@@ -141,43 +142,34 @@ def opcheck(operator, arguments, symbolic):
     torch.library.opcheck(getattr(OPERATORS, operator).default, arguments, test_utils=checks)
 
 
-def with_gradients(calls):
-    return [name for name, call in calls.items() if len(call) > 4]
+def each(some=lambda call: True):
+    """Return test parameters (backend, name) of some calls, of which `make test` runs fewer by kernels."""
+    names = {backend: [name for name, call in calls.items() if some(call)] for backend, calls in TABLES.items()}
+    return one_in(6, product(["triton"], names["triton"])) + one_in(2, product(["cpu"], names["cpu"]))
 
 
-@pytest.mark.parametrize("name", one_in(3, product(CALLS)))
-@pytest.mark.one_in(2)
-def test_forward_and_its_derivative(name, device):
-    draw, *needed = CALLS[name][:4]
-    opcheck("forward", (*leaves_of(draw(device)), *needed, "triton"), name in SYMBOLIC["forward"])
+def drawn(backend, name, device):
+    if backend == "cpu" != device:
+        pytest.skip("about CPU tensors")
+    call = TABLES[backend][name][0](device)
+    return call if name in ("weights", "given bias", "weights of packed") else leaves_of(call)
 
 
-@pytest.mark.parametrize("name", one_in(2, product(ON_CPU)))
-def test_forward_and_its_derivative_on_a_cpu(name):
-    draw, *needed = ON_CPU[name][:4]
-    call = draw("cpu") if name in ("weights", "given bias", "weights of packed") else leaves_of(draw("cpu"))
-    opcheck("forward", (*call, *needed, "cpu"), name == "window")
+@pytest.mark.parametrize("backend, name", each())
+def test_forward_and_its_derivative(backend, name, device):
+    _, *needed = TABLES[backend][name][:4]
+    opcheck("forward", (*drawn(backend, name, device), *needed, backend), name in SYMBOLIC[backend])
 
 
-def check_backward(call, backend, incoming, need, symbolic):
+@pytest.mark.parametrize("backend, name", each(lambda call: len(call) > 4))
+def test_backward_and_its_derivative(backend, name, device):
+    call, (incoming, need) = drawn(backend, name, device), TABLES[backend][name][4]
     with torch.no_grad():
         out, lse, weights, stats = OPERATORS.forward(*call, True, incoming[2], True, backend)
     results = zip((out, lse, weights), incoming, strict=True)
     incoming = leaves_of(torch.randn_like(x) if comes else None for x, comes in results)
+    symbolic = (backend, name) == ("triton", "masks")
     opcheck("backward", (*incoming, out, weights, stats, *call, backend, list(need)), symbolic)
-
-
-@pytest.mark.parametrize("name", one_in(3, product(with_gradients(CALLS))))
-@pytest.mark.one_in(2)
-def test_backward_and_its_derivative(name, device):
-    check_backward(leaves_of(CALLS[name][0](device)), "triton", *CALLS[name][4], name in SYMBOLIC["backward"])
-
-
-@pytest.mark.parametrize("name", one_in(2, product(with_gradients(ON_CPU))))
-@pytest.mark.one_in(2)
-def test_backward_and_its_derivative_on_a_cpu(name):
-    draw, *_, gradients = ON_CPU[name]
-    check_backward(draw("cpu") if name == "given bias" else leaves_of(draw("cpu")), "cpu", *gradients, False)
 
 
 def test_block_masks(device):
