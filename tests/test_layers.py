@@ -61,7 +61,6 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("backend", ["naive", "triton"])
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.one_in(3)
 def test_a_textbook_encoder_layer(name, backend, device):
@@ -220,7 +219,6 @@ def test_dropout_comes_last_and_in_training_alone():
         assert torch.equal(got[~dropped], 2 * layer.eval()(x)[~dropped])
 
 
-@pytest.mark.parametrize("backend", ["naive", "triton"])
 def test_an_encoder_is_its_layers_one_after_the_other(backend, device):
     encoder = shake(layers.TransformerEncoder(2, 8, 2, 16, causal=True, backend=backend, device=device))
     assert [each.attention.backend for each in encoder.layers] == [backend] * 2

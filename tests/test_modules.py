@@ -46,7 +46,6 @@ def test_it_equals_torchs_module(widths, need_weights):
     assert all(grad.isfinite().all() for grad in got) and len(got) == 8
 
 
-@pytest.mark.parametrize("backend", ["naive", "triton"])
 def test_grouped_heads_widths_and_options(backend, device):
     layer = fa.MultiHeadAttention(
         12, 4, num_kv_heads=2, head_dim=8, value_head_dim=5, causal=True, window=(3, None), scale=0.2, device=device

@@ -191,7 +191,6 @@ def test_operators_pass_opcheck(case, backend, device, tiles):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("backend", ["triton", "naive"])
 @pytest.mark.one_in(3)
 def test_compiled_whole_it_never_compiles_again_for_a_length(backend, device):
     torch._dynamo.reset()

@@ -14,13 +14,6 @@ from ..cases import Case
 from ..close import assert_close, assert_like
 from ..inside import same
 
-BACKENDS = ("naive", "triton")
-
-
-@pytest.fixture(params=BACKENDS)
-def backend(request, device):
-    return request.param
-
 
 def results(case, device, backend, tensors=None, options=None):
     drawn, asked = case.draw(device)

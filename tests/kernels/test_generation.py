@@ -8,28 +8,15 @@ from fusedattn.testing.tolerance import verdicts
 
 from .. import caches, sample
 from ..caches import Cached, bits
-
-BACKENDS = ("naive", "triton")
-
-
-@pytest.fixture(params=BACKENDS)
-def backend(request):
-    return request.param
+from ..close import assert_ok
 
 
 def check(case, device, backend):
     """Check the results of a case, and that only the cache rows of new keys changed."""
     if case.dtype == torch.float64 and device == "cuda":
         case = case._replace(dtype=torch.float16)
-    arguments = case.draw(device)
-    before = {name: bits(arguments[name]).clone() for name in ("key_cache", "value_cache")}
-    eager, oracle, expected = caches.truths(arguments)
-    results = fa.attention_decode(**arguments, backend=backend, return_lse=True, return_weights=True)
-    got = dict(zip(("out", "lse", "weights"), results, strict=True))
-    wrong = {name: verdict.why for name, verdict in verdicts(got, eager, oracle).items() if not verdict.ok}
-    assert not wrong
-    assert got["out"].dtype == case.dtype and got["lse"].dtype == torch.promote_types(case.dtype, torch.float32)
-    caches.assert_written(arguments, before, expected)
+    found, eager, oracle = caches.computed(case.draw(device), backend)
+    assert_ok(verdicts(found, eager, oracle))
 
 
 CASES = sample.named([*caches.SINGLE, *caches.EDGES, caches.EVERYTHING])

@@ -131,7 +131,6 @@ def test_maximum_lengths_are_optional(backend, device):
         assert_like(want[2][:, first:last].sum(-1), seen.double())
 
 
-@pytest.mark.parametrize("backend", ["triton", "naive"])
 @pytest.mark.parametrize(
     ("rows", "keys"), [((), ()), ((0, 0), (0, 0)), ((0, 0), (3, 0)), ((3, 2), (0, 0)), ((0,), (0,))], ids=str
 )

@@ -9,7 +9,7 @@ from fusedattn import reference
 
 from .. import cases
 from ..cases import Case
-from ..close import assert_like
+from ..close import assert_like, assert_ok
 from ..inside import by
 from ..kernels.test_packed import PACKED_FEW, PACKED_TOGETHER, draw as draw_packed
 from ..sample import matrix, named
@@ -24,10 +24,6 @@ def _attend(backend):
     return lambda **arguments: fa.attention(**arguments, backend=backend)
 
 
-def _held(found):
-    assert all(verdict.ok for verdict in found.values()), {name: x.why for name, x in found.items()}
-
-
 def _on(device, case):
     """Return the case in a dtype that the kernels support on a device."""
     return case._replace(dtype=torch.float16) if (case.dtype, device) == (torch.float64, "cuda") else case
@@ -36,7 +32,7 @@ def _on(device, case):
 def _hold(case, backend, names=None, weights=True, device="cpu"):
     tensors, options = _on(device, case).draw(device)
     moved = directions(tensors, options, names)
-    _held(compare(with_tangents(_attend(backend), tensors, options, moved, weights), tensors, options, moved))
+    assert_ok(compare(with_tangents(_attend(backend), tensors, options, moved, weights), tensors, options, moved))
 
 
 # COVERING has each pair of options, so each option alone has one of its two dtypes here.
@@ -75,7 +71,7 @@ def _hold_packed(case, number, device, backend):
     rows, keys, tensors, options = draw_packed(case, number, device)
     moved = directions(tensors, options)
     got = with_tangents(attention_varlen(rows, keys, backend), tensors, options, moved)
-    _held(compare(got, tensors, options, moved, lambda function: by_sequence(function, rows, keys)))
+    assert_ok(compare(got, tensors, options, moved, lambda function: by_sequence(function, rows, keys)))
 
 
 @pytest.mark.parametrize(("number", "case"), PACKED_FEW + matrix(*PACKED_TOGETHER[::18]))
