@@ -198,15 +198,18 @@ def bits(tensor):
 
 
 def touched(cache, arguments):
-    """Return a mask of all memory of a cache: True where the call may write new keys or values."""
+    """Return a mask of a cache's memory: True where the call may write, after wrong lengths and pages are clamped."""
     mark = torch.zeros_like(bits(cache), dtype=torch.bool)
     view = mark.as_strided(cache.shape, cache.stride(), cache.storage_offset())
-    batch, page = arguments["query"].shape[0], cache.shape[2]
+    pages, _, page, _ = cache.shape
     new = arguments.get("new_key")
-    names = numbered(arguments.get("block_table"), batch, cache.device)
-    for b, length in enumerate(arguments["cache_seqlens"].tolist()):
-        for position in range(length, length + (0 if new is None else new.shape[2])):
-            view[names[b][position // page], :, position % page] = True
+    names = numbered(arguments.get("block_table"), arguments["query"].shape[0], cache.device)
+    for own, length in zip(names, arguments["cache_seqlens"].tolist(), strict=True):
+        room = page * len(own)
+        first = min(max(length, 0), room)
+        for position in range(first, min(first + (0 if new is None else new.shape[2]), room)):
+            if 0 <= (number := own[position // page]) < pages:
+                view[number, :, position % page] = True
     return mark
 
 

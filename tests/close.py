@@ -14,7 +14,6 @@ from .sequences import by_sequence
 
 
 def assert_ok(found):
-    """Assert that all Verdicts of {result: Verdict} are good."""
     wrong = {name: verdict.why for name, verdict in found.items() if not verdict.ok}
     assert not wrong, wrong
 

@@ -51,7 +51,6 @@ def test_heads_that_share_keys_share_a_tile(name, device, tiles, launched, poiso
 
 
 def test_heads_stay_apart_where_multiprocessors_would_be_idle(device, tiles, launched):
-    """Heads do not share tiles if that would leave a multiprocessor idle, as four programs on five of them do."""
     tiles.multiprocessors(5)
     tensors, options = DECODE.draw(device)
     fa.attention(tensors["query"], tensors["key"], tensors["value"], backend="triton")

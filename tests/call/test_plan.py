@@ -24,7 +24,6 @@ def grain(device):
 
 
 def by_hand(mask, grain):
-    """Return the block mask of a mask (B, H, Sq, Sk), computed block by block."""
     batch, heads, rows, keys = mask.shape
     block_mask = torch.zeros(batch, heads, -(-rows // grain), -(-keys // grain), dtype=torch.int32)
     for b, h, i, j in torch.cartesian_prod(*(torch.arange(n) for n in block_mask.shape)).tolist():
@@ -108,7 +107,6 @@ def test_a_plan_gives_the_same_bits(name, device):
 
 @pytest.mark.parametrize("shape", one_in(3, product(["batch", "heads", "rank 2"])))
 def test_a_bias_gradient_leaves_out_no_block_that_another_plane_sees(shape, device, grain):
-    """The gradient of a bias that heads share is right, although each head and batch sees different blocks."""
     case = Case("bias", B=2, Hq=3, Hkv=3, Sq=40, Sk=70, bias=shape)
     tensors, options = case.draw(device)
     options["bias"] = options["bias"].nan_to_num(0.0, 0.0, 0.0)

@@ -284,7 +284,6 @@ def test_an_unknown_option_is_named():
 
 
 def test_values_on_a_device_are_not_fetched():
-    """Checks do not read the values of device tensors: they pass for meta tensors, which have no values."""
     given = {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in PACKED.items()}
     out = fa.attention_varlen(**given, max_seqlen_q=4, max_seqlen_k=4)
     assert out.shape == (TQ, HQ, DV)

@@ -43,7 +43,6 @@ def test_what_rows_see_may_be_small_beside_what_they_do_not(hidden):
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
 def test_each_row_that_sees_small_values_alone_is_exact(share):
-    """Rows that see only small values are exact, although other rows of the head, hidden or not, see large values."""
     query, key, value = torch.randn(3, 1, 1, 120, 16).bfloat16()
     value[..., :-3, :], value[..., -3:, :] = 10.0, value[..., -3:, :] / 20
     small = torch.arange(120) >= 120 * (1 - share)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("deterministic")
 
 
 class Whole(int):
-    """A subclass of int."""
+    pass
 
 
 def attend(inputs, options, **more):
@@ -75,7 +75,6 @@ def test_other_tensors_of_the_same_kind(name, grads, backend, device, poison, fo
 
 @pytest.mark.parametrize("alone", [False, True], ids=["of all", "alone"])
 def test_which_gradients_are_asked_for_may_change(alone, device, poison):
-    """Gradients are right if those asked for change, whether the other inputs require gradients or not."""
     for asked in ("qkv", "q", "k", "qv", "kv"):
         inputs = draw(device)
         for x, name in zip(inputs, "qkv", strict=True):
@@ -184,8 +183,6 @@ def test_plans(device, found):
 
 
 def test_what_must_see_operators_sees_them(device):
-    """Dispatch modes, vmap, torch.func, autocast and forward mode also see a repeated call."""
-
     inputs = draw(device)
     want = [attend(inputs, {}) for _ in range(2)][0]
     with Seen() as seen:

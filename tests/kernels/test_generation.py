@@ -106,7 +106,6 @@ def test_autocast_casts_the_query_alone(device, backend):
 @pytest.mark.parametrize("page", [None, 12])
 @pytest.mark.one_in(3)
 def test_a_write_to_a_cache_is_seen_by_autograd(page, device, backend):
-    """Autograd raises if a call writes to a cache that an earlier operation saved for its gradients."""
     arguments = Cached("written", new=1, page=page).draw(device)
     cache = arguments["key_cache"]
     grows = torch.randn(1, device=device, requires_grad=True)
