@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from fusedattn import reference
+from fusedattn import attention_decode, reference
 
 from .cases import among_nan
 
@@ -193,20 +193,23 @@ def one_by_one(attend, arguments):
 def bits(tensor):
     """Return all memory of a tensor as integers, so that NaN can be compared."""
     flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
-    kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     return flat.view(kind)
 
 
 def touched(cache, arguments):
-    """Return a mask of all memory of a cache: True where the call may write new keys or values."""
+    """Return a mask of a cache's memory: True where the call may write, after wrong lengths and pages are clamped."""
     mark = torch.zeros_like(bits(cache), dtype=torch.bool)
     view = mark.as_strided(cache.shape, cache.stride(), cache.storage_offset())
-    batch, page = arguments["query"].shape[0], cache.shape[2]
+    pages, _, page, _ = cache.shape
     new = arguments.get("new_key")
-    names = numbered(arguments.get("block_table"), batch, cache.device)
-    for b, length in enumerate(arguments["cache_seqlens"].tolist()):
-        for position in range(length, length + (0 if new is None else new.shape[2])):
-            view[names[b][position // page], :, position % page] = True
+    names = numbered(arguments.get("block_table"), arguments["query"].shape[0], cache.device)
+    for own, length in zip(names, arguments["cache_seqlens"].tolist(), strict=True):
+        room = page * len(own)
+        first = min(max(length, 0), room)
+        for position in range(first, min(first + (0 if new is None else new.shape[2]), room)):
+            if 0 <= (number := own[position // page]) < pages:
+                view[number, :, position % page] = True
     return mark
 
 
@@ -225,6 +228,23 @@ def assert_written(arguments, before, expected):
         assert torch.equal(bits(cache)[old], before[name][old]), f"{name} changed outside the new rows"
         rounding = dict(rtol=2 * torch.finfo(cache.dtype).eps, atol=1e-6, equal_nan=True)
         assert torch.allclose(cache.double(), want, **rounding), f"{name} does not hold the new rows"
+
+
+def computed(arguments, backend, need_weights=True):
+    """Return ({result: tensor}, eager PyTorch's, float64's) of a call; assert dtypes, and that no input changed.
+
+    The caches must hold the new rows.
+    """
+    eager, oracle, expected = truths(arguments)
+    given = {name: x for name, x in arguments.items() if isinstance(x, torch.Tensor)}
+    before = {name: bits(x).clone() for name, x in given.items()}
+    results = attention_decode(**arguments, return_lse=True, return_weights=need_weights, backend=backend)
+    assert_written(arguments, before, expected)
+    changed = [name for name, x in given.items() if not torch.equal(bits(x), before[name])]
+    assert {*changed} <= {"key_cache", "value_cache"}, changed
+    found, dtype = dict(zip(("out", "lse", "weights"), results, strict=False)), arguments["query"].dtype
+    assert found["out"].dtype == dtype and found["lse"].dtype == torch.promote_types(dtype, torch.float32)
+    return found, eager, oracle
 
 
 BOTH = dict(new=3, Sq=3, causal=True, lengths=(0, 44))  # the new keys belong to the queries

@@ -13,11 +13,14 @@ from fusedattn.testing.tolerance import verdict
 from .sequences import by_sequence
 
 
-def assert_close(got, tensors, options, grads="out and lse", **of):
-    """Assert that results are as exact as eager PyTorch's in the same dtype, measured against float64."""
-    found = compare(got, tensors, options, grads, **of)
+def assert_ok(found):
     wrong = {name: verdict.why for name, verdict in found.items() if not verdict.ok}
     assert not wrong, wrong
+
+
+def assert_close(got, tensors, options, grads="out and lse", **of):
+    """Assert that results are as exact as eager PyTorch's in the same dtype, measured against float64."""
+    assert_ok(compare(got, tensors, options, grads, **of))
 
 
 def assert_computes(function, tensors, options, grads="out and lse", learned=LEARNED, lengths=None, **call):

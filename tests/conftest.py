@@ -174,6 +174,11 @@ def device(request):
     return request.param
 
 
+@pytest.fixture(params=["naive", "triton"])
+def backend(request, device):
+    return request.param
+
+
 @pytest.fixture
 def cuda():
     triton = pytest.importorskip("triton", reason="kernels need Triton")

@@ -37,6 +37,10 @@ def alike(*shape, **more):
     return [torch.randn(shape, **more) for _ in range(3)]
 
 
+def named(query, key, value, out):
+    return dict(query=query, key=key, value=value, out=out)
+
+
 def leaves(*tensors):
     return [x.detach().clone().requires_grad_() for x in tensors]
 

@@ -82,6 +82,5 @@ def at_once(function, tensors, options, rows, key_mask=None):
 
 
 def oracle(function, tensors, options, rows, key_mask=None):
-    """Return the same results as `at_once`, computed in float64."""
     options = options | {name: options[name].double() for name in LEARNED if name in options}
     return at_once(function, in_float64(tensors), options, rows, key_mask)

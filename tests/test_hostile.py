@@ -261,7 +261,6 @@ def test_flash_attns_functions():
 
 
 def test_flash_attns_padding():
-    """The padding functions of flash-attn accept masks of any dtype that holds 0 and 1."""
     x, mask = ones(2, 4, 3), torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0]])
     real = {"int32", "int64", "uint8", "bool", "half", "double"}
     masks = dict(attention_mask=(mask, real), unused_mask=(1 - mask, real | {"None"}))

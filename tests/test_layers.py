@@ -45,99 +45,65 @@ def fed(x, feed_forward):
     return affine(inside * 0.5 * (1 + torch.erf(inside / math.sqrt(2))), feed_forward.linear_2)
 
 
-def attended(layer, query, key, visible, divisor, kept=None):
-    """Return output and weights (B, H, Sq, Sk) of multi-head attention, computed head by head by the formula.
-
-    visible, kept: bool (B, H, Sq, Sk); dropout keeps half of the weights.
-    """
-    outputs, weights = [], []
-    for head in range(layer.num_heads):
-        at, at_value = (slice(head * dim, (head + 1) * dim) for dim in (layer.head_dim, layer.value_head_dim))
-        q = query @ layer.q_proj.weight[at].T + layer.q_proj.bias[at]
-        k = key @ layer.k_proj.weight[at].T + layer.k_proj.bias[at]
-        v = key @ layer.v_proj.weight[at_value].T + layer.v_proj.bias[at_value]
-        unnormed = torch.exp(q @ k.transpose(1, 2) / divisor) * visible[:, head]
-        total = unnormed.sum(-1, keepdim=True)
-        weight = unnormed / torch.where(total == 0, 1.0, total)
-        if kept is not None:
-            weight = weight * kept[:, head] * 2
-        outputs.append(weight @ v)
-        weights.append(weight)
-    return affine(torch.cat(outputs, -1), layer.out_proj), torch.stack(weights, 1)
-
-
 def pairs(*shape):
     return (torch.rand(shape) < 0.6) | torch.eye(shape[-1], dtype=torch.bool)
 
 
 KEYS = torch.tensor([[True, True, False, True], [True, True, True, True]])
-HEAD_ROOT, WIDTH_ROOT = math.sqrt(WIDTH // 2), math.sqrt(WIDTH)
-# name: (heads, options, divisor of the scores, draw() -> (mask, key_mask, visible pairs))
+# name: (heads, options, draw() -> (mask, key_mask)); tests/test_modules.py has the formula of each option
 VARIANTS = {
-    "several heads": (2, {}, HEAD_ROOT, lambda: (None, None, torch.tensor(True))),
-    "a single head": (1, {}, WIDTH_ROOT, lambda: (None, None, torch.tensor(True))),
-    "by the root of embed_dim": (2, dict(scale=WIDTH**-0.5), WIDTH_ROOT, lambda: (None, None, torch.tensor(True))),
-    "mask of rank 2": (2, {}, HEAD_ROOT, lambda: (m := pairs(4, 4), None, m)),
-    "mask of rank 3": (2, {}, HEAD_ROOT, lambda: (m := pairs(2, 4, 4), None, m[:, None])),
-    "mask of rank 4": (2, {}, HEAD_ROOT, lambda: (m := pairs(2, 2, 4, 4), None, m)),
-    "a row that sees nothing": (2, {}, HEAD_ROOT, lambda: (m := torch.ones(4, 4).tril(-1).bool(), None, m)),
-    "causal": (2, dict(causal=True), HEAD_ROOT, lambda: (None, None, torch.ones(4, 4).tril().bool())),
-    "key_mask": (2, {}, HEAD_ROOT, lambda: (None, KEYS, KEYS[:, None, None])),
-    "mask and key_mask": (2, {}, HEAD_ROOT, lambda: (m := pairs(4, 4), KEYS, m & KEYS[:, None, None])),
-    "width of the values": (2, dict(value_head_dim=5), HEAD_ROOT, lambda: (None, None, torch.tensor(True))),
-    "width of the heads": (3, dict(head_dim=4), 2.0, lambda: (None, None, torch.tensor(True))),
-    "dropout of weights": (2, dict(attention_dropout=0.5), HEAD_ROOT, lambda: (None, KEYS, KEYS[:, None, None])),
+    "several heads": (2, {}, lambda: (None, None)),
+    "options": (3, dict(scale=0.3, causal=True, head_dim=4, value_head_dim=5), lambda: (None, KEYS)),
+    "mask of rank 2": (2, {}, lambda: (pairs(4, 4), None)),
+    "mask of rank 3 and key_mask": (1, {}, lambda: (pairs(2, 4, 4), KEYS)),
+    "mask of rank 4": (2, {}, lambda: (pairs(2, 2, 4, 4), None)),
+    "dropout of weights": (2, dict(attention_dropout=0.5), lambda: (None, KEYS)),
 }
 
 
-@pytest.mark.parametrize("backend", ["naive", "triton"])
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.one_in(3)
 def test_a_textbook_encoder_layer(name, backend, device):
-    heads, options, divisor, draw = VARIANTS[name]
+    heads, options, draw = VARIANTS[name]
     dtype = torch.float32 if device == "cuda" else torch.float64
-    mask, key_mask, visible = draw()
-    mask, key_mask, visible = (None if x is None else x.to(device) for x in (mask, key_mask, visible))
-    visible = visible.expand(BATCH, heads, LENGTH, LENGTH)
+    mask, key_mask = (None if x is None else x.to(device) for x in draw())
     layer = shake(layers.TransformerEncoderLayer(WIDTH, heads, INSIDE, **options, device=device, dtype=dtype))
-    head_dim = options.get("head_dim", WIDTH // heads)
-    widths = (heads, head_dim, options.get("value_head_dim", head_dim))
-    assert (layer.attention.num_heads, layer.attention.head_dim, layer.attention.value_head_dim) == widths
+    given = dict(head_dim=WIDTH // heads) | options
+    given = dict(value_head_dim=given["head_dim"], dropout=given.pop("attention_dropout", 0.0)) | given
+    assert {name: getattr(layer.attention, name) for name in given} == given
     x = torch.randn(BATCH, LENGTH, WIDTH, dtype=dtype, device=device, requires_grad=True)
     with fa.use_backend(backend):
         torch.manual_seed(7)
         got = layer(x, mask, key_mask=key_mask)
+
+    def textbook():
         torch.manual_seed(7)
-        _, got_weights = layer.attention(layer.layer_norm_1(x), mask=mask, key_mask=key_mask, need_weights=True)
-        kept = got_weights != 0 if "attention_dropout" in options else None
+        with fa.use_backend("naive"):
+            out, _ = layer.attention(normed(x, layer.layer_norm_1, 1e-5), mask=mask, key_mask=key_mask)
+        want = x + out
+        return [want + fed(normed(want, layer.layer_norm_2, 1e-5), layer.feed_forward)]
 
-        def textbook():
-            normed_1 = normed(x, layer.layer_norm_1, 1e-5)
-            out, weights = attended(layer.attention, normed_1, normed_1, visible, divisor, kept)
-            want = x + out
-            return want + fed(normed(want, layer.layer_norm_2, 1e-5), layer.feed_forward), weights
-
-        # A bias of the key projection changes no weight, so its gradient is mere rounding.
-        inputs = [x, *(p for name, p in layer.named_parameters() if "k_proj.bias" not in name)]
-        assert_textbook([got, got_weights], textbook, inputs)
-    if kept is not None:
-        assert 0.2 < kept.sum() / visible.sum() < 0.8
+    # A bias of the key projection changes no weight, so its gradient is mere rounding.
+    inputs = [x, *(p for name, p in layer.named_parameters() if "k_proj.bias" not in name)]
+    assert_textbook([got], textbook, inputs)
 
 
-def stepped(decoder, input, hidden, encoder_outputs, visible, divisor, kept=None):
+def stepped(decoder, input, hidden, encoder_outputs, key_mask):
     """Compute one step of the decoder by the formula, each gate of its GRU in turn."""
     embedded = decoder.embedding.weight[input]
-    found = [
-        attended(layer, hidden[:, None], encoder_outputs, visible, divisor, None if kept is None else kept[:, index])
-        for index, layer in enumerate(decoder.attentions)
-    ]
+    with fa.use_backend("naive"):
+        found = [
+            layer(hidden[:, None], encoder_outputs, key_mask=key_mask, need_weights=True)
+            for layer in decoder.attentions
+        ]
     context = affine(torch.cat([out.squeeze(1) for out, _ in found], 1), decoder.fc_attn)
     rnn = decoder.rnn
     x = (torch.cat([embedded, context], 1) @ rnn.weight_ih_l0.T + rnn.bias_ih_l0).chunk(3, 1)
     h = (hidden @ rnn.weight_hh_l0.T + rnn.bias_hh_l0).chunk(3, 1)
     reset, update = torch.sigmoid(x[0] + h[0]), torch.sigmoid(x[1] + h[1])
     state = (1 - update) * torch.tanh(x[2] + reset * h[2]) + update * hidden
-    return affine(torch.cat([state, context, embedded], 1), decoder.fc), state, [weights for _, weights in found]
+    weights = torch.stack([weights.squeeze(2) for _, weights in found], 1)
+    return affine(torch.cat([state, context, embedded], 1), decoder.fc), state, weights
 
 
 @pytest.mark.parametrize(
@@ -149,33 +115,28 @@ def test_a_textbook_decoder(heads, dropout, scale, backend, device):
     sizes = dict(vocab_size=7, embed_size=3, hidden_size=6, encoder_size=5, num_attentions=2)
     sizes |= dict(num_heads=heads, dropout=dropout, scale=scale)
     decoder = shake(layers.AttentionDecoder(**sizes, device=device, dtype=dtype))
+    assert {(each.num_heads, each.dropout, each.scale) for each in decoder.attentions} == {(heads, dropout, scale)}
     hidden = torch.randn(2, 6, dtype=dtype, device=device, requires_grad=True)
     encoded = torch.randn(2, 4, 5, dtype=dtype, device=device, requires_grad=True)
-    key_mask = KEYS.to(device)
-    visible = key_mask[:, None, None].expand(2, heads, 1, 4)
-    divisor = math.sqrt(6 // heads) if scale is None else 1 / scale
-    steps, state, found = torch.tensor([[1, 6], [0, 1], [5, 2]], device=device), hidden, []
+    steps, key_mask = torch.tensor([[1, 6], [0, 1], [5, 2]], device=device), KEYS.to(device)
     steps = steps[:1] if backend == "triton" else steps
 
-    def textbook():
-        state, wanted = hidden, []
-        for tokens, (_, _, weights) in zip(steps, found, strict=True):
-            kept = (weights != 0).unsqueeze(3) if dropout else None
-            logits, state, each = stepped(decoder, tokens, state, encoded, visible, divisor, kept)
-            wanted.append((logits, state, torch.stack(each, 1).squeeze(3)))
-        return [wanted[-1][0], *wanted]
+    def results(step):
+        state, found = hidden, []
+        for number, tokens in enumerate(steps):
+            torch.manual_seed(7 + number)
+            found.append(step(tokens, state, encoded, key_mask=key_mask))
+            state = found[-1][1]
+        return [found[-1][0], *found]
 
     # cuDNN's GRU rounds more than the formula does.
     with fa.use_backend(backend), torch.backends.cudnn.flags(enabled=False):
-        for tokens in steps:
-            torch.manual_seed(7)
-            logits, after, weights = decoder(tokens, state, encoded, key_mask=key_mask, need_weights=True)
-            assert weights.shape == (2, 2, heads, 4)
-            found.append((logits, after, weights))
-            state = after
-        inputs = [hidden, encoded, *(p for name, p in decoder.named_parameters() if "k_proj.bias" not in name)]
-        assert_textbook([logits, *found], textbook, inputs)
-        assert_textbook([state], lambda: [textbook()[-1][1]], inputs[:2])
+        got = results(functools.partial(decoder, need_weights=True))
+    assert got[-1][2].shape == (2, 2, heads, 4) and (got[-1][2] == 0).any()
+    inputs = [hidden, encoded, *(p for name, p in decoder.named_parameters() if "k_proj.bias" not in name)]
+    textbook = functools.partial(results, functools.partial(stepped, decoder))
+    assert_textbook(got, textbook, inputs)
+    assert_textbook([got[-1][1]], lambda: [textbook()[-1][1]], inputs[:2])
 
 
 @torch.no_grad()
@@ -258,7 +219,6 @@ def test_dropout_comes_last_and_in_training_alone():
         assert torch.equal(got[~dropped], 2 * layer.eval()(x)[~dropped])
 
 
-@pytest.mark.parametrize("backend", ["naive", "triton"])
 def test_an_encoder_is_its_layers_one_after_the_other(backend, device):
     encoder = shake(layers.TransformerEncoder(2, 8, 2, 16, causal=True, backend=backend, device=device))
     assert [each.attention.backend for each in encoder.layers] == [backend] * 2

@@ -46,7 +46,6 @@ def test_it_equals_torchs_module(widths, need_weights):
     assert all(grad.isfinite().all() for grad in got) and len(got) == 8
 
 
-@pytest.mark.parametrize("backend", ["naive", "triton"])
 def test_grouped_heads_widths_and_options(backend, device):
     layer = fa.MultiHeadAttention(
         12, 4, num_kv_heads=2, head_dim=8, value_head_dim=5, causal=True, window=(3, None), scale=0.2, device=device
@@ -101,14 +100,15 @@ def test_dropout_is_for_training_and_for_weights():
     assert (single(x, need_weights=True)[1] == 0).any() and (single.eval()(x, need_weights=True)[1] > 0).all()
 
 
-def test_bias_and_softcap_reach_attention():
-    layer = shake(fa.MultiHeadAttention(8, 2, softcap=0.5))
+@pytest.mark.parametrize("scale", [None, 0.4])
+def test_scale_bias_and_softcap_reach_attention(scale):
+    layer = shake(fa.MultiHeadAttention(8, 2, head_dim=9, softcap=0.5, scale=scale))
     x, bias = torch.randn(2, 5, 8), torch.randn(2, 5, 5, requires_grad=True)
     out, weights = layer(x, bias=bias, need_weights=True)
 
     def textbook():
-        query, key = (f(x).unflatten(-1, (2, 4)).transpose(1, 2) for f in (layer.q_proj, layer.k_proj))
-        return (0.5 * torch.tanh(query @ key.mT / 2 / 0.5) + bias[:, None]).softmax(-1)
+        query, key = (f(x).unflatten(-1, (2, 9)).transpose(1, 2) for f in (layer.q_proj, layer.k_proj))
+        return (0.5 * torch.tanh(query @ key.mT * (scale or 1 / 3) / 0.5) + bias[:, None]).softmax(-1)
 
     assert_like(weights, textbook)
     assert torch.equal(layer(x, bias=bias[:, None])[0], out)

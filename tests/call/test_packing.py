@@ -7,7 +7,6 @@ import fusedattn as fa
 
 from ..cases import Case
 from ..close import assert_computes, assert_like
-from ..inside import by
 
 DECODE = Case("decode", B=2, Hq=6, Hkv=2, Sq=1, Sk=45)
 PACKED = {
@@ -17,6 +16,8 @@ PACKED = {
     "one query, strided": DECODE._replace(strided=True, D=5, Dv=24),
     "a cap": DECODE._replace(softcap=2.0),
     "a window as wide as all keys": DECODE._replace(window=(50, 0)),
+    "a mask of all heads": DECODE._replace(mask="batch"),
+    "a bias of keys": DECODE._replace(bias="rank 2"),
     "a few queries": DECODE._replace(Sq=5, Hkv=1),
     "a few queries that see all keys": DECODE._replace(Sq=3, window=(None, 2)),
 }
@@ -49,16 +50,7 @@ def test_heads_that_share_keys_share_a_tile(name, device, tiles, launched, poiso
     assert_like([out, lse], lambda: fa.reference.eager(*inputs, **options, return_lse=True))
 
 
-def test_a_mask_of_keys_is_packed(device):
-    query, key, value = (torch.randn(2, heads, rows, 16, device=device) for heads, rows in ((6, 1), (2, 45), (2, 45)))
-    for options in (dict(mask=torch.rand(2, 1, 1, 45, device=device) < 0.5), dict(bias=torch.randn(1, 45))):
-        options = {name: x.to(device) for name, x in options.items()}
-        attend = lambda name, options=options: by(name)(query, key, value, **options)  # noqa: E731
-        assert_like(attend("triton"), attend, "eager")
-
-
 def test_heads_stay_apart_where_multiprocessors_would_be_idle(device, tiles, launched):
-    """Heads do not share tiles if that would leave a multiprocessor idle, as four programs on five of them do."""
     tiles.multiprocessors(5)
     tensors, options = DECODE.draw(device)
     fa.attention(tensors["query"], tensors["key"], tensors["value"], backend="triton")

@@ -31,8 +31,6 @@ MODERN = dict(local_attention=4, global_attn_every_n_layers=2, cls_token_id=1, s
 
 
 class Family(NamedTuple):
-    """A class of Hugging Face models, with a tiny config."""
-
     name: str
     model: str
     options: dict

@@ -8,9 +8,9 @@ import torch
 
 import fusedattn as fa
 from fusedattn.compat.flash_attn import flash_attn_with_kvcache
-from fusedattn.testing.tolerance import verdict
 
 from ..caches import Cached, bits, in_float64, one_by_one, touched, turned
+from ..close import assert_as_good
 from ..inside import same
 from ..mistakes import ints
 from .test_errors import NOT_FLASH, assert_refused
@@ -136,8 +136,7 @@ def check(case, device, backend):
     assert out.is_contiguous() and out.dtype == case.cached.dtype
     assert lse.dtype == torch.promote_types(out.dtype, torch.float32) and torch.equal(a["cache_seqlens"], lengths)
     for name, got in dict(out=out.transpose(1, 2), lse=lse).items():
-        held = verdict(got, eager[name], oracle[name])
-        assert held.ok, held.why
+        assert_as_good(got, eager[name], oracle[name], name)
     for cache, want, was in zip(caches, filled, before, strict=True):
         rtol = torch.finfo(cache.dtype).eps if case.half and cache is caches[0] else 0.0
         torch.testing.assert_close(cache.double(), want, rtol=rtol, atol=rtol, equal_nan=True)

@@ -76,8 +76,6 @@ class PassingOn(LlamaAttention):
 
 
 class NotCausal(LlamaAttention):
-    """Attention that is not causal if the mask is None."""
-
     def __init__(self, *arguments):
         super().__init__(*arguments)
         self.is_causal = False

@@ -108,22 +108,6 @@ def test_strides_are_torchs(name, options):
         assert out.is_contiguous() if kept else out.stride() == want.stride()
 
 
-@pytest.mark.parametrize("mask", [False, -math.inf])
-def test_a_row_that_sees_nothing_is_zero_with_zero_gradients(mask):
-    mask = torch.full((4, 5), mask)
-    query, key, value = (x.requires_grad_() for x in (torch.randn(2, 4, 8), torch.randn(2, 5, 8), torch.randn(2, 5, 8)))
-    visible = mask.clone()
-    visible[1] = True if mask.dtype == torch.bool else 0.0
-    visible.requires_grad_(mask.dtype != torch.bool)
-    out = compat.scaled_dot_product_attention(query, key, value, visible)
-    hidden = torch.tensor([True, False, True, True])
-    assert (out[:, hidden] == 0).all() and (out[:, ~hidden] != 0).all()
-    (out * torch.randn(2, 4, 8)).sum().backward()
-    assert (query.grad[:, hidden] == 0).all() and all(x.grad.isfinite().all() for x in (query, key, value))
-    if visible.requires_grad:
-        assert (visible.grad[hidden] == 0).all() and visible.grad[1].abs().sum() > 0
-
-
 def test_causal_biases_of_torch():
     bias = pytest.importorskip("torch.nn.attention.bias")
     query, key, value = (torch.randn(2, 3, n, 8) for n in (3, 5, 5))

@@ -13,7 +13,7 @@ from fusedattn.testing.compare import compare, with_gradients
 from fusedattn.testing.tolerance import verdict
 
 from ..close import assert_computes, assert_like
-from ..inside import alike as draw, by, call_of
+from ..inside import alike as draw, by, call_of, named
 from ..sequences import attention_varlen
 
 INFINITE = float("inf")
@@ -69,13 +69,8 @@ def test_without_the_kernel_the_naive_path_is_taken(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
 def test_gradients_of_large_scores_are_finite_and_right(dtype, scale):
     """Gradients of large scores are finite and right; PyTorch's backward may compute infinite weights for them."""
-    query, key, value = draw(1, 2, 100, 16, dtype=dtype)
-
-    def grads(backend):
-        inputs = [x.detach().requires_grad_() for x in (query, key, value)]
-        out = by(backend)(*inputs, scale=scale, causal=True)
-        return torch.autograd.grad(out, inputs, torch.ones_like(out))
-
+    inputs = draw(1, 2, 100, 16, dtype=dtype, requires_grad=True)
+    grads = lambda name: torch.autograd.grad(by(name)(*inputs, scale=scale, causal=True).sum(), inputs)  # noqa: E731
     got = grads("cpu")
     assert all(x.isfinite().all() for x in got)
     assert_like(got, grads, "eager")
@@ -130,25 +125,18 @@ def test_gradients_of_few_rows_are_as_good_as_eagers(options, sizes):
 def test_gradients_of_few_rows_with_large_scores_are_as_good_as_eagers(sequences, rows, seed):
     """Gradients of few rows are as exact as eager's; PyTorch's kernel is less exact, as few errors do not cancel."""
     torch.manual_seed(seed)
-    query, incoming = torch.randn(2, sequences, 2, rows, 32)
-    inputs = query, *torch.randn(2, sequences, 2, 100, 32)
-
-    def grads(*inputs, function=fa.reference.eager):
-        leaves = [x.detach().requires_grad_() for x in inputs]
-        out = function(*leaves, scale=4.0, return_lse=True)[0]
-        return torch.autograd.grad(out, leaves, incoming.to(out.dtype))
-
-    function = fa.attention if sequences == 1 else attention_varlen([rows] * sequences, [100] * sequences)
-    assert_like(grads(*inputs, function=function), grads, *inputs)
+    (query, out), (key, value) = torch.randn(2, sequences, 2, rows, 32), torch.randn(2, sequences, 2, 100, 32)
+    lengths = [rows] * sequences, [100] * sequences
+    function, packed = (fa.attention, {}) if sequences == 1 else (attention_varlen(*lengths), dict(lengths=lengths))
+    assert_computes(function, named(query, key, value, out), dict(scale=4.0), "out", **packed)
 
 
 @pytest.mark.parametrize("keys", [8, 100])
 def test_rows_that_query_mask_hides_have_no_weights_beside_a_sink_either(keys):
     """Rows that query_mask hides have no weights and no NaN gradients, although the lse of such a row is the sink."""
-    inputs, real = [x.requires_grad_() for x in draw(1, 2, keys, 16)], torch.arange(keys) != 3
+    real = torch.arange(keys) != 3
     options = dict(bias=torch.zeros(keys, 1).masked_fill(~real[:, None], 500.0), sinks=torch.zeros(2), query_mask=real)
-    grads = lambda name: torch.autograd.grad(by(name)(*inputs, **options).sum(), inputs)  # noqa: E731
-    assert_like(grads("cpu"), grads, "eager")
+    assert_computes(fa.attention, named(*torch.randn(4, 1, 2, keys, 16)), options, "out", (), backend="cpu")
 
 
 STRIDED = {
@@ -189,11 +177,8 @@ def test_gradients_that_are_summed_over_keys(options):
 @pytest.mark.parametrize("inputs", [(2, 1, 90, 16), (1, 90, 1, 16), (1, 1, 1, 16), (2, 90, 4, 1)], ids=str)
 def test_sizes_of_one_have_any_stride(inputs):
     """Dimensions of size 1 may have any stride; saved bfloat16 tensors become float32 views, which need even ones."""
-    order = 0, 3, 1, 2
-    leaves = [torch.randn(inputs).bfloat16().permute(order).mT.detach().requires_grad_() for _ in range(3)]
-    for _ in range(2):
-        grads = lambda name: torch.autograd.grad(by(name)(*leaves, causal=True).sum(), leaves)  # noqa: E731
-        assert_like(grads("cpu"), grads, "eager")
+    tensors = [torch.randn(inputs).bfloat16().permute(0, 3, 1, 2).mT for _ in range(4)]
+    assert_computes(fa.attention, named(*tensors), dict(causal=True), "out", backend="cpu")
 
 
 def test_one_key_has_all_the_weight():
@@ -243,17 +228,10 @@ def test_large_scores_that_are_exact(saves, dtype, options, size):
 @pytest.mark.one_in(3)
 def test_any_strides(name, causal):
     """Tensors of any strides are right; PyTorch's kernel reads each tensor as if its last stride were 1."""
-    leaves = [STRIDED[name](x).requires_grad_() for x in draw(2, 4, 40, 16)]
-    incoming = STRIDED[name](torch.randn(2, 4, 40, 16))
+    *inputs, out = [STRIDED[name](x) for x in torch.randn(4, 2, 4, 40, 16)]
     for _ in range(3):  # the last calls are replays
-
-        def results(backend):
-            out = by(backend)(*leaves, causal=causal)
-            return out, *torch.autograd.grad(out, leaves, incoming)
-
-        got = results("cpu")
-        assert_like(got, results, "eager")
-        assert got[0].stride() == results("naive")[0].stride()
+        got = assert_computes(fa.attention, named(*inputs, out), dict(causal=causal), "out", backend="cpu")
+        assert got["out"].stride() == fa.attention(*inputs, causal=causal, backend="naive").stride()
 
 
 @pytest.mark.parametrize("widths", [(16, 9), (9, 16)], ids=str)
@@ -262,8 +240,7 @@ def test_channels_last_of_other_widths(widths, dtype):
     """Results for channels-last tensors with D != Dv are right; copies padded to one D keep the order of dimensions."""
     shapes = ((2, 4, n, widths[wide]) for n, wide in ((40, 0), (90, 0), (90, 1), (40, 1)))
     tensors = [STRIDED["channels last"](torch.randn(shape).to(dtype)) for shape in shapes]
-    names = dict(zip(("query", "key", "value", "out"), tensors, strict=True))
-    assert_computes(fa.attention, names, {}, "out")
+    assert_computes(fa.attention, named(*tensors), {}, "out")
 
 
 @pytest.mark.parametrize("hidden", [slice(0, 3), slice(600, 640), slice(0, 600)], ids=str)

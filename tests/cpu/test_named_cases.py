@@ -6,12 +6,11 @@ import torch
 import fusedattn as fa
 from fusedattn.testing.cases import CASES, compare
 from fusedattn.testing.compare import INPUTS, LEARNED
-from fusedattn.testing.tolerance import verdict
 
 from .. import cases, sample, sequences
 from ..caches import in_float64
 from ..cases import Case
-from ..close import assert_case
+from ..close import assert_as_good, assert_case, assert_ok
 from ..kernels.test_packed import FEW, PACKINGS, TOGETHER
 
 EITHER = pytest.mark.parametrize("backend", ["cpu", None])
@@ -82,8 +81,8 @@ def test_weights(case):
     got = weights(fa.attention, tensors, options, backend="cpu")
     eager = weights(fa.reference.eager, tensors, options)
     oracle = weights(fa.reference.attention, in_float64(tensors), in_float64(options))
-    found = verdict(got, eager, oracle)
-    assert got.dtype == case.dtype and found.ok, found
+    assert got.dtype == case.dtype
+    assert_as_good(got, eager, oracle)
 
 
 @pytest.mark.parametrize("grads", ["out, lse and weights", "out and weights", "weights"])
@@ -133,5 +132,4 @@ def test_packed_with_options_together(case, backend):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", sample.named(CASES))
 def test_the_cases_of_check(case, dtype):
-    wrong = {name: found.why for name, found in compare(case, None, "cpu", dtype).items() if not found.ok}
-    assert not wrong, wrong
+    assert_ok(compare(case, None, "cpu", dtype))

@@ -61,15 +61,6 @@ def test_some_gradients(wanted, again):
         assert_like(found[1], found[2])
 
 
-def test_a_graph_that_is_kept_or_not():
-    leaves = draw()
-    out, want = attend(leaves), torch.autograd.grad(attend(leaves).sum(), leaves)
-    for more in (dict(retain_graph=True), dict(create_graph=True), dict(retain_graph=True), {}):
-        assert_like(torch.autograd.grad(out.sum(), leaves, **more), want)
-    with pytest.raises(RuntimeError, match="second time"):
-        torch.autograd.grad(out.sum(), leaves)
-
-
 def test_two_threads_differentiate_one_graph():
     leaves = draw()
     out = attend(leaves)

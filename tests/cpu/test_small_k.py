@@ -9,6 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 import fusedattn as fa
 
 from ..close import assert_computes
+from ..inside import named
 
 WINDOWS, HEADS, TOKENS, DIM = 4, 3, 25, 16
 KERNEL = "aten::_scaled_dot_product_flash_attention_for_cpu"
@@ -56,7 +57,7 @@ def test_the_gradient_of_a_bias_is_as_good_as_eagers(name):
     kinds = zip(shapes, (torch.float64, torch.float32, torch.bfloat16, torch.float32), strict=True)
     for (shape, dtype), grads in zip(kinds, ("out", "out", "lse", "out and lse"), strict=True):
         bias = torch.randn(shape).to(dtype).masked_fill(torch.rand(shape[2:]) < 0.1, float("-inf"))
-        tensors = dict(zip(("query", "key", "value", "out"), [*draw(), draw()[0]], strict=True))
+        tensors = named(*draw(), draw()[0])
         tensors["lse"] = torch.randn(WINDOWS, HEADS, TOKENS)
         assert_computes(fa.attention, tensors, options | dict(bias=bias), grads, backend="cpu")
 

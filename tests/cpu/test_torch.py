@@ -16,21 +16,6 @@ def _compiled_anew():
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("heads", [1, 2], ids=["wide", "narrow"])
-@pytest.mark.parametrize("gradients", [True, False])
-@pytest.mark.one_in(2)
-def test_a_program_takes_any_length(gradients, heads):
-    """An exported module takes any length, although gradients of narrow heads depend on the number of keys."""
-    layer, length = fa.MultiHeadAttention(16, heads), torch.export.Dim("length", min=2, max=4096)
-    layer.requires_grad_(gradients)
-    for traced in (10, 90):
-        program = torch.export.export(layer, (torch.randn(2, traced, 16),), dynamic_shapes=({1: length},)).module()
-        for rows in (5, 90):
-            x = torch.randn(2, rows, 16)
-            with fa.use_backend("naive"):
-                assert_like(program(x)[:1], lambda layer: layer(x)[:1], layer)  # noqa: B023
-
-
 def test_many_gradients_at_once_and_tensors_that_were_elsewhere():
     leaves = draw(1, 2, 90, 16, requires_grad=True)
     for _ in range(3):

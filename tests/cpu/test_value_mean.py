@@ -7,6 +7,7 @@ import fusedattn as fa
 from fusedattn.testing.tolerance import verdict
 
 from ..close import assert_computes, assert_like
+from ..inside import named
 
 CALLS_WITH_OUTLIERS = {
     "one element": dict(keys=128, place=(slice(None), slice(None), 5, 7), size=1e4),
@@ -23,17 +24,15 @@ def test_values_of_bfloat16_with_outliers(name):
     query[..., 0], key[..., 0], value[:] = 8.0, 0.0, value + fields.get("mean", 0.0)
     key[:, :, 5, 0] = -40.0
     value[fields["place"]] = fields["size"]
-    tensors = dict(query=query, key=key, value=value, out=out)
-    tensors = {name: x.bfloat16() for name, x in tensors.items()}
-    options = dict(causal=fields.get("causal", False))
-    assert_computes(fa.attention, tensors, options, "out")
+    tensors = named(*(x.bfloat16() for x in (query, key, value, out)))
+    assert_computes(fa.attention, tensors, dict(causal=fields.get("causal", False)), "out")
 
 
 @pytest.mark.parametrize("hidden", ["bias", "mask"])
 def test_what_rows_see_may_be_small_beside_what_they_do_not(hidden):
     """Outputs are exact if visible values are small beside hidden ones: the large mean is not subtracted."""
     torch.manual_seed(0)
-    tensors = dict(zip(("query", "key", "value", "out"), torch.randn(4, 1, 1, 120, 16).bfloat16(), strict=True))
+    tensors = named(*torch.randn(4, 1, 1, 120, 16).bfloat16())
     tensors["value"] = tensors["value"] / 20
     tensors["value"][..., :-3, :] = 10.0
     seen = (torch.arange(120) >= 117).expand(120, 120)
@@ -43,7 +42,6 @@ def test_what_rows_see_may_be_small_beside_what_they_do_not(hidden):
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
 def test_each_row_that_sees_small_values_alone_is_exact(share):
-    """Rows that see only small values are exact, although other rows of the head, hidden or not, see large values."""
     query, key, value = torch.randn(3, 1, 1, 120, 16).bfloat16()
     value[..., :-3, :], value[..., -3:, :] = 10.0, value[..., -3:, :] / 20
     small = torch.arange(120) >= 120 * (1 - share)

@@ -181,8 +181,6 @@ def test_a_gpu_call_that_triton_cannot_take_warns_once_a_reason(monkeypatch):
 
 
 class OtherTriton(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Import hook that runs a function on the module `triton`."""
-
     def __init__(self, does):
         self.exec_module = does
 

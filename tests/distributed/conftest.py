@@ -44,8 +44,6 @@ def _serve(rank, size, port, pipe):
 
 
 class Pool:
-    """A number of processes, one per rank, that run tests together."""
-
     def __init__(self, size):
         self.size = size
         self.start()

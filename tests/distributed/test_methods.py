@@ -116,7 +116,6 @@ def test_documents_may_be_cut_anywhere(rank, size, balance, case):
 @on_ranks(4)
 @pytest.mark.parametrize("method", METHODS)
 def test_16_bits_are_as_exact_as_in_one_process(rank, size, method):
-    """16-bit results are as exact as in one process: partial results are not rounded to 16 bits."""
     balance = {} if method == "ulysses_attention" else dict(balance="zigzag")
     for Hkv in (1, 4):
         case = Case("16 bits", B=2, Hq=8, Hkv=Hkv, Sq=128, Sk=128, D=32, Dv=32, causal=True, dtype=torch.bfloat16)
@@ -127,7 +126,6 @@ def test_16_bits_are_as_exact_as_in_one_process(rank, size, method):
 @on_ranks(2)
 @pytest.mark.parametrize("backend", ["naive", "cpu"])
 def test_rows_of_the_lowest_bias_are_means(rank, size, backend):
-    """A row whose bias is the lowest number everywhere is the mean of the values, as all its scores are equal."""
     for dtype, bias_dtype in ((torch.float64,) * 2, (torch.float32,) * 2, (torch.float32, torch.float64)):
         tensors, _ = Case("lowest bias", Sq=8, Sk=8, dtype=dtype).draw()
         bias = torch.randn(8, 8, dtype=bias_dtype)

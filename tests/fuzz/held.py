@@ -8,8 +8,8 @@ from fusedattn.testing import compare
 from fusedattn.testing.compare import INPUTS, LEARNED, in_float64
 from fusedattn.testing.tolerance import verdicts
 
+from ..guard import whole
 from ..sequences import by_sequence
-from .layouts import memory
 from .routes import ROUTES
 
 RESULTS = "out", "lse", "weights"
@@ -21,7 +21,7 @@ OTHERS = 7  # more draws of values, judged together if a draw exceeds the tolera
 
 
 class Wrong(AssertionError):
-    """Error of a random call whose results are wrong."""
+    pass
 
 
 def of_backend(function, case, backend):
@@ -156,9 +156,9 @@ def run(case, backend, more=0):
     """Compute a case by a backend; raise Wrong if inputs changed or dtypes are wrong."""
     tensors, options = case.draw(more)
     given = {**tensors, **{name: x for name, x in options.items() if isinstance(x, torch.Tensor)}}
-    before = {name: memory(x) for name, x in given.items()}
+    before = {name: whole(x) for name, x in given.items()}
     found = computed(of_backend(ROUTES[case.route].make(case), case, backend), tensors, options, case, case.lse)
-    changed = [name for name, x in given.items() if not torch.equal(memory(x), before[name])]
+    changed = [name for name, x in given.items() if not torch.equal(whole(x), before[name])]
     if changed:
         raise Wrong(f"{backend}: {changed} changed")
     for name, x in found.items():

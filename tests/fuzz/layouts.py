@@ -61,7 +61,3 @@ def _padding(like, size):
     if like.dtype == torch.bool:
         return like.new_ones(size)
     return like.new_full((size,), float("nan") if like.is_floating_point() else torch.iinfo(like.dtype).max)
-
-
-def memory(x):
-    return torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage()).clone()

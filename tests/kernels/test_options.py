@@ -128,17 +128,6 @@ def on(device, dtype, requires_grad=False):
     return [x.detach().to(device).requires_grad_(requires_grad) for x in draw(dtype)]
 
 
-@pytest.mark.parametrize("shape", [(1, HQ, 1, SK), (B, HQ, SQ, SK), (SQ, SK), (B, 1, 1, 1)], ids=str)
-@pytest.mark.one_in(2)
-def test_bias_alone_requires_grad(shape, device, backend):
-    given = torch.randn(shape, device=device, requires_grad=True)
-    tensors = on(device, torch.float32)
-    (grad,) = torch.autograd.grad(fa.attention(*tensors, bias=given).square().sum(), given)
-    assert grad.shape == given.shape and grad.dtype == given.dtype
-    eagerly = lambda: torch.autograd.grad(fa.reference.eager(*tensors, bias=given).square().sum(), given)  # noqa: E731
-    assert_like([grad], eagerly)
-
-
 def test_any_floating_dtype_of_bias_slopes_and_sinks(device, backend):
     tensors = on(device, torch.float32)
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):

@@ -137,17 +137,6 @@ def test_a_backward_that_fails_is_computed_by_the_naive_path(name, failing, monk
 
 
 @compiled
-def test_other_kinds_of_calls_keep_their_kernels(failing):
-    gpu, _ = failing("compile", PTXASError("ptxas fatal"), FORWARD)
-    with gpu, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        fa.attention(*draw("cpu"))
-        assert fa.explain(*draw("cpu")).backend == "naive"
-        assert fa.explain(*draw("cpu", dtype=torch.bfloat16)).backend == "hopper"
-        assert fa.explain(*draw("cpu"), causal=True, softcap=2.0).backend == "triton"
-
-
-@compiled
 def test_of_the_kernel_for_hopper_the_universal_one_is_next(failing, monkeypatch):
     gpu, _ = failing("compile", PTXASError("ptxas fatal"), FORWARD)
     seen = []
@@ -166,15 +155,6 @@ def test_of_the_kernel_for_hopper_the_universal_one_is_next(failing, monkeypatch
             assert fa.explain(*inputs, **capped).backend == "triton"
     plain, other = (str(x.message) for x in caught)
     assert len(seen) == 3 and "causal, softcap" in other and "softcap" not in plain
-
-
-@compiled
-def test_masks_that_cannot_be_marked(failing):
-    gpu, _ = failing("compile", PTXASError("ptxas fatal"), {"block_mask"})
-    inputs, options = draw("cpu", requires_grad=True), OPTIONS["masks"](9, 11, "cpu")
-    want = fa.reference.attention(*inputs, **options)
-    with gpu, pytest.warns(UserWarning, match="PTXASError"):
-        same([fa.attention(*inputs, **options)], [want])
 
 
 @compiled
@@ -241,16 +221,18 @@ def test_a_disk_that_is_full_is_asked_again(failing):
     assert "No space left" in once(caught)
 
 
-LATER = {  # {kernel: (sizes, options, backend before it fails, backend after)}
+KERNELS = {  # {kernel: (sizes, options, backend before it fails, backend after)}
     "combine": (dict(sk=4096, dtype=torch.bfloat16), {}, "hopper", "triton"),  # the Hopper forward would split the keys
+    "forward": ({}, {}, "triton", "naive"),
     "weights": ({}, dict(return_weights=True), "triton", "naive"),
+    "block_mask": ({}, OPTIONS["masks"](9, 11, "cpu"), "triton", "naive"),
 }
 
 
 @compiled
-@pytest.mark.parametrize("kernel", LATER)
-def test_a_call_whose_second_kernel_fails_is_left_to_another_backend(kernel, failing):
-    sizes, options, before, after = LATER[kernel]
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_call_whose_kernel_fails_is_left_to_another_backend(kernel, failing):
+    sizes, options, before, after = KERNELS[kernel]
     gpu, tried = failing("compile", PTXASError("ptxas fatal"), {kernel})
     inputs = draw("cpu", **sizes)
     with gpu, warnings.catch_warnings(record=True) as caught:
@@ -263,5 +245,6 @@ def test_a_call_whose_second_kernel_fails_is_left_to_another_backend(kernel, fai
         assert tried == []
         if after == "naive":
             same([first, again], [fa.reference.attention(*inputs, **options)] * 2)
-            assert fa.explain(*inputs).backend == "triton"  # calls without weights
+            assert fa.explain(*inputs, causal=True, softcap=2.0).backend == "triton"  # another kind of call
+            assert fa.explain(*draw("cpu", dtype=torch.bfloat16)).backend == "hopper"
     assert kernel in once(caught)

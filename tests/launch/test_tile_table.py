@@ -71,7 +71,6 @@ def test_shares_of_keys_fill_the_gpu_and_none_is_empty():
 
 
 def test_calls_with_few_blocks_of_rows_and_many_keys_are_split():
-    """Calls with few row blocks and many keys are split, and no others, by the times estimated for an H200."""
     us, merged = table.BLOCK_US[128], 1.4
     assert _fastest(32, 128, *us, merged, 132) == 4
     for blocks, steps in ((132, 128), (528, 8), (64, 1), (1, 1), (0, 0)):

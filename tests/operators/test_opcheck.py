@@ -14,126 +14,109 @@ B, HQ, HKV, SQ, SK, D, DV = 2, 4, 2, 3, 5, 8, 4
 ROWS, KEYS = (3, 0, 2), (4, 2, 1)
 
 
-def dense(device, dtype=torch.float32, sk=SK):
-    shapes = (B, HQ, SQ, D), (B, HKV, sk, D), (B, HKV, sk, DV)
-    return [torch.randn(shape, dtype=dtype, device=device) for shape in shapes]
+def bools(*shape):
+    return torch.rand(shape) < 0.8
 
 
-def packed(device):
-    shapes = (1, HQ, sum(ROWS), D), (1, HKV, sum(KEYS), D), (1, HKV, sum(KEYS), DV)
-    return [torch.randn(shape, device=device) for shape in shapes]
+def masks():
+    return dict(mask=bools(B, 1, SQ, SK), key_mask=bools(B, SK), query_mask=bools(1, SQ))
 
 
-def cu_seqlens(device):
+def noise():
+    return dict(dropout_p=0.3, seed=torch.tensor([5]))
+
+
+def inputs(batch, rows, keys, dtype=torch.float32):
+    shapes = (batch, HQ, rows, D), (batch, HKV, keys, D), (batch, HKV, keys, DV)
+    return [torch.randn(shape, dtype=dtype) for shape in shapes]
+
+
+def dense(dtype=torch.float32, sk=SK, **options):
+    return fields(*inputs(B, SQ, sk, dtype), **options)
+
+
+def starts():
+    device = torch.get_default_device()
     return dict(cu_seqlens_q=offsets(ROWS, device), cu_seqlens_k=offsets(KEYS, device))
 
 
-def random_tensors(device):
-    return (lambda *shape: torch.randn(shape, device=device)), (lambda *shape: torch.rand(shape, device=device) < 0.8)
+def packed(**options):
+    return fields(*inputs(1, sum(ROWS), sum(KEYS)), **starts(), **options)
 
 
-# every option, and every shape of a bias, in a few calls
-def _window(device):
-    query, key, value = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in dense(device))
-    return fields(query, key, value, left=2, right=1, top_left=True)
-
-
-def _masks(device):
-    _, bools = random_tensors(device)
-    masks = dict(mask=bools(B, 1, SQ, SK), key_mask=bools(B, SK), query_mask=bools(1, SQ))
-    return fields(*dense(device, torch.float64), right=0, scale=-0.4, **masks)
-
-
-def _bias_of_pairs(device):
-    draw, _ = random_tensors(device)
-    learned = dict(bias=draw(B, HQ, SQ, SK), alibi_slopes=draw(B, HQ).abs())
-    return fields(*dense(device), **learned, softcap=2.0, deterministic=True)
-
-
-def _bias_of_keys(device):
-    draw, _ = random_tensors(device)
-    noise = dict(dropout_p=0.3, seed=torch.tensor([5], device=device))
-    return fields(*dense(device), bias=draw(1, HQ, 1, SK), sinks=draw(1, HQ), **noise)
-
-
-def _bias_of_rows(device):
+def bias_of_rows():
     # The rounding errors in the saved statistics are bytes, which may look like NaN, and NaN is not equal to itself.
     for _ in range(100):
-        call = fields(*dense(device, torch.float16), bias=random_tensors(device)[0](B, 1, SQ, 1))
+        call = dense(torch.float16, bias=torch.randn(B, 1, SQ, 1))
         if not OPERATORS.forward(*call, False, False, True, "triton")[3].isnan().any():
             return call
     raise AssertionError("there is always a NaN")
 
 
-def _bias_over_batch(device):
-    bias = random_tensors(device)[0](1, HQ, SQ, SK)
-    return fields(*dense(device), bias=bias, block_mask=OPERATORS.block_mask(None, None, None, bias, **WHOLE)[0])
+def bias_over_batch():
+    bias = torch.randn(1, HQ, SQ, SK)
+    return dense(bias=bias, block_mask=OPERATORS.block_mask(None, None, None, bias, **WHOLE)[0])
 
 
-def _no_keys(device):
-    return fields(*dense(device, sk=0), sinks=random_tensors(device)[0](1, HQ))
-
-
-def _given_bias(device):
+def given_bias():
     """Return a call with a bias and slopes that need no gradient."""
-    draw, _ = random_tensors(device)
-    inputs, sinks = leaves_of(dense(device, torch.bfloat16)), draw(1, HQ).requires_grad_()
-    return fields(*inputs, bias=draw(B, 1, SQ, SK), alibi_slopes=draw(1, HQ).abs(), sinks=sinks)
+    call, sinks = leaves_of(inputs(B, SQ, SK, torch.bfloat16)), torch.randn(1, HQ, requires_grad=True)
+    return fields(*call, bias=torch.randn(B, 1, SQ, SK), alibi_slopes=torch.rand(1, HQ), sinks=sinks)
 
 
-def _packed(device):
-    return fields(*packed(device), right=0, **cu_seqlens(device))
-
-
-def _packed_tokens(device):
-    _, bools = random_tensors(device)
-    tokens = dict(key_mask=bools(1, sum(KEYS)), query_mask=bools(1, sum(ROWS)))
-    return fields(*packed(device), **tokens, max_seqlen_q=3, max_seqlen_k=4, **cu_seqlens(device))
-
-
-def _packed_bias(device):
-    draw, _ = random_tensors(device)
-    return _packed_tokens(device)._replace(bias=draw(3, 1, 3, 4), sinks=draw(1, HQ), softcap=2.0)
-
-
-def _packed_mask(device):
-    draw, bools = random_tensors(device)
-    noise = dict(dropout_p=0.3, seed=torch.tensor([5], device=device))
-    longest = dict(max_seqlen_q=3, max_seqlen_k=4, **cu_seqlens(device))
-    options = dict(mask=bools(1, 1, 3, 4), alibi_slopes=draw(3, HQ).abs(), left=2, top_left=True)
-    return fields(*packed(device), **options, **noise, **longest)
+LONGEST = dict(max_seqlen_q=3, max_seqlen_k=4)
+WINDOW = dict(left=2, right=1, top_left=True)
+DRAWS = {  # every option, and every shape of a bias, in a few calls
+    "window": lambda: fields(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs(B, SQ, SK)), **WINDOW),
+    "masks": lambda: dense(torch.float64, right=0, scale=-0.4, **masks()),
+    "bias of pairs": lambda: dense(bias=torch.randn(B, HQ, SQ, SK), alibi_slopes=torch.rand(B, HQ), softcap=2.0),
+    "keys": lambda: dense(bias=torch.randn(1, HQ, 1, SK), sinks=torch.randn(1, HQ), **noise()),
+    "bias of rows": bias_of_rows,
+    "bias over batch": bias_over_batch,
+    "given bias": given_bias,
+    "no keys": lambda: dense(sk=0, sinks=torch.randn(1, HQ)),
+    "packed": lambda: packed(right=0, deterministic=True),
+    "packed tokens": lambda: packed(key_mask=bools(1, sum(KEYS)), query_mask=bools(1, sum(ROWS)), **LONGEST),
+    "packed mask": lambda: packed(
+        mask=bools(1, 1, 3, 4), alibi_slopes=torch.rand(3, HQ), **WINDOW, **noise(), **LONGEST
+    ),
+}
+DRAWS["packed bias"] = lambda: DRAWS["packed tokens"]()._replace(
+    bias=torch.randn(3, 1, 3, 4), sinks=torch.randn(1, HQ), softcap=2.0
+)
 
 
 INPUTS = (True, True, True, False, False, False)
 BIAS_OF_PAIRS = (True, False, False), (False, True, False, True, True, False)
-# {name: (call, need_lse, need_weights, save, and for some (incoming gradients, wanted ones))}
+# {name: (name in DRAWS, need_lse, need_weights, save, and for some (incoming gradients, wanted ones))}
 CALLS = {
-    "window": (_window, True, False, True, ((True, True, False), INPUTS)),
-    "nothing saved": (_window, False, False, False),
-    "masks": (_masks, True, True, True, ((False, False, True), (True, *[False] * 5))),
-    "bias of pairs": (_bias_of_pairs, True, False, True, BIAS_OF_PAIRS),
-    "keys": (_bias_of_keys, False, True, False, ((True, False, True), (False, False, True, True, False, True))),
-    "bias of rows": (_bias_of_rows, False, False, True),
-    "bias over batch": (_bias_over_batch, False, False, True),
-    "no keys": (_no_keys, True, False, True),
-    "packed": (_packed, True, False, True, ((False, True, False), (True, True, *[False] * 4))),
-    "packed bias": (_packed_bias, True, True, True, ((True, False, False), (True, True, True, True, False, True))),
-    "packed mask": (_packed_mask, False, False, False),
+    "window": ("window", True, False, True, ((True, True, False), INPUTS)),
+    "nothing saved": ("window", False, False, False),
+    "masks": ("masks", True, True, True, ((False, False, True), (True, *[False] * 5))),
+    "bias of pairs": ("bias of pairs", True, False, True, BIAS_OF_PAIRS),
+    "keys": ("keys", False, True, False, ((True, False, True), (False, False, True, True, False, True))),
+    "bias of rows": ("bias of rows", False, False, True),
+    "bias over batch": ("bias over batch", False, False, True),
+    "no keys": ("no keys", True, False, True),
+    "packed": ("packed", True, False, True, ((False, True, False), (True, True, *[False] * 4))),
+    "packed bias": ("packed bias", True, True, True, ((True, False, False), (True, True, True, True, False, True))),
+    "packed mask": ("packed mask", False, False, False),
 }
 # Calls that the backend "cpu" takes; weights only if no gradient is wanted.
 ON_CPU = {
-    "window": (_window, True, False, True, ((True, True, False), INPUTS)),
-    "nothing saved": (_window, False, False, False),
-    "masks": (_masks, True, False, True, ((False, True, False), (True, False, True, *[False] * 3))),
-    "weights": (_masks, True, True, False),
-    "given bias": (_given_bias, True, False, True, ((True, False, False), (False, True, *[False] * 3, True))),
-    "no keys": (_no_keys, True, False, True),
-    "packed": (_packed, False, False, True, ((True, True, False), INPUTS)),
-    "weights of packed": (_packed_tokens, True, True, True),
+    "window": ("window", True, False, True, ((True, True, False), INPUTS)),
+    "nothing saved": ("window", False, False, False),
+    "masks": ("masks", True, False, True, ((False, True, False), (True, False, True, *[False] * 3))),
+    "weights": ("masks", True, True, False),
+    "given bias": ("given bias", True, False, True, ((True, False, False), (False, True, *[False] * 3, True))),
+    "no keys": ("no keys", True, False, True),
+    "packed": ("packed", False, False, True, ((True, True, False), INPUTS)),
+    "weights of packed": ("packed tokens", True, True, True),
 }
 CHECKS = "test_schema", "test_autograd_registration", "test_faketensor"
+TABLES = dict(triton=CALLS, cpu=ON_CPU)
 # Tracing with unknown sizes costs five times as much: one second derivative is enough.
-SYMBOLIC = {"forward": ("window", "masks", "keys", "packed bias"), "backward": ("masks",)}
+SYMBOLIC = dict(triton=("window", "masks", "keys", "packed bias"), cpu=("window",))
 
 
 def opcheck(operator, arguments, symbolic):
@@ -141,49 +124,42 @@ def opcheck(operator, arguments, symbolic):
     torch.library.opcheck(getattr(OPERATORS, operator).default, arguments, test_utils=checks)
 
 
-def with_gradients(calls):
-    return [name for name, call in calls.items() if len(call) > 4]
+def each(some=lambda call: True):
+    """Return test parameters (backend, name) of some calls, of which `make test` runs fewer by kernels."""
+    names = {backend: [name for name, call in calls.items() if some(call)] for backend, calls in TABLES.items()}
+    return one_in(6, product(["triton"], names["triton"])) + one_in(2, product(["cpu"], names["cpu"]))
 
 
-@pytest.mark.parametrize("name", one_in(3, product(CALLS)))
-@pytest.mark.one_in(2)
-def test_forward_and_its_derivative(name, device):
-    draw, *needed = CALLS[name][:4]
-    opcheck("forward", (*leaves_of(draw(device)), *needed, "triton"), name in SYMBOLIC["forward"])
+def drawn(backend, name, device):
+    if backend == "cpu" != device:
+        pytest.skip("about CPU tensors")
+    with torch.device(device):
+        call = DRAWS[TABLES[backend][name][0]]()
+    return call if name in ("weights", "given bias", "weights of packed") else leaves_of(call)
 
 
-@pytest.mark.parametrize("name", one_in(2, product(ON_CPU)))
-def test_forward_and_its_derivative_on_a_cpu(name):
-    draw, *needed = ON_CPU[name][:4]
-    call = draw("cpu") if name in ("weights", "given bias", "weights of packed") else leaves_of(draw("cpu"))
-    opcheck("forward", (*call, *needed, "cpu"), name == "window")
+@pytest.mark.parametrize("backend, name", each())
+def test_forward_and_its_derivative(backend, name, device):
+    _, *needed = TABLES[backend][name][:4]
+    opcheck("forward", (*drawn(backend, name, device), *needed, backend), name in SYMBOLIC[backend])
 
 
-def check_backward(call, backend, incoming, need, symbolic):
+@pytest.mark.parametrize("backend, name", each(lambda call: len(call) > 4))
+def test_backward_and_its_derivative(backend, name, device):
+    call, (incoming, need) = drawn(backend, name, device), TABLES[backend][name][4]
     with torch.no_grad():
         out, lse, weights, stats = OPERATORS.forward(*call, True, incoming[2], True, backend)
     results = zip((out, lse, weights), incoming, strict=True)
     incoming = leaves_of(torch.randn_like(x) if comes else None for x, comes in results)
+    symbolic = (backend, name) == ("triton", "masks")
     opcheck("backward", (*incoming, out, weights, stats, *call, backend, list(need)), symbolic)
 
 
-@pytest.mark.parametrize("name", one_in(3, product(with_gradients(CALLS))))
-@pytest.mark.one_in(2)
-def test_backward_and_its_derivative(name, device):
-    check_backward(leaves_of(CALLS[name][0](device)), "triton", *CALLS[name][4], name in SYMBOLIC["backward"])
-
-
-@pytest.mark.parametrize("name", one_in(2, product(with_gradients(ON_CPU))))
-@pytest.mark.one_in(2)
-def test_backward_and_its_derivative_on_a_cpu(name):
-    draw, *_, gradients = ON_CPU[name]
-    check_backward(draw("cpu") if name == "given bias" else leaves_of(draw("cpu")), "cpu", *gradients, False)
-
-
 def test_block_masks(device):
-    masks, bias = _masks(device), _bias_of_keys(device).bias.requires_grad_()
-    torch.library.opcheck(OPERATORS.block_mask.default, (masks.mask, masks.key_mask, masks.query_mask, bias), WHOLE)
-    call = _packed_bias(device)
-    lengths = dict(cu_seqlens(device), rows=sum(ROWS), keys=sum(KEYS), max_seqlen_q=3, max_seqlen_k=4)
-    masks = None, call.key_mask, call.query_mask, bias[..., :4]
-    torch.library.opcheck(OPERATORS.block_mask.default, masks, lengths)
+    check = torch.library.opcheck
+    with torch.device(device):
+        masks, bias = DRAWS["masks"](), torch.randn(1, HQ, 1, SK, requires_grad=True)
+        check(OPERATORS.block_mask.default, (masks.mask, masks.key_mask, masks.query_mask, bias), WHOLE)
+        call = DRAWS["packed tokens"]()
+        lengths = dict(starts(), rows=sum(ROWS), keys=sum(KEYS), **LONGEST)
+        check(OPERATORS.block_mask.default, (None, call.key_mask, call.query_mask, bias[..., :4]), lengths)

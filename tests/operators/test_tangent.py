@@ -6,11 +6,12 @@ from torch.autograd import forward_ad
 
 import fusedattn as fa
 from fusedattn import reference
+from fusedattn.testing.compare import LEARNED
 
 from .. import cases
 from ..cases import Case
-from ..close import assert_like
-from ..inside import by
+from ..close import assert_like, assert_ok
+from ..inside import OPTIONS, by
 from ..kernels.test_packed import PACKED_FEW, PACKED_TOGETHER, draw as draw_packed
 from ..sample import matrix, named
 from ..sequences import attention_varlen, by_sequence, offsets
@@ -24,10 +25,6 @@ def _attend(backend):
     return lambda **arguments: fa.attention(**arguments, backend=backend)
 
 
-def _held(found):
-    assert all(verdict.ok for verdict in found.values()), {name: x.why for name, x in found.items()}
-
-
 def _on(device, case):
     """Return the case in a dtype that the kernels support on a device."""
     return case._replace(dtype=torch.float16) if (case.dtype, device) == (torch.float64, "cuda") else case
@@ -36,7 +33,7 @@ def _on(device, case):
 def _hold(case, backend, names=None, weights=True, device="cpu"):
     tensors, options = _on(device, case).draw(device)
     moved = directions(tensors, options, names)
-    _held(compare(with_tangents(_attend(backend), tensors, options, moved, weights), tensors, options, moved))
+    assert_ok(compare(with_tangents(_attend(backend), tensors, options, moved, weights), tensors, options, moved))
 
 
 # COVERING has each pair of options, so each option alone has one of its two dtypes here.
@@ -75,7 +72,7 @@ def _hold_packed(case, number, device, backend):
     rows, keys, tensors, options = draw_packed(case, number, device)
     moved = directions(tensors, options)
     got = with_tangents(attention_varlen(rows, keys, backend), tensors, options, moved)
-    _held(compare(got, tensors, options, moved, lambda function: by_sequence(function, rows, keys)))
+    assert_ok(compare(got, tensors, options, moved, lambda function: by_sequence(function, rows, keys)))
 
 
 @pytest.mark.parametrize(("number", "case"), PACKED_FEW + matrix(*PACKED_TOGETHER[::18]))
@@ -143,36 +140,25 @@ def test_a_row_whose_results_are_parts_of_more(backend, options):
     assert_like(got, of_eager, query)
 
 
-OPEN = {
-    "plain": {},
-    "causal": dict(causal=True),
-    "window, scale": dict(window=(1, 2), scale=0.7),
-    "softcap": dict(softcap=1.5),
-    "masks": dict(key_mask=torch.arange(5) < 4, query_mask=torch.arange(4) > 0, mask=torch.ones(4, 5).tril(1).bool()),
-    "bias": dict(bias=torch.randn(1, 2, 4, 5, dtype=torch.float64)),
-    "alibi": dict(alibi_slopes=torch.rand(2, dtype=torch.float64)),
-    "sinks": dict(sinks=torch.randn(2, dtype=torch.float64)),
-    "dropout": dict(dropout_p=0.5, seed=3),
-}
-PACKED = {"packed": {}, "packed causal": dict(causal=True), "packed sinks": OPEN["sinks"]}
+PACKED = {"packed": {}, "packed causal": dict(causal=True), "packed sinks": dict(sinks=torch.randn(2).requires_grad_())}
 
 
 @pytest.mark.parametrize("backend", ["naive", None], ids=str)
-@pytest.mark.parametrize("name", [*OPEN, *PACKED])
+@pytest.mark.parametrize("name", [*OPTIONS, *PACKED])
 def test_gradients_of_a_tangent_while_its_level_is_open(name, backend):
-    """Gradients of tangents inside an open forward-mode level equal those of torch.func and the formula."""
     packed = name in PACKED
-    options = (PACKED if packed else OPEN)[name] | dict(return_lse=True, return_weights=not packed)
-    learned = [each for each in ("bias", "alibi_slopes", "sinks") if each in options]
+    options = PACKED[name] if packed else OPTIONS[name](4, 5, "cpu")
+    options = options | dict(return_lse=True, return_weights=not packed)
+    given = {each: options.pop(each).detach().double() for each in LEARNED if each in options}
     shapes = [(4, 2, 6), (5, 2, 6), (5, 2, 6)] if packed else [(2, 2, 4, 6), (2, 2, 5, 6), (2, 2, 5, 6)]
-    inputs = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
-    inputs = [x.requires_grad_() for x in (*inputs, *(options.pop(each).clone() for each in learned))]
+    inputs = [*(torch.randn(shape, dtype=torch.float64) for shape in shapes), *given.values()]
+    inputs = [x.requires_grad_() for x in inputs]
     moved = tuple(torch.randn_like(x) for x in inputs)
     lengths = (offsets([1, 3]), offsets([3, 2])) if packed else ()
 
     def attend(*x, module=reference, **more):
         function = module.attention_varlen if packed else module.attention
-        return function(*x[:3], *lengths, **options, **dict(zip(learned, x[3:], strict=True)), **more)
+        return function(*x[:3], *lengths, **options, **dict(zip(given, x[3:], strict=True)), **more)
 
     def loss(*x):
         return sum(each.sin().sum() for each in torch.func.jvp(attend, x, moved)[1] if each is not None)

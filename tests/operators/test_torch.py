@@ -79,17 +79,28 @@ def test_an_export_of_dropout_takes_any_lengths():
 OPEN = {0: torch.export.Dim("batch", min=2, max=64), 1: torch.export.Dim("length", min=2, max=4096)}
 
 
-@pytest.mark.parametrize("options", [dict(softcap=3.0), {}, dict(backend="triton")], ids=["softcap", "plain", "triton"])
-def test_an_export_of_weights_of_grouped_heads_takes_any_length(options):
-    layer = fa.MultiHeadAttention(16, 4, num_kv_heads=2, **options).eval()
-    exported = torch.export.export(
-        layer, (torch.randn(3, 7, 16),), dict(need_weights=True), dynamic_shapes=dict(query=OPEN, need_weights=None)
-    ).module()
-    for batch, length in ((2, 2), (4, 33), (3, 7)):
+EXPORTED = {  # {name: (options of a module, True if it returns weights)}; narrow heads differentiate few keys otherwise
+    "softcap": (dict(num_heads=4, num_kv_heads=2, softcap=3.0), True),
+    "plain": (dict(num_heads=4, num_kv_heads=2), True),
+    "triton": (dict(num_heads=4, num_kv_heads=2, backend="triton"), True),
+    "wide": (dict(num_heads=1), False),
+    "narrow": (dict(num_heads=2), False),
+}
+
+
+@pytest.mark.parametrize("options, weights", EXPORTED.values(), ids=EXPORTED)
+@pytest.mark.parametrize("gradients", [True, False])
+@pytest.mark.parametrize("traced", [7, 90])
+@pytest.mark.one_in(3)
+def test_an_export_of_a_module_takes_any_length(traced, gradients, options, weights):
+    layer = fa.MultiHeadAttention(16, **options).eval().requires_grad_(gradients)
+    given, dims = (torch.randn(3, traced, 16),), dict(query=OPEN, need_weights=None)
+    exported = torch.export.export(layer, given, dict(need_weights=weights), dynamic_shapes=dims).module()
+    for batch, length in ((2, 2), (4, 33), (3, 90)):
         x = torch.randn(batch, length, 16)
-        got = exported(x, need_weights=True)
+        got = exported(x, need_weights=weights)
         with fa.use_backend("naive"):
-            assert_like(got, lambda layer: layer(x, need_weights=True), layer)  # noqa: B023
+            assert_like([*got[: 1 + weights]], lambda layer: [*layer(x, need_weights=weights)[: 1 + weights]], layer)  # noqa: B023
 
 
 @pytest.mark.parametrize("backend, dropout_p", [(None, 0.0), (None, 0.3), ("naive", 0.0)])

@@ -341,6 +341,7 @@ ENTRIES = {
 # `make test` executes these: both backwards, each kernel, and each kind of instruction.
 FEW = (
     *("plain D64", "window, two passes", "dropout under a key mask", "bias over batch (dbias)", "packed causal"),
+    "far apart",
     *("decode: new keys in pages", "decode: cache, split and merged"),
     *("hopper window", "hopper D128", "hopper causal D256", "hopper packed causal D128"),
 )

@@ -27,27 +27,42 @@ def _drawn(rows=70, keys=40, width=64):
     return [torch.randn(1, 1, n, width, **BF16, requires_grad=True) for n in (rows, keys, keys)]
 
 
-def _gradients(inputs, **options):
-    out = _attend(*inputs, **options)
-    return torch.autograd.grad(out, inputs, torch.randn_like(out))
+def _results(function, inputs, incoming=None, **options):
+    """Return the output of a function and the gradients of its inputs, by default from gradients of 1."""
+    out = function(*inputs, **options)
+    return [out, *torch.autograd.grad(out, inputs, torch.ones_like(out) if incoming is None else incoming)]
 
 
-@pytest.mark.parametrize("width", [64, 128])
-def test_keys_past_the_end_weigh_nothing(width):
+def _far_past_the_end(width):
     """Keys past the end of a tile get weight 0, although their score of 0 is far above all real scores."""
     sizes = (150, 8.0), (70, -8.0), (70, 1.0)
-    inputs = [torch.full((1, 1, size, width), value) + torch.randn(1, 1, size, width) / 8 for size, value in sizes]
-    with gpu(90):
-        gradients = _gradients([x.to(**BF16).requires_grad_() for x in inputs])
-    assert all(x.isfinite().all() for x in gradients)
+    return [torch.full((1, 1, size, width), value) + torch.randn(1, 1, size, width) / 8 for size, value in sizes]
+
+
+def _beyond_16_bits(width):
+    """Return inputs whose scores exceed the largest bfloat16, but not the largest float32."""
+    query, key = (torch.zeros(1, 1, size, width) for size in (40, 33))
+    query[..., 0], key[..., 0] = 2.0**64, 2.0**63
+    query[..., 1], key[..., 1] = 2.0**60, 2.0**67 - 2.0**59  # together 2**128 - 2**119
+    query[..., 2], key[..., 2] = 2.0**60, 2.0**58
+    return query, key, torch.randn(1, 1, 33, width)
+
+
+EXTREME = {
+    "keys past the end": (_far_past_the_end, {}),
+    # A bias of all rows would give rows past the end a weight of inf, and inf * 0 is NaN.
+    "rows past the end": (lambda width: _drawn(width=width), dict(bias=torch.full((1, 1, 1, 40), 200.0))),
+    "scores beyond 16 bits": (_beyond_16_bits, dict(scale=1.0)),
+}
 
 
 @pytest.mark.parametrize("width", [64, 128])
-def test_rows_past_the_end_weigh_nothing(width):
-    """A bias of all rows would give rows past the end a weight of inf, and inf * 0 is NaN."""
+@pytest.mark.parametrize("draw, options", EXTREME.values(), ids=EXTREME)
+def test_gradients_of_extreme_numbers_are_finite(draw, options, width):
+    inputs = [x.detach().to(**BF16).requires_grad_() for x in draw(width)]
     with gpu(90) as device:
-        gradients = _gradients(_drawn(width=width), bias=torch.full((1, 1, 1, 40), 200.0))
-    assert all(x.isfinite().all() for x in gradients) and "backward" in [x.name for x in device.launches]
+        results = _results(_attend, inputs, torch.randn(1, 1, inputs[0].shape[2], width, **BF16), **options)
+    assert all(x.isfinite().all() for x in results) and "backward" in [x.name for x in device.launches]
 
 
 @pytest.mark.parametrize("width", [64, 128])
@@ -57,8 +72,8 @@ def test_the_row_max_is_added_before_the_logarithm(width):
     inputs[:2] = [torch.full_like(x, 2.0**15).requires_grad_() for x in inputs[:2]]
     incoming = torch.randn(1, 1, 70, width, **BF16)
     with gpu(90):
-        (got,) = torch.autograd.grad(_attend(*inputs), inputs[2], incoming)
-    (eager,) = torch.autograd.grad(fa.reference.eager(*inputs), inputs[2], incoming)
+        got = _results(_attend, inputs, incoming)[3]
+    eager = _results(fa.reference.eager, inputs, incoming)[3]
     want = incoming.double().mean(2, keepdim=True).expand_as(inputs[1]) * 70 / 40
     assert verdict(got, eager, want).ok
 
@@ -69,21 +84,8 @@ def test_slopes_beside_a_softcap_may_make_scores_large(width):
     inputs, incoming = _drawn(40, 200, width), torch.randn(1, 1, 40, width, **BF16)
     options = dict(softcap=50.0, alibi_slopes=torch.tensor([5000.0]), key_mask=torch.arange(200)[None] < 20)
     with gpu(90):
-        got = torch.autograd.grad(_attend(*inputs, **options), inputs, incoming)
-    assert_like(got, lambda: torch.autograd.grad(fa.reference.eager(*inputs, **options), inputs, incoming))
-
-
-@pytest.mark.parametrize("width", [64, 128])
-def test_scores_may_be_larger_than_a_number_of_16_bits(width):
-    """Gradients stay finite if scores exceed the largest bfloat16, but not the largest float32."""
-    query, key = (torch.zeros(1, 1, size, width, **BF16) for size in (40, 33))
-    query[..., 0], key[..., 0] = 2.0**64, 2.0**63
-    query[..., 1], key[..., 1] = 2.0**60, 2.0**67 - 2.0**59  # together 2**128 - 2**119
-    query[..., 2], key[..., 2] = 2.0**60, 2.0**58
-    inputs = [x.requires_grad_() for x in (query, key, torch.randn(1, 1, 33, width, **BF16))]
-    with gpu(90):
-        gradients = _gradients(inputs, scale=1.0)
-    assert all(x.isfinite().all() for x in gradients)
+        got = _results(_attend, inputs, incoming, **options)
+    assert_like(got, lambda: _results(fa.reference.eager, inputs, incoming, **options))
 
 
 def test_tensors_that_tma_cannot_read_are_copied_or_left_to_another_kernel():
@@ -149,13 +151,12 @@ def test_blocks_of_hidden_keys_get_zeros(width, ordered, monkeypatch):
     shown = [x.detach().clone().requires_grad_() for x in inputs]
     for x in inputs[1:]:
         x.data[:, :, ~real] = float("nan")
+    incoming = torch.randn(1, 1, 150, width, **BF16)
     with gpu(90) as device:
-        out = fa.attention(*inputs, key_mask=real)
-        incoming = torch.randn_like(out)
-        gradients = torch.autograd.grad(out, inputs, incoming)
+        got = _results(fa.attention, inputs, incoming, key_mask=real)
     assert [x.name for x in device.launches].count("backward") == 1
-    assert not any(x[:, :, ~real].any() for x in gradients[1:])
-    assert_like(gradients, lambda: torch.autograd.grad(fa.reference.eager(*shown, key_mask=real), shown, incoming))
+    assert not any(x[:, :, ~real].any() for x in got[2:])
+    assert_like(got, lambda: _results(fa.reference.eager, shown, incoming, key_mask=real))
 
 
 MASKED = {"D64": (64, {}), "D128 causal": (128, dict(causal=True)), "D256": (256, dict(softcap=5.0))}
@@ -178,15 +179,10 @@ def test_a_plan_has_the_bits_of_its_mask(width, options):
     incoming, results = torch.randn(1, 2, 313, width, **BF16), []
     with gpu(90):
         for masks in (dict(mask=mask, key_mask=real), dict(mask=plan)):
-            out = _attend(*inputs, **masks, **options)
-            results.append([out, *torch.autograd.grad(out, inputs, incoming)])
-
-    def wanted():
-        out = fa.reference.eager(*shown, mask=mask, key_mask=real, **options)
-        return [out, *torch.autograd.grad(out, shown, incoming)]
-
+            results.append(_results(_attend, inputs, incoming, **masks, **options))
     assert all(map(torch.equal, *results))
-    assert_like(results[0], wanted)
+    masks = dict(mask=mask, key_mask=real)
+    assert_like(results[0], lambda: _results(fa.reference.eager, shown, incoming, **masks, **options))
 
 
 @pytest.mark.parametrize("options", [{}, dict(causal=True, align="top_left")], ids=["full", "top_left"])
@@ -269,8 +265,7 @@ def test_sums_of_short_sequences_are_not_padded_to_blocks():
     """Sequences of one row would need 258 times the memory of query for sums of dq."""
     inputs, ends = [torch.randn(40, 1, 64, **BF16, requires_grad=True) for _ in range(2)], range(0, 41, 10)
     with gpu(90) as device:
-        out = Packed()(*inputs, *[torch.tensor(ends, dtype=torch.int32)] * 2)
-        torch.autograd.grad(out, inputs, torch.ones_like(out))
+        _results(lambda *x: Packed()(*x, *[torch.tensor(ends, dtype=torch.int32)] * 2), inputs)
     assert "dkdv" in [x.name for x in device.launches]
 
 
@@ -280,8 +275,7 @@ def test_overlapping_sequences_wait_for_no_turn_that_has_passed(passes):
     passes(2)
     with gpu(90) as device:
         attend = torch.compile(Packed(), fullgraph=True, backend="eager")  # compiled code cannot check them
-        out = attend(*inputs, *[torch.tensor(ends, dtype=torch.int32)] * 2)
-        torch.autograd.grad(out, inputs, torch.ones_like(out))
+        _results(lambda *x: attend(*x, *[torch.tensor(ends, dtype=torch.int32)] * 2), inputs)
     assert [x.name for x in device.launches].count("backward") == 1
 
 
@@ -292,15 +286,10 @@ def test_a_block_of_keys_that_no_row_sees(width, ordered, passes):
     options = dict(mask=torch.rand(70, 400) < 0.5) | (dict(alibi_slopes=torch.rand(4)) if width < 256 else {})
     options["mask"][:, 256:384] = False
     passes(ordered)
-
-    def results(function):
-        out = function(*inputs, **options)
-        return [out, *torch.autograd.grad(out, inputs, torch.ones_like(out))]
-
     with gpu(90) as device:
-        got = results(_attend)
+        got = _results(_attend, inputs, **options)
     assert {"backward", "stored_backward"} & {x.name for x in device.launches}
-    assert_like(got, lambda: results(fa.reference.eager))
+    assert_like(got, lambda: _results(fa.reference.eager, inputs, **options))
 
 
 def test_a_part_of_a_plan_shares_its_words():
@@ -308,14 +297,9 @@ def test_a_part_of_a_plan_shares_its_words():
     inputs, mask = _drawn(64, 64), torch.rand(40, 1, 64, 64) < 0.5
     plan = fa.plan(mask)
     part = plan._replace(block_mask=plan.block_mask[39:], shape=(1, 1, 64, 64))
-
-    def results(function, mask):
-        out = function(*inputs, mask=mask)
-        return [out, *torch.autograd.grad(out, inputs, torch.ones_like(out))]
-
     with gpu(90):
-        got = results(_attend, part)
-    assert_like(got, lambda: results(fa.reference.eager, mask[39:]))
+        got = _results(_attend, inputs, mask=part)
+    assert_like(got, lambda: _results(fa.reference.eager, inputs, mask=mask[39:]))
 
 
 @pytest.mark.parametrize("row", [0, 1, 64])
