@@ -1,6 +1,7 @@
 """Makes the tables of the pages from the CSV files in bench/results; <!-- table: NAME --> becomes TABLES[NAME]()."""
 
 import collections
+import csv
 import itertools
 import pathlib
 import re
@@ -124,6 +125,16 @@ def options() -> str:
     return table(("call with", "D 64", "D 128", "D 256", "why not"), lines)
 
 
+def plans() -> str:
+    """Return a table of the CPU time and memory that plans take, beside create_block_mask, from plans.csv."""
+    found = collections.defaultdict(list)
+    for row in csv.DictReader((RESULTS / "plans.csv").open()):  # of each pattern fusedattn comes first
+        seconds, peak, kept = (float(row[name]) for name in ("seconds", "peak_mib", "kept_bytes"))
+        found[row["pattern"].replace("_", " ")] += f"{seconds:.1f} s", f"{peak:,.0f} MiB", f"{kept / 1e6:.2f} MB"
+    head = "pattern", "plan", "peak", "kept", "`create_block_mask`", "peak", "kept"
+    return table(head, ((name, *cells) for name, cells in found.items()))
+
+
 def _machine(name: str) -> str:
     every = rows.read(RESULTS / name)
     last, commits = every[-1], ", ".join(f"`{commit}`" for commit in dict.fromkeys(row.commit for row in every))
@@ -154,7 +165,7 @@ def _ms(row: rows.Row) -> str:
     return f"{row.ms_p50:,.0f}" if row.ms_p50 >= 100 else f"{row.ms_p50:.3g}"
 
 
-TABLES: dict[str, Callable[[], str]] = {one.__name__: one for one in (cpu, gpu_speeds, gpu_others, choices, options)}
+TABLES: dict[str, Callable[[], str]] = {one.__name__: one for one in (cpu, gpu_speeds, gpu_others, choices, options, plans)}
 TABLES |= {"cpu_machine": partial(_machine, "cpu.csv"), "gpu_machine": partial(_machine, "h200.csv")}
 
 

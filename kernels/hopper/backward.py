@@ -106,13 +106,14 @@ def _turn(
     else:
         own, count = first // KEYS, gl.cdiv(band.keys, KEYS)
         last = gl.minimum(gl.minimum((block + 1) * BLOCK_M, band.rows) - 1 + band.high, band.keys - 1) // KEYS
-        before, some = own, own < 0
-        while (before < last) & (some == 0):  # find the block of keys that adds before this one
-            before += 1
+        before, start = count, own + 1
+        while (before == count) & (start <= last):  # find the block of keys that adds before this one
+            others = start + gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
             some, _ = walk.covered(
-                masks.bits.block_mask, plane, block, before, band.rows, band.keys, before <= last, BLOCK_M, KEYS
+                masks.bits.block_mask, plane, block, others, band.rows, band.keys, others <= last, BLOCK_M, KEYS
             )
-        before = gl.where(some, before, count)
+            before = gl.min(gl.where(some, others, count), 0)
+            start += 32
         turn, more = count - before, before - own
     counter = memory.table(results.Turns + 1, plane, band.rows, 2).base + block.to(gl.int64) * (2 * BLOCK_M)
     return counter + g, turn, more

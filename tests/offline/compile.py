@@ -30,12 +30,13 @@ TABLE = ROOT / "bench" / "results" / "kernels.md"
 # key: dk/dv at D 256 spills 16 bytes more with it, and 16 more with Triton 3.6. Hopper's kernels may spill outside of
 # their loops.
 EXTRA_SPILLS = {"masked": 768, "everything": 768, "packed": 32, "packed all": 768, "bias keys": 32}
-EXTRA_ON_HOPPER = {"partial": 16, "biased": 8, "dropout": 24, "key_mask": 16, "masked": 24}
+EXTRA_ON_HOPPER = {"partial": 16, "biased": 8, "dropout": 24, "key_mask": 16, "masked": 16}
 EXTRA_OF_ONE_PASS = {"masked": 768, "everything": 1320, "packed": 32, "packed all": 1320, "bias keys": 256}
 # Bytes that a row may spill with another Triton than that of the committed table. 3.6, 3.8 and 3.9 spill up to 2260.
 SPILLS_BY_OTHERS = 2304
-# Relative difference of a Hopper loop's length from the committed table.
-DRIFT = 0.05
+# Relative difference of a Hopper loop's length from the committed table, which has the shortest loop of a kernel. ptxas
+# makes the loops of two warpgroups differ by up to 15 %.
+DRIFT, APART = 0.05, 0.15
 PRODUCTS = ("wgmma", "mma", "tcgen05")  # tensor core products of compute capability 9.0, of all GPUs, of 10.0
 
 HEADER = f"{'kernel':25}{'GPU':8}{'dtype':6}{'D':5}{'variant':11}{'tile':17}" + " ".join(
@@ -107,8 +108,9 @@ def _faults_on_hopper(row, report, length):
             yield f"computes {under} of {exponentials} exponentials of loop {number} while a product runs"
     for number, step in enumerate(report.loops):
         few = 4 if row.kernel in tile_table.PRODUCTS else 0  # short loops of two warpgroups differ by up to 4
-        if length is not None and abs(len(step) - length) > max(DRIFT * length, few):
-            yield f"has {len(step)} instructions in loop {number}, not within {DRIFT:.0%} of the committed {length}"
+        allowed = DRIFT if len(step) == min(map(len, report.loops)) else APART
+        if length is not None and abs(len(step) - length) > max(allowed * length, few):
+            yield f"has {len(step)} instructions in loop {number}, not within {allowed:.0%} of the committed {length}"
 
 
 def _hopper_table():

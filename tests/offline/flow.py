@@ -11,8 +11,8 @@ _ANYWHERE = re.compile(r"BRX|JMX")
 _ENDS = re.compile(r"EXIT|RET|KILL|BRX|JMX")
 _LEAVES = re.compile(r"EXIT|RET|KILL|BRX|JMX|BRA|JMP")  # each ends its block, unless it has a predicate
 _PRODUCTS = "HGMMA", "HMMA", "FFMA"  # the first of them that occurs multiplies the matrices
-_EFFECTS = {"tensor", "load", "store", "barrier"}  # kinds of instructions that masks lack, without _READS
-_READS = re.compile(r"LD[SL]\b")  # without LDSM, which loads matrices
+_EFFECTS = {"tensor", "load", "store", "barrier"}  # kinds of instructions that masks lack, except _MASKING
+_MASKING = re.compile(r"(LD[SL]|STL)\b")  # not LDSM, which loads matrices. Masks may spill: STL, LDL
 
 
 class Block(NamedTuple):
@@ -124,7 +124,7 @@ def loops(blocks):
 
 
 def _acts(instruction):
-    return kind(instruction) in _EFFECTS and not _READS.match(operation(instruction))
+    return kind(instruction) in _EFFECTS and not _MASKING.match(operation(instruction))
 
 
 def _turn(blocks, head, body, inner):

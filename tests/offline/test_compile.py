@@ -116,6 +116,7 @@ def test_faults_of_a_universal_kernel(change, said):
 
 
 STEP = QK, PV, LEAVE_ONE, *[EXP2] * 34, LEAVE_NONE, "@P0 BRA 0x0"
+LONGER = (*STEP, *["NOP"] * 2), (*STEP, *["NOP"] * 3)
 ON_HOPPER = GOOD._replace(
     registers=168,
     loops=(STEP, STEP),
@@ -135,7 +136,9 @@ ON_HOPPER = GOOD._replace(
         (dict(loops=(STEP, (QK, PV, LEAVE_ONE, LEAVE_NONE, *STEP[3:]))), "0 of 34 exponentials of loop 1"),
         (dict(loops=((*STEP[:3], EXP2, *STEP[-2:]), STEP)), "6 instructions in loop 0, not within 5% of the"),
         (dict(loops=((*STEP, "NOP"), STEP)), None),  # within 5%
-        (dict(loops=((*STEP, "NOP", "NOP"), STEP)), "41 instructions in loop 0"),
+        (dict(loops=LONGER), "41 instructions in loop 0"),
+        (dict(loops=((*STEP, *["NOP"] * 5), STEP)), None),  # one of two warpgroups, within 15%
+        (dict(loops=((*STEP, *["NOP"] * 6), STEP)), "45 instructions in loop 0, not within 15%"),
         (dict(overtaken=("'MOV R152, R2' writes R152",)), "writes R152"),
     ],
 )
@@ -163,7 +166,7 @@ def test_the_committed_table_has_all_tiles():
 
 
 def test_another_triton_may_spill_more_and_have_longer_loops():
-    row, found = first("hopper"), ON_HOPPER._replace(spills=8, loops=((*STEP, "NOP", "NOP"), STEP))
+    row, found = first("hopper"), ON_HOPPER._replace(spills=8, loops=LONGER)
     assert len(list(offline.faults(row, found, {str(row).rstrip(): len(STEP)}))) == 2
     assert list(offline.faults(row, found, other=True)) == []
     (said,) = offline.faults(row, found._replace(spills=16384), other=True)

@@ -43,7 +43,7 @@ def test_a_step_skips_masks_and_includes_waits():
     lines = [
         "BRX R4 -0x1a0",  # jumps to the code of both warpgroups, which nothing else jumps to
         *["LOOP: NOP", "@P3 BRA NEXT", wait, "@!P0 BRA SPIN", "NEXT: NOP", QK, "@P1 BRA P2, PLAIN"],
-        *["FSEL R24, R24, -INF, P4"] * 9,
+        *["FSEL R24, R24, -INF, P4", "STL [R1], R9", "LDL.LU R9, [R1]"] * 9,
         *["PLAIN: NOP", "@P4 BRA STORED", "STS [R2], R3", "STORED: MUFU.EX2 R24, R24", "@P5 BRA LOOP", "EXIT"],
         *["OTHER: NOP", QK, "BRA OTHER"],
         *["SPIN: NOP", wait, "@!P0 BRA SPIN", "BRA NEXT"],

@@ -281,7 +281,6 @@ def test_overlapping_sequences_wait_for_no_turn_that_has_passed(passes):
 
 @pytest.mark.parametrize("width, ordered", [(64, 1), (128, 1), (64, 2), (128, 2), (256, 1)])
 def test_a_block_of_keys_that_no_row_sees(width, ordered, passes):
-    """In an ordered backward, the keys before the hidden ones take their turn after those behind them."""
     inputs = [torch.randn(1, h, n, width, **BF16, requires_grad=True) for h, n in ((4, 70), (1, 400), (1, 400))]
     options = dict(mask=torch.rand(70, 400) < 0.5) | (dict(alibi_slopes=torch.rand(4)) if width < 256 else {})
     options["mask"][:, 256:384] = False
@@ -290,6 +289,25 @@ def test_a_block_of_keys_that_no_row_sees(width, ordered, passes):
         got = _results(_attend, inputs, **options)
     assert {"backward", "stored_backward"} & {x.name for x in device.launches}
     assert_like(got, lambda: _results(fa.reference.eager, inputs, **options))
+
+
+def test_the_last_keys_add_first_however_many_blocks_are_hidden_before_them(passes):
+    """The last two blocks of keys add large numbers that cancel exactly, before block 1 adds small ones."""
+    query, value = (torch.zeros(1, 1, n, 128, **BF16, requires_grad=True) for n in (128, 4992))
+    key, blocks = torch.randn_like(value).unflatten(2, (39, 128)), value.data.normal_().unflatten(2, (39, 128))
+    blocks[:, :, 37] = blocks[:, :, 38]
+    mask = torch.zeros(128, 39, 128, dtype=torch.bool)
+    mask[:, 37:] = mask[64:, 1] = True  # of 64 rows block 1 has the first step, the last blocks have the second
+    passes(2)
+    incoming, found = torch.randn_like(query), []
+    with gpu(90, max_lanes=2**15) as device:
+        for large in (0.0, 2.0**24):
+            key[:, :, 37:] = large * key[:, :, 1:2] * torch.tensor([1.0, -1.0])[:, None, None]
+            inputs = query, key.flatten(2, 3).requires_grad_(), value
+            out = _attend(*inputs, mask=mask.flatten(1))
+            found.append(torch.autograd.grad(out, inputs, incoming)[0])
+            assert [x.name for x in device.launches].count("backward") == len(found)
+    assert found[0].any() and torch.equal(*found)
 
 
 def test_a_part_of_a_plan_shares_its_words():
