@@ -234,11 +234,12 @@ def weights(
 
 
 @gluon.jit
-def bias_of(tiles, at, exists, LAYOUT: gl.constexpr):
-    """Load the bias [keys, rows] of a step from a ring of tiles [rows, keys], or of one row that is equal for all."""
+def bias_of(tiles, at, exists, s):
+    """Load the bias of scores s [keys, rows] from a ring of tiles [rows, keys], or of one row that is equal for all."""
     if tiles is None:
         return 0.0
     else:
+        LAYOUT: gl.constexpr = s.type.layout
         ring.wait(tiles, at, pred=exists)
         tile = ring.tile(tiles, at)
         if tile.shape[0] == 1:
@@ -254,7 +255,7 @@ def biased_weights(
 ):  # fmt: skip
     """Return `weights` with a warpgroup's bias, if there is one, from its ring. exists: False past the last step."""
     at = (step * PARTS + part) * GROUPS + g
-    bias = bias_of(shared.bias, at, exists, s.type.layout)
+    bias = bias_of(shared.bias, at, exists, s)
     words = None
     if shared.words is not None:
         words = noting.words_of(shared.notes, shared.words, step, part * GROUPS + g)

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.language.nvidia.hopper.tma import store_wait
 
-from ..vocabulary import masks as masking, memory, span
+from ..vocabulary import masks as masking, memory, rules as ruling, scores, span
 from . import lists as listing, notes as noting, ring, schedule
 from .copies import as_blocks, async_store
 from .steps import (
@@ -293,11 +293,22 @@ def _weights(
     bits, member = rules.masks.bits, gl.minimum(member, GROUP - 1)  # past the last step, too
     words = None if bits is None else bits.words + number.to(gl.int64) * masking.BLOCK
     head, slope = span.query_head(kv, member, GROUP), slope_of(rules.score, kv, member, GROUP)
-    bias = bias_of(shared.bias, 2 * step + g, exists, s.type.layout)
-    p = weights(s, bias, words, shared.rows.tiles, step, block, keys, rules, head, slope, shared.q.tiles.dtype)
-    if shared.bias is not None:  # here for the reason in `biased_weights`
+    score = rules.score
+    if shared.bias is not None:
         ring.release(shared.bias, 2 * step + g, pred=exists)
-    return p
+    if shared.bias is not None:
+        score = scores.Score(None, None, None, None, None, score.bias, None, None)
+    rules = ruling.Rules(rules.masks, score, rules.dropout)
+    return weights(s, 0.0, words, shared.rows.tiles, step, block, keys, rules, head, slope, shared.q.tiles.dtype)
+
+
+@gluon.jit
+def _biased(g: gl.constexpr, s, shared, step, exists, score):
+    """Return the scores of a step, scaled, plus its bias; without a bias s, which `_weights` scales."""
+    if shared.bias is not None:
+        gl.static_assert(score.slopes is None and score.cap is None, "these come before the bias")
+        s, _ = scores.apply(score, s, bias_of(shared.bias, 2 * step + g, exists, s), (), (), (), ())
+    return s
 
 
 @gluon.jit
@@ -336,6 +347,7 @@ def _consume(g: gl.constexpr, shared, kv, first, band, rules, lists, GROUP: gl.c
         block, member, keys = noted(shared.notes, 0, steps, keys)
         block = gl.where(some, block, 0)  # without steps no note was written
     number = _number(shared, rules, kv, block, member, first + g * KEYS, band, GROUP)
+    s = _biased(g, s, shared, 0, some, rules.score)
     ring.wait(shared.rows, 0, pred=some)
     dp = _begin_dp(ring.at(shared.v, g), shared, 0, some, zero)
     p = _weights(g, s, shared, 0, some, block, member, keys, number, rules, kv, GROUP)
@@ -362,6 +374,7 @@ def _consume(g: gl.constexpr, shared, kv, first, band, rules, lists, GROUP: gl.c
         ring.release(shared.q, step + 1, pred=more)
         if shared.notes is None:
             block, member = following(block, member, begin, end, GROUP)
+        s = _biased(g, s, shared, step + 1, more, rules.score)
         dp = _begin_dp(ring.at(shared.v, g + none), shared, step + 1, more, zero)
         ring.wait(shared.rows, step + 1, pred=more)
         if shared.notes is not None and rules.masks.bits is None:
