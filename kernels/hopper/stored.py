@@ -286,16 +286,12 @@ def _number(shared, rules, kv, block, member, key, band, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _weights(
-    g: gl.constexpr, s, shared, step, exists, block, member, keys, number, rules, kv, GROUP: gl.constexpr
-):  # fmt: skip
+def _weights(s, shared, step, block, member, keys, number, rules, kv, GROUP: gl.constexpr):
     """Return the weights of a step. number: of its words, one for each key, by `transpose_words`."""
     bits, member = rules.masks.bits, gl.minimum(member, GROUP - 1)  # past the last step, too
     words = None if bits is None else bits.words + number.to(gl.int64) * masking.BLOCK
     head, slope = span.query_head(kv, member, GROUP), slope_of(rules.score, kv, member, GROUP)
     score = rules.score
-    if shared.bias is not None:
-        ring.release(shared.bias, 2 * step + g, pred=exists)
     if shared.bias is not None:
         score = scores.Score(None, None, None, None, None, score.bias, None, None)
     rules = ruling.Rules(rules.masks, score, rules.dropout)
@@ -321,6 +317,8 @@ def _consume(g: gl.constexpr, shared, kv, first, band, rules, lists, GROUP: gl.c
     BLOCK_M: gl.constexpr = shared.q.tiles.shape[-2]
     HALF: gl.constexpr = shared.do.tiles.shape[-1]
     FOR_S: gl.constexpr = 2 if shared.k.tiles.shape[-1] == 256 and D <= 192 else 1  # products for scores
+    # Copies of the left operand of dv, or Philox at D 256, leave no registers for ds beside that product.
+    DV_FIRST: gl.constexpr = OPERANDS_STAY and (rules.dropout is None or HALF == 64)
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
     V_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HALF, 16])
     dtype: gl.constexpr = shared.q.tiles.dtype
@@ -350,14 +348,14 @@ def _consume(g: gl.constexpr, shared, kv, first, band, rules, lists, GROUP: gl.c
     s = _biased(g, s, shared, 0, some, rules.score)
     ring.wait(shared.rows, 0, pred=some)
     dp = _begin_dp(ring.at(shared.v, g), shared, 0, some, zero)
-    p = _weights(g, s, shared, 0, some, block, member, keys, number, rules, kv, GROUP)
+    p = _weights(s, shared, 0, block, member, keys, number, rules, kv, GROUP)
     dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp,))
     for step in range(steps):
         none = (block < begin).to(gl.int32)  # always 0; if ptxas knew, tile addresses would fill registers
-        if OPERANDS_STAY:
+        if DV_FIRST:
             dv0, dv1, p16 = _begin_dv(shared, step, p, rules.dropout, dv0, dv1)
             _give_ds(g, shared, step, p, rules.dropout, dp)
-        else:  # ds first: copies of p16, the left operand, leave no registers for ds
+        else:
             _give_ds(g, shared, step, p, rules.dropout, dp)
             dv0, dv1, p16 = _begin_dv(shared, step, p, rules.dropout, dv0, dv1)
         # After the last step this reads old data; the result is unused.
@@ -379,7 +377,7 @@ def _consume(g: gl.constexpr, shared, kv, first, band, rules, lists, GROUP: gl.c
         ring.wait(shared.rows, step + 1, pred=more)
         if shared.notes is not None and rules.masks.bits is None:
             block, member, keys = noted(shared.notes, step + 1, steps, keys)
-        p = _weights(g, s, shared, step + 1, more, block, member, keys, number, rules, kv, GROUP)
+        p = _weights(s, shared, step + 1, block, member, keys, number, rules, kv, GROUP)
         dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp,))
     v = ring.at(shared.v, g)
     half(v, 0, 1).store(dv0.to(dtype))
@@ -418,14 +416,15 @@ def stored_backward(
         notes = noting.notes(2, 1)
     k, q, do = ring.ring(K, 2, 1), ring.ring(Q, 1, 2), ring.ring(GradOut, 3, 2)
     v = gl.allocate_shared_memory(V.dtype, [2] + V.block_type.shape, V.layout)
-    # At D 256 there is no memory for a bias. It arrives in the tile of ds, once the ds of the step before is stored, and
-    # is read before that of its own step is written.
-    IN_DS: gl.constexpr = Bias is not None and Bias.block_type.nbytes == GradScores.block_type.nbytes
-    rows, ds, bias = ring.ring(Rows, 2, 2), ring.ring(GradScores, 2, 2 if IN_DS else 1), None
-    if IN_DS:
-        bias = ring.Ring(as_blocks(Bias, ds.tiles), ring.landing(ds).ready, ds.free)
-    elif Bias is not None:
-        bias = ring.ring(Bias, 2, 1)
+    rows, ds, bias = ring.ring(Rows, 2, 2), ring.ring(GradScores, 2, 1), None
+    if Bias is not None:
+        # A bias of the size of ds arrives in its tile, as D 256 leaves no other memory. It is read before ds is written.
+        IN_DS: gl.constexpr = Bias.block_type.nbytes == GradScores.block_type.nbytes
+        if IN_DS:
+            tiles = as_blocks(Bias, ds.tiles)
+        else:
+            tiles = gl.allocate_shared_memory(Bias.dtype, [2] + Bias.block_type.shape, Bias.layout)
+        bias = ring.Ring(tiles, ring.landing(ds).ready, ds.free)
     out = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for g in gl.static_range(2):
         mbarrier.init(out.index(g), count=1)
