@@ -428,12 +428,17 @@ def _is_table(call):
     return call.seed is None and kernel_arguments.scored(call).softmax_scale is not None
 
 
+def _are_rows(call):
+    """Return whether the statistics of a row of wide heads are together: for TMA if packed, and for other kernels."""
+    return not call.cu_seqlens_q is call.bias is call.alibi_slopes is None
+
+
 def new_rows(call: Call, stats: Tensor) -> tuple[Tensor, int | None]:
     """Return (buffer of row statistics that `preprocess` fills, its padded number of rows or None)."""
     batch, heads, length, _ = call.query.shape
     if row_width(call) <= tile_table.ONE_PASS and _is_table(call):
         return stats.new_empty((batch, 2 * heads, length, 16), dtype=torch.bfloat16), None
-    if row_width(call) <= tile_table.ONE_PASS or call.cu_seqlens_q is not None:
+    if row_width(call) <= tile_table.ONE_PASS or _are_rows(call):
         return stats.new_empty((batch, heads, length, 4)), None
     pitch = cdiv(length, 4) * 4  # TMA reads 16 bytes at a time
     return stats.new_empty((batch, heads, 4, pitch)), pitch
@@ -554,7 +559,9 @@ def stored_arguments(
         K=descriptor(call.key, each, width_k, packed),
         V=descriptor(call.value, each, width_v, packed),
         GradOut=descriptor(grad_out, form.rows, width_v // 2, packed),
-        Rows=descriptor(rows, form.rows, 4, True) if packed else descriptor(rows[..., :length], 4, form.rows),
+        Rows=descriptor(rows, form.rows, 4, packed)
+        if _are_rows(call)
+        else descriptor(rows[..., :length], 4, form.rows),
         Bias=_bias(call, each),
         GradScores=descriptor(scores[..., :length], each, form.rows),
         GradV=descriptor(grad_value, each, width_v, packed),

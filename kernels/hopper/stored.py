@@ -195,10 +195,10 @@ def _produce(shared, Q, K, V, GradOut, Rows, Bias, kv, first, band, lists, GROUP
             noting.write(shared.notes, step, block, step < lists.masked * (2 * KEYS // BLOCK_M), member)
         plane = ring.of_rows(span.query_head(kv, member, GROUP), band)
         ring.fill(shared.q, step, Q, plane, block * BLOCK_M)
-        if len(plane.packed) == 0:
-            ring.fill(shared.rows, step, Rows, plane, 0, block * BLOCK_M)
-        else:
+        if Rows.block_type.shape[-1] == 4:
             ring.fill(shared.rows, step, Rows, plane, block * BLOCK_M)
+        else:
+            ring.fill(shared.rows, step, Rows, plane, 0, block * BLOCK_M)
         for h in gl.static_range(2):
             ring.fill(shared.do, 2 * step + h, GradOut, plane, block * BLOCK_M, h * GradOut.block_type.shape[-1])
         if shared.bias is not None:
@@ -397,11 +397,11 @@ def stored_backward(
     A program takes two blocks of keys; a `section` of planes is done before the next. heads is Hkv. tile_lists, unless
     None, list 128 rows by 128 keys, by keys; words of rules.masks.bits are by `transpose_words`. All are TMA
     descriptors. A block has 64 keys, or the rows of a block of Q, and at least 128 columns (GradOut: half). Rows is
-    (B, Hq, 4, Sq), in blocks of as many rows as Q. Bias is as in `backward`. Of GradScores only the `_stored_blocks`
-    are written.
+    (B, Hq, 4, Sq) or (B, Hq, Sq, 4), in blocks of as many rows as Q. Bias is as in `backward`. Of GradScores only the
+    `_stored_blocks` are written.
 
-    sequences, unless None, are packed: B is 1, q_len and k_len are totals, descriptors except GradScores are ragged,
-    and Rows is (B, Hq, Sq, 4). GradScores has the most rows of a sequence, and keys as in `_first_key`.
+    sequences, unless None, are packed: B is 1, q_len and k_len are totals, descriptors except GradScores and Bias are
+    ragged. GradScores has the most rows of a sequence, and keys as in `_first_key`.
     """
     KEYS: gl.constexpr = K.block_type.shape[-2]
     GROUP: gl.constexpr = form.GROUP
