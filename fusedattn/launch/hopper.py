@@ -287,7 +287,7 @@ def fits(call: Call, form: Pipeline | Backward) -> bool:
     if bias is None:
         return True
     if row_width(call) > tile_table.ONE_PASS and isinstance(form, Backward):
-        return row_width(call) == tile_table.IN_PARTS or bias.element_size() == 2
+        return row_width(call) == tile_table.IN_PARTS or bias.element_size() == 2 or bias.shape[2] == 1
     if isinstance(form, Backward):
         return _bias_tiles(call, bias, form) > 0
     columns = width.fn(call.query.shape[3]) if part is None else row_width(call)
@@ -548,7 +548,7 @@ def stored_arguments(
     each, (_, _, length, keys) = tile_table.WARPGROUP_ROWS, kernel_arguments.sizes(call)
     (width_k, width_v), packed = _widths(call), call.cu_seqlens_q is not None
     size = 2 * _group(call) * length * (call.query.shape[3] + call.value.shape[3])
-    common, rules = _common(call), _rules(call)
+    common, rules, bias = _common(call), _rules(call), by_tiles(call)
     if words is not None:
         rules = rules._replace(masks=rules.masks._replace(bits=rules.masks.bits._replace(words=words)))
     return common | dict(
@@ -562,7 +562,7 @@ def stored_arguments(
         Rows=descriptor(rows, form.rows, 4, packed)
         if _are_rows(call)
         else descriptor(rows[..., :length], 4, form.rows),
-        Bias=_bias(call, each),
+        Bias=None if bias is None or bias.shape[2] == 1 else _bias(call, each),
         GradScores=descriptor(scores[..., :length], each, form.rows),
         GradV=descriptor(grad_value, each, width_v, packed),
     )

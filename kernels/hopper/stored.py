@@ -36,7 +36,6 @@ from .steps import (
     noted,
     of_products,
     operand,
-    slope_of,
     weights,
 )
 
@@ -57,7 +56,7 @@ class Shared(NamedTuple):
     """Shared memory of `stored_backward`: k and v, a tile per warpgroup; rings of q, do, row statistics and ds.
 
     do: tiles of half the columns. ds: a tile [keys, rows] for each warpgroup. bias, unless None: a tile [rows, keys] for
-    each, or of one row. out: signals that v now holds dv. notes, unless None, come with q: a mask or a key mask hides
+    each. out: signals that v now holds dv. notes, unless None, come with q: a mask or a key mask hides
     pairs.
     """
 
@@ -286,25 +285,39 @@ def _number(shared, rules, kv, block, member, key, band, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _weights(s, shared, step, block, member, keys, number, rules, kv, GROUP: gl.constexpr):
-    """Return the weights of a step. number: of its words, one for each key, by `transpose_words`."""
-    bits, member = rules.masks.bits, gl.minimum(member, GROUP - 1)  # past the last step, too
-    words = None if bits is None else bits.words + number.to(gl.int64) * masking.BLOCK
-    head, slope = span.query_head(kv, member, GROUP), slope_of(rules.score, kv, member, GROUP)
-    score = rules.score
-    if shared.bias is not None:
-        score = scores.Score(None, None, None, None, None, score.bias, None, None)
-    rules = ruling.Rules(rules.masks, score, rules.dropout)
-    return weights(s, 0.0, words, shared.rows.tiles, step, block, keys, rules, head, slope, shared.q.tiles.dtype)
+def _are_full(score):
+    """Return whether slopes or a bias are added to scores, which `_full` does."""
+    return (score.slopes is not None) or (score.bias is not None)
 
 
 @gluon.jit
-def _biased(g: gl.constexpr, s, shared, step, exists, score):
-    """Return the scores of a step, scaled, plus its bias; without a bias s, which `_weights` scales."""
-    if shared.bias is not None:
-        gl.static_assert(score.slopes is None and score.cap is None, "these come before the bias")
-        s, _ = scores.apply(score, s, bias_of(shared.bias, 2 * step + g, exists, s), (), (), (), ())
+def _full(g: gl.constexpr, s, shared, step, exists, block, member, keys, score, kv, GROUP: gl.constexpr):
+    """Return the scores of a step with slopes or a bias; without them s, which `_weights` scales.
+
+    This comes before dp begins, as it needs registers.
+    """
+    if _are_full(score):
+        gl.static_assert(score.cap is None, "its derivative would take registers, too")
+        head = span.query_head(kv, gl.minimum(member, GROUP - 1), GROUP)  # past the last step, too
+        r = block * s.shape[1] + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))[None, :]
+        if score.bias is None or shared.bias is not None:
+            bias = bias_of(shared.bias, 2 * step + g, exists, s)
+        else:
+            bias = scores.pairs(score.bias, keys.band, head, 0, keys.cols[:, None], True)
+        s, _ = scores.apply(score, s, bias, keys.band, head, r, keys.cols[:, None])
     return s
+
+
+@gluon.jit
+def _weights(s, shared, step, block, member, keys, number, rules, kv, GROUP: gl.constexpr):
+    """Return the weights of a step, from `_full` scores. number: of its words, one for each key, by `transpose_words`."""
+    bits, score = rules.masks.bits, rules.score
+    words = None if bits is None else bits.words + number.to(gl.int64) * masking.BLOCK
+    if _are_full(score):
+        score = scores.Score(None, None, None, None, score.slopes, score.bias, None, None)
+    rules = ruling.Rules(rules.masks, score, rules.dropout)
+    head = span.query_head(kv, member, GROUP)
+    return weights(s, 0.0, words, shared.rows.tiles, step, block, keys, rules, head, (), shared.q.tiles.dtype)
 
 
 @gluon.jit
@@ -319,6 +332,8 @@ def _consume(g: gl.constexpr, shared, kv, first, band, rules, lists, GROUP: gl.c
     FOR_S: gl.constexpr = 2 if shared.k.tiles.shape[-1] == 256 and D <= 192 else 1  # products for scores
     # Copies of the left operand of dv, or Philox at D 256, leave no registers for ds beside that product.
     DV_FIRST: gl.constexpr = OPERANDS_STAY and (rules.dropout is None or HALF == 64)
+    # Notes are read early for `_full`, and for the number of the words, which then has time to arrive.
+    EARLY: gl.constexpr = shared.notes is not None and (rules.masks.bits is not None or _are_full(rules.score))
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
     V_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HALF, 16])
     dtype: gl.constexpr = shared.q.tiles.dtype
@@ -345,7 +360,7 @@ def _consume(g: gl.constexpr, shared, kv, first, band, rules, lists, GROUP: gl.c
         block, member, keys = noted(shared.notes, 0, steps, keys)
         block = gl.where(some, block, 0)  # without steps no note was written
     number = _number(shared, rules, kv, block, member, first + g * KEYS, band, GROUP)
-    s = _biased(g, s, shared, 0, some, rules.score)
+    s = _full(g, s, shared, 0, some, block, member, keys, rules.score, kv, GROUP)
     ring.wait(shared.rows, 0, pred=some)
     dp = _begin_dp(ring.at(shared.v, g), shared, 0, some, zero)
     p = _weights(s, shared, 0, block, member, keys, number, rules, kv, GROUP)
@@ -361,7 +376,7 @@ def _consume(g: gl.constexpr, shared, kv, first, band, rules, lists, GROUP: gl.c
         # After the last step this reads old data; the result is unused.
         more = step + 1 < steps
         s = _begin_scores(g, shared, step + 1, more, none, zero, FOR_S)
-        if rules.masks.bits is not None:  # here, so that the number of the words has time to arrive
+        if EARLY:
             block, member, keys = noted(shared.notes, step + 1, steps, keys)
         number = _number(shared, rules, kv, block, member, first + g * KEYS, band, GROUP)
         dv0, p16 = warpgroup_mma_wait(num_outstanding=FOR_S + 1, deps=(dv0, p16))
@@ -372,10 +387,10 @@ def _consume(g: gl.constexpr, shared, kv, first, band, rules, lists, GROUP: gl.c
         ring.release(shared.q, step + 1, pred=more)
         if shared.notes is None:
             block, member = following(block, member, begin, end, GROUP)
-        s = _biased(g, s, shared, step + 1, more, rules.score)
+        s = _full(g, s, shared, step + 1, more, block, member, keys, rules.score, kv, GROUP)
         dp = _begin_dp(ring.at(shared.v, g + none), shared, step + 1, more, zero)
         ring.wait(shared.rows, step + 1, pred=more)
-        if shared.notes is not None and rules.masks.bits is None:
+        if shared.notes is not None and not EARLY:
             block, member, keys = noted(shared.notes, step + 1, steps, keys)
         p = _weights(s, shared, step + 1, block, member, keys, number, rules, kv, GROUP)
         dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp,))
@@ -418,7 +433,7 @@ def stored_backward(
     v = gl.allocate_shared_memory(V.dtype, [2] + V.block_type.shape, V.layout)
     rows, ds, bias = ring.ring(Rows, 2, 2), ring.ring(GradScores, 2, 1), None
     if Bias is not None:
-        # A bias of the size of ds arrives in its tile, as D 256 leaves no other memory. It is read before ds is written.
+        # A bias as large as ds arrives in its tile, as D 256 leaves no other memory. It is read before ds is written.
         IN_DS: gl.constexpr = Bias.block_type.nbytes == GradScores.block_type.nbytes
         if IN_DS:
             tiles = as_blocks(Bias, ds.tiles)
