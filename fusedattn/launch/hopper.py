@@ -50,7 +50,9 @@ def _argument(name):
     return {"seed": "dropout_p", "mask_bits": "mask"}.get(name, name)
 
 
-def limits(call: Call, known: tuple[str, ...] = _IN_FORWARD, forms=tile_table.HOPPER) -> list[str]:
+def limits(
+    call: Call, known: tuple[str, ...] = _IN_FORWARD, forms=tile_table.HOPPER, widest=tile_table.WIDEST
+) -> list[str]:
     """Return the reasons why the Hopper forward, or the kernels of `forms`, do not support a call; [] if they do."""
     given = [name for name in _OTHERS if getattr(call, name) is not None]
     lacks = [f"it does not support {_argument(name)}" for name in given if name not in known]
@@ -59,17 +61,17 @@ def limits(call: Call, known: tuple[str, ...] = _IN_FORWARD, forms=tile_table.HO
     lengths = call.query.shape[2], call.key.shape[2]
     if call.bias is not None and call.bias.dtype not in _LAYOUTS:
         lacks.append(f"it does not support a bias of {call.bias.dtype}")
-    if row_width(call) > (widest := max(tile_table.HOPPER)):
-        lacks.append(f"it does not support heads wider than {widest}")
+    if row_width(call) > (most := max(tile_table.HOPPER)):
+        lacks.append(f"it does not support heads wider than {most}")
     elif not any(fits(call, form) for form in forms[row_width(call)]):
         lacks.append("no tile fits shared memory beside this bias")
     if call.cu_seqlens_q is not None and any(holds(length > RAGGED_ROWS, False) for length in lengths):
         lacks.append("packed sequences have more than 2**30 rows")
     if holds(call.key.shape[2] == 0, False):  # unknown to a compiler; the operator checks again when it runs
         lacks.append("there are no keys")
-    for name, option in (("alibi_slopes", call.alibi_slopes), ("dropout_p", call.seed)):
-        if option is not None and row_width(call) > 128:
-            lacks.append(f"it does not support {name} with heads wider than 128: registers would spill")
+    for name, most in widest.items():
+        if getattr(call, name) is not None and row_width(call) > most:
+            lacks.append(f"it does not support {_argument(name)} with heads wider than {most}: registers would spill")
     if call.value.shape[3] % 8 and not _pays_copies(call):
         lacks.append(f"the head dimension of value is {call.value.shape[3]}, not a multiple of 8")
     return lacks
@@ -284,6 +286,8 @@ def fits(call: Call, form: Pipeline | Backward) -> bool:
     bias, part, columns_v = by_tiles(call), _part(call), width.fn(call.value.shape[3])
     if bias is None:
         return True
+    if row_width(call) > tile_table.ONE_PASS and isinstance(form, Backward):
+        return row_width(call) == tile_table.IN_PARTS or bias.element_size() == 2 or bias.shape[2] == 1
     if isinstance(form, Backward):
         return _bias_tiles(call, bias, form) > 0
     columns = width.fn(call.query.shape[3]) if part is None else row_width(call)
@@ -367,7 +371,7 @@ def arguments(
 
 def backward_limits(call: Call) -> list[str]:
     """Return the reasons why the Hopper backward does not support the options of a call; [] if it does."""
-    lacks = limits(call, _IN_BACKWARD, _FORMS_OF_BACKWARD)
+    lacks = limits(call, _IN_BACKWARD, _FORMS_OF_BACKWARD, tile_table.WIDEST_IN_BACKWARD)
     heavy = "softcap", "alibi_slopes", "bias", "seed", "mask", "mask_bits"
     given = [name for name in heavy if getattr(call, name) is not None and (name != "mask" or call.mask_bits is None)]
     if len(given) > (most := tile_table.MOST_OPTIONS.get(row_width(call), 1)):
@@ -424,12 +428,17 @@ def _is_table(call):
     return call.seed is None and kernel_arguments.scored(call).softmax_scale is not None
 
 
+def _are_rows(call):
+    """Return whether the statistics of a row of wide heads are together: for TMA if packed, and for other kernels."""
+    return not call.cu_seqlens_q is call.bias is call.alibi_slopes is None
+
+
 def new_rows(call: Call, stats: Tensor) -> tuple[Tensor, int | None]:
     """Return (buffer of row statistics that `preprocess` fills, its padded number of rows or None)."""
     batch, heads, length, _ = call.query.shape
     if row_width(call) <= tile_table.ONE_PASS and _is_table(call):
         return stats.new_empty((batch, 2 * heads, length, 16), dtype=torch.bfloat16), None
-    if row_width(call) <= tile_table.ONE_PASS or call.cu_seqlens_q is not None:
+    if row_width(call) <= tile_table.ONE_PASS or _are_rows(call):
         return stats.new_empty((batch, heads, length, 4)), None
     pitch = cdiv(length, 4) * 4  # TMA reads 16 bytes at a time
     return stats.new_empty((batch, heads, 4, pitch)), pitch
@@ -495,8 +504,6 @@ def _scores_of_a_head(call):
 
 
 def stored_limits(call: Call) -> list[str]:
-    if call.bias is not None:
-        return ["it does not support bias with heads wider than 128"]
     _, size = _scores_of_a_head(call)
     if size <= tile_table.SCORES_BYTES:
         return []
@@ -541,7 +548,7 @@ def stored_arguments(
     each, (_, _, length, keys) = tile_table.WARPGROUP_ROWS, kernel_arguments.sizes(call)
     (width_k, width_v), packed = _widths(call), call.cu_seqlens_q is not None
     size = 2 * _group(call) * length * (call.query.shape[3] + call.value.shape[3])
-    common, rules = _common(call), _rules(call)
+    common, rules, bias = _common(call), _rules(call), by_tiles(call)
     if words is not None:
         rules = rules._replace(masks=rules.masks._replace(bits=rules.masks.bits._replace(words=words)))
     return common | dict(
@@ -552,7 +559,10 @@ def stored_arguments(
         K=descriptor(call.key, each, width_k, packed),
         V=descriptor(call.value, each, width_v, packed),
         GradOut=descriptor(grad_out, form.rows, width_v // 2, packed),
-        Rows=descriptor(rows, form.rows, 4, True) if packed else descriptor(rows[..., :length], 4, form.rows),
+        Rows=descriptor(rows, form.rows, 4, packed)
+        if _are_rows(call)
+        else descriptor(rows[..., :length], 4, form.rows),
+        Bias=None if bias is None or bias.shape[2] == 1 else _bias(call, each),
         GradScores=descriptor(scores[..., :length], each, form.rows),
         GradV=descriptor(grad_value, each, width_v, packed),
     )

@@ -234,20 +234,28 @@ def weights(
 
 
 @gluon.jit
+def bias_of(tiles, at, exists, s):
+    """Load the bias of scores s [keys, rows] from a ring of tiles [rows, keys], or of one row that is equal for all."""
+    if tiles is None:
+        return 0.0
+    else:
+        LAYOUT: gl.constexpr = s.type.layout
+        ring.wait(tiles, at, pred=exists)
+        tile = ring.tile(tiles, at)
+        if tile.shape[0] == 1:
+            return tile.reshape([tile.shape[1]]).load(gl.SliceLayout(1, LAYOUT))[:, None]
+        else:
+            return tile.permute((1, 0)).load(LAYOUT)
+
+
+@gluon.jit
 def biased_weights(
     g: gl.constexpr, s, shared, step, exists, block, keys, rules, plane, slope, dtype: gl.constexpr,
     part: gl.constexpr = 0, PARTS: gl.constexpr = 1,
 ):  # fmt: skip
     """Return `weights` with a warpgroup's bias, if there is one, from its ring. exists: False past the last step."""
-    LAYOUT: gl.constexpr = s.type.layout
-    bias, at = 0.0, (step * PARTS + part) * GROUPS + g
-    if shared.bias is not None:
-        ring.wait(shared.bias, at, pred=exists)
-        tile = ring.tile(shared.bias, at)
-        if tile.shape[0] == 1:
-            bias = tile.reshape([tile.shape[1]]).load(gl.SliceLayout(1, LAYOUT))[:, None]
-        else:
-            bias = tile.permute((1, 0)).load(LAYOUT)
+    at = (step * PARTS + part) * GROUPS + g
+    bias = bias_of(shared.bias, at, exists, s)
     words = None
     if shared.words is not None:
         words = noting.words_of(shared.notes, shared.words, step, part * GROUPS + g)

@@ -19,14 +19,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.language.nvidia.hopper.tma import store_wait
 
-from ..vocabulary import masks as masking, memory, span
+from ..vocabulary import masks as masking, memory, rules as ruling, scores, span
 from . import lists as listing, notes as noting, ring, schedule
-from .copies import async_store
+from .copies import as_blocks, async_store
 from .steps import (
     OPERANDS_STAY,
     WARPS,
     Keys,
+    bias_of,
     clean,
+    counters_of,
     extent,
     first_to_see,
     following,
@@ -53,8 +55,9 @@ class Form(NamedTuple):
 class Shared(NamedTuple):
     """Shared memory of `stored_backward`: k and v, a tile per warpgroup; rings of q, do, row statistics and ds.
 
-    do: tiles of half the columns. ds: a tile [keys, rows] for each warpgroup. out: signals that v now holds dv. notes,
-    unless None, come with q: a mask or a key mask hides pairs.
+    do: tiles of half the columns. ds: a tile [keys, rows] for each warpgroup. bias, unless None: a tile [rows, keys] for
+    each. out: signals that v now holds dv. notes, unless None, come with q: a mask or a key mask hides
+    pairs.
     """
 
     k: ring.Ring
@@ -64,6 +67,7 @@ class Shared(NamedTuple):
     do: ring.Ring
     rows: ring.Ring
     ds: ring.Ring
+    bias: ring.Ring
     out: gl.shared_memory_descriptor
 
 
@@ -120,7 +124,7 @@ def _take(work, n, TOP_LEFT: gl.constexpr, TILE: gl.constexpr, OF_K: gl.constexp
             work.sequences, work.band.rows, work.band.keys, work.order.planes, TILE, BY_KEYS=OF_K
         )
         head = work.before + plane.head
-        plane = span.Plane(plane.batch, head, head, plane.packed)
+        plane = span.Plane(plane.batch, head, plane.batch * work.heads + head, plane.packed)
         first = gl.maximum(block, 0) * TILE
         if work.tile_lists is not None and not OF_K:  # as `tile_lists` counts slots
             first = span.latest_first(block, rows, TILE)
@@ -147,6 +151,12 @@ def _listed(lists, step, ahead, PARTS: gl.constexpr):
 
 
 @gluon.jit
+def _head(plane, before):
+    """Return the number of a query head in GradScores, which has those of all batches, or of packed sequences once."""
+    return (plane.index if len(plane.packed) == 0 else plane.head) - before
+
+
+@gluon.jit
 def _first_key(plane, TILE: gl.constexpr):
     """Return where the keys of a plane begin in GradScores: each packed sequence has tiles of its own."""
     if len(plane.packed) == 0:
@@ -165,7 +175,7 @@ def _steps(begin, end, lists, MEMBERS: gl.constexpr, PARTS: gl.constexpr):
 
 
 @gluon.jit
-def _produce(shared, Q, K, V, GradOut, Rows, kv, first, band, lists, GROUP: gl.constexpr):
+def _produce(shared, Q, K, V, GradOut, Rows, Bias, kv, first, band, lists, GROUP: gl.constexpr):
     """Load by TMA all tiles that the warpgroups of `stored_backward` read: the work of one warp."""
     KEYS: gl.constexpr = shared.k.tiles.shape[-2]
     BLOCK_M: gl.constexpr = shared.q.tiles.shape[-2]
@@ -184,12 +194,15 @@ def _produce(shared, Q, K, V, GradOut, Rows, kv, first, band, lists, GROUP: gl.c
             noting.write(shared.notes, step, block, step < lists.masked * (2 * KEYS // BLOCK_M), member)
         plane = ring.of_rows(span.query_head(kv, member, GROUP), band)
         ring.fill(shared.q, step, Q, plane, block * BLOCK_M)
-        if len(plane.packed) == 0:
-            ring.fill(shared.rows, step, Rows, plane, 0, block * BLOCK_M)
-        else:
+        if Rows.block_type.shape[-1] == 4:
             ring.fill(shared.rows, step, Rows, plane, block * BLOCK_M)
+        else:
+            ring.fill(shared.rows, step, Rows, plane, 0, block * BLOCK_M)
         for h in gl.static_range(2):
             ring.fill(shared.do, 2 * step + h, GradOut, plane, block * BLOCK_M, h * GradOut.block_type.shape[-1])
+        if shared.bias is not None:
+            for g in gl.static_range(2):
+                ring.fill_bias(shared.bias, 2 * step + g, Bias, plane, block * BLOCK_M, first + g * KEYS)
         block, member = following(block, member, begin, end, GROUP)
 
 
@@ -205,7 +218,7 @@ def _store(g: gl.constexpr, shared, GradScores, GradV, kv, before, first, band, 
         if shared.notes is not None:
             ring.wait(shared.ds, 2 * step + g)
             block, _, member = noting.read(shared.notes, step)
-        here = span.query_head(kv, member, GROUP).index - before * GROUP
+        here = _head(span.query_head(kv, member, GROUP), before * GROUP)
         ring.wait(shared.ds, 2 * step + g)
         async_store(GradScores, [here, 0, key, block * BLOCK_M], shared.ds.tiles.index(g))
         store_wait(0)
@@ -244,19 +257,19 @@ def _begin_dp(v, shared, step, exists, zero):
 
 
 @gluon.jit
-def _begin_dv(shared, step, p, dv0, dv1):
+def _begin_dv(shared, step, p, dropout, dv0, dv1):
     """Begin p @ do of a step. Return dv, as two halves of its columns, and p as a left operand."""
     LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dv0.type.layout, k_width=2)
-    w = operand(p, None, LAYOUT, shared.q.tiles.dtype)
+    w = operand(p, dropout, LAYOUT, shared.q.tiles.dtype)
     dv0 = warpgroup_mma(w, ring.tile(shared.do, 2 * step), dv0, is_async=True)
     return dv0, warpgroup_mma(w, ring.tile(shared.do, 2 * step + 1), dv1, is_async=True), w
 
 
 @gluon.jit
-def _give_ds(g: gl.constexpr, shared, step, p, dp):
+def _give_ds(g: gl.constexpr, shared, step, p, dropout, dp):
     """Compute the gradients of the scores of a step, and store them in shared memory."""
     dtype: gl.constexpr = shared.q.tiles.dtype
-    ds = of_products(p, None, dp, shared.rows.tiles, step, dtype)
+    ds = of_products(p, dropout, dp, shared.rows.tiles, step, dtype)
     ring.put(shared.ds, 2 * step + g, ds.to(dtype))
     ring.release(shared.rows, step)
 
@@ -272,11 +285,39 @@ def _number(shared, rules, kv, block, member, key, band, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _weights(s, shared, step, block, keys, number, rules):
-    """Return the weights of a step. number: of its words, one for each key, by `transpose_words`."""
-    bits = rules.masks.bits
+def _are_full(score):
+    """Return whether slopes or a bias are added to scores, which `_full` does."""
+    return (score.slopes is not None) or (score.bias is not None)
+
+
+@gluon.jit
+def _full(g: gl.constexpr, s, shared, step, exists, block, member, keys, score, kv, GROUP: gl.constexpr):
+    """Return the scores of a step with slopes or a bias; without them s, which `_weights` scales.
+
+    This comes before dp begins, as it needs registers.
+    """
+    if _are_full(score):
+        gl.static_assert(score.cap is None, "its derivative would take registers, too")
+        head = span.query_head(kv, gl.minimum(member, GROUP - 1), GROUP)  # past the last step, too
+        r = block * s.shape[1] + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))[None, :]
+        if score.bias is None or shared.bias is not None:
+            bias = bias_of(shared.bias, 2 * step + g, exists, s)
+        else:
+            bias = scores.pairs(score.bias, keys.band, head, 0, keys.cols[:, None], True)
+        s, _ = scores.apply(score, s, bias, keys.band, head, r, keys.cols[:, None])
+    return s
+
+
+@gluon.jit
+def _weights(s, shared, step, block, member, keys, number, rules, kv, GROUP: gl.constexpr):
+    """Return the weights of a step, from `_full` scores. number: of its words, one for each key, by `transpose_words`."""
+    bits, score = rules.masks.bits, rules.score
     words = None if bits is None else bits.words + number.to(gl.int64) * masking.BLOCK
-    return weights(s, 0.0, words, shared.rows.tiles, step, block, keys, rules, (), (), shared.q.tiles.dtype)
+    if _are_full(score):
+        score = scores.Score(None, None, None, None, score.slopes, score.bias, None, None)
+    rules = ruling.Rules(rules.masks, score, rules.dropout)
+    head = span.query_head(kv, member, GROUP)
+    return weights(s, 0.0, words, shared.rows.tiles, step, block, keys, rules, head, (), shared.q.tiles.dtype)
 
 
 @gluon.jit
@@ -289,6 +330,10 @@ def _consume(g: gl.constexpr, shared, kv, first, band, rules, lists, GROUP: gl.c
     BLOCK_M: gl.constexpr = shared.q.tiles.shape[-2]
     HALF: gl.constexpr = shared.do.tiles.shape[-1]
     FOR_S: gl.constexpr = 2 if shared.k.tiles.shape[-1] == 256 and D <= 192 else 1  # products for scores
+    # Copies of the left operand of dv, or Philox at D 256, leave no registers for ds beside that product.
+    DV_FIRST: gl.constexpr = OPERANDS_STAY and (rules.dropout is None or HALF == 64)
+    # Notes are read early for `_full`, and for the number of the words, which then has time to arrive.
+    EARLY: gl.constexpr = shared.notes is not None and (rules.masks.bits is not None or _are_full(rules.score))
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
     V_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HALF, 16])
     dtype: gl.constexpr = shared.q.tiles.dtype
@@ -298,7 +343,8 @@ def _consume(g: gl.constexpr, shared, kv, first, band, rules, lists, GROUP: gl.c
     dv0 = gl.zeros([KEYS, HALF], gl.float32, V_LAYOUT)
     dv1 = gl.zeros([KEYS, HALF], gl.float32, V_LAYOUT)
     _, full, full_end, _ = extent(band, first, 2 * KEYS, BLOCK_M)
-    keys = Keys(cols, earliest, band, full, full_end, ())
+    counters = counters_of(rules.dropout, first + g * KEYS, KEYS, BLOCK_M)
+    keys = Keys(cols, earliest, band, full, full_end, counters)
     begin, end = _row_blocks(shared, first, band)
     block, member = begin, begin * 0
     steps = _steps(begin, end, lists, GROUP, 2 * KEYS // BLOCK_M)
@@ -314,22 +360,23 @@ def _consume(g: gl.constexpr, shared, kv, first, band, rules, lists, GROUP: gl.c
         block, member, keys = noted(shared.notes, 0, steps, keys)
         block = gl.where(some, block, 0)  # without steps no note was written
     number = _number(shared, rules, kv, block, member, first + g * KEYS, band, GROUP)
+    s = _full(g, s, shared, 0, some, block, member, keys, rules.score, kv, GROUP)
     ring.wait(shared.rows, 0, pred=some)
     dp = _begin_dp(ring.at(shared.v, g), shared, 0, some, zero)
-    p = _weights(s, shared, 0, block, keys, number, rules)
+    p = _weights(s, shared, 0, block, member, keys, number, rules, kv, GROUP)
     dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp,))
     for step in range(steps):
         none = (block < begin).to(gl.int32)  # always 0; if ptxas knew, tile addresses would fill registers
-        if OPERANDS_STAY:
-            dv0, dv1, p16 = _begin_dv(shared, step, p, dv0, dv1)
-            _give_ds(g, shared, step, p, dp)
-        else:  # ds first: copies of p16, the left operand, leave no registers for ds
-            _give_ds(g, shared, step, p, dp)
-            dv0, dv1, p16 = _begin_dv(shared, step, p, dv0, dv1)
+        if DV_FIRST:
+            dv0, dv1, p16 = _begin_dv(shared, step, p, rules.dropout, dv0, dv1)
+            _give_ds(g, shared, step, p, rules.dropout, dp)
+        else:
+            _give_ds(g, shared, step, p, rules.dropout, dp)
+            dv0, dv1, p16 = _begin_dv(shared, step, p, rules.dropout, dv0, dv1)
         # After the last step this reads old data; the result is unused.
         more = step + 1 < steps
         s = _begin_scores(g, shared, step + 1, more, none, zero, FOR_S)
-        if rules.masks.bits is not None:  # here, so that the number of the words has time to arrive
+        if EARLY:
             block, member, keys = noted(shared.notes, step + 1, steps, keys)
         number = _number(shared, rules, kv, block, member, first + g * KEYS, band, GROUP)
         dv0, p16 = warpgroup_mma_wait(num_outstanding=FOR_S + 1, deps=(dv0, p16))
@@ -340,11 +387,12 @@ def _consume(g: gl.constexpr, shared, kv, first, band, rules, lists, GROUP: gl.c
         ring.release(shared.q, step + 1, pred=more)
         if shared.notes is None:
             block, member = following(block, member, begin, end, GROUP)
+        s = _full(g, s, shared, step + 1, more, block, member, keys, rules.score, kv, GROUP)
         dp = _begin_dp(ring.at(shared.v, g + none), shared, step + 1, more, zero)
         ring.wait(shared.rows, step + 1, pred=more)
-        if shared.notes is not None and rules.masks.bits is None:
+        if shared.notes is not None and not EARLY:
             block, member, keys = noted(shared.notes, step + 1, steps, keys)
-        p = _weights(s, shared, step + 1, block, keys, number, rules)
+        p = _weights(s, shared, step + 1, block, member, keys, number, rules, kv, GROUP)
         dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp,))
     v = ring.at(shared.v, g)
     half(v, 0, 1).store(dv0.to(dtype))
@@ -355,7 +403,7 @@ def _consume(g: gl.constexpr, shared, kv, first, band, rules, lists, GROUP: gl.c
 
 @gluon.jit(do_not_specialize=["q_len", "k_len", "left", "right", "heads", "planes", "section", "before"])
 def stored_backward(
-    Q, K, V, GradOut, Rows, GradScores, GradV,
+    Q, K, V, GradOut, Rows, Bias, GradScores, GradV,
     sequences, tile_lists, q_len, k_len, left, right, rules, heads, planes, section, before,
     form: gl.constexpr,
 ):  # fmt: skip
@@ -364,10 +412,11 @@ def stored_backward(
     A program takes two blocks of keys; a `section` of planes is done before the next. heads is Hkv. tile_lists, unless
     None, list 128 rows by 128 keys, by keys; words of rules.masks.bits are by `transpose_words`. All are TMA
     descriptors. A block has 64 keys, or the rows of a block of Q, and at least 128 columns (GradOut: half). Rows is
-    (B, Hq, 4, Sq), in blocks of as many rows as Q. Of GradScores only the `_stored_blocks` are written.
+    (B, Hq, 4, Sq) or (B, Hq, Sq, 4), in blocks of as many rows as Q. Bias is as in `backward`. Of GradScores only the
+    `_stored_blocks` are written.
 
-    sequences, unless None, are packed: B is 1, q_len and k_len are totals, descriptors except GradScores are ragged,
-    and Rows is (B, Hq, Sq, 4). GradScores has the most rows of a sequence, and keys as in `_first_key`.
+    sequences, unless None, are packed: B is 1, q_len and k_len are totals, descriptors except GradScores and Bias are
+    ragged. GradScores has the most rows of a sequence, and keys as in `_first_key`.
     """
     KEYS: gl.constexpr = K.block_type.shape[-2]
     GROUP: gl.constexpr = form.GROUP
@@ -382,17 +431,25 @@ def stored_backward(
         notes = noting.notes(2, 1)
     k, q, do = ring.ring(K, 2, 1), ring.ring(Q, 1, 2), ring.ring(GradOut, 3, 2)
     v = gl.allocate_shared_memory(V.dtype, [2] + V.block_type.shape, V.layout)
-    rows, ds = ring.ring(Rows, 2, 2), ring.ring(GradScores, 2, 1)
+    rows, ds, bias = ring.ring(Rows, 2, 2), ring.ring(GradScores, 2, 1), None
+    if Bias is not None:
+        # A bias as large as ds arrives in its tile, as D 256 leaves no other memory. It is read before ds is written.
+        IN_DS: gl.constexpr = Bias.block_type.nbytes == GradScores.block_type.nbytes
+        if IN_DS:
+            tiles = as_blocks(Bias, ds.tiles)
+        else:
+            tiles = gl.allocate_shared_memory(Bias.dtype, [2] + Bias.block_type.shape, Bias.layout)
+        bias = ring.Ring(tiles, ring.landing(ds).ready, ds.free)
     out = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for g in gl.static_range(2):
         mbarrier.init(out.index(g), count=1)
     fence_async_shared()
-    shared = Shared(k, v, q, notes, do, rows, ds, out)
+    shared = Shared(k, v, q, notes, do, rows, ds, bias, out)
     gl.warp_specialize(
         [
             (_consume, (0, shared, kv, first, band, rules, lists, GROUP, D)),
             (_consume, (1, shared, kv, first, band, rules, lists, GROUP, D)),
-            (_produce, (shared, Q, K, V, GradOut, Rows, kv, first, band, lists, GROUP)),
+            (_produce, (shared, Q, K, V, GradOut, Rows, Bias, kv, first, band, lists, GROUP)),
             (_store, (0, shared, GradScores, GradV, kv, before, first, band, lists, GROUP)),
             (_store, (1, shared, GradScores, GradV, kv, before, first, band, lists, GROUP)),
         ],
@@ -462,11 +519,11 @@ def _load(
             ring.reserve(factors.ds, step, GradScores.block_type.nbytes + Others.block_type.nbytes)
             if OF_K:
                 other = span.query_head(plane, member, GROUP)
-                here = span.Plane(other.index - before * GROUP, 0, 0, ())
+                here = span.Plane(_head(other, before * GROUP), 0, 0, ())
                 ring.copy(factors.ds, factors.ds.tiles, step, GradScores, here, key + first, block * DEPTH)
             else:
                 other = span.kv_head(plane, GROUP)
-                here = span.Plane(plane.index - before * GROUP, 0, 0, ())
+                here = span.Plane(_head(plane, before * GROUP), 0, 0, ())
                 ring.copy(factors.ds, factors.ds.tiles, step, GradScores, here, key + block * DEPTH, first)
             other = _of_product(other, span.flip(band), not OF_K)
             ring.copy(factors.ds, factors.others, step, Others, other, block * DEPTH)

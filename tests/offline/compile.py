@@ -143,7 +143,7 @@ def _hopper_table():
                 yield Row(kernel, 90, "bf16", width, "full", other, (index, 1 + len(others)))
             if not seldom:
                 narrow = "alibi_slopes", "key_mask", "masked", "dropout", "biased", "registers"
-                for variant in ("scale", "softcap", *(narrow if width <= 128 else ("key_mask", "masked"))):
+                for variant in ("scale", "softcap", *(narrow if width <= 128 else narrow[:-1])):
                     yield Row(kernel, 90, "bf16", width, variant, form, (0, 1))
                 yield Row(kernel, 90, "fp16", width, "full", form, (0, 1))
                 for dim in {64: (32, 16), 128: (80,), 256: (136,)}.get(width, ()):
