@@ -308,12 +308,12 @@ def backward(
 
     All are TMA descriptors of (B, H, S, D) with blocks of [1, 1, rows, width(D)], except that blocks of keys have 128
     columns if Dv > 64. Blocks of keys and values have 64 rows. Sums is (B, Hq, lines, 32) float32, in blocks of a
-    warpgroup's `steps.lines`. If form.COLUMNS is not (), GradK and GradV are Views of float32. Rows, from `preprocess`, is (B, 2 Hq, Sq, 16): a block has both tables of a head, and as
-    many rows as Q's. If scores are scaled before the softmax, or with dropout, it is (B, Hq, Sq, 4), float32. Bias, or
-    None, is (B, Hq, Sq, Sk), 1 for equal ones, in blocks of 64 keys, and of 64 rows or 1. Words, unless
-    None, is as in the forward, but by `transpose_words`; tile_lists then list blocks by keys. heads is Hkv. Turns, if
-    not None, is int32 zeros, one for program numbers and two for each row of each query head: it makes Sums
-    deterministic.
+    warpgroup's `steps.lines`. If form.COLUMNS is not (), GradK and GradV are Views of float32. Rows, from `preprocess`,
+    is (B, 2 Hq, Sq, 16): a block has both tables of a head, and as many rows as Q's. If scores are scaled before the
+    softmax, or with dropout, it is (B, Hq, Sq, 4), float32. Bias, or None, is (B, Hq, Sq, Sk), 1 for equal ones, in
+    blocks of 64 keys, and of 64 rows or 1. Words, unless None, is as in the forward, but by `transpose_words`;
+    tile_lists then list blocks by keys. heads is Hkv. Turns, if not None, is int32 zeros, one for program numbers and
+    two for each row of each query head: it makes Sums deterministic.
 
     sequences, unless None, are packed: B is 1, q_len and k_len are totals, and descriptors except Sums are ragged.
     """
