@@ -447,11 +447,11 @@ def backward_arguments(
     lines, packed = sums.view(*sums.shape[:2], -1, 32), call.cu_seqlens_q is not None
     common, bias = _common(call), by_tiles(call)
     tiles = 0 if bias is None else _bias_tiles(call, bias, form)
+    made: Any = [descriptor(grad, each, width, packed) for grad, width in zip(grads, (width_k, width_v), strict=True)]
+    columns: tuple[int, ...] = ()
     if call.partial:  # float32
-        columns, (grad_key, grad_value) = (call.key.shape[3], call.value.shape[3]), map(kernel_arguments.of, grads)
-    else:
-        columns, grad_key = (), descriptor(grads[0], each, width_k, packed)
-        grad_value = descriptor(grads[1], each, width_v, packed)
+        made, columns = map(kernel_arguments.of, grads), (call.key.shape[3], call.value.shape[3])
+    grad_key, grad_value = made
     return dict(
         Q=descriptor(call.query, form.rows, width_k, packed),
         K=descriptor(call.key, each, width_k, packed),
