@@ -13,7 +13,10 @@ PASSES = {"forward": 1.0, "graph": 1.0, "backward": 2.5, "forward_backward": 3.5
 
 
 class Tensors(NamedTuple):
-    """Tensors of a case: inputs, the gradient of its output, and masks; a module has only query, (B, S, Hq * D)."""
+    """Tensors of a case: inputs, the gradient of its output, and masks, slopes and sinks by argument name.
+
+    A module has only query, (B, S, Hq * D).
+    """
 
     query: Tensor
     key: Tensor | None
@@ -30,10 +33,10 @@ class Tensors(NamedTuple):
 class Case(NamedTuple):
     """One benchmark case: the sizes of a call, as in the columns of the CSV; dtype is the name of a torch dtype.
 
-    Words of `options`: bias (1, Hq, Sq, Sk); documents=N, a mask for N documents in a sequence; keys=SHARE, the share
-    of keys that are not padding; lengths=KIND, packed sequences with lengths from LENGTHS; filled=SHARE, the filled
-    share of a cache; latent: values are the first columns of the keys; window=LEFT,RIGHT; softcap=CAP; dropout=P;
-    weights: returned too; module: projections as well.
+    Words of `options`: bias (1, Hq, Sq, Sk); documents=N, a mask for N documents in a sequence; random, a mask that
+    hides half of the pairs; keys=SHARE, the share of keys that are not padding; lengths=KIND, packed sequences with
+    lengths from LENGTHS; filled=SHARE, the filled share of a cache; latent: values are the first columns of the keys;
+    window=LEFT,RIGHT; softcap=CAP; alibi; sinks; dropout=P; weights: returned too; module: projections as well.
     """
 
     B: int
@@ -90,6 +93,11 @@ class Case(NamedTuple):
         ends = torch.randperm(self.Sk - 1, generator=generator)[: int(self.option("documents")) - 1] + 1
         return torch.searchsorted(ends.sort().values, torch.arange(self.Sk), right=True).to(device)
 
+    def random(self, device) -> Tensor:
+        """Return bool (Sq, Sk), True for half of the pairs."""
+        generator = torch.Generator(device).manual_seed(SEED)
+        return torch.rand(self.Sq, self.Sk, device=device, generator=generator) < 0.5
+
     def lengths(self, device) -> Tensor:
         """Return (B,), the number of real tokens of each sequence, or of filled slots of each cache."""
         generator = torch.Generator().manual_seed(SEED)
@@ -109,10 +117,16 @@ class Case(NamedTuple):
         if "documents" in self.options:
             owner = self.documents(device)
             masks["mask"] = (owner[:, None] == owner[None, :])[None, None]
+        if "random" in self.words:
+            masks["mask"] = self.random(device)[None, None]
         if any(word in self.options for word in ("keys", "lengths", "filled")):
             masks["key_mask"] = torch.arange(self.Sk, device=device)[None, :] < self.lengths(device)[:, None]
         if "lengths" in self.options:
             masks["query_mask"] = masks["key_mask"]
+        if "alibi" in self.words:  # slopes of arXiv:2108.12409
+            masks["alibi_slopes"] = 2.0 ** (torch.arange(1, self.Hq + 1, device=device) * -8 / self.Hq)
+        if "sinks" in self.words:
+            masks["sinks"] = torch.zeros(self.Hq, device=device)
         return masks
 
     def arguments(self, masks) -> dict:
@@ -175,6 +189,7 @@ MORE = [  # each case differs from PAPER in one property
     Case(1, 32, 8, 128, 8192, 128, 128, False, "bfloat16"),  # fewer row blocks than multiprocessors; so has the next
     Case(1, 2, 2, 4096, 4096, 128, 128, False, "bfloat16"),
     Case(4, 16, 16, 4095, 4095, 128, 128, True, "bfloat16"),
+    *(Case(4, 16, 16, 4096, 4096, dim, dim, False, "bfloat16") for dim in (100, 65)),  # TMA reads copies of these
     _paper(4096, 128, True, "float16"),
     _paper(4096, 64, False, "float32"),
 ]
@@ -183,11 +198,14 @@ OPTIONS = [_WIDE._replace(options=x) for x in ("bias", "documents=8", "keys=0.5"
 OPTIONS += [_WIDE._replace(causal=True, options=x) for x in ("dropout=0.1", "softcap=30")]
 OPTIONS += [_paper(4096, 64, False, options=x) for x in ("bias", "documents=8", "dropout=0.1")]
 OPTIONS += [_paper(16384, 128, False, options=x) for x in ("documents=8", "window=1024,0")]
+OPTIONS += [_paper(4096, dim, False, options=x) for dim in (128, 64) for x in ("random", "documents=4")]
+OPTIONS += [_paper(4096, 256, False, options=x) for x in ("documents=4", "keys=0.5", "softcap=30")]
+OPTIONS += [_paper(4096, dim, True, options=x) for dim in (128, 64) for x in ("alibi", "sinks")]
 _PACKS = (8, 4096, ""), (31, 8192, "lengths=zipf"), (16, 4096, "lengths=uniform"), (113, 4096, "lengths=one-long")
 PACKED = [  # about 32k tokens; without an option all lengths are equal
     _paper(longest, dim, causal, options=kind)._replace(B=count)
-    for dim in (128, 64)
-    for count, longest, kind in _PACKS
+    for dim in (128, 64, 256)
+    for count, longest, kind in _PACKS[: 1 if dim == 256 else None]
     for causal in _BOTH
 ]
 DECODE = [

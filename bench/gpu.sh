@@ -79,7 +79,7 @@ tests hopper 200 gpu tests/kernels/test_gpu_hopper.py
 tests others 280 "gpu and not matrix and not sample" tests --ignore=tests/ptx --ignore=tests/kernels
 tests matrix 280 "gpu and matrix" tests --ignore=tests/ptx --ignore=tests/kernels/test_gpu_hopper.py
 XDG_CACHE_HOME=$results step tune 250 30 "$python" -m fusedattn tune
-question 120 options
+question 200 options
 question 60 module
 step flex 240 15 "$python" -m fusedattn bench forward backward --providers fusedattn,flex \
     --csv "$results/flex.csv" --commit "$commit"

@@ -84,7 +84,11 @@ def of_head(case, x):
 def truth(case, tensors):
     """Return {name: result or gradient} twice, by float64 and by eager PyTorch, for the head that `of_head` selects."""
     *inputs, bias = (x if x is None else of_head(case, x) for x in tensors[:5])
-    masks = {name: of_head(case, x[:, None])[:, 0] if x.dim() == 2 else x for name, x in tensors.masks.items()}
+    masks = {}
+    for name, x in tensors.masks.items():  # (H,), tokens (B, S), or pairs
+        masks[name] = (
+            of_head(case, x[None])[0] if x.dim() == 1 else of_head(case, x[:, None])[:, 0] if x.dim() == 2 else x
+        )
     head = Tensors(*inputs, bias, masks)
     if "module" in case.words:
         exact = providers.module(lambda theirs, causal: theirs.double(), case, head).attend

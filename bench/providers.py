@@ -23,7 +23,8 @@ from fusedattn.dispatch.backends import BACKENDS
 from .cases import SEED
 
 COMPILERS = ("g++", "clang++", "cl")  # torch.compile needs one of them on a CPU
-_NOT_WITH_A_CACHE = "bias", "documents", "keys", "lengths", "window", "softcap", "dropout", "weights"
+_OURS = "alibi", "sinks", "weights"
+_NOT_WITH_A_CACHE = "bias", "documents", "random", "keys", "lengths", "window", "softcap", "dropout", *_OURS
 
 
 class Unsupported(Exception):
@@ -109,7 +110,7 @@ def cached(page, case, tensors):
 
 def _real(case, tensors):
     """Return a bool mask (B, S): True for real tokens, False for padding, which packing removes."""
-    _refuse(case, "bias", "documents", "keys", "filled", "weights")
+    _refuse(case, "bias", "documents", "random", "keys", "filled", *_OURS)
     if case.Sq != case.Sk:
         raise Unsupported("packing needs as many keys as queries")
     return tensors.masks.get("key_mask", torch.ones(case.B, case.Sk, dtype=torch.bool, device=tensors.query.device))
@@ -162,11 +163,14 @@ def mask_of(create, case, device, real=None):
         mods.append(lambda b, h, row, column: column <= row + keys - rows + right)
     if document is not None:
         mods.append(lambda b, h, row, column: document[row] == document[column])
+    if "random" in case.words:
+        shown = case.random(device)
+        mods.append(lambda b, h, row, column: shown[row, column])
     return create(and_masks(*mods), batch, 1, rows, keys, device=device) if mods else None
 
 
 def sdpa(backend, case, tensors):
-    _refuse(case, "softcap", "weights")
+    _refuse(case, "softcap", *_OURS)
     options = dict(dropout_p=_number(case, "dropout"), enable_gqa=case.Hq != case.Hkv)
     masked = tensors.bias is not None or tensors.masks or "window" in case.options or case.Sq != case.Sk
     causal = case.causal and not masked  # SDPA accepts is_causal or a mask, not both
@@ -200,7 +204,7 @@ def sliced(case, tensors):
 
 
 def flex_function(case):
-    _refuse(case, "dropout", "weights")
+    _refuse(case, "dropout", *_OURS)
     cap, grouped = _number(case, "softcap"), case.Hq != case.Hkv
 
     def attend(query, key, value, bias=None, block_mask=None):
@@ -241,7 +245,7 @@ def flash_packed(case, tensors):
 
 
 def _flash_options(case):
-    _refuse(case, "bias", "documents", "weights")
+    _refuse(case, "bias", "documents", "random", *_OURS)
     if case.Dv != case.D:
         raise Unsupported("it needs Dv = D")
     options = dict(dropout_p=_number(case, "dropout"), softcap=_number(case, "softcap"))

@@ -383,8 +383,6 @@ def backward_limits(call: Call) -> list[str]:
         lacks.append("it does not support packed sequences with a sink each")
     if call.seed is not None and call.origin is not None and not dropout.is_aligned(call.origin):
         lacks.append("it supports dropout_p in parts of a call only if rows and keys start at multiples of 16")
-    if call.partial:
-        lacks.append("it does not support keys in several parts")
     if call.cu_seqlens_q is not None and (call.cu_seqlens_q.shape[0] - 1) * FEWEST_ROWS > call.query.shape[2]:
         lacks.append(
             f"packed sequences have fewer than {FEWEST_ROWS} rows on average: sums of dq would be mostly padding"
@@ -458,6 +456,11 @@ def backward_arguments(
     lines, packed = sums.view(*sums.shape[:2], -1, 32), call.cu_seqlens_q is not None
     common, bias = _common(call), by_tiles(call)
     tiles = 0 if bias is None else _bias_tiles(call, bias, form)
+    made: Any = [descriptor(grad, each, width, packed) for grad, width in zip(grads, (width_k, width_v), strict=True)]
+    columns: tuple[int, ...] = ()
+    if call.partial:  # float32
+        made, columns = map(kernel_arguments.of, grads), (call.key.shape[3], call.value.shape[3])
+    grad_key, grad_value = made
     return dict(
         Q=descriptor(call.query, form.rows, width_k, packed),
         K=descriptor(call.key, each, width_k, packed),
@@ -468,9 +471,9 @@ def backward_arguments(
         Words=_words(words),
         Sums=descriptor(lines, each // 2 * at_once // 16),
         Turns=turns,
-        GradK=descriptor(grads[0], each, width_k, packed),
-        GradV=descriptor(grads[1], each, width_v, packed),
-        form=backward.Form(form.stages, tiles, common.pop("REGISTERS"), _group(call), call.top_left),
+        GradK=grad_key,
+        GradV=grad_value,
+        form=backward.Form(form.stages, tiles, common.pop("REGISTERS"), _group(call), call.top_left, columns),
         rules=_rules(call),
         **common,
     )
@@ -504,6 +507,8 @@ def _scores_of_a_head(call):
 
 
 def stored_limits(call: Call) -> list[str]:
+    if call.partial:
+        return ["it does not support keys in several parts with heads wider than 128"]
     _, size = _scores_of_a_head(call)
     if size <= tile_table.SCORES_BYTES:
         return []

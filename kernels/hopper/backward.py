@@ -72,7 +72,8 @@ class Shared(NamedTuple):
 class Form(NamedTuple):
     """Compile-time options of the pipeline: numbers of tiles of q and of do, and of a bias, in shared memory.
 
-    REGISTERS: of a multiplying thread, and of other threads. GROUP and TOP_LEFT are as in Spec of the forward.
+    REGISTERS: of a multiplying thread, and of other threads. GROUP and TOP_LEFT are as in Spec of the forward. COLUMNS:
+    (D, Dv) if GradK and GradV are Views, otherwise ().
     """
 
     STAGES: int
@@ -80,10 +81,14 @@ class Form(NamedTuple):
     REGISTERS: tuple
     GROUP: int
     TOP_LEFT: bool
+    COLUMNS: tuple
 
 
 class Results(NamedTuple):
-    """Outputs: TMA descriptors of the sums of dq (float32, in `lines`), dk and dv, and counters that order the sums."""
+    """Outputs: TMA descriptors of the sums of dq (float32, in `lines`), dk and dv, and counters that order the sums.
+
+    GradK and GradV are Views if dk and dv are float32: the warpgroups that multiply then store them.
+    """
 
     Sums: tensor_descriptor
     GradK: tensor_descriptor
@@ -186,15 +191,18 @@ def _give(g: gl.constexpr, shared, results, kv, first, band, masks, lists, GROUP
         if results.Turns is not None:
             turns.end(counter, turn, more)
         block, member = following(block, member, begin, end, GROUP)
-    mbarrier.wait(shared.out.index(g), 0)
-    place = ring.place(ring.of_keys(kv, band), first + g * KEYS, 0)
-    async_store(results.GradK, place, shared.k.tiles.index(g))
-    async_store(results.GradV, place, shared.v.index(g))
-    store_wait(0)
+    if isinstance(results.GradK, tensor_descriptor):
+        mbarrier.wait(shared.out.index(g), 0)
+        place = ring.place(ring.of_keys(kv, band), first + g * KEYS, 0)
+        async_store(results.GradK, place, shared.k.tiles.index(g))
+        async_store(results.GradV, place, shared.v.index(g))
+        store_wait(0)
 
 
 @gluon.jit
-def _consume_whole(g: gl.constexpr, shared, kv, first, band, all_real, rules, lists, GROUP: gl.constexpr):
+def _consume_whole(
+    g: gl.constexpr, shared, wide, kv, first, band, all_real, rules, lists, GROUP: gl.constexpr, COLUMNS: gl.constexpr
+):  # fmt: skip
     """Compute dk and dv of 64 keys from 64 rows a step: the work of one warpgroup.
 
     The weights of the next step are computed while dq is multiplied.
@@ -278,15 +286,17 @@ def _consume_whole(g: gl.constexpr, shared, kv, first, band, all_real, rules, li
         p = biased_weights(g, s, shared, step + 1, step + 1 < steps, block, keys, rules, next_head, slope, dtype)
         dq = warpgroup_mma_wait(num_outstanding=0, deps=(dq,))
         ring.put(shared.dq, step * GROUPS + g, lines(dq))
-    leave(g, shared, scores.grad(score, dk), dv, steps)
+    leave(g, shared, wide, first, band, scores.grad(score, dk), dv, steps, COLUMNS)
 
 
 @gluon.jit
-def _consume(g: gl.constexpr, shared, kv, first, band, all_real, rules, lists, GROUP: gl.constexpr):
+def _consume(
+    g: gl.constexpr, shared, wide, kv, first, band, all_real, rules, lists, GROUP: gl.constexpr, COLUMNS: gl.constexpr
+):  # fmt: skip
     if shared.q.tiles.shape[-2] > 64:
-        halves.consume(g, shared, kv, first, band, all_real, rules, lists, GROUP)
+        halves.consume(g, shared, wide, kv, first, band, all_real, rules, lists, GROUP, COLUMNS)
     else:
-        _consume_whole(g, shared, kv, first, band, all_real, rules, lists, GROUP)
+        _consume_whole(g, shared, wide, kv, first, band, all_real, rules, lists, GROUP, COLUMNS)
 
 
 @gluon.jit(do_not_specialize=["q_len", "k_len", "left", "right", "heads"])
@@ -299,12 +309,12 @@ def backward(
 
     All are TMA descriptors of (B, H, S, D) with blocks of [1, 1, rows, width(D)], except that blocks of keys have 128
     columns if Dv > 64. Blocks of keys and values have 64 rows. Sums is (B, Hq, lines, 32) float32, in blocks of a
-    warpgroup's `steps.lines`. Rows, from `preprocess`, is (B, 2 Hq, Sq, 16): a block has both tables of a head, and as
-    many rows as Q's. If scores are scaled before the softmax, or with dropout, it is (B, Hq, Sq, 4), float32. Bias, or
-    None, is (B, Hq, Sq, Sk), 1 for equal ones, in blocks of 64 keys, and of 64 rows or 1. Words, unless
-    None, is as in the forward, but by `transpose_words`; tile_lists then list blocks by keys. heads is Hkv. Turns, if
-    not None, is int32 zeros, one for program numbers and two for each row of each query head: it makes Sums
-    deterministic.
+    warpgroup's `steps.lines`. If form.COLUMNS is not (), GradK and GradV are Views of float32. Rows, from `preprocess`,
+    is (B, 2 Hq, Sq, 16): a block has both tables of a head, and as many rows as Q's. If scores are scaled before the
+    softmax, or with dropout, it is (B, Hq, Sq, 4), float32. Bias, or None, is (B, Hq, Sq, Sk), 1 for equal ones, in
+    blocks of 64 keys, and of 64 rows or 1. Words, unless None, is as in the forward, but by `transpose_words`;
+    tile_lists then list blocks by keys. heads is Hkv. Turns, if not None, is int32 zeros, one for program numbers and
+    two for each row of each query head: it makes Sums deterministic.
 
     sequences, unless None, are packed: B is 1, q_len and k_len are totals, and descriptors except Sums are ragged.
     """
@@ -354,10 +364,14 @@ def backward(
     )
     fence_async_shared()
     first = block * 2 * KEYS
+    COLUMNS: gl.constexpr = form.COLUMNS
+    wide = ()
+    if not isinstance(GradK, tensor_descriptor):  # matrices: what warpgroups are given stays in their registers
+        wide = memory.of_keys(GradK, kv), memory.of_keys(GradV, kv)
     gl.warp_specialize(
         [
-            (_consume, (0, shared, kv, first, band, all_real, rules, lists, GROUP)),
-            (_consume, (1, shared, kv, first, band, all_real, rules, lists, GROUP)),
+            (_consume, (0, shared, wide, kv, first, band, all_real, rules, lists, GROUP, COLUMNS)),
+            (_consume, (1, shared, wide, kv, first, band, all_real, rules, lists, GROUP, COLUMNS)),
             (_produce, (shared, Q, K, V, GradOut, Rows, Bias, Words, kv, first, band, rules.masks, lists, GROUP)),
             (_give, (0, shared, results, kv, first, band, rules.masks, lists, GROUP)),
             (_give, (1, shared, results, kv, first, band, rules.masks, lists, GROUP)),

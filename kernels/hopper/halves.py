@@ -53,7 +53,9 @@ def _differ(p, dropout, dp, rows, step, number: gl.constexpr, tile):
 
 
 @gluon.jit
-def consume(g: gl.constexpr, shared, kv, first, band, all_real, rules, lists, GROUP: gl.constexpr):
+def consume(
+    g: gl.constexpr, shared, wide, kv, first, band, all_real, rules, lists, GROUP: gl.constexpr, COLUMNS: gl.constexpr
+):  # fmt: skip
     """Compute dk and dv of keys first + g * 64 .. first + g * 64 + 63: the work of one warpgroup."""
     KEYS: gl.constexpr = shared.k.tiles.shape[-2]
     BLOCK_M: gl.constexpr = shared.q.tiles.shape[-2]
@@ -146,4 +148,4 @@ def consume(g: gl.constexpr, shared, kv, first, band, all_real, rules, lists, GR
         dq = warpgroup_mma_wait(num_outstanding=FOR_DP, deps=(dq,))
         ring.put(shared.dq, step * GROUPS + g, lines(dq))
         dp0 = warpgroup_mma_wait(num_outstanding=0, deps=(next_dp,))
-    leave(g, shared, scores.grad(score, dk), dv, steps)
+    leave(g, shared, wide, first, band, scores.grad(score, dk), dv, steps, COLUMNS)

@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 
-from ..vocabulary import dropout as dropping, gradient, masks as masking, scores, softmax, span
+from ..vocabulary import dropout as dropping, gradient, masks as masking, memory, scores, softmax, span
 from . import counters as counting, notes as noting, ring
 
 WARPS = gl.constexpr(4)  # warps of a warpgroup
@@ -340,12 +340,29 @@ def lines(dq):
 
 
 @gluon.jit
-def leave(g: gl.constexpr, shared, dk, dv, steps):
-    """Overwrite k and v in shared memory by dk and dv, once the other warpgroup has read its k and v."""
-    dtype: gl.constexpr = shared.q.tiles.dtype
-    mbarrier.arrive(shared.met, count=1)
-    mbarrier.wait(shared.met, steps & 1)
-    ring.tile(shared.k, g).store(dk.to(dtype))
-    ring.at(shared.v, g).store(dv.to(dtype))
-    fence_async_shared()
-    mbarrier.arrive(shared.out.index(g), count=1)
+def _store(m, first, band, tile, D: gl.constexpr):
+    """Store a tile of dk or dv to a matrix of float32."""
+    LAYOUT: gl.constexpr = tile.type.layout
+    cols = first + gl.arange(0, tile.shape[0], layout=gl.SliceLayout(1, LAYOUT))[:, None]
+    c = gl.arange(0, tile.shape[1], layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    gl.store(memory.pointers(m, cols, c), tile, mask=(cols < band.keys) & (c < D))
+
+
+@gluon.jit
+def leave(g: gl.constexpr, shared, wide, first, band, dk, dv, steps, COLUMNS: gl.constexpr):
+    """Overwrite k and v in shared memory by dk and dv, once the other warpgroup has read its k and v.
+
+    wide: matrices to which dk and dv, of COLUMNS, are stored instead, or ().
+    """
+    if len(COLUMNS) > 0:
+        first += g * dk.shape[0]
+        _store(wide[0], first, band, dk, COLUMNS[0])
+        _store(wide[1], first, band, dv, COLUMNS[1])
+    else:
+        dtype: gl.constexpr = shared.q.tiles.dtype
+        mbarrier.arrive(shared.met, count=1)
+        mbarrier.wait(shared.met, steps & 1)
+        ring.tile(shared.k, g).store(dk.to(dtype))
+        ring.at(shared.v, g).store(dv.to(dtype))
+        fence_async_shared()
+        mbarrier.arrive(shared.out.index(g), count=1)

@@ -105,8 +105,11 @@ def test_what_cannot_run_is_a_row_that_says_why(monkeypatch):
     assert found["broken"] == "oom" and found["torch.nn"].startswith("unsupported: ") and found["sdpa"] == "ok"
     assert "CUDA graph" in statuses([TINY], ["fusedattn:cache"], ["graph"])["fusedattn:cache"]
     assert "no module" in statuses([TINY._replace(Hkv=4, options="module")], ["naive"])["naive"]
-    softcap = statuses([TINY._replace(options="softcap=2")], ["sdpa", "fusedattn:cache", "fusedattn"], ["forward"])
-    assert softcap == {"sdpa": "unsupported: it has no softcap", "fusedattn:cache": softcap["sdpa"], "fusedattn": "ok"}
+    for name in ("softcap", "alibi", "sinks"):
+        case, why = TINY._replace(options="softcap=2" if name == "softcap" else name), f"unsupported: it has no {name}"
+        found = statuses([case], ["sdpa", "fusedattn:cache", "fusedattn"], ["forward"])
+        assert found == {"sdpa": why, "fusedattn:cache": why, "fusedattn": "ok"}
+    assert set(statuses([TINY._replace(options="random")], ["sdpa", "fusedattn"], ["backward"]).values()) == {"ok"}
 
 
 @pytest.mark.parametrize(

@@ -225,7 +225,9 @@ def _call(row):
             need[-2:] = False, False  # one pass cannot sum over whole rows, as these gradients do
         repeatable = row.kernel not in ONE_PASS or row.kernel in REPEATABLE
         with mock.patch.object(torch, "are_deterministic_algorithms_enabled", lambda: repeatable):
-            backward._backward(out, None, weights if everything else None, out, weights, stats, *call, backend, need)
+            grad_weights = weights if everything else None
+            grad_out = torch.empty_like(out, dtype=call.query.dtype)  # the output of partial calls is float32
+            backward._backward(grad_out, None, grad_weights, out, weights, stats, *call, backend, need)
 
 
 def _call_on_cache(row):
