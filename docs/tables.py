@@ -122,7 +122,8 @@ def options() -> str:
             for D in (64, 128, 256) if count == 1 or not packed else ():
                 found = _explained((9, 0), D, **{key: x for name in names for key, x in OPTIONS[name].items()})
                 reasons = [*found.reasons.get("hopper", []), *found.backward]
-                cells.append("no" if found.backend != "hopper" else "forward" if reasons else "yes")
+                passes = [found.backend == "hopper", not found.backward]  # forward, backward
+                cells.append({(True, True): "yes", (True, False): "forward", (False, True): "backward"}.get((*passes,), "no"))
                 if reasons:
                     refused.add((D, names))
                     new = not any((D, part) in refused for part in itertools.combinations(names, count - 1))
