@@ -50,9 +50,7 @@ def _argument(name):
     return {"seed": "dropout_p", "mask_bits": "mask"}.get(name, name)
 
 
-def limits(
-    call: Call, known: tuple[str, ...] = _IN_FORWARD, forms=tile_table.HOPPER, widest=tile_table.WIDEST
-) -> list[str]:
+def limits(call: Call, known: tuple[str, ...] = _IN_FORWARD, forms=tile_table.HOPPER) -> list[str]:
     """Return the reasons why the Hopper forward, or the kernels of `forms`, do not support a call; [] if they do."""
     given = [name for name in _OTHERS if getattr(call, name) is not None]
     lacks = [f"it does not support {_argument(name)}" for name in given if name not in known]
@@ -61,17 +59,15 @@ def limits(
     lengths = call.query.shape[2], call.key.shape[2]
     if call.bias is not None and call.bias.dtype not in _LAYOUTS:
         lacks.append(f"it does not support a bias of {call.bias.dtype}")
-    if row_width(call) > (most := max(tile_table.HOPPER)):
-        lacks.append(f"it does not support heads wider than {most}")
+    if row_width(call) > (widest := max(tile_table.HOPPER)):
+        lacks.append(f"it does not support heads wider than {widest}")
     elif not any(fits(call, form) for form in forms[row_width(call)]):
-        lacks.append("no tile fits shared memory beside this bias")
+        names = [_argument(name) for name in ("bias", *tile_table.MOST_KEYS[256], "mask_bits") if name in given]
+        lacks.append(f"no tile has memory for {' and '.join(names)} with heads of {call.query.shape[3]} columns")
     if call.cu_seqlens_q is not None and any(holds(length > RAGGED_ROWS, False) for length in lengths):
         lacks.append("packed sequences have more than 2**30 rows")
     if holds(call.key.shape[2] == 0, False):  # unknown to a compiler; the operator checks again when it runs
         lacks.append("there are no keys")
-    for name, most in widest.items():
-        if getattr(call, name) is not None and row_width(call) > most:
-            lacks.append(f"it does not support {_argument(name)} with heads wider than {most}: registers would spill")
     if call.value.shape[3] % 8 and not _pays_copies(call):
         lacks.append(f"the head dimension of value is {call.value.shape[3]}, not a multiple of 8")
     return lacks
@@ -279,11 +275,13 @@ def by_tiles(call: Call) -> Tensor | None:
 
 
 def fits(call: Call, form: Pipeline | Backward) -> bool:
-    """Return whether a kernel's tiles fit into shared memory with those of a bias and the words of a mask.
-
-    Without a bias all forms fit.
-    """
+    """Return whether options spill no registers with a kernel's tiles, and a bias and words fit into shared memory."""
     bias, part, columns_v = by_tiles(call), _part(call), width.fn(call.value.shape[3])
+    most = {} if isinstance(form, Backward) else tile_table.MOST_KEYS.get(row_width(call), {})
+    if any(form.keys > keys and getattr(call, name) is not None for name, keys in most.items()):
+        return False
+    if form.keys < tile_table.WARPGROUP_ROWS and not call.mask is call.mask_bits is None:  # words are of 64 keys
+        return False
     if bias is None:
         return True
     if row_width(call) > tile_table.ONE_PASS and isinstance(form, Backward):
@@ -371,7 +369,7 @@ def arguments(
 
 def backward_limits(call: Call) -> list[str]:
     """Return the reasons why the Hopper backward does not support the options of a call; [] if it does."""
-    lacks = limits(call, _IN_BACKWARD, _FORMS_OF_BACKWARD, tile_table.WIDEST_IN_BACKWARD)
+    lacks = limits(call, _IN_BACKWARD, _FORMS_OF_BACKWARD)
     heavy = "softcap", "alibi_slopes", "bias", "seed", "mask", "mask_bits"
     given = [name for name in heavy if getattr(call, name) is not None and (name != "mask" or call.mask_bits is None)]
     if len(given) > (most := tile_table.MOST_OPTIONS.get(row_width(call), 1)):

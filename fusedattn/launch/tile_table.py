@@ -103,11 +103,10 @@ HOPPER = {
     64: (*_variants(Pipeline(2, 128, 3)), Pipeline(3, 128, 2)),
     128: (*_variants(Pipeline(2, 128, 2)), Pipeline(2, 64, 4)),
     192: (*_variants(Pipeline(2, 128, 2)), Pipeline(2, 64, 3)),
-    256: _variants(Pipeline(2, 64, 2)),
+    256: (*_variants(Pipeline(2, 64, 2)), Pipeline(2, 32, 4)),
 }
-# The widest heads with which an option does not spill registers in the loop.
-WIDEST = dict(alibi_slopes=128, seed=128)
-WIDEST_IN_BACKWARD: dict[str, int] = {}
+# {width: {option: the most keys of a tile of the forward with which it does not spill registers in the loop}}
+MOST_KEYS = {192: dict(alibi_slopes=64, seed=64), 256: dict(alibi_slopes=32, seed=32)}
 IN_PARTS, PART = 192, 64  # of this width a tile of query or key in the forward is three parts with PART columns
 
 # {width: ({band: length}, the pipeline to try first if rows and keys are at least that many)}. At D 64, from these

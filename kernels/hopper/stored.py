@@ -303,7 +303,7 @@ def _full(g: gl.constexpr, s, shared, step, exists, block, member, keys, score, 
         if score.bias is None or shared.bias is not None:
             bias = bias_of(shared.bias, 2 * step + g, exists, s)
         else:
-            bias = scores.pairs(score.bias, keys.band, head, 0, keys.cols[:, None], True)
+            bias = scores.pairs(score.bias, keys.band, head, block * 0, keys.cols[:, None], True)
         s, _ = scores.apply(score, s, bias, keys.band, head, r, keys.cols[:, None])
     return s
 
@@ -330,10 +330,9 @@ def _consume(g: gl.constexpr, shared, kv, first, band, rules, lists, GROUP: gl.c
     BLOCK_M: gl.constexpr = shared.q.tiles.shape[-2]
     HALF: gl.constexpr = shared.do.tiles.shape[-1]
     FOR_S: gl.constexpr = 2 if shared.k.tiles.shape[-1] == 256 and D <= 192 else 1  # products for scores
-    # Copies of the left operand of dv, or Philox at D 256, leave no registers for ds beside that product.
-    DV_FIRST: gl.constexpr = OPERANDS_STAY and (rules.dropout is None or HALF == 64)
-    # Notes are read early for `_full`, and for the number of the words, which then has time to arrive.
-    EARLY: gl.constexpr = shared.notes is not None and (rules.masks.bits is not None or _are_full(rules.score))
+    # Copies of the left operand of dv, or these options at D 256, leave no registers for ds beside that product.
+    DV_FIRST: gl.constexpr = OPERANDS_STAY and ((rules.dropout is None and rules.score.slopes is None) or HALF == 64)
+    FULL: gl.constexpr = _are_full(rules.score)
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
     V_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HALF, 16])
     dtype: gl.constexpr = shared.q.tiles.dtype
@@ -376,7 +375,7 @@ def _consume(g: gl.constexpr, shared, kv, first, band, rules, lists, GROUP: gl.c
         # After the last step this reads old data; the result is unused.
         more = step + 1 < steps
         s = _begin_scores(g, shared, step + 1, more, none, zero, FOR_S)
-        if EARLY:
+        if rules.masks.bits is not None:  # here, so that the number of the words has time to arrive
             block, member, keys = noted(shared.notes, step + 1, steps, keys)
         number = _number(shared, rules, kv, block, member, first + g * KEYS, band, GROUP)
         dv0, p16 = warpgroup_mma_wait(num_outstanding=FOR_S + 1, deps=(dv0, p16))
@@ -387,10 +386,12 @@ def _consume(g: gl.constexpr, shared, kv, first, band, rules, lists, GROUP: gl.c
         ring.release(shared.q, step + 1, pred=more)
         if shared.notes is None:
             block, member = following(block, member, begin, end, GROUP)
+        elif FULL and rules.masks.bits is None:
+            block, member, keys = noted(shared.notes, step + 1, steps, keys)
         s = _full(g, s, shared, step + 1, more, block, member, keys, rules.score, kv, GROUP)
         dp = _begin_dp(ring.at(shared.v, g + none), shared, step + 1, more, zero)
         ring.wait(shared.rows, step + 1, pred=more)
-        if shared.notes is not None and not EARLY:
+        if shared.notes is not None and rules.masks.bits is None and not FULL:
             block, member, keys = noted(shared.notes, step + 1, steps, keys)
         p = _weights(s, shared, step + 1, block, member, keys, number, rules, kv, GROUP)
         dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp,))

@@ -28,12 +28,13 @@ def _entry(fields, name=""):
 
 
 def _on_hopper(fields):
-    """Return 2 if Hopper kernels take the forward and the backward of a call, 1 if they take the forward alone."""
+    """Return how many passes (forward, backward) Hopper kernels take of a call that names "hopper"; 0 raises."""
     given, width = {name for name, x in fields.items() if x}, fields.get("D", 64)
     count = len(given & {"softcap", "alibi", "bias", "dropout", "mask"})
-    if width > 128:
-        return 0 if given & {"alibi", "dropout"} else 1 if "bias" in given or count > 1 else 2
-    return 1 if fields.get("bias") == "rows" or count > (3 if width == 64 else 2) else 2
+    if width > 192 and "mask" in given and given & {"alibi", "dropout"}:
+        return 0
+    most = {64: 3, 128: 2}.get(width, 1)
+    return 1 if fields.get("bias") == "rows" or count > most else 2
 
 
 def _covering():
