@@ -84,13 +84,12 @@ def dkdv(
     grads, sequences, tile_lists, heads, q_len, k_len, left, right, rules,
     spec: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Write grads.k (B, Hkv, Sk, D) and grads.v (B, Hkv, Sk, DV), summed over the query heads of a kv head.
+    """Write grads.k (B, Hkv, Sk, D) and grads.v (B, Hkv, Sk, DV), summed over the query heads of a kv head."""
+    # Q and GradOut are Views (pointer and strides), or both TMA descriptors. GradQ, unless None, is a View or
+    # descriptor of (B, Hq, Sq, D) in float32 and accumulates dq, not yet scaled. Then the backward takes one pass, with
+    # five products a tile instead of seven. grads.bias, a View of (B, Hq, Sq, Sk), and grads.key_sums (B, Hq, Sk, 3)
+    # hold zeros at first. The three columns of key_sums add up to the gradient of the scores, summed over rows.
 
-    Q and GradOut are Views (pointer and strides), or both TMA descriptors. GradQ, unless None, is a View or descriptor
-    of (B, Hq, Sq, D) in float32 and accumulates dq, not yet scaled. Then the backward takes one pass, with five
-    products a tile instead of seven. grads.bias, a View of (B, Hq, Sq, Sk), and grads.key_sums (B, Hq, Sk, 3) hold
-    zeros at first. The three columns of key_sums add up to the gradient of the scores, summed over rows.
-    """
     # ids
     block, kv, q_len, k_len = span.locate(sequences, q_len, k_len, heads // spec.GROUP, BLOCK_N, BY_KEYS=True)
     first = block * BLOCK_N

@@ -52,11 +52,10 @@ def dq(
     grads, sequences, tile_lists, heads, q_len, k_len, left, right, rules,
     spec: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Write GradQ (B, Hq, Sq, D), unless None, and grads.rows, the gradients that have one number per row.
+    """Write GradQ (B, Hq, Sq, D), unless None, and grads.rows, the gradients that have one number per row."""
+    # K and V are Views (pointer and strides), or both TMA descriptors. Rows has the statistics of `preprocess`.
+    # grads.bias, unless None, is a View of (B, Hq, Sq, Sk) that holds zeros at first.
 
-    K and V are Views (pointer and strides), or both TMA descriptors. Rows has the statistics of `preprocess`.
-    grads.bias, unless None, is a View of (B, Hq, Sq, Sk) that holds zeros at first.
-    """
     # ids
     block, plane, q_len, k_len = span.locate(sequences, q_len, k_len, heads, BLOCK_M, BY_KEYS=False)
     first = span.latest_first(block, q_len, BLOCK_M)

@@ -344,7 +344,6 @@ def check_tokens(name: str, x: Any, s: Sizes) -> None:
 
 
 def check_words(name: str, x: Tensor, device: torch.device) -> None:
-    """Raise unless x has the words of a plan as kernels read them."""
     check_dtype(name, x, torch.int64, device)
     if not x.is_contiguous():
         fail(ValueError, name, "words of a plan in contiguous memory", f"strides {x.stride()}")

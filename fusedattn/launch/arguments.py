@@ -169,7 +169,6 @@ def spec(call):
 
 
 def common(call):
-    """Return the arguments that all kernels which compute scores have in common."""
     views = dict(Q=of(call.query), K=of(call.key), V=of(call.value))
     return views | dict(rules=rules(call), heads=call.query.shape[1], spec=spec(call)) | band(call)
 

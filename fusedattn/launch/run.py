@@ -34,7 +34,6 @@ def current_recorder():
 
 
 def device_of(tensor):
-    """Return the device that runs kernels on a tensor."""
     recorder = current_recorder()
     return (thread_overrides.gpu or tensor.device) if recorder is None else recorder.device
 

@@ -34,7 +34,6 @@ class Part(NamedTuple):
 
 
 def uncut(call: Call) -> Part:
-    """Return a whole call as one Part of one block."""
     (batch, heads, rows, _), device = call.query.shape, call.query.device
     planes = None if call.seed is None else torch.arange(batch * heads, device=device).view(batch, heads)
     if planes is not None and call.origin is not None:

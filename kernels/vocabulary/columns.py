@@ -26,7 +26,6 @@ def count(D):
 
 @triton.constexpr_function
 def size(D, n):
-    """Return the number of columns of part n."""
     return min(D - n * PART.value, PART.value)
 
 
@@ -125,6 +124,5 @@ def finish(tiles, state, scale):
 
 @triton.jit
 def store(m, rows, n, tiles, D: tl.constexpr):
-    """Store tiles as `memory.store` does."""
     for i in tl.static_range(count(D)):
         memory.store(part(m, i), rows, n, tiles[i], size(D, i))
