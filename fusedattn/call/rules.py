@@ -110,8 +110,9 @@ def overridable(function: _Function) -> _Function:
 
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Any:
-        if others := overriding((*args, *options.values())):
-            return handle_torch_function(call, others, *args, **options)
+        if has_torch_function(args) or has_torch_function(tuple(options.values())):  # quicker than one tuple of both
+            if others := overriding((*args, *options.values())):
+                return handle_torch_function(call, others, *args, **options)
         return function(*args, **options)
 
     return cast(_Function, call)

@@ -8,7 +8,7 @@ from triton import cdiv
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..call import options as of_calls
-from ..call.options import BY_HEAD, diagonal, shift
+from ..call.options import BY_HEAD, diagonal
 from ..call.private import has_storage, holds
 from ..kernels.vocabulary import dropout
 from ..kernels.vocabulary.masks import BLOCK, Bits, Masks
@@ -131,11 +131,15 @@ def masks_of(call):
     return made._replace(bits=bits)
 
 
+def _shift(call):  # as `of_calls.shift`, without leaving this file on the way of a call
+    return 0 if call.origin is None else call.origin[0]
+
+
 def scored(call):
     batch, heads, rows, keys = sizes(call)
     bias = None if call.bias is None else of(call.bias.expand(batch, heads, rows, keys))
     by_head = {name: each_head(getattr(call, name), batch, heads) for name in BY_HEAD}
-    return score(call.scale, call.softcap, bias, shift(call), **by_head, narrow=call.query.element_size() == 2)
+    return score(call.scale, call.softcap, bias, _shift(call), **by_head, narrow=call.query.element_size() == 2)
 
 
 def bounded(call):
@@ -150,7 +154,7 @@ def bounded(call):
 
 def band(call):
     """Return the lengths and the window of a call as kernel arguments: 32-bit numbers, None if unbounded."""
-    rows, keys, by = call.query.shape[2], call.key.shape[2], shift(call)
+    rows, keys, by = call.query.shape[2], call.key.shape[2], _shift(call)
     most = rows + keys
     left = None if call.left is None else max(-most, min(call.left - by, most))
     right = None if call.right is None else max(-most, min(call.right + by, most))
