@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedattn as fa
-from fusedattn.dispatch import backends, replay
+from fusedattn.dispatch import replay
 from fusedattn.launch import hopper, run, tile_table
 from fusedattn.testing.compare import compare, with_gradients
 from fusedattn.testing.tolerance import verdicts
@@ -145,13 +145,7 @@ def _attention(entry, device):
     elif entry.far is not None:
         tensors = {name: _far(x, *entry.far) if x.dim() == 4 else x for name, x in tensors.items()}
     two_passes = mock.patch.object(torch, "are_deterministic_algorithms_enabled", lambda: entry.two_passes)
-    default = mock.patch.object(backends, "_on_gpu", lambda call: True)
-    with (
-        _rounding(entry.tf32),
-        two_passes,
-        _of(entry.multiprocessors),
-        default if entry.backend is None else contextlib.nullcontext(),
-    ):
+    with _rounding(entry.tf32), two_passes, _of(entry.multiprocessors):
         for _ in range(entry.times):
             device.launches.clear()
             got = with_gradients(attend, tensors, given | planned, case.grads)

@@ -16,7 +16,7 @@ class Entry(NamedTuple):
     """A named call to execute: a Case or a Cached, and options of the call and of the emulated GPU."""
 
     case: Case | Cached
-    backend: str | None = "triton"  # None: Hopper's kernels for the backward alone
+    backend: str = "triton"
     two_passes: bool = False
     lengths: tuple | None = None  # (rows, keys) of packed sequences
     multiprocessors: int = 132
@@ -31,7 +31,7 @@ class Entry(NamedTuple):
         return self.case.name
 
     def runs_on(self, capability):
-        return self.backend == "triton" or capability == HOPPER
+        return self.backend != "hopper" or capability == HOPPER
 
 
 def _case(name, dtype=BF16, **fields):
@@ -160,7 +160,7 @@ _DROPPED = dict(dropout=0.3, alibi="own", sinks=True, window=(90, 20), key_mask=
 _LATENT, _WIDE_HEADS = dict(D=192, Dv=128), dict(D=256, B=2, Hq=4, Hkv=2, Sk=208)
 _ON_HOPPER = dense(
     *(
-        (f"hopper {name}", dict(backend="hopper") | fields)
+        (f"hopper {name}", fields | dict(backend="hopper"))
         for name, fields in (
             ("D64", {}),
             ("D128", WIDE),
@@ -206,10 +206,10 @@ _ON_HOPPER = dense(
             ("mask, packed causal D256", _TOGETHER | dict(mask="heads", causal=True, Hq=4, Hkv=2, D=256)),
             ("key mask, packed window D256", _TOGETHER | dict(key_mask="own", mask="pairs", window=(60, 0), D=256)),
             ("mask, bias D192 Dv128", _LATENT | SHORT | dict(mask="pairs", bias="batch", causal=True, B=2, Sk=104)),
-            ("slopes D256, heads 4:2", _WIDE_HEADS | dict(alibi="own", window=(60, 20), backend=None)),
-            ("slopes, packed top left D192 Dv128", _PACKED_HEADS | _LATENT | dict(alibi="own", backend=None)),
-            ("dropout, key mask D256", _WIDE_HEADS | dict(dropout=0.3, key_mask="own", causal=True, backend=None)),
-            ("dropout, packed D192 Dv128", _LATENT | _TOGETHER | dict(dropout=0.3, Hq=4, Hkv=2, backend=None)),
+            ("slopes D256, heads 4:2", _WIDE_HEADS | dict(alibi="own", window=(60, 20))),
+            ("slopes, packed top left D192 Dv128", _PACKED_HEADS | _LATENT | dict(alibi="own")),
+            ("dropout, key mask D256", _WIDE_HEADS | dict(dropout=0.3, key_mask="own", causal=True)),
+            ("dropout, packed D192 Dv128", _LATENT | _TOGETHER | dict(dropout=0.3, Hq=4, Hkv=2)),
             ("bias, key mask D256, heads 4:2", _WIDE_HEADS | dict(bias="pairs", key_mask="own", causal=True)),
             ("bias of keys, key mask D256 fp16", _WIDE_HEADS | dict(bias="keys", key_mask="own", dtype=FP16)),
             ("bias, packed window D256", _TOGETHER | dict(bias="heads", window=(60, 9), D=256, Sk=136)),
