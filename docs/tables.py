@@ -128,7 +128,7 @@ def options() -> str:
 def plans() -> str:
     """Return a table of the CPU time and memory that plans take, beside create_block_mask, from plans.csv."""
     found = collections.defaultdict(list)
-    for row in csv.DictReader((RESULTS / "plans.csv").open()):  # of each pattern fusedattn comes first
+    for row in csv.DictReader((RESULTS / "plans.csv").read_text().splitlines()):  # fusedattn comes first
         seconds, peak, kept = (float(row[name]) for name in ("seconds", "peak_mib", "kept_bytes"))
         found[row["pattern"].replace("_", " ")] += f"{seconds:.1f} s", f"{peak:,.0f} MiB", f"{kept / 1e6:.2f} MB"
     head = "pattern", "plan", "peak", "kept", "`create_block_mask`", "peak", "kept"
@@ -165,7 +165,9 @@ def _ms(row: rows.Row) -> str:
     return f"{row.ms_p50:,.0f}" if row.ms_p50 >= 100 else f"{row.ms_p50:.3g}"
 
 
-TABLES: dict[str, Callable[[], str]] = {one.__name__: one for one in (cpu, gpu_speeds, gpu_others, choices, options, plans)}
+TABLES: dict[str, Callable[[], str]] = {
+    one.__name__: one for one in (cpu, gpu_speeds, gpu_others, choices, options, plans)
+}
 TABLES |= {"cpu_machine": partial(_machine, "cpu.csv"), "gpu_machine": partial(_machine, "h200.csv")}
 
 

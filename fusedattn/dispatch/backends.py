@@ -138,9 +138,9 @@ def hopper_reasons(device: torch.device | AssumedGPU) -> tuple[str, ...]:
     return () if number == 90 else (f"the GPU has compute capability {number / 10}, not 9.0",)
 
 
-def copies(call: Call) -> bool:
-    """Return whether Hopper kernels would read copies of the tensors of a call."""
-    if hopper_reasons(_device(call)):
+def copies(call: Call, chosen: "Backend") -> bool:
+    """Return whether Hopper kernels read copies of the tensors of a call, in its forward or backward."""
+    if (call.named and chosen.name == "triton") or hopper_reasons(_device(call)):
         return False
     from ..launch import hopper
 

@@ -175,7 +175,7 @@ def learn(tensors: tuple, numbers: tuple, call: Call, chosen: backends.Backend) 
     """Count a plain call. Return a Replay (on a CPU: Checked) of a signature's RECORD_AFTER-th call; otherwise None."""
     recorded = chosen.run in RECORDED
     split = _split(tensors, numbers) if can_replay and (recorded or call.query.device.type == "cpu") else None
-    if split is None or call.query is not tensors[0] or (recorded and backends.copies(call)):
+    if split is None or call.query is not tensors[0] or (recorded and backends.copies(call, chosen)):
         return None
     present, most = split
     if (signature := _signature(present, most)) is None:

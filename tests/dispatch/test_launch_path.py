@@ -152,6 +152,18 @@ def test_the_kernel_for_hopper_is_launched_again_with_other_tensors(options, dim
 
 
 @compiled
+@pytest.mark.parametrize("backend, recorded", [("hopper", False), ("triton", True)])
+def test_calls_whose_tensors_hopper_kernels_copy_are_not_recorded(backend, recorded, monkeypatch):
+    monkeypatch.setattr(tile_table, "COPIED_LENGTH", 1)
+    inputs, replays, learn = [torch.randn(1, 2, LENGTH, 61).bfloat16() for _ in range(3)], [], replay.learn
+    monkeypatch.setattr(replay, "learn", lambda *given: replays.append(learn(*given)) or replays[-1])
+    with absent.gpu():
+        for _ in range(2):
+            fa.attention(*inputs, backend=backend)
+    assert (replays[-1] is not None) == recorded
+
+
+@compiled
 def test_each_launch_rounds_as_torch_was_told_when_it_was_called():
     seen, said = Launches(), []
     before = torch.backends.cuda.matmul.fp32_precision
