@@ -123,7 +123,9 @@ def options() -> str:
                 found = _explained((9, 0), D, **{key: x for name in names for key, x in OPTIONS[name].items()})
                 reasons = [*found.reasons.get("hopper", []), *found.backward]
                 passes = [found.backend == "hopper", not found.backward]  # forward, backward
-                cells.append({(True, True): "yes", (True, False): "forward", (False, True): "backward"}.get((*passes,), "no"))
+                cells.append(
+                    {(True, True): "yes", (True, False): "forward", (False, True): "backward"}.get((*passes,), "no")
+                )
                 if reasons:
                     refused.add((D, names))
                     new = not any((D, part) in refused for part in itertools.combinations(names, count - 1))

@@ -21,6 +21,8 @@ BYTES, WORDS = "masks.0.0", "rules.0.3.1"  # arguments that are a mask of pairs
 def test_a_call_by_its_compiled_kernels(entry, capability, tile):
     outcome = calls.execute(entry, capability, tile)
     assert not outcome.wrong(), "\n".join(outcome.wrong())
+    if entry.backend is None:
+        assert any(x.kernel.src.fn.is_gluon() for x in outcome.device.launches), "the backward is Hopper's"
 
 
 def _first(capability):
