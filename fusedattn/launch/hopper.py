@@ -50,9 +50,7 @@ def _argument(name):
     return {"seed": "dropout_p", "mask_bits": "mask"}.get(name, name)
 
 
-def limits(
-    call: Call, known: tuple[str, ...] = _IN_FORWARD, forms=tile_table.HOPPER, widest=tile_table.WIDEST
-) -> list[str]:
+def limits(call: Call, known: tuple[str, ...] = _IN_FORWARD, forms=tile_table.HOPPER) -> list[str]:
     """Return the reasons why the Hopper forward, or the kernels of `forms`, do not support a call; [] if they do."""
     given = [name for name in _OTHERS if getattr(call, name) is not None]
     lacks = [f"it does not support {_argument(name)}" for name in given if name not in known]
@@ -69,8 +67,8 @@ def limits(
         lacks.append("packed sequences have more than 2**30 rows")
     if holds(call.key.shape[2] == 0, False):  # unknown to a compiler; the operator checks again when it runs
         lacks.append("there are no keys")
-    for name, most in widest.items():
-        if getattr(call, name) is not None and row_width(call) > most:
+    for name, most in tile_table.WIDEST.items():
+        if forms is tile_table.HOPPER and getattr(call, name) is not None and row_width(call) > most:
             lacks.append(f"it does not support {_argument(name)} with heads wider than {most}: registers would spill")
     if call.value.shape[3] % 8 and not _pays_copies(call):
         lacks.append(f"the head dimension of value is {call.value.shape[3]}, not a multiple of 8")
@@ -371,7 +369,7 @@ def arguments(
 
 def backward_limits(call: Call) -> list[str]:
     """Return the reasons why the Hopper backward does not support the options of a call; [] if it does."""
-    lacks = limits(call, _IN_BACKWARD, _FORMS_OF_BACKWARD, tile_table.WIDEST_IN_BACKWARD)
+    lacks = limits(call, _IN_BACKWARD, _FORMS_OF_BACKWARD)
     heavy = "softcap", "alibi_slopes", "bias", "seed", "mask", "mask_bits"
     given = [name for name in heavy if getattr(call, name) is not None and (name != "mask" or call.mask_bits is None)]
     if len(given) > (most := tile_table.MOST_OPTIONS.get(row_width(call), 1)):

@@ -105,9 +105,7 @@ HOPPER = {
     192: (*_variants(Pipeline(2, 128, 2)), Pipeline(2, 64, 3)),
     256: _variants(Pipeline(2, 64, 2)),
 }
-# The widest heads with which an option does not spill registers in the loop.
-WIDEST = dict(alibi_slopes=128, seed=128)
-WIDEST_IN_BACKWARD: dict[str, int] = {}
+WIDEST = dict(alibi_slopes=128, seed=128)  # the widest heads for which an option of the forward does not spill
 IN_PARTS, PART = 192, 64  # of this width a tile of query or key in the forward is three parts with PART columns
 
 # {width: ({band: length}, the pipeline to try first if rows and keys are at least that many)}. At D 64, from these
