@@ -55,9 +55,8 @@ class Form(NamedTuple):
 class Shared(NamedTuple):
     """Shared memory of `stored_backward`: k and v, a tile per warpgroup; rings of q, do, row statistics and ds.
 
-    do: tiles of half the columns. ds: a tile [keys, rows] for each warpgroup. bias, unless None: a tile [rows, keys] for
-    each. out: signals that v now holds dv. notes, unless None, come with q: a mask or a key mask hides
-    pairs.
+    do: tiles of half the columns. ds: a tile [keys, rows] for each warpgroup. bias, unless None: a tile [rows, keys]
+    for each. out: signals that v now holds dv. notes, unless None, come with q: a mask or a key mask hides pairs.
     """
 
     k: ring.Ring
@@ -304,7 +303,7 @@ def _full(g: gl.constexpr, s, shared, step, exists, block, member, keys, score, 
 
 @gluon.jit
 def _weights(s, shared, step, block, member, keys, number, rules, kv, GROUP: gl.constexpr):
-    """Return the weights of a step, from `_full` scores. number: of its words, one for each key, by `transpose_words`."""
+    """Return the weights of a step from scores of `_full`. number: of its words, by `transpose_words`."""
     bits, score = rules.masks.bits, rules.score
     words = None if bits is None else bits.words + number.to(gl.int64) * masking.BLOCK
     if score.slopes is not None or score.bias is not None:
