@@ -55,9 +55,8 @@ class Form(NamedTuple):
 class Shared(NamedTuple):
     """Shared memory of `stored_backward`: k and v, a tile per warpgroup; rings of q, do, row statistics and ds.
 
-    do: tiles of half the columns. ds: a tile [keys, rows] for each warpgroup. bias, unless None: a tile [rows, keys] for
-    each. out: signals that v now holds dv. notes, unless None, come with q: a mask or a key mask hides
-    pairs.
+    do: tiles of half the columns. ds: a tile [keys, rows] for each warpgroup. bias, unless None: a tile [rows, keys]
+    for each. out: signals that v now holds dv. notes, unless None, come with q: a mask or a key mask hides pairs.
     """
 
     k: ring.Ring
@@ -285,18 +284,12 @@ def _number(shared, rules, kv, block, member, key, band, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _are_full(score):
-    """Return whether slopes or a bias are added to scores, which `_full` does."""
-    return (score.slopes is not None) or (score.bias is not None)
-
-
-@gluon.jit
 def _full(g: gl.constexpr, s, shared, step, exists, block, member, keys, score, kv, GROUP: gl.constexpr):
     """Return the scores of a step with slopes or a bias; without them s, which `_weights` scales.
 
-    This comes before dp begins, as it needs registers.
+    This comes before dp begins, because it needs registers.
     """
-    if _are_full(score):
+    if score.slopes is not None or score.bias is not None:
         gl.static_assert(score.cap is None, "its derivative would take registers, too")
         head = span.query_head(kv, gl.minimum(member, GROUP - 1), GROUP)  # past the last step, too
         r = block * s.shape[1] + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))[None, :]
@@ -310,10 +303,10 @@ def _full(g: gl.constexpr, s, shared, step, exists, block, member, keys, score, 
 
 @gluon.jit
 def _weights(s, shared, step, block, member, keys, number, rules, kv, GROUP: gl.constexpr):
-    """Return the weights of a step, from `_full` scores. number: of its words, one for each key, by `transpose_words`."""
+    """Return the weights of a step from scores of `_full`. number: of its words, by `transpose_words`."""
     bits, score = rules.masks.bits, rules.score
     words = None if bits is None else bits.words + number.to(gl.int64) * masking.BLOCK
-    if _are_full(score):
+    if score.slopes is not None or score.bias is not None:
         score = scores.Score(None, None, None, None, score.slopes, score.bias, None, None)
     rules = ruling.Rules(rules.masks, score, rules.dropout)
     head = span.query_head(kv, member, GROUP)
@@ -332,7 +325,7 @@ def _consume(g: gl.constexpr, shared, kv, first, band, rules, lists, GROUP: gl.c
     FOR_S: gl.constexpr = 2 if shared.k.tiles.shape[-1] == 256 and D <= 192 else 1  # products for scores
     # Copies of the left operand of dv, or these options at D 256, leave no registers for ds beside that product.
     DV_FIRST: gl.constexpr = OPERANDS_STAY and ((rules.dropout is None and rules.score.slopes is None) or HALF == 64)
-    FULL: gl.constexpr = _are_full(rules.score)
+    FULL: gl.constexpr = rules.score.slopes is not None or rules.score.bias is not None
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
     V_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HALF, 16])
     dtype: gl.constexpr = shared.q.tiles.dtype

@@ -195,6 +195,14 @@ ON_HOPPER = tuple(
          LISTED),
         ("hidden values beside stored ds", "stored",
          "        clean(ring.at(shared.v, g), first + g * KEYS, rules.masks, kv, band.keys)\n", "", LISTED_KEYS),
+        ("slopes of another head", "stored", "gl.minimum(member, GROUP - 1), GROUP)", "0, GROUP)",
+         "hopper slopes D256, heads 4:2"),
+        ("bits of another sequence beside stored ds", "stored", "plane.batch * work.heads + head, plane", "head, plane",
+         "hopper dropout, packed D192 Dv128"),
+        ("a bias of other rows in the tile of ds", "stored", "Bias, plane, block * BLOCK_M, first",
+         "Bias, plane, 0, first", "hopper bias, key mask D256, heads 4:2"),
+        ("a bias of other keys from memory", "stored", "block * 0, keys.cols[:, None]",
+         "block * 0, keys.cols[:, None] * 0", "hopper bias of keys, key mask D256 fp16"),
         ("a product not waited for", "stored", "        ring.wait(factors.product, 2 * n + g)\n", "", STORED),
     )
 )  # fmt: skip
