@@ -62,8 +62,9 @@ def limits(call: Call, known: tuple[str, ...] = _IN_FORWARD, forms=tile_table.HO
     if row_width(call) > (widest := max(tile_table.HOPPER)):
         lacks.append(f"it does not support heads wider than {widest}")
     elif not any(fits(call, form) for form in forms[row_width(call)]):
-        names = [_argument(name) for name in ("bias", *tile_table.MOST_KEYS[256], "mask_bits") if name in given]
-        lacks.append(f"no tile has memory for {' and '.join(names)} with heads of {call.query.shape[3]} columns")
+        heavy = "bias", *tile_table.MOST_KEYS[256], "mask", "mask_bits"
+        names = " and ".join(dict.fromkeys(_argument(name) for name in heavy if name in given))
+        lacks.append(f"no tile has memory for {names} with heads of {call.query.shape[3]} columns")
     if call.cu_seqlens_q is not None and any(holds(length > RAGGED_ROWS, False) for length in lengths):
         lacks.append("packed sequences have more than 2**30 rows")
     if holds(call.key.shape[2] == 0, False):  # unknown to a compiler; the operator checks again when it runs
