@@ -116,11 +116,11 @@ def shuffled(monkeypatch):
     return shuffle
 
 
-ORDERED = [  # at least three blocks of keys: with two, 0 + a + b equals 0 + b + a
+ORDERED = [  # at least three visible blocks of keys (a bias hides half): with two, 0 + a + b equals 0 + b + a
     Case("plain", Sq=17, Sk=101, Hq=2, Hkv=1, D=24, causal=True),
-    Case("bias of keys", Sq=17, Sk=101, Hq=2, Hkv=1, bias="keys"),
+    Case("bias of keys", Sq=17, Sk=205, Hq=2, Hkv=1, bias="keys"),
     Case("sums of rows", Sq=17, Sk=101, Hq=1, Hkv=1, bias="rows", alibi="own", sinks=True),
-    Case("bias over heads", Sq=17, Sk=101, bias="batch"),
+    Case("bias over heads", Sq=17, Sk=205, bias="batch"),
     Case("bias of pairs", Sq=21, Sk=135, bias="pairs", window=(90, 60)),
     Case("masks", Sq=17, Sk=101, mask="batch", key_mask="own", dropout=0.2),
     Case("weights", Sq=17, Sk=101, grads="weights", softcap=2.0),

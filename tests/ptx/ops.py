@@ -1,6 +1,6 @@
 """Results of arithmetic PTX instructions, on arrays with one element per lane. An operand may be a scalar.
 
-Differences from hardware: `ex2` and `rsqrt` are NumPy's and `div.full` is exact, while a GPU approximates them. `fma`
+Differences from hardware: `ex2` and `rsqrt` are NumPy's and divisions are exact, while a GPU approximates them. `fma`
 rounds twice.
 """
 

@@ -38,6 +38,7 @@ FLOATING = {  # types, modifiers, formula
     "min": ("f32 f64", "", "smallest({}, {})"),
     "max": ("f32 f64", "", "largest({}, {})"),
     "div.full": ("f32", "", "{} / {}"),
+    "div.approx": ("f32", "", "{} / {}"),
     "ex2.approx": ("f32", "ftz", "np.exp2({})"),
     "rsqrt.approx": ("f32", "ftz", "1 / np.sqrt({})"),
 }
