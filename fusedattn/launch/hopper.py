@@ -64,7 +64,8 @@ def limits(call: Call, known: tuple[str, ...] = _IN_FORWARD, forms=tile_table.HO
     elif not any(fits(call, form) for form in forms[row_width(call)]):
         heavy = "bias", *tile_table.MOST_KEYS[256], "mask", "mask_bits"
         names = " and ".join(dict.fromkeys(_argument(name) for name in heavy if name in given))
-        lacks.append(f"no tile has memory for {names} with heads of {call.query.shape[3]} columns")
+        columns = max(call.query.shape[3], call.value.shape[3])
+        lacks.append(f"no tile has memory for {names} with heads of {columns} columns")
     if call.cu_seqlens_q is not None and any(holds(length > RAGGED_ROWS, False) for length in lengths):
         lacks.append("packed sequences have more than 2**30 rows")
     if holds(call.key.shape[2] == 0, False):  # unknown to a compiler; the operator checks again when it runs
@@ -110,7 +111,7 @@ def _pays_copies(call):
 def is_copied(call: Call) -> bool:
     """Return whether Hopper kernels read copies: TMA cannot read or write a tensor of the call, and copies pay."""
     odd = call.query.shape[3] % 8 or call.value.shape[3] % 8
-    return _pays_copies(call) and bool(odd or _unreadable(_by_tma(call)))
+    return bool(odd or _unreadable(_by_tma(call))) and _pays_copies(call)
 
 
 def _by_tma(call):
@@ -119,7 +120,8 @@ def _by_tma(call):
 
 def unreachable(call: Call) -> list[str]:
     """Return a sentence for each of query, key, value and bias that TMA cannot read, unless they are copied."""
-    lacks = [] if _pays_copies(call) else _unreadable(_by_tma(call))
+    if (lacks := _unreadable(_by_tma(call))) and _pays_copies(call):
+        lacks = []
     if call.mask_bits is not None and not kernel_arguments.aligned(call.mask_bits):
         lacks.append("the words of its plan lie at an address that is no multiple of 16")
     return lacks

@@ -74,7 +74,8 @@ def share(state, whole, scale):
 def join(states, scale):
     """Merge the States of splits of the keys, stacked along the first axis, into one State for each row."""
     row_max = tl.max(states.row_max, 0)
-    return State(row_max, tl.sum(states.row_sum * share(states, State(row_max, row_max), scale), 0))
+    sums = states.row_sum * share(states, State(row_max, row_max), scale)
+    return State(row_max, tl.sum(sums + 0.0, 0))  # + 0.0 as in `row_sums.total`
 
 
 @triton.jit

@@ -99,7 +99,7 @@ OTHERS = {  # (inputs, options, backend of the call, reason against the preferre
         [*draw(128)[:2], draw(256)[2]],
         dict(bias=torch.empty(300, 300, device="meta")),
         "triton",
-        "no tile has memory for bias with heads of 128 columns",
+        "no tile has memory for bias with heads of 256 columns",
     ),
     "strides": (EXPANDED, {}, "triton", "strides of key"),  # TMA cannot read stride 0
     "address": (ODD, {}, "triton", "query lies at an address that is no multiple of 16"),

@@ -170,8 +170,9 @@ def given_back(sass):
 
     A load waits in a queue, behind products among others. An arrival does not wait for it; only a use of its result
     does, even one that a predicate skips. Once all have arrived, the copy engine may overwrite the place.
-    Loads of operands (LDSM) outside loops do not count: their place is not in a ring and is never overwritten. An
-    arrival that expects bytes starts a copy, which takes longer than a load unless a product delays the load.
+    Loads of operands (LDSM) outside loops do not count, and loads of a partition's arguments, before its first barrier
+    of all warps: their place is not in a ring and is never overwritten. An arrival that expects bytes starts a copy,
+    which takes longer than a load unless a product delays the load.
     """
     found, code = {}, flow.blocks(sass)
     again = _repeated(code)
@@ -180,6 +181,8 @@ def given_back(sass):
         return name.startswith("LDSM") and instruction in again or re.match(r"LDS\b", name)
 
     def after(state, instruction):  # state: unused loads with their registers, and whether a product was running
+        if _ALL_MEET.match(instruction):
+            return state & {RUNNING}
         name, new = operation(instruction), written(instruction)
         used = {int(number) for number in re.findall(r"\bR(\d+)\b", instruction)}.union(new)
         state = frozenset(each for each in state if used.isdisjoint(each[1]))

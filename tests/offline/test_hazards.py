@@ -131,6 +131,7 @@ HAZARDS = {  # function: [(code, number of findings)]
         (again(LOAD, "BAR.SYNC.DEFER_BLOCKING 0x0, 0x80", GIVE), 1),  # a barrier does not wait for loads
         (again("LDG.E.64 R190, desc[UR4][R2.64]", GIVE), 0),  # a load from global memory
         (again(LOAD, "@P0 BRA AFTER", USE, "AFTER: NOP", GIVE), 1),  # one path does not use the load
+        ([LOAD, PARTITION, *again(GIVE)], 0),  # arguments of a partition, in memory that nothing overwrites
         (again(GIVE, LOAD), 1),  # the next step arrives before a use
         (again(USE, GIVE, LOAD), 0),
         # An arrival that starts a copy takes longer than a load, unless a product delays the load.
