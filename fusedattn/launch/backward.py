@@ -164,7 +164,7 @@ def _add_on_hopper(name, p, query_sums, turns, grads, form):
     rows = p.launched["Rows"]
     kind = run.kind_of(name, call)
     with run.surroundings(device):
-        words = blocks.words_by_keys(call)
+        words = blocks.words_by_keys(call, kind)
         launched = hopper.backward_arguments(call, p.grad_out, rows, words, query_sums, turns, grads, form)
         # Without a mask of pairs the kernel finds the blocks that a key mask leaves out by itself.
         call = call._replace(block_mask=None) if words is None else call
@@ -173,7 +173,7 @@ def _add_on_hopper(name, p, query_sums, turns, grads, form):
         run.run_kernel(name, programs, launched, device, kind, num_warps=4, maxnreg=tile_table.REGISTERS[2][0])
 
 
-def _with_real_keys(call, p, device):
+def _with_real_keys(call, p, device, kind):
     """Return the call with a copy of its keys, 0 where key_mask hides them: they may be NaN, and 0 * NaN is NaN."""
     if call.key_mask is None:
         return call
@@ -181,7 +181,7 @@ def _with_real_keys(call, p, device):
     key = hopper.writable(torch.empty_like(call.key))
     masks, views = p.launched["rules"].masks, dict(K=arguments.of(call.key), Shown=arguments.of(key))
     launched = views | dict(keys=masks.keys, heads=heads, k_len=length, D=width, BLOCK_M=rows)
-    run.run_kernel("real_keys", cdiv(length, rows) * batch * heads, launched, device, num_warps=8)
+    run.run_kernel("real_keys", cdiv(length, rows) * batch * heads, launched, device, kind, num_warps=8)
     return call._replace(key=key)
 
 
@@ -193,12 +193,12 @@ def _store_on_hopper(name, p, grads, form):
     at_a_time, several = hopper.heads_at_a_time(call), call.left is call.right is call.cu_seqlens_q is None
     options = dict(device=device, kind=run.kind_of(name, call), num_warps=4, maxnreg=tile_table.REGISTERS[2][0])
     with run.surroundings(device):
-        words = blocks.words_by_keys(call)
+        words = blocks.words_by_keys(call, options["kind"])
         call = call._replace(block_mask=None) if words is call.key_mask is None else call
         several &= call.block_mask is None
         by_keys, by_rows = blocks.walks(call, tile, by_keys=True), blocks.walks(call, tile)
         first = hopper.stored_arguments(call, p.grad_out, rows, words, scores, grads["value"], form, multiprocessors)
-        shown = _with_real_keys(call, p, device)
+        shown = _with_real_keys(call, p, device, options["kind"])
         of_query = hopper.product_arguments(shown, scores, grads["query"], False, form, multiprocessors)
         of_key = hopper.product_arguments(call, scores, grads["key"], True, form, multiprocessors)
         dk, dq = of_key | by_keys, of_query | by_rows

@@ -65,13 +65,13 @@ def packed_sequences(lengths, block, by_keys=False, count=0, used=None):
     return sequences
 
 
-def words_by_keys(call):
-    """Return the words of a call's mask with rows and keys swapped; None without a mask in bits."""
+def words_by_keys(call, kind):
+    """Return the words of a call's mask with rows and keys swapped; None without a mask in bits. kind: who reads it."""
     if call.mask_bits is None:
         return None
     words = call.mask_bits.new_empty(call.mask_bits.shape)
     launched = dict(Words=call.mask_bits, ByKeys=words)
-    run.run_kernel("transpose_words", words.shape[0], launched, run.device_of(words), num_warps=4)
+    run.run_kernel("transpose_words", words.shape[0], launched, run.device_of(words), kind, num_warps=4)
     return words
 
 
