@@ -291,7 +291,9 @@ def _full(g: gl.constexpr, s, shared, step, exists, block, member, keys, score, 
     """
     if score.slopes is not None or score.bias is not None:
         gl.static_assert(score.cap is None, "its derivative would take registers, too")
-        head = span.query_head(kv, gl.minimum(member, GROUP - 1), GROUP)  # past the last step, too
+        if shared.notes is None:  # past the last step, too
+            member = gl.minimum(member, GROUP - 1)
+        head = span.query_head(kv, member, GROUP)
         r = block * s.shape[1] + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))[None, :]
         if score.bias is None or shared.bias is not None:
             bias = bias_of(shared.bias, 2 * step + g, exists, s)
@@ -325,7 +327,6 @@ def _consume(g: gl.constexpr, shared, kv, first, band, rules, lists, GROUP: gl.c
     FOR_S: gl.constexpr = 2 if shared.k.tiles.shape[-1] == 256 and D <= 192 else 1  # products for scores
     # Copies of the left operand of dv, or these options at D 256, leave no registers for ds beside that product.
     DV_FIRST: gl.constexpr = OPERANDS_STAY and ((rules.dropout is None and rules.score.slopes is None) or HALF == 64)
-    FULL: gl.constexpr = rules.score.slopes is not None or rules.score.bias is not None
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
     V_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HALF, 16])
     dtype: gl.constexpr = shared.q.tiles.dtype
@@ -379,13 +380,11 @@ def _consume(g: gl.constexpr, shared, kv, first, band, rules, lists, GROUP: gl.c
         ring.release(shared.q, step + 1, pred=more)
         if shared.notes is None:
             block, member = following(block, member, begin, end, GROUP)
-        elif FULL and rules.masks.bits is None:
+        elif rules.masks.bits is None:
             block, member, keys = noted(shared.notes, step + 1, steps, keys)
         s = _full(g, s, shared, step + 1, more, block, member, keys, rules.score, kv, GROUP)
         dp = _begin_dp(ring.at(shared.v, g + none), shared, step + 1, more, zero)
         ring.wait(shared.rows, step + 1, pred=more)
-        if shared.notes is not None and rules.masks.bits is None and not FULL:
-            block, member, keys = noted(shared.notes, step + 1, steps, keys)
         p = _weights(s, shared, step + 1, block, member, keys, number, rules, kv, GROUP)
         dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp,))
     v = ring.at(shared.v, g)

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-pytest.importorskip("triton", reason="kernels need Triton")
+triton = pytest.importorskip("triton", reason="kernels need Triton")
 
 from fusedattn.launch import tile_table
 
@@ -38,6 +38,16 @@ def test_a_kernel_is_within_its_budget(kernel):
     found = report(kernel)
     assert list(offline.faults(first(kernel), found)) == []
     assert found.counts["wgmma"] > 0 and len(found.loop) > 100
+
+
+@compiled
+@pytest.mark.parametrize("option", ["alibi_slopes", "dropout"])
+def test_options_of_wide_heads_beside_a_key_mask_spill_nothing(option, monkeypatch):
+    variants = compiling.VARIANTS
+    monkeypatch.setitem(variants, "both", variants["key_mask"] | variants[option])
+    row = compiling.Row("hopper_bwd_ds", 90, "bf16", 256, "both", tile_table.BACKWARDS["hopper_bwd_ds"][256][0], (0, 1))
+    other = f"triton {triton.__version__}:" not in offline.TABLE.read_text()
+    assert list(offline.faults(row, compiling.compile_row(row), other=other)) == []
 
 
 @compiled
