@@ -5,7 +5,9 @@ import re
 
 import pytest
 
-triton = pytest.importorskip("triton", reason="kernels need Triton")
+pytest.importorskip("triton", reason="kernels need Triton")
+
+import triton
 
 from fusedattn.launch import tile_table
 
