@@ -73,8 +73,9 @@ def test_other_tensors_of_the_same_kind(name, grads, backend, device, poison, fo
         assert (found[again] is not None) == (again > 0)
 
 
+@pytest.mark.parametrize("twice", [False, True])
 @pytest.mark.parametrize("alone", [False, True], ids=["of all", "alone"])
-def test_which_gradients_are_asked_for_may_change(alone, device, poison):
+def test_which_gradients_are_asked_for_may_change(alone, twice, device, poison):
     for asked in ("qkv", "q", "k", "qv", "kv"):
         inputs = draw(device)
         for x, name in zip(inputs, "qkv", strict=True):
@@ -89,9 +90,13 @@ def test_which_gradients_are_asked_for_may_change(alone, device, poison):
 
             def gradients(backend, inputs, wanted, take=take):
                 total = take(*by(backend)(*inputs, return_lse=True, causal=True))
-                return torch.autograd.grad(total, wanted, materialize_grads=True)
+                grads = torch.autograd.grad(total, wanted, materialize_grads=True, create_graph=twice)
+                if not twice:
+                    return grads
+                squares = sum(x.square().sum() for x in grads) + 0 * sum(x.sum() for x in wanted)
+                return torch.autograd.grad(squares, wanted, materialize_grads=True)
 
-            for backend in BACKENDS:
+            for backend in (*BACKENDS, *["cpu"] * (device == "cpu")):
                 assert_like(gradients(backend, inputs, wanted), gradients, "eager", inputs, wanted)
 
 
