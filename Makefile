@@ -56,7 +56,7 @@ older-cpu: $(READY) ## test the CPU backend and Hugging Face models, without AVX
 	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 TRITON_INTERPRET=1 \
 		$(PYTEST) -m "not gpu and not matrix and not planted" tests/cpu/test_named_cases.py::test_an_option_alone tests/compat/test_models.py $(ARGS)
 
-check: .venv/checkers ## run ruff and mypy, and check first words of docstrings, README's sentences and imports
+check: .venv/checkers ## run ruff, mypy and zizmor (workflows), and check first words of docstrings, README's sentences and imports
 	@! grep -rnE --include='*.py' '^ *"""(What|Whether|Where|Which|How|Why|Those|That|Of)\b' $(OURS)
 	@! tr '\n' ' ' <README.md | grep -oP '[,;:](?: [^\s,;:.!?|]+){41}' # no clause after a comma, semicolon or colon has over 40 words
 	@# The package of `make hub` has another name, so imports within ours are relative.
@@ -64,6 +64,7 @@ check: .venv/checkers ## run ruff and mypy, and check first words of docstrings,
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
 	$(PY) -m mypy
+	.venv/bin/zizmor --offline --persona=auditor -q .github/workflows
 
 docs: .venv/docs ## build the documentation into out/site; broken links are errors
 	@# Not with -q: that hides warnings from --strict as well.
@@ -97,7 +98,7 @@ $(READY): .ci/setup_venv.py pyproject.toml setup.py constraints.txt
 	@$(PYTHON) .ci/setup_venv.py $(PYTHON)
 
 .venv/checkers: $(READY)
-	$(PY) -m pip install -q --no-compile -c constraints.txt ruff mypy
+	$(PY) -m pip install -q --no-compile -c constraints.txt ruff mypy zizmor
 	@touch $@
 
 .venv/docs: $(READY)

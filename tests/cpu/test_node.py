@@ -43,24 +43,6 @@ def test_any_gradient_of_the_output(name):
         assert_like(torch.autograd.grad(attend(leaves), leaves, incoming), want)
 
 
-@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2)])
-@pytest.mark.parametrize("again", [False, True])
-def test_some_gradients(wanted, again):
-    for alone in (False, True):
-        leaves = draw()
-        for number, leaf in enumerate(leaves):
-            leaf.requires_grad_(not alone or number in wanted)
-        some = [leaves[number] for number in wanted]
-        found = []
-        for options in ({}, {}, NAIVE):
-            grads = torch.autograd.grad(attend(leaves, **options).square().sum(), some, create_graph=again)
-            if again:
-                grads = torch.autograd.grad(sum(grad.square().sum() for grad in grads), some)
-            found.append(grads)
-        assert_like(found[0], found[2])
-        assert_like(found[1], found[2])
-
-
 def test_two_threads_differentiate_one_graph():
     leaves = draw()
     out = attend(leaves)

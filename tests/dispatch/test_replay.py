@@ -12,7 +12,7 @@ from fusedattn.dispatch import replay
 
 from ..close import assert_like
 from ..conftest import in_threads
-from ..inside import BACKENDS, OPTIONS, SK, SQ, D, Seen, by, draw, learned, same
+from ..inside import BACKENDS, OPTIONS, SK, SQ, Seen, by, draw, learned, same
 
 pytestmark = pytest.mark.usefixtures("deterministic")
 
@@ -73,8 +73,9 @@ def test_other_tensors_of_the_same_kind(name, grads, backend, device, poison, fo
         assert (found[again] is not None) == (again > 0)
 
 
+@pytest.mark.parametrize("twice", [False, True])
 @pytest.mark.parametrize("alone", [False, True], ids=["of all", "alone"])
-def test_which_gradients_are_asked_for_may_change(alone, device, poison):
+def test_which_gradients_are_asked_for_may_change(alone, twice, device, poison):
     for asked in ("qkv", "q", "k", "qv", "kv"):
         inputs = draw(device)
         for x, name in zip(inputs, "qkv", strict=True):
@@ -89,9 +90,13 @@ def test_which_gradients_are_asked_for_may_change(alone, device, poison):
 
             def gradients(backend, inputs, wanted, take=take):
                 total = take(*by(backend)(*inputs, return_lse=True, causal=True))
-                return torch.autograd.grad(total, wanted, materialize_grads=True)
+                grads = torch.autograd.grad(total, wanted, materialize_grads=True, create_graph=twice)
+                if not twice:
+                    return grads
+                squares = sum(x.square().sum() for x in grads) + 0 * sum(x.sum() for x in wanted)
+                return torch.autograd.grad(squares, wanted, materialize_grads=True)
 
-            for backend in BACKENDS:
+            for backend in (*BACKENDS, *["cpu"] * (device == "cpu")):
                 assert_like(gradients(backend, inputs, wanted), gradients, "eager", inputs, wanted)
 
 
@@ -226,8 +231,13 @@ def test_what_the_backward_needs_is_kept_as_torch_keeps_it(device):
             torch.autograd.grad(out.sum(), inputs)
 
 
-def test_what_was_kept_may_come_back_in_another_order(device):
+@pytest.mark.parametrize(
+    "backend, dtype, mean", [("triton", torch.float32, 0), ("cpu", torch.float32, 0), ("cpu", torch.bfloat16, 4)]
+)
+def test_what_was_kept_may_come_back_in_another_order(backend, dtype, mean, device):
     """Gradients are right if a hook returns saved tensors with other strides, as save_on_cpu(pin_memory=True) does."""
+    if backend == "cpu" != device:
+        pytest.skip("about CPU tensors")
 
     def as_it_is(x):
         return x
@@ -240,13 +250,13 @@ def test_what_was_kept_may_come_back_in_another_order(device):
 
     def gradients(inputs, pack):
         with torch.autograd.graph.saved_tensors_hooks(pack, as_it_is):
-            out = attend(inputs, {})
+            out = fa.attention(*inputs, backend=backend)
         return torch.autograd.grad(out.square().sum(), inputs)
 
     for order in ((as_it_is, contiguous, as_it_is), (contiguous, as_it_is, contiguous), (by_columns, as_it_is)):
         replay.forget()
         for pack in order:
-            packed = torch.randn(2, SQ, 3, 2, 16, device=device)
+            packed = (torch.randn(2, SQ, 3, 2, 16, device=device) + mean).to(dtype)
             inputs = [x.transpose(1, 2).requires_grad_() for x in packed.unbind(2)]
             want = lambda *x: torch.autograd.grad(fa.reference.eager(*x).square().sum(), x)  # noqa: E731
             assert_like(gradients(inputs, pack), want, *inputs)
@@ -306,28 +316,34 @@ def test_a_checkpoint_is_computed_again_the_other_way(backend, dtype, device):
             same(torch.autograd.grad(out.sum(), inputs), want)
 
 
-CHANGES = {  # hooks of saved tensors; only the stats have fewer columns
-    "dtype": lambda x: x.half() if x.shape[-1] < D else x,
-    "shape": lambda x: x[:, :, :4].contiguous() if x.shape[-1] < D else x,
-    "fewer heads": lambda x: x[:, :1],
-}
+CHANGES = dict(shape=lambda x: x[:, :, :4].contiguous(), dtype=lambda x: x.half())
 
 
 @pytest.mark.parametrize("count", [1, 2], ids=["replayed", "first"])
+@pytest.mark.parametrize("backend", ["triton", "cpu"])
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_saved_tensors_that_hooks_change_are_refused(change, count, record_after):
-    """A hook that returns saved tensors of another shape or dtype raises; kernels would read out of bounds."""
+def test_saved_tensors_that_hooks_change_are_refused(change, backend, count, record_after):
+    """A hook that changes the shape or dtype of any saved tensor raises; kernels would read out of bounds."""
     record_after(count)
-    inputs = draw("cpu", requires_grad=True)
+    inputs = [(x + 4.0).bfloat16().requires_grad_() for x in draw("cpu")]  # more is saved for values with a mean
 
-    def gradients(unpack):
+    def gradients(place):
+        unpacked = []
+
+        def unpack(x):
+            unpacked.append(x)
+            return change(x) if len(unpacked) == place else x
+
         with torch.autograd.graph.saved_tensors_hooks(lambda x: x, unpack):
-            out = fa.attention(*inputs, backend="triton")
-        return torch.autograd.grad(out.sum(), inputs)
+            out = fa.attention(*inputs, backend=backend)
+        return torch.autograd.grad(out.sum(), inputs), len(unpacked)
 
-    with pytest.raises(ValueError, match="^saved_tensors_hooks: expected a tensor of torch.float32 and shape"):
-        gradients(change)
-    assert_like(gradients(lambda x: x), lambda: torch.autograd.grad(fa.reference.eager(*inputs).sum(), inputs))
+    found, count = gradients(0)
+    assert_like(found, lambda: torch.autograd.grad(fa.reference.eager(*inputs).sum(), inputs))
+    assert count >= 5
+    for place in 2 * (*range(1, count + 1),):
+        with pytest.raises(ValueError, match="^saved_tensors_hooks: expected a tensor of torch.* and shape"):
+            gradients(place)
 
 
 def test_threads_that_forget_at_once(monkeypatch, one_thread, impatient):

@@ -1,4 +1,4 @@
-"""Tests GitHub's workflows: least permissions, pinned actions, and no text of strangers in commands."""
+"""Tests what zizmor does not know of GitHub's workflows: who publishes, and which versions are tested."""
 
 import re
 from pathlib import Path
@@ -11,11 +11,8 @@ ROOT = Path(__file__).parents[2]
 GITHUB = ROOT / ".github"
 FILES = sorted((GITHUB / "workflows").glob("*.yml"))
 PROJECT = (ROOT / "pyproject.toml").read_text()
-# The only job that may do more than read. It runs no code of ours and publishes the files of the other jobs.
+# The only job that may write. It runs no code of ours and publishes the files of the other jobs.
 PUBLISHES = ("release.yml", "publish")
-READS = {"contents": "read"}
-# Expressions that shell commands and their environment may contain. Strangers cannot choose their values.
-OURS = re.compile(r"matrix\.\w+|github\.(workflow|ref)")
 
 
 def workflow(path):
@@ -30,51 +27,11 @@ def jobs():
             yield path.name, name, job
 
 
-def steps():
-    for file, name, job in jobs():
-        for step in job["steps"]:
-            yield f"{file} {name}", step
-
-
-def test_jobs_may_read_and_one_may_publish():
-    for path in FILES:
-        assert workflow(path)["permissions"] == {}, f"{path.name}: what a job may do, the job says"
-    for file, name, job in jobs():
-        wanted = {"id-token": "write"} if (file, name) == PUBLISHES else READS
-        assert job["permissions"] == wanted, (file, name)
-        assert job["timeout-minutes"] <= 90 and job["runs-on"] == "ubuntu-24.04", (file, name)
-
-
 def test_what_publishes_waits_for_a_person_and_for_what_checks():
     (job,) = [job for file, name, job in jobs() if (file, name) == PUBLISHES]
     assert job["environment"]["name"] == "pypi" and set(job["needs"]) == {"build", "check"}
     assert job["if"] == "github.event_name == 'push'"
     assert workflow(GITHUB / "workflows" / "release.yml")["on"]["push"] == {"tags": ["v*"]}
-
-
-def test_actions_are_pinned_to_a_commit_with_their_version():
-    pinned = {}
-    for path in FILES:
-        lines = [line for line in path.read_text().splitlines() if "uses:" in line]
-        assert len(lines) == sum("uses" in step for where, step in steps() if where.startswith(f"{path.name} "))
-        for line in lines:
-            found = re.fullmatch(r"\s+(?:- )?uses: ([\w-]+/[\w-]+)@([0-9a-f]{40}) # (v\d+\.\d+\.\d+)", line)
-            assert found, f"{path.name}: {line}"
-            pinned.setdefault(found[1], set()).add((found[2], found[3]))
-    assert all(len(versions) == 1 for versions in pinned.values()), pinned
-
-
-def test_nothing_of_a_stranger_runs_with_secrets_or_in_a_command():
-    for path in FILES:
-        text = path.read_text()
-        assert not {"pull_request_target", "workflow_run", "issue_comment"} & set(workflow(path)["on"])
-        assert "secrets." not in text
-        for expression in re.findall(r"\$\{\{\s*(.*?)\s*\}\}", text):
-            assert OURS.fullmatch(expression), f"{path.name}: {expression}"
-    for where, step in steps():
-        assert "${{" not in step.get("run", ""), f"{where}: by way of env, where a shell does not read it as code"
-        if step.get("uses", "").startswith("actions/checkout@"):
-            assert step["with"]["persist-credentials"] is False, where
 
 
 def test_each_python_that_is_promised_is_tested():

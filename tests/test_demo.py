@@ -1,26 +1,12 @@
-"""Tests that the examples run on a CPU, and that the demo trains, checks, times and plots."""
+"""Tests that the demo trains, checks, times and plots."""
 
 import importlib.util
 import os
 from pathlib import Path
 
-import pytest
 import torch
 
-from .conftest import run_python
-
-ROOT = Path(__file__).parent.parent
-DEMO = ROOT / "examples" / "demo.py"
-EXAMPLES = sorted({*(ROOT / "examples").glob("*.py")} - {DEMO})
-
-
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-@pytest.mark.one_in(8)
-def test_what_it_shows_is_true(path):
-    if "from transformers import" in path.read_text():
-        pytest.importorskip("transformers")
-    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    run_python(path, CUDA_VISIBLE_DEVICES="", HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", PYTHONPATH=paths)
+DEMO = Path(__file__).parent.parent / "examples" / "demo.py"
 
 
 def test_the_demo_learns_checks_times_and_draws(tmp_path, monkeypatch, capsys, one_thread, at_once):
