@@ -24,7 +24,7 @@ try:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from ..kernels.hopper import backward, stored
-    from ..kernels.hopper.forward import Form, Spec, Stored, forward as kernel
+    from ..kernels.hopper.forward import TILES_OF_K, Form, Spec, Stored, forward as kernel
     from ..kernels.hopper.work import Caches
 except (ImportError, AttributeError) as error:  # Gluon is experimental: names come and go
     kernel, _why = None, str(error)
@@ -59,7 +59,8 @@ def limits(call: Call, known: tuple[str, ...] = _IN_FORWARD, forms=tile_table.HO
     lengths = call.query.shape[2], call.key.shape[2]
     if call.bias is not None and call.bias.dtype not in _LAYOUTS:
         lacks.append(f"it does not support a bias of {call.bias.dtype}")
-    if row_width(call) > (widest := max(tile_table.HOPPER)):
+    widest = max(forms)
+    if max(call.query.shape[3], call.value.shape[3]) > widest:
         lacks.append(f"it does not support heads wider than {widest}")
     elif not any(fits(call, form) for form in forms[row_width(call)]):
         heavy = "bias", *tile_table.MOST_KEYS[256], "mask", "mask_bits"
@@ -228,6 +229,8 @@ def splits(call: Call, pipeline: Pipeline, multiprocessors: int) -> int:
     """Return into how many splits to divide the keys. It depends on sizes alone, so equal calls give equal bits."""
     if call.cu_seqlens_q is not None or call.sinks is not None or call.query_mask is not None:
         return 1
+    if _planes_of_a_head(call) > 1:
+        return 1
     batch, heads, rows, _ = kernel_arguments.sizes(call)
     blocks, steps = cdiv(rows, pipeline.rows) * batch * heads, cdiv(_visible(call, pipeline.rows - 1), 64)
     merged = 8 * batch * heads * rows * call.value.shape[3] / tile_table.MERGED_BYTES_A_US
@@ -253,6 +256,7 @@ def _fastest(blocks, steps, fixed, each, merged, multiprocessors):
 def programs(call: Call, pipeline: Pipeline, count: int, multiprocessors: int) -> int:
     """Return the grid size. If it is below the number of blocks, a program computes several. count: key splits."""
     batch, heads, _, _ = kernel_arguments.sizes(call)
+    count *= _planes_of_a_head(call)
     planes, band, keys = batch * heads * count, band_of(call), _visible(call, 0)
     blocks = kernel_arguments.slots(call, pipeline.rows) * heads * count
     most = tile_table.SHARED_KEYS if band == "full" else tile_table.SHARED_KEYS_OF_BANDS
@@ -277,7 +281,7 @@ def by_tiles(call: Call) -> Tensor | None:
 
 def fits(call: Call, form: Pipeline | Backward) -> bool:
     """Return whether options spill no registers with a kernel's tiles, and a bias and words fit into shared memory."""
-    bias, part, columns_v = by_tiles(call), _part(call), width.fn(call.value.shape[3])
+    bias = by_tiles(call)
     most = {} if isinstance(form, Backward) else tile_table.MOST_KEYS.get(row_width(call), {})
     if any(form.keys > keys and getattr(call, name) is not None for name, keys in most.items()):
         return False
@@ -289,8 +293,12 @@ def fits(call: Call, form: Pipeline | Backward) -> bool:
         return row_width(call) == tile_table.IN_PARTS or bias.element_size() == 2 or bias.shape[2] == 1
     if isinstance(form, Backward):
         return _bias_tiles(call, bias, form) > 0
-    columns = width.fn(call.query.shape[3]) if part is None else row_width(call)
-    elements = form.rows * columns * (1 if columns > 128 else 2) + form.stages * form.keys * (columns + columns_v)
+    part, columns_v = _part(call), min(width.fn(call.value.shape[3]), tile_table.MOST_COLUMNS)
+    columns = width.fn(call.query.shape[3]) if part is None else cdiv(call.query.shape[3], part) * part
+    apart = form.stages == 1
+    of_key = TILES_OF_K.value * (part or columns) if apart else form.stages * columns
+    elements = form.rows * columns * (1 if columns > 128 or apart else 2)
+    elements += form.keys * (of_key + form.stages * columns_v)
     elements += 0 if part or columns == columns_v else form.rows * columns_v  # of the output
     elements += form.rows * form.keys * bias.element_size() // 2
     return 2 * elements + _word_bytes(call, form) <= tile_table.TILE_BYTES
@@ -348,16 +356,19 @@ def arguments(
     wide = None if partials is not None or out.dtype == query.dtype else kernel_arguments.of(out)
     by_groups = tile_table.REGISTERS if call.key_mask is call.mask_bits is None else tile_table.CLEANING_REGISTERS
     _, registers, fewer = by_groups[pipeline.warpgroups]
-    parts = 1 if _part(call) is None else row_width(call) // tile_table.PART
+    part = _part(call)
+    parts = 1 if part is None else cdiv(query.shape[3], part)
+    columns = min(width.fn(value.shape[3]), tile_table.MOST_COLUMNS)
+    count *= _planes_of_a_head(call)
     form = Form(pipeline.warpgroups, pipeline.stages, pipeline.ping_pong, registers, fewer)
     return dict(
-        Q=descriptor(query, each, _part(call), packed),
-        K=descriptor(key, pipeline.keys, _part(call), by_rows),
-        V=descriptor(value, pipeline.keys, packed=by_rows),
+        Q=descriptor(query, each, part, packed),
+        K=descriptor(key, pipeline.keys, part, by_rows),
+        V=descriptor(value, pipeline.keys, columns, by_rows),
         caches=caches,
         Bias=_bias(call, pipeline.keys),
         Words=_words(call.mask_bits),
-        Out=descriptor(out, each, packed=packed) if partials is None and out.dtype == query.dtype else None,
+        Out=descriptor(out, each, columns, packed) if partials is None and out.dtype == query.dtype else None,
         stored=Stored(wide, partials, *((lse, stats) if partials is None else (None, None))),
         rules=kernel_arguments.rules(call),
         planes=batch * heads * count,
@@ -412,7 +423,13 @@ def row_width(call: Call) -> int:
 
 def _part(call):
     """Return the columns of a part of a tile of query or key in the forward; None if tiles are not divided."""
-    return tile_table.PART if row_width(call) == tile_table.IN_PARTS else None
+    part = tile_table.PARTS.get(row_width(call))
+    return None if part is None or call.query.shape[3] <= part else part
+
+
+def _planes_of_a_head(call):
+    """Return among how many planes of the forward's schedule the columns of a head are divided."""
+    return cdiv(call.value.shape[3], tile_table.MOST_COLUMNS)
 
 
 def unit(call: Call) -> tuple[int, int]:

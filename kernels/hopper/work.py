@@ -58,7 +58,10 @@ class Work(NamedTuple):
 
 
 class Results(NamedTuple):
-    """All outputs: Out (TMA descriptor, or None) and those of Stored. splits: the number of splits."""
+    """All outputs: Out (TMA descriptor, or None) and those of Stored. splits: how many planes a head has.
+
+    Each is a split of the keys, or some columns of the values.
+    """
 
     Out: tensor_descriptor
     Wide: memory.View
@@ -90,6 +93,12 @@ def block_of_rows(work, n, heads, TOP_LEFT: gl.constexpr, BLOCK: gl.constexpr):
         plane, rows, keys = span.within(work.sequences.extents, plane, work.band.rows, work.band.keys, slot)
         band = span.band(rows, keys, work.left, work.right, TOP_LEFT)
         return span.latest_first(block, rows, BLOCK), plane, band
+
+
+@gluon.jit
+def columns_of(plane, results, WIDTH: gl.constexpr):
+    """Return (first column of the values and the output, Plane of the head) of a plane with WIDTH columns of a head."""
+    return plane.index % results.splits * WIDTH, span.kv_head(plane, results.splits)
 
 
 @gluon.jit
