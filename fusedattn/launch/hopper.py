@@ -229,10 +229,9 @@ def splits(call: Call, pipeline: Pipeline, multiprocessors: int) -> int:
     """Return into how many splits to divide the keys. It depends on sizes alone, so equal calls give equal bits."""
     if call.cu_seqlens_q is not None or call.sinks is not None or call.query_mask is not None:
         return 1
-    if _planes_of_a_head(call) > 1:
-        return 1
     batch, heads, rows, _ = kernel_arguments.sizes(call)
-    blocks, steps = cdiv(rows, pipeline.rows) * batch * heads, cdiv(_visible(call, pipeline.rows - 1), 64)
+    blocks = cdiv(rows, pipeline.rows) * batch * heads * _column_parts(call)
+    steps = cdiv(_visible(call, pipeline.rows - 1), 64)
     merged = 8 * batch * heads * rows * call.value.shape[3] / tile_table.MERGED_BYTES_A_US
     return _fastest(blocks, steps, *tile_table.BLOCK_US[row_width(call)], merged, multiprocessors)
 
@@ -256,7 +255,7 @@ def _fastest(blocks, steps, fixed, each, merged, multiprocessors):
 def programs(call: Call, pipeline: Pipeline, count: int, multiprocessors: int) -> int:
     """Return the grid size. If it is below the number of blocks, a program computes several. count: key splits."""
     batch, heads, _, _ = kernel_arguments.sizes(call)
-    count *= _planes_of_a_head(call)
+    count *= _column_parts(call)
     planes, band, keys = batch * heads * count, band_of(call), _visible(call, 0)
     blocks = kernel_arguments.slots(call, pipeline.rows) * heads * count
     most = tile_table.SHARED_KEYS if band == "full" else tile_table.SHARED_KEYS_OF_BANDS
@@ -359,7 +358,7 @@ def arguments(
     part = _part(call)
     parts = 1 if part is None else cdiv(query.shape[3], part)
     columns = min(width.fn(value.shape[3]), tile_table.MOST_COLUMNS)
-    count *= _planes_of_a_head(call)
+    planes = count * _column_parts(call)  # of a head
     form = Form(pipeline.warpgroups, pipeline.stages, pipeline.ping_pong, registers, fewer)
     return dict(
         Q=descriptor(query, each, part, packed),
@@ -371,8 +370,8 @@ def arguments(
         Out=descriptor(out, each, columns, packed) if partials is None and out.dtype == query.dtype else None,
         stored=Stored(wide, partials, *((lse, stats) if partials is None else (None, None))),
         rules=kernel_arguments.rules(call),
-        planes=batch * heads * count,
-        section=min(batch * heads, max(1, together) * group) * count,
+        planes=batch * heads * planes,
+        section=min(batch * heads, max(1, together) * group) * planes,
         splits=count,
         spec=Spec(heads, group, value.shape[3], parts, call.top_left, page, form),
         **kernel_arguments.band(call),
@@ -427,8 +426,8 @@ def _part(call):
     return None if part is None or call.query.shape[3] <= part else part
 
 
-def _planes_of_a_head(call):
-    """Return among how many planes of the forward's schedule the columns of a head are divided."""
+def _column_parts(call):
+    """Return among how many programs the forward divides the columns of a block of rows of the output."""
     return cdiv(call.value.shape[3], tile_table.MOST_COLUMNS)
 
 

@@ -87,8 +87,8 @@ SECTION_BYTES = 16 << 20
 SHARED_KEYS = {128: 16384}
 SHARED_KEYS_OF_BANDS = {64: 4096, 128: 16384, 192: 2048, 256: 2048, 512: 2048}
 # Estimate of the Hopper forward by width, in us on an H200 (bench/NOTES.md): (fixed time of a block of rows, its time
-# for every 64 keys). It decides into how many splits the keys of a call with few blocks are divided. 192 is a guess.
-BLOCK_US = {64: (1.5, 0.63), 128: (2.5, 0.8), 192: (4.0, 0.98), 256: (5.6, 1.44)}
+# for every 64 keys). It decides into how many splits the keys of a call with few blocks are divided. 192 and 512 are guesses.
+BLOCK_US = {64: (1.5, 0.63), 128: (2.5, 0.8), 192: (4.0, 0.98), 256: (5.6, 1.44), 512: (9.0, 2.6)}
 MERGE_US, MERGED_BYTES_A_US = 5.0, 3e6  # fixed time of merging splits, and the bytes that it reads and writes in a us
 SHARED_PAIRS = 0.9  # causal programs take pairs of blocks if the pairs keep this share of multiprocessors busy
 

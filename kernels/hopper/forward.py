@@ -30,7 +30,7 @@ from ..vocabulary import (
 from . import counters as counting, notes as noting, ring, schedule
 from .copies import as_blocks, async_store
 from .producer import produce
-from .work import Results, Shared, Work, block_of_rows, columns_of, extent
+from .work import Results, Shared, Work, block_of_rows, extent
 
 WARPS = gl.constexpr(4)  # warps of a warpgroup
 TILES_OF_K = gl.constexpr(4)  # of a pipeline with one stage: parts of k, of one or several steps
@@ -53,8 +53,8 @@ class Form(NamedTuple):
 class Spec(NamedTuple):
     """Compile-time constants of a call: HEADS query heads, GROUP of them per kv head, and DV columns of a value.
 
-    PARTS blocks of Q or K, side by side, are a tile, or if FORM has one stage, tiles of K. TOP_LEFT is as in `span.band`. PAGE: keys of a page, or 2**30 if
-    each sequence has one page.
+    PARTS blocks of Q or K, side by side, are a tile; with one stage, blocks of K are tiles of their own. TOP_LEFT is as
+    in `span.band`. PAGE: keys of a page, or 2**30 if each sequence has one page.
     """
 
     HEADS: int
@@ -95,19 +95,19 @@ class Rows(NamedTuple):
 @gluon.jit
 def _take(
     g: gl.constexpr, work, n, results, heads, TOP_LEFT: gl.constexpr,
-    GROUPS: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
+    GROUPS: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
-    """Return the n-th block of rows of a program: (first row, Plane, Band, last, count, full, full_end).
+    """Return the n-th block of rows of a program: (first row, Plane, Band, part, last, count, full, full_end).
 
-    last and count are as in `work.extent`. Warpgroup g needs no mask for the blocks of keys full .. full_end - 1.
+    The first four are as in `work.block_of_rows`, last and count are as in `work.extent`. Warpgroup g needs no mask for the blocks of keys full .. full_end - 1.
     """
-    first, plane, band = block_of_rows(work, n, heads, TOP_LEFT, GROUPS * ROWS)
+    first, plane, band, part = block_of_rows(work, n, heads, TOP_LEFT, GROUPS * ROWS, PARTS)
     if work.tile_lists is None:
         last, count = extent(band, first, plane, results, GROUPS * ROWS, BLOCK_N)
         _, full, full_end, _ = span.blocks(band, first + g * ROWS, ROWS, BLOCK_N)
-        return first, plane, band, last, count, full, full_end
+        return first, plane, band, part, last, count, full, full_end
     else:  # notes have the rest
-        return first, plane, band, (), (), (), ()
+        return first, plane, band, part, (), (), (), ()
 
 
 @gluon.jit
@@ -298,11 +298,12 @@ def _consume(
     EARLY: gl.constexpr = TWO and GROUPS == 2
     PACKED: gl.constexpr = work.sequences is not None
     TILES: gl.constexpr = ring.together(shared.q, shared.k)
-    heads = HEADS if results.partials is None and WIDTH >= DV else HEADS * results.splits
+    ACROSS: gl.constexpr = (DV + WIDTH - 1) // WIDTH  # programs for the columns of a block of rows
+    heads = HEADS if results.partials is None else HEADS * results.splits
     share = schedule.share(work.order, gl.program_id(0), gl.num_programs(0))
     some = share > 0 if PACKED else gl.constexpr(True)  # packed sequences may have fewer blocks than programs
-    first, plane, band, last, count, full, full_end = _take(
-        g, work, 0, results, heads, TOP_LEFT, GROUPS, ROWS, BLOCK_N
+    first, plane, band, part, last, count, full, full_end = _take(
+        g, work, 0, results, heads, TOP_LEFT, GROUPS, ROWS, BLOCK_N, ACROSS
     )  # fmt: skip
     zero = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
     s = zero
@@ -311,9 +312,7 @@ def _consume(
         s = _finish_scores(s, shared.k, 0, TILES, 0, some)
     step = 0
     for n in range(share):
-        column = 0
-        if WIDTH < DV:
-            column, plane = columns_of(plane, results, WIDTH)
+        column = 0 if ACROSS == 1 else part * WIDTH
         rows = first + g * ROWS + gl.arange(0, ROWS, layout=S_ROWS)
         out = gl.zeros([ROWS, WIDTH], gl.float32, O_LAYOUT)
         score = rules.score
@@ -381,7 +380,7 @@ def _consume(
             ring.wait(shared.k, (step + 1) * TILES, pred=more)
         # Call _take here: its divisions then run during this product and do not delay the next one.
         following = _take(
-            g, work, gl.minimum(n + 1, share - 1), results, heads, TOP_LEFT, GROUPS, ROWS, BLOCK_N
+            g, work, gl.minimum(n + 1, share - 1), results, heads, TOP_LEFT, GROUPS, ROWS, BLOCK_N, ACROSS
         )  # fmt: skip
         out, p = warpgroup_mma_wait(num_outstanding=1 if EARLY else 0, deps=(out, p))
         ring.release(shared.v, step)
@@ -399,8 +398,9 @@ def _consume(
             out = gl.where(real[:, None], out, 0.0)
             lse = gl.where(real, lse, scores.unseen(score, plane, gl.float32))
             log2_sum = gl.where(real, log2_sum, float("inf"))
-        # If programs divide the columns of a head, that of the first columns stores the numbers of rows.
-        stored_rows = band.rows if WIDTH >= DV else gl.where(column == 0, band.rows, 0)
+        # Of programs that divide the columns of a row, the first stores its statistics.
+        is_first = True if ACROSS == 1 else part == 0
+        stored_rows = gl.where(is_first, band.rows, 0)
         if results.Lse is not None:
             memory.store_column(memory.table(results.Lse, plane, band.rows, 1), rows, stored_rows, 0, lse)
         c = column + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, O_LAYOUT))[None, :]
@@ -417,7 +417,9 @@ def _consume(
             gl.store(where, out, mask=(r < band.rows) & (c < DV))
         elif results.partials is not None:
             split, head = plane.index % results.splits, span.kv_head(plane, results.splits)
-            splitting.keep(results.partials, head, rows, c, band.rows, split, results.splits, out, state, True, DV)
+            splitting.keep(
+                results.partials, head, rows, c, band.rows, split, results.splits, out, state, True, DV, is_first
+            )  # fmt: skip
         else:
             if SHARE and len(q) == 1:
                 tile = q[0].reshape(results.Out.block_type.shape)
@@ -432,7 +434,7 @@ def _consume(
             store_wait(0)
             if SHARE:
                 ring.release(shared.q, n * GROUPS + g)
-        first, plane, band, last, count, full, full_end = following
+        first, plane, band, part, last, count, full, full_end = following
     store_wait(0)
 
 
@@ -445,11 +447,14 @@ def forward(
     """Write Out, or what is `stored`, as kernels/forward.py does; a program may compute several blocks of rows.
 
     Only one of Out, stored.Wide, a View of float32 (B, H, Sq, DV), and stored.partials is not None. Q, K, V and Out are
-    TMA descriptors of (B, H, S, D) with blocks of [1, 1, rows, width(D)], or of fewer columns if spec.PARTS blocks of Q or
-    K are a tile; blocks of Q and Out have 64 rows. If blocks of V have fewer columns than a head (DV), so have those of Out. Bias, or None, is one of (B, H, Sq, Sk), 1 for equal ones. Words, or
-    None, is one of the words of `masks.Bits` as int32 (count, 128), in blocks [1, 128]. tile_lists, or None, are as in
-    kernels/forward.py. planes is B * Hq * splits, where a plane is one split of the keys of one head, or has the columns of a block of V. `section` is
-    as in schedule.py. Under a causal mask a program with several blocks takes them in pairs; planes must then be even.
+    TMA descriptors of (B, H, S, D) with blocks of [1, 1, rows, width(D)], or of fewer columns if spec.PARTS blocks of Q
+    or K are a tile; blocks of Q and Out have 64 rows. A program computes as many columns of Out as a block of V has.
+    Bias, or None, is one of (B, H, Sq, Sk), 1 for equal ones. Words, or None, is one of the words of `masks.Bits` as
+    int32 (count, 128), in blocks [1, 128]. tile_lists, or None, are as in kernels/forward.py.
+
+    planes is the number of planes of the schedule, B * Hq * splits, times programs that divide the columns of a row; a
+    plane is one split of the keys of one head. `section` is as in schedule.py. Under a causal mask a program with
+    several blocks takes them in pairs; planes must then be even.
 
     sequences, unless None, are packed: B is 1, q_len and k_len are totals, planes is Hq, and descriptors are ragged.
     `used` is then the number of used slots, an int32 tensor with one element. caches (`work.Caches`): if they are not
@@ -504,13 +509,12 @@ def forward(
         Shared(q, k, v, landed, notes, words, bias, out, ping_pong),
         Results(Out, stored.Wide, stored.partials, stored.Lse, stored.Stats, splits),
     )
-    produced = (shared, results, Q, K, V, Bias, Words, work, rules, HEADS, GROUP, DV, TOP_LEFT, PAGE)
     if GROUPS == 2:
         gl.warp_specialize(
             [
                 (_consume, (0, shared, results, work, rules, HEADS, DV, TOP_LEFT, SHARE)),
                 (_consume, (1, shared, results, work, rules, HEADS, DV, TOP_LEFT, SHARE)),
-                (produce, produced),
+                (produce, (shared, results, Q, K, V, Bias, Words, work, rules, HEADS, GROUP, DV, TOP_LEFT, PAGE)),
             ],
             [WARPS, 1],
             [form.REGISTERS, form.PRODUCER_REGISTERS],
@@ -521,7 +525,7 @@ def forward(
                 (_consume, (0, shared, results, work, rules, HEADS, DV, TOP_LEFT, SHARE)),
                 (_consume, (1, shared, results, work, rules, HEADS, DV, TOP_LEFT, SHARE)),
                 (_consume, (2, shared, results, work, rules, HEADS, DV, TOP_LEFT, SHARE)),
-                (produce, produced),
+                (produce, (shared, results, Q, K, V, Bias, Words, work, rules, HEADS, GROUP, DV, TOP_LEFT, PAGE)),
             ],
             [WARPS, WARPS, 1],
             [form.REGISTERS, form.REGISTERS, form.PRODUCER_REGISTERS],

@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 
 from ..vocabulary import masks as masking, pages as paging, span, walk
 from . import notes as noting, ring, schedule
-from .work import block_of_rows, columns_of, extent, split
+from .work import block_of_rows, extent, split
 
 
 class Steps(NamedTuple):
@@ -130,16 +130,15 @@ def produce(
     ROWS: gl.constexpr = shared.q.tiles.shape[-2]
     BLOCK_N: gl.constexpr = shared.k.tiles.shape[-2]
     WIDTH: gl.constexpr = shared.v.tiles.shape[-1]
+    ACROSS: gl.constexpr = (DV + WIDTH - 1) // WIDTH
     # With one tile of v, the next k is loaded before v: the tile of v is free later.
     K_FIRST: gl.constexpr = shared.v.tiles.shape[0] == 1
-    heads = HEADS if results.partials is None and WIDTH >= DV else HEADS * results.splits
+    heads = HEADS if results.partials is None else HEADS * results.splits
     v = shared.v if shared.landed is None else shared.landed
     step = 0
     for n in range(schedule.share(work.order, gl.program_id(0), gl.num_programs(0))):
-        first, plane, band = block_of_rows(work, n, heads, TOP_LEFT, GROUPS * ROWS)
-        column = 0
-        if WIDTH < DV:
-            column, plane = columns_of(plane, results, WIDTH)
+        first, plane, band, part = block_of_rows(work, n, heads, TOP_LEFT, GROUPS * ROWS, ACROSS)
+        column = 0 if ACROSS == 1 else part * WIDTH
         steps = _steps(work, band, first, plane, results, GROUPS * ROWS, BLOCK_N)
         block, following = steps.start, _following(steps, 1)
         if results.partials is not None:  # a plane is one split of a head
