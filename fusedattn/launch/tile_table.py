@@ -104,7 +104,7 @@ HOPPER = {
     128: (*_variants(Pipeline(2, 128, 2)), Pipeline(2, 64, 4)),
     192: (*_variants(Pipeline(2, 128, 2)), Pipeline(2, 64, 3)),
     256: (*_variants(Pipeline(2, 64, 2)), Pipeline(2, 32, 4)),
-    512: _variants(Pipeline(2, 64, 1)),
+    512: (*_variants(Pipeline(2, 64, 1)), Pipeline(2, 32, 1)),
 }
 # {width: {option: the most keys of a tile of the forward with which it does not spill registers in the loop}}
 MOST_KEYS = {

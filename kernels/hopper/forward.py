@@ -258,7 +258,7 @@ def _finish_scores(s, keys, step, TILES: gl.constexpr, LATER: gl.constexpr, exis
 @gluon.jit
 def _parts_of_q(g: gl.constexpr, shared, n, step, GROUPS: gl.constexpr):
     """Return the parts of a warpgroup's tile of q for a program's n-th block of rows."""
-    if ring.together(shared.q, shared.k) == 1:
+    if shared.v.tiles.shape[0] > 1:
         return ring.parts(shared.q, n * GROUPS + g)
     else:  # plus a 0 that ptxas cannot know: it would keep the addresses of all parts in registers, and spill others
         return ring.parts(shared.q, n * GROUPS + g + (step < 0).to(gl.int32))
@@ -267,10 +267,11 @@ def _parts_of_q(g: gl.constexpr, shared, n, step, GROUPS: gl.constexpr):
 @gluon.jit
 def _begin_scores(g: gl.constexpr, shared, n, step, zero, GROUPS: gl.constexpr, exists=True):
     """Begin q @ k.T of a program's n-th block of rows at a step. exists is False past the last block."""
+    q = _parts_of_q(g, shared, n, step, GROUPS)
     ring.wait(shared.q, n * GROUPS + g, pred=exists)
-    ring.wait(shared.k, step * ring.together(shared.q, shared.k), pred=exists)
+    ring.wait(shared.k, step * (len(q) if shared.v.tiles.shape[0] == 1 else 1), pred=exists)
     _await_ping_pong(shared.ping_pong, g, step)
-    s = _multiply(_parts_of_q(g, shared, n, step, GROUPS), shared.k, step, zero, exists)
+    s = _multiply(q, shared.k, step, zero, exists)
     _pass_ping_pong(shared.ping_pong, g)
     return s
 
@@ -297,7 +298,7 @@ def _consume(
     TWO: gl.constexpr = shared.q.ready.shape[0] > GROUPS
     EARLY: gl.constexpr = TWO and GROUPS == 2
     PACKED: gl.constexpr = work.sequences is not None
-    TILES: gl.constexpr = ring.together(shared.q, shared.k)
+    TILES: gl.constexpr = shared.q.tiles.shape[0] // shared.q.ready.shape[0] if shared.v.tiles.shape[0] == 1 else 1
     ACROSS: gl.constexpr = (DV + WIDTH - 1) // WIDTH  # programs for the columns of a block of rows
     heads = HEADS if results.partials is None else HEADS * results.splits
     share = schedule.share(work.order, gl.program_id(0), gl.num_programs(0))

@@ -81,7 +81,7 @@ def _begin(shared, step, K, Words, masks, keys, row, plane, band, steps, i, bloc
     """Write the note of a step, and load its keys and, if it needs a mask of pairs, its words."""
     ROWS: gl.constexpr = shared.q.tiles.shape[-2]
     BLOCK_N: gl.constexpr = shared.k.tiles.shape[-2]
-    TILES: gl.constexpr = ring.together(shared.q, shared.k)
+    TILES: gl.constexpr = shared.q.tiles.shape[0] // shared.q.ready.shape[0] if shared.v.tiles.shape[0] == 1 else 1
     ACROSS: gl.constexpr = BLOCK_N // masking.BLOCK
     masked, numbers = i < steps.masked if shared.notes is not None else (), ()
     if shared.words is not None:  # before the wait for a free tile

@@ -5,7 +5,6 @@ Step i of a ring of n tiles is use i // n of tile i % n; the phase of its barrie
 
 from typing import NamedTuple
 
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
@@ -195,12 +194,6 @@ def parts(ring, step):
         part = ring.tiles.index(step % TILES * PARTS + i)
         found += (part.reshape([part.shape[-2], part.shape[-1]]),)
     return found
-
-
-@triton.constexpr_function
-def together(q, k):
-    """Return how many tiles of k have the columns of one tile of q."""
-    return (q.tiles.shape[0] // q.ready.shape[0]) // (k.tiles.shape[0] // k.ready.shape[0])
 
 
 @gluon.jit
