@@ -87,7 +87,8 @@ SECTION_BYTES = 16 << 20
 SHARED_KEYS = {128: 16384}
 SHARED_KEYS_OF_BANDS = {64: 4096, 128: 16384, 192: 2048, 256: 2048, 512: 2048}
 # Estimate of the Hopper forward by width, in us on an H200 (bench/NOTES.md): (fixed time of a block of rows, its time
-# for every 64 keys). It decides into how many splits the keys of a call with few blocks are divided. 192 and 512 are guesses.
+# for every 64 keys). It decides into how many splits the keys of a call with few blocks are divided. 192 and 512 are
+# guesses.
 BLOCK_US = {64: (1.5, 0.63), 128: (2.5, 0.8), 192: (4.0, 0.98), 256: (5.6, 1.44), 512: (9.0, 2.6)}
 MERGE_US, MERGED_BYTES_A_US = 5.0, 3e6  # fixed time of merging splits, and the bytes that it reads and writes in a us
 SHARED_PAIRS = 0.9  # causal programs take pairs of blocks if the pairs keep this share of multiprocessors busy
@@ -107,11 +108,7 @@ HOPPER = {
     512: (*_variants(Pipeline(2, 64, 1)), Pipeline(2, 32, 1)),
 }
 # {width: {option: the most keys of a tile of the forward with which it does not spill registers in the loop}}
-MOST_KEYS = {
-    192: dict(alibi_slopes=64, seed=64),
-    256: dict(alibi_slopes=32, seed=32),
-    512: dict(alibi_slopes=32, seed=32),
-}
+MOST_KEYS = {192: dict(alibi_slopes=64, seed=64)} | dict.fromkeys((256, 512), dict(alibi_slopes=32, seed=32))
 IN_PARTS = 192
 PARTS = {IN_PARTS: 64, 512: 128}  # by width, the columns of parts of a tile of query or key in the forward
 MOST_COLUMNS = 256  # of values that a program of the forward multiplies

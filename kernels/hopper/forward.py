@@ -99,7 +99,7 @@ def _take(
 ):  # fmt: skip
     """Return the n-th block of rows of a program: (first row, Plane, Band, part, last, count, full, full_end).
 
-    The first four are as in `work.block_of_rows`, last and count are as in `work.extent`. Warpgroup g needs no mask for the blocks of keys full .. full_end - 1.
+    last and count are as in `work.extent`. Warpgroup g needs no mask for the blocks of keys full .. full_end - 1.
     """
     first, plane, band, part = block_of_rows(work, n, heads, TOP_LEFT, GROUPS * ROWS, PARTS)
     if work.tile_lists is None:
