@@ -23,7 +23,7 @@ try:
     from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16, float16, float32
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    from ..kernels.hopper import backward, stored
+    from ..kernels.hopper import backward, stored, wide
     from ..kernels.hopper.forward import TILES_OF_K, Form, Spec, Stored, forward as kernel
     from ..kernels.hopper.work import Caches
 except (ImportError, AttributeError) as error:  # Gluon is experimental: names come and go
@@ -38,7 +38,8 @@ _KNOWN = "block_mask", "left", "right", "origin", "cu_seqlens_q", "cu_seqlens_k"
 _IN_FORWARD = "seed", "bias", "mask", "mask_bits", "key_mask", "query_mask", "softcap", "alibi_slopes", "sinks"
 _IN_PREFILL = "query_mask", "softcap", "alibi_slopes", "sinks"  # of the forward, with caches
 _IN_BACKWARD = _IN_FORWARD
-_FORMS_OF_BACKWARD = tile_table.BACKWARDS["hopper_bwd"] | tile_table.BACKWARDS["hopper_bwd_ds"]
+_NARROW = "bias", "mask", "mask_bits"  # of the backward, with heads up to 256 columns wide
+_FORMS_OF_BACKWARD = {width: forms for rows in tile_table.BACKWARDS.values() for width, forms in rows.items()}
 _OTHERS = tuple(name for name, default in Call._field_defaults.items() if default is None and name not in _KNOWN)
 _DESCRIPTORS = (
     (kernel_arguments.TensorDescriptor,) if kernel is None else (kernel_arguments.TensorDescriptor, TensorDescriptor)
@@ -388,6 +389,10 @@ def backward_limits(call: Call) -> list[str]:
         lacks.append(f"it supports {most} of {names} at once: with more, registers would spill")
     if call.bias is not None and by_tiles(call) is None:
         lacks.append("it does not support a bias that is equal for all keys")
+    if row_width(call) > 256:
+        lacks += [
+            f"it does not support {_argument(name)} with heads wider than 256" for name in given if name in _NARROW
+        ]
     if call.cu_seqlens_q is not None and call.sinks is not None and call.sinks.shape[0] > 1:
         lacks.append("it does not support packed sequences with a sink each")
     if call.seed is not None and call.origin is not None and not dropout.is_aligned(call.origin):
@@ -512,12 +517,15 @@ def _group(call):
 
 
 def _scores_of_a_head(call):
-    """Return (shape, bytes) of the stored gradients of scores of one key head; packed sequences have blocks of keys."""
+    """Return (shape, bytes) of what is stored of the scores of one key head; packed sequences have blocks of keys.
+
+    The first dimension has the gradients and, of heads wider than 256, the weights.
+    """
     group, (_, _, rows, keys) = _group(call), kernel_arguments.sizes(call)
     if call.cu_seqlens_k is not None:
         block = 2 * tile_table.WARPGROUP_ROWS
         keys = kernel_arguments.slots(call, block, by_keys=True) * block
-    shape = group, 1, keys, cdiv(rows, 64) * 64  # each row starts an L2 line
+    shape = 1 + (row_width(call) > 256), group, 1, keys, cdiv(rows, 64) * 64  # each row starts an L2 line
     return shape, math.prod(shape) * call.query.element_size()
 
 
@@ -537,10 +545,11 @@ def heads_at_a_time(call: Call) -> int:
     return min(call.key.shape[0] * call.key.shape[1], max(2, tile_table.SCORES_BYTES // size))
 
 
-def new_scores(call: Call) -> Tensor:
-    """Return the buffer for gradients of scores: (`heads_at_a_time` * group, 1, Sk, Sq rounded up to 64)."""
-    (group, *shape), _ = _scores_of_a_head(call)
-    return call.query.new_empty((heads_at_a_time(call) * group, *shape))
+def new_scores(call: Call) -> tuple[Tensor, Tensor | None]:
+    """Return the buffers for gradients of scores and, or None, weights: (query heads, 1, Sk, Sq rounded up to 64)."""
+    (count, group, *shape), _ = _scores_of_a_head(call)
+    shape = heads_at_a_time(call) * group, *shape
+    return call.query.new_empty(shape), call.query.new_empty(shape) if count > 1 else None
 
 
 def _section(call, fits, size, blocks, multiprocessors):
@@ -558,12 +567,12 @@ def _section(call, fits, size, blocks, multiprocessors):
 
 
 def stored_arguments(
-    call: Call, grad_out: Tensor, rows: Tensor, words: Tensor | None, scores: Tensor, grad_value: Tensor,
-    form: Backward, multiprocessors: int,
+    call: Call, grad_out: Tensor, rows: Tensor, words: Tensor | None, scores: Tensor, weights: Tensor | None,
+    grad_value: Tensor, form: Backward, multiprocessors: int,
 ) -> dict:  # fmt: skip
-    """Return arguments of hopper_bwd_ds (gradients of scores and values), but no sequences, tile lists, planes, before.
+    """Return arguments of hopper_bwd_ds or hopper_bwd_wide, but no sequences, tile lists, planes, before.
 
-    words: of the mask, by `transpose_words`.
+    words: of the mask, by `transpose_words`. scores and weights: buffers, as `new_scores` returns them.
     """
     each, (_, _, length, keys) = tile_table.WARPGROUP_ROWS, kernel_arguments.sizes(call)
     (width_k, width_v), packed = _widths(call), call.cu_seqlens_q is not None
@@ -571,28 +580,46 @@ def stored_arguments(
     common, rules, bias = _common(call), _rules(call), by_tiles(call)
     if words is not None:
         rules = rules._replace(masks=rules.masks._replace(bits=rules.masks.bits._replace(words=words)))
-    return common | dict(
+    registers, columns = common.pop("REGISTERS"), (call.query.shape[3], call.value.shape[3])
+    shared = common | dict(
         section=_section(call, tile_table.SECTION_BYTES, size, cdiv(keys, form.keys), multiprocessors),
         rules=rules,
-        form=stored.Form(_group(call), call.query.shape[3], call.top_left, common.pop("REGISTERS")),
+        Rows=descriptor(rows, form.rows, 4, packed)
+        if _are_rows(call)
+        else descriptor(rows[..., :length], 4, form.rows),
+        GradScores=descriptor(scores[..., :length], each, form.rows),
+    )
+    if weights is not None:
+        by_rows = {"Q": call.query, "GradOut": grad_out}
+        by_keys = {"K": call.key, "V": call.value}
+        return (
+            shared
+            | {name: descriptor(x, form.rows, each, packed) for name, x in by_rows.items()}
+            | {name: descriptor(x, form.keys, each, packed) for name, x in by_keys.items()}
+            | dict(Weights=descriptor(weights[..., :length], each, form.rows))
+            | dict(form=wide.Form(_group(call), *columns, call.top_left, registers))
+        )
+    return shared | dict(
+        form=stored.Form(_group(call), columns[0], call.top_left, registers),
         Q=descriptor(call.query, form.rows, width_k, packed),
         K=descriptor(call.key, each, width_k, packed),
         V=descriptor(call.value, each, width_v, packed),
         GradOut=descriptor(grad_out, form.rows, width_v // 2, packed),
-        Rows=descriptor(rows, form.rows, 4, packed)
-        if _are_rows(call)
-        else descriptor(rows[..., :length], 4, form.rows),
         Bias=None if bias is None or bias.shape[2] == 1 else _bias(call, each),
-        GradScores=descriptor(scores[..., :length], each, form.rows),
         GradV=descriptor(grad_value, each, width_v, packed),
     )
 
 
 def product_arguments(
-    call: Call, grad_scores: Tensor, grad: Tensor, of_key: bool, form: Backward, multiprocessors: int
-) -> dict:
-    """Return the arguments of hopper_dk (`of_key`) or hopper_dq, except sequences, tile lists, planes and before."""
-    each, (width_k, _), others = tile_table.WARPGROUP_ROWS, _widths(call), call.query if of_key else call.key
+    call: Call, stored: Tensor, others: Tensor, grad: Tensor, of_key: bool, scale: float, form: Backward,
+    multiprocessors: int,
+) -> dict:  # fmt: skip
+    """Return the arguments of hopper_dk (`of_key`) or hopper_dq, except sequences, tile lists, planes and before.
+
+    stored: gradients of scores, or weights for the gradient of value. others: what it is multiplied by.
+    """
+    each, columns = tile_table.WARPGROUP_ROWS, min(max(128, width.fn(grad.shape[3])), tile_table.MOST_COLUMNS)
+    across = cdiv(grad.shape[3], columns)  # programs for the columns of a block
     (_, _, length, _), packed = kernel_arguments.sizes(call), call.cu_seqlens_q is not None
     block = (2 * each, each) if of_key else (each, 2 * each)
     group, blocks = _group(call), cdiv(grad.shape[2], form.keys)
@@ -600,13 +627,14 @@ def product_arguments(
     blocks = blocks if of_key else blocks * group
     section = _section(call, tile_table.SECTION_BYTES // 2, size, blocks, multiprocessors)
     return _common(call) | dict(
-        section=section if of_key else section * group,
-        GradScores=descriptor(grad_scores[..., :length], *block),
-        Others=descriptor(others, each, width_k, packed),
-        Product=descriptor(grad, each, width_k, packed),
+        section=(section if of_key else section * group) * across,
+        GradScores=descriptor(stored[..., :length], *block),
+        Others=descriptor(others, each, columns, packed),
+        Product=descriptor(grad, each, columns, packed),
         heads=grad.shape[1],
-        scale=call.scale,
+        scale=scale,
         GROUP=group,
+        ACROSS=across,
         TOP_LEFT=call.top_left,
         OF_K=of_key,
         STAGES=form.stages,

@@ -125,12 +125,17 @@ BACKWARDS: dict[str, dict[int, tuple]] = {
         ("hopper_bwd", "hopper_bwd_deterministic"), {64: (Backward(128, 2), Backward(64, 2)), 128: (Backward(64, 2),)}
     ),
     "hopper_bwd_ds": dict.fromkeys((IN_PARTS, 256), (Backward(64, 3),)),
+    "hopper_bwd_wide": {512: (Backward(128, 3),)},
 }
 # By width, how many of softcap, ALiBi, bias, dropout and mask those two take at once. At 128, pairs reload up to 9
 # registers.
 MOST_OPTIONS = {64: 3, 128: 2}
-REPEATABLE = "hopper_bwd_deterministic", "hopper_bwd_ds"  # deterministic BACKWARDS
-PRODUCTS = "hopper_dk", "hopper_dq"  # kernels that read the scores' gradients stored by "hopper_bwd_ds"
+STORED = "hopper_bwd_ds", "hopper_bwd_wide"  # BACKWARDS that store gradients of scores, the second also weights
+REPEATABLE = "hopper_bwd_deterministic", *STORED  # deterministic BACKWARDS
+PRODUCTS = (
+    "hopper_dk",
+    "hopper_dq",
+)  # kernels that multiply what STORED ones store; hopper_dk also makes dv of "hopper_bwd_wide"
 SCORES_BYTES = 2**29  # limit on stored gradients of scores; two heads are always stored, which may take twice that
 ON_HOPPER: dict[str, dict[int, tuple]] = {"hopper": HOPPER} | BACKWARDS
 # Kernels whose forms `fusedattn tune` measures, in order. two_passes: dq and dkdv, each in its best form.

@@ -21,12 +21,13 @@ GROUPS = gl.constexpr(2)  # warpgroups that multiply
 # True if products read left operands from the registers that hold them. Triton 3.9 copies them first: they may not fit.
 OPERANDS_STAY = gl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9))
 
-# The layout of [64, 1] numbers, one for each column of scores [64, 64], in the threads that hold the columns.
-OF_ROWS = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[1, 0], [8, 0], [16, 0], [32, 0]], [[2, 0], [4, 0], [0, 0], [0, 0], [0, 0]], [[0, 0], [0, 0]], [], [64, 1]
-    )
-)
+
+@triton.constexpr_function
+def _of_rows(count):
+    """Return the layout of [count, 1] numbers, one for each column of scores, in the threads that hold the columns."""
+    registers = [[1, 0], *([8 << i, 0] for i in range((count // 8).bit_length() - 1))]
+    lanes, warps = [[2, 0], [4, 0], [0, 0], [0, 0], [0, 0]], [[0, 0], [0, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [count, 1])
 
 
 class Keys(NamedTuple):
@@ -174,7 +175,7 @@ def across(rows, step, column: gl.constexpr, LAYOUT: gl.constexpr, part: gl.cons
     tile = ring.at(rows, step)
     if tile.shape[1] == 4:
         COUNT: gl.constexpr = tile.shape[0] // PARTS
-        gl.static_assert(COUNT == 64)
+        OF_ROWS: gl.constexpr = _of_rows(COUNT)
         x = tile.slice(part * COUNT, COUNT, dim=0).slice(column, 1, dim=1).load(OF_ROWS)
         return gl.convert_layout(x.permute((1, 0)), LAYOUT)
     else:

@@ -95,7 +95,7 @@ def _faults_on_hopper(row, report, length):
         yield f"takes {report.registers} registers a thread, and is launched with {launched}"
     if not {each, fewer} <= report.asked:
         yield f"goes on with {sorted(report.asked)} registers a thread, not with {each} and {fewer}"
-    adds = row.kernel in tile_table.BACKWARDS and row.kernel != "hopper_bwd_ds"
+    adds = row.kernel in tile_table.BACKWARDS and row.kernel not in tile_table.STORED
     stored = (
         set() if row.variant in ("partial", "splits", "prefill") else {"UTMASTG"}
     )  # these store float32, without TMA
