@@ -38,7 +38,6 @@ _KNOWN = "block_mask", "left", "right", "origin", "cu_seqlens_q", "cu_seqlens_k"
 _IN_FORWARD = "seed", "bias", "mask", "mask_bits", "key_mask", "query_mask", "softcap", "alibi_slopes", "sinks"
 _IN_PREFILL = "query_mask", "softcap", "alibi_slopes", "sinks"  # of the forward, with caches
 _IN_BACKWARD = _IN_FORWARD
-_NARROW = "bias", "mask", "mask_bits"  # of the backward, with heads up to 256 columns wide
 _FORMS_OF_BACKWARD = {width: forms for rows in tile_table.BACKWARDS.values() for width, forms in rows.items()}
 _OTHERS = tuple(name for name, default in Call._field_defaults.items() if default is None and name not in _KNOWN)
 _DESCRIPTORS = (
@@ -290,7 +289,7 @@ def fits(call: Call, form: Pipeline | Backward) -> bool:
     if bias is None:
         return True
     if row_width(call) > tile_table.ONE_PASS and isinstance(form, Backward):
-        return row_width(call) == tile_table.IN_PARTS or bias.element_size() == 2 or bias.shape[2] == 1
+        return row_width(call) != 256 or bias.element_size() == 2 or bias.shape[2] == 1
     if isinstance(form, Backward):
         return _bias_tiles(call, bias, form) > 0
     part, columns_v = _part(call), min(width.fn(call.value.shape[3]), tile_table.MOST_COLUMNS)
@@ -387,12 +386,8 @@ def backward_limits(call: Call) -> list[str]:
     if len(given) > (most := tile_table.MOST_OPTIONS.get(row_width(call), 1)):
         names = ", ".join(map(_argument, given))
         lacks.append(f"it supports {most} of {names} at once: with more, registers would spill")
-    if call.bias is not None and by_tiles(call) is None:
+    if call.bias is not None and by_tiles(call) is None and row_width(call) <= 256:
         lacks.append("it does not support a bias that is equal for all keys")
-    if row_width(call) > 256:
-        lacks += [
-            f"it does not support {_argument(name)} with heads wider than 256" for name in given if name in _NARROW
-        ]
     if call.cu_seqlens_q is not None and call.sinks is not None and call.sinks.shape[0] > 1:
         lacks.append("it does not support packed sequences with a sink each")
     if call.seed is not None and call.origin is not None and not dropout.is_aligned(call.origin):

@@ -129,7 +129,7 @@ BACKWARDS: dict[str, dict[int, tuple]] = {
 }
 # By width, how many of softcap, ALiBi, bias, dropout and mask those two take at once. At 128, pairs reload up to 9
 # registers.
-MOST_OPTIONS = {64: 3, 128: 2}
+MOST_OPTIONS = {64: 3, 128: 2, 512: 5}
 STORED = "hopper_bwd_ds", "hopper_bwd_wide"  # BACKWARDS that store gradients of scores, the second also weights
 REPEATABLE = "hopper_bwd_deterministic", *STORED  # deterministic BACKWARDS
 PRODUCTS = (

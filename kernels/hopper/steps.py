@@ -153,8 +153,8 @@ def begin_dp(v, do, shared, step, zero, part: gl.constexpr = 0, PARTS: gl.conste
 def hide(p, first, earliest, band, score, words):
     """Return the weights p, [keys, rows from `first` on], with 0 where the band (causal, window) or a mask hides them.
 
-    words, unless None, are `noting.words_of` these rows, a word for each key. earliest is `span.first_to_see`. If no
-    row sees any key, nothing is hidden, but p is 0 already.
+    words, unless None, are `noting.words_of` each 64 of these rows, a word for each key. earliest is
+    `span.first_to_see`. If no row sees any key, nothing is hidden, but p is 0 already.
     """
     r = first + gl.arange(0, p.shape[1], layout=gl.SliceLayout(0, p.type.layout))[None, :]
     # An impure instruction makes the compiler keep the caller's `if`. Otherwise each step would compute this.
@@ -164,8 +164,10 @@ def hide(p, first, earliest, band, score, words):
         seen &= r < band.rows
     if words is not None:
         LAYOUT: gl.constexpr = p.type.layout
-        rows = gl.arange(0, p.shape[1], layout=gl.SliceLayout(0, LAYOUT))[None, :]
-        seen &= masking.bit(masking.half((noting.load_words(words, LAYOUT),), rows), rows)
+        rows, loaded = gl.arange(0, p.shape[1], layout=gl.SliceLayout(0, LAYOUT))[None, :], ()
+        for n in gl.static_range(len(words)):
+            loaded += (noting.load_words(words[n], LAYOUT),)
+        seen &= masking.bit(masking.half(loaded, rows), rows)
     return gl.where(seen, p, 0 if p.dtype == gl.int32 else 0.0)
 
 
@@ -259,7 +261,7 @@ def biased_weights(
     bias = bias_of(shared.bias, at, exists, s)
     words = None
     if shared.words is not None:
-        words = noting.words_of(shared.notes, shared.words, step, part * GROUPS + g)
+        words = (noting.words_of(shared.notes, shared.words, step, part * GROUPS + g),)
     p = weights(s, bias, words, shared.rows, step, block, keys, rules, plane, slope, dtype, part, PARTS)
     if shared.bias is not None:  # after a branch: ptxas would move it up, before the loads of the bias have arrived
         ring.release(shared.bias, at, pred=exists)

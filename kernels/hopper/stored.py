@@ -202,7 +202,7 @@ def _full(g: gl.constexpr, s, shared, step, exists, block, member, keys, score, 
 def _weights(s, shared, step, block, member, keys, number, rules, kv, GROUP: gl.constexpr):
     """Return the weights of a step from scores of `_full`. number: of its words, by `transpose_words`."""
     bits, score = rules.masks.bits, rules.score
-    words = None if bits is None else bits.words + number.to(gl.int64) * masking.BLOCK
+    words = None if bits is None else (bits.words + number.to(gl.int64) * masking.BLOCK,)
     if score.slopes is not None or score.bias is not None:
         score = scores.Score(None, None, None, None, score.slopes, score.bias, None, None)
     rules = ruling.Rules(rules.masks, score, rules.dropout)

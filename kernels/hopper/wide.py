@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.language.nvidia.hopper.tma import store_wait
 
-from ..vocabulary import span
+from ..vocabulary import masks as masking, scores, span
 from . import lists as listing, notes as noting, ring, schedule, visits
 from .copies import async_store
 from .steps import (
@@ -120,6 +120,16 @@ def _multiply(g: gl.constexpr, shared, chunk, x, BEGIN: gl.constexpr, END: gl.co
 
 
 @gluon.jit
+def _words(bits, plane, row, key, band, ROWS: gl.constexpr):
+    """Return pointers to the words of each 64 of ROWS rows, for 64 keys, by `transpose_words`."""
+    words = ()
+    for n in gl.static_range(ROWS // masking.BLOCK):
+        number = masking.number(bits, plane, row + n * masking.BLOCK, key, band)
+        words += (bits.words + number.to(gl.int64) * masking.BLOCK,)
+    return words
+
+
+@gluon.jit
 def _consume(
     g: gl.constexpr, shared, Weights, GradScores, kv, before, first, band, rules, lists,
     GROUP: gl.constexpr, COUNT: gl.constexpr, COUNT_V: gl.constexpr,
@@ -149,8 +159,13 @@ def _consume(
             block, member, keys = noted(shared.notes, step, steps, keys)
         ring.wait(shared.statistics, step)
         head, table = span.query_head(kv, member, GROUP), shared.statistics.tiles
-        slope = slope_of(rules.score, kv, member, GROUP)
-        p = weights(s, 0.0, None, table, step, block, keys, rules, head, slope, dtype)
+        slope, bias, words = slope_of(rules.score, kv, member, GROUP), 0.0, None
+        if rules.masks.bits is not None:
+            words = _words(rules.masks.bits, head, block * BLOCK_M, first + g * KEYS, band, BLOCK_M)
+        if rules.score.bias is not None:
+            r = block * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+            bias = scores.pairs(rules.score.bias, band, head, r, cols[:, None], True)
+        p = weights(s, bias, words, table, step, block, keys, rules, head, slope, dtype)
         dp = _multiply(g, shared, chunk + COUNT, dp, 1, COUNT_V)
         dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp,))
         ring.release(shared.keys, chunk + COUNT + COUNT_V - 1)

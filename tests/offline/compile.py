@@ -134,7 +134,9 @@ def _hopper_table():
             yield Row("hopper", 90, "bf16", width, variant, forms[index], (index, len(forms)))
             if forms[-1].warpgroups > 2 and variant in BY_HOPPER and not heavy:
                 yield Row("hopper", 90, "bf16", width, variant, forms[-1], (len(forms) - 1, len(forms)))
-    stored = {256: tile_table.BACKWARDS["hopper_bwd_ds"][256]}
+    stored = {
+        width: tile_table.BACKWARDS[name][width] for name, width in zip(tile_table.STORED, (256, 512), strict=True)
+    }
     for kernel, rows in (tile_table.BACKWARDS | dict.fromkeys(tile_table.PRODUCTS, stored)).items():
         for width, (form, *others) in rows.items():
             seldom = kernel in ("hopper_bwd_deterministic", *tile_table.PRODUCTS)  # no other code for windows
