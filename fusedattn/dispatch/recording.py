@@ -113,10 +113,11 @@ class Recorder(contextlib.ExitStack):
         values: list = []
         views: list[tuple] = []
         others: list[tuple] = []
-        described = [value for value in arguments.values() if hopper.is_descriptor(value)]
+        ordered = [arguments[name] for name in kernel.arg_names]
+        described = [value for value in ordered if hopper.is_descriptor(value)]
         encoders = launcher.encoders(compiled, described, self.device) if described and compiled is not None else None
         encoding = iter(encoders or ())
-        for value in (arguments[name] for name in kernel.arg_names):
+        for value in ordered:
             index = len(values)
             if isinstance(value, View):
                 views.append((index, self.number(value.base), value.strides))

@@ -59,7 +59,7 @@ def _lacks_on_hopper(call, need, kernel):
     lacks = hopper.backward_limits(call) + hopper.unreachable(call)
     if not (need["query"] and need["key"] and need["value"]):
         lacks.append("it makes the gradients of query, key and value together, not some of them")
-    return lacks + (hopper.stored_limits(call) if kernel == "hopper_bwd_ds" else [])
+    return lacks + (hopper.stored_limits(call) if kernel in tile_table.STORED else [])
 
 
 def reasons_not_on_hopper(call: Call, need, backend: str) -> list[str]:
@@ -95,7 +95,7 @@ def passes(call: Call, need, backend: str = "triton", by_tma: tuple | None = ())
         # The Hopper kernels have no registers for gradients of slopes and of a bias: other kernels compute the scores'
         # gradients again, and sum or store them.
         by_rows = needed["alibi_slopes"] or where in ("rows", "pairs")
-        names = ["preprocess", special, *["postprocess"] * (special != "hopper_bwd_ds")]
+        names = ["preprocess", special, *["postprocess"] * (special not in tile_table.STORED)]
         names += ["dq"] * by_rows + ["dkdv"] * (where == "keys")
     elif needed["query"] and by_keys and not by_rows and narrow and not (deterministic or run.prefers_two_passes(call)):
         names = ["preprocess", "one_pass", "postprocess"]
@@ -173,22 +173,24 @@ def _add_on_hopper(name, p, query_sums, turns, grads, form):
         run.run_kernel(name, programs, launched, device, kind, num_warps=4, maxnreg=tile_table.REGISTERS[2][0])
 
 
-def _with_real_keys(call, p, device, kind):
-    """Return the call with a copy of its keys, 0 where key_mask hides them: they may be NaN, and 0 * NaN is NaN."""
+def _with_real(name, call, p, device, kind):
+    """Return the call with a copy of key or value, 0 where key_mask hides it: it may be NaN, and 0 * NaN is NaN."""
     if call.key_mask is None:
         return call
-    (batch, heads, length, width), rows = call.key.shape, 64
-    key = hopper.writable(torch.empty_like(call.key))
-    masks, views = p.launched["rules"].masks, dict(K=arguments.of(call.key), Shown=arguments.of(key))
+    original = getattr(call, name)
+    (batch, heads, length, width), rows = original.shape, 64
+    shown = hopper.writable(torch.empty_like(original))
+    masks, views = p.launched["rules"].masks, dict(K=arguments.of(original), Shown=arguments.of(shown))
     launched = views | dict(keys=masks.keys, heads=heads, k_len=length, D=width, BLOCK_M=rows)
     run.run_kernel("real_keys", cdiv(length, rows) * batch * heads, launched, device, kind, num_warps=8)
-    return call._replace(key=key)
+    return call._replace(**{name: shown})
 
 
 def _store_on_hopper(name, p, grads, form):
     """Compute the gradients of query, key and value from stored gradients of scores, some heads at a time."""
     call, device = p.call, run.device_of(p.call.query)
-    scores, multiprocessors, rows = hopper.new_scores(call), run.multiprocessors(device), p.launched["Rows"]
+    (scores, weights), multiprocessors = hopper.new_scores(call), run.multiprocessors(device)
+    rows = p.launched["Rows"]
     tile, (batch, heads, *_) = form._replace(rows=form.keys), call.key.shape
     at_a_time, several = hopper.heads_at_a_time(call), call.left is call.right is call.cu_seqlens_q is None
     options = dict(device=device, kind=run.kind_of(name, call), num_warps=4, maxnreg=tile_table.REGISTERS[2][0])
@@ -197,12 +199,20 @@ def _store_on_hopper(name, p, grads, form):
         call = call._replace(block_mask=None) if words is call.key_mask is None else call
         several &= call.block_mask is None
         by_keys, by_rows = blocks.walks(call, tile, by_keys=True), blocks.walks(call, tile)
-        first = hopper.stored_arguments(call, p.grad_out, rows, words, scores, grads["value"], form, multiprocessors)
-        shown = _with_real_keys(call, p, device, options["kind"])
-        of_query = hopper.product_arguments(shown, scores, grads["query"], False, form, multiprocessors)
-        of_key = hopper.product_arguments(call, scores, grads["key"], True, form, multiprocessors)
-        dk, dq = of_key | by_keys, of_query | by_rows
-        launches = (name, first | by_keys, 1), ("hopper_dk", dk, 1), ("hopper_dq", dq, p.launched["spec"].GROUP)
+        real = _with_real("key", call, p, device, options["kind"])
+        shown = call if weights is None else _with_real("value", real, p, device, options["kind"])
+        first = hopper.stored_arguments(
+            shown, p.grad_out, rows, words, scores, weights, grads["value"], form, multiprocessors
+        )
+        launches = [(name, first | by_keys, 1)]
+        of_value = [] if weights is None else [("hopper_dk", weights, p.grad_out, grads["value"], 1.0)]
+        of_key = "hopper_dk", scores, call.query, grads["key"], call.scale
+        of_query = "hopper_dq", scores, real.key, grads["query"], call.scale
+        for kernel, stored, others, grad, scale in (*of_value, of_key, of_query):
+            is_of_key = kernel == "hopper_dk"
+            walks, members = (by_keys, 1) if is_of_key else (by_rows, p.launched["spec"].GROUP)
+            product = hopper.product_arguments(call, stored, others, grad, is_of_key, scale, form, multiprocessors)
+            launches.append((kernel, product | walks, members * product["ACROSS"]))
         for before in range(0, batch * heads, at_a_time):
             for kernel, launched, members in launches:
                 planes = min(at_a_time, batch * heads - before) * members
@@ -314,7 +324,7 @@ def launch_backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats
         more = dict(GradQ=None if special else arguments.of(grads["query"]), grads=of_rows)
         run_by_rows("dq", call, p.launched | more)
         of_scores = None
-    if special == "hopper_bwd_ds":
+    if special in tile_table.STORED:
         _store_on_hopper(special, of_shown, grads, form)
     elif special:
         _add_on_hopper(special, of_shown, query_sums, turns, grads, form)

@@ -23,8 +23,8 @@ try:
     from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16, float16, float32
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    from ..kernels.hopper import backward, stored
-    from ..kernels.hopper.forward import Form, Spec, Stored, forward as kernel
+    from ..kernels.hopper import backward, stored, wide
+    from ..kernels.hopper.forward import TILES_OF_K, Form, Spec, Stored, forward as kernel
     from ..kernels.hopper.work import Caches
 except (ImportError, AttributeError) as error:  # Gluon is experimental: names come and go
     kernel, _why = None, str(error)
@@ -38,7 +38,7 @@ _KNOWN = "block_mask", "left", "right", "origin", "cu_seqlens_q", "cu_seqlens_k"
 _IN_FORWARD = "seed", "bias", "mask", "mask_bits", "key_mask", "query_mask", "softcap", "alibi_slopes", "sinks"
 _IN_PREFILL = "query_mask", "softcap", "alibi_slopes", "sinks"  # of the forward, with caches
 _IN_BACKWARD = _IN_FORWARD
-_FORMS_OF_BACKWARD = tile_table.BACKWARDS["hopper_bwd"] | tile_table.BACKWARDS["hopper_bwd_ds"]
+_FORMS_OF_BACKWARD = {width: forms for rows in tile_table.BACKWARDS.values() for width, forms in rows.items()}
 _OTHERS = tuple(name for name, default in Call._field_defaults.items() if default is None and name not in _KNOWN)
 _DESCRIPTORS = (
     (kernel_arguments.TensorDescriptor,) if kernel is None else (kernel_arguments.TensorDescriptor, TensorDescriptor)
@@ -59,7 +59,8 @@ def limits(call: Call, known: tuple[str, ...] = _IN_FORWARD, forms=tile_table.HO
     lengths = call.query.shape[2], call.key.shape[2]
     if call.bias is not None and call.bias.dtype not in _LAYOUTS:
         lacks.append(f"it does not support a bias of {call.bias.dtype}")
-    if row_width(call) > (widest := max(tile_table.HOPPER)):
+    widest = max(forms)
+    if max(call.query.shape[3], call.value.shape[3]) > widest:
         lacks.append(f"it does not support heads wider than {widest}")
     elif not any(fits(call, form) for form in forms[row_width(call)]):
         heavy = "bias", *tile_table.MOST_KEYS[256], "mask", "mask_bits"
@@ -231,7 +232,8 @@ def splits(call: Call, pipeline: Pipeline, multiprocessors: int) -> int:
     if call.cu_seqlens_q is not None or call.sinks is not None or call.query_mask is not None:
         return 1
     batch, heads, rows, _ = kernel_arguments.sizes(call)
-    blocks, steps = cdiv(rows, pipeline.rows) * batch * heads, cdiv(_visible(call, pipeline.rows - 1), 64)
+    blocks = cdiv(rows, pipeline.rows) * batch * heads * _column_parts(call)
+    steps = cdiv(_visible(call, pipeline.rows - 1), 64)
     merged = 8 * batch * heads * rows * call.value.shape[3] / tile_table.MERGED_BYTES_A_US
     return _fastest(blocks, steps, *tile_table.BLOCK_US[row_width(call)], merged, multiprocessors)
 
@@ -255,6 +257,7 @@ def _fastest(blocks, steps, fixed, each, merged, multiprocessors):
 def programs(call: Call, pipeline: Pipeline, count: int, multiprocessors: int) -> int:
     """Return the grid size. If it is below the number of blocks, a program computes several. count: key splits."""
     batch, heads, _, _ = kernel_arguments.sizes(call)
+    count *= _column_parts(call)
     planes, band, keys = batch * heads * count, band_of(call), _visible(call, 0)
     blocks = kernel_arguments.slots(call, pipeline.rows) * heads * count
     most = tile_table.SHARED_KEYS if band == "full" else tile_table.SHARED_KEYS_OF_BANDS
@@ -279,7 +282,7 @@ def by_tiles(call: Call) -> Tensor | None:
 
 def fits(call: Call, form: Pipeline | Backward) -> bool:
     """Return whether options spill no registers with a kernel's tiles, and a bias and words fit into shared memory."""
-    bias, part, columns_v = by_tiles(call), _part(call), width.fn(call.value.shape[3])
+    bias = by_tiles(call)
     most = {} if isinstance(form, Backward) else tile_table.MOST_KEYS.get(row_width(call), {})
     if any(form.keys > keys and getattr(call, name) is not None for name, keys in most.items()):
         return False
@@ -288,11 +291,15 @@ def fits(call: Call, form: Pipeline | Backward) -> bool:
     if bias is None:
         return True
     if row_width(call) > tile_table.ONE_PASS and isinstance(form, Backward):
-        return row_width(call) == tile_table.IN_PARTS or bias.element_size() == 2 or bias.shape[2] == 1
+        return row_width(call) != 256 or bias.element_size() == 2 or bias.shape[2] == 1
     if isinstance(form, Backward):
         return _bias_tiles(call, bias, form) > 0
-    columns = width.fn(call.query.shape[3]) if part is None else row_width(call)
-    elements = form.rows * columns * (1 if columns > 128 else 2) + form.stages * form.keys * (columns + columns_v)
+    part, columns_v = _part(call), min(width.fn(call.value.shape[3]), tile_table.MOST_COLUMNS)
+    columns = width.fn(call.query.shape[3]) if part is None else cdiv(call.query.shape[3], part) * part
+    apart = form.stages == 1
+    of_key = TILES_OF_K.value * (part or columns) if apart else form.stages * columns
+    elements = form.rows * columns * (1 if columns > 128 or apart else 2)
+    elements += form.keys * (of_key + form.stages * columns_v)
     elements += 0 if part or columns == columns_v else form.rows * columns_v  # of the output
     elements += form.rows * form.keys * bias.element_size() // 2
     return 2 * elements + _word_bytes(call, form) <= tile_table.TILE_BYTES
@@ -350,20 +357,23 @@ def arguments(
     wide = None if partials is not None or out.dtype == query.dtype else kernel_arguments.of(out)
     by_groups = tile_table.REGISTERS if call.key_mask is call.mask_bits is None else tile_table.CLEANING_REGISTERS
     _, registers, fewer = by_groups[pipeline.warpgroups]
-    parts = 1 if _part(call) is None else row_width(call) // tile_table.PART
+    part = _part(call)
+    parts = 1 if part is None else cdiv(query.shape[3], part)
+    columns = min(width.fn(value.shape[3]), tile_table.MOST_COLUMNS)
+    planes = count * _column_parts(call)  # of a head
     form = Form(pipeline.warpgroups, pipeline.stages, pipeline.ping_pong, registers, fewer)
     return dict(
-        Q=descriptor(query, each, _part(call), packed),
-        K=descriptor(key, pipeline.keys, _part(call), by_rows),
-        V=descriptor(value, pipeline.keys, packed=by_rows),
+        Q=descriptor(query, each, part, packed),
+        K=descriptor(key, pipeline.keys, part, by_rows),
+        V=descriptor(value, pipeline.keys, columns, by_rows),
         caches=caches,
         Bias=_bias(call, pipeline.keys),
         Words=_words(call.mask_bits),
-        Out=descriptor(out, each, packed=packed) if partials is None and out.dtype == query.dtype else None,
+        Out=descriptor(out, each, columns, packed) if partials is None and out.dtype == query.dtype else None,
         stored=Stored(wide, partials, *((lse, stats) if partials is None else (None, None))),
         rules=kernel_arguments.rules(call),
-        planes=batch * heads * count,
-        section=min(batch * heads, max(1, together) * group) * count,
+        planes=batch * heads * planes,
+        section=min(batch * heads, max(1, together) * group) * planes,
         splits=count,
         spec=Spec(heads, group, value.shape[3], parts, call.top_left, page, form),
         **kernel_arguments.band(call),
@@ -378,7 +388,7 @@ def backward_limits(call: Call) -> list[str]:
     if len(given) > (most := tile_table.MOST_OPTIONS.get(row_width(call), 1)):
         names = ", ".join(map(_argument, given))
         lacks.append(f"it supports {most} of {names} at once: with more, registers would spill")
-    if call.bias is not None and by_tiles(call) is None:
+    if call.bias is not None and by_tiles(call) is None and row_width(call) <= 256:
         lacks.append("it does not support a bias that is equal for all keys")
     if call.cu_seqlens_q is not None and call.sinks is not None and call.sinks.shape[0] > 1:
         lacks.append("it does not support packed sequences with a sink each")
@@ -414,7 +424,13 @@ def row_width(call: Call) -> int:
 
 def _part(call):
     """Return the columns of a part of a tile of query or key in the forward; None if tiles are not divided."""
-    return tile_table.PART if row_width(call) == tile_table.IN_PARTS else None
+    part = tile_table.PARTS.get(row_width(call))
+    return None if part is None or call.query.shape[3] <= part else part
+
+
+def _column_parts(call):
+    """Return among how many programs the forward divides the columns of a block of rows of the output."""
+    return cdiv(call.value.shape[3], tile_table.MOST_COLUMNS)
 
 
 def unit(call: Call) -> tuple[int, int]:
@@ -498,12 +514,15 @@ def _group(call):
 
 
 def _scores_of_a_head(call):
-    """Return (shape, bytes) of the stored gradients of scores of one key head; packed sequences have blocks of keys."""
+    """Return (shape, bytes) of what is stored of the scores of one key head; packed sequences have blocks of keys.
+
+    The first dimension has the gradients and, of heads wider than 256, the weights.
+    """
     group, (_, _, rows, keys) = _group(call), kernel_arguments.sizes(call)
     if call.cu_seqlens_k is not None:
         block = 2 * tile_table.WARPGROUP_ROWS
         keys = kernel_arguments.slots(call, block, by_keys=True) * block
-    shape = group, 1, keys, cdiv(rows, 64) * 64  # each row starts an L2 line
+    shape = 1 + (row_width(call) > 256), group, 1, keys, cdiv(rows, 64) * 64  # each row starts an L2 line
     return shape, math.prod(shape) * call.query.element_size()
 
 
@@ -523,10 +542,11 @@ def heads_at_a_time(call: Call) -> int:
     return min(call.key.shape[0] * call.key.shape[1], max(2, tile_table.SCORES_BYTES // size))
 
 
-def new_scores(call: Call) -> Tensor:
-    """Return the buffer for gradients of scores: (`heads_at_a_time` * group, 1, Sk, Sq rounded up to 64)."""
-    (group, *shape), _ = _scores_of_a_head(call)
-    return call.query.new_empty((heads_at_a_time(call) * group, *shape))
+def new_scores(call: Call) -> tuple[Tensor, Tensor | None]:
+    """Return the buffers for gradients of scores and, or None, weights: (query heads, 1, Sk, Sq rounded up to 64)."""
+    (count, group, *shape), _ = _scores_of_a_head(call)
+    shape = heads_at_a_time(call) * group, *shape
+    return call.query.new_empty(shape), call.query.new_empty(shape) if count > 1 else None
 
 
 def _section(call, fits, size, blocks, multiprocessors):
@@ -544,12 +564,12 @@ def _section(call, fits, size, blocks, multiprocessors):
 
 
 def stored_arguments(
-    call: Call, grad_out: Tensor, rows: Tensor, words: Tensor | None, scores: Tensor, grad_value: Tensor,
-    form: Backward, multiprocessors: int,
+    call: Call, grad_out: Tensor, rows: Tensor, words: Tensor | None, scores: Tensor, weights: Tensor | None,
+    grad_value: Tensor, form: Backward, multiprocessors: int,
 ) -> dict:  # fmt: skip
-    """Return arguments of hopper_bwd_ds (gradients of scores and values), but no sequences, tile lists, planes, before.
+    """Return arguments of hopper_bwd_ds or hopper_bwd_wide, but no sequences, tile lists, planes, before.
 
-    words: of the mask, by `transpose_words`.
+    words: of the mask, by `transpose_words`. scores and weights: buffers, as `new_scores` returns them.
     """
     each, (_, _, length, keys) = tile_table.WARPGROUP_ROWS, kernel_arguments.sizes(call)
     (width_k, width_v), packed = _widths(call), call.cu_seqlens_q is not None
@@ -557,28 +577,46 @@ def stored_arguments(
     common, rules, bias = _common(call), _rules(call), by_tiles(call)
     if words is not None:
         rules = rules._replace(masks=rules.masks._replace(bits=rules.masks.bits._replace(words=words)))
-    return common | dict(
+    registers, columns = common.pop("REGISTERS"), (call.query.shape[3], call.value.shape[3])
+    shared = common | dict(
         section=_section(call, tile_table.SECTION_BYTES, size, cdiv(keys, form.keys), multiprocessors),
         rules=rules,
-        form=stored.Form(_group(call), call.query.shape[3], call.top_left, common.pop("REGISTERS")),
+        Rows=descriptor(rows, form.rows, 4, packed)
+        if _are_rows(call)
+        else descriptor(rows[..., :length], 4, form.rows),
+        GradScores=descriptor(scores[..., :length], each, form.rows),
+    )
+    if weights is not None:
+        by_rows = {"Q": call.query, "GradOut": grad_out}
+        by_keys = {"K": call.key, "V": call.value}
+        return (
+            shared
+            | {name: descriptor(x, form.rows, each, packed) for name, x in by_rows.items()}
+            | {name: descriptor(x, form.keys, each, packed) for name, x in by_keys.items()}
+            | dict(Weights=descriptor(weights[..., :length], each, form.rows))
+            | dict(form=wide.Form(_group(call), *columns, call.top_left, registers))
+        )
+    return shared | dict(
+        form=stored.Form(_group(call), columns[0], call.top_left, registers),
         Q=descriptor(call.query, form.rows, width_k, packed),
         K=descriptor(call.key, each, width_k, packed),
         V=descriptor(call.value, each, width_v, packed),
         GradOut=descriptor(grad_out, form.rows, width_v // 2, packed),
-        Rows=descriptor(rows, form.rows, 4, packed)
-        if _are_rows(call)
-        else descriptor(rows[..., :length], 4, form.rows),
         Bias=None if bias is None or bias.shape[2] == 1 else _bias(call, each),
-        GradScores=descriptor(scores[..., :length], each, form.rows),
         GradV=descriptor(grad_value, each, width_v, packed),
     )
 
 
 def product_arguments(
-    call: Call, grad_scores: Tensor, grad: Tensor, of_key: bool, form: Backward, multiprocessors: int
-) -> dict:
-    """Return the arguments of hopper_dk (`of_key`) or hopper_dq, except sequences, tile lists, planes and before."""
-    each, (width_k, _), others = tile_table.WARPGROUP_ROWS, _widths(call), call.query if of_key else call.key
+    call: Call, stored: Tensor, others: Tensor, grad: Tensor, of_key: bool, scale: float, form: Backward,
+    multiprocessors: int,
+) -> dict:  # fmt: skip
+    """Return the arguments of hopper_dk (`of_key`) or hopper_dq, except sequences, tile lists, planes and before.
+
+    stored: gradients of scores, or weights for the gradient of value. others: what it is multiplied by.
+    """
+    each, columns = tile_table.WARPGROUP_ROWS, min(max(128, width.fn(grad.shape[3])), tile_table.MOST_COLUMNS)
+    across = cdiv(grad.shape[3], columns)  # programs for the columns of a block
     (_, _, length, _), packed = kernel_arguments.sizes(call), call.cu_seqlens_q is not None
     block = (2 * each, each) if of_key else (each, 2 * each)
     group, blocks = _group(call), cdiv(grad.shape[2], form.keys)
@@ -586,13 +624,14 @@ def product_arguments(
     blocks = blocks if of_key else blocks * group
     section = _section(call, tile_table.SECTION_BYTES // 2, size, blocks, multiprocessors)
     return _common(call) | dict(
-        section=section if of_key else section * group,
-        GradScores=descriptor(grad_scores[..., :length], *block),
-        Others=descriptor(others, each, width_k, packed),
-        Product=descriptor(grad, each, width_k, packed),
+        section=(section if of_key else section * group) * across,
+        GradScores=descriptor(stored[..., :length], *block),
+        Others=descriptor(others, each, columns, packed),
+        Product=descriptor(grad, each, columns, packed),
         heads=grad.shape[1],
-        scale=call.scale,
+        scale=scale,
         GROUP=group,
+        ACROSS=across,
         TOP_LEFT=call.top_left,
         OF_K=of_key,
         STAGES=form.stages,

@@ -98,7 +98,7 @@ KERNELS["tangent_weights"] = weights
 if hopper.kernel is not None:
     KERNELS["hopper"] = hopper.kernel
     KERNELS |= dict.fromkeys(("hopper_bwd", "hopper_bwd_deterministic"), hopper.backward.backward)
-    KERNELS["hopper_bwd_ds"] = hopper.stored.stored_backward
+    KERNELS |= dict(hopper_bwd_ds=hopper.stored.stored_backward, hopper_bwd_wide=hopper.wide.wide_backward)
     KERNELS |= dict.fromkeys(tile_table.PRODUCTS, hopper.stored.grad_product)
 
 
@@ -140,7 +140,7 @@ def candidates(name, call):
 def backward_on_hopper(call, ordered):
     if widest(call) <= tile_table.ONE_PASS:
         return "hopper_bwd_deterministic" if ordered else "hopper_bwd"
-    return "hopper_bwd_ds"
+    return "hopper_bwd_ds" if hopper.row_width(call) <= 256 else "hopper_bwd_wide"
 
 
 def form_on_hopper(name, call):

@@ -85,10 +85,11 @@ SECTION_BYTES = 16 << 20
 # By width, for full calls and for bands: a program takes several blocks of rows if a row sees at most this many keys.
 # With more keys, one block per program was 0.98 to 1.04 times as fast as several on an H200 (bench/NOTES.md).
 SHARED_KEYS = {128: 16384}
-SHARED_KEYS_OF_BANDS = {64: 4096, 128: 16384, 192: 2048, 256: 2048}
+SHARED_KEYS_OF_BANDS = {64: 4096, 128: 16384, 192: 2048, 256: 2048, 512: 2048}
 # Estimate of the Hopper forward by width, in us on an H200 (bench/NOTES.md): (fixed time of a block of rows, its time
-# for every 64 keys). It decides into how many splits the keys of a call with few blocks are divided. 192 is a guess.
-BLOCK_US = {64: (1.5, 0.63), 128: (2.5, 0.8), 192: (4.0, 0.98), 256: (5.6, 1.44)}
+# for every 64 keys). It decides into how many splits the keys of a call with few blocks are divided. 192 and 512 are
+# guesses.
+BLOCK_US = {64: (1.5, 0.63), 128: (2.5, 0.8), 192: (4.0, 0.98), 256: (5.6, 1.44), 512: (9.0, 2.6)}
 MERGE_US, MERGED_BYTES_A_US = 5.0, 3e6  # fixed time of merging splits, and the bytes that it reads and writes in a us
 SHARED_PAIRS = 0.9  # causal programs take pairs of blocks if the pairs keep this share of multiprocessors busy
 
@@ -104,10 +105,13 @@ HOPPER = {
     128: (*_variants(Pipeline(2, 128, 2)), Pipeline(2, 64, 4)),
     192: (*_variants(Pipeline(2, 128, 2)), Pipeline(2, 64, 3)),
     256: (*_variants(Pipeline(2, 64, 2)), Pipeline(2, 32, 4)),
+    512: (*_variants(Pipeline(2, 64, 1)), Pipeline(2, 32, 1)),
 }
 # {width: {option: the most keys of a tile of the forward with which it does not spill registers in the loop}}
-MOST_KEYS = {192: dict(alibi_slopes=64, seed=64), 256: dict(alibi_slopes=32, seed=32)}
-IN_PARTS, PART = 192, 64  # of this width a tile of query or key in the forward is three parts with PART columns
+MOST_KEYS = {192: dict(alibi_slopes=64, seed=64)} | dict.fromkeys((256, 512), dict(alibi_slopes=32, seed=32))
+IN_PARTS = 192
+PARTS = {IN_PARTS: 64, 512: 128}  # by width, the columns of parts of a tile of query or key in the forward
+MOST_COLUMNS = 256  # of values that a program of the forward multiplies
 
 # {width: ({band: length}, the pipeline to try first if rows and keys are at least that many)}. At D 64, from these
 # lengths on, three warpgroups are 1.03 to 1.12 times as fast as two (an H200, bench/NOTES.md).
@@ -121,12 +125,17 @@ BACKWARDS: dict[str, dict[int, tuple]] = {
         ("hopper_bwd", "hopper_bwd_deterministic"), {64: (Backward(128, 2), Backward(64, 2)), 128: (Backward(64, 2),)}
     ),
     "hopper_bwd_ds": dict.fromkeys((IN_PARTS, 256), (Backward(64, 3),)),
+    "hopper_bwd_wide": {512: (Backward(128, 3),)},
 }
 # By width, how many of softcap, ALiBi, bias, dropout and mask those two take at once. At 128, pairs reload up to 9
 # registers.
-MOST_OPTIONS = {64: 3, 128: 2}
-REPEATABLE = "hopper_bwd_deterministic", "hopper_bwd_ds"  # deterministic BACKWARDS
-PRODUCTS = "hopper_dk", "hopper_dq"  # kernels that read the scores' gradients stored by "hopper_bwd_ds"
+MOST_OPTIONS = {64: 3, 128: 2, 512: 5}
+STORED = "hopper_bwd_ds", "hopper_bwd_wide"  # BACKWARDS that store gradients of scores, the second also weights
+REPEATABLE = "hopper_bwd_deterministic", *STORED  # deterministic BACKWARDS
+PRODUCTS = (
+    "hopper_dk",
+    "hopper_dq",
+)  # kernels that multiply what STORED ones store; hopper_dk also makes dv of "hopper_bwd_wide"
 SCORES_BYTES = 2**29  # limit on stored gradients of scores; two heads are always stored, which may take twice that
 ON_HOPPER: dict[str, dict[int, tuple]] = {"hopper": HOPPER} | BACKWARDS
 # Kernels whose forms `fusedattn tune` measures, in order. two_passes: dq and dkdv, each in its best form.

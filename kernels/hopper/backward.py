@@ -151,7 +151,7 @@ def _produce(shared, Q, K, V, GradOut, Rows, Bias, Words, kv, first, band, masks
             ring.claim(shared.q, step)
             noting.write(shared.notes, step, block, masked, member)
         plane = ring.of_rows(span.query_head(kv, member, GROUP), band)
-        noting.reserve(shared.notes, shared.words, Words, shared.q, step, masked, numbers, NBYTES)
+        noting.reserve(shared.notes, shared.words, Words, shared.q, step, step, masked, numbers, NBYTES)
         ring.copy(shared.q, shared.q.tiles, step, Q, plane, block * BLOCK_M)
         ring.copy(shared.q, shared.do, step, GradOut, plane, block * BLOCK_M)
         tables = span.Plane(plane.batch, TABLES * plane.head, TABLES * plane.index, plane.packed)

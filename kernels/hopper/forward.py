@@ -33,6 +33,7 @@ from .producer import produce
 from .work import Results, Shared, Work, block_of_rows, extent
 
 WARPS = gl.constexpr(4)  # warps of a warpgroup
+TILES_OF_K = gl.constexpr(4)  # of a pipeline with one stage: parts of k, of one or several steps
 COLUMNS = gl.constexpr(8)  # partial sums of a row, in registers: each of four neighbouring threads has two
 
 
@@ -52,8 +53,8 @@ class Form(NamedTuple):
 class Spec(NamedTuple):
     """Compile-time constants of a call: HEADS query heads, GROUP of them per kv head, and DV columns of a value.
 
-    PARTS blocks of Q or K, side by side, are a tile. TOP_LEFT is as in `span.band`. PAGE: keys of a page, or 2**30 if
-    each sequence has one page.
+    PARTS blocks of Q or K, side by side, are a tile; with one stage, blocks of K are tiles of their own. TOP_LEFT is as
+    in `span.band`. PAGE: keys of a page, or 2**30 if each sequence has one page.
     """
 
     HEADS: int
@@ -94,19 +95,19 @@ class Rows(NamedTuple):
 @gluon.jit
 def _take(
     g: gl.constexpr, work, n, results, heads, TOP_LEFT: gl.constexpr,
-    GROUPS: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
+    GROUPS: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
-    """Return the n-th block of rows of a program: (first row, Plane, Band, last, count, full, full_end).
+    """Return the n-th block of rows of a program: (first row, Plane, Band, part, last, count, full, full_end).
 
     last and count are as in `work.extent`. Warpgroup g needs no mask for the blocks of keys full .. full_end - 1.
     """
-    first, plane, band = block_of_rows(work, n, heads, TOP_LEFT, GROUPS * ROWS)
+    first, plane, band, part = block_of_rows(work, n, heads, TOP_LEFT, GROUPS * ROWS, PARTS)
     if work.tile_lists is None:
         last, count = extent(band, first, plane, results, GROUPS * ROWS, BLOCK_N)
         _, full, full_end, _ = span.blocks(band, first + g * ROWS, ROWS, BLOCK_N)
-        return first, plane, band, last, count, full, full_end
+        return first, plane, band, part, last, count, full, full_end
     else:  # notes have the rest
-        return first, plane, band, (), (), (), ()
+        return first, plane, band, part, (), (), (), ()
 
 
 @gluon.jit
@@ -231,21 +232,46 @@ def _pass_ping_pong(ping_pong, g: gl.constexpr):
 
 
 @gluon.jit
-def _multiply(q, k, zero):
-    """Begin q @ k.T, the sum of the products of their parts."""
+def _multiply(q, keys, step, zero, exists=True):
+    """Begin q @ k.T of a step, the sum of the products of their parts, once the first tile of k has arrived."""
+    PARTS: gl.constexpr = keys.tiles.shape[0] // keys.ready.shape[0]
+    TILES: gl.constexpr = len(q) // PARTS
     s = zero
-    for i in gl.static_range(len(q)):
-        s = warpgroup_mma(q[i], k[i].permute((1, 0)), s, use_acc=i > 0, is_async=True)
+    for t in gl.static_range(TILES):
+        if t > 0:
+            ring.wait(keys, step * TILES + t, pred=exists)
+        k = ring.parts(keys, step * TILES + t)
+        for i in gl.static_range(PARTS):
+            s = warpgroup_mma(q[t * PARTS + i], k[i].permute((1, 0)), s, use_acc=t + i > 0, is_async=True)
     return s
+
+
+@gluon.jit
+def _finish_scores(s, keys, step, TILES: gl.constexpr, LATER: gl.constexpr, exists=True):
+    """Wait for the product of `_multiply`, after which LATER others have begun, and give its tiles of k back."""
+    for t in gl.static_range(TILES):
+        s = warpgroup_mma_wait(num_outstanding=LATER + TILES - 1 - t, deps=(s,))
+        ring.release(keys, step * TILES + t, pred=exists)
+    return s
+
+
+@gluon.jit
+def _parts_of_q(g: gl.constexpr, shared, n, step, GROUPS: gl.constexpr):
+    """Return the parts of a warpgroup's tile of q for a program's n-th block of rows."""
+    if shared.v.tiles.shape[0] > 1:
+        return ring.parts(shared.q, n * GROUPS + g)
+    else:  # plus a 0 that ptxas cannot know: it would keep the addresses of all parts in registers, and spill others
+        return ring.parts(shared.q, n * GROUPS + g + (step < 0).to(gl.int32))
 
 
 @gluon.jit
 def _begin_scores(g: gl.constexpr, shared, n, step, zero, GROUPS: gl.constexpr, exists=True):
     """Begin q @ k.T of a program's n-th block of rows at a step. exists is False past the last block."""
+    q = _parts_of_q(g, shared, n, step, GROUPS)
     ring.wait(shared.q, n * GROUPS + g, pred=exists)
-    ring.wait(shared.k, step, pred=exists)
+    ring.wait(shared.k, step * (len(q) if shared.v.tiles.shape[0] == 1 else 1), pred=exists)
     _await_ping_pong(shared.ping_pong, g, step)
-    s = _multiply(ring.parts(shared.q, n * GROUPS + g), ring.parts(shared.k, step), zero)
+    s = _multiply(q, shared.k, step, zero, exists)
     _pass_ping_pong(shared.ping_pong, g)
     return s
 
@@ -272,20 +298,22 @@ def _consume(
     TWO: gl.constexpr = shared.q.ready.shape[0] > GROUPS
     EARLY: gl.constexpr = TWO and GROUPS == 2
     PACKED: gl.constexpr = work.sequences is not None
+    TILES: gl.constexpr = shared.q.tiles.shape[0] // shared.q.ready.shape[0] if shared.v.tiles.shape[0] == 1 else 1
+    ACROSS: gl.constexpr = (DV + WIDTH - 1) // WIDTH  # programs for the columns of a block of rows
     heads = HEADS if results.partials is None else HEADS * results.splits
     share = schedule.share(work.order, gl.program_id(0), gl.num_programs(0))
     some = share > 0 if PACKED else gl.constexpr(True)  # packed sequences may have fewer blocks than programs
-    first, plane, band, last, count, full, full_end = _take(
-        g, work, 0, results, heads, TOP_LEFT, GROUPS, ROWS, BLOCK_N
+    first, plane, band, part, last, count, full, full_end = _take(
+        g, work, 0, results, heads, TOP_LEFT, GROUPS, ROWS, BLOCK_N, ACROSS
     )  # fmt: skip
     zero = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
     s = zero
     if EARLY:
         s = _begin_scores(g, shared, 0, 0, zero, GROUPS, some)
-        s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
-        ring.release(shared.k, 0, pred=some)
+        s = _finish_scores(s, shared.k, 0, TILES, 0, some)
     step = 0
     for n in range(share):
+        column = 0 if ACROSS == 1 else part * WIDTH
         rows = first + g * ROWS + gl.arange(0, ROWS, layout=S_ROWS)
         out = gl.zeros([ROWS, WIDTH], gl.float32, O_LAYOUT)
         score = rules.score
@@ -313,31 +341,31 @@ def _consume(
 
         if not EARLY:
             s = _begin_scores(g, shared, n, step, zero, GROUPS)
-            s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
-            ring.release(shared.k, step)
-        q = ring.parts(shared.q, n * GROUPS + g)
+            s = _finish_scores(s, shared.k, step, TILES, 0)
+        q = _parts_of_q(g, shared, n, step, GROUPS)
         block, masked, steps = _visit(shared.notes, step, last, count, full, full_end)
         p, decay, state = _weights(g, s, state, masked, of, block, shared, step, GROUPS, P_LAYOUT, dtype)
         if TWO:
             store_wait(0)  # of the previous block's output
             if SHARE:
                 ring.release(shared.q, (n - 1) * GROUPS + g, pred=n > 0)
-        ring.wait(shared.k, step + 1, pred=steps > 1)
+        ring.wait(shared.k, (step + 1) * TILES, pred=steps > 1)
         for i in range(1, steps):
             step += 1
             block = last - i if shared.notes is None else ()
             block, masked, _ = _visit(shared.notes, step, block, count, full, full_end)
             _await_ping_pong(shared.ping_pong, g, step)
-            s = _multiply(q, ring.parts(shared.k, step), zero)
+            if TILES > 1:
+                q = _parts_of_q(g, shared, n, step, GROUPS)
+            s = _multiply(q, shared.k, step, zero)
             ring.wait(shared.v, step - 1)
             next_out = warpgroup_mma(p, ring.tile(shared.v, step - 1), out, is_async=True)
             _pass_ping_pong(shared.ping_pong, g)
-            s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
-            ring.release(shared.k, step)
+            s = _finish_scores(s, shared.k, step, TILES, 1)
             next_p, decay, state = _weights(g, s, state, masked, of, block, shared, step, GROUPS, P_LAYOUT, dtype)
             # ptxas moves the wait for p @ v up over the exponentials, and they no longer overlap. It moves nothing over
             # the end of a basic block, and a barrier's wait is a loop: so the wait for the next k is here.
-            ring.wait(shared.k, step + 1, pred=i + 1 < steps)
+            ring.wait(shared.k, (step + 1) * TILES, pred=i + 1 < steps)
             # wgmma reads p from its registers until here.
             out, p = warpgroup_mma_wait(num_outstanding=0, deps=(next_out, p))
             ring.release(shared.v, step - 1)
@@ -350,10 +378,10 @@ def _consume(
             s = _begin_scores(g, shared, n + 1, step + 1, zero, GROUPS, more)
         else:
             # A wait ends a basic block, so ptxas does not put what follows between the instructions of the product.
-            ring.wait(shared.k, step + 1, pred=more)
+            ring.wait(shared.k, (step + 1) * TILES, pred=more)
         # Call _take here: its divisions then run during this product and do not delay the next one.
         following = _take(
-            g, work, gl.minimum(n + 1, share - 1), results, heads, TOP_LEFT, GROUPS, ROWS, BLOCK_N
+            g, work, gl.minimum(n + 1, share - 1), results, heads, TOP_LEFT, GROUPS, ROWS, BLOCK_N, ACROSS
         )  # fmt: skip
         out, p = warpgroup_mma_wait(num_outstanding=1 if EARLY else 0, deps=(out, p))
         ring.release(shared.v, step)
@@ -371,24 +399,28 @@ def _consume(
             out = gl.where(real[:, None], out, 0.0)
             lse = gl.where(real, lse, scores.unseen(score, plane, gl.float32))
             log2_sum = gl.where(real, log2_sum, float("inf"))
+        # Of programs that divide the columns of a row, the first stores its statistics.
+        is_first = True if ACROSS == 1 else part == 0
+        stored_rows = gl.where(is_first, band.rows, 0)
         if results.Lse is not None:
-            memory.store_column(memory.table(results.Lse, plane, band.rows, 1), rows, band.rows, 0, lse)
+            memory.store_column(memory.table(results.Lse, plane, band.rows, 1), rows, stored_rows, 0, lse)
+        c = column + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, O_LAYOUT))[None, :]
         if results.Stats is not None:
-            c = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, O_LAYOUT))[None, :]
             stored: gl.constexpr = dtype if results.Wide is None else gl.float32
             stats = saved_stats.table(results.Stats, plane, band.rows, stored, DV)
-            saved_stats.store(stats, rows, band.rows, row_max, log2_sum)
+            saved_stats.store(stats, rows, stored_rows, row_max, log2_sum)
             saved_stats.store_tail(stats, rows, band.rows, out, c, DV, stored)
         if not SHARE:
             ring.release(shared.q, n * GROUPS + g)
         if results.Wide is not None:
-            r, c = rows[:, None], gl.arange(0, WIDTH, layout=gl.SliceLayout(0, O_LAYOUT))[None, :]
+            r = rows[:, None]
             where = memory.pointers(memory.of_rows(results.Wide, plane), r, c)
             gl.store(where, out, mask=(r < band.rows) & (c < DV))
         elif results.partials is not None:
-            c = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, O_LAYOUT))[None, :]
             split, head = plane.index % results.splits, span.kv_head(plane, results.splits)
-            splitting.keep(results.partials, head, rows, c, band.rows, split, results.splits, out, state, True, DV)
+            splitting.keep(
+                results.partials, head, rows, c, band.rows, split, results.splits, out, state, True, DV, is_first
+            )  # fmt: skip
         else:
             if SHARE and len(q) == 1:
                 tile = q[0].reshape(results.Out.block_type.shape)
@@ -396,15 +428,14 @@ def _consume(
                 tile = shared.out.index((g * shared.out.shape[0] + GROUPS - 1) // GROUPS)
             tile.reshape([ROWS, WIDTH]).store(out.to(dtype))
             fence_async_shared()
-            async_store(results.Out, ring.place(ring.of_rows(plane, band), first + g * ROWS, 0), tile)
+            async_store(results.Out, ring.place(ring.of_rows(plane, band), first + g * ROWS, column), tile)
         if EARLY:
-            s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
-            ring.release(shared.k, step, pred=more)
+            s = _finish_scores(s, shared.k, step, TILES, 0, more)
         if not TWO:
             store_wait(0)
             if SHARE:
                 ring.release(shared.q, n * GROUPS + g)
-        first, plane, band, last, count, full, full_end = following
+        first, plane, band, part, last, count, full, full_end = following
     store_wait(0)
 
 
@@ -417,11 +448,14 @@ def forward(
     """Write Out, or what is `stored`, as kernels/forward.py does; a program may compute several blocks of rows.
 
     Only one of Out, stored.Wide, a View of float32 (B, H, Sq, DV), and stored.partials is not None. Q, K, V and Out are
-    TMA descriptors of (B, H, S, D) with blocks of [1, 1, rows, width(D)], or of 64 columns if spec.PARTS blocks of Q or
-    K are a tile; blocks of Q and Out have 64 rows. Bias, or None, is one of (B, H, Sq, Sk), 1 for equal ones. Words, or
-    None, is one of the words of `masks.Bits` as int32 (count, 128), in blocks [1, 128]. tile_lists, or None, are as in
-    kernels/forward.py. planes is B * Hq * splits, where a plane is one split of the keys of one head, and `section` is
-    as in schedule.py. Under a causal mask a program with several blocks takes them in pairs; planes must then be even.
+    TMA descriptors of (B, H, S, D) with blocks of [1, 1, rows, width(D)], or of fewer columns if spec.PARTS blocks of Q
+    or K are a tile; blocks of Q and Out have 64 rows. A program computes as many columns of Out as a block of V has.
+    Bias, or None, is one of (B, H, Sq, Sk), 1 for equal ones. Words, or None, is one of the words of `masks.Bits` as
+    int32 (count, 128), in blocks [1, 128]. tile_lists, or None, are as in kernels/forward.py.
+
+    planes is the number of planes of the schedule, B * Hq * splits, times programs that divide the columns of a row; a
+    plane is one split of the keys of one head. `section` is as in schedule.py. Under a causal mask a program with
+    several blocks takes them in pairs; planes must then be even.
 
     sequences, unless None, are packed: B is 1, q_len and k_len are totals, planes is Hq, and descriptors are ragged.
     `used` is then the number of used slots, an int32 tensor with one element. caches (`work.Caches`): if they are not
@@ -435,7 +469,6 @@ def forward(
     DV: gl.constexpr = spec.DV
     TOP_LEFT: gl.constexpr = spec.TOP_LEFT
     PAGE: gl.constexpr = spec.PAGE
-    gl.static_assert(STAGES >= 2, "the next k is waited for before v is given back")
     band = span.band(q_len, k_len, left, right, spec.TOP_LEFT)
     ROWS: gl.constexpr = Q.block_type.shape[-2]
     blocks, paired = gl.cdiv(q_len, GROUPS * ROWS), 0
@@ -447,9 +480,12 @@ def forward(
     WIDTH: gl.constexpr = spec.PARTS * Q.block_type.shape[-1]
     # With equal widths, or with parts (which are wider than the output), a warpgroup's output overwrites its q.
     SHARE: gl.constexpr = Out is not None and (spec.PARTS > 1 or WIDTH == Out.block_type.shape[-1])
-    # Two tiles of q per warpgroup: the next is loaded when a block ends. Heads wider than 128 leave space for one.
-    q = ring.ring(Q, GROUPS if WIDTH > 128 else 2 * GROUPS, 1, spec.PARTS)
-    k, v = ring.ring(K, STAGES, GROUPS, spec.PARTS), ring.ring(V, STAGES, GROUPS)
+    # Two tiles of q per warpgroup: the next is loaded when a block ends. Heads wider than 128 leave space for one. Of
+    # heads wider than 256 a part of k is a tile: there is no space for all parts of two steps.
+    APART: gl.constexpr = STAGES == 1
+    q = ring.ring(Q, GROUPS if WIDTH > 128 or APART else 2 * GROUPS, 1, spec.PARTS)
+    k = ring.ring(K, TILES_OF_K if APART else STAGES, GROUPS, 1 if APART else spec.PARTS)
+    v = ring.ring(V, STAGES, GROUPS)
     if SHARE and spec.PARTS > 1:
         out = as_blocks(Out, q.tiles)
     elif SHARE or Out is None:
@@ -458,10 +494,11 @@ def forward(
         out = gl.allocate_shared_memory(Out.dtype, [GROUPS] + Out.block_type.shape, Out.layout)
     KEYS: gl.constexpr = rules.masks.keys is not None
     landed = ring.landing(v) if KEYS else None
-    notes = None if tile_lists is None else noting.notes(STAGES, K.block_type.shape[-2])
+    AHEAD: gl.constexpr = (TILES_OF_K + spec.PARTS - 1) // spec.PARTS if APART else STAGES
+    notes = None if tile_lists is None else noting.notes(AHEAD, K.block_type.shape[-2])
     words = None
     if Words is not None:
-        words = noting.words(Words, STAGES, GROUPS * K.block_type.shape[-2] // masking.BLOCK)
+        words = noting.words(Words, AHEAD, GROUPS * K.block_type.shape[-2] // masking.BLOCK)
     bias = None if Bias is None else ring.ring(Bias, GROUPS, 1)
     ping_pong = None
     if form.PING_PONG:
@@ -473,13 +510,12 @@ def forward(
         Shared(q, k, v, landed, notes, words, bias, out, ping_pong),
         Results(Out, stored.Wide, stored.partials, stored.Lse, stored.Stats, splits),
     )
-    produced = (shared, results, Q, K, V, Bias, Words, work, rules, HEADS, GROUP, TOP_LEFT, PAGE)
     if GROUPS == 2:
         gl.warp_specialize(
             [
                 (_consume, (0, shared, results, work, rules, HEADS, DV, TOP_LEFT, SHARE)),
                 (_consume, (1, shared, results, work, rules, HEADS, DV, TOP_LEFT, SHARE)),
-                (produce, produced),
+                (produce, (shared, results, Q, K, V, Bias, Words, work, rules, HEADS, GROUP, DV, TOP_LEFT, PAGE)),
             ],
             [WARPS, 1],
             [form.REGISTERS, form.PRODUCER_REGISTERS],
@@ -490,7 +526,7 @@ def forward(
                 (_consume, (0, shared, results, work, rules, HEADS, DV, TOP_LEFT, SHARE)),
                 (_consume, (1, shared, results, work, rules, HEADS, DV, TOP_LEFT, SHARE)),
                 (_consume, (2, shared, results, work, rules, HEADS, DV, TOP_LEFT, SHARE)),
-                (produce, produced),
+                (produce, (shared, results, Q, K, V, Bias, Words, work, rules, HEADS, GROUP, DV, TOP_LEFT, PAGE)),
             ],
             [WARPS, WARPS, 1],
             [form.REGISTERS, form.REGISTERS, form.PRODUCER_REGISTERS],

@@ -82,15 +82,15 @@ def load_words(halves, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def reserve(notes, words, Words, tiles, step, masked, numbers, NBYTES: gl.constexpr):
-    """Do `ring.reserve` for the tiles of a step, and begin the copies of words with these numbers if it is masked."""
+def reserve(notes, words, Words, tiles, at, step, masked, numbers, NBYTES: gl.constexpr):
+    """Do `ring.reserve` for tile `at`, and begin the copies of a step's words with these numbers if it is masked."""
     if words is None:
-        ring.reserve(tiles, step, NBYTES)
+        ring.reserve(tiles, at, NBYTES)
     else:
         if masked:
-            ring.reserve(tiles, step, NBYTES + len(numbers) * Words.block_type.nbytes)
-            ready = tiles.ready.index(step % tiles.ready.shape[0])
+            ring.reserve(tiles, at, NBYTES + len(numbers) * Words.block_type.nbytes)
+            ready = tiles.ready.index(at % tiles.ready.shape[0])
             for n in gl.static_range(len(numbers)):
                 async_load(Words, [numbers[n].to(gl.int32), 0], ready, words_of(notes, words, step, n))
         else:
-            ring.reserve(tiles, step, NBYTES)
+            ring.reserve(tiles, at, NBYTES)

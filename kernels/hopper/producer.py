@@ -81,6 +81,7 @@ def _begin(shared, step, K, Words, masks, keys, row, plane, band, steps, i, bloc
     """Write the note of a step, and load its keys and, if it needs a mask of pairs, its words."""
     ROWS: gl.constexpr = shared.q.tiles.shape[-2]
     BLOCK_N: gl.constexpr = shared.k.tiles.shape[-2]
+    TILES: gl.constexpr = shared.q.tiles.shape[0] // shared.q.ready.shape[0] if shared.v.tiles.shape[0] == 1 else 1
     ACROSS: gl.constexpr = BLOCK_N // masking.BLOCK
     masked, numbers = i < steps.masked if shared.notes is not None else (), ()
     if shared.words is not None:  # before the wait for a free tile
@@ -88,15 +89,18 @@ def _begin(shared, step, K, Words, masks, keys, row, plane, band, steps, i, bloc
             key = gl.where(masked, block * BLOCK_N + n % ACROSS * masking.BLOCK, band.keys)
             numbers += (masking.number(masks.bits, plane, first + n // ACROSS * ROWS, key, band),)
     if shared.notes is not None:
-        ring.claim(shared.k, step)
+        ring.claim(shared.k, step * TILES)
         noting.write(shared.notes, step, block, masked, steps.count)
         if masks.keys is not None:
             cols = block * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.BlockedLayout([1], [32], [1], [0]))
             real = masking.real_keys(masks, plane, cols, gl.where(masked, band.keys, 0))
             noting.real_keys(shared.notes, step).store(real.to(gl.int8))
     PARTS: gl.constexpr = shared.k.tiles.shape[0] // shared.k.ready.shape[0]
-    noting.reserve(shared.notes, shared.words, Words, shared.k, step, masked, numbers, PARTS * K.block_type.nbytes)
-    ring.load(shared.k, step, K, keys, row)
+    NBYTES: gl.constexpr = PARTS * K.block_type.nbytes
+    noting.reserve(shared.notes, shared.words, Words, shared.k, step * TILES, step, masked, numbers, NBYTES)
+    ring.load(shared.k, step * TILES, K, keys, row)
+    for i in gl.static_range(1, TILES):
+        ring.fill(shared.k, step * TILES + i, K, keys, row, i * K.block_type.shape[-1])
 
 
 @gluon.jit
@@ -119,17 +123,22 @@ def _fill_bias(shared, step, Bias, plane, first, block, GROUPS: gl.constexpr):
 @gluon.jit
 def produce(
     shared, results, Q, K, V, Bias, Words, work, rules,
-    HEADS: gl.constexpr, GROUP: gl.constexpr, TOP_LEFT: gl.constexpr, PAGE: gl.constexpr,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, DV: gl.constexpr, TOP_LEFT: gl.constexpr, PAGE: gl.constexpr,
 ):  # fmt: skip
     """Load tiles by TMA: the work of one warp. Keys go from last to first, so that masked blocks come first."""
     GROUPS: gl.constexpr = 3 if shared.q.ready.shape[0] > 4 else 2
     ROWS: gl.constexpr = shared.q.tiles.shape[-2]
     BLOCK_N: gl.constexpr = shared.k.tiles.shape[-2]
+    WIDTH: gl.constexpr = shared.v.tiles.shape[-1]
+    ACROSS: gl.constexpr = (DV + WIDTH - 1) // WIDTH
+    # With one tile of v, the next k is loaded before v: the tile of v is free later.
+    K_FIRST: gl.constexpr = shared.v.tiles.shape[0] == 1
     heads = HEADS if results.partials is None else HEADS * results.splits
     v = shared.v if shared.landed is None else shared.landed
     step = 0
     for n in range(schedule.share(work.order, gl.program_id(0), gl.num_programs(0))):
-        first, plane, band = block_of_rows(work, n, heads, TOP_LEFT, GROUPS * ROWS)
+        first, plane, band, part = block_of_rows(work, n, heads, TOP_LEFT, GROUPS * ROWS, ACROSS)
+        column = 0 if ACROSS == 1 else part * WIDTH
         steps = _steps(work, band, first, plane, results, GROUPS * ROWS, BLOCK_N)
         block, following = steps.start, _following(steps, 1)
         if results.partials is not None:  # a plane is one split of a head
@@ -143,16 +152,28 @@ def produce(
         for g in gl.static_range(GROUPS):
             ring.fill(shared.q, n * GROUPS + g, Q, ring.of_rows(plane, band), first + g * ROWS)
         _fill_bias(shared, step, Bias, plane, first, block, GROUPS)
-        ring.fill(v, step, V, keys, row)
+        if not K_FIRST:
+            ring.fill(v, step, V, keys, row, column)
         step += 1
         for i in range(1, steps.count):
+            if K_FIRST:
+                before = keys, row
+                if i > 1:
+                    _pass_on(shared, step - 2, steps, i - 2)
             block = steps.start - i if len(steps.lists) == 0 else following
             following = _following(steps, i + 1)
             keys, row = _keys(work.caches, kv, band, block, page, PAGE, BLOCK_N)
             page = _page(work, K, kv, block - 1, PAGE, BLOCK_N)
             _begin(shared, step, K, Words, rules.masks, keys, row, plane, band, steps, i, block, first, GROUPS)
             _fill_bias(shared, step, Bias, plane, first, block, GROUPS)
-            _pass_on(shared, step - 1, steps, i - 1)
-            ring.fill(v, step, V, keys, row)
+            if K_FIRST:
+                ring.fill(v, step - 1, V, before[0], before[1], column)
+            else:
+                _pass_on(shared, step - 1, steps, i - 1)
+                ring.fill(v, step, V, keys, row, column)
             step += 1
+        if K_FIRST:
+            if steps.count > 1:
+                _pass_on(shared, step - 2, steps, steps.count - 2)
+            ring.fill(v, step - 1, V, keys, row, column)
         _pass_on(shared, step - 1, steps, steps.count - 1)

@@ -21,12 +21,13 @@ GROUPS = gl.constexpr(2)  # warpgroups that multiply
 # True if products read left operands from the registers that hold them. Triton 3.9 copies them first: they may not fit.
 OPERANDS_STAY = gl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9))
 
-# The layout of [64, 1] numbers, one for each column of scores [64, 64], in the threads that hold the columns.
-OF_ROWS = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[1, 0], [8, 0], [16, 0], [32, 0]], [[2, 0], [4, 0], [0, 0], [0, 0], [0, 0]], [[0, 0], [0, 0]], [], [64, 1]
-    )
-)
+
+@triton.constexpr_function
+def _of_rows(count):
+    """Return the layout of [count, 1] numbers, one for each column of scores, in the threads that hold the columns."""
+    registers = [[1, 0], *([8 << i, 0] for i in range((count // 8).bit_length() - 1))]
+    lanes, warps = [[2, 0], [4, 0], [0, 0], [0, 0], [0, 0]], [[0, 0], [0, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [count, 1])
 
 
 class Keys(NamedTuple):
@@ -152,8 +153,8 @@ def begin_dp(v, do, shared, step, zero, part: gl.constexpr = 0, PARTS: gl.conste
 def hide(p, first, earliest, band, score, words):
     """Return the weights p, [keys, rows from `first` on], with 0 where the band (causal, window) or a mask hides them.
 
-    words, unless None, are `noting.words_of` these rows, a word for each key. earliest is `span.first_to_see`. If no
-    row sees any key, nothing is hidden, but p is 0 already.
+    words, unless None, are `noting.words_of` each 64 of these rows, a word for each key. earliest is
+    `span.first_to_see`. If no row sees any key, nothing is hidden, but p is 0 already.
     """
     r = first + gl.arange(0, p.shape[1], layout=gl.SliceLayout(0, p.type.layout))[None, :]
     # An impure instruction makes the compiler keep the caller's `if`. Otherwise each step would compute this.
@@ -163,8 +164,10 @@ def hide(p, first, earliest, band, score, words):
         seen &= r < band.rows
     if words is not None:
         LAYOUT: gl.constexpr = p.type.layout
-        rows = gl.arange(0, p.shape[1], layout=gl.SliceLayout(0, LAYOUT))[None, :]
-        seen &= masking.bit(masking.half((noting.load_words(words, LAYOUT),), rows), rows)
+        rows, loaded = gl.arange(0, p.shape[1], layout=gl.SliceLayout(0, LAYOUT))[None, :], ()
+        for n in gl.static_range(len(words)):
+            loaded += (noting.load_words(words[n], LAYOUT),)
+        seen &= masking.bit(masking.half(loaded, rows), rows)
     return gl.where(seen, p, 0 if p.dtype == gl.int32 else 0.0)
 
 
@@ -174,7 +177,7 @@ def across(rows, step, column: gl.constexpr, LAYOUT: gl.constexpr, part: gl.cons
     tile = ring.at(rows, step)
     if tile.shape[1] == 4:
         COUNT: gl.constexpr = tile.shape[0] // PARTS
-        gl.static_assert(COUNT == 64)
+        OF_ROWS: gl.constexpr = _of_rows(COUNT)
         x = tile.slice(part * COUNT, COUNT, dim=0).slice(column, 1, dim=1).load(OF_ROWS)
         return gl.convert_layout(x.permute((1, 0)), LAYOUT)
     else:
@@ -258,7 +261,7 @@ def biased_weights(
     bias = bias_of(shared.bias, at, exists, s)
     words = None
     if shared.words is not None:
-        words = noting.words_of(shared.notes, shared.words, step, part * GROUPS + g)
+        words = (noting.words_of(shared.notes, shared.words, step, part * GROUPS + g),)
     p = weights(s, bias, words, shared.rows, step, block, keys, rules, plane, slope, dtype, part, PARTS)
     if shared.bias is not None:  # after a branch: ptxas would move it up, before the loads of the bias have arrived
         ring.release(shared.bias, at, pred=exists)

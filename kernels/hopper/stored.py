@@ -19,8 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.language.nvidia.hopper.tma import store_wait
 
-from ..vocabulary import masks as masking, memory, rules as ruling, scores, span
-from . import lists as listing, notes as noting, ring, schedule
+from ..vocabulary import masks as masking, rules as ruling, scores, span
+from . import lists as listing, notes as noting, ring, schedule, visits
 from .copies import as_blocks, async_store
 from .steps import (
     OPERANDS_STAY,
@@ -71,109 +71,6 @@ class Shared(NamedTuple):
 
 
 @gluon.jit
-def _stored_blocks(band, first, TILE: gl.constexpr):
-    """Return [begin, end), the blocks of TILE keys for which the ds of rows first .. first + TILE - 1 is stored.
-
-    Rows and keys are rounded up to whole blocks, so that rows, and keys with a flipped band, find the same tiles.
-    """
-    rows, keys = gl.cdiv(band.rows, TILE) * TILE, gl.cdiv(band.keys, TILE) * TILE
-    begin, full, full_end, end = span.blocks(
-        span.Band(rows, keys, band.low, band.high, band.diagonal), first, TILE, TILE
-    )
-    return begin, gl.maximum(begin, end)
-
-
-@gluon.jit
-def _row_blocks(shared, first, band):
-    """Return [begin, end) of the blocks of rows that a program of `stored_backward` visits."""
-    BLOCK_M: gl.constexpr = shared.q.tiles.shape[-2]
-    TILE: gl.constexpr = shared.k.tiles.shape[0] * shared.k.tiles.shape[-2]
-    begin, end = _stored_blocks(span.flip(band), first, TILE)
-    return begin * (TILE // BLOCK_M), end * (TILE // BLOCK_M)
-
-
-class Work(NamedTuple):
-    """Blocks of rows or keys that the programs compute: their order, planes before the first, and heads of a batch.
-
-    The rest is as in work.py. Programs of packed sequences have one block each, and `order` has only their planes. A
-    tile of the lists has as many rows as keys.
-    """
-
-    order: schedule.Schedule
-    before: gl.tensor
-    heads: gl.tensor
-    band: span.Band
-    sequences: span.Sequences
-    tile_lists: memory.View
-    left: gl.tensor
-    right: gl.tensor
-
-
-@gluon.jit
-def _take(work, n, TOP_LEFT: gl.constexpr, TILE: gl.constexpr, OF_K: gl.constexpr):
-    """Return (first row, or first key if OF_K; batch and head as a Plane; Band) of a program's n-th block."""
-    if work.sequences is None:
-        programs, order = gl.num_programs(0), work.order
-        first, plane = schedule.take(order, n, gl.program_id(0), programs, work.heads, TILE, work.before)
-        if OF_K:  # reverse: under a causal band the first keys have the most rows
-            first = (order.blocks - 1) * TILE - first
-        return first, plane, work.band
-    else:
-        block, plane, rows, keys = span.locate(
-            work.sequences, work.band.rows, work.band.keys, work.order.planes, TILE, BY_KEYS=OF_K
-        )
-        head = work.before + plane.head
-        plane = span.Plane(plane.batch, head, plane.batch * work.heads + head, plane.packed)
-        first = gl.maximum(block, 0) * TILE
-        if work.tile_lists is not None and not OF_K:  # as `tile_lists` counts slots
-            first = span.latest_first(block, rows, TILE)
-        return first, plane, span.band(rows, keys, work.left, work.right, TOP_LEFT)
-
-
-@gluon.jit
-def _lists(work, plane, first, TILE: gl.constexpr):
-    """Return the Lists of a program's block of rows or keys, () if only the band hides pairs."""
-    if work.tile_lists is None:
-        return ()
-    else:
-        return listing.lists(work.tile_lists, plane, first // TILE)
-
-
-@gluon.jit
-def _listed(lists, step, ahead, PARTS: gl.constexpr):
-    """Return (block, query head in its group) of a step, one of PARTS of a tile, and the next step's entry."""
-    return (
-        ahead.to(gl.int32) * PARTS + step % PARTS,
-        (ahead >> 32).to(gl.int32),
-        listing.entry(lists, (step + 1) // PARTS),
-    )
-
-
-@gluon.jit
-def _head(plane, before):
-    """Return the number of a query head in GradScores, which has those of all batches, or of packed sequences once."""
-    return (plane.index if len(plane.packed) == 0 else plane.head) - before
-
-
-@gluon.jit
-def _first_key(plane, TILE: gl.constexpr):
-    """Return where the keys of a plane begin in GradScores: each packed sequence has tiles of its own."""
-    if len(plane.packed) == 0:
-        return 0
-    else:
-        return (plane.packed.key // TILE + plane.batch) * TILE
-
-
-@gluon.jit
-def _steps(begin, end, lists, MEMBERS: gl.constexpr, PARTS: gl.constexpr):
-    """Return the number of steps of a program: PARTS of each listed tile, or [begin, end) for each of MEMBERS heads."""
-    if len(lists) == 0:
-        return (end - begin) * MEMBERS
-    else:
-        return lists.count * PARTS
-
-
-@gluon.jit
 def _produce(shared, Q, K, V, GradOut, Rows, Bias, kv, first, band, lists, GROUP: gl.constexpr):
     """Load by TMA all tiles that the warpgroups of `stored_backward` read: the work of one warp."""
     KEYS: gl.constexpr = shared.k.tiles.shape[-2]
@@ -182,13 +79,13 @@ def _produce(shared, Q, K, V, GradOut, Rows, Bias, kv, first, band, lists, GROUP
         ring.reserve(shared.k, g, K.block_type.nbytes + V.block_type.nbytes)
         ring.copy(shared.k, shared.k.tiles, g, K, ring.of_keys(kv, band), first + g * KEYS)
         ring.copy(shared.k, shared.v, g, V, ring.of_keys(kv, band), first + g * KEYS)
-    begin, end = _row_blocks(shared, first, band)
+    begin, end = visits.row_blocks(first, band, BLOCK_M, 2 * KEYS)
     block, member, ahead = begin, begin * 0, ()
     if len(lists) > 0:
         ahead = listing.entry(lists, 0)
-    for step in range(_steps(begin, end, lists, GROUP, 2 * KEYS // BLOCK_M)):
+    for step in range(visits.steps(begin, end, lists, GROUP, 2 * KEYS // BLOCK_M)):
         if len(lists) > 0:
-            block, member, ahead = _listed(lists, step, ahead, 2 * KEYS // BLOCK_M)
+            block, member, ahead = visits.listed(lists, step, ahead, 2 * KEYS // BLOCK_M)
             ring.claim(shared.q, step)
             noting.write(shared.notes, step, block, step < lists.masked * (2 * KEYS // BLOCK_M), member)
         plane = ring.of_rows(span.query_head(kv, member, GROUP), band)
@@ -210,14 +107,14 @@ def _store(g: gl.constexpr, shared, GradScores, GradV, kv, before, first, band, 
     """Store a warpgroup's ds and dv in global memory: the work of one warp."""
     KEYS: gl.constexpr = shared.k.tiles.shape[-2]
     BLOCK_M: gl.constexpr = shared.q.tiles.shape[-2]
-    begin, end = _row_blocks(shared, first, band)
+    begin, end = visits.row_blocks(first, band, BLOCK_M, 2 * KEYS)
     block, member = begin, begin * 0
-    key = _first_key(kv, 2 * KEYS) + first + g * KEYS
-    for step in range(_steps(begin, end, lists, GROUP, 2 * KEYS // BLOCK_M)):
+    key = visits.first_key(kv, 2 * KEYS) + first + g * KEYS
+    for step in range(visits.steps(begin, end, lists, GROUP, 2 * KEYS // BLOCK_M)):
         if shared.notes is not None:
             ring.wait(shared.ds, 2 * step + g)
             block, _, member = noting.read(shared.notes, step)
-        here = _head(span.query_head(kv, member, GROUP), before * GROUP)
+        here = visits.head(span.query_head(kv, member, GROUP), before * GROUP)
         ring.wait(shared.ds, 2 * step + g)
         async_store(GradScores, [here, 0, key, block * BLOCK_M], shared.ds.tiles.index(g))
         store_wait(0)
@@ -307,7 +204,7 @@ def _full(g: gl.constexpr, s, shared, step, exists, block, member, keys, score, 
 def _weights(s, shared, step, block, member, keys, number, rules, kv, GROUP: gl.constexpr):
     """Return the weights of a step from scores of `_full`. number: of its words, by `transpose_words`."""
     bits, score = rules.masks.bits, rules.score
-    words = None if bits is None else bits.words + number.to(gl.int64) * masking.BLOCK
+    words = None if bits is None else (bits.words + number.to(gl.int64) * masking.BLOCK,)
     if score.slopes is not None or score.bias is not None:
         score = scores.Score(None, None, None, None, score.slopes, score.bias, None, None)
     rules = ruling.Rules(rules.masks, score, rules.dropout)
@@ -338,9 +235,9 @@ def _consume(g: gl.constexpr, shared, kv, first, band, rules, lists, GROUP: gl.c
     _, full, full_end, _ = extent(band, first, 2 * KEYS, BLOCK_M)
     counters = counters_of(rules.dropout, first + g * KEYS, KEYS, BLOCK_M)
     keys = Keys(cols, earliest, band, full, full_end, counters)
-    begin, end = _row_blocks(shared, first, band)
+    begin, end = visits.row_blocks(first, band, BLOCK_M, 2 * KEYS)
     block, member = begin, begin * 0
-    steps = _steps(begin, end, lists, GROUP, 2 * KEYS // BLOCK_M)
+    steps = visits.steps(begin, end, lists, GROUP, 2 * KEYS // BLOCK_M)
     ring.wait(shared.k, g)
     if rules.masks.keys is not None:
         clean(ring.at(shared.v, g), first + g * KEYS, rules.masks, kv, band.keys)
@@ -406,10 +303,10 @@ def stored_backward(
     None, list 128 rows by 128 keys, by keys; words of rules.masks.bits are by `transpose_words`. All are TMA
     descriptors. A block has 64 keys, or the rows of a block of Q, and at least 128 columns (GradOut: half). Rows is
     (B, Hq, 4, Sq) or (B, Hq, Sq, 4), in blocks of as many rows as Q. Bias is as in `backward`. Of GradScores only the
-    `_stored_blocks` are written.
+    `visits.stored_blocks` are written.
 
     sequences, unless None, are packed: B is 1, q_len and k_len are totals, descriptors except GradScores and Bias are
-    ragged. GradScores has the most rows of a sequence, and keys as in `_first_key`.
+    ragged. GradScores has the most rows of a sequence, and keys as in `visits.first_key`.
     """
     KEYS: gl.constexpr = K.block_type.shape[-2]
     GROUP: gl.constexpr = form.GROUP
@@ -417,9 +314,9 @@ def stored_backward(
     TOP_LEFT: gl.constexpr = form.TOP_LEFT
     order = schedule.Schedule(gl.cdiv(k_len, 2 * KEYS), planes, section, 0)
     band = span.band(q_len, k_len, left, right, TOP_LEFT)
-    work = Work(order, before, heads, band, sequences, tile_lists, left, right)
-    first, kv, band = _take(work, 0, TOP_LEFT, 2 * KEYS, True)
-    lists, notes = _lists(work, kv, first, 2 * KEYS), None
+    work = visits.Work(order, before, heads, band, sequences, tile_lists, left, right)
+    first, kv, band = visits.take(work, 0, TOP_LEFT, 2 * KEYS, True)
+    lists, notes = visits.lists_of(work, kv, first, 2 * KEYS), None
     if tile_lists is not None:  # the warps that store ds read a note as late as two steps after it is written
         notes = noting.notes(2, 1)
     k, q, do = ring.ring(K, 2, 1), ring.ring(Q, 1, 2), ring.ring(GradOut, 3, 2)
@@ -468,18 +365,21 @@ def _share(work):
 
 
 @gluon.jit
-def _factors_of(work, n, factors, TOP_LEFT: gl.constexpr, OF_K: gl.constexpr):
-    """Return (first row, batch and head, Band, begin, end, Lists) of a program's n-th block.
+def _factors_of(work, n, factors, ACROSS: gl.constexpr, TOP_LEFT: gl.constexpr, OF_K: gl.constexpr):
+    """Return (first row, batch and head, Band, begin, end, Lists, first column or ()) of a program's n-th block.
 
     Without Lists it uses ds tiles [begin, end). If OF_K, rows are keys: the Band is flipped.
     """
     TILE: gl.constexpr = factors.product.tiles.shape[0] * factors.product.tiles.shape[-2]
     PARTS: gl.constexpr = TILE // factors.others.shape[-2]
-    first, plane, band = _take(work, n, TOP_LEFT, TILE, OF_K)
+    first, plane, band = visits.take(work, n, TOP_LEFT, TILE, OF_K)
     if OF_K:
         band = span.flip(band)
-    begin, end = _stored_blocks(band, first, TILE)
-    return first, plane, band, begin * PARTS, end * PARTS, _lists(work, plane, first, TILE)
+    begin, end = visits.stored_blocks(band, first, TILE)
+    column = ()
+    if ACROSS > 1:
+        column, plane = plane.index % ACROSS * factors.others.shape[-1], span.kv_head(plane, ACROSS)
+    return first, plane, band, begin * PARTS, end * PARTS, visits.lists_of(work, plane, first, TILE), column
 
 
 @gluon.jit
@@ -490,7 +390,8 @@ def _of_product(plane, band, OF_K: gl.constexpr):
 
 @gluon.jit
 def _load(
-    factors, GradScores, Others, work, before, GROUP: gl.constexpr, TOP_LEFT: gl.constexpr, OF_K: gl.constexpr
+    factors, GradScores, Others, work, before,
+    GROUP: gl.constexpr, ACROSS: gl.constexpr, TOP_LEFT: gl.constexpr, OF_K: gl.constexpr,
 ):  # fmt: skip
     """Load by TMA the tiles that `_multiply` multiplies: the work of one warp.
 
@@ -501,37 +402,41 @@ def _load(
     MEMBERS: gl.constexpr = GROUP if OF_K else 1
     step = 0
     for n in range(_share(work)):
-        first, plane, band, begin, end, lists = _factors_of(work, n, factors, TOP_LEFT, OF_K)
-        key = _first_key(plane, TILE)
+        first, plane, band, begin, end, lists, column = _factors_of(work, n, factors, ACROSS, TOP_LEFT, OF_K)
+        column = 0 if ACROSS == 1 else column
+        key = visits.first_key(plane, TILE)
         block, member, ahead = begin, begin * 0, ()
         if len(lists) > 0:
             ahead = listing.entry(lists, 0)
-        for i in range(_steps(begin, end, lists, MEMBERS, TILE // DEPTH)):
+        for i in range(visits.steps(begin, end, lists, MEMBERS, TILE // DEPTH)):
             if len(lists) > 0:
-                block, member, ahead = _listed(lists, i, ahead, TILE // DEPTH)
+                block, member, ahead = visits.listed(lists, i, ahead, TILE // DEPTH)
             ring.reserve(factors.ds, step, GradScores.block_type.nbytes + Others.block_type.nbytes)
             if OF_K:
                 other = span.query_head(plane, member, GROUP)
-                here = span.Plane(_head(other, before * GROUP), 0, 0, ())
+                here = span.Plane(visits.head(other, before * GROUP), 0, 0, ())
                 ring.copy(factors.ds, factors.ds.tiles, step, GradScores, here, key + first, block * DEPTH)
             else:
                 other = span.kv_head(plane, GROUP)
-                here = span.Plane(_head(plane, before * GROUP), 0, 0, ())
+                here = span.Plane(visits.head(plane, before * GROUP), 0, 0, ())
                 ring.copy(factors.ds, factors.ds.tiles, step, GradScores, here, key + block * DEPTH, first)
             other = _of_product(other, span.flip(band), not OF_K)
-            ring.copy(factors.ds, factors.others, step, Others, other, block * DEPTH)
+            ring.copy(factors.ds, factors.others, step, Others, other, block * DEPTH, column)
             block, member = following(block, member, begin, end, MEMBERS)
             step += 1
 
 
 @gluon.jit
-def _store_product(g: gl.constexpr, factors, Product, work, TOP_LEFT: gl.constexpr, OF_K: gl.constexpr):
+def _store_product(
+    g: gl.constexpr, factors, Product, work, ACROSS: gl.constexpr, TOP_LEFT: gl.constexpr, OF_K: gl.constexpr
+):  # fmt: skip
     """Store the blocks of dq or dk of warpgroup g, each while the next is computed: the work of one warp."""
     ROWS: gl.constexpr = Product.block_type.shape[-2]
     for n in range(_share(work)):
-        first, plane, band, _, _, _ = _factors_of(work, n, factors, TOP_LEFT, OF_K)
+        first, plane, band, _, _, _, column = _factors_of(work, n, factors, ACROSS, TOP_LEFT, OF_K)
         ring.wait(factors.product, 2 * n + g)
-        place = ring.place(_of_product(plane, band, OF_K), first + g * ROWS, 0)
+        column = 0 if ACROSS == 1 else column
+        place = ring.place(_of_product(plane, band, OF_K), first + g * ROWS, column)
         async_store(Product, place, factors.product.tiles.index(g))
         store_wait(0)
         ring.release(factors.product, 2 * n + g)
@@ -539,7 +444,8 @@ def _store_product(g: gl.constexpr, factors, Product, work, TOP_LEFT: gl.constex
 
 @gluon.jit
 def _multiply(
-    g: gl.constexpr, factors, work, scale, MEMBERS: gl.constexpr, TOP_LEFT: gl.constexpr, OF_K: gl.constexpr
+    g: gl.constexpr, factors, work, scale,
+    MEMBERS: gl.constexpr, ACROSS: gl.constexpr, TOP_LEFT: gl.constexpr, OF_K: gl.constexpr,
 ):  # fmt: skip
     """Compute half g (0 or 1) of the rows of each block of dq or dk: the work of one warpgroup."""
     ROWS: gl.constexpr = factors.product.tiles.shape[-2]
@@ -547,9 +453,9 @@ def _multiply(
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, WIDTH, 16])
     step = 0
     for n in range(_share(work)):
-        _, _, _, begin, end, lists = _factors_of(work, n, factors, TOP_LEFT, OF_K)
+        _, _, _, begin, end, lists, _ = _factors_of(work, n, factors, ACROSS, TOP_LEFT, OF_K)
         total = gl.zeros([ROWS, WIDTH], gl.float32, LAYOUT)
-        steps = _steps(begin, end, lists, MEMBERS, 2 * ROWS // factors.others.shape[-2])
+        steps = visits.steps(begin, end, lists, MEMBERS, 2 * ROWS // factors.others.shape[-2])
         for i in range(steps):
             ring.wait(factors.ds, step)
             if OF_K:
@@ -569,7 +475,8 @@ def _multiply(
 def grad_product(
     GradScores, Others, Product,
     sequences, tile_lists, q_len, k_len, left, right, scale, heads, planes, section, before,
-    GROUP: gl.constexpr, OF_K: gl.constexpr, TOP_LEFT: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    GROUP: gl.constexpr, ACROSS: gl.constexpr, OF_K: gl.constexpr, TOP_LEFT: gl.constexpr, STAGES: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Write Product: dq = ds @ keys, where Others is K; or, if OF_K, dk = ds.T @ queries, where Others is Q.
 
@@ -582,18 +489,19 @@ def grad_product(
     length = k_len if OF_K else q_len
     band = span.band(q_len, k_len, left, right, TOP_LEFT)
     order = schedule.Schedule(gl.cdiv(length, TILE), planes, section, 0)
-    work = Work(order, before * (GROUP // MEMBERS), heads, band, sequences, tile_lists, left, right)
+    before_them = before * (GROUP // MEMBERS) * ACROSS
+    work = visits.Work(order, before_them, heads * ACROSS, band, sequences, tile_lists, left, right)
     ds = ring.ring(GradScores, STAGES, 2)
     others = gl.allocate_shared_memory(Others.dtype, [STAGES] + Others.block_type.shape, Others.layout)
     factors = Factors(ds, others, ring.ring(Product, 2, 1))
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_multiply, (0, factors, work, scale, MEMBERS, TOP_LEFT, OF_K)),
-            (_multiply, (1, factors, work, scale, MEMBERS, TOP_LEFT, OF_K)),
-            (_load, (factors, GradScores, Others, work, before, GROUP, TOP_LEFT, OF_K)),
-            (_store_product, (0, factors, Product, work, TOP_LEFT, OF_K)),
-            (_store_product, (1, factors, Product, work, TOP_LEFT, OF_K)),
+            (_multiply, (0, factors, work, scale, MEMBERS, ACROSS, TOP_LEFT, OF_K)),
+            (_multiply, (1, factors, work, scale, MEMBERS, ACROSS, TOP_LEFT, OF_K)),
+            (_load, (factors, GradScores, Others, work, before, GROUP, ACROSS, TOP_LEFT, OF_K)),
+            (_store_product, (0, factors, Product, work, ACROSS, TOP_LEFT, OF_K)),
+            (_store_product, (1, factors, Product, work, ACROSS, TOP_LEFT, OF_K)),
         ],
         [WARPS, 1, 1, 1],
         [REGISTERS[0], REGISTERS[1], REGISTERS[1], REGISTERS[1]],

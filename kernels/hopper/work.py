@@ -69,8 +69,12 @@ class Results(NamedTuple):
 
 
 @gluon.jit
-def block_of_rows(work, n, heads, TOP_LEFT: gl.constexpr, BLOCK: gl.constexpr):
-    """Return the first row, the Plane (batch and head) and the Band of a program's n-th block of rows."""
+def block_of_rows(work, n, heads, TOP_LEFT: gl.constexpr, BLOCK: gl.constexpr, PARTS: gl.constexpr):
+    """Return (first row, Plane (batch and head), Band, part of the output's columns) of a program's n-th block of rows.
+
+    The part is () if a program computes all columns: if PARTS is 1.
+    """
+    heads *= PARTS
     program, programs = gl.program_id(0), gl.num_programs(0)
     if work.sequences is None:
         first, plane = schedule.take(work.order, n, program, programs, heads, BLOCK)
@@ -78,7 +82,6 @@ def block_of_rows(work, n, heads, TOP_LEFT: gl.constexpr, BLOCK: gl.constexpr):
         if work.caches.lengths is not None:
             keys = paging.length(work.caches, plane, band.keys)
             band = span.band(band.rows, keys, work.left, work.right, TOP_LEFT)
-        return first, plane, band
     else:
         # A plane of the order is one head, and a block of it is a slot; the first slot has the most work.
         program = gl.minimum(program, work.order.blocks * work.order.planes - 1)
@@ -89,7 +92,11 @@ def block_of_rows(work, n, heads, TOP_LEFT: gl.constexpr, BLOCK: gl.constexpr):
         plane = span.Plane(batch, plane.head, batch * heads + plane.head, ())
         plane, rows, keys = span.within(work.sequences.extents, plane, work.band.rows, work.band.keys, slot)
         band = span.band(rows, keys, work.left, work.right, TOP_LEFT)
-        return span.latest_first(block, rows, BLOCK), plane, band
+        first = span.latest_first(block, rows, BLOCK)
+    if PARTS == 1:
+        return first, plane, band, ()
+    else:
+        return first, span.kv_head(plane, PARTS), band, plane.index % PARTS
 
 
 @gluon.jit

@@ -27,15 +27,16 @@ def states(partials, plane, at, n):
 
 
 @triton.jit
-def keep(partials, plane, rows, c, length, split, splits, sums, state, some, DV: tl.constexpr):
-    """Store the softmax State of each row over one split of the keys and, if `some`, its unnormalised output `sums`."""
-    # some: the split has keys. c: all columns. A head has `length` rows.
+def keep(partials, plane, rows, c, length, split, splits, sums, state, some, DV: tl.constexpr, is_first=True):
+    """Store the unnormalised output `sums` of one split of the keys, if `some`, and the softmax State of each row."""
+    # some: the split has keys. c: columns of sums. is_first: they begin with 0; other programs store no States. length:
+    # rows of a head.
     at, n = tl.where(rows < length, split * length + rows, 0x7FFFFFFF), splits * length
     if some:
         r = at[:, None]
         first = tl.cast(plane.index, tl.int64) * n * DV
         head = memory.View(partials.sums + (first[:, None] if len(first.shape) == 1 else first), (DV, 1))
         tl.store(memory.pointers(head, r, c), sums, mask=(r < n) & (c < DV))
-    m = memory.table(partials.states, plane, n, 2)
+    m, n = memory.table(partials.states, plane, n, 2), tl.where(is_first, n, 0)
     memory.store_column(m, at, n, 0, state.row_max)
     memory.store_column(m, at, n, 1, state.row_sum)

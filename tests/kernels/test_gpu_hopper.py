@@ -25,6 +25,7 @@ from .test_gpu import HALF, LENGTHS, PLANES, of_lengths, reaches_far, replays_on
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 DIMS = ((8, 8), (16, 16), (24, 48), (40, 32), (64, 64), (72, 64), (80, 80), (96, 128), (128, 64), (64, 128))
 DIMS = (*DIMS, (128, 128), (136, 160), (192, 128), (64, 256), (256, 8), (200, 256), (256, 256))
+DIMS = (*DIMS, (320, 320), (512, 512), (512, 64), (64, 512))
 PIPELINES = [(width, taken) for width, some in HOPPER.items() for taken in some]
 VALUES = {width: 128 if width == IN_PARTS else width for width in HOPPER}  # columns of values for those of keys
 

@@ -21,9 +21,7 @@ OPTIONS = {"plain": {}, "masked": dict(key_mask=True), "rich": dict(softcap=2.0,
 def test_every_call_has_tiles_on_every_gpu(rows, backend, gpus):
     rich = OPTIONS if backend == "triton" else ["plain"]
     dtypes = (torch.bfloat16, torch.float32) if backend == "triton" else (torch.bfloat16,)
-    for gpu, dtype, dim, name in itertools.product(
-        gpus, dtypes, (8, 64, 80, 128, 256, *[320, 512] * (backend == "triton")), rich
-    ):
+    for gpu, dtype, dim, name in itertools.product(gpus, dtypes, (8, 64, 80, 128, 256, 320, 512), rich):
         query, key = (torch.empty(1, 2, n, dim, dtype=dtype, device="meta") for n in (rows, 300))
         options = dict(OPTIONS[name])
         if "bias" in options:
@@ -32,7 +30,6 @@ def test_every_call_has_tiles_on_every_gpu(rows, backend, gpus):
             options["key_mask"] = torch.ones(1, 300, dtype=torch.bool, device="meta")
         found = fa.explain(query, key, key, **options, backend=backend, capability=gpu)
         assert found.backend == backend and len(found.tiles) >= 3, (gpu, dtype, dim, name, str(found))
-        assert dim <= 256 or fa.explain(query, key, key, **options, capability=gpu).backend == "triton"
         for kernel, tile in found.tiles.items():
             sizes = [getattr(tile, x) for x in ("rows", "keys", "warps") if getattr(tile, x, None)]
             # Hopper's kernels have 64 rows for each of two or three warpgroups.

@@ -250,6 +250,17 @@ _ON_HOPPER = dense(
             ("splits, window D256 Dv128", dict(window=(900, 0), D=256, Dv=128, Sq=70, Sk=1000)),
             ("many blocks a program", dict(Sq=400, Sk=150, Hq=4, Hkv=2, multiprocessors=3)),
             ("many blocks a program D64 Dv128", dict(Sq=300, Sk=90, Dv=128, multiprocessors=2)),
+            ("D512 causal", dict(D=512, causal=True, Sq=150, Sk=170, multiprocessors=1)),
+            ("window D320, heads 4:2", dict(D=320, window=(40, 20), Sq=200, Sk=210, Hq=4, Hkv=2, multiprocessors=2)),
+            ("D512 Dv64 causal fp16", dict(D=512, Dv=64, Sq=150, Sk=130, causal=True, dtype=FP16)),
+            ("many blocks a program D128 Dv320", dict(D=128, Dv=320, Sq=150, Sk=200, multiprocessors=2)),
+            ("splits D64 Dv512", dict(Dv=512, Sq=40, Sk=1200, times=3)),
+            ("packed causal D512", _TOGETHER | dict(D=512, causal=True)),
+            ("key mask, sinks D512", dict(D=512, key_mask="own", query_mask="own", B=2, sinks=True, **SHORT)),
+            ("mask, key mask D320", dict(D=320, mask="heads", key_mask="own", Sq=70, Sk=300)),
+            ("softcap, slopes D512 fp16", dict(D=512, softcap=5.0, alibi="own", dtype=FP16, scale=-0.4, **SHORT)),
+            ("bias fp32 of keys D512", dict(D=512, bias="keys", bias_dtype=FP32, Sq=70, Sk=104)),
+            ("bias, dropout D264", dict(D=264, Dv=264, bias="pairs", dropout=0.3, Sq=70, Sk=104)),
         )
     )
 )

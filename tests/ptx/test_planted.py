@@ -42,14 +42,6 @@ LOAD_AND_STORE = """where = pointers(of_rows(sums, plane), r, c)
 ADD_BOX = "sums.atomic_add(place, tile.reshape(sums.block_shape))"
 LOAD_AND_STORE_BOX = "sums.store(place, sums.load(place) + tile.reshape(sums.block_shape))"
 PLACE = "plane.head, first + plane.packed.row, 0]"
-MULTIPLIED = """        s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
-"""
-K_RELEASED = """        ring.release(shared.k, 0, pred=some)
-"""
-NEXT = """            s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
-"""
-NEXT_K = """            ring.release(shared.k, step, pred=more)
-"""
 FENCED = """    fence_async_shared()
     shared, results"""
 
@@ -94,8 +86,8 @@ KEYS, PAGES = "hopper key mask, causal", "decode: prefill D128, into pages"
 DROPPED = "hopper dropout, key mask"
 MIRRORED = "hopper mask, packed causal, two passes"
 BIASED, BIAS_OF_KEYS = "hopper bias, slopes, two passes", "hopper bias of keys, cap fp16"
-WAITED = "        ring.wait(shared.bias, at, pred=exists)\n"
-PARTS = "hopper causal D192 Dv128"
+WAITED = "        ring.wait(tiles, at, pred=exists)\n"
+PARTS, WIDEST = "hopper causal D192 Dv128", "hopper D512 causal"
 RELEASED = "        ring.release(shared.q, step)\n"
 DK = "        dk, ds = warpgroup_mma_wait(num_outstanding=FOR_S + GROUPS, deps=(dk, ds))\n"
 ON_HOPPER = tuple(
@@ -132,17 +124,26 @@ ON_HOPPER = tuple(
         ("a program too many", "forward", "share > 0 if PACKED", "share >= 0 if PACKED", PACKED_CAUSAL),
         ("the wrong end of the slots", "work", "work.order.blocks - 1 - slot", "slot + 1", PACKED),
         ("a band for all sequences", "work", "band(rows, keys, work.left", "band(keys, rows, work.left", PACKED_CAUSAL),
-        ("k given back before its product", "forward", MULTIPLIED + K_RELEASED, K_RELEASED + MULTIPLIED, MANY),
+        ("k given back before its product", "forward", "LATER + TILES - 1 - t", "LATER + TILES - t", MANY),
         ("a wait for the first q", "forward", "wait(shared.q, n * GROUPS + g,", "wait(shared.q, g,", MANY),
         ("the next scores are of this q", "forward", "shared, n + 1, step + 1,", "shared, n, step + 1,", MANY),
         ("a block taken twice", "forward", "minimum(n + 1, share - 1)", "minimum(n, share - 1)", MANY),
         ("an output before its product", "forward", "=1 if EARLY", "=2 if EARLY", MANY),
         ("q given back while its output is copied", "forward",
          "            store_wait(0)  # of the previous block's output\n", "", MANY),
-        ("the next k given back before its product", "forward", NEXT + NEXT_K, NEXT_K + NEXT, D128),
-        ("a product too few waited for", "forward", "=1, deps=(s,)", "=2, deps=(s,)", ONE_ROW),
+        ("the next k given back before its product", "forward", "TILES, 0, more)", "TILES, 1, more)", D128),
+        ("a product too few waited for", "forward", "step, TILES, 1)", "step, TILES, 2)", ONE_ROW),
+        ("a part of k given back before its product", "forward", "LATER + TILES - 1 - t", "LATER + TILES - t", WIDEST),
+        ("later parts of k not waited for", "forward", "        if t > 0:\n", "        if t > 3:\n", WIDEST),
+        ("values before the next keys", "producer", "shape[0] == 1\n    heads", "shape[0] < 1\n    heads", WIDEST),
+        ("the first columns of values twice", "producer",
+         "ACROSS == 1 else part * WIDTH", "ACROSS > 0 else ()", WIDEST),
+        ("the first columns of the output twice", "forward",
+         "ACROSS == 1 else part * WIDTH", "ACROSS > 0 else ()", WIDEST),
+        ("statistics stored by each part", "forward", "True if ACROSS == 1 else part == 0", "True",
+         "hopper many blocks a program D128 Dv320"),
         ("the first part taken for each", "ring", "column + i * desc.block_type.shape[-1]", "column", PARTS),
-        ("only the last part multiplied", "forward", "use_acc=i > 0", "use_acc=False", PARTS),
+        ("only the last part multiplied", "forward", "use_acc=t + i > 0", "use_acc=False", PARTS),
         ("another's reader forgotten", "ring", "count=READERS", "count=1", LONG),
         ("half of a block expected", "ring", "desc.block_type.nbytes)", "desc.block_type.nbytes // 2)", ONE_ROW),
         ("the backward's ones not fenced", "backward", "    fence_async_shared()\n    first =", "    first =", D128),
