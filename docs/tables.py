@@ -31,6 +31,7 @@ SAID = {  # {options of a row: text in a table}; other options are shown as in t
 GPUS = {"H100, H200": (9, 0), "A100": (8, 0)}
 CALLS = {"D 64": dict(D=64), "D 128": {}, "D 128, causal": dict(causal=True)}
 CALLS |= {"D 128, `window=(512, 0)`": dict(window=(512, 0)), "D 256, causal": dict(D=256, causal=True)}
+CALLS |= {"D 512": dict(D=512)}
 OFFSETS = torch.tensor([0, 2048, 4096], dtype=torch.int32)
 OPTIONS = {  # names of arguments, and those of a call on an H100 or H200
     "`softcap`": dict(softcap=20.0),
@@ -112,7 +113,7 @@ def options() -> str:
     for count in range(1, 5):
         for names in itertools.combinations(OPTIONS, count):
             packed, cells, why = any("packed" in name for name in names), [], []
-            for D in (64, 128, 256) if count == 1 or not packed else ():
+            for D in (64, 128, 256, 512) if count == 1 or not packed else ():
                 found = _explained((9, 0), D, **{key: x for name in names for key, x in OPTIONS[name].items()})
                 reasons = [*found.reasons.get("hopper", []), *found.backward]
                 cells.append("no" if found.backend != "hopper" else "forward" if reasons else "yes")
@@ -122,7 +123,7 @@ def options() -> str:
                     why += reasons * new
             if why or count == 1:
                 lines.append((", ".join(names), *cells, "; ".join(dict.fromkeys(why))))
-    return table(("call with", "D 64", "D 128", "D 256", "why not"), lines)
+    return table(("call with", "D 64", "D 128", "D 256", "D 512", "why not"), lines)
 
 
 def plans() -> str:

@@ -39,7 +39,8 @@ COVERED = {
     "float16": dict(dtype=torch.float16),
 }
 # {D: (the backward, the deterministic backward)}
-BACKWARDS = dict.fromkeys((64, 128), ("hopper_bwd", "hopper_bwd_deterministic")) | {256: ("hopper_bwd_ds",) * 2}
+BACKWARDS = dict.fromkeys((64, 128), ("hopper_bwd", "hopper_bwd_deterministic"))
+BACKWARDS |= {256: ("hopper_bwd_ds",) * 2, 512: ("hopper_bwd_wide",) * 2}
 
 
 def draw(dim, length=300, heads=(8, 8), dtype=torch.bfloat16, batch=2, requires_grad=False):
@@ -51,7 +52,7 @@ def explain(*inputs, capability=(9, 0), **options):
     return fa.explain(*inputs, capability=capability, **options)
 
 
-@pytest.mark.parametrize("dim", [8, 64, 80, 128, 192, 256])
+@pytest.mark.parametrize("dim", [8, 64, 80, 128, 192, 256, 320, 512])
 @pytest.mark.parametrize("name", COVERED)
 def test_calls_that_hopper_covers_take_its_kernels(name, dim):
     options = dict(COVERED[name])
@@ -162,7 +163,7 @@ def test_calls_whose_backward_others_take(why):
     found = explain(*inputs, **options)
     assert found.backend == "hopper" and any(why in sentence for sentence in found.backward)
     assert "hopper" in found.tiles and {"one_pass", "dkdv"} & {*found.tiles}
-    assert not {"hopper_bwd", "hopper_bwd_ds"} & {*found.tiles}
+    assert not {*tile_table.BACKWARDS} & {*found.tiles}
 
 
 def test_wide_heads_leave_no_memory_for_a_wide_bias():
