@@ -514,15 +514,12 @@ def _group(call):
 
 
 def _scores_of_a_head(call):
-    """Return (shape, bytes) of what is stored of the scores of one key head; packed sequences have blocks of keys.
-
-    The first dimension has the gradients and, of heads wider than 256, the weights.
-    """
+    """Return (shape, bytes) of the stored gradients of scores of one key head; packed sequences have blocks of keys."""
     group, (_, _, rows, keys) = _group(call), kernel_arguments.sizes(call)
     if call.cu_seqlens_k is not None:
         block = 2 * tile_table.WARPGROUP_ROWS
         keys = kernel_arguments.slots(call, block, by_keys=True) * block
-    shape = 1 + (row_width(call) > 256), group, 1, keys, cdiv(rows, 64) * 64  # each row starts an L2 line
+    shape = group, 1, keys, cdiv(rows, 64) * 64  # each row starts an L2 line
     return shape, math.prod(shape) * call.query.element_size()
 
 
@@ -537,16 +534,21 @@ def stored_limits(call: Call) -> list[str]:
 
 
 def heads_at_a_time(call: Call) -> int:
-    """Return the number of key heads whose gradients of scores fit into the buffer at once."""
-    _, size = _scores_of_a_head(call)
-    return min(call.key.shape[0] * call.key.shape[1], max(2, tile_table.SCORES_BYTES // size))
+    """Return the number of key heads whose scores fit into the buffers at once."""
+    (_, size), buffers = _scores_of_a_head(call), _buffers(call)
+    return min(call.key.shape[0] * call.key.shape[1], max(2 // buffers, tile_table.SCORES_BYTES // (buffers * size)))
+
+
+def _buffers(call):
+    """Return how many buffers of scores a backward fills: with heads wider than 256, weights have one, too."""
+    return 1 + (row_width(call) > 256)
 
 
 def new_scores(call: Call) -> tuple[Tensor, Tensor | None]:
     """Return the buffers for gradients of scores and, or None, weights: (query heads, 1, Sk, Sq rounded up to 64)."""
-    (count, group, *shape), _ = _scores_of_a_head(call)
-    shape = heads_at_a_time(call) * group, *shape
-    return call.query.new_empty(shape), call.query.new_empty(shape) if count > 1 else None
+    (group, *shape), _ = _scores_of_a_head(call)
+    shape = [heads_at_a_time(call) * group, *shape]
+    return call.query.new_empty(shape), call.query.new_empty(shape) if _buffers(call) > 1 else None
 
 
 def _section(call, fits, size, blocks, multiprocessors):

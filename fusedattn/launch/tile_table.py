@@ -136,7 +136,8 @@ PRODUCTS = (
     "hopper_dk",
     "hopper_dq",
 )  # kernels that multiply what STORED ones store; hopper_dk also makes dv of "hopper_bwd_wide"
-SCORES_BYTES = 2**29  # limit on stored gradients of scores; two heads are always stored, which may take twice that
+# Limit on stored scores, of a head and at a time. Two heads, or one with its weights, may take twice as much.
+SCORES_BYTES = 2**29
 ON_HOPPER: dict[str, dict[int, tuple]] = {"hopper": HOPPER} | BACKWARDS
 # Kernels whose forms `fusedattn tune` measures, in order. two_passes: dq and dkdv, each in its best form.
 MEASURED = ("forward", "hopper", "dq", "dkdv", "one_pass", *BACKWARDS, "two_passes")
