@@ -212,7 +212,7 @@ def _store_on_hopper(name, p, grads, form):
             is_of_key = kernel == "hopper_dk"
             walks, members = (by_keys, 1) if is_of_key else (by_rows, p.launched["spec"].GROUP)
             product = hopper.product_arguments(call, stored, others, grad, is_of_key, scale, form, multiprocessors)
-            launches.append((kernel, product | walks, members * product["ACROSS"]))
+            launches.append((kernel, product | walks, members * product["form"].ACROSS))
         for before in range(0, batch * heads, at_a_time):
             for kernel, launched, members in launches:
                 planes = min(at_a_time, batch * heads - before) * members

@@ -524,8 +524,6 @@ def _scores_of_a_head(call):
 
 
 def stored_limits(call: Call) -> list[str]:
-    if call.partial:
-        return ["it does not support keys in several parts with heads wider than 128"]
     _, size = _scores_of_a_head(call)
     if size <= tile_table.SCORES_BYTES:
         return []
@@ -599,23 +597,23 @@ def stored_arguments(
             | dict(form=wide.Form(_group(call), *columns, call.top_left, registers))
         )
     return shared | dict(
-        form=stored.Form(_group(call), columns[0], call.top_left, registers),
+        form=stored.Form(_group(call), *columns, call.top_left, registers),
         Q=descriptor(call.query, form.rows, width_k, packed),
         K=descriptor(call.key, each, width_k, packed),
         V=descriptor(call.value, each, width_v, packed),
         GradOut=descriptor(grad_out, form.rows, width_v // 2, packed),
         Bias=None if bias is None or bias.shape[2] == 1 else _bias(call, each),
-        GradV=descriptor(grad_value, each, width_v, packed),
+        GradV=kernel_arguments.of(grad_value) if call.partial else descriptor(grad_value, each, width_v, packed),
     )
 
 
 def product_arguments(
-    call: Call, stored: Tensor, others: Tensor, grad: Tensor, of_key: bool, scale: float, form: Backward,
+    call: Call, factor: Tensor, others: Tensor, grad: Tensor, of_key: bool, scale: float, form: Backward,
     multiprocessors: int,
 ) -> dict:  # fmt: skip
     """Return the arguments of hopper_dk (`of_key`) or hopper_dq, except sequences, tile lists, planes and before.
 
-    stored: gradients of scores, or weights for the gradient of value. others: what it is multiplied by.
+    factor: gradients of scores, or weights for the gradient of value. others: what it is multiplied by.
     """
     each, columns = tile_table.WARPGROUP_ROWS, min(max(128, width.fn(grad.shape[3])), tile_table.MOST_COLUMNS)
     across = cdiv(grad.shape[3], columns)  # programs for the columns of a block
@@ -625,16 +623,15 @@ def product_arguments(
     size = 2 * others.shape[2] * others.shape[3] * (group if of_key else 1)
     blocks = blocks if of_key else blocks * group
     section = _section(call, tile_table.SECTION_BYTES // 2, size, blocks, multiprocessors)
-    return _common(call) | dict(
+    common = _common(call)
+    registers = common.pop("REGISTERS")
+    made = stored.ProductForm(group, grad.shape[3], across, of_key, call.top_left, form.stages, registers)
+    return common | dict(
         section=(section if of_key else section * group) * across,
-        GradScores=descriptor(stored[..., :length], *block),
+        GradScores=descriptor(factor[..., :length], *block),
         Others=descriptor(others, each, columns, packed),
-        Product=descriptor(grad, each, columns, packed),
+        Product=kernel_arguments.of(grad) if call.partial else descriptor(grad, each, columns, packed),
         heads=grad.shape[1],
         scale=scale,
-        GROUP=group,
-        ACROSS=across,
-        TOP_LEFT=call.top_left,
-        OF_K=of_key,
-        STAGES=form.stages,
+        form=made,
     )

@@ -343,12 +343,12 @@ def lines(dq):
 
 
 @gluon.jit
-def _store(m, first, band, tile, D: gl.constexpr):
-    """Store a tile of dk or dv to a matrix of float32."""
+def store_wide(m, first, n, tile, D: gl.constexpr, column=0):
+    """Store a tile at (first, column) of a matrix of float32 with n rows and D columns."""
     LAYOUT: gl.constexpr = tile.type.layout
-    cols = first + gl.arange(0, tile.shape[0], layout=gl.SliceLayout(1, LAYOUT))[:, None]
-    c = gl.arange(0, tile.shape[1], layout=gl.SliceLayout(0, LAYOUT))[None, :]
-    gl.store(memory.pointers(m, cols, c), tile, mask=(cols < band.keys) & (c < D))
+    r = first + gl.arange(0, tile.shape[0], layout=gl.SliceLayout(1, LAYOUT))[:, None]
+    c = column + gl.arange(0, tile.shape[1], layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    gl.store(memory.pointers(m, r, c), tile, mask=(r < n) & (c < D))
 
 
 @gluon.jit
@@ -359,8 +359,8 @@ def leave(g: gl.constexpr, shared, wide, first, band, dk, dv, steps, COLUMNS: gl
     """
     if len(COLUMNS) > 0:
         first += g * dk.shape[0]
-        _store(wide[0], first, band, dk, COLUMNS[0])
-        _store(wide[1], first, band, dv, COLUMNS[1])
+        store_wide(wide[0], first, band.keys, dk, COLUMNS[0])
+        store_wide(wide[1], first, band.keys, dv, COLUMNS[1])
     else:
         dtype: gl.constexpr = shared.q.tiles.dtype
         mbarrier.arrive(shared.met, count=1)

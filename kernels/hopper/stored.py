@@ -17,9 +17,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.language.nvidia.hopper.tma import store_wait
+from triton.experimental.gluon.language.nvidia.hopper.tma import store_wait, tensor_descriptor
 
-from ..vocabulary import masks as masking, rules as ruling, scores, span
+from ..vocabulary import masks as masking, memory, rules as ruling, scores, span
 from . import lists as listing, notes as noting, ring, schedule, visits
 from .copies import as_blocks, async_store
 from .steps import (
@@ -36,19 +36,37 @@ from .steps import (
     noted,
     of_products,
     operand,
+    store_wide,
     weights,
 )
 
 
 class Form(NamedTuple):
-    """Compile-time constants: GROUP query heads per kv head, D columns of a query; TOP_LEFT is as in `span.band`.
+    """Compile-time constants: GROUP query heads per kv head; D and DV columns; TOP_LEFT is as in `span.band`.
 
     REGISTERS: of a multiplying thread, and of other threads.
     """
 
     GROUP: int
     D: int
+    DV: int
     TOP_LEFT: bool
+    REGISTERS: tuple
+
+
+class ProductForm(NamedTuple):
+    """Compile-time constants of `grad_product`: GROUP query heads per kv head; COLUMNS of a gradient, for which ACROSS
+    programs share a block; whether rows are keys (OF_K); TOP_LEFT as in `span.band`; STAGES tiles of each factor.
+
+    REGISTERS: of a multiplying thread, and of other threads.
+    """
+
+    GROUP: int
+    COLUMNS: int
+    ACROSS: int
+    OF_K: bool
+    TOP_LEFT: bool
+    STAGES: int
     REGISTERS: tuple
 
 
@@ -120,9 +138,10 @@ def _store(g: gl.constexpr, shared, GradScores, GradV, kv, before, first, band, 
         store_wait(0)
         ring.release(shared.ds, 2 * step + g)
         block, member = following(block, member, begin, end, GROUP)
-    mbarrier.wait(shared.out.index(g), 0)
-    async_store(GradV, ring.place(ring.of_keys(kv, band), first + g * KEYS, 0), shared.v.index(g))
-    store_wait(0)
+    if isinstance(GradV, tensor_descriptor):
+        mbarrier.wait(shared.out.index(g), 0)
+        async_store(GradV, ring.place(ring.of_keys(kv, band), first + g * KEYS, 0), shared.v.index(g))
+        store_wait(0)
 
 
 @gluon.jit
@@ -213,7 +232,10 @@ def _weights(s, shared, step, block, member, keys, number, rules, kv, GROUP: gl.
 
 
 @gluon.jit
-def _consume(g: gl.constexpr, shared, kv, first, band, rules, lists, GROUP: gl.constexpr, D: gl.constexpr):
+def _consume(
+    g: gl.constexpr, shared, GradV, kv, first, band, rules, lists,
+    GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+):  # fmt: skip
     """Compute dv and ds of keys first + g * 64 .. first + g * 64 + 63: the work of one warpgroup.
 
     ds is computed during p @ do, and the next p during do @ v.
@@ -284,11 +306,16 @@ def _consume(g: gl.constexpr, shared, kv, first, band, rules, lists, GROUP: gl.c
         ring.wait(shared.rows, step + 1, pred=more)
         p = _weights(s, shared, step + 1, block, member, keys, number, rules, kv, GROUP)
         dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp,))
-    v = ring.at(shared.v, g)
-    half(v, 0, 1).store(dv0.to(dtype))
-    half(v, 1, 1).store(dv1.to(dtype))
-    fence_async_shared()
-    mbarrier.arrive(shared.out.index(g), count=1)
+    if isinstance(GradV, tensor_descriptor):
+        v = ring.at(shared.v, g)
+        half(v, 0, 1).store(dv0.to(dtype))
+        half(v, 1, 1).store(dv1.to(dtype))
+        fence_async_shared()
+        mbarrier.arrive(shared.out.index(g), count=1)
+    else:
+        m = memory.of_keys(GradV, kv)
+        store_wide(m, first + g * KEYS, band.keys, dv0, DV)
+        store_wide(m, first + g * KEYS, band.keys, dv1, DV, HALF)
 
 
 @gluon.jit(do_not_specialize=["q_len", "k_len", "left", "right", "heads", "planes", "section", "before"])
@@ -305,12 +332,15 @@ def stored_backward(
     (B, Hq, 4, Sq) or (B, Hq, Sq, 4), in blocks of as many rows as Q. Bias is as in `backward`. Of GradScores only the
     `visits.stored_blocks` are written.
 
+    GradV is a View of float32 if the call has only some of the keys.
+
     sequences, unless None, are packed: B is 1, q_len and k_len are totals, descriptors except GradScores and Bias are
     ragged. GradScores has the most rows of a sequence, and keys as in `visits.first_key`.
     """
     KEYS: gl.constexpr = K.block_type.shape[-2]
     GROUP: gl.constexpr = form.GROUP
     D: gl.constexpr = form.D
+    DV: gl.constexpr = form.DV
     TOP_LEFT: gl.constexpr = form.TOP_LEFT
     order = schedule.Schedule(gl.cdiv(k_len, 2 * KEYS), planes, section, 0)
     band = span.band(q_len, k_len, left, right, TOP_LEFT)
@@ -337,8 +367,8 @@ def stored_backward(
     shared = Shared(k, v, q, notes, do, rows, ds, bias, out)
     gl.warp_specialize(
         [
-            (_consume, (0, shared, kv, first, band, rules, lists, GROUP, D)),
-            (_consume, (1, shared, kv, first, band, rules, lists, GROUP, D)),
+            (_consume, (0, shared, GradV, kv, first, band, rules, lists, GROUP, D, DV)),
+            (_consume, (1, shared, GradV, kv, first, band, rules, lists, GROUP, D, DV)),
             (_produce, (shared, Q, K, V, GradOut, Rows, Bias, kv, first, band, lists, GROUP)),
             (_store, (0, shared, GradScores, GradV, kv, before, first, band, lists, GROUP)),
             (_store, (1, shared, GradScores, GradV, kv, before, first, band, lists, GROUP)),
@@ -431,21 +461,22 @@ def _store_product(
     g: gl.constexpr, factors, Product, work, ACROSS: gl.constexpr, TOP_LEFT: gl.constexpr, OF_K: gl.constexpr
 ):  # fmt: skip
     """Store the blocks of dq or dk of warpgroup g, each while the next is computed: the work of one warp."""
-    ROWS: gl.constexpr = Product.block_type.shape[-2]
-    for n in range(_share(work)):
-        first, plane, band, _, _, _, column = _factors_of(work, n, factors, ACROSS, TOP_LEFT, OF_K)
-        ring.wait(factors.product, 2 * n + g)
-        column = 0 if ACROSS == 1 else column
-        place = ring.place(_of_product(plane, band, OF_K), first + g * ROWS, column)
-        async_store(Product, place, factors.product.tiles.index(g))
-        store_wait(0)
-        ring.release(factors.product, 2 * n + g)
+    ROWS: gl.constexpr = factors.product.tiles.shape[-2]
+    if isinstance(Product, tensor_descriptor):
+        for n in range(_share(work)):
+            first, plane, band, _, _, _, column = _factors_of(work, n, factors, ACROSS, TOP_LEFT, OF_K)
+            ring.wait(factors.product, 2 * n + g)
+            column = 0 if ACROSS == 1 else column
+            place = ring.place(_of_product(plane, band, OF_K), first + g * ROWS, column)
+            async_store(Product, place, factors.product.tiles.index(g))
+            store_wait(0)
+            ring.release(factors.product, 2 * n + g)
 
 
 @gluon.jit
 def _multiply(
-    g: gl.constexpr, factors, work, scale,
-    MEMBERS: gl.constexpr, ACROSS: gl.constexpr, TOP_LEFT: gl.constexpr, OF_K: gl.constexpr,
+    g: gl.constexpr, factors, Product, work, scale,
+    MEMBERS: gl.constexpr, COLUMNS: gl.constexpr, ACROSS: gl.constexpr, TOP_LEFT: gl.constexpr, OF_K: gl.constexpr,
 ):  # fmt: skip
     """Compute half g (0 or 1) of the rows of each block of dq or dk: the work of one warpgroup."""
     ROWS: gl.constexpr = factors.product.tiles.shape[-2]
@@ -453,7 +484,7 @@ def _multiply(
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, WIDTH, 16])
     step = 0
     for n in range(_share(work)):
-        _, _, _, begin, end, lists, _ = _factors_of(work, n, factors, ACROSS, TOP_LEFT, OF_K)
+        first, plane, band, begin, end, lists, column = _factors_of(work, n, factors, ACROSS, TOP_LEFT, OF_K)
         total = gl.zeros([ROWS, WIDTH], gl.float32, LAYOUT)
         steps = visits.steps(begin, end, lists, MEMBERS, 2 * ROWS // factors.others.shape[-2])
         for i in range(steps):
@@ -468,23 +499,34 @@ def _multiply(
             step += 1
         total = warpgroup_mma_wait(num_outstanding=0, deps=(total,))
         ring.release(factors.ds, step - 1, pred=steps > 0)
-        ring.put(factors.product, 2 * n + g, (total * scale).to(factors.product.tiles.dtype))
+        if isinstance(Product, tensor_descriptor):
+            ring.put(factors.product, 2 * n + g, (total * scale).to(factors.product.tiles.dtype))
+        else:
+            m = memory.of_keys(Product, plane) if OF_K else memory.of_rows(Product, plane)
+            column = 0 if ACROSS == 1 else column
+            store_wide(m, first + g * ROWS, band.rows, total * scale, COLUMNS, column)
 
 
 @gluon.jit(do_not_specialize=["q_len", "k_len", "left", "right", "heads", "planes", "section", "before"])
 def grad_product(
     GradScores, Others, Product,
     sequences, tile_lists, q_len, k_len, left, right, scale, heads, planes, section, before,
-    GROUP: gl.constexpr, ACROSS: gl.constexpr, OF_K: gl.constexpr, TOP_LEFT: gl.constexpr, STAGES: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    form: gl.constexpr,
 ):  # fmt: skip
     """Write Product: dq = ds @ keys, where Others is K; or, if OF_K, dk = ds.T @ queries, where Others is Q.
 
-    heads, planes and section refer to Product; before counts kv heads; others are as in `stored_backward`. Blocks
-    have 64 rows; a block of GradScores has 128 rows of Product as its columns, or as its rows if OF_K. A program takes
-    two blocks of Product at a time. tile_lists are by rows of Product.
+    With OF_K it is also dv = p.T @ grad_out, if GradScores has weights. heads, planes and section refer to Product; before
+    counts kv heads; others are as in `stored_backward`. Blocks have 64 rows; a block of GradScores has 128 rows of Product
+    as its columns, or as its rows if OF_K. A program takes two blocks of Product at a time. tile_lists are by rows of
+    Product. If the call has only some of the keys, Product is a View of float32, which threads store.
     """
-    TILE: gl.constexpr = 2 * Product.block_type.shape[-2]
+    GROUP: gl.constexpr = form.GROUP
+    COLUMNS: gl.constexpr = form.COLUMNS
+    ACROSS: gl.constexpr = form.ACROSS
+    OF_K: gl.constexpr = form.OF_K
+    TOP_LEFT: gl.constexpr = form.TOP_LEFT
+    STAGES: gl.constexpr = form.STAGES
+    TILE: gl.constexpr = 2 * Others.block_type.shape[-2]
     MEMBERS: gl.constexpr = GROUP if OF_K else 1
     length = k_len if OF_K else q_len
     band = span.band(q_len, k_len, left, right, TOP_LEFT)
@@ -493,16 +535,16 @@ def grad_product(
     work = visits.Work(order, before_them, heads * ACROSS, band, sequences, tile_lists, left, right)
     ds = ring.ring(GradScores, STAGES, 2)
     others = gl.allocate_shared_memory(Others.dtype, [STAGES] + Others.block_type.shape, Others.layout)
-    factors = Factors(ds, others, ring.ring(Product, 2, 1))
+    factors = Factors(ds, others, ring.ring(Others, 2, 1))
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_multiply, (0, factors, work, scale, MEMBERS, ACROSS, TOP_LEFT, OF_K)),
-            (_multiply, (1, factors, work, scale, MEMBERS, ACROSS, TOP_LEFT, OF_K)),
+            (_multiply, (0, factors, Product, work, scale, MEMBERS, COLUMNS, ACROSS, TOP_LEFT, OF_K)),
+            (_multiply, (1, factors, Product, work, scale, MEMBERS, COLUMNS, ACROSS, TOP_LEFT, OF_K)),
             (_load, (factors, GradScores, Others, work, before, GROUP, ACROSS, TOP_LEFT, OF_K)),
             (_store_product, (0, factors, Product, work, ACROSS, TOP_LEFT, OF_K)),
             (_store_product, (1, factors, Product, work, ACROSS, TOP_LEFT, OF_K)),
         ],
         [WARPS, 1, 1, 1],
-        [REGISTERS[0], REGISTERS[1], REGISTERS[1], REGISTERS[1]],
+        [form.REGISTERS[0], form.REGISTERS[1], form.REGISTERS[1], form.REGISTERS[1]],
     )

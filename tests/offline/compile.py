@@ -146,8 +146,8 @@ def _hopper_table():
             for index, other in enumerate(others, 1):
                 yield Row(kernel, 90, "bf16", width, "full", other, (index, 1 + len(others)))
             if not seldom:
-                narrow = "alibi_slopes", "key_mask", "masked", "dropout", "biased", "registers", "partial"
-                for variant in ("scale", "softcap", *(narrow if width <= 128 else narrow[:-2])):
+                some = "scale", "softcap", "alibi_slopes", "key_mask", "masked", "dropout", "biased", "partial"
+                for variant in (*some, *["registers"] * (width <= 128)):
                     yield Row(kernel, 90, "bf16", width, variant, form, (0, 1))
                 yield Row(kernel, 90, "fp16", width, "full", form, (0, 1))
                 for dim in {64: (32, 16), 128: (80,), 256: (136,)}.get(width, ()):

@@ -32,15 +32,16 @@ def _first(capability):
     if capability == HOPPER:
         for kernel, rows in tile_table.ON_HOPPER.items():
             yield from (calls.Taken(kernel, 2, width, forms[0]) for width, forms in rows.items())
-        width = tile_table.IN_PARTS
-        yield calls.Taken("hopper", 2, width, tile_table.HOPPER[width][-1])  # the only one that fits beside a bias
+        for width, pipelines in tile_table.HOPPER.items():
+            if width > 64:  # the last one is for options, the last one of 64 for long calls
+                yield calls.Taken("hopper", 2, width, pipelines[-1])
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_make_test_all_executes_every_first_tile(capability):
     taken = [calls.taken(entry, on) for entry, on in each_once() if on == capability]
-    assert set(_first(capability)) == set().union(*taken)
+    assert set(_first(capability)) <= set().union(*taken)
 
 
 def test_no_row_has_more_tiles_than_everything_executes():
