@@ -481,11 +481,17 @@ def _multiply(
     """Compute half g (0 or 1) of the rows of each block of dq or dk: the work of one warpgroup."""
     ROWS: gl.constexpr = factors.product.tiles.shape[-2]
     WIDTH: gl.constexpr = factors.product.tiles.shape[-1]
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, WIDTH, 16])
+    # Of 256 columns, the last quarter may be past the end. Then two products leave it out.
+    FEWER: gl.constexpr = WIDTH == 256 and COLUMNS <= 192
+    MAIN: gl.constexpr = 128 if FEWER else WIDTH
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, MAIN, 16])
+    OF_REST: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, 64, 16])
     step = 0
     for n in range(_share(work)):
         first, plane, band, begin, end, lists, column = _factors_of(work, n, factors, ACROSS, TOP_LEFT, OF_K)
-        total = gl.zeros([ROWS, WIDTH], gl.float32, LAYOUT)
+        total, rest = gl.zeros([ROWS, MAIN], gl.float32, LAYOUT), ()
+        if FEWER:
+            rest = gl.zeros([ROWS, 64], gl.float32, OF_REST)
         steps = visits.steps(begin, end, lists, MEMBERS, 2 * ROWS // factors.others.shape[-2])
         for i in range(steps):
             ring.wait(factors.ds, step)
@@ -493,18 +499,35 @@ def _multiply(
                 ds = ring.tile(factors.ds, step).slice(g * ROWS, ROWS, dim=0)
             else:
                 ds = ring.tile(factors.ds, step).slice(g * ROWS, ROWS, dim=1).permute((1, 0))
-            total = warpgroup_mma(ds, ring.at(factors.others, step), total, is_async=True)
-            total = warpgroup_mma_wait(num_outstanding=1, deps=(total,))
+            others = ring.at(factors.others, step)
+            total = warpgroup_mma(ds, others.slice(0, MAIN, dim=1), total, is_async=True)
+            if FEWER:
+                rest = warpgroup_mma(ds, others.slice(128, 64, dim=1), rest, is_async=True)
+                total, rest = warpgroup_mma_wait(num_outstanding=2, deps=(total, rest))
+            else:
+                total = warpgroup_mma_wait(num_outstanding=1, deps=(total,))
             ring.release(factors.ds, step - 1, pred=i > 0)
             step += 1
         total = warpgroup_mma_wait(num_outstanding=0, deps=(total,))
+        if FEWER:
+            rest = warpgroup_mma_wait(num_outstanding=0, deps=(rest,))
         ring.release(factors.ds, step - 1, pred=steps > 0)
-        if isinstance(Product, tensor_descriptor):
-            ring.put(factors.product, 2 * n + g, (total * scale).to(factors.product.tiles.dtype))
-        else:
+        at, dtype = 2 * n + g, factors.product.tiles.dtype
+        if not isinstance(Product, tensor_descriptor):
             m = memory.of_keys(Product, plane) if OF_K else memory.of_rows(Product, plane)
             column = 0 if ACROSS == 1 else column
             store_wide(m, first + g * ROWS, band.rows, total * scale, COLUMNS, column)
+            if FEWER:
+                store_wide(m, first + g * ROWS, band.rows, rest * scale, COLUMNS, 128)
+        elif FEWER:
+            ring.claim(factors.product, at)
+            tile = ring.tile(factors.product, at)
+            tile.slice(0, MAIN, dim=1).store((total * scale).to(dtype))
+            tile.slice(128, 64, dim=1).store((rest * scale).to(dtype))
+            fence_async_shared()
+            mbarrier.arrive(factors.product.ready.index(at % 2), count=1)
+        else:
+            ring.put(factors.product, at, (total * scale).to(dtype))
 
 
 @gluon.jit(do_not_specialize=["q_len", "k_len", "left", "right", "heads", "planes", "section", "before"])
@@ -515,10 +538,10 @@ def grad_product(
 ):  # fmt: skip
     """Write Product: dq = ds @ keys, where Others is K; or, if OF_K, dk = ds.T @ queries, where Others is Q.
 
-    With OF_K it is also dv = p.T @ grad_out, if GradScores has weights. heads, planes and section refer to Product; before
-    counts kv heads; others are as in `stored_backward`. Blocks have 64 rows; a block of GradScores has 128 rows of Product
-    as its columns, or as its rows if OF_K. A program takes two blocks of Product at a time. tile_lists are by rows of
-    Product. If the call has only some of the keys, Product is a View of float32, which threads store.
+    With OF_K it is also dv = p.T @ grad_out, if GradScores has weights. heads, planes and section refer to Product;
+    before counts kv heads; others are as in `stored_backward`. Blocks have 64 rows; a block of GradScores has 128 rows
+    of Product as its columns, or as its rows if OF_K. A program takes two blocks of Product at a time. tile_lists are
+    by rows of Product. If the call has only some of the keys, Product is a View of float32, which threads store.
     """
     GROUP: gl.constexpr = form.GROUP
     COLUMNS: gl.constexpr = form.COLUMNS
