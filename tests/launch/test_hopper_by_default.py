@@ -39,7 +39,8 @@ COVERED = {
     "float16": dict(dtype=torch.float16),
 }
 # {D: (the backward, the deterministic backward)}
-BACKWARDS = dict.fromkeys((64, 128), ("hopper_bwd", "hopper_bwd_deterministic")) | {256: ("hopper_bwd_ds",) * 2}
+BACKWARDS = dict.fromkeys((64, 128), ("hopper_bwd", "hopper_bwd_deterministic"))
+BACKWARDS |= {256: ("hopper_bwd_ds",) * 2, 512: ("hopper_bwd_wide",) * 2}
 
 
 def draw(dim, length=300, heads=(8, 8), dtype=torch.bfloat16, batch=2, requires_grad=False):
@@ -51,7 +52,7 @@ def explain(*inputs, capability=(9, 0), **options):
     return fa.explain(*inputs, capability=capability, **options)
 
 
-@pytest.mark.parametrize("dim", [8, 64, 80, 128, 192, 256])
+@pytest.mark.parametrize("dim", [8, 64, 80, 128, 192, 256, 264, 512])
 @pytest.mark.parametrize("name", COVERED)
 def test_calls_that_hopper_covers_take_its_kernels(name, dim):
     options = dict(COVERED[name])
@@ -170,11 +171,12 @@ def test_wide_heads_leave_no_memory_for_a_wide_bias():
     assert any("no tile has memory for bias" in sentence for sentence in found.backward)
 
 
-@pytest.mark.parametrize("dim", [192, 256])
+@pytest.mark.parametrize("dim", [192, 256, 512])
 @pytest.mark.parametrize("name", OF_SCORES)
 def test_wide_heads_take_each_option(name, dim):
     found = explain(*draw(dim)[:2], draw(128 if dim == 192 else dim)[2], **OF_SCORES[name])
-    assert found.backend == "hopper" and not found.backward and BACKWARDS[256][0] in found.tiles
+    backward, _ = BACKWARDS[tile_table.row_width(dim)]
+    assert found.backend == "hopper" and not found.backward and backward in found.tiles
 
 
 @pytest.mark.parametrize("name", OTHERS)
