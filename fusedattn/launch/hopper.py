@@ -322,7 +322,11 @@ def _bias_tiles(call, bias, form):
 
 def _bias(call, keys):
     bias = by_tiles(call)
-    return None if bias is None else descriptor(bias, 1 if bias.shape[2] == 1 else tile_table.WARPGROUP_ROWS, keys)
+    if bias is None:
+        return None
+    if bias.shape[2] == 1:  # TMA writes to multiples of 128 bytes
+        return descriptor(bias, 1, max(keys, 128 // bias.element_size()))
+    return descriptor(bias, tile_table.WARPGROUP_ROWS, keys)
 
 
 def _words(words):

@@ -170,7 +170,8 @@ def _bias(shared, at, of, LAYOUT: gl.constexpr):
         ring.wait(shared.bias, at)
         tile = ring.tile(shared.bias, at)
         if tile.shape[0] == 1:
-            return tile.reshape([tile.shape[1]]).load(gl.SliceLayout(0, LAYOUT))[None, :]
+            KEYS: gl.constexpr = shared.k.tiles.shape[-2]
+            return tile.reshape([tile.shape[1]]).slice(0, KEYS).load(gl.SliceLayout(0, LAYOUT))[None, :]
         else:
             return tile.load(LAYOUT)
 

@@ -115,7 +115,7 @@ def _fill_bias(shared, step, Bias, plane, first, block, GROUPS: gl.constexpr):
     """Load the bias of each warpgroup."""
     if shared.bias is not None:
         ROWS: gl.constexpr = shared.q.tiles.shape[-2]
-        column = block * Bias.block_type.shape[-1]
+        column = block * shared.k.tiles.shape[-2]
         for g in gl.static_range(GROUPS):
             ring.fill_bias(shared.bias, step * GROUPS + g, Bias, plane, first + g * ROWS, column)
 

@@ -484,6 +484,7 @@ def _multiply(
     # Of 256 columns, the last quarter may be past the end. Then two products leave it out.
     FEWER: gl.constexpr = WIDTH == 256 and COLUMNS <= 192
     MAIN: gl.constexpr = 128 if FEWER else WIDTH
+    dtype: gl.constexpr = factors.product.tiles.dtype
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, MAIN, 16])
     OF_REST: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, 64, 16])
     step = 0
@@ -512,7 +513,7 @@ def _multiply(
         if FEWER:
             rest = warpgroup_mma_wait(num_outstanding=0, deps=(rest,))
         ring.release(factors.ds, step - 1, pred=steps > 0)
-        at, dtype = 2 * n + g, factors.product.tiles.dtype
+        at = 2 * n + g
         if not isinstance(Product, tensor_descriptor):
             m = memory.of_keys(Product, plane) if OF_K else memory.of_rows(Product, plane)
             column = 0 if ACROSS == 1 else column

@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="kernels need Triton")
 from fusedattn.bench import cases as timed
 
 import fusedattn as fa
-from fusedattn.launch.tile_table import HOPPER, IN_PARTS, STORED
+from fusedattn.launch.tile_table import BACKWARDS, HOPPER, IN_PARTS, REPEATABLE, width_on_hopper
 from fusedattn.testing.compare import INPUTS
 
 from .. import cases, sample
@@ -137,10 +137,10 @@ def test_each_backward_at_a_ragged_shape(band, width, cuda, tiles, passes, poiso
     case = Case("backward", B=30, Hq=4, Hkv=2, Sq=300, Sk=421, D=width, Dv=VALUES[width], **band)
     case = case._replace(dtype=HALF[len(band)], grads="out and lse")
     check(case, cuda)
-    assert ("hopper_bwd_deterministic" if width <= 128 else STORED[width > 256]) in names()
+    assert {name for name in REPEATABLE if width in BACKWARDS[name]} <= names()
     passes(1)
     check(case, cuda)
-    assert ("hopper_bwd" if width <= 128 else STORED[width > 256]) in names()
+    assert {name for name in BACKWARDS if width in BACKWARDS[name]} - {"hopper_bwd_deterministic"} <= names()
 
 
 @pytest.mark.parametrize("number", range(len(DIMS)), ids=lambda n: "D {} Dv {}".format(*DIMS[n]))
@@ -153,8 +153,8 @@ def test_backwards_of_head_dimensions(options, number, cuda, passes, poison, nam
     case = Case("dims", B=2, Hq=4, Hkv=2, Sq=190, Sk=331, dtype=HALF[number % 2], **options, **dims)
     passes(1)
     check(case, cuda)
-    widest = max(DIMS[number])
-    assert ("hopper_bwd" if widest <= 128 else STORED[widest > 256]) in names()
+    width = width_on_hopper(*DIMS[number])
+    assert {name for name in BACKWARDS if width in BACKWARDS[name]} - {"hopper_bwd_deterministic"} <= names()
 
 
 OPTIONS = {
@@ -186,7 +186,7 @@ def test_a_backward_gives_the_same_bits(causal, width, cuda, tiles, names):
     for _ in range(100):
         for again, before in zip(backward(inputs, given, causal=causal), first, strict=True):
             wrong += (again != before).count_nonzero()
-    assert wrong.item() == 0 and {"hopper_bwd_deterministic", *STORED} & names()
+    assert wrong.item() == 0 and {*REPEATABLE} & names()
     for one, other in zip(first, backward(inputs, given, "triton", causal=causal), strict=True):
         torch.testing.assert_close(one, other, rtol=5e-2, atol=2e-2)
 

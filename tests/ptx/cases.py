@@ -260,6 +260,7 @@ _ON_HOPPER = dense(
             ("mask, key mask D320", dict(D=320, mask="heads", key_mask="own", Sq=70, Sk=300)),
             ("softcap, slopes D512 fp16", dict(D=512, softcap=5.0, alibi="own", dtype=FP16, scale=-0.4, **SHORT)),
             ("bias fp32 of keys D512", dict(D=512, bias="keys", bias_dtype=FP32, Sq=70, Sk=104)),
+            ("bias of keys, slopes D264 fp16", _WIDE_HEADS | dict(bias="keys", alibi="own", dtype=FP16, D=264)),
             ("bias, dropout D264", dict(D=264, Dv=264, bias="pairs", dropout=0.3, Sq=70, Sk=104)),
         )
     )
@@ -340,6 +341,7 @@ def _decode():
         ("prefill", cache | prefill | dict(alibi=True)),
         ("prefill D128, into pages", prefill | wide | dict(page=128, C=640, window=(100, 0))),
         ("prefill D256, turned", prefill | widest | dict(half=32, Hq=2)),
+        ("prefill D512, into pages", prefill | dict(D=512, Dv=512, page=128, C=640, window=(100, 0))),
         ("prefill, query mask", cache | dict(Sq=130, C=256, lengths=(60, 256, 100), query_mask=True)),
         ("prefill, splits", cache | dict(Sq=130, C=2048, lengths=(1900, 700), softcap=5.0)),
         ("cache, far apart", cache | caches.BOTH | FAR),

@@ -50,20 +50,22 @@ def test_no_row_has_more_tiles_than_everything_executes():
 
 
 @pytest.mark.matrix
+@pytest.mark.parametrize("width", [256, 512])
 @pytest.mark.parametrize("packed", [{}, dict(B=2, Hq=6, Hkv=3, lengths=((70, 9), (33, 100)))], ids=["dense", "packed"])
-def test_heads_whose_gradients_of_scores_are_stored_at_a_time(packed, monkeypatch):
+def test_heads_whose_gradients_of_scores_are_stored_at_a_time(packed, width, monkeypatch):
     """The stored backward is right if it processes kv heads in chunks, two of three; the third call is a replay.
 
     Each kv head has two query heads. One program computes all blocks of dq of two heads, and one all blocks of dk.
     """
     monkeypatch.setattr(tile_table, "SCORES_BYTES", 1)
     monkeypatch.setattr(hopper, "stored_limits", lambda call: [])
-    fields = dict(B=3, Hq=2, Hkv=1, D=256, Sq=70, Sk=100, backend="hopper", two_passes=True, times=3)
+    fields = dict(B=3, Hq=2, Hkv=1, D=width, Sq=70, Sk=100, backend="hopper", two_passes=True, times=3)
     fields |= dict(multiprocessors=1) | packed
     outcome = calls.execute(*dense(("at a time", fields)), HOPPER)
     assert not outcome.wrong(), "\n".join(outcome.wrong())
     names = [x.name for x in outcome.device.launches]
-    assert names[-6:] == ["stored_backward", "grad_product", "grad_product"] * 2
+    each = ["stored_backward", *["grad_product"] * 2] if width == 256 else ["wide_backward", *["grad_product"] * 3]
+    assert names[-2 * len(each) :] == each * 2
 
 
 @pytest.mark.parametrize("plan", [False, True])

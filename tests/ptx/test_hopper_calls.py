@@ -108,6 +108,7 @@ COPIED = {
     "odd strides and bias": dict(D=128, strided=True, bias="pairs", query_mask="own", B=2, dtype=torch.float16),
     "expanded": dict(D=64, expanded=True, B=2, bias="batch"),
     "odd D 256": dict(D=250, Dv=190, softcap=2.0),
+    "odd D 512": dict(D=257, Dv=300, causal=True, key_mask="own", B=2, times=3),
 }
 
 
@@ -117,7 +118,7 @@ def test_long_calls_copy_what_tma_cannot_read(name, monkeypatch):
     outcome = calls.execute(*dense((name, dict(Sq=70, Sk=77, Hq=1, backend="hopper") | COPIED[name])), 90)
     assert not outcome.wrong(), "\n".join(outcome.wrong())
     special = [x.name for x in outcome.device.launches if x.kernel.src.fn.is_gluon()]
-    assert special[:2] in (["forward", "backward"], ["forward", "stored_backward"])
+    assert special[0] == "forward" and special[1] in ("backward", "stored_backward", "wide_backward")
 
 
 FAILING = {  # a kernel of a backward on Hopper: width of heads, options of the call
