@@ -174,7 +174,7 @@ def _add_on_hopper(name, p, query_sums, turns, grads, form):
 
 
 def _with_real(name, call, p, device, kind):
-    """Return the call with a copy of key or value, 0 where key_mask hides it: it may be NaN, and 0 * NaN is NaN."""
+    """Return the call with a copy of key or value, with rows of 0 where key_mask hides a key: 0 * NaN is NaN."""
     if call.key_mask is None:
         return call
     original = getattr(call, name)

@@ -302,12 +302,13 @@ def fits(call: Call, form: Pipeline | Backward) -> bool:
     elements += form.keys * (of_key + form.stages * columns_v)
     elements += 0 if part or columns == columns_v else form.rows * columns_v  # of the output
     elements += form.rows * form.keys * bias.element_size() // 2
-    return 2 * elements + _word_bytes(call, form) <= tile_table.TILE_BYTES
+    ahead = cdiv(TILES_OF_K.value, columns // part if part else 1) if apart else form.stages
+    return 2 * elements + _word_bytes(call, form, ahead) <= tile_table.TILE_BYTES
 
 
-def _word_bytes(call, form):
-    """Return the bytes of shared memory for words of a mask: a bit a pair, in 2 * stages slots."""
-    return 0 if call.mask is call.mask_bits is None else form.stages * form.rows * form.keys // 4
+def _word_bytes(call, form, ahead):
+    """Return the bytes of shared memory for words of a mask: a bit a pair, in two slots for each step `ahead`."""
+    return 0 if call.mask is call.mask_bits is None else ahead * form.rows * form.keys // 4
 
 
 def _bias_tiles(call, bias, form):
@@ -316,7 +317,7 @@ def _bias_tiles(call, bias, form):
     size = each * (1 if bias.shape[2] == 1 else each) * bias.element_size()
     elements = (form.keys + rows) * sum(_widths(call)) + 2 * form.keys * form.rows  # k, v; q, do; two steps of ds
     singles = 2 * each * each + 4 * rows  # float32: dq, row statistics
-    left = tile_table.BACKWARD_BYTES - 2 * elements - 4 * singles - _word_bytes(call, form)
+    left = tile_table.BACKWARD_BYTES - 2 * elements - 4 * singles - _word_bytes(call, form, form.stages)
     return 2 * max(0, min(2, left // (2 * size)))  # a warpgroup has tiles of its own, or it could miss a phase of one
 
 

@@ -46,8 +46,8 @@ class Pipeline(NamedTuple):
 class Backward(NamedTuple):
     """Tile of a Hopper backward: two warpgroups multiply, WARPGROUP_ROWS keys each.
 
-    rows: size of the query blocks that its loop visits. stages: query blocks in shared memory; for hopper_bwd_ds, the
-    stages of the kernels PRODUCTS.
+    rows: size of the query blocks that its loop visits. stages: query blocks in shared memory; for kernels of
+    STORED, the stages of PRODUCTS.
     """
 
     rows: int
@@ -79,7 +79,7 @@ FEW_ROWS = 64  # calls with at most this many rows use tiles of at most 64 x 64;
 PREFILL_ROWS = 128  # calls to caches with at least this many queries a sequence may run the Hopper forward
 COPIED_LENGTH = 2048  # rows, and keys that a row sees, of calls whose tensors are copied if TMA cannot read them
 L2_BYTES = 32 << 20  # limit on keys and values of the heads that are scheduled together
-# The same limit for queries and incoming gradients in hopper_bwd_ds; the kernels PRODUCTS use half of it. Without it,
+# The same limit for queries and incoming gradients in kernels of STORED; those of PRODUCTS use half of it. Without it,
 # on an H200, the backward takes 1.25 times as long at 1024 tokens, 1.17 times at 2048.
 SECTION_BYTES = 16 << 20
 # By width, for full calls and for bands: a program takes several blocks of rows if a row sees at most this many keys.
@@ -118,8 +118,8 @@ MOST_COLUMNS = 256  # of values that a program of the forward multiplies
 HOPPER_LONG = {64: (dict(full=2048, causal=8192), Pipeline(3, 128, 2))}
 
 # The Hopper backwards, by width as in HOPPER. The first two add up dq in memory, "deterministic" in a fixed order. For
-# wide heads their registers would spill, so hopper_bwd_ds stores gradients of scores, which other kernels multiply. The
-# second tile at 64 is for a float32 bias, which does not fit beside the first.
+# wide heads their registers would spill, so hopper_bwd_ds stores gradients of scores, and hopper_bwd_wide weights, too, which other
+# kernels multiply. The second tile at 64 is for a float32 bias, which does not fit beside the first.
 BACKWARDS: dict[str, dict[int, tuple]] = {
     **dict.fromkeys(
         ("hopper_bwd", "hopper_bwd_deterministic"), {64: (Backward(128, 2), Backward(64, 2)), 128: (Backward(64, 2),)}
@@ -132,10 +132,8 @@ BACKWARDS: dict[str, dict[int, tuple]] = {
 MOST_OPTIONS = {64: 3, 128: 2, 512: 5}
 STORED = "hopper_bwd_ds", "hopper_bwd_wide"  # BACKWARDS that store gradients of scores, the second also weights
 REPEATABLE = "hopper_bwd_deterministic", *STORED  # deterministic BACKWARDS
-PRODUCTS = (
-    "hopper_dk",
-    "hopper_dq",
-)  # kernels that multiply what STORED ones store; hopper_dk also makes dv of "hopper_bwd_wide"
+# Kernels that multiply what those of STORED store; of "hopper_bwd_wide", hopper_dk also makes dv.
+PRODUCTS = "hopper_dk", "hopper_dq"
 # Limit on stored scores, of a head and at a time. Two heads, or one with its weights, may take twice as much.
 SCORES_BYTES = 2**29
 ON_HOPPER: dict[str, dict[int, tuple]] = {"hopper": HOPPER} | BACKWARDS
