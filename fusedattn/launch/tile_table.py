@@ -118,8 +118,8 @@ MOST_COLUMNS = 256  # of values that a program of the forward multiplies
 HOPPER_LONG = {64: (dict(full=2048, causal=8192), Pipeline(3, 128, 2))}
 
 # The Hopper backwards, by width as in HOPPER. The first two add up dq in memory, "deterministic" in a fixed order. For
-# wide heads their registers would spill, so hopper_bwd_ds stores gradients of scores, and hopper_bwd_wide weights, too, which other
-# kernels multiply. The second tile at 64 is for a float32 bias, which does not fit beside the first.
+# wide heads their registers would spill, so hopper_bwd_ds stores gradients of scores, and hopper_bwd_wide weights, too;
+# other kernels multiply them. The second tile at 64 is for a float32 bias, which does not fit beside the first.
 BACKWARDS: dict[str, dict[int, tuple]] = {
     **dict.fromkeys(
         ("hopper_bwd", "hopper_bwd_deterministic"), {64: (Backward(128, 2), Backward(64, 2)), 128: (Backward(64, 2),)}

@@ -479,7 +479,7 @@ def forward(
         paired = (gl.num_programs(0) < blocks * planes).to(gl.int32)
     work = Work(schedule.Schedule(blocks, planes, section, paired), band, sequences, caches, tile_lists, left, right)
     WIDTH: gl.constexpr = spec.PARTS * Q.block_type.shape[-1]
-    # With equal widths, or with parts (which are at least as wide as the output), a warpgroup's output overwrites its q.
+    # With equal widths, or with parts (at least as wide as the output), a warpgroup's output overwrites its q.
     SHARE: gl.constexpr = Out is not None and (spec.PARTS > 1 or WIDTH == Out.block_type.shape[-1])
     # Two tiles of q per warpgroup: the next is loaded when a block ends. Heads wider than 128 leave space for one. Of
     # heads wider than 256 a part of k is a tile: there is no space for all parts of two steps.

@@ -26,7 +26,7 @@ class Notes(NamedTuple):
 
 @gluon.jit
 def notes(STAGES: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Return Notes beside a ring of k with the tiles of STAGES steps. A note lasts until the k of the next step is given back."""
+    """Return Notes beside a ring of k for STAGES steps. A note lasts until the k of the next step is given back."""
     numbers = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], LAYOUT)
     return Notes(numbers, gl.allocate_shared_memory(gl.int8, [2 * STAGES, BLOCK_N], LAYOUT))
 
