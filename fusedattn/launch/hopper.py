@@ -23,12 +23,17 @@ try:
     from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16, float16, float32
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    from ..kernels.hopper import backward, stored, wide
+    from ..kernels.hopper import backward, products, stored, visits, wide
     from ..kernels.hopper.forward import TILES_OF_K, Form, Spec, Stored, forward as kernel
     from ..kernels.hopper.work import Caches
 except (ImportError, AttributeError) as error:  # Gluon is experimental: names come and go
     kernel, _why = None, str(error)
 
+KERNELS: dict[str, Any] = {}
+if kernel is not None:
+    KERNELS |= dict(hopper=kernel, hopper_bwd=backward.backward, hopper_bwd_deterministic=backward.backward)
+    KERNELS |= dict(hopper_bwd_ds=stored.stored_backward, hopper_bwd_wide=wide.wide_backward)
+    KERNELS |= dict.fromkeys(tile_table.PRODUCTS, products.grad_product)
 missing = None if kernel is not None else f"this version of Triton lacks names that its kernel uses ({_why})"
 RAGGED_ROWS = 2**30  # limit on the rows of packed sequences
 FEWEST_ROWS = 32  # of packed sequences, on average, in the backward: its sums of dq pad each to whole blocks
@@ -599,10 +604,10 @@ def stored_arguments(
             | {name: descriptor(x, form.rows, each, packed) for name, x in by_rows.items()}
             | {name: descriptor(x, form.keys, each, packed) for name, x in by_keys.items()}
             | dict(Weights=descriptor(weights[..., :length], each, form.rows))
-            | dict(form=wide.Form(_group(call), *columns, call.top_left, registers))
+            | dict(form=visits.Form(_group(call), *columns, call.top_left, registers))
         )
     return shared | dict(
-        form=stored.Form(_group(call), *columns, call.top_left, registers),
+        form=visits.Form(_group(call), *columns, call.top_left, registers),
         Q=descriptor(call.query, form.rows, width_k, packed),
         K=descriptor(call.key, each, width_k, packed),
         V=descriptor(call.value, each, width_v, packed),
@@ -630,7 +635,7 @@ def product_arguments(
     section = _section(call, tile_table.SECTION_BYTES // 2, size, blocks, multiprocessors)
     common = _common(call)
     registers = common.pop("REGISTERS")
-    made = stored.ProductForm(group, grad.shape[3], across, of_key, call.top_left, form.stages, registers)
+    made = products.Form(group, grad.shape[3], across, of_key, call.top_left, form.stages, registers)
     return common | dict(
         section=(section if of_key else section * group) * across,
         GradScores=descriptor(factor[..., :length], *block),

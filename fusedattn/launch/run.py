@@ -95,11 +95,7 @@ KERNELS["fill_slots"] = sequences.fill_slots
 KERNELS |= dict.fromkeys(tile_table.DECODE, decode.decode)
 KERNELS["one_pass"] = dkdv.dkdv  # also accumulates dq, with tiles of its own
 KERNELS["tangent_weights"] = weights
-if hopper.kernel is not None:
-    KERNELS["hopper"] = hopper.kernel
-    KERNELS |= dict.fromkeys(("hopper_bwd", "hopper_bwd_deterministic"), hopper.backward.backward)
-    KERNELS |= dict(hopper_bwd_ds=hopper.stored.stored_backward, hopper_bwd_wide=hopper.wide.wide_backward)
-    KERNELS |= dict.fromkeys(tile_table.PRODUCTS, hopper.stored.grad_product)
+KERNELS |= hopper.KERNELS
 
 
 def widest(call):

@@ -1,4 +1,4 @@
-"""Blocks that the programs of a stored backward visit, and where their tiles are in the stored buffers."""
+"""Blocks that the programs of a stored backward visit, where they store tiles, and constants of their kernels."""
 
 from typing import NamedTuple
 
@@ -7,6 +7,19 @@ from triton.experimental.gluon import language as gl
 
 from ..vocabulary import memory, span
 from . import lists as listing, schedule
+
+
+class Form(NamedTuple):
+    """Compile-time constants: GROUP query heads per kv head; D and DV columns; TOP_LEFT is as in `span.band`.
+
+    REGISTERS: of a multiplying thread, and of other threads.
+    """
+
+    GROUP: int
+    D: int
+    DV: int
+    TOP_LEFT: bool
+    REGISTERS: tuple
 
 
 @gluon.jit

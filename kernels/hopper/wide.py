@@ -35,19 +35,6 @@ from .steps import (
 SLOTS = gl.constexpr(4)  # chunks of operands in shared memory
 
 
-class Form(NamedTuple):
-    """Compile-time constants: GROUP query heads per kv head; D and DV columns; TOP_LEFT is as in `span.band`.
-
-    REGISTERS: of a multiplying thread, and of other threads.
-    """
-
-    GROUP: int
-    D: int
-    DV: int
-    TOP_LEFT: bool
-    REGISTERS: tuple
-
-
 class Shared(NamedTuple):
     """Shared memory: a ring of chunks (64 columns of both operands of a product), and what a step needs and makes.
 

@@ -1,0 +1,230 @@
+"""Products of stored scores: the gradients of query and key, and for heads wider than 256 also that of value."""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.language.nvidia.hopper.tma import store_wait, tensor_descriptor
+
+from ..vocabulary import memory, span
+from . import lists as listing, ring, schedule, visits
+from .copies import async_store
+from .steps import WARPS, following, store_wide
+
+
+class Form(NamedTuple):
+    """Compile-time constants of `grad_product`: GROUP query heads per kv head; COLUMNS of a gradient, for which ACROSS
+    programs share a block; whether rows are keys (OF_K); TOP_LEFT as in `span.band`; STAGES tiles of each factor.
+
+    REGISTERS: of a multiplying thread, and of other threads.
+    """
+
+    GROUP: int
+    COLUMNS: int
+    ACROSS: int
+    OF_K: bool
+    TOP_LEFT: bool
+    STAGES: int
+    REGISTERS: tuple
+
+
+class Factors(NamedTuple):
+    """Shared memory of `grad_product`: a ring of ds, keys or queries with the barriers of ds, and a ring of results."""
+
+    ds: ring.Ring
+    others: gl.shared_memory_descriptor
+    product: ring.Ring
+
+
+@gluon.jit
+def _share(work):
+    if work.sequences is None:
+        return schedule.share(work.order, gl.program_id(0), gl.num_programs(0))
+    else:
+        return gl.minimum(gl.num_programs(0), 1)  # if ptxas knew that it is 1, it would serialise products
+
+
+@gluon.jit
+def _factors_of(work, n, factors, ACROSS: gl.constexpr, TOP_LEFT: gl.constexpr, OF_K: gl.constexpr):
+    """Return (first row, batch and head, Band, begin, end, Lists, first column or ()) of a program's n-th block.
+
+    Without Lists it uses ds tiles [begin, end). If OF_K, rows are keys: the Band is flipped.
+    """
+    TILE: gl.constexpr = factors.product.tiles.shape[0] * factors.product.tiles.shape[-2]
+    PARTS: gl.constexpr = TILE // factors.others.shape[-2]
+    first, plane, band = visits.take(work, n, TOP_LEFT, TILE, OF_K)
+    if OF_K:
+        band = span.flip(band)
+    begin, end = visits.stored_blocks(band, first, TILE)
+    column = ()
+    if ACROSS > 1:
+        column, plane = plane.index % ACROSS * factors.others.shape[-1], span.kv_head(plane, ACROSS)
+    return first, plane, band, begin * PARTS, end * PARTS, visits.lists_of(work, plane, first, TILE), column
+
+
+@gluon.jit
+def _of_product(plane, band, OF_K: gl.constexpr):
+    """Return the Plane with which `ring.place` finds rows of dq, or if OF_K of dk; the Band is of `_factors_of`."""
+    return ring.of_keys(plane, span.flip(band)) if OF_K else ring.of_rows(plane, band)
+
+
+@gluon.jit
+def _load(
+    factors, GradScores, Others, work, before,
+    GROUP: gl.constexpr, ACROSS: gl.constexpr, TOP_LEFT: gl.constexpr, OF_K: gl.constexpr,
+):  # fmt: skip
+    """Load by TMA the tiles that `_multiply` multiplies: the work of one warp.
+
+    For dq these are ds and keys of one head; for dk, ds and queries of all query heads that share the kv head.
+    """
+    DEPTH: gl.constexpr = Others.block_type.shape[-2]
+    TILE: gl.constexpr = factors.product.tiles.shape[0] * factors.product.tiles.shape[-2]
+    MEMBERS: gl.constexpr = GROUP if OF_K else 1
+    step = 0
+    for n in range(_share(work)):
+        first, plane, band, begin, end, lists, column = _factors_of(work, n, factors, ACROSS, TOP_LEFT, OF_K)
+        column = 0 if ACROSS == 1 else column
+        key = visits.first_key(plane, TILE)
+        block, member, ahead = begin, begin * 0, ()
+        if len(lists) > 0:
+            ahead = listing.entry(lists, 0)
+        for i in range(visits.steps(begin, end, lists, MEMBERS, TILE // DEPTH)):
+            if len(lists) > 0:
+                block, member, ahead = visits.listed(lists, i, ahead, TILE // DEPTH)
+            ring.reserve(factors.ds, step, GradScores.block_type.nbytes + Others.block_type.nbytes)
+            if OF_K:
+                other = span.query_head(plane, member, GROUP)
+                here = span.Plane(visits.head(other, before * GROUP), 0, 0, ())
+                ring.copy(factors.ds, factors.ds.tiles, step, GradScores, here, key + first, block * DEPTH)
+            else:
+                other = span.kv_head(plane, GROUP)
+                here = span.Plane(visits.head(plane, before * GROUP), 0, 0, ())
+                ring.copy(factors.ds, factors.ds.tiles, step, GradScores, here, key + block * DEPTH, first)
+            other = _of_product(other, span.flip(band), not OF_K)
+            ring.copy(factors.ds, factors.others, step, Others, other, block * DEPTH, column)
+            block, member = following(block, member, begin, end, MEMBERS)
+            step += 1
+
+
+@gluon.jit
+def _store_product(
+    g: gl.constexpr, factors, Product, work, ACROSS: gl.constexpr, TOP_LEFT: gl.constexpr, OF_K: gl.constexpr
+):  # fmt: skip
+    """Store the blocks of dq or dk of warpgroup g, each while the next is computed: the work of one warp."""
+    ROWS: gl.constexpr = factors.product.tiles.shape[-2]
+    if isinstance(Product, tensor_descriptor):
+        for n in range(_share(work)):
+            first, plane, band, _, _, _, column = _factors_of(work, n, factors, ACROSS, TOP_LEFT, OF_K)
+            ring.wait(factors.product, 2 * n + g)
+            column = 0 if ACROSS == 1 else column
+            place = ring.place(_of_product(plane, band, OF_K), first + g * ROWS, column)
+            async_store(Product, place, factors.product.tiles.index(g))
+            store_wait(0)
+            ring.release(factors.product, 2 * n + g)
+
+
+@gluon.jit
+def _multiply(
+    g: gl.constexpr, factors, Product, work, scale,
+    MEMBERS: gl.constexpr, COLUMNS: gl.constexpr, ACROSS: gl.constexpr, TOP_LEFT: gl.constexpr, OF_K: gl.constexpr,
+):  # fmt: skip
+    """Compute half g (0 or 1) of the rows of each block of dq or dk: the work of one warpgroup."""
+    ROWS: gl.constexpr = factors.product.tiles.shape[-2]
+    WIDTH: gl.constexpr = factors.product.tiles.shape[-1]
+    # Of 256 columns, the last quarter may be past the end. Then two products leave it out.
+    FEWER: gl.constexpr = WIDTH == 256 and COLUMNS <= 192
+    MAIN: gl.constexpr = 128 if FEWER else WIDTH
+    dtype: gl.constexpr = factors.product.tiles.dtype
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, MAIN, 16])
+    OF_REST: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, 64, 16])
+    step = 0
+    for n in range(_share(work)):
+        first, plane, band, begin, end, lists, column = _factors_of(work, n, factors, ACROSS, TOP_LEFT, OF_K)
+        total, rest = gl.zeros([ROWS, MAIN], gl.float32, LAYOUT), ()
+        if FEWER:
+            rest = gl.zeros([ROWS, 64], gl.float32, OF_REST)
+        steps = visits.steps(begin, end, lists, MEMBERS, 2 * ROWS // factors.others.shape[-2])
+        for i in range(steps):
+            ring.wait(factors.ds, step)
+            if OF_K:
+                ds = ring.tile(factors.ds, step).slice(g * ROWS, ROWS, dim=0)
+            else:
+                ds = ring.tile(factors.ds, step).slice(g * ROWS, ROWS, dim=1).permute((1, 0))
+            others = ring.at(factors.others, step)
+            total = warpgroup_mma(ds, others.slice(0, MAIN, dim=1), total, is_async=True)
+            if FEWER:
+                rest = warpgroup_mma(ds, others.slice(128, 64, dim=1), rest, is_async=True)
+                total, rest = warpgroup_mma_wait(num_outstanding=2, deps=(total, rest))
+            else:
+                total = warpgroup_mma_wait(num_outstanding=1, deps=(total,))
+            ring.release(factors.ds, step - 1, pred=i > 0)
+            step += 1
+        total = warpgroup_mma_wait(num_outstanding=0, deps=(total,))
+        if FEWER:
+            rest = warpgroup_mma_wait(num_outstanding=0, deps=(rest,))
+        ring.release(factors.ds, step - 1, pred=steps > 0)
+        at = 2 * n + g
+        if not isinstance(Product, tensor_descriptor):
+            m = memory.of_keys(Product, plane) if OF_K else memory.of_rows(Product, plane)
+            column = 0 if ACROSS == 1 else column
+            store_wide(m, first + g * ROWS, band.rows, total * scale, COLUMNS, column)
+            if FEWER:
+                store_wide(m, first + g * ROWS, band.rows, rest * scale, COLUMNS, 128)
+        elif FEWER:
+            ring.claim(factors.product, at)
+            tile = ring.tile(factors.product, at)
+            tile.slice(0, MAIN, dim=1).store((total * scale).to(dtype))
+            tile.slice(128, 64, dim=1).store((rest * scale).to(dtype))
+            fence_async_shared()
+            mbarrier.arrive(factors.product.ready.index(at % 2), count=1)
+        else:
+            ring.put(factors.product, at, (total * scale).to(dtype))
+
+
+@gluon.jit(do_not_specialize=["q_len", "k_len", "left", "right", "heads", "planes", "section", "before"])
+def grad_product(
+    GradScores, Others, Product,
+    sequences, tile_lists, q_len, k_len, left, right, scale, heads, planes, section, before,
+    form: gl.constexpr,
+):  # fmt: skip
+    """Write Product: dq = ds @ keys, where Others is K; or, if OF_K, dk = ds.T @ queries, where Others is Q.
+
+    With OF_K it is also dv = p.T @ grad_out, if GradScores has weights. heads, planes and section refer to Product;
+    before counts kv heads; others are as in `stored_backward`. Blocks have 64 rows; a block of GradScores has 128 rows
+    of Product as its columns, or as its rows if OF_K. A program takes two blocks of Product at a time. tile_lists are
+    by rows of Product. If the call has only some of the keys, Product is a View of float32, which threads store.
+    """
+    GROUP: gl.constexpr = form.GROUP
+    COLUMNS: gl.constexpr = form.COLUMNS
+    ACROSS: gl.constexpr = form.ACROSS
+    OF_K: gl.constexpr = form.OF_K
+    TOP_LEFT: gl.constexpr = form.TOP_LEFT
+    STAGES: gl.constexpr = form.STAGES
+    TILE: gl.constexpr = 2 * Others.block_type.shape[-2]
+    MEMBERS: gl.constexpr = GROUP if OF_K else 1
+    length = k_len if OF_K else q_len
+    band = span.band(q_len, k_len, left, right, TOP_LEFT)
+    order = schedule.Schedule(gl.cdiv(length, TILE), planes, section, 0)
+    before_them = before * (GROUP // MEMBERS) * ACROSS
+    work = visits.Work(order, before_them, heads * ACROSS, band, sequences, tile_lists, left, right)
+    ds = ring.ring(GradScores, STAGES, 2)
+    others = gl.allocate_shared_memory(Others.dtype, [STAGES] + Others.block_type.shape, Others.layout)
+    factors = Factors(ds, others, ring.ring(Others, 2, 1))
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_multiply, (0, factors, Product, work, scale, MEMBERS, COLUMNS, ACROSS, TOP_LEFT, OF_K)),
+            (_multiply, (1, factors, Product, work, scale, MEMBERS, COLUMNS, ACROSS, TOP_LEFT, OF_K)),
+            (_load, (factors, GradScores, Others, work, before, GROUP, ACROSS, TOP_LEFT, OF_K)),
+            (_store_product, (0, factors, Product, work, ACROSS, TOP_LEFT, OF_K)),
+            (_store_product, (1, factors, Product, work, ACROSS, TOP_LEFT, OF_K)),
+        ],
+        [WARPS, 1, 1, 1],
+        [form.REGISTERS[0], form.REGISTERS[1], form.REGISTERS[1], form.REGISTERS[1]],
+    )
