@@ -19,10 +19,10 @@ from .steps import WARPS, following, store_wide
 
 
 class Form(NamedTuple):
-    """Compile-time constants of `grad_product`: GROUP query heads per kv head; COLUMNS of a gradient, for which ACROSS
-    programs share a block; whether rows are keys (OF_K); TOP_LEFT as in `span.band`; STAGES tiles of each factor.
+    """Compile-time constants of `grad_product`: GROUP query heads per kv head; COLUMNS of the gradient.
 
-    REGISTERS: of a multiplying thread, and of other threads.
+    ACROSS programs share the columns of a block. OF_K: rows are keys. TOP_LEFT is as in `span.band`. STAGES tiles of each
+    factor are in shared memory. REGISTERS: of a multiplying thread, and of other threads.
     """
 
     GROUP: int
