@@ -21,8 +21,8 @@ from .steps import WARPS, following, store_wide
 class Form(NamedTuple):
     """Compile-time constants of `grad_product`: GROUP query heads per kv head; COLUMNS of the gradient.
 
-    ACROSS programs share the columns of a block. OF_K: rows are keys. TOP_LEFT is as in `span.band`. STAGES tiles of each
-    factor are in shared memory. REGISTERS: of a multiplying thread, and of other threads.
+    ACROSS programs share the columns of a block. OF_K: rows are keys. TOP_LEFT is as in `span.band`. STAGES tiles of
+    each factor are in shared memory. REGISTERS: of a multiplying thread, and of other threads.
     """
 
     GROUP: int
