@@ -135,12 +135,13 @@ def _consume(
     begin, end = visits.row_blocks(first, band, BLOCK_M, 2 * KEYS)
     block, member = begin, begin * 0
     steps = visits.steps(begin, end, lists, GROUP, 2 * KEYS // BLOCK_M)
+    EARLY: gl.constexpr = 1 if rules.score.bias is None else 0  # chunks of dp: a bias takes its registers
     key = visits.first_key(kv, 2 * KEYS) + first + g * KEYS
     for step in range(steps):
         chunk = step * (COUNT + COUNT_V)
         s = _multiply(g, shared, chunk, zero, 0, COUNT)
-        dp = _multiply(g, shared, chunk + COUNT, zero, 0, 1)  # during the exponentials
-        s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
+        dp = _multiply(g, shared, chunk + COUNT, zero, 0, EARLY)  # in flight during the exponentials
+        s = warpgroup_mma_wait(num_outstanding=EARLY, deps=(s,))
         ring.release(shared.keys, chunk + COUNT - 1)
         if shared.notes is not None:
             block, member, keys = noted(shared.notes, step, steps, keys)
@@ -153,7 +154,7 @@ def _consume(
             r = block * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, LAYOUT))[None, :]
             bias = scores.pairs(rules.score.bias, band, head, r, cols[:, None], True)
         p = weights(s, bias, words, table, step, block, keys, rules, head, slope, dtype)
-        dp = _multiply(g, shared, chunk + COUNT, dp, 1, COUNT_V)
+        dp = _multiply(g, shared, chunk + COUNT, dp, EARLY, COUNT_V)
         dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp,))
         ring.release(shared.keys, chunk + COUNT + COUNT_V - 1)
         ds = of_products(p, rules.dropout, dp, table, step, dtype)

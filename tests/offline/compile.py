@@ -38,6 +38,9 @@ SPILLS_BY_OTHERS = 2304
 # Relative difference of a Hopper loop's length from the committed table, which has the shortest loop of a kernel. ptxas
 # makes the loops of two warpgroups differ by up to 15 %.
 DRIFT, APART = 0.05, 0.15
+# No product of its own runs during the exponentials: with a bias, dp would not fit into registers (it spilled 8 to 240
+# bytes). The other warpgroup multiplies meanwhile.
+ALONE = "hopper_bwd_wide", "biased"
 PRODUCTS = ("wgmma", "mma", "tcgen05")  # tensor core products of compute capability 9.0, of all GPUs, of 10.0
 
 HEADER = f"{'kernel':25}{'GPU':8}{'dtype':6}{'D':5}{'variant':11}{'tile':17}" + " ".join(
@@ -106,7 +109,8 @@ def _faults_on_hopper(row, report, length):
         yield f"has {len(report.loops)} main loops for {groups} warpgroups"
     for number, step in enumerate(report.loops):
         under, exponentials = hazards.overlapped(step)
-        if under < exponentials or not (exponentials or row.kernel in tile_table.PRODUCTS):
+        overlaps = under == exponentials or (row.kernel, row.variant) == ALONE
+        if not (overlaps and (exponentials or row.kernel in tile_table.PRODUCTS)):
             yield f"computes {under} of {exponentials} exponentials of loop {number} while a product runs"
     for number, step in enumerate(report.loops):
         few = 4 if row.kernel in tile_table.PRODUCTS else 0  # short loops of two warpgroups differ by up to 4
