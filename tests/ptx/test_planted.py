@@ -141,7 +141,7 @@ ON_HOPPER = tuple(
         ("the first columns of the output twice", "forward",
          "ACROSS == 1 else part * WIDTH", "ACROSS > 0 else ()", WIDEST),
         ("chunks given back before their product", "wide", "=1, deps=(x,)", "=2, deps=(x,)", WIDEST),
-        ("scores that are not finished", "wide", "=1, deps=(s,)", "=2, deps=(s,)", WIDEST),
+        ("scores that are not finished", "wide", "EARLY, deps=(s,)", "2, deps=(s,)", WIDEST),
         ("ds for p", "wide", "Weights, here, shared.p", "Weights, here, shared.ds", WIDEST),
         ("p overwritten while it is stored", "wide", "        store_wait(0)  # of the step before\n", "", WIDEST),
         ("the first columns of products twice", "products",
