@@ -16,7 +16,7 @@ from triton.runtime.driver import driver
 
 from ..call.private import EMPTY, current_device, storage
 from ..kernels.vocabulary.memory import View
-from ..launch import hopper, launcher, run as launch
+from ..launch import launcher, run as launch
 
 
 class Recording(NamedTuple):
@@ -114,7 +114,7 @@ class Recorder(contextlib.ExitStack):
         views: list[tuple] = []
         others: list[tuple] = []
         ordered = [arguments[name] for name in kernel.arg_names]
-        described = [value for value in ordered if hopper.is_descriptor(value)]
+        described = [value for value in ordered if launcher.is_descriptor(value)]
         encoders = launcher.encoders(compiled, described, self.device) if described and compiled is not None else None
         encoding = iter(encoders or ())
         for value in ordered:
@@ -122,7 +122,7 @@ class Recorder(contextlib.ExitStack):
             if isinstance(value, View):
                 views.append((index, self.number(value.base), value.strides))
                 values.append(None)
-            elif hopper.is_descriptor(value):
+            elif launcher.is_descriptor(value):
                 number = self.number(value.base)
                 encode = next(encoding, None) or functools.partial(launcher.rebased, value)
                 values += [None] if encoders is None else [None, *value.shape, *value.strides]

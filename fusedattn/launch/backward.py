@@ -15,6 +15,9 @@ from ..kernels.vocabulary.row_sums import ByRow
 from . import arguments, blocks, hopper, run, tile_table, tuned
 from .forward import run_by_rows
 
+if hopper.missing is None:
+    from . import hopper_backward
+
 
 class _Pass(NamedTuple):
     """Values that all kernels of a backward share. batch, heads, rows and keys come from `arguments.sizes`."""
@@ -123,12 +126,12 @@ def _totals(sums, offsets, batch):
 
 def _unit(p, form):
     """Return UNIT and WIDTH, the rows and columns of a block in Hopper's buffer of dq; both None without `form`."""
-    return dict(zip(("UNIT", "WIDTH"), (None, None) if form is None else hopper.unit(p.call), strict=True))
+    return dict(zip(("UNIT", "WIDTH"), (None, None) if form is None else hopper_backward.unit(p.call), strict=True))
 
 
 def _preprocess(p, out, grad_lse, weights, stats, query_sums, turns, grad_sinks, shown, form):
     """Compute the row statistics (softmax, delta) for later kernels, and zero the buffers query_sums and turns."""
-    rows, pitch = (p.table(stats, 4), None) if form is None else hopper.new_rows(p.call, stats)
+    rows, pitch = (p.table(stats, 4), None) if form is None else hopper_backward.new_rows(p.call, stats)
     score = p.launched["rules"].score
     small = None if form is None or not score.slopes is score.bias is None else score.rough
     # GROUP and TOP_LEFT are not read. They are fixed, so that one kernel is compiled.
@@ -155,71 +158,6 @@ def _dkdv(name, p, query_sums, grads):
 
     programs = functools.partial(arguments.programs, call, by_keys=True)
     run.run_tiled(name, call, programs, p.launched | dict(grads=grads), more)
-
-
-def _add_on_hopper(name, p, query_sums, turns, grads, form):
-    """Compute dk and dv, and add up dq in query_sums, by a Hopper kernel."""
-    call, device = p.call, run.device_of(p.call.query)
-    grads = [grads["key"], grads["value"]]
-    rows = p.launched["Rows"]
-    kind = run.kind_of(name, call)
-    with run.surroundings(device):
-        words = blocks.words_by_keys(call, kind)
-        launched = hopper.backward_arguments(call, p.grad_out, rows, words, query_sums, turns, grads, form)
-        # Without a mask of pairs the kernel finds the blocks that a key mask leaves out by itself.
-        call = call._replace(block_mask=None) if words is None else call
-        launched |= blocks.walks(call, form, by_keys=True)
-        programs = arguments.slots(call, form.keys, by_keys=True) * call.key.shape[1]
-        run.run_kernel(name, programs, launched, device, kind, num_warps=4, maxnreg=tile_table.REGISTERS[2][0])
-
-
-def _with_real(name, call, p, device, kind):
-    """Return the call with a copy of key or value, with rows of 0 where key_mask hides a key: 0 * NaN is NaN."""
-    if call.key_mask is None:
-        return call
-    original = getattr(call, name)
-    (batch, heads, length, width), rows = original.shape, 64
-    shown = hopper.writable(torch.empty_like(original))
-    masks, views = p.launched["rules"].masks, dict(K=arguments.of(original), Shown=arguments.of(shown))
-    launched = views | dict(keys=masks.keys, heads=heads, k_len=length, D=width, BLOCK_M=rows)
-    run.run_kernel("real_keys", cdiv(length, rows) * batch * heads, launched, device, kind, num_warps=8)
-    return call._replace(**{name: shown})
-
-
-def _store_on_hopper(name, p, grads, form):
-    """Compute the gradients of query, key and value from stored gradients of scores, some heads at a time."""
-    call, device = p.call, run.device_of(p.call.query)
-    (scores, weights), multiprocessors = hopper.new_scores(call), run.multiprocessors(device)
-    rows = p.launched["Rows"]
-    tile, (batch, heads, *_) = form._replace(rows=form.keys), call.key.shape
-    at_a_time, several = hopper.heads_at_a_time(call), call.left is call.right is call.cu_seqlens_q is None
-    options = dict(device=device, kind=run.kind_of(name, call), num_warps=4, maxnreg=tile_table.REGISTERS[2][0])
-    with run.surroundings(device):
-        words = blocks.words_by_keys(call, options["kind"])
-        call = call._replace(block_mask=None) if words is call.key_mask is None else call
-        several &= call.block_mask is None
-        by_keys, by_rows = blocks.walks(call, tile, by_keys=True), blocks.walks(call, tile)
-        real = _with_real("key", call, p, device, options["kind"])
-        shown = call if weights is None else _with_real("value", real, p, device, options["kind"])
-        first = hopper.stored_arguments(
-            shown, p.grad_out, rows, words, scores, weights, grads["value"], form, multiprocessors
-        )
-        launches = [(name, first | by_keys, 1)]
-        of_value = [] if weights is None else [("hopper_dk", weights, p.grad_out, grads["value"], 1.0)]
-        of_key = "hopper_dk", scores, call.query, grads["key"], call.scale
-        of_query = "hopper_dq", scores, real.key, grads["query"], call.scale
-        for kernel, stored, others, grad, scale in (*of_value, of_key, of_query):
-            is_of_key = kernel == "hopper_dk"
-            walks, members = (by_keys, 1) if is_of_key else (by_rows, p.launched["spec"].GROUP)
-            product = hopper.product_arguments(call, stored, others, grad, is_of_key, scale, form, multiprocessors)
-            launches.append((kernel, product | walks, members * product["form"].ACROSS))
-        for before in range(0, batch * heads, at_a_time):
-            for kernel, launched, members in launches:
-                planes = min(at_a_time, batch * heads - before) * members
-                programs = arguments.slots(call, form.keys, kernel != "hopper_dq") // batch * planes
-                programs = min(programs, multiprocessors) if kernel != name and several else programs
-                some = dict(planes=planes, section=min(planes, launched["section"]), before=before)
-                run.run_kernel(kernel, programs, launched | some, **options)
 
 
 def _postprocess(p, query_sums, grad_query, form):
@@ -293,7 +231,7 @@ def launch_backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats
     query_sums = None
     form = None if special is None else run.form_on_hopper(special, call)
     if "postprocess" in names and form is not None:
-        (batch, heads, length, _), (rows, columns) = call.query.shape, hopper.unit(call)
+        (batch, heads, length, _), (rows, columns) = call.query.shape, hopper_backward.unit(call)
         if call.cu_seqlens_q is None:
             query_sums = stats.new_empty((batch, heads, cdiv(length, rows) * rows, columns))
         else:  # each sequence has whole blocks (`span.padded`)
@@ -325,9 +263,9 @@ def launch_backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats
         run_by_rows("dq", call, p.launched | more)
         of_scores = None
     if special in tile_table.STORED:
-        _store_on_hopper(special, of_shown, grads, form)
+        hopper_backward.launch_stored(special, of_shown, grads, form)
     elif special:
-        _add_on_hopper(special, of_shown, query_sums, turns, grads, form)
+        hopper_backward.launch_sums(special, of_shown, query_sums, turns, grads, form)
     if "dkdv" in names or "one_pass" in names:
         made = (None, None) if special else map(arguments.of, (grads["key"], grads["value"]))
         of_keys = Grads(*made, of_scores, by_key, None, partial)

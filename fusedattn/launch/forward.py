@@ -2,44 +2,14 @@
 
 import functools
 
-import torch
 from triton import cdiv
 
 from ..call.options import BY_HEAD, INPUTS, Call
 from ..kernels.vocabulary.scores import Tangents
-from . import arguments, blocks, decode, hopper, run, tile_table
+from . import arguments, blocks, hopper, run, tile_table
 
-
-def launch_on_hopper(out, lse, stats, call, cached=None):
-    """Run the Hopper kernel. Tensors that TMA cannot read are copied first, except the caches of a Decode."""
-    call, kind = arguments.bounded(call), run.kind_of("hopper", call, cached is not None)
-    call = hopper.all_readable(call) if cached is None else hopper.all_readable(call, ("query",))
-    # Masks and biases have a block mask only with gradients. Packing them without one would give other bits.
-    if not arguments.hides(call) and arguments.can_pack_gqa(call, out, 2 * tile_table.WARPGROUP_ROWS):
-        call, out = arguments.pack_gqa(call, out)
-    # A bias hides by itself: its block mask, which gradients need, would read all of it and order blocks otherwise.
-    unmasked = call.mask is call.mask_bits is call.key_mask is None
-    call = call._replace(block_mask=None) if unmasked else blocks.marked(call)
-    pipeline, device = run.form_on_hopper("hopper", call), run.device_of(call.query)
-    if pipeline is None:
-        raise run.none_is_right("hopper", device)
-    processors = run.multiprocessors(device)
-    count = hopper.splits(call, pipeline, processors)
-    partials = decode.new_partials(out, count, torch.float32) if count > 1 else None
-    target = out if call.partial or count > 1 else hopper.writable(out)
-    assert target is out or run.current_recorder() is None, "what is recorded are launches: a copy would be lost"
-    launched = hopper.arguments(call, target, lse, stats, pipeline, partials, count, cached)
-    registers = tile_table.REGISTERS[pipeline.warpgroups][0]
-    with run.surroundings(device):
-        used = None if call.cu_seqlens_q is None else call.cu_seqlens_q.new_zeros(1)
-        launched |= blocks.walks(call, pipeline, used=used) | dict(used=used)
-        programs = hopper.programs(call, pipeline, count, processors)
-        run.run_kernel("hopper", programs, launched, device, kind, num_warps=4, maxnreg=registers)
-    if partials is not None:
-        more = dict(Out=arguments.of(out), partials=partials, splits=count, Lse=lse, Stats=stats)
-        decode.combine(call, more, launched["rules"].score.softmax_scale, out.shape)
-    elif target is not out:
-        out.copy_(target)
+if hopper.missing is None:
+    from .hopper_forward import launch_on_hopper
 
 
 def run_by_rows(name, call, launched):

@@ -94,6 +94,10 @@ def _launcher_of(run) -> Any:
     return wrapped.__closure__[names.index("launcher")].cell_contents if "launcher" in names else None
 
 
+def is_descriptor(value) -> bool:
+    return hasattr(value, "block_shape")
+
+
 def rebased(descriptor, tensor: Tensor):
     return dataclasses.replace(descriptor, base=tensor.view(descriptor.base.dtype))
 

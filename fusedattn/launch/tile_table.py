@@ -28,8 +28,8 @@ class Pipeline(NamedTuple):
     """Tile of the Hopper forward, which may not spill registers.
 
     warpgroups: number that multiply, WARPGROUP_ROWS rows each. stages: blocks of keys, and of values, in shared memory.
-    persistent: a program may compute several blocks (`hopper.programs`); causal ones in pairs, because with unequal
-    blocks it was 19 % slower (an H200, D 128, causal, S 4096). ping_pong: two warpgroups take turns to multiply.
+    persistent: a program may compute several blocks (`hopper_forward.programs`); causal ones in pairs, because with
+    unequal blocks it was 19 % slower (an H200, D 128, causal, S 4096). ping_pong: two warpgroups multiply in turns.
     """
 
     warpgroups: int

@@ -17,7 +17,7 @@ import fusedattn as fa
 from fusedattn.call.options import Arguments
 from fusedattn.call.rules import checked
 from fusedattn.dispatch import replay
-from fusedattn.launch import hopper, tile_table
+from fusedattn.launch import launcher, tile_table
 from fusedattn.operators import attention
 
 from ..inside import OPTIONS, compiled, draw
@@ -33,7 +33,7 @@ def small_tiles(monkeypatch):
     tiles = tile_table.tiles_for
 
     def small(*key, **more):
-        least = 64 if key[0] in ("preprocess", "postprocess") else 16  # 64 rows, as `hopper.unit` has
+        least = 64 if key[0] in ("preprocess", "postprocess") else 16  # 64 rows, as `hopper_backward.unit` has
         for n, tile in enumerate(tiles(*key, **more)):
             yield tile._replace(rows=least, keys=tile.keys and (16 if n else 32), stages=1)
 
@@ -60,7 +60,7 @@ class Launches:
     def _encoded(self, kernel, arguments):
         described = iter(getattr(kernel.metadata, "tensordesc_meta", None) or ())
         for value in arguments:
-            if hopper.is_descriptor(value):
+            if launcher.is_descriptor(value):
                 unused = (None,) * (len(inspect.signature(make_tensordesc_arg).parameters) - 2)
                 yield from make_tensordesc_arg(value, next(described), *unused)
             else:

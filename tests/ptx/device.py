@@ -11,7 +11,7 @@ import torch
 from triton.backends.nvidia import driver
 
 from fusedattn.call import private
-from fusedattn.launch import hopper
+from fusedattn.launch import launcher
 
 from ..offline import absent
 from .machine import Machine
@@ -130,7 +130,7 @@ class Device:
             value = next(rest)
             if not _is_descriptor(kind):
                 given.append(value)
-            elif hopper.is_descriptor(value):
+            elif launcher.is_descriptor(value):
                 given.extend(_encoded(value, next(descriptors, None)))
             else:  # a replayed call passes an encoded descriptor
                 given += [value, *(next(rest) for _ in range(2 * len(value.what[5])))]

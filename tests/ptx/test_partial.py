@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton", reason="kernels need Triton")
 
 from fusedattn import reference
-from fusedattn.launch import hopper
+from fusedattn.launch import hopper_forward
 from fusedattn.testing.tolerance import verdicts
 
 from ..close import assert_ok
@@ -43,7 +43,7 @@ def pytest_generate_tests(metafunc):
 @pytest.mark.filterwarnings("error:fusedattn takes a slower path")
 def test_parts_by_compiled_code(name, monkeypatch):
     if "splits" in name:  # otherwise so few keys would not be split
-        monkeypatch.setattr(hopper, "splits", lambda *_: 3)
+        monkeypatch.setattr(hopper_forward, "splits", lambda *_: 3)
     backend, capability, dtype, columns, options, learned, (rows, cuts) = CASES[name]
     tensors, more = draw(dtype, 150, 200, columns, batch=1, learned=learned)
     options = options | more

@@ -1,0 +1,148 @@
+"""Launches the Hopper forward: its arguments, its grid, and into how many splits it divides the keys."""
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from triton import cdiv
+
+from ..call.decode import Decode
+from ..call.options import Call
+from ..kernels.hopper.forward import Form, Spec, Stored
+from ..kernels.hopper.work import Caches
+from ..kernels.vocabulary.memory import width
+from ..kernels.vocabulary.partials import Partials
+from . import arguments, blocks, decode, hopper, run, tile_table
+from .descriptors import descriptor, of_bias, of_words
+from .tile_table import Pipeline
+
+
+def _visible(call, more):
+    """Return the maximum number of keys that `more` + 1 neighbouring rows see."""
+    keys = arguments.sizes(call)[3]
+    return keys if call.left is None or call.right is None else min(keys, call.left + call.right + 1 + more)
+
+
+def splits(call: Call, pipeline: Pipeline, multiprocessors: int) -> int:
+    """Return into how many splits to divide the keys. It depends on sizes alone, so equal calls give equal bits."""
+    if call.cu_seqlens_q is not None or call.sinks is not None or call.query_mask is not None:
+        return 1
+    batch, heads, rows, _ = arguments.sizes(call)
+    blocks = cdiv(rows, pipeline.rows) * batch * heads * hopper.column_parts(call)
+    steps = cdiv(_visible(call, pipeline.rows - 1), 64)
+    merged = 8 * batch * heads * rows * call.value.shape[3] / tile_table.MERGED_BYTES_A_US
+    return _fastest(blocks, steps, *tile_table.BLOCK_US[hopper.row_width(call)], merged, multiprocessors)
+
+
+@lru_cache(maxsize=1024)  # sequences may have any length
+def _fastest(blocks, steps, fixed, each, merged, multiprocessors):
+    """Return the number of splits for which a forward is estimated fastest; 1 if that saves less than a tenth.
+
+    steps: 64 keys each. fixed, each, merged: us for a block of rows, for one of its steps, and for merging a split.
+    """
+
+    def estimate(count):
+        rounds = cdiv(blocks * count, multiprocessors)
+        return rounds * (fixed + each * cdiv(steps, count)) + (count > 1) * (tile_table.MERGE_US + merged * count)
+
+    most = min(4 * multiprocessors // max(1, blocks), tile_table.MOST_SPLITS, steps)
+    best = min(range(1, max(1, most) + 1), key=estimate)
+    return best if estimate(best) < 0.9 * estimate(1) else 1
+
+
+def programs(call: Call, pipeline: Pipeline, count: int, multiprocessors: int) -> int:
+    """Return the grid size. If it is below the number of blocks, a program computes several. count: key splits."""
+    batch, heads, _, _ = arguments.sizes(call)
+    count *= hopper.column_parts(call)
+    planes, band, keys = batch * heads * count, hopper.band_of(call), _visible(call, 0)
+    blocks = arguments.slots(call, pipeline.rows) * heads * count
+    most = tile_table.SHARED_KEYS if band == "full" else tile_table.SHARED_KEYS_OF_BANDS
+    if not pipeline.persistent or keys > most.get(hopper.row_width(call), keys):
+        return blocks
+    if band != "causal":
+        return min(blocks, multiprocessors)
+    if call.cu_seqlens_q is not None:
+        return blocks
+    pairs = blocks // 2
+    rounds = cdiv(pairs, multiprocessors)
+    if planes % 2 or pairs < tile_table.SHARED_PAIRS * rounds * multiprocessors:
+        return blocks
+    return min(pairs, multiprocessors)
+
+
+def arguments_of(
+    call: Call, out: Tensor, lse: Tensor | None, stats: Tensor | None, pipeline: Pipeline, partials: Partials | None,
+    count: int, decode: Decode | None = None,
+) -> dict:  # fmt: skip
+    """Return the arguments of the Hopper forward, except sequences and tile lists. count: number of key splits.
+
+    decode: None, or the Decode of the call, whose caches are then the keys and values.
+    """
+    query, key, value = call.query, call.key, call.value
+    caches, page, by_rows = Caches(None, None, None), hopper.RAGGED_ROWS, call.cu_seqlens_q is not None
+    if decode is not None:
+        lengths, by_rows = decode.lengths + decode.added, True
+        key, value = hopper.rows_of_cache(decode.key_cache), hopper.rows_of_cache(decode.value_cache)
+        caches = Caches(*map(arguments.of, (lengths, decode.table)), hopper.pitch_of(decode.key_cache))
+        if decode.table is not None and decode.table.shape[1] > 1:
+            page = decode.key_cache.shape[2]
+    batch, heads = query.shape[:2]
+    group, each, packed = heads // key.shape[1], tile_table.WARPGROUP_ROWS, call.cu_seqlens_q is not None
+    keys = max(1, arguments.sizes(call)[3])
+    together = tile_table.L2_BYTES // (2 * keys * (query.shape[3] + value.shape[3]))
+    wide = None if partials is not None or out.dtype == query.dtype else arguments.of(out)
+    by_groups = tile_table.REGISTERS if call.key_mask is call.mask_bits is None else tile_table.CLEANING_REGISTERS
+    _, registers, fewer = by_groups[pipeline.warpgroups]
+    part = hopper.part_of(call)
+    parts = 1 if part is None else cdiv(query.shape[3], part)
+    columns = min(width.fn(value.shape[3]), tile_table.MOST_COLUMNS)
+    planes = count * hopper.column_parts(call)  # of a head
+    form = Form(pipeline.warpgroups, pipeline.stages, pipeline.ping_pong, registers, fewer)
+    return dict(
+        Q=descriptor(query, each, part, packed),
+        K=descriptor(key, pipeline.keys, part, by_rows),
+        V=descriptor(value, pipeline.keys, columns, by_rows),
+        caches=caches,
+        Bias=of_bias(call, pipeline.keys),
+        Words=of_words(call.mask_bits),
+        Out=descriptor(out, each, columns, packed) if partials is None and out.dtype == query.dtype else None,
+        stored=Stored(wide, partials, *((lse, stats) if partials is None else (None, None))),
+        rules=arguments.rules(call),
+        planes=batch * heads * planes,
+        section=min(batch * heads, max(1, together) * group) * planes,
+        splits=count,
+        spec=Spec(heads, group, value.shape[3], parts, call.top_left, page, form),
+        **arguments.band(call),
+    )
+
+
+def launch_on_hopper(out, lse, stats, call, cached=None):
+    """Run the Hopper kernel. Tensors that TMA cannot read are copied first, except the caches of a Decode."""
+    call, kind = arguments.bounded(call), run.kind_of("hopper", call, cached is not None)
+    call = hopper.all_readable(call) if cached is None else hopper.all_readable(call, ("query",))
+    # Masks and biases have a block mask only with gradients. Packing them without one would give other bits.
+    if not arguments.hides(call) and arguments.can_pack_gqa(call, out, 2 * tile_table.WARPGROUP_ROWS):
+        call, out = arguments.pack_gqa(call, out)
+    # A bias hides by itself: its block mask, which gradients need, would read all of it and order blocks otherwise.
+    unmasked = call.mask is call.mask_bits is call.key_mask is None
+    call = call._replace(block_mask=None) if unmasked else blocks.marked(call)
+    pipeline, device = run.form_on_hopper("hopper", call), run.device_of(call.query)
+    if pipeline is None:
+        raise run.none_is_right("hopper", device)
+    processors = run.multiprocessors(device)
+    count = splits(call, pipeline, processors)
+    partials = decode.new_partials(out, count, torch.float32) if count > 1 else None
+    target = out if call.partial or count > 1 else hopper.writable(out)
+    assert target is out or run.current_recorder() is None, "what is recorded are launches: a copy would be lost"
+    launched = arguments_of(call, target, lse, stats, pipeline, partials, count, cached)
+    registers = tile_table.REGISTERS[pipeline.warpgroups][0]
+    with run.surroundings(device):
+        used = None if call.cu_seqlens_q is None else call.cu_seqlens_q.new_zeros(1)
+        launched |= blocks.walks(call, pipeline, used=used) | dict(used=used)
+        grid = programs(call, pipeline, count, processors)
+        run.run_kernel("hopper", grid, launched, device, kind, num_warps=4, maxnreg=registers)
+    if partials is not None:
+        more = dict(Out=arguments.of(out), partials=partials, splits=count, Lse=lse, Stats=stats)
+        decode.combine(call, more, launched["rules"].score.softmax_scale, out.shape)
+    elif target is not out:
+        out.copy_(target)
