@@ -139,12 +139,12 @@ def hopper_reasons(device: torch.device | AssumedGPU) -> tuple[str, ...]:
 
 
 def copies(call: Call, chosen: "Backend") -> bool:
-    """Return whether Hopper kernels read copies of the tensors of a call, in its forward or backward."""
+    """Return whether torch makes copies for the Hopper kernels of a call, or adds up what they compute."""
     if (call.named and chosen.name == "triton") or hopper_reasons(_device(call)):
         return False
     from ..launch import hopper
 
-    return hopper.missing is None and hopper.is_copied(call)
+    return hopper.missing is None and (hopper.is_copied(call) or hopper.adds_up(call))
 
 
 def _failures(call: Call, need_weights: bool, on_hopper: bool, cached: bool = False) -> list[str]:

@@ -70,6 +70,8 @@ class Recorder(contextlib.ExitStack):
     A tensor is identified by its storage, and starts at its beginning. The first tensors are the caller's.
     """
 
+    replayed = True
+
     def __init__(self, device: torch.device, given: Sequence):
         super().__init__()
         self.device, self.given = device, len(given)

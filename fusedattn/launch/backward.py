@@ -214,7 +214,7 @@ def launch_backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats
     special = next((name for name in names if name in tile_table.ON_HOPPER), None)
     original = dict(grads)
     if special is not None and hopper.is_copied(call):
-        assert run.current_recorder() is None, "what is recorded are launches: copies would be lost"
+        assert not run.is_replayed(), "what is recorded are launches: copies would be lost"
         call, grad_out = hopper.all_readable(call), hopper.readable(grad_out)
         grads |= {name: hopper.writable(grads[name]) for name in ("query", "key", "value")}
     bulk = "one_pass" in names and any(tile.bulk for tile in run.candidates("one_pass", call))

@@ -269,7 +269,7 @@ def column_parts(call):
 
 
 def group_of(call):
-    return call.query.shape[1] // call.key.shape[1]
+    return call.query.shape[1] // max(1, call.key.shape[1])
 
 
 def scores_of_a_head(call):
@@ -282,9 +282,25 @@ def scores_of_a_head(call):
     return shape, math.prod(shape) * call.query.element_size()
 
 
+def rows_at_a_time(call: Call) -> int:
+    """Return for how many rows a backward stores gradients of scores at a time: all, or a multiple of a tile's."""
+    (*_, padded), size = scores_of_a_head(call)
+    block, length = 2 * tile_table.WARPGROUP_ROWS, call.query.shape[2]
+    if call.cu_seqlens_q is not None or size <= tile_table.SCORES_BYTES:
+        return length
+    most = max(1, tile_table.SCORES_BYTES // (size // padded * block)) * block
+    return min(length, cdiv(cdiv(length, cdiv(length, most)), block) * block)
+
+
+def adds_up(call: Call) -> bool:
+    """Return whether the backward of a call stores gradients of scores for some rows at a time, and sums over parts."""
+    return row_width(call) > tile_table.ONE_PASS and holds(rows_at_a_time(call) < call.query.shape[2], False)
+
+
 def stored_limits(call: Call) -> list[str]:
+    """Return [reason why gradients of scores do not fit into memory], or []: those of dense calls are split by rows."""
     _, size = scores_of_a_head(call)
-    if size <= tile_table.SCORES_BYTES:
+    if call.cu_seqlens_q is None or size <= tile_table.SCORES_BYTES:
         return []
     most = tile_table.SCORES_BYTES >> 20
     return [f"gradients of scores take {cdiv(size, 2**20)} MiB for a head of key, and it stores no more than {most}"]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from triton import cdiv
 
-from ..call.options import Call
+from ..call.options import WITH_DIM, Call, Origin, sliced
 from ..kernels.hopper import backward, products, visits
 from ..kernels.vocabulary.masks import Masks
 from ..kernels.vocabulary.memory import width
@@ -78,6 +78,11 @@ def backward_arguments(
     )
 
 
+def _stored(grad, rows, columns, packed):
+    """Return how a kernel stores a gradient: float32, of a part of the keys or rows, by threads, others by TMA."""
+    return arguments.of(grad) if grad.dtype == torch.float32 else descriptor(grad, rows, columns, packed)
+
+
 def _rules(call):
     rules = arguments.rules(call)
     return rules._replace(masks=Masks(None, rules.masks.keys, None, rules.masks.bits))
@@ -89,6 +94,18 @@ def _common(call):
         REGISTERS=tile_table.REGISTERS[2][1:],
         **arguments.band(call),
     )
+
+
+def _with_rows(call, rows):
+    """Return a part of a call that is not packed: some of its rows, from a multiple of 128 on."""
+    length, origin = call.query.shape[2], Origin(*call.origin or (0, 0, 0, 0, call.query.shape[1]))
+    if rows == slice(0, length):
+        return call
+    of_blocks = slice(rows.start // blocks.BLOCK, cdiv(rows.stop, blocks.BLOCK))
+    names = *WITH_DIM["Q"], "block_mask"
+    tensors: dict[str, Any] = {name: sliced(name, getattr(call, name), Q=rows, q=of_blocks) for name in names}
+    shift = origin.shift + (rows.start if call.top_left else rows.stop - length)
+    return call._replace(**tensors, origin=[*origin._replace(shift=shift, row=origin.row + rows.start)], partial=True)
 
 
 def heads_at_a_time(call: Call) -> int:
@@ -141,9 +158,7 @@ def stored_arguments(
     shared = common | dict(
         section=_section(call, tile_table.SECTION_BYTES, size, cdiv(keys, form.keys), multiprocessors),
         rules=rules,
-        Rows=descriptor(rows, form.rows, 4, packed)
-        if _are_rows(call)
-        else descriptor(rows[..., :length], 4, form.rows),
+        Rows=descriptor(rows, form.rows, 4, packed) if _are_rows(call) else descriptor(rows, 4, form.rows),
         GradScores=descriptor(scores[..., :length], each, form.rows),
     )
     if weights is not None:
@@ -163,7 +178,7 @@ def stored_arguments(
         V=descriptor(call.value, each, width_v, packed),
         GradOut=descriptor(grad_out, form.rows, width_v // 2, packed),
         Bias=None if bias is None or bias.shape[2] == 1 else of_bias(call, each),
-        GradV=arguments.of(grad_value) if call.partial else descriptor(grad_value, each, width_v, packed),
+        GradV=_stored(grad_value, each, width_v, packed),
     )
 
 
@@ -190,7 +205,7 @@ def product_arguments(
         section=(section if of_key else section * group) * across,
         GradScores=descriptor(factor[..., :length], *block),
         Others=descriptor(others, each, columns, packed),
-        Product=arguments.of(grad) if call.partial else descriptor(grad, each, columns, packed),
+        Product=_stored(grad, each, columns, packed),
         heads=grad.shape[1],
         scale=scale,
         form=made,
@@ -227,34 +242,53 @@ def _with_real(name, call, p, device, kind):
 
 
 def launch_stored(name, p, grads, form):
-    """Compute the gradients of query, key and value from stored gradients of scores, some heads at a time."""
-    call, device = p.call, run.device_of(p.call.query)
-    (scores, weights), multiprocessors = new_scores(call), run.multiprocessors(device)
-    rows = p.launched["Rows"]
-    tile, (batch, heads, *_) = form._replace(rows=form.keys), call.key.shape
-    at_a_time, several = heads_at_a_time(call), call.left is call.right is call.cu_seqlens_q is None
-    options = dict(device=device, kind=run.kind_of(name, call), num_warps=4, maxnreg=tile_table.REGISTERS[2][0])
+    """Compute the gradients of query, key and value from stored gradients of scores, some rows at a time."""
+    call, length, each = p.call, p.call.query.shape[2], hopper.rows_at_a_time(p.call)
+    device, kind, statistics = run.device_of(call.query), run.kind_of(name, call), p.launched["Rows"]
+    assert each >= length or not run.is_replayed(), "what is recorded are launches: sums would be lost"
     with run.surroundings(device):
-        words = blocks.words_by_keys(call, options["kind"])
+        words = blocks.words_by_keys(call, kind)
         call = call._replace(block_mask=None) if words is call.key_mask is None else call
-        several &= call.block_mask is None
-        by_keys, by_rows = blocks.walks(call, tile, by_keys=True), blocks.walks(call, tile)
-        real = _with_real("key", call, p, device, options["kind"])
-        shown = call if weights is None else _with_real("value", real, p, device, options["kind"])
-        first = stored_arguments(shown, p.grad_out, rows, words, scores, weights, grads["value"], form, multiprocessors)
-        launches = [(name, first | by_keys, 1)]
-        of_value = [] if weights is None else [("hopper_dk", weights, p.grad_out, grads["value"], 1.0)]
-        of_key = "hopper_dk", scores, call.query, grads["key"], call.scale
-        of_query = "hopper_dq", scores, real.key, grads["query"], call.scale
-        for kernel, stored, others, grad, scale in (*of_value, of_key, of_query):
-            is_of_key = kernel == "hopper_dk"
-            walks, members = (by_keys, 1) if is_of_key else (by_rows, p.launched["spec"].GROUP)
-            product = product_arguments(call, stored, others, grad, is_of_key, scale, form, multiprocessors)
-            launches.append((kernel, product | walks, members * product["form"].ACROSS))
-        for before in range(0, batch * heads, at_a_time):
-            for kernel, launched, members in launches:
-                planes = min(at_a_time, batch * heads - before) * members
-                programs = arguments.slots(call, form.keys, kernel != "hopper_dq") // batch * planes
-                programs = min(programs, multiprocessors) if kernel != name and several else programs
-                some = dict(planes=planes, section=min(planes, launched["section"]), before=before)
-                run.run_kernel(kernel, programs, launched | some, **options)
+        real = _with_real("key", call, p, device, kind)
+        shown = call if _buffers(call) == 1 else _with_real("value", real, p, device, kind)
+        of_keys = totals = [grads[name] for name in ("key", "value")]
+        for start in range(0, length, each):
+            rows = slice(start, min(start + each, length))
+            made = of_keys if each >= length else [torch.empty_like(x, dtype=torch.float32) for x in of_keys]
+            of_rows = statistics[:, :, rows] if _are_rows(call) else statistics[..., rows]
+            given = p.grad_out[:, :, rows], of_rows, words, (grads["query"][:, :, rows], *made)
+            _launch_rows(name, _with_rows(shown, rows), real.key, *given, form)
+            totals = made if start == 0 else [total.add_(x) for total, x in zip(totals, made, strict=True)]
+        for grad, total in zip(of_keys, totals, strict=True):
+            if total is not grad:
+                grad.copy_(total)
+
+
+def _launch_rows(name, call, key, grad_out, rows, words, grads, form):
+    """Launch the kernels of `launch_stored` for a call, or some rows of one, some heads at a time.
+
+    key: that of the call, with 0 in hidden rows. rows: row statistics. grads: of query, key and value.
+    """
+    (scores, weights), device = new_scores(call), run.device_of(call.query)
+    multiprocessors, (grad_query, grad_key, grad_value) = run.multiprocessors(device), grads
+    tile, (batch, heads, *_) = form._replace(rows=form.keys), call.key.shape
+    at_a_time, several = heads_at_a_time(call), call.left is call.right is call.cu_seqlens_q is call.block_mask is None
+    options = dict(device=device, kind=run.kind_of(name, call), num_warps=4, maxnreg=tile_table.REGISTERS[2][0])
+    by_keys, by_rows = blocks.walks(call, tile, by_keys=True), blocks.walks(call, tile)
+    first = stored_arguments(call, grad_out, rows, words, scores, weights, grad_value, form, multiprocessors)
+    launches = [(name, first | by_keys, 1)]
+    of_value = [] if weights is None else [("hopper_dk", weights, grad_out, grad_value, 1.0)]
+    of_key = "hopper_dk", scores, call.query, grad_key, call.scale
+    of_query = "hopper_dq", scores, key, grad_query, call.scale
+    for kernel, stored, others, grad, scale in (*of_value, of_key, of_query):
+        is_of_key = kernel == "hopper_dk"
+        walks, members = (by_keys, 1) if is_of_key else (by_rows, hopper.group_of(call))
+        product = product_arguments(call, stored, others, grad, is_of_key, scale, form, multiprocessors)
+        launches.append((kernel, product | walks, members * product["form"].ACROSS))
+    for before in range(0, batch * heads, at_a_time):
+        for kernel, launched, members in launches:
+            planes = min(at_a_time, batch * heads - before) * members
+            programs = arguments.slots(call, form.keys, kernel != "hopper_dq") // batch * planes
+            programs = min(programs, multiprocessors) if kernel != name and several else programs
+            some = dict(planes=planes, section=min(planes, launched["section"]), before=before)
+            run.run_kernel(kernel, programs, launched | some, **options)

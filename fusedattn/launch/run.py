@@ -33,6 +33,11 @@ def current_recorder():
     return getattr(recording, "recorder", None)
 
 
+def is_replayed():
+    """Return whether launches are recorded for replays, which would lack all else that the call computes."""
+    return getattr(current_recorder(), "replayed", False)
+
+
 def device_of(tensor):
     recorder = current_recorder()
     return (thread_overrides.gpu or tensor.device) if recorder is None else recorder.device

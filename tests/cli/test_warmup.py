@@ -51,6 +51,16 @@ def test_calls_of_other_sizes_compile_nothing_more(what, tmp_path):
     assert len(kernels(tmp_path)) == len(names) + (what == "backward"), "with a backward goes a forward"
 
 
+@compiled
+@pytest.mark.parametrize("case", [(1, 8, 1, 16384, 16384, 256, 256), (1, 2, 2, 4096, 4096, 100, 100)])
+def test_calls_for_which_torch_copies_and_adds(case, tmp_path):
+    from ..offline import absent
+
+    with absent.gpu(90, folder=str(tmp_path)):
+        done = warmup.compile_pass(Case(*case, False, "bfloat16"), "backward", torch.device("cpu"))
+    assert done["why"] == "" and done["kernels"] == len(kernels(tmp_path)) > 0
+
+
 @pytest.fixture
 def gpu(monkeypatch):
     """Simulate a GPU, and threads that compile nothing; return the list of requested passes."""

@@ -68,6 +68,30 @@ def test_heads_whose_gradients_of_scores_are_stored_at_a_time(packed, width, mon
     assert names[-2 * len(each) :] == each * 2
 
 
+OF_ROWS_IN_PARTS = {
+    "causal, called again": dict(causal=True, times=3),
+    "window, dropout D512": dict(window=(40, 20), dropout=0.3, D=512),
+    "more rows than keys": dict(causal=True, Sk=70),
+    "top left, slopes": dict(align="top_left", window=(90, 1), alibi="own"),
+    "mask, key mask": dict(mask="heads", key_mask="own"),
+    "plan D512": dict(mask="pairs", plan=True, D=512),
+    "bias over batch, query mask, sinks": dict(bias="heads", query_mask="own", sinks=True, B=2),
+    "bias, slopes, dropout, softcap D320": dict(bias="pairs", alibi="own", dropout=0.2, softcap=5.0, D=320, Dv=512),
+}
+ROWS_IN_PARTS = [pytest.param(x, marks=[pytest.mark.matrix] * (n > 0)) for n, x in enumerate(OF_ROWS_IN_PARTS)]
+
+
+@pytest.mark.parametrize("name", ROWS_IN_PARTS)
+def test_rows_whose_gradients_of_scores_are_stored_at_a_time(name, monkeypatch):
+    """The stored backward is right if it processes 128 rows at a time. Such calls are not recorded for replays."""
+    monkeypatch.setattr(tile_table, "SCORES_BYTES", 1)
+    fields = dict(Hq=2, Hkv=1, D=256, Sq=300, Sk=200, backend="hopper") | OF_ROWS_IN_PARTS[name]
+    outcome = calls.execute(*dense((name, fields)), HOPPER)
+    assert not outcome.wrong(), "\n".join(outcome.wrong())
+    names = [x.name for x in outcome.device.launches]
+    assert names.count("stored_backward") + names.count("wide_backward") == 3
+
+
 @pytest.mark.parametrize("plan", [False, True])
 def test_passes_read_an_eighth_of_the_bytes_of_a_mask(plan, monkeypatch):
     """Each pass reads a bit for each pair. Packing a dense mask reads its bytes once. Equal for all lengths."""
