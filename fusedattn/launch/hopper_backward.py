@@ -103,7 +103,7 @@ def _with_rows(call, rows):
         return call
     of_blocks = slice(rows.start // blocks.BLOCK, cdiv(rows.stop, blocks.BLOCK))
     names = *WITH_DIM["Q"], "block_mask"
-    tensors: dict[str, Any] = {name: sliced(name, getattr(call, name), Q=rows, q=of_blocks) for name in names}
+    tensors = {name: sliced(name, getattr(call, name), Q=rows, q=of_blocks) for name in names}
     shift = origin.shift + (rows.start if call.top_left else rows.stop - length)
     return call._replace(**tensors, origin=[*origin._replace(shift=shift, row=origin.row + rows.start)], partial=True)
 
