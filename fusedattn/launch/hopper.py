@@ -282,28 +282,43 @@ def scores_of_a_head(call):
     return shape, math.prod(shape) * call.query.element_size()
 
 
-def rows_at_a_time(call: Call) -> int:
-    """Return for how many rows a backward stores gradients of scores at a time: all, or a multiple of a tile's."""
-    (*_, padded), size = scores_of_a_head(call)
+def buffers_of(call: Call) -> int:
+    """Return how many buffers of scores a backward fills: with heads wider than 256, weights have one, too."""
+    return 1 + (row_width(call) > 256)
+
+
+def parts_of(call: Call) -> list[dict[str, slice]]:
+    """Return the parts of a call, slices for letters of Dims, whose gradients of scores are stored one after another.
+
+    They are query heads, one for each key head, if sequences are packed, otherwise rows from multiples of 128 on. [{}]
+    is the whole call, whose gradients fit.
+    """
+    (group, _, _, padded), size = scores_of_a_head(call)
+    if size <= tile_table.SCORES_BYTES:
+        return [{}]
+    if call.cu_seqlens_q is not None:
+        return [{"H": slice(n, None, group)} if group > 1 else {} for n in range(group)]
     block, length = 2 * tile_table.WARPGROUP_ROWS, call.query.shape[2]
-    if call.cu_seqlens_q is not None or size <= tile_table.SCORES_BYTES:
-        return length
     most = max(1, tile_table.SCORES_BYTES // (size // padded * block)) * block
-    return min(length, cdiv(cdiv(length, cdiv(length, most)), block) * block)
+    each = cdiv(cdiv(length, cdiv(length, most)), block) * block
+    return [{"Q": slice(start, min(start + each, length))} for start in range(0, length, each)]
 
 
 def adds_up(call: Call) -> bool:
-    """Return whether the backward of a call stores gradients of scores for some rows at a time, and sums over parts."""
-    return row_width(call) > tile_table.ONE_PASS and holds(rows_at_a_time(call) < call.query.shape[2], False)
+    """Return whether torch adds up gradients of key and value over `parts_of` a call."""
+    return row_width(call) > tile_table.ONE_PASS and len(parts_of(call)) > 1
 
 
 def stored_limits(call: Call) -> list[str]:
-    """Return [reason why gradients of scores do not fit into memory], or []: those of dense calls are split by rows."""
-    _, size = scores_of_a_head(call)
-    if call.cu_seqlens_q is None or size <= tile_table.SCORES_BYTES:
+    """Return [reason why gradients of scores of packed sequences do not fit into memory], or []."""
+    if call.cu_seqlens_q is None:
         return []
-    most = tile_table.SCORES_BYTES >> 20
-    return [f"gradients of scores take {cdiv(size, 2**20)} MiB for a head of key, and it stores no more than {most}"]
+    ((group, *_), size), most = scores_of_a_head(call), 2 * tile_table.SCORES_BYTES // buffers_of(call)
+    if call.seed is None:  # which counts the heads of a call
+        size //= group
+    if size <= most:
+        return []
+    return [f"gradients of scores of a head take {size >> 20} MiB, and it stores no more than {most >> 20}"]
 
 
 def _row(cache: Tensor) -> int:

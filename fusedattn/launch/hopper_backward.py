@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from triton import cdiv
 
-from ..call.options import WITH_DIM, Call, Origin, sliced
+from ..call.options import TENSORS, Call, Origin, sliced, with_tensors
 from ..kernels.hopper import backward, products, visits
 from ..kernels.vocabulary.masks import Masks
 from ..kernels.vocabulary.memory import width
@@ -96,34 +96,32 @@ def _common(call):
     )
 
 
-def _with_rows(call, rows):
-    """Return a part of a call that is not packed: some of its rows, from a multiple of 128 on."""
-    length, origin = call.query.shape[2], Origin(*call.origin or (0, 0, 0, 0, call.query.shape[1]))
-    if rows == slice(0, length):
-        return call
+def _part(call, part):
+    """Return one of `hopper.parts_of` a call."""
+    length = call.query.shape[2]
+    rows = part.get("Q", slice(0, length))
     of_blocks = slice(rows.start // blocks.BLOCK, cdiv(rows.stop, blocks.BLOCK))
-    names = *WITH_DIM["Q"], "block_mask"
-    tensors = {name: sliced(name, getattr(call, name), Q=rows, q=of_blocks) for name in names}
+    tensors = [sliced(name, getattr(call, name), q=of_blocks, **part) for name in TENSORS]
+    call = with_tensors(call, tensors)._replace(partial=True)
+    if "Q" not in part:
+        return call
+    origin = Origin(*call.origin or (0, 0, 0, 0, call.query.shape[1]))
     shift = origin.shift + (rows.start if call.top_left else rows.stop - length)
-    return call._replace(**tensors, origin=[*origin._replace(shift=shift, row=origin.row + rows.start)], partial=True)
+    return call._replace(origin=[*origin._replace(shift=shift, row=origin.row + rows.start)])
 
 
 def heads_at_a_time(call: Call) -> int:
     """Return the number of key heads whose scores fit into the buffers at once."""
-    (_, size), buffers = hopper.scores_of_a_head(call), _buffers(call)
-    return min(call.key.shape[0] * call.key.shape[1], max(2 // buffers, tile_table.SCORES_BYTES // (buffers * size)))
-
-
-def _buffers(call):
-    """Return how many buffers of scores a backward fills: with heads wider than 256, weights have one, too."""
-    return 1 + (hopper.row_width(call) > 256)
+    (_, size), buffers = hopper.scores_of_a_head(call), hopper.buffers_of(call)
+    fit, twice = (limit // (buffers * size) for limit in (tile_table.SCORES_BYTES, 2 * tile_table.SCORES_BYTES))
+    return min(call.key.shape[0] * call.key.shape[1], max(1, fit, min(twice, 2 // buffers)))
 
 
 def new_scores(call: Call) -> tuple[Tensor, Tensor | None]:
     """Return the buffers for gradients of scores and, or None, weights: (query heads, 1, Sk, Sq rounded up to 64)."""
     (group, *shape), _ = hopper.scores_of_a_head(call)
     shape = [heads_at_a_time(call) * group, *shape]
-    return call.query.new_empty(shape), call.query.new_empty(shape) if _buffers(call) > 1 else None
+    return call.query.new_empty(shape), call.query.new_empty(shape) if hopper.buffers_of(call) > 1 else None
 
 
 def _section(call, fits, size, blocks, multiprocessors):
@@ -158,7 +156,9 @@ def stored_arguments(
     shared = common | dict(
         section=_section(call, tile_table.SECTION_BYTES, size, cdiv(keys, form.keys), multiprocessors),
         rules=rules,
-        Rows=descriptor(rows, form.rows, 4, packed) if _are_rows(call) else descriptor(rows, 4, form.rows),
+        Rows=descriptor(rows, form.rows, 4, packed)
+        if _are_rows(call)
+        else descriptor(rows[..., :length], 4, form.rows),
         GradScores=descriptor(scores[..., :length], each, form.rows),
     )
     if weights is not None:
@@ -242,30 +242,31 @@ def _with_real(name, call, p, device, kind):
 
 
 def launch_stored(name, p, grads, form):
-    """Compute the gradients of query, key and value from stored gradients of scores, some rows at a time."""
-    call, length, each = p.call, p.call.query.shape[2], hopper.rows_at_a_time(p.call)
+    """Compute the gradients of query, key and value from stored gradients of scores, a part of the call at a time."""
+    call, parts = p.call, hopper.parts_of(p.call)
     device, kind, statistics = run.device_of(call.query), run.kind_of(name, call), p.launched["Rows"]
-    assert each >= length or not run.is_replayed(), "what is recorded are launches: sums would be lost"
+    assert len(parts) == 1 or not run.is_replayed(), "what is recorded are launches: sums would be lost"
     with run.surroundings(device):
         words = blocks.words_by_keys(call, kind)
         call = call._replace(block_mask=None) if words is call.key_mask is None else call
         real = _with_real("key", call, p, device, kind)
-        shown = call if _buffers(call) == 1 else _with_real("value", real, p, device, kind)
+        shown = call if hopper.buffers_of(call) == 1 else _with_real("value", real, p, device, kind)
         of_keys = totals = [grads[name] for name in ("key", "value")]
-        for start in range(0, length, each):
-            rows = slice(start, min(start + each, length))
-            made = of_keys if each >= length else [torch.empty_like(x, dtype=torch.float32) for x in of_keys]
-            of_rows = statistics[:, :, rows] if _are_rows(call) else statistics[..., rows]
-            given = p.grad_out[:, :, rows], of_rows, words, (grads["query"][:, :, rows], *made)
-            _launch_rows(name, _with_rows(shown, rows), real.key, *given, form)
-            totals = made if start == 0 else [total.add_(x) for total, x in zip(totals, made, strict=True)]
+        for part in parts:
+            made = of_keys if len(parts) == 1 else [torch.empty_like(x, dtype=torch.float32) for x in of_keys]
+            of_rows = statistics if _are_rows(call) else statistics.mT
+            of_rows, grad_out, grad_query = (sliced("query", x, **part) for x in (of_rows, p.grad_out, grads["query"]))
+            of_rows = of_rows if _are_rows(call) else of_rows.mT
+            given = real.key, grad_out, of_rows, words, (grad_query, *made)
+            _launch_part(name, _part(shown, part) if part else shown, *given, form)
+            totals = made if totals is of_keys else [total.add_(x) for total, x in zip(totals, made, strict=True)]
         for grad, total in zip(of_keys, totals, strict=True):
             if total is not grad:
                 grad.copy_(total)
 
 
-def _launch_rows(name, call, key, grad_out, rows, words, grads, form):
-    """Launch the kernels of `launch_stored` for a call, or some rows of one, some heads at a time.
+def _launch_part(name, call, key, grad_out, rows, words, grads, form):
+    """Launch the kernels of `launch_stored` for a part of a call, some heads at a time.
 
     key: that of the call, with 0 in hidden rows. rows: row statistics. grads: of query, key and value.
     """

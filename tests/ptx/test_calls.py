@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("triton", reason="kernels need Triton")
 
-from fusedattn.launch import hopper, tile_table
+from fusedattn.launch import tile_table
 
 from . import calls, memory
 from .cases import HOPPER, dense
@@ -57,8 +57,7 @@ def test_heads_whose_gradients_of_scores_are_stored_at_a_time(packed, width, mon
 
     Each kv head has two query heads. One program computes all blocks of dq of two heads, and one all blocks of dk.
     """
-    monkeypatch.setattr(tile_table, "SCORES_BYTES", 1)
-    monkeypatch.setattr(hopper, "stored_limits", lambda call: [])
+    monkeypatch.setattr(tile_table, "SCORES_BYTES", 2 * 2 * 128 * (384 if packed else 100))
     fields = dict(B=3, Hq=2, Hkv=1, D=width, Sq=70, Sk=100, backend="hopper", two_passes=True, times=3)
     fields |= dict(multiprocessors=1) | packed
     outcome = calls.execute(*dense(("at a time", fields)), HOPPER)
@@ -68,28 +67,35 @@ def test_heads_whose_gradients_of_scores_are_stored_at_a_time(packed, width, mon
     assert names[-2 * len(each) :] == each * 2
 
 
-OF_ROWS_IN_PARTS = {
-    "causal, called again": dict(causal=True, times=3),
-    "window, dropout D512": dict(window=(40, 20), dropout=0.3, D=512),
-    "more rows than keys": dict(causal=True, Sk=70),
-    "top left, slopes": dict(align="top_left", window=(90, 1), alibi="own"),
-    "mask, key mask": dict(mask="heads", key_mask="own"),
-    "plan D512": dict(mask="pairs", plan=True, D=512),
-    "bias over batch, query mask, sinks": dict(bias="heads", query_mask="own", sinks=True, B=2),
-    "bias, slopes, dropout, softcap D320": dict(bias="pairs", alibi="own", dropout=0.2, softcap=5.0, D=320, Dv=512),
+PACKED = dict(B=2, Sq=70, Sk=104, lengths=((70, 9), (33, 104)))
+IN_PARTS = {
+    "rows, causal, called again": dict(causal=True, times=3),
+    "rows, window, dropout D512": dict(window=(40, 20), dropout=0.3, D=512),
+    "rows, top left, slopes": dict(align="top_left", window=(90, 1), alibi="own"),
+    "rows, mask, key mask": dict(mask="heads", key_mask="own"),
+    "rows, plan D512": dict(mask="pairs", plan=True, D=512),
+    "rows, bias over batch, query mask, sinks": dict(bias="heads", query_mask="own", sinks=True, B=2),
+    "rows, bias, slopes, dropout, softcap D320": dict(
+        bias="pairs", alibi="own", dropout=0.2, softcap=5.0, D=320, Dv=512
+    ),
+    "heads, causal, called again": PACKED | dict(causal=True, times=3),
+    "heads, mask, key mask D512": PACKED | dict(mask="heads", key_mask="own", D=512),
+    "heads, slopes, sinks": PACKED | dict(alibi="own", sinks=True, causal=True),
+    "heads, bias over batch": PACKED | dict(bias="heads", window=(40, 20)),
 }
-ROWS_IN_PARTS = [pytest.param(x, marks=[pytest.mark.matrix] * (n > 0)) for n, x in enumerate(OF_ROWS_IN_PARTS)]
 
 
-@pytest.mark.parametrize("name", ROWS_IN_PARTS)
-def test_rows_whose_gradients_of_scores_are_stored_at_a_time(name, monkeypatch):
-    """The stored backward is right if it processes 128 rows at a time. Such calls are not recorded for replays."""
-    monkeypatch.setattr(tile_table, "SCORES_BYTES", 1)
-    fields = dict(Hq=2, Hkv=1, D=256, Sq=300, Sk=200, backend="hopper") | OF_ROWS_IN_PARTS[name]
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=[pytest.mark.matrix] * (n > 0)) for n, x in enumerate(IN_PARTS)]
+)
+def test_parts_whose_gradients_of_scores_are_stored_at_a_time(name, monkeypatch):
+    """The stored backward is right for 128 rows, or one query head of two, at a time. Such calls are not recorded."""
+    fields = dict(Hq=2, Hkv=1, D=256, Sq=300, Sk=200, backend="hopper") | IN_PARTS[name]
+    monkeypatch.setattr(tile_table, "SCORES_BYTES", 128 * (384 if "lengths" in fields else 2 * 200) * 2)
     outcome = calls.execute(*dense((name, fields)), HOPPER)
     assert not outcome.wrong(), "\n".join(outcome.wrong())
     names = [x.name for x in outcome.device.launches]
-    assert names.count("stored_backward") + names.count("wide_backward") == 3
+    assert names.count("stored_backward") + names.count("wide_backward") == (2 if "lengths" in fields else 3)
 
 
 @pytest.mark.parametrize("plan", [False, True])
