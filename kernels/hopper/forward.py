@@ -8,12 +8,7 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.language.nvidia.hopper.tma import store_wait
 
 from ..vocabulary import (
@@ -28,7 +23,7 @@ from ..vocabulary import (
     span,
 )
 from . import counters as counting, notes as noting, ring, schedule
-from .copies import as_blocks, async_store
+from .copies import as_blocks, async_store, fence_async_shared
 from .producer import produce
 from .work import Results, Shared, Work, block_of_rows, extent
 
