@@ -111,7 +111,7 @@ def _produce(shared, Q, K, V, GradOut, Rows, Bias, Words, program, masks, form: 
         ring.copy(shared.k, shared.v, g, V, ring.of_keys(kv, band), first + g * KEYS)
     TABLES: gl.constexpr = Rows.block_type.shape[-3]  # of a head
     NBYTES: gl.constexpr = Q.block_type.nbytes + GradOut.block_type.nbytes + Rows.block_type.nbytes
-    begin, _, _, end = visits.extent(band, first, GROUPS * KEYS, BLOCK_M)
+    begin, full, full_end, end = visits.extent(band, first, GROUPS * KEYS, BLOCK_M)
     block, member, ahead = begin, begin * 0, visits.entry(lists, 0)
     for step in range(visits.steps(begin, end, lists, form.GROUP)):
         block, member, ahead = visits.listed(lists, step, block, member, ahead)
@@ -143,7 +143,7 @@ def _give(g: gl.constexpr, shared, results, program, masks, form: gl.constexpr):
     kv, first, band, lists = program
     KEYS: gl.constexpr = shared.k.tiles.shape[-2]
     BLOCK_M: gl.constexpr = shared.q.tiles.shape[-2]
-    begin, _, _, end = visits.extent(band, first, GROUPS * KEYS, BLOCK_M)
+    begin, full, full_end, end = visits.extent(band, first, GROUPS * KEYS, BLOCK_M)
     block, member = begin, begin * 0
     # lines (`body.lines`) of dq that one warpgroup adds: half the lines of a block of rows
     LINES: gl.constexpr = shared.dq.tiles.shape[-2]
