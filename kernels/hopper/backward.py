@@ -301,6 +301,7 @@ def backward(
     ds = gl.allocate_shared_memory(Q.dtype, [4, KEYS, BLOCK_M], SCORES)
     dq = ring.ring(Sums, 2, 1)
     bias = None if Bias is None else ring.ring(Bias, form.BIAS_TILES, 1)
+    program = visits.Program(kv, block * 2 * KEYS, band, visits.lists_of(tile_lists, kv, block))
     notes, words = None, None
     if tile_lists is not None:
         notes = noting.notes(STAGES, 1)
@@ -317,7 +318,6 @@ def backward(
         Results(Sums, GradK, GradV, Turns),
     )
     fence_async_shared()
-    program = visits.Program(kv, block * 2 * KEYS, band, visits.lists_of(tile_lists, kv, block))
     wide = ()
     if not isinstance(GradK, tensor_descriptor):  # matrices: what warpgroups are given stays in their registers
         wide = memory.of_keys(GradK, kv), memory.of_keys(GradV, kv)

@@ -155,7 +155,7 @@ ON_HOPPER = tuple(
         ("only the last part multiplied", "forward", "use_acc=t + i > 0", "use_acc=False", PARTS),
         ("another's reader forgotten", "ring", "count=READERS", "count=1", LONG),
         ("half of a block expected", "ring", "desc.block_type.nbytes)", "desc.block_type.nbytes // 2)", ONE_ROW),
-        ("ones not fenced", "backward", "    fence_async_shared()\n    program =", "    program =", D128),
+        ("ones not fenced", "backward", "    fence_async_shared()\n    wide =", "    wide =", D128),
         ("q given back while it is read", "backward", DK + RELEASED, RELEASED + DK, D128),
         ("the ds of the other not waited for", "backward", "        mbarrier.wait(shared.met, step & 1)\n", "", D128),
         ("scores have the numbers of dp", "body", "step, 0, part, PARTS)", "step, 1, part, PARTS)", D128),
