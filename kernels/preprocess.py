@@ -26,7 +26,7 @@ def _put_terms(x, columns, at: tl.constexpr, tile):
 @triton.jit
 def _store_added(Rows, plane, rows, n, row, delta, scale):
     """Store row statistics for the Hopper backward as sums of bfloat16 terms, in two tables of 16 columns."""
-    # The tables are (B, 2 Hq, Sq, 16), for scores and for dp. Products with ones (hopper/steps.py) add them.
+    # The tables are (B, 2 Hq, Sq, 16), for scores and for dp. Products with ones (hopper/body.py) add them.
     r, c = rows[:, None], tl.arange(0, 16)[None, :]
     zeros = tl.zeros([rows.shape[0], 16], tl.float32)
     # A fully masked row gets a finite number far below 0: a product also multiplies it by 0, and inf * 0 is NaN.
@@ -147,7 +147,7 @@ def preprocess(
 
 @triton.jit
 def _ordered(m, first, n, ROWS: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr):
-    """Load rows first .. first + ROWS - 1 of dq, which the Hopper backward sums in the order of `lines` in steps.py."""
+    """Load rows first .. first + ROWS - 1 of dq, which the Hopper backward sums in the order of `lines` in body.py."""
     line = tl.arange(0, ROWS * WIDTH // 32)[:, None]
     at = first.to(tl.int64) * WIDTH + line * 32 + tl.arange(0, 32)[None, :]
     total = tl.load(m.base + at, mask=at < tl.cast(n, tl.int64) * WIDTH, other=0.0)
@@ -161,7 +161,7 @@ def postprocess(
     D: tl.constexpr, BLOCK_M: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write Sums times the softmax scale to GradQ, a View of (B, Hq, Sq, D). Sums is a View of this shape, or GradQ."""
-    # With UNIT, Sums has the order of `lines` in hopper/steps.py, in tiles of UNIT rows and WIDTH columns. If sequences
+    # With UNIT, Sums has the order of `lines` in hopper/body.py, in tiles of UNIT rows and WIDTH columns. If sequences
     # are packed, which needs UNIT, each has whole blocks of BLOCK rows there (`span.padded`).
     block, plane, q_len, _ = span.locate(sequences, q_len, q_len, heads, BLOCK_M, BY_KEYS=False)
     if sequences is not None:  # an unused slot has no rows, and block -1

@@ -131,8 +131,8 @@ def _unit(p, form):
 
 def _preprocess(p, out, grad_lse, weights, stats, query_sums, turns, grad_sinks, shown, form):
     """Compute the row statistics (softmax, delta) for later kernels, and zero the buffers query_sums and turns."""
-    rows, pitch = (p.table(stats, 4), None) if form is None else hopper_backward.new_rows(p.call, stats)
     score = p.launched["rules"].score
+    rows, pitch = (p.table(stats, 4), None) if form is None else hopper_backward.new_rows(p.call, stats, score)
     small = None if form is None or not score.slopes is score.bias is None else score.rough
     # GROUP and TOP_LEFT are not read. They are fixed, so that one kernel is compiled.
     spec = p.launched["spec"]._replace(GROUP=1, TOP_LEFT=False)

@@ -188,7 +188,7 @@ def fits(call: Call, form: Pipeline | Backward) -> bool:
         return row_width(call) != 256 or bias.element_size() == 2 or bias.shape[2] == 1
     if isinstance(form, Backward):
         return bias_tiles(call, bias, form) > 0
-    part, columns_v = part_of(call), min(width.fn(call.value.shape[3]), tile_table.MOST_COLUMNS)
+    part, columns_v = part_of(call), value_columns(call)
     columns = width.fn(call.query.shape[3]) if part is None else cdiv(call.query.shape[3], part) * part
     apart = form.stages == 1
     of_key = forward.TILES_OF_K.value * (part or columns) if apart else form.stages * columns
@@ -261,6 +261,11 @@ def part_of(call):
     """Return the columns of a part of a tile of query or key in the forward; None if tiles are not divided."""
     part = tile_table.PARTS.get(row_width(call))
     return None if part is None or call.query.shape[3] <= part else part
+
+
+def value_columns(call):
+    """Return the columns of a tile of values, and of the output, in the forward."""
+    return min(width.fn(call.value.shape[3]), tile_table.MOST_COLUMNS)
 
 
 def column_parts(call):

@@ -1,6 +1,4 @@
-"""Launches the Hopper backwards: their buffers and arguments. `form` is the tile of a backward kernel."""
-
-from typing import Any
+"""Launches the Hopper backwards. `form` is the tile of a backward kernel, `p` a `backward._Pass`."""
 
 import torch
 from torch import Tensor
@@ -12,17 +10,19 @@ from ..kernels.vocabulary.masks import Masks
 from ..kernels.vocabulary.memory import width
 from . import arguments, blocks, hopper, run, tile_table
 from .descriptors import descriptor, of_bias, of_words
-from .tile_table import Backward
+
+REGISTERS, OPTIONS = tile_table.REGISTERS[2][1:], dict(num_warps=4, maxnreg=tile_table.REGISTERS[2][0])
+EACH = tile_table.WARPGROUP_ROWS  # keys of a warpgroup
 
 
 def unit(call: Call) -> tuple[int, int]:
     """Return (rows, columns) of a block in the buffer that sums dq. Each block is contiguous."""
-    return tile_table.WARPGROUP_ROWS, hopper.tile_widths(call)[0]
+    return EACH, hopper.tile_widths(call)[0]
 
 
-def _is_table(call):
+def _is_table(call, score):
     """Return whether products subtract row statistics: not if scores are scaled first, or dp is after dropout."""
-    return call.seed is None and arguments.scored(call).softmax_scale is not None
+    return hopper.row_width(call) <= tile_table.ONE_PASS and call.seed is None and score.softmax_scale is not None
 
 
 def _are_rows(call):
@@ -30,10 +30,10 @@ def _are_rows(call):
     return not call.cu_seqlens_q is call.bias is call.alibi_slopes is None
 
 
-def new_rows(call: Call, stats: Tensor) -> tuple[Tensor, int | None]:
+def new_rows(call: Call, stats: Tensor, score) -> tuple[Tensor, int | None]:
     """Return (buffer of row statistics that `preprocess` fills, its padded number of rows or None)."""
     batch, heads, length, _ = call.query.shape
-    if hopper.row_width(call) <= tile_table.ONE_PASS and _is_table(call):
+    if _is_table(call, score):
         return stats.new_empty((batch, 2 * heads, length, 16), dtype=torch.bfloat16), None
     if hopper.row_width(call) <= tile_table.ONE_PASS or _are_rows(call):
         return stats.new_empty((batch, heads, length, 4)), None
@@ -41,73 +41,51 @@ def new_rows(call: Call, stats: Tensor) -> tuple[Tensor, int | None]:
     return stats.new_empty((batch, heads, 4, pitch)), pitch
 
 
-def backward_arguments(
-    call: Call, grad_out: Tensor, rows: Tensor, words: Tensor | None, sums: Tensor, turns: Tensor | None,
-    grads: list[Tensor], form: Backward,
-) -> dict:  # fmt: skip
-    """Return the arguments of hopper_bwd and hopper_bwd_deterministic, except sequences and tile lists.
+def _rules(p, words):
+    """Return the Rules of a backward without the masks that other kernels apply; words: by `transpose_words`."""
+    rules = p.launched["rules"]
+    bits = None if words is None else rules.masks.bits._replace(words=words)
+    return rules._replace(masks=Masks(None, rules.masks.keys, None, bits))
 
-    words: of the mask, by `transpose_words`. grads: [grad_key, grad_value].
-    """
-    each = tile_table.WARPGROUP_ROWS
+
+def _result(call, grad, columns):
+    """Return the argument for a gradient: a descriptor, or a View if it is float32, of a part of the keys or rows."""
+    if grad.dtype == torch.float32:
+        return arguments.of(grad)
+    return descriptor(grad, EACH, columns, call.cu_seqlens_q is not None)
+
+
+def launch_sums(name, p, query_sums, turns, grads, form):
+    """Compute dk and dv, and add up dq in query_sums, by hopper_bwd or hopper_bwd_deterministic."""
+    call, device, rows = p.call, run.device_of(p.call.query), p.launched["Rows"]
+    kind, packed, bias = run.kind_of(name, call), call.cu_seqlens_q is not None, hopper.by_tiles(call)
     width_k, width_v = hopper.tile_widths(call)
-    at_once = width_k // (2 * each // form.rows)  # columns of dq that are added at a time
-    lines, packed = sums.view(*sums.shape[:2], -1, 32), call.cu_seqlens_q is not None
-    common, bias = _common(call), hopper.by_tiles(call)
+    at_once = width_k // (2 * EACH // form.rows)  # columns of dq that are added at a time
     tiles = 0 if bias is None else hopper.bias_tiles(call, bias, form)
-    made: Any = [descriptor(grad, each, width, packed) for grad, width in zip(grads, (width_k, width_v), strict=True)]
-    columns: tuple[int, ...] = ()
-    if call.partial:  # float32
-        made, columns = map(arguments.of, grads), (call.key.shape[3], call.value.shape[3])
-    grad_key, grad_value = made
-    return dict(
-        Q=descriptor(call.query, form.rows, width_k, packed),
-        K=descriptor(call.key, each, width_k, packed),
-        V=descriptor(call.value, each, width_v, packed),
-        GradOut=descriptor(grad_out, form.rows, width_v, packed),
-        Rows=descriptor(rows, form.rows, rows.shape[3], packed, heads=2 if _is_table(call) else 1),
-        Bias=of_bias(call, each),
-        Words=of_words(words),
-        Sums=descriptor(lines, each // 2 * at_once // 16),
-        Turns=turns,
-        GradK=grad_key,
-        GradV=grad_value,
-        form=backward.Form(form.stages, tiles, common.pop("REGISTERS"), hopper.group_of(call), call.top_left, columns),
-        rules=_rules(call),
-        **common,
-    )
-
-
-def _stored(grad, rows, columns, packed):
-    """Return how a kernel stores a gradient: float32, of a part of the keys or rows, by threads, others by TMA."""
-    return arguments.of(grad) if grad.dtype == torch.float32 else descriptor(grad, rows, columns, packed)
-
-
-def _rules(call):
-    rules = arguments.rules(call)
-    return rules._replace(masks=Masks(None, rules.masks.keys, None, rules.masks.bits))
-
-
-def _common(call):
-    return dict(
-        heads=call.key.shape[1],
-        REGISTERS=tile_table.REGISTERS[2][1:],
-        **arguments.band(call),
-    )
-
-
-def _part(call, part):
-    """Return one of `hopper.parts_of` a call."""
-    length = call.query.shape[2]
-    rows = part.get("Q", slice(0, length))
-    of_blocks = slice(rows.start // blocks.BLOCK, cdiv(rows.stop, blocks.BLOCK))
-    tensors = [sliced(name, getattr(call, name), q=of_blocks, **part) for name in TENSORS]
-    call = with_tensors(call, tensors)._replace(partial=True)
-    if "Q" not in part:
-        return call
-    origin = Origin(*call.origin or (0, 0, 0, 0, call.query.shape[1]))
-    shift = origin.shift + (rows.start if call.top_left else rows.stop - length)
-    return call._replace(origin=[*origin._replace(shift=shift, row=origin.row + rows.start)])
+    columns = (call.key.shape[3], call.value.shape[3]) if call.partial else ()
+    with run.surroundings(device):
+        words = blocks.words_by_keys(call, kind)
+        launched = arguments.band(call) | dict(
+            Q=descriptor(call.query, form.rows, width_k, packed),
+            K=descriptor(call.key, EACH, width_k, packed),
+            V=descriptor(call.value, EACH, width_v, packed),
+            GradOut=descriptor(p.grad_out, form.rows, width_v, packed),
+            Rows=descriptor(rows, form.rows, rows.shape[3], packed, heads=rows.shape[1] // call.query.shape[1]),
+            Bias=of_bias(call, EACH),
+            Words=of_words(words),
+            Sums=descriptor(query_sums.view(*query_sums.shape[:2], -1, 32), EACH // 2 * at_once // 16),
+            Turns=turns,
+            GradK=_result(call, grads["key"], width_k),
+            GradV=_result(call, grads["value"], width_v),
+            rules=_rules(p, call.mask_bits),
+            heads=call.key.shape[1],
+            form=backward.Form(form.stages, tiles, REGISTERS, hopper.group_of(call), call.top_left, columns),
+        )
+        # Without a mask of pairs the kernel finds the blocks that a key mask leaves out by itself.
+        call = call._replace(block_mask=None) if words is None else call
+        launched |= blocks.walks(call, form, by_keys=True)
+        programs = arguments.slots(call, form.keys, by_keys=True) * call.key.shape[1]
+        run.run_kernel(name, programs, launched, device, kind, **OPTIONS)
 
 
 def heads_at_a_time(call: Call) -> int:
@@ -138,94 +116,33 @@ def _section(call, fits, size, blocks, multiprocessors):
     return cdiv(heads, sections)
 
 
-def stored_arguments(
-    call: Call, grad_out: Tensor, rows: Tensor, words: Tensor | None, scores: Tensor, weights: Tensor | None,
-    grad_value: Tensor, form: Backward, multiprocessors: int,
-) -> dict:  # fmt: skip
-    """Return arguments of hopper_bwd_ds or hopper_bwd_wide, but no sequences, tile lists, planes, before.
-
-    words: of the mask, by `transpose_words`. scores and weights: buffers, as `new_scores` returns them.
-    """
-    each, (_, _, length, keys) = tile_table.WARPGROUP_ROWS, arguments.sizes(call)
-    (width_k, width_v), packed = hopper.tile_widths(call), call.cu_seqlens_q is not None
-    size = 2 * hopper.group_of(call) * length * (call.query.shape[3] + call.value.shape[3])
-    common, rules, bias = _common(call), _rules(call), hopper.by_tiles(call)
-    if words is not None:
-        rules = rules._replace(masks=rules.masks._replace(bits=rules.masks.bits._replace(words=words)))
-    registers, columns = common.pop("REGISTERS"), (call.query.shape[3], call.value.shape[3])
-    shared = common | dict(
+def _stored(p, words, scores, weights, grad_value, form, multiprocessors):
+    """Return the arguments of hopper_bwd_ds, or with `weights` of hopper_bwd_wide, except its walks."""
+    call, rows, (width_k, width_v) = p.call, p.launched["Rows"], hopper.tile_widths(p.call)
+    (_, _, length, keys), group = arguments.sizes(call), hopper.group_of(call)
+    columns = call.query.shape[3], call.value.shape[3]
+    packed, bias, size = call.cu_seqlens_q is not None, hopper.by_tiles(call), 2 * group * length * sum(columns)
+    launched = arguments.band(call) | dict(
+        GradScores=descriptor(scores[..., :length], EACH, form.rows),
+        rules=_rules(p, words),
+        heads=call.key.shape[1],
         section=_section(call, tile_table.SECTION_BYTES, size, cdiv(keys, form.keys), multiprocessors),
-        rules=rules,
-        Rows=descriptor(rows, form.rows, 4, packed)
-        if _are_rows(call)
-        else descriptor(rows[..., :length], 4, form.rows),
-        GradScores=descriptor(scores[..., :length], each, form.rows),
+        form=visits.Form(group, *columns, call.top_left, REGISTERS),
     )
+    if _are_rows(call):
+        launched["Rows"] = descriptor(rows, form.rows, 4, packed)
+    else:
+        launched["Rows"] = descriptor(rows[..., :length], 4, form.rows)
     if weights is not None:
-        by_rows = {"Q": call.query, "GradOut": grad_out}
-        by_keys = {"K": call.key, "V": call.value}
-        return (
-            shared
-            | {name: descriptor(x, form.rows, each, packed) for name, x in by_rows.items()}
-            | {name: descriptor(x, form.keys, each, packed) for name, x in by_keys.items()}
-            | dict(Weights=descriptor(weights[..., :length], each, form.rows))
-            | dict(form=visits.Form(hopper.group_of(call), *columns, call.top_left, registers))
-        )
-    return shared | dict(
-        form=visits.Form(hopper.group_of(call), *columns, call.top_left, registers),
-        Q=descriptor(call.query, form.rows, width_k, packed),
-        K=descriptor(call.key, each, width_k, packed),
-        V=descriptor(call.value, each, width_v, packed),
-        GradOut=descriptor(grad_out, form.rows, width_v // 2, packed),
-        Bias=None if bias is None or bias.shape[2] == 1 else of_bias(call, each),
-        GradV=_stored(grad_value, each, width_v, packed),
-    )
-
-
-def product_arguments(
-    call: Call, factor: Tensor, others: Tensor, grad: Tensor, of_key: bool, scale: float, form: Backward,
-    multiprocessors: int,
-) -> dict:  # fmt: skip
-    """Return the arguments of hopper_dk (`of_key`) or hopper_dq, except sequences, tile lists, planes and before.
-
-    factor: gradients of scores, or weights for the gradient of value. others: what it is multiplied by.
-    """
-    each, columns = tile_table.WARPGROUP_ROWS, min(max(128, width.fn(grad.shape[3])), tile_table.MOST_COLUMNS)
-    across = cdiv(grad.shape[3], columns)  # programs for the columns of a block
-    (_, _, length, _), packed = arguments.sizes(call), call.cu_seqlens_q is not None
-    block = (2 * each, each) if of_key else (each, 2 * each)
-    group, blocks = hopper.group_of(call), cdiv(grad.shape[2], form.keys)
-    size = 2 * others.shape[2] * others.shape[3] * (group if of_key else 1)
-    blocks = blocks if of_key else blocks * group
-    section = _section(call, tile_table.SECTION_BYTES // 2, size, blocks, multiprocessors)
-    common = _common(call)
-    registers = common.pop("REGISTERS")
-    made = products.Form(group, grad.shape[3], across, of_key, call.top_left, form.stages, registers)
-    return common | dict(
-        section=(section if of_key else section * group) * across,
-        GradScores=descriptor(factor[..., :length], *block),
-        Others=descriptor(others, each, columns, packed),
-        Product=_stored(grad, each, columns, packed),
-        heads=grad.shape[1],
-        scale=scale,
-        form=made,
-    )
-
-
-def launch_sums(name, p, query_sums, turns, grads, form):
-    """Compute dk and dv, and add up dq in query_sums, by a Hopper kernel."""
-    call, device = p.call, run.device_of(p.call.query)
-    grads = [grads["key"], grads["value"]]
-    rows = p.launched["Rows"]
-    kind = run.kind_of(name, call)
-    with run.surroundings(device):
-        words = blocks.words_by_keys(call, kind)
-        launched = backward_arguments(call, p.grad_out, rows, words, query_sums, turns, grads, form)
-        # Without a mask of pairs the kernel finds the blocks that a key mask leaves out by itself.
-        call = call._replace(block_mask=None) if words is None else call
-        launched |= blocks.walks(call, form, by_keys=True)
-        programs = arguments.slots(call, form.keys, by_keys=True) * call.key.shape[1]
-        run.run_kernel(name, programs, launched, device, kind, num_warps=4, maxnreg=tile_table.REGISTERS[2][0])
+        shapes = (form.rows, EACH), (form.keys, EACH), (form.keys, EACH), (form.rows, EACH)
+        launched["Weights"] = descriptor(weights[..., :length], EACH, form.rows)
+    else:
+        shapes = (form.rows, width_k), (EACH, width_k), (EACH, width_v), (form.rows, width_v // 2)
+        launched["Bias"] = None if bias is None or bias.shape[2] == 1 else of_bias(call, EACH)
+        launched["GradV"] = _result(call, grad_value, width_v)
+    tensors = dict(Q=call.query, K=call.key, V=call.value, GradOut=p.grad_out)
+    blocks = zip(tensors.items(), shapes, strict=True)
+    return launched | {name: descriptor(x, *shape, packed) for (name, x), shape in blocks}
 
 
 def _with_real(name, call, p, device, kind):
@@ -241,50 +158,85 @@ def _with_real(name, call, p, device, kind):
     return call._replace(**{name: shown})
 
 
+def _product(call, factor, others, grad, of_key, scale, form, multiprocessors):
+    """Return the arguments of hopper_dk (`of_key`) or hopper_dq, except its walks: the product of factor and others."""
+    columns = min(max(128, width.fn(grad.shape[3])), tile_table.MOST_COLUMNS)
+    across = cdiv(grad.shape[3], columns)  # programs for the columns of a block
+    (_, _, length, _), group, blocks = arguments.sizes(call), hopper.group_of(call), cdiv(grad.shape[2], form.keys)
+    size = 2 * others.shape[2] * others.shape[3] * (group if of_key else 1)
+    members = 1 if of_key else group  # heads of the gradient for each of key
+    section = _section(call, tile_table.SECTION_BYTES // 2, size, blocks * members, multiprocessors)
+    return arguments.band(call) | dict(
+        section=section * members * across,
+        GradScores=descriptor(factor[..., :length], *((2 * EACH, EACH) if of_key else (EACH, 2 * EACH))),
+        Others=descriptor(others, EACH, columns, call.cu_seqlens_q is not None),
+        Product=_result(call, grad, columns),
+        heads=grad.shape[1],
+        scale=scale,
+        form=products.Form(group, grad.shape[3], across, of_key, call.top_left, form.stages, REGISTERS),
+    )
+
+
+def _part(p, part):
+    """Return the _Pass of one of `hopper.parts_of` its call."""
+    call, is_of_rows = p.call, _are_rows(p.call)
+    rows = part.get("Q", slice(0, call.query.shape[2]))
+    of_blocks = slice(rows.start // blocks.BLOCK, cdiv(rows.stop, blocks.BLOCK))
+    tensors = [sliced(name, getattr(call, name), q=of_blocks, **part) for name in TENSORS]
+    some = with_tensors(call, tensors)._replace(partial=True)
+    if "Q" in part:
+        origin = Origin(*call.origin or (0, 0, 0, 0, call.query.shape[1]))
+        shift = origin.shift + (rows.start if call.top_left else rows.stop - call.query.shape[2])
+        some = some._replace(origin=[*origin._replace(shift=shift, row=origin.row + rows.start)])
+    statistics = p.launched["Rows"]
+    statistics = sliced("query", statistics if is_of_rows else statistics.mT, **part)
+    launched = p.launched | dict(rules=arguments.rules(some), Rows=statistics if is_of_rows else statistics.mT)
+    return p._replace(call=some, grad_out=sliced("query", p.grad_out, **part), launched=launched)
+
+
 def launch_stored(name, p, grads, form):
     """Compute the gradients of query, key and value from stored gradients of scores, a part of the call at a time."""
     call, parts = p.call, hopper.parts_of(p.call)
-    device, kind, statistics = run.device_of(call.query), run.kind_of(name, call), p.launched["Rows"]
+    device, kind = run.device_of(call.query), run.kind_of(name, call)
     assert len(parts) == 1 or not run.is_replayed(), "what is recorded are launches: sums would be lost"
     with run.surroundings(device):
         words = blocks.words_by_keys(call, kind)
         call = call._replace(block_mask=None) if words is call.key_mask is None else call
         real = _with_real("key", call, p, device, kind)
         shown = call if hopper.buffers_of(call) == 1 else _with_real("value", real, p, device, kind)
-        of_keys = totals = [grads[name] for name in ("key", "value")]
+        p, totals = p._replace(call=shown), {}
+        if parts == [{}]:
+            _launch_part(name, p, real.key, words, grads, form)
+            return
         for part in parts:
-            made = of_keys if len(parts) == 1 else [torch.empty_like(x, dtype=torch.float32) for x in of_keys]
-            of_rows = statistics if _are_rows(call) else statistics.mT
-            of_rows, grad_out, grad_query = (sliced("query", x, **part) for x in (of_rows, p.grad_out, grads["query"]))
-            of_rows = of_rows if _are_rows(call) else of_rows.mT
-            given = real.key, grad_out, of_rows, words, (grad_query, *made)
-            _launch_part(name, _part(shown, part) if part else shown, *given, form)
-            totals = made if totals is of_keys else [total.add_(x) for total, x in zip(totals, made, strict=True)]
-        for grad, total in zip(of_keys, totals, strict=True):
-            if total is not grad:
-                grad.copy_(total)
+            found = {x: torch.empty_like(grads[x], dtype=torch.float32) for x in ("key", "value")}
+            of_query = sliced("query", grads["query"], **part)
+            _launch_part(name, _part(p, part), real.key, words, found | dict(query=of_query), form)
+            totals = {x: totals[x].add_(found[x]) for x in found} if totals else found
+        for x, total in totals.items():
+            grads[x].copy_(total)
 
 
-def _launch_part(name, call, key, grad_out, rows, words, grads, form):
-    """Launch the kernels of `launch_stored` for a part of a call, some heads at a time.
+def _launch_part(name, p, key, words, grads, form):
+    """Launch the kernels of `launch_stored` for a call or a part of it, some heads at a time.
 
-    key: that of the call, with 0 in hidden rows. rows: row statistics. grads: of query, key and value.
+    key: that of the call, with 0 in hidden rows. words: of its mask, by `transpose_words`.
     """
-    (scores, weights), device = new_scores(call), run.device_of(call.query)
-    multiprocessors, (grad_query, grad_key, grad_value) = run.multiprocessors(device), grads
-    tile, (batch, heads, *_) = form._replace(rows=form.keys), call.key.shape
+    call, device = p.call, run.device_of(p.call.query)
+    multiprocessors = run.multiprocessors(device)
+    (scores, weights), tile, (batch, heads, *_) = new_scores(call), form._replace(rows=form.keys), call.key.shape
     at_a_time, several = heads_at_a_time(call), call.left is call.right is call.cu_seqlens_q is call.block_mask is None
-    options = dict(device=device, kind=run.kind_of(name, call), num_warps=4, maxnreg=tile_table.REGISTERS[2][0])
+    options = OPTIONS | dict(device=device, kind=run.kind_of(name, call))
     by_keys, by_rows = blocks.walks(call, tile, by_keys=True), blocks.walks(call, tile)
-    first = stored_arguments(call, grad_out, rows, words, scores, weights, grad_value, form, multiprocessors)
+    first = _stored(p, words, scores, weights, grads["value"], form, multiprocessors)
     launches = [(name, first | by_keys, 1)]
-    of_value = [] if weights is None else [("hopper_dk", weights, grad_out, grad_value, 1.0)]
-    of_key = "hopper_dk", scores, call.query, grad_key, call.scale
-    of_query = "hopper_dq", scores, key, grad_query, call.scale
+    of_value = [] if weights is None else [("hopper_dk", weights, p.grad_out, grads["value"], 1.0)]
+    of_key = "hopper_dk", scores, call.query, grads["key"], call.scale
+    of_query = "hopper_dq", scores, key, grads["query"], call.scale
     for kernel, stored, others, grad, scale in (*of_value, of_key, of_query):
         is_of_key = kernel == "hopper_dk"
         walks, members = (by_keys, 1) if is_of_key else (by_rows, hopper.group_of(call))
-        product = product_arguments(call, stored, others, grad, is_of_key, scale, form, multiprocessors)
+        product = _product(call, stored, others, grad, is_of_key, scale, form, multiprocessors)
         launches.append((kernel, product | walks, members * product["form"].ACROSS))
     for before in range(0, batch * heads, at_a_time):
         for kernel, launched, members in launches:

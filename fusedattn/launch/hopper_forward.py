@@ -3,15 +3,11 @@
 from functools import lru_cache
 
 import torch
-from torch import Tensor
 from triton import cdiv
 
-from ..call.decode import Decode
 from ..call.options import Call
 from ..kernels.hopper.forward import Form, Spec, Stored
 from ..kernels.hopper.work import Caches
-from ..kernels.vocabulary.memory import width
-from ..kernels.vocabulary.partials import Partials
 from . import arguments, blocks, decode, hopper, run, tile_table
 from .descriptors import descriptor, of_bias, of_words
 from .tile_table import Pipeline
@@ -70,54 +66,45 @@ def programs(call: Call, pipeline: Pipeline, count: int, multiprocessors: int) -
     return min(pairs, multiprocessors)
 
 
-def arguments_of(
-    call: Call, out: Tensor, lse: Tensor | None, stats: Tensor | None, pipeline: Pipeline, partials: Partials | None,
-    count: int, decode: Decode | None = None,
-) -> dict:  # fmt: skip
-    """Return the arguments of the Hopper forward, except sequences and tile lists. count: number of key splits.
-
-    decode: None, or the Decode of the call, whose caches are then the keys and values.
-    """
-    query, key, value = call.query, call.key, call.value
-    caches, page, by_rows = Caches(None, None, None), hopper.RAGGED_ROWS, call.cu_seqlens_q is not None
-    if decode is not None:
-        lengths, by_rows = decode.lengths + decode.added, True
-        key, value = hopper.rows_of_cache(decode.key_cache), hopper.rows_of_cache(decode.value_cache)
-        caches = Caches(*map(arguments.of, (lengths, decode.table)), hopper.pitch_of(decode.key_cache))
-        if decode.table is not None and decode.table.shape[1] > 1:
-            page = decode.key_cache.shape[2]
-    batch, heads = query.shape[:2]
-    group, each, packed = heads // key.shape[1], tile_table.WARPGROUP_ROWS, call.cu_seqlens_q is not None
-    keys = max(1, arguments.sizes(call)[3])
+def _arguments(call, out, lse, stats, pipeline, partials, count, cached):
+    """Return the arguments of the Hopper forward, except its walks. count: number of key splits."""
+    query, key, value, packed = call.query, call.key, call.value, call.cu_seqlens_q is not None
+    caches, page, by_rows = Caches(None, None, None), hopper.RAGGED_ROWS, packed
+    if cached is not None:
+        lengths, by_rows = cached.lengths + cached.added, True
+        key, value = hopper.rows_of_cache(cached.key_cache), hopper.rows_of_cache(cached.value_cache)
+        caches = Caches(*map(arguments.of, (lengths, cached.table)), hopper.pitch_of(cached.key_cache))
+        if cached.table is not None and cached.table.shape[1] > 1:
+            page = cached.key_cache.shape[2]
+    (batch, heads), keys, group = query.shape[:2], max(1, arguments.sizes(call)[3]), hopper.group_of(call)
     together = tile_table.L2_BYTES // (2 * keys * (query.shape[3] + value.shape[3]))
-    wide = None if partials is not None or out.dtype == query.dtype else arguments.of(out)
-    by_groups = tile_table.REGISTERS if call.key_mask is call.mask_bits is None else tile_table.CLEANING_REGISTERS
-    _, registers, fewer = by_groups[pipeline.warpgroups]
-    part = hopper.part_of(call)
+    by_tma = partials is None and out.dtype == query.dtype
+    wide = None if partials is not None or by_tma else arguments.of(out)
+    part, each, columns = hopper.part_of(call), tile_table.WARPGROUP_ROWS, hopper.value_columns(call)
     parts = 1 if part is None else cdiv(query.shape[3], part)
-    columns = min(width.fn(value.shape[3]), tile_table.MOST_COLUMNS)
     planes = count * hopper.column_parts(call)  # of a head
-    form = Form(pipeline.warpgroups, pipeline.stages, pipeline.ping_pong, registers, fewer)
-    return dict(
+    by_groups = tile_table.REGISTERS if call.key_mask is call.mask_bits is None else tile_table.CLEANING_REGISTERS
+    _, *registers = by_groups[pipeline.warpgroups]
+    form = Form(pipeline.warpgroups, pipeline.stages, pipeline.ping_pong, *registers)
+    return arguments.band(call) | dict(
         Q=descriptor(query, each, part, packed),
         K=descriptor(key, pipeline.keys, part, by_rows),
         V=descriptor(value, pipeline.keys, columns, by_rows),
         caches=caches,
         Bias=of_bias(call, pipeline.keys),
         Words=of_words(call.mask_bits),
-        Out=descriptor(out, each, columns, packed) if partials is None and out.dtype == query.dtype else None,
+        Out=descriptor(out, each, columns, packed) if by_tma else None,
         stored=Stored(wide, partials, *((lse, stats) if partials is None else (None, None))),
         rules=arguments.rules(call),
         planes=batch * heads * planes,
         section=min(batch * heads, max(1, together) * group) * planes,
         splits=count,
         spec=Spec(heads, group, value.shape[3], parts, call.top_left, page, form),
-        **arguments.band(call),
     )
 
 
 def launch_on_hopper(out, lse, stats, call, cached=None):
-    """Run the Hopper kernel. Tensors that TMA cannot read are copied first, except the caches of a Decode."""
+    """Run the Hopper forward. Tensors that TMA cannot read are copied first, except the caches of a Decode."""
     call, kind = arguments.bounded(call), run.kind_of("hopper", call, cached is not None)
     call = hopper.all_readable(call) if cached is None else hopper.all_readable(call, ("query",))
     # Masks and biases have a block mask only with gradients. Packing them without one would give other bits.
@@ -134,11 +121,11 @@ def launch_on_hopper(out, lse, stats, call, cached=None):
     partials = decode.new_partials(out, count, torch.float32) if count > 1 else None
     target = out if call.partial or count > 1 else hopper.writable(out)
     assert target is out or not run.is_replayed(), "what is recorded are launches: a copy would be lost"
-    launched = arguments_of(call, target, lse, stats, pipeline, partials, count, cached)
-    registers = tile_table.REGISTERS[pipeline.warpgroups][0]
+    launched = _arguments(call, target, lse, stats, pipeline, partials, count, cached)
     with run.surroundings(device):
         used = None if call.cu_seqlens_q is None else call.cu_seqlens_q.new_zeros(1)
         launched |= blocks.walks(call, pipeline, used=used) | dict(used=used)
+        registers, *_ = tile_table.REGISTERS[pipeline.warpgroups]
         grid = programs(call, pipeline, count, processors)
         run.run_kernel("hopper", grid, launched, device, kind, num_warps=4, maxnreg=registers)
     if partials is not None:

@@ -9,38 +9,13 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.language.nvidia.hopper.tma import store_wait, tensor_descriptor
 
 from ..vocabulary import masks as masking, memory, scores, span, walk
-from . import halves, lists as listing, notes as noting, ring, turns
-from .copies import async_add, async_store
-from .steps import (
-    GROUPS,
-    WARPS,
-    Keys,
-    advance,
-    begin_dp,
-    begin_scores,
-    biased_weights,
-    clean,
-    counters_of,
-    extent,
-    first_to_see,
-    following,
-    leave,
-    lines,
-    noted,
-    of_products,
-    ones,
-    operand,
-    slope_of,
-)
+from . import body, halves, notes as noting, ring, turns, visits
+from .body import GROUPS, WARPS
+from .copies import async_add, async_store, fence_async_shared
 
 
 class Shared(NamedTuple):
@@ -49,8 +24,8 @@ class Shared(NamedTuple):
     q, do, rows: tiles with one ring's barriers. notes and words, unless None, come with them, if there is a mask of
     pairs: words of each warpgroup's keys, for 64 rows at a time. bias, unless None: tiles [rows, keys] for each
     warpgroup in turn, of 64 rows, or of one row if it is equal for all. ds: gradients of scores of two steps, [step and
-    warpgroup, keys, rows]. dq: float32, in `steps.lines`. Each warpgroup computes half of its rows (columns, if a block
-    has 64 rows), once the ds of both has arrived at the barrier met. one: `steps.ones` or None. out: signals that
+    warpgroup, keys, rows]. dq: float32, in `body.lines`. Each warpgroup computes half of its rows (columns, if a block
+    has 64 rows), once the ds of both has arrived at the barrier met. one: `body.ones` or None. out: signals that
     k and v hold dk and dv.
     """
 
@@ -125,8 +100,9 @@ def _turn(
 
 
 @gluon.jit
-def _produce(shared, Q, K, V, GradOut, Rows, Bias, Words, kv, first, band, masks, lists, GROUP: gl.constexpr):
+def _produce(shared, Q, K, V, GradOut, Rows, Bias, Words, program, masks, form: gl.constexpr):
     """Load all input tiles by TMA: the work of one warp."""
+    kv, first, band, lists = program
     KEYS: gl.constexpr = shared.k.tiles.shape[-2]
     BLOCK_M: gl.constexpr = shared.q.tiles.shape[-2]
     for g in gl.static_range(GROUPS):
@@ -135,22 +111,19 @@ def _produce(shared, Q, K, V, GradOut, Rows, Bias, Words, kv, first, band, masks
         ring.copy(shared.k, shared.v, g, V, ring.of_keys(kv, band), first + g * KEYS)
     TABLES: gl.constexpr = Rows.block_type.shape[-3]  # of a head
     NBYTES: gl.constexpr = Q.block_type.nbytes + GradOut.block_type.nbytes + Rows.block_type.nbytes
-    begin, full, full_end, end = extent(band, first, GROUPS * KEYS, BLOCK_M)
-    block, member, ahead = begin, begin * 0, ()
-    steps = (end - begin) * GROUP if lists is None else lists.count
-    if lists is not None:
-        ahead = listing.entry(lists, 0)
-    for step in range(steps):
+    begin, full, full_end, end = visits.extent(band, first, GROUPS * KEYS, BLOCK_M)
+    block, member, ahead = begin, begin * 0, visits.entry(lists, 0)
+    for step in range(visits.steps(begin, end, lists, form.GROUP)):
+        block, member, ahead = visits.listed(lists, step, block, member, ahead)
         masked, numbers = (), ()
-        if lists is not None:
-            block, member, ahead = ahead.to(gl.int32), (ahead >> 32).to(gl.int32), listing.entry(lists, step + 1)
-            masked, head = step < lists.masked, span.query_head(kv, member, GROUP)
+        if shared.notes is not None:
+            masked, head = step < lists.masked, span.query_head(kv, member, form.GROUP)
             for n in gl.static_range(BLOCK_M // 64 * GROUPS):
                 key = gl.where(masked, first + n % GROUPS * KEYS, band.keys)
                 numbers += (masking.number(masks.bits, head, block * BLOCK_M + n // GROUPS * 64, key, band),)
             ring.claim(shared.q, step)
             noting.write(shared.notes, step, block, masked, member)
-        plane = ring.of_rows(span.query_head(kv, member, GROUP), band)
+        plane = ring.of_rows(span.query_head(kv, member, form.GROUP), band)
         noting.reserve(shared.notes, shared.words, Words, shared.q, step, step, masked, numbers, NBYTES)
         ring.copy(shared.q, shared.q.tiles, step, Q, plane, block * BLOCK_M)
         ring.copy(shared.q, shared.do, step, GradOut, plane, block * BLOCK_M)
@@ -161,24 +134,24 @@ def _produce(shared, Q, K, V, GradOut, Rows, Bias, Words, kv, first, band, masks
                 for g in gl.static_range(GROUPS):
                     at, row = (step * (BLOCK_M // 64) + half) * GROUPS + g, block * BLOCK_M + half * 64
                     ring.fill_bias(shared.bias, at, Bias, plane, row, first + g * KEYS)
-        block, member = following(block, member, begin, end, GROUP)
+        block, member = visits.following(block, member, begin, end, form.GROUP)
 
 
 @gluon.jit
-def _give(g: gl.constexpr, shared, results, kv, first, band, masks, lists, GROUP: gl.constexpr):
+def _give(g: gl.constexpr, shared, results, program, masks, form: gl.constexpr):
     """Add a warpgroup's dq to global memory, and store its dk and dv: the work of one warp."""
+    kv, first, band, lists = program
     KEYS: gl.constexpr = shared.k.tiles.shape[-2]
     BLOCK_M: gl.constexpr = shared.q.tiles.shape[-2]
-    begin, full, full_end, end = extent(band, first, GROUPS * KEYS, BLOCK_M)
+    begin, full, full_end, end = visits.extent(band, first, GROUPS * KEYS, BLOCK_M)
     block, member = begin, begin * 0
-    # lines (`steps.lines`) of dq that one warpgroup adds: half the lines of a block of rows
+    # lines (`body.lines`) of dq that one warpgroup adds: half the lines of a block of rows
     LINES: gl.constexpr = shared.dq.tiles.shape[-2]
-    steps = (end - begin) * GROUP if lists is None else lists.count
-    for step in range(steps):
+    for step in range(visits.steps(begin, end, lists, form.GROUP)):
         if shared.notes is not None:
             ring.wait(shared.dq, step * GROUPS + g)
             block, _, member = noting.read(shared.notes, step)
-        plane = span.query_head(kv, member, GROUP)
+        plane = span.query_head(kv, member, form.GROUP)
         ring.wait(shared.dq, step * GROUPS + g)
         batch, padded = span.padded(plane, block, BLOCK_M)
         place = [batch, plane.head, (padded * GROUPS + g) * LINES, 0]
@@ -190,7 +163,7 @@ def _give(g: gl.constexpr, shared, results, kv, first, band, masks, lists, GROUP
         ring.release(shared.dq, step * GROUPS + g)
         if results.Turns is not None:
             turns.end(counter, turn, more)
-        block, member = following(block, member, begin, end, GROUP)
+        block, member = visits.following(block, member, begin, end, form.GROUP)
     if isinstance(results.GradK, tensor_descriptor):
         mbarrier.wait(shared.out.index(g), 0)
         place = ring.place(ring.of_keys(kv, band), first + g * KEYS, 0)
@@ -200,13 +173,12 @@ def _give(g: gl.constexpr, shared, results, kv, first, band, masks, lists, GROUP
 
 
 @gluon.jit
-def _consume_whole(
-    g: gl.constexpr, shared, wide, kv, first, band, all_real, rules, lists, GROUP: gl.constexpr, COLUMNS: gl.constexpr
-):  # fmt: skip
+def _consume_whole(g: gl.constexpr, shared, wide, program, all_real, rules, form: gl.constexpr):
     """Compute dk and dv of 64 keys from 64 rows a step: the work of one warpgroup.
 
     The weights of the next step are computed while dq is multiplied.
     """
+    GROUP: gl.constexpr = form.GROUP
     KEYS: gl.constexpr = shared.k.tiles.shape[-2]
     BLOCK_M: gl.constexpr = shared.q.tiles.shape[-2]
     WIDTH: gl.constexpr = shared.k.tiles.shape[-1]
@@ -221,44 +193,31 @@ def _consume_whole(
     FOR_S: gl.constexpr = 1 if shared.one is None else 3  # products for scores
     dtype: gl.constexpr = shared.q.tiles.dtype
     score = rules.score
-    cols = first + g * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, S_LAYOUT))
-    earliest = first_to_see(cols, band, rules.masks, kv)
+    kv, first, band, _ = program
     zero = gl.zeros([KEYS, BLOCK_M], gl.float32, S_LAYOUT)
     no_dq = gl.zeros([BLOCK_M, PART], gl.float32, Q_LAYOUT)
     dk = gl.zeros([KEYS, WIDTH], gl.float32, K_LAYOUT)
     dv = gl.zeros([KEYS, V_WIDTH], gl.float32, V_LAYOUT)
-    begin, full, full_end, end = extent(band, first, GROUPS * KEYS, BLOCK_M)
-    if rules.masks.keys is not None:
-        full_end = gl.where(all_real > 0, full_end, full)
-    counters = counters_of(rules.dropout, first + g * KEYS, KEYS, BLOCK_M)
-    keys = Keys(cols, earliest, band, full, full_end, counters)
-    block, member = begin, begin * 0
-    slope = slope_of(score, kv, member, GROUP)
-    steps = gl.maximum(end - begin, 0) * GROUP if lists is None else lists.count
-    for other in gl.static_range(GROUPS):
-        ring.wait(shared.k, other)
-    if rules.masks.keys is not None:
-        clean(ring.tile(shared.k, g), first + g * KEYS, rules.masks, kv, band.keys)
-        clean(ring.at(shared.v, g), first + g * KEYS, rules.masks, kv, band.keys)
-        fence_async_shared()
+    keys, slope, steps = body.begin(g, shared, program, all_real, rules, S_LAYOUT, BLOCK_M, GROUP)
+    block, member = keys.begin, keys.begin * 0
     ring.wait(shared.q, 0, pred=steps > 0)
     first_q = ring.tile(shared.q, 0).permute((1, 0))
-    s = begin_scores(ring.tile(shared.k, g), first_q, shared, 0, zero)
+    s = body.begin_scores(ring.tile(shared.k, g), first_q, shared, 0, zero)
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
     if shared.notes is not None:
-        block, member, keys = noted(shared.notes, 0, steps, keys)
-        slope = slope_of(score, kv, member, GROUP)
+        block, member, keys = body.noted(shared.notes, 0, steps, keys)
+        slope = body.slope_of(score, kv, member, GROUP)
     first_head = span.query_head(kv, member, GROUP)
-    p = biased_weights(g, s, shared, 0, steps > 0, block, keys, rules, first_head, slope, dtype)
+    p = body.biased_weights(g, s, shared, 0, steps > 0, block, keys, rules, first_head, slope, dtype)
     for step in range(steps):
-        none = (block < begin).to(gl.int32)  # always 0; if ptxas knew, tile addresses would fill registers
+        none = (block < keys.begin).to(gl.int32)  # always 0; if ptxas knew, tile addresses would fill registers
         k, v = ring.tile(shared.k, g + none), ring.at(shared.v, g + none)
         q, do = ring.tile(shared.q, step), ring.at(shared.do, step)
-        dp = begin_dp(v, do.permute((1, 0)), shared, step, zero)
-        p16 = operand(p, rules.dropout, OF_DV, dtype)
+        dp = body.begin_dp(v, do.permute((1, 0)), shared, step, zero)
+        p16 = body.operand(p, rules.dropout, OF_DV, dtype)
         dv = warpgroup_mma(p16, do, dv, is_async=True)
         dp = warpgroup_mma_wait(num_outstanding=1, deps=(dp,))
-        ds = of_products(p, rules.dropout, dp, shared.rows, step, dtype).to(dtype)
+        ds = body.of_products(p, rules.dropout, dp, shared.rows, step, dtype).to(dtype)
         both = step % 2 * GROUPS
         shared.ds.index(both + g).store(ds)
         fence_async_shared()
@@ -269,7 +228,7 @@ def _consume_whole(
         ring.wait(shared.q, step + 1, pred=step + 1 < steps)
         next_q = ring.tile(shared.q, step + 1).permute((1, 0))
         dv, p16 = warpgroup_mma_wait(num_outstanding=1, deps=(dv, p16))  # frees the registers of p16
-        next_s = begin_scores(k, next_q, shared, step + 1, zero)
+        next_s = body.begin_scores(k, next_q, shared, step + 1, zero)
         mbarrier.wait(shared.met, step & 1)
         dq = no_dq
         for other in gl.static_range(GROUPS):
@@ -279,24 +238,20 @@ def _consume_whole(
         dk, ds = warpgroup_mma_wait(num_outstanding=FOR_S + GROUPS, deps=(dk, ds))
         ring.release(shared.q, step)
         s = warpgroup_mma_wait(num_outstanding=GROUPS, deps=(next_s,))
-        block, member, keys, slope = advance(
-            shared, step + 1, steps, keys, score, slope, kv, block, member, begin, end, GROUP
-        )
+        block, member, keys, slope = body.advance(shared, step + 1, steps, keys, score, slope, kv, block, member, GROUP)
         next_head = span.query_head(kv, member, GROUP)
-        p = biased_weights(g, s, shared, step + 1, step + 1 < steps, block, keys, rules, next_head, slope, dtype)
+        p = body.biased_weights(g, s, shared, step + 1, step + 1 < steps, block, keys, rules, next_head, slope, dtype)
         dq = warpgroup_mma_wait(num_outstanding=0, deps=(dq,))
-        ring.put(shared.dq, step * GROUPS + g, lines(dq))
-    leave(g, shared, wide, first, band, scores.grad(score, dk), dv, steps, COLUMNS)
+        ring.put(shared.dq, step * GROUPS + g, body.lines(dq))
+    body.leave(g, shared, wide, first, band, scores.grad(score, dk), dv, steps, form.COLUMNS)
 
 
 @gluon.jit
-def _consume(
-    g: gl.constexpr, shared, wide, kv, first, band, all_real, rules, lists, GROUP: gl.constexpr, COLUMNS: gl.constexpr
-):  # fmt: skip
+def _consume(g: gl.constexpr, shared, wide, program, all_real, rules, form: gl.constexpr):
     if shared.q.tiles.shape[-2] > 64:
-        halves.consume(g, shared, wide, kv, first, band, all_real, rules, lists, GROUP, COLUMNS)
+        halves.consume(g, shared, wide, program, all_real, rules, form)
     else:
-        _consume_whole(g, shared, wide, kv, first, band, all_real, rules, lists, GROUP, COLUMNS)
+        _consume_whole(g, shared, wide, program, all_real, rules, form)
 
 
 @gluon.jit(do_not_specialize=["q_len", "k_len", "left", "right", "heads"])
@@ -309,7 +264,7 @@ def backward(
 
     All are TMA descriptors of (B, H, S, D) with blocks of [1, 1, rows, width(D)], except that blocks of keys have 128
     columns if Dv > 64. Blocks of keys and values have 64 rows. Sums is (B, Hq, lines, 32) float32, in blocks of a
-    warpgroup's `steps.lines`. If form.COLUMNS is not (), GradK and GradV are Views of float32. Rows, from `preprocess`,
+    warpgroup's `body.lines`. If form.COLUMNS is not (), GradK and GradV are Views of float32. Rows, from `preprocess`,
     is (B, 2 Hq, Sq, 16): a block has both tables of a head, and as many rows as Q's. If scores are scaled before the
     softmax, or with dropout, it is (B, Hq, Sq, 4), float32. Bias, or None, is (B, Hq, Sq, Sk), 1 for equal ones, in
     blocks of 64 keys, and of 64 rows or 1. Words, unless None, is as in the forward, but by `transpose_words`;
@@ -321,7 +276,6 @@ def backward(
     KEYS: gl.constexpr = K.block_type.shape[-2]
     BLOCK_M: gl.constexpr = Q.block_type.shape[-2]
     STAGES: gl.constexpr = form.STAGES
-    GROUP: gl.constexpr = form.GROUP
     number = gl.program_id(0) if Turns is None else turns.number(Turns)
     block, kv, rows, keys = span.locate(sequences, q_len, k_len, heads, 2 * KEYS, BY_KEYS=True, number=number)
     if Turns is not None:
@@ -336,7 +290,7 @@ def backward(
     if rules.masks.keys is not None:
         cols = block * 2 * KEYS + gl.arange(0, 2 * KEYS, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
         real = gl.sum(masking.real_keys(rules.masks, kv, cols, keys).to(gl.int32), 0)
-        all_real = (real == gl.minimum(2 * KEYS, keys - block * 2 * KEYS)).to(gl.int32)
+        all_real = ((real == gl.minimum(2 * KEYS, keys - block * 2 * KEYS)).to(gl.int32),)
         if Turns is None:  # without real keys there is no step; turns count all programs
             band = span.Band(gl.where(real > 0, band.rows, 0), band.keys, band.low, band.high, band.diagonal)
     k, q = ring.ring(K, 2, 1), ring.ring(Q, STAGES, 2)
@@ -347,9 +301,10 @@ def backward(
     ds = gl.allocate_shared_memory(Q.dtype, [4, KEYS, BLOCK_M], SCORES)
     dq = ring.ring(Sums, 2, 1)
     bias = None if Bias is None else ring.ring(Bias, form.BIAS_TILES, 1)
-    lists, notes, words = None, None, None
+    program = visits.Program(kv, block * 2 * KEYS, band, visits.lists_of(tile_lists, kv, block))
+    notes, words = None, None
     if tile_lists is not None:
-        lists, notes = listing.lists(tile_lists, kv, block), noting.notes(STAGES, 1)
+        notes = noting.notes(STAGES, 1)
         words = noting.words(Words, STAGES, BLOCK_M // 64 * GROUPS)
     out = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for g in gl.static_range(2):
@@ -357,24 +312,22 @@ def backward(
     gl.static_assert(STAGES >= 2, "the next q is waited for before q is given back")
     met = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(met, count=2)
-    one = ones(KEYS) if Rows.dtype == gl.bfloat16 else None
+    one = body.ones(KEYS) if Rows.dtype == gl.bfloat16 else None
     shared, results = (
         Shared(k, v, q, do, tables, notes, words, bias, ds, dq, one, met, out),
         Results(Sums, GradK, GradV, Turns),
     )
     fence_async_shared()
-    first = block * 2 * KEYS
-    COLUMNS: gl.constexpr = form.COLUMNS
     wide = ()
     if not isinstance(GradK, tensor_descriptor):  # matrices: what warpgroups are given stays in their registers
         wide = memory.of_keys(GradK, kv), memory.of_keys(GradV, kv)
     gl.warp_specialize(
         [
-            (_consume, (0, shared, wide, kv, first, band, all_real, rules, lists, GROUP, COLUMNS)),
-            (_consume, (1, shared, wide, kv, first, band, all_real, rules, lists, GROUP, COLUMNS)),
-            (_produce, (shared, Q, K, V, GradOut, Rows, Bias, Words, kv, first, band, rules.masks, lists, GROUP)),
-            (_give, (0, shared, results, kv, first, band, rules.masks, lists, GROUP)),
-            (_give, (1, shared, results, kv, first, band, rules.masks, lists, GROUP)),
+            (_consume, (0, shared, wide, program, all_real, rules, form)),
+            (_consume, (1, shared, wide, program, all_real, rules, form)),
+            (_produce, (shared, Q, K, V, GradOut, Rows, Bias, Words, program, rules.masks, form)),
+            (_give, (0, shared, results, program, rules.masks, form)),
+            (_give, (1, shared, results, program, rules.masks, form)),
         ],
         [WARPS, 1, 1, 1],
         [form.REGISTERS[0], form.REGISTERS[1], form.REGISTERS[1], form.REGISTERS[1]],

@@ -5,7 +5,7 @@ Triton 3.9 keeps the older names, which raise when a kernel that calls them is c
 
 from triton._C.libtriton import ir
 from triton.experimental.gluon.language._core import builtin
-from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared as fence_async_shared, tma
 
 if hasattr(tma, "async_load"):
     async_load, async_store = tma.async_load, tma.async_store

@@ -8,27 +8,14 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.language.nvidia.hopper.tma import store_wait
 
-from ..vocabulary import (
-    dropout as dropping,
-    masks as masking,
-    memory,
-    partials as splitting,
-    rules as of_calls,
-    saved_stats,
-    scores,
-    softmax,
-    span,
-)
+from ..vocabulary import dropout as dropping, masks as masking, memory, saved_stats, scores, softmax, span
+from ..vocabulary.partials import Partials, keep
+from ..vocabulary.rules import Rules
 from . import counters as counting, notes as noting, ring, schedule
-from .copies import as_blocks, async_store
+from .copies import as_blocks, async_store, fence_async_shared
 from .producer import produce
 from .work import Results, Shared, Work, block_of_rows, extent
 
@@ -67,13 +54,13 @@ class Spec(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """Outputs that threads store: Wide (float32 View) or partials (splitting.Partials) in place of Out, or neither.
+    """Outputs that threads store: Wide (float32 View) or partials (Partials) in place of Out, or neither.
 
     Lse and Stats are as in kernels/forward.py, and None if there are partials.
     """
 
     Wide: memory.View
-    partials: splitting.Partials
+    partials: Partials
     Lse: gl.tensor
     Stats: gl.tensor
 
@@ -84,7 +71,7 @@ class Rows(NamedTuple):
     counters are those of dropout, one for each two rows, or ().
     """
 
-    rules: of_calls.Rules
+    rules: Rules
     band: span.Band
     plane: span.Plane
     head: span.Plane
@@ -93,17 +80,17 @@ class Rows(NamedTuple):
 
 
 @gluon.jit
-def _take(
-    g: gl.constexpr, work, n, results, heads, TOP_LEFT: gl.constexpr,
-    GROUPS: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, PARTS: gl.constexpr,
-):  # fmt: skip
+def _take(g: gl.constexpr, shared, work, n, results, spec: gl.constexpr):
     """Return the n-th block of rows of a program: (first row, Plane, Band, part, last, count, full, full_end).
 
     last and count are as in `work.extent`. Warpgroup g needs no mask for the blocks of keys full .. full_end - 1.
     """
-    first, plane, band, part = block_of_rows(work, n, heads, TOP_LEFT, GROUPS * ROWS, PARTS)
+    ROWS: gl.constexpr = shared.q.tiles.shape[-2]
+    BLOCK_N: gl.constexpr = shared.k.tiles.shape[-2]
+    BLOCK_M: gl.constexpr = spec.FORM.GROUPS * ROWS
+    first, plane, band, part = block_of_rows(work, n, results, BLOCK_M, shared.v.tiles.shape[-1], spec)
     if work.tile_lists is None:
-        last, count = extent(band, first, plane, results, GROUPS * ROWS, BLOCK_N)
+        last, count = extent(band, first, plane, results, BLOCK_M, BLOCK_N)
         _, full, full_end, _ = span.blocks(band, first + g * ROWS, ROWS, BLOCK_N)
         return first, plane, band, part, last, count, full, full_end
     else:  # notes have the rest
@@ -278,12 +265,10 @@ def _begin_scores(g: gl.constexpr, shared, n, step, zero, GROUPS: gl.constexpr, 
 
 
 @gluon.jit
-def _consume(
-    g: gl.constexpr, shared, results, work, rules,
-    HEADS: gl.constexpr, DV: gl.constexpr, TOP_LEFT: gl.constexpr, SHARE: gl.constexpr,
-):  # fmt: skip
+def _consume(g: gl.constexpr, shared, results, work, rules, spec: gl.constexpr, SHARE: gl.constexpr):
     """Compute rows g * 64 .. g * 64 + 63 of each block of rows: the work of one warpgroup."""
-    GROUPS: gl.constexpr = 3 if shared.q.ready.shape[0] > 4 else 2
+    GROUPS: gl.constexpr = spec.FORM.GROUPS
+    DV: gl.constexpr = spec.DV
     ROWS: gl.constexpr = shared.q.tiles.shape[-2]
     BLOCK_N: gl.constexpr = shared.k.tiles.shape[-2]
     WIDTH: gl.constexpr = shared.v.tiles.shape[-1]
@@ -301,12 +286,9 @@ def _consume(
     PACKED: gl.constexpr = work.sequences is not None
     TILES: gl.constexpr = shared.q.tiles.shape[0] // shared.q.ready.shape[0] if shared.v.tiles.shape[0] == 1 else 1
     ACROSS: gl.constexpr = (DV + WIDTH - 1) // WIDTH  # programs for the columns of a block of rows
-    heads = HEADS if results.partials is None else HEADS * results.splits
     share = schedule.share(work.order, gl.program_id(0), gl.num_programs(0))
     some = share > 0 if PACKED else gl.constexpr(True)  # packed sequences may have fewer blocks than programs
-    first, plane, band, part, last, count, full, full_end = _take(
-        g, work, 0, results, heads, TOP_LEFT, GROUPS, ROWS, BLOCK_N, ACROSS
-    )  # fmt: skip
+    first, plane, band, part, last, count, full, full_end = _take(g, shared, work, 0, results, spec)
     zero = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
     s = zero
     if EARLY:
@@ -338,7 +320,7 @@ def _consume(
         if rules.dropout is not None:
             pairs = gl.arange(0, ROWS // 2, layout=gl.SliceLayout(1, counting.layout(BLOCK_N)))
             counters = (first + g * ROWS) // 2 + pairs
-        of = Rows(of_calls.Rules(rules.masks, score, rules.dropout), band, plane, head, rows, counters)
+        of = Rows(Rules(rules.masks, score, rules.dropout), band, plane, head, rows, counters)
 
         if not EARLY:
             s = _begin_scores(g, shared, n, step, zero, GROUPS)
@@ -381,9 +363,7 @@ def _consume(
             # A wait ends a basic block, so ptxas does not put what follows between the instructions of the product.
             ring.wait(shared.k, (step + 1) * TILES, pred=more)
         # Call _take here: its divisions then run during this product and do not delay the next one.
-        following = _take(
-            g, work, gl.minimum(n + 1, share - 1), results, heads, TOP_LEFT, GROUPS, ROWS, BLOCK_N, ACROSS
-        )  # fmt: skip
+        following = _take(g, shared, work, gl.minimum(n + 1, share - 1), results, spec)
         out, p = warpgroup_mma_wait(num_outstanding=1 if EARLY else 0, deps=(out, p))
         ring.release(shared.v, step)
         step += 1
@@ -419,7 +399,7 @@ def _consume(
             gl.store(where, out, mask=(r < band.rows) & (c < DV))
         elif results.partials is not None:
             split, head = plane.index % results.splits, span.kv_head(plane, results.splits)
-            splitting.keep(
+            keep(
                 results.partials, head, rows, c, band.rows, split, results.splits, out, state, True, DV, is_first
             )  # fmt: skip
         else:
@@ -465,11 +445,6 @@ def forward(
     form: gl.constexpr = spec.FORM
     GROUPS: gl.constexpr = form.GROUPS
     STAGES: gl.constexpr = form.STAGES
-    HEADS: gl.constexpr = spec.HEADS
-    GROUP: gl.constexpr = spec.GROUP
-    DV: gl.constexpr = spec.DV
-    TOP_LEFT: gl.constexpr = spec.TOP_LEFT
-    PAGE: gl.constexpr = spec.PAGE
     band = span.band(q_len, k_len, left, right, spec.TOP_LEFT)
     ROWS: gl.constexpr = Q.block_type.shape[-2]
     blocks, paired = gl.cdiv(q_len, GROUPS * ROWS), 0
@@ -514,9 +489,9 @@ def forward(
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (_consume, (0, shared, results, work, rules, HEADS, DV, TOP_LEFT, SHARE)),
-                (_consume, (1, shared, results, work, rules, HEADS, DV, TOP_LEFT, SHARE)),
-                (produce, (shared, results, Q, K, V, Bias, Words, work, rules, HEADS, GROUP, DV, TOP_LEFT, PAGE)),
+                (_consume, (0, shared, results, work, rules, spec, SHARE)),
+                (_consume, (1, shared, results, work, rules, spec, SHARE)),
+                (produce, (shared, results, Q, K, V, Bias, Words, work, rules, spec)),
             ],
             [WARPS, 1],
             [form.REGISTERS, form.PRODUCER_REGISTERS],
@@ -524,10 +499,10 @@ def forward(
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, shared, results, work, rules, HEADS, DV, TOP_LEFT, SHARE)),
-                (_consume, (1, shared, results, work, rules, HEADS, DV, TOP_LEFT, SHARE)),
-                (_consume, (2, shared, results, work, rules, HEADS, DV, TOP_LEFT, SHARE)),
-                (produce, (shared, results, Q, K, V, Bias, Words, work, rules, HEADS, GROUP, DV, TOP_LEFT, PAGE)),
+                (_consume, (0, shared, results, work, rules, spec, SHARE)),
+                (_consume, (1, shared, results, work, rules, spec, SHARE)),
+                (_consume, (2, shared, results, work, rules, spec, SHARE)),
+                (produce, (shared, results, Q, K, V, Bias, Words, work, rules, spec)),
             ],
             [WARPS, WARPS, 1],
             [form.REGISTERS, form.REGISTERS, form.PRODUCER_REGISTERS],

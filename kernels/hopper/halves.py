@@ -6,57 +6,32 @@ Source: as in backward.py.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from ..vocabulary import scores, span
-from . import ring
-from .steps import (
-    GROUPS,
-    OPERANDS_STAY,
-    WARPS,
-    Keys,
-    advance,
-    begin_dp,
-    begin_scores,
-    biased_weights,
-    clean,
-    counters_of,
-    extent,
-    first_to_see,
-    half,
-    leave,
-    lines,
-    noted,
-    of_products,
-    operand,
-    slope_of,
-)
+from . import body, ring
+from .body import GROUPS, OPERANDS_STAY, WARPS
+from .copies import fence_async_shared
 
 
 @gluon.jit
 def _columns(tile, number: gl.constexpr):
     """Return half `number` (0 or 1) of the rows of a tile, transposed, as a right operand of wgmma."""
-    return half(tile, number, 0).permute((1, 0))
+    return body.half(tile, number, 0).permute((1, 0))
 
 
 @gluon.jit
 def _differ(p, dropout, dp, rows, step, number: gl.constexpr, tile):
     """Return ds of half `number` (0 or 1) of the rows of a step; also store it in that half of `tile` [keys, rows]."""
-    ds = of_products(p, dropout, dp, rows, step, tile.dtype, number, 2).to(tile.dtype)
-    half(tile, number, 1).store(ds)
+    ds = body.of_products(p, dropout, dp, rows, step, tile.dtype, number, 2).to(tile.dtype)
+    body.half(tile, number, 1).store(ds)
     return ds
 
 
 @gluon.jit
-def consume(
-    g: gl.constexpr, shared, wide, kv, first, band, all_real, rules, lists, GROUP: gl.constexpr, COLUMNS: gl.constexpr
-):  # fmt: skip
+def consume(g: gl.constexpr, shared, wide, program, all_real, rules, form: gl.constexpr):
     """Compute dk and dv of keys first + g * 64 .. first + g * 64 + 63: the work of one warpgroup."""
+    GROUP: gl.constexpr = form.GROUP
     KEYS: gl.constexpr = shared.k.tiles.shape[-2]
     BLOCK_M: gl.constexpr = shared.q.tiles.shape[-2]
     WIDTH: gl.constexpr = shared.k.tiles.shape[-1]
@@ -72,80 +47,65 @@ def consume(
     FOR_DP: gl.constexpr = 1 if shared.one is None else 2
     dtype: gl.constexpr = shared.q.tiles.dtype
     score = rules.score
-    cols = first + g * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, S_LAYOUT))
-    earliest = first_to_see(cols, band, rules.masks, kv)
+    kv, first, band, _ = program
     zero = gl.zeros([KEYS, ROWS], gl.float32, S_LAYOUT)
     no_dq = gl.zeros([ROWS, WIDTH], gl.float32, K_LAYOUT)
     dk = gl.zeros([KEYS, WIDTH], gl.float32, K_LAYOUT)
     dv = gl.zeros([KEYS, V_WIDTH], gl.float32, V_LAYOUT)
-    begin, full, full_end, end = extent(band, first, GROUPS * KEYS, BLOCK_M)
-    if rules.masks.keys is not None:
-        full_end = gl.where(all_real > 0, full_end, full)
-    counters = counters_of(rules.dropout, first + g * KEYS, KEYS, ROWS)
-    keys = Keys(cols, earliest, band, full, full_end, counters)
-    block, member = begin, begin * 0
-    slope = slope_of(score, kv, member, GROUP)
-    steps = gl.maximum(end - begin, 0) * GROUP if lists is None else lists.count
-    for other in gl.static_range(GROUPS):
-        ring.wait(shared.k, other)
-    if rules.masks.keys is not None:
-        clean(ring.tile(shared.k, g), first + g * KEYS, rules.masks, kv, band.keys)
-        clean(ring.at(shared.v, g), first + g * KEYS, rules.masks, kv, band.keys)
-        fence_async_shared()
+    keys, slope, steps = body.begin(g, shared, program, all_real, rules, S_LAYOUT, ROWS, GROUP)
+    block, member = keys.begin, keys.begin * 0
     k, v = ring.tile(shared.k, g), ring.at(shared.v, g)
     # Products then read half as much shared memory: 2 % faster on an H200. Other options need the registers.
     MANY: gl.constexpr = score.cap is not None and score.slopes is not None
     if OPERANDS_STAY and not MANY and rules.dropout is None and shared.bias is None:
         k, v = k.load(OF_S), v.load(OF_S)
     ring.wait(shared.q, 0, pred=steps > 0)
-    s0 = begin_scores(k, _columns(ring.tile(shared.q, 0), 0), shared, 0, zero, 0, 2)
-    dp0 = begin_dp(v, _columns(ring.at(shared.do, 0), 0), shared, 0, zero, 0, 2)
+    s0 = body.begin_scores(k, _columns(ring.tile(shared.q, 0), 0), shared, 0, zero, 0, 2)
+    dp0 = body.begin_dp(v, _columns(ring.at(shared.do, 0), 0), shared, 0, zero, 0, 2)
     s0, dp0 = warpgroup_mma_wait(num_outstanding=0, deps=(s0, dp0))
     if shared.notes is not None:
-        block, member, keys = noted(shared.notes, 0, steps, keys)
-        slope = slope_of(score, kv, member, GROUP)
+        block, member, keys = body.noted(shared.notes, 0, steps, keys)
+        slope = body.slope_of(score, kv, member, GROUP)
     first_head = span.query_head(kv, member, GROUP)
-    p0 = biased_weights(g, s0, shared, 0, steps > 0, block, keys, rules, first_head, slope, dtype, 0, 2)
+    p0 = body.biased_weights(g, s0, shared, 0, steps > 0, block, keys, rules, first_head, slope, dtype, 0, 2)
     for step in range(steps):
-        none = (block < begin).to(gl.int32)  # always 0; if ptxas knew, tile addresses would fill registers
+        none = (block < keys.begin).to(gl.int32)  # always 0; if ptxas knew, tile addresses would fill registers
         q, do = ring.tile(shared.q, step), ring.at(shared.do, step)
         both = step % 2 * GROUPS
-        s1 = begin_scores(k, _columns(q, 1), shared, step, zero, 1, 2)
-        first16 = operand(p0, rules.dropout, OF_DV, dtype)
-        dv = warpgroup_mma(first16, half(do, 0, 0), dv, is_async=True)
+        s1 = body.begin_scores(k, _columns(q, 1), shared, step, zero, 1, 2)
+        first16 = body.operand(p0, rules.dropout, OF_DV, dtype)
+        dv = warpgroup_mma(first16, body.half(do, 0, 0), dv, is_async=True)
         ds0 = gl.convert_layout(_differ(p0, rules.dropout, dp0, shared.rows, step, 0, shared.ds.index(both + g)), OF_DK)
-        dp1 = begin_dp(v, _columns(do, 1), shared, step, zero, 1, 2)
-        dk = warpgroup_mma(ds0, half(q, 0, 0), dk, is_async=True)
+        dp1 = body.begin_dp(v, _columns(do, 1), shared, step, zero, 1, 2)
+        dk = warpgroup_mma(ds0, body.half(q, 0, 0), dk, is_async=True)
         s1, dv, first16 = warpgroup_mma_wait(num_outstanding=FOR_DP + 1, deps=(s1, dv, first16))
         head = span.query_head(kv, member, GROUP)
-        p1 = biased_weights(g, s1, shared, step, True, block, keys, rules, head, slope, dtype, 1, 2)
-        other16 = operand(p1, rules.dropout, OF_DV, dtype)
-        dv = warpgroup_mma(other16, half(do, 1, 0), dv, is_async=True)
+        p1 = body.biased_weights(g, s1, shared, step, True, block, keys, rules, head, slope, dtype, 1, 2)
+        other16 = body.operand(p1, rules.dropout, OF_DV, dtype)
+        dv = warpgroup_mma(other16, body.half(do, 1, 0), dv, is_async=True)
         dp1, dk, ds0 = warpgroup_mma_wait(num_outstanding=1, deps=(dp1, dk, ds0))
         ds1 = _differ(p1, rules.dropout, dp1, shared.rows, step, 1, shared.ds.index(both + g))
         fence_async_shared()
         mbarrier.arrive(shared.met, count=1)
         ds1 = gl.convert_layout(ds1, OF_DK)
-        dk = warpgroup_mma(ds1, half(q, 1, 0), dk, is_async=True)
+        dk = warpgroup_mma(ds1, body.half(q, 1, 0), dk, is_async=True)
         # After the last block this reads old data; the result is unused.
         ring.wait(shared.q, step + 1, pred=step + 1 < steps)
         next_q, next_do = _columns(ring.tile(shared.q, step + 1), 0), _columns(ring.at(shared.do, step + 1), 0)
-        next_s = begin_scores(k, next_q, shared, step + 1, zero, 0, 2)
+        next_s = body.begin_scores(k, next_q, shared, step + 1, zero, 0, 2)
         mbarrier.wait(shared.met, step & 1)
         dq = no_dq
         for other in gl.static_range(GROUPS):
-            of_rows = half(shared.ds.index(both + other).permute((1, 0)), g, 0)
+            of_rows = body.half(shared.ds.index(both + other).permute((1, 0)), g, 0)
             dq = warpgroup_mma(of_rows, ring.tile(shared.k, other + none), dq, use_acc=other > 0, is_async=True)
         dv, other16, dk, ds1 = warpgroup_mma_wait(num_outstanding=FOR_S + GROUPS, deps=(dv, other16, dk, ds1))
         ring.release(shared.q, step)
-        next_dp = begin_dp(v, next_do, shared, step + 1, zero, 0, 2)
+        next_dp = body.begin_dp(v, next_do, shared, step + 1, zero, 0, 2)
         s0 = warpgroup_mma_wait(num_outstanding=FOR_DP + GROUPS, deps=(next_s,))
-        block, member, keys, slope = advance(
-            shared, step + 1, steps, keys, score, slope, kv, block, member, begin, end, GROUP
-        )
+        block, member, keys, slope = body.advance(shared, step + 1, steps, keys, score, slope, kv, block, member, GROUP)
         more, next_head = step + 1 < steps, span.query_head(kv, member, GROUP)
-        p0 = biased_weights(g, s0, shared, step + 1, more, block, keys, rules, next_head, slope, dtype, 0, 2)
+        p0 = body.biased_weights(g, s0, shared, step + 1, more, block, keys, rules, next_head, slope, dtype, 0, 2)
         dq = warpgroup_mma_wait(num_outstanding=FOR_DP, deps=(dq,))
-        ring.put(shared.dq, step * GROUPS + g, lines(dq))
+        ring.put(shared.dq, step * GROUPS + g, body.lines(dq))
         dp0 = warpgroup_mma_wait(num_outstanding=0, deps=(next_dp,))
-    leave(g, shared, wide, first, band, scores.grad(score, dk), dv, steps, COLUMNS)
+    body.leave(g, shared, wide, first, band, scores.grad(score, dk), dv, steps, form.COLUMNS)

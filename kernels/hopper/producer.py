@@ -121,29 +121,26 @@ def _fill_bias(shared, step, Bias, plane, first, block, GROUPS: gl.constexpr):
 
 
 @gluon.jit
-def produce(
-    shared, results, Q, K, V, Bias, Words, work, rules,
-    HEADS: gl.constexpr, GROUP: gl.constexpr, DV: gl.constexpr, TOP_LEFT: gl.constexpr, PAGE: gl.constexpr,
-):  # fmt: skip
+def produce(shared, results, Q, K, V, Bias, Words, work, rules, spec: gl.constexpr):
     """Load tiles by TMA: the work of one warp. Keys go from last to first, so that masked blocks come first."""
-    GROUPS: gl.constexpr = 3 if shared.q.ready.shape[0] > 4 else 2
+    GROUPS: gl.constexpr = spec.FORM.GROUPS
+    PAGE: gl.constexpr = spec.PAGE
     ROWS: gl.constexpr = shared.q.tiles.shape[-2]
     BLOCK_N: gl.constexpr = shared.k.tiles.shape[-2]
     WIDTH: gl.constexpr = shared.v.tiles.shape[-1]
-    ACROSS: gl.constexpr = (DV + WIDTH - 1) // WIDTH
+    ACROSS: gl.constexpr = (spec.DV + WIDTH - 1) // WIDTH
     # With one tile of v, the next k is loaded before v: the tile of v is free later.
     K_FIRST: gl.constexpr = shared.v.tiles.shape[0] == 1
-    heads = HEADS if results.partials is None else HEADS * results.splits
     v = shared.v if shared.landed is None else shared.landed
     step = 0
     for n in range(schedule.share(work.order, gl.program_id(0), gl.num_programs(0))):
-        first, plane, band, part = block_of_rows(work, n, heads, TOP_LEFT, GROUPS * ROWS, ACROSS)
+        first, plane, band, part = block_of_rows(work, n, results, GROUPS * ROWS, WIDTH, spec)
         column = 0 if ACROSS == 1 else part * WIDTH
         steps = _steps(work, band, first, plane, results, GROUPS * ROWS, BLOCK_N)
         block, following = steps.start, _following(steps, 1)
         if results.partials is not None:  # a plane is one split of a head
             plane = span.kv_head(plane, results.splits)
-        kv = span.kv_head(plane, GROUP)
+        kv = span.kv_head(plane, spec.GROUP)
         page = _page(work, K, kv, block, PAGE, BLOCK_N)
         keys, row = _keys(work.caches, kv, band, block, page, PAGE, BLOCK_N)
         page = _page(work, K, kv, block - 1, PAGE, BLOCK_N)

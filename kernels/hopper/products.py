@@ -4,18 +4,13 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.language.nvidia.hopper.tma import store_wait, tensor_descriptor
 
 from ..vocabulary import memory, span
-from . import lists as listing, ring, schedule, visits
-from .copies import async_store
-from .steps import WARPS, following, store_wide
+from . import body, ring, schedule, visits
+from .body import WARPS
+from .copies import async_store, fence_async_shared
 
 
 class Form(NamedTuple):
@@ -32,6 +27,11 @@ class Form(NamedTuple):
     TOP_LEFT: bool
     STAGES: int
     REGISTERS: tuple
+
+    @property
+    def MEMBERS(self):
+        """Query heads that a block of the gradient sums."""
+        return self.GROUP if self.OF_K else 1
 
 
 class Factors(NamedTuple):
@@ -51,21 +51,22 @@ def _share(work):
 
 
 @gluon.jit
-def _factors_of(work, n, factors, ACROSS: gl.constexpr, TOP_LEFT: gl.constexpr, OF_K: gl.constexpr):
-    """Return (first row, batch and head, Band, begin, end, Lists, first column or ()) of a program's n-th block.
+def _factors_of(work, n, factors, form: gl.constexpr):
+    """Return (first row, batch and head, Band, begin, end, Lists, first column) of a program's n-th block.
 
     Without Lists it uses ds tiles [begin, end). If OF_K, rows are keys: the Band is flipped.
     """
     TILE: gl.constexpr = factors.product.tiles.shape[0] * factors.product.tiles.shape[-2]
     PARTS: gl.constexpr = TILE // factors.others.shape[-2]
-    first, plane, band = visits.take(work, n, TOP_LEFT, TILE, OF_K)
-    if OF_K:
+    first, plane, band = visits.take(work, n, form.TOP_LEFT, TILE, form.OF_K)
+    if form.OF_K:
         band = span.flip(band)
     begin, end = visits.stored_blocks(band, first, TILE)
-    column = ()
-    if ACROSS > 1:
-        column, plane = plane.index % ACROSS * factors.others.shape[-1], span.kv_head(plane, ACROSS)
-    return first, plane, band, begin * PARTS, end * PARTS, visits.lists_of(work, plane, first, TILE), column
+    column = 0
+    if form.ACROSS > 1:
+        column, plane = plane.index % form.ACROSS * factors.others.shape[-1], span.kv_head(plane, form.ACROSS)
+    lists = visits.lists_of(work.tile_lists, plane, first // TILE)
+    return first, plane, band, begin * PARTS, end * PARTS, lists, column
 
 
 @gluon.jit
@@ -75,28 +76,22 @@ def _of_product(plane, band, OF_K: gl.constexpr):
 
 
 @gluon.jit
-def _load(
-    factors, GradScores, Others, work, before,
-    GROUP: gl.constexpr, ACROSS: gl.constexpr, TOP_LEFT: gl.constexpr, OF_K: gl.constexpr,
-):  # fmt: skip
+def _load(factors, GradScores, Others, work, before, form: gl.constexpr):
     """Load by TMA the tiles that `_multiply` multiplies: the work of one warp.
 
     For dq these are ds and keys of one head; for dk, ds and queries of all query heads that share the kv head.
     """
     DEPTH: gl.constexpr = Others.block_type.shape[-2]
     TILE: gl.constexpr = factors.product.tiles.shape[0] * factors.product.tiles.shape[-2]
-    MEMBERS: gl.constexpr = GROUP if OF_K else 1
+    GROUP: gl.constexpr = form.GROUP
+    OF_K: gl.constexpr = form.OF_K
     step = 0
     for n in range(_share(work)):
-        first, plane, band, begin, end, lists, column = _factors_of(work, n, factors, ACROSS, TOP_LEFT, OF_K)
-        column = 0 if ACROSS == 1 else column
+        first, plane, band, begin, end, lists, column = _factors_of(work, n, factors, form)
         key = visits.first_key(plane, TILE)
-        block, member, ahead = begin, begin * 0, ()
-        if len(lists) > 0:
-            ahead = listing.entry(lists, 0)
-        for i in range(visits.steps(begin, end, lists, MEMBERS, TILE // DEPTH)):
-            if len(lists) > 0:
-                block, member, ahead = visits.listed(lists, i, ahead, TILE // DEPTH)
+        block, member, ahead = begin, begin * 0, visits.entry(lists, 0)
+        for i in range(visits.steps(begin, end, lists, form.MEMBERS, TILE // DEPTH)):
+            block, member, ahead = visits.listed(lists, i, block, member, ahead, TILE // DEPTH)
             ring.reserve(factors.ds, step, GradScores.block_type.nbytes + Others.block_type.nbytes)
             if OF_K:
                 other = span.query_head(plane, member, GROUP)
@@ -108,51 +103,45 @@ def _load(
                 ring.copy(factors.ds, factors.ds.tiles, step, GradScores, here, key + block * DEPTH, first)
             other = _of_product(other, span.flip(band), not OF_K)
             ring.copy(factors.ds, factors.others, step, Others, other, block * DEPTH, column)
-            block, member = following(block, member, begin, end, MEMBERS)
+            block, member = visits.following(block, member, begin, end, form.MEMBERS)
             step += 1
 
 
 @gluon.jit
-def _store_product(
-    g: gl.constexpr, factors, Product, work, ACROSS: gl.constexpr, TOP_LEFT: gl.constexpr, OF_K: gl.constexpr
-):  # fmt: skip
+def _store_product(g: gl.constexpr, factors, Product, work, form: gl.constexpr):
     """Store the blocks of dq or dk of warpgroup g, each while the next is computed: the work of one warp."""
     ROWS: gl.constexpr = factors.product.tiles.shape[-2]
     if isinstance(Product, tensor_descriptor):
         for n in range(_share(work)):
-            first, plane, band, _, _, _, column = _factors_of(work, n, factors, ACROSS, TOP_LEFT, OF_K)
+            first, plane, band, _, _, _, column = _factors_of(work, n, factors, form)
             ring.wait(factors.product, 2 * n + g)
-            column = 0 if ACROSS == 1 else column
-            place = ring.place(_of_product(plane, band, OF_K), first + g * ROWS, column)
+            place = ring.place(_of_product(plane, band, form.OF_K), first + g * ROWS, column)
             async_store(Product, place, factors.product.tiles.index(g))
             store_wait(0)
             ring.release(factors.product, 2 * n + g)
 
 
 @gluon.jit
-def _multiply(
-    g: gl.constexpr, factors, Product, work, scale,
-    MEMBERS: gl.constexpr, COLUMNS: gl.constexpr, ACROSS: gl.constexpr, TOP_LEFT: gl.constexpr, OF_K: gl.constexpr,
-):  # fmt: skip
+def _multiply(g: gl.constexpr, factors, Product, work, scale, form: gl.constexpr):
     """Compute half g (0 or 1) of the rows of each block of dq or dk: the work of one warpgroup."""
     ROWS: gl.constexpr = factors.product.tiles.shape[-2]
     WIDTH: gl.constexpr = factors.product.tiles.shape[-1]
     # Of 256 columns, the last quarter may be past the end. Then two products leave it out.
-    FEWER: gl.constexpr = WIDTH == 256 and COLUMNS <= 192
+    FEWER: gl.constexpr = WIDTH == 256 and form.COLUMNS <= 192
     MAIN: gl.constexpr = 128 if FEWER else WIDTH
     dtype: gl.constexpr = factors.product.tiles.dtype
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, MAIN, 16])
     OF_REST: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, 64, 16])
     step = 0
     for n in range(_share(work)):
-        first, plane, band, begin, end, lists, column = _factors_of(work, n, factors, ACROSS, TOP_LEFT, OF_K)
+        first, plane, band, begin, end, lists, column = _factors_of(work, n, factors, form)
         total, rest = gl.zeros([ROWS, MAIN], gl.float32, LAYOUT), ()
         if FEWER:
             rest = gl.zeros([ROWS, 64], gl.float32, OF_REST)
-        steps = visits.steps(begin, end, lists, MEMBERS, 2 * ROWS // factors.others.shape[-2])
+        steps = visits.steps(begin, end, lists, form.MEMBERS, 2 * ROWS // factors.others.shape[-2])
         for i in range(steps):
             ring.wait(factors.ds, step)
-            if OF_K:
+            if form.OF_K:
                 ds = ring.tile(factors.ds, step).slice(g * ROWS, ROWS, dim=0)
             else:
                 ds = ring.tile(factors.ds, step).slice(g * ROWS, ROWS, dim=1).permute((1, 0))
@@ -171,11 +160,10 @@ def _multiply(
         ring.release(factors.ds, step - 1, pred=steps > 0)
         at = 2 * n + g
         if not isinstance(Product, tensor_descriptor):
-            m = memory.of_keys(Product, plane) if OF_K else memory.of_rows(Product, plane)
-            column = 0 if ACROSS == 1 else column
-            store_wide(m, first + g * ROWS, band.rows, total * scale, COLUMNS, column)
+            m = memory.of_keys(Product, plane) if form.OF_K else memory.of_rows(Product, plane)
+            body.store_wide(m, first + g * ROWS, band.rows, total * scale, form.COLUMNS, column)
             if FEWER:
-                store_wide(m, first + g * ROWS, band.rows, rest * scale, COLUMNS, 128)
+                body.store_wide(m, first + g * ROWS, band.rows, rest * scale, form.COLUMNS, 128)
         elif FEWER:
             ring.claim(factors.product, at)
             tile = ring.tile(factors.product, at)
@@ -200,30 +188,24 @@ def grad_product(
     of Product as its columns, or as its rows if OF_K. A program takes two blocks of Product at a time. tile_lists are
     by rows of Product. If the call has only some of the keys, Product is a View of float32, which threads store.
     """
-    GROUP: gl.constexpr = form.GROUP
-    COLUMNS: gl.constexpr = form.COLUMNS
-    ACROSS: gl.constexpr = form.ACROSS
-    OF_K: gl.constexpr = form.OF_K
-    TOP_LEFT: gl.constexpr = form.TOP_LEFT
     STAGES: gl.constexpr = form.STAGES
     TILE: gl.constexpr = 2 * Others.block_type.shape[-2]
-    MEMBERS: gl.constexpr = GROUP if OF_K else 1
-    length = k_len if OF_K else q_len
-    band = span.band(q_len, k_len, left, right, TOP_LEFT)
+    length = k_len if form.OF_K else q_len
+    band = span.band(q_len, k_len, left, right, form.TOP_LEFT)
     order = schedule.Schedule(gl.cdiv(length, TILE), planes, section, 0)
-    before_them = before * (GROUP // MEMBERS) * ACROSS
-    work = visits.Work(order, before_them, heads * ACROSS, band, sequences, tile_lists, left, right)
+    before_them = before * (form.GROUP // form.MEMBERS) * form.ACROSS
+    work = visits.Work(order, before_them, heads * form.ACROSS, band, sequences, tile_lists, left, right)
     ds = ring.ring(GradScores, STAGES, 2)
     others = gl.allocate_shared_memory(Others.dtype, [STAGES] + Others.block_type.shape, Others.layout)
     factors = Factors(ds, others, ring.ring(Others, 2, 1))
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_multiply, (0, factors, Product, work, scale, MEMBERS, COLUMNS, ACROSS, TOP_LEFT, OF_K)),
-            (_multiply, (1, factors, Product, work, scale, MEMBERS, COLUMNS, ACROSS, TOP_LEFT, OF_K)),
-            (_load, (factors, GradScores, Others, work, before, GROUP, ACROSS, TOP_LEFT, OF_K)),
-            (_store_product, (0, factors, Product, work, ACROSS, TOP_LEFT, OF_K)),
-            (_store_product, (1, factors, Product, work, ACROSS, TOP_LEFT, OF_K)),
+            (_multiply, (0, factors, Product, work, scale, form)),
+            (_multiply, (1, factors, Product, work, scale, form)),
+            (_load, (factors, GradScores, Others, work, before, form)),
+            (_store_product, (0, factors, Product, work, form)),
+            (_store_product, (1, factors, Product, work, form)),
         ],
         [WARPS, 1, 1, 1],
         [form.REGISTERS[0], form.REGISTERS[1], form.REGISTERS[1], form.REGISTERS[1]],

@@ -11,34 +11,13 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.language.nvidia.hopper.tma import store_wait, tensor_descriptor
 
 from ..vocabulary import masks as masking, memory, rules as ruling, scores, span
-from . import lists as listing, notes as noting, ring, schedule, visits
-from .copies import as_blocks, async_store
-from .steps import (
-    OPERANDS_STAY,
-    WARPS,
-    Keys,
-    bias_of,
-    clean,
-    counters_of,
-    extent,
-    first_to_see,
-    following,
-    half,
-    noted,
-    of_products,
-    operand,
-    store_wide,
-    weights,
-)
+from . import body, notes as noting, ring, schedule, visits
+from .body import OPERANDS_STAY, WARPS
+from .copies import as_blocks, async_store, fence_async_shared
 
 
 class Shared(NamedTuple):
@@ -60,8 +39,9 @@ class Shared(NamedTuple):
 
 
 @gluon.jit
-def _produce(shared, Q, K, V, GradOut, Rows, Bias, kv, first, band, lists, GROUP: gl.constexpr):
+def _produce(shared, Q, K, V, GradOut, Rows, Bias, program, form: gl.constexpr):
     """Load by TMA all tiles that the warpgroups of `stored_backward` read: the work of one warp."""
+    kv, first, band, lists = program
     KEYS: gl.constexpr = shared.k.tiles.shape[-2]
     BLOCK_M: gl.constexpr = shared.q.tiles.shape[-2]
     for g in gl.static_range(2):
@@ -69,15 +49,13 @@ def _produce(shared, Q, K, V, GradOut, Rows, Bias, kv, first, band, lists, GROUP
         ring.copy(shared.k, shared.k.tiles, g, K, ring.of_keys(kv, band), first + g * KEYS)
         ring.copy(shared.k, shared.v, g, V, ring.of_keys(kv, band), first + g * KEYS)
     begin, end = visits.row_blocks(first, band, BLOCK_M, 2 * KEYS)
-    block, member, ahead = begin, begin * 0, ()
-    if len(lists) > 0:
-        ahead = listing.entry(lists, 0)
-    for step in range(visits.steps(begin, end, lists, GROUP, 2 * KEYS // BLOCK_M)):
-        if len(lists) > 0:
-            block, member, ahead = visits.listed(lists, step, ahead, 2 * KEYS // BLOCK_M)
+    block, member, ahead = begin, begin * 0, visits.entry(lists, 0)
+    for step in range(visits.steps(begin, end, lists, form.GROUP, 2 * KEYS // BLOCK_M)):
+        block, member, ahead = visits.listed(lists, step, block, member, ahead, 2 * KEYS // BLOCK_M)
+        if shared.notes is not None:
             ring.claim(shared.q, step)
             noting.write(shared.notes, step, block, step < lists.masked * (2 * KEYS // BLOCK_M), member)
-        plane = ring.of_rows(span.query_head(kv, member, GROUP), band)
+        plane = ring.of_rows(span.query_head(kv, member, form.GROUP), band)
         ring.fill(shared.q, step, Q, plane, block * BLOCK_M)
         if Rows.block_type.shape[-1] == 4:
             ring.fill(shared.rows, step, Rows, plane, block * BLOCK_M)
@@ -88,27 +66,28 @@ def _produce(shared, Q, K, V, GradOut, Rows, Bias, kv, first, band, lists, GROUP
         if shared.bias is not None:
             for g in gl.static_range(2):
                 ring.fill_bias(shared.bias, 2 * step + g, Bias, plane, block * BLOCK_M, first + g * KEYS)
-        block, member = following(block, member, begin, end, GROUP)
+        block, member = visits.following(block, member, begin, end, form.GROUP)
 
 
 @gluon.jit
-def _store(g: gl.constexpr, shared, GradScores, GradV, kv, before, first, band, lists, GROUP: gl.constexpr):
+def _store(g: gl.constexpr, shared, GradScores, GradV, program, before, form: gl.constexpr):
     """Store a warpgroup's ds and dv in global memory: the work of one warp."""
+    kv, first, band, lists = program
     KEYS: gl.constexpr = shared.k.tiles.shape[-2]
     BLOCK_M: gl.constexpr = shared.q.tiles.shape[-2]
     begin, end = visits.row_blocks(first, band, BLOCK_M, 2 * KEYS)
     block, member = begin, begin * 0
     key = visits.first_key(kv, 2 * KEYS) + first + g * KEYS
-    for step in range(visits.steps(begin, end, lists, GROUP, 2 * KEYS // BLOCK_M)):
+    for step in range(visits.steps(begin, end, lists, form.GROUP, 2 * KEYS // BLOCK_M)):
         if shared.notes is not None:
             ring.wait(shared.ds, 2 * step + g)
             block, _, member = noting.read(shared.notes, step)
-        here = visits.head(span.query_head(kv, member, GROUP), before * GROUP)
+        here = visits.head(span.query_head(kv, member, form.GROUP), before * form.GROUP)
         ring.wait(shared.ds, 2 * step + g)
         async_store(GradScores, [here, 0, key, block * BLOCK_M], shared.ds.tiles.index(g))
         store_wait(0)
         ring.release(shared.ds, 2 * step + g)
-        block, member = following(block, member, begin, end, GROUP)
+        block, member = visits.following(block, member, begin, end, form.GROUP)
     if isinstance(GradV, tensor_descriptor):
         mbarrier.wait(shared.out.index(g), 0)
         async_store(GradV, ring.place(ring.of_keys(kv, band), first + g * KEYS, 0), shared.v.index(g))
@@ -126,8 +105,8 @@ def _begin_scores(g: gl.constexpr, shared, step, exists, none, zero, FOR_S: gl.c
     q = shared.q.tiles.index(none).reshape([shared.q.tiles.shape[-2], shared.q.tiles.shape[-1]])
     k, s = ring.tile(shared.k, g + none), zero
     if FOR_S == 2:
-        s = warpgroup_mma(half(k, 0, 1), half(q, 0, 1).permute((1, 0)), s, use_acc=False, is_async=True)
-        k, q = half(half(k, 1, 1), 0, 1), half(half(q, 1, 1), 0, 1)
+        s = warpgroup_mma(body.half(k, 0, 1), body.half(q, 0, 1).permute((1, 0)), s, use_acc=False, is_async=True)
+        k, q = body.half(body.half(k, 1, 1), 0, 1), body.half(body.half(q, 1, 1), 0, 1)
     return warpgroup_mma(k, q.permute((1, 0)), s, use_acc=FOR_S == 2, is_async=True)
 
 
@@ -136,17 +115,17 @@ def _begin_dp(v, shared, step, exists, zero):
     """Begin wgmma for dp = v @ do.T of a step: the first half of the columns may run while the second is loaded."""
     ring.wait(shared.do, 2 * step, pred=exists)
     one = ring.tile(shared.do, 2 * step).permute((1, 0))
-    dp = warpgroup_mma(half(v, 0, 1), one, zero, use_acc=False, is_async=True)
+    dp = warpgroup_mma(body.half(v, 0, 1), one, zero, use_acc=False, is_async=True)
     ring.wait(shared.do, 2 * step + 1, pred=exists)
     other = ring.tile(shared.do, 2 * step + 1).permute((1, 0))
-    return warpgroup_mma(half(v, 1, 1), other, dp, is_async=True)
+    return warpgroup_mma(body.half(v, 1, 1), other, dp, is_async=True)
 
 
 @gluon.jit
 def _begin_dv(shared, step, p, dropout, dv0, dv1):
     """Begin p @ do of a step. Return dv, as two halves of its columns, and p as a left operand."""
     LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dv0.type.layout, k_width=2)
-    w = operand(p, dropout, LAYOUT, shared.q.tiles.dtype)
+    w = body.operand(p, dropout, LAYOUT, shared.q.tiles.dtype)
     dv0 = warpgroup_mma(w, ring.tile(shared.do, 2 * step), dv0, is_async=True)
     return dv0, warpgroup_mma(w, ring.tile(shared.do, 2 * step + 1), dv1, is_async=True), w
 
@@ -155,7 +134,7 @@ def _begin_dv(shared, step, p, dropout, dv0, dv1):
 def _give_ds(g: gl.constexpr, shared, step, p, dropout, dp):
     """Compute the gradients of the scores of a step, and store them in shared memory."""
     dtype: gl.constexpr = shared.q.tiles.dtype
-    ds = of_products(p, dropout, dp, shared.rows.tiles, step, dtype)
+    ds = body.of_products(p, dropout, dp, shared.rows.tiles, step, dtype)
     ring.put(shared.ds, 2 * step + g, ds.to(dtype))
     ring.release(shared.rows, step)
 
@@ -183,7 +162,7 @@ def _full(g: gl.constexpr, s, shared, step, exists, block, member, keys, score, 
         head = span.query_head(kv, member, GROUP)
         r = block * s.shape[1] + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))[None, :]
         if score.bias is None or shared.bias is not None:
-            bias = bias_of(shared.bias, 2 * step + g, exists, s)
+            bias = body.bias_of(shared.bias, 2 * step + g, exists, s)
         else:
             bias = scores.pairs(score.bias, keys.band, head, block * 0, keys.cols[:, None], True)
         s, _ = scores.apply(score, s, bias, keys.band, head, r, keys.cols[:, None])
@@ -199,48 +178,43 @@ def _weights(s, shared, step, block, member, keys, number, rules, kv, GROUP: gl.
         score = scores.Score(None, None, None, None, score.slopes, score.bias, None, None)
     rules = ruling.Rules(rules.masks, score, rules.dropout)
     head = span.query_head(kv, member, GROUP)
-    return weights(s, 0.0, words, shared.rows.tiles, step, block, keys, rules, head, (), shared.q.tiles.dtype)
+    return body.weights(s, 0.0, words, shared.rows.tiles, step, block, keys, rules, head, (), shared.q.tiles.dtype)
 
 
 @gluon.jit
-def _consume(
-    g: gl.constexpr, shared, GradV, kv, first, band, rules, lists,
-    GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-):  # fmt: skip
+def _consume(g: gl.constexpr, shared, GradV, program, rules, form: gl.constexpr):
     """Compute dv and ds of keys first + g * 64 .. first + g * 64 + 63: the work of one warpgroup.
 
     ds is computed during p @ do, and the next p during do @ v.
     """
+    kv, first, band, lists = program
+    GROUP: gl.constexpr = form.GROUP
     KEYS: gl.constexpr = shared.k.tiles.shape[-2]
     BLOCK_M: gl.constexpr = shared.q.tiles.shape[-2]
     HALF: gl.constexpr = shared.do.tiles.shape[-1]
-    FOR_S: gl.constexpr = 2 if shared.k.tiles.shape[-1] == 256 and D <= 192 else 1  # products for scores
+    FOR_S: gl.constexpr = 2 if shared.k.tiles.shape[-1] == 256 and form.D <= 192 else 1  # products for scores
     # Copies of the left operand of dv, or these options at D 256, leave no registers for ds beside that product.
     DV_FIRST: gl.constexpr = OPERANDS_STAY and ((rules.dropout is None and rules.score.slopes is None) or HALF == 64)
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
     V_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HALF, 16])
     dtype: gl.constexpr = shared.q.tiles.dtype
-    cols = first + g * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, S_LAYOUT))
-    earliest = first_to_see(cols, band, rules.masks, kv)
+    keys = body.keys_of(g, program, (), rules, S_LAYOUT, BLOCK_M, BLOCK_M)
     zero = gl.zeros([KEYS, BLOCK_M], gl.float32, S_LAYOUT)
     dv0 = gl.zeros([KEYS, HALF], gl.float32, V_LAYOUT)
     dv1 = gl.zeros([KEYS, HALF], gl.float32, V_LAYOUT)
-    _, full, full_end, _ = extent(band, first, 2 * KEYS, BLOCK_M)
-    counters = counters_of(rules.dropout, first + g * KEYS, KEYS, BLOCK_M)
-    keys = Keys(cols, earliest, band, full, full_end, counters)
     begin, end = visits.row_blocks(first, band, BLOCK_M, 2 * KEYS)
     block, member = begin, begin * 0
     steps = visits.steps(begin, end, lists, GROUP, 2 * KEYS // BLOCK_M)
     ring.wait(shared.k, g)
     if rules.masks.keys is not None:
-        clean(ring.at(shared.v, g), first + g * KEYS, rules.masks, kv, band.keys)
+        body.clean(ring.at(shared.v, g), first + g * KEYS, rules.masks, kv, band.keys)
         fence_async_shared()
     some = steps > 0
     s = _begin_scores(g, shared, 0, some, begin * 0, zero, FOR_S)
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
     ring.release(shared.q, 0, pred=some)
     if shared.notes is not None:
-        block, member, keys = noted(shared.notes, 0, steps, keys)
+        block, member, keys = body.noted(shared.notes, 0, steps, keys)
         block = gl.where(some, block, 0)  # without steps no note was written
     number = _number(shared, rules, kv, block, member, first + g * KEYS, band, GROUP)
     s = _full(g, s, shared, 0, some, block, member, keys, rules.score, kv, GROUP)
@@ -260,7 +234,7 @@ def _consume(
         more = step + 1 < steps
         s = _begin_scores(g, shared, step + 1, more, none, zero, FOR_S)
         if rules.masks.bits is not None:  # here, so that the number of the words has time to arrive
-            block, member, keys = noted(shared.notes, step + 1, steps, keys)
+            block, member, keys = body.noted(shared.notes, step + 1, steps, keys)
         number = _number(shared, rules, kv, block, member, first + g * KEYS, band, GROUP)
         dv0, p16 = warpgroup_mma_wait(num_outstanding=FOR_S + 1, deps=(dv0, p16))
         ring.release(shared.do, 2 * step)
@@ -269,9 +243,9 @@ def _consume(
         s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
         ring.release(shared.q, step + 1, pred=more)
         if shared.notes is None:
-            block, member = following(block, member, begin, end, GROUP)
+            block, member = visits.following(block, member, begin, end, GROUP)
         elif rules.masks.bits is None:
-            block, member, keys = noted(shared.notes, step + 1, steps, keys)
+            block, member, keys = body.noted(shared.notes, step + 1, steps, keys)
         s = _full(g, s, shared, step + 1, more, block, member, keys, rules.score, kv, GROUP)
         dp = _begin_dp(ring.at(shared.v, g + none), shared, step + 1, more, zero)
         ring.wait(shared.rows, step + 1, pred=more)
@@ -279,14 +253,14 @@ def _consume(
         dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp,))
     if isinstance(GradV, tensor_descriptor):
         v = ring.at(shared.v, g)
-        half(v, 0, 1).store(dv0.to(dtype))
-        half(v, 1, 1).store(dv1.to(dtype))
+        body.half(v, 0, 1).store(dv0.to(dtype))
+        body.half(v, 1, 1).store(dv1.to(dtype))
         fence_async_shared()
         mbarrier.arrive(shared.out.index(g), count=1)
     else:
         m = memory.of_keys(GradV, kv)
-        store_wide(m, first + g * KEYS, band.keys, dv0, DV)
-        store_wide(m, first + g * KEYS, band.keys, dv1, DV, HALF)
+        body.store_wide(m, first + g * KEYS, band.keys, dv0, form.DV)
+        body.store_wide(m, first + g * KEYS, band.keys, dv1, form.DV, HALF)
 
 
 @gluon.jit(do_not_specialize=["q_len", "k_len", "left", "right", "heads", "planes", "section", "before"])
@@ -309,15 +283,10 @@ def stored_backward(
     ragged. GradScores has the most rows of a sequence, and keys as in `visits.first_key`.
     """
     KEYS: gl.constexpr = K.block_type.shape[-2]
-    GROUP: gl.constexpr = form.GROUP
-    D: gl.constexpr = form.D
-    DV: gl.constexpr = form.DV
-    TOP_LEFT: gl.constexpr = form.TOP_LEFT
     order = schedule.Schedule(gl.cdiv(k_len, 2 * KEYS), planes, section, 0)
-    band = span.band(q_len, k_len, left, right, TOP_LEFT)
+    band, notes = span.band(q_len, k_len, left, right, form.TOP_LEFT), None
     work = visits.Work(order, before, heads, band, sequences, tile_lists, left, right)
-    first, kv, band = visits.take(work, 0, TOP_LEFT, 2 * KEYS, True)
-    lists, notes = visits.lists_of(work, kv, first, 2 * KEYS), None
+    program = visits.program(work, 2 * KEYS, form.TOP_LEFT)
     if tile_lists is not None:  # the warps that store ds read a note as late as two steps after it is written
         notes = noting.notes(2, 1)
     k, q, do = ring.ring(K, 2, 1), ring.ring(Q, 1, 2), ring.ring(GradOut, 3, 2)
@@ -338,11 +307,11 @@ def stored_backward(
     shared = Shared(k, v, q, notes, do, rows, ds, bias, out)
     gl.warp_specialize(
         [
-            (_consume, (0, shared, GradV, kv, first, band, rules, lists, GROUP, D, DV)),
-            (_consume, (1, shared, GradV, kv, first, band, rules, lists, GROUP, D, DV)),
-            (_produce, (shared, Q, K, V, GradOut, Rows, Bias, kv, first, band, lists, GROUP)),
-            (_store, (0, shared, GradScores, GradV, kv, before, first, band, lists, GROUP)),
-            (_store, (1, shared, GradScores, GradV, kv, before, first, band, lists, GROUP)),
+            (_consume, (0, shared, GradV, program, rules, form)),
+            (_consume, (1, shared, GradV, program, rules, form)),
+            (_produce, (shared, Q, K, V, GradOut, Rows, Bias, program, form)),
+            (_store, (0, shared, GradScores, GradV, program, before, form)),
+            (_store, (1, shared, GradScores, GradV, program, before, form)),
         ],
         [WARPS, 1, 1, 1],
         [form.REGISTERS[0], form.REGISTERS[1], form.REGISTERS[1], form.REGISTERS[1]],

@@ -1,12 +1,12 @@
-"""Blocks that the programs of a stored backward visit, where they store tiles, and constants of their kernels."""
+"""Blocks that the programs of a backward visit, where they store tiles, and constants of the stored kernels."""
 
 from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..vocabulary import memory, span
-from . import lists as listing, schedule
+from ..vocabulary import memory, span, walk
+from . import schedule
 
 
 class Form(NamedTuple):
@@ -20,6 +20,54 @@ class Form(NamedTuple):
     DV: int
     TOP_LEFT: bool
     REGISTERS: tuple
+
+
+class Lists(NamedTuple):
+    """Steps of a program, from its tile lists: blocks of rows, in each query head of a group, that see its keys.
+
+    There are `count` of them. Step i is the entry at partial + i if i < masked, otherwise at full + i.
+    """
+
+    count: gl.tensor
+    masked: gl.tensor
+    partial: gl.tensor
+    full: gl.tensor
+
+
+class Program(NamedTuple):
+    """What a program computes: keys of a kv head, from `first` on, their Band, and Lists or ()."""
+
+    kv: span.Plane
+    first: gl.tensor
+    band: span.Band
+    lists: Lists
+
+
+@gluon.jit
+def lists_of(tile_lists, plane, block):
+    """Return the Lists of a block of rows or keys; () if tile_lists is None."""
+    if tile_lists is None:
+        return ()
+    else:
+        partial, full = walk.tile_list(tile_lists, plane, block, 0), walk.tile_list(tile_lists, plane, block, 1)
+        masked = walk.extent((), partial, 0)[1]
+        return Lists(masked + walk.extent((), full, 1)[1], masked, partial, full - masked)
+
+
+@gluon.jit
+def entry(lists, i):
+    """Load the entry of step i; 0 past the last. Return () without Lists."""
+    if len(lists) == 0:
+        return ()
+    else:
+        return gl.load(gl.where(i < lists.masked, lists.partial, lists.full) + i, mask=i < lists.count, other=0)
+
+
+@gluon.jit
+def extent(band, first, KEYS: gl.constexpr, BLOCK_M: gl.constexpr):
+    """Return the row blocks that see any of KEYS keys from `first`: (begin, full, full_end, end) of `span.blocks`."""
+    ranges = span.blocks(span.flip(band), first, KEYS, BLOCK_M)
+    return span.masked_past(ranges, first + KEYS, band.keys)
 
 
 @gluon.jit
@@ -81,22 +129,25 @@ def take(work, n, TOP_LEFT: gl.constexpr, TILE: gl.constexpr, OF_K: gl.constexpr
 
 
 @gluon.jit
-def lists_of(work, plane, first, TILE: gl.constexpr):
-    """Return the Lists of a program's block of rows or keys, () if only the band hides pairs."""
-    if work.tile_lists is None:
-        return ()
-    else:
-        return listing.lists(work.tile_lists, plane, first // TILE)
+def listed(lists, step, block, member, ahead, PARTS: gl.constexpr = 1):
+    """Return (block, query head in its group) of a step, one of PARTS of a tile, and the next entry of its Lists.
+
+    Without Lists return the arguments.
+    """
+    if len(lists) > 0:
+        block, member = ahead.to(gl.int32) * PARTS + step % PARTS, (ahead >> 32).to(gl.int32)
+        ahead = entry(lists, (step + 1) // PARTS)
+    return block, member, ahead
 
 
 @gluon.jit
-def listed(lists, step, ahead, PARTS: gl.constexpr):
-    """Return (block, query head in its group) of a step, one of PARTS of a tile, and the next step's entry."""
-    return (
-        ahead.to(gl.int32) * PARTS + step % PARTS,
-        (ahead >> 32).to(gl.int32),
-        listing.entry(lists, (step + 1) // PARTS),
-    )
+def following(block, member, begin, end, GROUP: gl.constexpr):
+    """Return the (row block, query head in its group) after (block, member): all blocks of a head, then of the next."""
+    if GROUP == 1:
+        return block + 1, member
+    else:
+        wrap = block + 1 == end
+        return gl.where(wrap, begin, block + 1), member + wrap.to(gl.int32)
 
 
 @gluon.jit
@@ -115,9 +166,16 @@ def first_key(plane, TILE: gl.constexpr):
 
 
 @gluon.jit
-def steps(begin, end, lists, MEMBERS: gl.constexpr, PARTS: gl.constexpr):
+def steps(begin, end, lists, MEMBERS: gl.constexpr, PARTS: gl.constexpr = 1):
     """Return the number of steps of a program: PARTS of each listed tile, or [begin, end) for each of MEMBERS heads."""
     if len(lists) == 0:
         return (end - begin) * MEMBERS
     else:
         return lists.count * PARTS
+
+
+@gluon.jit
+def program(work, TILE: gl.constexpr, TOP_LEFT: gl.constexpr):
+    """Return the Program of a grid in which each has one block of TILE keys."""
+    first, kv, band = take(work, 0, TOP_LEFT, TILE, True)
+    return Program(kv, first, band, lists_of(work.tile_lists, kv, first // TILE))

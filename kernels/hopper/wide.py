@@ -11,26 +11,13 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.language.nvidia.hopper.tma import store_wait
 
 from ..vocabulary import masks as masking, scores, span
-from . import lists as listing, notes as noting, ring, schedule, visits
-from .copies import async_store
-from .steps import (
-    WARPS,
-    Keys,
-    counters_of,
-    extent,
-    first_to_see,
-    following,
-    half,
-    noted,
-    of_products,
-    operand,
-    slope_of,
-    weights,
-)
+from . import body, notes as noting, ring, schedule, visits
+from .body import WARPS
+from .copies import async_store, fence_async_shared
 
 SLOTS = gl.constexpr(4)  # chunks of operands in shared memory
 
@@ -39,7 +26,7 @@ class Shared(NamedTuple):
     """Shared memory: a ring of chunks (64 columns of both operands of a product), and what a step needs and makes.
 
     keys: chunks of k, then of v, with the barriers of both operands. rows: chunks of q, then of do. statistics: as in
-    `steps.across`. notes, unless None, come with the first chunk of a step. p and ds: a tile [keys, rows] for each
+    `body.across`. notes, unless None, come with the first chunk of a step. p and ds: a tile [keys, rows] for each
     warpgroup.
     """
 
@@ -62,22 +49,18 @@ def _load(shared, Keys, Rows, step, kv, plane, key, row, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def _produce(
-    shared, Q, K, V, GradOut, Rows, kv, first, band, lists,
-    GROUP: gl.constexpr, COUNT: gl.constexpr, COUNT_V: gl.constexpr,
-):  # fmt: skip
+def _produce(shared, Q, K, V, GradOut, Rows, program, GROUP: gl.constexpr, COUNT: gl.constexpr, COUNT_V: gl.constexpr):
     """Load by TMA all chunks that the warpgroups multiply: the work of one warp."""
+    kv, first, band, lists = program
     BLOCK_M: gl.constexpr = Q.block_type.shape[-2]
     TILE: gl.constexpr = K.block_type.shape[-2]
     begin, end = visits.row_blocks(first, band, BLOCK_M, TILE)
-    block, member, ahead = begin, begin * 0, ()
-    if len(lists) > 0:
-        ahead = listing.entry(lists, 0)
+    block, member, ahead = begin, begin * 0, visits.entry(lists, 0)
     of_keys = ring.of_keys(kv, band)
     for step in range(visits.steps(begin, end, lists, GROUP, TILE // BLOCK_M)):
         chunk = step * (COUNT + COUNT_V)
-        if len(lists) > 0:
-            block, member, ahead = visits.listed(lists, step, ahead, TILE // BLOCK_M)
+        block, member, ahead = visits.listed(lists, step, block, member, ahead, TILE // BLOCK_M)
+        if shared.notes is not None:
             ring.claim(shared.keys, chunk)
             noting.write(shared.notes, step, block, step < lists.masked * (TILE // BLOCK_M), member)
         plane = ring.of_rows(span.query_head(kv, member, GROUP), band)
@@ -87,7 +70,7 @@ def _produce(
             ring.fill(shared.statistics, step, Rows, plane, 0, block * BLOCK_M)
         _load(shared, K, Q, chunk, of_keys, plane, first, block * BLOCK_M, COUNT)
         _load(shared, V, GradOut, chunk + COUNT, of_keys, plane, first, block * BLOCK_M, COUNT_V)
-        block, member = following(block, member, begin, end, GROUP)
+        block, member = visits.following(block, member, begin, end, GROUP)
 
 
 @gluon.jit
@@ -98,7 +81,7 @@ def _multiply(g: gl.constexpr, shared, chunk, x, BEGIN: gl.constexpr, END: gl.co
     """
     for c in gl.static_range(BEGIN, END):
         ring.wait(shared.keys, chunk + c)
-        keys, rows = half(ring.tile(shared.keys, chunk + c), g, 0), ring.at(shared.rows, chunk + c)
+        keys, rows = body.half(ring.tile(shared.keys, chunk + c), g, 0), ring.at(shared.rows, chunk + c)
         x = warpgroup_mma(keys, rows.permute((1, 0)), x, use_acc=c > 0, is_async=True)
         if c > 0:
             x = warpgroup_mma_wait(num_outstanding=1, deps=(x,))
@@ -118,7 +101,7 @@ def _words(bits, plane, row, key, band, ROWS: gl.constexpr):
 
 @gluon.jit
 def _consume(
-    g: gl.constexpr, shared, Weights, GradScores, kv, before, first, band, rules, lists,
+    g: gl.constexpr, shared, Weights, GradScores, program, before, rules,
     GROUP: gl.constexpr, COUNT: gl.constexpr, COUNT_V: gl.constexpr,
 ):  # fmt: skip
     """Compute and store p and ds of keys first + g * 64 .. first + g * 64 + 63: the work of one warpgroup."""
@@ -126,12 +109,9 @@ def _consume(
     BLOCK_M: gl.constexpr = GradScores.block_type.shape[-1]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
     dtype: gl.constexpr = shared.rows.dtype
-    cols = first + g * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, LAYOUT))
-    earliest = first_to_see(cols, band, rules.masks, kv)
+    kv, first, band, lists = program
+    keys = body.keys_of(g, program, (), rules, LAYOUT, BLOCK_M, BLOCK_M)
     zero = gl.zeros([KEYS, BLOCK_M], gl.float32, LAYOUT)
-    _, full, full_end, _ = extent(band, first, 2 * KEYS, BLOCK_M)
-    counters = counters_of(rules.dropout, first + g * KEYS, KEYS, BLOCK_M)
-    keys = Keys(cols, earliest, band, full, full_end, counters)
     begin, end = visits.row_blocks(first, band, BLOCK_M, 2 * KEYS)
     block, member = begin, begin * 0
     steps = visits.steps(begin, end, lists, GROUP, 2 * KEYS // BLOCK_M)
@@ -144,29 +124,29 @@ def _consume(
         s = warpgroup_mma_wait(num_outstanding=EARLY, deps=(s,))
         ring.release(shared.keys, chunk + COUNT - 1)
         if shared.notes is not None:
-            block, member, keys = noted(shared.notes, step, steps, keys)
+            block, member, keys = body.noted(shared.notes, step, steps, keys)
         ring.wait(shared.statistics, step)
         head, table = span.query_head(kv, member, GROUP), shared.statistics.tiles
-        slope, bias, words = slope_of(rules.score, kv, member, GROUP), 0.0, None
+        slope, bias, words = body.slope_of(rules.score, kv, member, GROUP), 0.0, None
         if rules.masks.bits is not None:
             words = _words(rules.masks.bits, head, block * BLOCK_M, first + g * KEYS, band, BLOCK_M)
         if rules.score.bias is not None:
             r = block * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, LAYOUT))[None, :]
-            bias = scores.pairs(rules.score.bias, band, head, r, cols[:, None], True)
-        p = weights(s, bias, words, table, step, block, keys, rules, head, slope, dtype)
+            bias = scores.pairs(rules.score.bias, band, head, r, keys.cols[:, None], True)
+        p = body.weights(s, bias, words, table, step, block, keys, rules, head, slope, dtype)
         dp = _multiply(g, shared, chunk + COUNT, dp, EARLY, COUNT_V)
         dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp,))
         ring.release(shared.keys, chunk + COUNT + COUNT_V - 1)
-        ds = of_products(p, rules.dropout, dp, table, step, dtype)
+        ds = body.of_products(p, rules.dropout, dp, table, step, dtype)
         store_wait(0)  # of the step before
-        shared.p.index(g).reshape([KEYS, BLOCK_M]).store(operand(p, rules.dropout, LAYOUT, dtype))
+        shared.p.index(g).reshape([KEYS, BLOCK_M]).store(body.operand(p, rules.dropout, LAYOUT, dtype))
         shared.ds.index(g).reshape([KEYS, BLOCK_M]).store(ds.to(dtype))
         ring.release(shared.statistics, step)
         fence_async_shared()
         here = [visits.head(head, before * GROUP), 0, key, block * BLOCK_M]
         async_store(Weights, here, shared.p.index(g))
         async_store(GradScores, here, shared.ds.index(g))
-        block, member = following(block, member, begin, end, GROUP)
+        block, member = visits.following(block, member, begin, end, GROUP)
     store_wait(0)
 
 
@@ -184,16 +164,13 @@ def wide_backward(
     TILE: gl.constexpr = K.block_type.shape[-2]
     WIDTH: gl.constexpr = K.block_type.shape[-1]
     GROUP: gl.constexpr = form.GROUP
-    TOP_LEFT: gl.constexpr = form.TOP_LEFT
     COUNT: gl.constexpr = (form.D + WIDTH - 1) // WIDTH
     COUNT_V: gl.constexpr = (form.DV + WIDTH - 1) // WIDTH
     order = schedule.Schedule(gl.cdiv(k_len, TILE), planes, section, 0)
-    band = span.band(q_len, k_len, left, right, TOP_LEFT)
+    band = span.band(q_len, k_len, left, right, form.TOP_LEFT)
     work = visits.Work(order, before, heads, band, sequences, tile_lists, left, right)
-    first, kv, band = visits.take(work, 0, TOP_LEFT, TILE, True)
-    lists, notes = visits.lists_of(work, kv, first, TILE), None
-    if tile_lists is not None:
-        notes = noting.notes(1, 1)
+    program = visits.program(work, TILE, form.TOP_LEFT)
+    notes = None if tile_lists is None else noting.notes(1, 1)
     keys = ring.ring(K, SLOTS, 2)
     rows = gl.allocate_shared_memory(Q.dtype, [SLOTS] + Q.block_type.shape, Q.layout)
     p = gl.allocate_shared_memory(Weights.dtype, [2] + Weights.block_type.shape, Weights.layout)
@@ -202,9 +179,9 @@ def wide_backward(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_consume, (0, shared, Weights, GradScores, kv, before, first, band, rules, lists, GROUP, COUNT, COUNT_V)),
-            (_consume, (1, shared, Weights, GradScores, kv, before, first, band, rules, lists, GROUP, COUNT, COUNT_V)),
-            (_produce, (shared, Q, K, V, GradOut, Rows, kv, first, band, lists, GROUP, COUNT, COUNT_V)),
+            (_consume, (0, shared, Weights, GradScores, program, before, rules, GROUP, COUNT, COUNT_V)),
+            (_consume, (1, shared, Weights, GradScores, program, before, rules, GROUP, COUNT, COUNT_V)),
+            (_produce, (shared, Q, K, V, GradOut, Rows, program, GROUP, COUNT, COUNT_V)),
         ],
         [WARPS, 1],
         [form.REGISTERS[0], form.REGISTERS[1]],

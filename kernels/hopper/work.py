@@ -69,19 +69,20 @@ class Results(NamedTuple):
 
 
 @gluon.jit
-def block_of_rows(work, n, heads, TOP_LEFT: gl.constexpr, BLOCK: gl.constexpr, PARTS: gl.constexpr):
+def block_of_rows(work, n, results, BLOCK: gl.constexpr, WIDTH: gl.constexpr, spec: gl.constexpr):
     """Return (first row, Plane (batch and head), Band, part of the output's columns) of a program's n-th block of rows.
 
-    The part is () if a program computes all columns: if PARTS is 1.
+    A part has WIDTH columns; it is () if that is all of them.
     """
-    heads *= PARTS
+    PARTS: gl.constexpr = (spec.DV + WIDTH - 1) // WIDTH
+    heads = spec.HEADS * PARTS if results.partials is None else spec.HEADS * results.splits * PARTS
     program, programs = gl.program_id(0), gl.num_programs(0)
     if work.sequences is None:
         first, plane = schedule.take(work.order, n, program, programs, heads, BLOCK)
         band = work.band
         if work.caches.lengths is not None:
             keys = paging.length(work.caches, plane, band.keys)
-            band = span.band(band.rows, keys, work.left, work.right, TOP_LEFT)
+            band = span.band(band.rows, keys, work.left, work.right, spec.TOP_LEFT)
     else:
         # A plane of the order is one head, and a block of it is a slot; the first slot has the most work.
         program = gl.minimum(program, work.order.blocks * work.order.planes - 1)
@@ -91,7 +92,7 @@ def block_of_rows(work, n, heads, TOP_LEFT: gl.constexpr, BLOCK: gl.constexpr, P
         batch, block = gl.maximum(gl.load(entry), 0), gl.load(entry + 1)  # if all sequences are empty, slot 0 holds -1
         plane = span.Plane(batch, plane.head, batch * heads + plane.head, ())
         plane, rows, keys = span.within(work.sequences.extents, plane, work.band.rows, work.band.keys, slot)
-        band = span.band(rows, keys, work.left, work.right, TOP_LEFT)
+        band = span.band(rows, keys, work.left, work.right, spec.TOP_LEFT)
         first = span.latest_first(block, rows, BLOCK)
     if PARTS == 1:
         return first, plane, band, ()

@@ -1,4 +1,4 @@
-"""Helpers of the Hopper backward kernels: the blocks of rows that they visit, and the statistics of each row.
+"""The steps in the loops of the Hopper backward kernels, and how they use the statistics of each row.
 
 A product of ones with a table of 16 columns subtracts pivot and logarithm of a row from scores, and delta from dp. In
 the table, which `preprocess` writes, each number is three bfloat16 terms. This takes products of K = 16, two for scores
@@ -11,10 +11,11 @@ from typing import NamedTuple
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
 from ..vocabulary import dropout as dropping, gradient, masks as masking, memory, scores, softmax, span
-from . import counters as counting, notes as noting, ring
+from . import counters as counting, notes as noting, ring, visits
+from .copies import fence_async_shared
 
 WARPS = gl.constexpr(4)  # warps of a warpgroup
 GROUPS = gl.constexpr(2)  # warpgroups that multiply
@@ -31,7 +32,7 @@ def _of_rows(count):
 
 
 class Keys(NamedTuple):
-    """A warpgroup's keys: their columns, the first row that sees each, the band, and the range of `span.blocks`.
+    """A warpgroup's keys: their columns, the first row that sees each, the band, and the ranges of `visits.extent`.
 
     counters are those of dropout, one for each two keys, or ().
     """
@@ -39,27 +40,49 @@ class Keys(NamedTuple):
     cols: gl.tensor
     earliest: gl.tensor
     band: span.Band
+    begin: gl.tensor
     full: gl.tensor
     full_end: gl.tensor
+    end: gl.tensor
     counters: gl.tensor
 
 
 @gluon.jit
-def first_to_see(cols, band, masks, kv):
-    """Return the first row that sees each key, [keys, 1]; no row sees a hidden key."""
-    earliest = span.first_to_see(band, cols[:, None])
-    if masks.keys is not None:
-        earliest = gl.where(masking.real_keys(masks, kv, cols, band.keys)[:, None], earliest, 0x7FFFFFFF)
-    return earliest
+def keys_of(g: gl.constexpr, program, all_real, rules, LAYOUT: gl.constexpr, BLOCK_M: gl.constexpr, ROWS: gl.constexpr):
+    """Return the Keys of warpgroup g, for scores [64 keys, ROWS]. all_real: (0,) if a key mask hides some, or ()."""
+    kv, first, band, _ = program
+    KEYS: gl.constexpr = 64
+    cols = first + g * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, LAYOUT))
+    earliest, counters = span.first_to_see(band, cols[:, None]), ()
+    if rules.masks.keys is not None:  # no row sees a hidden key
+        earliest = gl.where(masking.real_keys(rules.masks, kv, cols, band.keys)[:, None], earliest, 0x7FFFFFFF)
+    begin, full, full_end, end = visits.extent(band, first, GROUPS * KEYS, BLOCK_M)
+    if len(all_real) > 0:
+        full_end = gl.where(all_real[0] > 0, full_end, full)
+    if rules.dropout is not None:
+        pairs = gl.arange(0, KEYS // 2, layout=gl.SliceLayout(1, counting.layout(ROWS)))
+        counters = (first + g * KEYS) // 2 + pairs
+    return Keys(cols, earliest, band, begin, full, full_end, end, counters)
 
 
 @gluon.jit
-def counters_of(dropout, first, KEYS: gl.constexpr, ROWS: gl.constexpr):
-    """Return the Philox counters of KEYS keys from `first`, beside scores of ROWS rows; () without dropout."""
-    if dropout is None:
-        return ()
-    else:
-        return first // 2 + gl.arange(0, KEYS // 2, layout=gl.SliceLayout(1, counting.layout(ROWS)))
+def begin(
+    g: gl.constexpr, shared, program, all_real, rules, LAYOUT: gl.constexpr, ROWS: gl.constexpr, GROUP: gl.constexpr
+):  # fmt: skip
+    """Wait for k and v, and return (Keys of a warpgroup, ALiBi slope of the first query head, number of steps)."""
+    kv, first, band, lists = program
+    KEYS: gl.constexpr = shared.k.tiles.shape[-2]
+    BLOCK_M: gl.constexpr = shared.q.tiles.shape[-2]
+    keys = keys_of(g, program, all_real, rules, LAYOUT, BLOCK_M, ROWS)
+    slope = slope_of(rules.score, kv, keys.begin * 0, GROUP)
+    steps = gl.maximum(keys.end - keys.begin, 0) * GROUP if len(lists) == 0 else lists.count
+    for other in gl.static_range(GROUPS):
+        ring.wait(shared.k, other)
+    if rules.masks.keys is not None:
+        clean(ring.tile(shared.k, g), first + g * KEYS, rules.masks, kv, band.keys)
+        clean(ring.at(shared.v, g), first + g * KEYS, rules.masks, kv, band.keys)
+        fence_async_shared()
+    return keys, slope, steps
 
 
 @gluon.jit
@@ -77,23 +100,6 @@ def clean(tile, first, masks, kv, n):
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [WARPS, 1], [1, 0])
     cols = first + gl.arange(0, tile.shape[0], layout=gl.SliceLayout(1, LAYOUT))
     tile.store(gl.where(masking.real_keys(masks, kv, cols, n)[:, None], tile.load(LAYOUT), 0.0))
-
-
-@gluon.jit
-def extent(band, first, KEYS: gl.constexpr, BLOCK_M: gl.constexpr):
-    """Return the row blocks that see any of KEYS keys from `first`: (begin, full, full_end, end) of `span.blocks`."""
-    ranges = span.blocks(span.flip(band), first, KEYS, BLOCK_M)
-    return span.masked_past(ranges, first + KEYS, band.keys)
-
-
-@gluon.jit
-def following(block, member, begin, end, GROUP: gl.constexpr):
-    """Return the (row block, query head in its group) after (block, member): all blocks of a head, then of the next."""
-    if GROUP == 1:
-        return block + 1, member
-    else:
-        wrap = block + 1 == end
-        return gl.where(wrap, begin, block + 1), member + wrap.to(gl.int32)
 
 
 @gluon.jit
@@ -314,15 +320,16 @@ def noted(notes, step, steps, keys):
     block, masked, member = noting.read(notes, gl.minimum(step, gl.maximum(steps - 1, 0)))
     full_end = gl.where(masked, block, block + 1)
     member = gl.where(steps > 0, member, 0)  # without steps no note was written
-    return block, member, Keys(keys.cols, keys.earliest, keys.band, block, full_end, keys.counters)
+    keys = Keys(keys.cols, keys.earliest, keys.band, keys.begin, block, full_end, keys.end, keys.counters)
+    return block, member, keys
 
 
 @gluon.jit
-def advance(shared, step, steps, keys, score, slope, kv, block, member, begin, end, GROUP: gl.constexpr):
+def advance(shared, step, steps, keys, score, slope, kv, block, member, GROUP: gl.constexpr):
     """Return (row block, query head in its group, Keys, ALiBi slope) of a step, which follows (block, member)."""
     if shared.notes is None:
-        slope = next_slope(slope, score, kv, block, member, end, GROUP)
-        block, member = following(block, member, begin, end, GROUP)
+        slope = next_slope(slope, score, kv, block, member, keys.end, GROUP)
+        block, member = visits.following(block, member, keys.begin, keys.end, GROUP)
         return block, member, keys, slope
     else:
         block, member, keys = noted(shared.notes, step, steps, keys)
