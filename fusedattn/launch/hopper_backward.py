@@ -163,8 +163,10 @@ def _product(call, factor, others, grad, of_key, scale, form, multiprocessors):
     columns = min(max(128, width.fn(grad.shape[3])), tile_table.MOST_COLUMNS)
     across = cdiv(grad.shape[3], columns)  # programs for the columns of a block
     (_, _, length, _), group, blocks = arguments.sizes(call), hopper.group_of(call), cdiv(grad.shape[2], form.keys)
-    size = 2 * others.shape[2] * others.shape[3] * (group if of_key else 1)
-    members = 1 if of_key else group  # heads of the gradient for each of key
+    summed, members = (
+        (group, 1) if of_key else (1, group)
+    )  # query heads in a block; heads of the gradient for each of key
+    size = 2 * others.shape[2] * others.shape[3] * summed
     section = _section(call, tile_table.SECTION_BYTES // 2, size, blocks * members, multiprocessors)
     return arguments.band(call) | dict(
         section=section * members * across,
@@ -173,7 +175,7 @@ def _product(call, factor, others, grad, of_key, scale, form, multiprocessors):
         Product=_result(call, grad, columns),
         heads=grad.shape[1],
         scale=scale,
-        form=products.Form(group, grad.shape[3], across, of_key, call.top_left, form.stages, REGISTERS),
+        form=products.Form(group, summed, grad.shape[3], across, of_key, call.top_left, form.stages, REGISTERS),
     )
 
 
