@@ -5,7 +5,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .vocabulary import gradient, masks as masking, memory, row_sums, saved_stats, scores, softmax, span
+from .vocabulary import columns, gradient, masks as masking, memory, row_sums, saved_stats, scores, softmax, span
 
 LARGEST = tl.constexpr(3.3895313892515355e38)  # largest finite bfloat16
 
@@ -109,7 +109,12 @@ def preprocess(
         grad_out = memory.load(memory.matrix(incoming.grad_out, plane), rows, rows < q_len, spec.DV)
         if out.dtype == grad_out.dtype:
             # The diagonal of a product is summed in the order of dp: dp - delta is exactly 0 if one key has all weight.
-            products = tl.dot(out, grad_out.T, input_precision=spec.PRECISION, out_dtype=log2_sum.dtype)
+            left = columns.load(memory.matrix(Out, plane), rows, rows < q_len, spec.DV)
+            right = columns.load(memory.matrix(incoming.grad_out, plane), rows, rows < q_len, spec.DV)
+            if len(left.tiles) > 0:
+                products = tl.dot(out, grad_out.T, input_precision=spec.PRECISION, out_dtype=log2_sum.dtype)
+            else:
+                products = columns.dot(left, right, spec.DV, spec, log2_sum.dtype)
             line = tl.arange(0, BLOCK_M)
             delta = tl.sum(tl.where(line[:, None] == line[None, :], products, 0.0), 1)
         else:

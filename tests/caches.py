@@ -7,7 +7,7 @@ import torch
 
 from fusedattn import attention_decode, reference
 
-from .cases import among_nan
+from .cases import WIDTHS, among_nan
 
 OPTIONS = ("causal", "window", "align", "scale", "softcap")  # fields of Cached that are options of the call
 
@@ -270,6 +270,13 @@ SINGLE = [
     Cached(name, dtype=DTYPES[number % 3])._replace(**options)
     for number, (name, options) in enumerate({"plain": {}, **FEATURES}.items())
 ]
+# Each option with wide heads. The first 512 of 576 columns of keys are the values, unless the call rotates keys.
+WIDE = [
+    case._replace(
+        name=f"{case.name}, D {D} Dv {Dv}", D=D, Dv=Dv, dtype=DTYPES[number % 3], shared=D == 576 and not case.half
+    )
+    for number, ((D, Dv), case) in enumerate(itertools.product([*WIDTHS, (576, 512)], [x for x in SINGLE if x.D == 16]))
+]
 # Every eleventh pair: each option is in about four of them. If both set a field, the first one wins.
 PAIRS = [
     Cached(f"{a}, {b}", dtype=DTYPES[number % 4])._replace(
@@ -292,9 +299,6 @@ EDGES = [
     Cached("D 256", Hq=2, Hkv=1, D=256, Dv=256, lengths=(3, 20), C=20, dtype=torch.float16),
     Cached("D 576", Hq=2, Hkv=1, D=576, Dv=512, lengths=(3, 20), C=24, new=3, half=32, dtype=torch.bfloat16),
     Cached("D 513, fp32", Hq=2, Hkv=1, D=513, Dv=320, page=4, lengths=(3, 20), C=24),
-    Cached(
-        "D 576, shared", Hq=4, Hkv=1, D=576, Dv=512, lengths=(3, 20), C=24, new=3, shared=True, dtype=torch.bfloat16
-    ),
     Cached("D 70, shared", Hq=2, Hkv=1, D=70, Dv=66, page=4, lengths=(3, 20), C=24, shared=True, key_mask="own"),
     Cached("D 70, shared but loaded", Hq=2, Hkv=1, D=70, Dv=16, page=4, lengths=(3, 20), C=24, shared=True),
     Cached("empty", lengths=(0, 0)),

@@ -198,15 +198,6 @@ SINGLE = [
     for number, (name, options) in enumerate({"plain": {}, **FEATURES}.items())
     for dtype in (torch.float32, DTYPES[1 + number % 3])
 ]
-# Wide heads with each option: tiles then have several parts of columns.
-WIDE = [
-    case._replace(name=f"{case.name}, D {D} Dv {Dv}", D=D, Dv=Dv)
-    for (D, Dv), case in zip(
-        itertools.cycle([(512, 512), (320, 257), (512, 64), (64, 512), (192, 128)]),
-        [case for number, case in enumerate(SINGLE) if number % 4 in (1, 2) and (case.D, case.Dv) == (16, 16)],
-        strict=False,
-    )
-]
 # In pairs, one option of each kind is enough.
 DISTINCT = (
     *("grouped heads", "awkward", "more keys", "expanded", "causal", "window"),
@@ -237,6 +228,12 @@ PAIRS = _all_together(itertools.combinations(DISTINCT, 2))
 # the names in FEATURES that are options of a call, not properties of its tensors
 OPTIONS = tuple(name for name in DISTINCT if name not in ("awkward", "more keys", "expanded"))
 OPTION_PAIRS = _all_together(itertools.combinations(OPTIONS, 2))
+# (D, Dv) of wide heads, whose tiles have several parts of columns. WIDE has each option at each of them.
+WIDTHS = (257, 257), (320, 320), (512, 512), (512, 64), (64, 512), (192, 128)
+WIDE = [
+    Case(f"{name}, D {D} Dv {Dv}")._replace(D=D, Dv=Dv, dtype=DTYPES[number % 3], **FEATURES.get(name, {}))
+    for number, ((D, Dv), name) in enumerate(itertools.product(WIDTHS, ["plain", "strided", *OPTIONS, "scale 0"]))
+]
 
 
 def cover(size, features, rank=lambda fields: 1):

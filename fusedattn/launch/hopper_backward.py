@@ -163,19 +163,17 @@ def _product(call, factor, others, grad, of_key, scale, form, multiprocessors):
     columns = min(max(128, width.fn(grad.shape[3])), tile_table.MOST_COLUMNS)
     across = cdiv(grad.shape[3], columns)  # programs for the columns of a block
     (_, _, length, _), group, blocks = arguments.sizes(call), hopper.group_of(call), cdiv(grad.shape[2], form.keys)
-    summed, members = (
-        (group, 1) if of_key else (1, group)
-    )  # query heads in a block; heads of the gradient for each of key
-    size = 2 * others.shape[2] * others.shape[3] * summed
-    section = _section(call, tile_table.SECTION_BYTES // 2, size, blocks * members, multiprocessors)
+    members = group if of_key else 1  # query heads that a block sums
+    size = 2 * others.shape[2] * others.shape[3] * members
+    section = _section(call, tile_table.SECTION_BYTES // 2, size, blocks * group // members, multiprocessors)
     return arguments.band(call) | dict(
-        section=section * members * across,
+        section=section * group // members * across,
         GradScores=descriptor(factor[..., :length], *((2 * EACH, EACH) if of_key else (EACH, 2 * EACH))),
         Others=descriptor(others, EACH, columns, call.cu_seqlens_q is not None),
         Product=_result(call, grad, columns),
         heads=grad.shape[1],
         scale=scale,
-        form=products.Form(group, summed, grad.shape[3], across, of_key, call.top_left, form.stages, REGISTERS),
+        form=products.Form(group, members, grad.shape[3], across, of_key, call.top_left, form.stages, REGISTERS),
     )
 
 

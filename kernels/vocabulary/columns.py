@@ -74,8 +74,8 @@ def _tile(x, n: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def _chunk(x, at, D: tl.constexpr):
-    c = at + tl.arange(0, PART)[None, :]
+def _chunk(x, at, D: tl.constexpr, WIDTH: tl.constexpr):
+    c = at + tl.arange(0, WIDTH)[None, :]
     return tl.load(memory.pointers(x.matrix, x.rows[:, None], c), mask=x.exists[:, None] & (c < D), other=0.0)
 
 
@@ -95,8 +95,17 @@ def dot(a, b, D: tl.constexpr, spec: tl.constexpr, dtype: tl.constexpr, x=None):
             x = tl.dot(_tile(a, n, D), _tile(b, n, D).T, x, input_precision=spec.PRECISION, out_dtype=dtype)
     else:
         x = tl.zeros([a.rows.shape[0], b.rows.shape[0]], dtype) if x is None else x
-        for at in tl.range(0, D, PART):
-            x = tl.dot(_chunk(a, at, D), _chunk(b, at, D).T, x, input_precision=spec.PRECISION, out_dtype=dtype)
+        # Sums of float32 are of a few columns each, added up: one running sum of 512 has up to twice the error.
+        APART: tl.constexpr = (
+            spec.PRECISION == "ieee" and a.matrix.base.dtype.scalar.element_ty.primitive_bitwidth >= 32
+        )
+        WIDTH: tl.constexpr = 128 if APART else PART
+        for at in tl.range(0, D, WIDTH):
+            left, right = _chunk(a, at, D, WIDTH), _chunk(b, at, D, WIDTH).T
+            if APART:  # Triton would turn an addition into a running sum
+                x = tl.fma(tl.dot(left, right, input_precision="ieee", out_dtype=dtype), 1.0, x)
+            else:
+                x = tl.dot(left, right, x, input_precision=spec.PRECISION, out_dtype=dtype)
     return x
 
 

@@ -20,6 +20,7 @@ def check(case, device, backend):
 
 
 CASES = sample.named([*caches.SINGLE, *caches.EDGES, caches.EVERYTHING])
+CASES += sample.one_in(51, sample.named(caches.WIDE))
 
 
 @pytest.mark.parametrize("case", CASES)

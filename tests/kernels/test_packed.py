@@ -21,6 +21,7 @@ PACKINGS = [
 ]
 # options that set the lengths are left out
 ALONE = {name: options for name, options in cases.FEATURES.items() if not {"Sq", "Sk", "expanded"} & set(options)}
+ALONE |= {f"D {D} Dv {Dv}": dict(D=D, Dv=Dv) for D, Dv in cases.WIDTHS}
 TOGETHER = [case for case in cases.OPTION_PAIRS if case.Sq == 37 and case.Sk == 45 and not case.expanded]
 FEW = cases.covering(8, cases.OPTIONS)
 PACKED_FEW = [pytest.param(len(case.name), case, id=case.name) for case in FEW]  # the name's length chooses the packing

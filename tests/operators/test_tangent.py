@@ -38,7 +38,7 @@ def _hold(case, backend, names=None, weights=True, device="cpu"):
 
 # COVERING has each pair of options, so each option alone has one of its two dtypes here.
 ALONE = [case for number, case in enumerate(cases.SINGLE) if number % 4 in (0, 3)]
-CASES = [*named(cases.COVERING), *matrix(*named([*cases.SHAPES, *ALONE, *cases.WIDE[::2]]))]
+CASES = [*named(cases.COVERING), *matrix(*named([*cases.SHAPES, *ALONE, *cases.WIDE[::5]]))]
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -1,10 +1,11 @@
 """Named calls of the package whose compiled PTX the tests execute."""
 
+import itertools
 from typing import NamedTuple
 
 import torch
 
-from .. import caches
+from .. import caches, cases
 from ..caches import Cached
 from ..cases import Case
 
@@ -130,18 +131,9 @@ _OPTIONS = dense(
 _TINY = dict(Sq=40, Sk=60)
 _WIDE = dense(
     ("D512", dict(D=512, Sq=70, Sk=60)),
-    ("D512 Dv64 causal", dict(D=512, Dv=64, causal=True, **_TINY)),
-    ("D64 Dv512 fp16", dict(dtype=FP16, D=64, Dv=512, **_TINY)),
-    ("D257 Dv320 strided", dict(D=257, Dv=320, strided=True, **_TINY)),
-    ("D192 Dv128", dict(D=192, Dv=128, **_TINY)),
     ("everything D512", EVERYTHING | dict(D=512, **_TINY)),
-    ("bias of keys D512", dict(D=512, bias="keys", **_TINY)),
-    ("mask of pairs, dropout D320", dict(D=320, mask="pairs", dropout=0.2, **_TINY)),
-    ("bias over batch D512 (dbias)", dict(D=512, bias="heads", B=2, **_TINY)),
     ("bias, weights fp32 D320", OF_FP32 | dict(D=320)),
-    ("dropout fp32 D512", dict(dtype=FP32, D=512, dropout=0.2, **_TINY)),
     ("tf32 D512", dict(dtype=FP32, tf32=True, D=512, **_TINY)),
-    ("packed D512", dict(B=3, Sq=40, Sk=40, D=512, lengths=((40, 0, 17), (30, 20, 40)))),
 )
 _LENGTHS = (70, 0, 130, 1, 33), (100, 20, 130, 64, 0)
 _TOGETHER = dict(B=5, Sq=130, Sk=130, lengths=_LENGTHS)
@@ -205,9 +197,7 @@ _ON_HOPPER = dense(
             ("mask, key mask D192", dict(mask="heads", key_mask="own", D=192, B=2, Sk=260, times=3)),
             ("mask, packed causal D256", _TOGETHER | dict(mask="heads", causal=True, Hq=4, Hkv=2, D=256)),
             ("key mask, packed window D256", _TOGETHER | dict(key_mask="own", mask="pairs", window=(60, 0), D=256)),
-            ("mask, bias D192 Dv128", _LATENT | SHORT | dict(mask="pairs", bias="batch", causal=True, B=2, Sk=104)),
             ("slopes D256, heads 4:2", _WIDE_HEADS | dict(alibi="own", window=(60, 20))),
-            ("slopes, packed top left D192 Dv128", _PACKED_HEADS | _LATENT | dict(alibi="own")),
             ("dropout, key mask D256", _WIDE_HEADS | dict(dropout=0.3, key_mask="own", causal=True)),
             ("dropout, packed D192 Dv128", _LATENT | _TOGETHER | dict(dropout=0.3, Hq=4, Hkv=2)),
             ("bias, key mask D256, heads 4:2", _WIDE_HEADS | dict(bias="pairs", key_mask="own", causal=True)),
@@ -228,8 +218,6 @@ _ON_HOPPER = dense(
             ("packed window D256 fp16", _TOGETHER | dict(window=(30, 9), D=256, dtype=FP16)),
             ("window D136 Dv32 fp16", dict(window=(40, 20), dtype=FP16, D=136, Dv=32)),
             ("causal D192 Dv128", _LATENT | dict(causal=True, Sq=300, Sk=333, multiprocessors=1)),
-            ("packed window D192 Dv128", _LATENT | _TOGETHER | dict(window=(30, 9), Hq=4, Hkv=2)),
-            ("key mask, sinks D192 Dv128 fp16", _LATENT | _CAPPED | dict(key_mask="own", query_mask="own", B=2, Sq=70)),
             ("bias of float32 D160 Dv96", dict(bias="pairs", bias_dtype=FP32, causal=True, D=160, Dv=96, Sq=70)),
             ("splits D192 Dv128", _LATENT | dict(Sq=40, Sk=1200)),
             ("long", dict(Sq=150, Sk=1000, Hq=4, Hkv=2)),
@@ -252,15 +240,10 @@ _ON_HOPPER = dense(
             ("many blocks a program D64 Dv128", dict(Sq=300, Sk=90, Dv=128, multiprocessors=2)),
             ("D512 causal", dict(D=512, causal=True, Sq=150, Sk=170, multiprocessors=1)),
             ("window D320, heads 4:2", dict(D=320, window=(40, 20), Sq=200, Sk=210, Hq=4, Hkv=2, multiprocessors=2)),
-            ("D512 Dv64 causal fp16", dict(D=512, Dv=64, Sq=150, Sk=130, causal=True, dtype=FP16)),
             ("many blocks a program D128 Dv320", dict(D=128, Dv=320, Sq=150, Sk=200, multiprocessors=2)),
             ("splits D64 Dv512", dict(Dv=512, Sq=40, Sk=1200, times=3)),
-            ("packed causal D512", _TOGETHER | dict(D=512, causal=True)),
-            ("key mask, sinks D512", dict(D=512, key_mask="own", query_mask="own", B=2, sinks=True, **SHORT)),
             ("mask, key mask D320", dict(D=320, mask="heads", key_mask="own", Sq=70, Sk=300)),
-            ("softcap, slopes D512 fp16", dict(D=512, softcap=5.0, alibi="own", dtype=FP16, scale=-0.4, **SHORT)),
             ("bias fp32 of keys D512", dict(D=512, bias="keys", bias_dtype=FP32, Sq=70, Sk=104)),
-            ("bias of keys, slopes D264 fp16", _WIDE_HEADS | dict(bias="keys", alibi="own", dtype=FP16, D=264)),
             ("bias, dropout D264", dict(D=264, Dv=264, bias="pairs", dropout=0.3, Sq=70, Sk=104)),
         )
     )
@@ -329,10 +312,7 @@ def _decode():
         ("fp32, split and merged D128", cache | many | fp32 | wide),
         ("fp32, split and merged D256", cache | many | fp32 | widest),
         ("D 256", pages | widest),
-        ("D 576, shared", latent | dict(new=2)),
         ("D 576, shared pages, split and merged", latent | dict(page=16, C=1024, lengths=(900, 17), Hq=8)),
-        ("D 576, turned, not shared", latent | dict(shared=False, half=32, new=2, Sq=2, causal=True, page=7, C=126)),
-        ("D 576, shared fp32", latent | fp32 | dict(C=512, lengths=(400, 17), new=2)),
         ("decode_32 D 576, shared", latent | dict(Hq=32)),
         ("decode_64 D 576, shared", latent | dict(Hq=40, sinks=True, window=(40, 0))),
         ("decode_32 D 576 fp32", latent | fp32 | dict(Hq=32, shared=False)),
@@ -358,12 +338,24 @@ ENTRIES = {
     for group in (_PLAIN, _BANDS, _OPTIONS, _WIDE, _PACKED, _decode(), _ON_HOPPER, _TANGENTS)
     for entry in group
 }
+# Each option of calls and of caches, with wide heads.
+_ALONE = dict(plan=dict(mask="pairs", plan=True), packed=dict(B=3, lengths=((40, 0, 17), (30, 20, 60))))
+WIDE_HEADS = [
+    *(Entry(case._replace(**_TINY)) for case in cases.WIDE),
+    *dense(
+        *(
+            (f"{name}, D {D} Dv {Dv}", _TINY | dict(D=D, Dv=Dv) | fields)
+            for (D, Dv), (name, fields) in itertools.product(cases.WIDTHS, _ALONE.items())
+        )
+    ),
+    *(Entry(case._replace(name=f"decode: {case.name}")) for case in caches.WIDE),
+]
 # `make test` executes these: both backwards, each kernel, and each kind of instruction.
 FEW = (
     *("plain D64", "window, two passes", "dropout under a key mask", "bias over batch (dbias)", "packed causal"),
     "far apart",
     *("decode: new keys in pages", "decode: cache, split and merged"),
-    *("hopper window", "hopper D128", "hopper causal D256", "hopper packed causal D128"),
+    *("hopper window", "hopper D128", "hopper causal D256", "hopper packed causal D128", "hopper D512 causal"),
 )
 
 # `make test-all` runs each named call for one GPU, and these for the other GPU, too. So it runs each first tile.
@@ -375,7 +367,7 @@ ALSO = {
         *("decode: everything in pages", "decode: fp32", "decode: fp32, split and merged D128", "decode: D 256"),
         *("decode: decode_32", "decode: decode_32 D128", "decode: decode_32 fp32 D128"),
         *("decode: decode_64", "decode: decode_64 D128", "decode: decode_64 fp32 D256"),
-        *("D512", "everything D512", "bias over batch D512 (dbias)", "dropout fp32 D512"),
+        "everything D512",
         *("decode: decode_32 D 576 fp32", "decode: decode_64 D 576, shared fp32"),
         *("tangent D128 fp16", "tangent D256", "tangent fp32 D40", "tangent fp32 D128"),
     ),
@@ -387,9 +379,8 @@ ALSO = {
         *("decode: decode_32 fp32", "decode: decode_32 fp32 D256", "decode: decode_32 D256"),
         *("decode: decode_64 fp32", "decode: decode_64 fp32 D128", "decode: decode_64 D256"),
         *("tangent D64", "tangent fp32 D256", "tangent fp32 D512", "bias, weights fp32 D320"),
-        *("decode: D 576, shared pages, split and merged", "decode: D 576, turned, not shared"),
-        *("decode: decode_32 D 576, shared", "decode: decode_64 D 576, shared"),
-        *(f"decode: {name}" for name in ("D 576, shared fp32", "decode_32 D 576 fp32", "decode_64 D 576, shared fp32")),
+        *("decode: D 576, shared pages, split and merged", "decode: decode_32 D 576, shared"),
+        *("decode: decode_64 D 576, shared", "decode: decode_32 D 576 fp32", "decode: decode_64 D 576, shared fp32"),
         *("keys by threads", "tangent keys by threads", "decode: decode_64, keys by threads"),
     ),
 }

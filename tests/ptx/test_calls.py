@@ -9,8 +9,9 @@ pytest.importorskip("triton", reason="kernels need Triton")
 
 from fusedattn.launch import tile_table
 
+from .. import sample
 from . import calls, memory
-from .cases import HOPPER, dense
+from .cases import HOPPER, WIDE_HEADS, dense
 from .conftest import CAPABILITIES, TILES, each_once
 
 BYTES, WORDS = "masks.0.0", "rules.0.3.1"  # arguments that are a mask of pairs
@@ -18,6 +19,12 @@ BYTES, WORDS = "masks.0.0", "rules.0.3.1"  # arguments that are a mask of pairs
 
 def test_a_call_by_its_compiled_kernels(entry, capability, tile):
     outcome = calls.execute(entry, capability, tile)
+    assert not outcome.wrong(), "\n".join(outcome.wrong())
+
+
+@pytest.mark.parametrize("call, capability", sample.one_in(151, sample.product(WIDE_HEADS, CAPABILITIES)))
+def test_wide_heads_with_each_option(call, capability):
+    outcome = calls.execute(call, capability)
     assert not outcome.wrong(), "\n".join(outcome.wrong())
 
 
@@ -40,7 +47,8 @@ def _first(capability):
 @pytest.mark.matrix
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_make_test_all_executes_every_first_tile(capability):
-    taken = [calls.taken(entry, on) for entry, on in each_once() if on == capability]
+    named = [entry for entry, on in each_once() if on == capability]
+    taken = [calls.taken(entry, capability) for entry in (*named, *WIDE_HEADS)]
     assert set(_first(capability)) <= set().union(*taken)
 
 
