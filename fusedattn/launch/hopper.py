@@ -454,7 +454,7 @@ def _is_table(call):
 
 
 def _are_rows(call):
-    """Return whether the statistics of a row of wide heads are together: for TMA if packed, and for other kernels."""
+    """Return whether the statistics of a row of wide heads are contiguous, for TMA if packed, or for the kernel dq."""
     return not call.cu_seqlens_q is call.bias is call.alibi_slopes is None
 
 
@@ -553,7 +553,7 @@ def _buffers(call):
 
 
 def new_scores(call: Call) -> tuple[Tensor, Tensor | None]:
-    """Return the buffers for gradients of scores and, or None, weights: (query heads, 1, Sk, Sq rounded up to 64)."""
+    """Return buffers (query heads, 1, Sk, Sq rounded up to 64) for gradients of scores and, or None, for weights."""
     (group, *shape), _ = _scores_of_a_head(call)
     shape = [heads_at_a_time(call) * group, *shape]
     return call.query.new_empty(shape), call.query.new_empty(shape) if _buffers(call) > 1 else None
@@ -577,7 +577,7 @@ def stored_arguments(
     call: Call, grad_out: Tensor, rows: Tensor, words: Tensor | None, scores: Tensor, weights: Tensor | None,
     grad_value: Tensor, form: Backward, multiprocessors: int,
 ) -> dict:  # fmt: skip
-    """Return arguments of hopper_bwd_ds or hopper_bwd_wide, but no sequences, tile lists, planes, before.
+    """Return the arguments of hopper_bwd_ds or hopper_bwd_wide, except sequences, tile lists, planes and before.
 
     words: of the mask, by `transpose_words`. scores and weights: buffers, as `new_scores` returns them.
     """
@@ -589,6 +589,7 @@ def stored_arguments(
         rules = rules._replace(masks=rules.masks._replace(bits=rules.masks.bits._replace(words=words)))
     registers, columns = common.pop("REGISTERS"), (call.query.shape[3], call.value.shape[3])
     shared = common | dict(
+        form=visits.Form(_group(call), *columns, call.top_left, registers),
         section=_section(call, tile_table.SECTION_BYTES, size, cdiv(keys, form.keys), multiprocessors),
         rules=rules,
         Rows=descriptor(rows, form.rows, 4, packed)
@@ -597,17 +598,14 @@ def stored_arguments(
         GradScores=descriptor(scores[..., :length], each, form.rows),
     )
     if weights is not None:
-        by_rows = {"Q": call.query, "GradOut": grad_out}
-        by_keys = {"K": call.key, "V": call.value}
-        return (
-            shared
-            | {name: descriptor(x, form.rows, each, packed) for name, x in by_rows.items()}
-            | {name: descriptor(x, form.keys, each, packed) for name, x in by_keys.items()}
-            | dict(Weights=descriptor(weights[..., :length], each, form.rows))
-            | dict(form=visits.Form(_group(call), *columns, call.top_left, registers))
+        return shared | dict(
+            Q=descriptor(call.query, form.rows, each, packed),
+            K=descriptor(call.key, form.keys, each, packed),
+            V=descriptor(call.value, form.keys, each, packed),
+            GradOut=descriptor(grad_out, form.rows, each, packed),
+            Weights=descriptor(weights[..., :length], each, form.rows),
         )
     return shared | dict(
-        form=visits.Form(_group(call), *columns, call.top_left, registers),
         Q=descriptor(call.query, form.rows, width_k, packed),
         K=descriptor(call.key, each, width_k, packed),
         V=descriptor(call.value, each, width_v, packed),

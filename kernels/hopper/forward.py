@@ -33,7 +33,7 @@ from .producer import produce
 from .work import Results, Shared, Work, block_of_rows, extent
 
 WARPS = gl.constexpr(4)  # warps of a warpgroup
-TILES_OF_K = gl.constexpr(4)  # of a pipeline with one stage: parts of k, of one or several steps
+TILES_OF_K = gl.constexpr(4)  # tiles of k with one stage: a tile has a part of the columns, for any step
 COLUMNS = gl.constexpr(8)  # partial sums of a row, in registers: each of four neighbouring threads has two
 
 
@@ -481,7 +481,7 @@ def forward(
     WIDTH: gl.constexpr = spec.PARTS * Q.block_type.shape[-1]
     # With equal widths, or with parts (at least as wide as the output), a warpgroup's output overwrites its q.
     SHARE: gl.constexpr = Out is not None and (spec.PARTS > 1 or WIDTH == Out.block_type.shape[-1])
-    # Two tiles of q per warpgroup: the next is loaded when a block ends. Heads wider than 128 leave space for one. Of
+    # Two tiles of q per warpgroup: the next has arrived when a block ends. Heads wider than 128 leave space for one. Of
     # heads wider than 256 a part of k is a tile: there is no space for all parts of two steps.
     APART: gl.constexpr = STAGES == 1
     q = ring.ring(Q, GROUPS if WIDTH > 128 or APART else 2 * GROUPS, 1, spec.PARTS)

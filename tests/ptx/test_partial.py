@@ -14,10 +14,12 @@ from ..partial import at_once, by_parts, draw, oracle
 from . import device
 
 ODD, ALIGNED = (slice(13, 149), (0, 70, 200)), (slice(16, 150), (0, 64, 200))
+FAR = slice(0, 20), (0, 110, 200)  # no row sees a key of the last part
 CASES = {  # backend, capability, dtype, (D, Dv), options, options with gradients, rows and cuts
     "hopper D64, causal": ("hopper", 90, torch.bfloat16, (64, 64), dict(causal=True), (), ODD),
     "hopper D128 fp16, sinks": ("hopper", 90, torch.float16, (128, 128), dict(window=(90, 4)), ("sinks",), ODD),
     "hopper D128, three splits of the keys": ("hopper", 90, torch.bfloat16, (128, 128), dict(causal=True), (), ODD),
+    "hopper D128, hidden part": ("hopper", 90, torch.bfloat16, (128, 128), dict(causal=True), (), FAR),
     "hopper D40 Dv96": ("hopper", 90, torch.bfloat16, (40, 96), {}, (), ODD),
     "hopper D128, slopes": ("hopper", 90, torch.bfloat16, (128, 128), dict(causal=True), ("alibi_slopes",), ODD),
     "hopper D80, dropout": ("hopper", 90, torch.bfloat16, (80, 80), dict(dropout_p=0.3, seed=5), (), ALIGNED),
@@ -30,7 +32,7 @@ CASES = {  # backend, capability, dtype, (D, Dv), options, options with gradient
     "one pass": ("hopper", 90, torch.bfloat16, (64, 64), dict(dropout_p=0.3, seed=5, causal=True), (), ODD),
     "fp32 D40": ("triton", 80, torch.float32, (40, 24), dict(causal=True, softcap=3.0), (), ODD),
 }
-ALWAYS = "hopper D64, causal", "hopper D40 Dv96", "slopes, two passes", "one pass"
+ALWAYS = "hopper D64, causal", "hopper D40 Dv96", "hopper D128, hidden part", "slopes, two passes", "one pass"
 
 
 def pytest_generate_tests(metafunc):
