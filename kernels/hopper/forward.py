@@ -147,7 +147,7 @@ def _visit(notes, step, block, count, full, full_end):
 
 @gluon.jit
 def _drop(dropout, p, of, block):
-    """Drop weights of a block of keys."""
+    """Set dropped weights of a block of keys to 0."""
     if len(dropout.origin) > 0 and len(dropout.origin.unaligned) > 0:
         cols = block * p.shape[1] + gl.arange(0, p.shape[1], layout=gl.SliceLayout(0, p.type.layout))
         words = dropping.word(dropout, of.head, of.rows[:, None], cols[None, :])
@@ -157,7 +157,7 @@ def _drop(dropout, p, of, block):
         keys = block * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, LAYOUT))
         words = dropping.four(dropout, of.head, of.counters[:, None], keys[None, :])
         words = gl.convert_layout(words, p.type.layout)
-    return dropping.drop_by(dropout, p, words)
+    return dropping.keep_by(dropout, p, words)
 
 
 @gluon.jit
@@ -392,6 +392,7 @@ def _consume(
         row_sum = state.row_sum if GROUPS > 2 else gl.sum(state.row_sum, 1)
         row_sum = gl.convert_layout(row_sum, O_ROWS)
         state = softmax.State(row_max, row_sum)
+        out = dropping.scaled(rules.dropout, out)
         if results.partials is None:
             out, lse, log2_sum = softmax.finish(out, state, score.softmax_scale)
         rows = gl.convert_layout(rows, O_ROWS)
