@@ -156,7 +156,7 @@ def drop(dropout, p, plane, r, c):
 
 @triton.jit
 def sign_by(dropout, p, words):
-    """Return `sign_dropped` of p by the words of `four`, in the layout of p: for Gluon, as `drop_by`."""
+    """Return `sign_dropped` of p by the words of `four`, in the layout of p: for Gluon, as `keep_by`."""
     return tl.where(_not_below(dropout, words), p, -p)
 
 
