@@ -6,7 +6,7 @@ Source: FlashAttention-2, arXiv:2307.08691, algorithm 1.
 import triton
 import triton.language as tl
 
-from .vocabulary import columns, masks as masking, memory, saved_stats, scores, softmax, span, walk
+from .vocabulary import columns, dropout as dropping, masks as masking, memory, saved_stats, scores, softmax, span, walk
 from .vocabulary.attend import attend
 
 
@@ -67,6 +67,7 @@ def forward(
 
     # store it
     out, lse, log2_sum = columns.finish(out, state, rules.score.softmax_scale)
+    out = [dropping.scaled(rules.dropout, tile) for tile in out]
     if rules.masks.rows is not None:
         out = [tl.where(real[:, None], tile, 0.0) for tile in out]
         lse = tl.where(real, lse, scores.unseen(rules.score, plane, lse.dtype))

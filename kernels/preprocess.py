@@ -118,7 +118,7 @@ def preprocess(
             line = tl.arange(0, BLOCK_M)
             delta = tl.sum(tl.where(line[:, None] == line[None, :], products, 0.0), 1)
         else:
-            delta = tl.sum(out * grad_out.to(out.dtype), 1)
+            delta = row_sums.total(out * grad_out.to(out.dtype))
         if COLUMNS > 2:
             lost = saved_stats.lost(saved_stats.errors(stats), rows, q_len, out, spec.DV)
             delta += tl.sum(lost * grad_out.to(tl.float32), 1)

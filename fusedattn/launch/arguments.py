@@ -155,9 +155,9 @@ def bounded(call):
 def band(call):
     """Return the lengths and the window of a call as kernel arguments: 32-bit numbers, None if unbounded."""
     rows, keys, by = call.query.shape[2], call.key.shape[2], _shift(call)
-    most = rows + keys
-    left = None if call.left is None else max(-most, min(call.left - by, most))
-    right = None if call.right is None else max(-most, min(call.right + by, most))
+    before, after = (keys, rows) if call.top_left else (rows, keys)  # at these distances no row sees any key
+    left = None if call.left is None else max(-before, min(call.left - by, rows + keys))
+    right = None if call.right is None else max(-after, min(call.right + by, rows + keys))
     return dict(q_len=rows, k_len=keys, left=left, right=right)
 
 

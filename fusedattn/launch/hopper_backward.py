@@ -26,7 +26,7 @@ def _is_table(call, score):
 
 
 def _are_rows(call):
-    """Return whether the statistics of a row of wide heads are together: for TMA if packed, and for other kernels."""
+    """Return whether the statistics of a row of wide heads are contiguous, for TMA if packed, or for the kernel dq."""
     return not call.cu_seqlens_q is call.bias is call.alibi_slopes is None
 
 
@@ -96,7 +96,7 @@ def heads_at_a_time(call: Call) -> int:
 
 
 def new_scores(call: Call) -> tuple[Tensor, Tensor | None]:
-    """Return the buffers for gradients of scores and, or None, weights: (query heads, 1, Sk, Sq rounded up to 64)."""
+    """Return buffers (query heads, 1, Sk, Sq rounded up to 64) for gradients of scores and, or None, for weights."""
     (group, *shape), _ = hopper.scores_of_a_head(call)
     shape = [heads_at_a_time(call) * group, *shape]
     return call.query.new_empty(shape), call.query.new_empty(shape) if hopper.buffers_of(call) > 1 else None

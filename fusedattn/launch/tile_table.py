@@ -127,14 +127,15 @@ BACKWARDS: dict[str, dict[int, tuple]] = {
     "hopper_bwd_ds": dict.fromkeys((IN_PARTS, 256), (Backward(64, 3),)),
     "hopper_bwd_wide": {512: (Backward(128, 3),)},
 }
-# By width, how many of softcap, ALiBi, bias, dropout and mask those two take at once. At 128, pairs reload up to 9
-# registers.
+# By width, how many of softcap, ALiBi, bias, dropout and mask a backward takes at once; one if the width is not here.
+# At 128, pairs of options reload up to 9 registers.
 MOST_OPTIONS = {64: 3, 128: 2, 512: 5}
 STORED = "hopper_bwd_ds", "hopper_bwd_wide"  # BACKWARDS that store gradients of scores, the second also weights
 REPEATABLE = "hopper_bwd_deterministic", *STORED  # deterministic BACKWARDS
-# Kernels that multiply what those of STORED store; of "hopper_bwd_wide", hopper_dk also makes dv.
+# Kernels that multiply what those of STORED store. After hopper_bwd_wide, hopper_dk also computes dv.
 PRODUCTS = "hopper_dk", "hopper_dq"
-# Limit on stored scores, of a head and at a time. Two heads, or one with its weights, may take twice as much.
+# Limit on the bytes of stored scores, for one kv head, and for all that are stored at a time. Only two heads, or one
+# head with its weights, may take twice as much.
 SCORES_BYTES = 2**29
 ON_HOPPER: dict[str, dict[int, tuple]] = {"hopper": HOPPER} | BACKWARDS
 # Kernels whose forms `fusedattn tune` measures, in order. two_passes: dq and dkdv, each in its best form.

@@ -160,7 +160,7 @@ def hide(p, first, earliest, band, score, words):
     """Return the weights p, [keys, rows from `first` on], with 0 where the band (causal, window) or a mask hides them.
 
     words, unless None, are `noting.words_of` each 64 of these rows, a word for each key. earliest is
-    `span.first_to_see`. If no row sees any key, nothing is hidden, but p is 0 already.
+    `span.first_to_see`. band.high is at least band.low (`arguments.band`), even if no row sees any key.
     """
     r = first + gl.arange(0, p.shape[1], layout=gl.SliceLayout(0, p.type.layout))[None, :]
     # An impure instruction makes the compiler keep the caller's `if`. Otherwise each step would compute this.

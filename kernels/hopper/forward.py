@@ -20,7 +20,7 @@ from .producer import produce
 from .work import Results, Shared, Work, block_of_rows, extent
 
 WARPS = gl.constexpr(4)  # warps of a warpgroup
-TILES_OF_K = gl.constexpr(4)  # of a pipeline with one stage: parts of k, of one or several steps
+TILES_OF_K = gl.constexpr(4)  # tiles of k with one stage: a tile has a part of the columns, for any step
 COLUMNS = gl.constexpr(8)  # partial sums of a row, in registers: each of four neighbouring threads has two
 
 
@@ -134,7 +134,7 @@ def _visit(notes, step, block, count, full, full_end):
 
 @gluon.jit
 def _drop(dropout, p, of, block):
-    """Drop weights of a block of keys."""
+    """Set dropped weights of a block of keys to 0."""
     if len(dropout.origin) > 0 and len(dropout.origin.unaligned) > 0:
         cols = block * p.shape[1] + gl.arange(0, p.shape[1], layout=gl.SliceLayout(0, p.type.layout))
         words = dropping.word(dropout, of.head, of.rows[:, None], cols[None, :])
@@ -144,7 +144,7 @@ def _drop(dropout, p, of, block):
         keys = block * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, LAYOUT))
         words = dropping.four(dropout, of.head, of.counters[:, None], keys[None, :])
         words = gl.convert_layout(words, p.type.layout)
-    return dropping.drop_by(dropout, p, words)
+    return dropping.keep_by(dropout, p, words)
 
 
 @gluon.jit
@@ -372,6 +372,7 @@ def _consume(g: gl.constexpr, shared, results, work, rules, spec: gl.constexpr, 
         row_sum = state.row_sum if GROUPS > 2 else gl.sum(state.row_sum, 1)
         row_sum = gl.convert_layout(row_sum, O_ROWS)
         state = softmax.State(row_max, row_sum)
+        out = dropping.scaled(rules.dropout, out)
         if results.partials is None:
             out, lse, log2_sum = softmax.finish(out, state, score.softmax_scale)
         rows = gl.convert_layout(rows, O_ROWS)
@@ -456,7 +457,7 @@ def forward(
     WIDTH: gl.constexpr = spec.PARTS * Q.block_type.shape[-1]
     # With equal widths, or with parts (at least as wide as the output), a warpgroup's output overwrites its q.
     SHARE: gl.constexpr = Out is not None and (spec.PARTS > 1 or WIDTH == Out.block_type.shape[-1])
-    # Two tiles of q per warpgroup: the next is loaded when a block ends. Heads wider than 128 leave space for one. Of
+    # Two tiles of q per warpgroup: the next has arrived when a block ends. Heads wider than 128 leave space for one. Of
     # heads wider than 256 a part of k is a tile: there is no space for all parts of two steps.
     APART: gl.constexpr = STAGES == 1
     q = ring.ring(Q, GROUPS if WIDTH > 128 or APART else 2 * GROUPS, 1, spec.PARTS)

@@ -152,7 +152,7 @@ def following(block, member, begin, end, GROUP: gl.constexpr):
 
 @gluon.jit
 def head(plane, before):
-    """Return the number of a query head in GradScores, which has those of all batches, or of packed sequences once."""
+    """Return the index of a query head in GradScores, which begins after `before` heads. Packed sequences share it."""
     return (plane.index if len(plane.packed) == 0 else plane.head) - before
 
 

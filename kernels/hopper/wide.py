@@ -23,7 +23,7 @@ SLOTS = gl.constexpr(4)  # chunks of operands in shared memory
 
 
 class Shared(NamedTuple):
-    """Shared memory: a ring of chunks (64 columns of both operands of a product), and what a step needs and makes.
+    """Shared memory: a ring of chunks (64 columns of both operands of a product), other inputs of a step, its results.
 
     keys: chunks of k, then of v, with the barriers of both operands. rows: chunks of q, then of do. statistics: as in
     `body.across`. notes, unless None, come with the first chunk of a step. p and ds: a tile [keys, rows] for each

@@ -26,5 +26,5 @@ def attend(
     p, decay, state = softmax.step(state, s, tl.max(s, 1), rules.score.softmax_scale)
     v_tile = k_tile if v is None else columns.load(v, k_rows, exists, spec.DV, first)  # [keys, DV]
     copies.fence_later(spec.BY_THREADS)
-    p = memory.opaque(dropping.drop(rules.dropout, p, plane, r, c))
+    p = memory.opaque(dropping.keep(rules.dropout, p, plane, r, c))
     return columns.add(out, p, v_tile, spec.DV, spec, decay[:, None]), state

@@ -131,22 +131,32 @@ def four(dropout, plane, i, j):
 
 
 @triton.jit
-def drop(dropout, p, plane, r, c):
-    if dropout is None:
-        return p
-    else:
-        return tl.where(_kept(dropout, plane, r, c), p * dropout.scale, 0.0)
+def keep(dropout, p, plane, r, c):
+    """Return the weights p, 0 where they are dropped. `scaled` then scales sums of values, not weights of 16 bits."""
+    # Rounding the scale in each weight would be an error of all values of a row with one key. Its delta would differ
+    # from dp, and its gradients would not be 0.
+    return p if dropout is None else tl.where(_kept(dropout, plane, r, c), p, 0.0)
 
 
 @triton.jit
-def drop_by(dropout, p, words):
-    """Return `drop` of p by words in the layout of p: for Gluon, where `drop` cannot find layouts."""
-    return tl.where(_not_below(dropout, words), p * dropout.scale, 0.0)
+def keep_by(dropout, p, words):
+    """Return `keep` of p by words in the layout of p: for Gluon, where `keep` cannot find layouts."""
+    return tl.where(_not_below(dropout, words), p, 0.0)
+
+
+@triton.jit
+def scaled(dropout, x):
+    return x if dropout is None else x * dropout.scale
+
+
+@triton.jit
+def drop(dropout, p, plane, r, c):
+    return scaled(dropout, keep(dropout, p, plane, r, c))
 
 
 @triton.jit
 def sign_by(dropout, p, words):
-    """Return `sign_dropped` of p by the words of `four`, in the layout of p: for Gluon, as `drop_by`."""
+    """Return `sign_dropped` of p by the words of `four`, in the layout of p: for Gluon, as `keep_by`."""
     return tl.where(_not_below(dropout, words), p, -p)
 
 
