@@ -96,9 +96,6 @@ def of_lengths(lengths, dim):
         yield Case("lengths", B=2, Hq=4, Hkv=2, Sq=sq, Sk=sk, D=dim, Dv=dim, dtype=HALF[number % 2], **options)
 
 
-PLANES = Case("planes", B=70000, Hq=1, Hkv=1, Sq=3, Sk=5, dtype=torch.float16)  # above 65,535, the end of a grid's y
-
-
 @pytest.mark.parametrize("dim", [64, 128])
 def test_first_contact(dim, cuda, poison):
     """A forward and a backward in one pass are right; on compute capability 9.0 and newer TMA adds dq."""
@@ -214,10 +211,6 @@ def test_many_runs_give_the_same_bits(passed, dim, options, cuda, passes, launch
         options = {name: x[one] if name == "mask" else x for name, x in options.items()}
         tensors = {name: x[one] for name, x in tensors.items()}
         assert_close({name: x[one] for name, x in largest.items()}, tensors, options)
-
-
-def test_more_planes_than_a_grid_axis_holds(cuda):
-    check(PLANES, cuda)
 
 
 def test_tensors_beyond_two_to_the_31(cuda):

@@ -20,7 +20,7 @@ from .. import cases, sample
 from ..cases import Case
 from ..close import assert_case
 from ..conftest import INTERPRETED
-from .test_gpu import HALF, LENGTHS, PLANES, of_lengths, reaches_far, replays_on_new_values, waits_for_its_stream
+from .test_gpu import HALF, LENGTHS, of_lengths, reaches_far, replays_on_new_values, waits_for_its_stream
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 DIMS = ((8, 8), (16, 16), (24, 48), (40, 32), (64, 64), (72, 64), (80, 80), (96, 128), (128, 64), (64, 128))
@@ -228,10 +228,6 @@ def test_planes_in_several_sections(causal, cuda, tiles, poison):
     """Heads are right if they are computed in several groups (sections), as with a small L2; the last is not full."""
     tiles("L2_BYTES", 3 * 2 * 421 * (128 + 128))
     check(Case("sections", B=4, Hq=22, Hkv=11, Sq=300, Sk=421, D=128, Dv=128, dtype=HALF[0], causal=causal), cuda)
-
-
-def test_more_planes_than_a_grid_axis_holds(cuda):
-    check(PLANES, cuda)
 
 
 def test_tensors_beyond_two_to_the_31(cuda):
