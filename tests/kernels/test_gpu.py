@@ -1,4 +1,4 @@
-"""Tests that need a GPU: real sizes, every tile of the table, races, graphs, streams, memory."""
+"""Tests that need a GPU: real sizes, every tile of the table, races, graphs, memory."""
 
 import functools
 
@@ -34,21 +34,6 @@ def captured(step, warm=True):
     with torch.cuda.graph(graph):
         results = step()
     return graph, results
-
-
-def waits_for_its_stream(cuda, backend):
-    inputs = [torch.zeros(2, 4, 512, 64, device=cuda, dtype=torch.float16) for _ in range(3)]
-    new = [torch.randn_like(x) for x in inputs]
-    fa.attention(*inputs, backend=backend)
-    torch.cuda.synchronize()
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        torch.cuda._sleep(200_000_000)
-        for x, y in zip(inputs, new, strict=True):
-            x.copy_(y)
-        out = fa.attention(*inputs, backend=backend)
-    side.synchronize()
-    assert torch.equal(out, fa.attention(*new, backend=backend))
 
 
 def replays_on_new_values(cuda, backend, passes=2):
@@ -239,10 +224,6 @@ def test_the_backward_of_a_graph_drops_what_its_forward_dropped(cuda):
         dropped.append(weights == 0)
         torch.testing.assert_close(of_value, weights.mT @ grad, rtol=0, atol=2e-2)
     assert not torch.equal(*dropped)
-
-
-def test_it_waits_for_the_stream_it_is_called_on(cuda):
-    waits_for_its_stream(cuda, "triton")
 
 
 def test_every_gpu_of_the_machine(cuda):

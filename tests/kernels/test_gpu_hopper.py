@@ -20,7 +20,7 @@ from .. import cases, sample
 from ..cases import Case
 from ..close import assert_case
 from ..conftest import INTERPRETED
-from .test_gpu import HALF, LENGTHS, of_lengths, reaches_far, replays_on_new_values, waits_for_its_stream
+from .test_gpu import HALF, LENGTHS, of_lengths, reaches_far, replays_on_new_values
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 DIMS = ((8, 8), (16, 16), (24, 48), (40, 32), (64, 64), (72, 64), (80, 80), (96, 128), (128, 64), (64, 128))
@@ -254,7 +254,3 @@ def test_a_repeated_call_finds_its_tensors_wherever_they_lie(cuda, record_after)
 
 def test_a_graph_replays_on_new_values(cuda):
     replays_on_new_values(cuda, "hopper")
-
-
-def test_it_waits_for_the_stream_it_is_called_on(cuda):
-    waits_for_its_stream(cuda, "hopper")
