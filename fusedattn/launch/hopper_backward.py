@@ -173,7 +173,9 @@ def _product(call, factor, others, grad, of_key, scale, form, multiprocessors):
         Product=_result(call, grad, columns),
         heads=grad.shape[1],
         scale=scale,
-        form=products.Form(group, grad.shape[3], across, of_key, call.top_left, form.stages, REGISTERS),
+        form=products.Form(
+            group, group // members, grad.shape[3], across, of_key, call.top_left, form.stages, REGISTERS
+        ),
     )
 
 

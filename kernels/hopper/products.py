@@ -14,24 +14,21 @@ from .copies import async_store, fence_async_shared
 
 
 class Form(NamedTuple):
-    """Compile-time constants of `grad_product`: GROUP query heads per kv head; COLUMNS of the gradient.
+    """Compile-time constants of `grad_product`: GROUP query heads per kv head, of which a block of the gradient sums
+    MEMBERS; COLUMNS of the gradient.
 
     ACROSS programs share the columns of a block. OF_K: rows are keys. TOP_LEFT is as in `span.band`. STAGES tiles of
     each factor are in shared memory. REGISTERS: of a multiplying thread, and of other threads.
     """
 
     GROUP: int
+    MEMBERS: int
     COLUMNS: int
     ACROSS: int
     OF_K: bool
     TOP_LEFT: bool
     STAGES: int
     REGISTERS: tuple
-
-    @property
-    def MEMBERS(self):
-        """Query heads that a block of the gradient sums."""
-        return self.GROUP if self.OF_K else 1
 
 
 class Factors(NamedTuple):
