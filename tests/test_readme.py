@@ -1,7 +1,11 @@
-"""Tests that the examples of the READMEs run, and that their links lead somewhere."""
+"""Tests that the examples of README.md and examples/demo.py run, and that links lead somewhere."""
 
+import importlib.util
+import os
 import re
 from pathlib import Path
+
+import torch
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -26,3 +30,20 @@ def test_the_rooms_of_the_architecture_are_there():
         (row,) = re.findall(rf"^\| `{room}/` \| (.*) \|$", page, re.M)
         files = {path.stem for path in (ROOT / "fusedattn" / room).glob("*.py")} - {"__init__"}
         assert files <= set(re.findall(r"`(\w+)`", row)), room
+
+
+def test_the_demo_learns_checks_times_and_draws(tmp_path, monkeypatch, capsys, one_thread, at_once):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TRITON_INTERPRET", os.environ.get("TRITON_INTERPRET", "0"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    Path("text").write_text("What is written here is learnt by heart, and nothing in it is new.\n" * 30)
+    spec = importlib.util.spec_from_file_location("demo", ROOT / "examples" / "demo.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    small = dict(CONTEXT=32, WIDTH=32, HEADS=1, LAYERS=1, BATCH=2, DTYPES=(torch.float32,))
+    vars(module).update(small)
+    assert module.main(["--text", "text", "--steps", "4"]) == 0
+    shown = capsys.readouterr().out
+    assert "FAIL" not in shown and "2,1,1,32,32,32 causal fp32" in shown
+    assert "layer 1 by Triton, float32: ok" in shown or "kernels are not checked" in shown
+    assert importlib.util.find_spec("matplotlib") is None or Path("demo.png").read_bytes().startswith(b"\x89PNG")

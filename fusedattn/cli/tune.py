@@ -42,7 +42,7 @@ def run(arguments, output: Output) -> int:
                 advance(case.name)
     except KeyboardInterrupt:
         output.say("Stopped. Rows so far:")
-    order = tile_table.MEASURED.index
+    order = tuned.MEASURED.index
     found = sorted(rows.values(), key=lambda row: (row[1:4], order(row.kernel), sum(row.ms.values())))
     file = tuned.path(about["gpu"])
     content = dict(about=about, forms=[row._asdict() | dict(form=row.form and row.form._asdict()) for row in found])
@@ -65,8 +65,8 @@ def named(form) -> str:
 def measure(rows: dict, case: Case, load: str, device, capability: int | None) -> None:
     """Check and time each kernel configuration on a case, and add a Row to rows. load: the register pressure."""
     width = tile_table.row_width(max(case.D, case.Dv))
-    for kernel in tile_table.MEASURED:
-        for form in tile_table.candidates(kernel, capability, getattr(torch, case.dtype).itemsize, width, load):
+    for kernel in tuned.MEASURED:
+        for form in tuned.candidates(kernel, capability, getattr(torch, case.dtype).itemsize, width, load):
             key = kernel, case.dtype, width, load, form
             row = rows.get(key, Row(*key))
             try:
@@ -86,7 +86,7 @@ def measure(rows: dict, case: Case, load: str, device, capability: int | None) -
 @contextlib.contextmanager
 def taking(row: Row, rows, capability: int | None):
     """Make calls use the kernel configuration of a row, and for other kernels the best configurations so far."""
-    forms = tile_table.candidates(row.kernel, capability, getattr(torch, row.dtype).itemsize, row.width, row.pressure)
+    forms = tuned.candidates(row.kernel, capability, getattr(torch, row.dtype).itemsize, row.width, row.pressure)
     others = [row._replace(form=x, ms={}, why="another is measured") for x in forms if x != row.form]
     failures.forget()  # failures of the previous tile
     replay.forget()

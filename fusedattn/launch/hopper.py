@@ -47,7 +47,6 @@ def limits(call: Call, known: tuple[str, ...] = _SUPPORTED, forms=tile_table.HOP
     lacks = [f"it does not support {_argument(name)}" for name in given if name not in known]
     if call.query.dtype not in (torch.float16, torch.bfloat16):
         lacks.append(f"it supports float16 and bfloat16, not {call.query.dtype}")
-    lengths = call.query.shape[2], call.key.shape[2]
     if call.bias is not None and call.bias.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         lacks.append(f"it does not support a bias of {call.bias.dtype}")
     widest = max(forms)
@@ -58,7 +57,7 @@ def limits(call: Call, known: tuple[str, ...] = _SUPPORTED, forms=tile_table.HOP
         names = " and ".join(dict.fromkeys(_argument(name) for name in heavy if name in given))
         columns = max(call.query.shape[3], call.value.shape[3])
         lacks.append(f"no tile has memory for {names} with heads of {columns} columns")
-    if call.cu_seqlens_q is not None and any(holds(length > RAGGED_ROWS, False) for length in lengths):
+    if call.cu_seqlens_q is not None and any(holds(x.shape[2] > RAGGED_ROWS, False) for x in (call.query, call.key)):
         lacks.append("packed sequences have more than 2**30 rows")
     if holds(call.key.shape[2] == 0, False):  # unknown to a compiler; the operator checks again when it runs
         lacks.append("there are no keys")
@@ -86,10 +85,9 @@ def cache_reasons(decode: Decode) -> list[str]:
     most = max(pipeline.keys for pipeline in tile_table.HOPPER[row_width(call)])
     if decode.table is not None and key.shape[2] % most:
         lacks.append(f"pages have {key.shape[2]} keys, not a multiple of {most}")
-    alike = all(
-        x.stride(0) % max(1, _row(x)) == 0 and key.shape[2] <= pitch_of(x) == pitch_of(key) for x in (key, value)
-    )
-    if not alike or key.shape[0] * pitch_of(key) > RAGGED_ROWS:
+    pitch = pitch_of(key)
+    alike = all(x.stride(0) % max(1, _row(x)) == 0 and key.shape[2] <= pitch_of(x) == pitch for x in (key, value))
+    if not alike or key.shape[0] * pitch > RAGGED_ROWS:
         lacks.append("pages do not start at multiples of a row's stride, below row 2**30")
     return lacks
 
@@ -176,18 +174,21 @@ def by_tiles(call: Call) -> Tensor | None:
 
 def fits(call: Call, form: Pipeline | Backward) -> bool:
     """Return whether options spill no registers with a kernel's tiles, and a bias and words fit into shared memory."""
-    bias = by_tiles(call)
-    most = {} if isinstance(form, Backward) else tile_table.MOST_KEYS.get(row_width(call), {})
+    bias, columns = by_tiles(call), row_width(call)
+    if isinstance(form, Backward):
+        if bias is None or columns > tile_table.ONE_PASS:
+            return columns != 256 or bias is None or bias.element_size() == 2 or bias.shape[2] == 1
+        return bias_tiles(call, bias, form) > 0
+    most = tile_table.MOST_KEYS.get(columns, {})
     if any(form.keys > keys and getattr(call, name) is not None for name, keys in most.items()):
         return False
     if form.keys < tile_table.WARPGROUP_ROWS and not call.mask is call.mask_bits is None:  # words are of 64 keys
         return False
-    if bias is None:
-        return True
-    if row_width(call) > tile_table.ONE_PASS and isinstance(form, Backward):
-        return row_width(call) != 256 or bias.element_size() == 2 or bias.shape[2] == 1
-    if isinstance(form, Backward):
-        return bias_tiles(call, bias, form) > 0
+    return bias is None or _forward_bytes(call, form, bias) <= tile_table.TILE_BYTES
+
+
+def _forward_bytes(call, form, bias):
+    """Return the bytes of shared memory that a forward with a bias takes for its tiles and words."""
     part, columns_v = part_of(call), value_columns(call)
     columns = width.fn(call.query.shape[3]) if part is None else cdiv(call.query.shape[3], part) * part
     apart = form.stages == 1
@@ -197,7 +198,7 @@ def fits(call: Call, form: Pipeline | Backward) -> bool:
     elements += 0 if part or columns == columns_v else form.rows * columns_v  # of the output
     elements += form.rows * form.keys * bias.element_size() // 2
     ahead = cdiv(forward.TILES_OF_K.value, columns // part if part else 1) if apart else form.stages
-    return 2 * elements + _word_bytes(call, form, ahead) <= tile_table.TILE_BYTES
+    return 2 * elements + _word_bytes(call, form, ahead)
 
 
 def _word_bytes(call, form, ahead):
@@ -230,9 +231,8 @@ def backward_limits(call: Call) -> list[str]:
     if call.seed is not None and call.origin is not None and not dropout.is_aligned(call.origin):
         lacks.append("it supports dropout_p in parts of a call only if rows and keys start at multiples of 16")
     if call.cu_seqlens_q is not None and (call.cu_seqlens_q.shape[0] - 1) * FEWEST_ROWS > call.query.shape[2]:
-        lacks.append(
-            f"packed sequences have fewer than {FEWEST_ROWS} rows on average: sums of dq would be mostly padding"
-        )
+        few = f"packed sequences have fewer than {FEWEST_ROWS} rows on average"
+        lacks.append(f"{few}: sums of dq would be mostly padding")
     if call.query.shape[3] % 8 and not _pays_copies(call):
         lacks.append(f"the head dimension of query is {call.query.shape[3]}, not a multiple of 8")
     return lacks

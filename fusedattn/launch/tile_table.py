@@ -138,8 +138,6 @@ PRODUCTS = "hopper_dk", "hopper_dq"
 # one with its weights, or a query head of packed sequences may take twice as much.
 SCORES_BYTES = 2**29
 ON_HOPPER: dict[str, dict[int, tuple]] = {"hopper": HOPPER} | BACKWARDS
-# Kernels whose forms `fusedattn tune` measures, in order. two_passes: dq and dkdv, each in its best form.
-MEASURED = ("forward", "hopper", "dq", "dkdv", "one_pass", *BACKWARDS, "two_passes")
 ONE_PASS = 128  # the widest heads of the kernel one_pass: wider ones leave no registers for a tile of dq
 DECODE = {"decode_16": 16, "decode_32": 32, "decode_64": 64}  # {decode kernel: rows of its largest tile}
 ON_CACHES = (*DECODE, "combine", "append")
@@ -321,48 +319,6 @@ RICH = {
     ("one_pass", 90, 2, 128): (Tile(64, 128, 8, 3, spills=440, bulk=True), Tile(64, 64, 4, 1, spills=432, bulk=True)),
 }
 
-# Further tiles of plain calls, used only if `fusedattn tune` found them faster: fewer stages in less shared memory; two
-# programs of four warps on a multiprocessor, so that one multiplies during the other's softmax; and loads by TMA, which
-# take fewer instructions and registers in the forward and in dq, but spill more in dk/dv at D 128.
-CANDIDATES = {
-    ("forward", 90, 2, 64): (
-        Tile(128, 128, 8, 3, tma=True),
-        Tile(64, 128, 4, 3, tma=True),
-        Tile(128, 64, 4, 3, tma=True),
-        Tile(64, 128, 4, 3),
-        Tile(128, 64, 4, 3),
-        Tile(128, 64, 8, 3),
-    ),
-    ("forward", 90, 2, 128): (
-        Tile(128, 128, 8, 3, tma=True),
-        Tile(128, 64, 8, 4, tma=True),
-        Tile(64, 64, 4, 3, tma=True),
-        Tile(128, 128, 8, 2),
-    ),
-    ("forward", 90, 2, 256): (
-        Tile(128, 32, 8, 4, spills=8, tma=True),
-        Tile(128, 64, 8, 2, spills=4, tma=True),
-        Tile(128, 32, 8, 4),
-        Tile(128, 64, 8, 2),
-    ),
-    ("forward", 90, 2, 512): (Tile(64, 32, 8, 2, spills=40), Tile(64, 16, 8, 2)),
-    ("dq", 90, 2, 64): (Tile(128, 128, 8, 2, tma=True), Tile(128, 64, 8, 3, tma=True), Tile(128, 128, 8, 2)),
-    ("dq", 90, 2, 128): (Tile(128, 64, 8, 3, tma=True),),
-    ("dq", 90, 2, 256): (Tile(128, 32, 8, 3, spills=72, tma=True),),
-    ("dkdv", 90, 2, 64): (Tile(64, 128, 8, 3, tma=True), Tile(64, 128, 8, 2)),
-    ("dkdv", 90, 2, 128): (Tile(64, 128, 8, 2, spills=192), Tile(64, 64, 8, 3, tma=True)),
-    ("dkdv", 90, 2, 256): (Tile(32, 64, 8, 2, spills=168),),
-    ("one_pass", 90, 2, 64): (
-        Tile(64, 128, 8, 3, bulk=True, tma=True),
-        Tile(64, 64, 4, 3, bulk=True, tma=True),
-        Tile(64, 128, 8, 2, bulk=True),
-    ),
-    ("one_pass", 90, 2, 128): (
-        Tile(64, 64, 8, 3, spills=40, bulk=True, tma=True),
-        Tile(64, 128, 8, 2, spills=184, bulk=True),
-    ),
-}
-
 # {`run.kind_of` a call: tiles to try, without tiles that did not fit the device}
 fitting: dict[tuple, tuple[Tile, ...]] = {}
 
@@ -403,20 +359,6 @@ def tiles_for(kernel, capability, itemsize, width, pressure="plain"):
             if key in table:
                 return table[key]
     raise KeyError(f"no tiles for {kernel}, sm_{capability}, {itemsize} bytes, width {width}")
-
-
-def candidates(kernel, capability, itemsize, width, pressure="plain"):
-    """Return the tiles, or the pipelines of a Hopper kernel, that `fusedattn tune` measures."""
-    if kernel == "two_passes":
-        return (None,)
-    if kernel in ON_HOPPER:
-        return ON_HOPPER[kernel].get(width, ()) if (capability, itemsize, pressure) == (90, 2, "plain") else ()
-    if kernel == "one_pass" and width > ONE_PASS:
-        return ()
-    known = tiles_for(kernel, capability, itemsize, width, pressure)
-    if capability is not None and pressure == "plain":
-        known += CANDIDATES.get((kernel, architecture(capability), itemsize, row_width(width)), ())
-    return tuple(map(same, known))
 
 
 def forms_on_hopper(kernel, width, length, band, ranked=()):

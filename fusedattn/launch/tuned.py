@@ -20,12 +20,55 @@ import torch
 from ..call.options import AssumedGPU, Call, Device
 from ..call.private import constant
 from . import tile_table
-from .tile_table import row_width
+from .tile_table import Tile, row_width
 
 SLOWER = "it was slower when `fusedattn tune` measured this GPU, so it runs only if backend='hopper' names it"
 RIVALS = {"hopper": ("forward",)} | {  # kernels for any GPU that each Hopper kernel replaces
     name: ("two_passes",) if name in tile_table.REPEATABLE else ("one_pass", "two_passes")
     for name in tile_table.BACKWARDS
+}
+# Kernels whose forms `fusedattn tune` measures, in order. two_passes: dq and dkdv, each in its best form.
+MEASURED = ("forward", "hopper", "dq", "dkdv", "one_pass", *tile_table.BACKWARDS, "two_passes")
+# Further tiles of plain calls, used only if `fusedattn tune` found them faster: fewer stages in less shared memory; two
+# programs of four warps on a multiprocessor, so that one multiplies during the other's softmax; and loads by TMA, which
+# take fewer instructions and registers in the forward and in dq, but spill more in dk/dv at D 128.
+CANDIDATES = {
+    ("forward", 90, 2, 64): (
+        Tile(128, 128, 8, 3, tma=True),
+        Tile(64, 128, 4, 3, tma=True),
+        Tile(128, 64, 4, 3, tma=True),
+        Tile(64, 128, 4, 3),
+        Tile(128, 64, 4, 3),
+        Tile(128, 64, 8, 3),
+    ),
+    ("forward", 90, 2, 128): (
+        Tile(128, 128, 8, 3, tma=True),
+        Tile(128, 64, 8, 4, tma=True),
+        Tile(64, 64, 4, 3, tma=True),
+        Tile(128, 128, 8, 2),
+    ),
+    ("forward", 90, 2, 256): (
+        Tile(128, 32, 8, 4, spills=8, tma=True),
+        Tile(128, 64, 8, 2, spills=4, tma=True),
+        Tile(128, 32, 8, 4),
+        Tile(128, 64, 8, 2),
+    ),
+    ("forward", 90, 2, 512): (Tile(64, 32, 8, 2, spills=40), Tile(64, 16, 8, 2)),
+    ("dq", 90, 2, 64): (Tile(128, 128, 8, 2, tma=True), Tile(128, 64, 8, 3, tma=True), Tile(128, 128, 8, 2)),
+    ("dq", 90, 2, 128): (Tile(128, 64, 8, 3, tma=True),),
+    ("dq", 90, 2, 256): (Tile(128, 32, 8, 3, spills=72, tma=True),),
+    ("dkdv", 90, 2, 64): (Tile(64, 128, 8, 3, tma=True), Tile(64, 128, 8, 2)),
+    ("dkdv", 90, 2, 128): (Tile(64, 128, 8, 2, spills=192), Tile(64, 64, 8, 3, tma=True)),
+    ("dkdv", 90, 2, 256): (Tile(32, 64, 8, 2, spills=168),),
+    ("one_pass", 90, 2, 64): (
+        Tile(64, 128, 8, 3, bulk=True, tma=True),
+        Tile(64, 64, 4, 3, bulk=True, tma=True),
+        Tile(64, 128, 8, 2, bulk=True),
+    ),
+    ("one_pass", 90, 2, 128): (
+        Tile(64, 64, 8, 3, spills=40, bulk=True, tma=True),
+        Tile(64, 128, 8, 2, spills=184, bulk=True),
+    ),
 }
 
 
@@ -54,6 +97,21 @@ class Forms(NamedTuple):
 
 
 Choices = Mapping[tuple, Forms]  # {(kernel, dtype, width, register pressure): Forms}
+
+
+def candidates(kernel, capability, itemsize, width, pressure="plain"):
+    """Return the tiles, or the pipelines of a Hopper kernel, that `fusedattn tune` measures."""
+    if kernel == "two_passes":
+        return (None,)
+    if kernel in tile_table.ON_HOPPER:
+        supported = (capability, itemsize, pressure) == (90, 2, "plain")
+        return tile_table.ON_HOPPER[kernel].get(width, ()) if supported else ()
+    if kernel == "one_pass" and width > tile_table.ONE_PASS:
+        return ()
+    known = tile_table.tiles_for(kernel, capability, itemsize, width, pressure)
+    if capability is not None and pressure == "plain":
+        known += CANDIDATES.get((kernel, tile_table.architecture(capability), itemsize, row_width(width)), ())
+    return tuple(map(tile_table.same, known))
 
 
 def choose(rows: Iterable[Row]) -> Choices:
@@ -109,7 +167,7 @@ def read(file: Path, here: Collection[dict[str, str]]) -> tuple[str, Choices]:
 def _row(entry, capability):
     row = Row(**{name: entry[name] for name in Row._fields})
     itemsize = getattr(torch, row.dtype).itemsize
-    for known in tile_table.candidates(row.kernel, capability, itemsize, row.width, row.pressure):
+    for known in candidates(row.kernel, capability, itemsize, row.width, row.pressure):
         if row.form == (known and known._asdict()):
             return row._replace(form=known, ms={case: float(row.ms[case]) for case in row.ms}, why=str(row.why))
     raise ValueError(f"there is no {row.form} of {row.kernel} for {row.dtype}, width {row.width}, {row.pressure} calls")

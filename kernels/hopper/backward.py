@@ -243,7 +243,7 @@ def _consume_whole(g: gl.constexpr, shared, wide, program, all_real, rules, form
         p = body.biased_weights(g, s, shared, step + 1, step + 1 < steps, block, keys, rules, next_head, slope, dtype)
         dq = warpgroup_mma_wait(num_outstanding=0, deps=(dq,))
         ring.put(shared.dq, step * GROUPS + g, body.lines(dq))
-    body.leave(g, shared, wide, first, band, scores.grad(score, dk), dv, steps, form.COLUMNS)
+    body.leave(g, shared, wide, first, band, scores.grad(score, dk), dv, steps, form)
 
 
 @gluon.jit

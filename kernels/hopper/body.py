@@ -359,11 +359,12 @@ def store_wide(m, first, n, tile, D: gl.constexpr, column=0):
 
 
 @gluon.jit
-def leave(g: gl.constexpr, shared, wide, first, band, dk, dv, steps, COLUMNS: gl.constexpr):
+def leave(g: gl.constexpr, shared, wide, first, band, dk, dv, steps, form: gl.constexpr):
     """Overwrite k and v in shared memory by dk and dv, once the other warpgroup has read its k and v.
 
     wide: matrices to which dk and dv, of COLUMNS, are stored instead, or ().
     """
+    COLUMNS: gl.constexpr = form.COLUMNS
     if len(COLUMNS) > 0:
         first += g * dk.shape[0]
         store_wide(wide[0], first, band.keys, dk, COLUMNS[0])

@@ -108,4 +108,4 @@ def consume(g: gl.constexpr, shared, wide, program, all_real, rules, form: gl.co
         dq = warpgroup_mma_wait(num_outstanding=FOR_DP, deps=(dq,))
         ring.put(shared.dq, step * GROUPS + g, body.lines(dq))
         dp0 = warpgroup_mma_wait(num_outstanding=0, deps=(next_dp,))
-    body.leave(g, shared, wide, first, band, scores.grad(score, dk), dv, steps, form.COLUMNS)
+    body.leave(g, shared, wide, first, band, scores.grad(score, dk), dv, steps, form)

@@ -16,9 +16,8 @@ from .copies import async_store, fence_async_shared
 class Form(NamedTuple):
     """Compile-time constants of `grad_product`: GROUP query heads per kv head; COLUMNS of the gradient.
 
-    A block of the gradient sums MEMBERS query heads. ACROSS programs share the columns of a block. OF_K: rows are keys.
-    TOP_LEFT is as in `span.band`. STAGES tiles of each factor are in shared memory. REGISTERS: of a multiplying thread,
-    and of other threads.
+    A block sums MEMBERS query heads. ACROSS programs share its columns. OF_K: rows are keys. TOP_LEFT is as in
+    `span.band`. STAGES tiles of each factor are in shared memory. REGISTERS: of a multiplying thread, and of others.
     """
 
     GROUP: int

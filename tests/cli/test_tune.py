@@ -80,5 +80,5 @@ def test_the_command_writes_a_file_that_launches_read(options, dtype, widths, lo
     assert {place[1:] for place in found} == {*itertools.product([dtype], widths, loads)}
     assert all(each.right and not each.wrong for each in found.values())
     forms = found["forward", dtype, 64, "plain"].right
-    assert [form.rows for form in forms] == sorted(form.rows for form in table.candidates("forward", 90, 2, 64))
+    assert [form.rows for form in forms] == sorted(form.rows for form in tuned.candidates("forward", 90, 2, 64))
     assert [*gpu.parent.iterdir()] == [gpu], "no part of a file is left"

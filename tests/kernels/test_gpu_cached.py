@@ -123,15 +123,6 @@ def test_many_runs_give_the_same_bits(cuda):
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
-def test_more_sequences_than_a_grid_axis_holds(cuda):
-    batch = 70000
-    query, keys = (torch.randn(batch, heads, 1, 16, device=cuda, dtype=torch.float16) for heads in (2, 1))
-    cache, lengths = torch.zeros(2, batch, 1, 4, 16, device=cuda, dtype=torch.float16), torch.zeros(batch, device=cuda)
-    options = dict(cache_seqlens=lengths.int(), new_key=keys, new_value=keys, backend="triton")
-    out = fa.attention_decode(query, *cache, **options)
-    assert torch.equal(out, keys.expand(-1, 2, -1, -1))
-
-
 @pytest.mark.parametrize("page", [None, 64])
 def test_a_pool_beyond_two_to_the_31(page, cuda):
     arguments, held = filled(cuda, batch=2, keys=2**17, page=page)

@@ -20,7 +20,7 @@ from .. import cases, sample
 from ..cases import Case
 from ..close import assert_case
 from ..conftest import INTERPRETED
-from .test_gpu import HALF, LENGTHS, PLANES, of_lengths, reaches_far, replays_on_new_values, waits_for_its_stream
+from .test_gpu import HALF, LENGTHS, of_lengths, reaches_far, replays_on_new_values
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 DIMS = ((8, 8), (16, 16), (24, 48), (40, 32), (64, 64), (72, 64), (80, 80), (96, 128), (128, 64), (64, 128))
@@ -230,10 +230,6 @@ def test_planes_in_several_sections(causal, cuda, tiles, poison):
     check(Case("sections", B=4, Hq=22, Hkv=11, Sq=300, Sk=421, D=128, Dv=128, dtype=HALF[0], causal=causal), cuda)
 
 
-def test_more_planes_than_a_grid_axis_holds(cuda):
-    check(PLANES, cuda)
-
-
 def test_tensors_beyond_two_to_the_31(cuda):
     reaches_far(cuda, "hopper")
 
@@ -258,7 +254,3 @@ def test_a_repeated_call_finds_its_tensors_wherever_they_lie(cuda, record_after)
 
 def test_a_graph_replays_on_new_values(cuda):
     replays_on_new_values(cuda, "hopper")
-
-
-def test_it_waits_for_the_stream_it_is_called_on(cuda):
-    waits_for_its_stream(cuda, "hopper")

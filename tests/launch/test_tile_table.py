@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton", reason="kernels need Triton")
 
 import fusedattn as fa
-from fusedattn.launch import tile_table as table
+from fusedattn.launch import tile_table as table, tuned
 from fusedattn.launch.decode import splits
 from fusedattn.launch.hopper_forward import _fastest
 
@@ -39,11 +39,11 @@ def test_every_call_has_tiles_on_every_gpu(rows, backend, gpus):
 
 
 def test_candidates_are_no_tiles_that_calls_take_anyway():
-    for place, tiles in table.CANDIDATES.items():
+    for place, tiles in tuned.CANDIDATES.items():
         assert place in table.TABLE and not {*map(table.same, tiles)} & {*map(table.same, table.TABLE[place])}
-        assert table.candidates(*place) == (*map(table.same, (*table.TABLE[place], *tiles)),)
-        assert table.candidates(*place, "rich") == (*map(table.same, table.tiles_for(*place, "rich")),)
-    assert table.candidates("two_passes", 90, 2, 64) == (None,) and not table.candidates("one_pass", 90, 2, 256)
+        assert tuned.candidates(*place) == (*map(table.same, (*table.TABLE[place], *tiles)),)
+        assert tuned.candidates(*place, "rich") == (*map(table.same, table.tiles_for(*place, "rich")),)
+    assert tuned.candidates("two_passes", 90, 2, 64) == (None,) and not tuned.candidates("one_pass", 90, 2, 256)
 
 
 @pytest.mark.parametrize("registers", [table.REGISTERS, table.CLEANING_REGISTERS])

@@ -18,7 +18,7 @@ from ..inside import fields
 
 GPU, PLACE = torch.device("cuda", 0), ("bfloat16", 128, "plain")
 ABOUT = dict(gpu="NVIDIA H200", capability="90", driver="580.1", torch="2.13.0", triton="3.7.1", fusedattn="1")
-FORWARD, ONE_PASS = (table.candidates(kernel, 90, 2, 128) for kernel in ("forward", "one_pass"))
+FORWARD, ONE_PASS = (tuned.candidates(kernel, 90, 2, 128) for kernel in ("forward", "one_pass"))
 GRID, WAY_BACK = table.HOPPER[128][2], table.BACKWARDS["hopper_bwd"][128][0]
 ROWS = [
     Row("forward", *PLACE, FORWARD[0], dict(full=2.0, causal=1.2)),

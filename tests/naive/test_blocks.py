@@ -1,4 +1,4 @@
-"""Tests blocks of the naive path: they fit a cache, hold only visible keys, and change nothing but rounding."""
+"""Tests numerics of the naive path, and its blocks: they fit a cache, and hold only visible keys."""
 
 import functools
 
@@ -11,7 +11,7 @@ from fusedattn.testing.compare import with_gradients
 
 from .. import cases
 from ..caches import Cached, in_float64, one_by_one
-from ..close import assert_as_good, assert_close
+from ..close import assert_as_good, assert_close, assert_like
 from ..inside import alike as draw
 from ..sequences import attention_varlen, by_sequence
 
@@ -156,3 +156,26 @@ def test_decode_reads_no_further_than_the_lengths(page, computed, monkeypatch):
     eager, oracle = (one_by_one(fa.reference.eager, x)[0].values() for x in (arguments, in_float64(arguments)))
     for each in zip(got, eager, oracle, strict=True):
         assert_as_good(*each)
+
+
+def test_half_precision_is_computed_in_float32():
+    query, key, value = (torch.randn(1, 2, 40, 16).bfloat16() for _ in range(3))
+    wide = fa.reference.attention(query.float(), key.float(), value.float()).bfloat16()
+    assert torch.equal(fa.reference.attention(query, key, value), wide)
+
+
+def test_anomaly_detection_finds_no_nan():
+    """Rows that see no key make no NaN in the backward, not even one that a later step drops."""
+    query, key, value = (torch.randn(1, 1, n, 8, requires_grad=True) for n in (9, 4, 4))
+    with torch.autograd.set_detect_anomaly(True):
+        out, lse = fa.reference.attention(query, key, value, causal=True, return_lse=True)
+        (out.sum() + lse[..., 5:].sum()).backward()
+
+
+@pytest.mark.parametrize("softcap", [1e-320, 1e-45, 1e38])
+def test_a_cap_that_float32_can_hardly_divide_by(softcap):
+    inputs = [torch.randn(2, 2, 9, 8, requires_grad=True) for _ in range(3)]
+    out = fa.reference.attention(*inputs, softcap=softcap)
+    scale = 1e-30 if softcap < 1 else None  # all scores are equal, or none is capped
+    assert_like(out, lambda: fa.reference.eager(*inputs, scale=scale))
+    assert all(x.isfinite().all() for x in torch.autograd.grad(out.sin().sum(), inputs))

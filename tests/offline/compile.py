@@ -18,7 +18,7 @@ import time
 
 import triton
 
-from fusedattn.launch import run, tile_table
+from fusedattn.launch import run, tile_table, tuned
 
 from . import hazards, report as kernels
 from .compiled import ALL, BY_HOPPER, DTYPES, INSTRUCTIONS, ON_HOPPER, SHARED, SMALLEST, Row, compile_row, pool
@@ -180,7 +180,7 @@ def _packed_table(capability):
 
 def _candidate_table():
     """Yield the Rows (kernels to compile) of candidate tiles, which calls use only after `fusedattn tune`."""
-    for (kernel, capability, _, width), tiles in tile_table.CANDIDATES.items():
+    for (kernel, capability, _, width), tiles in tuned.CANDIDATES.items():
         for index, tile in enumerate(tiles, 1):  # an index between the first and the last tile of a row
             yield Row(kernel, capability, "bf16", width, "full", tile, (index, len(tiles) + 2))
 

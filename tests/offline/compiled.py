@@ -21,7 +21,7 @@ from fusedattn.call.options import Call, inputs
 from fusedattn.launch import decode as launch_decode, run as launch, tile_table
 from fusedattn.operators import attention, backward, decode, tangent
 
-from . import absent, flow, fusing, hazards, operands
+from . import absent, flow, hazards, operands
 from .sass import disassemble
 
 SHARED = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}  # bytes of shared memory per block
@@ -119,7 +119,7 @@ class Report(NamedTuple):
     """Report of a compiled kernel: its resources, the instruction counts of its PTX, and its main loop.
 
     loops: one step of each main loop; `loop` is the shortest. asked: numbers of registers after `setmaxnreg`. copied:
-    names of tensor copies. overtaken: findings of `hazards`. fusible: number of findings of `fusing`. disordered:
+    names of tensor copies. overtaken: findings of `hazards`. fusible: number of `operands.fusible`. disordered:
     findings of `operands`. Most are empty if the compiled code was not read.
     """
 
@@ -293,7 +293,7 @@ def compile_row(row, read=False):
         asked=frozenset(map(int, re.findall(r"\bsetmaxnreg\.\S+\s+(\d+)", ptx))),
         copied=frozenset(re.findall(r"\b(?:UTMALDG|UTMASTG|UTMAREDG)\b", sass)),
         overtaken=(*hazards.overwritten(sass), *hazards.unfenced(sass), *hazards.given_back(sass)),
-        fusible=len(fusing.left(ptx)),
+        fusible=len(operands.fusible(ptx)),
         disordered=operands.disordered(asm["ttgir"]),
     )
 

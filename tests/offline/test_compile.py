@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="kernels need Triton")
 
 import triton
 
-from fusedattn.launch import tile_table
+from fusedattn.launch import tile_table, tuned
 
 from ..inside import compiled, only_interpreted, passes_compiled
 from . import compile as offline, compiled as compiling, hazards, operands, report as kernels
@@ -54,7 +54,7 @@ def test_options_of_wide_heads_beside_a_key_mask_spill_nothing(option, monkeypat
 
 @compiled
 def test_a_tile_marked_tma_is_loaded_by_the_copy_engine():
-    row = first("forward")._replace(tile=tile_table.CANDIDATES["forward", 90, 2, 64][0], place=(1, 9))
+    row = first("forward")._replace(tile=tuned.CANDIDATES["forward", 90, 2, 64][0], place=(1, 9))
     found = compiling.compile_row(row)
     assert row.tile.tma and list(offline.faults(row, found)) == []
     by_threads = row._replace(tile=row.tile._replace(tma=False))
@@ -174,7 +174,7 @@ def test_the_committed_table_has_all_tiles():
     committed = kernels.loops(offline.TABLE.read_text())
     assert list(committed) == rows
     forward = [line for line in rows if line.split()[:5] == ["forward", "sm_90", "bf16", "d128", "full"]]
-    assert len(forward) == len(tile_table.candidates("forward", 90, 2, 128))
+    assert len(forward) == len(tuned.candidates("forward", 90, 2, 128))
 
 
 def test_another_triton_may_spill_more_and_have_longer_loops():

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("triton", reason="kernels need Triton")
 
-from . import flow, fusing, hazards
+from . import flow, hazards, operands
 
 
 def code(*lines):
@@ -182,9 +182,10 @@ def test_exponentials_under_a_product_are_counted(step, expected):
 def test_additions_that_ptxas_may_fuse():
     product, moved = "mul.f32 %r3, %r1, %r2;", "mov.b32 %r4, %r3;"
     for addition in ("add.f32 %r5, %r3, %r6;", "@%p1 sub.f32 %r5, %r6, %r3;", "add.ftz.f32 \t%r5, %r6, %r4;"):
-        (found,) = fusing.left("\n".join(("\t.loc 1 2 3", product, moved, f"\t{addition}")))
+        (found,) = operands.fusible("\n".join(("\t.loc 1 2 3", product, moved, f"\t{addition}")))
         assert found == addition
     for line in ("add.rn.f32 %r5, %r3, %r6;", "add.f32 %r5, %r6, %r7;", "fma.rn.f32 %r5, %r1, %r2, %r3;"):
-        assert fusing.left(f"{product}\n{moved}\n{line}") == []
+        assert operands.fusible(f"{product}\n{moved}\n{line}") == []
     written = "mul.f32 %r3, %r1, %r2;\nex2.approx.f32 %r3, %r3;\nadd.f32 %r5, %r3, %r6;"
-    assert fusing.left(written) == [] and fusing.left("mul.rn.f32 %r3, %r1, %r2;\nadd.f32 %r5, %r3, %r6;") == []
+    assert operands.fusible(written) == []
+    assert operands.fusible("mul.rn.f32 %r3, %r1, %r2;\nadd.f32 %r5, %r3, %r6;") == []

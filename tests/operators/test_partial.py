@@ -1,15 +1,16 @@
-"""Tests that attention to parts of the keys, merged, equals attention to all keys."""
+"""Tests that attention to parts of the keys, merged (also by `fa.merge`), equals attention to all keys."""
 
 from itertools import pairwise
 
 import pytest
 import torch
 
+import fusedattn as fa
 from fusedattn import reference
 from fusedattn.operators import partial
 from fusedattn.testing.tolerance import verdicts
 
-from ..close import assert_ok
+from ..close import assert_like, assert_ok
 from ..inside import TRITON, fields, same
 from ..mistakes import ints
 from ..partial import at_once, by_parts, draw, oracle
@@ -116,3 +117,39 @@ def test_rows_that_see_nothing_stay_empty(backend):
     assert (found["lse"][:, :, :11] == -float("inf")).all() and found["lse"][:, :, 11:].isfinite().all()
     assert (found["out"][:, :, :11] == 0).all() and (found["query"][:, :, :11] == 0).all()
     assert all(x[:, :, 11:].isfinite().all() for x in (found["out"], found["query"]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_two_parts_merge(dtype):
+    shapes = (2, 4, 10, 8), (2, 2, 15, 8), (2, 2, 15, 8)
+    query, key, value = (torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes)
+    mask = torch.rand(2, 1, 10, 15) < 0.6
+    mask[:, :, 0] = mask[:, :, 1, :7] = mask[:, :, 2, 7:] = False  # hidden in both parts, in the first, in the second
+    halves = [
+        fa.attention(query, key[:, :, part], value[:, :, part], mask=mask[..., part], return_lse=True)
+        for part in (slice(0, 7), slice(7, 15))
+    ]
+    got = fa.merge(*halves[0], *halves[1])
+    assert [x.dtype for x in got] == [x.dtype for x in halves[0]]
+    assert (got[0][:, :, 0] == 0).all() and (got[1][:, :, 0] == float("-inf")).all()
+    weights = [torch.randn_like(x) for x in got]
+    weights[1] = weights[1].masked_fill(got[1].isinf(), 0.0)
+
+    def with_gradients(results):
+        return [*results, *torch.autograd.grad(results, (query, key, value), weights)]
+
+    whole = lambda: with_gradients(fa.reference.eager(query, key, value, mask=mask, return_lse=True))  # noqa: E731
+    assert_like(with_gradients(got), whole)
+
+
+def test_gradients_of_first_and_second_order():
+    out_a, out_b = (torch.randn(3, 2, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    lse_a, lse_b = (torch.randn(3, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    assert torch.autograd.gradcheck(fa.merge, (out_a, lse_a, out_b, lse_b))
+    assert torch.autograd.gradgradcheck(fa.merge, (out_a, lse_a, out_b, lse_b))
+
+
+def test_large_log_sums_do_not_overflow():
+    out = torch.ones(1, 1, 1, 2)
+    merged, lse = fa.merge(out, torch.full((1, 1, 1), 3e38), out * 3, torch.full((1, 1, 1), 3e38))
+    assert (merged == 2).all() and (lse == 3e38).all()

@@ -11,12 +11,10 @@ from . import calls
 from .cases import _TOGETHER, dense
 
 STEPS = dict(Sq=260, Sk=400, Hq=1)  # at least as many blocks of rows and of keys as stages
-CANDIDATES = [
-    (place, tile, causal) for place, some in tile_table.CANDIDATES.items() for tile in some for causal in (0, 1)
-]
-FIRST = list({place[0]: (place, some[0], 1) for place, some in tile_table.CANDIDATES.items()}.values())
-BACKWARD = Row("one_pass", "bfloat16", 64, "plain", tile_table.CANDIDATES["one_pass", 90, 2, 64][0])
-FORWARD = Row("forward", "bfloat16", 128, "plain", tile_table.CANDIDATES["forward", 90, 2, 128][0])
+CANDIDATES = [(place, tile, causal) for place, some in tuned.CANDIDATES.items() for tile in some for causal in (0, 1)]
+FIRST = list({place[0]: (place, some[0], 1) for place, some in tuned.CANDIDATES.items()}.values())
+BACKWARD = Row("one_pass", "bfloat16", 64, "plain", tuned.CANDIDATES["one_pass", 90, 2, 64][0])
+FORWARD = Row("forward", "bfloat16", 128, "plain", tuned.CANDIDATES["forward", 90, 2, 128][0])
 # Cases of loads by TMA: sequences that end inside a tile, heads narrower than a tile, grouped heads, and replays
 # with new descriptors.
 LOADED = {

@@ -32,10 +32,7 @@ FAULTS = {
     "a barrier that a warp never reaches": (WARP.format("bar.sync 0;"), "32 threads wait at barrier 0"),
     "a barrier for fewer threads": ("bar.sync 1, 32; // here", "barrier 1 has 64 threads, of 32"),
     "lanes that redux does not name": ("redux.sync.add.s32 %r0, %t, 15; // here", "not the named lanes"),
-    "an index past a table": (
-        "brx.idx %t, all; // here\nall: .branchtargets over, over;\nover:",
-        "past the table",
-    ),
+    "an index past a table": ("brx.idx %t, all; // here\nall: .branchtargets over, over;\nover:", "past the table"),
     "an mbarrier that is none": ("mbarrier.arrive.shared.b64 _, [%smem], 1; // here", "no mbarrier"),
 }
 

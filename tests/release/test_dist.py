@@ -1,5 +1,6 @@
-"""Tests that the source archive and the wheel are reproducible and complete."""
+"""Tests that the source archive and the wheel are reproducible and complete, and of the script that makes .venv."""
 
+import importlib.util
 import re
 import runpy
 import tarfile
@@ -92,3 +93,17 @@ def test_the_changelog_knows_the_version():
     assert sections[0] == ("Unreleased", "")
     assert "dev" in version or sections[1][0] == version
     assert all(date for _, date in sections[1:])
+
+
+@pytest.mark.parametrize(
+    "missing, folders", [({"venv"}, ["here"]), ({"ensurepip"}, []), ({"ensurepip", "pip"}, ["here"])]
+)
+def test_a_python_that_cannot_make_a_venv(missing, folders, tmp_path, monkeypatch):
+    spec = importlib.util.spec_from_file_location("setup_venv", ROOT / ".ci" / "setup_venv.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in missing else spec)
+    monkeypatch.setattr(script.subprocess, "run", lambda command: pytest.fail("it must not be tried"))
+    with pytest.raises(SystemExit, match="^make: python3 cannot make a venv; install it, .*python3-venv$"):
+        script.make_venv("python3", folders)
