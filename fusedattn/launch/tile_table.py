@@ -134,7 +134,7 @@ STORED = "hopper_bwd_ds", "hopper_bwd_wide"  # BACKWARDS that store gradients of
 REPEATABLE = "hopper_bwd_deterministic", *STORED  # deterministic BACKWARDS
 # Kernels that multiply what those of STORED store. After hopper_bwd_wide, hopper_dk also computes dv.
 PRODUCTS = "hopper_dk", "hopper_dq"
-# Limit on the bytes of scores that are stored at a time, of kv heads or of a part of one (`hopper.parts_of`). Two heads,
+# Limit on the bytes of scores stored at a time, of kv heads or of a part of one (`hopper.parts_of`). Two heads,
 # one with its weights, or a query head of packed sequences may take twice as much.
 SCORES_BYTES = 2**29
 ON_HOPPER: dict[str, dict[int, tuple]] = {"hopper": HOPPER} | BACKWARDS
