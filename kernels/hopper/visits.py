@@ -35,7 +35,7 @@ class Lists(NamedTuple):
 
 
 class Program(NamedTuple):
-    """What a program computes: keys of a kv head, from `first` on, their Band, and Lists or ()."""
+    """The work of a program: keys of a kv head, from `first` on, their Band, and Lists or ()."""
 
     kv: span.Plane
     first: gl.tensor
