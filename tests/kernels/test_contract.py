@@ -102,17 +102,26 @@ def test_incoming_gradients_of_hidden_rows_are_ignored(packed, device, backend):
     assert all(torch.equal(a, b) for a, b in zip(grads(nan, seen=True), grads(nan * 0 + 1, seen=True), strict=True))
 
 
-def test_masks_that_hide_everything(device, backend):
+@pytest.mark.parametrize("sink", [None, 0.5, float("-inf")])
+def test_rows_without_a_visible_key(sink, device, backend):
+    """Their lse is the sink, which then gets the gradient of the lse, unless query_mask hides the row."""
     case = Case("all hidden")
     tensors, _ = case.draw(device)
-    for options in (
-        dict(mask=torch.zeros(37, 45, dtype=torch.bool, device=device)),
-        dict(key_mask=torch.zeros(1, 45, dtype=torch.bool, device=device)),
-        dict(query_mask=torch.zeros(1, 37, dtype=torch.bool, device=device)),
+    no_keys = tensors | {name: tensors[name][:, :, :0] for name in ("key", "value")}
+    sinks = {} if sink is None else dict(sinks=torch.full((case.Hq,), sink, device=device))
+    lse = torch.full_like(tensors["lse"], float("-inf") if sink is None else sink)
+    for given, options in (
+        (tensors, dict(mask=torch.zeros(37, 45, dtype=torch.bool, device=device))),
+        (tensors, dict(key_mask=torch.zeros(1, 45, dtype=torch.bool, device=device))),
+        (tensors, dict(query_mask=torch.zeros(1, 37, dtype=torch.bool, device=device))),
+        (no_keys, {}),
     ):
-        got = results(case, device, backend, tensors, options)
+        got = results(case, device, backend, given, options | sinks)
         assert all((got[name] == 0).all() for name in ("out", *INPUTS))
-        assert (got["lse"] == float("-inf")).all()
+        torch.testing.assert_close(got["lse"], lse)
+        if sinks:
+            passed = sink > float("-inf") and "query_mask" not in options
+            torch.testing.assert_close(got["sinks"], tensors["lse"].sum((0, 2)) * passed)
 
 
 EVERYTHING = dict(bias="pairs", softcap=2.0, alibi="own", dropout=0.3, mask="batch", grads="out, lse and weights")
