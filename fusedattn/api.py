@@ -239,11 +239,11 @@ def plan(
     Equal blocks are kept once. If more than 32,765 differ, each block takes 4 bytes.
 
     Args:
-        mask, key_mask, query_mask: as in `attention`, at least one. A call with a plan takes no other masks. mask may
-            also have rank 3, (B, Sq, Sk), for calls of rank 3 and for `MultiHeadAttention`. Or it is a function of
-            the indices (batch, head, query, key) of a pair, 0-d tensors, which returns a 0-d bool tensor, True = may
-            attend, as FlexAttention's mask_mod. `fusedattn.masks` has common ones. `torch.vmap` calls it for half a
-            million pairs at once.
+        mask, key_mask, query_mask: as in `attention`, at least one. A call with a plan takes no other masks. The plan
+            keeps key_mask and query_mask themselves: do not change them later. mask may also have rank 3, (B, Sq, Sk),
+            for calls of rank 3 and for `MultiHeadAttention`. Or it is a function of the indices (batch, head, query,
+            key) of a pair, 0-d tensors, which returns a 0-d bool tensor, True = may attend, as FlexAttention's
+            mask_mod. `fusedattn.masks` has common ones. `torch.vmap` calls it for half a million pairs at once.
         batch, heads, rows, keys: sizes of a mask that is a function; with batch or heads of 1, all share it.
         device: of a mask that is a function; by default that of key_mask or query_mask, or else torch's.
 

@@ -125,7 +125,7 @@ def gather_pages(
         if most > capacity:
             fail(ValueError, "cu_seqlens_k", f"sequences of at most {capacity} keys, to fit into their pages", most)
         if is_known(block_table):
-            starts = torch.arange(block_table.shape[1]) * page
+            starts = torch.arange(block_table.shape[1], device=block_table.device) * page
             check_range("block_table", block_table[starts < cu_seqlens_k.diff()[:, None]], "pages", pages - 1)
     else:
         most = max(0, min(capacity, max_seqlen_k)) if rules.is_int(max_seqlen_k) else capacity
