@@ -16,8 +16,7 @@ pytest.importorskip("triton", reason="kernels need Triton")
 from hypothesis import Phase, given, seed, settings
 
 from .conftest import in_threads
-from .fuzz.__main__ import QUIET
-from .fuzz.kinds import KINDS
+from .fuzz.__main__ import KINDS, QUIET
 from .inside import interpreted
 
 SECONDS, ROUNDS, THREADS = 6.0, 6, 3  # change the first two for a longer run

@@ -7,8 +7,7 @@ pytest.importorskip("triton", reason="kernels need Triton")
 from hypothesis import given, settings
 
 from ..conftest import INTERPRETED
-from .__main__ import QUIET
-from .kinds import KINDS, hold
+from .__main__ import KINDS, QUIET, hold
 
 pytestmark = [
     pytest.mark.skipif(not INTERPRETED, reason="on the CPU kernels need TRITON_INTERPRET=1"),

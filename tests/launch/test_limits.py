@@ -105,9 +105,8 @@ def test_grids_have_one_dimension(two_passes, launched, passes):
         query, key, value = (x.detach().flatten(0, 1) for x in inputs)
         offsets = torch.arange(MANY + 1).int()
         fa.attention_varlen(query, key, value, offsets, offsets, backend="triton")
-    assert {"forward", "weights", "preprocess", "dkdv", "decode", "block_mask", "tile_lists", "fill_slots"} <= {
-        name for name, _ in grids
-    }
+    names = {name for name, _ in grids}
+    assert {"forward", "weights", "preprocess", "dkdv", "decode", "block_mask", "tile_lists", "fill_slots"} <= names
     assert all(y == z == 1 for _, (_, y, z) in grids) and max(x for _, (x, _, _) in grids) >= MANY
 
 

@@ -101,9 +101,7 @@ WRONG = {
         wrong("mask", **dict.fromkeys(MASKS)),
         wrong("cu_seqlens_k", TypeError, cu_seqlens_k=None)
     ],
-    "append": of_values(dict(backend=["naive"], rotary_sin=[None])) + [
-        wrong("key_cache", block_table=None)
-    ],
+    "append": of_values(dict(backend=["naive"], rotary_sin=[None])) + [wrong("key_cache", block_table=None)],
     "decode": of_values(dict(backend=["naive"], added=[-1], left=[-1])) + [
         wrong("key_cache", key_cache=ones(3, 3, 4, D), value_cache=ones(3, 3, 4, DV))
     ],
