@@ -67,8 +67,7 @@ def test_heads_whose_gradients_of_scores_are_stored_at_a_time(packed, width, mon
     """
     monkeypatch.setattr(tile_table, "SCORES_BYTES", 2 * 2 * 128 * (384 if packed else 100))
     fields = dict(B=3, Hq=2, Hkv=1, D=width, Sq=70, Sk=100, backend="hopper", two_passes=True, times=3)
-    fields |= dict(multiprocessors=1) | packed
-    outcome = calls.execute(*dense(("at a time", fields)), HOPPER)
+    outcome = calls.execute(*dense(("at a time", fields | dict(multiprocessors=1) | packed)), HOPPER)
     assert not outcome.wrong(), "\n".join(outcome.wrong())
     names = [x.name for x in outcome.device.launches]
     each = ["stored_backward", *["grad_product"] * 2] if width == 256 else ["wide_backward", *["grad_product"] * 3]
@@ -80,16 +79,13 @@ IN_PARTS = {
     "rows, causal, called again": dict(causal=True, times=3),
     "rows, window, dropout D512": dict(window=(40, 20), dropout=0.3, D=512),
     "rows, top left, slopes": dict(align="top_left", window=(90, 1), alibi="own"),
-    "rows, mask, key mask": dict(mask="heads", key_mask="own"),
     "rows, plan D512": dict(mask="pairs", plan=True, D=512),
     "rows, bias over batch, query mask, sinks": dict(bias="heads", query_mask="own", sinks=True, B=2),
-    "rows, bias, slopes, dropout, softcap D320": dict(
-        bias="pairs", alibi="own", dropout=0.2, softcap=5.0, D=320, Dv=512
-    ),
+    "rows, four options D320": dict(bias="pairs", alibi="own", dropout=0.2, softcap=5.0, D=320, Dv=512),
     "heads, causal, called again": PACKED | dict(causal=True, times=3),
-    "heads, mask, key mask D512": PACKED | dict(mask="heads", key_mask="own", D=512),
+    "heads, mask, key mask": PACKED | dict(mask="heads", key_mask="own"),
     "heads, slopes, sinks": PACKED | dict(alibi="own", sinks=True, causal=True),
-    "heads, bias over batch": PACKED | dict(bias="heads", window=(40, 20)),
+    "heads, bias over batch D512": PACKED | dict(bias="heads", window=(40, 20), D=512),
 }
 
 
