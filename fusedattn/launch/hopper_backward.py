@@ -1,4 +1,4 @@
-"""Launches the Hopper backwards. `form` is the tile of a backward kernel, `p` a `backward._Pass`."""
+"""Launches the Hopper backwards. `form` is the tile of a backward kernel, `p` the `_Pass` that backward.py makes."""
 
 import torch
 from torch import Tensor
