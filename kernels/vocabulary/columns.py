@@ -90,8 +90,8 @@ def zeros(ROWS: tl.constexpr, D: tl.constexpr, dtype: tl.constexpr):
 @triton.jit
 def _plus(x, a, b, spec: tl.constexpr, dtype: tl.constexpr, APART: tl.constexpr):
     """Return x + a @ b, a sum of its own if APART; x may be None."""
-    if APART and x is not None:  # Triton would turn an addition into a running sum
-        return tl.fma(tl.dot(a, b, input_precision=spec.PRECISION, out_dtype=dtype), 1.0, x)
+    if APART and x is not None:  # if not opaque, Triton would turn the addition into a running sum
+        return memory.opaque(tl.dot(a, b, input_precision=spec.PRECISION, out_dtype=dtype)) + x
     else:
         return tl.dot(a, b, x, input_precision=spec.PRECISION, out_dtype=dtype)
 
