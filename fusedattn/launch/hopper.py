@@ -302,7 +302,8 @@ def parts_of(call: Call) -> list[dict[str, slice]]:
     if size <= tile_table.SCORES_BYTES:
         return [{}]
     if call.cu_seqlens_q is not None:
-        return [{"H": slice(n, None, group)} if group > 1 else {} for n in range(group)]
+        divided = group > 1 and call.seed is None  # dropout counts the heads of a call
+        return [{"H": slice(n, None, group)} for n in range(group)] if divided else [{}]
     block, length = 2 * tile_table.WARPGROUP_ROWS, call.query.shape[2]
     most = max(1, tile_table.SCORES_BYTES // (size // padded * block)) * block
     each = cdiv(cdiv(length, cdiv(length, most)), block) * block
@@ -319,8 +320,7 @@ def stored_limits(call: Call) -> list[str]:
     if call.cu_seqlens_q is None:
         return []
     ((group, *_), size), most = scores_of_a_head(call), 2 * tile_table.SCORES_BYTES // buffers_of(call)
-    if call.seed is None:  # which counts the heads of a call
-        size //= group
+    size //= group if call.seed is None else 1
     if size <= most:
         return []
     return [f"gradients of scores of a head take {size >> 20} MiB, and it stores no more than {most >> 20}"]

@@ -84,6 +84,7 @@ IN_PARTS = {
     "rows, four options D320": dict(bias="pairs", alibi="own", dropout=0.2, softcap=5.0, D=320, Dv=512),
     "heads, causal, called again": PACKED | dict(causal=True, times=3),
     "heads, mask, key mask": PACKED | dict(mask="heads", key_mask="own"),
+    "whole, dropout": PACKED | dict(dropout=0.3),  # which counts the heads of a call
     "heads, slopes, sinks": PACKED | dict(alibi="own", sinks=True, causal=True),
     "heads, bias over batch D512": PACKED | dict(bias="heads", window=(40, 20), D=512),
 }
@@ -99,7 +100,10 @@ def test_parts_whose_gradients_of_scores_are_stored_at_a_time(name, monkeypatch)
     outcome = calls.execute(*dense((name, fields)), HOPPER)
     assert not outcome.wrong(), "\n".join(outcome.wrong())
     names = [x.name for x in outcome.device.launches]
-    assert names.count("stored_backward") + names.count("wide_backward") == (2 if "lengths" in fields else 3)
+    assert (
+        names.count("stored_backward") + names.count("wide_backward")
+        == {"rows": 3, "heads": 2, "whole": 1}[name.split(",")[0]]
+    )
 
 
 @pytest.mark.parametrize("plan", [False, True])
