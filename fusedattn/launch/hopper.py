@@ -295,8 +295,8 @@ def buffers_of(call: Call) -> int:
 def parts_of(call: Call) -> list[dict[str, slice]]:
     """Return the parts of a call, slices for letters of Dims, whose gradients of scores are stored one after another.
 
-    They are query heads, one for each key head, if sequences are packed, otherwise rows from multiples of 128 on. [{}]
-    is the whole call, whose gradients fit.
+    A part of packed sequences has one query head of each key head. Other parts have some rows, from a multiple of 128
+    on. [{}] is the whole call: its gradients fit, or it cannot be divided.
     """
     (group, _, _, padded), size = scores_of_a_head(call)
     if size <= tile_table.SCORES_BYTES:
