@@ -88,29 +88,24 @@ def zeros(ROWS: tl.constexpr, D: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def _plus(x, a, b, spec: tl.constexpr, dtype: tl.constexpr, APART: tl.constexpr):
-    """Return x + a @ b, a sum of its own if APART; x may be None."""
-    if APART and x is not None:  # if not opaque, Triton would turn the addition into a running sum
-        return memory.opaque(tl.dot(a, b, input_precision=spec.PRECISION, out_dtype=dtype)) + x
-    else:
-        return tl.dot(a, b, x, input_precision=spec.PRECISION, out_dtype=dtype)
-
-
-@triton.jit
 def dot(a, b, D: tl.constexpr, spec: tl.constexpr, dtype: tl.constexpr, x=None):
     """Return a @ b.T, summed over D columns, plus x unless None."""
-    # Wide float32 is summed over some columns at a time: one running sum of 512 has up to twice the error.
-    WIDE: tl.constexpr = D > PART and spec.PRECISION == "ieee"
     if len(a.tiles) > 0 or len(b.tiles) > 0:
         for n in tl.static_range(count(D)):
-            left, right = _tile(a, n, D), _tile(b, n, D).T
-            x = _plus(x, left, right, spec, dtype, WIDE and left.dtype.primitive_bitwidth >= 32)
+            x = tl.dot(_tile(a, n, D), _tile(b, n, D).T, x, input_precision=spec.PRECISION, out_dtype=dtype)
     else:
-        APART: tl.constexpr = WIDE and a.matrix.base.dtype.scalar.element_ty.primitive_bitwidth >= 32
-        WIDTH: tl.constexpr = 128 if APART else PART
         x = tl.zeros([a.rows.shape[0], b.rows.shape[0]], dtype) if x is None else x
+        # Sums of float32 are of a few columns each, added up: one running sum of 512 has up to twice the error.
+        APART: tl.constexpr = (
+            spec.PRECISION == "ieee" and a.matrix.base.dtype.scalar.element_ty.primitive_bitwidth >= 32
+        )
+        WIDTH: tl.constexpr = 128 if APART else PART
         for at in tl.range(0, D, WIDTH):
-            x = _plus(x, _chunk(a, at, D, WIDTH), _chunk(b, at, D, WIDTH).T, spec, dtype, APART)
+            left, right = _chunk(a, at, D, WIDTH), _chunk(b, at, D, WIDTH).T
+            if APART:  # Triton would turn an addition into a running sum
+                x = tl.fma(tl.dot(left, right, input_precision="ieee", out_dtype=dtype), 1.0, x)
+            else:
+                x = tl.dot(left, right, x, input_precision=spec.PRECISION, out_dtype=dtype)
     return x
 
 
