@@ -49,7 +49,7 @@ def _rules(p, words):
 
 
 def _result(call, grad, columns):
-    """Return the argument for a gradient: a descriptor, or a View if it is float32, of a part of the keys or rows."""
+    """Return the argument for a gradient: a descriptor, or a View if it is float32, as that of a part of a call is."""
     if grad.dtype == torch.float32:
         return arguments.of(grad)
     return descriptor(grad, EACH, columns, call.cu_seqlens_q is not None)
@@ -180,11 +180,11 @@ def _product(call, factor, others, grad, of_key, scale, form, multiprocessors):
 def _part(p, part):
     """Return the _Pass of one of `hopper.parts_of` its call."""
     call, is_of_rows = p.call, _are_rows(p.call)
-    rows = part.get("Q", slice(0, call.query.shape[2]))
-    of_blocks = slice(rows.start // blocks.BLOCK, cdiv(rows.stop, blocks.BLOCK))
-    tensors = [sliced(name, getattr(call, name), q=of_blocks, **part) for name in TENSORS]
-    some = with_tensors(call, tensors)._replace(partial=True)
-    if "Q" in part:
+    rows, slices = part.get("Q"), part
+    if rows is not None:
+        slices = part | dict(q=slice(rows.start // blocks.BLOCK, cdiv(rows.stop, blocks.BLOCK)))
+    some = with_tensors(call, [sliced(name, getattr(call, name), **slices) for name in TENSORS])
+    if rows is not None:
         origin = Origin(*call.origin or (0, 0, 0, 0, call.query.shape[1]))
         shift = origin.shift + (rows.start if call.top_left else rows.stop - call.query.shape[2])
         some = some._replace(origin=[*origin._replace(shift=shift, row=origin.row + rows.start)])
@@ -206,27 +206,27 @@ def launch_stored(name, p, grads, form):
         shown = call if hopper.buffers_of(call) == 1 else _with_real("value", real, p, device, kind)
         p, totals = p._replace(call=shown), {}
         if parts == [{}]:
-            _launch_part(name, p, real.key, words, grads, form)
+            _launch_part(name, kind, p, real.key, words, grads, form)
             return
         for part in parts:
             found = {x: torch.empty_like(grads[x], dtype=torch.float32) for x in ("key", "value")}
             of_query = sliced("query", grads["query"], **part)
-            _launch_part(name, _part(p, part), real.key, words, found | dict(query=of_query), form)
+            _launch_part(name, kind, _part(p, part), real.key, words, found | dict(query=of_query), form)
             totals = {x: totals[x].add_(found[x]) for x in found} if totals else found
         for x, total in totals.items():
             grads[x].copy_(total)
 
 
-def _launch_part(name, p, key, words, grads, form):
+def _launch_part(name, kind, p, key, words, grads, form):
     """Launch the kernels of `launch_stored` for a call or a part of it, some heads at a time.
 
-    key: that of the call, with 0 in hidden rows. words: of its mask, by `transpose_words`.
+    kind: of the whole call. key: that of the call, with 0 in hidden rows. words: of its mask, by `transpose_words`.
     """
     call, device = p.call, run.device_of(p.call.query)
     multiprocessors = run.multiprocessors(device)
     (scores, weights), tile, (batch, heads, *_) = new_scores(call), form._replace(rows=form.keys), call.key.shape
     at_a_time, several = heads_at_a_time(call), call.left is call.right is call.cu_seqlens_q is call.block_mask is None
-    options = OPTIONS | dict(device=device, kind=run.kind_of(name, call))
+    options = OPTIONS | dict(device=device, kind=kind)
     by_keys, by_rows = blocks.walks(call, tile, by_keys=True), blocks.walks(call, tile)
     first = _stored(p, words, scores, weights, grads["value"], form, multiprocessors)
     launches = [(name, first | by_keys, 1)]
