@@ -25,6 +25,7 @@ def append(
     k = turning.load(memory.matrix(K, plane), rows, exists, rotary, at, positions, spec)
     v = memory.load(memory.matrix(V, plane), rows, exists, spec.DV)
     keys = paging.matrix(cache.K, plane, page[:, None], pages)
-    for n in tl.static_range(len(k.tiles)):
-        memory.store_rows(columns.part(keys, n), lines, exists, k.tiles[n], columns.size(spec.D, n))
+    for n in tl.static_range(columns.count(spec.D)):
+        tile = columns.tile_of(k, n, spec.D)
+        memory.store_rows(columns.part(keys, n), lines, exists, tile, columns.size(spec.D, n))
     memory.store_rows(paging.matrix(cache.V, plane, page[:, None], pages), lines, exists, v, spec.DV)

@@ -66,7 +66,8 @@ def load(m, rows, exists, D: tl.constexpr, first=0, LATER: tl.constexpr = False)
 
 
 @triton.jit
-def _tile(x, n: tl.constexpr, D: tl.constexpr):
+def tile_of(x, n: tl.constexpr, D: tl.constexpr):
+    """Return the tile of part n."""
     if len(x.tiles) > 0:
         return x.tiles[n]
     else:
@@ -92,7 +93,7 @@ def dot(a, b, D: tl.constexpr, spec: tl.constexpr, dtype: tl.constexpr, x=None):
     """Return a @ b.T, summed over D columns, plus x unless None."""
     if len(a.tiles) > 0 or len(b.tiles) > 0:
         for n in tl.static_range(count(D)):
-            x = tl.dot(_tile(a, n, D), _tile(b, n, D).T, x, input_precision=spec.PRECISION, out_dtype=dtype)
+            x = tl.dot(tile_of(a, n, D), tile_of(b, n, D).T, x, input_precision=spec.PRECISION, out_dtype=dtype)
     else:
         x = tl.zeros([a.rows.shape[0], b.rows.shape[0]], dtype) if x is None else x
         # Sums of float32 are of a few columns each, added up: one running sum of 512 has up to twice the error.
@@ -114,7 +115,7 @@ def add(sums, x, b, D: tl.constexpr, spec: tl.constexpr, decay=None):
     """Return the tiles of sums (times decay, unless None) + x @ b; x is rounded to the dtype of b."""
     tiles = ()
     for n in tl.static_range(count(D)):
-        tile = _tile(b, n, D)
+        tile = tile_of(b, n, D)
         w = x.to(tile.dtype)
         total = sums[n] if decay is None else sums[n] * decay
         tiles += (tl.dot(w, tile, total, input_precision=spec.PRECISION, out_dtype=total.dtype),)

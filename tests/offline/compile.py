@@ -214,7 +214,8 @@ def _cache_table(capabilities):
             yield Row(kernel, capability, "bf16", dim, "everything", of("rich")[0], (0, len(of("rich"))))
             single = tile_table.tiles_for(kernel, capability, 4, width)
             for index, tile in enumerate(single if dim != width else single[:1]):
-                yield Row(kernel, capability, "ieee", dim, "pages", tile, (index, len(single)))
+                for variant in ("pages", *["everything"] * (dim != width)):
+                    yield Row(kernel, capability, "ieee", dim, variant, tile, (index, len(single)))
             if width >= 256:
                 yield Row(kernel, capability, "bf16", dim, "pages", of()[-1], (len(of()) - 1, len(of())))
             if width == 128:
