@@ -81,9 +81,14 @@ IN_PARTS = {
     "rows, top left, slopes": dict(align="top_left", window=(90, 1), alibi="own"),
     "rows, plan D512": dict(mask="pairs", plan=True, D=512),
     "rows, bias over batch, query mask, sinks": dict(bias="heads", query_mask="own", sinks=True, B=2),
+    "rows, the first see no key": dict(causal=True, Sk=100, mask="pairs"),
+    "rows, the last alone, bias": dict(bias="pairs", Sq=257),
     "rows, four options D320": dict(bias="pairs", alibi="own", dropout=0.2, softcap=5.0, D=320, Dv=512),
     "heads, causal, called again": PACKED | dict(causal=True, times=3),
     "heads, mask, key mask": PACKED | dict(mask="heads", key_mask="own"),
+    "heads, mask, maximum of more rows than all have": dict(
+        mask="heads", B=3, Sq=200, lengths=((70, 9, 33), (33, 104, 20))
+    ),
     "whole, dropout": PACKED | dict(dropout=0.3),  # which counts the heads of a call
     "heads, slopes, sinks": PACKED | dict(alibi="own", sinks=True, causal=True),
     "heads, bias over batch D512": PACKED | dict(bias="heads", window=(40, 20), D=512),
@@ -94,7 +99,7 @@ IN_PARTS = {
 def test_parts_whose_gradients_of_scores_are_stored_at_a_time(name, monkeypatch):
     """The stored backward is right for 128 rows, or one query head of two, at a time. Such calls are not recorded."""
     fields = dict(Hq=2, Hkv=1, D=256, Sq=300, Sk=200, backend="hopper") | IN_PARTS[name]
-    monkeypatch.setattr(tile_table, "SCORES_BYTES", 128 * (384 if "lengths" in fields else 2 * 200) * 2)
+    monkeypatch.setattr(tile_table, "SCORES_BYTES", 128 * (512 if "lengths" in fields else 2 * fields["Sk"]) * 2)
     outcome = calls.execute(*dense((name, fields)), HOPPER)
     assert not outcome.wrong(), "\n".join(outcome.wrong())
     stored = [x for x in outcome.device.launches if x.name in ("stored_backward", "wide_backward")]
