@@ -18,7 +18,7 @@ from fusedattn.dispatch import backends
 from fusedattn.launch import failures, forward
 
 from ..close import assert_like
-from ..inside import OPTIONS, compiled, draw, learned, leaves, same
+from ..inside import OPTIONS, alike, compiled, draw, learned, leaves, same
 from ..offline import absent
 
 FORWARD, BACKWARD = {"forward"}, {"preprocess", "one_pass", "dkdv", "dq"}
@@ -155,6 +155,21 @@ def test_of_the_kernel_for_hopper_the_universal_one_is_next(failing, monkeypatch
             assert fa.explain(*inputs, **capped).backend == "triton"
     plain, other = (str(x.message) for x in caught)
     assert len(seen) == 3 and "causal, softcap" in other and "softcap" not in plain
+
+
+@compiled
+def test_a_part_that_fails_is_known_by_its_call(failing, tiles):
+    """The universal kernels take a backward in parts whose kernel fails, and its later calls at once."""
+    gpu, tried = failing("compile", PTXASError("ptxas fatal"), {"stored_backward"})
+    tiles("SCORES_BYTES", 2 * 128 * 300)
+    inputs = alike(1, 2, 300, 256, dtype=torch.bfloat16, requires_grad=True)
+    window = dict(window=(200, 0))  # which hides no keys of the first part
+    with gpu, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for kernels in ("hopper_bwd_ds", "dkdv"):
+            assert kernels in str(fa.explain(*inputs, **window))
+            torch.autograd.grad(fa.attention(*inputs, **window), inputs, inputs[0].detach())
+    assert "hopper_bwd_ds" in once(caught) and BACKWARD & {*tried}
 
 
 @compiled
