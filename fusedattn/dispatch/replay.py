@@ -273,6 +273,10 @@ class Replay(Checked):
         if torch.is_grad_enabled() or must_dispatch() or incoming[0] is None or any(compress(need, _ARE_LEARNED)):
             return self._differentiate_slowly(kept, tensors, incoming, out, weights, stats, need)
         grad_out, grad_lse, grad_weights = incoming
+        if self.backend == "hopper":
+            from ..launch import hopper
+
+            grad_out = hopper.readable(grad_out)
         stats = stats.contiguous()
         grad_lse = None if grad_lse is None else grad_lse.to(stats.dtype).contiguous()
         given = *tensors, grad_out, grad_lse, grad_weights, out, weights, stats
