@@ -298,9 +298,10 @@ def tiles(monkeypatch):
 def record_after(monkeypatch):
     """Return a function: record_after(n) records the n-th equal call for replays, record_after(None) no call."""
     from fusedattn.dispatch import replay
+    from fusedattn.operators import repeats
 
     def set_count(n):
-        monkeypatch.setattr(replay, "RECORD_AFTER", sys.maxsize if n is None else n)
+        monkeypatch.setattr(repeats, "RECORD_AFTER", sys.maxsize if n is None else n)
         replay.forget()
 
     return set_count
@@ -370,6 +371,7 @@ def _anew(request, monkeypatch):
     """
     from fusedattn.dispatch import replay
     from fusedattn.launch import failures
+    from fusedattn.operators import repeats
 
     torch.manual_seed(0)
     replay.forget()
@@ -377,4 +379,4 @@ def _anew(request, monkeypatch):
     parameters = getattr(request.node, "callspec", None)
     case = parameters and parameters.params.get("case")
     first = hasattr(case, "name") and not cases.replayed(case)
-    monkeypatch.setattr(replay, "RECORD_AFTER", 2 if first else 1)
+    monkeypatch.setattr(repeats, "RECORD_AFTER", 2 if first else 1)

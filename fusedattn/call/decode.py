@@ -10,7 +10,7 @@ from torch.compiler import is_compiling
 from . import rules
 from .layout import share, span
 from .options import INPUTS, Arguments, Call, differentiated, is_known
-from .private import holds
+from .private import has_storage, holds, storage
 from .rules import check_dtype, check_floating, check_options, check_query_key_value, check_shape, fail, is_size
 
 
@@ -58,6 +58,13 @@ def apart(decode: Decode) -> list[Tensor]:
     new = [x for x in (decode.new_key, decode.new_value) if x is not None]
     overlap = [any(first < last and begin < end for begin, last in caches) for first, end in [span(x) for x in new]]
     return [x.clone() if overlaps else x for x, overlaps in zip(new, overlap, strict=True)]
+
+
+def keys_hold_values(decode: Decode) -> bool:
+    """Return whether the cached values are the first columns of the keys."""
+    key, value = decode.key_cache, decode.value_cache
+    starts = key.storage_offset() == value.storage_offset() and key.stride() == value.stride()
+    return starts and has_storage(key) and has_storage(value) and storage(key) == storage(value)
 
 
 # Functions, not properties: the compiler of torch 2.10 does not trace properties of a NamedTuple.

@@ -19,8 +19,7 @@ PASSES = ("backward", "training", "inference")  # the slowest first; training is
 
 def compile_pass(case: Case, what: str, device: torch.device) -> dict:
     """Compile the kernels of a case for the pass `what`, without a launch, and return the entry for --json."""
-    from ..dispatch import recording
-    from ..launch import forward, hopper, run, tile_table
+    from ..launch import forward, hopper, recording, run, tile_table
     from ..launch.backward import launch_backward
     from ..operators import attention, backward
 

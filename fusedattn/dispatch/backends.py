@@ -138,15 +138,6 @@ def hopper_reasons(device: torch.device | AssumedGPU) -> tuple[str, ...]:
     return () if number == 90 else (f"the GPU has compute capability {number / 10}, not 9.0",)
 
 
-def copies(call: Call, chosen: "Backend") -> bool:
-    """Return whether torch makes copies for the Hopper kernels of a call, or adds up what they compute."""
-    if (call.named and chosen.name == "triton") or hopper_reasons(_device(call)):
-        return False
-    from ..launch import hopper
-
-    return hopper.missing is None and (hopper.is_copied(call) or hopper.adds_up(call))
-
-
 def _failures(call: Call, need_weights: bool, on_hopper: bool, cached: bool = False) -> list[str]:
     """Return [reason why a kernel of a call is known to fail or to be wrong on this machine], or [] if none is."""
     if torch.compiler.is_compiling() or not (failed_kernels or any(x.wrong for x in tuned.of(_device(call)).values())):

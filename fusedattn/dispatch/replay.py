@@ -1,8 +1,8 @@
 """Finds the recording of an earlier call with the same signature, and replays it on new tensors.
 
 Two calls have the same signature if only the addresses and the contents of their tensors differ. Calls under autocast,
-inside torch.compile or with tensor subclasses have no signature: they are checked and prepared each time. On a CPU a
-repeated call only skips its checks.
+inside torch.compile or with tensor subclasses have no signature: they are checked each time, and operators/repeats.py
+repeats their launches. On a CPU a repeated call only skips its checks.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from operator import itemgetter
 from typing import Any
 
 import torch
-from torch import Tensor, float32
+from torch import Tensor
 from torch.compiler import is_compiling
 
 from ..call import options as of_calls
@@ -20,11 +20,10 @@ from ..call.private import TensorGuards, any_autocast, can_guard, can_replay, di
 from ..call.rules import CLASSES, check_flags, checked, in_memory, must_dispatch, plain
 from ..launch import tile_table
 from ..launch.failures import KernelUnavailable, fall_back
-from ..operators import attention, backward, dtensors, schema
+from ..operators import attention, backward, dtensors, repeats, schema
 from . import backends
 
 MAX_KEPT = 1024  # limit on kept signatures; then all are forgotten
-RECORD_AFTER = 2  # record the second call: recording takes as long as a first call, and many signatures never recur
 RECENT = 8  # limit on the Replays in each list of `_recent`, and on the backwards that a Replay keeps
 
 RECORDED = attention.run_triton, attention.run_hopper
@@ -52,6 +51,7 @@ def forget() -> None:
     _known.clear()
     _met.clear()
     _recent.clear()
+    repeats.forget()
 
 
 def attend(arguments: Arguments, return_lse: bool, return_weights: bool, backend: str | None) -> Tensor | Any:
@@ -101,18 +101,6 @@ def _usual(numbers: tuple) -> bool:
     return True
 
 
-def _aligned(tensors: tuple) -> bool:
-    for x in tensors:
-        address = x.data_ptr()
-        if address == 0 or address % 16:
-            return False
-    return True
-
-
-def _precision(tensor: Tensor) -> str | None:
-    return torch.backends.cuda.matmul.fp32_precision if tensor.dtype is float32 else None
-
-
 def _split(tensors: tuple, numbers: tuple) -> tuple[tuple, tuple] | None:
     """Return (tensors that are not None, signature without their properties); None if a call cannot be replayed."""
     # numbers: the arguments that are no tensors, return_lse, return_weights, the named backend and whether autograd
@@ -130,11 +118,11 @@ def _split(tensors: tuple, numbers: tuple) -> tuple[tuple, tuple] | None:
                 return None
             present, there = tuple([x for x in tensors if isinstance(x, Tensor)]), tuple(map(type, tensors))
             break
-    return present, (numbers, kinds, _precision(query), thread_overrides.deterministic, there)
+    return present, (numbers, kinds, repeats.precision(query), thread_overrides.deterministic, there)
 
 
 def _signature(present: tuple, most: tuple) -> tuple | None:
-    if any_autocast() or not _aligned(present):
+    if any_autocast() or not repeats.aligned(present):
         return None
     facts = [(x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.is_inference()) for x in present]
     return (*most, tuple(facts))
@@ -163,7 +151,7 @@ def find(tensors: tuple, numbers: tuple) -> Any:
     present, most = split
     for guards, replay in _recent.get(most, ()):
         if guards.check(*present):
-            return replay if _aligned(present) else None
+            return replay if repeats.aligned(present) else None
     signature = None if must_dispatch() or not in_memory(present) else _signature(present, most)
     replay = None if signature is None else _known.get(signature)
     if replay is not None:
@@ -175,15 +163,20 @@ def learn(tensors: tuple, numbers: tuple, call: Call, chosen: backends.Backend) 
     """Count a plain call. Return a Replay (on a CPU: Checked) of a signature's RECORD_AFTER-th call; otherwise None."""
     recorded = chosen.run in RECORDED
     split = _split(tensors, numbers) if can_replay and (recorded or call.query.device.type == "cpu") else None
-    if split is None or call.query is not tensors[0] or (recorded and backends.copies(call, chosen)):
+    if split is None or call.query is not tensors[0]:
         return None
+    if recorded:
+        from ..launch import run
+
+        if not run.is_launches_alone(call, chosen.name):
+            return None
     present, most = split
     if (signature := _signature(present, most)) is None:
         return None
     if max(len(_known), len(_met)) >= MAX_KEPT:
         forget()
     _met[signature] = _met.get(signature, 0) + 1
-    if _met[signature] < RECORD_AFTER:
+    if _met[signature] < repeats.RECORD_AFTER:
         return None
     _met.pop(signature, None)  # another thread may have removed it
     try:
@@ -193,10 +186,6 @@ def learn(tensors: tuple, numbers: tuple, call: Call, chosen: backends.Backend) 
     _known[signature] = replay
     _remember(present, most, replay)
     return replay
-
-
-def _without_data(tensors) -> list:
-    return [x if x is None else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in tensors]
 
 
 class Checked:
@@ -226,21 +215,18 @@ class Replay(Checked):
     """Recordings of one call signature: its forward, and a backward for each set of gradients that were needed."""
 
     def __init__(self, tensors: tuple, call, numbers: tuple, run):
-        from ..launch import blocks, forward
-        from .recording import Recorder
+        from ..launch import blocks
+        from ..launch.recording import Recorder
 
         super().__init__(tensors, call, numbers, run)
         on_hopper = run is attention.run_hopper
-        self.call = bare = of_calls.with_tensors(call, _without_data(of_calls.tensors(call)))
+        self.call = bare = of_calls.with_tensors(call, repeats.without_data(of_calls.tensors(call)))
         self.backend = "hopper" if on_hopper else "triton"
         return_lse, return_weights, _, grad = numbers[-4:]
         self.save = grad and any(x is not None and x.requires_grad for x in of_calls.inputs(call))
         with Recorder(self.device, of_calls.tensors(bare)) as recorder:
-            new = attention.new_forward(*bare, return_lse, return_weights, self.save, "triton")
-            made = [recorder.make(x) if x.numel() else None for x in new]
             bare = blocks.marked(bare) if self.save else bare
-            out, lse, weights, stats = made
-            forward.launch_forward(out, lse, weights, stats, bare, on_hopper)
+            made = attention.record(recorder, bare, (return_lse, return_weights, self.save, self.backend), on_hopper)
         self.out, self.lse, self.weights, self.stats = map(recorder.number, made)
         self.marks = {name: recorder.number(getattr(bare, name)) for name in _MARKS}
         self.results = [x for x in (self.out, self.lse, self.weights) if x is not None]
@@ -273,19 +259,15 @@ class Replay(Checked):
         if torch.is_grad_enabled() or must_dispatch() or incoming[0] is None or any(compress(need, _ARE_LEARNED)):
             return self._differentiate_slowly(kept, tensors, incoming, out, weights, stats, need)
         grad_out, grad_lse, grad_weights = incoming
-        if self.backend == "hopper":
-            from ..launch import hopper
-
-            grad_out = hopper.readable(grad_out)
-        stats = stats.contiguous()
+        grad_out, stats = backward.readable(grad_out, self.backend), stats.contiguous()
         grad_lse = None if grad_lse is None else grad_lse.to(stats.dtype).contiguous()
         given = *tensors, grad_out, grad_lse, grad_weights, out, weights, stats
         there = tuple(x for x in given if x is not None)
-        if not in_memory(there) or not _aligned(there):
+        if not in_memory(there) or not repeats.aligned(there):
             return self._differentiate_slowly(kept, tensors, incoming, out, weights, stats, need)
         # Saved-tensor hooks may have changed strides or device.
         facts = tuple(None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in given)
-        settings = _precision(out), torch.are_deterministic_algorithms_enabled()
+        settings = repeats.precision(out), torch.are_deterministic_algorithms_enabled()
         recorded = self.backwards.get(wanted := (need, facts, *settings))
         if recorded is None:
             schema.check_saved(self.facts, schema.facts(kept.values()))
@@ -310,25 +292,22 @@ class Replay(Checked):
         # present: the saved tensors and, before the output, its gradient, the only incoming one. need: of all inputs.
         if torch.is_grad_enabled() or must_dispatch():
             return None
-        settings = need, _precision(present[0]), torch.are_deterministic_algorithms_enabled()
+        settings = need, repeats.precision(present[0]), torch.are_deterministic_algorithms_enabled()
         for known, guards, recording, places in self.recent:
-            if known == settings and guards.check(*present) and _aligned(present):
+            if known == settings and guards.check(*present) and repeats.aligned(present):
                 made = recording.run(present)
                 return [None if place is None else made[place] for place in places]
         return None
 
     def _backward(self, given, need):
         """Record a backward: return the Recording, and the index of each input's gradient in the result of `run`."""
-        from ..launch.backward import launch_backward
-        from .recording import Recorder
+        from ..launch.recording import Recorder
 
-        bare = _without_data(given)
+        bare = repeats.without_data(given)
         *incoming, out, weights, stats = bare[len(TENSORS) :]
         call = of_calls.with_tensors(self.call, bare[: len(TENSORS)])
         with Recorder(self.device, [x for x in bare if x is not None]) as recorder:
-            grads = backward.new_backward(*incoming, out, weights, stats, *call, "triton", need)
-            made = [recorder.make(x) if x.numel() else None for x in grads]
-            launch_backward(made, *incoming, out, weights, stats, call, self.backend)
+            made = backward.record(recorder, incoming, out, weights, stats, call, self.backend, need)
         places = [recorder.number(x) if needed else None for x, needed in zip(made, need, strict=True)]
         return recorder.recording(), places
 

@@ -1,1 +1,1 @@
-"""Launches kernels: tries tiles, makes arguments, keeps failures. Triton is imported here and in dispatch.recording."""
+"""Launches kernels: tries tiles, makes arguments, keeps failures. Triton is imported here."""

@@ -83,9 +83,9 @@ def reasons_not_on_hopper(call: Call, need, backend: str) -> list[str]:
 
 def passes(call: Call, need, backend: str = "triton", by_tma: tuple | None = ()) -> tuple[str, ...]:
     """Return the names of a backward's kernels, in order. need: for each of INPUTS, whether its gradient is needed."""
-    # by_tma: gradients that a Hopper kernel would write by TMA; None if it lacks one that comes in. A Hopper kernel runs
-    # if it is chosen (`run.is_to_take`) and supports the call. Otherwise one_pass runs if dq may be summed in any order
-    # and no other gradient is summed by row. Otherwise dq and dkdv run; both are deterministic.
+    # by_tma: gradients that a Hopper kernel would read or write by TMA; None if it does not support one of them. A
+    # Hopper kernel runs if it is chosen (`run.is_to_take`) and supports the call. Otherwise one_pass runs if dq may be
+    # summed in any order and no other gradient is summed by row. Otherwise dq and dkdv run; both are deterministic.
     needed = dict(zip(INPUTS, need, strict=True))
     where = _bias_sum(call) if needed["bias"] else None
     by_rows = any(_by_row(needed, where).values())
@@ -209,17 +209,14 @@ def _add_up(p, by_row, by_key, grads):
 def launch_backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats, call: Call, backend: str):
     """Compute the backward of a Call into `grads`, a tensor for each of INPUTS, or None if not needed."""
     grads = dict(zip(INPUTS, grads, strict=True))
-    by_tma = (grads["query"], grads["key"], grads["value"]) if grad_weights is None else None
+    by_tma = (grad_out, grads["query"], grads["key"], grads["value"]) if grad_weights is None else None
     names = passes(call, [x is not None for x in grads.values()], backend, by_tma)
     special = next((name for name in names if name in tile_table.ON_HOPPER), None)
     original = dict(grads)
-    if special is not None:
-        is_copied, is_read = hopper.is_copied(call), hopper.reachable(grad_out)  # that of a sum has strides of 0
-        assert is_read and not is_copied or not run.is_replayed(), "what is recorded are launches: copies would be lost"
-        grad_out = hopper.readable(grad_out)
-        if is_copied:
-            call = hopper.all_readable(call)
-            grads |= {name: hopper.writable(grads[name]) for name in ("query", "key", "value")}
+    if special is not None and hopper.is_copied(call):
+        assert not run.is_replayed(), "what is recorded are launches: copies would be lost"
+        call, grad_out = hopper.all_readable(call), hopper.readable(grad_out)
+        grads |= {name: hopper.writable(grads[name]) for name in ("query", "key", "value")}
     bulk = "one_pass" in names and any(tile.bulk for tile in run.candidates("one_pass", call))
     call = call if special is None else arguments.bounded(call)
     call = blocks.marked(call) if arguments.hides(call) else call
@@ -238,7 +235,7 @@ def launch_backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats
         if call.cu_seqlens_q is None:
             query_sums = stats.new_empty((batch, heads, cdiv(length, rows) * rows, columns))
         else:  # each sequence has whole blocks (`span.padded`)
-            query_sums = stats.new_zeros((batch, heads, arguments.slots(call, form.rows) * form.rows, columns))
+            query_sums = run.full(stats, (batch, heads, arguments.slots(call, form.rows) * form.rows, columns), 0.0)
     elif "postprocess" in names:
         # Sum into the gradient itself if it has the dtype of sums, unless TMA adds, which needs aligned rows.
         width = call.query.shape[3]

@@ -1,5 +1,6 @@
 """Launches the kernels that make block masks, lists of tiles to visit, and the layout of packed sequences."""
 
+import functools
 import math
 
 import torch
@@ -52,7 +53,7 @@ def block_mask(mask, key_mask, query_mask, bias, lengths):
 
 def packed_sequences(lengths, block, by_keys=False, count=0, used=None):
     """Return Sequences with `count` slots for blocks of rows or keys. A tensor `used` gets the number of used ones."""
-    batch, new = lengths.cu_seqlens_q.shape[0] - 1, lengths.cu_seqlens_q.new_full
+    batch, new = lengths.cu_seqlens_q.shape[0] - 1, functools.partial(run.full, lengths.cu_seqlens_q)
     sequences = Sequences(new((count, 2), -1) if count else None, new((batch, 4), 0))
     most_q = lengths.rows if lengths.max_seqlen_q is None else lengths.max_seqlen_q
     most_k = lengths.keys if lengths.max_seqlen_k is None else lengths.max_seqlen_k

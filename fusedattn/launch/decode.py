@@ -5,7 +5,7 @@ from typing import Any
 
 from triton import cdiv
 
-from ..call.decode import Decode, apart, capacity_of
+from ..call.decode import Decode, capacity_of, keys_hold_values
 from ..kernels.vocabulary.columns import alike
 from ..kernels.vocabulary.pages import Cache
 from ..kernels.vocabulary.partials import Partials
@@ -28,15 +28,8 @@ def _common(decode: Decode):
     return dict(cache=cache, rotary=rotary, spec=arguments.spec(decode.call)._replace(**of_cache)) | numbers
 
 
-def _keys_hold_values(decode: Decode) -> bool:
-    """Return whether the values are the first columns of the keys, so that the kernel need not load them."""
-    key, value = decode.key_cache, decode.value_cache
-    same = key.data_ptr() == value.data_ptr() != 0 and key.stride() == value.stride()
-    return same and alike.fn(key.shape[3], value.shape[3])
-
-
 def launch_append(decode: Decode):
-    key, value = apart(decode)
+    key, value = decode.new_key, decode.new_value
     batch, heads, added, _ = key.shape
     launched = _common(decode) | dict(K=arguments.of(key), V=arguments.of(value))
     # Fields that the kernel does not read are fixed, so that it is compiled only once.
@@ -99,7 +92,7 @@ def launch_decode(out, lse, decode: Decode):
     launched = _common(decode) | dict(Q=arguments.of(call.query)) | arguments.band(call)
     rules = launched["rules"] = Rules(arguments.masks_of(call), arguments.scored(call), None)
     launched["spec"] = launched["spec"]._replace(BY_THREADS=arguments.by_threads(decode.key_cache))
-    if _keys_hold_values(decode):
+    if keys_hold_values(decode) and alike.fn(decode.key_cache.shape[3], decode.value_cache.shape[3]):
         launched["cache"] = launched["cache"]._replace(V=None)
     del launched["k_len"]
     results = dict(Out=arguments.of(out), Lse=lse if lse.numel() else None)

@@ -123,7 +123,7 @@ def launch_on_hopper(out, lse, stats, call, cached=None):
     assert target is out or not run.is_replayed(), "what is recorded are launches: a copy would be lost"
     launched = _arguments(call, target, lse, stats, pipeline, partials, count, cached)
     with run.surroundings(device):
-        used = None if call.cu_seqlens_q is None else call.cu_seqlens_q.new_zeros(1)
+        used = None if call.cu_seqlens_q is None else run.full(call.cu_seqlens_q, (1,), 0)
         launched |= blocks.walks(call, pipeline, used=used) | dict(used=used)
         registers, *_ = tile_table.REGISTERS[pipeline.warpgroups]
         grid = programs(call, pipeline, count, processors)

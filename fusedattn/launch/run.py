@@ -43,6 +43,22 @@ def device_of(tensor):
     return (thread_overrides.gpu or tensor.device) if recorder is None else recorder.device
 
 
+def full(like, shape, value):
+    """Return a new tensor that is filled with a value, as `like.new_full` does. A replay makes it, too."""
+    if not is_replayed():
+        return like.new_full(shape, value)
+    return current_recorder().make(like.new_empty(shape), value)
+
+
+def is_launches_alone(call, backend) -> bool:
+    """Return whether torch copies nothing for the kernels of a call, and adds up nothing that they compute."""
+    if any(x is not None and not x.is_contiguous() for x in (call.cu_seqlens_q, call.cu_seqlens_k)):
+        return False
+    if (call.named and backend == "triton") or hopper.missing or capability(device_of(call.query)) != 90:
+        return True
+    return not (hopper.is_copied(call) or hopper.adds_up(call))
+
+
 def run_kernel(name, programs, arguments, device, kind=None, last=True, **options):
     """Launch a kernel, or record the launch if this thread has a Recorder. kind: `kind_of` the call, or None."""
     # Raise KernelUnavailable if it does not compile or load, OutOfResources if the tile does not fit and is not the

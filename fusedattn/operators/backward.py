@@ -5,18 +5,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..call import options as of_calls
 from ..call.layout import arrange
-from ..call.options import INPUTS, Call, inputs as inputs_of, wide_dtype
+from ..call.options import INPUTS, TENSORS, Call, inputs as inputs_of, wide_dtype
 from ..call.private import autograd_inside, has_storage, transforms_active
 from ..call.rules import plain
 from ..cpu import run as cpu
 from ..launch import tuned
 from ..launch.failures import failed_kernels
 from ..naive import formula
-from . import rules
+from . import repeats, rules
 from .derived import Formula, derived, double_backward, plus
 from .namespace import OPERATORS, register
-from .schema import BACKWARD, FORWARD, RESULTS, by_kernel, new_dense, run_operator, save, saved
+from .schema import BACKWARD, FORWARD, KERNELS, RESULTS, by_kernel, new_dense, run_operator, save, saved
 from .vmap_rule import vmap_rule
 
 
@@ -47,11 +48,57 @@ def _naive_gradients(grads: Sequence[Tensor], incoming: Sequence[Tensor | None],
         grad.copy_(x)
 
 
+def record(recorder, incoming, out, weights, stats, call, backend, need):
+    """Launch a backward inside a Recorder, and return the gradients of INPUTS, None if not needed."""
+    from ..launch.backward import launch_backward
+
+    grads = new_backward(*incoming, out, weights, stats, *call, "triton", need)
+    made = [recorder.make(x) if x.numel() else None for x in grads]
+    launch_backward(made, *incoming, out, weights, stats, call, backend)
+    return made
+
+
+def readable(grad_out, backend):
+    """Return the gradient of an output, copied if Hopper's kernels cannot read it: that of a sum has strides of 0."""
+    if grad_out is None or backend != "hopper":
+        return grad_out
+    from ..launch import hopper
+
+    return hopper.readable(grad_out)
+
+
+def _repeated(incoming, out, weights, stats, call, backend, need):
+    """Return the gradients by launches of an earlier backward, or None: torch sums those of the learned INPUTS."""
+    if any(needed and name not in ("query", "key", "value") for name, needed in zip(INPUTS, need, strict=True)):
+        return None
+    weights = weights if weights.dim() == 4 else None
+    tensors = *of_calls.tensors(call), *incoming, out, weights, stats
+    kind = "backward", backend, tuple(need), torch.are_deterministic_algorithms_enabled(), repeats.facts(call)
+
+    def launch(recorder, bare):
+        from ..launch import run
+
+        own, (*came, out, weights, stats) = of_calls.with_tensors(call, bare[: len(TENSORS)]), bare[len(TENSORS) :]
+        if came[0] is None or not run.is_launches_alone(own, backend):
+            return None
+        return record(recorder, came, out, weights, stats, own, backend, need)
+
+    return repeats.repeat(kind, tensors, launch)
+
+
 def _compute(incoming, out, weights, stats, call, backend, need):
     """Return the gradients of INPUTS, None or empty if not needed."""
     grad_out, grad_lse, grad_weights = incoming
     if backend == "cpu" and out.numel() and (found := cpu.backward(call, incoming, out, weights, stats, need)):
         return found
+    if backend in KERNELS and out.numel():
+        grad_out, stats = readable(grad_out, backend), stats.contiguous()  # vmap may have expanded stats
+        grad_lse = None if grad_lse is None else grad_lse.to(stats.dtype).contiguous()
+        # If a kernel failed or is wrong, the naive path may have computed the forward, and stats say nothing.
+        known = failed_kernels or any(x.wrong for x in tuned.of(call.query.device).values())
+        came = grad_out, grad_lse, grad_weights
+        if not known and (found := _repeated(came, out, weights, stats, call, backend, need)) is not None:
+            return found
     grads = new_backward(*incoming, out, weights, stats, *call, backend, need)
     if not out.numel():
         for grad in grads:
@@ -64,14 +111,11 @@ def _compute(incoming, out, weights, stats, call, backend, need):
     from ..launch.backward import launch_backward, reasons_not_on_hopper
 
     grad_out = out.new_zeros(()).expand(out.shape) if grad_out is None else grad_out
-    stats = stats.contiguous()  # vmap may have expanded it
-    grad_lse = None if grad_lse is None else grad_lse.to(stats.dtype).contiguous()
 
     def launch():
         names = ["forward", *["weights"] * (weights.dim() == 4)]
-        known = failed_kernels or any(x.wrong for x in tuned.of(call.query.device).values())
         if known and (why := run.failed(call, names)) is not None:
-            raise why  # the forward was computed by the naive path, and there are no stats
+            raise why
         wanted = [grad if grad.numel() else None for grad in grads]
         launch_backward(wanted, grad_out, grad_lse, grad_weights, out, weights, stats, call, backend)
 

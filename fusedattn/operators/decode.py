@@ -2,21 +2,50 @@
 
 import contextlib
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..call.decode import CacheArguments, Decode, capacity, check_gradients, check_sizes, stand_in
+from ..call.decode import (
+    CacheArguments,
+    Decode,
+    apart,
+    capacity,
+    check_gradients,
+    check_sizes,
+    keys_hold_values,
+    stand_in,
+)
 from ..call.layout import dense
-from ..call.options import Call
+from ..call.options import TENSORS, Call, tensors, wide_dtype, with_tensors
 from ..call.private import argument_names, below_autograd, unmapped
 from ..call.rules import fail, plain
 from ..cpu import decode as cpu_decode
 from ..launch import failures
 from ..naive import decode as naive_decode, formula
-from . import flops, rules
+from . import flops, repeats, rules
 from .namespace import OPERATORS, register
 from .schema import DECODE, ROTARY, by_kernel, fill
+
+
+def _repeated(what: tuple, decode: Decode, record: Callable[..., Any]) -> list[Tensor | None] | None:
+    """Repeat the launches of an earlier Decode, as `repeats.repeat` does. record(recorder, Decode without data)."""
+    call, shared = decode.call._replace(key=None, value=None), keys_hold_values(decode)
+    own = decode._replace(call=None, value_cache=None if shared else decode.value_cache, added=None, interleaved=None)
+    columns = decode.value_cache.shape[3]
+    kind = *what, decode.added, decode.interleaved, shared and columns, repeats.facts(call)
+
+    def launch(recorder, bare):
+        given, caches = bare[: len(TENSORS)], Decode(*bare[len(TENSORS) :])
+        value = caches.key_cache[..., :columns] if shared else caches.value_cache
+        keys, values = (stand_in(x, caches.table) for x in (caches.key_cache, value))
+        whole = with_tensors(decode.call, given)._replace(key=keys, value=values)
+        of_call = dict(call=whole, value_cache=value, added=decode.added, interleaved=decode.interleaved)
+        return record(recorder, caches._replace(**of_call))
+
+    return repeats.repeat(kind, (*tensors(call), *own), launch)
 
 
 def _append(decode: Decode, backend: str) -> None:
@@ -25,7 +54,10 @@ def _append(decode: Decode, backend: str) -> None:
         return
     from ..launch.decode import launch_append
 
-    by_kernel(decode.call, [lambda: launch_append(decode)], lambda: naive_decode.append(decode))
+    key, value = apart(decode)
+    decode = decode._replace(new_key=key, new_value=value)
+    if _repeated(("append",), decode, lambda recorder, bare: launch_append(bare) or ()) is None:
+        by_kernel(decode.call, [lambda: launch_append(decode)], lambda: naive_decode.append(decode))
 
 
 def _append_operator(key_cache, value_cache, lengths, table, new_key, new_value, cos, sin, interleaved, named, backend):
@@ -36,7 +68,7 @@ def _append_operator(key_cache, value_cache, lengths, table, new_key, new_value,
 
 def _new(query: Tensor, value_cache: Tensor, need_lse: bool) -> tuple[Tensor, Tensor]:
     """Return uninitialised (out, lse); lse is empty unless needed."""
-    rows, wide = query.shape[:3], torch.promote_types(query.dtype, torch.float32)
+    rows, wide = query.shape[:3], wide_dtype(query.dtype)
     return dense(query, (*rows, value_cache.shape[3])), query.new_empty(rows if need_lse else (0,), dtype=wide)
 
 
@@ -44,18 +76,29 @@ def _attend(decode: Decode, need_lse: bool, backend: str) -> tuple[Tensor, Tenso
     if backend == "cpu":
         out, lse = cpu_decode.attend(decode)
         return out, lse.contiguous() if need_lse else lse.new_empty(0)
-    out, lse = results = _new(decode.call.query, decode.value_cache, need_lse)
-    if out.numel():
-        from ..launch import decode as launch, forward, hopper, run
+    query = decode.call.query
+    if not query.numel() or not decode.value_cache.shape[3]:
+        return _new(query, decode.value_cache, need_lse)
+    from ..launch import decode as launch, forward, hopper, run
 
-        def naive():
-            fill(results, formula.run_padded(naive_decode.dense(decode), need_lse, False))
+    def record(recorder, bare):
+        out, lse = _new(bare.call.query, bare.value_cache, need_lse)
+        launch.launch_decode(recorder.make(out), recorder.make(lse) if need_lse else lse, bare)
+        return [out, lse if need_lse else None]
 
-        launches = [lambda: launch.launch_decode(out, lse, decode)]
-        if backend == "hopper" and run.has_hopper(out) and not hopper.cache_reasons(decode):
-            call, own = naive_decode.rotated_query(decode), lse if need_lse else None
-            launches.insert(0, lambda: forward.launch_on_hopper(out, own, None, call, decode))
-        by_kernel(decode.call, launches, naive)
+    on_hopper = backend == "hopper" and run.has_hopper(query) and not hopper.cache_reasons(decode)
+    if not on_hopper and (found := _repeated(("decode", need_lse), decode, record)) is not None:
+        return found[0], query.new_empty(0, dtype=wide_dtype(query.dtype)) if found[1] is None else found[1]
+    out, lse = results = _new(query, decode.value_cache, need_lse)
+
+    def naive():
+        fill(results, formula.run_padded(naive_decode.dense(decode), need_lse, False))
+
+    launches = [lambda: launch.launch_decode(out, lse, decode)]
+    if on_hopper:
+        call, own = naive_decode.rotated_query(decode), lse if need_lse else None
+        launches.insert(0, lambda: forward.launch_on_hopper(out, own, None, call, decode))
+    by_kernel(decode.call, launches, naive)
     return results
 
 

@@ -17,7 +17,8 @@ from ..naive import partial
 from ..naive.pairs import cast
 from ..naive.partial import INFINITE, LN2
 from . import flops
-from .attention import KERNELS, OPERATORS
+from .namespace import OPERATORS
+from .schema import KERNELS
 
 
 def widened(call: Call) -> Call:

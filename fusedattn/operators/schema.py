@@ -15,6 +15,7 @@ from ..launch.failures import KernelUnavailable, fall_back
 from . import flops
 
 RESULTS = "out", "lse", "weights"  # results with derivatives
+KERNELS = "hopper", "triton"  # backends that launch kernels
 _TYPES: dict[Any, str] = {Tensor: "Tensor", Tensor | None: "Tensor?", bool: "bool", int | None: "SymInt?"}
 _TYPES |= {float: "float", float | None: "float?", Sequence[int] | None: "SymInt[]?"}
 

@@ -18,7 +18,7 @@ from fusedattn.call.options import Arguments
 from fusedattn.call.rules import checked
 from fusedattn.dispatch import replay
 from fusedattn.launch import launcher, tile_table
-from fusedattn.operators import attention
+from fusedattn.operators import attention, repeats
 
 from ..inside import OPTIONS, compiled, draw
 from ..offline import absent
@@ -221,7 +221,7 @@ def test_the_host_takes_little_time():
             inputs = [torch.randn(1, 8, 128, 64).bfloat16().requires_grad_(grads) for _ in range(3)]
             for backend in ("triton", "hopper"):
                 steps[backend, grads] = functools.partial(fa.attention, *inputs, backend=backend)
-                for _ in range(replay.RECORD_AFTER):
+                for _ in range(repeats.RECORD_AFTER):
                     steps[backend, grads]()
         found = []
         for _ in range(3):  # other work may disturb one measurement; a slow path is slow in all

@@ -16,6 +16,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from fusedattn.dispatch import replay
+from fusedattn.operators import repeats
 
 from .. import conftest  # makes the interpreter faster
 from . import cached, held, modules, routes, strategies
@@ -33,7 +34,7 @@ KINDS |= dict.fromkeys(modules.MODULES, (modules.calls, modules.hold, 1))
 def hold(name, call):
     """Check one random call of a kind (`name`); its first or its second execution is recorded for replays."""
     replay.forget()
-    with mock.patch.object(replay, "RECORD_AFTER", 1 + zlib.crc32(repr(call).encode()) % 2):
+    with mock.patch.object(repeats, "RECORD_AFTER", 1 + zlib.crc32(repr(call).encode()) % 2):
         KINDS[name][1](call)
 
 

@@ -16,15 +16,15 @@ from triton.runtime.driver import driver
 
 from ..call.private import EMPTY, current_device, storage
 from ..kernels.vocabulary.memory import View
-from ..launch import launcher, run as launch
+from . import launcher, run as launch
 
 
 class Recording(NamedTuple):
     """Recorded launches, to replay on the caller's tensors and on new ones that `run` allocates.
 
-    made: (shape, strides, dtype) of each new tensor. steps: (function, programs, arguments, views, others) of each
-    launch. A replay replaces arguments by views, (argument index, tensor number, strides), and by others, (argument
-    index, function of all tensors).
+    made: ((shape, strides, dtype), None or the value that fills it) of each new tensor. steps: (function, programs, arguments, views,
+    others) of each launch. A replay replaces arguments by views, (argument index, tensor number, strides), and by
+    others, (argument index, function of all tensors).
     """
 
     device: torch.device
@@ -42,8 +42,8 @@ class Recording(NamedTuple):
 
     def _run(self, given: Sequence) -> list:
         make, tensors = EMPTY[self.kind], [*given]
-        for new in self.made:
-            tensors.append(make(*new))
+        for new, value in self.made:
+            tensors.append(make(*new) if value is None else make(*new).fill_(value))
         stream = None if self.interpreted else driver.active.get_current_stream(self.device.index)
         for run, programs, arguments, views, others in self.steps:
             arguments = arguments.copy()
@@ -78,6 +78,7 @@ class Recorder(contextlib.ExitStack):
         self.steps: list[tuple] = []
         self.tensors = list(given)  # keeps every storage alive, so that none is reused
         self.numbers = {storage(x): number for number, x in enumerate(given) if x is not None}
+        self.values: dict[int, float] = {}  # {number of a new tensor: the value that fills it}
 
     def __enter__(self):
         self.enter_context(launch.surroundings(self.device))
@@ -85,8 +86,10 @@ class Recorder(contextlib.ExitStack):
         launch.recording.recorder = self
         return self
 
-    def make(self, tensor: Tensor) -> Tensor:
-        """Register and return a tensor that each replay must allocate."""
+    def make(self, tensor: Tensor, value: float | None = None) -> Tensor:
+        """Register and return a tensor that each replay must allocate and, unless None, fill with a value."""
+        if value is not None:
+            self.values[len(self.tensors)] = value
         self.numbers[storage(tensor)] = len(self.tensors)
         self.tensors.append(tensor)
         return tensor
@@ -98,7 +101,7 @@ class Recorder(contextlib.ExitStack):
         """Forget the launches and tensors recorded since `position`."""
         steps, tensors = position
         for tensor in self.tensors[tensors:]:
-            del self.numbers[storage(tensor)]
+            self.values.pop(self.numbers.pop(storage(tensor)), None)
         del self.steps[steps:], self.tensors[tensors:]
 
     def number(self, tensor: Tensor | None) -> Any:
@@ -162,5 +165,6 @@ class Recorder(contextlib.ExitStack):
         return placed
 
     def recording(self) -> Recording:
-        made = tuple((tuple(x.shape), x.stride(), x.dtype) for x in self.tensors[self.given :])
+        new = list(enumerate(self.tensors))[self.given :]
+        made = tuple(((tuple(x.shape), x.stride(), x.dtype), self.values.get(number)) for number, x in new)
         return Recording(self.device, self.device.type, launch.interpreting(), made, tuple(self.steps))
