@@ -29,9 +29,8 @@ def _common(decode: Decode):
 
 
 def launch_append(decode: Decode):
-    key, value = decode.new_key, decode.new_value
-    batch, heads, added, _ = key.shape
-    launched = _common(decode) | dict(K=arguments.of(key), V=arguments.of(value))
+    batch, heads, added = decode.lengths.shape[0], decode.key_cache.shape[1], decode.added
+    launched = _common(decode) | dict(K=arguments.of(decode.new_key), V=arguments.of(decode.new_value))
     # Fields that the kernel does not read are fixed, so that it is compiled only once.
     launched["spec"] = launched["spec"]._replace(GROUP=1, TOP_LEFT=False, PRECISION="ieee")
     if batch * heads * added * launched["capacity"]:

@@ -22,9 +22,9 @@ from . import launcher, run as launch
 class Recording(NamedTuple):
     """Recorded launches, to replay on the caller's tensors and on new ones that `run` allocates.
 
-    made: ((shape, strides, dtype), None or the value that fills it) of each new tensor. steps: (function, programs, arguments, views,
-    others) of each launch. A replay replaces arguments by views, (argument index, tensor number, strides), and by
-    others, (argument index, function of all tensors).
+    made: ((shape, strides, dtype), None or the value that fills it) of each new tensor. steps: (function, programs,
+    arguments, views, others) of each launch. A replay replaces arguments by views, (argument index, tensor number,
+    strides), and by others, (argument index, function of all tensors).
     """
 
     device: torch.device

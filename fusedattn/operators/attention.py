@@ -80,9 +80,9 @@ def record(recorder, call, options, on_hopper: bool) -> list[Any]:
     """Launch a forward inside a Recorder, and return its results, None if not needed."""
     from ..launch import forward
 
-    made = [recorder.make(x) if x.numel() else None for x in new_forward(*call, *options)]
-    forward.launch_forward(*made, call, on_hopper)
-    return made
+    out, lse, weights, stats = [recorder.make(x) if x.numel() else None for x in new_forward(*call, *options)]
+    forward.launch_forward(out, lse, weights, stats, call, on_hopper)
+    return [out, lse, weights, stats]
 
 
 def _record(call, options, recorder, tensors):

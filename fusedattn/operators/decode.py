@@ -32,20 +32,21 @@ from .schema import DECODE, ROTARY, by_kernel, fill
 
 def _repeated(what: tuple, decode: Decode, record: Callable[..., Any]) -> list[Tensor | None] | None:
     """Repeat the launches of an earlier Decode, as `repeats.repeat` does. record(recorder, Decode without data)."""
-    call, shared = decode.call._replace(key=None, value=None), keys_hold_values(decode)
-    own = decode._replace(call=None, value_cache=None if shared else decode.value_cache, added=None, interleaved=None)
-    columns = decode.value_cache.shape[3]
+    call, shared, columns = decode.call, keys_hold_values(decode), decode.value_cache.shape[3]
     kind = *what, decode.added, decode.interleaved, shared and columns, repeats.facts(call)
+    own: dict[str, Any] = {name: x for name, x in decode._asdict().items() if isinstance(x, Tensor) or x is None}
+    own |= dict(value_cache=None) if shared else {}
 
     def launch(recorder, bare):
-        given, caches = bare[: len(TENSORS)], Decode(*bare[len(TENSORS) :])
-        value = caches.key_cache[..., :columns] if shared else caches.value_cache
-        keys, values = (stand_in(x, caches.table) for x in (caches.key_cache, value))
-        whole = with_tensors(decode.call, given)._replace(key=keys, value=values)
-        of_call = dict(call=whole, value_cache=value, added=decode.added, interleaved=decode.interleaved)
-        return record(recorder, caches._replace(**of_call))
+        given, caches = bare[: len(TENSORS)], dict(zip(own, bare[len(TENSORS) :], strict=True))
+        key, table = caches["key_cache"], caches["table"]
+        value = key[..., :columns] if shared else caches["value_cache"]
+        whole = with_tensors(call, given)._replace(key=stand_in(key, table), value=stand_in(value, table))
+        return record(recorder, decode._replace(**caches | dict(call=whole, value_cache=value)))
 
-    return repeats.repeat(kind, (*tensors(call), *own), launch)
+    # The key and value of the call are the caches, or have no memory.
+    of_call = [None if name in ("key", "value") else x for name, x in zip(TENSORS, tensors(call), strict=True)]
+    return repeats.repeat(kind, (*of_call, *own.values()), launch)
 
 
 def _append(decode: Decode, backend: str) -> None:
@@ -87,7 +88,8 @@ def _attend(decode: Decode, need_lse: bool, backend: str) -> tuple[Tensor, Tenso
         return [out, lse if need_lse else None]
 
     on_hopper = backend == "hopper" and run.has_hopper(query) and not hopper.cache_reasons(decode)
-    if not on_hopper and (found := _repeated(("decode", need_lse), decode, record)) is not None:
+    found: Any = None if on_hopper else _repeated(("decode", need_lse), decode, record)
+    if found is not None:
         return found[0], query.new_empty(0, dtype=wide_dtype(query.dtype)) if found[1] is None else found[1]
     out, lse = results = _new(query, decode.value_cache, need_lse)
 
