@@ -42,8 +42,9 @@ class Recording(NamedTuple):
 
     def _run(self, given: Sequence) -> list:
         make, tensors = EMPTY[self.kind], [*given]
-        for new, value in self.made:
-            tensors.append(make(*new) if value is None else make(*new).fill_(value))
+        full = functools.partial(torch.full, device=self.device)
+        for (shape, strides, dtype), value in self.made:
+            tensors.append(make(shape, strides, dtype) if value is None else full(shape, value, dtype=dtype))
         stream = None if self.interpreted else driver.active.get_current_stream(self.device.index)
         for run, programs, arguments, views, others in self.steps:
             arguments = arguments.copy()
