@@ -175,6 +175,7 @@ _NOTES = {name: getattr(x, "__metadata__", ()) for name, x in get_type_hints(Cal
 _DIMS = {name: note for name, notes in _NOTES.items() for note in notes if isinstance(note, Dims)}
 TENSORS = tuple(_DIMS)
 INPUTS = tuple(name for name, dims in _DIMS.items() if dims.differentiable)
+ATTENDED = "query", "key", "value"
 DIMS = {name: dims.letters for name, dims in _DIMS.items()}
 # {letter of Dims: names of a Call's tensors with that dimension}
 WITH_DIM = {letter: [name for name, letters in DIMS.items() if letter in letters] for letter in "BHGQKD"}

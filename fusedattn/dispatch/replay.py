@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from ..call import options as of_calls
-from ..call.options import INPUTS, TENSORS, Arguments, Call, Plan, in_full, thread_overrides
+from ..call.options import ATTENDED, INPUTS, TENSORS, Arguments, Call, Plan, in_full, thread_overrides
 from ..call.private import TensorGuards, any_autocast, can_guard, can_replay, dispatch_modes, forward_level
 from ..call.rules import CLASSES, check_flags, checked, in_memory, must_dispatch, plain
 from ..launch import tile_table
@@ -36,8 +36,7 @@ _take_numbers = itemgetter(*(place for place, name in enumerate(Arguments._field
 _NOT_WRITTEN = (None,) * (len(TENSORS) - len(_WRITTEN))
 _SEED = _PLACES["seed"]
 _MARKS = "block_mask", "mask_bits"  # made from the masks of a call, or from a plan
-_ATTENDED = "query", "key", "value"
-_ARE_LEARNED = [name not in _ATTENDED for name in INPUTS]
+_ARE_LEARNED = [name not in ATTENDED for name in INPUTS]
 
 _known: dict[tuple, "Checked"] = {}  # {signature: its Replay or Checked}
 _met: dict[tuple, int] = {}  # {signature that is not recorded yet: number of calls}

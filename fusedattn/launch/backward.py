@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from triton import cdiv
 
-from ..call.options import INPUTS, Call, lengths_of
+from ..call.options import ATTENDED, INPUTS, Call, lengths_of
 from ..call.padding import padding
 from ..kernels.preprocess import Shown
 from ..kernels.vocabulary.gradient import Grads, Incoming
@@ -60,8 +60,8 @@ def _is_deterministic(call):
 
 def _lacks_on_hopper(call, need, kernel):
     lacks = hopper.backward_limits(call) + hopper.unreachable(call)
-    if not (need["query"] and need["key"] and need["value"]):
-        lacks.append("it makes the gradients of query, key and value together, not some of them")
+    if not (need["query"] and (need["key"] or need["value"])):
+        lacks.append("it does not make the gradient of query alone, nor those of key and value alone")
     return lacks + (hopper.stored_limits(call) if kernel in tile_table.STORED else [])
 
 
@@ -209,14 +209,19 @@ def _add_up(p, by_row, by_key, grads):
 def launch_backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats, call: Call, backend: str):
     """Compute the backward of a Call into `grads`, a tensor for each of INPUTS, or None if not needed."""
     grads = dict(zip(INPUTS, grads, strict=True))
-    by_tma = (grad_out, grads["query"], grads["key"], grads["value"]) if grad_weights is None else None
+    attended = [grads[name] for name in ATTENDED if grads[name] is not None]
+    by_tma = (grad_out, *attended) if grad_weights is None else None
     names = passes(call, [x is not None for x in grads.values()], backend, by_tma)
     special = next((name for name in names if name in tile_table.ON_HOPPER), None)
     original = dict(grads)
+    if special is not None:  # its kernels also make a gradient that nobody needs
+        unused = {name: getattr(call, name) for name in ATTENDED if grads[name] is None}
+        wide = torch.float32 if call.partial else call.query.dtype
+        grads |= {name: hopper.writable(torch.empty_like(x, dtype=wide)) for name, x in unused.items()}
     if special is not None and hopper.is_copied(call):
         assert not run.is_replayed(), "what is recorded are launches: copies would be lost"
         call, grad_out = hopper.all_readable(call), hopper.readable(grad_out)
-        grads |= {name: hopper.writable(grads[name]) for name in ("query", "key", "value")}
+        grads |= {name: hopper.writable(grads[name]) for name in ATTENDED}
     bulk = "one_pass" in names and any(tile.bulk for tile in run.candidates("one_pass", call))
     call = call if special is None else arguments.bounded(call)
     call = blocks.marked(call) if arguments.hides(call) else call
@@ -276,5 +281,5 @@ def launch_backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats
         _dbias(p, grads["bias"])
     _add_up(p, by_row, by_key, grads)
     for name, grad in original.items():
-        if grad is not grads[name]:
+        if grad is not None and grad is not grads[name]:
             grad.copy_(grads[name])

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..call import options as of_calls
 from ..call.layout import arrange
-from ..call.options import INPUTS, TENSORS, Call, inputs as inputs_of, wide_dtype
+from ..call.options import ATTENDED, INPUTS, TENSORS, Call, inputs as inputs_of, wide_dtype
 from ..call.private import autograd_inside, has_storage, transforms_active
 from ..call.rules import plain
 from ..cpu import run as cpu
@@ -26,7 +26,7 @@ def new_backward(*arguments):
     call, need = Call(*arguments[BACKWARD.first : BACKWARD.last]), arguments[-1]
     grads = []
     for name, x, needed in zip(INPUTS, inputs_of(call), need, strict=True):
-        wide = wide_dtype(call.query.dtype) if call.partial and name in ("query", "key", "value") else None
+        wide = wide_dtype(call.query.dtype) if call.partial and name in ATTENDED else None
         grads.append(new_dense(x, x.shape, wide) if needed else call.query.new_empty(0))
     return tuple(grads)
 
@@ -69,7 +69,7 @@ def readable(grad_out, backend):
 
 def _repeated(incoming, out, weights, stats, call, backend, need):
     """Return the gradients by launches of an earlier backward, or None: torch sums those of the learned INPUTS."""
-    if any(needed and name not in ("query", "key", "value") for name, needed in zip(INPUTS, need, strict=True)):
+    if any(needed and name not in ATTENDED for name, needed in zip(INPUTS, need, strict=True)):
         return None
     weights = weights if weights.dim() == 4 else None
     tensors = *of_calls.tensors(call), *incoming, out, weights, stats

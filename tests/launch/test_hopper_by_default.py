@@ -153,7 +153,7 @@ ONLY_FORWARD = {  # {why: (inputs, options)}
     "supports 2 of softcap, bias, dropout_p at once": (draw(128), SOFTCAP_DROPOUT | OF_SCORES["bias"]),
     "a bias that is equal for all keys": (draw(128), dict(bias=torch.empty(300, 1, device="meta"))),
     "no tile has memory for bias": (draw(256), dict(bias=torch.empty(300, 304, device="meta")[:, :300])),
-    "not some of them": ([x.requires_grad_(n != 1) for n, x in enumerate(draw(64))], {}),
+    "nor those of key and value alone": ([x.requires_grad_(n > 0) for n, x in enumerate(draw(64))], {}),
     "take 2056 MiB": ([torch.empty(32768, 2, 256, dtype=torch.bfloat16)] * 3, dict.fromkeys(OFFSETS, LONG_SEQUENCE)),
 }
 

@@ -102,6 +102,18 @@ def test_tensors_that_tma_cannot_read_are_copied():
             assert_like(gradients, lambda: torch.autograd.grad(reduce(fa.reference.eager(*inputs)), inputs))  # noqa: B023
 
 
+@pytest.mark.parametrize("width, asked", [(64, "qv"), (128, "qk"), (256, "qv"), (320, "qk")])
+def test_a_gradient_that_nobody_asks_for_is_made_and_dropped(width, asked):
+    inputs = [x.requires_grad_(name in asked) for x, name in zip(_drawn(width=width), "qkv", strict=True)]
+    wanted, incoming = [x for x in inputs if x.requires_grad], torch.randn(1, 1, 70, width, **BF16)
+    with gpu(90) as device:
+        for _ in range(3):  # the last one is replayed
+            gradients = torch.autograd.grad(_attend(*inputs), wanted, incoming)
+            assert_like(gradients, lambda: torch.autograd.grad(fa.reference.eager(*inputs), wanted, incoming))
+    assert {"backward", "stored_backward", "wide_backward"} & {x.name for x in device.launches}
+    assert not {"dq", "dkdv"} & {x.name for x in device.launches}
+
+
 COPIED = {
     "odd sizes": dict(D=100, Dv=61, causal=True, alibi="own", sinks=True, times=3),
     "odd sizes, packed, deterministic": dict(D=61, Dv=100, B=2, lengths=((40, 70), (77, 33)), two_passes=True),
