@@ -214,7 +214,7 @@ ON_HOPPER = tuple(
          "Bias, plane, 0, first", "hopper bias, key mask D256, heads 4:2"),
         ("a bias of other keys from memory", "stored", "block * 0, keys.cols[:, None]",
          "block * 0, keys.cols[:, None] * 0", "hopper bias of keys, key mask D256 fp16"),
-        ("a product not waited for", "products", "        ring.wait(factors.product, 2 * n + g)\n", "", STORED),
+        ("a product not waited for", "products", "            ring.wait(factors.product, 2 * n + g)\n", "", STORED),
     )
 )  # fmt: skip
 # Tangents that lack a term.
