@@ -20,7 +20,7 @@ from ..call.decode import (
 )
 from ..call.layout import dense
 from ..call.options import TENSORS, Call, tensors, wide_dtype, with_tensors
-from ..call.private import argument_names, below_autograd, unmapped
+from ..call.private import argument_names, below_autograd, transforms_active, unmapped
 from ..call.rules import fail, plain
 from ..cpu import decode as cpu_decode
 from ..launch import failures
@@ -176,7 +176,7 @@ run_triton, run_hopper, run_cpu = (functools.partial(_run, backend=name) for nam
 
 def unmappable(decode: Decode) -> list[str]:
     """Return the reasons why the operators cannot take a call under torch.vmap; [] if they can."""
-    if decode.new_key is None or torch.compiler.is_compiling():
+    if decode.new_key is None or torch.compiler.is_compiling() or not transforms_active():
         return []
     if all(unmapped(x) is x for x in decode if isinstance(x, Tensor)):
         return []
