@@ -18,7 +18,7 @@ import torch
 import triton
 
 from fusedattn.call.options import Call, inputs
-from fusedattn.launch import decode as launch_decode, run as launch, tile_table
+from fusedattn.launch import run as launch, tile_table
 from fusedattn.operators import attention, backward, decode, tangent
 
 from . import absent, flow, hazards, operands
@@ -182,7 +182,6 @@ def _everything_but_a_gpu(kernels, row):
             absent.target(row.capability),
             mock.patch.object(launch, "KERNELS", kernels),
             mock.patch.object(launch, "candidates", lambda name, *_: tiles[name]),
-            mock.patch.object(launch_decode, "_keys_hold_values", lambda decode: row.variant == "shared"),
             mock.patch.object(launch, "form_on_hopper", lambda *of: row.tile if in_gluon else form(*of)),
             triton.knobs.compilation.scope(),
             triton.knobs.nvidia.scope(),
@@ -244,8 +243,9 @@ def _call_on_cache(row):
 
     query, new = tensor(BATCH, rows, heads), tensor(BATCH, 32, 1)
     of_value = 128 if row.dim == tile_table.IN_PARTS else tile_table.WIDTHS[-1]
-    pools = [tensor(batch, page or capacity, 1, most) for most in (tile_table.WIDEST_CACHED, of_value)]
-    caches = *pools, _meta(BATCH, dtype=torch.int32), table
+    key, value = (tensor(batch, page or capacity, 1, most) for most in (tile_table.WIDEST_CACHED, of_value))
+    value = key[..., :of_value] if row.variant == "shared" else value
+    caches = key, value, _meta(BATCH, dtype=torch.int32), table
     turning, masks, numbers = (None, None, False), (None,) * 6, (None, 0)
     if row.variant == "everything":
         angles = _meta(capacity, row.dim // 2, dtype=torch.float32)
