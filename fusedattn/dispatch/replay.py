@@ -258,7 +258,7 @@ class Replay(Checked):
         if torch.is_grad_enabled() or must_dispatch() or incoming[0] is None or any(compress(need, _ARE_LEARNED)):
             return self._differentiate_slowly(kept, tensors, incoming, out, weights, stats, need)
         grad_out, grad_lse, grad_weights = incoming
-        grad_out, stats = backward.readable(grad_out, self.backend), stats.contiguous()
+        grad_out, stats = backward.readable(grad_out, self.call, self.backend), stats.contiguous()
         grad_lse = None if grad_lse is None else grad_lse.to(stats.dtype).contiguous()
         given = *tensors, grad_out, grad_lse, grad_weights, out, weights, stats
         there = tuple(x for x in given if x is not None)

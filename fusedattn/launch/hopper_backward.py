@@ -212,7 +212,7 @@ def launch_stored(name, p, grads, form):
             found = {x: torch.empty_like(grads[x], dtype=torch.float32) for x in ("key", "value")}
             of_query = sliced("query", grads["query"], **part)
             _launch_part(name, kind, _part(p, part), real.key, words, found | dict(query=of_query), form)
-            totals = {x: totals[x].add_(found[x]) for x in found} if totals else found
+            totals = {x: totals[x].add_(found.pop(x)) for x in totals} or found  # without a part's sums in the next one
         for x, total in totals.items():
             grads[x].copy_(total)
 

@@ -11,6 +11,7 @@ from triton.runtime.errors import OutOfResources
 
 from ..call.options import BY_HEAD, AssumedGPU, Call, hiding, lengths_of, thread_overrides
 from ..kernels import append, block_mask, combine, dbias, decode, dkdv, dq, forward, preprocess, sequences, tangent
+from ..kernels.vocabulary.columns import PART
 from ..kernels.vocabulary.memory import width
 from ..kernels.weights import weights
 from . import failures, hopper, launcher, tile_table, tuned
@@ -139,18 +140,21 @@ def kind_of(name, call, cached=False):
     small = rows <= tile_table.FEW_ROWS and name in ("forward", "dq", "tangent")
     # A tile of n rows visits n - 1 keys more than one row does. With 128 rows that is over a tenth of a narrow window.
     small = small or (None not in (call.left, call.right) and call.left + 1 + call.right < 10 * 127)
-    return name, device_of(query), query.dtype, widest(call), pressure_of(call), small
+    # Threads load single elements of columns whose number is no multiple of 16. Their addresses take many registers.
+    odd = widest(call) > PART.value and any(x.shape[3] % 16 for x in (query, call.value))
+    return name, device_of(query), query.dtype, widest(call), pressure_of(call), small, odd
 
 
 def candidates(name, call):
     """Return the tiles of a kernel for a call, best first, without tiles known not to fit."""
     kind = kind_of(name, call)
     if (fitting := tile_table.fitting.get(kind)) is None:
-        _, device, dtype, most, pressure, small = kind
+        _, device, dtype, most, pressure, small, odd = kind
         right, wrong, _ = tuned.of(device).get(tuned.place(name, dtype, most, pressure), tuned.Forms())
         table = tile_table.tiles_for(name, capability(device), dtype.itemsize, most, pressure)
         fitting = *right, *(tile for tile in table if tile_table.same(tile) not in (*right, *wrong))
-        fitting = tile_table.fitting[kind] = tile_table.small_enough(fitting) if small else fitting
+        fitting = tile_table.small_enough(fitting) if small else fitting
+        fitting = tile_table.fitting[kind] = fitting[-1:] if odd else fitting
     return fitting
 
 

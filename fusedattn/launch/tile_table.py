@@ -165,7 +165,7 @@ TABLE = {
     ("forward", 80, 2, 64): (Tile(128, 64, 4, 3), Tile(64, 64, 4, 2)),
     ("forward", 80, 2, 128): (Tile(128, 64, 8, 2, spills=12), Tile(64, 32, 4, 2)),  # spills at D = 80
     ("forward", 80, 2, 256): (Tile(64, 64, 8, 2), Tile(64, 32, 8, 2), Tile(32, 32, 4, 2)),
-    # Here and in dk/dv the loop spills a few addresses. Half of the rows would not, but load each key twice as often.
+    # Here and in dk/dv a few addresses spill outside of the loops. Half of the rows would load each key twice as often.
     ("forward", 80, 2, 512): (Tile(64, 32, 8, 2, spills=28), Tile(32, 32, 8, 2), Tile(32, 16, 8, 2)),
     ("forward", 86, 2, 256): (Tile(64, 32, 8, 2), Tile(32, 32, 4, 2)),
     ("forward", 86, 2, 512): (Tile(32, 32, 8, 2), Tile(32, 16, 8, 2)),

@@ -58,13 +58,13 @@ def record(recorder, incoming, out, weights, stats, call, backend, need):
     return made
 
 
-def readable(grad_out, backend):
+def readable(grad_out, call, backend):
     """Return the gradient of an output, copied if Hopper's kernels cannot read it: that of a sum has strides of 0."""
-    if grad_out is None or backend != "hopper":
+    if grad_out is None or (call.named and backend == "triton"):
         return grad_out
-    from ..launch import hopper
+    from ..launch import hopper, run
 
-    return hopper.readable(grad_out)
+    return hopper.readable(grad_out) if run.capability(run.device_of(grad_out)) == 90 else grad_out
 
 
 def _repeated(incoming, out, weights, stats, call, backend, need):
@@ -92,7 +92,7 @@ def _compute(incoming, out, weights, stats, call, backend, need):
     if backend == "cpu" and out.numel() and (found := cpu.backward(call, incoming, out, weights, stats, need)):
         return found
     if backend in KERNELS and out.numel():
-        grad_out, stats = readable(grad_out, backend), stats.contiguous()  # vmap may have expanded stats
+        grad_out, stats = readable(grad_out, call, backend), stats.contiguous()  # vmap may have expanded stats
         grad_lse = None if grad_lse is None else grad_lse.to(stats.dtype).contiguous()
         # If a kernel failed or is wrong, the naive path may have computed the forward, and stats say nothing.
         known = failed_kernels or any(x.wrong for x in tuned.of(call.query.device).values())

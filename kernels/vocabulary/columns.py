@@ -8,6 +8,7 @@ import triton.language as tl
 from . import memory, softmax
 
 PART = tl.constexpr(256)
+LEAST = tl.constexpr(64)  # columns of a later part: with 16 or 32, eight warps keep each sum more than once, and spill
 
 
 class Columns(NamedTuple):
@@ -30,16 +31,22 @@ def size(D, n):
 
 
 @triton.constexpr_function
+def width(D, n):
+    """Return the width of a tile of part n, a power of two."""
+    return max(triton.next_power_of_2(min(D - n * PART.value, PART.value)), LEAST.value if n > 0 else 16)
+
+
+@triton.constexpr_function
 def alike(D, DV):
     """Return whether tiles of DV columns have the shapes of the first tiles of D columns."""
-    widths = [[memory.width.fn(size.fn(x, n)) for n in range(count.fn(x))] for x in (D, DV)]
+    widths = [[width.fn(x, n) for n in range(count.fn(x))] for x in (D, DV)]
     return widths[0][: len(widths[1])] == widths[1]
 
 
 @triton.jit
 def indices(D: tl.constexpr, n: tl.constexpr):
     """Return the column numbers [1, width] of part n."""
-    c = tl.arange(0, memory.width(size(D, n)))[None, :]
+    c = tl.arange(0, width(D, n))[None, :]
     return c if n == 0 else c + n * PART
 
 
@@ -61,7 +68,7 @@ def load(m, rows, exists, D: tl.constexpr, first=0, LATER: tl.constexpr = False)
     else:
         tiles = ()
         for n in tl.static_range(count(D)):
-            tiles += (memory.load(part(m, n), rows, exists, size(D, n), first),)
+            tiles += (memory.load(part(m, n), rows, exists, size(D, n), first, width(D, n)),)
         return Columns(tiles, (), (), ())
 
 
@@ -71,7 +78,7 @@ def tile_of(x, n: tl.constexpr, D: tl.constexpr):
     if len(x.tiles) > 0:
         return x.tiles[n]
     else:
-        return memory.load(part(x.matrix, n), x.rows, x.exists, size(D, n))
+        return memory.load(part(x.matrix, n), x.rows, x.exists, size(D, n), 0, width(D, n))
 
 
 @triton.jit
@@ -84,7 +91,7 @@ def _chunk(x, at, D: tl.constexpr, WIDTH: tl.constexpr):
 def zeros(ROWS: tl.constexpr, D: tl.constexpr, dtype: tl.constexpr):
     tiles = ()
     for n in tl.static_range(count(D)):
-        tiles += (tl.zeros([ROWS, memory.width(size(D, n))], dtype),)
+        tiles += (tl.zeros([ROWS, width(D, n)], dtype),)
     return tiles
 
 

@@ -107,34 +107,33 @@ def table(base, plane, n, COLUMNS: tl.constexpr, BY_KEYS: tl.constexpr = False):
 
 
 @triton.jit
-def load(m, rows, exists, D: tl.constexpr, first=0):
-    """Load a [rows, width(D)] tile; zeros past column D and where `exists` is False (None if all rows exist)."""
+def load(m, rows, exists, D: tl.constexpr, first=0, WIDTH: tl.constexpr = None):
+    """Load a [rows, WIDTH or width(D)] tile; 0 past column D and where `exists` is False (None if all rows exist)."""
     # A Described matrix is read from row `first` on, whatever `rows` says; its missing rows must lie past the end.
-    r, c = rows[:, None], tl.arange(0, width(D))[None, :]
+    ALL: tl.constexpr = width(D) if WIDTH is None else WIDTH
+    r, c = rows[:, None], tl.arange(0, ALL)[None, :]
     if isinstance(m.base, tl.tensor_descriptor):
-        tile = m.base.load([m.batch, m.head, m.row + first, 0]).reshape([rows.shape[0], width(D)])
+        tile = m.base.load([m.batch, m.head, m.row + first, 0]).reshape([rows.shape[0], ALL])
         return tile if exists is None or len(m.packed) == 0 else tl.where(exists[:, None], tile, 0.0)
-    elif exists is None and width(D) == D:
+    elif exists is None and ALL == D:
         return tl.load(pointers(m, r, c))
     elif exists is None:
         return tl.load(pointers(m, r, c), mask=c < D, other=0.0)
     else:
-        return tl.load(
-            pointers(m, r, c), mask=exists[:, None] if width(D) == D else exists[:, None] & (c < D), other=0.0
-        )
+        return tl.load(pointers(m, r, c), mask=exists[:, None] if ALL == D else exists[:, None] & (c < D), other=0.0)
 
 
 @triton.jit
 def store(m, rows, n, tile, D: tl.constexpr):
     """Store rows below n and columns below D of a tile, in the dtype of the matrix."""
-    r, c = rows[:, None], tl.arange(0, width(D))[None, :]
+    r, c = rows[:, None], tl.arange(0, tile.shape[1])[None, :]
     tl.store(pointers(m, r, c), tile.to(m.base.dtype.scalar.element_ty), mask=(r < n) & (c < D))
 
 
 @triton.jit
 def store_rows(m, rows, exists, tile, D: tl.constexpr):
     """Store columns 0 .. D - 1 of the rows of a tile where `exists` is True. m may have a matrix for each row."""
-    r, c = rows[:, None], tl.arange(0, width(D))[None, :]
+    r, c = rows[:, None], tl.arange(0, tile.shape[1])[None, :]
     tl.store(pointers(m, r, c), tile, mask=exists[:, None] & (c < D))
 
 
