@@ -7,6 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 pytest.importorskip("triton", reason="kernels need Triton")
 
 import fusedattn as fa
+from fusedattn.dispatch import backends
 from fusedattn.launch import failures, run, tile_table
 from fusedattn.testing.tolerance import verdict
 
@@ -88,17 +89,27 @@ def test_slopes_beside_a_softcap_may_make_scores_large(width):
     assert_like(got, lambda: _results(fa.reference.eager, inputs, incoming, **options))
 
 
-def test_tensors_that_tma_cannot_read_are_copied():
-    """A compiled call copies unaligned inputs; backwards, recorded or not, copy the gradient of a sum, of stride 0."""
+def test_a_compiled_call_copies_tensors_that_tma_cannot_read():
     inputs = _drawn()
     odd = [torch.cat([x.new_zeros(1), x.detach().flatten()])[1:].view(x.shape) for x in inputs]
     assert all(x.data_ptr() % 16 for x in odd)
-    with gpu(90) as device:
+    with gpu(90):
         assert torch.equal(torch.compile(_attend, fullgraph=True, backend="eager")(*odd), _attend(*inputs))
+
+
+@pytest.mark.parametrize("forward", ["hopper", "triton"])
+def test_the_gradient_of_a_sum_is_copied(forward, monkeypatch):
+    """It has strides of 0. The backward copies it, recorded or not, also if the universal kernel computed the forward."""
+    inputs, hopper = _drawn(), backends.BACKENDS["hopper"]
+    monkeypatch.setattr(backends, "_on_gpu", lambda call: True)
+    if forward == "triton":
+        monkeypatch.setitem(backends.BACKENDS, "hopper", hopper._replace(reasons=lambda *_: ["it is slower"]))
+    with gpu(90) as device:
         for reduce in (torch.sum, torch.mean, torch.sum, torch.sum):  # some are replayed
             device.launches.clear()
-            gradients = torch.autograd.grad(reduce(_attend(*inputs)), inputs)
+            gradients = torch.autograd.grad(reduce(fa.attention(*inputs)), inputs)
             assert [x.name for x in device.launches] == ["forward", "preprocess", "backward", "postprocess"]
+            assert device.launches[0].kernel.src.fn.is_gluon() == (forward == "hopper")
             assert_like(gradients, lambda: torch.autograd.grad(reduce(fa.reference.eager(*inputs)), inputs))  # noqa: B023
 
 
@@ -151,7 +162,7 @@ def test_a_backward_that_fails_leaves_the_call_to_the_kernels_of_every_gpu(kerne
         run_kernel(name, *given, **launched)
 
     monkeypatch.setattr(run, "run_kernel", failing)
-    monkeypatch.setattr(fa.dispatch.backends, "_on_gpu", lambda call: True)
+    monkeypatch.setattr(backends, "_on_gpu", lambda call: True)
     try:
         with gpu(90) as device:
             out = fa.attention(*inputs, **options)
@@ -168,7 +179,7 @@ def test_a_backward_that_fails_leaves_the_call_to_the_kernels_of_every_gpu(kerne
 @pytest.mark.parametrize("width", [64, 128])
 def test_blocks_of_hidden_keys_get_zeros(width, ordered, monkeypatch):
     """The universal forward and the Hopper backward share a call: 100 of 300 keys are real, others are NaN."""
-    monkeypatch.setattr(fa.dispatch.backends, "_on_gpu", lambda call: True)
+    monkeypatch.setattr(backends, "_on_gpu", lambda call: True)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: ordered)
     inputs, real = _drawn(150, 300, width), (torch.arange(300) < 100) & (torch.arange(300) % 7 > 0)
     shown = [x.detach().clone().requires_grad_() for x in inputs]
