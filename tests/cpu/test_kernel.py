@@ -13,6 +13,7 @@ from fusedattn.testing.compare import compare, with_gradients
 from fusedattn.testing.tolerance import verdict
 
 from ..close import assert_computes, assert_like
+from ..conftest import run_python
 from ..inside import alike as draw, by, call_of, named
 from ..sequences import attention_varlen
 
@@ -355,3 +356,20 @@ def test_packed_sequences_are_computed_alone():
     assert len(tiling.parts(call)) == 3  # the three of length 100 are a batch, without a copy
     part = tiling.parts(call)[1]
     assert part.call.query.shape == (3, 1, 100, 16) and part.call.query.data_ptr() == call.query[:, :, 512:].data_ptr()
+
+
+PEAK = """
+import resource, sys, torch, fusedattn as fa
+def run(length):
+    inputs = [torch.randn(1, 1, length, 512, dtype=getattr(torch, sys.argv[1]), requires_grad=True) for _ in range(3)]
+    torch.autograd.grad(fa.attention(*inputs, causal=True, backend="cpu"), inputs, torch.randn_like(inputs[0]))
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+run(1024), run(8192)
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_memory_of_wide_heads_is_linear_in_the_sequence(dtype):
+    """Inputs, output, gradients and what the backward holds grow by less than one score for each pair would take."""
+    short, long = map(int, run_python("-c", PEAK, dtype).split())
+    assert long - short < 8192 * 8192 * getattr(torch, dtype).itemsize

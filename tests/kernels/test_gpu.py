@@ -249,13 +249,14 @@ def test_float32_products_follow_torchs_setting(cuda):
     assert errors["ieee"] < 2e-5 < errors["tf32"] < 2e-2
 
 
-@pytest.mark.parametrize("passed", [1, 2])
-def test_memory_is_linear_in_the_sequence(passed, cuda, passes):
+@pytest.mark.parametrize("passed, width", [(1, 64), (2, 64), (2, 512)])
+def test_memory_is_linear_in_the_sequence(passed, width, cuda, passes):
     """The memory of forward and backward is linear in the sequence; one pass also needs float32 sums of dq."""
     passes(passed)
     peaks = []
     for length in (4096, 8192):
-        inputs = [torch.randn(1, 8, length, 64, device=cuda, dtype=torch.float16, requires_grad=True) for _ in range(3)]
+        shape = 1, 8, length, width
+        inputs = [torch.randn(shape, device=cuda, dtype=torch.float16, requires_grad=True) for _ in range(3)]
         grad = torch.randn_like(inputs[0])
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

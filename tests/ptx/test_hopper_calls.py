@@ -99,7 +99,7 @@ def test_a_compiled_call_copies_tensors_that_tma_cannot_read():
 
 @pytest.mark.parametrize("forward", ["hopper", "triton"])
 def test_the_gradient_of_a_sum_is_copied(forward, monkeypatch):
-    """It has strides of 0. The backward copies it, recorded or not, also if the universal kernel computed the forward."""
+    """It has strides of 0. A backward, recorded or not, copies it, also after a forward by the universal kernel."""
     inputs, hopper = _drawn(), backends.BACKENDS["hopper"]
     monkeypatch.setattr(backends, "_on_gpu", lambda call: True)
     if forward == "triton":
