@@ -364,12 +364,12 @@ def run(length):
     inputs = [torch.randn(1, 1, length, 512, dtype=getattr(torch, sys.argv[1]), requires_grad=True) for _ in range(3)]
     torch.autograd.grad(fa.attention(*inputs, causal=True, backend="cpu"), inputs, torch.randn_like(inputs[0]))
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
-run(1024), run(8192)
+run(1024), run(6144)
 """
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.matrix)])
 def test_memory_of_wide_heads_is_linear_in_the_sequence(dtype):
     """Inputs, output, gradients and what the backward holds grow by less than one score for each pair would take."""
     short, long = map(int, run_python("-c", PEAK, dtype).split())
-    assert long - short < 8192 * 8192 * getattr(torch, dtype).itemsize
+    assert long - short < 6144 * 6144 * getattr(torch, dtype).itemsize
