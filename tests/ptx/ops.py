@@ -27,15 +27,16 @@ def fma(a, b, c):
     return (np.multiply(a, b, dtype=F64) + c).astype(F32)
 
 
-def largest(a, b):
-    """Return the maximum of a and b. 0 is above -0, and a number is above NaN."""
+def largest(a, b, *others):
+    """Return the maximum of all operands. 0 is above -0, and a number is above NaN."""
     result = np.fmax(a, b)
     zeros = (result == 0) & (a == b)
-    return where(zeros, a + b, result) if zeros.any() else result  # -0 + 0 is 0
+    result = where(zeros, a + b, result) if zeros.any() else result  # -0 + 0 is 0
+    return largest(result, *others) if others else result
 
 
-def smallest(a, b):
-    return -largest(-a, -b)
+def smallest(*operands):
+    return -largest(*[-x for x in operands])
 
 
 def from_bf16(bits):

@@ -76,7 +76,10 @@ def floating(e, op, d, *operands):
     """Emit a floating-point operation. `ftz` replaces subnormal operands and results by 0."""
     form, flush = FLOATS[op.kind], "ftz({})" if "ftz" in op.words else "{}"
     e.require("ftz" not in op.words or op.kind == "f32")
-    source = fill(FLOATING[op.name][-1], [flush.format(source) for source in unpack(e, op, operands)])
+    formula = FLOATING[op.name][-1]
+    if op.name in ("min", "max") and len(operands) == 3:  # from compute capability 10.0 on
+        formula = formula.replace("{})", "{}, {})")
+    source = fill(formula, [flush.format(source) for source in unpack(e, op, operands)])
     e.write(d, form.pack.format(flush.format(source)), form.dtype)
 
 
