@@ -16,6 +16,7 @@ from fusedattn.call.options import override
 from fusedattn.dispatch import backends
 from fusedattn.launch import run, tile_table, tuned
 
+from .. import cases
 from ..inside import call_of, compiled
 from ..offline import absent
 from .test_tuned import FORWARD, GRID, PLACE, ROWS, chosen  # noqa: F401
@@ -173,6 +174,15 @@ def test_wide_heads_take_each_option(name, dim):
     found = explain(*draw(dim)[:2], draw(128 if dim == 192 else dim)[2], **OF_SCORES[name])
     backward, _ = BACKWARDS[tile_table.row_width(dim)]
     assert found.backend == "hopper" and not found.backward and backward in found.tiles
+
+
+@pytest.mark.parametrize("case", cases.WIDE[::7], ids=lambda case: case.name)
+def test_no_call_with_wide_heads_takes_the_naive_path(case):
+    tensors, options = case.draw()
+    inputs = [tensors[name].requires_grad_() for name in ("query", "key", "value")]
+    for capability in ((8, 0), (8, 6), (9, 0), (12, 0)):
+        found = fa.explain(*inputs, **options, capability=capability)
+        assert found.backend in ("hopper", "triton") and len(found.tiles) >= 3, str(found)
 
 
 @pytest.mark.parametrize("name", OTHERS)
