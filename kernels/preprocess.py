@@ -62,7 +62,7 @@ def real_keys(K, Shown, keys, heads, k_len, D: tl.constexpr, BLOCK_M: tl.constex
 
 @triton.jit(do_not_specialize=["heads", "q_len", "k_len", "pitch"])
 def preprocess(
-    Out, incoming, GradLse, Weights, Stats, GradQ, Turns, GradSinks, shown,
+    Out, incoming, GradLse, Weights, Stats, GradQ, Turns, by_row, shown,
     heads, q_len, k_len, pitch, score, small,
     spec: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -74,7 +74,7 @@ def preprocess(
     # incoming gradients are NaN. If no gradient of scores is wanted, Out is None and delta is 0. GradQ, unless None, is
     # set to 0, because other kernels add to it. With UNIT it is the buffer that `postprocess` reads, (B, Hq, Sq rounded
     # up to UNIT, WIDTH). Turns, unless None, is set to 0: int32, the counters of hopper/turns.py, one for program
-    # numbers and two for each row. GradSinks, unless None, gets each row's gradient of its sink, (B, Hq, Sq, 1). shown,
+    # numbers and two for each row. by_row, a `row_sums.ByRow`, gets each row's gradients of its bias and sink. shown,
     # unless None, gets copies without hidden rows. small is 1, unless None: a Hopper kernel follows, and a softcap
     # keeps scores small.
     block, plane = span.place(tl.program_id(0), q_len, heads, BLOCK_M)
@@ -131,9 +131,9 @@ def preprocess(
                 dp_tile = memory.load_pairs(dp, r, c, q_len, k_len, CHECK=True).to(log2_sum.dtype)
                 delta += tl.sum(tl.where(p_tile == 0, 0.0, p_tile * dp_tile), 1)  # gradients of hidden pairs may be NaN
         delta = tl.where(log2_sum == float("inf"), 0.0, delta - dlse)
-    if GradSinks is not None:
+    if row_sums.wanted(by_row):
         known = gradient.Row(row, delta, dlse)
-        row_sums.store(row_sums.ByRow(None, None, GradSinks), None, known, score, plane, rows, q_len, PARTIAL=True)
+        row_sums.store(by_row, row_sums.known(known, score, plane), known, score, plane, rows, q_len, PARTIAL=True)
     if incoming.rows.dtype.element_ty == tl.bfloat16:
         _store_added(incoming.rows, plane, rows, q_len, row, delta, score.softmax_scale)
     else:

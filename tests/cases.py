@@ -97,8 +97,10 @@ class Case(NamedTuple):
             if self.bias not in ("rows", "one a head"):
                 options["bias"].masked_fill_(~visible(*shapes[self.bias]), float("-inf"))
                 options["bias"][..., self.Sk // 2 :] = float("-inf")  # hides whole blocks
-                if self.bias in ("pairs", "rank 2"):
-                    options["bias"][..., 3:5, :] = float("-inf")  # rows that see no key
+            if self.bias in ("pairs", "rank 2", "rows"):
+                options["bias"][..., 3:5, :] = float("-inf")  # rows that see no key
+            if self.bias == "rows":
+                options["bias"][..., 6:8, :] = torch.finfo(options["bias"].dtype).min  # all keys weigh the same
             if self.bias == "pairs" and self.strided:
                 options["bias"] = among_nan(options["bias"], "bhds")
         if self.softcap is not None:

@@ -96,8 +96,11 @@ def passes(call: Call, need, backend: str = "triton", by_tma: tuple | None = ())
     taken = run.is_to_take(special, call, backend) and not _lacks_on_hopper(call, needed, special)
     if taken and by_tma is not None and (hopper.is_copied(call) or hopper.reachable(*by_tma)):
         # The Hopper kernels have no registers for gradients of slopes and of a bias: other kernels compute the scores'
-        # gradients again, and sum or store them.
-        by_rows = needed["alibi_slopes"] or where in ("rows", "pairs")
+        # gradients again, and sum or store them. Sums of a row's gradients follow from its statistics in `preprocess`,
+        # unless it sees other keys elsewhere, or its sink is that of a sequence.
+        by_rows = where == "rows" or needed["sinks"]
+        by_rows &= call.partial or (call.cu_seqlens_q is not None and call.sinks is not None and len(call.sinks) > 1)
+        by_rows |= needed["alibi_slopes"] or where == "pairs"
         names = ["preprocess", special, *["postprocess"] * (special not in tile_table.STORED)]
         names += ["dq"] * by_rows + ["dkdv"] * (where == "keys")
     elif needed["query"] and by_keys and not by_rows and narrow and not (deterministic or run.prefers_two_passes(call)):
@@ -129,7 +132,7 @@ def _unit(p, form):
     return dict(zip(("UNIT", "WIDTH"), (None, None) if form is None else hopper_backward.unit(p.call), strict=True))
 
 
-def _preprocess(p, out, grad_lse, weights, stats, query_sums, turns, grad_sinks, shown, form):
+def _preprocess(p, out, grad_lse, weights, stats, query_sums, turns, by_row, shown, form):
     """Compute the row statistics (softmax, delta) for later kernels, and zero the buffers query_sums and turns."""
     score = p.launched["rules"].score
     rows, pitch = (p.table(stats, 4), None) if form is None else hopper_backward.new_rows(p.call, stats, score)
@@ -138,7 +141,7 @@ def _preprocess(p, out, grad_lse, weights, stats, query_sums, turns, grad_sinks,
     spec = p.launched["spec"]._replace(GROUP=1, TOP_LEFT=False)
     launched = dict(Out=arguments.of(out), GradLse=grad_lse, Weights=arguments.of(weights), Stats=stats, Turns=turns)
     launched |= dict(incoming=Incoming(p.launched["GradOut"], p.launched["GradWeights"], rows))
-    launched |= dict(GradQ=arguments.of(query_sums), GradSinks=grad_sinks, shown=shown)
+    launched |= dict(GradQ=arguments.of(query_sums), by_row=by_row, shown=shown)
     launched |= dict(heads=p.launched["heads"], q_len=p.launched["q_len"], k_len=p.keys, pitch=pitch, small=small)
     launched |= dict(score=None if form is None else score, spec=spec, COLUMNS=stats.shape[3], **_unit(p, form))
     run.run_tiled("preprocess", p.call, p.blocks_of_rows, launched)
@@ -254,16 +257,17 @@ def launch_backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats
     saved = None if only_value else out  # without gradients of scores there is no delta
     used_weights = None if grad_weights is None else weights
     to_clear = query_sums if form is None or call.cu_seqlens_q is None else None
-    grad_sinks = by_row["sinks"] if special and "dq" not in names else None
     shown, of_shown = None, p
     if special and call.query_mask is not None:
         query, incoming = (hopper.writable(torch.empty_like(x)) for x in (call.query, grad_out))
         of_shown = p._replace(call=call._replace(query=query), grad_out=incoming)
         shown = Shown(*map(arguments.of, (query, incoming)), launched["rules"].masks.rows, launched["Q"])
-    launched["Rows"] = _preprocess(p, saved, grad_lse, used_weights, stats, to_clear, turns, grad_sinks, shown, form)
+    of_rows = ByRow(**by_row)
+    by_preprocess = of_rows if special and "dq" not in names else ByRow(None, None, None)
+    launched["Rows"] = _preprocess(p, saved, grad_lse, used_weights, stats, to_clear, turns, by_preprocess, shown, form)
     partial = 1 if call.partial else None
     if "dq" in names:
-        of_rows = Grads(None, None, of_scores, None, ByRow(**by_row), partial)
+        of_rows = Grads(None, None, of_scores, None, of_rows, partial)
         more = dict(GradQ=None if special else arguments.of(grads["query"]), grads=of_rows)
         run_by_rows("dq", call, p.launched | more)
         of_scores = None

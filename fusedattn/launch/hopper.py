@@ -224,10 +224,6 @@ def backward_limits(call: Call) -> list[str]:
     if len(given) > (most := tile_table.MOST_OPTIONS.get(row_width(call), 1)):
         names = ", ".join(map(_argument, given))
         lacks.append(f"it supports {most} of {names} at once: with more, registers would spill")
-    if call.bias is not None and by_tiles(call) is None and row_width(call) <= 256:
-        lacks.append("it does not support a bias that is equal for all keys")
-    if call.cu_seqlens_q is not None and call.sinks is not None and call.sinks.shape[0] > 1:
-        lacks.append("it does not support packed sequences with a sink each")
     if call.seed is not None and call.origin is not None and not dropout.is_aligned(call.origin):
         lacks.append("it supports dropout_p in parts of a call only if rows and keys start at multiples of 16")
     if call.cu_seqlens_q is not None and (call.cu_seqlens_q.shape[0] - 1) * FEWEST_ROWS > call.query.shape[2]:

@@ -127,7 +127,7 @@ def _stored(p, words, scores, weights, grad_value, form, multiprocessors):
         rules=_rules(p, words),
         heads=call.key.shape[1],
         section=_section(call, tile_table.SECTION_BYTES, size, cdiv(keys, form.keys), multiprocessors),
-        form=visits.Form(group, *columns, call.top_left, REGISTERS),
+        form=visits.Form(group, *columns, call.top_left, REGISTERS, bias is None),
     )
     if _are_rows(call):
         launched["Rows"] = descriptor(rows, form.rows, 4, packed)

@@ -243,12 +243,16 @@ def weights(
 
 
 @gluon.jit
-def bias_of(tiles, at, exists, s):
-    """Load the bias of scores s [keys, rows] from a ring of tiles [rows, keys], or of one row that is equal for all."""
+def bias_of(tiles, at, exists, s, score, band, plane, first):
+    """Load the bias of scores s [keys, rows from `first` on]: from a ring of tiles [rows, keys], or [1, keys] for all.
+
+    Without tiles it is equal for all keys, a number for each row in memory, or absent.
+    """
+    LAYOUT: gl.constexpr = s.type.layout
     if tiles is None:
-        return 0.0
+        r = first + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, LAYOUT))[None, :]
+        return scores.pairs(score.bias, band, plane, gl.where(exists, r, band.rows), r * 0, True)
     else:
-        LAYOUT: gl.constexpr = s.type.layout
         ring.wait(tiles, at, pred=exists)
         tile = ring.tile(tiles, at)
         if tile.shape[0] == 1:
@@ -264,7 +268,7 @@ def biased_weights(
 ):  # fmt: skip
     """Return `weights` with a warpgroup's bias, if there is one, from its ring. exists: False past the last step."""
     at = (step * PARTS + part) * GROUPS + g
-    bias = bias_of(shared.bias, at, exists, s)
+    bias = bias_of(shared.bias, at, exists, s, rules.score, keys.band, plane, _first(s, block, part, PARTS))
     words = None
     if shared.words is not None:
         words = (noting.words_of(shared.notes, shared.words, step, part * GROUPS + g),)

@@ -150,7 +150,7 @@ def _number(shared, rules, kv, block, member, key, band, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _full(g: gl.constexpr, s, shared, step, exists, block, member, keys, score, kv, GROUP: gl.constexpr):
+def _full(g: gl.constexpr, s, shared, step, exists, block, member, keys, score, kv, form: gl.constexpr):
     """Return the scores of a step with slopes or a bias; without them s, which `_weights` scales.
 
     This comes before dp begins, because it needs registers.
@@ -158,11 +158,11 @@ def _full(g: gl.constexpr, s, shared, step, exists, block, member, keys, score, 
     if score.slopes is not None or score.bias is not None:
         gl.static_assert(score.cap is None, "its derivative would take registers, too")
         if shared.notes is None:  # past the last step, too
-            member = gl.minimum(member, GROUP - 1)
-        head = span.query_head(kv, member, GROUP)
+            member = gl.minimum(member, form.GROUP - 1)
+        head = span.query_head(kv, member, form.GROUP)
         r = block * s.shape[1] + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))[None, :]
-        if score.bias is None or shared.bias is not None:
-            bias = body.bias_of(shared.bias, 2 * step + g, exists, s)
+        if score.bias is None or shared.bias is not None or form.BY_ROW:
+            bias = body.bias_of(shared.bias, 2 * step + g, exists, s, score, keys.band, head, block * s.shape[1])
         else:
             bias = scores.pairs(score.bias, keys.band, head, block * 0, keys.cols[:, None], True)
         s, _ = scores.apply(score, s, bias, keys.band, head, r, keys.cols[:, None])
@@ -217,7 +217,7 @@ def _consume(g: gl.constexpr, shared, GradV, program, rules, form: gl.constexpr)
         block, member, keys = body.noted(shared.notes, 0, steps, keys)
         block = gl.where(some, block, 0)  # without steps no note was written
     number = _number(shared, rules, kv, block, member, first + g * KEYS, band, GROUP)
-    s = _full(g, s, shared, 0, some, block, member, keys, rules.score, kv, GROUP)
+    s = _full(g, s, shared, 0, some, block, member, keys, rules.score, kv, form)
     ring.wait(shared.rows, 0, pred=some)
     dp = _begin_dp(ring.at(shared.v, g), shared, 0, some, zero)
     p = _weights(s, shared, 0, block, member, keys, number, rules, kv, GROUP)
@@ -246,7 +246,7 @@ def _consume(g: gl.constexpr, shared, GradV, program, rules, form: gl.constexpr)
             block, member = visits.following(block, member, begin, end, GROUP)
         elif rules.masks.bits is None:
             block, member, keys = body.noted(shared.notes, step + 1, steps, keys)
-        s = _full(g, s, shared, step + 1, more, block, member, keys, rules.score, kv, GROUP)
+        s = _full(g, s, shared, step + 1, more, block, member, keys, rules.score, kv, form)
         dp = _begin_dp(ring.at(shared.v, g + none), shared, step + 1, more, zero)
         ring.wait(shared.rows, step + 1, pred=more)
         p = _weights(s, shared, step + 1, block, member, keys, number, rules, kv, GROUP)

@@ -12,7 +12,7 @@ from . import schedule
 class Form(NamedTuple):
     """Compile-time constants: GROUP query heads per kv head; D and DV columns; TOP_LEFT is as in `span.band`.
 
-    REGISTERS: of a multiplying thread, and of other threads.
+    REGISTERS: of a multiplying thread, and of other threads. BY_ROW: a bias, if there is one, is equal for all keys.
     """
 
     GROUP: int
@@ -20,6 +20,7 @@ class Form(NamedTuple):
     DV: int
     TOP_LEFT: bool
     REGISTERS: tuple
+    BY_ROW: bool
 
 
 class Lists(NamedTuple):

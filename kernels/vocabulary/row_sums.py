@@ -64,8 +64,20 @@ def store(by_row, sums, row, score, plane, rows, n, PARTIAL: tl.constexpr):
     if by_row.alibi_slopes is not None:
         _store(by_row.alibi_slopes, plane, rows, n, -sums.ds_far)
     if by_row.sinks is not None:
-        p = softmax.weights(scores.sink(score, plane, delta.dtype), row.softmax, score.softmax_scale)
-        _store(by_row.sinks, plane, rows, n, -p * delta)
+        _store(by_row.sinks, plane, rows, n, -_of_sink(row, score, plane) * delta)
+
+
+@triton.jit
+def _of_sink(row, score, plane):
+    return softmax.weights(scores.sink(score, plane, row.delta.dtype), row.softmax, score.softmax_scale)
+
+
+@triton.jit
+def known(row, score, plane):
+    """Return Sums whose ds follows from row statistics, if a row sees all its keys: their weights and a sink's add up
+    to 1, so ds and the gradient of the sink add up to dlse."""
+    ds = tl.where(row.softmax.neg_log2_sum == float("-inf"), 0.0, row.dlse)  # of a hidden row it may be NaN
+    return Sums(None, ds if score.sinks is None else ds + _of_sink(row, score, plane) * row.delta, None, None)
 
 
 @triton.jit

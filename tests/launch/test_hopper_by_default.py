@@ -138,6 +138,7 @@ OF_SCORES = {
     "scale": dict(scale=0.0),
     "dropout": dict(dropout_p=0.1, seed=1),
     "bias": dict(bias=torch.empty(8, 304, 304, dtype=torch.bfloat16, device="meta")[None, :, :300, :300]),
+    "bias of rows": dict(bias=torch.empty(300, 1, device="meta")),
 }
 
 
@@ -152,7 +153,6 @@ SOFTCAP_DROPOUT = OF_SCORES["softcap"] | OF_SCORES["dropout"]
 ONLY_FORWARD = {  # {why: (inputs, options)}
     "supports 2 of softcap, dropout_p, mask at once": (draw(128), SOFTCAP_DROPOUT | OF_SCORES["mask"]),
     "supports 2 of softcap, bias, dropout_p at once": (draw(128), SOFTCAP_DROPOUT | OF_SCORES["bias"]),
-    "a bias that is equal for all keys": (draw(128), dict(bias=torch.empty(300, 1, device="meta"))),
     "no tile has memory for bias": (draw(256), dict(bias=torch.empty(300, 304, device="meta")[:, :300])),
     "nor those of key and value alone": ([x.requires_grad_(n > 0) for n, x in enumerate(draw(64))], {}),
     "take 2056 MiB": ([torch.empty(32768, 2, 256, dtype=torch.bfloat16)] * 3, dict.fromkeys(OFFSETS, LONG_SEQUENCE)),
