@@ -23,10 +23,10 @@ class Shared(NamedTuple):
 
     q, do, rows: tiles with one ring's barriers. notes and words, unless None, come with them, if there is a mask of
     pairs: words of each warpgroup's keys, for 64 rows at a time. bias, unless None: tiles [rows, keys] for each
-    warpgroup in turn, of 64 rows, or of one row if it is equal for all. ds: gradients of scores of two steps, [step and
-    warpgroup, keys, rows]. dq: float32, in `body.lines`. Each warpgroup computes half of its rows (columns, if a block
-    has 64 rows), once the ds of both has arrived at the barrier met. one: `body.ones` or None. out: signals that
-    k and v hold dk and dv.
+    warpgroup in turn, of 64 rows, or of one row if it is equal for all; or [rows] if it is equal for all keys. ds:
+    gradients of scores of two steps, [step and warpgroup, keys, rows]. dq: float32, in `body.lines`. Each warpgroup
+    computes half of its rows (columns, if a block has 64 rows), once the ds of both has arrived at the barrier met.
+    one: `body.ones` or None. out: signals that k and v hold dk and dv.
     """
 
     k: ring.Ring
@@ -100,9 +100,10 @@ def _turn(
 
 
 @gluon.jit
-def _produce(shared, Q, K, V, GradOut, Rows, Bias, Words, program, masks, form: gl.constexpr):
-    """Load all input tiles by TMA: the work of one warp."""
+def _produce(shared, Q, K, V, GradOut, Rows, Bias, Words, program, rules, form: gl.constexpr):
+    """Load all input tiles by TMA, except a bias that is equal for all keys: the work of one warp."""
     kv, first, band, lists = program
+    masks = rules.masks
     KEYS: gl.constexpr = shared.k.tiles.shape[-2]
     BLOCK_M: gl.constexpr = shared.q.tiles.shape[-2]
     for g in gl.static_range(GROUPS):
@@ -133,7 +134,10 @@ def _produce(shared, Q, K, V, GradOut, Rows, Bias, Words, program, masks, form: 
             for half in gl.static_range(BLOCK_M // 64):
                 for g in gl.static_range(GROUPS):
                     at, row = (step * (BLOCK_M // 64) + half) * GROUPS + g, block * BLOCK_M + half * 64
-                    ring.fill_bias(shared.bias, at, Bias, plane, row, first + g * KEYS)
+                    if Bias is None:
+                        ring.put_bias(shared.bias, at, rules.score.bias, band, plane, row)
+                    else:
+                        ring.fill_bias(shared.bias, at, Bias, plane, row, first + g * KEYS)
         block, member = visits.following(block, member, begin, end, form.GROUP)
 
 
@@ -301,6 +305,9 @@ def backward(
     ds = gl.allocate_shared_memory(Q.dtype, [4, KEYS, BLOCK_M], SCORES)
     dq = ring.ring(Sums, 2, 1)
     bias = None if Bias is None else ring.ring(Bias, form.BIAS_TILES, 1)
+    if Bias is None and rules.score.bias is not None:  # equal for all keys
+        tiles = gl.allocate_shared_memory(rules.score.bias.base.dtype.element_ty, [4, 64], noting.LAYOUT)
+        bias = ring.ring_of(tiles, 4, 1)
     program = visits.Program(kv, block * 2 * KEYS, band, visits.lists_of(tile_lists, kv, block))
     notes, words = None, None
     if tile_lists is not None:
@@ -325,7 +332,7 @@ def backward(
         [
             (_consume, (0, shared, wide, program, all_real, rules, form)),
             (_consume, (1, shared, wide, program, all_real, rules, form)),
-            (_produce, (shared, Q, K, V, GradOut, Rows, Bias, Words, program, rules.masks, form)),
+            (_produce, (shared, Q, K, V, GradOut, Rows, Bias, Words, program, rules, form)),
             (_give, (0, shared, results, program, rules.masks, form)),
             (_give, (1, shared, results, program, rules.masks, form)),
         ],

@@ -243,22 +243,21 @@ def weights(
 
 
 @gluon.jit
-def bias_of(tiles, at, exists, s, score, band, plane, first):
-    """Load the bias of scores s [keys, rows from `first` on]: from a ring of tiles [rows, keys], or [1, keys] for all.
-
-    Without tiles it is equal for all keys, a number for each row in memory, or absent.
-    """
-    LAYOUT: gl.constexpr = s.type.layout
+def bias_of(tiles, at, exists, s):
+    """Load the bias of scores s [keys, rows] from a ring of tiles [rows, keys], [1, keys] or [rows]."""
     if tiles is None:
-        r = first + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, LAYOUT))[None, :]
-        return scores.pairs(score.bias, band, plane, gl.where(exists, r, band.rows), r * 0, True)
+        return 0.0
     else:
+        LAYOUT: gl.constexpr = s.type.layout
         ring.wait(tiles, at, pred=exists)
-        tile = ring.tile(tiles, at)
-        if tile.shape[0] == 1:
-            return tile.reshape([tile.shape[1]]).load(gl.SliceLayout(1, LAYOUT))[:, None]
+        if len(tiles.tiles.shape) == 2:
+            return tiles.tiles.index(at % tiles.tiles.shape[0]).load(gl.SliceLayout(0, LAYOUT))[None, :]
         else:
-            return tile.permute((1, 0)).load(LAYOUT)
+            tile = ring.tile(tiles, at)
+            if tile.shape[0] == 1:
+                return tile.reshape([tile.shape[1]]).load(gl.SliceLayout(1, LAYOUT))[:, None]
+            else:
+                return tile.permute((1, 0)).load(LAYOUT)
 
 
 @gluon.jit
@@ -268,7 +267,7 @@ def biased_weights(
 ):  # fmt: skip
     """Return `weights` with a warpgroup's bias, if there is one, from its ring. exists: False past the last step."""
     at = (step * PARTS + part) * GROUPS + g
-    bias = bias_of(shared.bias, at, exists, s, rules.score, keys.band, plane, _first(s, block, part, PARTS))
+    bias = bias_of(shared.bias, at, exists, s)
     words = None
     if shared.words is not None:
         words = (noting.words_of(shared.notes, shared.words, step, part * GROUPS + g),)

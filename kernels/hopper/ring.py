@@ -9,6 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from ..vocabulary import memory
 from ..vocabulary.span import Plane
 from .copies import async_load
 
@@ -41,6 +42,11 @@ class Ragged(NamedTuple):
 def ring(desc, TILES: gl.constexpr, READERS: gl.constexpr, PARTS: gl.constexpr = 1):
     """Return a Ring of TILES tiles of PARTS blocks of a TMA descriptor; READERS warpgroups read each tile."""
     tiles = gl.allocate_shared_memory(desc.dtype, [TILES * PARTS] + desc.block_type.shape, desc.layout)
+    return ring_of(tiles, TILES, READERS)
+
+
+@gluon.jit
+def ring_of(tiles, TILES: gl.constexpr, READERS: gl.constexpr):
     ready = gl.allocate_shared_memory(gl.int64, [TILES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [TILES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(TILES):
@@ -127,6 +133,17 @@ def fill(ring, step, desc, plane, row, column=0):
     PARTS: gl.constexpr = ring.tiles.shape[0] // ring.ready.shape[0]
     reserve(ring, step, PARTS * desc.block_type.nbytes)
     load(ring, step, desc, plane, row, column)
+
+
+@gluon.jit
+def put_bias(ring, step, bias, band, plane, row):
+    """Store the bias of rows from `row` on, equal for all keys, into the tile of a step."""
+    TILES: gl.constexpr = ring.ready.shape[0]
+    r = row + gl.arange(0, ring.tiles.shape[1], layout=gl.BlockedLayout([1], [32], [1], [0]))
+    x = memory.load_column(memory.matrix(bias, plane), r, band.rows, 0)
+    claim(ring, step)
+    ring.tiles.index(step % TILES).store(x)
+    mbarrier.arrive(ring.ready.index(step % TILES), count=1)
 
 
 @gluon.jit

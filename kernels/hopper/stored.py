@@ -161,8 +161,10 @@ def _full(g: gl.constexpr, s, shared, step, exists, block, member, keys, score, 
             member = gl.minimum(member, form.GROUP - 1)
         head = span.query_head(kv, member, form.GROUP)
         r = block * s.shape[1] + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))[None, :]
-        if score.bias is None or shared.bias is not None or form.BY_ROW:
-            bias = body.bias_of(shared.bias, 2 * step + g, exists, s, score, keys.band, head, block * s.shape[1])
+        if score.bias is None or shared.bias is not None:
+            bias = body.bias_of(shared.bias, 2 * step + g, exists, s)
+        elif form.BY_ROW:
+            bias = scores.pairs(score.bias, keys.band, head, r, r * 0, True)
         else:
             bias = scores.pairs(score.bias, keys.band, head, block * 0, keys.cols[:, None], True)
         s, _ = scores.apply(score, s, bias, keys.band, head, r, keys.cols[:, None])

@@ -182,7 +182,10 @@ _ON_HOPPER = dense(
             ("bias of keys, cap D256", dict(bias="keys", softcap=5.0, D=256, **SHORT | dict(Sk=104))),
             ("bias of rows, a repeated call", dict(bias="rows", times=3)),
             ("bias of rows, sinks D128 causal", dict(bias="rows", sinks=True, causal=True, B=2, **WIDE)),
-            ("bias of rows, slopes, packed", _TOGETHER | dict(bias="rows", alibi="own", sinks=True, grads="out and lse")),
+            (
+                "bias of rows, slopes, packed",
+                _TOGETHER | dict(bias="rows", alibi="own", sinks=True, grads="out and lse"),
+            ),
             ("bias of rows, cap D128, two passes", dict(bias="rows", softcap=5.0, key_mask="own", **WIDE | TWO)),
             ("bias of rows D192 Dv128 fp16", _LATENT | dict(bias="rows", dtype=FP16, grads="out and lse", **SHORT)),
             ("bias of rows, packed D256", _TOGETHER | dict(bias="rows", causal=True, sinks=True, D=256)),
