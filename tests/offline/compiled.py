@@ -67,6 +67,7 @@ VARIANTS = {  # fields of a Call that a variant adds to `full`
     ),
 }
 VARIANTS["bias keys"] = dict(bias=_meta(1, HEADS, 1, LENGTH, dtype=torch.bfloat16))
+VARIANTS["bias rows"] = dict(bias=_meta(1, HEADS, LENGTH, 1, dtype=torch.bfloat16))
 _OFFSETS = dict(cu_seqlens_q=_meta(9, dtype=torch.int32), cu_seqlens_k=_meta(9, dtype=torch.int32))
 VARIANTS |= {
     "packed": _OFFSETS,

@@ -53,6 +53,14 @@ UNSEEN = (
     ("a split left out", "combine.py", "rows * splits", "rows * splits - rows", "decode: cache, split and merged", 90),
     ("sums of two sequences", SPAN, "ROWS + plane.batch + block", "ROWS + block", "hopper packed", 90),
     ("sinks without delta", "preprocess.py", "gradient.Row(row, delta,", "gradient.Row(row, dlse,", SINKS, 90),
+    (
+        "a bias without its sink",
+        "vocabulary/row_sums.py",
+        "ds + _of_sink",
+        "ds + 0 * _of_sink",
+        "hopper bias of rows, sinks D128 causal",
+        90,
+    ),
     ("hidden rows copied", "preprocess.py", "rows, exists, D)", "rows, rows < n, D)", HIDDEN, 90),
     ("hidden keys copied", "preprocess.py", "rows, exists, k_len", "rows, rows < k_len, k_len", LISTED_KEYS, 90),
     ("a slot too few", "sequences.py", "tl.minimum(used, size)", "tl.minimum(used - 1, size)", "hopper packed", 90),
@@ -86,6 +94,7 @@ KEYS, PAGES = "hopper key mask, causal", "decode: prefill D128, into pages"
 DROPPED = "hopper dropout, key mask"
 MIRRORED = "hopper mask, packed causal, two passes"
 BIASED, BIAS_OF_KEYS = "hopper bias, slopes, two passes", "hopper bias of keys, cap fp16"
+BIAS_OF_ROWS = "hopper bias of rows, sinks D128 causal"
 WAITED = "        ring.wait(tiles, at, pred=exists)\n"
 PARTS, WIDEST = "hopper causal D192 Dv128", "hopper D512 causal"
 RELEASED = "        ring.release(shared.q, step)\n"
@@ -181,6 +190,7 @@ ON_HOPPER = tuple(
         ("a bias of other rows", "backward", "block * BLOCK_M + half * 64", "block * BLOCK_M", BIASED),
         ("a bias of other keys", "backward", "row, first + g * KEYS)\n        block", "row, first)\n        block",
          BIASED),
+        ("a bias of rows of the block before", "ring", "r = row + gl", "r = row - 64 + gl", BIAS_OF_ROWS),
         ("a bias given back twice", "body", WAITED, WAITED + WAITED.replace("wait", "release"), BIASED),
         ("a pivot in one number with a bias", "body",
          "score.bias is None and score.rough", "score.rough", BIAS_OF_KEYS),
