@@ -133,7 +133,8 @@ def preprocess(
         delta = tl.where(log2_sum == float("inf"), 0.0, delta - dlse)
     if row_sums.wanted(by_row):
         known = gradient.Row(row, delta, dlse)
-        row_sums.store(by_row, row_sums.known(known, score, plane), known, score, plane, rows, q_len, PARTIAL=True)
+        sums = row_sums.Sums(None, row_sums.known_ds(known, score, plane), None, None)
+        row_sums.store(by_row, sums, known, score, plane, rows, q_len, PARTIAL=True)
     if incoming.rows.dtype.element_ty == tl.bfloat16:
         _store_added(incoming.rows, plane, rows, q_len, row, delta, score.softmax_scale)
     else:

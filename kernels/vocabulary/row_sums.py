@@ -73,11 +73,13 @@ def _of_sink(row, score, plane):
 
 
 @triton.jit
-def known(row, score, plane):
-    """Return Sums whose ds follows from row statistics, if a row sees all its keys: their weights and a sink's add up
-    to 1, so ds and the gradient of the sink add up to dlse."""
+def known_ds(row, score, plane):
+    """Return the sum of ds from row statistics, for rows that see all their keys.
+
+    The weights of keys and sink add up to 1, so the gradients of scores and sink add up to dlse.
+    """
     ds = tl.where(row.softmax.neg_log2_sum == float("-inf"), 0.0, row.dlse)  # of a hidden row it may be NaN
-    return Sums(None, ds if score.sinks is None else ds + _of_sink(row, score, plane) * row.delta, None, None)
+    return ds if score.sinks is None else ds + _of_sink(row, score, plane) * row.delta
 
 
 @triton.jit

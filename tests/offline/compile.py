@@ -155,7 +155,7 @@ def _hopper_table():
                 yield Row(kernel, 90, "bf16", width, "full", other, (index, 1 + len(others)))
             if not seldom:
                 some = "scale", "softcap", "alibi_slopes", "key_mask", "masked", "dropout", "biased", "partial"
-                for variant in (*some, "bias rows", *["registers"] * (width <= 128)):
+                for variant in (*some, *["registers"] * (width <= 128), *["bias rows"] * (width <= 256)):
                     yield Row(kernel, 90, "bf16", width, variant, form, (0, 1))
                 yield Row(kernel, 90, "fp16", width, "full", form, (0, 1))
                 for dim in {64: (32, 16), 128: (80,), 256: (136,)}.get(width, ()):
