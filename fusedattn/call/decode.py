@@ -63,8 +63,9 @@ def apart(decode: Decode) -> list[Tensor]:
 def keys_hold_values(decode: Decode) -> bool:
     """Return whether the cached values are the first columns of the keys."""
     key, value = decode.key_cache, decode.value_cache
-    starts = key.storage_offset() == value.storage_offset() and key.stride() == value.stride()
-    return starts and has_storage(key) and has_storage(value) and storage(key) == storage(value)
+    first = key.storage_offset() == value.storage_offset() and key.stride() == value.stride()
+    first = first and value.shape[3] <= key.shape[3]
+    return first and has_storage(key) and has_storage(value) and storage(key) == storage(value)
 
 
 # Functions, not properties: the compiler of torch 2.10 does not trace properties of a NamedTuple.

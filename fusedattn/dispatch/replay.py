@@ -279,7 +279,8 @@ class Replay(Checked):
                 fall_back(why, self.call.named)
                 return self._differentiate_slowly(kept, tensors, incoming, out, weights, stats, need)
         recording, places = recorded
-        if grad_lse is grad_weights is None and (guards := _guards(there)) is not None:
+        usual = grad_lse is grad_weights is None and grad_out is incoming[0]
+        if usual and (guards := _guards(there)) is not None:
             present = [_PLACES[name] in self.inputs for name in INPUTS]
             of_inputs, needed = (tuple(compress(each, present)) for each in (places, need))
             self.recent = [((needed, *settings), guards, recording, of_inputs), *self.recent[: RECENT - 1]]

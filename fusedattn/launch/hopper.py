@@ -103,7 +103,12 @@ def _pays_copies(call):
 def is_copied(call: Call) -> bool:
     """Return whether Hopper kernels read copies: TMA cannot read or write a tensor of the call, and copies pay."""
     odd = call.query.shape[3] % 8 or call.value.shape[3] % 8
-    return bool(odd or _unreadable(_by_tma(call))) and _pays_copies(call)
+    return bool(odd or not is_readable(call)) and _pays_copies(call)
+
+
+def is_readable(call: Call) -> bool:
+    """Return whether TMA can read query, key, value and bias."""
+    return not _unreadable(_by_tma(call))
 
 
 def _by_tma(call):
@@ -308,7 +313,7 @@ def parts_of(call: Call) -> list[dict[str, slice]]:
 
 def adds_up(call: Call) -> bool:
     """Return whether torch adds up gradients of key and value over `parts_of` a call."""
-    return row_width(call) > tile_table.ONE_PASS and len(parts_of(call)) > 1
+    return row_width(call) > tile_table.ONE_PASS and parts_of(call) != [{}]
 
 
 def stored_limits(call: Call) -> list[str]:

@@ -68,7 +68,7 @@ def _interpreted(kernel, options, views):
 class Recorder(contextlib.ExitStack):
     """Collects kernel launches of this thread inside the `with`, which runs on meta tensors, and makes a Recording.
 
-    A tensor is identified by its storage, and starts at its beginning. The first tensors are the caller's.
+    A tensor is identified by its storage, and starts at the beginning of it. The first tensors are the caller's.
     """
 
     replayed = True

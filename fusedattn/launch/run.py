@@ -57,7 +57,8 @@ def is_launches_alone(call, backend) -> bool:
         return False
     if (call.named and backend == "triton") or hopper.missing or capability(device_of(call.query)) != 90:
         return True
-    return not (hopper.is_copied(call) or hopper.adds_up(call))
+    copied = backend == "hopper" and not hopper.is_readable(call)  # short calls are copied if a caller wants them
+    return not (copied or hopper.is_copied(call) or hopper.adds_up(call))
 
 
 def run_kernel(name, programs, arguments, device, kind=None, last=True, **options):

@@ -60,7 +60,7 @@ def record(recorder, incoming, out, weights, stats, call, backend, need):
 
 def readable(grad_out, call, backend):
     """Return the gradient of an output, copied if Hopper's kernels cannot read it: that of a sum has strides of 0."""
-    if grad_out is None or (call.named and backend == "triton"):
+    if grad_out is None or grad_out.element_size() != 2 or (call.named and backend == "triton"):
         return grad_out
     from ..launch import hopper, run
 

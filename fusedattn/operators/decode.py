@@ -44,7 +44,7 @@ def _repeated(what: tuple, decode: Decode, record: Callable[..., Any]) -> list[T
         whole = with_tensors(call, given)._replace(key=stand_in(key, table), value=stand_in(value, table))
         return record(recorder, decode._replace(**caches | dict(call=whole, value_cache=value)))
 
-    # The key and value of the call are the caches, or have no memory.
+    # The key and value of the call are the caches, or stand in for paged ones.
     of_call = [None if name in ("key", "value") else x for name, x in zip(TENSORS, tensors(call), strict=True)]
     return repeats.repeat(kind, (*of_call, *own.values()), launch)
 

@@ -15,10 +15,12 @@ from ..call.private import can_replay
 from ..call.rules import in_memory
 from ..launch.failures import KernelUnavailable
 
-MAX_KEPT = 1024  # limit on kept kinds of launches; then all are forgotten
+MAX_KEPT = 1024  # limit on kept kinds of launches; then that of the longest ago is forgotten
 RECORD_AFTER = 2  # record the second launch of a kind: recording takes as long as a first launch, and many never recur
 
-_known: dict[tuple, Any] = {}  # {kind: how often it was met, or (Recording, places of its results); None: it cannot be}
+# {kind and properties of the tensors: how often they were met, or (Recording, places of its results), or None if
+# launches alone do not compute such a call}
+_known: dict[tuple, Any] = {}
 
 
 def forget() -> None:
@@ -59,15 +61,14 @@ def repeat(kind: Hashable, tensors: Sequence[Tensor | None], record: Callable[..
     if not can_replay or not in_memory(there) or not aligned(there):
         return None
     key = kind, *[None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors]
-    known = _known.get(key, 0)
+    known = _known.pop(key, 0)
     if type(known) is int:
-        if len(_known) >= MAX_KEPT:
-            forget()
-        _known[key] = known + 1
-        if known + 1 < RECORD_AFTER:
-            return None
-        known = _known[key] = _record(tensors, record)
-    if known is None:
+        known += 1
+        known = known if known < RECORD_AFTER else _record(tensors, record)
+        for oldest in list(_known)[: max(0, len(_known) + 1 - MAX_KEPT)]:
+            _known.pop(oldest, None)  # another thread may have removed it
+    _known[key] = known  # the last of the dictionary
+    if known is None or type(known) is int:
         return None
     recording, places = known
     found = recording.run(there)
@@ -75,10 +76,11 @@ def repeat(kind: Hashable, tensors: Sequence[Tensor | None], record: Callable[..
 
 
 def _record(tensors, record):
+    """Return (Recording, places of its results), None if there is none, or 0 if another time there may be one."""
     from ..launch import recording, run
 
     if run.current_recorder() is not None:
-        return None
+        return 0
     bare = without_data(tensors)
     there = [x for x in bare if x is not None]
     device = next(x.device for x in tensors if x is not None)
@@ -87,4 +89,4 @@ def _record(tensors, record):
             results = record(recorder, bare)
             return None if results is None else (recorder.recording(), [recorder.number(x) for x in results])
     except KernelUnavailable:
-        return None  # an unrecorded launch warns, and takes another way
+        return 0  # an unrecorded launch warns, and takes another way

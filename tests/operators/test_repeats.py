@@ -71,6 +71,17 @@ def test_launches_are_repeated_for_other_tensors(name, device, poison, launched,
         assert bool(launched) == (again < 2)
 
 
+@pytest.mark.parametrize("D, Dv", [(8, 24), (20, 24), (24, 20)])
+def test_caches_that_begin_at_one_address(D, Dv, device):
+    """Values are read from memory if they have more columns than the keys."""
+    both = torch.randn(2, 2, 40, 32, device=device)
+    arguments = dict(key_cache=both[..., :D], value_cache=both[..., :Dv], cache_seqlens=offsets([5], device)[[1, 1]])
+    arguments |= dict(query=torch.randn(2, 4, 1, D, device=device))
+    for _ in range(2):
+        got = fa.attention_decode(**arguments, backend="triton")
+        assert_like(got, lambda: fa.attention_decode(**arguments, backend="naive"))
+
+
 def test_other_calls_are_prepared_anew(device, poison, record_after):
     """Offsets apart in memory, other lengths, an lse, shared values and other settings are not those that are known."""
     record_after(1)

@@ -82,6 +82,7 @@ IN_PARTS = {
     "rows, plan D512": dict(mask="pairs", plan=True, D=512),
     "rows, bias over batch, query mask, sinks": dict(bias="heads", query_mask="own", sinks=True, B=2),
     "rows, the first see no key": dict(causal=True, Sk=100, mask="pairs"),
+    "once, all rows, called again": dict(Sq=100, times=3),
     "rows, the last alone, bias": dict(bias="pairs", Sq=257),
     "rows, four options D320": dict(bias="pairs", alibi="own", dropout=0.2, softcap=5.0, D=320, Dv=512),
     "heads, causal, called again": PACKED | dict(causal=True, times=3),
@@ -99,11 +100,12 @@ IN_PARTS = {
 def test_parts_whose_gradients_of_scores_are_stored_at_a_time(name, monkeypatch):
     """The stored backward is right for 128 rows, or one query head of two, at a time. Such calls are not recorded."""
     fields = dict(Hq=2, Hkv=1, D=256, Sq=300, Sk=200, backend="hopper") | IN_PARTS[name]
-    monkeypatch.setattr(tile_table, "SCORES_BYTES", 128 * (512 if "lengths" in fields else 2 * fields["Sk"]) * 2)
+    most = 128 * (512 if "lengths" in fields else fields["Sk"] * (1 if fields["Sq"] < 128 else 2)) * 2
+    monkeypatch.setattr(tile_table, "SCORES_BYTES", most)
     outcome = calls.execute(*dense((name, fields)), HOPPER)
     assert not outcome.wrong(), "\n".join(outcome.wrong())
     stored = [x for x in outcome.device.launches if x.name in ("stored_backward", "wide_backward")]
-    assert len(stored) == dict(rows=3, heads=2, whole=1)[name.partition(",")[0]]
+    assert len(stored) == dict(rows=3, once=1, heads=2, whole=1)[name.partition(",")[0]]
 
 
 @pytest.mark.parametrize("plan", [False, True])

@@ -97,6 +97,15 @@ def test_a_compiled_call_copies_tensors_that_tma_cannot_read():
         assert torch.equal(torch.compile(_attend, fullgraph=True, backend="eager")(*odd), _attend(*inputs))
 
 
+def test_a_mapped_call_copies_what_it_expands_for_tma():
+    """torch.vmap gives keys that all calls share a stride of 0. Each call is right, recorded or not."""
+    with gpu(90), torch.no_grad():
+        for _ in range(3):
+            query, (key, value) = torch.randn(3, 1, 2, 70, 64, **BF16), torch.randn(2, 1, 2, 40, 64, **BF16)
+            got = torch.vmap(lambda query: _attend(query, key, value))(query)  # noqa: B023
+            assert_like(got, torch.vmap(lambda query: fa.reference.eager(query, key, value)), query)  # noqa: B023
+
+
 @pytest.mark.parametrize("forward", ["hopper", "triton"])
 def test_the_gradient_of_a_sum_is_copied(forward, monkeypatch):
     """It has strides of 0. A backward, recorded or not, copies it, also after a forward by the universal kernel."""
