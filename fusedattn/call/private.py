@@ -16,6 +16,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

@@ -5,6 +5,7 @@ inside torch.compile or with tensor subclasses have no signature: they are check
 repeats their launches. On a CPU a repeated call only skips its checks.
 """
 
+import sys
 from collections.abc import Sequence
 from itertools import compress
 from operator import itemgetter
@@ -19,7 +20,7 @@ from ..call.options import ATTENDED, INPUTS, TENSORS, Arguments, Call, Plan, in_
 from ..call.private import TensorGuards, any_autocast, can_guard, can_replay, dispatch_modes, forward_level
 from ..call.rules import CLASSES, check_flags, checked, in_memory, must_dispatch, plain
 from ..launch import tile_table
-from ..launch.failures import KernelUnavailable, fall_back
+from ..launch.failures import KernelUnavailable, Unrecordable, fall_back
 from ..operators import attention, backward, dtensors, repeats, schema
 from . import backends
 
@@ -164,11 +165,6 @@ def learn(tensors: tuple, numbers: tuple, call: Call, chosen: backends.Backend) 
     split = _split(tensors, numbers) if can_replay and (recorded or call.query.device.type == "cpu") else None
     if split is None or call.query is not tensors[0]:
         return None
-    if recorded:
-        from ..launch import run
-
-        if not run.is_launches_alone(call, chosen.name):
-            return None
     present, most = split
     if (signature := _signature(present, most)) is None:
         return None
@@ -180,6 +176,9 @@ def learn(tensors: tuple, numbers: tuple, call: Call, chosen: backends.Backend) 
     _met.pop(signature, None)  # another thread may have removed it
     try:
         replay = (Replay if recorded else Checked)(tensors, call, numbers, chosen.run)
+    except Unrecordable:
+        _met[signature] = -sys.maxsize
+        return None
     except KernelUnavailable:
         return None  # the unrecorded call warns, and takes another backend
     _known[signature] = replay
@@ -267,17 +266,21 @@ class Replay(Checked):
         # Saved-tensor hooks may have changed strides or device.
         facts = tuple(None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in given)
         settings = repeats.precision(out), torch.are_deterministic_algorithms_enabled()
-        recorded = self.backwards.get(wanted := (need, facts, *settings))
-        if recorded is None:
+        recorded: Any = self.backwards.get(wanted := (need, facts, *settings), 0)
+        if recorded == 0:
             schema.check_saved(self.facts, schema.facts(kept.values()))
             if len(self.backwards) >= RECENT:
                 self.backwards.clear()
             try:
                 recorded = self.backwards[wanted] = self._backward(given, need)
+            except Unrecordable:
+                recorded = self.backwards[wanted] = None
             except KernelUnavailable as why:
                 forget()  # let the next forward choose the backend that the backward now takes
                 fall_back(why, self.call.named)
                 return self._differentiate_slowly(kept, tensors, incoming, out, weights, stats, need)
+        if recorded is None:
+            return self._differentiate_slowly(kept, tensors, incoming, out, weights, stats, need)
         recording, places = recorded
         usual = grad_lse is grad_weights is None and grad_out is incoming[0]
         if usual and (guards := _guards(there)) is not None:

@@ -222,7 +222,6 @@ def launch_backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats
         wide = torch.float32 if call.partial else call.query.dtype
         grads |= {name: hopper.writable(torch.empty_like(x, dtype=wide)) for name, x in unused.items()}
     if special is not None and hopper.is_copied(call):
-        assert not run.is_replayed(), "what is recorded are launches: copies would be lost"
         call, grad_out = hopper.all_readable(call), hopper.readable(grad_out)
         grads |= {name: hopper.writable(grads[name]) for name in ATTENDED}
     bulk = "one_pass" in names and any(tile.bulk for tile in run.candidates("one_pass", call))

@@ -14,6 +14,10 @@ class KernelUnavailable(Exception):
     """Error of a kernel that cannot run on this machine. The message names the kernel, the cause and a remedy."""
 
 
+class Unrecordable(Exception):
+    """Error of a call that needs more than kernel launches, which alone a replay repeats."""
+
+
 def forget() -> None:
     failed_kernels.clear()
     _warned.clear()

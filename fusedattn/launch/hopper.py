@@ -103,12 +103,7 @@ def _pays_copies(call):
 def is_copied(call: Call) -> bool:
     """Return whether Hopper kernels read copies: TMA cannot read or write a tensor of the call, and copies pay."""
     odd = call.query.shape[3] % 8 or call.value.shape[3] % 8
-    return bool(odd or not is_readable(call)) and _pays_copies(call)
-
-
-def is_readable(call: Call) -> bool:
-    """Return whether TMA can read query, key, value and bias."""
-    return not _unreadable(_by_tma(call))
+    return bool(odd or _unreadable(_by_tma(call))) and _pays_copies(call)
 
 
 def _by_tma(call):
@@ -309,11 +304,6 @@ def parts_of(call: Call) -> list[dict[str, slice]]:
     most = max(1, tile_table.SCORES_BYTES // (size // padded * block)) * block
     each = cdiv(cdiv(length, cdiv(length, most)), block) * block
     return [{"Q": slice(start, min(start + each, length))} for start in range(0, length, each)]
-
-
-def adds_up(call: Call) -> bool:
-    """Return whether torch adds up gradients of key and value over `parts_of` a call."""
-    return row_width(call) > tile_table.ONE_PASS and parts_of(call) != [{}]
 
 
 def stored_limits(call: Call) -> list[str]:

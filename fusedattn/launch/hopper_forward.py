@@ -120,7 +120,6 @@ def launch_on_hopper(out, lse, stats, call, cached=None):
     count = splits(call, pipeline, processors)
     partials = decode.new_partials(out, count, torch.float32) if count > 1 else None
     target = out if call.partial or count > 1 else hopper.writable(out)
-    assert target is out or not run.is_replayed(), "what is recorded are launches: a copy would be lost"
     launched = _arguments(call, target, lse, stats, pipeline, partials, count, cached)
     with run.surroundings(device):
         used = None if call.cu_seqlens_q is None else run.full(call.cu_seqlens_q, (1,), 0)

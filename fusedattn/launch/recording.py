@@ -14,9 +14,12 @@ import torch
 from torch import Tensor
 from triton.runtime.driver import driver
 
-from ..call.private import EMPTY, current_device, storage
+from ..call.private import EMPTY, TorchDispatchMode, current_device, storage
 from ..kernels.vocabulary.memory import View
 from . import launcher, run as launch
+from .failures import Unrecordable
+
+_ALLOCATE = {f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")}
 
 
 class Recording(NamedTuple):
@@ -65,6 +68,17 @@ def _interpreted(kernel, options, views):
     return launched
 
 
+class _LaunchesAlone(TorchDispatchMode):
+    """Mode in which torch may allocate tensors and view them, but not compute any: a replay would not repeat it."""
+
+    def __torch_dispatch__(self, operator, types, arguments=(), options=None):
+        made = operator(*arguments, **(options or {}))
+        allowed = operator.is_view or operator.name().partition(".")[0] in _ALLOCATE
+        if not allowed and any(isinstance(x, Tensor) for x in (made if isinstance(made, (tuple, list)) else [made])):
+            raise Unrecordable(str(operator))
+        return made
+
+
 class Recorder(contextlib.ExitStack):
     """Collects kernel launches of this thread inside the `with`, which runs on meta tensors, and makes a Recording.
 
@@ -83,6 +97,8 @@ class Recorder(contextlib.ExitStack):
 
     def __enter__(self):
         self.enter_context(launch.surroundings(self.device))
+        if self.replayed:
+            self.enter_context(_LaunchesAlone())
         self.callback(delattr, launch.recording, "recorder")
         launch.recording.recorder = self
         return self

@@ -51,16 +51,6 @@ def full(like, shape, value):
     return current_recorder().make(like.new_empty(shape), value)
 
 
-def is_launches_alone(call, backend) -> bool:
-    """Return whether torch copies nothing for the kernels of a call, and adds up nothing that they compute."""
-    if any(x is not None and not x.is_contiguous() for x in (call.cu_seqlens_q, call.cu_seqlens_k)):
-        return False
-    if (call.named and backend == "triton") or hopper.missing or capability(device_of(call.query)) != 90:
-        return True
-    copied = backend == "hopper" and not hopper.is_readable(call)  # short calls are copied if a caller wants them
-    return not (copied or hopper.is_copied(call) or hopper.adds_up(call))
-
-
 def run_kernel(name, programs, arguments, device, kind=None, last=True, **options):
     """Launch a kernel, or record the launch if this thread has a Recorder. kind: `kind_of` the call, or None."""
     # Raise KernelUnavailable if it does not compile or load, OutOfResources if the tile does not fit and is not the

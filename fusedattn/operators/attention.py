@@ -90,7 +90,7 @@ def _record(call, options, recorder, tensors):
 
     call, backend = of_calls.with_tensors(call, tensors), options[-1]
     on_hopper = backend == "hopper" and run.has_hopper(call.query) and call.key.shape[2] > 0
-    return record(recorder, call, options, on_hopper) if run.is_launches_alone(call, backend) else None
+    return record(recorder, call, options, on_hopper)
 
 
 def _forward(*arguments):

@@ -69,18 +69,15 @@ def readable(grad_out, call, backend):
 
 def _repeated(incoming, out, weights, stats, call, backend, need):
     """Return the gradients by launches of an earlier backward, or None: torch sums those of the learned INPUTS."""
-    if any(needed and name not in ATTENDED for name, needed in zip(INPUTS, need, strict=True)):
+    learned = any(needed and name not in ATTENDED for name, needed in zip(INPUTS, need, strict=True))
+    if learned or incoming[0] is None:
         return None
     weights = weights if weights.dim() == 4 else None
     tensors = *of_calls.tensors(call), *incoming, out, weights, stats
     kind = "backward", backend, tuple(need), torch.are_deterministic_algorithms_enabled(), repeats.facts(call)
 
     def launch(recorder, bare):
-        from ..launch import run
-
         own, (*came, out, weights, stats) = of_calls.with_tensors(call, bare[: len(TENSORS)]), bare[len(TENSORS) :]
-        if came[0] is None or not run.is_launches_alone(own, backend):
-            return None
         return record(recorder, came, out, weights, stats, own, backend, need)
 
     return repeats.repeat(kind, tensors, launch)

@@ -13,7 +13,7 @@ from torch import Tensor, float32
 from ..call.options import TENSORS, Call
 from ..call.private import can_replay
 from ..call.rules import in_memory
-from ..launch.failures import KernelUnavailable
+from ..launch.failures import KernelUnavailable, Unrecordable
 
 MAX_KEPT = 1024  # limit on kept kinds of launches; then that of the longest ago is forgotten
 RECORD_AFTER = 2  # record the second launch of a kind: recording takes as long as a first launch, and many never recur
@@ -55,7 +55,7 @@ def repeat(kind: Hashable, tensors: Sequence[Tensor | None], record: Callable[..
     """Repeat the launches of an earlier call of a kind with other tensors, and return its results, or None.
 
     kind: what selects the launches besides shapes, strides and dtypes. record(recorder, tensors without data): launches
-    kernels inside the Recorder, and returns the results; None if the call needs more than launches.
+    kernels inside the Recorder, and returns the results.
     """
     there = [x for x in tensors if x is not None]
     if not can_replay or not in_memory(there) or not aligned(there):
@@ -87,6 +87,8 @@ def _record(tensors, record):
     try:
         with recording.Recorder(device, there) as recorder:
             results = record(recorder, bare)
-            return None if results is None else (recorder.recording(), [recorder.number(x) for x in results])
+            return recorder.recording(), [recorder.number(x) for x in results]
+    except Unrecordable:
+        return None
     except KernelUnavailable:
         return 0  # an unrecorded launch warns, and takes another way
