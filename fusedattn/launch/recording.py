@@ -125,7 +125,8 @@ class Recorder(contextlib.ExitStack):
         """Return the index of a tensor in the result of `Recording.run`, and register it if it is unknown."""
         if tensor is None:
             return None
-        assert tensor.storage_offset() == 0, "a recording addresses tensors by the beginning of their storage"
+        if tensor.storage_offset():
+            raise Unrecordable("a part of a tensor")  # a recording addresses tensors by the beginning of their storage
         if storage(tensor) not in self.numbers:
             self.make(tensor if tensor._base is None else tensor._base)
         return self.numbers[storage(tensor)]
