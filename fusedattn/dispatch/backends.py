@@ -355,7 +355,7 @@ def _explained(call: Call, chosen: str | None, return_weights: bool) -> Explanat
         return Explanation(taken, {}, others)
     from ..launch import backward, run
 
-    need = need if any(need) else [name in ("query", "key", "value") for name in of_calls.INPUTS]
+    need = need if any(need) else [name in of_calls.ATTENDED for name in of_calls.INPUTS]
     names = "hopper" if taken == "hopper" else "forward", *["weights"] * return_weights
     tiles = {name: run.form_of(name, call) for name in (*names, *backward.passes(call, need, taken))}
     why_not = () if hopper_reasons(_device(call)) else backward.reasons_not_on_hopper(call, need, taken)

@@ -9,7 +9,7 @@ from triton import cdiv
 
 from ..call.decode import Decode
 from ..call.layout import narrow
-from ..call.options import Call
+from ..call.options import ATTENDED, Call
 from ..call.private import holds
 from ..kernels.vocabulary import dropout
 from ..kernels.vocabulary.memory import width
@@ -107,7 +107,7 @@ def is_copied(call: Call) -> bool:
 
 
 def _by_tma(call):
-    return {name: getattr(call, name) for name in ("query", "key", "value")} | dict(bias=by_tiles(call))
+    return {name: getattr(call, name) for name in ATTENDED} | dict(bias=by_tiles(call))
 
 
 def unreachable(call: Call) -> list[str]:
@@ -145,7 +145,7 @@ def writable(tensor: Tensor) -> Tensor:
     return tensor.new_empty(*shape, cdiv(columns, 8) * 8)[..., :columns]
 
 
-def all_readable(call: Call, names: tuple[str, ...] = ("query", "key", "value")) -> Call:
+def all_readable(call: Call, names: tuple[str, ...] = ATTENDED) -> Call:
     """Return a call with readable tensors under `names`, and a readable bias."""
     tensors: Any = {name: readable(getattr(call, name)) for name in names}
     if call.bias is not None and (bias := by_tiles(call)) is not None:

@@ -11,7 +11,7 @@ from torch.compiler import is_compiling
 from torch.nn import Parameter
 
 from ..call.layout import in_order, order
-from ..call.options import DIMS as LETTERS, INPUTS, TENSORS, Call, Origin, tensors as tensors_of
+from ..call.options import ATTENDED, DIMS as LETTERS, INPUTS, TENSORS, Call, Origin, tensors as tensors_of
 from ..call.rules import fail
 from .namespace import OPERATORS
 from .schema import BACKWARD, FORWARD
@@ -132,7 +132,7 @@ def _checked(tensors: Mapping[str, Any]) -> tuple[Any, list[int | None]]:
     for name, x in tensors.items():
         if not is_dtensor(x):
             # Each rank would have a different gradient of the same tensor.
-            if name in ("query", "key", "value") or (name in INPUTS and x is not None and x.requires_grad):
+            if name in ATTENDED or (name in INPUTS and x is not None and x.requires_grad):
                 fail(TypeError, name, f"a DTensor, as {first} is", "a tensor")
             continue
         if x.device_mesh != mesh:
@@ -144,7 +144,7 @@ def _checked(tensors: Mapping[str, Any]) -> tuple[Any, list[int | None]]:
             if type(placement) is not Shard or placement.dim not in dims:
                 kinds = " or ".join(["Replicate", *("sharded on batch", "on heads")[: len(dims)]])
                 more = ""
-                if name in ("query", "key", "value") and type(placement) is Shard:
+                if name in ATTENDED and type(placement) is Shard:
                     columns = f", which cuts head_dim: redistribute it, to Shard({HEADS}) for heads"
                     more = columns if placement.dim == 3 else ": fusedattn.distributed takes sequences in shards"
                 fail(ValueError, name, kinds, f"{placement}{more}")

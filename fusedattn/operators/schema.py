@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..call.layout import dense
-from ..call.options import CACHED, INPUTS, TYPES, Call, wide_dtype
+from ..call.options import ATTENDED, CACHED, INPUTS, TYPES, Call, wide_dtype
 from ..call.private import below_autograd, forward_level, transforms_active
 from ..call.rules import CLASSES, fail, plain
 from ..cpu import run as cpu
@@ -54,7 +54,7 @@ _TANGENTS = ", ".join(f"Tensor? tangent_{name}" for name in INPUTS)
 TANGENT = Signature(f"{_TANGENTS}, Tensor out, Tensor stats", "bool need_weights, str backend")
 ROTARY = "Tensor? rotary_cos, Tensor? rotary_sin, bool rotary_interleaved"
 _CACHES = "Tensor query, Tensor key_cache, Tensor value_cache, Tensor cache_seqlens, Tensor? block_table, SymInt added"
-_OPTIONS = [name for name in CACHED if name not in ("query", "key", "value")]
+_OPTIONS = [name for name in CACHED if name not in ATTENDED]
 DECODE = Signature(f"{_CACHES}, {ROTARY}", "bool need_lse, str backend", _OPTIONS)
 
 
