@@ -6,7 +6,7 @@ in pytorch/pytorch #181078.
 """
 
 import bisect
-from collections.abc import Iterator
+import functools
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from ..call.varlen import check_lengths
 from ..naive.varlen import differences
 from . import ranks as ranks_of
 from .global_call import GlobalCall, Piece, agreed, attend, attend_globally, prepared
-from .parts import in_pieces
+from .parts import Compute, in_pieces
 from .ranks import Ranks
 from .shards import Chunk, gathered, scattered
 
@@ -58,32 +58,17 @@ def gather_attention(
     Raises:
         TypeError, ValueError, NotImplementedError, RuntimeError: as `ring_attention`.
     """
+    return attend(gather_attention, locals(), in_pieces(_gather))
 
-    return attend(gather_attention, locals(), in_pieces(_Keys))
 
-
-class _Keys:
-    """Keys and values for `in_pieces`, gathered from all ranks at once. Their gradients are sent back and summed."""
-
-    def __init__(self, whole: GlobalCall, pieces: list[Piece] | None = None):
-        self.whole = whole
-        self.pieces = whole.pieces([Chunk(0, whole.total_keys, 0)]) if pieces is None else pieces
-        self.totals: list[Tensor | None] = []
-
-    def __iter__(self) -> Iterator[tuple[None, Call, list[Piece]]]:
-        whole = self.whole
-        fields = {name: getattr(whole.call, name) for name in ("key", "value", "key_mask")}
-        for name, x in fields.items():
-            fields[name] = None if x is None else gathered(x, DIMS[name].index("K"), whole.ranks, whole.keys)
-        yield None, whole.call._replace(**fields), self.pieces
-
-    def give_back(self, owner: int | None, key: Tensor | None, value: Tensor | None) -> None:
-        self.totals = [key, value]
-
-    def gradients(self) -> tuple[Tensor | None, Tensor | None]:
-        whole = self.whole
-        key, value = (None if x is None else scattered(x, 2, whole.ranks, whole.keys) for x in self.totals)
-        return key, value
+def _gather(whole: GlobalCall, compute: Compute, pieces: list[Piece] | None = None) -> dict[str, Tensor]:
+    """Call `compute` with the keys and values of all ranks, and sum the gradients over the ranks."""
+    fields = {name: getattr(whole.call, name) for name in ("key", "value", "key_mask")}
+    for name, x in fields.items():
+        fields[name] = None if x is None else gathered(x, DIMS[name].index("K"), whole.ranks, whole.keys)
+    pieces = whole.pieces([Chunk(0, whole.total_keys, 0)]) if pieces is None else pieces
+    grads = compute(None, whole.call._replace(**fields), pieces)
+    return {name: scattered(x, 2, whole.ranks, whole.keys) for name, x in grads.items()}
 
 
 @overridable
@@ -151,7 +136,7 @@ def gather_attention_varlen(
     lengths = Lengths(cu_seqlens, cu_seqlens, whole.total_keys, whole.total_keys, None, None)
     check_lengths(lengths, query.device, values=True)
     pieces = _documents(whole, offsets)
-    out, lse, _ = attend_globally(whole, in_pieces(lambda whole: _Keys(whole, pieces)))
+    out, lse, _ = attend_globally(whole, in_pieces(functools.partial(_gather, pieces=pieces)))
     assert out is not None
     out = out.squeeze(0).transpose(0, 1)
     return out if lse is None else (out, lse.squeeze(0))
