@@ -24,7 +24,7 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 from ..call import bits
 from ..call.options import Plan
 from ..dispatch import backends
-from .transformers import MASKS, NAMES, REFUSED, _masks_of
+from ._hf_names import MASKS, NAMES, REFUSED, masks_of
 
 if not hasattr(PreTrainedModel, "_check_and_adjust_attn_implementation"):
     raise ImportError("transformers before 4.54 chooses attention in another way")
@@ -91,7 +91,7 @@ def attention_mask(*sizes: Any, config: Any = None, **options: Any) -> Any:
     """Return sdpa's mask (bool or None) or its plan if a config's attention accepts it, else eager's floating mask."""
     if isinstance(options.get("attention_mask"), MaskPlan):  # generate() made it before the forward
         return options["attention_mask"]
-    if (masks := _masks_of(config)) is None:
+    if (masks := masks_of(config)) is None:
         return eager_mask(*sizes, config=config, **options)
     # Layers that share keys may slice the mask and compute only the last rows. Without a mask these are unknown.
     sliced = getattr(config, "num_kv_shared_layers", False)

@@ -10,12 +10,8 @@ from ..call.bits import unpack
 from ..call.options import Plan
 from ..call.rules import check_strided, fail
 from ._flash import ask, check_tensor
+from ._hf_names import NAMES, REFUSED, masks_of
 
-NAMES: dict[str, str] = {}  # {registered name: "dense" or "blocks"}
-MASKS = "_fusedattn_masks"  # a config's attribute: the result of `_masks_of`; before that the name it asks for
-# Keywords that some models pass. Ignoring one would change the result.
-REFUSED = dict(indices="sparse attention by indices", block_indices="sparse attention by blocks")
-REFUSED |= dict(sinks="a sink for each query", head_mask="a weight for each head")
 # {substring: what transformers takes a name with this substring for}
 RESERVED = {"flash": "FlashAttention", "/": "a kernel of the hub", "|": "a prefix"}
 
@@ -73,12 +69,6 @@ def register(name: str = "fusedattn", masks: str = "dense") -> None:
     install(name, fusedattn_forward, masks)
 
 
-def _masks_of(config: Any) -> tuple[bool, bool, bool] | None:
-    """Return whether no mask may mean causal, or unmasked, and whether a mask may be a plan; None: eager's masks."""
-    masks = getattr(config, MASKS, None)
-    return masks if isinstance(masks, tuple) else None
-
-
 def fusedattn_forward(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | Plan | None = None,
     dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None, softcap: float | None = None,
@@ -124,7 +114,7 @@ def fusedattn_forward(
     query, key, value = (x.expand(batch, -1, -1, -1) if x.shape[0] == 1 else x for x in (query, key, value))
     length = query.shape[2]
     config = getattr(module, "config", None)
-    eager_masks = getattr(config, "_attn_implementation", None) in NAMES and _masks_of(config) is None
+    eager_masks = getattr(config, "_attn_implementation", None) in NAMES and masks_of(config) is None
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = bool(length > 1 and attention_mask is None and causal and not eager_masks)
     if causal and key.shape[2] > length:

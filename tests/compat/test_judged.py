@@ -258,12 +258,12 @@ def test_two_models_of_one_config(cls, asked):
 def test_copies_stay_judged_and_what_is_saved_says_nothing_of_it(calls, tmp_path):
     bart = drawn(BY_NAME["BART"], attn_implementation="fusedattn")
     decoder = bart.config.get_text_config(decoder=True)  # generate() with a static cache uses it
-    assert decoder is not bart.config and compat._masks_of(decoder) == compat._masks_of(bart.config) is not None
+    assert decoder is not bart.config and compat.masks_of(decoder) == compat.masks_of(bart.config) is not None
     for name in ("Llama", "DPT"):  # DPT has a to_dict of its own in transformers 4
         options = GROUPED | dict(is_hybrid=False, backbone_out_indices=[0, 1], neck_hidden_sizes=[8, 8])
         config = getattr(transformers, f"{name}Config")(**(options if name == "DPT" else GROUPED))
         model = getattr(transformers, f"{name}Model")._from_config(config, attn_implementation="fusedattn")
-        assert compat._masks_of(model.config) is not None
+        assert compat.masks_of(model.config) is not None
         model.config.save_pretrained(tmp_path)
         assert "fusedattn" not in (tmp_path / "config.json").read_text()
 

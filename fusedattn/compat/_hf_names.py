@@ -1,0 +1,15 @@
+"""Names that `fusedattn_forward` and `_hf` share; this module does not import transformers."""
+
+from typing import Any
+
+NAMES: dict[str, str] = {}  # {registered name: "dense" or "blocks"}
+MASKS = "_fusedattn_masks"  # a config's attribute: the result of `masks_of`; before that the name it asks for
+# Keywords that some models pass. Ignoring one would change the result.
+REFUSED = dict(indices="sparse attention by indices", block_indices="sparse attention by blocks")
+REFUSED |= dict(sinks="a sink for each query", head_mask="a weight for each head")
+
+
+def masks_of(config: Any) -> tuple[bool, bool, bool] | None:
+    """Return whether no mask may mean causal, or unmasked, and whether a mask may be a plan; None: eager's masks."""
+    masks = getattr(config, MASKS, None)
+    return masks if isinstance(masks, tuple) else None
