@@ -15,7 +15,7 @@ from torch import Tensor
 from ..api import attention_varlen
 from ..call.options import DIMS, Arguments, Call, Lengths, Origin, in_full
 from ..call.private import eager
-from ..call.rules import Sizes, check_options, check_tensors, fail, overridable
+from ..call.rules import Sizes, check_options, check_rank, check_tensors, fail, overridable
 from ..call.varlen import check_lengths
 from ..naive.varlen import differences
 from . import ranks as ranks_of
@@ -116,8 +116,7 @@ def gather_attention_varlen(
         inputs = dict(query=query, key=key, value=value)
         check_tensors(**inputs, cu_seqlens=cu_seqlens)
         for name, x in inputs.items():
-            if x.dim() != 3:
-                fail(ValueError, name, "rank 3, (rows, H, D)", x.shape)
+            check_rank(name, x, "(rows, H, D)")
         batched: dict[str, Any] = {name: x.transpose(0, 1)[None] for name, x in inputs.items()}
         call, _ = prepared(arguments._replace(**batched, **dict.fromkeys(_BY_DOCUMENT)), backend, ranks)
         if key.shape[0] != query.shape[0]:
