@@ -128,7 +128,7 @@ BACKWARDS: dict[str, dict[int, tuple]] = {
     "hopper_bwd_wide": {512: (Backward(128, 3),)},
 }
 # By width, how many of softcap, ALiBi, bias, dropout and mask a backward takes at once; one if the width is not here.
-# At 128, pairs of options reload up to 9 registers.
+# At 128, pairs of options reload up to 17 registers (bench/NOTES.md).
 MOST_OPTIONS = {64: 3, 128: 2, 512: 5}
 STORED = "hopper_bwd_ds", "hopper_bwd_wide"  # BACKWARDS that store gradients of scores, the second also weights
 REPEATABLE = "hopper_bwd_deterministic", *STORED  # deterministic BACKWARDS
