@@ -108,7 +108,7 @@ def place_tile(rows, keys, heads, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def latest_first(block, length, BLOCK: tl.constexpr):
-    """Return the first row of a block, counting from the end, because causal blocks start with the longest."""
+    """Return the first row of the block that is number `block` from the end: causal grids begin with the longest."""
     return (tl.cdiv(length, BLOCK) - 1 - block) * BLOCK
 
 
