@@ -75,8 +75,8 @@ def preprocess(
     # set to 0, because other kernels add to it. With UNIT it is the buffer that `postprocess` reads, (B, Hq, Sq rounded
     # up to UNIT, WIDTH). Turns, unless None, is set to 0: int32, the counters of hopper/turns.py, one for program
     # numbers and two for each row. by_row, a `row_sums.ByRow`, gets each row's gradients of its bias and sink. shown,
-    # unless None, gets copies without hidden rows. small is 1, unless None: a Hopper kernel follows, and a softcap
-    # keeps scores small.
+    # unless None, gets copies without hidden rows. small is 1 if a Hopper kernel follows and a softcap keeps scores
+    # small, otherwise None.
     block, plane = span.place(tl.program_id(0), q_len, heads, BLOCK_M)
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     if GradQ is not None:
@@ -144,7 +144,7 @@ def preprocess(
         else:
             table = memory.View(incoming.rows + tl.cast(plane.index, tl.int64) * 4 * pitch, (1, pitch))
         pivot, neg_log2_sum = row.pivot, row.neg_log2_sum
-        if small is not None:  # one number instead of two
+        if small is not None:  # the exponent then needs one number instead of two
             pivot, neg_log2_sum = pivot * 0.0, neg_log2_sum - pivot * softmax.LOG2E
         memory.store_column(table, rows, q_len, 0, pivot)
         memory.store_column(table, rows, q_len, 1, neg_log2_sum)

@@ -66,8 +66,8 @@ def softmax(scores, need_lse, visible=None, empty=None, *, limits=(), sinks=None
     # visible: bool, broadcasts to the scores; None hides nothing. limits: [(slice of columns, bool: pairs in them whose
     # scores become -inf)], not under a transform. empty: bool, broadcasts to (B, Hq, Sq, 1): rows that see nothing,
     # which get weights 0 and lse -inf or the sink. sinks: (1 or B, Hq), an additional logit for each head. in_place:
-    # overwrite the scores if no gradient needs them, as new memory takes as long as the softmax; not under a transform,
-    # a dispatch mode or a compiler.
+    # overwrite scores that no gradient needs, because new memory takes as long as the softmax; not under a transform, a
+    # dispatch mode or a compiler.
     scores = scores if visible is None else scores.masked_fill(~visible, float("-inf"))
     for columns, hidden in limits:  # detached: a score whose weight is 0 has the gradient 0 anyway
         scores.detach()[..., columns].masked_fill_(hidden, float("-inf"))
@@ -199,7 +199,7 @@ def _in_blocks(call: Call, need_lse: bool) -> tuple:
 
 
 def without_autocast(function):
-    """Decorate a function whose first argument is a Call: run it without autocast, as its inputs are cast already."""
+    """Decorate a function whose first argument is a Call: run it without autocast: its inputs are cast already."""
 
     @functools.wraps(function)
     def run(call, *rest):

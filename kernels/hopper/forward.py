@@ -314,7 +314,7 @@ def forward(
     sequences, caches, tile_lists, used, q_len, k_len, left, right, rules, planes, section, splits,
     spec: gl.constexpr,
 ):  # fmt: skip
-    """Write Out, or what is `stored`, as kernels/forward.py does; a program may compute several blocks of rows.
+    """Write Out, or the outputs in `stored`, as kernels/forward.py does; a program may compute several blocks of rows.
 
     Only one of Out, stored.Wide, a View of float32 (B, H, Sq, DV), and stored.partials is not None. Q, K, V and Out are
     TMA descriptors of (B, H, S, D) with blocks of [1, 1, rows, width(D)], or of fewer columns if spec.PARTS blocks of Q

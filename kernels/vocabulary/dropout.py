@@ -132,7 +132,7 @@ def four(dropout, plane, i, j):
 
 @triton.jit
 def keep(dropout, p, plane, r, c):
-    """Return the weights p, with dropped ones set to 0. `scaled` is later applied to the output, not to the weights."""
+    """Return the weights p, with dropped ones set to 0. The forward applies `scaled` to its output, not to p."""
     # In a row with one key, rounding a scaled weight to 16 bits would shift all columns of the output. delta would then
     # differ from dp, and the gradient of the score would not be 0.
     return p if dropout is None else tl.where(_kept(dropout, plane, r, c), p, 0.0)
