@@ -54,7 +54,7 @@ class Spec(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """Outputs that threads store: Wide (float32 View) or partials (Partials) in place of Out, or neither.
+    """Outputs that threads store. Wide (float32 View) or partials (Partials) replaces Out; both may be None.
 
     Lse and Stats are as in kernels/forward.py, and None if there are partials.
     """

@@ -72,7 +72,7 @@ class Results(NamedTuple):
 def block_of_rows(work, n, results, BLOCK: gl.constexpr, WIDTH: gl.constexpr, spec: gl.constexpr):
     """Return (first row, Plane (batch and head), Band, part of the output's columns) of a program's n-th block of rows.
 
-    A part has WIDTH columns; it is () if that is all of them.
+    part is the number of a group of WIDTH columns, or () if there is only one group.
     """
     PARTS: gl.constexpr = (spec.DV + WIDTH - 1) // WIDTH
     heads = spec.HEADS * PARTS if results.partials is None else spec.HEADS * results.splits * PARTS
