@@ -14,7 +14,7 @@ from .vocabulary.columns import finish, indices, store, zeros
 
 @triton.constexpr_function
 def spanned(BLOCK, GROUP):
-    """Return how many queries, of GROUP adjacent rows each, a block of BLOCK rows spans at most."""
+    """Return the maximum number of queries, of GROUP adjacent rows each, that a block of BLOCK rows spans."""
     if BLOCK % GROUP == 0:
         return BLOCK // GROUP
     return 1 if GROUP % BLOCK == 0 else (BLOCK + GROUP - 2) // GROUP + 1
@@ -44,7 +44,7 @@ def decode(
     partials, cache, rotary, rules, heads, q_len, capacity, added, pages, positions, splits, left, right,
     spec: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Write the Partials of each split; without them Out, a View of (B, Hq, Sq, DV), and Lse unless None."""
+    """Write the Partials of each split; if partials is None, Out, a View of (B, Hq, Sq, DV), and Lse unless None."""
     # ids
     split = tl.program_id(0) % splits
     block, kv = span.place(tl.program_id(0) // splits, q_len * spec.GROUP, heads, BLOCK_M)

@@ -17,7 +17,7 @@ def _walk_keys(
     spec: tl.constexpr, BLOCK_N: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
     """Add key blocks [begin, end) to dq, and to the row sums `sums` of weights and score gradients."""
-    # If GradQ is None, dq stays as it is; the sums do if no gradient by row is wanted.
+    # dq does not change if GradQ is None. The sums do not change if no gradient by row is wanted.
     following = walk.first(tile_list, begin)
     for n in tl.range(begin, end):
         j, member, following = walk.step(tile_list, n, following)

@@ -1,4 +1,4 @@
-"""Kernels before and after the backward: preprocess computes delta = sum(out * grad_out), postprocess scales dq."""
+"""Kernels before and after the backward: row statistics, copies for TMA without hidden tokens, and scaling of dq."""
 
 from typing import NamedTuple
 
@@ -29,7 +29,7 @@ def _store_added(Rows, plane, rows, n, row, delta, scale):
     # The tables are (B, 2 Hq, Sq, 16), for scores and for dp. Products with ones (hopper/body.py) add them.
     r, c = rows[:, None], tl.arange(0, 16)[None, :]
     zeros = tl.zeros([rows.shape[0], 16], tl.float32)
-    # A fully masked row gets a finite number far below 0: a product also multiplies it by 0, and inf * 0 is NaN.
+    # A fully masked row gets a finite number far below 0, not -inf: products with 0 would turn -inf into NaN.
     log2_sum = tl.where(row.neg_log2_sum == float("-inf"), -1.7e38, row.neg_log2_sum / (scale * softmax.LOG2E))
     of_scores = _put_terms(log2_sum, c, 8, _put_terms(-row.pivot, c, 0, zeros))
     table = Rows + (2 * tl.cast(plane.index, tl.int64) * n + r) * 16 + c
@@ -38,7 +38,7 @@ def _store_added(Rows, plane, rows, n, row, delta, scale):
 
 
 class Shown(NamedTuple):
-    """For TMA, which cannot skip rows: copies q and grad_out with zeros in the rows that the mask hides; queries Q."""
+    """Copies q (of Q) and grad_out, with 0 where the row mask `rows` hides them, because TMA cannot skip rows."""
 
     q: memory.View
     grad_out: memory.View
@@ -53,7 +53,7 @@ def _copy(To, From, plane, rows, exists, n, D: tl.constexpr):
 
 @triton.jit(do_not_specialize=["heads", "k_len"])
 def real_keys(K, Shown, keys, heads, k_len, D: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Copy K (B, Hkv, Sk, D) to Shown, with zeros in place of keys that `keys` of `Masks` hides; all are Views."""
+    """Copy K (B, Hkv, Sk, D) to Shown, with 0 for keys that the key mask `keys` hides; all three are Views."""
     block, plane = span.place(tl.program_id(0), k_len, heads, BLOCK_M)
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     exists = masking.real_keys(masking.Masks(None, keys, None), plane, rows, k_len)
@@ -66,7 +66,7 @@ def preprocess(
     heads, q_len, k_len, pitch, score, small,
     spec: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Write Rows (B, Hq, Sq, 4), contiguous: softmax pivot and neg_log2_sum of a row, delta, and gradient of lse."""
+    """Write Rows (B, Hq, Sq, 4), contiguous: softmax pivot and neg_log2_sum, delta and dlse of `gradient.Row`."""
     # Rows is incoming.rows. Hopper's backward kernels read other layouts: (B, Hq, 4, pitch), with pitch at least Sq;
     # or, if Rows is bfloat16, the layout of `_store_added`, which needs score. Otherwise pitch is None. Stats has
     # COLUMNS as in `saved_stats`, or only row_max and log2_sum. Stats and GradLse (or None) are contiguous; Weights and
@@ -75,8 +75,8 @@ def preprocess(
     # set to 0, because other kernels add to it. With UNIT it is the buffer that `postprocess` reads, (B, Hq, Sq rounded
     # up to UNIT, WIDTH). Turns, unless None, is set to 0: int32, the counters of hopper/turns.py, one for program
     # numbers and two for each row. by_row, a `row_sums.ByRow`, gets each row's gradients of its bias and sink. shown,
-    # unless None, gets copies without hidden rows. small is 1, unless None: a Hopper kernel follows, and a softcap
-    # keeps scores small.
+    # unless None, gets copies without hidden rows. small is 1 if a Hopper kernel follows and a softcap keeps scores
+    # small, otherwise None.
     block, plane = span.place(tl.program_id(0), q_len, heads, BLOCK_M)
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     if GradQ is not None:
@@ -131,7 +131,7 @@ def preprocess(
                 dp_tile = memory.load_pairs(dp, r, c, q_len, k_len, CHECK=True).to(log2_sum.dtype)
                 delta += tl.sum(tl.where(p_tile == 0, 0.0, p_tile * dp_tile), 1)  # gradients of hidden pairs may be NaN
         delta = tl.where(log2_sum == float("inf"), 0.0, delta - dlse)
-    if UNIT is not None:  # Triton 3.6 would compile what follows without a score, too
+    if UNIT is not None:  # without this test, Triton 3.6 also compiles the next lines for calls without a score
         if row_sums.wanted(by_row):
             known = gradient.Row(row, delta, dlse)
             sums = row_sums.Sums(None, row_sums.known_ds(known, score, plane), None, None)
@@ -144,7 +144,7 @@ def preprocess(
         else:
             table = memory.View(incoming.rows + tl.cast(plane.index, tl.int64) * 4 * pitch, (1, pitch))
         pivot, neg_log2_sum = row.pivot, row.neg_log2_sum
-        if small is not None:  # one number instead of two
+        if small is not None:  # the exponent then needs one number instead of two
             pivot, neg_log2_sum = pivot * 0.0, neg_log2_sum - pivot * softmax.LOG2E
         memory.store_column(table, rows, q_len, 0, pivot)
         memory.store_column(table, rows, q_len, 1, neg_log2_sum)

@@ -54,7 +54,7 @@ def _walk(
 
 @triton.jit
 def _less(tile, t_lse, Out, stats, rows, length, n: tl.constexpr, spec: tl.constexpr):
-    """Return part n of the tangent of the output, less t_lse times the output."""
+    """Return tile - t_lse * out, which is part n of the columns of the output's tangent."""
     COLUMNS: tl.constexpr = columns.size(spec.DV, n)
     out = memory.load(columns.part(Out, n), rows, rows < length, COLUMNS, 0, columns.width(spec.DV, n))
     if out.dtype.primitive_bitwidth == 16:

@@ -9,7 +9,7 @@ The kernel's own gradients miss the tolerance of `testing.tolerance`. Five measu
   round scores differently, which does not average out over few rows. The exact formula (`small_k`) serves both cases.
 - All weights of a row share the rounding error of its lse. Subtracting an offset (`less`) from scores keeps it small.
 - Both passes pad to the same number of columns. Otherwise they would round the same score differently.
-- Both get a power of two as scale; the query is multiplied by the rest. Other scales they would round differently.
+- Both get a power of two as scale; the query is multiplied by the rest. They would round other scales differently.
 """
 
 import functools
@@ -31,7 +31,7 @@ from .small_k import FEW, FEW_ROWS, is_few, lse_of, scores_of, weights_in_place,
 from .tiling import Part, Rectangle, additive, has_holes, is_additive, is_nothing, is_widened
 from .value_mean import INFINITE, centre, with_centre
 
-LARGE = 2**17  # number of elements from which on a copy takes longer than a few views
+LARGE = 2**17  # elements of the smallest query whose copy takes longer than a few views
 VECTOR = 16  # float32 numbers in the widest vector register
 LARGE_LSE = {torch.bfloat16: 2.0**13}  # lse above which float32 is too inaccurate for merging; 16 for other dtypes
 
@@ -57,7 +57,7 @@ def attend(
     query: Tensor, key: Tensor, value: Tensor, causal: bool, added: Tensor | None, scale: float, exact: bool
 ) -> tuple[Tensor, Tensor]:
     """Call PyTorch's kernel, which adds `added` to scores: return (output, lse). Fully masked rows have lse 0."""
-    # exact: from `is_exact`: no backward needs scores that round as these do.
+    # exact: the backward uses the formula (`is_exact`), so it need not round scores as this kernel does.
     if not exact:
         query, scale, _ = by_power(query, scale)
     out, lse = flash_attention_for_cpu(query, key, value, 0.0, causal, attn_mask=added, scale=scale)
@@ -156,7 +156,7 @@ def is_exact(call: Call, where: Rectangle) -> bool:
 
 def covering(part: Part) -> list[Rectangle]:
     """Return rectangles that cover the visible scores of a part."""
-    # If the formula computes the gradients, each has all keys of its rows: weights from a merged lse share its error.
+    # If the formula computes the gradients, each rectangle has all keys of its rows: a merged lse would add its error.
     return list((tiling.rectangles_of_rows if is_few(part.call) else tiling.rectangles)(part))
 
 
@@ -196,7 +196,7 @@ def _forward(part: Part, save: bool, less: float) -> Result:
     out, lse = _of_all_rows(part, (query, key, value), less)
     common = centre(value[:, :, part.begin : part.end]) if save else None
     kept = out if common is None else _of_all_rows(part, (query, key, value - common), less)[0]
-    if call.query_mask is not None:  # before `with_centre`: hidden rows must not influence the others
+    if call.query_mask is not None:  # before `with_centre`, whose mean must not include hidden rows
         hidden = hidden_by(call.query_mask)
         kept = kept.masked_fill(hidden, 0.0)
         out = kept if common is None else out.masked_fill(hidden, 0.0)
@@ -238,8 +238,8 @@ def _of_all_rows(part: Part, tensors: Sequence[Tensor], less: float) -> tuple[Te
 
 
 def exact_lse(call: Call, lse: Tensor, less: float, again: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return an lse minus the offset `less`, in float64 if its rounding error would be visible in the merged result."""
-    # again(near): recomputes the lse minus `near`. That is close to 0, where the rounding error is small.
+    """Return an lse minus the offset `less`; compute it again in float64 if its error would show in a merge."""
+    # again(near): computes the lse minus `near`, a number close to 0, where the rounding error is small.
     large = LARGE_LSE.get(call.query.dtype, 16.0)
     if lse.dtype == torch.float64 or not bool(((lse.abs() > large) & lse.isfinite()).any()):
         return lse
@@ -256,7 +256,7 @@ def merged(results: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 def shares_of(lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return (share of each set of keys in the softmax over all, 0 if every lse is -inf; lse over all)."""
+    """Return (each set's share of the softmax over all keys, 0 if every lse is -inf; lse over all keys)."""
     every = torch.stack(torch.broadcast_tensors(*lses))
     total = every.logsumexp(0)
     return every.softmax(0).masked_fill_(total == -INFINITE, 0.0), total

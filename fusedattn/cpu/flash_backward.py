@@ -42,7 +42,7 @@ def _by_kernel(call: Call, where: Rectangle, less: float, *tensors: Tensor) -> S
 
 def _by_formula(call, where, less, tensors, grad_out, out, lse, of_bias) -> Sequence[Tensor]:
     """Return the gradients of query, key and value of a rectangle of scores, by the softmax formula."""
-    # lse: None if the rows see no other keys. out: None to recompute it. of_bias: accumulates the gradient of the bias.
+    # lse: None if the rows see no keys elsewhere. out: None to recompute it. of_bias: the gradient of the bias so far.
     if lse is None:
         weights = flash.exact_weights(call, where, *tensors[:2])
     else:

@@ -67,7 +67,7 @@ def stats_columns(dtype: torch.dtype, width: int) -> int:
 
 
 def _stats(result: flash.Result) -> Tensor:
-    """Return what a plain call saves for its backward besides the output: one column, the lse, if that is enough."""
+    """Return the stats that a plain call saves beside its output; only one column, the lse, if that is enough."""
     lse, kept = result.lse[..., None], result.kept
     if kept is result.out or result.out.dtype.itemsize != 2:
         return lse
@@ -117,7 +117,7 @@ def too_large(lse: Tensor) -> bool:
 def backward(
     call: Call, incoming: Sequence[Tensor | None], out: Tensor, weights: Tensor, stats: Tensor, need: Sequence[bool]
 ) -> tuple | None:
-    """Return the gradients of a call's INPUTS, also if not needed. Return None if the naive path must compute them."""
+    """Return the gradients of a call's INPUTS, or None if the naive path must compute them. Some may not be needed."""
     grad_out, grad_lse, grad_weights = incoming
     grads: Sequence[Tensor | None]
     if lacks_gradients(call, grad_weights, need):

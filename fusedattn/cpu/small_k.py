@@ -24,7 +24,7 @@ def is_few(call: Call) -> bool:
 
 
 def has_bias_gradient(call: Call) -> bool:
-    """Return whether the formula can compute a bias gradient: of a single Part, not in bfloat16, and not partial."""
+    """Return whether the formula can compute a bias gradient: of a whole call in one Part, not computed in bfloat16."""
     wide = is_widened(call.query.dtype) or call.query.dtype != torch.bfloat16
     return wide and not call.partial and call.cu_seqlens_q is call.key_mask is call.query_mask is None
 
@@ -91,7 +91,7 @@ def by_weights(
     of_bias: Tensor | None = None, grad_lse: Tensor | None = None, grad_weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return gradients of query, key and value from the softmax weights; add the gradient of scores to of_bias."""
-    # out: the output over all visible keys; None, which grad_lse and grad_weights need, if `weights` covers these keys.
+    # out: the output over all visible keys, or None if `weights` has all of them. grad_lse and grad_weights need None.
     query, key, value = tensors
     size, heads = weights.shape, key.shape[1]
     rows, weights, grad_out = (grouped(x, heads) for x in (query, weights, grad_out))

@@ -19,8 +19,8 @@ from ..naive.varlen import of_batches, runs
 CACHE = 2**22  # bytes of an additive mask built at a time
 ROWS = 32  # minimum rows of a rectangle; the kernel works on 32, 64 or 256 at a time
 BAND = 64, 256  # minimum and maximum rows of a rectangle along a window
-MASK_ROWS = 128  # rows of a block for which a mask is searched for the range of visible keys
-WASTE = 1  # maximum ratio of hidden to visible scores that a part computes
+MASK_ROWS = 128  # rows of the blocks whose range of visible keys is read from a mask
+WASTE = 1  # maximum ratio of the scores that a part computes (beyond CALL) to the visible ones
 CALL = 2**12  # scores of one head that take as long to compute as the overhead of a kernel call
 FEWEST = 128  # minimum keys of a rectangle cut by a mask: float32 gradients of few keys are slower
 PART = 2**17  # scores that take as long to compute as the overhead of one more part, mainly its copies

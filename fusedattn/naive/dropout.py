@@ -33,7 +33,7 @@ def _xor(a: Tensor, b: Tensor) -> Tensor:
 
 def _rounds(counter: list[Tensor], keys: list[tuple[Tensor, ...]], numbers: tuple[Number, ...]) -> list[Tensor]:
     """Return four random words for each counter; only their lower 32 bits are valid."""
-    # The four words of the counters broadcast to a grid, so that the first rounds compute few numbers.
+    # `counter` is four tensors that broadcast against each other, so that the first rounds compute few numbers.
     (c0, c1, c2, c3), (mask, half, *multipliers) = counter, numbers
     c0, c2 = c0.clone(), c2.clone()
     for k0, k1 in zip(*keys, strict=True):
@@ -47,7 +47,7 @@ def keep(seed: Tensor, planes: Tensor, rows: tuple[int, int], keys: tuple[int, i
     """Return a bool dropout mask (planes, rows, keys), True = keep. planes: b * Hq + h. rows, keys: (first, end)."""
     # The four words of a counter serve the pairs of rows i and i + 8 with keys j and j + 8.
     (first, last), (begin, end), device, count = rows, keys, planes.device, planes.numel()
-    top, left = first // 16, begin // 16  # the first 16 rows, and the first 16 keys
+    top, left = first // 16, begin // 16  # indices of the first blocks of 16 rows and of 16 keys
     bottom, right = (last + 15) // 16, (end + 15) // 16  # not by -(-end // 16): ONNX rounds quotients towards 0
     # Pairs whose word is smaller than the last number are dropped; with dropout_p = 1, all pairs.
     numbers: Any = WORD, 32, *MULTIPLIERS, int(dropout_p * 2**32)
@@ -68,7 +68,7 @@ def keep(seed: Tensor, planes: Tensor, rows: tuple[int, int], keys: tuple[int, i
         counter_i, counter_j = (i // 16 - top) * 8 + i % 8, (j // 16 - left) * 8 + j % 8
         return torch.stack(kept(top, bottom), -1)[:, counter_i, counter_j, i // 8 % 2 * 2 + j // 8 % 2]
     # Eight bools are copied faster as one int64.
-    # dimensions, for row i and key j: plane, i // 16, bit 3 of i, i % 8, j // 16, bit 3 of j; the int64 is of j % 8
+    # Dimensions, for row i and key j: plane, i // 16, bit 3 of i, i % 8, j // 16, bit 3 of j. An int64 has all j % 8.
     grid = torch.empty(count, bottom - top, 2, 8, right - left, 2, dtype=torch.int64, device=device)
     step = max(1, SLAB // max(1, count * (right - left) * 64))
     for block in range(top, bottom if right > left else top, step):

@@ -24,7 +24,7 @@ LARGEST_CAP, SMALLEST_CAP = 2.0**60, 2.0**-60
 # Bytes of scores that autograd may keep. Beyond that, the backward recomputes blocks.
 BUDGET = 2**28
 # Bytes of scores of a recomputed block. Tensors below 32 MiB fragment glibc's memory: with 12288 rows of 1 head, the
-# peak was 1305 MiB with blocks of 4 MiB. It is 388 MiB with these, which take a fifth less time.
+# peak was 1305 MiB with blocks of 4 MiB. Blocks of this size need 388 MiB, and a fifth less time.
 RECOMPUTED = 2**26
 SMALL = 2**12  # a call with at most this many scores, visible or not, is one block
 
@@ -66,8 +66,8 @@ def softmax(scores, need_lse, visible=None, empty=None, *, limits=(), sinks=None
     # visible: bool, broadcasts to the scores; None hides nothing. limits: [(slice of columns, bool: pairs in them whose
     # scores become -inf)], not under a transform. empty: bool, broadcasts to (B, Hq, Sq, 1): rows that see nothing,
     # which get weights 0 and lse -inf or the sink. sinks: (1 or B, Hq), an additional logit for each head. in_place:
-    # overwrite the scores if no gradient needs them, as new memory takes as long as the softmax; not under a transform,
-    # a dispatch mode or a compiler.
+    # overwrite scores that no gradient needs, because new memory takes as long as the softmax; not under a transform, a
+    # dispatch mode or a compiler.
     scores = scores if visible is None else scores.masked_fill(~visible, float("-inf"))
     for columns, hidden in limits:  # detached: a score whose weight is 0 has the gradient 0 anyway
         scores.detach()[..., columns].masked_fill_(hidden, float("-inf"))
@@ -97,7 +97,7 @@ def scored(products: Tensor, softcap: float | None, added: Iterable[Tensor]) -> 
 
 
 def _logsumexp(scores: Tensor) -> Tensor:
-    """Return `scores.logsumexp(-1)`. Its gradient is also right for scores of 1e38, to which log(sum) adds nothing."""
+    """Return `scores.logsumexp(-1)`, with a right gradient even for scores of 1e38, which absorb the log of the sum."""
     if holds(scores.shape[-1] == 0, False):
         return scores.logsumexp(-1)
     top = scores.detach().amax(-1, keepdim=True)
@@ -199,7 +199,7 @@ def _in_blocks(call: Call, need_lse: bool) -> tuple:
 
 
 def without_autocast(function):
-    """Decorate a function whose first argument is a Call: run it without autocast, as its inputs are cast already."""
+    """Decorate a function whose first argument is a Call: run it without autocast: its inputs are cast already."""
 
     @functools.wraps(function)
     def run(call, *rest):
@@ -240,7 +240,7 @@ def by_sequence(run: Callable[..., tuple], *calls: Call) -> tuple:
 
 @without_autocast
 def run_padded(call: Call, need_lse: bool, need_weights: bool) -> tuple:
-    """Compute `run_naive` of a call that is not packed, or of packed sequences padded to a batch (it has offsets)."""
+    """Compute `run_naive` of a call that is not packed, or that `padded` made of packed sequences (it has offsets)."""
     wide = prepared(call, wide_dtype(call.query.dtype))
     if not sized(wide):  # with symbolic sizes torch 2.10 cannot export merged dimensions
         out, lse, weights = of_all(wide, need_lse, need_weights, AS_WRITTEN)

@@ -65,8 +65,8 @@ def _of_rows(call: Call, span: tuple[int, int], incoming: Sequence, grad_grads: 
 @without_autocast
 def second_derivative(call: Call, incoming: Sequence, grad_grads: Sequence) -> tuple:
     """Return the gradients of sum(grad * grad_grad), where grad are the gradients of a call's INPUTS."""
-    # incoming: gradients of output, lse and weights, from which grad was computed. Their gradients come first in the
-    # result, then those of the INPUTS; each is None if the argument is. Rows are computed a block at a time.
+    # incoming: gradients of output, lse and weights, from which grad was computed. The result has the gradients of
+    # `incoming`, then those of the INPUTS, None where the argument is None. Rows are computed a block at a time.
     call, of_incoming = _bounded(call), []
     totals: dict[str, Tensor] = {}
     for span in _row_spans(call):

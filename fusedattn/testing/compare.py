@@ -21,7 +21,7 @@ def with_gradients(
     Args:
         tensors: query, key and value; under "out", "lse" and "weights" the gradients of the loss.
         options: options of the call.
-        grads: names of results that the loss depends on, as "out and lse". Weights are computed only if it has them.
+        grads: names of results that the loss depends on, such as "out and lse". Weights are computed only if named.
         learned: names from LEARNED whose gradients are wanted, if present.
     """
     inputs = {name: tensors[name].detach().requires_grad_() for name in INPUTS}

@@ -21,7 +21,7 @@ from .weights import COLUMNS, Rows, weights
 from .work import Results, Shared, Work, block_of_rows, extent
 
 WARPS = gl.constexpr(4)  # warps of a warpgroup
-TILES_OF_K = gl.constexpr(4)  # tiles of k with one stage: a tile has a part of the columns, for any step
+TILES_OF_K = gl.constexpr(4)  # tiles of k if STAGES is 1: each holds one part of the columns of k for one step
 
 
 class Form(NamedTuple):
@@ -54,7 +54,7 @@ class Spec(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """Outputs that threads store: Wide (float32 View) or partials (Partials) in place of Out, or neither.
+    """Outputs that threads store. Wide (float32 View) or partials (Partials) replaces Out; both may be None.
 
     Lse and Stats are as in kernels/forward.py, and None if there are partials.
     """
@@ -79,7 +79,7 @@ def _take(g: gl.constexpr, shared, work, n, results, spec: gl.constexpr):
         last, count = extent(band, first, plane, results, BLOCK_M, BLOCK_N)
         _, full, full_end, _ = span.blocks(band, first + g * ROWS, ROWS, BLOCK_N)
         return first, plane, band, part, last, count, full, full_end
-    else:  # notes have the rest
+    else:  # the notes of the steps have the rest
         return first, plane, band, part, (), (), (), ()
 
 
@@ -108,7 +108,7 @@ def _pass_ping_pong(ping_pong, g: gl.constexpr):
 
 @gluon.jit
 def _multiply(q, keys, step, zero, exists=True):
-    """Begin q @ k.T of a step, the sum of the products of their parts, once the first tile of k has arrived."""
+    """Begin q @ k.T of a step, summed over parts of the columns. The caller has waited for the first tile of k."""
     PARTS: gl.constexpr = keys.tiles.shape[0] // keys.ready.shape[0]
     TILES: gl.constexpr = len(q) // PARTS
     s = zero
@@ -123,7 +123,7 @@ def _multiply(q, keys, step, zero, exists=True):
 
 @gluon.jit
 def _finish_scores(s, keys, step, TILES: gl.constexpr, LATER: gl.constexpr, exists=True):
-    """Wait for the product of `_multiply`, after which LATER others have begun, and give its tiles of k back."""
+    """Wait for the product of `_multiply`, after which LATER others have begun, and release its tiles of k."""
     for t in gl.static_range(TILES):
         s = warpgroup_mma_wait(num_outstanding=LATER + TILES - 1 - t, deps=(s,))
         ring.release(keys, step * TILES + t, pred=exists)
@@ -135,7 +135,7 @@ def _parts_of_q(g: gl.constexpr, shared, n, step, GROUPS: gl.constexpr):
     """Return the parts of a warpgroup's tile of q for a program's n-th block of rows."""
     if shared.v.tiles.shape[0] > 1:
         return ring.parts(shared.q, n * GROUPS + g)
-    else:  # plus a 0 that ptxas cannot know: it would keep the addresses of all parts in registers, and spill
+    else:  # add a 0 that ptxas cannot know, or it keeps the addresses of all parts in registers, and spills
         return ring.parts(shared.q, n * GROUPS + g + (step < 0).to(gl.int32))
 
 
@@ -233,8 +233,8 @@ def _consume(g: gl.constexpr, shared, results, work, rules, spec: gl.constexpr, 
             _pass_ping_pong(shared.ping_pong, g)
             s = _finish_scores(s, shared.k, step, TILES, 1)
             next_p, decay, state = weights(g, s, state, masked, of, block, shared, step, GROUPS, P_LAYOUT, dtype)
-            # ptxas moves the wait for p @ v up over the exponentials, and they no longer overlap. It moves nothing over
-            # the end of a basic block, and a barrier's wait is a loop: so the wait for the next k is here.
+            # ptxas would move the wait for p @ v up over the exponentials, which would then not overlap with p @ v. It
+            # moves nothing over the end of a basic block. A barrier's wait is a loop, so wait for the next k here.
             ring.wait(shared.k, (step + 1) * TILES, pred=i + 1 < steps)
             # wgmma reads p from its registers until here.
             out, p = warpgroup_mma_wait(num_outstanding=0, deps=(next_out, p))
@@ -268,7 +268,7 @@ def _consume(g: gl.constexpr, shared, results, work, rules, spec: gl.constexpr, 
             out = gl.where(real[:, None], out, 0.0)
             lse = gl.where(real, lse, scores.unseen(score, plane, gl.float32))
             log2_sum = gl.where(real, log2_sum, float("inf"))
-        # Of programs that divide the columns of a row, the first stores its statistics.
+        # If several programs divide the columns of a row, the first stores its statistics.
         is_first = True if ACROSS == 1 else part == 0
         stored_rows = gl.where(is_first, band.rows, 0)
         if results.Lse is not None:
@@ -314,17 +314,17 @@ def forward(
     sequences, caches, tile_lists, used, q_len, k_len, left, right, rules, planes, section, splits,
     spec: gl.constexpr,
 ):  # fmt: skip
-    """Write Out, or what is `stored`, as kernels/forward.py does; a program may compute several blocks of rows.
+    """Write Out, or the outputs in `stored`, as kernels/forward.py does; a program may compute several blocks of rows.
 
     Only one of Out, stored.Wide, a View of float32 (B, H, Sq, DV), and stored.partials is not None. Q, K, V and Out are
     TMA descriptors of (B, H, S, D) with blocks of [1, 1, rows, width(D)], or of fewer columns if spec.PARTS blocks of Q
     or K are a tile; blocks of Q and Out have 64 rows. A program computes as many columns of Out as a block of V has.
-    Bias, or None, is one of (B, H, Sq, Sk), 1 for equal ones. Words, or None, is one of the words of `masks.Bits` as
-    int32 (count, 128), in blocks [1, 128]. tile_lists, or None, are as in kernels/forward.py.
+    Bias, or None, describes (B, H, Sq, Sk), with size 1 for a dimension along which it is equal. Words, or None,
+    describes the words of `masks.Bits` as int32 (count, 128), in blocks [1, 128]. tile_lists: as in kernels/forward.py.
 
-    planes is the number of planes of the schedule, B * Hq * splits, times programs that divide the columns of a row; a
-    plane is one split of the keys of one head. `section` is as in schedule.py. Under a causal mask a program with
-    several blocks takes them in pairs; planes must then be even.
+    planes is the number of planes of the schedule: B * Hq * splits, times the number of programs that divide a row's
+    columns. A plane is one split of the keys of one head. `section` is as in schedule.py. If only one side of the band
+    is bounded, as by causal, a program with several blocks takes them in pairs; planes must then be even.
 
     sequences, unless None, are packed: B is 1, q_len and k_len are totals, planes is Hq, and descriptors are ragged.
     `used` is then the number of used slots, an int32 tensor with one element. caches (`work.Caches`): if they are not
@@ -342,10 +342,10 @@ def forward(
         paired = (gl.num_programs(0) < blocks * planes).to(gl.int32)
     work = Work(schedule.Schedule(blocks, planes, section, paired), band, sequences, caches, tile_lists, left, right)
     WIDTH: gl.constexpr = spec.PARTS * Q.block_type.shape[-1]
-    # With equal widths, or with parts (at least as wide as the output), a warpgroup's output overwrites its q.
+    # A warpgroup's output overwrites its q if both are equally wide, or if q has parts, which are at least as wide.
     SHARE: gl.constexpr = Out is not None and (spec.PARTS > 1 or WIDTH == Out.block_type.shape[-1])
-    # Two tiles of q per warpgroup: the next has arrived when a block ends. Heads wider than 128 leave space for one. Of
-    # heads wider than 256 a part of k is a tile: there is no space for all parts of two steps.
+    # A warpgroup has two tiles of q (one if heads are wider than 128): the next has arrived when a block ends. If
+    # heads are wider than 256, a tile of k is one part, because all parts of two steps do not fit in shared memory.
     APART: gl.constexpr = STAGES == 1
     q = ring.ring(Q, GROUPS if WIDTH > 128 or APART else 2 * GROUPS, 1, spec.PARTS)
     k = ring.ring(K, TILES_OF_K if APART else STAGES, GROUPS, 1 if APART else spec.PARTS)

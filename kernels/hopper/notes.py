@@ -13,9 +13,9 @@ LAYOUT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 class Notes(NamedTuple):
-    """Slots for notes. A number has the steps of the block of rows in its upper half; below it, `block * 2 + masked`.
+    """Slots for notes. The lower half of a number is `block * 2 + masked`, the upper half the number of steps.
 
-    In the backward, blocks have rows, and the upper half has the query head in its group.
+    In the backward, `block` is a block of rows, and the upper half is the query head in its group.
 
     If there is a key mask, `real` has 1 for each real key of a block that needs a mask, otherwise 0.
     """
@@ -26,7 +26,7 @@ class Notes(NamedTuple):
 
 @gluon.jit
 def notes(STAGES: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Return Notes beside a ring of k for STAGES steps. A note lasts until the k of the next step is given back."""
+    """Return Notes beside a ring of k for STAGES steps. A note lasts at least until the k of the next step is free."""
     numbers = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], LAYOUT)
     return Notes(numbers, gl.allocate_shared_memory(gl.int8, [2 * STAGES, BLOCK_N], LAYOUT))
 
@@ -51,7 +51,7 @@ def write(notes, step, block, masked, count):
 
 @gluon.jit
 def read(notes, step):
-    """Return what `write` wrote."""
+    """Return the (block, whether it needs a mask, count) that `write` wrote."""
     slot = _slot(notes.numbers, step)
     number = gl.max(slot.load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
     low = number.to(gl.int32)
@@ -83,7 +83,7 @@ def load_words(halves, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def reserve(notes, words, Words, tiles, at, step, masked, numbers, NBYTES: gl.constexpr):
-    """Do `ring.reserve` for tile `at`, and begin the copies of a step's words with these numbers if it is masked."""
+    """Reserve tile `at` of a ring. If the step is masked, also begin to copy the words with these numbers."""
     if words is None:
         ring.reserve(tiles, at, NBYTES)
     else:

@@ -39,7 +39,7 @@ def _steps(work, band, first, plane, results, ROWS: gl.constexpr, BLOCK_N: gl.co
         masked -= begin
         lists = masked_list + begin, full_list - masked
         start = gl.load(gl.where(masked > 0, lists[0], lists[1])).to(gl.int32)
-        start = gl.where(begin < end, start, gl.cdiv(band.keys, BLOCK_N))  # one past the last key
+        start = gl.where(begin < end, start, gl.cdiv(band.keys, BLOCK_N))  # the block past the last key
         return Steps(gl.maximum(end - begin, 1), start, gl.where(begin < end, masked, 1), lists)
 
 
@@ -105,14 +105,14 @@ def _begin(shared, step, K, Words, masks, keys, row, plane, band, steps, i, bloc
 
 @gluon.jit
 def _pass_on(shared, step, steps, i):
-    """Give the values of step i to their readers, without hidden ones."""
+    """Pass the values of step i on to the multiplying warps, with hidden values set to 0."""
     if shared.landed is not None:
         ring.pass_on(shared.landed, shared.v, step, i < steps.masked, noting.real_keys(shared.notes, step))
 
 
 @gluon.jit
 def _fill_bias(shared, step, Bias, plane, first, block, GROUPS: gl.constexpr):
-    """Load the bias of each warpgroup."""
+    """Load each warpgroup's tile of the bias, if there is a bias."""
     if shared.bias is not None:
         ROWS: gl.constexpr = shared.q.tiles.shape[-2]
         column = block * shared.k.tiles.shape[-2]
@@ -129,7 +129,7 @@ def produce(shared, results, Q, K, V, Bias, Words, work, rules, spec: gl.constex
     BLOCK_N: gl.constexpr = shared.k.tiles.shape[-2]
     WIDTH: gl.constexpr = shared.v.tiles.shape[-1]
     ACROSS: gl.constexpr = (spec.DV + WIDTH - 1) // WIDTH
-    # With one tile of v, the next k is loaded before v: the tile of v is free later.
+    # With one tile of v, load the next k before v, because the tile of v becomes free later.
     K_FIRST: gl.constexpr = shared.v.tiles.shape[0] == 1
     v = shared.v if shared.landed is None else shared.landed
     step = 0
@@ -144,7 +144,7 @@ def produce(shared, results, Q, K, V, Bias, Words, work, rules, spec: gl.constex
         page = _page(work, K, kv, block, PAGE, BLOCK_N)
         keys, row = _keys(work.caches, kv, band, block, page, PAGE, BLOCK_N)
         page = _page(work, K, kv, block - 1, PAGE, BLOCK_N)
-        # The tile of k is free before the tile of q.
+        # Load k first: its tile is free before the tile of q.
         _begin(shared, step, K, Words, rules.masks, keys, row, plane, band, steps, 0, block, first, GROUPS)
         for g in gl.static_range(GROUPS):
             ring.fill(shared.q, n * GROUPS + g, Q, ring.of_rows(plane, band), first + g * ROWS)

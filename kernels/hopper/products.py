@@ -1,4 +1,4 @@
-"""Products of stored scores: the gradients of query and key, and for heads wider than 256 also that of value."""
+"""Products with stored gradients of scores: dq and dk. For heads wider than 256 also dv, from stored weights."""
 
 from typing import NamedTuple
 
@@ -31,7 +31,7 @@ class Form(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """Shared memory of `grad_product`: a ring of ds, keys or queries with the barriers of ds, and a ring of results."""
+    """Shared memory of `grad_product`: rings of ds and of results; others (keys or queries) use the barriers of ds."""
 
     ds: ring.Ring
     others: gl.shared_memory_descriptor
@@ -50,7 +50,7 @@ def _share(work):
 def _factors_of(work, n, factors, form: gl.constexpr):
     """Return (first row, batch and head, Band, begin, end, Lists, first column) of a program's n-th block.
 
-    Without Lists it uses ds tiles [begin, end). If OF_K, rows are keys: the Band is flipped.
+    Without Lists the block uses ds tiles [begin, end). If OF_K, rows are keys: the Band is flipped.
     """
     TILE: gl.constexpr = factors.product.tiles.shape[0] * factors.product.tiles.shape[-2]
     PARTS: gl.constexpr = TILE // factors.others.shape[-2]
@@ -122,7 +122,7 @@ def _multiply(g: gl.constexpr, factors, Product, work, scale, form: gl.constexpr
     """Compute half g (0 or 1) of the rows of each block of dq or dk: the work of one warpgroup."""
     ROWS: gl.constexpr = factors.product.tiles.shape[-2]
     WIDTH: gl.constexpr = factors.product.tiles.shape[-1]
-    # Of 256 columns, the last quarter may be past the end. Then two products leave it out.
+    # The last quarter of 256 columns may be past the end. Two products, of 128 and 64 columns, then leave it out.
     FEWER: gl.constexpr = WIDTH == 256 and form.COLUMNS <= 192
     MAIN: gl.constexpr = 128 if FEWER else WIDTH
     dtype: gl.constexpr = factors.product.tiles.dtype
@@ -179,7 +179,7 @@ def grad_product(
 ):  # fmt: skip
     """Write Product: dq = ds @ keys, where Others is K; or, if OF_K, dk = ds.T @ queries, where Others is Q.
 
-    With OF_K it is also dv = p.T @ grad_out, if GradScores has weights. heads, planes and section refer to Product;
+    If OF_K and GradScores has weights, Product is dv = p.T @ grad_out. heads, planes and section refer to Product;
     before counts kv heads; others are as in `stored_backward`. Blocks have 64 rows; a block of GradScores has 128 rows
     of Product as its columns, or as its rows if OF_K. A program takes two blocks of Product at a time. tile_lists are
     by rows of Product. If the call has only some of the keys, Product is a View of float32, which threads store.

@@ -96,7 +96,7 @@ def _store(g: gl.constexpr, shared, GradScores, GradV, program, before, form: gl
 
 @gluon.jit
 def _begin_scores(g: gl.constexpr, shared, step, exists, none, zero, FOR_S: gl.constexpr):
-    """Begin k @ q.T of a step, [keys, rows], in FOR_S products; two leave out the last quarter of the columns.
+    """Begin k @ q.T of a step, [keys, rows], in FOR_S products; if FOR_S is 2, they skip the last quarter of columns.
 
     exists: False past the last step. none: a 0 that ptxas cannot know.
     """
@@ -151,13 +151,13 @@ def _number(shared, rules, kv, block, member, key, band, GROUP: gl.constexpr):
 
 @gluon.jit
 def _full(g: gl.constexpr, s, shared, step, exists, block, member, keys, score, kv, form: gl.constexpr):
-    """Return the scores of a step with slopes or a bias; without them s, which `_weights` scales.
+    """Return the scores of a step with slopes or a bias; without these options s, which `_weights` scales.
 
-    This comes before dp begins, because it needs registers.
+    Call it before dp begins, because it needs registers.
     """
     if score.slopes is not None or score.bias is not None:
         gl.static_assert(score.cap is None, "its derivative would take registers, too")
-        if shared.notes is None:  # past the last step, too
+        if shared.notes is None:  # member is too large past the last step
             member = gl.minimum(member, form.GROUP - 1)
         head = span.query_head(kv, member, form.GROUP)
         r = block * s.shape[1] + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))[None, :]
@@ -173,7 +173,7 @@ def _full(g: gl.constexpr, s, shared, step, exists, block, member, keys, score, 
 
 @gluon.jit
 def _weights(s, shared, step, block, member, keys, number, rules, kv, GROUP: gl.constexpr):
-    """Return the weights of a step from scores of `_full`. number: of its words, by `transpose_words`."""
+    """Return the weights of a step from scores of `_full`. number: of the words that `transpose_words` wrote."""
     bits, score = rules.masks.bits, rules.score
     words = None if bits is None else (bits.words + number.to(gl.int64) * masking.BLOCK,)
     if score.slopes is not None or score.bias is not None:
@@ -187,7 +187,7 @@ def _weights(s, shared, step, block, member, keys, number, rules, kv, GROUP: gl.
 def _consume(g: gl.constexpr, shared, GradV, program, rules, form: gl.constexpr):
     """Compute dv and ds of keys first + g * 64 .. first + g * 64 + 63: the work of one warpgroup.
 
-    ds is computed during p @ do, and the next p during do @ v.
+    ds is computed during p @ do, and the next p during v @ do.T.
     """
     kv, first, band, lists = program
     GROUP: gl.constexpr = form.GROUP
@@ -195,7 +195,7 @@ def _consume(g: gl.constexpr, shared, GradV, program, rules, form: gl.constexpr)
     BLOCK_M: gl.constexpr = shared.q.tiles.shape[-2]
     HALF: gl.constexpr = shared.do.tiles.shape[-1]
     FOR_S: gl.constexpr = 2 if shared.k.tiles.shape[-1] == 256 and form.D <= 192 else 1  # products for scores
-    # Copies of the left operand of dv, or these options at D 256, leave no registers for ds beside that product.
+    # Copies of p, the left operand of p @ do, or these options at D 256 leave no registers for ds during that product.
     DV_FIRST: gl.constexpr = OPERANDS_STAY and ((rules.dropout is None and rules.score.slopes is None) or HALF == 64)
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
     V_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HALF, 16])
@@ -235,7 +235,7 @@ def _consume(g: gl.constexpr, shared, GradV, program, rules, form: gl.constexpr)
         # After the last step this reads old data; the result is unused.
         more = step + 1 < steps
         s = _begin_scores(g, shared, step + 1, more, none, zero, FOR_S)
-        if rules.masks.bits is not None:  # here, so that the number of the words has time to arrive
+        if rules.masks.bits is not None:  # this early, so that the number of the words arrives in time
             block, member, keys = body.noted(shared.notes, step + 1, steps, keys)
         number = _number(shared, rules, kv, block, member, first + g * KEYS, band, GROUP)
         dv0, p16 = warpgroup_mma_wait(num_outstanding=FOR_S + 1, deps=(dv0, p16))
@@ -274,15 +274,15 @@ def stored_backward(
     """Write GradV (B, Hkv, Sk, Dv) and GradScores (query heads, 1, Sk, Sq) of `planes` kv heads, after `before` others.
 
     A program takes two blocks of keys; a `section` of planes is done before the next. heads is Hkv. tile_lists, unless
-    None, list 128 rows by 128 keys, by keys; words of rules.masks.bits are by `transpose_words`. All are TMA
-    descriptors. A block has 64 keys, or the rows of a block of Q, and at least 128 columns (GradOut: half). Rows is
-    (B, Hq, 4, Sq) or (B, Hq, Sq, 4), in blocks of as many rows as Q. Bias is as in `backward`. Of GradScores only the
-    `visits.stored_blocks` are written.
+    None, are by keys, with tiles of 128 rows and 128 keys; rules.masks.bits has words from `transpose_words`. Tensors
+    are TMA descriptors. Their blocks have 64 keys, or the rows of a block of Q, and at least 128 columns (GradOut:
+    half). Rows is (B, Hq, 4, Sq) or (B, Hq, Sq, 4), in blocks of as many rows as Q. Bias is as in `backward`. Only the
+    `visits.stored_blocks` of GradScores are written.
 
     GradV is a View of float32 if the call has only some of the keys.
 
     sequences, unless None, are packed: B is 1, q_len and k_len are totals, descriptors except GradScores and Bias are
-    ragged. GradScores has the most rows of a sequence, and keys as in `visits.first_key`.
+    ragged. GradScores has the rows of the longest sequence, and keys as in `visits.first_key`.
     """
     KEYS: gl.constexpr = K.block_type.shape[-2]
     order = schedule.Schedule(gl.cdiv(k_len, 2 * KEYS), planes, section, 0)
@@ -295,7 +295,7 @@ def stored_backward(
     v = gl.allocate_shared_memory(V.dtype, [2] + V.block_type.shape, V.layout)
     rows, ds, bias = ring.ring(Rows, 2, 2), ring.ring(GradScores, 2, 1), None
     if Bias is not None:
-        # A bias as large as ds arrives in its tile, as D 256 leaves no other memory. It is read before ds is written.
+        # A bias as large as ds is loaded into the tile of ds (D 256 leaves no other memory), and read before ds exists.
         IN_DS: gl.constexpr = Bias.block_type.nbytes == GradScores.block_type.nbytes
         if IN_DS:
             tiles = as_blocks(Bias, ds.tiles)

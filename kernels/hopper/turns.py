@@ -17,7 +17,7 @@ def number(numbers):
 def wait(counter, turn):
     """Wait until the tile's counter is `turn`, and make the writes of earlier programs visible.
 
-    If unchecked offsets make sequences overlap, it may be more.
+    If unchecked offsets make sequences overlap, the counter may be larger.
     """
     now = gl.load(counter, volatile=True)
     while now < turn:
@@ -27,7 +27,7 @@ def wait(counter, turn):
 
 @gluon.jit
 def end(counter, turn, by):
-    """Increase the counter, so that the next program adds, once the TMA writes of all threads of this warp are done."""
+    """Wait for the TMA writes of all threads of this warp, then increase the counter, so that the next program adds."""
     _execute("cp.async.bulk.wait_group 0; fence.proxy.async.global; bar.warp.sync -1;", turn)
     gl.atomic_add(counter, by, sem="release", scope="gpu")
 

@@ -15,7 +15,7 @@ COLUMNS = gl.constexpr(8)  # partial sums of a row, in registers: each of four n
 class Rows(NamedTuple):
     """Rows of a warpgroup, and what their scores depend on. head is the Plane without splits.
 
-    counters are those of dropout, one for each two rows, or ().
+    counters: Philox counters of dropout, one for each two rows, or ().
     """
 
     rules: Rules

@@ -91,7 +91,7 @@ def _multiply(g: gl.constexpr, shared, chunk, x, BEGIN: gl.constexpr, END: gl.co
 
 @gluon.jit
 def _words(bits, plane, row, key, band, ROWS: gl.constexpr):
-    """Return pointers to the words of each 64 of ROWS rows, for 64 keys, by `transpose_words`."""
+    """Return pointers to the words (from `transpose_words`) for 64 keys and each 64 of ROWS rows."""
     words = ()
     for n in gl.static_range(ROWS // masking.BLOCK):
         number = masking.number(bits, plane, row + n * masking.BLOCK, key, band)
@@ -115,7 +115,7 @@ def _consume(
     begin, end = visits.row_blocks(first, band, BLOCK_M, 2 * KEYS)
     block, member = begin, begin * 0
     steps = visits.steps(begin, end, lists, GROUP, 2 * KEYS // BLOCK_M)
-    EARLY: gl.constexpr = 1 if rules.score.bias is None else 0  # chunks of dp: a bias takes its registers
+    EARLY: gl.constexpr = 1 if rules.score.bias is None else 0  # chunks of dp before p: a bias takes their registers
     key = visits.first_key(kv, 2 * KEYS) + first + g * KEYS
     for step in range(steps):
         chunk = step * (COUNT + COUNT_V)

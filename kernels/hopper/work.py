@@ -58,7 +58,7 @@ class Work(NamedTuple):
 
 
 class Results(NamedTuple):
-    """All outputs: Out (TMA descriptor, or None) and those of Stored. splits: the number of splits."""
+    """All outputs: Out (TMA descriptor, or None) and those of `forward.Stored`. splits: the number of splits."""
 
     Out: tensor_descriptor
     Wide: memory.View
@@ -72,7 +72,7 @@ class Results(NamedTuple):
 def block_of_rows(work, n, results, BLOCK: gl.constexpr, WIDTH: gl.constexpr, spec: gl.constexpr):
     """Return (first row, Plane (batch and head), Band, part of the output's columns) of a program's n-th block of rows.
 
-    A part has WIDTH columns; it is () if that is all of them.
+    part is the number of a group of WIDTH columns, or () if there is only one group.
     """
     PARTS: gl.constexpr = (spec.DV + WIDTH - 1) // WIDTH
     heads = spec.HEADS * PARTS if results.partials is None else spec.HEADS * results.splits * PARTS
@@ -84,7 +84,7 @@ def block_of_rows(work, n, results, BLOCK: gl.constexpr, WIDTH: gl.constexpr, sp
             keys = paging.length(work.caches, plane, band.keys)
             band = span.band(band.rows, keys, work.left, work.right, spec.TOP_LEFT)
     else:
-        # A plane of the order is one head, and a block of it is a slot; the first slot has the most work.
+        # In the schedule, a plane is one head and a block is a slot; the first slot has the most work.
         program = gl.minimum(program, work.order.blocks * work.order.planes - 1)
         slot, plane = schedule.take(work.order, n, program, programs, heads, 1)
         slot = work.order.blocks - 1 - slot
@@ -112,7 +112,7 @@ def split(begin, end, plane, results):
 def extent(band, first, plane, results, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
     """Return (last visible block of keys, number of visible blocks) for a block of rows; the number is at least one.
 
-    With splits, each has an equal part of the blocks. A split without blocks reads one past the last key.
+    With splits, each has an equal part of the blocks. A split without blocks reads the block past the last key.
     """
     begin, full, full_end, end = span.blocks(band, first, ROWS, BLOCK_N)
     if results.partials is not None:

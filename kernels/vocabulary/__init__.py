@@ -7,6 +7,6 @@ kernel's loop over blocks; some walks apply no mask. A slot is a program's (sequ
 memory: loads and stores.  span: rows, keys and blocks of a program.  masks: hidden rows, keys and pairs.
 walk: the blocks that a loop visits.  scores: a score from a product.  softmax: weights from scores.
 dropout: random bits and scale of the weights.  saved_stats: statistics that the forward saves for the backward.
-gradient, row_sums: the backward of a tile, and its sums by row.
+gradient, row_sums: the backward of a tile, and its sums by row.  attend: a step of the forward.  rules: all options.
 pages, rotary, partials: the keys of a cache, their rotation, and the results of programs that split them.
 """

@@ -8,7 +8,7 @@ import triton.language as tl
 from . import memory, softmax
 
 PART = tl.constexpr(256)
-LEAST = tl.constexpr(64)  # columns of a later part: with 16 or 32, eight warps keep each sum more than once, and spill
+LEAST = tl.constexpr(64)  # minimum width of a later part: with 16 or 32, eight warps keep copies of each sum, and spill
 
 
 class Columns(NamedTuple):
@@ -52,15 +52,15 @@ def indices(D: tl.constexpr, n: tl.constexpr):
 
 @triton.jit
 def part(m, n: tl.constexpr):
-    """Return the matrix that begins with part n."""
+    """Return the columns of matrix m from part n on."""
     return m if n == 0 else memory.View(m.base + tl.cast(m.strides[1], tl.int64) * (n * PART), m.strides)
 
 
 @triton.jit
 def load(m, rows, exists, D: tl.constexpr, first=0, LATER: tl.constexpr = False):
     """Return the Columns of a [rows, D] tile, loaded as `memory.load` does; a Described matrix has one part."""
-    # With LATER, or if elements have 32 bits, wide tiles are loaded by each product: registers and shared memory cannot
-    # hold all tiles of a step.
+    # With LATER, or if elements have at least 32 bits, each product loads its own parts of a wide tile: registers and
+    # shared memory cannot hold all tiles of a step.
     if isinstance(m.base, tl.tensor_descriptor):
         return Columns((memory.load(m, rows, exists, D, first),), (), (), ())
     elif D > PART and (LATER or m.base.dtype.scalar.element_ty.primitive_bitwidth >= 32):
@@ -103,7 +103,7 @@ def dot(a, b, D: tl.constexpr, spec: tl.constexpr, dtype: tl.constexpr, x=None):
             x = tl.dot(tile_of(a, n, D), tile_of(b, n, D).T, x, input_precision=spec.PRECISION, out_dtype=dtype)
     else:
         x = tl.zeros([a.rows.shape[0], b.rows.shape[0]], dtype) if x is None else x
-        # Sums of float32 are of a few columns each, added up: one running sum of 512 has up to twice the error.
+        # In float32, sums of 128 columns are added up: one running sum of 512 columns has up to twice the error.
         APART: tl.constexpr = (
             spec.PRECISION == "ieee" and a.matrix.base.dtype.scalar.element_ty.primitive_bitwidth >= 32
         )

@@ -29,7 +29,7 @@ def fence():
 
 @triton.jit
 def fence_later(BY_THREADS: tl.constexpr):
-    """Make the load just before visible to a later wgmma, if BY_THREADS: threads, not TMA, copy some tiles."""
-    # Then Triton before 3.9 waits for the copies of the tile only here, and its own fence comes earlier.
+    """Make the preceding load visible to a later wgmma. Needed if BY_THREADS (see `rules.Spec`)."""
+    # In that case Triton before 3.9 waits for the copies of the tile only here, but puts its own fence earlier.
     if BY_THREADS and LATER_UNFENCED and cuda_capability_geq(9, 0):
         _fence()

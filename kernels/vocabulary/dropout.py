@@ -25,7 +25,7 @@ class Dropout(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """Start of this call's Philox counters in a larger call: row, key and plane; `heads` is the larger call's number.
+    """Start of this call's Philox counters in a larger call: row, key and plane. The larger call has `heads` heads.
 
     A plane is one head of one batch. If first row and first key are multiples of 16, `aligned` has both, in units of
     16, and `unaligned` is (). Otherwise `unaligned` has both, and `aligned` is ().
@@ -55,7 +55,7 @@ def of(seed, dropout_p, origin=None):
 
 @triton.jit
 def _counters(x, SIZE: tl.constexpr):
-    """Return a Philox counter for each two indices of x that differ only in bit 3; x starts at a multiple of 16."""
+    """Return the Philox counter of each pair of indices i, i + 8 (differing in bit 3); x starts at a multiple of 16."""
     x, other = tl.split(tl.permute(tl.reshape(x, [SIZE // 16, 2, 8]), [0, 2, 1]))
     x = tl.reshape(x, [SIZE // 2])
     return (x >> 4) * 8 + (x & 7)
@@ -73,7 +73,7 @@ def _plane(dropout, plane):
 
 @triton.jit
 def word(dropout, plane, r, c):
-    """Return the random word of each pair ([n, 1], [1, m] or reverse) by four times the Philox calls, at any origin."""
+    """Return the same words as `_four` for any origin, by four times as many Philox calls."""
     row, key = dropout.origin.unaligned
     r, c = tl.broadcast(r + row, c + key)
     low, high = (r >> 4) * 8 + (r & 7), (c >> 4) * 8 + (c & 7)
@@ -132,15 +132,15 @@ def four(dropout, plane, i, j):
 
 @triton.jit
 def keep(dropout, p, plane, r, c):
-    """Return the weights p, 0 where they are dropped. `scaled` then scales sums of values, not weights of 16 bits."""
-    # Rounding the scale in each weight would be an error of all values of a row with one key. Its delta would differ
-    # from dp, and its gradients would not be 0.
+    """Return the weights p, with dropped ones set to 0. The forward applies `scaled` to its output, not to p."""
+    # In a row with one key, rounding a scaled weight to 16 bits would shift all columns of the output. delta would then
+    # differ from dp, and the gradient of the score would not be 0.
     return p if dropout is None else tl.where(_kept(dropout, plane, r, c), p, 0.0)
 
 
 @triton.jit
 def keep_by(dropout, p, words):
-    """Return `keep` of p by words in the layout of p: for Gluon, where `keep` cannot find layouts."""
+    """Return `keep` of p from random words in the layout of p, for Gluon, where `keep` cannot infer layouts."""
     return tl.where(_not_below(dropout, words), p, 0.0)
 
 
@@ -156,7 +156,7 @@ def drop(dropout, p, plane, r, c):
 
 @triton.jit
 def sign_by(dropout, p, words):
-    """Return `sign_dropped` of p by the words of `four`, in the layout of p: for Gluon, as `keep_by`."""
+    """Return `sign_dropped` of p from random words in the layout of p, for Gluon, like `keep_by`."""
     return tl.where(_not_below(dropout, words), p, -p)
 
 

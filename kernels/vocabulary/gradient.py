@@ -20,7 +20,7 @@ class Grads(NamedTuple):
     """Gradients that a kernel writes, each None if not wanted. The gradient of q is a separate argument of the kernels.
 
     k, v and bias are Views (pointer and strides); bias is the gradient of the scores (B, Hq, Sq, Sk). key_sums (B, Hq,
-    Sk, 3) is its sum over rows. rows is a `row_sums.ByRow`. partial: 1 if rows see keys outside this call, or None.
+    Sk, 3) adds up to its sum over rows. rows: `row_sums.ByRow`. partial: 1 if rows see keys outside this call, or None.
     """
 
     k: memory.View

@@ -8,13 +8,13 @@ import triton.language as tl
 from . import memory, span
 
 BLOCK = tl.constexpr(16 if memory.INTERPRETED else 64)  # rows and keys of a block of the block mask
-# Entries of a block mask: no pair of the block is visible, all are, or some because another mask than that of pairs
-# hides the others. Any other entry is the number of the block's words in Bits. Words EMPTY are 0, FULL and SOME are -1.
+# Entries of a block mask: no pair is visible, all are, or some are. If Bits exist, SOME means that other masks hide the
+# rest; entries from CONSTANT on number the block's words in Bits; words number EMPTY are 0, those of FULL and SOME -1.
 EMPTY, FULL, SOME, CONSTANT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
 
 class Bits(NamedTuple):
-    """A mask of pairs in bits: bit c of words[block_mask[r // BLOCK, c // BLOCK], r % BLOCK] is set if r sees c.
+    """A mask of pairs: r sees c if words[block_mask[r // BLOCK, c // BLOCK], r % BLOCK] has a 1 in bit c % BLOCK.
 
     block_mask is a View of (B, H, row blocks, key blocks), int16 or int32. words is int64 (count, BLOCK), contiguous.
     """
@@ -27,8 +27,8 @@ class Bits(NamedTuple):
 class Masks(NamedTuple):
     """Views (pointer and strides) of the caller's masks, 8-bit, nonzero = visible; an absent mask is None.
 
-    pairs is (B, H, Sq, Sk); the scores that it hides are finite. bits has the same pairs, and pairs is then None. keys
-    is (B, 1, Sk, 1), rows (B, 1, Sq, 1): hidden tokens may be NaN, so they are never loaded.
+    pairs is (B, H, Sq, Sk) and hides only finite scores. bits, unless None, replaces pairs, which is then None. keys is
+    (B, 1, Sk, 1), rows (B, 1, Sq, 1). Tokens that keys or rows hide may be NaN, so they are never loaded.
     """
 
     pairs: memory.View
@@ -63,7 +63,7 @@ def number(bits, plane, r, first, band):
     blocks = memory.matrix(bits.block_mask, plane)
     exists = r < tl.where(first < band.keys, band.rows, 0)
     mark = tl.load(memory.pointers(blocks, r // BLOCK, first // BLOCK), mask=exists, other=EMPTY)
-    return tl.minimum(mark.to(tl.int32).to(tl.uint32, bitcast=True), bits.count - 1)  # never outside, whatever it is
+    return tl.minimum(mark.to(tl.int32).to(tl.uint32, bitcast=True), bits.count - 1)  # in bounds for any entry
 
 
 @triton.jit
@@ -74,7 +74,7 @@ def _words(bits, plane, r, first, band):
 
 @triton.jit
 def half(words, c):
-    """Return the 32 bits with key c of the words of one block, or of two."""
+    """Return the 32-bit half of each word that has the bit of key c. words: of one block of keys, or of two."""
     word = words[0] if c.numel <= BLOCK else tl.where((c & BLOCK) == 0, words[0], words[1])
     return tl.where((c & (BLOCK - 1)) < 32, word, word >> 32).to(tl.int32)
 
@@ -82,8 +82,8 @@ def half(words, c):
 @triton.jit
 def bit(bits, c):
     """Return True where the bit of c is set in the result of `half`."""
-    # In results of tensor cores the columns of a thread differ in other bits than 1 and 2. After a shift by these bits,
-    # which neighbours share, the others are constants, and take no registers.
+    # In results of tensor cores, all columns of a thread agree in bits 1 and 2, so it shifts by these bits once. Shifts
+    # by the other bits of c are constants, and take no registers.
     return (((bits >> (c & 6)) >> (c & (BLOCK - 1) & 25)) & 1) != 0
 
 
@@ -110,7 +110,7 @@ def shown(masks, band, plane, r, c, first, CHECK: tl.constexpr):
 @triton.jit
 def visible(masks, shown, band, plane, r, c, real=None):
     """Return True for the (row, key) pairs that all masks leave visible. real: `real_keys` of c, if loaded already."""
-    # masks.rows is not needed here: the saved statistics of a hidden row give it weights of 0.
+    # masks.rows is not needed: the forward sets outputs of hidden rows to 0, and their saved statistics give weights 0.
     seen = span.inside(band, r, c)
     if masks.keys is not None:
         seen &= real_keys(masks, plane, c, band.keys) if real is None else real

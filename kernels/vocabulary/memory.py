@@ -19,7 +19,7 @@ class View(NamedTuple):
 class Described(NamedTuple):
     """Matrix that TMA reads: one batch and head of a descriptor of (B, H, S, D), starting at `row`.
 
-    packed is the Plane's. Rows past the end are zeros; in packed sequences they are rows of the next sequence.
+    packed is that of its Plane. Rows past the end are zeros; in packed sequences they are rows of the next sequence.
     """
 
     base: tl.tensor_descriptor
@@ -132,7 +132,7 @@ def store(m, rows, n, tile, D: tl.constexpr):
 
 @triton.jit
 def store_rows(m, rows, exists, tile, D: tl.constexpr):
-    """Store columns 0 .. D - 1 of the rows of a tile where `exists` is True. m may have a matrix for each row."""
+    """Store columns 0 .. D - 1 of the rows of a tile where `exists` is True. m.base may have a pointer for each row."""
     r, c = rows[:, None], tl.arange(0, tile.shape[1])[None, :]
     tl.store(pointers(m, r, c), tile, mask=exists[:, None] & (c < D))
 

@@ -36,7 +36,7 @@ def length(cache, plane, capacity):
 
 @triton.jit
 def number(cache, plane, at, exists, PAGE: tl.constexpr):
-    """Return the page number of each position `at` of a sequence; 0 where `exists` is False."""
+    """Return the page number of each position `at` of a sequence. A table gives 0 where `exists` is False."""
     if cache.table is None:
         return plane.batch + at * 0
     else:

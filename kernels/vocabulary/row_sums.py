@@ -74,11 +74,11 @@ def _of_sink(row, score, plane):
 
 @triton.jit
 def known_ds(row, score, plane):
-    """Return the sum of ds from row statistics, for rows that see all their keys.
+    """Return the sum of ds from row statistics, if this call has all keys that its rows see.
 
     The weights of keys and sink add up to 1, so the gradients of scores and sink add up to dlse.
     """
-    ds = tl.where(row.softmax.neg_log2_sum == float("-inf"), 0.0, row.dlse)  # of a hidden row it may be NaN
+    ds = tl.where(row.softmax.neg_log2_sum == float("-inf"), 0.0, row.dlse)  # a hidden row's dlse may be NaN
     return ds if score.sinks is None else ds + _of_sink(row, score, plane) * row.delta
 
 

@@ -45,7 +45,7 @@ def score(scale, cap=None, bias=None, shift=0, alibi_slopes=None, sinks=None, na
     """Return the Score for a call's options. narrow: inputs have 16 bits."""
     # If no other option needs scaled scores, the softmax scales them, which costs no instruction. Its scale must be
     # positive, because the softmax takes the maximum first. The bounds keep products of a few scales, and sinks divided
-    # by it, within the range of float32.
+    # by the scale, within the range of float32.
     if cap is not None and cap > 2.0**60:
         cap = None  # it changes no score below 2**20, and scale / cap may underflow in float32
     if cap is bias is alibi_slopes is None and 2.0 ** (-100 if sinks is None else -20) < scale < 2.0**100:
@@ -81,7 +81,7 @@ def _tanh(x):
 
 @triton.jit
 def _number(value, dtype: tl.constexpr):
-    """Return a scalar of a dtype: by a cast, as Gluon's `tl.full` needs a layout; in float64 a cast would round it."""
+    """Return a number in a dtype. A cast would round it to float32 first; Gluon has no `tl.full` without a layout."""
     return tl.full([], value, dtype) if dtype == tl.float64 else tl.cast(value, dtype)
 
 
@@ -154,7 +154,7 @@ def sink(score, plane, dtype: tl.constexpr):
         return x
     else:
         x /= score.softmax_scale
-        return tl.where(x == float("inf"), 3.4e38, x)  # as -inf - -inf, inf - inf is NaN
+        return tl.where(x == float("inf"), 3.4e38, x)  # because inf - inf is NaN
 
 
 @triton.jit

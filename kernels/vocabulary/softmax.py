@@ -110,5 +110,5 @@ def weights(s, row, scale):
 
 @triton.jit
 def powers(s, scale):
-    """Return exp(scale * s), for scores s minus each row's pivot and the logarithm of its row sum."""
+    """Return weights exp(scale * s). s: scores minus the row's pivot and minus log(row sum) / scale."""
     return tl.math.exp2(_log2(s, scale))

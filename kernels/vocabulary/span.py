@@ -67,8 +67,8 @@ def within(extents, plane, q_len, k_len, slot):
 @triton.jit
 def locate(sequences, q_len, k_len, heads, BLOCK: tl.constexpr, BY_KEYS: tl.constexpr, across=1, number=None):
     """Return (block of rows or keys, batch and head, numbers of rows and keys) of program `number`."""
-    # `across` programs share a block. In packed sequences each head has all slots, so that concurrent programs read the
-    # same keys. An unused slot has no rows and no keys; its block of rows is -1, for which `latest_first` returns 0.
+    # `across` programs share a block. Programs of packed sequences go through all slots of a head, then of the next, to
+    # read the same keys. An unused slot has no rows and keys; its block of rows is -1: `latest_first` returns 0 for it.
     pid, programs = tl.program_id(0) // across, tl.num_programs(0) // across
     if number is not None:
         pid = number
@@ -108,7 +108,7 @@ def place_tile(rows, keys, heads, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def latest_first(block, length, BLOCK: tl.constexpr):
-    """Return the first row of a block, counting from the end, because causal blocks start with the longest."""
+    """Return the first row of the block that is number `block` from the end: causal grids begin with the longest."""
     return (tl.cdiv(length, BLOCK) - 1 - block) * BLOCK
 
 
