@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedattn as fa
 from fusedattn.dispatch import replay
+from fusedattn.operators import repeats
 
 from ..close import assert_like
 from ..conftest import in_threads
@@ -348,7 +349,7 @@ def test_saved_tensors_that_hooks_change_are_refused(change, backend, count, rec
 
 def test_threads_that_forget_at_once(monkeypatch, one_thread, impatient):
     """Threads get right results while each call forgets a signature: lengths vary, and only two are kept."""
-    monkeypatch.setattr(replay, "MAX_KEPT", 2)
+    monkeypatch.setattr(repeats, "MAX_KEPT", 2)
     most, threads = [], 4
 
     def work(number):
