@@ -65,9 +65,9 @@ def attend(arguments: Arguments, return_lse: bool, return_weights: bool, backend
         out, lse, weights = backends.choose(own.call, return_weights, named).run(own.call, return_lse, return_weights)
         return results(rank, own.whole(out, True), own.whole(lse) if return_lse else None, own.whole(weights))
     chosen = backends.choose(call, return_weights, named)
-    learned = direct and (split := _learnable(tensors, numbers, call, chosen)) is not None
-    if learned and (replay := learn(*split, tensors, numbers, call, chosen)) is not None:
-        return replay((*tensors[:_SEED], call.seed, *tensors[_SEED + 1 :]))
+    learned = direct and learn(tensors, numbers, call, chosen)
+    if isinstance(learned, Checked):
+        return learned((*tensors[:_SEED], call.seed, *tensors[_SEED + 1 :]))
     out, lse, weights = chosen.run(call, return_lse, return_weights, learned)
     return results(rank, out, lse if return_lse else None, weights)
 
@@ -155,31 +155,21 @@ def find(tensors: tuple, numbers: tuple) -> Any:
     return replay
 
 
-def _learnable(tensors: tuple, numbers: tuple, call: Call, chosen: backends.Backend) -> tuple | None:
-    """Return (tensors that are not None, signature without their properties, signature) of a plain call, or None."""
+def learn(tensors: tuple, numbers: tuple, call: Call, chosen: backends.Backend) -> Any:
+    """Return a Replay (on a CPU: Checked) of the RECORD_AFTER-th plain call of a signature.
+
+    Return True for a call before that, which is counted, and False for one that cannot be replayed.
+    """
     kernels = chosen.name in schema.KERNELS
     split = _split(tensors, numbers) if can_replay and (kernels or call.query.device.type == "cpu") else None
     if split is None or call.query is not tensors[0] or (signature := _signature(*split)) is None:
-        return None
-    return *split, signature
-
-
-def learn(present: tuple, most: tuple, signature: tuple, tensors: tuple, numbers: tuple, call: Call, chosen: Any) -> Any:
-    """Return a Replay (on a CPU: Checked) of the RECORD_AFTER-th call of a signature; before that, count it: None."""
-    make = _recorded if chosen.name in schema.KERNELS else Checked
-    replay = _known.learn(signature, functools.partial(make, tensors, numbers, call, chosen))
-    if replay is not None:
-        _remember(present, most, replay)
+        return False
+    of_call = tensors, numbers, call, chosen
+    replay = _known.learn(signature, functools.partial(Replay.of if kernels else Checked, *of_call))
+    if replay is None:
+        return True
+    _remember(*split, replay)
     return replay
-
-
-def _recorded(tensors: tuple, numbers: tuple, call: Call, chosen: backends.Backend) -> Any:
-    """Return the Replay of a call, or what `repeats.record` returns without one."""
-    return_lse, return_weights, _, grad = numbers[-4:]
-    save = grad and any(x is not None and x.requires_grad for x in of_calls.inputs(call))
-    options = return_lse, return_weights, save, chosen.name
-    found = repeats.record(of_calls.tensors(call), functools.partial(attention.record, call, options, save))
-    return found and Replay(tensors, numbers, call, chosen, save, *found)
 
 
 class Checked:
@@ -208,6 +198,15 @@ class Checked:
 class Replay(Checked):
     """The recorded launches of one call signature, and of its latest backwards."""
 
+    @staticmethod
+    def of(tensors, numbers, call, chosen):
+        """Return the Replay of a call, or what `repeats.record` returns without one."""
+        return_lse, return_weights, _, grad = numbers[-4:]
+        save = grad and any(x is not None and x.requires_grad for x in of_calls.inputs(call))
+        options = return_lse, return_weights, save, chosen.name
+        found = repeats.record(of_calls.tensors(call), functools.partial(attention.record, call, options, save))
+        return found and Replay(tensors, numbers, call, chosen, save, *found)
+
     def __init__(self, tensors, numbers, call, chosen, save, recording, made):
         super().__init__(tensors, numbers, call, chosen)
         self.save, self.recording = save, recording
@@ -221,9 +220,8 @@ class Replay(Checked):
         self.count = len(of_call)  # tensors of the call that are saved, before results
         self.take_given = itemgetter(*[_PLACES[name] for name in given])
         of_inputs = [self.places[name] for name in self.inputs]
-        self.take_results, self.take_inputs, self.take_kept = (
-            itemgetter(*some) for some in (self.results, of_inputs, self.kept)
-        )
+        places = self.results, of_inputs, self.kept
+        self.take_results, self.take_inputs, self.take_kept = (itemgetter(*some) for some in places)
         self.facts: list = []  # `schema.facts` of the tensors saved for the backward, from the first forward
         self.backwards: list[tuple] = []  # (settings, TensorGuards, Recording, places of gradients)
 
@@ -239,27 +237,25 @@ class Replay(Checked):
         """Replay the backward of tensors like these, and return gradients of the inputs, None if there is none."""
         if torch.is_grad_enabled() or must_dispatch():
             return None
-        present, settings = self._present(saved, grads), self._settings(saved, grads, need)
+        present, settings = self._of_backward(saved, grads, need)
         for known, guards, recording, places in self.backwards:
             if known == settings and guards.check(*present) and repeats.aligned(present):
                 made = recording.run(present)
                 return [None if place is None else made[place] for place in places]
         return None
 
-    def _present(self, saved, grads):
-        """Return the saved tensors and the gradients of results, in the order in which a backward records them."""
-        return *saved[: self.count], *[x for x in grads if x is not None], *saved[self.count :]
-
-    def _settings(self, saved, grads, need):
-        """Return what selects the launches of a backward, apart from its tensors."""
+    def _of_backward(self, saved, grads, need):
+        """Return the tensors of a backward, in the order in which they are recorded, and what else selects launches."""
         there = [x is not None for x in grads]
-        return there, need, repeats.precision(saved[0]), torch.are_deterministic_algorithms_enabled()
+        present = *saved[: self.count], *[x for x in grads if x is not None], *saved[self.count :]
+        return present, (there, need, repeats.precision(saved[0]), torch.are_deterministic_algorithms_enabled())
 
     def differentiate(self, saved: tuple, grads: tuple, need: tuple) -> list:
         """Return the gradients of the inputs, and keep the recording of this backward, if there is one, for `again`."""
         schema.check_saved(self.facts, schema.facts(saved))
         kept, came = (dict(zip(*pair, strict=True)) for pair in ((self.kept, saved), (self.results, grads)))
-        call = Call(*[kept.get(self.places.get(name)) for name in TENSORS], *self.others)
+        given: Any = [kept.get(self.places.get(name)) for name in TENSORS]
+        call = Call(*given, *self.others)
         incoming = [came.get(place) for place in (self.out, self.lse, self.weights)]
         needed, failed = dict(zip(self.inputs, need, strict=True)), len(failed_kernels)
         results = kept[self.out], kept.get(self.weights), kept[self.stats]
@@ -268,11 +264,10 @@ class Replay(Checked):
         if len(failed_kernels) > failed:
             forget()  # let the next forward choose the backend that this backward took
         elif not torch.is_grad_enabled() and (known := backward.recorded(*arguments)) is not None:
-            recording, places = known
-            if (guards := _guards(self._present(saved, grads))) is not None:
+            (recording, places), (present, settings) = known, self._of_backward(saved, grads, need)
+            if (guards := _guards(present)) is not None:
                 of_inputs = [place for place, name in zip(places, INPUTS, strict=True) if name in needed]
-                found = self._settings(saved, grads, need), guards, recording, of_inputs
-                self.backwards = [found, *self.backwards[: RECENT - 1]]
+                self.backwards = [(settings, guards, recording, of_inputs), *self.backwards[: RECENT - 1]]
         return [gradients[name] for name in self.inputs]
 
 

@@ -101,10 +101,9 @@ def multiprocessors(device):
 
 
 KERNELS = {x.__name__: x for x in (forward.forward, dq.dq, dkdv.dkdv, dbias.dbias, tangent.tangent, append.append)}
-KERNELS |= {x.__name__: x for x in (preprocess.preprocess, preprocess.real_keys, preprocess.postprocess)}
-KERNELS |= {x.__name__: x for x in (combine.combine, weights)}
+KERNELS |= {x.__name__: x for x in (preprocess.preprocess, preprocess.real_keys, preprocess.postprocess, weights)}
 KERNELS |= {x.__name__: x for x in (block_mask.block_mask, block_mask.transpose_words, block_mask.tile_lists)}
-KERNELS["fill_slots"] = sequences.fill_slots
+KERNELS |= {x.__name__: x for x in (combine.combine, sequences.fill_slots)}
 KERNELS |= dict.fromkeys(tile_table.DECODE, decode.decode)
 KERNELS["one_pass"] = dkdv.dkdv  # also accumulates dq, with tiles of its own
 KERNELS["tangent_weights"] = weights

@@ -205,8 +205,7 @@ def _attend(call: Call, need_lse: bool, need_weights: bool, learned: bool = Fals
     # A transform or forward mode may take a derivative although no tensor requires a gradient.
     transformed = not direct and (transforms_active() or forward_level() >= 0)
     # Forward and backward share a block mask. In graphs and under vmap its size is unknown, so each makes its own.
-    hides = not call.mask is call.bias is call.key_mask is call.query_mask is None
-    if hides and backend in KERNELS and save and not (compiling or transformed) and call.block_mask is None:
+    if backend in KERNELS and save and not (compiling or transformed):
         call = _marked(call)
     options: Any = need_lse, need_weights, save or transformed, backend
     if direct:
@@ -249,7 +248,7 @@ def _marked(call: Call) -> Call:
     from ..launch import blocks
 
     *bools, bias = hiding(call)
-    if bias is None and not any(x is not None for x in bools):
+    if call.block_mask is not None or bias is None and all(x is None for x in bools):
         return call
     bias = None if bias is None else bias.detach()
     try:

@@ -1,7 +1,7 @@
 """Repeats the kernel launches of an operator for other tensors of the same kind, without preparing them again.
 
-dispatch/replay.py does so for a plain call as a whole. This serves the others: operators in compiled graphs, calls
-under autocast, packed sequences, and caches.
+dispatch/replay.py does so for the forward of a plain call. This serves all backwards, and the forwards of other calls:
+operators in compiled graphs, calls under autocast, packed sequences, and caches.
 """
 
 from collections.abc import Callable, Hashable, Sequence
