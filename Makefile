@@ -61,6 +61,7 @@ check: .venv/checkers ## run ruff, mypy and zizmor (workflows), and check first 
 	@! tr '\n' ' ' <README.md | grep -oP '[,;:](?: [^\s,;:.!?|]+){41}' # no clause after a comma, semicolon or colon has over 40 words
 	@# The package of `make hub` has another name, so imports within ours are relative.
 	@! grep -rnE --include='*.py' '^ *(from|import) fusedattn\b' fusedattn kernels
+	@! grep -rnE --include='*.py' '(^|[^.\w])(compile|__import__)\(|trust_remote_code|allow_pickle' fusedattn kernels bench
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
 	$(PY) -m mypy

@@ -5,7 +5,7 @@ import csv
 import datetime
 import pathlib
 import platform
-import subprocess
+import subprocess  # noqa: TID251 - asks git for the commit, and nvidia-smi for the driver
 
 import torch
 

@@ -127,3 +127,12 @@ _VISIBLE = {
 }
 PICTURES = {name: functools.partial(_visible, panels) for name, panels in _VISIBLE.items()}
 PICTURES |= dict(bias=_bias, packed=_packed, cache=_cache, heads=_heads, shards=_shards)
+
+
+def on_files(files, config):
+    """Add the pictures to the files of the site; mkdocs calls this."""
+    from mkdocs.structure.files import File
+
+    for name, draw in PICTURES.items():
+        files.append(File.generated(config, f"images/{name}.svg", content=draw()))
+    return files

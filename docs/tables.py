@@ -172,5 +172,6 @@ TABLES: dict[str, Callable[[], str]] = {
 TABLES |= {"cpu_machine": partial(_machine, "cpu.csv"), "gpu_machine": partial(_machine, "h200.csv")}
 
 
-def expanded(page: str) -> str:
-    return re.sub(r"^<!-- table: (\w+) -->$", lambda match: TABLES[match[1]](), page, flags=re.M)
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Return a page with its tables; mkdocs calls this for each page."""
+    return re.sub(r"^<!-- table: (\w+) -->$", lambda match: TABLES[match[1]](), markdown, flags=re.M)

@@ -84,13 +84,18 @@ def same(got, want):
 
 
 class Seen(TorchDispatchMode):
+    """Keeps the names of operators that run, and of each tensor they return (operator, elements, bytes of storage)."""
+
     def __init__(self):
         super().__init__()
-        self.names = set()
+        self.names, self.made = set(), []
 
     def __torch_dispatch__(self, operator, types, arguments=(), options=None):
         self.names.add(str(operator))
-        return operator(*arguments, **(options or {}))
+        results = operator(*arguments, **(options or {}))
+        tensors = [x for x in tree_leaves(results) if isinstance(x, torch.Tensor)]
+        self.made += [(str(operator), x.numel(), x.untyped_storage().nbytes()) for x in tensors]
+        return results
 
 
 OPTIONS = {

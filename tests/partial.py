@@ -1,10 +1,15 @@
 """Attention of some rows to keys that are split into parts, as `fusedattn.distributed` computes it."""
 
+from unittest import mock
+
 import torch
 
-from fusedattn.call.options import Arguments, Origin
+from fusedattn.call.options import Arguments
 from fusedattn.call.rules import checked
-from fusedattn.operators import partial
+from fusedattn.distributed import ranks
+from fusedattn.distributed.global_call import GlobalCall
+from fusedattn.distributed.parts import in_pieces
+from fusedattn.distributed.shards import Chunk
 from fusedattn.testing.compare import LEARNED, in_float64, with_gradients
 
 
@@ -34,38 +39,23 @@ def by_parts(tensors, options, rows, cuts, backend, key_mask=None):
     """
     query, key, value = (tensors[name] for name in ("query", "key", "value"))
     call = checked(Arguments(query, key, value, key_mask=key_mask, **options))
-    shift = 0 if call.top_left else key.shape[2] - query.shape[2]
-    grad_out, grad_lse = (tensors[name][:, :, rows] for name in ("out", "lse"))
+    shift, keys = 0 if call.top_left else key.shape[2] - query.shape[2], Chunk(0, key.shape[2], 0)
+    bias = None if call.bias is None else call.bias[:, :, rows]
+    call = call._replace(query=query[:, :, rows], bias=bias, top_left=True)
+    need, chunks = ["query", "key", "value", *options], ([[Chunk(rows.start, rows.stop, 0)]], [[keys]])
+    whole = GlobalCall(backend, ranks.Ranks(None, 0, 1), call, *chunks, shift, [need], True, False)
 
-    def part(begin, end):
-        origin = Origin(shift + rows.start - begin, rows.start, begin, 0, query.shape[1])
-        mask = None if key_mask is None else key_mask[:, begin:end]
-        bias = None if call.bias is None else call.bias[:, :, rows, begin:end]
-        inputs = dict(query=query[:, :, rows], key=key[:, :, begin:end], value=value[:, :, begin:end], key_mask=mask)
-        return call._replace(**inputs, bias=bias, sinks=None, top_left=True, partial=True, origin=list(origin))
+    def bring(whole, compute):
+        spans = zip(cuts, cuts[1:], strict=False)
+        every = [compute(None, whole.call, whole.pieces([Chunk(*span, span[0])])) for span in spans]
+        return {name: sum(grads[name] for grads in every) for name in every[0]}
 
-    parts = [part(*span) for span in zip(cuts, cuts[1:], strict=False)]
-    total = partial.start(parts[0], partial.unit(parts[0], backend))
-    for each in parts:
-        out, stats = partial.forward(each, backend)
-        assert out.dtype == stats.dtype == total.out.dtype
-        partial.add(total, slice(None), out, stats)
-    if call.sinks is not None:
-        partial.add_sinks(total, call.sinks)
-    need = [True, True, True, call.bias is not None, call.alibi_slopes is not None, False]
-    every = [
-        partial.backward(each, backend, grad_out.to(query.dtype), grad_lse, total.out, total.stats, need)
-        for each in parts
-    ]
-    found = dict(out=total.out, lse=total.lse, query=sum(grads[0] for grads in every))
-    found |= dict(zip(("key", "value"), (torch.cat([grads[n] for grads in every], 2) for n in (1, 2)), strict=True))
-    if call.bias is not None:
-        found["bias"] = torch.cat([grads[3] for grads in every], 3)
-    if call.alibi_slopes is not None:
-        found["alibi_slopes"] = sum(grads[4] for grads in every).squeeze(0)
-    if call.sinks is not None:
-        found["sinks"] = partial.of_sinks(call._replace(query=parts[0].query), total, grad_out, grad_lse).squeeze(0)
-    return found
+    forward, backward = in_pieces(bring)
+    _, _, total = forward(whole)
+    given = tensors["out"][:, :, rows], tensors["lse"][:, :, rows], None
+    with mock.patch.object(ranks, "sum_of", lambda _, x: x):
+        found = dict(out=total.out, lse=total.lse) | backward(whole, total, given)
+    return {name: x.squeeze(0) if name in ("alibi_slopes", "sinks") else x for name, x in found.items()}
 
 
 def at_once(function, tensors, options, rows, key_mask=None):

@@ -44,6 +44,9 @@ def test_it_equals_torchs_module(widths, need_weights):
         assert_as_good(weights, want[1], exact[1])
     got = torch.autograd.grad(out.sum(), list(layer.parameters()))
     assert all(grad.isfinite().all() for grad in got) and len(got) == 8
+    padding, twin = torch.randn(2, 7), copied(layer)  # as docs/pages/migrate/multihead.md says
+    out = layer(query, key, value, bias=padding[:, None, None])[0]
+    assert_like(out, lambda: twin(query, key, value, key_padding_mask=padding)[0])
 
 
 def test_grouped_heads_widths_and_options(backend, device):

@@ -6,7 +6,7 @@ in pytorch/pytorch #181078.
 """
 
 import bisect
-from collections.abc import Iterator
+import functools
 from typing import Any
 
 import torch
@@ -15,12 +15,12 @@ from torch import Tensor
 from ..api import attention_varlen
 from ..call.options import DIMS, Arguments, Call, Lengths, Origin, in_full
 from ..call.private import eager
-from ..call.rules import Sizes, check_options, check_tensors, fail, overridable
+from ..call.rules import Sizes, check_options, check_rank, check_tensors, fail, overridable
 from ..call.varlen import check_lengths
 from ..naive.varlen import differences
 from . import ranks as ranks_of
 from .global_call import GlobalCall, Piece, agreed, attend, attend_globally, prepared
-from .parts import in_pieces
+from .parts import Compute, in_pieces
 from .ranks import Ranks
 from .shards import Chunk, gathered, scattered
 
@@ -58,32 +58,17 @@ def gather_attention(
     Raises:
         TypeError, ValueError, NotImplementedError, RuntimeError: as `ring_attention`.
     """
+    return attend(gather_attention, locals(), in_pieces(_gather))
 
-    return attend(gather_attention, locals(), in_pieces(_Keys))
 
-
-class _Keys:
-    """Keys and values for `in_pieces`, gathered from all ranks at once. Their gradients are sent back and summed."""
-
-    def __init__(self, whole: GlobalCall, pieces: list[Piece] | None = None):
-        self.whole = whole
-        self.pieces = whole.pieces([Chunk(0, whole.total_keys, 0)]) if pieces is None else pieces
-        self.totals: list[Tensor | None] = []
-
-    def __iter__(self) -> Iterator[tuple[None, Call, list[Piece]]]:
-        whole = self.whole
-        fields = {name: getattr(whole.call, name) for name in ("key", "value", "key_mask")}
-        for name, x in fields.items():
-            fields[name] = None if x is None else gathered(x, DIMS[name].index("K"), whole.ranks, whole.keys)
-        yield None, whole.call._replace(**fields), self.pieces
-
-    def give_back(self, owner: int | None, key: Tensor | None, value: Tensor | None) -> None:
-        self.totals = [key, value]
-
-    def gradients(self) -> tuple[Tensor | None, Tensor | None]:
-        whole = self.whole
-        key, value = (None if x is None else scattered(x, 2, whole.ranks, whole.keys) for x in self.totals)
-        return key, value
+def _gather(whole: GlobalCall, compute: Compute, pieces: list[Piece] | None = None) -> dict[str, Tensor]:
+    """Call `compute` with the keys and values of all ranks, and sum the gradients over the ranks."""
+    fields = {name: getattr(whole.call, name) for name in ("key", "value", "key_mask")}
+    for name, x in fields.items():
+        fields[name] = None if x is None else gathered(x, DIMS[name].index("K"), whole.ranks, whole.keys)
+    pieces = whole.pieces([Chunk(0, whole.total_keys, 0)]) if pieces is None else pieces
+    grads = compute(None, whole.call._replace(**fields), pieces)
+    return {name: scattered(x, 2, whole.ranks, whole.keys) for name, x in grads.items()}
 
 
 @overridable
@@ -131,8 +116,7 @@ def gather_attention_varlen(
         inputs = dict(query=query, key=key, value=value)
         check_tensors(**inputs, cu_seqlens=cu_seqlens)
         for name, x in inputs.items():
-            if x.dim() != 3:
-                fail(ValueError, name, "rank 3, (rows, H, D)", x.shape)
+            check_rank(name, x, "(rows, H, D)")
         batched: dict[str, Any] = {name: x.transpose(0, 1)[None] for name, x in inputs.items()}
         call, _ = prepared(arguments._replace(**batched, **dict.fromkeys(_BY_DOCUMENT)), backend, ranks)
         if key.shape[0] != query.shape[0]:
@@ -151,7 +135,7 @@ def gather_attention_varlen(
     lengths = Lengths(cu_seqlens, cu_seqlens, whole.total_keys, whole.total_keys, None, None)
     check_lengths(lengths, query.device, values=True)
     pieces = _documents(whole, offsets)
-    out, lse, _ = attend_globally(whole, in_pieces(lambda whole: _Keys(whole, pieces)))
+    out, lse, _ = attend_globally(whole, in_pieces(functools.partial(_gather, pieces=pieces)))
     assert out is not None
     out = out.squeeze(0).transpose(0, 1)
     return out if lse is None else (out, lse.squeeze(0))

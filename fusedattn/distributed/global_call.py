@@ -11,7 +11,7 @@ from ..api import attention
 from ..call import options as of_calls
 from ..call.options import DIMS, INPUTS, TENSORS, Arguments, Call, Origin, Plan, in_full
 from ..call.private import transforms_active
-from ..call.rules import Sizes, check_flags, check_options, checked, fail
+from ..call.rules import Sizes, check_flags, check_options, check_rank, checked, fail
 from ..dispatch import backends, replay
 from ..operators import dtensors, partial, schema
 from . import ranks as ranks_of
@@ -116,8 +116,8 @@ Prepare = Callable[[Arguments, Any, Ranks], tuple[Call, dict[str, Any]]]
 def prepared(arguments: Arguments, backend: Any, ranks: Ranks) -> tuple[Call, dict[str, Any]]:
     """Check this rank's arguments, and return (Call, further options that must be equal on all ranks)."""
     query = arguments.query
-    if isinstance(query, Tensor) and query.dim() != 4:
-        fail(ValueError, "query", "rank 4, (B, H, rows, D)", query.shape)
+    if isinstance(query, Tensor):
+        check_rank("query", query, "(B, H, rows, D)")
     call = checked(arguments._replace(mask=None, bias=None), named=backends.named(backend) is not None)
     pairs: dict[str, Any] = dict(mask=arguments.mask, bias=arguments.bias)
     for name, x in pairs.items():

@@ -12,15 +12,15 @@ from ..operators import partial
 from . import ranks as ranks_of
 from .global_call import GlobalCall, Method, Piece
 
-_Keys = Callable[[GlobalCall], Any]
+# compute(owner, call, pieces) attends to the keys of `call`, which are those of the rank `owner` (None: of all ranks).
+# It returns the gradients {"key": ..., "value": ...} that this rank's rows contribute; in a forward {}.
+Compute = Callable[[int | None, Call, list[Piece]], dict[str, Tensor]]
 
 
-def in_pieces(keys: _Keys) -> Method:
-    """Return a Method in which rows stay on their rank, and `keys` brings keys and values to each rank."""
-    # keys(whole) iterates over (owner, the call with the owner's keys and values, its Pieces); owner None is all ranks.
-    # Its give_back() takes the gradients that this rank's rows contribute to the owner's keys and values. Its
-    # gradients() returns those of this rank's keys and values, summed over all ranks.
-    return Method(lambda whole: _forward(whole, keys), lambda whole, *grads: _backward(whole, *grads, keys))
+def in_pieces(bring: Callable[[GlobalCall, Compute], dict[str, Tensor]]) -> Method:
+    """Return a Method in which rows stay on their rank, and `bring` brings keys and values to each rank."""
+    # bring(whole, compute) calls `compute` for all keys, and returns the gradients of this rank's keys and values.
+    return Method(lambda whole: _forward(whole, bring), lambda whole, *grads: _backward(whole, *grads, bring))
 
 
 def _sliced(name: str, x: Tensor | None, piece: Piece) -> Any:
@@ -35,14 +35,19 @@ def _part_of(call: Call, piece: Piece) -> Call:
 
 
 @without_autocast
-def _forward(whole: GlobalCall, keys: _Keys) -> tuple[list[Tensor | None], GlobalCall, partial.RowStats]:
+def _forward(whole: GlobalCall, bring: Any) -> tuple[list[Tensor | None], GlobalCall, partial.RowStats]:
     call, rows = whole.call, None
-    for _, shown, pieces in keys(whole):
+
+    def compute(_: int | None, shown: Call, pieces: list[Piece]) -> dict[str, Tensor]:
+        nonlocal rows
         for piece in pieces:
             part = _part_of(shown, piece)
             rows = rows or partial.start(call, partial.unit(part, whole.backend))
             out, stats = partial.forward(part, whole.backend)
             partial.add(rows, piece.rows, out, stats)
+        return {}
+
+    bring(whole, compute)
     rows = rows or partial.start(call, 1.0)
     if call.sinks is not None:
         partial.add_sinks(rows, call.sinks)
@@ -56,18 +61,18 @@ def _zeros(call: Call, names: Iterable[str]) -> dict[str, Any]:
 
 
 @without_autocast
-def _backward(
-    whole: GlobalCall, saved: Sequence[Any], incoming: Sequence[Any], keys: _Keys
-) -> dict[str, Tensor | None]:
+def _backward(whole: GlobalCall, saved: Any, incoming: Sequence[Any], bring: Any) -> dict[str, Tensor | None]:
     rows, (out_grad, lse_grad, _) = partial.RowStats(*saved), incoming
-    call, of_all, of_ranks = whole.call, whole.wanted(), keys(whole)
+    call, of_all = whole.call, whole.wanted()
     if call.query_mask is not None:  # incoming gradients of hidden rows may be NaN
         hidden = ~call.query_mask[:, None]
         out_grad = out_grad.masked_fill(hidden[..., None], 0.0)
         lse_grad = None if lse_grad is None else lse_grad.masked_fill(hidden, 0.0)
     own = _zeros(call, whole.wanted(whole.ranks.rank) & {"query", "bias"} | of_all & {*BY_HEAD} - {"sinks"})
-    for owner, shown, pieces in of_ranks:
-        totals = own | _zeros(shown, whole.wanted(owner) & {"key", "value"})
+
+    def compute(owner: int | None, shown: Call, pieces: list[Piece]) -> dict[str, Tensor]:
+        of_keys = _zeros(shown, whole.wanted(owner) & {"key", "value"})
+        totals = own | of_keys
         need = [name in totals for name in INPUTS]
         for piece in pieces if totals else ():
             here = piece.rows
@@ -77,9 +82,9 @@ def _backward(
             for name, grad in zip(INPUTS, found, strict=True):
                 if grad is not None:
                     _sliced(name, totals[name], piece).add_(grad)
-        of_ranks.give_back(owner, totals.get("key"), totals.get("value"))
-    grads: dict[str, Tensor | None] = dict(own)
-    grads["key"], grads["value"] = of_ranks.gradients()
+        return of_keys
+
+    grads: dict[str, Tensor | None] = own | bring(whole, compute)
     if call.sinks is not None and "sinks" in of_all:
         grads["sinks"] = partial.of_sinks(call, rows, out_grad, lse_grad)
     for name in BY_HEAD:

@@ -6,19 +6,17 @@ Source: Ring Attention with Blockwise Transformers, arXiv:2310.01889. Balanced c
 Attention, arXiv:2311.09431, and zhuzilin/ring-flash-attention.
 """
 
-import functools
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..call.options import DIMS, Call, wide_dtype
+from ..call.options import DIMS
 from ..call.private import eager
 from ..call.rules import overridable
 from . import ranks as ranks_of
-from .global_call import GlobalCall, Piece, attend
-from .parts import in_pieces
+from .global_call import GlobalCall, attend
+from .parts import Compute, in_pieces
 from .ranks import Transfer
 from .shards import rows_of
 
@@ -63,69 +61,45 @@ def ring_attention(
         ValueError: as `attention`, and for options that differ between ranks.
         RuntimeError: if a rank has ended, or did not call this within the time limit of the group.
     """
-    return attend(ring_attention, locals(), in_pieces(_Keys))
+    return attend(ring_attention, locals(), in_pieces(_receive))
 
 
-class _Keys:
-    """Keys and values for `in_pieces`, received from one rank after another. Their gradients are sent back."""
+def _receive(whole: GlobalCall, compute: Compute) -> dict[str, Tensor]:
+    """Call `compute` with the keys and values of each rank as they arrive, and send the gradients back."""
+    (_, rank, size), incoming = whole.ranks, None
+    names = [name for name in ("key", "value", "key_mask") if getattr(whole.call, name) is not None]
+    own = tensors = tuple(getattr(whole.call, name).contiguous() for name in names)
+    totals: dict[str, Tensor] = {}  # gradients of this rank's keys and values, summed over the ranks so far
 
-    def __init__(self, whole: GlobalCall):
-        fields = {name: getattr(whole.call, name) for name in ("key", "value", "key_mask")}
-        self.whole, self.own = whole, {name: x.contiguous() for name, x in fields.items() if x is not None}
-        self.incoming: Transfer | None = None  # gradients of this rank's keys and values
-
-    @functools.cached_property
-    def totals(self) -> dict[str, Tensor]:
-        """Gradients of this rank's keys and values, summed over the ranks so far."""
-        wanted, dtype = self.whole.wanted(self.whole.ranks.rank), wide_dtype(self.whole.call.query.dtype)
-        return {name: torch.zeros_like(x, dtype=dtype) for name, x in self.own.items() if name in wanted}
-
-    def _begin(self, step: int) -> Transfer:
+    def begin(step: int) -> Transfer:
         """Start to send this rank's keys to the rank `step` ahead, and to receive keys from the rank `step` behind."""
-        whole, (_, rank, size) = self.whole, self.whole.ranks
         to, owner = (rank + step) % size, (rank - step) % size
         buffers, rows = [], rows_of(whole.keys[owner])
         if owner_seen := whole.rank_sees(rank, owner):
-            for name, x in self.own.items():
+            for name, x in zip(names, own, strict=True):
                 axis = DIMS[name].index("K")
                 buffers.append(x.new_empty((*x.shape[:axis], rows, *x.shape[axis + 1 :])))
         receiver = to if whole.rank_sees(to, rank) else None
-        return ranks_of.exchange(whole.ranks, self.own.values(), receiver, buffers, owner if owner_seen else None)
+        return ranks_of.exchange(whole.ranks, own, receiver, buffers, owner if owner_seen else None)
 
-    def __iter__(self) -> Iterator[tuple[int, Call, list[Piece]]]:
-        whole, (_, rank, size) = self.whole, self.whole.ranks
-        tensors, absent = tuple(self.own.values()), dict.fromkeys(("key", "value", "key_mask"))
-        for step in range(size):
-            transfer = self._begin(step + 1) if step + 1 < size else None
-            owner = (rank - step) % size
-            seen = whole.rank_sees(rank, owner)
-            fields: dict[str, Any] = absent | (dict(zip(self.own, tensors, strict=True)) if seen else {})
-            yield owner, whole.call._replace(**fields), whole.pieces(whole.keys[owner]) if seen else []
-            if transfer is not None:
-                tensors = transfer.wait()
-
-    def give_back(self, owner: int | None, key: Tensor | None, value: Tensor | None) -> None:
-        """Add the gradients to `totals` if this rank is the owner of these keys; else send them. None: no gradient."""
-        whole, (_, rank, size) = self.whole, self.whole.ranks
-        grads = [x for x in (key, value) if x is not None]
-        if owner is None or owner == rank:
-            self._add(grads)
-            return
-        self._wait()
-        source = (2 * rank - owner) % size  # the rank as far behind this one as the owner is ahead
-        buffers = [torch.empty_like(x) for x in self.totals.values()] if whole.rank_sees(source, rank) else []
-        receiver, sender = owner if grads else None, source if buffers else None
-        self.incoming = ranks_of.exchange(whole.ranks, grads, receiver, buffers, sender)
-
-    def _add(self, grads: Sequence[Tensor]) -> None:
-        for total, grad in zip(self.totals.values(), grads, strict=False):  # no grads if no row here sees the keys
+    def add(transfer: Transfer | None) -> None:
+        for total, grad in zip(totals.values(), () if transfer is None else transfer.wait(), strict=False):
             total += grad
 
-    def _wait(self) -> None:
-        if self.incoming is not None:
-            self._add(self.incoming.wait())
-            self.incoming = None
-
-    def gradients(self) -> tuple[Tensor | None, Tensor | None]:
-        self._wait()
-        return self.totals.get("key"), self.totals.get("value")
+    for step in range(size):
+        transfer = begin(step + 1) if step + 1 < size else None
+        ahead, owner = (rank + step) % size, (rank - step) % size
+        seen = step == 0 or whole.rank_sees(rank, owner)
+        fields: dict[str, Any] = dict(zip(names, tensors, strict=True)) if seen else dict.fromkeys(names)
+        grads = compute(owner, whole.call._replace(**fields), whole.pieces(whole.keys[owner]) if seen else [])
+        if step == 0:
+            totals = grads
+        elif grads or totals:  # the rank ahead has computed gradients of this rank's keys
+            add(incoming)
+            buffers = [torch.empty_like(x) for x in totals.values()] if whole.rank_sees(ahead, rank) else []
+            receiver, sender = owner if grads else None, ahead if buffers else None
+            incoming = ranks_of.exchange(whole.ranks, grads.values(), receiver, buffers, sender)
+        if transfer is not None:
+            tensors = transfer.wait()
+    add(incoming)
+    return totals

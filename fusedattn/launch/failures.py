@@ -1,7 +1,7 @@
 """Kernels that do not compile or load on this machine, which shows at their first call, with reason and advice."""
 
 import errno
-import subprocess
+import subprocess  # noqa: TID251 - knows the error of a C compiler that Triton calls
 import warnings
 
 # Errors that may be temporary: a full disk, too many open files.

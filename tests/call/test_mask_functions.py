@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedattn as fa
 from fusedattn.testing.compare import with_gradients
 
 from ..cases import Case
+from ..inside import Seen
 from ..mistakes import assert_named, bools, wrong
 
 hypothesis = pytest.importorskip("hypothesis")
@@ -97,18 +97,6 @@ def test_batches_rows_and_keys_of_none(device):
         assert torch.equal(fa.attention(query, key, key, mask=plan), torch.zeros_like(query))
 
 
-class Largest(TorchDispatchMode):
-    """Finds the most elements that `remainder` computes at once."""
-
-    most = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **kwargs or {})
-        if func is torch.ops.aten.remainder.Tensor:
-            self.most = max(self.most, result.numel())
-        return result
-
-
 def test_chunks(monkeypatch):
     """A function is called for a bounded number of pairs at once, whatever the sizes."""
     monkeypatch.setattr("fusedattn.call.bits.CHUNK", 2**12)
@@ -116,9 +104,9 @@ def test_chunks(monkeypatch):
     def function(b, h, i, j):
         return (i * 7 + j * (b + 1)) % (5 + h) == 0
 
-    with Largest() as seen:
+    with Seen() as seen:
         plan = fa.plan(function, batch=2, heads=3, rows=200, keys=333)
-    assert 2**11 < seen.most <= 2**12
+    assert 2**11 < max(numel for name, numel, _ in seen.made if name == "aten.remainder.Tensor") <= 2**12
     mask = create_mask(function, 2, 3, 200, 333, "cpu")
     query, key = torch.randn(2, 3, 200, 16), torch.randn(2, 3, 333, 16)
     assert torch.equal(*(fa.attention(query, key, key, mask=x, backend="naive") for x in (plan, mask)))

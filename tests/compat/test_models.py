@@ -5,14 +5,13 @@ import functools
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import fusedattn as fa
 from fusedattn.compat import transformers as compat
 
 from .. import sample
 from ..close import assert_as_good, assert_like, exactly, flat
+from ..inside import Seen
 from .families import BY_NAME, FAMILIES, GROUPED, MAJOR, drawn, inputs_of, padding, tokens, weighted
 
 transformers = pytest.importorskip("transformers")
@@ -66,18 +65,6 @@ def test_logits_loss_and_gradients_are_eagers(family, case, name, calls):
     assert_same(got, want, exactly(outcome, model, "eager", inputs))
 
 
-class Largest(TorchDispatchMode):
-    """Dispatch mode that keeps the bytes of the largest storage."""
-
-    nbytes = 0
-
-    def __torch_dispatch__(self, operator, types, arguments=(), options=None):
-        made = operator(*arguments, **(options or {}))
-        storages = (x.untyped_storage().nbytes() for x in tree_leaves(made) if isinstance(x, torch.Tensor))
-        self.nbytes = max(self.nbytes, *storages, 0)
-        return made
-
-
 @pytest.mark.parametrize("name", ["Mistral", "PaliGemma"])
 def test_no_mask_of_all_pairs_is_made(name, monkeypatch):
     monkeypatch.setattr("fusedattn.call.bits.CHUNK", 2**14)
@@ -85,9 +72,10 @@ def test_no_mask_of_all_pairs_is_made(name, monkeypatch):
     more = dict(token_type_ids=(torch.arange(768) > 300).long().expand(2, -1)) if name == "PaliGemma" else {}
     for implementation in NAMES:
         model.set_attn_implementation(implementation)
-        with Largest() as largest:
+        with Seen() as seen:
             model.model(ids, **more)
-        assert largest.nbytes < pairs / 2 if implementation == "blocks" else largest.nbytes >= pairs
+        largest = max(nbytes for *_, nbytes in seen.made)
+        assert largest < pairs / 2 if implementation == "blocks" else largest >= pairs
 
 
 @pytest.mark.parametrize("name, width", [("Gemma 4", 512), ("DeepSeek-V3", 192)])

@@ -7,8 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import fusedattn as fa
@@ -16,6 +14,7 @@ from fusedattn import distributed
 from fusedattn.testing.compare import with_gradients
 
 from ..cases import Case
+from ..inside import Seen
 from .conftest import on_ranks
 from .whole import METHODS, by_shards, largest, put_together, summed_gradients
 
@@ -187,17 +186,6 @@ def test_under_autocast(rank, size, method):
     assert out.dtype == torch.bfloat16 and torch.equal(out, attend(*(x.bfloat16() for x in inputs)))
 
 
-class Elements(TorchDispatchMode):
-    """Dispatch mode that counts the elements of all tensors that operators return."""
-
-    count = 0
-
-    def __torch_dispatch__(self, operator, types, arguments=(), options=None):
-        results = operator(*arguments, **(options or {}))
-        self.count += sum(x.numel() for x in tree_leaves(results) if isinstance(x, torch.Tensor))
-        return results
-
-
 @on_ranks(2)
 def test_the_naive_backward_is_linear_in_the_number_of_documents(rank, size):
     counts = []
@@ -205,9 +193,9 @@ def test_the_naive_backward_is_linear_in_the_number_of_documents(rank, size):
         offsets = torch.arange(0, 8 * documents + 1, 8, dtype=torch.int32)
         inputs = [torch.randn(8 * documents // size, 2, 32, requires_grad=True) for _ in range(3)]
         out = distributed.gather_attention_varlen(*inputs, offsets, causal=True, backend="naive")
-        with Elements() as made:
+        with Seen() as seen:
             out.sum().backward()
-        counts.append(made.count)
+        counts.append(sum(numel for _, numel, _ in seen.made))
     assert counts[1] < 12 * counts[0], counts  # 8 times as many documents
 
 

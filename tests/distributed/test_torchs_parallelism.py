@@ -1,4 +1,4 @@
-"""Tests torch's own parallelism: parallelize_module splits heads, and context_parallel's ring calls our operators."""
+"""Tests torch's own parallelism: parallelize_module splits heads, FSDP2 and DDP batches, and context_parallel rows."""
 
 import copy
 
@@ -48,6 +48,33 @@ def test_outputs_and_gradients_are_those_of_one_process(rank, size, name, local,
     grads = [y.grad.full_tensor() if hasattr(y.grad, "full_tensor") else y.grad for y in cut.parameters()]
     same = [found, mine.grad, *grads], [wanted, x.grad, *(y.grad for y in one.parameters())]
     torch.testing.assert_close(*same, rtol=0, atol=TOLERANCE)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("wrapper", ["fsdp2", "ddp"])
+@pytest.mark.parametrize("name", ["grouped", "encoder"])
+def test_modules_are_trained_by_parts_of_the_batch_as_by_one_process(rank, size, name, wrapper):
+    from torch.distributed.fsdp import fully_shard
+
+    one, x = MODULES[name]().double(), torch.randn(2 * size, 7, WIDTH, dtype=torch.float64)
+    key_mask = torch.arange(7) < torch.tensor([7, 5, 1, 4])[:, None]
+    model = copy.deepcopy(one)
+    if wrapper == "ddp":
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    else:
+        for part in (*getattr(model, "layers", ()), model):
+            fully_shard(part, mesh=init_device_mesh("cpu", (size,)))
+    before = next(one.parameters()).clone()
+    for module, batches in ((one, slice(None)), (model, slice(2 * rank, 2 * rank + 2))):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)  # Adam would amplify rounding
+        for _ in range(2):
+            out = module(x[batches], key_mask=key_mask[batches])
+            (out[0] if isinstance(out, tuple) else out).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    found = [y.full_tensor() if hasattr(y, "full_tensor") else y for y in model.parameters()]
+    assert not torch.equal(found[0], before)
+    torch.testing.assert_close(found, [*one.parameters()], rtol=0, atol=TOLERANCE)
 
 
 @on_ranks(2)

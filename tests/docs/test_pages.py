@@ -27,7 +27,7 @@ def name(page):
 
 
 def text(page):
-    return tables.expanded(page.read_text())
+    return tables.on_page_markdown(page.read_text())
 
 
 @pytest.fixture

@@ -6,12 +6,6 @@ import torch
 from .. import cases, sample
 from ..close import assert_case
 
-
-@pytest.mark.parametrize("group", [cases.SINGLE, cases.COVERING, cases.PAIRS], ids=["alone", "covering", "pairs"])
-def test_half_of_the_calls_are_first_calls_and_half_are_replays(group):
-    assert 0.4 <= sum(map(cases.replayed, group)) / len(group) <= 0.6
-
-
 # `make test` runs each option in one of its two dtypes, `make test-all` in both.
 ALONE = [case if n % 4 in (0, 3) else sample.matrix(case)[0] for n, case in enumerate(sample.named(cases.SINGLE))]
 ALONE += sample.one_in(5, sample.named(sorted(cases.SHAPES, key=lambda case: case.alike == 0)))

@@ -1,5 +1,6 @@
 """Tests kernels that do not compile or load: Triton fails at each stage, and the next backend takes the call."""
 
+import contextlib
 import errno
 import subprocess
 import warnings
@@ -64,10 +65,15 @@ def failing(monkeypatch, tiles):
     return fail
 
 
-def once(caught):
-    """Return the text of the only warning about a slower path."""
-    (warning,) = [x for x in caught if "fusedattn takes a slower path" in str(x.message)]
-    return str(warning.message)
+@contextlib.contextmanager
+def slower(gpu, count=1):
+    """Enter a simulated GPU, where `count` warnings about a slower path are expected; return their texts afterwards."""
+    said = []
+    with gpu, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield said
+    said += [str(x.message) for x in caught if "fusedattn takes a slower path" in str(x.message)]
+    assert len(said) == count
 
 
 @compiled
@@ -80,8 +86,7 @@ def test_the_naive_path_takes_the_call_and_all_of_its_kind(stage, failing):
     inputs = *on_hopper[:2], on_hopper[2][..., :4]  # Hopper kernels do not support 4 columns
     options = dict(causal=True, dropout_p=0.1, seed=3)
     want = fa.reference.attention(*inputs, **options, return_lse=True)
-    with gpu, warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with slower(gpu) as said:
         same(fa.attention(*inputs, **options, return_lse=True), want)
         assert fa.explain(*inputs, **options).backend == "naive"
         (why,) = fa.explain(*inputs, **options).reasons["triton"]
@@ -93,10 +98,9 @@ def test_the_naive_path_takes_the_call_and_all_of_its_kind(stage, failing):
             with pytest.raises(NotImplementedError, match="^backend: ") as raised:
                 fa.attention(*given, **kind, backend=name)
             assert type(error).__name__ in str(raised.value) and "\n" not in str(raised.value)
-    said = once(caught)
-    assert why in said and type(error).__name__ in why
-    assert ("install a C compiler" in said) == (stage in ("no compiler", "no header"))
-    assert ("empty Triton's cache" in said) == (stage == "the launcher")
+    assert why in said[0] and type(error).__name__ in why
+    assert ("install a C compiler" in said[0]) == (stage in ("no compiler", "no header"))
+    assert ("empty Triton's cache" in said[0]) == (stage == "the launcher")
 
 
 @compiled
@@ -126,14 +130,13 @@ def test_a_backward_that_fails_is_computed_by_the_naive_path(name, failing, monk
     want = lambda: torch.autograd.grad(  # noqa: E731
         fa.reference.eager(*inputs, **options, return_lse=True), wanted, incoming
     )
-    with gpu, warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with slower(gpu) as said:
         for _ in range(2):
             results = fa.attention(*inputs, **options, return_lse=True)
             assert_like(torch.autograd.grad(results, wanted, incoming), want)
         assert fa.explain(*inputs, **options).backend == "naive"  # of both forward and backward
         assert fa.explain(*[x.detach() for x in inputs], **OPTIONS["plain"](9, 11, "cpu")).backend == "triton"
-    assert "PTXASError" in once(caught)
+    assert "PTXASError" in said[0]
 
 
 @compiled
@@ -164,12 +167,11 @@ def test_a_part_that_fails_is_known_by_its_call(failing, tiles):
     tiles("SCORES_BYTES", 2 * 128 * 300)
     inputs = alike(1, 2, 300, 256, dtype=torch.bfloat16, requires_grad=True)
     window = dict(window=(200, 0))  # which hides no keys of the first part
-    with gpu, warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with slower(gpu) as said:
         for kernels in ("hopper_bwd_ds", "dkdv"):
             assert kernels in str(fa.explain(*inputs, **window))
             torch.autograd.grad(fa.attention(*inputs, **window), inputs, inputs[0].detach())
-    assert "hopper_bwd_ds" in once(caught) and BACKWARD & {*tried}
+    assert "hopper_bwd_ds" in said[0] and BACKWARD & {*tried}
 
 
 @compiled
@@ -180,8 +182,7 @@ def test_packed_sequences_and_caches(failing):
     cache = torch.randn(2, 2, 2, 12, 8)
     lengths, new = torch.tensor([3, 5], dtype=torch.int32), torch.randn(3, 2, 2, 1, 8)
     call = dict(cache_seqlens=lengths, new_key=new[1], new_value=new[2], causal=True)
-    with gpu, warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with slower(gpu, 3):  # one for each kernel
         got = fa.attention_varlen(query, key, value, offsets, offsets, causal=True)
         want = fa.reference.attention_varlen(query, key, value, offsets, offsets, causal=True)
         same([got], [want])
@@ -196,7 +197,6 @@ def test_packed_sequences_and_caches(failing):
             fa.attention_decode(new[0], *cache, **call, backend="triton")
         with pytest.raises(NotImplementedError, match="^backend: "):
             fa.attention_varlen(query, key, value, offsets, offsets, backend="triton")
-    assert len([x for x in caught if "fusedattn takes a slower path" in str(x.message)]) == 3  # one for each kernel
 
 
 @compiled
@@ -227,13 +227,12 @@ def test_what_may_be_otherwise_another_time_is_not_kept(failing):
 def test_a_disk_that_is_full_is_asked_again(failing):
     gpu, tried = failing("compile", OSError(errno.ENOSPC, "No space left on device"), FORWARD)
     inputs = draw("cpu")
-    with gpu, warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with slower(gpu) as said:
         for _ in range(2):
             tried.clear()
             same([fa.attention(*inputs)], [fa.reference.attention(*inputs)])
             assert "forward" in tried and fa.explain(*inputs).backend == "triton"
-    assert "No space left" in once(caught)
+    assert "No space left" in said[0]
 
 
 KERNELS = {  # {kernel: (sizes, options, backend before it fails, backend after)}
@@ -250,8 +249,7 @@ def test_a_call_whose_kernel_fails_is_left_to_another_backend(kernel, failing):
     sizes, options, before, after = KERNELS[kernel]
     gpu, tried = failing("compile", PTXASError("ptxas fatal"), {kernel})
     inputs = draw("cpu", **sizes)
-    with gpu, warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with slower(gpu) as said:
         assert fa.explain(*inputs, **options).backend == before
         first = fa.attention(*inputs, **options)
         assert fa.explain(*inputs, **options).backend == after
@@ -262,4 +260,4 @@ def test_a_call_whose_kernel_fails_is_left_to_another_backend(kernel, failing):
             same([first, again], [fa.reference.attention(*inputs, **options)] * 2)
             assert fa.explain(*inputs, causal=True, softcap=2.0).backend == "triton"  # another kind of call
             assert fa.explain(*draw("cpu", dtype=torch.bfloat16)).backend == "hopper"
-    assert kernel in once(caught)
+    assert kernel in said[0]
