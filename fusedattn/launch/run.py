@@ -244,3 +244,12 @@ def failed(call: Call, names, cached: bool = False) -> "failures.KernelUnavailab
     if lengths_of(call) is not None:
         kinds.append(("fill_slots", device))
     return next((why for why in map(failures.known, kinds) if why is not None), None)
+
+
+def without_stats(call: Call, stats, need_weights: bool) -> "failures.KernelUnavailable | None":
+    """Return the error for which the naive path computed the forward of a call, whose stats say nothing, or None."""
+    why = failed(call, ["forward", *["weights"] * need_weights])
+    # The kernel that failed then may run now. `attention._compute` marked the stats of such a forward with NaN.
+    if why is None and failures.passed and not call.named and stats.flatten()[0].isnan():
+        return failures.KernelUnavailable(next(iter(failures.passed)))
+    return why

@@ -73,7 +73,7 @@ def _compute(call, options):
 
         def naive():
             fill(results, formula.run_naive(call, *needs[:2]))
-            results[3].fill_(float("nan"))  # the backward will be naive too, and reads no stats
+            results[3].fill_(float("nan"))  # derivatives will be naive too (`run.without_stats`), and read no stats
 
         by_kernel(call, launches, naive)
     return results
