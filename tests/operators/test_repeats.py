@@ -45,7 +45,7 @@ def of_sequences(rows, apart, device):
 
 
 def of_caches(return_lse, device, by_operator=False, **fields):
-    case = Cached("repeated", half=3, **dict(new=1) | fields)
+    case = Cached("repeated", **dict(half=3, new=1) | fields)
     arguments = case.draw(device, seed=int(torch.randint(99, ())))
 
     def results(backend):
@@ -93,7 +93,7 @@ def test_other_calls_are_prepared_anew(device, poison, record_after):
         *(of_caches(lse, device, shared=shared, new=0) for shared in (False, True) for lse in (False, True)),
         of_caches(True, device, shared=True, new=0, Dv=8),
         *(of_caches(True, device, interleaved=interleaved) for interleaved in (False, True)),
-        *(of_caches(True, device, by_operator=True, new=new) for new in (1, 0, 2)),
+        *(of_caches(True, device, by_operator=True, half=0, new=new) for new in (1, 0, 2)),
         *(of_caches(True, device, dtype=dtype) for dtype in (torch.bfloat16, torch.float16)),
         *(of_attention(graph, name, device) for name in ("plain", "scale", "added", "plain")),
     ):
