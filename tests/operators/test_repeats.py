@@ -85,6 +85,17 @@ def test_caches_that_begin_at_one_address(D, Dv, device):
         assert_like(got, lambda: fa.attention_decode(**arguments, backend="naive"))
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, Seen])
+def test_offsets_apart_in_memory(mode, device):
+    """A call copies such offsets, which a replay would lack. In some modes torch calls that copy a view."""
+    for rows in ((5, 0, 12), (6, 5, 6), (12, 4, 1)):
+        inputs, starts = [torch.randn(17, 2, 8, device=device) for _ in range(3)], offsets(rows, device)
+        apart = torch.stack([starts, starts + 1], 1)[:, 0]
+        with mode():
+            got = fa.attention_varlen(*inputs, apart, apart, backend="triton")
+        assert_like(got, lambda *x: fa.reference.attention_varlen(*x, starts, starts), *inputs)  # noqa: B023
+
+
 def test_other_calls_are_prepared_anew(device, poison, record_after):
     """Other strides, lengths, dtypes, results, rotations and settings of a call are not those that are known."""
     record_after(1)
