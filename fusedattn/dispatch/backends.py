@@ -138,17 +138,19 @@ def hopper_reasons(device: torch.device | AssumedGPU) -> tuple[str, ...]:
     return () if number == 90 else (f"the GPU has compute capability {number / 10}, not 9.0",)
 
 
-def _failures(call: Call, need_weights: bool, on_hopper: bool, cached: bool = False) -> list[str]:
-    """Return [reason why a kernel of a call is known to fail or to be wrong on this machine], or [] if none is."""
+def _failures(of: Any, need_weights: bool, on_hopper: bool) -> list[str]:
+    """Return [reason why a kernel of a Call or a Decode is known to fail or to be wrong here], or [] if none is."""
+    call, cached = (of.call, True) if isinstance(of, Decode) else (of, False)
     if torch.compiler.is_compiling() or not (failed_kernels or any(x.wrong for x in tuned.of(_device(call)).values())):
         return []
-    from ..launch import backward, run
+    from ..launch import backward, decode, run
 
     need = [isinstance(x, Tensor) and x.requires_grad for x in of_calls.inputs(call)]
-    needed = torch.is_grad_enabled() and any(need)
+    needed = torch.is_grad_enabled() and any(need) and not cached
     passes = backward.passes(call, need, "hopper" if on_hopper else "triton") if needed else ()
     # "combine" merges the splits of keys, which calls with few rows have.
-    names = [*(("hopper", "combine") if on_hopper else ("forward",)), *["weights"] * need_weights, *passes]
+    names = ("hopper", "combine") if on_hopper else decode.kernels(of) if cached else ("forward",)
+    names = *names, *["weights"] * (need_weights and not cached), *passes
     return [str(why)] if (why := run.failed(call, names, cached)) is not None else []
 
 
@@ -173,7 +175,7 @@ def _decode_reasons(decode: Decode, need_weights: bool) -> list[str]:
     batch, heads, rows, _ = decode.call.query.shape
     if _exceeds(batch * heads * max(rows, decode.added), MOST_PROGRAMS):
         reasons.append("the grid would exceed 2**31 programs")
-    return reasons or cached.failed(decode)
+    return reasons or _failures(decode, need_weights, on_hopper=False)
 
 
 def _hopper_reasons(of: Any, need_weights: bool) -> list[str]:
@@ -184,7 +186,7 @@ def _hopper_reasons(of: Any, need_weights: bool) -> list[str]:
     from ..launch import hopper
 
     lacks = hopper.reasons(call) if decode is None else hopper.cache_reasons(decode)
-    return [*hopper_reasons(_device(call)), *lacks] or _failures(call, need_weights, True, decode is not None)
+    return [*hopper_reasons(_device(call)), *lacks] or _failures(of, need_weights, on_hopper=True)
 
 
 BACKENDS = {

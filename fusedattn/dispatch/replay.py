@@ -5,9 +5,8 @@ inside torch.compile or with tensor subclasses have no signature: they are check
 repeats their launches. On a CPU a repeated call only skips its checks.
 """
 
-import sys
+import functools
 from collections.abc import Sequence
-from itertools import compress
 from operator import itemgetter
 from typing import Any
 
@@ -16,18 +15,16 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from ..call import options as of_calls
-from ..call.options import ATTENDED, INPUTS, TENSORS, Arguments, Call, Plan, in_full, thread_overrides
+from ..call.options import INPUTS, TENSORS, Arguments, Call, Plan, in_full, thread_overrides
 from ..call.private import TensorGuards, any_autocast, can_guard, can_replay, dispatch_modes, forward_level
 from ..call.rules import CLASSES, check_flags, checked, in_memory, must_dispatch, plain
 from ..launch import tile_table
-from ..launch.failures import KernelUnavailable, Unrecordable, fall_back
+from ..launch.failures import failed_kernels
 from ..operators import attention, backward, dtensors, repeats, schema
 from . import backends
 
-MAX_KEPT = 1024  # limit on kept signatures; then all are forgotten
 RECENT = 8  # limit on the Replays in each list of `_recent`, and on the backwards that a Replay keeps
 
-RECORDED = attention.run_triton, attention.run_hopper
 _NUMBERS = frozenset((int, float, bool, str, type(None)))
 _PLACES = {name: place for place, name in enumerate(TENSORS)}
 # Getters of the tensors of an Arguments, in the order of TENSORS, and of its other fields.
@@ -37,19 +34,16 @@ _take_numbers = itemgetter(*(place for place, name in enumerate(Arguments._field
 _NOT_WRITTEN = (None,) * (len(TENSORS) - len(_WRITTEN))
 _SEED = _PLACES["seed"]
 _MARKS = "block_mask", "mask_bits"  # made from the masks of a call, or from a plan
-_ARE_LEARNED = [name not in ATTENDED for name in INPUTS]
 
-_known: dict[tuple, "Checked"] = {}  # {signature: its Replay or Checked}
-_met: dict[tuple, int] = {}  # {signature that is not recorded yet: number of calls}
+_known = repeats.Learned()  # {signature: its Replay or Checked}
 _kinds: set[tuple] = set()  # types of options that `_usual` accepts with any values: none is a tuple (a window)
-_recent: dict[tuple, list] = {}  # {a signature without tensor properties: [(TensorGuards, Replay)]}
+_recent = repeats.Learned()  # {a signature without tensor properties: [(TensorGuards, Replay)]}
 
 
 def forget() -> None:
     """Forget all recordings, and which tiles fit the device."""
     tile_table.fitting.clear()
     _known.clear()
-    _met.clear()
     _recent.clear()
     repeats.forget()
 
@@ -71,9 +65,10 @@ def attend(arguments: Arguments, return_lse: bool, return_weights: bool, backend
         out, lse, weights = backends.choose(own.call, return_weights, named).run(own.call, return_lse, return_weights)
         return results(rank, own.whole(out, True), own.whole(lse) if return_lse else None, own.whole(weights))
     chosen = backends.choose(call, return_weights, named)
-    if direct and (replay := learn(tensors, numbers, call, chosen)) is not None:
-        return replay((*tensors[:_SEED], call.seed, *tensors[_SEED + 1 :]))
-    out, lse, weights = chosen.run(call, return_lse, return_weights, direct)
+    learned = direct and learn(tensors, numbers, call, chosen)
+    if isinstance(learned, Checked):
+        return learned((*tensors[:_SEED], call.seed, *tensors[_SEED + 1 :]))
+    out, lse, weights = chosen.run(call, return_lse, return_weights, learned)
     return results(rank, out, lse if return_lse else None, weights)
 
 
@@ -138,7 +133,7 @@ def _guards(present: tuple) -> Any:
 
 def _remember(present: tuple, most: tuple, replay: Any) -> None:
     if (guards := _guards(present)) is not None:
-        _recent[most] = [(guards, replay), *_recent.get(most, [])[: RECENT - 1]]
+        _recent.keep(most, [(guards, replay), *_recent.get(most, [])[: RECENT - 1]])
 
 
 def find(tensors: tuple, numbers: tuple) -> Any:
@@ -153,49 +148,40 @@ def find(tensors: tuple, numbers: tuple) -> Any:
         if guards.check(*present):
             return replay if repeats.aligned(present) else None
     signature = None if must_dispatch() or not in_memory(present) else _signature(present, most)
-    replay = None if signature is None else _known.get(signature)
-    if replay is not None:
-        _remember(present, most, replay)
+    replay = _known.get(signature)
+    if not isinstance(replay, Checked):
+        return None
+    _remember(present, most, replay)
     return replay
 
 
 def learn(tensors: tuple, numbers: tuple, call: Call, chosen: backends.Backend) -> Any:
-    """Count a plain call. Return a Replay (on a CPU: Checked) of a signature's RECORD_AFTER-th call; otherwise None."""
-    recorded = chosen.run in RECORDED
-    split = _split(tensors, numbers) if can_replay and (recorded or call.query.device.type == "cpu") else None
-    if split is None or call.query is not tensors[0]:
-        return None
-    present, most = split
-    if (signature := _signature(present, most)) is None:
-        return None
-    if max(len(_known), len(_met)) >= MAX_KEPT:
-        forget()
-    _met[signature] = _met.get(signature, 0) + 1
-    if _met[signature] < repeats.RECORD_AFTER:
-        return None
-    _met.pop(signature, None)  # another thread may have removed it
-    try:
-        replay = (Replay if recorded else Checked)(tensors, call, numbers, chosen.run)
-    except Unrecordable:
-        _met[signature] = -sys.maxsize
-        return None
-    except KernelUnavailable:
-        return None  # the unrecorded call warns, and takes another backend
-    _known[signature] = replay
-    _remember(present, most, replay)
+    """Return a Replay (on a CPU: Checked) of the RECORD_AFTER-th plain call of a signature.
+
+    Return True for a call before that, which is counted, and False for one that cannot be replayed.
+    """
+    kernels = chosen.name in schema.KERNELS
+    split = _split(tensors, numbers) if can_replay and (kernels or call.query.device.type == "cpu") else None
+    if split is None or call.query is not tensors[0] or (signature := _signature(*split)) is None:
+        return False
+    of_call = tensors, numbers, call, chosen
+    replay = _known.learn(signature, functools.partial(Replay.of if kernels else Checked, *of_call))
+    if replay is None:
+        return True
+    _remember(*split, replay)
     return replay
 
 
 class Checked:
     """A checked call on a CPU. Later calls of its signature run with new tensors, without checks."""
 
-    def __init__(self, tensors: tuple, call, numbers: tuple, run):
+    def __init__(self, tensors: tuple, numbers: tuple, call: Call, chosen: backends.Backend):
         self.device, self.drops, self.rank = call.query.device, call.seed is not None, tensors[0].dim()
         pairs: Any = zip(tensors, of_calls.tensors(call), strict=True)
         # A seed may be given without dropout, and then the Call has none.
         short = [isinstance(x, Tensor) and of_call is not None and x.dim() != of_call.dim() for x, of_call in pairs]
         self.short = [(place, name) for place, name in enumerate(TENSORS) if short[place]]
-        self.run, self.needs, self.others = run, numbers[-4:-2], call[len(TENSORS) :]
+        self.chosen, self.needs, self.others = chosen, numbers[-4:-2], call[len(TENSORS) :]
 
     def in_full(self, tensors: Sequence) -> list:
         """Return the tensors as a first call has them: the seed as a tensor, and all in full rank."""
@@ -206,120 +192,83 @@ class Checked:
         return given
 
     def __call__(self, tensors: tuple):
-        return results(self.rank, *self.run(Call(*self.in_full(tensors), *self.others), *self.needs, True))
+        return results(self.rank, *self.chosen.run(Call(*self.in_full(tensors), *self.others), *self.needs, True))
 
 
 class Replay(Checked):
-    """Recordings of one call signature: its forward, and a backward for each set of gradients that were needed."""
+    """The recorded launches of one call signature, and of its latest backwards."""
 
-    def __init__(self, tensors: tuple, call, numbers: tuple, run):
-        from ..launch import blocks
-        from ..launch.recording import Recorder
-
-        super().__init__(tensors, call, numbers, run)
-        on_hopper = run is attention.run_hopper
-        self.call = bare = of_calls.with_tensors(call, repeats.without_data(of_calls.tensors(call)))
-        self.backend = "hopper" if on_hopper else "triton"
+    @staticmethod
+    def of(tensors, numbers, call, chosen):
+        """Return the Replay of a call, or what `repeats.record` returns without one."""
         return_lse, return_weights, _, grad = numbers[-4:]
-        self.save = grad and any(x is not None and x.requires_grad for x in of_calls.inputs(call))
-        with Recorder(self.device, of_calls.tensors(bare)) as recorder:
-            bare = blocks.marked(bare) if self.save else bare
-            made = attention.record(recorder, bare, (return_lse, return_weights, self.save, self.backend), on_hopper)
-        self.out, self.lse, self.weights, self.stats = map(recorder.number, made)
-        self.marks = {name: recorder.number(getattr(bare, name)) for name in _MARKS}
-        self.results = [x for x in (self.out, self.lse, self.weights) if x is not None]
-        self.inputs = [_PLACES[name] for name in INPUTS if getattr(bare, name) is not None]
-        present = [_PLACES[name] for name in TENSORS if name not in _MARKS and getattr(bare, name) is not None]
-        kept = *present, *self.marks.values(), self.out
-        self.kept = [number for number in (*kept, self.weights, self.stats) if number is not None]
-        places = self.results, self.inputs, self.kept
+        save = grad and any(x is not None and x.requires_grad for x in of_calls.inputs(call))
+        options = return_lse, return_weights, save, chosen.name
+        found = repeats.record(of_calls.tensors(call), functools.partial(attention.record, call, options, save))
+        return found and Replay(tensors, numbers, call, chosen, save, *found)
+
+    def __init__(self, tensors, numbers, call, chosen, save, recording, made):
+        super().__init__(tensors, numbers, call, chosen)
+        self.save, self.recording = save, recording
+        self.out, self.lse, self.weights, self.stats, *marks = made
+        given = [name for name in TENSORS if getattr(call, name) is not None]
+        self.places = {name: place for place, name in enumerate(given)} | dict(zip(_MARKS, marks, strict=True))
+        self.results = [place for place in (self.out, self.lse, self.weights) if place is not None]
+        self.inputs = [name for name in INPUTS if name in given]
+        of_call = [place for place in self.places.values() if place is not None]
+        self.kept = [*of_call, *[place for place in (self.out, self.weights, self.stats) if place is not None]]
+        self.count = len(of_call)  # tensors of the call that are saved, before results
+        self.take_given = itemgetter(*[_PLACES[name] for name in given])
+        of_inputs = [self.places[name] for name in self.inputs]
+        places = self.results, of_inputs, self.kept
         self.take_results, self.take_inputs, self.take_kept = (itemgetter(*some) for some in places)
         self.facts: list = []  # `schema.facts` of the tensors saved for the backward, from the first forward
-        self.forward = recorder.recording()
-        self.backwards: dict[tuple, Any] = {}
-        self.recent: list[tuple] = []  # (settings of a backward, its TensorGuards, Recording, places) for `again`
+        self.backwards: list[tuple] = []  # (settings, TensorGuards, Recording, places of gradients)
 
     def __call__(self, tensors: tuple):
         if self.drops or (self.save and self.short):  # save what a first call saves: checkpoints compare it
             tensors = tuple(self.in_full(tensors))
+        given = self.take_given(tensors)
         if self.save:
-            return _differentiable((self, tensors), *self.take_inputs(tensors))
-        return self.take_results(self.forward.run(tensors))
+            return _differentiable((self, given), *self.take_inputs(given))
+        return self.take_results(self.recording.run(given))
 
-    def fields(self, tensors: Sequence) -> Call:
-        """Return the recorded Call with the caller's tensors in place of its own, reshaped if their rank is lower."""
-        return of_calls.with_tensors(self.call, self.in_full(tensors))
-
-    def differentiate(self, kept: dict, incoming: list, need: tuple) -> Sequence:
-        """Return gradients of INPUTS, None where not needed. kept: {index in the recorded forward: saved tensor}."""
-        tensors = [kept.get(self.marks.get(name, _PLACES[name])) for name in TENSORS]
-        out, weights, stats = kept[self.out], kept.get(self.weights), kept[self.stats]
-        if torch.is_grad_enabled() or must_dispatch() or incoming[0] is None or any(compress(need, _ARE_LEARNED)):
-            return self._differentiate_slowly(kept, tensors, incoming, out, weights, stats, need)
-        grad_out, grad_lse, grad_weights = incoming
-        grad_out, stats = backward.readable(grad_out, self.call, self.backend), stats.contiguous()
-        grad_lse = None if grad_lse is None else grad_lse.to(stats.dtype).contiguous()
-        given = *tensors, grad_out, grad_lse, grad_weights, out, weights, stats
-        there = tuple(x for x in given if x is not None)
-        if not in_memory(there) or not repeats.aligned(there):
-            return self._differentiate_slowly(kept, tensors, incoming, out, weights, stats, need)
-        # Saved-tensor hooks may have changed strides or device.
-        facts = tuple(None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in given)
-        settings = repeats.precision(out), torch.are_deterministic_algorithms_enabled()
-        recorded: Any = self.backwards.get(wanted := (need, facts, *settings), 0)
-        if recorded == 0:
-            schema.check_saved(self.facts, schema.facts(kept.values()))
-            if len(self.backwards) >= RECENT:
-                self.backwards.clear()
-            try:
-                recorded = self.backwards[wanted] = self._backward(given, need)
-            except Unrecordable:
-                recorded = self.backwards[wanted] = None
-            except KernelUnavailable as why:
-                forget()  # let the next forward choose the backend that the backward now takes
-                fall_back(why, self.call.named)
-                return self._differentiate_slowly(kept, tensors, incoming, out, weights, stats, need)
-        if recorded is None:
-            return self._differentiate_slowly(kept, tensors, incoming, out, weights, stats, need)
-        recording, places = recorded
-        usual = grad_lse is grad_weights is None and grad_out is incoming[0]
-        if usual and (guards := _guards(there)) is not None:
-            present = [_PLACES[name] in self.inputs for name in INPUTS]
-            of_inputs, needed = (tuple(compress(each, present)) for each in (places, need))
-            self.recent = [((needed, *settings), guards, recording, of_inputs), *self.recent[: RECENT - 1]]
-        made = recording.run(there)
-        return [None if place is None else made[place] for place in places]
-
-    def again(self, present: tuple, need: tuple) -> list | None:
-        """Replay the recorded backward whose TensorGuards match, and return gradients of inputs, or None."""
-        # present: the saved tensors and, before the output, its gradient, the only incoming one. need: of all inputs.
+    def again(self, saved: tuple, grads: tuple, need: tuple) -> list | None:
+        """Replay the backward of tensors like these, and return gradients of the inputs, None if there is none."""
         if torch.is_grad_enabled() or must_dispatch():
             return None
-        settings = need, repeats.precision(present[0]), torch.are_deterministic_algorithms_enabled()
-        for known, guards, recording, places in self.recent:
+        present, settings = self._of_backward(saved, grads, need)
+        for known, guards, recording, places in self.backwards:
             if known == settings and guards.check(*present) and repeats.aligned(present):
                 made = recording.run(present)
                 return [None if place is None else made[place] for place in places]
         return None
 
-    def _backward(self, given, need):
-        """Record a backward: return the Recording, and the index of each input's gradient in the result of `run`."""
-        from ..launch.recording import Recorder
+    def _of_backward(self, saved, grads, need):
+        """Return the tensors of a backward, in the order in which they are recorded, and what else selects launches."""
+        there = [x is not None for x in grads]
+        present = *saved[: self.count], *[x for x in grads if x is not None], *saved[self.count :]
+        return present, (there, need, repeats.precision(saved[0]), torch.are_deterministic_algorithms_enabled())
 
-        bare = repeats.without_data(given)
-        *incoming, out, weights, stats = bare[len(TENSORS) :]
-        call = of_calls.with_tensors(self.call, bare[: len(TENSORS)])
-        with Recorder(self.device, [x for x in bare if x is not None]) as recorder:
-            made = backward.record(recorder, incoming, out, weights, stats, call, self.backend, need)
-        places = [recorder.number(x) if needed else None for x, needed in zip(made, need, strict=True)]
-        return recorder.recording(), places
-
-    def _differentiate_slowly(self, kept, tensors, incoming, out, weights, stats, need):
-        schema.check_saved(self.facts, schema.facts(kept.values()))
-        weights = out.new_empty(0) if weights is None else weights
-        grads = backward.backward(*incoming, out, weights, stats, *self.fields(tensors), self.backend, list(need))
-        triples = zip(grads, [tensors[_PLACES[name]] for name in INPUTS], need, strict=True)
-        return [grad.reshape(x.shape) if needed else None for grad, x, needed in triples]
+    def differentiate(self, saved: tuple, grads: tuple, need: tuple) -> list:
+        """Return the gradients of the inputs, and keep the recording of this backward, if there is one, for `again`."""
+        schema.check_saved(self.facts, schema.facts(saved))
+        kept, came = (dict(zip(*pair, strict=True)) for pair in ((self.kept, saved), (self.results, grads)))
+        given: Any = [kept.get(self.places.get(name)) for name in TENSORS]
+        call = Call(*given, *self.others)
+        incoming = [came.get(place) for place in (self.out, self.lse, self.weights)]
+        needed, failed = dict(zip(self.inputs, need, strict=True)), len(failed_kernels)
+        results = kept[self.out], kept.get(self.weights), kept[self.stats]
+        arguments = incoming, *results, call, self.chosen.name, [needed.get(name, False) for name in INPUTS]
+        gradients = dict(zip(INPUTS, backward.gradients(*arguments), strict=True))
+        if len(failed_kernels) > failed:
+            forget()  # let the next forward choose the backend that this backward took
+        elif not torch.is_grad_enabled() and (known := backward.recorded(*arguments)) is not None:
+            (recording, places), (present, settings) = known, self._of_backward(saved, grads, need)
+            if (guards := _guards(present)) is not None:
+                of_inputs = [place for place, name in zip(places, INPUTS, strict=True) if name in needed]
+                self.backwards = [(settings, guards, recording, of_inputs), *self.backwards[: RECENT - 1]]
+        return [gradients[name] for name in self.inputs]
 
 
 class _Differentiable(torch.autograd.Function):
@@ -327,8 +276,8 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, call, *inputs):
-        replay, tensors = call
-        tensors = replay.forward.run(tensors)
+        replay, given = call
+        tensors = replay.recording.run(given)
         ctx.replay = replay
         kept = replay.take_kept(tensors)
         ctx.save_for_backward(*kept)
@@ -340,22 +289,12 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        replay, need_grads = ctx.replay, ctx.needs_input_grad
+        replay, need = ctx.replay, ctx.needs_input_grad[1:]
         if all(grad is None for grad in grads):
-            return (None,) * len(need_grads)
+            return None, *[None] * len(need)
         saved = ctx.saved_tensors
-        if grads[0] is not None and all(grad is None for grad in grads[1:]):
-            count = replay.kept.index(replay.out)
-            present = *saved[:count], grads[0], *saved[count:]
-            if (found := replay.again(present, need_grads[1:])) is not None:
-                return None, *found
-        tensors = dict(zip(replay.kept, saved, strict=True))
-        came = dict(zip(replay.results, grads, strict=True))
-        incoming = [came.get(number) for number in (replay.out, replay.lse, replay.weights)]
-        needed = dict(zip(replay.inputs, need_grads[1:], strict=True))
-        need = tuple([needed.get(_PLACES[name], False) for name in INPUTS])
-        gradients = dict(zip(INPUTS, replay.differentiate(tensors, incoming, need), strict=True))
-        return None, *[grad for name, grad in gradients.items() if _PLACES[name] in needed]
+        found = replay.again(saved, grads, need)
+        return None, *(replay.differentiate(saved, grads, need) if found is None else found)
 
 
 # The C++ `apply`. Python's `apply` also looks for functorch's wrappers, which never reach a replay.

@@ -79,9 +79,8 @@ def combine(call, launched: dict, scale, shape) -> None:
     run.run_tiled("combine", call, lambda tile: batch * heads * rows, dict(Stats=None) | launched | sizes)
 
 
-def failed(decode: Decode):
-    reading = decoder(_rows_of_a_tile(decode)), "combine"
-    return run.failed(decode.call, reading if decode.new_key is None else (*reading, "append"))
+def kernels(decode: Decode) -> tuple[str, ...]:
+    return decoder(_rows_of_a_tile(decode)), "combine", *["append"] * (decode.new_key is not None)
 
 
 def launch_decode(out, lse, decode: Decode):

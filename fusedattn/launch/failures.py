@@ -7,6 +7,7 @@ import warnings
 # Errors that may be temporary: a full disk, too many open files.
 _PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.EINTR)
 failed_kernels: dict[tuple, str] = {}  # {run.kind_of(kernel, call) or (kernel, device): why it failed}
+passed: set[str] = set()  # why kernels failed that may run another time
 _warned: set[str] = set()
 
 
@@ -20,6 +21,7 @@ class Unrecordable(Exception):
 
 def forget() -> None:
     failed_kernels.clear()
+    passed.clear()
     _warned.clear()
 
 
@@ -34,7 +36,9 @@ def remember(key: tuple, error: Exception) -> "KernelUnavailable":
     name, device, *_ = key
     whole, what, advice = _judge(name, error)
     message = f"{what} on {device} ({cause(error)}); {advice}"
-    if not (isinstance(error, OSError) and error.errno in _PASSING):
+    if isinstance(error, OSError) and error.errno in _PASSING:
+        passed.add(message)
+    else:
         failed_kernels[("every kernel", device) if whole else key] = message
     return KernelUnavailable(message)
 

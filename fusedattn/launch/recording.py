@@ -73,9 +73,11 @@ class _LaunchesAlone(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator, types, arguments=(), options=None):
         made = operator(*arguments, **(options or {}))
-        allowed = operator.is_view or operator.name().partition(".")[0] in _ALLOCATE
-        if not allowed and any(isinstance(x, Tensor) for x in (made if isinstance(made, (tuple, list)) else [made])):
-            raise Unrecordable(str(operator))
+        if operator.name().partition(".")[0] not in _ALLOCATE:
+            for x in made if isinstance(made, (tuple, list)) else [made]:
+                # Operators such as `contiguous` and `reshape`, which inference mode shows to modes, may view or copy.
+                if isinstance(x, Tensor) and not (operator.is_view and storage(x) == storage(arguments[0])):
+                    raise Unrecordable(str(operator))
         return made
 
 

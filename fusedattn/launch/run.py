@@ -101,10 +101,9 @@ def multiprocessors(device):
 
 
 KERNELS = {x.__name__: x for x in (forward.forward, dq.dq, dkdv.dkdv, dbias.dbias, tangent.tangent, append.append)}
-KERNELS |= {x.__name__: x for x in (preprocess.preprocess, preprocess.real_keys, preprocess.postprocess)}
-KERNELS |= {x.__name__: x for x in (combine.combine, weights)}
+KERNELS |= {x.__name__: x for x in (preprocess.preprocess, preprocess.real_keys, preprocess.postprocess, weights)}
 KERNELS |= {x.__name__: x for x in (block_mask.block_mask, block_mask.transpose_words, block_mask.tile_lists)}
-KERNELS["fill_slots"] = sequences.fill_slots
+KERNELS |= {x.__name__: x for x in (combine.combine, sequences.fill_slots)}
 KERNELS |= dict.fromkeys(tile_table.DECODE, decode.decode)
 KERNELS["one_pass"] = dkdv.dkdv  # also accumulates dq, with tiles of its own
 KERNELS["tangent_weights"] = weights
@@ -245,3 +244,12 @@ def failed(call: Call, names, cached: bool = False) -> "failures.KernelUnavailab
     if lengths_of(call) is not None:
         kinds.append(("fill_slots", device))
     return next((why for why in map(failures.known, kinds) if why is not None), None)
+
+
+def without_stats(call: Call, stats, need_weights: bool) -> "failures.KernelUnavailable | None":
+    """Return the error for which the naive path computed the forward of a call, whose stats say nothing, or None."""
+    why = failed(call, ["forward", *["weights"] * need_weights])
+    # The kernel that failed then may run now. `attention._compute` marked the stats of such a forward with NaN.
+    if why is None and failures.passed and not call.named and stats.flatten()[0].isnan():
+        return failures.KernelUnavailable(next(iter(failures.passed)))
+    return why

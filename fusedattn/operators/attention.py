@@ -51,51 +51,57 @@ def _filled(call: Call, out: Tensor, lse: Tensor | None, weights: Tensor | None,
     return out, *[query.new_empty(0, dtype=dtype) if x is None else row_major(x) for x, dtype in pairs]
 
 
-def _compute(call, need_lse, need_weights, save, backend):
+def _on_hopper(call, backend):
+    """Return whether to run the Hopper forward. A compiler chose the backend without knowing if there are any keys."""
+    from ..launch import run
+
+    return backend == "hopper" and run.has_hopper(call.query) and call.key.shape[2] > 0
+
+
+def _compute(call, options):
     """Compute (output, lse, weights, stats). Results that are not needed are None or empty."""
+    *needs, backend = options
     if backend in ("cpu", "naive"):
-        return (cpu.forward if backend == "cpu" else _naive)(call, need_lse, need_weights, save)
-    options = need_lse, need_weights, save, backend
-    kind = "forward", options, repeats.facts(call)
-    if (found := repeats.repeat(kind, of_calls.tensors(call), functools.partial(_record, call, options))) is not None:
-        return found
-    out, *rest = results = new_forward(*call, need_lse, need_weights, save, backend)
+        return (cpu.forward if backend == "cpu" else _naive)(call, *needs)
+    out, *rest = results = new_forward(*call, *options)
     if out.numel():
-        from ..launch import forward, run  # imports Triton
+        from ..launch import forward  # imports Triton
 
         filled = [x if x.numel() else None for x in rest]
-        # Hopper kernels need keys. A compiler chose the backend without knowing whether there are any.
-        kinds = (True, False) if backend == "hopper" and run.has_hopper(out) and call.key.shape[2] > 0 else (False,)
+        kinds = (True, False) if _on_hopper(call, backend) else (False,)
         launches = [functools.partial(forward.launch_forward, out, *filled, call, on_hopper) for on_hopper in kinds]
 
         def naive():
-            fill(results, formula.run_naive(call, need_lse, need_weights))
-            results[3].fill_(float("nan"))  # the backward will be naive too, and reads no stats
+            fill(results, formula.run_naive(call, *needs[:2]))
+            results[3].fill_(float("nan"))  # derivatives will be naive too (`run.without_stats`), and read no stats
 
         by_kernel(call, launches, naive)
     return results
 
 
-def record(recorder, call, options, on_hopper: bool) -> list[Any]:
-    """Launch a forward inside a Recorder, and return its results, None if not needed."""
-    from ..launch import forward
+def record(call, options, marks, recorder, tensors):
+    """Launch a forward inside a Recorder. Return its results, and its block mask and words, made here if `marks`."""
+    from ..launch import blocks, forward
 
-    out, lse, weights, stats = [recorder.make(x) if x.numel() else None for x in new_forward(*call, *options)]
-    forward.launch_forward(out, lse, weights, stats, call, on_hopper)
-    return [out, lse, weights, stats]
+    call = of_calls.with_tensors(call, tensors)
+    call = blocks.marked(call) if marks else call
+    results = [recorder.make(x) if x.numel() else None for x in new_forward(*call, *options)]
+    forward.launch_forward(*results, call, _on_hopper(call, options[-1]))
+    return [*results, call.block_mask, call.mask_bits]
 
 
-def _record(call, options, recorder, tensors):
-    from ..launch import run
-
-    call, backend = of_calls.with_tensors(call, tensors), options[-1]
-    on_hopper = backend == "hopper" and run.has_hopper(call.query) and call.key.shape[2] > 0
-    return record(recorder, call, options, on_hopper)
+def _repeat(call, options):
+    """Return what `_compute` returns, by the launches of an earlier call if there was one of the same kind."""
+    found = None
+    if options[-1] in KERNELS:
+        launch = functools.partial(record, call, options, False)
+        found = repeats.repeat(("forward", options, repeats.facts(call)), of_calls.tensors(call), launch)
+    return _compute(call, options) if found is None else found[: len(_RESULTS)]
 
 
 def _forward(*arguments):
     _, call, options = FORWARD.split(arguments)
-    *results, stats = _compute(call, *options)
+    *results, stats = _repeat(call, options)
     if options[-1] == "cpu" and stats is not None:  # a copy, because it may be a view
         stats = cpu.with_all_columns(stats, results[0]).clone(memory_format=torch.contiguous_format)
     results = _filled(call, *results, stats)
@@ -160,8 +166,8 @@ class _Direct(torch.autograd.Function):
     """Autograd node of a call that is `plain`: its forward skips torch's dispatcher. It tracks `inputs`."""
 
     @staticmethod
-    def forward(ctx, call, options, *inputs):
-        out, lse, weights, stats = _compute(call, *options)
+    def forward(ctx, compute, call, options, *inputs):
+        out, lse, weights, stats = compute(call, options)
         if saved_tensors_hooks(False) is not None:  # a checkpoint may recompute this call by the operator
             stats = cpu.with_all_columns(stats, out)
         schema.save(ctx, (*call, *options), out, weights if options[1] else None, stats)
@@ -169,7 +175,7 @@ class _Direct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *incoming):
-        return None, None, *differentiate(ctx, incoming, ctx.needs_input_grad[2:])
+        return None, None, None, *differentiate(ctx, incoming, ctx.needs_input_grad[3:])
 
 
 _direct = super(torch.autograd.Function, _Direct).apply  # the C++ `apply`: Python's takes 70 us to find wrappers
@@ -188,20 +194,23 @@ def allow_in_graph() -> None:
     torch.compiler.allow_in_graph(_transformed)
 
 
-def _attend(call: Call, need_lse: bool, need_weights: bool, direct: bool | None = None, *, backend: str):
-    """Return (output, lse or None, weights or None) of a checked call. direct: `plain` of it, if known."""
-    direct, compiling = plain(call) if direct is None else direct, torch.compiler.is_compiling()
+def _attend(call: Call, need_lse: bool, need_weights: bool, learned: bool = False, *, backend: str):
+    """Return (output, lse or None, weights or None) of a checked call.
+
+    learned: the call is `plain`, and dispatch/replay.py repeats it, so its launches are not repeated here.
+    """
+    direct, compiling = learned or plain(call), torch.compiler.is_compiling()
     inputs = inputs_of(call)
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     # A transform or forward mode may take a derivative although no tensor requires a gradient.
     transformed = not direct and (transforms_active() or forward_level() >= 0)
     # Forward and backward share a block mask. In graphs and under vmap its size is unknown, so each makes its own.
-    hides = not call.mask is call.bias is call.key_mask is call.query_mask is None
-    if hides and backend in KERNELS and save and not (compiling or transformed) and call.block_mask is None:
+    if backend in KERNELS and save and not (compiling or transformed):
         call = _marked(call)
     options: Any = need_lse, need_weights, save or transformed, backend
     if direct:
-        results = _direct(call, options, *inputs) if save else _compute(call, *options)
+        compute = _compute if learned else _repeat
+        results = _direct(compute, call, options, *inputs) if save else compute(call, options)
     elif compiling and not transformed:
         results = OPERATORS.forward(*call, *options)
     elif compiling:
@@ -217,7 +226,7 @@ def _attend(call: Call, need_lse: bool, need_weights: bool, direct: bool | None 
 run_triton, run_hopper, run_cpu = (functools.partial(_attend, backend=name) for name in ("triton", "hopper", "cpu"))
 
 
-def run_naive(call: Call, need_lse: bool, need_weights: bool, direct: bool | None = None):
+def run_naive(call: Call, need_lse: bool, need_weights: bool, learned: bool = False):
     """Compute attention by plain PyTorch operations, which autograd records; where they would fail, by one operator."""
     transformed, compiling, packed = transforms_active(), torch.compiler.is_compiling(), call.cu_seqlens_q is not None
     # The operator finds the longest sequence at run time, which a compiler cannot.
@@ -230,7 +239,7 @@ def run_naive(call: Call, need_lse: bool, need_weights: bool, direct: bool | Non
     dropped = compiling and call.seed is not None and call.query.device.type == "cpu" and not is_exporting()
     dropped = dropped and not transformed and forward_level() < 0
     if unknown or mapped or reversed_tangent or dropped:
-        return _attend(call, need_lse, need_weights, direct, backend="naive")
+        return _attend(call, need_lse, need_weights, learned, backend="naive")
     return formula.run_naive(call, need_lse, need_weights)
 
 
@@ -239,7 +248,7 @@ def _marked(call: Call) -> Call:
     from ..launch import blocks
 
     *bools, bias = hiding(call)
-    if bias is None and not any(x is not None for x in bools):
+    if call.block_mask is not None or bias is None and all(x is None for x in bools):
         return call
     bias = None if bias is None else bias.detach()
     try:

@@ -12,7 +12,7 @@ from ..call.private import autograd_inside, has_storage, transforms_active
 from ..call.rules import plain
 from ..cpu import run as cpu
 from ..launch import tuned
-from ..launch.failures import failed_kernels
+from ..launch.failures import failed_kernels, passed
 from ..naive import formula
 from . import repeats, rules
 from .derived import Formula, derived, double_backward, plus
@@ -48,16 +48,6 @@ def _naive_gradients(grads: Sequence[Tensor], incoming: Sequence[Tensor | None],
         grad.copy_(x)
 
 
-def record(recorder, incoming, out, weights, stats, call, backend, need):
-    """Launch a backward inside a Recorder, and return the gradients of INPUTS, None if not needed."""
-    from ..launch.backward import launch_backward
-
-    grads = new_backward(*incoming, out, weights, stats, *call, "triton", need)
-    made = [recorder.make(x) if x.numel() else None for x in grads]
-    launch_backward(made, *incoming, out, weights, stats, call, backend)
-    return made
-
-
 def readable(grad_out, call, backend):
     """Return the gradient of an output, copied if Hopper's kernels cannot read it: that of a sum has strides of 0."""
     if grad_out is None or grad_out.element_size() != 2 or (call.named and backend == "triton"):
@@ -67,20 +57,34 @@ def readable(grad_out, call, backend):
     return hopper.readable(grad_out) if run.capability(run.device_of(grad_out)) == 90 else grad_out
 
 
+def _kind(incoming, out, weights, stats, call, backend, need):
+    """Return what `repeats.repeat` takes of a backward: its kind and its tensors."""
+    weights = weights if weights is None or weights.dim() == 4 else None
+    kind = "backward", backend, tuple(need), torch.are_deterministic_algorithms_enabled(), repeats.facts(call)
+    return kind, (*of_calls.tensors(call), *incoming, out, weights, stats)
+
+
+def recorded(*arguments):
+    """Return (Recording, places of gradients) that repeats a backward, or None. arguments: as of `gradients`."""
+    return repeats.recorded(*_kind(*arguments))
+
+
 def _repeated(incoming, out, weights, stats, call, backend, need):
     """Return the gradients by launches of an earlier backward, or None: torch sums those of the learned INPUTS."""
     learned = any(needed and name not in ATTENDED for name, needed in zip(INPUTS, need, strict=True))
     if learned or incoming[0] is None:
         return None
-    weights = weights if weights.dim() == 4 else None
-    tensors = *of_calls.tensors(call), *incoming, out, weights, stats
-    kind = "backward", backend, tuple(need), torch.are_deterministic_algorithms_enabled(), repeats.facts(call)
 
     def launch(recorder, bare):
-        own, (*came, out, weights, stats) = of_calls.with_tensors(call, bare[: len(TENSORS)]), bare[len(TENSORS) :]
-        return record(recorder, came, out, weights, stats, own, backend, need)
+        from ..launch.backward import launch_backward
 
-    return repeats.repeat(kind, tensors, launch)
+        own, (*came, out, weights, stats) = of_calls.with_tensors(call, bare[: len(TENSORS)]), bare[len(TENSORS) :]
+        grads = new_backward(*came, out, weights, stats, *own, backend, need)
+        made = [recorder.make(x) if x.numel() else None for x in grads]
+        launch_backward(made, *came, out, weights, stats, own, backend)
+        return made
+
+    return repeats.repeat(*_kind(incoming, out, weights, stats, call, backend, need), launch)
 
 
 def _compute(incoming, out, weights, stats, call, backend, need):
@@ -91,10 +95,13 @@ def _compute(incoming, out, weights, stats, call, backend, need):
     if backend in KERNELS and out.numel():
         grad_out, stats = readable(grad_out, call, backend), stats.contiguous()  # vmap may have expanded stats
         grad_lse = None if grad_lse is None else grad_lse.to(stats.dtype).contiguous()
-        # If a kernel failed or is wrong, the naive path may have computed the forward, and stats say nothing.
-        known = failed_kernels or any(x.wrong for x in tuned.of(call.query.device).values())
+        why = None
+        if failed_kernels or passed or any(x.wrong for x in tuned.of(call.query.device).values()):
+            from ..launch import run
+
+            why = run.without_stats(call, stats, weights.dim() == 4)
         came = grad_out, grad_lse, grad_weights
-        if not known and (found := _repeated(came, out, weights, stats, call, backend, need)) is not None:
+        if why is None and (found := _repeated(came, out, weights, stats, call, backend, need)) is not None:
             return found
     grads = new_backward(*incoming, out, weights, stats, *call, backend, need)
     if not out.numel():
@@ -110,8 +117,7 @@ def _compute(incoming, out, weights, stats, call, backend, need):
     grad_out = out.new_zeros(()).expand(out.shape) if grad_out is None else grad_out
 
     def launch():
-        names = ["forward", *["weights"] * (weights.dim() == 4)]
-        if known and (why := run.failed(call, names)) is not None:
+        if why is not None:
             raise why
         wanted = [grad if grad.numel() else None for grad in grads]
         launch_backward(wanted, grad_out, grad_lse, grad_weights, out, weights, stats, call, backend)

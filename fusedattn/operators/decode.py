@@ -23,7 +23,6 @@ from ..call.options import TENSORS, Call, tensors, wide_dtype, with_tensors
 from ..call.private import argument_names, below_autograd, transforms_active, unmapped
 from ..call.rules import fail, plain
 from ..cpu import decode as cpu_decode
-from ..launch import failures
 from ..naive import decode as naive_decode, formula
 from . import flops, repeats, rules
 from .namespace import OPERATORS, register
@@ -181,12 +180,3 @@ def unmappable(decode: Decode) -> list[str]:
     if all(unmapped(x) is x for x in decode if isinstance(x, Tensor)):
         return []
     return ["torch.vmap cannot map over an operator that writes, and new_key and new_value are written to caches"]
-
-
-def failed(decode: Decode) -> list[str]:
-    """Return [reason why a kernel of the call has failed on this machine], or [] if none has failed."""
-    if not failures.failed_kernels or torch.compiler.is_compiling():
-        return []
-    from ..launch import decode as launch_decode
-
-    return [str(why)] if (why := launch_decode.failed(decode)) is not None else []

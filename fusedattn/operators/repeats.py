@@ -1,7 +1,7 @@
 """Repeats the kernel launches of an operator for other tensors of the same kind, without preparing them again.
 
-dispatch/replay.py does so for a plain call as a whole. This serves the others: operators in compiled graphs, calls
-under autocast, packed sequences, and caches.
+dispatch/replay.py does so for the forward of a plain call. This serves all backwards, and the forwards of other calls:
+operators in compiled graphs, calls under autocast, packed sequences, and caches.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -15,12 +15,31 @@ from ..call.private import can_replay
 from ..call.rules import in_memory
 from ..launch.failures import KernelUnavailable, Unrecordable
 
-MAX_KEPT = 1024  # limit on kept kinds of launches; then that of the longest ago is forgotten
+MAX_KEPT = 1024  # limit on kept kinds of launches; then a new one replaces the oldest
 RECORD_AFTER = 2  # record the second launch of a kind: recording takes as long as a first launch, and many never recur
 
-# {kind and properties of the tensors: how often they were met, or (Recording, places of its results), or None if
-# launches alone do not compute such a call}
-_known: dict[tuple, Any] = {}
+
+class Learned(dict[Any, Any]):
+    """{kind of call: how often it was met, or what was made of it}, for the MAX_KEPT kinds that were met last."""
+
+    def keep(self, kind: Hashable, value: Any) -> None:
+        self.pop(kind, None)
+        if len(self) >= MAX_KEPT:
+            for oldest in list(self)[: len(self) + 1 - MAX_KEPT]:
+                self.pop(oldest, None)  # another thread may have removed it
+        self[kind] = value
+
+    def learn(self, kind: Hashable, make: Callable[[], Any]) -> Any:
+        """Return what make() made of a kind that was met RECORD_AFTER times or more; otherwise count it: None."""
+        # make() returns None if nothing is ever made of this kind, and 0 if it may be another time.
+        known = self.get(kind, 0)
+        if type(known) is int:
+            known = known + 1 if known + 1 < RECORD_AFTER else make()
+        self.keep(kind, known)
+        return None if type(known) is int else known
+
+
+_known = Learned()  # {kind and properties of the tensors: (Recording, places of its results)}
 
 
 def forget() -> None:
@@ -51,32 +70,39 @@ def without_data(tensors: Sequence[Tensor | None]) -> list[Any]:
     return [x if x is None else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in tensors]
 
 
-def repeat(kind: Hashable, tensors: Sequence[Tensor | None], record: Callable[..., Any]) -> list[Tensor | None] | None:
-    """Repeat the launches of an earlier call of a kind with other tensors, and return its results, or None.
-
-    kind: what selects the launches besides shapes, strides and dtypes. record(recorder, tensors without data): launches
-    kernels inside the Recorder, and returns the results.
-    """
+def _key(kind: Hashable, tensors: Sequence[Tensor | None]) -> tuple | None:
+    """Return a key of all calls with the same launches, None for a call whose launches cannot be repeated."""
     there = [x for x in tensors if x is not None]
     if not can_replay or not in_memory(there) or not aligned(there):
         return None
-    key = kind, *[None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors]
-    known = _known.pop(key, 0)
-    if type(known) is int:
-        known += 1
-        known = known if known < RECORD_AFTER else _record(tensors, record)
-        for oldest in list(_known)[: max(0, len(_known) + 1 - MAX_KEPT)]:
-            _known.pop(oldest, None)  # another thread may have removed it
-    _known[key] = known  # the last of the dictionary
-    if known is None or type(known) is int:
+    return kind, *[None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors]
+
+
+def repeat(kind: Hashable, tensors: Sequence[Tensor | None], launch: Callable[..., Any]) -> list[Tensor | None] | None:
+    """Repeat the launches of an earlier call of a kind with other tensors, and return its results, or None.
+
+    kind: what selects the launches besides shapes, strides and dtypes. launch: as for `record`.
+    """
+    if (key := _key(kind, tensors)) is None:
+        return None
+    if (known := _known.learn(key, lambda: record(tensors, launch))) is None:
         return None
     recording, places = known
-    found = recording.run(there)
+    found = recording.run([x for x in tensors if x is not None])
     return [None if place is None else found[place] for place in places]
 
 
-def _record(tensors, record):
-    """Return (Recording, places of its results), None if there is none, or 0 if another time there may be one."""
+def recorded(kind: Hashable, tensors: Sequence[Tensor | None]) -> Any:
+    """Return (Recording, places of its results) of the calls that `repeat` repeats, or None."""
+    known = _known.get(_key(kind, tensors))
+    return None if type(known) is int else known
+
+
+def record(tensors: Sequence[Tensor | None], launch: Callable[..., Any]) -> Any:
+    """Return (Recording, places of its results), None if there is none, or 0 if another time there may be one.
+
+    launch(recorder, tensors without data): launches kernels inside the Recorder, and returns the results.
+    """
     from ..launch import recording, run
 
     if run.current_recorder() is not None:
@@ -86,7 +112,7 @@ def _record(tensors, record):
     device = next(x.device for x in tensors if x is not None)
     try:
         with recording.Recorder(device, there) as recorder:
-            results = record(recorder, bare)
+            results = launch(recorder, bare)
             return recorder.recording(), [recorder.number(x) for x in results]
     except Unrecordable:
         return None

@@ -9,10 +9,11 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedattn as fa
 from fusedattn.dispatch import replay
+from fusedattn.operators import repeats
 
 from ..close import assert_like
 from ..conftest import in_threads
-from ..inside import BACKENDS, OPTIONS, SK, SQ, Seen, by, draw, learned, same
+from ..inside import BACKENDS, HKV, HQ, OPTIONS, SK, SQ, Seen, by, draw, learned, same
 
 pytestmark = pytest.mark.usefixtures("deterministic")
 
@@ -98,6 +99,19 @@ def test_which_gradients_are_asked_for_may_change(alone, twice, device, poison):
 
             for backend in (*BACKENDS, *["cpu"] * (device == "cpu")):
                 assert_like(gradients(backend, inputs, wanted), gradients, "eager", inputs, wanted)
+
+
+def test_gradients_of_results_with_equal_shapes(device, poison):
+    """A backward of an output is not repeated for weights, whose gradient has the same shape and strides here."""
+    for name in ("out", "weights", "out", "out", "weights"):
+        inputs = [x.requires_grad_() for x in draw(device)[:2] + [torch.randn(2, HKV, SK, SK, device=device)]]
+        incoming = torch.randn(2, HQ, SQ, SK, device=device)
+
+        def gradients(backend, inputs=inputs, incoming=incoming, name=name):
+            results = by(backend)(*inputs, return_weights=True)
+            return torch.autograd.grad(results[name == "weights"], inputs, incoming, materialize_grads=True)
+
+        assert_like(gradients("triton"), gradients, "eager")
 
 
 def test_one_tensor_in_three_places_then_three_then_an_unaligned_one(device, found):
@@ -348,7 +362,7 @@ def test_saved_tensors_that_hooks_change_are_refused(change, backend, count, rec
 
 def test_threads_that_forget_at_once(monkeypatch, one_thread, impatient):
     """Threads get right results while each call forgets a signature: lengths vary, and only two are kept."""
-    monkeypatch.setattr(replay, "MAX_KEPT", 2)
+    monkeypatch.setattr(repeats, "MAX_KEPT", 2)
     most, threads = [], 4
 
     def work(number):

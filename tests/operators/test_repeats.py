@@ -1,5 +1,6 @@
 """Tests that operators repeat the launches of an earlier call, and prepare those of other calls anew."""
 
+import contextlib
 import copy
 import functools
 
@@ -10,7 +11,7 @@ import fusedattn as fa
 
 from ..caches import Cached
 from ..close import assert_like
-from ..inside import OPTIONS, SK, SQ, by, draw, learned
+from ..inside import OPTIONS, SK, SQ, Seen, by, draw, learned
 from ..sequences import draw_packed, offsets
 
 graph = torch.compile(lambda *inputs, **options: fa.attention(*inputs, **options), backend="aot_eager", fullgraph=True)
@@ -43,13 +44,15 @@ def of_sequences(rows, apart, device):
     return results
 
 
-def of_caches(return_lse, device, **fields):
-    case = Cached("repeated", half=3, **dict(new=1) | fields)
+def of_caches(return_lse, device, by_operator=False, **fields):
+    case = Cached("repeated", **dict(half=3, new=1) | fields)
     arguments = case.draw(device, seed=int(torch.randint(99, ())))
 
     def results(backend):
         backend, own = "naive" if backend == "eager" else backend, copy.deepcopy(arguments)
-        return fa.attention_decode(**own, return_lse=return_lse, backend=backend), own["key_cache"].nan_to_num()
+        with Seen() if by_operator else contextlib.nullcontext():
+            found = fa.attention_decode(**own, return_lse=return_lse, backend=backend)
+        return found, own["key_cache"].nan_to_num()
 
     return results
 
@@ -82,13 +85,27 @@ def test_caches_that_begin_at_one_address(D, Dv, device):
         assert_like(got, lambda: fa.attention_decode(**arguments, backend="naive"))
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, Seen])
+def test_offsets_apart_in_memory(mode, device):
+    """A call copies such offsets, which a replay would lack. In some modes torch calls that copy a view."""
+    for rows in ((5, 0, 12), (6, 5, 6), (12, 4, 1)):
+        inputs, starts = [torch.randn(17, 2, 8, device=device) for _ in range(3)], offsets(rows, device)
+        apart = torch.stack([starts, starts + 1], 1)[:, 0]
+        with mode():
+            got = fa.attention_varlen(*inputs, apart, apart, backend="triton")
+        assert_like(got, lambda *x: fa.reference.attention_varlen(*x, starts, starts), *inputs)  # noqa: B023
+
+
 def test_other_calls_are_prepared_anew(device, poison, record_after):
-    """Offsets apart in memory, other lengths, an lse, shared values and other settings are not those that are known."""
+    """Other strides, lengths, dtypes, results, rotations and settings of a call are not those that are known."""
     record_after(1)
     for results in (
         *(of_sequences(rows, apart, device) for apart in (False, True) for rows in ((5, 0, 12), (6, 5, 6), (5, 0, 30))),
         *(of_caches(lse, device, shared=shared, new=0) for shared in (False, True) for lse in (False, True)),
         of_caches(True, device, shared=True, new=0, Dv=8),
+        *(of_caches(True, device, interleaved=interleaved) for interleaved in (False, True)),
+        *(of_caches(True, device, by_operator=True, half=0, new=new) for new in (1, 0, 2)),
+        *(of_caches(True, device, dtype=dtype) for dtype in (torch.bfloat16, torch.float16)),
         *(of_attention(graph, name, device) for name in ("plain", "scale", "added", "plain")),
     ):
         assert_like(results("triton"), results, "eager")
