@@ -197,7 +197,7 @@ def allow_in_graph() -> None:
 def _attend(call: Call, need_lse: bool, need_weights: bool, learned: bool = False, *, backend: str):
     """Return (output, lse or None, weights or None) of a checked call.
 
-    learned: the call is `plain`, and dispatch/replay.py repeats it, so its launches are not repeated here.
+    learned: the call is `plain`, and dispatch/replay.py counts its kind, so its launches are not repeated here.
     """
     direct, compiling = learned or plain(call), torch.compiler.is_compiling()
     inputs = inputs_of(call)

@@ -20,7 +20,7 @@ RECORD_AFTER = 2  # record the second launch of a kind: recording takes as long 
 
 
 class Learned(dict[Any, Any]):
-    """{kind of call: how often it was met, or what was made of it}, for the MAX_KEPT kinds that were met last."""
+    """{kind of call: how often it was met, or what was made of it}, for the MAX_KEPT kinds that `keep` got last."""
 
     def keep(self, kind: Hashable, value: Any) -> None:
         self.pop(kind, None)
@@ -117,4 +117,4 @@ def record(tensors: Sequence[Tensor | None], launch: Callable[..., Any]) -> Any:
     except Unrecordable:
         return None
     except KernelUnavailable:
-        return 0  # an unrecorded launch warns, and takes another way
+        return 0  # the launch that follows warns if the failure is new, and takes another way
