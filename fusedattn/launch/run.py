@@ -249,7 +249,7 @@ def failed(call: Call, names, cached: bool = False) -> "failures.KernelUnavailab
 def without_stats(call: Call, stats, need_weights: bool) -> "failures.KernelUnavailable | None":
     """Return the error for which the naive path computed the forward of a call, whose stats say nothing, or None."""
     why = failed(call, ["forward", *["weights"] * need_weights])
-    # The kernel that failed then may run now. `attention._compute` marked the stats of such a forward with NaN.
+    # The kernel that failed then may run now. The stats of a forward by the naive path are NaN.
     if why is None and failures.passed and not call.named and stats.flatten()[0].isnan():
         return failures.KernelUnavailable(next(iter(failures.passed)))
     return why
