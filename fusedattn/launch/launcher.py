@@ -98,27 +98,27 @@ def is_descriptor(value) -> bool:
     return hasattr(value, "block_shape")
 
 
-def rebased(descriptor, tensor: Tensor):
-    return dataclasses.replace(descriptor, base=tensor.view(descriptor.base.dtype))
+def rebased(descriptor, place: int, tensors: Sequence[Tensor]):
+    return dataclasses.replace(descriptor, base=tensors[place].view(descriptor.base.dtype))
 
 
-def _encoder(descriptor, encode: Callable) -> Callable[[Tensor], Any]:
-    """Return a function that encodes a descriptor for another tensor of the same layout, and caches the result."""
+def _encoder(descriptor, place: int, encode: Callable) -> Callable[[Sequence[Tensor]], Any]:
+    """Return a function that encodes a descriptor for tensors[place], of the same layout, and caches the result."""
     known: dict[int, Any] = {}
 
-    def encoded(tensor):
-        address = tensor.data_ptr()
+    def encoded(tensors):
+        address = tensors[place].data_ptr()
         if (result := known.get(address)) is None:
             if len(known) >= MOST_ADDRESSES:
                 known.clear()
-            known[address] = result = encode(rebased(descriptor, tensor))[0]
+            known[address] = result = encode(rebased(descriptor, place, tensors))[0]
         return result
 
     return encoded
 
 
-def encoders(compiled, descriptors: Sequence, device: torch.device) -> list[Callable] | None:
-    """Return an encoder for each descriptor; None if this version of Triton encodes descriptors in another way."""
+def encoders(compiled, descriptors: Sequence, places: Sequence[int], device: torch.device) -> list[Callable] | None:
+    """Return an `_encoder` for each descriptor; None if this version of Triton encodes descriptors in another way."""
     # Shape and strides follow each descriptor as arguments. That is checked here, with a tensor of the device.
     run, kinds = _run_of(compiled), getattr(compiled.metadata, "tensordesc_meta", None)
     if run is None or _launcher_of(run) is None or not kinds or len(kinds) != len(descriptors) or None in kinds:
@@ -128,13 +128,13 @@ def encoders(compiled, descriptors: Sequence, device: torch.device) -> list[Call
     if unused not in (0, 1):
         return None
     encoded = []
-    for descriptor, kind in zip(descriptors, kinds, strict=True):
+    for descriptor, place, kind in zip(descriptors, places, kinds, strict=True):
 
         def encode(descriptor, kind=kind):
             return make(descriptor, kind, *(None,) * unused)
 
-        _, *rest = encode(rebased(descriptor, torch.empty(16, dtype=descriptor.base.dtype, device=device)))
+        _, *rest = encode(rebased(descriptor, 0, [torch.empty(16, dtype=descriptor.base.dtype, device=device)]))
         if rest != [*descriptor.shape, *descriptor.strides]:
             return None
-        encoded.append(_encoder(descriptor, encode))
+        encoded.append(_encoder(descriptor, place, encode))
     return encoded

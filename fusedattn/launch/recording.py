@@ -45,9 +45,9 @@ class Recording(NamedTuple):
 
     def _run(self, given: Sequence) -> list:
         make, tensors = EMPTY[self.kind], [*given]
-        full = functools.partial(torch.full, device=self.device)
         for (shape, strides, dtype), value in self.made:
-            tensors.append(make(shape, strides, dtype) if value is None else full(shape, value, dtype=dtype))
+            made = make(shape, strides, dtype)
+            tensors.append(made if value is None else made.fill_(value))
         stream = None if self.interpreted else driver.active.get_current_stream(self.device.index)
         for run, programs, arguments, views, others in self.steps:
             arguments = arguments.copy()
@@ -140,7 +140,8 @@ class Recorder(contextlib.ExitStack):
         others: list[tuple] = []
         ordered = [arguments[name] for name in kernel.arg_names]
         described = [value for value in ordered if launcher.is_descriptor(value)]
-        encoders = launcher.encoders(compiled, described, self.device) if described and compiled is not None else None
+        places = [self.number(value.base) for value in described]
+        encoders = launcher.encoders(compiled, described, places, self.device) if described and compiled else None
         encoding = iter(encoders or ())
         for value in ordered:
             index = len(values)
@@ -149,9 +150,9 @@ class Recorder(contextlib.ExitStack):
                 values.append(None)
             elif launcher.is_descriptor(value):
                 number = self.number(value.base)
-                encode = next(encoding, None) or functools.partial(launcher.rebased, value)
+                rebased = functools.partial(launcher.rebased, value, number)
                 values += [None] if encoders is None else [None, *value.shape, *value.strides]
-                others.append((index, lambda tensors, encode=encode, number=number: encode(tensors[number])))
+                others.append((index, next(encoding, rebased)))
             else:
                 place = self._place(value)
                 values.append(value if place is None else None)

