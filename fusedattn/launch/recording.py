@@ -46,8 +46,7 @@ class Recording(NamedTuple):
     def _run(self, given: Sequence) -> list:
         make, tensors = EMPTY[self.kind], [*given]
         for (shape, strides, dtype), value in self.made:
-            made = make(shape, strides, dtype)
-            tensors.append(made if value is None else made.fill_(value))
+            tensors.append(make(shape, strides, dtype) if value is None else self._full(shape, value, dtype))
         stream = None if self.interpreted else driver.active.get_current_stream(self.device.index)
         for run, programs, arguments, views, others in self.steps:
             arguments = arguments.copy()
@@ -57,6 +56,9 @@ class Recording(NamedTuple):
                 arguments[index] = value(tensors)
             run(programs, stream, arguments)
         return tensors
+
+    def _full(self, shape, value, dtype):
+        return torch.full(shape, value, dtype=dtype, device=self.device)
 
 
 def _interpreted(kernel, options, views):
