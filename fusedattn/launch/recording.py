@@ -144,17 +144,16 @@ class Recorder(contextlib.ExitStack):
         described = [value for value in ordered if launcher.is_descriptor(value)]
         places = [self.number(value.base) for value in described]
         encoders = launcher.encoders(compiled, described, places, self.device) if described and compiled else None
-        encoding = iter(encoders or ())
+        rebased = [functools.partial(launcher.rebased, *each) for each in zip(described, places, strict=True)]
+        encoding = iter(rebased if encoders is None else encoders)
         for value in ordered:
             index = len(values)
             if isinstance(value, View):
                 views.append((index, self.number(value.base), value.strides))
                 values.append(None)
             elif launcher.is_descriptor(value):
-                number = self.number(value.base)
-                rebased = functools.partial(launcher.rebased, value, number)
                 values += [None] if encoders is None else [None, *value.shape, *value.strides]
-                others.append((index, next(encoding, rebased)))
+                others.append((index, next(encoding)))
             else:
                 place = self._place(value)
                 values.append(value if place is None else None)
