@@ -1,6 +1,6 @@
 """Computes attention of a rank's rows, one Piece (some rows, some keys) at a time, and merges the results."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -54,9 +54,10 @@ def _forward(whole: GlobalCall, bring: Any) -> tuple[list[Tensor | None], Global
     return [arrange(rows.out, call.query), rows.lse if whole.need_lse else None, None], whole, rows
 
 
-def _zeros(call: Call, names: Iterable[str]) -> dict[str, Any]:
+def _zeros(call: Call, names: set[str]) -> dict[str, Any]:
     """Return a zero gradient for each named tensor that a call has, in float32 (float64 for float64 inputs)."""
-    tensors, dtype = {name: getattr(call, name) for name in names}, wide_dtype(call.query.dtype)
+    # Ranks send gradients in this order. That of a set differs between processes, as Python hashes strings with a seed.
+    tensors, dtype = {name: getattr(call, name) for name in INPUTS if name in names}, wide_dtype(call.query.dtype)
     return {name: x.new_zeros(x.shape, dtype=dtype) for name, x in tensors.items() if x is not None}
 
 

@@ -1,17 +1,19 @@
 """Tests the transfers of a ring: unseen keys are not sent, and transfers overlap with computation."""
 
 import contextlib
+import multiprocessing
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import fusedattn as fa
 from fusedattn import distributed
 from fusedattn.distributed import ranks
 from fusedattn.operators import partial
 
-from .conftest import on_ranks
+from .conftest import free_port, join, on_ranks
 
 ROWS, HEADS, KEY_HEADS, COLUMNS = 32, 4, 2, 8
 SHARD = ROWS * KEY_HEADS * 2 * COLUMNS * 4  # bytes of the float32 keys and values of a rank
@@ -68,3 +70,26 @@ def test_what_no_row_sees_is_not_sent(rank, size):
     assert (forward, backward) == ((3 - rank) * SHARD, 3 * SHARD)
     _, forward, _ = ring(causal=True, window=(ROWS, None))
     assert forward == (SHARD if rank < 3 else 0)
+
+
+def _differences(rank, port, queue):
+    join(rank, 2, port)
+    torch.manual_seed(0)
+    whole, found = [torch.randn(1, 2, 6, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)], []
+    wanted = torch.autograd.grad(fa.attention(*whole).square().sum(), whole)
+    for attend in (distributed.ring_attention, distributed.gather_attention):
+        own = [distributed.shard(x.detach(), 2).requires_grad_() for x in whole]
+        grads = torch.autograd.grad(attend(*own).square().sum(), own)
+        found += [(a - distributed.shard(b, 2)).abs().max().item() for a, b in zip(grads, wanted, strict=True)]
+    queue.put(([*{"key", "value"}], max(found)))
+
+
+def test_ranks_send_gradients_in_one_order(monkeypatch):
+    """Ranks that torchrun starts hash strings with different seeds, and so have sets of names in different orders."""
+    context = multiprocessing.get_context("spawn")
+    queue, port = context.Queue(), free_port()
+    for rank, seed in enumerate(("0", "3")):
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+        context.Process(target=_differences, args=(rank, port, queue), daemon=True).start()
+    orders, differences = zip(*[queue.get(timeout=120) for _ in range(2)], strict=True)
+    assert orders[0] != orders[1] and max(differences) < 1e-12
