@@ -18,7 +18,7 @@ from ..call.rules import fail, plain
 from ..cpu import run as cpu
 from ..launch.failures import KernelUnavailable
 from ..naive import formula
-from . import repeats, rules, schema
+from . import partial, repeats, rules, schema
 from .backward import differentiate, saved_stats
 from .namespace import OPERATORS, register
 from .schema import FORWARD, KERNELS, RESULTS, by_kernel, fill, new_results, run_operator, saved, stats_columns
@@ -72,6 +72,9 @@ def _compute(call, options):
         launches = [functools.partial(forward.launch_forward, out, *filled, call, on_hopper) for on_hopper in kinds]
 
         def naive():
+            if partial.is_part(call, needs[1]):
+                fill(results, partial.naive_forward(call, backend))
+                return
             fill(results, formula.run_naive(call, *needs[:2]))
             results[3].fill_(float("nan"))  # derivatives will be naive too (`run.without_stats`), and read no stats
 

@@ -14,10 +14,10 @@ from ..cpu import run as cpu
 from ..launch import tuned
 from ..launch.failures import failed_kernels, passed
 from ..naive import formula
-from . import repeats, rules
+from . import partial, repeats, rules
 from .derived import Formula, derived, double_backward, plus
 from .namespace import OPERATORS, register
-from .schema import BACKWARD, FORWARD, KERNELS, RESULTS, by_kernel, new_dense, run_operator, save, saved
+from .schema import BACKWARD, FORWARD, KERNELS, RESULTS, by_kernel, fill, new_dense, run_operator, save, saved
 from .vmap_rule import vmap_rule
 
 
@@ -116,6 +116,12 @@ def _compute(incoming, out, weights, stats, call, backend, need):
 
     grad_out = out.new_zeros(()).expand(out.shape) if grad_out is None else grad_out
 
+    def naive():
+        if partial.is_part(call, grad_weights is not None):
+            fill(grads, partial.naive_backward(call, backend, grad_out, grad_lse, out, stats, need))
+        else:
+            _naive_gradients(grads, incoming, call)
+
     def launch():
         if why is not None:
             raise why
@@ -124,7 +130,7 @@ def _compute(incoming, out, weights, stats, call, backend, need):
 
     # If a Hopper kernel fails in the first launch, the second runs the Triton kernels for any GPU.
     on_hopper = run.capability(call.query.device) == 90 and not reasons_not_on_hopper(call, need, backend)
-    by_kernel(call, [launch] * (2 if on_hopper else 1), lambda: _naive_gradients(grads, incoming, call))
+    by_kernel(call, [launch] * (2 if on_hopper else 1), naive)
     return grads
 
 

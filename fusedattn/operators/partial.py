@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..call.options import INPUTS, Call, inputs, wide_dtype
+from ..call.private import autograd_inside
 from ..cpu import flash, small_k
 from ..cpu.run import is_narrow, lacks_gradients, too_large
 from ..naive import partial
@@ -43,6 +44,28 @@ def forward(call: Call, backend: str) -> tuple[Tensor, Tensor]:
         return partial.forward(call)
     largest = torch.full_like(less, offset).masked_fill_(less == -INFINITE, -INFINITE)
     return out, torch.stack([largest, (less / LN2).masked_fill_(less == -INFINITE, INFINITE)], -1)
+
+
+def is_part(call: Call, has_weights: bool) -> bool:
+    """Return whether the results of a call may be merged with those of other keys, so that they need stats."""
+    return call.partial and call.sinks is None and not has_weights
+
+
+def naive_forward(call: Call, backend: str) -> tuple[Tensor, Tensor, None, Tensor]:
+    """Return (output, lse, None, stats) by the naive path; stats as the kernels of a backend, which fail, have them."""
+    rows = RowStats(*partial.forward(widened(call)), 1.0)
+    largest, log2_sum = rows.stats.unbind(-1)
+    return rows.out, rows.lse, None, torch.stack([largest / unit(call, backend), log2_sum], -1)
+
+
+def naive_backward(
+    call: Call, backend: str, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, stats: Tensor, need: list[bool]
+) -> list[Tensor | None]:
+    """Return gradients by the naive path, from such stats as `naive_forward` and the kernels of a backend return."""
+    largest, log2_sum = stats.unbind(-1)
+    stats = torch.stack([largest * unit(call, backend), log2_sum], -1)
+    with autograd_inside(call.query.device):
+        return partial.backward(widened(call), grad_out, grad_lse, out, stats, need)
 
 
 def backward(

@@ -7,11 +7,12 @@ import torch
 
 import fusedattn as fa
 from fusedattn import reference
+from fusedattn.launch.failures import KernelUnavailable
 from fusedattn.operators import partial
 from fusedattn.testing.tolerance import verdicts
 
 from ..close import assert_like, assert_ok
-from ..inside import TRITON, fields, same
+from ..inside import TRITON, fields, interpreted, same
 from ..mistakes import ints
 from ..partial import at_once, by_parts, draw, oracle
 
@@ -65,6 +66,30 @@ def test_parts_make_the_whole(name, cut, backend):
         else:
             wrong = {name: _difference(found[name], exact[name]) for name in exact}
             assert all(error < tolerance for error in wrong.values()), wrong
+
+
+@interpreted
+@pytest.mark.parametrize("kernel", ["forward", "preprocess"])
+@pytest.mark.parametrize("name", ["causal", "negative scale", "sinks", "dropout, causal"])
+def test_parts_whose_kernels_fail(name, kernel, monkeypatch):
+    """If a kernel fails for the keys 7 to 39, the naive path computes that part, and all parts are merged."""
+    from fusedattn.launch import run
+
+    run_kernel = run.run_kernel
+
+    def failing(some, programs, arguments, *rest, **options):
+        if some == kernel and arguments["k_len"] == 40 - 7:
+            raise KernelUnavailable(f"{kernel} fails in the test of {name}")
+        return run_kernel(some, programs, arguments, *rest, **options)
+
+    monkeypatch.setattr(run, "run_kernel", failing)
+    options, learned, _ = CASES[name]
+    tensors, more = draw(torch.float64, ROWS, KEYS, learned=learned)
+    rows, cuts = CUTS["odd"]
+    with pytest.warns(UserWarning, match=f"{kernel} fails"):
+        found = by_parts(tensors, options | more, rows, cuts, "triton")
+    exact = oracle(reference.attention, tensors, options | more, rows)
+    assert all(_difference(found[name], x) < 1e-11 for name, x in exact.items())
 
 
 def _difference(found, exact):
