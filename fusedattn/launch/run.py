@@ -247,9 +247,9 @@ def failed(call: Call, names, cached: bool = False) -> "failures.KernelUnavailab
 
 
 def without_stats(call: Call, stats, need_weights: bool) -> "failures.KernelUnavailable | None":
-    """Return the error for which the naive path computed the forward of a call, whose stats say nothing, or None."""
+    """Return why the naive path computed a call's forward, so that there are no stats; None if kernels computed it."""
     why = failed(call, ["forward", *["weights"] * need_weights])
-    # The kernel that failed then may run now. The stats of a forward by the naive path are NaN.
+    # A kernel that failed in the forward may run now. The naive path fills stats with NaN.
     if why is None and failures.passed and not call.named and stats.flatten()[0].isnan():
         return failures.KernelUnavailable(next(iter(failures.passed)))
     return why

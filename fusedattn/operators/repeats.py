@@ -30,8 +30,8 @@ class Learned(dict[Any, Any]):
         self[kind] = value
 
     def learn(self, kind: Hashable, make: Callable[[], Any]) -> Any:
-        """Return what make() made of a kind that was met RECORD_AFTER times or more; otherwise count it: None."""
-        # make() returns None if nothing is ever made of this kind, and 0 if it may be another time.
+        """Count calls of a kind. Return what make() made in the RECORD_AFTER-th of them, or None before that."""
+        # make() returns None if nothing is ever made of this kind, and 0 to count from the start again.
         known = self.get(kind, 0)
         if type(known) is int:
             known = known + 1 if known + 1 < RECORD_AFTER else make()
@@ -99,7 +99,7 @@ def recorded(kind: Hashable, tensors: Sequence[Tensor | None]) -> Any:
 
 
 def record(tensors: Sequence[Tensor | None], launch: Callable[..., Any]) -> Any:
-    """Return (Recording, places of its results), None if there is none, or 0 if another time there may be one.
+    """Return (Recording, places of its results), None if there can be none, or 0 if a later call may be recorded.
 
     launch(recorder, tensors without data): launches kernels inside the Recorder, and returns the results.
     """
