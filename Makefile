@@ -7,6 +7,7 @@ PY := .venv/bin/python
 PYTEST := $(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal
 OURS := fusedattn kernels bench examples docs tests .ci
 OTHERS := 3.6.0 3.9.0# the oldest and the newest Triton that we support
+COMPILED := $(addprefix tests/,ptx launch dispatch/test_launch_path.py cli/test_warmup.py offline/test_compile.py)
 INTERNALS := $(addprefix tests/,dispatch/test_launch_path.py launch/test_failures.py cli/test_warmup.py)
 
 unexport PYTHONDONTWRITEBYTECODE # pip compiles no modules here, so the first import does
@@ -38,7 +39,7 @@ compile: $(READY) $(TRITON:%=.triton-%) ## tier 2: compile every kernel, without
 	else echo "make: Triton is not installed, nothing to compile"; fi
 
 ptx: $(READY) $(TRITON:%=.triton-%) ## tier 3: execute compiled kernels on the CPU (ARGS=--everything: each tile, and more GPUs)
-	@if $(PY) -c "import triton"; then $(TRITON:%=PYTHONPATH=.triton-%) $(PYTEST) tests/ptx -m "not gpu $(FEW)" $(ARGS); \
+	@if $(PY) -c "import triton"; then $(TRITON:%=PYTHONPATH=.triton-%) $(PYTEST) $(COMPILED) -m "not gpu $(FEW)" $(ARGS); \
 	else echo "make: Triton is not installed, nothing to execute"; fi
 
 on-gpu: $(READY) ## tier 4: run the kernels on a GPU, if there is one

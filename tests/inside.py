@@ -14,14 +14,13 @@ from fusedattn.call import decode, rules
 from fusedattn.call.options import Arguments, Call
 from fusedattn.compat import _switch
 
-from .conftest import INTERPRETED, run_python
+from .conftest import INTERPRETED
 
-compiled = pytest.mark.skipif(INTERPRETED, reason="runs in a process of its own, without TRITON_INTERPRET")
+compiled = pytest.mark.skipif(INTERPRETED, reason="`make ptx` runs it, without TRITON_INTERPRET")
 interpreted = pytest.mark.skipif(
     not INTERPRETED or importlib.util.find_spec("triton") is None, reason="on the CPU kernels need TRITON_INTERPRET=1"
 )
 TRITON = pytest.param("triton", marks=interpreted)
-only_interpreted = pytest.mark.skipif(not INTERPRETED, reason="only where the rest of this file cannot run")
 
 BACKENDS = ("naive", "triton")
 HQ, HKV, SQ, SK, D, DV = 2, 1, 9, 11, 16, 8
@@ -128,11 +127,6 @@ def loss(backend):
         return out.square().sum() + lse.nan_to_num(0, 0, 0).square().sum()
 
     return compute
-
-
-def passes_compiled(*files, marks=""):
-    """Run the tests marked `compiled` of some files, in a process without Triton's interpreter."""
-    run_python(*"-m pytest -q -p no:cacheprovider -m".split(), marks, *map(str, files), TRITON_INTERPRET=None)
 
 
 def provider_on_cpu(get_kernel):

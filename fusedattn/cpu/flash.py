@@ -157,7 +157,7 @@ def is_exact(call: Call, where: Rectangle) -> bool:
 def covering(part: Part) -> list[Rectangle]:
     """Return rectangles that cover the visible scores of a part."""
     # If the formula computes the gradients, each rectangle has all keys of its rows: a merged lse would add its error.
-    return list((tiling.rectangles_of_rows if is_few(part.call) else tiling.rectangles)(part))
+    return tiling.rectangles_of_rows(part) if is_few(part.call) else list(tiling.rectangles(part))
 
 
 def are_complete(call: Call, some: list[Rectangle]) -> bool:

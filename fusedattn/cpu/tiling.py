@@ -165,11 +165,13 @@ def rectangles(part: Part) -> Iterator[Rectangle]:
         yield from _steps(call, first, last, begin, end, low, high, dense)
 
 
-def rectangles_of_rows(part: Part) -> Iterator[Rectangle]:
-    """Yield rectangles as `rectangles` does, but join those of the same rows, so that each has all their keys."""
-    for _, same_rows in itertools.groupby(rectangles(part), key=lambda where: where[:2]):
-        some = list(same_rows)
-        yield some[0] if len(some) == 1 else some[0]._replace(end=some[-1].end, masked=True)
+def rectangles_of_rows(part: Part) -> list[Rectangle]:
+    """Return the rectangles of `rectangles`, but join those of the same rows, so that each has all their keys."""
+    some: list[Rectangle] = []
+    for where in rectangles(part):
+        same_rows = some and some[-1][:2] == where[:2]
+        some.append(some.pop()._replace(end=where.end, masked=True) if same_rows else where)
+    return some
 
 
 def has_holes(part: Part) -> bool:

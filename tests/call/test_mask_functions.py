@@ -52,7 +52,7 @@ def by_formula(formula, *sizes):
 def equal(function, mask, options=(), backends=("naive", "triton")):
     """Assert that calls with a plan of a function have the bits of calls with a mask (B, H, Sq, Sk)."""
     batch, heads, rows, keys = mask.shape
-    case = Case("plan", B=max(batch, 2), Hq=max(heads, 2), Hkv=1, Sq=rows, Sk=keys, grads="out, lse and weights")
+    case = Case("plan", B=batch, Hq=heads, Hkv=1, Sq=rows, Sk=keys, grads="out, lse and weights")
     tensors, _ = case.draw(mask.device)
     sizes = dict(batch=batch, heads=heads, rows=rows, keys=keys, device=mask.device)
     for backend in backends:
@@ -68,14 +68,14 @@ def test_a_pattern_equals_its_formula(name, make, formula, device):
     with torch.device(device):
         function = make()
     mask = by_formula(formula, 2, 2, 40, 70).to(device)
-    cpu = ("cpu",) if device == "cpu" else ()
-    equal(function, mask, backends=("naive", "triton", *cpu))
-    equal(function, mask, dict(causal=True, window=(30, None), key_mask=None), backends=("triton",))
+    equal(function, mask, backends=("naive", *["cpu"] * (device == "cpu")))
+    if name in ("tables", "spans", "nothing", "all"):  # kernels see bits, not patterns
+        equal(function, mask, dict(causal=True, window=(30, None)) if name == "tables" else {}, backends=("triton",))
 
 
-@hypothesis.settings(max_examples=25, deadline=None, derandomize=True, database=None)
+@hypothesis.settings(max_examples=10, deadline=None, derandomize=True, database=None)
 @hypothesis.given(
-    st.tuples(*[st.integers(1, 2)] * 2, *[st.integers(1, 90)] * 2),
+    st.tuples(*[st.integers(1, 2)] * 2, *[st.integers(2, 70)] * 2),
     st.tuples(*[st.integers(-3, 3)] * 4), st.integers(1, 9), st.integers(0, 9), st.integers(0, 90),
 )  # fmt: skip
 def test_a_random_function(sizes, factors, period, residues, reach):

@@ -16,13 +16,13 @@ from fusedattn import cli
 from fusedattn.cli import machine, tune
 from fusedattn.launch import run, tile_table as table, tuned
 
-from ..inside import only_interpreted
+from ..inside import interpreted
 from ..launch.test_tuned import ABOUT, GPU, file  # noqa: F401
 
 SMALL = Case(1, 1, 1, 40, 40, 16, 16, False, "float32")
 
 
-@only_interpreted
+@interpreted
 def test_a_mistake_costs_its_form_and_nothing_else(monkeypatch, record_after):
     run_kernel, sizes = run.run_kernel, [table.Tile(rows, 16, 4, 1) for rows in (64, 32, 16)]
     raising = {("dq", 64): ValueError("an operand too many"), ("dkdv", 64): OutOfResources(300_000, 232_448, "memory")}

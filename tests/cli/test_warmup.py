@@ -14,14 +14,9 @@ import fusedattn as fa
 from fusedattn import cli
 from fusedattn.cli import machine, warmup
 
-from ..inside import compiled, only_interpreted, passes_compiled
+from ..inside import compiled
 
 CASE = Case(4, 8, 2, 512, 512, 64, 64, True, "bfloat16")
-
-
-@only_interpreted
-def test_this_file_without_the_interpreter():
-    passes_compiled(__file__)
 
 
 def kernels(folder):

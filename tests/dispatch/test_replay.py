@@ -76,6 +76,7 @@ def test_other_tensors_of_the_same_kind(name, grads, backend, device, poison, fo
 
 @pytest.mark.parametrize("twice", [False, True])
 @pytest.mark.parametrize("alone", [False, True], ids=["of all", "alone"])
+@pytest.mark.one_in(3)
 def test_which_gradients_are_asked_for_may_change(alone, twice, device, poison):
     for asked in ("qkv", "q", "k", "qv", "kv"):
         inputs = draw(device)

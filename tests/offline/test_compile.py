@@ -11,15 +11,9 @@ import triton
 
 from fusedattn.launch import tile_table, tuned
 
-from ..inside import compiled, only_interpreted, passes_compiled
+from ..inside import compiled
 from . import compile as offline, compiled as compiling, hazards, operands, report as kernels
 from .test_hazards import EXP2, LEAVE_NONE, LEAVE_ONE, PV, QK
-
-
-@pytest.mark.matrix  # `make test` also compiles one tile of each kernel
-@only_interpreted
-def test_this_file_without_the_interpreter():
-    passes_compiled(__file__)
 
 
 def first(kernel, variant="full"):
@@ -34,6 +28,7 @@ def report(kernel):
 
 
 # `make compile` compiles all kernels and tiles; these tests show that it would find faults.
+@pytest.mark.matrix
 @compiled
 @pytest.mark.parametrize("kernel", ["forward", "dkdv", "hopper"])
 def test_a_kernel_is_within_its_budget(kernel):
@@ -42,6 +37,7 @@ def test_a_kernel_is_within_its_budget(kernel):
     assert found.counts["wgmma"] > 0 and len(found.loop) > 100
 
 
+@pytest.mark.matrix
 @compiled
 @pytest.mark.parametrize("option", ["alibi_slopes", "dropout"])
 def test_options_of_wide_heads_beside_a_key_mask_spill_nothing(option, monkeypatch):
@@ -63,6 +59,7 @@ def test_a_tile_marked_tma_is_loaded_by_the_copy_engine():
     assert [*offline.faults(by_both, found)] == ["must add dq by the copy engine"]
 
 
+@pytest.mark.matrix
 @compiled
 def test_operands_ordered_for_narrower_loads_are_seen(monkeypatch):
     texts, disordered = [], operands.disordered
@@ -89,6 +86,7 @@ def test_the_kernel_for_hopper_is_read_as_it_is():
     assert hazards.overwritten(sass) == () != hazards.overwritten(planted)
 
 
+@pytest.mark.matrix
 @compiled
 def test_a_row_over_its_budget_is_named_and_fails(monkeypatch, capsys):
     tiles = tile_table.Tile(rows=128, keys=128, warps=4, stages=1), tile_table.Tile(64, 32, 4, 2)

@@ -76,12 +76,12 @@ def test_heads_whose_gradients_of_scores_are_stored_at_a_time(packed, width, mon
 
 PACKED = dict(B=2, Sq=70, Sk=104, lengths=((70, 9), (33, 104)))
 IN_PARTS = {
+    "rows, the first see no key": dict(causal=True, Sk=100, mask="pairs"),
     "rows, causal, called again": dict(causal=True, times=3),
     "rows, window, dropout D512": dict(window=(40, 20), dropout=0.3, D=512),
     "rows, top left, slopes": dict(align="top_left", window=(90, 1), alibi="own"),
     "rows, plan D512": dict(mask="pairs", plan=True, D=512),
     "rows, bias over batch, query mask, sinks": dict(bias="heads", query_mask="own", sinks=True, B=2),
-    "rows, the first see no key": dict(causal=True, Sk=100, mask="pairs"),
     "once, all rows, called again": dict(Sq=100, times=3),
     "rows, the last alone, bias": dict(bias="pairs", Sq=257),
     "rows, four options D320": dict(bias="pairs", alibi="own", dropout=0.2, softcap=5.0, D=320, Dv=512),
@@ -122,8 +122,8 @@ def test_passes_read_an_eighth_of_the_bytes_of_a_mask(plan, monkeypatch):
         return load(self, m, pointer, offset, dtype, n, line)
 
     monkeypatch.setattr(memory.GlobalMemory, "load_global", counted)
-    (entry,) = dense(("bytes", dict(mask="pairs", plan=plan, Sq=128, Sk=4096, D=16, Hq=1)))
+    (entry,) = dense(("bytes", dict(mask="pairs", plan=plan, Sq=128, Sk=1024, D=16, Hq=1)))
     outcome = calls.execute(entry, 80)
     assert not outcome.wrong()
     of = {key: sum(len(places) for (name, _), places in read.items() if name == key) for key in (BYTES, WORDS)}
-    assert of == {BYTES: 0 if plan else 128 * 4096, WORDS: 2 * 128 * 4096 // 8}
+    assert of == {BYTES: 0 if plan else 128 * 1024, WORDS: 2 * 128 * 1024 // 8}
