@@ -55,8 +55,8 @@ def attention(
         alibi_slopes: floating (Hq,) or (B, Hq). slope * |distance of the key to the row's position| is subtracted.
         sinks: floating (Hq,), one more score in the softmax of each row, without a value.
         dropout_p: the share of weights set to 0; the others are scaled by 1 / (1 - dropout_p).
-        seed: int or one int64 on query's device, by default drawn from torch's generator. Dropout depends only on its
-            64 bits (-1 is 2**64 - 1), the head and the position.
+        seed: int from -2**63 to 2**63 - 1, or one int64 on query's device; by default drawn from torch's generator.
+            Dropout depends only on its 64 bits, the head and the position.
         return_lse: also return the log-sum-exp of the visible scores and the sink.
         return_weights: also return the weights, after dropout: output = weights @ value to rounding.
         backend: "hopper", "triton", "cpu" or "naive"; by default the fastest that takes the call. The one that you

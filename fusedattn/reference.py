@@ -26,6 +26,7 @@ def _naive(function: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(function)
     parameters = [x for x in signature.parameters.values() if x.name != "backend"]
     vars(naive)["__signature__"] = signature.replace(parameters=parameters)
+    naive.__module__ = __name__  # where pickle finds it
     naive.__doc__ = f"Compute `fusedattn.{function.__name__}` by the naive path: same arguments and results."
     return naive
 

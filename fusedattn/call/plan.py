@@ -22,7 +22,8 @@ def make_plan(masks: Mapping[str, Any], sizes: Mapping[str, Any], device: torch.
         function = given.pop("mask")
         for name, size in sizes.items():
             if not is_int(size) or size < 0:
-                fail(TypeError, name, "an int of 0 or more, because mask is a function", value(size))
+                error = ValueError if is_int(size) else TypeError
+                fail(error, name, "an int of 0 or more, because mask is a function", value(size))
     else:
         for name, size in sizes.items():
             if size is not None and not (is_int(size) and size == 1):

@@ -452,8 +452,10 @@ def autocast(arguments: Arguments) -> Arguments:
 
 
 def _default_scale(columns: Any) -> float:
-    scale = columns**-0.5
-    return float(scale) if isinstance(scale, Tensor) else scale  # a tensor while torch.jit traces
+    if isinstance(columns, Tensor):  # torch.jit traces; the power of a tensor would be float32
+        columns = int(columns)
+    scale: float = columns**-0.5
+    return scale
 
 
 def normalise(arguments: Arguments, **more: Any) -> Call:

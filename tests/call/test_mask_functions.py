@@ -194,7 +194,7 @@ SIZES = dict(rows=4, keys=4)
         wrong("mask", TypeError, mask=lambda b, h, i, j: (i < j)[None]),
         wrong("mask", mask=lambda b, h, i, j: bools().to("meta")),
         wrong("rows", TypeError, rows=None),
-        wrong("keys", TypeError, keys=-1),
+        wrong("keys", keys=-1),
         wrong("key_mask", key_mask=bools(5)),
         wrong("key_mask", key_mask=bools(4), device="meta"),
         wrong("mask", mask=bools(4, 4), device="meta", rows=None, keys=None),

@@ -124,3 +124,10 @@ def test_sizes_may_be_numbers_of_numpy(layer):
     made = layer(numpy.int64(16), numpy.int32(2), dropout=numpy.float32(0.5), kdim=numpy.int64(4))
     assert {type(x) for x in (made.embed_dim, made.num_heads, made.kdim, made.head_dim)} == {int}
     assert type(made.dropout) is float
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit.trace.*:DeprecationWarning")
+def test_a_traced_call_has_the_default_scale_in_float64():
+    query = X[..., :8].double()  # 8 ** -0.5 is no float32
+    traced = torch.jit.trace(lambda x: fa.attention(x, x, x), (query,))
+    assert torch.equal(traced(query), fa.attention(query, query, query))

@@ -1,6 +1,7 @@
 """Tests numerics of the naive path, and its blocks: they fit a cache, and hold only visible keys."""
 
 import functools
+import pickle
 
 import pytest
 import torch
@@ -179,3 +180,9 @@ def test_a_cap_that_float32_can_hardly_divide_by(softcap):
     scale = 1e-30 if softcap < 1 else None  # all scores are equal, or none is capped
     assert_like(out, lambda: fa.reference.eager(*inputs, scale=scale))
     assert all(x.isfinite().all() for x in torch.autograd.grad(out.sin().sum(), inputs))
+
+
+@pytest.mark.parametrize("name", ["attention", "attention_varlen", "attention_decode", "eager"])
+def test_a_function_pickles(name):
+    function = getattr(fa.reference, name)
+    assert pickle.loads(pickle.dumps(function)) is function
