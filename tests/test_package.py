@@ -121,27 +121,25 @@ def test_triton_is_imported_late_and_in_two_rooms():
 
 IMPORT = """
 import json, sys, time
+begun = time.process_time()
 import torch
 before, finders = set(sys.modules), [*sys.meta_path]
 start = time.process_time()
 import fusedattn
-seconds = time.process_time() - start
+share = (time.process_time() - start) / (start - begun)
 assert sys.meta_path == finders and "torch.utils.flop_counter" not in sys.modules
 added = sorted({name.split(".")[0] for name in set(sys.modules) - before})
 x = torch.ones(1, 1, 4, 16)
 fusedattn.attention(x, x, x)
 assert "torch.distributed.tensor" not in sys.modules
-print(json.dumps(dict(seconds=seconds, added=added)))
+print(json.dumps(dict(share=share, added=added)))
 """
 
 
 def test_importing_adds_little_to_torch(tmp_path):
-    for _ in range(3):  # a busy machine takes more CPU time, too
-        found = json.loads(run_python("-c", IMPORT, cwd=tmp_path))
-        assert not {"triton", "numpy", "rich", "matplotlib"} & set(found["added"])
-        if found["seconds"] <= 0.3:
-            return
-    pytest.fail(f"{found['seconds']} s")
+    found = json.loads(run_python("-c", IMPORT, cwd=tmp_path))
+    assert not {"triton", "numpy", "rich", "matplotlib"} & set(found["added"])
+    assert found["share"] <= 0.2  # of the CPU time that importing torch takes
 
 
 @pytest.mark.matrix
