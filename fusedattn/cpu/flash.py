@@ -53,6 +53,10 @@ def by_power(query: Tensor, scale: float) -> tuple[Tensor, float, float]:
     return query * factor, 2.0**exponent, factor
 
 
+def _has_zeros(x: Tensor) -> bool:
+    return int(x.count_nonzero()) < x.numel()  # x.all() would take a bool copy first
+
+
 def attend(
     query: Tensor, key: Tensor, value: Tensor, causal: bool, added: Tensor | None, scale: float, exact: bool
 ) -> tuple[Tensor, Tensor]:
@@ -61,7 +65,7 @@ def attend(
     if not exact:
         query, scale, _ = by_power(query, scale)
     out, lse = flash_attention_for_cpu(query, key, value, 0.0, causal, attn_mask=added, scale=scale)
-    if added is None and key.shape[2] < VECTOR and not lse.all():
+    if added is None and key.shape[2] < VECTOR and _has_zeros(lse):
         # The kernel may have ignored a NaN and returned an lse of 0. With an added tensor it checks every score.
         zeros = query.new_zeros((1, 1, 1, 1)).expand(*query.shape[:3], key.shape[2])
         out, lse = flash_attention_for_cpu(query, key, value, 0.0, causal, attn_mask=zeros, scale=scale)
@@ -177,8 +181,12 @@ def _attend(
         weights = weights_of(scores, where.masked)
         return sums_of(weights, value), lse_of(scores, weights)
     added = mask(call, where, less)
-    out, lse = attend(query, key, value, where.causal, added, call.scale, of_formula)
-    if where.masked and not lse.all():  # the kernel returns 0 for a row that sees nothing
+    return _without_hidden(*attend(query, key, value, where.causal, added, call.scale, of_formula), where, added)
+
+
+def _without_hidden(out: Tensor, lse: Tensor, where: Rectangle, added: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return (output, lse) with an lse of -inf for rows that see nothing; PyTorch's kernel returns 0."""
+    if where.masked and _has_zeros(lse):
         assert added is not None
         lse = lse.masked_fill((added == -INFINITE).all(-1), -INFINITE)
     return out, lse
@@ -262,12 +270,16 @@ def shares_of(lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     return every.softmax(0).masked_fill_(total == -INFINITE, 0.0), total
 
 
-def at_once(call: Call) -> bool | None:
-    """Return True if one causal kernel call computes the whole call, False if one unmasked call does, else None."""
+def at_once(call: Call, biased: bool = False) -> bool | None:
+    """Return True if one causal kernel call computes the whole call, False if one unmasked call does, else None.
+
+    biased: also False for a call with a bias.
+    """
     query, key, value = call[:3]
     rows, keys = query.shape[2], key.shape[2]
     if (
-        not (call.bias is call.alibi_slopes is call.sinks is call.mask is call.mask_bits is None)
+        not (call.alibi_slopes is call.sinks is call.mask is call.mask_bits is None)
+        or not (biased or call.bias is None)
         or not (call.key_mask is call.query_mask is None)
         or not (call.cu_seqlens_q is call.left is None)
         or call.partial
@@ -280,20 +292,23 @@ def at_once(call: Call) -> bool | None:
         return None
     if call.right is None or (high := diagonal(call) + call.right) >= keys - 1:
         return False
-    return True if high == 0 and rows <= keys and call.scale > 0 else None
+    return True if high == 0 and rows <= keys and call.scale > 0 and call.bias is None else None
 
 
 def forward(call: Call, save: bool) -> Result:
     """Return the Result of a call. save: also compute `kept`, for a backward. This changes no bit of the others."""
-    causal = at_once(call)
+    causal, biased = at_once(call, is_additive(call)), call.bias is not None
     if causal is not None and not (save and centre(call.value) is not None):
-        less, everything = offset(call), Rectangle(0, call.query.shape[2], 0, call.key.shape[2], causal)
-        (query, key, value), shape = call[:3], call.query.shape
+        less, everything = offset(call), Rectangle(0, call.query.shape[2], 0, call.key.shape[2], causal, biased)
+        (query, key, value), shape, added = call[:3], call.query.shape, mask(call, everything, less)
         large = not save and query.numel() > LARGE and key.shape[1] == shape[1]  # forward mode refuses views
-        apart = large and query.is_contiguous() and key.is_contiguous() and value.is_contiguous()
+        each = call[:3] if added is None or not biased else (*call[:3], added)
+        apart = large and all(x.is_contiguous() and x.shape[:2] == shape[:2] for x in each)
         if apart:  # the kernel's output lies in memory as (B, S, H, D): with each head as a batch it needs no `arrange`
             query, key, value = (x.view(-1, 1, *x.shape[2:]) for x in (query, key, value))
-        out, lse = attend(query, key, value, causal, mask(call, everything, less), call.scale, is_few(call))
+            added = added.view(-1, 1, *added.shape[2:]) if biased and added is not None else added
+        exact = is_exact(call, everything) if biased else is_few(call)
+        out, lse = _without_hidden(*attend(query, key, value, causal, added, call.scale, exact), everything, added)
         if apart:
             out, lse = out.view(shape), lse.view(shape[:3])
         out = arrange(out, call.query)
