@@ -40,27 +40,34 @@ def _tokens(name: str, mask: Any, like: Tensor) -> Tensor | None:
     return mask.contiguous().values()
 
 
+def pack(arguments: Arguments) -> tuple[Arguments, tuple[Any, ...], Tensor]:
+    """Return (Arguments as `attention_varlen` has them, its offsets and maximum lengths, offsets of nested results)."""
+    query, key, value, *_ = arguments
+    _check(query, key, value)
+    masks = dict(key_mask=_tokens("key_mask", arguments.key_mask, key))
+    masks |= dict(query_mask=_tokens("query_mask", arguments.query_mask, query))
+    query, key, value = (x.transpose(1, 2).contiguous() for x in (query, key, value))  # (B, ragged, H, D)
+    lengths = query.offsets().int(), key.offsets().int(), longest(query), longest(key)
+    packed = dict(query=query.values(), key=key.values(), value=value.values(), **masks)
+    return arguments._replace(**packed), lengths, query.offsets()
+
+
 def attend_nested(function: Callable[..., Any], arguments: Arguments, **more: Any) -> Tensor | Any:
     """Compute `attention` of nested tensors; the results are nested. function takes what `attention_varlen` takes."""
     # Query, key and value are (B, H, ragged, D), transposed from (B, ragged, H, D); key and value share offsets. Token
     # masks are nested bool (B, ragged), or None.
-    query, key, value, *_ = arguments
-    options = {name: x for name, x in arguments._asdict().items() if name not in ("query", "key", "value")}
-    key_mask, query_mask = options.pop("key_mask"), options.pop("query_mask")
-    _check(query, key, value)
-    needed = more.get("return_weights") or any(x is not None for x in (options["mask"], options["bias"], key_mask))
-    if needed and torch.compiler.is_compiling() and (longest(query) is None or longest(key) is None):
+    packed, (*offsets, max_seqlen_q, max_seqlen_k), of_query = pack(arguments)
+    options = packed._asdict()
+    needed = more.get("return_weights") or any(options[name] is not None for name in ("mask", "bias", "key_mask"))
+    if needed and torch.compiler.is_compiling() and (max_seqlen_q is None or max_seqlen_k is None):
         # The lengths are unknown, so break the graph. If this raised, code that catches errors would change its result.
         return _attend_eagerly(function, arguments, **more)
-    more |= dict(key_mask=_tokens("key_mask", key_mask, key), query_mask=_tokens("query_mask", query_mask, query))
-    query, key, value = (x.transpose(1, 2).contiguous() for x in (query, key, value))  # (B, ragged, H, D)
-    offsets = query.offsets()
-    more |= dict(max_seqlen_q=longest(query), max_seqlen_k=longest(key))
-    packed = query.values(), key.values(), value.values(), offsets.int(), key.offsets().int()
-    results = function(*packed, **options, **more)
+    tensors = [options.pop(name) for name in ("query", "key", "value")]
+    more |= dict(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
+    results = function(*tensors, *offsets, **options, **more)
 
     def nested(packed: Tensor) -> Tensor:
-        return torch.nested.nested_tensor_from_jagged(packed, offsets).transpose(1, 2)
+        return torch.nested.nested_tensor_from_jagged(packed, of_query).transpose(1, 2)
 
     if not isinstance(results, tuple):
         return nested(results)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..call import bits, options as of_calls
+from ..call import bits, jagged, options as of_calls
 from ..call.decode import Decode
 from ..call.options import Arguments, AssumedGPU, Call, Device, hiding, override, thread_overrides
 from ..call.private import constant, eager, holds
@@ -323,6 +323,8 @@ def explain(
     chosen = named(backend)
     arguments = Arguments(query, key, value, **options)
     offsets = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    if isinstance(query, Tensor) and query.is_nested and all(x is None for x in offsets):
+        arguments, offsets, _ = jagged.pack(arguments)
     if all(x is None for x in offsets):
         call = checked(arguments, named=chosen is not None)
     else:

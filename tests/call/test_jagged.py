@@ -57,6 +57,12 @@ def test_all_results_and_masks_of_tokens():
     same([x.transpose(1, 2).values() for x in (out, lse, weights)], [want[0], want[1].T, want[2].transpose(0, 1)])
 
 
+def test_explained():
+    lengths = dict(cu_seqlens_q=OFFSETS_Q.int(), cu_seqlens_k=OFFSETS_K.int())
+    explained = fa.explain(*(tensors := draw()), **lengths, softcap=2.0)
+    assert str(fa.explain(*jagged(*tensors), softcap=2.0)) == str(explained) and "softcap" in str(explained)
+
+
 def test_what_comes_out_goes_in_again():
     query, _, _ = jagged(*draw())
     key, value = query + 1, query * 2
