@@ -213,7 +213,6 @@ def test_a_class_is_compiled_whole(kind):
 
 def test_recompilations_of_a_function_leave_others_theirs():
     """torch.compile counts recompilations by code object, so public functions must share none."""
-    torch._dynamo.reset()
     with torch._dynamo.config.patch(recompile_limit=1):
         torch.compile(fa.attention, fullgraph=True, backend="eager")(Q, K, V)
         torch.compile(fa.merge, fullgraph=True, backend="eager")(Q, LSE, K, LSE + 1)

@@ -244,7 +244,6 @@ def test_graphs_of_sizes_that_depend_on_data_take_it(axis, monkeypatch):
 
     inputs = [torch.randn(5, 4, 7, 64, dtype=torch.bfloat16) for _ in range(3)]
     with absent.gpu(90), torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        torch._dynamo.reset()
         for count in (3, 2, 0):
             kept = torch.arange(inputs[0].shape[axis]) < count
             out = torch.compile(attend, backend=backend, fullgraph=True)(*inputs, kept)
