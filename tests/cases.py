@@ -216,14 +216,10 @@ def _merged(names, features=FEATURES):
     return fields if agree else None
 
 
-def _together(*names):
-    """Return a case with several options of FEATURES, or None if two of them set a field differently."""
-    return None if (fields := _merged(names)) is None else Case(" + ".join(names))._replace(**fields)
-
-
 def _all_together(combinations):
-    made = filter(None, (_together(*names) for names in combinations))
-    return [case._replace(dtype=DTYPES[number % len(DTYPES)]) for number, case in enumerate(made)]
+    """Return a case for each combination of options of FEATURES, unless two of them set a field differently."""
+    made = [(names, fields) for names in combinations if (fields := _merged(names)) is not None]
+    return [Case(" + ".join(names), dtype=DTYPES[n % 4])._replace(**fields) for n, (names, fields) in enumerate(made)]
 
 
 PAIRS = _all_together(itertools.combinations(DISTINCT, 2))
@@ -274,10 +270,6 @@ def covering(size, names=DISTINCT):
 
 
 COVERING = covering(4)
-TRIPLES = _all_together(
-    itertools.product(
-        ("dropout",),
-        ("bias of pairs", "bias over batch", "bias of rows", "bias of keys"),
-        ("mask of pairs", "mask over heads", "key mask", "query mask"),
-    )
-)
+_BIASES = "bias of pairs", "bias over batch", "bias of rows", "bias of keys"
+_MASKS = "mask of pairs", "mask over heads", "key mask", "query mask"
+TRIPLES = _all_together(itertools.product(["dropout"], _BIASES, _MASKS))

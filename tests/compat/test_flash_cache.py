@@ -61,16 +61,13 @@ class Case(NamedTuple):
             return a
         rotary = [given[f"rotary_{name}"].to(a["query"].dtype) for name in ("cos", "sin")]
         local = given["causal"] or any(-1 < side < C for side in given["window_size"])
-        steps = {"query": int(local), "new_key": 1}
-        return a | {
-            name: torch.stack(
-                [
-                    turned(x, length + step * torch.arange(x.shape[1], device=x.device), *rotary, self.interleaved)
-                    for x, length in zip(a[name], a["cache_seqlens"], strict=True)
-                ]
-            )
-            for name, step in steps.items()
-        }
+
+        def rotated(x, step):
+            steps, lengths = step * torch.arange(x.shape[2], device=x.device), a["cache_seqlens"]
+            each = zip(x, lengths, strict=True)
+            return torch.stack([turned(one, length + steps, *rotary, self.interleaved) for one, length in each])
+
+        return a | dict(query=rotated(a["query"], int(local)), new_key=rotated(a["new_key"], 1))
 
 
 def case(name, half=0, interleaved=True, chosen=False, leftpad=None, said="each", **fields):

@@ -165,14 +165,7 @@ def _hopper_table():
 def _packed_table(capability):
     """Yield the Rows (kernels to compile) of packed sequences, a few, as their loops are those of padded calls."""
     yield Row("fill_slots", capability, "bf16", 128, "packed", tile_table.Tile(64, None, 4, 1), (0, 1))
-    for kernel, width in (
-        ("forward", 64),
-        ("forward", 128),
-        ("one_pass", 64),
-        ("one_pass", 128),
-        ("dq", 256),
-        ("dkdv", 256),
-    ):
+    for kernel, width in (*itertools.product(("forward", "one_pass"), (64, 128)), ("dq", 256), ("dkdv", 256)):
         tiles = tile_table.tiles_for(kernel, capability, 2, width)
         yield Row(kernel, capability, "bf16", width, "packed", tiles[0], (0, len(tiles)))
     for kernel in ("block_mask", "tile_lists"):
