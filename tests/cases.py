@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-AXES = "bhsd"
+from .fuzz.layouts import Layout, lay
+
 ORDERS = ("bhsd", "bshd", "bhds", "sbhd")
 WRONG = (float("nan"), float("inf"), float("-inf"))
 
@@ -120,7 +121,7 @@ class Case(NamedTuple):
                     seen = options[name].expand(self.B, length)[:, None, :, None]
                     tensors["weights"] = torch.where(seen.mT, tensors["weights"], float("nan"))
                 for hidden in ("key", "value") if name == "key_mask" else ("query", "out", "lse", "weights"):
-                    tensors[hidden] = _spoil(tensors[hidden], options[name].expand(self.B, length))
+                    tensors[hidden] = spoil(tensors[hidden], options[name].expand(self.B, length))
         return tensors, options
 
 
@@ -131,14 +132,10 @@ def replayed(case):
 
 def among_nan(tensor, order):
     """Return a copy with another order of dimensions, at an odd offset, with NaN after each innermost line."""
-    axes = [AXES.index(axis) for axis in order]
-    shape = [tensor.shape[axis] for axis in axes]
-    lines = tensor.new_full((3 + torch.Size(shape[:-1]).numel() * (shape[-1] + 5),), float("nan"))[3:]
-    view = lines.view(*shape[:-1], shape[-1] + 5)[..., : shape[-1]].permute([axes.index(axis) for axis in range(4)])
-    return view.copy_(tensor)
+    return lay(tensor, Layout([*itertools.permutations("bhsd")].index((*order,)), gap=5, offset=3))
 
 
-def _spoil(tensor, seen):
+def spoil(tensor, seen):
     """Overwrite the tokens that the mask `seen` (B, S) hides with NaN and infinities."""
     hidden = ~(seen[:, None, :, None] if tensor.dim() == 4 else seen[:, None, :])
     wrong = torch.tensor(WRONG, device=tensor.device, dtype=tensor.dtype)
