@@ -129,9 +129,7 @@ def test_a_traced_module_computes_the_same(make):
     module = make()
     traced = fx.symbolic_trace(module)
     same(computed(None, traced, (X,)), computed(None, module, (X,)))
-    got, want = (
-        torch.autograd.grad(each(X).sum(), module.parameters(), allow_unused=True) for each in (traced, module)
-    )
+    got, want = (torch.autograd.grad(f(X).sum(), module.parameters(), allow_unused=True) for f in (traced, module))
     assert all(a is b is None or torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 

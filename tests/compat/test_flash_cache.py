@@ -168,7 +168,6 @@ def rotary(positions=2 * C, half=3, **more):
 CACHE = torch.zeros(3, C, HKV, D)
 LONGER = torch.zeros(3, 3, 4, D)  # more queries than new keys: rotated before attention_decode
 
-
 WRONG = [
     (ValueError, "q", dict(q=torch.zeros(3, 2, D))),
     (ValueError, "q", dict(q=torch.zeros(3, 2, 4, D).requires_grad_())),
@@ -209,7 +208,6 @@ WRONG_PAGES = [
     (ValueError, "cache_batch_idx", dict(cache_batch_idx=ints(0, 1, 2))),
     (ValueError, "cache_leftpad", dict(cache_leftpad=ints(0, 1, 2))),
 ]
-
 
 ROWS = [(*row, None) for row in WRONG] + [(*row, 4) for row in WRONG_PAGES]
 

@@ -195,9 +195,7 @@ def test_caps_of_any_size(cap, device, backend):
 def test_dropout_keeps_the_same_weights_on_every_path(device):
     """Output, weights and gradients drop by the words of `by_numpy`, in tiles [rows, keys] and [keys, rows]."""
     rows, keys, seed = 33, 50, 2**63 - 25
-    query, key, value = (
-        torch.randn(B, HQ, length, 16, device=device, requires_grad=True) for length in (rows, keys, keys)
-    )
+    query, key, value = (torch.randn(B, HQ, n, 16, device=device, requires_grad=True) for n in (rows, keys, keys))
     options = dict(dropout_p=0.4, seed=seed, backend="triton")
     words = torch.stack([by_numpy(seed, plane, rows, keys) for plane in range(B * HQ)]).view(B, HQ, rows, keys)
     kept = (words >= int(0.4 * 2**32)).to(device)

@@ -142,9 +142,8 @@ def _hopper_table():
             yield Row("hopper", 90, "bf16", width, variant, forms[index], (index, len(forms)))
             if forms[-1].warpgroups > 2 and variant in BY_HOPPER and not heavy:
                 yield Row("hopper", 90, "bf16", width, variant, forms[-1], (len(forms) - 1, len(forms)))
-    stored = {
-        width: tile_table.BACKWARDS[name][width] for name, width in zip(tile_table.STORED, (256, 512), strict=True)
-    }
+    of_stored = zip(tile_table.STORED, (256, 512), strict=True)
+    stored = {width: tile_table.BACKWARDS[name][width] for name, width in of_stored}
     for kernel, rows in (tile_table.BACKWARDS | dict.fromkeys(tile_table.PRODUCTS, stored)).items():
         for width, (form, *others) in rows.items():
             seldom = kernel in ("hopper_bwd_deterministic", *tile_table.PRODUCTS)  # no other code for windows

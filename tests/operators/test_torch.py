@@ -76,7 +76,6 @@ def test_an_export_of_dropout_takes_any_lengths():
 
 OPEN = {0: torch.export.Dim("batch", min=2, max=64), 1: torch.export.Dim("length", min=2, max=4096)}
 
-
 EXPORTED = {  # {name: (options of a module, True if it returns weights)}; narrow heads differentiate few keys otherwise
     "softcap": (dict(num_heads=4, num_kv_heads=2, softcap=3.0), True),
     "plain": (dict(num_heads=4, num_kv_heads=2), True),
