@@ -91,9 +91,8 @@ class Cached(NamedTuple):
                     arguments[name] = among_nan(arguments[name], order)
         if self.half:
             places = max(self.lengths) + self.new + (self.Sq if self.align == "top_left" else 0)
-            angles = torch.outer(
-                torch.arange(places, device=device).float(), 0.7 ** torch.arange(1, self.half + 1, device=device)
-            )
+            speeds = 0.7 ** torch.arange(1, self.half + 1, device=device)
+            angles = torch.outer(torch.arange(places, device=device).float(), speeds)
             wide = torch.promote_types(self.dtype, torch.float32)
             arguments |= dict(rotary_cos=angles.cos().to(wide), rotary_sin=angles.sin().to(wide))
             arguments["rotary_interleaved"] = self.interleaved
@@ -132,9 +131,8 @@ def turned(x, positions, cos, sin, interleaved):
     """Apply the rotary embedding to x (H, S, D) by complex products, in float32 or wider."""
     half = cos.shape[1]
     wide = torch.promote_types(x.dtype, torch.float32)
-    first, second = (
-        (x[..., : 2 * half : 2], x[..., 1 : 2 * half : 2]) if interleaved else x[..., : 2 * half].chunk(2, -1)
-    )
+    turning = x[..., : 2 * half]
+    first, second = (turning[..., ::2], turning[..., 1::2]) if interleaved else turning.chunk(2, -1)
     angle = torch.complex(cos[positions].to(wide), sin[positions].to(wide))
     product = torch.complex(first.to(wide), second.to(wide)) * angle
     parts = product.real, product.imag
@@ -175,12 +173,8 @@ def one_by_one(attend, arguments):
                 if cos is not None and cache is caches[0]:
                     row = turned(row, torch.tensor([position], device=q.device), cos, sin, interleaved)
                 cache[names[b][position // page], :, position % page] = row[:, 0]
-        keys = [
-            torch.stack([cache[names[b][j // page], :, j % page] for j in range(after)], 1)
-            if after
-            else cache.new_zeros(cache.shape[1], 0, cache.shape[3])
-            for cache in caches
-        ]
+        reached = names[b][: -(-after // page)]
+        keys = [cache[reached].transpose(0, 1).flatten(1, 2)[:, :after] for cache in caches]
         shapes = dict(mask=(batch, 1, rows, capacity), bias=(batch, heads, rows, capacity), key_mask=(batch, capacity))
         shapes |= dict(query_mask=(batch, rows), alibi_slopes=(batch, heads))
         own = {name: x.expand(shapes[name])[b : b + 1] if name in shapes else x for name, x in a.items()}

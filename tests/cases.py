@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-AXES = "bhsd"
+from .fuzz.layouts import Layout, lay
+
 ORDERS = ("bhsd", "bshd", "bhds", "sbhd")
 WRONG = (float("nan"), float("inf"), float("-inf"))
 
@@ -120,7 +121,7 @@ class Case(NamedTuple):
                     seen = options[name].expand(self.B, length)[:, None, :, None]
                     tensors["weights"] = torch.where(seen.mT, tensors["weights"], float("nan"))
                 for hidden in ("key", "value") if name == "key_mask" else ("query", "out", "lse", "weights"):
-                    tensors[hidden] = _spoil(tensors[hidden], options[name].expand(self.B, length))
+                    tensors[hidden] = spoil(tensors[hidden], options[name].expand(self.B, length))
         return tensors, options
 
 
@@ -131,14 +132,10 @@ def replayed(case):
 
 def among_nan(tensor, order):
     """Return a copy with another order of dimensions, at an odd offset, with NaN after each innermost line."""
-    axes = [AXES.index(axis) for axis in order]
-    shape = [tensor.shape[axis] for axis in axes]
-    lines = tensor.new_full((3 + torch.Size(shape[:-1]).numel() * (shape[-1] + 5),), float("nan"))[3:]
-    view = lines.view(*shape[:-1], shape[-1] + 5)[..., : shape[-1]].permute([axes.index(axis) for axis in range(4)])
-    return view.copy_(tensor)
+    return lay(tensor, Layout([*itertools.permutations("bhsd")].index((*order,)), gap=5, offset=3))
 
 
-def _spoil(tensor, seen):
+def spoil(tensor, seen):
     """Overwrite the tokens that the mask `seen` (B, S) hides with NaN and infinities."""
     hidden = ~(seen[:, None, :, None] if tensor.dim() == 4 else seen[:, None, :])
     wrong = torch.tensor(WRONG, device=tensor.device, dtype=tensor.dtype)
@@ -216,14 +213,10 @@ def _merged(names, features=FEATURES):
     return fields if agree else None
 
 
-def _together(*names):
-    """Return a case with several options of FEATURES, or None if two of them set a field differently."""
-    return None if (fields := _merged(names)) is None else Case(" + ".join(names))._replace(**fields)
-
-
 def _all_together(combinations):
-    made = filter(None, (_together(*names) for names in combinations))
-    return [case._replace(dtype=DTYPES[number % len(DTYPES)]) for number, case in enumerate(made)]
+    """Return a case for each combination of options of FEATURES, unless two of them set a field differently."""
+    made = [(names, fields) for names in combinations if (fields := _merged(names)) is not None]
+    return [Case(" + ".join(names), dtype=DTYPES[n % 4])._replace(**fields) for n, (names, fields) in enumerate(made)]
 
 
 PAIRS = _all_together(itertools.combinations(DISTINCT, 2))
@@ -274,10 +267,6 @@ def covering(size, names=DISTINCT):
 
 
 COVERING = covering(4)
-TRIPLES = _all_together(
-    itertools.product(
-        ("dropout",),
-        ("bias of pairs", "bias over batch", "bias of rows", "bias of keys"),
-        ("mask of pairs", "mask over heads", "key mask", "query mask"),
-    )
-)
+_BIASES = "bias of pairs", "bias over batch", "bias of rows", "bias of keys"
+_MASKS = "mask of pairs", "mask over heads", "key mask", "query mask"
+TRIPLES = _all_together(itertools.product(["dropout"], _BIASES, _MASKS))

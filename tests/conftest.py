@@ -365,7 +365,7 @@ def at_once(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def _anew(request, monkeypatch):
-    """Seed each test, and forget the replays of earlier tests, which may have used other tiles.
+    """Seed each test, and forget compiled code and the replays of earlier tests, which may have used other tiles.
 
     The first call is recorded, and the next is replayed. Half of the cases run as a user's first call instead.
     """
@@ -374,6 +374,9 @@ def _anew(request, monkeypatch):
     from fusedattn.operators import repeats
 
     torch.manual_seed(0)
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
     replay.forget()
     failures.forget()
     parameters = getattr(request.node, "callspec", None)

@@ -129,9 +129,7 @@ def test_a_traced_module_computes_the_same(make):
     module = make()
     traced = fx.symbolic_trace(module)
     same(computed(None, traced, (X,)), computed(None, module, (X,)))
-    got, want = (
-        torch.autograd.grad(each(X).sum(), module.parameters(), allow_unused=True) for each in (traced, module)
-    )
+    got, want = (torch.autograd.grad(f(X).sum(), module.parameters(), allow_unused=True) for f in (traced, module))
     assert all(a is b is None or torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
@@ -213,7 +211,6 @@ def test_a_class_is_compiled_whole(kind):
 
 def test_recompilations_of_a_function_leave_others_theirs():
     """torch.compile counts recompilations by code object, so public functions must share none."""
-    torch._dynamo.reset()
     with torch._dynamo.config.patch(recompile_limit=1):
         torch.compile(fa.attention, fullgraph=True, backend="eager")(Q, K, V)
         torch.compile(fa.merge, fullgraph=True, backend="eager")(Q, LSE, K, LSE + 1)

@@ -81,14 +81,12 @@ SEEN_BY = {
     "functionalize": lambda call, q, k, v, n, by: torch.func.functionalize(lambda *x: call(*x, n, by))(q, k, v),
     "vmap": lambda call, *x: torch.vmap(call, (0, 0, 0, 0, None))(*(y[None] for y in x[:4]), x[4])[0],
     "aot_eager": lambda call, *x: torch.compile(call, backend="aot_eager", fullgraph=True)(*x),
-    # Inductor removes copies that change no strides, such as the copy of a cache stored as (1, C, H, D).
-    "inductor": lambda call, *x: torch.compile(call, fullgraph=True)(*x),
 }
+# Inductor removes copies that change no strides, such as the copy of a cache stored as (1, C, H, D).
+BY_ALL = SEEN_BY | dict(inductor=lambda call, *x: torch.compile(call, fullgraph=True)(*x))
 
 
-@pytest.mark.parametrize(
-    "seen_by", [name if name != "inductor" else pytest.param(name, marks=INDUCTOR) for name in SEEN_BY]
-)
+@pytest.mark.parametrize("seen_by", [*SEEN_BY, pytest.param("inductor", marks=INDUCTOR)])
 @pytest.mark.parametrize("backend", [None, "naive"])
 @pytest.mark.one_in(2)
 def test_what_is_new_may_lie_in_a_cache_whoever_sees_the_call(seen_by, backend):
@@ -101,7 +99,7 @@ def test_what_is_new_may_lie_in_a_cache_whoever_sees_the_call(seen_by, backend):
     before = [x.clone() for x in expected]
     naively = lambda: fa.attention_decode(query, *(x.clone() for x in before), **arguments | dict(backend="naive"))  # noqa: E731
     fa.attention_decode(query, *expected, **arguments)
-    assert_like(SEEN_BY[seen_by](_within, query, keys, values, lengths, backend).as_subclass(torch.Tensor), naively)
+    assert_like(BY_ALL[seen_by](_within, query, keys, values, lengths, backend).as_subclass(torch.Tensor), naively)
     assert torch.equal(keys, expected[0]) and torch.equal(values, expected[1])
 
 
@@ -146,9 +144,7 @@ def test_a_cache_of_inference_mode_is_written_to_in_it_alone(name, backend):
     fa.attention_decode(**arguments | frozen | NEITHER)
 
 
-@pytest.mark.parametrize(
-    "name", ["query", "new_key", "new_value", "rotary_cos", "rotary_sin", "bias", "alibi_slopes", "sinks"]
-)
+@pytest.mark.parametrize("name", "query new_key new_value rotary_cos rotary_sin bias alibi_slopes sinks".split())
 def test_nothing_has_a_gradient(name):
     arguments = CACHED | {cache: CACHED[cache].clone() for cache in FROZEN}
     plain, learned = fa.attention_decode(**arguments), {name: arguments[name].clone().requires_grad_()}

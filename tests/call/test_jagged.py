@@ -100,7 +100,6 @@ def test_wrong_arguments_are_named():
 @pytest.mark.parametrize("options", [dict(causal=True, softcap=2.0), {}], ids=str)
 @pytest.mark.one_in(2)
 def test_a_compiled_module_finds_the_longest_length_of_nested_tensors(options):
-    torch._dynamo.reset()
     layer, x = fa.MultiHeadAttention(32, 2, backend="naive", **options), torch.randn(10, 32, requires_grad=True)
 
     def step(x):
@@ -114,7 +113,6 @@ def test_a_compiled_module_finds_the_longest_length_of_nested_tensors(options):
 
 
 def test_a_graph_that_needs_a_longest_length_says_how_to_give_it():
-    torch._dynamo.reset()
     step = torch.compile(
         lambda *x: fa.attention(*jagged(*x), bias=torch.zeros(7, 5)), fullgraph=True, backend="aot_eager"
     )
@@ -145,7 +143,6 @@ MODULES = dict(
 )
 @pytest.mark.one_in(9)
 def test_compiled_modules_take_nested_tensors(module, name, backend):
-    torch._dynamo.reset()
     model, x = MODULES[module](backend), torch.randn(10, 32, requires_grad=True)
 
     def attend(x):

@@ -92,7 +92,6 @@ def test_compiled(whole):
         return compat.scaled_dot_product_attention(query, X, X, scale=torch.tensor(0.5) if whole else scale)
 
     query, scale = X.clone().requires_grad_(), torch.tensor(0.5)
-    torch._dynamo.reset()
     compiled = torch.compile(attend, backend="aot_eager", fullgraph=whole)
     for _ in range(2):
 

@@ -97,9 +97,7 @@ def test_check_says_why_a_backend_leaves_a_case_out(capsys):
     assert f"left out: cpu on cpu, softcap, float32: {left['reasons'][0]}\n" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "run, why", [(slightly_wrong, "its largest error is"), (raising, "RuntimeError: out of registers")]
-)
+@pytest.mark.parametrize("run, why", [(slightly_wrong, "its largest "), (raising, "RuntimeError: out of registers")])
 def test_check_fails_if_a_backend_is_wrong_or_raises(run, why, monkeypatch, capsys):
     plant(monkeypatch, run)
     status, found = answer(capsys, *QUICK)

@@ -14,6 +14,7 @@ TINY |= dict(bos_token_id=1, eos_token_id=None)
 GROUPED = dict(TINY, num_key_value_heads=2)
 HEADS = dict(GROUPED, head_dim=8)
 WINDOWS = dict(sliding_window=4, layer_types=["sliding_attention", "full_attention"])
+CAPPED = dict(attn_logit_softcapping=1.5, use_cache=True)
 SEQ2SEQ = dict(vocab_size=64, pad_token_id=0, eos_token_id=None, decoder_start_token_id=1)
 SIDES = dict(SEQ2SEQ, bos_token_id=1, d_model=32, max_position_embeddings=64)
 SIDES |= {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in
@@ -49,20 +50,13 @@ FAMILIES = [
     Family("BART", "BartForConditionalGeneration", dict(SIDES, forced_eos_token_id=None), "seq2seq"),
     Family("Llama", "LlamaForCausalLM", GROUPED),
     Family("Mistral", "MistralForCausalLM", dict(GROUPED, sliding_window=4)),
-    Family(
-        "Gemma 2",
-        "Gemma2ForCausalLM",
-        dict(HEADS, **WINDOWS, attn_logit_softcapping=1.5, query_pre_attn_scalar=5, use_cache=True),
-    ),
+    Family("Gemma 2", "Gemma2ForCausalLM", dict(HEADS, **WINDOWS, **CAPPED, query_pre_attn_scalar=5)),
     Family("Gemma 3", "Gemma3ForCausalLM", dict(HEADS, **WINDOWS, query_pre_attn_scalar=5), config="Gemma3TextConfig"),
     Family("GPT-OSS", "GptOssForCausalLM", dict(HEADS, **WINDOWS, num_local_experts=2, num_experts_per_tok=1)),
     Family("DeepSeek-V3", "DeepseekV3ForCausalLM", TINY | LATENT),
 ]
-SEEING = dict(
-    vision_config=dict(IMAGE, model_type="siglip_vision_model", vision_use_head=False),
-    image_token_index=2,
-    image_token_id=2,
-)
+SEEING = dict(image_token_index=2, image_token_id=2)
+SEEING |= dict(vision_config=dict(IMAGE, model_type="siglip_vision_model", vision_use_head=False))
 TEXT = dict(text_config=dict(HEADS, **WINDOWS, query_pre_attn_scalar=5, model_type="gemma3_text"))
 PREFIXED = dict(text_config=dict(HEADS, model_type="gemma"), projection_dim=32)
 FAMILIES += [
@@ -71,9 +65,8 @@ FAMILIES += [
 ]
 if hasattr(transformers, "Gemma4TextConfig"):  # came with transformers 5
     WIDE = dict(HEADS, **WINDOWS, global_head_dim=512, vocab_size_per_layer_input=64, hidden_size_per_layer_input=8)
-    FAMILIES.append(
-        Family("Gemma 4", "Gemma4ForCausalLM", WIDE | dict(num_kv_shared_layers=0), config="Gemma4TextConfig")
-    )
+    WIDE |= dict(num_kv_shared_layers=0)
+    FAMILIES.append(Family("Gemma 4", "Gemma4ForCausalLM", WIDE, config="Gemma4TextConfig"))
 XGLM = dict(SIDES, ffn_dim=40, num_layers=2, attention_heads=4)
 # models that do not call the attention interface, in transformers 4 and 5
 SILENT = [

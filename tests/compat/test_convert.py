@@ -34,6 +34,7 @@ X = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(0))
 PADDING = torch.arange(6) >= torch.tensor([[4], [6]])
 CAUSAL = torch.ones(6, 6).triu(1).bool()
 FLOATS = nn.Transformer.generate_square_subsequent_mask(6)
+MASKED = X, X[:, :5], None, CAUSAL[:5, :5], None, PADDING, PADDING[:, :5], PADDING
 
 
 def transformer(**options):
@@ -43,11 +44,7 @@ def transformer(**options):
 MODELS = {
     "transformer, sequence first": (lambda: transformer(batch_first=False), (X, X + 1), {}),
     "transformer, norm first": (lambda: transformer(norm_first=True, activation="gelu"), (X, X + 1), {}),
-    "transformer, masks": (
-        transformer,
-        (X, X[:, :5], None, CAUSAL[:5, :5], None, PADDING, PADDING[:, :5], PADDING),
-        dict(tgt_is_causal=True),
-    ),
+    "transformer, masks": (transformer, MASKED, dict(tgt_is_causal=True)),
     "encoder, hint": (encoder, (X, FLOATS), dict(is_causal=True)),
     "encoder, padded": (encoder, (X,), dict(src_key_padding_mask=PADDING)),
     "encoder, both": (encoder, (X, CAUSAL, PADDING), {}),
@@ -276,7 +273,6 @@ def test_another_out_proj_is_called(mode):
     model = compat.convert(nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)).train(mode == "train")
     plain = copy.deepcopy(model)
     model.self_attn.out_proj = nn.Sequential(model.self_attn.out_proj)
-    torch._dynamo.reset()
     run = torch.compile(model, backend="eager") if mode == "compiled" else model
     with torch.set_grad_enabled(mode != "no_grad"):
         found = run(X, src_key_padding_mask=padding)[~padding]

@@ -171,7 +171,6 @@ def test_packed_sequences_of_keys_in_pages(page, traced):
     want = compat.flash_attn_varlen_func(*tensors, *rest, **options)
     attend = compat.flash_attn_varlen_func
     if traced:
-        torch._dynamo.reset()
         attend = torch.compile(attend, fullgraph=True, backend="eager")
     pools, table = in_pages(page, *tensors[1:])
     found = attend(tensors[0], *pools, *rest, **options, block_table=table)

@@ -61,16 +61,13 @@ class Case(NamedTuple):
             return a
         rotary = [given[f"rotary_{name}"].to(a["query"].dtype) for name in ("cos", "sin")]
         local = given["causal"] or any(-1 < side < C for side in given["window_size"])
-        steps = {"query": int(local), "new_key": 1}
-        return a | {
-            name: torch.stack(
-                [
-                    turned(x, length + step * torch.arange(x.shape[1], device=x.device), *rotary, self.interleaved)
-                    for x, length in zip(a[name], a["cache_seqlens"], strict=True)
-                ]
-            )
-            for name, step in steps.items()
-        }
+
+        def rotated(x, step):
+            steps, lengths = step * torch.arange(x.shape[2], device=x.device), a["cache_seqlens"]
+            each = zip(x, lengths, strict=True)
+            return torch.stack([turned(one, length + steps, *rotary, self.interleaved) for one, length in each])
+
+        return a | dict(query=rotated(a["query"], int(local)), new_key=rotated(a["new_key"], 1))
 
 
 def case(name, half=0, interleaved=True, chosen=False, leftpad=None, said="each", **fields):
@@ -171,7 +168,6 @@ def rotary(positions=2 * C, half=3, **more):
 CACHE = torch.zeros(3, C, HKV, D)
 LONGER = torch.zeros(3, 3, 4, D)  # more queries than new keys: rotated before attention_decode
 
-
 WRONG = [
     (ValueError, "q", dict(q=torch.zeros(3, 2, D))),
     (ValueError, "q", dict(q=torch.zeros(3, 2, 4, D).requires_grad_())),
@@ -212,7 +208,6 @@ WRONG_PAGES = [
     (ValueError, "cache_batch_idx", dict(cache_batch_idx=ints(0, 1, 2))),
     (ValueError, "cache_leftpad", dict(cache_leftpad=ints(0, 1, 2))),
 ]
-
 
 ROWS = [(*row, None) for row in WRONG] + [(*row, 4) for row in WRONG_PAGES]
 

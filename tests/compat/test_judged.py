@@ -54,9 +54,8 @@ class OwnAttention(LlamaAttention):
 
     def forward(self, hidden_states, position_embeddings, attention_mask=None, **options):
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-        query, key, value = (
-            f(hidden_states).view(shape).transpose(1, 2) for f in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        projections = self.q_proj, self.k_proj, self.v_proj
+        query, key, value = (f(hidden_states).view(shape).transpose(1, 2) for f in projections)
         query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
         key, value = (x.repeat_interleave(self.num_key_value_groups, 1) for x in (key, value))
         scores = query @ key.mT * self.scaling + attention_mask

@@ -1,5 +1,7 @@
 """Tests `register` and `sdpa_provider` of fusedattn.compat.torch: torch's own attention by our kernels."""
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
@@ -43,22 +45,13 @@ def test_the_provider_names_cuda_where_there_is_none(registry):
     assert registry.current_flash_attention_impl() == active
 
 
-class Original:
-    """Substitute for torch's CUDA kernel of an operator, which raises if it is called."""
-
-    def __init__(self, name):
-        self.name = name
-
-    def call_boxed(self, keyset, *args, **kwargs):
-        raise LookupError(self.name)
-
-
 @pytest.fixture
 def override(device):
     """Register our operators for CPU tensors, for which torch has none."""
     if device != "cpu":
         pytest.skip("on a GPU the provider itself is tested")
-    made = provider_on_cpu(lambda name, key: Original(name))
+    # Torch's CUDA kernels of the operators raise if they are called.
+    made = provider_on_cpu(lambda name, key: mock.Mock(**{"call_boxed.side_effect": LookupError(name)}))
     operator = torch.ops.aten._scaled_dot_product_flash_attention
     yield operator
     made.remove()

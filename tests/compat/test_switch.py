@@ -285,7 +285,6 @@ def by_operator(x):
 
 @pytest.mark.parametrize(("function", "first", "everywhere"), [(by_name, True, True), (by_operator, False, False)])
 def test_compiled_code_is_ours_inside_and_torchs_outside(function, first, everywhere):
-    torch._dynamo.reset()
     watched = Watched()
     compiled = torch.compile(function, fullgraph=True, backend=watched)
     for inside in (first, not first, first):
@@ -311,7 +310,6 @@ def test_a_with_inside_of_what_is_compiled():
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_compiled_models_of_torch_are_ours_with_gradients():
-    torch._dynamo.reset()
     model = nn.MultiheadAttention(8, 2, batch_first=True)
     watched = Watched()
     compiled = torch.compile(lambda x: model(x, x, x, need_weights=False)[0].sin().sum(), backend=watched)

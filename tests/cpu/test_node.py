@@ -12,8 +12,6 @@ from ..close import assert_like
 from ..conftest import in_threads
 from ..inside import alike, same
 
-NAIVE = dict(backend="naive")
-
 
 def draw():
     return alike(1, 2, 90, 16, dtype=torch.float64, requires_grad=True)
@@ -39,7 +37,7 @@ def test_any_gradient_of_the_output(name):
     plain = torch.randn(1, 2, 90, 16, dtype=torch.float64)
     hostile = HOSTILE[name](plain)
     for incoming in (plain, hostile):
-        want = torch.autograd.grad(attend(leaves, **NAIVE), leaves, incoming.clone())
+        want = torch.autograd.grad(attend(leaves, backend="naive"), leaves, incoming.clone())
         assert_like(torch.autograd.grad(attend(leaves), leaves, incoming), want)
 
 
@@ -102,19 +100,14 @@ LEARNED = "bias", "alibi_slopes", "sinks"
 def options():
     torch.manual_seed(0)
     return {
-        "plain": {},
-        "causal": dict(causal=True),
-        "window": dict(window=(20, 3)),
-        "mask": dict(mask=torch.rand(ROWS, KEYS) < 0.7),
-        "bias": dict(bias=torch.randn(1, 4, ROWS, KEYS)),
-        "alibi_slopes": dict(alibi_slopes=torch.rand(4)),
-        "sinks": dict(sinks=torch.randn(4)),
+        "plain": {}, "causal": dict(causal=True), "window": dict(window=(20, 3)),
+        "mask": dict(mask=torch.rand(ROWS, KEYS) < 0.7), "bias": dict(bias=torch.randn(1, 4, ROWS, KEYS)),
+        "alibi_slopes": dict(alibi_slopes=torch.rand(4)), "sinks": dict(sinks=torch.randn(4)),
         "key_mask": dict(key_mask=torch.arange(KEYS) < torch.tensor([[30], [80]])),
-        "query_mask": dict(query_mask=torch.rand(2, ROWS) < 0.8),
-        "softcap": dict(softcap=3.0),
+        "query_mask": dict(query_mask=torch.rand(2, ROWS) < 0.8), "softcap": dict(softcap=3.0),
         "dropout": dict(dropout_p=0.3, seed=3),
         "dropout and mask": dict(dropout_p=0.3, seed=3, mask=torch.rand(ROWS, KEYS) < 0.7, causal=True),
-    }
+    }  # fmt: skip
 
 
 def outputs(query, key, value, more):

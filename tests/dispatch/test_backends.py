@@ -122,9 +122,8 @@ def test_one_that_is_named_runs_or_says_why_not(device):
     assert fa.explain(*draw(device=device), backend="triton").backend == "triton"
     assert fa.explain(*draw(dim=512, device=device), backend="triton").backend == "triton"
     wide = draw(dim=513, device=device)
-    with pytest.raises(
-        NotImplementedError, match="'triton' cannot take this call: .*head dimension of query is 513, more than 512"
-    ):
+    why = "'triton' cannot take this call: .*head dimension of query is 513, more than 512"
+    with pytest.raises(NotImplementedError, match=why):
         fa.attention(*wide, backend="triton")
     said = fa.explain(*wide, backend="triton")
     assert said.backend is None and "NotImplementedError" in str(said) and len(said.reasons["triton"]) == 2
@@ -216,10 +215,7 @@ MACHINES = {
     "no Triton": ("sys.modules['triton'] = None", "Triton is not installed"),
     # Triton's interpreter needs NumPy, which `pip install fusedattn` alone does not bring.
     "no NumPy": ("sys.modules['numpy'] = None; os.environ['TRITON_INTERPRET'] = '1'", "Triton cannot be imported ("),
-    "a CPU": (
-        "os.environ.pop('TRITON_INTERPRET', None)",
-        "the tensors are on the CPU, but its kernels need an NVIDIA GPU",
-    ),
+    "a CPU": ("os.environ.pop('TRITON_INTERPRET', None)", "on the CPU, but its kernels need an NVIDIA GPU"),
 }
 
 
@@ -283,7 +279,6 @@ def test_explain_in_a_compiled_program_says_what_eager_code_is_told(options):
         return query + 1, said
 
     query = torch.randn(2, 4, 16, 64, dtype=torch.bfloat16)
-    torch._dynamo.reset()
     assert torch.compile(ask, backend="eager")(query)[1] == ask(query)[1]
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match="explain runs outside of graphs"):

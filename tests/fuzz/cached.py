@@ -33,9 +33,8 @@ def calls(draw, name):
     made |= dict(new=new, page=page, dtype=draw(st.sampled_from(DTYPES)), strided=draw(st.booleans()), half=half)
     made |= dict(causal=draw(st.booleans()), scale=rarely(draw, st.sampled_from([1.0, -0.4, 0.0])))
     side = st.one_of(st.none(), st.sampled_from([0, 1, 3, 9, 20, 100]))
-    made |= dict(
-        window=rarely(draw, st.tuples(side, side)), softcap=rarely(draw, st.sampled_from([1.5, 50.0, 1e-3, 1e30]))
-    )
+    caps = st.sampled_from([1.5, 50.0, 1e-3, 1e30])
+    made |= dict(window=rarely(draw, st.tuples(side, side)), softcap=rarely(draw, caps))
     made |= dict(alibi=rarely(draw, st.just(True), False))
     made |= {each: rarely(draw, st.just(True), False) for each in ("mask", "bias", "query_mask", "sinks")}
     made |= dict(key_mask=rarely(draw, st.sampled_from(["own", "shared"])), interleaved=draw(st.booleans()))

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..cases import WRONG
+from ..cases import spoil
 from .layouts import PLAIN, Layout, lay, shown
 
 LOWEST = torch.finfo(torch.float32).min
@@ -156,8 +156,5 @@ class Dense(NamedTuple):
         """Fill hidden elements and their incoming gradients with NaN and infinities, unless elements share memory."""
         names = ("key", "value") if name == "key_mask" else ("query", "out", "lse", "weights")
         for each in names:
-            x = tensors[each]
-            if not getattr(self, each, PLAIN).shared if each in ("query", "key", "value", "out") else True:
-                hidden = ~(real[:, None, :, None] if x.dim() == 4 else real[:, None])
-                wrong = torch.tensor(WRONG, dtype=x.dtype)[torch.arange(x.numel()) % 3].view(x.shape)
-                tensors[each] = torch.where(hidden, wrong, x)
+            if each in ("lse", "weights") or not getattr(self, each).shared:
+                tensors[each] = spoil(tensors[each], real)

@@ -93,9 +93,8 @@ def calls(draw, name):
     made["dropout"] = rarely(draw, st.sampled_from([0.3, 1.0]), 0.0)
     B, Sq, Sk = draw(st.sampled_from([1, 2, 3])), draw(SIZES), draw(SIZES)
     if name == "MultiHeadAttention":
-        made |= dict(
-            causal=draw(st.booleans()), num_kv_heads=draw(st.sampled_from([n for n in (H, 1, 2) if H % n == 0]))
-        )
+        kv_heads = st.sampled_from([n for n in (H, 1, 2) if H % n == 0])
+        made |= dict(causal=draw(st.booleans()), num_kv_heads=draw(kv_heads))
         made |= dict(head_dim=draw(st.sampled_from([None, 4, 33])), value_head_dim=draw(st.sampled_from([None, 3, 20])))
         made["window"] = rarely(draw, st.sampled_from([(3, 1), (None, 2), (0, 0)]))
         made["softcap"] = rarely(draw, st.sampled_from([2.0, 30.0]))

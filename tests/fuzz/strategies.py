@@ -92,9 +92,8 @@ def options(draw, takes, route):
     if route is ROUTES["sdpa"]:
         made["align"] = "top_left"
     if "scale" in takes:
-        made["scale"] = rarely(
-            draw, st.sampled_from([1.0, 0.3, -0.4, 0.0, 1e-4, 5.0, -30.0, 1000.0, 1e-30, 1e20]), None, 3
-        )
+        scales = st.sampled_from([1.0, 0.3, -0.4, 0.0, 1e-4, 5.0, -30.0, 1000.0, 1e-30, 1e20])
+        made["scale"] = rarely(draw, scales, None, 3)
     if "softcap" in takes:
         made["softcap"] = rarely(draw, st.sampled_from([2.0, 20.0, 0.3, 1e-3, 1e-30]))
     if "slopes" in takes:
@@ -146,10 +145,8 @@ def calls(draw, name):
     made["lse"] = "lse" in route.results and draw(st.booleans())
     made["weights"] = "weights" in route.results and rarely(draw, st.just(True), False)
     made["lse"] = made["lse"] or made["weights"] and route.packed  # tests/sequences.py returns both or none
-    there = ["query", "key", "value"]
-    there += [
-        x for x, of in (("bias", "bias"), ("alibi_slopes", "slopes"), ("sinks", "sinks")) if made.get(of) is not None
-    ]
+    there, learned = ["query", "key", "value"], dict(bias="bias", alibi_slopes="slopes", sinks="sinks")
+    there += [name for name, of in learned.items() if made.get(of) is not None]
     made["wanted"] = tuple(there) if draw(st.booleans()) else some(draw, there)
     results = ["out"] + [x for x in ("lse", "weights") if made[x]]
     made["loss"] = tuple(results) if draw(st.booleans()) else some(draw, results)

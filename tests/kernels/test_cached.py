@@ -86,12 +86,8 @@ def test_a_tile_that_does_not_fit_leaves_nothing_behind(device, tiles, monkeypat
 
 def test_values_that_are_columns_of_the_keys_are_not_loaded(device, launched):
     case = Cached("shared", Hq=2, Hkv=1, shared=True, lengths=(44,))
-    for D, Dv, shared, loaded in (
-        (576, 512, True, False),
-        (576, 512, False, True),
-        (64, 48, True, False),
-        (64, 32, True, True),
-    ):
+    calls = (576, 512, True, False), (576, 512, False, True), (64, 48, True, False), (64, 32, True, True)
+    for D, Dv, shared, loaded in calls:
         launched.clear()
         attend(case._replace(D=D, Dv=Dv, shared=shared).draw(device))
         assert (launched[0][1]["cache"].V is not None) == loaded, (D, Dv)
@@ -177,8 +173,6 @@ def test_operators_pass_opcheck(case, backend, device, tiles):
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.one_in(3)
 def test_compiled_whole_it_never_compiles_again_for_a_length(backend, device):
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
     case = PACKED._replace(lengths=(3, 44))
     eager, step = case.draw(device), case.draw(device)
     for arguments in (eager, step):
@@ -202,4 +196,3 @@ def test_compiled_whole_it_never_compiles_again_for_a_length(backend, device):
             arguments["cache_seqlens"] += 2
             arguments["query"].normal_(generator=torch.Generator(device).manual_seed(1))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-    torch._dynamo.reset()

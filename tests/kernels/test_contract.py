@@ -92,9 +92,8 @@ def test_incoming_gradients_of_hidden_rows_are_ignored(packed, device, backend):
     incoming = [torch.randn_like(x) for x in results]
 
     def grads(hidden, seen):
-        given = [
-            x.where(~row, hidden) if seen else hidden.where(row, 0 * x) for row, x in zip(rows, incoming, strict=True)
-        ]
+        pairs = zip(rows, incoming, strict=True)
+        given = [x.where(~row, hidden) if seen else hidden.where(row, 0 * x) for row, x in pairs]
         return torch.autograd.grad(results, inputs, given, retain_graph=True)
 
     nan = torch.tensor(float("nan"), device=device)
@@ -105,9 +104,10 @@ def test_incoming_gradients_of_hidden_rows_are_ignored(packed, device, backend):
 @pytest.mark.parametrize("sink", [None, 0.5, float("-inf")])
 def test_rows_without_a_visible_key(sink, device, backend):
     """Their lse is the sink, which then gets the gradient of the lse, unless query_mask hides the row."""
-    case = Case("all hidden")
+    case = Case("all hidden", grads="out, lse and weights")
     tensors, _ = case.draw(device)
     no_keys = tensors | {name: tensors[name][:, :, :0] for name in ("key", "value")}
+    no_keys["weights"] = tensors["weights"][..., :0]
     sinks = {} if sink is None else dict(sinks=torch.full((case.Hq,), sink, device=device))
     lse = torch.full_like(tensors["lse"], float("-inf") if sink is None else sink)
     for given, options in (
@@ -117,7 +117,7 @@ def test_rows_without_a_visible_key(sink, device, backend):
         (no_keys, {}),
     ):
         got = results(case, device, backend, given, options | sinks)
-        assert all((got[name] == 0).all() for name in ("out", *INPUTS))
+        assert all((got[name] == 0).all() for name in ("out", "weights", *INPUTS))
         torch.testing.assert_close(got["lse"], lse)
         if sinks:
             passed = sink > float("-inf") and "query_mask" not in options
@@ -125,12 +125,10 @@ def test_rows_without_a_visible_key(sink, device, backend):
 
 
 EVERYTHING = dict(bias="pairs", softcap=2.0, alibi="own", dropout=0.3, mask="batch", grads="out, lse and weights")
-HIDDEN = dict(key_mask="own")
+EMPTY = dict(B=0), dict(Hq=0, Hkv=0), dict(Sq=0), dict(Sk=0)
 
 
-@pytest.mark.parametrize(
-    "sizes, options", sample.product([dict(B=0), dict(Hq=0, Hkv=0), dict(Sq=0), dict(Sk=0)], [{}, EVERYTHING, HIDDEN])
-)
+@pytest.mark.parametrize("sizes, options", sample.product(EMPTY, [{}, EVERYTHING, dict(key_mask="own")]))
 def test_sizes_of_zero(sizes, options, device, backend, poison):
     lacks = ("softcap", "dropout") if backend == "cpu" else ()
     case = Case("zero", **sizes, **{name: x for name, x in options.items() if name not in lacks})
@@ -220,18 +218,13 @@ def test_a_dimension_of_one_element_does_not_change_the_order(device, backend):
 def test_lower_ranks_are_one_head_and_one_batch(device, backend):
     query, key, value = (torch.randn(3, 1, 20, 16, device=device) for _ in range(3))
     mask, key_mask = torch.rand(3, 20, 20, device=device) < 0.7, torch.rand(3, 20, device=device) < 0.7
-    want, want_lse = fa.attention(
-        query, key, value, mask=mask[:, None], key_mask=key_mask, return_lse=True, backend=backend
-    )
-    out, lse = fa.attention(
-        query[:, 0], key[:, 0], value[:, 0], mask=mask, key_mask=key_mask, return_lse=True, backend=backend
-    )
+    options = dict(return_lse=True, backend=backend)
+    want, want_lse = fa.attention(query, key, value, mask=mask[:, None], key_mask=key_mask, **options)
+    out, lse = fa.attention(query[:, 0], key[:, 0], value[:, 0], mask=mask, key_mask=key_mask, **options)
     if (backend, device) == ("naive", "cuda"):
         pytest.skip("cuBLAS sums one head in another order")
     same([out, lse], [want[:, 0], want_lse[:, 0]])
-    out, lse = fa.attention(
-        *(x[1, 0] for x in (query, key, value)), mask=mask[1], key_mask=key_mask[1], return_lse=True, backend=backend
-    )
+    out, lse = fa.attention(*(x[1, 0] for x in (query, key, value)), mask=mask[1], key_mask=key_mask[1], **options)
     same([out, lse], [want[1, 0], want_lse[1, 0]])
 
 

@@ -44,9 +44,8 @@ def test_pairs_of_options(case, device, backend, poison, tiles):
 
 @pytest.mark.parametrize("page", [None, 4, 16])
 def test_memory_past_a_length_changes_no_bit(page, device, backend):
-    arguments = Cached("beyond", page=page, new=2, Sq=2, sinks=True, dtype=torch.float16, lengths=(0, 17), Hq=2).draw(
-        device
-    )
+    case = Cached("beyond", page=page, new=2, Sq=2, sinks=True, dtype=torch.float16, lengths=(0, 17), Hq=2)
+    arguments = case.draw(device)
     clean = {name: arguments[name].nan_to_num(0.0).clone() for name in ("key_cache", "value_cache")}
     got, want = (
         fa.attention_decode(**{**arguments, **changed}, return_lse=True, return_weights=True, backend=backend)
@@ -84,9 +83,8 @@ def test_sizes_of_zero(shape, sink, device, backend, poison):
     if sink:
         given["sinks"] = torch.ones(Hq, device=device)
     query = torch.randn(B, Hq, Sq, 4, device=device)
-    out, lse, weights = fa.attention_decode(
-        query, *pool, **given, return_lse=True, return_weights=True, backend=backend
-    )
+    both = dict(return_lse=True, return_weights=True)
+    out, lse, weights = fa.attention_decode(query, *pool, **given, **both, backend=backend)
     assert out.shape == (B, Hq, Sq, 8) and lse.shape == (B, Hq, Sq)
     assert weights.shape == (B, Hq, Sq, sizes["n"] * page if paged else sizes["C"])
     assert not out.any() and not weights.any() and (lse == (1.0 if sink else float("-inf"))).all()

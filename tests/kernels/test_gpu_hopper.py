@@ -19,7 +19,6 @@ from fusedattn.testing.compare import INPUTS
 from .. import cases, sample
 from ..cases import Case
 from ..close import assert_case
-from ..conftest import INTERPRETED
 from .test_gpu import HALF, LENGTHS, of_lengths, reaches_far, replays_on_new_values
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
@@ -31,13 +30,11 @@ VALUES = {width: 128 if width == IN_PARTS else width for width in HOPPER}  # col
 
 
 @pytest.fixture
-def cuda():
+def cuda(cuda):
     """Return the device "cuda"; skip the test unless it is a GPU of compute capability 9.0."""
-    if INTERPRETED or not torch.cuda.is_available():
-        pytest.skip("needs a GPU, and TRITON_INTERPRET unset")
     if (found := torch.cuda.get_device_capability()) != (9, 0):
         pytest.skip(f"needs compute capability 9.0, not {found[0]}.{found[1]}")
-    return "cuda"
+    return cuda
 
 
 @pytest.fixture

@@ -11,19 +11,10 @@ from .. import sample
 from ..cases import Case
 from ..close import assert_case
 from ..sequences import attention_varlen, offsets
-from .test_gpu import HALF, captured
+from .test_gpu import HALF, LARGE, captured
 
 pytestmark = pytest.mark.gpu
-LARGE = {
-    "plain": {},
-    "causal": dict(causal=True),
-    "window": dict(window=(100, 50)),
-    "masks": dict(mask="batch", key_mask="own", query_mask="own"),
-    "bias of pairs": dict(bias="pairs", dropout=0.17),
-    "bias over batch": dict(bias="heads", sinks=True, causal=True),
-    "bias of keys": dict(bias="keys"),
-    "slopes": dict(alibi="own", softcap=30.0, grads="out, lse and weights"),
-}
+CALLS = {"plain": {}, "causal": dict(causal=True), "window": dict(window=(100, 50)), **LARGE}
 
 
 def draw(rows, keys, cuda, heads=(4, 2), dim=64, dtype=torch.bfloat16):
@@ -33,11 +24,11 @@ def draw(rows, keys, cuda, heads=(4, 2), dim=64, dtype=torch.bfloat16):
     return *inputs, torch.randn(shapes[0], device=cuda, dtype=dtype), offsets(rows, cuda), offsets(keys, cuda)
 
 
-@pytest.mark.parametrize("name, dim", sample.checkered(LARGE, [64, 128]))
+@pytest.mark.parametrize("name, dim", sample.checkered(CALLS, [64, 128]))
 def test_options_in_many_tiles(name, dim, cuda, poison):
     rows, keys = (457, 0, 130, 1, 256), (333, 12, 571, 0, 256)
     sizes = dict(B=5, Hq=4, Hkv=2, Sq=457, Sk=571, D=dim, Dv=dim, dtype=HALF[len(name) % 2])
-    case = Case(name)._replace(**sizes, **LARGE[name])
+    case = Case(name)._replace(**sizes, **CALLS[name])
     for backend in ("triton", None):  # None: on compute capability 9.0 the Hopper kernels, if they support the options
         assert_case(case, cuda, attention_varlen(rows, keys, backend), lengths=(rows, keys))
 

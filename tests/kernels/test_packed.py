@@ -137,18 +137,10 @@ def test_maximum_lengths_are_optional(backend, device):
 )
 def test_empty_sequences(rows, keys, backend, device, poison):
     query, key, value, grad = draw_packed(rows, keys, device)
-    results = fa.attention_varlen(
-        *(query, key, value, offsets(rows, device), offsets(keys, device)),
-        return_lse=True,
-        return_weights=True,
-        backend=backend,
-    )
-    out, lse, weights = results
-    assert (
-        out.shape == grad.shape
-        and lse.shape == (4, sum(rows))
-        and weights.shape == (4, sum(rows), max(keys, default=0))
-    )
+    cu, options = (offsets(rows, device), offsets(keys, device)), dict(return_lse=True, return_weights=True)
+    out, lse, weights = fa.attention_varlen(query, key, value, *cu, **options, backend=backend)
+    assert out.shape == grad.shape and lse.shape == (4, sum(rows))
+    assert weights.shape == (4, sum(rows), max(keys, default=0))
     assert not out.any() and (lse == float("-inf")).all()
     for x, found in zip((query, key, value), torch.autograd.grad(out, (query, key, value), grad), strict=True):
         assert found.shape == x.shape and not found.any()

@@ -27,17 +27,11 @@ hopper = pytest.importorskip("fusedattn.launch.hopper_forward", reason="needs Gl
 
 CAUSAL = dict(causal=True)
 COVERED = {
-    "full": {},
-    "causal": dict(causal=True),
-    "top left": dict(causal=True, align="top_left"),
-    "window": dict(window=(300, 0)),
-    "narrow window": dict(window=(4, 4)),
-    "one side": dict(window=(None, 5)),
-    "lse": dict(return_lse=True),
-    "weights": dict(return_weights=True),
-    "scale": dict(scale=0.3),
+    "full": {}, "causal": dict(causal=True), "top left": dict(causal=True, align="top_left"),
+    "window": dict(window=(300, 0)), "narrow window": dict(window=(4, 4)), "one side": dict(window=(None, 5)),
+    "lse": dict(return_lse=True), "weights": dict(return_weights=True), "scale": dict(scale=0.3),
     "float16": dict(dtype=torch.float16),
-}
+}  # fmt: skip
 # {D: (the backward, the deterministic backward)}
 BACKWARDS = dict.fromkeys((64, 128), ("hopper_bwd", "hopper_bwd_deterministic"))
 BACKWARDS |= {256: ("hopper_bwd_ds",) * 2, 512: ("hopper_bwd_wide",) * 2}
@@ -114,7 +108,6 @@ OTHERS = {  # (inputs, options, backend of the call, reason against the preferre
     },
 }
 
-
 LONG = [torch.empty(1, 8, 4096, 100, dtype=torch.bfloat16, device="meta") for _ in range(3)]
 SLICED = [x.new_empty(1, 8, 4096, 65)[..., 1:] for x in LONG]
 
@@ -129,18 +122,14 @@ def test_copies_are_made_where_rows_see_many_keys(inputs, options, taken):
 
 
 OF_SCORES = {
-    "softcap": dict(softcap=3.0),
-    "sinks": dict(sinks=torch.ones(8, device="meta")),
-    "slopes": dict(alibi_slopes=torch.ones(8, device="meta")),
+    "softcap": dict(softcap=3.0), "scale": dict(scale=0.0), "dropout": dict(dropout_p=0.1, seed=1),
+    "sinks": dict(sinks=torch.ones(8, device="meta")), "slopes": dict(alibi_slopes=torch.ones(8, device="meta")),
     "query mask": dict(query_mask=torch.ones(2, 300, dtype=torch.bool, device="meta")),
     "mask": dict(mask=torch.ones(300, 300, dtype=torch.bool, device="meta")),
     "key mask": dict(key_mask=torch.ones(2, 300, dtype=torch.bool, device="meta")),
-    "scale": dict(scale=0.0),
-    "dropout": dict(dropout_p=0.1, seed=1),
     "bias": dict(bias=torch.empty(8, 304, 304, dtype=torch.bfloat16, device="meta")[None, :, :300, :300]),
     "bias of rows": dict(bias=torch.empty(300, 1, device="meta")),
-}
-
+}  # fmt: skip
 
 OFFSETS, LONG_SEQUENCE = ("cu_seqlens_q", "cu_seqlens_k"), torch.tensor([0, 32768], dtype=torch.int32)
 SOFTCAP_DROPOUT = OF_SCORES["softcap"] | OF_SCORES["dropout"]
@@ -244,7 +233,6 @@ def test_graphs_of_sizes_that_depend_on_data_take_it(axis, monkeypatch):
 
     inputs = [torch.randn(5, 4, 7, 64, dtype=torch.bfloat16) for _ in range(3)]
     with absent.gpu(90), torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        torch._dynamo.reset()
         for count in (3, 2, 0):
             kept = torch.arange(inputs[0].shape[axis]) < count
             out = torch.compile(attend, backend=backend, fullgraph=True)(*inputs, kept)

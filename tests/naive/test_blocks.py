@@ -71,9 +71,7 @@ def test_blocks_change_nothing_but_rounding(case, cache, budget, monkeypatch):
         assert_close(got, tensors, options, case.grads)
 
 
-@pytest.mark.parametrize(
-    ("options", "part"), [({}, 1.0), (dict(causal=True), 0.6), (dict(window=(64, 0)), 0.2)], ids=str
-)
+@pytest.mark.parametrize("options, part", [({}, 1.0), (dict(causal=True), 0.6), (dict(window=(64, 0)), 0.2)], ids=str)
 def test_no_score_is_computed_that_no_row_of_a_block_sees(computed, options, part):
     fa.attention(*draw(1, 2, 1024, 8), backend="naive", **options)
     assert sum(x["shape"].numel() for x in computed) <= part * 2 * 1024**2

@@ -142,9 +142,8 @@ def _hopper_table():
             yield Row("hopper", 90, "bf16", width, variant, forms[index], (index, len(forms)))
             if forms[-1].warpgroups > 2 and variant in BY_HOPPER and not heavy:
                 yield Row("hopper", 90, "bf16", width, variant, forms[-1], (len(forms) - 1, len(forms)))
-    stored = {
-        width: tile_table.BACKWARDS[name][width] for name, width in zip(tile_table.STORED, (256, 512), strict=True)
-    }
+    of_stored = zip(tile_table.STORED, (256, 512), strict=True)
+    stored = {width: tile_table.BACKWARDS[name][width] for name, width in of_stored}
     for kernel, rows in (tile_table.BACKWARDS | dict.fromkeys(tile_table.PRODUCTS, stored)).items():
         for width, (form, *others) in rows.items():
             seldom = kernel in ("hopper_bwd_deterministic", *tile_table.PRODUCTS)  # no other code for windows
@@ -165,14 +164,7 @@ def _hopper_table():
 def _packed_table(capability):
     """Yield the Rows (kernels to compile) of packed sequences, a few, as their loops are those of padded calls."""
     yield Row("fill_slots", capability, "bf16", 128, "packed", tile_table.Tile(64, None, 4, 1), (0, 1))
-    for kernel, width in (
-        ("forward", 64),
-        ("forward", 128),
-        ("one_pass", 64),
-        ("one_pass", 128),
-        ("dq", 256),
-        ("dkdv", 256),
-    ):
+    for kernel, width in (*itertools.product(("forward", "one_pass"), (64, 128)), ("dq", 256), ("dkdv", 256)):
         tiles = tile_table.tiles_for(kernel, capability, 2, width)
         yield Row(kernel, capability, "bf16", width, "packed", tiles[0], (0, len(tiles)))
     for kernel in ("block_mask", "tile_lists"):

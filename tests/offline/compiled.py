@@ -52,34 +52,24 @@ VARIANTS = {  # fields of a Call that a variant adds to `full`
     "masked": dict(mask=_meta(BATCH, 1, LENGTH, LENGTH)),
     "dropout": dict(dropout_p=0.1, seed=_meta(1, dtype=torch.int64)),
     "biased": dict(bias=_meta(1, HEADS, LENGTH, LENGTH, dtype=torch.bfloat16)),
-    "everything": dict(
-        left=100,
-        right=10,
-        mask=_meta(BATCH, 1, LENGTH, LENGTH),
-        key_mask=_meta(BATCH, LENGTH),
-        query_mask=_meta(BATCH, LENGTH),
-        bias=_meta(BATCH, HEADS, LENGTH, LENGTH, dtype=torch.bfloat16),
-        alibi_slopes=_meta(1, HEADS, dtype=torch.float32),
-        sinks=_meta(1, HEADS, dtype=torch.float32),
-        softcap=30.0,
-        dropout_p=0.1,
-        seed=_meta(1, dtype=torch.int64),
-    ),
 }
+_ALL_OPTIONS = VARIANTS["masked"] | VARIANTS["dropout"] | dict(left=100, right=10, softcap=30.0)
+_ALL_OPTIONS |= dict(key_mask=_meta(BATCH, LENGTH), query_mask=_meta(BATCH, LENGTH))
+_ALL_OPTIONS |= dict(bias=_meta(BATCH, HEADS, LENGTH, LENGTH, dtype=torch.bfloat16))
+_ALL_OPTIONS |= {name: _meta(1, HEADS, dtype=torch.float32) for name in ("alibi_slopes", "sinks")}
+VARIANTS["everything"] = _ALL_OPTIONS
 VARIANTS["bias keys"] = dict(bias=_meta(1, HEADS, 1, LENGTH, dtype=torch.bfloat16))
 VARIANTS["bias rows"] = dict(bias=_meta(1, HEADS, LENGTH, 1, dtype=torch.bfloat16))
 _OFFSETS = dict(cu_seqlens_q=_meta(9, dtype=torch.int32), cu_seqlens_k=_meta(9, dtype=torch.int32))
 VARIANTS |= {
     "packed": _OFFSETS,
     "packed all": _OFFSETS
-    | VARIANTS["everything"]
+    | _ALL_OPTIONS
     | dict(mask=_meta(8, 1, LENGTH, LENGTH), bias=_meta(8, 1, LENGTH, LENGTH, dtype=torch.bfloat16))
     | dict(key_mask=_meta(1, LENGTH), query_mask=_meta(1, LENGTH), max_seqlen_q=LENGTH, max_seqlen_k=LENGTH),
 }
-VARIANTS |= dict(
-    scale=dict(scale=-0.1), partial=dict(partial=True), splits={}
-)  # splits: few heads, so that programs share the keys of a row
-_ALL_OPTIONS = VARIANTS["everything"]
+# splits: few heads, so that programs share the keys of a row
+VARIANTS |= dict(scale=dict(scale=-0.1), partial=dict(partial=True), splits={})
 # options of the Hopper forward
 BY_HOPPER = "biased", "dropout", "softcap", "alibi_slopes", "sinks", "query_mask", "key_mask", "masked"
 VARIANTS |= {name: {name: _ALL_OPTIONS[name]} for name in BY_HOPPER if name in _ALL_OPTIONS}

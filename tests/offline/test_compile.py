@@ -95,16 +95,9 @@ def test_a_row_over_its_budget_is_named_and_fails(monkeypatch, capsys):
     assert "128x128 w4 s1" in capsys.readouterr().out.splitlines()[-1]
 
 
-GOOD = compiling.Report(
-    registers=200,
-    spills=0,
-    shared=98304,
-    serialized=False,
-    counts=dict.fromkeys(compiling.INSTRUCTIONS, 0) | dict(wgmma=36),
-    loop=None,
-    seconds=1.0,
-    asm={},
-)
+COUNTS = dict.fromkeys(compiling.INSTRUCTIONS, 0) | dict(wgmma=36)
+FIELDS = dict(registers=200, spills=0, shared=98304, serialized=False, counts=COUNTS, loop=None, seconds=1.0, asm={})
+GOOD = compiling.Report(**FIELDS)
 
 
 @pytest.mark.parametrize(
@@ -127,12 +120,8 @@ def test_faults_of_a_universal_kernel(change, said):
 
 STEP = QK, PV, LEAVE_ONE, *[EXP2] * 34, LEAVE_NONE, "@P0 BRA 0x0"
 LONGER = (*STEP, *["NOP"] * 2), (*STEP, *["NOP"] * 3)
-ON_HOPPER = GOOD._replace(
-    registers=168,
-    loops=(STEP, STEP),
-    asked=frozenset({24, 120, 240, 256}),
-    copied=frozenset({"UTMALDG", "UTMASTG"}),
-)
+ON_HOPPER = GOOD._replace(registers=168, loops=(STEP, STEP), asked=frozenset({24, 120, 240, 256}))
+ON_HOPPER = ON_HOPPER._replace(copied=frozenset({"UTMALDG", "UTMASTG"}))
 
 
 @pytest.mark.parametrize(

@@ -150,7 +150,6 @@ HAZARDS = {  # function: [(code, number of findings)]
     ],
 }
 
-
 ROWS = [pytest.param(find, *row, id=find.__name__) for find, rows in HAZARDS.items() for row in rows]
 
 

@@ -1,14 +1,6 @@
 """Fixtures of the tests of operators."""
 
 import pytest
-import torch
-
-
-@pytest.fixture
-def fresh():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.fixture(params=["triton", "cpu"])

@@ -12,7 +12,6 @@ from ..inside import same
 
 pytestmark = [pytest.mark.matrix, pytest.mark.filterwarnings("ignore")]
 
-
 BACKENDS = "triton", None  # one package has both backends, because compiling takes most of the time
 
 

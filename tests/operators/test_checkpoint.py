@@ -60,7 +60,6 @@ def test_what_is_kept_by_name_is_not_computed_again(name, compiled, device, laun
     options = {key: x.to(device) if isinstance(x, torch.Tensor) else x for key, x in KEPT[name].items()}
     step, inputs = functools.partial(attend, "triton", options), draw(device, requires_grad=True)
     kept, want = kept_by_name(step), graded(step, inputs)
-    torch._dynamo.reset()
     if compiled:
         kept = torch.compile(kept, backend="aot_eager", fullgraph=True)
     for _ in range(2):

@@ -85,7 +85,6 @@ DRAWS["packed bias"] = lambda: DRAWS["packed tokens"]()._replace(
     bias=torch.randn(3, 1, 3, 4), sinks=torch.randn(1, HQ), softcap=2.0
 )
 
-
 INPUTS = (True, True, True, False, False, False)
 BIAS_OF_PAIRS = (True, False, False), (False, True, False, True, True, False)
 # {name: (name in DRAWS, need_lse, need_weights, save, and for some (incoming gradients, wanted ones))}

@@ -36,9 +36,8 @@ def of_sequences(rows, apart, device):
     starts = torch.stack([starts, starts + 1], 1)[:, 0] if apart else starts
 
     def results(backend):
-        out = fa.attention_varlen(
-            *inputs, starts, ends, causal=True, backend="naive" if backend == "eager" else backend
-        )
+        backend = "naive" if backend == "eager" else backend
+        out = fa.attention_varlen(*inputs, starts, ends, causal=True, backend=backend)
         return out, *torch.autograd.grad(out, inputs, incoming)
 
     return results

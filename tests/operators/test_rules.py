@@ -17,7 +17,6 @@ from ..sequences import offsets
 OPERATORS = torch.ops.fusedattn
 B, HQ, HKV, SQ, SK, D, DV, TQ, TK = 2, 4, 2, 3, 5, 8, 6, 7, 9
 
-
 LONGEST = dict(max_seqlen_q=4, max_seqlen_k=4)
 OFFSETS = dict(cu_seqlens_q=offsets((3, 0, 4)), cu_seqlens_k=offsets((2, 3, 4)))
 HEADS = dict(alibi_slopes=ones(1, HQ), sinks=ones(1, HQ))

@@ -24,7 +24,7 @@ def backend(request, device):
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.one_in(4)
-def test_compile_whole_graph_forward_and_backward(name, device, backend, fresh):
+def test_compile_whole_graph_forward_and_backward(name, device, backend):
     def step(query, key, value, options, backend=backend):
         return by(backend)(query, key, value, return_lse=True, return_weights=True, **options)
 
@@ -42,8 +42,7 @@ def test_compile_whole_graph_forward_and_backward(name, device, backend, fresh):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_compile_does_not_recompile_for_each_length(device, fresh):
-    torch._dynamo.utils.counters.clear()
+def test_compile_does_not_recompile_for_each_length(device):
     step = torch.compile(
         lambda *x: fa.attention(*x, causal=True, backend="triton"), fullgraph=True, dynamic=True, backend="aot_eager"
     )
@@ -53,9 +52,8 @@ def test_compile_does_not_recompile_for_each_length(device, fresh):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
 
 
-def test_compiled_dropout_knows_no_lengths(fresh):
+def test_compiled_dropout_knows_no_lengths():
     """Dropout is not compiled again for lengths that are multiples of 16, the size of its blocks of random bits."""
-    torch._dynamo.utils.counters.clear()
     step = torch.compile(lambda x: fa.attention(x, x, x, dropout_p=0.3), fullgraph=True, backend="eager")
     for length in (16, 32, 48, 64, 96, 128, 176, 33, 47, 5):
         assert step(torch.randn(1, 2, length, 16)).shape == (1, 2, length, 16)
@@ -77,7 +75,6 @@ def test_an_export_of_dropout_takes_any_lengths():
 
 
 OPEN = {0: torch.export.Dim("batch", min=2, max=64), 1: torch.export.Dim("length", min=2, max=4096)}
-
 
 EXPORTED = {  # {name: (options of a module, True if it returns weights)}; narrow heads differentiate few keys otherwise
     "softcap": (dict(num_heads=4, num_kv_heads=2, softcap=3.0), True),
@@ -119,7 +116,7 @@ def test_a_checkpoint_may_keep_products(backend, dropout_p):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_compile_sees_use_backend(device, fresh):
+def test_compile_sees_use_backend(device):
     inputs = draw(device)
     step = torch.compile(lambda *x: fa.attention(*x), fullgraph=True, backend="aot_eager")
     with fa.use_backend("triton"):
@@ -137,7 +134,7 @@ def test_compile_sees_use_backend(device, fresh):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
-def test_a_gradient_penalty_of_a_compiled_call_raises_or_is_right(compiler, device, fresh):
+def test_a_gradient_penalty_of_a_compiled_call_raises_or_is_right(compiler, device):
     query, key, value = draw(device, requires_grad=True)
 
     def penalty(function):
@@ -153,7 +150,7 @@ def test_a_gradient_penalty_of_a_compiled_call_raises_or_is_right(compiler, devi
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_what_eager_calls_have_learned_compiles_nothing_anew(device, fresh):
+def test_what_eager_calls_have_learned_compiles_nothing_anew(device):
     inputs = draw(device)
     graphs, compiler = [], lambda graph, _: graphs.append(1) or graph
     step = torch.compile(lambda *x: fa.attention(*x, backend="triton"), fullgraph=True, backend=compiler)
@@ -164,7 +161,7 @@ def test_what_eager_calls_have_learned_compiles_nothing_anew(device, fresh):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_scale_that_varies_compiles(device, backend, fresh):
+def test_a_scale_that_varies_compiles(device, backend):
     inputs = draw(device)
     attend = lambda scale: fa.attention(*inputs, scale=scale, backend=backend)  # noqa: E731
     step = torch.compile(attend, fullgraph=True, backend="eager")

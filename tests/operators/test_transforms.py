@@ -120,7 +120,7 @@ SECOND = {
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("transform", "name", "compiler"), product(COMPILED, SOME, ("eager", "aot_eager"))[::11])
 @pytest.mark.one_in(6)
-def test_transforms_inside_of_compiled_functions(transform, name, compiler, backend, device, fresh):
+def test_transforms_inside_of_compiled_functions(transform, name, compiler, backend, device):
     options, inputs = OPTIONS[name](SQ, SK, device), _draw(device, torch.float32)
     total = _total(backend, options, torch.float32)
 
@@ -134,7 +134,7 @@ def test_transforms_inside_of_compiled_functions(transform, name, compiler, back
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("transform", "name"), product(AROUND, SOME)[::5])
 @pytest.mark.one_in(4)
-def test_transforms_of_compiled_functions(transform, name, backend, device, fresh):
+def test_transforms_of_compiled_functions(transform, name, backend, device):
     options, inputs = OPTIONS[name](SQ, SK, device), _draw(device, torch.float32)
     total = _total(backend, options, torch.float32)
     compiled = torch.compile(total, fullgraph=True, backend="eager")

@@ -20,7 +20,7 @@ LAYER = drop_in.convert(torch.nn.TransformerEncoderLayer(2 * D, 4, 64, dropout=0
 
 
 @pytest.fixture(autouse=True)
-def _dynamic(fresh):
+def _dynamic():
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         yield
 

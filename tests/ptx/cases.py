@@ -149,6 +149,7 @@ _PACKED_HEADS = _TOGETHER | dict(causal=True, align="top_left", Hq=4, Hkv=2, D=8
 _CAPPED = dict(softcap=5.0, scale=-0.4, sinks=True, dtype=FP16)
 _BIASED = dict(bias="pairs", alibi="own", window=(90, 20), key_mask="own", B=2, Hq=4, Hkv=2, Sk=304)
 _DROPPED = dict(dropout=0.3, alibi="own", sinks=True, window=(90, 20), key_mask="own", B=2, Hq=4, Hkv=2, Sk=300)
+_ROW_SUMS = dict(bias="rows", alibi="own", sinks=True, grads="out and lse")
 _LATENT, _WIDE_HEADS = dict(D=192, Dv=128), dict(D=256, B=2, Hq=4, Hkv=2, Sk=208)
 _ON_HOPPER = dense(
     *(
@@ -182,10 +183,7 @@ _ON_HOPPER = dense(
             ("bias of keys, cap D256", dict(bias="keys", softcap=5.0, D=256, **SHORT | dict(Sk=104))),
             ("bias of rows, a repeated call", dict(bias="rows", times=3)),
             ("bias of rows, sinks D128 causal", dict(bias="rows", sinks=True, causal=True, B=2, **WIDE)),
-            (
-                "bias of rows, slopes, packed",
-                _TOGETHER | dict(bias="rows", alibi="own", sinks=True, grads="out and lse"),
-            ),
+            ("bias of rows, slopes, packed", _TOGETHER | _ROW_SUMS),
             ("bias of rows, cap D128, two passes", dict(bias="rows", softcap=5.0, key_mask="own", **WIDE | TWO)),
             ("bias of rows D192 Dv128 fp16", _LATENT | dict(bias="rows", dtype=FP16, grads="out and lse", **SHORT)),
             ("bias of rows, packed D256", _TOGETHER | dict(bias="rows", causal=True, sinks=True, D=256)),
@@ -257,8 +255,6 @@ _ON_HOPPER = dense(
         )
     )
 )
-
-
 _MANY = dict(bias="heads", softcap=5.0, alibi="own", sinks=True, dropout=0.2, key_mask="own", mask="pairs")
 _TANGENTS = dense(
     *(
@@ -342,23 +338,14 @@ def _decode():
         yield Entry(Cached("")._replace(**fields | dict(name=f"decode: {name}")), backend, far=far)
 
 
-ENTRIES = {
-    entry.name: entry
-    for group in (_PLAIN, _BANDS, _OPTIONS, _WIDE, _PACKED, _decode(), _ON_HOPPER, _TANGENTS)
-    for entry in group
-}
+_ALL = itertools.chain(_PLAIN, _BANDS, _OPTIONS, _WIDE, _PACKED, _decode(), _ON_HOPPER, _TANGENTS)
+ENTRIES = {entry.name: entry for entry in _ALL}
 # Each option of calls and of caches, with wide heads.
 _ALONE = dict(plan=dict(mask="pairs", plan=True), packed=dict(B=3, lengths=((40, 0, 17), (30, 20, 60))))
-WIDE_HEADS = [
-    *(Entry(case._replace(**_TINY)) for case in cases.WIDE),
-    *dense(
-        *(
-            (f"{name}, D {D} Dv {Dv}", _TINY | dict(D=D, Dv=Dv) | fields)
-            for (D, Dv), (name, fields) in itertools.product(cases.WIDTHS, _ALONE.items())
-        )
-    ),
-    *(Entry(case._replace(name=f"decode: {case.name}")) for case in caches.WIDE),
-]
+WIDE_HEADS = [Entry(case._replace(**_TINY)) for case in cases.WIDE]
+for (D, Dv), (name, fields) in itertools.product(cases.WIDTHS, _ALONE.items()):
+    WIDE_HEADS += dense((f"{name}, D {D} Dv {Dv}", _TINY | dict(D=D, Dv=Dv) | fields))
+WIDE_HEADS += [Entry(case._replace(name=f"decode: {case.name}")) for case in caches.WIDE]
 # `make test` executes these: both backwards, each kernel, and each kind of instruction.
 FEW = (
     *("plain D64", "window, two passes", "dropout under a key mask", "bias over batch (dbias)", "packed causal"),

@@ -35,7 +35,6 @@ ret;
 }}
 """
 
-
 FOUR = "{%r1, %r2, %r3, %r4}"
 # Threads have 16 bytes each: %r0 is their address in shared memory, %d1 in x, %d2 in out.
 ROW = "shl.b32 %r0, %t, 4; cvt.u64.u32 %d0, %r0; add.u32 %r0, %r0, %smem;"

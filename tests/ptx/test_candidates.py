@@ -47,9 +47,8 @@ def executed(candidate, entry, capability=90):
 
 def loads(outcome):
     """Return {kernel: True if it loads tiles by TMA} of the launched kernels."""
-    return {
-        x.name: "cp.async.bulk.tensor.4d.shared::cta.global" in x.kernel.asm["ptx"] for x in outcome.device.launches
-    }
+    copy = "cp.async.bulk.tensor.4d.shared::cta.global"
+    return {x.name: copy in x.kernel.asm["ptx"] for x in outcome.device.launches}
 
 
 @pytest.mark.matrix

@@ -89,7 +89,7 @@ def test_a_product_of_a_warpgroup(span, left, across):
     assert not str(report)
 
 
-COMMIT, WAIT = "wgmma.commit_group.sync.aligned;", "wgmma.wait_group.sync.aligned 0;"
+WAIT = "wgmma.wait_group.sync.aligned 0;"
 FIRST = "setp.eq.u32 %p0, %t, 0; @%p0"
 HAZARDS = {  # name: (reported kind, text of the kernel, its replacement, mark of the reported line)
     "no proxy fence": ("async", "fence.proxy.async.shared::cta;", "", "// product"),

@@ -323,9 +323,8 @@ def test_bits_do_not_depend_on_other_sequences(monkeypatch):
     for total in (560, 300):
         ends = torch.tensor([0, 280, total], dtype=torch.int32)
         with gpu(90):
-            results.append(
-                fa.attention_varlen(*(x[:total] for x in tensors), ends, ends, return_lse=True, backend="hopper")
-            )
+            inputs = [x[:total] for x in tensors]
+            results.append(fa.attention_varlen(*inputs, ends, ends, return_lse=True, backend="hopper"))
     (out, lse), (beside, lse_beside) = results
     assert torch.equal(out[:280], beside[:280]) and torch.equal(lse[:, :280], lse_beside[:, :280])
 

@@ -137,7 +137,7 @@ def test_a_copy_is_there_when_its_group_was_waited_for(wait, there):
 
 # The registers of a lane (group g, member m) by the PTX manual: of A and C (row, column), of B (column, row).
 g, m = np.divmod(np.arange(32)[:, None], 4)
-PAIRS, FOURS, TWOS, ONES = np.arange(8), np.arange(4), np.arange(2), np.arange(4)
+PAIRS, FOURS, TWOS = np.arange(8), np.arange(4), np.arange(2)
 OF_16 = (
     (g + PAIRS // 2 % 2 * 8, m * 2 + PAIRS % 2 + PAIRS // 4 * 8),
     (g + FOURS * 0, m * 2 + FOURS % 2 + FOURS // 2 * 8),

@@ -23,15 +23,11 @@ from . import calls
 from .cases import ENTRIES
 from .report import Fault
 
-SPAN, TILES, SCORES, MASKS = (f"vocabulary/{name}.py" for name in ("span", "memory", "scores", "masks"))
+VOCABULARY = "span", "memory", "scores", "masks", "row_sums"
+SPAN, TILES, SCORES, MASKS, SUMS = (f"vocabulary/{name}.py" for name in VOCABULARY)
 RING, HOPPER, PRODUCER, WAY_BACK = (f"hopper/{name}.py" for name in ("ring", "forward", "producer", "backward"))
-PAIRS, PLAIN, LONG, ONE_ROW, MANY = (
-    "mask of pairs",
-    "plain D64",
-    "hopper long",
-    "hopper one row",
-    "hopper many blocks a program",
-)
+PAIRS, PLAIN, LONG, ONE_ROW = "mask of pairs", "plain D64", "hopper long", "hopper one row"
+MANY, BIAS_OF_ROWS = "hopper many blocks a program", "hopper bias of rows, sinks D128 causal"
 BITS, HEADS_BITS = "hopper mask, causal D128", "hopper mask, key mask, slopes"
 SPLITS, SINKS = "hopper empty splits, causal D128", "hopper sinks, packed"
 HIDDEN = "hopper sinks, query mask D256"
@@ -53,14 +49,7 @@ UNSEEN = (
     ("a split left out", "combine.py", "rows * splits", "rows * splits - rows", "decode: cache, split and merged", 90),
     ("sums of two sequences", SPAN, "ROWS + plane.batch + block", "ROWS + block", "hopper packed", 90),
     ("sinks without delta", "preprocess.py", "gradient.Row(row, delta,", "gradient.Row(row, dlse,", SINKS, 90),
-    (
-        "a bias without its sink",
-        "vocabulary/row_sums.py",
-        "ds + _of_sink",
-        "ds + 0 * _of_sink",
-        "hopper bias of rows, sinks D128 causal",
-        90,
-    ),
+    ("a bias without its sink", SUMS, "ds + _of_sink", "ds + 0 * _of_sink", BIAS_OF_ROWS, 90),
     ("hidden rows copied", "preprocess.py", "rows, exists, D)", "rows, rows < n, D)", HIDDEN, 90),
     ("hidden keys copied", "preprocess.py", "rows, exists, k_len", "rows, rows < k_len, k_len", LISTED_KEYS, 90),
     ("a slot too few", "sequences.py", "tl.minimum(used, size)", "tl.minimum(used - 1, size)", "hopper packed", 90),
@@ -72,14 +61,7 @@ UNSEEN = (
     ("the other half of dq", WAY_BACK, "slice(g * PART, PART", "slice((1 - g) * PART, PART", "hopper causal D128", 90),
     ("four tiles of ds for one", WAY_BACK, "step % 2 * GROUPS", "step % 1 * GROUPS", "hopper causal D128", 90),
     ("bits in the wrong order", MASKS, "(shown[0] >> (c &", "(shown[0] >> (~c &", PAIRS, 80),
-    (
-        "a block in part taken for full",
-        "block_mask.py",
-        "where(cut, number, mark)",
-        "where(cut, FULL, mark)",
-        PAIRS,
-        80,
-    ),
+    ("a block in part taken for full", "block_mask.py", "cut, number, mark)", "cut, FULL, mark)", PAIRS, 80),
     ("the last ragged block", MASKS, "first < band.keys, band", "first + BLOCK <= band.keys, band", PAIRS, 90),
     ("the words of another block of keys", MASKS, "r, first + BLOCK, band", "r, first, band", PAIRS, 90),
     ("words of a mask by rows", "block_mask.py", "seen << bits[:, None], 0)", "seen << bits[None, :], 1)", BITS, 90),
@@ -94,7 +76,6 @@ KEYS, PAGES = "hopper key mask, causal", "decode: prefill D128, into pages"
 DROPPED = "hopper dropout, key mask"
 MIRRORED = "hopper mask, packed causal, two passes"
 BIASED, BIAS_OF_KEYS = "hopper bias, slopes, two passes", "hopper bias of keys, cap fp16"
-BIAS_OF_ROWS = "hopper bias of rows, sinks D128 causal"
 WAITED = "        ring.wait(tiles, at, pred=exists)\n"
 PARTS, WIDEST = "hopper causal D192 Dv128", "hopper D512 causal"
 RELEASED = "        ring.release(shared.q, step)\n"
@@ -266,11 +247,8 @@ def planted(file, text, becomes):
 
 def pytest_generate_tests(metafunc):
     if "becomes" in metafunc.fixturenames:
-        some = (
-            UNSEEN
-            + ON_HOPPER
-            + tuple((f"a tangent without {name}", *row, "tangent everything", 80) for name, *row in LACKING)
-        )
+        lacking = ((f"a tangent without {name}", *row, "tangent everything", 80) for name, *row in LACKING)
+        some = *UNSEEN, *ON_HOPPER, *lacking
         rows = sample.matrix(*(pytest.param(*row[1:], id=row[0].replace(" ", "_")) for row in some))
         metafunc.parametrize("file, text, becomes, name, capability", sample.planted(rows))
 
