@@ -211,6 +211,7 @@ def test_a_class_is_compiled_whole(kind):
 
 def test_recompilations_of_a_function_leave_others_theirs():
     """torch.compile counts recompilations by code object, so public functions must share none."""
+    functions = (fa.attention, Q, K, V), (fa.merge, Q, LSE, K, LSE + 1), (fa.reference.eager, Q, K, V)
     with torch._dynamo.config.patch(recompile_limit=1):
-        torch.compile(fa.attention, fullgraph=True, backend="eager")(Q, K, V)
-        torch.compile(fa.merge, fullgraph=True, backend="eager")(Q, LSE, K, LSE + 1)
+        for function, *inputs in (*functions, (fa.attention_varlen, *[PACKED] * 3, OFFSETS, OFFSETS)):
+            torch.compile(function, fullgraph=True, backend="eager")(*inputs)

@@ -115,7 +115,9 @@ def overridable(function: _Function) -> _Function:
                 return handle_torch_function(call, others, *args, **options)
         return function(*args, **options)
 
-    return cast(_Function, call)
+    made: Any = call  # with a code object of its own, by which torch.compile counts recompilations
+    made.__code__ = made.__code__.replace(co_name=function.__name__)
+    return cast(_Function, made)
 
 
 def in_memory(tensors: Iterable[Any]) -> bool:
