@@ -301,12 +301,12 @@ def forward(call: Call, save: bool) -> Result:
     if causal is not None and not (save and centre(call.value) is not None):
         less, everything = offset(call), Rectangle(0, call.query.shape[2], 0, call.key.shape[2], causal, biased)
         (query, key, value), shape, added = call[:3], call.query.shape, mask(call, everything, less)
-        large = not save and query.numel() > LARGE and key.shape[1] == shape[1]  # forward mode refuses views
-        each = call[:3] if added is None or not biased else (*call[:3], added)
-        apart = large and all(x.is_contiguous() and x.shape[:2] == shape[:2] for x in each)
+        tensors = call[:3] if call.bias is None else (*call[:3], call.bias)
+        large = not save and query.numel() > LARGE  # forward mode refuses views
+        apart = large and all(x.is_contiguous() and x.shape[:2] == shape[:2] for x in tensors)
         if apart:  # the kernel's output lies in memory as (B, S, H, D): with each head as a batch it needs no `arrange`
-            query, key, value = (x.view(-1, 1, *x.shape[2:]) for x in (query, key, value))
-            added = added.view(-1, 1, *added.shape[2:]) if biased and added is not None else added
+            query, key, value, *bias = (x.view(-1, 1, *x.shape[2:]) for x in tensors)
+            added = bias[0] if bias else added
         exact = is_exact(call, everything) if biased else is_few(call)
         out, lse = _without_hidden(*attend(query, key, value, causal, added, call.scale, exact), everything, added)
         if apart:

@@ -52,7 +52,7 @@ def is_part(call: Call, has_weights: bool) -> bool:
 
 
 def naive_forward(call: Call, backend: str) -> tuple[Tensor, Tensor, None, Tensor]:
-    """Return (output, lse, None, stats) by the naive path; stats as the kernels of a backend, which fail, have them."""
+    """Return (output, lse, None, stats) by the naive path, with stats as the kernels of a backend return."""
     rows = RowStats(*partial.forward(widened(call)), 1.0)
     largest, log2_sum = rows.stats.unbind(-1)
     return rows.out, rows.lse, None, torch.stack([largest / unit(call, backend), log2_sum], -1)
@@ -61,7 +61,7 @@ def naive_forward(call: Call, backend: str) -> tuple[Tensor, Tensor, None, Tenso
 def naive_backward(
     call: Call, backend: str, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, stats: Tensor, need: list[bool]
 ) -> list[Tensor | None]:
-    """Return gradients by the naive path, from such stats as `naive_forward` and the kernels of a backend return."""
+    """Return gradients by the naive path, from stats of `naive_forward` or of the kernels of a backend."""
     largest, log2_sum = stats.unbind(-1)
     stats = torch.stack([largest * unit(call, backend), log2_sum], -1)
     with autograd_inside(call.query.device):
