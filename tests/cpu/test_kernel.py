@@ -373,3 +373,15 @@ def test_memory_of_wide_heads_is_linear_in_the_sequence(dtype):
     """Inputs, output, gradients and what the backward holds grow by less than one score for each pair would take."""
     short, long = map(int, run_python("-c", PEAK, dtype).split())
     assert long - short < 6144 * 6144 * getattr(torch, dtype).itemsize
+
+
+@pytest.mark.parametrize("batch", [1, 64])
+def test_a_bias_in_a_large_call(batch):
+    """A large call is right, and has the same bits without gradients, when each head may become a batch."""
+    query, key, value = torch.randn(3, 64, 3, 49, 32)
+    bias = torch.randn(batch, 3, 49, 49)
+    bias[:, 0, 5] = -INFINITE  # a row that sees nothing
+    results = fa.attention(query, key, value, bias=bias, return_lse=True)
+    assert_like(results, lambda *x: fa.reference.eager(*x, bias=bias, return_lse=True), query, key, value)
+    query.requires_grad_()
+    assert all(map(torch.equal, fa.attention(query, key, value, bias=bias, return_lse=True), results))
