@@ -367,7 +367,7 @@ def test_threads_that_forget_at_once(monkeypatch, one_thread, impatient):
     most, threads = [], 4
 
     def work(number):
-        for again in range(20):
+        for again in range(12):
             length, options = 1 + (number + again) % 7, dict(causal=again % 2 == 0)
             x = torch.randn(1, 1, length, 8, generator=torch.Generator().manual_seed(length))
             inputs = [y.requires_grad_() for y in (x, x + 0.5, x - 0.5)]
