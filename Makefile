@@ -10,8 +10,8 @@ OTHERS := 3.6.0 3.9.0# the oldest and the newest Triton that we support
 COMPILED := $(addprefix tests/,ptx launch dispatch/test_launch_path.py cli/test_warmup.py offline/test_compile.py)
 INTERNALS := $(addprefix tests/,dispatch/test_launch_path.py launch/test_failures.py cli/test_warmup.py)
 # Calls that `make versions` executes by the compiled kernels of a version.
-CALLS_3.6.0 := window,_two_passes dropout_under_a_key_mask slopes sinks decode:_new_keys_in_pages hopper_D128 \
-	hopper_window hopper_causal_D256 hopper_packed_causal_D128 hopper_D512_causal
+CALLS_3.6.0 := slopes sinks decode:_new_keys_in_pages \
+	$(addprefix hopper_,D128 window causal_D256 packed_causal_D128 D512_causal)
 CALLS_3.9.0 := hopper_window hopper_packed_causal_D128
 CALLS_OF = $(CALLS_$(1):%='tests/ptx/test_calls.py::test_a_call_by_its_compiled_kernels[%-sm_90]')
 
