@@ -77,7 +77,7 @@ def checked_varlen(
     sizes = rules.Sizes(query.device, query.dtype, cu_seqlens_q.shape[0] - 1, query.shape[1], most_q, most_k)
     arguments = check_options(arguments._replace(key_mask=None, query_mask=None), sizes)
     marks = rules.marks_of(plan, sizes)
-    if marks and masks["key_mask"] is not None:  # it may hide keys of blocks that the plan shows as a whole
+    if marks and masks["key_mask"] is not None:  # it may hide keys in FULL blocks
         marks["block_mask"] = torch.where(marks["block_mask"] == FULL, SOME, marks["block_mask"])
     query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
     arguments = arguments._replace(query=query, key=key, value=value, **masks)
