@@ -39,8 +39,8 @@ def attention(
         query, key, value: (B, Hq, Sq, D), (B, Hkv, Sk, D), (B, Hkv, Sk, Dv), of float16, bfloat16, float32 or float64,
             any strides. Hq is a multiple of Hkv; query head h reads kv head h // (Hq // Hkv). Rank 3 (B, S, D) is one
             head, rank 2 (S, D) one head of one batch. Autocast casts them as in torch's SDPA. Nested tensors of
-            torch.jagged are (B, ragged, H, D) transposed to (B, H, ragged, D), with the same offsets for key and value;
-            options are then as in `attention_varlen`, key_mask, query_mask and results nested.
+            torch.jagged are (B, ragged, H, D) transposed to (B, H, ragged, D), with the same offsets for key and value.
+            They take the options of `attention_varlen`, but key_mask, query_mask and results are nested.
         mask: bool, True = may attend, of rank 2 or query's; broadcasts to (B, Hq, Sq, Sk). Or a `fusedattn.plan`.
             Hidden keys and values must be finite. GPU kernels skip blocks of pairs that a mask, or -inf, hides. A CPU
             skips only the keys before the first and after the last visible key of a block of rows.

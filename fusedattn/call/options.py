@@ -48,9 +48,9 @@ class Plan(NamedTuple):
 
     block_mask (1 or B, 1 or Hq, blocks of queries, blocks of keys), int16 or int32, has an entry for each 64 x 64
     pairs: 0 if no pair is visible, 1 if all are, 2 if key_mask hides some, or the index of the block in mask_bits.
-    mask_bits (n, 64), int64, has a bit for each pair of a partly visible block. Equal blocks are kept once. Without a
-    mask of pairs it is None. key_mask and query_mask are the caller's tensors, which must not change. shape is
-    (B, Hq, Sq, Sk) of the calls, or 1 where the masks broadcast.
+    mask_bits (n, 64), int64, has a bit for each pair of a partly visible block. Equal blocks are kept once.
+    mask_bits is None without a mask of pairs. key_mask and query_mask are the caller's tensors, which must not change.
+    shape is (B, Hq, Sq, Sk) of the calls, or 1 where the masks broadcast.
     """
 
     block_mask: Tensor | None
@@ -96,7 +96,7 @@ class Origin(NamedTuple):
     """Position of a call's rows, keys and heads in a larger call that is split over processes.
 
     causal, window and alibi_slopes align row i with key i + `diagonal(call)`, which includes shift. Dropout counts row
-    i as row + i, key j as key + j, and head h of batch b as plane + b * heads + h. heads is that of the larger call.
+    i as row + i, key j as key + j, and head h of batch b as plane + b * heads + h. The larger call has `heads` heads.
     """
 
     shift: int = 0

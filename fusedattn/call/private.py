@@ -58,7 +58,7 @@ def eager(function: _Function, reason: str | None = None) -> _Function:
 
 def holds(condition: Any, otherwise: bool) -> bool:
     """Return whether a condition on sizes is true, or `otherwise` if a compiler cannot know."""
-    if condition is True or condition is False:  # the quickest test: eager code runs it about thirty times a call
+    if condition is True or condition is False:  # the quickest test, for eager code
         return condition
     if not (torch.compiler.is_compiling() or isinstance(condition, torch.SymBool)):
         return bool(condition)

@@ -50,7 +50,7 @@ def checked_varlen(
     arguments: Arguments, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any, max_seqlen_k: Any,
     need_weights: bool, named: bool = False,
 ) -> Call:  # fmt: skip
-    """Apply autocast, take the masks out of a Plan, check all, and return a Call. named: the caller chose a backend."""
+    """Apply autocast and a plan, check the arguments, and return them as a Call. named: the caller chose a backend."""
     arguments = rules.autocast(arguments)
     query, key, value, *_ = arguments
     masks: dict[str, Any] = dict(key_mask=arguments.key_mask, query_mask=arguments.query_mask)

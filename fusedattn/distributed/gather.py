@@ -50,7 +50,7 @@ def gather_attention(
             (B, Hq, rows, Sk). The gradient of a bias comes from this rank's rows only.
         key_mask: (B, rows), for this rank's keys.
         query_mask: (B, rows), for this rank's rows.
-        All others: as in `ring_attention`; options that it lacks as in `fusedattn.attention`, the same on all ranks.
+        All others: as in `ring_attention` or, if it lacks them, in `fusedattn.attention`; the same on all ranks.
 
     Returns:
         the results of `attention` for this rank's rows.

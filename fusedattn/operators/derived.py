@@ -1,4 +1,4 @@
-"""Wraps a formula as one autograd node, whose derivatives and torch.vmap are single nodes again.
+"""Computes a formula as one autograd node. Its derivatives and its torch.vmap are single nodes, too.
 
 torch runs the `jvp` of a Function with forward mode off, so an outer jvp would silently treat tangents of plain
 operations in it as zero. And torch.vmap of plain operations would number batches and heads wrongly for dropout.
