@@ -32,7 +32,7 @@ class Formula(NamedTuple):
     results: tuple[str, ...] = ()
 
     def linear(self, transform: Callable, more: Sequence[str], results: Sequence[str]) -> "Formula":
-        """Return a Formula of a derivative of self. It is linear in its first arguments, `more`; self's follow."""
+        """Return a Formula of a derivative. It is linear in its first arguments, `more`; the rest are those of self."""
         # The number distinguishes the name of a tangent from the name of the tangent's own tangent.
         named = tuple(f"{len(self.names)}:{name}" for name in more)
         return Formula(transform, (*named, *self.names), tuple(results))
