@@ -151,14 +151,14 @@ class Case(NamedTuple):
         return operations * PASSES[mode]
 
     def moved(self) -> int:
-        """Return the bytes that a call reads and writes: query, key, value and output."""
+        """Return the bytes of query, key, value and output, with padding and the free slots of caches."""
         element, both = getattr(torch, self.dtype).itemsize, self.D + self.Dv
         cached = self.D if "latent" in self.words else both
         return element * self.B * (self.Hq * self.Sq * both + self.Hkv * self.Sk * cached)
 
 
 def _uniform(count, longest):
-    """Return `count` random lengths whose mean is half the longest."""
+    """Return `count` random lengths with a mean of about half the longest."""
     half = torch.rand(count // 2, generator=torch.Generator().manual_seed(SEED))
     lengths = torch.cat([half, 1 - half, torch.full((count % 2,), 0.5)]).mul(longest)
     lengths[lengths.argmax()] = longest

@@ -39,7 +39,7 @@ _Layer = TypeVar("_Layer", bound="_Configurable")
 
 
 class _Configurable(nn.Module):
-    """Module made from a config. READS, CHECKS: the config's attributes that it reads, and whose values it checks."""
+    """Module made from a config. READS: attributes of the config that it uses; CHECKS: those that IMPLEMENTED fixes."""
 
     READS: tuple[str, ...]
     CHECKS: tuple[str, ...]

@@ -78,7 +78,7 @@ def _linear(inputs: int, outputs: int, bias: bool, **factory: Any) -> nn.Linear:
 
 
 def _add_head_dim(name: str, pairs: Any, sizes: tuple[int, ...] | None) -> Any:
-    """Make a mask or bias (B, Sq, Sk) (B, 1, Sq, Sk). sizes: B, Sq and Sk; None if they are not known yet."""
+    """Unsqueeze a mask or bias (B, Sq, Sk) to (B, 1, Sq, Sk). sizes: B, Sq and Sk; None if they are not known yet."""
     if not isinstance(pairs, Tensor) or rules.irregular(pairs) is not None or pairs.dim() != 3:
         return pairs
     if sizes is not None and not rules.broadcasts(pairs, sizes):
