@@ -251,13 +251,14 @@ def plan(
         TypeError, ValueError: the masks are wrong, or do not fit together.
     """
     masks: dict[str, Any] = dict(mask=mask, key_mask=key_mask, query_mask=query_mask)
+    sizes = dict(batch=batch, heads=heads, rows=rows, keys=keys)
     if any(isinstance(x, Proxy) for x in masks.values()):
-        return handle_torch_function(plan, tuple(masks.values()), **masks)
+        return handle_torch_function(plan, tuple(masks.values()), **masks, **sizes, device=device)
     places = [x.device for x in masks.values() if isinstance(x, Tensor)]
     if device is not None or not places:
         places = [torch.empty(0, device=device).device]  # with its index
     place = places[0]
-    return make_plan(masks, dict(batch=batch, heads=heads, rows=rows, keys=keys), place, backends.block_size(place))
+    return make_plan(masks, sizes, place, backends.block_size(place))
 
 
 @overridable

@@ -1,8 +1,8 @@
 """Finds the recording of an earlier call with the same signature, and replays it on new tensors.
 
-Two calls have the same signature if only the addresses and the contents of their tensors differ. Calls of rank 2 and 3,
-under autocast, inside torch.compile or with tensor subclasses are not replayed: they are checked each time, and
-operators/repeats.py repeats their launches. On a CPU a repeated call only skips its checks.
+Two calls have the same signature if only the addresses and the contents of their tensors differ. Calls under autocast,
+inside torch.compile or with tensor subclasses are not replayed: they are checked each time, and operators/repeats.py
+repeats their launches. On a CPU a repeated call only skips its checks.
 """
 
 import functools
@@ -162,7 +162,7 @@ def learn(tensors: tuple, numbers: tuple, call: Call, chosen: backends.Backend) 
     """
     kernels = chosen.name in schema.KERNELS
     split = _split(tensors, numbers) if can_replay and (kernels or call.query.device.type == "cpu") else None
-    if split is None or call.query is not tensors[0] or (signature := _signature(*split)) is None:
+    if split is None or (signature := _signature(*split)) is None:
         return False
     of_call = tensors, numbers, call, chosen
     replay = _known.learn(signature, functools.partial(Replay.of if kernels else Checked, *of_call))
@@ -226,12 +226,14 @@ class Replay(Checked):
         self.backwards: list[tuple] = []  # (settings, TensorGuards, Recording, places of gradients)
 
     def __call__(self, tensors: tuple):
-        if self.drops or (self.save and self.short):  # save what a first call saves: checkpoints compare it
+        if self.drops or (self.short and (self.save or self.rank < 4)):  # checkpoints compare what is saved
             tensors = tuple(self.in_full(tensors))
         given = self.take_given(tensors)
         if self.save:
-            return _differentiable((self, given), *self.take_inputs(given))
-        return self.take_results(self.recording.run(given))
+            made = _differentiable((self, given), *self.take_inputs(given))
+        else:
+            made = self.take_results(self.recording.run(given))
+        return made if self.rank == 4 else results(self.rank, *(made if isinstance(made, tuple) else (made,)))
 
     def again(self, saved: tuple, grads: tuple, need: tuple) -> list | None:
         """Replay an earlier backward of the same signature. Return gradients of the inputs, or None without one."""

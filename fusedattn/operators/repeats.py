@@ -1,7 +1,7 @@
 """Repeats the kernel launches of an operator for other tensors of the same kind, without preparing them again.
 
 dispatch/replay.py repeats forwards of plain calls. This module repeats all backwards, and the forwards of other calls:
-operators in compiled graphs, calls under autocast or of rank 2 and 3, packed sequences, and caches.
+operators in compiled graphs, calls under autocast, packed sequences, and caches.
 """
 
 from collections.abc import Callable, Hashable, Sequence
