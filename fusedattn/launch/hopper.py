@@ -59,7 +59,7 @@ def limits(call: Call, known: tuple[str, ...] = _SUPPORTED, forms=tile_table.HOP
         lacks.append(f"no tile has memory for {names} with heads of {columns} columns")
     if call.cu_seqlens_q is not None and any(holds(x.shape[2] > RAGGED_ROWS, False) for x in (call.query, call.key)):
         lacks.append("packed sequences have more than 2**30 rows")
-    if holds(call.key.shape[2] == 0, False):  # False in a compiler; the operator checks again when it runs
+    if holds(call.key.shape[2] == 0, False):  # a compiler may not know; the operator checks again when it runs
         lacks.append("there are no keys")
     if call.value.shape[3] % 8 and not _pays_copies(call):
         lacks.append(f"the head dimension of value is {call.value.shape[3]}, not a multiple of 8")

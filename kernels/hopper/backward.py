@@ -110,7 +110,7 @@ def _produce(shared, Q, K, V, GradOut, Rows, Bias, Words, program, rules, form: 
         ring.reserve(shared.k, g, K.block_type.nbytes + V.block_type.nbytes)
         ring.copy(shared.k, shared.k.tiles, g, K, ring.of_keys(kv, band), first + g * KEYS)
         ring.copy(shared.k, shared.v, g, V, ring.of_keys(kv, band), first + g * KEYS)
-    TABLES: gl.constexpr = Rows.block_type.shape[-3]  # of a head
+    TABLES: gl.constexpr = Rows.block_type.shape[-3]  # tables of a head
     NBYTES: gl.constexpr = Q.block_type.nbytes + GradOut.block_type.nbytes + Rows.block_type.nbytes
     begin, full, full_end, end = visits.extent(band, first, GROUPS * KEYS, BLOCK_M)
     block, member, ahead = begin, begin * 0, visits.entry(lists, 0)
@@ -275,7 +275,7 @@ def backward(
     `transpose_words`; tile_lists then list blocks by keys. heads is Hkv. Turns, if not None, is int32 zeros, one for
     program numbers and two for each row of each query head. It makes Sums deterministic.
 
-    sequences, unless None, are packed: B is 1, q_len and k_len are totals, and descriptors except Sums are ragged.
+    With packed sequences B is 1, q_len and k_len are totals, and descriptors except Sums, Bias and Words are ragged.
     """
     KEYS: gl.constexpr = K.block_type.shape[-2]
     BLOCK_M: gl.constexpr = Q.block_type.shape[-2]

@@ -95,7 +95,7 @@ def _visit(notes, step, block, count, full, full_end):
 
 @gluon.jit
 def _await_ping_pong(ping_pong, g: gl.constexpr, step):
-    """Wait until the other warpgroup has begun its products, which then overlap with this warpgroup's softmax."""
+    """Wait until the other warpgroup has begun its products. Products of one then overlap with softmax of the other."""
     if ping_pong is not None:
         # The first step of warpgroup 0 does not wait.
         mbarrier.wait(ping_pong.index(g), (step + g + 1) & 1)

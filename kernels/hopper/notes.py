@@ -51,7 +51,7 @@ def write(notes, step, block, masked, count):
 
 @gluon.jit
 def read(notes, step):
-    """Return the (block, whether it needs a mask, count) that `write` wrote."""
+    """Return the (block, whether it needs a mask, upper half) that `write` wrote."""
     slot = _slot(notes.numbers, step)
     number = gl.max(slot.load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
     low = number.to(gl.int32)

@@ -31,7 +31,7 @@ class Form(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """Shared memory of `grad_product`: rings of ds and results. Others (the right factor) uses the barriers of ds."""
+    """Shared memory of `grad_product`: rings of ds and results. others, the right factor, uses the barriers of ds."""
 
     ds: ring.Ring
     others: gl.shared_memory_descriptor
