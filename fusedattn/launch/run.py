@@ -89,7 +89,7 @@ def capability(device):
 
 
 def has_hopper(tensor):
-    """Return whether a tensor's device, if not the interpreter, runs Hopper kernels. Graphs may come from elsewhere."""
+    """Return whether a tensor's device runs Hopper kernels; True in the interpreter. Graphs may come from elsewhere."""
     return hopper.missing is None and capability(device_of(tensor)) in (90, None)
 
 
