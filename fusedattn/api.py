@@ -251,7 +251,7 @@ def plan(
         TypeError, ValueError: the masks are wrong, or do not fit together.
     """
     masks: dict[str, Any] = dict(mask=mask, key_mask=key_mask, query_mask=query_mask)
-    sizes = dict(batch=batch, heads=heads, rows=rows, keys=keys)
+    sizes: dict[str, Any] = dict(batch=batch, heads=heads, rows=rows, keys=keys)
     if any(isinstance(x, Proxy) for x in masks.values()):
         return handle_torch_function(plan, tuple(masks.values()), **masks, **sizes, device=device)
     places = [x.device for x in masks.values() if isinstance(x, Tensor)]

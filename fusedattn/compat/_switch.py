@@ -80,7 +80,7 @@ def enable_sdpa() -> None:
         >>> fusedattn.compat.torch.disable_sdpa()
 
     In the calling thread it does what `sdpa` does. In all other threads, and in TorchScript, it replaces the operator
-    behind the function. There, torch.compile, torch.vmap and a TorchDispatchMode still see torch's, and
+    behind the function. There, torch.compile, torch.func and a TorchDispatchMode still see torch's, and
     torch.nn.MultiheadAttention keeps its fast path (see `convert`). Call enable_sdpa() in each thread that compiles. A
     second call changes nothing.
     """

@@ -177,6 +177,11 @@ def common(call):
     return views | dict(rules=rules(call), heads=call.query.shape[1], spec=spec(call)) | band(call)
 
 
+def sinks_differ(call):
+    """Return whether packed sequences have different sinks, as calls under torch.vmap may have."""
+    return call.cu_seqlens_q is not None and call.sinks is not None and len(call.sinks) > 1
+
+
 def can_pack_gqa(call, out, most):
     """Return whether query heads that share a key head can be stacked as rows of one head, `most` rows or fewer."""
     (_, heads, rows, _), kv_heads = call.query.shape, call.key.shape[1]

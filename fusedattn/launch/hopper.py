@@ -56,7 +56,7 @@ def limits(call: Call, known: tuple[str, ...] = _SUPPORTED, forms=tile_table.HOP
         heavy = "bias", *tile_table.MOST_KEYS[256], "mask", "mask_bits"
         names = " and ".join(dict.fromkeys(_argument(name) for name in heavy if name in given))
         columns = max(call.query.shape[3], call.value.shape[3])
-        lacks.append(f"no tile has memory for {names} with heads of {columns} columns")
+        lacks.append(f"no tile has room for {names} with heads of {columns} columns")
     if call.cu_seqlens_q is not None and any(holds(x.shape[2] > RAGGED_ROWS, False) for x in (call.query, call.key)):
         lacks.append("packed sequences have more than 2**30 rows")
     if holds(call.key.shape[2] == 0, False):  # a compiler may not know; the operator checks again when it runs

@@ -21,8 +21,9 @@ def unit(call: Call) -> tuple[int, int]:
 
 
 def _is_table(call, score):
-    """Return whether products subtract row statistics. Dropout, or options that need scaled scores, prevent it."""
-    return hopper.row_width(call) <= tile_table.ONE_PASS and call.seed is None and score.softmax_scale is not None
+    """Return whether products subtract row statistics. Dropout, options that need scaled scores, and dq prevent it."""
+    plain = call.seed is None and score.softmax_scale is not None and not arguments.sinks_differ(call)
+    return plain and hopper.row_width(call) <= tile_table.ONE_PASS
 
 
 def _are_rows(call):

@@ -64,7 +64,7 @@ def test_work_of_a_case():
     assert [case.flops(mode) / forward for mode in ("forward", *measure.MODES[1:])] == [1.0, 2.5, 3.5]
     assert case._replace(causal=True).flops("forward") == forward * (300 - 50) / 300
     assert case._replace(causal=True, Sk=100).flops("forward") == forward / 6
-    assert case._replace(causal=True, Sk=50).flops("forward") == forward / 12
+    assert case._replace(causal=True, Sk=50).flops("forward") == forward / 24
     tensors = case.draw("cpu")
     assert case.moved() == sum(x.nbytes for x in tensors[:4])
     half = case._replace(options="filled=0.5")
