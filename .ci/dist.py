@@ -86,17 +86,20 @@ def rewrite(path, seconds):
                 archive.addfile(entry, io.BytesIO(content))
 
 
-def twice(scratch, seconds):
-    """Build [sdist, wheel] in two folders and return both lists. The second has newer files, listed in reverse."""
-    names = sources()
-    first, second = scratch / "first", scratch / "somewhere" / "else"
-    copy(names, first)
-    sdist = build("sdist", first, scratch / "sdist", seconds)
+def once(scratch, seconds):
+    """Build the source archive, and the wheel from it; return both."""
+    copy(sources(), scratch / "first")
+    sdist = build("sdist", scratch / "first", scratch / "sdist", seconds)
     shutil.unpack_archive(sdist, scratch / "unpacked")
     (folder,) = (scratch / "unpacked").iterdir()
-    wheel = build("wheel", folder, scratch / "wheel", seconds)
-    copy(names[::-1], second, mtime=seconds + 12345678)
-    return [sdist, wheel], [build(x, second, scratch / f"{x}-again", seconds, **OTHER) for x in ("sdist", "wheel")]
+    return sdist, build("wheel", folder, scratch / "wheel", seconds)
+
+
+def again(scratch, seconds):
+    """Build the source archive and the wheel from newer files in another folder, made in reverse order; return both."""
+    folder = scratch / "somewhere" / "else"
+    copy(sources()[::-1], folder, mtime=seconds + 12345678)
+    return [build(kind, folder, scratch / f"{kind}-again", seconds, **OTHER) for kind in ("sdist", "wheel")]
 
 
 def main():
@@ -108,8 +111,9 @@ def main():
         sys.exit(f"dist: git does not know {forgotten.split()[0]}: add or remove it")
     scratch = pathlib.Path(tempfile.mkdtemp(prefix="fusedattn-dist-"))
     time = os.environ.get("SOURCE_DATE_EPOCH") or git("log", "-1", "--format=%ct")
-    made, again = twice(scratch, int(time or (ROOT / "PKG-INFO").stat().st_mtime))
-    for one, other in zip(made, again, strict=True):
+    seconds = int(time or (ROOT / "PKG-INFO").stat().st_mtime)
+    made = once(scratch, seconds)
+    for one, other in zip(made, again(scratch, seconds), strict=True):
         if one.read_bytes() != other.read_bytes():
             sys.exit(f"dist: two builds of {one.name} differ; see {one} and {other}")
     shutil.rmtree(into, ignore_errors=True)

@@ -142,23 +142,31 @@ class Case(NamedTuple):
         return options
 
     def flops(self, mode: str) -> float:
-        """Return the FLOPs of the matrix products of a call. A causal mask halves them; other masks do not count."""
-        pairs = int(self.lengths("cpu").square().sum()) if "lengths" in self.options else self.B * self.Sq * self.Sk
-        operations = 2 * self.Hq * pairs * (self.D + self.Dv) / (2 if self.causal else 1)
+        """Return the FLOPs of the matrix products of a call. Of masks, only causal and the filled slots count."""
+        rows, keys = min(self.Sq, self._keys) if self.causal else self.Sq, self._keys
+        if "lengths" in self.options:
+            pairs = int(self.lengths("cpu").square().sum()) / (2 if self.causal else 1)
+        else:
+            pairs = self.B * rows * (keys - rows / 2 if self.causal else keys)
+        operations = 2 * self.Hq * pairs * (self.D + self.Dv)
         if "module" in self.words:  # four projections; their backward is twice their forward
             passes = 1 if mode == "forward" else 3
             operations += passes * 8 * self.B * self.Sq * (self.Hq * self.D) ** 2 / PASSES[mode]
         return operations * PASSES[mode]
 
     def moved(self) -> int:
-        """Return the bytes that a call reads and writes: query, key, value and output."""
+        """Return the bytes of query, key, value and output, with padding but without the free slots of caches."""
         element, both = getattr(torch, self.dtype).itemsize, self.D + self.Dv
         cached = self.D if "latent" in self.words else both
-        return element * self.B * (self.Hq * self.Sq * both + self.Hkv * self.Sk * cached)
+        return element * self.B * (self.Hq * self.Sq * both + self.Hkv * self._keys * cached)
+
+    @property
+    def _keys(self) -> int:
+        return round(self.Sk * float(self.option("filled") or 1))
 
 
 def _uniform(count, longest):
-    """Return `count` random lengths whose mean is half the longest."""
+    """Return `count` random lengths with a mean of about half the longest."""
     half = torch.rand(count // 2, generator=torch.Generator().manual_seed(SEED))
     lengths = torch.cat([half, 1 - half, torch.full((count % 2,), 0.5)]).mul(longest)
     lengths[lengths.argmax()] = longest

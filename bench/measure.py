@@ -71,7 +71,7 @@ class Workload:
 
 
 def of_head(case, x):
-    """Return the last head of x (B or 1, heads, ...), where a wrong stride shows most; for a module all of x."""
+    """Return the last key head of x, or its query heads, in the last batch: there a wrong stride shows most."""
     if "module" in case.words:
         return x
     count = case.Hq // case.Hkv if x.shape[1] == case.Hq else 1
@@ -118,7 +118,7 @@ def compare(results, oracle, eager):
 
 
 def measure(machine, cases, names, modes, device, budget_ms=100.0):
-    """Yield (row, reason why it is wrong or "") for each case, mode and provider; its status reports a failure."""
+    """Yield (row, reason why it is wrong or "") for each case, mode and provider. A row's status reports a failure."""
     # On a CPU one thread computes and the providers take turns, so that ratios are steady while other programs run.
     on_gpu, threads = torch.device(device).type == "cuda", torch.get_num_threads()
     torch.set_num_threads(threads if on_gpu else 1)

@@ -1,6 +1,6 @@
 """Time and memory of plans beside FlexAttention's block masks: python -m fusedattn.bench.plans > rows.csv
 
-Both get the functions of `fusedattn.masks`, on one core of a CPU; create_block_mask runs eager. Each row is a process.
+Both get the functions of `fusedattn.masks`, on one core of a CPU; create_block_mask runs eager. Each row has a process.
 """
 
 import csv

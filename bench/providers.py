@@ -253,7 +253,7 @@ def _flash_options(case):
 
 
 def module(make, case, tensors):
-    """Return the Call of a module, which make(torch's module, causal) returns, with the same weights as torch's."""
+    """Return the Call of the module make(torch's module, causal), which has the weights of torch's."""
     torch.manual_seed(SEED)  # the same weights each time
     width, like = case.Hq * case.D, dict(device=tensors.query.device, dtype=tensors.query.dtype)
     # torch's module takes its fast path only in eval mode, and without gradients.

@@ -72,7 +72,7 @@ def row(machine, mode, provider, case, status="ok", **measured) -> Row:
 
 
 def create(path) -> None:
-    """Create a CSV file, or raise ValueError if the path has a file with other columns, or no regular file."""
+    """Create a CSV file. Raise ValueError if the path has a file with other columns, or something that is no file."""
     path = pathlib.Path(path)
     if not path.exists():
         append(path, COLUMNS)

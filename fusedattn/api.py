@@ -39,8 +39,8 @@ def attention(
         query, key, value: (B, Hq, Sq, D), (B, Hkv, Sk, D), (B, Hkv, Sk, Dv), of float16, bfloat16, float32 or float64,
             any strides. Hq is a multiple of Hkv; query head h reads kv head h // (Hq // Hkv). Rank 3 (B, S, D) is one
             head, rank 2 (S, D) one head of one batch. Autocast casts them as in torch's SDPA. Nested tensors of
-            torch.jagged are (B, ragged, H, D) transposed to (B, H, ragged, D), with the same offsets for key and value;
-            options are then as in `attention_varlen`, key_mask, query_mask and results nested.
+            torch.jagged are (B, ragged, H, D) transposed to (B, H, ragged, D), with the same offsets for key and value.
+            They take the options of `attention_varlen`, but key_mask, query_mask and results are nested.
         mask: bool, True = may attend, of rank 2 or query's; broadcasts to (B, Hq, Sq, Sk). Or a `fusedattn.plan`.
             Hidden keys and values must be finite. GPU kernels skip blocks of pairs that a mask, or -inf, hides. A CPU
             skips only the keys before the first and after the last visible key of a block of rows.
@@ -56,7 +56,7 @@ def attention(
         sinks: floating (Hq,), one more score in the softmax of each row, without a value.
         dropout_p: the share of weights set to 0; the others are scaled by 1 / (1 - dropout_p).
         seed: int from -2**63 to 2**63 - 1, or one int64 on query's device; by default drawn from torch's generator.
-            Dropout depends only on its 64 bits, the head and the position.
+            Dropout depends only on its 64 bits, the batch, the head, the row and the key.
         return_lse: also return the log-sum-exp of the visible scores and the sink.
         return_weights: also return the weights, after dropout: output = weights @ value to rounding.
         backend: "hopper", "triton", "cpu" or "naive"; by default the fastest that takes the call. The one that you
@@ -115,8 +115,8 @@ def attention_varlen(
     Args:
         query, key, value: (Tq, Hq, D), (Tk, Hkv, D), (Tk, Hkv, Dv), otherwise as in `attention`.
         cu_seqlens_q, cu_seqlens_k: int32 (n + 1,), on query's device, not decreasing, from 0 to Tq and Tk. Sequence b
-            has the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] and the keys cu_seqlens_k[b] to cu_seqlens_k[b + 1]; it
-            may be empty. Offsets on a GPU are not checked: wrong ones give wrong results, but no access out of bounds.
+            has the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1, and keys likewise; it may be empty. Offsets on a
+            GPU are not checked: wrong ones give wrong results, but no access out of bounds.
         max_seqlen_q, max_seqlen_k: maximum lengths, or more. mask, bias, key_mask, return_weights and the naive path
             need them. If absent, the host reads the lengths, with a GPU sync; a call compiled with fullgraph=True then
             raises, unless it takes the naive path. On a GPU, calls that need them ignore rows past the maximum.
@@ -190,8 +190,8 @@ def attention_decode(
         causal, window, align, alibi_slopes: with "bottom_right" the last query of a sequence is level with its last
             key after the append, with "top_left" the first with the first.
         return_weights: also return the weights (B, Hq, Sq, capacity), computed by the naive path from a copy of pages.
-        backend: as in `attention`. "hopper" takes 128 queries or more, and pages of a multiple of 128 keys. It takes no
-            mask, bias or key_mask.
+        backend: as in `attention`. "hopper" takes 128 queries or more, and pages of a multiple of 128 keys (64 for wide
+            heads). It takes no mask, bias or key_mask.
 
     Values of cache_seqlens and block_table on a CPU are checked before anything is written. On a GPU and in compiled
     code they are not read, and CUDA graphs can replay with other values: lengths are clamped to the capacity, pages to
@@ -236,14 +236,14 @@ def plan(
         >>> plan = fusedattn.plan(lambda b, h, i, j: (i >= j) | (j < 40), rows=4096, keys=4096)
 
     A plan keeps 2 bytes for each block of 64 x 64 pairs, and a bit for each pair of blocks that the mask shows in part.
-    Equal blocks are kept once. If more than 32,765 differ, each block takes 4 bytes.
+    Equal blocks are kept once. If more than 32,764 differ, each block takes 4 bytes.
 
     Args:
         mask, key_mask, query_mask: as in `attention`, at least one. A call with a plan takes no other masks. The plan
             keeps key_mask and query_mask themselves: do not change them later. mask may also have rank 3, (B, Sq, Sk),
             for calls of rank 3 and for `MultiHeadAttention`. Or it is a function of the indices (batch, head, query,
             key) of a pair, 0-d tensors, which returns a 0-d bool tensor, True = may attend, as FlexAttention's
-            mask_mod. `fusedattn.masks` has common ones. `torch.vmap` calls it for half a million pairs at once.
+            mask_mod. `fusedattn.masks` has common ones. `torch.vmap` calls it for many pairs at once.
         batch, heads, rows, keys: sizes of a mask that is a function. A size of 1 broadcasts, as in a mask.
         device: of a mask that is a function; by default that of key_mask or query_mask, or else torch's.
 
@@ -251,13 +251,14 @@ def plan(
         TypeError, ValueError: the masks are wrong, or do not fit together.
     """
     masks: dict[str, Any] = dict(mask=mask, key_mask=key_mask, query_mask=query_mask)
+    sizes: dict[str, Any] = dict(batch=batch, heads=heads, rows=rows, keys=keys)
     if any(isinstance(x, Proxy) for x in masks.values()):
-        return handle_torch_function(plan, tuple(masks.values()), **masks)
+        return handle_torch_function(plan, tuple(masks.values()), **masks, **sizes, device=device)
     places = [x.device for x in masks.values() if isinstance(x, Tensor)]
     if device is not None or not places:
         places = [torch.empty(0, device=device).device]  # with its index
     place = places[0]
-    return make_plan(masks, dict(batch=batch, heads=heads, rows=rows, keys=keys), place, backends.block_size(place))
+    return make_plan(masks, sizes, place, backends.block_size(place))
 
 
 @overridable

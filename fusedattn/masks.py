@@ -1,4 +1,4 @@
-"""Mask functions for `fusedattn.plan`: (batch, head, query, key) index tensors to a bool tensor, True = may attend.
+"""Mask functions for `fusedattn.plan`. They take (batch, head, query, key) index tensors; True = may attend.
 
 Positions count from the first query and the first key. Your own functions work as well.
 """

@@ -34,8 +34,8 @@ def attention_map(
 
     Args:
         weights: (Sq, Sk), (H, Sq, Sk) or (1, H, Sq, Sk), real, 0 or more. NaN is drawn as hidden.
-        tokens: Sq names of the rows; a string names each by a letter.
-        key_tokens: Sk names of the columns, by default `tokens` if Sk = Sq. Rows and columns without names are
+        tokens: names of the Sq rows; a string gives each row a letter.
+        key_tokens: names of the Sk columns, by default `tokens` if Sk = Sq. Rows and columns without names are
             numbered. Names that do not fit are left out.
         mask: bool, broadcastable to weights, True = may attend. Hidden pairs are grey; a weight of 0 is white.
         titles: one for each head, by default "head 1" and so on, and none for one head.
@@ -195,7 +195,7 @@ def _names(
 
 
 def _write(axis: Any, names: list[str] | None, cell: float, rotation: int = 0) -> None:
-    """Write names along an axis, whose cells are `cell` inches wide."""
+    """Write names along an axis, in cells of `cell` inches."""
     if names is None:
         axis.get_major_locator().set_params(integer=True)
         axis.set_tick_params(labelsize=LARGE, labelcolor=INK, length=2, color=INK)

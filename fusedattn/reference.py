@@ -31,7 +31,7 @@ def _naive(function: Callable[..., Any]) -> Callable[..., Any]:
     return naive
 
 
-# The naive path computes scores in blocks that fit a cache. If all need over `naive.formula.BUDGET` bytes, the
+# The naive path computes scores in blocks that fit a cache. If all need more than `naive.formula.BUDGET` bytes, the
 # backward computes them again, except under torch.func. Compiled code computes all scores at once. Packed sequences of
 # similar lengths are padded, and caches in pages are copied.
 attention = _naive(api.attention)

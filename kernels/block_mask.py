@@ -12,8 +12,9 @@ def block_mask(BlockMask, Words, extents, masks, bias, heads, rows, keys):
     """Fill BlockMask (B, H, row blocks, key blocks), int32, contiguous: a program computes the entry of one block."""
     # Words, unless None, gets masks.pairs in bits. If masks.pairs hides a part of a block, the block's entry is the
     # number of its words (see `masks.Bits`). B or H is 1 if masks and bias do not vary along it. A bias (View or None)
-    # of -inf hides its pair. A row that masks.rows hides does not stop a block from being FULL: its output is
-    # overwritten. For packed sequences (extents), rows and keys are maximum lengths; pairs past the end do not count.
+    # of -inf hides its pair. A block may be FULL in spite of such a bias, which kernels always load, or of a hidden
+    # row, which is overwritten. For packed sequences (extents), rows and keys are maximum lengths; pairs past the end
+    # do not count.
     down, right, plane = span.place_tile(rows, keys, heads, BLOCK, BLOCK)
     bits = tl.arange(0, BLOCK)
     r, c = down * BLOCK + bits[:, None], right * BLOCK + bits[None, :]
@@ -64,10 +65,10 @@ def tile_lists(
     BY_KEYS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Fill Lists (B, H, blocks, 2, most + 2), int64: a block's partly visible tiles, then its full ones."""
-    # Contiguous. A list is [count, tile 0, tile 1, ..., 0]. Loops read one entry ahead, and ignore the last 0. In a
-    # partly visible tile, a mask or the band hides pairs. block_mask is a View. `most` = GROUP * tile_count is the
+    # Lists is contiguous. A list is [count, tile 0, tile 1, ..., 0]. Loops read one entry ahead, and ignore the last 0.
+    # In a partly visible tile, a mask or the band hides pairs. block_mask is a View. `most` = GROUP * tile_count is the
     # maximum length of a list. With BY_KEYS, H counts kv heads, and a block of keys lists tiles of rows in GROUP query
-    # heads; the upper half of an entry is the head in its group. For packed sequences B is 1, and blocks are slots.
+    # heads. The upper half of an entry is the head in its group. For packed sequences B is 1, and blocks are slots.
     OWN: tl.constexpr = BLOCK_N if BY_KEYS else BLOCK_M
     block, plane, q_len, k_len = span.locate(sequences, q_len, k_len, heads, OWN, BY_KEYS)
     if sequences is not None and not BY_KEYS:
@@ -79,7 +80,7 @@ def tile_lists(
         begin, full, full_end, end = span.masked_past(ranges, (block + 1) * BLOCK_N, k_len)
     else:
         begin, full, full_end, end = span.blocks(band, block * BLOCK_M, BLOCK_M, BLOCK_N)
-    # If a window begins past the last key, drop the last tile, so that lists by rows and by keys have the same tiles.
+    # If the band begins past the last key, list no tile, so that lists by rows and by keys have the same tiles.
     begin = tl.where(block * OWN + band.low < band.keys, begin, end)
     most = tile_count * GROUP
     partial_list = Lists + tl.program_id(0).to(tl.int64) * 2 * (most + 2)

@@ -14,7 +14,7 @@ def dbias(
     spec: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Fill GradBias, a View of (1 or B, bias_heads, max_seqlen_q, max_seqlen_k); each program computes one tile."""
-    # The sum is over the heads and batches that share the bias; `batches` is the number of those batches, 1 or B.
+    # Sum over the heads and batches that share the bias. `batches` is the number of batches that share it, 1 or B.
     # block_mask, a View with the batches and heads of GradBias, marks blocks that are visible in any of the summed
     # heads. extents is for packed sequences. Without it the maximum lengths are q_len and k_len.
     if extents is None:

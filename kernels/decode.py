@@ -54,7 +54,7 @@ def decode(
     head, plane = span.query_head(kv, member, spec.GROUP), span.query_head(kv, member[:, None], spec.GROUP)
 
     # what it sees
-    before = paging.length(cache, kv, capacity)  # without the `added` keys of each sequence that `append` wrote
+    before = paging.length(cache, kv, capacity)  # without the `added` keys that `append` wrote
     band = span.band(q_len, before + tl.minimum(added, capacity - before), left, right, spec.TOP_LEFT)
     real = masks.real_rows(rules.masks, kv, rows, q_len)
     q = turning.load(memory.matrix(Q, plane), rows, real, rotary, rows + band.diagonal, positions, spec)

@@ -19,10 +19,10 @@ def _walk_rows(
     """Add the contribution of row blocks [begin, end) of GROUP query heads to dk and dv. Tiles are [keys, rows].
 
     If grads.k or grads.v is None, dk or dv stays as it is. GradQ, unless None, accumulates dq. grads.bias, unless None,
-    gets the gradient of the scores. grads.key_sums (B, Hq, Sk, 3), unless None, gets its sum over rows, in column WALK.
+    gets the gradient of the scores. Column WALK of grads.key_sums (B, Hq, Sk, 3), unless None, gets its sum over rows.
     """
     # The loop over heads and blocks is flat: nested loops keep hoisted values alive, and spill over 1 KB at D = 128.
-    # Counters replace a division, which takes 50 instructions. dv is computed before dp: x and dp together spill.
+    # Counters replace a division, which takes 50 instructions. dv comes before dp, because x and dp together spill.
     following = walk.first(tile_list, begin)
     member, block = begin * 0, begin
     sums = tl.zeros(cols.shape, dk[0].dtype)
@@ -85,10 +85,10 @@ def dkdv(
     spec: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Write grads.k (B, Hkv, Sk, D) and grads.v (B, Hkv, Sk, DV), summed over the query heads of a kv head."""
-    # Q and GradOut are Views (pointer and strides), or both TMA descriptors. GradQ, unless None, is a View or
-    # descriptor of (B, Hq, Sq, D) in float32 and accumulates dq, not yet scaled. Then the backward takes one pass, with
-    # five products a tile instead of seven. grads.bias, a View of (B, Hq, Sq, Sk), and grads.key_sums (B, Hq, Sk, 3)
-    # hold zeros at first. The three columns of key_sums add up to the gradient of the scores, summed over rows.
+    # Q and GradOut are Views (pointer and strides), or both TMA descriptors. GradQ, unless None, is a float32 View or
+    # descriptor of (B, Hq, Sq, D), and accumulates dq, not yet scaled. Then the backward takes one pass, with five
+    # products a tile instead of seven. grads.bias, a View of (B, Hq, Sq, Sk), and grads.key_sums (B, Hq, Sk, 3) hold
+    # zeros at first. The three columns of key_sums add up to the gradient of the scores, summed over rows.
 
     # ids
     block, kv, q_len, k_len = span.locate(sequences, q_len, k_len, heads // spec.GROUP, BLOCK_N, BY_KEYS=True)
@@ -108,7 +108,7 @@ def dkdv(
         ranges = span.masked_past(ranges, first + BLOCK_N, k_len)
     # walk it
     incoming = gradient.Incoming(GradOut, GradWeights, Rows)
-    # Walk (loop) 0 masks the blocks before `full`. Without a right bound it has no blocks: leave it out to save spills.
+    # Walk (loop) 0 masks the blocks before `full`. Without a right bound it has none; leave it out, which saves spills.
     FIRST: tl.constexpr = 1 if tile_lists is None and right is None else 0
     for n in tl.static_range(FIRST, 3 if tile_lists is None else 2):
         tile_list = None if tile_lists is None else walk.tile_list(tile_lists, kv, block, n)

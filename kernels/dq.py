@@ -75,7 +75,7 @@ def dq(
     grad = columns.zeros(BLOCK_M, spec.D, wide)
     zero = tl.zeros([BLOCK_M], wide)
     sums = row_sums.Sums(zero, zero, zero, zero)
-    # Walk (loop) 0 masks the blocks before `full`. Without a left bound it has no blocks: leave it out to save spills.
+    # Walk (loop) 0 masks the blocks before `full`. Without a left bound it has none; leave it out, which saves spills.
     FIRST: tl.constexpr = 1 if tile_lists is None and left is None else 0
     for n in tl.static_range(FIRST, 3 if tile_lists is None else 2):
         tile_list = None if tile_lists is None else walk.tile_list(tile_lists, plane, first // BLOCK_M, n)

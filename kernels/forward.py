@@ -36,8 +36,8 @@ def forward(
 ):  # fmt: skip
     """Write Out (B, Hq, Sq, DV) and, unless None, Lse (B, Hq, Sq) and Stats (B, Hq, Sq, `saved_stats.columns`)."""
     # Q, K, V and Out are Views (pointer and strides); K and V may both be TMA descriptors. Lse and Stats are
-    # contiguous. tile_lists is None if only causal and window hide pairs. For packed sequences B is 1; q_len and k_len
-    # are totals.
+    # contiguous. tile_lists is None if only causal and window hide pairs. For packed sequences B is 1, and q_len and
+    # k_len are totals.
 
     # ids
     block, plane, q_len, k_len = span.locate(sequences, q_len, k_len, heads, BLOCK_M, BY_KEYS=False)
@@ -56,7 +56,7 @@ def forward(
     out = columns.zeros(BLOCK_M, spec.DV, wide)
     nothing = None if rules.score.sinks is None else scores.sink(rules.score, plane, wide)
     state = softmax.start(nothing, BLOCK_M, wide)
-    # Walk (loop) 0 masks the blocks before `full`. Without a left bound it has no blocks: leave it out to save spills.
+    # Walk (loop) 0 masks the blocks before `full`. Without a left bound it has none; leave it out, which saves spills.
     FIRST: tl.constexpr = 1 if tile_lists is None and left is None else 0
     for n in tl.static_range(FIRST, 3 if tile_lists is None else 2):
         tile_list = None if tile_lists is None else walk.tile_list(tile_lists, plane, first // BLOCK_M, n)

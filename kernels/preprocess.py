@@ -1,4 +1,4 @@
-"""Kernels before and after the backward: row statistics, copies for TMA without hidden tokens, and scaling of dq."""
+"""Kernels before and after the backward: row statistics, copies that zero hidden tokens for TMA, and scaling of dq."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ LARGEST = tl.constexpr(3.3895313892515355e38)  # largest finite bfloat16
 
 @triton.jit
 def _put_terms(x, columns, at: tl.constexpr, tile):
-    """Split x into three bfloat16 numbers whose sum is x, and store them in columns at, at + 1 and at + 2 of a tile."""
+    """Split x into a sum of three bfloat16 numbers, and put them into columns at, at + 1 and at + 2 of a tile."""
     # Clamp finite numbers that bfloat16 would round to infinity: the second term holds the rest.
     near = tl.where(tl.abs(x) < float("inf"), tl.minimum(tl.maximum(x, -LARGEST), LARGEST), x)
     first = near.to(tl.bfloat16).to(tl.float32)
@@ -67,16 +67,16 @@ def preprocess(
     spec: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Write Rows (B, Hq, Sq, 4), contiguous: softmax pivot and neg_log2_sum, delta and dlse of `gradient.Row`."""
-    # Rows is incoming.rows. Hopper's backward kernels read other layouts: (B, Hq, 4, pitch), with pitch at least Sq;
-    # or, if Rows is bfloat16, the layout of `_store_added`, which needs score. Otherwise pitch is None. Stats has
-    # COLUMNS as in `saved_stats`, or only row_max and log2_sum. Stats and GradLse (or None) are contiguous; Weights and
+    # Rows is incoming.rows. Hopper's backward kernels may read other layouts: (B, Hq, 4, pitch), with pitch at least
+    # Sq; or, if Rows is bfloat16, the layout of `_store_added`, which needs score. Otherwise pitch is None. Stats has
+    # COLUMNS as in `saved_stats`, or only row_max and log2_sum. Stats and GradLse (or None) are contiguous. Weights and
     # incoming.grad_weights are Views of (B, Hq, Sq, Sk), or None. A row that saw nothing has delta 0, even if its
     # incoming gradients are NaN. If no gradient of scores is wanted, Out is None and delta is 0. GradQ, unless None, is
     # set to 0, because other kernels add to it. With UNIT it is the buffer that `postprocess` reads, (B, Hq, Sq rounded
-    # up to UNIT, WIDTH). Turns, unless None, is set to 0: int32, the counters of hopper/turns.py, one for program
-    # numbers and two for each row. by_row, a `row_sums.ByRow`, gets each row's gradients of its bias and sink. shown,
-    # unless None, gets copies without hidden rows. small is 1 if a Hopper kernel follows and a softcap keeps scores
-    # small, otherwise None.
+    # up to UNIT, WIDTH). Turns, unless None, is set to 0. It has the int32 counters of hopper/turns.py: one for program
+    # numbers, and two for each row. With UNIT, by_row, a `row_sums.ByRow`, gets each row's gradients of its bias and
+    # sink. shown, unless None, gets copies with hidden rows set to 0. small is 1 if a Hopper kernel follows and a
+    # softcap keeps scores small, otherwise None.
     block, plane = span.place(tl.program_id(0), q_len, heads, BLOCK_M)
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     if GradQ is not None:
@@ -108,7 +108,7 @@ def preprocess(
         out = memory.load(memory.matrix(Out, plane), rows, rows < q_len, spec.DV)
         grad_out = memory.load(memory.matrix(incoming.grad_out, plane), rows, rows < q_len, spec.DV)
         if out.dtype == grad_out.dtype:
-            # The diagonal of a product is summed in the order of dp: dp - delta is exactly 0 if one key has all weight.
+            # A product's diagonal is summed in the order of dp, so dp - delta is exactly 0 if one key has all weight.
             left = columns.load(memory.matrix(Out, plane), rows, rows < q_len, spec.DV)
             right = columns.load(memory.matrix(incoming.grad_out, plane), rows, rows < q_len, spec.DV)
             if len(left.tiles) > 0:
@@ -131,7 +131,7 @@ def preprocess(
                 dp_tile = memory.load_pairs(dp, r, c, q_len, k_len, CHECK=True).to(log2_sum.dtype)
                 delta += tl.sum(tl.where(p_tile == 0, 0.0, p_tile * dp_tile), 1)  # gradients of hidden pairs may be NaN
         delta = tl.where(log2_sum == float("inf"), 0.0, delta - dlse)
-    if UNIT is not None:  # without this test, Triton 3.6 also compiles the next lines for calls without a score
+    if UNIT is not None:  # without this test, Triton 3.6 compiles the next lines even if score is None
         if row_sums.wanted(by_row):
             known = gradient.Row(row, delta, dlse)
             sums = row_sums.Sums(None, row_sums.known_ds(known, score, plane), None, None)
@@ -154,7 +154,7 @@ def preprocess(
 
 @triton.jit
 def _ordered(m, first, n, ROWS: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr):
-    """Load rows first .. first + ROWS - 1 of dq, which the Hopper backward sums in the order of `lines` in body.py."""
+    """Load rows first .. first + ROWS - 1 of the Hopper backward's sum of dq, and undo `lines` of hopper/body.py."""
     line = tl.arange(0, ROWS * WIDTH // 32)[:, None]
     at = first.to(tl.int64) * WIDTH + line * 32 + tl.arange(0, 32)[None, :]
     total = tl.load(m.base + at, mask=at < tl.cast(n, tl.int64) * WIDTH, other=0.0)
@@ -167,9 +167,9 @@ def postprocess(
     Sums, GradQ, sequences, heads, q_len, score,
     D: tl.constexpr, BLOCK_M: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write Sums times the softmax scale to GradQ, a View of (B, Hq, Sq, D). Sums is a View of this shape, or GradQ."""
-    # With UNIT, Sums has the order of `lines` in hopper/body.py, in tiles of UNIT rows and WIDTH columns. If sequences
-    # are packed, which needs UNIT, each has whole blocks of BLOCK rows there (`span.padded`).
+    """Write Sums times the scale to GradQ, a View of (B, Hq, Sq, D). Sums is a View of this shape, or GradQ itself."""
+    # With UNIT, Sums has the order of `lines` in hopper/body.py, in tiles of UNIT rows and WIDTH columns. Each packed
+    # sequence, which needs UNIT, has whole blocks of BLOCK rows there (`span.padded`).
     block, plane, q_len, _ = span.locate(sequences, q_len, q_len, heads, BLOCK_M, BY_KEYS=False)
     if sequences is not None:  # an unused slot has no rows, and block -1
         block = tl.maximum(block, 0)

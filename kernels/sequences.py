@@ -19,9 +19,9 @@ def fill_slots(
     BLOCK: tl.constexpr, BY_KEYS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Write the Extents (n, 4) of n packed sequences and, unless None, the Slots (size, 2) of their blocks, int32."""
-    # An extent is (first row, rows, first key, keys). A slot, (sequence, block of BLOCK rows or keys), tells a program
-    # of each head what to compute; the most work comes first. Unused slots stay as they are. Used, unless None, gets
-    # the number of used slots. Each sequence has a program.
+    # An extent is (first row, rows, first key, keys). A slot is the (sequence, block of BLOCK rows or keys) that one
+    # program of each head computes. The most work comes first. Unused slots stay as they are. Used, unless None, gets
+    # the number of used slots. The grid has a program for each sequence.
     number = tl.program_id(0)
     row, rows = _extent(OffsetsQ, number, True, q_len, max_seqlen_q)
     key, keys = _extent(OffsetsK, number, True, k_len, max_seqlen_k)

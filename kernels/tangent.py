@@ -3,7 +3,7 @@
 With tangents t_q, t_k, ... of the inputs, weights p and tangents of the scores t_s = scale (t_q k + q t_k) cap' +
 t_bias - t_slope distance, the tangents of the results are t_lse = sum p t_s, t_p = p (t_s - t_lse) and t_out = sum t_p
 v + p t_v = sum p (t_s v + t_v) - t_lse out. The last form needs t_lse only after the loop over keys.
-Source: the derivative of softmax, FlashAttention-2, arXiv:2307.08691, section 2.2, applied to a direction.
+Source: the derivative of softmax in FlashAttention-2, arXiv:2307.08691, section 2.2, in one direction.
 """
 
 import triton
@@ -54,7 +54,7 @@ def _walk(
 
 @triton.jit
 def _less(tile, t_lse, Out, stats, rows, length, n: tl.constexpr, spec: tl.constexpr):
-    """Return tile - t_lse * out, which is part n of the columns of the output's tangent."""
+    """Return tile - t_lse * out for part n of the columns: the tangent of the output."""
     COLUMNS: tl.constexpr = columns.size(spec.DV, n)
     out = memory.load(columns.part(Out, n), rows, rows < length, COLUMNS, 0, columns.width(spec.DV, n))
     if out.dtype.primitive_bitwidth == 16:

@@ -13,7 +13,7 @@ def weights(
     spec: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Write the weights after dropout, or with TangentLse their tangents, to Weights, a View of (B, Hq, Sq, width)."""
-    # width is the number of keys, or the length of the longest sequence. Shorter sequences are padded with 0.
+    # width is the number of keys, or of the longest packed sequence. Shorter sequences are padded with 0.
     across = tl.cdiv(width, BLOCK_N)
     tile = tl.program_id(0) % across
     block, plane, q_len, k_len = span.locate(sequences, q_len, k_len, heads, BLOCK_M, BY_KEYS=False, across=across)

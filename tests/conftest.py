@@ -134,9 +134,10 @@ if INTERPRETED and importlib.util.find_spec("triton"):
 
 
 def pytest_configure(config):
-    """Limit each worker of xdist to one thread, because there are as many workers as cores."""
+    """Limit each worker of xdist, and the processes it starts, to one thread: there are as many workers as cores."""
     if hasattr(config, "workerinput"):
         torch.set_num_threads(1)
+        os.environ["OMP_NUM_THREADS"] = "1"
 
 
 @pytest.hookimpl(tryfirst=True)

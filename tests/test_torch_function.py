@@ -88,6 +88,12 @@ def test_a_traced_function_is_one_node(function, call, inputs):
         same(computed(function, made, inputs), want)
 
 
+def test_a_traced_plan_keeps_all_arguments():
+    traced = fx.symbolic_trace(lambda mask: fa.plan(mask, batch=3))
+    with pytest.raises(ValueError, match="^batch: "):
+        traced(torch.ones(4, 4, dtype=torch.bool))
+
+
 class Calls(nn.Module):
     def __init__(self, attention):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Packs masks of pairs in bits: a block mask, and a word of 64 bits for each row of a block that is shown in part."""
+"""Packs masks of pairs into a block mask, and a word of 64 bits for each row of a partly visible block."""
 
 import itertools
 import math
@@ -11,11 +11,11 @@ from torch.nn.functional import pad
 
 from .private import transforms_active
 
-# Entries of a block mask, which kernels/vocabulary/masks.py explains. From CONSTANT on they count the blocks of words.
+# Entries of a block mask; kernels/vocabulary/masks.py explains them. Each entry is also an index of mask_bits.
 EMPTY, FULL, SOME, CONSTANT = range(4)
 BLOCK = 64  # rows and keys of a block; 16 in Triton's interpreter
-CHUNK = 2**19  # pairs that are looked at together: int64 indices of more would not fit a cache
-ALIGNED = 16  # the number of blocks of words is a multiple: kernels are compiled once for all such numbers
+CHUNK = 2**19  # pairs packed in one step: int64 indices of more would not fit a cache
+ALIGNED = 16  # mask_bits has a multiple of this many blocks: kernels are compiled once for all multiples
 _MIX = 0x1E3779B97F4A7C15  # odd, with irregular bits
 _GATHER = sum(1 << 56 - 7 * i for i in range(8))  # x * _GATHER has the lowest bit of byte i of x as bit 56 + i
 
@@ -43,8 +43,8 @@ def _counted(mask: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def _distinct(words: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (distinct rows of words (n, size), place of each row among them), by a hash; all rows if it collides."""
-    lanes = words.view(torch.int16)  # products lose the upper bits of a factor: 49 bits tell single pairs apart
+    """Return (distinct rows of words (n, size), place of each row among them). If hashes collide, return all rows."""
+    lanes = words.view(torch.int16)  # 16 bits each: the product of one bit keeps 49 bits or more of a power
     powers = torch.full((lanes.shape[1],), _MIX, device=words.device).cumprod(0)
     hashes, places = torch.unique((lanes * powers).sum(1), return_inverse=True)
     every = torch.arange(len(words), device=words.device)
@@ -57,9 +57,8 @@ def pack(
     pairs: Callable[..., Tensor], shape: tuple[int, ...], size: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Return (block_mask, mask_bits) of a mask of shape (B, H, rows, keys), as a Plan has them."""
-    # pairs(batches, heads, rows, keys), four slices, returns that part of the mask. It is called for parts of about
-    # CHUNK pairs, on a GPU of more. Compiled, transformed and fake code looks at all pairs at once, with words for each
-    # block.
+    # pairs(batches, heads, rows, keys), four slices, returns that part of the mask. Parts have about CHUNK pairs, or 16
+    # times as many on a GPU. Compiled, transformed and fake code packs all pairs at once, with words for each block.
     constant = torch.tensor([0, -1, -1], device=device)[:, None].expand(-1, size)
     area = _lengths(shape[2], size, device)[:, None] * _lengths(shape[3], size, device)
     if is_compiling() or transforms_active() or device.type == "meta" or type(constant) is not Tensor:
@@ -76,7 +75,7 @@ def pack(
         steps[axis] = max(least, min(-(-shape[axis] // least) * least, most // least * least))
         room //= steps[axis]
     block_mask = torch.empty(*shape[:2], *area.shape, dtype=torch.int32, device=device)
-    # One tensor that doubles, not many small ones: between temporary tensors they would fragment the memory.
+    # This tensor doubles when it is full. Many small tensors between temporary ones would fragment the memory.
     found, count = constant.new_empty(ALIGNED, size), 0
     for starts in itertools.product(*map(range, (0,) * 4, shape, steps)):
         where = [slice(start, min(start + step, n)) for start, step, n in zip(starts, steps, shape, strict=True)]
@@ -103,7 +102,7 @@ def _aligned(constant: Tensor, words: Tensor) -> Tensor:
 
 
 def hide_tokens(block_mask: Tensor, key_mask: Tensor | None, query_mask: Tensor | None, size: int) -> Tensor:
-    """Return a block mask after key_mask and query_mask (1 or B, S) hide pairs, too."""
+    """Apply key_mask and query_mask (1 or B, S) to a block mask, and return the result."""
     # Rows that query_mask hides do not stop a block from counting as fully visible: their output is overwritten.
 
     def blocks(tokens: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ def _tokens(name: str, mask: Any, like: Tensor) -> Tensor | None:
 
 
 def pack(arguments: Arguments) -> tuple[Arguments, tuple[Any, ...], Tensor]:
-    """Return (Arguments as `attention_varlen` has them, its offsets and maximum lengths, offsets of nested results)."""
+    """Return (Arguments of `attention_varlen`, its offsets and maximum lengths, offsets of nested results)."""
     query, key, value, *_ = arguments
     _check(query, key, value)
     masks = dict(key_mask=_tokens("key_mask", arguments.key_mask, key))

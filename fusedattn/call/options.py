@@ -46,11 +46,11 @@ def non_default(arguments: Any) -> dict[str, Any]:
 class Plan(NamedTuple):
     """Masks that `fusedattn.plan` prepared once, to pass as mask= to many calls.
 
-    block_mask (1 or B, 1 or Hq, blocks of queries, blocks of keys) has an entry for each 64 x 64 pairs: 0 if no pair is
-    visible, 1 if all are, 2 if key_mask hides some, or the index of the block in mask_bits. It is int16 if that
-    suffices, otherwise int32. mask_bits (n, 64), int64, has a bit for each pair of different blocks, and is None
-    without a mask of pairs. key_mask and query_mask are the caller's tensors, which must not change. shape
-    is (B, Hq, Sq, Sk) of the calls, or 1 where the masks broadcast.
+    block_mask (1 or B, 1 or Hq, blocks of queries, blocks of keys), int16 or int32, has an entry for each 64 x 64
+    pairs: 0 if no pair is visible, 1 if all are, 2 if key_mask hides some, or the index of the block in mask_bits.
+    mask_bits (n, 64), int64, has a bit for each pair of a partly visible block. Equal blocks are kept once.
+    mask_bits is None without a mask of pairs. key_mask and query_mask are the caller's tensors, which must not change.
+    shape is (B, Hq, Sq, Sk) of the calls, or 1 where the masks broadcast.
     """
 
     block_mask: Tensor | None
@@ -71,7 +71,7 @@ class Plan(NamedTuple):
 
     @property
     def density(self) -> float:
-        """Share of pairs that the mask of pairs leaves visible. It reads the mask, which may take a GPU sync."""
+        """Share of visible pairs, with a GPU sync. Token masks count only where they hide whole blocks."""
         return bits.density(self.block_mask, self.mask_bits, self.shape)
 
     def __str__(self) -> str:
@@ -95,8 +95,8 @@ WHOLE = Lengths(None, None, 0, 0, None, None)  # for a call without packed seque
 class Origin(NamedTuple):
     """Position of a call's rows, keys and heads in a larger call that is split over processes.
 
-    causal, window and alibi_slopes align row i with key diagonal + shift + i. Dropout counts row i as row + i, key j as
-    key + j, and head h of batch b as plane + b * heads + h, where heads is the number of heads of the larger call.
+    causal, window and alibi_slopes align row i with key i + `diagonal(call)`, which includes shift. Dropout counts row
+    i as row + i, key j as key + j, and head h of batch b as plane + b * heads + h. The larger call has `heads` heads.
     """
 
     shift: int = 0
@@ -109,8 +109,8 @@ class Origin(NamedTuple):
 class Dims(NamedTuple):
     """Dimensions of a Call's tensor, a letter each: B batch, H query heads, G key heads, Q rows, K keys, D columns.
 
-    q and k count blocks of rows and keys. Any dimension may be 1 and broadcast, except in query, key and value.
-    differentiable: it may have gradients.
+    q and k count blocks of rows and keys. Options broadcast along a batch of 1. mask, bias and block_mask broadcast
+    along each dimension of 1. differentiable: it may have gradients.
     """
 
     letters: str
@@ -128,8 +128,8 @@ class Call(NamedTuple):
 
     seed is one int64 if dropout_p is not 0, otherwise None. block_mask (1 or B, 1 or Hq, blocks of queries, blocks of
     keys) is int16 or int32, as kernels/vocabulary/masks.py defines it, and mask_bits has the words of its blocks.
-    Both come from a Plan, which has no mask, or from the masks of the call. Row i sees the keys diagonal + i - left to
-    diagonal + i + right; None is unbounded. diagonal is 0 if top_left, otherwise Sk - Sq.
+    Both come from a Plan, and mask is then None, or from the masks of the call. Row i sees the keys diagonal + i - left
+    to diagonal + i + right; None is unbounded. diagonal is 0 if top_left, otherwise Sk - Sq; an origin adds its shift.
 
     With cu_seqlens_q and cu_seqlens_k, int32 (n + 1,), the call holds n packed sequences and B is 1. Sequence b has
     rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1, and keys likewise. Kernels clamp offsets to the tensors. Rows and

@@ -14,7 +14,7 @@ from .rules import as_python, check_bool, check_floating, fail, is_int, type_nam
 
 
 def make_plan(masks: Mapping[str, Any], sizes: Mapping[str, Any], device: torch.device, kernels: int | None) -> Plan:
-    """Check masks, and return their Plan. sizes: of a mask that is a function. kernels: rows of a block, or None."""
+    """Check masks, and return their Plan. sizes: of a mask function. kernels: their block size; None if none runs."""
     function, given = None, {name: x for name, x in masks.items() if x is not None}
     if not given:
         fail(ValueError, "mask", "a mask, a key_mask or a query_mask", "none of them")
@@ -37,7 +37,7 @@ def make_plan(masks: Mapping[str, Any], sizes: Mapping[str, Any], device: torch.
     block_mask = mask_bits = None
     if masks["mask"] is not None:
         whole = tuple(sizes.values()) if function is not None else tuple(narrow(tensors["mask"]).shape)
-        # A mask of one row broadcasts, so a block has equal rows; keys likewise.
+        # A mask of one row or one key broadcasts, so its blocks have equal rows or keys.
         wide = *whole[:2], *(size if n == 1 else n for n in whole[2:])
         if function is None:
             mask = narrow(tensors["mask"]).expand(wide)

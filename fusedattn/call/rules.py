@@ -55,7 +55,7 @@ def fail(error: type[Exception], argument: str, expected: Any, got: Any) -> NoRe
 
 
 def type_name(x: Any) -> str:
-    """Return the name of x's type, with its library unless that is Python or torch."""
+    """Name x's type in an error message, with its library unless that is Python or torch; for a tensor, add advice."""
     if isinstance(x, Tensor):
         return "a tensor: call .item() on it"
     library, name = type(x).__module__.partition(".")[0], type(x).__name__
@@ -95,7 +95,7 @@ CLASSES = frozenset((Tensor, Parameter))  # exact classes: subclasses do not cou
 
 
 def overriding(arguments: Sequence[Any]) -> tuple[Any, ...]:
-    """Return None, for modes, and the arguments that override a function by __torch_function__; () if none does."""
+    """Return the arguments for `handle_torch_function`, with None for modes; () if nothing overrides the function."""
     if not has_torch_function(arguments):
         return ()
     # Torch's own classes, such as nested tensors, do not know our functions.
@@ -115,7 +115,7 @@ def overridable(function: _Function) -> _Function:
                 return handle_torch_function(call, others, *args, **options)
         return function(*args, **options)
 
-    made: Any = call  # with a code object of its own, by which torch.compile counts recompilations
+    made: Any = call  # torch.compile counts recompilations by code object: each function needs its own
     made.__code__ = made.__code__.replace(co_name=function.__name__)
     return cast(_Function, made)
 

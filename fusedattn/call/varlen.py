@@ -50,7 +50,7 @@ def checked_varlen(
     arguments: Arguments, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any, max_seqlen_k: Any,
     need_weights: bool, named: bool = False,
 ) -> Call:  # fmt: skip
-    """Apply autocast, take the masks out of a Plan, check all, and return a Call. named: the caller chose a backend."""
+    """Apply autocast and a plan, check the arguments, and return them as a Call. named: the caller chose a backend."""
     arguments = rules.autocast(arguments)
     query, key, value, *_ = arguments
     masks: dict[str, Any] = dict(key_mask=arguments.key_mask, query_mask=arguments.query_mask)
@@ -77,7 +77,7 @@ def checked_varlen(
     sizes = rules.Sizes(query.device, query.dtype, cu_seqlens_q.shape[0] - 1, query.shape[1], most_q, most_k)
     arguments = check_options(arguments._replace(key_mask=None, query_mask=None), sizes)
     marks = rules.marks_of(plan, sizes)
-    if marks and masks["key_mask"] is not None:  # it may hide keys of blocks that the plan shows as a whole
+    if marks and masks["key_mask"] is not None:  # it may hide keys in FULL blocks
         marks["block_mask"] = torch.where(marks["block_mask"] == FULL, SOME, marks["block_mask"])
     query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
     arguments = arguments._replace(query=query, key=key, value=value, **masks)

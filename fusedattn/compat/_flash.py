@@ -24,7 +24,7 @@ _SHAPE = re.compile(r"\((\w+), (\w+), (\w+), (\w+)\)")
 
 
 def ask(names: Mapping[str, str], function: Callable[..., Any], *tensors: Any, **options: Any) -> Any:
-    """Call a function, and put flash-attn's layout and argument names into its errors. names: {ours: flash-attn's}."""
+    """Call a function, and put the caller's layout and argument names into its errors. names: {ours: the caller's}."""
     try:
         return function(*tensors, **options)
     except (ValueError, TypeError, NotImplementedError) as error:

@@ -112,7 +112,7 @@ def _plan(options: dict[str, Any]) -> Any:
     everything = dict(mask_function=lambda b, h, i, j: b >= 0, use_vmap=False)
     if rows == 1 or keys == 1:
         return sdpa_mask(**options)
-    if sdpa_mask(**options | everything) is None:  # this takes no memory
+    if sdpa_mask(**options | everything) is None:  # no mask is needed; asking takes no memory
         return None
 
     def pairs(batches: slice, _: slice, rows: slice, keys: slice) -> Any:

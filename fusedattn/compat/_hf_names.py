@@ -10,6 +10,6 @@ REFUSED |= dict(sinks="a sink for each query", head_mask="a weight for each head
 
 
 def masks_of(config: Any) -> tuple[bool, bool, bool] | None:
-    """Return whether no mask may mean causal, or unmasked, and whether a mask may be a plan; None: eager's masks."""
+    """Return (no mask may mean causal, no mask may mean unmasked, a mask may be a plan); None for eager's masks."""
     masks = getattr(config, MASKS, None)
     return masks if isinstance(masks, tuple) else None

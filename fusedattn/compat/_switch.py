@@ -80,7 +80,7 @@ def enable_sdpa() -> None:
         >>> fusedattn.compat.torch.disable_sdpa()
 
     In the calling thread it does what `sdpa` does. In all other threads, and in TorchScript, it replaces the operator
-    behind the function. There, torch.compile, torch.vmap and a TorchDispatchMode still see torch's, and
+    behind the function. There, torch.compile, torch.func and a TorchDispatchMode still see torch's, and
     torch.nn.MultiheadAttention keeps its fast path (see `convert`). Call enable_sdpa() in each thread that compiles. A
     second call changes nothing.
     """
@@ -157,7 +157,9 @@ def _have_own_attention(types: Iterable[Any]) -> bool:
 def _answer(*args: Any, **kwargs: Any) -> Tensor | None:
     """Compute aten::scaled_dot_product_attention, or return None to let torch's kernel run."""
     # A traced graph is kept after disable_sdpa: no guard would notice that it contains this operator.
-    if torch.compiler.is_compiling() or private.dispatch_modes() or private.is_as_torch_has_it():
+    # Inside a kernel, torch.func cannot transform our autograd nodes.
+    hidden = torch.compiler.is_compiling() or private.dispatch_modes() or private.transforms_active()
+    if hidden or private.is_as_torch_has_it():
         return None
     with private.as_torch_has_it():
         return _ours(*args, **kwargs)

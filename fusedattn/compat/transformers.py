@@ -73,7 +73,7 @@ def fusedattn_forward(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | Plan | None = None,
     dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None, softcap: float | None = None,
     s_aux: Tensor | None = None, position_bias: Tensor | None = None, **others: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Compute `fusedattn.attention` with the arguments that transformers passes.
 
     A mask contains causality, window, padding and packing; nothing is added to it. Without a mask, attention is causal

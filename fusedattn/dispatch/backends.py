@@ -148,7 +148,7 @@ def _failures(of: Any, need_weights: bool, on_hopper: bool) -> list[str]:
     need = [isinstance(x, Tensor) and x.requires_grad for x in of_calls.inputs(call)]
     needed = torch.is_grad_enabled() and any(need) and not cached
     passes = backward.passes(call, need, "hopper" if on_hopper else "triton") if needed else ()
-    # "combine" merges the splits of keys, which calls with few rows have.
+    # Calls with few rows split their keys, and "combine" merges the results.
     names = ("hopper", "combine") if on_hopper else decode.kernels(of) if cached else ("forward",)
     names = *names, *["weights"] * (need_weights and not cached), *passes
     return [str(why)] if (why := run.failed(call, names, cached)) is not None else []

@@ -1,7 +1,7 @@
 """Finds the recording of an earlier call with the same signature, and replays it on new tensors.
 
 Two calls have the same signature if only the addresses and the contents of their tensors differ. Calls under autocast,
-inside torch.compile or with tensor subclasses have no signature: they are checked each time, and operators/repeats.py
+inside torch.compile or with tensor subclasses are not replayed: they are checked each time, and operators/repeats.py
 repeats their launches. On a CPU a repeated call only skips its checks.
 """
 
@@ -36,7 +36,7 @@ _SEED = _PLACES["seed"]
 _MARKS = "block_mask", "mask_bits"  # made from the masks of a call, or from a plan
 
 _known = repeats.Learned()  # {signature: its Replay or Checked}
-_kinds: set[tuple] = set()  # types of options that `_usual` accepts with any values: none is a tuple (a window)
+_kinds: set[tuple] = set()  # types of options that `_usual` accepted; not kept if one is a tuple, whose items it checks
 _recent = repeats.Learned()  # {a signature without tensor properties: [(TensorGuards, Replay)]}
 
 
@@ -158,11 +158,11 @@ def find(tensors: tuple, numbers: tuple) -> Any:
 def learn(tensors: tuple, numbers: tuple, call: Call, chosen: backends.Backend) -> Any:
     """Return a Replay (on a CPU: Checked) of the RECORD_AFTER-th plain call of a signature.
 
-    Return True for a call before that, which is counted, and False for one that cannot be replayed.
+    Return True for a call before that, or if its launches cannot be recorded, and False for a call without signature.
     """
     kernels = chosen.name in schema.KERNELS
     split = _split(tensors, numbers) if can_replay and (kernels or call.query.device.type == "cpu") else None
-    if split is None or call.query is not tensors[0] or (signature := _signature(*split)) is None:
+    if split is None or (signature := _signature(*split)) is None:
         return False
     of_call = tensors, numbers, call, chosen
     replay = _known.learn(signature, functools.partial(Replay.of if kernels else Checked, *of_call))
@@ -200,7 +200,7 @@ class Replay(Checked):
 
     @staticmethod
     def of(tensors, numbers, call, chosen):
-        """Return the Replay of a call, or what `repeats.record` returns without one."""
+        """Return the Replay of a call, or None or 0 from `repeats.record` if its launches were not recorded."""
         return_lse, return_weights, _, grad = numbers[-4:]
         save = grad and any(x is not None and x.requires_grad for x in of_calls.inputs(call))
         options = return_lse, return_weights, save, chosen.name
@@ -226,15 +226,17 @@ class Replay(Checked):
         self.backwards: list[tuple] = []  # (settings, TensorGuards, Recording, places of gradients)
 
     def __call__(self, tensors: tuple):
-        if self.drops or (self.save and self.short):  # save what a first call saves: checkpoints compare it
+        if self.drops or (self.short and (self.save or self.rank < 4)):  # checkpoints compare what is saved
             tensors = tuple(self.in_full(tensors))
         given = self.take_given(tensors)
         if self.save:
-            return _differentiable((self, given), *self.take_inputs(given))
-        return self.take_results(self.recording.run(given))
+            made = _differentiable((self, given), *self.take_inputs(given))
+        else:
+            made = self.take_results(self.recording.run(given))
+        return made if self.rank == 4 else results(self.rank, *(made if isinstance(made, tuple) else (made,)))
 
     def again(self, saved: tuple, grads: tuple, need: tuple) -> list | None:
-        """Replay the backward of tensors like these, and return gradients of the inputs, None if there is none."""
+        """Replay an earlier backward of the same signature. Return gradients of the inputs, or None without one."""
         if torch.is_grad_enabled() or must_dispatch():
             return None
         present, settings = self._of_backward(saved, grads, need)

@@ -1,4 +1,4 @@
-"""Attention with keys and values gathered from all ranks. Rows stay on their rank, and all options of attention apply.
+"""Attention with keys and values gathered from all ranks. Rows stay on their rank. It lacks return_weights and plans.
 
 The backward gathers keys and values again instead of saving them. Their gradients are summed over ranks in float32, or
 float64 for float64 inputs. Source: Llama 3, arXiv:2407.21783, section 3.3.2. Documents are cut where a shard ends, as
@@ -50,7 +50,7 @@ def gather_attention(
             (B, Hq, rows, Sk). The gradient of a bias comes from this rank's rows only.
         key_mask: (B, rows), for this rank's keys.
         query_mask: (B, rows), for this rank's rows.
-        All others: as in `ring_attention`; options that it lacks as in `fusedattn.attention`, the same on all ranks.
+        All others: as in `ring_attention` or, if it lacks them, in `fusedattn.attention`; the same on all ranks.
 
     Returns:
         the results of `attention` for this rank's rows.
@@ -93,7 +93,7 @@ def gather_attention_varlen(
     Args:
         query: (rows, Hq, D).
         key, value: (rows, Hkv, D or Dv). The rows that `shard` gives this rank, out of T in all.
-        cu_seqlens: int32 (n + 1,). Document b is rows cu_seqlens[b] to cu_seqlens[b + 1] of these T.
+        cu_seqlens: int32 (n + 1,). Document b is rows cu_seqlens[b] to cu_seqlens[b + 1] - 1 of T.
         key_mask, query_mask: bool (rows,).
         mask, bias: for all documents, broadcasting to (n, Hq, longest, longest). The gradient of a bias comes from this
             rank's rows only.

@@ -1,4 +1,4 @@
-"""A call split among all ranks: each has some rows and keys, and all agree on the options before anything is sent."""
+"""A call split among all ranks. Each has some rows and keys, and all agree on the options before keys are sent."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -39,7 +39,7 @@ class GlobalCall(NamedTuple):
     rows: list[list[Chunk]]  # Chunks of rows on each rank
     keys: list[list[Chunk]]  # Chunks of keys on each rank
     shift: int  # the diagonal of row i of the whole sequence is at key i + shift
-    needs: list[list[str]]  # of each rank: the names of the inputs that require a gradient
+    needs: list[list[str]]  # for each rank, the names of the inputs that require a gradient
     need_lse: bool
     need_weights: bool
 

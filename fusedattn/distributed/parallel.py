@@ -51,7 +51,7 @@ def check_parallel(parallel: Any) -> None:
 
 
 def attend(parallel: ContextParallel, q: Tensor, k: Tensor, v: Tensor, need_weights: bool, **options: Any) -> Any:
-    """Run a context-parallel method: return (output, weights or None) of this rank's rows, or raise for its options."""
+    """Run a context-parallel method: return (output, weights or None). Raise for an option that the method lacks."""
     check_parallel(parallel)  # the caller may have set the attribute of the module
     options = {name: x for name, x in options.items() if x is not None}
     for name in LACKS[parallel.method]:

@@ -56,7 +56,7 @@ def _forward(whole: GlobalCall, bring: Any) -> tuple[list[Tensor | None], Global
 
 def _zeros(call: Call, names: set[str]) -> dict[str, Any]:
     """Return a zero gradient for each named tensor that a call has, in float32 (float64 for float64 inputs)."""
-    # Ranks send gradients in this order. That of a set differs between processes, as Python hashes strings with a seed.
+    # Ranks send gradients in this order. The order of a set differs between processes: Python seeds its string hash.
     tensors, dtype = {name: getattr(call, name) for name in INPUTS if name in names}, wide_dtype(call.query.dtype)
     return {name: x.new_zeros(x.shape, dtype=dtype) for name, x in tensors.items() if x is not None}
 

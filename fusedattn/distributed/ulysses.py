@@ -71,7 +71,7 @@ def ulysses_attention(
 
     Raises:
         TypeError, NotImplementedError, RuntimeError: as `ring_attention`.
-        ValueError: as `ring_attention`, and if the number of ranks does not divide Hq, before anything is sent.
+        ValueError: as `ring_attention`, and on all ranks if their number does not divide Hq.
     """
     return attend(ulysses_attention, locals(), Method(_forward, _backward))
 

@@ -18,11 +18,11 @@ from ..kernels.vocabulary.scores import score
 from . import tile_table
 
 TMA_BYTES = 16  # TMA needs addresses and strides that are multiples of 16 bytes
-EVERYWHERE = dict(sequences=None, tile_lists=None)  # in place of `blocks.walks`, for kernels that visit every block
+EVERYWHERE = dict(sequences=None, tile_lists=None)  # in place of `blocks.walks`, without masks or packed sequences
 
 
 def sizes(call):
-    """Return (B, Hq, Sq, Sk) of a call. Unless it is packed, read them from shapes, faster than `of_calls.sizes`."""
+    """Return (B, Hq, Sq, Sk) of a call, as `of_calls.sizes`, but faster for calls that are not packed."""
     return of_calls.sizes(call) if call.cu_seqlens_q is not None else (*call.query.shape[:3], call.key.shape[2])
 
 
@@ -41,7 +41,7 @@ def programs(call, tile, by_keys=False):
 
 
 def hides(call):
-    """Return whether a call has masks or a bias, for which `blocks.marked` makes a block mask."""
+    """Return whether a call has masks or a bias. `blocks.marked` then makes a block mask."""
     return not call.mask is call.bias is call.key_mask is call.query_mask is None
 
 
@@ -68,7 +68,7 @@ def strided(tensor: Tensor) -> bool:
 
 def aligned(tensor: Tensor) -> bool:
     """Return whether the address of a tensor is aligned as TMA requires."""
-    # True if it has no address, as in a compiler, functorch and fake tensors: the operator checks again when it runs.
+    # Return True if it has no address, as in a compiler. The operator checks again when it runs.
     wraps = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
     if torch.compiler.is_compiling() or wraps or not has_storage(tensor):
         return True
@@ -76,7 +76,7 @@ def aligned(tensor: Tensor) -> bool:
 
 
 def by_threads(tensor: Tensor) -> bool:
-    """Return whether Triton may load a (B, H, S, D) tensor by single elements, because it cannot know the alignment."""
+    """Return whether threads may load single elements of a (B, H, S, D) tensor: Triton may not know its alignment."""
     # Triton knows only which addresses are multiples of 16 bytes, and which strides are multiples of 16 elements.
     *strides, last = of(tensor).strides
     return last != 1 or tensor.shape[3] % 2 != 0 or any(step % 16 for step in strides) or not aligned(tensor)
@@ -131,7 +131,7 @@ def masks_of(call):
     return made._replace(bits=bits)
 
 
-def _shift(call):  # as `of_calls.shift`, without leaving this file on the way of a call
+def _shift(call):  # as `of_calls.shift`; here, each call enters fewer files
     return 0 if call.origin is None else call.origin[0]
 
 
@@ -155,7 +155,7 @@ def bounded(call):
 def band(call):
     """Return the lengths and the window of a call as kernel arguments: 32-bit numbers, None if unbounded."""
     rows, keys, by = call.query.shape[2], call.key.shape[2], _shift(call)
-    before, after = (keys, rows) if call.top_left else (rows, keys)  # at these distances no row sees any key
+    before, after = (keys, rows) if call.top_left else (rows, keys)  # from these distances on, no row sees any key
     left = None if call.left is None else max(-before, min(call.left - by, rows + keys))
     right = None if call.right is None else max(-after, min(call.right + by, rows + keys))
     return dict(q_len=rows, k_len=keys, left=left, right=right)
@@ -175,6 +175,11 @@ def spec(call):
 def common(call):
     views = dict(Q=of(call.query), K=of(call.key), V=of(call.value))
     return views | dict(rules=rules(call), heads=call.query.shape[1], spec=spec(call)) | band(call)
+
+
+def sinks_differ(call):
+    """Return whether packed sequences have different sinks, as calls under torch.vmap may have."""
+    return call.cu_seqlens_q is not None and call.sinks is not None and len(call.sinks) > 1
 
 
 def can_pack_gqa(call, out, most):

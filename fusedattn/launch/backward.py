@@ -50,7 +50,7 @@ def _bias_sum(call):
 
 
 def _by_row(needed, where):
-    """Return {option: whether the kernel dq stores its gradient as a sum for each row}. where: from `_bias_sum`."""
+    """Return {option: whether a kernel stores its gradient as a sum for each row}. where: from `_bias_sum`."""
     return {name: where == "rows" if name == "bias" else needed[name] for name in ByRow._fields}
 
 
@@ -84,8 +84,9 @@ def reasons_not_on_hopper(call: Call, need, backend: str) -> list[str]:
 def passes(call: Call, need, backend: str = "triton", by_tma: tuple | None = ()) -> tuple[str, ...]:
     """Return the names of a backward's kernels, in order. need: for each of INPUTS, whether its gradient is needed."""
     # by_tma: gradients that a Hopper kernel would read or write by TMA; None if it does not support one of them. A
-    # Hopper kernel runs if it is chosen (`run.is_to_take`) and supports the call. Otherwise one_pass runs if dq may be
-    # summed in any order and no other gradient is summed by row. Otherwise dq and dkdv run; both are deterministic.
+    # Hopper kernel runs if it is chosen (`run.is_to_take`) and supports the call. Otherwise one_pass runs if heads are
+    # narrow, dq may be summed in any order, and no other gradient is summed by row; but not if tuning found two passes
+    # faster. Otherwise dq and dkdv run, which are deterministic.
     needed = dict(zip(INPUTS, need, strict=True))
     where = _bias_sum(call) if needed["bias"] else None
     by_rows = any(_by_row(needed, where).values())
@@ -95,11 +96,11 @@ def passes(call: Call, need, backend: str = "triton", by_tma: tuple | None = ())
     special = run.backward_on_hopper(call, deterministic)
     taken = run.is_to_take(special, call, backend) and not _lacks_on_hopper(call, needed, special)
     if taken and by_tma is not None and (hopper.is_copied(call) or hopper.reachable(*by_tma)):
-        # The Hopper kernels have no registers for gradients of slopes and of a bias: other kernels compute the scores'
-        # gradients again, and sum or store them. Sums of a row's gradients follow from its statistics in `preprocess`,
-        # unless it sees other keys elsewhere, or its sink is that of a sequence.
+        # The Hopper kernels have no registers for gradients of slopes and of a bias. Other kernels compute the scores'
+        # gradients again, and sum or store them. `preprocess` finds a row's sum from its statistics, unless the row
+        # sees keys of other calls, or packed sequences have different sinks.
         by_rows = where == "rows" or needed["sinks"]
-        by_rows &= call.partial or (call.cu_seqlens_q is not None and call.sinks is not None and len(call.sinks) > 1)
+        by_rows &= call.partial or arguments.sinks_differ(call)
         by_rows |= needed["alibi_slopes"] or where == "pairs"
         names = ["preprocess", special, *["postprocess"] * (special not in tile_table.STORED)]
         names += ["dq"] * by_rows + ["dkdv"] * (where == "keys")
@@ -122,13 +123,13 @@ def _totals(sums, offsets, batch):
     """Add up sums by row (B, H, S, 1) over the rows: return (B, H), or (n, H) for n packed sequences."""
     if offsets is None or batch == 1:
         return sums.sum((2, 3))
-    # Decreasing offsets are clamped: they describe empty sequences. A scatter would sum in any order.
+    # Clamp decreasing offsets, which describe empty sequences. A scatter would sum in any order.
     offsets = offsets.long().clamp(0, sums.shape[2]).cummax(0).values
     return torch.segment_reduce(sums[0, :, :, 0].T.contiguous(), "sum", lengths=offsets.diff(), unsafe=True)
 
 
 def _unit(p, form):
-    """Return UNIT and WIDTH, the rows and columns of a block in Hopper's buffer of dq; both None without `form`."""
+    """Return UNIT and WIDTH, the rows and columns of a block in Hopper's buffer of dq. Without `form` both are None."""
     return dict(zip(("UNIT", "WIDTH"), (None, None) if form is None else hopper_backward.unit(p.call), strict=True))
 
 
@@ -137,7 +138,7 @@ def _preprocess(p, out, grad_lse, weights, stats, query_sums, turns, by_row, sho
     score = p.launched["rules"].score
     rows, pitch = (p.table(stats, 4), None) if form is None else hopper_backward.new_rows(p.call, stats, score)
     small = None if form is None or not score.slopes is score.bias is None else score.rough
-    # GROUP and TOP_LEFT are not read. They are fixed, so that one kernel is compiled.
+    # GROUP and TOP_LEFT are not read. Fix them, so that one kernel is compiled.
     spec = p.launched["spec"]._replace(GROUP=1, TOP_LEFT=False)
     launched = dict(Out=arguments.of(out), GradLse=grad_lse, Weights=arguments.of(weights), Stats=stats, Turns=turns)
     launched |= dict(incoming=Incoming(p.launched["GradOut"], p.launched["GradWeights"], rows))
@@ -217,7 +218,7 @@ def launch_backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats
     names = passes(call, [x is not None for x in grads.values()], backend, by_tma)
     special = next((name for name in names if name in tile_table.ON_HOPPER), None)
     original = dict(grads)
-    if special is not None:  # its kernels also make a gradient that nobody needs
+    if special is not None:  # its kernels always write all gradients of ATTENDED
         unused = {name: getattr(call, name) for name in ATTENDED if grads[name] is None}
         wide = torch.float32 if call.partial else call.query.dtype
         grads |= {name: hopper.writable(torch.empty_like(x, dtype=wide)) for name, x in unused.items()}
@@ -244,7 +245,7 @@ def launch_backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats
         else:  # each sequence has whole blocks (`span.padded`)
             query_sums = run.full(stats, (batch, heads, arguments.slots(call, form.rows) * form.rows, columns), 0.0)
     elif "postprocess" in names:
-        # Sum into the gradient itself if it has the dtype of sums, unless TMA adds, which needs aligned rows.
+        # Sum into the gradient itself if it has the dtype of sums. But TMA, which adds for `bulk`, needs aligned rows.
         width = call.query.shape[3]
         in_place = grads["query"].dtype == stats.dtype and not bulk
         query_sums = grads["query"] if in_place else p.table(stats, cdiv(width, 4) * 4)[..., :width]

@@ -18,8 +18,8 @@ BLOCK, CONSTANT = masking.BLOCK.value, masking.CONSTANT.value
 
 def new_block_mask(mask, key_mask, query_mask, bias, lengths):
     """Return (uninitialised block_mask and mask_bits, (rows, keys) covered, masks and bias without broadcasts)."""
-    # At least one mask or the bias is not None; mask_bits is empty without a mask of pairs. Dimensions along which all
-    # of them broadcast have size 1; with a mask of pairs, rows and keys have a whole block.
+    # At least one mask or the bias is not None. mask_bits is empty without a mask of pairs. Dimensions along which all
+    # of them broadcast have size 1. But with a mask of pairs, rows and keys cover at least a whole block.
     if lengths is None:
         key_mask, query_mask = narrow(key_mask), narrow(query_mask)
     masks = dict(mask=narrow(mask), key_mask=key_mask, query_mask=query_mask, bias=narrow(bias))
@@ -39,7 +39,7 @@ def block_mask(mask, key_mask, query_mask, bias, lengths):
     block_mask, mask_bits = made
     (mask, key_mask, query_mask, bias), (batch, heads, *_) = masks, block_mask.shape
     if block_mask.numel():
-        # Without token masks all packed sequences may share a block mask, which does not depend on their lengths.
+        # Without token masks, packed sequences may share a block mask. Then it must not depend on their lengths.
         packed = lengths is not None and not (key_mask is query_mask is None)
         launched = dict(BlockMask=block_mask, Words=mask_bits if mask_bits.numel() else None)
         views = arguments.masks(mask, key_mask, query_mask, batch, heads, rows, keys, packed)
@@ -52,7 +52,7 @@ def block_mask(mask, key_mask, query_mask, bias, lengths):
 
 
 def packed_sequences(lengths, block, by_keys=False, count=0, used=None):
-    """Return Sequences with `count` slots for blocks of rows or keys. A tensor `used` gets the number of used ones."""
+    """Return Sequences with `count` slots for blocks of rows or keys. A tensor `used` gets the number of used slots."""
     batch, new = lengths.cu_seqlens_q.shape[0] - 1, functools.partial(run.full, lengths.cu_seqlens_q)
     sequences = Sequences(new((count, 2), -1) if count else None, new((batch, 4), 0))
     most_q = lengths.rows if lengths.max_seqlen_q is None else lengths.max_seqlen_q
@@ -67,7 +67,7 @@ def packed_sequences(lengths, block, by_keys=False, count=0, used=None):
 
 
 def words_by_keys(call, kind):
-    """Return the words of a call's mask with rows and keys swapped; None without a mask in bits. kind: who reads it."""
+    """Return the words of a call's mask with rows and keys swapped; None without a mask in bits. kind: the reader's."""
     if call.mask_bits is None:
         return None
     words = call.mask_bits.new_empty(call.mask_bits.shape)
@@ -107,7 +107,7 @@ def tile_lists(call, tile, by_keys=False, sequences=None):
 
 
 def marked(call):
-    """Return a call with its block mask, and with the mask in bits. A call that has them is unchanged."""
+    """Return a call with its block mask, and with its mask in bits. A call that has both is unchanged."""
     whole = call.block_mask is not None and (call.mask is None or call.mask_bits is not None)
     if whole or all(x is None for x in hiding(call)):
         return call

@@ -1,4 +1,4 @@
-"""Launches the kernels of `attention_decode`: append, attention over parts of the keys, and combining the parts."""
+"""Launches the kernels of `attention_decode`: append, attention to splits of the keys, and combine."""
 
 import functools
 from typing import Any
@@ -31,7 +31,7 @@ def _common(decode: Decode):
 def launch_append(decode: Decode):
     batch, heads, added = decode.lengths.shape[0], decode.key_cache.shape[1], decode.added
     launched = _common(decode) | dict(K=arguments.of(decode.new_key), V=arguments.of(decode.new_value))
-    # Fields that the kernel does not read are fixed, so that it is compiled only once.
+    # Fix the fields that the kernel does not read, so that it is compiled only once.
     launched["spec"] = launched["spec"]._replace(GROUP=1, TOP_LEFT=False, PRECISION="ieee")
     if batch * heads * added * launched["capacity"]:
         run.run_tiled("append", decode.call, lambda tile: cdiv(added, tile.rows) * batch * heads, launched)
@@ -49,7 +49,7 @@ def decoder(rows):
 def splits(programs, blocks, multiprocessors):
     """Return how many programs share the keys of a sequence, so that the GPU is full and the merge pays off."""
     # programs: the grid size before splitting. blocks: key blocks of the longest possible sequence. multiprocessors:
-    # None is Triton's interpreter, which splits only to test the merge.
+    # None in Triton's interpreter, which splits only to test the merge.
     # Source: the rule of FlashAttention-2, which counts each multiprocessor twice.
     if multiprocessors is None:
         return max(1, min(2, blocks))
@@ -94,7 +94,7 @@ def launch_decode(out, lse, decode: Decode):
         launched["cache"] = launched["cache"]._replace(V=None)
     del launched["k_len"]
     results = dict(Out=arguments.of(out), Lse=lse if lse.numel() else None)
-    # An upper bound of the keys that a query sees, from shapes alone, so that CUDA graphs replay.
+    # Bound the number of keys that a query sees from shapes alone, so that CUDA graphs can replay the call.
     side, capacity = call.right if call.top_left else call.left, launched["capacity"]
     keys = capacity if side is None else min(length + side, capacity)
     multiprocessors = None if run.interpreting() else run.multiprocessors(run.device_of(call.query))

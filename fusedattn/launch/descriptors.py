@@ -41,13 +41,13 @@ def of_bias(call, keys):
     bias = hopper.by_tiles(call)
     if bias is None:
         return None
-    if bias.shape[2] == 1:  # TMA writes to multiples of 128 bytes
+    if bias.shape[2] == 1:  # TMA writes to shared memory at multiples of 128 bytes
         return descriptor(bias, 1, max(keys, 128 // bias.element_size()))
     return descriptor(bias, tile_table.WARPGROUP_ROWS, keys)
 
 
 def of_words(words):
-    """Return a TMA descriptor of the words of a mask, as int32: TMA copies no elements of 64 bits."""
+    """Return a TMA descriptor of the words of a mask, as int32: Triton's descriptors have no 64-bit elements."""
     if words is None:
         return None
     words = words.view(torch.int32)

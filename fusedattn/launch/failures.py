@@ -1,4 +1,4 @@
-"""Kernels that do not compile or load on this machine, which shows at their first call, with reason and advice."""
+"""Kernels that did not compile or load on this machine at their first call, with the reason and advice."""
 
 import errno
 import subprocess  # noqa: TID251 - knows the error of a C compiler that Triton calls
@@ -7,7 +7,7 @@ import warnings
 # Errors that may be temporary: a full disk, too many open files.
 _PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.EINTR)
 failed_kernels: dict[tuple, str] = {}  # {run.kind_of(kernel, call) or (kernel, device): why it failed}
-passed: set[str] = set()  # why kernels failed that may run another time
+passed: set[str] = set()  # reasons of failures that may be temporary
 _warned: set[str] = set()
 
 
@@ -16,7 +16,7 @@ class KernelUnavailable(Exception):
 
 
 class Unrecordable(Exception):
-    """Error of a call that needs more than kernel launches, which alone a replay repeats."""
+    """Error of a call that needs more than kernel launches. A replay repeats only kernel launches."""
 
 
 def forget() -> None:
@@ -32,7 +32,7 @@ def known(key: tuple) -> "KernelUnavailable | None":
 
 
 def remember(key: tuple, error: Exception) -> "KernelUnavailable":
-    """Return the error to raise for a failed kernel, and keep it for later calls, unless its cause may be temporary."""
+    """Return the error to raise for a failed kernel. Keep it for later calls, unless its cause may be temporary."""
     name, device, *_ = key
     whole, what, advice = _judge(name, error)
     message = f"{what} on {device} ({cause(error)}); {advice}"
@@ -44,7 +44,7 @@ def remember(key: tuple, error: Exception) -> "KernelUnavailable":
 
 
 def fall_back(why: "KernelUnavailable", named: bool) -> None:
-    """Warn once that another backend takes calls, because a kernel failed; raise if the caller named the backend."""
+    """Warn once that another backend takes calls, because a kernel failed. Raise if the caller named the backend."""
     if named:
         raise NotImplementedError(f"backend: the named one cannot take this call: {why}") from why
     warn_once(str(why), str(why), stacklevel=2)

@@ -27,9 +27,9 @@ else:
     KERNELS |= dict(hopper_bwd_ds=stored.stored_backward, hopper_bwd_wide=wide.wide_backward)
     KERNELS |= dict.fromkeys(tile_table.PRODUCTS, products.grad_product)
 RAGGED_ROWS = 2**30  # limit on the rows of packed sequences
-FEWEST_ROWS = 32  # of packed sequences, on average, in the backward: its sums of dq pad each to whole blocks
-# Optional fields of a Call that the kernels support, or that `limits` checks one by one. It refuses others.
-# A block mask needs no support: it marks what other masks hide.
+FEWEST_ROWS = 32  # minimum mean length of packed sequences in the backward, which pads dq of each to whole blocks
+# Optional fields of a Call that the kernels support, or that `limits` checks one by one. It refuses other fields.
+# A block mask needs no support, because it only marks blocks that other masks hide.
 _KNOWN = "block_mask", "left", "right", "origin", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
 _SUPPORTED = "seed", "bias", "mask", "mask_bits", "key_mask", "query_mask", "softcap", "alibi_slopes", "sinks"
 _IN_PREFILL = "query_mask", "softcap", "alibi_slopes", "sinks"  # of the forward, with caches
@@ -56,10 +56,10 @@ def limits(call: Call, known: tuple[str, ...] = _SUPPORTED, forms=tile_table.HOP
         heavy = "bias", *tile_table.MOST_KEYS[256], "mask", "mask_bits"
         names = " and ".join(dict.fromkeys(_argument(name) for name in heavy if name in given))
         columns = max(call.query.shape[3], call.value.shape[3])
-        lacks.append(f"no tile has memory for {names} with heads of {columns} columns")
+        lacks.append(f"no tile has room for {names} with heads of {columns} columns")
     if call.cu_seqlens_q is not None and any(holds(x.shape[2] > RAGGED_ROWS, False) for x in (call.query, call.key)):
         lacks.append("packed sequences have more than 2**30 rows")
-    if holds(call.key.shape[2] == 0, False):  # unknown to a compiler; the operator checks again when it runs
+    if holds(call.key.shape[2] == 0, False):  # a compiler may not know; the operator checks again when it runs
         lacks.append("there are no keys")
     if call.value.shape[3] % 8 and not _pays_copies(call):
         lacks.append(f"the head dimension of value is {call.value.shape[3]}, not a multiple of 8")
@@ -93,7 +93,7 @@ def cache_reasons(decode: Decode) -> list[str]:
 
 
 def _pays_copies(call):
-    """Return whether copies of query, key and value take little of the time of a call: if rows see many keys."""
+    """Return whether copies of query, key and value are cheap beside the call, because rows see many keys."""
     sequences = 1 if call.cu_seqlens_q is None else max(1, call.cu_seqlens_q.shape[0] - 1)
     rows, keys = (x.shape[2] // sequences for x in (call.query, call.key))
     banded = keys if call.right is None else keys // 2 if call.left is None else call.left + call.right + 1
@@ -101,7 +101,7 @@ def _pays_copies(call):
 
 
 def is_copied(call: Call) -> bool:
-    """Return whether Hopper kernels read copies: TMA cannot read or write a tensor of the call, and copies pay."""
+    """Return whether Hopper kernels use copies, because TMA cannot read or write a tensor, and copies are cheap."""
     odd = call.query.shape[3] % 8 or call.value.shape[3] % 8
     return bool(odd or _unreadable(_by_tma(call))) and _pays_copies(call)
 
@@ -111,7 +111,7 @@ def _by_tma(call):
 
 
 def unreachable(call: Call) -> list[str]:
-    """Return a sentence for each of query, key, value and bias that TMA cannot read, unless they are copied."""
+    """Return a sentence for each tensor that TMA cannot read: query, key, value and bias, unless copied, and a plan."""
     if (lacks := _unreadable(_by_tma(call))) and _pays_copies(call):
         lacks = []
     if call.mask_bits is not None and not arguments.aligned(call.mask_bits):
@@ -138,7 +138,7 @@ def readable(tensor: Tensor) -> Tensor:
 
 
 def writable(tensor: Tensor) -> Tensor:
-    """Return the tensor if TMA can write it, otherwise a new one of the same shape. Its rows are padded in memory."""
+    """Return the tensor if TMA can write it, otherwise a new tensor of the same shape, with rows padded in memory."""
     if reachable(tensor):
         return tensor
     *shape, columns = tensor.shape
@@ -159,7 +159,7 @@ def band_of(call: Call) -> str:
 
 
 def variant(call: Call, cached: bool) -> str:
-    """Return a list of what selects the machine code of a Hopper kernel for a call."""
+    """Return, as text, the properties of a call that select the machine code of a Hopper kernel."""
     sizes = f"D {call.query.shape[3]}", f"Dv {call.value.shape[3]}", str(call.query.dtype).removeprefix("torch.")
     options = sorted({_argument(name) for name in _OTHERS if getattr(call, name) is not None})
     packed, partial = ["packed"] * (call.cu_seqlens_q is not None), ["partial"] * bool(call.partial)
@@ -167,13 +167,13 @@ def variant(call: Call, cached: bool) -> str:
 
 
 def by_tiles(call: Call) -> Tensor | None:
-    """Return the bias without broadcasts if TMA is to load it: if there is one, and it is not equal for all keys."""
+    """Return the bias without broadcasts if TMA loads it; None without a bias, or if it is equal for all keys."""
     bias = narrow(call.bias)
     return None if bias is None or bias.shape[3] == 1 else bias
 
 
 def fits(call: Call, form: Pipeline | Backward) -> bool:
-    """Return whether options spill no registers with a kernel's tiles, and a bias and words fit into shared memory."""
+    """Return whether a tile suits a call: its options spill no registers, and bias and words fit in shared memory."""
     bias, columns = by_tiles(call), row_width(call)
     if isinstance(form, Backward):
         if bias is None or columns > tile_table.ONE_PASS:
@@ -202,7 +202,7 @@ def _forward_bytes(call, form, bias):
 
 
 def _word_bytes(call, form, ahead):
-    """Return the bytes of shared memory for words of a mask: a bit a pair, in two slots for each step `ahead`."""
+    """Return the bytes of shared memory for words of a mask: a bit a pair, in two slots for each of `ahead` steps."""
     return 0 if call.mask is call.mask_bits is None else ahead * form.rows * form.keys // 4
 
 
@@ -213,7 +213,7 @@ def bias_tiles(call, bias, form):
     elements = (form.keys + rows) * sum(tile_widths(call)) + 2 * form.keys * form.rows  # k, v; q, do; two steps of ds
     singles = 2 * each * each + 4 * rows  # float32: dq, row statistics
     left = tile_table.BACKWARD_BYTES - 2 * elements - 4 * singles - _word_bytes(call, form, form.stages)
-    return 2 * max(0, min(2, left // (2 * size)))  # a warpgroup has tiles of its own, or it could miss a phase of one
+    return 2 * max(0, min(2, left // (2 * size)))  # even: each tile then has one reader, which misses no phase
 
 
 def backward_limits(call: Call) -> list[str]:
@@ -241,8 +241,8 @@ def reachable(*tensors: Tensor) -> bool:
 def tile_widths(call: Call) -> tuple[int, int]:
     """Return (columns of a key tile, columns of a value tile).
 
-    Each of two warpgroups computes half of the columns of dq, at least 64; with D and Dv up to 64, half of the rows, or
-    of the columns in blocks of 64 rows.
+    Each of two warpgroups computes half of the columns of dq, at least 64. With D and Dv up to 64 it computes half of
+    the rows, or in blocks of 64 rows half of the columns.
     """
     width_k, width_v = width.fn(call.key.shape[3]), width.fn(call.value.shape[3])
     is_wide = row_width(call) > tile_table.ONE_PASS
@@ -265,7 +265,7 @@ def value_columns(call):
 
 
 def column_parts(call):
-    """Return among how many programs the forward divides the columns of a block of rows of the output."""
+    """Return the number of programs that share the output columns of a block of rows in the forward."""
     return cdiv(call.value.shape[3], tile_table.MOST_COLUMNS)
 
 
@@ -274,7 +274,7 @@ def group_of(call):
 
 
 def scores_of_a_head(call):
-    """Return (shape, bytes) of the stored gradients of scores of one key head; packed sequences have blocks of keys."""
+    """Return (shape, bytes) of the stored gradients of scores of a key head. Packed sequences get whole key blocks."""
     group, (_, _, rows, keys) = group_of(call), arguments.sizes(call)
     if call.cu_seqlens_k is not None:
         block = 2 * tile_table.WARPGROUP_ROWS
@@ -284,15 +284,15 @@ def scores_of_a_head(call):
 
 
 def buffers_of(call: Call) -> int:
-    """Return how many buffers of scores a backward fills: with heads wider than 256, weights have one, too."""
+    """Return the number of score buffers of a backward: gradients have one, and with heads over 256, so do weights."""
     return 1 + (row_width(call) > 256)
 
 
 def parts_of(call: Call) -> list[dict[str, slice]]:
-    """Return the parts of a call, slices for letters of Dims, whose gradients of scores are stored one after another.
+    """Return the parts of a call, as slices by letters of Dims. Gradients of scores are stored for one part at a time.
 
     A part of packed sequences has one query head of each key head. Other parts have some rows, from a multiple of 128
-    on. [{}] is the whole call: its gradients fit, or it cannot be divided.
+    on. [{}] is the whole call, if its gradients fit or it cannot be divided.
     """
     (group, _, _, padded), size = scores_of_a_head(call)
     if size <= tile_table.SCORES_BYTES:
@@ -318,7 +318,7 @@ def stored_limits(call: Call) -> list[str]:
 
 
 def _row(cache: Tensor) -> int:
-    """Return the stride of a row of a cache. If a page is one row, its stride is arbitrary: the next row is a page."""
+    """Return the stride of a row of a cache. If a page is one row, the next page is the next row."""
     return cache.stride(0 if cache.shape[2] == 1 else 2)
 
 
@@ -328,7 +328,7 @@ def pitch_of(cache: Tensor) -> int:
 
 
 def rows_of_cache(cache: Tensor) -> Tensor:
-    """Return a cache as (1, Hkv, rows of all pages, D); between pages, a head's rows may be those of other heads."""
+    """Return a cache as (1, Hkv, rows of all pages, D). Between the pages, these rows may be those of other heads."""
     pages, heads, page, columns = cache.shape
     strides = 0, cache.stride(1), _row(cache), cache.stride(3)
     return cache.as_strided((1, heads, (pages - 1) * pitch_of(cache) + page, columns), strides)

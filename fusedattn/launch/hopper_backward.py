@@ -1,4 +1,4 @@
-"""Launches the Hopper backwards. `form` is the tile of a backward kernel, `p` the `_Pass` that backward.py makes."""
+"""Launches the Hopper backwards. `form` is the tile of a backward kernel. `p` is the `_Pass` of backward.py."""
 
 import torch
 from torch import Tensor
@@ -21,12 +21,13 @@ def unit(call: Call) -> tuple[int, int]:
 
 
 def _is_table(call, score):
-    """Return whether products subtract row statistics: not if scores are scaled first, or dp is after dropout."""
-    return hopper.row_width(call) <= tile_table.ONE_PASS and call.seed is None and score.softmax_scale is not None
+    """Return whether products subtract row statistics. Dropout, options that need scaled scores, and dq prevent it."""
+    plain = call.seed is None and score.softmax_scale is not None and not arguments.sinks_differ(call)
+    return plain and hopper.row_width(call) <= tile_table.ONE_PASS
 
 
 def _are_rows(call):
-    """Return whether the statistics of a row of wide heads are contiguous, for TMA if packed, or for the kernel dq."""
+    """Return whether statistics of wide heads are contiguous by row: TMA needs it for packed rows, and so does dq."""
     return not call.cu_seqlens_q is call.bias is call.alibi_slopes is None
 
 
@@ -42,14 +43,14 @@ def new_rows(call: Call, stats: Tensor, score) -> tuple[Tensor, int | None]:
 
 
 def _rules(p, words):
-    """Return the Rules of a backward without the masks that other kernels apply; words: by `transpose_words`."""
+    """Return the Rules of a backward. Their masks are the key mask and, with the given words, the mask of pairs."""
     rules = p.launched["rules"]
     bits = None if words is None else rules.masks.bits._replace(words=words)
     return rules._replace(masks=Masks(None, rules.masks.keys, None, bits))
 
 
 def _result(call, grad, columns):
-    """Return the argument for a gradient: a descriptor, or a View if it is float32, as that of a part of a call is."""
+    """Return the argument for a gradient: a descriptor, or a View if it is float32, because a sum of parts follows."""
     if grad.dtype == torch.float32:
         return arguments.of(grad)
     return descriptor(grad, EACH, columns, call.cu_seqlens_q is not None)
@@ -81,7 +82,7 @@ def launch_sums(name, p, query_sums, turns, grads, form):
             heads=call.key.shape[1],
             form=backward.Form(form.stages, tiles, REGISTERS, hopper.group_of(call), call.top_left, columns),
         )
-        # Without a mask of pairs the kernel finds the blocks that a key mask leaves out by itself.
+        # Without a mask of pairs, the kernel itself finds the blocks that a key mask hides.
         call = call._replace(block_mask=None) if words is None else call
         launched |= blocks.walks(call, form, by_keys=True)
         programs = arguments.slots(call, form.keys, by_keys=True) * call.key.shape[1]
@@ -105,8 +106,8 @@ def new_scores(call: Call) -> tuple[Tensor, Tensor | None]:
 def _section(call, fits, size, blocks, multiprocessors):
     """Return how many kv heads are scheduled together, so that their blocks read from L2.
 
-    fits: bytes of L2 to use. size: bytes of a head that its blocks read. blocks: number of blocks in a head. A mask
-    or window makes blocks unequal, and the short ones cannot fill a GPU: sections (heads scheduled together) then have
+    fits: bytes of L2 to use. size: bytes of a head that its blocks read. blocks: number of blocks in a head. causal or
+    a window makes blocks unequal, and short blocks cannot fill a GPU. Sections (heads scheduled together) then have
     nearly equal numbers of heads, and at least 1.5 blocks per multiprocessor.
     """
     heads, most = heads_at_a_time(call), max(1, fits // size)
@@ -146,7 +147,7 @@ def _stored(p, words, scores, weights, grad_value, form, multiprocessors):
 
 
 def _with_real(name, call, p, device, kind):
-    """Return the call with a copy of key or value, with rows of 0 where key_mask hides a key: 0 * NaN is NaN."""
+    """Return the call with a copy of key or value that has 0 for keys that key_mask hides, because 0 * NaN is NaN."""
     if call.key_mask is None:
         return call
     original = getattr(call, name)
@@ -178,7 +179,7 @@ def _product(call, factor, others, grad, of_key, scale, form, multiprocessors):
 
 
 def _part(p, part):
-    """Return the _Pass of one of `hopper.parts_of` its call."""
+    """Return the _Pass of a part of its call. part: from `hopper.parts_of`."""
     call, is_of_rows = p.call, _are_rows(p.call)
     rows, slices = part.get("Q"), part
     if rows is not None:
@@ -211,7 +212,7 @@ def launch_stored(name, p, grads, form):
             found = {x: torch.empty_like(grads[x], dtype=torch.float32) for x in ("key", "value")}
             of_query = sliced("query", grads["query"], **part)
             _launch_part(name, kind, _part(p, part), real.key, words, found | dict(query=of_query), form)
-            totals = {x: totals[x].add_(found.pop(x)) for x in totals} or found  # without a part's sums in the next one
+            totals = {x: totals[x].add_(found.pop(x)) for x in totals} or found  # pop frees sums before the next part
         for x, total in totals.items():
             grads[x].copy_(total)
 
@@ -219,7 +220,7 @@ def launch_stored(name, p, grads, form):
 def _launch_part(name, kind, p, key, words, grads, form):
     """Launch the kernels of `launch_stored` for a call or a part of it, some heads at a time.
 
-    kind: of the whole call. key: that of the call, with 0 in hidden rows. words: of its mask, by `transpose_words`.
+    kind: of the whole call. key: its key, with 0 for hidden keys. words: of its mask, from `transpose_words`.
     """
     call, device = p.call, run.device_of(p.call.query)
     multiprocessors = run.multiprocessors(device)

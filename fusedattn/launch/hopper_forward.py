@@ -1,4 +1,4 @@
-"""Launches the Hopper forward: its arguments, its grid, and into how many splits it divides the keys."""
+"""Launches the Hopper forward: its arguments, its grid, and the number of splits of the keys."""
 
 from functools import lru_cache
 
@@ -20,7 +20,7 @@ def _visible(call, more):
 
 
 def splits(call: Call, pipeline: Pipeline, multiprocessors: int) -> int:
-    """Return into how many splits to divide the keys. It depends on sizes alone, so equal calls give equal bits."""
+    """Return the number of splits of the keys. It depends on no values of tensors, so equal calls give equal bits."""
     if call.cu_seqlens_q is not None or call.sinks is not None or call.query_mask is not None:
         return 1
     batch, heads, rows, _ = arguments.sizes(call)
@@ -32,7 +32,7 @@ def splits(call: Call, pipeline: Pipeline, multiprocessors: int) -> int:
 
 @lru_cache(maxsize=1024)  # sequences may have any length
 def _fastest(blocks, steps, fixed, each, merged, multiprocessors):
-    """Return the number of splits for which a forward is estimated fastest; 1 if that saves less than a tenth.
+    """Return the number of splits with the smallest estimated time; 1 if splits save less than a tenth.
 
     steps: 64 keys each. fixed, each, merged: us for a block of rows, for one of its steps, and for merging a split.
     """
@@ -107,10 +107,10 @@ def launch_on_hopper(out, lse, stats, call, cached=None):
     """Run the Hopper forward. Tensors that TMA cannot read are copied first, except the caches of a Decode."""
     call, kind = arguments.bounded(call), run.kind_of("hopper", call, cached is not None)
     call = hopper.all_readable(call) if cached is None else hopper.all_readable(call, ("query",))
-    # Masks and biases have a block mask only with gradients. Packing them without one would give other bits.
+    # Never pack calls with masks or a bias: with gradients they have a block mask, and bits must not depend on that.
     if not arguments.hides(call) and arguments.can_pack_gqa(call, out, 2 * tile_table.WARPGROUP_ROWS):
         call, out = arguments.pack_gqa(call, out)
-    # A bias hides by itself: its block mask, which gradients need, would read all of it and order blocks otherwise.
+    # Drop the block mask of a bias, which only gradients need: making it reads the bias, and it reorders blocks.
     unmasked = call.mask is call.mask_bits is call.key_mask is None
     call = call._replace(block_mask=None) if unmasked else blocks.marked(call)
     pipeline, device = run.form_on_hopper("hopper", call), run.device_of(call.query)

@@ -1,10 +1,10 @@
 """Fixes for Triton's interpreter. It needs NumPy, so only interpreting processes import it.
 
-bfloat16: upstream multiplies and sums its bits as integers, and truncates in casts.
+bfloat16: Triton multiplies and sums its bits as integers, and truncates in casts.
 Products: in BLAS the order of sums depends on processor and shapes, on GPUs only on the inner dimension. Kernels rely
-on that: delta cancels with dp.
-fma: upstream rounds the product, too. A GPU rounds once.
-Threads: upstream keeps the running program and its patches of the language in globals, so threads take turns.
+on the order of GPUs, which lets delta cancel with dp.
+fma: Triton rounds the product, too. A GPU rounds once.
+Threads: Triton keeps the running program and its patches of the language in globals, so threads take turns.
 """
 
 import contextlib
@@ -63,6 +63,6 @@ def repair():
 
 @contextlib.contextmanager
 def turn():
-    """Hold the interpreter's lock, without NumPy's warnings about infinities."""
+    """Hold the interpreter's lock, and silence NumPy's warnings."""
     with upstream.InterpreterBuilder.turn, numpy.errstate(all="ignore"):
         yield

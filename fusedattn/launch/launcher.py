@@ -1,7 +1,7 @@
 """Loads compiled kernels, and launches them as directly as this version of Triton allows.
 
-All knowledge of Triton's internals is in this file, and is checked before use. If this version of Triton differs, its
-public `compiled[grid](...)` launches.
+What we assume about Triton's launcher is in this file, and is checked before use. If this version of Triton differs,
+its public `compiled[grid](...)` launches.
 """
 
 import copy
@@ -21,15 +21,15 @@ from triton.runtime import JITFunction
 # Parameters of `compiled.run` in Triton 3.6, and in 3.7. The kernel's arguments follow.
 _RUN = ("gridX", "gridY", "gridZ", "stream", "function")
 _RUN_NOW = (*_RUN, "kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook")
-MOST_ADDRESSES = 256  # limit on kept encodings of a descriptor; then all are forgotten
+MOST_ADDRESSES = 256  # limit on cached encodings of a descriptor; at the limit all are dropped
 _hashing = threading.Lock()
 _hashed: set[int] = set()  # the id of each function that `_hash` has seen
 
 
 def _hash(function: object) -> None:
     """Make Triton hash a function for its disk cache, after all functions that it calls."""
-    # Before Triton 3.9 a hash includes only the constants of callees that were hashed earlier, so processes with other
-    # first calls would not share the cache: triton-lang/triton#10494.
+    # Before Triton 3.9 a hash includes only the constants of callees that were hashed earlier. Processes with different
+    # first calls would then not share the cache: triton-lang/triton#10494.
     if not isinstance(function, JITFunction) or id(function) in _hashed:
         return
     _hashed.add(id(function))
@@ -48,17 +48,17 @@ def load(kernel, programs: int, arguments: dict, options: dict):
     try:
         run = compiled.run  # a property: at first use it loads the kernel and builds the launcher
     except Exception:
-        compiled._run = None  # otherwise it counts as loaded the next time
+        compiled._run = None  # otherwise the kernel counts as loaded the next time
         raise
     if isinstance(run, functools.partial):
         run()  # raises the error of the first load
     return compiled
 
 
-@functools.lru_cache(maxsize=4096)  # looking at a signature takes longer than a launch
+@functools.lru_cache(maxsize=4096)  # `inspect.signature` takes longer than a launch
 def launched(compiled, encodes: bool = True) -> Callable:
     """Return a function (programs, stream, arguments) that launches a loaded kernel and calls profilers' hooks."""
-    # encodes: whether to encode TMA descriptors. If not, the arguments already hold encoded ones (`encoders`).
+    # encodes: whether to encode TMA descriptors. Otherwise the arguments hold encoded descriptors (`encoders`).
     if (run := _run_of(compiled)) is None:
         return lambda programs, stream, arguments: compiled[(programs, 1, 1)](*arguments, stream=stream)
     if not encodes:
@@ -69,7 +69,7 @@ def launched(compiled, encodes: bool = True) -> Callable:
 
     def launch(programs, stream, arguments):
         enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
-        # Each is None, a hook, or a chain of hooks, which may be empty.
+        # Each of the two is None, a hook, or a chain of hooks, which may be empty.
         if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
             metadata = compiled.launch_metadata((programs, 1, 1), stream, *arguments)
             run(programs, 1, 1, stream, function, packed, metadata, enter, leave, *arguments)
@@ -88,7 +88,7 @@ def _run_of(compiled) -> Any:
 
 
 def _launcher_of(run) -> Any:
-    """If the launcher first encodes descriptors and then calls an inner function, return that function, else None."""
+    """Return the function that a launcher calls after it has encoded descriptors; None if there is no such function."""
     wrapped: Any = getattr(run, "launch", None)
     names = getattr(getattr(wrapped, "__code__", None), "co_freevars", ())
     return wrapped.__closure__[names.index("launcher")].cell_contents if "launcher" in names else None
@@ -118,8 +118,8 @@ def _encoder(descriptor, place: int, encode: Callable) -> Callable[[Sequence[Ten
 
 
 def encoders(compiled, descriptors: Sequence, places: Sequence[int], device: torch.device) -> list[Callable] | None:
-    """Return an `_encoder` for each descriptor; None if this version of Triton encodes descriptors in another way."""
-    # Shape and strides follow each descriptor as arguments. That is checked here, with a tensor of the device.
+    """Return an `_encoder` for each descriptor; None if this version of Triton encodes descriptors differently."""
+    # Shape and strides must follow each descriptor as arguments. Check this with a tensor of the device.
     run, kinds = _run_of(compiled), getattr(compiled.metadata, "tensordesc_meta", None)
     if run is None or _launcher_of(run) is None or not kinds or len(kinds) != len(descriptors) or None in kinds:
         return None

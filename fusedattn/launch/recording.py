@@ -1,7 +1,7 @@
 """Records the kernel launches of a call on meta tensors, and replays them with other addresses.
 
 Calls with the same shapes, strides, dtypes, device and numbers, and with addresses that are multiples of 16, launch the
-same kernels on the same grids. Only the addresses differ; a replay puts the new ones in place.
+same kernels on the same grids. Only the addresses differ, and a replay replaces them.
 """
 
 import contextlib
@@ -71,13 +71,13 @@ def _interpreted(kernel, options, views):
 
 
 class _LaunchesAlone(TorchDispatchMode):
-    """Mode in which torch may allocate tensors and view them, but not compute any: a replay would not repeat it."""
+    """Mode in which torch may only allocate and view tensors, because a replay repeats no computation by torch."""
 
     def __torch_dispatch__(self, operator, types, arguments=(), options=None):
         made = operator(*arguments, **(options or {}))
         if operator.name().partition(".")[0] not in _ALLOCATE:
             for x in made if isinstance(made, (tuple, list)) else [made]:
-                # Operators such as `contiguous` and `reshape`, which inference mode shows to modes, may view or copy.
+                # Inference mode also passes on `contiguous`, `reshape` and others, which may view or copy.
                 if isinstance(x, Tensor) and not (operator.is_view and storage(x) == storage(arguments[0])):
                     raise Unrecordable(str(operator))
         return made
@@ -86,7 +86,7 @@ class _LaunchesAlone(TorchDispatchMode):
 class Recorder(contextlib.ExitStack):
     """Collects kernel launches of this thread inside the `with`, which runs on meta tensors, and makes a Recording.
 
-    A tensor is identified by its storage, and starts at the beginning of it. The first tensors are the caller's.
+    A tensor is identified by its storage, and must begin where its storage begins. The first tensors are the caller's.
     """
 
     replayed = True
@@ -95,7 +95,7 @@ class Recorder(contextlib.ExitStack):
         super().__init__()
         self.device, self.given = device, len(given)
         self.steps: list[tuple] = []
-        self.tensors = list(given)  # keeps every storage alive, so that none is reused
+        self.tensors = list(given)  # keeps all storages alive, so that no address is reused
         self.numbers = {storage(x): number for number, x in enumerate(given) if x is not None}
         self.values: dict[int, float] = {}  # {number of a new tensor: the value that fills it}
 

@@ -35,7 +35,7 @@ def current_recorder():
 
 
 def is_replayed():
-    """Return whether launches are recorded for replays, which would lack all else that the call computes."""
+    """Return whether launches are being recorded for replays. A replay repeats nothing else that the call computes."""
     return getattr(current_recorder(), "replayed", False)
 
 
@@ -89,7 +89,7 @@ def capability(device):
 
 
 def has_hopper(tensor):
-    """Return whether Hopper kernels run on a tensor's device. A graph may have been compiled on another machine."""
+    """Return whether a tensor's device runs Hopper kernels; True in the interpreter. Graphs may come from elsewhere."""
     return hopper.missing is None and capability(device_of(tensor)) in (90, None)
 
 
@@ -130,7 +130,7 @@ def kind_of(name, call, cached=False):
     small = rows <= tile_table.FEW_ROWS and name in ("forward", "dq", "tangent")
     # A tile of n rows visits n - 1 keys more than one row does. With 128 rows that is over a tenth of a narrow window.
     small = small or (None not in (call.left, call.right) and call.left + 1 + call.right < 10 * 127)
-    # Threads load single elements of columns whose number is no multiple of 16. Their addresses take many registers.
+    # If the number of columns is no multiple of 16, threads load single elements, and addresses take many registers.
     odd = widest(call) > PART.value and any(x.shape[3] % 16 for x in (query, call.value))
     return name, device_of(query), query.dtype, widest(call), pressure_of(call), small, odd
 
@@ -157,8 +157,8 @@ def backward_on_hopper(call, ordered):
 def form_on_hopper(name, call):
     """Return the tile of a Hopper kernel for a call; None if a tuning file found all of its tiles wrong."""
     place = tuned.place(name, call.query.dtype, widest(call))
-    # Packed sequences count as short: the bits of one must not depend on the lengths of others. So do calls with a
-    # mask of pairs, bias, slopes or dropout, which need the registers of two warpgroups.
+    # Packed sequences count as short, because the bits of one must not depend on the lengths of others. So do calls
+    # with a mask of pairs, bias, slopes or dropout, which need more registers than three warpgroups leave a thread.
     rich = not call.mask is call.mask_bits is call.bias is call.alibi_slopes is call.seed is None
     is_short = rich or call.cu_seqlens_q is not None
     length = 0 if is_short else min(call.query.shape[2], call.key.shape[2])
@@ -177,7 +177,7 @@ def known_failure(name, call):
 
 
 def is_to_take(name, call, backend):
-    """Return whether to run this Hopper backward: the caller named "hopper", or named none and it is preferred."""
+    """Return whether to run this Hopper backward: the caller named "hopper", or named no backend and it is faster."""
     chosen = is_default(name, call, device_of(call.query)) and known_failure(name, call) is None
     wanted = backend == "hopper" if call.named else chosen
     return wanted and has_hopper(call.query) and form_on_hopper(name, call) is not None
@@ -225,7 +225,7 @@ def run_tiled(name, call, programs, arguments, more=None):
                 if last:
                     raise
                 if recorder is not None:
-                    recorder.back(before)  # drop all that `more` recorded for this tile
+                    recorder.back(before)  # forget what `more` recorded for this tile
                 # Another thread may already have found a smaller tile.
                 smaller = tiles[tiles.index(tile) + 1 :]
                 tile_table.fitting[kind] = min(smaller, tile_table.fitting.get(kind, smaller), key=len)

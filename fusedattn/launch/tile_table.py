@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Tile(NamedTuple):
-    """Block size of one program, its warps and stages, and the bytes it may spill: more fails `make compile`.
+    """Block size, warps and stages of a program, and the bytes it may spill. `make compile` fails if it spills more.
 
     For compute capability 9.0 and later: bulk adds tiles of dq to memory by TMA; tma loads the tiles of the inner loop
     by TMA, if `arguments.described` allows it.
@@ -28,8 +28,8 @@ class Pipeline(NamedTuple):
     """Tile of the Hopper forward, which may not spill registers.
 
     warpgroups: number that multiply, WARPGROUP_ROWS rows each. stages: blocks of keys, and of values, in shared memory.
-    persistent: a program may compute several blocks (`hopper_forward.programs`); causal ones in pairs, because with
-    unequal blocks it was 19 % slower (an H200, D 128, causal, S 4096). ping_pong: two warpgroups multiply in turns.
+    persistent: a program may compute several blocks (`hopper_forward.programs`), with causal in pairs, because unequal
+    work was 19 % slower (an H200, D 128, causal, S 4096). ping_pong: two warpgroups multiply in turns.
     """
 
     warpgroups: int
@@ -68,37 +68,36 @@ def same(form):
 
 
 WARPGROUP_ROWS = 64
-MULTIPROCESSORS = 132  # of an H100 or H200, which `explain` assumes for compute capability 9.0
+MULTIPROCESSORS = 132  # of an H100 or H200; the number of each GPU that `explain` assumes
 # {number of multiplying warpgroups: registers per thread (at launch, of multiplying warps, of copying warps)}. If the
-# multiplying and copying warps together need more than all had at launch, setmaxnreg waits for ever.
+# warps together need more than all had at launch, setmaxnreg waits for ever.
 REGISTERS = {2: (168, 240, 24), 3: (128, 160, 24)}
-CLEANING_REGISTERS = {2: (168, 232, 40), 3: (128, 160, 32)}  # with a mask of keys or pairs, for the copying warp
+CLEANING_REGISTERS = {2: (168, 232, 40), 3: (128, 160, 32)}  # with a mask of keys or pairs the copying warp needs more
 TILE_BYTES = 230400  # of shared memory for tiles of the Hopper forward; barriers and notes take the rest
-BACKWARD_BYTES = 231424  # the same of its backward
-FEW_ROWS = 64  # calls with at most this many rows use tiles of at most 64 x 64; `pack_gqa` makes no more rows
+BACKWARD_BYTES = 231424  # the same for its backward
+FEW_ROWS = 64  # calls with at most this many rows use tiles of at most 64 x 64; limit of `pack_gqa` outside of Hopper
 PREFILL_ROWS = 128  # calls to caches with at least this many queries a sequence may run the Hopper forward
-COPIED_LENGTH = 2048  # rows, and keys that a row sees, of calls whose tensors are copied if TMA cannot read them
+COPIED_LENGTH = 2048  # minimum rows, and keys seen by a row, of calls whose tensors are copied if TMA cannot read them
 L2_BYTES = 32 << 20  # limit on keys and values of the heads that are scheduled together
-# The same limit for queries and incoming gradients in kernels of STORED; those of PRODUCTS use half of it. Without it,
-# on an H200, the backward takes 1.25 times as long at 1024 tokens, 1.17 times at 2048.
+# The same limit for queries and incoming gradients in kernels of STORED. Kernels of PRODUCTS use half of it. Without a
+# limit the backward takes 1.25 times as long at 1024 tokens, and 1.17 times at 2048, on an H200.
 SECTION_BYTES = 16 << 20
 # By width, for full calls and for bands: a program takes several blocks of rows if a row sees at most this many keys.
-# With more keys, one block per program was 0.98 to 1.04 times as fast as several on an H200 (bench/NOTES.md).
+# With more keys, one block per program was 0.98 to 1.04 times as fast on an H200 (bench/NOTES.md).
 SHARED_KEYS = {128: 16384}
 SHARED_KEYS_OF_BANDS = {64: 4096, 128: 16384, 192: 2048, 256: 2048, 512: 2048}
 # Estimate of the Hopper forward by width, in us on an H200 (bench/NOTES.md): (fixed time of a block of rows, its time
-# for every 64 keys). It decides into how many splits the keys of a call with few blocks are divided. 192 and 512 are
-# guesses.
+# for every 64 keys). It decides the number of splits of the keys, for calls with few blocks. 192 and 512 are guesses.
 BLOCK_US = {64: (1.5, 0.63), 128: (2.5, 0.8), 192: (4.0, 0.98), 256: (5.6, 1.44), 512: (9.0, 2.6)}
 MERGE_US, MERGED_BYTES_A_US = 5.0, 3e6  # fixed time of merging splits, and the bytes that it reads and writes in a us
-SHARED_PAIRS = 0.9  # causal programs take pairs of blocks if the pairs keep this share of multiprocessors busy
+SHARED_PAIRS = 0.9  # causal programs take pairs of blocks if pairs keep at least this share of multiprocessors busy
 
 
 def _variants(pipeline):
     return pipeline, pipeline._replace(ping_pong=True), pipeline._replace(persistent=False)
 
 
-# Tiles by `width_on_hopper`: the first is used, others are candidates of `fusedattn tune`, or fit beside a bias.
+# Tiles by `width_on_hopper`. The first is used. Others are candidates of `fusedattn tune`, or fit beside a bias.
 # bench/results/h200.csv has their times.
 HOPPER = {
     64: (*_variants(Pipeline(2, 128, 3)), Pipeline(3, 128, 2)),
@@ -107,19 +106,19 @@ HOPPER = {
     256: (*_variants(Pipeline(2, 64, 2)), Pipeline(2, 32, 4)),
     512: (*_variants(Pipeline(2, 64, 1)), Pipeline(2, 32, 1)),
 }
-# {width: {option: the most keys of a tile of the forward with which it does not spill registers in the loop}}
+# {width: {option: the most keys of a tile of the forward that does not spill registers in the loop}}
 MOST_KEYS = {192: dict(alibi_slopes=64, seed=64)} | dict.fromkeys((256, 512), dict(alibi_slopes=32, seed=32))
 IN_PARTS = 192
 PARTS = {IN_PARTS: 64, 512: 128}  # by width, the columns of parts of a tile of query or key in the forward
 MOST_COLUMNS = 256  # of values that a program of the forward multiplies
 
-# {width: ({band: length}, the pipeline to try first if rows and keys are at least that many)}. At D 64, from these
-# lengths on, three warpgroups are 1.03 to 1.12 times as fast as two (an H200, bench/NOTES.md).
+# {width: ({band: length}, the pipeline to try first if Sq and Sk are at least this length)}. At D 64 and these lengths
+# or more, three warpgroups are 1.03 to 1.12 times as fast as two (an H200, bench/NOTES.md).
 HOPPER_LONG = {64: (dict(full=2048, causal=8192), Pipeline(3, 128, 2))}
 
 # The Hopper backwards, by width as in HOPPER. The first two add up dq in memory, "deterministic" in a fixed order. For
-# wide heads their registers would spill, so hopper_bwd_ds stores gradients of scores, and hopper_bwd_wide weights, too;
-# other kernels multiply them. The second tile at 64 is for a float32 bias, which does not fit beside the first.
+# wide heads they would spill registers, so hopper_bwd_ds stores gradients of scores, and hopper_bwd_wide also weights.
+# Kernels of PRODUCTS multiply them. The second tile at 64 is for a float32 bias, which does not fit beside the first.
 BACKWARDS: dict[str, dict[int, tuple]] = {
     **dict.fromkeys(
         ("hopper_bwd", "hopper_bwd_deterministic"), {64: (Backward(128, 2), Backward(64, 2)), 128: (Backward(64, 2),)}
@@ -127,26 +126,26 @@ BACKWARDS: dict[str, dict[int, tuple]] = {
     "hopper_bwd_ds": dict.fromkeys((IN_PARTS, 256), (Backward(64, 3),)),
     "hopper_bwd_wide": {512: (Backward(128, 3),)},
 }
-# By width, how many of softcap, ALiBi, bias, dropout and mask a backward takes at once; one if the width is not here.
-# At 128, pairs of options reload up to 17 registers (bench/NOTES.md).
+# By width, how many of softcap, ALiBi, bias, dropout and mask a backward takes at once. The default is one. At 128,
+# pairs of options reload up to 17 registers (bench/NOTES.md).
 MOST_OPTIONS = {64: 3, 128: 2, 512: 5}
-STORED = "hopper_bwd_ds", "hopper_bwd_wide"  # BACKWARDS that store gradients of scores, the second also weights
+STORED = "hopper_bwd_ds", "hopper_bwd_wide"  # BACKWARDS that store gradients of scores, and the second also weights
 REPEATABLE = "hopper_bwd_deterministic", *STORED  # deterministic BACKWARDS
-# Kernels that multiply what those of STORED store. After hopper_bwd_wide, hopper_dk also computes dv.
+# Kernels that multiply the tensors stored by kernels of STORED. After hopper_bwd_wide, hopper_dk also computes dv.
 PRODUCTS = "hopper_dk", "hopper_dq"
-# Limit on the bytes of scores stored at a time, of kv heads or of a part of one (`hopper.parts_of`). Two heads,
-# one with its weights, or a query head of packed sequences may take twice as much.
+# Limit on the bytes of scores stored at a time, of kv heads or of a part of one (`hopper.parts_of`). Two heads, one
+# head with its weights, or a query head of packed sequences may take twice as much.
 SCORES_BYTES = 2**29
 ON_HOPPER: dict[str, dict[int, tuple]] = {"hopper": HOPPER} | BACKWARDS
-ONE_PASS = 128  # the widest heads of the kernel one_pass: wider ones leave no registers for a tile of dq
+ONE_PASS = 128  # the widest heads of the kernel one_pass; wider heads leave no registers for a tile of dq
 DECODE = {"decode_16": 16, "decode_32": 32, "decode_64": 64}  # {decode kernel: rows of its largest tile}
 ON_CACHES = (*DECODE, "combine", "append")
 MOST_SPLITS = 128  # the most programs that share the keys of a sequence
 
 WIDTHS = 64, 128, 256, 512  # of the rows of TABLE
-WIDEST_CACHED = 576  # most columns of keys in a cache: 512 that are also values and 64 of positions (latent attention)
+WIDEST_CACHED = 576  # most columns of cached keys: in latent attention, 512 that are also values, and 64 of positions
 
-# Small tiles, so that tiny shapes have blocks of every kind; at least 16 rows and keys, as tensor cores need.
+# Small tiles, so that tiny shapes have blocks of every kind, but at least 16 rows and keys, as tensor cores need.
 INTERPRETED = dict.fromkeys(("forward", "dq", "dbias", "tangent", "decode_32", "decode_64"), (Tile(32, 16, 4, 1),))
 INTERPRETED |= dict.fromkeys(("weights", "tangent_weights", "dkdv", "one_pass"), (Tile(16, 32, 4, 1),))
 INTERPRETED |= dict.fromkeys(("preprocess", "postprocess"), (Tile(32, None, 4, 1),))
@@ -159,13 +158,13 @@ def _one_each(kernel, architecture, itemsize, *tiles):
 
 
 # (kernel, architecture, bytes of an element, `row_width` of D and Dv): tiles from the best to one that fits anywhere.
-# On 9.0 three stages come first. Machine code shows why: with two, a loop waits for copies that the previous step began
-# at its end, so they overlap nothing; with three, it waits for copies that began one step earlier.
+# On 9.0 three stages come first. As machine code shows, a loop with two stages waits for copies that began at the end
+# of the previous step, so they overlap nothing. With three, it waits for copies that began one step earlier.
 TABLE = {
     ("forward", 80, 2, 64): (Tile(128, 64, 4, 3), Tile(64, 64, 4, 2)),
     ("forward", 80, 2, 128): (Tile(128, 64, 8, 2, spills=12), Tile(64, 32, 4, 2)),  # spills at D = 80
     ("forward", 80, 2, 256): (Tile(64, 64, 8, 2), Tile(64, 32, 8, 2), Tile(32, 32, 4, 2)),
-    # Here and in dk/dv a few addresses spill outside of the loops. Half of the rows would load each key twice as often.
+    # Here and in dk/dv a few addresses spill outside of the loops. Half the rows would load each key twice as often.
     ("forward", 80, 2, 512): (Tile(64, 32, 8, 2, spills=28), Tile(32, 32, 8, 2), Tile(32, 16, 8, 2)),
     ("forward", 86, 2, 256): (Tile(64, 32, 8, 2), Tile(32, 32, 4, 2)),
     ("forward", 86, 2, 512): (Tile(32, 32, 8, 2), Tile(32, 16, 8, 2)),
@@ -203,8 +202,8 @@ TABLE = {
     ("dkdv", 80, 4, 64): (Tile(32, 32, 8, 2), Tile(16, 16, 8, 2)),
     ("dkdv", 80, 4, 128): (Tile(16, 32, 8, 2), Tile(16, 16, 8, 2)),
     ("dkdv", 80, 4, 256): (Tile(16, 16, 8, 2), Tile(16, 16, 8, 1)),
-    ("dkdv", 80, 4, 512): (Tile(16, 16, 8, 1, spills=308),),  # without tensor cores; none with tf32
-    # one_pass also adds dq to memory. A tile of dq takes registers, and so do its addresses, unless TMA adds it.
+    ("dkdv", 80, 4, 512): (Tile(16, 16, 8, 1, spills=308),),  # spills without tensor cores, but not with tf32
+    # one_pass also adds dq to memory. A tile of dq takes registers. So do its addresses, unless TMA adds it.
     ("one_pass", 80, 2, 64): (Tile(64, 128, 8, 2, spills=40), Tile(64, 64, 4, 2, spills=40)),
     ("one_pass", 80, 2, 128): (Tile(64, 64, 8, 2), Tile(32, 64, 8, 2)),
     ("one_pass", 90, 2, 64): (Tile(64, 128, 8, 3, bulk=True), Tile(64, 64, 4, 2, bulk=True)),
@@ -217,7 +216,7 @@ TABLE = {
     ("one_pass", 80, 4, 128): (Tile(16, 32, 8, 2), Tile(16, 16, 8, 2)),
     # Memory bound: enough rows to keep every thread busy.
     **_one_each("preprocess", 80, 2, *(Tile(n, None, 4, 1) for n in (64, 32, 16, 16))),
-    # With 64 rows delta is a wgmma like dp, with the same order of sums: dp - delta is 0 if one key has all weight.
+    # With 64 rows delta comes from a wgmma like dp, in the same order: dp - delta is 0 if one key has all weight.
     ("preprocess", 90, 2, 128): (Tile(64, None, 4, 1),),
     ("preprocess", 90, 2, 256): (Tile(64, None, 8, 1),),
     ("postprocess", 90, 2, 128): (Tile(64, None, 8, 1),),
@@ -285,7 +284,7 @@ TABLE = {
     **_one_each("append", 80, 2, *[Tile(16, None, 4, 1)] * 4),
 }
 
-# Tiles for calls that need more registers. MASKED: with a mask of pairs, which is also copied in stages. RICH: with a
+# Tiles for calls that need more registers. MASKED: with a mask of pairs, which is also loaded in stages. RICH: with a
 # bias, ALiBi, softcap or dropout.
 MASKED = {
     ("forward", 90, 2, 128): (Tile(128, 64, 8, 3), Tile(64, 64, 4, 2)),
@@ -315,7 +314,7 @@ RICH = {
     ("one_pass", 80, 2, 64): (Tile(32, 64, 8, 2), Tile(32, 32, 4, 2)),
     ("one_pass", 80, 2, 128): (Tile(64, 64, 8, 2, spills=32), Tile(32, 64, 8, 2)),
     # Tiles of half as many keys hardly spill, but take twice as many instructions a pair. With two stages and dropout,
-    # ptxas makes each product wait for the one before.
+    # ptxas makes each product wait for the previous product.
     ("one_pass", 90, 2, 128): (Tile(64, 128, 8, 3, spills=440, bulk=True), Tile(64, 64, 4, 1, spills=432, bulk=True)),
 }
 
@@ -324,7 +323,7 @@ fitting: dict[tuple, tuple[Tile, ...]] = {}
 
 
 def architecture(capability):
-    """Return the architecture whose table rows a GPU uses first; 86 stands for GPUs with little shared memory."""
+    """Return the architecture whose rows a GPU tries first. 86 stands for GPUs with little shared memory."""
     return 90 if 90 <= capability < 120 else 80 if capability in (80, 87) else 86
 
 
@@ -334,7 +333,7 @@ def row_width(width: int) -> int:
 
 
 def width_on_hopper(D: int, DV: int) -> int:
-    """Return the width of a call in HOPPER: `row_width`, or 192 for latent attention's keys, with narrower values."""
+    """Return the width of a call in HOPPER: `row_width`, or 192 for the sizes of latent attention."""
     return IN_PARTS if 128 < D <= IN_PARTS and DV <= 128 else row_width(max(D, DV))
 
 
@@ -346,7 +345,7 @@ def tiles_for(kernel, capability, itemsize, width, pressure="plain"):
     """Return the tiles to try, best first, for one kernel on one GPU.
 
     Args:
-        capability: 90 for (9, 0); None is Triton's interpreter. A GPU that has no rows uses the rows of 80.
+        capability: 90 for (9, 0); None in Triton's interpreter. A GPU without rows uses the rows of 80.
         itemsize: bytes of an element of query. width: the wider of D and Dv.
         pressure: register pressure: "plain", "masked" (a mask of pairs) or "rich" (bias, slopes, cap or dropout).
     """
@@ -366,7 +365,7 @@ def forms_on_hopper(kernel, width, length, band, ranked=()):
 
     Args:
         width: of ON_HOPPER[kernel]. length: min(Sq, Sk). band: "full", "causal" or "window".
-        ranked: pipelines of a tuning file, fastest first. Tuning times long calls, so short ones try HOPPER_LONG last.
+        ranked: pipelines of a tuning file, fastest first. It times long calls, so short calls try HOPPER_LONG last.
     """
     forms = ON_HOPPER[kernel].get(width, ())
     least, long = HOPPER_LONG.get(width, ({}, None))

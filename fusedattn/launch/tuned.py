@@ -1,4 +1,4 @@
-"""Tuning files, which `fusedattn tune` writes for a GPU: tiles and pipelines with their times. Read at the first call.
+"""Tuning files: tiles and pipelines with their times. `fusedattn tune` writes them; the first call reads them.
 
 A file is valid only with the GPU, driver, torch, Triton and package version that wrote it. Without a valid file the
 tables of `launch.tile_table` decide. Form: a tile or a pipeline. Place: (kernel, dtype, width, pressure).
@@ -29,9 +29,9 @@ RIVALS = {"hopper": ("forward",)} | {  # kernels for any GPU that each Hopper ke
 }
 # Kernels whose forms `fusedattn tune` measures, in order. two_passes: dq and dkdv, each in its best form.
 MEASURED = ("forward", "hopper", "dq", "dkdv", "one_pass", *tile_table.BACKWARDS, "two_passes")
-# Further tiles of plain calls, used only if `fusedattn tune` found them faster: fewer stages in less shared memory; two
-# programs of four warps on a multiprocessor, so that one multiplies during the other's softmax; and loads by TMA, which
-# take fewer instructions and registers in the forward and in dq, but spill more in dk/dv at D 128.
+# Further tiles of plain calls, used only if `fusedattn tune` found them faster. Some have fewer stages in less shared
+# memory. Some run two programs of four warps on a multiprocessor, so that one multiplies during the other's softmax.
+# Loads by TMA take fewer instructions and registers in the forward and in dq, but spill more in dk/dv at D 128.
 CANDIDATES = {
     ("forward", 90, 2, 64): (
         Tile(128, 128, 8, 3, tma=True),
@@ -89,7 +89,7 @@ class Row(NamedTuple):
 
 
 class Forms(NamedTuple):
-    """Measured tiles of a kernel and kind of call. right: correct, fastest first. wrong: rest. best: ms of right[0]."""
+    """Measured tiles of a place. right: correct, fastest first. wrong: the others. best: times (`ms`) of right[0]."""
 
     right: tuple = ()
     wrong: tuple = ()
@@ -150,12 +150,12 @@ def path(gpu: str) -> Path:
 
 
 def read(file: Path, here: Collection[dict[str, str]]) -> tuple[str, Choices]:
-    """Read (GPU, Choices) from a tuning file. Raise if it is damaged or not of a machine in `here` ([]: any)."""
+    """Read (GPU, Choices) from a tuning file. Raise if it is damaged, or not from a machine in `here` ([]: any)."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         was = dict(content["about"])
         if here and was not in here:
-            near = min(here, key=lambda one: len(one.items() - was.items()))  # with the fewest differences
+            near = min(here, key=lambda one: len(one.items() - was.items()))  # the machine with the fewest differences
             differ = [f"{name!r}: {was.get(name)!r}, here {x!r}" for name, x in near.items() if x != was.get(name)]
             raise ValueError(", ".join(differ))
         return str(was["gpu"]), choose([_row(entry, int(was["capability"])) for entry in content["forms"]])
@@ -179,7 +179,7 @@ _override: Choices | None = None
 
 @functools.cache
 def of(device: Device) -> Choices:
-    """Return the tuned Choices of a device: none for a CPU or an assumed GPU, unless `ask` has set some."""
+    """Return the tuned Choices of a device. A CPU or an assumed GPU has none, unless `ask` set some."""
     if _override is not None:
         return _override
     if device.type != "cuda" or isinstance(device, AssumedGPU) or not (loaded or os.path.isdir(path("").parent)):
@@ -215,5 +215,5 @@ def is_faster(one: str, other: str, call: Call, device: Device, pressure: str = 
 
 
 def prefers_hopper(kernel: str, call: Call, device: Device) -> bool:
-    """Return whether a Hopper kernel is the default: no tuning file measured a kernel for all GPUs as faster."""
+    """Return whether a Hopper kernel is the default: no tuning file found one of its RIVALS faster."""
     return not any(is_faster(rival, kernel, call, device) for rival in RIVALS[kernel])

@@ -39,7 +39,7 @@ _Layer = TypeVar("_Layer", bound="_Configurable")
 
 
 class _Configurable(nn.Module):
-    """Module made from a config. READS, CHECKS: the config's attributes that it reads, and whose values it checks."""
+    """Module made from a config. READS: attributes of the config that it uses; CHECKS: those that IMPLEMENTED fixes."""
 
     READS: tuple[str, ...]
     CHECKS: tuple[str, ...]
@@ -90,9 +90,8 @@ class SinusoidalPositionalEncoding(nn.Module):
 
     def __init__(self, embed_dim: int, max_len: int, *, device: Device = None, dtype: torch.dtype = torch.float64):
         super().__init__()
-        check_sizes(embed_dim=embed_dim, max_len=max_len)
+        self.embed_dim, self.max_len = embed_dim, max_len = check_sizes(embed_dim=embed_dim, max_len=max_len)
         check_layer(dtype)
-        self.embed_dim, self.max_len = embed_dim, max_len
         self.register_buffer("pe", torch.empty(max_len, embed_dim, device=device, dtype=dtype), persistent=False)
         self.reset_parameters()
 
@@ -141,12 +140,14 @@ class Embeddings(_Configurable):
         layer_norm_eps: float = 1e-12, **factory: Any,
     ):  # fmt: skip
         super().__init__()
-        check_sizes(vocab_size=vocab_size, hidden_size=hidden_size, max_position_embeddings=max_position_embeddings)
+        vocab_size, hidden_size, max_position_embeddings = check_sizes(
+            vocab_size=vocab_size, hidden_size=hidden_size, max_position_embeddings=max_position_embeddings
+        )
         check_layer(factory.get("dtype"), layer_norm_eps, dropout=dropout)
         self.token_embeddings = nn.Embedding(vocab_size, hidden_size, **factory)
         self.position_embeddings = nn.Embedding(max_position_embeddings, hidden_size, **factory)
-        self.layer_norm = nn.LayerNorm(hidden_size, eps=layer_norm_eps, **factory)
-        self.dropout = nn.Dropout(dropout)
+        self.layer_norm = nn.LayerNorm(hidden_size, eps=as_python(layer_norm_eps), **factory)
+        self.dropout = nn.Dropout(as_python(dropout))
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Return embeddings (B, S, hidden) of ids (B, S), int32 or int64. Raises ValueError or TypeError otherwise."""
@@ -171,12 +172,12 @@ class FeedForward(_Configurable):
 
     def __init__(self, hidden_size: int, intermediate_size: int, dropout: float = 0.0, **factory: Any):
         super().__init__()
-        check_sizes(hidden_size=hidden_size, intermediate_size=intermediate_size)
+        hidden_size, intermediate_size = check_sizes(hidden_size=hidden_size, intermediate_size=intermediate_size)
         check_layer(factory.get("dtype"), dropout=dropout)
         self.hidden_size = hidden_size
         self.linear_1 = nn.Linear(hidden_size, intermediate_size, **factory)
         self.linear_2 = nn.Linear(intermediate_size, hidden_size, **factory)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = nn.Dropout(as_python(dropout))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output for x (..., hidden), of the same shape. Raises ValueError for another width."""
@@ -221,14 +222,14 @@ class TransformerEncoderLayer(_Configurable):
     ):  # fmt: skip
         super().__init__()
         check_names(type(self).__name__, options, _OPTIONS)
-        check_sizes(hidden_size=hidden_size, num_attention_heads=num_attention_heads)
+        hidden_size, num_attention_heads = check_sizes(hidden_size=hidden_size, num_attention_heads=num_attention_heads)
         if options.get("head_dim") is None and hidden_size % num_attention_heads:
             got = f"{num_attention_heads}: pass head_dim if that is meant"
             fail(ValueError, "num_attention_heads", f"a divisor of hidden_size, {hidden_size}", got)
         check_layer(dtype, layer_norm_eps, attention_dropout=attention_dropout)
         factory: dict[str, Any] = dict(device=device, dtype=dtype)
-        self.layer_norm_1 = nn.LayerNorm(hidden_size, eps=layer_norm_eps, **factory)
-        self.layer_norm_2 = nn.LayerNorm(hidden_size, eps=layer_norm_eps, **factory)
+        self.layer_norm_1 = nn.LayerNorm(hidden_size, eps=as_python(layer_norm_eps), **factory)
+        self.layer_norm_2 = nn.LayerNorm(hidden_size, eps=as_python(layer_norm_eps), **factory)
         options |= dict(dropout=attention_dropout, **factory)
         self.attention = MultiHeadAttention(hidden_size, num_attention_heads, **options)
         self.feed_forward = FeedForward(hidden_size, intermediate_size, dropout, **factory)
@@ -293,12 +294,13 @@ class AttentionDecoder(nn.Module):
         **factory: Any,
     ):  # fmt: skip
         super().__init__()
-        check_sizes(vocab_size=vocab_size, embed_size=embed_size, hidden_size=hidden_size, encoder_size=encoder_size)
-        check_sizes(num_attentions=num_attentions, num_heads=num_heads)
+        vocab_size, embed_size, hidden_size, encoder_size = check_sizes(
+            vocab_size=vocab_size, embed_size=embed_size, hidden_size=hidden_size, encoder_size=encoder_size
+        )
+        num_attentions, num_heads = check_sizes(num_attentions=num_attentions, num_heads=num_heads)
         if hidden_size % num_heads:
             fail(ValueError, "num_heads", f"a divisor of hidden_size, {hidden_size}", num_heads)
         check_layer(factory.get("dtype"))
-        embed_size, hidden_size, encoder_size = map(as_python, (embed_size, hidden_size, encoder_size))
         self.hidden_size, self.encoder_size = hidden_size, encoder_size
         options = factory | dict(kdim=encoder_size, vdim=encoder_size, dropout=dropout, scale=scale, backend=backend)
         attentions = (MultiHeadAttention(hidden_size, num_heads, **options) for _ in range(num_attentions))

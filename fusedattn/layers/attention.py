@@ -14,12 +14,14 @@ from ..dispatch.backends import check_name
 from ..distributed.parallel import ContextParallel, attend as attend_in_parallel, by_heads, check_parallel
 
 
-def check_sizes(**sizes: Any) -> None:
+def check_sizes(**sizes: Any) -> list[int]:
+    """Check the sizes of a layer, and return them as Python ints, which compilers take."""
     for name, size in sizes.items():
         if not rules.is_int(size):
             fail(TypeError, name, "an int", type_name(size))
         if not 1 <= size < 2**63:
             fail(ValueError, name, "1 or more, and less than 2**63", size)
+    return [*map(as_python, sizes.values())]
 
 
 def check_layer(dtype: Any = None, layer_norm_eps: Any = 0.0, **dropouts: Any) -> None:
@@ -78,7 +80,7 @@ def _linear(inputs: int, outputs: int, bias: bool, **factory: Any) -> nn.Linear:
 
 
 def _add_head_dim(name: str, pairs: Any, sizes: tuple[int, ...] | None) -> Any:
-    """Make a mask or bias (B, Sq, Sk) (B, 1, Sq, Sk). sizes: B, Sq and Sk; None if they are not known yet."""
+    """Unsqueeze a mask or bias (B, Sq, Sk) to (B, 1, Sq, Sk). sizes: B, Sq and Sk; None if they are not known yet."""
     if not isinstance(pairs, Tensor) or rules.irregular(pairs) is not None or pairs.dim() != 3:
         return pairs
     if sizes is not None and not rules.broadcasts(pairs, sizes):
@@ -155,13 +157,15 @@ class MultiHeadAttention(nn.Module):
         super().__init__()
         kdim, vdim = (embed_dim if x is None else x for x in (kdim, vdim))
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        check_sizes(embed_dim=embed_dim, num_heads=num_heads, kdim=kdim, vdim=vdim, num_kv_heads=num_kv_heads)
+        embed_dim, num_heads, kdim, vdim, num_kv_heads = check_sizes(
+            embed_dim=embed_dim, num_heads=num_heads, kdim=kdim, vdim=vdim, num_kv_heads=num_kv_heads
+        )
         if head_dim is None:
             if embed_dim % num_heads:
                 fail(ValueError, "num_heads", f"a divisor of embed_dim, {embed_dim}", f"{num_heads}: or pass head_dim")
             head_dim = embed_dim // num_heads
         value_head_dim = head_dim if value_head_dim is None else value_head_dim
-        check_sizes(head_dim=head_dim, value_head_dim=value_head_dim)
+        head_dim, value_head_dim = check_sizes(head_dim=head_dim, value_head_dim=value_head_dim)
         if num_heads % num_kv_heads:
             fail(ValueError, "num_kv_heads", f"a divisor of num_heads, {num_heads}", num_kv_heads)
         arguments = Arguments(None, None, None, causal=causal, window=window, scale=scale, softcap=softcap)
@@ -171,10 +175,15 @@ class MultiHeadAttention(nn.Module):
         check_name(backend)
         check_parallel(context_parallel)
         self.context_parallel = context_parallel
-        self.embed_dim, self.kdim, self.vdim = map(as_python, (embed_dim, kdim, vdim))
-        self.num_heads, self.num_kv_heads = as_python(num_heads), as_python(num_kv_heads)
-        self.head_dim, self.value_head_dim = as_python(head_dim), as_python(value_head_dim)
-        self.causal, self.window, self.scale, self.softcap = causal, window, as_python(scale), as_python(softcap)
+        self.embed_dim, self.kdim, self.vdim = embed_dim, kdim, vdim
+        self.num_heads, self.num_kv_heads, self.head_dim, self.value_head_dim = (
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            value_head_dim,
+        )
+        self.window = None if window is None else tuple(map(as_python, window))
+        self.causal, self.scale, self.softcap = causal, as_python(scale), as_python(softcap)
         self.dropout, self.backend = as_python(dropout), backend
         self.q_proj = _linear(embed_dim, num_heads * head_dim, bias, device=device, dtype=dtype)
         self.k_proj = _linear(kdim, num_kv_heads * head_dim, bias, device=device, dtype=dtype)
@@ -236,12 +245,13 @@ class SelfAttention(nn.Module):
         backend: str | None = None,
     ):  # fmt: skip
         super().__init__()
-        check_sizes(embed_dim=embed_dim)
+        (embed_dim,) = check_sizes(embed_dim=embed_dim)
         scale = check_options(Arguments(None, None, None, scale=scale)).scale
         check_flags(bias=bias)
         check_layer(dropout=dropout)
         check_name(backend)
-        self.embed_dim, self.dropout, self.scale, self.backend = embed_dim, dropout, scale, backend
+        self.embed_dim, self.backend = embed_dim, backend
+        self.dropout, self.scale = as_python(dropout), as_python(scale)
         self.q_proj, self.k_proj, self.v_proj = (_linear(embed_dim, embed_dim, bias) for _ in range(3))
 
     def forward(

@@ -1,4 +1,4 @@
-"""The torch.library operators `forward`, which computes attention, and `block_mask`, and the derivatives of `forward`.
+"""The torch.library operators `forward` (attention, with derivatives) and `block_mask`.
 
 A compiler sees only an operator's schema and its fake, which makes tensors of the right shapes, dtypes and strides.
 The implementation serves CUDA and CPU tensors. A torch.autograd.Function, which calls the operator, adds derivatives.
@@ -94,7 +94,7 @@ def record(call, options, marks, recorder, tensors):
 
 
 def _repeat(call, options):
-    """Return what `_compute` returns, by the launches of an earlier call if there was one of the same kind."""
+    """Return what `_compute` returns. Repeat the launches of an earlier call of the same kind, if they are recorded."""
     found = None
     if options[-1] in KERNELS:
         launch = functools.partial(record, call, options, False)
@@ -230,7 +230,7 @@ run_triton, run_hopper, run_cpu = (functools.partial(_attend, backend=name) for 
 
 
 def run_naive(call: Call, need_lse: bool, need_weights: bool, learned: bool = False):
-    """Compute attention by plain PyTorch operations, which autograd records; where they would fail, by one operator."""
+    """Compute attention by plain PyTorch operations, which autograd records, or in four cases by one operator."""
     transformed, compiling, packed = transforms_active(), torch.compiler.is_compiling(), call.cu_seqlens_q is not None
     # The operator finds the longest sequence at run time, which a compiler cannot.
     unknown = compiling and packed and (call.max_seqlen_q is None or call.max_seqlen_k is None)

@@ -22,7 +22,7 @@ from .vmap_rule import vmap_rule
 
 
 def new_backward(*arguments):
-    """Return uninitialised gradients, each with the strides of its input; empty if not needed."""
+    """Return uninitialised gradients: dense, each in its input's order of dimensions; empty if not needed."""
     call, need = Call(*arguments[BACKWARD.first : BACKWARD.last]), arguments[-1]
     grads = []
     for name, x, needed in zip(INPUTS, inputs_of(call), need, strict=True):
@@ -49,7 +49,7 @@ def _naive_gradients(grads: Sequence[Tensor], incoming: Sequence[Tensor | None],
 
 
 def readable(grad_out, call, backend):
-    """Return the gradient of an output, copied if Hopper's kernels cannot read it: that of a sum has strides of 0."""
+    """Return grad_out, copied if Hopper's kernels cannot read it. A sum's gradient has strides of 0."""
     if grad_out is None or grad_out.element_size() != 2 or (call.named and backend == "triton"):
         return grad_out
     from ..launch import hopper, run
@@ -65,12 +65,12 @@ def _kind(incoming, out, weights, stats, call, backend, need):
 
 
 def recorded(*arguments):
-    """Return (Recording, places of gradients) that repeats a backward, or None. arguments: as of `gradients`."""
+    """Return (Recording, places of gradients) of a backward, or None. arguments: those of `gradients`."""
     return repeats.recorded(*_kind(*arguments))
 
 
 def _repeated(incoming, out, weights, stats, call, backend, need):
-    """Return the gradients by launches of an earlier backward, or None: torch sums those of the learned INPUTS."""
+    """Repeat the launches of an earlier backward. Return None if none is recorded, or if torch must sum a gradient."""
     learned = any(needed and name not in ATTENDED for name, needed in zip(INPUTS, need, strict=True))
     if learned or incoming[0] is None:
         return None
@@ -135,7 +135,7 @@ def _compute(incoming, out, weights, stats, call, backend, need):
 
 
 def _backward(*arguments):
-    """Compute the gradients as the operator's fake has them: with the strides of the inputs, empty if not needed."""
+    """Compute the gradients in the layout of the operator's fake, `new_backward`."""
     (*incoming, out, weights, stats), call, (backend, need) = BACKWARD.split(arguments)
     triples = zip(_compute(incoming, out, weights, stats, call, backend, need), inputs_of(call), need, strict=True)
     return tuple([arrange(grad, x, grad.dtype) if needed else out.new_empty(0) for grad, x, needed in triples])

@@ -1,4 +1,4 @@
-"""Wraps a formula as one autograd node, whose derivatives and torch.vmap are single nodes again.
+"""Computes a formula as one autograd node. Its derivatives and its torch.vmap are single nodes, too.
 
 torch runs the `jvp` of a Function with forward mode off, so an outer jvp would silently treat tangents of plain
 operations in it as zero. And torch.vmap of plain operations would number batches and heads wrongly for dropout.
@@ -32,7 +32,7 @@ class Formula(NamedTuple):
     results: tuple[str, ...] = ()
 
     def linear(self, transform: Callable, more: Sequence[str], results: Sequence[str]) -> "Formula":
-        """Return a Formula of a derivative of self, linear in its first arguments `more`; those of self follow."""
+        """Return a Formula of a derivative. It is linear in its first arguments, `more`; the rest are those of self."""
         # The number distinguishes the name of a tangent from the name of the tangent's own tangent.
         named = tuple(f"{len(self.names)}:{name}" for name in more)
         return Formula(transform, (*named, *self.names), tuple(results))
@@ -132,7 +132,7 @@ def plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 
 def double_backward(call: Call, incoming: Sequence[Any], grad_grads: Sequence[Any]) -> list[Tensor | None]:
-    """Compute `second_derivative` as one autograd node. The results have the strides of the inputs."""
+    """Compute `second_derivative` as one autograd node. Each result has the order of dimensions of its input."""
     inputs = inputs_of(call)
     some = any(x is not None for x in incoming) and any(x is not None for x in grad_grads)
     places = [n for n, x in enumerate((*incoming, *inputs)) if some and x is not None]

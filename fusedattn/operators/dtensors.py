@@ -14,7 +14,7 @@ from ..call.layout import in_order, order
 from ..call.options import ATTENDED, DIMS as LETTERS, INPUTS, TENSORS, Call, Origin, tensors as tensors_of
 from ..call.rules import fail
 from .namespace import OPERATORS
-from .schema import BACKWARD, FORWARD
+from .schema import BACKWARD, FORWARD, KERNELS
 
 _CLASSES = frozenset((Tensor, Parameter, type(None)))
 BATCH, HEADS = 0, 1  # the dimensions that may be sharded
@@ -224,7 +224,7 @@ def register_sharding() -> None:
 
     def forward(*arguments: Any) -> Iterator[tuple[list[Any], list[Any]]]:
         _, call, (need_lse, need_weights, save, backend) = FORWARD.split(arguments)
-        present = True, need_lse, need_weights, save or (need_weights and backend != "cpu")  # which results exist
+        present = True, need_lse, need_weights, save or (need_weights and backend in KERNELS)  # which results exist
         for whole, tensors in ways(call):
             yield [whole if result else Replicate() for result in present], [*FORWARD.named(tensors)]
 

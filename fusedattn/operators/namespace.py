@@ -31,10 +31,10 @@ def _facts(x):
 def register(
     schema: str, run: _Run, new: _Run, check: _Run, differentiate: _Run | None = None, decompose: _Run | None = None
 ) -> None:
-    """Define an operator that runs on CUDA tensors, and on CPU tensors in Triton's interpreter."""
+    """Define an operator for CUDA and CPU tensors."""
     # run computes the operator. new is the fake: it returns results of the same shapes, dtypes and strides, for tensors
     # without data. check raises, before both, for arguments that `run` cannot take; it reads no values of tensors.
-    # differentiate computes it with derivatives, as torch's register_autograd drops tangents; None: there are none.
+    # differentiate computes it with derivatives (torch's register_autograd drops tangents); None if it has none.
     # decompose computes it with torch's own operators, for ONNX, without branches on sizes.
     name, _, declared = schema.partition("(")
     types = [part.split(" ")[:2] for part in declared.partition(") -> ")[0].split(", ")]

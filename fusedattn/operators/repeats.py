@@ -1,6 +1,6 @@
 """Repeats the kernel launches of an operator for other tensors of the same kind, without preparing them again.
 
-dispatch/replay.py does so for the forward of a plain call. This serves all backwards, and the forwards of other calls:
+dispatch/replay.py repeats forwards of plain calls. This module repeats all backwards, and the forwards of other calls:
 operators in compiled graphs, calls under autocast, packed sequences, and caches.
 """
 
@@ -20,7 +20,7 @@ RECORD_AFTER = 2  # record the second launch of a kind: recording takes as long 
 
 
 class Learned(dict[Any, Any]):
-    """{kind of call: how often it was met, or what was made of it}, for the MAX_KEPT kinds that `keep` got last."""
+    """{kind of call: number of calls so far, or what `learn` made}. It has the MAX_KEPT kinds that `keep` got last."""
 
     def keep(self, kind: Hashable, value: Any) -> None:
         self.pop(kind, None)
@@ -31,7 +31,7 @@ class Learned(dict[Any, Any]):
 
     def learn(self, kind: Hashable, make: Callable[[], Any]) -> Any:
         """Count calls of a kind. Return what make() made in the RECORD_AFTER-th of them, or None before that."""
-        # make() returns None if nothing is ever made of this kind, and 0 to count from the start again.
+        # make() returns None if this kind cannot be recorded, and 0 to count from the start again.
         known = self.get(kind, 0)
         if type(known) is int:
             known = known + 1 if known + 1 < RECORD_AFTER else make()
@@ -47,7 +47,7 @@ def forget() -> None:
 
 
 def aligned(tensors: Sequence[Tensor]) -> bool:
-    """Return whether all tensors have addresses that are multiples of 16, as recorded launches need."""
+    """Return whether all tensors have memory, at multiples of 16 bytes, as recorded launches need."""
     for x in tensors:
         address = x.data_ptr()
         if address == 0 or address % 16:

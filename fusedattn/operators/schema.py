@@ -120,7 +120,7 @@ def new_results(call: Call, need_lse: bool, need_weights: bool) -> tuple[Tensor,
 
 
 def stats_columns(dtype: torch.dtype, width: int, backend: str = "triton") -> int:
-    """Return how many float32 numbers a forward saves for each row, besides its output of `width` columns."""
+    """Return how many numbers a forward saves for each row, besides its output of `width` columns."""
     # Kernels save two numbers of the softmax and, for an output of 16 bits, its rounding error, one byte per element.
     if backend == "cpu":
         return cpu.stats_columns(dtype, width)

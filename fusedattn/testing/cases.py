@@ -23,7 +23,7 @@ class Case(NamedTuple):
     value_dim: int = 16
     options: dict = {}
     drawn: tuple[str, ...] = ()  # options that are random tensors
-    views: bool = False  # if True, no tensor is contiguous
+    views: bool = False  # if True, inputs and the gradient of out are not contiguous
     grads: str = "out and lse"  # results that the loss depends on
 
     def grown(self) -> "Case":
@@ -32,7 +32,7 @@ class Case(NamedTuple):
         return self._replace(**{name: factor * getattr(self, name) for name, factor in factors.items()})
 
     def draw(self, device: str, dtype: torch.dtype) -> tuple[dict, dict]:
-        """Draw (tensors, options). tensors: query, key, value, gradients of out, lse, weights; NaN where hidden."""
+        """Draw (tensors, options). tensors: query, key, value, gradients of out, lse, weights; NaN at hidden tokens."""
         dice = torch.Generator().manual_seed(sum(map(ord, self.name)))
         wide = torch.promote_types(dtype, torch.float32)
         batch, heads, rows, keys = self.batch, self.heads, self.rows, self.keys

@@ -21,12 +21,12 @@ from .copies import async_add, async_store, fence_async_shared
 class Shared(NamedTuple):
     """Shared memory of the backward: tiles of k and v, one for each warpgroup, and rings of tiles of the other tensors.
 
-    q, do, rows: tiles with one ring's barriers. notes and words, unless None, come with them, if there is a mask of
-    pairs: words of each warpgroup's keys, for 64 rows at a time. bias, unless None: tiles [rows, keys] for each
-    warpgroup in turn, of 64 rows, or of one row if it is equal for all; or [rows] if it is equal for all keys. ds:
-    gradients of scores of two steps, [step and warpgroup, keys, rows]. dq: float32, in `body.lines`. Each warpgroup
-    computes half of its rows (columns, if a block has 64 rows), once the ds of both has arrived at the barrier met.
-    one: `body.ones` or None. out: signals that k and v hold dk and dv.
+    q, do and rows share the barriers of q. With a mask of pairs, notes and words come with them; otherwise both are
+    None. words has words of each warpgroup's keys, for 64 rows at a time. bias, unless None: tiles [rows, keys] for
+    each warpgroup in turn, of 64 rows, or of 1 if the bias is equal for all rows; or [rows] if it is equal for all
+    keys. ds: gradients of scores of two steps, [step and warpgroup, keys, rows]. met: barrier for the ds of both
+    warpgroups. dq: float32, in `body.lines`. A warpgroup computes half of the rows of dq, or in blocks of 64 rows half
+    of the columns. one: `body.ones` or None. out: signals that k and v hold dk and dv.
     """
 
     k: ring.Ring
@@ -45,7 +45,7 @@ class Shared(NamedTuple):
 
 
 class Form(NamedTuple):
-    """Compile-time options of the pipeline: numbers of tiles of q and of do, and of a bias, in shared memory.
+    """Compile-time options. Shared memory has STAGES tiles of q and of do, and BIAS_TILES of a bias.
 
     REGISTERS: of a multiplying thread, and of other threads. GROUP and TOP_LEFT are as in Spec of the forward. COLUMNS:
     (D, Dv) if GradK and GradV are Views, otherwise ().
@@ -60,9 +60,9 @@ class Form(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Outputs: TMA descriptors of the sums of dq (float32, in `lines`), dk and dv, and counters that order the sums.
+    """Outputs: TMA descriptors of the sums of dq (float32, in `body.lines`), dk and dv, and counters of turns or None.
 
-    GradK and GradV are Views if dk and dv are float32: the warpgroups that multiply then store them.
+    GradK and GradV are Views if dk and dv are float32. Then the warpgroups that multiply store them.
     """
 
     Sums: tensor_descriptor
@@ -77,8 +77,8 @@ def _turn(
 ):  # fmt: skip
     """Return (counter of warpgroup g's half of a tile of dq, its value before this program adds, and the increase).
 
-    The last keys add first: under a causal band their programs have the fewest rows, so none waits for a longer one.
-    The counter is the number of blocks of keys, from the last, that have added, or that a mask of pairs hides.
+    The last keys add first. Under a causal band their programs have the fewest rows, so none waits for a longer one.
+    The counter counts blocks of keys, from the last, that have added to this tile, or that a mask of pairs hides.
     """
     if masks.bits is None:
         last = gl.minimum((block + 1) * BLOCK_M - 1 + band.high, band.keys - 1) // KEYS
@@ -110,7 +110,7 @@ def _produce(shared, Q, K, V, GradOut, Rows, Bias, Words, program, rules, form: 
         ring.reserve(shared.k, g, K.block_type.nbytes + V.block_type.nbytes)
         ring.copy(shared.k, shared.k.tiles, g, K, ring.of_keys(kv, band), first + g * KEYS)
         ring.copy(shared.k, shared.v, g, V, ring.of_keys(kv, band), first + g * KEYS)
-    TABLES: gl.constexpr = Rows.block_type.shape[-3]  # of a head
+    TABLES: gl.constexpr = Rows.block_type.shape[-3]  # tables of a head
     NBYTES: gl.constexpr = Q.block_type.nbytes + GradOut.block_type.nbytes + Rows.block_type.nbytes
     begin, full, full_end, end = visits.extent(band, first, GROUPS * KEYS, BLOCK_M)
     block, member, ahead = begin, begin * 0, visits.entry(lists, 0)
@@ -178,9 +178,9 @@ def _give(g: gl.constexpr, shared, results, program, masks, form: gl.constexpr):
 
 @gluon.jit
 def _consume_whole(g: gl.constexpr, shared, wide, program, all_real, rules, form: gl.constexpr):
-    """Compute dk and dv of 64 keys from 64 rows a step: the work of one warpgroup.
+    """Compute dk and dv of 64 keys from 64 rows a step, and half the columns of each dq: the work of one warpgroup.
 
-    The weights of the next step are computed while dq is multiplied.
+    The weights of the next step are computed during the products for dq.
     """
     GROUP: gl.constexpr = form.GROUP
     KEYS: gl.constexpr = shared.k.tiles.shape[-2]
@@ -214,7 +214,7 @@ def _consume_whole(g: gl.constexpr, shared, wide, program, all_real, rules, form
     first_head = span.query_head(kv, member, GROUP)
     p = body.biased_weights(g, s, shared, 0, steps > 0, block, keys, rules, first_head, slope, dtype)
     for step in range(steps):
-        none = (block < keys.begin).to(gl.int32)  # always 0; if ptxas knew, tile addresses would fill registers
+        none = (block < keys.begin).to(gl.int32)  # always 0; if ptxas knew that, tile addresses would fill registers
         k, v = ring.tile(shared.k, g + none), ring.at(shared.v, g + none)
         q, do = ring.tile(shared.q, step), ring.at(shared.do, step)
         dp = body.begin_dp(v, do.permute((1, 0)), shared, step, zero)
@@ -266,16 +266,16 @@ def backward(
 ):  # fmt: skip
     """Write GradK (B, Hkv, Sk, D) and GradV (B, Hkv, Sk, Dv), and add dq, not yet scaled, to Sums.
 
-    All are TMA descriptors of (B, H, S, D) with blocks of [1, 1, rows, width(D)], except that blocks of keys have 128
-    columns if Dv > 64. Blocks of keys and values have 64 rows. Sums is (B, Hq, lines, 32) float32, in blocks of a
-    warpgroup's `body.lines`. If form.COLUMNS is not (), GradK and GradV are Views of float32. Rows, from `preprocess`,
-    is (B, 2 Hq, Sq, 16): a block has both tables of a head, and as many rows as Q's. If scores are scaled before the
-    softmax, or with dropout, it is (B, Hq, Sq, 4), float32. Bias, or None, is (B, Hq, Sq, Sk), 1 for equal ones, in
-    blocks of 64 keys, and of 64 rows or 1. Words, unless None, is as in the forward, but by `transpose_words`;
-    tile_lists then list blocks by keys. heads is Hkv. Turns, if not None, is int32 zeros, one for program numbers and
-    two for each row of each query head: it makes Sums deterministic.
+    All are TMA descriptors of (B, H, S, D) with blocks of [1, 1, rows, width(D)], except that blocks of Q, K and GradK
+    have 128 columns if Dv > 64. Blocks of keys and values have 64 rows. Sums is (B, Hq, lines, 32) float32, in blocks
+    of a warpgroup's `body.lines`. If form.COLUMNS is not (), GradK and GradV are Views of float32. Rows, from
+    `preprocess`, is (B, 2 Hq, Sq, 16); a block has both tables of a head, and as many rows as Q's. If scores are scaled
+    before the softmax, or with dropout, it is (B, Hq, Sq, 4), float32. Bias, or None, is (B, Hq, Sq, Sk), with size 1
+    where it broadcasts, in blocks of 64 keys, and of 64 rows or 1. Words, unless None, is as in the forward, but from
+    `transpose_words`; tile_lists then list blocks by keys. heads is Hkv. Turns, if not None, is int32 zeros, one for
+    program numbers and two for each row of each query head. It makes Sums deterministic.
 
-    sequences, unless None, are packed: B is 1, q_len and k_len are totals, and descriptors except Sums are ragged.
+    With packed sequences B is 1, q_len and k_len are totals, and descriptors except Sums, Bias and Words are ragged.
     """
     KEYS: gl.constexpr = K.block_type.shape[-2]
     BLOCK_M: gl.constexpr = Q.block_type.shape[-2]
@@ -295,7 +295,7 @@ def backward(
         cols = block * 2 * KEYS + gl.arange(0, 2 * KEYS, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
         real = gl.sum(masking.real_keys(rules.masks, kv, cols, keys).to(gl.int32), 0)
         all_real = ((real == gl.minimum(2 * KEYS, keys - block * 2 * KEYS)).to(gl.int32),)
-        if Turns is None:  # without real keys there is no step; turns count all programs
+        if Turns is None:  # skip all rows if no key is real; turns need every program
             band = span.Band(gl.where(real > 0, band.rows, 0), band.keys, band.low, band.high, band.diagonal)
     k, q = ring.ring(K, 2, 1), ring.ring(Q, STAGES, 2)
     v = gl.allocate_shared_memory(V.dtype, [2] + V.block_type.shape, V.layout)
@@ -326,7 +326,7 @@ def backward(
     )
     fence_async_shared()
     wide = ()
-    if not isinstance(GradK, tensor_descriptor):  # matrices: what warpgroups are given stays in their registers
+    if not isinstance(GradK, tensor_descriptor):  # pass one head's matrices: arguments of warpgroups stay in registers
         wide = memory.of_keys(GradK, kv), memory.of_keys(GradV, kv)
     gl.warp_specialize(
         [

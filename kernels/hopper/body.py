@@ -1,9 +1,9 @@
 """The steps in the loops of the Hopper backward kernels, and how they use the statistics of each row.
 
-A product of ones with a table of 16 columns subtracts pivot and logarithm of a row from scores, and delta from dp. In
-the table, which `preprocess` writes, each number is three bfloat16 terms. This takes products of K = 16, two for scores
-and one for dp, but no loads into registers and no arithmetic. Options that change scores before the pivot is subtracted
-need the statistics in registers: `across` loads them from float32 tiles.
+Products of ones with a table of 16 columns subtract the pivot and logarithm of a row from its scores, and delta from
+dp. `preprocess` writes the table, with each number as three bfloat16 terms. This takes products of K = 16, two for
+scores and one for dp, but no loads into registers and no arithmetic. With dropout, heads wider than 128, or options
+that change scores before the pivot is subtracted, `across` loads the statistics from float32 tiles into registers.
 """
 
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from .copies import fence_async_shared
 
 WARPS = gl.constexpr(4)  # warps of a warpgroup
 GROUPS = gl.constexpr(2)  # warpgroups that multiply
-# True if products read left operands from the registers that hold them. Triton 3.9 copies them first: they may not fit.
+# True if products read left operands from the registers that hold them. Triton 3.9 copies them, which may not fit.
 OPERANDS_STAY = gl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9))
 
 
@@ -32,9 +32,9 @@ def _of_rows(count):
 
 
 class Keys(NamedTuple):
-    """A warpgroup's keys: their columns, the first row that sees each, the band, and the ranges of `visits.extent`.
+    """A warpgroup's keys: their indices, the first row that sees each, the band, and the ranges of `visits.extent`.
 
-    counters are those of dropout, one for each two keys, or ().
+    counters: Philox counters of dropout, one for each two keys, or ().
     """
 
     cols: gl.tensor
@@ -49,7 +49,7 @@ class Keys(NamedTuple):
 
 @gluon.jit
 def keys_of(g: gl.constexpr, program, all_real, rules, LAYOUT: gl.constexpr, BLOCK_M: gl.constexpr, ROWS: gl.constexpr):
-    """Return the Keys of warpgroup g, for scores [64 keys, ROWS]. all_real: (0,) if a key mask hides some, or ()."""
+    """Return the Keys of warpgroup g, for scores [64 keys, ROWS]. all_real: (0,) or (1,), or () without a key mask."""
     kv, first, band, _ = program
     KEYS: gl.constexpr = 64
     cols = first + g * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, LAYOUT))
@@ -69,7 +69,7 @@ def keys_of(g: gl.constexpr, program, all_real, rules, LAYOUT: gl.constexpr, BLO
 def begin(
     g: gl.constexpr, shared, program, all_real, rules, LAYOUT: gl.constexpr, ROWS: gl.constexpr, GROUP: gl.constexpr
 ):  # fmt: skip
-    """Wait for k and v, and return (Keys of a warpgroup, ALiBi slope of the first query head, number of steps)."""
+    """Wait for k and v, zero hidden keys, and return (Keys, ALiBi slope of the first query head, number of steps)."""
     kv, first, band, lists = program
     KEYS: gl.constexpr = shared.k.tiles.shape[-2]
     BLOCK_M: gl.constexpr = shared.q.tiles.shape[-2]
@@ -159,8 +159,8 @@ def begin_dp(v, do, shared, step, zero, part: gl.constexpr = 0, PARTS: gl.conste
 def hide(p, first, earliest, band, score, words):
     """Return the weights p, [keys, rows from `first` on], with 0 where the band (causal, window) or a mask hides them.
 
-    words, unless None, are `noting.words_of` each 64 of these rows, a word for each key. earliest is
-    `span.first_to_see`. band.high is at least band.low (`arguments.band`), even if no row sees any key.
+    words, unless None, has an argument of `noting.load_words` for each 64 of these rows, with a word for each key.
+    earliest is `span.first_to_see`. band.high is at least band.low (`arguments.band`), even if no row sees any key.
     """
     r = first + gl.arange(0, p.shape[1], layout=gl.SliceLayout(0, p.type.layout))[None, :]
     # An impure instruction makes the compiler keep the caller's `if`. Otherwise each step would compute this.
@@ -198,7 +198,7 @@ def _first(tile, block, part: gl.constexpr, PARTS: gl.constexpr):
 
 @gluon.jit
 def _pair(high, low, dtype: gl.constexpr):
-    """Return int32 with `high` and `low`, rounded to a dtype of 16 bits, in its halves."""
+    """Round `high` and `low` to a 16-bit dtype, and return them as the halves of an int32."""
     CVT: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $1, $2;" if dtype == gl.bfloat16 else "cvt.rn.f16x2.f32 $0, $1, $2;"
     return gl.inline_asm_elementwise(CVT, "=r,r,r", [high, low], dtype=gl.int32, is_pure=True, pack=1)
 
@@ -210,8 +210,8 @@ def weights(
 ):  # fmt: skip
     """Return the weights p, [keys, rows], of a block of rows or its part `part`, from the scores of `begin_scores`.
 
-    words is as in `hide`. plane is that of the query head. Dropped weights are negative. With a softcap return pairs of
-    16 bits, p after dropout and p times the derivative, in as many registers as p.
+    words is as in `hide`. plane is of the query head. Dropped weights are negative. With a softcap return int32, in as
+    many registers as p. Its 16-bit halves are p after dropout, and p times the derivative of the softcap.
     """
     score, dcap = rules.score, 1.0
     if rows.dtype == gl.bfloat16:
@@ -225,7 +225,7 @@ def weights(
             cap, at_zero, shift = score.cap, score.slope_at_zero, score.shift
             with_slope = scores.Score(score.scale, None, cap, at_zero, slope, score.bias, None, shift, score.rough)
             s, dcap = scores.apply(with_slope, s, bias, keys.band, (), r, keys.cols[:, None])
-        # Slopes and a bias may make scores large. Else `preprocess` adds the pivot of a rough softcap to the logarithm.
+        # A rough softcap alone keeps scores small. `preprocess` has then added the pivot to the logarithm, so it is 0.
         SMALL: gl.constexpr = score.slopes is None and score.bias is None and score.rough is not None
         pivot = 0.0 if SMALL else across(rows, step, 0, LAYOUT, part, PARTS)
         row = softmax.Row(pivot, across(rows, step, 1, LAYOUT, part, PARTS))
@@ -235,7 +235,7 @@ def weights(
     if score.cap is not None:
         p = _pair(dropping.after(rules.dropout, p), scores.apply_dcap(score, dcap, p), dtype)
     masked = (block < keys.full) | (block >= keys.full_end)
-    if score.slopes is not None or score.bias is not None:  # hide rows past the end: q is 0, distance and bias are not
+    if score.slopes is not None or score.bias is not None:  # hide rows past the end: only their q is 0
         masked |= block >= keys.band.rows // (PARTS * p.shape[1])
     if masked:
         p = hide(p, _first(s, block, part, PARTS), keys.earliest, keys.band, score, words)
@@ -272,14 +272,14 @@ def biased_weights(
     if shared.words is not None:
         words = (noting.words_of(shared.notes, shared.words, step, part * GROUPS + g),)
     p = weights(s, bias, words, shared.rows, step, block, keys, rules, plane, slope, dtype, part, PARTS)
-    if shared.bias is not None:  # after a branch: ptxas would move it up, before the loads of the bias have arrived
+    if shared.bias is not None:  # after a branch, or ptxas would release before the loads of the bias arrive
         ring.release(shared.bias, at, pred=exists)
     return p
 
 
 @gluon.jit
 def operand(p, dropout, LAYOUT: gl.constexpr, dtype: gl.constexpr):
-    """Return the weights of a result of `weights` in 16 bits, as a left operand of wgmma."""
+    """Return the weights after dropout in 16 bits, as a left operand of wgmma. p: a result of `weights`."""
     if p.dtype == gl.int32:
         w = (p >> 16).to(gl.int16).to(dtype, bitcast=True)
     else:
@@ -310,7 +310,7 @@ def slope_of(score, kv, member, GROUP: gl.constexpr):
 
 @gluon.jit
 def next_slope(slope, score, kv, block, member, end, GROUP: gl.constexpr):
-    """Return the slope after a block of rows: after the last of a head, that of the next head."""
+    """Return the slope for the step after a block of rows. After a head's last block it is the next head's slope."""
     if GROUP > 1 and score.slopes is not None:
         if block + 1 == end:
             slope = slope_of(score, kv, gl.minimum(member + 1, GROUP - 1), GROUP)
@@ -319,7 +319,7 @@ def next_slope(slope, score, kv, block, member, end, GROUP: gl.constexpr):
 
 @gluon.jit
 def noted(notes, step, steps, keys):
-    """Return (row block, query head in its group, Keys) of a step, or past the last the last one's, from its note."""
+    """Read (row block, query head in its group, Keys) of a step from its note; past the end, those of the last step."""
     block, masked, member = noting.read(notes, gl.minimum(step, gl.maximum(steps - 1, 0)))
     full_end = gl.where(masked, block, block + 1)
     member = gl.where(steps > 0, member, 0)  # without steps no note was written
@@ -341,7 +341,7 @@ def advance(shared, step, steps, keys, score, slope, kv, block, member, GROUP: g
 
 @gluon.jit
 def lines(dq):
-    """Reorder dq [rows, columns] to [lines, 32], so that a thread's elements of 8 columns are contiguous.
+    """Reorder dq [rows, columns] to [lines, 32], so that a thread's 4 elements of 8 columns are contiguous.
 
     Each thread then stores 16 bytes at a time, straight from registers, without bank conflicts. A line has 8 columns of
     rows r, r + 1, r + 8 and r + 9. `_ordered` of `preprocess` is the inverse.
@@ -363,9 +363,9 @@ def store_wide(m, first, n, tile, D: gl.constexpr, column=0):
 
 @gluon.jit
 def leave(g: gl.constexpr, shared, wide, first, band, dk, dv, steps, form: gl.constexpr):
-    """Overwrite k and v in shared memory by dk and dv, once the other warpgroup has read its k and v.
+    """Overwrite k and v in shared memory with dk and dv, once both warpgroups have finished reading.
 
-    wide: matrices to which dk and dv, of COLUMNS, are stored instead, or ().
+    If wide is not (), store dk and dv, of COLUMNS columns, in its two matrices instead.
     """
     COLUMNS: gl.constexpr = form.COLUMNS
     if len(COLUMNS) > 0:

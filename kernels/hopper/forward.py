@@ -21,13 +21,14 @@ from .weights import COLUMNS, Rows, weights
 from .work import Results, Shared, Work, block_of_rows, extent
 
 WARPS = gl.constexpr(4)  # warps of a warpgroup
-TILES_OF_K = gl.constexpr(4)  # tiles of k if STAGES is 1: each holds one part of the columns of k for one step
+TILES_OF_K = gl.constexpr(4)  # number of tiles of k if STAGES is 1; each then has one part of the columns
 
 
 class Form(NamedTuple):
-    """Compile-time options of the pipeline: GROUPS warpgroups multiply; shared memory holds STAGES tiles of K and of V.
+    """Compile-time options of the pipeline. GROUPS warpgroups multiply, in turns if PING_PONG.
 
-    REGISTERS is for each multiplying thread, PRODUCER_REGISTERS for each copying thread.
+    Shared memory has STAGES tiles of V, and as many of K, or TILES_OF_K if STAGES is 1. REGISTERS is for each
+    multiplying thread, PRODUCER_REGISTERS for each copying thread.
     """
 
     GROUPS: int
@@ -94,7 +95,7 @@ def _visit(notes, step, block, count, full, full_end):
 
 @gluon.jit
 def _await_ping_pong(ping_pong, g: gl.constexpr, step):
-    """Wait until the other warpgroup has begun to multiply, so that its product overlaps with this softmax."""
+    """Wait until the other warpgroup has begun its products. Products of one then overlap with softmax of the other."""
     if ping_pong is not None:
         # The first step of warpgroup 0 does not wait.
         mbarrier.wait(ping_pong.index(g), (step + g + 1) & 1)
@@ -123,7 +124,7 @@ def _multiply(q, keys, step, zero, exists=True):
 
 @gluon.jit
 def _finish_scores(s, keys, step, TILES: gl.constexpr, LATER: gl.constexpr, exists=True):
-    """Wait for the product of `_multiply`, after which LATER others have begun, and release its tiles of k."""
+    """Wait for the product of `_multiply`, and release its tiles of k. LATER other products have begun after it."""
     for t in gl.static_range(TILES):
         s = warpgroup_mma_wait(num_outstanding=LATER + TILES - 1 - t, deps=(s,))
         ring.release(keys, step * TILES + t, pred=exists)
@@ -135,13 +136,13 @@ def _parts_of_q(g: gl.constexpr, shared, n, step, GROUPS: gl.constexpr):
     """Return the parts of a warpgroup's tile of q for a program's n-th block of rows."""
     if shared.v.tiles.shape[0] > 1:
         return ring.parts(shared.q, n * GROUPS + g)
-    else:  # add a 0 that ptxas cannot know, or it keeps the addresses of all parts in registers, and spills
+    else:  # add a 0 that ptxas cannot know; otherwise it keeps the addresses of all parts in registers, and spills
         return ring.parts(shared.q, n * GROUPS + g + (step < 0).to(gl.int32))
 
 
 @gluon.jit
 def _begin_scores(g: gl.constexpr, shared, n, step, zero, GROUPS: gl.constexpr, exists=True):
-    """Begin q @ k.T of a program's n-th block of rows at a step. exists is False past the last block."""
+    """Begin q @ k.T of a program's n-th block of rows at a step. exists: False past the last block of rows."""
     q = _parts_of_q(g, shared, n, step, GROUPS)
     ring.wait(shared.q, n * GROUPS + g, pred=exists)
     ring.wait(shared.k, step * (len(q) if shared.v.tiles.shape[0] == 1 else 1), pred=exists)
@@ -192,7 +193,7 @@ def _consume(g: gl.constexpr, shared, results, work, rules, spec: gl.constexpr, 
             slope = scores.slope(score, head, gl.float32)
             cap, at_zero, sinks = score.cap, score.slope_at_zero, score.sinks
             score = scores.Score(score.scale, None, cap, at_zero, slope, score.bias, sinks, score.shift, score.rough)
-        # A sink is the largest score at first, and has the weight 1.
+        # Before the first key, the sink is the row max, and its weight is 1.
         lowest, weight = float("-inf"), 0.0
         if score.sinks is not None:
             lowest = scores.sink(score, plane, gl.float32)
@@ -293,7 +294,7 @@ def _consume(g: gl.constexpr, shared, results, work, rules, spec: gl.constexpr, 
         else:
             if SHARE and len(q) == 1:
                 tile = q[0].reshape(results.Out.block_type.shape)
-            else:  # of several blocks in the q of a warpgroup, the first
+            else:  # the first block of Out that lies within this warpgroup's q
                 tile = shared.out.index((g * shared.out.shape[0] + GROUPS - 1) // GROUPS)
             tile.reshape([ROWS, WIDTH]).store(out.to(dtype))
             fence_async_shared()
@@ -314,21 +315,21 @@ def forward(
     sequences, caches, tile_lists, used, q_len, k_len, left, right, rules, planes, section, splits,
     spec: gl.constexpr,
 ):  # fmt: skip
-    """Write Out, or the outputs in `stored`, as kernels/forward.py does; a program may compute several blocks of rows.
+    """Write the same outputs as kernels/forward.py. A program may compute several blocks of rows.
 
     Only one of Out, stored.Wide, a View of float32 (B, H, Sq, DV), and stored.partials is not None. Q, K, V and Out are
     TMA descriptors of (B, H, S, D) with blocks of [1, 1, rows, width(D)], or of fewer columns if spec.PARTS blocks of Q
     or K are a tile; blocks of Q and Out have 64 rows. A program computes as many columns of Out as a block of V has.
-    Bias, or None, describes (B, H, Sq, Sk), with size 1 for a dimension along which it is equal. Words, or None,
-    describes the words of `masks.Bits` as int32 (count, 128), in blocks [1, 128]. tile_lists: as in kernels/forward.py.
+    Bias, or None, describes (B, H, Sq, Sk), with size 1 where it broadcasts. Words, or None, describes the words of
+    `masks.Bits` as int32 (count, 128), in blocks [1, 128]. tile_lists: as in kernels/forward.py.
 
-    planes is the number of planes of the schedule: B * Hq * splits, times the number of programs that divide a row's
-    columns. A plane is one split of the keys of one head. `section` is as in schedule.py. If only one side of the band
-    is bounded, as by causal, a program with several blocks takes them in pairs; planes must then be even.
+    planes is the number of planes of the schedule: B * Hq * splits, times the number of programs that share a row's
+    columns. `section` is as in schedule.py. If only one side of the band is bounded, as by causal, a program with
+    several blocks takes them in pairs; planes must then be even.
 
-    sequences, unless None, are packed: B is 1, q_len and k_len are totals, planes is Hq, and descriptors are ragged.
-    `used` is then the number of used slots, an int32 tensor with one element. caches (`work.Caches`): if they are not
-    None, K and V are ragged descriptors of (1, H, rows of all pages, D), and k_len is the capacity.
+    sequences, unless None, are packed: B is 1, q_len and k_len are totals, descriptors of Q, K, V and Out are ragged,
+    and `used`, an int32 tensor with one element, is the number of used slots. If caches (`work.Caches`) are not None, K
+    and V are ragged descriptors of (1, H, rows of all pages, D), and k_len is the capacity.
     """
     form: gl.constexpr = spec.FORM
     GROUPS: gl.constexpr = form.GROUPS
@@ -344,7 +345,7 @@ def forward(
     WIDTH: gl.constexpr = spec.PARTS * Q.block_type.shape[-1]
     # A warpgroup's output overwrites its q if both are equally wide, or if q has parts, which are at least as wide.
     SHARE: gl.constexpr = Out is not None and (spec.PARTS > 1 or WIDTH == Out.block_type.shape[-1])
-    # A warpgroup has two tiles of q (one if heads are wider than 128): the next has arrived when a block ends. If
+    # A warpgroup has two tiles of q (one if heads are wider than 128): the next q has arrived when a block ends. If
     # heads are wider than 256, a tile of k is one part, because all parts of two steps do not fit in shared memory.
     APART: gl.constexpr = STAGES == 1
     q = ring.ring(Q, GROUPS if WIDTH > 128 or APART else 2 * GROUPS, 1, spec.PARTS)

@@ -1,4 +1,4 @@
-"""Notes on steps, which the copying warp writes into shared memory for the warpgroups that multiply."""
+"""Notes on the steps of a loop: the copying warp writes them into shared memory, and the other warps read them."""
 
 from typing import NamedTuple
 
@@ -13,11 +13,11 @@ LAYOUT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 class Notes(NamedTuple):
-    """Slots for notes. The lower half of a number is `block * 2 + masked`, the upper half the number of steps.
+    """Slots for notes. The lower half of a number is `block * 2 + masked`.
 
-    In the backward, `block` is a block of rows, and the upper half is the query head in its group.
-
-    If there is a key mask, `real` has 1 for each real key of a block that needs a mask, otherwise 0.
+    In the forward, `block` is a block of keys, and the upper half is the number of steps. In the backward, `block` is a
+    block of rows, and the upper half is the query head in its group. `real` is for a key mask in the forward: it has 1
+    for each real key of a block that needs a mask, otherwise 0.
     """
 
     numbers: gl.shared_memory_descriptor
@@ -26,14 +26,14 @@ class Notes(NamedTuple):
 
 @gluon.jit
 def notes(STAGES: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Return Notes beside a ring of k for STAGES steps. A note lasts at least until the k of the next step is free."""
+    """Return Notes of 2 * STAGES slots. With STAGES tiles, note s lasts until step s + STAGES has released its tile."""
     numbers = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], LAYOUT)
     return Notes(numbers, gl.allocate_shared_memory(gl.int8, [2 * STAGES, BLOCK_N], LAYOUT))
 
 
 @gluon.jit
 def words(Words, STAGES: gl.constexpr, COUNT: gl.constexpr):
-    """Return slots for the words of COUNT blocks of a mask, each a block of the descriptor; they last as notes do."""
+    """Return slots for the words of COUNT mask blocks a step, each a block of the descriptor. They last as notes do."""
     return gl.allocate_shared_memory(Words.dtype, [2 * STAGES * COUNT] + Words.block_type.shape, Words.layout)
 
 
@@ -44,14 +44,14 @@ def _slot(slots, step):
 
 @gluon.jit
 def write(notes, step, block, masked, count):
-    """Write the number of a step, whose k must be free: block of keys, whether it needs a mask, number of steps."""
+    """Write the note of a step, whose tile must be free: block, whether it needs a mask, and the upper half."""
     number = (count.to(gl.int64) << 32) | (block * 2 + masked.to(gl.int32)).to(gl.int64)
     _slot(notes.numbers, step).store(gl.full([1], number, gl.int64, gl.BlockedLayout([1], [32], [1], [0])))
 
 
 @gluon.jit
 def read(notes, step):
-    """Return the (block, whether it needs a mask, count) that `write` wrote."""
+    """Return the (block, whether it needs a mask, upper half) that `write` wrote."""
     slot = _slot(notes.numbers, step)
     number = gl.max(slot.load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
     low = number.to(gl.int32)
@@ -65,7 +65,7 @@ def real_keys(notes, step):
 
 @gluon.jit
 def words_of(notes, words, step, n: gl.constexpr):
-    """Return the words of block n of a step in shared memory, as TMA writes them: [1, two halves of each word]."""
+    """Return the words of block n of a step in shared memory, as TMA writes them: [1, low and high halves in turn]."""
     SLOTS: gl.constexpr = notes.numbers.shape[0]
     return words.index(step % SLOTS * (words.shape[0] // SLOTS) + n)
 
@@ -83,7 +83,7 @@ def load_words(halves, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def reserve(notes, words, Words, tiles, at, step, masked, numbers, NBYTES: gl.constexpr):
-    """Reserve tile `at` of a ring. If the step is masked, also begin to copy the words with these numbers."""
+    """Reserve tile `at` of a ring. If the step is masked, also begin to copy the words with the given `numbers`."""
     if words is None:
         ring.reserve(tiles, at, NBYTES)
     else:

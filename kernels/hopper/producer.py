@@ -1,4 +1,4 @@
-"""The copying warp of the forward: it loads tiles by TMA, and tells the multiplying warps which blocks they are."""
+"""The copying warp of the forward: it loads tiles by TMA, and writes notes for the multiplying warps."""
 
 from typing import NamedTuple
 
@@ -11,10 +11,10 @@ from .work import block_of_rows, extent, split
 
 
 class Steps(NamedTuple):
-    """Steps of a block of rows: `count` of them, the first of them at the block of keys `start`.
+    """Steps of a block of rows. There are `count` steps; the first is at the block of keys `start`.
 
-    Without tile lists the blocks are start, start - 1 and so on. With tile lists step i is the entry at lists[0] + i if
-    i < masked, and otherwise at lists[1] + i. The first `masked` steps need a mask.
+    Without tile lists the blocks are start, start - 1 and so on. With tile lists the first `masked` steps need a mask,
+    and step i is the entry at lists[0] + i if i < masked, otherwise at lists[1] + i.
     """
 
     count: gl.tensor
@@ -84,7 +84,7 @@ def _begin(shared, step, K, Words, masks, keys, row, plane, band, steps, i, bloc
     TILES: gl.constexpr = shared.q.tiles.shape[0] // shared.q.ready.shape[0] if shared.v.tiles.shape[0] == 1 else 1
     ACROSS: gl.constexpr = BLOCK_N // masking.BLOCK
     masked, numbers = i < steps.masked if shared.notes is not None else (), ()
-    if shared.words is not None:  # before the wait for a free tile
+    if shared.words is not None:  # load their numbers before the wait for a free tile
         for n in gl.static_range(GROUPS * ACROSS):
             key = gl.where(masked, block * BLOCK_N + n % ACROSS * masking.BLOCK, band.keys)
             numbers += (masking.number(masks.bits, plane, first + n // ACROSS * ROWS, key, band),)
@@ -112,7 +112,7 @@ def _pass_on(shared, step, steps, i):
 
 @gluon.jit
 def _fill_bias(shared, step, Bias, plane, first, block, GROUPS: gl.constexpr):
-    """Load each warpgroup's tile of the bias, if there is a bias."""
+    """Load each warpgroup's tile of the bias, if its ring exists."""
     if shared.bias is not None:
         ROWS: gl.constexpr = shared.q.tiles.shape[-2]
         column = block * shared.k.tiles.shape[-2]
@@ -122,7 +122,7 @@ def _fill_bias(shared, step, Bias, plane, first, block, GROUPS: gl.constexpr):
 
 @gluon.jit
 def produce(shared, results, Q, K, V, Bias, Words, work, rules, spec: gl.constexpr):
-    """Load tiles by TMA: the work of one warp. Keys go from last to first, so that masked blocks come first."""
+    """Load tiles by TMA: the work of one warp. Without tile lists it goes from the last keys to the first."""
     GROUPS: gl.constexpr = spec.FORM.GROUPS
     PAGE: gl.constexpr = spec.PAGE
     ROWS: gl.constexpr = shared.q.tiles.shape[-2]

@@ -16,8 +16,8 @@ from .copies import async_store, fence_async_shared
 class Form(NamedTuple):
     """Compile-time constants of `grad_product`: GROUP query heads per kv head; COLUMNS of the gradient.
 
-    A block sums MEMBERS query heads. ACROSS programs share its columns. OF_K: rows are keys. TOP_LEFT is as in
-    `span.band`. STAGES tiles of each factor are in shared memory. REGISTERS: of a multiplying thread, and of others.
+    A block sums MEMBERS query heads. ACROSS programs share its columns. OF_K: its rows are keys. TOP_LEFT is as in
+    `span.band`. Shared memory has STAGES tiles of each factor. REGISTERS: of a multiplying thread, and of others.
     """
 
     GROUP: int
@@ -31,7 +31,7 @@ class Form(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """Shared memory of `grad_product`: rings of ds and of results; others (keys or queries) use the barriers of ds."""
+    """Shared memory of `grad_product`: rings of ds and results. others, the right factor, uses the barriers of ds."""
 
     ds: ring.Ring
     others: gl.shared_memory_descriptor
@@ -43,7 +43,7 @@ def _share(work):
     if work.sequences is None:
         return schedule.share(work.order, gl.program_id(0), gl.num_programs(0))
     else:
-        return gl.minimum(gl.num_programs(0), 1)  # if ptxas knew that it is 1, it would serialise products
+        return gl.minimum(gl.num_programs(0), 1)  # 1; if ptxas knew that, it would serialise products
 
 
 @gluon.jit
@@ -67,7 +67,7 @@ def _factors_of(work, n, factors, form: gl.constexpr):
 
 @gluon.jit
 def _of_product(plane, band, OF_K: gl.constexpr):
-    """Return the Plane with which `ring.place` finds rows of dq, or if OF_K of dk; the Band is of `_factors_of`."""
+    """Return the Plane with which `ring.place` finds rows of dq, or of dk if OF_K. The Band is from `_factors_of`."""
     return ring.of_keys(plane, span.flip(band)) if OF_K else ring.of_rows(plane, band)
 
 
@@ -75,7 +75,7 @@ def _of_product(plane, band, OF_K: gl.constexpr):
 def _load(factors, GradScores, Others, work, before, form: gl.constexpr):
     """Load by TMA the tiles that `_multiply` multiplies: the work of one warp.
 
-    For dq these are ds and keys of one head; for dk, ds and queries of all query heads that share the kv head.
+    For dq these are ds and keys of one head. For dk they are ds and queries of all query heads that share a kv head.
     """
     DEPTH: gl.constexpr = Others.block_type.shape[-2]
     TILE: gl.constexpr = factors.product.tiles.shape[0] * factors.product.tiles.shape[-2]
@@ -179,10 +179,10 @@ def grad_product(
 ):  # fmt: skip
     """Write Product: dq = ds @ keys, where Others is K; or, if OF_K, dk = ds.T @ queries, where Others is Q.
 
-    If OF_K and GradScores has weights, Product is dv = p.T @ grad_out. heads, planes and section refer to Product;
-    before counts kv heads; others are as in `stored_backward`. Blocks have 64 rows; a block of GradScores has 128 rows
-    of Product as its columns, or as its rows if OF_K. A program takes two blocks of Product at a time. tile_lists are
-    by rows of Product. If the call has only some of the keys, Product is a View of float32, which threads store.
+    If OF_K and GradScores has weights, Product is dv = p.T @ grad_out. heads counts heads of Product; planes and
+    section count them times ACROSS; before counts kv heads. Other arguments are as in `stored_backward`. Blocks have 64
+    rows. The columns of a block of GradScores, or its rows if OF_K, are 128 rows of Product. A program takes two blocks
+    of Product at a time. tile_lists are by rows of Product. A float32 Product is a View, and threads store it.
     """
     STAGES: gl.constexpr = form.STAGES
     TILE: gl.constexpr = 2 * Others.block_type.shape[-2]

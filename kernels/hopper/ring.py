@@ -23,7 +23,7 @@ class Ring(NamedTuple):
     """Tiles of (B, H, S, D) tensors, [step, 1, 1, rows, columns], and two mbarriers for each tile.
 
     Tiles of packed sequences have one more dimension, as their descriptors have. A tile may be several parts, side by
-    side, [step and part, 1, 1, rows, columns], because the columns of one tile are a power of 2.
+    side, [step and part, 1, 1, rows, columns], because a block of a descriptor has a power of 2 of columns.
     """
 
     tiles: gl.shared_memory_descriptor
@@ -137,7 +137,7 @@ def fill(ring, step, desc, plane, row, column=0):
 
 @gluon.jit
 def put_bias(ring, step, bias, band, plane, row):
-    """Store the bias of rows from `row` on, equal for all keys, into the tile of a step."""
+    """Store a bias that is equal for all keys, of rows from `row` on, into the tile of a step."""
     TILES: gl.constexpr = ring.ready.shape[0]
     r = row + gl.arange(0, ring.tiles.shape[1], layout=gl.BlockedLayout([1], [32], [1], [0]))
     x = memory.load_column(memory.matrix(bias, plane), r, band.rows, 0)
@@ -148,7 +148,7 @@ def put_bias(ring, step, bias, band, plane, row):
 
 @gluon.jit
 def fill_bias(ring, step, Bias, plane, row, column):
-    """Begin the copy of a tile of a bias. Its descriptor has one batch, head or row if the bias is equal for all."""
+    """Begin the TMA copy of a tile of a bias. The descriptor has size 1 where the bias broadcasts."""
     batch, head = gl.minimum(plane.batch, Bias.shape[0] - 1), gl.minimum(plane.head, Bias.shape[1] - 1)
     row = 0 if Bias.block_type.shape[-2] == 1 else row
     fill(ring, step, Bias, Plane(batch, head, plane.index, ()), row, column)
@@ -162,7 +162,7 @@ def wait(ring, step, pred=True):
 
 @gluon.jit
 def landing(ring):
-    """Return a Ring of the same tiles, for copies that the producer itself waits for and passes on by `pass_on`."""
+    """Return a Ring of the same tiles, for copies that the producer awaits itself, and then passes on by `pass_on`."""
     TILES: gl.constexpr = ring.tiles.shape[0]
     ready = gl.allocate_shared_memory(gl.int64, [TILES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(TILES):
@@ -172,7 +172,7 @@ def landing(ring):
 
 @gluon.jit
 def pass_on(landed, ring, step, hides, real):
-    """Give a tile to its readers once its copy has landed; if `hides`, set the rows to 0 first where `real` is 0.
+    """Give a tile to its readers once its copy has arrived. If `hides`, first set rows to 0 where `real` is 0.
 
     Hidden rows may be NaN, and 0 * NaN is NaN. One warp does this. real: int8 [rows] in shared memory.
     """
@@ -180,7 +180,7 @@ def pass_on(landed, ring, step, hides, real):
     wait(landed, step)
     if hides:
         whole = tile(ring, step)
-        WIDTH: gl.constexpr = min(whole.shape[1], 16)  # of a part, which a thread holds in registers
+        WIDTH: gl.constexpr = min(whole.shape[1], 16)  # columns that a thread holds in registers at a time
         for i in gl.static_range(whole.shape[0] // 32):
             seen = real.slice(32 * i, 32).load(gl.SliceLayout(1, LINES)) != 0
             for j in gl.static_range(whole.shape[1] // WIDTH):

@@ -9,11 +9,11 @@ from ..vocabulary import span
 
 
 class Schedule(NamedTuple):
-    """Order in which programs process blocks of rows, longest first. A plane is one head of one batch.
+    """Order in which programs process blocks of rows or keys, longest first. A plane is one head of one batch.
 
-    blocks: number in each plane. planes: number of planes. section: how many planes keep their keys and values in L2
-    together; one section is done before the next. paired: 1 if programs take pairs, a long block of one plane and a
-    short block of the next; then planes is even, and under a causal mask with Sq = Sk all pairs are equally long.
+    blocks: number in each plane. planes: number of planes. section: number of planes that share L2; a section is done
+    before the next begins. paired: 1 if programs take pairs, a long block of one plane and a short block of the next.
+    Then planes is even, and under a causal mask with Sq = Sk all pairs have equal work.
     """
 
     blocks: tl.tensor
@@ -26,7 +26,7 @@ class Schedule(NamedTuple):
 def _at(n, program, programs):
     """Return the index, in the Schedule's order, of a program's n-th block.
 
-    Programs alternate in direction (0, 1, 2, 2, 1, 0): blocks get shorter, but sums of work are nearly equal.
+    The order of programs alternates (0, 1, 2, 2, 1, 0), so that programs get nearly equal work from shrinking blocks.
     """
     return n * programs + program + (n % 2) * (programs - 1 - 2 * program)
 

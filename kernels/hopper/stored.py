@@ -1,10 +1,10 @@
-"""Backward attention for Hopper with heads wider than 128, in two kernels: score gradients go through global memory.
+"""Backward attention for Hopper with heads of 129 to 256 columns: gradients of scores go through global memory.
 
-The dv of 128 keys fills the registers of two warpgroups, so dk does not fit beside it. A first kernel computes dv, and
-stores the gradients of scores, ds, transposed (16 bits each), for some heads at a time. A second multiplies ds by keys
-for dq and by queries for dk. That is five products, as in one pass, but nothing is added in memory: dq is
+The dv of 128 keys fills the registers of two warpgroups, so dk does not fit beside it. This kernel computes dv and the
+gradients of scores, ds. It stores ds transposed, in 16 bits, for some heads at a time. Then `grad_product` multiplies
+ds by keys for dq and by queries for dk. That is five products, as in one pass. Nothing is added in memory, so dq is
 deterministic.
-Source: FlashAttention-2, arXiv:2307.08691, algorithm 2, whose loop this divides.
+Source: FlashAttention-2, arXiv:2307.08691, algorithm 2, with its loop divided among kernels.
 """
 
 from typing import NamedTuple
@@ -24,7 +24,7 @@ class Shared(NamedTuple):
     """Shared memory of `stored_backward`: k and v, a tile per warpgroup; rings of q, do, row statistics and ds.
 
     do: tiles of half the columns. ds: a tile [keys, rows] for each warpgroup. bias, unless None: a tile [rows, keys]
-    for each. out: signals that v now holds dv. notes, unless None, come with q: a mask or a key mask hides pairs.
+    for each. out: signals that v now holds dv. notes come with q. They are None without a mask of keys or pairs.
     """
 
     k: ring.Ring
@@ -112,7 +112,7 @@ def _begin_scores(g: gl.constexpr, shared, step, exists, none, zero, FOR_S: gl.c
 
 @gluon.jit
 def _begin_dp(v, shared, step, exists, zero):
-    """Begin wgmma for dp = v @ do.T of a step: the first half of the columns may run while the second is loaded."""
+    """Begin wgmma for dp = v @ do.T of a step. The product of half the columns may run while the others are loaded."""
     ring.wait(shared.do, 2 * step, pred=exists)
     one = ring.tile(shared.do, 2 * step).permute((1, 0))
     dp = warpgroup_mma(body.half(v, 0, 1), one, zero, use_acc=False, is_async=True)
@@ -141,7 +141,7 @@ def _give_ds(g: gl.constexpr, shared, step, p, dropout, dp):
 
 @gluon.jit
 def _number(shared, rules, kv, block, member, key, band, GROUP: gl.constexpr):
-    """Return the number of the words of a block of rows and 64 keys; without a mask of pairs an unused number."""
+    """Return the number of the mask words of a block of rows and 64 keys; without a mask of pairs an unused number."""
     if rules.masks.bits is None:
         return block
     else:
@@ -151,9 +151,9 @@ def _number(shared, rules, kv, block, member, key, band, GROUP: gl.constexpr):
 
 @gluon.jit
 def _full(g: gl.constexpr, s, shared, step, exists, block, member, keys, score, kv, form: gl.constexpr):
-    """Return the scores of a step with slopes or a bias; without these options s, which `_weights` scales.
+    """Return the scores of a step with slopes or a bias. Without these options return s, which `_weights` scales.
 
-    Call it before dp begins, because it needs registers.
+    This needs registers, so call it before the product for dp begins.
     """
     if score.slopes is not None or score.bias is not None:
         gl.static_assert(score.cap is None, "its derivative would take registers, too")
@@ -173,7 +173,7 @@ def _full(g: gl.constexpr, s, shared, step, exists, block, member, keys, score, 
 
 @gluon.jit
 def _weights(s, shared, step, block, member, keys, number, rules, kv, GROUP: gl.constexpr):
-    """Return the weights of a step from scores of `_full`. number: of the words that `transpose_words` wrote."""
+    """Return the weights of a step from scores of `_full`. number: the result of `_number`."""
     bits, score = rules.masks.bits, rules.score
     words = None if bits is None else (bits.words + number.to(gl.int64) * masking.BLOCK,)
     if score.slopes is not None or score.bias is not None:
@@ -187,7 +187,7 @@ def _weights(s, shared, step, block, member, keys, number, rules, kv, GROUP: gl.
 def _consume(g: gl.constexpr, shared, GradV, program, rules, form: gl.constexpr):
     """Compute dv and ds of keys first + g * 64 .. first + g * 64 + 63: the work of one warpgroup.
 
-    ds is computed during p @ do, and the next p during v @ do.T.
+    ds is computed during p @ do if DV_FIRST, and the next p during v @ do.T.
     """
     kv, first, band, lists = program
     GROUP: gl.constexpr = form.GROUP
@@ -195,7 +195,7 @@ def _consume(g: gl.constexpr, shared, GradV, program, rules, form: gl.constexpr)
     BLOCK_M: gl.constexpr = shared.q.tiles.shape[-2]
     HALF: gl.constexpr = shared.do.tiles.shape[-1]
     FOR_S: gl.constexpr = 2 if shared.k.tiles.shape[-1] == 256 and form.D <= 192 else 1  # products for scores
-    # Copies of p, the left operand of p @ do, or these options at D 256 leave no registers for ds during that product.
+    # During p @ do, copies of p leave no registers for ds. Nor do dropout or slopes, if values have over 128 columns.
     DV_FIRST: gl.constexpr = OPERANDS_STAY and ((rules.dropout is None and rules.score.slopes is None) or HALF == 64)
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
     V_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HALF, 16])
@@ -225,7 +225,7 @@ def _consume(g: gl.constexpr, shared, GradV, program, rules, form: gl.constexpr)
     p = _weights(s, shared, 0, block, member, keys, number, rules, kv, GROUP)
     dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp,))
     for step in range(steps):
-        none = (block < begin).to(gl.int32)  # always 0; if ptxas knew, tile addresses would fill registers
+        none = (block < begin).to(gl.int32)  # always 0; if ptxas knew that, tile addresses would fill registers
         if DV_FIRST:
             dv0, dv1, p16 = _begin_dv(shared, step, p, rules.dropout, dv0, dv1)
             _give_ds(g, shared, step, p, rules.dropout, dp)
@@ -235,7 +235,7 @@ def _consume(g: gl.constexpr, shared, GradV, program, rules, form: gl.constexpr)
         # After the last step this reads old data; the result is unused.
         more = step + 1 < steps
         s = _begin_scores(g, shared, step + 1, more, none, zero, FOR_S)
-        if rules.masks.bits is not None:  # this early, so that the number of the words arrives in time
+        if rules.masks.bits is not None:  # read early, so that the number of the words arrives in time
             block, member, keys = body.noted(shared.notes, step + 1, steps, keys)
         number = _number(shared, rules, kv, block, member, first + g * KEYS, band, GROUP)
         dv0, p16 = warpgroup_mma_wait(num_outstanding=FOR_S + 1, deps=(dv0, p16))
@@ -273,13 +273,11 @@ def stored_backward(
 ):  # fmt: skip
     """Write GradV (B, Hkv, Sk, Dv) and GradScores (query heads, 1, Sk, Sq) of `planes` kv heads, after `before` others.
 
-    A program takes two blocks of keys; a `section` of planes is done before the next. heads is Hkv. tile_lists, unless
-    None, are by keys, with tiles of 128 rows and 128 keys; rules.masks.bits has words from `transpose_words`. Tensors
+    A program takes two blocks of keys. A `section` of planes is done before the next. heads is Hkv. tile_lists, unless
+    None, are by keys, with tiles of 128 rows and 128 keys. rules.masks.bits has words from `transpose_words`. Tensors
     are TMA descriptors. Their blocks have 64 keys, or the rows of a block of Q, and at least 128 columns (GradOut:
-    half). Rows is (B, Hq, 4, Sq) or (B, Hq, Sq, 4), in blocks of as many rows as Q. Bias is as in `backward`. Only the
-    `visits.stored_blocks` of GradScores are written.
-
-    GradV is a View of float32 if the call has only some of the keys.
+    half). Rows is (B, Hq, 4, Sq) or (B, Hq, Sq, 4), in blocks of as many rows as Q. Bias is as in `backward`, but None
+    if it is equal for all rows. Only the `visits.stored_blocks` of GradScores are written. A float32 GradV is a View.
 
     sequences, unless None, are packed: B is 1, q_len and k_len are totals, descriptors except GradScores and Bias are
     ragged. GradScores has the rows of the longest sequence, and keys as in `visits.first_key`.

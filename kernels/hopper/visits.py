@@ -1,4 +1,4 @@
-"""Blocks that the programs of a backward visit, where they store tiles, and constants of the stored kernels."""
+"""Blocks that the programs of a backward visit, places of tiles in stored score gradients, and constants."""
 
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ from . import schedule
 
 
 class Form(NamedTuple):
-    """Compile-time constants: GROUP query heads per kv head; D and DV columns; TOP_LEFT is as in `span.band`.
+    """Compile-time constants of stored.py and wide.py: GROUP query heads per kv head; TOP_LEFT is as in `span.band`.
 
     REGISTERS: of a multiplying thread, and of other threads. BY_ROW: a bias, if there is one, is equal for all keys.
     """
@@ -24,9 +24,9 @@ class Form(NamedTuple):
 
 
 class Lists(NamedTuple):
-    """Steps of a program, from its tile lists: blocks of rows, in each query head of a group, that see its keys.
+    """Steps of a program, from the tile lists of its block. For keys they are row blocks in each query head of a group.
 
-    There are `count` of them. Step i is the entry at partial + i if i < masked, otherwise at full + i.
+    There are `count` steps. Step i is the entry at partial + i if i < masked, otherwise at full + i.
     """
 
     count: gl.tensor
@@ -94,7 +94,7 @@ def row_blocks(first, band, BLOCK_M: gl.constexpr, TILE: gl.constexpr):
 class Work(NamedTuple):
     """Blocks of rows or keys that the programs compute: their order, planes before the first, and heads of a batch.
 
-    The rest is as in work.py. Programs of packed sequences have one block each, and `order` has only their planes. A
+    The rest is as in work.py. Programs of packed sequences have one block each, and use only `planes` of `order`. A
     tile of the lists has as many rows as keys.
     """
 
@@ -124,14 +124,14 @@ def take(work, n, TOP_LEFT: gl.constexpr, TILE: gl.constexpr, OF_K: gl.constexpr
         head = work.before + plane.head
         plane = span.Plane(plane.batch, head, plane.batch * work.heads + head, plane.packed)
         first = gl.maximum(block, 0) * TILE
-        if work.tile_lists is not None and not OF_K:  # as `tile_lists` counts slots
+        if work.tile_lists is not None and not OF_K:  # slots count blocks of rows from the last
             first = span.latest_first(block, rows, TILE)
         return first, plane, span.band(rows, keys, work.left, work.right, TOP_LEFT)
 
 
 @gluon.jit
 def listed(lists, step, block, member, ahead, PARTS: gl.constexpr = 1):
-    """Return (block, query head in its group) of a step, one of PARTS of a tile, and the next entry of its Lists.
+    """Return (block, query head in its group) of a step, and the next entry of its Lists. A tile has PARTS steps.
 
     Without Lists return the arguments.
     """
@@ -153,13 +153,13 @@ def following(block, member, begin, end, GROUP: gl.constexpr):
 
 @gluon.jit
 def head(plane, before):
-    """Return the index of a query head in GradScores, which begins after `before` heads. Packed sequences share it."""
+    """Return the index of a query head in GradScores, from head `before` on. Packed sequences do not change it."""
     return (plane.index if len(plane.packed) == 0 else plane.head) - before
 
 
 @gluon.jit
 def first_key(plane, TILE: gl.constexpr):
-    """Return where the keys of a plane begin in GradScores: each packed sequence has tiles of its own."""
+    """Return the row of GradScores at which the keys of a plane begin. Each packed sequence has its own tiles."""
     if len(plane.packed) == 0:
         return 0
     else:
@@ -177,6 +177,6 @@ def steps(begin, end, lists, MEMBERS: gl.constexpr, PARTS: gl.constexpr = 1):
 
 @gluon.jit
 def program(work, TILE: gl.constexpr, TOP_LEFT: gl.constexpr):
-    """Return the Program of a grid in which each has one block of TILE keys."""
+    """Return this program's Program, if each program has one block of TILE keys."""
     first, kv, band = take(work, 0, TOP_LEFT, TILE, True)
     return Program(kv, first, band, lists_of(work.tile_lists, kv, first // TILE))

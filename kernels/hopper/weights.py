@@ -13,7 +13,7 @@ COLUMNS = gl.constexpr(8)  # partial sums of a row, in registers: each of four n
 
 
 class Rows(NamedTuple):
-    """Rows of a warpgroup, and what their scores depend on. head is the Plane without splits.
+    """Rows of a warpgroup, with the options, band and head of their scores. head is the Plane without splits.
 
     counters: Philox counters of dropout, one for each two rows, or ().
     """
@@ -28,7 +28,7 @@ class Rows(NamedTuple):
 
 @gluon.jit
 def _largest(s, LAYOUT: gl.constexpr):
-    """Return the row max, by halving the columns: with `gl.max` alone ptxas chains all columns of a thread."""
+    """Return the row max, by halving the columns. With `gl.max` alone ptxas would chain all columns of a thread."""
     for _ in gl.static_range(4):
         if s.shape[1] > COLUMNS:
             s = gl.max(s.reshape([s.shape[0], 2, s.shape[1] // 2]), 1)
@@ -117,7 +117,7 @@ def weights(
         OF_S: gl.constexpr = s.type.layout
         shown = _shown(g, shared, step, OF_S)
         s = gl.where(masking.visible(masks, shown, of.band, of.plane, r, cols[None, :], real), s, float("-inf"))
-    if shared.bias is not None:  # after a branch: ptxas would move it up, before the loads of the bias have arrived
+    if shared.bias is not None:  # after a branch, or ptxas would release before the loads of the bias arrive
         ring.release(shared.bias, step * GROUPS + g)
     p, decay, state = _step(state, s, score.softmax_scale)
     if of.rules.dropout is not None:

@@ -1,10 +1,10 @@
 """Backward attention for Hopper with heads wider than 256: the weights and the gradients of scores go through memory.
 
 The dv of 64 keys and 512 columns would fill all registers of a warpgroup. So this kernel computes only the weights, p,
-and the gradients of scores, ds, and stores both transposed (16 bits each), for some heads at a time. `grad_product`
-multiplies them by grad_out for dv, by queries for dk and by keys for dq. Nothing is added in memory, so gradients are
-deterministic.
-Source: FlashAttention-2, arXiv:2307.08691, algorithm 2, whose loop this divides.
+and the gradients of scores, ds. It stores both transposed, in 16 bits, for some heads at a time. `grad_product` then
+multiplies p by grad_out for dv, and ds by queries for dk and by keys for dq. Nothing is added in memory, so gradients
+are deterministic.
+Source: FlashAttention-2, arXiv:2307.08691, algorithm 2, with its loop divided among kernels.
 """
 
 from typing import NamedTuple
@@ -23,11 +23,11 @@ SLOTS = gl.constexpr(4)  # chunks of operands in shared memory
 
 
 class Shared(NamedTuple):
-    """Shared memory: a ring of chunks (64 columns of both operands of a product), other inputs of a step, its results.
+    """Shared memory: chunks (64 columns) of both operands of a product, other inputs of a step, and its results.
 
-    keys: chunks of k, then of v, with the barriers of both operands. rows: chunks of q, then of do. statistics: as in
-    `body.across`. notes, unless None, come with the first chunk of a step. p and ds: a tile [keys, rows] for each
-    warpgroup.
+    keys: a ring of chunks of k, then of v, with the barriers of both operands. rows: chunks of q, then of do.
+    statistics: as in `body.across`. notes, unless None, come with the first chunk of a step. p and ds: a tile [keys,
+    rows] for each warpgroup.
     """
 
     keys: ring.Ring
@@ -77,7 +77,7 @@ def _produce(shared, Q, K, V, GradOut, Rows, program, GROUP: gl.constexpr, COUNT
 def _multiply(g: gl.constexpr, shared, chunk, x, BEGIN: gl.constexpr, END: gl.constexpr):
     """Add to x the products of chunks BEGIN .. END - 1 of a product that begins with `chunk`; leave one in flight.
 
-    x is [keys, rows]. With BEGIN 0 it is overwritten. Chunks that have been read are given back.
+    x is [keys, rows]. With BEGIN 0 it is overwritten. Chunks are released once they have been read.
     """
     for c in gl.static_range(BEGIN, END):
         ring.wait(shared.keys, chunk + c)

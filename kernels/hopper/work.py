@@ -13,10 +13,10 @@ from . import notes as noting, ring, schedule
 class Shared(NamedTuple):
     """Shared memory: rings of q, k and v, and an output tile for each warpgroup, which may be its tile of q.
 
-    landed, unless None, is the ring of v by which the producer waits for its own copies. notes are None if only the
-    band hides pairs. words, unless None, has slots as notes do, for the words (`masks.Bits`) of each warpgroup's rows;
-    they come with the tile of k. bias, unless None, is a ring with a tile for each warpgroup. ping_pong, unless None,
-    has a barrier for each of two warpgroups that multiply alternately.
+    landed, for a key mask, is the ring of v by which the producer waits for its own copies. notes are None without a
+    mask of keys or pairs. words, for a mask of pairs, has slots for the words (`masks.Bits`) of each warpgroup's rows,
+    which are copied with the tile of k. bias, unless None, is a ring with a tile for each warpgroup. ping_pong, unless
+    None, has a barrier for each of two warpgroups that multiply alternately.
     """
 
     q: ring.Ring
@@ -31,7 +31,7 @@ class Shared(NamedTuple):
 
 
 class Caches(NamedTuple):
-    """Lengths of cached sequences and their table of pages, as in `pages.Cache`; all are None if there are no caches.
+    """Cached lengths with the new keys, and the table of pages of `pages.Cache`; all fields are None without caches.
 
     pitch: the number of rows from the start of a page to the start of the next one in memory.
     """
@@ -44,8 +44,8 @@ class Caches(NamedTuple):
 class Work(NamedTuple):
     """Blocks of rows that the programs compute, in their order, and the band (visible keys) of each.
 
-    Packed and cached sequences have a band each, from `left` and `right`; otherwise band holds for all blocks.
-    tile_lists is a View, or None if only the band hides pairs.
+    Each packed or cached sequence has its own band, from `left` and `right`; otherwise `band` holds for all blocks.
+    tile_lists is a View, or None without a mask of keys or pairs.
     """
 
     order: schedule.Schedule
@@ -102,7 +102,7 @@ def block_of_rows(work, n, results, BLOCK: gl.constexpr, WIDTH: gl.constexpr, sp
 
 @gluon.jit
 def split(begin, end, plane, results):
-    """Return the part of begin .. end - 1 that a plane, which is one split of a head, visits."""
+    """Return (begin, end) of the part of begin .. end - 1 that a plane visits. A plane is one split of a head."""
     split, count = plane.index % results.splits, gl.maximum(end - begin, 0)
     end = begin + (split + 1) * count // results.splits
     return begin + split * count // results.splits, end

@@ -12,9 +12,9 @@ def attend(
 ):  # fmt: skip
     """Return (out, softmax State) after one more tile of keys and values, the rows k_rows of the matrices k and v."""
     # out is a tuple of tiles (`columns`). If v is None, the values are the first columns of the keys. exists is True
-    # for the k_rows that exist; None if all do. first is the first of k_rows, for TMA and masks in bits. r [rows, 1]
-    # and c [1, keys] count from the start of the sequence. plane is the queries' batch and head; in `decode` it
-    # has a head for each row, and key masks use kv. Without CHECK every row sees every key, and no mask is read.
+    # for the k_rows that exist, or None if all do. first is the first of k_rows, for TMA and masks in bits. r [rows, 1]
+    # and c [1, keys] count from the start of the sequence. plane is the queries' batch and head. In `decode` it has a
+    # head for each row, so key masks use kv. Without CHECK every row sees every key, and no mask is read.
     k_tile = columns.load(k, k_rows, exists, spec.D, first)  # [keys, D]
     shown = masking.shown(rules.masks, band, plane, r, c, first, CHECK)
     bias = scores.pairs(rules.score.bias, band, plane, r, c, CHECK)

@@ -8,7 +8,7 @@ import triton.language as tl
 from . import memory, softmax
 
 PART = tl.constexpr(256)
-LEAST = tl.constexpr(64)  # minimum width of a later part: with 16 or 32, eight warps keep copies of each sum, and spill
+LEAST = tl.constexpr(64)  # minimum width of a later part; with 16 or 32, eight warps copy each sum, and spill
 
 
 class Columns(NamedTuple):
@@ -59,8 +59,8 @@ def part(m, n: tl.constexpr):
 @triton.jit
 def load(m, rows, exists, D: tl.constexpr, first=0, LATER: tl.constexpr = False):
     """Return the Columns of a [rows, D] tile, loaded as `memory.load` does; a Described matrix has one part."""
-    # With LATER, or if elements have at least 32 bits, each product loads its own parts of a wide tile: registers and
-    # shared memory cannot hold all tiles of a step.
+    # With LATER, or if elements have at least 32 bits, each product loads the parts of a wide tile itself, because
+    # registers and shared memory cannot hold all tiles of a step.
     if isinstance(m.base, tl.tensor_descriptor):
         return Columns((memory.load(m, rows, exists, D, first),), (), (), ())
     elif D > PART and (LATER or m.base.dtype.scalar.element_ty.primitive_bitwidth >= 32):
@@ -103,7 +103,7 @@ def dot(a, b, D: tl.constexpr, spec: tl.constexpr, dtype: tl.constexpr, x=None):
             x = tl.dot(tile_of(a, n, D), tile_of(b, n, D).T, x, input_precision=spec.PRECISION, out_dtype=dtype)
     else:
         x = tl.zeros([a.rows.shape[0], b.rows.shape[0]], dtype) if x is None else x
-        # In float32, sums of 128 columns are added up: one running sum of 512 columns has up to twice the error.
+        # In float32, add sums of 128 columns. One running sum of 512 columns has up to twice the error.
         APART: tl.constexpr = (
             spec.PRECISION == "ieee" and a.matrix.base.dtype.scalar.element_ty.primitive_bitwidth >= 32
         )
@@ -119,7 +119,7 @@ def dot(a, b, D: tl.constexpr, spec: tl.constexpr, dtype: tl.constexpr, x=None):
 
 @triton.jit
 def add(sums, x, b, D: tl.constexpr, spec: tl.constexpr, decay=None):
-    """Return the tiles of sums (times decay, unless None) + x @ b; x is rounded to the dtype of b."""
+    """Return the tiles of sums (times decay, unless None) + x @ b, with x rounded to the dtype of b."""
     tiles = ()
     for n in tl.static_range(count(D)):
         tile = tile_of(b, n, D)

@@ -21,7 +21,7 @@ def _fence():
 
 @triton.jit
 def fence():
-    """Make earlier loads visible to wgmma, which reads shared memory through another proxy."""
+    """Make earlier loads visible to wgmma, which reads shared memory through the async proxy."""
     # PTX ISA, "Async proxy": https://docs.nvidia.com/cuda/parallel-thread-execution/#async-proxy
     if UNFENCED and cuda_capability_geq(9, 0):
         _fence()
@@ -30,6 +30,6 @@ def fence():
 @triton.jit
 def fence_later(BY_THREADS: tl.constexpr):
     """Make the preceding load visible to a later wgmma. Needed if BY_THREADS (see `rules.Spec`)."""
-    # In that case Triton before 3.9 waits for the copies of the tile only here, but puts its own fence earlier.
+    # In this case Triton before 3.9 waits for the copies of the tile only here, after its own fence.
     if BY_THREADS and LATER_UNFENCED and cuda_capability_geq(9, 0):
         _fence()

@@ -1,7 +1,7 @@
 """Dropout of attention weights by Philox bits.
 
-Philox4x32 with seven rounds. Its key is the seed. Its counter is the position: row, key and plane (a head of a batch).
-Nothing else changes the bits.
+The bits come from Philox4x32 with seven rounds. Its key is the seed. Its counter is the position: row, key and plane (a
+head of a batch). Nothing else changes the bits.
 Source: Parallel random numbers: as easy as 1, 2, 3, doi:10.1145/2063384.2063405.
 """
 
@@ -73,7 +73,7 @@ def _plane(dropout, plane):
 
 @triton.jit
 def word(dropout, plane, r, c):
-    """Return the same words as `_four` for any origin, by four times as many Philox calls."""
+    """Return the words of `_four` for an unaligned origin, by four times as many Philox calls."""
     row, key = dropout.origin.unaligned
     r, c = tl.broadcast(r + row, c + key)
     low, high = (r >> 4) * 8 + (r & 7), (c >> 4) * 8 + (c & 7)
@@ -111,8 +111,8 @@ def _four(dropout, plane, r, c):
 @triton.jit
 def four(dropout, plane, i, j):
     """Return a random 32-bit word for each pair, from the Philox counters of two rows (i) and of two keys (j) each."""
-    # One call of Philox gives four words. They go to rows r, r + 8 and keys c, c + 8. A thread that holds one of these
-    # elements of a product holds all four, so no data moves between threads.
+    # One call of Philox gives four words, for rows r, r + 8 and keys c, c + 8. In a product, one thread holds all four
+    # of these elements, so no data moves between threads.
     BY_ROWS: tl.constexpr = i.shape[1] == 1
     ROWS: tl.constexpr = 2 * i.shape[0] * i.shape[1]
     KEYS: tl.constexpr = 2 * j.shape[0] * j.shape[1]
@@ -162,7 +162,7 @@ def sign_by(dropout, p, words):
 
 @triton.jit
 def sign_dropped(dropout, p, plane, r, c):
-    """Return the weights, negative if dropped. The backward needs weights and bits, but lacks registers for both."""
+    """Return the weights, negative if dropped, because the backward lacks registers for both weights and bits."""
     if dropout is None:
         return p
     else:

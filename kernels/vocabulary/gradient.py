@@ -19,8 +19,8 @@ class Row(NamedTuple):
 class Grads(NamedTuple):
     """Gradients that a kernel writes, each None if not wanted. The gradient of q is a separate argument of the kernels.
 
-    k, v and bias are Views (pointer and strides); bias is the gradient of the scores (B, Hq, Sq, Sk). key_sums (B, Hq,
-    Sk, 3) adds up to its sum over rows. rows: `row_sums.ByRow`. partial: 1 if rows see keys outside this call, or None.
+    k, v and bias are Views (pointer and strides). bias is the gradient of the scores (B, Hq, Sq, Sk). The columns of
+    key_sums (B, Hq, Sk, 3) add up to its sums over rows. partial: 1 if rows see keys outside this call, or None.
     """
 
     k: memory.View
@@ -58,7 +58,7 @@ def across(row):
 
 @triton.jit
 def weights(x, shown, bias, row, r, c, band, rules, plane, CHECK: tl.constexpr):
-    """Return (weights, derivative of softcap) from products x = q @ k.T; dropped weights get a negative sign."""
+    """Return (weights, derivative of the softcap) from products x = q @ k.T. Dropped weights are negative."""
     s, dcap = scores.apply(rules.score, x, bias, band, plane, r, c)
     p = softmax.weights(s, row.softmax, rules.score.softmax_scale)
     if CHECK:

@@ -8,8 +8,8 @@ import triton.language as tl
 from . import memory, span
 
 BLOCK = tl.constexpr(16 if memory.INTERPRETED else 64)  # rows and keys of a block of the block mask
-# Entries of a block mask: no pair is visible, all are, or some are. If Bits exist, SOME means that other masks hide the
-# rest; entries from CONSTANT on number the block's words in Bits; words number EMPTY are 0, those of FULL and SOME -1.
+# Entries of a block mask: no pair is visible, all are, or some are. If Bits exist, SOME means that only other masks
+# hide pairs, and entries from CONSTANT on are numbers of a block's words. Words EMPTY are 0, words FULL and SOME -1.
 EMPTY, FULL, SOME, CONSTANT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
 
@@ -59,7 +59,7 @@ def real_rows(masks, plane, r, n):
 
 @triton.jit
 def number(bits, plane, r, first, band):
-    """Load the number of the words of rows r for the block that holds key `first`; r may have any shape."""
+    """Load the number of the words (of `Bits`) of rows r for the block that holds key `first`; r may have any shape."""
     blocks = memory.matrix(bits.block_mask, plane)
     exists = r < tl.where(first < band.keys, band.rows, 0)
     mark = tl.load(memory.pointers(blocks, r // BLOCK, first // BLOCK), mask=exists, other=EMPTY)
@@ -74,7 +74,7 @@ def _words(bits, plane, r, first, band):
 
 @triton.jit
 def half(words, c):
-    """Return the 32-bit half of each word that has the bit of key c. words: of one block of keys, or of two."""
+    """Return the 32-bit half of each word that has the bit of key c. words: a tuple for one or two blocks of keys."""
     word = words[0] if c.numel <= BLOCK else tl.where((c & BLOCK) == 0, words[0], words[1])
     return tl.where((c & (BLOCK - 1)) < 32, word, word >> 32).to(tl.int32)
 
@@ -82,15 +82,15 @@ def half(words, c):
 @triton.jit
 def bit(bits, c):
     """Return True where the bit of c is set in the result of `half`."""
-    # In results of tensor cores, all columns of a thread agree in bits 1 and 2, so it shifts by these bits once. Shifts
-    # by the other bits of c are constants, and take no registers.
+    # In results of tensor cores, all columns of a thread have the same bits 1 and 2, so it shifts by them once. The
+    # other bits of c are constants in the code, and take no registers.
     return (((bits >> (c & 6)) >> (c & (BLOCK - 1) & 25)) & 1) != 0
 
 
 @triton.jit
 def shown(masks, band, plane, r, c, first, CHECK: tl.constexpr):
     """Load the pair mask at (r, c), for `visible`; return 1 if there is no pair mask, or without CHECK."""
-    # Call it before the product: a load in between keeps wgmma from running asynchronously. first: the first of the
+    # Call this before the product: a load after it keeps wgmma from running asynchronously. first: the first of the
     # keys c, a multiple of their number.
     if CHECK and masks.bits is not None:
         word = _words(masks.bits, plane, r, first, band)

@@ -19,7 +19,7 @@ class View(NamedTuple):
 class Described(NamedTuple):
     """Matrix that TMA reads: one batch and head of a descriptor of (B, H, S, D), starting at `row`.
 
-    packed is that of its Plane. Rows past the end are zeros; in packed sequences they are rows of the next sequence.
+    packed: as in Plane. Rows past the end are zeros. In packed sequences they are rows of the next sequence.
     """
 
     base: tl.tensor_descriptor
@@ -48,10 +48,10 @@ def _same(x):
 @triton.jit
 def opaque(x):
     """Return x, and hide from the compiler how x was computed. It costs no instruction."""
-    # Before triton-lang/triton#11691 the compiler lays out an operand of mma.sync for the narrowest load that it needs,
-    # such as a byte of a mask, and for half its width after a tl.join. At best that is a detour through shared memory;
-    # at worst, with a layout for K = 8 in a product of K = 16, results are wrong. So weights that depend on masks or
-    # random bits pass through here.
+    # Before triton-lang/triton#11691 the compiler lays out an operand of mma.sync for the narrowest load that it uses,
+    # such as a byte of a mask, and for half its width after a tl.join. At best that costs a detour through shared
+    # memory. At worst, with a layout for K = 8 in a product of K = 16, results are wrong. So weights that depend on
+    # masks or random bits pass through here.
     if INTERPRETED:
         return x
     else:
@@ -109,7 +109,7 @@ def table(base, plane, n, COLUMNS: tl.constexpr, BY_KEYS: tl.constexpr = False):
 @triton.jit
 def load(m, rows, exists, D: tl.constexpr, first=0, WIDTH: tl.constexpr = None):
     """Load a [rows, WIDTH or width(D)] tile; 0 past column D and where `exists` is False (None if all rows exist)."""
-    # A Described matrix is read from row `first` on, whatever `rows` says; its missing rows must lie past the end.
+    # From a Described matrix, rows are loaded from `first` on. Rows that do not exist must then lie past the end.
     ALL: tl.constexpr = width(D) if WIDTH is None else WIDTH
     r, c = rows[:, None], tl.arange(0, ALL)[None, :]
     if isinstance(m.base, tl.tensor_descriptor):
@@ -139,8 +139,8 @@ def store_rows(m, rows, exists, tile, D: tl.constexpr):
 
 @triton.jit
 def add(sums, plane, rows, first, n, tile, D: tl.constexpr):
-    """Add a tile atomically to rows of one head in `sums`, from row `first` on; rows from n on are left out."""
-    # sums is a View or a descriptor of (B, H, S, D), with which TMA adds asynchronously, and threads need no addresses.
+    """Add a tile atomically to rows of one head in `sums`, from row `first` on, but not to rows from n on."""
+    # sums is a View or a descriptor of (B, H, S, D). By a descriptor, TMA adds asynchronously, without addresses.
     if isinstance(sums, tl.tensor_descriptor):
         place = [plane.batch, plane.head, first, 0]
         if len(plane.packed) > 0:
@@ -161,7 +161,7 @@ def load_pairs(m, r, c, rows, keys, CHECK: tl.constexpr):
     if CHECK:
         exists = (r < rows) & (c < keys)
     else:
-        # Without a bound on the second axis, which is contiguous, loads can be wide.
+        # Loads along contiguous keys can be wide, because no bound applies to the second axis.
         exists = r < rows if r.shape[1] == 1 else c < keys
     return tl.load(pointers(m, r, c), mask=exists, other=0)
 

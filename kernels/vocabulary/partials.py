@@ -29,7 +29,7 @@ def states(partials, plane, at, n):
 @triton.jit
 def keep(partials, plane, rows, c, length, split, splits, sums, state, some, DV: tl.constexpr, is_first=True):
     """Store the unnormalised output `sums` of one split of the keys, if `some`, and the softmax State of each row."""
-    # some: the split has keys. c: columns of sums. is_first: they begin with column 0, and States are stored, too.
+    # some: the split has keys. c: columns of sums. is_first: c begins with column 0; only then States are stored.
     # length: rows of a head.
     at, n = tl.where(rows < length, split * length + rows, 0x7FFFFFFF), splits * length
     if some:

@@ -22,7 +22,7 @@ class Rotary(NamedTuple):
 def load(m, rows, exists, rotary, position, positions, spec: tl.constexpr):
     """Load the Columns of a tile, rotated by the angles of each row's position; rotary may be None."""
     # Positions are clamped. A pair is columns 2n and 2n + 1 if INTERLEAVED, otherwise n and n + ROTARY_DIM / 2. The
-    # other half of each pair is loaded again, because a tile cannot be permuted along its columns.
+    # other column of each pair is loaded again, because a tile cannot be permuted along its columns.
     if rotary is None:
         return columns.load(m, rows, exists, spec.D)
     else:

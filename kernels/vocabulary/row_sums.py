@@ -34,8 +34,8 @@ def wanted(by_row):
 @triton.jit
 def total(x):
     """Return sums along axis 1 that have the same bits in all lanes of a warp."""
-    # If x is a product, the compiler would fuse it with the first addition, differently in each lane, and their sums
-    # would differ. Adding 0 makes LLVM round x in an instruction of its own.
+    # If x is a product, the compiler would fuse it with the first addition, differently in each lane, so sums of lanes
+    # would differ. Adding 0 makes LLVM round x in a separate instruction.
     return tl.sum(x + 0.0, 1)
 
 
@@ -47,7 +47,7 @@ def add(sums, p, ds, far):
 
 @triton.jit
 def _mend(sums, delta, dlse):
-    """Return (sums, delta) corrected for the error of delta, which `preprocess` computed from a rounded output."""
+    """Correct sums and delta for the error of delta, which `preprocess` computed from a rounded output."""
     # All keys of a row share the error of delta. It is small in one gradient, but not in a sum weighted by distances.
     error = tl.where(sums.p == 0, 0.0, sums.ds + (sums.p - 1) * delta - dlse)
     return Sums(sums.p, sums.ds - error * sums.p, sums.p_far, sums.ds_far - error * sums.p_far), delta + error

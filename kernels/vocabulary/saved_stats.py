@@ -19,7 +19,7 @@ def columns(dtype, DV):
 
 @triton.constexpr_function
 def _shift(dtype):
-    """Return how many of a float32's lowest bits are lost: neither its 16-bit rounding nor the saved byte has them."""
+    """Return how many of a float32's lowest bits are in neither its 16-bit rounding nor the saved byte."""
     return 5 if dtype == tl.float16 else 8
 
 
@@ -48,7 +48,7 @@ def store(m, rows, n, row_max, log2_sum):
 @triton.jit
 def store_tail(m, rows, n, out, c, DV: tl.constexpr, dtype: tl.constexpr):
     """Store the rounding error of a tile of the output, one byte per element, if dtype has 16 bits."""
-    # Call it before the output is stored: the compiler may then keep only the rounded output, in half the registers.
+    # Call this before the output is stored. The compiler may then keep only the rounded output, in half the registers.
     if dtype.primitive_bitwidth == 16:
         if dtype == tl.bfloat16:
             # A bfloat16 is the upper half of a float32. The lower half, as a signed number, is the error. If it is half

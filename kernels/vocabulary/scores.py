@@ -43,9 +43,9 @@ class Tangents(NamedTuple):
 
 def score(scale, cap=None, bias=None, shift=0, alibi_slopes=None, sinks=None, narrow=False):
     """Return the Score for a call's options. narrow: inputs have 16 bits."""
-    # If no other option needs scaled scores, the softmax scales them, which costs no instruction. Its scale must be
-    # positive, because the softmax takes the maximum first. The bounds keep products of a few scales, and sinks divided
-    # by the scale, within the range of float32.
+    # If no option needs scaled scores, the softmax scales them, which costs no instruction. Its scale must be positive,
+    # because the softmax takes the maximum first. The bounds keep products of a few scales, and sinks divided by the
+    # scale, within the range of float32.
     if cap is not None and cap > 2.0**60:
         cap = None  # it changes no score below 2**20, and scale / cap may underflow in float32
     if cap is bias is alibi_slopes is None and 2.0 ** (-100 if sinks is None else -20) < scale < 2.0**100:
@@ -58,7 +58,7 @@ def score(scale, cap=None, bias=None, shift=0, alibi_slopes=None, sinks=None, na
 
 @triton.jit
 def _rough_tanh(x):
-    """Return tanh(x) with an absolute error of 5e-7: 7 instructions an element in place of 30."""
+    """Return tanh(x) with an absolute error of 5e-7, in 7 instructions an element instead of 30."""
     root = tl.math.rsqrt(tl.math.exp2(x * (2 * LOG2E)) + 1)
     return tl.fma(root, -2.0 * root, _number(1.0, x.dtype))
 
@@ -70,7 +70,7 @@ def _tanh(x):
     far = 1 - 2 / (tl.exp(2 * size) + 1)
     far = tl.where(x < 0, -far, far)
     if x.dtype == tl.float64:
-        return far  # in float64 the absolute error of this near 0 is small enough for finite differences
+        return far  # near 0 its absolute error in float64 is small enough for finite differences
     else:
         # Near 0 the first formula has an absolute error of one unit in the last place of 1: 3e-6 with a cap of 50.
         z = x * x
@@ -88,15 +88,15 @@ def _number(value, dtype: tl.constexpr):
 @triton.jit
 def _multiply_add(x, factor, added):
     """Return x * factor + added, rounded once, even if added is 0."""
-    # The compiler would fuse a plain product with the later subtraction of the row max, which is a rounded product: the
-    # largest score of a row would then not cancel exactly.
+    # The compiler would fuse a plain product with the later subtraction of the row max. But the row max is a rounded
+    # product, so the largest score of a row would not cancel exactly.
     return tl.fma(x, _number(factor, x.dtype), added)
 
 
 @triton.jit
 def pairs(view, band, plane, r, c, CHECK: tl.constexpr):
     """Load elements (r, c) of a View of (B, H, Sq, Sk); None gives 0. r and c are [n, 1] and [1, m], or the reverse."""
-    # Load a bias before its product: a load in between keeps wgmma from running asynchronously.
+    # Load a bias before the product: a load after it keeps wgmma from running asynchronously.
     if view is not None:
         return memory.load_pairs(memory.matrix(view, plane), r, c, band.rows, band.keys, CHECK)
     else:
@@ -111,7 +111,7 @@ def distance(score, band, r, c):
 
 @triton.jit
 def slope(score, plane, dtype: tl.constexpr):
-    """Return the ALiBi slope of a head. It may have been loaded already: then score.slopes is a number, not a View."""
+    """Return the ALiBi slope of a head. If it is loaded already, score.slopes is a number, not a View."""
     if isinstance(score.slopes, tl.tensor):
         return score.slopes
     else:
@@ -165,13 +165,13 @@ def apply_dcap(score, dcap, ds):
 
 @triton.jit
 def grad(score, total):
-    """Multiply the gradient of q or k by the softmax scale, once for all tiles; `apply_dcap` handles the softcap."""
+    """Multiply the gradient of q or k by the scale, once for all tiles. `apply_dcap` handles the softcap."""
     return total * (score.softmax_scale if score.scale is None else score.scale)
 
 
 @triton.jit
 def tangent_of_products(q, t_q, k, t_k, like, spec: tl.constexpr):
-    """Return t_q @ k.T + q @ t_k.T, the tangent of q @ k.T; t_q or t_k of None stands for 0."""
+    """Return t_q @ k.T + q @ t_k.T, the tangent of q @ k.T. None stands for 0."""
     dtype: tl.constexpr = like.dtype
     t_x = tl.zeros(like.shape, dtype)
     if t_q is not None:

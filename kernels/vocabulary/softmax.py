@@ -1,7 +1,7 @@
 """The running softmax of a block of rows. Its lse is a natural logarithm; its internal exponents have base 2.
 
-Scores are multiplied by `scale`, a positive number; None is 1. A row's largest score is subtracted before scaling, so
-that scores may have any size: the difference of two close scores is exact, a product is not.
+Scores are multiplied by `scale`, a positive number; None is 1. A row's largest score is subtracted before scaling,
+because the difference of two close scores is exact, and a product is not. So scores may have any size.
 Source: Online normalizer calculation for softmax, arXiv:1805.02867, section 3.
 """
 

@@ -47,7 +47,7 @@ class Band(NamedTuple):
 
 @triton.jit
 def place(pid, length, heads, BLOCK: tl.constexpr):
-    """Return (block of rows, Plane) of a program. Grids have only axis x, because y and z hold 65,535 programs."""
+    """Return (block of rows, Plane) of a program. Grids use only axis x, because y and z are limited to 65,535."""
     blocks = tl.cdiv(length, BLOCK)
     index = pid // blocks
     return pid % blocks, Plane(index // heads, index % heads, index, ())
@@ -55,7 +55,7 @@ def place(pid, length, heads, BLOCK: tl.constexpr):
 
 @triton.jit
 def within(extents, plane, q_len, k_len, slot):
-    """Return (Plane with offsets, rows, keys) of a packed sequence; if extents is None, the same arguments."""
+    """Return (Plane with offsets, rows, keys) of a packed sequence. If extents is None, return the arguments."""
     if extents is None:
         return plane, q_len, k_len
     else:
@@ -67,8 +67,8 @@ def within(extents, plane, q_len, k_len, slot):
 @triton.jit
 def locate(sequences, q_len, k_len, heads, BLOCK: tl.constexpr, BY_KEYS: tl.constexpr, across=1, number=None):
     """Return (block of rows or keys, batch and head, numbers of rows and keys) of program `number`."""
-    # `across` programs share a block. Programs of packed sequences go through all slots of a head, then of the next, to
-    # read the same keys. An unused slot has no rows and keys; its block of rows is -1: `latest_first` returns 0 for it.
+    # `across` programs share a block. Programs of packed sequences take all slots of a head, then of the next head, to
+    # read the same keys. An unused slot has no rows and no keys. Its block of rows is -1; `latest_first` maps it to 0.
     pid, programs = tl.program_id(0) // across, tl.num_programs(0) // across
     if number is not None:
         pid = number
@@ -91,7 +91,7 @@ def locate(sequences, q_len, k_len, heads, BLOCK: tl.constexpr, BY_KEYS: tl.cons
 @triton.jit
 def padded(plane, block, ROWS: tl.constexpr):
     """Return (batch, block) of a block of rows in a buffer where each packed sequence starts with a new block."""
-    # Sequence i begins there with block (its first row) // ROWS + i. All sequences before it end below that block.
+    # Sequence i begins at block (its first row) // ROWS + i. All earlier sequences end before that block.
     if len(plane.packed) == 0:
         return plane.batch, block
     else:
@@ -108,7 +108,7 @@ def place_tile(rows, keys, heads, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def latest_first(block, length, BLOCK: tl.constexpr):
-    """Return the first row of the block that is number `block` from the end: causal grids begin with the longest."""
+    """Return the first row of the block that is number `block` from the end. Causal grids begin with the longest."""
     return (tl.cdiv(length, BLOCK) - 1 - block) * BLOCK
 
 
@@ -181,6 +181,6 @@ def blocks(b, first, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def masked_past(ranges, n, length):
     """Return the ranges of `blocks`, with a mask for every block if n, the end of the tile, is past `length`."""
-    # Without a mask a key past the end would have score 0 and weight exp(-lse). If that is inf, inf * 0 would reach dq.
+    # Without a mask a key past the end has score 0 and weight exp(-lse). If this weight is inf, dq gets inf * 0.
     begin, full, full_end, end = ranges
     return begin, full, tl.where(n <= length, full_end, full), end

@@ -1,4 +1,4 @@
-"""The blocks that a kernel's three loops (walks) visit: ranges or lists of tiles. Loops 0 and 2 apply masks, 1 none."""
+"""The blocks that a kernel's loops (walks) visit: three ranges, or two lists of tiles. Only loop 1 applies no mask."""
 
 import triton
 import triton.language as tl
@@ -9,7 +9,7 @@ from .masks import BLOCK, EMPTY, FULL
 
 @triton.jit
 def covered(block_mask, plane, i, j, rows, keys, live, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return (some pair is visible, all are) of row block i and key block j; where `live` is False, (False, True)."""
+    """Return (some pair is visible, all are) for row block i and key block j; where `live` is False, (False, True)."""
     view = memory.matrix(block_mask, plane)
     some, every = live & False, live | True
     for a in tl.static_range(max(1, BLOCK_M // BLOCK)):
@@ -24,7 +24,7 @@ def covered(block_mask, plane, i, j, rows, keys, live, BLOCK_M: tl.constexpr, BL
 
 @triton.jit
 def tile_list(tile_lists, plane, block, N: tl.constexpr):
-    """Return a pointer to the tiles of a block that loop N visits: loop 0 those that need a mask, loop 1 the others."""
+    """Return a pointer to the tiles of a block for loop N. Tiles of loop 0 need a mask, those of loop 1 do not."""
     place = block if len(plane.packed) == 0 else plane.packed.slot
     return memory.pointers(memory.matrix(tile_lists, plane), place * 2 + N, place * 0) + 1
 
@@ -40,7 +40,7 @@ def extent(ranges, tile_list, N: tl.constexpr):
 
 @triton.jit
 def first(tile_list, begin):
-    """Return the `following` of the first `step`: the first entry of a tile list, or `begin` without a list."""
+    """Return `following` for the first `step`: the first entry of a tile list, or `begin` without a list."""
     return begin if tile_list is None else tl.load(tile_list)
 
 

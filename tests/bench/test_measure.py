@@ -62,9 +62,13 @@ def test_work_of_a_case():
     case = Case(2, 8, 2, 100, 300, 64, 32, False, "float16")
     forward = 2 * 2 * 8 * 100 * 300 * (64 + 32)
     assert [case.flops(mode) / forward for mode in ("forward", *measure.MODES[1:])] == [1.0, 2.5, 3.5]
-    assert case._replace(causal=True).flops("forward") == forward / 2
+    assert case._replace(causal=True).flops("forward") == forward * (300 - 50) / 300
+    assert case._replace(causal=True, Sk=100).flops("forward") == forward / 6
+    assert case._replace(causal=True, Sk=50).flops("forward") == forward / 24
     tensors = case.draw("cpu")
     assert case.moved() == sum(x.nbytes for x in tensors[:4])
+    half = case._replace(options="filled=0.5")
+    assert half.flops("forward") == forward / 2 and half.moved() == case._replace(Sk=150).moved()
     packed = Case(3, 2, 2, 60, 60, 8, 8, False, "float32", "lengths=zipf")
     assert sorted(packed.lengths("cpu").tolist()) == [20, 30, 60]
     assert packed.flops("forward") == 2 * 2 * (60**2 + 30**2 + 20**2) * 16

@@ -70,12 +70,13 @@ def test_a_pattern_equals_its_formula(name, make, formula, device):
     mask = by_formula(formula, 2, 2, 40, 70).to(device)
     equal(function, mask, backends=("naive", *["cpu"] * (device == "cpu")))
     if name in ("tables", "spans", "nothing", "all"):  # kernels see bits, not patterns
-        equal(function, mask, dict(causal=True, window=(30, None)) if name == "tables" else {}, backends=("triton",))
+        options = dict(causal=True, window=(30, None)) if name == "tables" else {}
+        equal(function, mask if name == "spans" else mask[:1], options, backends=("triton",))
 
 
 @hypothesis.settings(max_examples=10, deadline=None, derandomize=True, database=None)
 @hypothesis.given(
-    st.tuples(*[st.integers(1, 2)] * 2, *[st.integers(2, 70)] * 2),
+    st.tuples(*[st.integers(1, 2)] * 2, *[st.integers(2, 40)] * 2),
     st.tuples(*[st.integers(-3, 3)] * 4), st.integers(1, 9), st.integers(0, 9), st.integers(0, 90),
 )  # fmt: skip
 def test_a_random_function(sizes, factors, period, residues, reach):

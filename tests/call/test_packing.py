@@ -1,4 +1,4 @@
-"""Tests that for few queries the query heads of a kv head become rows of one tile."""
+"""Tests that the query heads of a kv head share a tile if there are few queries."""
 
 import pytest
 import torch

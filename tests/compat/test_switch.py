@@ -162,6 +162,13 @@ def test_other_modes_are_left_as_they_are(answered):
     assert len(seen) == 2 and len(answered) == 1 and len(private.function_modes()) == 1
 
 
+def test_torch_transforms_its_own_operator_in_other_threads(answered):
+    compat.enable_sdpa()
+    gradient = torch.func.grad(lambda x: taken_before(x, x, x).square().sum())
+    assert_like(in_a_thread(gradient, X), torch.func.grad(lambda x: fa.reference.eager(x, x, x).square().sum()), X)
+    assert not answered
+
+
 @pytest.mark.parametrize("everywhere", [False, True], ids=["with", "enabled"])
 def test_a_backend_that_computes_by_torch_is_not_answered_by_itself(everywhere, answered, monkeypatch):
     def run(call, *_):

@@ -74,6 +74,17 @@ def test_other_tensors_of_the_same_kind(name, grads, backend, device, poison, fo
         assert (found[again] is not None) == (again > 0)
 
 
+@pytest.mark.parametrize("backend", ["triton", None])
+@pytest.mark.parametrize("rank, grads", [(2, True), (3, True), (3, False)])
+def test_tensors_of_rank_2_and_3(rank, grads, backend, device, poison, found):
+    for again in range(3):
+        inputs = [(x[:, 0] if rank == 3 else x[0, 0]).clone().requires_grad_(grads) for x in draw(device)]
+        options = dict(mask=torch.rand(SQ, SK, device=device) < 0.7, dropout_p=0.3 * (rank == 2), seed=again)
+        with torch.set_grad_enabled(grads):
+            assert_like(everything(inputs, options, backend), everything, inputs, options, "eager")
+        assert (found[again] is not None) == (again > 0)
+
+
 @pytest.mark.parametrize("twice", [False, True])
 @pytest.mark.parametrize("alone", [False, True], ids=["of all", "alone"])
 @pytest.mark.one_in(3)
@@ -367,7 +378,7 @@ def test_threads_that_forget_at_once(monkeypatch, one_thread, impatient):
     most, threads = [], 4
 
     def work(number):
-        for again in range(20):
+        for again in range(12):
             length, options = 1 + (number + again) % 7, dict(causal=again % 2 == 0)
             x = torch.randn(1, 1, length, 8, generator=torch.Generator().manual_seed(length))
             inputs = [y.requires_grad_() for y in (x, x + 0.5, x - 0.5)]

@@ -217,6 +217,16 @@ def test_the_operators_by_name(rank, size, key_heads, where, key_where, sends):
     check(tensors | two, {name: (x,) for name, x in places.items()}, {}, operators, sends=sends)
 
 
+@on_ranks(2)
+def test_weights_by_the_operator(rank, size):
+    def results(tensors):
+        return OPERATORS.forward(*fields(**tensors), False, True, False, "naive")
+
+    register_sharding()
+    tensors = {name: x.detach() for name, x in drawn(4, 2).items()}
+    assert_same(results({name: distributed(x, HEADS) for name, x in tensors.items()}), results(tensors))
+
+
 def check_mesh(shape):
     mesh = init_device_mesh("cpu", shape)
     for where, key_where in (((BATCH, HEADS),) * 2, ((HEADS, HEADS), (HEADS, SAME)), ((BATCH, BATCH), (BATCH, SAME))):

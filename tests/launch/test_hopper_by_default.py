@@ -87,14 +87,14 @@ OTHERS = {  # (inputs, options, backend of the call, reason against the preferre
         draw(256),
         dict(alibi_slopes=torch.ones(8, device="meta"), mask=torch.ones(300, 300, dtype=torch.bool, device="meta")),
         "triton",
-        "no tile has memory for alibi_slopes and mask with heads of 256 columns",
+        "no tile has room for alibi_slopes and mask with heads of 256 columns",
     ),
     "bias": (draw(128), dict(bias=torch.empty(300, 301, device="meta")[:, 1:]), "triton", "strides of bias"),
     "a wide bias": (
         [*draw(128)[:2], draw(256)[2]],
         dict(bias=torch.empty(300, 300, device="meta")),
         "triton",
-        "no tile has memory for bias with heads of 256 columns",
+        "no tile has room for bias with heads of 256 columns",
     ),
     "strides": (EXPANDED, {}, "triton", "strides of key"),  # TMA cannot read stride 0
     "address": (ODD, {}, "triton", "query lies at an address that is no multiple of 16"),
@@ -136,7 +136,7 @@ SOFTCAP_DROPOUT = OF_SCORES["softcap"] | OF_SCORES["dropout"]
 ONLY_FORWARD = {  # {why: (inputs, options)}
     "supports 2 of softcap, dropout_p, mask at once": (draw(128), SOFTCAP_DROPOUT | OF_SCORES["mask"]),
     "supports 2 of softcap, bias, dropout_p at once": (draw(128), SOFTCAP_DROPOUT | OF_SCORES["bias"]),
-    "no tile has memory for bias": (draw(256), dict(bias=torch.empty(300, 304, device="meta")[:, :300])),
+    "no tile has room for bias": (draw(256), dict(bias=torch.empty(300, 304, device="meta")[:, :300])),
     "nor those of key and value alone": ([x.requires_grad_(n > 0) for n, x in enumerate(draw(64))], {}),
     "take 2056 MiB": ([torch.empty(32768, 2, 256, dtype=torch.bfloat16)] * 3, dict.fromkeys(OFFSETS, LONG_SEQUENCE)),
 }

@@ -1,4 +1,4 @@
-"""Tests each operator and its derivative by torch.library.opcheck."""
+"""Tests the operators of `attention` and their derivatives by torch.library.opcheck."""
 
 import pytest
 import torch

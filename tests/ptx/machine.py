@@ -1,6 +1,6 @@
 """Emulator of a GPU: executes a Program, each instruction for all lanes (threads) that have reached it.
 
-Lanes that diverge continue as groups. The group furthest behind in the code runs first, a group that polls memory last.
+Lanes that diverge continue as groups. The group furthest behind in the code runs first, one that polls memory last.
 Groups at the same instruction are merged. There is no time: asynchronous results arrive as late as the program allows.
 """
 

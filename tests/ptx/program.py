@@ -1,8 +1,8 @@
 """Translates a parsed PTX kernel to Python functions, one for each basic block.
 
 `run(S, R, m)` executes a block for many lanes at once. S is the machine, R the list of registers, each an array with
-one element a lane, and m the mask of active lanes. A second version of the function, without m, serves if all are
-active. It returns the next block: its number, -1 for the end, or a tuple that names a method of the machine.
+one element a lane, and m the mask of active lanes. If all lanes are active, a second version
+without m runs. Both return the next block: its number, -1 for the end, or a tuple that names a method of the machine.
 """
 
 import re

@@ -255,22 +255,25 @@ def test_packed_sequences_are_those_of_dense_calls(options):
                 assert torch.equal(got[i], of_dense[0].transpose(0, 1))
 
 
-def test_sequences_of_a_vmap_have_a_sink_each():
+@pytest.mark.parametrize("biased", [False, pytest.param(True, marks=pytest.mark.matrix)])
+def test_sequences_of_a_vmap_have_a_sink_each(biased):
     """A call under `torch.vmap` packs the sequences of all calls; their sinks, and so their biases, differ."""
     ends, lengths = torch.tensor([0, 70, 150], dtype=torch.int32), dict(max_seqlen_q=80, max_seqlen_k=80)
     inputs = [torch.randn(2, 150, 2, 64, **BF16, requires_grad=True) for _ in range(3)]
-    inputs += [torch.tensor([[0.0, 1.0], [2.0, 5.0]], requires_grad=True), torch.randn(2, 1, 1, 80, 1).requires_grad_()]
+    inputs += [torch.tensor([[0.0, 1.0], [2.0, 5.0]], requires_grad=True)]
+    inputs += [torch.randn(2, 1, 1, 80, 1).requires_grad_()] * biased
 
-    def attend(query, key, value, sinks, bias):
+    def attend(query, key, value, sinks, bias=None):
         options = dict(sinks=sinks, bias=bias, **lengths)
         return fa.attention_varlen(query, key, value, ends, ends, **options, backend="hopper")
 
     def eager(*mapped):
         found = []
-        for *x, sinks, bias in zip(*mapped, strict=True):
+        for query, key, value, sinks, *bias in zip(*mapped, strict=True):
             for begin, end in ((0, 70), (70, 150)):
-                own = [each[begin:end].transpose(0, 1)[None] for each in x]
-                out = fa.reference.eager(*own, sinks=sinks, bias=bias[:, :, : end - begin])
+                own = [each[begin:end].transpose(0, 1)[None] for each in (query, key, value)]
+                options = dict(bias=bias[0][:, :, : end - begin]) if biased else {}
+                out = fa.reference.eager(*own, sinks=sinks, **options)
                 found.append(out[0].transpose(0, 1))
         return torch.cat(found).unflatten(0, (2, 150))
 

@@ -1,4 +1,4 @@
-"""Tests what zizmor does not know of GitHub's workflows: who publishes, and which versions are tested."""
+"""Tests what zizmor does not check in GitHub's workflows: who publishes, and which versions are tested."""
 
 import re
 from pathlib import Path
