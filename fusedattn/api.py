@@ -244,7 +244,7 @@ def plan(
             for calls of rank 3 and for `MultiHeadAttention`. Or it is a function of the indices (batch, head, query,
             key) of a pair, 0-d tensors, which returns a 0-d bool tensor, True = may attend, as FlexAttention's
             mask_mod. `fusedattn.masks` has common ones. `torch.vmap` calls it for many pairs at once.
-        batch, heads, rows, keys: sizes of a mask that is a function; with batch or heads of 1, all share it.
+        batch, heads, rows, keys: sizes of a mask that is a function. A size of 1 broadcasts, as in a mask.
         device: of a mask that is a function; by default that of key_mask or query_mask, or else torch's.
 
     Raises:

@@ -171,7 +171,7 @@ def check_values(a: CacheArguments, options: Arguments) -> None:
     if most + new > most_keys:
         expected = f"at most {most_keys - most} rows, because a sequence holds {most} of at most {most_keys} keys"
         fail(ValueError, "new_key", expected, new)
-    if a.block_table is not None:
+    if a.block_table is not None and is_known(a.block_table):
         _check_pages(a, a.cache_seqlens.long(), new)
     if a.rotary_cos is not None:
         _check_positions(a, options, a.cache_seqlens.long() + new, a.query.shape[2], new)

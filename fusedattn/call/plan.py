@@ -66,7 +66,7 @@ def _evaluate(function: Callable[..., Any], whole: tuple[int, ...], device: torc
     index = [torch.arange(x.start, min(x.stop, n), device=device) for x, n in zip(where, whole, strict=True)]
     for own in (3, 2, 1, 0):
         shown = torch.vmap(shown, tuple(0 if axis == own else None for axis in range(4)))
-    return shown(*index)
+    return shown(*index).expand([x.stop - x.start for x in where])  # one row, or one key, stands for all
 
 
 def check_masks(

@@ -201,6 +201,7 @@ def backward(
             views = [part.view(x, here) for x, here in zip(grads, (part.rows, part.keys, part.keys), strict=True)]
             for view, grad in zip(views, _backward(part, less, of_part, None), strict=True):
                 view.copy_(grad)
-    of_sinks = None if call.sinks is None else _of_sinks(call, less, rows, out)
+    exact = kept if kept.dtype == lse.dtype else out  # the output may be rounded to 16 bits
+    of_sinks = None if call.sinks is None else _of_sinks(call, less, rows, exact)
     query, key, value = (grad.to(x.dtype) for grad, x in zip(grads, inputs, strict=True))
     return query, key, value, None if of_bias is None or call.bias is None else of_bias.to(call.bias.dtype), of_sinks

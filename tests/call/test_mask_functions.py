@@ -98,6 +98,18 @@ def test_batches_rows_and_keys_of_none(device):
         assert torch.equal(fa.attention(query, key, key, mask=plan), torch.zeros_like(query))
 
 
+@pytest.mark.parametrize("sizes", [dict(rows=1, keys=90), dict(rows=90, keys=1), dict(rows=1, keys=1)], ids=str)
+def test_one_row_or_key_stands_for_all(sizes, device):
+    """A function of one row, or of one key, broadcasts as a mask of that shape does."""
+    query = torch.randn(1, 2, 90, 8, device=device)
+    function = MASKS.dilated(3)
+    mask = create_mask(function, None, None, sizes["rows"], sizes["keys"], device)
+    plan = fa.plan(function, **sizes, device=device)
+    assert plan.density == fa.plan(mask).density == pytest.approx(mask.double().mean().item())
+    for backend in ("naive", "triton"):
+        assert torch.equal(*(fa.attention(query, query, query, mask=x, backend=backend) for x in (plan, mask)))
+
+
 def test_chunks(monkeypatch):
     """A function is called for a bounded number of pairs at once, whatever the sizes."""
     monkeypatch.setattr("fusedattn.call.bits.CHUNK", 2**12)

@@ -105,6 +105,14 @@ def test_output_and_gradients_are_as_good_as_eagers(name, common, without_units)
     assert_computes(fa.attention, tensors, OPTIONS[name])
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_gradients_of_sinks_are_not_computed_from_rounded_outputs(dtype, without_units):
+    for seed in range(20):
+        torch.manual_seed(seed)
+        tensors = named(*torch.randn(4, 1, 2, 2, 16).to(dtype))
+        assert_computes(fa.attention, tensors, dict(sinks=torch.randn(2)), "out", ("sinks",), backend="cpu")
+
+
 _TIMES = """
 import time, torch
 import fusedattn as fa

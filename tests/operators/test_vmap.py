@@ -93,6 +93,15 @@ def test_caches_that_are_written_to():
     same([torch.vmap(attend)(key, value, new), key, value], [want, *one_by_one])
 
 
+@pytest.mark.parametrize("backend", [None, "naive"])
+def test_tables_of_pages(backend):
+    pages, query = torch.randn(4, 2, 8, 4), torch.randn(1, 2, 3, 4)
+    tables = torch.tensor([[[0, 1]], [[3, 2]]], dtype=torch.int32)
+    options = dict(cache_seqlens=torch.tensor([11], dtype=torch.int32), backend=backend)
+    attend = lambda table: fa.attention_decode(query, pages, pages, block_table=table, **options)  # noqa: E731
+    same([torch.vmap(attend)(tables)], [torch.stack([attend(table) for table in tables])])
+
+
 def test_what_cannot_be_mapped_over_is_named(device):
     query, new = torch.randn(3, 1, 2, 1, 16, device=device), torch.randn(3, 1, 2, 1, 16, device=device)
     cache = torch.randn(1, 2, 5, 16, device=device)
