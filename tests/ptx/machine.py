@@ -33,6 +33,7 @@ class Machine(Copies, Products, Boxes):
         self.ready, self.arrived = {0: None}, []  # {block of instructions: mask of its lanes}, [Arrived]
         self.most_steps = 1 << 20
         self.polled = dict.fromkeys(self.program.polls, 0)  # step at which a block last ran
+        self.moved = 0  # step at which a block that does not poll last ran
 
     def run(self):
         with np.errstate(all="ignore"), warnings.catch_warnings():
@@ -57,6 +58,10 @@ class Machine(Copies, Products, Boxes):
         at = min((each for each in self.ready if self.program.jumps.get(each) == at), default=at)
         if at in self.program.polls:
             self.polled[at] = step
+        else:
+            self.moved = step
+        if step - self.moved > 2 * len(self.polled):
+            raise Fault("deadlock: all threads poll memory")
         return at
 
     def enter(self, at, m):
