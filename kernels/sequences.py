@@ -49,6 +49,6 @@ def fill_slots(
         for start in tl.range(0, blocks, CHUNK):
             block = start + tl.arange(0, CHUNK)
             slot = Slots + (before + block) * 2
-            exists = (block < blocks) & (before + block < size)
+            exists = (block < blocks) & (before + blocks <= size)  # all blocks of a sequence, or none
             tl.store(slot, block * 0 + number, mask=exists)
             tl.store(slot + 1, block, mask=exists)

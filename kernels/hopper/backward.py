@@ -288,8 +288,8 @@ def backward(
             block = gl.maximum(block, 0)
             if tile_lists is not None:  # slots of a sequence are neighbours
                 p = kv.packed
-                slot = gl.minimum(p.slot + block - mirrored, gl.num_programs(0) // heads - 1)
-                kv = span.Plane(kv.batch, kv.head, kv.index, span.Packed(p.row, p.key, p.rows, p.keys, slot))
+                packed = span.Packed(p.row, p.key, p.rows, p.keys, p.slot + block - mirrored)
+                kv = span.Plane(kv.batch, kv.head, kv.index, packed)
     band, all_real = span.band(rows, keys, left, right, form.TOP_LEFT), ()
     if rules.masks.keys is not None:
         cols = block * 2 * KEYS + gl.arange(0, 2 * KEYS, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))

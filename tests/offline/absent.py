@@ -12,7 +12,9 @@ from unittest import mock
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
+from triton.experimental.gluon.nvidia import hopper
 from triton.runtime.driver import driver
+from triton.tools import tensor_descriptor
 
 from fusedattn.dispatch import backends, replay
 from fusedattn.launch import run
@@ -104,6 +106,21 @@ def _cache():
     return folder
 
 
+def _as_the_driver(kind):
+    """Make a class of TMA descriptors refuse what CUDA's driver refuses, beside what Triton does, within a context."""
+    # Source: CUDA Driver API, cuTensorMapEncodeTiled. A stride of 0 is allowed there, but additions would be wrong.
+    check = kind.__post_init__
+
+    def checked(self):
+        check(self)
+        steps = [step * self.base.element_size() for step in self.strides[:-1]]
+        is_null = self.base.device.type != "meta" and self.base.data_ptr() == 0
+        if is_null or max(self.shape) > 2**32 or not all(0 < step < 2**40 for step in steps):
+            raise ValueError(f"the driver refuses this descriptor: {self.shape}, {self.strides}")
+
+    return mock.patch.object(kind, "__post_init__", checked)
+
+
 def _load(kernel):
     kernel._run, kernel.function = Run(), 0  # not a loaded module, which Triton would unload
 
@@ -128,6 +145,8 @@ def gpu(capability=90, load=_load, stages=_no_machine_code, folder=None):
             target(capability),
             mock.patch.object(backends, "machine_reasons", lambda device: ()),
             mock.patch.object(CompiledKernel, "_init_handles", load_once),
+            _as_the_driver(hopper.TensorDescriptor),
+            _as_the_driver(tensor_descriptor.TensorDescriptor),
             knobs.cache.scope(),
             knobs.runtime.scope(),
         ):

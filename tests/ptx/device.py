@@ -91,7 +91,7 @@ class Device:
 
     Args:
         max_lanes: threads executed at once. tensor_core: the TensorCore that adds products; by default sums are
-            rounded. order: None, or the seed of another order in which the programs of a launch run.
+            rounded. order: None, or the seed of another order in which the programs of a launch run, and their warps.
     """
 
     def __init__(self, max_lanes=LANES, tensor_core=None, order=None):
@@ -119,7 +119,7 @@ class Device:
         together = max(1, self.max_lanes // code.kernel.threads)
         for first in range(0, total, together):
             some = blocks[first : first + together]
-            Machine(code, self.memory, params, some, grid, shared, report, self.tensor_core).run()
+            Machine(code, self.memory, params, some, grid, shared, report, self.tensor_core, order=self.order).run()
         return report
 
     def _arguments(self, code, kernel, values):

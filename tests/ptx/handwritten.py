@@ -46,7 +46,7 @@ def line_of(body, mark="// here"):
     return SOURCE[: SOURCE.index("{body}")].count("\n") + body[: body.index(mark)].count("\n") + 1
 
 
-def execute(body, threads=64, ctas=1, smem=1024, box=None, fresh=(), tensor_core=None, **tensors):
+def execute(body, threads=64, ctas=1, smem=1024, box=None, fresh=(), tensor_core=None, order=None, **tensors):
     """Execute a PTX body on tensors and return the Report. Tensors named in `fresh` count as uninitialised."""
     memory, report = Memory(), Report()
     for name in fresh:
@@ -57,7 +57,7 @@ def execute(body, threads=64, ctas=1, smem=1024, box=None, fresh=(), tensor_core
         params[name] = struct.pack("Q", tensors[name].data_ptr() if name in tensors else 0)
     program = Program(parse(SOURCE.format(threads=threads, body=body)))
     blocks = np.stack((np.arange(ctas), np.zeros(ctas, int), np.zeros(ctas, int)), 1)
-    machine = Machine(program, memory, params, blocks, (ctas, 1, 1), smem, report, tensor_core)
+    machine = Machine(program, memory, params, blocks, (ctas, 1, 1), smem, report, tensor_core, order=order)
     machine.most_steps = 1000
     machine.run()
     return report

@@ -2,6 +2,7 @@
 
 Lanes that diverge continue as groups. The group furthest behind in the code runs first, one that polls memory last.
 Groups at the same instruction are merged. There is no time: asynchronous results arrive as late as the program allows.
+With a random `order`, partitions of warps take turns by chance, and copies may arrive earlier.
 """
 
 import warnings
@@ -28,11 +29,15 @@ class Arrived(NamedTuple):
 class Machine(Copies, Products, Boxes):
     """Emulator with the instructions of all base classes; see `Lanes` for the arguments."""
 
-    def __init__(self, *launch):
+    def __init__(self, *launch, order=None):
         super().__init__(*launch)
+        self.order, thread = order, np.arange(self.L) % self.T
+        # A specialised kernel has more than 8 warps, and single warps in its last warpgroup; partitions share no code.
+        self.partition = np.where(thread < (self.T - 128 if self.T > 256 else self.T), thread // 128, thread // 32)
         self.ready, self.arrived = {0: None}, []  # {block of instructions: mask of its lanes}, [Arrived]
         self.most_steps = 1 << 20
         self.polled = dict.fromkeys(self.program.polls, 0)  # step at which a block last ran
+        self.moved = 0  # step at which a block that does not poll was last ready
 
     def run(self):
         with np.errstate(all="ignore"), warnings.catch_warnings():
@@ -52,12 +57,25 @@ class Machine(Copies, Products, Boxes):
 
     def next(self, step):
         """Return the basic block to run: the first or, if all poll memory, the one that has waited longest."""
-        at = min(self.ready, key=lambda at: (self.polled.get(at, -1), at)) if self.program.polls else min(self.ready)
+        ready = self.ready.keys() if self.order is None else self.of_one()
+        at = min(ready, key=lambda at: (self.polled.get(at, -1), at)) if self.program.polls else min(ready)
         # LLVM may place a block before one that jumps to it, but lanes of both go on together.
-        at = min((each for each in self.ready if self.program.jumps.get(each) == at), default=at)
+        at = min((each for each in ready if self.program.jumps.get(each) == at), default=at)
         if at in self.program.polls:
             self.polled[at] = step
+        if not self.ready.keys() <= self.polled.keys():
+            self.moved = step
+        if step - self.moved > 100 * len(self.polled):
+            raise Fault("deadlock: all threads poll memory")
         return at
+
+    def of_one(self):
+        """Return the blocks at which lanes of a random partition are ready. At random, also deliver a copy."""
+        flying = [barrier for barrier in self.barriers.values() if barrier.copies]
+        if flying and self.order.random() < 0.3:
+            self.deliver(self.order.choice(flying))
+        mine = self.partition == self.order.choice(self.partition[: self.T])
+        return [at for at, m in self.ready.items() if m is None or m[mine].any()] or self.ready.keys()
 
     def enter(self, at, m):
         """Let lanes continue at a basic block of instructions; -1 is the end."""

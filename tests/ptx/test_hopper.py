@@ -200,6 +200,21 @@ def test_a_handover_that_is_wrong_is_a_fault_or_a_race(name):
     assert re.search(message, said)
 
 
+PASSED_BY = f"""{INIT.format(1)} setp.lt.u32 %p2, %t, 256; @%p2 bra first;
+{TRY.format("filled", "", 0)}
+bra over;
+first: @%p0 {FULL}
+second: @%p0 {FULL}
+over:"""
+
+
+def test_a_phase_that_ends_before_a_warp_waits_for_it_is_found_by_another_order():
+    execute(PASSED_BY, threads=384)
+    with pytest.raises(Fault, match="deadlock: 128 threads wait at an mbarrier"):
+        for seed in range(20):
+            execute(PASSED_BY, threads=384, order=np.random.default_rng(seed))
+
+
 # TMA boxes of 1 KB. The rows of the tensor are longer than the descriptor says.
 
 HEIGHT, WIDTH, PITCH, UINT16 = 40, 72, 80, 1

@@ -340,13 +340,19 @@ def test_sums_of_short_sequences_are_not_padded_to_blocks():
     assert "dkdv" in [x.name for x in device.launches]
 
 
-def test_overlapping_sequences_wait_for_no_turn_that_has_passed(passes):
+_HIDDEN = torch.arange(400)[None] // 128 == 2 - torch.arange(130)[:, None] // 128  # block 1 adds after block 3
+_RANGES = [0, 130, 0, 130], [0, 130, 130, 260, 260], [0, 400, 0, 400, 400]  # the last keys do not fit in the slots
+
+
+@pytest.mark.parametrize("rows, keys, mask", [(_RANGES[0], _RANGES[0], None), (*_RANGES[1:], ~_HIDDEN)])
+def test_wrong_offsets_leave_no_program_waiting(rows, keys, mask, passes, unchecked):
     """Offsets on a GPU are unchecked: if they decrease, a deterministic backward is wrong, but it ends."""
-    inputs, ends = [torch.randn(130, 1, 64, **BF16, requires_grad=True) for _ in range(2)], [0, 130, 0, 130]
+    inputs = [torch.randn(ends[-1], 1, 64, **BF16, requires_grad=True) for ends in (rows, keys, keys)]
+    offsets = [torch.tensor(ends, dtype=torch.int32) for ends in (rows, keys)]
     passes(2)
     with gpu(90) as device:
-        attend = torch.compile(Packed(), fullgraph=True, backend="eager")  # compiled code cannot check them
-        _results(lambda *x: attend(*x, *[torch.tensor(ends, dtype=torch.int32)] * 2), inputs)
+        most = dict(max_seqlen_q=130, max_seqlen_k=max(keys))
+        _results(lambda *x: fa.attention_varlen(*x, *offsets, **most, mask=mask, backend="hopper"), inputs)
     assert [x.name for x in device.launches].count("backward") == 1
 
 

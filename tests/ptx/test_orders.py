@@ -1,4 +1,4 @@
-"""Tests that the order in which programs run changes no bits, except where several programs add to one sum.
+"""Tests that the order in which programs and their warps run changes no bits, except where programs add to one sum.
 
 Only programs of Hopper's deterministic backward wait for other programs, which began earlier. So every order ends.
 """
@@ -51,7 +51,8 @@ ON_80 = "decode: new keys", "decode: new keys in pages", "plain D64, two passes"
 ON_90 = (
     *("decode: cache, split and merged", "hopper one row", "hopper window, two passes"),
     *("hopper packed D64, two passes", "hopper mask, packed causal, two passes", "hopper causal D128, two passes"),
-    "hopper window D136 Dv32 fp16, two passes",
+    *("hopper window D136 Dv32 fp16, two passes", "hopper D512 causal"),
+    *("hopper key mask D256 fp16", "hopper bias, key mask D256, heads 4:2"),
 )
 
 
