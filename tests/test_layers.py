@@ -231,28 +231,17 @@ def test_an_encoder_is_its_layers_one_after_the_other(backend, device):
         assert_like(got, lambda: functools.reduce(lambda x, layer: layer(x, whole), encoder.layers, x))
 
 
-def numbers(function, *sizes, **options):
-    """Return function(*sizes, **options) with NumPy's numbers in place of Python's."""
+def test_numpys_numbers_compile():
     np = pytest.importorskip("numpy")
-    of = {int: np.int64, float: np.float64, tuple: lambda x: (*map(np.int64, x),)}
-    return function(*(of[type(x)](x) for x in sizes), **{name: of[type(x)](x) for name, x in options.items()})
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: numbers(fa.SelfAttention, 8, dropout=0.1, scale=0.2),
-        lambda: numbers(fa.MultiHeadAttention, 8, 4, num_kv_heads=2, window=(3, 0), dropout=0.1, scale=0.2),
-        lambda: numbers(layers.SinusoidalPositionalEncoding, 8, 9),
-        lambda: numbers(layers.TransformerEncoder, 2, 8, 2, 16, 0.1, layer_norm_eps=1e-5),
-        lambda: nn.Sequential(numbers(nn.Embedding, 5, 8), numbers(layers.FeedForward, 8, 16, 0.1)),
-        lambda: numbers(layers.Embeddings, 5, 8, 9, 0.1, layer_norm_eps=1e-5),
-    ],
-)
-def test_numpys_numbers_compile(make):
-    layer = make()
-    x = torch.randint(5, (2, 7)) if any(isinstance(x, nn.Embedding) for x in layer.modules()) else torch.randn(2, 7, 8)
-    torch.compile(layer, fullgraph=True, backend="eager")(x)
+    n, p, x, ids = np.int64, np.float64(0.1), torch.randn(2, 7, 8), torch.randint(5, (2, 7))
+    for layer, given in (
+        (fa.SelfAttention(n(8), dropout=p, scale=p), x),
+        (fa.MultiHeadAttention(n(8), n(4), num_kv_heads=n(2), window=(n(3), n(0)), dropout=p, scale=p), x),
+        (layers.SinusoidalPositionalEncoding(n(8), n(9)), x),
+        (layers.TransformerEncoder(n(2), n(8), n(2), n(16), p, layer_norm_eps=p), x),
+        (layers.Embeddings(n(5), n(8), n(9), p, layer_norm_eps=p), ids),
+    ):
+        torch.compile(layer, fullgraph=True, backend="eager")(given)
 
 
 def both(*names):

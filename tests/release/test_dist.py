@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from ..conftest import run_python
-
 ROOT = Path(__file__).parents[2]
 EPOCH = 1_700_000_001
 MADE = {"PKG-INFO", "setup.cfg"}  # files that setuptools makes, like fusedattn.egg-info
@@ -52,25 +50,6 @@ def test_the_wheel_is_small_and_holds_the_packages_alone_and_asks_for_torch_and_
     lines = zipfile.ZipFile(wheel).read(f"{info}/METADATA").decode().splitlines()
     needed = {line for line in lines if line.startswith("Requires-Dist") and "extra" not in line}
     assert needed == {"Requires-Dist: torch>=2.10", 'Requires-Dist: triton>=3.6; sys_platform == "linux"'}
-
-
-# runs a module without the editable installation of the repository
-ALONE = """
-import runpy, sys
-sys.meta_path = [finder for finder in sys.meta_path if "editable" not in str(finder)]
-del sys.argv[0]
-import fusedattn, fusedattn.kernels
-print(*fusedattn.__path__, *fusedattn.kernels.__path__, sep="\\n")
-runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-"""
-
-
-def test_the_wheel_works_where_there_is_no_repository(made, tmp_path):
-    _, wheel = made
-    zipfile.ZipFile(wheel).extractall(tmp_path)
-    printed = run_python("-c", ALONE, "fusedattn", "bench", "--help", cwd=tmp_path)
-    where = [str(tmp_path / "fusedattn"), str(tmp_path / "fusedattn" / "kernels")]
-    assert printed.splitlines()[:2] == where and "QUESTION" in printed
 
 
 def test_a_module_that_git_does_not_know_is_not_forgotten(dist, monkeypatch, tmp_path):

@@ -26,16 +26,6 @@ def folder(hub, tmp_path_factory):
     return into
 
 
-def test_it_has_a_build_for_each_backend_and_benchmarks(folder):
-    assert {path.name for path in folder.iterdir()} == {"README.md", "LICENSE", "benchmarks", "build"}
-    assert {path.name for path in (folder / "build").iterdir()} == {"torch-cpu", "torch-cuda"}
-    assert [path.name for path in (folder / "benchmarks").iterdir()] == ["benchmark.py"]
-    for variant in (folder / "build").iterdir():
-        names = {path.name for path in variant.iterdir()}
-        assert {"__init__.py", "metadata.json", "kernels", "py.typed"} <= names
-        assert not names & {"cli", "bench", "testing", "fusedattn"}
-
-
 def test_kernels_loads_it_beside_the_installed_copy(folder, tmp_path):
     """The build loads beside the installed copy, has operator names of its own, and needs no network."""
     pytest.importorskip("triton", reason="one of the backends is Triton's")
