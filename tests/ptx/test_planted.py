@@ -197,7 +197,7 @@ ON_HOPPER = tuple(
          LISTED),
         ("hidden values beside stored ds", "stored",
          "        body.clean(ring.at(shared.v, g), first + g * KEYS, rules.masks, kv, band.keys)\n", "", LISTED_KEYS),
-        ("slopes of another head", "stored", "= gl.minimum(member, GROUP - 1)", "= member * 0",
+        ("slopes of another head", "stored", "= gl.minimum(member, form.GROUP - 1)", "= member * 0",
          "hopper slopes D256, heads 4:2"),
         ("bits of another sequence beside stored ds", "visits", "plane.batch * work.heads + head, plane", "head, plane",
          "hopper dropout, packed D192 Dv128"),
@@ -253,8 +253,13 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("file, text, becomes, name, capability", sample.planted(rows))
 
 
+def test_each_text_occurs_once():
+    folder = pathlib.Path(kernels.__path__[0])
+    texts = [row[1:3] for row in (*UNSEEN, *ON_HOPPER, *LACKING)]
+    assert not [row for row in texts if (folder / row[0]).read_text(encoding="utf-8").count(row[1]) != 1]
+
+
 def test_a_planted_mistake_is_seen(file, text, becomes, name, capability):
-    assert (pathlib.Path(kernels.__path__[0]) / file).read_text(encoding="utf-8").count(text) == 1
     with planted(file, text, becomes):
         try:
             assert calls.execute(ENTRIES[name], capability).wrong()
