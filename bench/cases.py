@@ -143,11 +143,11 @@ class Case(NamedTuple):
 
     def flops(self, mode: str) -> float:
         """Return the FLOPs of the matrix products of a call. Of masks, only causal and the filled slots count."""
-        rows, keys = min(self.Sq, self._keys) if self.causal else self.Sq, self._keys
-        if "lengths" in self.options:
-            pairs = int(self.lengths("cpu").square().sum()) / (2 if self.causal else 1)
-        else:
-            pairs = self.B * rows * (keys - rows / 2 if self.causal else keys)
+        lengths = self.lengths("cpu").tolist() if "lengths" in self.options else []
+        sizes = [(x, x) for x in lengths] or [(self.Sq, self._keys)] * self.B
+        if self.causal:  # the last min(rows, keys) rows see keys, on average half of that number less than all
+            sizes = [(min(rows, keys), keys - min(rows, keys) / 2) for rows, keys in sizes]
+        pairs = sum(rows * keys for rows, keys in sizes)
         operations = 2 * self.Hq * pairs * (self.D + self.Dv)
         if "module" in self.words:  # four projections; their backward is twice their forward
             passes = 1 if mode == "forward" else 3

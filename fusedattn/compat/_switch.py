@@ -158,8 +158,8 @@ def _answer(*args: Any, **kwargs: Any) -> Tensor | None:
     """Compute aten::scaled_dot_product_attention, or return None to let torch's kernel run."""
     # A traced graph is kept after disable_sdpa: no guard would notice that it contains this operator.
     # Inside a kernel, torch.func cannot transform our autograd nodes.
-    hidden = torch.compiler.is_compiling() or private.dispatch_modes() or private.transforms_active()
-    if hidden or private.is_as_torch_has_it():
+    recorded = torch.compiler.is_compiling() or private.dispatch_modes() or private.transforms_active()
+    if recorded or private.is_as_torch_has_it():
         return None
     with private.as_torch_has_it():
         return _ours(*args, **kwargs)

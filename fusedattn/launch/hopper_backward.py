@@ -21,7 +21,7 @@ def unit(call: Call) -> tuple[int, int]:
 
 
 def _is_table(call, score):
-    """Return whether products subtract row statistics. Dropout, options that need scaled scores, and dq prevent it."""
+    """Return whether products subtract row statistics. With dropout, scaled scores or the kernel dq they do not."""
     plain = call.seed is None and score.softmax_scale is not None and not arguments.sinks_differ(call)
     return plain and hopper.row_width(call) <= tile_table.ONE_PASS
 
