@@ -11,7 +11,7 @@ COMPILED := $(addprefix tests/,ptx launch dispatch/test_launch_path.py cli/test_
 INTERNALS := $(addprefix tests/,dispatch/test_launch_path.py launch/test_failures.py cli/test_warmup.py)
 # Calls that `make versions` executes by the compiled kernels of a version.
 CALLS_3.6.0 := slopes sinks decode:_new_keys_in_pages \
-	$(addprefix hopper_,D128 window causal_D256 packed_causal_D128 D512_causal)
+	$(addprefix hopper_,D128 packed_causal_D128 D512_causal)
 CALLS_3.9.0 := hopper_window hopper_packed_causal_D128
 CALLS_OF = $(CALLS_$(1):%='tests/ptx/test_calls.py::test_a_call_by_its_compiled_kernels[%-sm_90]')
 

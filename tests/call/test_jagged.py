@@ -141,7 +141,7 @@ MODULES = dict(
     ("module", "name"),
     one_in(4, product(["attention"], OF_MODULES) + product(["layer"], ["plain", "mask", "key_mask"])),
 )
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(18)
 def test_compiled_modules_take_nested_tensors(module, name, backend):
     model, x = MODULES[module](backend), torch.randn(10, 32, requires_grad=True)
 

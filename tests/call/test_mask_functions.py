@@ -69,12 +69,12 @@ def test_a_pattern_equals_its_formula(name, make, formula, device):
         function = make()
     mask = by_formula(formula, 2, 2, 40, 70).to(device)
     equal(function, mask, backends=("naive", *["cpu"] * (device == "cpu")))
-    if name in ("tables", "spans", "nothing", "all"):  # kernels see bits, not patterns
+    if name in ("tables", "spans", "nothing"):  # kernels see bits, not patterns
         options = dict(causal=True, window=(30, None)) if name == "tables" else {}
         equal(function, mask if name == "spans" else mask[:1], options, backends=("triton",))
 
 
-@hypothesis.settings(max_examples=10, deadline=None, derandomize=True, database=None)
+@hypothesis.settings(max_examples=3, deadline=None, derandomize=True, database=None)
 @hypothesis.given(
     st.tuples(*[st.integers(1, 2)] * 2, *[st.integers(2, 40)] * 2),
     st.tuples(*[st.integers(-3, 3)] * 4), st.integers(1, 9), st.integers(0, 9), st.integers(0, 90),

@@ -36,7 +36,7 @@ APART = {
 
 
 @pytest.mark.parametrize("name", PACKED | APART)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_heads_that_share_keys_share_a_tile(name, device, tiles, launched, poison):
     tiles.multiprocessors(2)
     case = (PACKED | APART)[name]

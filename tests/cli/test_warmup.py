@@ -25,6 +25,7 @@ def kernels(folder):
 
 @compiled
 @pytest.mark.parametrize("what", warmup.PASSES)
+@pytest.mark.one_in(3)
 def test_calls_of_other_sizes_compile_nothing_more(what, tmp_path):
     from ..offline import absent
 
@@ -48,6 +49,7 @@ def test_calls_of_other_sizes_compile_nothing_more(what, tmp_path):
 
 @compiled
 @pytest.mark.parametrize("case", [(1, 8, 1, 16384, 16384, 256, 256), (1, 2, 2, 4096, 4096, 100, 100)])
+@pytest.mark.one_in(2)
 def test_calls_for_which_torch_copies_and_adds(case, tmp_path):
     from ..offline import absent
 

@@ -162,6 +162,7 @@ def in_pages(page, *tensors):
 
 @pytest.mark.parametrize("page", [3, 256])
 @pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.one_in(3)
 def test_packed_sequences_of_keys_in_pages(page, traced):
     """Paged keys give the results and gradients of packed keys, also in a graph, which cannot read lengths."""
     sizes = (ROWS, 4), (KEYS, 2), (KEYS, 2)

@@ -51,7 +51,7 @@ def assert_same(got, want, exact):
 
 
 NAMES = "fusedattn", "blocks"
-TRAINED = [x for x in sample.product(FAMILIES, ["plain", "padded"], NAMES) if "ViT-padded" not in x.id]
+TRAINED = [x for x in sample.checkered(FAMILIES, ["plain", "padded"], NAMES) if "ViT-padded" not in x.id]
 
 
 @pytest.mark.parametrize("family, case, name", TRAINED)
@@ -79,6 +79,7 @@ def test_no_mask_of_all_pairs_is_made(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name, width", [("Gemma 4", 512), ("DeepSeek-V3", 192)])
+@pytest.mark.one_in(2)
 def test_wide_heads_by_kernels(name, width, device, monkeypatch):
     widths = []
     monkeypatch.setattr(
@@ -110,7 +111,7 @@ GENERATED = sample.product(GENERATING, NAMES, CACHES, [False, True])
 GENERATED = [x for x in GENERATED if x.values[0].kind == "decoder" or x.values[2] != "in chunks"]
 
 
-@pytest.mark.parametrize("family, name, case, padded", sample.one_in(6, GENERATED))
+@pytest.mark.parametrize("family, name, case, padded", sample.one_in(13, GENERATED))
 def test_generated_tokens_are_eagers(family, name, case, padded, calls):
     if MAJOR < 5 and (family.name, case) == ("DeepSeek-V3", "static"):
         pytest.skip("the static cache of transformers 4 takes values for as wide as keys")

@@ -89,6 +89,7 @@ def test_scales_that_the_kernel_gets_wrong(dtype, options):
     ],
     ids=str,
 )
+@pytest.mark.one_in(2)
 def test_gradients_of_few_rows_are_as_good_as_eagers(options, sizes):
     """At most 2 % of random calls with an lse of 8 to 39 may exceed the tolerance, as eager may be exact by chance."""
     exceeded, (rows, keys, columns) = 0, sizes
@@ -368,7 +369,8 @@ run(1024), run(4096)
 """
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.matrix)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_memory_of_wide_heads_is_linear_in_the_sequence(dtype):
     """Inputs, output, gradients and what the backward holds grow by less than one score for each pair would take."""
     short, long = map(int, run_python("-c", PEAK, dtype).split())

@@ -220,7 +220,7 @@ MACHINES = {
 
 
 @pytest.mark.parametrize("machine, reason", MACHINES.values(), ids=MACHINES)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_without_a_triton_that_works_all_else_does(machine, reason):
     program = (
         f"import os, sys, warnings\nwarnings.simplefilter('ignore')\n{machine}\n"

@@ -66,6 +66,7 @@ def test_a_backward_is_repeated_where_nothing_but_numbers_changed(device, poison
 
 @pytest.mark.parametrize("backend", ["triton", None])
 @pytest.mark.parametrize("name, grads", [*((name, True) for name in OPTIONS), ("masks", False), ("added", False)])
+@pytest.mark.one_in(2)
 def test_other_tensors_of_the_same_kind(name, grads, backend, device, poison, found):
     for again in range(3):
         inputs, options = draw(device, requires_grad=grads), OPTIONS[name](SQ, SK, device)
@@ -87,7 +88,7 @@ def test_tensors_of_rank_2_and_3(rank, grads, backend, device, poison, found):
 
 @pytest.mark.parametrize("twice", [False, True])
 @pytest.mark.parametrize("alone", [False, True], ids=["of all", "alone"])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_which_gradients_are_asked_for_may_change(alone, twice, device, poison):
     for asked in ("qkv", "q", "k", "qv", "kv"):
         inputs = draw(device)

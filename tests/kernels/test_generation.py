@@ -24,7 +24,7 @@ CASES += sample.one_in(51, sample.named(caches.WIDE))
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_a_call_is_as_good_as_eager(case, device, poison):
     check(case, device, "triton")
 

@@ -80,6 +80,7 @@ DENSE = one_in(9, named([DENSE[3], *DENSE[4:12], DENSE[2], DENSE[0], DENSE[1], *
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", DENSE)
+@pytest.mark.one_in(2)
 def test_a_dense_call(case, backend, monkeypatch, passes):
     tensors, options = case.draw()
     tensors |= {name: tensors[name].clone(memory_format=torch.contiguous_format) for name in ("query", "key", "value")}
@@ -118,6 +119,7 @@ PACKED = {
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", one_in(5, [pytest.param(name, id=name) for name in PACKED]))
+@pytest.mark.one_in(2)
 def test_packed_sequences(name, backend, monkeypatch, passes):
     options = dict(PACKED[name])
     query, key, value, grad = draw_packed(ROWS, KEYS, dtype=options.pop("dtype", torch.float32))
@@ -141,6 +143,7 @@ CACHED = [
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", one_in(5, named(CACHED)))
+@pytest.mark.one_in(2)
 def test_caches(case, backend, monkeypatch):
     """A call with a cache changes only the slots of the new keys and values, and no memory around its tensors."""
     arguments = case.draw()

@@ -60,7 +60,7 @@ def names(launched):
 
 @pytest.mark.parametrize("same_each_time", [False, True])
 @pytest.mark.parametrize("needed, fields, one, two", LAUNCHED, ids=str)
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(11)
 def test_only_the_gradients_asked_for_are_computed(needed, fields, one, two, same_each_time, device, names, passes):
     if device == "cuda":
         pytest.skip("what is launched is the same, and each of these compiles for long")
@@ -87,7 +87,7 @@ ALONE = [case for case in cases.SINGLE + cases.SHAPES if case.dtype == torch.flo
 
 
 @pytest.mark.parametrize("case", sample.named(FEW) + sample.matrix(*sample.named(ALONE + TOGETHER)))
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(9)
 def test_two_passes(case, device, poison, two_passes, names):
     if device == "cuda" and case in FEW + TOGETHER:
         pytest.skip("each compiles for long, and test_kernels has them in one pass")
@@ -129,7 +129,7 @@ ORDERED = [  # at least three visible blocks of keys (a bias hides half): with t
 
 @pytest.mark.parametrize("case", ORDERED, ids=lambda case: case.name)
 @pytest.mark.parametrize("passed", [1, 2])
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(7)
 def test_in_which_order_programs_run_is_seen_in_dq_alone(passed, case, shuffled, device, passes):
     """The order of programs changes only the rounding of dq, and nothing if torch wants determinism."""
     if device == "cuda":

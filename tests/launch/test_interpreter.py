@@ -19,6 +19,7 @@ def _attend():
     fa.attention(*torch.randn(3, 1, 1, 5, 16), backend="triton")
 
 
+@pytest.mark.matrix
 def test_a_process_is_forked_between_turns():
     _attend()
     stop = threading.Event()

@@ -1,8 +1,8 @@
 """Compiles kernels without a GPU, and prints their registers, spills, shared memory and tensor-core instructions.
 
 python -m tests.offline.compile [--capability 80 90] [--filter forward]
-python -m tests.offline.compile --few    # one row of each kernel and GPU, as in `make test`
-python -m tests.offline.compile --some    # also one of each option and dtype, as in `make test-all`
+python -m tests.offline.compile --few    # one row of each kernel, and of each GPU, as in `make test`
+python -m tests.offline.compile --some    # also one of each kernel on each GPU, option and dtype, as in `make test-all`
 python -m tests.offline.compile --report    # writes bench/results/kernels.md
 
 Every tile of `fusedattn.launch.tile_table` is compiled for every GPU that would take it. The exit status is 1 if a row
@@ -288,12 +288,19 @@ def reported(row):
 
 
 def few(rows, some=False):
-    """Yield the first Row of each kernel and GPU; `some`: also of each variant, dtype and kernel's "everything"."""
+    """Yield the first Row of each kernel and of each GPU, most on the newest.
+
+    some: also of each kernel on each GPU, of each variant and dtype, and of each kernel with all options.
+    """
+
+    def rank(row):
+        return row.place[0] > 0, row.variant != "full", row.variant == "packed all", -row.capability
+
     seen = set()
-    for row in sorted(rows, key=lambda row: (row.place[0] > 0, row.variant != "full", row.variant == "packed all")):
-        found = {(row.kernel, row.capability)}
+    for row in sorted(rows, key=rank):
+        found = {row.kernel, row.capability}
         if some:
-            found |= {row.variant, row.dtype, (row.kernel, row.variant == "everything")}
+            found |= {(row.kernel, row.capability), row.variant, row.dtype, (row.kernel, row.variant == "everything")}
         if not found <= seen:
             yield row
         seen |= found
@@ -317,8 +324,8 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--capability", type=int, nargs="+", help="such as 90 for sm_90 (default: 80 90)")
     parser.add_argument("--filter", default="", help="only rows whose line contains this text")
-    parser.add_argument("--few", action="store_true", help="one row of each kernel and GPU")
-    parser.add_argument("--some", action="store_true", help="one row of each kernel and GPU, option and dtype")
+    parser.add_argument("--few", action="store_true", help="one row of each kernel, and of each GPU")
+    parser.add_argument("--some", action="store_true", help="also one of each kernel on each GPU, option and dtype")
     parser.add_argument("--report", action="store_true", help=f"write {TABLE.relative_to(ROOT)}")
     options = parser.parse_args(arguments)
     if options.report and (options.capability or options.filter or options.few or options.some):

@@ -46,6 +46,7 @@ def of_torch(shapes):
 
 
 @pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.one_in(2)
 def test_a_forward_and_a_backward_count_as_torchs(name, backend, device):
     inputs = [torch.randn(shape, device=device, requires_grad=True) for shape in SHAPES[name]]
     want = of_torch(SHAPES[name])

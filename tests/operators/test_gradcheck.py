@@ -11,7 +11,7 @@ from .. import cases, sample
 SMALL = dict(Sq=5, Sk=6, D=3, Dv=2)
 FEW = cases.covering(6, cases.OPTIONS)
 ALONE = [cases.Case(name)._replace(**fields) for name, fields in cases.FEATURES.items()]
-TWICE = sample.named(FEW[::4]) + sample.matrix(*sample.named(FEW[2::4]))
+TWICE = sample.named(FEW[4:5]) + sample.matrix(*sample.named(FEW[:4:2] + FEW[6::2]))
 CASES = sample.named(FEW) + sample.matrix(*sample.named(ALONE))
 
 
@@ -63,7 +63,7 @@ either = pytest.mark.parametrize("backend", ["triton", None])
 
 @either
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(11)
 def test_derivatives(case, device, backend):
     assert torch.autograd.gradcheck(*_function(case, device, backend), check_forward_ad=True, **STRICT)
 

@@ -138,6 +138,7 @@ def drawn(backend, name, device):
 
 
 @pytest.mark.parametrize("backend, name", each())
+@pytest.mark.one_in(2)
 def test_forward_and_its_derivative(backend, name, device):
     _, *needed = TABLES[backend][name][:4]
     opcheck("forward", (*drawn(backend, name, device), *needed, backend), name in SYMBOLIC[backend])

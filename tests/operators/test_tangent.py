@@ -45,7 +45,7 @@ CASES = [*named(cases.COVERING), *matrix(*named([*cases.SHAPES, *ALONE, *cases.W
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(16)
 def test_tangents_by_kernels(case, device):
     _hold(case, "triton", device=device)
 
@@ -66,7 +66,7 @@ def test_tangents_on_a_cpu(case, weights):
         *(("bias", 0.3), ("alibi_slopes", 0.0), ("sinks", 0.3)),
     ],
 )
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(7)
 def test_tangents_of_one_input(name, dropout, backend, device):
     _hold(EVERYTHING._replace(name=name, dropout=dropout), backend, [name], device=device)
 

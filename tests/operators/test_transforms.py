@@ -74,7 +74,7 @@ def _transformed(transform, backend, options, *inputs):
 
 
 @pytest.mark.parametrize(("transform", "name"), product(TRANSFORMS, OPTIONS)[::5])
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(9)
 def test_transforms(transform, name, backend, device):
     options, inputs = OPTIONS[name](SQ, SK, device), _draw(device, torch.float32)
     got = _transformed(transform, backend, options, *inputs)
@@ -119,7 +119,7 @@ SECOND = {
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("transform", "name", "compiler"), product(COMPILED, SOME, ("eager", "aot_eager"))[::11])
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 def test_transforms_inside_of_compiled_functions(transform, name, compiler, backend, device):
     options, inputs = OPTIONS[name](SQ, SK, device), _draw(device, torch.float32)
     total = _total(backend, options, torch.float32)
