@@ -56,6 +56,8 @@ def lacks_gradients(call: Call, grad_weights: Tensor | None, need: Sequence[bool
         return lacks if has_weights_gradient(call) else [*lacks, "its kernel has no gradient of weights in such a call"]
     if "bias" in needed and not has_bias_gradient(call):
         lacks.append("its kernel has no gradient of bias in such a call")
+    if "sinks" in needed and call.query.dtype == torch.bfloat16 and not is_widened(torch.bfloat16):
+        lacks.append("its kernel rounds outputs to bfloat16, which is too inaccurate for gradients of sinks")
     if is_narrow(call):
         lacks.append(f"its kernel is too inaccurate for float32 heads narrower than {NARROW} with more than {FEW} keys")
     return lacks

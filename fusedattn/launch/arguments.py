@@ -177,9 +177,12 @@ def common(call):
     return views | dict(rules=rules(call), heads=call.query.shape[1], spec=spec(call)) | band(call)
 
 
-def sinks_differ(call):
-    """Return whether packed sequences have different sinks, as calls under torch.vmap may have."""
-    return call.cu_seqlens_q is not None and call.sinks is not None and len(call.sinks) > 1
+def sums_sinks_by_row(call):
+    """Return whether only the kernel dq can sum the gradient of the sinks.
+
+    So it is in parts of a call, and if packed sequences have different sinks, as under torch.vmap.
+    """
+    return call.sinks is not None and (call.partial or (call.cu_seqlens_q is not None and len(call.sinks) > 1))
 
 
 def can_pack_gqa(call, out, most):

@@ -100,7 +100,7 @@ def passes(call: Call, need, backend: str = "triton", by_tma: tuple | None = ())
         # gradients again, and sum or store them. `preprocess` finds a row's sum from its statistics, unless the row
         # sees keys of other calls, or packed sequences have different sinks.
         by_rows = where == "rows" or needed["sinks"]
-        by_rows &= call.partial or arguments.sinks_differ(call)
+        by_rows &= call.partial or arguments.sums_sinks_by_row(call)
         by_rows |= needed["alibi_slopes"] or where == "pairs"
         names = ["preprocess", special, *["postprocess"] * (special not in tile_table.STORED)]
         names += ["dq"] * by_rows + ["dkdv"] * (where == "keys")

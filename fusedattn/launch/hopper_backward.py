@@ -22,7 +22,7 @@ def unit(call: Call) -> tuple[int, int]:
 
 def _is_table(call, score):
     """Return whether products subtract row statistics. With dropout, scaled scores or the kernel dq they do not."""
-    plain = call.seed is None and score.softmax_scale is not None and not arguments.sinks_differ(call)
+    plain = call.seed is None and score.softmax_scale is not None and not arguments.sums_sinks_by_row(call)
     return plain and hopper.row_width(call) <= tile_table.ONE_PASS
 
 

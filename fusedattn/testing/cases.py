@@ -44,10 +44,10 @@ class Case(NamedTuple):
         drawn = {name: torch.randn(size, generator=dice) for name, size in sizes.items()}
         seen = {name: torch.rand(size, generator=dice) < 0.7 for name, size in masks.items() if name in self.drawn}
         learned = {name: torch.randn(size, generator=dice) for name, size in scores.items() if name in self.drawn}
-        for mask, names in (("key_mask", ("key", "value")), ("query_mask", ("query", "out", "weights"))):
-            if mask in seen:
-                hidden = ~seen[mask][:, None, :, None]
-                drawn |= {name: drawn[name].masked_fill(hidden, float("nan")) for name in names}
+        for mask, names in (("key_mask", ("key", "value")), ("query_mask", ("query", "out", "lse", "weights"))):
+            for name in names if mask in seen else ():
+                hidden = ~seen[mask][:, None]
+                drawn[name] = drawn[name].masked_fill(hidden if name == "lse" else hidden[..., None], float("nan"))
         tensors = {name: x.to(device, wide if name == "lse" else dtype) for name, x in drawn.items()}
         if self.views:
             tensors = tensors | {name: layout(tensors[name]) for name, layout in _LAYOUTS.items()}

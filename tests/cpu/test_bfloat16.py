@@ -105,8 +105,9 @@ def test_output_and_gradients_are_as_good_as_eagers(name, common, without_units)
     assert_computes(fa.attention, tensors, OPTIONS[name])
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_gradients_of_sinks_are_not_computed_from_rounded_outputs(dtype, without_units):
+@pytest.mark.parametrize("dtype, units", [(torch.float16, False), (torch.bfloat16, False), (torch.bfloat16, True)])
+def test_gradients_of_sinks_are_not_computed_from_rounded_outputs(dtype, units, monkeypatch):
+    monkeypatch.setattr("fusedattn.cpu.tiling.multiplies_bfloat16", lambda: units)
     for seed in range(20):
         torch.manual_seed(seed)
         tensors = named(*torch.randn(4, 1, 2, 2, 16).to(dtype))

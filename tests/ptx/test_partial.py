@@ -6,7 +6,10 @@ import torch
 pytest.importorskip("triton", reason="kernels need Triton")
 
 from fusedattn import reference
+from fusedattn.call.options import INPUTS, Call
 from fusedattn.launch import hopper_forward
+from fusedattn.operators.namespace import OPERATORS
+from fusedattn.testing import compare
 from fusedattn.testing.tolerance import verdicts
 
 from ..partial import at_once, by_parts, draw, oracle
@@ -37,7 +40,8 @@ ALWAYS = "hopper D64, causal", "hopper D40 Dv24", "hopper D128, hidden part", "s
 def pytest_generate_tests(metafunc):
     """Run cases that differ in kernel code, or all cases with --everything."""
     some = CASES if metafunc.config.getoption("--everything", False) else ALWAYS
-    metafunc.parametrize("name", some, ids=lambda name: name.replace(" ", "_"))
+    if "name" in metafunc.fixturenames:
+        metafunc.parametrize("name", some, ids=lambda name: name.replace(" ", "_"))
 
 
 @pytest.mark.matrix
@@ -59,6 +63,24 @@ def test_parts_by_compiled_code(name, monkeypatch):
             results.pop(name, None)
     wrong = calls.Outcome(verdicts(found, eager, exact), gpu, found).wrong()
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.matrix
+@pytest.mark.filterwarnings("error:fusedattn takes a slower path")
+def test_all_keys_and_sinks_in_one_part():
+    """`ulysses_attention` makes such a call if ranks share a key head."""
+    query, key, value, grad = torch.randn(4, 1, 2, 40, 64).bfloat16()
+    call = Call(query, key, value, sinks=torch.tensor([[0.5, 2.0]]), scale=0.125, partial=True)
+    need = [name in (*compare.INPUTS, "sinks") for name in INPUTS]
+    with device.gpu(90) as gpu:
+        out, lse, _, stats = OPERATORS.forward(*call, True, False, True, "hopper")
+        found = OPERATORS.backward(grad, None, None, out, out.new_empty(0), stats, *call, "hopper", need)
+    assert [launch.name for launch in gpu.launches][1:] == ["preprocess", "dq", "backward", "postprocess"]
+    found = {name: x for name, x, wanted in zip(INPUTS, found, need, strict=True) if wanted}
+    found |= dict(out=out, lse=lse, sinks=found["sinks"][0])
+    tensors = dict(query=query, key=key, value=value, out=grad)
+    verdict = compare.compare(found, tensors, dict(sinks=call.sinks[0]), "out")
+    assert not {name: each for name, each in verdict.items() if not each.ok}
 
 
 FUNCTIONS = (at_once, reference.eager), (oracle, reference.attention)
