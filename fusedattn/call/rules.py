@@ -102,7 +102,7 @@ def overriding(arguments: Sequence[Any]) -> tuple[Any, ...]:
     overriding = None, *[x for x in arguments if type(x).__module__ not in private.TENSORS_OF_TORCH]
     # The compiler's has_torch_function also returns True while __torch_function__ is disabled.
     enabled = private.torch_function_enabled() or not is_compiling()
-    return overriding if enabled and has_torch_function(overriding) else ()
+    return tuple(x for x in overriding if has_torch_function((x,))) if enabled else ()
 
 
 def overridable(function: _Function) -> _Function:

@@ -149,6 +149,11 @@ register(_APPEND, _append_operator, lambda *_: None, rules.check_append, _refuse
 register(_DECODE, _decode_operator, _new_decode, _check_decode, _refuse_decode, _decompose)
 
 
+# Inductor before torch 2.13 takes the place of a tensor in its storage for a place in the tensor, if an operator
+# writes to an input of the graph: it then reads and writes past the end. Copies that are not needed it removes.
+_STARTS_LOST = torch.__version__ < (2, 13)
+
+
 def _run(decode: Decode, need_lse: bool, need_weights: bool, backend: str):
     """Append new keys, and return (output, lse or None, weights or None). The naive path computes weights."""
     call, appends, compiling = decode.call, decode.new_key is not None, torch.compiler.is_compiling()
@@ -162,7 +167,11 @@ def _run(decode: Decode, need_lse: bool, need_weights: bool, backend: str):
         flops.offer(OPERATORS.decode)
         with contextlib.nullcontext() if compiling else below_autograd():  # no input requires a gradient
             if appends:
-                OPERATORS.append(*caches, decode.new_key, decode.new_value, *rotary, call.named, backend)
+                written = [x.clone() for x in caches[:2]] if compiling and _STARTS_LOST else caches[:2]
+                OPERATORS.append(*written, *caches[2:], decode.new_key, decode.new_value, *rotary, call.named, backend)
+                for cache, copy in zip(caches, written, strict=False):
+                    if copy is not cache:
+                        cache.copy_(copy)
             out, lse = OPERATORS.decode(call.query, *caches, decode.added, *rotary, *options, need_lse, backend)
     if appends and not compiling:  # a compiler knows from the operator's schema that caches change
         torch.autograd.graph.increment_version((decode.key_cache, decode.value_cache))
