@@ -56,9 +56,9 @@ TRANSFORMS = {
     "vmap of grad": lambda f, q, k, v, t: vmap(grad(f, argnums=(0, 1)), (-1, None, None), randomness="same")(
         torch.stack([q, t], -1), k, v
     ),
-    "vmap of vmap": lambda f, q, k, v, t: vmap(vmap(f, (0, None, None)), (None, 0, None), randomness="same")(
-        torch.stack([q, t]), torch.stack([k, -k]), v
-    ),
+    "vmap of vmap": lambda f, q, k, v, t: vmap(
+        vmap(f, (0, None, None), randomness="same"), (None, 0, None), randomness="same"
+    )(torch.stack([q, t]), torch.stack([k, -k]), v),
     "vmap by the piece": lambda f, q, k, v, t: vmap(grad(f), (0, None, None), chunk_size=2, randomness="same")(
         torch.stack([q, t, -q]), k, v
     ),
