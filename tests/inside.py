@@ -82,6 +82,10 @@ def same(got, want):
         assert torch.equal(a, b)
 
 
+class Plain(torch.Tensor):
+    """Tensor subclass without methods of its own, whose tensors have addresses, as torch's own have."""
+
+
 class Seen(TorchDispatchMode):
     """Keeps the names of operators that run, and of each tensor they return (operator, elements, bytes of storage)."""
 
