@@ -55,11 +55,6 @@ def wrong(value, but=()):
     return {kind: x for kind, x in every.items() if kind not in but}
 
 
-def with_numpys(right):
-    """Add NumPy's ints to the accepted kinds if these include Python's."""
-    return right | {"numpy int"} if "1" in right and "True" not in right else right
-
-
 def taken(function, arguments, name, value, beside=(), but=()):
     """Return {kind: result} of each kind of value that a function accepts for an argument.
 
@@ -146,7 +141,7 @@ TOGETHER = dict(
 def hold(function, arguments, values, but=()):
     """Assert that a function refuses all kinds of value except those in {argument: (a valid value, accepted kinds)}."""
     for name, (value, right) in values.items():
-        right = with_numpys(right)
+        right = right | {"numpy int"} if "1" in right and "True" not in right else right  # with Python's ints, NumPy's
         results = taken(function, lambda: dict(arguments), name, value, TOGETHER.get(name, ()), but)
         assert results.keys() - {"numpy bool"} <= right, (name, sorted(results.keys() - right))
 

@@ -78,10 +78,6 @@ class Launches:
         return f"given {numbers}" if numbers else "made"
 
 
-def results(outcome):
-    return [x for x in outcome if x is not None]
-
-
 @compiled
 @pytest.mark.parametrize(("name", "grads"), [("added", True), ("window", False), ("masks", True)])
 @pytest.mark.one_in(3)
@@ -97,7 +93,7 @@ def test_a_repeated_call_launches_what_the_long_way_launches(name, grads, monkey
             options = {key: x.detach() if isinstance(x, torch.Tensor) else x for key, x in options.items()}
             seen.given = [x for x in (*inputs, *options.values()) if isinstance(x, torch.Tensor)]
             if way == "long":
-                outcome = results(attention.run_triton(checked(Arguments(*inputs, **options)), True, True))
+                outcome = attention.run_triton(checked(Arguments(*inputs, **options)), True, True)
             else:
                 outcome = fa.attention(*inputs, **options, return_lse=True, return_weights=True, backend="triton")
             forward = seen.take()
