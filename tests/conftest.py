@@ -172,6 +172,8 @@ def device(request):
         pytest.skip("on the CPU kernels need TRITON_INTERPRET=1")
     if request.param == "cuda" and (INTERPRETED or not torch.cuda.is_available()):
         pytest.skip("needs a GPU, and TRITON_INTERPRET unset")
+    if request.param == "cuda" and request.node.callspec.params.get("backend") == "cpu":
+        pytest.skip("the backend is for CPU tensors")
     return request.param
 
 

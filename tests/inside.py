@@ -77,9 +77,19 @@ def by(backend):
     return fa.reference.eager if backend == "eager" else functools.partial(fa.attention, backend=backend)
 
 
+def differentiated(function, inputs, incoming=None, **options):
+    """Return the output of a function and the gradients of its inputs, by default from gradients of 1."""
+    out = function(*inputs, **options)
+    return [out, *torch.autograd.grad(out, inputs, torch.ones_like(out) if incoming is None else incoming)]
+
+
 def same(got, want):
     for a, b in zip(tree_leaves(got), tree_leaves(want), strict=True):
         assert torch.equal(a, b)
+
+
+class Plain(torch.Tensor):
+    """Tensor subclass without methods of its own, whose tensors have addresses, as torch's own have."""
 
 
 class Seen(TorchDispatchMode):

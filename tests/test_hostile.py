@@ -49,27 +49,17 @@ def tensors(like):
     }  # fmt: skip
 
 
-def wrong(value, but=()):
-    """Return {kind: value} of all wrong values to try in place of `value`, except for the kinds in `but`."""
-    every = SCALARS | (tensors(value) if isinstance(value, torch.Tensor) else {})
-    return {kind: x for kind, x in every.items() if kind not in but}
-
-
-def with_numpys(right):
-    """Add NumPy's ints to the accepted kinds if these include Python's."""
-    return right | {"numpy int"} if "1" in right and "True" not in right else right
-
-
 def taken(function, arguments, name, value, beside=(), but=()):
     """Return {kind: result} of each kind of value that a function accepts for an argument.
 
     Args:
         arguments: returns all arguments; the one called `name` is then replaced.
-        beside: other arguments that the error may name.
+        beside: other arguments that the error may name. but: kinds that are not tried.
     Raises: AssertionError if an error does not name the wrong argument in one line.
     """
-    results = {}
-    for kind, x in wrong(value, but).items():
+    every = SCALARS | (tensors(value) if isinstance(value, torch.Tensor) else {})
+    results, tried = {}, {kind: x for kind, x in every.items() if kind not in but}
+    for kind, x in tried.items():
         try:
             results[kind] = function(**arguments() | {name: x})
         except (ValueError, TypeError) as error:
@@ -146,7 +136,7 @@ TOGETHER = dict(
 def hold(function, arguments, values, but=()):
     """Assert that a function refuses all kinds of value except those in {argument: (a valid value, accepted kinds)}."""
     for name, (value, right) in values.items():
-        right = with_numpys(right)
+        right = right | {"numpy int"} if "1" in right and "True" not in right else right  # with Python's ints, NumPy's
         results = taken(function, lambda: dict(arguments), name, value, TOGETHER.get(name, ()), but)
         assert results.keys() - {"numpy bool"} <= right, (name, sorted(results.keys() - right))
 

@@ -257,6 +257,7 @@ DECODER += [f"attentions.{i}.{name}" for i in (0, 1) for name in ATTENTION]
 EMBEDDINGS = ["token_embeddings.weight", "position_embeddings.weight", *both("layer_norm")]
 
 NAMED = [
+    (lambda: fa.MultiHeadAttention(8, 2, bias=False), ATTENTION[::2]),
     (lambda: layers.Embeddings(9, 8, 5), EMBEDDINGS),
     (lambda: layers.TransformerEncoder(2, 8, 2, 16), [f"layers.{i}.{name}" for i in (0, 1) for name in LAYER]),
     (lambda: layers.AttentionDecoder(9, 3, 8, 5, 2), DECODER),

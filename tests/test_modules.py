@@ -119,18 +119,6 @@ def test_scale_bias_and_softcap_reach_attention(scale):
     assert bias.grad.abs().sum() > 0
 
 
-def test_state_dict_names_and_initial_values():
-    torch.manual_seed(1)
-    layer = fa.MultiHeadAttention(8, 2, kdim=6, vdim=4, num_kv_heads=1, dtype=torch.float64)
-    shapes = {name: tuple(x.shape) for name, x in layer.state_dict().items()}
-    weights = dict(q_proj=(8, 8), k_proj=(4, 6), v_proj=(4, 4), out_proj=(8, 8))
-    assert shapes == {
-        f"{name}.{kind}": shape[:n] for name, shape in weights.items() for kind, n in (("weight", 2), ("bias", 1))
-    }
-    assert all(x.dtype == torch.float64 for x in layer.parameters())
-    assert all(p.bias is None for p in fa.MultiHeadAttention(8, 2, bias=False).children())
-
-
 def test_self_attention_is_one_head_without_output_projection():
     layer = fa.SelfAttention(6)
     assert sorted(name for name, _ in layer.named_children()) == ["k_proj", "q_proj", "v_proj"]

@@ -5,9 +5,7 @@ import inspect
 import pytest
 
 import fusedattn as fa
-from fusedattn import api
-from fusedattn.call.options import DIMS, INPUTS, TENSORS, Arguments, Call
-from fusedattn.testing.compare import LEARNED
+from fusedattn.call.options import Arguments
 
 FLAGS = {"return_lse": False, "return_weights": False, "backend": None}
 OPTIONS = {name: Arguments._field_defaults[name] for name in Arguments._fields[3:]}
@@ -36,18 +34,3 @@ def test_the_reference_has_the_signature_of_the_function_less_backend(name):
     want = parameters(getattr(fa, name))
     assert want.keys() >= FLAGS.keys() and want.pop("backend") is None
     assert parameters(getattr(fa.reference, name)) == want
-
-
-def test_attention_passes_each_argument_by_its_name(monkeypatch):
-    """`attention` puts each argument into the field of its name, although it builds the Arguments by position."""
-    monkeypatch.setattr(api.replay, "attend", lambda arguments, *flags: (arguments, flags))
-    given = {name: f"the {name}" for name in (*Arguments._fields, *FLAGS)}
-    arguments, flags = fa.attention(**given)
-    assert {**arguments._asdict(), **dict(zip(FLAGS, flags, strict=True))} == given
-    assert len(arguments) == len(Arguments._fields)
-
-
-def test_a_tensor_that_the_caller_writes_is_a_field_of_a_call():
-    assert {name for name in Arguments._fields if name in Call._fields} >= {*INPUTS, "mask", "key_mask", "query_mask"}
-    assert set(TENSORS) == set(DIMS) and set(INPUTS) == {"query", "key", "value", *LEARNED}
-    assert all(set(letters) <= set("BHGQKDqk") for letters in DIMS.values())

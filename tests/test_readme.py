@@ -1,4 +1,4 @@
-"""Tests that the examples of README.md and examples/demo.py run, and that links lead somewhere."""
+"""Tests that examples/demo.py runs, and that links lead somewhere; .ci/rehearse runs the examples of README.md."""
 
 import importlib.util
 import os
@@ -8,14 +8,6 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
-
-
-def test_the_examples_run(capsys):
-    names = {}
-    for example in re.findall(r"```python\n(.*?)```", README, re.S):
-        exec(compile(example, "README.md", "exec"), names)
-    assert capsys.readouterr().out.startswith("takes ")
 
 
 def test_every_link_leads_somewhere():

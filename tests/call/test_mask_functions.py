@@ -44,11 +44,6 @@ PATTERNS = (
 )
 
 
-def by_formula(formula, *sizes):
-    places = itertools.product(*map(range, sizes))
-    return torch.tensor([formula(*place) for place in places], dtype=torch.bool).view(sizes)
-
-
 def equal(function, mask, options=(), backends=("naive", "triton")):
     """Assert that calls with a plan of a function have the bits of calls with a mask (B, H, Sq, Sk)."""
     batch, heads, rows, keys = mask.shape
@@ -67,7 +62,8 @@ def equal(function, mask, options=(), backends=("naive", "triton")):
 def test_a_pattern_equals_its_formula(name, make, formula, device):
     with torch.device(device):
         function = make()
-    mask = by_formula(formula, 2, 2, 40, 70).to(device)
+    places = itertools.product(range(2), range(2), range(40), range(70))
+    mask = torch.tensor([formula(*place) for place in places], device=device).view(2, 2, 40, 70)
     equal(function, mask, backends=("naive", *["cpu"] * (device == "cpu")))
     if name in ("tables", "spans", "nothing"):  # kernels see bits, not patterns
         options = dict(causal=True, window=(30, None)) if name == "tables" else {}

@@ -12,7 +12,7 @@ from fusedattn import distributed
 from fusedattn.compat import flash_attn, torch as compat
 
 from ..close import assert_like
-from ..inside import same
+from ..inside import differentiated, same
 from ..mistakes import assert_named, of_values, wrong
 
 X, OFFSETS = (
@@ -94,13 +94,9 @@ def test_compiled(whole):
     query, scale = X.clone().requires_grad_(), torch.tensor(0.5)
     compiled = torch.compile(attend, backend="aot_eager", fullgraph=whole)
     for _ in range(2):
-
-        def results(attend):
-            out = attend()
-            return out, *torch.autograd.grad(out.sum(), query)
-
-        torchs = functools.partial(F.scaled_dot_product_attention, query, X, X, scale=scale.item())
-        assert_like(results(functools.partial(compiled, query, scale)), results, torchs)
+        got = differentiated(compiled, [query], scale=scale)
+        torchs = functools.partial(F.scaled_dot_product_attention, key=X, value=X, scale=scale.item())
+        assert_like(got, differentiated, torchs, [query])
         if not whole:
             scale.mul_(2)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fusedattn import cli
-from fusedattn.dispatch import backends, replay
+from fusedattn.dispatch import backends
 from fusedattn.naive import formula
 from fusedattn.testing import cases as grid
 
@@ -34,11 +34,6 @@ def _environment(tmp_path, monkeypatch):
 def answer(capsys, *arguments):
     status = cli.main([*arguments, "--json"])
     return status, json.loads(capsys.readouterr().out)
-
-
-def plant(monkeypatch, run):
-    monkeypatch.setitem(backends.BACKENDS, "naive", backends.BACKENDS["naive"]._replace(run=run))
-    replay.forget()
 
 
 def slightly_wrong(*call):
@@ -99,7 +94,7 @@ def test_check_says_why_a_backend_leaves_a_case_out(capsys):
 
 @pytest.mark.parametrize("run, why", [(slightly_wrong, "its largest "), (raising, "RuntimeError: out of registers")])
 def test_check_fails_if_a_backend_is_wrong_or_raises(run, why, monkeypatch, capsys):
-    plant(monkeypatch, run)
+    monkeypatch.setitem(backends.BACKENDS, "naive", backends.BACKENDS["naive"]._replace(run=run))
     status, found = answer(capsys, *QUICK)
     assert status == 1 and not found["ok"]
     assert any(one["result"] == "out" and why in one["why"] for one in found["results"] if not one["ok"])

@@ -58,27 +58,22 @@ def test_a_mistake_costs_its_form_and_nothing_else(monkeypatch, record_after):
     assert tuned.of(torch.device("cpu")) == {}, "calls take what they took before"
 
 
-@pytest.fixture
-def gpu(file, monkeypatch):  # noqa: F811
-    """Simulate a GPU on which a candidate with n rows takes n milliseconds; return its tuning file."""
-    monkeypatch.setattr(machine, "need_gpu", lambda why: None)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    timed = lambda row, case, device: row._replace(ms={**row.ms, case.name: (row.form or (1.0,))[0]})  # noqa: E731
-    monkeypatch.setattr(tune, "measured", timed)
-    return file
-
-
 @pytest.mark.parametrize("options, dtype, widths, loads", [
     ([], "bfloat16", {*table.WIDTHS}, {"plain", "masked", "rich"}),
     (["--shape", "1,8,8,512,256,64", "--dtype", "float16"], "float16", {64}, {"plain", "rich"}),
 ])  # fmt: skip
-def test_the_command_writes_a_file_that_launches_read(options, dtype, widths, loads, gpu, capsys):
+def test_the_command_writes_a_file_that_launches_read(options, dtype, widths, loads, file, monkeypatch, capsys):  # noqa: F811
+    """The command writes a file, here for a simulated GPU on which a candidate with n rows takes n milliseconds."""
+    monkeypatch.setattr(machine, "need_gpu", lambda why: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    timed = lambda row, case, device: row._replace(ms={**row.ms, case.name: (row.form or (1.0,))[0]})  # noqa: E731
+    monkeypatch.setattr(tune, "measured", timed)
     assert cli.main(["tune", "--json", *options]) == 0
     fa.tuning.forget()
     said, found = json.loads(capsys.readouterr().out), tuned.of(GPU)
-    assert said == dict(file=str(gpu)) | json.loads(gpu.read_text()) and said["about"] == ABOUT
+    assert said == dict(file=str(file)) | json.loads(file.read_text()) and said["about"] == ABOUT
     assert {place[1:] for place in found} == {*itertools.product([dtype], widths, loads)}
     assert all(each.right and not each.wrong for each in found.values())
     forms = found["forward", dtype, 64, "plain"].right
     assert [form.rows for form in forms] == sorted(form.rows for form in tuned.candidates("forward", 90, 2, 64))
-    assert [*gpu.parent.iterdir()] == [gpu], "no part of a file is left"
+    assert [*file.parent.iterdir()] == [file], "no part of a file is left"

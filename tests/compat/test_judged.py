@@ -173,10 +173,6 @@ def test_it_is_the_code_that_runs_which_is_judged(cls, used, text, route, told, 
     assert all(text in one for one in told()) and len(told()) == (text is not None)
 
 
-def own(module):
-    return types.MethodType(OwnAttention.forward, module)
-
-
 def hooked(module):
     module._old_forward = module.forward
     space = {"__name__": "accelerate.hooks"}
@@ -185,7 +181,7 @@ def hooked(module):
 
 
 REPLACED = {
-    "method": (own, False),
+    "method": (lambda module: types.MethodType(OwnAttention.forward, module), False),
     "in name": (lambda module: functools.wraps(module.forward)(functools.partial(OwnAttention.forward, module)), False),
     "no softmax": (lambda module: types.MethodType(ExpAttention.forward, module), False),
     "hooked": (hooked, True),

@@ -10,7 +10,7 @@ import fusedattn as fa
 import fusedattn.compat.torch as compat
 
 from ..close import assert_like
-from ..inside import provider_on_cpu
+from ..inside import differentiated, provider_on_cpu
 
 
 @pytest.fixture
@@ -106,14 +106,9 @@ def test_what_the_kernels_do_not_take_goes_to_torch(override):
 def test_the_provider_reaches_torchs_attention_on_a_gpu(registry):
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    query, key, value = (torch.randn(2, 4, n, 64, device="cuda").half().requires_grad_() for n in (70, 90, 90))
+    inputs = [torch.randn(2, 4, n, 64, device="cuda").half().requires_grad_() for n in (70, 90, 90)]
     active = registry.current_flash_attention_impl()
-
-    def results(attend):
-        out = attend(query, key, value)
-        return out, *torch.autograd.grad(out.sum(), (query, key, value))
-
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION), compat.sdpa_provider():
-        got = results(nn.functional.scaled_dot_product_attention)
-    assert_like(got, results, fa.reference.eager)
+        got = differentiated(nn.functional.scaled_dot_product_attention, inputs)
+    assert_like(got, differentiated, fa.reference.eager, inputs)
     assert registry.current_flash_attention_impl() == active

@@ -19,7 +19,7 @@ from fusedattn.compat import _switch
 from fusedattn.dispatch import backends
 
 from ..close import assert_as_good, assert_like, exactly
-from ..inside import same
+from ..inside import Plain, same
 
 OPERATOR = torch.ops.aten.scaled_dot_product_attention
 X = torch.randn(2, 3, 4, 8, generator=torch.Generator().manual_seed(0))
@@ -235,10 +235,6 @@ class Answering(torch.Tensor):
         return "its own" if func is taken_before else super().__torch_function__(func, types, args, kwargs)
 
 
-class Plain(torch.Tensor):
-    pass
-
-
 def test_a_class_of_tensors_that_answers_itself_does(answered):
     query = X.as_subclass(Answering)
     compat.enable_sdpa()
@@ -286,11 +282,10 @@ def by_name(x):
     return F.scaled_dot_product_attention(x, x, x, is_causal=True) + 1
 
 
-def by_operator(x):
-    return OPERATOR.default(x, x, x, None, 0.0, True) + 1
-
-
-@pytest.mark.parametrize(("function", "first", "everywhere"), [(by_name, True, True), (by_operator, False, False)])
+@pytest.mark.parametrize(
+    ("function", "first", "everywhere"),
+    [(by_name, True, True), (lambda x: OPERATOR.default(x, x, x, None, 0.0, True) + 1, False, False)],
+)
 def test_compiled_code_is_ours_inside_and_torchs_outside(function, first, everywhere):
     watched = Watched()
     compiled = torch.compile(function, fullgraph=True, backend=watched)

@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 import fusedattn as fa
 
 from ..close import assert_computes
-from ..inside import named
+from ..inside import alike, named
 
 WINDOWS, HEADS, TOKENS, DIM = 4, 3, 25, 16
 KERNEL = "aten::_scaled_dot_product_flash_attention_for_cpu"
@@ -19,10 +19,6 @@ OPTIONS = {
     "bias of windows": dict(bias=torch.randn(WINDOWS, HEADS, TOKENS, TOKENS)),
     "mask": dict(mask=torch.rand(WINDOWS, 1, TOKENS, TOKENS) < 0.7), "a row sees nothing": dict(bias=NOTHING),
 }  # fmt: skip
-
-
-def draw():
-    return [torch.randn(WINDOWS, HEADS, TOKENS, DIM) for _ in range(3)]
 
 
 def operators(function):
@@ -35,7 +31,7 @@ def operators(function):
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_forward_is_one_call_of_torchs_kernel(name, requires):
     """A forward calls PyTorch's kernel once; our formula would be ten times slower for denormal weights (bias -100)."""
-    inputs = [x.requires_grad_(requires) for x in draw()]
+    inputs = alike(WINDOWS, HEADS, TOKENS, DIM, requires_grad=requires)
     found = operators(lambda: fa.attention(*inputs, **OPTIONS[name], backend="cpu"))
     assert found[KERNEL] == 1
     assert not found["aten::_softmax"] + found["aten::bmm"] + found["aten::baddbmm"]
@@ -57,7 +53,7 @@ def test_the_gradient_of_a_bias_is_as_good_as_eagers(name):
     kinds = zip(shapes, (torch.float64, torch.float32, torch.bfloat16, torch.float32), strict=True)
     for (shape, dtype), grads in zip(kinds, ("out", "out", "lse", "out and lse"), strict=True):
         bias = torch.randn(shape).to(dtype).masked_fill(torch.rand(shape[2:]) < 0.1, float("-inf"))
-        tensors = named(*draw(), draw()[0])
+        tensors = named(*torch.randn(4, WINDOWS, HEADS, TOKENS, DIM))
         tensors["lse"] = torch.randn(WINDOWS, HEADS, TOKENS)
         assert_computes(fa.attention, tensors, options | dict(bias=bias), grads, backend="cpu")
 

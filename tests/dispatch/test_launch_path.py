@@ -78,10 +78,6 @@ class Launches:
         return f"given {numbers}" if numbers else "made"
 
 
-def results(outcome):
-    return [x for x in outcome if x is not None]
-
-
 @compiled
 @pytest.mark.parametrize(("name", "grads"), [("added", True), ("window", False), ("masks", True)])
 @pytest.mark.one_in(3)
@@ -97,7 +93,7 @@ def test_a_repeated_call_launches_what_the_long_way_launches(name, grads, monkey
             options = {key: x.detach() if isinstance(x, torch.Tensor) else x for key, x in options.items()}
             seen.given = [x for x in (*inputs, *options.values()) if isinstance(x, torch.Tensor)]
             if way == "long":
-                outcome = results(attention.run_triton(checked(Arguments(*inputs, **options)), True, True))
+                outcome = attention.run_triton(checked(Arguments(*inputs, **options)), True, True)
             else:
                 outcome = fa.attention(*inputs, **options, return_lse=True, return_weights=True, backend="triton")
             forward = seen.take()
@@ -166,19 +162,15 @@ def test_calls_whose_tensors_hopper_kernels_copy_are_not_recorded(backend, recor
 @compiled
 def test_each_launch_rounds_as_torch_was_told_when_it_was_called():
     seen, said = Launches(), []
-    before = torch.backends.cuda.matmul.fp32_precision
-    try:
-        with absent.gpu(load=seen.load):
-            for forward, backward in (("ieee", "tf32"), ("ieee", "ieee"), ("tf32", "ieee"), ("ieee", "ieee")):
-                inputs = draw("cpu", sq=LENGTH, sk=LENGTH, requires_grad=True)
-                torch.backends.cuda.matmul.fp32_precision = forward
+    with absent.gpu(load=seen.load):
+        for forward, backward in (("ieee", "tf32"), ("ieee", "ieee"), ("tf32", "ieee"), ("ieee", "ieee")):
+            inputs = draw("cpu", sq=LENGTH, sk=LENGTH, requires_grad=True)
+            with absent.rounding(forward):
                 out = fa.attention(*inputs, backend="triton")
-                said.append((forward, seen.take(), 1))
-                torch.backends.cuda.matmul.fp32_precision = backward
+            said.append((forward, seen.take(), 1))
+            with absent.rounding(backward):
                 torch.autograd.grad(out.sum(), inputs)
-                said.append((backward, seen.take(), 2))  # `postprocess` has no products
-    finally:
-        torch.backends.cuda.matmul.fp32_precision = before
+            said.append((backward, seen.take(), 2))  # `postprocess` has no products
     for setting, launches, count in said:
         tuples = [x for _, _, arguments in launches for x in arguments if isinstance(x, list)]
         found = [x for each in tuples for x in each if x in ("ieee", "tf32")]

@@ -13,7 +13,7 @@ from fusedattn.operators import repeats
 
 from ..close import assert_like
 from ..conftest import in_threads
-from ..inside import BACKENDS, HKV, HQ, OPTIONS, SK, SQ, Seen, by, draw, learned, same
+from ..inside import BACKENDS, HKV, HQ, OPTIONS, SK, SQ, Seen, by, differentiated, draw, learned, same
 
 pytestmark = pytest.mark.usefixtures("deterministic")
 
@@ -263,8 +263,6 @@ def test_what_the_backward_needs_is_kept_as_torch_keeps_it(device):
 )
 def test_what_was_kept_may_come_back_in_another_order(backend, dtype, mean, device):
     """Gradients are right if a hook returns saved tensors with other strides, as save_on_cpu(pin_memory=True) does."""
-    if backend == "cpu" != device:
-        pytest.skip("about CPU tensors")
 
     def as_it_is(x):
         return x
@@ -383,12 +381,8 @@ def test_threads_that_forget_at_once(monkeypatch, one_thread, impatient):
             length, options = 1 + (number + again) % 7, dict(causal=again % 2 == 0)
             x = torch.randn(1, 1, length, 8, generator=torch.Generator().manual_seed(length))
             inputs = [y.requires_grad_() for y in (x, x + 0.5, x - 0.5)]
-
-            def results(backend, inputs=inputs, options=options):
-                out = by(backend)(*inputs, **options)
-                return out, *torch.autograd.grad(out.sum(), inputs)
-
-            assert_like(results("triton"), results, "eager")
+            got = differentiated(by("triton"), inputs, **options)
+            assert_like(got, differentiated, functools.partial(fa.reference.eager, **options), inputs)
             most.append((len(replay._known), len(replay._recent)))
 
     in_threads(*(functools.partial(work, number) for number in range(threads)))

@@ -26,10 +26,6 @@ def name(page):
     return page.relative_to(FOLDER).with_suffix("").as_posix()
 
 
-def text(page):
-    return tables.on_page_markdown(page.read_text())
-
-
 @pytest.fixture
 def alone(tmp_path, monkeypatch):
     """Run a page in a new folder; afterwards forget the module flash_attn, which it may install."""
@@ -47,7 +43,7 @@ def test_its_code_runs(page, alone, monkeypatch):
     # Compilers import a function's module by name, and torch 2.10 caches it.
     module = types.ModuleType("page_" + re.sub(r"\W", "_", name(page)))
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    for language, _, code in FENCE.findall(text(page)):
+    for language, _, code in FENCE.findall(tables.on_page_markdown(page.read_text())):
         assert language in LANGUAGES, f"a block of {language or 'no language'}"
         if language == "python":
             for said, package in {"from transformers": "transformers", "torch.onnx": "onnxscript"}.items():

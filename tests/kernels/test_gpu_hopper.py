@@ -72,13 +72,9 @@ def test_a_named_case(case, cuda, poison):
     check(case, cuda)
 
 
-def normal(device, *shape, dtype=torch.bfloat16):
-    return torch.randn(shape, device=device, dtype=dtype)
-
-
 def inputs_of(device, batch=2, heads=4, kv_heads=2, rows=300, keys=421, dim=64):
-    of_key = normal(device, batch, kv_heads, keys, dim)
-    return [normal(device, batch, heads, rows, dim), of_key, normal(device, *of_key.shape[:3], VALUES.get(dim, dim))]
+    shapes = (heads, rows, dim), (kv_heads, keys, dim), (kv_heads, keys, VALUES.get(dim, dim))
+    return [torch.randn(batch, *shape, device=device, dtype=torch.bfloat16) for shape in shapes]
 
 
 @pytest.mark.parametrize("width, taken", PIPELINES, ids=str)

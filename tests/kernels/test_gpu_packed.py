@@ -10,18 +10,16 @@ import fusedattn as fa
 from .. import sample
 from ..cases import Case
 from ..close import assert_case
-from ..sequences import attention_varlen, offsets
+from ..sequences import attention_varlen, draw_packed, offsets
 from .test_gpu import HALF, LARGE, captured
 
 pytestmark = pytest.mark.gpu
 CALLS = {"plain": {}, "causal": dict(causal=True), "window": dict(window=(100, 50)), **LARGE}
 
 
-def draw(rows, keys, cuda, heads=(4, 2), dim=64, dtype=torch.bfloat16):
-    """Return random query, key, value, gradient of the output, and cu_seqlens of rows and keys."""
-    shapes = (sum(rows), heads[0], dim), *[(sum(keys), heads[1], dim)] * 2
-    inputs = [torch.randn(shape, device=cuda, dtype=dtype, requires_grad=True) for shape in shapes]
-    return *inputs, torch.randn(shapes[0], device=cuda, dtype=dtype), offsets(rows, cuda), offsets(keys, cuda)
+def draw(lengths, cuda, dim=64):
+    """Return random query, key, value, gradient of the output, and cu_seqlens."""
+    return *draw_packed(lengths, lengths, cuda, dims=(dim, dim), dtype=torch.bfloat16), offsets(lengths, cuda)
 
 
 @pytest.mark.parametrize("name, dim", sample.checkered(CALLS, [64, 128]))
@@ -39,7 +37,7 @@ def test_the_same_bits_each_time(deterministic, cuda, passes):
     passes(1 + deterministic)
     generator = random.Random(3)
     lengths = [generator.randint(1, 700) for _ in range(40)]
-    query, key, value, grad, cu, _ = draw(lengths, lengths, cuda, dim=128)
+    query, key, value, grad, cu = draw(lengths, cuda, dim=128)
     before = None
     for _ in range(20):
         out = fa.attention_varlen(query, key, value, cu, cu, causal=True)
@@ -50,7 +48,7 @@ def test_the_same_bits_each_time(deterministic, cuda, passes):
 
 
 def test_the_host_does_not_wait(cuda):
-    query, key, value, grad, cu, _ = draw((100, 30), (100, 30), cuda)
+    query, key, value, grad, cu = draw((100, 30), cuda)
     sinks = torch.randn(4, device=cuda, requires_grad=True)
     slopes = torch.rand(2, 4, device=cuda, requires_grad=True)
     mask = torch.rand(2, 1, 100, 100, device=cuda) < 0.5
@@ -76,7 +74,7 @@ def test_the_host_does_not_wait(cuda):
 
 
 def test_a_graph_is_replayed_with_other_lengths(cuda):
-    query, key, value, _, cu, _ = draw((300, 100), (300, 100), cuda)
+    query, key, value, _, cu = draw((300, 100), cuda)
     query, key, value = (x.detach() for x in (query, key, value))
 
     def run():

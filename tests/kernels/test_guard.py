@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import fusedattn as fa
+from fusedattn.testing.compare import with_gradients
 
 from .. import caches, cases
 from ..caches import Cached
@@ -14,33 +15,21 @@ from ..sample import named, one_in
 from ..sequences import draw_packed, offsets
 
 BACKENDS = [TRITON, None, "naive"]
-LEARNED = "query", "key", "value", "bias", "alibi_slopes", "sinks"
 GUARDS = [(NAN, 0), (PLAUSIBLE, 3)]  # (values of canaries, canaries after each line)
 
 
-def computed(attend, arguments, incoming, backend):
-    given = {name: x.detach() if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
-    wanted = [given[name].requires_grad_() for name in LEARNED if name in given]
-    results = attend(**given, backend=backend)
-    taken = {name: x for name, x in zip(("out", "lse", "weights"), results, strict=False) if name in incoming}
-    grads = torch.autograd.grad(
-        [*taken.values()], wanted, [incoming[name] for name in taken], allow_unused=True, materialize_grads=True
-    )
-    return [x.detach() for x in (*results, *grads)]
-
-
-def guarded(attend, arguments, incoming, backend, monkeypatch, fill, gap):
-    """Return the same as `computed` with canaries around all tensors and allocations, and check the canaries."""
+def guarded(function, tensors, options, grads, backend, monkeypatch, fill, gap):
+    """Return the same as `with_gradients` with canaries around all tensors and allocations, and check the canaries."""
     guard = Guard(fill, gap)
-    arguments, incoming = (
+    tensors, options = (
         {name: guard.inside(x, name) if isinstance(x, torch.Tensor) else x for name, x in given.items()}
-        for given in (arguments, incoming)
+        for given in (tensors, options)
     )
     with monkeypatch.context() as patched:
         guard.allocates(patched)
-        found = computed(attend, arguments, incoming, backend)
+        found = with_gradients(function, tensors, options, grads, backend=backend)
     guard.check()
-    return found
+    return found.values()
 
 
 def alike(got, want, backend):
@@ -53,14 +42,14 @@ def alike(got, want, backend):
             torch.testing.assert_close(a, b, rtol=0, atol=tolerance, equal_nan=True)
 
 
-def held(attend, arguments, incoming, backend, monkeypatch, passes):
+def held(function, tensors, options, grads, backend, monkeypatch, passes):
     if backend == "triton":
         passes(2)
-    want = computed(attend, arguments, incoming, backend)
+    want = with_gradients(function, tensors, options, grads, backend=backend).values()
     assert all(x.numel() == 0 or not x.isnan().all() for x in want)
     for fill, gap in GUARDS:
         for _ in range(1 if gap else 2):  # the second call is a replay
-            alike(guarded(attend, arguments, incoming, backend, monkeypatch, fill, gap), want, backend)
+            alike(guarded(function, tensors, options, grads, backend, monkeypatch, fill, gap), want, backend)
 
 
 ALL = "out, lse and weights"
@@ -84,13 +73,7 @@ DENSE = one_in(9, named([DENSE[3], *DENSE[4:12], DENSE[2], DENSE[0], DENSE[1], *
 def test_a_dense_call(case, backend, monkeypatch, passes):
     tensors, options = case.draw()
     tensors |= {name: tensors[name].clone(memory_format=torch.contiguous_format) for name in ("query", "key", "value")}
-    incoming = {name: tensors.pop(name) for name in ("out", "lse", "weights")}
-    incoming = {name: x for name, x in incoming.items() if name in case.grads}
-
-    def attend(**given):
-        return fa.attention(**given, return_lse=True, return_weights="weights" in case.grads)
-
-    held(attend, tensors | options, incoming, backend, monkeypatch, passes)
+    held(fa.attention, tensors, options, case.grads, backend, monkeypatch, passes)
 
 
 ROWS, KEYS = (7, 0, 33), (17, 5, 0)
@@ -124,12 +107,8 @@ def test_packed_sequences(name, backend, monkeypatch, passes):
     options = dict(PACKED[name])
     query, key, value, grad = draw_packed(ROWS, KEYS, dtype=options.pop("dtype", torch.float32))
     lengths = dict(cu_seqlens_q=offsets(ROWS), cu_seqlens_k=offsets(KEYS))
-    incoming = dict(out=grad, lse=torch.randn(4, sum(ROWS)))
-
-    def attend(**given):
-        return fa.attention_varlen(**given, return_lse=True)
-
-    held(attend, dict(query=query, key=key, value=value) | lengths | options, incoming, backend, monkeypatch, passes)
+    tensors = dict(query=query, key=key, value=value, out=grad, lse=torch.randn(4, sum(ROWS)))
+    held(fa.attention_varlen, tensors, lengths | options, "out and lse", backend, monkeypatch, passes)
 
 
 CACHED = [

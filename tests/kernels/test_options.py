@@ -99,10 +99,6 @@ def by_numpy(seed, plane, rows, keys):
     return torch.from_numpy(numpy.choose(which.astype(int), [c0, c1, c2, c3]).astype(numpy.int64))
 
 
-def joined(names):
-    return {name: option for each in names for name, option in OPTIONS[each]().items()}
-
-
 def pairs(n):
     """Return test parameters: each option, and each pair of options, of which `make test` takes one in n."""
     pairs = (x for x in itertools.combinations(OPTIONS, 2) if x[0].split()[0] != x[1].split()[0])
@@ -112,7 +108,7 @@ def pairs(n):
 
 @pytest.mark.parametrize("names", pairs(6))
 def test_the_definition_pair_by_pair(names):
-    tensors, options = draw(), joined(names)
+    tensors, options = draw(), {name: option for each in names for name, option in OPTIONS[each]().items()}
     got = fa.attention(*tensors, **options, return_lse=True, return_weights=True)
     assert torch.equal(got[0], fa.attention(*tensors, **options))
     assert_like(got, by_the_definition(*tensors, options))

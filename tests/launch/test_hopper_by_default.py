@@ -17,7 +17,7 @@ from fusedattn.dispatch import backends
 from fusedattn.launch import run, tile_table, tuned
 
 from .. import cases
-from ..inside import call_of, compiled
+from ..inside import Plain, call_of, compiled
 from ..offline import absent
 from .test_tuned import FORWARD, GRID, PLACE, ROWS, chosen  # noqa: F401
 
@@ -76,10 +76,6 @@ def test_packed_sequences_take_its_kernels(dim):
         explain(*inputs, cu_seqlens_q=lengths)
 
 
-class Other(torch.Tensor):
-    """Tensor subclass whose tensors have addresses, as torch's own have."""
-
-
 ODD = [torch.empty(2 * 8 * 300 * 64 + 1, dtype=torch.bfloat16)[1:].view(2, 8, 300, 64) for _ in range(3)]
 EXPANDED = [draw(64, heads=(8, 1))[0], *(x.expand(-1, 8, -1, -1) for x in draw(64, heads=(8, 1))[1:])]
 OTHERS = {  # (inputs, options, backend of the call, reason against the preferred backend)
@@ -98,7 +94,7 @@ OTHERS = {  # (inputs, options, backend of the call, reason against the preferre
     ),
     "strides": (EXPANDED, {}, "triton", "strides of key"),  # TMA cannot read stride 0
     "address": (ODD, {}, "triton", "query lies at an address that is no multiple of 16"),
-    "address of a subclass": ([x.as_subclass(Other) for x in ODD], {}, "triton", "key lies at an address"),
+    "address of a subclass": ([x.as_subclass(Plain) for x in ODD], {}, "triton", "key lies at an address"),
     "float32": (draw(64, dtype=torch.float32), {}, "triton", "float32"),
     "float64": (draw(64, dtype=torch.float64), {}, "naive", "float64"),
     "an old GPU": (draw(64), dict(capability=(7, 5)), "naive", "7.5, less than 8.0"),

@@ -9,6 +9,7 @@ import tempfile
 from typing import NamedTuple
 from unittest import mock
 
+import torch
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
@@ -79,6 +80,17 @@ def target(capability):
             yield
     finally:
         driver._active = previous
+
+
+@contextlib.contextmanager
+def rounding(precision):
+    """Make kernels multiply float32 matrices in a precision, "ieee" or "tf32", within a context."""
+    settings = torch.backends.cuda.matmul
+    before, settings.fp32_precision = settings.fp32_precision, precision
+    try:
+        yield
+    finally:
+        settings.fp32_precision = before
 
 
 # Metadata that Triton sets when it makes machine code, with values for a kernel that is never launched.

@@ -166,25 +166,21 @@ def _everything_but_a_gpu(kernels, row):
     """Make launches only compile, for the GPU and with the tile of a Row, within a context."""
     tiles = tile_table.INTERPRETED | {row.kernel: (row.tile,)}
     form, in_gluon = launch.form_on_hopper, row.kernel in ON_HOPPER
-    precision = torch.backends.cuda.matmul.fp32_precision
-    torch.backends.cuda.matmul.fp32_precision = "tf32" if row.dtype == "tf32" else "ieee"
-    try:
-        with (
-            absent.target(row.capability),
-            mock.patch.object(launch, "KERNELS", kernels),
-            mock.patch.object(launch, "candidates", lambda name, *_: tiles[name]),
-            mock.patch.object(launch, "form_on_hopper", lambda *of: row.tile if in_gluon else form(*of)),
-            triton.knobs.compilation.scope(),
-            triton.knobs.nvidia.scope(),
-            triton.knobs.cache.scope(),
-            tempfile.TemporaryDirectory() as folder,
-        ):
-            triton.knobs.cache.dir = folder
-            triton.knobs.compilation.always_compile = True
-            triton.knobs.nvidia.dump_ptxas_log = True
-            yield
-    finally:
-        torch.backends.cuda.matmul.fp32_precision = precision
+    with (
+        absent.target(row.capability),
+        absent.rounding("tf32" if row.dtype == "tf32" else "ieee"),
+        mock.patch.object(launch, "KERNELS", kernels),
+        mock.patch.object(launch, "candidates", lambda name, *_: tiles[name]),
+        mock.patch.object(launch, "form_on_hopper", lambda *of: row.tile if in_gluon else form(*of)),
+        triton.knobs.compilation.scope(),
+        triton.knobs.nvidia.scope(),
+        triton.knobs.cache.scope(),
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        triton.knobs.cache.dir = folder
+        triton.knobs.compilation.always_compile = True
+        triton.knobs.nvidia.dump_ptxas_log = True
+        yield
 
 
 def _call(row):

@@ -22,11 +22,6 @@ class Block(NamedTuple):
     after: tuple
 
 
-def _conditional(text):
-    """Return True if a jump has a predicate before it, or operands before its target."""
-    return text.startswith("@") or "," in text
-
-
 def _linked(code):
     """Yield the basic Blocks of [(address, instruction)], with their successors, except those of a jump by a table."""
     index = {at: i for i, (at, _) in enumerate(code)}
@@ -40,7 +35,8 @@ def _linked(code):
     number = {start: n for n, start in enumerate(starts)}
     for start, stop in zip(starts, [*starts[1:], len(code)], strict=True):
         text = code[stop - 1][1]
-        goes_on = not _LEAVES.match(operation(text)) or _conditional(text)
+        # A conditional jump has a predicate before it, or operands before its target.
+        goes_on = not _LEAVES.match(operation(text)) or text.startswith("@") or "," in text
         after = [number[stop]] if goes_on and stop < len(code) else []
         after += [number[targets[stop - 1]]] if stop - 1 in targets else []
         yield Block(tuple(text for _, text in code[start:stop]), tuple(after))
@@ -80,14 +76,6 @@ def blocks(sass):
     )
 
 
-def _before(blocks):
-    found = [[] for _ in blocks]
-    for n, block in enumerate(blocks):
-        for follower in block.after:
-            found[follower].append(n)
-    return found
-
-
 def _dominators(blocks, before):
     """Return the dominators of each block, as a bit mask of block indices."""
     everything = (1 << len(blocks)) - 1
@@ -109,7 +97,10 @@ def loops(blocks):
     """Return {first block: all blocks} of each natural loop, by block index."""
     if not blocks:
         return {}
-    previous = _before(blocks)
+    previous = [[] for _ in blocks]
+    for n, block in enumerate(blocks):
+        for follower in block.after:
+            previous[follower].append(n)
     dominators, found = _dominators(blocks, previous), {}
     for n, block in enumerate(blocks):
         for head in block.after:
@@ -121,10 +112,6 @@ def loops(blocks):
                         body.add(each)
                         left += previous[each]
     return found
-
-
-def _acts(instruction):
-    return kind(instruction) in _EFFECTS and not _MASKING.match(operation(instruction))
 
 
 def _turn(blocks, head, body, inner):
@@ -143,7 +130,7 @@ def _turn(blocks, head, body, inner):
             if ways:
                 effects, length, follower = min(ways)
                 if n not in inner:
-                    effects -= sum(map(_acts, blocks[n].code))
+                    effects -= sum(kind(x) in _EFFECTS and not _MASKING.match(operation(x)) for x in blocks[n].code)
                 best[n] = effects, length + len(blocks[n].code), follower
         return best[n]
 

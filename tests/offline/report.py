@@ -29,14 +29,10 @@ def _row(row, report):
     return f"{row}{used}  {len(report.loop):>4} {kinds}"
 
 
-def _columns():
-    row = f"{'kernel':25}{'GPU':8}{'dtype':5} {'D':5}{'variant':11}{'tile':17}"
-    kinds = " ".join(f"{kind:>{max(4, len(kind))}}" for kind in sass.KINDS)
-    return f"{row}regs spills shared  loop {kinds}"
-
-
 def text(found):
-    lines = [_columns(), *(_row(row, report) for row, report in found)]
+    columns = f"{'kernel':25}{'GPU':8}{'dtype':5} {'D':5}{'variant':11}{'tile':17}regs spills shared  loop "
+    columns += " ".join(f"{kind:>{max(4, len(kind))}}" for kind in sass.KINDS)
+    lines = [columns, *(_row(row, report) for row, report in found)]
     return f"{HEADING}\ntriton {triton.__version__}:\n\n" + textwrap.indent("\n".join(lines), "    ") + "\n"
 
 

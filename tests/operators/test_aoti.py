@@ -10,7 +10,9 @@ import fusedattn as fa
 
 from ..inside import same
 
+no_compiler = shutil.which("g++") is None and shutil.which("clang++") is None
 pytestmark = [pytest.mark.matrix, pytest.mark.filterwarnings("ignore")]
+pytestmark += [pytest.mark.skipif(no_compiler, reason="AOTInductor needs a C++ compiler")]
 
 BACKENDS = "triton", None  # one package has both backends, because compiling takes most of the time
 
@@ -31,17 +33,6 @@ class Model(torch.nn.Module):
         return results
 
 
-@pytest.fixture(autouse=True)
-def compiler(device):
-    if shutil.which("g++") is None and shutil.which("clang++") is None:
-        pytest.skip("AOTInductor needs a C++ compiler")
-
-
-def packaged(program, folder):
-    path = str(folder / "model.pt2")
-    return torch._inductor.aoti_load_package(torch._inductor.aoti_compile_and_package(program, package_path=path))
-
-
 def test_a_package_gives_the_same_for_any_batch_and_length(device, tmp_path):
     model = Model(device).eval()
     free = {dim: torch.export.Dim(name, min=2, max=64) for dim, name in enumerate(("batch", "length"))}
@@ -54,7 +45,8 @@ def test_a_package_gives_the_same_for_any_batch_and_length(device, tmp_path):
     with torch.no_grad():
         program = torch.export.export(model, draw(2, 10), dynamic_shapes=(free, free, None))
         assert sum("fusedattn.forward" in str(node.target) for node in program.graph.nodes) == 2 * len(BACKENDS)
-        loaded = packaged(program, tmp_path)
+        path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
+        loaded = torch._inductor.aoti_load_package(path)
         for sizes in ((2, 10), (2, 17), (5, 12)):
             inputs = draw(*sizes)
             same(loaded(*inputs), model(*inputs))

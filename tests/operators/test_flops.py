@@ -101,23 +101,19 @@ def test_each_row_of_a_cache_counts_with_its_own_length(known, page, backend, de
     assert got == {OPERATORS.decode: 2 * (1 + 1 + 4 + 1 if known else 2 * 6) * 4 * 16}
 
 
-@pytest.fixture
-def late_counter(monkeypatch):
-    """Import torch's FLOP counter again, after the package and other calls."""
-    monkeypatch.delitem(sys.modules, "torch.utils.flop_counter")
-    monkeypatch.setattr(torch.utils, "flop_counter", None)
-    module = importlib.import_module("torch.utils.flop_counter")
-    assert module is not flop_counter
-    return module.FlopCounterMode(display=False)
-
-
 class Model(torch.nn.Module):
     def forward(self, *inputs):
         return fa.attention(*inputs, backend="cpu")
 
 
 @pytest.mark.parametrize("what", ["forward and backward", "backward", "decode", "an exported program"])
-def test_a_counter_that_is_imported_later_counts(what, late_counter, backend, device):
+def test_a_counter_that_is_imported_later_counts(what, backend, device, monkeypatch):
+    """Torch's FLOP counter counts if it is imported again, after the package and other calls."""
+    monkeypatch.delitem(sys.modules, "torch.utils.flop_counter")
+    monkeypatch.setattr(torch.utils, "flop_counter", None)
+    module = importlib.import_module("torch.utils.flop_counter")
+    assert module is not flop_counter
+    late_counter = module.FlopCounterMode(display=False)
     inputs = [torch.randn(1, 2, 4, 8, device=device, requires_grad=what != "decode") for _ in range(3)]
     lengths = torch.tensor([3], device=device).int()
     attend = functools.partial(fa.attention, *inputs, backend=backend)

@@ -44,7 +44,9 @@ def exported(call, tensors, dims=None):
     return torch.onnx.export(call.eval(), tensors, dynamo=True, verbose=False, dynamic_shapes=shapes)
 
 
-def check(case):
+@pytest.mark.parametrize("case", [*sample.named(TOGETHER), *sample.matrix(*sample.named(ALONE))])
+@pytest.mark.one_in(2)
+def test_onnxruntime_computes_a_call_of_any_batch_and_lengths(case):
     program, wanted = None, dict(return_lse=True, return_weights=True)
     for sizes in ({}, OTHERS):
         drawn, options = case._replace(**sizes).draw()
@@ -57,12 +59,6 @@ def check(case):
         eager, oracle = fa.reference.eager(**inputs, **options), fa.reference.attention(**doubled, **options)
         for results in zip(program(*inputs.values()), eager, oracle, ("out", "lse", "weights"), strict=True):
             assert_as_good(*results)
-
-
-@pytest.mark.parametrize("case", [*sample.named(TOGETHER), *sample.matrix(*sample.named(ALONE))])
-@pytest.mark.one_in(2)
-def test_onnxruntime_computes_a_call_of_any_batch_and_lengths(case):
-    check(case)
 
 
 @pytest.mark.parametrize("head_dim", sample.one_in(2, [pytest.param(16), pytest.param(64)]))

@@ -1,5 +1,6 @@
 """Tests the tangents of output, lse and weights in forward mode, for each option and backend, and their memory."""
 
+import functools
 import pathlib
 
 import pytest
@@ -24,10 +25,6 @@ from ..tangents import compare, directions, with_tangents
 EVERYTHING = Case("", B=2, Hq=4, Hkv=2, bias="heads", alibi="own", sinks=True, softcap=2.0, causal=True, key_mask="own")
 
 
-def _attend(backend):
-    return lambda **arguments: fa.attention(**arguments, backend=backend)
-
-
 def _on(device, case):
     """Return the case in a dtype that the kernels support on a device."""
     return case._replace(dtype=torch.float16) if (case.dtype, device) == (torch.float64, "cuda") else case
@@ -36,7 +33,8 @@ def _on(device, case):
 def _hold(case, backend, names=None, weights=True, device="cpu"):
     tensors, options = _on(device, case).draw(device)
     moved = directions(tensors, options, names)
-    assert_ok(compare(with_tangents(_attend(backend), tensors, options, moved, weights), tensors, options, moved))
+    got = with_tangents(functools.partial(fa.attention, backend=backend), tensors, options, moved, weights)
+    assert_ok(compare(got, tensors, options, moved))
 
 
 # COVERING has each pair of options, so each option alone has one of its two dtypes here.

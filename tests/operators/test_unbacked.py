@@ -37,10 +37,6 @@ def dense():
     return [(draw(B, H, S, D), (0, 2)) for _ in range(3)]
 
 
-def long():
-    return [(draw(B, S, H, D), (0, 1)) for _ in range(3)]
-
-
 def packed():
     return [(draw(S, H, D), (0,)) for _ in range(3)]
 
@@ -83,7 +79,7 @@ CASES = {
         [(draw(B, H, S, D), (0, 2)), *((draw(1, H, S, D), (2,)) for _ in range(2)), (mask(1, 1, S, S), (2, 3))],
     ),
     "varlen": (varlen, packed()),
-    "flash": (flash_attn.flash_attn_func, long()),
+    "flash": (flash_attn.flash_attn_func, [(draw(B, S, H, D), (0, 1)) for _ in range(3)]),
     "varlen key mask": (varlen, [*packed(), (mask(S), (0,))]),
     "module": (
         lambda x, key_mask: MODULE(x, key_mask=key_mask)[0],

@@ -18,6 +18,7 @@ from fusedattn.testing.tolerance import verdicts
 
 from .. import caches, sequences, tangents
 from ..caches import Cached
+from ..offline import absent
 from .device import Device, gpu
 from .memory import sparse
 
@@ -113,21 +114,6 @@ class _ByTf32(TorchDispatchMode):
         return operator(*arguments, **(options or {}))
 
 
-@contextlib.contextmanager
-def _rounding(tf32):
-    settings = torch.backends.cuda.matmul
-    before = settings.fp32_precision
-    settings.fp32_precision = "tf32" if tf32 else before
-    try:
-        yield
-    finally:
-        settings.fp32_precision = before
-
-
-def _of(multiprocessors):
-    return mock.patch.object(run, "multiprocessors", lambda device: multiprocessors)
-
-
 def _attention(entry, device):
     """Call attention as an Entry says. Return its results, and a function that compares them and returns verdicts."""
     case, lengths = entry.case, entry.lengths
@@ -145,7 +131,8 @@ def _attention(entry, device):
     elif entry.far is not None:
         tensors = {name: _far(x, *entry.far) if x.dim() == 4 else x for name, x in tensors.items()}
     two_passes = mock.patch.object(torch, "are_deterministic_algorithms_enabled", lambda: entry.two_passes)
-    with _rounding(entry.tf32), two_passes, _of(entry.multiprocessors):
+    multiprocessors = mock.patch.object(run, "multiprocessors", lambda device: entry.multiprocessors)
+    with absent.rounding("tf32" if entry.tf32 else "ieee"), two_passes, multiprocessors:
         for _ in range(entry.times):
             device.launches.clear()
             got = with_gradients(attend, tensors, given | planned, case.grads)

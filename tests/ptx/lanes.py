@@ -106,11 +106,6 @@ class Lanes:
         result[:, self.lanes(m)] = found
         return result
 
-    def special(self, name):
-        if name not in self.specials:
-            raise NotImplementedError(name)
-        return self.specials[name]
-
     # Parameters of the kernel
 
     def param_address(self, name, dtype):

@@ -109,11 +109,6 @@ def _between(size, strided):
     return none if none.any() else None
 
 
-def _strided(tensor):
-    steps = [step * tensor.itemsize for step in tensor.stride()]
-    return tensor.storage_offset() * tensor.itemsize, tensor.shape, steps, tensor.itemsize
-
-
 class Memory:
     """The storages that a launch may access, and the uninitialised bytes of each tensor."""
 
@@ -139,7 +134,9 @@ class Memory:
         for name, tensor in tensors.items():
             storage = tensor.untyped_storage()
             ranges.setdefault(storage.data_ptr(), (storage.nbytes(), []))[1].append(name)
-            strided.setdefault(storage.data_ptr(), []).append(_strided(tensor))
+            first, size = tensor.storage_offset() * tensor.itemsize, tensor.itemsize
+            steps = [step * size for step in tensor.stride()]
+            strided.setdefault(storage.data_ptr(), []).append((first, tensor.shape, steps, size))
         for name, descriptor in described.items():
             of = TensorMap(*descriptor.what)
             shape, strides = of.elements()
@@ -238,6 +235,3 @@ class GlobalMemory(Lanes):
             found.append(there[place])
             there[place] += more
         return self.spread(m, np.array([found], np.uint32))[0]
-
-    def fence_global(self, m):
-        """Do nothing."""

@@ -95,13 +95,10 @@ def shr(x, n):
     return shifted if x.dtype.kind == "i" else where(n < bits, shifted, x.dtype.type(0))
 
 
-def _funnel(low, high, n):
-    return (((high.astype(U64) << U64(32)) | low.astype(U64)) >> n.astype(U64)).astype(U32)
-
-
 def shf_l_wrap(low, high, n):
     """Return the upper half of (high, low) << (n mod 32)."""
-    return _funnel(low, high, 32 - (n & U32(31)))
+    n = 32 - (n & U32(31))
+    return (((high.astype(U64) << U64(32)) | low.astype(U64)) >> n.astype(U64)).astype(U32)
 
 
 def bfe(x, position, length):

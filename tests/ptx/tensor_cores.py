@@ -23,11 +23,6 @@ def _exponents(x):
     return np.where(x == 0, NOTHING, np.frexp(x)[1] - 1).astype(np.int16)
 
 
-def _cut(x):
-    """Return float64 x as float32, rounded towards 0."""
-    return (x.view(np.int64) & -(1 << 29)).view(np.float64).astype(F32)
-
-
 class TensorCore(NamedTuple):
     """Constants of the tensor cores of one GPU; `plus` adds products as they do."""
 
@@ -51,7 +46,8 @@ class TensorCore(NamedTuple):
         total = np.trunc(sums * scale)
         for i in range(left.shape[3]):
             total += np.trunc(left[..., i] * right[..., i] * scale)
-        return _cut(total / scale)
+        rounded_towards_0 = ((total / scale).view(np.int64) & -(1 << 29)).view(np.float64)
+        return rounded_towards_0.astype(F32)
 
 
 MEASURED = {80: TensorCore(8, 1, -132), 90: TensorCore(16, 2, -133)}  # A100, H100

@@ -13,6 +13,11 @@ from .report import Fault
 from .shared import SMEM_BASE
 
 
+def edited(body, text, becomes):
+    assert text in body
+    return body.replace(text, becomes)
+
+
 def permuted(row, byte, span):
     """Return the swizzled address of a byte in a row of `span` bytes; 16-byte groups swap within 128-byte lines."""
     return row * span + (byte // 16 ^ row * span // 128 % (span // 16)) * 16 + byte % 16
@@ -115,8 +120,7 @@ def test_a_hazard_of_a_product_is_reported(name):
     bodies = []
 
     def change(body):
-        assert old in body
-        bodies.append(body.replace(old, new))
+        bodies.append(edited(body, old, new))
         return bodies[0]
 
     report, *_ = product(change=change)
@@ -164,9 +168,8 @@ over:"""
 
 def handed_over(old="", new=""):
     """Return (Report, words that the second warp loaded) of the mbarrier kernel, with `old` replaced by `new`."""
-    assert old in HANDED_OVER
     out = torch.zeros(64, dtype=torch.int32)
-    return execute(HANDED_OVER.replace(old, new) if old else HANDED_OVER, out=out), out
+    return execute(edited(HANDED_OVER, old, new), out=out), out
 
 
 def test_phases_of_an_mbarrier_hand_over():
@@ -242,11 +245,6 @@ def tensor_map(x):
     """Return a TMA descriptor of the first WIDTH of the PITCH elements in each row of x, with boxes of 1 KB."""
     block, shape, strides, swizzle = (1, 1, 8, 64), (1, 1, HEIGHT, WIDTH), (*LARGE, PITCH, 1), 3
     return SimpleNamespace(what=TensorMap(x.data_ptr(), swizzle, x.itemsize, UINT16, block, shape, strides, 0))
-
-
-def edited(body, text, becomes):
-    assert text in body
-    return body.replace(text, becomes)
 
 
 SEVENS = "mov.b32 %r7, 7; st.shared.v4.b32 [%r0+1024], {%r7, %r7, %r7, %r7}; bar.sync 0;"

@@ -12,6 +12,7 @@ from fusedattn.launch import failures, run, tile_table
 from fusedattn.testing.tolerance import verdict
 
 from ..close import assert_like
+from ..inside import differentiated
 from . import calls
 from .cases import dense
 from .device import gpu
@@ -26,12 +27,6 @@ def _attend(*inputs, **options):
 
 def _drawn(rows=70, keys=40, width=64):
     return [torch.randn(1, 1, n, width, **BF16, requires_grad=True) for n in (rows, keys, keys)]
-
-
-def _results(function, inputs, incoming=None, **options):
-    """Return the output of a function and the gradients of its inputs, by default from gradients of 1."""
-    out = function(*inputs, **options)
-    return [out, *torch.autograd.grad(out, inputs, torch.ones_like(out) if incoming is None else incoming)]
 
 
 def _far_past_the_end(width):
@@ -62,7 +57,7 @@ EXTREME = {
 def test_gradients_of_extreme_numbers_are_finite(draw, options, width):
     inputs = [x.detach().to(**BF16).requires_grad_() for x in draw(width)]
     with gpu(90) as device:
-        results = _results(_attend, inputs, torch.randn(1, 1, inputs[0].shape[2], width, **BF16), **options)
+        results = differentiated(_attend, inputs, torch.randn(1, 1, inputs[0].shape[2], width, **BF16), **options)
     assert all(x.isfinite().all() for x in results) and "backward" in [x.name for x in device.launches]
 
 
@@ -73,8 +68,8 @@ def test_the_row_max_is_added_before_the_logarithm(width):
     inputs[:2] = [torch.full_like(x, 2.0**15).requires_grad_() for x in inputs[:2]]
     incoming = torch.randn(1, 1, 70, width, **BF16)
     with gpu(90):
-        got = _results(_attend, inputs, incoming)[3]
-    eager = _results(fa.reference.eager, inputs, incoming)[3]
+        got = differentiated(_attend, inputs, incoming)[3]
+    eager = differentiated(fa.reference.eager, inputs, incoming)[3]
     want = incoming.double().mean(2, keepdim=True).expand_as(inputs[1]) * 70 / 40
     assert verdict(got, eager, want).ok
 
@@ -85,8 +80,8 @@ def test_slopes_beside_a_softcap_may_make_scores_large(width):
     inputs, incoming = _drawn(40, 200, width), torch.randn(1, 1, 40, width, **BF16)
     options = dict(softcap=50.0, alibi_slopes=torch.tensor([5000.0]), key_mask=torch.arange(200)[None] < 20)
     with gpu(90):
-        got = _results(_attend, inputs, incoming, **options)
-    assert_like(got, lambda: _results(fa.reference.eager, inputs, incoming, **options))
+        got = differentiated(_attend, inputs, incoming, **options)
+    assert_like(got, lambda: differentiated(fa.reference.eager, inputs, incoming, **options))
 
 
 def test_a_compiled_call_copies_tensors_that_tma_cannot_read():
@@ -197,10 +192,10 @@ def test_blocks_of_hidden_keys_get_zeros(width, ordered, monkeypatch):
         x.data[:, :, ~real] = float("nan")
     incoming = torch.randn(1, 1, 150, width, **BF16)
     with gpu(90) as device:
-        got = _results(fa.attention, inputs, incoming, key_mask=real)
+        got = differentiated(fa.attention, inputs, incoming, key_mask=real)
     assert [x.name for x in device.launches].count("backward") == 1
     assert not any(x[:, :, ~real].any() for x in got[2:])
-    assert_like(got, lambda: _results(fa.reference.eager, shown, incoming, key_mask=real))
+    assert_like(got, lambda: differentiated(fa.reference.eager, shown, incoming, key_mask=real))
 
 
 MASKED = {"D64": (64, {}), "D128 causal": (128, dict(causal=True)), "D256": (256, dict(softcap=5.0))}
@@ -223,10 +218,10 @@ def test_a_plan_has_the_bits_of_its_mask(width, options):
     incoming, results = torch.randn(1, 2, 313, width, **BF16), []
     with gpu(90):
         for masks in (dict(mask=mask, key_mask=real), dict(mask=plan)):
-            results.append(_results(_attend, inputs, incoming, **masks, **options))
+            results.append(differentiated(_attend, inputs, incoming, **masks, **options))
     assert all(map(torch.equal, *results))
     masks = dict(mask=mask, key_mask=real)
-    assert_like(results[0], lambda: _results(fa.reference.eager, shown, incoming, **masks, **options))
+    assert_like(results[0], lambda: differentiated(fa.reference.eager, shown, incoming, **masks, **options))
 
 
 @pytest.mark.parametrize("options", [{}, dict(causal=True, align="top_left")], ids=["full", "top_left"])
@@ -280,9 +275,9 @@ def test_sequences_of_a_vmap_have_a_sink_each(biased):
 
     incoming = torch.randn_like(inputs[0])
     with gpu(90) as device:
-        got = _results(torch.vmap(attend), inputs, incoming)
+        got = differentiated(torch.vmap(attend), inputs, incoming)
     assert {"dq", "backward"} <= {x.name for x in device.launches}
-    assert_like(got, lambda: _results(eager, inputs, incoming))
+    assert_like(got, lambda: differentiated(eager, inputs, incoming))
 
 
 def test_heads_of_one_key_head_share_a_block():
@@ -337,7 +332,7 @@ def test_sums_of_short_sequences_are_not_padded_to_blocks():
     """Sequences of one row would need 258 times the memory of query for sums of dq."""
     inputs, ends = [torch.randn(40, 1, 64, **BF16, requires_grad=True) for _ in range(2)], range(0, 41, 10)
     with gpu(90) as device:
-        _results(lambda *x: Packed()(*x, *[torch.tensor(ends, dtype=torch.int32)] * 2), inputs)
+        differentiated(lambda *x: Packed()(*x, *[torch.tensor(ends, dtype=torch.int32)] * 2), inputs)
     assert "dkdv" in [x.name for x in device.launches]
 
 
@@ -353,7 +348,7 @@ def test_wrong_offsets_leave_no_program_waiting(rows, keys, mask, passes, unchec
     passes(2)
     with gpu(90) as device:
         most = dict(max_seqlen_q=130, max_seqlen_k=max(keys))
-        _results(lambda *x: fa.attention_varlen(*x, *offsets, **most, mask=mask, backend="hopper"), inputs)
+        differentiated(lambda *x: fa.attention_varlen(*x, *offsets, **most, mask=mask, backend="hopper"), inputs)
     assert [x.name for x in device.launches].count("backward") == 1
 
 
@@ -364,9 +359,9 @@ def test_a_block_of_keys_that_no_row_sees(width, ordered, passes):
     options["mask"][:, 256:384] = False
     passes(ordered)
     with gpu(90) as device:
-        got = _results(_attend, inputs, **options)
+        got = differentiated(_attend, inputs, **options)
     assert {"backward", "stored_backward"} & {x.name for x in device.launches}
-    assert_like(got, lambda: _results(fa.reference.eager, inputs, **options))
+    assert_like(got, lambda: differentiated(fa.reference.eager, inputs, **options))
 
 
 def test_the_last_keys_add_first_however_many_blocks_are_hidden_before_them(passes):
@@ -394,8 +389,8 @@ def test_a_part_of_a_plan_shares_its_words():
     plan = fa.plan(mask)
     part = plan._replace(block_mask=plan.block_mask[39:], shape=(1, 1, 64, 64))
     with gpu(90):
-        got = _results(_attend, inputs, mask=part)
-    assert_like(got, lambda: _results(fa.reference.eager, inputs, mask=mask[39:]))
+        got = differentiated(_attend, inputs, mask=part)
+    assert_like(got, lambda: differentiated(fa.reference.eager, inputs, mask=mask[39:]))
 
 
 @pytest.mark.parametrize("row", [0, 1, 64])

@@ -9,11 +9,6 @@ from .shared import SharedMemory
 REDUCTIONS = dict(min=np.minimum, max=np.maximum, add=np.add)
 
 
-def ballot(votes):
-    """Return one number for each warp, whose bits are the rows of (warps, 32) bools."""
-    return (votes.astype(U32) << np.arange(32, dtype=U32)).sum(1, dtype=U32)
-
-
 def floats(raw, kind):
     """Return elements of 16 or 32 bits as float32. tf32 drops the lower 13 bits."""
     if kind == "tf32":
@@ -62,7 +57,8 @@ class Warp(SharedMemory):
         """Return one result for the active lanes of each warp, which must be the lanes in `members` (redux.sync)."""
         active = np.ones((self.L // 32, 32), bool) if m is None else m.reshape(-1, 32)
         named = np.broadcast_to(members, self.L).reshape(-1, 32)
-        if ((named != ballot(active)[:, None]) & active).any():
+        bits = (active.astype(U32) << np.arange(32, dtype=U32)).sum(1, dtype=U32)  # a bit for each lane of a warp
+        if ((named != bits[:, None]) & active).any():
             raise Fault(f"line {line}: the active lanes are not the named lanes")
         result = x.reshape(-1, 32).copy()
         for values, chosen in zip(result, active, strict=True):

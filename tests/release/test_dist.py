@@ -3,6 +3,7 @@
 import importlib.util
 import re
 import runpy
+import subprocess
 import tarfile
 import zipfile
 from pathlib import Path
@@ -72,11 +73,9 @@ def test_the_changelog_knows_the_version():
     "missing, folders", [({"venv"}, ["here"]), ({"ensurepip"}, []), ({"ensurepip", "pip"}, ["here"])]
 )
 def test_a_python_that_cannot_make_a_venv(missing, folders, tmp_path, monkeypatch):
-    spec = importlib.util.spec_from_file_location("setup_venv", ROOT / ".ci" / "setup_venv.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = runpy.run_path(str(ROOT / ".ci" / "setup_venv.py"))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in missing else spec)
-    monkeypatch.setattr(script.subprocess, "run", lambda command: pytest.fail("it must not be tried"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in missing else name)
+    monkeypatch.setattr(subprocess, "run", lambda command: pytest.fail("it must not be tried"))
     with pytest.raises(SystemExit, match="^make: python3 cannot make a venv; install it, .*python3-venv$"):
-        script.make_venv("python3", folders)
+        script["make_venv"]("python3", folders)

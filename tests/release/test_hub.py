@@ -14,19 +14,7 @@ KERNELS = ROOT / ".kernels"  # from `make .kernels`; not the folder `kernels` of
 WORKLOADS = {f"{name}.small" for name in ("FlashAttention", "FlashAttentionCausal", "FlashAttentionVarlen")}
 
 
-@pytest.fixture(scope="module")
-def hub():
-    return runpy.run_path(str(ROOT / ".ci" / "hub.py"))
-
-
-@pytest.fixture(scope="module")
-def folder(hub, tmp_path_factory):
-    into = tmp_path_factory.mktemp("hub") / "fusedattn"
-    hub["write"](into)
-    return into
-
-
-def test_kernels_loads_it_beside_the_installed_copy(folder, tmp_path):
+def test_kernels_loads_it_beside_the_installed_copy(tmp_path):
     """The build loads beside the installed copy, has operator names of its own, and needs no network."""
     pytest.importorskip("triton", reason="one of the backends is Triton's")
     if not KERNELS.exists():
@@ -34,6 +22,8 @@ def test_kernels_loads_it_beside_the_installed_copy(folder, tmp_path):
             importlib.metadata.version("kernels")
         except importlib.metadata.PackageNotFoundError:
             pytest.skip("Hugging Face's kernels is not installed: make .kernels")
+    folder = tmp_path / "hub" / "fusedattn"
+    runpy.run_path(str(ROOT / ".ci" / "hub.py"))["write"](folder)
     environment = dict(PYTHONPATH=str(KERNELS), TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
     printed = run_python(ROOT / "tests" / "release" / "hub.py", folder, ROOT, cwd=tmp_path, **environment)
     said = json.loads(printed.splitlines()[-1])

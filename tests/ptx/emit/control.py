@@ -5,17 +5,9 @@ from .registry import instruction
 
 
 @instruction("bra", modifiers="uni")
-def bra(e, op, label):
-    branch(e, e.program.labels[label])
-
-
 @instruction("ret")
-def ret(e, op):
-    branch(e, -1)
-
-
-def branch(e, target):
-    guard = e.guard()
+def branch(e, op, *label):
+    guard, target = e.guard(), e.program.labels[label[0]] if op.name == "bra" else -1
     e.go(target if guard is None else f"('br', {guard}, {target}, {e.block + 1})")
 
 
@@ -33,7 +25,7 @@ def bar(e, op, number, count=None):
     e.go(f"('bar', {number}, {count}, {e.block + 1}, {e.current.line})")
 
 
-@instruction("bar.warp.sync")
+@instruction("bar.warp.sync fence.proxy.async.global fence.acq_rel.gpu")
 @instruction("setmaxnreg.inc.sync.aligned setmaxnreg.dec.sync.aligned", "u32")
 def nothing(e, op, *operands):
-    """Emit nothing: lanes of a warp see each other's writes at once, and registers are not counted."""
+    """Emit nothing: each lane sees the writes of all others at once, and registers are not counted."""

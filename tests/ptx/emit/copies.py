@@ -16,8 +16,6 @@ GROUPS = {  # the method of the machine
     "wgmma.fence.sync.aligned": "wgmma_fence",
     "wgmma.commit_group.sync.aligned": "wgmma_commit",
     "fence.proxy.async.shared::cta": "fence_async",
-    "fence.proxy.async.global": "fence_global",
-    "fence.acq_rel.gpu": "fence_global",
 }
 _BOX = re.compile(r"\[\s*([%\w]+)\s*,\s*\{([^}]*)\}\s*\]$")
 

@@ -127,7 +127,7 @@ class Emitter:
             source = f"S.param_address({text!r}, {kept.__name__})"
         else:
             self.require(_SPECIAL.match(text))
-            source, kept = f"S.special({text!r})", U32
+            source, kept = f"S.specials[{text!r}]", U32
         self.require(bits(dtype) == bits(kept))
         return source if dtype == kept else f"{source}.view({dtype.__name__})"
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ..ops import F32, U32, U64
+from ..ops import F32, U32
 from .arithmetic import FLOATS, unpack
 from .operands import TYPES, UNSIGNED, bits, is_float, vector
 from .registry import instruction
@@ -16,6 +16,7 @@ FLOAT_COMPARISONS = COMPARISONS | {
 
 
 @instruction("mov", "pred b16 b32 b64 u16 u32 u64")
+@instruction("cvta.param", "u64")  # the address of a parameter is already a generic one
 def mov(e, op, d, a):
     """Emit a move of a register, or of the parts of a wide register, lowest part first."""
     if d.startswith("{"):
@@ -32,12 +33,6 @@ def mov(e, op, d, a):
     else:
         (source,) = e.read_all([a], e.home(d))
         e.write(d, source, e.home(d))
-
-
-@instruction("cvta.param", "u64")
-def cvta(e, op, d, a):
-    """Emit a copy: the address of a parameter is already a generic one."""
-    e.write(d, e.read(a, U64), U64)
 
 
 @instruction("cvt", NUMBERS, f"rn {NUMBERS}")
