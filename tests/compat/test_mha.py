@@ -220,3 +220,14 @@ def test_it_computes_by_the_backend_that_is_named(device):
     with fa.use_backend("triton"):
         got = results(layer, inputs, **masks)
     assert_like(got, lambda: results(theirs, inputs, **masks))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_weights_of_nested_inputs_are_those_of_each_head():
+    theirs, ours = pair(batch_first=True)
+    inputs = torch.randn(3, 8), torch.randn(7, 8)
+    packed = torch.nested.nested_tensor(list(inputs))
+    options = dict(need_weights=True, average_attn_weights=False)
+    _, weights = ours(packed, packed, packed, **options)
+    for found, x in zip(weights, inputs, strict=True):
+        assert_like(found[:, : len(x), : len(x)], lambda x: theirs(x, x, x, **options)[1], x)

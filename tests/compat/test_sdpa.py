@@ -164,3 +164,11 @@ def test_it_computes_by_the_backend_that_is_named(device):
     assert_like(got, lambda: results(theirs, query, key, value, mask))
     with fa.use_backend("triton"), pytest.raises(NotImplementedError):
         compat.scaled_dot_product_attention(*(torch.randn(2, 600, device=device) for _ in range(3)))
+
+
+def test_nested_tensors_take_a_scale():
+    offsets = torch.tensor([0, 3, 10])
+    inputs = [torch.nested.nested_tensor_from_jagged(torch.randn(10, 2, 8), offsets).transpose(1, 2) for _ in range(3)]
+    found = compat.scaled_dot_product_attention(*inputs, scale=0.3, is_causal=True).unbind()
+    for got, *one in zip(found, *(x.unbind() for x in inputs), strict=True):
+        assert_like(got, lambda *x: F.scaled_dot_product_attention(*x, scale=0.3, is_causal=True), *one)

@@ -160,8 +160,7 @@ def test_results_lie_as_the_query_does(device):
 TOKENS = {"pairs alone": (), "keys": ("key_mask",), "queries": ("query_mask",), "both": ("key_mask", "query_mask")}
 
 
-@pytest.mark.parametrize("tokens, planned", sample.checkered(TOKENS, [False, True]))
-@pytest.mark.one_in(4)
+@pytest.mark.parametrize("tokens, planned", sample.one_in(3, sample.product(TOKENS, [False, True])))
 def test_blocks_that_are_fully_visible_or_hidden(tokens, planned, device, two_passes):
     rows, keys = (40, 33), (50, 20)
     query, key, value, grad = draw_packed(rows, keys, device)

@@ -85,6 +85,20 @@ def _derivative(function, mode):
     return grad(function) if mode == "reverse" else lambda a: jvp(function, (a,), (torch.ones_like(a),))[1]
 
 
+def test_a_direction_may_depend_on_the_point(backend, device):
+    """The derivative of a JVP along x * along has a term for each x, also if calls are mapped and it is taken again."""
+    options = {name: x.detach() for name, x in OPTIONS["added"](SQ, SK, device).items() if name in ("bias", "sinks")}
+    query, key, value, along = _draw(device, torch.float32)
+
+    def again(function):
+        return lambda x: jvp(function, (x,), (x * along,))[1]
+
+    def derive(query, backend):
+        return vmap(again(again(again(lambda x: by(backend)(x, key, value, **options)))))(torch.stack([query, -query]))
+
+    assert_like(derive(query, backend), derive, query, "eager")
+
+
 @pytest.mark.parametrize(("first", "second", "third", "name"), product(*[("forward", "reverse")] * 3, OPTIONS)[::5])
 @pytest.mark.one_in(7)
 def test_third_derivatives(first, second, third, name, backend, device):
@@ -175,6 +189,9 @@ def test_gradients_by_sample(dropout, backend, device):
     assert not torch.allclose(unlike["v_proj.weight"][0], unlike["v_proj.weight"][1])
 
 
+LENGTHS = {"rows": ((5, 3), (4, 4), (0, 8)), "keys": ((4, 5), (6, 3), (9, 0))}
+
+
 @pytest.mark.parametrize("second", SECOND)
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
 @pytest.mark.one_in(5)
@@ -182,19 +199,19 @@ def test_mapped_derivatives_of_packed_sequences(dropout, second, backend, device
     """Mapped calls with different lengths have right derivatives, and the dropout bits of one joint call."""
     generator = torch.Generator().manual_seed(4)
     dtype, error = (torch.float32, 1e-4) if (backend, device) == ("triton", "cuda") else (torch.float64, 1e-9)
-    query, key, value, moved = (torch.randn(3, 8, HQ, 4, generator=generator).to(device, dtype) for _ in range(4))
-    starts = torch.stack([offsets(lengths, device) for lengths in ((5, 3), (4, 4), (0, 8))])
+    drawn = (torch.randn(3, n, HQ, 4, generator=generator).to(device, dtype) for n in (8, 9, 9, 8))
+    starts = [torch.stack([offsets(lengths, device) for lengths in LENGTHS[name]]) for name in LENGTHS]
 
-    def total(query, key, value, starts, backend=backend):
-        options = dict(max_seqlen_q=8, max_seqlen_k=8, causal=True, dropout_p=dropout, backend=backend)
-        out = fa.attention_varlen(query, key, value, starts, starts, **options | (dict(seed=7) if dropout else {}))
-        return out.pow(3).sum()
+    def derive(query, key, value, moved, rows, keys, backend=backend):
+        options = dict(max_seqlen_q=8, max_seqlen_k=9, causal=True, dropout_p=dropout, backend=backend)
+        options |= dict(seed=7) if dropout else {}
+        return SECOND[second](
+            lambda x: fa.attention_varlen(x, key, value, rows, keys, **options).pow(3).sum(), query, moved
+        )
 
-    def derive(query, key, value, starts, moved, backend=backend):
-        return SECOND[second](lambda x: total(x, key, value, starts, backend), query, moved)
-
-    together = (starts[:, :-1] + 8 * torch.arange(3, device=device)[:, None]).flatten()
-    together = torch.cat([together, starts.new_full((1,), 24)]).int()
-    joined = [x.flatten(0, 1) for x in (query, key, value)]
-    got = vmap(derive)(query, key, value, starts, moved).flatten(0, 1)
-    assert_like(got, derive, *joined, together, moved.flatten(0, 1), "naive")
+    inputs = [*drawn, *starts]
+    joined = [x.flatten(0, 1) for x in inputs[:4]]
+    for x in starts:
+        firsts = x[:, :-1] + x[:, -1:] * torch.arange(3, device=device)[:, None]
+        joined.append(torch.cat([firsts.flatten(), 3 * x[0, -1:]]).int())
+    assert_like(vmap(derive)(*inputs).flatten(0, 1), derive, *joined, "naive")

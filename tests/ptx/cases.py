@@ -159,6 +159,7 @@ _ON_HOPPER = dense(
             ("D128", WIDE),
             ("D256", dict(D=256)),
             ("D80 fp16", dict(dtype=FP16, D=80)),
+            ("causal, two rows", dict(causal=True, Sq=2, Sk=70)),
             ("causal", dict(causal=True, Sq=300, Sk=300, multiprocessors=1)),  # pairs of blocks, as in the next case
             ("causal D128", dict(causal=True, Sq=300, Sk=333, multiprocessors=1, **WIDE)),
             ("window", dict(window=(40, 20), Sq=300, Sk=300, multiprocessors=2)),
@@ -216,7 +217,7 @@ _ON_HOPPER = dense(
             ("dropout, window of one key D128", dict(dropout=0.3, window=(0, 0), Sq=70, Sk=70, **WIDE)),
             ("dropout, splits", dict(dropout=0.3, softcap=5.0, B=2, Sq=70, Sk=1200, times=3)),
             ("dropout, options, two passes D128", _DROPPED | WIDE | TWO),
-            ("key mask, splits", dict(key_mask="own", B=2, Sq=70, Sk=1200)),
+            ("key mask, splits", dict(key_mask="own", B=2, Sq=70, Sk=900)),
             ("packed", _TOGETHER | dict(multiprocessors=3)),  # full: programs take several blocks
             ("packed causal D128", _TOGETHER | dict(causal=True, **WIDE)),
             ("packed D64, two passes", _TOGETHER | dict(window=(60, 0)) | TWO),
@@ -350,7 +351,8 @@ WIDE_HEADS += [Entry(case._replace(name=f"decode: {case.name}")) for case in cac
 FEW = (
     *("window, two passes", "dropout under a key mask", "bias over batch (dbias)", "packed causal", "far apart"),
     *("decode: new keys in pages", "decode: cache, split and merged"),
-    *("hopper window", "hopper causal D256", "hopper packed causal D128"),
+    *("hopper window", "hopper causal D256", "hopper packed causal D128", "hopper causal, two rows"),
+    *("hopper query mask, packed", "hopper key mask, splits"),
 )
 
 # `make test-all` runs each named call for one GPU, and these for the other GPU, too. So it runs each first tile.
