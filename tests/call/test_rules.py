@@ -131,7 +131,7 @@ OF_PAGED = of_types(dict(block_table=PAGED["block_table"])) + of_values(
     # Two sequences share a page: both append to it, or one overwrites an old key of the other, or of itself.
     wrong("block_table", block_table=ints((0, 3), (3, 0)), cache_seqlens=ints(2, 6)),
     wrong("block_table", block_table=ints((0, 3), (3, 0)), cache_seqlens=ints(2, 4)),
-    wrong("block_table", block_table=ints((0, 3), (0, 4)), cache_seqlens=ints(3, 5)),
+    wrong("block_table", block_table=ints((0, 3), (0, 4)), cache_seqlens=ints(3, 4)),
     wrong("block_table", block_table=ints((1, 1), (2, 4))),
     wrong("block_table", key_cache=ones(0, HKV, PAGE, D), value_cache=ones(0, HKV, PAGE, DV)),
 ]  # fmt: skip
