@@ -53,11 +53,18 @@ def repeated(x: Tensor, heads: int) -> Tensor:
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
+def _each_repeated(x: Tensor, heads: int) -> Tensor:
+    """Return `repeated` of x, which torch before 2.13 cannot export for any length."""
+    if x.shape[1] == heads:
+        return x
+    return torch.cat([head for head in x.split(1, 1) for _ in range(heads // x.shape[1])], 1)
+
+
 FEWEST_COPIES = scores_of, sums_of
 # The same products as users write them, with repeated key heads.
 AS_WRITTEN = (
-    lambda query, key, scale: query @ repeated(key, query.shape[1]).mT * scale,
-    lambda weights, value: weights @ repeated(value, weights.shape[1]),
+    lambda query, key, scale: query @ _each_repeated(key, query.shape[1]).mT * scale,
+    lambda weights, value: weights @ _each_repeated(value, weights.shape[1]),
 )
 
 

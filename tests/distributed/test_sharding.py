@@ -33,7 +33,7 @@ CASES = {
     "weights": ((), dict(causal=True, return_weights=True)),
 }
 # Torch 2.10 gathers gradients of uneven shards with the strides of even shards.
-OLDEST = torch.__version__ < (2, 11)
+OLDEST, OLD = (torch.__version__ < (2, minor) for minor in (11, 12))
 
 
 def placement(name):
@@ -139,10 +139,10 @@ def test_compiled(rank, size, name):
 )
 def test_what_is_replicated_is_cut_and_its_gradient_is_a_partial_sum(rank, size, heads, key_heads, where, key_where):
     places = dict(query=(where,), key=(key_where,), value=(key_where,))
-    check(drawn(heads, key_heads), places, {}, sends=None if heads == 5 and OLDEST else 0)
+    check(drawn(heads, key_heads), places, {}, sends=None if heads == 5 and OLD else 0)
 
 
-@pytest.mark.skipif(OLDEST, reason="DTensors of torch 2.10 have no second derivative, and it says so")
+@pytest.mark.skipif(OLD, reason="DTensors of torch before 2.12 have no second derivative, and it says so")
 @on_ranks(2)
 def test_second_derivatives(rank, size):
     def of(tensors):
