@@ -151,7 +151,7 @@ register(_DECODE, _decode_operator, _new_decode, _check_decode, _refuse_decode, 
 
 # Inductor before torch 2.13 takes the place of a tensor in its storage for a place in the tensor, if an operator
 # writes to an input of the graph: it then reads and writes past the end. Copies that are not needed it removes.
-_STARTS_LOST = torch.__version__ < (2, 13)
+_STARTS_LOST = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 
 
 def _run(decode: Decode, need_lse: bool, need_weights: bool, backend: str):
@@ -167,9 +167,10 @@ def _run(decode: Decode, need_lse: bool, need_weights: bool, backend: str):
         flops.offer(OPERATORS.decode)
         with contextlib.nullcontext() if compiling else below_autograd():  # no input requires a gradient
             if appends:
-                written = [x.clone() for x in caches[:2]] if compiling and _STARTS_LOST else caches[:2]
+                to = decode.key_cache, decode.value_cache
+                written = [x.clone() for x in to] if compiling and _STARTS_LOST else to
                 OPERATORS.append(*written, *caches[2:], decode.new_key, decode.new_value, *rotary, call.named, backend)
-                for cache, copy in zip(caches, written, strict=False):
+                for cache, copy in zip(to, written, strict=True):
                     if copy is not cache:
                         cache.copy_(copy)
             out, lse = OPERATORS.decode(call.query, *caches, decode.added, *rotary, *options, need_lse, backend)

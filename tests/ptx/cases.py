@@ -163,7 +163,7 @@ _ON_HOPPER = dense(
             ("causal", dict(causal=True, Sq=300, Sk=300, multiprocessors=1)),  # pairs of blocks, as in the next case
             ("causal D128", dict(causal=True, Sq=300, Sk=333, multiprocessors=1, **WIDE)),
             ("window", dict(window=(40, 20), Sq=300, Sk=300, multiprocessors=2)),
-            ("causal D256", dict(causal=True, D=256, Sq=150, Sk=170, multiprocessors=1)),
+            ("causal D256", dict(causal=True, D=256, Sq=102, Sk=122, multiprocessors=1)),
             ("softcap, a repeated call", dict(softcap=1.5, times=3)),
             ("softcap D128 causal, two passes", dict(softcap=1.5, causal=True, Sq=300, Sk=333, **WIDE | TWO)),
             ("softcap, sinks, scale, packed D128 fp16", _TOGETHER | WIDE | _CAPPED),
@@ -183,7 +183,7 @@ _ON_HOPPER = dense(
             ("bias, key mask D128", dict(bias="pairs", key_mask="own", B=2, **WIDE)),
             ("bias of keys, cap D256", dict(bias="keys", softcap=5.0, D=256, **SHORT | dict(Sk=104))),
             ("bias of rows, a repeated call", dict(bias="rows", times=3)),
-            ("bias of rows, sinks D128 causal", dict(bias="rows", sinks=True, causal=True, B=2, **WIDE)),
+            ("bias of rows, sinks D128 causal", dict(bias="rows", sinks=True, causal=True, **SHORT, **WIDE)),
             ("bias of rows, slopes, packed", _TOGETHER | _ROW_SUMS),
             ("bias of rows, cap D128, two passes", dict(bias="rows", softcap=5.0, key_mask="own", **WIDE | TWO)),
             ("bias of rows D192 Dv128 fp16", _LATENT | dict(bias="rows", dtype=FP16, grads="out and lse", **SHORT)),
@@ -352,7 +352,7 @@ FEW = (
     *("window, two passes", "dropout under a key mask", "bias over batch (dbias)", "packed causal", "far apart"),
     *("decode: new keys in pages", "decode: cache, split and merged"),
     *("hopper window", "hopper causal D256", "hopper packed causal D128", "hopper causal, two rows"),
-    *("hopper query mask, packed", "hopper key mask, splits"),
+    *("hopper query mask, packed", "hopper key mask, splits", "hopper bias of rows, sinks D128 causal"),
 )
 
 # `make test-all` runs each named call for one GPU, and these for the other GPU, too. So it runs each first tile.
