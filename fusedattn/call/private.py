@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
+OLD_COMPILER = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)  # it has faults that calls avoid
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 

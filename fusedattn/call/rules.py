@@ -102,6 +102,7 @@ def overriding(arguments: Sequence[Any]) -> tuple[Any, ...]:
     overriding = None, *[x for x in arguments if type(x).__module__ not in private.TENSORS_OF_TORCH]
     # The compiler's has_torch_function also returns True while __torch_function__ is disabled.
     enabled = private.torch_function_enabled() or not is_compiling()
+    # Torch 2.11 cannot compile `handle_torch_function` with arguments that lack __torch_function__, such as None.
     return tuple(x for x in overriding if has_torch_function((x,))) if enabled else ()
 
 

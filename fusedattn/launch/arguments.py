@@ -178,9 +178,9 @@ def common(call):
 
 
 def sums_sinks_by_row(call):
-    """Return whether only the kernel dq can sum the gradient of the sinks.
+    """Return whether the kernel dq must sum the gradient of sinks, because `preprocess` cannot.
 
-    So it is in parts of a call, and if packed sequences have different sinks, as under torch.vmap.
+    That is so for parts of a call, and for packed sequences with different sinks, as under torch.vmap.
     """
     return call.sinks is not None and (call.partial or (call.cu_seqlens_q is not None and len(call.sinks) > 1))
 

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from ..call.decode import Decode
 from ..call.layout import arrange
 from ..call.options import Call, wide_dtype
-from ..call.private import dispatch_modes, holds, transforms_active
+from ..call.private import OLD_COMPILER, dispatch_modes, holds, transforms_active
 from ..call.rules import autocasting
 from . import pairs
 from .blocks import CACHE, CUT_ROWS, Block, Part, block, parts, readable, sized, uncut
@@ -54,9 +54,9 @@ def repeated(x: Tensor, heads: int) -> Tensor:
 
 
 def _each_repeated(x: Tensor, heads: int) -> Tensor:
-    """Return `repeated` of x, which torch before 2.13 cannot export for any length."""
-    if x.shape[1] == heads:
-        return x
+    # Before torch 2.13 repeat_interleave cannot be exported with dynamic lengths.
+    if not (OLD_COMPILER and 0 < x.shape[1] < heads):
+        return repeated(x, heads)
     return torch.cat([head for head in x.split(1, 1) for _ in range(heads // x.shape[1])], 1)
 
 

@@ -20,7 +20,7 @@ from ..call.decode import (
 )
 from ..call.layout import dense
 from ..call.options import TENSORS, Call, tensors, wide_dtype, with_tensors
-from ..call.private import argument_names, below_autograd, transforms_active, unmapped
+from ..call.private import OLD_COMPILER, argument_names, below_autograd, transforms_active, unmapped
 from ..call.rules import fail, plain
 from ..cpu import decode as cpu_decode
 from ..naive import decode as naive_decode, formula
@@ -149,11 +149,6 @@ register(_APPEND, _append_operator, lambda *_: None, rules.check_append, _refuse
 register(_DECODE, _decode_operator, _new_decode, _check_decode, _refuse_decode, _decompose)
 
 
-# Inductor before torch 2.13 takes the place of a tensor in its storage for a place in the tensor, if an operator
-# writes to an input of the graph: it then reads and writes past the end. Copies that are not needed it removes.
-_STARTS_LOST = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
-
-
 def _run(decode: Decode, need_lse: bool, need_weights: bool, backend: str):
     """Append new keys, and return (output, lse or None, weights or None). The naive path computes weights."""
     call, appends, compiling = decode.call, decode.new_key is not None, torch.compiler.is_compiling()
@@ -168,13 +163,15 @@ def _run(decode: Decode, need_lse: bool, need_weights: bool, backend: str):
         with contextlib.nullcontext() if compiling else below_autograd():  # no input requires a gradient
             if appends:
                 to = decode.key_cache, decode.value_cache
-                written = [x.clone() for x in to] if compiling and _STARTS_LOST else to
+                # If an operator writes to an input that starts inside of its storage, Inductor before torch 2.13 counts
+                # that offset twice, and reads and writes past the end. It removes copies of caches without gaps.
+                written = [x.clone() for x in to] if compiling and OLD_COMPILER else to
                 OPERATORS.append(*written, *caches[2:], decode.new_key, decode.new_value, *rotary, call.named, backend)
                 for cache, copy in zip(to, written, strict=True):
                     if copy is not cache:
                         cache.copy_(copy)
             out, lse = OPERATORS.decode(call.query, *caches, decode.added, *rotary, *options, need_lse, backend)
-    if appends and not compiling:  # a compiler knows from the operator's schema that caches change
+    if appends and not compiling:  # a compiler sees that caches change
         torch.autograd.graph.increment_version((decode.key_cache, decode.value_cache))
     weights = formula.run_padded(naive_decode.dense(decode), False, True)[2] if need_weights else None
     return out, lse if need_lse else None, weights
