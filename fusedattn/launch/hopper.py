@@ -216,12 +216,19 @@ def bias_tiles(call, bias, form):
     return 2 * max(0, min(2, left // (2 * size)))  # even: each tile then has one reader, which misses no phase
 
 
+def heavy_options(call: Call) -> list[str]:
+    """Return the names of a call's options that take many registers in the Hopper backward."""
+    fields = "softcap", "alibi_slopes", "bias", "seed", "mask", "mask_bits"
+    return [name for name in fields if getattr(call, name) is not None and (name != "mask" or call.mask_bits is None)]
+
+
 def backward_limits(call: Call) -> list[str]:
     """Return the reasons why the Hopper backward does not support the options of a call; [] if it does."""
-    lacks = limits(call, forms=_FORMS_OF_BACKWARD)
-    heavy = "softcap", "alibi_slopes", "bias", "seed", "mask", "mask_bits"
-    given = [name for name in heavy if getattr(call, name) is not None and (name != "mask" or call.mask_bits is None)]
-    if len(given) > (most := tile_table.MOST_OPTIONS.get(row_width(call), 1)):
+    lacks, given = limits(call, forms=_FORMS_OF_BACKWARD), heavy_options(call)
+    most = tile_table.MOST_OPTIONS.get(row_width(call), 1)
+    if row_width(call) == 128 and "bias" in given and {"mask", "mask_bits"} & set(given):
+        most -= 1
+    if len(given) > most:
         names = ", ".join(map(_argument, given))
         lacks.append(f"it supports {most} of {names} at once: with more, registers would spill")
     if call.seed is not None and call.origin is not None and not dropout.is_aligned(call.origin):

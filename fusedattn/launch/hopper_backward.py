@@ -56,6 +56,14 @@ def _result(call, grad, columns):
     return descriptor(grad, EACH, columns, call.cu_seqlens_q is not None)
 
 
+def _dq_at(call, in_order):
+    """Return DQ_AT of `backward.Form`, the latest at which hardly a step reloads a register (bench/NOTES.md)."""
+    given = hopper.heavy_options(call)
+    if len(given) == 2 and call.seed is not None:
+        return 1
+    return 0 if len(given) > 2 or (len(given) == 2 and (in_order or call.bias is not None)) else 2
+
+
 def launch_sums(name, p, query_sums, turns, grads, form):
     """Compute dk and dv, and add up dq in query_sums, by hopper_bwd or hopper_bwd_deterministic."""
     call, device, rows = p.call, run.device_of(p.call.query), p.launched["Rows"]
@@ -64,6 +72,7 @@ def launch_sums(name, p, query_sums, turns, grads, form):
     at_once = width_k // (2 * EACH // form.rows)  # columns of dq that are added at a time
     tiles = 0 if bias is None else hopper.bias_tiles(call, bias, form)
     columns = (call.key.shape[3], call.value.shape[3]) if call.partial else ()
+    dq_at = _dq_at(call, turns is not None)
     with run.surroundings(device):
         words = blocks.words_by_keys(call, kind)
         launched = arguments.band(call) | dict(
@@ -80,7 +89,7 @@ def launch_sums(name, p, query_sums, turns, grads, form):
             GradV=_result(call, grads["value"], width_v),
             rules=_rules(p, call.mask_bits),
             heads=call.key.shape[1],
-            form=backward.Form(form.stages, tiles, REGISTERS, hopper.group_of(call), call.top_left, columns),
+            form=backward.Form(form.stages, tiles, dq_at, REGISTERS, hopper.group_of(call), call.top_left, columns),
         )
         # Without a mask of pairs, the kernel itself finds the blocks that a key mask hides.
         call = call._replace(block_mask=None) if words is None else call

@@ -47,12 +47,15 @@ class Shared(NamedTuple):
 class Form(NamedTuple):
     """Compile-time options. Shared memory has STAGES tiles of q and of do, and BIAS_TILES of a bias.
 
+    DQ_AT, for tiles of 64 rows: when a step waits for dq and stores it. 0: before the next weights. 1: after their
+    exponentials, before dropout and masks. 2: after both. Until then dq takes 32 registers (D 64: 16).
     REGISTERS: of a multiplying thread, and of other threads. GROUP and TOP_LEFT are as in Spec of the forward. COLUMNS:
     (D, Dv) if GradK and GradV are Views, otherwise ().
     """
 
     STAGES: int
     BIAS_TILES: int
+    DQ_AT: int
     REGISTERS: tuple
     GROUP: int
     TOP_LEFT: bool
@@ -177,10 +180,17 @@ def _give(g: gl.constexpr, shared, results, program, masks, form: gl.constexpr):
 
 
 @gluon.jit
+def _put(g: gl.constexpr, shared, step, dq):
+    """Wait for the products for dq, which began last, and store dq for the warp that adds it."""
+    dq = warpgroup_mma_wait(num_outstanding=0, deps=(dq,))
+    ring.put(shared.dq, step * GROUPS + g, body.lines(dq))
+
+
+@gluon.jit
 def _consume_whole(g: gl.constexpr, shared, wide, program, all_real, rules, form: gl.constexpr):
     """Compute dk and dv of 64 keys from 64 rows a step, and half the columns of each dq: the work of one warpgroup.
 
-    The weights of the next step are computed during the products for dq.
+    DQ_AT says which part of the next step's weights is computed during the products for dq.
     """
     GROUP: gl.constexpr = form.GROUP
     KEYS: gl.constexpr = shared.k.tiles.shape[-2]
@@ -212,7 +222,8 @@ def _consume_whole(g: gl.constexpr, shared, wide, program, all_real, rules, form
         block, member, keys = body.noted(shared.notes, 0, steps, keys)
         slope = body.slope_of(score, kv, member, GROUP)
     first_head = span.query_head(kv, member, GROUP)
-    p = body.biased_weights(g, s, shared, 0, steps > 0, block, keys, rules, first_head, slope, dtype)
+    p = body.biased_powers(g, s, shared, 0, steps > 0, block, keys, rules, slope, dtype)
+    p = body.weights(g, p, shared, 0, steps > 0, block, keys, rules, first_head)
     for step in range(steps):
         none = (block < keys.begin).to(gl.int32)  # always 0; if ptxas knew that, tile addresses would fill registers
         k, v = ring.tile(shared.k, g + none), ring.at(shared.v, g + none)
@@ -243,11 +254,16 @@ def _consume_whole(g: gl.constexpr, shared, wide, program, all_real, rules, form
         ring.release(shared.q, step)
         s = warpgroup_mma_wait(num_outstanding=GROUPS, deps=(next_s,))
         block, member, keys, slope = body.advance(shared, step + 1, steps, keys, score, slope, kv, block, member, GROUP)
-        next_head = span.query_head(kv, member, GROUP)
-        p = body.biased_weights(g, s, shared, step + 1, step + 1 < steps, block, keys, rules, next_head, slope, dtype)
-        dq = warpgroup_mma_wait(num_outstanding=0, deps=(dq,))
-        ring.put(shared.dq, step * GROUPS + g, body.lines(dq))
-    body.leave(g, shared, wide, first, band, scores.grad(score, dk), dv, steps, form)
+        more, next_head = step + 1 < steps, span.query_head(kv, member, GROUP)
+        if form.DQ_AT == 0:
+            _put(g, shared, step, dq)
+        p = body.biased_powers(g, s, shared, step + 1, more, block, keys, rules, slope, dtype)
+        if form.DQ_AT == 1:
+            _put(g, shared, step, dq)
+        p = body.weights(g, p, shared, step + 1, more, block, keys, rules, next_head)
+        if form.DQ_AT == 2:
+            _put(g, shared, step, dq)
+    body.leave(g, shared, wide, kv, first, band, scores.grad(score, dk), dv, steps, form)
 
 
 @gluon.jit
@@ -325,9 +341,7 @@ def backward(
         Results(Sums, GradK, GradV, Turns),
     )
     fence_async_shared()
-    wide = ()
-    if not isinstance(GradK, tensor_descriptor):  # pass one head's matrices: arguments of warpgroups stay in registers
-        wide = memory.of_keys(GradK, kv), memory.of_keys(GradV, kv)
+    wide = () if isinstance(GradK, tensor_descriptor) else (GradK, GradV)
     gl.warp_specialize(
         [
             (_consume, (0, shared, wide, program, all_real, rules, form)),

@@ -95,6 +95,14 @@ def _sign(dropout, p, plane, first, keys):
 
 
 @gluon.jit
+def rows_from(s, first):
+    """Return the rows, from `first` on, of scores [keys, rows] as [1, rows]."""
+    r = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))[None, :]
+    # In results of wgmma, all rows of a thread have the same bits 1 and 2. The other bits are constants in the code.
+    return (first + (r & 6)) + (r & ~6)
+
+
+@gluon.jit
 def clean(tile, first, masks, kv, n):
     """Set rows of a tile of k or v in shared memory to 0 if their keys are hidden: they may be NaN."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [WARPS, 1], [1, 0])
@@ -162,9 +170,9 @@ def hide(p, first, earliest, band, score, words):
     words, unless None, has an argument of `noting.load_words` for each 64 of these rows, with a word for each key.
     earliest is `span.first_to_see`. band.high is at least band.low (`arguments.band`), even if no row sees any key.
     """
-    r = first + gl.arange(0, p.shape[1], layout=gl.SliceLayout(0, p.type.layout))[None, :]
     # An impure instruction makes the compiler keep the caller's `if`. Otherwise each step would compute this.
-    r = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [r], dtype=gl.int32, is_pure=False, pack=1)
+    first = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [first], dtype=gl.int32, is_pure=False, pack=1)
+    r = rows_from(p, first)
     seen = (r - earliest).to(gl.uint32) <= (band.high - band.low).to(gl.uint32)  # unsigned: a negative number is huge
     if score.slopes is not None or score.bias is not None:
         seen &= r < band.rows
@@ -204,14 +212,13 @@ def _pair(high, low, dtype: gl.constexpr):
 
 
 @gluon.jit
-def weights(
-    s, bias, words, rows, step, block, keys, rules, plane, slope, dtype: gl.constexpr,
-    part: gl.constexpr = 0, PARTS: gl.constexpr = 1,
+def powers(
+    s, bias, rows, step, block, keys, rules, slope, dtype: gl.constexpr, part: gl.constexpr = 0, PARTS: gl.constexpr = 1
 ):  # fmt: skip
-    """Return the weights p, [keys, rows], of a block of rows or its part `part`, from the scores of `begin_scores`.
+    """Return the weights p, [keys, rows], before dropout and masks, of a block of rows or its part `part`.
 
-    words is as in `hide`. plane is of the query head. Dropped weights are negative. With a softcap return int32, in as
-    many registers as p. Its 16-bit halves are p after dropout, and p times the derivative of the softcap.
+    s is from `begin_scores`. With a softcap return int32, in as many registers as p. Its high half is p times the scale
+    of dropout in 16 bits, its low half p times the derivative of the softcap.
     """
     score, dcap = rules.score, 1.0
     if rows.dtype == gl.bfloat16:
@@ -221,7 +228,7 @@ def weights(
         if score.slopes is None:
             s, dcap = scores.apply(score, s, bias, keys.band, (), (), ())
         else:
-            r = _first(s, block, part, PARTS) + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, LAYOUT))[None, :]
+            r = rows_from(s, _first(s, block, part, PARTS))
             cap, at_zero, shift = score.cap, score.slope_at_zero, score.shift
             with_slope = scores.Score(score.scale, None, cap, at_zero, slope, score.bias, None, shift, score.rough)
             s, dcap = scores.apply(with_slope, s, bias, keys.band, (), r, keys.cols[:, None])
@@ -230,15 +237,24 @@ def weights(
         pivot = 0.0 if SMALL else across(rows, step, 0, LAYOUT, part, PARTS)
         row = softmax.Row(pivot, across(rows, step, 1, LAYOUT, part, PARTS))
         p = softmax.weights(s, row, score.softmax_scale)
-    if rules.dropout is not None:
-        p = _sign(rules.dropout, p, plane, _first(s, block, part, PARTS), keys)
     if score.cap is not None:
-        p = _pair(dropping.after(rules.dropout, p), scores.apply_dcap(score, dcap, p), dtype)
+        p = _pair(dropping.scaled(rules.dropout, p), scores.apply_dcap(score, dcap, p), dtype)
+    return p
+
+
+@gluon.jit
+def drop_and_hide(p, words, block, keys, rules, plane, part: gl.constexpr = 0, PARTS: gl.constexpr = 1):
+    """Return the results of `powers` after dropout and masks. words is as in `hide`. plane is of the query head.
+
+    Dropped weights become negative. In the pairs of a softcap, the high half becomes 0 and the low half negative.
+    """
+    if rules.dropout is not None:
+        p = _sign(rules.dropout, p, plane, _first(p, block, part, PARTS), keys)
     masked = (block < keys.full) | (block >= keys.full_end)
-    if score.slopes is not None or score.bias is not None:  # hide rows past the end: only their q is 0
+    if rules.score.slopes is not None or rules.score.bias is not None:  # hide rows past the end: only their q is 0
         masked |= block >= keys.band.rows // (PARTS * p.shape[1])
     if masked:
-        p = hide(p, _first(s, block, part, PARTS), keys.earliest, keys.band, score, words)
+        p = hide(p, _first(p, block, part, PARTS), keys.earliest, keys.band, rules.score, words)
     return p
 
 
@@ -261,25 +277,32 @@ def bias_of(tiles, at, exists, s):
 
 
 @gluon.jit
-def biased_weights(
-    g: gl.constexpr, s, shared, step, exists, block, keys, rules, plane, slope, dtype: gl.constexpr,
+def biased_powers(
+    g: gl.constexpr, s, shared, step, exists, block, keys, rules, slope, dtype: gl.constexpr,
     part: gl.constexpr = 0, PARTS: gl.constexpr = 1,
 ):  # fmt: skip
-    """Return `weights` with a warpgroup's bias, if there is one, from its ring. exists: False past the last step."""
-    at = (step * PARTS + part) * GROUPS + g
-    bias = bias_of(shared.bias, at, exists, s)
+    """Return `powers` with a warpgroup's bias, if there is one, from its ring. exists: False past the last step."""
+    bias = bias_of(shared.bias, (step * PARTS + part) * GROUPS + g, exists, s)
+    return powers(s, bias, shared.rows, step, block, keys, rules, slope, dtype, part, PARTS)
+
+
+@gluon.jit
+def weights(
+    g: gl.constexpr, p, shared, step, exists, block, keys, rules, plane, part: gl.constexpr = 0, PARTS: gl.constexpr = 1
+):  # fmt: skip
+    """Return `drop_and_hide` of the results p of `biased_powers`, and release the bias."""
     words = None
     if shared.words is not None:
         words = (noting.words_of(shared.notes, shared.words, step, part * GROUPS + g),)
-    p = weights(s, bias, words, shared.rows, step, block, keys, rules, plane, slope, dtype, part, PARTS)
+    p = drop_and_hide(p, words, block, keys, rules, plane, part, PARTS)
     if shared.bias is not None:  # after a branch, or ptxas would release before the loads of the bias arrive
-        ring.release(shared.bias, at, pred=exists)
+        ring.release(shared.bias, (step * PARTS + part) * GROUPS + g, pred=exists)
     return p
 
 
 @gluon.jit
 def operand(p, dropout, LAYOUT: gl.constexpr, dtype: gl.constexpr):
-    """Return the weights after dropout in 16 bits, as a left operand of wgmma. p: a result of `weights`."""
+    """Return the weights after dropout in 16 bits, as a left operand of wgmma. p is from `drop_and_hide`."""
     if p.dtype == gl.int32:
         w = (p >> 16).to(gl.int16).to(dtype, bitcast=True)
     else:
@@ -289,7 +312,7 @@ def operand(p, dropout, LAYOUT: gl.constexpr, dtype: gl.constexpr):
 
 @gluon.jit
 def of_products(p, dropout, dp, rows, step, dtype: gl.constexpr, part: gl.constexpr = 0, PARTS: gl.constexpr = 1):
-    """Return the gradient of products k @ q.T from the results of `weights` and `begin_dp`."""
+    """Return the gradient of products k @ q.T from the results of `drop_and_hide` and `begin_dp`."""
     if p.dtype == gl.int32:
         p = p.to(gl.int16).to(dtype, bitcast=True).to(gl.float32)
     if rows.dtype == gl.bfloat16:
@@ -362,16 +385,16 @@ def store_wide(m, first, n, tile, D: gl.constexpr, column=0):
 
 
 @gluon.jit
-def leave(g: gl.constexpr, shared, wide, first, band, dk, dv, steps, form: gl.constexpr):
+def leave(g: gl.constexpr, shared, wide, kv, first, band, dk, dv, steps, form: gl.constexpr):
     """Overwrite k and v in shared memory with dk and dv, once both warpgroups have finished reading.
 
-    If wide is not (), store dk and dv, of COLUMNS columns, in its two matrices instead.
+    If wide is not (), store dk and dv, of COLUMNS columns, in its two Views instead.
     """
     COLUMNS: gl.constexpr = form.COLUMNS
     if len(COLUMNS) > 0:
         first += g * dk.shape[0]
-        store_wide(wide[0], first, band.keys, dk, COLUMNS[0])
-        store_wide(wide[1], first, band.keys, dv, COLUMNS[1])
+        store_wide(memory.of_keys(wide[0], kv), first, band.keys, dk, COLUMNS[0])
+        store_wide(memory.of_keys(wide[1], kv), first, band.keys, dv, COLUMNS[1])
     else:
         dtype: gl.constexpr = shared.q.tiles.dtype
         mbarrier.arrive(shared.met, count=1)

@@ -160,7 +160,7 @@ def _full(g: gl.constexpr, s, shared, step, exists, block, member, keys, score, 
         if shared.notes is None:  # member is too large past the last step
             member = gl.minimum(member, form.GROUP - 1)
         head = span.query_head(kv, member, form.GROUP)
-        r = block * s.shape[1] + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))[None, :]
+        r = body.rows_from(s, block * s.shape[1])
         if score.bias is None or shared.bias is not None:
             bias = body.bias_of(shared.bias, 2 * step + g, exists, s)
         elif form.BY_ROW:
@@ -180,7 +180,8 @@ def _weights(s, shared, step, block, member, keys, number, rules, kv, GROUP: gl.
         score = scores.Score(None, None, None, None, score.slopes, score.bias, None, None)
     rules = ruling.Rules(rules.masks, score, rules.dropout)
     head = span.query_head(kv, member, GROUP)
-    return body.weights(s, 0.0, words, shared.rows.tiles, step, block, keys, rules, head, (), shared.q.tiles.dtype)
+    p = body.powers(s, 0.0, shared.rows.tiles, step, block, keys, rules, (), shared.q.tiles.dtype)
+    return body.drop_and_hide(p, words, block, keys, rules, head)
 
 
 @gluon.jit

@@ -131,9 +131,10 @@ def _consume(
         if rules.masks.bits is not None:
             words = _words(rules.masks.bits, head, block * BLOCK_M, first + g * KEYS, band, BLOCK_M)
         if rules.score.bias is not None:
-            r = block * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+            r = body.rows_from(s, block * BLOCK_M)
             bias = scores.pairs(rules.score.bias, band, head, r, keys.cols[:, None], True)
-        p = body.weights(s, bias, words, table, step, block, keys, rules, head, slope, dtype)
+        p = body.powers(s, bias, table, step, block, keys, rules, slope, dtype)
+        p = body.drop_and_hide(p, words, block, keys, rules, head)
         dp = _multiply(g, shared, chunk + COUNT, dp, EARLY, COUNT_V)
         dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp,))
         ring.release(shared.keys, chunk + COUNT + COUNT_V - 1)

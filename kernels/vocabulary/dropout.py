@@ -156,8 +156,12 @@ def drop(dropout, p, plane, r, c):
 
 @triton.jit
 def sign_by(dropout, p, words):
-    """Return `sign_dropped` of p from random words in the layout of p, for Gluon, like `keep_by`."""
-    return tl.where(_not_below(dropout, words), p, -p)
+    """Return `sign_dropped` of p from random words in the layout of p, for Gluon, like `keep_by`.
+
+    An int32 p holds two 16-bit numbers. If dropped, its high half becomes 0, and its low half negative.
+    """
+    dropped = (p & 0xFFFF) ^ 0x8000 if p.dtype == tl.int32 else -p
+    return tl.where(_not_below(dropout, words), p, dropped)
 
 
 @triton.jit

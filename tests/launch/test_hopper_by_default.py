@@ -128,10 +128,12 @@ OF_SCORES = {
 }  # fmt: skip
 
 OFFSETS, LONG_SEQUENCE = ("cu_seqlens_q", "cu_seqlens_k"), torch.tensor([0, 32768], dtype=torch.int32)
-SOFTCAP_DROPOUT = OF_SCORES["softcap"] | OF_SCORES["dropout"]
+BIAS_MASK, SOFTCAP = OF_SCORES["bias"] | OF_SCORES["mask"], OF_SCORES["softcap"]
+MOST = BIAS_MASK | SOFTCAP | OF_SCORES["slopes"] | OF_SCORES["dropout"]
 ONLY_FORWARD = {  # {why: (inputs, options)}
-    "supports 2 of softcap, dropout_p, mask at once": (draw(128), SOFTCAP_DROPOUT | OF_SCORES["mask"]),
-    "supports 2 of softcap, bias, dropout_p at once": (draw(128), SOFTCAP_DROPOUT | OF_SCORES["bias"]),
+    "supports 2 of softcap, bias, mask at once": (draw(128), BIAS_MASK | SOFTCAP),
+    "supports 3 of softcap, alibi_slopes, bias, dropout_p at once": (draw(128), {**MOST, "mask": None}),
+    "supports 4 of softcap, alibi_slopes, bias, dropout_p, mask at once": (draw(64), MOST),
     "no tile has room for bias": (draw(256), dict(bias=torch.empty(300, 304, device="meta")[:, :300])),
     "nor those of key and value alone": ([x.requires_grad_(n > 0) for n, x in enumerate(draw(64))], {}),
     "take 2056 MiB": ([torch.empty(32768, 2, 256, dtype=torch.bfloat16)] * 3, dict.fromkeys(OFFSETS, LONG_SEQUENCE)),
@@ -145,6 +147,14 @@ def test_calls_whose_backward_others_take(why):
     assert found.backend == "hopper" and any(why in sentence for sentence in found.backward)
     assert "hopper" in found.tiles and {"one_pass", "dkdv"} & {*found.tiles}
     assert not {*tile_table.BACKWARDS} & {*found.tiles}
+
+
+@pytest.mark.parametrize(
+    "dim, without", [(64, "bias"), (64, "alibi_slopes"), (128, "bias softcap"), (128, "mask seed dropout_p")]
+)
+def test_calls_of_many_options(dim, without):
+    found = explain(*draw(dim), **{name: x for name, x in MOST.items() if name not in without.split()})
+    assert found.backend == "hopper" and not found.backward
 
 
 @pytest.mark.parametrize("dim", [128, 192, 256, 512])

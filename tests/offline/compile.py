@@ -22,6 +22,7 @@ from fusedattn.launch import run, tile_table, tuned
 
 from . import hazards, report as kernels
 from .compiled import ALL, BY_HOPPER, DTYPES, INSTRUCTIONS, ON_HOPPER, SHARED, SMALLEST, Row, compile_row, pool
+from .sass import operation
 
 ROOT = pathlib.Path(__file__).parents[2]
 TABLE = ROOT / "bench" / "results" / "kernels.md"
@@ -89,6 +90,9 @@ def faults(row, report, committed=None, other=False):
         yield f"orders operands of mma.sync for narrower loads: {', '.join(report.disordered)}"
     if on_hopper:
         yield from _faults_on_hopper(row, report, (committed or {}).get(str(row).rstrip()))
+        for number, step in enumerate(() if other else report.loops):
+            if reloads := sum(operation(text).startswith("LDL") for text in step):
+                yield f"reloads {reloads} register{'s' * (reloads > 1)} in a step of loop {number}"
 
 
 def _faults_on_hopper(row, report, length):

@@ -1,6 +1,7 @@
 """Tests that kernels compile within their budgets of spills and memory, and that broken rules are found."""
 
 import functools
+import itertools
 import re
 
 import pytest
@@ -37,15 +38,27 @@ def test_a_kernel_is_within_its_budget(kernel):
     assert found.counts["wgmma"] > 0 and len(found.loop) > 100
 
 
+HEAVY = "softcap", "alibi_slopes", "biased", "dropout", "masked"
+TOGETHER = [
+    *(("hopper_bwd", 128, pair) for pair in itertools.combinations(HEAVY, 2)),
+    *(("hopper_bwd_deterministic", 128, ("masked", option)) for option in HEAVY[:2] + HEAVY[3:4]),
+    *(("hopper_bwd", 128, trio) for trio in itertools.combinations(HEAVY, 3) if not {"biased", "masked"} <= set(trio)),
+    *(("hopper_bwd", 64, four) for four in itertools.combinations(HEAVY, 4)),
+    *(("hopper_bwd_ds", 256, ("key_mask", option)) for option in ("alibi_slopes", "dropout")),
+]
+
+
 @pytest.mark.matrix
 @compiled
-@pytest.mark.parametrize("option", ["alibi_slopes", "dropout"])
-def test_options_of_wide_heads_beside_a_key_mask_spill_nothing(option, monkeypatch):
+@pytest.mark.parametrize("kernel, dim, options", TOGETHER)
+def test_no_step_of_several_options_reloads_a_register(kernel, dim, options, monkeypatch):
     variants = compiling.VARIANTS
-    monkeypatch.setitem(variants, "both", variants["key_mask"] | variants[option])
-    row = compiling.Row("hopper_bwd_ds", 90, "bf16", 256, "both", tile_table.BACKWARDS["hopper_bwd_ds"][256][0], (0, 1))
+    monkeypatch.setitem(variants, "several", {name: x for each in options for name, x in variants[each].items()})
+    row = compiling.Row(kernel, 90, "bf16", dim, "several", tile_table.BACKWARDS[kernel][dim][0], (0, 1))
     other = f"triton {triton.__version__}:" not in offline.TABLE.read_text()
-    assert list(offline.faults(row, compiling.compile_row(row), other=other)) == []
+    said = offline.faults(row, compiling.compile_row(row), other=other)
+    # Where dq is stored early, exponentials follow it, and loads may be in flight when its barrier is told: no harm.
+    assert not [fault for fault in said if dim > 128 or fault.startswith("reloads")]
 
 
 @compiled
@@ -138,6 +151,7 @@ ON_HOPPER = ON_HOPPER._replace(copied=frozenset({"UTMALDG", "UTMASTG"}))
         (dict(loops=LONGER), "41 instructions in loop 0"),
         (dict(loops=((*STEP, *["NOP"] * 5), STEP)), None),  # one of two warpgroups, within 15%
         (dict(loops=((*STEP, *["NOP"] * 6), STEP)), "45 instructions in loop 0, not within 15%"),
+        (dict(loops=((*STEP, "LDL.LU R0, [R1+0x8]"), STEP)), "reloads 1 register in a step of loop 0"),
         (dict(overtaken=("'MOV R152, R2' writes R152",)), "writes R152"),
     ],
 )

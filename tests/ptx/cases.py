@@ -216,7 +216,7 @@ _ON_HOPPER = dense(
             ("dropout, key mask", dict(dropout=0.3, key_mask="own", B=2, Sq=300, Sk=200, multiprocessors=2)),
             ("dropout, window of one key D128", dict(dropout=0.3, window=(0, 0), Sq=70, Sk=70, **WIDE)),
             ("dropout, splits", dict(dropout=0.3, softcap=5.0, B=2, Sq=70, Sk=1200, times=3)),
-            ("dropout, options, two passes D128", _DROPPED | WIDE | TWO),
+            ("dropout, options, two passes D128", _DROPPED | WIDE | TWO | dict(softcap=5.0)),
             ("key mask, splits", dict(key_mask="own", B=2, Sq=70, Sk=900)),
             ("packed", _TOGETHER | dict(multiprocessors=3)),  # full: programs take several blocks
             ("packed causal D128", _TOGETHER | dict(causal=True, **WIDE)),

@@ -45,7 +45,7 @@ def _on_hopper(fields):
         never |= {"key_mask", "query_mask"}
     if "mask" in given and given & never:
         return 0
-    most = 5 if width > 256 else {64: 3, 128: 2}.get(width, 1)
+    most = 5 if width > 256 else 1 if width > 128 else 3 - ({"bias", "mask"} <= given) if width > 64 else 4
     count = len(given & {"softcap", "alibi", "bias", "dropout", "mask"})
     return 1 if fields.get("bias") == "rows" and width <= 256 or count > most or "grads" in given else 2
 
