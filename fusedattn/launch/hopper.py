@@ -217,7 +217,7 @@ def bias_tiles(call, bias, form):
 
 
 def heavy_options(call: Call) -> list[str]:
-    """Return the names of a call's options that take many registers in the Hopper backward."""
+    """Return the fields of a Call that are set and take many registers in the Hopper backward."""
     fields = "softcap", "alibi_slopes", "bias", "seed", "mask", "mask_bits"
     return [name for name in fields if getattr(call, name) is not None and (name != "mask" or call.mask_bits is None)]
 
@@ -226,11 +226,10 @@ def backward_limits(call: Call) -> list[str]:
     """Return the reasons why the Hopper backward does not support the options of a call; [] if it does."""
     lacks, given = limits(call, forms=_FORMS_OF_BACKWARD), heavy_options(call)
     most = tile_table.MOST_OPTIONS.get(row_width(call), 1)
-    if row_width(call) == 128 and "bias" in given and {"mask", "mask_bits"} & set(given):
-        most -= 1
-    if len(given) > most:
-        names = ", ".join(map(_argument, given))
-        lacks.append(f"it supports {most} of {names} at once: with more, registers would spill")
+    both = row_width(call) == 128 and "bias" in given and not {"mask", "mask_bits"}.isdisjoint(given)
+    if len(given) > most - both:
+        names, fewer = ", ".join(map(_argument, given)), f", {most - 1} with bias and mask" if both else ""
+        lacks.append(f"it supports {most} of {names} at once{fewer}: with more, its loop would reload registers")
     if call.seed is not None and call.origin is not None and not dropout.is_aligned(call.origin):
         lacks.append("it supports dropout_p in parts of a call only if rows and keys start at multiples of 16")
     if call.cu_seqlens_q is not None and (call.cu_seqlens_q.shape[0] - 1) * FEWEST_ROWS > call.query.shape[2]:

@@ -57,7 +57,7 @@ def _result(call, grad, columns):
 
 
 def _dq_at(call, in_order):
-    """Return DQ_AT of `backward.Form`, the latest at which hardly a step reloads a register (bench/NOTES.md)."""
+    """Return DQ_AT of `backward.Form`: the largest with which almost no step reloads a register (bench/NOTES.md)."""
     given = hopper.heavy_options(call)
     if len(given) == 2 and call.seed is not None:
         return 1

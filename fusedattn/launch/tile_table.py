@@ -126,8 +126,8 @@ BACKWARDS: dict[str, dict[int, tuple]] = {
     "hopper_bwd_ds": dict.fromkeys((IN_PARTS, 256), (Backward(64, 3),)),
     "hopper_bwd_wide": {512: (Backward(128, 3),)},
 }
-# By width, how many of softcap, ALiBi, bias, dropout and mask a backward takes at once, so that hardly a step of its
-# loop reloads a register (bench/NOTES.md). The default is one. At 128, a bias beside a mask leaves room for one less.
+# By width, how many of softcap, ALiBi, bias, dropout and mask a backward takes at once; the default is one. With more,
+# its loop would reload registers (bench/NOTES.md). At 128 it is one less if both a bias and a mask are given.
 MOST_OPTIONS = {64: 4, 128: 3, 512: 5}
 STORED = "hopper_bwd_ds", "hopper_bwd_wide"  # BACKWARDS that store gradients of scores, and the second also weights
 REPEATABLE = "hopper_bwd_deterministic", *STORED  # deterministic BACKWARDS

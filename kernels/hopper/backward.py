@@ -47,8 +47,8 @@ class Shared(NamedTuple):
 class Form(NamedTuple):
     """Compile-time options. Shared memory has STAGES tiles of q and of do, and BIAS_TILES of a bias.
 
-    DQ_AT, for tiles of 64 rows: when a step waits for dq and stores it. 0: before the next weights. 1: after their
-    exponentials, before dropout and masks. 2: after both. Until then dq takes 32 registers (D 64: 16).
+    DQ_AT: when a step of 64 rows stores its dq. 0: before it computes the next weights. 1: between their exponentials
+    and dropout. 2: after dropout and masks. dq takes 32 registers until it is stored (D 64: 16).
     REGISTERS: of a multiplying thread, and of other threads. GROUP and TOP_LEFT are as in Spec of the forward. COLUMNS:
     (D, Dv) if GradK and GradV are Views, otherwise ().
     """

@@ -96,9 +96,9 @@ def _sign(dropout, p, plane, first, keys):
 
 @gluon.jit
 def rows_from(s, first):
-    """Return the rows, from `first` on, of scores [keys, rows] as [1, rows]."""
+    """Return the row index of each column of scores [keys, rows], as [1, rows]. `first` is the first."""
     r = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))[None, :]
-    # In results of wgmma, all rows of a thread have the same bits 1 and 2. The other bits are constants in the code.
+    # A thread's rows of a wgmma result have the same bits 1 and 2. So it keeps one register, and adds constants.
     return (first + (r & 6)) + (r & ~6)
 
 

@@ -131,7 +131,7 @@ OFFSETS, LONG_SEQUENCE = ("cu_seqlens_q", "cu_seqlens_k"), torch.tensor([0, 3276
 BIAS_MASK, SOFTCAP = OF_SCORES["bias"] | OF_SCORES["mask"], OF_SCORES["softcap"]
 MOST = BIAS_MASK | SOFTCAP | OF_SCORES["slopes"] | OF_SCORES["dropout"]
 ONLY_FORWARD = {  # {why: (inputs, options)}
-    "supports 2 of softcap, bias, mask at once": (draw(128), BIAS_MASK | SOFTCAP),
+    "supports 3 of softcap, bias, mask at once, 2 with bias and mask": (draw(128), BIAS_MASK | SOFTCAP),
     "supports 3 of softcap, alibi_slopes, bias, dropout_p at once": (draw(128), {**MOST, "mask": None}),
     "supports 4 of softcap, alibi_slopes, bias, dropout_p, mask at once": (draw(64), MOST),
     "no tile has room for bias": (draw(256), dict(bias=torch.empty(300, 304, device="meta")[:, :300])),

@@ -31,7 +31,7 @@ TABLE = ROOT / "bench" / "results" / "kernels.md"
 # key: dk/dv at D 256 spills 16 bytes more with it, and 16 more with Triton 3.6. Hopper's kernels may spill outside of
 # their loops.
 EXTRA_SPILLS = {"masked": 768, "everything": 768, "packed": 32, "packed all": 768, "bias keys": 32}
-EXTRA_ON_HOPPER = {"partial": 96, "biased": 8, "dropout": 24, "key_mask": 16, "masked": 16, "registers": 48}
+EXTRA_ON_HOPPER = {"partial": 16, "biased": 8, "dropout": 24, "key_mask": 16, "masked": 16, "registers": 48}
 EXTRA_OF_WIDEST = 40  # of a Hopper kernel with heads wider than 256: addresses of its copying warp
 # Of heads wider than 256 whose columns are no multiple of 16: threads load single elements, whose addresses take many
 # registers. A step, of 1,000 instructions and more, loads at most 8 again.
@@ -92,7 +92,7 @@ def faults(row, report, committed=None, other=False):
         yield from _faults_on_hopper(row, report, (committed or {}).get(str(row).rstrip()))
         for number, step in enumerate(() if other else report.loops):
             if reloads := sum(operation(text).startswith("LDL") for text in step):
-                yield f"reloads {reloads} register{'s' * (reloads > 1)} in a step of loop {number}"
+                yield f"has {reloads} reloads of registers in a step of loop {number}"
 
 
 def _faults_on_hopper(row, report, length):

@@ -41,7 +41,7 @@ def test_a_kernel_is_within_its_budget(kernel):
 HEAVY = "softcap", "alibi_slopes", "biased", "dropout", "masked"
 TOGETHER = [
     *(("hopper_bwd", 128, pair) for pair in itertools.combinations(HEAVY, 2)),
-    *(("hopper_bwd_deterministic", 128, ("masked", option)) for option in HEAVY[:2] + HEAVY[3:4]),
+    *(("hopper_bwd_deterministic", 128, ("masked", option)) for option in ("softcap", "alibi_slopes", "dropout")),
     *(("hopper_bwd", 128, trio) for trio in itertools.combinations(HEAVY, 3) if not {"biased", "masked"} <= set(trio)),
     *(("hopper_bwd", 64, four) for four in itertools.combinations(HEAVY, 4)),
     *(("hopper_bwd_ds", 256, ("key_mask", option)) for option in ("alibi_slopes", "dropout")),
@@ -57,8 +57,10 @@ def test_no_step_of_several_options_reloads_a_register(kernel, dim, options, mon
     row = compiling.Row(kernel, 90, "bf16", dim, "several", tile_table.BACKWARDS[kernel][dim][0], (0, 1))
     other = f"triton {triton.__version__}:" not in offline.TABLE.read_text()
     said = offline.faults(row, compiling.compile_row(row), other=other)
-    # Where dq is stored early, exponentials follow it, and loads may be in flight when its barrier is told: no harm.
-    assert not [fault for fault in said if dim > 128 or fault.startswith("reloads")]
+    # With DQ_AT 0 or 1 exponentials run after the last product. Loads of other tiles may be pending when dq's barrier
+    # is signalled, which does not release those tiles. Others spill outside of the loop, or fuse a bias with a slope.
+    allowed = re.compile(r"computes|spills|has 4 products|.* gives memory back")
+    assert not [fault for fault in said if dim > 128 or not allowed.match(fault)]
 
 
 @compiled
@@ -151,7 +153,7 @@ ON_HOPPER = ON_HOPPER._replace(copied=frozenset({"UTMALDG", "UTMASTG"}))
         (dict(loops=LONGER), "41 instructions in loop 0"),
         (dict(loops=((*STEP, *["NOP"] * 5), STEP)), None),  # one of two warpgroups, within 15%
         (dict(loops=((*STEP, *["NOP"] * 6), STEP)), "45 instructions in loop 0, not within 15%"),
-        (dict(loops=((*STEP, "LDL.LU R0, [R1+0x8]"), STEP)), "reloads 1 register in a step of loop 0"),
+        (dict(loops=((*STEP, "LDL.LU R0, [R1+0x8]"), STEP)), "1 reloads of registers in a step of loop 0"),
         (dict(overtaken=("'MOV R152, R2' writes R152",)), "writes R152"),
     ],
 )

@@ -23,7 +23,7 @@ CASES = {  # backend, capability, dtype, (D, Dv), options, options with gradient
     "hopper D128, three splits of the keys": ("hopper", 90, torch.bfloat16, (128, 128), dict(causal=True), (), ODD),
     "hopper D128, hidden part": ("hopper", 90, torch.bfloat16, (128, 128), dict(causal=True), (), FAR),
     "hopper D40 Dv24": ("hopper", 90, torch.bfloat16, (40, 24), {}, (), ODD),
-    "hopper D128, slopes": ("hopper", 90, torch.float16, (128, 128), dict(softcap=2.0), ("alibi_slopes",), ODD),
+    "hopper D128, cap, slopes": ("hopper", 90, torch.float16, (128, 128), dict(softcap=2.0), ("alibi_slopes",), ODD),
     "hopper D80, dropout": ("hopper", 90, torch.bfloat16, (80, 80), dict(dropout_p=0.3, seed=5), (), ALIGNED),
     "hopper D256, causal": ("hopper", 90, torch.bfloat16, (256, 256), dict(causal=True), (), ODD),
     "hopper D192 Dv136 fp16, sinks": ("hopper", 90, torch.float16, (192, 136), dict(window=(90, 4)), ("sinks",), ODD),
