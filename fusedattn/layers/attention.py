@@ -176,12 +176,8 @@ class MultiHeadAttention(nn.Module):
         check_parallel(context_parallel)
         self.context_parallel = context_parallel
         self.embed_dim, self.kdim, self.vdim = embed_dim, kdim, vdim
-        self.num_heads, self.num_kv_heads, self.head_dim, self.value_head_dim = (
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            value_head_dim,
-        )
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        self.head_dim, self.value_head_dim = head_dim, value_head_dim
         self.window = None if window is None else tuple(map(as_python, window))
         self.causal, self.scale, self.softcap = causal, as_python(scale), as_python(softcap)
         self.dropout, self.backend = as_python(dropout), backend
