@@ -18,7 +18,6 @@ from ..call.private import eager
 from ..call.rules import Sizes, check_options, check_rank, check_tensors, fail, overridable
 from ..call.varlen import check_lengths
 from ..naive.varlen import differences
-from . import ranks as ranks_of
 from .global_call import GlobalCall, Piece, agreed, attend, attend_globally, prepared
 from .parts import Compute, in_pieces
 from .ranks import Ranks
@@ -107,9 +106,6 @@ def gather_attention_varlen(
         TypeError, ValueError, NotImplementedError, RuntimeError: as `ring_attention`.
     """
     given = locals()
-    if ranks_of.of(group) is None:
-        options = {name: x for name, x in given.items() if name not in ("group", "balance", "cu_seqlens")}
-        return attention_varlen(**options, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens)
     offsets: list[int] = []
 
     def prepare(arguments: Arguments, backend: Any, ranks: Ranks) -> tuple[Call, dict[str, Any]]:
@@ -130,8 +126,9 @@ def gather_attention_varlen(
         fields = {name: in_full(name, x) for name, x in by_document.items()}
         return call._replace(**fields, cu_seqlens_q=cu_seqlens), dict(cu_seqlens=tuple(offsets))
 
-    whole = agreed("gather_attention_varlen", given, prepare)
-    assert whole is not None
+    if (whole := agreed("gather_attention_varlen", given, prepare)) is None:
+        options = {name: x for name, x in given.items() if name not in ("group", "balance", "cu_seqlens")}
+        return attention_varlen(**options, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens)
     lengths = Lengths(cu_seqlens, cu_seqlens, whole.total_keys, whole.total_keys, None, None)
     check_lengths(lengths, query.device, values=True)
     pieces = _documents(whole, offsets)
