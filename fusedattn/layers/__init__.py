@@ -36,10 +36,9 @@ _Layer = TypeVar("_Layer", bound="_Configurable")
 
 
 class _Configurable(nn.Module):
-    """Module made from a config. READS: attributes of the config that it uses; CHECKS: those that IMPLEMENTED fixes."""
+    """Module made from a config. READS: attributes of the config that it uses, and those that IMPLEMENTED fixes."""
 
     READS: tuple[str, ...]
-    CHECKS: tuple[str, ...]
 
     @classmethod
     def from_config(cls: type[_Layer], config: Any, **options: Any) -> _Layer:
@@ -52,13 +51,15 @@ class _Configurable(nn.Module):
 
         Raises ValueError for a config that needs more than this module implements, TypeError for a missing attribute.
         """
-        for name in cls.CHECKS:
-            if (x := getattr(config, name, IMPLEMENTED[name])) != IMPLEMENTED[name]:
-                fail(ValueError, f"config.{name}", repr(IMPLEMENTED[name]), f"{x!r}, which {cls.__name__} lacks")
+        read = {}
         for name in cls.READS:
-            if not hasattr(config, name) and name not in OPTIONAL:
+            if name in IMPLEMENTED:
+                if (x := getattr(config, name, IMPLEMENTED[name])) != IMPLEMENTED[name]:
+                    fail(ValueError, f"config.{name}", repr(IMPLEMENTED[name]), f"{x!r}, which {cls.__name__} lacks")
+            elif hasattr(config, name):
+                read[OPTIONS.get(name, name)] = getattr(config, name)
+            elif name not in OPTIONAL:
                 fail(TypeError, "config", f"an object with {name}", type(config).__name__)
-        read = {OPTIONS.get(name, name): getattr(config, name) for name in cls.READS if hasattr(config, name)}
         return cls(**read | options)
 
 
@@ -129,8 +130,8 @@ class Embeddings(_Configurable):
     Source: BERT, arXiv:1810.04805, section 3, without its token types.
     """
 
-    READS = ("vocab_size", "hidden_size", "max_position_embeddings", "hidden_dropout_prob", "layer_norm_eps")
-    CHECKS = ("position_embedding_type",)
+    READS: tuple[str, ...] = ("position_embedding_type", "vocab_size", "hidden_size", "max_position_embeddings")
+    READS += ("hidden_dropout_prob", "layer_norm_eps")
 
     def __init__(
         self, vocab_size: int, hidden_size: int, max_position_embeddings: int, dropout: float = 0.0, *,
@@ -163,8 +164,7 @@ class FeedForward(_Configurable):
     factory is the device and dtype of the parameters.
     """
 
-    READS = ("hidden_size", "intermediate_size", "hidden_dropout_prob")
-    CHECKS = ("hidden_act",)
+    READS = ("hidden_act", "hidden_size", "intermediate_size", "hidden_dropout_prob")
 
     def __init__(self, hidden_size: int, intermediate_size: int, dropout: float = 0.0, **factory: Any):
         super().__init__()
@@ -208,8 +208,7 @@ class TransformerEncoderLayer(_Configurable):
     Source: On layer normalization in the transformer architecture, arXiv:2002.04745, figure 1 (b).
     """
 
-    READS: tuple[str, ...] = ("hidden_size", "num_attention_heads", "intermediate_size", *OPTIONS, "layer_norm_eps")
-    CHECKS = tuple(IMPLEMENTED)
+    READS = (*IMPLEMENTED, "hidden_size", "num_attention_heads", "intermediate_size", *OPTIONS, "layer_norm_eps")
 
     def __init__(
         self, hidden_size: int, num_attention_heads: int, intermediate_size: int, dropout: float = 0.0, *,
@@ -247,8 +246,7 @@ class TransformerEncoder(_Configurable):
     sizes and options are the arguments of `TransformerEncoderLayer`.
     """
 
-    READS = ("num_hidden_layers", *TransformerEncoderLayer.READS)
-    CHECKS = TransformerEncoderLayer.CHECKS
+    READS = (*TransformerEncoderLayer.READS, "num_hidden_layers")
 
     def __init__(self, num_hidden_layers: int, *sizes: Any, **options: Any):
         super().__init__()
