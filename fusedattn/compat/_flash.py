@@ -95,11 +95,6 @@ def attend(names: Sequence[str], options: Sequence[Any], q: Any, k: Any, v: Any,
     return (out, results[1], q.new_empty(0)) if return_attn_probs else out
 
 
-def check_int32(name: str, x: Any, layout: str, of: str, device: torch.device) -> None:
-    check_dtype(name, x, torch.int32, device, of)
-    check_rank(name, x, layout)
-
-
 def check_range(name: str, x: Tensor, what: str, most: int) -> None:
     if len(wrong := x[(x < 0) | (x > most)]):
         fail(ValueError, name, f"{what} from 0 to {most}", int(wrong[0]))
@@ -113,8 +108,9 @@ def gather_pages(
     # wrong offset or page reads another row of k and v, never memory outside them.
     for name, x in (("k", k), ("v", v)):
         check_tensor(name, x, "(pages, page, Hkv, D)")
-    check_int32("cu_seqlens_k", cu_seqlens_k, "(B + 1,)", "k", k.device)
-    check_int32("block_table", block_table, "(B, n)", "k", k.device)
+    for name, x, layout in (("cu_seqlens_k", cu_seqlens_k, "(B + 1,)"), ("block_table", block_table, "(B, n)")):
+        check_dtype(name, x, torch.int32, k.device, "k")
+        check_rank(name, x, layout)
     (pages, page), count = k.shape[:2], cu_seqlens_k.shape[0] - 1
     check_shape("v", v, (pages, page, *v.shape[2:]), why="with as many pages and keys as k")
     rules.check_place("v", v, k.device, "k")
@@ -136,7 +132,8 @@ def gather_pages(
 
 
 def check_numbers(name: str, x: Any, q: Tensor, most: int) -> None:
-    check_int32(name, x, "(B,)", "q", q.device)
+    check_dtype(name, x, torch.int32, q.device, "q")
+    check_rank(name, x, "(B,)")
     check_shape(name, x, (q.shape[0],), why="one number for each sequence of q")
     if is_known(x):
         check_range(name, x, "numbers", most)
