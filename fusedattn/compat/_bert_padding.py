@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ..call.options import is_known
 from ..call.padding import longest
-from ..call.rules import FLOATING, check_place, check_shape, check_strided, fail, is_int, overridable
+from ..call.rules import FLOATING, check_place, check_shape, check_strided, fail, overridable
 from ..layers.attention import check_sizes
 from ._flash import check_range
 
@@ -57,7 +57,7 @@ def unpad_input(
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     """Pad packed rows (T, ...) to (batch, seqlen, ...): each row goes to its index, and all others are 0."""
     check_strided(hidden_states=hidden_states, indices=indices)
-    check_sizes(**{name: x for name, x in dict(batch=batch, seqlen=seqlen).items() if not (is_int(x) and x == 0)})
+    check_sizes(0, batch=batch, seqlen=seqlen)
     if indices.dtype not in (torch.int32, torch.int64):
         fail(TypeError, "indices", "int32 or int64", indices.dtype)
     check_shape("indices", indices, tuple(hidden_states.shape[:1]), why="one for each row of hidden_states")

@@ -14,13 +14,13 @@ from ..dispatch.backends import check_name
 from ..distributed.parallel import ContextParallel, attend as attend_in_parallel, by_heads, check_parallel
 
 
-def check_sizes(**sizes: Any) -> list[int]:
-    """Check the sizes of a layer, and return them as Python ints, which compilers take."""
+def check_sizes(least: int = 1, **sizes: Any) -> list[int]:
+    """Check that sizes are ints of `least` or more, and return them as Python ints, which compilers take."""
     for name, size in sizes.items():
         if not rules.is_int(size):
             fail(TypeError, name, "an int", type_name(size))
-        if not 1 <= size < 2**63:
-            fail(ValueError, name, "1 or more, and less than 2**63", size)
+        if not least <= size < 2**63:
+            fail(ValueError, name, f"{least} or more, and less than 2**63", size)
     return [*map(as_python, sizes.values())]
 
 
