@@ -7,8 +7,7 @@ from torch import Tensor
 from triton import cdiv
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..call import options as of_calls
-from ..call.options import BY_HEAD, diagonal
+from ..call.options import BY_HEAD, diagonal, hiding, shift, sizes
 from ..call.private import has_storage, holds
 from ..kernels.vocabulary import dropout
 from ..kernels.vocabulary.masks import BLOCK, Bits, Masks
@@ -18,12 +17,6 @@ from ..kernels.vocabulary.scores import score
 from . import tile_table
 
 TMA_BYTES = 16  # TMA needs addresses and strides that are multiples of 16 bytes
-EVERYWHERE = dict(sequences=None, tile_lists=None)  # in place of `blocks.walks`, without masks or packed sequences
-
-
-def sizes(call):
-    """Return (B, Hq, Sq, Sk) of a call, as `of_calls.sizes`, but faster for calls that are not packed."""
-    return of_calls.sizes(call) if call.cu_seqlens_q is not None else (*call.query.shape[:3], call.key.shape[2])
 
 
 def slots(call, block, by_keys=False):
@@ -41,8 +34,8 @@ def programs(call, tile, by_keys=False):
 
 
 def hides(call):
-    """Return whether a call has masks or a bias. `blocks.marked` then makes a block mask."""
-    return not call.mask is call.bias is call.key_mask is call.query_mask is None
+    """Return whether a call has masks or a bias from which a block mask is computed."""
+    return any(x is not None for x in hiding(call))
 
 
 def precision(dtype):
@@ -54,8 +47,8 @@ def of(tensor):
     if tensor is None:
         return None
     # The stride of an axis of size 1 is arbitrary: 0 avoids compiling another kernel.
-    sizes = zip(tensor.shape, tensor.stride(), strict=True)
-    return View(tensor, tuple(0 if size == 1 else step for size, step in sizes))
+    axes = zip(tensor.shape, tensor.stride(), strict=True)
+    return View(tensor, tuple(0 if size == 1 else step for size, step in axes))
 
 
 def strided(tensor: Tensor) -> bool:
@@ -131,15 +124,11 @@ def masks_of(call):
     return made._replace(bits=bits)
 
 
-def _shift(call):  # as `of_calls.shift`; here, each call enters fewer files
-    return 0 if call.origin is None else call.origin[0]
-
-
 def scored(call):
     batch, heads, rows, keys = sizes(call)
     bias = None if call.bias is None else of(call.bias.expand(batch, heads, rows, keys))
     by_head = {name: each_head(getattr(call, name), batch, heads) for name in BY_HEAD}
-    return score(call.scale, call.softcap, bias, _shift(call), **by_head, narrow=call.query.element_size() == 2)
+    return score(call.scale, call.softcap, bias, shift(call), **by_head, narrow=call.query.element_size() == 2)
 
 
 def bounded(call):
@@ -154,7 +143,7 @@ def bounded(call):
 
 def band(call):
     """Return the lengths and the window of a call as kernel arguments: 32-bit numbers, None if unbounded."""
-    rows, keys, by = call.query.shape[2], call.key.shape[2], _shift(call)
+    rows, keys, by = call.query.shape[2], call.key.shape[2], shift(call)
     before, after = (keys, rows) if call.top_left else (rows, keys)  # from these distances on, no row sees any key
     left = None if call.left is None else max(-before, min(call.left - by, rows + keys))
     right = None if call.right is None else max(-after, min(call.right + by, rows + keys))

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from triton import cdiv
 
-from ..call.options import ATTENDED, INPUTS, Call, lengths_of
+from ..call.options import ATTENDED, INPUTS, Call, lengths_of, sizes
 from ..call.padding import padding
 from ..kernels.preprocess import Shown
 from ..kernels.vocabulary.gradient import Grads, Incoming
@@ -20,7 +20,7 @@ if hopper.missing is None:
 
 
 class _Pass(NamedTuple):
-    """Values that all kernels of a backward share. batch, heads, rows and keys come from `arguments.sizes`."""
+    """Values that all kernels of a backward share. batch, heads, rows and keys come from `sizes`."""
 
     call: Call
     grad_out: torch.Tensor
@@ -41,7 +41,7 @@ class _Pass(NamedTuple):
 
 def _bias_sum(call):
     """Return how to sum the gradient of the bias: by row ("rows"), by key ("keys"), over "planes", or not ("pairs")."""
-    batch, heads, rows, keys = arguments.sizes(call)
+    batch, heads, rows, keys = sizes(call)
     if call.bias.shape[3] == 1:
         return "rows"
     if call.bias.shape[2] == 1:
@@ -156,9 +156,7 @@ def _dkdv(name, p, query_sums, grads):
     def more(tile):
         sums = arguments.descriptor(query_sums, tile.rows) if tile.bulk else arguments.of(query_sums)
         described = arguments.described(tile, tile.rows, call.query_mask, Q=call.query, GradOut=p.grad_out)
-        everywhere = call.block_mask is call.cu_seqlens_q is None
-        walks = arguments.EVERYWHERE if everywhere else blocks.walks(call, tile, by_keys=True)
-        return described | dict(GradQ=sums) | walks
+        return described | dict(GradQ=sums) | blocks.walks(call, tile, by_keys=True)
 
     programs = functools.partial(arguments.programs, call, by_keys=True)
     run.run_tiled(name, call, programs, p.launched | dict(grads=grads), more)
@@ -226,10 +224,9 @@ def launch_backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats
         call, grad_out = hopper.all_readable(call), hopper.readable(grad_out)
         grads |= {name: hopper.writable(grads[name]) for name in ATTENDED}
     bulk = "one_pass" in names and any(tile.bulk for tile in run.candidates("one_pass", call))
-    call = call if special is None else arguments.bounded(call)
-    call = blocks.marked(call) if arguments.hides(call) else call
+    call = blocks.marked(call if special is None else arguments.bounded(call))
     launched = arguments.common(call) | dict(GradOut=arguments.of(grad_out), GradWeights=arguments.of(grad_weights))
-    p = _Pass(call, grad_out, launched, *arguments.sizes(call))
+    p = _Pass(call, grad_out, launched, *sizes(call))
 
     where = None if grads["bias"] is None else _bias_sum(call)
     of_scores = arguments.of(grads["bias"].zero_()) if where == "pairs" else None

@@ -7,7 +7,7 @@ import torch
 from triton import cdiv
 
 from ..call.layout import narrow
-from ..call.options import hiding, lengths_of
+from ..call.options import hiding, lengths_of, sizes
 from ..call.plan import pairs_of
 from ..kernels.vocabulary import masks as masking
 from ..kernels.vocabulary.span import Sequences
@@ -87,7 +87,7 @@ def extents(lengths):
 
 
 def tile_lists(call, tile, by_keys=False, sequences=None):
-    (batch, heads, rows, keys), block_mask = arguments.sizes(call), call.block_mask
+    (batch, heads, rows, keys), block_mask = sizes(call), call.block_mask
     group = heads // call.key.shape[1]
     planes, length, across = block_mask.shape[1], cdiv(rows, tile.rows), cdiv(keys, tile.keys)
     if by_keys:
@@ -109,7 +109,7 @@ def tile_lists(call, tile, by_keys=False, sequences=None):
 def marked(call):
     """Return a call with its block mask, and with its mask in bits. A call that has both is unchanged."""
     whole = call.block_mask is not None and (call.mask is None or call.mask_bits is not None)
-    if whole or all(x is None for x in hiding(call)):
+    if whole or not arguments.hides(call):
         return call
     return with_blocks(call, *block_mask(*hiding(call), lengths_of(call)))
 

@@ -4,7 +4,7 @@ import functools
 
 from triton import cdiv
 
-from ..call.options import BY_HEAD, INPUTS, Call
+from ..call.options import BY_HEAD, INPUTS, Call, sizes
 from ..kernels.vocabulary.scores import Tangents
 from . import arguments, blocks, hopper, run, tile_table
 
@@ -17,8 +17,7 @@ def run_by_rows(name, call, launched):
 
     def more(tile):
         described = arguments.described(tile, tile.keys, call.key_mask, K=call.key, V=call.value)
-        everywhere = call.block_mask is call.cu_seqlens_q is None
-        return described | (arguments.EVERYWHERE if everywhere else blocks.walks(call, tile))
+        return described | blocks.walks(call, tile)
 
     run.run_tiled(name, call, functools.partial(arguments.programs, call), launched, more)
 
@@ -27,7 +26,7 @@ def _forward(out, lse, stats, call):
     enough = call.query.shape[0] * call.key.shape[1] >= run.multiprocessors(run.device_of(call.query))
     if enough and arguments.can_pack_gqa(call, out, tile_table.FEW_ROWS):
         call, out = arguments.pack_gqa(call, out)
-    call = blocks.marked(call) if arguments.hides(call) else call
+    call = blocks.marked(call)
     launched = arguments.common(call) | dict(Out=arguments.of(out), Lse=lse, Stats=stats)
     launched["spec"] = launched["spec"]._replace(BY_THREADS=arguments.by_threads(call.key))
     run_by_rows("forward", call, launched)
@@ -55,7 +54,7 @@ def launch_forward(out, lse, weights, stats, call: Call, on_hopper: bool):
 def launch_tangent(tangent_out, tangent_lse, tangent_weights, tangents, out, stats, call: Call):
     """Compute the tangents of output, lse and weights from `tangents` of the INPUTS. tangent_weights may be None."""
     tangents, call = dict(zip(INPUTS, tangents, strict=True)), blocks.marked(call)
-    (batch, heads, rows, keys), bias = arguments.sizes(call), tangents["bias"]
+    (batch, heads, rows, keys), bias = sizes(call), tangents["bias"]
     views = Tangents(
         **{name[0]: arguments.of(tangents[name]) for name in ("query", "key", "value")},
         bias=None if bias is None else arguments.of(bias.expand(batch, heads, rows, keys)),

@@ -9,7 +9,7 @@ from triton import cdiv
 
 from ..call.decode import Decode
 from ..call.layout import narrow
-from ..call.options import ATTENDED, Call
+from ..call.options import ATTENDED, Call, sizes
 from ..call.private import holds
 from ..kernels.vocabulary import dropout
 from ..kernels.vocabulary.memory import width
@@ -160,10 +160,10 @@ def band_of(call: Call) -> str:
 
 def variant(call: Call, cached: bool) -> str:
     """Return, as text, the properties of a call that select the machine code of a Hopper kernel."""
-    sizes = f"D {call.query.shape[3]}", f"Dv {call.value.shape[3]}", str(call.query.dtype).removeprefix("torch.")
+    widths = f"D {call.query.shape[3]}", f"Dv {call.value.shape[3]}", str(call.query.dtype).removeprefix("torch.")
     options = sorted({_argument(name) for name in _OTHERS if getattr(call, name) is not None})
     packed, partial = ["packed"] * (call.cu_seqlens_q is not None), ["partial"] * bool(call.partial)
-    return ", ".join((*sizes, band_of(call), *["caches"] * cached, *packed, *partial, *options))
+    return ", ".join((*widths, band_of(call), *["caches"] * cached, *packed, *partial, *options))
 
 
 def by_tiles(call: Call) -> Tensor | None:
@@ -281,7 +281,7 @@ def group_of(call):
 
 def scores_of_a_head(call):
     """Return (shape, bytes) of the stored gradients of scores of a key head. Packed sequences get whole key blocks."""
-    group, (_, _, rows, keys) = group_of(call), arguments.sizes(call)
+    group, (_, _, rows, keys) = group_of(call), sizes(call)
     if call.cu_seqlens_k is not None:
         block = 2 * tile_table.WARPGROUP_ROWS
         keys = arguments.slots(call, block, by_keys=True) * block

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from triton import cdiv
 
-from ..call.options import TENSORS, Call, Origin, sliced, with_tensors
+from ..call.options import TENSORS, Call, Origin, sizes, sliced, with_tensors
 from ..kernels.hopper import backward, products, visits
 from ..kernels.vocabulary.masks import Masks
 from ..kernels.vocabulary.memory import width
@@ -129,7 +129,7 @@ def _section(call, fits, size, blocks, multiprocessors):
 def _stored(p, words, scores, weights, grad_value, form, multiprocessors):
     """Return the arguments of hopper_bwd_ds, or with `weights` of hopper_bwd_wide, except its walks."""
     call, rows, (width_k, width_v) = p.call, p.launched["Rows"], hopper.tile_widths(p.call)
-    (_, _, length, keys), group = arguments.sizes(call), hopper.group_of(call)
+    (_, _, length, keys), group = sizes(call), hopper.group_of(call)
     columns = call.query.shape[3], call.value.shape[3]
     packed, bias, size = call.cu_seqlens_q is not None, hopper.by_tiles(call), 2 * group * length * sum(columns)
     launched = arguments.band(call) | dict(
@@ -172,7 +172,7 @@ def _product(call, factor, others, grad, of_key, scale, form, multiprocessors):
     """Return the arguments of hopper_dk (`of_key`) or hopper_dq, except its walks: the product of factor and others."""
     columns = min(max(128, width.fn(grad.shape[3])), tile_table.MOST_COLUMNS)
     across = cdiv(grad.shape[3], columns)  # programs for the columns of a block
-    (_, _, length, _), group, blocks = arguments.sizes(call), hopper.group_of(call), cdiv(grad.shape[2], form.keys)
+    (_, _, length, _), group, blocks = sizes(call), hopper.group_of(call), cdiv(grad.shape[2], form.keys)
     members = group if of_key else 1  # query heads that a block sums
     size = 2 * others.shape[2] * others.shape[3] * members
     section = _section(call, tile_table.SECTION_BYTES // 2, size, blocks * group // members, multiprocessors)

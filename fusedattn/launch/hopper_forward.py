@@ -5,7 +5,7 @@ from functools import lru_cache
 import torch
 from triton import cdiv
 
-from ..call.options import Call
+from ..call.options import Call, sizes
 from ..kernels.hopper.forward import Form, Spec, Stored
 from ..kernels.hopper.work import Caches
 from . import arguments, blocks, decode, hopper, run, tile_table
@@ -15,7 +15,7 @@ from .tile_table import Pipeline
 
 def _visible(call, more):
     """Return the maximum number of keys that `more` + 1 neighbouring rows see."""
-    keys = arguments.sizes(call)[3]
+    keys = sizes(call)[3]
     return keys if call.left is None or call.right is None else min(keys, call.left + call.right + 1 + more)
 
 
@@ -23,7 +23,7 @@ def splits(call: Call, pipeline: Pipeline, multiprocessors: int) -> int:
     """Return the number of splits of the keys. It depends on no values of tensors, so equal calls give equal bits."""
     if call.cu_seqlens_q is not None or call.sinks is not None or call.query_mask is not None:
         return 1
-    batch, heads, rows, _ = arguments.sizes(call)
+    batch, heads, rows, _ = sizes(call)
     blocks = cdiv(rows, pipeline.rows) * batch * heads * hopper.column_parts(call)
     steps = cdiv(_visible(call, pipeline.rows - 1), 64)
     merged = 8 * batch * heads * rows * call.value.shape[3] / tile_table.MERGED_BYTES_A_US
@@ -48,7 +48,7 @@ def _fastest(blocks, steps, fixed, each, merged, multiprocessors):
 
 def programs(call: Call, pipeline: Pipeline, count: int, multiprocessors: int) -> int:
     """Return the grid size. If it is below the number of blocks, a program computes several. count: key splits."""
-    batch, heads, _, _ = arguments.sizes(call)
+    batch, heads, _, _ = sizes(call)
     count *= hopper.column_parts(call)
     planes, band, keys = batch * heads * count, hopper.band_of(call), _visible(call, 0)
     blocks = arguments.slots(call, pipeline.rows) * heads * count
@@ -76,7 +76,7 @@ def _arguments(call, out, lse, stats, pipeline, partials, count, cached):
         caches = Caches(*map(arguments.of, (lengths, cached.table)), hopper.pitch_of(cached.key_cache))
         if cached.table is not None and cached.table.shape[1] > 1:
             page = cached.key_cache.shape[2]
-    (batch, heads), keys, group = query.shape[:2], max(1, arguments.sizes(call)[3]), hopper.group_of(call)
+    (batch, heads), keys, group = query.shape[:2], max(1, sizes(call)[3]), hopper.group_of(call)
     together = tile_table.L2_BYTES // (2 * keys * (query.shape[3] + value.shape[3]))
     by_tma = partials is None and out.dtype == query.dtype
     wide = None if partials is not None or by_tma else arguments.of(out)

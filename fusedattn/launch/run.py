@@ -9,12 +9,13 @@ from triton import knobs
 from triton.runtime.driver import driver
 from triton.runtime.errors import OutOfResources
 
-from ..call.options import BY_HEAD, AssumedGPU, Call, hiding, lengths_of, thread_overrides
+from ..call.options import BY_HEAD, AssumedGPU, Call, lengths_of, thread_overrides
 from ..kernels import append, block_mask, combine, dbias, decode, dkdv, dq, forward, preprocess, sequences, tangent
 from ..kernels.vocabulary.columns import PART
 from ..kernels.vocabulary.memory import width
 from ..kernels.weights import weights
 from . import failures, hopper, launcher, tile_table, tuned
+from .arguments import hides
 
 
 def interpreting() -> bool:
@@ -238,8 +239,7 @@ def failed(call: Call, names, cached: bool = False) -> "failures.KernelUnavailab
         if form_of(name, call) is None:
             return none_is_right(name, device)
     kinds = [kind_of(name, call, cached) for name in names]
-    reads_caches = names[0] in tile_table.ON_CACHES
-    if not reads_caches and (call.block_mask is not None or any(x is not None for x in hiding(call))):
+    if names[0] not in tile_table.ON_CACHES and (call.block_mask is not None or hides(call)):
         kinds += [(name, device) for name in ("block_mask", "tile_lists")]
     if lengths_of(call) is not None:
         kinds.append(("fill_slots", device))
