@@ -26,8 +26,7 @@ class Recording(NamedTuple):
     """Recorded launches, to replay on the caller's tensors and on new ones that `run` allocates.
 
     made: ((shape, strides, dtype), None or the value that fills it) of each new tensor. steps: (function, programs,
-    arguments, views, others) of each launch. A replay replaces arguments by views, (argument index, tensor number,
-    strides), and by others, (argument index, function of all tensors).
+    arguments, places) of each launch. A replay replaces arguments by places, (argument index, function of all tensors).
     """
 
     device: torch.device
@@ -46,28 +45,19 @@ class Recording(NamedTuple):
     def _run(self, given: Sequence) -> list:
         make, tensors = EMPTY[self.kind], [*given]
         for (shape, strides, dtype), value in self.made:
-            tensors.append(make(shape, strides, dtype) if value is None else self._full(shape, value, dtype))
+            tensor = make(shape, strides, dtype)
+            tensors.append(tensor if value is None else tensor.fill_(value))
         stream = None if self.interpreted else driver.active.get_current_stream(self.device.index)
-        for run, programs, arguments, views, others in self.steps:
+        for run, programs, arguments, places in self.steps:
             arguments = arguments.copy()
-            for index, number, strides in views:
-                arguments[index] = tensors[number], strides
-            for index, value in others:
-                arguments[index] = value(tensors)
+            for index, place in places:
+                arguments[index] = place(tensors)
             run(programs, stream, arguments)
         return tensors
 
-    def _full(self, shape, value, dtype):
-        return torch.full(shape, value, dtype=dtype, device=self.device)
 
-
-def _interpreted(kernel, options, views):
-    def launched(programs, stream, arguments):
-        for index, *_ in views:
-            arguments[index] = View(*arguments[index])  # compiled kernels accept a plain tuple
-        kernel[(programs,)](*arguments, **options)
-
-    return launched
+def _interpret(kernel, options, programs, stream, arguments):
+    kernel[(programs,)](*arguments, **options)
 
 
 class _LaunchesAlone(TorchDispatchMode):
@@ -138,31 +128,26 @@ class Recorder(contextlib.ExitStack):
     def add(self, kernel, compiled, programs: int, arguments: dict, options: dict) -> None:
         """Record a kernel launch. compiled: the compiled kernel, None in the interpreter."""
         values: list = []
-        views: list[tuple] = []
-        others: list[tuple] = []
+        places: list[tuple] = []
         ordered = [arguments[name] for name in kernel.arg_names]
         described = [value for value in ordered if launcher.is_descriptor(value)]
-        places = [self.number(value.base) for value in described]
-        encoders = launcher.encoders(compiled, described, places, self.device) if described and compiled else None
-        rebased = [functools.partial(launcher.rebased, *each) for each in zip(described, places, strict=True)]
+        numbers = [self.number(value.base) for value in described]
+        encoders = launcher.encoders(compiled, described, numbers, self.device) if described and compiled else None
+        rebased = [functools.partial(launcher.rebased, *each) for each in zip(described, numbers, strict=True)]
         encoding = iter(rebased if encoders is None else encoders)
         for value in ordered:
-            index = len(values)
-            if isinstance(value, View):
-                views.append((index, self.number(value.base), value.strides))
-                values.append(None)
-            elif launcher.is_descriptor(value):
-                values += [None] if encoders is None else [None, *value.shape, *value.strides]
-                others.append((index, next(encoding)))
-            else:
-                place = self._place(value)
-                values.append(value if place is None else None)
-                others += [] if place is None else [(index, place)]
+            is_descriptor = launcher.is_descriptor(value)
+            place = next(encoding) if is_descriptor else self._place(value)
+            if place is not None:
+                places.append((len(values), place))
+            values.append(value if place is None else None)
+            if is_descriptor and encoders is not None:
+                values += [*value.shape, *value.strides]
         if compiled is None:
-            run = _interpreted(kernel, options, views)
+            run = functools.partial(_interpret, kernel, options)
         else:
             run = launcher.launched(compiled, encodes=encoders is None)
-        self.steps.append((run, programs, values, tuple(views), tuple(others)))
+        self.steps.append((run, programs, values, tuple(places)))
 
     def _place(self, value) -> Callable[[Sequence], Any] | None:
         """Return a function that makes a kernel argument from a replay's tensors; None if the argument is constant."""
@@ -171,6 +156,9 @@ class Recorder(contextlib.ExitStack):
             if self.tensors[number].dtype == value.dtype or not launch.interpreting():
                 return itemgetter(number)
             return lambda tensors: tensors[number].view(value.dtype)  # only the interpreter looks at the dtype
+        if isinstance(value, View) and not launch.interpreting():
+            number, strides = self.number(value.base), value.strides
+            return lambda tensors: (tensors[number], strides)  # quick: compiled kernels also accept a plain tuple
         places = [self._place(x) for x in value] if isinstance(value, tuple) else []
         if not any(places):
             return None
