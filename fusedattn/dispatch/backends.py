@@ -30,7 +30,7 @@ INTERPRETED = " (to debug them here, set TRITON_INTERPRET=1 before Triton is imp
 
 
 @functools.cache
-def _find_machine_reasons(device: torch.device | AssumedGPU) -> tuple[str, ...]:
+def _find_machine_reasons(device: Device) -> tuple[str, ...]:
     try:
         import triton
     except Exception as error:  # a broken installation may raise anything
@@ -61,9 +61,9 @@ def _find_machine_reasons(device: torch.device | AssumedGPU) -> tuple[str, ...]:
 
 
 @constant
-def machine_reasons(device: torch.device | AssumedGPU) -> tuple[str, ...]:
+def machine_reasons(device: Device) -> tuple[str, ...]:
     """Return the reasons why Triton kernels cannot run on a device; () if they can."""
-    return _find_machine_reasons(device)
+    return _find_machine_reasons(device)  # the compiler ignores the mark of a function that is itself a cache
 
 
 def block_size(device: Device) -> int | None:
@@ -80,12 +80,6 @@ def _device(call: Call) -> Device:
     return thread_overrides.gpu or call.query.device
 
 
-def _exceeds(number: Any, most: int) -> bool:
-    """Return whether a number exceeds a limit; False if a compiler cannot know."""
-    over = number > most
-    return over if over is True or over is False else holds(over, False)
-
-
 def _kernel_reasons(call: Call, widest_key: int = tile_table.WIDTHS[-1]) -> list[str]:
     """Return the reasons why Triton kernels cannot take the dtype, device and sizes of a call."""
     device = _device(call)
@@ -97,16 +91,15 @@ def _kernel_reasons(call: Call, widest_key: int = tile_table.WIDTHS[-1]) -> list
     for name, x, most in (("query", call.query, widest_key), ("value", call.value, tile_table.WIDTHS[-1])):
         if (dim := x.shape[3]) > most:
             reasons.append(f"the head dimension of {name} is {dim}, more than {most}")
-    if _exceeds(call.query.shape[2] + call.key.shape[2], MOST_POSITIONS):
+    if holds(call.query.shape[2] + call.key.shape[2] > MOST_POSITIONS, False):
         reasons.append("rows and keys together exceed 2**31")
     return reasons
 
 
 def _marked_blocks(call: Call) -> int:
     """Return an upper bound on the number of blocks in the block mask of a call; 0 if it needs no block mask."""
-    if call.block_mask is not None or call.mask is call.bias is call.key_mask is call.query_mask is None:
-        return 0
-    if not (tensors := [x for x in hiding(call) if x is not None]):
+    tensors = [x for x in hiding(call) if x is not None]
+    if call.block_mask is not None or not tensors:
         return 0
     batch, heads, rows, keys = of_calls.sizes(call)
     shared = all(x.dim() < 4 or holds(x.shape[1] == 1, False) or holds(x.stride(1) == 0, False) for x in tensors)
@@ -121,15 +114,15 @@ def _grid_reasons(call: Call) -> list[str]:
     blocks = batch * -(-max(rows, call.key.shape[2]) // 16)  # no tile has fewer than 16 rows or keys
     if call.cu_seqlens_q is not None:
         blocks += call.cu_seqlens_q.shape[0]  # each sequence starts a new block
-    if _exceeds(blocks * heads, MOST_PROGRAMS):
+    if holds(blocks * heads > MOST_PROGRAMS, False):
         reasons.append("the grid would exceed 2**31 programs")
-    if _exceeds(_marked_blocks(call), MOST_PROGRAMS):
+    if holds(_marked_blocks(call) > MOST_PROGRAMS, False):
         reasons.append("its block mask would exceed 2**31 blocks")
     return reasons
 
 
 @constant
-def hopper_reasons(device: torch.device | AssumedGPU) -> tuple[str, ...]:
+def hopper_reasons(device: Device) -> tuple[str, ...]:
     """Return the reasons why a device that runs the backend "triton" cannot run the backend "hopper"."""
     from ..launch import run as launch
 
@@ -174,7 +167,7 @@ def _triton_reasons(call: Call, need_weights: bool) -> list[str]:
 def _decode_reasons(decode: Decode, need_weights: bool) -> list[str]:
     reasons = _kernel_reasons(decode.call, tile_table.WIDEST_CACHED) + cached.unmappable(decode)
     batch, heads, rows, _ = decode.call.query.shape
-    if _exceeds(batch * heads * max(rows, decode.added), MOST_PROGRAMS):
+    if holds(batch * heads * max(rows, decode.added) > MOST_PROGRAMS, False):
         reasons.append("the grid would exceed 2**31 programs")
     return reasons or _failures(decode, need_weights, on_hopper=False)
 
