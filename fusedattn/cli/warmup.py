@@ -19,7 +19,7 @@ PASSES = ("backward", "training", "inference")  # the slowest first; training is
 
 def compile_pass(case: Case, what: str, device: torch.device) -> dict:
     """Compile the kernels of a case for the pass `what`, without a launch, and return the entry for --json."""
-    from ..launch import forward, hopper, recording, run, tile_table
+    from ..launch import forward, hopper, recording, run, tile_table, tuned
     from ..launch.backward import launch_backward
     from ..operators import attention, backward
 
@@ -45,7 +45,8 @@ def compile_pass(case: Case, what: str, device: torch.device) -> dict:
                 grads = [x if x.numel() else None for x in grads]
                 launch_backward(grads, out, None, None, *saved, call, "triton")
             else:
-                on_hopper = run.is_default("hopper", call, device) and not hopper.reasons(call)
+                on_hopper = run.has_hopper(query) and not hopper.reasons(call)
+                on_hopper &= tuned.prefers_hopper("hopper", call, device)
                 forward.launch_forward(out, None, None, stats if stats.numel() else None, call, on_hopper)
     except Exception as error:  # a compiler may raise anything; the command reports it
         why = f"{type(error).__name__}: {error}".partition("\n")[0][:300]

@@ -12,7 +12,7 @@ from ..kernels.preprocess import Shown
 from ..kernels.vocabulary.gradient import Grads, Incoming
 from ..kernels.vocabulary.masks import EMPTY
 from ..kernels.vocabulary.row_sums import ByRow
-from . import arguments, blocks, hopper, run, tile_table, tuned
+from . import arguments, blocks, failures, hopper, run, tile_table, tuned
 from .forward import run_by_rows
 
 if hopper.missing is None:
@@ -58,43 +58,40 @@ def _is_deterministic(call):
     return call.deterministic or torch.are_deterministic_algorithms_enabled()
 
 
-def _lacks_on_hopper(call, need, kernel):
-    lacks = hopper.backward_limits(call) + hopper.unreachable(call)
-    if not (need["query"] and (need["key"] or need["value"])):
-        lacks.append("it does not make the gradient of query alone, nor those of key and value alone")
-    return lacks + (hopper.stored_limits(call) if kernel in tile_table.STORED else [])
-
-
 def reasons_not_on_hopper(call: Call, need, backend: str) -> list[str]:
     """Return the reasons why the backward on a Hopper GPU does not run a Hopper kernel; [] if it does."""
-    kernel = run.backward_on_hopper(call, _is_deterministic(call))
-    lacks = _lacks_on_hopper(call, dict(zip(INPUTS, need, strict=True)), kernel)
-    if lacks or run.is_to_take(kernel, call, backend):
+    if hopper.missing is not None:
+        return [hopper.missing]
+    kernel, needed = run.backward_on_hopper(call, _is_deterministic(call)), dict(zip(INPUTS, need, strict=True))
+    lacks = hopper.backward_limits(call) + hopper.unreachable(call)
+    if not (needed["query"] and (needed["key"] or needed["value"])):
+        lacks.append("it does not make the gradient of query alone, nor those of key and value alone")
+    lacks += hopper.stored_limits(call) if kernel in tile_table.STORED else []
+    if lacks:
         return lacks
+    if call.named and backend != "hopper":
+        return [f"{backend!r} is named"]
     device = run.device_of(call.query)
-    if call.named:
-        return [f"{backend!r} is named"] if backend != "hopper" else [str(run.none_is_right(kernel, device))]
-    if (why := run.known_failure(kernel, call)) is not None:
+    if not call.named and (why := failures.known(run.kind_of(kernel, call))) is not None:
         return [str(why)]
-    if not tuned.prefers_hopper(kernel, call, device):
+    if not call.named and not tuned.prefers_hopper(kernel, call, device):
         return [tuned.SLOWER]
-    return [str(run.none_is_right(kernel, device))]
+    return [] if run.form_on_hopper(kernel, call) else [str(run.none_is_right(kernel, device))]
 
 
 def passes(call: Call, need, backend: str = "triton", by_tma: tuple | None = ()) -> tuple[str, ...]:
     """Return the names of a backward's kernels, in order. need: for each of INPUTS, whether its gradient is needed."""
     # by_tma: gradients that a Hopper kernel would read or write by TMA; None if it does not support one of them. A
-    # Hopper kernel runs if it is chosen (`run.is_to_take`) and supports the call. Otherwise one_pass runs if heads are
-    # narrow, dq may be summed in any order, and no other gradient is summed by row; but not if tuning found two passes
-    # faster. Otherwise dq and dkdv run, which are deterministic.
+    # Hopper kernel runs if there is no reason against it. Otherwise one_pass runs if heads are narrow, dq may be summed
+    # in any order, and no other gradient is summed by row; but not if tuning found two passes faster. Otherwise dq and
+    # dkdv run, which are deterministic.
     needed = dict(zip(INPUTS, need, strict=True))
     where = _bias_sum(call) if needed["bias"] else None
     by_rows = any(_by_row(needed, where).values())
     by_keys = needed["key"] or needed["value"] or where == "keys"
     deterministic = _is_deterministic(call)
     narrow = run.widest(call) <= tile_table.ONE_PASS
-    special = run.backward_on_hopper(call, deterministic)
-    taken = run.is_to_take(special, call, backend) and not _lacks_on_hopper(call, needed, special)
+    taken = run.has_hopper(call.query) and not reasons_not_on_hopper(call, need, backend)
     if taken and by_tma is not None and (hopper.is_copied(call) or hopper.reachable(*by_tma)):
         # The Hopper kernels have no registers for gradients of slopes and of a bias. Other kernels compute the scores'
         # gradients again, and sum or store them. `preprocess` finds a row's sum from its statistics, unless the row
@@ -102,6 +99,7 @@ def passes(call: Call, need, backend: str = "triton", by_tma: tuple | None = ())
         by_rows = where == "rows" or needed["sinks"]
         by_rows &= call.partial or arguments.sums_sinks_by_row(call)
         by_rows |= needed["alibi_slopes"] or where == "pairs"
+        special = run.backward_on_hopper(call, deterministic)
         names = ["preprocess", special, *["postprocess"] * (special not in tile_table.STORED)]
         names += ["dq"] * by_rows + ["dkdv"] * (where == "keys")
     elif needed["query"] and by_keys and not by_rows and narrow and not (deterministic or run.prefers_two_passes(call)):
@@ -166,14 +164,12 @@ def _postprocess(p, query_sums, grad_query, form):
     launched = dict(Sums=arguments.of(query_sums), GradQ=arguments.of(grad_query), score=p.launched["rules"].score)
     launched |= dict(heads=p.launched["heads"], q_len=p.launched["q_len"], D=p.launched["spec"].D)
     launched |= dict(BLOCK=None if form is None else form.rows, **_unit(p, form))
-    if form is None or p.call.cu_seqlens_q is None:
-        run.run_tiled("postprocess", p.call, p.blocks_of_rows, launched | dict(sequences=None))
-        return
 
-    def more(tile):
-        return dict(sequences=blocks.sequences_of(p.call, tile.rows))
+    def more(tile):  # Hopper's buffer has whole blocks of each sequence
+        return dict(sequences=None if form is None else blocks.sequences_of(p.call, tile.rows))
 
-    run.run_tiled("postprocess", p.call, functools.partial(arguments.programs, p.call), launched, more)
+    programs = p.blocks_of_rows if form is None else functools.partial(arguments.programs, p.call)
+    run.run_tiled("postprocess", p.call, programs, launched, more)
 
 
 def _dbias(p, grad_bias):

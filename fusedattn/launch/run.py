@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import math
 import threading
 
 import torch
@@ -35,11 +36,6 @@ def current_recorder():
     return getattr(recording, "recorder", None)
 
 
-def is_replayed():
-    """Return whether launches are being recorded for replays. A replay repeats nothing else that the call computes."""
-    return getattr(current_recorder(), "replayed", False)
-
-
 def device_of(tensor):
     recorder = current_recorder()
     return (thread_overrides.gpu or tensor.device) if recorder is None else recorder.device
@@ -47,9 +43,10 @@ def device_of(tensor):
 
 def full(like, shape, value):
     """Return a new tensor that is filled with a value, as `like.new_full` does. A replay makes it, too."""
-    if not is_replayed():
+    recorder = current_recorder()
+    if recorder is None or not recorder.replayed:
         return like.new_full(shape, value)
-    return current_recorder().make(like.new_empty(shape), value)
+    return recorder.make(like.new_empty(shape), value)
 
 
 def run_kernel(name, programs, arguments, device, kind=None, last=True, **options):
@@ -90,8 +87,8 @@ def capability(device):
 
 
 def has_hopper(tensor):
-    """Return whether a tensor's device runs Hopper kernels; True in the interpreter. Graphs may come from elsewhere."""
-    return hopper.missing is None and capability(device_of(tensor)) in (90, None)
+    """Return whether a tensor's device runs Hopper kernels. A graph that names them may come from another machine."""
+    return hopper.missing is None and capability(device_of(tensor)) == 90
 
 
 @functools.cache
@@ -157,31 +154,19 @@ def backward_on_hopper(call, ordered):
 
 def form_on_hopper(name, call):
     """Return the tile of a Hopper kernel for a call; None if a tuning file found all of its tiles wrong."""
-    place = tuned.place(name, call.query.dtype, widest(call))
+    width, place = hopper.row_width(call), tuned.place(name, call.query.dtype, widest(call))
+    forms, (least, long) = tile_table.ON_HOPPER[name].get(width, ()), tile_table.HOPPER_LONG.get(width, ({}, None))
     # Packed sequences count as short, because the bits of one must not depend on the lengths of others. So do calls
     # with a mask of pairs, bias, slopes or dropout, which need more registers than three warpgroups leave a thread.
     rich = not call.mask is call.mask_bits is call.bias is call.alibi_slopes is call.seed is None
     is_short = rich or call.cu_seqlens_q is not None
     length = 0 if is_short else min(call.query.shape[2], call.key.shape[2])
+    is_long = length >= least.get(hopper.band_of(call), math.inf)
+    # Tuning ranks forms by long calls, so short calls try `long` last. Widths 192 and 256 have the same place.
     ranked, wrong, _ = tuned.of(device_of(call.query)).get(place, tuned.Forms())
-    forms = tile_table.forms_on_hopper(name, hopper.row_width(call), length, hopper.band_of(call), ranked)
-    right = (form for form in forms if form not in wrong)
+    tried = sorted(dict.fromkeys((*ranked, long, *forms)), key=lambda form: form == long and not is_long)
+    right = (form for form in tried if form in forms and form not in wrong)
     return next((form for form in right if hopper.fits(call, form)), None)
-
-
-def is_default(name, call, device):
-    return capability(device) == 90 and tuned.prefers_hopper(name, call, device)
-
-
-def known_failure(name, call):
-    return failures.known(kind_of(name, call)) if failures.failed_kernels else None
-
-
-def is_to_take(name, call, backend):
-    """Return whether to run this Hopper backward: the caller named "hopper", or named no backend and it is faster."""
-    chosen = is_default(name, call, device_of(call.query)) and known_failure(name, call) is None
-    wanted = backend == "hopper" if call.named else chosen
-    return wanted and has_hopper(call.query) and form_on_hopper(name, call) is not None
 
 
 def form_of(name: str, call: Call):

@@ -4,7 +4,6 @@ Table rows were chosen offline, by registers and spills in compiled code (`make 
 Form: a Tile, or a Pipeline or Backward of a Hopper kernel. Band: a causal mask or a window. Pressure: see `tiles_for`.
 """
 
-import math
 from typing import NamedTuple
 
 
@@ -358,18 +357,3 @@ def tiles_for(kernel, capability, itemsize, width, pressure="plain"):
             if key in table:
                 return table[key]
     raise KeyError(f"no tiles for {kernel}, sm_{capability}, {itemsize} bytes, width {width}")
-
-
-def forms_on_hopper(kernel, width, length, band, ranked=()):
-    """Return the tiles to try for a Hopper kernel, best first.
-
-    Args:
-        width: of ON_HOPPER[kernel]. length: min(Sq, Sk). band: "full", "causal" or "window".
-        ranked: pipelines of a tuning file, fastest first. It times long calls, so short calls try HOPPER_LONG last.
-    """
-    forms = ON_HOPPER[kernel].get(width, ())
-    least, long = HOPPER_LONG.get(width, ({}, None))
-    is_long = length >= least.get(band, math.inf)
-    first = [form for form in forms if form == long and is_long]
-    ranked = [form for form in ranked if form in forms]  # a tuning file has the same place for widths 192 and 256
-    return sorted(dict.fromkeys((*ranked, *first, *forms)), key=lambda form: form == long and not is_long)
