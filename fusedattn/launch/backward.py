@@ -212,13 +212,12 @@ def launch_backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats
     names = passes(call, [x is not None for x in grads.values()], backend, by_tma)
     special = next((name for name in names if name in tile_table.ON_HOPPER), None)
     original = dict(grads)
-    if special is not None:  # its kernels always write all gradients of ATTENDED
-        unused = {name: getattr(call, name) for name in ATTENDED if grads[name] is None}
-        wide = torch.float32 if call.partial else call.query.dtype
-        grads |= {name: hopper.writable(torch.empty_like(x, dtype=wide)) for name, x in unused.items()}
-    if special is not None and hopper.is_copied(call):
+    if special is not None:
         call, grad_out = hopper.all_readable(call), hopper.readable(grad_out)
-        grads |= {name: hopper.writable(grads[name]) for name in ATTENDED}
+        wide = torch.float32 if call.partial else call.query.dtype
+        for name in ATTENDED:  # its kernels always write these gradients
+            grad = torch.empty_like(getattr(call, name), dtype=wide) if grads[name] is None else grads[name]
+            grads[name] = hopper.writable(grad)
     bulk = "one_pass" in names and any(tile.bulk for tile in run.candidates("one_pass", call))
     call = blocks.marked(call if special is None else arguments.bounded(call))
     launched = arguments.common(call) | dict(GradOut=arguments.of(grad_out), GradWeights=arguments.of(grad_weights))

@@ -49,13 +49,12 @@ def limits(call: Call, known: tuple[str, ...] = _SUPPORTED, forms=tile_table.HOP
         lacks.append(f"it supports float16 and bfloat16, not {call.query.dtype}")
     if call.bias is not None and call.bias.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         lacks.append(f"it does not support a bias of {call.bias.dtype}")
-    widest = max(forms)
-    if max(call.query.shape[3], call.value.shape[3]) > widest:
+    widest, columns = max(forms), max(call.query.shape[3], call.value.shape[3])
+    if columns > widest:
         lacks.append(f"it does not support heads wider than {widest}")
     elif not any(fits(call, form) for form in forms[row_width(call)]):
         heavy = "bias", *tile_table.MOST_KEYS[256], "mask", "mask_bits"
         names = " and ".join(dict.fromkeys(_argument(name) for name in heavy if name in given))
-        columns = max(call.query.shape[3], call.value.shape[3])
         lacks.append(f"no tile has room for {names} with heads of {columns} columns")
     if call.cu_seqlens_q is not None and any(holds(x.shape[2] > RAGGED_ROWS, False) for x in (call.query, call.key)):
         lacks.append("packed sequences have more than 2**30 rows")

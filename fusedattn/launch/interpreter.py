@@ -35,12 +35,11 @@ def _narrow(handle):
 def repair():
     """Patch the interpreter once: its products, its casts, and a lock shared by all copies of this package."""
     builder = upstream.InterpreterBuilder
-    if not hasattr(builder, "turn"):
-        builder.turn = turn = threading.RLock()
-        # Otherwise a process forked during another thread's turn would wait for ever.
-        os.register_at_fork(before=turn.acquire, after_in_parent=turn.release, after_in_child=turn.release)
-    if getattr(builder, "knows_bfloat16", False):
+    if hasattr(builder, "turn"):
         return
+    builder.turn = turn = threading.RLock()
+    # Otherwise a process forked during another thread's turn would wait for ever.
+    os.register_at_fork(before=turn.acquire, after_in_parent=turn.release, after_in_child=turn.release)
     cast = builder.cast_impl
 
     def create_dot(self, a, b, d, *options):
@@ -58,7 +57,6 @@ def repair():
         return cast(self, _wide(source), kind)
 
     builder.create_dot, builder.create_fma, builder.cast_impl = create_dot, create_fma, cast_impl
-    builder.knows_bfloat16 = True
 
 
 @contextlib.contextmanager

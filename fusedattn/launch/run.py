@@ -180,9 +180,8 @@ def none_is_right(name, device):
 
 def prefers_two_passes(call):
     """Return whether a tuning file found dq and dkdv faster than one_pass, or every tile of one_pass wrong."""
-    device = device_of(call.query)
-    faster = "two_passes", "one_pass", call, device, pressure_of(call)
-    return not candidates("one_pass", call) or (bool(tuned.of(device)) and tuned.is_faster(*faster))
+    faster = tuned.is_faster("two_passes", "one_pass", call, device_of(call.query), pressure_of(call))
+    return faster or not candidates("one_pass", call)
 
 
 def surroundings(device):
