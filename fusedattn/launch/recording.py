@@ -30,20 +30,19 @@ class Recording(NamedTuple):
     """
 
     device: torch.device
-    kind: str  # device.type
     interpreted: bool
     made: tuple
     steps: tuple
 
     def run(self, given: Sequence) -> list:
         """Allocate new tensors and launch the recorded kernels; return the given tensors and the new ones."""
-        if self.interpreted or (self.kind == "cuda" and current_device() != self.device.index):
+        if self.interpreted or (self.device.type == "cuda" and current_device() != self.device.index):
             with launch.surroundings(self.device):
                 return self._run(given)
         return self._run(given)
 
     def _run(self, given: Sequence) -> list:
-        make, tensors = EMPTY[self.kind], [*given]
+        make, tensors = EMPTY[self.device.type], [*given]
         for (shape, strides, dtype), value in self.made:
             tensor = make(shape, strides, dtype)
             tensors.append(tensor if value is None else tensor.fill_(value))
@@ -143,10 +142,8 @@ class Recorder(contextlib.ExitStack):
             values.append(value if place is None else None)
             if is_descriptor and encoders is not None:
                 values += [*value.shape, *value.strides]
-        if compiled is None:
-            run = functools.partial(_interpret, kernel, options)
-        else:
-            run = launcher.launched(compiled, encodes=encoders is None)
+        interpret = functools.partial(_interpret, kernel, options)
+        run = interpret if compiled is None else launcher.launched(compiled, encodes=encoders is None)
         self.steps.append((run, programs, values, tuple(places)))
 
     def _place(self, value) -> Callable[[Sequence], Any] | None:
@@ -177,4 +174,4 @@ class Recorder(contextlib.ExitStack):
     def recording(self) -> Recording:
         new = list(enumerate(self.tensors))[self.given :]
         made = tuple(((tuple(x.shape), x.stride(), x.dtype), self.values.get(number)) for number, x in new)
-        return Recording(self.device, self.device.type, launch.interpreting(), made, tuple(self.steps))
+        return Recording(self.device, launch.interpreting(), made, tuple(self.steps))
