@@ -180,7 +180,9 @@ def _hopper_reasons(of: Any, need_weights: bool) -> list[str]:
     from ..launch import hopper
 
     lacks = hopper.reasons(call) if decode is None else hopper.cache_reasons(decode)
-    return [*hopper_reasons(_device(call)), *lacks] or _failures(of, need_weights, on_hopper=True)
+    if reasons := [*hopper_reasons(_device(call)), *lacks] or _failures(of, need_weights, on_hopper=True):
+        return reasons
+    return [] if call.named or tuned.prefers_hopper("hopper", call, _device(call)) else [tuned.SLOWER]
 
 
 BACKENDS = {
@@ -234,11 +236,6 @@ def _on_gpu(call: Call) -> bool:
     return _device(call).type == "cuda"
 
 
-def _is_slower(name: str, call: Call) -> bool:
-    """Return whether `name` is "hopper", and a tuning file says that other kernels are faster for the call."""
-    return name == "hopper" and not tuned.prefers_hopper(name, call, _device(call))
-
-
 def choose(call: Call | Decode, need_weights: bool, name: str | None = None) -> Backend:
     """Return the backend for a call: the one that the caller named, or the first one that can take the call."""
     check_name(name)
@@ -250,7 +247,7 @@ def choose(call: Call | Decode, need_weights: bool, name: str | None = None) -> 
     bare = call.call if isinstance(call, Decode) else call
     if not _on_gpu(bare):
         return among["naive" if among["cpu"].reasons(call, need_weights) else "cpu"]
-    taken = next(x for x, one in among.items() if not one.reasons(call, need_weights) and not _is_slower(x, bare))
+    taken = next(x for x, one in among.items() if not one.reasons(call, need_weights))
     if taken == "naive" and not torch.compiler.is_compiling():  # the compiler cannot trace a warning
         for reason in among["triton"].reasons(call, need_weights):
             warn_once(reason, f"the naive one, because {reason}", stacklevel=3)
@@ -335,8 +332,6 @@ def explain(
 def _explained(call: Call, chosen: str | None, return_weights: bool) -> Explanation:
     reasons = {name: known.reasons(call, return_weights) for name, known in BACKENDS.items()}
     on_gpu = _on_gpu(call)
-    if on_gpu and chosen != "hopper" and _is_slower("hopper", call):
-        reasons["hopper"].append(tuned.SLOWER)
     if chosen is not None:
         taken, why = (None if reasons[chosen] else chosen), f"{chosen!r} is named, and a named backend never falls back"
     elif on_gpu:
