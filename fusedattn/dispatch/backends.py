@@ -72,8 +72,7 @@ def block_size(device: Device) -> int | None:
         return None
     from ..launch import blocks
 
-    size: int = blocks.BLOCK
-    return size
+    return int(blocks.BLOCK)
 
 
 def _device(call: Call) -> Device:

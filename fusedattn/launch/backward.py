@@ -20,15 +20,11 @@ if hopper.missing is None:
 
 
 class _Pass(NamedTuple):
-    """Values that all kernels of a backward share. batch, heads, rows and keys come from `sizes`."""
+    """Values that all kernels of a backward share. launched: arguments by name."""
 
     call: Call
     grad_out: torch.Tensor
     launched: dict[str, Any]
-    batch: int
-    heads: int
-    rows: int
-    keys: int
 
     def blocks_of_rows(self, tile):
         batches, heads, length, _ = self.call.query.shape  # packed sequences are one batch of all rows
@@ -126,23 +122,19 @@ def _totals(sums, offsets, batch):
     return torch.segment_reduce(sums[0, :, :, 0].T.contiguous(), "sum", lengths=offsets.diff(), unsafe=True)
 
 
-def _unit(p, form):
-    """Return UNIT and WIDTH, the rows and columns of a block in Hopper's buffer of dq. Without `form` both are None."""
-    return dict(zip(("UNIT", "WIDTH"), (None, None) if form is None else hopper_backward.unit(p.call), strict=True))
-
-
 def _preprocess(p, out, grad_lse, weights, stats, query_sums, turns, by_row, shown, form):
     """Compute the row statistics (softmax, delta) for later kernels, and zero the buffers query_sums and turns."""
     score = p.launched["rules"].score
     rows, pitch = (p.table(stats, 4), None) if form is None else hopper_backward.new_rows(p.call, stats, score)
+    unit, width = (None, None) if form is None else hopper_backward.unit(p.call)
     small = None if form is None or not score.slopes is score.bias is None else score.rough
     # GROUP and TOP_LEFT are not read. Fix them, so that one kernel is compiled.
     spec = p.launched["spec"]._replace(GROUP=1, TOP_LEFT=False)
     launched = dict(Out=arguments.of(out), GradLse=grad_lse, Weights=arguments.of(weights), Stats=stats, Turns=turns)
     launched |= dict(incoming=Incoming(p.launched["GradOut"], p.launched["GradWeights"], rows))
-    launched |= dict(GradQ=arguments.of(query_sums), by_row=by_row, shown=shown)
-    launched |= dict(heads=p.launched["heads"], q_len=p.launched["q_len"], k_len=p.keys, pitch=pitch, small=small)
-    launched |= dict(score=None if form is None else score, spec=spec, COLUMNS=stats.shape[3], **_unit(p, form))
+    launched |= dict(GradQ=arguments.of(query_sums), by_row=by_row, shown=shown, pitch=pitch, small=small)
+    launched |= dict(heads=p.launched["heads"], q_len=p.launched["q_len"], k_len=sizes(p.call)[3])
+    launched |= dict(score=None if form is None else score, spec=spec, COLUMNS=stats.shape[3], UNIT=unit, WIDTH=width)
     run.run_tiled("preprocess", p.call, p.blocks_of_rows, launched)
     return rows
 
@@ -163,7 +155,8 @@ def _dkdv(name, p, query_sums, grads):
 def _postprocess(p, query_sums, grad_query, form):
     launched = dict(Sums=arguments.of(query_sums), GradQ=arguments.of(grad_query), score=p.launched["rules"].score)
     launched |= dict(heads=p.launched["heads"], q_len=p.launched["q_len"], D=p.launched["spec"].D)
-    launched |= dict(BLOCK=None if form is None else form.rows, **_unit(p, form))
+    unit, width = (None, None) if form is None else hopper_backward.unit(p.call)
+    launched |= dict(BLOCK=None if form is None else form.rows, UNIT=unit, WIDTH=width)
 
     def more(tile):  # Hopper's buffer has whole blocks of each sequence
         return dict(sequences=None if form is None else blocks.sequences_of(p.call, tile.rows))
@@ -173,18 +166,18 @@ def _postprocess(p, query_sums, grad_query, form):
 
 
 def _dbias(p, grad_bias):
-    (batch, heads), size = grad_bias.shape[:2], blocks.BLOCK
+    (batches, query_heads, rows, keys), (batch, heads), size = sizes(p.call), grad_bias.shape[:2], blocks.BLOCK
     some = (p.call.block_mask != EMPTY.value).to(torch.int32)
-    some = some if batch == p.batch else some.amax(0, keepdim=True)
-    some = some if heads == p.heads else some.amax(1, keepdim=True)
-    some = some.expand(batch, heads, cdiv(p.rows, size), cdiv(p.keys, size))
+    some = some if batch == batches else some.amax(0, keepdim=True)
+    some = some if heads == query_heads else some.amax(1, keepdim=True)
+    some = some.expand(batch, heads, cdiv(rows, size), cdiv(keys, size))
     launched = dict(p.launched)
     incoming = Incoming(*(launched.pop(name) for name in ("GradOut", "GradWeights", "Rows")))
     launched |= dict(incoming=incoming, GradBias=arguments.of(grad_bias), block_mask=arguments.of(some))
-    launched |= dict(batches=p.batch // batch, bias_heads=heads, max_seqlen_q=p.rows, max_seqlen_k=p.keys)
+    launched |= dict(batches=batches // batch, bias_heads=heads, max_seqlen_q=rows, max_seqlen_k=keys)
 
     def programs(tile):
-        return cdiv(p.rows, tile.rows) * cdiv(p.keys, tile.keys) * batch * heads
+        return cdiv(rows, tile.rows) * cdiv(keys, tile.keys) * batch * heads
 
     run.run_tiled("dbias", p.call, programs, launched, lambda tile: dict(extents=blocks.extents(lengths_of(p.call))))
 
@@ -192,13 +185,13 @@ def _dbias(p, grad_bias):
 def _add_up(p, by_row, by_key, grads):
     """Reduce the sums that kernels stored by row or by key to the gradients of bias, slopes and sinks."""
     # The totals are float64, which costs nothing here. In float32 the error would grow with the number of rows.
-    call = p.call
+    call, (_, _, rows, keys) = p.call, sizes(p.call)
     sums = {name: x.double() for name, x in by_row.items() if x is not None}
     if "bias" in sums:
-        total = _spread(sums.pop("bias"), call.cu_seqlens_q, p.rows)
+        total = _spread(sums.pop("bias"), call.cu_seqlens_q, rows)
         grads["bias"].copy_(total.sum_to_size(grads["bias"].shape))
     if by_key is not None:
-        total = _spread(by_key.double().sum(3, keepdim=True), call.cu_seqlens_k, p.keys).mT
+        total = _spread(by_key.double().sum(3, keepdim=True), call.cu_seqlens_k, keys).mT
         grads["bias"].copy_(total.sum_to_size(grads["bias"].shape))
     for name, x in sums.items():
         grads[name].copy_(_totals(x, call.cu_seqlens_q, grads[name].shape[0]).sum_to_size(grads[name].shape))
@@ -221,7 +214,7 @@ def launch_backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats
     bulk = "one_pass" in names and any(tile.bulk for tile in run.candidates("one_pass", call))
     call = blocks.marked(call if special is None else arguments.bounded(call))
     launched = arguments.common(call) | dict(GradOut=arguments.of(grad_out), GradWeights=arguments.of(grad_weights))
-    p = _Pass(call, grad_out, launched, *sizes(call))
+    p = _Pass(call, grad_out, launched)
 
     where = None if grads["bias"] is None else _bias_sum(call)
     of_scores = arguments.of(grads["bias"].zero_()) if where == "pairs" else None

@@ -62,9 +62,8 @@ def launched(compiled, encodes: bool = True) -> Callable:
     if (run := _run_of(compiled)) is None:
         return lambda programs, stream, arguments: compiled[(programs, 1, 1)](*arguments, stream=stream)
     if not encodes:
-        inner = _launcher_of(run)  # run encodes descriptors first
         run = copy.copy(run)
-        run.launch = inner
+        run.launch = _launcher_of(run)  # which run.launch calls after it has encoded descriptors
     function, packed, hooks = compiled.function, compiled.packed_metadata, knobs.runtime
 
     def launch(programs, stream, arguments):
