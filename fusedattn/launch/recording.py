@@ -84,9 +84,9 @@ class Recorder(contextlib.ExitStack):
         super().__init__()
         self.device, self.given = device, len(given)
         self.steps: list[tuple] = []
-        self.tensors = list(given)  # keeps all storages alive, so that no address is reused
-        self.numbers = {storage(x): number for number, x in enumerate(given) if x is not None}
-        self.values: dict[int, float] = {}  # {number of a new tensor: the value that fills it}
+        # Each with the value that fills it, or None. Storages stay alive, so that no address is reused.
+        self.tensors: list[tuple[Tensor, float | None]] = [(x, None) for x in given]
+        self.numbers = {storage(x): number for number, x in enumerate(given)}
 
     def __enter__(self):
         self.enter_context(launch.surroundings(self.device))
@@ -98,10 +98,8 @@ class Recorder(contextlib.ExitStack):
 
     def make(self, tensor: Tensor, value: float | None = None) -> Tensor:
         """Register and return a tensor that each replay must allocate and, unless None, fill with a value."""
-        if value is not None:
-            self.values[len(self.tensors)] = value
         self.numbers[storage(tensor)] = len(self.tensors)
-        self.tensors.append(tensor)
+        self.tensors.append((tensor, value))
         return tensor
 
     def position(self) -> tuple[int, int]:
@@ -110,8 +108,8 @@ class Recorder(contextlib.ExitStack):
     def back(self, position: tuple[int, int]) -> None:
         """Forget the launches and tensors recorded since `position`."""
         steps, tensors = position
-        for tensor in self.tensors[tensors:]:
-            self.values.pop(self.numbers.pop(storage(tensor)), None)
+        for tensor, _ in self.tensors[tensors:]:
+            del self.numbers[storage(tensor)]
         del self.steps[steps:], self.tensors[tensors:]
 
     def number(self, tensor: Tensor | None) -> Any:
@@ -150,7 +148,7 @@ class Recorder(contextlib.ExitStack):
         """Return a function that makes a kernel argument from a replay's tensors; None if the argument is constant."""
         if isinstance(value, Tensor):
             number = self.number(value)
-            if self.tensors[number].dtype == value.dtype or not launch.interpreting():
+            if self.tensors[number][0].dtype == value.dtype or not launch.interpreting():
                 return itemgetter(number)
             return lambda tensors: tensors[number].view(value.dtype)  # only the interpreter looks at the dtype
         if isinstance(value, View) and not launch.interpreting():
@@ -172,6 +170,5 @@ class Recorder(contextlib.ExitStack):
         return placed
 
     def recording(self) -> Recording:
-        new = list(enumerate(self.tensors))[self.given :]
-        made = tuple(((tuple(x.shape), x.stride(), x.dtype), self.values.get(number)) for number, x in new)
+        made = tuple(((tuple(x.shape), x.stride(), x.dtype), value) for x, value in self.tensors[self.given :])
         return Recording(self.device, launch.interpreting(), made, tuple(self.steps))
