@@ -155,15 +155,16 @@ def rules(call):
     return Rules(masks_of(call), scored(call), drop)
 
 
-def spec(call):
+def spec(call, **others):
     group, width = call.query.shape[1] // max(1, call.key.shape[1]), call.query.shape[3]
     numbers = dict(GROUP=group, D=width, DV=call.value.shape[3], TOP_LEFT=call.top_left)
-    return Spec(**numbers, PRECISION=precision(call.query.dtype))
+    return Spec(**numbers | dict(PRECISION=precision(call.query.dtype)) | others)
 
 
-def common(call):
+def common(call, **others):
+    """Return the arguments of most kernels. others: fields of their Spec."""
     views = dict(Q=of(call.query), K=of(call.key), V=of(call.value))
-    return views | dict(rules=rules(call), heads=call.query.shape[1], spec=spec(call)) | band(call)
+    return views | dict(rules=rules(call), heads=call.query.shape[1], spec=spec(call, **others)) | band(call)
 
 
 def sums_sinks_by_row(call):

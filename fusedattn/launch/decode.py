@@ -14,25 +14,24 @@ from ..kernels.vocabulary.rules import Rules
 from . import arguments, run, tile_table
 
 
-def _common(decode: Decode):
+def _common(decode: Decode, **of_spec: Any):
     (pages, heads, page, _), capacity = decode.key_cache.shape, capacity_of(decode)
     table = decode.table if capacity else None  # without capacity nothing is read
     cache = Cache(*map(arguments.of, (decode.key_cache, decode.value_cache, decode.lengths, table)))
-    of_cache: dict[str, Any] = dict(INTERLEAVED=decode.interleaved)
-    of_cache |= dict(PAGE=None if table is None or table.shape[1] == 1 else page)
+    of_spec |= dict(INTERLEAVED=decode.interleaved, PAGE=None if table is None or table.shape[1] == 1 else page)
     rotary, positions = None, 1
     if (cos := decode.cos) is not None:
         rotary, positions = Rotary(arguments.of(cos), arguments.of(decode.sin)), cos.shape[0]
-        of_cache |= dict(ROTARY_DIM=2 * cos.shape[1])
+        of_spec |= dict(ROTARY_DIM=2 * cos.shape[1])
     numbers = dict(heads=heads, capacity=capacity, added=decode.added, pages=pages, positions=positions)
-    return dict(cache=cache, rotary=rotary, spec=arguments.spec(decode.call)._replace(**of_cache)) | numbers
+    return dict(cache=cache, rotary=rotary, spec=arguments.spec(decode.call, **of_spec)) | numbers
 
 
 def launch_append(decode: Decode):
     batch, heads, added = decode.lengths.shape[0], decode.key_cache.shape[1], decode.added
-    launched = _common(decode) | dict(K=arguments.of(decode.new_key), V=arguments.of(decode.new_value))
     # Fix the fields that the kernel does not read, so that it is compiled only once.
-    launched["spec"] = launched["spec"]._replace(GROUP=1, TOP_LEFT=False, PRECISION="ieee")
+    launched = _common(decode, GROUP=1, TOP_LEFT=False, PRECISION="ieee")
+    launched |= dict(K=arguments.of(decode.new_key), V=arguments.of(decode.new_value))
     if batch * heads * added * launched["capacity"]:
         run.run_tiled("append", decode.call, lambda tile: cdiv(added, tile.rows) * batch * heads, launched)
 
@@ -87,9 +86,9 @@ def launch_decode(out, lse, decode: Decode):
     """Compute attention to caches into `out`, and into `lse` if it is not empty."""
     call, rows = decode.call, _rows_of_a_tile(decode)
     (batch, _, length, _), kv_heads = call.query.shape, decode.key_cache.shape[1]
-    launched = _common(decode) | dict(Q=arguments.of(call.query)) | arguments.band(call)
+    launched = _common(decode, BY_THREADS=arguments.by_threads(decode.key_cache))
+    launched |= dict(Q=arguments.of(call.query)) | arguments.band(call)
     rules = launched["rules"] = Rules(arguments.masks_of(call), arguments.scored(call), None)
-    launched["spec"] = launched["spec"]._replace(BY_THREADS=arguments.by_threads(decode.key_cache))
     if keys_hold_values(decode) and alike.fn(decode.key_cache.shape[3], decode.value_cache.shape[3]):
         launched["cache"] = launched["cache"]._replace(V=None)
     del launched["k_len"]
@@ -105,11 +104,8 @@ def launch_decode(out, lse, decode: Decode):
 
     def targets(tile):
         n = splits(programs(tile), cdiv(keys, tile.keys), multiprocessors)
-        partials.update(splits=n, partials=None)
-        if n == 1:
-            return results | partials
-        partials["partials"] = new_partials(out, n, lse.dtype)
-        return dict(Out=None, Lse=None) | partials
+        partials.update(splits=n, partials=new_partials(out, n, lse.dtype) if n > 1 else None)
+        return (results if n == 1 else dict(Out=None, Lse=None)) | partials
 
     run.run_tiled(decoder(rows), call, lambda tile: programs(tile) * partials["splits"], launched, targets)
     if partials["partials"] is not None:

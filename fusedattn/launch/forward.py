@@ -27,9 +27,8 @@ def _forward(out, lse, stats, call):
     if enough and arguments.can_pack_gqa(call, out, tile_table.FEW_ROWS):
         call, out = arguments.pack_gqa(call, out)
     call = blocks.marked(call)
-    launched = arguments.common(call) | dict(Out=arguments.of(out), Lse=lse, Stats=stats)
-    launched["spec"] = launched["spec"]._replace(BY_THREADS=arguments.by_threads(call.key))
-    run_by_rows("forward", call, launched)
+    common = arguments.common(call, BY_THREADS=arguments.by_threads(call.key))
+    run_by_rows("forward", call, common | dict(Out=arguments.of(out), Lse=lse, Stats=stats))
 
 
 def _launch_weights(name, weights, launched, call: Call):
