@@ -266,6 +266,10 @@ def test_a_triton_of_which_gluon_lacks_something_has_the_other_kernels_and_no_wa
         "print(fa.attention(x, x, x, backend='triton').shape, fa.explain(x, x, x, backend='triton'))\n"
         "try: fa.attention(x, x, x, backend='hopper')\n"
         "except NotImplementedError as error: print(error)\n"
+        "from fusedattn.call import options, rules\n"
+        "x = torch.randn(1, 1, 16, 320, dtype=torch.bfloat16)\n"
+        "call = rules.checked(options.Arguments(x, x, x, bias=x[..., :16]))\n"
+        "torch.ops.fusedattn.forward(*call, False, False, False, 'hopper')\n"  # in a graph from another machine
     )
     # Triton 3.6's interpreter itself raises deprecation warnings.
     printed = run_python("-W", "error", "-W", "ignore::DeprecationWarning", "-c", program)
