@@ -191,12 +191,6 @@ torch_function_enabled: Callable[[], bool] = _find("_C._is_torch_function_enable
 # Modules of torch's own classes whose __torch_function__ is ignored: causal biases and jagged tensors are accepted, and
 # lazy parameters, which have no sizes yet, get a clearer error from this package.
 TENSORS_OF_TORCH = ("torch.nn.attention.bias", "torch.nested._internal.nested_tensor", "torch.nn.parameter")
-# The mode that set_default_device pushes. torch asserts that it is at the bottom of the stack of modes.
-DeviceContext: Any
-try:
-    from torch.utils._device import DeviceContext
-except ImportError:
-    DeviceContext = ()
 # The TorchFunctionModes of this thread. Without the name, `enable_sdpa` replaces only the aten operator.
 function_modes: Callable[[], list[Any]] = _find("overrides._get_current_function_mode_stack", list)
 _pop_mode: Callable[[], Any] = _find("overrides._pop_mode", lambda: None)
@@ -206,7 +200,8 @@ _push_mode: Callable[[Any], None] = _find("overrides._push_mode", lambda mode: N
 def replace_function_modes(modes: list[Any]) -> None:
     for _ in function_modes():
         _pop_mode()
-    for mode in sorted(modes, key=lambda mode: not isinstance(mode, DeviceContext)):
+    # torch asserts that the mode that set_default_device pushes is at the bottom of the stack.
+    for mode in sorted(modes, key=lambda mode: type(mode).__name__ != "DeviceContext"):
         _push_mode(mode)
 
 
