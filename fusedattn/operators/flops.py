@@ -4,7 +4,7 @@ A matrix product counts 2 * m * n * k, hidden pairs included, as in torch's own 
 count with their lengths. If tensors are fake, they count with maximum lengths, or total lengths if these are unknown.
 """
 
-from collections.abc import Callable
+import functools
 from typing import Any
 
 import torch
@@ -39,16 +39,12 @@ def _pairs(values: dict[str, Any]) -> Any:
     return (cu_seqlens[0].shape[0] - 1) * longest[0] * longest[1]
 
 
-def _formula(operator: Any) -> Callable[..., Any]:
-    named, (like_query, like_value) = argument_names(operator.default), PRODUCTS[operator.__name__]
-
-    def flops(*arguments: Any, out_val: Any = None, **more: Any) -> Any:
-        values = dict(zip(named, arguments, strict=False)) | more
-        query, value = values["query"], values["value_cache" if "value_cache" in values else "value"]
-        width = like_query * query.shape[3] + like_value * value.shape[3]
-        return 2 * _pairs(values) * query.shape[1] * width
-
-    return flops
+def _flops(operator: Any, *arguments: Any, out_val: Any = None, **more: Any) -> Any:
+    values = dict(zip(argument_names(operator.default), arguments, strict=False)) | more
+    query, value = values["query"], values["value_cache" if "value_cache" in values else "value"]
+    like_query, like_value = PRODUCTS[operator.__name__]
+    width = like_query * query.shape[3] + like_value * value.shape[3]
+    return 2 * _pairs(values) * query.shape[1] * width
 
 
 def offer(operator: Any) -> None:
@@ -58,4 +54,4 @@ def offer(operator: Any) -> None:
         return
     for formulas in flop_formulas():
         if operator not in formulas:
-            formulas[operator] = _formula(operator)
+            formulas[operator] = functools.partial(_flops, operator)
