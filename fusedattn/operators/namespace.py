@@ -12,13 +12,12 @@ import torch
 from ..call.options import differentiated
 from ..call.private import any_requires_grad, eager, forward_level, in_onnx_export, redispatch, transforms_active
 from ..call.rules import fail
-from . import flops
+from . import flops, repeats
 
 NAME = __name__.rpartition(".operators.")[0].replace(".", "_")  # the namespace
 LIBRARY = torch.library.Library(NAME, "FRAGMENT")  # operators live as long as this object does
 OPERATORS = getattr(torch.ops, NAME)
 _Run = Callable[..., Any]
-MOST = 1024  # maximum number of calls remembered as checked, per operator; at this number all are forgotten
 
 
 def _facts(x):
@@ -40,7 +39,7 @@ def register(
     types = [part.split(" ")[:2] for part in declared.partition(") -> ")[0].split(", ")]
     # torch accepts None even for a tensor that the schema requires.
     required = [(n, field) for n, (kind, field) in enumerate(types) if kind.startswith("Tensor") and "?" not in kind]
-    passed: set[tuple] = set()  # shapes, strides, dtypes and devices of calls that passed the checks
+    passed = repeats.Learned()  # {shapes, strides, dtypes and devices of a call that passed the checks: None}
 
     def check_all(*arguments):
         for n, field in required:
@@ -53,9 +52,7 @@ def register(
         facts = tuple(map(_facts, arguments))
         if facts not in passed:
             check_all(*arguments)
-            if len(passed) >= MOST:
-                passed.clear()
-            passed.add(facts)
+            passed.keep(facts, None)
         return run(*arguments)
 
     def checked_new(*arguments):
