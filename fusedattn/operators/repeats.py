@@ -15,7 +15,7 @@ from ..call.private import can_replay
 from ..call.rules import in_memory
 from ..launch.failures import KernelUnavailable, Unrecordable
 
-MAX_KEPT = 1024  # limit on kept kinds of launches; then a new one replaces the oldest
+MAX_KEPT = 1024  # limit on kept kinds of calls; then a new one replaces the oldest
 RECORD_AFTER = 2  # record the second launch of a kind: recording takes as long as a first launch, and many never recur
 
 
@@ -66,10 +66,6 @@ def facts(call: Call) -> tuple:
     return precision(call.query), *others, *map(type, others)
 
 
-def without_data(tensors: Sequence[Tensor | None]) -> list[Any]:
-    return [x if x is None else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in tensors]
-
-
 def _key(kind: Hashable, tensors: Sequence[Tensor | None]) -> tuple | None:
     """Return a key of all calls with the same launches, None for a call whose launches cannot be repeated."""
     there = [x for x in tensors if x is not None]
@@ -107,7 +103,7 @@ def record(tensors: Sequence[Tensor | None], launch: Callable[..., Any]) -> Any:
 
     if run.current_recorder() is not None:
         return 0
-    bare = without_data(tensors)
+    bare = [x if x is None else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in tensors]
     there = [x for x in bare if x is not None]
     device = next(x.device for x in tensors if x is not None)
     try:
