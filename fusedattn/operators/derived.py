@@ -111,11 +111,7 @@ class _Derived(torch.autograd.Function):
         if not formula.names:
             results = torch.vmap(formula.compute, in_dims[1:], randomness=info.randomness)(*arguments)
             return results, (0,) * len(results)
-
-        def apply(*x):
-            return derived(formula, *x)
-
-        return vmap_rule(apply, formula.names, formula.results, info, in_dims[1:], arguments)
+        return vmap_rule(lambda *x: derived(formula, *x), formula.names, formula.results, info, in_dims[1:], arguments)
 
 
 def derived(formula: Formula, *arguments: Any) -> tuple[Tensor, ...]:
