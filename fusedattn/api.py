@@ -12,7 +12,7 @@ from .call import jagged
 from .call.decode import CacheArguments, checked as checked_decode
 from .call.options import WHOLE, Arguments, Plan, non_default
 from .call.plan import make_plan
-from .call.rules import FLOATING, FLOATS, check_flags, check_place, check_strided, fail, overridable, overriding, unfit
+from .call.rules import check_flags, check_floating, check_place, fail, overridable, overriding
 from .call.varlen import checked_varlen
 from .dispatch import backends, replay
 from .operators import dtensors
@@ -286,9 +286,7 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     Source: Online normalizer calculation for softmax, arXiv:1805.02867, section 3.1.
     """
     tensors = dict(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
-    check_strided(**tensors)
-    if out_a.dtype not in FLOATING:
-        fail(TypeError, "out_a", f"a tensor of {FLOATS}", unfit(out_a))
+    check_floating("out_a", out_a, None)
     lse_dtype = torch.promote_types(out_a.dtype, torch.float32)
     for name, x in tensors.items():
         dtype, shape = (lse_dtype, out_a.shape[:-1]) if name.startswith("lse") else (out_a.dtype, out_a.shape)
