@@ -454,16 +454,11 @@ def autocast(arguments: Arguments) -> Arguments:
     return arguments._replace(query=cast[0], key=cast[1], value=cast[2])
 
 
-def _default_scale(columns: Any) -> float:
-    if isinstance(columns, Tensor):  # torch.jit traces; the power of a tensor would be float32
-        columns = int(columns)
-    scale: float = columns**-0.5
-    return scale
-
-
 def normalise(arguments: Arguments, **more: Any) -> Call:
     """Convert checked arguments to a Call. more: further fields of the Call."""
-    a = arguments
+    a, columns = arguments, arguments.query.shape[-1]
+    if isinstance(columns, Tensor):  # torch.jit traces; the power of a tensor would be float32
+        columns = int(columns)
     left, right = (None, None) if a.window is None else map(as_python, a.window)
     fields: dict[str, Any] = {}
     for name, rank in _RANKS.items():
@@ -477,7 +472,7 @@ def normalise(arguments: Arguments, **more: Any) -> Call:
         # Without causal, window and slopes, align has no effect: False then saves compiling a second kernel.
         "top_left": a.align == "top_left"
         and (left is not None or right is not None or a.causal or a.alibi_slopes is not None),
-        "scale": _default_scale(a.query.shape[-1]) if a.scale is None else float(a.scale),
+        "scale": columns**-0.5 if a.scale is None else float(a.scale),
         "softcap": None if a.softcap is None else float(a.softcap),
         "dropout_p": float(a.dropout_p),
         "deterministic": thread_overrides.deterministic,
