@@ -259,7 +259,7 @@ class Replay(Checked):
         gradients = dict(zip(INPUTS, backward.gradients(*arguments), strict=True))
         if len(failed_kernels) > failed:
             forget()  # let the next forward choose the backend that this backward took
-        elif not torch.is_grad_enabled() and (known := backward.recorded(*arguments)) is not None:
+        elif not torch.is_grad_enabled() and (known := repeats.recorded(*backward.kind_of(*arguments))) is not None:
             (recording, places), (present, settings) = known, self._of_backward(saved, grads, need)
             if (guards := _guards(present)) is not None:
                 of_inputs = [place for place, name in zip(places, INPUTS, strict=True) if name in needed]

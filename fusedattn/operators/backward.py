@@ -57,16 +57,11 @@ def readable(grad_out, call, backend):
     return hopper.readable(grad_out) if run.capability(run.device_of(grad_out)) == 90 else grad_out
 
 
-def _kind(incoming, out, weights, stats, call, backend, need):
+def kind_of(incoming, out, weights, stats, call, backend, need):
     """Return what `repeats.repeat` takes of a backward: its kind and its tensors."""
     weights = weights if weights is None or weights.dim() == 4 else None
     kind = "backward", backend, tuple(need), torch.are_deterministic_algorithms_enabled(), repeats.facts(call)
     return kind, (*of_calls.tensors(call), *incoming, out, weights, stats)
-
-
-def recorded(*arguments):
-    """Return (Recording, places of gradients) of a backward, or None. arguments: those of `gradients`."""
-    return repeats.recorded(*_kind(*arguments))
 
 
 def _repeated(incoming, out, weights, stats, call, backend, need):
@@ -84,7 +79,7 @@ def _repeated(incoming, out, weights, stats, call, backend, need):
         launch_backward(made, *came, out, weights, stats, own, backend)
         return made
 
-    return repeats.repeat(*_kind(incoming, out, weights, stats, call, backend, need), launch)
+    return repeats.repeat(*kind_of(incoming, out, weights, stats, call, backend, need), launch)
 
 
 def _compute(incoming, out, weights, stats, call, backend, need):
