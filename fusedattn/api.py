@@ -10,7 +10,7 @@ from torch.overrides import handle_torch_function
 
 from .call import jagged
 from .call.decode import CacheArguments, checked as checked_decode
-from .call.options import WHOLE, Arguments, Plan, non_default
+from .call.options import Arguments, Plan, non_default
 from .call.plan import make_plan
 from .call.rules import check_flags, check_floating, check_place, fail, overridable, overriding
 from .call.varlen import checked_varlen
@@ -141,7 +141,8 @@ def attention_varlen(
     )  # fmt: skip
     offsets = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     check_flags(return_lse=return_lse, return_weights=return_weights)
-    dtensors.refuse("attention_varlen", WHOLE._replace(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k), arguments)
+    own = dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    dtensors.refuse("attention_varlen", arguments._asdict() | own)
     call = checked_varlen(arguments, *offsets, return_weights, backends.named(backend) is not None)
     out, lse, weights = backends.choose(call, return_weights, backend).run(call, return_lse, return_weights)
     lse, weights = (None if x is None else x.squeeze(0) for x in (lse if return_lse else None, weights))
@@ -213,7 +214,7 @@ def attention_decode(
         None, None, None, mask, bias, key_mask, query_mask, causal, window, align, scale, softcap, alibi_slopes, sinks
     )
     check_flags(rotary_interleaved=rotary_interleaved, return_lse=return_lse, return_weights=return_weights)
-    dtensors.refuse("attention_decode", options, arguments)
+    dtensors.refuse("attention_decode", options._asdict() | arguments._asdict())
     decode = checked_decode(arguments, options, backends.named(backend) is not None)
     out, lse, weights = backends.choose(decode, return_weights, backend).run(decode, return_lse, return_weights)
     return replay.results(4, out, lse if return_lse else None, weights)

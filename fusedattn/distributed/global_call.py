@@ -176,7 +176,7 @@ def agreed(function: str, given: dict[str, Any], prepare: Prepare = prepared) ->
     flags = {name: given.get(name, False) for name in ("return_lse", "return_weights")}
 
     def facts() -> tuple[Call, dict[str, Any], dict[str, Any]]:
-        dtensors.refuse("fusedattn.distributed", arguments)
+        dtensors.refuse("fusedattn.distributed", arguments._asdict())
         if transforms_active():
             raise NotImplementedError("fusedattn.distributed: torch.func cannot transform it, use backward()")
         with torch.no_grad():  # so that `differentiated` sees only tangents

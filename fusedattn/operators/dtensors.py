@@ -31,10 +31,10 @@ def is_dtensor(x: Any) -> bool:
     return hasattr(x, "device_mesh") and hasattr(x, "placements")
 
 
-def refuse(function: str, *arguments: Any) -> None:
-    """Raise if a field of one of the NamedTuples is a DTensor."""
-    for name, x in [pair for some in arguments for pair in zip(some._fields, some, strict=True)]:
-        if type(x) not in _CLASSES and is_dtensor(x):
+def refuse(function: str, arguments: Mapping[str, Any]) -> None:
+    """Raise if one of the arguments of a function, {name: argument}, is a DTensor."""
+    for name, x in arguments.items():
+        if is_dtensor(x):
             raise NotImplementedError(f"{name}: expected a tensor, got a DTensor: pass its to_local() to {function}")
 
 
