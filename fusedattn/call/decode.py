@@ -227,17 +227,16 @@ def _check_positions(a: CacheArguments, options: Arguments, after: Tensor, rows:
         fail(ValueError, "query", "no more rows than keys, because rotary positions begin at 0", got)
 
 
-def checked(arguments: CacheArguments, options: Arguments, named: bool = False) -> Decode:
+def checked(a: CacheArguments, options: Arguments, named: bool = False) -> Decode:
     """Apply autocast, check the arguments, and return a Decode. options: Arguments without query, key and value."""
     # Values on a GPU and in compiled code are not read.
-    a = arguments
     if isinstance(a.query, Tensor) and (dtype := rules.autocast_dtype(a.query)) != a.query.dtype:
         a = a._replace(query=a.query.to(dtype))
     check_sizes(a)
     query, (batch, heads, rows, _) = a.query, a.query.shape
     options = check_options(options, rules.Sizes(query.device, query.dtype, batch, heads, rows, capacity(a)))
-    learned = {name: getattr(options, name) for name in INPUTS if name not in arguments._fields}
-    check_gradients({**arguments._asdict(), **learned})
+    learned = {name: getattr(options, name) for name in INPUTS if name not in a._fields}
+    check_gradients({**a._asdict(), **learned})
     check_values(a, options)
     key, value = (stand_in(cache, a.block_table) for cache in (a.key_cache, a.value_cache))
     options = options._replace(query=query, key=key, value=value)

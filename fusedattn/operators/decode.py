@@ -162,12 +162,11 @@ def _run(decode: Decode, need_lse: bool, need_weights: bool, backend: str):
         flops.offer(OPERATORS.decode)
         with contextlib.nullcontext() if compiling else below_autograd():  # no input requires a gradient
             if appends:
-                to = decode.key_cache, decode.value_cache
                 # If an operator writes to an input that starts inside of its storage, Inductor before torch 2.13 counts
                 # that offset twice, and reads and writes past the end. It removes copies of caches without gaps.
-                written = [x.clone() for x in to] if compiling and OLD_COMPILER else to
+                written = [x.clone() for x in caches[:2]] if compiling and OLD_COMPILER else caches[:2]
                 OPERATORS.append(*written, *caches[2:], decode.new_key, decode.new_value, *rotary, call.named, backend)
-                for cache, copy in zip(to, written, strict=True):
+                for cache, copy in zip(caches[:2], written, strict=True):
                     if copy is not cache:
                         cache.copy_(copy)
             out, lse = OPERATORS.decode(call.query, *caches, decode.added, *rotary, *options, need_lse, backend)

@@ -8,15 +8,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
-from torch.nn import Parameter
 
 from ..call.layout import in_order, order
 from ..call.options import ATTENDED, DIMS as LETTERS, INPUTS, TENSORS, Call, Origin, tensors as tensors_of
-from ..call.rules import fail
+from ..call.rules import CLASSES, fail
 from .namespace import OPERATORS
 from .schema import BACKWARD, FORWARD, KERNELS
 
-_CLASSES = frozenset((Tensor, Parameter, type(None)))
+_CLASSES = CLASSES | {type(None)}
 BATCH, HEADS = 0, 1  # the dimensions that may be sharded
 # {tensor of a Call: which of these dimensions it has}
 DIMS: dict[str, tuple[int, ...]] = {
@@ -68,10 +67,9 @@ def local_call(call: Call, seed: Any) -> LocalCall | None:
     """Convert a checked call of DTensors to this rank's LocalCall; None without DTensors. seed: the argument."""
     # A replicated tensor beside sharded ones is cut here, and its gradient is Partial. Options that are not DTensors
     # must be equal on all ranks. Raise on all ranks if the call would need communication.
-    present = tensors_of(call)
-    if not [x for x in present if x is not None and is_dtensor(x)]:
+    tensors: dict[str, Any] = dict(zip(TENSORS, tensors_of(call), strict=True))
+    if not [x for x in tensors.values() if is_dtensor(x)]:
         return None
-    tensors: dict[str, Any] = dict(zip(TENSORS, present, strict=True))
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     (mesh, cut), query = _checked(tensors), call.query
