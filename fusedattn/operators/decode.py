@@ -18,7 +18,6 @@ from ..call.decode import (
     keys_hold_values,
     stand_in,
 )
-from ..call.layout import dense
 from ..call.options import TENSORS, Call, tensors, wide_dtype, with_tensors
 from ..call.private import OLD_COMPILER, argument_names, below_autograd, transforms_active, unmapped
 from ..call.rules import fail, plain
@@ -26,7 +25,7 @@ from ..cpu import decode as cpu_decode
 from ..naive import decode as naive_decode, formula
 from . import flops, repeats, rules
 from .namespace import OPERATORS, register
-from .schema import DECODE, ROTARY, by_kernel, fill
+from .schema import DECODE, ROTARY, by_kernel, fill, new_results
 
 
 def _repeated(what: tuple, decode: Decode, record: Callable[..., Any]) -> list[Tensor | None] | None:
@@ -66,23 +65,17 @@ def _append_operator(key_cache, value_cache, lengths, table, new_key, new_value,
     _append(Decode(call, *caches, new_key.shape[2], new_key, new_value, cos, sin, interleaved), backend)
 
 
-def _new(query: Tensor, value_cache: Tensor, need_lse: bool) -> tuple[Tensor, Tensor]:
-    """Return uninitialised (out, lse); lse is empty unless needed."""
-    rows, wide = query.shape[:3], wide_dtype(query.dtype)
-    return dense(query, (*rows, value_cache.shape[3])), query.new_empty(rows if need_lse else (0,), dtype=wide)
-
-
 def _attend(decode: Decode, need_lse: bool, backend: str) -> tuple[Tensor, Tensor]:
     if backend == "cpu":
         out, lse = cpu_decode.attend(decode)
         return out, lse.contiguous() if need_lse else lse.new_empty(0)
     query = decode.call.query
     if not query.numel() or not decode.value_cache.shape[3]:
-        return _new(query, decode.value_cache, need_lse)
+        return new_results(decode.call, need_lse, False)[:2]
     from ..launch import decode as launch, forward, hopper, run
 
     def record(recorder, bare):
-        out, lse = _new(bare.call.query, bare.value_cache, need_lse)
+        out, lse, _ = new_results(bare.call, need_lse, False)
         launch.launch_decode(recorder.make(out), recorder.make(lse) if need_lse else lse, bare)
         return [out, lse if need_lse else None]
 
@@ -90,7 +83,7 @@ def _attend(decode: Decode, need_lse: bool, backend: str) -> tuple[Tensor, Tenso
     found: Any = None if on_hopper else _repeated(("decode", need_lse), decode, record)
     if found is not None:
         return found[0], query.new_empty(0, dtype=wide_dtype(query.dtype)) if found[1] is None else found[1]
-    out, lse = results = _new(query, decode.value_cache, need_lse)
+    out, lse = results = new_results(decode.call, need_lse, False)[:2]
 
     def naive():
         fill(results, formula.run_padded(naive_decode.dense(decode), need_lse, False))
@@ -117,8 +110,8 @@ def _decode_operator(*arguments):
 
 
 def _new_decode(*arguments):
-    (query, _, value_cache, *_), _, (need_lse, _) = DECODE.parts(arguments)
-    return _new(query, value_cache, need_lse)
+    decode, need_lse, _ = _decode(*arguments)
+    return new_results(decode.call, need_lse, False)[:2]
 
 
 def _decompose(*arguments):
