@@ -15,7 +15,7 @@ from ..launch import tuned
 from ..launch.failures import failed_kernels, passed
 from ..naive import formula
 from . import partial, repeats, rules
-from .derived import Formula, derived, double_backward, plus
+from .derived import Derived, Formula, double_backward, plus
 from .namespace import OPERATORS, register
 from .schema import BACKWARD, FORWARD, KERNELS, RESULTS, by_kernel, fill, new_dense, run_operator, save, saved
 from .vmap_rule import vmap_rule
@@ -153,7 +153,7 @@ def gradients(incoming, out, weights, stats, call, backend, need):
             return OPERATORS.forward(*fields, False, True, False, backend)[2:3]
 
         fields = [x.detach() if isinstance(x, Tensor) else x for x in call]
-        (weights,) = derived(Formula(weights_of, Call._fields, ("weights",)), *fields)
+        (weights,) = Derived.apply(Formula(weights_of, Call._fields, ("weights",)), *fields)
     grads = backward(*incoming, out, out.new_empty(0) if weights is None else weights, stats, *call, backend, need)
     return [grad if needed else None for grad, needed in zip(grads, need, strict=True)]
 

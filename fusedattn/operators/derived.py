@@ -77,7 +77,9 @@ def _vjp_of(formula: Formula, present: Sequence[int], places: Sequence[int]) -> 
     return formula.linear(compute, _at(formula.results, present), _at(formula.names, places))
 
 
-class _Derived(torch.autograd.Function):
+class Derived(torch.autograd.Function):
+    """Autograd node of a Formula, with derivatives of any order. `apply` takes the Formula and its arguments."""
+
     @staticmethod
     def forward(formula, *arguments):
         results = formula.compute(*arguments)
@@ -95,7 +97,7 @@ class _Derived(torch.autograd.Function):
         present = [n for n, grad in enumerate(grads) if grad is not None]
         grads_of_arguments: list[Tensor | None] = [None] * (1 + len(arguments))
         if places and present:
-            gradients = derived(_vjp_of(ctx.formula, present, places), *(grads[n] for n in present), *arguments)
+            gradients = Derived.apply(_vjp_of(ctx.formula, present, places), *(grads[n] for n in present), *arguments)
             for place, x in zip(places, gradients, strict=True):
                 grads_of_arguments[1 + place] = x
         return tuple(grads_of_arguments)
@@ -104,19 +106,15 @@ class _Derived(torch.autograd.Function):
     def jvp(ctx, _, *tangents):
         arguments, _ = saved(ctx)
         places = [place for place, x in enumerate(tangents) if x is not None]
-        return derived(_jvp_of(ctx.formula, places), *(tangents[place] for place in places), *arguments)
+        return Derived.apply(_jvp_of(ctx.formula, places), *(tangents[place] for place in places), *arguments)
 
     @staticmethod
     def vmap(info, in_dims, formula, *arguments):
-        if not formula.names:
-            results = torch.vmap(formula.compute, in_dims[1:], randomness=info.randomness)(*arguments)
-            return results, (0,) * len(results)
-        return vmap_rule(lambda *x: derived(formula, *x), formula.names, formula.results, info, in_dims[1:], arguments)
-
-
-def derived(formula: Formula, *arguments: Any) -> tuple[Tensor, ...]:
-    """Compute a Formula as one autograd node, which has derivatives of any order."""
-    return _Derived.apply(formula, *arguments)
+        compute, names, results = formula
+        if not names:
+            mapped = torch.vmap(compute, in_dims[1:], randomness=info.randomness)(*arguments)
+            return mapped, (0,) * len(mapped)
+        return vmap_rule(lambda *x: Derived.apply(formula, *x), names, results, info, in_dims[1:], arguments)
 
 
 _PLUS = Formula(lambda a, b: (a + b,))
@@ -124,7 +122,7 @@ _PLUS = Formula(lambda a, b: (a + b,))
 
 def plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     """Return a + b as one autograd node; None stands for zero."""
-    return b if a is None else a if b is None else derived(_PLUS, a, b)[0]
+    return b if a is None else a if b is None else Derived.apply(_PLUS, a, b)[0]
 
 
 def double_backward(call: Call, incoming: Sequence[Any], grad_grads: Sequence[Any]) -> list[Tensor | None]:
@@ -142,7 +140,7 @@ def double_backward(call: Call, incoming: Sequence[Any], grad_grads: Sequence[An
     grads: list[Tensor | None] = [None] * len(_GRADS)
     if places:
         formula = Formula(compute, (*_GRADS, *Call._fields), tuple(_at((*RESULTS, *INPUTS), places)))
-        for n, x in zip(places, derived(formula, *incoming, *grad_grads, *call), strict=True):
+        for n, x in zip(places, Derived.apply(formula, *incoming, *grad_grads, *call), strict=True):
             grads[n] = x
     return grads
 
@@ -157,5 +155,5 @@ def double_tangent(call: Call, tangents: Sequence[Any], moved: Sequence[Any], ne
         return arrange(out, call.query), *(x.contiguous() for x in rest if x is not None)
 
     formula = Formula(compute, (*_TANGENTS, *Call._fields), RESULTS[: 2 + need_weights])
-    results = derived(formula, *tangents, *moved, *call)
+    results = Derived.apply(formula, *tangents, *moved, *call)
     return [*results, *[None] * (3 - len(results))]
