@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..call import options as of_calls
-from ..call.layout import arrange
+from ..call.layout import arrange, dense
 from ..call.options import ATTENDED, INPUTS, TENSORS, Call, inputs as inputs_of, wide_dtype
 from ..call.private import autograd_inside, has_storage, transforms_active
 from ..call.rules import plain
@@ -17,7 +17,7 @@ from ..naive import formula
 from . import partial, repeats, rules
 from .derived import Derived, Formula, double_backward, plus
 from .namespace import OPERATORS, register
-from .schema import BACKWARD, FORWARD, KERNELS, RESULTS, by_kernel, fill, new_dense, run_operator, save, saved
+from .schema import BACKWARD, FORWARD, KERNELS, RESULTS, by_kernel, fill, run_operator, save, saved
 from .vmap_rule import vmap_rule
 
 
@@ -27,7 +27,7 @@ def new_backward(*arguments):
     grads = []
     for name, x, needed in zip(INPUTS, inputs_of(call), need, strict=True):
         wide = wide_dtype(call.query.dtype) if call.partial and name in ATTENDED else None
-        grads.append(new_dense(x, x.shape, wide) if needed else call.query.new_empty(0))
+        grads.append(dense(x, x.shape, wide) if needed else call.query.new_empty(0))
     return tuple(grads)
 
 

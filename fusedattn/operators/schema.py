@@ -9,7 +9,7 @@ from torch import Tensor
 from ..call.layout import dense
 from ..call.options import ATTENDED, CACHED, INPUTS, TYPES, Call, wide_dtype
 from ..call.private import below_autograd, forward_level, transforms_active
-from ..call.rules import CLASSES, fail, plain
+from ..call.rules import fail, plain
 from ..cpu import run as cpu
 from ..launch.failures import KernelUnavailable, fall_back
 from . import flops
@@ -104,16 +104,10 @@ def fill(targets: Sequence[Tensor], results: Sequence[Tensor | None]) -> None:
             target.copy_(x)
 
 
-def new_dense(like, shape, dtype=None):
-    """Return the result of `layout.dense`, by the faster `new_empty` if `like` is a contiguous plain tensor."""
-    usual = type(like) in CLASSES and like.is_contiguous()
-    return like.new_empty(shape, dtype=dtype) if usual else dense(like, shape, dtype)
-
-
 def new_results(call: Call, need_lse: bool, need_weights: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return uninitialised (output, lse, weights) of a call, or their tangents; empty unless needed."""
     query, rows, wide = call.query, call.query.shape[:3], wide_dtype(call.query.dtype)
-    out = new_dense(query, (*rows, call.value.shape[3]), wide if call.partial else None)
+    out = dense(query, (*rows, call.value.shape[3]), wide if call.partial else None)
     columns: Any = call.key.shape[2] if call.cu_seqlens_q is None else call.max_seqlen_k
     weights = query.new_empty((*rows, columns) if need_weights else (0,))
     return out, query.new_empty(rows if need_lse else (0,), dtype=wide), weights
