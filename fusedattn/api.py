@@ -255,10 +255,9 @@ def plan(
     sizes: dict[str, Any] = dict(batch=batch, heads=heads, rows=rows, keys=keys)
     if any(isinstance(x, Proxy) for x in masks.values()):
         return handle_torch_function(plan, tuple(masks.values()), **masks, **sizes, device=device)
-    places = [x.device for x in masks.values() if isinstance(x, Tensor)]
-    if device is not None or not places:
-        places = [torch.empty(0, device=device).device]  # with its index
-    place = places[0]
+    place = next((x.device for x in masks.values() if isinstance(x, Tensor)), None)
+    if device is not None or place is None:
+        place = torch.empty(0, device=device).device  # with its index
     return make_plan(masks, sizes, place, backends.block_size(place))
 
 
