@@ -30,9 +30,8 @@ def _find(path: str, otherwise: Any = None) -> Any:
 
 def constant(function: _Function) -> _Function:
     """Mark a function: torch.compile runs it once and keeps its result. A torch without this mark traces it instead."""
-    marked: Any = function
     # The mark of torch.compiler.assume_constant_result, which would import the compiler.
-    marked._dynamo_marked_constant = True
+    vars(function)["_dynamo_marked_constant"] = True
     return function
 
 
@@ -51,9 +50,8 @@ def eager(function: _Function, reason: str | None = None) -> _Function:
             return torch.compiler.disable(function)(*args, **options)
         return function(*args, **options)
 
-    marked: Any = run
-    marked._torchdynamo_disable = True
-    marked._torchdynamo_disable_msg = reason or f"{function.__name__} runs outside of graphs"
+    reason = reason or f"{function.__name__} runs outside of graphs"
+    vars(run).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=reason)
     return cast(_Function, run)
 
 
