@@ -51,12 +51,11 @@ class LocalCall(NamedTuple):
 
         if x is None:
             return None
-        shape = [*self.query.shape[:2], *x.shape[2:]]
+        shape = torch.Size([*self.query.shape[:2], *x.shape[2:]])
         strides, step = [0] * x.dim(), 1
         for axis in reversed(order(self.query) if like_query else range(x.dim())):
             strides[axis], step = step, step * max(shape[axis], 1)
-        facts: dict[str, Any] = dict(shape=torch.Size(shape), stride=tuple(strides))
-        return DTensor.from_local(x, self.mesh, self.placements, run_check=False, **facts)
+        return DTensor.from_local(x, self.mesh, self.placements, run_check=False, shape=shape, stride=tuple(strides))
 
 
 def _laid_out(axes: Sequence[int], gradient: Tensor | None) -> Tensor | None:
