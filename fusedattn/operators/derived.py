@@ -95,12 +95,11 @@ class Derived(torch.autograd.Function):
         arguments, _ = saved(ctx)
         places = [place for place, needed in enumerate(ctx.needs_input_grad[1:]) if needed]
         present = [n for n, grad in enumerate(grads) if grad is not None]
-        grads_of_arguments: list[Tensor | None] = [None] * (1 + len(arguments))
-        if places and present:
-            gradients = Derived.apply(_vjp_of(ctx.formula, present, places), *(grads[n] for n in present), *arguments)
-            for place, x in zip(places, gradients, strict=True):
-                grads_of_arguments[1 + place] = x
-        return tuple(grads_of_arguments)
+        if not (places and present):
+            return None, *[None] * len(arguments)
+        gradients = Derived.apply(_vjp_of(ctx.formula, present, places), *(grads[n] for n in present), *arguments)
+        found = dict(zip(places, gradients, strict=True))
+        return None, *map(found.get, range(len(arguments)))
 
     @staticmethod
     def jvp(ctx, _, *tangents):
@@ -137,12 +136,11 @@ def double_backward(call: Call, incoming: Sequence[Any], grad_grads: Sequence[An
         grads, like = second_derivative(call, incoming, moved), (*incoming, *inputs_of(call))
         return tuple(arrange(grads[n], like[n]) for n in places)
 
-    grads: list[Tensor | None] = [None] * len(_GRADS)
-    if places:
-        formula = Formula(compute, (*_GRADS, *Call._fields), tuple(_at((*RESULTS, *INPUTS), places)))
-        for n, x in zip(places, Derived.apply(formula, *incoming, *grad_grads, *call), strict=True):
-            grads[n] = x
-    return grads
+    if not places:
+        return [None] * len(_GRADS)
+    formula = Formula(compute, (*_GRADS, *Call._fields), tuple(_at((*RESULTS, *INPUTS), places)))
+    grads = dict(zip(places, Derived.apply(formula, *incoming, *grad_grads, *call), strict=True))
+    return [grads.get(n) for n in range(len(_GRADS))]
 
 
 def double_tangent(call: Call, tangents: Sequence[Any], moved: Sequence[Any], need_weights: bool) -> list:
