@@ -316,12 +316,9 @@ def _wrong_shape(name: str, x: Tensor, s: Sizes) -> str:
         lengths = {"key_mask": (s.Sk, "keys"), "query_mask": (s.Sq, "queries")}
         hints = [f"pass a mask of {of} as {mask}" for mask, (n, of) in lengths.items() if shape in ((n,), (s.B, n))]
     if name in ("mask", "bias") and s.rank == 4 and x.dim() == 3:
-        axes = {"heads": (1, s.B), "batches": (0, s.Hq)}
-        hints = [
-            f"call .unsqueeze({axis}) if all {of} share it"
-            for of, (axis, first) in axes.items()
-            if broadcasts(x, (first, s.Sq, s.Sk))
-        ]
+        ways = ("heads", 1, s.B), ("batches", 0, s.Hq)
+        fitting = [(of, axis) for of, axis, first in ways if broadcasts(x, (first, s.Sq, s.Sk))]
+        hints = [f"call .unsqueeze({axis}) if all {of} share it" for of, axis in fitting]
     length = shape[-1] if shape and (name.endswith("_mask") or shape[-2:-1] == shape[-1:]) else None
     swapped = s.rank == 4 and length is not None and holds(length == s.Hq, False) and holds(s.Hq > s.Sk, False)
     return f"shape {shape}" + (f": {', or '.join(hints)}" if hints else ORDER if swapped else "")
