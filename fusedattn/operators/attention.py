@@ -250,11 +250,10 @@ def _marked(call: Call) -> Call:
     """Return a call as `blocks.marked` does, by the operator; unchanged if its kernel does not run here."""
     from ..launch import blocks
 
-    *bools, bias = hiding(call)
-    if call.block_mask is not None or bias is None and all(x is None for x in bools):
+    masks = [None if x is None else x.detach() for x in hiding(call)]
+    if call.block_mask is not None or all(x is None for x in masks):
         return call
-    bias = None if bias is None else bias.detach()
     try:
-        return blocks.with_blocks(call, *OPERATORS.block_mask(*bools, bias, *(lengths_of(call) or WHOLE)))
+        return blocks.with_blocks(call, *OPERATORS.block_mask(*masks, *(lengths_of(call) or WHOLE)))
     except KernelUnavailable:
         return call
