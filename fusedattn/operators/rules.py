@@ -153,30 +153,26 @@ def check_tangent(*arguments: Any) -> None:
             fail(ValueError, f"tangent_{name}", f"None, because {name} is None", "a tensor")
 
 
-def check_block_mask(
-    mask, key_mask, query_mask, bias, cu_seqlens_q, cu_seqlens_k, rows, keys, max_seqlen_q, max_seqlen_k
-) -> None:
+def check_block_mask(mask: Any, key_mask: Any, query_mask: Any, bias: Any, *fields: Any) -> None:
+    lengths = Lengths(*fields)
     masks = dict(mask=mask, key_mask=key_mask, query_mask=query_mask, bias=bias)
     if not (masks := {name: x for name, x in masks.items() if x is not None}):
         fail(ValueError, "mask", "a tensor, because key_mask, query_mask and bias are None", None)
     check_masks(masks, dict(mask=(4,), key_mask=(2,), query_mask=(2,), bias=(4,)))
-    lengths = None
-    if not cu_seqlens_q is cu_seqlens_k is None:
-        for name, length in (("rows", rows), ("keys", keys)):
+    if not lengths.cu_seqlens_q is lengths.cu_seqlens_k is None:
+        for name, length in (("rows", lengths.rows), ("keys", lengths.keys)):
             if holds(length < 0, False):
                 fail(ValueError, name, "0 or more", length)
-        lengths = Lengths(cu_seqlens_q, cu_seqlens_k, rows, keys, max_seqlen_q, max_seqlen_k)
         check_lengths(lengths, next(iter(masks.values())).device)
-        for name, total in dict(key_mask=keys, query_mask=rows).items():
+        for name, total in dict(key_mask=lengths.keys, query_mask=lengths.rows).items():
             if name in masks:
                 rules.check_shape(name, masks[name], (1, total), why="one for each packed token")
-                _check_longest(max_seqlen_q, max_seqlen_k, name)
+                _check_longest(lengths.max_seqlen_q, lengths.max_seqlen_k, name)
     check_fit({name: pairs_of(name, x, lengths) for name, x in masks.items()})
 
 
-def check_append(
-    key_cache, value_cache, lengths, table, new_key, new_value, cos, sin, interleaved, named, backend
-) -> None:
+def check_append(*arguments: Any) -> None:
+    key_cache, value_cache, lengths, table, new_key, new_value, *rotary, _, backend = arguments
     check_backend(Call(new_key, new_key, new_value), backend)
     rules.check_floating("key_cache", key_cache, None)
     rules.check_rank("key_cache", key_cache, "(B, H, C, D)")
@@ -186,4 +182,4 @@ def check_append(
     # The shared checks need a query. This one has no rows.
     query = key_cache.new_empty(()).expand(lengths.shape[0], key_cache.shape[1], 0, key_cache.shape[3])
     caches = query, key_cache, value_cache, lengths, table
-    check_sizes(CacheArguments(*caches, new_key, new_value, cos, sin, interleaved))
+    check_sizes(CacheArguments(*caches, new_key, new_value, *rotary))
