@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -53,9 +53,7 @@ def _distinct(words: Tensor) -> tuple[Tensor, Tensor]:
     return (distinct, places) if torch.equal(distinct[places], words) else (words, every)
 
 
-def pack(
-    pairs: Callable[..., Tensor], shape: tuple[int, ...], size: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
+def pack(pairs: Callable[..., Tensor], shape: Sequence[int], size: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return (block_mask, mask_bits) of a mask of shape (B, H, rows, keys), as a Plan has them."""
     # pairs(batches, heads, rows, keys), four slices, returns that part of the mask. Parts have about CHUNK pairs, or 16
     # times as many on a GPU. Compiled, transformed and fake code packs all pairs at once, with words for each block.

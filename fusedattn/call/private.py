@@ -126,9 +126,7 @@ def storage(tensor: Tensor) -> int:
 
 
 # The innermost saved-tensor hooks, such as a checkpoint's, or None. If missing, hooks count as active.
-saved_tensors_hooks: Callable[[bool], Any] = _find(
-    "_C._autograd._top_saved_tensors_default_hooks", lambda ignore_is_tracing: True
-)
+saved_tensors_hooks: Callable[[bool], Any] = _find("_C._autograd._top_saved_tensors_default_hooks", lambda _: True)
 TensorGuards: Any = _find("_C._dynamo.guards.TensorGuards")  # compares tensors in C++; without it a dictionary does
 
 

@@ -8,16 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call.decode import (
-    CacheArguments,
-    Decode,
-    apart,
-    capacity,
-    check_gradients,
-    check_sizes,
-    keys_hold_values,
-    stand_in,
-)
+from ..call.decode import CacheArguments, Decode, apart, check_gradients, check_sizes, keys_hold_values, stand_in
 from ..call.options import TENSORS, Call, tensors, wide_dtype, with_tensors
 from ..call.private import OLD_COMPILER, argument_names, below_autograd, transforms_active, unmapped
 from ..call.rules import fail, plain
@@ -122,11 +113,11 @@ def _decompose(*arguments):
 
 def _check_decode(*arguments):
     (*caches, added, cos, sin, interleaved), _, (_, backend) = DECODE.parts(arguments)
-    caches_and_angles = CacheArguments(*caches, None, None, cos, sin, interleaved)
-    check_sizes(caches_and_angles)
+    check_sizes(CacheArguments(*caches, None, None, cos, sin, interleaved))
     if added < 0:
         fail(ValueError, "added", "0 or more", added)
-    rules.check_call(_decode(*arguments)[0].call, backend, capacity=capacity(caches_and_angles))
+    call = _decode(*arguments)[0].call
+    rules.check_call(call, backend, capacity=call.key.shape[2])
 
 
 def _refuse(operator: str, *arguments):
