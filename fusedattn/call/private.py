@@ -30,8 +30,9 @@ def _find(path: str, otherwise: Any = None) -> Any:
 
 def constant(function: _Function) -> _Function:
     """Mark a function: torch.compile runs it once and keeps its result. A torch without this mark traces it instead."""
+    marked: Any = function
     # The mark of torch.compiler.assume_constant_result, which would import the compiler.
-    vars(function)["_dynamo_marked_constant"] = True
+    marked._dynamo_marked_constant = True
     return function
 
 
@@ -50,8 +51,9 @@ def eager(function: _Function, reason: str | None = None) -> _Function:
             return torch.compiler.disable(function)(*args, **options)
         return function(*args, **options)
 
-    reason = reason or f"{function.__name__} runs outside of graphs"
-    vars(run).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=reason)
+    marked: Any = run
+    marked._torchdynamo_disable = True
+    marked._torchdynamo_disable_msg = reason or f"{function.__name__} runs outside of graphs"
     return cast(_Function, run)
 
 
@@ -197,7 +199,7 @@ def replace_function_modes(modes: list[Any]) -> None:
     for _ in function_modes():
         _pop_mode()
     # torch asserts that the mode that set_default_device pushes is at the bottom of the stack.
-    for mode in sorted(modes, key=lambda mode: type(mode).__name__ != "DeviceContext"):
+    for mode in sorted(modes, key=lambda mode: not isinstance(mode, _find("utils._device.DeviceContext", ()))):
         _push_mode(mode)
 
 
