@@ -28,10 +28,10 @@ def append(decode: Decode) -> None:
 
 @without_autocast
 def _of_call(call: Call) -> tuple[Tensor, Tensor]:
-    if (causal := flash.at_once(call)) is None:
+    if (everything := flash.at_once(call)) is None:
         result = flash.forward(call, False)
         return result.out, result.lse + result.less
-    return flash.attend(*call[:3], causal, None, call.scale, is_few(call))
+    return flash.attend(*call[:3], everything, None, call.scale, is_few(call))
 
 
 def attend(decode: Decode) -> tuple[Tensor, Tensor]:

@@ -58,17 +58,20 @@ def _has_zeros(x: Tensor) -> bool:
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, causal: bool, added: Tensor | None, scale: float, exact: bool
+    query: Tensor, key: Tensor, value: Tensor, where: Rectangle, added: Tensor | None, scale: float, exact: bool
 ) -> tuple[Tensor, Tensor]:
-    """Call PyTorch's kernel, which adds `added` to scores: return (output, lse). Fully masked rows have lse 0."""
+    """Call PyTorch's kernel, which adds `added` to the scores of a rectangle: return (output, lse)."""
     # exact: the backward uses the formula (`is_exact`), so it need not round scores as this kernel does.
     if not exact:
         query, scale, _ = by_power(query, scale)
-    out, lse = flash_attention_for_cpu(query, key, value, 0.0, causal, attn_mask=added, scale=scale)
+    out, lse = flash_attention_for_cpu(query, key, value, 0.0, where.causal, attn_mask=added, scale=scale)
     if added is None and key.shape[2] < VECTOR and _has_zeros(lse):
         # The kernel may have ignored a NaN and returned an lse of 0. With an added tensor it checks every score.
         zeros = query.new_zeros((1, 1, 1, 1)).expand(*query.shape[:3], key.shape[2])
-        out, lse = flash_attention_for_cpu(query, key, value, 0.0, causal, attn_mask=zeros, scale=scale)
+        out, lse = flash_attention_for_cpu(query, key, value, 0.0, where.causal, attn_mask=zeros, scale=scale)
+    if where.masked and _has_zeros(lse):  # the kernel returns an lse of 0 for rows that see nothing
+        assert added is not None
+        lse = lse.masked_fill((added == -INFINITE).all(-1), -INFINITE)
     return out, lse
 
 
@@ -180,16 +183,7 @@ def _attend(
         scores = scores_of(call, where, less, query, key)
         weights = weights_of(scores, where.masked)
         return sums_of(weights, value), lse_of(scores, weights)
-    added = mask(call, where, less)
-    return _without_hidden(*attend(query, key, value, where.causal, added, call.scale, of_formula), where, added)
-
-
-def _without_hidden(out: Tensor, lse: Tensor, where: Rectangle, added: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return (output, lse) with an lse of -inf for rows that see nothing; PyTorch's kernel returns 0."""
-    if where.masked and _has_zeros(lse):
-        assert added is not None
-        lse = lse.masked_fill((added == -INFINITE).all(-1), -INFINITE)
-    return out, lse
+    return attend(query, key, value, where, mask(call, where, less), call.scale, of_formula)
 
 
 def sinks_less(call: Call, dtype: torch.dtype, less: float) -> Tensor:
@@ -270,11 +264,8 @@ def shares_of(lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     return every.softmax(0).masked_fill_(total == -INFINITE, 0.0), total
 
 
-def at_once(call: Call, biased: bool = False) -> bool | None:
-    """Return True if one causal kernel call computes the whole call, False if one unmasked call does, else None.
-
-    biased: also False for a call with a bias.
-    """
+def at_once(call: Call, biased: bool = False) -> Rectangle | None:
+    """Return the rectangle of all scores of a call if one kernel call computes it, else None. biased: allow a bias."""
     query, key, value = call[:3]
     rows, keys = query.shape[2], key.shape[2]
     if (
@@ -291,24 +282,25 @@ def at_once(call: Call, biased: bool = False) -> bool | None:
     ):
         return None
     if call.right is None or (high := diagonal(call) + call.right) >= keys - 1:
-        return False
-    return True if high == 0 and rows <= keys and call.scale > 0 and call.bias is None else None
+        return Rectangle(0, rows, 0, keys, masked=call.bias is not None)
+    square = high == 0 and rows <= keys and call.scale > 0 and call.bias is None
+    return Rectangle(0, rows, 0, keys, causal=True) if square else None
 
 
 def forward(call: Call, save: bool) -> Result:
     """Return the Result of a call. save: also compute `kept`, for a backward. This changes no bit of the others."""
-    causal, biased = at_once(call, is_additive(call)), call.bias is not None
-    if causal is not None and not (save and centre(call.value) is not None):
-        less, everything = offset(call), Rectangle(0, call.query.shape[2], 0, call.key.shape[2], causal, biased)
-        (query, key, value), shape, added = call[:3], call.query.shape, mask(call, everything, less)
+    everything = at_once(call, is_additive(call))
+    if everything is not None and not (save and centre(call.value) is not None):
+        (query, key, value), shape, less = call[:3], call.query.shape, offset(call)
+        added = mask(call, everything, less)
         tensors = call[:3] if call.bias is None else (*call[:3], call.bias)
         large = not save and query.numel() > LARGE  # forward mode refuses views
         apart = large and all(x.is_contiguous() and x.shape[:2] == shape[:2] for x in tensors)
         if apart:  # the kernel's output lies in memory as (B, S, H, D): with each head as a batch it needs no `arrange`
             query, key, value, *bias = (x.view(-1, 1, *x.shape[2:]) for x in tensors)
             added = bias[0] if bias else added
-        exact = is_exact(call, everything) if biased else is_few(call)
-        out, lse = _without_hidden(*attend(query, key, value, causal, added, call.scale, exact), everything, added)
+        exact = is_few(call) if call.bias is None else is_exact(call, everything)
+        out, lse = attend(query, key, value, everything, added, call.scale, exact)
         if apart:
             out, lse = out.view(shape), lse.view(shape[:3])
         out = arrange(out, call.query)
@@ -334,9 +326,9 @@ def forward(call: Call, save: bool) -> Result:
 
 def weights(call: Call, columns: int) -> Tensor:
     """Return the attention weights (B, Hq, Sq, columns) of a call."""
-    if (causal := at_once(call)) is not None:
+    if (everything := at_once(call)) is not None:
         query, key = (x.to(wide_dtype(x.dtype)) for x in call[:2])
-        return exact_weights(call, Rectangle(0, query.shape[2], 0, columns, causal), query, key).to(call.query.dtype)
+        return exact_weights(call, everything, query, key).to(call.query.dtype)
     shape = *call.query.shape[:3], columns
     whole = functools.cache(lambda: call.query.new_zeros(shape))  # not needed if one rectangle holds all weights
     for part in tiling.parts(call):

@@ -165,10 +165,9 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Return the gradients of query, key, value, bias and sinks, each contiguous and in its input's dtype."""
     # out, kept, lse: from the Result of the forward, over all keys. need_bias: needs `small_k.has_bias_gradient`.
-    causal = flash.at_once(call) if grad_lse is None else None
-    if causal is not None and grad_out is not None and (kept is out or centre(call.value) is None):
-        incoming = grad_out
-        less, everything = flash.offset(call), Rectangle(0, call.query.shape[2], 0, call.key.shape[2], causal)
+    everything = flash.at_once(call) if grad_lse is None else None
+    if everything is not None and grad_out is not None and (kept is out or centre(call.value) is None):
+        incoming, less = grad_out, flash.offset(call)
         if is_few(call):
 
             def of_heads(of_rows: Heads, some: Sequence[Tensor]) -> Sequence[Tensor]:
