@@ -14,7 +14,7 @@ The kernel's own gradients miss the tolerance of `testing.tolerance`. Five measu
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from typing import NamedTuple
 
@@ -27,7 +27,7 @@ from ..call.options import Call, diagonal, wide_dtype
 from ..call.private import flash_attention_for_cpu
 from ..naive.formula import repeated, sums_of
 from . import tiling
-from .small_k import FEW, FEW_ROWS, is_few, lse_of, scores_of, weights_in_place, weights_of
+from .small_k import FEW, FEW_ROWS, has_nan, is_few, lse_of, scores_of, weights_of
 from .tiling import Part, Rectangle, additive, has_holes, is_additive, is_nothing, is_widened
 from .value_mean import INFINITE, centre, with_centre
 
@@ -223,8 +223,12 @@ def _of_all_rows(part: Part, tensors: Sequence[Tensor], less: float) -> tuple[Te
 
     def attended(where: Rectangle, complete: bool) -> tuple[Tensor, Tensor]:
         out, lse = _attend(call, where, tensors, less, all_complete)
-        if not complete or call.sinks is not None:
-            lse = exact_lse(call, lse, less, lambda near: _attend(call, where, tensors, near, all_complete)[1])
+        is_merged, large = not complete or call.sinks is not None, LARGE_LSE.get(call.query.dtype, 16.0)
+        if is_merged and lse.dtype != torch.float64 and bool(((lse.abs() > large) & lse.isfinite()).any()):
+            # The error of this lse would show. Minus `near` it is close to 0, where the rounding error is small.
+            near = lse.masked_fill(lse.isinf(), 0.0) + less
+            again = _attend(call, where, tensors, near[..., None], all_complete)[1]
+            lse = again.double() + (near.double() - less)
         return out[..., :columns], lse
 
     if len(some) == 1 and some[0].last - some[0].first == rows:
@@ -237,16 +241,6 @@ def _of_all_rows(part: Part, tensors: Sequence[Tensor], less: float) -> tuple[Te
         results = [attended(where, len(of_keys) == 1) for where in of_keys]
         out[:, :, first:last], lse[:, :, first:last] = results[0] if len(results) == 1 else merged(results)
     return out, lse
-
-
-def exact_lse(call: Call, lse: Tensor, less: float, again: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return an lse minus the offset `less`; compute it again in float64 if its error would show in a merge."""
-    # again(near): computes the lse minus `near`, a number close to 0, where the rounding error is small.
-    large = LARGE_LSE.get(call.query.dtype, 16.0)
-    if lse.dtype == torch.float64 or not bool(((lse.abs() > large) & lse.isfinite()).any()):
-        return lse
-    near = lse.masked_fill(lse.isinf(), 0.0) + less
-    return again(near[..., None]).double() + (near.double() - less)
 
 
 def merged(results: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -350,5 +344,7 @@ def exact_weights(call: Call, where: Rectangle, query: Tensor, key: Tensor) -> T
             return scores
         return torch.cat([scores, sinks_less(call, scores.dtype, 0.0)[..., None].expand(*scores.shape[:3], 1)], -1)
 
-    weights = weights_in_place(scores, where.masked)
+    made = scores()
+    weights = torch.softmax(made, -1, out=made)  # allocating new memory takes longer than the softmax
+    weights = weights_of(scores(), True) if where.masked and has_nan(weights) else weights
     return weights if call.sinks is None else weights[..., :-1].contiguous()  # a view cannot be an operator's result

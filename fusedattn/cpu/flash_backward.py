@@ -110,9 +110,9 @@ def _backward(part: Part, less: float, rows: Incoming, of_bias: Tensor | None) -
 
 def from_weights(
     call: Call, weights: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None, grad_weights: Tensor,
-    need_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None]:  # fmt: skip
-    """Return the same gradients as `backward`, computed from all attention weights and their gradient."""
+    of_bias: Tensor | None,
+) -> list[Tensor]:  # fmt: skip
+    """Return the gradients of query, key and value, computed from all attention weights and their gradient."""
     empty = lse == -INFINITE  # rows that see nothing or that query_mask hides: their incoming gradients may be NaN
     if bool(empty.any()):
         grad_out, grad_weights = (x.masked_fill(empty[..., None], 0.0) for x in (grad_out, grad_weights))
@@ -120,18 +120,18 @@ def from_weights(
     if call.key_mask is not None:
         grad_weights = grad_weights.masked_fill(flash.hidden_by(call.key_mask).mT, 0.0)
     tensors = flash.inputs_of(Part(call, 0, call.query.shape[2], 0, call.key.shape[2]), None)
-    of_bias = None if call.bias is None or not need_bias else torch.zeros_like(call.bias, dtype=grad_out.dtype)
 
     def of_heads(of_rows: Heads, some: Sequence[Tensor]) -> Sequence[Tensor]:
         bias = sliced("bias", of_bias, B=of_rows[0], H=of_rows[1])
         lse = None if grad_lse is None else grad_lse[of_rows]
         return by_weights(weights[of_rows], call.scale, some, grad_out[of_rows], None, bias, lse, grad_weights[of_rows])
 
-    query, key, value = _by_heads(tensors, of_heads)
-    return query, key, value, None if of_bias is None or call.bias is None else of_bias.to(call.bias.dtype), None
+    return _by_heads(tensors, of_heads)
 
 
-def _by_heads(tensors: Sequence[Tensor], of_heads: Callable[[Heads, Sequence[Tensor]], Sequence[Tensor]]) -> list:
+def _by_heads(
+    tensors: Sequence[Tensor], of_heads: Callable[[Heads, Sequence[Tensor]], Sequence[Tensor]]
+) -> list[Tensor]:
     """Return the gradients of query, key and value, computed by `of_heads` for a few batches and heads at a time."""
     query, key, _ = tensors
     (batch, heads, keys, _), group, rows = key.shape, query.shape[1] // key.shape[1], query.shape[2]
@@ -161,10 +161,10 @@ def _of_sinks(call: Call, less: float, rows: Incoming, out: Tensor) -> Tensor:
 
 def backward(
     call: Call, grad_out: Tensor | None, grad_lse: Tensor | None, out: Tensor, kept: Tensor, lse: Tensor,
-    need_bias: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """Return the gradients of query, key, value, bias and sinks, each contiguous and in its input's dtype."""
-    # out, kept, lse: from the Result of the forward, over all keys. need_bias: needs `small_k.has_bias_gradient`.
+    of_bias: Tensor | None,
+) -> tuple[Sequence[Tensor], Tensor | None]:  # fmt: skip
+    """Return (gradients of query, key and value; that of sinks), each contiguous and in its input's dtype."""
+    # out, kept, lse: from the Result of the forward, over all keys. of_bias: accumulates the gradient of the bias.
     everything = flash.at_once(call) if grad_lse is None else None
     if everything is not None and grad_out is not None and (kept is out or centre(call.value) is None):
         incoming, less = grad_out, flash.offset(call)
@@ -173,12 +173,9 @@ def backward(
             def of_heads(of_rows: Heads, some: Sequence[Tensor]) -> Sequence[Tensor]:
                 return _by_formula(call, everything, less, some, incoming[of_rows], None, None, None)
 
-            query, key, value = _by_heads(call[:3], of_heads)
-        else:
-            incoming = flash.in_columns(incoming, call.value.shape[3])
-            query, key, value = _by_kernel(call, everything, less, incoming, *call[:3], out, lse)
-        return query, key, value, None, None
-    of_bias = None if call.bias is None or not need_bias else torch.zeros_like(call.bias, dtype=lse.dtype)
+            return _by_heads(call[:3], of_heads), None
+        incoming = flash.in_columns(incoming, call.value.shape[3])
+        return _by_kernel(call, everything, less, incoming, *call[:3], out, lse), None
     inputs, call = call[:3], flash.to_wide(call)
     grad_out = None if grad_out is None else grad_out.to(kept.dtype)
     empty = lse == -INFINITE  # all weights are 0, so there is no gradient
@@ -189,12 +186,12 @@ def backward(
         empty = empty | hidden[..., 0]  # the lse of a hidden row is its sink, so exp(score - lse) may overflow
     grad_lse = None if grad_lse is None else grad_lse.masked_fill(empty, 0.0)
     rows = Incoming(grad_out, grad_lse, out, kept, lse.masked_fill(empty, INFINITE))
-    split, less = parts(call), flash.offset(call)
-    if len(split) == 1 and split[0].call is call and not (grad_out is grad_lse is None):
+    split, less = [] if grad_out is grad_lse is None else parts(call), flash.offset(call)
+    if len(split) == 1 and split[0].call is call:
         grads = _backward(split[0], less, rows, of_bias)
     else:
         grads = [x.new_zeros(x.shape, dtype=lse.dtype) for x in call[:3]]
-        for part in split if not (grad_out is grad_lse is None) else ():
+        for part in split:
             present = {name: part.view(x, part.rows) for name, x in rows._asdict().items() if x is not None}
             of_part = rows._replace(**present)
             views = [part.view(x, here) for x, here in zip(grads, (part.rows, part.keys, part.keys), strict=True)]
@@ -202,5 +199,4 @@ def backward(
                 view.copy_(grad)
     exact = kept if kept.dtype == lse.dtype else out  # the output may be rounded to 16 bits
     of_sinks = None if call.sinks is None else _of_sinks(call, less, rows, exact)
-    query, key, value = (grad.to(x.dtype) for grad, x in zip(grads, inputs, strict=True))
-    return query, key, value, None if of_bias is None or call.bias is None else of_bias.to(call.bias.dtype), of_sinks
+    return [grad.to(x.dtype) for grad, x in zip(grads, inputs, strict=True)], of_sinks

@@ -24,7 +24,7 @@ LARGEST_LSE = 128.0
 # rows that see one key with a score near 0.
 SMALL_LSE = 0.125
 
-_DIFFERENTIATED = "query", "key", "value", "bias", "sinks"  # inputs whose gradients `flash_backward.backward` returns
+_DIFFERENTIATED = "query", "key", "value", "bias", "sinks"  # inputs whose gradients `backward` returns
 # Options with the default None that the backend supports, or that `limits` checks separately. It lacks all others.
 _KNOWN = {"bias", "alibi_slopes", "sinks", "mask", "key_mask", "query_mask", "block_mask", "left", "right", "origin"}
 _KNOWN |= {"seed", "mask_bits", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"}
@@ -121,17 +121,17 @@ def backward(
 ) -> tuple | None:
     """Return the gradients of a call's INPUTS, or None if the naive path must compute them. Some may not be needed."""
     grad_out, grad_lse, grad_weights = incoming
-    grads: Sequence[Tensor | None]
     if lacks_gradients(call, grad_weights, need):
         return None
-    lse, need_bias = stats[..., 0], need[INPUTS.index("bias")]
+    lse, of_sinks, need_bias = stats[..., 0], None, need[INPUTS.index("bias")]
+    of_bias = torch.zeros_like(call.bias, dtype=lse.dtype) if call.bias is not None and need_bias else None
+    grads: Sequence[Tensor]
     if grad_weights is not None:
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-        grads = flash_backward.from_weights(call, weights, lse, grad_out, grad_lse, grad_weights, need_bias)
+        grads = flash_backward.from_weights(call, weights, lse, grad_out, grad_lse, grad_weights, of_bias)
     # The formula reads no lse if it computes all weights at once.
     elif (call.partial or (is_few(call) and flash.at_once(call) is not None)) or not too_large(lse):
-        grads = flash_backward.backward(call, grad_out, grad_lse, out, _kept(out, stats), lse, need_bias)
+        grads, of_sinks = flash_backward.backward(call, grad_out, grad_lse, out, _kept(out, stats), lse, of_bias)
     else:
         return None
-    *others, of_sinks = grads
-    return *others, None, of_sinks
+    return *grads, None if of_bias is None or call.bias is None else of_bias.to(call.bias.dtype), None, of_sinks

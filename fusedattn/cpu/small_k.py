@@ -1,6 +1,6 @@
 """Gradients by the softmax formula for few keys or rows, where the fused kernel's errors do not average out."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -63,19 +63,12 @@ def scores_of(call: Call, where: Rectangle, less: float | Tensor, rows: Tensor, 
 def weights_of(scores: Tensor, masked: bool) -> Tensor:
     """Return the softmax of scores, with zeros for fully masked rows. masked: such rows may exist."""
     weights = scores.softmax(-1)
-    if masked and _has_nan(weights):
+    if masked and has_nan(weights):
         weights.masked_fill_(scores.amax(-1, keepdim=True) == -INFINITE, 0.0)
     return weights
 
 
-def weights_in_place(scores: Callable[[], Tensor], masked: bool) -> Tensor:
-    """Return the softmax of scores(), written over the scores: allocating new memory takes longer than the softmax."""
-    made = scores()
-    weights = torch.softmax(made, -1, out=made)
-    return weights_of(scores(), True) if masked and _has_nan(weights) else weights
-
-
-def _has_nan(weights: Tensor) -> bool:
+def has_nan(weights: Tensor) -> bool:
     """Return whether a row is NaN. A softmax makes all columns of such a row NaN, so the first is enough."""
     return bool(weights[..., 0].isnan().any())
 
