@@ -119,13 +119,10 @@ def hiding(call: Call, block: Block, in_place: bool) -> dict:
     """Return arguments of `softmax` that hide pairs of a block: `empty`, and `limits` if `in_place`, else `visible`."""
     if holds(block.begin == block.end, False):
         return dict(empty=call.query.new_ones(1, 1, 1, 1, dtype=torch.bool))
-    hidden_by = call.left, call.right, call.mask, call.mask_bits, call.bias, call.key_mask, call.query_mask
-    if all(x is None for x in hidden_by):
-        return {}
     if in_place and pairs.only_edges(call, block):
         return dict(limits=pairs.edges(call, block))
-    seen = pairs.visible(call, block)
-    assert seen is not None
+    if (seen := pairs.visible(call, block)) is None:
+        return {}
     empty = ~seen.any(-1, keepdim=True)
     if not in_place:
         return dict(visible=seen, empty=empty)

@@ -82,13 +82,12 @@ def second_tangent(call: Call, directions: Sequence, moved: Sequence, need_weigh
     """Return the second derivative of (output, lse, weights or None) along two tangents of INPUTS, None for zero."""
     call, parts = _bounded(call), []
     columns: Any = call.key.shape[2] if call.cu_seqlens_q is None else call.max_seqlen_k
-    dtype, widths = call.query.dtype, ((call.value.shape[3],), (), (columns,))
-    dtypes = dtype, wide_dtype(dtype), dtype
     names = [name for name, x in zip(INPUTS, moved, strict=True) if x is not None]
     for first, last in _row_spans(call):
         rows = *call.query.shape[:2], last - first
-        pairs = list(zip(widths, dtypes, strict=True))[: 2 + need_weights]
-        zeros = [call.query.new_zeros((*rows, *width), dtype=dtype) for width, dtype in pairs]
+        zeros = [call.query.new_zeros((*rows, call.value.shape[3]))]
+        zeros.append(call.query.new_zeros(rows, dtype=wide_dtype(call.query.dtype)))
+        zeros += [call.query.new_zeros((*rows, columns))] * need_weights
 
         def of_fields(*incoming, span=(first, last)):
             gradients = _of_rows(call, span, incoming, directions)
