@@ -95,13 +95,6 @@ def once(scratch, seconds):
     return sdist, build("wheel", folder, scratch / "wheel", seconds)
 
 
-def again(scratch, seconds):
-    """Build the source archive and the wheel from newer files in another folder, made in reverse order; return both."""
-    folder = scratch / "somewhere" / "else"
-    copy(sources()[::-1], folder, mtime=seconds + 12345678)
-    return [build(kind, folder, scratch / f"{kind}-again", seconds, **OTHER) for kind in ("sdist", "wheel")]
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--into", type=pathlib.Path, default=ROOT / "dist", help="folder for the files; emptied first")
@@ -113,7 +106,10 @@ def main():
     time = os.environ.get("SOURCE_DATE_EPOCH") or git("log", "-1", "--format=%ct")
     seconds = int(time or (ROOT / "PKG-INFO").stat().st_mtime)
     made = once(scratch, seconds)
-    for one, other in zip(made, again(scratch, seconds), strict=True):
+    again = scratch / "somewhere" / "else"  # newer files in another folder, made in reverse order
+    copy(sources()[::-1], again, mtime=seconds + 12345678)
+    for kind, one in zip(("sdist", "wheel"), made, strict=True):
+        other = build(kind, again, scratch / f"{kind}-again", seconds, **OTHER)
         if one.read_bytes() != other.read_bytes():
             sys.exit(f"dist: two builds of {one.name} differ; see {one} and {other}")
     shutil.rmtree(into, ignore_errors=True)
