@@ -81,13 +81,13 @@ def second_derivative(call: Call, incoming: Sequence, grad_grads: Sequence) -> t
 def second_tangent(call: Call, directions: Sequence, moved: Sequence, need_weights: bool) -> tuple:
     """Return the second derivative of (output, lse, weights or None) along two tangents of INPUTS, None for zero."""
     call, parts = _bounded(call), []
-    columns: Any = call.key.shape[2] if call.cu_seqlens_q is None else call.max_seqlen_k
     names = [name for name, x in zip(INPUTS, moved, strict=True) if x is not None]
     for first, last in _row_spans(call):
         rows = *call.query.shape[:2], last - first
         zeros = [call.query.new_zeros((*rows, call.value.shape[3]))]
         zeros.append(call.query.new_zeros(rows, dtype=wide_dtype(call.query.dtype)))
-        zeros += [call.query.new_zeros((*rows, columns))] * need_weights
+        if need_weights:
+            zeros.append(call.query.new_zeros((*rows, sizes(call)[3])))
 
         def of_fields(*incoming, span=(first, last)):
             gradients = _of_rows(call, span, incoming, directions)
