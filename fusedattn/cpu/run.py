@@ -11,7 +11,7 @@ from ..call.options import INPUTS, Call, thread_overrides
 from ..call.private import flash_attention_for_cpu, flash_attention_for_cpu_backward
 from ..naive.formula import run_naive, without_autocast
 from . import flash, flash_backward
-from .small_k import FEW, has_bias_gradient, has_weights_gradient, is_few
+from .small_k import FEW, is_few
 from .tiling import is_widened
 from .value_mean import INFINITE
 
@@ -52,11 +52,15 @@ def lacks_gradients(call: Call, grad_weights: Tensor | None, need: Sequence[bool
     """Return the reasons why the naive path must replace `backward` for the gradients of a call; [] if it need not."""
     needed = [name for name, wanted in zip(INPUTS, need, strict=True) if wanted]
     lacks = [f"its kernel has no gradient of {name}" for name in needed if name not in _DIFFERENTIATED]
+    in_parts, dtype = call.partial or call.cu_seqlens_q is not None, call.query.dtype
     if grad_weights is not None:
-        return lacks if has_weights_gradient(call) else [*lacks, "its kernel has no gradient of weights in such a call"]
-    if "bias" in needed and not has_bias_gradient(call):
+        # In 16 bits the weights are rounded. With sinks, their own weights would be needed as well.
+        supported = dtype.itemsize >= 4 and call.sinks is None and not in_parts
+        return lacks if supported else [*lacks, "its kernel has no gradient of weights in such a call"]
+    in_bfloat16 = dtype == torch.bfloat16 and not is_widened(dtype)
+    if "bias" in needed and (in_bfloat16 or in_parts or not call.key_mask is call.query_mask is None):
         lacks.append("its kernel has no gradient of bias in such a call")
-    if "sinks" in needed and call.query.dtype == torch.bfloat16 and not is_widened(torch.bfloat16):
+    if "sinks" in needed and in_bfloat16:
         lacks.append("its kernel rounds outputs to bfloat16, which is too inaccurate for gradients of sinks")
     if is_narrow(call):
         lacks.append(f"its kernel is too inaccurate for float32 heads narrower than {NARROW} with more than {FEW} keys")

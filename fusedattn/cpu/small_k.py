@@ -8,7 +8,7 @@ from torch import Tensor
 from ..call.options import Call
 from ..call.private import softmax_backward
 from ..naive.formula import grouped
-from .tiling import Rectangle, additive, is_nothing, is_widened
+from .tiling import Rectangle, additive, is_nothing
 from .value_mean import INFINITE
 
 FEW = 64  # the formula computes float32 gradients of at most this many keys
@@ -23,22 +23,10 @@ def is_few(call: Call) -> bool:
     return call.query.dtype == torch.float32 and (few or abs(call.scale) > LARGE_SCALE)
 
 
-def has_bias_gradient(call: Call) -> bool:
-    """Return whether the formula can compute a bias gradient: of a whole call in one Part, not computed in bfloat16."""
-    wide = is_widened(call.query.dtype) or call.query.dtype != torch.bfloat16
-    return wide and not call.partial and call.cu_seqlens_q is call.key_mask is call.query_mask is None
-
-
 def product(a: Tensor, b: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
     """Return scale * (a @ b) of batches of matrices, in `out` or new memory."""
     # baddbmm could also scale, but multiplies `b` first: that rounds the terms of a score, and may overflow.
     return torch.bmm(a, b, out=out).mul_(scale)
-
-
-def has_weights_gradient(call: Call) -> bool:
-    """Return whether `flash_backward.from_weights` supports a call whose weights have an incoming gradient."""
-    # It cannot in 16 bits, where the weights are rounded, or with sinks, whose own weights it would need.
-    return call.query.dtype.itemsize >= 4 and not call.partial and call.cu_seqlens_q is call.sinks is None
 
 
 def over_rows(a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
