@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..call.layout import arrange, dense
-from ..call.options import Call, diagonal, wide_dtype
+from ..call.options import Call, diagonal, sizes, wide_dtype
 from ..call.private import flash_attention_for_cpu
 from ..naive.formula import repeated, sums_of
 from . import tiling
@@ -318,12 +318,12 @@ def forward(call: Call, save: bool) -> Result:
     return Result(out, lse, kept.to(call.query.dtype), less)
 
 
-def weights(call: Call, columns: int) -> Tensor:
-    """Return the attention weights (B, Hq, Sq, columns) of a call."""
+def weights(call: Call) -> Tensor:
+    """Return the attention weights of a call: (B, Hq, Sq, Sk), if packed (1, Hq, total rows, max_seqlen_k)."""
     if (everything := at_once(call)) is not None:
         query, key = (x.to(wide_dtype(x.dtype)) for x in call[:2])
         return exact_weights(call, everything, query, key).to(call.query.dtype)
-    shape = *call.query.shape[:3], columns
+    shape = *call.query.shape[:3], sizes(call)[3]
     whole = functools.cache(lambda: call.query.new_zeros(shape))  # not needed if one rectangle holds all weights
     for part in tiling.parts(call):
         tensors = [x.to(wide_dtype(call.query.dtype)) for x in inputs_of(part, None)[:2]]

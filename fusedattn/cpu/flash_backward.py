@@ -182,7 +182,6 @@ def backward(
     if call.query_mask is not None:
         hidden = flash.hidden_by(call.query_mask)
         grad_out = None if grad_out is None else grad_out.masked_fill(hidden, 0.0)
-        grad_lse = None if grad_lse is None else grad_lse.masked_fill(hidden[..., 0], 0.0)
         empty = empty | hidden[..., 0]  # the lse of a hidden row is its sink, so exp(score - lse) may overflow
     grad_lse = None if grad_lse is None else grad_lse.masked_fill(empty, 0.0)
     rows = Incoming(grad_out, grad_lse, out, kept, lse.masked_fill(empty, INFINITE))

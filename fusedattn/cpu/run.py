@@ -107,8 +107,7 @@ def forward(call: Call, need_lse: bool, need_weights: bool, save: bool) -> tuple
         exact = out.dtype == torch.bfloat16 and call.cu_seqlens_q is None  # offsets may be wrong
         if exact and lse.masked_fill(lse == -INFINITE, 0.0).abs().lt(SMALL_LSE).all():
             lse = run_naive(call, True, False)[1].contiguous()
-    columns = call.key.shape[2] if call.cu_seqlens_q is None else call.max_seqlen_k
-    weights = flash.weights(call, columns or 0) if need_weights else None
+    weights = flash.weights(call) if need_weights else None
     return out, lse, weights, _stats(result) if save else None
 
 
