@@ -1,4 +1,4 @@
-"""Drop-ins for the attention of other libraries. A program changes in one line; an import alone changes nothing."""
+"""Drop-ins for the attention of other libraries. Each takes one changed line; importing them changes nothing."""
 
 from . import flash_attn, torch, transformers
 

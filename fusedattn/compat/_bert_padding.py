@@ -26,15 +26,15 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """Remove the padding from a batch hidden_states (B, S, ...), and pack its real rows.
+    """Pack the real rows of a padded batch hidden_states (B, S, ...).
 
     Args:
-        attention_mask: bool or int (B, S), 1 for real rows.
-        unused_mask: bool or int (B, S), 1 for further rows to keep.
+        attention_mask: bool, int or float (B, S), 1 for real rows.
+        unused_mask: likewise, 1 for further rows to keep.
 
     Returns:
         (rows (T, ...), their indices (T,) in the B * S rows of the batch, cu_seqlens int32 (B + 1,), the longest
-        length, the number of real rows of each sequence, int32 (B,)). On a GPU the host waits for the counts.
+        length, the number of real rows of each sequence, int32 (B,)). On a GPU the host waits for T and the length.
     """
     check_strided(hidden_states=hidden_states)
     if hidden_states.dim() < 2:
@@ -55,7 +55,7 @@ def unpad_input(
 
 @overridable
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """Pad packed rows (T, ...) to (batch, seqlen, ...): each row goes to its index, and all others are 0."""
+    """Pad packed rows (T, ...) to (batch, seqlen, ...): row i goes to flat index indices[i]. All other rows are 0."""
     check_strided(hidden_states=hidden_states, indices=indices)
     check_sizes(0, batch=batch, seqlen=seqlen)
     if indices.dtype not in (torch.int32, torch.int64):

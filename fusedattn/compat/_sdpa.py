@@ -31,18 +31,18 @@ def scaled_dot_product_attention(
 
     Args:
         query, key, value: (..., Hq, L, D), (..., H, S, D), (..., H, S, Dv); leading dimensions broadcast as in
-            `torch.matmul`. Under autocast they are cast as in torch. Or three nested tensors of torch.jagged,
+            `torch.matmul`. Autocast casts all three as in torch. Or three nested tensors of torch.jagged,
             (B, H, ragged, D), without attn_mask; the output is then nested.
         attn_mask: of rank 2 or more, broadcastable to (..., Hq, L, S): bool, True = may attend; or float, added to the
             scores, in query's dtype or float32. Or a causal bias of `torch.nn.attention.bias`.
         dropout_p: the fraction of weights to drop; there is no training mode.
         is_causal: row i sees keys 0 to i, whatever the lengths.
         scale: 1 / sqrt(D) by default.
-        enable_gqa: key and value may have fewer heads (dimension -3): query head h reads head h // group.
+        enable_gqa: key and value may have fewer heads (dimension -3): query head h reads head h // (Hq // H).
 
     Returns:
-        (..., Hq, L, Dv) in query's dtype, with dimensions in the order of query's in memory if torch's fused kernels
-        keep that order; otherwise contiguous.
+        (..., Hq, L, Dv) in query's dtype. Its dimensions have query's order in memory if torch's fused kernels keep
+        that order. Otherwise it is contiguous.
 
     Raises:
         ValueError, TypeError: for arguments that do not fit.
@@ -106,7 +106,7 @@ def scaled_dot_product_attention(
 
 
 def _causal_bias(mask: Any, rows: int, keys: int) -> str | None:
-    """Return the align= of a causal bias of torch, which is a tensor without data; None for any other mask."""
+    """Return the option align= for a causal bias of torch.nn.attention.bias; None for any other mask."""
     module = sys.modules.get("torch.nn.attention.bias")  # a caller with such a bias has imported it
     if module is None or not isinstance(mask, module.CausalBias):
         return None
@@ -130,7 +130,7 @@ def _common(shapes: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
 
 
 def _rank4(tensor: Tensor, batch: tuple[int, ...], shared: bool = False) -> Tensor:
-    """Expand the leading dimensions of a tensor to `batch`, and flatten them. shared: if all are 1, only flatten."""
+    """Expand all dimensions but the last three to `batch`, and flatten them. shared: if all are 1, do not expand."""
     if tensor.dim() == 4 and len(batch) == 1 and (shared or holds(tensor.shape[0] == batch[0], False)):
         return tensor
     tensor = tensor[(None,) * (max(len(batch), 1) + 3 - tensor.dim())]

@@ -64,7 +64,7 @@ def _check_mask(name: str, mask: Tensor, query: Tensor, *shapes: tuple[int, ...]
 
 
 def _masks(attn_mask: Tensor | None, padding: Tensor | None, extra: int) -> dict[str, Tensor]:
-    """Convert attn_mask and key padding to arguments of `attention`. Every query sees the last `extra` keys."""
+    """Convert attn_mask and key padding to arguments of `attention`. Every query sees the `extra` added keys."""
     masks = {}
     if extra:  # pad copies, even if it adds nothing
         attn_mask, padding = (x if x is None else pad(x, (0, extra)) for x in (attn_mask, padding))
@@ -85,18 +85,18 @@ def _masks(attn_mask: Tensor | None, padding: Tensor | None, extra: int) -> dict
 
 
 class MultiheadAttention(nn.MultiheadAttention):
-    """Fused `torch.nn.MultiheadAttention`, with equal constructor, parameters, initial values, state dict and forward.
+    """Fused `torch.nn.MultiheadAttention`, with its constructor, parameters, initial values, state dict and forward.
 
     Examples:
         >>> layer, x = fusedattn.compat.torch.MultiheadAttention(64, 4, batch_first=True), torch.randn(2, 100, 64)
         >>> output, weights = layer(x, x, x)
 
-    torch's result depends on need_weights, on the mode and on its fast path. Ours does not:
+    torch's result depends on need_weights, on train or eval mode and on its fast path. Ours does not:
 
-    - A query that sees nothing gets the bias of out_proj, weights 0 and finite gradients. In torch it is NaN if
+    - A query that sees nothing gets the bias of out_proj, weights 0 and finite gradients. torch returns NaN for it if
       need_weights is True.
     - is_causal is only a hint. In torch, without weights, it overrides an attn_mask that contradicts it.
-    - For one seed, dropout drops the same weights with need_weights and without. bool and float masks mix.
+    - For one seed, dropout drops the same weights with and without need_weights. A bool and a float mask combine.
     - Keys and values that a bool key_padding_mask hides may be NaN or inf. In torch they reach the output.
 
     `torch.jit.script` does not compile it.
@@ -138,18 +138,18 @@ class MultiheadAttention(nn.MultiheadAttention):
         """Attend from query to key and value.
 
         Args:
-            query: (L, N, E), with batch_first (N, L, E), or (L, E).
-            key, value: (S, N, kdim), (S, N, vdim), likewise. Or one nested tensor for all three, with batch_first and
-                without masks.
+            query: (L, N, E); (N, L, E) with batch_first; or (L, E), without a batch.
+            key, value: (S, N, kdim), (S, N, vdim), in the layout of query. With batch_first and without masks, one
+                nested tensor may be all three.
             key_padding_mask: (N, S), or (S,): bool, True = hidden, or float, added to the scores.
             attn_mask: (L, S), (N * heads, L, S) or, for a query (L, E), (heads, L, S); bool, True = hidden, or float.
             need_weights: also return the weights, after dropout.
-            average_attn_weights: return their mean over the heads.
+            average_attn_weights: return the mean of the weights over the heads.
             is_causal: a hint that attn_mask is causal. It needs attn_mask, and changes nothing.
 
         Returns:
-            (output in query's layout, contiguous; weights (N, L, S), (N, heads, L, S), or without N; or None). Each of
-            add_bias_kv and add_zero_attn adds one key to S, which every query sees.
+            (output, weights or None). output is contiguous, in query's layout. weights: (N, L, S) if averaged, else
+            (N, heads, L, S), without N if query has none. add_bias_kv and add_zero_attn each add a visible key to S.
 
         Raises:
             ValueError, TypeError: for arguments that do not fit.
@@ -165,7 +165,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         batch_dim, along = (0, 1) if self.batch_first else (1, 0)
         _check_inputs(self, batch_dim, query, key, value)
         batched = query.dim() == 3
-        if not batched:  # inputs that are the same tensor stay so, for `_project`
+        if not batched:  # equal inputs stay one tensor, for `_project`
             batches = {id(x): x.unsqueeze(batch_dim) for x in (query, key, value)}
             query, key, value = (batches[id(x)] for x in (query, key, value))
         batch, rows, keys = query.shape[batch_dim], query.shape[along], key.shape[along]
@@ -177,7 +177,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             _check_mask("key_padding_mask", key_padding_mask, query, (batch, keys) if batched else (keys,))
             key_padding_mask = key_padding_mask.reshape(batch, keys)
             if key_padding_mask.dtype == torch.bool:
-                # A key_mask protects the output. The projections' gradients also need finite hidden keys.
+                # A key_mask keeps hidden keys out of the output. The projections' gradients need them finite, too.
                 hidden = (key_padding_mask if along else key_padding_mask.mT).unsqueeze(-1)
                 same, key = key is value, key.masked_fill(hidden, 0.0)
                 value = key if same else value.masked_fill(hidden, 0.0)
@@ -234,14 +234,14 @@ def convert(model: nn.Module) -> nn.Module:
         >>> model = fusedattn.compat.torch.convert(torch.nn.Transformer(64, 4))
 
     New modules share the parameters, buffers, hooks, flags and mode of the old ones; names, order and state dict stay.
-    Subclasses of torch's module are not replaced, except those that torch's parametrizations make, and neither are
-    modules in a plain list. A second call changes nothing. Copies and pickles of a converted model are converted. The
-    logger "fusedattn" reports the number of replaced modules (INFO), and warns if there are none or if subclasses
-    remain. Given a bare torch.nn.MultiheadAttention, it returns a converted one.
+    Not replaced: modules in a plain list, and subclasses of torch's module, except those that parametrizations make. A
+    second call changes nothing. Copies and pickles of a converted model stay converted. The logger "fusedattn" reports
+    the number of replaced modules (INFO), and warns if there are none or if subclasses remain. Given a bare
+    torch.nn.MultiheadAttention, it returns a converted one.
 
     Converted models skip the fast path of torch.nn.TransformerEncoderLayer (eval without gradients) and the nested
     tensors of torch.nn.TransformerEncoder: outputs at padded positions are finite, not 0. A forward pre-hook of the new
-    modules does that; if you remove all hooks, the fast path is back. torch.fx takes the modules as leaves.
+    modules prevents the fast path, which is back if you remove all hooks. torch.fx treats the modules as leaves.
 
     Raises:
         TypeError: if model is not a module.
@@ -275,7 +275,7 @@ def convert(model: nn.Module) -> nn.Module:
 
 def _converted(module: nn.MultiheadAttention) -> MultiheadAttention:
     kind: Any = MultiheadAttention
-    if type(module) is not nn.MultiheadAttention:  # the class that a parametrization made, with its computed parameters
+    if type(module) is not nn.MultiheadAttention:  # a class made by a parametrization, with computed parameters
         kind = type(type(module).__name__, (MultiheadAttention,), dict(vars(type(module))))
     twin: MultiheadAttention = kind.__new__(kind)
     # Both share one dict, so that references to the old module and handles of its hooks keep working.
