@@ -1,4 +1,4 @@
-"""Translates calls of flash-attn's functions: layouts, options, and the names of arguments in errors."""
+"""Translation of calls of flash-attn's functions: layouts, options, and names of arguments in errors."""
 
 import contextlib
 import functools
@@ -42,7 +42,7 @@ def check_tensor(name: str, x: Any, layout: str) -> None:
 
 
 def unpacked(name: str, x: Tensor, layout: str) -> tuple[Tensor, ...]:
-    """Check a packed tensor, and split it: into q, k and v if its name is qkv, into k and v if it is kv."""
+    """Check a packed tensor, and split it into q, k and v if `name` is "qkv", or k and v if it is "kv"."""
     check_tensor(name, x, layout)
     if x.shape[-3] != len(name):
         fail(ValueError, name, f"shape {layout}", x.shape)
@@ -103,9 +103,9 @@ def check_range(name: str, x: Tensor, what: str, most: int) -> None:
 def gather_pages(
     k: Tensor, v: Tensor, cu_seqlens_k: Tensor, max_seqlen_k: Any, block_table: Tensor
 ) -> tuple[Tensor, ...]:
-    """Gather pages (pages, page size, Hkv, D) to packed keys and values (Tk, Hkv, D), differentiably."""
-    # Values on a GPU are not read: Tk is then an upper bound of the sum of the lengths, the last rows are 0, and a
-    # wrong offset or page reads another row of k and v, never memory outside them.
+    """Return packed keys and values (Tk, Hkv, D or Dv), gathered from the pages k and v, differentiably."""
+    # Values on a GPU are not read. Tk is then an upper bound of the total length, and the last rows are 0. A wrong
+    # offset or page reads another row of k and v, never memory outside them.
     for name, x in (("k", k), ("v", v)):
         check_tensor(name, x, "(pages, page, Hkv, D)")
     for name, x, layout in (("cu_seqlens_k", cu_seqlens_k, "(B + 1,)"), ("block_table", block_table, "(B, n)")):
@@ -156,7 +156,7 @@ def lengths_of(cache_seqlens: Any, q: Tensor, k: Tensor | None, capacity: int) -
 
 
 def rotate_as_flash_attn(caches: CacheArguments, options: dict[str, Any], spread: bool) -> CacheArguments:
-    """Check arguments; rotate as flash-attn: new key j at old length + j, query i at old length (+ i if `spread`)."""
+    """Check; rotate as flash-attn: new key j by cache_seqlens + j, query i by cache_seqlens, plus i if `spread`."""
     # Check all arguments before computing. With "top_left", queries at negative positions do not raise.
     decode.checked(caches, Arguments(None, None, None, align="top_left", **options))
     start, device = caches.cache_seqlens.long()[:, None], caches.query.device

@@ -1,11 +1,11 @@
-"""Decides which Hugging Face models use fusedattn, and which masks they get.
+"""Choice of the Hugging Face models that use fusedattn, and of the masks that they get.
 
 The flag `_supports_attention_backend` is unreliable: BART, T5 and Whisper call transformers' attention interface
 without it, and Gemma 3n has it but also computes attention itself. So the code of attention modules is searched for a
 few names. A model that asks for a registered name, such as "fusedattn", is built as "eager". Then each of its configs
 gets the name if at least one of its attention modules calls the interface; otherwise it stays "eager", with a warning.
-The config gets bool masks if all its attention modules call the interface, otherwise eager's floating masks. Plans
-replace bool masks in models that accept FlexAttention's BlockMask, because these hand masks on untouched.
+The config gets bool masks if all its attention modules call the interface and its models accept sdpa's masks, otherwise
+eager's. With "blocks", models that accept FlexAttention's BlockMask get plans: they pass masks on without reading them.
 """
 
 import functools
@@ -29,7 +29,7 @@ from ._hf_names import MASKS, NAMES, REFUSED, masks_of
 if not hasattr(PreTrainedModel, "_check_and_adjust_attn_implementation"):
     raise ImportError("transformers before 4.54 chooses attention in another way")
 
-# Names in code that computes attention itself. Any softmax matches: its model gets a warning and slower eager masks.
+# Names in code that computes attention itself. Any softmax matches. A wrong match costs a warning or slower masks.
 _ATTENDS = re.compile(
     r"(?i:softmax)(?!_(in|scale|dtype))|logsumexp|scaled_dot_product|sdpa_attention|flash_attention_forward"
     r"|flash_attn_(varlen_)?func|multi_?head_attention_forward|^MultiheadAttention$|flex_attention$"
@@ -37,7 +37,7 @@ _ATTENDS = re.compile(
 _FLAGS = "_supports_sdpa", "_supports_flex_attn", "_supports_flash_attn"
 _SPARSE = frozenset(REFUSED) - {"head_mask"}  # refused keywords for which models always pass a tensor, never None
 _TRUSTED_WRAPPERS = "torch.", "transformers.utils.", "transformers.integrations.", "accelerate."
-_models: WeakSet[PreTrainedModel] = WeakSet()  # all models that `_settle` has seen and that still exist
+_models: WeakSet[PreTrainedModel] = WeakSet()  # all models that `_settle` has seen
 _warned: set[type] = set()
 
 
@@ -45,15 +45,15 @@ class _Attention(NamedTuple):
     root: Any  # the outermost model
     configs: tuple[Any, ...]  # the configs of the models around the attention module, the nearest last
     stray: str  # the module's class name if it does not call the attention interface, or ""
-    sparse: bool
-    causal: bool
-    used: bool  # the module calls the interface, and its nearest config asks for a registered name
+    sparse: bool  # the module passes a keyword that fusedattn refuses
+    causal: bool  # the module's is_causal
+    used: bool  # the module calls the interface, and its config asks for a registered name
     safe: bool  # used, and the model takes bool masks
     opaque: bool  # the model takes masks that are no tensors
 
 
 class MaskPlan(Plan):
-    """A Plan with the members of a mask of rank 4 that generate() uses for static caches."""
+    """A Plan with the attributes of a tensor of rank 4 that generate() needs of masks for static caches."""
 
     ndim = 4
 
@@ -76,7 +76,7 @@ def install(name: str, forward: Callable[..., Any], masks: str) -> None:
 
 
 def _follow(cls: type, name: str, after: Callable[..., Any]) -> None:
-    """Patch a method of a class, so that it returns after(self, its original result, *its arguments)."""
+    """Patch the method `name` of a class, so that it returns after(self, original result, *arguments)."""
     static = inspect.getattr_static(cls, name)
     original = getattr(static, "__func__", static)
 
@@ -88,12 +88,12 @@ def _follow(cls: type, name: str, after: Callable[..., Any]) -> None:
 
 
 def attention_mask(*sizes: Any, config: Any = None, **options: Any) -> Any:
-    """Return sdpa's mask (bool or None) or its plan if a config's attention accepts it, else eager's floating mask."""
+    """Return sdpa's bool mask, None or a plan if the config's attention accepts them, else eager's floating mask."""
     if isinstance(options.get("attention_mask"), MaskPlan):  # generate() made it before the forward
         return options["attention_mask"]
     if (masks := masks_of(config)) is None:
         return eager_mask(*sizes, config=config, **options)
-    # Layers that share keys may slice the mask and compute only the last rows. Without a mask these are unknown.
+    # Layers that share keys may compute only the last rows, with a slice of the mask: do not leave it out.
     sliced = getattr(config, "num_kv_shared_layers", False)
     if not masks[0] or sliced:
         options["allow_is_causal_skip"] = False
@@ -105,14 +105,14 @@ def attention_mask(*sizes: Any, config: Any = None, **options: Any) -> Any:
 
 
 def _plan(options: dict[str, Any]) -> Any:
-    """Return the plan of sdpa's mask, which is computed in parts; for a single row or key return that mask."""
-    positions = options.get("cache_position")  # in transformers 4; later q_offset and q_length
+    """Return a plan of sdpa's mask, computed a block at a time. Return the mask itself if it has one row or key."""
+    positions = options.get("cache_position")  # transformers 4 passes it, later versions q_offset and q_length
     batch, keys = options["batch_size"], options["kv_length"]
     rows = options["q_length"] if positions is None else len(positions)
     everything = dict(mask_function=lambda b, h, i, j: b >= 0, use_vmap=False)
     if rows == 1 or keys == 1:
         return sdpa_mask(**options)
-    if sdpa_mask(**options | everything) is None:  # no mask is needed; asking takes no memory
+    if sdpa_mask(**options | everything) is None:  # sdpa leaves out the mask; this mask_function takes no memory
         return None
 
     def pairs(batches: slice, _: slice, rows: slice, keys: slice) -> Any:
@@ -160,7 +160,7 @@ def _names(code: CodeType) -> set[str]:
 
 
 def _function(method: Any, module: Any = None) -> Any:
-    """Return the function inside known libraries' wrappers; None for no function, or a method of another nn.Module."""
+    """Return a method's function without trusted wrappers; None for other objects and methods of another nn.Module."""
     while getattr(method, "__self__", module) is module:
         within = getattr(method, "__func__", None) or getattr(method, "__wrapped__", None)
         wrapper = getattr(method, "func", method)  # accelerate's wrappers are partials
@@ -172,9 +172,9 @@ def _function(method: Any, module: Any = None) -> Any:
 
 @functools.cache
 def _read(kind: Any, runs: Any, forwards: tuple[FunctionType, ...], beneath: bool) -> tuple[bool, bool, bool]:
-    """Return (whether a module calls transformers' attention interface, computes attention itself, is sparse)."""
-    # This reads `runs`, the function that runs as forward. If that is in `forwards`, the forwards of class `kind` and
-    # its bases, it also reads the methods of these classes. beneath: the module contains other attention.
+    """Read a module's code. Return (calls transformers' attention interface, computes attention itself, is sparse)."""
+    # runs: the function that runs as forward. forwards: the forwards of class `kind` and its bases. If `runs` is one of
+    # them, the methods of these classes are read, too. beneath: the module contains other attention modules.
     functions, stranger = [runs] if runs else [], True
     if runs in forwards:
         rest = forwards[forwards.index(runs) :]
@@ -234,7 +234,7 @@ def _settle(model: Any, everywhere: bool = False) -> None:
     # everywhere: also warn about configs that did not ask.
     _models.add(model)
     configs = _configs(model)
-    asks = vars(model).pop("_asks_for_fusedattn", everywhere)  # models inside one that is being built lack it
+    asks = vars(model).pop("_asks_for_fusedattn", everywhere)  # submodels of a model that is being built lack it
     if not asks and not any(config._attn_implementation in NAMES for config in configs.values()):
         return
     within = set(model.modules())

@@ -3,13 +3,13 @@
 from typing import Any
 
 NAMES: dict[str, str] = {}  # {registered name: "dense" or "blocks"}
-MASKS = "_fusedattn_masks"  # a config's attribute: the result of `masks_of`; before that the name it asks for
+MASKS = "_fusedattn_masks"  # a config's attribute: the result of `masks_of`; while its model is built, a registered name
 # Keywords that some models pass. Ignoring one would change the result.
 REFUSED = dict(indices="sparse attention by indices", block_indices="sparse attention by blocks")
 REFUSED |= dict(sinks="a sink for each query", head_mask="a weight for each head")
 
 
 def masks_of(config: Any) -> tuple[bool, bool, bool] | None:
-    """Return (no mask may mean causal, no mask may mean unmasked, a mask may be a plan); None for eager's masks."""
+    """Return (an absent mask may mean causal, it may mean unmasked, a mask may be a plan); None for eager's masks."""
     masks = getattr(config, MASKS, None)
     return masks if isinstance(masks, tuple) else None

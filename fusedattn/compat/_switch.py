@@ -31,7 +31,7 @@ _TORCHS = F.scaled_dot_product_attention, _OPERATOR, _OPERATOR.default
 
 
 class Override:
-    """Replaces operators of aten, {name: function}, until remove(). If one returns None, torch's kernel runs."""
+    """Replacement of aten operators by {name: function}, until remove(). If a function returns None, torch's kernel runs."""
 
     def __init__(self, operators: Mapping[str, Callable[..., Any]], key: str, kernel_key: str | None = None):
         self.library: torch.library.Library | None = torch.library.Library("aten", "IMPL")
@@ -58,13 +58,13 @@ def sdpa() -> AbstractContextManager[Any]:
         >>> with fusedattn.compat.torch.sdpa():
         ...     torch.nn.functional.scaled_dot_product_attention(query, key, value).sum().backward()
 
-    It is a TorchFunctionMode, so it also replaces references that were imported before,
-    torch.ops.aten.scaled_dot_product_attention, and torch.nn.MultiheadAttention with need_weights=False, whose fast
-    path is not taken. Gradients and autocast work; torch.compile compiles separately inside and outside.
+    It is a TorchFunctionMode. It also replaces the function in modules that imported it before,
+    torch.ops.aten.scaled_dot_product_attention, and attention in torch.nn.MultiheadAttention with need_weights=False,
+    without its fast path. Gradients and autocast work; torch.compile compiles separately inside and outside.
     `fusedattn.use_backend` chooses the kernels; torch's sdpa_kernel does not. attn_mask together with is_causal raises,
     and so do nested tensors, except torch.jagged without a mask. Tensor classes keep their own __torch_function__.
 
-    It applies to this thread (for others see `enable_sdpa`). With activation checkpointing, start the backward inside.
+    It applies to this thread (for others see `enable_sdpa`). With activation checkpointing, call the backward inside.
     Every call of a torch function takes about a microsecond longer.
     """
     return _Ours()
@@ -80,7 +80,7 @@ def enable_sdpa() -> None:
         >>> fusedattn.compat.torch.disable_sdpa()
 
     In the calling thread it does what `sdpa` does. In all other threads, and in TorchScript, it replaces the operator
-    behind the function. There, torch.compile, torch.func and a TorchDispatchMode still see torch's, and
+    behind the function. There, torch.compile, torch.func and a TorchDispatchMode see torch's operator, and
     torch.nn.MultiheadAttention keeps its fast path (see `convert`). Call enable_sdpa() in each thread that compiles. A
     second call changes nothing.
     """
@@ -89,7 +89,7 @@ def enable_sdpa() -> None:
     if not any(isinstance(mode, _OursWhileEnabled) for mode in modes):
         private.replace_function_modes([_OursWhileEnabled(), *modes])
     if _everywhere is None:
-        # CompositeImplicitAutograd is an alias and has no kernel. The operator has the same kernel for every device.
+        # CompositeImplicitAutograd is an alias without a kernel to call. All devices have the same one: take the CPU's.
         _everywhere = Override({"scaled_dot_product_attention": _answer}, "CompositeImplicitAutograd", "CPU")
 
 
@@ -156,8 +156,8 @@ def _have_own_attention(types: Iterable[Any]) -> bool:
 
 def _answer(*args: Any, **kwargs: Any) -> Tensor | None:
     """Compute aten::scaled_dot_product_attention, or return None to let torch's kernel run."""
-    # A traced graph is kept after disable_sdpa: no guard would notice that it contains this operator.
-    # Inside a kernel, torch.func cannot transform our autograd nodes.
+    # A traced graph would keep our operator after disable_sdpa, because no guard checks the switch.
+    # torch.func cannot transform autograd nodes that are made inside a kernel.
     recorded = torch.compiler.is_compiling() or private.dispatch_modes() or private.transforms_active()
     if recorded or private.is_as_torch_has_it():
         return None
@@ -191,7 +191,7 @@ def sdpa_provider() -> Iterator[None]:
         >>> with fusedattn.compat.torch.sdpa_provider():  # doctest: +SKIP
         ...     out = torch.nn.functional.scaled_dot_product_attention(query, key, value)
 
-    torch runs flash attention on CUDA for float16 and bfloat16, one head dimension up to 256 and no mask. Calls that
+    torch runs flash attention on CUDA for float16 and bfloat16, equal head dimensions to 256 and no mask. Calls that
     this package does not take run torch's kernels. On Hopper and later GPUs torch prefers cuDNN to flash attention:
     choose flash attention by `sdpa_kernel(SDPBackend.FLASH_ATTENTION)` of torch.nn.attention, or set
     TORCH_CUDNN_SDPA_DEPRIORITIZED=1. Run the backward inside the `with`, too. On exit the previous implementation is
@@ -253,7 +253,7 @@ def flash_forward(
 
 def flash_backward(*arguments: Any, scale: float | None = None) -> tuple[Any, ...] | None:
     """Return the gradients of query, key and value, or None if the kernels cannot take the call."""
-    # The unused arguments are cum_seq_q, cum_seq_k, max_q and max_k, and at the end philox_offset.
+    # Unused arguments: cum_seq_q, cum_seq_k, max_q, max_k and, at the end, philox_offset.
     grad_out, query, key, value, out, logsumexp, _, _, _, _, dropout_p, is_causal, philox_seed, _ = arguments
     if (call := _checked(query, key, value, is_causal, scale)) is None:
         return None

@@ -8,13 +8,13 @@ Examples:
 For code that you cannot change, call `install()`. All functions:
 
 - take float16, bfloat16, float32 and float64, on CPUs and GPUs, with any strides and all head dimensions that
-  `fusedattn.attention` takes; v may have its own. Errors name flash-attn's arguments. The output is contiguous.
+  `fusedattn.attention` takes; v may have another. Errors name flash-attn's arguments. The output is contiguous.
 - align causality and windows lower-right: with lengths Sq and Sk, query i sees key j if
   i + Sk - Sq - left <= j <= i + Sk - Sq + right. -1 is unbounded; causal makes right 0. A row that sees nothing is 0.
-  flash-attn also takes a side of Sk or more as unbounded, which differs if Sq > Sk.
-- keep float16 and bfloat16 under autocast. float32, which flash-attn does not take, is cast.
+  flash-attn also treats a side of Sk or more as unbounded; its results then differ if Sq > Sk.
+- under autocast keep float16 and bfloat16, and cast float32, which flash-attn does not take.
 - take window_size as a tuple, list, tensor or NumPy array of two ints, and softcap 0.0 as none.
-- subtract slope * |i + Sk - Sq - j| for alibi_slopes, floating (H,) or (B, H).
+- subtract slope * |i + Sk - Sq - j| from scores for alibi_slopes, floating (H,) or (B, H).
 - always apply dropout_p, but do not drop the same weights as flash-attn.
 - return the log-sum-exp as float32 (float64 for float64), in natural logarithms, with a gradient. It is -inf for a row
   that sees nothing; flash-attn returns +inf. For causal ALiBi flash-attn's is larger by slope * (i + Sk - Sq).
@@ -104,8 +104,8 @@ def flash_attn_varlen_func(
         cu_seqlens_q, cu_seqlens_k: int32 (B + 1,): sequence b has rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1, and
             keys likewise. A length may be 0.
         max_seqlen_q, max_seqlen_k: the longest lengths, or upper bounds.
-        block_table: int32 (B, n), the pages of each sequence, in order. k and v are then (pages, page, Hkv, D or Dv),
-            and are copied into packed tensors. Pages get gradients; in flash-attn they get none.
+        block_table: int32 (B, n), the pages of each sequence, in order. k and v are then (pages, page size, Hkv, D or
+            Dv), and are copied into packed tensors. Pages get gradients; in flash-attn they get none.
 
     Returns:
         output (Tq, H, Dv); with return_attn_probs (output, log-sum-exp (H, Tq), an empty tensor).
@@ -171,15 +171,15 @@ def flash_attn_with_kvcache(
         >>> out = flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=10, causal=True)  # (2, 1, 8, 64)
 
     Args:
-        k_cache, v_cache: (B or more, C, Hkv, D) and (B or more, C, Hkv, Dv), any strides; unused slots may hold
-            anything. With block_table, pages of any size, (pages, page, Hkv, D or Dv).
+        k_cache, v_cache: (B or more, C, Hkv, D) and (B or more, C, Hkv, Dv) with C slots, any strides. Unused slots may
+            hold anything. With block_table, pages of any size, (pages, page size, Hkv, D or Dv).
         k, v: (B, new, Hkv, D) and (B, new, Hkv, Dv), for the slots from cache_seqlens on; new may differ from Sq.
-        rotary_cos, rotary_sin: floating (positions, rotary_dim / 2); they need k. A key is rotated by its slot, query i
-            by cache_seqlens, plus i if causal or in a window: each in its first rotary_dim columns.
+        rotary_cos, rotary_sin: floating (positions, rotary_dim / 2); they need k. They rotate the first rotary_dim
+            columns: of a new key by its slot, of query i by cache_seqlens, plus i if causal or in a window.
         rotary_interleaved: True pairs columns 2n and 2n + 1, False n and n + rotary_dim / 2.
         cache_seqlens: int32 (B,), or an int for all: the number of keys before the new ones; it is not changed. None,
             only without k and v, means the whole cache. Causality aligns the last query with the last (new) key.
-        cache_batch_idx: int32 (B,), the cache of each sequence; not with block_table.
+        cache_batch_idx: int32 (B,), the index of each sequence's cache; not with block_table.
         num_splits: ignored.
         cache_leftpad: int32 (B,), the number of hidden slots at the start of each cache; not with block_table.
         block_table: int32 (B, n), the pages of each sequence, in order.
@@ -220,7 +220,7 @@ def flash_attn_with_kvcache(
     caches = CacheArguments(*[*tensors[:3], lengths, block_table, *tensors[3:], *rotary])
     with _flash.without_autocast_of_half(q):
         if block_table is None and k_cache.shape[0] > q.shape[0]:
-            # Check before slicing the caches, so that errors show their shapes.
+            # Check before slicing the caches, so that errors show the caller's shapes.
             _flash.ask(names, check_inputs, caches._replace(query=caches.query.to(autocast_dtype(q))))
             caches = caches._replace(key_cache=caches.key_cache[: len(q)], value_cache=caches.value_cache[: len(q)])
         if rotary_cos is not None or rotary_sin is not None:
@@ -263,7 +263,7 @@ def install() -> None:
 def _module(name: str, members: dict[str, Any]) -> types.ModuleType:
     spec = importlib.machinery.ModuleSpec(name, None, origin=__name__, is_package="." not in name)
     module = importlib.util.module_from_spec(spec)
-    vars(module).update(members, __file__=__file__)  # programs ask for the folder of flash_attn
+    vars(module).update(members, __file__=__file__)  # programs look for the folder of flash_attn
     return module
 
 

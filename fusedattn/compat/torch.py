@@ -85,7 +85,7 @@ def _masks(attn_mask: Tensor | None, padding: Tensor | None, extra: int) -> dict
 
 
 class MultiheadAttention(nn.MultiheadAttention):
-    """Fused `torch.nn.MultiheadAttention`, with its constructor, parameters, initial values, state dict and forward.
+    """Fused torch.nn.MultiheadAttention with the same constructor, parameters, initial values, state dict and forward.
 
     Examples:
         >>> layer, x = fusedattn.compat.torch.MultiheadAttention(64, 4, batch_first=True), torch.randn(2, 100, 64)
@@ -96,7 +96,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     - A query that sees nothing gets the bias of out_proj, weights 0 and finite gradients. torch returns NaN for it if
       need_weights is True.
     - is_causal is only a hint. In torch, without weights, it overrides an attn_mask that contradicts it.
-    - For one seed, dropout drops the same weights with and without need_weights. A bool and a float mask combine.
+    - For one seed, dropout drops the same weights with and without need_weights. bool and float masks can be mixed.
     - Keys and values that a bool key_padding_mask hides may be NaN or inf. In torch they reach the output.
 
     `torch.jit.script` does not compile it.
@@ -165,7 +165,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         batch_dim, along = (0, 1) if self.batch_first else (1, 0)
         _check_inputs(self, batch_dim, query, key, value)
         batched = query.dim() == 3
-        if not batched:  # equal inputs stay one tensor, for `_project`
+        if not batched:  # a tensor passed twice stays one object, for `_project`
             batches = {id(x): x.unsqueeze(batch_dim) for x in (query, key, value)}
             query, key, value = (batches[id(x)] for x in (query, key, value))
         batch, rows, keys = query.shape[batch_dim], query.shape[along], key.shape[along]

@@ -12,7 +12,7 @@ from ..call.rules import check_strided, fail
 from ._flash import ask, check_tensor
 from ._hf_names import NAMES, REFUSED, masks_of
 
-# {substring: what transformers takes a name with this substring for}
+# {substring: what transformers reads a name with it as}
 RESERVED = {"flash": "FlashAttention", "/": "a kernel of the hub", "|": "a prefix"}
 
 
@@ -32,7 +32,7 @@ def register(name: str = "fusedattn", masks: str = "dense") -> None:
     (DeepSeek-V3.2). A warning names the class of the model, once.
 
     The code is read when a model is built or loaded, and by `set_attn_implementation`: call that again if you replace
-    attention in a model. `register` wraps these methods of PreTrainedModel; other names behave as before. A model gets
+    attention in a model. `register` wraps methods of transformers for this; other names behave as before. A model gets
     eager's floating masks, as large as the scores, if only some of its attention calls the interface, if a forward is
     replaced by a function that is not a method of its classes, or if the name was written into a config by hand.
 
@@ -40,11 +40,11 @@ def register(name: str = "fusedattn", masks: str = "dense") -> None:
     to attention; for others, such as GPT-2, set it in the config.
 
     Args:
-        name: of the attn_implementation.
-        masks: "dense", bool tensors (B, 1, Lq, Lk), or "blocks": `fusedattn.plan` makes a plan of the mask function in
-            each forward of more than one query, and no tensor of that size exists. Models that FlexAttention does not
-            support, those with eager's masks, and those whose layers share keys stay dense. A later call with the same
-            name replaces `masks`.
+        name: the attn_implementation to add.
+        masks: "dense" for bool tensors (B, 1, Lq, Lk), or "blocks" for a plan as `fusedattn.plan` makes it, in each
+            forward of more than one query, without a tensor of that size. Models that FlexAttention does not support,
+            models with eager's masks, and models whose layers share keys stay dense. A later call with the same name
+            replaces `masks`.
 
     Raises:
         ImportError: without transformers 4.54 or newer.
@@ -76,25 +76,25 @@ def fusedattn_forward(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Compute `fusedattn.attention` with the arguments that transformers passes.
 
-    A mask contains causality, window, padding and packing; nothing is added to it. Without a mask, attention is causal
+    A mask contains causality, window and padding; `is_causal` does not change it. Without a mask, attention is causal
     if `is_causal` is true and there is more than one query. The first query is then aligned with the first key, so that
     a prompt in a static cache sees no empty slots. The single query of a decoding step sees all keys. In a model that
     gets eager's masks, no mask means that nothing is hidden.
 
     Args:
-        module: its `is_causal`, by default True, counts if the keyword is None.
+        module: its `is_causal` (True if absent) counts if the keyword is None.
         query, key, value: (B, Hq, Lq, D), (B, Hkv, Lk, D), (B, Hkv, Lk, Dv), any strides; some may have B = 1.
         attention_mask: broadcastable to (B, Hq, Lq, Lk); bool, True = may attend, or floating, added to the scores.
             Columns after the last key are ignored. Or a plan, if `register` was called with masks="blocks".
         position_bias: floating, broadcastable to (B, Hq, Lq, Lk), added to the scores.
         dropout: the fraction of weights to drop, in training or not.
         scaling: 1 / sqrt(D) by default.
-        softcap: as in `fusedattn.attention`.
-        s_aux: floating (Hq,), a sink for each head.
+        softcap: scores become softcap * tanh(score / softcap).
+        s_aux: floating (Hq,), a sink (a further score without a value) for each head.
         cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: int32 (n + 1,) offsets and maximum lengths of packed
             sequences, in a batch of 1. No query sees a key of another sequence, with a mask or without.
         output_attentions: return weights; by default as the module's config says.
-        others: ignored, for example `sliding_window`, except those in REFUSED.
+        others: ignored, such as `sliding_window`, except indices, block_indices, sinks and head_mask.
 
     Returns:
         (output (B, Lq, Hq, Dv) in query's dtype, contiguous; weights (B, Hq, Lq, Lk), after dropout, or None). A row
@@ -102,7 +102,7 @@ def fusedattn_forward(
 
     Raises:
         TypeError, ValueError: as `fusedattn.attention`.
-        NotImplementedError: for a keyword in REFUSED that is not None.
+        NotImplementedError: for indices, block_indices, sinks or head_mask that is not None.
     """
     for name, meaning in REFUSED.items():
         if others.get(name) is not None:
