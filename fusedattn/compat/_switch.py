@@ -31,7 +31,7 @@ _TORCHS = F.scaled_dot_product_attention, _OPERATOR, _OPERATOR.default
 
 
 class Override:
-    """Replacement of aten operators by {name: function}, until remove(). If a function returns None, torch's kernel runs."""
+    """Replacement of aten operators by {name: function}, until remove(). If one returns None, torch's kernel runs."""
 
     def __init__(self, operators: Mapping[str, Callable[..., Any]], key: str, kernel_key: str | None = None):
         self.library: torch.library.Library | None = torch.library.Library("aten", "IMPL")

@@ -76,7 +76,7 @@ def fusedattn_forward(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Compute `fusedattn.attention` with the arguments that transformers passes.
 
-    A mask contains causality, window and padding; `is_causal` does not change it. Without a mask, attention is causal
+    A mask contains causality, window, padding and packing: is_causal adds nothing. Without a mask, attention is causal
     if `is_causal` is true and there is more than one query. The first query is then aligned with the first key, so that
     a prompt in a static cache sees no empty slots. The single query of a decoding step sees all keys. In a model that
     gets eager's masks, no mask means that nothing is hidden.

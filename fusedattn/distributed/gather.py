@@ -47,8 +47,8 @@ def gather_attention(
     Args:
         mask, bias: for this rank's rows and all keys, in the order of the whole sequence. They broadcast to
             (B, Hq, rows, Sk). The gradient of a bias comes from this rank's rows only.
-        key_mask: (B, rows), for this rank's keys.
-        query_mask: (B, rows), for this rank's rows.
+        key_mask: bool (B, rows), for this rank's keys.
+        query_mask: bool (B, rows), for this rank's rows.
         All others: as in `ring_attention` or, if it lacks them, in `fusedattn.attention`; the same on all ranks.
 
     Returns:
@@ -139,7 +139,7 @@ def gather_attention_varlen(
 
 
 def _documents(whole: GlobalCall, offsets: list[int]) -> list[Piece]:
-    """Return up to two Pieces per Chunk of rows: one for a document begun before the Chunk, one for all begun in it."""
+    """Return up to two Pieces per Chunk of rows: one for the document begun before, one for all begun in it."""
     pieces = []
     for chunk in whole.rows[whole.ranks.rank]:
         # Documents `inside` .. `after` - 1 begin in the chunk.

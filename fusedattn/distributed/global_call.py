@@ -1,4 +1,4 @@
-"""A call split among all ranks. Each has some rows and keys, and all agree on the options before keys are sent."""
+"""A call split among ranks: each has some rows and some keys. All agree on the options before keys are sent."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -36,9 +36,9 @@ class GlobalCall(NamedTuple):
     backend: str
     ranks: Ranks
     call: Call  # this rank's rows and keys, and options that are the same on all ranks
-    rows: list[list[Chunk]]  # Chunks of rows on each rank
-    keys: list[list[Chunk]]  # Chunks of keys on each rank
-    shift: int  # the diagonal of row i of the whole sequence is at key i + shift
+    rows: list[list[Chunk]]  # the Chunks of rows of each rank
+    keys: list[list[Chunk]]  # the Chunks of keys of each rank
+    shift: int  # the diagonal of row i is at key i + shift, both counted in the whole sequence
     needs: list[list[str]]  # for each rank, the names of the inputs that require a gradient
     need_lse: bool
     need_weights: bool
@@ -48,7 +48,7 @@ class GlobalCall(NamedTuple):
         return set().union(*(self.needs if rank is None else [self.needs[rank]]))
 
     def with_tensors(self, tensors: Sequence[Tensor | None]) -> "GlobalCall":
-        """Return a copy with these TENSORS in its call, as autograd saves tensors apart from the other fields."""
+        """Return a copy whose call has these tensors, in the order of TENSORS."""
         return self._replace(call=of_calls.with_tensors(self.call, tensors))
 
     @property
@@ -60,7 +60,7 @@ class GlobalCall(NamedTuple):
         return sum(map(rows_of, self.keys))
 
     def seen(self, row: Chunk, key: Chunk) -> Chunk:
-        """Shrink the Chunk `key` to the keys from the first to the last that any row of the Chunk `row` sees."""
+        """Return the part of the Chunk `key` from the first to the last key that any row of the Chunk `row` sees."""
         left, right = self.call.left, self.call.right
         first = key.first if left is None else max(key.first, row.first + self.shift - left)
         last = key.last if right is None else min(key.last, row.last + self.shift + right)
@@ -78,7 +78,7 @@ class GlobalCall(NamedTuple):
         """Split attention of this rank's rows to Chunks of keys into as few Pieces as possible."""
         rows = [row for row in self.rows[self.ranks.rank] if row.length]
         keys = [key for key in keys if key.length]
-        # Join Chunks if every row sees every key and no option depends on positions, as ALiBi and dropout do.
+        # Join Chunks if every row sees every key, without ALiBi and dropout, which depend on positions.
         joinable, unbounded = self.call.seed is self.call.alibi_slopes is None, dict(left=None, right=None)
         pieces = []
         for key in list(keys) if joinable and len(rows) > 1 else ():
@@ -123,7 +123,7 @@ def prepared(arguments: Arguments, backend: Any, ranks: Ranks) -> tuple[Call, di
     for name, x in pairs.items():
         if isinstance(x, Plan):
             fail(TypeError, name, "a tensor", "a plan, which one process cannot make for all: pass a bool tensor")
-        # The number of all keys is not known yet.
+        # The number of keys on all ranks is not known yet.
         keys = x.shape[-1] if isinstance(x, Tensor) and x.dim() else 1
         batch, heads, rows, _ = call.query.shape
         sizes = Sizes(call.query.device, call.query.dtype, batch, heads, rows, keys)
@@ -167,7 +167,7 @@ class _Attend(torch.autograd.Function):
 
 def agreed(function: str, given: dict[str, Any], prepare: Prepare = prepared) -> GlobalCall | None:
     """Agree with all ranks on a call {name: argument}, and return the GlobalCall; None without a process group."""
-    # Raise on all ranks if an argument is wrong on one, or differs.
+    # All ranks raise if an argument is wrong on one rank, or differs between ranks.
     ranks, balance, backend = ranks_of.of(given["group"]), given.get("balance"), given["backend"]
     if ranks is None:
         check_balance(balance)

@@ -1,4 +1,4 @@
-"""Computes attention of a rank's rows, one Piece (some rows, some keys) at a time, and merges the results."""
+"""Attention of a rank's rows, computed one Piece (some rows, some keys) at a time, and merged."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -56,7 +56,7 @@ def _forward(whole: GlobalCall, bring: Any) -> tuple[list[Tensor | None], Global
 
 def _zeros(call: Call, names: set[str]) -> dict[str, Any]:
     """Return a zero gradient for each named tensor that a call has, in float32 (float64 for float64 inputs)."""
-    # Ranks send gradients in this order. The order of a set differs between processes: Python seeds its string hash.
+    # Ranks send gradients in the order of INPUTS, because the order of a set of strings differs between processes.
     tensors, dtype = {name: getattr(call, name) for name in INPUTS if name in names}, wide_dtype(call.query.dtype)
     return {name: x.new_zeros(x.shape, dtype=dtype) for name, x in tensors.items() if x is not None}
 

@@ -28,7 +28,7 @@ class Ranks(NamedTuple):
 
 
 def of(group: Any) -> Ranks | None:
-    """Return the Ranks of a process group or of a DeviceMesh of one dimension; None without a default group."""
+    """Return the Ranks of a process group or DeviceMesh of one dimension; None if there is no default group."""
     if group is None:
         if not (dist.is_available() and dist.is_initialized()):
             return None

@@ -44,11 +44,11 @@ def ring_attention(
     Args:
         query: (B, Hq, rows, D).
         key, value: (B, Hkv, rows, D or Dv). rows: the number that `shard` gives this rank. Key and value may be of
-            another sequence than query, with another number of rows.
+            another sequence than query, with another length.
         group: a process group, or a DeviceMesh of one dimension; None is the default group. Without a default group,
             this is `attention`.
-        balance: as in `shard`.
-        key_mask: (B, rows), for this rank's keys.
+        balance: None, or "zigzag" for equal work with causal, as in `shard`.
+        key_mask: bool (B, rows), for this rank's keys.
         alibi_slopes, sinks: the same on all ranks. Their gradients are summed over ranks.
         seed: the same on all ranks. None: all ranks use a seed that rank 0 draws.
         causal, window, scale, softcap, dropout_p, return_lse, backend: as in `attention`, and the same on all ranks.

@@ -1,4 +1,4 @@
-"""Splits a sequence among the ranks of a group, and joins it again."""
+"""Split of a sequence among the ranks of a group, and the way back."""
 
 import itertools
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ def chunks(length: int, size: int, balance: str | None) -> list[list[Chunk]]:
 
 
 def chunks_of(argument: str, lengths: Sequence[int], size: int, balance: str | None) -> list[list[Chunk]]:
-    """Return the Chunks of each rank. Raise if a rank has a wrong number of rows (`lengths`) of the named argument."""
+    """Return the Chunks of each rank. Raise if lengths, the rows on each rank, are not what `shard` gives them."""
     every = chunks(sum(lengths), size, balance)
     for rank, (got, expected) in enumerate(zip(lengths, map(rows_of, every), strict=True)):
         if got != expected:
@@ -171,7 +171,7 @@ def gathered(x: Tensor, dim: int, ranks: Ranks, every: list[list[Chunk]]) -> Ten
 
 
 def scattered(x: Tensor, dim: int, ranks: Ranks, every: list[list[Chunk]]) -> Tensor:
-    """Sum a whole tensor over all ranks, and return this rank's Chunks of the sum: the derivative of `gathered`."""
+    """Sum a whole tensor over all ranks, and return this rank's Chunks of the sum: the backward of `gathered`."""
     whole = x.movedim(dim, 0)
     sent = [torch.cat([whole[chunk.first : chunk.last] for chunk in some]) for some in every]
     rows, shape = rows_of(every[ranks.rank]), whole.shape[1:]

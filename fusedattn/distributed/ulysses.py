@@ -1,6 +1,6 @@
 """All-to-all over heads: each rank computes some heads of the whole sequence, and gets its rows of all heads back.
 
-A key head goes to each rank that needs it. If several do, its gradients return in float32 (float64 for float64).
+A key head is sent to each rank that needs it. If several do, its gradients are summed in float32 (float64 for float64).
 Source: DeepSpeed Ulysses, arXiv:2309.14509.
 """
 

@@ -36,7 +36,7 @@ _Layer = TypeVar("_Layer", bound="_Configurable")
 
 
 class _Configurable(nn.Module):
-    """Module made from a config. READS: attributes of the config that it uses, and those that IMPLEMENTED fixes."""
+    """Module with `from_config`. READS: the attributes of the config that it uses or compares with IMPLEMENTED."""
 
     READS: tuple[str, ...]
 
@@ -72,7 +72,7 @@ def _add_positions(x: Tensor, pe: Tensor) -> Tensor:
 
 
 class SinusoidalPositionalEncoding(nn.Module):
-    """Adds positions P[:S] to x (B, S, E): P[i, 2j] = sin(i / 10000^(2j/E)), P[i, 2j+1] = cos(i / 10000^(2j/E)).
+    """Positions P[:S] added to x (B, S, E): P[i, 2j] = sin(i / 10000^(2j/E)), P[i, 2j+1] = cos(i / 10000^(2j/E)).
 
     Examples:
         >>> layer = fusedattn.layers.SinusoidalPositionalEncoding(512, 1000)
@@ -119,7 +119,7 @@ def _positions(input_ids: Tensor, max_length: int) -> Tensor:
 
 
 class Embeddings(_Configurable):
-    """Embeds ids (B, S): dropout(layer_norm(token_embeddings(ids) + position_embeddings(0..S-1))), (B, S, hidden).
+    """Embeddings (B, S, hidden) of ids: dropout(layer_norm(token_embeddings(ids) + position_embeddings(0..S-1))).
 
     Examples:
         >>> layer = fusedattn.layers.Embeddings(1000, 64, 128)
@@ -155,7 +155,7 @@ class Embeddings(_Configurable):
 
 
 class FeedForward(_Configurable):
-    """Computes dropout(linear_2(gelu(linear_1(x)))) for x (..., hidden), with the exact gelu.
+    """Feed-forward network: dropout(linear_2(gelu(linear_1(x)))) for x (..., hidden), with the exact gelu.
 
     Examples:
         >>> layer = fusedattn.layers.FeedForward(64, 256)
@@ -186,7 +186,7 @@ class FeedForward(_Configurable):
         return self.dropout(self.linear_2(F.gelu(self.linear_1(x))))  # type: ignore[no-any-return]
 
 
-# Options of the attention that a TransformerEncoderLayer passes on; keys and values are as wide as queries.
+# Options that a TransformerEncoderLayer passes to its attention. Its keys and values are as wide as its queries.
 _OPTIONS = set(inspect.signature(MultiHeadAttention).parameters) - {"embed_dim", "num_heads", "kdim", "vdim", "dropout"}
 
 

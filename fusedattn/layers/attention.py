@@ -36,7 +36,7 @@ def check_input(
     name: str, tensor: Tensor, shape: tuple[int | str, ...], layer: nn.Module | None = None, jagged: bool = False,
     source: str = "",  # the argument that the caller passed, if `name` was left out
 ) -> None:  # fmt: skip
-    """Raise unless a tensor has this shape (a name allows any size), and the dtype and device of a layer."""
+    """Raise unless a tensor has this shape (a string allows any size), and the dtype and device of a layer's weight."""
     if isinstance(tensor, fx.Proxy):
         return
     if not (jagged and getattr(tensor, "layout", None) == torch.jagged):
@@ -53,12 +53,12 @@ def check_input(
 
 
 def _size(tensor: Tensor, dim: int, name: str) -> int | str:
-    """Return tensor.shape[dim] for `check_input`; for a Proxy or nested tensor, return `name`: it accepts any size."""
+    """Return tensor.shape[dim] for `check_input`; for a Proxy or nested tensor, `name`, which allows any size."""
     return name if isinstance(tensor, fx.Proxy) or tensor.layout == torch.jagged else tensor.shape[dim]
 
 
 def check_fits(name: str, tensor: Tensor, layer: nn.Module | None, same_dtype: bool = True) -> None:
-    """Raise unless a tensor has the device of a layer's weight and, with same_dtype, its dtype."""
+    """Raise unless a tensor has the device of a layer's weight and, with same_dtype but without autocast, its dtype."""
     # A layer whose weight is wrapped, computed, quantized or not yet loaded checks its input itself.
     # Not layer.weight: torch.nn.utils.parametrize would compute it for this check alone.
     weight = None if layer is None else layer._parameters.get("weight")
@@ -100,7 +100,7 @@ def _attend_by_heads(
     query: Tensor, key: Tensor, value: Tensor, heads: tuple[int, int], widths: tuple[int, int],
     parallel: ContextParallel | None, need_weights: bool, *, mask: Any, bias: Any, **options: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Compute attention of projections (B, S, H * D): (output (B, Sq, H * Dv), weights or None). widths: (D, Dv)."""
+    """Attend from projections (B, S, H * D): return (output (B, Sq, Hq * Dv), weights or None). widths: (D, Dv)."""
     (num_heads, num_kv_heads), (head_dim, value_head_dim) = heads, widths
     q = by_heads(query, "num_heads", num_heads, head_dim)
     k = by_heads(key, "num_kv_heads", num_kv_heads, head_dim)
@@ -126,18 +126,18 @@ class MultiHeadAttention(nn.Module):
         >>> output, _ = layer(torch.randn(2, 100, 512))
 
     Args:
-        embed_dim, num_heads: E, the width of query and output; H.
+        embed_dim, num_heads: E, the width of query and output, and H.
         kdim, vdim: widths of key and value, embed_dim by default.
         num_kv_heads: heads of key and value, a divisor of H, by default H.
         head_dim, value_head_dim: D, embed_dim // num_heads by default; Dv, head_dim by default.
         dropout: the probability to drop an attention weight, in training.
         bias: give the projections a bias.
-        causal, window, scale, softcap, backend: as in `fusedattn.attention`; "naive" is the reference module.
+        causal, window, scale, softcap, backend: as in `fusedattn.attention`; "naive" is the plain formula.
         context_parallel: a `fusedattn.distributed.ContextParallel`, for inputs that are shards of a sequence. The
             output is this rank's shard. The method determines which masks are allowed. The attribute may be set later.
 
     For tensor parallelism use torch's `parallelize_module` with ColwiseParallel for q_proj, k_proj and v_proj, and
-    RowwiseParallel for out_proj. Each process has num_heads / size heads, also in masks, bias and weights.
+    RowwiseParallel for out_proj. Each of n processes then has num_heads / n heads, also in masks, bias and weights.
 
     Raises:
         ValueError, TypeError: for sizes and options that do not fit.
@@ -202,7 +202,7 @@ class MultiHeadAttention(nn.Module):
             need_weights: also return the weights, after dropout; they take memory for all pairs.
 
         Returns:
-            (output (B, Sq, E), weights (B, H, Sq, Sk) or None). A row that sees nothing: out_proj's bias, and 0.
+            (output (B, Sq, E), weights (B, H, Sq, Sk) or None). A row that sees nothing: out_proj's bias, weights 0.
         """
         key, of_key = (query, "query") if key is None else (key, "key")
         value, of_value = (key, of_key) if value is None else (value, "value")
