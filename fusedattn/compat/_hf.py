@@ -5,7 +5,7 @@ without it, and Gemma 3n has it but also computes attention itself. So the code 
 few names. A model that asks for a registered name, such as "fusedattn", is built as "eager". Then each of its configs
 gets the name if at least one of its attention modules calls the interface; otherwise it stays "eager", with a warning.
 The config gets bool masks if all its attention modules call the interface and its models accept sdpa's masks, otherwise
-eager's. With "blocks", models that accept FlexAttention's BlockMask get plans: they pass masks on without reading them.
+eager's. With masks="blocks", models that accept FlexAttention's BlockMask get plans, because they do not read masks.
 """
 
 import functools
@@ -53,7 +53,7 @@ class _Attention(NamedTuple):
 
 
 class MaskPlan(Plan):
-    """A Plan with the attributes of a tensor of rank 4 that generate() needs of masks for static caches."""
+    """A Plan that generate() accepts as a mask for static caches, because it has ndim and contiguous()."""
 
     ndim = 4
 
@@ -93,7 +93,7 @@ def attention_mask(*sizes: Any, config: Any = None, **options: Any) -> Any:
         return options["attention_mask"]
     if (masks := masks_of(config)) is None:
         return eager_mask(*sizes, config=config, **options)
-    # Layers that share keys may compute only the last rows, with a slice of the mask: do not leave it out.
+    # Layers that share keys may compute only the last rows. Only their slice of the mask tells which rows these are.
     sliced = getattr(config, "num_kv_shared_layers", False)
     if not masks[0] or sliced:
         options["allow_is_causal_skip"] = False
@@ -112,7 +112,7 @@ def _plan(options: dict[str, Any]) -> Any:
     everything = dict(mask_function=lambda b, h, i, j: b >= 0, use_vmap=False)
     if rows == 1 or keys == 1:
         return sdpa_mask(**options)
-    if sdpa_mask(**options | everything) is None:  # sdpa leaves out the mask; this mask_function takes no memory
+    if sdpa_mask(**options | everything) is None:  # sdpa would leave out the mask; this test takes no memory
         return None
 
     def pairs(batches: slice, _: slice, rows: slice, keys: slice) -> Any:

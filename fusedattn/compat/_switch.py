@@ -191,7 +191,7 @@ def sdpa_provider() -> Iterator[None]:
         >>> with fusedattn.compat.torch.sdpa_provider():  # doctest: +SKIP
         ...     out = torch.nn.functional.scaled_dot_product_attention(query, key, value)
 
-    torch runs flash attention on CUDA for float16 and bfloat16, equal head dimensions to 256 and no mask. Calls that
+    torch runs flash attention on CUDA for float16 and bfloat16, equal head dimensions up to 256 and no mask. Calls that
     this package does not take run torch's kernels. On Hopper and later GPUs torch prefers cuDNN to flash attention:
     choose flash attention by `sdpa_kernel(SDPBackend.FLASH_ATTENTION)` of torch.nn.attention, or set
     TORCH_CUDNN_SDPA_DEPRIORITIZED=1. Run the backward inside the `with`, too. On exit the previous implementation is

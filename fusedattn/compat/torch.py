@@ -64,7 +64,7 @@ def _check_mask(name: str, mask: Tensor, query: Tensor, *shapes: tuple[int, ...]
 
 
 def _masks(attn_mask: Tensor | None, padding: Tensor | None, extra: int) -> dict[str, Tensor]:
-    """Convert attn_mask and key padding to arguments of `attention`. Every query sees the `extra` added keys."""
+    """Convert attn_mask and key padding to arguments of `attention`. Every query sees the `extra` appended keys."""
     masks = {}
     if extra:  # pad copies, even if it adds nothing
         attn_mask, padding = (x if x is None else pad(x, (0, extra)) for x in (attn_mask, padding))

@@ -91,8 +91,8 @@ def gather_attention_varlen(
 
     Args:
         query: (rows, Hq, D).
-        key, value: (rows, Hkv, D or Dv). The rows that `shard` gives this rank, out of T in all.
-        cu_seqlens: int32 (n + 1,). Document b is rows cu_seqlens[b] to cu_seqlens[b + 1] - 1 of T.
+        key, value: (rows, Hkv, D or Dv). rows: the number that `shard` gives this rank, of T in all.
+        cu_seqlens: int32 (n + 1,). Document b is rows cu_seqlens[b] to cu_seqlens[b + 1] - 1 of the whole sequence.
         key_mask, query_mask: bool (rows,).
         mask, bias: for all documents, broadcasting to (n, Hq, longest, longest). The gradient of a bias comes from this
             rank's rows only.
@@ -139,7 +139,7 @@ def gather_attention_varlen(
 
 
 def _documents(whole: GlobalCall, offsets: list[int]) -> list[Piece]:
-    """Return up to two Pieces per Chunk of rows: one for the document begun before, one for all begun in it."""
+    """Return up to two Pieces per Chunk of rows: one for a document begun before it, one for all begun in it."""
     pieces = []
     for chunk in whole.rows[whole.ranks.rank]:
         # Documents `inside` .. `after` - 1 begin in the chunk.

@@ -25,7 +25,7 @@ class Piece(NamedTuple):
     rows: slice
     keys: slice
     fields: dict[str, Any]  # the fields of its Call that depend on positions
-    batch: slice = slice(None)  # batches of masks, biases and slopes
+    batch: slice = slice(None)  # batches of masks, biases and slopes, which are documents if packed
     pair_rows: slice | None = None  # rows of masks and biases, if they differ from `rows`
     pair_keys: slice | None = None  # keys of masks and biases, if they differ from `keys`
 
@@ -104,9 +104,9 @@ def _joined(chunks: list[Chunk]) -> slice:
 class Method(NamedTuple):
     """Forward and backward of a distributed method: they compute this rank's results and gradients of a GlobalCall."""
 
-    # Returns ([output, lse or None, weights or None], a GlobalCall, tensors and numbers to save).
+    # Returns ([output, lse or None, weights or None], a GlobalCall to save, further tensors and numbers to save).
     forward: Callable[[GlobalCall], tuple[list[Tensor | None], GlobalCall, Sequence[Any]]]
-    # Takes the returned GlobalCall, what was saved, and the gradients of the results. Returns {input: gradient}.
+    # Takes the saved GlobalCall, what was saved with it, and the gradients of the results. Returns {input: gradient}.
     backward: Callable[[GlobalCall, Sequence[Any], Sequence[Any]], dict[str, Tensor | None]]
 
 

@@ -1,4 +1,4 @@
-"""Split of a sequence among the ranks of a group, and the way back."""
+"""Shards of a sequence: split among the ranks of a group, and joined again."""
 
 import itertools
 from collections.abc import Sequence

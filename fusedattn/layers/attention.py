@@ -129,7 +129,7 @@ class MultiHeadAttention(nn.Module):
         embed_dim, num_heads: E, the width of query and output, and H.
         kdim, vdim: widths of key and value, embed_dim by default.
         num_kv_heads: heads of key and value, a divisor of H, by default H.
-        head_dim, value_head_dim: D, embed_dim // num_heads by default; Dv, head_dim by default.
+        head_dim, value_head_dim: D (embed_dim // num_heads by default) and Dv (head_dim by default).
         dropout: the probability to drop an attention weight, in training.
         bias: give the projections a bias.
         causal, window, scale, softcap, backend: as in `fusedattn.attention`; "naive" is the plain formula.
