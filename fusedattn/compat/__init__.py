@@ -1,4 +1,4 @@
-"""Drop-ins for the attention of other libraries. Each takes one changed line; importing them changes nothing."""
+"""Drop-ins for the attention of other libraries. Each needs one changed line; importing them changes nothing."""
 
 from . import flash_attn, torch, transformers
 

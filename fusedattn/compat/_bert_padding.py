@@ -30,7 +30,7 @@ def unpad_input(
 
     Args:
         attention_mask: bool, int or float (B, S), 1 for real rows.
-        unused_mask: likewise, 1 for further rows to keep.
+        unused_mask: (B, S) like attention_mask, 1 for further rows to keep.
 
     Returns:
         (rows (T, ...), their indices (T,) in the B * S rows of the batch, cu_seqlens int32 (B + 1,), the longest

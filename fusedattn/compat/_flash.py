@@ -156,7 +156,7 @@ def lengths_of(cache_seqlens: Any, q: Tensor, k: Tensor | None, capacity: int) -
 
 
 def rotate_as_flash_attn(caches: CacheArguments, options: dict[str, Any], spread: bool) -> CacheArguments:
-    """Check all, and rotate new key j by cache_seqlens + j, and query i by cache_seqlens, plus i if `spread`."""
+    """Check the arguments; rotate new key j by cache_seqlens + j, and query i by cache_seqlens, plus i if `spread`."""
     # Check all arguments before computing. With "top_left", queries at negative positions do not raise.
     decode.checked(caches, Arguments(None, None, None, align="top_left", **options))
     start, device = caches.cache_seqlens.long()[:, None], caches.query.device

@@ -47,7 +47,7 @@ class _Attention(NamedTuple):
     stray: str  # the module's class name if it does not call the attention interface, or ""
     sparse: bool  # the module passes a keyword that fusedattn refuses
     causal: bool  # the module's is_causal
-    used: bool  # the module calls the interface, and its config asks for a registered name
+    used: bool  # the module calls the interface, and its nearest config asks for a registered name
     safe: bool  # used, and the model takes bool masks
     opaque: bool  # the model takes masks that are no tensors
 
@@ -105,7 +105,7 @@ def attention_mask(*sizes: Any, config: Any = None, **options: Any) -> Any:
 
 
 def _plan(options: dict[str, Any]) -> Any:
-    """Return a plan of sdpa's mask, computed a block at a time. Return the mask itself if it has one row or key."""
+    """Return a plan of sdpa's mask, computed a block at a time; the mask itself for one row or key; None if not needed."""
     positions = options.get("cache_position")  # transformers 4 passes it, later versions q_offset and q_length
     batch, keys = options["batch_size"], options["kv_length"]
     rows = options["q_length"] if positions is None else len(positions)

@@ -8,10 +8,10 @@ Examples:
 For code that you cannot change, call `install()`. All functions:
 
 - take float16, bfloat16, float32 and float64, on CPUs and GPUs, with any strides and all head dimensions that
-  `fusedattn.attention` takes; v may have another. Errors name flash-attn's arguments. The output is contiguous.
+  `fusedattn.attention` takes; v may have its own. Errors name flash-attn's arguments. The output is contiguous.
 - align causality and windows lower-right: with lengths Sq and Sk, query i sees key j if
   i + Sk - Sq - left <= j <= i + Sk - Sq + right. -1 is unbounded; causal makes right 0. A row that sees nothing is 0.
-  flash-attn also treats a side of Sk or more as unbounded; its results then differ if Sq > Sk.
+  flash-attn also treats a side of Sk or more as unbounded; results differ if Sq > Sk.
 - under autocast keep float16 and bfloat16, and cast float32, which flash-attn does not take.
 - take window_size as a tuple, list, tensor or NumPy array of two ints, and softcap 0.0 as none.
 - subtract slope * |i + Sk - Sq - j| from scores for alibi_slopes, floating (H,) or (B, H).
@@ -263,7 +263,7 @@ def install() -> None:
 def _module(name: str, members: dict[str, Any]) -> types.ModuleType:
     spec = importlib.machinery.ModuleSpec(name, None, origin=__name__, is_package="." not in name)
     module = importlib.util.module_from_spec(spec)
-    vars(module).update(members, __file__=__file__)  # programs look for the folder of flash_attn
+    vars(module).update(members, __file__=__file__)  # programs ask for the folder of flash_attn
     return module
 
 

@@ -90,7 +90,7 @@ def fusedattn_forward(
         dropout: the fraction of weights to drop, in training or not.
         scaling: 1 / sqrt(D) by default.
         softcap: scores become softcap * tanh(score / softcap).
-        s_aux: floating (Hq,), a sink (a further score without a value) for each head.
+        s_aux: floating (Hq,), a sink for each head.
         cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: int32 (n + 1,) offsets and maximum lengths of packed
             sequences, in a batch of 1. No query sees a key of another sequence, with a mask or without.
         output_attentions: return weights; by default as the module's config says.
@@ -153,7 +153,6 @@ def fusedattn_forward(
 
 
 def _offsets(others: dict[str, Any], batch: int) -> tuple[Tensor, Tensor] | None:
-    """Return the offsets of packed queries and keys; None if the model passed none."""
     offsets: dict[str, Any] = {name: others.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k")}
     if all(x is None for x in offsets.values()):
         return None

@@ -91,7 +91,7 @@ def gather_attention_varlen(
 
     Args:
         query: (rows, Hq, D).
-        key, value: (rows, Hkv, D or Dv). rows: the number that `shard` gives this rank, of T in all.
+        key, value: (rows, Hkv, D or Dv). rows: the number that `shard` gives this rank.
         cu_seqlens: int32 (n + 1,). Document b is rows cu_seqlens[b] to cu_seqlens[b + 1] - 1 of the whole sequence.
         key_mask, query_mask: bool (rows,).
         mask, bias: for all documents, broadcasting to (n, Hq, longest, longest). The gradient of a bias comes from this

@@ -25,7 +25,7 @@ class Piece(NamedTuple):
     rows: slice
     keys: slice
     fields: dict[str, Any]  # the fields of its Call that depend on positions
-    batch: slice = slice(None)  # batches of masks, biases and slopes, which are documents if packed
+    batch: slice = slice(None)  # batches of masks, biases and slopes: documents if packed
     pair_rows: slice | None = None  # rows of masks and biases, if they differ from `rows`
     pair_keys: slice | None = None  # keys of masks and biases, if they differ from `keys`
 

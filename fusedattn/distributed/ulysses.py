@@ -90,7 +90,7 @@ class _Route(NamedTuple):
 
     @property
     def repeated(self) -> bool:
-        """True if a head is sent to several ranks, or twice to one rank."""
+        """Return whether a head is sent to several ranks, or twice to one."""
         return sum(map(len, self.heads)) > self.total
 
     def to_heads(self, x: Tensor) -> Tensor:
