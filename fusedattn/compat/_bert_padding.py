@@ -55,7 +55,7 @@ def unpad_input(
 
 @overridable
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """Pad packed rows (T, ...) to (batch, seqlen, ...): row i goes to flat index indices[i]. All other rows are 0."""
+    """Pad packed rows (T, ...) to (batch, seqlen, ...): row i goes to flat index indices[i], others are 0."""
     check_strided(hidden_states=hidden_states, indices=indices)
     check_sizes(0, batch=batch, seqlen=seqlen)
     if indices.dtype not in (torch.int32, torch.int64):

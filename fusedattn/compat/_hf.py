@@ -105,7 +105,7 @@ def attention_mask(*sizes: Any, config: Any = None, **options: Any) -> Any:
 
 
 def _plan(options: dict[str, Any]) -> Any:
-    """Return a plan of sdpa's mask, computed a block at a time; the mask itself for one row or key; None if not needed."""
+    """Return a plan of sdpa's mask, made in parts; the mask itself for one row or key; None if sdpa makes no mask."""
     positions = options.get("cache_position")  # transformers 4 passes it, later versions q_offset and q_length
     batch, keys = options["batch_size"], options["kv_length"]
     rows = options["q_length"] if positions is None else len(positions)

@@ -3,7 +3,7 @@
 from typing import Any
 
 NAMES: dict[str, str] = {}  # {registered name: "dense" or "blocks"}
-MASKS = "_fusedattn_masks"  # a config's attribute: the tuple of `masks_of`, or a name while its model is built
+MASKS = "_fusedattn_masks"  # a config's attribute: the tuple of `masks_of`; a name while its model is built
 # Keywords that some models pass. Ignoring one would change the result.
 REFUSED = dict(indices="sparse attention by indices", block_indices="sparse attention by blocks")
 REFUSED |= dict(sinks="a sink for each query", head_mask="a weight for each head")

@@ -43,7 +43,7 @@ def register(name: str = "fusedattn", masks: str = "dense") -> None:
         name: the attn_implementation to add.
         masks: "dense" for bool tensors (B, 1, Lq, Lk), or "blocks" for a plan as `fusedattn.plan` makes it, in each
             forward of more than one query, without a tensor of that size. Models that FlexAttention does not support,
-            models with eager's masks, and models whose layers share keys stay dense. A later call with the same name
+            those with eager's masks, and those whose layers share keys stay dense. A later call with the same name
             replaces `masks`.
 
     Raises:
