@@ -41,10 +41,10 @@ def register(name: str = "fusedattn", masks: str = "dense") -> None:
 
     Args:
         name: the attn_implementation to add.
-        masks: "dense" for bool tensors (B, 1, Lq, Lk), or "blocks" for a plan as `fusedattn.plan` makes it, in each
-            forward of more than one query, without a tensor of that size. Models that FlexAttention does not support,
-            those with eager's masks, and those whose layers share keys stay dense. A later call with the same name
-            replaces `masks`.
+        masks: "dense" for bool tensors (B, 1, Lq, Lk), or "blocks" for plans like those of `fusedattn.plan`. A plan is
+            made of the mask function in each forward of more than one query, without a tensor of that size. Models that
+            FlexAttention does not support, those with eager's masks, and those whose layers share keys stay dense. A
+            later call with the same name replaces `masks`.
 
     Raises:
         ImportError: without transformers 4.54 or newer.
