@@ -50,11 +50,9 @@ def _walk_rows(
         ds = gradient.of_scores(p, dp, row, r, c, band, rules, plane, incoming.grad_weights)
         if grads.key_sums is not None:
             sums += row_sums.total(ds)
-            if tile_list is None:
-                done = block + 1 == end
-            else:
-                # Load the entry again: a value that both prefetches and stores use cannot be pipelined.
-                done = (n + 1 == end) | ((tl.load(tile_list + n + 1, volatile=True) >> 32) != member)
+            # A call with a bias has tile lists. Load the entry again: a value that both prefetches and stores use
+            # cannot be pipelined.
+            done = (n + 1 == end) | ((tl.load(tile_list + n + 1, volatile=True) >> 32) != member)
             table = memory.table(grads.key_sums, plane, band.keys, 3, BY_KEYS=True)
             tl.store(memory.pointers(table, cols, cols * 0 + WALK), sums, mask=cols < band.keys * done)
             sums = tl.where(done, 0.0, sums)
