@@ -135,7 +135,7 @@ def _numbers(rows, step, which: gl.constexpr, part: gl.constexpr = 0, PARTS: gl.
     """Return part `part` of PARTS of the row statistics, [16, rows]: for scores if `which` is 0, for dp if it is 1."""
     ROWS: gl.constexpr = rows.shape[-2]
     COUNT: gl.constexpr = ROWS // PARTS
-    tables = rows.index(step % rows.shape[0]).reshape([2 * ROWS, 16])
+    tables = ring.slot(rows, step).reshape([2 * ROWS, 16])
     return tables.slice(which * ROWS + part * COUNT, COUNT, dim=0).permute((1, 0))
 
 
@@ -267,7 +267,7 @@ def bias_of(tiles, at, exists, s):
         LAYOUT: gl.constexpr = s.type.layout
         ring.wait(tiles, at, pred=exists)
         if len(tiles.tiles.shape) == 2:
-            return tiles.tiles.index(at % tiles.tiles.shape[0]).load(gl.SliceLayout(0, LAYOUT))[None, :]
+            return ring.slot(tiles.tiles, at).load(gl.SliceLayout(0, LAYOUT))[None, :]
         else:
             tile = ring.tile(tiles, at)
             if tile.shape[0] == 1:

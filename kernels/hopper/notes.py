@@ -38,21 +38,16 @@ def words(Words, STAGES: gl.constexpr, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def _slot(slots, step):
-    return slots.index(step % slots.shape[0])
-
-
-@gluon.jit
 def write(notes, step, block, masked, count):
     """Write the note of a step, whose tile must be free: block, whether it needs a mask, and the upper half."""
     number = (count.to(gl.int64) << 32) | (block * 2 + masked.to(gl.int32)).to(gl.int64)
-    _slot(notes.numbers, step).store(gl.full([1], number, gl.int64, gl.BlockedLayout([1], [32], [1], [0])))
+    ring.slot(notes.numbers, step).store(gl.full([1], number, gl.int64, gl.BlockedLayout([1], [32], [1], [0])))
 
 
 @gluon.jit
 def read(notes, step):
     """Return the (block, whether it needs a mask, upper half) that `write` wrote."""
-    slot = _slot(notes.numbers, step)
+    slot = ring.slot(notes.numbers, step)
     number = gl.max(slot.load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
     low = number.to(gl.int32)
     return low >> 1, (low & 1) != 0, (number >> 32).to(gl.int32)
@@ -60,7 +55,7 @@ def read(notes, step):
 
 @gluon.jit
 def real_keys(notes, step):
-    return _slot(notes.real, step)
+    return ring.slot(notes.real, step)
 
 
 @gluon.jit
@@ -89,7 +84,7 @@ def reserve(notes, words, Words, tiles, at, step, masked, numbers, NBYTES: gl.co
     else:
         if masked:
             ring.reserve(tiles, at, NBYTES + len(numbers) * Words.block_type.nbytes)
-            ready = tiles.ready.index(at % tiles.ready.shape[0])
+            ready = ring.slot(tiles.ready, at)
             for n in gl.static_range(len(numbers)):
                 async_load(Words, [numbers[n].to(gl.int32), 0], ready, words_of(notes, words, step, n))
         else:

@@ -98,7 +98,7 @@ def _begin(shared, step, K, Words, masks, keys, row, plane, band, steps, i, bloc
     PARTS: gl.constexpr = shared.k.tiles.shape[0] // shared.k.ready.shape[0]
     NBYTES: gl.constexpr = PARTS * K.block_type.nbytes
     noting.reserve(shared.notes, shared.words, Words, shared.k, step * TILES, step, masked, numbers, NBYTES)
-    ring.load(shared.k, step * TILES, K, keys, row)
+    ring.copy(shared.k, shared.k.tiles, step * TILES, K, keys, row)
     for i in gl.static_range(1, TILES):
         ring.fill(shared.k, step * TILES + i, K, keys, row, i * K.block_type.shape[-1])
 

@@ -166,7 +166,7 @@ def _multiply(g: gl.constexpr, factors, Product, work, scale, form: gl.constexpr
             tile.slice(0, MAIN, dim=1).store((total * scale).to(dtype))
             tile.slice(128, 64, dim=1).store((rest * scale).to(dtype))
             fence_async_shared()
-            mbarrier.arrive(factors.product.ready.index(at % 2), count=1)
+            mbarrier.arrive(ring.slot(factors.product.ready, at), count=1)
         else:
             ring.put(factors.product, at, (total * scale).to(dtype))
 

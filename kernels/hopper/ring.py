@@ -56,27 +56,31 @@ def ring_of(tiles, TILES: gl.constexpr, READERS: gl.constexpr):
 
 
 @gluon.jit
+def slot(slots, step):
+    """Return the part of a step in `slots`: tiles, barriers or notes, which steps use in turn."""
+    return slots.index(step % slots.shape[0])
+
+
+@gluon.jit
 def claim(ring, step):
     TILES: gl.constexpr = ring.ready.shape[0]
-    mbarrier.wait(ring.free.index(step % TILES), step // TILES & 1 ^ 1)
+    mbarrier.wait(slot(ring.free, step), step // TILES & 1 ^ 1)
 
 
 @gluon.jit
 def put(ring, step, value):
     """Store registers into the tile of a step once it is free, for an asynchronous reader such as TMA."""
-    TILES: gl.constexpr = ring.tiles.shape[0]
     claim(ring, step)
     tile(ring, step).store(value)
     fence_async_shared()
-    mbarrier.arrive(ring.ready.index(step % TILES), count=1)
+    mbarrier.arrive(slot(ring.ready, step), count=1)
 
 
 @gluon.jit
 def reserve(ring, step, nbytes: gl.constexpr):
     """Wait until the tile of a step is free, and announce nbytes for it and for the tiles that share its barrier."""
-    TILES: gl.constexpr = ring.ready.shape[0]
     claim(ring, step)
-    mbarrier.expect(ring.ready.index(step % TILES), nbytes)
+    mbarrier.expect(slot(ring.ready, step), nbytes)
 
 
 @gluon.jit
@@ -112,19 +116,12 @@ def place(plane, row, column):
 
 @gluon.jit
 def copy(ring, tiles, step, desc, plane, row, column=0):
-    """Begin the TMA copy of a block of one head, at (row, column), into `tiles`, which use the ring's barriers."""
-    TILES: gl.constexpr = ring.tiles.shape[0]
-    async_load(desc, place(plane, row, column), ring.ready.index(step % TILES), tiles.index(step % TILES))
-
-
-@gluon.jit
-def load(ring, step, desc, plane, row, column=0):
-    """Begin the TMA copy of a tile of one head, at (row, column), into the tile of a step."""
+    """Begin the TMA copy of a tile of one head, at (row, column), into `tiles`, which use the ring's barriers."""
     TILES: gl.constexpr = ring.ready.shape[0]
-    PARTS: gl.constexpr = ring.tiles.shape[0] // TILES
+    PARTS: gl.constexpr = tiles.shape[0] // TILES
     for i in gl.static_range(PARTS):
         where = place(plane, row, column + i * desc.block_type.shape[-1])
-        async_load(desc, where, ring.ready.index(step % TILES), ring.tiles.index(step % TILES * PARTS + i))
+        async_load(desc, where, slot(ring.ready, step), tiles.index(step % TILES * PARTS + i))
 
 
 @gluon.jit
@@ -132,18 +129,17 @@ def fill(ring, step, desc, plane, row, column=0):
     """Begin the TMA copy of a tile of one head, at (row, column), once the tile of the step is free."""
     PARTS: gl.constexpr = ring.tiles.shape[0] // ring.ready.shape[0]
     reserve(ring, step, PARTS * desc.block_type.nbytes)
-    load(ring, step, desc, plane, row, column)
+    copy(ring, ring.tiles, step, desc, plane, row, column)
 
 
 @gluon.jit
 def put_bias(ring, step, bias, band, plane, row):
     """Store a bias that is equal for all keys, of rows from `row` on, into the tile of a step."""
-    TILES: gl.constexpr = ring.ready.shape[0]
     r = row + gl.arange(0, ring.tiles.shape[1], layout=gl.BlockedLayout([1], [32], [1], [0]))
     x = memory.load_column(memory.matrix(bias, plane), r, band.rows, 0)
     claim(ring, step)
-    ring.tiles.index(step % TILES).store(x)
-    mbarrier.arrive(ring.ready.index(step % TILES), count=1)
+    slot(ring.tiles, step).store(x)
+    mbarrier.arrive(slot(ring.ready, step), count=1)
 
 
 @gluon.jit
@@ -157,7 +153,7 @@ def fill_bias(ring, step, Bias, plane, row, column):
 @gluon.jit
 def wait(ring, step, pred=True):
     TILES: gl.constexpr = ring.ready.shape[0]
-    mbarrier.wait(ring.ready.index(step % TILES), step // TILES & 1, pred=pred)
+    mbarrier.wait(slot(ring.ready, step), step // TILES & 1, pred=pred)
 
 
 @gluon.jit
@@ -176,7 +172,6 @@ def pass_on(landed, ring, step, hides, real):
 
     Hidden rows may be NaN, and 0 * NaN is NaN. One warp does this. real: int8 [rows] in shared memory.
     """
-    TILES: gl.constexpr = ring.tiles.shape[0]
     wait(landed, step)
     if hides:
         whole = tile(ring, step)
@@ -187,13 +182,13 @@ def pass_on(landed, ring, step, hides, real):
                 part = whole.slice(32 * i, 32).slice(WIDTH * j, WIDTH, dim=1)
                 part.store(gl.where(seen[:, None], part.load(LINES), 0.0))
         fence_async_shared()
-    mbarrier.arrive(ring.ready.index(step % TILES), count=1)
+    mbarrier.arrive(slot(ring.ready, step), count=1)
 
 
 @gluon.jit
 def at(tiles, step):
     """Return the tile of a step as a matrix in shared memory."""
-    return tiles.index(step % tiles.shape[0]).reshape([tiles.shape[-2], tiles.shape[-1]])
+    return slot(tiles, step).reshape([tiles.shape[-2], tiles.shape[-1]])
 
 
 @gluon.jit
@@ -216,5 +211,4 @@ def parts(ring, step):
 @gluon.jit
 def release(ring, step, pred=True):
     """Tell the producer that one reader has finished with the tile of a step."""
-    TILES: gl.constexpr = ring.ready.shape[0]
-    mbarrier.arrive(ring.free.index(step % TILES), count=1, pred=pred)
+    mbarrier.arrive(slot(ring.free, step), count=1, pred=pred)
