@@ -154,7 +154,7 @@ def preprocess(
 
 @triton.jit
 def _ordered(m, first, n, ROWS: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr):
-    """Load rows first .. first + ROWS - 1 of the Hopper backward's sum of dq, and undo `lines` of hopper/body.py."""
+    """Load rows first .. first + ROWS - 1 of the Hopper backward's sum of dq, and undo its `layouts.lines`."""
     line = tl.arange(0, ROWS * WIDTH // 32)[:, None]
     at = first.to(tl.int64) * WIDTH + line * 32 + tl.arange(0, 32)[None, :]
     total = tl.load(m.base + at, mask=at < tl.cast(n, tl.int64) * WIDTH, other=0.0)
@@ -168,7 +168,7 @@ def postprocess(
     D: tl.constexpr, BLOCK_M: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write Sums times the scale to GradQ, a View of (B, Hq, Sq, D). Sums is a View of this shape, or GradQ itself."""
-    # With UNIT, Sums has the order of `lines` in hopper/body.py, in tiles of UNIT rows and WIDTH columns. Each packed
+    # With UNIT, Sums has the order of hopper's `layouts.lines`, in tiles of UNIT rows and WIDTH columns. Each packed
     # sequence, which needs UNIT, has whole blocks of BLOCK rows there (`span.padded`).
     block, plane, q_len, _ = span.locate(sequences, q_len, q_len, heads, BLOCK_M, BY_KEYS=False)
     if sequences is not None:  # an unused slot has no rows, and block -1

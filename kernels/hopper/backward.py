@@ -13,9 +13,10 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from triton.experimental.gluon.language.nvidia.hopper.tma import store_wait, tensor_descriptor
 
 from ..vocabulary import masks as masking, memory, scores, span, walk
-from . import body, halves, notes as noting, ring, turns, visits
-from .body import GROUPS, WARPS
+from . import body, halves, layouts, notes as noting, ring, turns, visits
+from .body import GROUPS
 from .copies import async_add, async_store, fence_async_shared
+from .layouts import WARPS
 
 
 class Shared(NamedTuple):
@@ -25,8 +26,8 @@ class Shared(NamedTuple):
     None. words has words of each warpgroup's keys, for 64 rows at a time. bias, unless None: tiles [rows, keys] for
     each warpgroup in turn, of 64 rows, or of 1 if the bias is equal for all rows; or [rows] if it is equal for all
     keys. ds: gradients of scores of two steps, [step and warpgroup, keys, rows]. met: barrier for the ds of both
-    warpgroups. dq: float32, in `body.lines`. A warpgroup computes half of the rows of dq, or in blocks of 64 rows half
-    of the columns. one: `body.ones` or None. out: signals that k and v hold dk and dv.
+    warpgroups. dq: float32, in `layouts.lines`. A warpgroup computes half of the rows of dq, or in blocks of 64 rows
+    half of the columns. one: `body.ones` or None. out: signals that k and v hold dk and dv.
     """
 
     k: ring.Ring
@@ -63,9 +64,10 @@ class Form(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Outputs: TMA descriptors of the sums of dq (float32, in `body.lines`), dk and dv, and counters of turns or None.
+    """Outputs: TMA descriptors of the sums of dq, dk and dv, and counters of turns or None.
 
-    GradK and GradV are Views if dk and dv are float32. Then the warpgroups that multiply store them.
+    Sums of dq are float32, in `layouts.lines`. GradK and GradV are Views if dk and dv are float32. Then the warpgroups
+    that multiply store them.
     """
 
     Sums: tensor_descriptor
@@ -152,7 +154,7 @@ def _give(g: gl.constexpr, shared, results, program, masks, form: gl.constexpr):
     BLOCK_M: gl.constexpr = shared.q.tiles.shape[-2]
     begin, full, full_end, end = visits.extent(band, first, GROUPS * KEYS, BLOCK_M)
     block, member = begin, begin * 0
-    # lines (`body.lines`) of dq that one warpgroup adds: half the lines of a block of rows
+    # lines (`layouts.lines`) of dq that one warpgroup adds: half the lines of a block of rows
     LINES: gl.constexpr = shared.dq.tiles.shape[-2]
     for step in range(visits.steps(begin, end, lists, form.GROUP)):
         if shared.notes is not None:
@@ -183,7 +185,7 @@ def _give(g: gl.constexpr, shared, results, program, masks, form: gl.constexpr):
 def _put(g: gl.constexpr, shared, step, dq):
     """Wait for the products for dq, which began last, and store dq for the warp that adds it."""
     dq = warpgroup_mma_wait(num_outstanding=0, deps=(dq,))
-    ring.put(shared.dq, step * GROUPS + g, body.lines(dq))
+    ring.put(shared.dq, step * GROUPS + g, layouts.lines(dq))
 
 
 @gluon.jit
@@ -198,21 +200,13 @@ def _consume_whole(g: gl.constexpr, shared, wide, program, all_real, rules, form
     WIDTH: gl.constexpr = shared.k.tiles.shape[-1]
     V_WIDTH: gl.constexpr = shared.v.shape[-1]
     PART: gl.constexpr = WIDTH // GROUPS
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
-    K_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, WIDTH, 16])
-    V_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, V_WIDTH, 16])
-    Q_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, PART, 16])
-    OF_DK: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=K_LAYOUT, k_width=2)
-    OF_DV: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=V_LAYOUT, k_width=2)
     FOR_S: gl.constexpr = 1 if shared.one is None else 3  # products for scores
     dtype: gl.constexpr = shared.q.tiles.dtype
     score = rules.score
     kv, first, band, _ = program
-    zero = gl.zeros([KEYS, BLOCK_M], gl.float32, S_LAYOUT)
-    no_dq = gl.zeros([BLOCK_M, PART], gl.float32, Q_LAYOUT)
-    dk = gl.zeros([KEYS, WIDTH], gl.float32, K_LAYOUT)
-    dv = gl.zeros([KEYS, V_WIDTH], gl.float32, V_LAYOUT)
-    keys, slope, steps = body.begin(g, shared, program, all_real, rules, S_LAYOUT, BLOCK_M, GROUP)
+    zero, no_dq = layouts.zeros(KEYS, BLOCK_M), layouts.zeros(BLOCK_M, PART)
+    dk, dv = layouts.zeros(KEYS, WIDTH), layouts.zeros(KEYS, V_WIDTH)
+    keys, slope, steps = body.begin(g, shared, program, all_real, rules, zero, GROUP)
     block, member = keys.begin, keys.begin * 0
     ring.wait(shared.q, 0, pred=steps > 0)
     first_q = ring.tile(shared.q, 0).permute((1, 0))
@@ -229,14 +223,14 @@ def _consume_whole(g: gl.constexpr, shared, wide, program, all_real, rules, form
         k, v = ring.tile(shared.k, g + none), ring.at(shared.v, g + none)
         q, do = ring.tile(shared.q, step), ring.at(shared.do, step)
         dp = body.begin_dp(v, do.permute((1, 0)), shared, step, zero)
-        p16 = body.operand(p, rules.dropout, OF_DV, dtype)
+        p16 = layouts.operand(body.dropped(p, rules.dropout, dtype), dv)
         dv = warpgroup_mma(p16, do, dv, is_async=True)
         dp = warpgroup_mma_wait(num_outstanding=1, deps=(dp,))
         ds = body.of_products(p, rules.dropout, dp, shared.rows, step, dtype).to(dtype)
         both = step % 2 * GROUPS
         shared.ds.index(both + g).store(ds)
         fence_async_shared()
-        ds = gl.convert_layout(ds, OF_DK)
+        ds = layouts.operand(ds, dk)
         dk = warpgroup_mma(ds, q, dk, is_async=True)
         mbarrier.arrive(shared.met, count=1)
         # After the last block this reads old data; the result is unused.
@@ -284,7 +278,7 @@ def backward(
 
     All are TMA descriptors of (B, H, S, D) with blocks of [1, 1, rows, width(D)], except that blocks of Q, K and GradK
     have 128 columns if Dv > 64. Blocks of keys and values have 64 rows. Sums is (B, Hq, lines, 32) float32, in blocks
-    of a warpgroup's `body.lines`. If form.COLUMNS is not (), GradK and GradV are Views of float32. Rows, from
+    of a warpgroup's `layouts.lines`. If form.COLUMNS is not (), GradK and GradV are Views of float32. Rows, from
     `preprocess`, is (B, 2 Hq, Sq, 16); a block has both tables of a head, and as many rows as Q's. If scores are scaled
     before the softmax, or with dropout, it is (B, Hq, Sq, 4), float32. Bias, or None, is (B, Hq, Sq, Sk), with size 1
     where it broadcasts, in blocks of 64 keys, and of 64 rows or 1. Words, unless None, is as in the forward, but from

@@ -14,21 +14,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
 from ..vocabulary import dropout as dropping, gradient, masks as masking, memory, scores, softmax, span
-from . import counters as counting, notes as noting, ring, visits
+from . import layouts, notes as noting, ring, visits
 from .copies import fence_async_shared
+from .layouts import WARPS
 
-WARPS = gl.constexpr(4)  # warps of a warpgroup
 GROUPS = gl.constexpr(2)  # warpgroups that multiply
 # True if products read left operands from the registers that hold them. Triton 3.9 copies them, which may not fit.
 OPERANDS_STAY = gl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9))
-
-
-@triton.constexpr_function
-def _of_rows(count):
-    """Return the layout of [count, 1] numbers, one for each column of scores, in the threads that hold the columns."""
-    registers = [[1, 0], *([8 << i, 0] for i in range((count // 8).bit_length() - 1))]
-    lanes, warps = [[2, 0], [4, 0], [0, 0], [0, 0], [0, 0]], [[0, 0], [0, 0]]
-    return gl.DistributedLinearLayout(registers, lanes, warps, [], [count, 1])
 
 
 class Keys(NamedTuple):
@@ -48,10 +40,11 @@ class Keys(NamedTuple):
 
 
 @gluon.jit
-def keys_of(g: gl.constexpr, program, all_real, rules, LAYOUT: gl.constexpr, BLOCK_M: gl.constexpr, ROWS: gl.constexpr):
-    """Return the Keys of warpgroup g, for scores [64 keys, ROWS]. all_real: (0,) or (1,), or () without a key mask."""
+def keys_of(g: gl.constexpr, program, all_real, rules, s, BLOCK_M: gl.constexpr):
+    """Return the Keys of warpgroup g, for scores s [keys, rows]. all_real: (0,) or (1,), or () without a key mask."""
     kv, first, band, _ = program
-    KEYS: gl.constexpr = 64
+    KEYS: gl.constexpr = s.shape[0]
+    LAYOUT: gl.constexpr = s.type.layout
     cols = first + g * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, LAYOUT))
     earliest, counters = span.first_to_see(band, cols[:, None]), ()
     if rules.masks.keys is not None:  # no row sees a hidden key
@@ -60,20 +53,18 @@ def keys_of(g: gl.constexpr, program, all_real, rules, LAYOUT: gl.constexpr, BLO
     if len(all_real) > 0:
         full_end = gl.where(all_real[0] > 0, full_end, full)
     if rules.dropout is not None:
-        pairs = gl.arange(0, KEYS // 2, layout=gl.SliceLayout(1, counting.layout(ROWS)))
+        pairs = gl.arange(0, KEYS // 2, layout=gl.SliceLayout(1, layouts.of_counters(s.shape[1])))
         counters = (first + g * KEYS) // 2 + pairs
     return Keys(cols, earliest, band, begin, full, full_end, end, counters)
 
 
 @gluon.jit
-def begin(
-    g: gl.constexpr, shared, program, all_real, rules, LAYOUT: gl.constexpr, ROWS: gl.constexpr, GROUP: gl.constexpr
-):  # fmt: skip
+def begin(g: gl.constexpr, shared, program, all_real, rules, s, GROUP: gl.constexpr):
     """Wait for k and v, zero hidden keys, and return (Keys, ALiBi slope of the first query head, number of steps)."""
     kv, first, band, lists = program
     KEYS: gl.constexpr = shared.k.tiles.shape[-2]
     BLOCK_M: gl.constexpr = shared.q.tiles.shape[-2]
-    keys = keys_of(g, program, all_real, rules, LAYOUT, BLOCK_M, ROWS)
+    keys = keys_of(g, program, all_real, rules, s, BLOCK_M)
     slope = slope_of(rules.score, kv, keys.begin * 0, GROUP)
     steps = gl.maximum(keys.end - keys.begin, 0) * GROUP if len(lists) == 0 else lists.count
     for other in gl.static_range(GROUPS):
@@ -191,7 +182,7 @@ def across(rows, step, column: gl.constexpr, LAYOUT: gl.constexpr, part: gl.cons
     tile = ring.at(rows, step)
     if tile.shape[1] == 4:
         COUNT: gl.constexpr = tile.shape[0] // PARTS
-        OF_ROWS: gl.constexpr = _of_rows(COUNT)
+        OF_ROWS: gl.constexpr = layouts.of_rows(COUNT)
         x = tile.slice(part * COUNT, COUNT, dim=0).slice(column, 1, dim=1).load(OF_ROWS)
         return gl.convert_layout(x.permute((1, 0)), LAYOUT)
     else:
@@ -301,13 +292,12 @@ def weights(
 
 
 @gluon.jit
-def operand(p, dropout, LAYOUT: gl.constexpr, dtype: gl.constexpr):
-    """Return the weights after dropout in 16 bits, as a left operand of wgmma. p is from `drop_and_hide`."""
+def dropped(p, dropout, dtype: gl.constexpr):
+    """Return the weights after dropout in 16 bits. p is from `drop_and_hide`."""
     if p.dtype == gl.int32:
-        w = (p >> 16).to(gl.int16).to(dtype, bitcast=True)
+        return (p >> 16).to(gl.int16).to(dtype, bitcast=True)
     else:
-        w = dropping.after(dropout, p).to(dtype)
-    return gl.convert_layout(w, LAYOUT)
+        return dropping.after(dropout, p).to(dtype)
 
 
 @gluon.jit
@@ -363,28 +353,6 @@ def advance(shared, step, steps, keys, score, slope, kv, block, member, GROUP: g
 
 
 @gluon.jit
-def lines(dq):
-    """Reorder dq [rows, columns] to [lines, 32], so that a thread's 4 elements of 8 columns are contiguous.
-
-    Each thread then stores 16 bytes at a time, straight from registers, without bank conflicts. A line has 8 columns of
-    rows r, r + 1, r + 8 and r + 9. `_ordered` of `preprocess` is the inverse.
-    """
-    ROWS: gl.constexpr = dq.shape[0]
-    EIGHTS: gl.constexpr = dq.shape[1] // 8
-    parts = dq.reshape([ROWS // 16, 2, 4, 2, EIGHTS, 4, 2]).permute((4, 0, 2, 3, 5, 1, 6))
-    return parts.reshape([EIGHTS * ROWS // 4, 32])
-
-
-@gluon.jit
-def store_wide(m, first, n, tile, D: gl.constexpr, column=0):
-    """Store a tile at (first, column) of a matrix of float32 with n rows and D columns."""
-    LAYOUT: gl.constexpr = tile.type.layout
-    r = first + gl.arange(0, tile.shape[0], layout=gl.SliceLayout(1, LAYOUT))[:, None]
-    c = column + gl.arange(0, tile.shape[1], layout=gl.SliceLayout(0, LAYOUT))[None, :]
-    gl.store(memory.pointers(m, r, c), tile, mask=(r < n) & (c < D))
-
-
-@gluon.jit
 def leave(g: gl.constexpr, shared, wide, kv, first, band, dk, dv, steps, form: gl.constexpr):
     """Overwrite k and v in shared memory with dk and dv, once both warpgroups have finished reading.
 
@@ -393,8 +361,8 @@ def leave(g: gl.constexpr, shared, wide, kv, first, band, dk, dv, steps, form: g
     COLUMNS: gl.constexpr = form.COLUMNS
     if len(COLUMNS) > 0:
         first += g * dk.shape[0]
-        store_wide(memory.of_keys(wide[0], kv), first, band.keys, dk, COLUMNS[0])
-        store_wide(memory.of_keys(wide[1], kv), first, band.keys, dv, COLUMNS[1])
+        layouts.store_wide(memory.of_keys(wide[0], kv), first, band.keys, dk, COLUMNS[0])
+        layouts.store_wide(memory.of_keys(wide[1], kv), first, band.keys, dv, COLUMNS[1])
     else:
         dtype: gl.constexpr = shared.q.tiles.dtype
         mbarrier.arrive(shared.met, count=1)

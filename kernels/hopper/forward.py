@@ -14,13 +14,13 @@ from triton.experimental.gluon.language.nvidia.hopper.tma import store_wait
 from ..vocabulary import dropout as dropping, masks as masking, memory, saved_stats, scores, softmax, span
 from ..vocabulary.partials import Partials, keep
 from ..vocabulary.rules import Rules
-from . import counters as counting, notes as noting, ring, schedule
+from . import layouts, notes as noting, ring, schedule
 from .copies import as_blocks, async_store, fence_async_shared
+from .layouts import WARPS
 from .producer import produce
 from .weights import COLUMNS, Rows, weights
 from .work import Results, Shared, Work, block_of_rows, extent
 
-WARPS = gl.constexpr(4)  # warps of a warpgroup
 TILES_OF_K = gl.constexpr(4)  # number of tiles of k if STAGES is 1; each then has one part of the columns
 
 
@@ -160,10 +160,7 @@ def _consume(g: gl.constexpr, shared, results, work, rules, spec: gl.constexpr, 
     ROWS: gl.constexpr = shared.q.tiles.shape[-2]
     BLOCK_N: gl.constexpr = shared.k.tiles.shape[-2]
     WIDTH: gl.constexpr = shared.v.tiles.shape[-1]
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, WIDTH, 16])
-    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
-    S_ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, COLUMNS, 16])
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     dtype: gl.constexpr = shared.q.tiles.dtype
@@ -177,7 +174,8 @@ def _consume(g: gl.constexpr, shared, results, work, rules, spec: gl.constexpr, 
     share = schedule.share(work.order, gl.program_id(0), gl.num_programs(0))
     some = share > 0 if PACKED else gl.constexpr(True)  # packed sequences may have fewer blocks than programs
     first, plane, band, part, last, count, full, full_end = _take(g, shared, work, 0, results, spec)
-    zero = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
+    zero = layouts.zeros(ROWS, BLOCK_N)
+    S_ROWS: gl.constexpr = gl.SliceLayout(1, zero.type.layout)
     s = zero
     if EARLY:
         s = _begin_scores(g, shared, 0, 0, zero, GROUPS, some)
@@ -186,7 +184,7 @@ def _consume(g: gl.constexpr, shared, results, work, rules, spec: gl.constexpr, 
     for n in range(share):
         column = 0 if ACROSS == 1 else part * WIDTH
         rows = first + g * ROWS + gl.arange(0, ROWS, layout=S_ROWS)
-        out = gl.zeros([ROWS, WIDTH], gl.float32, O_LAYOUT)
+        out = layouts.zeros(ROWS, WIDTH)
         score = rules.score
         head = plane if results.partials is None else span.kv_head(plane, results.splits)
         if score.slopes is not None:
@@ -206,7 +204,7 @@ def _consume(g: gl.constexpr, shared, results, work, rules, spec: gl.constexpr, 
         state = softmax.State(row_max, row_sum)
         counters = ()
         if rules.dropout is not None:
-            pairs = gl.arange(0, ROWS // 2, layout=gl.SliceLayout(1, counting.layout(BLOCK_N)))
+            pairs = gl.arange(0, ROWS // 2, layout=gl.SliceLayout(1, layouts.of_counters(BLOCK_N)))
             counters = (first + g * ROWS) // 2 + pairs
         of = Rows(Rules(rules.masks, score, rules.dropout), band, plane, head, rows, counters)
 
@@ -215,7 +213,8 @@ def _consume(g: gl.constexpr, shared, results, work, rules, spec: gl.constexpr, 
             s = _finish_scores(s, shared.k, step, TILES, 0)
         q = _parts_of_q(g, shared, n, step, GROUPS)
         block, masked, steps = _visit(shared.notes, step, last, count, full, full_end)
-        p, decay, state = weights(g, s, state, masked, of, block, shared, step, GROUPS, P_LAYOUT, dtype)
+        p, decay, state = weights(g, s, state, masked, of, block, shared, step, GROUPS)
+        p = layouts.operand(p.to(dtype), out)
         if TWO:
             store_wait(0)  # of the previous block's output
             if SHARE:
@@ -233,7 +232,8 @@ def _consume(g: gl.constexpr, shared, results, work, rules, spec: gl.constexpr, 
             next_out = warpgroup_mma(p, ring.tile(shared.v, step - 1), out, is_async=True)
             _pass_ping_pong(shared.ping_pong, g)
             s = _finish_scores(s, shared.k, step, TILES, 1)
-            next_p, decay, state = weights(g, s, state, masked, of, block, shared, step, GROUPS, P_LAYOUT, dtype)
+            next_p, decay, state = weights(g, s, state, masked, of, block, shared, step, GROUPS)
+            next_p = layouts.operand(next_p.to(dtype), out)
             # ptxas would move the wait for p @ v up over the exponentials, which would then not overlap with p @ v. It
             # moves nothing over the end of a basic block. A barrier's wait is a loop, so wait for the next k here.
             ring.wait(shared.k, (step + 1) * TILES, pred=i + 1 < steps)

@@ -8,9 +8,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from triton.experimental.gluon.language.nvidia.hopper.tma import store_wait, tensor_descriptor
 
 from ..vocabulary import memory, span
-from . import body, ring, schedule, visits
-from .body import WARPS
+from . import layouts, ring, schedule, visits
 from .copies import async_store, fence_async_shared
+from .layouts import WARPS
 
 
 class Form(NamedTuple):
@@ -126,14 +126,12 @@ def _multiply(g: gl.constexpr, factors, Product, work, scale, form: gl.constexpr
     FEWER: gl.constexpr = WIDTH == 256 and form.COLUMNS <= 192
     MAIN: gl.constexpr = 128 if FEWER else WIDTH
     dtype: gl.constexpr = factors.product.tiles.dtype
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, MAIN, 16])
-    OF_REST: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, 64, 16])
     step = 0
     for n in range(_share(work)):
         first, plane, band, begin, end, lists, column = _factors_of(work, n, factors, form)
-        total, rest = gl.zeros([ROWS, MAIN], gl.float32, LAYOUT), ()
+        total, rest = layouts.zeros(ROWS, MAIN), ()
         if FEWER:
-            rest = gl.zeros([ROWS, 64], gl.float32, OF_REST)
+            rest = layouts.zeros(ROWS, 64)
         steps = visits.steps(begin, end, lists, form.MEMBERS, 2 * ROWS // factors.others.shape[-2])
         for i in range(steps):
             ring.wait(factors.ds, step)
@@ -157,9 +155,9 @@ def _multiply(g: gl.constexpr, factors, Product, work, scale, form: gl.constexpr
         at = 2 * n + g
         if not isinstance(Product, tensor_descriptor):
             m = memory.of_keys(Product, plane) if form.OF_K else memory.of_rows(Product, plane)
-            body.store_wide(m, first + g * ROWS, band.rows, total * scale, form.COLUMNS, column)
+            layouts.store_wide(m, first + g * ROWS, band.rows, total * scale, form.COLUMNS, column)
             if FEWER:
-                body.store_wide(m, first + g * ROWS, band.rows, rest * scale, form.COLUMNS, 128)
+                layouts.store_wide(m, first + g * ROWS, band.rows, rest * scale, form.COLUMNS, 128)
         elif FEWER:
             ring.claim(factors.product, at)
             tile = ring.tile(factors.product, at)

@@ -15,9 +15,10 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from triton.experimental.gluon.language.nvidia.hopper.tma import store_wait, tensor_descriptor
 
 from ..vocabulary import masks as masking, memory, rules as ruling, scores, span
-from . import body, notes as noting, ring, schedule, visits
-from .body import OPERANDS_STAY, WARPS
+from . import body, layouts, notes as noting, ring, schedule, visits
+from .body import OPERANDS_STAY
 from .copies import as_blocks, async_store, fence_async_shared
+from .layouts import WARPS
 
 
 class Shared(NamedTuple):
@@ -124,8 +125,7 @@ def _begin_dp(v, shared, step, exists, zero):
 @gluon.jit
 def _begin_dv(shared, step, p, dropout, dv0, dv1):
     """Begin p @ do of a step. Return dv, as two halves of its columns, and p as a left operand."""
-    LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dv0.type.layout, k_width=2)
-    w = body.operand(p, dropout, LAYOUT, shared.q.tiles.dtype)
+    w = layouts.operand(body.dropped(p, dropout, shared.q.tiles.dtype), dv0)
     dv0 = warpgroup_mma(w, ring.tile(shared.do, 2 * step), dv0, is_async=True)
     return dv0, warpgroup_mma(w, ring.tile(shared.do, 2 * step + 1), dv1, is_async=True), w
 
@@ -198,13 +198,9 @@ def _consume(g: gl.constexpr, shared, GradV, program, rules, form: gl.constexpr)
     FOR_S: gl.constexpr = 2 if shared.k.tiles.shape[-1] == 256 and form.D <= 192 else 1  # products for scores
     # During p @ do, copies of p leave no registers for ds. Nor do dropout or slopes, if values have over 128 columns.
     DV_FIRST: gl.constexpr = OPERANDS_STAY and ((rules.dropout is None and rules.score.slopes is None) or HALF == 64)
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
-    V_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HALF, 16])
     dtype: gl.constexpr = shared.q.tiles.dtype
-    keys = body.keys_of(g, program, (), rules, S_LAYOUT, BLOCK_M, BLOCK_M)
-    zero = gl.zeros([KEYS, BLOCK_M], gl.float32, S_LAYOUT)
-    dv0 = gl.zeros([KEYS, HALF], gl.float32, V_LAYOUT)
-    dv1 = gl.zeros([KEYS, HALF], gl.float32, V_LAYOUT)
+    zero, dv0, dv1 = layouts.zeros(KEYS, BLOCK_M), layouts.zeros(KEYS, HALF), layouts.zeros(KEYS, HALF)
+    keys = body.keys_of(g, program, (), rules, zero, BLOCK_M)
     begin, end = visits.row_blocks(first, band, BLOCK_M, 2 * KEYS)
     block, member = begin, begin * 0
     steps = visits.steps(begin, end, lists, GROUP, 2 * KEYS // BLOCK_M)
@@ -262,8 +258,8 @@ def _consume(g: gl.constexpr, shared, GradV, program, rules, form: gl.constexpr)
         mbarrier.arrive(shared.out.index(g), count=1)
     else:
         m = memory.of_keys(GradV, kv)
-        body.store_wide(m, first + g * KEYS, band.keys, dv0, form.DV)
-        body.store_wide(m, first + g * KEYS, band.keys, dv1, form.DV, HALF)
+        layouts.store_wide(m, first + g * KEYS, band.keys, dv0, form.DV)
+        layouts.store_wide(m, first + g * KEYS, band.keys, dv1, form.DV, HALF)
 
 
 @gluon.jit(do_not_specialize=["q_len", "k_len", "left", "right", "heads", "planes", "section", "before"])

@@ -98,11 +98,8 @@ def _shown(g: gl.constexpr, shared, step, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def weights(
-    g: gl.constexpr, s, state, masked, of, block, shared, step,
-    GROUPS: gl.constexpr, LAYOUT: gl.constexpr, dtype: gl.constexpr,
-):  # fmt: skip
-    """Return (p as the left operand of p @ v, factor that rescales earlier sums, new State)."""
+def weights(g: gl.constexpr, s, state, masked, of, block, shared, step, GROUPS: gl.constexpr):
+    """Return (p, factor that rescales earlier sums, new State)."""
     score, masks, r, notes = of.rules.score, of.rules.masks, of.rows[:, None], shared.notes
     if score.scale is not None:
         cols = block * s.shape[1] + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))
@@ -122,4 +119,4 @@ def weights(
     p, decay, state = _step(state, s, score.softmax_scale)
     if of.rules.dropout is not None:
         p = _drop(of.rules.dropout, p, of, block)
-    return gl.convert_layout(p.to(dtype), LAYOUT), decay, state
+    return p, decay, state

@@ -15,9 +15,9 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 from triton.experimental.gluon.language.nvidia.hopper.tma import store_wait
 
 from ..vocabulary import masks as masking, scores, span
-from . import body, notes as noting, ring, schedule, visits
-from .body import WARPS
+from . import body, layouts, notes as noting, ring, schedule, visits
 from .copies import async_store, fence_async_shared
+from .layouts import WARPS
 
 SLOTS = gl.constexpr(4)  # chunks of operands in shared memory
 
@@ -107,11 +107,10 @@ def _consume(
     """Compute and store p and ds of keys first + g * 64 .. first + g * 64 + 63: the work of one warpgroup."""
     KEYS: gl.constexpr = GradScores.block_type.shape[-2]
     BLOCK_M: gl.constexpr = GradScores.block_type.shape[-1]
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
     dtype: gl.constexpr = shared.rows.dtype
     kv, first, band, lists = program
-    keys = body.keys_of(g, program, (), rules, LAYOUT, BLOCK_M, BLOCK_M)
-    zero = gl.zeros([KEYS, BLOCK_M], gl.float32, LAYOUT)
+    zero = layouts.zeros(KEYS, BLOCK_M)
+    keys = body.keys_of(g, program, (), rules, zero, BLOCK_M)
     begin, end = visits.row_blocks(first, band, BLOCK_M, 2 * KEYS)
     block, member = begin, begin * 0
     steps = visits.steps(begin, end, lists, GROUP, 2 * KEYS // BLOCK_M)
@@ -140,7 +139,7 @@ def _consume(
         ring.release(shared.keys, chunk + COUNT + COUNT_V - 1)
         ds = body.of_products(p, rules.dropout, dp, table, step, dtype)
         store_wait(0)  # of the step before
-        shared.p.index(g).reshape([KEYS, BLOCK_M]).store(body.operand(p, rules.dropout, LAYOUT, dtype))
+        shared.p.index(g).reshape([KEYS, BLOCK_M]).store(body.dropped(p, rules.dropout, dtype))
         shared.ds.index(g).reshape([KEYS, BLOCK_M]).store(ds.to(dtype))
         ring.release(shared.statistics, step)
         fence_async_shared()
