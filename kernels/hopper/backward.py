@@ -217,7 +217,7 @@ def _consume_whole(g: gl.constexpr, shared, wide, program, all_real, rules, form
         slope = body.slope_of(score, kv, member, GROUP)
     first_head = span.query_head(kv, member, GROUP)
     p = body.biased_powers(g, s, shared, 0, steps > 0, block, keys, rules, slope, dtype)
-    p = body.weights(g, p, shared, 0, steps > 0, block, keys, rules, first_head)
+    p = body.finish_weights(g, p, shared, 0, steps > 0, block, keys, rules, first_head)
     for step in range(steps):
         none = (block < keys.begin).to(gl.int32)  # always 0; if ptxas knew that, tile addresses would fill registers
         k, v = ring.tile(shared.k, g + none), ring.at(shared.v, g + none)
@@ -254,7 +254,7 @@ def _consume_whole(g: gl.constexpr, shared, wide, program, all_real, rules, form
         p = body.biased_powers(g, s, shared, step + 1, more, block, keys, rules, slope, dtype)
         if form.DQ_AT == 1:
             _put(g, shared, step, dq)
-        p = body.weights(g, p, shared, step + 1, more, block, keys, rules, next_head)
+        p = body.finish_weights(g, p, shared, step + 1, more, block, keys, rules, next_head)
         if form.DQ_AT == 2:
             _put(g, shared, step, dq)
     body.leave(g, shared, wide, kv, first, band, scores.grad(score, dk), dv, steps, form)
@@ -323,17 +323,13 @@ def backward(
     if tile_lists is not None:
         notes = noting.notes(STAGES, 1)
         words = noting.words(Words, STAGES, BLOCK_M // 64 * GROUPS)
-    out = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for g in gl.static_range(2):
-        mbarrier.init(out.index(g), count=1)
+    out = ring.barriers(2)
     gl.static_assert(STAGES >= 2, "the next q is waited for before q is given back")
     met = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(met, count=2)
     one = body.ones(KEYS) if Rows.dtype == gl.bfloat16 else None
-    shared, results = (
-        Shared(k, v, q, do, tables, notes, words, bias, ds, dq, one, met, out),
-        Results(Sums, GradK, GradV, Turns),
-    )
+    shared = Shared(k, v, q, do, tables, notes, words, bias, ds, dq, one, met, out)
+    results = Results(Sums, GradK, GradV, Turns)
     fence_async_shared()
     wide = () if isinstance(GradK, tensor_descriptor) else (GradK, GradV)
     gl.warp_specialize(

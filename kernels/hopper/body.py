@@ -77,15 +77,6 @@ def begin(g: gl.constexpr, shared, program, all_real, rules, s, GROUP: gl.conste
 
 
 @gluon.jit
-def _sign(dropout, p, plane, first, keys):
-    """Return `dropout.sign_dropped` of weights [keys, rows from `first` on]."""
-    LAYOUT: gl.constexpr = keys.counters.type.layout.parent
-    rows = first // 2 + gl.arange(0, p.shape[1] // 2, layout=gl.SliceLayout(0, LAYOUT))
-    words = dropping.four(dropout, plane, rows[None, :], keys.counters[:, None])
-    return dropping.sign_by(dropout, p, gl.convert_layout(words, p.type.layout))
-
-
-@gluon.jit
 def rows_from(s, first):
     """Return the row index of each column of scores [keys, rows], as [1, rows]. `first` is the first."""
     r = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))[None, :]
@@ -240,7 +231,11 @@ def drop_and_hide(p, words, block, keys, rules, plane, part: gl.constexpr = 0, P
     Dropped weights become negative. In the pairs of a softcap, the high half becomes 0 and the low half negative.
     """
     if rules.dropout is not None:
-        p = _sign(rules.dropout, p, plane, _first(p, block, part, PARTS), keys)
+        LAYOUT: gl.constexpr = keys.counters.type.layout.parent
+        first = _first(p, block, part, PARTS)
+        rows = first // 2 + gl.arange(0, p.shape[1] // 2, layout=gl.SliceLayout(0, LAYOUT))
+        random = dropping.four(rules.dropout, plane, rows[None, :], keys.counters[:, None])
+        p = dropping.sign_by(rules.dropout, p, gl.convert_layout(random, p.type.layout))
     masked = (block < keys.full) | (block >= keys.full_end)
     if rules.score.slopes is not None or rules.score.bias is not None:  # hide rows past the end: only their q is 0
         masked |= block >= keys.band.rows // (PARTS * p.shape[1])
@@ -278,7 +273,7 @@ def biased_powers(
 
 
 @gluon.jit
-def weights(
+def finish_weights(
     g: gl.constexpr, p, shared, step, exists, block, keys, rules, plane, part: gl.constexpr = 0, PARTS: gl.constexpr = 1
 ):  # fmt: skip
     """Return `drop_and_hide` of the results p of `biased_powers`, and release the bias."""
@@ -322,15 +317,6 @@ def slope_of(score, kv, member, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def next_slope(slope, score, kv, block, member, end, GROUP: gl.constexpr):
-    """Return the slope for the step after a block of rows. After a head's last block it is the next head's slope."""
-    if GROUP > 1 and score.slopes is not None:
-        if block + 1 == end:
-            slope = slope_of(score, kv, gl.minimum(member + 1, GROUP - 1), GROUP)
-    return slope
-
-
-@gluon.jit
 def noted(notes, step, steps, keys):
     """Read (row block, query head in its group, Keys) of a step from its note; past the end, those of the last step."""
     block, masked, member = noting.read(notes, gl.minimum(step, gl.maximum(steps - 1, 0)))
@@ -344,7 +330,9 @@ def noted(notes, step, steps, keys):
 def advance(shared, step, steps, keys, score, slope, kv, block, member, GROUP: gl.constexpr):
     """Return (row block, query head in its group, Keys, ALiBi slope) of a step, which follows (block, member)."""
     if shared.notes is None:
-        slope = next_slope(slope, score, kv, block, member, keys.end, GROUP)
+        if GROUP > 1 and score.slopes is not None:
+            if block + 1 == keys.end:
+                slope = slope_of(score, kv, gl.minimum(member + 1, GROUP - 1), GROUP)
         block, member = visits.following(block, member, keys.begin, keys.end, GROUP)
         return block, member, keys, slope
     else:

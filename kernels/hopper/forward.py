@@ -365,16 +365,10 @@ def forward(
     if Words is not None:
         words = noting.words(Words, AHEAD, GROUPS * K.block_type.shape[-2] // masking.BLOCK)
     bias = None if Bias is None else ring.ring(Bias, GROUPS, 1)
-    ping_pong = None
-    if form.PING_PONG:
-        ping_pong = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-        for i in gl.static_range(2):
-            mbarrier.init(ping_pong.index(i), count=1)
+    ping_pong = ring.barriers(2) if form.PING_PONG else None
     fence_async_shared()
-    shared, results = (
-        Shared(q, k, v, landed, notes, words, bias, out, ping_pong),
-        Results(Out, stored.Wide, stored.partials, stored.Lse, stored.Stats, splits),
-    )
+    shared = Shared(q, k, v, landed, notes, words, bias, out, ping_pong)
+    results = Results(Out, stored.Wide, stored.partials, stored.Lse, stored.Stats, splits)
     if GROUPS == 2:
         gl.warp_specialize(
             [

@@ -61,7 +61,7 @@ def consume(g: gl.constexpr, shared, wide, program, all_real, rules, form: gl.co
         slope = body.slope_of(score, kv, member, GROUP)
     first_head = span.query_head(kv, member, GROUP)
     p0 = body.biased_powers(g, s0, shared, 0, steps > 0, block, keys, rules, slope, dtype, 0, 2)
-    p0 = body.weights(g, p0, shared, 0, steps > 0, block, keys, rules, first_head, 0, 2)
+    p0 = body.finish_weights(g, p0, shared, 0, steps > 0, block, keys, rules, first_head, 0, 2)
     for step in range(steps):
         none = (block < keys.begin).to(gl.int32)  # always 0; if ptxas knew that, tile addresses would fill registers
         q, do = ring.tile(shared.q, step), ring.at(shared.do, step)
@@ -75,7 +75,7 @@ def consume(g: gl.constexpr, shared, wide, program, all_real, rules, form: gl.co
         s1, dv, first16 = warpgroup_mma_wait(num_outstanding=FOR_DP + 1, deps=(s1, dv, first16))
         head = span.query_head(kv, member, GROUP)
         p1 = body.biased_powers(g, s1, shared, step, True, block, keys, rules, slope, dtype, 1, 2)
-        p1 = body.weights(g, p1, shared, step, True, block, keys, rules, head, 1, 2)
+        p1 = body.finish_weights(g, p1, shared, step, True, block, keys, rules, head, 1, 2)
         other16 = layouts.operand(body.dropped(p1, rules.dropout, dtype), dv)
         dv = warpgroup_mma(other16, body.half(do, 1, 0), dv, is_async=True)
         dp1, dk, ds0 = warpgroup_mma_wait(num_outstanding=1, deps=(dp1, dk, ds0))
@@ -100,7 +100,7 @@ def consume(g: gl.constexpr, shared, wide, program, all_real, rules, form: gl.co
         block, member, keys, slope = body.advance(shared, step + 1, steps, keys, score, slope, kv, block, member, GROUP)
         more, next_head = step + 1 < steps, span.query_head(kv, member, GROUP)
         p0 = body.biased_powers(g, s0, shared, step + 1, more, block, keys, rules, slope, dtype, 0, 2)
-        p0 = body.weights(g, p0, shared, step + 1, more, block, keys, rules, next_head, 0, 2)
+        p0 = body.finish_weights(g, p0, shared, step + 1, more, block, keys, rules, next_head, 0, 2)
         dq = warpgroup_mma_wait(num_outstanding=FOR_DP, deps=(dq,))
         ring.put(shared.dq, step * GROUPS + g, layouts.lines(dq))
         dp0 = warpgroup_mma_wait(num_outstanding=0, deps=(next_dp,))

@@ -56,6 +56,15 @@ def ring_of(tiles, TILES: gl.constexpr, READERS: gl.constexpr):
 
 
 @gluon.jit
+def barriers(COUNT: gl.constexpr):
+    """Return mbarriers that wait for one arrival each."""
+    made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(made.index(i), count=1)
+    return made
+
+
+@gluon.jit
 def slot(slots, step):
     """Return the part of a step in `slots`: tiles, barriers or notes, which steps use in turn."""
     return slots.index(step % slots.shape[0])
@@ -159,11 +168,7 @@ def wait(ring, step, pred=True):
 @gluon.jit
 def landing(ring):
     """Return a Ring of the same tiles, for copies that the producer awaits itself, and then passes on by `pass_on`."""
-    TILES: gl.constexpr = ring.tiles.shape[0]
-    ready = gl.allocate_shared_memory(gl.int64, [TILES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(TILES):
-        mbarrier.init(ready.index(i), count=1)
-    return Ring(ring.tiles, ready, ring.free)
+    return Ring(ring.tiles, barriers(ring.tiles.shape[0]), ring.free)
 
 
 @gluon.jit

@@ -297,11 +297,8 @@ def stored_backward(
         else:
             tiles = gl.allocate_shared_memory(Bias.dtype, [2] + Bias.block_type.shape, Bias.layout)
         bias = ring.Ring(tiles, ring.landing(ds).ready, ds.free)
-    out = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for g in gl.static_range(2):
-        mbarrier.init(out.index(g), count=1)
+    shared = Shared(k, v, q, notes, do, rows, ds, bias, ring.barriers(2))
     fence_async_shared()
-    shared = Shared(k, v, q, notes, do, rows, ds, bias, out)
     gl.warp_specialize(
         [
             (_consume, (0, shared, GradV, program, rules, form)),

@@ -39,7 +39,7 @@ ADD_BOX = "sums.atomic_add(place, tile.reshape(sums.block_shape))"
 LOAD_AND_STORE_BOX = "sums.store(place, sums.load(place) + tile.reshape(sums.block_shape))"
 PLACE = "plane.head, first + plane.packed.row, 0]"
 FENCED = """    fence_async_shared()
-    shared, results"""
+    shared = Shared"""
 
 # Name, file, text, its replacement, call, capability. The interpreter does not find the mistakes of universal kernels.
 UNSEEN = (
