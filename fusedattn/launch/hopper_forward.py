@@ -6,7 +6,7 @@ import torch
 from triton import cdiv
 
 from ..call.options import Call, sizes
-from ..kernels.hopper.forward import Form, Spec, Stored
+from ..kernels.hopper.forward import Spec
 from ..kernels.hopper.work import Caches
 from . import arguments, blocks, decode, hopper, run, tile_table
 from .descriptors import descriptor, of_bias, of_words
@@ -85,7 +85,7 @@ def _arguments(call, out, lse, stats, pipeline, partials, count, cached):
     planes = count * hopper.column_parts(call)  # of a head
     by_groups = tile_table.REGISTERS if call.key_mask is call.mask_bits is None else tile_table.CLEANING_REGISTERS
     _, *registers = by_groups[pipeline.warpgroups]
-    form = Form(pipeline.warpgroups, pipeline.stages, pipeline.ping_pong, *registers)
+    form = pipeline.warpgroups, pipeline.stages, pipeline.ping_pong, tuple(registers)
     return arguments.band(call) | dict(
         Q=descriptor(query, each, part, packed),
         K=descriptor(key, pipeline.keys, part, by_rows),
@@ -94,12 +94,15 @@ def _arguments(call, out, lse, stats, pipeline, partials, count, cached):
         Bias=of_bias(call, pipeline.keys),
         Words=of_words(call.mask_bits),
         Out=descriptor(out, each, columns, packed) if by_tma else None,
-        stored=Stored(wide, partials, *((lse, stats) if partials is None else (None, None))),
+        Wide=wide,
+        partials=partials,
+        Lse=lse if partials is None else None,
+        Stats=stats if partials is None else None,
         rules=arguments.rules(call),
         planes=batch * heads * planes,
         section=min(batch * heads, max(1, together) * group) * planes,
         splits=count,
-        spec=Spec(heads, group, value.shape[3], parts, call.top_left, page, form),
+        spec=Spec(heads, group, value.shape[3], parts, call.top_left, page, *form),
     )
 
 

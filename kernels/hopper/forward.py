@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from triton.experimental.gluon.language.nvidia.hopper.tma import store_wait
 
 from ..vocabulary import dropout as dropping, masks as masking, memory, saved_stats, scores, softmax, span
-from ..vocabulary.partials import Partials, keep
+from ..vocabulary.partials import keep
 from ..vocabulary.rules import Rules
 from . import layouts, notes as noting, ring, schedule
 from .copies import as_blocks, async_store, fence_async_shared
@@ -24,25 +24,13 @@ from .work import Results, Shared, Work, block_of_rows, extent
 TILES_OF_K = gl.constexpr(4)  # number of tiles of k if STAGES is 1; each then has one part of the columns
 
 
-class Form(NamedTuple):
-    """Compile-time options of the pipeline. GROUPS warpgroups multiply, in turns if PING_PONG.
-
-    Shared memory has STAGES tiles of V, and as many of K, or TILES_OF_K if STAGES is 1. REGISTERS is for each
-    multiplying thread, PRODUCER_REGISTERS for each copying thread.
-    """
-
-    GROUPS: int
-    STAGES: int
-    PING_PONG: bool
-    REGISTERS: int
-    PRODUCER_REGISTERS: int
-
-
 class Spec(NamedTuple):
     """Compile-time constants of a call: HEADS query heads, GROUP of them per kv head, and DV columns of a value.
 
     PARTS blocks of Q or K, side by side, are a tile; with one stage, blocks of K are tiles of their own. TOP_LEFT is as
-    in `span.band`. PAGE: keys of a page, or 2**30 if each sequence has one page.
+    in `span.band`. PAGE: keys of a page, or 2**30 if each sequence has one page. WARPGROUPS multiply, in turns if
+    PING_PONG. Shared memory has STAGES tiles of V, and as many of K, or TILES_OF_K if STAGES is 1. REGISTERS: of a
+    multiplying thread, and of a copying thread.
     """
 
     HEADS: int
@@ -51,19 +39,10 @@ class Spec(NamedTuple):
     PARTS: int
     TOP_LEFT: bool
     PAGE: int
-    FORM: Form
-
-
-class Stored(NamedTuple):
-    """Outputs that threads store. Wide (float32 View) or partials (Partials) replaces Out; both may be None.
-
-    Lse and Stats are as in kernels/forward.py, and None if there are partials.
-    """
-
-    Wide: memory.View
-    partials: Partials
-    Lse: gl.tensor
-    Stats: gl.tensor
+    WARPGROUPS: int
+    STAGES: int
+    PING_PONG: bool
+    REGISTERS: tuple
 
 
 @gluon.jit
@@ -74,7 +53,7 @@ def _take(g: gl.constexpr, shared, work, n, results, spec: gl.constexpr):
     """
     ROWS: gl.constexpr = shared.q.tiles.shape[-2]
     BLOCK_N: gl.constexpr = shared.k.tiles.shape[-2]
-    BLOCK_M: gl.constexpr = spec.FORM.GROUPS * ROWS
+    BLOCK_M: gl.constexpr = spec.WARPGROUPS * ROWS
     first, plane, band, part = block_of_rows(work, n, results, BLOCK_M, shared.v.tiles.shape[-1], spec)
     if work.tile_lists is None:
         last, count = extent(band, first, plane, results, BLOCK_M, BLOCK_N)
@@ -155,7 +134,7 @@ def _begin_scores(g: gl.constexpr, shared, n, step, zero, GROUPS: gl.constexpr, 
 @gluon.jit
 def _consume(g: gl.constexpr, shared, results, work, rules, spec: gl.constexpr, SHARE: gl.constexpr):
     """Compute rows g * 64 .. g * 64 + 63 of each block of rows: the work of one warpgroup."""
-    GROUPS: gl.constexpr = spec.FORM.GROUPS
+    GROUPS: gl.constexpr = spec.WARPGROUPS
     DV: gl.constexpr = spec.DV
     ROWS: gl.constexpr = shared.q.tiles.shape[-2]
     BLOCK_N: gl.constexpr = shared.k.tiles.shape[-2]
@@ -311,17 +290,18 @@ def _consume(g: gl.constexpr, shared, results, work, rules, spec: gl.constexpr, 
 
 @gluon.jit(do_not_specialize=["q_len", "k_len", "left", "right", "planes", "section", "splits"])
 def forward(
-    Q, K, V, Bias, Words, Out, stored,
+    Q, K, V, Bias, Words, Out, Wide, partials, Lse, Stats,
     sequences, caches, tile_lists, used, q_len, k_len, left, right, rules, planes, section, splits,
     spec: gl.constexpr,
 ):  # fmt: skip
     """Write the same outputs as kernels/forward.py. A program may compute several blocks of rows.
 
-    Only one of Out, stored.Wide, a View of float32 (B, H, Sq, DV), and stored.partials is not None. Q, K, V and Out are
-    TMA descriptors of (B, H, S, D) with blocks of [1, 1, rows, width(D)], or of fewer columns if spec.PARTS blocks of Q
-    or K are a tile; blocks of Q and Out have 64 rows. A program computes as many columns of Out as a block of V has.
-    Bias, or None, describes (B, H, Sq, Sk), with size 1 where it broadcasts. Words, or None, describes the words of
-    `masks.Bits` as int32 (count, 128), in blocks [1, 128]. tile_lists: as in kernels/forward.py.
+    Only one of Out, Wide, a View of float32 (B, H, Sq, DV), and partials (`Partials`) is not None. With partials, Lse
+    and Stats are None. Q, K, V and Out are TMA descriptors of (B, H, S, D) with blocks of [1, 1, rows, width(D)], or of
+    fewer columns if spec.PARTS blocks of Q or K are a tile; blocks of Q and Out have 64 rows. A program computes as
+    many columns of Out as a block of V has. Bias, or None, describes (B, H, Sq, Sk), with size 1 where it broadcasts.
+    Words, or None, describes the words of `masks.Bits` as int32 (count, 128), in blocks [1, 128]. tile_lists: as in
+    kernels/forward.py.
 
     planes is the number of planes of the schedule: B * Hq * splits, times the number of programs that share a row's
     columns. `section` is as in schedule.py. If only one side of the band is bounded, as by causal, a program with
@@ -331,9 +311,8 @@ def forward(
     and `used`, an int32 tensor with one element, is the number of used slots. If caches (`work.Caches`) are not None, K
     and V are ragged descriptors of (1, H, rows of all pages, D), and k_len is the capacity.
     """
-    form: gl.constexpr = spec.FORM
-    GROUPS: gl.constexpr = form.GROUPS
-    STAGES: gl.constexpr = form.STAGES
+    GROUPS: gl.constexpr = spec.WARPGROUPS
+    STAGES: gl.constexpr = spec.STAGES
     band = span.band(q_len, k_len, left, right, spec.TOP_LEFT)
     ROWS: gl.constexpr = Q.block_type.shape[-2]
     blocks, paired = gl.cdiv(q_len, GROUPS * ROWS), 0
@@ -365,10 +344,10 @@ def forward(
     if Words is not None:
         words = noting.words(Words, AHEAD, GROUPS * K.block_type.shape[-2] // masking.BLOCK)
     bias = None if Bias is None else ring.ring(Bias, GROUPS, 1)
-    ping_pong = ring.barriers(2) if form.PING_PONG else None
+    ping_pong = ring.barriers(2) if spec.PING_PONG else None
     fence_async_shared()
     shared = Shared(q, k, v, landed, notes, words, bias, out, ping_pong)
-    results = Results(Out, stored.Wide, stored.partials, stored.Lse, stored.Stats, splits)
+    results = Results(Out, Wide, partials, Lse, Stats, splits)
     if GROUPS == 2:
         gl.warp_specialize(
             [
@@ -377,7 +356,7 @@ def forward(
                 (produce, (shared, results, Q, K, V, Bias, Words, work, rules, spec)),
             ],
             [WARPS, 1],
-            [form.REGISTERS, form.PRODUCER_REGISTERS],
+            [spec.REGISTERS[0], spec.REGISTERS[1]],
         )
     else:
         gl.warp_specialize(
@@ -388,5 +367,5 @@ def forward(
                 (produce, (shared, results, Q, K, V, Bias, Words, work, rules, spec)),
             ],
             [WARPS, WARPS, 1],
-            [form.REGISTERS, form.REGISTERS, form.PRODUCER_REGISTERS],
+            [spec.REGISTERS[0], spec.REGISTERS[0], spec.REGISTERS[1]],
         )

@@ -123,7 +123,7 @@ def _fill_bias(shared, step, Bias, plane, first, block, GROUPS: gl.constexpr):
 @gluon.jit
 def produce(shared, results, Q, K, V, Bias, Words, work, rules, spec: gl.constexpr):
     """Load tiles by TMA: the work of one warp. Without tile lists it goes from the last keys to the first."""
-    GROUPS: gl.constexpr = spec.FORM.GROUPS
+    GROUPS: gl.constexpr = spec.WARPGROUPS
     PAGE: gl.constexpr = spec.PAGE
     ROWS: gl.constexpr = shared.q.tiles.shape[-2]
     BLOCK_N: gl.constexpr = shared.k.tiles.shape[-2]

@@ -58,7 +58,7 @@ class Work(NamedTuple):
 
 
 class Results(NamedTuple):
-    """All outputs: Out (TMA descriptor, or None) and those of `forward.Stored`. splits: the number of splits."""
+    """Outputs of `forward`, of which Wide, Lse and Stats are stored by threads, and the number of splits."""
 
     Out: tensor_descriptor
     Wide: memory.View
