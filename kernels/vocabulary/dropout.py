@@ -73,7 +73,7 @@ def _plane(dropout, plane):
 
 @triton.jit
 def word(dropout, plane, r, c):
-    """Return the words of `_four` for an unaligned origin, by four times as many Philox calls."""
+    """Return the words of `four` for an unaligned origin, by four times as many Philox calls."""
     row, key = dropout.origin.unaligned
     r, c = tl.broadcast(r + row, c + key)
     low, high = (r >> 4) * 8 + (r & 7), (c >> 4) * 8 + (c & 7)
@@ -84,28 +84,23 @@ def word(dropout, plane, r, c):
 
 
 @triton.jit
-def _kept(dropout, plane, r, c):
-    if len(dropout.origin) > 0 and len(dropout.origin.unaligned) > 0:
-        return _not_below(dropout, word(dropout, plane, r, c))
-    else:
-        return _not_below(dropout, _four(dropout, plane, r, c))
-
-
-@triton.jit
 def _not_below(dropout, words):
     return words >= tl.cast(dropout.threshold, tl.uint32)
 
 
 @triton.jit
-def _four(dropout, plane, r, c):
-    """Return a random word for each pair (r, c), by `four`. r and c are [n, 1] and [1, m], or the reverse."""
-    ROWS: tl.constexpr = r.shape[0] * r.shape[1]
-    KEYS: tl.constexpr = c.shape[0] * c.shape[1]
-    i, j = _counters(tl.reshape(r, [ROWS]), ROWS), _counters(tl.reshape(c, [KEYS]), KEYS)
-    if r.shape[1] == 1:
-        return four(dropout, plane, i[:, None], j[None, :])
+def _words(dropout, plane, r, c):
+    """Return a random word for each pair (r, c). r and c are [n, 1] and [1, m], or the reverse."""
+    if len(dropout.origin) > 0 and len(dropout.origin.unaligned) > 0:
+        return word(dropout, plane, r, c)
     else:
-        return four(dropout, plane, i[None, :], j[:, None])
+        ROWS: tl.constexpr = r.shape[0] * r.shape[1]
+        KEYS: tl.constexpr = c.shape[0] * c.shape[1]
+        i, j = _counters(tl.reshape(r, [ROWS]), ROWS), _counters(tl.reshape(c, [KEYS]), KEYS)
+        if r.shape[1] == 1:
+            return four(dropout, plane, i[:, None], j[None, :])
+        else:
+            return four(dropout, plane, i[None, :], j[:, None])
 
 
 @triton.jit
@@ -135,7 +130,7 @@ def keep(dropout, p, plane, r, c):
     """Return the weights p, with dropped ones set to 0. The forward applies `scaled` to its output, not to p."""
     # In a row with one key, rounding a scaled weight to 16 bits would shift all columns of the output. delta would then
     # differ from dp, and the gradient of the score would not be 0.
-    return p if dropout is None else tl.where(_kept(dropout, plane, r, c), p, 0.0)
+    return p if dropout is None else keep_by(dropout, p, _words(dropout, plane, r, c))
 
 
 @triton.jit
@@ -167,10 +162,7 @@ def sign_by(dropout, p, words):
 @triton.jit
 def sign_dropped(dropout, p, plane, r, c):
     """Return the weights, negative if dropped, because the backward lacks registers for both weights and bits."""
-    if dropout is None:
-        return p
-    else:
-        return tl.where(_kept(dropout, plane, r, c), p, -p)
+    return p if dropout is None else sign_by(dropout, p, _words(dropout, plane, r, c))
 
 
 @triton.jit

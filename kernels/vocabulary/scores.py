@@ -6,8 +6,7 @@ import triton
 import triton.language as tl
 
 from . import columns, copies, memory, span
-
-LOG2E = tl.constexpr(1.4426950408889634)
+from .softmax import LOG2E
 
 
 class Score(NamedTuple):
