@@ -189,7 +189,7 @@ def _put(g: gl.constexpr, shared, step, dq):
 
 
 @gluon.jit
-def _consume_whole(g: gl.constexpr, shared, wide, program, all_real, rules, form: gl.constexpr):
+def _consume(g: gl.constexpr, shared, wide, program, all_real, rules, form: gl.constexpr):
     """Compute dk and dv of 64 keys from 64 rows a step, and half the columns of each dq: the work of one warpgroup.
 
     DQ_AT says which part of the next step's weights is computed during the products for dq.
@@ -260,14 +260,6 @@ def _consume_whole(g: gl.constexpr, shared, wide, program, all_real, rules, form
     body.leave(g, shared, wide, kv, first, band, scores.grad(score, dk), dv, steps, form)
 
 
-@gluon.jit
-def _consume(g: gl.constexpr, shared, wide, program, all_real, rules, form: gl.constexpr):
-    if shared.q.tiles.shape[-2] > 64:
-        halves.consume(g, shared, wide, program, all_real, rules, form)
-    else:
-        _consume_whole(g, shared, wide, program, all_real, rules, form)
-
-
 @gluon.jit(do_not_specialize=["q_len", "k_len", "left", "right", "heads"])
 def backward(
     Q, K, V, GradOut, Rows, Bias, Words, Sums, GradK, GradV, Turns,
@@ -334,8 +326,8 @@ def backward(
     wide = () if isinstance(GradK, tensor_descriptor) else (GradK, GradV)
     gl.warp_specialize(
         [
-            (_consume, (0, shared, wide, program, all_real, rules, form)),
-            (_consume, (1, shared, wide, program, all_real, rules, form)),
+            (halves.consume if BLOCK_M > 64 else _consume, (0, shared, wide, program, all_real, rules, form)),
+            (halves.consume if BLOCK_M > 64 else _consume, (1, shared, wide, program, all_real, rules, form)),
             (_produce, (shared, Q, K, V, GradOut, Rows, Bias, Words, program, rules, form)),
             (_give, (0, shared, results, program, rules.masks, form)),
             (_give, (1, shared, results, program, rules.masks, form)),

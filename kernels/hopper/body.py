@@ -8,19 +8,19 @@ that change scores before the pivot is subtracted, `across` loads the statistics
 
 from typing import NamedTuple
 
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
 from ..vocabulary import dropout as dropping, gradient, masks as masking, memory, scores, softmax, span
+from ..vocabulary.copies import VERSION
 from . import layouts, notes as noting, ring, visits
 from .copies import fence_async_shared
 from .layouts import WARPS
 
 GROUPS = gl.constexpr(2)  # warpgroups that multiply
 # True if products read left operands from the registers that hold them. Triton 3.9 copies them, which may not fit.
-OPERANDS_STAY = gl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9))
+OPERANDS_STAY = gl.constexpr(VERSION < (3, 9))
 
 
 class Keys(NamedTuple):

@@ -336,13 +336,10 @@ def forward(
         out = q.tiles
     else:
         out = gl.allocate_shared_memory(Out.dtype, [GROUPS] + Out.block_type.shape, Out.layout)
-    KEYS: gl.constexpr = rules.masks.keys is not None
-    landed = ring.landing(v) if KEYS else None
+    landed = None if rules.masks.keys is None else ring.landing(v)
     AHEAD: gl.constexpr = (TILES_OF_K + spec.PARTS - 1) // spec.PARTS if APART else STAGES
     notes = None if tile_lists is None else noting.notes(AHEAD, K.block_type.shape[-2])
-    words = None
-    if Words is not None:
-        words = noting.words(Words, AHEAD, GROUPS * K.block_type.shape[-2] // masking.BLOCK)
+    words = None if Words is None else noting.words(Words, AHEAD, GROUPS * K.block_type.shape[-2] // masking.BLOCK)
     bias = None if Bias is None else ring.ring(Bias, GROUPS, 1)
     ping_pong = ring.barriers(2) if spec.PING_PONG else None
     fence_async_shared()

@@ -291,8 +291,7 @@ def stored_backward(
     rows, ds, bias = ring.ring(Rows, 2, 2), ring.ring(GradScores, 2, 1), None
     if Bias is not None:
         # A bias as large as ds is loaded into the tile of ds (D 256 leaves no other memory), and read before ds exists.
-        IN_DS: gl.constexpr = Bias.block_type.nbytes == GradScores.block_type.nbytes
-        if IN_DS:
+        if Bias.block_type.nbytes == GradScores.block_type.nbytes:
             tiles = as_blocks(Bias, ds.tiles)
         else:
             tiles = gl.allocate_shared_memory(Bias.dtype, [2] + Bias.block_type.shape, Bias.layout)

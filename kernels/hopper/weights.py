@@ -101,18 +101,17 @@ def _shown(g: gl.constexpr, shared, step, LAYOUT: gl.constexpr):
 def weights(g: gl.constexpr, s, state, masked, of, block, shared, step, GROUPS: gl.constexpr):
     """Return (p, factor that rescales earlier sums, new State)."""
     score, masks, r, notes = of.rules.score, of.rules.masks, of.rows[:, None], shared.notes
+    LAYOUT: gl.constexpr = s.type.layout
     if score.scale is not None:
-        cols = block * s.shape[1] + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))
-        S_LAYOUT: gl.constexpr = s.type.layout
-        bias = _bias(shared, step * GROUPS + g, of, S_LAYOUT)
+        cols = block * s.shape[1] + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, LAYOUT))
+        bias = _bias(shared, step * GROUPS + g, of, LAYOUT)
         s, _ = scores.apply(score, s, bias, of.band, of.plane, r, cols[None, :])
     if masked:  # a branch, because two loops (masked or not) would repack p between them
-        cols = block * s.shape[1] + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))
+        cols = block * s.shape[1] + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, LAYOUT))
         real = None
         if masks.keys is not None:
-            real = noting.real_keys(notes, step).load(gl.SliceLayout(0, s.type.layout))[None, :] != 0
-        OF_S: gl.constexpr = s.type.layout
-        shown = _shown(g, shared, step, OF_S)
+            real = noting.real_keys(notes, step).load(gl.SliceLayout(0, LAYOUT))[None, :] != 0
+        shown = _shown(g, shared, step, LAYOUT)
         s = gl.where(masking.visible(masks, shown, of.band, of.plane, r, cols[None, :], real), s, float("-inf"))
     if shared.bias is not None:  # after a branch, or ptxas would release before the loads of the bias arrive
         ring.release(shared.bias, step * GROUPS + g)

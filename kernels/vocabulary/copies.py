@@ -8,9 +8,9 @@ from triton.language.target_info import cuda_capability_geq
 # Triton 3.6.0 puts its fence before the wait for a copy, where it orders nothing. Triton 3.7.1 puts it after the wait,
 # as `fence` does: triton-lang/triton#9610, #10537.
 _MAJOR, _MINOR, _PATCH = triton.__version__.split(".")[:3]
-_VERSION = int(_MAJOR), int(_MINOR), int(_PATCH[0])
-UNFENCED = tl.constexpr(_VERSION < (3, 7, 1) and not knobs.runtime.interpret)
-LATER_UNFENCED = tl.constexpr(_VERSION < (3, 9, 0) and not knobs.runtime.interpret)  # see `fence_later`
+VERSION = int(_MAJOR), int(_MINOR), int(_PATCH[0])
+UNFENCED = tl.constexpr(VERSION < (3, 7, 1) and not knobs.runtime.interpret)
+LATER_UNFENCED = tl.constexpr(VERSION < (3, 9, 0) and not knobs.runtime.interpret)  # see `fence_later`
 
 
 @triton.jit
