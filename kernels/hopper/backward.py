@@ -63,23 +63,8 @@ class Form(NamedTuple):
     COLUMNS: tuple
 
 
-class Results(NamedTuple):
-    """Outputs: TMA descriptors of the sums of dq, dk and dv, and counters of turns or None.
-
-    Sums of dq are float32, in `layouts.lines`. GradK and GradV are Views if dk and dv are float32. Then the warpgroups
-    that multiply store them.
-    """
-
-    Sums: tensor_descriptor
-    GradK: tensor_descriptor
-    GradV: tensor_descriptor
-    Turns: gl.tensor
-
-
 @gluon.jit
-def _turn(
-    g: gl.constexpr, results, plane, block, first, band, masks, KEYS: gl.constexpr, BLOCK_M: gl.constexpr
-):  # fmt: skip
+def _turn(g: gl.constexpr, Turns, plane, block, first, band, masks, KEYS: gl.constexpr, BLOCK_M: gl.constexpr):
     """Return (counter of warpgroup g's half of a tile of dq, its value before this program adds, and the increase).
 
     The last keys add first. Under a causal band their programs have the fewest rows, so none waits for a longer one.
@@ -100,7 +85,7 @@ def _turn(
             before = gl.min(gl.where(some, others, count), 0)
             start += 32
         turn, more = count - before, before - own
-    counter = memory.table(results.Turns + 1, plane, band.rows, 2).base + block.to(gl.int64) * (2 * BLOCK_M)
+    counter = memory.table(Turns + 1, plane, band.rows, 2).base + block.to(gl.int64) * (2 * BLOCK_M)
     return counter + g, turn, more
 
 
@@ -147,8 +132,8 @@ def _produce(shared, Q, K, V, GradOut, Rows, Bias, Words, program, rules, form: 
 
 
 @gluon.jit
-def _give(g: gl.constexpr, shared, results, program, masks, form: gl.constexpr):
-    """Add a warpgroup's dq to global memory, and store its dk and dv: the work of one warp."""
+def _give(g: gl.constexpr, shared, Sums, GradK, GradV, Turns, program, masks, form: gl.constexpr):
+    """Add a warpgroup's dq to global memory, and store its dk and dv unless they are float32: the work of one warp."""
     kv, first, band, lists = program
     KEYS: gl.constexpr = shared.k.tiles.shape[-2]
     BLOCK_M: gl.constexpr = shared.q.tiles.shape[-2]
@@ -164,20 +149,20 @@ def _give(g: gl.constexpr, shared, results, program, masks, form: gl.constexpr):
         ring.wait(shared.dq, step * GROUPS + g)
         batch, padded = span.padded(plane, block, BLOCK_M)
         place = [batch, plane.head, (padded * GROUPS + g) * LINES, 0]
-        if results.Turns is not None:
-            counter, turn, more = _turn(g, results, plane, block, first, band, masks, GROUPS * KEYS, BLOCK_M)
+        if Turns is not None:
+            counter, turn, more = _turn(g, Turns, plane, block, first, band, masks, GROUPS * KEYS, BLOCK_M)
             turns.wait(counter, turn)
-        async_add(results.Sums, place, shared.dq.tiles.index(g))
+        async_add(Sums, place, shared.dq.tiles.index(g))
         store_wait(0)
         ring.release(shared.dq, step * GROUPS + g)
-        if results.Turns is not None:
+        if Turns is not None:
             turns.end(counter, turn, more)
         block, member = visits.following(block, member, begin, end, form.GROUP)
-    if isinstance(results.GradK, tensor_descriptor):
+    if isinstance(GradK, tensor_descriptor):
         mbarrier.wait(shared.out.index(g), 0)
         place = ring.place(ring.of_keys(kv, band), first + g * KEYS, 0)
-        async_store(results.GradK, place, shared.k.tiles.index(g))
-        async_store(results.GradV, place, shared.v.index(g))
+        async_store(GradK, place, shared.k.tiles.index(g))
+        async_store(GradV, place, shared.v.index(g))
         store_wait(0)
 
 
@@ -321,7 +306,6 @@ def backward(
     mbarrier.init(met, count=2)
     one = body.ones(KEYS) if Rows.dtype == gl.bfloat16 else None
     shared = Shared(k, v, q, do, tables, notes, words, bias, ds, dq, one, met, out)
-    results = Results(Sums, GradK, GradV, Turns)
     fence_async_shared()
     wide = () if isinstance(GradK, tensor_descriptor) else (GradK, GradV)
     gl.warp_specialize(
@@ -329,8 +313,8 @@ def backward(
             (halves.consume if BLOCK_M > 64 else _consume, (0, shared, wide, program, all_real, rules, form)),
             (halves.consume if BLOCK_M > 64 else _consume, (1, shared, wide, program, all_real, rules, form)),
             (_produce, (shared, Q, K, V, GradOut, Rows, Bias, Words, program, rules, form)),
-            (_give, (0, shared, results, program, rules.masks, form)),
-            (_give, (1, shared, results, program, rules.masks, form)),
+            (_give, (0, shared, Sums, GradK, GradV, Turns, program, rules.masks, form)),
+            (_give, (1, shared, Sums, GradK, GradV, Turns, program, rules.masks, form)),
         ],
         [WARPS, 1, 1, 1],
         [form.REGISTERS[0], form.REGISTERS[1], form.REGISTERS[1], form.REGISTERS[1]],

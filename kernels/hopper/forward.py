@@ -267,9 +267,7 @@ def _consume(g: gl.constexpr, shared, results, work, rules, spec: gl.constexpr, 
             gl.store(where, out, mask=(r < band.rows) & (c < DV))
         elif results.partials is not None:
             split, head = plane.index % results.splits, span.kv_head(plane, results.splits)
-            keep(
-                results.partials, head, rows, c, band.rows, split, results.splits, out, state, True, DV, is_first
-            )  # fmt: skip
+            keep(results.partials, head, rows, c, band.rows, split, results.splits, out, state, True, DV, is_first)
         else:
             if SHARE and len(q) == 1:
                 tile = q[0].reshape(results.Out.block_type.shape)

@@ -281,11 +281,11 @@ def stored_backward(
     """
     KEYS: gl.constexpr = K.block_type.shape[-2]
     order = schedule.Schedule(gl.cdiv(k_len, 2 * KEYS), planes, section, 0)
-    band, notes = span.band(q_len, k_len, left, right, form.TOP_LEFT), None
+    band = span.band(q_len, k_len, left, right, form.TOP_LEFT)
     work = visits.Work(order, before, heads, band, sequences, tile_lists, left, right)
     program = visits.program(work, 2 * KEYS, form.TOP_LEFT)
-    if tile_lists is not None:  # the warps that store ds read a note as late as two steps after it is written
-        notes = noting.notes(2, 1)
+    # The warps that store ds read a note as late as two steps after it is written.
+    notes = None if tile_lists is None else noting.notes(2, 1)
     k, q, do = ring.ring(K, 2, 1), ring.ring(Q, 1, 2), ring.ring(GradOut, 3, 2)
     v = gl.allocate_shared_memory(V.dtype, [2] + V.block_type.shape, V.layout)
     rows, ds, bias = ring.ring(Rows, 2, 2), ring.ring(GradScores, 2, 1), None
