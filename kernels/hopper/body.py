@@ -344,13 +344,12 @@ def advance(shared, step, steps, keys, score, slope, kv, block, member, GROUP: g
 def leave(g: gl.constexpr, shared, wide, kv, first, band, dk, dv, steps, form: gl.constexpr):
     """Overwrite k and v in shared memory with dk and dv, once both warpgroups have finished reading.
 
-    If wide is not (), store dk and dv, of COLUMNS columns, in its two Views instead.
+    If wide is not (), store dk and dv, of form.COLUMNS columns, in its two Views instead.
     """
-    COLUMNS: gl.constexpr = form.COLUMNS
-    if len(COLUMNS) > 0:
+    if len(wide) > 0:
         first += g * dk.shape[0]
-        layouts.store_wide(memory.of_keys(wide[0], kv), first, band.keys, dk, COLUMNS[0])
-        layouts.store_wide(memory.of_keys(wide[1], kv), first, band.keys, dv, COLUMNS[1])
+        layouts.store_wide(memory.of_keys(wide[0], kv), first, band.keys, dk, form.COLUMNS[0])
+        layouts.store_wide(memory.of_keys(wide[1], kv), first, band.keys, dv, form.COLUMNS[1])
     else:
         dtype: gl.constexpr = shared.q.tiles.dtype
         mbarrier.arrive(shared.met, count=1)
