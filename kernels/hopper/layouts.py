@@ -1,4 +1,4 @@
-"""Layouts of products and of what is computed beside them, in the registers of a warpgroup."""
+"""Layouts of products, and of the values beside them, in the registers of a warpgroup."""
 
 import triton
 from triton.experimental import gluon

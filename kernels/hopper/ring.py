@@ -66,7 +66,7 @@ def barriers(COUNT: gl.constexpr):
 
 @gluon.jit
 def slot(slots, step):
-    """Return the part of a step in `slots`: tiles, barriers or notes, which steps use in turn."""
+    """Return the slot of a step: its tile, barrier or note. Steps use the slots in turn."""
     return slots.index(step % slots.shape[0])
 
 

@@ -58,7 +58,7 @@ class Work(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Outputs of `forward`, of which Wide, Lse and Stats are stored by threads, and the number of splits."""
+    """Outputs, as the kernel `forward` takes them, and the number of splits of the keys."""
 
     Out: tensor_descriptor
     Wide: memory.View
