@@ -6,7 +6,7 @@ import torch
 from triton import cdiv
 
 from ..call.options import Call, sizes
-from ..kernels.hopper.forward import Spec
+from ..kernels.hopper.forward import Spec, Stored
 from ..kernels.hopper.work import Caches
 from . import arguments, blocks, decode, hopper, run, tile_table
 from .descriptors import descriptor, of_bias, of_words
@@ -94,10 +94,7 @@ def _arguments(call, out, lse, stats, pipeline, partials, count, cached):
         Bias=of_bias(call, pipeline.keys),
         Words=of_words(call.mask_bits),
         Out=descriptor(out, each, columns, packed) if by_tma else None,
-        Wide=wide,
-        partials=partials,
-        Lse=lse if partials is None else None,
-        Stats=stats if partials is None else None,
+        stored=Stored(wide, partials, *((lse, stats) if partials is None else (None, None))),
         rules=arguments.rules(call),
         planes=batch * heads * planes,
         section=min(batch * heads, max(1, together) * group) * planes,

@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from triton.experimental.gluon.language.nvidia.hopper.tma import store_wait
 
 from ..vocabulary import dropout as dropping, masks as masking, memory, saved_stats, scores, softmax, span
-from ..vocabulary.partials import keep
+from ..vocabulary.partials import Partials, keep
 from ..vocabulary.rules import Rules
 from . import layouts, notes as noting, ring, schedule
 from .copies import as_blocks, async_store, fence_async_shared
@@ -43,6 +43,18 @@ class Spec(NamedTuple):
     STAGES: int
     PING_PONG: bool
     REGISTERS: tuple
+
+
+class Stored(NamedTuple):
+    """Outputs that threads store. Wide (float32 View) or partials (Partials) replaces Out; both may be None.
+
+    Lse and Stats are as in kernels/forward.py, and None if there are partials.
+    """
+
+    Wide: memory.View
+    partials: Partials
+    Lse: gl.tensor
+    Stats: gl.tensor
 
 
 @gluon.jit
@@ -288,18 +300,17 @@ def _consume(g: gl.constexpr, shared, results, work, rules, spec: gl.constexpr, 
 
 @gluon.jit(do_not_specialize=["q_len", "k_len", "left", "right", "planes", "section", "splits"])
 def forward(
-    Q, K, V, Bias, Words, Out, Wide, partials, Lse, Stats,
+    Q, K, V, Bias, Words, Out, stored,
     sequences, caches, tile_lists, used, q_len, k_len, left, right, rules, planes, section, splits,
     spec: gl.constexpr,
 ):  # fmt: skip
     """Write the same outputs as kernels/forward.py. A program may compute several blocks of rows.
 
-    Only one of Out, Wide, a View of float32 (B, H, Sq, DV), and partials (`Partials`) is not None. With partials, Lse
-    and Stats are None. Q, K, V and Out are TMA descriptors of (B, H, S, D) with blocks of [1, 1, rows, width(D)], or of
-    fewer columns if spec.PARTS blocks of Q or K are a tile; blocks of Q and Out have 64 rows. A program computes as
-    many columns of Out as a block of V has. Bias, or None, describes (B, H, Sq, Sk), with size 1 where it broadcasts.
-    Words, or None, describes the words of `masks.Bits` as int32 (count, 128), in blocks [1, 128]. tile_lists: as in
-    kernels/forward.py.
+    Only one of Out, stored.Wide, a View of float32 (B, H, Sq, DV), and stored.partials is not None. Q, K, V and Out are
+    TMA descriptors of (B, H, S, D) with blocks of [1, 1, rows, width(D)], or of fewer columns if spec.PARTS blocks of Q
+    or K are a tile; blocks of Q and Out have 64 rows. A program computes as many columns of Out as a block of V has.
+    Bias, or None, describes (B, H, Sq, Sk), with size 1 where it broadcasts. Words, or None, describes the words of
+    `masks.Bits` as int32 (count, 128), in blocks [1, 128]. tile_lists: as in kernels/forward.py.
 
     planes is the number of planes of the schedule: B * Hq * splits, times the number of programs that share a row's
     columns. `section` is as in schedule.py. If only one side of the band is bounded, as by causal, a program with
@@ -342,7 +353,7 @@ def forward(
     ping_pong = ring.barriers(2) if spec.PING_PONG else None
     fence_async_shared()
     shared = Shared(q, k, v, landed, notes, words, bias, out, ping_pong)
-    results = Results(Out, Wide, partials, Lse, Stats, splits)
+    results = Results(Out, stored.Wide, stored.partials, stored.Lse, stored.Stats, splits)
     if GROUPS == 2:
         gl.warp_specialize(
             [
