@@ -15,13 +15,16 @@ from ..call.rules import as_python, check_floating, check_names, check_strided, 
 from .attention import MultiHeadAttention, check_fits, check_input, check_layer, check_sizes
 
 
-def _look_up(table: nn.Embedding, name: str, ids: Tensor, shape: tuple[str, ...]) -> Tensor:
-    """Check ids, and return their embeddings. On a GPU, torch's assert for an id outside the table ends the program."""
+def _check_ids(name: str, ids: Tensor, shape: tuple[str, ...], table: nn.Embedding) -> None:
     check_input(name, ids, shape)
     if not isinstance(ids, fx.Proxy):
         if ids.dtype not in (torch.int32, torch.int64):
             fail(TypeError, name, "int32 or int64", ids.dtype)
         check_fits(name, ids, table, same_dtype=False)
+
+
+def _look_up(table: nn.Embedding, name: str, ids: Tensor) -> Tensor:
+    """Return the embeddings of ids. Raise for an id outside the table; on a GPU, torch's assert ends the program."""
     try:
         return table(ids)  # type: ignore[no-any-return]
     except IndexError:
@@ -149,8 +152,9 @@ class Embeddings(_Configurable):
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Return embeddings (B, S, hidden) of ids (B, S), int32 or int64. Raises ValueError or TypeError otherwise."""
-        tokens = _look_up(self.token_embeddings, "input_ids", input_ids, ("batch", "length"))
+        _check_ids("input_ids", input_ids, ("batch", "length"), self.token_embeddings)
         positions = self.position_embeddings(_positions(input_ids, self.position_embeddings.num_embeddings))
+        tokens = _look_up(self.token_embeddings, "input_ids", input_ids)
         return self.dropout(self.layer_norm(tokens + positions))  # type: ignore[no-any-return]
 
 
@@ -318,9 +322,10 @@ class AttentionDecoder(nn.Module):
         Returns:
             (logits (B, vocab_size), state (B, hidden_size), weights (B, num_attentions, num_heads, S) or None).
         """
-        embedded = _look_up(self.embedding, "input", input, ("batch",))
+        _check_ids("input", input, ("batch",), self.embedding)
         check_input("hidden", hidden, (input.shape[0], self.hidden_size), self.embedding)
         check_input("encoder_outputs", encoder_outputs, (input.shape[0], "length", self.encoder_size), self.embedding)
+        embedded = _look_up(self.embedding, "input", input)
         options = dict(key_mask=key_mask, need_weights=need_weights)
         attended = [attention(hidden[:, None], encoder_outputs, **options) for attention in self.attentions]
         context = self.fc_attn(torch.cat([out[:, 0] for out, _ in attended], -1))  # (B, encoder_size)
