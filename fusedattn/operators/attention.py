@@ -52,7 +52,7 @@ def _filled(call: Call, out: Tensor, lse: Tensor | None, weights: Tensor | None,
 
 
 def _on_hopper(call, backend):
-    """Return whether to run the Hopper forward. A compiler chose the backend without knowing if there are any keys."""
+    """Return whether to run the Hopper forward, which needs keys. A compiler chose it without knowing their number."""
     from ..launch import run
 
     return backend == "hopper" and run.has_hopper(call.query) and call.key.shape[2] > 0
@@ -83,7 +83,7 @@ def _compute(call, options):
 
 
 def record(call, options, marks, recorder, tensors):
-    """Launch a forward inside a Recorder. Return its results, and its block mask and words, made here if `marks`."""
+    """Launch a forward in a Recorder. Return results, block mask and mask bits. marks: compute the last two here."""
     from ..launch import blocks, forward
 
     call = of_calls.with_tensors(call, tensors)
@@ -247,7 +247,7 @@ def run_naive(call: Call, need_lse: bool, need_weights: bool, learned: bool = Fa
 
 
 def _marked(call: Call) -> Call:
-    """Return a call as `blocks.marked` does, by the operator; unchanged if its kernel does not run here."""
+    """Return a call with a block mask of its masks; unchanged without masks, or if the kernel does not run here."""
     from ..launch import blocks
 
     masks = [None if x is None else x.detach() for x in hiding(call)]

@@ -58,14 +58,14 @@ def readable(grad_out, call, backend):
 
 
 def kind_of(incoming, out, weights, stats, call, backend, need):
-    """Return what `repeats.repeat` takes of a backward: its kind and its tensors."""
+    """Return (kind, tensors) of a backward, as `repeats.repeat` takes them."""
     weights = weights if weights is None or weights.dim() == 4 else None
     kind = "backward", backend, tuple(need), torch.are_deterministic_algorithms_enabled(), repeats.facts(call)
     return kind, (*of_calls.tensors(call), *incoming, out, weights, stats)
 
 
 def _repeated(incoming, out, weights, stats, call, backend, need):
-    """Repeat the launches of an earlier backward. Return None if none is recorded, or if torch must sum a gradient."""
+    """Return gradients from repeated launches; None without a record or grad_out, or if torch must sum a gradient."""
     learned = any(needed and name not in ATTENDED for name, needed in zip(INPUTS, need, strict=True))
     if learned or incoming[0] is None:
         return None

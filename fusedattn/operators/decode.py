@@ -20,7 +20,7 @@ from .schema import DECODE, ROTARY, by_kernel, fill, new_results
 
 
 def _repeated(what: tuple, decode: Decode, record: Callable[..., Any]) -> list[Tensor | None] | None:
-    """Repeat the launches of an earlier Decode, as `repeats.repeat` does. record(recorder, Decode without data)."""
+    """Call `repeats.repeat` for a Decode. what: operator and options. record: `launch`, for a Decode without data."""
     call, shared, columns = decode.call, keys_hold_values(decode), decode.value_cache.shape[3]
     kind = *what, decode.added, decode.interleaved, shared and columns, repeats.facts(call)
     own: dict[str, Any] = {name: x for name, x in decode._asdict().items() if isinstance(x, Tensor) or x is None}
@@ -147,7 +147,7 @@ def _run(decode: Decode, need_lse: bool, need_weights: bool, backend: str):
         with contextlib.nullcontext() if compiling else below_autograd():  # no input requires a gradient
             if appends:
                 # If an operator writes to an input that starts inside of its storage, Inductor before torch 2.13 counts
-                # that offset twice, and reads and writes past the end. It removes copies of caches without gaps.
+                # that offset twice, and goes past the end. Copies avoid that; for caches without gaps it removes them.
                 written = [x.clone() for x in caches[:2]] if compiling and OLD_COMPILER else caches[:2]
                 OPERATORS.append(*written, *caches[2:], decode.new_key, decode.new_value, *rotary, call.named, backend)
                 for cache, copy in zip(caches[:2], written, strict=True):

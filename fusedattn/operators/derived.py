@@ -1,7 +1,7 @@
-"""Computes a formula as one autograd node. Its derivatives and its torch.vmap are single nodes, too.
+"""Formulas as single autograd nodes. Each derivative of a formula, and its torch.vmap, is a single node, too.
 
-torch runs the `jvp` of a Function with forward mode off, so an outer jvp would silently treat tangents of plain
-operations in it as zero. And torch.vmap of plain operations would number batches and heads wrongly for dropout.
+torch runs a Function's `jvp` with forward mode off. If `jvp` used plain operations, an outer jvp would silently take
+their tangents as zero. And torch.vmap of plain operations would number batches and heads wrongly for dropout.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,9 +22,9 @@ _TANGENTS = *(f"tangent_{name}" for name in INPUTS), *(f"moved_{name}" for name 
 
 
 class Formula(NamedTuple):
-    """A function that returns a tuple of tensors, and the names of arguments and results for `vmap_rule`.
+    """A function that returns a tuple of tensors, and the names of its arguments and results for `vmap_rule`.
 
-    The names include the fields of a Call. An elementwise function needs none: torch.vmap maps it by itself.
+    The names include the fields of a Call. An elementwise function needs no names: torch.vmap maps it directly.
     """
 
     compute: Callable[..., tuple[Tensor, ...]]
@@ -32,7 +32,7 @@ class Formula(NamedTuple):
     results: tuple[str, ...] = ()
 
     def linear(self, transform: Callable, more: Sequence[str], results: Sequence[str]) -> "Formula":
-        """Return a Formula of a derivative. It is linear in its first arguments, `more`; the rest are those of self."""
+        """Return `transform`, a derivative, as a Formula. Its arguments: `more`, in which it is linear, then self's."""
         # The number distinguishes the name of a tangent from the name of the tangent's own tangent.
         named = tuple(f"{len(self.names)}:{name}" for name in more)
         return Formula(transform, (*named, *self.names), tuple(results))
@@ -125,7 +125,7 @@ def plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 
 def double_backward(call: Call, incoming: Sequence[Any], grad_grads: Sequence[Any]) -> list[Tensor | None]:
-    """Compute `second_derivative` as one autograd node. Each result has the order of dimensions of its input."""
+    """Return `second_derivative`, computed as one autograd node. Gradients have their tensors' order of dimensions."""
     inputs = inputs_of(call)
     some = any(x is not None for x in incoming) and any(x is not None for x in grad_grads)
     places = [n for n, x in enumerate((*incoming, *inputs)) if some and x is not None]
@@ -144,7 +144,7 @@ def double_backward(call: Call, incoming: Sequence[Any], grad_grads: Sequence[An
 
 
 def double_tangent(call: Call, tangents: Sequence[Any], moved: Sequence[Any], need_weights: bool) -> list:
-    """Compute `second_tangent` in one autograd node, and return its results."""
+    """Return `second_tangent` of (output, lse, weights or None), computed as one autograd node."""
 
     def compute(*arguments):
         tangents, moved = arguments[: len(INPUTS)], arguments[len(INPUTS) : len(_TANGENTS)]

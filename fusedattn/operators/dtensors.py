@@ -46,7 +46,7 @@ class LocalCall(NamedTuple):
     query: Tensor
 
     def whole(self, x: Tensor | None, like_query: bool = False) -> Tensor | None:
-        """Wrap this rank's result in a DTensor. like_query: its dimensions are ordered in memory as the query's."""
+        """Wrap this rank's result in a DTensor. like_query: its dimensions have the query's order in memory."""
         from torch.distributed.tensor import DTensor
 
         if x is None:
@@ -63,7 +63,7 @@ def _laid_out(axes: Sequence[int], gradient: Tensor | None) -> Tensor | None:
 
 
 def local_call(call: Call, seed: Any) -> LocalCall | None:
-    """Convert a checked call of DTensors to this rank's LocalCall; None without DTensors. seed: the argument."""
+    """Return this rank's LocalCall of a checked call; None without DTensors. seed: as the caller wrote it."""
     # A replicated tensor beside sharded ones is cut here, and its gradient is Partial. Options that are not DTensors
     # must be equal on all ranks. Raise on all ranks if the call would need communication.
     tensors: dict[str, Any] = dict(zip(TENSORS, tensors_of(call), strict=True))
@@ -128,7 +128,7 @@ def _checked(tensors: Mapping[str, Any]) -> tuple[Any, list[int | None]]:
     by = [""] * mesh.ndim
     for name, x in tensors.items():
         if not is_dtensor(x):
-            # Each rank would have a different gradient of the same tensor.
+            # The ranks would get different gradients of one plain tensor.
             if name in ATTENDED or (name in INPUTS and x is not None and x.requires_grad):
                 fail(TypeError, name, f"a DTensor, as {first} is", "a tensor")
             continue
@@ -169,9 +169,9 @@ def _span(
     of_query: int, size: int, shape: tuple[int, ...], coordinate: tuple[int, ...],
     wanted: tuple[int, ...], had: tuple[int, ...],
 ) -> tuple[int, int] | None:  # fmt: skip
-    """Return (first, count) of the batches or heads that a rank's shard of the query needs from a tensor's shard."""
-    # Return None if a rank lacks any of them, or if its key heads serve unequal numbers of query heads. wanted, had:
-    # the mesh dimensions that shard the query and this tensor.
+    """Return (first, count), in a tensor's shard, of the batches or heads that a rank's shard of the query needs."""
+    # Return None if a rank lacks any of them, or if its key heads serve unequal numbers of query heads. of_query, size:
+    # sizes of the whole query and tensor. wanted, had: the mesh dimensions that shard the query, and the tensor.
     span = None
     for other in {coordinate, *itertools.product(*map(range, shape))}:
         first, count = _place(of_query, shape, other, wanted)

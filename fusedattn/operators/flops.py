@@ -1,7 +1,7 @@
 """FLOP counts of the operators, for `torch.utils.flop_counter.FlopCounterMode`.
 
 A matrix product counts 2 * m * n * k, hidden pairs included, as in torch's own attention. Packed sequences and caches
-count with their lengths. If tensors are fake, they count with maximum lengths, or total lengths if these are unknown.
+count with their lengths. Fake ones count with maximum lengths or capacities, or total lengths without a maximum.
 """
 
 import functools

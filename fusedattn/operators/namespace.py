@@ -1,4 +1,4 @@
-"""Registers operators with torch, in a namespace named after the package.
+"""Registration of operators with torch, in a namespace named after the package.
 
 The installed package has torch.ops.fusedattn. A copy in another package, such as mypkg._vendor.fusedattn, has
 torch.ops.mypkg__vendor_fusedattn, so both can live in one process.
@@ -31,8 +31,8 @@ def register(
     schema: str, run: _Run, new: _Run, check: _Run, differentiate: _Run | None = None, decompose: _Run | None = None
 ) -> None:
     """Define an operator for CUDA and CPU tensors."""
-    # run computes the operator. new is the fake: it returns results of the same shapes, dtypes and strides, for tensors
-    # without data. check raises, before both, for arguments that `run` cannot take; it reads no values of tensors.
+    # run computes the operator. new is the fake: from tensors without data, it makes results of the same shapes, dtypes
+    # and strides. check runs before both: it raises for arguments that `run` cannot take, and reads no tensor's values.
     # differentiate computes it with derivatives (torch's register_autograd drops tangents); None if it has none.
     # decompose computes it with torch's own operators, for ONNX, without branches on sizes.
     name, _, declared = schema.partition("(")

@@ -30,7 +30,7 @@ def widened(call: Call) -> Call:
 
 def forward(call: Call, backend: str) -> tuple[Tensor, Tensor]:
     """Return (output, stats) of a partial call without sinks."""
-    # stats (B, Hq, Sq, 2): a score near the largest, divided by `unit`, and log2 of the sum; -inf and inf if empty.
+    # stats (B, Hq, Sq, 2): m / `unit`, and log2(sum of exp(score - m)), for an m near the row max. Empty: -inf and inf.
     flops.offer(OPERATORS.forward)
     if backend in KERNELS:
         out, _, _, stats = OPERATORS.forward(*call, False, False, True, backend)
@@ -47,12 +47,12 @@ def forward(call: Call, backend: str) -> tuple[Tensor, Tensor]:
 
 
 def is_part(call: Call, has_weights: bool) -> bool:
-    """Return whether the results of a call may be merged with those of other keys, so that they need stats."""
+    """Return whether a call's results may be merged with results over other keys, for which they need stats."""
     return call.partial and call.sinks is None and not has_weights
 
 
 def naive_forward(call: Call, backend: str) -> tuple[Tensor, Tensor, None, Tensor]:
-    """Return (output, lse, None, stats) by the naive path, with stats as the kernels of a backend return."""
+    """Return (output, lse, None, stats) by the naive path, with stats as kernels of `backend` return them."""
     rows = RowStats(*partial.forward(widened(call)), 1.0)
     largest, log2_sum = rows.stats.unbind(-1)
     return rows.out, rows.lse, None, torch.stack([largest / unit(call, backend), log2_sum], -1)
@@ -61,7 +61,7 @@ def naive_forward(call: Call, backend: str) -> tuple[Tensor, Tensor, None, Tenso
 def naive_backward(
     call: Call, backend: str, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, stats: Tensor, need: list[bool]
 ) -> list[Tensor | None]:
-    """Return gradients by the naive path, from stats of `naive_forward` or of the kernels of a backend."""
+    """Return gradients by the naive path, from stats of `naive_forward` or of kernels of `backend`."""
     largest, log2_sum = stats.unbind(-1)
     stats = torch.stack([largest * unit(call, backend), log2_sum], -1)
     with autograd_inside(call.query.device):
@@ -87,7 +87,7 @@ def backward(
 
 
 def unit(call: Call, backend: str) -> float:
-    """Return the factor of the row max in stats: the scale if kernels leave scores unscaled, otherwise 1."""
+    """Return the factor that scales the row max in stats: the scale if kernels leave scores unscaled, otherwise 1."""
     if backend not in KERNELS:
         return 1.0
     from ..launch import arguments
@@ -97,7 +97,7 @@ def unit(call: Call, backend: str) -> float:
 
 
 class RowStats(NamedTuple):
-    """Output and softmax statistics of rows over the parts of the keys that are merged so far."""
+    """Output, stats and `unit` of rows, over the parts of the keys that are merged so far."""
 
     out: Tensor
     stats: Tensor

@@ -1,7 +1,7 @@
-"""Repeats the kernel launches of an operator for other tensors of the same kind, without preparing them again.
+"""Recorded kernel launches of operators, repeated on tensors that differ only in address and content.
 
-dispatch/replay.py repeats forwards of plain calls. This module repeats all backwards, and the forwards of other calls:
-operators in compiled graphs, calls under autocast, packed sequences, and caches.
+dispatch/replay.py repeats plain calls, and their backwards once this module has recorded them. This module repeats the
+other backwards and forwards: operators in compiled graphs, calls under autocast, packed sequences, and caches.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -15,12 +15,12 @@ from ..call.private import can_replay
 from ..call.rules import in_memory
 from ..launch.failures import KernelUnavailable, Unrecordable
 
-MAX_KEPT = 1024  # limit on kept kinds of calls; then a new one replaces the oldest
-RECORD_AFTER = 2  # record the second launch of a kind: recording takes as long as a first launch, and many never recur
+MAX_KEPT = 1024  # kinds of calls to keep; then a new kind replaces the oldest
+RECORD_AFTER = 2  # record a kind's second call: recording takes as long as a first launch, and many kinds never recur
 
 
 class Learned(dict[Any, Any]):
-    """{kind of call: number of calls so far, or what `learn` made}. It has the MAX_KEPT kinds that `keep` got last."""
+    """Table {kind of call: number of calls so far, or what `learn` made} of the last MAX_KEPT kinds."""
 
     def keep(self, kind: Hashable, value: Any) -> None:
         self.pop(kind, None)
@@ -30,7 +30,7 @@ class Learned(dict[Any, Any]):
         self[kind] = value
 
     def learn(self, kind: Hashable, make: Callable[[], Any]) -> Any:
-        """Count calls of a kind. Return what make() made in the RECORD_AFTER-th of them, or None before that."""
+        """Count calls of a kind, and call make() in the RECORD_AFTER-th. Return None before it, then the result."""
         # make() returns None if this kind cannot be recorded, and 0 to count from the start again.
         known = self.get(kind, 0)
         if type(known) is int:
@@ -39,7 +39,7 @@ class Learned(dict[Any, Any]):
         return None if type(known) is int else known
 
 
-_known = Learned()  # {kind and properties of the tensors: (Recording, places of its results)}
+_known = Learned()  # {kind and properties of the tensors: result of `record`}
 
 
 def forget() -> None:
@@ -47,7 +47,7 @@ def forget() -> None:
 
 
 def aligned(tensors: Sequence[Tensor]) -> bool:
-    """Return whether all tensors have memory, at multiples of 16 bytes, as recorded launches need."""
+    """Return whether all addresses are multiples of 16 and not null, as recorded launches need."""
     for x in tensors:
         address = x.data_ptr()
         if address == 0 or address % 16:
@@ -56,18 +56,18 @@ def aligned(tensors: Sequence[Tensor]) -> bool:
 
 
 def precision(tensor: Tensor) -> str | None:
-    """Return how matrix products of a tensor's dtype may round, by torch's settings."""
+    """Return torch's setting for float32 matrix products on GPUs, such as "tf32"; None for other dtypes."""
     return torch.backends.cuda.matmul.fp32_precision if tensor.dtype is float32 else None
 
 
 def facts(call: Call) -> tuple:
-    """Return what selects the launches of a call, apart from its tensors."""
+    """Return what selects a call's launches besides its tensors: precision, and other fields with their types."""
     others = [tuple(x) if isinstance(x, list) else x for x in call[len(TENSORS) :]]
     return precision(call.query), *others, *map(type, others)
 
 
 def _key(kind: Hashable, tensors: Sequence[Tensor | None]) -> tuple | None:
-    """Return a key of all calls with the same launches, None for a call whose launches cannot be repeated."""
+    """Return a key that all calls with the same launches share; None if the launches cannot be repeated."""
     there = [x for x in tensors if x is not None]
     if not can_replay or not in_memory(there) or not aligned(there):
         return None
@@ -75,9 +75,9 @@ def _key(kind: Hashable, tensors: Sequence[Tensor | None]) -> tuple | None:
 
 
 def repeat(kind: Hashable, tensors: Sequence[Tensor | None], launch: Callable[..., Any]) -> list[Tensor | None] | None:
-    """Repeat the launches of an earlier call of a kind with other tensors, and return its results, or None.
+    """Repeat an earlier call's launches on these tensors, and return the results; None if none are recorded.
 
-    kind: what selects the launches besides shapes, strides and dtypes. launch: as for `record`.
+    The RECORD_AFTER-th call is recorded. kind: what selects launches besides the tensors. launch: as for `record`.
     """
     if (key := _key(kind, tensors)) is None:
         return None
@@ -89,15 +89,15 @@ def repeat(kind: Hashable, tensors: Sequence[Tensor | None], launch: Callable[..
 
 
 def recorded(kind: Hashable, tensors: Sequence[Tensor | None]) -> Any:
-    """Return (Recording, places of its results) of the calls that `repeat` repeats, or None."""
+    """Return what `record` returned for a call of this kind, (Recording, places of its results), or None."""
     known = _known.get(_key(kind, tensors))
     return None if type(known) is int else known
 
 
 def record(tensors: Sequence[Tensor | None], launch: Callable[..., Any]) -> Any:
-    """Return (Recording, places of its results), None if there can be none, or 0 if a later call may be recorded.
+    """Return (Recording, places of its results), None if none is possible, or 0 if a later call may be recorded.
 
-    launch(recorder, tensors without data): launches kernels inside the Recorder, and returns the results.
+    places: indices in what Recording.run returns. launch(recorder, meta tensors): launches kernels, returns results.
     """
     from ..launch import recording, run
 

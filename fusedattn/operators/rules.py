@@ -1,4 +1,4 @@
-"""Checks the arguments of operators that are called by name, with the functions of the package `call`.
+"""Checks of operators that are called by name. They use the functions of the package `call`.
 
 Values of offsets, lengths, pages and block masks are not checked: whatever they are, kernels stay inside the tensors.
 """
@@ -20,7 +20,7 @@ from .schema import BACKWARD, FORWARD, TANGENT, stats_columns
 
 
 def check_call(call: Call, backend: str, need_weights: bool = False, capacity: int | None = None) -> None:
-    """Raise if an operator cannot take a Call. capacity: keys in the (already checked) caches; None without caches."""
+    """Raise if an operator cannot take a Call. capacity: that of the caches, checked before; None without them."""
     query = call.query
     if capacity is None:
         rules.check_rank("query", query, "(B, H, S, D)")
@@ -41,7 +41,7 @@ def check_call(call: Call, backend: str, need_weights: bool = False, capacity: i
         fail(ValueError, "seed", "a tensor, because dropout_p is given", None)
     for name in ("mask", "bias", "key_mask", "query_mask"):
         if (x := getattr(call, name)) is not None:
-            if name.endswith("_mask"):  # covers all packed tokens; a mask or bias covers the longest sequence
+            if name.endswith("_mask"):  # token masks cover all packed tokens; a mask or bias, the longest sequence
                 rules.check_tokens(name, x, tokens)
             rules.check_rank(name, x, "(B, S)" if name.endswith("_mask") else "(B, H, Sq, Sk)")
     for name in BY_HEAD:
@@ -98,7 +98,7 @@ def check_backend(call: Call, backend: str, also: tuple[str, ...] = ()) -> None:
     elif backend == "hopper" and holds(call.query.numel() != 0, True) and holds(call.key.numel() != 0, True):
         from ..launch import hopper
 
-        lacks = hopper.limits(call) if hopper.missing is None else []  # a graph from elsewhere: other kernels run
+        lacks = hopper.limits(call) if hopper.missing is None else []  # else Triton kernels run a graph from elsewhere
     if lacks:
         fail(ValueError, "backend", f"another, because {lacks[0]}", repr(backend))
 

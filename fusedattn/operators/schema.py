@@ -21,7 +21,7 @@ _TYPES |= {float: "float", float | None: "float?", Sequence[int] | None: "SymInt
 
 
 class Signature:
-    """The arguments of an operator: fields of a Call, between arguments of its own (`before` and `after`)."""
+    """Arguments of an operator: its own in `before`, then fields of a Call, then its own in `after`."""
 
     def __init__(self, before: str, after: str, fields: Sequence[str] = Call._fields):
         declared = ", ".join(f"{_TYPES[TYPES[name]]} {name}" for name in fields)
@@ -43,7 +43,7 @@ class Signature:
         return tuple([values.get(name) for name in self.names])
 
     def of_inputs(self, values: Sequence[Any], prefix: str = "") -> list[Any]:
-        """Select values of INPUTS from the values of all arguments. prefix: of their names, as in tangent_query."""
+        """Return the values of INPUTS from those of all arguments; with prefix="tangent_", tangent_query and so on."""
         return [values[self.names.index(f"{prefix}{name}")] for name in INPUTS]
 
 
@@ -88,7 +88,7 @@ def run_operator(operator, implementation, *arguments):
 
 
 def by_kernel(call: Call, launches: Sequence[Callable[[], None]], naive: Callable[[], None]) -> None:
-    """Run the first launch whose kernels run here, otherwise the naive path. Warn about kernels that do not run."""
+    """Run the first launch that works here, else the naive path. Warn of a failure; raise if the backend is named."""
     for launch in launches:
         try:
             return launch()
@@ -105,7 +105,7 @@ def fill(targets: Sequence[Tensor], results: Sequence[Tensor | None]) -> None:
 
 
 def new_results(call: Call, need_lse: bool, need_weights: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return uninitialised (output, lse, weights) of a call, or their tangents; empty unless needed."""
+    """Return uninitialised (output, lse, weights) of a call, or tangents. lse and weights are empty unless needed."""
     query, rows, wide = call.query, call.query.shape[:3], wide_dtype(call.query.dtype)
     out = dense(query, (*rows, call.value.shape[3]), wide if call.partial else None)
     columns: Any = call.key.shape[2] if call.cu_seqlens_q is None else call.max_seqlen_k

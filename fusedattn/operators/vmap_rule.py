@@ -1,8 +1,8 @@
 """torch.vmap of the operators: mapped calls are folded into one call, or made one by one.
 
-Dense calls are folded into the batch, packed calls into one call with all sequences; dropout then differs between them.
+Dense calls join along the batch, packed calls become one call with all sequences; each drops different weights.
 Calls are made one by one if they need equal dropout (randomness="same", or derivatives of a call that was not mapped
-itself), or if their seeds or the bits of their masks are mapped.
+itself), if seeds or mask_bits are mapped, or for packed sequences with sinks on the backend "cpu".
 """
 
 import re
@@ -24,7 +24,7 @@ def _kind(name: str) -> str:
 
 
 def _folding(size: int, call: dict[str, Any], dims: dict[str, Any]) -> tuple[Any, Any, set[str]]:
-    """Return functions that fold mapped calls into one, and unfold its results; and names that broadcast in a call."""
+    """Return functions that fold mapped calls into one and unfold results, and names that broadcast over its batch."""
     mapped = {name: x for name, x in call.items() if isinstance(x, Tensor)}
     shapes = {n: x.shape if dims[n] is None else x.movedim(dims[n], 0).shape[1:] for n, x in mapped.items()}
     packed = "cu_seqlens_q" in shapes
@@ -59,9 +59,9 @@ def _folding(size: int, call: dict[str, Any], dims: dict[str, Any]) -> tuple[Any
 
 
 def vmap_rule(apply, names, results, info, in_dims, arguments):
-    """Compute an autograd Function under torch.vmap by `apply`, and return (results, their mapped dimensions)."""
-    # names, results: names of its arguments, which include all fields of a Call, and of its results. A derivative has
-    # its tensor's name, maybe with the prefix grad_, tangent_ or moved_, and with "number:" before that.
+    """Run `apply` of an autograd Function on mapped arguments. Return (results, their mapped dimensions)."""
+    # names, results: names of the arguments (all fields of a Call among them) and of the results. A derivative has its
+    # tensor's name, maybe with the prefix grad_, tangent_ or moved_, and with "number:" before that.
     values, fields = dict(zip(names, arguments, strict=True)), Call._fields
     # For a list argument torch passes a list of dimensions. Our lists hold no tensors.
     dims = {name: dim if isinstance(values[name], Tensor) else None for name, dim in zip(names, in_dims, strict=True)}
