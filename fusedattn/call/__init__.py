@@ -1,1 +1,1 @@
-"""Checks the arguments of a call, converts them to a Call, and gives results the rank of query. Imports only torch."""
+"""Checks of a call's arguments, and the Call that they become. This package imports only torch."""

@@ -1,4 +1,4 @@
-"""Packs masks of pairs into a block mask, and a word of 64 bits for each row of a partly visible block."""
+"""Packing of masks of pairs: a block mask, and a word of 64 bits for each row of a partly visible block."""
 
 import itertools
 import math
@@ -32,7 +32,7 @@ def _lengths(n: int, size: int, device: torch.device) -> Tensor:
 
 
 def _counted(mask: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Return a mask (B, H, rows, keys) as (B, H, down, across, size, size), and the visible pairs of each block."""
+    """Return (a mask (B, H, rows, keys) as blocks (B, H, down, across, size, size), count of visible pairs in each)."""
     batch, heads, rows, keys = mask.shape
     down, across = -(-rows // size), -(-keys // size)
     mask = pad(mask, (0, across * size - keys, 0, down * size - rows)) if rows % size or keys % size else mask
@@ -44,7 +44,7 @@ def _counted(mask: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 def _distinct(words: Tensor) -> tuple[Tensor, Tensor]:
     """Return (distinct rows of words (n, size), place of each row among them). If hashes collide, return all rows."""
-    lanes = words.view(torch.int16)  # 16 bits each: the product of one bit keeps 49 bits or more of a power
+    lanes = words.view(torch.int16)  # 16 bits each: a power times one bit keeps 49 of its bits or more
     powers = torch.full((lanes.shape[1],), _MIX, device=words.device).cumprod(0)
     hashes, places = torch.unique((lanes * powers).sum(1), return_inverse=True)
     every = torch.arange(len(words), device=words.device)
@@ -64,7 +64,7 @@ def pack(pairs: Callable[..., Tensor], shape: Sequence[int], size: int, device: 
         words, numbers = _words(blocks.flatten(0, 3)), torch.arange(seen.numel(), device=device) + CONSTANT
         block_mask = torch.where((seen == 0) | (seen == area), seen.clamp(max=FULL), numbers.view_as(seen))
         return block_mask.to(torch.int32), _aligned(constant, words)
-    if math.prod(shape):  # a mask that is the same in each batch or head broadcasts along it
+    if math.prod(shape):  # pack a mask once if its stride along batches or heads is 0
         strides = pairs(slice(0, shape[0]), slice(0, shape[1]), slice(0, 1), slice(0, 1)).stride()
         shape = *(1 if stride == 0 else n for n, stride in zip(shape[:2], strides[:2], strict=True)), *shape[2:]
     steps, room = [0, 0, 0, 0], CHUNK if device.type == "cpu" else 16 * CHUNK
@@ -117,7 +117,7 @@ def hide_tokens(block_mask: Tensor, key_mask: Tensor | None, query_mask: Tensor 
 
 
 def unpack(block_mask: Tensor, mask_bits: Tensor, first: int, last: int, begin: int, end: int) -> Tensor:
-    """Return the pairs of rows first .. last - 1 and keys begin .. end - 1, bool (1 or B, 1 or H, rows, keys)."""
+    """Return the mask of rows first .. last - 1 and keys begin .. end - 1, bool (1 or B, 1 or H, rows, keys)."""
     size, device = mask_bits.shape[1], mask_bits.device
     rows = torch.arange(first, last, device=device)
     across = torch.arange(begin // size, -(-end // size), device=device)
@@ -140,7 +140,7 @@ def density(block_mask: Tensor | None, mask_bits: Tensor | None, shape: tuple[in
     # A mask that broadcasts has one block of equal rows or keys.
     counts = zip(shape[2:], block_mask.shape[2:], strict=True)
     lengths = [size if n == 1 or n > size * blocks else n for n, blocks in counts]
-    # The last blocks of rows and of keys may be shorter than their words, if the mask broadcasts.
+    # The last blocks of rows and of keys may have fewer rows and keys than their words: count only those.
     sides = [[(slice(-1), size), (slice(-1, None), (n - 1) % size + 1)] for n in lengths]
     seen = 0.0
     for (down, rows), (across, keys) in itertools.product(*sides):

@@ -1,4 +1,4 @@
-"""Checks the arguments of `attention_decode`, and returns them as the Decode that every backend takes."""
+"""Checks of the arguments of `attention_decode`, which become the Decode that every backend takes."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -80,7 +80,7 @@ def capacity(arguments: CacheArguments) -> int:
 
 
 def stand_in(cache: Tensor, table: Tensor | None) -> Tensor:
-    """Return the cache; if it is paged, an uninitialised tensor with only the shape (B, Hkv, capacity, D)."""
+    """Return the cache; if it is paged, one uninitialised element expanded to (B, Hkv, capacity, D)."""
     if table is None:
         return cache
     batch, (_, heads, page, dim) = table.shape[0], cache.shape

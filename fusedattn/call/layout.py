@@ -61,7 +61,7 @@ def dense(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) 
 
 
 def arrange(tensor: Tensor, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return `tensor`, copied if needed to be dense in the order of dimensions and (by default) dtype of `like`."""
+    """Return `tensor`, or a dense copy, with the order of dimensions in memory and (by default) dtype of `like`."""
     dtype = like.dtype if dtype is None else dtype
     if tensor.dtype == dtype and is_contiguous(like) and is_contiguous(tensor):
         return tensor
@@ -84,7 +84,7 @@ def _reaches(distance: int, dims: list[tuple[int, int, int]]) -> bool:
     if not dims:
         return distance == 0
     (stride, size, other), *rest = dims
-    steps = (distance // stride, distance // stride + 1) if stride else (0,)  # all smaller strides reach under one step
+    steps = (distance // stride, distance // stride + 1) if stride else (0,)  # smaller strides reach less than a step
     return any(-other < n < size and _reaches(distance - n * stride, rest) for n in steps)
 
 

@@ -127,9 +127,9 @@ class Call(NamedTuple):
     tensors, slices by batch and head, and the limits of a backend are derived from these declarations.
 
     seed is one int64 if dropout_p is not 0, otherwise None. block_mask (1 or B, 1 or Hq, blocks of queries, blocks of
-    keys) is int16 or int32, as kernels/vocabulary/masks.py defines it, and mask_bits has the words of its blocks.
-    Both come from a Plan, and mask is then None, or from the masks of the call. Row i sees the keys diagonal + i - left
-    to diagonal + i + right; None is unbounded. diagonal is 0 if top_left, otherwise Sk - Sq; an origin adds its shift.
+    keys) is int16 or int32, as kernels/vocabulary/masks.py defines it, and mask_bits has the bits of its blocks.
+    Both come from a Plan (mask is then None), or from the masks of the call. Row i sees the keys diagonal + i - left to
+    diagonal + i + right; None is unbounded. diagonal is 0 if top_left, otherwise Sk - Sq; an origin's shift is added.
 
     With cu_seqlens_q and cu_seqlens_k, int32 (n + 1,), the call holds n packed sequences and B is 1. Sequence b has
     rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1, and keys likewise. Kernels clamp offsets to the tensors. Rows and
@@ -207,7 +207,7 @@ def in_full(name: str, x: Any) -> Any:
 
 
 def sliced(name: str, x: Any, pairs: Mapping[str, slice] | None = None, **slices: slice) -> Any:
-    """Slice tensor x of a Call, as in B=slice(2, 4), unless it broadcasts. pairs: other slices for mask and bias."""
+    """Slice tensor x of a Call, as in B=slice(2, 4), unless it broadcasts. pairs: slices that mask and bias use."""
     letters = DIMS[name]
     if letters == "BHQK" and pairs is not None:
         slices |= pairs

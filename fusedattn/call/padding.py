@@ -1,4 +1,4 @@
-"""Pads packed sequences to a batch, and unpads them again."""
+"""Padding of packed sequences to a batch, and back."""
 
 from dataclasses import dataclass
 
@@ -58,7 +58,7 @@ def longest(offsets: Tensor, name: str) -> int:
 
 
 def padding(offsets: Tensor, total: int, most: int | None, name: str = "max_seqlen") -> Padding:
-    """Return the Padding of sequences with cu_seqlens `offsets`, clamped to 0 .. total. most: the maximum length."""
+    """Return the Padding of cu_seqlens `offsets`, clamped to 0 .. total. most: the maximum length, read if None."""
     offsets = offsets.long().clamp(0, total)
     lengths = offsets.diff().clamp(min=0)
     most = longest(offsets, name) if most is None else most

@@ -1,4 +1,4 @@
-"""Checks the masks of a plan (dtypes, ranks, and shapes that broadcast together), and packs them."""
+"""Checks of the masks of a plan (dtypes, ranks, and shapes that broadcast together), and their packing."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ from .rules import as_python, check_bool, check_floating, fail, is_int, type_nam
 
 
 def make_plan(masks: Mapping[str, Any], sizes: Mapping[str, Any], device: torch.device, kernels: int | None) -> Plan:
-    """Check masks, and return their Plan. sizes: of a mask function. kernels: their block size; None if none runs."""
+    """Check masks, return their Plan. sizes: for a mask function. kernels: block size of kernels, None without them."""
     function, given = None, {name: x for name, x in masks.items() if x is not None}
     if not given:
         fail(ValueError, "mask", "a mask, a key_mask or a query_mask", "none of them")
@@ -95,7 +95,7 @@ def pairs_of(name: str, mask: Tensor, lengths: Lengths | None = None) -> tuple[A
 
 
 def check_fit(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """Return the shape that shapes of rank 4, {name: shape}, broadcast to. Raise if they do not."""
+    """Broadcast rank-4 shapes, {name: shape}, and return the result. Raise if they do not fit."""
     whole: tuple[int, ...] = (1, 1, 1, 1)
     own = {"key_mask": (slice(0, 4, 3), "the (B, Sk)"), "query_mask": (slice(0, 4, 2), "the (B, Sq)")}
     for place, (name, shape) in enumerate(shapes.items()):

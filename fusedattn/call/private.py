@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
-OLD_COMPILER = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)  # it has faults that calls avoid
+OLD_COMPILER = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)  # with compiler faults that our calls avoid
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -71,7 +71,7 @@ def holds(condition: Any, otherwise: bool) -> bool:
 @constant
 @functools.cache
 def multiplies_bfloat16() -> bool:
-    """Return whether torch multiplies bfloat16 in hardware: on x86 with AMX or avx512_bf16, and on all other CPUs."""
+    """Return whether torch multiplies bfloat16 in hardware. x86 needs AMX or avx512_bf16; other CPUs always do it."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return True
     has_units = any(_find(f"cpu._is_{name}_supported", bool)() for name in ("amx_tile", "avx512_bf16"))
@@ -88,8 +88,8 @@ def _in_transform() -> bool:
     return _find("_C._functorch.peek_interpreter_stack", lambda: True)() is not None
 
 
-# Whether a transform of torch.func, forward mode (level 0 or more), a TorchDispatchMode or torch.jit is active. If a
-# name is missing, it counts as active: calls are not replayed, and for the first two torch.compile breaks the graph.
+# Functions that tell if a torch.func transform, forward mode (level 0 or more), a TorchDispatchMode or torch.jit is
+# active. If torch lacks one, it counts as active: no replay, and for the first two torch.compile breaks the graph.
 transforms_active: Callable[[], bool] = _find("_C._are_functorch_transforms_active", _in_transform)
 forward_level: Callable[[], int] = functools.partial(getattr, forward_ad, "_current_level", 0)
 dispatch_modes: Callable[[], int] = _find("_C._len_torch_dispatch_stack", lambda: 1)
@@ -151,7 +151,7 @@ def _empty_on(device: str) -> Callable[..., Tensor]:
     return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
-# {device type: function of (shape, strides, dtype)}. The fallback, torch.empty_strided, takes twice as long.
+# {device type: function that allocates (shape, strides, dtype)}. The fallback, torch.empty_strided, is half as fast.
 EMPTY: dict[str, Callable[..., Tensor]] = {
     "cpu": _find("_C._dynamo.guards._empty_strided_cpu", _empty_on("cpu")),
     "cuda": _find("_C._dynamo.guards._empty_strided_cuda", _empty_on("cuda")),
@@ -184,7 +184,7 @@ as_torch_has_it: Callable[[], Any] = _find("_C.DisableTorchFunction", contextlib
 is_as_torch_has_it: Callable[[], bool] = _find("_C._is_torch_function_all_disabled", lambda: False)
 # The __torch_function__ of a class that overrides no function. If missing, such a class counts as overriding all.
 disabled_torch_function = _find("_C._disabled_torch_function_impl")
-# Whether __torch_function__ is enabled. Without this name torch.compile accepts no tensors of classes that have it.
+# Returns whether __torch_function__ is on. Without this name torch.compile accepts no tensors of classes that have it.
 torch_function_enabled: Callable[[], bool] = _find("_C._is_torch_function_enabled", lambda: True)
 # Modules of torch's own classes whose __torch_function__ is ignored: causal biases and jagged tensors are accepted, and
 # lazy parameters, which have no sizes yet, get a clearer error from this package.
@@ -226,7 +226,7 @@ def in_onnx_export() -> bool:
 flash_attention_for_cpu: Any = _find("_scaled_dot_product_flash_attention_for_cpu")  # 2 us faster than by torch.ops
 flash_attention_for_cpu_backward: Any = _find("ops.aten._scaled_dot_product_flash_attention_for_cpu_backward")
 
-# Return the gradient of scores, from (that of their softmax, the softmax, -1, its dtype).
+# Returns the gradient of scores, from (the gradient of their softmax, the softmax, -1, its dtype).
 softmax_backward: Callable[..., Tensor] = _find(
     "_softmax_backward_data", lambda grad, weights, *_: (grad - (grad * weights).sum(-1, keepdim=True)).mul_(weights)
 )
@@ -236,7 +236,7 @@ _register_namedtuple: Callable[..., None] = _find("utils._pytree._register_named
 
 
 def exported_as(name: str) -> Callable[[type], type]:
-    """Return a decorator of a NamedTuple, so that torch.export can save programs with such arguments, and load them."""
+    """Return a decorator for NamedTuple classes. torch.export can then save and load programs with such arguments."""
 
     def register(kind: type) -> type:
         _register_namedtuple(kind, serialized_type_name=name)

@@ -55,7 +55,7 @@ def fail(error: type[Exception], argument: str, expected: Any, got: Any) -> NoRe
 
 
 def type_name(x: Any) -> str:
-    """Name x's type in an error message, with its library unless that is Python or torch; for a tensor, add advice."""
+    """Return x's type for an error message, with its library unless that is Python or torch; for a tensor, advice."""
     if isinstance(x, Tensor):
         return "a tensor: call .item() on it"
     library, name = type(x).__module__.partition(".")[0], type(x).__name__
@@ -95,7 +95,7 @@ CLASSES = frozenset((Tensor, Parameter))  # exact classes: subclasses do not cou
 
 
 def overriding(arguments: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the arguments for `handle_torch_function`, with None for modes; () if nothing overrides the function."""
+    """Return the arguments whose __torch_function__ overrides a function, with None for a mode; () without any."""
     if not has_torch_function(arguments):
         return ()
     # Torch's own classes, such as nested tensors, do not know our functions.
@@ -122,7 +122,7 @@ def overridable(function: _Function) -> _Function:
 
 
 def in_memory(tensors: Iterable[Any]) -> bool:
-    """Return whether kernels can read all tensors at their addresses: no subclass, wrapper or negated view."""
+    """Return whether kernels can read all tensors at their addresses: plain, strided, with data, not negated."""
     for x in tensors:
         if isinstance(x, Tensor) and (
             type(x) not in CLASSES
@@ -182,7 +182,7 @@ def broadcasts(tensor: Tensor, shape: tuple[int, ...]) -> bool:
 
 
 def is_size(size: Any, *allowed: Any) -> bool:
-    """Return whether a size equals one of `allowed`. Use it only to raise errors: an unknown size counts as allowed."""
+    """Return whether a size equals one of `allowed`. Only for checks: a size that a compiler cannot know is allowed."""
     # A size that a compiler cannot know counts as the last of `allowed`, and the compiled program asserts that.
     for one in allowed:  # a loop: a compiler traces it in a third of the steps that any() takes
         if (same := size == one) is True or holds(same, False):
@@ -217,7 +217,7 @@ def check_strided(**tensors: Any) -> None:
 
 
 def check_place(name: str, x: Any, device: torch.device | None = None, of: str = "query") -> None:
-    """Raise unless x is a strided tensor on `device` (None: on any). of: the argument that has this device."""
+    """Raise unless x is a strided tensor on `device` (None: on any). of: the argument that `device` is from."""
     if not isinstance(x, Tensor):
         fail(TypeError, name, "a tensor", type_name(x))
     if (got := irregular(x)) is not None:
@@ -273,8 +273,8 @@ def check_shape(name: str, x: Tensor, *shapes: tuple[int, ...], why: str) -> Non
 def check_query_key_value(
     query: Any, key: Any, value: Any, key_name: str = "key", value_name: str = "value", layout: str = ""
 ) -> None:
-    """Raise if query, key and value do not match. layout: with heads second; without it the rank is 2, 3 or 4."""
-    # With a layout, the batch size of key may differ.
+    """Raise if query, key and value do not match. layout: such as "(T, H, D)"; without it the rank is 2, 3 or 4."""
+    # With a layout, heads are second, and the first dimension of key may differ from that of query.
     check_place("query", query)
     dtype, device, rank = query.dtype, query.device, query.dim()
     if dtype not in FLOATING:
@@ -359,7 +359,7 @@ def check_number(
     name: str, x: Any, expected: str, least: float = -LARGEST, most: float = LARGEST, dtype: torch.dtype | None = None,
     positive: bool = False,
 ) -> None:  # fmt: skip
-    """Raise unless x is a number in least .. most, above 0 if `positive`, that float32 holds if `dtype` needs it."""
+    """Raise unless x is in least .. most, above 0 if `positive`. A dtype except float64 needs x in float32's range."""
     if not is_number(x):
         fail(TypeError, name, "a number", type_name(x))
     # Not math.isfinite: the compiler cannot trace it on a number that varies.
@@ -494,7 +494,7 @@ def checked(arguments: Arguments, named: bool = False) -> Call:
 
 
 def marks_of(plan: Any, sizes: Sizes) -> dict[str, Any]:
-    """Return the fields of a Call that come from a Plan, {} for another mask. Raise if the plan has other sizes."""
+    """Return a Plan's block_mask and mask_bits, {} for any other mask. Raise if the Plan does not fit the sizes."""
     if not isinstance(plan, Plan):
         return {}
     scores = sizes.B, sizes.Hq, sizes.Sq, sizes.Sk

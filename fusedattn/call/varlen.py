@@ -1,4 +1,4 @@
-"""Checks the arguments of `attention_varlen`, and returns them as the Call that every backend takes."""
+"""Checks of the arguments of `attention_varlen`, which become the Call that every backend takes."""
 
 from typing import Any
 
