@@ -74,6 +74,12 @@ def test_kernels_import_triton_and_each_other_and_nothing_else():
     assert not wrong
 
 
+def test_kernels_take_at_most_20_parameters():
+    functions = [(module, node) for module, path in sources("kernels") for node in ast.walk(ast.parse(path.read_text()))]
+    found = [(m, f.name, len(f.args.args)) for m, f in functions if isinstance(f, ast.FunctionDef)]
+    assert len(found) > 300 and not [each for each in found if each[2] > 20]
+
+
 def inner_imports():
     """Return {module: modules of fusedattn that it ever imports}, without the prefix "fusedattn."."""
     modules = dict(sources("fusedattn")) | dict(sources("bench"))
