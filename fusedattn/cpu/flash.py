@@ -46,7 +46,7 @@ class Result(NamedTuple):
 
 
 def by_power(query: Tensor, scale: float) -> tuple[Tensor, float, float]:
-    """Make the scale a power of two: return (query * factor, scale / factor, factor). In bfloat16 the factor is 1."""
+    """Return (query * factor, power of two, factor), where scale = power * factor. In bfloat16 the factor is 1."""
     factor, exponent = math.frexp(scale)
     if abs(factor) in (0.0, 0.5) or exponent > 127 or query.dtype == torch.bfloat16:
         return query, scale, 1.0
@@ -60,8 +60,8 @@ def _has_zeros(x: Tensor) -> bool:
 def attend(
     query: Tensor, key: Tensor, value: Tensor, where: Rectangle, added: Tensor | None, scale: float, exact: bool
 ) -> tuple[Tensor, Tensor]:
-    """Call PyTorch's kernel, which adds `added` to the scores of a rectangle: return (output, lse)."""
-    # exact: the backward uses the formula (`is_exact`), so it need not round scores as this kernel does.
+    """Return (output, lse) of a rectangle by PyTorch's kernel. added: the tensor to add to its scores, or None."""
+    # exact: the formula computes the gradients (`is_exact`). The scale may then be any number, not a power of two.
     if not exact:
         query, scale, _ = by_power(query, scale)
     out, lse = flash_attention_for_cpu(query, key, value, 0.0, where.causal, attn_mask=added, scale=scale)
@@ -125,7 +125,7 @@ def to_wide(call: Call) -> Call:
 
 
 def offset(call: Call) -> float:
-    """Return the number to subtract from all scores: the expected lse of scores of variance 1."""
+    """Return the number to subtract from all scores: their expected lse if their variance is 1, or 0."""
     # It stays the same if `to_wide` or torch.vmap changes the call.
     rows, seen = call.query.shape[2], call.key.shape[2]
     longest = seen
@@ -168,7 +168,7 @@ def covering(part: Part) -> list[Rectangle]:
 
 
 def are_complete(call: Call, some: list[Rectangle]) -> bool:
-    """Return whether each of these rectangles of scores contains all visible keys of its rows."""
+    """Return whether each rectangle has all that the softmax of its rows sums: all visible keys, and no sinks exist."""
     rows_of = [(where.first, where.last) for where in some]
     return call.sinks is None and not call.partial and len(set(rows_of)) == len(rows_of)
 
@@ -176,7 +176,7 @@ def are_complete(call: Call, some: list[Rectangle]) -> bool:
 def _attend(
     call: Call, where: Rectangle, tensors: Sequence[Tensor], less: float | Tensor, complete: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return (output, lse - less) of a rectangle of scores. complete: it has all visible keys of its rows."""
+    """Return (output, lse - less) of a rectangle of scores. complete: it has all keys of its rows; no sinks."""
     query, key, value = cut(where, tensors)
     of_formula = is_exact(call, where)
     if of_formula and not complete:
@@ -216,7 +216,7 @@ def _forward(part: Part, save: bool, less: float) -> Result:
 
 
 def _of_all_rows(part: Part, tensors: Sequence[Tensor], less: float) -> tuple[Tensor, Tensor]:
-    """Compute attention of a dense part of a call, a rectangle at a time: (output, lse - less)."""
+    """Return (output, lse - less) of a part, without its sinks. tensors: the query, key and value of `inputs_of`."""
     call, columns = part.call, part.call.value.shape[3]
     some, rows = covering(part), call.query.shape[2]
     all_complete = are_complete(call, some)
@@ -225,7 +225,7 @@ def _of_all_rows(part: Part, tensors: Sequence[Tensor], less: float) -> tuple[Te
         out, lse = _attend(call, where, tensors, less, all_complete)
         is_merged, large = not complete or call.sinks is not None, LARGE_LSE.get(call.query.dtype, 16.0)
         if is_merged and lse.dtype != torch.float64 and bool(((lse.abs() > large) & lse.isfinite()).any()):
-            # The error of this lse would show. Minus `near` it is close to 0, where the rounding error is small.
+            # A merge would show this lse's error. The lse of scores minus `near` is close to 0, so its error is small.
             near = lse.masked_fill(lse.isinf(), 0.0) + less
             again = _attend(call, where, tensors, near[..., None], all_complete)[1]
             lse = again.double() + (near.double() - less)
@@ -244,7 +244,7 @@ def _of_all_rows(part: Part, tensors: Sequence[Tensor], less: float) -> tuple[Te
 
 
 def merged(results: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Merge (output, lse) over each of several sets of keys into (output, lse) over all keys."""
+    """Return (output, lse) over all keys, from the (output, lse) over each of several disjoint sets of keys."""
     shares, total = shares_of([lse for _, lse in results])
     shares = shares.to(torch.promote_types(results[0][0].dtype, torch.float32))
     terms = [out * share[..., None] for (out, _), share in zip(results, shares, strict=True)]
@@ -252,7 +252,7 @@ def merged(results: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 def shares_of(lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return (each set's share of the softmax over all keys, 0 if every lse is -inf; lse over all keys)."""
+    """Return (softmax over the lses of sets of keys, 0 where all are -inf; their logsumexp, the lse over all keys)."""
     every = torch.stack(torch.broadcast_tensors(*lses))
     total = every.logsumexp(0)
     return every.softmax(0).masked_fill_(total == -INFINITE, 0.0), total
@@ -282,15 +282,15 @@ def at_once(call: Call, biased: bool = False) -> Rectangle | None:
 
 
 def forward(call: Call, save: bool) -> Result:
-    """Return the Result of a call. save: also compute `kept`, for a backward. This changes no bit of the others."""
+    """Return the Result of a call. save: also compute `kept` for a backward, with the same bits of `out` and `lse`."""
     everything = at_once(call, is_additive(call))
     if everything is not None and not (save and centre(call.value) is not None):
         (query, key, value), shape, less = call[:3], call.query.shape, offset(call)
         added = mask(call, everything, less)
         tensors = call[:3] if call.bias is None else (*call[:3], call.bias)
-        large = not save and query.numel() > LARGE  # forward mode refuses views
+        large = not save and query.numel() > LARGE  # forward-mode AD refuses views
         apart = large and all(x.is_contiguous() and x.shape[:2] == shape[:2] for x in tensors)
-        if apart:  # the kernel's output lies in memory as (B, S, H, D): with each head as a batch it needs no `arrange`
+        if apart:  # the kernel stores its output as (B, S, H, D): with each head as a batch it needs no `arrange`
             query, key, value, *bias = (x.view(-1, 1, *x.shape[2:]) for x in tensors)
             added = bias[0] if bias else added
         exact = is_few(call) if call.bias is None else is_exact(call, everything)

@@ -42,7 +42,7 @@ def _by_kernel(call: Call, where: Rectangle, less: float, *tensors: Tensor) -> S
 
 def _by_formula(call, where, less, tensors, grad_out, out, lse, of_bias) -> Sequence[Tensor]:
     """Return the gradients of query, key and value of a rectangle of scores, by the softmax formula."""
-    # lse: None if the rows see no keys elsewhere. out: None to recompute it. of_bias: the gradient of the bias so far.
+    # lse, out: over all keys of the rows; None if the rectangle has them all. of_bias: accumulates the bias's gradient.
     if lse is None:
         weights = flash.exact_weights(call, where, *tensors[:2])
     else:
@@ -63,7 +63,7 @@ class Incoming(NamedTuple):
 
 
 def _backward(part: Part, less: float, rows: Incoming, of_bias: Tensor | None) -> Sequence[Tensor]:
-    """Return the gradients of query, key and value of a dense call. of_bias: accumulates the gradient of the bias."""
+    """Return the gradients of query, key and value. less: offset of scores. of_bias: sum of bias gradients."""
     call = part.call
     columns = max(call.query.shape[3], call.value.shape[3])
     tensors = flash.inputs_of(part, columns)

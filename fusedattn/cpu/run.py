@@ -25,7 +25,7 @@ LARGEST_LSE = 128.0
 SMALL_LSE = 0.125
 
 _DIFFERENTIATED = "query", "key", "value", "bias", "sinks"  # inputs whose gradients `backward` returns
-# Options with the default None that the backend supports, or that `limits` checks separately. It lacks all others.
+# Options with the default None that the backend supports, or that `limits` checks separately. Others are refused.
 _KNOWN = {"bias", "alibi_slopes", "sinks", "mask", "key_mask", "query_mask", "block_mask", "left", "right", "origin"}
 _KNOWN |= {"seed", "mask_bits", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"}
 _LACKS = tuple(name for name, default in Call._field_defaults.items() if default is None and name not in _KNOWN)
@@ -49,12 +49,12 @@ def is_narrow(call: Call) -> bool:
 
 
 def lacks_gradients(call: Call, grad_weights: Tensor | None, need: Sequence[bool]) -> list[str]:
-    """Return the reasons why the naive path must replace `backward` for the gradients of a call; [] if it need not."""
+    """Return the reasons why the naive path must compute a call's gradients; [] if `backward` may compute them."""
     needed = [name for name, wanted in zip(INPUTS, need, strict=True) if wanted]
     lacks = [f"its kernel has no gradient of {name}" for name in needed if name not in _DIFFERENTIATED]
     in_parts, dtype = call.partial or call.cu_seqlens_q is not None, call.query.dtype
     if grad_weights is not None:
-        # In 16 bits the weights are rounded. With sinks, their own weights would be needed as well.
+        # Saved 16-bit weights are too inaccurate. With sinks, the gradient also needs the weights of the sinks.
         supported = dtype.itemsize >= 4 and call.sinks is None and not in_parts
         return lacks if supported else [*lacks, "its kernel has no gradient of weights in such a call"]
     in_bfloat16 = dtype == torch.bfloat16 and not is_widened(dtype)
@@ -73,7 +73,7 @@ def stats_columns(dtype: torch.dtype, width: int) -> int:
 
 
 def _stats(result: flash.Result) -> Tensor:
-    """Return the stats that a plain call saves beside its output; only one column, the lse, if that is enough."""
+    """Return the stats that a plain call saves: the lse, and `kept` if it differs from the output."""
     lse, kept = result.lse[..., None], result.kept
     if kept is result.out or result.out.dtype.itemsize != 2:
         return lse
@@ -86,7 +86,7 @@ def _packed(lse: Tensor, kept: Tensor) -> Tensor:
 
 
 def with_all_columns(stats: Tensor, out: Tensor) -> Tensor:
-    """Return saved stats with all their stats_columns, as the operators take them."""
+    """Return saved stats with `stats_columns` columns, as operators take them; `out` is added if only lse was saved."""
     return _packed(stats, out.detach()) if out.dtype.itemsize == 2 and stats.shape[-1] == 1 else stats
 
 
@@ -104,7 +104,7 @@ def forward(call: Call, need_lse: bool, need_weights: bool, save: bool) -> tuple
     out = result.out
     if need_lse:
         lse = (result.lse + result.less).contiguous()
-        exact = out.dtype == torch.bfloat16 and call.cu_seqlens_q is None  # offsets may be wrong
+        exact = out.dtype == torch.bfloat16 and call.cu_seqlens_q is None  # packed offsets may be wrong
         if exact and lse.masked_fill(lse == -INFINITE, 0.0).abs().lt(SMALL_LSE).all():
             lse = run_naive(call, True, False)[1].contiguous()
     weights = flash.weights(call) if need_weights else None
@@ -122,7 +122,7 @@ def too_large(lse: Tensor) -> bool:
 def backward(
     call: Call, incoming: Sequence[Tensor | None], out: Tensor, weights: Tensor, stats: Tensor, need: Sequence[bool]
 ) -> tuple | None:
-    """Return the gradients of a call's INPUTS, or None if the naive path must compute them. Some may not be needed."""
+    """Return the gradients of INPUTS, including unneeded ones, or None if the naive path must compute them."""
     grad_out, grad_lse, grad_weights = incoming
     if lacks_gradients(call, grad_weights, need):
         return None

@@ -41,7 +41,7 @@ def over_rows(a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
 
 def scores_of(call: Call, where: Rectangle, less: float | Tensor, rows: Tensor, keys: Tensor) -> Tensor:
     """Return a rectangle's scores minus the offset `less`, -inf where hidden. rows, keys: its part of query and key."""
-    heads, scores = keys.shape[1], rows.new_empty(*rows.shape[:3], keys.shape[2])  # not a view: forward mode refuses it
+    heads, scores = keys.shape[1], rows.new_empty(*rows.shape[:3], keys.shape[2])  # no view: forward-mode AD refuses it
     product(grouped(rows, heads), keys.flatten(0, 1).mT, call.scale, grouped(scores, heads))
     if where.causal and not where.masked and is_nothing(less):
         return scores.add_(scores.new_full(scores.shape[-2:], -INFINITE).triu_(1))
@@ -57,7 +57,7 @@ def weights_of(scores: Tensor, masked: bool) -> Tensor:
 
 
 def has_nan(weights: Tensor) -> bool:
-    """Return whether a row is NaN. A softmax makes all columns of such a row NaN, so the first is enough."""
+    """Return whether any row of a softmax is NaN. All columns of such a row are NaN, so the first is enough."""
     return bool(weights[..., 0].isnan().any())
 
 
@@ -72,7 +72,7 @@ def by_weights(
     of_bias: Tensor | None = None, grad_lse: Tensor | None = None, grad_weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return gradients of query, key and value from the softmax weights; add the gradient of scores to of_bias."""
-    # out: the output over all visible keys, or None if `weights` has all of them. grad_lse and grad_weights need None.
+    # out: the output over all keys of the rows; None if `weights` has all of them. With grad_lse or grad_weights: None.
     query, key, value = tensors
     size, heads = weights.shape, key.shape[1]
     rows, weights, grad_out = (grouped(x, heads) for x in (query, weights, grad_out))

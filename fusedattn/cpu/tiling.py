@@ -20,7 +20,7 @@ CACHE = 2**22  # bytes of an additive mask built at a time
 ROWS = 32  # minimum rows of a rectangle; the kernel works on 32, 64 or 256 at a time
 BAND = 64, 256  # minimum and maximum rows of a rectangle along a window
 MASK_ROWS = 128  # rows of the blocks whose range of visible keys is read from a mask
-WASTE = 1  # maximum ratio of the scores that a part computes (beyond CALL) to the visible ones
+WASTE = 1  # maximum ratio of the scores that a part computes to its visible ones; CALL scores more are allowed
 CALL = 2**12  # scores of one head that take as long to compute as the overhead of a kernel call
 FEWEST = 128  # minimum keys of a rectangle cut by a mask: float32 gradients of few keys are slower
 PART = 2**17  # scores that take as long to compute as the overhead of one more part, mainly its copies
@@ -35,7 +35,7 @@ class Part(NamedTuple):
     """A dense call split off a larger call. Only rows first .. last - 1 and keys begin .. end - 1 are visible.
 
     batches, rows and keys locate it in the whole call. sequences: the number of consecutive packed sequences
-    of equal length that form its batch, or 0.
+    of equal lengths that form its batch, or 0 for one or none.
     """
 
     call: Call
@@ -166,7 +166,7 @@ def rectangles(part: Part) -> Iterator[Rectangle]:
 
 
 def rectangles_of_rows(part: Part) -> list[Rectangle]:
-    """Return the rectangles of `rectangles`, but join those of the same rows, so that each has all their keys."""
+    """Return `rectangles`, with those of the same rows joined, so that each has all visible keys of its rows."""
     some: list[Rectangle] = []
     for where in rectangles(part):
         same_rows = some and some[-1][:2] == where[:2]
