@@ -104,7 +104,7 @@ def append(decode: Decode) -> None:
 
 def dense(decode: Decode) -> Call:
     """Convert a Decode to the equivalent padded Call. Call this after `append`, which fills the caches."""
-    # If causal, window or slopes align sequences at their ends, the Call gets offsets, as from `varlen.padded`.
+    # If causal, window or slopes align sequences at their ends, the Call gets cu_seqlens, like one of `varlen.padded`.
     call, (_, after) = rotated_query(decode), _lengths(decode)
     real = torch.arange(call.key.shape[2], device=after.device) < after[:, None]
     real = real if call.key_mask is None else real & call.key_mask

@@ -130,7 +130,7 @@ def hiding(call: Call, block: Block, in_place: bool) -> dict:
 
 
 def of_block(part: Part, block: Block, need_lse: bool, need_weights: bool, products: tuple = FEWEST_COPIES) -> tuple:
-    """Compute a block: (output, lse or None, weights or None). products: functions for scores and output."""
+    """Return (output, lse or None, weights or None) of a block. products: functions for q @ k.T and weights @ v."""
     call, (first, last, begin, end) = part.call, block
     all_rows, all_keys = last - first == call.query.shape[2], end - begin == call.key.shape[2]
     query = call.query if all_rows else call.query[:, :, first:last]
@@ -160,7 +160,7 @@ def of_all(call: Call, need_lse: bool, need_weights: bool, products: tuple = FEW
 
 
 def _recomputed(part: Part, block: Block, need_lse: bool) -> tuple:
-    """Compute `of_block` without weights. Autograd saves no scores, because the backward computes the block again."""
+    """Return `of_block` without weights. Autograd saves no scores, because the backward computes the block again."""
 
     def run(*fields):  # torch's checkpoint takes tensors as separate arguments
         return of_block(part._replace(call=Call(*fields)), block, need_lse, False)
@@ -191,7 +191,7 @@ def _saved_bytes(call: Call, blocks: list[Block], need_lse: bool) -> int:
 
 
 def _in_blocks(call: Call, need_lse: bool) -> tuple:
-    """Return (output, lse or None, None), computed a block at a time."""
+    """Return (output, lse or None, None) of a call, computed a block at a time."""
     all_parts = parts(call, most(call))
     needs_grad = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in call)
     blocks = all_parts[0][0].blocks  # the same for every part
@@ -204,7 +204,7 @@ def _in_blocks(call: Call, need_lse: bool) -> tuple:
 
 
 def without_autocast(function):
-    """Decorate a function whose first argument is a Call: run it without autocast: its inputs are cast already."""
+    """Decorate a function whose first argument is a Call to run without autocast: the inputs are already cast."""
 
     @functools.wraps(function)
     def run(call, *rest):
@@ -222,7 +222,7 @@ def run_naive(call: Call, need_lse: bool, need_weights: bool) -> tuple:
 
 
 def by_part(run: Callable[..., tuple], *cuts: list[list[Part]]) -> tuple:
-    """Join the results of run(*parts, block) over all blocks. cuts: `parts` of calls with equal shapes."""
+    """Return run(*parts, block) of all blocks, joined. cuts: the `parts` of each call; all calls have equal shapes."""
     rows = []
     for some in zip(*cuts, strict=True):
         columns = [joined([run(*each, block) for block in each[0].blocks], 2) for each in zip(*some, strict=True)]
@@ -245,7 +245,7 @@ def by_sequence(run: Callable[..., tuple], *calls: Call) -> tuple:
 
 @without_autocast
 def run_padded(call: Call, need_lse: bool, need_weights: bool) -> tuple:
-    """Compute `run_naive` of a call that is not packed, or that `padded` made of packed sequences (it has offsets)."""
+    """Return `run_naive` of a call that is not packed, or of a batch that `padded` made (it has offsets)."""
     wide = prepared(call, wide_dtype(call.query.dtype))
     if not sized(wide):  # with symbolic sizes torch 2.10 cannot export merged dimensions
         out, lse, weights = of_all(wide, need_lse, need_weights, AS_WRITTEN)

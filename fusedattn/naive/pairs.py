@@ -29,7 +29,7 @@ def of_mask(call: Call, block: Block) -> Tensor | None:
 
 
 def _offsets(call: Call, block: Block) -> Tensor:
-    """Return, for each pair, its key minus the key on the diagonal: (rows, keys), or (n, 1, rows, keys) if padded."""
+    """Return each pair's signed distance from the diagonal, in keys: (rows, keys), or (n, 1, rows, keys) if padded."""
     device = call.query.device
     row = torch.arange(block.first, block.last, device=device)[:, None]
     if call.cu_seqlens_q is None or call.cu_seqlens_k is None or call.top_left:
@@ -60,7 +60,7 @@ def visible(call: Call, block: Block) -> Tensor | None:
 
 
 def edges(call: Call, block: Block) -> list[tuple[slice, Tensor]]:
-    """Return [(slice of columns, mask of the pairs that causal or window hides there)], for `only_edges` blocks."""
+    """Return [(slice of columns, bool: pairs that causal or window hides there)]. The block must be `only_edges`."""
     offset, sides, hidden = known_diagonal(call), [], []
     first, last, begin, end = block
     assert offset is not None
@@ -78,7 +78,7 @@ def edges(call: Call, block: Block) -> list[tuple[slice, Tensor]]:
 
 
 def _edge(rows: int, columns: int, diagonal: int, right: bool) -> Tensor:
-    """Return bool (rows, columns): in row i, True for columns right (otherwise left) of i + diagonal."""
+    """Return bool (rows, columns), True in row i for columns right of i + diagonal; if not `right`, left of it."""
     everywhere = torch.ones(rows, columns, dtype=torch.bool, device="cpu")
     return everywhere.triu_(diagonal + 1) if right else everywhere.tril_(diagonal - 1)
 

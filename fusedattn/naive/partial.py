@@ -86,7 +86,7 @@ def backward(
 
 @torch.enable_grad()
 def _weighed(part: Part, where: Block, row_max: Tensor, log2_sum: Tensor, grad_out: Tensor, delta: Tensor) -> Tensor:
-    """Return a scalar. Its gradients are what a block of rows contributes to the gradients of `backward`."""
+    """Return a scalar whose gradients are the contributions of a block of rows to the gradients of a call."""
     # Subtract the max first: 1e38 would absorb the log. From 1e14 on, float32 rounds the max too much, hence the clamp.
     exponent = (_scores(part, where) - row_max[..., None]).sub_((log2_sum * LN2)[..., None])
     exponent.detach().clamp_(max=1.0)

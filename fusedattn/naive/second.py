@@ -15,7 +15,7 @@ from .varlen import join, packed, padded
 
 
 def _whole(call: Call, first: int, last: int) -> tuple:
-    """Return (output, lse, weights) of rows first .. last - 1. For a packed call these must be all rows."""
+    """Return (output, lse, weights) of rows first .. last - 1, which must be all rows of a packed call."""
     if call.cu_seqlens_q is None:
         part = uncut(prepared(call, wide_dtype(call.query.dtype)))
         return of_block(part, part.blocks[0]._replace(first=first, last=last), True, True)
@@ -41,7 +41,7 @@ def _bounded(call: Call) -> Call:
 
 
 def _of_rows(call: Call, span: tuple[int, int], incoming: Sequence, grad_grads: Sequence) -> dict[Any, Tensor]:
-    """Return `second_derivative` of rows in `span`, as {index of a result or name of an input: gradient}."""
+    """Return `second_derivative` of rows in `span`, as {index in `incoming` or name of an input: gradient}."""
     names = [name for name in INPUTS if getattr(call, name) is not None]
     wanted = [name for name, grad in zip(INPUTS, grad_grads, strict=True) if grad is not None]
     present = [number for number, grad in enumerate(incoming) if grad is not None]
@@ -65,8 +65,8 @@ def _of_rows(call: Call, span: tuple[int, int], incoming: Sequence, grad_grads: 
 @without_autocast
 def second_derivative(call: Call, incoming: Sequence, grad_grads: Sequence) -> tuple:
     """Return the gradients of sum(grad * grad_grad), where grad are the gradients of a call's INPUTS."""
-    # incoming: gradients of output, lse and weights, from which grad was computed. The result has the gradients of
-    # `incoming`, then those of the INPUTS, None where the argument is None. Rows are computed a block at a time.
+    # incoming: gradients of output, lse and weights, from which grad was computed. Returned: gradients with respect to
+    # `incoming`, then to INPUTS, None where the argument is None. Rows are computed a block at a time.
     call, of_incoming = _bounded(call), []
     totals: dict[str, Tensor] = {}
     for span in _row_spans(call):

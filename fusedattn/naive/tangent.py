@@ -70,7 +70,7 @@ def _of_block(
 
 
 def _tangent(call: Call, moved: Call, has: Sequence[bool], need_weights: bool) -> tuple:
-    """Compute `tangent` of a dense call, which may have been padded from packed sequences."""
+    """Return `tangent` of a call that is not packed, or of a padded one. moved: the Call with tangents as INPUTS."""
     wide, moved = (prepared(x, wide_dtype(call.query.dtype)) for x in (call, moved))
     # Give each thread at least ROWS rows: products of fewer rows took a quarter longer with 12288 keys.
     row_bytes = wide.key.shape[2] * wide.query.element_size()
@@ -94,7 +94,7 @@ def tangent(
     call: Call, directions: Sequence[Tensor | None], need_weights: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the tangents of (output, lse, weights or None) from the tangents of a call's INPUTS; None is zero."""
-    # As fields of a Call, tangents are cut and padded like inputs. A missing one is replaced by query, key or value.
+    # As fields of a Call, tangents are cut and padded like inputs. Query, key and value replace their missing tangents.
     fields: dict[str, Any] = dict(zip(INPUTS, directions, strict=True))
     has = [fields[name] is not None for name in ("query", "key", "value")]
     fields |= {name: getattr(call, name) for name in ("query", "key", "value") if fields[name] is None}

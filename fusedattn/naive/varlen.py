@@ -15,7 +15,7 @@ SLACK = 2**14  # wasted scores of one head that are cheaper than another call
 
 
 def padded(call: Call) -> tuple[Call, Padding]:
-    """Pad a packed call to a batch of its sequences: return (call, which keeps offsets; the Padding of its rows)."""
+    """Pad a packed call to a batch of its sequences. Return (padded call, still with offsets; Padding of its rows)."""
     assert call.cu_seqlens_q is not None and call.cu_seqlens_k is not None
     rows = padding(call.cu_seqlens_q, call.query.shape[2], call.max_seqlen_q, "max_seqlen_q")
     keys = padding(call.cu_seqlens_k, call.key.shape[2], call.max_seqlen_k, "max_seqlen_k")
@@ -42,7 +42,7 @@ def packed(rows: Padding, out: Tensor, lse: Tensor | None, weights: Tensor | Non
 
 
 def runs(lengths: list[tuple[int, int]], waste: float, slack: float) -> Iterator[tuple[int, int]]:
-    """Yield (first, last + 1) for each run of sequences, of lengths (rows, keys), to pad to the longest of the run."""
+    """Yield (first, last + 1) of each run of sequences to pad to one length. lengths: (rows, keys) of each sequence."""
     # A padded run has at most `waste` times the scores of its sequences, plus `slack`.
     first, real, max_seqlen_q, max_seqlen_k = 0, 0, 0, 0
     for b, (rows, keys) in enumerate(lengths):
@@ -56,7 +56,7 @@ def runs(lengths: list[tuple[int, int]], waste: float, slack: float) -> Iterator
 
 
 def sequences(call: Call) -> list[Call]:
-    """Split a packed call, so that one long sequence does not pad all others to its length."""
+    """Split a packed call into runs of sequences of similar lengths, so that padding wastes little."""
     # A call with dropout is not split, because dropout depends on a sequence's index. Nor is a call of unknown lengths.
     assert call.cu_seqlens_q is not None and call.cu_seqlens_k is not None
     known = is_known(call.cu_seqlens_q) and is_known(call.cu_seqlens_k)
@@ -93,7 +93,7 @@ def part_of(call: Call, rows: list[int], keys: list[int], first: int, last: int)
 
 
 def joined(results: list[tuple], axis: int, columns: int | None = None) -> tuple:
-    """Concatenate the results of a call's parts, with weights padded to `columns`. Any result may be None."""
+    """Concatenate the (output, lse, weights) of a call's parts; pad weights to `columns`. Any result may be None."""
     outs, lses, weights = zip(*results, strict=True)
     assert weights[0] is None or columns is not None or len(weights) == 1, "weights of parts differ in width"
     if weights[0] is not None and columns is not None:
