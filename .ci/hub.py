@@ -1,4 +1,4 @@
-"""Writes the package as a repository for Hugging Face's kernels: python .ci/hub.py [--into out/hub]
+"""Writes the package as a repository for Hugging Face's `kernels` library: python .ci/hub.py [--into out/hub]
 
     README.md  LICENSE  benchmarks/benchmark.py  build/torch-cpu/  build/torch-cuda/
 
@@ -20,8 +20,8 @@ NAME = "fusedattn"
 LEFT_OUT = ("cli", "testing", "__main__.py")  # folders and files of the commands, which the repository leaves out
 # Triton compiles at the first launch, for any compute capability from 8.0 on.
 BACKENDS = {"cpu": {"type": "cpu"}, "cuda": {"type": "cuda", "archs": ["8.0+PTX"]}}
-MINIMUM = "0.17.0"  # the version of kernels that this layout was tested with
-# Names that transformers and the benchmarks of kernels call.
+MINIMUM = "0.17.0"  # the version of the package `kernels` that this layout was tested with
+# Functions that transformers and `kernels benchmark` call.
 MORE = """
 from .compat.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache  # noqa: E402
 

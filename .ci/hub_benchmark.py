@@ -1,4 +1,4 @@
-"""Benchmarks for Hugging Face's command `kernels benchmark`: the workloads that it brings for attention."""
+"""Benchmarks for Hugging Face's command `kernels benchmark`: its own attention workloads."""
 
 import torch
 from kernels.benchmarks import FlashAttentionBenchmark, FlashAttentionCausalBenchmark, FlashAttentionVarlenBenchmark

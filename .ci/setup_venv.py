@@ -78,7 +78,7 @@ def add_package_and_missing():
 
 
 def check_compiler():
-    """Say which tools Triton needs to launch on a GPU but lacks, and stop if this machine has a GPU."""
+    """Report missing tools that Triton needs to launch kernels; stop if any is missing and there is a GPU."""
     missing = []
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         missing.append("a C compiler (for example: apt install gcc)")

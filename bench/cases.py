@@ -15,7 +15,7 @@ PASSES = {"forward": 1.0, "graph": 1.0, "backward": 2.5, "forward_backward": 3.5
 class Tensors(NamedTuple):
     """Tensors of a case: inputs, the gradient of its output, and masks, slopes and sinks by argument name.
 
-    A module has only query, (B, S, Hq * D).
+    A module has only query and grad_out, both (B, S, Hq * D).
     """
 
     query: Tensor
@@ -36,7 +36,7 @@ class Case(NamedTuple):
     Words of `options`: bias (1, Hq, Sq, Sk); documents=N, a mask for N documents in a sequence; random, a mask that
     hides half of the pairs; keys=SHARE, the share of keys that are not padding; lengths=KIND, packed sequences with
     lengths from LENGTHS; filled=SHARE, the filled share of a cache; latent: values are the first columns of the keys;
-    window=LEFT,RIGHT; softcap=CAP; alibi; sinks; dropout=P; weights: returned too; module: projections as well.
+    window=LEFT,RIGHT; softcap=CAP; alibi; sinks; dropout=P; weights: also returned; module: with projections.
     """
 
     B: int
@@ -142,10 +142,10 @@ class Case(NamedTuple):
         return options
 
     def flops(self, mode: str) -> float:
-        """Return the FLOPs of the matrix products of a call. Of masks, only causal and the filled slots count."""
+        """Return the FLOPs of a call's matrix products. Pairs hidden by causal, `lengths` or `filled` do not count."""
         lengths = self.lengths("cpu").tolist() if "lengths" in self.options else []
         sizes = [(x, x) for x in lengths] or [(self.Sq, self._keys)] * self.B
-        if self.causal:  # the last min(rows, keys) rows see keys, on average half of that number less than all
+        if self.causal:  # the last n = min(rows, keys) rows see keys, on average all but n / 2
             sizes = [(min(rows, keys), keys - min(rows, keys) / 2) for rows, keys in sizes]
         pairs = sum(rows * keys for rows, keys in sizes)
         operations = 2 * self.Hq * pairs * (self.D + self.Dv)
@@ -194,7 +194,7 @@ MORE = [  # each case differs from PAPER in one property
     *(Case(4, 16, 16, 4096, 4096, 192, 128, causal, "bfloat16") for causal in _BOTH),
     *(_paper(4096, 512, causal) for causal in _BOTH),
     Case(16, 16, 16, 128, 8192, 128, 128, False, "bfloat16"),  # few queries, many keys
-    Case(1, 32, 8, 128, 8192, 128, 128, False, "bfloat16"),  # fewer row blocks than multiprocessors; so has the next
+    Case(1, 32, 8, 128, 8192, 128, 128, False, "bfloat16"),  # fewer row blocks than multiprocessors; so does the next
     Case(1, 2, 2, 4096, 4096, 128, 128, False, "bfloat16"),
     Case(4, 16, 16, 4095, 4095, 128, 128, True, "bfloat16"),
     *(Case(4, 16, 16, 4096, 4096, dim, dim, False, "bfloat16") for dim in (100, 65)),  # TMA reads copies of these

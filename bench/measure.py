@@ -82,7 +82,7 @@ def of_head(case, x):
 
 @torch.enable_grad()
 def truth(case, tensors):
-    """Return {name: result or gradient} twice, by float64 and by eager PyTorch, for the head that `of_head` selects."""
+    """Return {name: result or gradient} of the head that `of_head` selects: in float64, and by eager PyTorch."""
     *inputs, bias = (x if x is None else of_head(case, x) for x in tensors[:5])
     masks = {}
     for name, x in tensors.masks.items():  # (H,), tokens (B, S), or pairs
@@ -193,7 +193,7 @@ def _peak(step, device):
 def times(steps, mode, device, budget_ms, inside=contextlib.nullcontext):
     """Return {name: 20%, 50% and 80% quantiles of milliseconds}; inside(name) is the context to call a step in."""
     # On a GPU Triton's timer measures the device's time with cold caches, or a call's share of a CUDA graph. The timer
-    # overwrites 256 MB between calls, some 60 us on an H200: a step whose launch takes longer includes host time.
+    # overwrites 256 MB between calls, in some 60 us on an H200. If a launch takes longer, the time includes the host's.
     if torch.device(device).type != "cuda":
         return in_turns(steps, budget_ms, inside)
     from triton.testing import do_bench, do_bench_cudagraph

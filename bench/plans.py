@@ -1,6 +1,6 @@
 """Time and memory of plans beside FlexAttention's block masks: python -m fusedattn.bench.plans > rows.csv
 
-Both get the functions of `fusedattn.masks`, on one core of a CPU; create_block_mask runs eager. Each row has a process.
+Both build masks of `fusedattn.masks` on one CPU core; create_block_mask runs eager. Each row runs in a new process.
 """
 
 import csv
@@ -43,10 +43,10 @@ def patterns(rows):
 
 
 def measure(name, provider, rows):
-    """Return (CPU seconds, growth of the process in MiB, bytes of the tensors that remain)."""
+    """Build a mask. Return (CPU seconds, growth of peak RSS in MiB, bytes of the tensors that it keeps)."""
     torch.set_num_threads(1)
     make = functools.partial(PROVIDERS[provider], patterns(rows)[name])
-    PROVIDERS[provider](patterns(256)[name], 256)  # loads what the first call loads
+    PROVIDERS[provider](patterns(256)[name], 256)  # a first call loads modules, so it is not timed
     before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     made = make(rows)
     seconds, after = time.process_time() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,7 +1,7 @@
 """Providers of attention, by name: fusedattn, the eager formula, and other libraries.
 
 A provider is a function of a case and its tensors. It returns a function of query, key, value and, if there is one, the
-bias; or a Call, if tensors are not (B, H, S, D). It raises Unsupported(why) for a case that it cannot compute.
+bias; or a Call, which adds a layout, context or parameters. It raises Unsupported(why) for cases it cannot compute.
 """
 
 import contextlib
@@ -148,7 +148,7 @@ def torch_packed(case, tensors):
 
 
 def mask_of(create, case, device, real=None):
-    """Return FlexAttention's mask for a case, by create_mask or create_block_mask; None if no pair is hidden."""
+    """Return the mask that `create` (create_mask or create_block_mask) makes of a case; None if no pair is hidden."""
     (left, right), rows, keys, mods, batch = case.sides, case.Sq, case.Sk, [], 1
     document = case.documents(device) if "documents" in case.options else None
     if real is not None:
@@ -253,8 +253,8 @@ def _flash_options(case):
 
 
 def module(make, case, tensors):
-    """Return the Call of the module make(torch's module, causal), which has the weights of torch's."""
-    torch.manual_seed(SEED)  # the same weights each time
+    """Return the Call of make(torch's module, causal), a module with the same weights."""
+    torch.manual_seed(SEED)  # draw the same weights each time
     width, like = case.Hq * case.D, dict(device=tensors.query.device, dtype=tensors.query.dtype)
     # torch's module takes its fast path only in eval mode, and without gradients.
     layer = make(torch.nn.MultiheadAttention(width, case.Hq, batch_first=True, **like), case.causal).eval()

@@ -46,7 +46,7 @@ def commit() -> str:
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of software that results depend on; None if something is missing."""
+    """Return the versions of software that results depend on; None for one that is missing."""
     try:
         import triton
     except Exception:  # a broken installation raises anything; `fusedattn info` lists the reason
@@ -71,7 +71,7 @@ def row(machine, mode, provider, case, status="ok", **measured) -> Row:
 
 
 def create(path) -> None:
-    """Create a CSV file. Raise ValueError if the path has a file with other columns, or something that is no file."""
+    """Create a CSV file if none exists. Raise ValueError if the path is a file with other columns, or not a file."""
     path = pathlib.Path(path)
     if not path.exists():
         append(path, COLUMNS)

@@ -1,4 +1,4 @@
-"""Makes the tables of the pages from the CSV files in bench/results; <!-- table: NAME --> becomes TABLES[NAME]()."""
+"""Tables of the pages, from bench/results and `fusedattn.explain`; <!-- table: NAME --> becomes TABLES[NAME]()."""
 
 import collections
 import csv
@@ -15,7 +15,7 @@ from fusedattn.bench import cases, report, rows
 import fusedattn
 
 RESULTS = pathlib.Path(__file__).parent.parent / "bench" / "results"
-SAID = {  # {options of a row: text in a table}; other options are shown as in the CSV
+SAID = {  # {options of a row: their text in a table}; other options appear as in the CSV
     "keys=0.5": "half of the keys are padding (`key_mask`)",
     "window=64,0": "`window=(64, 0)`",
     "window=1024,0": "`window=(1024, 0)`",
@@ -33,7 +33,7 @@ CALLS = {"D 64": dict(D=64), "D 128": {}, "D 128, causal": dict(causal=True)}
 CALLS |= {"D 128, `window=(512, 0)`": dict(window=(512, 0)), "D 256, causal": dict(D=256, causal=True)}
 CALLS |= {"D 512": dict(D=512)}
 OFFSETS = torch.tensor([0, 2048, 4096], dtype=torch.int32)
-OPTIONS = {  # names of arguments, and those of a call on an H100 or H200
+OPTIONS = {  # {name in a table: arguments of a call on an H100 or H200}
     "`softcap`": dict(softcap=20.0),
     "`scale` of 0 or less": dict(scale=-0.1),
     "`sinks`": dict(sinks=torch.empty(8, device="meta")),

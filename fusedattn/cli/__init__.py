@@ -117,7 +117,7 @@ def _positive(text: str) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command: return 0, or 1 if a check failed, 2 if it could not run, 130 if interrupted, 141 at EPIPE."""
+    """Run a command. Return 0; 1 if a check failed; 2 if it cannot run; 130 if interrupted; 141 for a closed pipe."""
     command = "fusedattn"
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # for terminals that cannot show all characters

@@ -30,7 +30,7 @@ def run(arguments, output: Output) -> int:
     if picture is not None:
         if importlib.util.find_spec("matplotlib") is None:
             raise Problem("plot: needs matplotlib: pip install 'fusedattn[bench]'")
-        if Path(picture).suffix.lower() != ".png":  # so that a mistyped name overwrites no other file
+        if Path(picture).suffix.lower() != ".png":  # a mistyped name must not overwrite another file
             raise Problem(f"plot: expected a name that ends in .png, got {picture or 'nothing'}")
         check_file("plot", picture)
     if path is not None:
@@ -60,7 +60,7 @@ def run(arguments, output: Output) -> int:
                     advance(f"{row.provider} {row.mode}, {row.case.name}")
                     if measure.broke(row.status):
                         raise Problem(f"the GPU stopped working: {report.reason(row)}")
-    except (KeyboardInterrupt, Problem, OSError) as error:  # the rows so far are shown
+    except (KeyboardInterrupt, Problem, OSError) as error:  # show the rows so far
         ended = error
     complete = ended is None
 
@@ -107,7 +107,7 @@ def choose(arguments, device: str) -> list[tuple[list[Case], list[str], list[str
     if arguments.shape:
         dtypes = arguments.dtype or ["bfloat16" if device == "cuda" else "float32"]
         chosen = [Case(*x, x[-1], arguments.causal, dtype) for x in arguments.shape for dtype in dtypes]
-        if "torch.nn" in names:  # it is compared as a whole module
+        if "torch.nn" in names:  # torch.nn is compared as a whole module
             chosen = [x._replace(options="module") for x in chosen if x.Hq == x.Hkv and x.Sq == x.Sk]
         work = [(chosen, USUAL[device], ("forward", "backward"))]
     found = []

@@ -30,7 +30,7 @@ def check_file(option: str, path: str) -> None:
 
 
 class Output:
-    """Prints text and tables, or with `only_json` one JSON object."""
+    """Printer of text and tables, or with `only_json` of one JSON object."""
 
     def __init__(self, only_json: bool):
         self.only_json = only_json

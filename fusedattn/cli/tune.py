@@ -63,7 +63,7 @@ def named(form) -> str:
 
 
 def measure(rows: dict, case: Case, load: str, device, capability: int | None) -> None:
-    """Check and time each kernel configuration on a case, and add a Row to rows. load: the register pressure."""
+    """Check and time each kernel configuration on a case, and add its Row to rows. load: the register pressure."""
     width = tile_table.row_width(max(case.D, case.Dv))
     for kernel in tuned.MEASURED:
         for form in tuned.candidates(kernel, capability, getattr(torch, case.dtype).itemsize, width, load):
@@ -100,7 +100,7 @@ def taking(row: Row, rows, capability: int | None):
 
 
 def measured(row: Row, case: Case, device) -> Row:
-    """Return a row with the time of a case added, or an error; unchanged if the call does not use the row's tile."""
+    """Return the row with the time of a case, or an error, added; unchanged if the call does not use the row's tile."""
     small = case._replace(Sq=min(case.Sq, CHECKED), Sk=min(case.Sk, CHECKED))
     check, step = step_of(row, small, device), step_of(row, case, device)
     if check is None or step is None:

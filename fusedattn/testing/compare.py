@@ -40,7 +40,7 @@ def in_float64(tensors: Results) -> dict[str, Tensor]:
 
 
 def _sizes_of_terms(tensors, options, grads, apply, lengths):
-    """Return {option in LEARNED: size of the terms that its gradient sums}, the argument `terms` of `verdicts`."""
+    """Return {name in LEARNED: largest norm of the terms that sum to an element of its gradient}, for `verdicts`."""
     if not any(name in options for name in LEARNED):
         return {}
     rows, keys = tensors["query"].shape[2], tensors["key"].shape[2]
@@ -52,7 +52,7 @@ def _sizes_of_terms(tensors, options, grads, apply, lengths):
     if lengths is not None and options.get("align") != "top_left":
         own_rows, own_keys = (torch.tensor(each, device=ds.device) for each in lengths)
         shift = (own_keys - own_rows)[:, None, None, None]
-    # A number added to a row's scores and its sink only adds to the lse: the row's ds and dsink sum to dlse.
+    # Adding a number to a row's scores and sink adds it to the lse and changes no weight: its ds and dsink sum to dlse.
     dlse = tensors["lse"].double().nan_to_num(0, 0, 0) if "lse" in grads else ds.new_zeros(())
     terms = {"bias": ds, "alibi_slopes": ds * (i + shift - j).abs(), "sinks": (dlse - ds.sum(3))[..., None]}
     shapes = {name: (whole[1], 1, 1) if name != "bias" else options[name].shape for name in LEARNED if name in options}

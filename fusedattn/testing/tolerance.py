@@ -70,7 +70,7 @@ def verdicts(
     """Return {name: `verdict`} for each result and gradient of a call in `oracle`.
 
     got, eager, oracle: {name: tensor} of results (out, lse, weights) and gradients (query, key, value and others). Any
-    may be absent. If there are gradients, no row of the incoming gradient of `out` may be 0. terms: as in `verdict`.
+    may be absent. With gradients, no row of the incoming gradient of `out` may be 0. terms: {name: terms of `verdict`}.
     """
     # A row sees no key if its lse is -inf. No row sees a key if the gradients of the key and its value are 0.
     unseen = {}
