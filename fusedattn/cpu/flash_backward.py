@@ -63,7 +63,7 @@ class Incoming(NamedTuple):
 
 
 def _backward(part: Part, less: float, rows: Incoming, of_bias: Tensor | None) -> Sequence[Tensor]:
-    """Return the gradients of query, key and value. less: offset of scores. of_bias: sum of bias gradients."""
+    """Return the gradients of query, key and value. less: offset of scores. of_bias: accumulates bias gradients."""
     call = part.call
     columns = max(call.query.shape[3], call.value.shape[3])
     tensors = flash.inputs_of(part, columns)

@@ -36,7 +36,7 @@ def rotated(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved:
 def _to_write(
     cache: Tensor, new: Tensor, position: Tensor, table: Tensor | None, capacity: int
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return (page numbers, slots in the pages, rows) that write `new` (B, H, S, D) at `position` (B, S), or None."""
+    """Return (page numbers, slots in pages, values) to write for `new` (B, H, S, D) at `position` (B, S), or None."""
     # None: there is nothing to write. Rows past the capacity or on pages outside the pool are dropped.
     pages, _, page, _ = cache.shape
     if any(holds(size == 0, False) for size in (*cache.shape, *new.shape, capacity)):

@@ -58,7 +58,7 @@ def keep(seed: Tensor, planes: Tensor, rows: tuple[int, int], keys: tuple[int, i
     plane, column = planes.reshape(-1, 1, 1), torch.arange(left * 8, right * 8, device=device)[None, None, :]
 
     def kept(block: int, after: int) -> list[Tensor]:
-        """Return four bool tensors (planes, 8 rows of each block, columns), True = keep: one per word of a counter."""
+        """Return four bool tensors (planes, 8 * (after - block), columns), one per word of a counter; True = keep."""
         row = torch.arange(block * 8, after * 8, device=device)[None, :, None]
         words = _rounds([row, column, plane, plane >> 32], round_keys, numbers[:4])
         return [word.bitwise_and_(numbers[0]) >= numbers[4] for word in words]

@@ -19,7 +19,7 @@ def with_gradients(
     """Run a function like `attention` and its backward. Return {name: result, or gradient of an input}.
 
     Args:
-        tensors: query, key and value; under "out", "lse" and "weights" the gradients of the loss.
+        tensors: query, key and value; under "out", "lse" and "weights" the incoming gradients.
         options: options of the call.
         grads: names of results that the loss depends on, such as "out and lse". Weights are computed only if named.
         learned: names from LEARNED whose gradients are wanted, if present.
