@@ -42,7 +42,7 @@ def attention(
             torch.jagged are (B, ragged, H, D) transposed to (B, H, ragged, D), with the same offsets for key and value.
             They take the options of `attention_varlen`, but key_mask, query_mask and results are nested.
         mask: bool, True = may attend, of rank 2 or query's; broadcasts to (B, Hq, Sq, Sk). Or a `fusedattn.plan`.
-            Hidden keys and values must be finite. GPU kernels skip blocks of pairs that a mask, or -inf, hides. A CPU
+            Hidden keys and values must be finite. GPU kernels skip blocks that a mask or a bias of -inf hides. A CPU
             skips only the keys before the first and after the last visible key of a block of rows.
         bias: any floating dtype, added to the scaled scores; rank and broadcasting as for mask. -inf hides.
         key_mask, query_mask: bool (B, Sk) and (B, Sq), True = a real token; B may be 1 or absent. Hidden tokens may
@@ -58,7 +58,7 @@ def attention(
         seed: int from -2**63 to 2**63 - 1, or one int64 on query's device; by default drawn from torch's generator.
             Dropout depends only on its 64 bits, the batch, the head, the row and the key.
         return_lse: also return the log-sum-exp of the visible scores and the sink.
-        return_weights: also return the weights, after dropout: output = weights @ value to rounding.
+        return_weights: also return the weights, after dropout: output = weights @ value up to rounding.
         backend: "hopper", "triton", "cpu" or "naive"; by default the fastest that takes the call. The one that you
             pass runs or raises.
 
@@ -120,7 +120,7 @@ def attention_varlen(
         max_seqlen_q, max_seqlen_k: maximum lengths, or more. mask, bias, key_mask, return_weights and the naive path
             need them. If absent, the host reads the lengths, with a GPU sync; a call compiled with fullgraph=True then
             raises, unless it takes the naive path. On a GPU, calls that need them ignore rows past the maximum.
-        mask, bias: as in `attention`, broadcasting to (n, Hq, max_seqlen_q, max_seqlen_k). A plan has only a mask.
+        mask, bias: as in `attention`, broadcasting to (n, Hq, max_seqlen_q, max_seqlen_k). A plan has no token masks.
         key_mask, query_mask: bool (Tk,) and (Tq,), True = a real token; otherwise as in `attention`.
         alibi_slopes: floating (Hq,) or (n, Hq).
         causal, window, align, scale, softcap, sinks, dropout_p, seed, return_lse, return_weights, backend: as in
@@ -177,17 +177,17 @@ def attention_decode(
         query: (B, Hq, Sq, D), of float16, bfloat16, float32 or float64. Autocast casts it as torch's SDPA; caches and
             new keys must have the resulting dtype.
         key_cache, value_cache: (B, Hkv, C, D) and (B, Hkv, C, Dv), or pages of a pool, (pages, Hkv, page, D or Dv). Any
-            strides. If values are the first columns of the keys (latent attention), kernels load both at once. New keys
-            and values are written into the caches, which then may share memory only so, and without rotary embedding.
+            strides. Values may be the first columns of the keys (latent attention); kernels load both at once. Appends
+            then need new_value to be those columns of new_key, and no rotary embedding. They refuse any other overlap.
         cache_seqlens: int32 (B,), the number of keys of each sequence before the append; it is not changed.
         block_table: int32 (B, n), the pages of each sequence, in order. Entries beyond a length are ignored. Sequences
             may share a page, but not the position of a new key.
-        new_key, new_value: (B, Hkv, Sn, D) and (B, Hkv, Sn, Dv), appended to the caches. They may be views of them.
+        new_key, new_value: (B, Hkv, Sn, D) and (B, Hkv, Sn, Dv), appended in place. They may be views of the caches.
         rotary_cos, rotary_sin: floating (positions, rotary_dim / 2). The first rotary_dim columns of query and new_key
             are rotated in float32: a new key by its position in the cache, which stores it rotated; a query by the
             position it is level with, which may be negative only if causal or a query_mask hides all keys.
         rotary_interleaved: rotate pairs of columns 2n and 2n + 1, instead of n and n + rotary_dim / 2.
-        mask, bias, key_mask: broadcast to (B, Hq, Sq, capacity), and (B, capacity).
+        mask, bias, key_mask: mask and bias broadcast to (B, Hq, Sq, capacity), key_mask to (B, capacity).
         causal, window, align, alibi_slopes: with "bottom_right" the last query of a sequence is level with its last
             key after the append, with "top_left" the first with the first.
         return_weights: also return the weights (B, Hq, Sq, capacity), computed by the naive path from a copy of pages.
@@ -236,17 +236,17 @@ def plan(
 
         >>> plan = fusedattn.plan(lambda b, h, i, j: (i >= j) | (j < 40), rows=4096, keys=4096)
 
-    A plan keeps 2 bytes for each block of 64 x 64 pairs, and a bit for each pair of blocks that the mask shows in part.
+    A plan keeps 2 bytes for each block of 64 x 64 pairs, and a bit for each pair in a partly visible block.
     Equal blocks are kept once. If more than 32,764 differ, each block takes 4 bytes.
 
     Args:
         mask, key_mask, query_mask: as in `attention`, at least one. A call with a plan takes no other masks. The plan
             keeps key_mask and query_mask themselves: do not change them later. mask may also have rank 3, (B, Sq, Sk),
             for calls of rank 3 and for `MultiHeadAttention`. Or it is a function of the indices (batch, head, query,
-            key) of a pair, 0-d tensors, which returns a 0-d bool tensor, True = may attend, as FlexAttention's
+            key) of a pair, 0-d tensors, which returns a 0-d bool tensor, True = may attend, like FlexAttention's
             mask_mod. `fusedattn.masks` has common ones. `torch.vmap` calls it for many pairs at once.
         batch, heads, rows, keys: sizes of a mask that is a function. A size of 1 broadcasts, as in a mask.
-        device: of a mask that is a function; by default that of key_mask or query_mask, or else torch's.
+        device: the plan's, if mask is a function; by default that of key_mask or query_mask, or else torch's.
 
     Raises:
         TypeError, ValueError: the masks are wrong, or do not fit together.

@@ -42,7 +42,7 @@ def documents(ids: Tensor) -> _MaskFunction:
 def spans(ids: Tensor) -> _MaskFunction:
     """Show the keys of a query's own span, such as an image inside text. ids: (S,) or (B, S), below 0 outside of spans.
 
-    Images that see themselves both ways are or_(causal, spans(ids)).
+    For bidirectional images in causal text use or_(causal, spans(ids)).
     """
     return lambda b, h, i, j: (_at(ids, b, i) == _at(ids, b, j)) & (_at(ids, b, i) >= 0)
 

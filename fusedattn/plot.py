@@ -1,4 +1,4 @@
-"""Draws attention weights and positional encodings with matplotlib, without touching pyplot."""
+"""Plots of attention weights, positional encodings and plans, by matplotlib without pyplot."""
 
 import math
 from collections.abc import Sequence

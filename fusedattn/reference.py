@@ -31,9 +31,9 @@ def _naive(function: Callable[..., Any]) -> Callable[..., Any]:
     return naive
 
 
-# The naive path computes scores in blocks that fit a cache. If all need more than `naive.formula.BUDGET` bytes, the
-# backward computes them again, except under torch.func. Compiled code computes all scores at once. Packed sequences of
-# similar lengths are padded, and caches in pages are copied.
+# The naive path computes scores in blocks, which on a CPU fit a cache. If autograd would save more than
+# `naive.formula.BUDGET` bytes of scores, the backward computes them again, except under torch.func. Compiled code
+# computes all scores at once. Packed sequences of similar lengths are padded, and caches in pages are copied.
 attention = _naive(api.attention)
 attention_varlen = _naive(api.attention_varlen)
 attention_decode = _naive(api.attention_decode)
@@ -45,7 +45,7 @@ def eager(
 ) -> Tensor | Any:
     """Compute `attention` by plain PyTorch operations in the dtype of the inputs, for all rows at once.
 
-    Tests allow a multiple of the error of this function. Benchmarks call it `naive`.
+    Tests allow other paths a multiple of this function's error. Benchmarks call it `naive`.
 
     Examples:
         >>> query = key = value = torch.randn(2, 8, 128, 64, dtype=torch.bfloat16)

@@ -1,1 +1,1 @@
-"""Chooses the backend of a call, or replays the kernel launches of an earlier call."""
+"""Choice of a call's backend, or replay of the kernel launches of an earlier call."""

@@ -1,4 +1,4 @@
-"""Chooses the backend of a call, in order of preference, and lists why the others cannot take it."""
+"""Choice of a call's backend, in order of preference, with the reasons why the others cannot take it."""
 
 import functools
 import re
@@ -63,7 +63,7 @@ def _find_machine_reasons(device: Device) -> tuple[str, ...]:
 @constant
 def machine_reasons(device: Device) -> tuple[str, ...]:
     """Return the reasons why Triton kernels cannot run on a device; () if they can."""
-    return _find_machine_reasons(device)  # the compiler ignores the mark of a function that is itself a cache
+    return _find_machine_reasons(device)  # torch.compile ignores the mark @constant on a cached function
 
 
 def block_size(device: Device) -> int | None:
@@ -131,7 +131,7 @@ def hopper_reasons(device: Device) -> tuple[str, ...]:
 
 
 def _failures(of: Any, need_weights: bool, on_hopper: bool) -> list[str]:
-    """Return [reason why a kernel of a Call or a Decode is known to fail or to be wrong here], or [] if none is."""
+    """Return [reason why a kernel that a Call or a Decode needs is known to fail or be wrong here], or []."""
     call, cached = (of.call, True) if isinstance(of, Decode) else (of, False)
     if torch.compiler.is_compiling() or not (failed_kernels or any(x.wrong for x in tuned.of(_device(call)).values())):
         return []
@@ -258,7 +258,7 @@ class Explanation(NamedTuple):
 
     backend: the backend that takes the call; None if the call would raise. tiles: {kernel: Tile, Pipeline or Backward}.
     reasons: {other backend: [sentence, ...]}. backward: on a Hopper GPU, why the backward runs the kernels of "triton",
-    not of "hopper"; for "cpu" and inputs that require gradients, why the naive formula computes them; otherwise empty.
+    not of "hopper"; for "cpu", why the naive formula computes the gradients, if inputs require them; otherwise empty.
     If no input requires a gradient, `tiles` and `backward` are for gradients of query, key and value.
     """
 

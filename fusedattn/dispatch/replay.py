@@ -1,4 +1,4 @@
-"""Finds the recording of an earlier call with the same signature, and replays it on new tensors.
+"""Replay of an earlier call with the same signature, from its recording, on new tensors.
 
 Two calls have the same signature if only the addresses and the contents of their tensors differ. Calls under autocast,
 inside torch.compile or with tensor subclasses are not replayed: they are checked each time, and operators/repeats.py
@@ -32,7 +32,7 @@ _WRITTEN = [name for name in TENSORS if name in Arguments._fields]
 _take_tensors = itemgetter(*map(Arguments._fields.index, _WRITTEN))
 _take_numbers = itemgetter(*(place for place, name in enumerate(Arguments._fields) if name not in TENSORS))
 _NOT_WRITTEN = (None,) * (len(TENSORS) - len(_WRITTEN))
-_NO_OPTIONS = (type(None),) * (len(TENSORS) - 3)  # types of the tensors behind query, key and value
+_NO_OPTIONS = (type(None),) * (len(TENSORS) - 3)  # types of the tensors after value, if none is given
 _SEED = _PLACES["seed"]
 _MARKS = "block_mask", "mask_bits"  # made from the masks of a call, or from a plan
 
@@ -88,7 +88,7 @@ def _of_plan(arguments: Arguments) -> tuple:
 
 
 def _usual(numbers: tuple) -> bool:
-    """Return whether all options have Python's own types, because the values of tensors and arrays may change."""
+    """Return whether all options are plain Python values, not tensors or arrays, whose values may change."""
     for x in numbers:
         if type(x) not in _NUMBERS and not (type(x) is tuple and all(side is None or type(side) is int for side in x)):
             return False
@@ -131,7 +131,7 @@ def _remember(present: tuple, most: tuple, replay: Any) -> None:
 
 
 def find(tensors: tuple, numbers: tuple) -> Any:
-    """Return what `learn` made of a signature, or None. tensors: in the order of TENSORS; the seed may be an int."""
+    """Return the Replay or Checked of a call, or None. tensors: in the order of TENSORS; the seed may be an int."""
     # TensorGuards do not notice tangents and some modes, such as selective checkpointing.
     if not _known or dispatch_modes() != 0 or forward_level() >= 0:
         return None
@@ -150,7 +150,7 @@ def find(tensors: tuple, numbers: tuple) -> Any:
 
 
 def learn(tensors: tuple, numbers: tuple, call: Call, chosen: backends.Backend) -> Any:
-    """Return a Replay (on a CPU: Checked) of the RECORD_AFTER-th plain call of a signature.
+    """Return a Replay (on a CPU: Checked) for the RECORD_AFTER-th plain call with a signature.
 
     Return True for a call before that, or if its launches cannot be recorded, and False for a call without signature.
     """
@@ -230,7 +230,7 @@ class Replay(Checked):
         return made if self.rank == 4 else results(self.rank, *(made if isinstance(made, tuple) else (made,)))
 
     def again(self, saved: tuple, grads: tuple, need: tuple) -> list | None:
-        """Replay an earlier backward of the same signature. Return gradients of the inputs, or None without one."""
+        """Replay an earlier backward of the same signature, if any. Return the gradients of the inputs, or None."""
         if torch.is_grad_enabled() or must_dispatch():
             return None
         present, settings = self._of_backward(saved, grads, need)

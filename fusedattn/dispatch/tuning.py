@@ -1,4 +1,4 @@
-"""Tuning files that `fusedattn tune` writes for a GPU. Other machines with the same GPU can load them."""
+"""Tuning files that `fusedattn tune` writes for a GPU. Other machines with the same GPU and versions can load them."""
 
 import os
 from pathlib import Path
@@ -14,7 +14,7 @@ __all__ = ["forget", "load"]
 def load(file: str | os.PathLike[str]) -> None:
     """Use the tiles and backends of a tuning file in this process, until `forget`.
 
-    It takes precedence over files in the user's cache folder.
+    The file takes precedence over files in the user's cache folder.
 
     Examples:
         >>> fusedattn.tuning.load("h100.json")  # doctest: +SKIP

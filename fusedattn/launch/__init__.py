@@ -1,1 +1,1 @@
-"""Launches kernels: tries tiles, makes arguments, keeps failures. Triton is imported here."""
+"""Kernel launches: tries tiles, makes arguments, remembers failed kernels. Triton is imported here."""

@@ -1,4 +1,4 @@
-"""Makes kernel arguments from a Call: Views (a tensor and its strides), NamedTuples of options, numbers."""
+"""Kernel arguments made from a Call: Views (a tensor and its strides), NamedTuples of options, numbers."""
 
 from typing import Any
 
@@ -61,7 +61,7 @@ def strided(tensor: Tensor) -> bool:
 
 def aligned(tensor: Tensor) -> bool:
     """Return whether the address of a tensor is aligned as TMA requires."""
-    # Return True if it has no address, as in a compiler. The operator checks again when it runs.
+    # A tensor without an address, as under torch.compile, counts as aligned. The operator checks again when it runs.
     wraps = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
     if torch.compiler.is_compiling() or wraps or not has_storage(tensor):
         return True
@@ -69,7 +69,7 @@ def aligned(tensor: Tensor) -> bool:
 
 
 def by_threads(tensor: Tensor) -> bool:
-    """Return whether threads may load single elements of a (B, H, S, D) tensor: Triton may not know its alignment."""
+    """Return whether Triton may load a (B, H, S, D) tensor one element at a time, not knowing its alignment."""
     # Triton knows only which addresses are multiples of 16 bytes, and which strides are multiples of 16 elements.
     *strides, last = of(tensor).strides
     return last != 1 or tensor.shape[3] % 2 != 0 or any(step % 16 for step in strides) or not aligned(tensor)
@@ -89,7 +89,7 @@ def descriptor(tensor: Tensor, rows: int) -> TensorDescriptor:
 
 def described(tile: tile_table.Tile, rows: int, hiding: Tensor | None, **tensors: Tensor) -> dict[str, Any]:
     """Return {name: TMA descriptor} if the tile uses TMA and TMA can read all tensors; otherwise {}, to use Views."""
-    # hiding: the mask of the tensors' rows, or None. Masked rows may be NaN, and TMA cannot skip them.
+    # hiding: mask of the tensors' rows, or None. With a mask return {}: hidden rows may be NaN, and TMA loads them.
     if not tile.tma or hiding is not None or not all(x.numel() and strided(x) and aligned(x) for x in tensors.values()):
         return {}
     return {name: descriptor(x, rows) for name, x in tensors.items()}
@@ -162,7 +162,7 @@ def spec(call, **others):
 
 
 def common(call, **others):
-    """Return the arguments of most kernels. others: fields of their Spec."""
+    """Return the arguments that most kernels share. others: more fields of their Spec (compile-time constants)."""
     views = dict(Q=of(call.query), K=of(call.key), V=of(call.value))
     return views | dict(rules=rules(call), heads=call.query.shape[1], spec=spec(call, **others)) | band(call)
 
@@ -170,7 +170,7 @@ def common(call, **others):
 def sums_sinks_by_row(call):
     """Return whether the kernel dq must sum the gradient of sinks, because `preprocess` cannot.
 
-    That is so for parts of a call, and for packed sequences with different sinks, as under torch.vmap.
+    It cannot for partial calls (rows see keys of other calls, too), or packed sequences with different sinks (vmap).
     """
     return call.sinks is not None and (call.partial or (call.cu_seqlens_q is not None and len(call.sinks) > 1))
 

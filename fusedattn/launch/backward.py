@@ -1,4 +1,4 @@
-"""Chooses the kernels of a backward, and launches them. `form` is the tile of the Hopper kernel, None without one."""
+"""Choice and launch of the kernels of a backward. form: the tile of the Hopper kernel; None if no such kernel runs."""
 
 import functools
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ if hopper.missing is None:
 
 
 class _Pass(NamedTuple):
-    """Values that all kernels of a backward share. launched: arguments by name."""
+    """Values that all kernels of a backward share. launched: {name: kernel argument}."""
 
     call: Call
     grad_out: torch.Tensor
@@ -36,7 +36,7 @@ class _Pass(NamedTuple):
 
 
 def _bias_sum(call):
-    """Return how to sum the gradient of the bias: by row ("rows"), by key ("keys"), over "planes", or not ("pairs")."""
+    """Return how to sum the bias gradient: a sum per row ("rows") or key ("keys"), over "planes", or none ("pairs")."""
     batch, heads, rows, keys = sizes(call)
     if call.bias.shape[3] == 1:
         return "rows"
@@ -46,7 +46,7 @@ def _bias_sum(call):
 
 
 def _by_row(needed, where):
-    """Return {option: whether a kernel stores its gradient as a sum for each row}. where: from `_bias_sum`."""
+    """Return {input: whether its gradient is kept as row sums}. needed: {input: bool}. where: result of `_bias_sum`."""
     return {name: where == "rows" if name == "bias" else needed[name] for name in ByRow._fields}
 
 
@@ -77,10 +77,10 @@ def reasons_not_on_hopper(call: Call, need, backend: str) -> list[str]:
 
 def passes(call: Call, need, backend: str = "triton", by_tma: tuple | None = ()) -> tuple[str, ...]:
     """Return the names of a backward's kernels, in order. need: for each of INPUTS, whether its gradient is needed."""
-    # by_tma: gradients that a Hopper kernel would read or write by TMA; None if it does not support one of them. A
-    # Hopper kernel runs if there is no reason against it. Otherwise one_pass runs if heads are narrow, dq may be summed
-    # in any order, and no other gradient is summed by row; but not if tuning found two passes faster. Otherwise dq and
-    # dkdv run, which are deterministic.
+    # by_tma: gradients that a Hopper kernel would read or write by TMA; None if the weights have a gradient, which it
+    # does not support. A Hopper kernel runs if there is no reason against it. Otherwise one_pass runs if heads are
+    # narrow, dq may be summed in any order, no other gradient is summed by row, and tuning did not find two passes
+    # faster. Otherwise dq and dkdv run, which are deterministic.
     needed = dict(zip(INPUTS, need, strict=True))
     where = _bias_sum(call) if needed["bias"] else None
     by_rows = any(_by_row(needed, where).values())
@@ -89,9 +89,9 @@ def passes(call: Call, need, backend: str = "triton", by_tma: tuple | None = ())
     narrow = run.widest(call) <= tile_table.ONE_PASS
     taken = run.has_hopper(call.query) and not reasons_not_on_hopper(call, need, backend)
     if taken and by_tma is not None and (hopper.is_copied(call) or hopper.reachable(*by_tma)):
-        # The Hopper kernels have no registers for gradients of slopes and of a bias. Other kernels compute the scores'
-        # gradients again, and sum or store them. `preprocess` finds a row's sum from its statistics, unless the row
-        # sees keys of other calls, or packed sequences have different sinks.
+        # The Hopper kernels have no registers for gradients of slopes and of a bias. So other kernels compute the
+        # gradients of scores again, and sum or store them. But `preprocess` computes sums for sinks and row biases from
+        # row statistics, unless rows see keys of other calls, or packed sequences have different sinks.
         by_rows = where == "rows" or needed["sinks"]
         by_rows &= call.partial or arguments.sums_sinks_by_row(call)
         by_rows |= needed["alibi_slopes"] or where == "pairs"
@@ -107,28 +107,28 @@ def passes(call: Call, need, backend: str = "triton", by_tma: tuple | None = ())
 
 
 def _spread(sums, offsets, most):
-    """Pad sums by row of packed sequences to (n, H, maximum length, 1); return other sums unchanged."""
+    """Pad sums by row or key of packed sequences to (n, H, maximum length, 1); return other sums unchanged."""
     if offsets is None:
         return sums
     return padding(offsets, sums.shape[2], most).pad(sums[0].transpose(0, 1)).transpose(1, 2)
 
 
 def _totals(sums, offsets, batch):
-    """Add up sums by row (B, H, S, 1) over the rows: return (B, H), or (n, H) for n packed sequences."""
+    """Add up sums by row (B, H, S, 1): return (B, H), or if packed (batch, H). batch: 1 or the number of sequences."""
     if offsets is None or batch == 1:
         return sums.sum((2, 3))
-    # Clamp decreasing offsets, which describe empty sequences. A scatter would sum in any order.
+    # Clamp decreasing offsets, which describe empty sequences. A scatter would sum in no fixed order.
     offsets = offsets.long().clamp(0, sums.shape[2]).cummax(0).values
     return torch.segment_reduce(sums[0, :, :, 0].T.contiguous(), "sum", lengths=offsets.diff(), unsafe=True)
 
 
 def _preprocess(p, out, grad_lse, weights, stats, query_sums, turns, by_row, shown, form):
-    """Compute the row statistics (softmax, delta) for later kernels, and zero the buffers query_sums and turns."""
+    """Return the row statistics (softmax, delta) that later kernels read, and zero the buffers query_sums and turns."""
     score = p.launched["rules"].score
     rows, pitch = (p.table(stats, 4), None) if form is None else hopper_backward.new_rows(p.call, stats, score)
     unit, width = (None, None) if form is None else hopper_backward.unit(p.call)
     small = None if form is None or not score.slopes is score.bias is None else score.rough
-    # GROUP and TOP_LEFT are not read. Fix them, so that one kernel is compiled.
+    # The kernel does not read GROUP and TOP_LEFT. Fix them, so that it is compiled only once.
     spec = p.launched["spec"]._replace(GROUP=1, TOP_LEFT=False)
     launched = dict(Out=arguments.of(out), GradLse=grad_lse, Weights=arguments.of(weights), Stats=stats, Turns=turns)
     launched |= dict(incoming=Incoming(p.launched["GradOut"], p.launched["GradWeights"], rows))
@@ -140,7 +140,7 @@ def _preprocess(p, out, grad_lse, weights, stats, query_sums, turns, by_row, sho
 
 
 def _dkdv(name, p, query_sums, grads):
-    """Compute the gradients of keys and values, and sums by key. The kernel "one_pass" also sums dq."""
+    """Compute dk, dv, and the bias gradient by key or pair. The kernel "one_pass" also adds dq to query_sums."""
     call = p.call
 
     def more(tile):
@@ -158,7 +158,7 @@ def _postprocess(p, query_sums, grad_query, form):
     unit, width = (None, None) if form is None else hopper_backward.unit(p.call)
     launched |= dict(BLOCK=None if form is None else form.rows, UNIT=unit, WIDTH=width)
 
-    def more(tile):  # Hopper's buffer has whole blocks of each sequence
+    def more(tile):  # Hopper's sums of dq have whole blocks of each sequence
         return dict(sequences=None if form is None else blocks.sequences_of(p.call, tile.rows))
 
     programs = p.blocks_of_rows if form is None else functools.partial(arguments.programs, p.call)
@@ -208,7 +208,7 @@ def launch_backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats
     if special is not None:
         call, grad_out = hopper.all_readable(call), hopper.readable(grad_out)
         wide = torch.float32 if call.partial else call.query.dtype
-        for name in ATTENDED:  # its kernels always write these gradients
+        for name in ATTENDED:  # Hopper's kernels always write all three
             grad = torch.empty_like(getattr(call, name), dtype=wide) if grads[name] is None else grads[name]
             grads[name] = hopper.writable(grad)
     bulk = "one_pass" in names and any(tile.bulk for tile in run.candidates("one_pass", call))
@@ -227,10 +227,10 @@ def launch_backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats
         (batch, heads, length, _), (rows, columns) = call.query.shape, hopper_backward.unit(call)
         if call.cu_seqlens_q is None:
             query_sums = stats.new_empty((batch, heads, cdiv(length, rows) * rows, columns))
-        else:  # each sequence has whole blocks (`span.padded`)
+        else:  # each sequence starts a new block (`span.padded`)
             query_sums = run.full(stats, (batch, heads, arguments.slots(call, form.rows) * form.rows, columns), 0.0)
     elif "postprocess" in names:
-        # Sum into the gradient itself if it has the dtype of sums. But TMA, which adds for `bulk`, needs aligned rows.
+        # Sum dq in the gradient itself if it has the dtype of sums. But `bulk` adds by TMA, which needs aligned rows.
         width = call.query.shape[3]
         in_place = grads["query"].dtype == stats.dtype and not bulk
         query_sums = grads["query"] if in_place else p.table(stats, cdiv(width, 4) * 4)[..., :width]

@@ -1,4 +1,4 @@
-"""Launches the kernels that make block masks, lists of tiles to visit, and the layout of packed sequences."""
+"""Launches of the kernels that make block masks, tile lists, and the layout of packed sequences."""
 
 import functools
 import math
@@ -17,9 +17,9 @@ BLOCK, CONSTANT = masking.BLOCK.value, masking.CONSTANT.value
 
 
 def new_block_mask(mask, key_mask, query_mask, bias, lengths):
-    """Return (uninitialised block_mask and mask_bits, (rows, keys) covered, masks and bias without broadcasts)."""
-    # At least one mask or the bias is not None. mask_bits is empty without a mask of pairs. Dimensions along which all
-    # of them broadcast have size 1. But with a mask of pairs, rows and keys cover at least a whole block.
+    """Return (uninitialised block_mask and mask_bits, (rows, keys) they cover, masks and bias without broadcasts)."""
+    # At least one mask or the bias must be given. Without a mask of pairs, mask_bits is empty. Dimensions along which
+    # all masks and the bias broadcast have size 1. But with a mask of pairs, rows and keys are at least BLOCK.
     if lengths is None:
         key_mask, query_mask = narrow(key_mask), narrow(query_mask)
     masks = dict(mask=narrow(mask), key_mask=key_mask, query_mask=query_mask, bias=narrow(bias))
@@ -67,7 +67,7 @@ def packed_sequences(lengths, block, by_keys=False, count=0, used=None):
 
 
 def words_by_keys(call, kind):
-    """Return the words of a call's mask with rows and keys swapped; None without a mask in bits. kind: the reader's."""
+    """Return a call's mask_bits with rows and keys swapped in each block, or None. kind: `run.kind_of` their reader."""
     if call.mask_bits is None:
         return None
     words = call.mask_bits.new_empty(call.mask_bits.shape)
@@ -107,7 +107,7 @@ def tile_lists(call, tile, by_keys=False, sequences=None):
 
 
 def marked(call):
-    """Return a call with its block mask, and with its mask in bits. A call that has both is unchanged."""
+    """Return a call with its block mask and its mask of pairs in bits; the call itself if it has both or needs none."""
     whole = call.block_mask is not None and (call.mask is None or call.mask_bits is not None)
     if whole or not arguments.hides(call):
         return call

@@ -1,4 +1,4 @@
-"""Launches the kernels of `attention_decode`: append, attention to splits of the keys, and combine."""
+"""Launches of the kernels of `attention_decode`: append, attention to splits of the keys, and combine."""
 
 import functools
 from typing import Any
@@ -72,7 +72,7 @@ def new_partials(out, count: int, dtype) -> Partials:
 
 
 def combine(call, launched: dict, scale, shape) -> None:
-    """Merge the partial results of split keys. launched: Out, Lse, Stats, partials and splits. shape: of the output."""
+    """Merge the results of splits of the keys. launched: Out, Lse, Stats, partials, splits. shape: the output's."""
     batch, heads, rows, columns = shape
     sizes = dict(rows=rows, heads=heads, DV=columns, MOST=tile_table.MOST_SPLITS, scale=scale)
     run.run_tiled("combine", call, lambda tile: batch * heads * rows, dict(Stats=None) | launched | sizes)
@@ -83,7 +83,7 @@ def kernels(decode: Decode) -> tuple[str, ...]:
 
 
 def launch_decode(out, lse, decode: Decode):
-    """Compute attention to caches into `out`, and into `lse` if it is not empty."""
+    """Compute attention to caches into `out`, and its lse into `lse` unless that is empty."""
     call, rows = decode.call, _rows_of_a_tile(decode)
     (batch, _, length, _), kv_heads = call.query.shape, decode.key_cache.shape[1]
     launched = _common(decode, BY_THREADS=arguments.by_threads(decode.key_cache))

@@ -20,11 +20,11 @@ def _layout(tile, dtype):
 def descriptor(
     tensor: Tensor, rows: int, columns: int | None = None, packed: bool = False, heads: int = 1
 ) -> TensorDescriptor:
-    """Return a TMA descriptor of (B, H, S, D) that copies `rows` rows and `columns` columns (None: all) of `heads`.
+    """Return a TMA descriptor of (B, H, S, D), for blocks of `heads` heads, `rows` rows and `columns` (None: all).
 
     If packed, B is 1, and TMA neither loads nor stores past the end of a sequence. Source: triton/tools/ragged_tma.py.
     Two more dimensions have strides of 2**34 - s and s, where s is the stride of a row. Their coordinates, 2**30 and
-    the end of the sequence, add up to the address of 2**30 rows before that end, as addresses wrap around at 2**64.
+    the end of the sequence, add up to the address 2**30 rows before that end, because addresses wrap around at 2**64.
     Counted from there, the sequence ends with row 2**30 - 1. The descriptor has 2**30 rows: later rows are outside.
     """
     shape, strides, block = arguments.block(tensor, rows)
@@ -47,7 +47,7 @@ def of_bias(call, keys):
 
 
 def of_words(words):
-    """Return a TMA descriptor of the words of a mask, as int32: Triton's descriptors have no 64-bit elements."""
+    """Return a TMA descriptor of mask_bits, as int32: Triton's descriptors have no 64-bit elements. None stays None."""
     if words is None:
         return None
     words = words.view(torch.int32)

@@ -26,7 +26,7 @@ def forget() -> None:
 
 
 def known(key: tuple) -> "KernelUnavailable | None":
-    """Return the error of a kernel that has failed before, or None. key: as in `failed_kernels`."""
+    """Return the error of a kernel that has failed before, or None. key: a key of `failed_kernels`."""
     why = failed_kernels.get(("every kernel", key[1])) or failed_kernels.get(key) if failed_kernels else None
     return None if why is None else KernelUnavailable(why)
 

@@ -1,4 +1,4 @@
-"""Launches the kernels of the forward (Hopper's or the general one), its tangents, and the attention weights."""
+"""Launches of the forward kernel (Hopper's or the general one), and of those for tangents and attention weights."""
 
 import functools
 
@@ -32,7 +32,7 @@ def _forward(out, lse, stats, call):
 
 
 def _launch_weights(name, weights, launched, call: Call):
-    """Launch the kernel that fills `weights` with attention weights or tangents. launched: its other arguments."""
+    """Launch the kernel that fills `weights` with attention weights or their tangents. launched: other arguments."""
     columns, launched = weights.shape[3], {key: x for key, x in launched.items() if key != "V"}
     launched |= dict(Weights=arguments.of(weights), width=columns)
 

@@ -32,7 +32,7 @@ FEWEST_ROWS = 32  # minimum mean length of packed sequences in the backward, whi
 # A block mask needs no support, because it only marks blocks that other masks hide.
 _KNOWN = "block_mask", "left", "right", "origin", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
 _SUPPORTED = "seed", "bias", "mask", "mask_bits", "key_mask", "query_mask", "softcap", "alibi_slopes", "sinks"
-_IN_PREFILL = "query_mask", "softcap", "alibi_slopes", "sinks"  # of the forward, with caches
+_IN_PREFILL = "query_mask", "softcap", "alibi_slopes", "sinks"  # what the forward supports with caches
 _FORMS_OF_BACKWARD = {width: forms for rows in tile_table.BACKWARDS.values() for width, forms in rows.items()}
 _OTHERS = tuple(name for name, default in Call._field_defaults.items() if default is None and name not in _KNOWN)
 
@@ -42,7 +42,7 @@ def _argument(name):
 
 
 def limits(call: Call, known: tuple[str, ...] = _SUPPORTED, forms=tile_table.HOPPER) -> list[str]:
-    """Return the reasons why the Hopper forward, or the kernels of `forms`, do not support a call; [] if they do."""
+    """Return the reasons why a Hopper kernel does not support a call, or []. known: its options. forms: its tiles."""
     given = [name for name in _OTHERS if getattr(call, name) is not None]
     lacks = [f"it does not support {_argument(name)}" for name in given if name not in known]
     if call.query.dtype not in (torch.float16, torch.bfloat16):
@@ -110,7 +110,7 @@ def _by_tma(call):
 
 
 def unreachable(call: Call) -> list[str]:
-    """Return a sentence for each tensor that TMA cannot read: query, key, value and bias, unless copied, and a plan."""
+    """Return a sentence for each tensor that TMA cannot read: mask_bits; query, key, value and bias unless copied."""
     if (lacks := _unreadable(_by_tma(call))) and _pays_copies(call):
         lacks = []
     if call.mask_bits is not None and not arguments.aligned(call.mask_bits):
@@ -145,7 +145,7 @@ def writable(tensor: Tensor) -> Tensor:
 
 
 def all_readable(call: Call, names: tuple[str, ...] = ATTENDED) -> Call:
-    """Return a call with readable tensors under `names`, and a readable bias."""
+    """Return the call with copies in place of those tensors (`names`, and bias) that TMA cannot read."""
     tensors: Any = {name: readable(getattr(call, name)) for name in names}
     if call.bias is not None and (bias := by_tiles(call)) is not None:
         tensors["bias"] = readable(bias).expand(call.bias.shape)
@@ -172,7 +172,7 @@ def by_tiles(call: Call) -> Tensor | None:
 
 
 def fits(call: Call, form: Pipeline | Backward) -> bool:
-    """Return whether a tile suits a call: its options spill no registers, and bias and words fit in shared memory."""
+    """Return whether a tile suits a call: its options spill no registers, and bias and mask bits fit shared memory."""
     bias, columns = by_tiles(call), row_width(call)
     if isinstance(form, Backward):
         if bias is None or columns > tile_table.ONE_PASS:
@@ -181,27 +181,27 @@ def fits(call: Call, form: Pipeline | Backward) -> bool:
     most = tile_table.MOST_KEYS.get(columns, {})
     if any(form.keys > keys and getattr(call, name) is not None for name, keys in most.items()):
         return False
-    if form.keys < tile_table.WARPGROUP_ROWS and not call.mask is call.mask_bits is None:  # words are of 64 keys
+    if form.keys < tile_table.WARPGROUP_ROWS and not call.mask is call.mask_bits is None:  # a word has 64 keys
         return False
     return bias is None or _forward_bytes(call, form, bias) <= tile_table.TILE_BYTES
 
 
 def _forward_bytes(call, form, bias):
-    """Return the bytes of shared memory that a forward with a bias takes for its tiles and words."""
+    """Return the bytes of shared memory that a forward with a bias takes for tiles and mask bits."""
     part, columns_v = part_of(call), value_columns(call)
     columns = width.fn(call.query.shape[3]) if part is None else cdiv(call.query.shape[3], part) * part
     apart = form.stages == 1
     of_key = forward.TILES_OF_K.value * (part or columns) if apart else form.stages * columns
     elements = form.rows * columns * (1 if columns > 128 or apart else 2)
     elements += form.keys * (of_key + form.stages * columns_v)
-    elements += 0 if part or columns == columns_v else form.rows * columns_v  # of the output
+    elements += 0 if part or columns == columns_v else form.rows * columns_v  # the output tile
     elements += form.rows * form.keys * bias.element_size() // 2
     ahead = cdiv(forward.TILES_OF_K.value, columns // part if part else 1) if apart else form.stages
     return 2 * elements + _word_bytes(call, form, ahead)
 
 
 def _word_bytes(call, form, ahead):
-    """Return the bytes of shared memory for words of a mask: a bit a pair, in two slots for each of `ahead` steps."""
+    """Return the bytes of shared memory for words of a mask: a bit per pair, in two slots for each of `ahead` steps."""
     return 0 if call.mask is call.mask_bits is None else ahead * form.rows * form.keys // 4
 
 
@@ -244,10 +244,10 @@ def reachable(*tensors: Tensor) -> bool:
 
 
 def tile_widths(call: Call) -> tuple[int, int]:
-    """Return (columns of a key tile, columns of a value tile).
+    """Return (columns of a key tile, columns of a value tile) in the backward.
 
     Each of two warpgroups computes half of the columns of dq, at least 64. With D and Dv up to 64 it computes half of
-    the rows, or in blocks of 64 rows half of the columns.
+    the rows of a block of 128, or half of the columns of a block of 64.
     """
     width_k, width_v = width.fn(call.key.shape[3]), width.fn(call.value.shape[3])
     is_wide = row_width(call) > tile_table.ONE_PASS
@@ -259,7 +259,7 @@ def row_width(call: Call) -> int:
 
 
 def part_of(call):
-    """Return the columns of a part of a tile of query or key in the forward; None if tiles are not divided."""
+    """Return the columns of each part of a query or key tile in the forward; None if tiles are not divided."""
     part = tile_table.PARTS.get(row_width(call))
     return None if part is None or call.query.shape[3] <= part else part
 
@@ -279,7 +279,7 @@ def group_of(call):
 
 
 def scores_of_a_head(call):
-    """Return (shape, bytes) of the stored gradients of scores of a key head. Packed sequences get whole key blocks."""
+    """Return (shape, bytes) of the stored score gradients of a key head. Packed sequences get whole blocks of keys."""
     group, (_, _, rows, keys) = group_of(call), sizes(call)
     if call.cu_seqlens_k is not None:
         block = 2 * tile_table.WARPGROUP_ROWS
@@ -289,12 +289,12 @@ def scores_of_a_head(call):
 
 
 def buffers_of(call: Call) -> int:
-    """Return the number of score buffers of a backward: gradients have one, and with heads over 256, so do weights."""
+    """Return the number of score buffers of a backward: one for gradients; with heads over 256, another for weights."""
     return 1 + (row_width(call) > 256)
 
 
 def parts_of(call: Call) -> list[dict[str, slice]]:
-    """Return the parts of a call, as slices by letters of Dims. Gradients of scores are stored for one part at a time.
+    """Return the parts of a call, each {letter of Dims: slice}. Gradients of scores are stored for one part at a time.
 
     A part of packed sequences has one query head of each key head. Other parts have some rows, from a multiple of 128
     on. [{}] is the whole call, if its gradients fit or it cannot be divided.
@@ -323,7 +323,7 @@ def stored_limits(call: Call) -> list[str]:
 
 
 def _row(cache: Tensor) -> int:
-    """Return the stride of a row of a cache. If a page is one row, the next page is the next row."""
+    """Return the stride between the rows of a cache; between its pages if each has one row."""
     return cache.stride(0 if cache.shape[2] == 1 else 2)
 
 
@@ -333,7 +333,7 @@ def pitch_of(cache: Tensor) -> int:
 
 
 def rows_of_cache(cache: Tensor) -> Tensor:
-    """Return a cache as (1, Hkv, rows of all pages, D). Between the pages, these rows may be those of other heads."""
+    """Return a cache as (1, Hkv, rows of all pages, D). Rows between pages may belong to other heads."""
     pages, heads, page, columns = cache.shape
     strides = 0, cache.stride(1), _row(cache), cache.stride(3)
     return cache.as_strided((1, heads, (pages - 1) * pitch_of(cache) + page, columns), strides)

@@ -1,4 +1,4 @@
-"""Launches the Hopper backwards. `form` is the tile of a backward kernel. `p` is the `_Pass` of backward.py."""
+"""Launches of the Hopper backwards. form: the kernel's tile. p: the call, grad_out, and launched, {name: argument}."""
 
 import torch
 from torch import Tensor
@@ -21,13 +21,13 @@ def unit(call: Call) -> tuple[int, int]:
 
 
 def _is_table(call, score):
-    """Return whether products subtract row statistics. With dropout, scaled scores or the kernel dq they do not."""
+    """Return whether matrix products subtract row statistics: not with dropout, scaled scores, wide heads or dq."""
     plain = call.seed is None and score.softmax_scale is not None and not arguments.sums_sinks_by_row(call)
     return plain and hopper.row_width(call) <= tile_table.ONE_PASS
 
 
 def _are_rows(call):
-    """Return whether statistics of wide heads are contiguous by row: TMA needs it for packed rows, and so does dq."""
+    """Return whether row statistics of wide heads are stored as (rows, 4), which packed rows, dq and dkdv need."""
     return not call.cu_seqlens_q is call.bias is call.alibi_slopes is None
 
 
@@ -43,7 +43,7 @@ def new_rows(call: Call, stats: Tensor, score) -> tuple[Tensor, int | None]:
 
 
 def _rules(p, words):
-    """Return the Rules of a backward. Their masks are the key mask and, with the given words, the mask of pairs."""
+    """Return the Rules of a backward. Their masks are the key mask and, unless None, a mask of pairs in `words`."""
     rules = p.launched["rules"]
     bits = None if words is None else rules.masks.bits._replace(words=words)
     return rules._replace(masks=Masks(None, rules.masks.keys, None, bits))
@@ -57,7 +57,7 @@ def _result(call, grad, columns):
 
 
 def _dq_at(call, in_order):
-    """Return DQ_AT of `backward.Form`: the largest with which almost no step reloads a register (bench/NOTES.md)."""
+    """Return DQ_AT of `backward.Form`, when a step stores dq: the latest with few register reloads (bench/NOTES.md)."""
     given = hopper.heavy_options(call)
     if len(given) == 2 and call.seed is not None:
         return 1
@@ -106,7 +106,7 @@ def heads_at_a_time(call: Call) -> int:
 
 
 def new_scores(call: Call) -> tuple[Tensor, Tensor | None]:
-    """Return buffers (query heads, 1, Sk, Sq rounded up to 64) for gradients of scores and, or None, for weights."""
+    """Return buffers (query heads, 1, Sk, Sq rounded up to 64): for gradients of scores, and for weights or None."""
     (group, *shape), _ = hopper.scores_of_a_head(call)
     shape = [heads_at_a_time(call) * group, *shape]
     return call.query.new_empty(shape), call.query.new_empty(shape) if hopper.buffers_of(call) > 1 else None
@@ -115,9 +115,9 @@ def new_scores(call: Call) -> tuple[Tensor, Tensor | None]:
 def _section(call, fits, size, blocks, multiprocessors):
     """Return how many kv heads are scheduled together, so that their blocks read from L2.
 
-    fits: bytes of L2 to use. size: bytes of a head that its blocks read. blocks: number of blocks in a head. causal or
-    a window makes blocks unequal, and short blocks cannot fill a GPU. Sections (heads scheduled together) then have
-    nearly equal numbers of heads, and at least 1.5 blocks per multiprocessor.
+    fits: bytes of L2 to use. size: bytes of a head that its blocks read. blocks: number of blocks in a head. A
+    causal mask or a window makes blocks unequal, and short blocks cannot fill a GPU. Sections (heads scheduled
+    together) then have nearly equal numbers of heads, and at least 1.5 blocks per multiprocessor.
     """
     heads, most = heads_at_a_time(call), max(1, fits // size)
     if call.left is None and call.right is None:
@@ -127,7 +127,7 @@ def _section(call, fits, size, blocks, multiprocessors):
 
 
 def _stored(p, words, scores, weights, grad_value, form, multiprocessors):
-    """Return the arguments of hopper_bwd_ds, or with `weights` of hopper_bwd_wide, except its walks."""
+    """Return arguments of hopper_bwd_ds, or with `weights` of hopper_bwd_wide; `_launch_part` adds the others."""
     call, rows, (width_k, width_v) = p.call, p.launched["Rows"], hopper.tile_widths(p.call)
     (_, _, length, keys), group = sizes(call), hopper.group_of(call)
     columns = call.query.shape[3], call.value.shape[3]
@@ -156,7 +156,7 @@ def _stored(p, words, scores, weights, grad_value, form, multiprocessors):
 
 
 def _with_real(name, call, p, device, kind):
-    """Return the call with a copy of key or value that has 0 for keys that key_mask hides, because 0 * NaN is NaN."""
+    """Return the call with 0 in key or value (`name`) where key_mask hides a key, because 0 * NaN is NaN."""
     if call.key_mask is None:
         return call
     original = getattr(call, name)
@@ -169,7 +169,7 @@ def _with_real(name, call, p, device, kind):
 
 
 def _product(call, factor, others, grad, of_key, scale, form, multiprocessors):
-    """Return the arguments of hopper_dk (`of_key`) or hopper_dq, except its walks: the product of factor and others."""
+    """Return arguments of hopper_dk (`of_key`) or hopper_dq to multiply factor by others; `_launch_part` adds some."""
     columns = min(max(128, width.fn(grad.shape[3])), tile_table.MOST_COLUMNS)
     across = cdiv(grad.shape[3], columns)  # programs for the columns of a block
     (_, _, length, _), group, blocks = sizes(call), hopper.group_of(call), cdiv(grad.shape[2], form.keys)
@@ -188,7 +188,7 @@ def _product(call, factor, others, grad, of_key, scale, form, multiprocessors):
 
 
 def _part(p, part):
-    """Return the _Pass of a part of its call. part: from `hopper.parts_of`."""
+    """Return p for a part of its call. part: slices from `hopper.parts_of`."""
     call, is_of_rows = p.call, _are_rows(p.call)
     rows, slices = part.get("Q"), part
     if rows is not None:
@@ -229,7 +229,7 @@ def launch_stored(name, p, grads, form):
 def _launch_part(name, kind, p, key, words, grads, form):
     """Launch the kernels of `launch_stored` for a call or a part of it, some heads at a time.
 
-    kind: of the whole call. key: its key, with 0 for hidden keys. words: of its mask, from `transpose_words`.
+    kind: `run.kind_of` the whole call. key: its key, with 0 for hidden keys. words: from `blocks.words_by_keys`.
     """
     call, device = p.call, run.device_of(p.call.query)
     multiprocessors = run.multiprocessors(device)

@@ -1,4 +1,4 @@
-"""Launches the Hopper forward: its arguments, its grid, and the number of splits of the keys."""
+"""Launch of the Hopper forward: its arguments, its grid, and the number of splits of the keys."""
 
 from functools import lru_cache
 
@@ -67,7 +67,7 @@ def programs(call: Call, pipeline: Pipeline, count: int, multiprocessors: int) -
 
 
 def _arguments(call, out, lse, stats, pipeline, partials, count, cached):
-    """Return the arguments of the Hopper forward, except its walks. count: number of key splits."""
+    """Return arguments of the Hopper forward; `launch_on_hopper` adds the others. count: number of key splits."""
     query, key, value, packed = call.query, call.key, call.value, call.cu_seqlens_q is not None
     caches, page, by_rows = Caches(None, None, None), hopper.RAGGED_ROWS, packed
     if cached is not None:
@@ -82,7 +82,7 @@ def _arguments(call, out, lse, stats, pipeline, partials, count, cached):
     wide = None if partials is not None or by_tma else arguments.of(out)
     part, each, columns = hopper.part_of(call), tile_table.WARPGROUP_ROWS, hopper.value_columns(call)
     parts = 1 if part is None else cdiv(query.shape[3], part)
-    planes = count * hopper.column_parts(call)  # of a head
+    planes = count * hopper.column_parts(call)  # key splits x parts of the output, for each head
     by_groups = tile_table.REGISTERS if call.key_mask is call.mask_bits is None else tile_table.CLEANING_REGISTERS
     _, *registers = by_groups[pipeline.warpgroups]
     form = pipeline.warpgroups, pipeline.stages, pipeline.ping_pong, tuple(registers)
@@ -107,10 +107,10 @@ def launch_on_hopper(out, lse, stats, call, cached=None):
     """Run the Hopper forward. Tensors that TMA cannot read are copied first, except the caches of a Decode."""
     call, kind = arguments.bounded(call), run.kind_of("hopper", call, cached is not None)
     call = hopper.all_readable(call) if cached is None else hopper.all_readable(call, ("query",))
-    # Never pack calls with masks or a bias: with gradients they have a block mask, and bits must not depend on that.
+    # Never pack calls with masks or a bias. With gradients a block mask forbids it; without, bits must be the same.
     if not arguments.hides(call) and arguments.can_pack_gqa(call, out, 2 * tile_table.WARPGROUP_ROWS):
         call, out = arguments.pack_gqa(call, out)
-    # Drop the block mask of a bias, which only gradients need: making it reads the bias, and it reorders blocks.
+    # Do not use the block mask of a bias, which only gradients need: making it reads the bias, and it reorders blocks.
     unmasked = call.mask is call.mask_bits is call.key_mask is None
     call = call._replace(block_mask=None) if unmasked else blocks.marked(call)
     pipeline, device = run.form_on_hopper("hopper", call), run.device_of(call.query)

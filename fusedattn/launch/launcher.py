@@ -1,4 +1,4 @@
-"""Loads compiled kernels, and launches them as directly as this version of Triton allows.
+"""Loading of compiled kernels, and launches as direct as this version of Triton allows.
 
 What we assume about Triton's launcher is in this file, and is checked before use. If this version of Triton differs,
 its public `compiled[grid](...)` launches.
@@ -41,7 +41,7 @@ def _hash(function: object) -> None:
 
 
 def load(kernel, programs: int, arguments: dict, options: dict):
-    """Compile and load a kernel for these arguments. Raises whatever Triton raises."""
+    """Compile and load a kernel for these arguments. Raise whatever Triton raises."""
     with _hashing:
         _hash(kernel)
     compiled = kernel.warmup(grid=(programs,), **arguments, **options)
@@ -63,7 +63,7 @@ def launched(compiled, encodes: bool = True) -> Callable:
         return lambda programs, stream, arguments: compiled[(programs, 1, 1)](*arguments, stream=stream)
     if not encodes:
         run = copy.copy(run)
-        run.launch = _launcher_of(run)  # which run.launch calls after it has encoded descriptors
+        run.launch = _launcher_of(run)  # the one that run.launch calls with encoded descriptors
     function, packed, hooks = compiled.function, compiled.packed_metadata, knobs.runtime
 
     def launch(programs, stream, arguments):
@@ -87,7 +87,7 @@ def _run_of(compiled) -> Any:
 
 
 def _launcher_of(run) -> Any:
-    """Return the function that a launcher calls after it has encoded descriptors; None if there is no such function."""
+    """Return Triton's inner launcher, which takes encoded descriptors; None if `run` does not wrap one."""
     wrapped: Any = getattr(run, "launch", None)
     names = getattr(getattr(wrapped, "__code__", None), "co_freevars", ())
     return wrapped.__closure__[names.index("launcher")].cell_contents if "launcher" in names else None

@@ -1,4 +1,4 @@
-"""Records the kernel launches of a call on meta tensors, and replays them with other addresses.
+"""Recordings of the kernel launches of a call, made on meta tensors and replayed with other addresses.
 
 Calls with the same shapes, strides, dtypes, device and numbers, and with addresses that are multiples of 16, launch the
 same kernels on the same grids. Only the addresses differ, and a replay replaces them.
@@ -25,8 +25,8 @@ _ALLOCATE = {f"aten::{name}" for name in ("empty", "empty_like", "empty_strided"
 class Recording(NamedTuple):
     """Recorded launches, to replay on the caller's tensors and on new ones that `run` allocates.
 
-    made: ((shape, strides, dtype), None or the value that fills it) of each new tensor. steps: (function, programs,
-    arguments, places) of each launch. A replay replaces arguments by places, (argument index, function of all tensors).
+    made: ((shape, strides, dtype), fill value or None) of each new tensor. steps: (function, programs, arguments,
+    places) of each launch. places: (argument index, function of all tensors) for each argument that a replay replaces.
     """
 
     device: torch.device
@@ -73,7 +73,7 @@ class _LaunchesAlone(TorchDispatchMode):
 
 
 class Recorder(contextlib.ExitStack):
-    """Collects kernel launches of this thread inside the `with`, which runs on meta tensors, and makes a Recording.
+    """Collector of kernel launches of this thread inside the `with`, which runs on meta tensors; makes a Recording.
 
     A tensor is identified by its storage, and must begin where its storage begins. The first tensors are the caller's.
     """

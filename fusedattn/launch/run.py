@@ -1,4 +1,4 @@
-"""Runs a kernel with the first tile that fits the device, or records the launch. The grid must not be empty."""
+"""Launch of a kernel with the first tile that fits the device, or its recording. The grid must not be empty."""
 
 import contextlib
 import functools
@@ -50,7 +50,7 @@ def full(like, shape, value):
 
 
 def run_kernel(name, programs, arguments, device, kind=None, last=True, **options):
-    """Launch a kernel, or record the launch if this thread has a Recorder. kind: `kind_of` the call, or None."""
+    """Launch a kernel, or record the launch if this thread has a Recorder. kind: from `kind_of`, or None."""
     # Raise KernelUnavailable if it does not compile or load, OutOfResources if the tile does not fit and is not the
     # last.
     kernel, recorder, compiled = KERNELS[name], current_recorder(), None
@@ -62,7 +62,7 @@ def run_kernel(name, programs, arguments, device, kind=None, last=True, **option
         try:
             compiled = launcher.load(kernel, programs, arguments, options)
         except Exception as error:  # whatever Triton raises here, the kernel is unavailable
-            passing = any(words in str(error) for words in ("out of memory", "captur"))  # "captur": of a CUDA graph
+            passing = any(words in str(error) for words in ("out of memory", "captur"))  # "captur": in a CUDA graph
             if passing or (isinstance(error, OutOfResources) and not last):
                 raise  # another call, or another tile, may succeed
             raise failures.remember(kind, error) from error
@@ -162,7 +162,7 @@ def form_on_hopper(name, call):
     is_short = rich or call.cu_seqlens_q is not None
     length = 0 if is_short else min(call.query.shape[2], call.key.shape[2])
     is_long = length >= least.get(hopper.band_of(call), math.inf)
-    # Tuning ranks forms by long calls, so short calls try `long` last. Widths 192 and 256 have the same place.
+    # Tuning ranks forms by long calls, so short calls try `long` last. Widths 192 and 256 share a place.
     ranked, wrong, _ = tuned.of(device_of(call.query)).get(place, tuned.Forms())
     tried = sorted(dict.fromkeys((*ranked, long, *forms)), key=lambda form: form == long and not is_long)
     right = (form for form in tried if form in forms and form not in wrong)
@@ -217,7 +217,7 @@ def run_tiled(name, call, programs, arguments, more=None):
 
 
 def failed(call: Call, names, cached: bool = False) -> "failures.KernelUnavailable | None":
-    """Return the error of the first of these kernels that is known to fail for a call, or None."""
+    """Return the error of the first kernel in `names` that is known to fail for a call, or None."""
     device = device_of(call.query)
     for name in names:
         if form_of(name, call) is None:

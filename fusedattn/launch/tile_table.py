@@ -27,8 +27,8 @@ class Pipeline(NamedTuple):
     """Tile of the Hopper forward, which may not spill registers.
 
     warpgroups: number that multiply, WARPGROUP_ROWS rows each. stages: blocks of keys, and of values, in shared memory.
-    persistent: a program may compute several blocks (`hopper_forward.programs`), with causal in pairs, because unequal
-    work was 19 % slower (an H200, D 128, causal, S 4096). ping_pong: two warpgroups multiply in turns.
+    persistent: a program may compute several blocks (`hopper_forward.programs`), with causal in pairs of a long
+    and a short one: unequal work was 19 % slower (an H200, D 128, S 4096). ping_pong: two warpgroups multiply in turns.
     """
 
     warpgroups: int
@@ -45,8 +45,8 @@ class Pipeline(NamedTuple):
 class Backward(NamedTuple):
     """Tile of a Hopper backward: two warpgroups multiply, WARPGROUP_ROWS keys each.
 
-    rows: size of the query blocks that its loop visits. stages: query blocks in shared memory; for kernels of
-    STORED, the stages of PRODUCTS.
+    rows: size of the query blocks that its loop visits. stages: query blocks in shared memory; for STORED kernels,
+    the stages of the PRODUCTS kernels that follow.
     """
 
     rows: int
@@ -72,14 +72,14 @@ MULTIPROCESSORS = 132  # of an H100 or H200; the number of each GPU that `explai
 # warps together need more than all had at launch, setmaxnreg waits for ever.
 REGISTERS = {2: (168, 240, 24), 3: (128, 160, 24)}
 CLEANING_REGISTERS = {2: (168, 232, 40), 3: (128, 160, 32)}  # with a mask of keys or pairs the copying warp needs more
-TILE_BYTES = 230400  # of shared memory for tiles of the Hopper forward; barriers and notes take the rest
-BACKWARD_BYTES = 231424  # the same for its backward
+TILE_BYTES = 230400  # shared memory for tiles of the Hopper forward; barriers and other small data take the rest
+BACKWARD_BYTES = 231424  # the same for the Hopper backward
 FEW_ROWS = 64  # calls with at most this many rows use tiles of at most 64 x 64; limit of `pack_gqa` outside of Hopper
 PREFILL_ROWS = 128  # calls to caches with at least this many queries a sequence may run the Hopper forward
 COPIED_LENGTH = 2048  # minimum rows, and keys seen by a row, of calls whose tensors are copied if TMA cannot read them
 L2_BYTES = 32 << 20  # limit on keys and values of the heads that are scheduled together
-# The same limit for queries and incoming gradients in kernels of STORED. Kernels of PRODUCTS use half of it. Without a
-# limit the backward takes 1.25 times as long at 1024 tokens, and 1.17 times at 2048, on an H200.
+# The same limit for queries and incoming gradients in STORED kernels. PRODUCTS kernels use half of it. Without a limit
+# the backward takes 1.25 times as long at 1024 tokens, and 1.17 times at 2048, on an H200.
 SECTION_BYTES = 16 << 20
 # By width, for full calls and for bands: a program takes several blocks of rows if a row sees at most this many keys.
 # With more keys, one block per program was 0.98 to 1.04 times as fast on an H200 (bench/NOTES.md).
@@ -109,7 +109,7 @@ HOPPER = {
 MOST_KEYS = {192: dict(alibi_slopes=64, seed=64)} | dict.fromkeys((256, 512), dict(alibi_slopes=32, seed=32))
 IN_PARTS = 192
 PARTS = {IN_PARTS: 64, 512: 128}  # by width, the columns of parts of a tile of query or key in the forward
-MOST_COLUMNS = 256  # of values that a program of the forward multiplies
+MOST_COLUMNS = 256  # most columns of values that a program of the forward multiplies
 
 # {width: ({band: length}, the pipeline to try first if Sq and Sk are at least this length)}. At D 64 and these lengths
 # or more, three warpgroups are 1.03 to 1.12 times as fast as two (an H200, bench/NOTES.md).
@@ -117,7 +117,7 @@ HOPPER_LONG = {64: (dict(full=2048, causal=8192), Pipeline(3, 128, 2))}
 
 # The Hopper backwards, by width as in HOPPER. The first two add up dq in memory, "deterministic" in a fixed order. For
 # wide heads they would spill registers, so hopper_bwd_ds stores gradients of scores, and hopper_bwd_wide also weights.
-# Kernels of PRODUCTS multiply them. The second tile at 64 is for a float32 bias, which does not fit beside the first.
+# PRODUCTS kernels multiply them. The second tile at 64 is for a float32 bias, which does not fit beside the first.
 BACKWARDS: dict[str, dict[int, tuple]] = {
     **dict.fromkeys(
         ("hopper_bwd", "hopper_bwd_deterministic"), {64: (Backward(128, 2), Backward(64, 2)), 128: (Backward(64, 2),)}
@@ -130,7 +130,7 @@ BACKWARDS: dict[str, dict[int, tuple]] = {
 MOST_OPTIONS = {64: 4, 128: 3, 512: 5}
 STORED = "hopper_bwd_ds", "hopper_bwd_wide"  # BACKWARDS that store gradients of scores, and the second also weights
 REPEATABLE = "hopper_bwd_deterministic", *STORED  # deterministic BACKWARDS
-# Kernels that multiply the tensors stored by kernels of STORED. After hopper_bwd_wide, hopper_dk also computes dv.
+# Kernels that multiply the tensors that STORED kernels stored. After hopper_bwd_wide, hopper_dk also computes dv.
 PRODUCTS = "hopper_dk", "hopper_dq"
 # Limit on the bytes of scores stored at a time, of kv heads or of a part of one (`hopper.parts_of`). Two heads, one
 # head with its weights, or a query head of packed sequences may take twice as much.
@@ -141,7 +141,7 @@ DECODE = {"decode_16": 16, "decode_32": 32, "decode_64": 64}  # {decode kernel: 
 ON_CACHES = (*DECODE, "combine", "append")
 MOST_SPLITS = 128  # the most programs that share the keys of a sequence
 
-WIDTHS = 64, 128, 256, 512  # of the rows of TABLE
+WIDTHS = 64, 128, 256, 512  # head dimensions in TABLE
 WIDEST_CACHED = 576  # most columns of cached keys: in latent attention, 512 that are also values, and 64 of positions
 
 # Small tiles, so that tiny shapes have blocks of every kind, but at least 16 rows and keys, as tensor cores need.
@@ -189,7 +189,7 @@ TABLE = {
     ("dq", 80, 4, 256): (Tile(16, 16, 8, 2), Tile(16, 16, 8, 1)),
     ("dq", 80, 4, 512): (Tile(16, 16, 8, 1, spills=40),),
     ("dkdv", 80, 2, 64): (Tile(64, 128, 8, 2), Tile(64, 64, 4, 2)),
-    ("dkdv", 80, 2, 128): (Tile(64, 64, 8, 2, spills=8), Tile(32, 64, 4, 2)),  # spills at D = 80, by triton 3.6.0
+    ("dkdv", 80, 2, 128): (Tile(64, 64, 8, 2, spills=8), Tile(32, 64, 4, 2)),  # spills at D = 80, with triton 3.6.0
     ("dkdv", 80, 2, 256): (Tile(32, 64, 8, 2), Tile(32, 32, 8, 2), Tile(16, 32, 4, 2)),
     ("dkdv", 80, 2, 512): (Tile(32, 32, 8, 2, spills=20), Tile(32, 16, 8, 2)),
     ("dkdv", 86, 2, 256): (Tile(32, 32, 8, 2), Tile(16, 32, 4, 2)),

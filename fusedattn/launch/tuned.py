@@ -75,8 +75,8 @@ CANDIDATES = {
 class Row(NamedTuple):
     """A measured tile or pipeline of a kernel: its times, or why its results are wrong.
 
-    width: of `tile_table.WIDTHS`. pressure: as in `tile_table.tiles_for`. form: None for two_passes. ms: {case:
-    milliseconds}; the names of causal cases have "causal" in them. why: what is wrong, or "". A wrong form never runs.
+    width: one of `tile_table.WIDTHS`. pressure: "plain", "masked" or "rich". form: the tile; None for two_passes. ms:
+    {case: milliseconds}; names of causal cases contain "causal". why: what is wrong, or "". A wrong form never runs.
     """
 
     kernel: str
