@@ -67,7 +67,7 @@ def machine_reasons(device: Device) -> tuple[str, ...]:
 
 
 def block_size(device: Device) -> int | None:
-    """Return the rows and keys of a block of a block mask; None if no kernels run on a device."""
+    """Return the size of a block of the block mask, in rows and keys; None if no kernels run on a device."""
     if machine_reasons(device):
         return None
     from ..launch import blocks

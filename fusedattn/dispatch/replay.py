@@ -211,7 +211,7 @@ class Replay(Checked):
         self.inputs = [name for name in INPUTS if name in given]
         of_call = [place for place in self.places.values() if place is not None]
         self.kept = [*of_call, *[place for place in (self.out, self.weights, self.stats) if place is not None]]
-        self.count = len(of_call)  # tensors of the call that are saved, before results
+        self.count = len(of_call)  # number of saved tensors of the call; saved results follow
         self.take_given = itemgetter(*[_PLACES[name] for name in given])
         of_inputs = [self.places[name] for name in self.inputs]
         places = self.results, of_inputs, self.kept

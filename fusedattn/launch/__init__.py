@@ -1,1 +1,1 @@
-"""Kernel launches: tries tiles, makes arguments, remembers failed kernels. Triton is imported here."""
+"""Kernel launches: tiles, arguments, and failed kernels to avoid. Triton is imported here."""

@@ -212,7 +212,7 @@ def bias_tiles(call, bias, form):
     elements = (form.keys + rows) * sum(tile_widths(call)) + 2 * form.keys * form.rows  # k, v; q, do; two steps of ds
     singles = 2 * each * each + 4 * rows  # float32: dq, row statistics
     left = tile_table.BACKWARD_BYTES - 2 * elements - 4 * singles - _word_bytes(call, form, form.stages)
-    return 2 * max(0, min(2, left // (2 * size)))  # even: each tile then has one reader, which misses no phase
+    return 2 * max(0, min(2, left // (2 * size)))  # even: each tile then has one reader, which misses no barrier phase
 
 
 def heavy_options(call: Call) -> list[str]:

@@ -153,7 +153,7 @@ def backward_on_hopper(call, ordered):
 
 
 def form_on_hopper(name, call):
-    """Return the tile of a Hopper kernel for a call; None if a tuning file found all of its tiles wrong."""
+    """Return the tile of a Hopper kernel for a call; None if none fits, or tuning found all that fit wrong."""
     width, place = hopper.row_width(call), tuned.place(name, call.query.dtype, widest(call))
     forms, (least, long) = tile_table.ON_HOPPER[name].get(width, ()), tile_table.HOPPER_LONG.get(width, ({}, None))
     # Packed sequences count as short, because the bits of one must not depend on the lengths of others. So do calls

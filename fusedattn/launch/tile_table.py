@@ -105,10 +105,10 @@ HOPPER = {
     256: (*_variants(Pipeline(2, 64, 2)), Pipeline(2, 32, 4)),
     512: (*_variants(Pipeline(2, 64, 1)), Pipeline(2, 32, 1)),
 }
-# {width: {option: the most keys of a tile of the forward that does not spill registers in the loop}}
+# {width: {option: the most keys of a forward tile whose loop spills no registers}}
 MOST_KEYS = {192: dict(alibi_slopes=64, seed=64)} | dict.fromkeys((256, 512), dict(alibi_slopes=32, seed=32))
 IN_PARTS = 192
-PARTS = {IN_PARTS: 64, 512: 128}  # by width, the columns of parts of a tile of query or key in the forward
+PARTS = {IN_PARTS: 64, 512: 128}  # by width, the columns of each part of a query or key tile in the forward
 MOST_COLUMNS = 256  # most columns of values that a program of the forward multiplies
 
 # {width: ({band: length}, the pipeline to try first if Sq and Sk are at least this length)}. At D 64 and these lengths
