@@ -178,7 +178,7 @@ class Checked:
         self.chosen, self.needs, self.others = chosen, numbers[-4:-2], call[len(TENSORS) :]
 
     def in_full(self, tensors: Sequence) -> list:
-        """Return the tensors as a first call has them: the seed as a tensor, and all in full rank."""
+        """Return the tensors as the first call had them: the seed as a tensor, and all in full rank."""
         given = list(tensors)
         for place, name in self.short:
             given[place] = in_full(name, given[place])
@@ -241,7 +241,7 @@ class Replay(Checked):
         return None
 
     def _of_backward(self, saved, grads, need):
-        """Return the tensors of a backward, in the order in which they are recorded, and what else selects launches."""
+        """Return (tensors of a backward in the order of recording, settings that also select its launches)."""
         there = [x is not None for x in grads]
         present = *saved[: self.count], *[x for x in grads if x is not None], *saved[self.count :]
         return present, (there, need, repeats.precision(saved[0]), torch.are_deterministic_algorithms_enabled())

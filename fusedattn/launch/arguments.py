@@ -88,7 +88,7 @@ def descriptor(tensor: Tensor, rows: int) -> TensorDescriptor:
 
 
 def described(tile: tile_table.Tile, rows: int, hiding: Tensor | None, **tensors: Tensor) -> dict[str, Any]:
-    """Return {name: TMA descriptor} if the tile uses TMA and TMA can read all tensors; otherwise {}, to use Views."""
+    """Return {name: TMA descriptor} if the tile uses TMA and it can read all tensors, or {}: Views are then used."""
     # hiding: mask of the tensors' rows, or None. With a mask return {}: hidden rows may be NaN, and TMA loads them.
     if not tile.tma or hiding is not None or not all(x.numel() and strided(x) and aligned(x) for x in tensors.values()):
         return {}
@@ -132,7 +132,7 @@ def scored(call):
 
 
 def bounded(call):
-    """Return the call with `left` and `right` set to None if they hide no keys. Packed calls stay unchanged."""
+    """Return the call with None for each of `left` and `right` that hides no keys. Packed calls stay unchanged."""
     if call.cu_seqlens_q is not None:
         return call
     rows, keys, first = call.query.shape[2], call.key.shape[2], diagonal(call)

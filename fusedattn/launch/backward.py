@@ -183,7 +183,7 @@ def _dbias(p, grad_bias):
 
 
 def _add_up(p, by_row, by_key, grads):
-    """Reduce the sums that kernels stored by row or by key to the gradients of bias, slopes and sinks."""
+    """Add up the row sums and key sums that kernels stored, into the gradients of bias, slopes and sinks."""
     # The totals are float64, which costs nothing here. In float32 the error would grow with the number of rows.
     call, (_, _, rows, keys) = p.call, sizes(p.call)
     sums = {name: x.double() for name, x in by_row.items() if x is not None}
@@ -198,7 +198,7 @@ def _add_up(p, by_row, by_key, grads):
 
 
 def launch_backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats, call: Call, backend: str):
-    """Compute the backward of a Call into `grads`, a tensor for each of INPUTS, or None if not needed."""
+    """Write the gradients of a Call into `grads`: for each of INPUTS a tensor, or None if not needed."""
     grads = dict(zip(INPUTS, grads, strict=True))
     attended = [grads[name] for name in ATTENDED if grads[name] is not None]
     by_tma = (grad_out, *attended) if grad_weights is None else None

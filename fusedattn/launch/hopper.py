@@ -166,7 +166,7 @@ def variant(call: Call, cached: bool) -> str:
 
 
 def by_tiles(call: Call) -> Tensor | None:
-    """Return the bias without broadcasts if TMA loads it; None without a bias, or if it is equal for all keys."""
+    """Return the bias that TMA loads, without broadcasts; None without a bias, or if it is equal for all keys."""
     bias = narrow(call.bias)
     return None if bias is None or bias.shape[3] == 1 else bias
 
@@ -206,7 +206,7 @@ def _word_bytes(call, form, ahead):
 
 
 def bias_tiles(call, bias, form):
-    """Return how many bias tiles fit into shared memory beside those of a backward: at most two a warpgroup."""
+    """Return how many bias tiles fit in shared memory beside a backward's other tiles: at most two per warpgroup."""
     each, rows = tile_table.WARPGROUP_ROWS, form.stages * form.rows
     size = each * (1 if bias.shape[2] == 1 else each) * bias.element_size()
     elements = (form.keys + rows) * sum(tile_widths(call)) + 2 * form.keys * form.rows  # k, v; q, do; two steps of ds
@@ -296,8 +296,8 @@ def buffers_of(call: Call) -> int:
 def parts_of(call: Call) -> list[dict[str, slice]]:
     """Return the parts of a call, each {letter of Dims: slice}. Gradients of scores are stored for one part at a time.
 
-    A part of packed sequences has one query head of each key head. Other parts have some rows, from a multiple of 128
-    on. [{}] is the whole call, if its gradients fit or it cannot be divided.
+    In packed sequences, a part is one query head of each key head; otherwise a range of rows that starts at a multiple
+    of 128. [{}] is the whole call: its gradients fit, or it cannot be divided.
     """
     (group, _, _, padded), size = scores_of_a_head(call)
     if size <= tile_table.SCORES_BYTES:
@@ -328,7 +328,7 @@ def _row(cache: Tensor) -> int:
 
 
 def pitch_of(cache: Tensor) -> int:
-    """Return the number of rows from the start of a page of a cache to the start of the next one in memory."""
+    """Return the distance from a page of a cache to the next one in memory, in rows."""
     return cache.shape[2] if cache.shape[0] == 1 else cache.stride(0) // max(1, _row(cache))
 
 

@@ -87,7 +87,7 @@ def capability(device):
 
 
 def has_hopper(tensor):
-    """Return whether a tensor's device runs Hopper kernels. A graph that names them may come from another machine."""
+    """Return whether a tensor's device runs Hopper kernels. A compiled graph may come from another GPU."""
     return hopper.missing is None and capability(device_of(tensor)) == 90
 
 
@@ -185,7 +185,7 @@ def prefers_two_passes(call):
 
 
 def surroundings(device):
-    """Return the context manager of a launch: the device of its tensors, or the interpreter's lock."""
+    """Return a context manager for a launch: it selects the device, or holds the interpreter's lock."""
     if interpreting():
         return interpreter.turn()
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
@@ -231,7 +231,7 @@ def failed(call: Call, names, cached: bool = False) -> "failures.KernelUnavailab
 
 
 def without_stats(call: Call, stats, need_weights: bool) -> "failures.KernelUnavailable | None":
-    """Return why the naive path computed a call's forward, so that there are no stats; None if kernels computed it."""
+    """Return the reason why a forward ran on the naive path, which leaves no stats; None if kernels computed it."""
     why = failed(call, ["forward", *["weights"] * need_weights])
     # A kernel that failed in the forward may run now. The naive path fills stats with NaN.
     if why is None and failures.passed and not call.named and stats.flatten()[0].isnan():
