@@ -44,8 +44,10 @@ class Recording(NamedTuple):
     def _run(self, given: Sequence) -> list:
         make, tensors = EMPTY[self.device.type], [*given]
         for (shape, strides, dtype), value in self.made:
-            tensor = make(shape, strides, dtype)
-            tensors.append(tensor if value is None else tensor.fill_(value))
+            if value is None:
+                tensors.append(make(shape, strides, dtype))
+            else:
+                tensors.append(torch.full(shape, value, dtype=dtype, device=self.device))
         stream = None if self.interpreted else driver.active.get_current_stream(self.device.index)
         for run, programs, arguments, places in self.steps:
             arguments = arguments.copy()
