@@ -1,8 +1,8 @@
 """The functions that kernels share, and the words in their names.
 
-A plane is one head of one batch. A View is a pointer with strides. A table is a contiguous buffer with n rows of some
-numbers for each plane. The band is the stripe of (row, key) pairs that causal and window leave visible. A walk is a
-kernel's loop over blocks; some walks apply no mask. A slot is a program's (sequence, block) among packed sequences.
+A plane is one head of one batch. A View is a pointer with strides. A table is a contiguous buffer (planes, rows, a few
+columns). The band is the stripe of (row, key) pairs that causal and window leave visible. A walk is a kernel's loop
+over blocks; some walks apply no mask. A slot is a program's (sequence, block) among packed sequences.
 
 memory: loads and stores.  columns: wide heads in parts.  span: rows, keys and blocks of a program.  masks: hidden rows,
 keys and pairs.  walk: the blocks that a loop visits.  scores: a score from a product.  softmax: weights from scores.

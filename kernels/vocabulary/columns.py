@@ -1,4 +1,4 @@
-"""Tiles of heads in parts of at most PART columns: D 320 takes tiles of 256 and 64 columns, not one of 512."""
+"""Tiles of wide heads, in parts of at most PART columns: D 320 takes tiles of 256 and 64 columns, not one of 512."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ LEAST = tl.constexpr(64)  # minimum width of a later part; with 16 or 32, eight 
 
 
 class Columns(NamedTuple):
-    """Tiles [rows, columns] of the parts. Without tiles, each product loads the parts of `matrix` that it needs."""
+    """Tiles [rows, columns] of the parts. If tiles is (), each product loads rows of `matrix` itself, part by part."""
 
     tiles: tuple
     matrix: memory.View
@@ -38,7 +38,7 @@ def width(D, n):
 
 @triton.constexpr_function
 def alike(D, DV):
-    """Return whether tiles of DV columns have the shapes of the first tiles of D columns."""
+    """Return whether the parts of DV columns are as wide as the first parts of D columns."""
     widths = [[width.fn(x, n) for n in range(count.fn(x))] for x in (D, DV)]
     return widths[0][: len(widths[1])] == widths[1]
 
@@ -58,7 +58,7 @@ def part(m, n: tl.constexpr):
 
 @triton.jit
 def load(m, rows, exists, D: tl.constexpr, first=0, LATER: tl.constexpr = False):
-    """Return the Columns of a [rows, D] tile, loaded as `memory.load` does; a Described matrix has one part."""
+    """Load a [rows, D] tile as Columns, with the arguments of `memory.load`. A tile that TMA loads is one part."""
     # With LATER, or if elements have at least 32 bits, each product loads the parts of a wide tile itself, because
     # registers and shared memory cannot hold all tiles of a step.
     if isinstance(m.base, tl.tensor_descriptor):
@@ -131,7 +131,7 @@ def add(sums, x, b, D: tl.constexpr, spec: tl.constexpr, decay=None):
 
 @triton.jit
 def finish(tiles, state, scale):
-    """Return `softmax.finish` of an output in tiles."""
+    """Return (normalised tiles, lse, log2_sum) as `softmax.finish` does for one tile."""
     out = ()
     for n in tl.static_range(len(tiles)):
         tile, lse, log2_sum = softmax.finish(tiles[n], state, scale)

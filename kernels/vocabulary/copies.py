@@ -29,7 +29,7 @@ def fence():
 
 @triton.jit
 def fence_later(BY_THREADS: tl.constexpr):
-    """Make the preceding load visible to a later wgmma. Needed if BY_THREADS (see `rules.Spec`)."""
-    # In this case Triton before 3.9 waits for the copies of the tile only here, after its own fence.
+    """Make the preceding load visible to a later wgmma, if BY_THREADS (see `rules.Spec`)."""
+    # With BY_THREADS, Triton before 3.9 waits for the tile's copies only here, after its own fence.
     if BY_THREADS and LATER_UNFENCED and cuda_capability_geq(9, 0):
         _fence()

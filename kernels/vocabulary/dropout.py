@@ -73,7 +73,7 @@ def _plane(dropout, plane):
 
 @triton.jit
 def word(dropout, plane, r, c):
-    """Return the words of `four` for an unaligned origin, by four times as many Philox calls."""
+    """Return random words like `four`, but for an unaligned origin: with four times as many Philox calls."""
     row, key = dropout.origin.unaligned
     r, c = tl.broadcast(r + row, c + key)
     low, high = (r >> 4) * 8 + (r & 7), (c >> 4) * 8 + (c & 7)
@@ -105,7 +105,7 @@ def _words(dropout, plane, r, c):
 
 @triton.jit
 def four(dropout, plane, i, j):
-    """Return a random 32-bit word for each pair, from the Philox counters of two rows (i) and of two keys (j) each."""
+    """Return a random 32-bit word for each pair. i and j: Philox counters, one for each two rows or two keys."""
     # One call of Philox gives four words, for rows r, r + 8 and keys c, c + 8. In a product, one thread holds all four
     # of these elements, so no data moves between threads.
     BY_ROWS: tl.constexpr = i.shape[1] == 1
@@ -135,7 +135,7 @@ def keep(dropout, p, plane, r, c):
 
 @triton.jit
 def keep_by(dropout, p, words):
-    """Return `keep` of p from random words in the layout of p, for Gluon, where `keep` cannot infer layouts."""
+    """Return p, 0 where dropped, from random words in the layout of p: for Gluon, where `keep` cannot infer layouts."""
     return tl.where(_not_below(dropout, words), p, 0.0)
 
 
@@ -151,7 +151,7 @@ def drop(dropout, p, plane, r, c):
 
 @triton.jit
 def sign_by(dropout, p, words):
-    """Return `sign_dropped` of p from random words in the layout of p, for Gluon, like `keep_by`.
+    """Return p, negative where dropped, from random words in the layout of p: `sign_dropped` for Gluon.
 
     An int32 p holds two 16-bit numbers. If dropped, its high half becomes 0, and its low half negative.
     """

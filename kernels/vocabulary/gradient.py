@@ -9,7 +9,7 @@ from . import dropout as dropping, masks as masking, memory, row_sums, scores, s
 
 
 class Row(NamedTuple):
-    """Row statistics: softmax (row max and sum), delta = sum(out * grad_out) - dlse, and dlse, the gradient of lse."""
+    """Row statistics: the final softmax, delta = sum(out * grad_out) - dlse, and dlse, the gradient of lse."""
 
     softmax: softmax.Row
     delta: tl.tensor
@@ -19,8 +19,8 @@ class Row(NamedTuple):
 class Grads(NamedTuple):
     """Gradients that a kernel writes, each None if not wanted. The gradient of q is a separate argument of the kernels.
 
-    k, v and bias are Views (pointer and strides). bias is the gradient of the scores (B, Hq, Sq, Sk). The columns of
-    key_sums (B, Hq, Sk, 3) add up to its sums over rows. partial: 1 if rows see keys outside this call, or None.
+    k, v and bias are Views (pointer and strides). bias (B, Hq, Sq, Sk) gets the gradient of the scores. key_sums
+    (B, Hq, Sk, 3) gets its sum over rows, as three parts. partial: 1 if rows see keys outside this call, or None.
     """
 
     k: memory.View

@@ -8,8 +8,8 @@ import triton.language as tl
 from . import memory, span
 
 BLOCK = tl.constexpr(16 if memory.INTERPRETED else 64)  # rows and keys of a block of the block mask
-# Entries of a block mask: no pair is visible, all are, or some are. If Bits exist, SOME means that only other masks
-# hide pairs, and entries from CONSTANT on are numbers of a block's words. Words EMPTY are 0, words FULL and SOME -1.
+# Entries of a block mask: no, all or some pairs are visible. With Bits, an entry from CONSTANT on is the index of the
+# block's words, and SOME means that only other masks hide pairs. Words[EMPTY] are 0, words[FULL] and words[SOME] -1.
 EMPTY, FULL, SOME, CONSTANT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
 
@@ -27,8 +27,8 @@ class Bits(NamedTuple):
 class Masks(NamedTuple):
     """Views (pointer and strides) of the caller's masks, 8-bit, nonzero = visible; an absent mask is None.
 
-    pairs is (B, H, Sq, Sk) and hides only finite scores. bits, unless None, replaces pairs, which is then None. keys is
-    (B, 1, Sk, 1), rows (B, 1, Sq, 1). Tokens that keys or rows hide may be NaN, so they are never loaded.
+    pairs is (B, H, Sq, Sk), keys (B, 1, Sk, 1) and rows (B, 1, Sq, 1). bits, unless None, replaces pairs, which is then
+    None. Tokens that keys or rows hide may be NaN, and are never loaded. Tokens that only pairs hides must be finite.
     """
 
     pairs: memory.View
@@ -59,7 +59,7 @@ def real_rows(masks, plane, r, n):
 
 @triton.jit
 def number(bits, plane, r, first, band):
-    """Load the number of the words (of `Bits`) of rows r for the block that holds key `first`; r may have any shape."""
+    """Load the index in `Bits.words` for each row r and the block of key `first`; r may have any shape."""
     blocks = memory.matrix(bits.block_mask, plane)
     exists = r < tl.where(first < band.keys, band.rows, 0)
     mark = tl.load(memory.pointers(blocks, r // BLOCK, first // BLOCK), mask=exists, other=EMPTY)
@@ -68,13 +68,13 @@ def number(bits, plane, r, first, band):
 
 @triton.jit
 def _words(bits, plane, r, first, band):
-    """Load the words of rows r for the block that holds key `first`."""
+    """Load a word for each row r: its mask bits for the block of keys that holds `first`."""
     return tl.load(bits.words + number(bits, plane, r, first, band).to(tl.int64) * BLOCK + r % BLOCK)
 
 
 @triton.jit
 def half(words, c):
-    """Return the 32-bit half of each word that has the bit of key c. words: a tuple for one or two blocks of keys."""
+    """Return the 32-bit half of words in which bit c % BLOCK lies. words: a tuple of one tensor for each block of c."""
     word = words[0] if c.numel <= BLOCK else tl.where((c & BLOCK) == 0, words[0], words[1])
     return tl.where((c & (BLOCK - 1)) < 32, word, word >> 32).to(tl.int32)
 
@@ -82,8 +82,8 @@ def half(words, c):
 @triton.jit
 def bit(bits, c):
     """Return True where the bit of c is set in the result of `half`."""
-    # In results of tensor cores, all columns of a thread have the same bits 1 and 2, so it shifts by them once. The
-    # other bits of c are constants in the code, and take no registers.
+    # In a result of tensor cores, the indices of a thread's columns have equal bits 1 and 2, so it shifts by them once.
+    # The other bits of c are constants in the code, and take no registers.
     return (((bits >> (c & 6)) >> (c & (BLOCK - 1) & 25)) & 1) != 0
 
 
@@ -99,7 +99,7 @@ def shown(masks, band, plane, r, c, first, CHECK: tl.constexpr):
         else:
             tl.static_assert(c.numel == 2 * BLOCK)
             words = word, _words(masks.bits, plane, r, first + BLOCK, band)
-        # In a transposed tile a thread has many rows, and few keys: one half of each word is enough.
+        # In a tile [keys, rows] a thread has many rows but few keys, which need only one half of each word.
         return words if r.shape[1] == 1 else (half(words, c),)
     elif CHECK and masks.pairs is not None:
         return memory.load_pairs(memory.matrix(masks.pairs, plane), r, c, band.rows, band.keys, CHECK=True)

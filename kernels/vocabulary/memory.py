@@ -48,7 +48,7 @@ def _same(x):
 @triton.jit
 def opaque(x):
     """Return x, and hide from the compiler how x was computed. It costs no instruction."""
-    # Before triton-lang/triton#11691 the compiler lays out an operand of mma.sync for the narrowest load that it uses,
+    # Before triton-lang/triton#11691 the compiler lays out an operand of mma.sync for the narrowest load behind it,
     # such as a byte of a mask, and for half its width after a tl.join. At best that costs a detour through shared
     # memory. At worst, with a layout for K = 8 in a product of K = 16, results are wrong. So weights that depend on
     # masks or random bits pass through here.
@@ -140,7 +140,7 @@ def store_rows(m, rows, exists, tile, D: tl.constexpr):
 @triton.jit
 def add(sums, plane, rows, first, n, tile, D: tl.constexpr):
     """Add a tile atomically to rows of one head in `sums`, from row `first` on, but not to rows from n on."""
-    # sums is a View or a descriptor of (B, H, S, D). By a descriptor, TMA adds asynchronously, without addresses.
+    # sums is a View or a descriptor of (B, H, S, D). With a descriptor, TMA adds asynchronously, and needs no pointers.
     if isinstance(sums, tl.tensor_descriptor):
         place = [plane.batch, plane.head, first, 0]
         if len(plane.packed) > 0:

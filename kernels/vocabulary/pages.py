@@ -9,14 +9,14 @@ from . import memory, span
 
 
 class Cache(NamedTuple):
-    """Views of K and V (pages, Hkv, rows, columns), of lengths (B,), and of page numbers (B, n).
+    """Views of K and V (pages, Hkv, rows, columns), of lengths (B,), and of table, the page numbers (B, n).
 
     V is None if the values are the first columns of the keys. Without a table, page b has all keys of sequence b. PAGE,
     in the functions below, is the number of rows of a page, or None if a sequence has only one page.
     """
 
     K: memory.View
-    V: memory.View  # not K and `values`: Triton's tuples have an attribute `values`
+    V: memory.View  # not `values`, which is an attribute of Triton's tuples
     lengths: memory.View
     table: memory.View
 
@@ -29,14 +29,14 @@ def _several(PAGE, BLOCK):
 
 @triton.jit
 def length(cache, plane, capacity):
-    """Return the cached length of the sequence of a plane (one head of one batch), clamped to the capacity."""
+    """Return the cached length of a plane's sequence, clamped to 0 .. capacity."""
     n = tl.load(cache.lengths.base + tl.cast(plane.batch, tl.int64) * cache.lengths.strides[0])
     return tl.minimum(tl.maximum(n, 0), capacity)
 
 
 @triton.jit
 def number(cache, plane, at, exists, PAGE: tl.constexpr):
-    """Return the page number of each position `at` of a sequence. A table gives 0 where `exists` is False."""
+    """Return the page number of each position `at` of a sequence; from a table, 0 where `exists` is False."""
     if cache.table is None:
         return plane.batch + at * 0
     else:
@@ -74,6 +74,6 @@ def rows_of_block(j, PAGE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def matrix(view, plane, page, pages):
-    """Return a head's matrix in a page, clamped to the pool. If `page` is a tensor [BLOCK, 1], each row has a page."""
+    """Return a head's matrix in a page. Page numbers are clamped to the pool; `page` may be [BLOCK, 1], one per row."""
     page = tl.minimum(tl.maximum(page, 0), pages - 1)
     return memory.matrix(view, span.Plane(page, plane.head, plane.index, ()))

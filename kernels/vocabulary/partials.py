@@ -20,7 +20,7 @@ class Partials(NamedTuple):
 
 @triton.jit
 def states(partials, plane, at, n):
-    """Load the softmax States of a head at indices `at`; at indices from n on, States of a sum over no keys."""
+    """Load the softmax States of a head at indices `at`; an index past the end gives the State of no keys."""
     m = memory.table(partials.states, plane, n, 2)
     row_max, row_sum = memory.load_column(m, at, n, 0), memory.load_column(m, at, n, 1)
     return softmax.State(tl.where(row_sum > 0, row_max, float("-inf")), row_sum)
@@ -28,7 +28,7 @@ def states(partials, plane, at, n):
 
 @triton.jit
 def keep(partials, plane, rows, c, length, split, splits, sums, state, some, DV: tl.constexpr, is_first=True):
-    """Store the unnormalised output `sums` of one split of the keys, if `some`, and the softmax State of each row."""
+    """Store each row's softmax State for one split of the keys and, if `some`, its unnormalised output `sums`."""
     # some: the split has keys. c: columns of sums. is_first: c begins with column 0; only then States are stored.
     # length: rows of a head.
     at, n = tl.where(rows < length, split * length + rows, 0x7FFFFFFF), splits * length

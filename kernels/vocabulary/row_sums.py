@@ -9,7 +9,7 @@ from . import memory, scores, softmax
 
 
 class ByRow(NamedTuple):
-    """Gradients of options, one number per row, contiguous (B, Hq, Sq, 1); None for each that is not wanted."""
+    """Buffers for gradients that have one number per row, contiguous (B, Hq, Sq, 1); None for an unwanted gradient."""
 
     bias: tl.tensor
     alibi_slopes: tl.tensor
@@ -17,7 +17,7 @@ class ByRow(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Sums over the keys of a row: weights p, score gradients ds, and both times the ALiBi distance."""
+    """Sums over each row's keys of p (weights), ds (score gradients), p * ALiBi distance and ds * ALiBi distance."""
 
     p: tl.tensor
     ds: tl.tensor
@@ -27,7 +27,7 @@ class Sums(NamedTuple):
 
 @triton.jit
 def wanted(by_row):
-    """Return True if any field of a ByRow is wanted: a gradient with one number per row."""
+    """Return True if a ByRow has any buffer."""
     return (by_row.bias is not None) or (by_row.alibi_slopes is not None) or (by_row.sinks is not None)
 
 
@@ -47,7 +47,7 @@ def add(sums, p, ds, far):
 
 @triton.jit
 def _mend(sums, delta, dlse):
-    """Correct sums and delta for the error of delta, which `preprocess` computed from a rounded output."""
+    """Return sums and delta without the error of delta, which `preprocess` computed from a rounded output."""
     # All keys of a row share the error of delta. It is small in one gradient, but not in a sum weighted by distances.
     error = tl.where(sums.p == 0, 0.0, sums.ds + (sums.p - 1) * delta - dlse)
     return Sums(sums.p, sums.ds - error * sums.p, sums.p_far, sums.ds_far - error * sums.p_far), delta + error
@@ -55,7 +55,7 @@ def _mend(sums, delta, dlse):
 
 @triton.jit
 def store(by_row, sums, row, score, plane, rows, n, PARTIAL: tl.constexpr):
-    """Store the gradients of a block of rows. If PARTIAL, rows also see keys of other calls: delta stays as it is."""
+    """Store wanted gradients of a block of rows. Unless PARTIAL, sums cover all keys of a row, and correct delta."""
     delta = row.delta
     if not PARTIAL:
         sums, delta = _mend(sums, row.delta, row.dlse)
@@ -74,7 +74,7 @@ def _of_sink(row, score, plane):
 
 @triton.jit
 def known_ds(row, score, plane):
-    """Return the sum of ds from row statistics, if this call has all keys that its rows see.
+    """Return each row's sum of ds over its keys, from row statistics. The call must have all keys that its rows see.
 
     The weights of keys and sink add up to 1, so the gradients of scores and sink add up to dlse.
     """

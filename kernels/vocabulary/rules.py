@@ -17,7 +17,7 @@ class Spec(NamedTuple):
     """Compile-time constants of a call, in one constexpr argument. Each kernel reads some of them.
 
     GROUP query heads share a kv head. D and DV are the head dimensions of keys and values. PRECISION is for tl.dot.
-    BY_THREADS: threads may load single elements. ROTARY_DIM, INTERLEAVED and PAGE (rows of a page) are for caches.
+    BY_THREADS: threads may load single elements of k or v. ROTARY_DIM, INTERLEAVED and PAGE (its rows) are for caches.
     """
 
     GROUP: int

@@ -19,7 +19,7 @@ def columns(dtype, DV):
 
 @triton.constexpr_function
 def _shift(dtype):
-    """Return how many of a float32's lowest bits are in neither its 16-bit rounding nor the saved byte."""
+    """Return the number of lowest bits of a float32 that neither its 16-bit rounding nor the saved byte keeps."""
     return 5 if dtype == tl.float16 else 8
 
 
@@ -69,7 +69,7 @@ def store_tail(m, rows, n, out, c, DV: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def lost(errors, rows, n, out, DV: tl.constexpr):
-    """Return the rounding error, from `errors`, of a tile of the output that was loaded as `out`; zero past the end."""
+    """Return the rounding error of the output tile `out`, from the View `errors`; zero past the end."""
     left: tl.constexpr = _shift(out.dtype)
     rounded = out.to(tl.float32)
     steps = memory.load(errors, rows, rows < n, DV, 0, out.shape[1]).to(tl.int32)

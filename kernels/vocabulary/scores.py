@@ -86,7 +86,7 @@ def _number(value, dtype: tl.constexpr):
 
 @triton.jit
 def _multiply_add(x, factor, added):
-    """Return x * factor + added, rounded once, even if added is 0."""
+    """Return fma(x, factor, added), which rounds once, even if added is 0."""
     # The compiler would fuse a plain product with the later subtraction of the row max. But the row max is a rounded
     # product, so the largest score of a row would not cancel exactly.
     return tl.fma(x, _number(factor, x.dtype), added)
@@ -110,7 +110,7 @@ def distance(score, band, r, c):
 
 @triton.jit
 def slope(score, plane, dtype: tl.constexpr):
-    """Return the ALiBi slope of a head. If it is loaded already, score.slopes is a number, not a View."""
+    """Return the ALiBi slope of a head. score.slopes may also be the loaded slope itself."""
     if isinstance(score.slopes, tl.tensor):
         return score.slopes
     else:
@@ -147,7 +147,7 @@ def unseen(score, plane, dtype: tl.constexpr):
 
 @triton.jit
 def sink(score, plane, dtype: tl.constexpr):
-    """Return the sink of a head as a score for the softmax, which may multiply it by softmax_scale."""
+    """Return a head's sink as a score: divided by softmax_scale if the softmax multiplies scores by softmax_scale."""
     x = unseen(score, plane, dtype)
     if score.softmax_scale is None:
         return x

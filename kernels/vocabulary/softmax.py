@@ -30,7 +30,7 @@ class Row(NamedTuple):
 
 @triton.jit
 def start(sink, ROWS: tl.constexpr, dtype: tl.constexpr):
-    """Return the State of rows before the first key, with or without a sink (`scores.sink`)."""
+    """Return the State of rows before the first key. sink: a result of `scores.sink`, or None."""
     if sink is None:
         return State(tl.full([ROWS], float("-inf"), dtype), tl.zeros([ROWS], dtype))
     else:
@@ -80,7 +80,7 @@ def join(states, scale):
 
 @triton.jit
 def finish(out, state, scale):
-    """Return (normalised output, lse, log2_sum for `row`); for a row without a visible key 0, -inf and +inf."""
+    """Return (normalised output, lse, log2 of row_sum), or (0, -inf, +inf) for a row without a visible key."""
     seen = state.row_sum != 0  # true for NaN too
     log2_sum = tl.math.log2(tl.where(seen, state.row_sum, 1.0))
     row_max = state.row_max if scale is None else state.row_max * scale

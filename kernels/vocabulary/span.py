@@ -36,7 +36,7 @@ class Plane(NamedTuple):
 
 
 class Band(NamedTuple):
-    """Visible pairs of rows x keys: row r sees keys r + low .. r + high, and is level with key r + diagonal."""
+    """Visible pairs of rows x keys: row r sees keys r + low .. r + high, and has the position of key r + diagonal."""
 
     rows: tl.tensor
     keys: tl.tensor
@@ -66,8 +66,8 @@ def within(extents, plane, q_len, k_len, slot):
 
 @triton.jit
 def locate(sequences, q_len, k_len, heads, BLOCK: tl.constexpr, BY_KEYS: tl.constexpr, across=1, number=None):
-    """Return (block of rows or keys, batch and head, numbers of rows and keys) of program `number`."""
-    # `across` programs share a block. Programs of packed sequences take all slots of a head, then of the next head, to
+    """Return (block of rows or keys, Plane, number of rows, number of keys) of program `number`; None is this one."""
+    # `across` programs share a block. Programs of packed sequences take all slots of one head before the next head, to
     # read the same keys. An unused slot has no rows and no keys. Its block of rows is -1; `latest_first` maps it to 0.
     pid, programs = tl.program_id(0) // across, tl.num_programs(0) // across
     if number is not None:
@@ -100,7 +100,7 @@ def padded(plane, block, ROWS: tl.constexpr):
 
 @triton.jit
 def place_tile(rows, keys, heads, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return (block of rows, block of keys, batch and head) of a program in a grid of one program per tile."""
+    """Return (block of rows, block of keys, Plane) of a program in a grid of one program per tile."""
     pid, across = tl.program_id(0), tl.cdiv(keys, BLOCK_N)
     block, plane = place(pid // across, rows, heads, BLOCK_M)
     return block, pid % across, plane
@@ -108,7 +108,7 @@ def place_tile(rows, keys, heads, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def latest_first(block, length, BLOCK: tl.constexpr):
-    """Return the first row of the block that is number `block` from the end. Causal grids begin with the longest."""
+    """Return the first row of block number `block` from the end: causal grids begin with the most work."""
     return (tl.cdiv(length, BLOCK) - 1 - block) * BLOCK
 
 
@@ -154,7 +154,7 @@ def inside(b, r, c):
 
 @triton.jit
 def first_to_see(b, c):
-    """Return the first row that sees key c; the next high - low rows also do. No row sees a key past the end."""
+    """Return the first row that sees key c, c - high (may be negative), or 2**31 - 1 for a key past the end."""
     return tl.where(c < b.keys, c - b.high, 0x7FFFFFFF)
 
 

@@ -1,4 +1,4 @@
-"""The blocks that a kernel's loops (walks) visit: three ranges, or two lists of tiles. Only loop 1 applies no mask."""
+"""The blocks that a kernel's loops (walks) visit: three ranges, or two lists of tiles. Loop 1 needs no mask."""
 
 import triton
 import triton.language as tl
@@ -24,7 +24,7 @@ def covered(block_mask, plane, i, j, rows, keys, live, BLOCK_M: tl.constexpr, BL
 
 @triton.jit
 def tile_list(tile_lists, plane, block, N: tl.constexpr):
-    """Return a pointer to the tiles of a block for loop N. Tiles of loop 0 need a mask, those of loop 1 do not."""
+    """Return a pointer to the list of tiles of a block for loop N, past its count. Only tiles of loop 0 need a mask."""
     place = block if len(plane.packed) == 0 else plane.packed.slot
     return memory.pointers(memory.matrix(tile_lists, plane), place * 2 + N, place * 0) + 1
 
@@ -46,7 +46,7 @@ def first(tile_list, begin):
 
 @triton.jit
 def step(tile_list, n, following):
-    """Return (tile, query head within its group) of step n of a loop, and the next entry of the tile list."""
+    """Return (tile, query head within its group, entry of step n + 1). `following` is the list's entry of step n."""
     # An entry is read one step ahead, so that loads of tiles start early. Without a list the caller counts the heads.
     if tile_list is None:
         return n, 0, following
