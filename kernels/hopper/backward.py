@@ -22,12 +22,12 @@ from .layouts import WARPS
 class Shared(NamedTuple):
     """Shared memory of the backward: tiles of k and v, one for each warpgroup, and rings of tiles of the other tensors.
 
-    q, do and rows share the barriers of q. With a mask of pairs, notes and words come with them; otherwise both are
-    None. words has words of each warpgroup's keys, for 64 rows at a time. bias, unless None: tiles [rows, keys] for
-    each warpgroup in turn, of 64 rows, or of 1 if the bias is equal for all rows; or [rows] if it is equal for all
-    keys. ds: gradients of scores of two steps, [step and warpgroup, keys, rows]. met: barrier for the ds of both
-    warpgroups. dq: float32, in `layouts.lines`. A warpgroup computes half of the rows of dq, or in blocks of 64 rows
-    half of the columns. one: `body.ones` or None. out: signals that k and v hold dk and dv.
+    The barriers of q also guard do, rows (row statistics), notes (row block and head) and words (mask words of 64 rows
+    for a warpgroup's keys). notes and words are None without a mask of pairs. bias, unless None: a tile for each
+    warpgroup in turn, [64 rows, keys], [1, keys] if it is equal for all rows, or [64 rows] if equal for all keys. ds:
+    gradients of scores [keys, rows] of two steps, a tile for each step and warpgroup. met: barrier of both warpgroups
+    in each step, once ds is written. dq: float32, in `layouts.lines`, half the rows for each warpgroup, or in blocks of
+    64 rows half the columns. one: matrices of `body.ones`, or None. out: barriers, passed once k, v hold dk, dv.
     """
 
     k: ring.Ring
@@ -46,12 +46,12 @@ class Shared(NamedTuple):
 
 
 class Form(NamedTuple):
-    """Compile-time options. Shared memory has STAGES tiles of q and of do, and BIAS_TILES of a bias.
+    """Compile-time constants. Shared memory has STAGES tiles of q and of do, and BIAS_TILES of a bias.
 
     DQ_AT: when a step of 64 rows stores its dq. 0: before it computes the next weights. 1: between their exponentials
     and dropout. 2: after dropout and masks. dq takes 32 registers until it is stored (D 64: 16).
-    REGISTERS: of a multiplying thread, and of other threads. GROUP and TOP_LEFT are as in Spec of the forward. COLUMNS:
-    (D, Dv) if GradK and GradV are Views, otherwise ().
+    REGISTERS: (per multiplying thread, per other thread). GROUP query heads share a kv head. TOP_LEFT: as in
+    `span.band`. COLUMNS: (D, Dv) if GradK and GradV are Views, otherwise ().
     """
 
     STAGES: int
@@ -68,7 +68,7 @@ def _turn(g: gl.constexpr, Turns, plane, block, first, band, masks, KEYS: gl.con
     """Return (counter of warpgroup g's half of a tile of dq, its value before this program adds, and the increase).
 
     The last keys add first. Under a causal band their programs have the fewest rows, so none waits for a longer one.
-    The counter counts blocks of keys, from the last, that have added to this tile, or that a mask of pairs hides.
+    The counter is the number of blocks of keys, from the last, that have added to this tile or that a mask hides.
     """
     if masks.bits is None:
         last = gl.minimum((block + 1) * BLOCK_M - 1 + band.high, band.keys - 1) // KEYS
@@ -139,7 +139,7 @@ def _give(g: gl.constexpr, shared, Sums, GradK, GradV, Turns, program, masks, fo
     BLOCK_M: gl.constexpr = shared.q.tiles.shape[-2]
     begin, full, full_end, end = visits.extent(band, first, GROUPS * KEYS, BLOCK_M)
     block, member = begin, begin * 0
-    # lines (`layouts.lines`) of dq that one warpgroup adds: half the lines of a block of rows
+    # rows of `layouts.lines` that a warpgroup adds: half of those of a block of dq
     LINES: gl.constexpr = shared.dq.tiles.shape[-2]
     for step in range(visits.steps(begin, end, lists, form.GROUP)):
         if shared.notes is not None:

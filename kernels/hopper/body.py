@@ -1,4 +1,4 @@
-"""The steps in the loops of the Hopper backward kernels, and how they use the statistics of each row.
+"""Parts of a step of the Hopper backward kernels, and how they subtract the statistics of each row.
 
 Products of ones with a table of 16 columns subtract the pivot and logarithm of a row from its scores, and delta from
 dp. `preprocess` writes the table, with each number as three bfloat16 terms. This takes products of K = 16, two for
@@ -41,7 +41,7 @@ class Keys(NamedTuple):
 
 @gluon.jit
 def keys_of(g: gl.constexpr, program, all_real, rules, s, BLOCK_M: gl.constexpr):
-    """Return the Keys of warpgroup g, for scores s [keys, rows]. all_real: (0,) or (1,), or () without a key mask."""
+    """Return the Keys of warpgroup g for scores s [keys, rows]. all_real: (1,) if no key is hidden, else (0,), or ()."""
     kv, first, band, _ = program
     KEYS: gl.constexpr = s.shape[0]
     LAYOUT: gl.constexpr = s.type.layout
@@ -114,7 +114,7 @@ def ones(KEYS: gl.constexpr):
 
 @gluon.jit
 def _numbers(rows, step, which: gl.constexpr, part: gl.constexpr = 0, PARTS: gl.constexpr = 1):
-    """Return part `part` of PARTS of the row statistics, [16, rows]: for scores if `which` is 0, for dp if it is 1."""
+    """Return part `part` of PARTS of a step's table of row statistics, [16, rows]. which: 0 for scores, 1 for dp."""
     ROWS: gl.constexpr = rows.shape[-2]
     COUNT: gl.constexpr = ROWS // PARTS
     tables = ring.slot(rows, step).reshape([2 * ROWS, 16])
@@ -149,8 +149,8 @@ def begin_dp(v, do, shared, step, zero, part: gl.constexpr = 0, PARTS: gl.conste
 def hide(p, first, earliest, band, score, words):
     """Return the weights p, [keys, rows from `first` on], with 0 where the band (causal, window) or a mask hides them.
 
-    words, unless None, has an argument of `noting.load_words` for each 64 of these rows, with a word for each key.
-    earliest is `span.first_to_see`. band.high is at least band.low (`arguments.band`), even if no row sees any key.
+    words, unless None: for each 64 rows an argument of `noting.load_words`, with a mask word for each key. earliest is
+    from `span.first_to_see`. band.high is at least band.low (`arguments.band`), even if no row sees any key.
     """
     # An impure instruction makes the compiler keep the caller's `if`. Otherwise each step would compute this.
     first = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [first], dtype=gl.int32, is_pure=False, pack=1)
@@ -226,9 +226,9 @@ def powers(
 
 @gluon.jit
 def drop_and_hide(p, words, block, keys, rules, plane, part: gl.constexpr = 0, PARTS: gl.constexpr = 1):
-    """Return the results of `powers` after dropout and masks. words is as in `hide`. plane is of the query head.
+    """Return the weights p of `powers` after dropout and masks. words: as in `hide`. plane: of the query head.
 
-    Dropped weights become negative. In the pairs of a softcap, the high half becomes 0 and the low half negative.
+    Hidden weights become 0, dropped ones negative. In a dropped int32 (softcap) the high half is 0, the low negative.
     """
     if rules.dropout is not None:
         LAYOUT: gl.constexpr = keys.counters.type.layout.parent
@@ -246,7 +246,7 @@ def drop_and_hide(p, words, block, keys, rules, plane, part: gl.constexpr = 0, P
 
 @gluon.jit
 def bias_of(tiles, at, exists, s):
-    """Load the bias of scores s [keys, rows] from a ring of tiles [rows, keys], [1, keys] or [rows]."""
+    """Return the bias of scores s [keys, rows] from tile `at` of a ring, or 0. exists: False past the last step."""
     if tiles is None:
         return 0.0
     else:
@@ -267,7 +267,7 @@ def biased_powers(
     g: gl.constexpr, s, shared, step, exists, block, keys, rules, slope, dtype: gl.constexpr,
     part: gl.constexpr = 0, PARTS: gl.constexpr = 1,
 ):  # fmt: skip
-    """Return `powers` with a warpgroup's bias, if there is one, from its ring. exists: False past the last step."""
+    """Return `powers` with the warpgroup's bias, if any, from its ring. exists: False past the last step."""
     bias = bias_of(shared.bias, (step * PARTS + part) * GROUPS + g, exists, s)
     return powers(s, bias, shared.rows, step, block, keys, rules, slope, dtype, part, PARTS)
 
@@ -288,7 +288,7 @@ def finish_weights(
 
 @gluon.jit
 def dropped(p, dropout, dtype: gl.constexpr):
-    """Return the weights after dropout in 16 bits. p is from `drop_and_hide`."""
+    """Return the weights after dropout in 16 bits, from the results p of `drop_and_hide`."""
     if p.dtype == gl.int32:
         return (p >> 16).to(gl.int16).to(dtype, bitcast=True)
     else:
@@ -328,7 +328,7 @@ def noted(notes, step, steps, keys):
 
 @gluon.jit
 def advance(shared, step, steps, keys, score, slope, kv, block, member, GROUP: gl.constexpr):
-    """Return (row block, query head in its group, Keys, ALiBi slope) of a step, which follows (block, member)."""
+    """Return (row block, query head in its group, Keys, ALiBi slope) of a step, the one after (block, member)."""
     if shared.notes is None:
         if GROUP > 1 and score.slopes is not None:
             if block + 1 == keys.end:

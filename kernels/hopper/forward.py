@@ -27,10 +27,9 @@ TILES_OF_K = gl.constexpr(4)  # number of tiles of k if STAGES is 1; each then h
 class Spec(NamedTuple):
     """Compile-time constants of a call: HEADS query heads, GROUP of them per kv head, and DV columns of a value.
 
-    PARTS blocks of Q or K, side by side, are a tile; with one stage, blocks of K are tiles of their own. TOP_LEFT is as
-    in `span.band`. PAGE: keys of a page, or 2**30 if each sequence has one page. WARPGROUPS multiply, in turns if
-    PING_PONG. Shared memory has STAGES tiles of V, and as many of K, or TILES_OF_K if STAGES is 1. REGISTERS: of a
-    multiplying thread, and of a copying thread.
+    PARTS blocks of Q or K, side by side, are a tile; if STAGES is 1, each block of K is a tile. TOP_LEFT: as in
+    `span.band`. PAGE: keys of a page, or 2**30 without pages. WARPGROUPS multiply, in turns if PING_PONG. STAGES: tiles
+    of V, and of K (TILES_OF_K if STAGES is 1). REGISTERS: (per multiplying thread, per copying thread).
     """
 
     HEADS: int
@@ -59,9 +58,10 @@ class Stored(NamedTuple):
 
 @gluon.jit
 def _take(g: gl.constexpr, shared, work, n, results, spec: gl.constexpr):
-    """Return the n-th block of rows of a program: (first row, Plane, Band, part, last, count, full, full_end).
+    """Return a program's n-th block of rows: (first row, Plane, Band, part of columns, last, count, full, full_end).
 
-    last and count are as in `work.extent`. Warpgroup g needs no mask for the blocks of keys full .. full_end - 1.
+    It visits `count` blocks of keys, from `last` down. Warpgroup g needs no mask for blocks full .. full_end - 1. With
+    tile lists these four are (): the notes have the rest.
     """
     ROWS: gl.constexpr = shared.q.tiles.shape[-2]
     BLOCK_N: gl.constexpr = shared.k.tiles.shape[-2]

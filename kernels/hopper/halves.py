@@ -47,7 +47,7 @@ def consume(g: gl.constexpr, shared, wide, program, all_real, rules, form: gl.co
     keys, slope, steps = body.begin(g, shared, program, all_real, rules, zero, GROUP)
     block, member = keys.begin, keys.begin * 0
     k, v = ring.tile(shared.k, g), ring.at(shared.v, g)
-    # With k and v in registers, products read half as much shared memory: 2 % faster on an H200. Other options spill.
+    # With k and v in registers, products read half as much shared memory: 2 % faster on an H200. More options spill.
     MANY: gl.constexpr = score.cap is not None and score.slopes is not None
     if OPERANDS_STAY and not MANY and rules.dropout is None and shared.bias is None:
         OF_S: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=zero.type.layout, k_width=2)

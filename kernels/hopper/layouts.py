@@ -36,7 +36,7 @@ def of_counters(COLUMNS):
 
 @triton.constexpr_function
 def of_rows(count):
-    """Return the layout of [count, 1] numbers, one for each column of scores, in the threads that hold the columns."""
+    """Return a layout of [count, 1] row statistics: a thread has those of its columns of scores [keys, rows]."""
     registers = [[1, 0], *([8 << i, 0] for i in range((count // 8).bit_length() - 1))]
     lanes, warps = [[2, 0], [4, 0], [0, 0], [0, 0], [0, 0]], [[0, 0], [0, 0]]
     return gl.DistributedLinearLayout(registers, lanes, warps, [], [count, 1])
@@ -44,10 +44,10 @@ def of_rows(count):
 
 @gluon.jit
 def lines(dq):
-    """Reorder dq [rows, columns] to [lines, 32], so that a thread's 4 elements of 8 columns are contiguous.
+    """Reorder dq [rows, columns] to [lines, 32], so that each thread's 4 values in 8 columns are adjacent.
 
     Each thread then stores 16 bytes at a time, straight from registers, without bank conflicts. A line has 8 columns of
-    rows r, r + 1, r + 8 and r + 9. `_ordered` of `preprocess` is the inverse.
+    rows r, r + 1, r + 8 and r + 9. The kernel `postprocess` reverses the order.
     """
     ROWS: gl.constexpr = dq.shape[0]
     EIGHTS: gl.constexpr = dq.shape[1] // 8

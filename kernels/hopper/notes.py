@@ -13,11 +13,11 @@ LAYOUT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 class Notes(NamedTuple):
-    """Slots for notes. The lower half of a number is `block * 2 + masked`.
+    """Slots for notes: a 64-bit number for each step. Its lower half is `block * 2 + masked`.
 
     In the forward, `block` is a block of keys, and the upper half is the number of steps. In the backward, `block` is a
     block of rows, and the upper half is the query head in its group. `real` is for a key mask in the forward: it has 1
-    for each real key of a block that needs a mask, otherwise 0.
+    for each key that is not hidden, in blocks that need a mask, and otherwise 0.
     """
 
     numbers: gl.shared_memory_descriptor
@@ -26,20 +26,20 @@ class Notes(NamedTuple):
 
 @gluon.jit
 def notes(STAGES: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Return Notes of 2 * STAGES slots. With STAGES tiles, note s lasts until step s + STAGES has released its tile."""
+    """Return Notes of 2 * STAGES slots. With STAGES tiles, note s is valid until step s + STAGES releases its tile."""
     numbers = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], LAYOUT)
     return Notes(numbers, gl.allocate_shared_memory(gl.int8, [2 * STAGES, BLOCK_N], LAYOUT))
 
 
 @gluon.jit
 def words(Words, STAGES: gl.constexpr, COUNT: gl.constexpr):
-    """Return slots for the words of COUNT mask blocks a step, each a block of the descriptor. They last as notes do."""
+    """Return slots for mask words: COUNT blocks of the descriptor `Words` a step, valid as long as the step's note."""
     return gl.allocate_shared_memory(Words.dtype, [2 * STAGES * COUNT] + Words.block_type.shape, Words.layout)
 
 
 @gluon.jit
 def write(notes, step, block, masked, count):
-    """Write the note of a step, whose tile must be free: block, whether it needs a mask, and the upper half."""
+    """Write the note of a step: block, whether it needs a mask, and count in the upper half. Its tile must be free."""
     number = (count.to(gl.int64) << 32) | (block * 2 + masked.to(gl.int32)).to(gl.int64)
     ring.slot(notes.numbers, step).store(gl.full([1], number, gl.int64, gl.BlockedLayout([1], [32], [1], [0])))
 
@@ -60,14 +60,14 @@ def real_keys(notes, step):
 
 @gluon.jit
 def words_of(notes, words, step, n: gl.constexpr):
-    """Return the words of block n of a step in shared memory, as TMA writes them: [1, low and high halves in turn]."""
+    """Return the mask words of block n of a step in shared memory: int32 [1, 2 * BLOCK], low and high half in turn."""
     SLOTS: gl.constexpr = notes.numbers.shape[0]
     return words.index(step % SLOTS * (words.shape[0] // SLOTS) + n)
 
 
 @gluon.jit
 def load_words(halves, LAYOUT: gl.constexpr):
-    """Load the result of `words_of`, or words at a pointer, as int64 [words, 1]."""
+    """Load mask words as int64 [BLOCK, 1]. halves: a result of `words_of`, or a pointer to words in global memory."""
     if isinstance(halves, gl.tensor):
         return gl.load(halves + gl.arange(0, BLOCK, layout=gl.SliceLayout(1, LAYOUT))[:, None])
     else:
@@ -78,7 +78,7 @@ def load_words(halves, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def reserve(notes, words, Words, tiles, at, step, masked, numbers, NBYTES: gl.constexpr):
-    """Reserve tile `at` of a ring. If the step is masked, also begin to copy the words with the given `numbers`."""
+    """Reserve tile `at` of a ring. If the step is masked, also begin to copy its mask words, at indices `numbers`."""
     if words is None:
         ring.reserve(tiles, at, NBYTES)
     else:

@@ -11,10 +11,10 @@ from .work import block_of_rows, extent, split
 
 
 class Steps(NamedTuple):
-    """Steps of a block of rows. There are `count` steps; the first is at the block of keys `start`.
+    """Blocks of keys that a block of rows visits, in `count` steps; the first is at block `start`.
 
     Without tile lists the blocks are start, start - 1 and so on. With tile lists the first `masked` steps need a mask,
-    and step i is the entry at lists[0] + i if i < masked, otherwise at lists[1] + i.
+    and the entry of step i is at lists[0] + i if i < masked, otherwise at lists[1] + i.
     """
 
     count: gl.tensor
@@ -78,7 +78,7 @@ def _keys(caches, kv, band, block, page, PAGE: gl.constexpr, BLOCK_N: gl.constex
 
 @gluon.jit
 def _begin(shared, step, K, Words, masks, keys, row, plane, band, steps, i, block, first, GROUPS: gl.constexpr):
-    """Write the note of a step, and load its keys and, if it needs a mask of pairs, its words."""
+    """Write the note of a step, and load its keys and, if it needs a mask of pairs, its mask words."""
     ROWS: gl.constexpr = shared.q.tiles.shape[-2]
     BLOCK_N: gl.constexpr = shared.k.tiles.shape[-2]
     TILES: gl.constexpr = shared.q.tiles.shape[0] // shared.q.ready.shape[0] if shared.v.tiles.shape[0] == 1 else 1

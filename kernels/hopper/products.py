@@ -16,8 +16,8 @@ from .layouts import WARPS
 class Form(NamedTuple):
     """Compile-time constants of `grad_product`: GROUP query heads per kv head; COLUMNS of the gradient.
 
-    A block sums MEMBERS query heads. ACROSS programs share its columns. OF_K: its rows are keys. TOP_LEFT is as in
-    `span.band`. Shared memory has STAGES tiles of each factor. REGISTERS: of a multiplying thread, and of others.
+    A block is a sum over MEMBERS query heads. ACROSS programs share its columns. OF_K: its rows are keys. TOP_LEFT: as
+    in `span.band`. Shared memory has STAGES tiles of each factor. REGISTERS: (per multiplying thread, per other one).
     """
 
     GROUP: int
@@ -31,7 +31,7 @@ class Form(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """Shared memory of `grad_product`: rings of ds and results. others, the right factor, uses the barriers of ds."""
+    """Shared memory of `grad_product`: rings of ds and of products. others: right factors, with the barriers of ds."""
 
     ds: ring.Ring
     others: gl.shared_memory_descriptor
@@ -122,7 +122,7 @@ def _multiply(g: gl.constexpr, factors, Product, work, scale, form: gl.constexpr
     """Compute half g (0 or 1) of the rows of each block of dq or dk: the work of one warpgroup."""
     ROWS: gl.constexpr = factors.product.tiles.shape[-2]
     WIDTH: gl.constexpr = factors.product.tiles.shape[-1]
-    # The last quarter of 256 columns may be past the end. Two products, of 128 and 64 columns, then leave it out.
+    # If the last 64 of 256 columns are past the end, two products, of 128 and 64 columns, leave them out.
     FEWER: gl.constexpr = WIDTH == 256 and form.COLUMNS <= 192
     MAIN: gl.constexpr = 128 if FEWER else WIDTH
     dtype: gl.constexpr = factors.product.tiles.dtype

@@ -20,10 +20,10 @@ LINES = gl.constexpr(gl.BlockedLayout([1, 8], [32, 1], [1, 1], [1, 0]))
 
 
 class Ring(NamedTuple):
-    """Tiles of (B, H, S, D) tensors, [step, 1, 1, rows, columns], and two mbarriers for each tile.
+    """Tiles [tiles, 1, 1, rows, columns] of a (B, H, S, D) tensor, and two mbarriers for each tile.
 
-    Tiles of packed sequences have one more dimension, as their descriptors have. A tile may be several parts, side by
-    side, [step and part, 1, 1, rows, columns], because a block of a descriptor has a power of 2 of columns.
+    Tiles of packed sequences have one more dimension, as their descriptors have. A tile may have several parts, side by
+    side, [tiles * parts, 1, 1, rows, columns], because the columns of a descriptor's block are a power of 2.
     """
 
     tiles: gl.shared_memory_descriptor
@@ -32,7 +32,7 @@ class Ring(NamedTuple):
 
 
 class Ragged(NamedTuple):
-    """First row (or key) of a packed sequence, and its number of rows (or keys): `packed` of a Plane."""
+    """First row or key of a packed sequence, and its number of rows or keys; replaces `packed` of a Plane."""
 
     first: gl.tensor
     length: gl.tensor
@@ -57,7 +57,7 @@ def ring_of(tiles, TILES: gl.constexpr, READERS: gl.constexpr):
 
 @gluon.jit
 def barriers(COUNT: gl.constexpr):
-    """Return mbarriers that wait for one arrival each."""
+    """Return COUNT mbarriers, each for one arrival."""
     made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
         mbarrier.init(made.index(i), count=1)
@@ -78,7 +78,7 @@ def claim(ring, step):
 
 @gluon.jit
 def put(ring, step, value):
-    """Store registers into the tile of a step once it is free, for an asynchronous reader such as TMA."""
+    """Wait until the tile of a step is free, store `value` in it, and signal asynchronous readers such as TMA."""
     claim(ring, step)
     tile(ring, step).store(value)
     fence_async_shared()
@@ -87,14 +87,14 @@ def put(ring, step, value):
 
 @gluon.jit
 def reserve(ring, step, nbytes: gl.constexpr):
-    """Wait until the tile of a step is free, and announce nbytes for it and for the tiles that share its barrier."""
+    """Wait until the tile of a step is free, and let its barrier expect nbytes, for all tiles that share it."""
     claim(ring, step)
     mbarrier.expect(slot(ring.ready, step), nbytes)
 
 
 @gluon.jit
 def of_rows(plane, band):
-    """Return the Plane with which `place` finds rows; in packed sequences it has the first row and their number."""
+    """Return the Plane that `place` needs for rows: if packed, with the sequence's first row and number of rows."""
     if len(plane.packed) == 0:
         return plane
     else:
@@ -103,7 +103,7 @@ def of_rows(plane, band):
 
 @gluon.jit
 def of_keys(plane, band):
-    """Return the Plane with which `place` finds keys; in packed sequences it has the first key and their number."""
+    """Return the Plane that `place` needs for keys: if packed, with the sequence's first key and number of keys."""
     if len(plane.packed) == 0:
         return plane
     else:
@@ -112,7 +112,7 @@ def of_keys(plane, band):
 
 @gluon.jit
 def place(plane, row, column):
-    """Return the coordinates of a block of one head; for packed sequences, those of a ragged descriptor.
+    """Return the TMA coordinates of (row, column) of one head; for packed sequences, in a ragged descriptor.
 
     TMA then loads zeros past the end of the sequence, and stores nothing there.
     """
@@ -125,7 +125,7 @@ def place(plane, row, column):
 
 @gluon.jit
 def copy(ring, tiles, step, desc, plane, row, column=0):
-    """Begin the TMA copy of a tile of one head, at (row, column), into `tiles`, which use the ring's barriers."""
+    """Begin the TMA copy from (row, column) of one head into the step's tile of `tiles`, on the ring's barrier."""
     TILES: gl.constexpr = ring.ready.shape[0]
     PARTS: gl.constexpr = tiles.shape[0] // TILES
     for i in gl.static_range(PARTS):
@@ -135,7 +135,7 @@ def copy(ring, tiles, step, desc, plane, row, column=0):
 
 @gluon.jit
 def fill(ring, step, desc, plane, row, column=0):
-    """Begin the TMA copy of a tile of one head, at (row, column), once the tile of the step is free."""
+    """Wait until the tile of a step is free, and begin the TMA copy from (row, column) of one head into it."""
     PARTS: gl.constexpr = ring.tiles.shape[0] // ring.ready.shape[0]
     reserve(ring, step, PARTS * desc.block_type.nbytes)
     copy(ring, ring.tiles, step, desc, plane, row, column)
@@ -143,7 +143,7 @@ def fill(ring, step, desc, plane, row, column=0):
 
 @gluon.jit
 def put_bias(ring, step, bias, band, plane, row):
-    """Store a bias that is equal for all keys, of rows from `row` on, into the tile of a step."""
+    """Load a bias that is equal for all keys, for rows from `row` on, into the tile of a step, without TMA."""
     r = row + gl.arange(0, ring.tiles.shape[1], layout=gl.BlockedLayout([1], [32], [1], [0]))
     x = memory.load_column(memory.matrix(bias, plane), r, band.rows, 0)
     claim(ring, step)
@@ -167,7 +167,7 @@ def wait(ring, step, pred=True):
 
 @gluon.jit
 def landing(ring):
-    """Return a Ring of the same tiles, for copies that the producer awaits itself, and then passes on by `pass_on`."""
+    """Return a Ring of the same tiles with barriers at which the producer itself awaits copies, before `pass_on`."""
     return Ring(ring.tiles, barriers(ring.tiles.shape[0]), ring.free)
 
 

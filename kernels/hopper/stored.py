@@ -25,7 +25,7 @@ class Shared(NamedTuple):
     """Shared memory of `stored_backward`: k and v, a tile per warpgroup; rings of q, do, row statistics and ds.
 
     do: tiles of half the columns. ds: a tile [keys, rows] for each warpgroup. bias, unless None: a tile [rows, keys]
-    for each. out: signals that v now holds dv. notes come with q. They are None without a mask of keys or pairs.
+    for each. out: barriers, passed once v holds dv. notes, written before q, are None without a mask of keys or pairs.
     """
 
     k: ring.Ring
@@ -113,7 +113,7 @@ def _begin_scores(g: gl.constexpr, shared, step, exists, none, zero, FOR_S: gl.c
 
 @gluon.jit
 def _begin_dp(v, shared, step, exists, zero):
-    """Begin wgmma for dp = v @ do.T of a step. The product of half the columns may run while the others are loaded."""
+    """Begin wgmma for dp = v @ do.T of a step. One half of the columns may be multiplied while the other is loaded."""
     ring.wait(shared.do, 2 * step, pred=exists)
     one = ring.tile(shared.do, 2 * step).permute((1, 0))
     dp = warpgroup_mma(body.half(v, 0, 1), one, zero, use_acc=False, is_async=True)
@@ -132,7 +132,7 @@ def _begin_dv(shared, step, p, dropout, dv0, dv1):
 
 @gluon.jit
 def _give_ds(g: gl.constexpr, shared, step, p, dropout, dp):
-    """Compute the gradients of the scores of a step, and store them in shared memory."""
+    """Compute the gradients of the scores of a step, store them in shared memory, and release the row statistics."""
     dtype: gl.constexpr = shared.q.tiles.dtype
     ds = body.of_products(p, dropout, dp, shared.rows.tiles, step, dtype)
     ring.put(shared.ds, 2 * step + g, ds.to(dtype))
@@ -141,7 +141,7 @@ def _give_ds(g: gl.constexpr, shared, step, p, dropout, dp):
 
 @gluon.jit
 def _number(shared, rules, kv, block, member, key, band, GROUP: gl.constexpr):
-    """Return the number of the mask words of a block of rows and 64 keys; without a mask of pairs an unused number."""
+    """Return the index of the mask words of a block of rows and 64 keys; without a mask of pairs, an unused number."""
     if rules.masks.bits is None:
         return block
     else:
@@ -173,7 +173,7 @@ def _full(g: gl.constexpr, s, shared, step, exists, block, member, keys, score, 
 
 @gluon.jit
 def _weights(s, shared, step, block, member, keys, number, rules, kv, GROUP: gl.constexpr):
-    """Return the weights of a step from scores of `_full`. number: the result of `_number`."""
+    """Return the weights of a step from scores of `_full`. number: index of the mask words (`_number`)."""
     bits, score = rules.masks.bits, rules.score
     words = None if bits is None else (bits.words + number.to(gl.int64) * masking.BLOCK,)
     if score.slopes is not None or score.bias is not None:
@@ -268,7 +268,7 @@ def stored_backward(
     sequences, tile_lists, q_len, k_len, left, right, rules, heads, planes, section, before,
     form: gl.constexpr,
 ):  # fmt: skip
-    """Write GradV (B, Hkv, Sk, Dv) and GradScores (query heads, 1, Sk, Sq) of `planes` kv heads, after `before` others.
+    """Write GradV (B, Hkv, Sk, Dv) and GradScores (query heads, 1, Sk, Sq) of `planes` kv heads from index `before` on.
 
     A program takes two blocks of keys. A `section` of planes is done before the next. heads is Hkv. tile_lists, unless
     None, are by keys, with tiles of 128 rows and 128 keys. rules.masks.bits has words from `transpose_words`. Tensors

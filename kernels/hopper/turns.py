@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def number(numbers):
-    """Take the next number from a counter. All programs with smaller numbers have begun, in any order of launch."""
+    """Return a counter's next number. All programs with smaller numbers have begun, whatever the order of launch."""
     return gl.atomic_add(numbers, 1)
 
 

@@ -1,4 +1,4 @@
-"""Blocks that the programs of a backward visit, places of tiles in stored score gradients, and constants."""
+"""Blocks that the programs of a backward visit, and positions of their tiles in stored score gradients."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from . import schedule
 class Form(NamedTuple):
     """Compile-time constants of stored.py and wide.py: GROUP query heads per kv head; TOP_LEFT is as in `span.band`.
 
-    REGISTERS: of a multiplying thread, and of other threads. BY_ROW: a bias, if there is one, is equal for all keys.
+    REGISTERS: (per multiplying thread, per other thread). BY_ROW: a bias, if any, is equal for all keys.
     """
 
     GROUP: int
@@ -24,9 +24,9 @@ class Form(NamedTuple):
 
 
 class Lists(NamedTuple):
-    """Steps of a program, from the tile lists of its block. For keys they are row blocks in each query head of a group.
+    """Tiles of a program's block, from the tile lists. For a block of keys they are row blocks of each query head.
 
-    There are `count` steps. Step i is the entry at partial + i if i < masked, otherwise at full + i.
+    There are `count` entries. Entry i is at partial + i if i < masked, otherwise at full + i.
     """
 
     count: gl.tensor
@@ -57,7 +57,7 @@ def lists_of(tile_lists, plane, block):
 
 @gluon.jit
 def entry(lists, i):
-    """Load the entry of step i; 0 past the last. Return () without Lists."""
+    """Load entry i of the Lists; 0 past the last. Return () without Lists."""
     if len(lists) == 0:
         return ()
     else:
@@ -75,7 +75,7 @@ def extent(band, first, KEYS: gl.constexpr, BLOCK_M: gl.constexpr):
 def stored_blocks(band, first, TILE: gl.constexpr):
     """Return [begin, end), the blocks of TILE keys for which the ds of rows first .. first + TILE - 1 is stored.
 
-    Rows and keys are rounded up to whole blocks, so that rows, and keys with a flipped band, find the same tiles.
+    Rows and keys are rounded up to whole blocks, so that a flipped band, from keys to rows, gives the same tiles.
     """
     rows, keys = gl.cdiv(band.rows, TILE) * TILE, gl.cdiv(band.keys, TILE) * TILE
     begin, full, full_end, end = span.blocks(
@@ -86,7 +86,7 @@ def stored_blocks(band, first, TILE: gl.constexpr):
 
 @gluon.jit
 def row_blocks(first, band, BLOCK_M: gl.constexpr, TILE: gl.constexpr):
-    """Return [begin, end) of the blocks of rows that a program visits for TILE keys from `first`."""
+    """Return [begin, end) of the blocks of BLOCK_M rows that a program visits for TILE keys from `first`."""
     begin, end = stored_blocks(span.flip(band), first, TILE)
     return begin * (TILE // BLOCK_M), end * (TILE // BLOCK_M)
 
@@ -94,8 +94,8 @@ def row_blocks(first, band, BLOCK_M: gl.constexpr, TILE: gl.constexpr):
 class Work(NamedTuple):
     """Blocks of rows or keys that the programs compute: their order, planes before the first, and heads of a batch.
 
-    The rest is as in work.py. Programs of packed sequences have one block each, and use only `planes` of `order`. A
-    tile of the lists has as many rows as keys.
+    Each packed sequence has its own band, from left and right; otherwise `band` holds for all blocks. Programs of
+    packed sequences have one block each, and use only `planes` of `order`. Tiles of tile_lists are squares.
     """
 
     order: schedule.Schedule
@@ -110,7 +110,7 @@ class Work(NamedTuple):
 
 @gluon.jit
 def take(work, n, TOP_LEFT: gl.constexpr, TILE: gl.constexpr, OF_K: gl.constexpr):
-    """Return (first row, or first key if OF_K; batch and head as a Plane; Band) of a program's n-th block."""
+    """Return (first row, or first key if OF_K; Plane; Band) of a program's n-th block."""
     if work.sequences is None:
         programs, order = gl.num_programs(0), work.order
         first, plane = schedule.take(order, n, gl.program_id(0), programs, work.heads, TILE, work.before)
@@ -131,9 +131,9 @@ def take(work, n, TOP_LEFT: gl.constexpr, TILE: gl.constexpr, OF_K: gl.constexpr
 
 @gluon.jit
 def listed(lists, step, block, member, ahead, PARTS: gl.constexpr = 1):
-    """Return (block, query head in its group) of a step, and the next entry of its Lists. A tile has PARTS steps.
+    """Return (block, query head in its group, entry of the next step) of a step; `ahead` is the step's own entry.
 
-    Without Lists return the arguments.
+    A listed tile has PARTS steps. Without Lists return the arguments.
     """
     if len(lists) > 0:
         block, member = ahead.to(gl.int32) * PARTS + step % PARTS, (ahead >> 32).to(gl.int32)
@@ -153,7 +153,7 @@ def following(block, member, begin, end, GROUP: gl.constexpr):
 
 @gluon.jit
 def head(plane, before):
-    """Return the index of a query head in GradScores, from head `before` on. Packed sequences do not change it."""
+    """Return the index in GradScores of a query head; index 0 is head `before`. Packed sequences share an index."""
     return (plane.index if len(plane.packed) == 0 else plane.head) - before
 
 
@@ -168,7 +168,7 @@ def first_key(plane, TILE: gl.constexpr):
 
 @gluon.jit
 def steps(begin, end, lists, MEMBERS: gl.constexpr, PARTS: gl.constexpr = 1):
-    """Return the number of steps of a program: PARTS of each listed tile, or [begin, end) for each of MEMBERS heads."""
+    """Return the number of steps: PARTS for each listed tile, or one for each block [begin, end) of MEMBERS heads."""
     if len(lists) == 0:
         return (end - begin) * MEMBERS
     else:
@@ -177,6 +177,6 @@ def steps(begin, end, lists, MEMBERS: gl.constexpr, PARTS: gl.constexpr = 1):
 
 @gluon.jit
 def program(work, TILE: gl.constexpr, TOP_LEFT: gl.constexpr):
-    """Return this program's Program, if each program has one block of TILE keys."""
+    """Return this program's Program. The grid must have one program for each block of TILE keys."""
     first, kv, band = take(work, 0, TOP_LEFT, TILE, True)
     return Program(kv, first, band, lists_of(work.tile_lists, kv, first // TILE))

@@ -37,7 +37,7 @@ def _largest(s, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _step(state, s, scale):
-    """Update the running softmax. Partial sums of a row (COLUMNS in row_sum) are not added across threads."""
+    """Return the results of `softmax.step` for scores s. COLUMNS partial sums of a row are not added across threads."""
     ROWS: gl.constexpr = s.shape[0]
     ROW: gl.constexpr = state.row_max.type.layout
     largest = _largest(s, ROW)
@@ -69,7 +69,7 @@ def _drop(dropout, p, of, block):
 
 @gluon.jit
 def _bias(shared, at, of, LAYOUT: gl.constexpr):
-    """Load a bias: [rows, keys], or [1, keys] or [rows, 1] if it is equal for all rows or keys; 0 without a bias."""
+    """Return the bias: [rows, keys], [1, keys] if equal for all rows, or [rows, 1] if equal for all keys; 0 without."""
     if shared.bias is None:
         r = of.rows[:, None]
         return scores.pairs(of.rules.score.bias, of.band, of.head, r, r * 0, CHECK=True)
@@ -85,7 +85,7 @@ def _bias(shared, at, of, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _shown(g: gl.constexpr, shared, step, LAYOUT: gl.constexpr):
-    """Load the words of a warpgroup's rows at a step, for `masks.visible`; return 1 without a mask of pairs."""
+    """Load the mask words of a warpgroup's rows at a step, for `masks.visible`; return 1 without a mask of pairs."""
     if shared.words is None:
         return 1
     else:
@@ -99,7 +99,7 @@ def _shown(g: gl.constexpr, shared, step, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def weights(g: gl.constexpr, s, state, masked, of, block, shared, step, GROUPS: gl.constexpr):
-    """Return (p, factor that rescales earlier sums, new State)."""
+    """Return (p, factor that rescales earlier sums, new State) of a block of keys, from products s = q @ k.T."""
     score, masks, r, notes = of.rules.score, of.rules.masks, of.rows[:, None], shared.notes
     LAYOUT: gl.constexpr = s.type.layout
     if score.scale is not None:

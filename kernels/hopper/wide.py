@@ -25,9 +25,9 @@ SLOTS = gl.constexpr(4)  # chunks of operands in shared memory
 class Shared(NamedTuple):
     """Shared memory: chunks (64 columns) of both operands of a product, other inputs of a step, and its results.
 
-    keys: a ring of chunks of k, then of v, with the barriers of both operands. rows: chunks of q, then of do.
-    statistics: as in `body.across`. notes, unless None, come with the first chunk of a step. p and ds: a tile [keys,
-    rows] for each warpgroup.
+    keys: a ring of chunks of k, then of v. rows: chunks of q, then of do, with the barriers of keys. statistics: a ring
+    of row statistics. notes, unless None, are written before the first chunk of a step. p and ds: a tile [keys, rows]
+    for each warpgroup.
     """
 
     keys: ring.Ring
@@ -40,7 +40,7 @@ class Shared(NamedTuple):
 
 @gluon.jit
 def _load(shared, Keys, Rows, step, kv, plane, key, row, COUNT: gl.constexpr):
-    """Load COUNT chunks of both operands of a product, from chunk number `step` on."""
+    """Load by TMA COUNT chunks of both operands of a product. `step`: the first chunk's step in the ring."""
     for c in gl.static_range(COUNT):
         column = c * Keys.block_type.shape[-1]
         ring.reserve(shared.keys, step + c, Keys.block_type.nbytes + Rows.block_type.nbytes)
@@ -75,9 +75,9 @@ def _produce(shared, Q, K, V, GradOut, Rows, program, GROUP: gl.constexpr, COUNT
 
 @gluon.jit
 def _multiply(g: gl.constexpr, shared, chunk, x, BEGIN: gl.constexpr, END: gl.constexpr):
-    """Add to x the products of chunks BEGIN .. END - 1 of a product that begins with `chunk`; leave one in flight.
+    """Add to x the products of chunks BEGIN .. END - 1 of a product whose chunk 0 is `chunk`; leave one in flight.
 
-    x is [keys, rows]. With BEGIN 0 it is overwritten. Chunks are released once they have been read.
+    x is [keys, rows]. With BEGIN 0 it is overwritten. Chunks are released once they have been read, except the last.
     """
     for c in gl.static_range(BEGIN, END):
         ring.wait(shared.keys, chunk + c)
@@ -91,7 +91,7 @@ def _multiply(g: gl.constexpr, shared, chunk, x, BEGIN: gl.constexpr, END: gl.co
 
 @gluon.jit
 def _words(bits, plane, row, key, band, ROWS: gl.constexpr):
-    """Return pointers to the words (from `transpose_words`) for 64 keys and each 64 of ROWS rows."""
+    """Return pointers to the mask words of 64 keys (from `transpose_words`), one for each 64 of ROWS rows."""
     words = ()
     for n in gl.static_range(ROWS // masking.BLOCK):
         number = masking.number(bits, plane, row + n * masking.BLOCK, key, band)
@@ -156,7 +156,7 @@ def wide_backward(
     sequences, tile_lists, q_len, k_len, left, right, rules, heads, planes, section, before,
     form: gl.constexpr,
 ):  # fmt: skip
-    """Write Weights and GradScores (query heads, 1, Sk, Sq) of `planes` kv heads, after `before` others.
+    """Write Weights and GradScores (query heads, 1, Sk, Sq) of `planes` kv heads from index `before` on.
 
     Arguments are as in `stored.stored_backward`. Blocks of Q and GradOut have 128 rows and 64 columns, those of K and V
     128 keys and 64 columns, those of Weights and GradScores 64 keys and 128 rows.

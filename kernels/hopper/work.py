@@ -13,9 +13,9 @@ from . import notes as noting, ring, schedule
 class Shared(NamedTuple):
     """Shared memory: rings of q, k and v, and an output tile for each warpgroup, which may be its tile of q.
 
-    landed, for a key mask, is the ring of v by which the producer waits for its own copies. notes are None without a
-    mask of keys or pairs. words, for a mask of pairs, has slots for the words (`masks.Bits`) of each warpgroup's rows,
-    which are copied with the tile of k. bias, unless None, is a ring with a tile for each warpgroup. ping_pong, unless
+    landed, with a key mask, has the tiles of v, and barriers at which the producer awaits its copies, to zero hidden
+    values. notes are None without a mask of keys or pairs. words, with a mask of pairs, has the words (`masks.Bits`) of
+    each warpgroup's rows, copied with k. bias, unless None, is a ring with a tile for each warpgroup. ping_pong, unless
     None, has a barrier for each of two warpgroups that multiply alternately.
     """
 
@@ -31,7 +31,7 @@ class Shared(NamedTuple):
 
 
 class Caches(NamedTuple):
-    """Cached lengths with the new keys, and the table of pages of `pages.Cache`; all fields are None without caches.
+    """Cached lengths, new keys included, and page numbers, as in `pages.Cache`; all fields are None without caches.
 
     pitch: the number of rows from the start of a page to the start of the next one in memory.
     """
@@ -102,7 +102,7 @@ def block_of_rows(work, n, results, BLOCK: gl.constexpr, WIDTH: gl.constexpr, sp
 
 @gluon.jit
 def split(begin, end, plane, results):
-    """Return (begin, end) of the part of begin .. end - 1 that a plane visits. A plane is one split of a head."""
+    """Return (begin, end) of this plane's part of begin .. end - 1. A plane is one split of one head."""
     split, count = plane.index % results.splits, gl.maximum(end - begin, 0)
     end = begin + (split + 1) * count // results.splits
     return begin + split * count // results.splits, end
