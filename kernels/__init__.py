@@ -1,1 +1,1 @@
-"""The Triton kernels for any GPU, one kernel a file, built from the shared functions of `vocabulary`."""
+"""Triton kernels for any GPU, one a file; Gluon kernels for Hopper in `hopper`; shared functions in `vocabulary`."""

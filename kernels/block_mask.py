@@ -12,9 +12,9 @@ def block_mask(BlockMask, Words, extents, masks, bias, heads, rows, keys):
     """Fill BlockMask (B, H, row blocks, key blocks), int32, contiguous: a program computes the entry of one block."""
     # Words, unless None, gets masks.pairs in bits. If masks.pairs hides a part of a block, the block's entry is the
     # number of its words (see `masks.Bits`). B or H is 1 if masks and bias do not vary along it. A bias (View or None)
-    # of -inf hides its pair. A block may be FULL in spite of such a bias, which kernels always load, or of a hidden
-    # row, which is overwritten. For packed sequences (extents), rows and keys are maximum lengths; pairs past the end
-    # do not count.
+    # of -inf hides its pair. Such a bias, which kernels always load, does not keep a block from being FULL, nor does a
+    # hidden row, whose output is overwritten. For packed sequences (extents), rows and keys are maximum lengths; pairs
+    # past the end do not count.
     down, right, plane = span.place_tile(rows, keys, heads, BLOCK, BLOCK)
     bits = tl.arange(0, BLOCK)
     r, c = down * BLOCK + bits[:, None], right * BLOCK + bits[None, :]
@@ -64,7 +64,7 @@ def tile_lists(
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TOP_LEFT: tl.constexpr,
     BY_KEYS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Fill Lists (B, H, blocks, 2, most + 2), int64: a block's partly visible tiles, then its full ones."""
+    """Fill Lists (B, H, blocks, 2, most + 2), int64: for each block its partly visible tiles, then its full ones."""
     # Lists is contiguous. A list is [count, tile 0, tile 1, ..., 0]. Loops read one entry ahead, and ignore the last 0.
     # In a partly visible tile, a mask or the band hides pairs. block_mask is a View. `most` = GROUP * tile_count is the
     # maximum length of a list. With BY_KEYS, H counts kv heads, and a block of keys lists tiles of rows in GROUP query

@@ -16,7 +16,7 @@ def combine(
     DV: tl.constexpr, MOST: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Merge the Partials of all splits into Out, a View of (B, H, rows, DV), and into Lse and Stats unless None."""
-    # Lse and Stats are as in forward.py. BLOCK_M splits are read at a time. MOST, a power of two, is at least `splits`.
+    # Lse and Stats are as in forward.py. A step reads BLOCK_M splits. MOST, a power of two, is at least `splits`.
     row, plane = span.place(tl.program_id(0), rows, heads, 1)
     n = rows * splits
     state = softmax.join(splitting.states(partials, plane, row + tl.arange(0, MOST)[:, None] * rows, n), scale)

@@ -44,7 +44,7 @@ def decode(
     partials, cache, rotary, rules, heads, q_len, capacity, added, pages, positions, splits, left, right,
     spec: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Write the Partials of each split; if partials is None, Out, a View of (B, Hq, Sq, DV), and Lse unless None."""
+    """Write Partials for each split. If partials is None, write Out, a View of (B, Hq, Sq, DV), and Lse unless None."""
     # ids
     split = tl.program_id(0) % splits
     block, kv = span.place(tl.program_id(0) // splits, q_len * spec.GROUP, heads, BLOCK_M)
@@ -53,7 +53,7 @@ def decode(
     rows, member = folded // spec.GROUP, folded % spec.GROUP
     head, plane = span.query_head(kv, member, spec.GROUP), span.query_head(kv, member[:, None], spec.GROUP)
 
-    # what it sees
+    # visible keys
     before = paging.length(cache, kv, capacity)  # without the `added` keys that `append` wrote
     band = span.band(q_len, before + tl.minimum(added, capacity - before), left, right, spec.TOP_LEFT)
     real = masks.real_rows(rules.masks, kv, rows, q_len)
@@ -63,7 +63,7 @@ def decode(
     # Each split gets an equal part of the key blocks that the rows see.
     each = ranges[3] - ranges[0]
     start, stop = ranges[0] + split * each // splits, ranges[0] + (split + 1) * each // splits
-    # walk it
+    # loops over keys
     wide: tl.constexpr = memory.wide(Q.base.dtype.element_ty)
     out = zeros(BLOCK_M, spec.DV, wide)
     nothing = None  # only the first split sees the sink
@@ -81,7 +81,7 @@ def decode(
                 spec, BLOCK_N, CHECK=n != 1,
             )  # fmt: skip
 
-    # store it
+    # stores
     if rules.masks.rows is not None:
         unseen = softmax.start(nothing, BLOCK_M, wide)
         out = [tl.where(real[:, None], tile, 0.0) for tile in out]

@@ -99,14 +99,14 @@ def dkdv(
     dk = columns.zeros(BLOCK_N, spec.D, wide)
     dv = columns.zeros(BLOCK_N, spec.DV, wide)
 
-    # what it sees
+    # visible rows
     band = span.band(q_len, k_len, left, right, spec.TOP_LEFT)
     ranges = span.blocks(span.flip(band), first, BLOCK_N, BLOCK_M)
     if GradQ is not None:
         ranges = span.masked_past(ranges, first + BLOCK_N, k_len)
-    # walk it
+    # loops over rows
     incoming = gradient.Incoming(GradOut, GradWeights, Rows)
-    # Walk (loop) 0 masks the blocks before `full`. Without a right bound it has none; leave it out, which saves spills.
+    # Loop 0 is for the masked blocks before `full`. Without a right bound there are none; leaving it out saves spills.
     FIRST: tl.constexpr = 1 if tile_lists is None and right is None else 0
     for n in tl.static_range(FIRST, 3 if tile_lists is None else 2):
         tile_list = None if tile_lists is None else walk.tile_list(tile_lists, kv, block, n)
@@ -115,7 +115,7 @@ def dkdv(
             dk, dv, k, v, Q, incoming, GradQ, grads, cols, first, band, rules, kv, tile_list, begin, end,
             spec, BLOCK_M, CHECK=n != 1, WALK=n,
         )  # fmt: skip
-    # store it
+    # stores
     if grads.k is not None:
         m = memory.of_keys(grads.k, kv)
         columns.store(m, cols, k_len, [scores.grad(rules.score, tile) for tile in dk], spec.D)

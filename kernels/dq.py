@@ -67,15 +67,15 @@ def dq(
     kv = span.kv_head(plane, spec.GROUP)
     k, v = memory.of_keys(K, kv), memory.of_keys(V, kv)
 
-    # what it sees
+    # visible keys
     band = span.band(q_len, k_len, left, right, spec.TOP_LEFT)
     ranges = span.blocks(band, first, BLOCK_M, BLOCK_N)
-    # walk it
+    # loops over keys
     wide: tl.constexpr = memory.wide(Q.base.dtype.element_ty)
     grad = columns.zeros(BLOCK_M, spec.D, wide)
     zero = tl.zeros([BLOCK_M], wide)
     sums = row_sums.Sums(zero, zero, zero, zero)
-    # Walk (loop) 0 masks the blocks before `full`. Without a left bound it has none; leave it out, which saves spills.
+    # Loop 0 is for the masked blocks before `full`. Without a left bound there are none; leaving it out saves spills.
     FIRST: tl.constexpr = 1 if tile_lists is None and left is None else 0
     for n in tl.static_range(FIRST, 3 if tile_lists is None else 2):
         tile_list = None if tile_lists is None else walk.tile_list(tile_lists, plane, first // BLOCK_M, n)
@@ -84,7 +84,7 @@ def dq(
             grad, sums, q, do, k, v, GradWeights, GradQ, grads, row, rows, band, rules, plane, tile_list, begin, end,
             spec, BLOCK_N, CHECK=n != 1,
         )  # fmt: skip
-    # store it
+    # stores
     if GradQ is not None:
         m = memory.of_rows(GradQ, plane)
         columns.store(m, rows, q_len, [scores.grad(rules.score, tile) for tile in grad], spec.D)

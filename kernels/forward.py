@@ -48,15 +48,15 @@ def forward(
     kv = span.kv_head(plane, spec.GROUP)
     k, v = memory.of_keys(K, kv), memory.of_keys(V, kv)
 
-    # what it sees
+    # visible keys
     band = span.band(q_len, k_len, left, right, spec.TOP_LEFT)
     ranges = span.blocks(band, first, BLOCK_M, BLOCK_N)
-    # walk it
+    # loops over keys
     wide: tl.constexpr = memory.wide(Q.base.dtype.element_ty)
     out = columns.zeros(BLOCK_M, spec.DV, wide)
     nothing = None if rules.score.sinks is None else scores.sink(rules.score, plane, wide)
     state = softmax.start(nothing, BLOCK_M, wide)
-    # Walk (loop) 0 masks the blocks before `full`. Without a left bound it has none; leave it out, which saves spills.
+    # Loop 0 is for the masked blocks before `full`. Without a left bound there are none; leaving it out saves spills.
     FIRST: tl.constexpr = 1 if tile_lists is None and left is None else 0
     for n in tl.static_range(FIRST, 3 if tile_lists is None else 2):
         tile_list = None if tile_lists is None else walk.tile_list(tile_lists, plane, first // BLOCK_M, n)
@@ -65,7 +65,7 @@ def forward(
             out, state, q, k, v, rows, band, rules, plane, tile_list, begin, end, spec, BLOCK_N, CHECK=n != 1
         )  # fmt: skip
 
-    # store it
+    # stores
     out, lse, log2_sum = columns.finish(out, state, rules.score.softmax_scale)
     out = [dropping.scaled(rules.dropout, tile) for tile in out]
     if rules.masks.rows is not None:

@@ -38,7 +38,7 @@ def _store_added(Rows, plane, rows, n, row, delta, scale):
 
 
 class Shown(NamedTuple):
-    """Copies q (of Q) and grad_out, with 0 where the row mask `rows` hides them, because TMA cannot skip rows."""
+    """Buffers for copies of Q and grad_out, with 0 in rows that the mask `rows` hides, because TMA cannot skip rows."""
 
     q: memory.View
     grad_out: memory.View
@@ -72,8 +72,8 @@ def preprocess(
     # COLUMNS as in `saved_stats`, or only row_max and log2_sum. Stats and GradLse (or None) are contiguous. Weights and
     # incoming.grad_weights are Views of (B, Hq, Sq, Sk), or None. A row that saw nothing has delta 0, even if its
     # incoming gradients are NaN. If no gradient of scores is wanted, Out is None and delta is 0. GradQ, unless None, is
-    # set to 0, because other kernels add to it. With UNIT it is the buffer that `postprocess` reads, (B, Hq, Sq rounded
-    # up to UNIT, WIDTH). Turns, unless None, is set to 0. It has the int32 counters of hopper/turns.py: one for program
+    # set to 0, because other kernels add to it. With UNIT it is the Sums of `postprocess`, (B, Hq, Sq rounded up to
+    # UNIT, WIDTH). Turns, unless None, is set to 0. It has the int32 counters of hopper/turns.py: one for program
     # numbers, and two for each row. With UNIT, by_row, a `row_sums.ByRow`, gets each row's gradients of its bias and
     # sink. shown, unless None, gets copies with hidden rows set to 0. small is 1 if a Hopper kernel follows and a
     # softcap keeps scores small, otherwise None.
@@ -108,7 +108,7 @@ def preprocess(
         out = memory.load(memory.matrix(Out, plane), rows, rows < q_len, spec.DV)
         grad_out = memory.load(memory.matrix(incoming.grad_out, plane), rows, rows < q_len, spec.DV)
         if out.dtype == grad_out.dtype:
-            # A product's diagonal is summed in the order of dp, so dp - delta is exactly 0 if one key has all weight.
+            # The diagonal of out @ grad_out.T is summed like dp, so dp - delta is exactly 0 if one key has all weight.
             left = columns.load(memory.matrix(Out, plane), rows, rows < q_len, spec.DV)
             right = columns.load(memory.matrix(incoming.grad_out, plane), rows, rows < q_len, spec.DV)
             if len(left.tiles) > 0:
@@ -154,7 +154,7 @@ def preprocess(
 
 @triton.jit
 def _ordered(m, first, n, ROWS: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr):
-    """Load rows first .. first + ROWS - 1 of the Hopper backward's sum of dq, and undo its `layouts.lines`."""
+    """Load rows first .. first + ROWS - 1 of the Hopper backward's dq, and undo the order of `layouts.lines`."""
     line = tl.arange(0, ROWS * WIDTH // 32)[:, None]
     at = first.to(tl.int64) * WIDTH + line * 32 + tl.arange(0, 32)[None, :]
     total = tl.load(m.base + at, mask=at < tl.cast(n, tl.int64) * WIDTH, other=0.0)
@@ -167,9 +167,9 @@ def postprocess(
     Sums, GradQ, sequences, heads, q_len, score,
     D: tl.constexpr, BLOCK_M: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write Sums times the scale to GradQ, a View of (B, Hq, Sq, D). Sums is a View of this shape, or GradQ itself."""
-    # With UNIT, Sums has the order of hopper's `layouts.lines`, in tiles of UNIT rows and WIDTH columns. Each packed
-    # sequence, which needs UNIT, has whole blocks of BLOCK rows there (`span.padded`).
+    """Write Sums times the scale to GradQ, a View of (B, Hq, Sq, D). Sums, a View, has this shape if UNIT is None."""
+    # Without UNIT, Sums may be GradQ. With UNIT it has the order of hopper's `layouts.lines`, in tiles of UNIT rows and
+    # WIDTH columns. Each packed sequence, which needs UNIT, has whole blocks of BLOCK rows there (`span.padded`).
     block, plane, q_len, _ = span.locate(sequences, q_len, q_len, heads, BLOCK_M, BY_KEYS=False)
     if sequences is not None:  # an unused slot has no rows, and block -1
         block = tl.maximum(block, 0)

@@ -88,10 +88,10 @@ def tangent(
     t_k = None if tangents.k is None else memory.of_keys(tangents.k, kv)
     t_v = None if tangents.v is None else memory.of_keys(tangents.v, kv)
 
-    # what it sees
+    # visible keys
     band = span.band(q_len, k_len, left, right, spec.TOP_LEFT)
     ranges = span.blocks(band, first, BLOCK_M, BLOCK_N)
-    # walk it
+    # loops over keys
     wide: tl.constexpr = memory.wide(dtype)
     t_out = columns.zeros(BLOCK_M, spec.DV, wide)
     t_lse = tl.zeros([BLOCK_M], wide)
@@ -104,7 +104,7 @@ def tangent(
             spec, BLOCK_N, CHECK=n != 1,
         )  # fmt: skip
 
-    # store it
+    # stores
     if rules.masks.rows is not None:
         t_lse = tl.where(real, t_lse, 0.0)
     if tangents.sinks is not None:
