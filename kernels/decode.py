@@ -45,7 +45,7 @@ def decode(
     spec: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Write Partials for each split. If partials is None, write Out, a View of (B, Hq, Sq, DV), and Lse unless None."""
-    # ids
+    # block and head of this program
     split = tl.program_id(0) % splits
     block, kv = span.place(tl.program_id(0) // splits, q_len * spec.GROUP, heads, BLOCK_M)
     first = span.latest_first(block, q_len * spec.GROUP, BLOCK_M)

@@ -88,7 +88,7 @@ def dkdv(
     # products a tile instead of seven. grads.bias, a View of (B, Hq, Sq, Sk), and grads.key_sums (B, Hq, Sk, 3) hold
     # zeros at first. The three columns of key_sums add up to the gradient of the scores, summed over rows.
 
-    # ids
+    # block and head of this program
     block, kv, q_len, k_len = span.locate(sequences, q_len, k_len, heads // spec.GROUP, BLOCK_N, BY_KEYS=True)
     first = block * BLOCK_N
     cols = first + tl.arange(0, BLOCK_N)

@@ -56,7 +56,7 @@ def dq(
     # K and V are Views (pointer and strides), or both TMA descriptors. Rows has the statistics of `preprocess`.
     # grads.bias, unless None, is a View of (B, Hq, Sq, Sk) that holds zeros at first.
 
-    # ids
+    # block and head of this program
     block, plane, q_len, k_len = span.locate(sequences, q_len, k_len, heads, BLOCK_M, BY_KEYS=False)
     first = span.latest_first(block, q_len, BLOCK_M)
     rows = first + tl.arange(0, BLOCK_M)

@@ -39,7 +39,7 @@ def forward(
     # contiguous. tile_lists is None if only causal and window hide pairs. For packed sequences B is 1, and q_len and
     # k_len are totals.
 
-    # ids
+    # block and head of this program
     block, plane, q_len, k_len = span.locate(sequences, q_len, k_len, heads, BLOCK_M, BY_KEYS=False)
     first = span.latest_first(block, q_len, BLOCK_M)
     rows = first + tl.arange(0, BLOCK_M)

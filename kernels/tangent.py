@@ -70,7 +70,7 @@ def tangent(
     spec: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Write the tangents of output and lse: TangentOut, a View of (B, Hq, Sq, DV), and TangentLse unless None."""
-    # ids
+    # block and head of this program
     block, plane, q_len, k_len = span.locate(sequences, q_len, k_len, heads, BLOCK_M, BY_KEYS=False)
     first = span.latest_first(block, q_len, BLOCK_M)
     rows = first + tl.arange(0, BLOCK_M)

@@ -258,9 +258,9 @@ def backward(
     of a warpgroup's `layouts.lines`. If form.COLUMNS is not (), GradK and GradV are Views of float32. Rows, from
     `preprocess`, is (B, 2 Hq, Sq, 16); a block has both tables of a head, and as many rows as Q's. If scores are scaled
     before the softmax, or with dropout, it is (B, Hq, Sq, 4), float32. Bias, or None, is (B, Hq, Sq, Sk), with size 1
-    where it broadcasts, in blocks of 64 keys, and of 64 rows or 1. Words, unless None, is as in the forward, but from
-    `transpose_words`; tile_lists then list blocks by keys. heads is Hkv. Turns, if not None, is int32 zeros, one for
-    program numbers and two for each row of each query head. It makes Sums deterministic.
+    where it broadcasts, in blocks of 64 keys, and of 64 rows or 1. Words, or None, describes words of `transpose_words`
+    as int32 (count, 128), in blocks [1, 128]; tile_lists then list blocks by keys. heads is Hkv. Turns, if not None, is
+    int32 zeros, one for program numbers and two for each row of each query head. It makes Sums deterministic.
 
     With packed sequences B is 1, q_len and k_len are totals, and descriptors except Sums, Bias and Words are ragged.
     """

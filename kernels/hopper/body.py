@@ -41,7 +41,7 @@ class Keys(NamedTuple):
 
 @gluon.jit
 def keys_of(g: gl.constexpr, program, all_real, rules, s, BLOCK_M: gl.constexpr):
-    """Return the Keys of warpgroup g for scores s [keys, rows]. all_real: (1,) if no key is hidden, else (0,), or ()."""
+    """Return the Keys of warpgroup g, for scores s [keys, rows]. all_real: (1 if no key is hidden, else 0,), or ()."""
     kv, first, band, _ = program
     KEYS: gl.constexpr = s.shape[0]
     LAYOUT: gl.constexpr = s.type.layout
@@ -78,7 +78,7 @@ def begin(g: gl.constexpr, shared, program, all_real, rules, s, GROUP: gl.conste
 
 @gluon.jit
 def rows_from(s, first):
-    """Return the row index of each column of scores [keys, rows], as [1, rows]. `first` is the first."""
+    """Return the row index of each column of scores [keys, rows], as [1, rows]. first: index of the first row."""
     r = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))[None, :]
     # A thread's rows of a wgmma result have the same bits 1 and 2. So it keeps one register, and adds constants.
     return (first + (r & 6)) + (r & ~6)
@@ -123,7 +123,7 @@ def _numbers(rows, step, which: gl.constexpr, part: gl.constexpr = 0, PARTS: gl.
 
 @gluon.jit
 def begin_scores(k, q, shared, step, zero, part: gl.constexpr = 0, PARTS: gl.constexpr = 1):
-    """Begin wgmma for products k @ q.T, [keys, rows]; with `ones`, minus each row's pivot and logarithm of its row sum.
+    """Begin wgmma for k @ q.T, [keys, rows]; with shared.one, minus each row's pivot and logarithm of its row sum.
 
     The pivot (row max) is subtracted first: if it is large, its sum with the logarithm would round off the latter.
     """
@@ -137,7 +137,7 @@ def begin_scores(k, q, shared, step, zero, part: gl.constexpr = 0, PARTS: gl.con
 
 @gluon.jit
 def begin_dp(v, do, shared, step, zero, part: gl.constexpr = 0, PARTS: gl.constexpr = 1):
-    """Begin wgmma for dp, [keys, rows]; with `ones`, minus each row's delta."""
+    """Begin wgmma for dp = v @ do.T, [keys, rows]; with shared.one, minus each row's delta."""
     dp = warpgroup_mma(v, do, zero, use_acc=False, is_async=True)
     if shared.one is not None:
         table = _numbers(shared.rows, step, 1, part, PARTS)

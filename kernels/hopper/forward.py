@@ -115,7 +115,7 @@ def _multiply(q, keys, step, zero, exists=True):
 
 @gluon.jit
 def _finish_scores(s, keys, step, TILES: gl.constexpr, LATER: gl.constexpr, exists=True):
-    """Wait for the product of `_multiply`, and release its tiles of k. LATER other products have begun after it."""
+    """Wait for the product of `_multiply`, and release its tiles of k. LATER: number of products begun after it."""
     for t in gl.static_range(TILES):
         s = warpgroup_mma_wait(num_outstanding=LATER + TILES - 1 - t, deps=(s,))
         ring.release(keys, step * TILES + t, pred=exists)
@@ -306,7 +306,7 @@ def forward(
 ):  # fmt: skip
     """Write the same outputs as kernels/forward.py. A program may compute several blocks of rows.
 
-    Only one of Out, stored.Wide, a View of float32 (B, H, Sq, DV), and stored.partials is not None. Q, K, V and Out are
+    Exactly one of Out, stored.Wide, of (B, H, Sq, DV), and stored.partials is not None. Q, K, V and Out are
     TMA descriptors of (B, H, S, D) with blocks of [1, 1, rows, width(D)], or of fewer columns if spec.PARTS blocks of Q
     or K are a tile; blocks of Q and Out have 64 rows. A program computes as many columns of Out as a block of V has.
     Bias, or None, describes (B, H, Sq, Sk), with size 1 where it broadcasts. Words, or None, describes the words of

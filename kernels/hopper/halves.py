@@ -1,4 +1,4 @@
-"""Hopper backward of one warpgroup for heads up to 64 wide: each step computes 128 rows in two halves.
+"""A warpgroup's part of the Hopper backward for heads up to 64 wide: each step computes 128 rows in two halves.
 
 One half is computed while products of the other run, and the first half of the next step during the products for dq.
 Source: as in backward.py.

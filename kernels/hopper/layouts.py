@@ -1,4 +1,4 @@
-"""Layouts of products, and of the values beside them, in the registers of a warpgroup."""
+"""Layouts of a warpgroup's registers: of products, their operands, Philox counters and row statistics."""
 
 import triton
 from triton.experimental import gluon

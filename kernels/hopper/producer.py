@@ -55,7 +55,7 @@ def _following(steps, i):
 
 @gluon.jit
 def _page(work, K, kv, block, PAGE: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Load the page of a block of keys, one step ahead; return () without caches."""
+    """Load the page number of a block of keys, one step ahead; return () without caches."""
     if work.caches.lengths is None:
         return ()
     else:

@@ -67,7 +67,7 @@ def _factors_of(work, n, factors, form: gl.constexpr):
 
 @gluon.jit
 def _of_product(plane, band, OF_K: gl.constexpr):
-    """Return the Plane with which `ring.place` finds rows of dq, or of dk if OF_K. The Band is from `_factors_of`."""
+    """Return the Plane that `ring.place` needs for rows of dq, or of dk if OF_K. The Band is from `_factors_of`."""
     return ring.of_keys(plane, span.flip(band)) if OF_K else ring.of_rows(plane, band)
 
 

@@ -80,7 +80,7 @@ def join(states, scale):
 
 @triton.jit
 def finish(out, state, scale):
-    """Return (normalised output, lse, log2 of row_sum), or (0, -inf, +inf) for a row without a visible key."""
+    """Return (normalised output, lse, log2 of row_sum), or (0, -inf, +inf) for a row that sees no key or sink."""
     seen = state.row_sum != 0  # true for NaN too
     log2_sum = tl.math.log2(tl.where(seen, state.row_sum, 1.0))
     row_max = state.row_max if scale is None else state.row_max * scale

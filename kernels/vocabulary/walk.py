@@ -40,7 +40,7 @@ def extent(ranges, tile_list, N: tl.constexpr):
 
 @triton.jit
 def first(tile_list, begin):
-    """Return `following` for the first `step`: the first entry of a tile list, or `begin` without a list."""
+    """Return the `following` of the first call of `step`: the tile list's first entry, or `begin` without a list."""
     return begin if tile_list is None else tl.load(tile_list)
 
 
