@@ -11,7 +11,7 @@ from .vocabulary.masks import BLOCK, CONSTANT, EMPTY, FULL, SOME
 def block_mask(BlockMask, Words, extents, masks, bias, heads, rows, keys):
     """Fill BlockMask (B, H, row blocks, key blocks), int32, contiguous: a program computes the entry of one block."""
     # Words, unless None, gets masks.pairs in bits. If masks.pairs hides a part of a block, the block's entry is the
-    # number of its words (see `masks.Bits`). B or H is 1 if masks and bias do not vary along it. A bias (View or None)
+    # index of its words (see `masks.Bits`). B or H is 1 if masks and bias do not vary along it. A bias (View or None)
     # of -inf hides its pair. Such a bias, which kernels always load, does not keep a block from being FULL, nor does a
     # hidden row, whose output is overwritten. For packed sequences (extents), rows and keys are maximum lengths; pairs
     # past the end do not count.

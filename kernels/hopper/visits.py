@@ -26,7 +26,7 @@ class Form(NamedTuple):
 class Lists(NamedTuple):
     """Tiles of a program's block, from the tile lists. For a block of keys they are row blocks of each query head.
 
-    There are `count` entries. Entry i is at partial + i if i < masked, otherwise at full + i.
+    The first `masked` of `count` entries need a mask. Entry i is at partial + i if i < masked, otherwise at full + i.
     """
 
     count: gl.tensor

@@ -13,7 +13,7 @@ COLUMNS = gl.constexpr(8)  # partial sums of a row, in registers: each of four n
 
 
 class Rows(NamedTuple):
-    """Rows of a warpgroup, with the options, band and head of their scores. head is the Plane without splits.
+    """Rows of a warpgroup, with the options, band and head of their scores. plane is one split of head, or equals it.
 
     counters: Philox counters of dropout, one for each two rows, or ().
     """

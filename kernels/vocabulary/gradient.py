@@ -82,5 +82,5 @@ def of_scores(signed, dp, row, r, c, band, rules, plane, GradWeights):
 
 @triton.jit
 def of_weights(dropout, signed, dp, delta):
-    """Return the gradient of scores from the result of `weights`, dp (the gradient of dropped weights) and delta."""
+    """Return the gradient of scores from the result of `weights`, dp (gradient of weights after dropout) and delta."""
     return dropping.before(dropout, signed) * (dropping.grad(dropout, signed, dp) - delta)
