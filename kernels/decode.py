@@ -45,7 +45,7 @@ def decode(
     spec: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Write Partials for each split. If partials is None, write Out, a View of (B, Hq, Sq, DV), and Lse unless None."""
-    # block and head of this program
+    # ids
     split = tl.program_id(0) % splits
     block, kv = span.place(tl.program_id(0) // splits, q_len * spec.GROUP, heads, BLOCK_M)
     first = span.latest_first(block, q_len * spec.GROUP, BLOCK_M)
@@ -53,7 +53,7 @@ def decode(
     rows, member = folded // spec.GROUP, folded % spec.GROUP
     head, plane = span.query_head(kv, member, spec.GROUP), span.query_head(kv, member[:, None], spec.GROUP)
 
-    # visible keys
+    # what it sees
     before = paging.length(cache, kv, capacity)  # without the `added` keys that `append` wrote
     band = span.band(q_len, before + tl.minimum(added, capacity - before), left, right, spec.TOP_LEFT)
     real = masks.real_rows(rules.masks, kv, rows, q_len)
@@ -63,7 +63,7 @@ def decode(
     # Each split gets an equal part of the key blocks that the rows see.
     each = ranges[3] - ranges[0]
     start, stop = ranges[0] + split * each // splits, ranges[0] + (split + 1) * each // splits
-    # loops over keys
+    # walk it
     wide: tl.constexpr = memory.wide(Q.base.dtype.element_ty)
     out = zeros(BLOCK_M, spec.DV, wide)
     nothing = None  # only the first split sees the sink
@@ -81,7 +81,7 @@ def decode(
                 spec, BLOCK_N, CHECK=n != 1,
             )  # fmt: skip
 
-    # stores
+    # store it
     if rules.masks.rows is not None:
         unseen = softmax.start(nothing, BLOCK_M, wide)
         out = [tl.where(real[:, None], tile, 0.0) for tile in out]

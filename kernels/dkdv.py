@@ -88,7 +88,7 @@ def dkdv(
     # products a tile instead of seven. grads.bias, a View of (B, Hq, Sq, Sk), and grads.key_sums (B, Hq, Sk, 3) hold
     # zeros at first. The three columns of key_sums add up to the gradient of the scores, summed over rows.
 
-    # block and head of this program
+    # ids
     block, kv, q_len, k_len = span.locate(sequences, q_len, k_len, heads // spec.GROUP, BLOCK_N, BY_KEYS=True)
     first = block * BLOCK_N
     cols = first + tl.arange(0, BLOCK_N)
@@ -99,12 +99,12 @@ def dkdv(
     dk = columns.zeros(BLOCK_N, spec.D, wide)
     dv = columns.zeros(BLOCK_N, spec.DV, wide)
 
-    # visible rows
+    # what it sees
     band = span.band(q_len, k_len, left, right, spec.TOP_LEFT)
     ranges = span.blocks(span.flip(band), first, BLOCK_N, BLOCK_M)
     if GradQ is not None:
         ranges = span.masked_past(ranges, first + BLOCK_N, k_len)
-    # loops over rows
+    # walk it
     incoming = gradient.Incoming(GradOut, GradWeights, Rows)
     # Loop 0 is for the masked blocks before `full`. Without a right bound there are none; leaving it out saves spills.
     FIRST: tl.constexpr = 1 if tile_lists is None and right is None else 0
@@ -115,7 +115,7 @@ def dkdv(
             dk, dv, k, v, Q, incoming, GradQ, grads, cols, first, band, rules, kv, tile_list, begin, end,
             spec, BLOCK_M, CHECK=n != 1, WALK=n,
         )  # fmt: skip
-    # stores
+    # store it
     if grads.k is not None:
         m = memory.of_keys(grads.k, kv)
         columns.store(m, cols, k_len, [scores.grad(rules.score, tile) for tile in dk], spec.D)

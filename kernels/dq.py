@@ -56,7 +56,7 @@ def dq(
     # K and V are Views (pointer and strides), or both TMA descriptors. Rows has the statistics of `preprocess`.
     # grads.bias, unless None, is a View of (B, Hq, Sq, Sk) that holds zeros at first.
 
-    # block and head of this program
+    # ids
     block, plane, q_len, k_len = span.locate(sequences, q_len, k_len, heads, BLOCK_M, BY_KEYS=False)
     first = span.latest_first(block, q_len, BLOCK_M)
     rows = first + tl.arange(0, BLOCK_M)
@@ -67,10 +67,10 @@ def dq(
     kv = span.kv_head(plane, spec.GROUP)
     k, v = memory.of_keys(K, kv), memory.of_keys(V, kv)
 
-    # visible keys
+    # what it sees
     band = span.band(q_len, k_len, left, right, spec.TOP_LEFT)
     ranges = span.blocks(band, first, BLOCK_M, BLOCK_N)
-    # loops over keys
+    # walk it
     wide: tl.constexpr = memory.wide(Q.base.dtype.element_ty)
     grad = columns.zeros(BLOCK_M, spec.D, wide)
     zero = tl.zeros([BLOCK_M], wide)
@@ -84,7 +84,7 @@ def dq(
             grad, sums, q, do, k, v, GradWeights, GradQ, grads, row, rows, band, rules, plane, tile_list, begin, end,
             spec, BLOCK_N, CHECK=n != 1,
         )  # fmt: skip
-    # stores
+    # store it
     if GradQ is not None:
         m = memory.of_rows(GradQ, plane)
         columns.store(m, rows, q_len, [scores.grad(rules.score, tile) for tile in grad], spec.D)

@@ -39,7 +39,7 @@ def forward(
     # contiguous. tile_lists is None if only causal and window hide pairs. For packed sequences B is 1, and q_len and
     # k_len are totals.
 
-    # block and head of this program
+    # ids
     block, plane, q_len, k_len = span.locate(sequences, q_len, k_len, heads, BLOCK_M, BY_KEYS=False)
     first = span.latest_first(block, q_len, BLOCK_M)
     rows = first + tl.arange(0, BLOCK_M)
@@ -48,10 +48,10 @@ def forward(
     kv = span.kv_head(plane, spec.GROUP)
     k, v = memory.of_keys(K, kv), memory.of_keys(V, kv)
 
-    # visible keys
+    # what it sees
     band = span.band(q_len, k_len, left, right, spec.TOP_LEFT)
     ranges = span.blocks(band, first, BLOCK_M, BLOCK_N)
-    # loops over keys
+    # walk it
     wide: tl.constexpr = memory.wide(Q.base.dtype.element_ty)
     out = columns.zeros(BLOCK_M, spec.DV, wide)
     nothing = None if rules.score.sinks is None else scores.sink(rules.score, plane, wide)
@@ -65,7 +65,7 @@ def forward(
             out, state, q, k, v, rows, band, rules, plane, tile_list, begin, end, spec, BLOCK_N, CHECK=n != 1
         )  # fmt: skip
 
-    # stores
+    # store it
     out, lse, log2_sum = columns.finish(out, state, rules.score.softmax_scale)
     out = [dropping.scaled(rules.dropout, tile) for tile in out]
     if rules.masks.rows is not None:

@@ -70,7 +70,7 @@ def tangent(
     spec: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Write the tangents of output and lse: TangentOut, a View of (B, Hq, Sq, DV), and TangentLse unless None."""
-    # block and head of this program
+    # ids
     block, plane, q_len, k_len = span.locate(sequences, q_len, k_len, heads, BLOCK_M, BY_KEYS=False)
     first = span.latest_first(block, q_len, BLOCK_M)
     rows = first + tl.arange(0, BLOCK_M)
@@ -88,10 +88,10 @@ def tangent(
     t_k = None if tangents.k is None else memory.of_keys(tangents.k, kv)
     t_v = None if tangents.v is None else memory.of_keys(tangents.v, kv)
 
-    # visible keys
+    # what it sees
     band = span.band(q_len, k_len, left, right, spec.TOP_LEFT)
     ranges = span.blocks(band, first, BLOCK_M, BLOCK_N)
-    # loops over keys
+    # walk it
     wide: tl.constexpr = memory.wide(dtype)
     t_out = columns.zeros(BLOCK_M, spec.DV, wide)
     t_lse = tl.zeros([BLOCK_M], wide)
@@ -104,7 +104,7 @@ def tangent(
             spec, BLOCK_N, CHECK=n != 1,
         )  # fmt: skip
 
-    # stores
+    # store it
     if rules.masks.rows is not None:
         t_lse = tl.where(real, t_lse, 0.0)
     if tangents.sinks is not None:
