@@ -32,7 +32,6 @@ _WRITTEN = [name for name in TENSORS if name in Arguments._fields]
 _take_tensors = itemgetter(*map(Arguments._fields.index, _WRITTEN))
 _take_numbers = itemgetter(*(place for place, name in enumerate(Arguments._fields) if name not in TENSORS))
 _NOT_WRITTEN = (None,) * (len(TENSORS) - len(_WRITTEN))
-_NO_OPTIONS = (type(None),) * (len(TENSORS) - 3)  # types of the tensors after value, if none is given
 _SEED = _PLACES["seed"]
 _MARKS = "block_mask", "mask_bits"  # made from the masks of a call, or from a plan
 
@@ -101,13 +100,20 @@ def _split(tensors: tuple, numbers: tuple) -> tuple[tuple, tuple] | None:
     """Return (tensors that are not None, signature without their properties); None if a call cannot be replayed."""
     # numbers: the arguments that are no tensors, return_lse, return_weights, the named backend and whether autograd
     # records. Their types count too, because True, 1 and 1.0 are equal.
-    there, kinds, seed = tuple(map(type, tensors)), tuple(map(type, numbers)), tensors[_SEED]
-    if there[0] not in CLASSES or (kinds not in _kinds and not _usual(numbers)):
+    present: tuple
+    query, key, value, *options = tensors
+    kinds = tuple(map(type, numbers))
+    if type(query) not in CLASSES or (kinds not in _kinds and not _usual(numbers)):
         return None
-    if not (seed is None or isinstance(seed, Tensor) or (type(seed) is int and -(2**63) <= seed < 2**63)):
-        return None
-    present = tensors[:3] if there[3:] == _NO_OPTIONS else tuple([x for x in tensors if isinstance(x, Tensor)])
-    return present, (numbers, kinds, repeats.precision(tensors[0]), thread_overrides.deterministic, there)
+    present, there = (query, key, value), None
+    for x in options:
+        if x is not None:
+            seed = tensors[_SEED]
+            if not (seed is None or isinstance(seed, Tensor) or (type(seed) is int and -(2**63) <= seed < 2**63)):
+                return None
+            present, there = tuple([x for x in tensors if isinstance(x, Tensor)]), tuple(map(type, tensors))
+            break
+    return present, (numbers, kinds, repeats.precision(query), thread_overrides.deterministic, there)
 
 
 def _signature(present: tuple, most: tuple) -> tuple | None:

@@ -26,33 +26,37 @@ class Recording(NamedTuple):
     """Recorded launches, to replay on the caller's tensors and on new ones that `run` allocates.
 
     made: ((shape, strides, dtype), fill value or None) of each new tensor. steps: (function, programs, arguments,
-    places) of each launch. places: (argument index, function of all tensors) for each argument that a replay replaces.
+    views, others) of each launch. A replay replaces arguments by views, (argument index, tensor index, strides), and
+    by others, (argument index, function of all tensors).
     """
 
     device: torch.device
+    kind: str  # device.type
     interpreted: bool
     made: tuple
     steps: tuple
 
     def run(self, given: Sequence) -> list:
         """Allocate new tensors and launch the recorded kernels; return the given tensors and the new ones."""
-        if self.interpreted or (self.device.type == "cuda" and current_device() != self.device.index):
+        if self.interpreted or (self.kind == "cuda" and current_device() != self.device.index):
             with launch.surroundings(self.device):
                 return self._run(given)
         return self._run(given)
 
     def _run(self, given: Sequence) -> list:
-        make, tensors = EMPTY[self.device.type], [*given]
+        make, tensors = EMPTY[self.kind], [*given]
         for (shape, strides, dtype), value in self.made:
             if value is None:
                 tensors.append(make(shape, strides, dtype))
             else:
                 tensors.append(torch.full(shape, value, dtype=dtype, device=self.device))
         stream = None if self.interpreted else driver.active.get_current_stream(self.device.index)
-        for run, programs, arguments, places in self.steps:
+        for run, programs, arguments, views, others in self.steps:
             arguments = arguments.copy()
-            for index, place in places:
-                arguments[index] = place(tensors)
+            for index, number, strides in views:  # not as others: a call for each would take a microsecond
+                arguments[index] = tensors[number], strides
+            for index, value in others:
+                arguments[index] = value(tensors)
             run(programs, stream, arguments)
         return tensors
 
@@ -127,7 +131,8 @@ class Recorder(contextlib.ExitStack):
     def add(self, kernel, compiled, programs: int, arguments: dict, options: dict) -> None:
         """Record a kernel launch. compiled: the compiled kernel, None in the interpreter."""
         values: list = []
-        places: list[tuple] = []
+        views: list[tuple] = []
+        others: list[tuple] = []
         ordered = [arguments[name] for name in kernel.arg_names]
         described = [value for value in ordered if launcher.is_descriptor(value)]
         numbers = [self.number(value.base) for value in described]
@@ -135,16 +140,20 @@ class Recorder(contextlib.ExitStack):
         rebased = [functools.partial(launcher.rebased, *each) for each in zip(described, numbers, strict=True)]
         encoding = iter(rebased if encoders is None else encoders)
         for value in ordered:
+            if isinstance(value, View) and compiled is not None:  # a compiled kernel accepts a plain tuple
+                views.append((len(values), self.number(value.base), value.strides))
+                values.append(None)
+                continue
             is_descriptor = launcher.is_descriptor(value)
             place = next(encoding) if is_descriptor else self._place(value)
             if place is not None:
-                places.append((len(values), place))
+                others.append((len(values), place))
             values.append(value if place is None else None)
             if is_descriptor and encoders is not None:
                 values += [*value.shape, *value.strides]
         interpret = functools.partial(_interpret, kernel, options)
         run = interpret if compiled is None else launcher.launched(compiled, encodes=encoders is None)
-        self.steps.append((run, programs, values, tuple(places)))
+        self.steps.append((run, programs, values, tuple(views), tuple(others)))
 
     def _place(self, value) -> Callable[[Sequence], Any] | None:
         """Return a function that makes a kernel argument from a replay's tensors; None if the argument is constant."""
@@ -153,9 +162,6 @@ class Recorder(contextlib.ExitStack):
             if self.tensors[number][0].dtype == value.dtype or not launch.interpreting():
                 return itemgetter(number)
             return lambda tensors: tensors[number].view(value.dtype)  # only the interpreter looks at the dtype
-        if isinstance(value, View) and not launch.interpreting():
-            number, strides = self.number(value.base), value.strides
-            return lambda tensors: (tensors[number], strides)  # quick: compiled kernels also accept a plain tuple
         places = [self._place(x) for x in value] if isinstance(value, tuple) else []
         if not any(places):
             return None
@@ -173,4 +179,4 @@ class Recorder(contextlib.ExitStack):
 
     def recording(self) -> Recording:
         made = tuple(((tuple(x.shape), x.stride(), x.dtype), value) for x, value in self.tensors[self.given :])
-        return Recording(self.device, launch.interpreting(), made, tuple(self.steps))
+        return Recording(self.device, self.device.type, launch.interpreting(), made, tuple(self.steps))
