@@ -66,15 +66,14 @@ def _check_mask(name: str, mask: Tensor, query: Tensor, *shapes: tuple[int, ...]
 def _masks(attn_mask: Tensor | None, padding: Tensor | None, extra: int) -> dict[str, Tensor]:
     """Convert attn_mask and key padding to arguments of `attention`. Every query sees the `extra` appended keys."""
     masks = {}
-    if extra:  # pad copies, even if it adds nothing
-        attn_mask, padding = (x if x is None else pad(x, (0, extra)) for x in (attn_mask, padding))
     if attn_mask is not None:
+        attn_mask = pad(attn_mask, (0, extra))
         hides = attn_mask.dtype == torch.bool
         masks["mask" if hides else "bias"] = ~attn_mask if hides else attn_mask
     if padding is not None and padding.dtype == torch.bool:
-        masks["key_mask"] = ~padding
+        masks["key_mask"] = ~pad(padding, (0, extra))
     elif padding is not None:
-        padding = padding[:, None, None]
+        padding = pad(padding, (0, extra))[:, None, None]
         if (bias := masks.get("bias")) is not None:  # so that finfo.min + finfo.min stays finite
             dtype = torch.promote_types(torch.promote_types(bias.dtype, padding.dtype), torch.float32)
             hidden = (bias == float("-inf")) | (padding == float("-inf"))
