@@ -454,7 +454,7 @@ def autocast(arguments: Arguments) -> Arguments:
 def normalise(arguments: Arguments, **more: Any) -> Call:
     """Convert checked arguments to a Call. more: further fields of the Call."""
     a, columns = arguments, arguments.query.shape[-1]
-    if isinstance(columns, Tensor):  # torch.jit traces; the power of a tensor would be float32
+    if a.scale is None and isinstance(columns, Tensor):  # torch.jit traces; the power of a tensor would be float32
         columns = int(columns)
     left, right = (None, None) if a.window is None else map(as_python, a.window)
     fields: dict[str, Any] = {}

@@ -187,6 +187,19 @@ def test_two_masks_of_the_lowest_number_are_still_the_mean():
         assert_like(weights, want[:, None].expand(2, 3, 4))
 
 
+@pytest.mark.parametrize("name", ["attn_mask", "key_padding_mask"])
+def test_a_mask_may_change_before_the_backward_and_come_from_inference_mode(name):
+    _, layer = pair(batch_first=True)
+    inputs = draw_inputs(layer, 3, 3, 3)
+    with torch.inference_mode():
+        mask = torch.randn(3, 3)
+    layer(*inputs, **{name: mask})[0].sum().backward()
+    mask = mask.clone()
+    out = layer(*inputs, **{name: mask})[0]
+    mask.add_(1.0)
+    out.sum().backward()
+
+
 @pytest.mark.parametrize("sizes", [(0, 3, 4), (2, 0, 4), (2, 3, 0)], ids=str)
 @pytest.mark.parametrize("options", [{}, EXTRAS[1]], ids=str)
 def test_sizes_of_zero(sizes, options):
